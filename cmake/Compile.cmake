@@ -1,0 +1,28 @@
+# Flags of every target of this project: warnings, sanitizers, ccache.
+
+find_program(PENSTOCK_CCACHE ccache)
+if(PENSTOCK_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  # Precompiled headers carry time stamps; without this ccache would miss on every clean build.
+  set(CMAKE_CXX_COMPILER_LAUNCHER
+      ${CMAKE_COMMAND} -E env CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
+      ${PENSTOCK_CCACHE})
+  message(STATUS "ccache: ${PENSTOCK_CCACHE}")
+endif()
+
+add_library(penstock_flags INTERFACE)
+target_compile_options(penstock_flags INTERFACE -Wall -Wextra -Wpedantic -Wno-unused-parameter)
+if(PENSTOCK_WERROR)
+  target_compile_options(penstock_flags INTERFACE -Werror)
+endif()
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  # -fpch-preprocess lets ccache see through the shared precompiled header.
+  target_compile_options(penstock_flags INTERFACE -fpch-preprocess)
+endif()
+if(PENSTOCK_SANITIZE)
+  add_compile_options(-fsanitize=${PENSTOCK_SANITIZE} -fno-omit-frame-pointer)
+  add_link_options(-fsanitize=${PENSTOCK_SANITIZE})
+  if(PENSTOCK_SANITIZE MATCHES undefined)
+    add_compile_options(-fno-sanitize=vptr)  # LibTorch is built without type information for some of its classes
+    add_compile_options(-fno-sanitize-recover=all)
+  endif()
+endif()

@@ -1,0 +1,39 @@
+#include "penstock/base/errors.h"
+
+#include <fmt/format.h>
+
+namespace penstock {
+
+namespace {
+
+std::string with_context(const std::string& what_happened, const CommContext& context) {
+  std::string text = what_happened;
+  text += fmt::format(" [rank {}", context.rank);
+  if (context.peer) text += fmt::format(", peer {}", *context.peer);
+  if (!context.operation.empty()) text += fmt::format(", operation {}", context.operation);
+  if (!context.group.empty()) text += fmt::format(", group {}", context.group);
+  if (!context.label.empty()) text += fmt::format(", label \"{}\"", context.label);
+  text += fmt::format(", after {:.3f} s]", context.elapsed_s);
+  return text;
+}
+
+}  // namespace
+
+CommError::CommError(const std::string& what_happened, CommContext context)
+    : std::runtime_error(with_context(what_happened, context)), context_(std::move(context)) {}
+
+std::string describe(std::string_view what, std::string_view actual, std::string_view expected,
+                     std::string_view remedy) {
+  std::string text(what);
+  if (!actual.empty()) text += fmt::format(": got {}", actual);
+  if (!expected.empty()) text += fmt::format("{} expected {}", actual.empty() ? ":" : ",", expected);
+  if (!remedy.empty()) text += fmt::format("; {}", remedy);
+  return text;
+}
+
+void invariant_failed(const char* condition, const char* file, int line, std::string_view why) {
+  throw InvariantError(
+      fmt::format("broken internal contract: {} ({}:{}: {}); please report this with the full log", why, file, line, condition));
+}
+
+}  // namespace penstock

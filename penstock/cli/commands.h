@@ -1,0 +1,18 @@
+// The commands of `penstock`, one file each. Every function adds its subcommand, with help and an example, to `app`.
+//
+// A command reports by its exit code: 0 ok, 1 a check failed, 2 usage or parse error. It throws ConfigError for the last.
+#pragma once
+
+#include <CLI/CLI.hpp>
+
+namespace penstock::cli {
+
+// Exit code of the command that ran; set by its callback.
+struct Outcome {
+  int exit_code = 0;
+};
+
+void add_doctor_command(CLI::App& app, Outcome& outcome);
+void add_launch_command(CLI::App& app, Outcome& outcome);
+
+}  // namespace penstock::cli

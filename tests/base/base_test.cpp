@@ -1,0 +1,137 @@
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <sstream>
+#include <unordered_set>
+
+#include "penstock/base/env.h"
+#include "penstock/base/errors.h"
+#include "penstock/base/ids.h"
+#include "penstock/base/text.h"
+#include "penstock/base/warnings.h"
+
+namespace penstock {
+namespace {
+
+template <class Error, class Call>
+std::string message_of(Call call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  ADD_FAILURE() << "nothing of that type was thrown";
+  return {};
+}
+
+TEST(Errors, KindsAreDistinctAndKeepTheStandardBase) {
+  EXPECT_THROW(throw ConfigError("x"), std::invalid_argument);
+  EXPECT_THROW(throw ValueError("x"), std::invalid_argument);
+  EXPECT_THROW(throw PipeliningMetadataError("x"), std::runtime_error);
+  EXPECT_THROW(throw StateError("x"), std::runtime_error);
+  EXPECT_THROW(throw InvariantError("x"), std::logic_error);
+  EXPECT_FALSE((std::is_base_of_v<ValueError, TypeError>));
+  EXPECT_FALSE((std::is_base_of_v<PipeliningMetadataError, CommError>));
+}
+
+TEST(Errors, DescribeNamesWhatActualExpectedRemedy) {
+  EXPECT_EQ(describe("ranks", "5", "4", "start 4"), "ranks: got 5, expected 4; start 4");
+  EXPECT_EQ(describe("ranks", "", "4", ""), "ranks: expected 4");
+  EXPECT_EQ(describe("ranks", "5", "", ""), "ranks: got 5");
+}
+
+TEST(Errors, CommErrorCarriesItsContext) {
+  CommContext context;
+  context.rank = 2;
+  context.peer = 3;
+  context.operation = "send";
+  context.group = "pp";
+  context.label = "2F0";
+  context.elapsed_s = 1.5;
+  const TimeoutError error("no answer", context);
+  EXPECT_STREQ(error.what(), "no answer [rank 2, peer 3, operation send, group pp, label \"2F0\", after 1.500 s]");
+  EXPECT_EQ(error.context().peer, 3);
+}
+
+TEST(Errors, InvariantStaysOnInReleaseBuilds) {
+  const auto text = message_of<InvariantError>([] { PENSTOCK_INVARIANT(1 + 1 == 3, "sums hold"); });
+  EXPECT_NE(text.find("sums hold"), std::string::npos);
+  EXPECT_NE(text.find("1 + 1 == 3"), std::string::npos);
+}
+
+TEST(Ids, AreOrderedHashableAndDistinct) {
+  EXPECT_LT(Rank{1}, Rank{2});
+  std::unordered_set<StageId> stages = {StageId{1}, StageId{1}, StageId{2}};
+  EXPECT_EQ(stages.size(), 2u);
+  EXPECT_FALSE((std::is_convertible_v<int, Rank>));
+  EXPECT_FALSE((std::is_convertible_v<Rank, StageId>));
+  std::ostringstream out;
+  out << MicrobatchId{7};
+  EXPECT_EQ(out.str(), "7");
+}
+
+TEST(Text, NearestNameFindsTyposAndRefusesStrangers) {
+  const std::vector<std::string> names = {"ranks", "microbatches", "schedule"};
+  EXPECT_EQ(nearest_name("rnaks", names), "ranks");
+  EXPECT_EQ(nearest_name("MICROBATCH", names), "microbatches");
+  EXPECT_EQ(nearest_name("zebra", names), "");
+}
+
+TEST(Text, BytesAndLists) {
+  EXPECT_EQ(format_bytes(512), "512 B");
+  EXPECT_EQ(format_bytes(65536), "64.0 KiB");
+  EXPECT_EQ(format_bytes(8ull << 30), "8.0 GiB");
+  EXPECT_EQ(format_list({0, 1, 2}), "0, 1, 2");
+  EXPECT_EQ(format_list({0, 1, 2}, 2), "0, 1, ... (3 in all)");
+}
+
+TEST(Env, NumbersAndChoicesAreChecked) {
+  setenv("PENSTOCK_TEST_VALUE", "12", 1);
+  EXPECT_EQ(env_int("PENSTOCK_TEST_VALUE", 0, 20), 12);
+  for (const char* bad : {"12x", "21", "-1", " 3"}) {
+    setenv("PENSTOCK_TEST_VALUE", bad, 1);
+    const auto text = message_of<ConfigError>([] { env_int("PENSTOCK_TEST_VALUE", 0, 20); });
+    EXPECT_NE(text.find("PENSTOCK_TEST_VALUE"), std::string::npos);
+    EXPECT_NE(text.find(bad), std::string::npos);
+    EXPECT_NE(text.find("0 to 20"), std::string::npos);
+  }
+  setenv("PENSTOCK_TEST_VALUE", "", 1);
+  EXPECT_EQ(env_int("PENSTOCK_TEST_VALUE", 0, 20), std::nullopt);
+  setenv("PENSTOCK_TEST_VALUE", "DETAIL", 1);
+  EXPECT_EQ(env_choice("PENSTOCK_TEST_VALUE", {"off", "detail"}, "off"), "detail");
+  setenv("PENSTOCK_TEST_VALUE", "loud", 1);
+  EXPECT_THROW(env_choice("PENSTOCK_TEST_VALUE", {"off", "detail"}, "off"), ConfigError);
+}
+
+TEST(Env, DebugLevelHonoursTorchsVariable) {
+  unsetenv("PENSTOCK_DEBUG");
+  setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL", 1);
+  EXPECT_EQ(debug_level(), DebugLevel::Detail);
+  setenv("PENSTOCK_DEBUG", "info", 1);
+  EXPECT_EQ(debug_level(), DebugLevel::Info);
+  unsetenv("PENSTOCK_DEBUG");
+  unsetenv("TORCH_DISTRIBUTED_DEBUG");
+  EXPECT_EQ(debug_level(), DebugLevel::Off);
+}
+
+TEST(Warnings, AreCapturedAndOnceIsOnce) {
+  WarningCapture outer;
+  warn("comm", "first");
+  {
+    WarningCapture inner;
+    warn_once("comm", "again");
+    warn_once("comm", "again");
+    ASSERT_EQ(inner.warnings().size(), 1u);
+    EXPECT_EQ(inner.warnings()[0].message, "again");
+  }
+  ASSERT_EQ(outer.warnings().size(), 1u);
+  EXPECT_EQ(outer.warnings()[0].category, "comm");
+}
+
+}  // namespace
+}  // namespace penstock
+
+int main(int argc, char** argv) {
+  ::testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}

@@ -1,0 +1,32 @@
+// One started piece of communication, as a transport sees it. `Work` is built from these; users never meet them.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace penstock::comm {
+
+using Clock = std::chrono::steady_clock;
+
+// How a wait ended. Failures of the transport itself (a closed connection, a truncated message) are thrown as std::exception.
+enum class WaitResult { Done, TimedOut, Interrupted };
+
+// Thread rule: one thread waits; `interrupt` may come from any other thread at any time.
+class Transfer {
+ public:
+  virtual ~Transfer() = default;
+
+  // Blocks until the transfer is done, the deadline passes, or `interrupt` was called. After TimedOut or Interrupted
+  // the transfer may still be running: its memory must stay valid until the transport is gone.
+  virtual WaitResult wait(Clock::time_point deadline) = 0;
+
+  // True when `wait` would return Done at once. May drive progress; never blocks.
+  virtual bool done() = 0;
+
+  // Makes a present or future `wait` return Interrupted unless the transfer is already done.
+  virtual void interrupt() noexcept = 0;
+};
+
+}  // namespace penstock::comm

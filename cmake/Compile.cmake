@@ -10,7 +10,8 @@ if(PENSTOCK_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
 endif()
 
 add_library(penstock_flags INTERFACE)
-target_compile_options(penstock_flags INTERFACE -Wall -Wextra -Wpedantic -Wno-unused-parameter)
+target_compile_options(penstock_flags INTERFACE -Wall -Wextra -Wpedantic -Wno-unused-parameter
+  -Wno-missing-field-initializers)  # designated initializers name what matters and leave the rest at its default
 if(PENSTOCK_WERROR)
   target_compile_options(penstock_flags INTERFACE -Werror)
 endif()

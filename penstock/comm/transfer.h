@@ -25,6 +25,10 @@ class Transfer {
   // True when `wait` would return Done at once. May drive progress; never blocks.
   virtual bool done() = 0;
 
+  // Whether `wait` may be called again after TimedOut. Gloo's point-to-point may not: a wait that times out closes the
+  // connection.
+  virtual bool resumable() const { return true; }
+
   // Makes a present or future `wait` return Interrupted unless the transfer is already done.
   virtual void interrupt() noexcept = 0;
 };

@@ -1,0 +1,78 @@
+#include "penstock/comm/c10d_backend.h"
+
+namespace penstock::comm {
+
+namespace {
+
+c10d::ReduceOp::RedOpType to_c10d(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::Sum: return c10d::ReduceOp::SUM;
+    case ReduceOp::Avg: return c10d::ReduceOp::AVG;
+    case ReduceOp::Min: return c10d::ReduceOp::MIN;
+    case ReduceOp::Max: return c10d::ReduceOp::MAX;
+  }
+  return c10d::ReduceOp::SUM;
+}
+
+}  // namespace
+
+TransferPtr C10dBackend::send(const at::Tensor& tensor, int peer, int tag) {
+  std::vector<at::Tensor> tensors = {tensor};
+  return point_to_point(group_->send(tensors, peer, tag));
+}
+
+TransferPtr C10dBackend::recv(const at::Tensor& tensor, int peer, int tag) {
+  std::vector<at::Tensor> tensors = {tensor};
+  return point_to_point(group_->recv(tensors, peer, tag));
+}
+
+TransferPtr C10dBackend::all_reduce(const at::Tensor& tensor, ReduceOp op) {
+  std::vector<at::Tensor> tensors = {tensor};
+  c10d::AllreduceOptions options;
+  options.reduceOp = to_c10d(op);
+  return collective(group_->allreduce(tensors, options));
+}
+
+TransferPtr C10dBackend::broadcast(const at::Tensor& tensor, int source) {
+  std::vector<at::Tensor> tensors = {tensor};
+  c10d::BroadcastOptions options;
+  options.rootRank = source;
+  return collective(group_->broadcast(tensors, options));
+}
+
+TransferPtr C10dBackend::all_gather(const at::Tensor& output, const at::Tensor& input) {
+  at::Tensor out = output;
+  at::Tensor in = input;
+#if PENSTOCK_TORCH_AT_LEAST(2, 14)
+  return collective(group_->all_gather_single(out, in));
+#else
+  return collective(group_->_allgather_base(out, in));
+#endif
+}
+
+TransferPtr C10dBackend::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) {
+  at::Tensor out = output;
+  at::Tensor in = input;
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = to_c10d(op);
+#if PENSTOCK_TORCH_AT_LEAST(2, 14)
+  return collective(group_->reduce_scatter_single(out, in, options));
+#else
+  return collective(group_->_reduce_scatter_base(out, in, options));
+#endif
+}
+
+TransferPtr C10dBackend::all_to_all(const at::Tensor& output, const at::Tensor& input, std::vector<std::int64_t> output_splits,
+                                    std::vector<std::int64_t> input_splits) {
+  at::Tensor out = output;
+  at::Tensor in = input;
+#if PENSTOCK_TORCH_AT_LEAST(2, 14)
+  return collective(group_->all_to_all_single(out, in, output_splits, input_splits));
+#else
+  return collective(group_->alltoall_base(out, in, output_splits, input_splits));
+#endif
+}
+
+TransferPtr C10dBackend::barrier() { return collective(group_->barrier()); }
+
+}  // namespace penstock::comm

@@ -1,0 +1,71 @@
+// A world of threads: every rank a thread of this process, with one in-process store and one board of who is alive.
+#include <fmt/format.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "penstock/base/errors.h"
+#include "penstock/comm/operators.h"
+#include "penstock/comm/work_state.h"
+#include "penstock/comm/world.h"
+
+namespace penstock::comm {
+
+void run_ranks(int size, std::chrono::milliseconds timeout, const std::function<void(World&)>& body) {
+  if (size < 1) throw ValueError(describe("run_ranks: size", fmt::format("{}", size), "at least 1"));
+  register_operators();
+  static std::atomic<int> worlds{0};
+  const int world_number = worlds++;
+  const auto deadline = Clock::now() + timeout;
+  const Store store = Store::in_process();
+  const auto liveness = std::make_shared<Liveness>(size);
+
+  std::mutex mutex;
+  std::condition_variable ended;
+  std::exception_ptr first_error;
+  std::vector<bool> running(static_cast<std::size_t>(size), true);
+
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank)
+    threads.emplace_back([&, rank] {
+      try {
+        auto core = std::make_shared<WorldCore>(WorldCore{.env = {}, .store = store.with_prefix("world"), .liveness = liveness, .monitor = nullptr, .timeout = timeout});
+        core->env.rank = rank;
+        core->env.world_size = size;
+        core->env.local_rank = rank;
+        core->env.local_world_size = size;
+        core->name_suffix = fmt::format("@{}.{}", world_number, rank);
+        core->store.watch(liveness, rank);
+        World world(std::move(core), P2PTransport::Auto);
+        body(world);
+        liveness->report({rank, RankState::Left, ""});
+      } catch (const std::exception& error) {
+        {
+          std::lock_guard lock(mutex);
+          if (!first_error) first_error = std::current_exception();
+        }
+        liveness->report({rank, RankState::Failed, error.what()});
+      }
+      std::lock_guard lock(mutex);
+      running[static_cast<std::size_t>(rank)] = false;
+      ended.notify_all();
+    });
+
+  {
+    std::unique_lock lock(mutex);
+    const auto all_ended = [&] { return std::find(running.begin(), running.end(), true) == running.end(); };
+    if (!ended.wait_until(lock, deadline, all_ended)) {
+      const int slow = static_cast<int>(std::find(running.begin(), running.end(), true) - running.begin());
+      if (!first_error)
+        first_error = std::make_exception_ptr(TimeoutError(fmt::format("rank {} did not end within the time given to run_ranks", slow), {.rank = slow, .elapsed_s = std::chrono::duration<double>(timeout).count()}));
+      lock.unlock();
+      liveness->report({slow, RankState::Failed, "it did not end in time"});  // ends every wait
+    }
+  }
+  for (auto& thread : threads) thread.join();
+  if (first_error) std::rethrow_exception(first_error);
+}
+
+}  // namespace penstock::comm

@@ -1,0 +1,148 @@
+// The inside of Work and Group: one operation in flight, and what all operations of a group share.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <atomic>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "penstock/base/env.h"
+#include "penstock/base/errors.h"
+#include "penstock/comm/backend.h"
+#include "penstock/comm/liveness.h"
+#include "penstock/comm/monitor.h"
+#include "penstock/comm/store.h"
+#include "penstock/comm/ucx_transport.h"
+
+namespace penstock::comm {
+
+class GroupState;
+
+// What all groups of one process share.
+struct WorldCore {
+  LaunchEnv env;
+  Store store;
+  std::shared_ptr<Liveness> liveness;
+  std::unique_ptr<Monitor> monitor;  // none in worlds of threads and fake worlds: nobody can die alone there
+  std::chrono::milliseconds timeout{};
+  bool fake = false;
+  std::string name_suffix;           // tells the ranks of one process apart in a world of threads
+  bool one_host = true;              // all ranks share a host
+  bool own_gpus = false;             // every rank has a GPU of its own: NCCL can be used
+  int gpu_index = 0;
+  int next_group = 0;
+
+  // Tells every other rank that this one failed.
+  void fail(const std::string& reason) noexcept;
+};
+
+// One operation in flight.
+class WorkState {
+ public:
+  WorkState(std::shared_ptr<GroupState> group, const char* operation, std::string label, std::optional<int> peer,
+            std::uint64_t bytes, std::optional<std::chrono::milliseconds> timeout, int tag = 0);
+  ~WorkState();
+  WorkState(const WorkState&) = delete;
+  WorkState& operator=(const WorkState&) = delete;
+
+  void wait(std::chrono::milliseconds timeout);
+  void wait() { wait(timeout_); }
+  bool done();
+
+  void add(TransferPtr transfer) { transfers_.push_back(std::move(transfer)); }
+  void keep(at::Tensor tensor) { kept_.push_back(std::move(tensor)); }
+  // Runs on the waiting thread once everything has arrived, after the steps added before: checks, copies out, sums. A
+  // step may add transfers and further steps (a second phase); they are waited for and run in turn.
+  void then(std::function<void(WorkState&)> step) { steps_.push_back(std::move(step)); }
+  // For a step: waits for one more transfer under this work's deadline.
+  void wait_for(Transfer& transfer);
+
+  GroupState& group() { return *group_; }
+  CommContext context() const;
+  const std::string& label() const { return label_; }
+  const char* operation() const { return operation_; }
+  std::optional<int> peer() const { return peer_; }
+
+ private:
+  void finish(std::exception_ptr error) noexcept;
+
+  std::shared_ptr<GroupState> group_;
+  const char* operation_;
+  std::string label_;
+  std::optional<int> peer_;  // global rank
+  std::chrono::milliseconds timeout_;
+  Clock::time_point begin_ = Clock::now();
+  Clock::time_point deadline_;
+  std::uint64_t record_;
+  std::vector<TransferPtr> transfers_;
+  std::vector<at::Tensor> kept_;
+  std::deque<std::function<void(WorkState&)>> steps_;  // a deque: a running step may add more
+  bool finished_ = false;
+  bool timed_out_ = false;
+  std::exception_ptr error_;
+};
+
+// What the members of a group share on this rank.
+class GroupState : public std::enable_shared_from_this<GroupState> {
+ public:
+  GroupState(std::shared_ptr<WorldCore> world, std::string name, std::vector<int> ranks, std::chrono::milliseconds timeout);
+  ~GroupState();
+
+  // Throws the group's first error if it has one: nothing may start on a group that has failed.
+  void check_usable(const char* operation) const;
+
+  // Waits for one transfer; translates every failure, marks the group failed and tells the world.
+  void wait_for(Transfer& transfer, WorkState& work, Clock::time_point deadline);
+
+  // Marks the group failed with this error and tells every other rank. The first error stays.
+  void fail(const std::string& reason, std::exception_ptr error) noexcept;
+
+  // Takes over what an abandoned operation may still be writing to.
+  void bury(std::vector<TransferPtr> transfers, std::vector<at::Tensor> tensors);
+
+  // Reusable byte buffers for small messages that arrive with their header.
+  at::Tensor borrow_staging();
+  void return_staging(at::Tensor buffer);
+
+  int own_rank() const { return world->env.rank; }
+  // A tag for one phase of one composed collective; both sides count operations alike.
+  int internal_tag(std::uint32_t sequence, int phase) const;
+
+  const std::shared_ptr<WorldCore> world;
+  const std::string name;
+  const std::vector<int> ranks;  // global rank by position
+  int axis_rank = -1;
+  const std::chrono::milliseconds timeout;
+  const DebugLevel debug = debug_level();
+
+  std::shared_ptr<Backend> cpu;             // Gloo or fake; null when this build has none
+  std::shared_ptr<Backend> cuda;            // NCCL or fake; null: CUDA tensors go through host memory
+  std::shared_ptr<UcxTransport> ucx;        // when chosen for point-to-point
+  Backend::Abilities cpu_can, cuda_can;
+  std::atomic<std::uint64_t> started{0};    // operations of any kind
+  std::atomic<std::uint32_t> sequence{0};   // composed collectives started
+  // Contracts told and checked per (peer, tag) on NCCL; the starting thread's own.
+  std::map<std::string, int> contracts_sent, contracts_received;
+
+ private:
+  [[noreturn]] void raise(const std::string& transport_words, WorkState& work, bool timed_out);
+  std::string who_is_missing(WorkState& work);
+
+  mutable std::mutex mutex_;  // guards what follows
+  std::exception_ptr error_;
+  std::vector<Transfer*> waiting_;
+  std::vector<at::Tensor> staging_;
+  std::vector<TransferPtr> buried_transfers_;
+  std::vector<at::Tensor> buried_tensors_;
+  std::shared_ptr<void> listener_;
+};
+
+}  // namespace penstock::comm

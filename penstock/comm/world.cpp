@@ -1,0 +1,281 @@
+#include "penstock/comm/world.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <thread>
+
+#include "penstock/base/env.h"
+#include "penstock/base/errors.h"
+#include "penstock/base/log.h"
+#include "penstock/base/text.h"
+#include "penstock/comm/operators.h"
+#include "penstock/comm/recorder.h"
+#include "penstock/comm/recorder_dump.h"
+#include "penstock/comm/work_state.h"
+
+namespace penstock::comm {
+
+namespace {
+
+// Rank 0 judges, the others wait for its word; they wait this much longer, so that its reason arrives before their own
+// time-out.
+constexpr auto kVerdictSlack = std::chrono::seconds(3);
+
+struct Registry {
+  std::mutex mutex;
+  std::map<std::string, std::weak_ptr<GroupState>> groups;
+};
+
+Registry& registry() {
+  static Registry instance;
+  return instance;
+}
+
+// Every rank says something; rank 0 hears all, and its verdict reaches all. `judge` runs on rank 0 and returns the verdict,
+// or an error text that becomes a ValueError on every rank. Ranks that stay silent until the deadline become a TimeoutError
+// on every rank that names them.
+std::string agree(const WorldCore& core, const std::string& topic, const std::string& own_word, Clock::time_point deadline,
+                  const std::function<std::string(const std::vector<std::string>&, std::string& error)>& judge) {
+  const int size = core.env.world_size;
+  const auto key = [&](int rank) { return fmt::format("{}/{}", topic, rank); };
+  const auto begin = Clock::now();
+  const auto context = [&] {
+    CommContext where;
+    where.rank = core.env.rank;
+    where.operation = topic;
+    where.elapsed_s = std::chrono::duration<double>(Clock::now() - begin).count();
+    return where;
+  };
+  core.store.set(key(core.env.rank), own_word);
+  const std::string verdict_key = topic + "/verdict";
+  if (core.env.rank == 0) {
+    std::vector<std::string> words(static_cast<std::size_t>(size));
+    std::vector<int> missing;
+    for (int rank = 0; rank < size; ++rank) {
+      try {
+        words[static_cast<std::size_t>(rank)] = core.store.get(key(rank), deadline, fmt::format("rank {} to come to {}", rank, topic));
+      } catch (const TimeoutError&) {
+        missing.push_back(rank);
+      }
+    }
+    std::string error;
+    const std::string verdict = missing.empty() ? judge(words, error) : "";
+    core.store.set(verdict_key, !missing.empty() ? "missing " + format_list(missing) : !error.empty() ? "error " + error : "ok " + verdict);
+  }
+  std::string verdict;
+  try {
+    verdict = core.store.get(verdict_key, deadline + kVerdictSlack, fmt::format("rank 0's word on {}", topic));
+  } catch (const TimeoutError&) {
+    std::vector<int> missing;
+    for (int rank = 0; rank < size; ++rank)
+      if (!core.store.has(key(rank))) missing.push_back(rank);
+    verdict = "missing " + (missing.empty() ? std::string("0 (it came, but did not answer)") : format_list(missing));
+  }
+  if (verdict.starts_with("missing "))
+    throw TimeoutError(fmt::format("{}: rank{} {} of {} did not come in time; start all {} ranks, or give them more time by PENSTOCK_TIMEOUT_S",
+                                   topic, verdict.find(',') == std::string::npos ? "" : "s", verdict.substr(8), size, size),
+                       context());
+  if (verdict.starts_with("error ")) throw ValueError(verdict.substr(6));
+  return verdict.substr(3);
+}
+
+std::string own_host_name() {
+  char name[256] = {};
+  gethostname(name, sizeof name - 1);
+  return name;
+}
+
+// What the ranks find out about each other when they meet.
+void meet(WorldCore& core, Clock::time_point deadline) {
+  const std::string gpu = nccl_available() ? gpu_identity(core.env.local_rank, core.gpu_index) : "";
+  const std::string verdict = agree(core, "rendezvous", own_host_name() + " " + (gpu.empty() ? "-" : gpu), deadline, [](const auto& words, std::string&) {
+    std::set<std::string> hosts, gpus;
+    bool every_gpu = true;
+    for (const std::string& word : words) {
+      hosts.insert(word.substr(0, word.find(' ')));
+      every_gpu = every_gpu && !word.ends_with(" -") && gpus.insert(word).second;
+    }
+    return fmt::format("{} {}", hosts.size() == 1 ? 1 : 0, every_gpu ? 1 : 0);
+  });
+  core.one_host = verdict.starts_with("1");
+  core.own_gpus = verdict.ends_with("1");
+}
+
+P2PTransport resolve(P2PTransport wanted) {
+  if (wanted != P2PTransport::Auto) return wanted;
+  return env_choice("PENSTOCK_P2P", {"gloo", "ucx"}, "gloo") == "ucx" ? P2PTransport::Ucx : P2PTransport::Gloo;
+}
+
+// The communicators of a group this rank belongs to. Collective over the members.
+void open_backends(GroupState& group, P2PTransport p2p, const std::string& key, Clock::time_point deadline) {
+  const WorldCore& core = *group.world;
+  BackendOptions options;
+  options.axis_rank = group.axis_rank;
+  options.size = static_cast<int>(group.ranks.size());
+  options.timeout = group.timeout;
+  options.loopback_only = core.one_host && (core.env.rendezvous.loopback_only() || core.env.rendezvous.kind != Rendezvous::Kind::Tcp);
+  options.device_index = core.gpu_index;
+  if (core.fake) {
+    group.cpu = group.cuda = make_fake_backend(options);
+  } else {
+    if (gloo_available()) group.cpu = make_gloo_backend(core.store.with_prefix(key + "/gloo"), options);
+    if (core.own_gpus) group.cuda = make_nccl_backend(core.store.with_prefix(key + "/nccl"), options);
+    if (resolve(p2p) == P2PTransport::Ucx && options.size > 1) {
+      if (!core.one_host)
+        throw ConfigError("UCX carries point-to-point transfers on one host only, but this world spans several; set PENSTOCK_P2P=gloo");
+      const Store store = core.store.with_prefix(key);
+      group.ucx = std::make_shared<UcxTransport>(
+          options.axis_rank, options.size, [&](const std::string& name, const std::string& bytes) { store.set(name, bytes); },
+          [&](const std::string& name) { return store.get(name, deadline, "a member's UCX address"); },
+          UcxOptions{.spin = std::nullopt, .ranks_on_host = core.env.local_world_size});
+    }
+  }
+  if (group.cpu) group.cpu_can = group.cpu->abilities();
+  if (group.cuda) group.cuda_can = group.cuda->abilities();
+}
+
+// Duplicate, unknown or no ranks; empty when the list is good.
+std::string complaint_about(const std::vector<int>& ranks, int world_size) {
+  if (ranks.empty()) return "the list is empty; give at least one rank";
+  std::set<int> seen;
+  for (const int rank : ranks) {
+    if (rank < 0 || rank >= world_size) return fmt::format("rank {} is outside the world of {} ranks", rank, world_size);
+    if (!seen.insert(rank).second) return fmt::format("rank {} is listed twice; list each rank once", rank);
+  }
+  return {};
+}
+
+}  // namespace
+
+// Ends with the last copy of the World.
+struct World::Membership {
+  explicit Membership(std::shared_ptr<WorldCore> world_core) : core(std::move(world_core)) {}
+  ~Membership() {
+    if (std::uncaught_exceptions() > exceptions) core->fail("an exception ended its program");
+  }
+  std::shared_ptr<WorldCore> core;
+  int exceptions = std::uncaught_exceptions();
+};
+
+World::World(std::shared_ptr<WorldCore> core, P2PTransport p2p)
+    : core_(std::move(core)), membership_(std::make_shared<Membership>(core_)) {
+  std::vector<int> all(static_cast<std::size_t>(core_->env.world_size));
+  for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int>(i);
+  GroupOptions options;
+  options.name = "world";
+  options.p2p = p2p;
+  everyone_ = new_group(all, options);
+}
+
+World World::from_env(const WorldOptions& options) { return connect(launch_env(), options); }
+
+World World::connect(const LaunchEnv& env, const WorldOptions& options) {
+  register_operators();
+  const auto timeout = options.timeout.count() > 0 ? options.timeout : default_timeout();
+  const auto deadline = Clock::now() + timeout;
+  if (env.world_size > 1) set_log_rank(env.rank);
+  if (env.world_size > 1 && env.rendezvous.kind == Rendezvous::Kind::None)
+    throw ConfigError(fmt::format("{} ranks have no place to meet; set MASTER_ADDR and MASTER_PORT, or PENSTOCK_RENDEZVOUS", env.world_size));
+  Recorder::global().set_rank(env.rank);
+  Recorder::global().set_world_size(env.world_size);
+  if (const auto folder = recorder_directory()) install_fatal_signal_dump(*folder, env.rank);
+  auto core = std::make_shared<WorldCore>(WorldCore{.env = env, .store = env.world_size == 1 ? Store::in_process() : Store::connect(env, deadline), .liveness = std::make_shared<Liveness>(env.world_size), .monitor = nullptr, .timeout = timeout});
+  if (env.world_size > 1) {
+    core->monitor = std::make_unique<Monitor>(env, core->store, core->liveness, deadline);
+    core->store.watch(core->liveness, env.rank);
+  }
+  meet(*core, deadline);
+  return World(std::move(core), options.p2p);
+}
+
+World World::fake(int rank, int size) {
+  register_operators();
+  if (size < 1 || rank < 0 || rank >= size)
+    throw ValueError(describe("fake world", fmt::format("rank {} of {}", rank, size), "a rank from 0 to size - 1"));
+  auto core = std::make_shared<WorldCore>(WorldCore{.env = {}, .store = Store::in_process(), .liveness = std::make_shared<Liveness>(size), .monitor = nullptr, .timeout = default_timeout(), .fake = true});
+  core->env.rank = rank;
+  core->env.world_size = size;
+  core->env.local_rank = rank;
+  core->env.local_world_size = size;
+  // Several fake ranks may live in one process: each has its own group names.
+  core->name_suffix = fmt::format("@fake{}.{}", rank, size);
+  return World(std::move(core), P2PTransport::Gloo);
+}
+
+int World::rank() const { return core_->env.rank; }
+int World::size() const { return core_->env.world_size; }
+int World::local_rank() const { return core_->env.local_rank; }
+int World::local_size() const { return core_->env.local_world_size; }
+
+Group World::new_group(const std::vector<int>& ranks, const GroupOptions& options) {
+  WorldCore& core = *core_;
+  const int number = core.next_group++;
+  const std::string key = fmt::format("group{}", number);
+  const std::string base = options.name.empty() ? key : options.name;
+  const auto timeout = options.timeout.count() > 0 ? options.timeout : core.timeout;
+  const auto deadline = Clock::now() + timeout;
+  const std::string own_word = fmt::format("{} [{}]", base, format_list(ranks, ranks.size()));
+  const auto judge = [&](const std::vector<std::string>& words, std::string& error) -> std::string {
+    for (std::size_t rank = 1; rank < words.size(); ++rank)
+      if (words[rank] != words[0])
+        error = fmt::format("new_group: rank 0 asked for {}, rank {} for {}; every rank must make the same groups in the same order", words[0], rank, words[rank]);
+    if (const std::string bad = complaint_about(ranks, core.env.world_size); error.empty() && !bad.empty()) error = fmt::format("new_group {}: {}", own_word, bad);
+    return "";
+  };
+  try {
+    if (core.fake || core.env.world_size == 1) {
+      std::string error;
+      judge({own_word}, error);
+      if (!error.empty()) throw ValueError(error);
+    } else {
+      agree(core, "new_group " + key, own_word, deadline, judge);
+    }
+    auto group = std::make_shared<GroupState>(core_, base + core.name_suffix, ranks, timeout);
+    if (group->axis_rank >= 0) {
+      open_backends(*group, options.p2p, key, deadline);
+      std::lock_guard lock(registry().mutex);
+      auto& entry = registry().groups[group->name];
+      if (!entry.expired() && !core.fake)
+        throw ValueError(fmt::format("new_group: a group named {} exists already; give each group its own name", group->name));
+      entry = group;
+    }
+    return Group(std::move(group));
+  } catch (const ValueError&) {
+    throw;
+  } catch (const std::exception& error) {
+    const auto failure = core.liveness->first_failure();
+    if (!failure) core.fail(fmt::format("new_group {}: {}", own_word, error.what()));
+    if (!failure || dynamic_cast<const CommError*>(&error) != nullptr) throw;
+    CommContext context;
+    context.rank = core.env.rank;
+    context.lost_rank = failure->rank;
+    context.operation = "new_group";
+    context.group = base;
+    throw PeerLostError(failure->describe(), context);
+  }
+}
+
+void World::fail(const std::string& reason) noexcept { core_->fail(reason); }
+
+Group find_group(const std::string& name) {
+  std::lock_guard lock(registry().mutex);
+  const auto found = registry().groups.find(name);
+  auto state = found == registry().groups.end() ? nullptr : found->second.lock();
+  if (!state) {
+    std::vector<std::string> known;
+    for (const auto& [other, weak] : registry().groups)
+      if (!weak.expired()) known.push_back(other);
+    const std::string nearest = nearest_name(name, known);
+    throw ValueError(describe("group name", fmt::format("\"{}\"", name), "the name of a group this rank is a member of", nearest.empty() ? "" : fmt::format("did you mean {}?", nearest)));
+  }
+  return Group(std::move(state));
+}
+
+}  // namespace penstock::comm

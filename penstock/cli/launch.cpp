@@ -29,14 +29,24 @@ struct LaunchFlags {
   double grace_s = 10;
   bool no_prefix = false;
   bool no_color = false;
-  std::vector<std::string> words;
+  std::string first_word;
+  std::vector<std::string> further_words;  // as many as could be given
+};
+
+class LaunchFormatter : public CLI::Formatter {
+ public:
+  std::string make_usage(const CLI::App*, std::string name) const override {
+    return "Usage: " + name + " -n N [OPTIONS] -- program [arguments...]\n";
+  }
 };
 
 void run(CLI::App& command, LaunchFlags& flags, Outcome& outcome) {
   const auto usage = [](const std::string& problem) {
     return ConfigError("launch: " + problem + "; for example: penstock launch -n 4 -- ./train --steps 100");
   };
-  flags.options.command = command.get_option("program")->results();
+  if (command.count("program") > 0) flags.options.command = {flags.first_word};
+  for (std::size_t i = 0; i < flags.further_words.size() && command.count("argument" + std::to_string(i + 1)) > 0; ++i)
+    flags.options.command.push_back(flags.further_words[i]);
   const std::vector<std::string> rest = command.remaining();
   const bool separated = std::find(rest.begin(), rest.end(), "--") != rest.end();
   if (flags.options.command.empty()) throw usage("no program is given; write it after --");
@@ -65,11 +75,14 @@ void add_launch_command(CLI::App& app, Outcome& outcome) {
   command->add_option("--port", options.port, "MASTER_PORT (default: a free port, picked anew for every attempt)");
   command->add_flag("--no-prefix", flags->no_prefix, "Do not put [rank r] in front of lines");
   command->add_flag("--no-color", flags->no_color, "Do not colour the prefix (also: set NO_COLOR)");
-  // The words themselves are read from the option's raw results: converted to a list, an argument such as [a,b] or {}
-  // would be taken apart.
-  command->add_option("program", flags->words, "Program and its arguments, after --")
-      ->allow_extra_args(false)
-      ->type_name("");
+  command->add_option("program", flags->first_word, "Program to run, then its arguments, after --")->type_name("");
+  // One option for every further word. A single option that takes a list would take an argument such as [a,b] apart.
+  command->preparse_callback([command, flags](std::size_t words) {
+    flags->further_words.resize(words);
+    for (std::size_t i = 0; i < words; ++i)
+      command->add_option("argument" + std::to_string(i + 1), flags->further_words[i])->group("");
+  });
+  command->formatter(std::make_shared<LaunchFormatter>());
   command->footer(kExamples);
   command->callback([command, flags, &outcome] { run(*command, *flags, outcome); });
 }

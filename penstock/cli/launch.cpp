@@ -19,9 +19,11 @@ constexpr const char* kExamples =
     "  penstock launch -n 8 --restarts 2 --log-dir logs -- ./train --resume\n"
     "\n"
     "Every rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and\n"
-    "PENSTOCK_RESTART_COUNT, and OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and MKL_NUM_THREADS where they are not set.\n"
+    "PENSTOCK_RESTART_COUNT, and OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and MKL_NUM_THREADS where they are "
+    "not set.\n"
     "\n"
-    "Exit code: that of the rank that failed first (128 + signal if it was killed); 0 when all ranks ended well;\n"
+    "Exit code: that of the rank that failed first (128 + signal if it was killed); 0 when all ranks ended "
+    "well;\n"
     "126 or 127 when the program cannot be executed or does not exist; 2 for a usage error.";
 
 struct LaunchFlags {
@@ -45,7 +47,8 @@ void run(CLI::App& command, LaunchFlags& flags, Outcome& outcome) {
     return ConfigError("launch: " + problem + "; for example: penstock launch -n 4 -- ./train --steps 100");
   };
   if (command.count("program") > 0) flags.options.command = {flags.first_word};
-  for (std::size_t i = 0; i < flags.further_words.size() && command.count("argument" + std::to_string(i + 1)) > 0; ++i)
+  for (std::size_t i = 0;
+       i < flags.further_words.size() && command.count("argument" + std::to_string(i + 1)) > 0; ++i)
     flags.options.command.push_back(flags.further_words[i]);
   const std::vector<std::string> rest = command.remaining();
   const bool separated = std::find(rest.begin(), rest.end(), "--") != rest.end();
@@ -54,7 +57,8 @@ void run(CLI::App& command, LaunchFlags& flags, Outcome& outcome) {
   if (!separated) throw usage("-- is missing before the program \"" + flags.options.command.front() + "\"");
   if (command.count("-n") == 0) throw usage("the number of ranks is not given; set it by -n");
   if (!(flags.grace_s >= 0 && flags.grace_s <= 86'400))
-    throw usage(describe("--grace", command.get_option("--grace")->as<std::string>(), "seconds from 0 to 86400"));
+    throw usage(
+        describe("--grace", command.get_option("--grace")->as<std::string>(), "seconds from 0 to 86400"));
   flags.options.grace = std::chrono::milliseconds(static_cast<long long>(flags.grace_s * 1000));
   flags.options.prefix = !flags.no_prefix;
   if (flags.no_color) flags.options.color = comm::LaunchOptions::Color::Never;
@@ -68,15 +72,23 @@ void add_launch_command(CLI::App& app, Outcome& outcome) {
   const auto flags = std::make_shared<LaunchFlags>();
   comm::LaunchOptions& options = flags->options;
   command->add_option("-n,--ranks", options.ranks, "Number of ranks");
-  command->add_option("--restarts", options.restarts, "Start all ranks again up to this often when one fails (default 0)");
+  command->add_option("--restarts", options.restarts,
+                      "Start all ranks again up to this often when one fails (default 0)");
   command->add_option("--grace", flags->grace_s,
-                      "Seconds the other ranks have to end on their own after one failed, and all after a signal (default 10)");
-  command->add_option("--log-dir", options.log_dir, "Also write each rank's output to DIR/attempt<k>/rank<r>.log")->type_name("DIR");
-  command->add_option("--port", options.port, "MASTER_PORT (default: a free port, picked anew for every attempt)");
+                      "Seconds the other ranks have to end on their own after one failed, and all after a "
+                      "signal (default 10)");
+  command
+      ->add_option("--log-dir", options.log_dir,
+                   "Also write each rank's output to DIR/attempt<k>/rank<r>.log")
+      ->type_name("DIR");
+  command->add_option("--port", options.port,
+                      "MASTER_PORT (default: a free port, picked anew for every attempt)");
   command->add_flag("--no-prefix", flags->no_prefix, "Do not put [rank r] in front of lines");
   command->add_flag("--no-color", flags->no_color, "Do not colour the prefix (also: set NO_COLOR)");
-  command->add_option("program", flags->first_word, "Program to run, then its arguments, after --")->type_name("");
-  // One option for every further word. A single option that takes a list would take an argument such as [a,b] apart.
+  command->add_option("program", flags->first_word, "Program to run, then its arguments, after --")
+      ->type_name("");
+  // One option for every further word. A single option that takes a list would take an argument such as [a,b]
+  // apart.
   command->preparse_callback([command, flags](std::size_t words) {
     flags->further_words.resize(words);
     for (std::size_t i = 0; i < words; ++i)

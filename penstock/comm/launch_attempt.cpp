@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <set>
 
 #include "penstock/base/errors.h"
 #include "penstock/base/text.h"
@@ -23,8 +24,8 @@ using Clock = std::chrono::steady_clock;
 using Channel = Terminal::Channel;
 using namespace std::chrono_literals;
 
-// How long a pipe may stay open after its rank ended, because a process the rank left behind holds it; and again after
-// that process's group was killed.
+// How long a pipe may stay open after its rank ended, because a process the rank left behind holds it; and
+// again after that process's group was killed.
 constexpr auto kDrainTime = 500ms;
 // Runners such as `timeout` signal a process and then its whole group: two signals at once are one wish.
 constexpr auto kSameWish = 250ms;
@@ -36,7 +37,8 @@ struct Stream {
   LineSplitter lines{kMaxShownLine};
 };
 
-// Alive -> Ended (a zombie: its process group cannot become another's) -> GroupKilled -> Gone (reaped, pipes closed).
+// Alive -> Ended (a zombie: its process group cannot become another's) -> GroupKilled -> Gone (reaped, pipes
+// closed).
 enum class Phase { Alive, Ended, GroupKilled, Gone };
 
 struct RankState {
@@ -54,7 +56,8 @@ enum class Ending { None, Grace, Interrupted, Terminated, Killed };
 
 class Attempt {
  public:
-  Attempt(const LaunchContext& context, int attempt) : context_(context), options_(context.options), attempt_(attempt) {}
+  Attempt(const LaunchContext& context, int attempt)
+      : context_(context), options_(context.options), attempt_(attempt) {}
   ~Attempt() { kill_everything(); }
 
   AttemptResult run();
@@ -63,6 +66,7 @@ class Attempt {
   bool start();
   void loop();
   void take_signals();
+  void pass_on(int signal);
   void take_exits();
   void take_output();
   bool take_output(RankState& rank, Stream& stream);  // true: there may be more
@@ -84,13 +88,18 @@ class Attempt {
   Ending ending_ = Ending::None;
   std::optional<Clock::time_point> step_at_;
   Clock::time_point stopped_at_;
+  std::set<int> passed_on_;
   bool color_[2] = {false, false};
   bool cleaned_ = false;
 };
 
-std::string elapsed(double seconds) { return fmt::format("{:.1f} s", seconds); }
+std::string elapsed(double seconds) {
+  return fmt::format("{:.1f} s", seconds);
+}
 
-std::string count_ranks(int count) { return count == 1 ? "1 rank" : fmt::format("{} ranks", count); }
+std::string count_ranks(int count) {
+  return count == 1 ? "1 rank" : fmt::format("{} ranks", count);
+}
 
 bool Attempt::start() {
   const int port = options_.port != 0 ? options_.port : free_port();
@@ -104,11 +113,15 @@ bool Attempt::start() {
     if (spawned.exec_errno != 0) {
       const int error = spawned.exec_errno;
       result_.start_code = error == ENOENT ? 127 : 126;
-      const char* remedy = error == ENOEXEC  ? "it is no program for this machine; a script needs a first line such as #!/bin/sh"
-                           : error == ENOENT ? "the file exists, so its interpreter or loader is missing: look at its #! line or `file`"
-                           : error == E2BIG  ? "shorten the arguments or the environment"
-                                             : "check the file, its permissions and the mount options";
-      result_.error = fmt::format("program \"{}\" cannot be executed: {}; {}", context_.program_path, std::strerror(error), remedy);
+      const char* remedy =
+          error == ENOEXEC
+              ? "it is no program for this machine; a script needs a first line such as #!/bin/sh"
+          : error == ENOENT
+              ? "the file exists, so its interpreter or loader is missing: look at its #! line or `file`"
+          : error == E2BIG ? "shorten the arguments or the environment"
+                           : "check the file, its permissions and the mount options";
+      result_.error = fmt::format("program \"{}\" cannot be executed: {}; {}", context_.program_path,
+                                  std::strerror(error), remedy);
       return false;
     }
     RankState& state = ranks_.emplace_back();
@@ -125,10 +138,12 @@ bool Attempt::start() {
 AttemptResult Attempt::run() {
   const char* no_color = std::getenv("NO_COLOR");
   const char* term = std::getenv("TERM");
-  const bool allowed = (no_color == nullptr || *no_color == '\0') && !(term != nullptr && std::strcmp(term, "dumb") == 0);
+  const bool allowed =
+      (no_color == nullptr || *no_color == '\0') && !(term != nullptr && std::strcmp(term, "dumb") == 0);
   for (const Channel channel : {Channel::Out, Channel::Err})
-    color_[static_cast<int>(channel)] = options_.color == LaunchOptions::Color::Always ||
-                                        (options_.color == LaunchOptions::Color::Auto && allowed && context_.terminal.is_tty(channel));
+    color_[static_cast<int>(channel)] =
+        options_.color == LaunchOptions::Color::Always ||
+        (options_.color == LaunchOptions::Color::Auto && allowed && context_.terminal.is_tty(channel));
   if (!start()) {
     kill_everything();
     return result_;
@@ -141,7 +156,10 @@ AttemptResult Attempt::run() {
 }
 
 void Attempt::loop() {
-  const auto all_gone = [&] { return std::all_of(ranks_.begin(), ranks_.end(), [](const RankState& r) { return r.phase == Phase::Gone; }); };
+  const auto all_gone = [&] {
+    return std::all_of(ranks_.begin(), ranks_.end(),
+                       [](const RankState& r) { return r.phase == Phase::Gone; });
+  };
   std::vector<pollfd> list;
   while (true) {
     context_.signals.clear();
@@ -156,12 +174,15 @@ void Attempt::loop() {
     list.assign(1, {context_.signals.wake_fd(), POLLIN, 0});
     for (const RankState& rank : ranks_)
       for (const Stream& stream : rank.streams)
-        if (stream.fd && !context_.terminal.congested(stream.channel)) list.push_back({stream.fd.get(), POLLIN, 0});
+        if (stream.fd && !context_.terminal.congested(stream.channel))
+          list.push_back({stream.fd.get(), POLLIN, 0});
     context_.terminal.add_to_poll(list);
     int wait_ms = -1;
     if (const auto deadline = next_deadline()) {
-      // One more millisecond than the rest, which is rounded down: else the loop would spin until the deadline.
-      const auto rest = std::chrono::duration_cast<std::chrono::milliseconds>(*deadline - Clock::now()).count() + 1;
+      // One more millisecond than the rest, which is rounded down: else the loop would spin until the
+      // deadline.
+      const auto rest =
+          std::chrono::duration_cast<std::chrono::milliseconds>(*deadline - Clock::now()).count() + 1;
       wait_ms = static_cast<int>(std::clamp<long long>(rest, 0, 60'000));
     }
     poll(list.data(), list.size(), wait_ms);
@@ -174,10 +195,11 @@ void Attempt::take_signals() {
     if (result_.stopped_by == 0) {
       result_.stopped_by = signal;
       stopped_at_ = now;
-      say(context_.terminal, fmt::format("{} received: passed on to {}, killed if still there in {}; {}", signal_name(signal),
-                                         count_ranks(alive()), elapsed(std::chrono::duration<double>(options_.grace).count()),
-                                         "a second SIGINT kills at once"));
-      send(signal);
+      say(context_.terminal,
+          fmt::format("{} received: passed on to {}, killed if still there in {}; {}", signal_name(signal),
+                      count_ranks(alive()), elapsed(std::chrono::duration<double>(options_.grace).count()),
+                      "a second SIGINT kills at once"));
+      pass_on(signal);
       if (ending_ != Ending::Terminated && ending_ != Ending::Killed) {
         ending_ = Ending::Interrupted;
         step_at_ = now + options_.grace;
@@ -186,6 +208,8 @@ void Attempt::take_signals() {
       say(context_.terminal, fmt::format("second SIGINT: killing {}", count_ranks(alive())));
       ending_ = Ending::Interrupted;
       step_at_ = now;
+    } else {
+      pass_on(signal);  // a SIGTERM after a SIGINT may be the one the ranks listen to
     }
   }
   if (context_.terminal.reader_gone() && result_.stopped_by == 0) {
@@ -197,6 +221,12 @@ void Attempt::take_signals() {
   }
 }
 
+// Each kind once: the ranks must not take a doubled signal for a second wish either.
+void Attempt::pass_on(int signal) {
+  if (ending_ == Ending::Killed || !passed_on_.insert(signal).second) return;
+  send(signal);
+}
+
 void Attempt::take_exits() {
   const RankState* first = nullptr;
   for (RankState& rank : ranks_) {
@@ -205,7 +235,8 @@ void Attempt::take_exits() {
     // WNOWAIT leaves the zombie, so that its number stays its own until the group has been killed.
     if (waitid(P_PID, static_cast<id_t>(rank.outcome.pid), &info, WEXITED | WNOHANG | WNOWAIT) != 0) {
       if (errno == EINTR) continue;
-      // ECHILD: other code of this process waited for all children. The rank is gone and how is unknown: a failure.
+      // ECHILD: other code of this process waited for all children. The rank is gone and how is unknown: a
+      // failure.
     } else if (info.si_pid == 0) {
       continue;
     } else if (info.si_code == CLD_EXITED) {
@@ -217,12 +248,14 @@ void Attempt::take_exits() {
     rank.phase = Phase::Ended;
     rank.outcome.elapsed_s = std::chrono::duration<double>(Clock::now() - rank.started).count();
     rank.drain_until = Clock::now() + kDrainTime;
-    // Its last words are shown before ours about it. A pipe holds 64 KiB as a rule, so this ends even if others write.
+    // Its last words are shown before ours about it. A pipe holds 64 KiB as a rule, so this ends even if
+    // others write.
     for (Stream& stream : rank.streams)
       for (int reads = 0; reads < 16 && take_output(rank, stream); ++reads) {
       }
     if (rank.outcome.ok()) continue;
-    // Of ranks found dead together a killed one is the likelier cause: those that lose a peer exit by themselves.
+    // Of ranks found dead together a killed one is the likelier cause: those that lose a peer exit by
+    // themselves.
     if (first == nullptr || (first->outcome.signal == 0 && rank.outcome.signal != 0)) first = &rank;
   }
   if (first != nullptr && !result_.first_failed_rank) on_first_failure(*first);
@@ -232,7 +265,8 @@ void Attempt::on_first_failure(const RankState& rank) {
   result_.first_failed_rank = rank.outcome.rank;
   if (result_.stopped_by != 0) return;  // it was asked to end; the summary tells how it did
   const int others = alive();
-  std::string text = fmt::format("rank {} failed first: {} after {}", rank.outcome.rank, rank.outcome.describe(), elapsed(rank.outcome.elapsed_s));
+  std::string text = fmt::format("rank {} failed first: {} after {}", rank.outcome.rank,
+                                 rank.outcome.describe(), elapsed(rank.outcome.elapsed_s));
   if (rank.outcome.signal == SIGKILL) text += "; if nobody sent it, the kernel was out of memory (see dmesg)";
   if (others > 0)
     text += fmt::format("; {} still running, ended by SIGTERM if still there in {}", count_ranks(others),
@@ -250,7 +284,8 @@ void Attempt::take_output() {
 bool Attempt::take_output(RankState& rank, Stream& stream) {
   if (!stream.fd) return false;
   if (context_.terminal.congested(stream.channel)) {
-    // Nobody reads what we show. What the rank wrote waits in its pipe, and the time to empty that has not begun.
+    // Nobody reads what we show. What the rank wrote waits in its pipe, and the time to empty that has not
+    // begun.
     rank.drain_until = std::max(rank.drain_until, Clock::now() + kDrainTime);
     return false;
   }
@@ -293,8 +328,8 @@ void Attempt::let_go(RankState& rank) {
     stream.lines.finish([&](const LineSplitter::Line& line) { show(rank, stream.channel, line); });
   }
   context_.guard.forget(rank.outcome.pid);
-  // The rank itself, and whoever of its group became our child. The killed ones may need a moment to be zombies;
-  // those are taken by kill_everything.
+  // The rank itself, and whoever of its group became our child. The killed ones may need a moment to be
+  // zombies; those are taken by kill_everything.
   while (waitpid(-rank.outcome.pid, nullptr, WNOHANG) > 0) {
   }
   rank.phase = Phase::Gone;
@@ -325,12 +360,14 @@ void Attempt::next_step() {
     ending_ = Ending::Killed;
     step_at_ = now + kStuckNotice;
   } else {
-    say(context_.terminal, fmt::format("{} not ended by SIGKILL yet: stuck in the kernel, often on a file system or a device that does not answer",
+    say(context_.terminal, fmt::format("{} not ended by SIGKILL yet: stuck in the kernel, often on a file "
+                                       "system or a device that does not answer",
                                        count_ranks(count)));
   }
 }
 
-// Also the way out of an exception: whatever is left is killed and reaped, without looking at its output any more.
+// Also the way out of an exception: whatever is left is killed and reaped, without looking at its output any
+// more.
 void Attempt::kill_everything() {
   if (cleaned_) return;
   cleaned_ = true;
@@ -352,13 +389,15 @@ void Attempt::kill_everything() {
 }
 
 int Attempt::alive() const {
-  return static_cast<int>(std::count_if(ranks_.begin(), ranks_.end(), [](const RankState& r) { return r.phase == Phase::Alive; }));
+  return static_cast<int>(std::count_if(ranks_.begin(), ranks_.end(),
+                                        [](const RankState& r) { return r.phase == Phase::Alive; }));
 }
 
 std::optional<Clock::time_point> Attempt::next_deadline() const {
   std::optional<Clock::time_point> nearest = step_at_;
   for (const RankState& rank : ranks_)
-    if ((rank.phase == Phase::Ended || rank.phase == Phase::GroupKilled) && (!nearest || rank.drain_until < *nearest))
+    if ((rank.phase == Phase::Ended || rank.phase == Phase::GroupKilled) &&
+        (!nearest || rank.drain_until < *nearest))
       nearest = rank.drain_until;
   return nearest;
 }
@@ -376,15 +415,21 @@ void Attempt::summarize() {
       low = std::min(low, rank->elapsed_s);
       high = std::max(high, rank->elapsed_s);
     }
-    say(context_.terminal, fmt::format("summary: {} {}: {}, after {}", ranks.size() == 1 ? "rank" : "ranks", format_list(numbers), way,
-                                       elapsed(low) == elapsed(high) ? elapsed(low) : fmt::format("{:.1f} to {}", low, elapsed(high))));
+    say(context_.terminal,
+        fmt::format(
+            "summary: {} {}: {}, after {}", ranks.size() == 1 ? "rank" : "ranks", format_list(numbers), way,
+            elapsed(low) == elapsed(high) ? elapsed(low) : fmt::format("{:.1f} to {}", low, elapsed(high))));
   }
 }
 
 }  // namespace
 
-void say(Terminal& terminal, const std::string& text) { terminal.write(Channel::Err, "[launch] " + text + "\n"); }
+void say(Terminal& terminal, const std::string& text) {
+  terminal.write(Channel::Err, "[launch] " + text + "\n");
+}
 
-AttemptResult run_attempt(const LaunchContext& context, int attempt) { return Attempt(context, attempt).run(); }
+AttemptResult run_attempt(const LaunchContext& context, int attempt) {
+  return Attempt(context, attempt).run();
+}
 
 }  // namespace penstock::comm

@@ -34,15 +34,16 @@ struct AttemptResult {
 // The launcher's own line on standard error.
 void say(Terminal& terminal, const std::string& text);
 
-// Returns when every rank has ended, its group is gone and its output has been taken. Throws as `launch` does; then
-// too nothing is left running.
+// Returns when every rank has ended, its group is gone and its output has been taken. Throws as `launch`
+// does; then too nothing is left running.
 AttemptResult run_attempt(const LaunchContext& context, int attempt);
 
-// The environment of one rank: the launching process's, then options.environment, then the launcher's variables.
+// The environment of one rank: the launching process's, then options.environment, then the launcher's
+// variables.
 std::vector<std::string> rank_environment(const LaunchContext& context, int attempt, int rank, int port);
 
-// A TCP port nobody listens on. Searched below the range the kernel takes for outgoing connections, so that none of
-// those grabs it before rank 0 listens.
+// A TCP port nobody listens on. Searched below the range the kernel takes for outgoing connections, so that
+// none of those grabs it before rank 0 listens.
 int free_port();
 bool port_is_free(int port);
 

@@ -26,7 +26,8 @@ constexpr std::size_t kFileChunk = 64 * 1024;
 
 bool same_file(int a, int b) {
   struct stat first = {}, second = {};
-  return fstat(a, &first) == 0 && fstat(b, &second) == 0 && first.st_dev == second.st_dev && first.st_ino == second.st_ino;
+  return fstat(a, &first) == 0 && fstat(b, &second) == 0 && first.st_dev == second.st_dev &&
+         first.st_ino == second.st_ino;
 }
 
 }  // namespace
@@ -70,7 +71,8 @@ Terminal::Terminal(int out_fd, int err_fd) : shared_(same_file(out_fd, err_fd)) 
     target.tty = isatty(fds[i]) == 1;
     // O_NONBLOCK belongs to the opening, which we share with the shell; so a terminal is opened once more.
     if (target.tty)
-      target.own = Fd(open(fmt::format("/proc/self/fd/{}", fds[i]).c_str(), O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
+      target.own = Fd(open(fmt::format("/proc/self/fd/{}", fds[i]).c_str(),
+                           O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
   }
 }
 
@@ -80,7 +82,8 @@ void Terminal::write(Channel channel, std::string text) {
   Queue& queue = queue_of(channel);
   queue.bytes += text.size();
   // Joined while they are short: a call of the kernel for every line would be slower than many ranks print.
-  if (!queue.texts.empty() && queue.texts.back().fd == target.fd && queue.texts.back().bytes.size() < kFileChunk)
+  if (!queue.texts.empty() && queue.texts.back().fd == target.fd &&
+      queue.texts.back().bytes.size() < kFileChunk)
     queue.texts.back().bytes += text;
   else
     queue.texts.push_back({target.fd, std::move(text)});
@@ -90,9 +93,13 @@ bool Terminal::congested(Channel channel) const {
   return queues_[shared_ ? 0 : static_cast<int>(channel)].bytes > kQueueLimit;
 }
 
-bool Terminal::is_tty(Channel channel) const { return targets_[static_cast<int>(channel)].tty; }
+bool Terminal::is_tty(Channel channel) const {
+  return targets_[static_cast<int>(channel)].tty;
+}
 
-bool Terminal::drained() const { return queues_[0].texts.empty() && queues_[1].texts.empty(); }
+bool Terminal::drained() const {
+  return queues_[0].texts.empty() && queues_[1].texts.empty();
+}
 
 void Terminal::add_to_poll(std::vector<pollfd>& list) const {
   for (const Queue& queue : queues_)
@@ -119,7 +126,8 @@ void Terminal::pump(Queue& queue) {
     }
     pollfd ready = {text.fd, POLLOUT, 0};
     if (poll(&ready, 1, 0) == 0) return;
-    const std::size_t chunk = std::min(text.bytes.size() - queue.written, target.regular ? kFileChunk : kPipeChunk);
+    const std::size_t chunk =
+        std::min(text.bytes.size() - queue.written, target.regular ? kFileChunk : kPipeChunk);
     const int fd = target.own ? target.own.get() : text.fd;
     const ssize_t wrote = ::write(fd, text.bytes.data() + queue.written, chunk);
     if (wrote < 0) {
@@ -139,9 +147,12 @@ void Terminal::fail(Target& target, int error) {
   if (error == EPIPE) {
     reader_gone_ = true;
   } else if (&target == &targets_[0]) {
-    // A full disk must not end the training; but it is said where it can be. For standard error there is no such place.
-    write(Channel::Err, fmt::format("[launch] standard output cannot be written: {}; the ranks' further output to it is lost\n",
-                                    std::strerror(error)));
+    // A full disk must not end the training; but it is said where it can be. For standard error there is no
+    // such place.
+    write(Channel::Err,
+          fmt::format(
+              "[launch] standard output cannot be written: {}; the ranks' further output to it is lost\n",
+              std::strerror(error)));
   }
 }
 
@@ -153,8 +164,9 @@ LogFile::LogFile(const std::string& path) : path_(path) {
     if (!fd_) failure = std::error_code(errno, std::generic_category());
   }
   if (failure)
-    throw ConfigError(fmt::format("launch: log file {} cannot be written: {}; give --log-dir a folder you may write to", path,
-                                  failure.message()));
+    throw ConfigError(
+        fmt::format("launch: log file {} cannot be written: {}; give --log-dir a folder you may write to",
+                    path, failure.message()));
 }
 
 std::string LogFile::append(std::string_view bytes) {
@@ -164,7 +176,8 @@ std::string LogFile::append(std::string_view bytes) {
     if (wrote < 0) {
       const int error = errno;
       fd_.reset();
-      return fmt::format("log file {} cannot be written: {}; this rank's further output is not logged", path_, std::strerror(error));
+      return fmt::format("log file {} cannot be written: {}; this rank's further output is not logged", path_,
+                         std::strerror(error));
     }
     bytes.remove_prefix(static_cast<std::size_t>(wrote));
   }
@@ -176,7 +189,8 @@ std::string line_prefix(int rank, bool color) {
   // Six colours that read on dark and on light ground, plain and then bold.
   static constexpr int kColors[] = {36, 33, 32, 35, 34, 31};
   const std::size_t index = static_cast<std::size_t>(rank) % (2 * std::size(kColors));
-  return fmt::format("\x1b[{}{}m[rank {}]\x1b[0m ", index < std::size(kColors) ? "" : "1;", kColors[index % std::size(kColors)], rank);
+  return fmt::format("\x1b[{}{}m[rank {}]\x1b[0m ", index < std::size(kColors) ? "" : "1;",
+                     kColors[index % std::size(kColors)], rank);
 }
 
 }  // namespace penstock::comm

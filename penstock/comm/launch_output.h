@@ -1,5 +1,5 @@
-// From the ranks' pipes to the terminal and the log files: whole lines, bounded memory, and no write that can stop the
-// launcher's loop.
+// From the ranks' pipes to the terminal and the log files: whole lines, bounded memory, and no write that can
+// stop the launcher's loop.
 #pragma once
 
 #include <poll.h>
@@ -19,8 +19,9 @@ namespace penstock::comm {
 class LineSplitter {
  public:
   struct Line {
-    std::string_view text;   // without its newline; valid during the call
-    bool newline = false;    // the stream had a newline here; false for a piece of a long line and for an unfinished end
+    std::string_view text;  // without its newline; valid during the call
+    bool newline =
+        false;  // the stream had a newline here; false for a piece of a long line and for an unfinished end
     bool continued = false;  // goes on a line whose beginning was handed out before
   };
   using Emit = std::function<void(const Line&)>;
@@ -38,9 +39,10 @@ class LineSplitter {
 
 // The launcher's own standard output and error.
 //
-// Texts are queued and written only where the receiver has room, so a paused terminal or pager holds up neither
-// signals nor deadlines. Texts of one channel never mix, nor those of both when they are the same file. When a queue
-// is full, `congested` tells the loop to leave the ranks' output in their pipes, which in turn makes the ranks wait.
+// Texts are queued and written only where the receiver has room, so a paused terminal or pager holds up
+// neither signals nor deadlines. Texts of one channel never mix, nor those of both when they are the same
+// file. When a queue is full, `congested` tells the loop to leave the ranks' output in their pipes, which in
+// turn makes the ranks wait.
 class Terminal {
  public:
   enum class Channel { Out, Err };

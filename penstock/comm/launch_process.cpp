@@ -28,8 +28,9 @@ namespace penstock::comm {
 
 namespace {
 
-// fork runs the handlers that libraries registered, and OpenBLAS's stops its threads in the parent. The child of ours
-// calls nothing they protect, so they are left out where the C library can. The thread sanitizer must see the fork.
+// fork runs the handlers that libraries registered, and OpenBLAS's stops its threads in the parent. The child
+// of ours calls nothing they protect, so they are left out where the C library can. The thread sanitizer must
+// see the fork.
 pid_t fork_plainly() {
 #if defined(__GLIBC__) && !defined(__SANITIZE_THREAD__)
 #if __GLIBC_PREREQ(2, 34)
@@ -45,7 +46,9 @@ pid_t fork_plainly() {
 Fd above_standard_streams(Fd fd) {
   if (fd.get() > 2) return fd;
   Fd moved(fcntl(fd.get(), F_DUPFD_CLOEXEC, 3));
-  if (!moved) throw StateError(fmt::format("launch: cannot duplicate a descriptor: {}; raise `ulimit -n`", std::strerror(errno)));
+  if (!moved)
+    throw StateError(
+        fmt::format("launch: cannot duplicate a descriptor: {}; raise `ulimit -n`", std::strerror(errno)));
   return moved;
 }
 
@@ -68,7 +71,8 @@ void close_all_from(unsigned int first) {
 }
 
 [[noreturn]] void guard_main(int reports) {
-  // A group of its own: a ^C at the terminal is for the launcher. Signals stay blocked, as the caller left them.
+  // A group of its own: a ^C at the terminal is for the launcher. Signals stay blocked, as the caller left
+  // them.
   setpgid(0, 0);
   prctl(PR_SET_NAME, "penstock-guard");
   dup2(reports, 0);
@@ -188,7 +192,8 @@ void Fd::reset() {
 Pipe make_pipe() {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0)
-    throw StateError(fmt::format("launch: cannot make a pipe: {}; raise `ulimit -n` or start fewer ranks", std::strerror(errno)));
+    throw StateError(fmt::format("launch: cannot make a pipe: {}; raise `ulimit -n` or start fewer ranks",
+                                 std::strerror(errno)));
   Fd read_end(ends[0]), write_end(ends[1]);
   return {above_standard_streams(std::move(read_end)), above_standard_streams(std::move(write_end))};
 }
@@ -212,21 +217,26 @@ Program find_program(const std::string& name, const std::string& search_path) {
     program.path.clear();
     struct stat here = {};
     const bool in_this_folder = stat(name.c_str(), &here) == 0 && S_ISREG(here.st_mode);
-    return refuse(127, fmt::format("program \"{}\" was not found in PATH ({}); {}", name, path,
-                                   in_this_folder ? fmt::format("there is one in this folder: write ./{}", name)
-                                                  : "check the spelling or give its path, such as ./" + name));
+    return refuse(127,
+                  fmt::format("program \"{}\" was not found in PATH ({}); {}", name, path,
+                              in_this_folder ? fmt::format("there is one in this folder: write ./{}", name)
+                                             : "check the spelling or give its path, such as ./" + name));
   }
   program.path = name;
   struct stat info = {};
   if (stat(name.c_str(), &info) != 0)
     return refuse(errno == EACCES ? 126 : 127,
-                  fmt::format("program \"{}\" was not found: {}; check the path, or build the program first", name, std::strerror(errno)));
+                  fmt::format("program \"{}\" was not found: {}; check the path, or build the program first",
+                              name, std::strerror(errno)));
   if (S_ISDIR(info.st_mode))
     return refuse(126, fmt::format("program \"{}\" is a folder; give the path of a file in it", name));
   if (access(name.c_str(), X_OK) != 0)
-    return refuse(126, fmt::format("program \"{}\" is not executable (mode {:o}): {}; run `chmod +x {}`, or start its interpreter: "
-                                   "-- python3 {}",
-                                   name, info.st_mode & 07777, std::strerror(errno), name, name));
+    return refuse(
+        126,
+        fmt::format(
+            "program \"{}\" is not executable (mode {:o}): {}; run `chmod +x {}`, or start its interpreter: "
+            "-- python3 {}",
+            name, info.st_mode & 07777, std::strerror(errno), name, name));
   return program;
 }
 
@@ -236,7 +246,8 @@ OrphanGuard::OrphanGuard() {
   pid_ = fork_plainly();
   if (pid_ == 0) guard_main(pipe.read.get());
   if (pid_ < 0)
-    throw StateError(fmt::format("launch: cannot start a process: {}; raise `ulimit -u`", std::strerror(errno)));
+    throw StateError(
+        fmt::format("launch: cannot start a process: {}; raise `ulimit -u`", std::strerror(errno)));
   pipe_ = std::move(pipe.write);
 }
 
@@ -259,12 +270,15 @@ SpawnedRank spawn_rank(const std::string& path, const std::vector<std::string>& 
   fcntl(out.read.get(), F_SETFL, O_NONBLOCK);
   fcntl(err.read.get(), F_SETFL, O_NONBLOCK);
   Fd null_device(open("/dev/null", O_RDONLY | O_CLOEXEC));
-  if (!null_device) throw StateError(fmt::format("launch: cannot open /dev/null: {}; raise `ulimit -n`", std::strerror(errno)));
+  if (!null_device)
+    throw StateError(
+        fmt::format("launch: cannot open /dev/null: {}; raise `ulimit -n`", std::strerror(errno)));
   null_device = above_standard_streams(std::move(null_device));
 
   const std::vector<char*> argv = pointers(command);
   const std::vector<char*> envp = pointers(environment);
-  const ChildPlan plan = {path.c_str(),         argv.data(),       envp.data(), null_device.get(), out.write.get(), err.write.get(),
+  const ChildPlan plan = {path.c_str(),        argv.data(),       envp.data(),
+                          null_device.get(),   out.write.get(),   err.write.get(),
                           failure.write.get(), guard.report_fd(), getpid()};
   SpawnedRank rank;
   {
@@ -273,14 +287,17 @@ SpawnedRank spawn_rank(const std::string& path, const std::vector<std::string>& 
     if (rank.pid == 0) child_main(plan);
   }
   if (rank.pid < 0)
-    throw StateError(fmt::format("launch: cannot start a process: {}; raise `ulimit -u` or start fewer ranks", std::strerror(errno)));
-  setpgid(rank.pid, rank.pid);  // both sides do it: a signal to the group must not come before the group exists
+    throw StateError(fmt::format("launch: cannot start a process: {}; raise `ulimit -u` or start fewer ranks",
+                                 std::strerror(errno)));
+  setpgid(rank.pid,
+          rank.pid);  // both sides do it: a signal to the group must not come before the group exists
   failure.write.reset();
 
   ssize_t got = 0;
   do got = read(failure.read.get(), &rank.exec_errno, sizeof rank.exec_errno);
   while (got < 0 && errno == EINTR);
-  if (got != static_cast<ssize_t>(sizeof rank.exec_errno)) rank.exec_errno = 0;  // end of file: exec closed it
+  if (got != static_cast<ssize_t>(sizeof rank.exec_errno))
+    rank.exec_errno = 0;  // end of file: exec closed it
   if (rank.exec_errno != 0) {
     guard.forget(rank.pid);
     while (waitpid(rank.pid, nullptr, 0) < 0 && errno == EINTR) {
@@ -297,7 +314,9 @@ Subreaper::Subreaper() {
   prctl(PR_SET_CHILD_SUBREAPER, 1);
 }
 
-Subreaper::~Subreaper() { prctl(PR_SET_CHILD_SUBREAPER, before_); }
+Subreaper::~Subreaper() {
+  prctl(PR_SET_CHILD_SUBREAPER, before_);
+}
 
 int kill_strays(const std::string& entry) {
   int killed = 0;

@@ -1,4 +1,5 @@
-// Starting one rank as a process, safely from a process that has other threads, and freeing the host of what ranks leave.
+// Starting one rank as a process, safely from a process that has other threads, and freeing the host of what
+// ranks leave.
 #pragma once
 
 #include <sys/types.h>
@@ -44,8 +45,8 @@ struct Program {
 // Looks a name without '/' up in `search_path` (the text of PATH); other names are taken as they are.
 Program find_program(const std::string& name, const std::string& search_path);
 
-// Watches over the launching process: when it disappears without a word, as after SIGKILL, the guard kills every
-// process group that was reported to it. It is a forked process that holds nothing but a pipe.
+// Watches over the launching process: when it disappears without a word, as after SIGKILL, the guard kills
+// every process group that was reported to it. It is a forked process that holds nothing but a pipe.
 class OrphanGuard {
  public:
   OrphanGuard();   // throws StateError when no process can be made
@@ -63,18 +64,19 @@ class OrphanGuard {
 };
 
 struct SpawnedRank {
-  pid_t pid = -1;  // also its process group
-  Fd out, err;     // non-blocking read ends of its standard streams
+  pid_t pid = -1;      // also its process group
+  Fd out, err;         // non-blocking read ends of its standard streams
   int exec_errno = 0;  // not 0: the program could not be executed; the child is gone and nothing else is set
 };
 
-// The child leads its own process group, is killed by the kernel when the calling thread ends, reads /dev/null, and
-// has no signal blocked or caught. Between fork and exec only async-signal-safe calls are made.
-// Throws StateError, with the remedy, when the system refuses a process or a descriptor.
+// The child leads its own process group, is killed by the kernel when the calling thread ends, reads
+// /dev/null, and has no signal blocked or caught. Between fork and exec only async-signal-safe calls are
+// made. Throws StateError, with the remedy, when the system refuses a process or a descriptor.
 SpawnedRank spawn_rank(const std::string& path, const std::vector<std::string>& command,
                        const std::vector<std::string>& environment, OrphanGuard& guard);
 
-// Makes this process the parent of its orphaned descendants while it exists, so that they can be found and reaped.
+// Makes this process the parent of its orphaned descendants while it exists, so that they can be found and
+// reaped.
 class Subreaper {
  public:
   Subreaper();

@@ -17,8 +17,9 @@ namespace {
 
 constexpr std::array<int, 4> kCaught = {SIGINT, SIGTERM, SIGHUP, SIGCHLD};
 
-// A handler can reach nothing but globals. The pipe is made once and never closed: a handler that still runs in another
-// thread while we put the old ones back must not write into a descriptor that has become someone else's.
+// A handler can reach nothing but globals. The pipe is made once and never closed: a handler that still runs
+// in another thread while we put the old ones back must not write into a descriptor that has become someone
+// else's.
 std::atomic<bool> in_use{false};
 std::array<std::atomic<int>, kCaught.size()> arrived{};
 std::atomic<int> wake_read{-1};
@@ -39,7 +40,8 @@ void make_wake_pipe() {
   if (wake_write.load() >= 0) return;
   int ends[2];
   if (pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0)
-    throw StateError(std::string("launch: cannot make a pipe: ") + std::strerror(errno) + "; raise `ulimit -n`");
+    throw StateError(std::string("launch: cannot make a pipe: ") + std::strerror(errno) +
+                     "; raise `ulimit -n`");
   wake_read.store(ends[0]);
   wake_write.store(ends[1]);
 }
@@ -48,7 +50,8 @@ void make_wake_pipe() {
 
 LaunchSignals::LaunchSignals() {
   if (in_use.exchange(true))
-    throw StateError("launch: this process is already launching ranks; wait for that launch to return before the next");
+    throw StateError(
+        "launch: this process is already launching ranks; wait for that launch to return before the next");
   try {
     make_wake_pipe();
   } catch (...) {
@@ -61,8 +64,8 @@ LaunchSignals::LaunchSignals() {
   struct sigaction action = {};
   action.sa_handler = penstock_launch_on_signal;
   sigfillset(&action.sa_mask);
-  // No SA_RESTART: a write to a stuck terminal must return so that the signal is acted on. SIGCHLD restarts, since
-  // the calls of other threads should not notice our children.
+  // No SA_RESTART: a write to a stuck terminal must return so that the signal is acted on. SIGCHLD restarts,
+  // since the calls of other threads should not notice our children.
   for (std::size_t i = 0; i < kCaught.size(); ++i) {
     sigaction(kCaught[i], nullptr, &old_actions_[i]);
     if (kCaught[i] != SIGCHLD && old_actions_[i].sa_handler == SIG_IGN) continue;
@@ -82,7 +85,8 @@ LaunchSignals::LaunchSignals() {
 
 LaunchSignals::~LaunchSignals() {
   if (!pipe_was_pending_) {
-    // Our own failed writes may have left a SIGPIPE pending; it must not hit the caller when the mask comes back.
+    // Our own failed writes may have left a SIGPIPE pending; it must not hit the caller when the mask comes
+    // back.
     sigset_t only_pipe;
     sigemptyset(&only_pipe);
     sigaddset(&only_pipe, SIGPIPE);
@@ -95,7 +99,9 @@ LaunchSignals::~LaunchSignals() {
   in_use.store(false);
 }
 
-int LaunchSignals::wake_fd() const { return wake_read.load(); }
+int LaunchSignals::wake_fd() const {
+  return wake_read.load();
+}
 
 void LaunchSignals::clear() {
   char bytes[256];
@@ -118,6 +124,8 @@ AllSignalsBlocked::AllSignalsBlocked() {
   pthread_sigmask(SIG_SETMASK, &all, &old_mask_);
 }
 
-AllSignalsBlocked::~AllSignalsBlocked() { pthread_sigmask(SIG_SETMASK, &old_mask_, nullptr); }
+AllSignalsBlocked::~AllSignalsBlocked() {
+  pthread_sigmask(SIG_SETMASK, &old_mask_, nullptr);
+}
 
 }  // namespace penstock::comm

@@ -1,16 +1,16 @@
 // Signals as events of the launcher's loop.
 //
-// Handlers and a pipe rather than signalfd: in a process with other threads a signal may be delivered to any of them,
-// and signalfd sees only what every thread blocks.
+// Handlers and a pipe rather than signalfd: in a process with other threads a signal may be delivered to any
+// of them, and signalfd sees only what every thread blocks.
 #pragma once
 
 #include <signal.h>
 
 namespace penstock::comm {
 
-// While it exists, SIGINT, SIGTERM, SIGHUP and SIGCHLD wake the loop, and SIGPIPE of this thread becomes the error
-// EPIPE. A stop signal that was ignored before stays ignored, which is how nohup protects a job.
-// One per process at a time (StateError); created and destroyed by the same thread.
+// While it exists, SIGINT, SIGTERM, SIGHUP and SIGCHLD wake the loop, and SIGPIPE of this thread becomes the
+// error EPIPE. A stop signal that was ignored before stays ignored, which is how nohup protects a job. One
+// per process at a time (StateError); created and destroyed by the same thread.
 class LaunchSignals {
  public:
   LaunchSignals();
@@ -31,8 +31,8 @@ class LaunchSignals {
   bool pipe_was_pending_ = false;
 };
 
-// Blocks every signal of this thread while a child is being made: a handler of ours that ran in the child would write
-// into the pipe it shares with us.
+// Blocks every signal of this thread while a child is being made: a handler of ours that ran in the child
+// would write into the pipe it shares with us.
 class AllSignalsBlocked {
  public:
   AllSignalsBlocked();

@@ -29,23 +29,31 @@ using namespace std::chrono_literals;
 constexpr const char* kExample = "for example: penstock launch -n 4 -- ./train --steps 100";
 
 void check(const LaunchOptions& options) {
-  const auto need = [](bool holds, const char* what, const std::string& actual, const std::string& expected, const char* remedy) {
+  const auto need = [](bool holds, const char* what, const std::string& actual, const std::string& expected,
+                       const char* remedy) {
     if (!holds) throw ConfigError(describe(std::string("launch: ") + what, actual, expected, remedy));
   };
-  need(options.ranks >= 1 && options.ranks <= kMaxLocalRanks, "number of ranks", fmt::format("{}", options.ranks),
-       fmt::format("1 to {} on one host", kMaxLocalRanks), "give it by -n");
-  need(!options.command.empty() && !options.command.front().empty(), "program to run", "none", "a program after --", kExample);
-  need(options.restarts >= 0 && options.restarts <= 1'000'000, "number of restarts", fmt::format("{}", options.restarts), "0 to 1000000", "give it by --restarts");
-  need(options.port >= 0 && options.port <= 65535, "port", fmt::format("{}", options.port), "1 to 65535, or 0 for a free one", "leave --port out to have a free one picked");
-  need(options.grace >= 0ms && options.grace <= 24h, "grace", fmt::format("{} ms", options.grace.count()), "0 s to one day", "give it by --grace");
-  need(options.kill_after >= 0ms && options.kill_after <= 24h, "time from SIGTERM to SIGKILL", fmt::format("{} ms", options.kill_after.count()), "0 s to one day", "");
+  need(options.ranks >= 1 && options.ranks <= kMaxLocalRanks, "number of ranks",
+       fmt::format("{}", options.ranks), fmt::format("1 to {} on one host", kMaxLocalRanks), "give it by -n");
+  need(!options.command.empty() && !options.command.front().empty(), "program to run", "none",
+       "a program after --", kExample);
+  need(options.restarts >= 0 && options.restarts <= 1'000'000, "number of restarts",
+       fmt::format("{}", options.restarts), "0 to 1000000", "give it by --restarts");
+  need(options.port >= 0 && options.port <= 65535, "port", fmt::format("{}", options.port),
+       "1 to 65535, or 0 for a free one", "leave --port out to have a free one picked");
+  need(options.grace >= 0ms && options.grace <= 24h, "grace", fmt::format("{} ms", options.grace.count()),
+       "0 s to one day", "give it by --grace");
+  need(options.kill_after >= 0ms && options.kill_after <= 24h, "time from SIGTERM to SIGKILL",
+       fmt::format("{} ms", options.kill_after.count()), "0 s to one day", "");
   for (const auto& [name, value] : options.environment)
-    need(!name.empty() && name.find('=') == std::string::npos && name.find('\0') == std::string::npos && value.find('\0') == std::string::npos,
-         "environment variable", fmt::format("\"{}\"", name), "a name without '=' and texts without null bytes", "");
+    need(!name.empty() && name.find('=') == std::string::npos && name.find('\0') == std::string::npos &&
+             value.find('\0') == std::string::npos,
+         "environment variable", fmt::format("\"{}\"", name),
+         "a name without '=' and texts without null bytes", "");
   for (const std::string& argument : options.command)
     need(argument.find('\0') == std::string::npos, "argument", "a null byte", "text without null bytes", "");
-  need(options.port == 0 || port_is_free(options.port), "port", fmt::format("{}, in use", options.port), "a free one",
-       "leave --port out to have a free one picked");
+  need(options.port == 0 || port_is_free(options.port), "port", fmt::format("{}, in use", options.port),
+       "a free one", "leave --port out to have a free one picked");
 }
 
 // Ranks may meet on loopback or on any address, so the port must be free on all of them.
@@ -96,7 +104,9 @@ void drain(Terminal& terminal, LaunchSignals& signals) {
 
 }  // namespace
 
-bool port_is_free(int port) { return can_listen(AF_INET, port, nullptr) && can_listen(AF_INET6, port, nullptr); }
+bool port_is_free(int port) {
+  return can_listen(AF_INET, port, nullptr) && can_listen(AF_INET6, port, nullptr);
+}
 
 int free_port() {
   std::random_device random;
@@ -120,16 +130,20 @@ std::vector<std::string> rank_environment(const LaunchContext& context, int atte
   const LaunchOptions& options = context.options;
   std::vector<std::string> entries;
   const auto is = [](const std::string& entry, const std::string& name) {
-    return entry.size() > name.size() && entry[name.size()] == '=' && entry.compare(0, name.size(), name) == 0;
+    return entry.size() > name.size() && entry[name.size()] == '=' &&
+           entry.compare(0, name.size(), name) == 0;
   };
-  const auto remove = [&](const std::string& name) { std::erase_if(entries, [&](const std::string& entry) { return is(entry, name); }); };
+  const auto remove = [&](const std::string& name) {
+    std::erase_if(entries, [&](const std::string& entry) { return is(entry, name); });
+  };
   const auto set = [&](const std::string& name, const std::string& value) {
     remove(name);
     entries.push_back(name + "=" + value);
   };
   const auto has = [&](const std::string& name) {
-    return std::any_of(entries.begin(), entries.end(),
-                       [&](const std::string& entry) { return is(entry, name) && entry.size() > name.size() + 1; });
+    return std::any_of(entries.begin(), entries.end(), [&](const std::string& entry) {
+      return is(entry, name) && entry.size() > name.size() + 1;
+    });
   };
   for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) entries.emplace_back(*entry);
   for (const auto& [name, value] : options.environment) set(name, value);
@@ -159,7 +173,8 @@ std::string RankOutcome::describe() const {
   if (signal != 0)
     return fmt::format("killed by {}{}{}", signal_name(signal), core_dumped ? " (core dumped)" : "",
                        sent_signal == signal ? " (sent by the launcher)" : "");
-  std::string text = exit_code >= 0 ? fmt::format("exit code {}", exit_code) : "ended, its status was taken by other code of this process";
+  std::string text = exit_code >= 0 ? fmt::format("exit code {}", exit_code)
+                                    : "ended, its status was taken by other code of this process";
   if (sent_signal != 0) text += fmt::format(" on {} from the launcher", signal_name(sent_signal));
   return text;
 }
@@ -170,9 +185,13 @@ LaunchResult launch(const LaunchOptions& options) {
   Terminal terminal(options.out_fd, options.err_fd);
   LaunchResult result;
 
-  const auto given = std::find_if(options.environment.rbegin(), options.environment.rend(), [](const auto& entry) { return entry.first == "PATH"; });
+  const auto given = std::find_if(options.environment.rbegin(), options.environment.rend(),
+                                  [](const auto& entry) { return entry.first == "PATH"; });
   const char* inherited = std::getenv("PATH");
-  const Program program = find_program(options.command.front(), given != options.environment.rend() ? given->second : inherited ? inherited : "");
+  const Program program =
+      find_program(options.command.front(), given != options.environment.rend() ? given->second
+                                            : inherited                         ? inherited
+                                                                                : "");
   if (program.exit_code != 0) {
     result.exit_code = program.exit_code;
     result.error = program.error;
@@ -183,9 +202,14 @@ LaunchResult launch(const LaunchOptions& options) {
 
   const Subreaper subreaper;
   OrphanGuard guard;
-  const LaunchContext context = {options, program.path,
-                                 fmt::format("{}.{}", getpid(), std::chrono::steady_clock::now().time_since_epoch().count()),
-                                 threads_per_rank(available_cores(), options.ranks), signals, guard, terminal};
+  const LaunchContext context = {
+      options,
+      program.path,
+      fmt::format("{}.{}", getpid(), std::chrono::steady_clock::now().time_since_epoch().count()),
+      threads_per_rank(available_cores(), options.ranks),
+      signals,
+      guard,
+      terminal};
   for (int attempt = 0;; ++attempt) {
     AttemptResult ended = run_attempt(context, attempt);
     result.attempts = attempt + 1;
@@ -200,13 +224,17 @@ LaunchResult launch(const LaunchOptions& options) {
     const RankOutcome& first = result.ranks[static_cast<std::size_t>(*result.first_failed_rank)];
     result.exit_code = first.code();
     if (result.stopped_by != 0 || options.restarts == 0) break;
-    const std::string why = fmt::format("rank {}, {} after {:.1f} s", first.rank, first.describe(), first.elapsed_s);
+    const std::string why =
+        fmt::format("rank {}, {} after {:.1f} s", first.rank, first.describe(), first.elapsed_s);
     if (attempt == options.restarts) {
-      say(terminal, fmt::format("attempt {} of {} failed ({}); no restart is left", attempt + 1, options.restarts + 1, why));
+      say(terminal, fmt::format("attempt {} of {} failed ({}); no restart is left", attempt + 1,
+                                options.restarts + 1, why));
       break;
     }
-    if ((result.stopped_by = signals.take_stop()) != 0) break;  // it came while the attempt was being cleared away
-    say(terminal, fmt::format("attempt {} of {} failed ({}); starting attempt {}", attempt + 1, options.restarts + 1, why, attempt + 2));
+    if ((result.stopped_by = signals.take_stop()) != 0)
+      break;  // it came while the attempt was being cleared away
+    say(terminal, fmt::format("attempt {} of {} failed ({}); starting attempt {}", attempt + 1,
+                              options.restarts + 1, why, attempt + 2));
   }
   if (result.stopped_by == SIGPIPE) result.exit_code = 128 + SIGPIPE;
   drain(terminal, signals);

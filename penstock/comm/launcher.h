@@ -11,18 +11,20 @@
 //   WORLD_SIZE, LOCAL_WORLD_SIZE  ranks
 //   MASTER_ADDR, MASTER_PORT      127.0.0.1 and a port that was free when the attempt began
 //   PENSTOCK_RESTART_COUNT        0 in the first attempt
-//   PENSTOCK_LAUNCH_ID            one value per launch; by it processes that left their group are found and ended
-//   OMP_NUM_THREADS, OPENBLAS_NUM_THREADS, MKL_NUM_THREADS   cores / ranks, at least 1, unless already set
+//   PENSTOCK_LAUNCH_ID            one value per launch; by it processes that left their group are found and
+//   ended OMP_NUM_THREADS, OPENBLAS_NUM_THREADS, MKL_NUM_THREADS   cores / ranks, at least 1, unless already
+//   set
 // Its standard input is /dev/null, it leads a process group of its own, and no signal is blocked or caught.
 //
-// Nothing outlives a launch. A rank's process group is killed when the rank ends; what left the group is found by its
-// environment and killed when the attempt ends; if the launching process itself is killed, the kernel kills the ranks
-// and a small guard process kills their groups. Only a process that both leaves its group and clears its environment
-// (or, after a `kill -9` of the launcher, one that merely leaves its group) can escape.
+// Nothing outlives a launch. A rank's process group is killed when the rank ends; what left the group is
+// found by its environment and killed when the attempt ends; if the launching process itself is killed, the
+// kernel kills the ranks and a small guard process kills their groups. Only a process that both leaves its
+// group and clears its environment (or, after a `kill -9` of the launcher, one that merely leaves its group)
+// can escape.
 //
-// Thread rule: any thread may call `launch`, one at a time in a process; it blocks until everything has ended. The
-// process may have other threads. While it runs, SIGINT, SIGTERM, SIGHUP and SIGCHLD are handled by the launcher;
-// handlers and the caller's signal mask are put back before it returns.
+// Thread rule: any thread may call `launch`, one at a time in a process; it blocks until everything has
+// ended. The process may have other threads. While it runs, SIGINT, SIGTERM, SIGHUP and SIGCHLD are handled
+// by the launcher; handlers and the caller's signal mask are put back before it returns.
 #pragma once
 
 #include <sys/types.h>
@@ -42,15 +44,16 @@ struct LaunchOptions {
   int ranks = 0;                     // 1 .. kMaxLocalRanks
   std::vector<std::string> command;  // program and arguments; a program without '/' is looked up in PATH
 
-  // Set in every rank on top of the caller's environment. The variables that say who a rank is cannot be replaced.
+  // Set in every rank on top of the caller's environment. The variables that say who a rank is cannot be
+  // replaced.
   std::vector<std::pair<std::string, std::string>> environment;
 
   int restarts = 0;  // further attempts after a failed one; none follows a stop by a signal
   int port = 0;      // MASTER_PORT; 0: a free one, picked anew for every attempt
 
-  // After the first failure the other ranks have `grace` to end on their own (they notice the loss themselves and
-  // print what they were doing); then SIGTERM, and SIGKILL after `kill_after`. After a stop by a signal, which is
-  // passed on at once, SIGKILL follows when `grace` has passed.
+  // After the first failure the other ranks have `grace` to end on their own (they notice the loss themselves
+  // and print what they were doing); then SIGTERM, and SIGKILL after `kill_after`. After a stop by a signal,
+  // which is passed on at once, SIGKILL follows when `grace` has passed.
   std::chrono::milliseconds grace{10'000};
   std::chrono::milliseconds kill_after{3'000};
 
@@ -68,14 +71,16 @@ struct LaunchOptions {
 struct RankOutcome {
   int rank = 0;
   pid_t pid = -1;
-  int exit_code = -1;    // of a rank that exited; -1 otherwise
-  int signal = 0;        // that killed it; 0 otherwise
+  int exit_code = -1;  // of a rank that exited; -1 otherwise
+  int signal = 0;      // that killed it; 0 otherwise
   bool core_dumped = false;
-  int sent_signal = 0;   // the last signal the launcher had sent it before it ended; 0: none, it ended on its own
+  int sent_signal =
+      0;  // the last signal the launcher had sent it before it ended; 0: none, it ended on its own
   double elapsed_s = 0;  // from its start to its end
 
   bool ok() const { return exit_code == 0; }
-  // As a shell reports it: the exit code, or 128 + signal. 1 when another part of the process took the status.
+  // As a shell reports it: the exit code, or 128 + signal. 1 when another part of the process took the
+  // status.
   int code() const;
   // "exit code 3", "killed by SIGTERM (sent by the launcher)".
   std::string describe() const;
@@ -84,17 +89,18 @@ struct RankOutcome {
 struct LaunchResult {
   int exit_code = 0;                     // 0: every rank of the last attempt exited with 0
   std::optional<int> first_failed_rank;  // of the last attempt
-  std::vector<RankOutcome> ranks;        // of the last attempt, by rank; empty when the program could not be started
-  int attempts = 0;                      // attempts begun
-  int stopped_by = 0;                    // SIGINT, SIGTERM or SIGHUP that was passed on; SIGPIPE: nobody reads our output
-  std::string error;                     // why the program could not be started (exit code 126 or 127); else empty
+  std::vector<RankOutcome>
+      ranks;           // of the last attempt, by rank; empty when the program could not be started
+  int attempts = 0;    // attempts begun
+  int stopped_by = 0;  // SIGINT, SIGTERM or SIGHUP that was passed on; SIGPIPE: nobody reads our output
+  std::string error;   // why the program could not be started (exit code 126 or 127); else empty
 };
 
-// Runs the job to its end. The exit code is that of the rank that failed first, in the last attempt; 127 when the
-// program does not exist and 126 when it cannot be executed, with the reason on `err_fd`; 141 when the reader of
-// `out_fd` or `err_fd` went away.
-// Throws ConfigError for bad options or an unusable log folder or port, StateError when this process is already
-// launching or the system refuses more processes or files. Nothing is left running in any case.
+// Runs the job to its end. The exit code is that of the rank that failed first, in the last attempt; 127 when
+// the program does not exist and 126 when it cannot be executed, with the reason on `err_fd`; 141 when the
+// reader of `out_fd` or `err_fd` went away. Throws ConfigError for bad options or an unusable log folder or
+// port, StateError when this process is already launching or the system refuses more processes or files.
+// Nothing is left running in any case.
 LaunchResult launch(const LaunchOptions& options);
 
 }  // namespace penstock::comm

@@ -1,4 +1,5 @@
-// `penstock launch` as a program of its own: the launcher as its tests see it, from outside and without LibTorch.
+// `penstock launch` as a program of its own: the launcher as its tests see it, from outside and without
+// LibTorch.
 #include <signal.h>
 
 #include <cstdio>

@@ -73,13 +73,15 @@ class TempFolder {
   fs::path path_;
 };
 
-// Living processes whose environment holds `entry`, with their command lines. Zombies have no environment left.
+// Living processes whose environment holds `entry`, with their command lines. Zombies have no environment
+// left.
 inline std::vector<std::string> processes_with(const std::string& entry) {
   std::vector<std::string> found;
   for (const auto& process : fs::directory_iterator("/proc")) {
     const std::string pid = process.path().filename();
     if (pid.find_first_not_of("0123456789") != std::string::npos) continue;
-    if (('\0' + read_file(process.path() / "environ")).find('\0' + entry + '\0') == std::string::npos) continue;
+    if (('\0' + read_file(process.path() / "environ")).find('\0' + entry + '\0') == std::string::npos)
+      continue;
     std::string command = read_file(process.path() / "cmdline");
     for (char& c : command)
       if (c == '\0') c = ' ';
@@ -96,18 +98,24 @@ struct Streams {
 // One run of the driver. Its output goes to files unless other descriptors are given.
 class Launcher {
  public:
-  explicit Launcher(std::vector<std::string> arguments, std::map<std::string, std::string> environment = {}, Streams streams = {})
-      : mark_("PENSTOCK_TEST_MARK=" + std::to_string(getpid()) + "." + std::to_string(Clock::now().time_since_epoch().count())) {
+  explicit Launcher(std::vector<std::string> arguments, std::map<std::string, std::string> environment = {},
+                    Streams streams = {})
+      : mark_("PENSTOCK_TEST_MARK=" + std::to_string(getpid()) + "." +
+              std::to_string(Clock::now().time_since_epoch().count())) {
     const char* driver = std::getenv("PENSTOCK_LAUNCHER_DRIVER");
-    if (driver == nullptr) throw std::runtime_error("PENSTOCK_LAUNCHER_DRIVER is not set; run this test through ctest");
+    if (driver == nullptr)
+      throw std::runtime_error("PENSTOCK_LAUNCHER_DRIVER is not set; run this test through ctest");
     arguments.insert(arguments.begin(), {driver, "launch"});
     std::vector<std::string> entries = {mark_};
-    for (const char* kept : {"PATH", "HOME", "LD_LIBRARY_PATH", "ASAN_OPTIONS", "TSAN_OPTIONS", "UBSAN_OPTIONS"})
+    for (const char* kept :
+         {"PATH", "HOME", "LD_LIBRARY_PATH", "ASAN_OPTIONS", "TSAN_OPTIONS", "UBSAN_OPTIONS"})
       if (const char* value = std::getenv(kept)) entries.push_back(std::string(kept) + "=" + value);
     for (const auto& [name, value] : environment) entries.push_back(name + "=" + value);
     const auto argv = pointers(arguments), envp = pointers(entries);
-    if (streams.out < 0) streams.out = open((folder_ / "out").c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
-    if (streams.err < 0) streams.err = open((folder_ / "err").c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+    if (streams.out < 0)
+      streams.out = open((folder_ / "out").c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+    if (streams.err < 0)
+      streams.err = open((folder_ / "err").c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
     pid_ = fork();
     if (pid_ == 0) {
       dup2(streams.out, 1);
@@ -125,7 +133,8 @@ class Launcher {
   Launcher(const Launcher&) = delete;
   Launcher& operator=(const Launcher&) = delete;
 
-  // Exit code, or -signal when it was killed itself, or -1000 when it did not end in time (it is killed then).
+  // Exit code, or -signal when it was killed itself, or -1000 when it did not end in time (it is killed
+  // then).
   int wait(std::chrono::milliseconds deadline = 20s) {
     int status = 0;
     const bool ended = eventually([&] { return waitpid(pid_, &status, WNOHANG) == pid_; }, deadline);

@@ -1,4 +1,5 @@
-// The launcher's parts, and `launch` called inside a process that has threads, signals and children of its own.
+// The launcher's parts, and `launch` called inside a process that has threads, signals and children of its
+// own.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
@@ -37,7 +38,8 @@ std::vector<std::string> split(std::size_t limit, const std::vector<std::string>
 TEST(LineSplitter, CutsAtNewlinesAndAtTheLimit) {
   EXPECT_THAT(split(8, {"ab\ncd", "ef\n\ngh"}), ElementsAre("ab|", "cdef|", "|", "gh"));
   EXPECT_THAT(split(4, {"abcdefghij\nk\n"}), ElementsAre("abcd", "+efgh", "+ij|", "k|"));
-  EXPECT_THAT(split(4, {"abcd\nefgh\n"}), ElementsAre("abcd|", "efgh|")) << "a line of exactly the limit is one line";
+  EXPECT_THAT(split(4, {"abcd\nefgh\n"}), ElementsAre("abcd|", "efgh|"))
+      << "a line of exactly the limit is one line";
   EXPECT_THAT(split(4, {"abcd", "\n"}), ElementsAre("abcd|"));
   EXPECT_THAT(split(4, {"abcde", "\n"}), ElementsAre("abcd", "+e|"));
   EXPECT_THAT(split(4, {""}), ElementsAre());
@@ -53,7 +55,8 @@ TEST(LineSplitter, PiecesJoinToTheStreamHoweverItIsCut) {
         EXPECT_LE(line.text.size(), limit);
         joined += std::string(line.text) + (line.newline ? "\n" : "");
       };
-      for (std::size_t at = 0; at < stream.size(); at += chunk) splitter.feed(std::string_view(stream).substr(at, chunk), emit);
+      for (std::size_t at = 0; at < stream.size(); at += chunk)
+        splitter.feed(std::string_view(stream).substr(at, chunk), emit);
       splitter.finish(emit);
       ASSERT_EQ(joined, stream) << "chunk " << chunk << ", limit " << limit;
     }
@@ -120,14 +123,16 @@ struct InProcess {
   InProcess(int ranks, const std::string& text) {
     options.ranks = ranks;
     options.command = {"/bin/sh", "-c", text};
-    options.out_fd = options.err_fd = open((folder / "both").c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+    options.out_fd = options.err_fd =
+        open((folder / "both").c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
   }
   ~InProcess() { close(options.out_fd); }
   std::string shown() const { return read_file(folder / "both"); }
 };
 
 TEST(LaunchInProcess, ReturnsHowEveryRankEnded) {
-  InProcess job(3, "echo $GREETING; [ $RANK = 1 ] && kill -SEGV $$; [ $RANK = 2 ] && sleep 0.3 && exit 6; exit 0");
+  InProcess job(
+      3, "echo $GREETING; [ $RANK = 1 ] && kill -SEGV $$; [ $RANK = 2 ] && sleep 0.3 && exit 6; exit 0");
   job.options.environment = {{"GREETING", "hello"}, {"RANK", "77"}};
   const LaunchResult result = launch(job.options);
   EXPECT_EQ(result.exit_code, 128 + SIGSEGV);
@@ -199,7 +204,8 @@ TEST(LaunchInProcess, WorksBesideBusyThreadsAndLeavesOtherChildrenAlone) {
   std::vector<std::thread> busy;
   for (int i = 0; i < 3; ++i)
     busy.emplace_back([&] {
-      // Holds the allocator's locks much of the time: a child that allocated after fork would hang sooner or later.
+      // Holds the allocator's locks much of the time: a child that allocated after fork would hang sooner or
+      // later.
       while (!stop) std::vector<std::string>(200, std::string(3000, 'x')).clear();
     });
   const pid_t other = fork();
@@ -238,7 +244,9 @@ TEST(LaunchInProcess, OneAtATime) {
 }
 
 TEST(LaunchInProcess, LeavesNoDescriptorOpen) {
-  const auto open_files = [] { return std::distance(fs::directory_iterator("/proc/self/fd"), fs::directory_iterator()); };
+  const auto open_files = [] {
+    return std::distance(fs::directory_iterator("/proc/self/fd"), fs::directory_iterator());
+  };
   InProcess job(3, "echo x; exit 1");
   job.options.restarts = 1;
   job.options.log_dir = (job.folder / "logs").string();

@@ -29,7 +29,8 @@ std::map<std::string, std::string> variables_of(const std::string& text, int ran
 }
 
 TEST(LauncherEnvironment, TellsEachRankWhoItIs) {
-  Launcher run({"-n", "3", "--", "env"}, {{"RANK", "9"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}, {"KEPT", "yes"}});
+  Launcher run({"-n", "3", "--", "env"},
+               {{"RANK", "9"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}, {"KEPT", "yes"}});
   ASSERT_EQ(run.wait(), 0) << run.err();
   std::set<std::string> ports;
   for (int rank = 0; rank < 3; ++rank) {
@@ -43,7 +44,8 @@ TEST(LauncherEnvironment, TellsEachRankWhoItIs) {
     EXPECT_EQ(env["KEPT"], "yes");
     EXPECT_FALSE(env.contains("TORCHELASTIC_USE_AGENT_STORE"));
     const std::string threads = std::to_string(std::max(1, available_cores() / 3));
-    for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}) EXPECT_EQ(env[name], threads) << name;
+    for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"})
+      EXPECT_EQ(env[name], threads) << name;
     ports.insert(env["MASTER_PORT"]);
   }
   ASSERT_EQ(ports.size(), 1u);
@@ -52,7 +54,8 @@ TEST(LauncherEnvironment, TellsEachRankWhoItIs) {
 }
 
 TEST(LauncherEnvironment, KeepsTheUsersThreadsAndPort) {
-  Launcher run({"-n", "1", "--port", "15999", "--", "env"}, {{"OMP_NUM_THREADS", "7"}, {"MKL_NUM_THREADS", ""}});
+  Launcher run({"-n", "1", "--port", "15999", "--", "env"},
+               {{"OMP_NUM_THREADS", "7"}, {"MKL_NUM_THREADS", ""}});
   ASSERT_EQ(run.wait(), 0) << run.err();
   auto env = variables_of(run.out(), 0);
   EXPECT_EQ(env["OMP_NUM_THREADS"], "7");
@@ -62,7 +65,8 @@ TEST(LauncherEnvironment, KeepsTheUsersThreadsAndPort) {
 }
 
 TEST(LauncherEnvironment, PassesArgumentsUnchanged) {
-  Launcher run({"-n", "1", "--no-prefix", "--", "printf", "<%s>", "-n", "", "[a,b]", "{}", "--help", "--", "a b", "launch"});
+  Launcher run({"-n", "1", "--no-prefix", "--", "printf", "<%s>", "-n", "", "[a,b]", "{}", "--help", "--",
+                "a b", "launch"});
   ASSERT_EQ(run.wait(), 0) << run.err();
   EXPECT_EQ(run.out(), "<-n><><[a,b]><{}><--help><--><a b><launch>\n");
 }
@@ -70,7 +74,8 @@ TEST(LauncherEnvironment, PassesArgumentsUnchanged) {
 TEST(LauncherFailure, ReportsTheFirstFailedRankAndEndsTheOthers) {
   Launcher run(script({"-n", "4", "--grace", "0.3"}, "[ $RANK = 2 ] && exit 7; exec sleep 100"));
   EXPECT_EQ(run.wait(), 7);
-  EXPECT_THAT(run.err(), ContainsRegex("rank 2 failed first: exit code 7 after [0-9.]+ s; 3 ranks still running"));
+  EXPECT_THAT(run.err(),
+              ContainsRegex("rank 2 failed first: exit code 7 after [0-9.]+ s; 3 ranks still running"));
   EXPECT_THAT(run.err(), HasSubstr("summary: rank 2: exit code 7"));
   EXPECT_THAT(run.err(), HasSubstr("summary: ranks 0, 1, 3: killed by SIGTERM (sent by the launcher)"));
   EXPECT_TRUE(run.nothing_left()) << ::testing::PrintToString(run.processes());
@@ -92,7 +97,8 @@ TEST(LauncherFailure, LastWordsOfARankComeBeforeTheLaunchersLine) {
 }
 
 TEST(LauncherFailure, KillsARankThatIgnoresSigterm) {
-  Launcher run(script({"-n", "2", "--grace", "0.1"}, "[ $RANK = 1 ] && { sleep 0.3; exit 4; }; trap '' TERM; while :; do sleep 0.1; done"));
+  Launcher run(script({"-n", "2", "--grace", "0.1"},
+                      "[ $RANK = 1 ] && { sleep 0.3; exit 4; }; trap '' TERM; while :; do sleep 0.1; done"));
   EXPECT_EQ(run.wait(), 4);
   EXPECT_THAT(run.err(), HasSubstr("summary: rank 0: killed by SIGKILL (sent by the launcher)"));
   EXPECT_TRUE(run.nothing_left()) << ::testing::PrintToString(run.processes());
@@ -112,6 +118,16 @@ TEST(LauncherOrphans, BackgroundProcessOfARankNeitherHoldsTheLauncherNorSurvives
   EXPECT_EQ(run.wait(8s), 0) << run.err();
   EXPECT_EQ(count_of(run.out(), "done"), 2);
   EXPECT_TRUE(run.nothing_left()) << ::testing::PrintToString(run.processes());
+}
+
+TEST(LauncherOrphans, BackgroundProcessOfAnEndedRankIsKilledWhileOthersRun) {
+  Launcher run(script(
+      {"-n", "2"}, "[ $RANK = 0 ] && { sleep 99 >/dev/null 2>&1 & exit 0; }; echo ready; sleep 3; echo end"));
+  ASSERT_TRUE(run.shows("ready"));
+  EXPECT_TRUE(eventually(
+      [&] { return ::testing::PrintToString(run.processes()).find("sleep 99") == std::string::npos; }, 2s));
+  EXPECT_THAT(run.out(), Not(HasSubstr("end")));
+  EXPECT_EQ(run.wait(), 0);
 }
 
 TEST(LauncherOrphans, ProcessThatLeftTheGroupIsFoundAndKilled) {
@@ -134,7 +150,8 @@ class LauncherSignal : public ::testing::TestWithParam<int> {};
 
 TEST_P(LauncherSignal, IsPassedOnToEveryRank) {
   const std::string name = GetParam() == SIGINT ? "INT" : GetParam() == SIGTERM ? "TERM" : "HUP";
-  Launcher run(script({"-n", "2", "--restarts", "3"}, "trap 'echo caught; exit 9' " + name + "; echo ready; while :; do sleep 0.05; done"));
+  Launcher run(script({"-n", "2", "--restarts", "3"},
+                      "trap 'echo caught; exit 9' " + name + "; echo ready; while :; do sleep 0.05; done"));
   ASSERT_TRUE(run.shows("ready", 2)) << run.err();
   run.send(GetParam());
   EXPECT_EQ(run.wait(), 9);
@@ -155,7 +172,8 @@ TEST(LauncherStop, RanksThatEndWellMakeItEndWell) {
 }
 
 TEST(LauncherStop, GraceEndsInSigkill) {
-  Launcher run(script({"-n", "2", "--grace", "0.3"}, "trap '' TERM; echo ready; while :; do sleep 0.05; done"));
+  Launcher run(
+      script({"-n", "2", "--grace", "0.3"}, "trap '' TERM; echo ready; while :; do sleep 0.05; done"));
   ASSERT_TRUE(run.shows("ready", 2));
   run.send(SIGTERM);
   EXPECT_EQ(run.wait(), 128 + SIGKILL);
@@ -163,7 +181,8 @@ TEST(LauncherStop, GraceEndsInSigkill) {
 }
 
 TEST(LauncherStop, SecondInterruptKillsAtOnceButADoubledOneDoesNot) {
-  Launcher run(script({"-n", "2", "--grace", "60"}, "trap '' INT; trap 'echo term' TERM; echo ready; while :; do sleep 0.05; done"));
+  Launcher run(script({"-n", "2", "--grace", "60"},
+                      "trap '' INT; trap 'echo term' TERM; echo ready; while :; do sleep 0.05; done"));
   ASSERT_TRUE(run.shows("ready", 2));
   run.send(SIGTERM);
   run.send(SIGINT);  // as from a runner that signals the process and then its group
@@ -179,11 +198,15 @@ TEST(LauncherStop, SecondInterruptKillsAtOnceButADoubledOneDoesNot) {
 
 TEST(LauncherRestart, StopsAtTheFirstAttemptThatEndsWell) {
   Launcher run(script({"-n", "2", "--restarts", "5", "--grace", "0.2"},
-                      "echo attempt $PENSTOCK_RESTART_COUNT port=$MASTER_PORT; [ $RANK = 0 ] || [ $PENSTOCK_RESTART_COUNT -ge 2 ]"));
+                      "echo attempt $PENSTOCK_RESTART_COUNT port=$MASTER_PORT; [ $RANK = 0 ] || [ "
+                      "$PENSTOCK_RESTART_COUNT -ge 2 ]"));
   EXPECT_EQ(run.wait(), 0);
-  for (const char* attempt : {"attempt 0", "attempt 1", "attempt 2"}) EXPECT_EQ(count_of(run.out(), attempt), 2);
+  for (const char* attempt : {"attempt 0", "attempt 1", "attempt 2"})
+    EXPECT_EQ(count_of(run.out(), attempt), 2);
   EXPECT_THAT(run.out(), Not(HasSubstr("attempt 3")));
-  EXPECT_THAT(run.err(), ContainsRegex("attempt 1 of 6 failed \\(rank 1, exit code 1 after [0-9.]+ s\\); starting attempt 2"));
+  EXPECT_THAT(
+      run.err(),
+      ContainsRegex("attempt 1 of 6 failed \\(rank 1, exit code 1 after [0-9.]+ s\\); starting attempt 2"));
   EXPECT_THAT(run.err(), HasSubstr("attempt 2 of 6 failed"));
 }
 
@@ -197,7 +220,8 @@ TEST(LauncherRestart, GivesUpWithTheLastCode) {
 TEST(LauncherOutput, GoesToTheStreamItCameFromWithThePrefixOfItsRank) {
   Launcher run(script({"-n", "2"}, "echo out $RANK; echo err $RANK >&2; printf end"));
   ASSERT_EQ(run.wait(), 0);
-  for (const char* line : {"[rank 0] out 0\n", "[rank 1] out 1\n", "[rank 0] end\n", "[rank 1] end\n"}) EXPECT_THAT(run.out(), HasSubstr(line));
+  for (const char* line : {"[rank 0] out 0\n", "[rank 1] out 1\n", "[rank 0] end\n", "[rank 1] end\n"})
+    EXPECT_THAT(run.out(), HasSubstr(line));
   EXPECT_THAT(run.err(), HasSubstr("[rank 0] err 0\n"));
   EXPECT_THAT(run.err(), Not(HasSubstr("out")));
   EXPECT_THAT(run.out(), Not(HasSubstr("err")));
@@ -206,7 +230,9 @@ TEST(LauncherOutput, GoesToTheStreamItCameFromWithThePrefixOfItsRank) {
 
 TEST(LauncherOutput, KeepsLinesWhole) {
   // Ranks write in small pieces, so that an unbuffered copy would mix them.
-  Launcher run(script({"-n", "4"}, "i=0; while [ $i -lt 60 ]; do for p in 1 2 3 4 5 6 7 8; do printf '%0500d' $RANK; done; echo; i=$((i+1)); done"));
+  Launcher run(script({"-n", "4"},
+                      "i=0; while [ $i -lt 60 ]; do for p in 1 2 3 4 5 6 7 8; do printf '%0500d' $RANK; "
+                      "done; echo; i=$((i+1)); done"));
   ASSERT_EQ(run.wait(), 0);
   std::map<std::string, int> seen;
   for (const std::string& line : lines_of(run.out())) ++seen[line];
@@ -217,21 +243,31 @@ TEST(LauncherOutput, KeepsLinesWhole) {
   }
 }
 
-TEST(LauncherOutput, KeepsLinesWholeWhereBothStreamsAreOneFile) {
-  TempFolder folder;
-  const int both = open((folder / "both").c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
-  Launcher run(script({"-n", "2"}, "i=0; while [ $i -lt 100 ]; do printf '%09000d\\n' 1; printf '%09000d\\n' 2 >&2; i=$((i+1)); done"), {}, {both, both});
+TEST(LauncherOutput, KeepsLinesWholeWhereBothStreamsAreOnePipe) {
+  int ends[2];
+  ASSERT_EQ(pipe2(ends, O_CLOEXEC), 0);
+  Launcher run(script({"-n", "2"},
+                      "i=0; while [ $i -lt 100 ]; do printf '%09000d\\n' 1; printf '%09000d\\n' 2 >&2; "
+                      "i=$((i+1)); done"),
+               {}, {ends[1], ends[1]});
+  close(ends[1]);
+  std::this_thread::sleep_for(500ms);  // lets both streams pile up, so that a pipe's worth ends within a line
+  std::string text;
+  char buffer[65536];
+  for (ssize_t got; (got = read(ends[0], buffer, sizeof buffer)) > 0;)
+    text.append(buffer, static_cast<std::size_t>(got));
+  close(ends[0]);
   ASSERT_EQ(run.wait(), 0);
-  close(both);
   std::map<std::string, int> seen;
-  for (const std::string& line : lines_of(read_file(folder / "both"))) ++seen[line];
+  for (const std::string& line : lines_of(text)) ++seen[line];
   EXPECT_EQ(seen.size(), 4u);
   for (const auto& [line, times] : seen) EXPECT_EQ(times, 100) << line.size();
 }
 
 TEST(LauncherOutput, LongLinesAreShownInPiecesAndLoggedWhole) {
   TempFolder folder;
-  Launcher run(script({"-n", "1", "--log-dir", (folder / "logs").string()}, "head -c 200000 /dev/zero | tr '\\0' x; echo; printf tail"));
+  Launcher run(script({"-n", "1", "--log-dir", (folder / "logs").string()},
+                      "head -c 200000 /dev/zero | tr '\\0' x; echo; printf tail"));
   ASSERT_EQ(run.wait(), 0);
   std::string joined;
   for (const std::string& line : lines_of(run.out())) {
@@ -245,7 +281,8 @@ TEST(LauncherOutput, LongLinesAreShownInPiecesAndLoggedWhole) {
 TEST(LauncherOutput, MoreThanAPipeHoldsArrivesThroughASlowReader) {
   int ends[2];
   ASSERT_EQ(pipe2(ends, O_CLOEXEC), 0);
-  Launcher run(script({"-n", "2"}, "head -c 4000000 /dev/zero | tr '\\0' x | fold -w 999"), {}, {ends[1], -1});
+  Launcher run(script({"-n", "2"}, "head -c 4000000 /dev/zero | tr '\\0' x | fold -w 999"), {},
+               {ends[1], -1});
   close(ends[1]);
   std::this_thread::sleep_for(700ms);  // the pipes are full by now and the ranks wait
   std::size_t bytes = 0, breaks = 0;
@@ -261,14 +298,17 @@ TEST(LauncherOutput, MoreThanAPipeHoldsArrivesThroughASlowReader) {
 TEST(LauncherOutput, StuckReaderDoesNotHoldUpSignalsAndDeadlines) {
   int ends[2];
   ASSERT_EQ(pipe2(ends, O_CLOEXEC), 0);
-  Launcher run(script({"-n", "2", "--grace", "0.2"}, "trap '' TERM; echo ready >&2; while :; do echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done"), {},
-               {ends[1], -1});
+  Launcher run(script({"-n", "2", "--grace", "0.2"},
+                      "trap '' TERM; echo ready >&2; while :; do echo "
+                      "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done"),
+               {}, {ends[1], -1});
   close(ends[1]);
   ASSERT_TRUE(run.shows("ready", 2));
   std::this_thread::sleep_for(500ms);
   run.send(SIGTERM);
   ASSERT_TRUE(run.shows("sending SIGKILL")) << run.err();
-  EXPECT_TRUE(eventually([&] { return run.processes().size() <= 2; }, 5s)) << "only the launcher and its guard wait for the reader";
+  EXPECT_TRUE(eventually([&] { return run.processes().size() <= 2; }, 5s))
+      << "only the launcher and its guard wait for the reader";
   close(ends[0]);
   EXPECT_EQ(run.wait(5s), 128 + SIGKILL);
   EXPECT_TRUE(run.nothing_left());
@@ -277,7 +317,8 @@ TEST(LauncherOutput, StuckReaderDoesNotHoldUpSignalsAndDeadlines) {
 TEST(LauncherOutput, ReaderThatLeavesEndsTheRanks) {
   int ends[2];
   ASSERT_EQ(pipe2(ends, O_CLOEXEC), 0);
-  Launcher run(script({"-n", "2", "--grace", "1"}, "while :; do echo x; sleep 0.05; done"), {}, {ends[1], -1});
+  Launcher run(script({"-n", "2", "--grace", "1"}, "while :; do echo x; sleep 0.05; done"), {},
+               {ends[1], -1});
   close(ends[1]);
   char first = 0;
   EXPECT_EQ(read(ends[0], &first, 1), 1);
@@ -287,9 +328,11 @@ TEST(LauncherOutput, ReaderThatLeavesEndsTheRanks) {
 }
 
 TEST(LauncherOutput, ColoursThePrefixOnATerminalOnly) {
-  const auto on_terminal = [](const std::map<std::string, std::string>& environment, std::vector<std::string> options) {
+  const auto on_terminal = [](const std::map<std::string, std::string>& environment,
+                              std::vector<std::string> options) {
     const int master = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
-    if (master < 0 || grantpt(master) != 0 || unlockpt(master) != 0) throw std::runtime_error("no pseudo terminal");
+    if (master < 0 || grantpt(master) != 0 || unlockpt(master) != 0)
+      throw std::runtime_error("no pseudo terminal");
     const int slave = open(ptsname(master), O_RDWR | O_NOCTTY | O_CLOEXEC);
     std::string text;
     {
@@ -312,11 +355,13 @@ TEST(LauncherOutput, ColoursThePrefixOnATerminalOnly) {
 TEST(LauncherOutput, LogsEveryAttemptOfEveryRank) {
   TempFolder folder;
   const std::string logs = (folder / "a/b").string();
-  Launcher run(script({"-n", "2", "--restarts", "1", "--log-dir", logs}, "echo out $RANK $PENSTOCK_RESTART_COUNT; echo err >&2; exit 1"));
+  Launcher run(script({"-n", "2", "--restarts", "1", "--log-dir", logs},
+                      "echo out $RANK $PENSTOCK_RESTART_COUNT; echo err >&2; exit 1"));
   EXPECT_EQ(run.wait(), 1);
   for (int attempt = 0; attempt < 2; ++attempt)
     for (int rank = 0; rank < 2; ++rank) {
-      const std::string path = logs + "/attempt" + std::to_string(attempt) + "/rank" + std::to_string(rank) + ".log";
+      const std::string path =
+          logs + "/attempt" + std::to_string(attempt) + "/rank" + std::to_string(rank) + ".log";
       const std::string line = "out " + std::to_string(rank) + " " + std::to_string(attempt) + "\n";
       EXPECT_THAT(read_file(path), ::testing::AnyOf(line + "err\n", "err\n" + line)) << path;
     }
@@ -339,7 +384,9 @@ TEST(LauncherUsage, RefusesWithCodeAndRemedy) {
     std::vector<std::string> says;
   };
   const std::vector<Case> cases = {
-      {{"-n", "2", "--", "no_such_program_here"}, 127, {"\"no_such_program_here\"", "PATH", "check the spelling"}},
+      {{"-n", "2", "--", "no_such_program_here"},
+       127,
+       {"\"no_such_program_here\"", "PATH", "check the spelling"}},
       {{"-n", "2", "--", "./no/such"}, 127, {"\"./no/such\"", "No such file", "check the path"}},
       {{"-n", "2", "--", "/tmp"}, 126, {"\"/tmp\" is a folder"}},
       {{"-n", "2", "--", plain}, 126, {plain, "not executable", "chmod +x"}},
@@ -361,7 +408,8 @@ TEST(LauncherUsage, RefusesWithCodeAndRemedy) {
   for (const Case& wrong : cases) {
     Launcher run(wrong.arguments);
     EXPECT_EQ(run.wait(5s), wrong.code) << ::testing::PrintToString(wrong.arguments);
-    for (const std::string& text : wrong.says) EXPECT_THAT(run.err(), HasSubstr(text)) << ::testing::PrintToString(wrong.arguments);
+    for (const std::string& text : wrong.says)
+      EXPECT_THAT(run.err(), HasSubstr(text)) << ::testing::PrintToString(wrong.arguments);
     EXPECT_THAT(run.err(), Not(HasSubstr("failed first")));
     EXPECT_TRUE(run.nothing_left());
   }

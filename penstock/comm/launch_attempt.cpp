@@ -108,6 +108,7 @@ bool Attempt::start() {
   for (int rank = 0; rank < options_.ranks && !options_.log_dir.empty(); ++rank)
     logs.emplace_back(fmt::format("{}/attempt{}/rank{}.log", options_.log_dir, attempt_, rank));
   for (int rank = 0; rank < options_.ranks; ++rank) {
+    const auto started = Clock::now();
     SpawnedRank spawned = spawn_rank(context_.program_path, options_.command,
                                      rank_environment(context_, attempt_, rank, port), context_.guard);
     if (spawned.exec_errno != 0) {
@@ -125,7 +126,7 @@ bool Attempt::start() {
       return false;
     }
     RankState& state = ranks_.emplace_back();
-    state.started = Clock::now();
+    state.started = started;
     state.outcome.rank = rank;
     state.outcome.pid = spawned.pid;
     state.streams[0].fd = std::move(spawned.out);

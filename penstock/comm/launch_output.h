@@ -19,9 +19,8 @@ namespace penstock::comm {
 class LineSplitter {
  public:
   struct Line {
-    std::string_view text;  // without its newline; valid during the call
-    bool newline =
-        false;  // the stream had a newline here; false for a piece of a long line and for an unfinished end
+    std::string_view text;   // without its newline; valid during the call
+    bool newline = false;    // false: a piece of a long line, or the unfinished end of the stream
     bool continued = false;  // goes on a line whose beginning was handed out before
   };
   using Emit = std::function<void(const Line&)>;

@@ -44,8 +44,7 @@ struct LaunchOptions {
   int ranks = 0;                     // 1 .. kMaxLocalRanks
   std::vector<std::string> command;  // program and arguments; a program without '/' is looked up in PATH
 
-  // Set in every rank on top of the caller's environment. The variables that say who a rank is cannot be
-  // replaced.
+  // Set in every rank on top of the caller's environment. What says who a rank is cannot be replaced.
   std::vector<std::pair<std::string, std::string>> environment;
 
   int restarts = 0;  // further attempts after a failed one; none follows a stop by a signal
@@ -74,13 +73,11 @@ struct RankOutcome {
   int exit_code = -1;  // of a rank that exited; -1 otherwise
   int signal = 0;      // that killed it; 0 otherwise
   bool core_dumped = false;
-  int sent_signal =
-      0;  // the last signal the launcher had sent it before it ended; 0: none, it ended on its own
+  int sent_signal = 0;   // the last one the launcher sent it; 0: none, it ended on its own
   double elapsed_s = 0;  // from its start to its end
 
   bool ok() const { return exit_code == 0; }
-  // As a shell reports it: the exit code, or 128 + signal. 1 when another part of the process took the
-  // status.
+  // As a shell reports it: the exit code, or 128 + signal. 1 when other code of the process took the status.
   int code() const;
   // "exit code 3", "killed by SIGTERM (sent by the launcher)".
   std::string describe() const;
@@ -89,9 +86,8 @@ struct RankOutcome {
 struct LaunchResult {
   int exit_code = 0;                     // 0: every rank of the last attempt exited with 0
   std::optional<int> first_failed_rank;  // of the last attempt
-  std::vector<RankOutcome>
-      ranks;           // of the last attempt, by rank; empty when the program could not be started
-  int attempts = 0;    // attempts begun
+  std::vector<RankOutcome> ranks;        // of the last attempt, by rank; empty when nothing could be started
+  int attempts = 0;                      // attempts begun
   int stopped_by = 0;  // SIGINT, SIGTERM or SIGHUP that was passed on; SIGPIPE: nobody reads our output
   std::string error;   // why the program could not be started (exit code 126 or 127); else empty
 };

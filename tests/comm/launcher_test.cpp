@@ -121,11 +121,17 @@ TEST(LauncherOrphans, BackgroundProcessOfARankNeitherHoldsTheLauncherNorSurvives
 }
 
 TEST(LauncherOrphans, BackgroundProcessOfAnEndedRankIsKilledWhileOthersRun) {
-  Launcher run(script(
-      {"-n", "2"}, "[ $RANK = 0 ] && { sleep 99 >/dev/null 2>&1 & exit 0; }; echo ready; sleep 3; echo end"));
+  Launcher run(script({"-n", "2"},
+                      "[ $RANK = 0 ] && { sleep 99 >/dev/null 2>&1 & echo left=$!; exit 0; }; echo ready; "
+                      "sleep 3; echo end"));
   ASSERT_TRUE(run.shows("ready"));
-  EXPECT_TRUE(eventually(
-      [&] { return ::testing::PrintToString(run.processes()).find("sleep 99") == std::string::npos; }, 2s));
+  ASSERT_TRUE(run.shows("left="));
+  const auto sleeps = [&] {
+    for (const std::string& process : run.processes())
+      if (process.ends_with(": sleep 99 ")) return true;
+    return false;
+  };
+  EXPECT_TRUE(eventually([&] { return !sleeps(); }, 2s));
   EXPECT_THAT(run.out(), Not(HasSubstr("end")));
   EXPECT_EQ(run.wait(), 0);
 }

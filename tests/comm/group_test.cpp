@@ -1,0 +1,396 @@
+// Groups over worlds of threads: values, checks, errors. Real processes are tested in tests/dist.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <mutex>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/warnings.h"
+#include "penstock/comm/recorder.h"
+#include "penstock/comm/self_test.h"
+#include "penstock/comm/world.h"
+
+namespace penstock::comm {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::HasSubstr;
+
+// Runs every rank, expects every one of them to throw, and returns the messages by rank.
+template <class Error>
+std::vector<std::string> errors_of(int size, const std::function<void(World&)>& body) {
+  std::vector<std::string> messages(static_cast<std::size_t>(size));
+  std::mutex mutex;
+  run_ranks(size, 60s, [&](World& world) {
+    std::string message;
+    try {
+      body(world);
+      message = "no error";
+    } catch (const Error& error) {
+      message = error.what();
+      world.fail(message);
+    } catch (const std::exception& error) {
+      message = std::string("another type: ") + error.what();
+      world.fail(message);
+    }
+    std::lock_guard lock(mutex);
+    messages[static_cast<std::size_t>(world.rank())] = message;
+  });
+  return messages;
+}
+
+class SelfTest : public ::testing::TestWithParam<int> {};
+
+TEST_P(SelfTest, EveryOperationGivesTheRightValues) {
+  run_ranks(GetParam(), 120s, [](World& world) {
+    Group group = world.group();
+    for (const auto& result : self_test(group, at::kCPU)) EXPECT_TRUE(result.ok) << "rank " << world.rank() << " " << result.operation << ": " << result.error;
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Sizes, SelfTest, ::testing::Values(1, 2, 3, 5, 8));
+
+TEST(Group, ReductionsInRankOrderAreBitwiseThoseOfOneProcess) {
+  run_ranks(4, 60s, [](World& world) {
+    const auto value = [](int rank) {
+      auto generator = at::make_generator<at::CPUGeneratorImpl>(100 + rank);
+      return at::randn({4 * 1001}, generator);
+    };
+    const at::Tensor out = at::empty({1001});
+    world.group().reduce_scatter(out, value(world.rank())).wait();
+    at::Tensor sum = value(0).clone();
+    for (int rank = 1; rank < 4; ++rank) sum += value(rank);
+    EXPECT_TRUE(out.equal(sum.narrow(0, 1001 * world.rank(), 1001)));
+  });
+}
+
+TEST(Group, HalfSumsRoundOnce) {
+  run_ranks(4, 60s, [](World& world) {
+    for (const auto type : {at::kBFloat16, at::kHalf})
+      for (const std::int64_t count : {64, 100'000}) {
+        // 1 + 3 * 0.001 is lost term by term in bfloat16 but not in float32.
+        const auto term = [&](int rank) { return at::full({count}, rank == 0 ? 1.0 : 0.003, type); };
+        at::Tensor tensor = term(world.rank());
+        world.group().all_reduce(tensor).wait();
+        at::Tensor expected = term(0).to(at::kFloat);
+        for (int rank = 1; rank < 4; ++rank) expected += term(rank).to(at::kFloat);
+        EXPECT_TRUE(tensor.equal(expected.to(type))) << c10::toString(type) << " " << count;
+      }
+  });
+}
+
+TEST(Group, StridedTensorsAndOtherTypes) {
+  run_ranks(2, 60s, [](World& world) {
+    const float own = static_cast<float>(world.rank() + 1);
+    at::Tensor columns = at::full({4, 6}, own).t();
+    world.group().all_reduce(columns).wait();
+    EXPECT_TRUE(columns.equal(at::full({6, 4}, 3.0f)));
+    at::Tensor flags = at::tensor({world.rank() == 0, true}, at::kBool);
+    world.group().all_reduce(flags, ReduceOp::Min).wait();
+    EXPECT_TRUE(flags.equal(at::tensor({false, true}, at::kBool)));
+    at::Tensor shorts = at::full({3}, world.rank() + 1, at::kShort);
+    world.group().all_reduce(shorts).wait();
+    EXPECT_TRUE(shorts.equal(at::full({3}, 3, at::kShort)));
+    at::Tensor numbers = at::complex(at::full({2}, own), at::full({2}, -own));
+    world.group().all_reduce(numbers, ReduceOp::Avg).wait();
+    EXPECT_TRUE(at::real(numbers).equal(at::full({2}, 1.5f)));
+    at::Tensor scalar = at::scalar_tensor(own);
+    world.group().all_reduce(scalar).wait();
+    EXPECT_EQ(scalar.item<float>(), 3.0f);
+    at::Tensor none = at::empty({0});
+    world.group().all_reduce(none).wait();
+    // A receive into a column of a matrix.
+    at::Tensor matrix = at::zeros({5, 3});
+    if (world.rank() == 0) {
+      world.group().send(at::arange(5.0), Rank{1});
+    } else {
+      world.group().recv(matrix.select(1, 2).to(at::kFloat), Rank{0}, {.timeout = 10s});
+      matrix = at::zeros({5, 3});
+    }
+    if (world.rank() == 1) {
+      world.group().send(at::arange(5.0), Rank{0});
+    } else {
+      const at::Tensor column = matrix.select(1, 2);
+      world.group().recv(column, Rank{1});
+      EXPECT_TRUE(matrix.select(1, 2).equal(at::arange(5.0)));
+      EXPECT_EQ(matrix.sum().item<float>(), 10.0f);
+    }
+  });
+}
+
+TEST(Group, TagsMatchInAnyOrderAndOneTagInItsOwn) {
+  run_ranks(2, 60s, [](World& world) {
+    Group group = world.group();
+    if (world.rank() == 0) {
+      std::vector<Work> works;
+      for (int i = 0; i < 6; ++i) works.push_back(group.isend(at::full({i < 3 ? 10 : 50'000}, i), Rank{1}, {.tag = i % 3}));
+      wait_all(works);
+    } else {
+      std::vector<at::Tensor> got(6);
+      for (const int i : {2, 5, 0, 1, 3, 4}) {
+        got[static_cast<std::size_t>(i)] = at::zeros({i < 3 ? 10 : 50'000}, at::kLong);
+        group.recv(got[static_cast<std::size_t>(i)], Rank{0}, {.tag = i % 3});
+      }
+      for (int i = 0; i < 6; ++i) EXPECT_TRUE((got[static_cast<std::size_t>(i)] == i).all().item<bool>()) << i;
+    }
+  });
+}
+
+struct Mismatch {
+  const char* name;
+  at::ScalarType sent_type;
+  std::int64_t sent;
+  at::ScalarType expected_type;
+  std::int64_t expected;
+};
+
+class MismatchTest : public ::testing::TestWithParam<Mismatch> {};
+
+TEST_P(MismatchTest, IsAnErrorOnBothSidesThatNamesBoth) {
+  const Mismatch& c = GetParam();
+  std::vector<std::string> messages(2);
+  EXPECT_THROW(run_ranks(2, 30s,
+                         [&](World& world) {
+                           try {
+                             if (world.rank() == 0) {
+                               world.group().send(at::zeros({c.sent}, c.sent_type), Rank{1}, {.tag = 7, .label = "2F0"});
+                               // A short message may be gone before the other side complains: the next one fails.
+                               world.group().recv(at::zeros({1}), Rank{1}, {.tag = 8});
+                             } else {
+                               world.group().recv(at::zeros({c.expected}, c.expected_type), Rank{0}, {.tag = 7, .label = "2F0"});
+                             }
+                           } catch (const std::exception& error) {
+                             messages[static_cast<std::size_t>(world.rank())] = error.what();
+                             throw;
+                           }
+                         }),
+               std::exception);
+  for (const auto& message : messages) {
+    EXPECT_THAT(message, HasSubstr("rank 0 sent"));
+    EXPECT_THAT(message, HasSubstr("rank 1 expected"));
+    EXPECT_THAT(message, HasSubstr("2F0"));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, MismatchTest,
+                         ::testing::Values(Mismatch{"shorter", at::kFloat, 4, at::kFloat, 8}, Mismatch{"longer", at::kFloat, 8, at::kFloat, 4},
+                                           Mismatch{"dtype", at::kFloat, 8, at::kInt, 8}, Mismatch{"largeForSmall", at::kFloat, 100'000, at::kFloat, 8},
+                                           Mismatch{"smallForLarge", at::kFloat, 8, at::kFloat, 100'000}, Mismatch{"largeShorter", at::kFloat, 50'000, at::kFloat, 100'000},
+                                           Mismatch{"empty", at::kFloat, 0, at::kFloat, 1}),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+TEST(Group, SubgroupsAreMadeInOrderAndKeepGlobalRanks) {
+  run_ranks(4, 60s, [](World& world) {
+    Group odd = world.new_group({3, 1}, {.name = "odd"});
+    Group even = world.new_group({0, 2}, {.name = "even"});
+    Group mine = world.rank() % 2 == 1 ? odd : even;
+    Group other = world.rank() % 2 == 1 ? even : odd;
+    EXPECT_TRUE(mine.is_member());
+    EXPECT_FALSE(other.is_member());
+    EXPECT_THROW(other.barrier().wait(), StateError);
+    at::Tensor sum = at::full({1}, world.rank());
+    mine.all_reduce(sum).wait();
+    EXPECT_EQ(sum.item<std::int64_t>(), world.rank() % 2 == 1 ? 4 : 2);
+    if (world.rank() == 3) EXPECT_EQ(odd.axis_rank(), 0);
+    at::Tensor from_three = at::full({1}, world.rank());
+    if (odd.is_member()) {
+      odd.broadcast(from_three, Rank{3}).wait();
+      EXPECT_EQ(from_three.item<std::int64_t>(), 3);
+      EXPECT_THROW(odd.broadcast(from_three, Rank{0}).wait(), ValueError);
+      EXPECT_THROW(odd.send(from_three, Rank{2}), ValueError);
+      EXPECT_THROW(odd.send(from_three, Rank{world.rank()}), ValueError);
+      EXPECT_THROW(odd.send(from_three, Rank{1}, {.tag = -1}), ValueError);
+    }
+    world.group().barrier().wait();
+  });
+}
+
+TEST(Group, ListsThatDifferOrAreBadAreAnErrorOnEveryRank) {
+  for (const auto& message : errors_of<ValueError>(3, [](World& world) { world.new_group(world.rank() == 2 ? std::vector<int>{0, 2} : std::vector<int>{0, 1}); })) {
+    EXPECT_THAT(message, HasSubstr("rank 0 asked for"));
+    EXPECT_THAT(message, HasSubstr("rank 2 for"));
+  }
+  for (const auto& message : errors_of<ValueError>(3, [](World& world) { world.new_group({0, 1, 1}); })) EXPECT_THAT(message, HasSubstr("rank 1 is listed twice"));
+  for (const auto& message : errors_of<ValueError>(3, [](World& world) { world.new_group({0, 3}); })) EXPECT_THAT(message, HasSubstr("rank 3 is outside the world of 3"));
+  for (const auto& message : errors_of<ValueError>(2, [](World& world) { world.new_group({}); })) EXPECT_THAT(message, HasSubstr("empty"));
+}
+
+TEST(Group, ARankThatDoesNotComeIsNamedOnEveryOther) {
+  const auto messages = errors_of<TimeoutError>(3, [](World& world) {
+    if (world.rank() == 1) {
+      std::this_thread::sleep_for(5s);
+      throw TimeoutError("stayed away", {});
+    }
+    world.new_group({0, 1, 2}, {.timeout = 1s});
+  });
+  EXPECT_THAT(messages[0], HasSubstr("rank 1 of 3 did not come"));
+  EXPECT_THAT(messages[2], HasSubstr("rank 1 of 3 did not come"));
+}
+
+TEST(Group, TimeOutSaysWhoIsMissingAndEndsTheGroup) {
+  std::string on_rank0;
+  try {
+    run_ranks(2, 60s, [&](World& world) {
+      if (world.rank() == 1) {
+        std::this_thread::sleep_for(4s);
+        return;
+      }
+      Group small = world.group();
+      at::Tensor tensor = at::ones({4});
+      try {
+        small.all_reduce(tensor, ReduceOp::Sum, {.label = "step 3", .timeout = 500ms}).wait();
+      } catch (const TimeoutError& error) {
+        on_rank0 = error.what();
+        EXPECT_EQ(error.context().label, "step 3");
+        EXPECT_THROW(small.barrier().wait(), TimeoutError) << "the first error must stay";
+        throw;
+      }
+    });
+    FAIL() << "no error";
+  } catch (const TimeoutError&) {
+  }
+  EXPECT_THAT(on_rank0, HasSubstr("no word from rank 1"));
+  EXPECT_THAT(on_rank0, HasSubstr("recorder-rank"));
+}
+
+TEST(Group, OneRanksFailureEndsTheWaitsOfAll) {
+  const auto begin = std::chrono::steady_clock::now();
+  std::atomic<int> told = 0;
+  EXPECT_THROW(run_ranks(4, 60s,
+                         [&](World& world) {
+                           if (world.rank() == 2) throw ConfigError("bad layer");
+                           try {
+                             if (world.rank() == 0) {
+                               at::Tensor tensor = at::ones({1 << 20});
+                               world.group().all_reduce(tensor).wait();
+                             } else {
+                               world.group().recv(at::zeros({3}), Rank{2});
+                             }
+                           } catch (const PeerLostError& error) {
+                             EXPECT_THAT(error.what(), HasSubstr("rank 2 failed: bad layer"));
+                             EXPECT_EQ(error.context().lost_rank, 2);
+                             ++told;
+                             throw;
+                           }
+                         }),
+               ConfigError);
+  EXPECT_EQ(told, 3);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 20s);
+}
+
+TEST(Group, WrongArgumentsSayWhatToChange) {
+  run_ranks(2, 60s, [](World& world) {
+    Group group = world.group();
+    const auto message = [](auto call) {
+      try {
+        call();
+      } catch (const ValueError& error) {
+        return std::string(error.what());
+      }
+      return std::string("no error");
+    };
+    EXPECT_THAT(message([&] { group.all_gather(at::zeros({5}), at::zeros({3})).wait(); }), HasSubstr("2 x 3 = 6"));
+    EXPECT_THAT(message([&] { group.all_gather(at::zeros({6}, at::kInt), at::zeros({3})).wait(); }), HasSubstr("dtype"));
+    EXPECT_THAT(message([&] { group.reduce_scatter(at::zeros({5}), at::zeros({3})).wait(); }), HasSubstr("elements of input"));
+    EXPECT_THAT(message([&] { group.all_reduce(at::zeros({5}, at::kLong), ReduceOp::Avg).wait(); }), HasSubstr("floating point"));
+    EXPECT_THAT(message([&] { group.all_reduce(at::zeros({5}, at::kBool)).wait(); }), HasSubstr("max for any"));
+    EXPECT_THAT(message([&] { group.all_to_all(at::zeros({3}), at::zeros({3})).wait(); }), HasSubstr("multiple of 2"));
+    EXPECT_THAT(message([&] { group.all_to_all(at::zeros({4}), at::zeros({4}), {1, 2}, {2, 2}).wait(); }), HasSubstr("sum of the splits"));
+    EXPECT_THAT(message([&] { group.all_gather_uneven({at::zeros({1})}, at::zeros({1})).wait(); }), HasSubstr("one per member"));
+    EXPECT_THROW(group.send(at::Tensor(), Rank{1 - world.rank()}), TypeError);
+    group.barrier().wait();  // still usable: nothing had moved
+  });
+}
+
+TEST(Group, SplitsThatDisagreeAreAnErrorNotWrongData) {
+  EXPECT_THROW(run_ranks(2, 30s,
+                         [](World& world) {
+                           const std::vector<std::int64_t> even = {2, 2};
+                           const std::vector<std::int64_t> odd = {1, 3};
+                           at::Tensor out = at::zeros({4, 3});
+                           world.group().all_to_all(out, at::ones({4, 3}), world.rank() == 0 ? odd : even, even).wait();
+                         }),
+               PipeliningMetadataError);
+}
+
+TEST(Group, DetailLevelComparesCollectivesBeforeTheyMove) {
+  setenv("PENSTOCK_DEBUG", "detail", 1);
+  const auto messages = errors_of<PipeliningMetadataError>(2, [](World& world) {
+    at::Tensor tensor = at::zeros({world.rank() == 0 ? 4 : 5});
+    world.group().all_reduce(tensor).wait();
+  });
+  unsetenv("PENSTOCK_DEBUG");
+  for (const auto& message : messages) {
+    EXPECT_THAT(message, HasSubstr("rank 0: all_reduce Float[4] sum"));
+    EXPECT_THAT(message, HasSubstr("rank 1: all_reduce Float[5] sum"));
+  }
+}
+
+TEST(Group, DroppedWorkIsKeptAliveAndWarnedAbout) {
+  WarningCapture capture;
+  run_ranks(2, 60s, [](World& world) {
+    if (world.rank() == 0) {
+      { const Work dropped = world.group().isend(at::full({100'000}, 3.0f), Rank{1}); }
+      world.group().barrier().wait();
+    } else {
+      at::Tensor got = at::zeros({100'000});
+      world.group().recv(got, Rank{0});
+      EXPECT_TRUE((got == 3.0f).all().item<bool>());
+      world.group().barrier().wait();
+    }
+  });
+  ASSERT_EQ(capture.warnings().size(), 1u);
+  EXPECT_THAT(capture.warnings()[0].message, HasSubstr("dropped without wait()"));
+}
+
+TEST(Group, RecordsWhatItMoves) {
+  Recorder::global().reset_totals();
+  run_ranks(2, 60s, [](World& world) {
+    at::Tensor tensor = at::ones({256});
+    world.group().all_reduce(tensor, ReduceOp::Sum, {.label = "norms"}).wait();
+  });
+  const auto totals = Recorder::global().totals();
+  EXPECT_EQ(totals.at("all_reduce").operations, 2u);
+  EXPECT_EQ(totals.at("all_reduce").bytes, 2048u);
+  const auto entries = Recorder::global().snapshot();
+  EXPECT_EQ(entries.back().label.view(), "norms");
+  EXPECT_EQ(entries.back().state, OperationState::Done);
+}
+
+TEST(FakeWorld, AnyRankAndSizeWithoutPeers) {
+  World world = World::fake(3, 1024);
+  EXPECT_EQ(world.rank(), 3);
+  EXPECT_EQ(world.group().size(), 1024);
+  at::Tensor tensor = at::ones({4});
+  world.group().all_reduce(tensor).wait();
+  const at::Tensor whole = at::zeros({1024, 2});
+  world.group().all_gather(whole, at::full({2}, 5.0f)).wait();
+  EXPECT_TRUE((whole == 5.0f).all().item<bool>());
+  world.group().send(tensor, Rank{7});
+  world.group().recv(tensor, Rank{9});
+  Group half = world.new_group({1, 3, 5});
+  EXPECT_EQ(half.axis_rank(), 1);
+  EXPECT_FALSE(world.new_group({1, 5}).is_member());
+  EXPECT_THROW(world.new_group({1, 1}), ValueError);
+  EXPECT_THROW(World::fake(4, 4), ValueError);
+}
+
+TEST(RunRanks, ABodyThatHangsInCommunicationIsEnded) {
+  EXPECT_THROW(run_ranks(2, 1s,
+                         [](World& world) {
+                           if (world.rank() == 0) world.group().recv(at::zeros({1}), Rank{1}, {.timeout = 60s});
+                           std::this_thread::sleep_for(2s);
+                         }),
+               CommError);
+}
+
+}  // namespace
+}  // namespace penstock::comm
+
+int main(int argc, char** argv) {
+  ::testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}

@@ -11,8 +11,10 @@
 #include <cerrno>
 #include <cstring>
 #include <deque>
+#include <iterator>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "penstock/base/env.h"
@@ -31,6 +33,12 @@ constexpr auto kCancelTime = std::chrono::milliseconds(100);
 // The 64 bits UCX matches on, from the top: source axis rank (16), tag (32), kind (16, outside the mask).
 constexpr std::uint64_t kMatchMask = ~std::uint64_t{0xffff};
 constexpr int kMaxSize = 1 << 16;
+
+// Progress calls that surely empty a queue (64 entries) which nobody fills any more.
+constexpr int kLastRounds = 1000;
+
+// A peer's process ended.
+constexpr ucs_status_t kLost = UCS_ERR_CONNECTION_RESET;
 
 std::uint64_t wire_tag(int source, std::uint32_t tag, std::uint16_t kind) {
   return (static_cast<std::uint64_t>(source) << 48) | (static_cast<std::uint64_t>(tag) << 16) | kind;
@@ -132,8 +140,10 @@ class UcxTransport::Core {
  private:
   Operation* take();
   Operation* started(Operation* operation, ucs_status_ptr_t result);
-  void finish(Operation& operation, ucs_status_t status) noexcept;
+  void finish(Operation& operation, ucs_status_t status) noexcept;  // UCX is through with it
+  void report(Operation& operation, ucs_status_t status) noexcept;  // its waiter is
   unsigned progress() noexcept;
+  void lose(int peer) noexcept;
   std::size_t running() const;
   void settle_until(Clock::time_point deadline) noexcept;
   static void on_sent(void* request, ucs_status_t status, void* operation);
@@ -175,6 +185,7 @@ UcxTransport::Core::Operation* UcxTransport::Core::take() {
 }
 
 UcxTransport::Core::Operation* UcxTransport::Core::started(Operation* operation, ucs_status_ptr_t result) {
+  if (operation->done.load(std::memory_order_relaxed)) return operation;  // the callback came before the call returned
   if (!UCS_PTR_IS_PTR(result)) {
     finish(*operation, UCS_PTR_STATUS(result));
     return operation;
@@ -191,6 +202,7 @@ UcxTransport::Core::Operation* UcxTransport::Core::send(const void* data, std::s
   operation->receives = false;
   operation->peer = peer;
   operation->arrival = {bytes, kind};
+  if (worker_.is_lost(peer)) return started(operation, reinterpret_cast<ucs_status_ptr_t>(kLost));
   ucp_request_param_t params{};
   params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
   params.cb.send = on_sent;
@@ -203,19 +215,17 @@ UcxTransport::Core::Operation* UcxTransport::Core::recv(void* data, std::size_t 
   Operation* operation = take();
   operation->receives = true;
   operation->peer = peer;
-  ucp_tag_recv_info_t info{};
+  operation->arrival = {};
   ucp_request_param_t params{};
+  // Always by the callback: UCX 1.13 leaves size and tag of a message that had already arrived unset otherwise.
   params.op_attr_mask =
-      UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE | UCP_OP_ATTR_FIELD_RECV_INFO;
+      UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
   params.cb.recv = on_received;
   params.user_data = operation;
   params.memory_type = UCS_MEMORY_TYPE_HOST;
-  params.recv_info.tag_info = &info;
-  const auto result = ucp_tag_recv_nbx(worker_.get(), data, capacity, wire_tag(peer, tag, 0), kMatchMask, &params);
-  operation->arrival = {info.length, static_cast<std::uint16_t>(info.sender_tag)};
-  started(operation, result);
+  started(operation, ucp_tag_recv_nbx(worker_.get(), data, capacity, wire_tag(peer, tag, 0), kMatchMask, &params));
   // What a dead peer had sent can still be taken; nothing more will come.
-  if (operation->request != nullptr && worker_.peer_status(peer) != UCS_OK) ucp_request_cancel(worker_.get(), operation->request);
+  if (operation->request != nullptr && worker_.is_lost(peer)) ucp_request_cancel(worker_.get(), operation->request);
   return operation;
 }
 
@@ -238,8 +248,11 @@ void UcxTransport::Core::finish(Operation& operation, ucs_status_t status) noexc
     free_.push_back(&operation);
     return;
   }
-  const ucs_status_t lost = worker_.peer_status(operation.peer);
-  operation.status = status == UCS_ERR_CANCELED && lost != UCS_OK ? lost : status;
+  report(operation, status == UCS_ERR_CANCELED && worker_.is_lost(operation.peer) ? kLost : status);
+}
+
+void UcxTransport::Core::report(Operation& operation, ucs_status_t status) noexcept {
+  operation.status = status;
   if (operation.bell != nullptr) operation.bell->ring();
   operation.done.store(true, std::memory_order_release);
 }
@@ -256,14 +269,7 @@ void UcxTransport::Core::drop(Operation* operation) noexcept {
 
 unsigned UcxTransport::Core::progress() noexcept {
   if (closed_) return 0;
-  const unsigned moved = ucp_worker_progress(worker_.get());
-  if (worker_.take_peer_failure()) [[unlikely]] {
-    // UCX fails the sends of a lost peer, but a receive belongs to no peer in its eyes.
-    for (Operation& operation : operations_)
-      if (operation.request != nullptr && operation.receives && worker_.peer_status(operation.peer) != UCS_OK)
-        ucp_request_cancel(worker_.get(), operation.request);
-  }
-  return moved;
+  return ucp_worker_progress(worker_.get());
 }
 
 unsigned UcxTransport::Core::try_progress() {
@@ -280,7 +286,7 @@ UcxTransport::Core::Sleep UcxTransport::Core::sleep(Operation& operation, const 
                                                     Clock::time_point deadline, microseconds nap) {
   std::unique_ptr<Bell> bell;
   bool armed = false;
-  pollfd waits[2] = {};
+  pollfd waits[3] = {};
   {
     const Turn turn(*this);
     for (int attempt = 0; attempt < 3 && !armed; ++attempt) {
@@ -299,13 +305,14 @@ UcxTransport::Core::Sleep UcxTransport::Core::sleep(Operation& operation, const 
     sleepers_.push_back(bell.get());
     operation.bell = bell.get();
     waits[0] = {bell->fd(), POLLIN, 0};
-    waits[1] = {worker_.event_fd(), POLLIN, 0};
+    waits[1] = {armed ? worker_.event_fd() : -1, POLLIN, 0};  // poll passes over negative ones
+    waits[2] = {worker_.is_lost(operation.peer) ? -1 : worker_.process_fd(operation.peer), POLLIN, 0};
   }
   // Not armed: UCX has work that causes no event (a full queue at the peer), so look again after a nap.
   auto rest = std::chrono::ceil<microseconds>(deadline - Clock::now());
   rest = std::clamp(rest, microseconds(0), armed ? microseconds(std::chrono::hours(1)) : nap);
   const timespec timeout{rest.count() / 1'000'000, rest.count() % 1'000'000 * 1000};
-  const int ready = ppoll(waits, armed ? 2 : 1, &timeout, nullptr);
+  const int ready = ppoll(waits, std::size(waits), &timeout, nullptr);
   const int failure = ready < 0 ? errno : 0;
   const Turn turn(*this);
   operation.bell = nullptr;
@@ -314,7 +321,21 @@ UcxTransport::Core::Sleep UcxTransport::Core::sleep(Operation& operation, const 
   spare_bells_.push_back(std::move(bell));
   if (failure != 0 && failure != EINTR)
     throw std::runtime_error(fmt::format("UCX transport: axis rank {} cannot wait for events: {}", axis_rank_, std::strerror(failure)));
+  if (ready > 0 && waits[2].revents != 0) lose(operation.peer);
   return armed ? Sleep::Woken : Sleep::Napped;
+}
+
+void UcxTransport::Core::lose(int peer) noexcept {
+  // What the peer sent before it ended is complete in our queue: take it first.
+  for (int round = 0; round < kLastRounds; ++round) progress();
+  worker_.set_lost(peer);
+  if (closed_) return;
+  for (Operation& operation : operations_) {
+    if (operation.request == nullptr || operation.peer != peer || operation.dropped) continue;
+    if (operation.receives) ucp_request_cancel(worker_.get(), operation.request);
+    // The request stays with UCX, which has no way to take it back, or with a receive that had begun; its waiter need not.
+    if (operation.request != nullptr) report(operation, kLost);
+  }
 }
 
 void UcxTransport::Core::pass_on() noexcept {
@@ -439,9 +460,11 @@ WaitResult UcxTransport::Handle::wait(Clock::time_point deadline) {
   WaitResult ended = WaitResult::Done;
   auto idle_since = Clock::now();
   microseconds nap = kShortestNap;
+  int last_rounds = 100;  // an ended wait still takes what is in the queue
   for (unsigned round = 0;; ++round) {
     const unsigned moved = core_->try_progress();
     if (look()) break;
+    if (moved > 0 && (interrupted_.load(std::memory_order_relaxed) || Clock::now() >= deadline) && --last_rounds > 0) continue;
     if (interrupted_.load(std::memory_order_relaxed)) {
       ended = WaitResult::Interrupted;
       break;

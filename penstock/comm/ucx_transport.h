@@ -57,13 +57,13 @@ struct UcxOptions {
 // only while both sides are in calls of this class.
 //
 // Memory: a send's data and a receive's buffer belong to the transport until the transfer is done, or until the
-// transport is destroyed. A receive that is dropped before it is done is cancelled, and may write until the transport
+// transport is destroyed (a failed transfer: always until then). A receive that is dropped before it is done is cancelled, and may write until the transport
 // is destroyed only if its message had already begun to arrive. After a send was given up and its memory reused, the
 // peer could still fetch it: what the peer receives is then undefined, so a group that gave up a transfer must be closed
 // as a whole.
 //
-// Death of a peer: reported by `wait` where UCX can notice it (the piecewise mode, within seconds; a fetch from a
-// process that is gone, at once). Otherwise a wait goes on until its deadline or `interrupt`.
+// Death of a peer: ends sleeping waits for it with an error at once (the kernel tells, where the members share a process
+// namespace); what it had sent completely can still be received. Otherwise a wait goes on until its deadline or `interrupt`.
 //
 // Threads: all calls may come from any thread. Destroying the transport ends waits in other threads with StateError.
 // No threads are started. A process must not fork and go on using the transport in the child.

@@ -4,7 +4,7 @@
 
 #include <ucp/api/ucp.h>
 
-#include <chrono>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -27,34 +27,32 @@ class UcxWorker {
   int event_fd() const { return event_fd_; }
   bool uses_cma() const { return uses_cma_; }
 
-  // UCX_OK, or why UCX gave up the peer. Set inside `ucp_worker_progress`.
-  ucs_status_t peer_status(int peer) const { return peers_[static_cast<std::size_t>(peer)].status; }
-  // True once after each newly given up peer.
-  bool take_peer_failure();
+  // Readable when the peer's process has ended, reaped or not; -1 where the kernel cannot tell.
+  int process_fd(int peer) const { return peers_[static_cast<std::size_t>(peer)].process_fd; }
+  bool is_lost(int peer) const { return peers_[static_cast<std::size_t>(peer)].lost; }
+  void set_lost(int peer) { peers_[static_cast<std::size_t>(peer)].lost = true; }
 
   // Closes the endpoints, then the worker. `requests_left`: some request could not be cancelled.
   void close(bool requests_left) noexcept;
 
  private:
   struct Peer {
-    UcxWorker* owner = nullptr;
     ucp_ep_h endpoint = nullptr;
-    ucs_status_t status = UCS_OK;
+    int process_fd = -1;
+    bool lost = false;
   };
 
   void open(bool use_cma, int size);
   std::string own_record(std::uint64_t probe_address, std::uint64_t probe_value) const;
   void connect(int peer, const std::string& address);
   void shut() noexcept;
-  static void on_peer_failure(void* peer, ucp_ep_h endpoint, ucs_status_t status);
 
   int axis_rank_ = 0;
   ucp_context_h context_ = nullptr;
   ucp_worker_h worker_ = nullptr;
   int event_fd_ = -1;
   bool uses_cma_ = false;
-  bool peer_failure_ = false;
-  std::vector<Peer> peers_;  // never resized after construction: UCX holds pointers into it
+  std::vector<Peer> peers_;  // by axis rank; the own entry stays empty
 };
 
 }  // namespace penstock::comm

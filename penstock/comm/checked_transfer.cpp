@@ -52,6 +52,7 @@ void throw_mismatch(const WorkState& work, const TransferHeader& sent, const Tra
 
 void start_send(WorkState& work, const at::Tensor& data, int position, int tag) {
   GroupState& group = work.group();
+  if (group.world->fake) return;  // nobody is there
   TransferHeader header = TransferHeader::of(data, group.own_rank(), tag);
   if (group.ucx) {
     work.add(group.ucx->send(data.data_ptr(), data.nbytes(), position, static_cast<std::uint32_t>(tag), static_cast<std::uint16_t>(header.dtype)));
@@ -74,6 +75,7 @@ void start_send(WorkState& work, const at::Tensor& data, int position, int tag) 
 
 void start_receive(WorkState& work, const at::Tensor& data, int position, int tag) {
   GroupState& group = work.group();
+  if (group.world->fake) return;  // leaves the buffer as it is
   const TransferHeader expected = TransferHeader::of(data, group.own_rank(), tag);
   work.keep(data);
   if (group.ucx) return receive_by_ucx(work, data, expected, position, tag);

@@ -314,13 +314,13 @@ std::vector<std::vector<std::size_t>> by_type(const Tensors& tensors) {
 
 }  // namespace
 
-Work Group::all_reduce(const at::Tensor& tensor, ReduceOp op, const OpOptions& options) {
+Work Group::all_reduce(const at::Tensor& tensor, ReduceOp op, const OpOptions& options) const {
   member("all_reduce");
   check_reduction(tensor, op, "all_reduce");
   return started(begin(state_, "all_reduce", tensor.nbytes(), options), [&](WorkState& work) { start_all_reduce(work, tensor, op); });
 }
 
-Work Group::all_reduce_coalesced(const std::vector<at::Tensor>& tensors, ReduceOp op, const OpOptions& options) {
+Work Group::all_reduce_coalesced(const std::vector<at::Tensor>& tensors, ReduceOp op, const OpOptions& options) const {
   member("all_reduce_coalesced");
   auto parent = begin(state_, "all_reduce_coalesced", total_bytes(tensors), options);
   for (const auto& indices : by_type(tensors)) {
@@ -339,7 +339,7 @@ Work Group::all_reduce_coalesced(const std::vector<at::Tensor>& tensors, ReduceO
   return Work(std::move(parent));
 }
 
-Work Group::broadcast(const at::Tensor& tensor, Rank from, const OpOptions& options) {
+Work Group::broadcast(const at::Tensor& tensor, Rank from, const OpOptions& options) const {
   GroupState& group = member("broadcast");
   const auto found = std::find(group.ranks.begin(), group.ranks.end(), from.value());
   require(found != group.ranks.end(), "broadcast", "source", fmt::format("rank {}", from.value()), fmt::format("a member of group {} (ranks {})", group.name, format_list(group.ranks)));
@@ -361,7 +361,7 @@ Work Group::broadcast(const at::Tensor& tensor, Rank from, const OpOptions& opti
   });
 }
 
-Work Group::all_gather(const at::Tensor& output, const at::Tensor& input, const OpOptions& options) {
+Work Group::all_gather(const at::Tensor& output, const at::Tensor& input, const OpOptions& options) const {
   member("all_gather");
   require(output.scalar_type() == input.scalar_type(), "all_gather", "dtype of output", c10::toString(output.scalar_type()), c10::toString(input.scalar_type()));
   require(output.numel() == input.numel() * size(), "all_gather", "elements of output", fmt::format("{}", output.numel()), fmt::format("{} x {} = {}", size(), input.numel(), size() * input.numel()));
@@ -371,7 +371,7 @@ Work Group::all_gather(const at::Tensor& output, const at::Tensor& input, const 
   });
 }
 
-Work Group::all_gather_uneven(const std::vector<at::Tensor>& outputs, const at::Tensor& input, const OpOptions& options) {
+Work Group::all_gather_uneven(const std::vector<at::Tensor>& outputs, const at::Tensor& input, const OpOptions& options) const {
   GroupState& group = member("all_gather_uneven");
   require(static_cast<int>(outputs.size()) == size(), "all_gather_uneven", "number of outputs", fmt::format("{}", outputs.size()), fmt::format("{}, one per member", size()));
   for (const auto& output : outputs) require(output.scalar_type() == input.scalar_type(), "all_gather_uneven", "dtype of an output", c10::toString(output.scalar_type()), c10::toString(input.scalar_type()));
@@ -385,7 +385,7 @@ Work Group::all_gather_uneven(const std::vector<at::Tensor>& outputs, const at::
   });
 }
 
-Work Group::all_gather_coalesced(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const OpOptions& options) {
+Work Group::all_gather_coalesced(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const OpOptions& options) const {
   member("all_gather_coalesced");
   require(outputs.size() == inputs.size(), "all_gather_coalesced", "number of outputs", fmt::format("{}", outputs.size()), fmt::format("{}, one per input", inputs.size()));
   auto parent = begin(state_, "all_gather_coalesced", total_bytes(outputs), options);
@@ -409,7 +409,7 @@ Work Group::all_gather_coalesced(const std::vector<at::Tensor>& outputs, const s
   return Work(std::move(parent));
 }
 
-Work Group::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, const OpOptions& options) {
+Work Group::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, const OpOptions& options) const {
   member("reduce_scatter");
   check_reduction(input, op, "reduce_scatter");
   require(output.scalar_type() == input.scalar_type(), "reduce_scatter", "dtype of output", c10::toString(output.scalar_type()), c10::toString(input.scalar_type()));
@@ -420,7 +420,7 @@ Work Group::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Re
   });
 }
 
-Work Group::reduce_scatter_uneven(const at::Tensor& output, const std::vector<at::Tensor>& inputs, ReduceOp op, const OpOptions& options) {
+Work Group::reduce_scatter_uneven(const at::Tensor& output, const std::vector<at::Tensor>& inputs, ReduceOp op, const OpOptions& options) const {
   GroupState& group = member("reduce_scatter_uneven");
   check_reduction(output, op, "reduce_scatter_uneven");
   require(static_cast<int>(inputs.size()) == size(), "reduce_scatter_uneven", "number of inputs", fmt::format("{}", inputs.size()), fmt::format("{}, one per member", size()));
@@ -444,7 +444,7 @@ Work Group::reduce_scatter_uneven(const at::Tensor& output, const std::vector<at
   });
 }
 
-Work Group::reduce_scatter_coalesced(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, ReduceOp op, const OpOptions& options) {
+Work Group::reduce_scatter_coalesced(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, ReduceOp op, const OpOptions& options) const {
   member("reduce_scatter_coalesced");
   require(outputs.size() == inputs.size(), "reduce_scatter_coalesced", "number of outputs", fmt::format("{}", outputs.size()), fmt::format("{}, one per input", inputs.size()));
   auto parent = begin(state_, "reduce_scatter_coalesced", total_bytes(inputs), options);
@@ -469,7 +469,7 @@ Work Group::reduce_scatter_coalesced(const std::vector<at::Tensor>& outputs, con
 }
 
 Work Group::all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& output_splits,
-                       const std::vector<std::int64_t>& input_splits, const OpOptions& options) {
+                       const std::vector<std::int64_t>& input_splits, const OpOptions& options) const {
   GroupState& group = member("all_to_all");
   const auto splits_of = [&](const at::Tensor& tensor, const std::vector<std::int64_t>& splits, const char* name) {
     require(tensor.dim() > 0, "all_to_all", fmt::format("dims of {}", name), "0", "at least 1");
@@ -485,6 +485,8 @@ Work Group::all_to_all(const at::Tensor& output, const at::Tensor& input, const 
   auto out_splits = splits_of(output, output_splits, "output");
   auto in_splits = splits_of(input, input_splits, "input");
   require(output.scalar_type() == input.scalar_type(), "all_to_all", "dtype of output", c10::toString(output.scalar_type()), c10::toString(input.scalar_type()));
+  const auto own = static_cast<std::size_t>(group.axis_rank);
+  require(out_splits[own] == in_splits[own], "all_to_all", "rows kept by this rank, as the output has it", fmt::format("{}", out_splits[own]), fmt::format("{}, as the input has it", in_splits[own]));
   const std::int64_t row_in = input.size(0) > 0 ? input.numel() / input.size(0) : 0;
   const std::int64_t row_out = output.size(0) > 0 ? output.numel() / output.size(0) : 0;
   require(row_in == row_out || input.size(0) == 0 || output.size(0) == 0, "all_to_all", "elements per row of output", fmt::format("{}", row_out), fmt::format("{}, as the input", row_in));
@@ -503,7 +505,6 @@ Work Group::all_to_all(const at::Tensor& output, const at::Tensor& input, const 
     const at::Tensor data = to_host(input.contiguous());
     const auto parts = data.split_with_sizes(in_splits, 0);
     const auto buffers = copy.host().split_with_sizes(out_splits, 0);
-    const auto own = static_cast<std::size_t>(group.axis_rank);
     if (group.world->fake) {
       copy.host().zero_();
     } else {
@@ -514,7 +515,7 @@ Work Group::all_to_all(const at::Tensor& output, const at::Tensor& input, const 
   });
 }
 
-Work Group::barrier(const OpOptions& options) {
+Work Group::barrier(const OpOptions& options) const {
   GroupState& group = member("barrier");
   return started(begin(state_, "barrier", 0, options), [&](WorkState& work) {
     check_agreement(work, "barrier");

@@ -2,7 +2,7 @@
 // deadlines and records.
 //
 // Semantics
-// - A Group is a handle; copies share the group. Made by World, never directly.
+// - A Group is a handle; copies share the group, and `const` speaks of the handle alone. Made by World, never directly.
 // - Every operation starts at once and returns a Work; `send` and `recv` are the blocking forms.
 // - Collectives must be started in the same order by all members. Point-to-point operations match by (peer, tag) in order.
 // - Ranks in calls are global (`Rank`), whatever the group.
@@ -77,35 +77,35 @@ class Group {
   std::string describe_backends() const;
 
   // Point-to-point. The tensor of a receive must be contiguous memory or it is filled through a copy.
-  void send(const at::Tensor& tensor, Rank to, const P2POptions& options = {});
-  void recv(const at::Tensor& tensor, Rank from, const P2POptions& options = {});
-  Work isend(const at::Tensor& tensor, Rank to, const P2POptions& options = {});
-  Work irecv(const at::Tensor& tensor, Rank from, const P2POptions& options = {});
+  void send(const at::Tensor& tensor, Rank to, const P2POptions& options = {}) const;
+  void recv(const at::Tensor& tensor, Rank from, const P2POptions& options = {}) const;
+  Work isend(const at::Tensor& tensor, Rank to, const P2POptions& options = {}) const;
+  Work irecv(const at::Tensor& tensor, Rank from, const P2POptions& options = {}) const;
   // Starts all at once, receives first, so that neighbours which exchange do not wait for each other. One Work per entry.
-  std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& ops);
+  std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& ops) const;
 
   // In place, on every member.
-  Work all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::Sum, const OpOptions& options = {});
-  Work all_reduce_coalesced(const std::vector<at::Tensor>& tensors, ReduceOp op = ReduceOp::Sum, const OpOptions& options = {});
-  Work broadcast(const at::Tensor& tensor, Rank from, const OpOptions& options = {});
+  Work all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::Sum, const OpOptions& options = {}) const;
+  Work all_reduce_coalesced(const std::vector<at::Tensor>& tensors, ReduceOp op = ReduceOp::Sum, const OpOptions& options = {}) const;
+  Work broadcast(const at::Tensor& tensor, Rank from, const OpOptions& options = {}) const;
 
   // output holds size() inputs in group order: output.numel() == size() * input.numel().
-  Work all_gather(const at::Tensor& output, const at::Tensor& input, const OpOptions& options = {});
+  Work all_gather(const at::Tensor& output, const at::Tensor& input, const OpOptions& options = {}) const;
   // outputs[i] receives the input of member i; sizes may differ, dtype may not.
-  Work all_gather_uneven(const std::vector<at::Tensor>& outputs, const at::Tensor& input, const OpOptions& options = {});
-  Work all_gather_coalesced(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const OpOptions& options = {});
+  Work all_gather_uneven(const std::vector<at::Tensor>& outputs, const at::Tensor& input, const OpOptions& options = {}) const;
+  Work all_gather_coalesced(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const OpOptions& options = {}) const;
 
   // input holds size() parts in group order; member i ends with the reduction of part i.
-  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::Sum, const OpOptions& options = {});
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::Sum, const OpOptions& options = {}) const;
   // inputs[i] goes to member i; output has the size of inputs[axis_rank()].
-  Work reduce_scatter_uneven(const at::Tensor& output, const std::vector<at::Tensor>& inputs, ReduceOp op = ReduceOp::Sum, const OpOptions& options = {});
-  Work reduce_scatter_coalesced(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, ReduceOp op = ReduceOp::Sum, const OpOptions& options = {});
+  Work reduce_scatter_uneven(const at::Tensor& output, const std::vector<at::Tensor>& inputs, ReduceOp op = ReduceOp::Sum, const OpOptions& options = {}) const;
+  Work reduce_scatter_coalesced(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, ReduceOp op = ReduceOp::Sum, const OpOptions& options = {}) const;
 
   // Rows of dim 0: input_splits[i] rows go to member i, output_splits[i] rows come from it. Empty splits: even.
   Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& output_splits = {},
-                  const std::vector<std::int64_t>& input_splits = {}, const OpOptions& options = {});
+                  const std::vector<std::int64_t>& input_splits = {}, const OpOptions& options = {}) const;
 
-  Work barrier(const OpOptions& options = {});
+  Work barrier(const OpOptions& options = {}) const;
 
  private:
   friend class World;

@@ -89,21 +89,21 @@ std::shared_ptr<WorkState> start(const std::shared_ptr<GroupState>& group, const
 
 }  // namespace
 
-Work Group::isend(const at::Tensor& tensor, Rank to, const P2POptions& options) {
+Work Group::isend(const at::Tensor& tensor, Rank to, const P2POptions& options) const {
   member("send");
   return Work(start(state_, P2POp::send(tensor, to, options), false));
 }
 
-Work Group::irecv(const at::Tensor& tensor, Rank from, const P2POptions& options) {
+Work Group::irecv(const at::Tensor& tensor, Rank from, const P2POptions& options) const {
   member("recv");
   return Work(start(state_, P2POp::recv(tensor, from, options), false));
 }
 
-void Group::send(const at::Tensor& tensor, Rank to, const P2POptions& options) { isend(tensor, to, options).wait(); }
+void Group::send(const at::Tensor& tensor, Rank to, const P2POptions& options) const { isend(tensor, to, options).wait(); }
 
-void Group::recv(const at::Tensor& tensor, Rank from, const P2POptions& options) { irecv(tensor, from, options).wait(); }
+void Group::recv(const at::Tensor& tensor, Rank from, const P2POptions& options) const { irecv(tensor, from, options).wait(); }
 
-std::vector<Work> Group::batch_isend_irecv(const std::vector<P2POp>& ops) {
+std::vector<Work> Group::batch_isend_irecv(const std::vector<P2POp>& ops) const {
   GroupState& group = member("batch");
   const bool bracket = group.cuda && group.cuda_can.needs_batch &&
                        std::any_of(ops.begin(), ops.end(), [](const P2POp& op) { return op.tensor.defined() && op.tensor.is_cuda(); });

@@ -17,7 +17,7 @@ constexpr int kRepeats = 15;
 
 class Probe {
  public:
-  Probe(Group& group, at::Device device) : group_(group), options_(at::TensorOptions().device(device)), size_(group.size()), own_(group.axis_rank()) {}
+  Probe(const Group& group, at::Device device) : group_(group), options_(at::TensorOptions().device(device)), size_(group.size()), own_(group.axis_rank()) {}
 
   std::vector<ProbeResult> run() {
     point_to_point();
@@ -221,7 +221,7 @@ class Probe {
     });
   }
 
-  Group& group_;
+  const Group& group_;
   at::TensorOptions options_;
   int size_;
   int own_;
@@ -230,6 +230,6 @@ class Probe {
 
 }  // namespace
 
-std::vector<ProbeResult> self_test(Group& group, at::Device device) { return Probe(group, device).run(); }
+std::vector<ProbeResult> self_test(const Group& group, at::Device device) { return Probe(group, device).run(); }
 
 }  // namespace penstock::comm

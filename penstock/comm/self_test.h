@@ -19,6 +19,6 @@ struct ProbeResult {
 };
 
 // Collective over the group. Wrong values do not throw: they are the result. A lost rank does throw.
-std::vector<ProbeResult> self_test(Group& group, at::Device device);
+std::vector<ProbeResult> self_test(const Group& group, at::Device device);
 
 }  // namespace penstock::comm

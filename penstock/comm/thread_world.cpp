@@ -39,7 +39,12 @@ void run_ranks(int size, std::chrono::milliseconds timeout, const std::function<
         core->name_suffix = fmt::format("@{}.{}", world_number, rank);
         core->store.watch(liveness, rank);
         World world(std::move(core), P2PTransport::Auto);
-        body(world);
+        try {
+          body(world);
+        } catch (const std::exception& error) {
+          world.fail(error.what());  // while the world still lives: its end would only say that something was thrown
+          throw;
+        }
         liveness->report({rank, RankState::Left, ""});
       } catch (const std::exception& error) {
         {

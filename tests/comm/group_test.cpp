@@ -88,9 +88,9 @@ TEST(Group, StridedTensorsAndOtherTypes) {
     at::Tensor columns = at::full({4, 6}, own).t();
     world.group().all_reduce(columns).wait();
     EXPECT_TRUE(columns.equal(at::full({6, 4}, 3.0f)));
-    at::Tensor flags = at::tensor({world.rank() == 0, true}, at::kBool);
+    at::Tensor flags = at::tensor({world.rank() == 0 ? 1 : 0, 1}).to(at::kBool);
     world.group().all_reduce(flags, ReduceOp::Min).wait();
-    EXPECT_TRUE(flags.equal(at::tensor({false, true}, at::kBool)));
+    EXPECT_TRUE(flags.equal(at::tensor({0, 1}).to(at::kBool)));
     at::Tensor shorts = at::full({3}, world.rank() + 1, at::kShort);
     world.group().all_reduce(shorts).wait();
     EXPECT_TRUE(shorts.equal(at::full({3}, 3, at::kShort)));
@@ -194,7 +194,9 @@ TEST(Group, SubgroupsAreMadeInOrderAndKeepGlobalRanks) {
     at::Tensor sum = at::full({1}, world.rank());
     mine.all_reduce(sum).wait();
     EXPECT_EQ(sum.item<std::int64_t>(), world.rank() % 2 == 1 ? 4 : 2);
-    if (world.rank() == 3) EXPECT_EQ(odd.axis_rank(), 0);
+    if (world.rank() == 3) {
+      EXPECT_EQ(odd.axis_rank(), 0);
+    }
     at::Tensor from_three = at::full({1}, world.rank());
     if (odd.is_member()) {
       odd.broadcast(from_three, Rank{3}).wait();
@@ -299,6 +301,7 @@ TEST(Group, WrongArgumentsSayWhatToChange) {
     EXPECT_THAT(message([&] { group.all_reduce(at::zeros({5}, at::kBool)).wait(); }), HasSubstr("max for any"));
     EXPECT_THAT(message([&] { group.all_to_all(at::zeros({3}), at::zeros({3})).wait(); }), HasSubstr("multiple of 2"));
     EXPECT_THAT(message([&] { group.all_to_all(at::zeros({4}), at::zeros({4}), {1, 2}, {2, 2}).wait(); }), HasSubstr("sum of the splits"));
+    EXPECT_THAT(message([&] { group.all_to_all(at::zeros({4}), at::zeros({4}), world.rank() == 0 ? std::vector<std::int64_t>{1, 3} : std::vector<std::int64_t>{3, 1}, {2, 2}).wait(); }), HasSubstr("rows kept"));
     EXPECT_THAT(message([&] { group.all_gather_uneven({at::zeros({1})}, at::zeros({1})).wait(); }), HasSubstr("one per member"));
     EXPECT_THROW(group.send(at::Tensor(), Rank{1 - world.rank()}), TypeError);
     group.barrier().wait();  // still usable: nothing had moved
@@ -308,10 +311,10 @@ TEST(Group, WrongArgumentsSayWhatToChange) {
 TEST(Group, SplitsThatDisagreeAreAnErrorNotWrongData) {
   EXPECT_THROW(run_ranks(2, 30s,
                          [](World& world) {
-                           const std::vector<std::int64_t> even = {2, 2};
-                           const std::vector<std::int64_t> odd = {1, 3};
+                           // Rank 0 expects two rows from rank 1, which sends one.
+                           const std::vector<std::int64_t> splits = world.rank() == 0 ? std::vector<std::int64_t>{2, 2} : std::vector<std::int64_t>{1, 3};
                            at::Tensor out = at::zeros({4, 3});
-                           world.group().all_to_all(out, at::ones({4, 3}), world.rank() == 0 ? odd : even, even).wait();
+                           world.group().all_to_all(out, at::ones({4, 3}), splits, splits).wait();
                          }),
                PipeliningMetadataError);
 }

@@ -1,0 +1,58 @@
+// The command line as a user meets it: help, wrong flags, exit codes.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tests/command.h"
+
+namespace penstock::test {
+namespace {
+
+using ::testing::HasSubstr;
+
+Ended penstock(const std::string& arguments) { return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments); }
+
+TEST(Cli, HelpOfEveryCommandHasAnExample) {
+  for (const char* command : {"", "doctor", "launch"}) {
+    const Ended ended = penstock(std::string(command) + " --help");
+    EXPECT_EQ(ended.exit_code, 0) << ended.output;
+    EXPECT_THAT(ended.output, HasSubstr("Example")) << command;
+  }
+  EXPECT_THAT(penstock("--version").output, HasSubstr("0."));
+}
+
+TEST(Cli, WrongUsageIsExitCode2AndSaysWhatIsExpected) {
+  EXPECT_EQ(penstock("").exit_code, 2);
+  const Ended unknown = penstock("doctr");
+  EXPECT_EQ(unknown.exit_code, 2);
+  EXPECT_THAT(unknown.output, HasSubstr("doctr"));
+  const Ended flag = penstock("doctor --timeout soon");
+  EXPECT_EQ(flag.exit_code, 2);
+  EXPECT_THAT(flag.output, HasSubstr("--timeout"));
+  EXPECT_EQ(penstock("launch -n 0 -- true").exit_code, 2);
+  EXPECT_EQ(penstock("launch -n 2").exit_code, 2);
+}
+
+TEST(Cli, MalformedEnvironmentIsNamed) {
+  const Ended ended = run_command("RANK=x WORLD_SIZE=2 '" + environment("PENSTOCK_BIN") + "/penstock' doctor --probe cpu --report /dev/null");
+  EXPECT_EQ(ended.exit_code, 2) << ended.output;
+  EXPECT_THAT(ended.output, HasSubstr("RANK"));
+}
+
+TEST(Cli, LaunchPassesTheExitCodeOn) {
+  EXPECT_EQ(penstock("launch -n 2 -- sh -c 'exit 7'").exit_code, 7);
+  EXPECT_EQ(penstock("launch -n 2 -- sh -c 'test $WORLD_SIZE = 2'").exit_code, 0);
+}
+
+TEST(Cli, DoctorFindsThisMachineWell) {
+  const Ended ended = run_command("'" + environment("PENSTOCK_BIN") + "/penstock' doctor", std::chrono::seconds(110));
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_THAT(ended.output, HasSubstr("all well"));
+}
+
+}  // namespace
+}  // namespace penstock::test
+
+int main(int argc, char** argv) {
+  ::testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}

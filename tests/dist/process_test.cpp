@@ -1,0 +1,243 @@
+// Real processes: every launcher, every kind of death, every way a rendezvous can go wrong. Each test has a deadline, and
+// none may leave a process behind.
+#include <arpa/inet.h>
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <sstream>
+#include <thread>
+
+#include "tests/command.h"
+
+namespace penstock::test {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+std::string worker() { return environment("PENSTOCK_DIST_WORKER"); }
+std::string command_line_tool() { return environment("PENSTOCK_BIN") + "/penstock"; }
+
+Ended run(const std::string& command, std::chrono::seconds limit = 60s) { return run_command(command, limit); }
+
+Ended launch(int ranks, const std::string& scenario, const std::string& variables = "", std::chrono::seconds limit = 60s) {
+  return run(fmt::format("{} '{}' launch -n {} -- '{}' {}", variables, command_line_tool(), ranks, worker(), scenario), limit);
+}
+
+int workers_alive() {
+  int count = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+    std::error_code gone;
+    const auto target = std::filesystem::read_symlink(entry.path() / "exe", gone);
+    if (!gone && target == worker()) ++count;
+  }
+  return count;
+}
+
+// The lines rank r printed.
+std::string lines_of(const Ended& ended, int rank) {
+  std::istringstream text(ended.output);
+  std::string lines;
+  for (std::string line; std::getline(text, line);)
+    if (line.find(fmt::format("[rank {}]", rank)) != std::string::npos) lines += line + "\n";
+  return lines;
+}
+
+int free_port() {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address);
+  socklen_t length = sizeof address;
+  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
+  close(fd);
+  return ntohs(address.sin_port);
+}
+
+class Processes : public ::testing::Test {
+ protected:
+  void TearDown() override { EXPECT_EQ(workers_alive(), 0) << "processes were left behind"; }
+};
+
+// ------------------------------------------------------------------------------------------------ ways to start and meet
+
+TEST_F(Processes, LauncherGloo) {
+  const Ended ended = launch(4, "everything", "PENSTOCK_P2P=gloo");
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_THAT(ended.output, HasSubstr("rank 3 of 4 over CPU gloo, CUDA through host memory"));
+}
+
+TEST_F(Processes, LauncherUcx) {
+  if (environment("PENSTOCK_HAVE_UCX") != "1") return;  // said at configuration
+  const Ended ended = launch(3, "everything", "PENSTOCK_P2P=ucx");
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_THAT(ended.output, HasSubstr("point-to-point ucx"));
+}
+
+TEST_F(Processes, FileRendezvous) {
+  const std::string path = fmt::format("/tmp/penstock-meet-{}", getpid());
+  unlink(path.c_str());
+  const Ended ended = launch(2, "everything", fmt::format("PENSTOCK_RENDEZVOUS=file://{}", path));
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  unlink(path.c_str());
+}
+
+TEST_F(Processes, Mpirun) {
+  ASSERT_EQ(run("command -v mpirun").exit_code, 0) << "mpirun is one of the packages the bootstrap installs";
+  const Ended ended = run(fmt::format("OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 mpirun --oversubscribe -n 2 '{}' everything", worker()));
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_THAT(ended.output, HasSubstr("rank 1 of 2"));
+}
+
+TEST_F(Processes, SlurmVariables) {
+  const std::string common = fmt::format("SLURM_JOB_ID={} SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_NNODES=1 SLURM_STEP_NODELIST=here", getpid());
+  const Ended ended = run(fmt::format("{0} SLURM_PROCID=1 SLURM_LOCALID=1 '{1}' everything & {0} SLURM_PROCID=0 SLURM_LOCALID=0 '{1}' everything && wait $!", common, worker()));
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_THAT(ended.output, HasSubstr("rank 1 of 2"));
+}
+
+TEST_F(Processes, NoLauncherIsOneRank) {
+  const Ended ended = run(fmt::format("'{}' everything", worker()));
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_THAT(ended.output, HasSubstr("rank 0 of 1"));
+}
+
+// Every socket of rank 0 that accepts connections does so for this host alone.
+TEST_F(Processes, ListensOnLoopbackOnly) {
+  const int port = free_port();
+  std::thread job([&] { EXPECT_EQ(run(fmt::format("'{}' launch -n 2 --port {} -- '{}' lingers", command_line_tool(), port, worker())).exit_code, 0); });
+  // The address of this machine on its own network, if it has one.
+  const std::string own = run("hostname -I 2>/dev/null | awk '{print $1}'").output;
+  std::string address = own.substr(0, own.find_first_of(" \n"));
+  const auto reachable = [&](const std::string& host) {
+    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in to{};
+    to.sin_family = AF_INET;
+    to.sin_port = htons(static_cast<std::uint16_t>(port));
+    inet_pton(AF_INET, host.c_str(), &to.sin_addr);
+    const timeval limit{1, 0};
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+    const bool connected = connect(fd, reinterpret_cast<sockaddr*>(&to), sizeof to) == 0;
+    close(fd);
+    return connected;
+  };
+  bool open = false;
+  for (int i = 0; i < 300 && !open; ++i) {
+    open = reachable("127.0.0.1");
+    std::this_thread::sleep_for(10ms);
+  }
+  EXPECT_TRUE(open);
+  std::this_thread::sleep_for(300ms);
+  if (!address.empty() && !address.starts_with("127.") && address.find(':') == std::string::npos) {
+    EXPECT_FALSE(reachable(address)) << address;
+  }
+  job.join();
+}
+
+// ------------------------------------------------------------------------------------------------------------- deaths
+
+// One of 4 ranks dies; the others must end by themselves, non-zero, within the deadline, naming it.
+void expect_death_is_told(const std::string& scenario, const std::string& variables, int victim = 2, double limit_s = 15) {
+  const Ended ended = launch(4, scenario, fmt::format("PENSTOCK_TIMEOUT_S=60 PENSTOCK_TEST_VICTIM={} {}", victim, variables), 40s);
+  EXPECT_EQ(ended.exit_code, 128 + SIGKILL) << ended.output;
+  EXPECT_LT(ended.seconds, limit_s + 3) << ended.output;  // 3 s to start 4 processes on a busy machine
+  EXPECT_THAT(ended.output, HasSubstr(fmt::format("rank {} failed first", victim)));
+  EXPECT_THAT(ended.output, Not(HasSubstr("ended by SIGTERM after")));
+  for (int rank = 0; rank < 4; ++rank)
+    if (rank != victim) {
+      EXPECT_THAT(lines_of(ended, rank), HasSubstr(fmt::format("PeerLostError: rank {} was lost", victim))) << "rank " << rank << "\n" << ended.output;
+    }
+}
+
+TEST_F(Processes, KillInAllReduce) { expect_death_is_told("killed_in_all_reduce", ""); }
+TEST_F(Processes, KillInBatch) { expect_death_is_told("killed_in_batch", "PENSTOCK_P2P=gloo"); }
+TEST_F(Processes, KillInBatchUcx) {
+  if (environment("PENSTOCK_HAVE_UCX") == "1") expect_death_is_told("killed_in_batch", "PENSTOCK_P2P=ucx");
+}
+TEST_F(Processes, KillOfTheHost) { expect_death_is_told("killed_in_all_reduce", "", 0); }
+TEST_F(Processes, KillWhileOthersWaitForLivingRanks) { expect_death_is_told("killed_elsewhere", "PENSTOCK_P2P=gloo", 3); }
+
+TEST_F(Processes, KillInRendezvous) {
+  const Ended ended = launch(4, "killed_in_rendezvous", "PENSTOCK_TIMEOUT_S=5", 40s);
+  EXPECT_EQ(ended.exit_code, 128 + SIGKILL) << ended.output;
+  EXPECT_LT(ended.seconds, 18);
+  EXPECT_THAT(ended.output, HasSubstr("rank 2 failed first"));
+  for (const int rank : {0, 1, 3}) EXPECT_THAT(lines_of(ended, rank), HasSubstr("rank 2")) << ended.output;
+}
+
+TEST_F(Processes, StoppedRankIsNamedByTheTimeOut) {
+  const Ended ended = launch(3, "stopped_rank", "PENSTOCK_TIMEOUT_S=3 PENSTOCK_TEST_VICTIM=1", 40s);
+  EXPECT_EQ(ended.exit_code, 3) << ended.output;
+  EXPECT_THAT(ended.output, HasSubstr("no word from rank 1")) << ended.output;
+  EXPECT_THAT(ended.output, HasSubstr("after the stop"));
+}
+
+TEST_F(Processes, AnExceptionOnOneRankReachesAll) {
+  const Ended ended = launch(3, "throws", "PENSTOCK_TIMEOUT_S=60", 40s);
+  EXPECT_EQ(ended.exit_code, 3);
+  EXPECT_LT(ended.seconds, 15);
+  for (const int rank : {0, 1}) EXPECT_THAT(lines_of(ended, rank), HasSubstr("rank 2 failed: an exception ended its program")) << ended.output;
+}
+
+TEST_F(Processes, LeavingEarlyIsNamed) {
+  const Ended ended = launch(3, "leaves_early", "PENSTOCK_TIMEOUT_S=60", 50s);
+  EXPECT_EQ(ended.exit_code, 3) << ended.output;
+  EXPECT_LT(ended.seconds, 25);
+  EXPECT_THAT(ended.output, HasSubstr("rank 2 has left the world")) << ended.output;
+}
+
+TEST_F(Processes, MismatchIsAnErrorOnEveryRank) {
+  const Ended ended = launch(3, "mismatch", "PENSTOCK_TIMEOUT_S=60", 40s);
+  EXPECT_EQ(ended.exit_code, 3);
+  EXPECT_LT(ended.seconds, 15);
+  for (int rank = 0; rank < 3; ++rank) EXPECT_THAT(lines_of(ended, rank), HasSubstr("rank 0 sent Float[1048576] (4.0 MiB) with tag 3, rank 1 expected Int[8]")) << ended.output;
+}
+
+// --------------------------------------------------------------------------------------------------------- rendezvous
+
+TEST_F(Processes, PortInUse) {
+  const int port = free_port();
+  const int holder = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(static_cast<std::uint16_t>(port));
+  ASSERT_EQ(bind(holder, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  ASSERT_EQ(listen(holder, 8), 0);
+  const Ended ended = run(fmt::format("RANK=0 WORLD_SIZE=2 MASTER_PORT={} PENSTOCK_TIMEOUT_S=5 '{}' connects", port, worker()));
+  close(holder);
+  EXPECT_EQ(ended.exit_code, 3) << ended.output;
+  EXPECT_THAT(ended.output, HasSubstr(fmt::format("cannot listen on TCP port {}", port)));
+  EXPECT_THAT(ended.output, HasSubstr("MASTER_PORT"));
+}
+
+TEST_F(Processes, NobodyAtTheMaster) {
+  const Ended ended = run(fmt::format("RANK=1 WORLD_SIZE=2 MASTER_PORT={} PENSTOCK_TIMEOUT_S=3 '{}' connects", free_port(), worker()));
+  EXPECT_EQ(ended.exit_code, 3);
+  EXPECT_LT(ended.seconds, 10);
+  EXPECT_THAT(ended.output, HasSubstr("TimeoutError: no answer from the rendezvous"));
+  EXPECT_THAT(ended.output, HasSubstr("MASTER_ADDR"));
+}
+
+TEST_F(Processes, ARankThatNeverComesIsNamedOnEveryOther) {
+  const Ended ended = launch(3, "stays_away", "PENSTOCK_TIMEOUT_S=3", 40s);
+  EXPECT_NE(ended.exit_code, 0);
+  for (const int rank : {0, 1}) EXPECT_THAT(lines_of(ended, rank), HasSubstr("rank 2 of 3 did not come in time")) << ended.output;
+}
+
+}  // namespace
+}  // namespace penstock::test
+
+int main(int argc, char** argv) {
+  ::testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}

@@ -1,0 +1,179 @@
+// One rank of the tests with real processes: runs the scenario named on its command line. The test starts it through the
+// launcher, mpirun or by itself, and judges by exit codes and output.
+#include <fmt/format.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <map>
+#include <string>
+#include <thread>
+
+#include "penstock/base/env.h"
+#include "penstock/base/errors.h"
+#include "penstock/comm/self_test.h"
+#include "penstock/comm/world.h"
+
+namespace {
+
+using namespace penstock;
+using namespace penstock::comm;
+using namespace std::chrono_literals;
+
+void say(const std::string& line) {
+  fmt::print("{}\n", line);
+  std::fflush(stdout);
+}
+
+// The rank that dies, stops or stays away.
+int victim() { return static_cast<int>(env_int("PENSTOCK_TEST_VICTIM", 0, 1 << 20).value_or(2)); }
+
+// Ends this process as kill -9 from outside does, after the others are surely inside the operation.
+void die_later(World& world, std::chrono::milliseconds delay) {
+  if (world.rank() == victim())
+    std::thread([delay] {
+      std::this_thread::sleep_for(delay);
+      kill(getpid(), SIGKILL);
+    }).detach();
+}
+
+int everything() {
+  World world = World::from_env();
+  bool ok = true;
+  for (const auto& result : self_test(world.group(), at::kCPU))
+    if (!result.ok) {
+      say(fmt::format("{}: {}", result.operation, result.error));
+      ok = false;
+    }
+  say(fmt::format("rank {} of {} over {}", world.rank(), world.size(), world.group().describe_backends()));
+  return ok ? 0 : 1;
+}
+
+int killed_in_all_reduce() {
+  World world = World::from_env();
+  die_later(world, 700ms);
+  at::Tensor tensor = at::ones({1 << 18});
+  for (;;) world.group().all_reduce(tensor, ReduceOp::Avg, {.label = "endless sums"}).wait();
+}
+
+int killed_in_batch() {
+  World world = World::from_env();
+  die_later(world, 700ms);
+  const Rank next{(world.rank() + 1) % world.size()}, previous{(world.rank() + world.size() - 1) % world.size()};
+  const at::Tensor out = at::ones({1 << 18});
+  at::Tensor in = at::zeros({1 << 18});
+  for (;;) {
+    auto works = world.group().batch_isend_irecv({P2POp::send(out, next, {.label = "ring"}), P2POp::recv(in, previous, {.label = "ring"})});
+    wait_all(works);
+  }
+}
+
+// Everybody else waits for a message from a rank that is alive but waits too: only the monitor can tell.
+int killed_elsewhere() {
+  World world = World::from_env();
+  die_later(world, 700ms);
+  if (world.rank() == victim()) std::this_thread::sleep_for(60s);
+  at::Tensor in = at::zeros({4});
+  world.group().recv(in, Rank{world.rank() == 0 ? 1 : 0}, {.label = "from a living rank"});
+  return 0;
+}
+
+int killed_in_rendezvous() {
+  // Dies after it has joined the store and before the group is complete: no world yet to say it in.
+  const LaunchEnv env = launch_env();
+  if (env.rank == victim()) {
+    std::thread([] {
+      std::this_thread::sleep_for(30ms);
+      kill(getpid(), SIGKILL);
+    }).detach();
+    std::this_thread::sleep_for(10s);
+  }
+  World world = World::connect(env);
+  return 0;
+}
+
+int stays_away() {
+  if (launch_env().rank == victim()) std::this_thread::sleep_for(60s);
+  World world = World::from_env();
+  return 0;
+}
+
+int stopped_rank() {
+  World world = World::from_env();
+  at::Tensor tensor = at::ones({8});
+  world.group().barrier().wait();
+  if (world.rank() == victim()) kill(getpid(), SIGSTOP);
+  world.group().all_reduce(tensor, ReduceOp::Sum, {.label = "after the stop"}).wait();
+  return 0;
+}
+
+int throws() {
+  World world = World::from_env();
+  if (world.rank() == victim()) throw ConfigError("the victim's own words");
+  world.group().barrier().wait();
+  return 0;
+}
+
+int leaves_early() {
+  World world = World::from_env();
+  if (world.rank() == victim()) return 0;
+  at::Tensor tensor = at::ones({8});
+  world.group().all_reduce(tensor).wait();
+  return 0;
+}
+
+int mismatch() {
+  World world = World::from_env();
+  if (world.rank() == 0) {
+    world.group().send(at::zeros({1 << 20}), Rank{1}, {.tag = 3, .label = "1F0"});
+  } else if (world.rank() == 1) {
+    at::Tensor in = at::zeros({8}, at::kInt);
+    world.group().recv(in, Rank{0}, {.tag = 3, .label = "1F0"});
+  } else {
+    world.group().barrier().wait();
+  }
+  return 0;
+}
+
+int connects() {
+  World world = World::from_env();
+  say("connected");
+  return 0;
+}
+
+// Traffic while a test looks at the sockets.
+int lingers() {
+  World world = World::from_env();
+  world.group().barrier().wait();
+  if (world.rank() == 0) say(fmt::format("pid {}", getpid()));
+  std::this_thread::sleep_for(3s);
+  world.group().barrier().wait();
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::map<std::string, int (*)()> scenarios = {
+      {"everything", everything}, {"killed_in_all_reduce", killed_in_all_reduce}, {"killed_in_batch", killed_in_batch}, {"killed_elsewhere", killed_elsewhere},
+      {"killed_in_rendezvous", killed_in_rendezvous}, {"stays_away", stays_away}, {"stopped_rank", stopped_rank}, {"throws", throws},
+      {"leaves_early", leaves_early}, {"mismatch", mismatch}, {"connects", connects}, {"lingers", lingers}};
+  const auto found = argc == 2 ? scenarios.find(argv[1]) : scenarios.end();
+  if (found == scenarios.end()) {
+    fmt::print(stderr, "usage: {} SCENARIO\n", argv[0]);
+    return 2;
+  }
+  try {
+    return found->second();
+  } catch (const ConfigError& error) {
+    fmt::print(stderr, "ConfigError: {}\n", error.what());
+  } catch (const PeerLostError& error) {
+    fmt::print(stderr, "PeerLostError: {}\n", error.what());
+  } catch (const TimeoutError& error) {
+    fmt::print(stderr, "TimeoutError: {}\n", error.what());
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "error: {}\n", error.what());
+  }
+  return 3;
+}

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cmath>
 #include <fstream>
+#include <limits>
 #include <sstream>
 
 namespace penstock::comm {
@@ -39,16 +40,16 @@ int affinity_cores() {
   return online > 0 ? static_cast<int>(online) : 1;
 }
 
-void take_smaller(std::optional<double>& limit, std::optional<double> other) {
-  if (other && (!limit || *other < *limit)) limit = other;
+constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+
+double version2_limit(const std::string& folder) {
+  return parse_cpu_max(read_text(folder + "/cpu.max")).value_or(kNoLimit);
 }
 
-std::optional<double> version1_limit(const std::string& folder) {
-  // The same two numbers as cpu.max, in two files; -1 stands for no limit.
+double version1_limit(const std::string& folder) {
+  // The same two numbers as cpu.max, in two files; a negative one stands for no limit.
   const std::string quota = read_text(folder + "/cpu.cfs_quota_us");
-  const std::string period = read_text(folder + "/cpu.cfs_period_us");
-  if (quota.empty() || period.empty() || quota.front() == '-') return std::nullopt;
-  return parse_cpu_max(quota.substr(0, quota.find('\n')) + " " + period);
+  return parse_cpu_max(quota + " " + read_text(folder + "/cpu.cfs_period_us")).value_or(kNoLimit);
 }
 
 }  // namespace
@@ -61,7 +62,7 @@ std::optional<double> parse_cpu_max(std::string_view text) {
 }
 
 std::optional<double> cgroup_cores(const std::string& proc_cgroup, const std::string& mount) {
-  std::optional<double> limit;
+  double limit = kNoLimit;
   std::istringstream lines(proc_cgroup);
   for (std::string line; std::getline(lines, line);) {
     // "0::/path" is version 2; "4:cpu,cpuacct:/path" is version 1.
@@ -75,13 +76,13 @@ std::optional<double> cgroup_cores(const std::string& proc_cgroup, const std::st
     std::string path = line.substr(second + 1);
     while (true) {
       while (!path.empty() && path.back() == '/') path.pop_back();
-      take_smaller(limit, version2 ? parse_cpu_max(read_text(mount + path + "/cpu.max"))
-                                   : version1_limit(mount + "/cpu" + path));
+      limit =
+          std::min(limit, version2 ? version2_limit(mount + path) : version1_limit(mount + "/cpu" + path));
       if (path.empty()) break;
       path.resize(path.rfind('/') == std::string::npos ? 0 : path.rfind('/'));
     }
   }
-  return limit;
+  return limit == kNoLimit ? std::nullopt : std::optional<double>(limit);
 }
 
 int available_cores() {

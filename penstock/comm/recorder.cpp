@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <bit>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -19,6 +20,10 @@ namespace penstock::comm {
 namespace {
 
 constexpr std::size_t kMostEntries = std::size_t{1} << 20;
+
+// Attempts to read a slot. In a signal handler the writer may be this very thread, stopped in the middle.
+constexpr int kPatient = 1'000'000;
+constexpr int kInSignalHandler = 100;
 
 // clock_gettime, and not std::chrono, because it is on the list of what a signal handler may call.
 std::int64_t now_ns(clockid_t clock) noexcept {
@@ -64,18 +69,15 @@ bool Recorder::Slot::read(OperationRecord& record, int attempts) const noexcept 
   for (int attempt = 0; attempt < attempts; ++attempt) {
     const std::uint64_t before = version.load(std::memory_order_acquire);
     if (before % 2 == 0) {
-      std::array<std::uint64_t, kWords> copy;
-      for (std::size_t i = 0; i < kWords; ++i) copy[i] = words[i].load(std::memory_order_acquire);
-      const std::uint64_t copied_id = id.load(std::memory_order_acquire);
-      const std::int64_t copied_end = end_ns.load(std::memory_order_acquire);
-      const OperationState copied_state = state.load(std::memory_order_acquire);
-      if (version.load(std::memory_order_relaxed) == before) {
-        std::memcpy(static_cast<void*>(&record), copy.data(), sizeof record);
-        record.id = copied_id;
-        record.end_ns = copied_end;
-        record.state = copied_state;
-        return true;
-      }
+      std::array<std::uint64_t, kWords> words;
+      for (std::size_t i = 0; i < kWords; ++i) words[i] = operation[i].load(std::memory_order_acquire);
+      std::memcpy(static_cast<void*>(static_cast<Operation*>(&record)), words.data(), sizeof words);
+      record.id = id.load(std::memory_order_acquire);
+      record.begin_ns = begin_ns.load(std::memory_order_acquire);
+      record.end_ns = end_ns.load(std::memory_order_acquire);
+      record.thread = thread.load(std::memory_order_acquire);
+      record.state = state.load(std::memory_order_acquire);
+      if (version.load(std::memory_order_relaxed) == before) return true;
     }
     ::sched_yield();  // a plain system call: also safe in a signal handler
   }
@@ -86,6 +88,7 @@ Recorder::Recorder(std::size_t entries) : entries_(entries) {
   if (entries == 0 || entries > kMostEntries)
     throw ValueError(describe("size of the recorder", fmt::format("{} entries", entries), fmt::format("1 to {}", kMostEntries)));
   slots_ = std::make_unique<Slot[]>(entries);
+  if (std::has_single_bit(entries)) mask_ = entries - 1;
   if (::gethostname(host_.data(), host_.size() - 1) != 0) std::snprintf(host_.data(), host_.size(), "unknown");
   anchor_steady_ns_ = now_ns(CLOCK_MONOTONIC);
   anchor_wall_ns_ = now_ns(CLOCK_REALTIME);
@@ -98,29 +101,34 @@ Recorder& Recorder::global() {
   return *instance;
 }
 
-std::uint64_t Recorder::begin(const OperationRecord& operation) noexcept {
+std::uint64_t Recorder::begin(const Operation& operation) noexcept {
   totals_.add(operation.operation, operation.bytes);
-  OperationRecord record = operation;
-  record.id = next_.fetch_add(1, std::memory_order_relaxed);
-  record.begin_ns = now_ns(CLOCK_MONOTONIC);
-  record.thread = thread_number();
-  std::array<std::uint64_t, kWords> words;
-  std::memcpy(words.data(), &record, sizeof record);
+  if (frozen_.load(std::memory_order_relaxed)) [[unlikely]] return 0;
+  const std::uint64_t id = next_.fetch_add(1, std::memory_order_relaxed);
+  const std::int64_t begin_ns = now_ns(CLOCK_MONOTONIC);
+  const std::int32_t thread = thread_number();
 
-  Slot& slot = slot_of(record.id);
+  Slot& slot = slot_of(id);
   slot.lock();
   const std::uint64_t replaced = slot.id.load(std::memory_order_relaxed);
   // A thread that slept for a whole round of the ring must not replace what came after it.
-  if (replaced < record.id) {
+  if (replaced < id) {
     if (replaced != 0 && slot.state.load(std::memory_order_relaxed) == OperationState::Running)
       running_dropped_.fetch_add(1, std::memory_order_relaxed);
-    for (std::size_t i = 0; i < kWords; ++i) slot.words[i].store(words[i], std::memory_order_release);
-    slot.id.store(record.id, std::memory_order_release);
+    const char* bytes = reinterpret_cast<const char*>(&operation);
+    for (std::size_t i = 0; i < kWords; ++i) {
+      std::uint64_t word;
+      std::memcpy(&word, bytes + i * sizeof word, sizeof word);
+      slot.operation[i].store(word, std::memory_order_release);
+    }
+    slot.id.store(id, std::memory_order_release);
+    slot.begin_ns.store(begin_ns, std::memory_order_release);
     slot.end_ns.store(0, std::memory_order_release);
+    slot.thread.store(thread, std::memory_order_release);
     slot.state.store(OperationState::Running, std::memory_order_release);
   }
   slot.unlock();
-  return record.id;
+  return id;
 }
 
 void Recorder::end(std::uint64_t id, OperationState state) noexcept {
@@ -152,8 +160,9 @@ std::size_t Recorder::visit(int attempts, Seen seen) const {
 
 std::vector<OperationRecord> Recorder::snapshot() const {
   std::vector<OperationRecord> records;
-  // Writers hold a slot for some nanoseconds and readers wait for nothing else: so many attempts always suffice.
-  visit(1'000'000, [&](const OperationRecord& record) { records.push_back(record); });
+  records.reserve(entries_);
+  // Writers hold a slot for some nanoseconds, and readers wait for nothing else.
+  visit(kPatient, [&](const OperationRecord& record) { records.push_back(record); });
   return records;
 }
 
@@ -168,7 +177,8 @@ std::optional<int> Recorder::rank() const noexcept {
   return rank < 0 ? std::nullopt : std::optional(rank);
 }
 
-void Recorder::write_json(ByteSink& sink, std::string_view reason) const {
+template <class Entries>
+void Recorder::write_json(ByteSink& sink, std::string_view reason, Entries entries) const {
   const std::int64_t now = now_ns(CLOCK_MONOTONIC);
   JsonWriter json(sink);
   const auto known = [&](int value) -> JsonWriter& { return value < 0 ? json.null() : json.number(value); };
@@ -183,8 +193,7 @@ void Recorder::write_json(ByteSink& sink, std::string_view reason) const {
   json.key("host").text(host_.data()).new_line();
   json.key("time_unix_us").number(now_ns(CLOCK_REALTIME) / 1000).new_line();
   json.key("entries").begin_array();
-  // Few attempts: in a signal handler the writer may be this very thread, stopped in the middle.
-  const std::size_t unreadable = visit(100, [&](const OperationRecord& record) {
+  const std::size_t unreadable = entries([&](const OperationRecord& record) {
     const bool running = record.state == OperationState::Running;
     json.new_line().begin_object();
     json.key("id").count(record.id);
@@ -215,9 +224,20 @@ void Recorder::write_json(ByteSink& sink, std::string_view reason) const {
 }
 
 std::string Recorder::to_json(std::string_view reason) const {
+  // Copied first: formatting is so slow that busy threads would go round the ring meanwhile.
+  const std::vector<OperationRecord> records = snapshot();
   StringSink sink;
-  write_json(sink, reason);
+  write_json(sink, reason, [&](auto seen) {
+    for (const OperationRecord& record : records) seen(record);
+    return std::size_t{0};
+  });
   return std::move(sink.text);
+}
+
+void Recorder::write_last_words(ByteSink& sink, std::string_view reason) {
+  frozen_.store(true, std::memory_order_relaxed);
+  write_json(sink, reason, [&](auto seen) { return visit(kInSignalHandler, seen); });
+  frozen_.store(false, std::memory_order_relaxed);
 }
 
 void Recorder::dump(const std::string& path, std::string_view reason) const {

@@ -7,7 +7,7 @@
 // A ring: the newest entry replaces the oldest one. Recording takes no lock and allocates nothing; an entry costs about as
 // much as reading the clock twice. Totals per kind of operation are kept beside the ring and never wrap.
 //
-// Thread rule: every function may be called from any thread at any time. `write_json` may also run in a signal handler.
+// Thread rule: every function may be called from any thread at any time. `write_last_words` may also run in a signal handler.
 // Readers see whole entries: each slot carries a version that is odd while the slot is being written.
 #pragma once
 
@@ -33,22 +33,24 @@ enum class OperationState : std::uint8_t { Running, Done, Failed, TimedOut };
 // "running", "done", "failed", "timed out".
 std::string_view to_text(OperationState state);
 
-struct OperationRecord {
-  // Said by the caller of `begin`.
-  OperationName operation{};         // kind: "all_reduce", "send", ...; totals are kept by it
-  ShortText<32> group{};             // name of the group
-  ShortText<48> label{};             // the caller's words, "2F0 -> stage 3"; cut after 47 bytes
+// What the caller says about an operation.
+struct Operation {
+  OperationName operation{};           // kind: "all_reduce", "send", ...; totals are kept by it
+  ShortText<32> group{};               // name of the group
+  ShortText<48> label{};               // the caller's words, "2F0 -> stage 3"; cut after 47 bytes
   std::int64_t tag = 0;
-  std::uint64_t sequence = 0;        // how many operations the group had started before
+  std::uint64_t sequence = 0;          // how many operations the group had started before
   std::uint64_t bytes = 0;
   std::optional<std::int32_t> peer{};  // global rank on the other side, for point-to-point
+};
 
-  // Filled in by the recorder.
-  std::uint64_t id = 0;              // 1, 2, ... over the whole process
-  std::int64_t begin_ns = 0;         // steady clock
-  std::int64_t end_ns = 0;           // steady clock; 0 while running
+// What the recorder adds.
+struct OperationRecord : Operation {
+  std::uint64_t id = 0;       // 1, 2, ... over the whole process
+  std::int64_t begin_ns = 0;  // steady clock
+  std::int64_t end_ns = 0;    // steady clock; 0 while running
+  std::int32_t thread = 0;    // the kernel's number of the thread that began it
   OperationState state = OperationState::Running;
-  std::int32_t thread = 0;           // the kernel's number of the thread that began it
 };
 
 class Recorder {
@@ -62,8 +64,8 @@ class Recorder {
   // The recorder of this process, with PENSTOCK_RECORDER_SIZE entries. Lives until the process ends.
   static Recorder& global();
 
-  // Starts an entry and counts it in the totals. The id is for `end`.
-  std::uint64_t begin(const OperationRecord& operation) noexcept;
+  // Starts an entry and counts it in the totals. The id is for `end`; 0 when nothing was recorded.
+  std::uint64_t begin(const Operation& operation) noexcept;
 
   // The first end of an entry counts; later ones, and ends of entries that the ring has dropped, change nothing.
   void end(std::uint64_t id, OperationState state) noexcept;
@@ -83,20 +85,23 @@ class Recorder {
   std::string to_json(std::string_view reason) const;
   // Writes it to a file, which appears whole or not at all. Throws ConfigError when it cannot be written.
   void dump(const std::string& path, std::string_view reason) const;
-  // The same object without allocation or locks, for signal handlers.
-  void write_json(ByteSink& sink, std::string_view reason) const;
+  // The same object, for signal handlers: without allocation or locks. Meanwhile operations of other threads are counted
+  // but not recorded, so that they do not push out what led to the signal.
+  void write_last_words(ByteSink& sink, std::string_view reason);
 
  private:
-  static constexpr std::size_t kWords = sizeof(OperationRecord) / sizeof(std::uint64_t);
-  static_assert(std::is_trivially_copyable_v<OperationRecord> && sizeof(OperationRecord) == kWords * sizeof(std::uint64_t));
+  static constexpr std::size_t kWords = sizeof(Operation) / sizeof(std::uint64_t);
+  static_assert(std::is_trivially_copyable_v<Operation> && sizeof(Operation) == kWords * sizeof(std::uint64_t));
 
   // Aligned so that neighbours, written by different threads, share no cache line.
   struct alignas(64) Slot {
     std::atomic<std::uint64_t> version = 0;  // odd: being written, by one writer alone
     std::atomic<std::uint64_t> id = 0;       // 0: never used
+    std::atomic<std::int64_t> begin_ns = 0;
     std::atomic<std::int64_t> end_ns = 0;
+    std::atomic<std::int32_t> thread = 0;
     std::atomic<OperationState> state = OperationState::Done;
-    std::array<std::atomic<std::uint64_t>, kWords> words{};  // the record as it was begun
+    std::array<std::atomic<std::uint64_t>, kWords> operation{};  // the bytes of an Operation
 
     void lock() noexcept;
     void unlock() noexcept;
@@ -104,14 +109,20 @@ class Recorder {
     bool read(OperationRecord& record, int attempts) const noexcept;
   };
 
-  Slot& slot_of(std::uint64_t id) const noexcept { return slots_[id % entries_]; }
+  // The division costs as much as the rest of the bookkeeping; the default size does without.
+  Slot& slot_of(std::uint64_t id) const noexcept { return slots_[mask_ ? id & *mask_ : id % entries_]; }
   // Calls `seen(const OperationRecord&)` oldest first; returns how many slots could not be read.
   template <class Seen>
   std::size_t visit(int attempts, Seen seen) const;
+  // `entries(seen)` does the same for the entries to be written.
+  template <class Entries>
+  void write_json(ByteSink& sink, std::string_view reason, Entries entries) const;
 
   std::size_t entries_;
+  std::optional<std::uint64_t> mask_;  // entries - 1 where that is a power of two
   std::unique_ptr<Slot[]> slots_;
   std::atomic<std::uint64_t> next_ = 1;
+  std::atomic<bool> frozen_ = false;
   std::atomic<std::uint64_t> running_dropped_ = 0;  // entries replaced before they ended
   OperationTotalsTable totals_;
   std::atomic<int> rank_ = -1;

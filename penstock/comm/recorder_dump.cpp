@@ -9,7 +9,6 @@
 #include <atomic>
 #include <cerrno>
 #include <csignal>
-#include <cstdio>
 #include <cstring>
 #include <ctime>
 #include <exception>
@@ -48,7 +47,7 @@ constexpr std::size_t kLongestDirectory = 900;
 struct Target {
   char directory[kLongestDirectory + 1];
   int rank;
-  const Recorder* recorder;
+  Recorder* recorder;
 };
 // Replaced as a whole and never freed, so a handler on another thread always reads a complete one.
 std::atomic<const Target*> target = nullptr;
@@ -124,7 +123,7 @@ void dump_now(const Target& where, const char* reason) {
   const int file = ::open(partial.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (file >= 0) {
     FileSink sink(file);
-    where.recorder->write_json(sink, reason);
+    where.recorder->write_last_words(sink, reason);
     written = sink.flush();
     ::close(file);
     written = written && ::rename(partial.c_str(), path.c_str()) == 0;

@@ -3,6 +3,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -25,6 +26,12 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 using ::testing::HasSubstr;
+
+// A page without rights instead of a null pointer, which sanitizers would catch before the processor does.
+void touch_forbidden_memory() {
+  void* page = ::mmap(nullptr, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  *static_cast<volatile int*>(page) = 1;
+}
 
 class RecorderDump : public ::testing::Test {
  protected:
@@ -93,11 +100,7 @@ class RecorderDump : public ::testing::Test {
 };
 
 TEST_F(RecorderDump, ABadAddress) {
-  const Death death = run_child([] {
-    volatile int* nowhere = nullptr;
-    asm volatile("" : "+r"(nowhere));
-    *nowhere = 1;
-  });
+  const Death death = run_child(touch_forbidden_memory);
   EXPECT_TRUE(WIFSIGNALED(death.status) && WTERMSIG(death.status) == SIGSEGV) << death.status;
   expect_story(death.dump, "fatal signal SIGSEGV");
 }
@@ -134,11 +137,7 @@ TEST_F(RecorderDump, TheHandlerThatWasThereRunsAfterwards) {
   Death death = run_child([] { std::abort(); });
   EXPECT_TRUE(WIFEXITED(death.status) && WEXITSTATUS(death.status) == 42) << death.status;
   expect_story(death.dump, "fatal signal SIGABRT");
-  death = run_child([] {
-    volatile int* nowhere = nullptr;
-    asm volatile("" : "+r"(nowhere));
-    *nowhere = 1;
-  });
+  death = run_child(touch_forbidden_memory);
   EXPECT_TRUE(WIFEXITED(death.status) && WEXITSTATUS(death.status) == 43) << death.status;
   expect_story(death.dump, "fatal signal SIGSEGV");
 }
@@ -196,7 +195,7 @@ TEST_F(RecorderDump, ACrashWhileOtherThreadsRecord) {
   });
   EXPECT_TRUE(WIFSIGNALED(death.status) && WTERMSIG(death.status) == SIGABRT) << death.status;
   ASSERT_TRUE(death.dump.is_object());
-  EXPECT_GT(death.dump["entries"].size(), 1000u);
+  EXPECT_GT(death.dump["entries"].size(), 4000u);  // what led to it is all there, however busy the others are
   EXPECT_GE(death.dump["totals"]["send"]["operations"], 10000);
 }
 

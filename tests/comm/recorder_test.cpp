@@ -24,7 +24,7 @@ using nlohmann::json;
 using ::testing::ElementsAre;
 using ::testing::Pair;
 
-OperationRecord send(std::uint64_t bytes, std::string_view label = "") {
+Operation send(std::uint64_t bytes, std::string_view label = "") {
   return {.operation = "send", .group = "pp.forward", .label = label, .tag = -7, .sequence = 11, .bytes = bytes, .peer = 3};
 }
 
@@ -138,13 +138,13 @@ TEST(Recorder, CostIsPrinted) {
 }
 
 // Every entry says the same thing in all of its fields, so that a mixture of two entries shows.
-OperationRecord consistent(std::uint64_t n) {
+Operation consistent(std::uint64_t n) {
   const std::string digits = std::to_string(n);
   return {.operation = n % 2 ? "odd" : "even", .group = std::string_view(digits), .label = std::string_view(digits),
           .tag = static_cast<std::int64_t>(n), .sequence = n, .bytes = n, .peer = static_cast<std::int32_t>(n % 1000)};
 }
 void expect_consistent(const OperationRecord& entry) {
-  const OperationRecord expected = consistent(entry.bytes);
+  const Operation expected = consistent(entry.bytes);
   EXPECT_EQ(entry.operation, expected.operation);
   EXPECT_EQ(entry.group, expected.group);
   EXPECT_EQ(entry.label, expected.label);

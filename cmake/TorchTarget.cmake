@@ -1,8 +1,8 @@
-# Finds LibTorch and offers it as the target `penstock::torch`.
+# Finds LibTorch and offers it as the target `penstock_torch`.
 # Looked for in this order: Torch_DIR, CMAKE_PREFIX_PATH, the package of an importable Python torch, the system.
 # Also used by the installed package, so that a consumer finds LibTorch by the same rules.
 
-if(NOT TARGET penstock::torch)
+if(NOT TARGET penstock_torch)
   if(NOT Torch_DIR AND NOT DEFINED ENV{Torch_DIR})
     find_package(Torch QUIET CONFIG NO_CMAKE_SYSTEM_PATH NO_SYSTEM_ENVIRONMENT_PATH NO_CMAKE_PACKAGE_REGISTRY)
     if(NOT Torch_FOUND)
@@ -21,7 +21,6 @@ if(NOT TARGET penstock::torch)
   find_package(Torch REQUIRED CONFIG)
 
   add_library(penstock_torch INTERFACE)
-  add_library(penstock::torch ALIAS penstock_torch)
   # SYSTEM: LibTorch's headers do not pass our warnings.
   target_include_directories(penstock_torch SYSTEM INTERFACE ${TORCH_INCLUDE_DIRS})
   target_link_libraries(penstock_torch INTERFACE ${TORCH_LIBRARIES})

@@ -1,11 +1,30 @@
 // `penstock`: one command per file of this folder.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cstdio>
+#include <string>
+#include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/base/log.h"
+#include "penstock/base/text.h"
 #include "penstock/cli/commands.h"
+
+namespace {
+
+// CLI11 reports an unknown command as a missing one; a typo deserves the name that was meant.
+void require_known_command(const CLI::App& app, int argc, char** argv) {
+  if (argc < 2 || argv[1][0] == '-') return;
+  std::vector<std::string> names;
+  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) names.push_back(command->get_name());
+  if (std::find(names.begin(), names.end(), argv[1]) != names.end()) return;
+  const std::string nearest = penstock::nearest_name(argv[1], names);
+  throw penstock::ConfigError(penstock::describe("command", fmt::format("\"{}\"", argv[1]), fmt::format("one of {}", fmt::join(names, ", ")),
+                                                 nearest.empty() ? "see penstock --help" : fmt::format("did you mean {}?", nearest)));
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   using namespace penstock;
@@ -18,6 +37,7 @@ int main(int argc, char** argv) {
   cli::add_doctor_command(app, outcome);
   cli::add_launch_command(app, outcome);
   try {
+    require_known_command(app, argc, argv);
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     const int code = app.exit(error);  // prints help, version or what is wrong

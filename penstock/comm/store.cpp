@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <thread>
+#include <type_traits>
 
 #include "penstock/base/errors.h"
 #include "penstock/comm/tcp_listen.h"
@@ -31,22 +32,33 @@ class Store::Interruptible final : public c10d::Store {
     timeout_ = inner_->getTimeout();
   }
 
-  void set(const std::string& key, const Bytes& value) override { inner_->set(prefix_ + key, value); }
+  void set(const std::string& key, const Bytes& value) override {
+    asked([&] { return inner_->set(prefix_ + key, value); });
+  }
   Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override {
-    return inner_->compareSet(prefix_ + key, expected, desired);
+    return asked([&] { return inner_->compareSet(prefix_ + key, expected, desired); });
   }
   Bytes get(const std::string& key) override {
     wait({key}, timeout_);
-    return inner_->get(prefix_ + key);
+    return get_now(key);
   }
-  std::int64_t add(const std::string& key, std::int64_t value) override { return inner_->add(prefix_ + key, value); }
-  bool deleteKey(const std::string& key) override { return inner_->deleteKey(prefix_ + key); }
+  Bytes get_now(const std::string& key) {
+    return asked([&] { return inner_->get(prefix_ + key); });
+  }
+  std::int64_t add(const std::string& key, std::int64_t value) override {
+    return asked([&] { return inner_->add(prefix_ + key, value); });
+  }
+  bool deleteKey(const std::string& key) override {
+    return asked([&] { return inner_->deleteKey(prefix_ + key); });
+  }
   bool check(const std::vector<std::string>& keys) override {
     std::vector<std::string> full;
     for (const auto& key : keys) full.push_back(prefix_ + key);
-    return inner_->check(full);
+    return asked([&] { return inner_->check(full); });
   }
-  std::int64_t getNumKeys() override { return inner_->getNumKeys(); }
+  std::int64_t getNumKeys() override {
+    return asked([&] { return inner_->getNumKeys(); });
+  }
   void wait(const std::vector<std::string>& keys) override { wait(keys, timeout_); }
   void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override {
     await(keys, Clock::now() + (timeout == kNoTimeout ? timeout_ : timeout), fmt::format("key {}", keys.front()));
@@ -78,6 +90,25 @@ class Store::Interruptible final : public c10d::Store {
         throw TimeoutError(fmt::format("timed out waiting for {}", waiting_for), context);
       std::this_thread::sleep_for(pause);
       pause = std::min(pause * 2, std::chrono::microseconds(20000));
+    }
+  }
+
+  // A store that does not answer lived in a process that is gone; the monitor may know who failed first.
+  template <class Call>
+  std::invoke_result_t<Call> asked(Call call) {
+    try {
+      return call();
+    } catch (const std::exception& error) {
+      const std::string words = error.what();
+      CommContext context;
+      context.rank = own_rank_;
+      context.operation = "store";
+      const auto failure = liveness_ ? liveness_->await_failure(Clock::now() + std::chrono::seconds(1)) : std::nullopt;
+      context.lost_rank = failure ? failure->rank : 0;
+      throw PeerLostError(failure ? failure->describe()
+                                  : fmt::format("the rendezvous store does not answer ({}); the process that hosts it, usually rank 0, has ended",
+                                                words.substr(0, words.find('\n'))),
+                          context);
     }
   }
 
@@ -176,7 +207,7 @@ std::string Store::get(const std::string& key, Clock::time_point deadline, const
 
 std::optional<std::string> Store::try_get(const std::string& key) const {
   if (!has(key)) return std::nullopt;
-  const Bytes value = typed()->inner_->get(typed()->prefix_ + key);
+  const Bytes value = typed()->get_now(key);
   return std::string(value.begin(), value.end());
 }
 

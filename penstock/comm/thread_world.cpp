@@ -42,6 +42,10 @@ void run_ranks(int size, std::chrono::milliseconds timeout, const std::function<
         try {
           body(world);
         } catch (const std::exception& error) {
+          {
+            std::lock_guard lock(mutex);
+            if (!first_error) first_error = std::current_exception();
+          }
           world.fail(error.what());  // while the world still lives: its end would only say that something was thrown
           throw;
         }

@@ -27,6 +27,8 @@ namespace {
 // Rank 0 judges, the others wait for its word; they wait this much longer, so that its reason arrives before their own
 // time-out.
 constexpr auto kVerdictSlack = std::chrono::seconds(3);
+// Rank 0 hosts the store: before it ends with a bad verdict it lets the others hear it, at most this long.
+constexpr auto kHearingTime = std::chrono::seconds(2);
 
 struct Registry {
   std::mutex mutex;
@@ -67,7 +69,11 @@ std::string agree(const WorldCore& core, const std::string& topic, const std::st
     }
     std::string error;
     const std::string verdict = missing.empty() ? judge(words, error) : "";
+    const bool bad = !missing.empty() || !error.empty();
     core.store.set(verdict_key, !missing.empty() ? "missing " + format_list(missing) : !error.empty() ? "error " + error : "ok " + verdict);
+    const auto present = size - 1 - static_cast<std::int64_t>(missing.size());
+    for (const auto until = Clock::now() + kHearingTime; bad && Clock::now() < until && core.store.add(topic + "/heard", 0) < present;)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   std::string verdict;
   try {
@@ -78,6 +84,7 @@ std::string agree(const WorldCore& core, const std::string& topic, const std::st
       if (!core.store.has(key(rank))) missing.push_back(rank);
     verdict = "missing " + (missing.empty() ? std::string("0 (it came, but did not answer)") : format_list(missing));
   }
+  if (core.env.rank != 0 && !verdict.starts_with("ok ")) core.store.add(topic + "/heard", 1);
   if (verdict.starts_with("missing "))
     throw TimeoutError(fmt::format("{}: rank{} {} of {} did not come in time; start all {} ranks, or give them more time by PENSTOCK_TIMEOUT_S",
                                    topic, verdict.find(',') == std::string::npos ? "" : "s", verdict.substr(8), size, size),

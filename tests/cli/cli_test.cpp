@@ -24,7 +24,7 @@ TEST(Cli, WrongUsageIsExitCode2AndSaysWhatIsExpected) {
   EXPECT_EQ(penstock("").exit_code, 2);
   const Ended unknown = penstock("doctr");
   EXPECT_EQ(unknown.exit_code, 2);
-  EXPECT_THAT(unknown.output, HasSubstr("doctr"));
+  EXPECT_THAT(unknown.output, HasSubstr("did you mean doctor?"));
   const Ended flag = penstock("doctor --timeout soon");
   EXPECT_EQ(flag.exit_code, 2);
   EXPECT_THAT(flag.output, HasSubstr("--timeout"));

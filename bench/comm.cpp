@@ -1,0 +1,201 @@
+// Communication through Penstock against c10d called directly, and UCX beside Gloo, measured in one run.
+//
+//   penstock launch -n 2 -- comm_bench            (or: comm_bench, which launches its own two ranks)
+//
+// Ping-pong: one-way latency, 4 B to 8 MB. Stream: many transfers in flight, bytes per second. all_reduce: time per call.
+// The three ways alternate inside each repetition, so that a busy machine disturbs all of them alike; medians are compared.
+#include <fmt/format.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <functional>
+#include <thread>
+
+#include "penstock/base/env.h"
+#include "penstock/comm/c10d_backend.h"
+#include "penstock/comm/launcher.h"
+#include "penstock/comm/ucx_transport.h"
+#include "penstock/comm/work_state.h"
+#include "penstock/comm/world.h"
+
+namespace {
+
+using namespace penstock;
+using namespace penstock::comm;
+
+double seconds(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+  return values[values.size() / 2];
+}
+
+std::string size_text(std::size_t bytes) {
+  return bytes >= 1 << 20 ? fmt::format("{} MB", bytes >> 20) : bytes >= 1 << 10 ? fmt::format("{} KB", bytes >> 10) : fmt::format("{} B", bytes);
+}
+
+// One way of moving tensors between two ranks.
+struct Way {
+  std::string name;
+  std::function<void(const at::Tensor&)> send, recv;
+  std::function<void(const at::Tensor&, int count)> stream;  // rank 0 sends `count` transfers, rank 1 receives them
+};
+
+class Bench {
+ public:
+  explicit Bench(World& world) : world_(world), store_(Store::connect(with_prefix(launch_env()), Clock::now() + std::chrono::seconds(60))) {
+    // Gloo as a program would use it without Penstock: same device, same store.
+    BackendOptions options;
+    options.axis_rank = world.rank();
+    options.size = world.size();
+    options.timeout = std::chrono::seconds(60);
+    direct_ = make_gloo_backend(store_.with_prefix("direct"), options);
+    const int peer = 1 - world.rank();
+    const auto direct_wait = [](const TransferPtr& transfer) { transfer->wait(Clock::now() + std::chrono::seconds(60)); };
+    ways_.push_back({"c10d", [=, this](const at::Tensor& t) { direct_wait(direct_->send(t, peer, 1)); }, [=, this](const at::Tensor& t) { direct_wait(direct_->recv(t, peer, 1)); },
+                     [=, this](const at::Tensor& t, int count) {
+                       std::vector<TransferPtr> all;
+                       for (int i = 0; i < count; ++i) all.push_back(world_.rank() == 0 ? direct_->send(t, 1, 2) : direct_->recv(t, 0, 2));
+                       for (const auto& transfer : all) direct_wait(transfer);
+                     }});
+    add_group("penstock gloo", P2PTransport::Gloo);
+    if (ucx_available()) add_group("penstock ucx", P2PTransport::Ucx);
+  }
+
+  void run() {
+    if (world_.rank() == 0) fmt::print("LibTorch {}, 2 ranks on one host, {} cores; medians, one-way\n\n", torch_version(), std::thread::hardware_concurrency());
+    ping_pong();
+    stream();
+    all_reduce();
+  }
+
+ private:
+  static LaunchEnv with_prefix(LaunchEnv env) {
+    env.rendezvous.hosted_by_rank0 = false;  // the world's store is running already
+    env.rendezvous.prefix = "bench";
+    return env;
+  }
+
+  void add_group(const std::string& name, P2PTransport p2p) {
+    groups_.push_back(world_.new_group({0, 1}, {.name = name, .p2p = p2p}));
+    const Group group = groups_.back();
+    const Rank peer{1 - world_.rank()};
+    ways_.push_back({name, [=](const at::Tensor& t) { group.send(t, peer); }, [=](const at::Tensor& t) { group.recv(t, peer); },
+                     [=, this](const at::Tensor& t, int count) {
+                       std::vector<Work> all;
+                       for (int i = 0; i < count; ++i) all.push_back(world_.rank() == 0 ? group.isend(t, peer, {.tag = 2}) : group.irecv(t, peer, {.tag = 2}));
+                       wait_all(all);
+                     }});
+  }
+
+  void barrier() { world_.group().barrier().wait(); }
+
+  void ping_pong() {
+    row_header("ping-pong");
+    for (const std::size_t bytes : {4ul, 256ul, 4096ul, 16384ul, 65536ul, 131072ul, 262144ul, 1048576ul, 8388608ul}) {
+      const at::Tensor tensor = at::zeros({static_cast<std::int64_t>(bytes / 4)});
+      const int repeats = bytes > 500'000 ? 40 : 400;
+      std::vector<std::vector<double>> times(ways_.size());
+      for (int block = 0; block < 10; ++block)
+        for (std::size_t w = 0; w < ways_.size(); ++w) {
+          barrier();
+          for (int i = 0; i < repeats / 10 + 2; ++i) {
+            const auto begin = Clock::now();
+            if (world_.rank() == 0) {
+              ways_[w].send(tensor);
+              ways_[w].recv(tensor);
+            } else {
+              ways_[w].recv(tensor);
+              ways_[w].send(tensor);
+            }
+            if (i >= 2) times[w].push_back(seconds(begin) / 2 * 1e6);
+          }
+        }
+      print_row(bytes, times, "us", false);
+    }
+  }
+
+  void stream() {
+    row_header("stream");
+    for (const std::size_t bytes : {4096ul, 65536ul, 131072ul, 262144ul, 1048576ul, 8388608ul}) {
+      const at::Tensor tensor = at::zeros({static_cast<std::int64_t>(bytes / 4)});
+      const int count = static_cast<int>(std::clamp<std::size_t>((8 << 20) / bytes, 4, 128));
+      std::vector<std::vector<double>> rates(ways_.size());
+      for (int block = 0; block < 16; ++block)
+        for (std::size_t w = 0; w < ways_.size(); ++w) {
+          barrier();
+          const auto begin = Clock::now();
+          ways_[w].stream(tensor, count);
+          barrier();
+          if (block >= 2) rates[w].push_back(static_cast<double>(bytes) * count / seconds(begin) / 1e6);
+        }
+      print_row(bytes, rates, "MB/s", true);
+    }
+  }
+
+  void all_reduce() {
+    if (world_.rank() == 0) fmt::print("\n{:<12}{:>16}{:>16}{:>10}\n", "all_reduce", "c10d", "penstock", "ratio");
+    for (const std::size_t bytes : {4ul, 4096ul, 65536ul, 262144ul, 1048576ul, 8388608ul}) {
+      const at::Tensor tensor = at::zeros({static_cast<std::int64_t>(bytes / 4)});
+      const int repeats = bytes > 500'000 ? 6 : 40;
+      std::vector<double> direct, ours;
+      for (int block = 0; block < 10; ++block)
+        for (const bool through : {false, true}) {
+          barrier();
+          for (int i = 0; i < repeats; ++i) {
+            const auto begin = Clock::now();
+            if (through) {
+              world_.group().all_reduce(tensor).wait();
+            } else {
+              direct_->all_reduce(tensor, ReduceOp::Sum)->wait(Clock::now() + std::chrono::seconds(60));
+            }
+            if (i >= 1) (through ? ours : direct).push_back(seconds(begin) * 1e6);
+          }
+        }
+      const double a = median(direct), b = median(ours);
+      if (world_.rank() == 0) fmt::print("{:<12}{:>13.1f} us{:>13.1f} us{:>10.2f}\n", size_text(bytes), a, b, b / a);
+    }
+  }
+
+  void row_header(const char* what) {
+    if (world_.rank() != 0) return;
+    fmt::print("\n{:<12}", what);
+    for (const Way& way : ways_) fmt::print("{:>18}", way.name);
+    fmt::print("{:>16}{}\n", "penstock/c10d", ways_.size() > 2 ? "        ucx/gloo" : "");
+  }
+
+  void print_row(std::size_t bytes, const std::vector<std::vector<double>>& values, const char* unit, bool whole) {
+    if (world_.rank() != 0) return;
+    fmt::print("{:<12}", size_text(bytes));
+    std::vector<double> medians;
+    for (const auto& column : values) medians.push_back(median(column));
+    for (const double value : medians) fmt::print("{:>18}", whole ? fmt::format("{:.0f} {}", value, unit) : fmt::format("{:.1f} {}", value, unit));
+    fmt::print("{:>16.2f}", medians[1] / medians[0]);
+    if (medians.size() > 2) fmt::print("{:>16.2f}", medians[2] / medians[1]);
+    fmt::print("\n");
+    std::fflush(stdout);
+  }
+
+  World& world_;
+  Store store_;
+  std::shared_ptr<Backend> direct_;
+  std::vector<Group> groups_;
+  std::vector<Way> ways_;
+};
+
+}  // namespace
+
+int main(int, char** argv) {
+  if (!env_text("RANK")) {
+    LaunchOptions options;
+    options.ranks = 2;
+    options.command = {std::filesystem::canonical(argv[0]).string()};
+    options.prefix = false;
+    return launch(options).exit_code;
+  }
+  at::set_num_threads(1);
+  World world = World::from_env();
+  Bench(world).run();
+}

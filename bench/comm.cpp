@@ -5,7 +5,7 @@
 // Ping-pong: one-way latency, 4 B to 8 MB. Stream: many transfers in flight, bytes per second. all_reduce: time per call.
 // The three ways alternate inside each repetition, so that a busy machine disturbs all of them alike; medians are compared.
 #include <fmt/format.h>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -14,16 +14,18 @@
 #include <thread>
 
 #include "penstock/base/env.h"
-#include "penstock/comm/c10d_backend.h"
 #include "penstock/comm/launcher.h"
 #include "penstock/comm/ucx_transport.h"
-#include "penstock/comm/work_state.h"
+#include "penstock/comm/store.h"
 #include "penstock/comm/world.h"
+#include "penstock/torch/version.h"
 
 namespace {
 
 using namespace penstock;
 using namespace penstock::comm;
+
+constexpr std::chrono::milliseconds kLimit{60'000};
 
 double seconds(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
@@ -47,18 +49,20 @@ class Bench {
  public:
   explicit Bench(World& world) : world_(world), store_(Store::connect(with_prefix(launch_env()), Clock::now() + std::chrono::seconds(60))) {
     // Gloo as a program would use it without Penstock: same device, same store.
-    BackendOptions options;
-    options.axis_rank = world.rank();
-    options.size = world.size();
-    options.timeout = std::chrono::seconds(60);
-    direct_ = make_gloo_backend(store_.with_prefix("direct"), options);
+    auto gloo = c10d::ProcessGroupGloo::Options::create(std::chrono::seconds(60));
+    gloo->threads = 1;
+    gloo->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
+    direct_ = c10::make_intrusive<c10d::ProcessGroupGloo>(store_.with_prefix("direct").for_c10d(), world.rank(), world.size(), gloo);
     const int peer = 1 - world.rank();
-    const auto direct_wait = [](const TransferPtr& transfer) { transfer->wait(Clock::now() + std::chrono::seconds(60)); };
-    ways_.push_back({"c10d", [=, this](const at::Tensor& t) { direct_wait(direct_->send(t, peer, 1)); }, [=, this](const at::Tensor& t) { direct_wait(direct_->recv(t, peer, 1)); },
+    const auto start = [this](bool sends, const at::Tensor& t, int to, int tag) {
+      std::vector<at::Tensor> tensors = {t};
+      return sends ? direct_->send(tensors, to, tag) : direct_->recv(tensors, to, tag);
+    };
+    ways_.push_back({"c10d", [=](const at::Tensor& t) { start(true, t, peer, 1)->wait(kLimit); }, [=](const at::Tensor& t) { start(false, t, peer, 1)->wait(kLimit); },
                      [=, this](const at::Tensor& t, int count) {
-                       std::vector<TransferPtr> all;
-                       for (int i = 0; i < count; ++i) all.push_back(world_.rank() == 0 ? direct_->send(t, 1, 2) : direct_->recv(t, 0, 2));
-                       for (const auto& transfer : all) direct_wait(transfer);
+                       std::vector<c10::intrusive_ptr<c10d::Work>> all;
+                       for (int i = 0; i < count; ++i) all.push_back(start(world_.rank() == 0, t, 1 - world_.rank(), 2));
+                       for (const auto& work : all) work->wait(kLimit);
                      }});
     add_group("penstock gloo", P2PTransport::Gloo);
     if (ucx_available()) add_group("penstock ucx", P2PTransport::Ucx);
@@ -67,8 +71,8 @@ class Bench {
   void run() {
     if (world_.rank() == 0) fmt::print("LibTorch {}, 2 ranks on one host, {} cores; medians, one-way\n\n", torch_version(), std::thread::hardware_concurrency());
     ping_pong();
-    stream();
     all_reduce();
+    stream();
   }
 
  private:
@@ -149,7 +153,8 @@ class Bench {
             if (through) {
               world_.group().all_reduce(tensor).wait();
             } else {
-              direct_->all_reduce(tensor, ReduceOp::Sum)->wait(Clock::now() + std::chrono::seconds(60));
+              std::vector<at::Tensor> tensors = {tensor};
+              direct_->allreduce(tensors)->wait(kLimit);
             }
             if (i >= 1) (through ? ours : direct).push_back(seconds(begin) * 1e6);
           }
@@ -180,7 +185,7 @@ class Bench {
 
   World& world_;
   Store store_;
-  std::shared_ptr<Backend> direct_;
+  c10::intrusive_ptr<c10d::ProcessGroupGloo> direct_;
   std::vector<Group> groups_;
   std::vector<Way> ways_;
 };

@@ -9,7 +9,7 @@
 # already be there.
 penstock_tools="g++ cmake ninja-build ccache"
 penstock_libraries="libcli11-dev libspdlog-dev libfmt-dev nlohmann-json3-dev libtomlplusplus-dev libboost-graph-dev
-  libgtest-dev librapidcheck-dev libbenchmark-dev libxxhash-dev libucx-dev openmpi-bin"
+  libgtest-dev libgmock-dev librapidcheck-dev libbenchmark-dev libxxhash-dev libucx-dev openmpi-bin"
 penstock_torch="libtorch-dev libgloo-dev libopenblas0-pthread"
 
 say() { printf '\033[1m==> %s\033[0m\n' "$*" >&2; }

@@ -35,8 +35,9 @@ class Backend {
   };
   virtual Abilities abilities() const = 0;
 
-  virtual TransferPtr send(const at::Tensor& tensor, int peer, int tag) = 0;
-  virtual TransferPtr recv(const at::Tensor& tensor, int peer, int tag) = 0;
+  // Transfers match by (peer, key) in order. NCCL matches by peer alone.
+  virtual TransferPtr send(const at::Tensor& tensor, int peer, std::uint64_t key) = 0;
+  virtual TransferPtr recv(const at::Tensor& tensor, int peer, std::uint64_t key) = 0;
   virtual void begin_batch() {}
   virtual TransferPtr end_batch() { return nullptr; }
 

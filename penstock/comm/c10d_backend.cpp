@@ -16,16 +16,6 @@ c10d::ReduceOp::RedOpType to_c10d(ReduceOp op) {
 
 }  // namespace
 
-TransferPtr C10dBackend::send(const at::Tensor& tensor, int peer, int tag) {
-  std::vector<at::Tensor> tensors = {tensor};
-  return point_to_point(group_->send(tensors, peer, tag));
-}
-
-TransferPtr C10dBackend::recv(const at::Tensor& tensor, int peer, int tag) {
-  std::vector<at::Tensor> tensors = {tensor};
-  return point_to_point(group_->recv(tensors, peer, tag));
-}
-
 TransferPtr C10dBackend::all_reduce(const at::Tensor& tensor, ReduceOp op) {
   std::vector<at::Tensor> tensors = {tensor};
   c10d::AllreduceOptions options;

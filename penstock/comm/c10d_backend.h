@@ -27,8 +27,6 @@ class C10dBackend : public Backend {
  public:
   explicit C10dBackend(c10::intrusive_ptr<C10dGroup> group) : group_(std::move(group)) {}
 
-  TransferPtr send(const at::Tensor& tensor, int peer, int tag) override;
-  TransferPtr recv(const at::Tensor& tensor, int peer, int tag) override;
   TransferPtr all_reduce(const at::Tensor& tensor, ReduceOp op) override;
   TransferPtr broadcast(const at::Tensor& tensor, int source) override;
   TransferPtr all_gather(const at::Tensor& output, const at::Tensor& input) override;
@@ -38,7 +36,6 @@ class C10dBackend : public Backend {
   TransferPtr barrier() override;
 
  protected:
-  virtual TransferPtr point_to_point(C10dWorkPtr work) = 0;
   virtual TransferPtr collective(C10dWorkPtr work) = 0;
 
   c10::intrusive_ptr<C10dGroup> group_;

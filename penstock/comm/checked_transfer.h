@@ -1,10 +1,11 @@
-// Moving the memory of one contiguous host tensor to or from one member, checked on arrival: the bytes that arrive are the
-// bytes that were expected, of the expected type, or it is an error that names both sides.
+// Moving the memory of one contiguous host tensor to or from one member. The two sides' contracts (dtype, size, tag, order)
+// are what transfers are matched by, so a transfer that does not fit never moves a byte; the stall watch, or UCX at once,
+// then turns it into an error that names both sides.
 #pragma once
 
 #include <ATen/ATen.h>
 
-#include "penstock/comm/transfer_header.h"
+#include "penstock/comm/contract.h"
 #include "penstock/comm/work_state.h"
 
 namespace penstock::comm {
@@ -14,7 +15,7 @@ namespace penstock::comm {
 void start_send(WorkState& work, const at::Tensor& data, int position, int tag);
 void start_receive(WorkState& work, const at::Tensor& data, int position, int tag);
 
-// PipeliningMetadataError with what was sent, by whom, and what was expected, by whom.
-[[noreturn]] void throw_mismatch(const WorkState& work, const TransferHeader& sent, const TransferHeader& expected);
+// "transfer mismatch: rank 0 sent ..., rank 1 expected ...; ...": what, by whom, and the remedy.
+std::string describe_mismatch(int sender, const Contract& sent, int receiver, const Contract& expected, const std::string& label);
 
 }  // namespace penstock::comm

@@ -22,8 +22,8 @@ class FakeBackend final : public Backend {
     return can;
   }
 
-  TransferPtr send(const at::Tensor&, int, int) override { return completed(); }
-  TransferPtr recv(const at::Tensor&, int, int) override { return completed(); }
+  TransferPtr send(const at::Tensor&, int, std::uint64_t) override { return completed(); }
+  TransferPtr recv(const at::Tensor&, int, std::uint64_t) override { return completed(); }
   TransferPtr all_reduce(const at::Tensor&, ReduceOp) override { return completed(); }
   TransferPtr broadcast(const at::Tensor&, int) override { return completed(); }
   TransferPtr all_gather(const at::Tensor& output, const at::Tensor& input) override {

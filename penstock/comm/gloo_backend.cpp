@@ -1,6 +1,10 @@
-// Gloo behind c10d. Facts that shape this file: a send's wait returns only when the receive is posted; isCompleted() of a
-// point-to-point work stays false until wait(); a wait that times out closes the connection and ends the group; Gloo's
-// destructor waits for its running collectives.
+// Gloo behind c10d. Facts that shape this file: a send's wait returns only when the receive is posted; a wait that times out
+// closes the connection and ends the group; Gloo's destructor waits for its running collectives; a receive larger than the
+// send is silently accepted, so sizes must be part of what transfers are matched by.
+//
+// Collectives go through c10d. Point-to-point uses the connections that c10d made, with Gloo's own 64-bit slots: c10d's
+// 31-bit tags leave no room for the contract of a transfer.
+#include <gloo/transport/unbound_buffer.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <algorithm>
@@ -19,20 +23,37 @@ std::chrono::milliseconds milliseconds_until(Clock::time_point deadline) {
   return std::max(left, std::chrono::milliseconds(1));  // zero would mean "no limit" to c10d
 }
 
+// Opens what c10d keeps to itself: its connections.
+class OpenGloo final : public c10d::ProcessGroupGloo {
+ public:
+  using ProcessGroupGloo::ProcessGroupGloo;
+  gloo::Context& context() { return *contexts_.front(); }
+};
+
 class GlooPointToPoint final : public Transfer {
  public:
-  explicit GlooPointToPoint(C10dWorkPtr work) : work_(std::move(work)) {}
+  // The tensor lives as long as the transfer: Gloo reads or writes its memory.
+  GlooPointToPoint(gloo::Context& context, at::Tensor tensor, bool sends)
+      : tensor_(std::move(tensor)), buffer_(context.createUnboundBuffer(tensor_.data_ptr(), tensor_.nbytes())), sends_(sends) {}
+
+  void start(int peer, std::uint64_t slot) {
+    if (sends_) {
+      buffer_->send(peer, slot);
+    } else {
+      buffer_->recv(peer, slot);
+    }
+  }
 
   WaitResult wait(Clock::time_point deadline) override {
     if (done_) return WaitResult::Done;
     if (interrupted_.load()) return WaitResult::Interrupted;
     try {
-      if (!work_->wait(milliseconds_until(deadline))) return WaitResult::Interrupted;
+      const auto left = milliseconds_until(deadline);
+      if (!(sends_ ? buffer_->waitSend(left) : buffer_->waitRecv(left))) return WaitResult::Interrupted;
     } catch (const std::exception&) {
       if (Clock::now() >= deadline) return WaitResult::TimedOut;
       throw;
     }
-    // An interrupt sets Gloo's flag first; older versions still report success then.
     done_ = true;
     return WaitResult::Done;
   }
@@ -43,14 +64,16 @@ class GlooPointToPoint final : public Transfer {
   void interrupt() noexcept override {
     interrupted_.store(true);
     try {
-      work_->abort();
+      sends_ ? buffer_->abortWaitSend() : buffer_->abortWaitRecv();
     } catch (...) {
       // Nothing more can be done from here: the waiting thread then ends at its deadline.
     }
   }
 
  private:
-  C10dWorkPtr work_;
+  at::Tensor tensor_;
+  std::unique_ptr<gloo::transport::UnboundBuffer> buffer_;
+  bool sends_;
   bool done_ = false;
   std::atomic<bool> interrupted_{false};
 };
@@ -80,7 +103,7 @@ class GlooCollective final : public Transfer {
 
 class GlooBackend final : public C10dBackend {
  public:
-  using C10dBackend::C10dBackend;
+  explicit GlooBackend(c10::intrusive_ptr<OpenGloo> gloo) : C10dBackend(gloo), context_(gloo->context()) {}
 
   std::string name() const override { return "gloo"; }
 
@@ -93,6 +116,9 @@ class GlooBackend final : public C10dBackend {
     return can;
   }
 
+  TransferPtr send(const at::Tensor& tensor, int peer, std::uint64_t key) override { return start(tensor, true, peer, key); }
+  TransferPtr recv(const at::Tensor& tensor, int peer, std::uint64_t key) override { return start(tensor, false, peer, key); }
+
   void abandon() noexcept override {
     // Its destructor would wait for collectives that can no longer end; the process is about to fail anyway, so the
     // group stays alive until exit.
@@ -100,8 +126,17 @@ class GlooBackend final : public C10dBackend {
   }
 
  protected:
-  TransferPtr point_to_point(C10dWorkPtr work) override { return std::make_shared<GlooPointToPoint>(std::move(work)); }
   TransferPtr collective(C10dWorkPtr work) override { return std::make_shared<GlooCollective>(std::move(work)); }
+
+ private:
+  TransferPtr start(const at::Tensor& tensor, bool sends, int peer, std::uint64_t key) {
+    auto transfer = std::make_shared<GlooPointToPoint>(context_, tensor, sends);
+    // The highest byte keeps these apart from the slots of Gloo's own collectives, which use small numbers there.
+    transfer->start(peer, 0x70ull << 56 | key);
+    return transfer;
+  }
+
+  gloo::Context& context_;
 };
 
 }  // namespace
@@ -119,7 +154,7 @@ std::shared_ptr<Backend> make_gloo_backend(const Store& store, const BackendOpti
   auto c10d_store = store.for_c10d();
   c10d_store->setTimeout(options.timeout);
   return std::make_shared<GlooBackend>(
-      c10::make_intrusive<c10d::ProcessGroupGloo>(c10d_store, options.axis_rank, options.size, gloo));
+      c10::make_intrusive<OpenGloo>(c10d_store, options.axis_rank, options.size, gloo));
 }
 
 }  // namespace penstock::comm

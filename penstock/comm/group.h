@@ -9,9 +9,10 @@
 // - A failure of one operation is a failure of the group: later calls throw the same error, and every other rank is told.
 // - Thread rule: one thread starts operations on a group; other threads may wait for Works.
 //
-// Point-to-point transfers carry dtype, size and shape; a receive that does not match is a PipeliningMetadataError naming
-// both sides, on both sides, never a silent truncation. Up to kInlineBytes the header travels with the data in one message,
-// beyond it goes ahead. On NCCL the contract of each (peer, tag) is exchanged once, and per transfer at debug level detail.
+// A point-to-point transfer is matched by everything both sides must agree on: peer, tag, order, dtype and size. One that
+// does not fit never moves a byte; within about a second of waiting it is a PipeliningMetadataError naming both sides, on
+// both sides (at once over UCX). Nothing extra travels: the data goes from tensor to tensor in one message. On NCCL the
+// contract of each (peer, tag) is exchanged once, and per transfer at debug level detail.
 //
 // Sums of float16 and bfloat16 accumulate in float32 and round once. Composed reductions add in rank order.
 #pragma once
@@ -58,7 +59,6 @@ struct P2POp {
 class Group {
  public:
   static constexpr int kMaxTag = (1 << 28) - 1;
-  static constexpr std::size_t kInlineBytes = 64 * 1024;
 
   Group() = default;
   explicit Group(std::shared_ptr<GroupState> state) : state_(std::move(state)) {}

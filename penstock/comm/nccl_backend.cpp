@@ -35,12 +35,20 @@ class NcclBackend final : public C10dBackend {
     return can;
   }
 
+  TransferPtr send(const at::Tensor& tensor, int peer, std::uint64_t) override {
+    std::vector<at::Tensor> tensors = {tensor};
+    return collective(group_->send(tensors, peer, 0));
+  }
+  TransferPtr recv(const at::Tensor& tensor, int peer, std::uint64_t) override {
+    std::vector<at::Tensor> tensors = {tensor};
+    return collective(group_->recv(tensors, peer, 0));
+  }
+
   void begin_batch() override { group_->startCoalescing(); }
   TransferPtr end_batch() override { return std::make_shared<NcclTransfer>(group_->endCoalescing()); }
   void abandon() noexcept override { group_.release(); }
 
  protected:
-  TransferPtr point_to_point(C10dWorkPtr work) override { return std::make_shared<NcclTransfer>(std::move(work)); }
   TransferPtr collective(C10dWorkPtr work) override { return std::make_shared<NcclTransfer>(std::move(work)); }
 };
 

@@ -3,14 +3,12 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 
 #include "penstock/base/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/checked_transfer.h"
 #include "penstock/comm/group.h"
 #include "penstock/comm/staging.h"
-#include "penstock/comm/transfer_header.h"
 #include "penstock/comm/work_state.h"
 
 namespace penstock::comm {
@@ -37,24 +35,19 @@ void check_dense(const at::Tensor& tensor, const char* operation) {
                                 tensor.defined() ? "a sparse one" : "an undefined one"));
 }
 
-// The contract of a (peer, tag) over NCCL, where data carries no header: told through the store, by the sender, checked
-// by the receiver. Once, or per transfer at debug level detail.
-void exchange_contract(GroupState& group, const TransferHeader& own, bool sender, int peer, int tag, WorkState& work) {
+// The contract of a (peer, tag) over NCCL, where data carries no type and size: told through the store by the sender,
+// checked by the receiver. Once, or per transfer at debug level detail.
+void exchange_contract(GroupState& group, const Contract& own, bool sender, int peer, WorkState& work) {
+  if (own.number > 0 && group.debug != DebugLevel::Detail) return;
   const int from = sender ? group.own_rank() : peer;
   const int to = sender ? peer : group.own_rank();
-  const std::string pair = fmt::format("contract/{}/{}-{}/{}", group.name, from, to, tag);
-  auto& seen = sender ? group.contracts_sent[pair] : group.contracts_received[pair];
-  if (seen > 0 && group.debug != DebugLevel::Detail) return;
-  const std::string key = fmt::format("{}/{}", pair, seen++);
+  const std::string key = fmt::format("contract/{}/{}-{}/{}.{}", group.common_name(), from, to, own.tag, own.number);
   if (sender) {
-    group.world->store.set(key, std::string(reinterpret_cast<const char*>(&own), sizeof own));
+    group.world->store.set(key, own.to_bytes());
     return;
   }
-  const std::string bytes = group.world->store.get(key, Clock::now() + group.timeout, fmt::format("rank {} to announce its transfer", peer));
-  TransferHeader sent;
-  if (bytes.size() != sizeof sent) throw PipeliningMetadataError(fmt::format("rank {} announced a transfer in an unknown form", peer));
-  std::memcpy(&sent, bytes.data(), sizeof sent);
-  if (!sent.matches(own)) throw_mismatch(work, sent, own);
+  const Contract sent = Contract::from_bytes(group.world->store.get(key, Clock::now() + group.timeout, fmt::format("rank {} to announce its transfer", peer)));
+  if (!sent.matches(own)) throw PipeliningMetadataError(describe_mismatch(from, sent, to, own, work.label()));
 }
 
 std::shared_ptr<WorkState> start(const std::shared_ptr<GroupState>& group, const P2POp& op, bool in_batch) {
@@ -66,13 +59,13 @@ std::shared_ptr<WorkState> start(const std::shared_ptr<GroupState>& group, const
                                    on_device ? group->cuda_can.self_transfer && in_batch : group->cpu_can.self_transfer);
   check_dense(op.tensor, operation);
   auto work = std::make_shared<WorkState>(group, operation, op.options.label, op.peer.value(), op.tensor.nbytes(), op.options.timeout, tag);
-  const TransferHeader header = TransferHeader::of(op.tensor, group->own_rank(), tag);
   if (on_device) {
     if (!sends && !op.tensor.is_contiguous())
       throw ValueError("recv: a CUDA tensor must be contiguous to be received into; give a contiguous buffer");
-    exchange_contract(*group, header, sends, op.peer.value(), tag, *work);
     const at::Tensor data = op.tensor.contiguous();
-    TransferPtr transfer = sends ? group->cuda->send(data, position, tag) : group->cuda->recv(data, position, tag);
+    const Contract contract = Contract::of(data, tag, group->next_number(sends, position, tag));
+    if (!group->world->fake) exchange_contract(*group, contract, sends, op.peer.value(), *work);
+    TransferPtr transfer = sends ? group->cuda->send(data, position, contract.key()) : group->cuda->recv(data, position, contract.key());
     if (!in_batch) work->add(std::move(transfer));
     work->keep(data);
     return work;

@@ -9,10 +9,11 @@
 #include "penstock/base/log.h"
 #include "penstock/base/text.h"
 #include "penstock/base/warnings.h"
+#include "penstock/comm/checked_transfer.h"
 #include "penstock/comm/group.h"
 #include "penstock/comm/recorder.h"
 #include "penstock/comm/recorder_dump.h"
-#include "penstock/comm/transfer_header.h"
+#include "penstock/comm/stall_watch.h"
 
 namespace penstock::comm {
 
@@ -26,6 +27,8 @@ constexpr auto kSlice = std::chrono::milliseconds(250);
 constexpr auto kRollCallTime = std::chrono::milliseconds(1500);
 // A rank that left in order may still have data on the way; this long a wait for it goes on.
 constexpr auto kFarewellTime = std::chrono::seconds(5);
+// How long a point-to-point wait lasts before its contract is held against the other side's.
+constexpr auto kPatience = std::chrono::milliseconds(300);
 
 std::string message_of(const std::exception_ptr& error) {
   try {
@@ -125,6 +128,7 @@ void WorkState::finish(std::exception_ptr error) noexcept {
   error_ = std::move(error);
   Recorder::global().end(record_, !error_ ? OperationState::Done : timed_out_ ? OperationState::TimedOut : OperationState::Failed);
   steps_.clear();
+  promises_.clear();
   if (error_) {
     group_->bury(std::move(transfers_), std::move(kept_));
   } else {
@@ -143,7 +147,7 @@ GroupState::GroupState(std::shared_ptr<WorldCore> world_core, std::string group_
   // On a loss every wait of this group ends, whoever was lost: a run that misses a rank cannot go on.
   listener_ = world->liveness->listen([this](const RankEvent&) {
     std::lock_guard lock(mutex_);
-    for (Transfer* transfer : waiting_) transfer->interrupt();
+    for (const Wait& wait : waiting_) wait.transfer->interrupt();
   });
 }
 
@@ -173,18 +177,18 @@ void GroupState::check_usable(const char* operation) const {
 }
 
 void GroupState::wait_for(Transfer& transfer, WorkState& work, Clock::time_point deadline) {
-  {
-    std::lock_guard lock(mutex_);
-    waiting_.push_back(&transfer);
-  }
-  struct Unregister {
-    GroupState& group;
-    Transfer* transfer;
-    ~Unregister() {
+  struct Registration {
+    Registration(GroupState& state, Wait wait) : group(state) {
       std::lock_guard lock(group.mutex_);
-      std::erase(group.waiting_, transfer);
+      place = group.waiting_.insert(group.waiting_.end(), std::move(wait));
     }
-  } unregister{*this, &transfer};
+    ~Registration() {
+      std::lock_guard lock(group.mutex_);
+      group.waiting_.erase(place);
+    }
+    GroupState& group;
+    std::list<Wait>::iterator place;
+  } registration(*this, {&transfer, Clock::now(), work.promises(), work.label()});
   // A loss that was reported before this transfer was registered did not interrupt it.
   if (world->liveness->first_failure()) transfer.interrupt();
 
@@ -215,6 +219,10 @@ void GroupState::wait_for(Transfer& transfer, WorkState& work, Clock::time_point
 }
 
 void GroupState::raise(const std::string& transport_words, WorkState& work, bool timed_out) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!mismatch_.empty()) throw PipeliningMetadataError(mismatch_);
+  }
   CommContext context = work.context();
   auto failure = world->liveness->first_failure();
   if (!failure && !timed_out) failure = world->liveness->await_failure(Clock::now() + kBlameTime);
@@ -279,21 +287,46 @@ void GroupState::bury(std::vector<TransferPtr> transfers, std::vector<at::Tensor
   std::move(tensors.begin(), tensors.end(), std::back_inserter(buried_tensors_));
 }
 
-at::Tensor GroupState::borrow_staging() {
-  {
-    std::lock_guard lock(mutex_);
-    if (!staging_.empty()) {
-      at::Tensor buffer = std::move(staging_.back());
-      staging_.pop_back();
-      return buffer;
-    }
-  }
-  return at::empty({static_cast<std::int64_t>(sizeof(TransferHeader) + Group::kInlineBytes)}, at::kByte);
+std::uint32_t GroupState::next_number(bool sends, int position, int tag) {
+  std::lock_guard lock(numbers_mutex_);
+  return numbers_[static_cast<std::uint64_t>(position) << 33 | static_cast<std::uint64_t>(static_cast<std::uint32_t>(tag)) << 1 | (sends ? 1 : 0)]++;
 }
 
-void GroupState::return_staging(at::Tensor buffer) {
-  std::lock_guard lock(mutex_);
-  if (staging_.size() < 64) staging_.push_back(std::move(buffer));
+std::string GroupState::find_mismatch(const Promise& promise, const std::string& label) const {
+  const int other = ranks[static_cast<std::size_t>(promise.position)];
+  const int sender = promise.sends ? own_rank() : other, receiver = promise.sends ? other : own_rank();
+  const auto key = [&](bool sends) {
+    return fmt::format("p2p/{}/{}-{}/{}.{}/{}", common_name(), sender, receiver, promise.contract.tag, promise.contract.number, sends ? "send" : "recv");
+  };
+  world->store.set(key(promise.sends), promise.contract.to_bytes());
+  const auto word = world->store.try_get(key(!promise.sends));
+  if (!word) return {};  // the other side is not there yet, or is not waiting
+  const Contract theirs = Contract::from_bytes(*word);
+  if (theirs.matches(promise.contract)) return {};
+  return promise.sends ? describe_mismatch(sender, promise.contract, receiver, theirs, label) : describe_mismatch(sender, theirs, receiver, promise.contract, label);
+}
+
+void GroupState::look_at_waits() {
+  std::vector<std::pair<Promise, std::string>> lasting;
+  {
+    std::lock_guard lock(mutex_);
+    for (const Wait& wait : waiting_)
+      if (Clock::now() - wait.since > kPatience)
+        for (const Promise& promise : wait.promises) lasting.emplace_back(promise, wait.label);
+  }
+  for (const auto& [promise, label] : lasting) {
+    std::string found;
+    try {
+      found = find_mismatch(promise, label);
+    } catch (const std::exception&) {
+      return;  // a store that does not answer: the waits themselves will say who was lost
+    }
+    if (found.empty()) continue;
+    std::lock_guard lock(mutex_);
+    mismatch_ = found;
+    for (const Wait& wait : waiting_) wait.transfer->interrupt();
+    return;
+  }
 }
 
 int GroupState::internal_tag(std::uint32_t operation, int phase) const {

@@ -7,16 +7,18 @@
 #include <deque>
 #include <exception>
 #include <functional>
-#include <map>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "penstock/base/env.h"
 #include "penstock/base/errors.h"
 #include "penstock/comm/backend.h"
+#include "penstock/comm/contract.h"
 #include "penstock/comm/liveness.h"
 #include "penstock/comm/monitor.h"
 #include "penstock/comm/store.h"
@@ -44,6 +46,13 @@ struct WorldCore {
   void fail(const std::string& reason) noexcept;
 };
 
+// One point-to-point transfer of an operation, as this side understands it.
+struct Promise {
+  bool sends = false;
+  int position = 0;  // of the other side in the group
+  Contract contract;
+};
+
 // One operation in flight.
 class WorkState {
  public:
@@ -59,6 +68,8 @@ class WorkState {
 
   void add(TransferPtr transfer) { transfers_.push_back(std::move(transfer)); }
   void keep(at::Tensor tensor) { kept_.push_back(std::move(tensor)); }
+  // Remembers what a transfer just added must agree on, for the stall watch.
+  void promise(const Promise& promise) { promises_.push_back(promise); }
   // Runs on the waiting thread once everything has arrived, after the steps added before: checks, copies out, sums. A
   // step may add transfers and further steps (a second phase); they are waited for and run in turn.
   void then(std::function<void(WorkState&)> step) { steps_.push_back(std::move(step)); }
@@ -70,6 +81,7 @@ class WorkState {
   const std::string& label() const { return label_; }
   const char* operation() const { return operation_; }
   std::optional<int> peer() const { return peer_; }
+  const std::vector<Promise>& promises() const { return promises_; }
 
  private:
   void finish(std::exception_ptr error) noexcept;
@@ -84,6 +96,7 @@ class WorkState {
   std::uint64_t record_;
   std::vector<TransferPtr> transfers_;
   std::vector<at::Tensor> kept_;
+  std::vector<Promise> promises_;
   std::deque<std::function<void(WorkState&)>> steps_;  // a deque: a running step may add more
   bool finished_ = false;
   bool timed_out_ = false;
@@ -108,11 +121,16 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   // Takes over what an abandoned operation may still be writing to.
   void bury(std::vector<TransferPtr> transfers, std::vector<at::Tensor> tensors);
 
-  // Reusable byte buffers for small messages that arrive with their header.
-  at::Tensor borrow_staging();
-  void return_staging(at::Tensor buffer);
+  // The place of the next transfer in the order of its (member, tag, direction).
+  std::uint32_t next_number(bool sends, int position, int tag);
+
+  // Called by the stall watch every moment: waits that last are held against what the other side says it is doing; a
+  // difference ends the wait with an error that names both. Only then does the store see any traffic.
+  void look_at_waits();
 
   int own_rank() const { return world->env.rank; }
+  // The name without what tells the ranks of one process apart: the same on every member.
+  std::string common_name() const { return name.substr(0, name.size() - world->name_suffix.size()); }
   // A tag for one phase of one composed collective; both sides count operations alike.
   int internal_tag(std::uint32_t sequence, int phase) const;
 
@@ -129,20 +147,29 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   Backend::Abilities cpu_can, cuda_can;
   std::atomic<std::uint64_t> started{0};    // operations of any kind
   std::atomic<std::uint32_t> sequence{0};   // composed collectives started
-  // Contracts told and checked per (peer, tag) on NCCL; the starting thread's own.
-  std::map<std::string, int> contracts_sent, contracts_received;
 
  private:
+  std::string find_mismatch(const Promise& promise, const std::string& label) const;
   [[noreturn]] void raise(const std::string& transport_words, WorkState& work, bool timed_out);
   std::string who_is_missing(WorkState& work);
 
   mutable std::mutex mutex_;  // guards what follows
   std::exception_ptr error_;
-  std::vector<Transfer*> waiting_;
-  std::vector<at::Tensor> staging_;
+  struct Wait {
+    Transfer* transfer;
+    Clock::time_point since;
+    std::vector<Promise> promises;  // of the waiting operation
+    std::string label;
+    bool published = false;
+  };
+  std::list<Wait> waiting_;
+  std::string mismatch_;  // found by the stall watch
   std::vector<TransferPtr> buried_transfers_;
   std::vector<at::Tensor> buried_tensors_;
   std::shared_ptr<void> listener_;
+
+  std::mutex numbers_mutex_;
+  std::unordered_map<std::uint64_t, std::uint32_t> numbers_;  // transfers started, by direction, member and tag
 };
 
 }  // namespace penstock::comm

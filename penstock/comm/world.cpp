@@ -18,6 +18,7 @@
 #include "penstock/comm/operators.h"
 #include "penstock/comm/recorder.h"
 #include "penstock/comm/recorder_dump.h"
+#include "penstock/comm/stall_watch.h"
 #include "penstock/comm/work_state.h"
 
 namespace penstock::comm {
@@ -253,6 +254,7 @@ Group World::new_group(const std::vector<int>& ranks, const GroupOptions& option
         throw ValueError(fmt::format("new_group: a group named {} exists already; give each group its own name", group->name));
       entry = group;
     }
+    if (group->axis_rank >= 0 && !core.fake && ranks.size() > 1) watch_for_stalls(group);
     return Group(std::move(group));
   } catch (const ValueError&) {
     throw;

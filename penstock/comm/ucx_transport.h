@@ -40,7 +40,7 @@ class UcxTransfer : public Transfer {
 
 struct UcxOptions {
   // How long a wait polls before it sleeps; every event starts the time anew. When not given: PENSTOCK_UCX_SPIN_US, else
-  // 200 us, or 5 us when `ranks_on_host` is more than the cores this process may use (polling would then keep the
+  // 50 us, or 5 us when `ranks_on_host` is more than the cores this process may use (polling would then keep the
   // very rank from running that is waited for).
   std::optional<std::chrono::microseconds> spin;
   int ranks_on_host = 0;  // 0: as many as the transport has members

@@ -40,7 +40,7 @@ class UcxTransfer : public Transfer {
 
 struct UcxOptions {
   // How long a wait polls before it sleeps; every event starts the time anew. When not given: PENSTOCK_UCX_SPIN_US, else
-  // 200 us, or 5 us when `ranks_on_host` is more than the cores this process may use (polling would then keep the
+  // 50 us, or 5 us when `ranks_on_host` is more than the cores this process may use (polling would then keep the
   // very rank from running that is waited for).
   std::optional<std::chrono::microseconds> spin;
   int ranks_on_host = 0;  // 0: as many as the transport has members
@@ -66,7 +66,10 @@ struct UcxOptions {
 // namespace); what it had sent completely can still be received. Otherwise a wait goes on until its deadline or `interrupt`.
 //
 // Threads: all calls may come from any thread. Destroying the transport ends waits in other threads with StateError.
-// No threads are started. A process must not fork and go on using the transport in the child.
+// UCX keeps a thread of its own for bookkeeping; it moves no messages. A forked child must not use the transport.
+//
+// UCX watches the process's memory mappings by patching libc; where that disturbs (a thread sanitizer), UCX_MEM_EVENTS=n
+// turns it off, and this transport does not need it.
 class UcxTransport {
  public:
   using Publish = std::function<void(const std::string& key, const std::string& bytes)>;

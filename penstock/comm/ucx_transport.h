@@ -51,10 +51,10 @@ struct UcxOptions {
 // Matching: a receive takes the oldest message with its (peer, tag). `kind` travels beside them and is not matched;
 // `arrival()` reports it together with the true size, so the layer above needs no header messages.
 //
-// Progress: messages move only inside calls of this class. A small message leaves with `send`; a large one (64 KiB and
-// more) is fetched by the receiver out of the sender's memory, also while the sender computes. Where the kernel
-// forbids reading another process's memory, large messages go through shared memory in pieces instead, and then move
-// only while both sides are in calls of this class.
+// Progress: messages move only inside calls of this class. A message leaves with `send` as far as the shared memory has
+// room (some megabytes); the rest of a larger one moves while both sides are in calls of this class. With UCX_TLS=posix,cma,
+// self large messages are fetched by the receiver out of the sender's memory instead, also while the sender computes; see
+// `wants_cma` for why that is not the default.
 //
 // Memory: a send's data and a receive's buffer belong to the transport until the transfer is done, or until the
 // transport is destroyed (a failed transfer: always until then). A receive that is dropped before it is done is cancelled, and may write until the transport

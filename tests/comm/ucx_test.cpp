@@ -81,8 +81,8 @@ class Ucx : public ::testing::TestWithParam<const char*> {
   bool in_pieces() const { return std::string(GetParam()) == "posix,self"; }
 };
 
-INSTANTIATE_TEST_SUITE_P(, Ucx, ::testing::Values("", "posix,self"),
-                         [](const auto& info) { return std::string(*info.param == '\0' ? "Fetching" : "InPieces"); });
+INSTANTIATE_TEST_SUITE_P(, Ucx, ::testing::Values("posix,cma,self", "posix,self"),
+                         [](const auto& info) { return std::string(info.param) == "posix,self" ? "InPieces" : "Fetching"; });
 
 TEST_P(Ucx, SizesContentAndKindArrive) {
   const bool pieces = in_pieces();

@@ -23,6 +23,17 @@ if(NOT TARGET penstock_torch)
   add_library(penstock_torch INTERFACE)
   # SYSTEM: LibTorch's headers do not pass our warnings.
   target_include_directories(penstock_torch SYSTEM INTERFACE ${TORCH_INCLUDE_DIRS})
+  # Some builds of LibTorch ship the headers of their own fmt beside their own, without its library. Our fmt goes first.
+  foreach(folder IN LISTS TORCH_INCLUDE_DIRS)
+    if(EXISTS "${folder}/fmt/format.h" AND NOT folder STREQUAL "/usr/include")
+      find_path(PENSTOCK_FMT_INCLUDE fmt/format.h NO_PACKAGE_ROOT_PATH NO_CMAKE_PATH)
+      if(PENSTOCK_FMT_INCLUDE AND NOT PENSTOCK_FMT_INCLUDE STREQUAL folder)
+        file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/penstock_fmt)
+        file(CREATE_LINK ${PENSTOCK_FMT_INCLUDE}/fmt ${CMAKE_BINARY_DIR}/penstock_fmt/fmt SYMBOLIC)
+        target_include_directories(penstock_torch INTERFACE ${CMAKE_BINARY_DIR}/penstock_fmt)  # -I: before every system folder
+      endif()
+    endif()
+  endforeach()
   target_link_libraries(penstock_torch INTERFACE ${TORCH_LIBRARIES})
   string(REGEX MATCHALL "-D[^ ]+" _penstock_torch_definitions "${TORCH_CXX_FLAGS}")
   target_compile_options(penstock_torch INTERFACE ${_penstock_torch_definitions})

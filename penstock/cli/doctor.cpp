@@ -59,7 +59,7 @@ void print_machine() {
 // The other side: runs inside each spawned rank and writes what it saw.
 int run_probe(const std::string& device_name, const std::string& report_path) {
   comm::World world = comm::World::from_env();
-  const at::Device device = device_name == "cuda" ? at::Device(at::kCUDA, static_cast<at::DeviceIndex>(world.local_rank())) : at::Device(at::kCPU);
+  const at::Device device = device_name == "cuda" ? at::Device(at::kCUDA, static_cast<at::DeviceIndex>(world.local_rank() % static_cast<int>(torch::cuda::device_count()))) : at::Device(at::kCPU);
   comm::Group group = world.group();
   const auto results = comm::self_test(group, device);
   bool ok = true;

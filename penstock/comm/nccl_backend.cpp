@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include "penstock/base/log.h"
 #include "penstock/comm/c10d_backend.h"
 
 namespace penstock::comm {
@@ -27,6 +28,16 @@ class NcclTransfer final : public Transfer {
 class NcclBackend final : public C10dBackend {
  public:
   using C10dBackend::C10dBackend;
+  ~NcclBackend() override {
+#if PENSTOCK_TORCH_AT_LEAST(2, 6)
+    // Communicators must be closed while CUDA still works, not when the process ends.
+    try {
+      if (group_) group_->shutdown();
+    } catch (const std::exception& error) {
+      log().warn("comm: an NCCL communicator could not be closed: {}", error.what());
+    }
+#endif
+  }
   std::string name() const override { return "nccl"; }
 
   Abilities abilities() const override {
@@ -56,11 +67,7 @@ class NcclBackend final : public C10dBackend {
 
 bool nccl_available() { return true; }
 
-std::string nccl_version() {
-  int version = 0;
-  if (ncclGetVersion(&version) != ncclSuccess) return "unknown";
-  return fmt::format("{}.{}.{}", version / 10000, version % 10000 / 100, version % 100);
-}
+std::string nccl_version() { return c10d::getNcclVersion(); }
 
 std::string gpu_identity(int local_rank, int& index) {
   const int count = c10::cuda::device_count();

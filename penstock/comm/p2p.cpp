@@ -2,7 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
+#include <numeric>
 
 #include "penstock/base/errors.h"
 #include "penstock/base/text.h"
@@ -50,46 +50,75 @@ void exchange_contract(GroupState& group, const Contract& own, bool sender, int 
   if (!sent.matches(own)) throw PipeliningMetadataError(describe_mismatch(from, sent, to, own, work.label()));
 }
 
-std::shared_ptr<WorkState> start(const std::shared_ptr<GroupState>& group, const P2POp& op, bool in_batch) {
+// One transfer, checked and announced, but not yet started.
+struct Prepared {
+  std::shared_ptr<WorkState> work;
+  int position = 0;
+  bool on_device = false;
+};
+
+Prepared prepare(const std::shared_ptr<GroupState>& group, const P2POp& op, bool in_batch) {
   const bool sends = op.kind == P2POp::Kind::Send;
   const char* operation = sends ? "send" : "recv";
-  const bool on_device = op.tensor.defined() && op.tensor.is_cuda() && group->cuda;
-  const int tag = op.options.tag;
-  const int position = position_of(*group, op.peer, tag, operation,
-                                   on_device ? group->cuda_can.self_transfer && in_batch : group->cpu_can.self_transfer);
+  Prepared prepared;
+  prepared.on_device = op.tensor.defined() && op.tensor.is_cuda() && group->cuda;
+  prepared.position = position_of(*group, op.peer, op.options.tag, operation,
+                                  prepared.on_device ? group->cuda_can.self_transfer && in_batch : group->cpu_can.self_transfer);
   check_dense(op.tensor, operation);
-  auto work = std::make_shared<WorkState>(group, operation, op.options.label, op.peer.value(), op.tensor.nbytes(), op.options.timeout, tag);
-  if (on_device) {
-    if (!sends && !op.tensor.is_contiguous())
-      throw ValueError("recv: a CUDA tensor must be contiguous to be received into; give a contiguous buffer");
+  if (prepared.on_device && !sends && !op.tensor.is_contiguous())
+    throw ValueError("recv: a CUDA tensor must be contiguous to be received into; give a contiguous buffer");
+  prepared.work = std::make_shared<WorkState>(group, operation, op.options.label, op.peer.value(), op.tensor.nbytes(), op.options.timeout, op.options.tag);
+  return prepared;
+}
+
+// Tells or checks what will be moved, before anything of a batch has started: a mismatch must not leave half a batch behind.
+void announce(const Prepared& prepared, const P2POp& op) {
+  GroupState& group = prepared.work->group();
+  if (!prepared.on_device || group.world->fake) return;
+  const bool sends = op.kind == P2POp::Kind::Send;
+  const Contract contract = Contract::of(op.tensor, op.options.tag, group.next_number(sends, prepared.position, op.options.tag));
+  exchange_contract(group, contract, sends, op.peer.value(), *prepared.work);
+}
+
+void post(const Prepared& prepared, const P2POp& op, bool in_batch) {
+  const bool sends = op.kind == P2POp::Kind::Send;
+  WorkState& work = *prepared.work;
+  GroupState& group = work.group();
+  if (prepared.on_device) {
     const at::Tensor data = op.tensor.contiguous();
-    const Contract contract = Contract::of(data, tag, group->next_number(sends, position, tag));
-    if (!group->world->fake) exchange_contract(*group, contract, sends, op.peer.value(), *work);
-    TransferPtr transfer = sends ? group->cuda->send(data, position, contract.key()) : group->cuda->recv(data, position, contract.key());
-    if (!in_batch) work->add(std::move(transfer));
-    work->keep(data);
-    return work;
+    TransferPtr transfer = sends ? group.cuda->send(data, prepared.position, 0) : group.cuda->recv(data, prepared.position, 0);
+    if (!in_batch) work.add(std::move(transfer));
+    work.keep(data);
+    return;
   }
-  if (sends) {
-    start_send(*work, to_host(op.tensor.contiguous()), position, tag);
-    return work;
-  }
+  if (sends) return start_send(work, to_host(op.tensor.contiguous()), prepared.position, op.options.tag);
   const HostCopy target(op.tensor, HostCopy::Direction::Out);
-  start_receive(*work, target.host(), position, tag);
-  if (target.copied()) work->then([target](WorkState&) { target.write_back(); });
-  return work;
+  start_receive(work, target.host(), prepared.position, op.options.tag);
+  if (target.copied()) work.then([target](WorkState&) { target.write_back(); });
+}
+
+Work start(const std::shared_ptr<GroupState>& group, const P2POp& op) {
+  const Prepared prepared = prepare(group, op, false);
+  try {
+    announce(prepared, op);
+  } catch (const PipeliningMetadataError& error) {
+    group->fail(error.what(), std::current_exception());
+    throw;
+  }
+  post(prepared, op, false);
+  return Work(prepared.work);
 }
 
 }  // namespace
 
 Work Group::isend(const at::Tensor& tensor, Rank to, const P2POptions& options) const {
   member("send");
-  return Work(start(state_, P2POp::send(tensor, to, options), false));
+  return start(state_, P2POp::send(tensor, to, options));
 }
 
 Work Group::irecv(const at::Tensor& tensor, Rank from, const P2POptions& options) const {
   member("recv");
-  return Work(start(state_, P2POp::recv(tensor, from, options), false));
+  return start(state_, P2POp::recv(tensor, from, options));
 }
 
 void Group::send(const at::Tensor& tensor, Rank to, const P2POptions& options) const { isend(tensor, to, options).wait(); }
@@ -100,22 +129,33 @@ std::vector<Work> Group::batch_isend_irecv(const std::vector<P2POp>& ops) const 
   GroupState& group = member("batch");
   const bool bracket = group.cuda && group.cuda_can.needs_batch &&
                        std::any_of(ops.begin(), ops.end(), [](const P2POp& op) { return op.tensor.defined() && op.tensor.is_cuda(); });
-  std::vector<std::shared_ptr<WorkState>> states(ops.size());
-  // Contracts are exchanged by the sender first, so that two ranks that exchange do not wait for each other in the store.
-  if (bracket) group.cuda->begin_batch();
+  std::vector<Prepared> prepared;
+  for (const P2POp& op : ops) prepared.push_back(prepare(state_, op, bracket));
+  // Receives first, so that data finds its buffer. NCCL knows no tags, only the order within the batch: there both sides
+  // order by tag.
+  std::vector<std::size_t> order(ops.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    const bool a_sends = ops[a].kind == P2POp::Kind::Send, b_sends = ops[b].kind == P2POp::Kind::Send;
+    if (a_sends != b_sends) return b_sends;
+    return bracket && ops[a].options.tag < ops[b].options.tag;
+  });
   try {
-    for (const auto kind : bracket ? std::array{P2POp::Kind::Send, P2POp::Kind::Recv} : std::array{P2POp::Kind::Recv, P2POp::Kind::Send})
-      for (std::size_t i = 0; i < ops.size(); ++i)
-        if (ops[i].kind == kind) states[i] = start(state_, ops[i], bracket);
-  } catch (...) {
-    if (bracket) group.cuda->end_batch();
+    // All is told before anything is asked for, so that two ranks that exchange do not wait for each other.
+    for (const auto kind : {P2POp::Kind::Send, P2POp::Kind::Recv})
+      for (const std::size_t i : order)
+        if (ops[i].kind == kind) announce(prepared[i], ops[i]);
+  } catch (const PipeliningMetadataError& error) {
+    group.fail(error.what(), std::current_exception());
     throw;
   }
+  if (bracket) group.cuda->begin_batch();
+  for (const std::size_t i : order) post(prepared[i], ops[i], bracket);
   const TransferPtr all = bracket ? group.cuda->end_batch() : nullptr;
   std::vector<Work> works;
-  for (std::size_t i = 0; i < ops.size(); ++i) {
-    if (all && ops[i].tensor.is_cuda()) states[i]->add(all);
-    works.emplace_back(std::move(states[i]));
+  for (const Prepared& one : prepared) {
+    if (all && one.on_device) one.work->add(all);
+    works.emplace_back(one.work);
   }
   return works;
 }

@@ -101,6 +101,7 @@ std::string_view to_text(ActionKind kind);
 std::string to_text(const Action& action);
 // What one slot of a row holds: "" when idle, "2F0", or "(0F4;3B1)OVERLAP_F_B" for two or more actions at once.
 std::string to_text(std::span<const Action> slot);
+void append_text(std::string& out, std::span<const Action> slot);
 
 std::ostream& operator<<(std::ostream& out, const Action& action);
 

@@ -2,7 +2,8 @@
 //
 // Writing and reading are inverse to each other. Reading is strict: a cell must match as a whole; blanks around a cell,
 // around the members of an overlap and leading zeros are accepted, nothing else. Every error is a ConfigError that names
-// line and column (from 1). Rows may have different lengths; a trailing empty line is not a row.
+// line and column (from 1). Rows may have different lengths. An empty line is a rank without slots, a line of blanks a rank
+// with one idle slot; the line end of the last row may be missing.
 #pragma once
 
 #include <cstddef>

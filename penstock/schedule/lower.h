@@ -28,6 +28,8 @@ Row add_unshard_reshard(const Row& row, int max_active_stages);
 
 // REDUCE_GRAD behind the slot in which a stage's count of weight gradients (B or W) reaches `microbatches`.
 Row add_reduce_grad(const Row& row, int microbatches);
+// The same with the number of microbatches of each stage's chain.
+Row add_reduce_grad(const Row& row, const StageMap& stages);
 
 // I directly followed by the W of the same stage and microbatch becomes B.
 Row merge_backward(const Row& row);

@@ -21,6 +21,7 @@
 #include <cstddef>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "penstock/base/errors.h"
@@ -30,7 +31,7 @@ namespace penstock::schedule {
 
 enum class ViolationKind {
   Extent,         // ranks, stages or microbatches differ from what was expected
-  Malformed,      // an action with a stage or microbatch outside the schedule, or without a microbatch
+  Malformed,      // a stage or microbatch outside the schedule, a microbatch missing or out of place
   WrongRank,      // an action on a rank that does not hold its stage
   Duplicate,      // the same work twice
   Order,          // before what it needs on its own rank
@@ -83,7 +84,7 @@ struct ValidateOptions {
     int stages;
     int microbatches;
   };
-  std::optional<Extent> expected;
+  std::optional<Extent> expected = std::nullopt;
   // Comparison with the reference validator, which counts distinct microbatches and looks at one rank at a time: lets
   // duplicates of forwards and cross-rank deadlocks through. For parity tests only.
   bool as_reference = false;

@@ -1,6 +1,7 @@
-// Interleaved zero bubble (with one chunk per rank: ZB1P): interleaved 1F1B with the backward split into I and W. Rank r
-// starts its weight gradients r steps late, so that later ranks pass input gradients on without delay, and the weight
-// gradients that are left fill the end.
+// Interleaved zero bubble (with one chunk per rank: ZB1P): interleaved 1F1B with the backward split into I and W. As an I
+// takes half the time of a B, the first gradient comes back earlier: the warm-up grows by one forward per rank, where
+// interleaved 1F1B needs two. Rank r starts its weight gradients r steps late, so that input gradients are passed on without
+// delay, and the weight gradients that are left fill the end.
 #include <algorithm>
 #include <vector>
 
@@ -16,25 +17,26 @@ Row split_backward_row(const PipelineShape& shape, int rank, int group) {
   const int ranks = shape.ranks;
   const int chunks = shape.stages_per_rank;
   const InterleavedOrder order(shape.microbatches, chunks, group);
-  const WarmUp counts = warm_up_counts(rank, ranks, chunks, shape.microbatches, group);
+  const int total = shape.microbatches * chunks;
+  const int warm_up = std::min((chunks - 1) * group + (ranks - 1 - rank), total);
   Row row;
-  const int until_backward = counts.warm_up == 0 ? 0 : ranks - rank - 1;
-  row.reserve(static_cast<std::size_t>(rank + until_backward + 3 * counts.total));
+  const int until_backward = warm_up == 0 ? 0 : ranks - rank - 1;
+  row.reserve(static_cast<std::size_t>(rank + until_backward) + 3 * static_cast<std::size_t>(total));
   const auto push = [&](ActionKind kind, int step) {
     const TableEntry entry = order[step];
     const int chunk = kind == ActionKind::Forward ? entry.chunk : backward_chunk(entry.chunk, chunks);
     row.push(Action(kind, StageId{rank + chunk * ranks}, MicrobatchId{entry.microbatch}));
   };
   row.push_idle(static_cast<std::size_t>(rank));
-  for (int step = 0; step < counts.warm_up; ++step) push(ActionKind::Forward, step);
+  for (int step = 0; step < warm_up; ++step) push(ActionKind::Forward, step);
   row.push_idle(static_cast<std::size_t>(until_backward));
   int weights = 0;
-  for (int step = 0; step < counts.total; ++step) {
-    if (step < counts.remaining) push(ActionKind::Forward, counts.warm_up + step);
+  for (int step = 0; step < total; ++step) {
+    if (warm_up + step < total) push(ActionKind::Forward, warm_up + step);
     push(ActionKind::BackwardInput, step);
     if (step >= rank) push(ActionKind::BackwardWeight, weights++);
   }
-  while (weights < counts.total) push(ActionKind::BackwardWeight, weights++);
+  while (weights < total) push(ActionKind::BackwardWeight, weights++);
   return row;
 }
 

@@ -13,9 +13,9 @@ namespace penstock::schedule {
 namespace {
 
 // The gathered stages. When several are freed in front of one slot their order is visible in the text; it is the table
-// order of an open-addressing hash set of integers (size 8 at first, runs of nearby places before perturbed ones,
-// growth at three fifths, removed entries keep their place until the table is rebuilt), which is what the reference
-// iterates. Membership itself is a linear look at a handful of entries.
+// order of an open-addressing hash set of integers, which is what the reference iterates: size 8 at first, runs of nearby
+// places before perturbed ones, growth at three fifths, and a new entry takes the last removed one's place that it passed
+// on its way to a free one. Membership itself is a linear look at a handful of entries.
 class ActiveStages {
  public:
   bool contains(int stage) const {
@@ -23,9 +23,9 @@ class ActiveStages {
   }
 
   void add(int stage) {
-    place(table_, stage);
-    ++filled_;
     ++used_;
+    if (place(table_, stage) == State::Removed) return;
+    ++filled_;
     const std::size_t mask = table_.size() - 1;
     if (filled_ * 5 >= mask * 3) rebuild();
   }
@@ -59,16 +59,21 @@ class ActiveStages {
   static constexpr std::size_t kSmallest = 8;
   static constexpr std::size_t kNearby = 9;
 
-  static void place(std::vector<Entry>& table, int stage) {
+  // Returns what the entry's place held before.
+  static State place(std::vector<Entry>& table, int stage) {
     const std::size_t mask = table.size() - 1;
     auto perturb = static_cast<std::size_t>(stage);
     std::size_t i = perturb & mask;
+    Entry* removed = nullptr;
     while (true) {
       const std::size_t last = i + kNearby <= mask ? i + kNearby : i;
       for (std::size_t at = i; at <= last; ++at) {
+        if (table[at].state == State::Removed) removed = &table[at];
         if (table[at].state == State::Free) {
-          table[at] = {State::Used, stage};
-          return;
+          Entry& chosen = removed != nullptr ? *removed : table[at];
+          const State before = chosen.state;
+          chosen = {State::Used, stage};
+          return before;
         }
       }
       perturb >>= 5;

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <optional>
-#include <tuple>
+#include <span>
+#include <utility>
+#include <vector>
 
 #include "penstock/base/errors.h"
 
@@ -18,6 +20,17 @@ using BlockTimes = std::array<int, kPeriod>;
 
 // Waiting steps at the three turns of a microbatch's way: between the chunks, before the loss gradient, and back.
 using Turns = std::array<int, 3>;
+
+// Chunks held at once by this rank once the block repeats: forwards begun less weight gradients done.
+int held_chunks(const BlockTimes& times) {
+  int most = 0;
+  for (int step = 0; step < kPeriod; ++step) {
+    const int now = kPeriod * (*std::ranges::max_element(times) / kPeriod + 1) + step;  // every action repeats by then
+    const auto ran = [&](int i) { return (now - times[static_cast<std::size_t>(i)]) / kPeriod; };
+    most = std::max(most, ran(0) + ran(1) - ran(4) - ran(5));
+  }
+  return most;
+}
 
 // None when two of the actions fall on the same step of the period.
 std::optional<BlockTimes> block_times(const VBlockOffsets& offsets, const Turns& turns, int ranks, int rank) {
@@ -34,46 +47,68 @@ std::optional<BlockTimes> block_times(const VBlockOffsets& offsets, const Turns&
     if (slot) return std::nullopt;
     slot = true;
   }
-  // Each W takes the first free step behind its I.
-  for (const auto& [weight, input] : {std::pair{4, 2}, std::pair{5, 3}}) {
-    int time = times[static_cast<std::size_t>(input)] + 1;
-    while (taken[static_cast<std::size_t>(time % kPeriod)]) ++time;
-    taken[static_cast<std::size_t>(time % kPeriod)] = true;
-    times[static_cast<std::size_t>(weight)] = time;
+  // Each W takes the first of the two free steps behind its I; which one may choose first is this rank's own matter.
+  std::optional<BlockTimes> best;
+  for (const auto& order : {std::array{4, 5}, std::array{5, 4}}) {
+    std::array<bool, kPeriod> free = taken;
+    for (const int weight : order) {
+      int time = times[static_cast<std::size_t>(weight - 2)] + 1;
+      while (free[static_cast<std::size_t>(time % kPeriod)]) ++time;
+      free[static_cast<std::size_t>(time % kPeriod)] = true;
+      times[static_cast<std::size_t>(weight)] = time;
+    }
+    if (!best || held_chunks(times) < held_chunks(*best)) best = times;
   }
-  return times;
+  return best;
 }
 
-// The shortest waits that keep the block free of collisions on every rank.
-Turns find_turns(const VBlockOffsets& offsets, int ranks) {
-  std::optional<Turns> best;
-  const int ranks_to_check = std::min(ranks, kPeriod);  // times modulo the period repeat after that many ranks
-  for (int sum = 0; sum <= 3 * (kPeriod - 1) && !best; ++sum) {
-    for (int a = 0; a <= std::min(sum, kPeriod - 1) && !best; ++a) {
-      for (int b = 0; b <= std::min(sum - a, kPeriod - 1) && !best; ++b) {
-        const Turns turns = {a, b, sum - a - b};
-        if (turns[2] >= kPeriod) continue;
-        bool free = true;
-        for (int rank = 0; rank < ranks_to_check && free; ++rank) {
-          free = block_times(offsets, turns, ranks, rank).has_value();
+struct Block {
+  VBlockOffsets offsets;
+  Turns turns;
+};
+
+// Of all blocks free of collisions on every rank the one that holds least, then the shortest.
+Block best_block(std::span<const VBlockOffsets> candidates, int ranks) {
+  // Collisions repeat with the period. What a rank holds does so too, but for a part that grows evenly along the ranks and
+  // is greatest at one of the ends; so both ends are looked at.
+  std::vector<int> sample;
+  for (int rank = 0; rank < ranks; ++rank) {
+    if (rank < 2 * kPeriod || rank >= ranks - 2 * kPeriod) sample.push_back(rank);
+  }
+  std::optional<Block> best;
+  std::pair<int, int> best_cost;
+  for (const VBlockOffsets& offsets : candidates) {
+    for (int code = 0; code < kPeriod * kPeriod * kPeriod; ++code) {
+      const Turns turns = {code % kPeriod, code / kPeriod % kPeriod, code / kPeriod / kPeriod};
+      std::pair<int, int> cost = {0, turns[0] + turns[1] + turns[2]};
+      bool possible = true;
+      for (const int rank : sample) {
+        const auto times = block_times(offsets, turns, ranks, rank);
+        if (!times) {
+          possible = false;
+          break;
         }
-        if (free) best = turns;
+        cost.first = std::max(cost.first, held_chunks(*times));
+      }
+      if (possible && (!best || cost < best_cost)) {
+        best = Block{offsets, turns};
+        best_cost = cost;
       }
     }
   }
-  PENSTOCK_INVARIANT(best.has_value(), "some waits make the block of a V schedule free of collisions");
+  PENSTOCK_INVARIANT(best.has_value(), "some block of a V schedule is free of collisions");
   return *best;
 }
 
 }  // namespace
 
-Schedule v_block_schedule(const PipelineShape& shape, const VBlockOffsets& offsets) {
+Schedule v_block_schedule(const PipelineShape& shape, std::span<const VBlockOffsets> candidates) {
   const int ranks = shape.ranks;
   const int stages = 2 * ranks;
-  const Turns turns = find_turns(offsets, ranks);
+  const Block block = best_block(candidates, ranks);
   Schedule schedule(StageMap::make(Placement::V, ranks, stages, shape.microbatches));
   for (int rank = 0; rank < ranks; ++rank) {
-    const BlockTimes times = *block_times(offsets, turns, ranks, rank);
+    const BlockTimes times = *block_times(block.offsets, block.turns, ranks, rank);
     const int chunk0 = rank;
     const int chunk1 = stages - 1 - rank;
     struct Stream {

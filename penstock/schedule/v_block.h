@@ -7,6 +7,8 @@
 // life always meet, so all ranks need the same.
 #pragma once
 
+#include <span>
+
 #include "penstock/schedule/generators.h"
 
 namespace penstock::schedule {
@@ -19,6 +21,8 @@ struct VBlockOffsets {
   int backward_up;    // I of chunk 0, rank P-1 to 0
 };
 
-Schedule v_block_schedule(const PipelineShape& shape, const VBlockOffsets& offsets);
+// Takes the candidate whose block holds least on its worst rank, then the shortest; waits at the turns keep its six times
+// apart.
+Schedule v_block_schedule(const PipelineShape& shape, std::span<const VBlockOffsets> candidates);
 
 }  // namespace penstock::schedule

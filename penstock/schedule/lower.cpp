@@ -1,6 +1,8 @@
 #include "penstock/schedule/lower.h"
 
 #include <algorithm>
+#include <bit>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
@@ -25,39 +27,81 @@ std::optional<StageId> receiver_of(const StageMap& map, const Action& action) {
   return std::nullopt;
 }
 
-// Gives the rows their sends and receives by walking all of them at once: in each round every rank takes its next slot if
-// the inputs are there. A receive is written when its send is, so in every row transfers stand in an order in which
-// they can all happen, even if each of them blocks both sides.
+// Ranks that are due in one round, taken in ascending order; more may be added ahead of the present one meanwhile.
+class Round {
+ public:
+  explicit Round(int ranks) : words_((static_cast<std::size_t>(ranks) + 63) / 64, 0) {}
+
+  void add(int rank) {
+    words_[static_cast<std::size_t>(rank) / 64] |= std::uint64_t{1} << (rank % 64);
+    first_ = std::min(first_, static_cast<std::size_t>(rank) / 64);
+  }
+
+  // The lowest rank that is due; it is due no longer.
+  std::optional<int> take() {
+    while (first_ < words_.size() && words_[first_] == 0) ++first_;
+    if (first_ == words_.size()) return std::nullopt;
+    const int bit = std::countr_zero(words_[first_]);
+    words_[first_] &= words_[first_] - 1;
+    return static_cast<int>(first_ * 64) + bit;
+  }
+
+ private:
+  std::vector<std::uint64_t> words_;
+  std::size_t first_ = 0;  // no bits below this word
+};
+
+// Gives the rows their sends and receives by walking all of them at once: in each round every rank, in ascending order,
+// takes its next slot if the inputs are there. A receive is written when its send is, so in every row transfers stand in
+// an order in which they can all happen, even if each of them blocks both sides. A rank whose slot lacks an input is left
+// out of the rounds until that input is made: in the same round if a lower rank makes it, else in the next.
 class TransferInserter {
  public:
   explicit TransferInserter(const Schedule& schedule)
-      : source_(schedule), map_(schedule.stages()), result_(map_), forwards_(map_), gradients_(map_) {}
+      : source_(schedule),
+        map_(schedule.stages()),
+        result_(map_),
+        forwards_(map_),
+        gradients_(map_),
+        next_(static_cast<std::size_t>(map_.ranks()), 0),
+        waits_for_(static_cast<std::size_t>(map_.ranks())),
+        now_(map_.ranks()),
+        later_(map_.ranks()) {}
 
   Schedule run() {
     reserve();
-    std::vector<std::size_t> next(static_cast<std::size_t>(map_.ranks()), 0);
-    std::vector<int> running;
+    std::size_t unfinished = 0;
     for (int rank = 0; rank < map_.ranks(); ++rank) {
-      if (!source_.row(rank).empty()) running.push_back(rank);
+      if (source_.row(rank).empty()) continue;
+      ++unfinished;
+      later_.add(rank);
     }
-    while (!running.empty()) {
-      bool progress = false;
-      std::size_t kept = 0;
-      for (const int rank : running) {
-        std::size_t& slot = next[static_cast<std::size_t>(rank)];
-        if (take(rank, source_.row(rank)[slot])) {
-          progress = true;
-          ++slot;
+    for (bool progress = true; progress && unfinished > 0;) {
+      std::swap(now_, later_);
+      progress = false;
+      while (const auto rank = now_.take()) {
+        progress = true;
+        std::size_t& slot = next_[static_cast<std::size_t>(*rank)];
+        if (!take(*rank, source_.row(*rank)[slot])) continue;
+        if (++slot < source_.row(*rank).size()) {
+          later_.add(*rank);
+        } else {
+          --unfinished;
         }
-        if (slot < source_.row(rank).size()) running[kept++] = rank;
       }
-      running.resize(kept);
-      if (!progress) throw ScheduleError(check(source_));
     }
+    if (unfinished > 0) throw ScheduleError(check(source_));
     return std::move(result_);
   }
 
  private:
+  struct Need {
+    bool is_forward;
+    std::int32_t stage;
+    std::int32_t microbatch;
+    friend bool operator==(const Need&, const Need&) = default;
+  };
+
   void reserve() {
     std::vector<std::size_t> sizes(static_cast<std::size_t>(map_.ranks()), 0);
     for (int rank = 0; rank < map_.ranks(); ++rank) {
@@ -74,34 +118,52 @@ class TransferInserter {
     for (int rank = 0; rank < map_.ranks(); ++rank) result_.row(rank).reserve(sizes[static_cast<std::size_t>(rank)]);
   }
 
-  bool ready(const Action& action) const {
+  // What an action still lacks: the work of a neighbouring stage on the same microbatch.
+  std::optional<Need> unmet_need(const Action& action) const {
     const std::int32_t stage = action.stage().value();
-    if (action.kind() == ActionKind::Forward) {
-      return map_.is_first(action.stage()) || forwards_.contains(stage - 1, action.microbatch()->value());
+    if (action.kind() == ActionKind::Forward && !map_.is_first(action.stage())) {
+      const std::int32_t microbatch = action.microbatch()->value();
+      if (!forwards_.contains(stage - 1, microbatch)) return Need{true, stage - 1, microbatch};
+    } else if (gives_input_gradient(action.kind()) && !map_.is_last(action.stage())) {
+      const std::int32_t microbatch = action.microbatch()->value();
+      if (!gradients_.contains(stage + 1, microbatch)) return Need{false, stage + 1, microbatch};
     }
-    if (gives_input_gradient(action.kind())) {
-      return map_.is_last(action.stage()) || gradients_.contains(stage + 1, action.microbatch()->value());
+    return std::nullopt;
+  }
+
+  bool take(int rank, Slot slot) {
+    for (const Action& action : slot) {
+      if (const auto need = unmet_need(action)) {
+        waits_for_[static_cast<std::size_t>(rank)] = need;
+        return false;
+      }
+    }
+    if (slot.empty()) return true;
+    result_.row(rank).push_slot(slot);
+    for (const Action& action : slot) {
+      if (action.kind() == ActionKind::Forward || gives_input_gradient(action.kind())) complete(rank, action);
     }
     return true;
   }
 
-  bool take(int rank, Slot slot) {
-    if (!std::ranges::all_of(slot, [&](const Action& action) { return ready(action); })) return false;
-    if (slot.empty()) return true;
-    result_.row(rank).push_slot(slot);
-    for (const Action& action : slot) {
-      if (!is_compute(action.kind()) || action.kind() == ActionKind::BackwardWeight) continue;
-      const bool is_forward = action.kind() == ActionKind::Forward;
-      (is_forward ? forwards_ : gradients_).insert(action.stage().value(), action.microbatch()->value());
-      if (const auto receiver = receiver_of(map_, action)) {
-        const MicrobatchId microbatch = *action.microbatch();
-        result_.row(rank).push(
-            Action(is_forward ? ActionKind::SendForward : ActionKind::SendBackward, action.stage(), microbatch));
-        result_.row(map_.rank_of(*receiver))
-            .push(Action(is_forward ? ActionKind::RecvForward : ActionKind::RecvBackward, *receiver, microbatch));
-      }
+  // Books a forward or an input gradient, transfers it if its user is elsewhere, and wakes the rank that waits for it.
+  void complete(int rank, const Action& action) {
+    const bool is_forward = action.kind() == ActionKind::Forward;
+    const std::int32_t stage = action.stage().value();
+    const MicrobatchId microbatch = *action.microbatch();
+    (is_forward ? forwards_ : gradients_).insert(stage, microbatch.value());
+    const auto receiver = receiver_of(map_, action);
+    if (!receiver) return;  // a user on the same rank comes later in the same row
+    const int peer = map_.rank_of(*receiver);
+    result_.row(rank).push(
+        Action(is_forward ? ActionKind::SendForward : ActionKind::SendBackward, action.stage(), microbatch));
+    result_.row(peer).push(
+        Action(is_forward ? ActionKind::RecvForward : ActionKind::RecvBackward, *receiver, microbatch));
+    auto& waits_for = waits_for_[static_cast<std::size_t>(peer)];
+    if (waits_for && *waits_for == Need{is_forward, stage, microbatch.value()}) {
+      waits_for.reset();
+      (peer > rank ? now_ : later_).add(peer);
     }
-    return true;
   }
 
   const Schedule& source_;
@@ -109,6 +171,10 @@ class TransferInserter {
   Schedule result_;
   WorkSet forwards_;
   WorkSet gradients_;
+  std::vector<std::size_t> next_;
+  std::vector<std::optional<Need>> waits_for_;
+  Round now_;
+  Round later_;
 };
 
 // Moves each receive towards the action that consumes it. A receive from a higher rank stops in front of the next send to

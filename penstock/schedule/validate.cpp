@@ -348,6 +348,9 @@ Report check(const Schedule& schedule, const ValidateOptions& options) {
   }
   RowChecks(schedule, options, report).run();
   if (!report.ok()) {
+    // An action that is no part of the schedule, or stands on the wrong rank, often is the cause of what follows.
+    std::stable_sort(report.violations.begin(), report.violations.end(),
+                     [](const Violation& a, const Violation& b) { return a.kind < b.kind; });
     std::vector<Place> places;
     for (const Violation& violation : report.violations) {
       places.insert(places.end(), violation.places.begin(), violation.places.end());

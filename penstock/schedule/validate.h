@@ -29,6 +29,7 @@
 
 namespace penstock::schedule {
 
+// In the order in which they are best repaired; a report lists them so.
 enum class ViolationKind {
   Extent,         // ranks, stages or microbatches differ from what was expected
   Malformed,      // a stage or microbatch outside the schedule, a microbatch missing or out of place

@@ -10,21 +10,6 @@ namespace penstock::schedule {
 
 namespace {
 
-std::uint32_t checked_stage(StageId stage) {
-  if (stage.value() < 0 || stage.value() > kMaxStage) {
-    throw ValueError(describe("stage of an action", fmt::format("{}", stage.value()), fmt::format("0 to {}", kMaxStage)));
-  }
-  return static_cast<std::uint32_t>(stage.value()) << 8;
-}
-
-std::uint32_t checked_microbatch(MicrobatchId microbatch) {
-  if (microbatch.value() < 0 || microbatch.value() > kMaxMicrobatch) {
-    throw ValueError(describe("microbatch of an action", fmt::format("{}", microbatch.value()),
-                              fmt::format("0 to {}", kMaxMicrobatch)));
-  }
-  return static_cast<std::uint32_t>(microbatch.value());
-}
-
 void append_number(std::string& out, std::int32_t value) {
   char digits[12];
   out.append(digits, std::to_chars(digits, digits + sizeof digits, value).ptr);
@@ -38,12 +23,10 @@ void append_action(std::string& out, const Action& action) {
 
 }  // namespace
 
-Action::Action(ActionKind kind, StageId stage, MicrobatchId microbatch)
-    : head_(checked_stage(stage) | kHasMicrobatch | static_cast<std::uint32_t>(kind)),
-      tail_(checked_microbatch(microbatch)) {}
-
-Action::Action(ActionKind kind, StageId stage)
-    : head_(checked_stage(stage) | static_cast<std::uint32_t>(kind)), tail_(0) {}
+void Action::out_of_range(StageId stage, MicrobatchId microbatch) {
+  throw ValueError(describe("action", fmt::format("stage {}, microbatch {}", stage.value(), microbatch.value()),
+                            fmt::format("a stage from 0 to {} and a microbatch from 0 to {}", kMaxStage, kMaxMicrobatch)));
+}
 
 std::string_view to_text(ActionKind kind) {
   switch (kind) {

@@ -53,8 +53,15 @@ class Row;
 class Action {
  public:
   // Throws ValueError when an id is negative or above its bound.
-  Action(ActionKind kind, StageId stage, MicrobatchId microbatch);
-  Action(ActionKind kind, StageId stage);
+  Action(ActionKind kind, StageId stage, MicrobatchId microbatch)
+      : head_(static_cast<std::uint32_t>(stage.value()) << 8 | kHasMicrobatch | static_cast<std::uint32_t>(kind)),
+        tail_(static_cast<std::uint32_t>(microbatch.value())) {
+    check(stage, microbatch);
+  }
+  Action(ActionKind kind, StageId stage)
+      : head_(static_cast<std::uint32_t>(stage.value()) << 8 | static_cast<std::uint32_t>(kind)), tail_(0) {
+    check(stage, MicrobatchId{0});
+  }
 
   ActionKind kind() const { return static_cast<ActionKind>(head_ & 0xf); }
   StageId stage() const { return StageId{static_cast<std::int32_t>(head_ >> 8)}; }
@@ -74,6 +81,13 @@ class Action {
   static constexpr std::uint32_t kIdleTag = 0x20;
   static constexpr std::uint32_t kOverlapTag = 0x40;
   Action(std::uint32_t head, std::uint32_t tail) : head_(head), tail_(tail) {}
+
+  static void check(StageId stage, MicrobatchId microbatch) {
+    const bool good = stage.value() >= 0 && stage.value() <= kMaxStage && microbatch.value() >= 0 &&
+                      microbatch.value() <= kMaxMicrobatch;
+    if (!good) [[unlikely]] out_of_range(stage, microbatch);
+  }
+  [[noreturn]] static void out_of_range(StageId stage, MicrobatchId microbatch);
 
   std::uint32_t head_;  // kind: bits 0-3, flags: bits 4-6, stage: bits 8-31
   std::uint32_t tail_;  // microbatch, 0 when there is none

@@ -13,8 +13,8 @@
 //   ZBVZeroBubble          v              2    I W       any                       P
 //   DualPipeV              v              2    B, I W    >= 2P                     P + 1/2
 //   ZB2P                   loop           1    I W       any                       2P - 1
-//   VHalf                  v              2    I W       any                       about P/2
-//   VMin                   v              2    I W       any                       about P/3
+//   VHalf                  v              2    I W       any                       about P/2 + 1
+//   VMin                   v              2    I W       any                       about P/3 + 4/3
 //   DualPipe               bidirectional  2    B, I W    even, >= 2P (P even)      P + 1, with two copies of the weights
 #pragma once
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <optional>
-#include <unordered_map>
 #include <vector>
 
 #include "penstock/base/errors.h"
@@ -14,18 +13,29 @@ namespace penstock::schedule {
 
 namespace {
 
-// The stage on the other side when this compute action's result leaves its rank; none when it stays or ends here.
-std::optional<StageId> receiver_of(const StageMap& map, const Action& action) {
-  const StageId stage = action.stage();
-  if (action.kind() == ActionKind::Forward && !map.is_last(stage)) {
-    const StageId next{stage.value() + 1};
-    if (map.rank_of(next) != map.rank_of(stage)) return next;
-  } else if (gives_input_gradient(action.kind()) && !map.is_first(stage)) {
-    const StageId previous{stage.value() - 1};
-    if (map.rank_of(previous) != map.rank_of(stage)) return previous;
+constexpr int kStays = -1;
+
+// For every stage the rank to which its result goes, or kStays where the next stage is on the same rank or there is none.
+struct Peers {
+  explicit Peers(const StageMap& map)
+      : forward(static_cast<std::size_t>(map.stages()), kStays), backward(static_cast<std::size_t>(map.stages()), kStays) {
+    for (int stage = 0; stage < map.stages(); ++stage) {
+      const auto s = static_cast<std::size_t>(stage);
+      const int here = map.rank_of(StageId{stage});
+      if (!map.is_last(StageId{stage}) && map.rank_of(StageId{stage + 1}) != here) forward[s] = map.rank_of(StageId{stage + 1});
+      if (!map.is_first(StageId{stage}) && map.rank_of(StageId{stage - 1}) != here) backward[s] = map.rank_of(StageId{stage - 1});
+    }
   }
-  return std::nullopt;
-}
+
+  int of(const Action& action) const {
+    const auto stage = static_cast<std::size_t>(action.stage().value());
+    if (action.kind() == ActionKind::Forward) return forward[stage];
+    return gives_input_gradient(action.kind()) ? backward[stage] : kStays;
+  }
+
+  std::vector<int> forward;
+  std::vector<int> backward;
+};
 
 // Ranks that are due in one round, taken in ascending order; more may be added ahead of the present one meanwhile.
 class Round {
@@ -61,6 +71,7 @@ class TransferInserter {
       : source_(schedule),
         map_(schedule.stages()),
         result_(map_),
+        peers_(map_),
         forwards_(map_),
         gradients_(map_),
         next_(static_cast<std::size_t>(map_.ranks()), 0),
@@ -108,10 +119,10 @@ class TransferInserter {
       sizes[static_cast<std::size_t>(rank)] += source_.row(rank).size();
       for (const Slot slot : source_.row(rank)) {
         for (const Action& action : slot) {
-          if (const auto receiver = receiver_of(map_, action)) {
-            ++sizes[static_cast<std::size_t>(rank)];
-            ++sizes[static_cast<std::size_t>(map_.rank_of(*receiver))];
-          }
+          const int peer = peers_.of(action);
+          if (peer == kStays) continue;
+          ++sizes[static_cast<std::size_t>(rank)];
+          ++sizes[static_cast<std::size_t>(peer)];
         }
       }
     }
@@ -152,13 +163,13 @@ class TransferInserter {
     const std::int32_t stage = action.stage().value();
     const MicrobatchId microbatch = *action.microbatch();
     (is_forward ? forwards_ : gradients_).insert(stage, microbatch.value());
-    const auto receiver = receiver_of(map_, action);
-    if (!receiver) return;  // a user on the same rank comes later in the same row
-    const int peer = map_.rank_of(*receiver);
+    const int peer = peers_.of(action);
+    if (peer == kStays) return;  // a user on the same rank comes later in the same row
+    const StageId receiver{is_forward ? stage + 1 : stage - 1};
     result_.row(rank).push(
         Action(is_forward ? ActionKind::SendForward : ActionKind::SendBackward, action.stage(), microbatch));
     result_.row(peer).push(
-        Action(is_forward ? ActionKind::RecvForward : ActionKind::RecvBackward, *receiver, microbatch));
+        Action(is_forward ? ActionKind::RecvForward : ActionKind::RecvBackward, receiver, microbatch));
     auto& waits_for = waits_for_[static_cast<std::size_t>(peer)];
     if (waits_for && *waits_for == Need{is_forward, stage, microbatch.value()}) {
       waits_for.reset();
@@ -169,6 +180,7 @@ class TransferInserter {
   const Schedule& source_;
   const StageMap& map_;
   Schedule result_;
+  Peers peers_;
   WorkSet forwards_;
   WorkSet gradients_;
   std::vector<std::size_t> next_;
@@ -230,13 +242,23 @@ template <class MicrobatchesOf>
 Row with_reduce_grad(const Row& row, MicrobatchesOf microbatches_of) {
   Row result;
   result.reserve(row.size() + 8);
-  std::unordered_map<std::int32_t, int> counts;
+  struct Left {
+    StageId stage;
+    int microbatches;
+  };
+  std::vector<Left> lefts;  // the stages of one rank are few, and the last one is the likeliest
   for (const Slot slot : row) {
     if (slot.empty()) continue;
     result.push_slot(slot);
     for (const Action& action : slot) {
       if (!gives_weight_gradient(action.kind())) continue;
-      if (++counts[action.stage().value()] == microbatches_of(action.stage())) {
+      auto found = std::find_if(lefts.begin(), lefts.end(), [&](const Left& left) { return left.stage == action.stage(); });
+      if (found == lefts.end()) found = lefts.insert(lefts.end(), {action.stage(), microbatches_of(action.stage())});
+      if (found != lefts.begin()) {
+        std::iter_swap(found, lefts.begin());
+        found = lefts.begin();
+      }
+      if (--found->microbatches == 0) {
         result.push(Action(ActionKind::ReduceGrad, action.stage()));
       }
     }

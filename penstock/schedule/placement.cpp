@@ -109,13 +109,6 @@ StageMap StageMap::make(Placement placement, int ranks, int stages, int microbat
   return StageMap(ranks, std::move(map), {Chain{0, ranks, 0, half}, Chain{ranks, ranks, half, half}});
 }
 
-const Chain& StageMap::chain_of(StageId stage) const {
-  for (std::size_t i = chains_.size() - 1; i > 0; --i) {
-    if (stage.value() >= chains_[i].first_stage) return chains_[i];
-  }
-  return chains_.front();
-}
-
 std::vector<int> StageMap::stages_of(int rank) const {
   std::vector<int> result;
   for (int stage = 0; stage < stages(); ++stage) {

@@ -3,6 +3,7 @@
 // Ranks here are positions along the pipeline axis (plain integers), not global ranks.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string_view>
 #include <vector>
@@ -61,7 +62,11 @@ class StageMap {
 
   bool has_stage(StageId stage) const { return stage.value() >= 0 && stage.value() < stages(); }
   int rank_of(StageId stage) const { return stage_to_rank_[static_cast<std::size_t>(stage.value())]; }
-  const Chain& chain_of(StageId stage) const;
+  const Chain& chain_of(StageId stage) const {
+    std::size_t i = chains_.size() - 1;
+    while (i > 0 && stage.value() < chains_[i].first_stage) --i;
+    return chains_[i];
+  }
   bool is_first(StageId stage) const { return chain_of(stage).first_stage == stage.value(); }
   bool is_last(StageId stage) const {
     const Chain& chain = chain_of(stage);

@@ -29,11 +29,7 @@ void Row::push_idle(std::size_t slots) {
   cells_.insert(cells_.end(), slots, Action(Action::kIdleTag, 0));
 }
 
-void Row::push_slot(Slot slot) {
-  if (slot.size() == 1) {
-    cells_.push_back(slot[0]);
-    return;
-  }
+void Row::push_idle_or_overlap(Slot slot) {
   if (slot.empty()) {
     push_idle();
     return;

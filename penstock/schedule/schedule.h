@@ -61,7 +61,13 @@ class Row {
   void push(const Action& action) { cells_.push_back(action); }
   void push_idle(std::size_t slots = 1);
   // Idle, one action or an overlap, as the slot says. The slot must not point into this row's own storage.
-  void push_slot(Slot slot);
+  void push_slot(Slot slot) {
+    if (slot.size() == 1) [[likely]] {
+      cells_.push_back(slot[0]);
+    } else {
+      push_idle_or_overlap(slot);
+    }
+  }
   // Swaps the contents of one slot for another; used by tests and by schedule search.
   void replace(std::size_t slot, const Action& action) { cells_[slot] = action; }
   void replace_idle(std::size_t slot) { cells_[slot] = Action(Action::kIdleTag, 0); }
@@ -74,6 +80,8 @@ class Row {
   friend bool operator==(const Row& a, const Row& b);
 
  private:
+  void push_idle_or_overlap(Slot slot);
+
   std::vector<Action> cells_;
   std::vector<Action> overlapped_;
 };

@@ -102,21 +102,27 @@ class ActiveStages {
 struct Upcoming {
   std::size_t slot;
   std::size_t member;
-  int stage;
+  std::size_t stage;  // index into the stages of the row
 };
 
 // For every stage of a row its future slots, so that "the next stages from here on" needs no scan of the row.
 class Lookahead {
  public:
   explicit Lookahead(const Row& row) : row_(row) {
+    std::unordered_map<int, std::size_t> known;
+    std::size_t last = 0;  // rows stay on a stage or two for long
     for (std::size_t slot = 0; slot < row.size(); ++slot) {
       for (const Action& action : row[slot]) {
-        const auto [found, fresh] = index_.try_emplace(action.stage().value(), uses_.size());
-        if (fresh) {
-          uses_.emplace_back();
-          insert(slot, action.stage().value());
+        const int stage = action.stage().value();
+        if (uses_.empty() || uses_[last].stage != stage) {
+          const auto [found, fresh] = known.try_emplace(stage, uses_.size());
+          last = found->second;
+          if (fresh) {
+            uses_.push_back({stage, {}, 0});
+            insert(slot, last);
+          }
         }
-        std::vector<std::size_t>& slots = uses_[found->second].slots;
+        std::vector<std::size_t>& slots = uses_[last].slots;
         if (slots.empty() || slots.back() != slot) slots.push_back(slot);
       }
     }
@@ -127,16 +133,16 @@ class Lookahead {
     stages.clear();
     for (std::size_t i = 0; i < upcoming_.size(); ++i) {
       if (stages.size() >= wanted && upcoming_[i].slot != upcoming_[i - 1].slot) return;
-      stages.push_back(upcoming_[i].stage);
+      stages.push_back(uses_[upcoming_[i].stage].stage);
     }
   }
 
   // The walk leaves `slot`: its stages move on to their next use.
   void leave(std::size_t slot) {
     while (!upcoming_.empty() && upcoming_.front().slot == slot) {
-      const int stage = upcoming_.front().stage;
+      const std::size_t stage = upcoming_.front().stage;
       upcoming_.erase(upcoming_.begin());
-      Uses& uses = uses_[index_.find(stage)->second];
+      Uses& uses = uses_[stage];
       ++uses.next;
       if (uses.next < uses.slots.size()) insert(uses.slots[uses.next], stage);
     }
@@ -144,13 +150,15 @@ class Lookahead {
 
  private:
   struct Uses {
+    int stage;
     std::vector<std::size_t> slots;
-    std::size_t next = 0;
+    std::size_t next;
   };
 
-  void insert(std::size_t slot, int stage) {
+  void insert(std::size_t slot, std::size_t stage) {
     const Slot members = row_[slot];
-    const auto found = std::ranges::find_if(members, [&](const Action& a) { return a.stage().value() == stage; });
+    const auto found =
+        std::ranges::find_if(members, [&](const Action& a) { return a.stage().value() == uses_[stage].stage; });
     const Upcoming entry = {slot, static_cast<std::size_t>(found - members.begin()), stage};
     const auto before = [](const Upcoming& a, const Upcoming& b) {
       return a.slot != b.slot ? a.slot < b.slot : a.member < b.member;
@@ -159,7 +167,6 @@ class Lookahead {
   }
 
   const Row& row_;
-  std::unordered_map<int, std::size_t> index_;
   std::vector<Uses> uses_;
   std::vector<Upcoming> upcoming_;
 };

@@ -111,6 +111,19 @@ TEST(Validate, ReportsTheCycleAndNotWhoWaitsBehindIt) {
   EXPECT_EQ(report.cycle[1].at, (Place{4, 0}));
 }
 
+// Rank 0 waits for rank 2, which waits for rank 1, which waits for rank 0; and with the other member of its overlap it
+// waits for rank 1 directly.
+TEST(Validate, ReportsTheShortestOfSeveralCycles) {
+  const Report report = report_of(
+      "0F1,(3F0;0B1)OVERLAP_F_B,0F0,3F1,3B0,3B1,0B0\n"
+      "1F0,1F1,4F0,4F1,4B0,4B1,1B0,1B1\n"
+      "2F0,2F1,5F0,5F1,5B0,5B1,2B0,2B1\n");
+  ASSERT_FALSE(report.ok());
+  ASSERT_EQ(report.cycle.size(), 2u) << report.text();
+  EXPECT_EQ(to_text(report.cycle[0].action), "0B1");
+  EXPECT_EQ(report.cycle[1].at, (Place{1, 0}));
+}
+
 TEST(Validate, ReportsALongCycleWhole) {
   // Rank 0 begins with its second stage, which comes after the first one's way over all ranks.
   const Report report = report_of("3F0,0F0,3B0,0B0\n1F0,4F0,4B0,1B0\n2F0,5F0,5B0,2B0\n");

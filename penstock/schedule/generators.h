@@ -2,19 +2,19 @@
 //
 // A generator throws ValueError for a shape that its schedule does not have; the message says which numbers would do.
 // P = ranks, V = stages per rank, M = microbatches. "In flight" counts microbatches whose forward ran on a rank and whose
-// weight gradient has not, in units of one rank's share of the model.
+// weight gradient has not, at most, in units of one rank's share of the model; G is the group size.
 //
 //   kind                   placement      V    backward  M                         in flight at rank r
 //   GPipe                  loop           1    B         any                       M
 //   1F1B                   loop           1    B         >= P                      P - r
 //   Interleaved1F1B        loop           any  B         whole rounds, see below   (2(P-1-r) + (V-1)G + 1) / V
 //   LoopedBFS              loop           any  B         any                       M
-//   InterleavedZeroBubble  loop           any  I W       whole rounds              as Interleaved1F1B plus r deferred W
+//   InterleavedZeroBubble  loop           any  I W       whole rounds              ((V-1)G + P) / V
 //   ZBVZeroBubble          v              2    I W       any                       P
 //   DualPipeV              v              2    B, I W    >= 2P                     P + 1/2
 //   ZB2P                   loop           1    I W       any                       2P - 1
-//   VHalf                  v              2    I W       any                       about P/2 + 1
-//   VMin                   v              2    I W       any                       about P/3 + 4/3
+//   VHalf                  v              2    I W       any                       P/2 + 1
+//   VMin                   v              2    I W       any                       P/3 + 4/3
 //   DualPipe               bidirectional  2    B, I W    even, >= 2P (P even)      P + 1, with two copies of the weights
 #pragma once
 

@@ -24,7 +24,9 @@ namespace fs = std::filesystem;
 
 fs::path golden_folder() {
   if (const char* folder = std::getenv("PENSTOCK_GOLDEN"); folder != nullptr && *folder != '\0') return folder;
-  return fs::path(std::getenv("PENSTOCK_SOURCE")) / "tests" / "golden";
+  const char* source = std::getenv("PENSTOCK_SOURCE");
+  if (source == nullptr) throw std::runtime_error("set PENSTOCK_GOLDEN to the folder of the reference data");
+  return fs::path(source) / "tests" / "golden";
 }
 
 std::string read_text(const fs::path& path) {

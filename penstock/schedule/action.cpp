@@ -24,8 +24,9 @@ void append_action(std::string& out, const Action& action) {
 }  // namespace
 
 void Action::out_of_range(StageId stage, MicrobatchId microbatch) {
-  throw ValueError(describe("action", fmt::format("stage {}, microbatch {}", stage.value(), microbatch.value()),
-                            fmt::format("a stage from 0 to {} and a microbatch from 0 to {}", kMaxStage, kMaxMicrobatch)));
+  throw ValueError(
+      describe("action", fmt::format("stage {}, microbatch {}", stage.value(), microbatch.value()),
+               fmt::format("a stage from 0 to {} and a microbatch from 0 to {}", kMaxStage, kMaxMicrobatch)));
 }
 
 std::string_view to_text(ActionKind kind) {

@@ -1,7 +1,7 @@
 // One step of a pipeline schedule: what is done (kind), on which stage, for which microbatch.
 //
-// An Action is an 8-byte value; a schedule of a thousand ranks holds tens of millions of them. Text form, exact in both
-// directions: `<stage><kind><microbatch>`, for example 2F0, 1I3, 0SEND_F1, 3UNSHARD.
+// An Action is an 8-byte value; a schedule of a thousand ranks holds tens of millions of them. Text form,
+// exact in both directions: `<stage><kind><microbatch>`, for example 2F0, 1I3, 0SEND_F1, 3UNSHARD.
 //
 //   text         kind             meaning
 //   F            Forward          forward of one microbatch
@@ -54,7 +54,8 @@ class Action {
  public:
   // Throws ValueError when an id is negative or above its bound.
   Action(ActionKind kind, StageId stage, MicrobatchId microbatch)
-      : head_(static_cast<std::uint32_t>(stage.value()) << 8 | kHasMicrobatch | static_cast<std::uint32_t>(kind)),
+      : head_(static_cast<std::uint32_t>(stage.value()) << 8 | kHasMicrobatch |
+              static_cast<std::uint32_t>(kind)),
         tail_(static_cast<std::uint32_t>(microbatch.value())) {
     check(stage, microbatch);
   }
@@ -76,7 +77,8 @@ class Action {
  private:
   friend class Row;
   friend struct std::hash<Action>;
-  // Row packs its idle slots and overlaps into the same 8 bytes; no Action outside a Row ever carries these tags.
+  // Row packs its idle slots and overlaps into the same 8 bytes; no Action outside a Row ever carries these
+  // tags.
   static constexpr std::uint32_t kHasMicrobatch = 0x10;
   static constexpr std::uint32_t kIdleTag = 0x20;
   static constexpr std::uint32_t kOverlapTag = 0x40;
@@ -85,7 +87,8 @@ class Action {
   static void check(StageId stage, MicrobatchId microbatch) {
     const bool good = stage.value() >= 0 && stage.value() <= kMaxStage && microbatch.value() >= 0 &&
                       microbatch.value() <= kMaxMicrobatch;
-    if (!good) [[unlikely]] out_of_range(stage, microbatch);
+    if (!good) [[unlikely]]
+      out_of_range(stage, microbatch);
   }
   [[noreturn]] static void out_of_range(StageId stage, MicrobatchId microbatch);
 
@@ -95,7 +98,9 @@ class Action {
 static_assert(sizeof(Action) == 8);
 
 // F, B, I or W.
-constexpr bool is_compute(ActionKind kind) { return kind <= ActionKind::BackwardWeight; }
+constexpr bool is_compute(ActionKind kind) {
+  return kind <= ActionKind::BackwardWeight;
+}
 // B or I: produces the gradient that the previous stage waits for.
 constexpr bool gives_input_gradient(ActionKind kind) {
   return kind == ActionKind::Backward || kind == ActionKind::BackwardInput;
@@ -104,16 +109,23 @@ constexpr bool gives_input_gradient(ActionKind kind) {
 constexpr bool gives_weight_gradient(ActionKind kind) {
   return kind == ActionKind::Backward || kind == ActionKind::BackwardWeight;
 }
-constexpr bool is_send(ActionKind kind) { return kind == ActionKind::SendForward || kind == ActionKind::SendBackward; }
-constexpr bool is_receive(ActionKind kind) { return kind == ActionKind::RecvForward || kind == ActionKind::RecvBackward; }
+constexpr bool is_send(ActionKind kind) {
+  return kind == ActionKind::SendForward || kind == ActionKind::SendBackward;
+}
+constexpr bool is_receive(ActionKind kind) {
+  return kind == ActionKind::RecvForward || kind == ActionKind::RecvBackward;
+}
 // UNSHARD, RESHARD or REDUCE_GRAD: concerns a stage as a whole, never one microbatch.
-constexpr bool is_stage_wide(ActionKind kind) { return kind >= ActionKind::Unshard; }
+constexpr bool is_stage_wide(ActionKind kind) {
+  return kind >= ActionKind::Unshard;
+}
 
 // "F", "SEND_F", ...
 std::string_view to_text(ActionKind kind);
 // "2F0".
 std::string to_text(const Action& action);
-// What one slot of a row holds: "" when idle, "2F0", or "(0F4;3B1)OVERLAP_F_B" for two or more actions at once.
+// What one slot of a row holds: "" when idle, "2F0", or "(0F4;3B1)OVERLAP_F_B" for two or more actions at
+// once.
 std::string to_text(std::span<const Action> slot);
 void append_text(std::string& out, std::span<const Action> slot);
 

@@ -36,7 +36,9 @@ class DryRun {
       for (const int rank : stalled) {
         if (!act(rank)) result_.row(rank).push_idle();
       }
-      std::erase_if(running, [&](int rank) { return next_[static_cast<std::size_t>(rank)] == source_.row(rank).size(); });
+      std::erase_if(running, [&](int rank) {
+        return next_[static_cast<std::size_t>(rank)] == source_.row(rank).size();
+      });
       if (!progress) throw ScheduleError(check(source_, {.sends = SendModel::Posted}));
     }
     return std::move(result_);
@@ -49,10 +51,11 @@ class DryRun {
     return done_[event].contains(stage, action.microbatch()->value());
   }
 
-  // The input of a compute action: received, or made by the neighbouring stage on the same rank; in a compute-only schedule
-  // made anywhere.
+  // The input of a compute action: received, or made by the neighbouring stage on the same rank; in a
+  // compute-only schedule made anywhere.
   bool input_there(const Action& action, Event received, Event made, std::int32_t neighbour) const {
-    if (!lowered_ || map_.rank_of(StageId{neighbour}) == map_.rank_of(action.stage())) return done(made, neighbour, action);
+    if (!lowered_ || map_.rank_of(StageId{neighbour}) == map_.rank_of(action.stage()))
+      return done(made, neighbour, action);
     return done(received, action.stage().value(), action);
   }
 
@@ -66,8 +69,10 @@ class DryRun {
         return map_.is_last(action.stage()) || input_there(action, kReceivedGradient, kGradient, stage + 1);
       case ActionKind::SendForward: return done(kForward, stage, action);
       case ActionKind::SendBackward: return done(kGradient, stage, action);
-      case ActionKind::RecvForward: return !map_.is_first(action.stage()) && done(kSentForward, stage - 1, action);
-      case ActionKind::RecvBackward: return !map_.is_last(action.stage()) && done(kSentGradient, stage + 1, action);
+      case ActionKind::RecvForward:
+        return !map_.is_first(action.stage()) && done(kSentForward, stage - 1, action);
+      case ActionKind::RecvBackward:
+        return !map_.is_last(action.stage()) && done(kSentGradient, stage + 1, action);
       case ActionKind::BackwardWeight:
       case ActionKind::Unshard:
       case ActionKind::Reshard:

@@ -80,8 +80,8 @@ Row dual_pipe_row(int depth, int position, int microbatches, DualPipeSide near, 
   const int steady = microbatches - 2 * depth + position + 1;
   for (int i = 0; i < steady; ++i) {
     if (i == 0 && to_turn == 0) {
-      // At the turn the first pair stays apart: its backward could not start earlier, and the next rank waits for
-      // the forward.
+      // At the turn the first pair stays apart: its backward could not start earlier, and the next rank waits
+      // for the forward.
       write.forward(kNear);
       write.backward(kFar);
     } else {

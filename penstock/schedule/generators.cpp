@@ -16,8 +16,8 @@ struct OtherName {
   std::optional<ScheduleKind> kind;
 };
 constexpr OtherName kOtherNames[] = {
-    {"VPP", ScheduleKind::Interleaved1F1B},        {"ZB1P", ScheduleKind::InterleavedZeroBubble},
-    {"ZBV", ScheduleKind::ZBVZeroBubble},          {"PipelineScheduleSingle", std::nullopt},
+    {"VPP", ScheduleKind::Interleaved1F1B},  {"ZB1P", ScheduleKind::InterleavedZeroBubble},
+    {"ZBV", ScheduleKind::ZBVZeroBubble},    {"PipelineScheduleSingle", std::nullopt},
     {"PipelineScheduleMulti", std::nullopt},
 };
 
@@ -95,7 +95,8 @@ void check_shape(ScheduleKind kind, const PipelineShape& shape) {
                                   "an even number, as the two directions meet in the middle",
                                   "change the rank count or choose DualPipeV"));
       }
-      check_microbatches_at_least(kind, shape, 2 * shape.ranks, "one per rank and direction, to fill the pipeline");
+      check_microbatches_at_least(kind, shape, 2 * shape.ranks,
+                                  "one per rank and direction, to fill the pipeline");
       if (shape.microbatches % 2 != 0) {
         throw ValueError(describe("DualPipe: microbatches", fmt::format("{}", shape.microbatches),
                                   "an even number, half of them for each direction"));
@@ -140,11 +141,17 @@ std::optional<int> required_stages_per_rank(ScheduleKind kind) {
 }
 
 const std::vector<ScheduleKind>& all_schedule_kinds() {
-  static const std::vector<ScheduleKind> kinds = {
-      ScheduleKind::GPipe,         ScheduleKind::OneFOneB,  ScheduleKind::Interleaved1F1B,
-      ScheduleKind::LoopedBFS,     ScheduleKind::InterleavedZeroBubble,
-      ScheduleKind::ZBVZeroBubble, ScheduleKind::DualPipeV, ScheduleKind::ZB2P,
-      ScheduleKind::VHalf,         ScheduleKind::VMin,      ScheduleKind::DualPipe};
+  static const std::vector<ScheduleKind> kinds = {ScheduleKind::GPipe,
+                                                  ScheduleKind::OneFOneB,
+                                                  ScheduleKind::Interleaved1F1B,
+                                                  ScheduleKind::LoopedBFS,
+                                                  ScheduleKind::InterleavedZeroBubble,
+                                                  ScheduleKind::ZBVZeroBubble,
+                                                  ScheduleKind::DualPipeV,
+                                                  ScheduleKind::ZB2P,
+                                                  ScheduleKind::VHalf,
+                                                  ScheduleKind::VMin,
+                                                  ScheduleKind::DualPipe};
   return kinds;
 }
 

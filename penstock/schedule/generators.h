@@ -1,8 +1,9 @@
 // Every pipeline schedule by name: pure functions from a shape to a compute-only schedule.
 //
-// A generator throws ValueError for a shape that its schedule does not have; the message says which numbers would do.
-// P = ranks, V = stages per rank, M = microbatches. "In flight" counts microbatches whose forward ran on a rank and whose
-// weight gradient has not, at most, in units of one rank's share of the model; G is the group size.
+// A generator throws ValueError for a shape that its schedule does not have; the message says which numbers
+// would do. P = ranks, V = stages per rank, M = microbatches. "In flight" counts microbatches whose forward
+// ran on a rank and whose weight gradient has not, at most, in units of one rank's share of the model; G is
+// the group size.
 //
 //   kind                   placement      V    backward  M                         in flight at rank r
 //   GPipe                  loop           1    B         any                       M
@@ -15,7 +16,7 @@
 //   ZB2P                   loop           1    I W       any                       2P - 1
 //   VHalf                  v              2    I W       any                       P/2 + 1
 //   VMin                   v              2    I W       any                       P/3 + 4/3
-//   DualPipe               bidirectional  2    B, I W    even, >= 2P (P even)      P + 1, with two copies of the weights
+//   DualPipe               bidirectional  2    B, I W    even, >= 2P (P even)      P + 1, weights twice
 #pragma once
 
 #include <optional>
@@ -31,9 +32,9 @@ struct PipelineShape {
   int ranks = 1;
   int stages_per_rank = 1;
   int microbatches = 1;
-  // Interleaved1F1B and InterleavedZeroBubble: how many microbatches a rank runs on one chunk before it turns to the
-  // next. Unset: M / max(1, M / P) in whole numbers, which must divide M. Set: at least P, and the rest M mod G must be
-  // 0 or at least P. Any other generator refuses it.
+  // Interleaved1F1B and InterleavedZeroBubble: how many microbatches a rank runs on one chunk before it turns
+  // to the next. Unset: M / max(1, M / P) in whole numbers, which must divide M. Set: at least P, and the
+  // rest M mod G must be 0 or at least P. Any other generator refuses it.
   std::optional<int> group_size;
 };
 
@@ -61,9 +62,9 @@ Schedule dual_pipe_v(const PipelineShape& shape);
 Schedule zb2p(const PipelineShape& shape);
 Schedule v_half(const PipelineShape& shape);
 Schedule v_min(const PipelineShape& shape);
-// Two copies of the model's P parts run in opposite directions; see Chain for how the value says that. Copy 0 takes
-// microbatches 0..M/2-1, copy 1 takes M/2..M-1; rank r holds stages r and 2P-1-r. The gradients of stages s and P+s
-// belong to the same parameters and must be summed by whoever executes this.
+// Two copies of the model's P parts run in opposite directions; see Chain for how the value says that. Copy 0
+// takes microbatches 0..M/2-1, copy 1 takes M/2..M-1; rank r holds stages r and 2P-1-r. The gradients of
+// stages s and P+s belong to the same parameters and must be summed by whoever executes this.
 Schedule dual_pipe(const PipelineShape& shape);
 
 Schedule generate(ScheduleKind kind, const PipelineShape& shape);
@@ -79,8 +80,8 @@ const std::vector<ScheduleKind>& all_schedule_kinds();
 // The stable name: "1F1B", "Interleaved1F1B", ...
 std::string_view to_text(ScheduleKind kind);
 
-// What a name means. Two names stand for a family whose schedules come from a file and have no generator; their `kind`
-// is empty.
+// What a name means. Two names stand for a family whose schedules come from a file and have no generator;
+// their `kind` is empty.
 struct ScheduleName {
   std::string name;                  // canonical spelling
   std::optional<ScheduleKind> kind;  // none for PipelineScheduleSingle and PipelineScheduleMulti

@@ -1,8 +1,9 @@
-// Interleaved 1F1B: V chunks on every rank, microbatches in groups that pass chunk after chunk. After the warm-up each
-// forward is followed by a backward; backward takes the chunks in reverse.
+// Interleaved 1F1B: V chunks on every rank, microbatches in groups that pass chunk after chunk. After the
+// warm-up each forward is followed by a backward; backward takes the chunks in reverse.
 //
-// Idle slots align the ranks: r slots before rank r can start, then, behind the warm-up, the slots until the first backward
-// has come back to it, and one beside each backward of the cool-down, where the other ranks still run a forward.
+// Idle slots align the ranks: r slots before rank r can start, then, behind the warm-up, the slots until the
+// first backward has come back to it, and one beside each backward of the cool-down, where the other ranks
+// still run a forward.
 #include <algorithm>
 
 #include "penstock/schedule/generators.h"

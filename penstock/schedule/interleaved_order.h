@@ -1,5 +1,5 @@
-// The order in which one rank of an interleaved schedule takes its chunks and microbatches, in O(1) per step and without
-// a table: the entries of `virtual_pipeline_table`.
+// The order in which one rank of an interleaved schedule takes its chunks and microbatches, in O(1) per step
+// and without a table: the entries of `virtual_pipeline_table`.
 #pragma once
 
 #include "penstock/schedule/virtual_pipeline.h"
@@ -9,7 +9,10 @@ namespace penstock::schedule {
 class InterleavedOrder {
  public:
   InterleavedOrder(int microbatches, int chunks, int group_size)
-      : chunks_(chunks), group_(group_size), whole_(microbatches / group_size), rest_(microbatches % group_size) {}
+      : chunks_(chunks),
+        group_(group_size),
+        whole_(microbatches / group_size),
+        rest_(microbatches % group_size) {}
 
   TableEntry operator[](int step) const {
     const int per_group = group_ * chunks_;

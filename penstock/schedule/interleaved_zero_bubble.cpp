@@ -1,7 +1,7 @@
-// Interleaved zero bubble (with one chunk per rank: ZB1P): interleaved 1F1B with the backward split into I and W. As an I
-// takes half the time of a B, the first gradient comes back earlier: the warm-up grows by one forward per rank, where
-// interleaved 1F1B needs two. Rank r starts its weight gradients r steps late, so that input gradients are passed on without
-// delay, and the weight gradients that are left fill the end.
+// Interleaved zero bubble (with one chunk per rank: ZB1P): interleaved 1F1B with the backward split into I
+// and W. As an I takes half the time of a B, the first gradient comes back earlier: the warm-up grows by one
+// forward per rank, where interleaved 1F1B needs two. Rank r starts its weight gradients r steps late, so
+// that input gradients are passed on without delay, and the weight gradients that are left fill the end.
 #include <algorithm>
 #include <vector>
 
@@ -40,9 +40,9 @@ Row split_backward_row(const PipelineShape& shape, int rank, int group) {
   return row;
 }
 
-// Shifts slots to the right where a forward would stand before the step in which its input is made: with few microbatches
-// the rows above assume a fuller pipeline than there is. Only forwards are looked at; gradients arrive in time as soon as
-// the forwards do.
+// Shifts slots to the right where a forward would stand before the step in which its input is made: with few
+// microbatches the rows above assume a fuller pipeline than there is. Only forwards are looked at; gradients
+// arrive in time as soon as the forwards do.
 Schedule delay_forwards(const Schedule& tight) {
   const StageMap& map = tight.stages();
   Schedule result(map);
@@ -51,7 +51,8 @@ Schedule delay_forwards(const Schedule& tight) {
   std::vector<int> forwards_done(static_cast<std::size_t>(map.stages()), 0);
   std::vector<std::size_t> next(static_cast<std::size_t>(map.ranks()), 0);
   std::vector<int> done_now;
-  for (int rank = 0; rank < map.ranks(); ++rank) result.row(rank).reserve(tight.row(rank).size() + microbatches);
+  for (int rank = 0; rank < map.ranks(); ++rank)
+    result.row(rank).reserve(tight.row(rank).size() + microbatches);
   for (bool running = true; running;) {
     running = false;
     done_now.clear();
@@ -84,7 +85,8 @@ Schedule delay_forwards(const Schedule& tight) {
 Schedule interleaved_zero_bubble(const PipelineShape& shape) {
   check_shape(ScheduleKind::InterleavedZeroBubble, shape);
   const int group = checked_group_size(ScheduleKind::InterleavedZeroBubble, shape);
-  Schedule tight(StageMap::make(Placement::Loop, shape.ranks, shape.ranks * shape.stages_per_rank, shape.microbatches));
+  Schedule tight(
+      StageMap::make(Placement::Loop, shape.ranks, shape.ranks * shape.stages_per_rank, shape.microbatches));
   for (int rank = 0; rank < shape.ranks; ++rank) tight.row(rank) = split_backward_row(shape, rank, group);
   return delay_forwards(tight);
 }

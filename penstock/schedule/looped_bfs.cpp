@@ -1,5 +1,6 @@
-// Looped breadth-first: each chunk runs all microbatches forward before the next chunk starts; backward takes chunks and
-// microbatches in reverse. Idle slots show the pipeline filling and the first backward coming back.
+// Looped breadth-first: each chunk runs all microbatches forward before the next chunk starts; backward takes
+// chunks and microbatches in reverse. Idle slots show the pipeline filling and the first backward coming
+// back.
 #include "penstock/schedule/generators.h"
 
 namespace penstock::schedule {
@@ -11,7 +12,8 @@ Schedule looped_bfs(const PipelineShape& shape) {
   for (int rank = 0; rank < shape.ranks; ++rank) {
     Row& row = schedule.row(rank);
     const int until_backward = 2 * (shape.ranks - 1 - rank);
-    row.reserve(2 * static_cast<std::size_t>(shape.stages_per_rank) * static_cast<std::size_t>(shape.microbatches) +
+    row.reserve(2 * static_cast<std::size_t>(shape.stages_per_rank) *
+                    static_cast<std::size_t>(shape.microbatches) +
                 static_cast<std::size_t>(rank + until_backward));
     row.push_idle(static_cast<std::size_t>(rank));
     for (int chunk = 0; chunk < shape.stages_per_rank; ++chunk) {

@@ -15,15 +15,19 @@ namespace {
 
 constexpr int kStays = -1;
 
-// For every stage the rank to which its result goes, or kStays where the next stage is on the same rank or there is none.
+// For every stage the rank to which its result goes, or kStays where the next stage is on the same rank or
+// there is none.
 struct Peers {
   explicit Peers(const StageMap& map)
-      : forward(static_cast<std::size_t>(map.stages()), kStays), backward(static_cast<std::size_t>(map.stages()), kStays) {
+      : forward(static_cast<std::size_t>(map.stages()), kStays),
+        backward(static_cast<std::size_t>(map.stages()), kStays) {
     for (int stage = 0; stage < map.stages(); ++stage) {
       const auto s = static_cast<std::size_t>(stage);
       const int here = map.rank_of(StageId{stage});
-      if (!map.is_last(StageId{stage}) && map.rank_of(StageId{stage + 1}) != here) forward[s] = map.rank_of(StageId{stage + 1});
-      if (!map.is_first(StageId{stage}) && map.rank_of(StageId{stage - 1}) != here) backward[s] = map.rank_of(StageId{stage - 1});
+      if (!map.is_last(StageId{stage}) && map.rank_of(StageId{stage + 1}) != here)
+        forward[s] = map.rank_of(StageId{stage + 1});
+      if (!map.is_first(StageId{stage}) && map.rank_of(StageId{stage - 1}) != here)
+        backward[s] = map.rank_of(StageId{stage - 1});
     }
   }
 
@@ -37,7 +41,8 @@ struct Peers {
   std::vector<int> backward;
 };
 
-// Ranks that are due in one round, taken in ascending order; more may be added ahead of the present one meanwhile.
+// Ranks that are due in one round, taken in ascending order; more may be added ahead of the present one
+// meanwhile.
 class Round {
  public:
   explicit Round(int ranks) : words_((static_cast<std::size_t>(ranks) + 63) / 64, 0) {}
@@ -61,10 +66,11 @@ class Round {
   std::size_t first_ = 0;  // no bits below this word
 };
 
-// Gives the rows their sends and receives by walking all of them at once: in each round every rank, in ascending order,
-// takes its next slot if the inputs are there. A receive is written when its send is, so in every row transfers stand in
-// an order in which they can all happen, even if each of them blocks both sides. A rank whose slot lacks an input is left
-// out of the rounds until that input is made: in the same round if a lower rank makes it, else in the next.
+// Gives the rows their sends and receives by walking all of them at once: in each round every rank, in
+// ascending order, takes its next slot if the inputs are there. A receive is written when its send is, so in
+// every row transfers stand in an order in which they can all happen, even if each of them blocks both sides.
+// A rank whose slot lacks an input is left out of the rounds until that input is made: in the same round if a
+// lower rank makes it, else in the next.
 class TransferInserter {
  public:
   explicit TransferInserter(const Schedule& schedule)
@@ -126,7 +132,8 @@ class TransferInserter {
         }
       }
     }
-    for (int rank = 0; rank < map_.ranks(); ++rank) result_.row(rank).reserve(sizes[static_cast<std::size_t>(rank)]);
+    for (int rank = 0; rank < map_.ranks(); ++rank)
+      result_.row(rank).reserve(sizes[static_cast<std::size_t>(rank)]);
   }
 
   // What an action still lacks: the work of a neighbouring stage on the same microbatch.
@@ -157,7 +164,8 @@ class TransferInserter {
     return true;
   }
 
-  // Books a forward or an input gradient, transfers it if its user is elsewhere, and wakes the rank that waits for it.
+  // Books a forward or an input gradient, transfers it if its user is elsewhere, and wakes the rank that
+  // waits for it.
   void complete(int rank, const Action& action) {
     const bool is_forward = action.kind() == ActionKind::Forward;
     const std::int32_t stage = action.stage().value();
@@ -189,9 +197,9 @@ class TransferInserter {
   Round later_;
 };
 
-// Moves each receive towards the action that consumes it. A receive from a higher rank stops in front of the next send to
-// that rank: of two ranks that exchange data the lower one then always receives first and the higher one sends first, so
-// the two sides of an exchange meet in opposite roles.
+// Moves each receive towards the action that consumes it. A receive from a higher rank stops in front of the
+// next send to that rank: of two ranks that exchange data the lower one then always receives first and the
+// higher one sends first, so the two sides of an exchange meet in opposite roles.
 Row with_deferred_receives(const Row& row, int rank, const StageMap& map) {
   struct Pending {
     Action receive;
@@ -219,7 +227,8 @@ Row with_deferred_receives(const Row& row, int rank, const StageMap& map) {
         const int peer = map.rank_of(StageId{kind == ActionKind::SendForward ? stage + 1 : stage - 1});
         if (peer > rank) release([&](const Pending& entry) { return entry.peer == peer; });
       } else if (kind == ActionKind::Forward || gives_input_gradient(kind)) {
-        const ActionKind receive = kind == ActionKind::Forward ? ActionKind::RecvForward : ActionKind::RecvBackward;
+        const ActionKind receive =
+            kind == ActionKind::Forward ? ActionKind::RecvForward : ActionKind::RecvBackward;
         release([&](const Pending& entry) {
           return entry.receive.kind() == receive && entry.receive.stage() == action.stage() &&
                  entry.receive.microbatch() == action.microbatch();
@@ -252,8 +261,10 @@ Row with_reduce_grad(const Row& row, MicrobatchesOf microbatches_of) {
     result.push_slot(slot);
     for (const Action& action : slot) {
       if (!gives_weight_gradient(action.kind())) continue;
-      auto found = std::find_if(lefts.begin(), lefts.end(), [&](const Left& left) { return left.stage == action.stage(); });
-      if (found == lefts.end()) found = lefts.insert(lefts.end(), {action.stage(), microbatches_of(action.stage())});
+      auto found = std::find_if(lefts.begin(), lefts.end(),
+                                [&](const Left& left) { return left.stage == action.stage(); });
+      if (found == lefts.end())
+        found = lefts.insert(lefts.end(), {action.stage(), microbatches_of(action.stage())});
       if (found != lefts.begin()) {
         std::iter_swap(found, lefts.begin());
         found = lefts.begin();
@@ -284,8 +295,8 @@ Row merge_backward(const Row& row) {
     if (slot.empty()) continue;
     if (!held.empty()) {
       const Action& input = held[0];
-      if (slot.size() == 1 && slot[0].kind() == ActionKind::BackwardWeight && slot[0].stage() == input.stage() &&
-          slot[0].microbatch() == input.microbatch()) {
+      if (slot.size() == 1 && slot[0].kind() == ActionKind::BackwardWeight &&
+          slot[0].stage() == input.stage() && slot[0].microbatch() == input.microbatch()) {
         result.push(input.has_microbatch() ? Action(ActionKind::Backward, input.stage(), *input.microbatch())
                                            : Action(ActionKind::Backward, input.stage()));
         held = {};
@@ -318,12 +329,14 @@ Schedule add_send_receive(const Schedule& schedule, bool defer_receives) {
 
 Schedule lower(const Schedule& schedule, const LowerOptions& options) {
   if (schedule.has_transfers()) {
-    throw ValueError(describe("schedule to lower", "one that has sends or receives", "a compute-only schedule"));
+    throw ValueError(
+        describe("schedule to lower", "one that has sends or receives", "a compute-only schedule"));
   }
   Schedule prepared(schedule.stages());
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     Row& row = prepared.row(rank);
-    row = options.unshard ? add_unshard_reshard(schedule.row(rank), options.max_active_stages) : schedule.row(rank);
+    row = options.unshard ? add_unshard_reshard(schedule.row(rank), options.max_active_stages)
+                          : schedule.row(rank);
     if (options.reduce_grad) row = add_reduce_grad(row, schedule.stages());
   }
   return add_send_receive(prepared, options.defer_receives);

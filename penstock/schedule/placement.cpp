@@ -39,8 +39,8 @@ std::vector<int> stage_to_rank(Placement placement, int ranks, int stages, Parti
   check_counts(ranks, stages);
   const bool uneven = stages % ranks != 0;
   if (placement == Placement::V && uneven && partial == PartialLeg::Refuse) {
-    throw ValueError(describe(fmt::format("V placement over {} ranks", ranks), fmt::format("{} stages", stages),
-                              fmt::format("a multiple of {}", ranks),
+    throw ValueError(describe(fmt::format("V placement over {} ranks", ranks),
+                              fmt::format("{} stages", stages), fmt::format("a multiple of {}", ranks),
                               "change the stage count or allow a partial last leg"));
   }
   if (placement == Placement::Bidirectional && stages != 2 * ranks) {
@@ -67,7 +67,8 @@ std::vector<std::vector<int>> rank_to_stages(Placement placement, int ranks, int
 }
 
 StageMap::StageMap(int ranks, std::vector<int> stage_to_rank, int microbatches)
-    : StageMap(ranks, stage_to_rank, {Chain{0, static_cast<std::int32_t>(stage_to_rank.size()), 0, microbatches}}) {}
+    : StageMap(ranks, stage_to_rank,
+               {Chain{0, static_cast<std::int32_t>(stage_to_rank.size()), 0, microbatches}}) {}
 
 StageMap::StageMap(int ranks, std::vector<int> stage_to_rank, std::vector<Chain> chains)
     : ranks_(ranks), stage_to_rank_(std::move(stage_to_rank)), chains_(std::move(chains)), microbatches_(0) {
@@ -82,7 +83,8 @@ StageMap::StageMap(int ranks, std::vector<int> stage_to_rank, std::vector<Chain>
   std::int32_t next_stage = 0;
   for (const Chain& chain : chains_) {
     if (chain.first_stage != next_stage || chain.stages < 1) {
-      throw ValueError(describe("chain of stages", fmt::format("{} stages from stage {}", chain.stages, chain.first_stage),
+      throw ValueError(describe("chain of stages",
+                                fmt::format("{} stages from stage {}", chain.stages, chain.first_stage),
                                 fmt::format("at least 1 from stage {}", next_stage)));
     }
     if (chain.first_microbatch != microbatches_ || chain.microbatches < 0) {
@@ -94,7 +96,8 @@ StageMap::StageMap(int ranks, std::vector<int> stage_to_rank, std::vector<Chain>
     microbatches_ += chain.microbatches;
   }
   if (next_stage != stages()) {
-    throw ValueError(describe("stages in chains", fmt::format("{}", next_stage), fmt::format("{}", stages())));
+    throw ValueError(
+        describe("stages in chains", fmt::format("{}", next_stage), fmt::format("{}", stages())));
   }
 }
 

@@ -21,20 +21,21 @@ enum class Placement { Loop, V, Bidirectional };
 Placement parse_placement(std::string_view name);
 std::string_view to_text(Placement placement);
 
-// V with a stage count that is not a multiple of the rank count: refused by default; `Allow` lets the last leg stop
-// short, so that some ranks hold one stage fewer.
+// V with a stage count that is not a multiple of the rank count: refused by default; `Allow` lets the last
+// leg stop short, so that some ranks hold one stage fewer.
 enum class PartialLeg { Refuse, Allow };
 
 // Rank of each stage. Throws ValueError for counts below 1 and for a refused partial leg.
-std::vector<int> stage_to_rank(Placement placement, int ranks, int stages, PartialLeg partial = PartialLeg::Refuse);
+std::vector<int> stage_to_rank(Placement placement, int ranks, int stages,
+                               PartialLeg partial = PartialLeg::Refuse);
 // Stages of each rank, ascending; every rank has an entry, possibly empty.
 std::vector<std::vector<int>> rank_to_stages(Placement placement, int ranks, int stages,
                                              PartialLeg partial = PartialLeg::Refuse);
 
-// A run of consecutive stages that microbatches pass from the first to the last one. Most schedules have one chain. A
-// bidirectional schedule has two: stages 0..P-1 (stage s on rank s) take the first half of the microbatches, and stages
-// P..2P-1 (stage P+s is the second copy of model part s, on rank P-1-s) take the second half. Nothing is sent between
-// the last stage of a chain and the first one of the next.
+// A run of consecutive stages that microbatches pass from the first to the last one. Most schedules have one
+// chain. A bidirectional schedule has two: stages 0..P-1 (stage s on rank s) take the first half of the
+// microbatches, and stages P..2P-1 (stage P+s is the second copy of model part s, on rank P-1-s) take the
+// second half. Nothing is sent between the last stage of a chain and the first one of the next.
 struct Chain {
   std::int32_t first_stage = 0;
   std::int32_t stages = 0;

@@ -42,8 +42,8 @@ void Row::push_idle_or_overlap(Slot slot) {
 }
 
 std::size_t Row::idle_slots() const {
-  return static_cast<std::size_t>(
-      std::count_if(cells_.begin(), cells_.end(), [](const Action& cell) { return (cell.head_ & Action::kIdleTag) != 0; }));
+  return static_cast<std::size_t>(std::count_if(
+      cells_.begin(), cells_.end(), [](const Action& cell) { return (cell.head_ & Action::kIdleTag) != 0; }));
 }
 
 std::size_t Row::actions() const {
@@ -60,9 +60,11 @@ bool operator==(const Row& a, const Row& b) {
   return true;
 }
 
-Schedule::Schedule(StageMap stages) : stages_(std::move(stages)), rows_(static_cast<std::size_t>(stages_.ranks())) {}
+Schedule::Schedule(StageMap stages)
+    : stages_(std::move(stages)), rows_(static_cast<std::size_t>(stages_.ranks())) {}
 
-Schedule::Schedule(StageMap stages, std::vector<Row> rows) : stages_(std::move(stages)), rows_(std::move(rows)) {
+Schedule::Schedule(StageMap stages, std::vector<Row> rows)
+    : stages_(std::move(stages)), rows_(std::move(rows)) {
   if (rows_.size() != static_cast<std::size_t>(stages_.ranks())) {
     throw ValueError(describe("rows of a schedule", fmt::format("{}", rows_.size()),
                               fmt::format("{}, one per rank", stages_.ranks())));

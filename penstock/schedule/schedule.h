@@ -1,7 +1,9 @@
-// A pipeline schedule as a value: for every rank a row of slots, each slot idle, one action, or an overlap of several.
+// A pipeline schedule as a value: for every rank a row of slots, each slot idle, one action, or an overlap of
+// several.
 //
-// The same value is generated, validated, lowered, simulated, drawn, written as text and executed. It says in which order
-// a rank acts; it says nothing of durations. Idle slots align the drawing of a schedule and never change its meaning.
+// The same value is generated, validated, lowered, simulated, drawn, written as text and executed. It says in
+// which order a rank acts; it says nothing of durations. Idle slots align the drawing of a schedule and never
+// change its meaning.
 #pragma once
 
 #include <cstddef>
@@ -50,7 +52,8 @@ class Row {
   bool empty() const { return cells_.empty(); }
   Slot operator[](std::size_t slot) const {
     const Action& cell = cells_[slot];
-    if ((cell.head_ & (Action::kIdleTag | Action::kOverlapTag)) == 0) [[likely]] return {&cell, 1};
+    if ((cell.head_ & (Action::kIdleTag | Action::kOverlapTag)) == 0) [[likely]]
+      return {&cell, 1};
     if ((cell.head_ & Action::kIdleTag) != 0) return {};
     return {overlapped_.data() + cell.tail_, static_cast<std::size_t>(cell.head_ >> 8)};
   }

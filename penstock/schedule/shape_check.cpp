@@ -33,8 +33,8 @@ void check_counts(ScheduleKind kind, const PipelineShape& shape) {
 
 void check_stages_per_rank(ScheduleKind kind, const PipelineShape& shape, int required, const char* why) {
   if (shape.stages_per_rank == required) return;
-  throw ValueError(describe(fmt::format("{}: stages per rank", to_text(kind)), fmt::format("{}", shape.stages_per_rank),
-                            fmt::format("{}, {}", required, why),
+  throw ValueError(describe(fmt::format("{}: stages per rank", to_text(kind)),
+                            fmt::format("{}", shape.stages_per_rank), fmt::format("{}, {}", required, why),
                             fmt::format("set {} stages in all for {} ranks or choose another schedule",
                                         static_cast<long long>(required) * shape.ranks, shape.ranks)));
 }
@@ -74,10 +74,10 @@ int checked_group_size(ScheduleKind kind, const PipelineShape& shape) {
   }
   const int rest = group >= microbatches ? 0 : microbatches % group;
   if (rest != 0 && rest < ranks) {
-    throw ValueError(describe(
-        fmt::format("{} over {} ranks, groups of {}: microbatches in the last group", to_text(kind), ranks, group),
-        fmt::format("{}", rest), fmt::format("0 or at least {}", ranks),
-        fmt::format("change the {} microbatches or the group size", microbatches)));
+    throw ValueError(describe(fmt::format("{} over {} ranks, groups of {}: microbatches in the last group",
+                                          to_text(kind), ranks, group),
+                              fmt::format("{}", rest), fmt::format("0 or at least {}", ranks),
+                              fmt::format("change the {} microbatches or the group size", microbatches)));
   }
   return std::min(group, microbatches);
 }

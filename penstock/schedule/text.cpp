@@ -14,8 +14,12 @@ namespace {
 
 constexpr std::string_view kOverlapSuffix = ")OVERLAP_F_B";
 
-bool is_blank(char c) { return c == ' ' || c == '\t' || c == '\r'; }
-bool is_digit(char c) { return c >= '0' && c <= '9'; }
+bool is_blank(char c) {
+  return c == ' ' || c == '\t' || c == '\r';
+}
+bool is_digit(char c) {
+  return c >= '0' && c <= '9';
+}
 
 // Walks over one text and knows the place of every character for messages.
 class Reader {
@@ -34,7 +38,8 @@ class Reader {
       members.push_back(action());
     }
     skip_blanks();
-    if (!at_end()) fail(position_, fmt::format("found \"{}\" behind a complete cell", excerpt(position_)), "remove it");
+    if (!at_end())
+      fail(position_, fmt::format("found \"{}\" behind a complete cell", excerpt(position_)), "remove it");
   }
 
  private:
@@ -58,7 +63,8 @@ class Reader {
   }
 
   [[noreturn]] void fail(std::size_t at, const std::string& what, const std::string& remedy) const {
-    throw ConfigError(fmt::format("schedule text, line {}, column {}: {}; {}", line_, first_column_ + at, what, remedy));
+    throw ConfigError(
+        fmt::format("schedule text, line {}, column {}: {}; {}", line_, first_column_ + at, what, remedy));
   }
 
   std::int32_t number(std::string_view what, std::int32_t limit) {
@@ -68,7 +74,8 @@ class Reader {
     std::int32_t value = 0;
     const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
     if (error != std::errc{} || end != digits.data() + digits.size() || value > limit) {
-      fail(start, fmt::format("{} {} is out of range", what, excerpt(start)), fmt::format("at most {} is allowed", limit));
+      fail(start, fmt::format("{} {} is out of range", what, excerpt(start)),
+           fmt::format("at most {} is allowed", limit));
     }
     return value;
   }
@@ -119,7 +126,8 @@ class Reader {
       skip_blanks();
       members.push_back(action());
       if (members.size() > limits_.overlap_members) {
-        fail(start, "an overlap has too many members", fmt::format("at most {} are allowed", limits_.overlap_members));
+        fail(start, "an overlap has too many members",
+             fmt::format("at most {} are allowed", limits_.overlap_members));
       }
       skip_blanks();
       if (!at_end() && peek() == ';') {
@@ -133,7 +141,8 @@ class Reader {
            "write (0F4;3B1)OVERLAP_F_B");
     }
     position_ += kOverlapSuffix.size();
-    if (members.size() < 2) fail(start, "an overlap has one member", "write a single action without parentheses");
+    if (members.size() < 2)
+      fail(start, "an overlap has one member", "write a single action without parentheses");
   }
 
   std::string_view text_;
@@ -154,7 +163,8 @@ std::vector<Action> parse_cell(std::string_view text, const TextLimits& limits) 
 Action parse_action(std::string_view text, const TextLimits& limits) {
   const std::vector<Action> members = parse_cell(text, limits);
   if (members.size() != 1) {
-    throw ConfigError(describe("action text", fmt::format("\"{}\"", text), "exactly one action, for example 2F0"));
+    throw ConfigError(
+        describe("action text", fmt::format("\"{}\"", text), "exactly one action, for example 2F0"));
   }
   return members[0];
 }
@@ -171,8 +181,9 @@ std::vector<Row> parse_rows(std::string_view csv, const TextLimits& limits) {
     const std::size_t line_end = std::min(csv.find('\n', line_start), csv.size());
     const std::size_t line = rows.size() + 1;
     if (line > limits.ranks) {
-      throw ConfigError(fmt::format("schedule text, line {}, column 1: more lines than ranks are allowed; at most {}",
-                                    line, limits.ranks));
+      throw ConfigError(
+          fmt::format("schedule text, line {}, column 1: more lines than ranks are allowed; at most {}", line,
+                      limits.ranks));
     }
     Row& row = rows.emplace_back();
     std::string_view whole = csv.substr(line_start, line_end - line_start);
@@ -183,8 +194,9 @@ std::vector<Row> parse_rows(std::string_view csv, const TextLimits& limits) {
     while (!whole.empty() && start <= whole.size()) {
       const std::size_t end = std::min(whole.find(',', start), whole.size());
       if (row.size() == limits.slots_per_rank) {
-        throw ConfigError(fmt::format("schedule text, line {}, column {}: more slots than one rank may have; at most {}",
-                                      line, start + 1, limits.slots_per_rank));
+        throw ConfigError(
+            fmt::format("schedule text, line {}, column {}: more slots than one rank may have; at most {}",
+                        line, start + 1, limits.slots_per_rank));
       }
       Reader(whole.substr(start, end - start), limits, line, start + 1).cell(members);
       row.push_slot(members);
@@ -225,13 +237,14 @@ Schedule schedule_from_rows(std::vector<Row> rows, std::optional<Placement> plac
       for (const Action& action : slot) {
         ++actions;
         last_stage = std::max(last_stage, action.stage().value());
-        if (const auto microbatch = action.microbatch()) last_microbatch = std::max(last_microbatch, microbatch->value());
+        if (const auto microbatch = action.microbatch())
+          last_microbatch = std::max(last_microbatch, microbatch->value());
       }
     }
   }
   if (last_stage < 0) throw ConfigError(describe("schedule text", "no action at all", "at least one action"));
-  // A complete schedule acts on every stage; so a stage number beyond the number of actions means absent stages, and is
-  // refused before a table of that size is made.
+  // A complete schedule acts on every stage; so a stage number beyond the number of actions means absent
+  // stages, and is refused before a table of that size is made.
   if (static_cast<std::size_t>(last_stage) >= actions) {
     throw ConfigError(describe("greatest stage of a schedule", fmt::format("{}", last_stage),
                                fmt::format("below its {} actions, as every stage must act", actions)));
@@ -254,9 +267,9 @@ Schedule schedule_from_rows(std::vector<Row> rows, std::optional<Placement> plac
   }
   const auto absent = std::find(map.begin(), map.end(), -1);
   if (absent != map.end()) {
-    throw ConfigError(describe("stages of a schedule", fmt::format("no action of stage {}", absent - map.begin()),
-                               fmt::format("actions of all stages 0 to {}", last_stage),
-                               "add them or give a placement"));
+    throw ConfigError(
+        describe("stages of a schedule", fmt::format("no action of stage {}", absent - map.begin()),
+                 fmt::format("actions of all stages 0 to {}", last_stage), "add them or give a placement"));
   }
   return Schedule(StageMap(ranks, std::move(map), microbatches), std::move(rows));
 }

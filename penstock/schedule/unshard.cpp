@@ -12,14 +12,16 @@ namespace penstock::schedule {
 
 namespace {
 
-// The gathered stages. When several are freed in front of one slot their order is visible in the text; it is the table
-// order of an open-addressing hash set of integers, which is what the reference iterates: size 8 at first, runs of nearby
-// places before perturbed ones, growth at three fifths, and a new entry takes the last removed one's place that it passed
-// on its way to a free one. Membership itself is a linear look at a handful of entries.
+// The gathered stages. When several are freed in front of one slot their order is visible in the text; it is
+// the table order of an open-addressing hash set of integers, which is what the reference iterates: size 8 at
+// first, runs of nearby places before perturbed ones, growth at three fifths, and a new entry takes the last
+// removed one's place that it passed on its way to a free one. Membership itself is a linear look at a
+// handful of entries.
 class ActiveStages {
  public:
   bool contains(int stage) const {
-    return std::ranges::any_of(table_, [&](const Entry& e) { return e.state == State::Used && e.stage == stage; });
+    return std::ranges::any_of(table_,
+                               [&](const Entry& e) { return e.state == State::Used && e.stage == stage; });
   }
 
   void add(int stage) {
@@ -157,8 +159,8 @@ class Lookahead {
 
   void insert(std::size_t slot, std::size_t stage) {
     const Slot members = row_[slot];
-    const auto found =
-        std::ranges::find_if(members, [&](const Action& a) { return a.stage().value() == uses_[stage].stage; });
+    const auto found = std::ranges::find_if(
+        members, [&](const Action& a) { return a.stage().value() == uses_[stage].stage; });
     const Upcoming entry = {slot, static_cast<std::size_t>(found - members.begin()), stage};
     const auto before = [](const Upcoming& a, const Upcoming& b) {
       return a.slot != b.slot ? a.slot < b.slot : a.member < b.member;

@@ -18,14 +18,16 @@ constexpr int kPeriod = 6;
 // Times of microbatch 0 on one rank. Order: F of chunks 0 and 1, I of chunks 1 and 0, W of chunks 1 and 0.
 using BlockTimes = std::array<int, kPeriod>;
 
-// Waiting steps at the three turns of a microbatch's way: between the chunks, before the loss gradient, and back.
+// Waiting steps at the three turns of a microbatch's way: between the chunks, before the loss gradient, and
+// back.
 using Turns = std::array<int, 3>;
 
 // Chunks held at once by this rank once the block repeats: forwards begun less weight gradients done.
 int held_chunks(const BlockTimes& times) {
   int most = 0;
   for (int step = 0; step < kPeriod; ++step) {
-    const int now = kPeriod * (*std::ranges::max_element(times) / kPeriod + 1) + step;  // every action repeats by then
+    const int now =
+        kPeriod * (*std::ranges::max_element(times) / kPeriod + 1) + step;  // every action repeats by then
     const auto ran = [&](int i) { return (now - times[static_cast<std::size_t>(i)]) / kPeriod; };
     most = std::max(most, ran(0) + ran(1) - ran(4) - ran(5));
   }
@@ -38,16 +40,20 @@ std::optional<BlockTimes> block_times(const VBlockOffsets& offsets, const Turns&
   const int first_forward_up = last * offsets.forward_down + 1 + turns[0];
   const int first_backward_down = first_forward_up + last * offsets.forward_up + 1 + turns[1];
   const int first_backward_up = first_backward_down + last * offsets.backward_down + 1 + turns[2];
-  BlockTimes times = {rank * offsets.forward_down, first_forward_up + (last - rank) * offsets.forward_up,
+  BlockTimes times = {rank * offsets.forward_down,
+                      first_forward_up + (last - rank) * offsets.forward_up,
                       first_backward_down + rank * offsets.backward_down,
-                      first_backward_up + (last - rank) * offsets.backward_up, 0, 0};
+                      first_backward_up + (last - rank) * offsets.backward_up,
+                      0,
+                      0};
   std::array<bool, kPeriod> taken = {};
   for (int i = 0; i < 4; ++i) {
     bool& slot = taken[static_cast<std::size_t>(times[static_cast<std::size_t>(i)] % kPeriod)];
     if (slot) return std::nullopt;
     slot = true;
   }
-  // Each W takes the first of the two free steps behind its I; which one may choose first is this rank's own matter.
+  // Each W takes the first of the two free steps behind its I; which one may choose first is this rank's own
+  // matter.
   std::optional<BlockTimes> best;
   for (const auto& order : {std::array{4, 5}, std::array{5, 4}}) {
     std::array<bool, kPeriod> free = taken;
@@ -69,8 +75,8 @@ struct Block {
 
 // Of all blocks free of collisions on every rank the one that holds least, then the shortest.
 Block best_block(std::span<const VBlockOffsets> candidates, int ranks) {
-  // Collisions repeat with the period. What a rank holds does so too, but for a part that grows evenly along the ranks and
-  // is greatest at one of the ends; so both ends are looked at.
+  // Collisions repeat with the period. What a rank holds does so too, but for a part that grows evenly along
+  // the ranks and is greatest at one of the ends; so both ends are looked at.
   std::vector<int> sample;
   for (int rank = 0; rank < ranks; ++rank) {
     if (rank < 2 * kPeriod || rank >= ranks - 2 * kPeriod) sample.push_back(rank);

@@ -23,11 +23,12 @@ std::optional<Violation> density_violation(const Schedule& schedule) {
   if (work <= kAlwaysAffordable) return std::nullopt;
   const std::size_t actions = schedule.actions();
   if (work / 8 <= actions) return std::nullopt;
-  return Violation{ViolationKind::Missing,
-                   fmt::format("{} stages and {} microbatches occur, but only {} actions; every stage must run every "
-                               "microbatch of its chain",
-                               schedule.stages().stages(), schedule.stages().microbatches(), actions),
-                   {}};
+  return Violation{
+      ViolationKind::Missing,
+      fmt::format("{} stages and {} microbatches occur, but only {} actions; every stage must run every "
+                  "microbatch of its chain",
+                  schedule.stages().stages(), schedule.stages().microbatches(), actions),
+      {}};
 }
 
 // Why the numbers of an action are impossible in this schedule; empty when they are not.
@@ -57,7 +58,8 @@ class RowChecks {
         report_(report),
         lowered_(schedule.has_transfers()),
         stages_(static_cast<std::size_t>(map_.stages())) {
-    const std::size_t sets = lowered_ ? 8 : 4;  // the last four kinds that have a microbatch are the transfers
+    const std::size_t sets =
+        lowered_ ? 8 : 4;  // the last four kinds that have a microbatch are the transfers
     for (std::size_t i = 0; i < sets; ++i) done_.emplace_back(map_);
     for (const Row& row : schedule.rows()) {
       for (const Slot slot : row) {
@@ -88,7 +90,9 @@ class RowChecks {
   void violate(ViolationKind kind, const Place& place, const Action& action, const std::string& why) {
     if (full()) return;
     report_.violations.push_back(
-        {kind, fmt::format("{} at rank {}, slot {}: {}", to_text(action), place.rank, place.slot, why), {place}});
+        {kind,
+         fmt::format("{} at rank {}, slot {}: {}", to_text(action), place.rank, place.slot, why),
+         {place}});
   }
 
   bool done(ActionKind kind, std::int32_t stage, const Action& action) const {
@@ -139,7 +143,8 @@ class RowChecks {
   void order(const Place& place, const Action& action) {
     const std::int32_t stage = action.stage().value();
     const auto needs = [&](bool met, const char* what) {
-      if (!met) violate(ViolationKind::Order, place, action, fmt::format("needs {} before it on this rank", what));
+      if (!met)
+        violate(ViolationKind::Order, place, action, fmt::format("needs {} before it on this rank", what));
     };
     switch (action.kind()) {
       case ActionKind::Forward:
@@ -176,7 +181,8 @@ class RowChecks {
   bool activation_here(const Action& action) const {
     if (map_.is_first(action.stage())) return true;
     const std::int32_t previous = action.stage().value() - 1;
-    if (map_.rank_of(StageId{previous}) == map_.rank_of(action.stage())) return done(ActionKind::Forward, previous, action);
+    if (map_.rank_of(StageId{previous}) == map_.rank_of(action.stage()))
+      return done(ActionKind::Forward, previous, action);
     return !lowered_ || done(ActionKind::RecvForward, action.stage().value(), action);
   }
   bool gradient_here(const Action& action) const {
@@ -188,7 +194,8 @@ class RowChecks {
 
   void gathered(const Place& place, const Action& action) {
     if (!has_unshard_ || options_.as_reference || account(action).gathered) return;
-    violate(ViolationKind::Sharding, place, action, "the stage's parameters are not gathered; put UNSHARD before it");
+    violate(ViolationKind::Sharding, place, action,
+            "the stage's parameters are not gathered; put UNSHARD before it");
   }
 
   void crosses(const Place& place, const Action& action, bool has_neighbour, std::int32_t neighbour) {
@@ -218,13 +225,16 @@ class RowChecks {
         violate(ViolationKind::Duplicate, place, action, "the stage's gradients were reduced already");
       } else if (weights < all) {
         violate(ViolationKind::Sharding, place, action,
-                fmt::format("{} of {} weight gradients of the stage have run; put it behind the last one", weights, all));
+                fmt::format("{} of {} weight gradients of the stage have run; put it behind the last one",
+                            weights, all));
       }
       mine.reduced = true;
     }
   }
 
-  StageAccount& account(const Action& action) { return stages_[static_cast<std::size_t>(action.stage().value())]; }
+  StageAccount& account(const Action& action) {
+    return stages_[static_cast<std::size_t>(action.stage().value())];
+  }
 
   void record(const Place& place, const Action& action) {
     if (is_stage_wide(action.kind())) return;
@@ -232,9 +242,13 @@ class RowChecks {
     bool twice = !done_[static_cast<std::size_t>(action.kind())].insert(stage, action.microbatch()->value());
     if (!twice) ++account(action).counts[static_cast<std::size_t>(action.kind())];
     if (options_.as_reference) return;
-    if (action.kind() == ActionKind::Backward) twice = twice || done(ActionKind::BackwardInput, stage, action);
-    if (action.kind() == ActionKind::BackwardInput) twice = twice || done(ActionKind::Backward, stage, action);
-    if (twice) violate(ViolationKind::Duplicate, place, action, "the same work was done before; remove one of the two");
+    if (action.kind() == ActionKind::Backward)
+      twice = twice || done(ActionKind::BackwardInput, stage, action);
+    if (action.kind() == ActionKind::BackwardInput)
+      twice = twice || done(ActionKind::Backward, stage, action);
+    if (twice)
+      violate(ViolationKind::Duplicate, place, action,
+              "the same work was done before; remove one of the two");
   }
 
   void completeness(std::int32_t stage) {
@@ -260,21 +274,25 @@ class RowChecks {
           !map_.is_first(StageId{stage}) && map_.rank_of(StageId{stage - 1}) != map_.rank_of(StageId{stage});
       const auto expect_transfer = [&](bool crosses, ActionKind kind) {
         if (!crosses) return;
-        expect_all(stage, chain, to_text(kind), count(kind), [&](const Action& a) { return done(kind, stage, a); });
+        expect_all(stage, chain, to_text(kind), count(kind),
+                   [&](const Action& a) { return done(kind, stage, a); });
       };
       expect_transfer(next_elsewhere, ActionKind::SendForward);
       expect_transfer(next_elsewhere, ActionKind::RecvBackward);
       expect_transfer(previous_elsewhere, ActionKind::SendBackward);
       expect_transfer(previous_elsewhere, ActionKind::RecvForward);
     }
-    if (has_reduce_ && chain.microbatches > 0 && !stages_[static_cast<std::size_t>(stage)].reduced && !full()) {
-      report_.violations.push_back(
-          {ViolationKind::Missing, fmt::format("{}REDUCE_GRAD is missing, other stages have theirs", stage), {}});
+    if (has_reduce_ && chain.microbatches > 0 && !stages_[static_cast<std::size_t>(stage)].reduced &&
+        !full()) {
+      report_.violations.push_back({ViolationKind::Missing,
+                                    fmt::format("{}REDUCE_GRAD is missing, other stages have theirs", stage),
+                                    {}});
     }
   }
 
   template <class Done>
-  void expect_all(std::int32_t stage, const Chain& chain, std::string_view what, std::int32_t count, Done is_done) {
+  void expect_all(std::int32_t stage, const Chain& chain, std::string_view what, std::int32_t count,
+                  Done is_done) {
     if (count == chain.microbatches || full()) return;
     std::string missing;
     for (int i = 0; i < chain.microbatches && missing.size() < 40; ++i) {
@@ -285,10 +303,11 @@ class RowChecks {
     }
     report_.violations.push_back(
         {ViolationKind::Missing,
-         missing.empty() ? fmt::format("stage {} runs {} for {} microbatches, {} are expected", stage, what, count,
-                                       chain.microbatches)
-                         : fmt::format("stage {} on rank {} does not run {} for microbatch {} ({} of {} are there)", stage,
-                                       map_.rank_of(StageId{stage}), what, missing, count, chain.microbatches),
+         missing.empty()
+             ? fmt::format("stage {} runs {} for {} microbatches, {} are expected", stage, what, count,
+                           chain.microbatches)
+             : fmt::format("stage {} on rank {} does not run {} for microbatch {} ({} of {} are there)",
+                           stage, map_.rank_of(StageId{stage}), what, missing, count, chain.microbatches),
          {}});
   }
 
@@ -307,7 +326,9 @@ void check_extent(const Schedule& schedule, const ValidateOptions& options, Repo
   const ValidateOptions::Extent& expected = *options.expected;
   const auto compare = [&](const char* what, int actual, int wanted) {
     if (actual == wanted) return;
-    report.violations.push_back({ViolationKind::Extent, fmt::format("the schedule has {} {}, expected {}", actual, what, wanted), {}});
+    report.violations.push_back({ViolationKind::Extent,
+                                 fmt::format("the schedule has {} {}, expected {}", actual, what, wanted),
+                                 {}});
   };
   compare("ranks", schedule.ranks(), expected.ranks);
   compare("stages", schedule.stages().stages(), expected.stages);
@@ -317,7 +338,8 @@ void check_extent(const Schedule& schedule, const ValidateOptions& options, Repo
 }  // namespace
 
 void check_density(const Schedule& schedule) {
-  if (auto violation = density_violation(schedule)) throw ScheduleError(Report{{std::move(*violation)}, {}, {}});
+  if (auto violation = density_violation(schedule))
+    throw ScheduleError(Report{{std::move(*violation)}, {}, {}});
 }
 
 void check_numbers(const Schedule& schedule) {
@@ -326,11 +348,14 @@ void check_numbers(const Schedule& schedule) {
     for (std::size_t slot = 0; slot < row.size(); ++slot) {
       for (const Action& action : row[slot]) {
         const std::string why = malformation(schedule.stages(), action);
-        if (why.empty()) [[likely]] continue;
-        throw ScheduleError(Report{
-            {{ViolationKind::Malformed, fmt::format("{} at rank {}, slot {}: {}", to_text(action), rank, slot, why), {{rank, slot}}}},
-            {},
-            {}});
+        if (why.empty()) [[likely]]
+          continue;
+        throw ScheduleError(
+            Report{{{ViolationKind::Malformed,
+                     fmt::format("{} at rank {}, slot {}: {}", to_text(action), rank, slot, why),
+                     {{rank, slot}}}},
+                   {},
+                   {}});
       }
     }
   }
@@ -348,7 +373,8 @@ Report check(const Schedule& schedule, const ValidateOptions& options) {
   }
   RowChecks(schedule, options, report).run();
   if (!report.ok()) {
-    // An action that is no part of the schedule, or stands on the wrong rank, often is the cause of what follows.
+    // An action that is no part of the schedule, or stands on the wrong rank, often is the cause of what
+    // follows.
     std::stable_sort(report.violations.begin(), report.violations.end(),
                      [](const Violation& a, const Violation& b) { return a.kind < b.kind; });
     std::vector<Place> places;

@@ -10,12 +10,13 @@
 //               weight gradient of its stage and comes once
 // Deadlock      the rows can run to their end side by side
 //
-// The model of communication. For each ordered pair of ranks there is one communicator for activations and one for
-// gradients, so a forward transfer never waits behind a backward one. A communicator has no tags: its n-th send meets its
-// n-th receive. A rank executes its slots one after the other. A receive holds up its rank until the matching send was
-// reached. A send holds up its rank until the matching receive was reached (SendModel::Blocking, the strictest transport),
-// or not at all until the end of the row (SendModel::Posted). `lower` gives rows that run under Blocking; rows with
-// deferred receives need Posted. In a compute-only schedule a transfer takes no slot: an action waits for its input.
+// The model of communication. For each ordered pair of ranks there is one communicator for activations and
+// one for gradients, so a forward transfer never waits behind a backward one. A communicator has no tags: its
+// n-th send meets its n-th receive. A rank executes its slots one after the other. A receive holds up its
+// rank until the matching send was reached. A send holds up its rank until the matching receive was reached
+// (SendModel::Blocking, the strictest transport), or not at all until the end of the row (SendModel::Posted).
+// `lower` gives rows that run under Blocking; rows with deferred receives need Posted. In a compute-only
+// schedule a transfer takes no slot: an action waits for its input.
 #pragma once
 
 #include <cstddef>
@@ -55,8 +56,8 @@ struct Violation {
   std::vector<Place> places;  // the slots concerned
 };
 
-// One link of a deadlock: the rank stands at `at` and waits for `needs`, which stands at `needs_at` on the next link's
-// rank, behind the slot where that one waits.
+// One link of a deadlock: the rank stands at `at` and waits for `needs`, which stands at `needs_at` on the
+// next link's rank, behind the slot where that one waits.
 struct WaitLink {
   Place at;
   Action action;
@@ -67,7 +68,7 @@ struct WaitLink {
 struct Report {
   std::vector<Violation> violations;  // the first one is the one to repair first; at most `max_violations`
   std::vector<WaitLink> cycle;        // shortest cycle of a deadlock, else empty
-  std::string grid;                   // the rows around the places, marked: >here< waits, [there] is waited for
+  std::string grid;  // the rows around the places, marked: >here< waits, [there] is waited for
 
   bool ok() const { return violations.empty(); }
   // All violations in words, the cycle, and the grid.
@@ -86,8 +87,8 @@ struct ValidateOptions {
     int microbatches;
   };
   std::optional<Extent> expected = std::nullopt;
-  // Comparison with the reference validator, which counts distinct microbatches and looks at one rank at a time: lets
-  // duplicates of forwards and cross-rank deadlocks through. For parity tests only.
+  // Comparison with the reference validator, which counts distinct microbatches and looks at one rank at a
+  // time: lets duplicates of forwards and cross-rank deadlocks through. For parity tests only.
   bool as_reference = false;
 };
 

@@ -1,5 +1,5 @@
-// Whether the rows of a schedule can run to their end side by side; if not, the shortest cycle of ranks that wait for each
-// other.
+// Whether the rows of a schedule can run to their end side by side; if not, the shortest cycle of ranks that
+// wait for each other.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -207,7 +207,8 @@ class ProgressCheck {
     if (counterpart(action_at(send)) == action_at(receive)) return true;
     report_.violations.push_back(
         {ViolationKind::TransferOrder,
-         fmt::format("{} meets {}: the communicator from rank {} to rank {} pairs sends and receives in the order in which "
+         fmt::format("{} meets {}: the communicator from rank {} to rank {} pairs sends and receives in the "
+                     "order in which "
                      "they are written; write both in the same order",
                      place_text(schedule_, send), place_text(schedule_, receive), send.rank, receive.rank),
          {send, receive}});
@@ -215,8 +216,8 @@ class ProgressCheck {
     return false;
   }
 
-  // Everything that the slot at which a rank is stuck waits for; each of it stands in some rank's row, as nothing is
-  // missing.
+  // Everything that the slot at which a rank is stuck waits for; each of it stands in some rank's row, as
+  // nothing is missing.
   std::vector<Action> needs_of(int rank) const {
     const Slot slot = schedule_.row(rank)[position_[index(rank)]];
     if (is_send(slot[0].kind()) || is_receive(slot[0].kind())) return {counterpart(slot[0])};
@@ -232,8 +233,8 @@ class ProgressCheck {
     Action need;
   };
 
-  // Breadth-first from every stuck rank, never deeper than the best cycle known. A rank waits for one or two others, so
-  // almost always the first walk ends in a cycle at once.
+  // Breadth-first from every stuck rank, never deeper than the best cycle known. A rank waits for one or two
+  // others, so almost always the first walk ends in a cycle at once.
   std::vector<std::pair<int, Action>> shortest_cycle() const {
     std::map<int, std::vector<Edge>> edges;
     for (const int rank : stuck_) {
@@ -279,7 +280,8 @@ class ProgressCheck {
       for (const Action& action : row[slot]) {
         const bool same_work = action.kind() == need.kind() ||
                                (gives_input_gradient(need.kind()) && gives_input_gradient(action.kind()));
-        if (same_work && action.stage() == need.stage() && action.microbatch() == need.microbatch()) return {rank, slot};
+        if (same_work && action.stage() == need.stage() && action.microbatch() == need.microbatch())
+          return {rank, slot};
       }
     }
     PENSTOCK_INVARIANT(false, "what a stuck rank waits for stands ahead in the row of its rank");
@@ -296,8 +298,8 @@ class ProgressCheck {
       report_.cycle.push_back({at, waiting_member(slot, need), need, needs_at});
       violation.places.push_back(at);
       wanted.push_back(needs_at);
-      words += fmt::format(" {} waits for {} of {}, which stands behind {};", place_text(schedule_, at), to_text(need),
-                           place_text(schedule_, needs_at),
+      words += fmt::format(" {} waits for {} of {}, which stands behind {};", place_text(schedule_, at),
+                           to_text(need), place_text(schedule_, needs_at),
                            place_text(schedule_, {needs_at.rank, position_[index(needs_at.rank)]}));
     }
     violation.text = words + " change the order on one of these ranks";

@@ -10,7 +10,7 @@ namespace penstock::schedule {
 
 namespace {
 
-constexpr std::size_t kContext = 2;     // slots shown on both sides of a mark
+constexpr std::size_t kContext = 2;  // slots shown on both sides of a mark
 constexpr std::size_t kRanksShown = 32;
 
 std::string error_text(const Report& report) {
@@ -35,10 +35,12 @@ std::string_view to_text(ViolationKind kind) {
 }
 
 std::string place_text(const Schedule& schedule, const Place& place) {
-  return fmt::format("rank {}, slot {} ({})", place.rank, place.slot, to_text(schedule.row(place.rank)[place.slot]));
+  return fmt::format("rank {}, slot {} ({})", place.rank, place.slot,
+                     to_text(schedule.row(place.rank)[place.slot]));
 }
 
-std::string marked_grid(const Schedule& schedule, const std::vector<Place>& waiting, const std::vector<Place>& wanted) {
+std::string marked_grid(const Schedule& schedule, const std::vector<Place>& waiting,
+                        const std::vector<Place>& wanted) {
   std::map<int, std::map<std::size_t, char>> marks;  // rank -> slot -> mark
   for (const Place& place : wanted) marks[place.rank][place.slot] = '[';
   for (const Place& place : waiting) marks[place.rank][place.slot] = '>';

@@ -37,11 +37,12 @@ class WorkSet {
   std::vector<std::uint64_t> bits_;
 };
 
-// Bitmaps cost stages x microbatches bits. A schedule that is anywhere near complete has more actions than that, so one
-// whose numbers promise far more work than it has actions is refused before memory is spent: throws ScheduleError.
+// Bitmaps cost stages x microbatches bits. A schedule that is anywhere near complete has more actions than
+// that, so one whose numbers promise far more work than it has actions is refused before memory is spent:
+// throws ScheduleError.
 void check_density(const Schedule& schedule);
-// Throws ScheduleError for an action whose stage or microbatch lies outside the schedule, or one without a microbatch that
-// needs one. After this every action can be looked up in a WorkSet.
+// Throws ScheduleError for an action whose stage or microbatch lies outside the schedule, or one without a
+// microbatch that needs one. After this every action can be looked up in a WorkSet.
 void check_numbers(const Schedule& schedule);
 
 }  // namespace penstock::schedule

@@ -1,8 +1,10 @@
-// ZB2P: one stage per rank, backward split into I and W, up to 2P - 1 microbatches in flight. Twice the memory of 1F1B buys
-// rows without a gap: rank r starts r steps after rank 0 and then always has something to do.
+// ZB2P: one stage per rank, backward split into I and W, up to 2P - 1 microbatches in flight. Twice the
+// memory of 1F1B buys rows without a gap: rank r starts r steps after rank 0 and then always has something to
+// do.
 //
-// Made by list scheduling at equal costs, step by step: an input gradient that is ready goes first, as other ranks wait
-// for it; else a forward, while the limit allows one more; else a weight gradient, which nobody waits for.
+// Made by list scheduling at equal costs, step by step: an input gradient that is ready goes first, as other
+// ranks wait for it; else a forward, while the limit allows one more; else a weight gradient, which nobody
+// waits for.
 #include <vector>
 
 #include "penstock/schedule/generators.h"

@@ -1,5 +1,6 @@
-// ZBV: two chunks per rank in V placement, backward split into I and W. Rank P-1 holds both stages of the turn, so its
-// first backward can start right after the forwards; no rank idles between its first and its last action.
+// ZBV: two chunks per rank in V placement, backward split into I and W. Rank P-1 holds both stages of the
+// turn, so its first backward can start right after the forwards; no rank idles between its first and its
+// last action.
 //
 // With fewer than 2P - 1 microbatches the pattern is made for 2P - 1 and the surplus becomes idle slots.
 #include <algorithm>

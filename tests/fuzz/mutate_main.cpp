@@ -1,6 +1,6 @@
-// Runs a fuzz target without a fuzzing engine: every file named on the command line, a built-in corpus, and random
-// mutations of these. PENSTOCK_FUZZ_RUNS bounds the mutations; PENSTOCK_FUZZ_SEED repeats a run. A failing input is
-// written to fuzz_failure.bin by the abort handler before the program ends.
+// Runs a fuzz target without a fuzzing engine: every file named on the command line, a built-in corpus, and
+// random mutations of these. PENSTOCK_FUZZ_RUNS bounds the mutations; PENSTOCK_FUZZ_SEED repeats a run. A
+// failing input is written to fuzz_failure.bin by the abort handler before the program ends.
 #include <csignal>
 #include <cstdint>
 #include <cstdio>
@@ -50,10 +50,22 @@ std::vector<std::string> built_in_corpus() {
 }
 
 std::string mutated(std::string input, const std::vector<std::string>& corpus, std::mt19937_64& random) {
-  static const std::vector<std::string> pieces = {",", "\n", "0", "1", "2", "9999999999", "F", "B", "I", "W", "SEND_F", "RECV_F",
-                                                  "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD", "(", ")", ";",
-                                                  "OVERLAP_F_B", " ", "0F0", "1B0", "\r", std::string(1, '\0')};
-  const auto below = [&](std::size_t bound) { return bound == 0 ? 0 : static_cast<std::size_t>(random() % bound); };
+  static const std::vector<std::string> pieces = {",",           "\n",
+                                                  "0",           "1",
+                                                  "2",           "9999999999",
+                                                  "F",           "B",
+                                                  "I",           "W",
+                                                  "SEND_F",      "RECV_F",
+                                                  "SEND_B",      "RECV_B",
+                                                  "UNSHARD",     "RESHARD",
+                                                  "REDUCE_GRAD", "(",
+                                                  ")",           ";",
+                                                  "OVERLAP_F_B", " ",
+                                                  "0F0",         "1B0",
+                                                  "\r",          std::string(1, '\0')};
+  const auto below = [&](std::size_t bound) {
+    return bound == 0 ? 0 : static_cast<std::size_t>(random() % bound);
+  };
   for (std::size_t changes = 1 + below(4); changes > 0; --changes) {
     const std::size_t at = below(input.size() + 1);
     switch (below(5)) {

@@ -1,7 +1,7 @@
 // Fuzz target of the schedule text reader and of all that is done with what it has read.
 //
-// Whatever the bytes: either a ConfigError, or rows whose text reads back as the same rows. Small schedules are also
-// validated, lowered and run; a schedule that passes validation must survive both.
+// Whatever the bytes: either a ConfigError, or rows whose text reads back as the same rows. Small schedules
+// are also validated, lowered and run; a schedule that passes validation must survive both.
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -60,7 +60,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     return 0;
   }
   require(parse_rows(to_csv(rows)) == rows, "text reads back as the same rows");
-  for (const auto placement : {std::optional<Placement>(), std::optional(Placement::V), std::optional(Placement::Bidirectional)}) {
+  for (const auto placement :
+       {std::optional<Placement>(), std::optional(Placement::V), std::optional(Placement::Bidirectional)}) {
     try {
       use(schedule_from_rows(rows, placement));
     } catch (const ValueError&) {

@@ -1,5 +1,5 @@
-// Reference data of the sections `schedules` and `mapping` (stage maps). Every case of an index is run; a kind of case or
-// of pass that is not known here fails.
+// Reference data of the sections `schedules` and `mapping` (stage maps). Every case of an index is run; a
+// kind of case or of pass that is not known here fails.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -23,7 +23,8 @@ using nlohmann::json;
 namespace fs = std::filesystem;
 
 fs::path golden_folder() {
-  if (const char* folder = std::getenv("PENSTOCK_GOLDEN"); folder != nullptr && *folder != '\0') return folder;
+  if (const char* folder = std::getenv("PENSTOCK_GOLDEN"); folder != nullptr && *folder != '\0')
+    return folder;
   const char* source = std::getenv("PENSTOCK_SOURCE");
   if (source == nullptr) throw std::runtime_error("set PENSTOCK_GOLDEN to the folder of the reference data");
   return fs::path(source) / "tests" / "golden";
@@ -52,7 +53,9 @@ const json& section(const std::string& name) {
   return found->second;
 }
 
-std::string read_csv(const json& value) { return read_text(golden_folder() / "schedules" / value.get<std::string>()); }
+std::string read_csv(const json& value) {
+  return read_text(golden_folder() / "schedules" / value.get<std::string>());
+}
 
 PipelineShape shape_of(const json& config) {
   PipelineShape shape;
@@ -87,21 +90,24 @@ std::vector<int> lengths(const Schedule& schedule) {
 }
 
 TEST(GoldenSchedules, EveryKindOfCaseIsKnown) {
-  const std::set<std::string> known = {"configs", "errors", "validation", "passes", "action_parse", "simulation"};
+  const std::set<std::string> known = {"configs", "errors",       "validation",
+                                       "passes",  "action_parse", "simulation"};
   for (const auto& [kind, cases] : section("schedules").items()) EXPECT_TRUE(known.count(kind)) << kind;
 }
 
 TEST(GoldenSchedules, Configs) {
   for (const json& config : section("schedules").at("configs")) {
     SCOPED_TRACE(config.at("id").get<std::string>());
-    const Schedule schedule = generate(schedule_kind(config.at("schedule").get<std::string>()), shape_of(config));
+    const Schedule schedule =
+        generate(schedule_kind(config.at("schedule").get<std::string>()), shape_of(config));
     const std::string compute = read_csv(config.at("compute_csv"));
     EXPECT_EQ(to_csv(schedule), compute);
     EXPECT_EQ(schedule.stages().stage_to_rank(), config.at("stage_to_rank").get<std::vector<int>>());
     EXPECT_EQ(schedule.stages().stages(), config.at("num_stages").get<int>());
     EXPECT_EQ(lengths(schedule), config.at("rank_lengths").get<std::vector<int>>());
     for (int rank = 0; rank < schedule.ranks(); ++rank) {
-      EXPECT_EQ(schedule.row(rank).idle_slots(), config.at("rank_idle_slots").at(static_cast<std::size_t>(rank)));
+      EXPECT_EQ(schedule.row(rank).idle_slots(),
+                config.at("rank_idle_slots").at(static_cast<std::size_t>(rank)));
     }
     const Report report = check(schedule);
     EXPECT_TRUE(report.ok()) << report.text();
@@ -127,11 +133,12 @@ TEST(GoldenSchedules, Configs) {
       const Report deferred_report = check(deferred, posted);
       EXPECT_TRUE(deferred_report.ok()) << deferred_report.text();
     }
-    // The reference reports a second, partly wrong form of some schedules; whether it agrees with the executed one is
-    // recorded, and the executed one is ours.
+    // The reference reports a second, partly wrong form of some schedules; whether it agrees with the
+    // executed one is recorded, and the executed one is ours.
     if (config.contains("reported_ir_csv")) {
       std::vector<Row> with_reduce;
-      for (const Row& row : schedule.rows()) with_reduce.push_back(add_reduce_grad(row, schedule.microbatches()));
+      for (const Row& row : schedule.rows())
+        with_reduce.push_back(add_reduce_grad(row, schedule.microbatches()));
       const std::vector<Row> reported = parse_rows(read_csv(config.at("reported_ir_csv")));
       std::vector<Row> reported_dense;
       for (const Row& row : reported) {
@@ -141,7 +148,8 @@ TEST(GoldenSchedules, Configs) {
         }
         reported_dense.push_back(std::move(dense));
       }
-      EXPECT_EQ(reported_dense == with_reduce, config.at("reported_ir_equals_executed_plus_reduce").get<bool>());
+      EXPECT_EQ(reported_dense == with_reduce,
+                config.at("reported_ir_equals_executed_plus_reduce").get<bool>());
     }
   }
 }
@@ -151,7 +159,8 @@ std::string looked_up_name(const json& error) {
   const std::string description = error.at("description").get<std::string>();
   const std::size_t first = description.find('"');
   const std::size_t last = description.rfind('"');
-  if (first == std::string::npos || last <= first) throw std::runtime_error("no quoted name in: " + description);
+  if (first == std::string::npos || last <= first)
+    throw std::runtime_error("no quoted name in: " + description);
   return description.substr(first + 1, last - first - 1);
 }
 
@@ -191,12 +200,16 @@ TEST(GoldenSchedules, Validation) {
     const int microbatches = item.at("n_microbatches").get<int>();
     ValidateOptions as_reference;
     as_reference.as_reference = true;
-    as_reference.expected = ValidateOptions::Extent{item.at("pp_size").get<int>(), item.at("num_stages").get<int>(), microbatches};
-    const auto validated = [&] { return validate(schedule_from_rows(rows_of(item.at("rows"))), as_reference); };
+    as_reference.expected = ValidateOptions::Extent{item.at("pp_size").get<int>(),
+                                                    item.at("num_stages").get<int>(), microbatches};
+    const auto validated = [&] {
+      return validate(schedule_from_rows(rows_of(item.at("rows"))), as_reference);
+    };
     const auto lowered = [&] {
       const Schedule schedule = validated();
       std::vector<Row> rows;
-      for (const Row& row : schedule.rows()) rows.push_back(add_reduce_grad(add_unshard_reshard(row, 3), microbatches));
+      for (const Row& row : schedule.rows())
+        rows.push_back(add_reduce_grad(add_unshard_reshard(row, 3), microbatches));
       return add_send_receive(Schedule(schedule.stages(), std::move(rows)));
     };
     if (item.at("validate") == "ok") {
@@ -242,15 +255,16 @@ TEST(GoldenSchedules, Passes) {
     } else if (pass == "add_reduce_grad") {
       EXPECT_EQ(cells_of(add_reduce_grad(input, item.at("n_microbatches").get<int>())), item.at("output"));
     } else if (pass == "add_unshard_reshard") {
-      EXPECT_EQ(cells_of(add_unshard_reshard(input, item.at("max_active_stages").get<int>())), item.at("output"));
+      EXPECT_EQ(cells_of(add_unshard_reshard(input, item.at("max_active_stages").get<int>())),
+                item.at("output"));
     } else {
       ADD_FAILURE() << "unknown pass " << pass;
     }
   }
 }
 
-// Blanks and leading zeros aside, is this text the printed form of an action? The reference also takes text with
-// something behind the action, which we refuse.
+// Blanks and leading zeros aside, is this text the printed form of an action? The reference also takes text
+// with something behind the action, which we refuse.
 std::string canonical(const std::string& text) {
   std::string out;
   bool in_number = false;
@@ -325,8 +339,12 @@ TEST(GoldenMapping, StageMaps) {
     SCOPED_TRACE(item.at("id").get<std::string>());
     const int ranks = item.at("pp_size").get<int>();
     const int stages = item.at("num_stages").get<int>();
-    const auto map = [&] { return stage_to_rank(parse_placement(item.at("style").get<std::string>()), ranks, stages); };
-    const auto inverse = [&] { return rank_to_stages(parse_placement(item.at("style").get<std::string>()), ranks, stages); };
+    const auto map = [&] {
+      return stage_to_rank(parse_placement(item.at("style").get<std::string>()), ranks, stages);
+    };
+    const auto inverse = [&] {
+      return rank_to_stages(parse_placement(item.at("style").get<std::string>()), ranks, stages);
+    };
     if (item.contains("error_type")) {
       ASSERT_EQ(item.at("error_type"), "ValueError");
       EXPECT_THROW(map(), ValueError);

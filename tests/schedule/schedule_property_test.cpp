@@ -44,7 +44,8 @@ Case legal_case(const std::vector<ScheduleKind>& kinds) {
     item.shape.ranks = *rc::gen::inRange(1, 13);
     item.shape.stages_per_rank = required_stages_per_rank(item.kind).value_or(*rc::gen::inRange(1, 5));
     item.shape.microbatches = *rc::gen::inRange(1, 49);
-    const bool grouped = item.kind == ScheduleKind::Interleaved1F1B || item.kind == ScheduleKind::InterleavedZeroBubble;
+    const bool grouped =
+        item.kind == ScheduleKind::Interleaved1F1B || item.kind == ScheduleKind::InterleavedZeroBubble;
     if (grouped && *rc::gen::arbitrary<bool>()) item.shape.group_size = *rc::gen::inRange(1, 20);
     return item;
   });
@@ -95,7 +96,8 @@ std::vector<int> idle_within_span(const Schedule& schedule) {
           const bool needs = is_forward ? !map.is_first(action.stage())
                                         : gives_input_gradient(action.kind()) && !map.is_last(action.stage());
           if (!needs) continue;
-          const auto found = made.find({is_forward, is_forward ? stage - 1 : stage + 1, action.microbatch()->value()});
+          const auto found =
+              made.find({is_forward, is_forward ? stage - 1 : stage + 1, action.microbatch()->value()});
           if (found == made.end()) {
             ready = false;
           } else {
@@ -110,7 +112,8 @@ std::vector<int> idle_within_span(const Schedule& schedule) {
         busy[r] += length;
         for (const Action& action : slot) {
           if (action.kind() == ActionKind::BackwardWeight) continue;
-          made[{action.kind() == ActionKind::Forward, action.stage().value(), action.microbatch()->value()}] = clock[r];
+          made[{action.kind() == ActionKind::Forward, action.stage().value(), action.microbatch()->value()}] =
+              clock[r];
         }
       }
     }
@@ -226,7 +229,8 @@ RC_GTEST_PROP(Bubbles, ZbvLeavesNoGap, ()) {
 RC_GTEST_PROP(Bubbles, DualPipeKeepsItsTable, ()) {
   const Case item = legal_case({ScheduleKind::DualPipe});
   const Schedule schedule = generate(item.kind, item.shape);
-  for (const int idle : idle_within_span(schedule)) RC_ASSERT(idle <= (item.shape.ranks / 2 - 1) * (3 + 2 - 3));
+  for (const int idle : idle_within_span(schedule))
+    RC_ASSERT(idle <= (item.shape.ranks / 2 - 1) * (3 + 2 - 3));
 }
 
 }  // namespace

@@ -59,11 +59,31 @@ TEST(ActionText, EveryKindRoundTrips) {
 }
 
 TEST(ActionText, MatchesAsAWhole) {
-  for (const char* bad :
-       {"2F0junk", "F0", "2", "2X0", "2f0", "-1F0", "2F-1", "2 F0", "2F 0", "(0F1)OVERLAP_F_B", "()OVERLAP_F_B",
-        "(0F1;3B0)", "(0F1;3B0)OVERLAP_F_Bx", "(0F1;3B0) OVERLAP_F_B", "(0F1;;3B0)OVERLAP_F_B", "(0F1,3B0)OVERLAP_F_B",
-        "((0F1;1F1)OVERLAP_F_B;3B0)OVERLAP_F_B", "2OVERLAP_F_B", "99999999999F0", "0F99999999999", "16777216F0", "2F0;",
-        "2F0 3F0", "2F0\n3F0", "\"2F0\""}) {
+  for (const char* bad : {"2F0junk",
+                          "F0",
+                          "2",
+                          "2X0",
+                          "2f0",
+                          "-1F0",
+                          "2F-1",
+                          "2 F0",
+                          "2F 0",
+                          "(0F1)OVERLAP_F_B",
+                          "()OVERLAP_F_B",
+                          "(0F1;3B0)",
+                          "(0F1;3B0)OVERLAP_F_Bx",
+                          "(0F1;3B0) OVERLAP_F_B",
+                          "(0F1;;3B0)OVERLAP_F_B",
+                          "(0F1,3B0)OVERLAP_F_B",
+                          "((0F1;1F1)OVERLAP_F_B;3B0)OVERLAP_F_B",
+                          "2OVERLAP_F_B",
+                          "99999999999F0",
+                          "0F99999999999",
+                          "16777216F0",
+                          "2F0;",
+                          "2F0 3F0",
+                          "2F0\n3F0",
+                          "\"2F0\""}) {
     EXPECT_THROW(parse_cell(bad), ConfigError) << bad;
   }
 }
@@ -75,7 +95,8 @@ TEST(ScheduleText, ErrorsNameLineAndColumn) {
 }
 
 TEST(ScheduleText, KeepsRowsOfDifferentLengthAndIdleSlots) {
-  for (const char* csv : {"0F0,,0B0\n,1F0,1B0,,\n", "0F0\n\n1F0\n", " \n0F0\n", ",\n0F0\n", "(0F0;1B2;1F3)OVERLAP_F_B\n"}) {
+  for (const char* csv :
+       {"0F0,,0B0\n,1F0,1B0,,\n", "0F0\n\n1F0\n", " \n0F0\n", ",\n0F0\n", "(0F0;1B2;1F3)OVERLAP_F_B\n"}) {
     EXPECT_EQ(to_csv(parse_rows(csv)), csv);
   }
   EXPECT_EQ(parse_rows("0F0,\r\n1F0").size(), 2u);
@@ -136,17 +157,21 @@ TEST(Names, AnyCaseAndTheNearestOneInTheError) {
   EXPECT_EQ(schedule_kind("vpp"), ScheduleKind::Interleaved1F1B);
   EXPECT_EQ(schedule_kind("zb1p"), ScheduleKind::InterleavedZeroBubble);
   for (const ScheduleKind kind : all_schedule_kinds()) EXPECT_EQ(schedule_kind(to_text(kind)), kind);
-  EXPECT_THAT(message_of<ValueError>([] { schedule_kind("interleaved_1f1b"); }), HasSubstr("did you mean Interleaved1F1B?"));
-  EXPECT_THAT(message_of<ValueError>([] { schedule_kind("PipelineScheduleMulti"); }), HasSubstr("from a file"));
+  EXPECT_THAT(message_of<ValueError>([] { schedule_kind("interleaved_1f1b"); }),
+              HasSubstr("did you mean Interleaved1F1B?"));
+  EXPECT_THAT(message_of<ValueError>([] { schedule_kind("PipelineScheduleMulti"); }),
+              HasSubstr("from a file"));
   EXPECT_FALSE(resolve_schedule_name("VMin").in_reference);
 }
 
 TEST(Shapes, MessagesSayWhatWouldDo) {
   EXPECT_THAT(message_of<ValueError>([] { one_f_one_b(shape(4, 1, 2)); }),
               AllOf(HasSubstr("1F1B"), HasSubstr("got 2"), HasSubstr("at least 4")));
-  EXPECT_THAT(message_of<ValueError>([] { zbv_zero_bubble(shape(4, 1, 8)); }),
-              AllOf(HasSubstr("ZBVZeroBubble"), HasSubstr("got 1"), HasSubstr("expected 2"), HasSubstr("8 stages")));
-  EXPECT_THAT(message_of<ValueError>([] { interleaved_1f1b(shape(4, 2, 9)); }), HasSubstr("use 8 or 12 microbatches"));
+  EXPECT_THAT(
+      message_of<ValueError>([] { zbv_zero_bubble(shape(4, 1, 8)); }),
+      AllOf(HasSubstr("ZBVZeroBubble"), HasSubstr("got 1"), HasSubstr("expected 2"), HasSubstr("8 stages")));
+  EXPECT_THAT(message_of<ValueError>([] { interleaved_1f1b(shape(4, 2, 9)); }),
+              HasSubstr("use 8 or 12 microbatches"));
   EXPECT_THROW(dual_pipe(shape(3, 2, 12)), ValueError);
   EXPECT_THROW(dual_pipe(shape(4, 2, 9)), ValueError);
   EXPECT_THROW(gpipe(shape(0, 1, 1)), ValueError);
@@ -246,13 +271,15 @@ TEST(VirtualPipeline, HelpersAgreeWithTheSchedule) {
               const bool is_forward = slot[0].kind() == ActionKind::Forward;
               const TableEntry& entry = table[is_forward ? forwards : backwards];
               const int chunk = is_forward ? entry.chunk : backward_chunk(entry.chunk, chunks);
-              ASSERT_EQ(slot[0].stage().value(), virtual_stages_of_rank(rank, ranks, chunks)[static_cast<std::size_t>(chunk)]);
+              ASSERT_EQ(slot[0].stage().value(),
+                        virtual_stages_of_rank(rank, ranks, chunks)[static_cast<std::size_t>(chunk)]);
               ASSERT_EQ(slot[0].microbatch()->value(), entry.microbatch);
               if (!is_forward && backwards == 0) before_first_backward = forwards;
               ++(is_forward ? forwards : backwards);
             }
             const WarmUp counts = warm_up_counts(rank, ranks, chunks, microbatches, group);
-            ASSERT_EQ(before_first_backward, static_cast<std::size_t>(counts.warm_up + (counts.all_warm_up ? 0 : 1)));
+            ASSERT_EQ(before_first_backward,
+                      static_cast<std::size_t>(counts.warm_up + (counts.all_warm_up ? 0 : 1)));
           }
         }
       }
@@ -288,7 +315,8 @@ TEST(Lower, OptionsLeaveOutWhatIsNotWanted) {
   LowerOptions plain;
   plain.unshard = false;
   plain.reduce_grad = false;
-  EXPECT_EQ(to_csv(lower(gpipe(shape(2, 1, 1)), plain)), "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n");
+  EXPECT_EQ(to_csv(lower(gpipe(shape(2, 1, 1)), plain)),
+            "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n");
   LowerOptions none;
   none.max_active_stages = 0;
   EXPECT_THROW(lower(gpipe(shape(2, 1, 1)), none), ValueError);

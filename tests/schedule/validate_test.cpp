@@ -16,7 +16,9 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-Report report_of(const char* csv, ValidateOptions options = {}) { return check(parse_schedule(csv), options); }
+Report report_of(const char* csv, ValidateOptions options = {}) {
+  return check(parse_schedule(csv), options);
+}
 
 void expect_first(const char* csv, ViolationKind kind, const char* words) {
   const Report report = report_of(csv);
@@ -34,7 +36,8 @@ PipelineShape small_shape(ScheduleKind kind) {
 }
 
 TEST(Validate, FindsPlantedFaultsOfEachKind) {
-  expect_first("0F0,0B0,0F1\n1F0,1B0,1F1,1B1\n", ViolationKind::Missing, "stage 0 on rank 0 does not run B or I for microbatch 1");
+  expect_first("0F0,0B0,0F1\n1F0,1B0,1F1,1B1\n", ViolationKind::Missing,
+               "stage 0 on rank 0 does not run B or I for microbatch 1");
   expect_first("0F0,0F0,0B0\n1F0,1B0\n", ViolationKind::Duplicate, "0F0 at rank 0, slot 1");
   expect_first("0F0,0B0,0I0,0W0\n1F0,1B0\n", ViolationKind::Duplicate, "0I0 at rank 0, slot 2");
   expect_first("0B0,0F0\n1F0,1B0\n", ViolationKind::Order, "needs the forward of the same microbatch");
@@ -43,22 +46,29 @@ TEST(Validate, FindsPlantedFaultsOfEachKind) {
   expect_first("0F,0B0\n1F0,1B0\n", ViolationKind::Malformed, "needs a microbatch");
   expect_first("0F0,0B0,0REDUCE_GRAD2\n1F0,1B0\n", ViolationKind::Malformed, "takes no microbatch");
   expect_first("0F0,(0B0;0SEND_F0)OVERLAP_F_B\n1F0,1B0\n", ViolationKind::Malformed, "members of an overlap");
-  expect_first("(0F0;1F0)OVERLAP_F_B,1B0,0B0\n", ViolationKind::Order, "needs the activation of the previous stage");
+  expect_first("(0F0;1F0)OVERLAP_F_B,1B0,0B0\n", ViolationKind::Order,
+               "needs the activation of the previous stage");
   expect_first("0UNSHARD,0F0,0RESHARD,0B0\n1UNSHARD,1F0,1B0\n", ViolationKind::Sharding, "not gathered");
   expect_first("0UNSHARD,0UNSHARD,0F0,0B0\n1UNSHARD,1F0,1B0\n", ViolationKind::Sharding, "gathered already");
   expect_first("0RESHARD,0F0,0B0\n1F0,1B0\n", ViolationKind::Sharding, "not gathered");
-  expect_first("0F0,0REDUCE_GRAD,0B0\n1F0,1B0,1REDUCE_GRAD\n", ViolationKind::Sharding, "0 of 1 weight gradients");
+  expect_first("0F0,0REDUCE_GRAD,0B0\n1F0,1B0,1REDUCE_GRAD\n", ViolationKind::Sharding,
+               "0 of 1 weight gradients");
   expect_first("0F0,0B0,0REDUCE_GRAD\n1F0,1B0\n", ViolationKind::Missing, "1REDUCE_GRAD is missing");
 }
 
 TEST(Validate, FindsFaultsOfTransfers) {
   const char* good = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n";
   EXPECT_TRUE(report_of(good).ok());
-  expect_first("0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", ViolationKind::Missing, "does not run SEND_F for microbatch 0");
-  expect_first("0SEND_F0,0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", ViolationKind::Order, "needs the forward");
-  expect_first("0F0,0SEND_F0,0B0,0RECV_B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", ViolationKind::Order, "gradient of the next stage");
-  expect_first("0F0,0SEND_F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", ViolationKind::Duplicate, "slot 2");
-  expect_first("0F0,0SEND_F0,0RECV_B0,0B0,0SEND_B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", ViolationKind::TransferOrder, "no stage on the other side");
+  expect_first("0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", ViolationKind::Missing,
+               "does not run SEND_F for microbatch 0");
+  expect_first("0SEND_F0,0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", ViolationKind::Order,
+               "needs the forward");
+  expect_first("0F0,0SEND_F0,0B0,0RECV_B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", ViolationKind::Order,
+               "gradient of the next stage");
+  expect_first("0F0,0SEND_F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", ViolationKind::Duplicate,
+               "slot 2");
+  expect_first("0F0,0SEND_F0,0RECV_B0,0B0,0SEND_B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
+               ViolationKind::TransferOrder, "no stage on the other side");
   expect_first(
       "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
       "1RECV_F1,1F1,1RECV_F0,1F0,1B0,1SEND_B0,1B1,1SEND_B1\n",
@@ -75,7 +85,8 @@ TEST(Validate, FindsTheCrossRankDeadlockOfAComputeSchedule) {
   EXPECT_EQ(report.cycle[0].needs_at, (Place{1, 2}));
   EXPECT_EQ(report.cycle[1].at, (Place{1, 0}));
   EXPECT_EQ(report.cycle[1].needs_at, (Place{0, 2}));
-  EXPECT_THAT(report.grid, AllOf(HasSubstr(">0B0<"), HasSubstr("[0F1]"), HasSubstr(">1F1<"), HasSubstr("[1B0]")));
+  EXPECT_THAT(report.grid,
+              AllOf(HasSubstr(">0B0<"), HasSubstr("[0F1]"), HasSubstr(">1F1<"), HasSubstr("[1B0]")));
   EXPECT_THROW(dry_run(parse_schedule("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")), ScheduleError);
   EXPECT_THROW(lower(parse_schedule("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")), ScheduleError);
 }
@@ -111,8 +122,8 @@ TEST(Validate, ReportsTheCycleAndNotWhoWaitsBehindIt) {
   EXPECT_EQ(report.cycle[1].at, (Place{4, 0}));
 }
 
-// Rank 0 waits for rank 2, which waits for rank 1, which waits for rank 0; and with the other member of its overlap it
-// waits for rank 1 directly.
+// Rank 0 waits for rank 2, which waits for rank 1, which waits for rank 0; and with the other member of its
+// overlap it waits for rank 1 directly.
 TEST(Validate, ReportsTheShortestOfSeveralCycles) {
   const Report report = report_of(
       "0F1,(3F0;0B1)OVERLAP_F_B,0F0,3F1,3B0,3B1,0B0\n"
@@ -174,8 +185,8 @@ TEST(Validate, ChainsCallsAndThrowsWithTheReport) {
   }
 }
 
-// Faults planted in every kind of schedule, at every slot: dropping or doubling an action never goes unnoticed; swapping
-// two neighbours is found, or the result still runs.
+// Faults planted in every kind of schedule, at every slot: dropping or doubling an action never goes
+// unnoticed; swapping two neighbours is found, or the result still runs.
 TEST(Validate, FindsDroppedDoubledAndSwappedActionsEverywhere) {
   for (const ScheduleKind kind : all_schedule_kinds()) {
     SCOPED_TRACE(to_text(kind));

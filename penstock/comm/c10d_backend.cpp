@@ -1,8 +1,17 @@
 #include "penstock/comm/c10d_backend.h"
 
+#include <mutex>
+
 namespace penstock::comm {
 
 namespace {
+
+// c10d's flight recorder, one per process, is not safe when several groups start collectives at once, as a world of
+// threads does. In a process per rank nobody ever waits here.
+std::unique_lock<std::mutex> one_at_a_time() {
+  static std::mutex mutex;
+  return std::unique_lock(mutex);
+}
 
 c10d::ReduceOp::RedOpType to_c10d(ReduceOp op) {
   switch (op) {
@@ -17,6 +26,7 @@ c10d::ReduceOp::RedOpType to_c10d(ReduceOp op) {
 }  // namespace
 
 TransferPtr C10dBackend::all_reduce(const at::Tensor& tensor, ReduceOp op) {
+  const auto lock = one_at_a_time();
   std::vector<at::Tensor> tensors = {tensor};
   c10d::AllreduceOptions options;
   options.reduceOp = to_c10d(op);
@@ -24,6 +34,7 @@ TransferPtr C10dBackend::all_reduce(const at::Tensor& tensor, ReduceOp op) {
 }
 
 TransferPtr C10dBackend::broadcast(const at::Tensor& tensor, int source) {
+  const auto lock = one_at_a_time();
   std::vector<at::Tensor> tensors = {tensor};
   c10d::BroadcastOptions options;
   options.rootRank = source;
@@ -31,6 +42,7 @@ TransferPtr C10dBackend::broadcast(const at::Tensor& tensor, int source) {
 }
 
 TransferPtr C10dBackend::all_gather(const at::Tensor& output, const at::Tensor& input) {
+  const auto lock = one_at_a_time();
   at::Tensor out = output;
   at::Tensor in = input;
 #if PENSTOCK_TORCH_AT_LEAST(2, 14)
@@ -41,6 +53,7 @@ TransferPtr C10dBackend::all_gather(const at::Tensor& output, const at::Tensor& 
 }
 
 TransferPtr C10dBackend::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) {
+  const auto lock = one_at_a_time();
   at::Tensor out = output;
   at::Tensor in = input;
   c10d::ReduceScatterOptions options;
@@ -54,6 +67,7 @@ TransferPtr C10dBackend::reduce_scatter(const at::Tensor& output, const at::Tens
 
 TransferPtr C10dBackend::all_to_all(const at::Tensor& output, const at::Tensor& input, std::vector<std::int64_t> output_splits,
                                     std::vector<std::int64_t> input_splits) {
+  const auto lock = one_at_a_time();
   at::Tensor out = output;
   at::Tensor in = input;
 #if PENSTOCK_TORCH_AT_LEAST(2, 14)
@@ -63,6 +77,9 @@ TransferPtr C10dBackend::all_to_all(const at::Tensor& output, const at::Tensor& 
 #endif
 }
 
-TransferPtr C10dBackend::barrier() { return collective(group_->barrier()); }
+TransferPtr C10dBackend::barrier() {
+  const auto lock = one_at_a_time();
+  return collective(group_->barrier());
+}
 
 }  // namespace penstock::comm

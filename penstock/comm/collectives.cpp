@@ -121,17 +121,9 @@ State begin(const std::shared_ptr<GroupState>& group, const char* operation, std
   return std::make_shared<WorkState>(group, operation, options.label, std::nullopt, bytes, options.timeout);
 }
 
-// A failure while an operation is being started is a failure of the group as much as one while it is waited for.
 template <class Start>
 Work started(State work, Start start) {
-  try {
-    start(*work);
-  } catch (const ValueError&) {
-    throw;  // found before anything moved
-  } catch (const std::exception& error) {
-    work->group().fail(fmt::format("{} on group {}: {}", work->operation(), work->group().name, error.what()), std::current_exception());
-    throw;
-  }
+  work->group().started(*work, [&] { start(*work); });
   return Work(std::move(work));
 }
 

@@ -99,13 +99,10 @@ void post(const Prepared& prepared, const P2POp& op, bool in_batch) {
 
 Work start(const std::shared_ptr<GroupState>& group, const P2POp& op) {
   const Prepared prepared = prepare(group, op, false);
-  try {
+  group->started(*prepared.work, [&] {
     announce(prepared, op);
-  } catch (const PipeliningMetadataError& error) {
-    group->fail(error.what(), std::current_exception());
-    throw;
-  }
-  post(prepared, op, false);
+    post(prepared, op, false);
+  });
   return Work(prepared.work);
 }
 
@@ -140,17 +137,12 @@ std::vector<Work> Group::batch_isend_irecv(const std::vector<P2POp>& ops) const 
     if (a_sends != b_sends) return b_sends;
     return bracket && ops[a].options.tag < ops[b].options.tag;
   });
-  try {
-    // All is told before anything is asked for, so that two ranks that exchange do not wait for each other.
-    for (const auto kind : {P2POp::Kind::Send, P2POp::Kind::Recv})
-      for (const std::size_t i : order)
-        if (ops[i].kind == kind) announce(prepared[i], ops[i]);
-  } catch (const PipeliningMetadataError& error) {
-    group.fail(error.what(), std::current_exception());
-    throw;
-  }
+  // All is told before anything is asked for, so that two ranks that exchange do not wait for each other.
+  for (const auto kind : {P2POp::Kind::Send, P2POp::Kind::Recv})
+    for (const std::size_t i : order)
+      if (ops[i].kind == kind) group.started(*prepared[i].work, [&] { announce(prepared[i], ops[i]); });
   if (bracket) group.cuda->begin_batch();
-  for (const std::size_t i : order) post(prepared[i], ops[i], bracket);
+  for (const std::size_t i : order) group.started(*prepared[i].work, [&] { post(prepared[i], ops[i], bracket); });
   const TransferPtr all = bracket ? group.cuda->end_batch() : nullptr;
   std::vector<Work> works;
   for (const Prepared& one : prepared) {

@@ -64,14 +64,14 @@ WorkState::WorkState(std::shared_ptr<GroupState> group, const char* operation, s
       timeout_(timeout.value_or(group_->timeout)),
       deadline_(begin_ + timeout_) {
   group_->check_usable(operation);
-  record_ = Recorder::global().begin({.operation = operation_, .group = std::string_view(group_->name), .label = std::string_view(label_), .tag = tag, .sequence = group_->started++, .bytes = bytes, .peer = peer_});
+  record_ = Recorder::global().begin({.operation = operation_, .group = std::string_view(group_->name), .label = std::string_view(label_), .tag = tag, .sequence = group_->operations++, .bytes = bytes, .peer = peer_});
 }
 
 WorkState::~WorkState() {
   if (finished_) return;
   // Dropped without a wait: the transport may still read or write the memory, so it goes to the group.
   try {
-    group_->bury(std::move(transfers_), std::move(kept_));
+    group_->bury(transfers_, kept_);
     warn_once("comm", fmt::format("a {} on group {} was dropped without wait(); its memory is held until the group ends", operation_, group_->name));
   } catch (const std::exception& error) {
     log().error("comm: an unfinished {} could not be kept alive: {}", operation_, error.what());
@@ -130,7 +130,7 @@ void WorkState::finish(std::exception_ptr error) noexcept {
   steps_.clear();
   promises_.clear();
   if (error_) {
-    group_->bury(std::move(transfers_), std::move(kept_));
+    group_->bury(transfers_, kept_);
   } else {
     transfers_.clear();
     kept_.clear();
@@ -144,10 +144,16 @@ GroupState::GroupState(std::shared_ptr<WorldCore> world_core, std::string group_
     : world(std::move(world_core)), name(std::move(group_name)), ranks(std::move(members)), timeout(group_timeout) {
   const auto found = std::find(ranks.begin(), ranks.end(), world->env.rank);
   if (found != ranks.end()) axis_rank = static_cast<int>(found - ranks.begin());
-  // On a loss every wait of this group ends, whoever was lost: a run that misses a rank cannot go on.
-  listener_ = world->liveness->listen([this](const RankEvent&) {
-    std::lock_guard lock(mutex_);
-    for (const Wait& wait : waiting_) wait.transfer->interrupt();
+}
+
+void GroupState::follow_liveness() {
+  // On a loss every wait of this group ends, whoever was lost: a run that misses a rank cannot go on. Held weakly: the
+  // reporting thread may be in the call while the group's last owner lets go.
+  listener_ = world->liveness->listen([weak = weak_from_this()](const RankEvent&) {
+    const auto self = weak.lock();
+    if (!self) return;
+    std::lock_guard lock(self->mutex_);
+    for (const Wait& wait : self->waiting_) wait.transfer->interrupt();
   });
 }
 
@@ -188,7 +194,7 @@ void GroupState::wait_for(Transfer& transfer, WorkState& work, Clock::time_point
     }
     GroupState& group;
     std::list<Wait>::iterator place;
-  } registration(*this, {&transfer, Clock::now(), work.promises(), work.label()});
+  } registration(*this, {&transfer, Clock::now(), &work});
   // A loss that was reported before this transfer was registered did not interrupt it.
   if (world->liveness->first_failure()) transfer.interrupt();
 
@@ -281,10 +287,33 @@ void GroupState::fail(const std::string& reason, std::exception_ptr error) noexc
   if (!world->liveness->first_failure()) world->fail(reason);
 }
 
-void GroupState::bury(std::vector<TransferPtr> transfers, std::vector<at::Tensor> tensors) {
+void GroupState::bury(c10::ArrayRef<TransferPtr> transfers, c10::ArrayRef<at::Tensor> tensors) {
   std::lock_guard lock(mutex_);
-  std::move(transfers.begin(), transfers.end(), std::back_inserter(buried_transfers_));
-  std::move(tensors.begin(), tensors.end(), std::back_inserter(buried_tensors_));
+  buried_transfers_.insert(buried_transfers_.end(), transfers.begin(), transfers.end());
+  buried_tensors_.insert(buried_tensors_.end(), tensors.begin(), tensors.end());
+}
+
+void GroupState::started(WorkState& work, const std::function<void()>& start) {
+  try {
+    try {
+      start();
+    } catch (const std::logic_error&) {  // bad arguments, found before anything moved
+      throw;
+    } catch (const PipeliningMetadataError&) {
+      throw;
+    } catch (const CommError&) {
+      throw;
+    } catch (const StateError&) {
+      throw;
+    } catch (const std::exception& error) {
+      raise(first_line(error.what()), work, false);
+    }
+  } catch (const std::logic_error&) {
+    throw;
+  } catch (const std::exception& error) {
+    fail(fmt::format("{} on group {}: {}", work.operation(), name, first_line(error.what())), std::current_exception());
+    throw;
+  }
 }
 
 std::uint32_t GroupState::next_number(bool sends, int position, int tag) {
@@ -312,7 +341,7 @@ void GroupState::look_at_waits() {
     std::lock_guard lock(mutex_);
     for (const Wait& wait : waiting_)
       if (Clock::now() - wait.since > kPatience)
-        for (const Promise& promise : wait.promises) lasting.emplace_back(promise, wait.label);
+        for (const Promise& promise : wait.work->promises()) lasting.emplace_back(promise, wait.work->label());
   }
   for (const auto& [promise, label] : lasting) {
     std::string found;

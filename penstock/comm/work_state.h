@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <c10/util/SmallVector.h>
 
 #include <atomic>
 #include <deque>
@@ -81,7 +82,7 @@ class WorkState {
   const std::string& label() const { return label_; }
   const char* operation() const { return operation_; }
   std::optional<int> peer() const { return peer_; }
-  const std::vector<Promise>& promises() const { return promises_; }
+  const c10::SmallVector<Promise, 1>& promises() const { return promises_; }
 
  private:
   void finish(std::exception_ptr error) noexcept;
@@ -94,9 +95,10 @@ class WorkState {
   Clock::time_point begin_ = Clock::now();
   Clock::time_point deadline_;
   std::uint64_t record_;
-  std::vector<TransferPtr> transfers_;
-  std::vector<at::Tensor> kept_;
-  std::vector<Promise> promises_;
+  // Inside the object for the usual one or two: a transfer costs as few allocations as c10d's own.
+  c10::SmallVector<TransferPtr, 2> transfers_;
+  c10::SmallVector<at::Tensor, 2> kept_;
+  c10::SmallVector<Promise, 1> promises_;
   std::deque<std::function<void(WorkState&)>> steps_;  // a deque: a running step may add more
   bool finished_ = false;
   bool timed_out_ = false;
@@ -109,17 +111,24 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   GroupState(std::shared_ptr<WorldCore> world, std::string name, std::vector<int> ranks, std::chrono::milliseconds timeout);
   ~GroupState();
 
+  // From now on a loss of any rank ends the waits of this group. Called once, by whoever made it.
+  void follow_liveness();
+
   // Throws the group's first error if it has one: nothing may start on a group that has failed.
   void check_usable(const char* operation) const;
 
   // Waits for one transfer; translates every failure, marks the group failed and tells the world.
   void wait_for(Transfer& transfer, WorkState& work, Clock::time_point deadline);
 
+  // Runs `start`, which starts transfers of `work`. What a transport throws there becomes the same error as in a wait,
+  // and the group has failed; errors of arguments pass through and leave the group as it was.
+  void started(WorkState& work, const std::function<void()>& start);
+
   // Marks the group failed with this error and tells every other rank. The first error stays.
   void fail(const std::string& reason, std::exception_ptr error) noexcept;
 
   // Takes over what an abandoned operation may still be writing to.
-  void bury(std::vector<TransferPtr> transfers, std::vector<at::Tensor> tensors);
+  void bury(c10::ArrayRef<TransferPtr> transfers, c10::ArrayRef<at::Tensor> tensors);
 
   // The place of the next transfer in the order of its (member, tag, direction).
   std::uint32_t next_number(bool sends, int position, int tag);
@@ -145,7 +154,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::shared_ptr<Backend> cuda;            // NCCL or fake; null: CUDA tensors go through host memory
   std::shared_ptr<UcxTransport> ucx;        // when chosen for point-to-point
   Backend::Abilities cpu_can, cuda_can;
-  std::atomic<std::uint64_t> started{0};    // operations of any kind
+  std::atomic<std::uint64_t> operations{0}; // started, of any kind
   std::atomic<std::uint32_t> sequence{0};   // composed collectives started
 
  private:
@@ -158,9 +167,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   struct Wait {
     Transfer* transfer;
     Clock::time_point since;
-    std::vector<Promise> promises;  // of the waiting operation
-    std::string label;
-    bool published = false;
+    const WorkState* work;  // does not change while it waits
   };
   std::list<Wait> waiting_;
   std::string mismatch_;  // found by the stall watch

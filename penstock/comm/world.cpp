@@ -246,6 +246,7 @@ Group World::new_group(const std::vector<int>& ranks, const GroupOptions& option
       agree(core, "new_group " + key, own_word, deadline, judge);
     }
     auto group = std::make_shared<GroupState>(core_, base + core.name_suffix, ranks, timeout);
+    group->follow_liveness();
     if (group->axis_rank >= 0) {
       open_backends(*group, options.p2p, key, deadline);
       std::lock_guard lock(registry().mutex);

@@ -1,0 +1,71 @@
+// Fuzz target of the schedule text reader and of all that is done with what it has read.
+//
+// Whatever the bytes: either a ConfigError, or rows whose text reads back as the same rows. Small schedules are also
+// validated, lowered and run; a schedule that passes validation must survive both.
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <string_view>
+
+#include "penstock/base/errors.h"
+#include "penstock/schedule/dry_run.h"
+#include "penstock/schedule/lower.h"
+#include "penstock/schedule/text.h"
+#include "penstock/schedule/validate.h"
+
+namespace {
+
+using namespace penstock;
+using namespace penstock::schedule;
+
+void require(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "fuzz target: %s\n", what);
+  std::abort();
+}
+
+void use(const Schedule& schedule) {
+  if (!check(schedule).ok()) {
+    try {
+      (void)lower(schedule);
+    } catch (const ValueError&) {
+    }
+    try {
+      (void)dry_run(schedule);
+    } catch (const ValueError&) {
+    }
+    return;
+  }
+  require(without_idle(dry_run(schedule)) == without_idle(schedule), "a valid schedule runs");
+  if (schedule.has_transfers()) return;
+  LowerOptions options;
+  // What is sharded already must not be sharded twice.
+  options.unshard = false;
+  options.reduce_grad = false;
+  const Schedule lowered = lower(schedule, options);
+  require(check(lowered).ok(), "a valid schedule stays valid when it is lowered");
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  TextLimits limits;
+  limits.bytes = 1 << 16;
+  const std::string_view text(reinterpret_cast<const char*>(data), size);
+  std::vector<Row> rows;
+  try {
+    rows = parse_rows(text, limits);
+  } catch (const ConfigError&) {
+    return 0;
+  }
+  require(parse_rows(to_csv(rows)) == rows, "text reads back as the same rows");
+  for (const auto placement : {std::optional<Placement>(), std::optional(Placement::V), std::optional(Placement::Bidirectional)}) {
+    try {
+      use(schedule_from_rows(rows, placement));
+    } catch (const ValueError&) {
+      // no schedule of that placement
+    }
+  }
+  return 0;
+}

@@ -1,0 +1,20 @@
+// A schedule as a table of text: a row per rank, a column per step.
+//
+// In every step each rank executes one slot if what it needs has happened, whatever it costs (see dry_run.h); a dot is a step
+// without work.
+#pragma once
+
+#include <string>
+
+#include "penstock/schedule/schedule.h"
+
+namespace penstock::plan {
+
+struct GridOptions {
+  bool colour = false;  // escape sequences of a terminal: the background tells the kind
+};
+
+// Throws ScheduleError for a schedule whose ranks wait for each other.
+std::string draw_grid(const schedule::Schedule& schedule, const GridOptions& options = {});
+
+}  // namespace penstock::plan

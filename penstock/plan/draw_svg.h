@@ -1,0 +1,17 @@
+// A schedule over time as a picture: a row per rank, a coloured cell per action, axis, legend and totals.
+#pragma once
+
+#include <string>
+
+#include "penstock/plan/drawing.h"
+
+namespace penstock::plan {
+
+struct SvgOptions {
+  // Hover text as <title> children, which every viewer shows. Off where the page around the picture shows data-tip itself.
+  bool titles = true;
+};
+
+std::string draw_svg(const Drawing& drawing, const SvgOptions& options = {});
+
+}  // namespace penstock::plan

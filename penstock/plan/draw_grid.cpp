@@ -6,6 +6,7 @@
 #include <iterator>
 
 #include "penstock/plan/drawing.h"
+#include "penstock/plan/simulator.h"
 #include "penstock/schedule/dry_run.h"
 
 namespace penstock::plan {
@@ -19,7 +20,7 @@ using schedule::Slot;
 std::pair<int, int> terminal_colours(ActionKind kind, bool later) {
   switch (kind) {
     case ActionKind::Forward: return later ? std::pair{153, 16} : std::pair{25, 231};
-    case ActionKind::Backward: return later ? std::pair{158, 16} : std::pair{29, 231};
+    case ActionKind::Backward: return later ? std::pair{183, 16} : std::pair{97, 231};
     case ActionKind::BackwardInput: return later ? std::pair{159, 16} : std::pair{30, 231};
     case ActionKind::BackwardWeight: return later ? std::pair{193, 16} : std::pair{64, 231};
     case ActionKind::SendForward:
@@ -33,10 +34,31 @@ std::pair<int, int> terminal_colours(ActionKind kind, bool later) {
   return {0, 0};
 }
 
+// Idle slots for the steps in which a rank cannot act.
+schedule::Schedule in_steps(const schedule::Schedule& schedule) {
+  if (schedule.has_transfers()) return schedule::dry_run(schedule);
+  // Every slot takes one step and its result is there in the next one.
+  CostModel model;
+  model.stages = {{.backward = 1}};
+  model.overlap_saving = 1;
+  const Simulation simulation = simulate(schedule, model);
+  schedule::Schedule steps(schedule.stages());
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    const schedule::Row& row = schedule.row(rank);
+    for (std::size_t slot = 0; slot < row.size(); ++slot) {
+      if (row[slot].empty()) continue;
+      const auto start = static_cast<std::size_t>(simulation.slots[static_cast<std::size_t>(rank)][slot].start + 0.5);
+      if (start > steps.row(rank).size()) steps.row(rank).push_idle(start - steps.row(rank).size());
+      steps.row(rank).push_slot(row[slot]);
+    }
+  }
+  return steps;
+}
+
 }  // namespace
 
 std::string draw_grid(const schedule::Schedule& schedule, const GridOptions& options) {
-  const schedule::Schedule steps = schedule::dry_run(schedule);
+  const schedule::Schedule steps = in_steps(schedule);
   const std::vector<int> chunk = chunk_of_stages(schedule.stages());
   std::size_t columns = 0;
   for (const schedule::Row& row : steps.rows()) columns = std::max(columns, row.size());

@@ -83,7 +83,7 @@ std::string draw_html(const Drawing& drawing) {
   page += "<section><div class=\"bar\"><label>zoom <input id=\"zoom\" type=\"range\" min=\"1\" max=\"8\" step=\"0.25\" value=\"1\"></label>"
           "<label><input id=\"follow\" type=\"checkbox\" checked> follow the microbatch under the pointer</label></div>\n"
           "<div class=\"scroll\" id=\"view\">\n";
-  page += draw_svg(drawing, {.titles = false});
+  page += draw_svg(drawing, {.titles = false, .heading = false});
   page += "</div></section>\n";
 
   const bool bytes = simulation.peak_bytes() > 0;

@@ -6,6 +6,7 @@
 #include <iterator>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include "penstock/base/text.h"
 
@@ -34,10 +35,10 @@ const char* words_of(ActionKind kind) {
     case ActionKind::Backward: return "B backward";
     case ActionKind::BackwardInput: return "I input gradient";
     case ActionKind::BackwardWeight: return "W weight gradient";
-    case ActionKind::SendForward: return "activation sent";
-    case ActionKind::RecvForward: return "activation received";
-    case ActionKind::SendBackward: return "gradient sent";
-    case ActionKind::RecvBackward: return "gradient received";
+    case ActionKind::SendForward: return "activation on its way";
+    case ActionKind::RecvForward: return "activation on its way";
+    case ActionKind::SendBackward: return "gradient on its way";
+    case ActionKind::RecvBackward: return "gradient on its way";
     case ActionKind::Unshard: return "unshard";
     case ActionKind::Reshard: return "reshard";
     case ActionKind::ReduceGrad: return "reduce gradients";
@@ -58,7 +59,9 @@ class SvgWriter {
       for (std::size_t slot = 0; slot < row.size(); ++slot) {
         if (row[slot].empty()) continue;
         const TimedSlot& timed = timed_at(rank, slot);
-        for (const Action& action : row[slot]) kinds_.insert(action.kind());
+        if (timed.end > timed.start) {
+          for (const Action& action : row[slot]) kinds_.insert(action.kind());
+        }
         if (is_compute(row[slot][0].kind())) {
           if (timed.end > timed.start) shortest = std::min(shortest, timed.end - timed.start);
         } else if (timed.end > timed.start) {
@@ -76,16 +79,16 @@ class SvgWriter {
   std::string write() {
     const double axis_width = drawing_.simulation.time * scale_;
     width_ = kLeft + axis_width + kRight;
-    bottom_ = kTop + drawing_.schedule.ranks() * row_height_;
-    const double height = bottom_ + 72;
+    top_ = options_.heading ? kTop : kTop - 50;
+    bottom_ = top_ + drawing_.schedule.ranks() * row_height_;
+    legend_columns();
+    const double height = bottom_ + 52 + 20 * legend_rows_;
     print("<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {0:.0f} {1:.0f}\" width=\"{0:.0f}\" height=\"{1:.0f}\" "
           "font-family=\"Inter, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif\">\n",
           width_, height);
     style();
     print("<rect class=\"paper\" width=\"100%\" height=\"100%\"/>\n");
-    print("<text x=\"{}\" y=\"27\" class=\"title\">{}<tspan class=\"shape\" dx=\"12\">{}</tspan></text>\n", kLeft, escape_xml(drawing_.title),
-          shape_words(drawing_.schedule));
-    print("<text x=\"{}\" y=\"47\" class=\"totals\">{}</text>\n", kLeft, totals_words(drawing_.simulation));
+    if (options_.heading) heading();
     axis(axis_width);
     for (int rank = 0; rank < drawing_.schedule.ranks(); ++rank) row(rank, axis_width);
     legend();
@@ -94,6 +97,12 @@ class SvgWriter {
   }
 
  private:
+  void heading() {
+    print("<text x=\"{}\" y=\"27\" class=\"title\">{}<tspan class=\"shape\" dx=\"12\">{}</tspan></text>\n", kLeft, escape_xml(drawing_.title),
+          shape_words(drawing_.schedule));
+    print("<text x=\"{}\" y=\"47\" class=\"totals\">{}</text>\n", kLeft, totals_words(drawing_.simulation));
+  }
+
   template <class... Args>
   void print(fmt::format_string<Args...> format, Args&&... args) {
     fmt::format_to(std::back_inserter(out_), format, std::forward<Args>(args)...);
@@ -108,7 +117,7 @@ class SvgWriter {
             ".paper{fill:#ffffff}.title{font-size:19px;font-weight:600;fill:#12212b}.shape{font-size:13px;font-weight:400;fill:#5b6b76}"
             ".totals{font-size:13px;fill:#33444f}.label{font-size:13px;fill:#33444f}.note{font-size:11.5px;fill:#5b6b76}"
             ".lane{fill:#f1f4f6}.tick{stroke:#d5dde2;stroke-width:1}.number{font-size:12px;text-anchor:middle;pointer-events:none}"
-            ".critical{stroke:#12212b;stroke-width:1.6}";
+            ".small{font-size:10.5px}.critical{stroke:#12212b;stroke-width:1.6}";
     for (const ActionKind kind : kinds_) {
       for (int chunk = 0; chunk < chunks_; ++chunk) {
         const std::string fill = fill_colour(kind, chunk, chunks_);
@@ -123,13 +132,13 @@ class SvgWriter {
     const int ticks = static_cast<int>(drawing_.simulation.time / distance + 1e-9);
     for (int tick = 0; tick <= ticks; ++tick) {
       const double x = kLeft + tick * distance * scale_;
-      print("<line class=\"tick\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"{1:.1f}\" y2=\"{2:.1f}\"/>", x, kTop - 6, bottom_ + 1);
+      print("<line class=\"tick\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"{1:.1f}\" y2=\"{2:.1f}\"/>", x, top_ - 6, bottom_ + 1);
       print("<text class=\"note\" text-anchor=\"middle\" x=\"{:.1f}\" y=\"{:.1f}\">{:g}</text>\n", x, bottom_ + 15, tick * distance);
     }
   }
 
   void row(int rank, double axis_width) {
-    const double y = kTop + rank * row_height_;
+    const double y = top_ + rank * row_height_;
     const RankSummary& summary = drawing_.simulation.ranks[static_cast<std::size_t>(rank)];
     print("<text class=\"label\" text-anchor=\"end\" x=\"{:.1f}\" y=\"{:.1f}\">rank {}</text>\n", kLeft - 12, y + kCell / 2 + 4.5, rank);
     print("<rect class=\"lane\" x=\"{}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{}\" rx=\"3\"/>\n", kLeft, y, axis_width, kCell);
@@ -164,7 +173,8 @@ class SvgWriter {
             height - (i + 1 < members.size() ? 0.6 : 0), width > 8 ? 2 : 0);
       const std::string number = action.has_microbatch() ? fmt::format("{}", action.microbatch()->value()) : "";
       if (compute && drawn >= 7.2 * static_cast<double>(number.size()) + 2) {
-        print("<text class=\"number t{}\" x=\"{:.2f}\" y=\"{:.1f}\">{}</text>", name, x + drawn / 2, member_top + height / 2 + 4.2, number);
+        print("<text class=\"number{} t{}\" x=\"{:.2f}\" y=\"{:.1f}\">{}</text>", members.size() > 1 ? " small" : "", name, x + drawn / 2,
+              member_top + height / 2 + (members.size() > 1 ? 3.6 : 4.2), number);
       }
     }
     if (compute && critical_.contains({rank, static_cast<std::uint32_t>(slot)}) && drawn > 5) {
@@ -174,29 +184,48 @@ class SvgWriter {
     out_ += "</g>\n";
   }
 
-  void legend() {
-    const double y = bottom_ + 38;
-    double x = kLeft;
-    const auto entry = [&](const std::string& swatches, double swatch_width, std::string_view words) {
-      print("<g transform=\"translate({:.1f},{:.1f})\">{}<text class=\"note\" x=\"{:.1f}\" y=\"11\">{}</text></g>\n", x, y, swatches,
-            swatch_width + 6, words);
-      x += swatch_width + 6 + 6.3 * static_cast<double>(words.size()) + 20;
-    };
+  struct LegendEntry {
+    std::string swatches;
+    double swatch_width;
+    std::string_view words;
+    double x = 0;
+    int row = 0;
+  };
+
+  // Entries from left to right, on as many rows as the width asks for.
+  void legend_columns() {
     for (const ActionKind kind : kinds_) {
-      if (kind == ActionKind::Reshard || (!is_compute(kind) && !strips_)) continue;
       std::string swatches;
       for (int chunk = 0; chunk < chunks_; ++chunk) {
         swatches += fmt::format("<rect class=\"{}\" x=\"{}\" width=\"14\" height=\"14\" rx=\"2\"/>", class_of(kind, chunk), 15 * chunk);
       }
-      entry(swatches, 15.0 * chunks_ - 1, words_of(kind));
+      // Both sides of a transfer look the same and have the same name.
+      const bool named = kind == ActionKind::RecvForward || kind == ActionKind::RecvBackward;
+      if (!named) legend_.push_back({swatches, 15.0 * chunks_ - 1, words_of(kind)});
     }
-    entry("<rect class=\"lane\" width=\"14\" height=\"14\" rx=\"2\"/>", 14, "idle");
-    entry("<rect class=\"critical\" fill=\"none\" x=\"1\" y=\"1\" width=\"12\" height=\"12\" rx=\"2\"/>", 14, "on the critical path");
-    if (chunks_ > 1) {
-      print("<text class=\"note\" x=\"{}\" y=\"{:.1f}\">Numbers are microbatches. Lighter shades: later stages of the same rank.</text>\n", kLeft, y + 29);
-    } else {
-      print("<text class=\"note\" x=\"{}\" y=\"{:.1f}\">Numbers are microbatches.</text>\n", kLeft, y + 29);
+    legend_.push_back({"<rect class=\"lane\" width=\"14\" height=\"14\" rx=\"2\"/>", 14, "idle"});
+    legend_.push_back({"<rect class=\"critical\" fill=\"none\" x=\"1\" y=\"1\" width=\"12\" height=\"12\" rx=\"2\"/>", 14, "on the critical path"});
+    double x = kLeft;
+    for (LegendEntry& entry : legend_) {
+      const double length = entry.swatch_width + 6 + 6.0 * static_cast<double>(entry.words.size()) + 18;
+      if (x + length > width_ && x > kLeft) {
+        x = kLeft;
+        ++legend_rows_;
+      }
+      entry.x = x;
+      entry.row = legend_rows_ - 1;
+      x += length;
     }
+  }
+
+  void legend() {
+    const double y = bottom_ + 30;
+    for (const LegendEntry& entry : legend_) {
+      print("<g transform=\"translate({:.1f},{:.1f})\">{}<text class=\"note\" x=\"{:.1f}\" y=\"11\">{}</text></g>\n", entry.x, y + 20 * entry.row,
+            entry.swatches, entry.swatch_width + 6, entry.words);
+    }
+    print("<text class=\"note\" x=\"{}\" y=\"{:.1f}\">Numbers are microbatches.{}</text>\n", kLeft, y + 20 * legend_rows_ + 10,
+          chunks_ > 1 ? " Lighter shades: later stages of the same rank." : "");
   }
 
   const Drawing& drawing_;
@@ -209,7 +238,10 @@ class SvgWriter {
   double scale_ = 1;
   double row_height_ = 0;
   double width_ = 0;
+  double top_ = 0;
   double bottom_ = 0;
+  std::vector<LegendEntry> legend_;
+  int legend_rows_ = 1;
   std::string out_;
 };
 

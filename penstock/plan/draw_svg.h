@@ -10,6 +10,8 @@ namespace penstock::plan {
 struct SvgOptions {
   // Hover text as <title> children, which every viewer shows. Off where the page around the picture shows data-tip itself.
   bool titles = true;
+  // Name, shape and totals above the rows.
+  bool heading = true;
 };
 
 std::string draw_svg(const Drawing& drawing, const SvgOptions& options = {});

@@ -20,16 +20,16 @@ using Rgb = std::array<int, 3>;
 Rgb base_colour(ActionKind kind) {
   switch (kind) {
     case ActionKind::Forward: return {0x2f, 0x6f, 0xc4};
-    case ActionKind::Backward: return {0x1c, 0x8a, 0x7a};
+    case ActionKind::Backward: return {0x7d, 0x56, 0xb8};
     case ActionKind::BackwardInput: return {0x16, 0x9c, 0xa8};
     case ActionKind::BackwardWeight: return {0x5a, 0xa0, 0x3c};
     case ActionKind::SendForward:
     case ActionKind::RecvForward: return {0x8a, 0xa6, 0xcf};
     case ActionKind::SendBackward:
-    case ActionKind::RecvBackward: return {0x86, 0xbf, 0xb6};
+    case ActionKind::RecvBackward: return {0xb4, 0x9d, 0xd6};
     case ActionKind::Unshard: return {0xc7, 0x82, 0x2d};
     case ActionKind::Reshard: return {0xd9, 0xb4, 0x7f};
-    case ActionKind::ReduceGrad: return {0xa4, 0x55, 0x9b};
+    case ActionKind::ReduceGrad: return {0xb8, 0x4a, 0x45};
   }
   return {0, 0, 0};
 }

@@ -7,6 +7,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/base/text.h"
+#include "penstock/plan/critical_swaps.h"
 #include "penstock/schedule/lower.h"
 #include "penstock/schedule/validate.h"
 #include "penstock/schedule/virtual_pipeline.h"
@@ -22,6 +23,9 @@ using schedule::StageMap;
 
 // An order counts as faster only when it is so by more than rounding.
 constexpr double kGain = 1e-9;
+// Large pipelines get fewer trials, so that a search takes seconds: orders tried times actions in each.
+constexpr std::int64_t kActionsTried = 10'000'000;
+constexpr int kLeastTrials = 12;  // the starting rules
 
 const MemoryLimit& limit_of(const std::vector<MemoryLimit>& limits, std::size_t rank) {
   static const MemoryLimit kNone;
@@ -186,8 +190,12 @@ bool fits(const Simulation& simulation, const std::vector<MemoryLimit>& limits) 
   return true;
 }
 
-AutoResult auto_schedule(const AutoRequest& request) {
-  check_request(request);
+AutoResult auto_schedule(const AutoRequest& asked) {
+  check_request(asked);
+  AutoRequest request = asked;
+  const std::int64_t actions = std::int64_t{3} * asked.shape.ranks * asked.shape.stages_per_rank * asked.shape.microbatches;
+  request.trials = static_cast<int>(std::clamp<std::int64_t>(kActionsTried / actions, kLeastTrials, std::max(asked.trials, kLeastTrials)));
+  request.trials = std::min(request.trials, asked.trials);
   const schedule::PipelineShape& shape = request.shape;
   std::vector<Placement> placements;
   for (const Placement placement : request.placements) {
@@ -219,6 +227,16 @@ AutoResult auto_schedule(const AutoRequest& request) {
     RuleSearch(request, StageMap::make(placement, shape.ranks, shape.ranks * shape.stages_per_rank, shape.microbatches)).run(best);
   }
   if (!best.schedule) nothing_fits(request);
+  // From the best order of the rules and from the best fixed one, which may lie in different valleys.
+  std::vector<Schedule> starts = {*best.schedule};
+  if (best_fixed && best.time < fixed_time) starts.push_back(generate(*best_fixed, shape));
+  for (const Schedule& start : starts) {
+    Schedule improved = improve_by_swaps(start, request.model, request.limits, request.trials, 1);
+    const Simulation simulation = simulate(improved, request.model);
+    if (!fits(simulation, request.limits) || !best.improves(simulation.time)) continue;
+    best.time = simulation.time;
+    best.schedule = std::move(improved);
+  }
 
   schedule::validate(*best.schedule);
   schedule::validate(schedule::lower(*best.schedule));

@@ -162,9 +162,13 @@ class SvgWriter {
     const double drawn = std::max(width - (width > 4 ? 1 : 0.3), 0.3);
     const double top = compute ? y : y + kCell + 2;
     const double height = (compute ? kCell : kStrip) / static_cast<double>(members.size());
-    print("<g class=\"cell\" data-m=\"{}\" data-tip=\"{}\">", members[0].has_microbatch() ? members[0].microbatch()->value() : -1,
-          escape_xml(hover_words(drawing_, rank, slot)));
-    if (options_.titles) print("<title>{}</title>", escape_xml(hover_words(drawing_, rank, slot)));
+    const int microbatch = members[0].has_microbatch() ? members[0].microbatch()->value() : -1;
+    const std::string hover = escape_xml(hover_words(drawing_, rank, slot));
+    if (options_.titles) {
+      print("<g class=\"cell\"><title>{}</title>", hover);
+    } else {
+      print("<g class=\"cell\" data-m=\"{}\" data-tip=\"{}\">", microbatch, hover);
+    }
     for (std::size_t i = 0; i < members.size(); ++i) {
       const Action& action = members[i];
       const std::string name = class_of(action.kind(), chunk_[static_cast<std::size_t>(action.stage().value())]);

@@ -51,8 +51,9 @@ TEST_F(ScheduleCli, HelpHasAnExample) {
 }
 
 TEST_F(ScheduleCli, PrintsCsvGridAndJson) {
-  EXPECT_EQ(penstock("schedule --kind GPipe --ranks 2 --microbatches 2").output, ",0F0,0F1,,,0B0,0B1\n"
-                                                                                  ",,1F0,1F1,1B0,1B1\n");
+  EXPECT_EQ(penstock("schedule --kind GPipe --ranks 2 --microbatches 2").output,
+            "0F0,0F1,0B0,0B1\n"
+            "1F0,1F1,1B0,1B1\n");
   EXPECT_EQ(penstock("schedule --kind 1f1b --ranks 2 --microbatches 2 --format grid").output,
             "rank 0 | 0F0 0F1 .   0B0 .   0B1\n"
             "rank 1 | .   1F0 1B0 1F1 1B1\n");

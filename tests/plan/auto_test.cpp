@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "penstock/plan/auto_schedule.h"
+#include "penstock/plan/critical_swaps.h"
 #include "penstock/schedule/lower.h"
 #include "penstock/schedule/validate.h"
 #include "tests/plan/shapes.h"
@@ -62,6 +63,49 @@ TEST(Auto, IsDeterministicAndItsResultCanBeExecuted) {
   EXPECT_TRUE(schedule::check(first.schedule).ok());
   EXPECT_TRUE(schedule::check(schedule::lower(first.schedule)).ok());
   EXPECT_EQ(first.best_fixed, ScheduleKind::OneFOneB);
+}
+
+TEST(CriticalSwaps, GiveFasterOrdersOfTheSameWorkWithinTheLimits) {
+  int faster = 0;
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    const AutoRequest request = uneven_case(seed);
+    const std::vector<MemoryLimit> limits = {{request.shape.ranks, std::nullopt}};
+    const schedule::Schedule start = generate(ScheduleKind::InterleavedZeroBubble, request.shape);
+    const schedule::Schedule improved = improve_by_swaps(start, request.model, limits, 200, seed);
+    EXPECT_TRUE(schedule::check(improved).ok());
+    EXPECT_EQ(improved.actions(), start.actions());
+    const Simulation after = simulate(improved, request.model);
+    EXPECT_TRUE(fits(after, limits));
+    const double before = simulate(start, request.model).time;
+    EXPECT_LE(after.time, before);
+    if (after.time < before) ++faster;
+  }
+  EXPECT_GE(faster, 10);
+}
+
+TEST(ListScheduler, KeepsEveryLimitAndNeverLosesWork) {
+  std::mt19937 random(21);
+  for (int trial = 0; trial < 60; ++trial) {
+    const int ranks = 1 + trial % 5;
+    const int chunks = 1 + trial % 2;
+    const auto placement = chunks == 2 && trial % 4 == 1 ? Placement::V : Placement::Loop;
+    const auto map = schedule::StageMap::make(placement, ranks, ranks * chunks, 7);
+    const CostModel model = random_costs(random, ranks * chunks, 0.2, 2);
+    const std::vector<MemoryLimit> limits(static_cast<std::size_t>(ranks), {chunks + trial % 3, std::nullopt});
+    std::vector<RankRule> rules(static_cast<std::size_t>(ranks));
+    for (RankRule& rule : rules) {
+      rule.in_flight = 1 + static_cast<int>(random() % 6);
+      rule.forward_first = static_cast<int>(random() % 4);
+      rule.patience = 0.5 * static_cast<double>(random() % 4);
+      rule.open_weights = 1 + static_cast<int>(random() % 5);
+    }
+    const auto made = list_schedule(map, model, limits, rules);
+    ASSERT_TRUE(made.has_value()) << "a place for each later stage is always kept";
+    EXPECT_TRUE(schedule::check(made->schedule).ok());
+    const Simulation simulation = simulate(made->schedule, model);
+    EXPECT_NEAR(simulation.time, made->time, 1e-6) << "both keep the same clock";
+    EXPECT_TRUE(fits(simulation, limits));
+  }
 }
 
 TEST(Auto, KeepsByteLimits) {

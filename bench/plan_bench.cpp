@@ -1,6 +1,6 @@
-// Time per action of the simulator at three sizes, for a compute-only and a lowered schedule. Processor time of the one
-// thread, so that a busy machine does not blur it. Growth is linear when the times per action stay level.
-// Usage: plan_bench [kind]
+// Time per action of the simulator at three sizes, for a compute-only and a lowered schedule. Processor time
+// of the one thread, so that a busy machine does not blur it. Growth is linear when the times per action stay
+// level. Usage: plan_bench [kind]
 #include <cstdio>
 #include <ctime>
 #include <string>
@@ -13,7 +13,9 @@ namespace {
 
 using namespace penstock::schedule;
 
-double processor_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
+double processor_seconds() {
+  return static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
+}
 
 void measure(const char* form, const PipelineShape& shape, const Schedule& schedule) {
   penstock::plan::CostModel model;
@@ -26,8 +28,9 @@ void measure(const char* form, const PipelineShape& shape, const Schedule& sched
     best = std::min(best, processor_seconds() - begin);
   }
   const double actions = static_cast<double>(schedule.actions());
-  std::printf("%5d x %d x %5d  %-12s %10.0f actions  %7.1f ns per action  %7.3f s  (simulated time %.1f)\n", shape.ranks, shape.stages_per_rank,
-              shape.microbatches, form, actions, best / actions * 1e9, best, time);
+  std::printf("%5d x %d x %5d  %-12s %10.0f actions  %7.1f ns per action  %7.3f s  (simulated time %.1f)\n",
+              shape.ranks, shape.stages_per_rank, shape.microbatches, form, actions, best / actions * 1e9,
+              best, time);
   std::fflush(stdout);
 }
 

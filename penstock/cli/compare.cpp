@@ -43,8 +43,10 @@ class Comparison {
  public:
   explicit Comparison(const CompareFlags& flags) : flags_(flags), per_rank_(cost_model(flags.costs)) {
     if (per_rank_.stages.size() > 1 || per_rank_.memory.size() > 1) {
-      throw ConfigError("compare: kinds cut the model into different numbers of stages, so costs per stage cannot be compared; "
-                        "give one number for each, of one rank's share of the model");
+      throw ConfigError(
+          "compare: kinds cut the model into different numbers of stages, so costs per stage cannot be "
+          "compared; "
+          "give one number for each, of one rank's share of the model");
     }
     limits_ = memory_limits(flags.costs, flags.shape.ranks, flags.shape.microbatches);
     for (const schedule::ScheduleKind kind : schedule::all_schedule_kinds()) add(kind);
@@ -62,8 +64,10 @@ class Comparison {
     ShapeFlags shape_flags = flags_.shape;
     shape_flags.kind = std::string(to_text(kind));
     const auto required = required_stages_per_rank(kind);
-    if (required) shape_flags.stages_per_rank = *required;
-    else if (shape_flags.stages_per_rank == 0) shape_flags.stages_per_rank = 2;
+    if (required)
+      shape_flags.stages_per_rank = *required;
+    else if (shape_flags.stages_per_rank == 0)
+      shape_flags.stages_per_rank = 2;
     const schedule::PipelineShape shape = shape_of(shape_flags);
     try {
       schedule::check_shape(kind, shape);
@@ -100,7 +104,8 @@ class Comparison {
   }
 
   void add(std::string kind, int stages_per_rank, const schedule::Schedule& schedule) {
-    // Both directions of a bidirectional pipeline hold whole shares; elsewhere the stages of a rank divide its share.
+    // Both directions of a bidirectional pipeline hold whole shares; elsewhere the stages of a rank divide
+    // its share.
     const bool divided = schedule.stages().chains().size() == 1;
     const int parts = divided ? stages_per_rank : 1;
     Line line;
@@ -122,15 +127,21 @@ class Comparison {
 std::string to_text(const Comparison& comparison) {
   std::string text;
   const auto out = std::back_inserter(text);
-  fmt::format_to(out, "{:<22} {:>6} {:>10} {:>8} {:>8} {:>12} {:>11}\n", "kind", "stages", "time", "bubble", "in span", "activations", "memory");
+  fmt::format_to(out, "{:<22} {:>6} {:>10} {:>8} {:>8} {:>12} {:>11}\n", "kind", "stages", "time", "bubble",
+                 "in span", "activations", "memory");
   for (const Line& line : comparison.lines()) {
-    fmt::format_to(out, "{:<22} {:>6} {:>10.6g} {:>6.2f} % {:>6.2f} % {:>12.4g} {:>11}{}\n", line.kind, line.stages_per_rank, line.simulation.time,
-                   100 * line.simulation.bubble, 100 * line.simulation.span_bubble, line.activations,
-                   format_bytes(static_cast<std::uint64_t>(line.simulation.peak_bytes())), line.fits ? "" : "  above the limit");
+    fmt::format_to(out, "{:<22} {:>6} {:>10.6g} {:>6.2f} % {:>6.2f} % {:>12.4g} {:>11}{}\n", line.kind,
+                   line.stages_per_rank, line.simulation.time, 100 * line.simulation.bubble,
+                   100 * line.simulation.span_bubble, line.activations,
+                   format_bytes(static_cast<std::uint64_t>(line.simulation.peak_bytes())),
+                   line.fits ? "" : "  above the limit");
   }
-  fmt::format_to(out, "stages: per rank. time: of one step; costs are those of one rank's share of the model. activations and memory: of the\n"
-                      "fullest rank, activations in units of one rank's share.\n");
-  for (const Absent& absent : comparison.absent()) fmt::format_to(out, "not for this shape: {}\n", absent.why);
+  fmt::format_to(out,
+                 "stages: per rank. time: of one step; costs are those of one rank's share of the model. "
+                 "activations and memory: of the\n"
+                 "fullest rank, activations in units of one rank's share.\n");
+  for (const Absent& absent : comparison.absent())
+    fmt::format_to(out, "not for this shape: {}\n", absent.why);
   return text;
 }
 
@@ -147,7 +158,8 @@ std::string to_json(const Comparison& comparison) {
                      {"fits", line.fits}});
   }
   nlohmann::ordered_json absent = nlohmann::ordered_json::array();
-  for (const Absent& entry : comparison.absent()) absent.push_back({{"kind", entry.kind}, {"why", entry.why}});
+  for (const Absent& entry : comparison.absent())
+    absent.push_back({{"kind", entry.kind}, {"why", entry.why}});
   const nlohmann::ordered_json document = {{"kinds", std::move(lines)}, {"absent", std::move(absent)}};
   return document.dump(2) + "\n";
 }
@@ -165,13 +177,20 @@ void add_compare_command(CLI::App& app, Outcome&) {
   CLI::App* command = app.add_subcommand("compare", "All schedules side by side, fastest first");
   const auto flags = std::make_shared<CompareFlags>();
   command->add_option("--ranks", flags->shape.ranks, "Ranks of the pipeline")->type_name("P");
-  command->add_option("--microbatches", flags->shape.microbatches, "Microbatches of one step")->type_name("M");
-  command->add_option("--stages-per-rank", flags->shape.stages_per_rank, "Of the kinds that leave it open (default 2; auto: 1)")->type_name("V");
+  command->add_option("--microbatches", flags->shape.microbatches, "Microbatches of one step")
+      ->type_name("M");
+  command
+      ->add_option("--stages-per-rank", flags->shape.stages_per_rank,
+                   "Of the kinds that leave it open (default 2; auto: 1)")
+      ->type_name("V");
   add_cost_flags(*command, flags->costs);
   add_limit_flags(*command, flags->costs);
   command->add_option("--format", flags->format, "text or json (default text)")->type_name("X");
-  command->footer("Example: penstock compare --ranks 4 --microbatches 16 --cost F=1,I=1,W=1,send=0.1 --memory params=4G,grads=4G,act=300M\n"
-                  "Costs and memory are those of one rank's share of the model; kinds with several stages per rank divide them.");
+  command->footer(
+      "Example: penstock compare --ranks 4 --microbatches 16 --cost F=1,I=1,W=1,send=0.1 --memory "
+      "params=4G,grads=4G,act=300M\n"
+      "Costs and memory are those of one rank's share of the model; kinds with several stages per rank "
+      "divide them.");
   command->callback([flags] { run(*flags); });
 }
 

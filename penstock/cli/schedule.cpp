@@ -53,9 +53,11 @@ bool colour_wanted(const std::string& output) {
 }
 
 void run(const ScheduleFlags& flags) {
-  const std::string format = one_of("--format", flags.format, {"csv", "grid", "svg", "html", "perfetto", "json"});
+  const std::string format =
+      one_of("--format", flags.format, {"csv", "grid", "svg", "html", "perfetto", "json"});
   if (flags.max_active_stages < 1) {
-    throw ConfigError(describe("--max-active-stages", std::to_string(flags.max_active_stages), "a number of at least 1"));
+    throw ConfigError(
+        describe("--max-active-stages", std::to_string(flags.max_active_stages), "a number of at least 1"));
   }
   schedule::Schedule schedule = schedule_of(flags.shape, flags.costs);
   schedule::validate(schedule);
@@ -65,7 +67,8 @@ void run(const ScheduleFlags& flags) {
     options.defer_receives = flags.defer_receives;
     schedule = schedule::lower(schedule, options);
   }
-  const std::string name = is_auto(flags.shape) ? "auto" : std::string(to_text(schedule::schedule_kind(flags.shape.kind)));
+  const std::string name =
+      is_auto(flags.shape) ? "auto" : std::string(to_text(schedule::schedule_kind(flags.shape.kind)));
   std::string text;
   if (format == "csv") {
     text = schedule::to_csv(schedule);
@@ -82,7 +85,9 @@ void run(const ScheduleFlags& flags) {
     }
     const plan::Simulation simulation = plan::simulate(schedule, model, {.memory_curve = true});
     const plan::Drawing drawing = {schedule, simulation, name};
-    text = format == "svg" ? plan::draw_svg(drawing) : format == "html" ? plan::draw_html(drawing) : plan::draw_perfetto(drawing);
+    text = format == "svg"    ? plan::draw_svg(drawing)
+           : format == "html" ? plan::draw_html(drawing)
+                              : plan::draw_perfetto(drawing);
   }
   write_text(flags.output, text);
 }
@@ -93,19 +98,28 @@ void add_schedule_command(CLI::App& app, Outcome&) {
   CLI::App* command = app.add_subcommand("schedule", "Print or draw a pipeline schedule");
   const auto flags = std::make_shared<ScheduleFlags>();
   add_shape_flags(*command, flags->shape);
-  command->add_flag("--lowered", flags->lowered, "With transfers, gathering and gradient reduction, as it is executed");
-  command->add_option("--max-active-stages", flags->max_active_stages, "Stages whose parameters a rank holds gathered at once (default 3)")
+  command->add_flag("--lowered", flags->lowered,
+                    "With transfers, gathering and gradient reduction, as it is executed");
+  command
+      ->add_option("--max-active-stages", flags->max_active_stages,
+                   "Stages whose parameters a rank holds gathered at once (default 3)")
       ->type_name("N");
-  command->add_flag("--defer-receives", flags->defer_receives, "Receive just before use instead of where the sender sends");
+  command->add_flag("--defer-receives", flags->defer_receives,
+                    "Receive just before use instead of where the sender sends");
   add_cost_flags(*command, flags->costs);
   add_limit_flags(*command, flags->costs);
-  command->add_option("--format", flags->format, "csv, grid, svg, html, perfetto or json (default csv)")->type_name("X");
-  command->add_option("-o,--output", flags->output, "File to write (default: standard output)")->type_name("F");
-  command->footer("Examples:\n"
-                  "  penstock schedule --kind 1F1B --ranks 4 --microbatches 8 --format grid\n"
-                  "  penstock schedule --kind ZBVZeroBubble --ranks 4 --microbatches 8 --format svg -o zbv.svg\n"
-                  "  penstock schedule --kind auto --ranks 4 --microbatches 12 --cost F=1:1:2:1,send=0.1 --max-activations 1f1b -o auto.csv\n"
-                  "--cost, --memory and --communication set the times of drawings and what auto works for; the limits are for auto.");
+  command->add_option("--format", flags->format, "csv, grid, svg, html, perfetto or json (default csv)")
+      ->type_name("X");
+  command->add_option("-o,--output", flags->output, "File to write (default: standard output)")
+      ->type_name("F");
+  command->footer(
+      "Examples:\n"
+      "  penstock schedule --kind 1F1B --ranks 4 --microbatches 8 --format grid\n"
+      "  penstock schedule --kind ZBVZeroBubble --ranks 4 --microbatches 8 --format svg -o zbv.svg\n"
+      "  penstock schedule --kind auto --ranks 4 --microbatches 12 --cost F=1:1:2:1,send=0.1 "
+      "--max-activations 1f1b -o auto.csv\n"
+      "--cost, --memory and --communication set the times of drawings and what auto works for; the limits "
+      "are for auto.");
   command->callback([flags] { run(*flags); });
 }
 

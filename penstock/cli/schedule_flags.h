@@ -48,7 +48,8 @@ std::string one_of(std::string_view flag, std::string_view value, const std::vec
 
 // Whole file, or standard input for "-". Throws ConfigError when it cannot be read.
 std::string read_text(const std::string& path);
-// To the file, or to standard output where the path is empty or "-". Throws ConfigError when it cannot be written.
+// To the file, or to standard output where the path is empty or "-". Throws ConfigError when it cannot be
+// written.
 void write_text(const std::string& path, std::string_view text);
 
 }  // namespace penstock::cli

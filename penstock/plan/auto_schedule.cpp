@@ -68,8 +68,8 @@ class RuleSearch {
  private:
   int pick(int count) { return static_cast<int>(random_() % static_cast<std::uint32_t>(count)); }
 
-  // `eager`: forwards first until the limit is reached. `tapered`: one microbatch less in flight on each further rank, as in
-  // 1F1B.
+  // `eager`: forwards first until the limit is reached. `tapered`: one microbatch less in flight on each
+  // further rank, as in 1F1B.
   std::vector<RankRule> uniform_rules(double patience, bool eager, bool tapered) const {
     std::vector<RankRule> rules(ranks_);
     for (std::size_t rank = 0; rank < ranks_; ++rank) {
@@ -94,15 +94,24 @@ class RuleSearch {
       if (!everywhere && rank != chosen) continue;
       const int level = 1 + static_cast<int>(share * (most_in_flight_[rank] - 1) + 0.5);
       switch (what) {
-        case 0: rules[rank].in_flight = level; break;
-        case 1: rules[rank].forward_first = share < 0.3 ? 0 : level; break;
-        case 2: rules[rank].patience = patience; break;
-        default: rules[rank].open_weights = open; break;
+        case 0:
+          rules[rank].in_flight = level;
+          break;
+        case 1:
+          rules[rank].forward_first = share < 0.3 ? 0 : level;
+          break;
+        case 2:
+          rules[rank].patience = patience;
+          break;
+        default:
+          rules[rank].open_weights = open;
+          break;
       }
     }
   }
 
-  // The rules to climb from follow the list scheduler's own clock; what counts for the result is the simulator's.
+  // The rules to climb from follow the list scheduler's own clock; what counts for the result is the
+  // simulator's.
   void try_rules(const std::vector<RankRule>& rules, Best& best) {
     ++trials_;
     auto candidate = list_schedule(map_, request_.model, limits_, rules);
@@ -123,7 +132,8 @@ class RuleSearch {
     }
     // Where a full backward is cheaper than its halves, an I followed by its W is better left whole.
     Schedule merged(schedule.stages());
-    for (int rank = 0; rank < schedule.ranks(); ++rank) merged.row(rank) = schedule::merge_backward(schedule.row(rank));
+    for (int rank = 0; rank < schedule.ranks(); ++rank)
+      merged.row(rank) = schedule::merge_backward(schedule.row(rank));
     const Simulation whole = simulate(merged, request_.model);
     if (fits(whole, request_.limits) && best.improves(whole.time)) {
       best.time = whole.time;
@@ -144,40 +154,47 @@ class RuleSearch {
 
 void check_request(const AutoRequest& request) {
   const schedule::PipelineShape& shape = request.shape;
-  schedule::check_shape(ScheduleKind::LoopedBFS, {shape.ranks, shape.stages_per_rank, shape.microbatches, std::nullopt});
+  schedule::check_shape(ScheduleKind::LoopedBFS,
+                        {shape.ranks, shape.stages_per_rank, shape.microbatches, std::nullopt});
   request.model.check(shape.ranks * shape.stages_per_rank);
   if (request.limits.size() > 1 && request.limits.size() != static_cast<std::size_t>(shape.ranks)) {
     throw ValueError(describe("auto: memory limits", fmt::format("{}", request.limits.size()),
                               fmt::format("none, 1 or one for each of {} ranks", shape.ranks)));
   }
-  if (request.trials < 1) throw ValueError(describe("auto: trials", fmt::format("{}", request.trials), "at least 1"));
-  if (request.placements.empty()) throw ValueError("auto: no placement is given; expected at least one of loop and v");
+  if (request.trials < 1)
+    throw ValueError(describe("auto: trials", fmt::format("{}", request.trials), "at least 1"));
+  if (request.placements.empty())
+    throw ValueError("auto: no placement is given; expected at least one of loop and v");
 }
 
 [[noreturn]] void nothing_fits(const AutoRequest& request) {
   // One microbatch after the other holds least.
   CostModel model = request.model;
-  Schedule serial(StageMap::make(Placement::Loop, request.shape.ranks, request.shape.ranks * request.shape.stages_per_rank,
+  Schedule serial(StageMap::make(Placement::Loop, request.shape.ranks,
+                                 request.shape.ranks * request.shape.stages_per_rank,
                                  request.shape.microbatches));
   for (int rank = 0; rank < request.shape.ranks; ++rank) {
     const std::vector<int> stages = serial.stages().stages_of(rank);
     for (int microbatch = 0; microbatch < request.shape.microbatches; ++microbatch) {
       for (const int stage : stages) serial.row(rank).push(schedule::forward(stage, microbatch));
-      for (auto stage = stages.rbegin(); stage != stages.rend(); ++stage) serial.row(rank).push(schedule::backward(*stage, microbatch));
+      for (auto stage = stages.rbegin(); stage != stages.rend(); ++stage)
+        serial.row(rank).push(schedule::backward(*stage, microbatch));
     }
   }
   const Simulation least = simulate(serial, model);
-  throw ValueError(describe("auto: memory limit", "one that no schedule found meets",
-                            fmt::format("at least {} activations and {} per rank, which one microbatch at a time needs", least.peak_activations(),
-                                        format_bytes(static_cast<std::uint64_t>(least.peak_bytes()))),
-                            "raise the limit or use more ranks"));
+  throw ValueError(describe(
+      "auto: memory limit", "one that no schedule found meets",
+      fmt::format("at least {} activations and {} per rank, which one microbatch at a time needs",
+                  least.peak_activations(), format_bytes(static_cast<std::uint64_t>(least.peak_bytes()))),
+      "raise the limit or use more ranks"));
 }
 
 }  // namespace
 
 std::vector<MemoryLimit> one_f_one_b_limits(int ranks, int microbatches) {
   std::vector<MemoryLimit> limits;
-  for (int rank = 0; rank < ranks; ++rank) limits.push_back({schedule::one_f_one_b_in_flight(rank, ranks, microbatches), std::nullopt});
+  for (int rank = 0; rank < ranks; ++rank)
+    limits.push_back({schedule::one_f_one_b_in_flight(rank, ranks, microbatches), std::nullopt});
   return limits;
 }
 
@@ -193,17 +210,21 @@ bool fits(const Simulation& simulation, const std::vector<MemoryLimit>& limits) 
 AutoResult auto_schedule(const AutoRequest& asked) {
   check_request(asked);
   AutoRequest request = asked;
-  const std::int64_t actions = std::int64_t{3} * asked.shape.ranks * asked.shape.stages_per_rank * asked.shape.microbatches;
-  request.trials = static_cast<int>(std::clamp<std::int64_t>(kActionsTried / actions, kLeastTrials, std::max(asked.trials, kLeastTrials)));
+  const std::int64_t actions =
+      std::int64_t{3} * asked.shape.ranks * asked.shape.stages_per_rank * asked.shape.microbatches;
+  request.trials = static_cast<int>(
+      std::clamp<std::int64_t>(kActionsTried / actions, kLeastTrials, std::max(asked.trials, kLeastTrials)));
   request.trials = std::min(request.trials, asked.trials);
   const schedule::PipelineShape& shape = request.shape;
   std::vector<Placement> placements;
   for (const Placement placement : request.placements) {
-    if (placement == Placement::Bidirectional || (placement == Placement::V && shape.stages_per_rank != 2)) continue;
+    if (placement == Placement::Bidirectional || (placement == Placement::V && shape.stages_per_rank != 2))
+      continue;
     placements.push_back(placement);
   }
   if (placements.empty()) {
-    throw ValueError(describe("auto: placement v", fmt::format("{} stages per rank", shape.stages_per_rank), "2", "allow the loop placement too"));
+    throw ValueError(describe("auto: placement v", fmt::format("{} stages per rank", shape.stages_per_rank),
+                              "2", "allow the loop placement too"));
   }
 
   Best best;
@@ -224,7 +245,9 @@ AutoResult auto_schedule(const AutoRequest& asked) {
   }
   const double fixed_time = best.time;
   for (const Placement placement : placements) {
-    RuleSearch(request, StageMap::make(placement, shape.ranks, shape.ranks * shape.stages_per_rank, shape.microbatches)).run(best);
+    RuleSearch(request, StageMap::make(placement, shape.ranks, shape.ranks * shape.stages_per_rank,
+                                       shape.microbatches))
+        .run(best);
   }
   if (!best.schedule) nothing_fits(request);
   // From the best order of the rules and from the best fixed one, which may lie in different valleys.

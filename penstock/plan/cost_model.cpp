@@ -14,17 +14,24 @@ using schedule::ActionKind;
 double CostModel::time_of(ActionKind kind, int stage) const {
   const StageCost& cost = cost_of(stage);
   switch (kind) {
-    case ActionKind::Forward: return cost.forward;
-    case ActionKind::Backward: return cost.backward.value_or(cost.backward_input + cost.backward_weight);
-    case ActionKind::BackwardInput: return cost.backward_input;
-    case ActionKind::BackwardWeight: return cost.backward_weight;
-    case ActionKind::Unshard: return cost.unshard;
-    case ActionKind::ReduceGrad: return cost.reduce_grad;
+    case ActionKind::Forward:
+      return cost.forward;
+    case ActionKind::Backward:
+      return cost.backward.value_or(cost.backward_input + cost.backward_weight);
+    case ActionKind::BackwardInput:
+      return cost.backward_input;
+    case ActionKind::BackwardWeight:
+      return cost.backward_weight;
+    case ActionKind::Unshard:
+      return cost.unshard;
+    case ActionKind::ReduceGrad:
+      return cost.reduce_grad;
     case ActionKind::SendForward:
     case ActionKind::RecvForward:
     case ActionKind::SendBackward:
     case ActionKind::RecvBackward:
-    case ActionKind::Reshard: return 0;
+    case ActionKind::Reshard:
+      return 0;
   }
   return 0;
 }
@@ -50,8 +57,8 @@ void CostModel::check(int stage_count) const {
   check_entries("memory", memory.size());
   const auto check_time = [](const char* what, std::size_t stage, double value) {
     if (std::isfinite(value) && value >= 0) return;
-    throw ValueError(describe(fmt::format("cost model: {} of stage {}", what, stage), fmt::format("{}", value),
-                              "a finite number that is not negative"));
+    throw ValueError(describe(fmt::format("cost model: {} of stage {}", what, stage),
+                              fmt::format("{}", value), "a finite number that is not negative"));
   };
   for (std::size_t stage = 0; stage < stages.size(); ++stage) {
     const StageCost& cost = stages[stage];
@@ -68,16 +75,18 @@ void CostModel::check(int stage_count) const {
     const std::int64_t least = std::min({bytes.parameters, bytes.unsharded, bytes.gradients, bytes.activation,
                                          bytes.between_input_and_weight.value_or(0)});
     if (least < 0) {
-      throw ValueError(describe(fmt::format("cost model: memory of stage {}", stage), fmt::format("{} bytes", least),
-                                "no negative number"));
+      throw ValueError(describe(fmt::format("cost model: memory of stage {}", stage),
+                                fmt::format("{} bytes", least), "no negative number"));
     }
   }
   check_time("latency", 0, latency);
   if (!(bandwidth > 0)) {
-    throw ValueError(describe("cost model: bandwidth", fmt::format("{}", bandwidth), "a positive number of bytes per unit of time"));
+    throw ValueError(describe("cost model: bandwidth", fmt::format("{}", bandwidth),
+                              "a positive number of bytes per unit of time"));
   }
   if (!(overlap_saving >= 0 && overlap_saving <= 1)) {
-    throw ValueError(describe("cost model: overlap_saving", fmt::format("{}", overlap_saving), "a share from 0 to 1"));
+    throw ValueError(
+        describe("cost model: overlap_saving", fmt::format("{}", overlap_saving), "a share from 0 to 1"));
   }
 }
 

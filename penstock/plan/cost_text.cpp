@@ -45,17 +45,31 @@ std::int64_t parse_byte_count(std::string_view what, std::string_view text) {
   std::string_view digits = text;
   if (!digits.empty()) {
     switch (digits.back()) {
-      case 'k': case 'K': scale = 1024.0; break;
-      case 'm': case 'M': scale = 1024.0 * 1024; break;
-      case 'g': case 'G': scale = 1024.0 * 1024 * 1024; break;
-      case 't': case 'T': scale = 1024.0 * 1024 * 1024 * 1024; break;
-      default: break;
+      case 'k':
+      case 'K':
+        scale = 1024.0;
+        break;
+      case 'm':
+      case 'M':
+        scale = 1024.0 * 1024;
+        break;
+      case 'g':
+      case 'G':
+        scale = 1024.0 * 1024 * 1024;
+        break;
+      case 't':
+      case 'T':
+        scale = 1024.0 * 1024 * 1024 * 1024;
+        break;
+      default:
+        break;
     }
     if (scale > 1) digits.remove_suffix(1);
   }
   double value = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
-  if (digits.empty() || error != std::errc() || end != digits.data() + digits.size() || !(value >= 0)) bad_number(what, text, kExpected);
+  if (digits.empty() || error != std::errc() || end != digits.data() + digits.size() || !(value >= 0))
+    bad_number(what, text, kExpected);
   if (!(value * scale < 9.0e18)) bad_number(what, text, "less than 8 EiB");
   return static_cast<std::int64_t>(std::llround(value * scale));
 }
@@ -74,7 +88,8 @@ void apply(std::string_view what, std::string_view text, const std::vector<Entry
                                  fmt::format("for example {}=1", entries.front().name)));
     }
     const std::string name = to_lower(part.substr(0, equals));
-    const auto found = std::find_if(entries.begin(), entries.end(), [&](const Entry& entry) { return to_lower(entry.name) == name; });
+    const auto found = std::find_if(entries.begin(), entries.end(),
+                                    [&](const Entry& entry) { return to_lower(entry.name) == name; });
     if (found == entries.end()) {
       std::vector<std::string> names;
       for (const Entry& entry : entries) names.emplace_back(entry.name);
@@ -89,11 +104,13 @@ void apply(std::string_view what, std::string_view text, const std::vector<Entry
 
 // Spreads one value or one per stage over the entries, which grow from the single common one where needed.
 template <class Item, class Value, class Assign>
-void spread(std::string_view what, std::vector<Item>& items, const std::vector<Value>& values, Assign assign) {
+void spread(std::string_view what, std::vector<Item>& items, const std::vector<Value>& values,
+            Assign assign) {
   if (values.size() > 1 && items.size() == 1) items.resize(values.size(), items.front());
   if (values.size() > 1 && items.size() != values.size()) {
-    throw ConfigError(describe(what, fmt::format("{} values", values.size()),
-                               fmt::format("1 or {}, as another entry gives that many stages", items.size())));
+    throw ConfigError(
+        describe(what, fmt::format("{} values", values.size()),
+                 fmt::format("1 or {}, as another entry gives that many stages", items.size())));
   }
   for (std::size_t i = 0; i < items.size(); ++i) assign(items[i], values[values.size() == 1 ? 0 : i]);
 }
@@ -125,13 +142,15 @@ void apply_cost_text(CostModel& model, std::string_view text) {
          {"send", single(model.latency)},
          {"bytes",
           [&model](std::string_view what, std::string_view value) {
-            spread(what, model.stages, parse_bytes_list(what, value),
-                   [](StageCost& cost, std::int64_t bytes) { cost.output_bytes = static_cast<double>(bytes); });
+            spread(
+                what, model.stages, parse_bytes_list(what, value),
+                [](StageCost& cost, std::int64_t bytes) { cost.output_bytes = static_cast<double>(bytes); });
           }},
          {"bandwidth",
           [&model](std::string_view what, std::string_view value) {
             model.bandwidth = static_cast<double>(parse_byte_count(what, value));
-            if (!(model.bandwidth > 0)) bad_number(what, value, "a positive number of bytes per unit of time");
+            if (!(model.bandwidth > 0))
+              bad_number(what, value, "a positive number of bytes per unit of time");
           }},
          {"unshard", per_stage([](StageCost& cost, double value) { cost.unshard = value; })},
          {"reduce", per_stage([](StageCost& cost, double value) { cost.reduce_grad = value; })},
@@ -152,7 +171,9 @@ void apply_memory_text(CostModel& model, std::string_view text) {
          {"unsharded", per_stage([](StageMemory& memory, std::int64_t bytes) { memory.unsharded = bytes; })},
          {"grads", per_stage([](StageMemory& memory, std::int64_t bytes) { memory.gradients = bytes; })},
          {"act", per_stage([](StageMemory& memory, std::int64_t bytes) { memory.activation = bytes; })},
-         {"split", per_stage([](StageMemory& memory, std::int64_t bytes) { memory.between_input_and_weight = bytes; })}});
+         {"split", per_stage([](StageMemory& memory, std::int64_t bytes) {
+            memory.between_input_and_weight = bytes;
+          })}});
 }
 
 Communication parse_communication(std::string_view text) {

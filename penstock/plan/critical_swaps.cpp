@@ -21,8 +21,10 @@ constexpr double kFirstTolerance = 0.004;
 bool may_change_places(Slot before, Slot after) {
   for (const Action& a : before) {
     for (const Action& b : after) {
-      // F, I and W of one microbatch on one stage need each other; neighbouring stages on one rank hand data on.
-      if (a.microbatch() == b.microbatch() && std::abs(a.stage().value() - b.stage().value()) <= 1) return false;
+      // F, I and W of one microbatch on one stage need each other; neighbouring stages on one rank hand data
+      // on.
+      if (a.microbatch() == b.microbatch() && std::abs(a.stage().value() - b.stage().value()) <= 1)
+        return false;
     }
   }
   return true;
@@ -39,15 +41,16 @@ std::vector<Swap> critical_swaps(const Schedule& schedule, const Simulation& sim
   for (const CriticalAction& step : simulation.critical_path) {
     if (step.cause.kind != Cause::Kind::Previous) continue;
     const schedule::Row& row = schedule.row(step.rank);
-    if (may_change_places(row[step.cause.slot], row[step.slot])) swaps.push_back({step.rank, step.cause.slot, step.slot});
+    if (may_change_places(row[step.cause.slot], row[step.slot]))
+      swaps.push_back({step.rank, step.cause.slot, step.slot});
   }
   return swaps;
 }
 
 }  // namespace
 
-Schedule improve_by_swaps(const Schedule& schedule, const CostModel& model, const std::vector<MemoryLimit>& limits, int trials,
-                          std::uint32_t seed) {
+Schedule improve_by_swaps(const Schedule& schedule, const CostModel& model,
+                          const std::vector<MemoryLimit>& limits, int trials, std::uint32_t seed) {
   std::mt19937 random(seed);
   Schedule current = schedule::without_idle(schedule);
   Simulation now = simulate(current, model);
@@ -56,7 +59,8 @@ Schedule improve_by_swaps(const Schedule& schedule, const CostModel& model, cons
   double best_time = now.time;
   for (int trial = 0; trial < trials && !swaps.empty(); ++trial) {
     const Swap swap = swaps[random() % swaps.size()];
-    const double tolerance = kFirstTolerance * (1 - static_cast<double>(trial) / trials) * static_cast<double>(random() % 1000) / 1000;
+    const double tolerance = kFirstTolerance * (1 - static_cast<double>(trial) / trials) *
+                             static_cast<double>(random() % 1000) / 1000;
     current.row(swap.rank).swap_slots(swap.before, swap.after);
     bool accepted = false;
     try {

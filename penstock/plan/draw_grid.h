@@ -1,7 +1,8 @@
 // A schedule as a table of text: a row per rank, a column per step.
 //
-// In every step each rank executes one slot, whatever it costs, if what it needs happened in an earlier step; a dot is a step
-// without work. Lowered schedules are laid out as by dry_run.h, where a transfer may take both its slots in one step.
+// In every step each rank executes one slot, whatever it costs, if what it needs happened in an earlier step;
+// a dot is a step without work. Lowered schedules are laid out as by dry_run.h, where a transfer may take
+// both its slots in one step.
 #pragma once
 
 #include <string>

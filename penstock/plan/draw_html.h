@@ -1,5 +1,5 @@
-// A schedule as a page of its own: the picture with zoom and hover, memory over time, a table of the ranks. One file without
-// references to anything outside.
+// A schedule as a page of its own: the picture with zoom and hover, memory over time, a table of the ranks.
+// One file without references to anything outside.
 #pragma once
 
 #include <string>

@@ -30,7 +30,11 @@ std::string draw_perfetto(const Drawing& drawing) {
   std::uint64_t arrows = 0;
   for (int rank = 0; rank < drawing.schedule.ranks(); ++rank) {
     events.push_back(name_event("process_name", rank, 0, "rank " + std::to_string(rank)));
-    events.push_back({{"name", "process_sort_index"}, {"ph", "M"}, {"pid", rank}, {"tid", 0}, {"args", {{"sort_index", rank}}}});
+    events.push_back({{"name", "process_sort_index"},
+                      {"ph", "M"},
+                      {"pid", rank},
+                      {"tid", 0},
+                      {"args", {{"sort_index", rank}}}});
     events.push_back(name_event("thread_name", rank, kCompute, "compute"));
     if (drawing.schedule.has_transfers()) {
       events.push_back(name_event("thread_name", rank, kTransfers, "transfers"));
@@ -55,24 +59,49 @@ std::string draw_perfetto(const Drawing& drawing) {
                         {"dur", (timed.end - timed.start) * kMicrosecondsPerUnit},
                         {"args", std::move(args)}});
       if (timed.cause.kind != Cause::Kind::Data || timed.cause.rank == rank) continue;
-      const TimedSlot& maker = drawing.simulation.slots[static_cast<std::size_t>(timed.cause.rank)][timed.cause.slot];
+      const TimedSlot& maker =
+          drawing.simulation.slots[static_cast<std::size_t>(timed.cause.rank)][timed.cause.slot];
       // A flow event belongs to the slice that encloses it, so the arrow leaves inside its maker.
       const double leaves = (maker.start + (maker.end - maker.start) * 0.99) * kMicrosecondsPerUnit;
-      events.push_back({{"name", "data"}, {"cat", "data"}, {"ph", "s"}, {"id", arrows}, {"pid", timed.cause.rank}, {"tid", kCompute}, {"ts", leaves}});
-      events.push_back({{"name", "data"}, {"cat", "data"}, {"ph", "f"}, {"bp", "e"}, {"id", arrows++}, {"pid", rank}, {"tid", thread}, {"ts", start}});
+      events.push_back({{"name", "data"},
+                        {"cat", "data"},
+                        {"ph", "s"},
+                        {"id", arrows},
+                        {"pid", timed.cause.rank},
+                        {"tid", kCompute},
+                        {"ts", leaves}});
+      events.push_back({{"name", "data"},
+                        {"cat", "data"},
+                        {"ph", "f"},
+                        {"bp", "e"},
+                        {"id", arrows++},
+                        {"pid", rank},
+                        {"tid", thread},
+                        {"ts", start}});
     }
     if (drawing.simulation.memory_curve.empty()) continue;
     for (const MemoryPoint& point : drawing.simulation.memory_curve[static_cast<std::size_t>(rank)]) {
       const double time = point.time * kMicrosecondsPerUnit;
-      events.push_back({{"name", "activations"}, {"ph", "C"}, {"pid", rank}, {"tid", 0}, {"ts", time}, {"args", {{"in flight", point.activations}}}});
+      events.push_back({{"name", "activations"},
+                        {"ph", "C"},
+                        {"pid", rank},
+                        {"tid", 0},
+                        {"ts", time},
+                        {"args", {{"in flight", point.activations}}}});
       if (drawing.simulation.peak_bytes() > 0) {
-        events.push_back({{"name", "memory"}, {"ph", "C"}, {"pid", rank}, {"tid", 0}, {"ts", time}, {"args", {{"bytes", point.bytes}}}});
+        events.push_back({{"name", "memory"},
+                          {"ph", "C"},
+                          {"pid", rank},
+                          {"tid", 0},
+                          {"ts", time},
+                          {"args", {{"bytes", point.bytes}}}});
       }
     }
   }
-  const Json document = {{"displayTimeUnit", "ms"},
-                         {"otherData", {{"schedule", drawing.title}, {"totals", totals_words(drawing.simulation)}}},
-                         {"traceEvents", std::move(events)}};
+  const Json document = {
+      {"displayTimeUnit", "ms"},
+      {"otherData", {{"schedule", drawing.title}, {"totals", totals_words(drawing.simulation)}}},
+      {"traceEvents", std::move(events)}};
   return document.dump() + "\n";
 }
 

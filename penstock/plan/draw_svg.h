@@ -8,8 +8,8 @@
 namespace penstock::plan {
 
 struct SvgOptions {
-  // Hover text as <title> children, which every viewer shows; off: as data-tip, with the microbatch as data-m, for the script
-  // of the page around the picture.
+  // Hover text as <title> children, which every viewer shows; off: as data-tip, with the microbatch as
+  // data-m, for the script of the page around the picture.
   bool titles = true;
   // Name, shape and totals above the rows.
   bool heading = true;

@@ -19,17 +19,26 @@ using Rgb = std::array<int, 3>;
 
 Rgb base_colour(ActionKind kind) {
   switch (kind) {
-    case ActionKind::Forward: return {0x2f, 0x6f, 0xc4};
-    case ActionKind::Backward: return {0x7d, 0x56, 0xb8};
-    case ActionKind::BackwardInput: return {0x16, 0x9c, 0xa8};
-    case ActionKind::BackwardWeight: return {0x5a, 0xa0, 0x3c};
+    case ActionKind::Forward:
+      return {0x2f, 0x6f, 0xc4};
+    case ActionKind::Backward:
+      return {0x7d, 0x56, 0xb8};
+    case ActionKind::BackwardInput:
+      return {0x16, 0x9c, 0xa8};
+    case ActionKind::BackwardWeight:
+      return {0x5a, 0xa0, 0x3c};
     case ActionKind::SendForward:
-    case ActionKind::RecvForward: return {0x8a, 0xa6, 0xcf};
+    case ActionKind::RecvForward:
+      return {0x8a, 0xa6, 0xcf};
     case ActionKind::SendBackward:
-    case ActionKind::RecvBackward: return {0xb4, 0x9d, 0xd6};
-    case ActionKind::Unshard: return {0xc7, 0x82, 0x2d};
-    case ActionKind::Reshard: return {0xd9, 0xb4, 0x7f};
-    case ActionKind::ReduceGrad: return {0xb8, 0x4a, 0x45};
+    case ActionKind::RecvBackward:
+      return {0xb4, 0x9d, 0xd6};
+    case ActionKind::Unshard:
+      return {0xc7, 0x82, 0x2d};
+    case ActionKind::Reshard:
+      return {0xd9, 0xb4, 0x7f};
+    case ActionKind::ReduceGrad:
+      return {0xb8, 0x4a, 0x45};
   }
   return {0, 0, 0};
 }
@@ -67,32 +76,47 @@ int most_chunks(const schedule::StageMap& stages) {
 }
 
 std::string shape_words(const schedule::Schedule& schedule) {
-  return fmt::format("{} ranks, {} stages, {} microbatches", schedule.ranks(), schedule.stages().stages(), schedule.microbatches());
+  return fmt::format("{} ranks, {} stages, {} microbatches", schedule.ranks(), schedule.stages().stages(),
+                     schedule.microbatches());
 }
 
 std::string totals_words(const Simulation& simulation) {
-  std::string words = fmt::format("time {:.6g}, bubble {:.1f} %, in span {:.1f} %, at most {} activations", simulation.time,
-                                  100 * simulation.bubble, 100 * simulation.span_bubble, simulation.peak_activations());
-  if (simulation.peak_bytes() > 0) words += fmt::format(" and {}", format_bytes(static_cast<std::uint64_t>(simulation.peak_bytes())));
+  std::string words =
+      fmt::format("time {:.6g}, bubble {:.1f} %, in span {:.1f} %, at most {} activations", simulation.time,
+                  100 * simulation.bubble, 100 * simulation.span_bubble, simulation.peak_activations());
+  if (simulation.peak_bytes() > 0)
+    words += fmt::format(" and {}", format_bytes(static_cast<std::uint64_t>(simulation.peak_bytes())));
   return words + " on a rank";
 }
 
 std::string hover_words(const Drawing& drawing, int rank, std::size_t slot) {
   const TimedSlot& timed = drawing.simulation.slots[static_cast<std::size_t>(rank)][slot];
-  return fmt::format("{} on rank {}\nstart {:.6g}, end {:.6g}\nwaited for {}", to_text(drawing.schedule.row(rank)[slot]), rank, timed.start,
-                     timed.end, waited_for(drawing.schedule, drawing.simulation, timed.cause, timed.start));
+  return fmt::format("{} on rank {}\nstart {:.6g}, end {:.6g}\nwaited for {}",
+                     to_text(drawing.schedule.row(rank)[slot]), rank, timed.start, timed.end,
+                     waited_for(drawing.schedule, drawing.simulation, timed.cause, timed.start));
 }
 
 std::string escape_xml(std::string_view text) {
   std::string escaped;
   for (const char letter : text) {
     switch (letter) {
-      case '&': escaped += "&amp;"; break;
-      case '<': escaped += "&lt;"; break;
-      case '>': escaped += "&gt;"; break;
-      case '"': escaped += "&quot;"; break;
-      case '\n': escaped += "&#10;"; break;
-      default: escaped += letter;
+      case '&':
+        escaped += "&amp;";
+        break;
+      case '<':
+        escaped += "&lt;";
+        break;
+      case '>':
+        escaped += "&gt;";
+        break;
+      case '"':
+        escaped += "&quot;";
+        break;
+      case '\n':
+        escaped += "&#10;";
+        break;
+      default:
+        escaped += letter;
     }
   }
   return escaped;

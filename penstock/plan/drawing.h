@@ -17,7 +17,8 @@ struct Drawing {
   std::string title;  // "1F1B"
 };
 
-// Colour of a kind of action on the `chunk`-th stage of its rank (of `chunks`): later stages are lighter. "#4f7fd9".
+// Colour of a kind of action on the `chunk`-th stage of its rank (of `chunks`): later stages are lighter.
+// "#4f7fd9".
 std::string fill_colour(schedule::ActionKind kind, int chunk, int chunks);
 // Black or white, whichever reads better on it.
 std::string_view text_colour(std::string_view fill);

@@ -17,7 +17,8 @@ using schedule::Chain;
 using schedule::StageMap;
 
 constexpr double kUnknown = std::numeric_limits<double>::infinity();
-// Sums of times that should be equal differ in the last digits; without this an arrival "now" would be missed.
+// Sums of times that should be equal differ in the last digits; without this an arrival "now" would be
+// missed.
 constexpr double kInstant = 1e-9;
 
 struct StageState {
@@ -54,7 +55,8 @@ class ListScheduler {
                 const std::vector<RankRule>& rules)
       : map_(map), model_(model), limits_(limits), rules_(rules), result_(map) {
     std::vector<std::vector<int>> stages_of(static_cast<std::size_t>(map.ranks()));
-    for (int stage = 0; stage < map.stages(); ++stage) stages_of[at(map.rank_of(StageId{stage}))].push_back(stage);
+    for (int stage = 0; stage < map.stages(); ++stage)
+      stages_of[at(map.rank_of(StageId{stage}))].push_back(stage);
     place_.resize(at(map.stages()));
     left_.assign(at(map.ranks()), 0);
     link_free_.assign(2 * at(map.stages()), 0);
@@ -112,15 +114,18 @@ class ListScheduler {
     decisions_.push({when, rank});
   }
 
-  // Whether memory and rule let another F of this stage start. A place is kept for each later stage of the rank: otherwise
-  // the forwards of its first stage could fill the memory that the last one needs to ever free any.
+  // Whether memory and rule let another F of this stage start. A place is kept for each later stage of the
+  // rank: otherwise the forwards of its first stage could fill the memory that the last one needs to ever
+  // free any.
   bool forward_allowed(int rank, const RankState& state, const StageState& stage) const {
     const int in_flight = state.ledger.activations() + 1 + stage.later_stages;
     if (in_flight > std::max(rules_[at(rank)].in_flight, static_cast<int>(state.stages.size()))) return false;
     const MemoryLimit& limit = limits_[at(rank)];
     if (limit.activations && in_flight > *limit.activations) return false;
     if (!limit.bytes) return true;
-    return state.ledger.bytes() + state.gradients_to_come + model_.memory_of(stage.stage).activation + stage.later_bytes <= *limit.bytes;
+    return state.ledger.bytes() + state.gradients_to_come + model_.memory_of(stage.stage).activation +
+               stage.later_bytes <=
+           *limit.bytes;
   }
 
   void decide(int rank, RankState& state, double now) {
@@ -129,7 +134,8 @@ class ListScheduler {
       // Later stages first at equal times: their microbatches are closest to giving memory back.
       if (stage.forwards < stage.microbatches) {
         const double time = std::max(now, stage.activation[at(stage.forwards)]);
-        if (time <= forward.time && time < kUnknown && forward_allowed(rank, state, stage)) forward = {&stage, time};
+        if (time <= forward.time && time < kUnknown && forward_allowed(rank, state, stage))
+          forward = {&stage, time};
       }
       if (stage.inputs < stage.forwards) {
         const double time = std::max(now, stage.gradient[at(stage.inputs)]);
@@ -138,7 +144,8 @@ class ListScheduler {
       if (stage.weights < stage.inputs) weight = {&stage, now};
     }
     const RankRule& rule = rules_[at(rank)];
-    if (weight.state != nullptr && state.open_weights >= rule.open_weights) return perform(rank, state, *weight.state, ActionKind::BackwardWeight, now);
+    if (weight.state != nullptr && state.open_weights >= rule.open_weights)
+      return perform(rank, state, *weight.state, ActionKind::BackwardWeight, now);
     const bool forward_now = forward.state != nullptr && forward.time <= now + kInstant;
     const bool input_now = input.state != nullptr && input.time <= now + kInstant;
     if (forward_now && (!input_now || state.ledger.activations() < rule.forward_first)) {
@@ -148,14 +155,17 @@ class ListScheduler {
     const double arrival = std::min(forward.time, input.time);
     if (weight.state != nullptr) {
       const double length = model_.time_of(ActionKind::BackwardWeight, weight.state->stage);
-      if (arrival - now >= rule.patience * length) return perform(rank, state, *weight.state, ActionKind::BackwardWeight, now);
+      if (arrival - now >= rule.patience * length)
+        return perform(rank, state, *weight.state, ActionKind::BackwardWeight, now);
     }
     if (arrival < kUnknown) schedule_decision(rank, arrival);
     // Else the rank sleeps until a neighbour sends something.
   }
 
   void perform(int rank, RankState& state, StageState& stage, ActionKind kind, double now) {
-    const int number = kind == ActionKind::Forward ? stage.forwards : kind == ActionKind::BackwardInput ? stage.inputs : stage.weights;
+    const int number = kind == ActionKind::Forward         ? stage.forwards
+                       : kind == ActionKind::BackwardInput ? stage.inputs
+                                                           : stage.weights;
     const Action action(kind, StageId{stage.stage}, MicrobatchId{stage.first_microbatch + number});
     result_.row(rank).push(action);
     state.ledger.begin(action);
@@ -175,7 +185,8 @@ class ListScheduler {
       case ActionKind::BackwardInput:
         ++stage.inputs;
         ++state.open_weights;
-        if (!map_.is_first(StageId{stage.stage})) hand_on(rank, state, stage.stage, stage.stage - 1, number, end);
+        if (!map_.is_first(StageId{stage.stage}))
+          hand_on(rank, state, stage.stage, stage.stage - 1, number, end);
         break;
       default:
         if (stage.weights == 0) state.gradients_to_come -= model_.memory_of(stage.stage).gradients;
@@ -206,7 +217,9 @@ class ListScheduler {
   struct Decision {
     double time;
     int rank;
-    bool operator>(const Decision& other) const { return time != other.time ? time > other.time : rank > other.rank; }
+    bool operator>(const Decision& other) const {
+      return time != other.time ? time > other.time : rank > other.rank;
+    }
   };
 
   const StageMap& map_;
@@ -223,7 +236,8 @@ class ListScheduler {
 
 }  // namespace
 
-std::optional<ListScheduled> list_schedule(const StageMap& stages, const CostModel& model, const std::vector<MemoryLimit>& limits,
+std::optional<ListScheduled> list_schedule(const StageMap& stages, const CostModel& model,
+                                           const std::vector<MemoryLimit>& limits,
                                            const std::vector<RankRule>& rules) {
   const auto ranks = static_cast<std::size_t>(stages.ranks());
   PENSTOCK_INVARIANT(limits.size() == ranks && rules.size() == ranks, "one limit and one rule per rank");

@@ -1,7 +1,7 @@
 // What one rank holds while it executes its row: activations in flight and bytes, now and at most.
 //
-// Work is entered in the order of the row, `begin` and `end` of every action. Used by the simulator and by `auto`, so that
-// both mean the same by a limit.
+// Work is entered in the order of the row, `begin` and `end` of every action. Used by the simulator and by
+// `auto`, so that both mean the same by a limit.
 #pragma once
 
 #include <algorithm>
@@ -29,11 +29,20 @@ class MemoryLedger {
         ++activations_;
         bytes_ += memory.activation;
         break;
-      case schedule::ActionKind::Backward: add_gradients(stage, memory); break;
-      case schedule::ActionKind::BackwardInput: bytes_ += std::max<std::int64_t>(0, growth_by_input(memory)); break;
-      case schedule::ActionKind::BackwardWeight: add_gradients(stage, memory); break;
-      case schedule::ActionKind::Unshard: bytes_ += memory.unsharded; break;
-      default: return;
+      case schedule::ActionKind::Backward:
+        add_gradients(stage, memory);
+        break;
+      case schedule::ActionKind::BackwardInput:
+        bytes_ += std::max<std::int64_t>(0, growth_by_input(memory));
+        break;
+      case schedule::ActionKind::BackwardWeight:
+        add_gradients(stage, memory);
+        break;
+      case schedule::ActionKind::Unshard:
+        bytes_ += memory.unsharded;
+        break;
+      default:
+        return;
     }
     peak_activations_ = std::max(peak_activations_, activations_);
     peak_bytes_ = std::max(peak_bytes_, bytes_);
@@ -46,13 +55,18 @@ class MemoryLedger {
         --activations_;
         bytes_ -= memory.activation;
         break;
-      case schedule::ActionKind::BackwardInput: bytes_ += std::min<std::int64_t>(0, growth_by_input(memory)); break;
+      case schedule::ActionKind::BackwardInput:
+        bytes_ += std::min<std::int64_t>(0, growth_by_input(memory));
+        break;
       case schedule::ActionKind::BackwardWeight:
         --activations_;
         bytes_ -= memory.between_input_and_weight.value_or(memory.activation);
         break;
-      case schedule::ActionKind::Reshard: bytes_ -= memory.unsharded; break;
-      default: break;
+      case schedule::ActionKind::Reshard:
+        bytes_ -= memory.unsharded;
+        break;
+      default:
+        break;
     }
   }
 

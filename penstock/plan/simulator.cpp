@@ -67,7 +67,8 @@ class Simulator {
     if (options.memory_curve) result_.memory_curve.resize(ranks_.size());
     ledgers_.reserve(ranks_.size());
     std::vector<std::vector<int>> stages_of(ranks_.size());
-    for (int stage = 0; stage < map_.stages(); ++stage) stages_of[at(map_.rank_of(StageId{stage}))].push_back(stage);
+    for (int stage = 0; stage < map_.stages(); ++stage)
+      stages_of[at(map_.rank_of(StageId{stage}))].push_back(stage);
     for (int rank = 0; rank < map_.ranks(); ++rank) {
       ledgers_.emplace_back(model_, stages_of[at(rank)]);
       result_.slots[at(rank)].resize(schedule.row(rank).size());
@@ -101,7 +102,7 @@ class Simulator {
  private:
   struct RankState {
     std::size_t position = 0;
-    double clock = 0;  // when the rank is free
+    double clock = 0;                        // when the rank is free
     std::optional<std::uint32_t> last_slot;  // the one that kept it busy until then
     double collective_free = 0;
     std::optional<std::uint32_t> last_collective;
@@ -117,7 +118,8 @@ class Simulator {
     backward_channel_ = forward_channel_;
     std::map<std::tuple<int, int, bool>, int> known;
     const auto name = [&](int from, int to, bool is_forward) {
-      const auto [found, fresh] = known.try_emplace({from, to, is_forward}, static_cast<int>(channels_.size()));
+      const auto [found, fresh] =
+          known.try_emplace({from, to, is_forward}, static_cast<int>(channels_.size()));
       if (fresh) channels_.emplace_back();
       return found->second;
     };
@@ -177,7 +179,8 @@ class Simulator {
         case ActionKind::BackwardWeight:
           if (!inputs_.contains(stage, microbatch)) return false;
           break;
-        default: break;
+        default:
+          break;
       }
       if (need != nullptr && !need->there()) return false;
       for (const Arrival* arrival : {need, static_cast<const Arrival*>(&gathered_[at(stage)])}) {
@@ -204,8 +207,8 @@ class Simulator {
     return true;
   }
 
-  // The result of F, B or I goes to the neighbouring stage: at once on the same rank, by a transfer of its own in a
-  // compute-only schedule; in a lowered one a SEND takes it.
+  // The result of F, B or I goes to the neighbouring stage: at once on the same rank, by a transfer of its
+  // own in a compute-only schedule; in a lowered one a SEND takes it.
   void hand_on(int rank, RankState& state, const Action& action, double end) {
     const int stage = action.stage().value();
     const int microbatch = action.microbatch()->value();
@@ -257,13 +260,16 @@ class Simulator {
 
   bool transfer(int rank, RankState& state, const Action& action) {
     const int stage = action.stage().value();
-    const bool is_forward = action.kind() == ActionKind::SendForward || action.kind() == ActionKind::RecvForward;
+    const bool is_forward =
+        action.kind() == ActionKind::SendForward || action.kind() == ActionKind::RecvForward;
     const bool sending = is_send(action.kind());
     const int border = sending == is_forward ? stage : stage - 1;
-    const int channel_index = border < 0 ? -1 : (is_forward ? forward_channel_ : backward_channel_)[at(border)];
+    const int channel_index =
+        border < 0 ? -1 : (is_forward ? forward_channel_ : backward_channel_)[at(border)];
     if (channel_index < 0) return false;  // nothing is exchanged there: `stalled` says so
     Channel& channel = channels_[at(channel_index)];
-    if (sending && !(is_forward ? forwards_ : inputs_).contains(stage, action.microbatch()->value())) return false;
+    if (sending && !(is_forward ? forwards_ : inputs_).contains(stage, action.microbatch()->value()))
+      return false;
     const Place here = {rank, state.position};
     auto& own = sending ? channel.sends : channel.receives;
     const auto& other = sending ? channel.receives : channel.sends;
@@ -285,14 +291,16 @@ class Simulator {
     channel.receives.pop_front();
     const Action& sent = schedule_.row(send.at.rank)[send.at.slot][0];
     const Action& received = schedule_.row(receive.at.rank)[receive.at.slot][0];
-    if (sent.microbatch() != received.microbatch() || sent.stage().value() + (is_forward ? 1 : -1) != received.stage().value()) {
+    if (sent.microbatch() != received.microbatch() ||
+        sent.stage().value() + (is_forward ? 1 : -1) != received.stage().value()) {
       stalled(send.at.rank);
     }
     const auto because = [](Cause::Kind kind, const Place& place) {
       return Cause{kind, place.rank, static_cast<std::uint32_t>(place.slot)};
     };
     const bool sender_last = send.time >= receive.time;
-    TimedSlot at_sender = {std::max(send.time, receive.time), 0, sender_last ? send.cause : because(Cause::Kind::Peer, receive.at)};
+    TimedSlot at_sender = {std::max(send.time, receive.time), 0,
+                           sender_last ? send.cause : because(Cause::Kind::Peer, receive.at)};
     TimedSlot at_receiver = {0, 0, sender_last ? because(Cause::Kind::Peer, send.at) : receive.cause};
     if (channel.free > at_sender.start) {
       at_sender.start = channel.free;
@@ -306,7 +314,8 @@ class Simulator {
     at_sender.end = at_receiver.end = end;
     result_.slots[at(send.at.rank)][send.at.slot] = at_sender;
     result_.slots[at(receive.at.rank)][receive.at.slot] = at_receiver;
-    (is_forward ? activations_ : gradients_)[key(received.stage().value(), received.microbatch()->value())] = {
+    (is_forward ? activations_
+                : gradients_)[key(received.stage().value(), received.microbatch()->value())] = {
         end, receive.at.rank, static_cast<std::uint32_t>(receive.at.slot)};
     if (!blocking_) return;
     for (const Place& place : {send.at, receive.at}) {
@@ -319,7 +328,8 @@ class Simulator {
     schedule::ValidateOptions options;
     options.sends = blocking_ ? schedule::SendModel::Blocking : schedule::SendModel::Posted;
     schedule::Report report = schedule::check(schedule_, options);
-    PENSTOCK_INVARIANT(!report.ok(), fmt::format("rank {} cannot go on, yet the schedule passes its check", rank));
+    PENSTOCK_INVARIANT(!report.ok(),
+                       fmt::format("rank {} cannot go on, yet the schedule passes its check", rank));
     throw schedule::ScheduleError(std::move(report));
   }
 
@@ -356,9 +366,11 @@ class Simulator {
     double latest = -1;
     for (std::size_t rank = 0; rank < result_.slots.size(); ++rank) {
       for (std::size_t slot = 0; slot < result_.slots[rank].size(); ++slot) {
-        if (result_.slots[rank][slot].end <= latest || schedule_.row(static_cast<int>(rank))[slot].empty()) continue;
+        if (result_.slots[rank][slot].end <= latest || schedule_.row(static_cast<int>(rank))[slot].empty())
+          continue;
         latest = result_.slots[rank][slot].end;
-        next = Cause{Cause::Kind::Previous, static_cast<std::int32_t>(rank), static_cast<std::uint32_t>(slot)};
+        next =
+            Cause{Cause::Kind::Previous, static_cast<std::int32_t>(rank), static_cast<std::uint32_t>(slot)};
       }
     }
     while (next) {
@@ -429,12 +441,14 @@ Simulation simulate(const Schedule& schedule, const CostModel& model, const Simu
   return Simulator(schedule, model, options).run();
 }
 
-std::string waited_for(const Schedule& schedule, const Simulation& simulation, const Cause& cause, double start) {
+std::string waited_for(const Schedule& schedule, const Simulation& simulation, const Cause& cause,
+                       double start) {
   if (cause.kind == Cause::Kind::Begin) return "the beginning of the step";
   const Slot slot = schedule.row(cause.rank)[cause.slot];
   const TimedSlot& timed = simulation.slots[static_cast<std::size_t>(cause.rank)][cause.slot];
   std::string words = fmt::format("{} on rank {}, ended at {:.6g}", to_text(slot), cause.rank, timed.end);
-  if (cause.kind == Cause::Kind::Data && start > timed.end) words += fmt::format(", arrived at {:.6g}", start);
+  if (cause.kind == Cause::Kind::Data && start > timed.end)
+    words += fmt::format(", arrived at {:.6g}", start);
   if (cause.kind == Cause::Kind::Peer) words += " (the other side of the transfer)";
   return words;
 }

@@ -1,14 +1,17 @@
 // How long a schedule takes and what it holds: runs its rows side by side under a cost model.
 //
-// A rank executes its slots in order, each as soon as the rank is free and what the slot needs is there: the activation or
-// gradient of the neighbouring stage, the stage's gathered parameters. Both kinds of schedule are understood.
+// A rank executes its slots in order, each as soon as the rank is free and what the slot needs is there: the
+// activation or gradient of the neighbouring stage, the stage's gathered parameters. Both kinds of schedule
+// are understood.
 //
 //   compute-only  transfers are implied: data leaves when it is made and arrives one transfer later
-//   lowered       the n-th SEND of a communicator meets its n-th RECV, as in validate.h. Overlapped: both are only posted,
-//                 the data moves once both are, and its consumer waits for it. Blocking: both ranks stand in the transfer.
+//   lowered       the n-th SEND of a communicator meets its n-th RECV, as in validate.h. Overlapped: both are
+//   only posted,
+//                 the data moves once both are, and its consumer waits for it. Blocking: both ranks stand in
+//                 the transfer.
 //
-// Time and memory linear in the number of actions. The result depends on the values alone, never on the order in which the
-// simulator visits the ranks.
+// Time and memory linear in the number of actions. The result depends on the values alone, never on the order
+// in which the simulator visits the ranks.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +28,8 @@ struct Cause {
   enum class Kind : std::uint8_t {
     Begin,     // nothing: the step began
     Previous,  // the rank was busy with the slot named
-    Data,      // data or parameters; the slot named made them (compute-only) or received or gathered them (lowered)
+    Data,      // data or parameters; the slot named made them (compute-only) or received or gathered them
+               // (lowered)
     Peer,      // a transfer waited for its other side
     Link,      // a transfer or collective waited for the one before it on the same communicator
   };
@@ -34,7 +38,8 @@ struct Cause {
   std::uint32_t slot = 0;
 };
 
-// Idle slots take no time. Transfers and collectives that run beside the computation have the times of the transfer.
+// Idle slots take no time. Transfers and collectives that run beside the computation have the times of the
+// transfer.
 struct TimedSlot {
   double start = 0;
   double end = 0;
@@ -48,11 +53,11 @@ struct MemoryPoint {
 };
 
 struct RankSummary {
-  double busy = 0;        // computing
-  double idle = 0;        // the rest of the step
-  double first = 0;       // start of the first and end of the last compute action
+  double busy = 0;   // computing
+  double idle = 0;   // the rest of the step
+  double first = 0;  // start of the first and end of the last compute action
   double last = 0;
-  int peak_activations = 0;      // (stage, microbatch) pairs in flight; see MemoryLedger
+  int peak_activations = 0;  // (stage, microbatch) pairs in flight; see MemoryLedger
   std::int64_t peak_bytes = 0;
 };
 
@@ -70,8 +75,8 @@ struct Simulation {
   double bubble = 0;       // idle share of ranks x time
   double span_bubble = 0;  // idle share of the ranks' spans, each from its first to its last compute action
   std::vector<RankSummary> ranks;
-  std::vector<std::vector<TimedSlot>> slots;          // [rank][slot of the row]
-  std::vector<CriticalAction> critical_path;          // in the order of time
+  std::vector<std::vector<TimedSlot>> slots;           // [rank][slot of the row]
+  std::vector<CriticalAction> critical_path;           // in the order of time
   std::vector<std::vector<MemoryPoint>> memory_curve;  // [rank], if asked for
 
   // Greatest over the ranks.
@@ -83,12 +88,14 @@ struct SimulateOptions {
   bool memory_curve = false;
 };
 
-// Throws ValueError for a model that does not fit the schedule, and ScheduleError, with what the ranks wait for, for rows
-// that cannot run to their end. Expects a schedule that `validate` accepts; work that is missing or done twice is timed as
-// it stands.
-Simulation simulate(const schedule::Schedule& schedule, const CostModel& model, const SimulateOptions& options = {});
+// Throws ValueError for a model that does not fit the schedule, and ScheduleError, with what the ranks wait
+// for, for rows that cannot run to their end. Expects a schedule that `validate` accepts; work that is
+// missing or done twice is timed as it stands.
+Simulation simulate(const schedule::Schedule& schedule, const CostModel& model,
+                    const SimulateOptions& options = {});
 
 // What a slot waited for, in words: "0F3 on rank 0, ended at 4, arrived at 4.1".
-std::string waited_for(const schedule::Schedule& schedule, const Simulation& simulation, const Cause& cause, double start);
+std::string waited_for(const schedule::Schedule& schedule, const Simulation& simulation, const Cause& cause,
+                       double start);
 
 }  // namespace penstock::plan

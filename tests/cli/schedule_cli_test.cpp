@@ -16,11 +16,15 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-Ended penstock(const std::string& arguments) { return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments); }
+Ended penstock(const std::string& arguments) {
+  return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments);
+}
 
 class ScheduleCli : public ::testing::Test {
  protected:
-  ScheduleCli() : folder_(std::filesystem::temp_directory_path() / ("penstock_schedule_cli_" + std::to_string(::getpid()))) {
+  ScheduleCli()
+      : folder_(std::filesystem::temp_directory_path() /
+                ("penstock_schedule_cli_" + std::to_string(::getpid()))) {
     std::filesystem::create_directories(folder_);
   }
   ~ScheduleCli() override {
@@ -57,14 +61,16 @@ TEST_F(ScheduleCli, PrintsCsvGridAndJson) {
   EXPECT_EQ(penstock("schedule --kind 1f1b --ranks 2 --microbatches 2 --format grid").output,
             "rank 0 | 0F0 0F1 .   0B0 .   0B1\n"
             "rank 1 | .   1F0 1B0 1F1 1B1\n");
-  const auto document = nlohmann::json::parse(penstock("schedule --kind zbv --ranks 2 --microbatches 3 --format json").output);
+  const auto document =
+      nlohmann::json::parse(penstock("schedule --kind zbv --ranks 2 --microbatches 3 --format json").output);
   EXPECT_EQ(document.at("schedule"), "ZBVZeroBubble");
   EXPECT_EQ(document.at("stage_to_rank"), nlohmann::json::parse("[0,1,1,0]"));
   EXPECT_EQ(document.at("rows").size(), 2U);
 }
 
 TEST_F(ScheduleCli, LoweredFormNamesTransfers) {
-  const Ended ended = penstock("schedule --kind 1F1B --ranks 2 --microbatches 2 --lowered --max-active-stages 1");
+  const Ended ended =
+      penstock("schedule --kind 1F1B --ranks 2 --microbatches 2 --lowered --max-active-stages 1");
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_THAT(ended.output, HasSubstr("0SEND_F0"));
   EXPECT_THAT(ended.output, HasSubstr("0UNSHARD"));
@@ -72,10 +78,11 @@ TEST_F(ScheduleCli, LoweredFormNamesTransfers) {
 }
 
 TEST_F(ScheduleCli, EveryKindGoesThroughAFileAndIsFoundGood) {
-  for (const char* kind : {"GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "ZB2P", "VHalf",
-                           "VMin", "auto"}) {
+  for (const char* kind : {"GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
+                           "ZBVZeroBubble", "DualPipeV", "ZB2P", "VHalf", "VMin", "auto"}) {
     for (const char* form : {"", " --lowered"}) {
-      const Ended made = penstock(std::string("schedule --kind ") + kind + " --ranks 4 --microbatches 8" + form + " -o '" + path("f.csv") + "'");
+      const Ended made = penstock(std::string("schedule --kind ") + kind + " --ranks 4 --microbatches 8" +
+                                  form + " -o '" + path("f.csv") + "'");
       ASSERT_EQ(made.exit_code, 0) << made.output;
       EXPECT_EQ(made.output, "");
       const Ended checked = penstock("check '" + path("f.csv") + "'");
@@ -86,7 +93,9 @@ TEST_F(ScheduleCli, EveryKindGoesThroughAFileAndIsFoundGood) {
 }
 
 TEST_F(ScheduleCli, BidirectionalFilesNeedTheirPlacement) {
-  ASSERT_EQ(penstock("schedule --kind DualPipe --ranks 4 --microbatches 8 -o '" + path("d.csv") + "'").exit_code, 0);
+  ASSERT_EQ(
+      penstock("schedule --kind DualPipe --ranks 4 --microbatches 8 -o '" + path("d.csv") + "'").exit_code,
+      0);
   EXPECT_EQ(penstock("check --placement bidirectional '" + path("d.csv") + "'").exit_code, 0);
 }
 
@@ -94,10 +103,12 @@ TEST_F(ScheduleCli, CorruptedFileIsExitCode1WithTheFirstViolation) {
   const Ended twice = penstock("check '" + write("twice.csv", "0F0,0F0,0B0\n1F0,1B0\n") + "'");
   EXPECT_EQ(twice.exit_code, 1);
   EXPECT_THAT(twice.output, HasSubstr("duplicate: 0F0 at rank 0, slot 1"));
-  const Ended crossed = penstock("check '" + write("crossed.csv", "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n") + "'");
+  const Ended crossed =
+      penstock("check '" + write("crossed.csv", "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n") + "'");
   EXPECT_EQ(crossed.exit_code, 1);
   EXPECT_THAT(crossed.output, HasSubstr("waits for"));
-  const Ended misplaced = penstock("check --placement v '" + write("v.csv", "0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0\n") + "'");
+  const Ended misplaced =
+      penstock("check --placement v '" + write("v.csv", "0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0\n") + "'");
   EXPECT_EQ(misplaced.exit_code, 1) << misplaced.output;
   const Ended simulated = penstock("simulate '" + path("crossed.csv") + "'");
   EXPECT_EQ(simulated.exit_code, 1);
@@ -127,7 +138,8 @@ TEST_F(ScheduleCli, WrongUsageIsExitCode2AndNamesTheNearest) {
   expect("schedule --kind gpipe --microbatches 2", "--ranks");
   expect("schedule --kind 1F1B --ranks 4 --microbatches 2", "at least 4");
   expect("schedule --ranks 4 --microbatches 2", "--kind");
-  expect("schedule --kind gpipe --ranks 2 --microbatches 2 -o /nonexistent/folder/f.csv", "/nonexistent/folder/f.csv");
+  expect("schedule --kind gpipe --ranks 2 --microbatches 2 -o /nonexistent/folder/f.csv",
+         "/nonexistent/folder/f.csv");
   expect("simulate --kind gpipe --ranks 2 --microbatches 2 --cost sned=1", "did you mean send?");
   expect("simulate --kind gpipe --ranks 2 --microbatches 2 --cost F=1:2:3", "2 stages");
   expect("simulate", "neither a file nor --kind");
@@ -145,14 +157,18 @@ TEST_F(ScheduleCli, SimulateAsTextAndJson) {
             "critical path: 6 actions, 9 computing and 0 in transfer; changes rank 2 times\n"
             "  1F0 on rank 1 started at 1: waited for 0F0 on rank 0, ended at 1\n"
             "  0B1 on rank 0 started at 7: waited for 1B1 on rank 1, ended at 7\n");
-  const Ended ended = penstock("simulate --kind 1F1B --ranks 4 --microbatches 8 --cost F=1,I=1,W=1,send=0.1 --memory act=1K --format json");
+  const Ended ended = penstock(
+      "simulate --kind 1F1B --ranks 4 --microbatches 8 --cost F=1,I=1,W=1,send=0.1 --memory act=1K --format "
+      "json");
   const auto document = nlohmann::json::parse(ended.output);
-  for (const char* key : {"time", "bubble", "span_bubble", "per_rank", "critical_path"}) EXPECT_TRUE(document.contains(key)) << key;
+  for (const char* key : {"time", "bubble", "span_bubble", "per_rank", "critical_path"})
+    EXPECT_TRUE(document.contains(key)) << key;
   EXPECT_EQ(document.at("per_rank")[0].at("peak_bytes"), 4096);
 }
 
 TEST_F(ScheduleCli, CompareIsSortedByTime) {
-  const auto document = nlohmann::json::parse(penstock("compare --ranks 4 --microbatches 8 --max-activations 4 --format json").output);
+  const auto document = nlohmann::json::parse(
+      penstock("compare --ranks 4 --microbatches 8 --max-activations 4 --format json").output);
   const auto& kinds = document.at("kinds");
   ASSERT_EQ(kinds.size(), 12U);
   for (std::size_t i = 1; i < kinds.size(); ++i) {
@@ -166,7 +182,8 @@ TEST_F(ScheduleCli, CompareIsSortedByTime) {
 
 TEST_F(ScheduleCli, DrawsToFiles) {
   for (const char* format : {"svg", "html", "perfetto"}) {
-    const Ended ended = penstock(std::string("schedule --kind zbv --ranks 4 --microbatches 8 --format ") + format + " -o '" + path("drawing") + "'");
+    const Ended ended = penstock(std::string("schedule --kind zbv --ranks 4 --microbatches 8 --format ") +
+                                 format + " -o '" + path("drawing") + "'");
     ASSERT_EQ(ended.exit_code, 0) << ended.output;
     EXPECT_GT(read("drawing").size(), 10000U) << format;
   }

@@ -15,7 +15,8 @@ using schedule::Placement;
 using schedule::ScheduleKind;
 using ::testing::HasSubstr;
 
-// 4 and 8 ranks, P to 4P microbatches, times from 0.5 to 1.5 per stage and kind, transfers up to 0.2, the memory of 1F1B.
+// 4 and 8 ranks, P to 4P microbatches, times from 0.5 to 1.5 per stage and kind, transfers up to 0.2, the
+// memory of 1F1B.
 AutoRequest uneven_case(unsigned seed) {
   std::mt19937 random(seed);
   const int ranks = seed % 2 == 0 ? 4 : 8;
@@ -52,7 +53,8 @@ TEST(Auto, NeverSlowerThanTheBestFixedAndOftenFaster) {
     ASSERT_LE(simulation.time, best_fixed * (1 + 1e-12)) << "seed " << seed;
     if (best_fixed >= 1.03 * simulation.time) ++clearly_faster;
   }
-  std::printf("at least 3 %% faster than the best fixed schedule in %d of %d cases\n", clearly_faster, kCases);
+  std::printf("at least 3 %% faster than the best fixed schedule in %d of %d cases\n", clearly_faster,
+              kCases);
   EXPECT_GE(clearly_faster, kCases / 2);
 }
 
@@ -91,7 +93,8 @@ TEST(ListScheduler, KeepsEveryLimitAndNeverLosesWork) {
     const auto placement = chunks == 2 && trial % 4 == 1 ? Placement::V : Placement::Loop;
     const auto map = schedule::StageMap::make(placement, ranks, ranks * chunks, 7);
     const CostModel model = random_costs(random, ranks * chunks, 0.2, 2);
-    const std::vector<MemoryLimit> limits(static_cast<std::size_t>(ranks), {chunks + trial % 3, std::nullopt});
+    const std::vector<MemoryLimit> limits(static_cast<std::size_t>(ranks),
+                                          {chunks + trial % 3, std::nullopt});
     std::vector<RankRule> rules(static_cast<std::size_t>(ranks));
     for (RankRule& rule : rules) {
       rule.in_flight = 1 + static_cast<int>(random() % 6);
@@ -110,7 +113,8 @@ TEST(ListScheduler, KeepsEveryLimitAndNeverLosesWork) {
 
 TEST(Auto, KeepsByteLimits) {
   AutoRequest request = uneven_case(5);
-  request.model.memory = {{.parameters = 1000, .gradients = 500, .activation = 100, .between_input_and_weight = 40}};
+  request.model.memory = {
+      {.parameters = 1000, .gradients = 500, .activation = 100, .between_input_and_weight = 40}};
   request.limits = {{std::nullopt, 1000 + 500 + 5 * 100}};
   const AutoResult result = auto_schedule(request);
   EXPECT_LE(result.simulation.peak_bytes(), 2000);

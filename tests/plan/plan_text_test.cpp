@@ -64,7 +64,8 @@ TEST(Grid, OneColumnPerStep) {
   EXPECT_EQ(draw_grid(generate(ScheduleKind::OneFOneB, shape(2, 1, 2))),
             "rank 0 | 0F0 0F1 .   0B0 .   0B1\n"
             "rank 1 | .   1F0 1B0 1F1 1B1\n");
-  EXPECT_THAT(draw_grid(generate(ScheduleKind::OneFOneB, shape(2, 1, 2)), {.colour = true}), HasSubstr("\x1b[48;5;"));
+  EXPECT_THAT(draw_grid(generate(ScheduleKind::OneFOneB, shape(2, 1, 2)), {.colour = true}),
+              HasSubstr("\x1b[48;5;"));
 }
 
 TEST(Report, JsonHasItsKeys) {
@@ -100,7 +101,8 @@ class Drawings : public ::testing::TestWithParam<ScheduleKind> {
 
 std::size_t count(std::string_view text, std::string_view part) {
   std::size_t found = 0;
-  for (std::size_t at = text.find(part); at != std::string_view::npos; at = text.find(part, at + part.size())) ++found;
+  for (std::size_t at = text.find(part); at != std::string_view::npos; at = text.find(part, at + part.size()))
+    ++found;
   return found;
 }
 

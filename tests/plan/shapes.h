@@ -24,8 +24,8 @@ struct Case {
   schedule::ScheduleKind kind;
   schedule::PipelineShape shape;
   std::string name() const {
-    return std::string(to_text(kind)) + " P=" + std::to_string(shape.ranks) + " V=" + std::to_string(shape.stages_per_rank) +
-           " M=" + std::to_string(shape.microbatches);
+    return std::string(to_text(kind)) + " P=" + std::to_string(shape.ranks) +
+           " V=" + std::to_string(shape.stages_per_rank) + " M=" + std::to_string(shape.microbatches);
   }
 };
 
@@ -55,7 +55,8 @@ inline CostModel random_costs(std::mt19937& random, int stages, double low, doub
   CostModel model;
   model.stages.clear();
   for (int stage = 0; stage < stages; ++stage) {
-    model.stages.push_back({.forward = time(random), .backward_input = time(random), .backward_weight = time(random)});
+    model.stages.push_back(
+        {.forward = time(random), .backward_input = time(random), .backward_weight = time(random)});
   }
   return model;
 }

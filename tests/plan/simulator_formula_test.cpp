@@ -1,4 +1,5 @@
-// The simulator against what the literature says of each schedule, at equal costs: F = I = W = 1, B = 2, free transfers.
+// The simulator against what the literature says of each schedule, at equal costs: F = I = W = 1, B = 2, free
+// transfers.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -31,7 +32,8 @@ TEST(Formula, GPipeAnd1F1BIdleForPMinus1OfMPlusPMinus1) {
     for (const int p : {1, 2, 3, 4, 7, 8, 16}) {
       for (const int m : {p, p + 1, 2 * p + 3, 5 * p}) {
         const Simulation result = at_equal_costs(kind, p, 1, m);
-        EXPECT_NEAR(result.bubble, static_cast<double>(p - 1) / (m + p - 1), kTolerance) << p << " ranks, " << m;
+        EXPECT_NEAR(result.bubble, static_cast<double>(p - 1) / (m + p - 1), kTolerance)
+            << p << " ranks, " << m;
         EXPECT_NEAR(result.time, 3.0 * (m + p - 1), kTolerance);
       }
     }
@@ -44,15 +46,16 @@ TEST(Formula, InterleavingDividesTheBubbleByTheChunks) {
       for (const int rounds : {1, 2, 5}) {
         const int m = rounds * p;
         const Simulation result = at_equal_costs(ScheduleKind::Interleaved1F1B, p, v, m);
-        EXPECT_NEAR(result.bubble, static_cast<double>(p - 1) / (v * m + p - 1), kTolerance) << p << " " << v << " " << m;
+        EXPECT_NEAR(result.bubble, static_cast<double>(p - 1) / (v * m + p - 1), kTolerance)
+            << p << " " << v << " " << m;
         EXPECT_NEAR(result.bubble, schedule::bubble_share(p, v, m), kTolerance);
       }
     }
   }
 }
 
-// Idle time per rank over the whole step: (P-1)(F + I - W) for ZB1P against (P-1)(F + B) for 1F1B, once the pipeline is
-// full (M a multiple of P, at least 2P).
+// Idle time per rank over the whole step: (P-1)(F + I - W) for ZB1P against (P-1)(F + B) for 1F1B, once the
+// pipeline is full (M a multiple of P, at least 2P).
 TEST(Formula, Zb1pIdlesAThirdOf1F1B) {
   for (const int p : {2, 3, 4, 6, 8}) {
     for (const int rounds : {2, 3, 8}) {
@@ -68,7 +71,8 @@ TEST(Formula, Zb1pIdlesAThirdOf1F1B) {
 TEST(Formula, ZbvNeverIdlesBetweenFirstAndLastAction) {
   for (const int p : {1, 2, 3, 4, 8}) {
     for (const int m : {2 * p - 1, 2 * p, 3 * p + 1, 6 * p}) {
-      EXPECT_NEAR(at_equal_costs(ScheduleKind::ZBVZeroBubble, p, 2, m).span_bubble, 0, kTolerance) << p << " " << m;
+      EXPECT_NEAR(at_equal_costs(ScheduleKind::ZBVZeroBubble, p, 2, m).span_bubble, 0, kTolerance)
+          << p << " " << m;
     }
   }
 }
@@ -81,8 +85,8 @@ TEST(Formula, Zb2pNeverIdlesBetweenFirstAndLastAction) {
   }
 }
 
-// The table of the DualPipe repository: bubble time and activations of each method, PP = stages that a microbatch passes,
-// F&B = time of an overlapped pair.
+// The table of the DualPipe repository: bubble time and activations of each method, PP = stages that a
+// microbatch passes, F&B = time of an overlapped pair.
 //
 //   method     bubble                    activations
 //   1F1B       (PP-1)(F+B)               PP
@@ -97,7 +101,9 @@ TEST(Formula, DualPipeTable) {
     const double pair = f + b - saving * std::min(f, b);
     for (const int p : {2, 4, 8}) {
       const int m = 4 * p;
-      const auto run = [&](ScheduleKind kind, int chunks) { return simulate(generate(kind, shape(p, chunks, m)), model); };
+      const auto run = [&](ScheduleKind kind, int chunks) {
+        return simulate(generate(kind, shape(p, chunks, m)), model);
+      };
 
       const Simulation one_f_one_b = run(ScheduleKind::OneFOneB, 1);
       EXPECT_NEAR(idle_time(one_f_one_b), (p - 1) * (f + b), kTolerance);
@@ -111,7 +117,8 @@ TEST(Formula, DualPipeTable) {
       EXPECT_EQ(dual.peak_activations(), p + 1);
       const Simulation dual_v = run(ScheduleKind::DualPipeV, 2);
       EXPECT_EQ(dual_v.peak_activations(), 2 * p + 1);
-      // The rank with the most idle time; with hidden work the ranks have different numbers of overlapped pairs.
+      // The rank with the most idle time; with hidden work the ranks have different numbers of overlapped
+      // pairs.
       EXPECT_NEAR(idle_time(dual), (p / 2 - 1) * (pair + b - 3 * w), kTolerance) << p << " saving " << saving;
       EXPECT_NEAR(idle_time(dual_v), (p - 1) * (pair + b - 3 * w), kTolerance) << p << " saving " << saving;
     }

@@ -1,4 +1,5 @@
-// The simulator against small independent counts: time by relaxation, memory by looking at every pair after every slot.
+// The simulator against small independent counts: time by relaxation, memory by looking at every pair after
+// every slot.
 #include "penstock/plan/simulator.h"
 
 #include <gmock/gmock.h>
@@ -23,8 +24,8 @@ using ::testing::HasSubstr;
 
 constexpr double kTolerance = 1e-9;
 
-// End of the last action: start times are raised until no action starts before its rank's previous slot has ended or its
-// input has arrived.
+// End of the last action: start times are raised until no action starts before its rank's previous slot has
+// ended or its input has arrived.
 double relaxed_time(const Schedule& schedule, const CostModel& model) {
   std::map<std::pair<int, std::size_t>, double> start;
   std::map<std::tuple<bool, int, int>, std::pair<int, std::size_t>> maker;  // forward?, stage, microbatch
@@ -33,7 +34,8 @@ double relaxed_time(const Schedule& schedule, const CostModel& model) {
       start[{rank, slot}] = 0;
       for (const Action& action : schedule.row(rank)[slot]) {
         if (action.kind() == ActionKind::BackwardWeight) continue;
-        maker[{action.kind() == ActionKind::Forward, action.stage().value(), action.microbatch()->value()}] = {rank, slot};
+        maker[{action.kind() == ActionKind::Forward, action.stage().value(), action.microbatch()->value()}] =
+            {rank, slot};
       }
     }
   }
@@ -49,8 +51,11 @@ double relaxed_time(const Schedule& schedule, const CostModel& model) {
         const int stage = action.stage().value();
         const bool is_forward = action.kind() == ActionKind::Forward;
         if (action.kind() == ActionKind::BackwardWeight) continue;
-        if (is_forward ? schedule.stages().is_first(action.stage()) : schedule.stages().is_last(action.stage())) continue;
-        const auto from = maker.at({is_forward, is_forward ? stage - 1 : stage + 1, action.microbatch()->value()});
+        if (is_forward ? schedule.stages().is_first(action.stage())
+                       : schedule.stages().is_last(action.stage()))
+          continue;
+        const auto from =
+            maker.at({is_forward, is_forward ? stage - 1 : stage + 1, action.microbatch()->value()});
         const bool remote = from.first != place.first;
         earliest = std::max(earliest, end_of(from) + (remote ? model.latency : 0));
       }
@@ -105,7 +110,8 @@ Held brute_force_peak(const Schedule& schedule, int rank, const CostModel& model
     Held now;
     for (const int stage : schedule.stages().stages_of(rank)) {
       now.bytes += model.memory_of(stage).parameters;
-      if (first_weight.contains(stage) && first_weight[stage] <= slot) now.bytes += model.memory_of(stage).gradients;
+      if (first_weight.contains(stage) && first_weight[stage] <= slot)
+        now.bytes += model.memory_of(stage).gradients;
     }
     for (const auto& [pair, marks] : pairs) {
       if (slot < marks.forward || slot > marks.weight) continue;
@@ -134,7 +140,8 @@ TEST(Simulator, MemoryEqualsABruteForceCount) {
     CostModel model;
     model.memory.clear();
     for (int stage = 0; stage < schedule.stages().stages(); ++stage) {
-      StageMemory memory = {.parameters = bytes(random), .gradients = bytes(random), .activation = bytes(random)};
+      StageMemory memory = {
+          .parameters = bytes(random), .gradients = bytes(random), .activation = bytes(random)};
       if (bytes(random) < 700) memory.between_input_and_weight = bytes(random);
       model.memory.push_back(memory);
     }
@@ -142,8 +149,10 @@ TEST(Simulator, MemoryEqualsABruteForceCount) {
       const Simulation result = simulate(form, model);
       for (int rank = 0; rank < schedule.ranks(); ++rank) {
         const Held expected = brute_force_peak(form, rank, model);
-        EXPECT_EQ(result.ranks[static_cast<std::size_t>(rank)].peak_activations, expected.activations) << item.name();
-        EXPECT_EQ(result.ranks[static_cast<std::size_t>(rank)].peak_bytes, expected.bytes) << item.name() << " rank " << rank;
+        EXPECT_EQ(result.ranks[static_cast<std::size_t>(rank)].peak_activations, expected.activations)
+            << item.name();
+        EXPECT_EQ(result.ranks[static_cast<std::size_t>(rank)].peak_bytes, expected.bytes)
+            << item.name() << " rank " << rank;
       }
     }
   }
@@ -152,12 +161,14 @@ TEST(Simulator, MemoryEqualsABruteForceCount) {
 TEST(Simulator, MemoryCurveEndsWithParametersAndGradients) {
   CostModel model;
   model.memory = {{.parameters = 100, .gradients = 40, .activation = 7}};
-  const Simulation result = simulate(generate(ScheduleKind::OneFOneB, shape(2, 1, 4)), model, {.memory_curve = true});
+  const Simulation result =
+      simulate(generate(ScheduleKind::OneFOneB, shape(2, 1, 4)), model, {.memory_curve = true});
   for (const auto& curve : result.memory_curve) {
     EXPECT_EQ(curve.front().bytes, 100);
     EXPECT_EQ(curve.back().bytes, 140);
     EXPECT_EQ(curve.back().activations, 0);
-    EXPECT_TRUE(std::is_sorted(curve.begin(), curve.end(), [](const auto& a, const auto& b) { return a.time < b.time; }));
+    EXPECT_TRUE(std::is_sorted(curve.begin(), curve.end(),
+                               [](const auto& a, const auto& b) { return a.time < b.time; }));
   }
   EXPECT_EQ(result.peak_bytes(), 100 + 40 + 2 * 7);
 }
@@ -177,7 +188,8 @@ TEST(Simulator, UnshardedParametersCountBetweenUnshardAndReshard) {
 }
 
 TEST(Simulator, GatheringRunsBesideComputationUnlessBlocking) {
-  const Schedule schedule = schedule::parse_schedule("0UNSHARD,1UNSHARD,0F0,1F0,1B0,0B0,1REDUCE_GRAD,0REDUCE_GRAD\n");
+  const Schedule schedule =
+      schedule::parse_schedule("0UNSHARD,1UNSHARD,0F0,1F0,1B0,0B0,1REDUCE_GRAD,0REDUCE_GRAD\n");
   CostModel model;
   model.stages = {{.unshard = 1, .reduce_grad = 1}};
   // 0UNSHARD 0-1, 1UNSHARD 1-2 beside 0F0 1-2, then 1F0 2-3, 1B0 3-5, 0B0 5-7; reductions 7-8 and 8-9.
@@ -258,8 +270,8 @@ TEST(Simulator, CriticalPathIsAChainFromTheBeginningToTheEnd) {
         const CriticalAction& before = result.critical_path[i - 1];
         EXPECT_EQ(now.cause.rank, before.rank);
         EXPECT_EQ(now.cause.slot, before.slot);
-        // Two sides of one transfer share their times; anything else starts when the one before has ended, or one transfer
-        // later.
+        // Two sides of one transfer share their times; anything else starts when the one before has ended, or
+        // one transfer later.
         if (now.cause.kind == Cause::Kind::Peer) continue;
         EXPECT_GE(now.start, before.end - model.latency - kTolerance) << item.name();
         EXPECT_LE(now.start, before.end + model.latency + kTolerance) << item.name();
@@ -290,8 +302,10 @@ TEST(Simulator, RefusesWhatCannotBeLookedUp) {
   const Schedule wandering = schedule::parse_schedule("0F0,0B0\n0F1,0B1\n");
   EXPECT_THROW(simulate(wandering, CostModel{}), schedule::ScheduleError);
   // A send that no one receives, a receive of another microbatch.
-  EXPECT_THROW(simulate(schedule::parse_schedule("0F0,0SEND_F0\n1F0\n"), CostModel{}), schedule::ScheduleError);
-  EXPECT_THROW(simulate(schedule::parse_schedule("0F0,0F1,0SEND_F0\n1RECV_F1,1F1\n"), CostModel{}), schedule::ScheduleError);
+  EXPECT_THROW(simulate(schedule::parse_schedule("0F0,0SEND_F0\n1F0\n"), CostModel{}),
+               schedule::ScheduleError);
+  EXPECT_THROW(simulate(schedule::parse_schedule("0F0,0F1,0SEND_F0\n1RECV_F1,1F1\n"), CostModel{}),
+               schedule::ScheduleError);
 }
 
 TEST(Simulator, WaitsAreNamed) {
@@ -300,7 +314,8 @@ TEST(Simulator, WaitsAreNamed) {
   model.latency = 0.1;
   const Simulation result = simulate(schedule, model);
   const TimedSlot& first_on_last_rank = result.slots[1][schedule.row(1)[0].empty() ? 1 : 0];
-  EXPECT_EQ(waited_for(schedule, result, first_on_last_rank.cause, first_on_last_rank.start), "0F0 on rank 0, ended at 1, arrived at 1.1");
+  EXPECT_EQ(waited_for(schedule, result, first_on_last_rank.cause, first_on_last_rank.start),
+            "0F0 on rank 0, ended at 1, arrived at 1.1");
 }
 
 }  // namespace

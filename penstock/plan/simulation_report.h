@@ -7,7 +7,7 @@
 
 namespace penstock::plan {
 
-// A line of totals, one line per rank, and the longest waits of the critical path.
+// A line of totals, one line per rank, and the last places where the critical path changes rank.
 std::string to_text(const schedule::Schedule& schedule, const Simulation& simulation);
 
 // Keys: time, bubble, span_bubble, per_rank[].{busy, idle, peak_activations, peak_bytes},

@@ -5,10 +5,9 @@
 // are understood.
 //
 //   compute-only  transfers are implied: data leaves when it is made and arrives one transfer later
-//   lowered       the n-th SEND of a communicator meets its n-th RECV, as in validate.h. Overlapped: both are
-//   only posted,
-//                 the data moves once both are, and its consumer waits for it. Blocking: both ranks stand in
-//                 the transfer.
+//   lowered       the n-th SEND of a communicator meets its n-th RECV, as in validate.h. Overlapped: both
+//                 are only posted, the data moves once both are, and its consumer waits for it. Blocking:
+//                 both ranks stand in the transfer.
 //
 // Time and memory linear in the number of actions. The result depends on the values alone, never on the order
 // in which the simulator visits the ranks.

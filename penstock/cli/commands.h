@@ -14,5 +14,9 @@ struct Outcome {
 
 void add_doctor_command(CLI::App& app, Outcome& outcome);
 void add_launch_command(CLI::App& app, Outcome& outcome);
+void add_schedule_command(CLI::App& app, Outcome& outcome);
+void add_check_command(CLI::App& app, Outcome& outcome);
+void add_simulate_command(CLI::App& app, Outcome& outcome);
+void add_compare_command(CLI::App& app, Outcome& outcome);
 
 }  // namespace penstock::cli

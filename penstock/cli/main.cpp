@@ -36,6 +36,10 @@ int main(int argc, char** argv) {
   cli::Outcome outcome;
   cli::add_doctor_command(app, outcome);
   cli::add_launch_command(app, outcome);
+  cli::add_schedule_command(app, outcome);
+  cli::add_check_command(app, outcome);
+  cli::add_simulate_command(app, outcome);
+  cli::add_compare_command(app, outcome);
   try {
     require_known_command(app, argc, argv);
     app.parse(argc, argv);

@@ -1,0 +1,186 @@
+#include "penstock/plan/cost_text.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <charconv>
+#include <cmath>
+#include <functional>
+#include <string>
+#include <utility>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/text.h"
+
+namespace penstock::plan {
+
+namespace {
+
+std::vector<std::string_view> split(std::string_view text, char separator) {
+  std::vector<std::string_view> parts;
+  for (std::size_t begin = 0;;) {
+    const std::size_t end = text.find(separator, begin);
+    parts.push_back(text.substr(begin, end == std::string_view::npos ? end : end - begin));
+    if (end == std::string_view::npos) return parts;
+    begin = end + 1;
+  }
+}
+
+[[noreturn]] void bad_number(std::string_view what, std::string_view text, std::string_view expected) {
+  throw ConfigError(describe(what, fmt::format("\"{}\"", text), expected));
+}
+
+double parse_number(std::string_view what, std::string_view text) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || !std::isfinite(value) || value < 0) {
+    bad_number(what, text, "a number that is not negative, such as 1 or 0.25");
+  }
+  return value;
+}
+
+std::int64_t parse_byte_count(std::string_view what, std::string_view text) {
+  constexpr std::string_view kExpected = "bytes, such as 512, 64K, 1.5G";
+  double scale = 1;
+  std::string_view digits = text;
+  if (!digits.empty()) {
+    switch (digits.back()) {
+      case 'k':
+      case 'K':
+        scale = 1024.0;
+        break;
+      case 'm':
+      case 'M':
+        scale = 1024.0 * 1024;
+        break;
+      case 'g':
+      case 'G':
+        scale = 1024.0 * 1024 * 1024;
+        break;
+      case 't':
+      case 'T':
+        scale = 1024.0 * 1024 * 1024 * 1024;
+        break;
+      default:
+        break;
+    }
+    if (scale > 1) digits.remove_suffix(1);
+  }
+  double value = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+  if (digits.empty() || error != std::errc() || end != digits.data() + digits.size() || !(value >= 0))
+    bad_number(what, text, kExpected);
+  if (!(value * scale < 9.0e18)) bad_number(what, text, "less than 8 EiB");
+  return static_cast<std::int64_t>(std::llround(value * scale));
+}
+
+using Setter = std::function<void(std::string_view what, std::string_view value)>;
+struct Entry {
+  const char* name;
+  Setter set;
+};
+
+void apply(std::string_view what, std::string_view text, const std::vector<Entry>& entries) {
+  for (const std::string_view part : split(text, ',')) {
+    const std::size_t equals = part.find('=');
+    if (equals == std::string_view::npos) {
+      throw ConfigError(describe(fmt::format("{}: entry", what), fmt::format("\"{}\"", part), "name=value",
+                                 fmt::format("for example {}=1", entries.front().name)));
+    }
+    const std::string name = to_lower(part.substr(0, equals));
+    const auto found = std::find_if(entries.begin(), entries.end(),
+                                    [&](const Entry& entry) { return to_lower(entry.name) == name; });
+    if (found == entries.end()) {
+      std::vector<std::string> names;
+      for (const Entry& entry : entries) names.emplace_back(entry.name);
+      const std::string nearest = nearest_name(name, names);
+      throw ConfigError(describe(fmt::format("{}: name", what), fmt::format("\"{}\"", part.substr(0, equals)),
+                                 fmt::format("one of {}", fmt::join(names, ", ")),
+                                 nearest.empty() ? "" : fmt::format("did you mean {}?", nearest)));
+    }
+    found->set(fmt::format("{}: {}", what, found->name), part.substr(equals + 1));
+  }
+}
+
+// Spreads one value or one per stage over the entries, which grow from the single common one where needed.
+template <class Item, class Value, class Assign>
+void spread(std::string_view what, std::vector<Item>& items, const std::vector<Value>& values,
+            Assign assign) {
+  if (values.size() > 1 && items.size() == 1) items.resize(values.size(), items.front());
+  if (values.size() > 1 && items.size() != values.size()) {
+    throw ConfigError(
+        describe(what, fmt::format("{} values", values.size()),
+                 fmt::format("1 or {}, as another entry gives that many stages", items.size())));
+  }
+  for (std::size_t i = 0; i < items.size(); ++i) assign(items[i], values[values.size() == 1 ? 0 : i]);
+}
+
+}  // namespace
+
+std::vector<std::int64_t> parse_bytes_list(std::string_view what, std::string_view text) {
+  std::vector<std::int64_t> values;
+  for (const std::string_view part : split(text, ':')) values.push_back(parse_byte_count(what, part));
+  return values;
+}
+
+void apply_cost_text(CostModel& model, std::string_view text) {
+  const auto per_stage = [&](auto assign) -> Setter {
+    return [&model, assign](std::string_view what, std::string_view value) {
+      std::vector<double> values;
+      for (const std::string_view part : split(value, ':')) values.push_back(parse_number(what, part));
+      spread(what, model.stages, values, assign);
+    };
+  };
+  const auto single = [](double& target) -> Setter {
+    return [&target](std::string_view what, std::string_view value) { target = parse_number(what, value); };
+  };
+  apply("cost", text,
+        {{"F", per_stage([](StageCost& cost, double value) { cost.forward = value; })},
+         {"I", per_stage([](StageCost& cost, double value) { cost.backward_input = value; })},
+         {"W", per_stage([](StageCost& cost, double value) { cost.backward_weight = value; })},
+         {"B", per_stage([](StageCost& cost, double value) { cost.backward = value; })},
+         {"send", single(model.latency)},
+         {"bytes",
+          [&model](std::string_view what, std::string_view value) {
+            spread(
+                what, model.stages, parse_bytes_list(what, value),
+                [](StageCost& cost, std::int64_t bytes) { cost.output_bytes = static_cast<double>(bytes); });
+          }},
+         {"bandwidth",
+          [&model](std::string_view what, std::string_view value) {
+            model.bandwidth = static_cast<double>(parse_byte_count(what, value));
+            if (!(model.bandwidth > 0))
+              bad_number(what, value, "a positive number of bytes per unit of time");
+          }},
+         {"unshard", per_stage([](StageCost& cost, double value) { cost.unshard = value; })},
+         {"reduce", per_stage([](StageCost& cost, double value) { cost.reduce_grad = value; })},
+         {"overlap", [&model](std::string_view what, std::string_view value) {
+            model.overlap_saving = parse_number(what, value);
+            if (model.overlap_saving > 1) bad_number(what, value, "a share from 0 to 1");
+          }}});
+}
+
+void apply_memory_text(CostModel& model, std::string_view text) {
+  const auto per_stage = [&](auto assign) -> Setter {
+    return [&model, assign](std::string_view what, std::string_view value) {
+      spread(what, model.memory, parse_bytes_list(what, value), assign);
+    };
+  };
+  apply("memory", text,
+        {{"params", per_stage([](StageMemory& memory, std::int64_t bytes) { memory.parameters = bytes; })},
+         {"unsharded", per_stage([](StageMemory& memory, std::int64_t bytes) { memory.unsharded = bytes; })},
+         {"grads", per_stage([](StageMemory& memory, std::int64_t bytes) { memory.gradients = bytes; })},
+         {"act", per_stage([](StageMemory& memory, std::int64_t bytes) { memory.activation = bytes; })},
+         {"split", per_stage([](StageMemory& memory, std::int64_t bytes) {
+            memory.between_input_and_weight = bytes;
+          })}});
+}
+
+Communication parse_communication(std::string_view text) {
+  const std::string name = to_lower(text);
+  if (name == "overlapped") return Communication::Overlapped;
+  if (name == "blocking") return Communication::Blocking;
+  throw ConfigError(describe("communication", fmt::format("\"{}\"", text), "overlapped or blocking"));
+}
+
+}  // namespace penstock::plan

@@ -349,6 +349,10 @@ TEST(Group, DroppedWorkIsKeptAliveAndWarnedAbout) {
   EXPECT_TRUE(has_text(capture.warnings()[0].message, "dropped without wait()"));
 }
 
+TEST(Group, AnEmptyBatchIsNoWork) {
+  run_ranks(2, 60s, [](World& world) { EXPECT_TRUE(world.group().batch_isend_irecv({}).empty()); });
+}
+
 TEST(Group, RecordsWhatItMoves) {
   Recorder::global().reset_totals();
   run_ranks(2, 60s, [](World& world) {

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <exception>
 #include <map>
 #include <mutex>
@@ -100,6 +101,13 @@ std::string own_host_name() {
   return name;
 }
 
+// A peer that dies closes its sockets; Gloo then writes to them without asking for an error instead of SIGPIPE, whose default
+// is to end the process without a word. A handler of the program's own is left alone.
+void survive_broken_pipes() {
+  struct sigaction present {};
+  if (sigaction(SIGPIPE, nullptr, &present) == 0 && present.sa_handler == SIG_DFL && (present.sa_flags & SA_SIGINFO) == 0) std::signal(SIGPIPE, SIG_IGN);
+}
+
 // What the ranks find out about each other when they meet.
 void meet(WorldCore& core, Clock::time_point deadline) {
   const std::string gpu = nccl_available() ? gpu_identity(core.env.local_rank, core.gpu_index) : "";
@@ -188,7 +196,10 @@ World World::connect(const LaunchEnv& env, const WorldOptions& options) {
   register_operators();
   const auto timeout = options.timeout.count() > 0 ? options.timeout : default_timeout();
   const auto deadline = Clock::now() + timeout;
-  if (env.world_size > 1) set_log_rank(env.rank);
+  if (env.world_size > 1) {
+    set_log_rank(env.rank);
+    survive_broken_pipes();
+  }
   if (env.world_size > 1 && env.rendezvous.kind == Rendezvous::Kind::None)
     throw ConfigError(fmt::format("{} ranks have no place to meet; set MASTER_ADDR and MASTER_PORT, or PENSTOCK_RENDEZVOUS", env.world_size));
   Recorder::global().set_rank(env.rank);

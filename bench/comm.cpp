@@ -2,8 +2,10 @@
 //
 //   penstock launch -n 2 -- comm_bench            (or: comm_bench, which launches its own two ranks)
 //
-// Ping-pong: one-way latency, 4 B to 8 MB. Stream: many transfers in flight, bytes per second. all_reduce: time per call.
-// The three ways alternate inside each repetition, so that a busy machine disturbs all of them alike; medians are compared.
+// Ping-pong: one-way latency, 4 B to 8 MB. Stream: many transfers in flight, each with its own tag as the microbatches of a
+// pipeline have; bytes per second. all_reduce: time per call.
+// The ways alternate in short blocks. A column shows the median over the blocks; a ratio is taken within each block, where a
+// busy machine disturbs both sides alike, and its median is shown.
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/torch.h>
@@ -28,12 +30,20 @@ using namespace penstock;
 using namespace penstock::comm;
 
 constexpr std::chrono::milliseconds kLimit{60'000};
+constexpr int kBlocks = 21;
 
 double seconds(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
 double median(std::vector<double> values) {
   std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
   return values[values.size() / 2];
+}
+
+// Median over the blocks of what each block says.
+double ratio(const std::vector<double>& above, const std::vector<double>& below) {
+  std::vector<double> ratios;
+  for (std::size_t i = 0; i < above.size(); ++i) ratios.push_back(above[i] / below[i]);
+  return median(ratios);
 }
 
 std::string size_text(std::size_t bytes) {
@@ -63,7 +73,7 @@ class Bench {
     ways_.push_back({"c10d", [=](const at::Tensor& t) { start(true, t, peer, 1)->wait(kLimit); }, [=](const at::Tensor& t) { start(false, t, peer, 1)->wait(kLimit); },
                      [=, this](const at::Tensor& t, int count) {
                        std::vector<c10::intrusive_ptr<c10d::Work>> all;
-                       for (int i = 0; i < count; ++i) all.push_back(start(world_.rank() == 0, t, 1 - world_.rank(), 2));
+                       for (int i = 0; i < count; ++i) all.push_back(start(world_.rank() == 0, t, 1 - world_.rank(), 100 + i));
                        for (const auto& work : all) work->wait(kLimit);
                      }});
     add_group("penstock gloo", P2PTransport::Gloo);
@@ -91,7 +101,7 @@ class Bench {
     ways_.push_back({name, [=](const at::Tensor& t) { group.send(t, peer); }, [=](const at::Tensor& t) { group.recv(t, peer); },
                      [=, this](const at::Tensor& t, int count) {
                        std::vector<Work> all;
-                       for (int i = 0; i < count; ++i) all.push_back(world_.rank() == 0 ? group.isend(t, peer, {.tag = 2}) : group.irecv(t, peer, {.tag = 2}));
+                       for (int i = 0; i < count; ++i) all.push_back(world_.rank() == 0 ? group.isend(t, peer, {.tag = 100 + i}) : group.irecv(t, peer, {.tag = 100 + i}));
                        wait_all(all);
                      }});
   }
@@ -104,10 +114,11 @@ class Bench {
       const at::Tensor tensor = at::zeros({static_cast<std::int64_t>(bytes / 4)});
       const int repeats = bytes > 500'000 ? 40 : 400;
       std::vector<std::vector<double>> times(ways_.size());
-      for (int block = 0; block < 10; ++block)
+      for (int block = 0; block < kBlocks; ++block)
         for (std::size_t w = 0; w < ways_.size(); ++w) {
           barrier();
-          for (int i = 0; i < repeats / 10 + 2; ++i) {
+          std::vector<double> in_block;
+          for (int i = 0; i < repeats / kBlocks + 3; ++i) {
             const auto begin = Clock::now();
             if (world_.rank() == 0) {
               ways_[w].send(tensor);
@@ -116,8 +127,9 @@ class Bench {
               ways_[w].recv(tensor);
               ways_[w].send(tensor);
             }
-            if (i >= 2) times[w].push_back(seconds(begin) / 2 * 1e6);
+            if (i >= 2) in_block.push_back(seconds(begin) / 2 * 1e6);
           }
+          times[w].push_back(median(in_block));
         }
       print_row(bytes, times, "us", false);
     }
@@ -129,7 +141,7 @@ class Bench {
       const at::Tensor tensor = at::zeros({static_cast<std::int64_t>(bytes / 4)});
       const int count = static_cast<int>(std::clamp<std::size_t>((8 << 20) / bytes, 4, 128));
       std::vector<std::vector<double>> rates(ways_.size());
-      for (int block = 0; block < 16; ++block)
+      for (int block = 0; block < kBlocks; ++block)
         for (std::size_t w = 0; w < ways_.size(); ++w) {
           barrier();
           const auto begin = Clock::now();
@@ -147,9 +159,10 @@ class Bench {
       const at::Tensor tensor = at::zeros({static_cast<std::int64_t>(bytes / 4)});
       const int repeats = bytes > 500'000 ? 6 : 40;
       std::vector<double> direct, ours;
-      for (int block = 0; block < 10; ++block)
+      for (int block = 0; block < kBlocks; ++block)
         for (const bool through : {false, true}) {
           barrier();
+          std::vector<double> in_block;
           for (int i = 0; i < repeats; ++i) {
             const auto begin = Clock::now();
             if (through) {
@@ -158,11 +171,11 @@ class Bench {
               std::vector<at::Tensor> tensors = {tensor};
               direct_->allreduce(tensors)->wait(kLimit);
             }
-            if (i >= 1) (through ? ours : direct).push_back(seconds(begin) * 1e6);
+            if (i >= 1) in_block.push_back(seconds(begin) * 1e6);
           }
+          (through ? ours : direct).push_back(median(in_block));
         }
-      const double a = median(direct), b = median(ours);
-      if (world_.rank() == 0) fmt::print("{:<12}{:>13.1f} us{:>13.1f} us{:>10.2f}\n", size_text(bytes), a, b, b / a);
+      if (world_.rank() == 0) fmt::print("{:<12}{:>13.1f} us{:>13.1f} us{:>10.2f}\n", size_text(bytes), median(direct), median(ours), ratio(ours, direct));
     }
   }
 
@@ -176,11 +189,9 @@ class Bench {
   void print_row(std::size_t bytes, const std::vector<std::vector<double>>& values, const char* unit, bool whole) {
     if (world_.rank() != 0) return;
     fmt::print("{:<12}", size_text(bytes));
-    std::vector<double> medians;
-    for (const auto& column : values) medians.push_back(median(column));
-    for (const double value : medians) fmt::print("{:>18}", whole ? fmt::format("{:.0f} {}", value, unit) : fmt::format("{:.1f} {}", value, unit));
-    fmt::print("{:>16.2f}", medians[1] / medians[0]);
-    if (medians.size() > 2) fmt::print("{:>16.2f}", medians[2] / medians[1]);
+    for (const auto& column : values) fmt::print("{:>18}", whole ? fmt::format("{:.0f} {}", median(column), unit) : fmt::format("{:.1f} {}", median(column), unit));
+    fmt::print("{:>16.2f}", ratio(values[1], values[0]));
+    if (values.size() > 2) fmt::print("{:>16.2f}", ratio(values[2], values[1]));
     fmt::print("\n");
     std::fflush(stdout);
   }

@@ -70,12 +70,6 @@ std::string random_secret() {
   return fmt::format("{:08x}{:08x}{:08x}{:08x}", source(), source(), source(), source());
 }
 
-std::string own_host_name() {
-  char name[256] = {};
-  gethostname(name, sizeof name - 1);
-  return name;
-}
-
 void keep_alive(int fd) {
   const int on = 1, idle_s = 10, interval_s = 5, probes = 3;
   setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);

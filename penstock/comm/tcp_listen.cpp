@@ -110,6 +110,12 @@ void restrict_to_loopback(int port) {
                                   port));
 }
 
+std::string own_host_name() {
+  char name[256] = {};
+  gethostname(name, sizeof name - 1);
+  return name;
+}
+
 int connect_to(const std::string& host, int port) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;

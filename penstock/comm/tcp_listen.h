@@ -39,6 +39,9 @@ void restrict_to_loopback(int port);
 // otherwise retry with messages that do not name the remedy.
 void await_listening(const std::string& host, int port, Clock::time_point deadline, CommContext context);
 
+// The name by which other hosts know this one.
+std::string own_host_name();
+
 // Connects, or returns -1 with errno set when refused or unreachable.
 int connect_to(const std::string& host, int port);
 

@@ -20,6 +20,7 @@
 #include "penstock/comm/recorder.h"
 #include "penstock/comm/recorder_dump.h"
 #include "penstock/comm/stall_watch.h"
+#include "penstock/comm/tcp_listen.h"
 #include "penstock/comm/work_state.h"
 
 namespace penstock::comm {
@@ -93,12 +94,6 @@ std::string agree(const WorldCore& core, const std::string& topic, const std::st
                        context());
   if (verdict.starts_with("error ")) throw ValueError(verdict.substr(6));
   return verdict.substr(3);
-}
-
-std::string own_host_name() {
-  char name[256] = {};
-  gethostname(name, sizeof name - 1);
-  return name;
 }
 
 // A peer that dies closes its sockets; Gloo then writes to them without asking for an error instead of SIGPIPE, whose default

@@ -1,8 +1,10 @@
 #include "penstock/torch/operator_traits.h"
 
+#include <algorithm>
 #include <deque>
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace penstock {
 namespace {
@@ -19,15 +21,28 @@ ArgumentTraits::Kind kind_of(const c10::TypePtr& type) {
   return Kind::Other;
 }
 
-// The argument that shares an alias set with this result, or -1. A set is named in the schema: `Tensor(a!)`.
-int aliased_argument(const c10::FunctionSchema& schema, const c10::AliasInfo& result) {
-  for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
-    const c10::AliasInfo* argument = schema.arguments()[i].alias_info();
-    if (!argument) continue;
-    for (const auto& set : result.beforeSets())
-      if (argument->beforeSets().count(set)) return static_cast<int>(i);
+// The alias sets that a schema names at an argument or a result: `Tensor(a!)`, and for lists inside: `Tensor(a!)[]`.
+struct AliasSets {
+  explicit AliasSets(const c10::AliasInfo* info) {
+    if (info) add(*info);
   }
-  return -1;
+  void add(const c10::AliasInfo& info) {
+    written |= info.isWrite();
+    sets.insert(info.beforeSets().begin(), info.beforeSets().end());
+    for (const c10::AliasInfo& contained : info.containedTypes()) add(contained);
+  }
+  bool meets(const AliasSets& other) const {
+    return std::any_of(sets.begin(), sets.end(), [&](const c10::Symbol& set) { return other.sets.count(set) > 0; });
+  }
+  std::unordered_set<c10::Symbol> sets;
+  bool written = false;
+};
+
+// Composite operators that have kernels of their own as well (silu_backward) are left whole: that is what real tensors run.
+bool decomposes(const c10::OperatorHandle& op) {
+  using c10::DispatchKey;
+  return op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) && !op.hasKernelForDispatchKey(DispatchKey::CPU) &&
+         !op.hasKernelForDispatchKey(DispatchKey::CUDA);
 }
 
 struct Known {
@@ -68,21 +83,23 @@ const Known& known(const c10::OperatorHandle& op) {
 }  // namespace
 
 OperatorTraits::OperatorTraits(const c10::OperatorHandle& op)
-    : name(c10::toString(op.operator_name())),
-      composite(op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
+    : name(c10::toString(op.operator_name())), composite(decomposes(op)) {
   const c10::FunctionSchema& schema = op.schema();
+  std::vector<AliasSets> argument_sets;
   for (const c10::Argument& argument : schema.arguments()) {
-    const bool written = argument.alias_info() && argument.alias_info()->isWrite();
-    mutates |= written;
+    argument_sets.emplace_back(argument.alias_info());
+    mutates |= argument_sets.back().written;
     if (argument.name() == "device") device_argument = static_cast<int>(arguments.size());
     if (argument.name() == "pin_memory") pin_memory_argument = static_cast<int>(arguments.size());
-    arguments.push_back({kind_of(argument.type()), written});
+    arguments.push_back({kind_of(argument.type()), argument_sets.back().written});
   }
   for (const c10::Argument& result : schema.returns()) {
+    const AliasSets sets(result.alias_info());
     ReturnAlias alias;
-    if (result.alias_info()) alias.argument = aliased_argument(schema, *result.alias_info());
+    for (std::size_t i = 0; i < argument_sets.size() && alias.argument < 0; ++i)
+      if (sets.meets(argument_sets[i])) alias.argument = static_cast<int>(i);
     if (alias.argument >= 0) {
-      alias.kind = result.alias_info()->isWrite() ? ReturnAlias::Kind::Same : ReturnAlias::Kind::View;
+      alias.kind = sets.written ? ReturnAlias::Kind::Same : ReturnAlias::Kind::View;
       any_alias = true;
     }
     returns.push_back(alias);

@@ -24,16 +24,19 @@ struct KindRegistry {
   }
 };
 
-template <class Sizes>
-at::Tensor build(PayloadPtr payload, const Sizes& sizes, const Sizes& strides, std::int64_t offset, caffe2::TypeMeta dtype,
-                 at::Device device, bool wrapped_number, const c10::Storage* alias) {
+at::Tensor build(PayloadPtr payload, at::IntArrayRef sizes, at::IntArrayRef strides, std::int64_t offset, caffe2::TypeMeta dtype,
+                 at::Device device, bool wrapped_number, const at::Tensor* viewed) {
   detail::install_dispatch_kernel();
-  c10::Storage storage = alias ? *alias
-                               : detail::empty_storage(at::detail::computeStorageNbytes(sizes, strides, dtype.itemsize(),
-                                                                                        static_cast<std::size_t>(offset)),
-                                                       device);
-  const c10::DispatchKeySet keys(c10::computeDispatchKey(c10::nullopt, c10::nullopt, device));
-  auto impl = c10::make_intrusive<detail::WrapperImpl>(std::move(storage), keys, dtype, std::move(payload));
+  c10::intrusive_ptr<detail::WrapperImpl> impl;
+  if (viewed) {
+    impl = c10::make_intrusive<detail::WrapperImpl>(c10::TensorImpl::VIEW, c10::Storage(viewed->storage()), viewed->key_set(), dtype,
+                                                    std::move(payload));
+  } else {
+    const std::size_t bytes = at::detail::computeStorageNbytes(sizes, strides, dtype.itemsize(), static_cast<std::size_t>(offset));
+    impl = c10::make_intrusive<detail::WrapperImpl>(
+        detail::empty_storage(bytes, device), c10::DispatchKeySet(c10::computeDispatchKey(c10::nullopt, c10::nullopt, device)), dtype,
+        std::move(payload));
+  }
   impl->set_sizes_and_strides(sizes, strides);
   if (offset != 0) impl->set_storage_offset(offset);
   if (wrapped_number) impl->set_wrapped_number(true);
@@ -65,18 +68,18 @@ WrapperGeometry geometry_of(const at::Tensor& tensor) {
   return geometry;
 }
 
-at::Tensor make_wrapper(PayloadPtr payload, const WrapperGeometry& geometry, const c10::Storage* alias) {
+at::Tensor make_wrapper(PayloadPtr payload, const WrapperGeometry& geometry, const at::Tensor* viewed) {
   if (!payload) throw ValueError("make_wrapper: the payload is null; pass c10::make_intrusive<YourPayload>(...)");
   if (geometry.sizes.size() != geometry.strides.size())
     throw ValueError(describe("make_wrapper: strides", fmt::format("{} of them", geometry.strides.size()),
                               fmt::format("one for each of {} dims", geometry.sizes.size())));
-  return build(std::move(payload), at::IntArrayRef(geometry.sizes), at::IntArrayRef(geometry.strides), geometry.storage_offset,
-               c10::scalarTypeToTypeMeta(geometry.dtype), geometry.device, geometry.wrapped_number, alias);
+  return build(std::move(payload), geometry.sizes, geometry.strides, geometry.storage_offset,
+               c10::scalarTypeToTypeMeta(geometry.dtype), geometry.device, geometry.wrapped_number, viewed);
 }
 
-at::Tensor make_wrapper_like(PayloadPtr payload, const at::Tensor& like, const c10::Storage* alias) {
+at::Tensor make_wrapper_like(PayloadPtr payload, const at::Tensor& like, const at::Tensor* viewed) {
   return build(std::move(payload), like.sizes(), like.strides(), like.storage_offset(), like.dtype(), like.device(),
-               like.unsafeGetTensorImpl()->is_wrapped_number(), alias);
+               like.unsafeGetTensorImpl()->is_wrapped_number(), viewed);
 }
 
 Payload* payload_of(const at::Tensor& tensor) { return detail::payload_of(tensor.unsafeGetTensorImpl()); }

@@ -84,10 +84,11 @@ struct WrapperGeometry {
 
 WrapperGeometry geometry_of(const at::Tensor& tensor);
 
-// `alias`: the wrapper is a view and shares this storage object (never its memory: it has none), so that is_alias_of holds.
-at::Tensor make_wrapper(PayloadPtr payload, const WrapperGeometry& geometry, const c10::Storage* alias = nullptr);
+// `viewed`: the wrapper that this one is a view of, if it is. Both then share one storage object (never memory: there is
+// none), so that is_alias_of holds, and a view taken in InferenceMode is as differentiable as what it views.
+at::Tensor make_wrapper(PayloadPtr payload, const WrapperGeometry& geometry, const at::Tensor* viewed = nullptr);
 // With the geometry of `like`.
-at::Tensor make_wrapper_like(PayloadPtr payload, const at::Tensor& like, const c10::Storage* alias = nullptr);
+at::Tensor make_wrapper_like(PayloadPtr payload, const at::Tensor& like, const at::Tensor* viewed = nullptr);
 
 // The payload of a wrapper; null for other tensors.
 Payload* payload_of(const at::Tensor& tensor);

@@ -4,8 +4,8 @@
 //     WrapperCall<Two> call(op, stack);
 //     const Stack a = call.run([](const Two& two) { return two.a; });      // the operator on the first inner tensors
 //     const Stack b = call.run([](const Two& two) { return two.b; });      // and on the second ones
-//     call.finish(a, [&](const at::Tensor& inner, ResultPlace place, const c10::Storage* alias) {
-//       return make_wrapper_like(c10::make_intrusive<Two>(inner, tensor_at(b, place)), inner, alias);
+//     call.finish(a, [&](const at::Tensor& inner, ResultPlace place, const at::Tensor* viewed) {
+//       return make_wrapper_like(c10::make_intrusive<Two>(inner, tensor_at(b, place)), inner, viewed);
 //     });
 //   }
 //
@@ -64,7 +64,8 @@ class WrapperCall {
     return inner_stack;
   }
 
-  // Pushes the results: `wrap(inner, place, alias)` makes the wrapper of a tensor in `inner_results`.
+  // Pushes the results: `wrap(inner, place, viewed)` makes the wrapper of a tensor in `inner_results`;
+  // `viewed` is the argument that it is a view of, or null.
   template <class Wrap>
   void finish(const Stack& inner_results, Wrap&& wrap) {
     for (std::size_t i = 0; i < traits_.returns.size(); ++i) {
@@ -76,14 +77,14 @@ class WrapperCall {
         stack_->push_back(argument);
         continue;
       }
-      const c10::Storage* alias = nullptr;
+      const at::Tensor* viewed = nullptr;
       if (source.kind == ReturnAlias::Kind::View) {
         const c10::IValue& argument = arguments_[static_cast<std::size_t>(source.argument)];
-        if (argument.isTensor() && payload_as<P>(argument.toTensor())) alias = &argument.toTensor().storage();
+        if (argument.isTensor() && payload_as<P>(argument.toTensor())) viewed = &argument.toTensor();
       }
       int element = value.isTensor() ? -1 : 0;
       stack_->push_back(map_tensors(value, [&](const at::Tensor& inner) {
-        return wrap(inner, ResultPlace{i, element < 0 ? -1 : element++}, alias);
+        return wrap(inner, ResultPlace{i, element < 0 ? -1 : element++}, viewed);
       }));
     }
   }

@@ -40,6 +40,11 @@ WrapperImpl::WrapperImpl(c10::Storage&& storage, c10::DispatchKeySet keys, caffe
   key_set_ = key_set_.add(c10::DispatchKey::Python);  // the base constructor takes it off
 }
 
+WrapperImpl::WrapperImpl(ImplType type, c10::Storage&& storage, c10::DispatchKeySet keys, caffe2::TypeMeta dtype, PayloadPtr payload)
+    : c10::TensorImpl(type, std::move(storage), keys, dtype), payload_(std::move(payload)) {
+  key_set_ = key_set_.add(c10::DispatchKey::Python);
+}
+
 c10::intrusive_ptr<WrapperImpl> WrapperImpl::copy_of(const c10::TensorImpl& src, PayloadPtr payload,
                                                      const c10::VariableVersion& version, bool allow_metadata_change) {
   auto copy = c10::make_intrusive<WrapperImpl>(c10::Storage(src.unsafe_storage()), src.key_set(), src.dtype(), std::move(payload));

@@ -20,6 +20,8 @@ c10::Storage empty_storage(std::size_t bytes, at::Device device);
 class WrapperImpl final : public c10::TensorImpl {
  public:
   WrapperImpl(c10::Storage&& storage, c10::DispatchKeySet keys, caffe2::TypeMeta dtype, PayloadPtr payload);
+  // With exactly these keys, those of the tensor that is viewed, where the other constructor asks the thread for them.
+  WrapperImpl(ImplType, c10::Storage&& storage, c10::DispatchKeySet keys, caffe2::TypeMeta dtype, PayloadPtr payload);
 
   Payload* payload() const { return payload_.get(); }
   const PayloadPtr& payload_ptr() const { return payload_; }

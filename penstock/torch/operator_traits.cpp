@@ -104,6 +104,8 @@ OperatorTraits::OperatorTraits(const c10::OperatorHandle& op)
     }
     returns.push_back(alias);
   }
+  pure_view = !mutates && !returns.empty() &&
+              std::all_of(returns.begin(), returns.end(), [](const ReturnAlias& alias) { return alias.kind == ReturnAlias::Kind::View; });
 }
 
 const OperatorTraits& traits_of(const c10::OperatorHandle& op) { return known(op).traits; }

@@ -40,6 +40,7 @@ struct OperatorTraits {
   bool composite = false;                // made of other operators, which autograd sees instead of it
   bool mutates = false;                  // writes at least one argument
   bool any_alias = false;                // some result is Same or View
+  bool pure_view = false;                // every result is a View, nothing is written
   int device_argument = -1;              // position of the argument named `device`, of factories and conversions
   int pin_memory_argument = -1;
 };

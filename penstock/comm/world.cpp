@@ -1,25 +1,22 @@
 #include "penstock/comm/world.h"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <csignal>
 #include <exception>
-#include <map>
-#include <mutex>
 #include <set>
-#include <sstream>
 #include <thread>
 
 #include "penstock/base/env.h"
 #include "penstock/base/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/base/text.h"
+#include "penstock/comm/group_maker.h"
+#include "penstock/comm/member_groups.h"
 #include "penstock/comm/operators.h"
 #include "penstock/comm/recorder.h"
 #include "penstock/comm/recorder_dump.h"
-#include "penstock/comm/stall_watch.h"
 #include "penstock/comm/tcp_listen.h"
 #include "penstock/comm/work_state.h"
 
@@ -32,16 +29,6 @@ namespace {
 constexpr auto kVerdictSlack = std::chrono::seconds(3);
 // Rank 0 hosts the store: before it ends with a bad verdict it lets the others hear it, at most this long.
 constexpr auto kHearingTime = std::chrono::seconds(2);
-
-struct Registry {
-  std::mutex mutex;
-  std::map<std::string, std::weak_ptr<GroupState>> groups;
-};
-
-Registry& registry() {
-  static Registry instance;
-  return instance;
-}
 
 // Every rank says something; rank 0 hears all, and its verdict reaches all. `judge` runs on rank 0 and returns the verdict,
 // or an error text that becomes a ValueError on every rank. Ranks that stay silent until the deadline become a TimeoutError
@@ -119,50 +106,6 @@ void meet(WorldCore& core, Clock::time_point deadline) {
   core.own_gpus = verdict.ends_with("1");
 }
 
-P2PTransport resolve(P2PTransport wanted) {
-  if (wanted != P2PTransport::Auto) return wanted;
-  return env_choice("PENSTOCK_P2P", {"gloo", "ucx"}, "gloo") == "ucx" ? P2PTransport::Ucx : P2PTransport::Gloo;
-}
-
-// The communicators of a group this rank belongs to. Collective over the members.
-void open_backends(GroupState& group, P2PTransport p2p, const std::string& key, Clock::time_point deadline) {
-  const WorldCore& core = *group.world;
-  BackendOptions options;
-  options.axis_rank = group.axis_rank;
-  options.size = static_cast<int>(group.ranks.size());
-  options.timeout = group.timeout;
-  options.loopback_only = core.one_host && (core.env.rendezvous.loopback_only() || core.env.rendezvous.kind != Rendezvous::Kind::Tcp);
-  options.device_index = core.gpu_index;
-  if (core.fake) {
-    group.cpu = group.cuda = make_fake_backend(options);
-  } else {
-    if (gloo_available()) group.cpu = make_gloo_backend(core.store.with_prefix(key + "/gloo"), options);
-    if (core.own_gpus) group.cuda = make_nccl_backend(core.store.with_prefix(key + "/nccl"), options);
-    if (resolve(p2p) == P2PTransport::Ucx && options.size > 1) {
-      if (!core.one_host)
-        throw ConfigError("UCX carries point-to-point transfers on one host only, but this world spans several; set PENSTOCK_P2P=gloo");
-      const Store store = core.store.with_prefix(key);
-      group.ucx = std::make_shared<UcxTransport>(
-          options.axis_rank, options.size, [&](const std::string& name, const std::string& bytes) { store.set(name, bytes); },
-          [&](const std::string& name) { return store.get(name, deadline, "a member's UCX address"); },
-          UcxOptions{.spin = std::nullopt, .ranks_on_host = core.env.local_world_size});
-    }
-  }
-  if (group.cpu) group.cpu_can = group.cpu->abilities();
-  if (group.cuda) group.cuda_can = group.cuda->abilities();
-}
-
-// Duplicate, unknown or no ranks; empty when the list is good.
-std::string complaint_about(const std::vector<int>& ranks, int world_size) {
-  if (ranks.empty()) return "the list is empty; give at least one rank";
-  std::set<int> seen;
-  for (const int rank : ranks) {
-    if (rank < 0 || rank >= world_size) return fmt::format("rank {} is outside the world of {} ranks", rank, world_size);
-    if (!seen.insert(rank).second) return fmt::format("rank {} is listed twice; list each rank once", rank);
-  }
-  return {};
-}
-
 }  // namespace
 
 // Ends with the last copy of the World.
@@ -176,7 +119,7 @@ struct World::Membership {
 };
 
 World::World(std::shared_ptr<WorldCore> core, P2PTransport p2p)
-    : core_(std::move(core)), membership_(std::make_shared<Membership>(core_)) {
+    : core_(std::move(core)), member_groups_(std::make_shared<MemberGroups>(core_)), membership_(std::make_shared<Membership>(core_)) {
   std::vector<int> all(static_cast<std::size_t>(core_->env.world_size));
   for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int>(i);
   GroupOptions options;
@@ -251,47 +194,16 @@ Group World::new_group(const std::vector<int>& ranks, const GroupOptions& option
     } else {
       agree(core, "new_group " + key, own_word, deadline, judge);
     }
-    auto group = std::make_shared<GroupState>(core_, base + core.name_suffix, ranks, timeout);
-    group->follow_liveness();
-    if (group->axis_rank >= 0) {
-      open_backends(*group, options.p2p, key, deadline);
-      std::lock_guard lock(registry().mutex);
-      auto& entry = registry().groups[group->name];
-      if (!entry.expired() && !core.fake)
-        throw ValueError(fmt::format("new_group: a group named {} exists already; give each group its own name", group->name));
-      entry = group;
-    }
-    if (group->axis_rank >= 0 && !core.fake && ranks.size() > 1) watch_for_stalls(group);
-    return Group(std::move(group));
-  } catch (const ValueError&) {
-    throw;
-  } catch (const std::exception& error) {
-    const auto failure = core.liveness->first_failure();
-    if (!failure) core.fail(fmt::format("new_group {}: {}", own_word, error.what()));
-    if (!failure || dynamic_cast<const CommError*>(&error) != nullptr) throw;
-    CommContext context;
-    context.rank = core.env.rank;
-    context.lost_rank = failure->rank;
-    context.operation = "new_group";
-    context.group = base;
-    throw PeerLostError(failure->describe(), context);
+    return Group(make_group(core_, {.name = base, .key = key, .ranks = ranks, .timeout = timeout, .p2p = options.p2p}, deadline));
+  } catch (...) {
+    rethrow_as_group_error(core, base, "new_group " + own_word);
   }
+}
+
+Group World::group_of(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const {
+  return ranks == everyone_.ranks() ? everyone_ : member_groups_->get(ranks, timeout);
 }
 
 void World::fail(const std::string& reason) noexcept { core_->fail(reason); }
-
-Group find_group(const std::string& name) {
-  std::lock_guard lock(registry().mutex);
-  const auto found = registry().groups.find(name);
-  auto state = found == registry().groups.end() ? nullptr : found->second.lock();
-  if (!state) {
-    std::vector<std::string> known;
-    for (const auto& [other, weak] : registry().groups)
-      if (!weak.expired()) known.push_back(other);
-    const std::string nearest = nearest_name(name, known);
-    throw ValueError(describe("group name", fmt::format("\"{}\"", name), "the name of a group this rank is a member of", nearest.empty() ? "" : fmt::format("did you mean {}?", nearest)));
-  }
-  return Group(std::move(state));
-}
 
 }  // namespace penstock::comm

@@ -19,6 +19,7 @@
 
 namespace penstock::comm {
 
+class MemberGroups;
 struct WorldCore;
 
 // What carries point-to-point transfers of CPU tensors.
@@ -62,6 +63,13 @@ class World {
   // come are an error on every rank within the deadline.
   Group new_group(const std::vector<int>& ranks, const GroupOptions& options = {});
 
+  // The group of exactly these ranks in this order, made by its members alone when they first ask for it; asking again
+  // gives the same group. Members may ask in any order, also for several groups crosswise; a group is there once every
+  // member has asked for it, or asks for another one meanwhile (member_groups.h says how). The list of all ranks in order
+  // is group(). Throws ValueError for a bad list or one without the own rank; TimeoutError naming the members that did not
+  // come within `timeout` (zero: the world's); PeerLostError when one is gone. Operations use the world's timeout.
+  Group group_of(const std::vector<int>& ranks, std::chrono::milliseconds timeout = {}) const;
+
   // Tells every other rank that this one failed and why; their waits then end with PeerLostError.
   void fail(const std::string& reason) noexcept;
 
@@ -71,6 +79,7 @@ class World {
   explicit World(std::shared_ptr<WorldCore> core, P2PTransport p2p);
 
   std::shared_ptr<WorldCore> core_;
+  std::shared_ptr<MemberGroups> member_groups_;  // goes after membership_: the other ranks hear of a failure first
   std::shared_ptr<Membership> membership_;
   Group everyone_;
 };

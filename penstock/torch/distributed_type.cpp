@@ -67,6 +67,8 @@ at::Tensor local_if_distributed(const at::Tensor& tensor) {
   return type ? type->local(tensor) : tensor;
 }
 
-at::Tensor local_if_distributed(const at::Tensor& tensor, DetachTag) { return local_if_distributed(tensor.detach()); }
+at::Tensor local_if_distributed(const at::Tensor& tensor, DetachTag) {
+  return tensor.defined() ? local_if_distributed(tensor.detach()) : tensor;
+}
 
 }  // namespace penstock

@@ -46,8 +46,8 @@ class DistributedTypeRegistration {
 std::shared_ptr<const DistributedType> distributed_type_of(const at::Tensor& tensor);
 bool is_distributed_tensor(const at::Tensor& tensor);
 
-// The local part of a distributed tensor; any other tensor as it is. With kDetach the tensor is detached first, whatever
-// its kind, so that backward never passes through the step from global to local.
+// The local part of a distributed tensor; any other tensor (an undefined one too) as it is. With kDetach the tensor is
+// detached first, whatever its kind, so that backward never passes through the step from global to local.
 at::Tensor local_if_distributed(const at::Tensor& tensor);
 at::Tensor local_if_distributed(const at::Tensor& tensor, DetachTag);
 

@@ -10,24 +10,14 @@
 #include "penstock/base/errors.h"
 #include "penstock/mesh/device_mesh.h"
 #include "penstock/mesh/layout.h"
-#include "penstock/mesh/placement.h"
+#include "tests/mesh/generate.h"
 
 namespace penstock {
 namespace {
 
+using test::number;
+using test::random_shape;
 using Numbers = std::vector<std::int64_t>;
-
-// Evenly from the whole range: by itself the generator stays near the lower end in its first runs.
-template <class Int>
-Int number(Int from, Int to) {
-  return *rc::gen::resize(rc::kNominalSize, rc::gen::inRange<Int>(from, to + 1));
-}
-
-Numbers random_shape(int max_ndim = 4, std::int64_t max_size = 4) {
-  Numbers shape(static_cast<std::size_t>(number(1, max_ndim)));
-  for (std::int64_t& size : shape) size = number<std::int64_t>(1, max_size);
-  return shape;
-}
 
 // Axes 0 .. ndim - 1, some of them, in order.
 std::vector<int> random_axes(int ndim) {

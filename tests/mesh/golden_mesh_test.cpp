@@ -1,0 +1,179 @@
+// Reference data of the section `dtensor`: device meshes and local shapes. Every listed case of these kinds
+// is run, and a kind or a question that is not known here fails.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
+
+#include "penstock/base/errors.h"
+#include "penstock/mesh/device_mesh.h"
+#include "penstock/mesh/local_shard.h"
+
+namespace penstock {
+namespace {
+
+using nlohmann::json;
+namespace fs = std::filesystem;
+using Numbers = std::vector<std::int64_t>;
+using Names = std::vector<std::string>;
+
+fs::path golden_folder() {
+  if (const char* folder = std::getenv("PENSTOCK_GOLDEN"); folder != nullptr && *folder != '\0')
+    return folder;
+  const char* source = std::getenv("PENSTOCK_SOURCE");
+  if (source == nullptr) throw std::runtime_error("set PENSTOCK_GOLDEN to the folder of the reference data");
+  return fs::path(source) / "tests" / "golden";
+}
+
+json read_json(const fs::path& path) {
+  std::ifstream file(path);
+  if (!file) throw std::runtime_error("cannot read " + path.string());
+  return json::parse(file);
+}
+
+struct Section {
+  fs::path folder;
+  json index, counts;
+};
+
+const Section& section() {
+  static const Section known = [] {
+    const json top = read_json(golden_folder() / "index.json");
+    const fs::path path = golden_folder() / top.at("sections").at("dtensor").get<std::string>();
+    return Section{path.parent_path(), read_json(path), top.at("counts").at("dtensor")};
+  }();
+  return known;
+}
+
+// The cases of a kind, by id; exactly those that the index lists.
+std::map<std::string, json> cases_of(const std::string& kind) {
+  std::map<std::string, json> cases;
+  const json& ids = section().index.at("ids").at(kind);
+  EXPECT_EQ(ids.size(), section().counts.at(kind).get<std::size_t>());
+  const std::string file = kind + ".json";
+  EXPECT_EQ(ids.size(), section().index.at("files").at(file).get<std::size_t>());
+  const json content = read_json(section().folder / file);
+  for (const json& item : content.at("cases")) {
+    EXPECT_EQ(item.at("kind"), kind);
+    EXPECT_TRUE(cases.emplace(item.at("id").get<std::string>(), item).second) << item.at("id");
+  }
+  EXPECT_EQ(cases.size(), ids.size());
+  for (const json& id : ids) EXPECT_TRUE(cases.contains(id.get<std::string>())) << id;
+  return cases;
+}
+
+Names split(const std::string& text) {
+  Names names;
+  std::stringstream parts(text);
+  for (std::string name; std::getline(parts, name, ',');) names.push_back(name);
+  return names;
+}
+
+// [[0, 1], [2, 3]] against row-major ranks.
+json nested(const std::vector<int>& ranks, const Numbers& shape, std::size_t axis, std::size_t& next) {
+  if (axis == shape.size()) return ranks.at(next++);
+  json list = json::array();
+  for (std::int64_t i = 0; i < shape[axis]; ++i) list.push_back(nested(ranks, shape, axis + 1, next));
+  return list;
+}
+
+void expect_mesh(const DeviceMesh& mesh, const json& expected) {
+  SCOPED_TRACE(mesh.to_string());
+  std::size_t next = 0;
+  const json actual = {{"ranks", nested(mesh.ranks(), mesh.shape(), 0, next)},
+                       {"shape", mesh.shape()},
+                       {"dim_names", mesh.names()},
+                       {"coordinate", mesh.coordinate() ? json(*mesh.coordinate()) : json()},
+                       {"ndim", mesh.ndim()},
+                       {"size", mesh.size()}};
+  EXPECT_EQ(actual, expected);
+}
+
+Placement placement_of(const std::string& text) {
+  if (text == "R") return Replicate{};
+  if (text == "P") return Partial{};
+  if (text.size() > 1 && text[0] == 'S') return Shard{std::stoll(text.substr(1))};
+  if (text.size() > 1 && text[0] == 'P') return parse_placement("P(" + text.substr(1) + ")");
+  throw std::runtime_error("unknown placement " + text);
+}
+
+TEST(GoldenMesh, EveryKindOfCaseIsKnown) {
+  // The last two are cases of the tests of redistribution.
+  const std::set<std::string> known = {"device_mesh", "local_shape_offset", "redistribute",
+                                       "redistribute_grad"};
+  for (const auto& [kind, ids] : section().index.at("ids").items()) EXPECT_TRUE(known.contains(kind)) << kind;
+}
+
+TEST(GoldenMesh, DeviceMeshes) {
+  for (const auto& [id, item] : cases_of("device_mesh")) {
+    SCOPED_TRACE(id);
+    const Numbers shape = item.at("shape");
+    const Names names = item.at("dim_names").is_null() ? Names{} : item.at("dim_names").get<Names>();
+    for (const auto& [rank_text, expected] : item.at("per_rank").items()) {
+      SCOPED_TRACE("rank " + rank_text);
+      const DeviceMesh mesh =
+          init_device_mesh("cpu", shape, names, Rank{std::stoi(rank_text)}, item.at("world").get<int>());
+      for (const auto& [question, answers] : expected.items()) {
+        SCOPED_TRACE(question);
+        if (question == "coordinate") {
+          EXPECT_EQ(mesh.coordinate() ? json(*mesh.coordinate()) : json(), answers);
+        } else if (question == "local_ranks") {
+          for (const auto& [name, position] : answers.items())
+            EXPECT_EQ(mesh.axis_rank(name), position.get<int>()) << name;
+        } else if (question == "slices") {
+          for (const auto& [axes, answer] : answers.items()) expect_mesh(mesh.slice(split(axes)), answer);
+        } else if (question == "flatten") {
+          for (const auto& [axes, answer] : answers.items()) expect_mesh(mesh.flatten(split(axes)), answer);
+        } else if (question == "lookup_flattened" || question == "mixed_slice") {
+          // Made by the answers of `flatten`, whatever the order of the questions.
+          for (const auto& [axes, answer] : expected.at("flatten").items()) mesh.flatten(split(axes));
+          for (const auto& [axes, answer] : answers.items()) expect_mesh(mesh.slice(split(axes)), answer);
+        } else if (question == "errors") {
+          for (const auto& [call, type] : answers.items()) {
+            SCOPED_TRACE(call);
+            // KeyError, RuntimeError, ... are all a bad argument here.
+            if (call.starts_with("slice ")) {
+              EXPECT_THROW(mesh.slice(split(call.substr(6))), ValueError) << type;
+            } else if (call.starts_with("flatten ")) {
+              EXPECT_THROW(mesh.flatten(split(call.substr(8))), ValueError) << type;
+            } else {
+              ADD_FAILURE() << "unknown call";
+            }
+          }
+        } else {
+          ADD_FAILURE() << "unknown question";
+        }
+      }
+    }
+  }
+}
+
+TEST(GoldenMesh, LocalShapesAndOffsets) {
+  for (const auto& [id, item] : cases_of("local_shape_offset")) {
+    SCOPED_TRACE(id);
+    Placements placements;
+    for (const json& text : item.at("placements")) placements.push_back(placement_of(text));
+    const Numbers global_shape = item.at("global_shape");
+    const MeshLayout mesh(item.at("mesh_shape").get<Numbers>());
+    const json& expected = item.at("per_rank_local_shape_and_offset");
+    ASSERT_EQ(static_cast<std::int64_t>(expected.size()), mesh.size());
+    for (std::size_t rank = 0; rank < expected.size(); ++rank) {
+      const Numbers coordinate = *mesh.coordinate(static_cast<std::int64_t>(rank));
+      const LocalShard shard = local_shape_and_offset(global_shape, mesh.shape(), coordinate, placements);
+      EXPECT_EQ(json::array({shard.shape, shard.offset}), expected[rank]) << "rank " << rank;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace penstock
+
+int main(int argc, char** argv) {
+  ::testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}

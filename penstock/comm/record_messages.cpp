@@ -123,7 +123,7 @@ void decode(MessageReader& reader, MeshLayout& layout) {
         reader.refuse(at, "an axis of a mesh layout is not in its shortest form", fmt::format("{} modes", modes.size()),
                       fmt::format("{} modes", built.back().modes().size()));
     }
-    return MeshLayout(std::move(built));
+    return MeshLayout::from_axes(std::move(built));
   });
 }
 

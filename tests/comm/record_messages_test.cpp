@@ -46,7 +46,7 @@ TensorMeta plain_example() { return TensorRecord({2, 3}, {1, 2}, at::kBFloat16, 
 TensorMeta distributed_example() {
   // An axis of several modes (0 and 2 of a cube, flattened), and one of size 1.
   const MeshLayout cube = MeshLayout({2, 3, 2, 1}).flatten({0, 2});
-  MeshKey key{{}, MeshLayout({cube.axes().front(), AxisLayout()})};
+  MeshKey key{{}, MeshLayout::from_axes({cube.axes().front(), AxisLayout()})};
   key.names = {"dp", "tp"};
   return DistributedRecord(TensorRecord::contiguous({2, 3}, at::kFloat), {8, 3}, {3, 1}, {StridedShard{0, 2}, Partial{PartialOp::Max}}, key);
 }

@@ -20,11 +20,16 @@ enum class MetaNumber : std::uint8_t { Plain = 1, Distributed = 2 };
 
 std::uint8_t partial_number(PartialOp op) {
   switch (op) {
-    case PartialOp::Sum: return 1;
-    case PartialOp::Avg: return 2;
-    case PartialOp::Min: return 3;
-    case PartialOp::Max: return 4;
-    case PartialOp::Product: return 5;
+    case PartialOp::Sum:
+      return 1;
+    case PartialOp::Avg:
+      return 2;
+    case PartialOp::Min:
+      return 3;
+    case PartialOp::Max:
+      return 4;
+    case PartialOp::Product:
+      return 5;
   }
   invariant_failed("op", __FILE__, __LINE__, "a reduction without a number");
 }
@@ -32,9 +37,11 @@ std::uint8_t partial_number(PartialOp op) {
 PartialOp read_partial_op(MessageReader& reader) {
   const std::size_t at = reader.offset();
   const auto number = reader.read<std::uint8_t>();
-  for (const PartialOp op : {PartialOp::Sum, PartialOp::Avg, PartialOp::Min, PartialOp::Max, PartialOp::Product})
+  for (const PartialOp op :
+       {PartialOp::Sum, PartialOp::Avg, PartialOp::Min, PartialOp::Max, PartialOp::Product})
     if (partial_number(op) == number) return op;
-  reader.refuse(at, "the reduction of a partial placement is unknown", fmt::format("number {}", number), "1 to 5");
+  reader.refuse(at, "the reduction of a partial placement is unknown", fmt::format("number {}", number),
+                "1 to 5");
 }
 
 // Builds a value whose own type knows what is possible, and turns its refusal into one of the message.
@@ -53,7 +60,8 @@ void encode(MessageWriter& writer, at::ScalarType dtype) {
   const auto number = dtype_number(dtype);
   if (!number)
     throw PipeliningMetadataError(describe("writing an element type", dtype_name(dtype),
-                                           "one with a number in docs/messages.md", "convert the tensor with to(dtype)"));
+                                           "one with a number in docs/messages.md",
+                                           "convert the tensor with to(dtype)"));
   writer.write(*number);
 }
 
@@ -66,13 +74,16 @@ void decode(MessageReader& reader, at::ScalarType& dtype) {
                   fmt::format("1 to {}", dtype_table().size()));
   if (!entry->here)
     reader.refuse(at, "this LibTorch does not have the element type",
-                  fmt::format("{} with LibTorch {}", entry->name, torch_version()), fmt::format("LibTorch {} or newer", entry->since),
+                  fmt::format("{} with LibTorch {}", entry->name, torch_version()),
+                  fmt::format("LibTorch {} or newer", entry->since),
                   "use the same LibTorch on all ranks, or convert the tensor before it is sent");
   dtype = *entry->here;
 }
 
 void encode(MessageWriter& writer, const Placement& placement) {
-  const auto number = [&](PlacementNumber value) -> MessageWriter& { return writer.write(static_cast<std::uint8_t>(value)); };
+  const auto number = [&](PlacementNumber value) -> MessageWriter& {
+    return writer.write(static_cast<std::uint8_t>(value));
+  };
   if (placement.is_replicate()) {
     number(PlacementNumber::Replicate);
   } else if (placement.is_shard()) {
@@ -88,14 +99,20 @@ void decode(MessageReader& reader, Placement& placement) {
   const std::size_t at = reader.offset();
   const auto number = reader.read<std::uint8_t>();
   switch (static_cast<PlacementNumber>(number)) {
-    case PlacementNumber::Replicate: placement = Replicate{}; return;
-    case PlacementNumber::Shard: placement = Shard{reader.read<std::int64_t>()}; return;
+    case PlacementNumber::Replicate:
+      placement = Replicate{};
+      return;
+    case PlacementNumber::Shard:
+      placement = Shard{reader.read<std::int64_t>()};
+      return;
     case PlacementNumber::StridedShard: {
       const auto dim = reader.read<std::int64_t>();
       placement = StridedShard{dim, reader.read<std::int64_t>()};
       return;
     }
-    case PlacementNumber::Partial: placement = Partial{read_partial_op(reader)}; return;
+    case PlacementNumber::Partial:
+      placement = Partial{read_partial_op(reader)};
+      return;
   }
   reader.refuse(at, "the placement is unknown to this build", fmt::format("number {}", number), "1 to 4");
 }
@@ -120,15 +137,20 @@ void decode(MessageReader& reader, MeshLayout& layout) {
       built.emplace_back(modes);
       // Each layout has one encoding; another spelling of the same one would break the comparison of bytes.
       if (built.back().modes() != modes)
-        reader.refuse(at, "an axis of a mesh layout is not in its shortest form", fmt::format("{} modes", modes.size()),
+        reader.refuse(at, "an axis of a mesh layout is not in its shortest form",
+                      fmt::format("{} modes", modes.size()),
                       fmt::format("{} modes", built.back().modes().size()));
     }
     return MeshLayout::from_axes(std::move(built));
   });
 }
 
-void encode(MessageWriter& writer, const MeshKey& key) { writer.write(key.names).write(key.layout); }
-void decode(MessageReader& reader, MeshKey& key) { reader.read(key.names).read(key.layout); }
+void encode(MessageWriter& writer, const MeshKey& key) {
+  writer.write(key.names).write(key.layout);
+}
+void decode(MessageReader& reader, MeshKey& key) {
+  reader.read(key.names).read(key.layout);
+}
 
 void encode(MessageWriter& writer, const TensorRecord& record) {
   writer.write(record.shape()).write(record.stride()).write(record.dtype()).write(record.requires_grad());
@@ -140,7 +162,8 @@ void decode(MessageReader& reader, TensorRecord& record) {
   auto stride = reader.read<std::vector<std::int64_t>>();
   const auto dtype = reader.read<at::ScalarType>();
   const bool requires_grad = reader.read<bool>();
-  record = build(reader, at, [&] { return TensorRecord(std::move(shape), std::move(stride), dtype, requires_grad); });
+  record = build(reader, at,
+                 [&] { return TensorRecord(std::move(shape), std::move(stride), dtype, requires_grad); });
 }
 
 void encode(MessageWriter& writer, const DistributedRecord& record) {
@@ -156,8 +179,8 @@ void decode(MessageReader& reader, DistributedRecord& record) {
   auto placements = reader.read<Placements>();
   auto mesh_key = reader.read<MeshKey>();
   record = build(reader, at, [&] {
-    return DistributedRecord(std::move(local), std::move(global_shape), std::move(global_stride), std::move(placements),
-                             std::move(mesh_key));
+    return DistributedRecord(std::move(local), std::move(global_shape), std::move(global_stride),
+                             std::move(placements), std::move(mesh_key));
   });
 }
 
@@ -173,10 +196,15 @@ void decode(MessageReader& reader, TensorMeta& meta) {
   const std::size_t at = reader.offset();
   const auto number = reader.read<std::uint8_t>();
   switch (static_cast<MetaNumber>(number)) {
-    case MetaNumber::Plain: meta = reader.read<TensorRecord>(); return;
-    case MetaNumber::Distributed: meta = reader.read<DistributedRecord>(); return;
+    case MetaNumber::Plain:
+      meta = reader.read<TensorRecord>();
+      return;
+    case MetaNumber::Distributed:
+      meta = reader.read<DistributedRecord>();
+      return;
   }
-  reader.refuse(at, "the kind of record is unknown to this build", fmt::format("number {}", number), "1 or 2");
+  reader.refuse(at, "the kind of record is unknown to this build", fmt::format("number {}", number),
+                "1 or 2");
 }
 
 void encode(MessageWriter& writer, const StageMeta& meta) {
@@ -186,10 +214,18 @@ void decode(MessageReader& reader, StageMeta& meta) {
   reader.read(meta.inputs).read(meta.outputs).read(meta.input_grads).read(meta.output_grads);
 }
 
-void encode(MessageWriter& writer, const StageForwardMeta& meta) { writer.write(meta.outputs()); }
-void decode(MessageReader& reader, StageForwardMeta& meta) { meta = StageForwardMeta(reader.read<TensorMetas>()); }
+void encode(MessageWriter& writer, const StageForwardMeta& meta) {
+  writer.write(meta.outputs());
+}
+void decode(MessageReader& reader, StageForwardMeta& meta) {
+  meta = StageForwardMeta(reader.read<TensorMetas>());
+}
 
-void encode(MessageWriter& writer, const StageBackwardMeta& meta) { writer.write(meta.input_grads()); }
-void decode(MessageReader& reader, StageBackwardMeta& meta) { meta = StageBackwardMeta(reader.read<OptionalTensorMetas>()); }
+void encode(MessageWriter& writer, const StageBackwardMeta& meta) {
+  writer.write(meta.input_grads());
+}
+void decode(MessageReader& reader, StageBackwardMeta& meta) {
+  meta = StageBackwardMeta(reader.read<OptionalTensorMetas>());
+}
 
 }  // namespace penstock::comm

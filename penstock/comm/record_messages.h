@@ -3,10 +3,11 @@
 //   std::vector<std::uint8_t> bytes = to_message(StageForwardMeta(outputs));
 //   StageForwardMeta inputs = from_message<StageForwardMeta>(bytes);
 //
-// Equal records give equal bytes on every machine and every LibTorch: element types, placements and reductions have
-// numbers of their own. A message of another version, with a number that this build does not know, an element type that
-// this LibTorch does not have, or fields that no tensor can have is a PipeliningMetadataError that says what to do. The
-// fields are specified in docs/messages.md; `write` and `read` of message.h take all these types as parts of other messages.
+// Equal records give equal bytes on every machine and every LibTorch: element types, placements and
+// reductions have numbers of their own. A message of another version, with a number that this build does not
+// know, an element type that this LibTorch does not have, or fields that no tensor can have is a
+// PipeliningMetadataError that says what to do. The fields are specified in docs/messages.md; `write` and
+// `read` of message.h take all these types as parts of other messages.
 #pragma once
 
 #include <cstdint>

@@ -38,8 +38,8 @@ DistributedTypeRegistration::DistributedTypeRegistration(DistributedType type) {
   const std::unique_lock lock(all.mutex);
   for (const auto& other : all.types)
     if (other->name == type.name)
-      throw ValueError(describe("distributed type", fmt::format("\"{}\" a second time", type.name), "each name once",
-                                "keep one registration alive for the whole program"));
+      throw ValueError(describe("distributed type", fmt::format("\"{}\" a second time", type.name),
+                                "each name once", "keep one registration alive for the whole program"));
   type_ = std::make_shared<const DistributedType>(std::move(type));
   all.types.push_back(type_);
   all.any = true;
@@ -56,11 +56,14 @@ std::shared_ptr<const DistributedType> distributed_type_of(const at::Tensor& ten
   Registry& all = registry();
   if (!tensor.defined() || !all.any) return nullptr;
   const std::shared_lock lock(all.mutex);
-  const auto found = std::find_if(all.types.begin(), all.types.end(), [&](const auto& type) { return type->holds(tensor); });
+  const auto found =
+      std::find_if(all.types.begin(), all.types.end(), [&](const auto& type) { return type->holds(tensor); });
   return found == all.types.end() ? nullptr : *found;
 }
 
-bool is_distributed_tensor(const at::Tensor& tensor) { return distributed_type_of(tensor) != nullptr; }
+bool is_distributed_tensor(const at::Tensor& tensor) {
+  return distributed_type_of(tensor) != nullptr;
+}
 
 at::Tensor local_if_distributed(const at::Tensor& tensor) {
   const auto type = distributed_type_of(tensor);

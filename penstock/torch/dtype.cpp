@@ -16,19 +16,37 @@ constexpr DtypeEntry everywhere(std::uint8_t number, std::string_view name, Scal
 
 // Types that came after the oldest LibTorch: the name of the enumerator exists only there.
 #if PENSTOCK_TORCH_AT_LEAST(2, 6)
-#define PENSTOCK_SINCE_2_6(number, name, type) DtypeEntry{number, name, "2.6", ScalarType::type}
+#define PENSTOCK_SINCE_2_6(number, name, type) \
+  DtypeEntry {                                 \
+    number, name, "2.6", ScalarType::type      \
+  }
 #else
-#define PENSTOCK_SINCE_2_6(number, name, type) DtypeEntry{number, name, "2.6", std::nullopt}
+#define PENSTOCK_SINCE_2_6(number, name, type) \
+  DtypeEntry {                                 \
+    number, name, "2.6", std::nullopt          \
+  }
 #endif
 #if PENSTOCK_TORCH_AT_LEAST(2, 7)
-#define PENSTOCK_SINCE_2_7(number, name, type) DtypeEntry{number, name, "2.7", ScalarType::type}
+#define PENSTOCK_SINCE_2_7(number, name, type) \
+  DtypeEntry {                                 \
+    number, name, "2.7", ScalarType::type      \
+  }
 #else
-#define PENSTOCK_SINCE_2_7(number, name, type) DtypeEntry{number, name, "2.7", std::nullopt}
+#define PENSTOCK_SINCE_2_7(number, name, type) \
+  DtypeEntry {                                 \
+    number, name, "2.7", std::nullopt          \
+  }
 #endif
 #if PENSTOCK_TORCH_AT_LEAST(2, 8)
-#define PENSTOCK_SINCE_2_8(number, name, type) DtypeEntry{number, name, "2.8", ScalarType::type}
+#define PENSTOCK_SINCE_2_8(number, name, type) \
+  DtypeEntry {                                 \
+    number, name, "2.8", ScalarType::type      \
+  }
 #else
-#define PENSTOCK_SINCE_2_8(number, name, type) DtypeEntry{number, name, "2.8", std::nullopt}
+#define PENSTOCK_SINCE_2_8(number, name, type) \
+  DtypeEntry {                                 \
+    number, name, "2.8", std::nullopt          \
+  }
 #endif
 
 // The numbers are on the wire: add at the end, never change or reuse one.
@@ -78,7 +96,9 @@ constexpr auto kTable = std::to_array<DtypeEntry>({
 
 }  // namespace
 
-std::span<const DtypeEntry> dtype_table() { return kTable; }
+std::span<const DtypeEntry> dtype_table() {
+  return kTable;
+}
 
 const DtypeEntry* find_dtype(std::uint8_t number) {
   // Numbers start at 1 and have no gaps.

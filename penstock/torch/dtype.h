@@ -4,8 +4,9 @@
 //   dtype_number(at::kBFloat16)          // 13, on every LibTorch, today and later
 //   find_dtype(13).here                  // at::kBFloat16
 //
-// The numbers travel in messages (docs/messages.md), so an entry of the table in dtype.cpp may be added, never changed.
-// Quantized types have none: they mean nothing without their scale and zero point. Thread safe.
+// The numbers travel in messages (docs/messages.md), so an entry of the table in dtype.cpp may be added,
+// never changed. Quantized types have none: they mean nothing without their scale and zero point. Thread
+// safe.
 #pragma once
 
 #include <c10/core/ScalarType.h>

@@ -31,10 +31,11 @@ std::string quoted_keys(const std::vector<std::string>& keys) {
   return text.empty() ? "no keys" : (keys.size() == 1 ? "key " : "keys ") + text;
 }
 
-// What stands around and between the entries of a container, as Python writes it: "(a,)", "[a, b]", "{'k': a}".
+// What stands around and between the entries of a container, as Python writes it: "(a,)", "[a, b]", "{'k':
+// a}".
 template <class AppendEntry>
-void append_container(std::string& text, Tree::Kind kind, const std::vector<std::string>& keys, std::size_t count,
-                      const AppendEntry& append_entry) {
+void append_container(std::string& text, Tree::Kind kind, const std::vector<std::string>& keys,
+                      std::size_t count, const AppendEntry& append_entry) {
   const char* const brackets = kind == Tree::Kind::Tuple ? "()" : kind == Tree::Kind::List ? "[]" : "{}";
   text += brackets[0];
   for (std::size_t i = 0; i < count; ++i) {
@@ -49,33 +50,58 @@ void append_container(std::string& text, Tree::Kind kind, const std::vector<std:
 // A few words for an error: "a list of 3", "the int 5", "None".
 std::string in_words(const Tree& tree) {
   switch (tree.kind()) {
-    case Tree::Kind::None: return "None";
-    case Tree::Kind::Tensor: return "a tensor";
-    case Tree::Kind::Bool: return tree.boolean() ? "the bool true" : "the bool false";
-    case Tree::Kind::Int: return fmt::format("the int {}", tree.integer());
-    case Tree::Kind::Double: return fmt::format("the number {}", tree.number());
-    case Tree::Kind::String: return fmt::format("the text {}", in_quotes(tree.text()));
-    case Tree::Kind::Object: return fmt::format("an object of kind {}", tree.ivalue().tagKind());
-    case Tree::Kind::Tuple: return fmt::format("a tuple of {}", tree.size());
-    case Tree::Kind::List: return fmt::format("a list of {}", tree.size());
-    case Tree::Kind::Dict: return fmt::format("a dictionary with {}", quoted_keys(tree.keys()));
+    case Tree::Kind::None:
+      return "None";
+    case Tree::Kind::Tensor:
+      return "a tensor";
+    case Tree::Kind::Bool:
+      return tree.boolean() ? "the bool true" : "the bool false";
+    case Tree::Kind::Int:
+      return fmt::format("the int {}", tree.integer());
+    case Tree::Kind::Double:
+      return fmt::format("the number {}", tree.number());
+    case Tree::Kind::String:
+      return fmt::format("the text {}", in_quotes(tree.text()));
+    case Tree::Kind::Object:
+      return fmt::format("an object of kind {}", tree.ivalue().tagKind());
+    case Tree::Kind::Tuple:
+      return fmt::format("a tuple of {}", tree.size());
+    case Tree::Kind::List:
+      return fmt::format("a list of {}", tree.size());
+    case Tree::Kind::Dict:
+      return fmt::format("a dictionary with {}", quoted_keys(tree.keys()));
   }
   invariant_failed("kind", __FILE__, __LINE__, "a kind of tree leaf without words");
 }
 
 void append_text(const Tree& tree, std::string& text) {
   switch (tree.kind()) {
-    case Tree::Kind::None: text += "None"; return;
-    case Tree::Kind::Tensor: text += describe_tensor(tree.tensor()); return;
-    case Tree::Kind::Bool: text += tree.boolean() ? "true" : "false"; return;
-    case Tree::Kind::Int: text += std::to_string(tree.integer()); return;
-    case Tree::Kind::Double: text += fmt::format("{}", tree.number()); return;
-    case Tree::Kind::String: text += in_quotes(tree.text()); return;
-    case Tree::Kind::Object: text += fmt::format("<{}>", tree.ivalue().tagKind()); return;
+    case Tree::Kind::None:
+      text += "None";
+      return;
+    case Tree::Kind::Tensor:
+      text += describe_tensor(tree.tensor());
+      return;
+    case Tree::Kind::Bool:
+      text += tree.boolean() ? "true" : "false";
+      return;
+    case Tree::Kind::Int:
+      text += std::to_string(tree.integer());
+      return;
+    case Tree::Kind::Double:
+      text += fmt::format("{}", tree.number());
+      return;
+    case Tree::Kind::String:
+      text += in_quotes(tree.text());
+      return;
+    case Tree::Kind::Object:
+      text += fmt::format("<{}>", tree.ivalue().tagKind());
+      return;
     case Tree::Kind::Tuple:
     case Tree::Kind::List:
     case Tree::Kind::Dict:
-      append_container(text, tree.kind(), tree.keys(), tree.size(), [&](std::size_t i) { append_text(tree.entries()[i], text); });
+      append_container(text, tree.kind(), tree.keys(), tree.size(),
+                       [&](std::size_t i) { append_text(tree.entries()[i], text); });
       return;
   }
 }
@@ -90,9 +116,12 @@ void append_leaves(const Tree& tree, std::vector<Tree>& leaves) {
 
 Tree rebuilt(const Tree& like, std::vector<Tree> entries) {
   switch (like.kind()) {
-    case Tree::Kind::Tuple: return Tree::tuple(std::move(entries));
-    case Tree::Kind::List: return Tree::list(std::move(entries));
-    default: break;
+    case Tree::Kind::Tuple:
+      return Tree::tuple(std::move(entries));
+    case Tree::Kind::List:
+      return Tree::list(std::move(entries));
+    default:
+      break;
   }
   std::vector<Tree::Item> items;
   items.reserve(entries.size());
@@ -120,15 +149,20 @@ Tree Tree::contain(Container container) {
   return tree;
 }
 
-Tree Tree::tuple(std::vector<Tree> entries) { return contain({Kind::Tuple, std::move(entries), {}}); }
-Tree Tree::list(std::vector<Tree> entries) { return contain({Kind::List, std::move(entries), {}}); }
+Tree Tree::tuple(std::vector<Tree> entries) {
+  return contain({Kind::Tuple, std::move(entries), {}});
+}
+Tree Tree::list(std::vector<Tree> entries) {
+  return contain({Kind::List, std::move(entries), {}});
+}
 
 Tree Tree::dict(std::vector<Item> items) {
   Container container{Kind::Dict, {}, {}};
   std::set<std::string_view> seen;
   for (const auto& [key, value] : items)
     if (!seen.insert(key).second)
-      throw ValueError(describe("dictionary", fmt::format("the key {} twice", in_quotes(key)), "each key once"));
+      throw ValueError(
+          describe("dictionary", fmt::format("the key {} twice", in_quotes(key)), "each key once"));
   for (auto& [key, value] : items) {
     container.keys.push_back(std::move(key));
     container.entries.push_back(std::move(value));
@@ -142,11 +176,13 @@ Tree::Kind Tree::kind() const {
 }
 
 void Tree::refuse(std::string_view expected) const {
-  throw TypeError(describe("value of a tree", in_words(*this), expected, "ask for what is there, or pass another value"));
+  throw TypeError(
+      describe("value of a tree", in_words(*this), expected, "ask for what is there, or pass another value"));
 }
 
 void Tree::refuse_number(const std::string& number) {
-  throw ValueError(describe("number in a tree", number, "a number that fits 64 bits with a sign", "pass it as a double"));
+  throw ValueError(
+      describe("number in a tree", number, "a number that fits 64 bits with a sign", "pass it as a double"));
 }
 
 const at::Tensor& Tree::tensor() const {
@@ -199,8 +235,9 @@ const Tree& Tree::operator[](std::string_view key) const {
   if (kind() != Kind::Dict) refuse(fmt::format("a dictionary with the key {}", in_quotes(key)));
   if (const Tree* entry = find(key)) return *entry;
   const std::string meant = nearest_name(key, keys());
-  throw ValueError(describe("key of a dictionary", in_quotes(key), quoted_keys(keys()),
-                            meant.empty() ? std::string() : fmt::format("did you mean {}?", in_quotes(meant))));
+  throw ValueError(
+      describe("key of a dictionary", in_quotes(key), quoted_keys(keys()),
+               meant.empty() ? std::string() : fmt::format("did you mean {}?", in_quotes(meant))));
 }
 
 const Tree* Tree::find(std::string_view key) const {
@@ -218,7 +255,8 @@ std::string Tree::to_string() const {
 
 std::string TreePath::to_string() const {
   if (!parent_) return std::string(name_);
-  return parent_->to_string() + (index_ ? fmt::format("[{}]", *index_) : fmt::format("[{}]", in_quotes(name_)));
+  return parent_->to_string() +
+         (index_ ? fmt::format("[{}]", *index_) : fmt::format("[{}]", in_quotes(name_)));
 }
 
 // ---- specs ----
@@ -240,7 +278,9 @@ bool TreeSpec::operator==(const TreeSpec& other) const {
          node_->entries == other.node_->entries;
 }
 
-std::size_t TreeSpec::hash() const { return std::hash<std::string>{}(to_string()); }
+std::size_t TreeSpec::hash() const {
+  return std::hash<std::string>{}(to_string());
+}
 
 void TreeSpec::append_text(std::string& text) const {
   if (!node_) {
@@ -266,7 +306,8 @@ void TreeSpec::append_paths(const TreePath& here, std::vector<std::string>& path
     paths.push_back(here.to_string());
     return;
   }
-  for (std::size_t i = 0; i < node_->entries.size(); ++i) node_->entries[i].append_paths(entry_path(here, i), paths);
+  for (std::size_t i = 0; i < node_->entries.size(); ++i)
+    node_->entries[i].append_paths(entry_path(here, i), paths);
 }
 
 std::vector<std::string> TreeSpec::leaf_paths(std::string_view root) const {
@@ -278,21 +319,25 @@ std::vector<std::string> TreeSpec::leaf_paths(std::string_view root) const {
 std::string TreeSpec::describe_shape() const {
   if (!node_) return "a leaf";
   if (node_->kind == Tree::Kind::Dict) return fmt::format("a dictionary with {}", quoted_keys(node_->keys));
-  return fmt::format("a {} of {}", node_->kind == Tree::Kind::Tuple ? "tuple" : "list", node_->entries.size());
+  return fmt::format("a {} of {}", node_->kind == Tree::Kind::Tuple ? "tuple" : "list",
+                     node_->entries.size());
 }
 
 std::optional<std::string> TreeSpec::difference(const TreeSpec& actual, const TreePath& here) const {
-  const bool same_level = node_ == actual.node_ || (node_ && actual.node_ && node_->kind == actual.node_->kind &&
-                                                    node_->keys == actual.node_->keys &&
-                                                    node_->entries.size() == actual.node_->entries.size());
+  const bool same_level =
+      node_ == actual.node_ ||
+      (node_ && actual.node_ && node_->kind == actual.node_->kind && node_->keys == actual.node_->keys &&
+       node_->entries.size() == actual.node_->entries.size());
   if (!same_level) return describe(here.to_string(), actual.describe_shape(), describe_shape());
   if (!node_) return std::nullopt;
   for (std::size_t i = 0; i < node_->entries.size(); ++i)
-    if (auto found = node_->entries[i].difference(actual.node_->entries[i], entry_path(here, i))) return found;
+    if (auto found = node_->entries[i].difference(actual.node_->entries[i], entry_path(here, i)))
+      return found;
   return std::nullopt;
 }
 
-std::optional<std::string> first_difference(const TreeSpec& expected, const TreeSpec& actual, std::string_view root) {
+std::optional<std::string> first_difference(const TreeSpec& expected, const TreeSpec& actual,
+                                            std::string_view root) {
   return expected.difference(actual, TreePath(root));
 }
 
@@ -311,7 +356,9 @@ Tree TreeSpec::build(std::vector<Tree>::iterator& next) const {
 
 // ---- walking ----
 
-FlatTree flatten_tree(const Tree& tree) { return {flatten_args(tree), TreeSpec(tree)}; }
+FlatTree flatten_tree(const Tree& tree) {
+  return {flatten_args(tree), TreeSpec(tree)};
+}
 
 Tree unflatten_tree(std::vector<Tree> leaves, const TreeSpec& spec) {
   if (leaves.size() != spec.leaf_count())
@@ -330,8 +377,9 @@ Tree map_tree(const Tree& tree, const std::function<Tree(const Tree&)>& change) 
   return rebuilt(tree, std::move(entries));
 }
 
-Tree map_tensors(const Tree& tree, const std::function<at::Tensor(const at::Tensor&)>& change) {
-  return map_tree(tree, [&](const Tree& leaf) { return leaf.is_tensor() ? Tree(change(leaf.tensor())) : leaf; });
+Tree map_tree_tensors(const Tree& tree, const std::function<at::Tensor(const at::Tensor&)>& change) {
+  return map_tree(tree,
+                  [&](const Tree& leaf) { return leaf.is_tensor() ? Tree(change(leaf.tensor())) : leaf; });
 }
 
 std::vector<at::Tensor> tensors_of(const Tree& tree) {
@@ -354,10 +402,13 @@ DetachedArgs flatten_args(const Tree& args, DetachTag) {
   return {unflatten_tree(leaves, spec), leaves};
 }
 
-DetachedArgs flatten_args_detach(const Tree& args) { return flatten_args(args, kDetach); }
+DetachedArgs flatten_args_detach(const Tree& args) {
+  return flatten_args(args, kDetach);
+}
 
 void detail::refuse_tree(const Tree& tree, const TreePath& path, std::string_view expected) {
-  throw TypeError(describe(path.to_string(), in_words(tree), expected, "pass a value of that type at this place"));
+  throw TypeError(
+      describe(path.to_string(), in_words(tree), expected, "pass a value of that type at this place"));
 }
 
 }  // namespace penstock

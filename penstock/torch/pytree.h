@@ -2,16 +2,16 @@
 //
 //   Tree args = Tree::tuple({x, Tree::dict({{"mask", mask}, {"scale", 0.5}})});
 //   auto [leaves, spec] = flatten_tree(args);          // x, mask, 0.5 and "(*, {'mask': *, 'scale': *})"
-//   Tree doubled = map_tensors(args, [](const at::Tensor& t) { return t * 2; });
+//   Tree doubled = map_tree_tensors(args, [](const at::Tensor& t) { return t * 2; });
 //   at::Tensor m = args[1]["mask"].tensor();
 //
-// A Tree is an immutable value: copies are cheap (containers are shared), so any thread may read one. Order is part of the
-// structure: a dictionary keeps the order in which it was built, and leaves come out in that order. An undefined tensor
-// is C++'s spelling of nothing, so it becomes the leaf None. None is a leaf.
+// A Tree is an immutable value: copies are cheap (containers are shared), so any thread may read one. Order
+// is part of the structure: a dictionary keeps the order in which it was built, and leaves come out in that
+// order. An undefined tensor is C++'s spelling of nothing, so it becomes the leaf None. None is a leaf.
 //
-// A wrong place is named by its path from the root: "args[1]['mask']". Misuse of a value is a TypeError, a missing index or
-// key a ValueError. Conversions to and from std::tuple, std::vector, std::optional, std::map and c10::IValue: here
-// (constructors) and in pytree_convert.h.
+// A wrong place is named by its path from the root: "args[1]['mask']". Misuse of a value is a TypeError, a
+// missing index or key a ValueError. Conversions to and from std::tuple, std::vector, std::optional, std::map
+// and c10::IValue: here (constructors) and in pytree_convert.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,6 +35,10 @@
 
 namespace penstock {
 
+class Tree;
+template <class T>
+concept TreeConvertible = std::constructible_from<Tree, const T&>;
+
 class Tree {
  public:
   enum class Kind : std::uint8_t { None, Tensor, Bool, Int, Double, String, Object, Tuple, List, Dict };
@@ -47,10 +51,10 @@ class Tree {
   Tree(std::string text) : value_(std::move(text)) {}
   Tree(std::string_view text) : value_(std::string(text)) {}
   Tree(const char* text) : value_(std::string(text)) {}
-  template <class T>
-    requires std::integral<T>
+  template <std::integral T>
   Tree(T number) {
-    static_assert(!std::same_as<T, char>, "a single character is neither a number nor a text; write \"c\" or static_cast<int>('c')");
+    static_assert(!std::same_as<T, char>,
+                  "a single character is neither a number nor a text; write \"c\" or static_cast<int>('c')");
     if constexpr (std::same_as<T, bool>) {
       value_ = number;
     } else {
@@ -60,7 +64,8 @@ class Tree {
   }
   Tree(double number) : value_(number) {}
   Tree(float number) : value_(static_cast<double>(number)) {}
-  static Tree object(c10::IValue value);  // a leaf that passes through untouched: a device, a generator, a custom class
+  // A leaf that passes through untouched: a device, a generator, an object of a custom class.
+  static Tree object(c10::IValue value);
 
   // Containers. A dictionary with a key twice is a ValueError.
   static Tree tuple(std::vector<Tree> entries);
@@ -68,16 +73,13 @@ class Tree {
   static Tree dict(std::vector<Item> items);
 
   // What a C++ caller has at hand: a vector is a list, a std::tuple is a tuple, an empty optional is None.
-  template <class T>
-    requires std::constructible_from<Tree, const T&>
+  template <TreeConvertible T>
   Tree(const std::vector<T>& values) : Tree(list(std::vector<Tree>(values.begin(), values.end()))) {}
   Tree(at::TensorList tensors) : Tree(list(std::vector<Tree>(tensors.begin(), tensors.end()))) {}
-  template <class... Ts>
-    requires(std::constructible_from<Tree, const Ts&> && ...)
+  template <TreeConvertible... Ts>
   Tree(const std::tuple<Ts...>& values)
       : Tree(std::apply([](const Ts&... each) { return tuple(std::vector<Tree>{Tree(each)...}); }, values)) {}
-  template <class T>
-    requires std::constructible_from<Tree, const T&>
+  template <TreeConvertible T>
   Tree(const std::optional<T>& value) : Tree(value ? Tree(*value) : Tree()) {}
 
   Kind kind() const;
@@ -117,7 +119,8 @@ class Tree {
   [[noreturn]] void refuse(std::string_view expected) const;
 
   // In the order of Kind; the last stands for all containers.
-  std::variant<std::monostate, at::Tensor, bool, std::int64_t, double, std::string, c10::IValue, Shared> value_;
+  std::variant<std::monostate, at::Tensor, bool, std::int64_t, double, std::string, c10::IValue, Shared>
+      value_;
 };
 
 // A place in a tree. Built on the stack while walking down; text is made only when somebody asks.
@@ -135,7 +138,8 @@ class TreePath {
   std::string_view name_;  // of the root, or the key
 };
 
-// A tree without its leaves. Equal specs put equally many leaves at the same places. Kinds of leaves are no part of it.
+// A tree without its leaves. Equal specs put equally many leaves at the same places. Kinds of leaves are no
+// part of it.
 class TreeSpec {
  public:
   TreeSpec() = default;  // one leaf
@@ -175,7 +179,8 @@ struct FlatTree {
 };
 FlatTree flatten_tree(const Tree& tree);
 
-// The inverse. Another number of leaves than the spec has is a ValueError. A "leaf" may itself be a container.
+// The inverse. Another number of leaves than the spec has is a ValueError. A "leaf" may itself be a
+// container.
 Tree unflatten_tree(std::vector<Tree> leaves, const TreeSpec& spec);
 
 // Where two structures first differ, in words with the path; nothing when they are equal.
@@ -183,16 +188,17 @@ std::optional<std::string> first_difference(const TreeSpec& expected, const Tree
                                             std::string_view root = "args");
 
 Tree map_tree(const Tree& tree, const std::function<Tree(const Tree& leaf)>& change);
-Tree map_tensors(const Tree& tree, const std::function<at::Tensor(const at::Tensor&)>& change);  // other leaves stay
-std::vector<at::Tensor> tensors_of(const Tree& tree);                                            // in order of leaves
+Tree map_tree_tensors(const Tree& tree,
+                      const std::function<at::Tensor(const at::Tensor&)>& change);  // other leaves stay
+std::vector<at::Tensor> tensors_of(const Tree& tree);                               // in order of leaves
 
 // ---- arguments of a stage ----
 
 // The leaves, in order.
 std::vector<Tree> flatten_args(const Tree& args);
 
-// With every tensor detached from its graph and keeping its requires_grad, so that each is a fresh leaf of autograd; other
-// leaves pass through. `flat` and the leaves of `args` are the same tensors.
+// With every tensor detached from its graph and keeping its requires_grad, so that each is a fresh leaf of
+// autograd; other leaves pass through. `flat` and the leaves of `args` are the same tensors.
 struct DetachedArgs {
   Tree args;
   std::vector<Tree> flat;

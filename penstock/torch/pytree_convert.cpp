@@ -25,7 +25,8 @@ Tree from_ivalue(const c10::IValue& value, const TreePath& path) {
     return Tree::tuple(std::move(entries));
   }
   if (value.isList()) {
-    for (const auto& entry : value.toListRef()) entries.push_back(from_ivalue(entry, TreePath(path, entries.size())));
+    for (const auto& entry : value.toListRef())
+      entries.push_back(from_ivalue(entry, TreePath(path, entries.size())));
     return Tree::list(std::move(entries));
   }
   if (value.isGenericDict()) {
@@ -50,33 +51,48 @@ c10::TypePtr element_type(const std::vector<Tree>& entries) {
   if (!std::all_of(entries.begin(), entries.end(), [&](const Tree& entry) { return entry.kind() == kind; }))
     return c10::AnyType::get();
   switch (kind) {
-    case Tree::Kind::Tensor: return c10::TensorType::get();
-    case Tree::Kind::Bool: return c10::BoolType::get();
-    case Tree::Kind::Int: return c10::IntType::get();
-    case Tree::Kind::Double: return c10::FloatType::get();
-    case Tree::Kind::String: return c10::StringType::get();
+    case Tree::Kind::Tensor:
+      return c10::TensorType::get();
+    case Tree::Kind::Bool:
+      return c10::BoolType::get();
+    case Tree::Kind::Int:
+      return c10::IntType::get();
+    case Tree::Kind::Double:
+      return c10::FloatType::get();
+    case Tree::Kind::String:
+      return c10::StringType::get();
     case Tree::Kind::None:
     case Tree::Kind::Object:
     case Tree::Kind::Tuple:
     case Tree::Kind::List:
-    case Tree::Kind::Dict: break;
+    case Tree::Kind::Dict:
+      break;
   }
   return c10::AnyType::get();
 }
 
 }  // namespace
 
-Tree tree_from_ivalue(const c10::IValue& value, std::string_view root) { return from_ivalue(value, TreePath(root)); }
+Tree tree_from_ivalue(const c10::IValue& value, std::string_view root) {
+  return from_ivalue(value, TreePath(root));
+}
 
 c10::IValue tree_to_ivalue(const Tree& tree) {
   switch (tree.kind()) {
-    case Tree::Kind::None: return {};
-    case Tree::Kind::Tensor: return tree.tensor();
-    case Tree::Kind::Bool: return tree.boolean();
-    case Tree::Kind::Int: return tree.integer();
-    case Tree::Kind::Double: return tree.number();
-    case Tree::Kind::String: return tree.text();
-    case Tree::Kind::Object: return tree.ivalue();
+    case Tree::Kind::None:
+      return {};
+    case Tree::Kind::Tensor:
+      return tree.tensor();
+    case Tree::Kind::Bool:
+      return tree.boolean();
+    case Tree::Kind::Int:
+      return tree.integer();
+    case Tree::Kind::Double:
+      return tree.number();
+    case Tree::Kind::String:
+      return tree.text();
+    case Tree::Kind::Object:
+      return tree.ivalue();
     case Tree::Kind::Tuple: {
       std::vector<c10::IValue> entries;
       for (const Tree& entry : tree.entries()) entries.push_back(tree_to_ivalue(entry));
@@ -89,7 +105,8 @@ c10::IValue tree_to_ivalue(const Tree& tree) {
     }
     case Tree::Kind::Dict: {
       c10::impl::GenericDict dict(c10::StringType::get(), c10::AnyType::get());
-      for (std::size_t i = 0; i < tree.size(); ++i) dict.insert(tree.keys()[i], tree_to_ivalue(tree.entries()[i]));
+      for (std::size_t i = 0; i < tree.size(); ++i)
+        dict.insert(tree.keys()[i], tree_to_ivalue(tree.entries()[i]));
       return dict;
     }
   }

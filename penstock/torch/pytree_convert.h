@@ -4,8 +4,8 @@
 //   auto kwargs = tree_to<std::map<std::string, at::Tensor>>(tree, "kwargs");
 //   Tree args = tree_from_ivalue(module.forward(...), "output");
 //
-// What does not fit is a TypeError that names the place: "args[1]: got a list of 2, expected a tensor". The way into a
-// tree is Tree's constructors.
+// What does not fit is a TypeError that names the place: "args[1]: got a list of 2, expected a tensor". The
+// way into a tree is Tree's constructors.
 #pragma once
 
 #include <concepts>
@@ -23,12 +23,13 @@
 
 namespace penstock {
 
-// Tuples, lists of any element type and dictionaries with text keys become containers (a named tuple becomes a tuple);
-// numbers, texts and tensors leaves; everything else an Object leaf. A dictionary with other keys is a TypeError.
+// Tuples, lists of any element type and dictionaries with text keys become containers (a named tuple becomes
+// a tuple); numbers, texts and tensors leaves; everything else an Object leaf. A dictionary with other keys
+// is a TypeError.
 Tree tree_from_ivalue(const c10::IValue& value, std::string_view root = "args");
 
-// A list whose entries are all tensors, ints, doubles, bools or texts becomes a list of that type, another one of Any, an
-// empty one of tensors; a dictionary becomes Dict(str, Any).
+// A list whose entries are all tensors, ints, doubles, bools or texts becomes a list of that type, another
+// one of Any, an empty one of tensors; a dictionary becomes Dict(str, Any).
 c10::IValue tree_to_ivalue(const Tree& tree);
 
 namespace detail {
@@ -56,8 +57,7 @@ struct TreeReader<bool> {
     return tree.boolean();
   }
 };
-template <class T>
-  requires std::integral<T>
+template <std::integral T>
 struct TreeReader<T> {
   static T read(const Tree& tree, const TreePath& path) {
     if (tree.kind() != Tree::Kind::Int) refuse_tree(tree, path, "an int");
@@ -65,11 +65,11 @@ struct TreeReader<T> {
     return static_cast<T>(tree.integer());
   }
 };
-template <class T>
-  requires std::floating_point<T>
+template <std::floating_point T>
 struct TreeReader<T> {
   static T read(const Tree& tree, const TreePath& path) {
-    if (tree.kind() != Tree::Kind::Double && tree.kind() != Tree::Kind::Int) refuse_tree(tree, path, "a number");
+    if (tree.kind() != Tree::Kind::Double && tree.kind() != Tree::Kind::Int)
+      refuse_tree(tree, path, "a number");
     return static_cast<T>(tree.number());
   }
 };
@@ -90,24 +90,28 @@ struct TreeReader<std::optional<T>> {
 template <class T>
 struct TreeReader<std::vector<T>> {
   static std::vector<T> read(const Tree& tree, const TreePath& path) {
-    if (tree.kind() != Tree::Kind::List && tree.kind() != Tree::Kind::Tuple) refuse_tree(tree, path, "a list or a tuple");
+    if (tree.kind() != Tree::Kind::List && tree.kind() != Tree::Kind::Tuple)
+      refuse_tree(tree, path, "a list or a tuple");
     std::vector<T> values;
     values.reserve(tree.size());
-    for (std::size_t i = 0; i < tree.size(); ++i) values.push_back(TreeReader<T>::read(tree[i], TreePath(path, i)));
+    for (std::size_t i = 0; i < tree.size(); ++i)
+      values.push_back(TreeReader<T>::read(tree[i], TreePath(path, i)));
     return values;
   }
 };
 template <class... Ts>
 struct TreeReader<std::tuple<Ts...>> {
   static std::tuple<Ts...> read(const Tree& tree, const TreePath& path) {
-    const bool fits = (tree.kind() == Tree::Kind::List || tree.kind() == Tree::Kind::Tuple) && tree.size() == sizeof...(Ts);
+    const bool fits =
+        (tree.kind() == Tree::Kind::List || tree.kind() == Tree::Kind::Tuple) && tree.size() == sizeof...(Ts);
     if (!fits) refuse_tree(tree, path, "a tuple of " + std::to_string(sizeof...(Ts)));
     return read_each(tree, path, std::index_sequence_for<Ts...>{});
   }
 
  private:
   template <std::size_t... I>
-  static std::tuple<Ts...> read_each(const Tree& tree, [[maybe_unused]] const TreePath& path, std::index_sequence<I...>) {
+  static std::tuple<Ts...> read_each(const Tree& tree, [[maybe_unused]] const TreePath& path,
+                                     std::index_sequence<I...>) {
     return std::tuple<Ts...>{TreeReader<Ts>::read(tree[I], TreePath(path, I))...};
   }
 };
@@ -124,8 +128,8 @@ struct TreeReader<std::map<std::string, T>> {
 
 }  // namespace detail
 
-// The tree as a T: at::Tensor, bool, integers, floating point, std::string, Tree, and std::optional, std::vector,
-// std::tuple and std::map<std::string, ...> of these.
+// The tree as a T: at::Tensor, bool, integers, floating point, std::string, Tree, and std::optional,
+// std::vector, std::tuple and std::map<std::string, ...> of these.
 template <class T>
 T tree_to(const Tree& tree, std::string_view root = "args") {
   return detail::TreeReader<T>::read(tree, TreePath(root));

@@ -15,39 +15,58 @@ namespace {
 constexpr const char* kAgree =
     "give the stage examples like the tensors that flow, or give none and let the records be inferred";
 
-std::string joined(const std::vector<std::string>& lines) { return fmt::format("{}", fmt::join(lines, "; ")); }
+std::string joined(const std::vector<std::string>& lines) {
+  return fmt::format("{}", fmt::join(lines, "; "));
+}
 
 // Raises or warns about what was found at `where`.
 void report(const std::string& where, const std::vector<std::string>& found, OnMismatch on_mismatch) {
   switch (on_mismatch) {
-    case OnMismatch::Raise: throw PipeliningMetadataError(fmt::format("{}: {}; {}", where, joined(found), kAgree));
+    case OnMismatch::Raise:
+      throw PipeliningMetadataError(fmt::format("{}: {}; {}", where, joined(found), kAgree));
     case OnMismatch::Warn:
-      warn("pipeline", fmt::format("{}: {}; the dynamically inferred record is used instead", where, joined(found)));
+      warn("pipeline",
+           fmt::format("{}: {}; the dynamically inferred record is used instead", where, joined(found)));
       return;
-    case OnMismatch::Collect: return;
+    case OnMismatch::Collect:
+      return;
   }
 }
 
-std::string presence(const std::optional<TensorMeta>& meta) { return meta ? kind_text(*meta) : "nothing"; }
+std::string presence(const std::optional<TensorMeta>& meta) {
+  return meta ? kind_text(*meta) : "nothing";
+}
 
-[[noreturn]] void refuse_argument(std::string_view where, std::string_view actual, std::string_view expected) {
-  throw PipeliningMetadataError(describe(where, actual, expected,
-                                         "positional arguments of a stage are tensors that travel between stages; pass "
-                                         "everything else as a keyword argument"));
+[[noreturn]] void refuse_argument(std::string_view where, std::string_view actual,
+                                  std::string_view expected) {
+  throw PipeliningMetadataError(
+      describe(where, actual, expected,
+               "positional arguments of a stage are tensors that travel between stages; pass "
+               "everything else as a keyword argument"));
 }
 
 std::string words(Tree::Kind kind) {
   switch (kind) {
-    case Tree::Kind::None: return "None";
-    case Tree::Kind::Tensor: return "a tensor";
-    case Tree::Kind::Bool: return "a bool";
-    case Tree::Kind::Int: return "an int";
-    case Tree::Kind::Double: return "a double";
-    case Tree::Kind::String: return "a text";
-    case Tree::Kind::Object: return "an object";
-    case Tree::Kind::Tuple: return "a tuple";
-    case Tree::Kind::List: return "a list";
-    case Tree::Kind::Dict: return "a dictionary";
+    case Tree::Kind::None:
+      return "None";
+    case Tree::Kind::Tensor:
+      return "a tensor";
+    case Tree::Kind::Bool:
+      return "a bool";
+    case Tree::Kind::Int:
+      return "an int";
+    case Tree::Kind::Double:
+      return "a double";
+    case Tree::Kind::String:
+      return "a text";
+    case Tree::Kind::Object:
+      return "an object";
+    case Tree::Kind::Tuple:
+      return "a tuple";
+    case Tree::Kind::List:
+      return "a list";
+    case Tree::Kind::Dict:
+      return "a dictionary";
   }
   invariant_failed("kind", __FILE__, __LINE__, "a kind of tree without words");
 }
@@ -59,8 +78,9 @@ TensorMetas metas_of(const std::vector<at::Tensor>& tensors) {
   metas.reserve(tensors.size());
   for (const auto& tensor : tensors) {
     if (!tensor.defined())
-      throw PipeliningMetadataError(describe("records of tensors", fmt::format("nothing at [{}]", metas.size()), "a tensor",
-                                             "use optional_metas_of where entries may be missing, as for gradients"));
+      throw PipeliningMetadataError(
+          describe("records of tensors", fmt::format("nothing at [{}]", metas.size()), "a tensor",
+                   "use optional_metas_of where entries may be missing, as for gradients"));
     metas.push_back(meta_of(tensor));
   }
   return metas;
@@ -89,7 +109,8 @@ std::optional<OptionalTensorMetas> optional_metas_of(const std::optional<std::ve
   return optional_metas_of(*tensors);
 }
 
-std::optional<std::vector<at::Tensor>> stage_arguments(const Tree& args, Missing missing, std::string_view name) {
+std::optional<std::vector<at::Tensor>> stage_arguments(const Tree& args, Missing missing,
+                                                       std::string_view name) {
   if (args.is_none()) return std::nullopt;
   if (args.is_tensor()) return std::vector<at::Tensor>{args.tensor()};
   if (args.kind() != Tree::Kind::Tuple && args.kind() != Tree::Kind::List)
@@ -98,15 +119,17 @@ std::optional<std::vector<at::Tensor>> stage_arguments(const Tree& args, Missing
   tensors.reserve(args.size());
   for (const Tree& entry : args.entries()) {
     const bool allowed = entry.is_tensor() || (entry.is_none() && missing == Missing::Allow);
-    if (!allowed) refuse_argument(fmt::format("{}[{}]", name, tensors.size()), words(entry.kind()), "a tensor");
+    if (!allowed)
+      refuse_argument(fmt::format("{}[{}]", name, tensors.size()), words(entry.kind()), "a tensor");
     tensors.push_back(entry.is_none() ? at::Tensor() : entry.tensor());
   }
   return tensors;
 }
 
-std::vector<std::string> check_meta(std::string_view what, const TensorMeta& expected, const TensorMeta& actual,
-                                    OnMismatch on_mismatch) {
-  // Fields of different kinds mean different things (a local shape is not a shape), so kinds are compared first and alone.
+std::vector<std::string> check_meta(std::string_view what, const TensorMeta& expected,
+                                    const TensorMeta& actual, OnMismatch on_mismatch) {
+  // Fields of different kinds mean different things (a local shape is not a shape), so kinds are compared
+  // first and alone.
   std::vector<std::string> found;
   if (is_distributed(expected) != is_distributed(actual)) {
     found.push_back(describe("kind", kind_text(actual), kind_text(expected)));
@@ -117,8 +140,8 @@ std::vector<std::string> check_meta(std::string_view what, const TensorMeta& exp
   return found;
 }
 
-std::vector<std::string> check_meta(std::string_view what, const TensorMeta& expected, const at::Tensor& actual,
-                                    OnMismatch on_mismatch) {
+std::vector<std::string> check_meta(std::string_view what, const TensorMeta& expected,
+                                    const at::Tensor& actual, OnMismatch on_mismatch) {
   return check_meta(what, expected, meta_of(actual), on_mismatch);
 }
 

@@ -4,9 +4,10 @@
 //   check_metas("stage 1 inputs", expected, *tensors);                       // throws at the first mismatch
 //   auto found = check_metas("stage 1 inputs", expected, actual, OnMismatch::Warn);
 //
-// Compared is the contract: kind (plain or distributed), shape, stride, dtype, and for distributed tensors global shape and
-// stride, placements and mesh. requires_grad is not part of it; ask requires_grad_differences for that.
-// Warnings go through base/warnings.h under "pipeline". Missing entries are undefined tensors or empty optionals.
+// Compared is the contract: kind (plain or distributed), shape, stride, dtype, and for distributed tensors
+// global shape and stride, placements and mesh. requires_grad is not part of it; ask
+// requires_grad_differences for that. Warnings go through base/warnings.h under "pipeline". Missing entries
+// are undefined tensors or empty optionals.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -36,10 +37,10 @@ std::optional<OptionalTensorMetas> optional_metas_of(const std::optional<std::ve
 
 enum class Missing { Refuse, Allow };
 
-// Positional arguments of a stage as a flat list: None gives nothing, a tensor a list of one, a list or tuple its entries
-// (missing ones as undefined tensors where they are allowed). Throws PipeliningMetadataError with the place for a missing
-// entry, an entry that is no tensor, and any other container: what travels between stages are tensors, everything else
-// is a keyword argument.
+// Positional arguments of a stage as a flat list: None gives nothing, a tensor a list of one, a list or tuple
+// its entries (missing ones as undefined tensors where they are allowed). Throws PipeliningMetadataError with
+// the place for a missing entry, an entry that is no tensor, and any other container: what travels between
+// stages are tensors, everything else is a keyword argument.
 std::optional<std::vector<at::Tensor>> stage_arguments(const Tree& args, Missing missing = Missing::Refuse,
                                                        std::string_view name = "args");
 
@@ -51,12 +52,12 @@ enum class OnMismatch {
   Collect,  // the list alone
 };
 
-// The differences, empty for a match. A plain record against a distributed one is one difference, whatever the fields.
-// `what` opens the error or the warning: "stage 1 input".
-std::vector<std::string> check_meta(std::string_view what, const TensorMeta& expected, const TensorMeta& actual,
-                                    OnMismatch on_mismatch = OnMismatch::Collect);
-std::vector<std::string> check_meta(std::string_view what, const TensorMeta& expected, const at::Tensor& actual,
-                                    OnMismatch on_mismatch = OnMismatch::Collect);
+// The differences, empty for a match. A plain record against a distributed one is one difference, whatever
+// the fields. `what` opens the error or the warning: "stage 1 input".
+std::vector<std::string> check_meta(std::string_view what, const TensorMeta& expected,
+                                    const TensorMeta& actual, OnMismatch on_mismatch = OnMismatch::Collect);
+std::vector<std::string> check_meta(std::string_view what, const TensorMeta& expected,
+                                    const at::Tensor& actual, OnMismatch on_mismatch = OnMismatch::Collect);
 
 // Records and tensors in the one form that lists are compared in.
 struct MetaList {
@@ -66,12 +67,13 @@ struct MetaList {
   OptionalTensorMetas metas;
 };
 
-// Entry by entry; each difference begins with its place, "stage 1 inputs[2]: ". Two missing entries match. Another length is
-// the only difference reported then. With Raise the first entry that differs throws.
+// Entry by entry; each difference begins with its place, "stage 1 inputs[2]: ". Two missing entries match.
+// Another length is the only difference reported then. With Raise the first entry that differs throws.
 std::vector<std::string> check_metas(std::string_view what, const MetaList& expected, const MetaList& actual,
                                      OnMismatch on_mismatch = OnMismatch::Raise);
 
-// Where requires_grad differs, for entries that both lists have: "[2]: requires_grad: got false, expected true".
+// Where requires_grad differs, for entries that both lists have: "[2]: requires_grad: got false, expected
+// true".
 std::vector<std::string> requires_grad_differences(const MetaList& expected, const MetaList& actual);
 
 }  // namespace penstock

@@ -5,7 +5,8 @@
 //   meta.outputs = metas_of(example_outputs);
 //   StageForwardMeta to_next(*meta.outputs);           // becomes the inputs of the next stage
 //
-// The messages travel as bytes: comm/record_messages.h. Plain values; a StageMeta belongs to one thread while it is filled.
+// The messages travel as bytes: comm/record_messages.h. Plain values; a StageMeta belongs to one thread while
+// it is filled.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,8 @@
 
 namespace penstock {
 
-// Empty optionals are not known yet. Only gradients may lack entries: a tensor that needs no gradient has none.
+// Empty optionals are not known yet. Only gradients may lack entries: a tensor that needs no gradient has
+// none.
 struct StageMeta {
   std::optional<TensorMetas> inputs;
   std::optional<TensorMetas> outputs;
@@ -48,8 +50,9 @@ class StageForwardMeta {
   TensorMetas outputs_;
 };
 
-// From stage i to stage i - 1: the records of its input gradients, which are the other's output gradients. Their placements
-// may differ from those of the activations: an activation that is replicated forward can have a partial gradient.
+// From stage i to stage i - 1: the records of its input gradients, which are the other's output gradients.
+// Their placements may differ from those of the activations: an activation that is replicated forward can
+// have a partial gradient.
 class StageBackwardMeta {
  public:
   StageBackwardMeta() = default;
@@ -61,19 +64,20 @@ class StageBackwardMeta {
   OptionalTensorMetas input_grads_;
 };
 
-// Records of the gradients of plain tensors: shape, stride and dtype of the tensor, no gradient of their own; nothing where
-// the tensor needs none. Throws PipeliningMetadataError for a distributed tensor that needs one: the placements of its
-// gradient do not follow from those of the tensor.
+// Records of the gradients of plain tensors: shape, stride and dtype of the tensor, no gradient of their own;
+// nothing where the tensor needs none. Throws PipeliningMetadataError for a distributed tensor that needs
+// one: the placements of its gradient do not follow from those of the tensor.
 OptionalTensorMetas derive_gradient_metas(const TensorMetas& metas);
 
 enum class StageSide { Input, Output };
 
 // The contract of static mode between the tensors of one side of a stage and their gradients, pair by pair:
-//   as many gradients as tensors                                                     else PipeliningMetadataError
-//   a tensor that needs no gradient has none                                         else PipeliningMetadataError
-//   a distributed tensor that needs one has a distributed one (placements may differ) else PipeliningMetadataError
-//   a tensor that needs a gradient has one                                            else a warning: legal at the ends
-// Messages name stage, side and index.
-void check_gradient_contract(StageId stage, StageSide side, const TensorMetas& tensors, const OptionalTensorMetas& gradients);
+//   - as many gradients as tensors,
+//   - a tensor that needs no gradient has none,
+//   - a distributed tensor that needs one has a distributed one, whose placements may differ.
+// Each violation is a PipeliningMetadataError that names stage, side and index. A tensor that needs a
+// gradient and has none is only a warning: at the ends of a pipeline that is legal.
+void check_gradient_contract(StageId stage, StageSide side, const TensorMetas& tensors,
+                             const OptionalTensorMetas& gradients);
 
 }  // namespace penstock

@@ -32,15 +32,16 @@ std::optional<std::vector<std::int64_t>> contiguous_stride(const std::vector<std
 }
 
 // Bytes from the first element to the end of the last, or nothing when some number on the way does not fit.
-std::optional<std::int64_t> bytes_spanned(const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride,
-                                          std::int64_t item_bytes) {
+std::optional<std::int64_t> bytes_spanned(const std::vector<std::int64_t>& shape,
+                                          const std::vector<std::int64_t>& stride, std::int64_t item_bytes) {
   std::int64_t numel = 1;
   std::int64_t elements = 1;
   for (std::size_t i = 0; i < shape.size(); ++i) {
     std::int64_t reach = 0;
     if (__builtin_mul_overflow(numel, shape[i], &numel)) return std::nullopt;
     if (shape[i] == 0) continue;
-    if (__builtin_mul_overflow(shape[i] - 1, stride[i], &reach) || __builtin_add_overflow(elements, reach, &elements))
+    if (__builtin_mul_overflow(shape[i] - 1, stride[i], &reach) ||
+        __builtin_add_overflow(elements, reach, &elements))
       return std::nullopt;
   }
   std::int64_t bytes = 0;
@@ -63,24 +64,27 @@ void check_numbers(std::string_view name, const std::vector<std::int64_t>& numbe
 
 }  // namespace
 
-TensorRecord::TensorRecord(std::vector<std::int64_t> shape, std::vector<std::int64_t> stride, at::ScalarType dtype,
-                           bool requires_grad)
+TensorRecord::TensorRecord(std::vector<std::int64_t> shape, std::vector<std::int64_t> stride,
+                           at::ScalarType dtype, bool requires_grad)
     : shape_(std::move(shape)), stride_(std::move(stride)), dtype_(dtype), requires_grad_(requires_grad) {
   if (shape_.size() != stride_.size())
-    refuse("shape and stride", fmt::format("{} and {}", shape_text(shape_), shape_text(stride_)), "the same number of dims");
+    refuse("shape and stride", fmt::format("{} and {}", shape_text(shape_), shape_text(stride_)),
+           "the same number of dims");
   check_numbers("shape", shape_);
   check_numbers("stride", stride_);
   if (!dtype_number(dtype_))
     refuse("dtype", dtype_name(dtype_), "a type with a number of its own (docs/messages.md)",
            "dequantize a quantized tensor first");
   if (requires_grad_ && !at::isFloatingType(dtype_) && !at::isComplexType(dtype_))
-    refuse("requires_grad", fmt::format("true for {}", dtype_name(dtype_)), "a floating point or complex type");
+    refuse("requires_grad", fmt::format("true for {}", dtype_name(dtype_)),
+           "a floating point or complex type");
   if (!bytes_spanned(shape_, stride_, static_cast<std::int64_t>(c10::elementSize(dtype_))))
     refuse("size", fmt::format("{}{} stride {}", dtype_name(dtype_), shape_text(shape_), shape_text(stride_)),
            "fewer bytes than 2^63");
 }
 
-TensorRecord TensorRecord::contiguous(std::vector<std::int64_t> shape, at::ScalarType dtype, bool requires_grad) {
+TensorRecord TensorRecord::contiguous(std::vector<std::int64_t> shape, at::ScalarType dtype,
+                                      bool requires_grad) {
   check_numbers("shape", shape);
   auto stride = contiguous_stride(shape);
   if (!stride) refuse("size", dtype_name(dtype) + shape_text(shape), "fewer bytes than 2^63");
@@ -114,26 +118,31 @@ TensorRecord detail::record_of_attributes(const at::Tensor& tensor) {
   if (!tensor.defined())
     refuse_tensor("an undefined tensor", "a tensor", "use an empty entry where a missing one is allowed");
   if (tensor.layout() != at::kStrided || tensor.is_nested())
-    refuse_tensor("a sparse, nested or opaque tensor", "a dense tensor with strides", "convert it first, e.g. by to_dense()");
+    refuse_tensor("a sparse, nested or opaque tensor", "a dense tensor with strides",
+                  "convert it first, e.g. by to_dense()");
   if (tensor.is_quantized())
     refuse_tensor(describe_tensor(tensor), "a type that means something without a scale and a zero point",
                   "send int_repr() and the scale, or dequantize()");
   if (!dtype_number(tensor.scalar_type()))
-    refuse_tensor(describe_tensor(tensor), "a type with a number of its own (docs/messages.md)", "convert it with to(dtype)");
-  return TensorRecord(tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(), tensor.requires_grad());
+    refuse_tensor(describe_tensor(tensor), "a type with a number of its own (docs/messages.md)",
+                  "convert it with to(dtype)");
+  return TensorRecord(tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(),
+                      tensor.requires_grad());
 }
 
 TensorRecord record_of(const at::Tensor& tensor) {
   if (tensor.defined() && is_distributed_tensor(tensor))
     throw PipeliningMetadataError(
         describe("record_of", "a distributed tensor", "a plain one",
-                 "call distributed_record_of(tensor) for its record, meta_of(tensor) for the record of either kind, or "
+                 "call distributed_record_of(tensor) for its record, meta_of(tensor) for the record of "
+                 "either kind, or "
                  "record_of(local_if_distributed(tensor)) for the record of its local part"));
   return detail::record_of_attributes(tensor);
 }
 
 at::Tensor make_raw_tensor(const TensorRecord& record, at::Device device) {
-  return at::empty_strided(record.shape(), record.stride(), at::TensorOptions().dtype(record.dtype()).device(device));
+  return at::empty_strided(record.shape(), record.stride(),
+                           at::TensorOptions().dtype(record.dtype()).device(device));
 }
 
 at::Tensor make_tensor(const TensorRecord& record, at::Device device) {
@@ -141,7 +150,8 @@ at::Tensor make_tensor(const TensorRecord& record, at::Device device) {
 }
 
 void detail::add_list_difference(std::vector<std::string>& found, std::string_view name,
-                                 const std::vector<std::int64_t>& expected, const std::vector<std::int64_t>& actual) {
+                                 const std::vector<std::int64_t>& expected,
+                                 const std::vector<std::int64_t>& actual) {
   if (expected != actual) found.push_back(describe(name, shape_text(actual), shape_text(expected)));
 }
 
@@ -156,7 +166,8 @@ std::vector<std::string> differences(const TensorRecord& expected, const TensorR
 
 std::vector<std::string> requires_grad_differences(const TensorRecord& expected, const TensorRecord& actual) {
   if (expected.requires_grad() == actual.requires_grad()) return {};
-  return {describe("requires_grad", actual.requires_grad() ? "true" : "false", expected.requires_grad() ? "true" : "false")};
+  return {describe("requires_grad", actual.requires_grad() ? "true" : "false",
+                   expected.requires_grad() ? "true" : "false")};
 }
 
 std::string to_string(const TensorRecord& record) {

@@ -30,25 +30,31 @@ T there_and_back(const T& value) {
 }
 
 // The payload of a message under a right header, to reach the checks of the fields.
-Bytes framed(const Bytes& payload, MessageKind kind = RecordMessage<TensorMeta>::kKind, std::uint16_t version = kRecordVersion) {
+Bytes framed(const Bytes& payload, MessageKind kind = RecordMessage<TensorMeta>::kKind,
+             std::uint16_t version = kRecordVersion) {
   MessageWriter writer(kind, version);
   writer.append(payload);
   return writer.finish();
 }
-Bytes payload_of(const Bytes& message) { return Bytes(message.begin() + kMessageHeaderBytes, message.end()); }
+Bytes payload_of(const Bytes& message) {
+  return Bytes(message.begin() + kMessageHeaderBytes, message.end());
+}
 
 std::string refusal(const Bytes& payload) {
   return message_of<PipeliningMetadataError>([&] { from_message<TensorMeta>(framed(payload)); });
 }
 
-TensorMeta plain_example() { return TensorRecord({2, 3}, {1, 2}, at::kBFloat16, true); }
+TensorMeta plain_example() {
+  return TensorRecord({2, 3}, {1, 2}, at::kBFloat16, true);
+}
 
 TensorMeta distributed_example() {
   // An axis of several modes (0 and 2 of a cube, flattened), and one of size 1.
   const MeshLayout cube = MeshLayout({2, 3, 2, 1}).flatten({0, 2});
   MeshKey key{{}, MeshLayout::from_axes({cube.axes().front(), AxisLayout()})};
   key.names = {"dp", "tp"};
-  return DistributedRecord(TensorRecord::contiguous({2, 3}, at::kFloat), {8, 3}, {3, 1}, {StridedShard{0, 2}, Partial{PartialOp::Max}}, key);
+  return DistributedRecord(TensorRecord::contiguous({2, 3}, at::kFloat), {8, 3}, {3, 1},
+                           {StridedShard{0, 2}, Partial{PartialOp::Max}}, key);
 }
 
 TEST(RecordMessages, RoundTrip) {
@@ -56,7 +62,8 @@ TEST(RecordMessages, RoundTrip) {
   EXPECT_EQ(there_and_back(distributed_example()), distributed_example());
   EXPECT_EQ(there_and_back(TensorMeta()), TensorMeta());
   EXPECT_EQ(there_and_back(TensorMeta(DistributedRecord())), TensorMeta(DistributedRecord()));
-  for (const auto& record : test::distributed_variants()) EXPECT_EQ(there_and_back(TensorMeta(record)), TensorMeta(record));
+  for (const auto& record : test::distributed_variants())
+    EXPECT_EQ(there_and_back(TensorMeta(record)), TensorMeta(record));
 
   StageMeta stage;
   EXPECT_EQ(there_and_back(stage), stage);
@@ -68,7 +75,8 @@ TEST(RecordMessages, RoundTrip) {
   EXPECT_EQ(there_and_back(StageForwardMeta()), StageForwardMeta());
   const StageBackwardMeta backward({std::nullopt, plain_example(), std::nullopt});
   EXPECT_EQ(there_and_back(backward), backward);
-  for (const MeshKey& key : {MeshKey{}, MeshKey{{"a"}, std::nullopt}, MeshKey{{}, MeshLayout()}, MeshKey{{"x", ""}, MeshLayout({4, 2}, {1, 4})}})
+  for (const MeshKey& key : {MeshKey{}, MeshKey{{"a"}, std::nullopt}, MeshKey{{}, MeshLayout()},
+                             MeshKey{{"x", ""}, MeshLayout({4, 2}, {1, 4})}})
     EXPECT_EQ(there_and_back(key), key);
 }
 
@@ -77,11 +85,13 @@ TEST(RecordMessages, EveryDtype) {
     if (entry.here) {
       const TensorMeta meta = TensorRecord({2}, {1}, *entry.here);
       EXPECT_EQ(there_and_back(meta), meta) << entry.name;
-      EXPECT_EQ(payload_of(to_message(meta))[25], entry.number) << entry.name;  // after kind, shape and stride
+      EXPECT_EQ(payload_of(to_message(meta))[25], entry.number)
+          << entry.name;  // after kind, shape and stride
     } else {
       Bytes payload = payload_of(to_message(TensorMeta(TensorRecord({2}, {1}, at::kFloat))));
       payload[25] = entry.number;
-      EXPECT_THAT(refusal(payload), AllOf(HasSubstr("byte 49"), HasSubstr(std::string(entry.name)), HasSubstr("LibTorch " + std::string(entry.since)),
+      EXPECT_THAT(refusal(payload), AllOf(HasSubstr("byte 49"), HasSubstr(std::string(entry.name)),
+                                          HasSubstr("LibTorch " + std::string(entry.since)),
                                           HasSubstr("convert the tensor before it is sent")));
     }
   }
@@ -164,20 +174,26 @@ TEST(RecordMessages, NumbersOfPlacementsAreFixed) {
 
 TEST(RecordMessages, DifferentRecordsHaveDifferentBytes) {
   std::set<Bytes> seen;
-  for (const auto& record : test::distributed_variants()) EXPECT_TRUE(seen.insert(to_message(TensorMeta(record))).second) << to_string(record);
+  for (const auto& record : test::distributed_variants())
+    EXPECT_TRUE(seen.insert(to_message(TensorMeta(record))).second) << to_string(record);
   EXPECT_TRUE(seen.insert(to_message(TensorMeta(test::distributed_variants()[0].local()))).second);
 }
 
 TEST(RecordMessages, AnotherVersionOrKindIsRefusedByName) {
   const Bytes payload = payload_of(to_message(plain_example()));
-  const auto read = [](const Bytes& message) { return message_of<PipeliningMetadataError>([&] { from_message<TensorMeta>(message); }); };
+  const auto read = [](const Bytes& message) {
+    return message_of<PipeliningMetadataError>([&] { from_message<TensorMeta>(message); });
+  };
   EXPECT_THAT(read(framed(payload, RecordMessage<TensorMeta>::kKind, kRecordVersion + 1)),
-              AllOf(HasSubstr("got version 2, expected version 1"), HasSubstr("run the same build of Penstock on all ranks")));
+              AllOf(HasSubstr("got version 2, expected version 1"),
+                    HasSubstr("run the same build of Penstock on all ranks")));
   EXPECT_THAT(read(framed(payload, RecordMessage<TensorMeta>::kKind, 0)), HasSubstr("got version 0"));
-  EXPECT_THAT(read(to_message(StageForwardMeta({plain_example()}))), AllOf(HasSubstr("got \"FMET\", expected \"TMET\""), HasSubstr("same calls")));
-  std::set<std::string_view> kinds = {RecordMessage<TensorMeta>::kKind.code(), RecordMessage<StageMeta>::kKind.code(),
-                                      RecordMessage<StageForwardMeta>::kKind.code(), RecordMessage<StageBackwardMeta>::kKind.code(),
-                                      RecordMessage<MeshKey>::kKind.code()};
+  EXPECT_THAT(read(to_message(StageForwardMeta({plain_example()}))),
+              AllOf(HasSubstr("got \"FMET\", expected \"TMET\""), HasSubstr("same calls")));
+  std::set<std::string_view> kinds = {
+      RecordMessage<TensorMeta>::kKind.code(), RecordMessage<StageMeta>::kKind.code(),
+      RecordMessage<StageForwardMeta>::kKind.code(), RecordMessage<StageBackwardMeta>::kKind.code(),
+      RecordMessage<MeshKey>::kKind.code()};
   EXPECT_EQ(kinds.size(), 5u);
 }
 
@@ -189,9 +205,12 @@ TEST(RecordMessages, UnknownNumbersAreRefusedByPlace) {
     changed[at] = value;
     return changed;
   };
-  EXPECT_THAT(refusal(with(0, 3)), AllOf(HasSubstr("byte 24"), HasSubstr("kind of record"), HasSubstr("got number 3, expected 1 or 2"), HasSubstr("same build")));
+  EXPECT_THAT(refusal(with(0, 3)),
+              AllOf(HasSubstr("byte 24"), HasSubstr("kind of record"),
+                    HasSubstr("got number 3, expected 1 or 2"), HasSubstr("same build")));
   EXPECT_THAT(refusal(with(0, 0)), HasSubstr("got number 0"));
-  EXPECT_THAT(refusal(with(25, 200)), AllOf(HasSubstr("byte 49"), HasSubstr("element type is unknown"), HasSubstr("got number 200"), HasSubstr("same build")));
+  EXPECT_THAT(refusal(with(25, 200)), AllOf(HasSubstr("byte 49"), HasSubstr("element type is unknown"),
+                                            HasSubstr("got number 200"), HasSubstr("same build")));
   EXPECT_THAT(refusal(with(25, 0)), HasSubstr("got number 0"));
   EXPECT_THAT(refusal(with(26, 2)), HasSubstr("no bool"));
 
@@ -200,16 +219,26 @@ TEST(RecordMessages, UnknownNumbersAreRefusedByPlace) {
   // kind, local record, two lists of one, the count of placements
   const std::size_t placement = 1 + 26 + 12 + 12 + 4;
   ASSERT_EQ(payload[placement], 4);
-  EXPECT_THAT(refusal(with(placement, 9)), AllOf(HasSubstr("placement is unknown"), HasSubstr("got number 9"), HasSubstr("same build")));
+  EXPECT_THAT(refusal(with(placement, 9)),
+              AllOf(HasSubstr("placement is unknown"), HasSubstr("got number 9"), HasSubstr("same build")));
   EXPECT_THAT(refusal(with(placement + 1, 6)), AllOf(HasSubstr("reduction"), HasSubstr("got number 6")));
 }
 
 TEST(RecordMessages, ImpossibleRecordsAreRefused) {
-  const auto record = [](const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride, std::uint8_t dtype, bool grad) {
-    return payload_of(MessageWriter(RecordMessage<TensorMeta>::kKind, 1).write(std::uint8_t{1}).write(shape).write(stride).write(dtype).write(grad).finish());
+  const auto record = [](const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride,
+                         std::uint8_t dtype, bool grad) {
+    return payload_of(MessageWriter(RecordMessage<TensorMeta>::kKind, 1)
+                          .write(std::uint8_t{1})
+                          .write(shape)
+                          .write(stride)
+                          .write(dtype)
+                          .write(grad)
+                          .finish());
   };
-  EXPECT_EQ(from_message<TensorMeta>(framed(record({2}, {1}, 7, true))), TensorMeta(TensorRecord({2}, {1}, at::kFloat, true)));
-  EXPECT_THAT(refusal(record({-2}, {1}, 7, false)), AllOf(HasSubstr("byte 25"), HasSubstr("shape: got [-2]")));
+  EXPECT_EQ(from_message<TensorMeta>(framed(record({2}, {1}, 7, true))),
+            TensorMeta(TensorRecord({2}, {1}, at::kFloat, true)));
+  EXPECT_THAT(refusal(record({-2}, {1}, 7, false)),
+              AllOf(HasSubstr("byte 25"), HasSubstr("shape: got [-2]")));
   EXPECT_THAT(refusal(record({2}, {-1}, 7, false)), HasSubstr("stride: got [-1]"));
   EXPECT_THAT(refusal(record({2}, {}, 7, false)), HasSubstr("same number of dims"));
   EXPECT_THAT(refusal(record({2}, {1}, 5, true)), HasSubstr("true for int64"));
@@ -220,7 +249,11 @@ TEST(RecordMessages, LayoutsHaveOneSpelling) {
   using Axes = std::vector<std::vector<std::pair<std::int64_t, std::int64_t>>>;
   const auto read = [](const Axes& axes) {
     return message_of<PipeliningMetadataError>([&] {
-      from_message<MeshKey>(MessageWriter(RecordMessage<MeshKey>::kKind, 1).write(std::vector<std::string>{}).write(true).write(axes).finish());
+      from_message<MeshKey>(MessageWriter(RecordMessage<MeshKey>::kKind, 1)
+                                .write(std::vector<std::string>{})
+                                .write(true)
+                                .write(axes)
+                                .finish());
     });
   };
   EXPECT_THAT(read({{{2, 2}, {2, 1}}}), HasSubstr("shortest form"));  // (4:1) in two steps
@@ -236,12 +269,15 @@ TEST(RecordMessages, EveryTruncationIsRefused) {
   stage.output_grads = OptionalTensorMetas{std::nullopt, distributed_example()};
   const Bytes payload = payload_of(to_message(stage));
   for (std::size_t size = 0; size < payload.size(); ++size)
-    EXPECT_THROW(from_message<StageMeta>(framed(Bytes(payload.begin(), payload.begin() + static_cast<std::ptrdiff_t>(size)), RecordMessage<StageMeta>::kKind)),
+    EXPECT_THROW(from_message<StageMeta>(
+                     framed(Bytes(payload.begin(), payload.begin() + static_cast<std::ptrdiff_t>(size)),
+                            RecordMessage<StageMeta>::kKind)),
                  PipeliningMetadataError)
         << size;
   Bytes longer = payload;
   longer.push_back(0);
-  EXPECT_THROW(from_message<StageMeta>(framed(longer, RecordMessage<StageMeta>::kKind)), PipeliningMetadataError);
+  EXPECT_THROW(from_message<StageMeta>(framed(longer, RecordMessage<StageMeta>::kKind)),
+               PipeliningMetadataError);
 }
 
 #ifdef PENSTOCK_HAVE_RAPIDCHECK
@@ -256,8 +292,10 @@ RC_GTEST_PROP(RecordMessagesProperty, RoundTripOfRecords, ()) {
 RC_GTEST_PROP(RecordMessagesProperty, RoundTripOfStages, ()) {
   const StageMeta meta = test::arbitrary_stage_meta();
   RC_ASSERT(there_and_back(meta) == meta);
-  if (meta.outputs) RC_ASSERT(there_and_back(StageForwardMeta(*meta.outputs)) == StageForwardMeta(*meta.outputs));
-  if (meta.input_grads) RC_ASSERT(there_and_back(StageBackwardMeta(*meta.input_grads)) == StageBackwardMeta(*meta.input_grads));
+  if (meta.outputs)
+    RC_ASSERT(there_and_back(StageForwardMeta(*meta.outputs)) == StageForwardMeta(*meta.outputs));
+  if (meta.input_grads)
+    RC_ASSERT(there_and_back(StageBackwardMeta(*meta.input_grads)) == StageBackwardMeta(*meta.input_grads));
 }
 
 RC_GTEST_PROP(RecordMessagesProperty, EqualExactlyWhenTheBytesAre, ()) {

@@ -1,8 +1,8 @@
-// Reads arbitrary bytes as a message of records and writes what was read again: the bytes must be the same, and nothing
-// but PipeliningMetadataError may come out.
+// Reads arbitrary bytes as a message of records and writes what was read again: the bytes must be the same,
+// and nothing but PipeliningMetadataError may come out.
 //
-// Input: a byte that chooses the type (below 5 a payload that gets a valid header here, since a mutation would never hit
-// the checksum by chance; above, a whole message), and the rest.
+// Input: a byte that chooses the type (below 5 a payload that gets a valid header here, since a mutation
+// would never hit the checksum by chance; above, a whole message), and the rest.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -78,11 +78,21 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const std::span<const std::uint8_t> rest(data + 1, size - 1);
   const bool whole = data[0] % 10 >= 5;
   switch (data[0] % 5) {
-    case 0: run<TensorMeta>(rest, whole); break;
-    case 1: run<StageMeta>(rest, whole); break;
-    case 2: run<StageForwardMeta>(rest, whole); break;
-    case 3: run<StageBackwardMeta>(rest, whole); break;
-    case 4: run<MeshKey>(rest, whole); break;
+    case 0:
+      run<TensorMeta>(rest, whole);
+      break;
+    case 1:
+      run<StageMeta>(rest, whole);
+      break;
+    case 2:
+      run<StageForwardMeta>(rest, whole);
+      break;
+    case 3:
+      run<StageBackwardMeta>(rest, whole);
+      break;
+    case 4:
+      run<MeshKey>(rest, whole);
+      break;
   }
   return 0;
 }

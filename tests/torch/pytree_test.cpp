@@ -19,9 +19,9 @@
 namespace penstock {
 namespace {
 
+using test::message_of;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using test::message_of;
 
 // Same structure, and leaves of the same kind and value; tensors by identity.
 bool same(const Tree& a, const Tree& b) {
@@ -39,7 +39,8 @@ bool same(const Tree& a, const Tree& b) {
 
 TEST(Tree, BracesAndLiteralsBuildWhatTheyShow) {
   const at::Tensor x = at::ones({2, 3});
-  const Tree tree = Tree::tuple({x, Tree::dict({{"mask", at::Tensor()}, {"scale", 0.5}, {"name", "abc"}}), Tree::list({1, true, 2.5f})});
+  const Tree tree = Tree::tuple({x, Tree::dict({{"mask", at::Tensor()}, {"scale", 0.5}, {"name", "abc"}}),
+                                 Tree::list({1, true, 2.5f})});
   EXPECT_EQ(tree.to_string(), "(float32[2, 3], {'mask': None, 'scale': 0.5, 'name': 'abc'}, [1, true, 2.5])");
   EXPECT_EQ(tree.kind(), Tree::Kind::Tuple);
   EXPECT_TRUE(tree[0].tensor().is_same(x));
@@ -69,17 +70,22 @@ TEST(Tree, StandardTypesConvert) {
   EXPECT_EQ(Tree(std::vector<bool>{true, false}).to_string(), "[true, false]");
   EXPECT_EQ(Tree(std::int8_t{-1}).integer(), -1);
   EXPECT_EQ(Tree(std::numeric_limits<std::uint32_t>::max()).integer(), 4294967295);
-  EXPECT_THAT(message_of<ValueError>([] { Tree(std::numeric_limits<std::uint64_t>::max()); }), HasSubstr("18446744073709551615"));
+  EXPECT_THAT(message_of<ValueError>([] { Tree(std::numeric_limits<std::uint64_t>::max()); }),
+              HasSubstr("18446744073709551615"));
 }
 
 TEST(Tree, WrongAccessIsNamed) {
   const Tree tree = Tree::dict({{"mask", 3}, {"bias", Tree::list({1, 2})}});
-  EXPECT_THAT(message_of<TypeError>([&] { (void)tree["mask"].tensor(); }), HasSubstr("got the int 3, expected a tensor"));
-  EXPECT_THAT(message_of<TypeError>([&] { (void)tree["bias"].text(); }), HasSubstr("got a list of 2, expected a text"));
-  EXPECT_THAT(message_of<TypeError>([&] { (void)tree["mask"][0]; }), HasSubstr("got the int 3, expected a tuple or a list"));
+  EXPECT_THAT(message_of<TypeError>([&] { (void)tree["mask"].tensor(); }),
+              HasSubstr("got the int 3, expected a tensor"));
+  EXPECT_THAT(message_of<TypeError>([&] { (void)tree["bias"].text(); }),
+              HasSubstr("got a list of 2, expected a text"));
+  EXPECT_THAT(message_of<TypeError>([&] { (void)tree["mask"][0]; }),
+              HasSubstr("got the int 3, expected a tuple or a list"));
   EXPECT_THAT(message_of<ValueError>([&] { (void)tree["bias"][2]; }), HasSubstr("2 into a list of 2"));
   EXPECT_THAT(message_of<ValueError>([&] { (void)tree["masks"]; }), HasSubstr("did you mean 'mask'?"));
-  EXPECT_THAT(message_of<TypeError>([&] { (void)tree["bias"]["x"]; }), HasSubstr("a dictionary with the key 'x'"));
+  EXPECT_THAT(message_of<TypeError>([&] { (void)tree["bias"]["x"]; }),
+              HasSubstr("a dictionary with the key 'x'"));
   EXPECT_THROW((void)Tree(1).boolean(), TypeError);
   EXPECT_THROW((void)Tree(true).integer(), TypeError);
   EXPECT_THROW((void)Tree("1").number(), TypeError);
@@ -89,7 +95,8 @@ TEST(Tree, WrongAccessIsNamed) {
 
 TEST(Tree, FlattenKeepsTheOrderOfEntries) {
   const at::Tensor x = at::ones({1});
-  const auto [leaves, spec] = flatten_tree(Tree::tuple({x, Tree::dict({{"z", 1}, {"a", Tree::list({2, std::nullopt})}}), Tree::tuple({})}));
+  const auto [leaves, spec] = flatten_tree(
+      Tree::tuple({x, Tree::dict({{"z", 1}, {"a", Tree::list({2, std::nullopt})}}), Tree::tuple({})}));
   ASSERT_EQ(leaves.size(), 4u);
   EXPECT_TRUE(leaves[0].tensor().is_same(x));
   EXPECT_EQ(leaves[1].integer(), 1);  // as built, not by name
@@ -145,10 +152,14 @@ TEST(Tree, SpecsDifferWhereStructureDoes) {
 }
 
 TEST(Tree, FirstDifferenceNamesThePlace) {
-  const auto text = [](const Tree& expected, const Tree& actual) { return *first_difference(TreeSpec(expected), TreeSpec(actual)); };
-  EXPECT_EQ(text(Tree::tuple({1, Tree::dict({{"mask", 1}})}), Tree::tuple({1, Tree::dict({{"mask", Tree::list({1, 2})}})})),
+  const auto text = [](const Tree& expected, const Tree& actual) {
+    return *first_difference(TreeSpec(expected), TreeSpec(actual));
+  };
+  EXPECT_EQ(text(Tree::tuple({1, Tree::dict({{"mask", 1}})}),
+                 Tree::tuple({1, Tree::dict({{"mask", Tree::list({1, 2})}})})),
             "args[1]['mask']: got a list of 2, expected a leaf");
-  EXPECT_EQ(text(Tree::tuple({1, Tree::dict({{"mask", 1}})}), Tree::tuple({1, Tree::dict({{"mast", 1}, {"b", 1}})})),
+  EXPECT_EQ(text(Tree::tuple({1, Tree::dict({{"mask", 1}})}),
+                 Tree::tuple({1, Tree::dict({{"mast", 1}, {"b", 1}})})),
             "args[1]: got a dictionary with keys 'mast', 'b', expected a dictionary with key 'mask'");
   EXPECT_EQ(text(1, Tree::tuple({})), "args: got a tuple of 0, expected a leaf");
 }
@@ -156,7 +167,7 @@ TEST(Tree, FirstDifferenceNamesThePlace) {
 TEST(Tree, MapChangesLeavesOnly) {
   const at::Tensor x = at::ones({2});
   const Tree tree = Tree::tuple({x, Tree::dict({{"n", 3}, {"y", x}}), Tree::list({Tree()})});
-  const Tree twice = map_tensors(tree, [](const at::Tensor& t) { return t * 2; });
+  const Tree twice = map_tree_tensors(tree, [](const at::Tensor& t) { return t * 2; });
   EXPECT_EQ(TreeSpec(twice), TreeSpec(tree));
   EXPECT_TRUE(at::equal(twice[1]["y"].tensor(), x * 2));
   EXPECT_EQ(twice[1]["n"].integer(), 3);
@@ -174,7 +185,8 @@ TEST(FlattenArgs, DetachMakesFreshLeavesThatKeepRequiresGrad) {
   const at::Tensor hidden = weight * 3;  // not a leaf of autograd
   const at::Tensor index = at::arange(2);
   const at::Tensor constant = at::ones({2});
-  const Tree args = Tree::tuple({hidden, Tree::dict({{"w", weight}, {"i", index}}), constant, "text", 7, Tree()});
+  const Tree args =
+      Tree::tuple({hidden, Tree::dict({{"w", weight}, {"i", index}}), constant, "text", 7, Tree()});
   const auto [detached, flat] = flatten_args(args, kDetach);
   EXPECT_EQ(TreeSpec(detached), TreeSpec(args));
   ASSERT_EQ(flat.size(), 7u);
@@ -212,7 +224,8 @@ TEST(TreeTo, ReadsStandardTypes) {
   const at::Tensor x = at::ones({2});
   const Tree tree = Tree::tuple({x, Tree::dict({{"n", 3}}), Tree::list({1, 2.5}), Tree(), "s", true});
   const auto [t, map, numbers, nothing, text, flag] =
-      tree_to<std::tuple<at::Tensor, std::map<std::string, int>, std::vector<double>, std::optional<at::Tensor>, std::string, bool>>(tree);
+      tree_to<std::tuple<at::Tensor, std::map<std::string, int>, std::vector<double>,
+                         std::optional<at::Tensor>, std::string, bool>>(tree);
   EXPECT_TRUE(t.is_same(x));
   EXPECT_EQ(map.at("n"), 3);
   EXPECT_EQ(numbers, (std::vector<double>{1, 2.5}));
@@ -229,7 +242,8 @@ TEST(TreeTo, NamesThePlaceThatDoesNotFit) {
               HasSubstr("args[1]['mask'][1]: got the text 'two', expected an int"));
   EXPECT_THAT(message_of<TypeError>([&] { tree_to<std::vector<at::Tensor>>(tree, "kwargs"); }),
               HasSubstr("kwargs[1]: got a dictionary with key 'mask', expected a tensor"));
-  EXPECT_THAT(message_of<TypeError>([&] { tree_to<std::tuple<Tree>>(tree); }), HasSubstr("args: got a tuple of 2, expected a tuple of 1"));
+  EXPECT_THAT(message_of<TypeError>([&] { tree_to<std::tuple<Tree>>(tree); }),
+              HasSubstr("args: got a tuple of 2, expected a tuple of 1"));
   EXPECT_THAT(message_of<TypeError>([&] { tree_to<std::int8_t>(Tree(200)); }), HasSubstr("the int 200"));
   EXPECT_THROW(tree_to<bool>(Tree(1)), TypeError);
   EXPECT_THROW(tree_to<std::string>(Tree()), TypeError);
@@ -240,8 +254,9 @@ TEST(TreeTo, NamesThePlaceThatDoesNotFit) {
 TEST(TreeIValue, RoundTrip) {
   const at::Tensor x = at::ones({2});
   const c10::IValue device(at::Device(at::kCPU));
-  const Tree tree = Tree::tuple({x, Tree::dict({{"z", 1}, {"a", Tree::list({x, x})}}), Tree::list({1, 2}), Tree::list({1, "x"}), Tree::list({}),
-                                 Tree::list({true}), Tree::list({0.5}), Tree::list({"t"}), 0.5, true, "s", Tree(), Tree::object(device)});
+  const Tree tree = Tree::tuple({x, Tree::dict({{"z", 1}, {"a", Tree::list({x, x})}}), Tree::list({1, 2}),
+                                 Tree::list({1, "x"}), Tree::list({}), Tree::list({true}), Tree::list({0.5}),
+                                 Tree::list({"t"}), 0.5, true, "s", Tree(), Tree::object(device)});
   const c10::IValue value = tree_to_ivalue(tree);
   EXPECT_TRUE(same(tree_from_ivalue(value), tree)) << tree_from_ivalue(value).to_string();
   const std::vector<c10::IValue> elements = value.toTupleRef().elements().vec();
@@ -264,11 +279,12 @@ TEST(TreeIValue, ADictionaryWithOtherKeysIsNamed) {
 #ifdef PENSTOCK_HAVE_RAPIDCHECK
 
 rc::Gen<Tree> arbitrary_leaf() {
-  return rc::gen::oneOf(rc::gen::just(Tree()), rc::gen::map(rc::gen::arbitrary<bool>(), [](bool b) { return Tree(b); }),
-                        rc::gen::map(rc::gen::arbitrary<std::int64_t>(), [](std::int64_t n) { return Tree(n); }),
-                        rc::gen::map(rc::gen::arbitrary<int>(), [](int n) { return Tree(n / 8.0); }),
-                        rc::gen::map(rc::gen::arbitrary<std::string>(), [](std::string s) { return Tree(std::move(s)); }),
-                        rc::gen::map(rc::gen::inRange(0, 4), [](int n) { return Tree(at::zeros({n})); }));
+  return rc::gen::oneOf(
+      rc::gen::just(Tree()), rc::gen::map(rc::gen::arbitrary<bool>(), [](bool b) { return Tree(b); }),
+      rc::gen::map(rc::gen::arbitrary<std::int64_t>(), [](std::int64_t n) { return Tree(n); }),
+      rc::gen::map(rc::gen::arbitrary<int>(), [](int n) { return Tree(n / 8.0); }),
+      rc::gen::map(rc::gen::arbitrary<std::string>(), [](std::string s) { return Tree(std::move(s)); }),
+      rc::gen::map(rc::gen::inRange(0, 4), [](int n) { return Tree(at::zeros({n})); }));
 }
 
 rc::Gen<Tree> arbitrary_tree(int depth) {
@@ -278,11 +294,13 @@ rc::Gen<Tree> arbitrary_tree(int depth) {
     const int kind = *rc::gen::element(0, 1, 2, 3);
     if (kind == 0) return *arbitrary_leaf();
     std::vector<Tree> entries;
-    for (int count = *rc::gen::element(0, 1, 2, 3); count > 0; --count) entries.push_back(*arbitrary_tree(depth - 1));
+    for (int count = *rc::gen::element(0, 1, 2, 3); count > 0; --count)
+      entries.push_back(*arbitrary_tree(depth - 1));
     if (kind == 1) return Tree::tuple(entries);
     if (kind == 2) return Tree::list(entries);
     std::vector<Tree::Item> items;
-    for (const Tree& entry : entries) items.emplace_back(*rc::gen::arbitrary<std::string>() + std::to_string(items.size()), entry);
+    for (const Tree& entry : entries)
+      items.emplace_back(*rc::gen::arbitrary<std::string>() + std::to_string(items.size()), entry);
     return Tree::dict(std::move(items));
   });
 }

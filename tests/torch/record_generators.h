@@ -17,7 +17,8 @@ namespace penstock::test {
 
 // A record and variants that differ from it in one field each; the last differs in requires_grad alone.
 inline std::vector<DistributedRecord> distributed_variants() {
-  const auto local = [](std::vector<std::int64_t> shape, at::ScalarType dtype = at::kFloat, bool grad = false) {
+  const auto local = [](std::vector<std::int64_t> shape, at::ScalarType dtype = at::kFloat,
+                        bool grad = false) {
     return TensorRecord::contiguous(std::move(shape), dtype, grad);
   };
   const MeshKey key{{"dp", "tp"}, MeshLayout({2, 2})};
@@ -37,7 +38,8 @@ inline std::vector<DistributedRecord> distributed_variants() {
       DistributedRecord(local({2, 3}), {4, 3}, {3, 1}, {Shard{0}, Partial{PartialOp::Max}}, key),
       DistributedRecord(local({2, 3}), {4, 3}, {3, 1}, split, MeshKey{{"tp", "dp"}, MeshLayout({2, 2})}),
       DistributedRecord(local({2, 3}), {4, 3}, {3, 1}, split, MeshKey{{}, MeshLayout({2, 2})}),
-      DistributedRecord(local({2, 3}), {4, 3}, {3, 1}, split, MeshKey{{"dp", "tp"}, MeshLayout({2, 2}, {1, 2})}),
+      DistributedRecord(local({2, 3}), {4, 3}, {3, 1}, split,
+                        MeshKey{{"dp", "tp"}, MeshLayout({2, 2}, {1, 2})}),
       DistributedRecord(local({2, 3}), {4, 3}, {3, 1}, split, MeshKey{{"dp", "tp"}, std::nullopt}),
       DistributedRecord(local({2, 3}, at::kFloat, true), {4, 3}, {3, 1}, split, key),
   };
@@ -59,16 +61,22 @@ inline std::vector<std::int64_t> arbitrary_sizes(std::size_t count) {
 inline TensorRecord arbitrary_record(std::size_t ndim) {
   const at::ScalarType dtype = arbitrary_dtype();
   const bool differentiable = at::isFloatingType(dtype) || at::isComplexType(dtype);
-  return TensorRecord(arbitrary_sizes(ndim), arbitrary_sizes(ndim), dtype, differentiable && *rc::gen::arbitrary<bool>());
+  return TensorRecord(arbitrary_sizes(ndim), arbitrary_sizes(ndim), dtype,
+                      differentiable && *rc::gen::arbitrary<bool>());
 }
 
 inline Placement arbitrary_placement(std::size_t ndim) {
   const auto dim = [&] { return *rc::gen::inRange<std::int64_t>(0, static_cast<std::int64_t>(ndim)); };
   switch (*rc::gen::inRange(0, ndim > 0 ? 4 : 2)) {
-    case 0: return Replicate{};
-    case 1: return Partial{*rc::gen::element(PartialOp::Sum, PartialOp::Avg, PartialOp::Min, PartialOp::Max, PartialOp::Product)};
-    case 2: return Shard{dim()};
-    default: return StridedShard{dim(), *rc::gen::inRange<std::int64_t>(1, 5)};
+    case 0:
+      return Replicate{};
+    case 1:
+      return Partial{*rc::gen::element(PartialOp::Sum, PartialOp::Avg, PartialOp::Min, PartialOp::Max,
+                                       PartialOp::Product)};
+    case 2:
+      return Shard{dim()};
+    default:
+      return StridedShard{dim(), *rc::gen::inRange<std::int64_t>(1, 5)};
   }
 }
 
@@ -81,14 +89,17 @@ inline TensorMeta arbitrary_meta() {
   if (*rc::gen::arbitrary<bool>())
     for (std::size_t i = 0; i < axes; ++i) key.names.push_back(*rc::gen::arbitrary<std::string>());
   if (*rc::gen::arbitrary<bool>()) {
-    key.layout = MeshLayout(*rc::gen::container<std::vector<std::int64_t>>(axes, rc::gen::inRange<std::int64_t>(1, 5)));
-    if (axes > 1 && *rc::gen::arbitrary<bool>()) key.layout = key.layout->slice({static_cast<int>(axes) - 1, 0});
+    key.layout = MeshLayout(
+        *rc::gen::container<std::vector<std::int64_t>>(axes, rc::gen::inRange<std::int64_t>(1, 5)));
+    if (axes > 1 && *rc::gen::arbitrary<bool>())
+      key.layout = key.layout->slice({static_cast<int>(axes) - 1, 0});
   }
   const std::size_t placed = key.layout ? static_cast<std::size_t>(key.layout->ndim()) : axes;
   if (!key.names.empty()) key.names.resize(placed);
   Placements placements;
   for (std::size_t i = 0; i < placed; ++i) placements.push_back(arbitrary_placement(ndim));
-  return DistributedRecord(std::move(local), arbitrary_sizes(ndim), arbitrary_sizes(ndim), std::move(placements), std::move(key));
+  return DistributedRecord(std::move(local), arbitrary_sizes(ndim), arbitrary_sizes(ndim),
+                           std::move(placements), std::move(key));
 }
 
 template <class Make>

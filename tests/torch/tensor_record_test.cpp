@@ -38,18 +38,47 @@ using Sizes = std::vector<std::int64_t>;
 
 TEST(Dtype, NumbersAreFixed) {
   // On the wire: a change breaks every mix of builds.
-  const std::vector<std::pair<int, const char*>> expected = {
-      {1, "uint8"},         {2, "int8"},           {3, "int16"},            {4, "int32"},
-      {5, "int64"},         {6, "float16"},        {7, "float32"},          {8, "float64"},
-      {9, "complex32"},     {10, "complex64"},     {11, "complex128"},      {12, "bool"},
-      {13, "bfloat16"},     {14, "bits1x8"},       {15, "bits2x4"},         {16, "bits4x2"},
-      {17, "bits8"},        {18, "bits16"},        {19, "float8_e5m2"},     {20, "float8_e4m3fn"},
-      {21, "float8_e5m2fnuz"}, {22, "float8_e4m3fnuz"}, {23, "uint16"},     {24, "uint32"},
-      {25, "uint64"},       {26, "uint1"},         {27, "uint2"},           {28, "uint3"},
-      {29, "uint4"},        {30, "uint5"},         {31, "uint6"},           {32, "uint7"},
-      {33, "int1"},         {34, "int2"},          {35, "int3"},            {36, "int4"},
-      {37, "int5"},         {38, "int6"},          {39, "int7"},            {40, "float8_e8m0fnu"},
-      {41, "float4_e2m1fn_x2"}};
+  const std::vector<std::pair<int, const char*>> expected = {{1, "uint8"},
+                                                             {2, "int8"},
+                                                             {3, "int16"},
+                                                             {4, "int32"},
+                                                             {5, "int64"},
+                                                             {6, "float16"},
+                                                             {7, "float32"},
+                                                             {8, "float64"},
+                                                             {9, "complex32"},
+                                                             {10, "complex64"},
+                                                             {11, "complex128"},
+                                                             {12, "bool"},
+                                                             {13, "bfloat16"},
+                                                             {14, "bits1x8"},
+                                                             {15, "bits2x4"},
+                                                             {16, "bits4x2"},
+                                                             {17, "bits8"},
+                                                             {18, "bits16"},
+                                                             {19, "float8_e5m2"},
+                                                             {20, "float8_e4m3fn"},
+                                                             {21, "float8_e5m2fnuz"},
+                                                             {22, "float8_e4m3fnuz"},
+                                                             {23, "uint16"},
+                                                             {24, "uint32"},
+                                                             {25, "uint64"},
+                                                             {26, "uint1"},
+                                                             {27, "uint2"},
+                                                             {28, "uint3"},
+                                                             {29, "uint4"},
+                                                             {30, "uint5"},
+                                                             {31, "uint6"},
+                                                             {32, "uint7"},
+                                                             {33, "int1"},
+                                                             {34, "int2"},
+                                                             {35, "int3"},
+                                                             {36, "int4"},
+                                                             {37, "int5"},
+                                                             {38, "int6"},
+                                                             {39, "int7"},
+                                                             {40, "float8_e8m0fnu"},
+                                                             {41, "float4_e2m1fn_x2"}};
   ASSERT_EQ(dtype_table().size(), expected.size());
   for (std::size_t i = 0; i < expected.size(); ++i) {
     EXPECT_EQ(dtype_table()[i].number, expected[i].first);
@@ -156,14 +185,25 @@ TEST(TensorRecord, MadeOnOtherDevices) {
 
 TEST(TensorRecord, WhatNoTensorCanBe) {
   constexpr std::int64_t kHuge = std::int64_t{1} << 62;
-  EXPECT_THAT(message_of<ValueError>([] { TensorRecord({2, 3}, {1}, at::kFloat); }), HasSubstr("[2, 3] and [1], expected the same number of dims"));
-  EXPECT_THAT(message_of<ValueError>([] { TensorRecord({2, -1}, {1, 1}, at::kFloat); }), HasSubstr("shape: got [2, -1]"));
-  EXPECT_THAT(message_of<ValueError>([] { TensorRecord({2}, {-1}, at::kFloat); }), HasSubstr("stride: got [-1]"));
+  EXPECT_THAT(message_of<ValueError>([] {
+                TensorRecord({2, 3}, {1}, at::kFloat);
+              }),
+              HasSubstr("[2, 3] and [1], expected the same number of dims"));
+  EXPECT_THAT(message_of<ValueError>([] {
+                TensorRecord({2, -1}, {1, 1}, at::kFloat);
+              }),
+              HasSubstr("shape: got [2, -1]"));
+  EXPECT_THAT(message_of<ValueError>([] { TensorRecord({2}, {-1}, at::kFloat); }),
+              HasSubstr("stride: got [-1]"));
   EXPECT_THAT(message_of<ValueError>([] { TensorRecord({2}, {1}, at::kQInt8); }), HasSubstr("dequantize"));
-  EXPECT_THAT(message_of<ValueError>([] { TensorRecord({2}, {1}, at::kLong, true); }), HasSubstr("true for int64"));
+  EXPECT_THAT(message_of<ValueError>([] { TensorRecord({2}, {1}, at::kLong, true); }),
+              HasSubstr("true for int64"));
   EXPECT_THROW(TensorRecord({2}, {1}, at::ScalarType::Undefined), ValueError);
   EXPECT_THROW(TensorRecord({2}, {1}, static_cast<at::ScalarType>(100)), ValueError);
-  EXPECT_THAT(message_of<ValueError>([] { TensorRecord({kHuge, 2}, {1, 1}, at::kByte); }), HasSubstr("fewer bytes"));
+  EXPECT_THAT(message_of<ValueError>([] {
+                TensorRecord({kHuge, 2}, {1, 1}, at::kByte);
+              }),
+              HasSubstr("fewer bytes"));
   EXPECT_THROW(TensorRecord({kHuge}, {1}, at::kFloat), ValueError);
   EXPECT_THROW(TensorRecord({kHuge}, {0}, at::kFloat), ValueError);
   EXPECT_THROW(TensorRecord({3}, {kHuge}, at::kByte), ValueError);
@@ -176,8 +216,12 @@ TEST(TensorRecord, WhatNoTensorCanBe) {
 }
 
 TEST(TensorRecord, TensorsThatFourFieldsCannotDescribe) {
-  EXPECT_THAT(message_of<PipeliningMetadataError>([] { record_of(at::Tensor()); }), HasSubstr("an undefined tensor"));
-  EXPECT_THAT(message_of<PipeliningMetadataError>([] { record_of(at::ones({2, 2}).to_sparse()); }), HasSubstr("to_dense()"));
+  EXPECT_THAT(message_of<PipeliningMetadataError>([] { record_of(at::Tensor()); }),
+              HasSubstr("an undefined tensor"));
+  EXPECT_THAT(message_of<PipeliningMetadataError>([] {
+                record_of(at::ones({2, 2}).to_sparse());
+              }),
+              HasSubstr("to_dense()"));
   const at::Tensor quantized = at::quantize_per_tensor(at::ones({2}), 0.5, 0, at::kQInt8);
   EXPECT_THAT(message_of<PipeliningMetadataError>([&] { record_of(quantized); }), HasSubstr("dequantize()"));
   EXPECT_THROW(meta_of(at::Tensor()), PipeliningMetadataError);
@@ -187,8 +231,10 @@ TEST(TensorRecord, DifferencesNameEachFieldButRequiresGrad) {
   const TensorRecord a({2, 3}, {3, 1}, at::kFloat, true);
   EXPECT_THAT(differences(a, a), IsEmpty());
   EXPECT_THAT(differences(a, TensorRecord({2, 4}, {4, 1}, at::kHalf, true)),
-              ElementsAre("shape: got [2, 4], expected [2, 3]", "stride: got [4, 1], expected [3, 1]", "dtype: got float16, expected float32"));
-  EXPECT_THAT(differences(a, TensorRecord({2, 3}, {1, 2}, at::kFloat, true)), ElementsAre("stride: got [1, 2], expected [3, 1]"));
+              ElementsAre("shape: got [2, 4], expected [2, 3]", "stride: got [4, 1], expected [3, 1]",
+                          "dtype: got float16, expected float32"));
+  EXPECT_THAT(differences(a, TensorRecord({2, 3}, {1, 2}, at::kFloat, true)),
+              ElementsAre("stride: got [1, 2], expected [3, 1]"));
   // Equal for the contract, though not equal as values; the explicit question tells.
   const TensorRecord no_grad = a.with_requires_grad(false);
   EXPECT_NE(a, no_grad);
@@ -201,7 +247,8 @@ TEST(TensorRecord, DifferencesNameEachFieldButRequiresGrad) {
 TEST(TensorRecord, Text) {
   EXPECT_EQ(to_string(TensorRecord()), "float32[]");
   EXPECT_EQ(to_string(TensorRecord({2, 3}, {3, 1}, at::kHalf)), "float16[2, 3]");
-  EXPECT_EQ(to_string(TensorRecord({2, 3}, {1, 2}, at::kFloat, true)), "float32[2, 3] stride [1, 2] requires_grad");
+  EXPECT_EQ(to_string(TensorRecord({2, 3}, {1, 2}, at::kFloat, true)),
+            "float32[2, 3] stride [1, 2] requires_grad");
 }
 
 TEST(TensorRecord, EqualityAndHashSeeEveryField) {
@@ -257,8 +304,10 @@ TEST(DistributedRecord, AskingForTheOtherKindNamesTheRightCall) {
   // Caught as what it derives from, too.
   EXPECT_THROW(record_of(whole), std::exception);
   EXPECT_EQ(record_of(local_if_distributed(whole)).shape(), (Sizes{2, 3}));
-  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { distributed_record_of(at::ones({2})); }), HasSubstr("call record_of(tensor)"));
-  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { distributed_record_of(at::Tensor()); }), HasSubstr("an undefined tensor"));
+  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { distributed_record_of(at::ones({2})); }),
+              HasSubstr("call record_of(tensor)"));
+  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { distributed_record_of(at::Tensor()); }),
+              HasSubstr("an undefined tensor"));
 }
 
 TEST(DistributedRecord, LocalIfDistributed) {
@@ -296,7 +345,8 @@ TEST(DistributedRecord, RegistrationEndsWithItsObject) {
   }
   EXPECT_FALSE(is_distributed_tensor(whole));
   EXPECT_EQ(record_of(whole).shape(), (Sizes{4, 3}));
-  EXPECT_THAT(message_of<ValueError>([] { DistributedTypeRegistration({.name = "half"}); }), HasSubstr("holds, record and local"));
+  EXPECT_THAT(message_of<ValueError>([] { DistributedTypeRegistration({.name = "half"}); }),
+              HasSubstr("holds, record and local"));
 }
 
 TEST(DistributedRecord, ReadersAndRegistrationsMayRunAtTheSameTime) {
@@ -340,22 +390,27 @@ TEST(DistributedRecord, DifferencesNameEachField) {
   ASSERT_EQ(all.size(), fields.size());
   for (std::size_t i = 0; i < all.size(); ++i) {
     std::vector<std::string> found;
-    for (const std::string& line : differences(TensorMeta(all[0]), TensorMeta(all[i]))) found.push_back(line.substr(0, line.find(':')));
+    for (const std::string& line : differences(TensorMeta(all[0]), TensorMeta(all[i])))
+      found.push_back(line.substr(0, line.find(':')));
     EXPECT_EQ(found, fields[i]) << to_string(all[i]);
   }
   EXPECT_THAT(differences(all[0], all[6]), ElementsAre("placements: got [S(1), R], expected [S(0), R]"));
   EXPECT_THAT(differences(all[0], all[12]), ElementsAre("mesh axes: got [tp, dp], expected [dp, tp]"));
   EXPECT_THAT(differences(all[0], all[15]), ElementsAre("mesh layout: got none, expected (2, 2):(2, 1)"));
-  EXPECT_THAT(requires_grad_differences(TensorMeta(all[0]), TensorMeta(all[16])), ElementsAre("requires_grad: got true, expected false"));
+  EXPECT_THAT(requires_grad_differences(TensorMeta(all[0]), TensorMeta(all[16])),
+              ElementsAre("requires_grad: got true, expected false"));
 }
 
 TEST(DistributedRecord, AgainstAPlainOneThereIsOneLineForTheKind) {
   const DistributedRecord distributed = test::distributed_variants()[0];
   const TensorMeta plain = distributed.local();
-  EXPECT_THAT(differences(TensorMeta(distributed), plain), ElementsAre("kind: got a plain tensor, expected a distributed tensor"));
-  EXPECT_THAT(differences(plain, TensorMeta(distributed)), ElementsAre("kind: got a distributed tensor, expected a plain tensor"));
+  EXPECT_THAT(differences(TensorMeta(distributed), plain),
+              ElementsAre("kind: got a plain tensor, expected a distributed tensor"));
+  EXPECT_THAT(differences(plain, TensorMeta(distributed)),
+              ElementsAre("kind: got a distributed tensor, expected a plain tensor"));
   EXPECT_NE(plain, TensorMeta(distributed));
-  EXPECT_THAT(differences(TensorMeta(distributed), TensorMeta(TensorRecord::contiguous({9}, at::kFloat))), SizeIs(3));
+  EXPECT_THAT(differences(TensorMeta(distributed), TensorMeta(TensorRecord::contiguous({9}, at::kFloat))),
+              SizeIs(3));
 }
 
 TEST(DistributedRecord, EqualityAndHashSeeEveryField) {
@@ -380,17 +435,21 @@ TEST(DistributedRecord, PartsThatCannotBelongTogether) {
   EXPECT_THAT(refused({4, 3}, {3, 1}, {Shard{2}}, key), HasSubstr("dims below 2"));
   EXPECT_THAT(refused({4, 3}, {3, 1}, {Shard{-1}}, key), HasSubstr("counted from the front"));
   EXPECT_THAT(refused({4, 3}, {3, 1}, {StridedShard{0, 0}}, key), HasSubstr("split factors of at least 1"));
-  EXPECT_THAT(refused({4, 3}, {3, 1}, {Shard{0}, Replicate{}}, key), HasSubstr("got [S(0), R], expected 1 placement"));
+  EXPECT_THAT(refused({4, 3}, {3, 1}, {Shard{0}, Replicate{}}, key),
+              HasSubstr("got [S(0), R], expected 1 placement"));
   EXPECT_THAT(refused({4, 3}, {3, 1}, {}, key), HasSubstr("got [], expected 1 placement"));
-  EXPECT_THAT(refused({4, 3}, {3, 1}, {Shard{0}}, MeshKey{{"a", "b"}, MeshLayout({2})}), HasSubstr("mesh axis names: got [a, b]"));
-  EXPECT_THAT(refused({4, 3}, {3, 1}, {Shard{0}}, MeshKey{{"a", "b"}, std::nullopt}), HasSubstr("expected 2 placements"));
+  EXPECT_THAT(refused({4, 3}, {3, 1}, {Shard{0}}, MeshKey{{"a", "b"}, MeshLayout({2})}),
+              HasSubstr("mesh axis names: got [a, b]"));
+  EXPECT_THAT(refused({4, 3}, {3, 1}, {Shard{0}}, MeshKey{{"a", "b"}, std::nullopt}),
+              HasSubstr("expected 2 placements"));
   EXPECT_EQ(DistributedRecord().global_shape(), Sizes{});
   EXPECT_EQ(DistributedRecord().mesh_key(), MeshKey{});
 }
 
 TEST(DistributedRecord, Text) {
   const auto record = test::distributed_variants()[0];
-  EXPECT_EQ(to_string(TensorMeta(record)), "float32[2, 3] of [4, 3], placements [S(0), R], mesh [dp, tp] (2, 2):(2, 1)");
+  EXPECT_EQ(to_string(TensorMeta(record)),
+            "float32[2, 3] of [4, 3], placements [S(0), R], mesh [dp, tp] (2, 2):(2, 1)");
   EXPECT_EQ(to_string(std::optional<TensorMeta>()), "nothing");
 }
 

@@ -167,8 +167,8 @@ void MessageReader::expect_end() const {
 }
 
 void MessageReader::refuse(std::size_t offset, std::string_view what, std::string_view actual,
-                           std::string_view expected) const {
-  fail(kind_, offset, what, actual, expected, kSameBuild);
+                           std::string_view expected, std::string_view remedy) const {
+  fail(kind_, offset, what, actual, expected, remedy.empty() ? std::string_view(kSameBuild) : remedy);
 }
 
 void decode(MessageReader& reader, bool& value) {

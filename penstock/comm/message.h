@@ -135,9 +135,9 @@ class MessageReader {
   std::size_t take_count(std::size_t minimum_bytes);
 
   // For `decode`: refuses the field at `offset`, whose bytes are intact but whose value is not allowed (an unknown enum
-  // value, ...).
-  [[noreturn]] void refuse(std::size_t offset, std::string_view what, std::string_view actual,
-                           std::string_view expected) const;
+  // value, ...). Without a remedy the message asks for the same build on all ranks.
+  [[noreturn]] void refuse(std::size_t offset, std::string_view what, std::string_view actual, std::string_view expected,
+                           std::string_view remedy = {}) const;
 
  private:
   std::span<const std::uint8_t> bytes_;

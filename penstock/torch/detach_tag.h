@@ -1,0 +1,9 @@
+// Asks a call for tensors that are detached from their graph: flatten_args(args, kDetach).
+#pragma once
+
+namespace penstock {
+
+struct DetachTag {};
+inline constexpr DetachTag kDetach{};
+
+}  // namespace penstock

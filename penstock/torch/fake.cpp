@@ -24,6 +24,11 @@ at::Tensor meta_like(const at::Tensor& tensor) {
   return meta;
 }
 
+void require_grad(const at::Tensor& fake) {
+  if (fake.is_cuda()) check_cuda_can_require_grad();
+  fake.requires_grad_(true);
+}
+
 // The device of a result: that of the arguments, where numbers on the CPU may join any device.
 class CommonDevice {
  public:
@@ -243,7 +248,6 @@ class FakeCall {
 void FakePayload::dispatch(const c10::OperatorHandle& op, Stack* stack) { FakeCall(op, stack, nullptr).run(); }
 
 at::Tensor wrap_meta(const at::Tensor& meta, at::Device device, const at::Tensor* viewed) {
-  if (device.is_cuda()) ensure_cuda_guard();
   WrapperGeometry geometry = geometry_of(meta);
   geometry.device = device;
   return make_wrapper(c10::make_intrusive<FakePayload>(meta, device), geometry, viewed);
@@ -278,7 +282,7 @@ at::Tensor to_fake(const at::Tensor& real, at::Device device) {
   }
   const at::Device placed = detail::with_index(device);
   at::Tensor fake = detail::wrap_meta(meta, placed);
-  if (real.requires_grad()) fake.requires_grad_(true);
+  if (real.requires_grad()) detail::require_grad(fake);
   return fake;
 }
 
@@ -297,7 +301,7 @@ at::Tensor make_fake_strided(at::IntArrayRef sizes, at::IntArrayRef strides, con
   }
   const at::Device device = detail::with_index(options.device());
   at::Tensor fake = detail::wrap_meta(meta, device);
-  if (options.requires_grad()) fake.requires_grad_(true);
+  if (options.requires_grad()) detail::require_grad(fake);
   return fake;
 }
 

@@ -3,6 +3,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "penstock/base/errors.h"
+#include "penstock/torch/version.h"
 
 namespace penstock::detail {
 namespace {
@@ -33,16 +34,23 @@ class NoCuda final : public c10::impl::DeviceGuardImplInterface {
   static Device current() { return Device(c10::DeviceType::CUDA, 0); }
 };
 
+// True when there is a guard for CUDA: LibTorch's own or ours.
 bool register_guard() {
   auto& slot = c10::impl::device_guard_impl_registry[static_cast<std::size_t>(c10::DeviceType::CUDA)];
+#if PENSTOCK_TORCH_AT_LEAST(2, 6)
   if (!slot.load()) slot.store(new NoCuda);
-  return true;
+#endif
+  return slot.load() != nullptr;
 }
 
-const bool registered = register_guard();
+const bool guarded = register_guard();
 
 }  // namespace
 
-void ensure_cuda_guard() { PENSTOCK_INVARIANT(registered, "the program has not started yet"); }
+void check_cuda_can_require_grad() {
+  if (!guarded)
+    throw StateError("fake tensors: this LibTorch has no CUDA and is too old to differentiate CUDA tensors without it; make them without "
+                     "requires_grad, put them on the CPU, or use LibTorch 2.6 or newer");
+}
 
 }  // namespace penstock::detail

@@ -25,14 +25,14 @@ const ModeNode* current_mode_node() {
 }
 
 PoppedMode::PoppedMode(const ModeNode& top) : before_(c10::ThreadLocalDebugInfo::current()) {
-  if (before_.get() == top.with) {
+  if (before_.get() == top.with) [[likely]] {
     c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(top.without);
   } else {
     // Something else was put on top and must stay visible: put what lies below the mode on top of it.
     static const auto& empty = *new std::shared_ptr<ModeNode>(std::make_shared<ModeNode>());
     c10::ThreadLocalDebugInfo::_push(kKind, top.below ? top.below : empty);
   }
-  if (!current_mode_node()) include_python(false);
+  if (!top.below) include_python(false);
 }
 
 PoppedMode::~PoppedMode() {

@@ -72,7 +72,7 @@ const Known& known(const c10::OperatorHandle& op) {
     const Known* value = nullptr;
   };
   static constexpr std::size_t kSlots = 1024;
-  static thread_local std::vector<Slot> slots(kSlots);
+  static thread_local constinit Slot slots[kSlots] = {};
   const c10::FunctionSchema* key = &op.schema();
   Slot& slot = slots[(reinterpret_cast<std::uintptr_t>(key) / 64) % kSlots];
   if (slot.key != key) [[unlikely]]

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include "penstock/torch/version.h"
 #include "penstock/torch/wrapper.h"
 #include "tests/has_text.h"
 #include "tests/torch/module_zoo.h"
@@ -129,16 +130,26 @@ TEST(Fake, SpreadsWithoutTheMode) {
 }
 
 TEST(Fake, CudaNeedsNoGpu) {
-  const at::Tensor x = make_fake({4, 4}, at::device(at::kCUDA).requires_grad(true));
-  const at::Tensor y = (x.matmul(x) * 2).sum();
-  EXPECT_EQ(y.device(), at::Device(at::kCUDA, 0));
-  y.backward();
-  EXPECT_EQ(x.grad().device(), at::Device(at::kCUDA, 0));
+  const at::Tensor x = make_fake({4, 4}, at::device(at::kCUDA));
+  EXPECT_EQ((x.matmul(x) * 2).sum().device(), at::Device(at::kCUDA, 0));
   EXPECT_EQ(x.to(at::kCPU).device(), at::Device(at::kCPU));
   FakeMode mode;
   const ModeGuard guard(mode);
   EXPECT_EQ(torch::ones({2}, at::kCUDA).device(), at::Device(at::kCUDA, 0));
   EXPECT_EQ(torch::ones({2}).to(at::Device(at::kCUDA, 1)).device(), at::Device(at::kCUDA, 1));
+}
+
+TEST(Fake, CudaBackwardNeedsNoGpu) {
+  const auto leaf = [] { return make_fake({4, 4}, at::device(at::Device(at::kCUDA, 1)).requires_grad(true)); };
+#if !PENSTOCK_TORCH_AT_LEAST(2, 6)
+  if (!at::hasCUDA()) {
+    EXPECT_THROW(leaf(), StateError);
+    return;
+  }
+#endif
+  const at::Tensor x = at::hasCUDA() ? make_fake({4, 4}, at::device(at::kCUDA).requires_grad(true)) : leaf();
+  (x.matmul(x) * 2).sum().backward();
+  EXPECT_EQ(x.grad().device(), x.device());
 }
 
 template <class Error>

@@ -1,0 +1,137 @@
+#include "penstock/torch/deferred_init.h"
+
+#include <gtest/gtest.h>
+
+#include "tests/torch/module_zoo.h"
+
+namespace penstock {
+namespace {
+
+namespace nn = torch::nn;
+
+class DeferredZoo : public ::testing::TestWithParam<zoo::Entry> {};
+
+// Parameters and buffers are what building the module in earnest gives, bit for bit.
+TEST_P(DeferredZoo, GivesWhatBuildingGives) {
+  zoo::Case expected = GetParam().make();
+  if (!expected.module) return;
+  DeferredInit deferred;
+  zoo::Case made;
+  {
+    const ModeGuard guard(deferred);
+    made = GetParam().make();
+  }
+  for (const at::Tensor& parameter : made.module->parameters()) EXPECT_TRUE(is_fake(parameter));
+  torch::manual_seed(11);  // the seed that the zoo builds with
+  std::vector<at::Tensor> all = made.inputs;  // drawn from the same generator
+  for (const at::Tensor& parameter : made.module->parameters()) all.push_back(parameter);
+  for (const at::Tensor& buffer : made.module->buffers()) all.push_back(buffer);
+  deferred.materialize(all);
+  const auto names = [](const nn::Module& module) { return module.named_parameters().keys(); };
+  EXPECT_EQ(names(*expected.module), names(*made.module));
+  const auto compare = [](const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+    ASSERT_EQ(a.size(), b.size());
+    for (std::size_t i = 0; i < a.size(); ++i) {
+      EXPECT_FALSE(is_fake(b[i]));
+      EXPECT_EQ(a[i].requires_grad(), b[i].requires_grad());
+      EXPECT_EQ(a[i].strides(), b[i].strides());
+      EXPECT_TRUE(at::equal(a[i], b[i])) << i;
+    }
+  };
+  compare(expected.module->parameters(), made.module->parameters());
+  compare(expected.module->buffers(), made.module->buffers());
+  // And it trains like it.
+  const auto run = [](zoo::Case& made, const zoo::Tensors& inputs) {
+    torch::manual_seed(1);
+    const at::Tensor loss = zoo::loss_of(made.forward(inputs));
+    if (loss.defined()) loss.backward();
+    return loss;
+  };
+  const at::Tensor a = run(expected, expected.inputs), b = run(made, expected.inputs);
+  ASSERT_EQ(a.defined(), b.defined());
+  EXPECT_TRUE(!a.defined() || at::equal(a, b));
+}
+
+INSTANTIATE_TEST_SUITE_P(Zoo, DeferredZoo, ::testing::ValuesIn(zoo::all()), [](const auto& info) { return info.param.name; });
+
+struct Tied : nn::Module {
+  Tied() {
+    first = register_module("first", nn::Linear(4, 4));
+    second = register_module("second", nn::Linear(4, 4));
+    second->weight.set_data(first->weight);  // one memory, two parameters
+    scale = register_buffer("scale", torch::full({4}, 2.0) * first->weight.detach().sum(0));
+  }
+  nn::Linear first{nullptr}, second{nullptr};
+  at::Tensor scale;
+};
+
+TEST(DeferredInit, PartByPartKeepsTies) {
+  DeferredInit deferred;
+  std::shared_ptr<Tied> model;
+  {
+    const ModeGuard guard(deferred);
+    model = std::make_shared<Tied>();
+  }
+  deferred.materialize(*model->second);
+  EXPECT_FALSE(is_fake(model->second->weight));
+  EXPECT_TRUE(is_fake(model->first->weight));
+  deferred.materialize(*model);
+  EXPECT_TRUE(model->first->weight.is_alias_of(model->second->weight));
+  EXPECT_TRUE(at::equal(model->scale, 2 * model->first->weight.detach().sum(0)));
+}
+
+TEST(DeferredInit, AHugeModelOneLayerOfIt) {
+  DeferredInit deferred;
+  nn::Sequential model{nullptr};
+  {
+    const ModeGuard guard(deferred);
+    model = nn::Sequential(nn::Linear(65536, 65536), nn::Linear(65536, 65536), nn::Linear(8, 2));
+  }
+  deferred.materialize(*model[2]);
+  EXPECT_FALSE(is_fake(model->parameters().back()));
+  EXPECT_TRUE(is_fake(model->parameters().front()));
+  EXPECT_LE(model->parameters()[4].abs().max().item<float>(), 1.0f / std::sqrt(8.0f)) << "initialized as nn::Linear does";
+  EXPECT_GT(model->parameters()[4].abs().max().item<float>(), 0.0f);
+}
+
+TEST(DeferredInit, OptimizersSeeTheMemory) {
+  DeferredInit deferred;
+  nn::Linear layer{nullptr};
+  {
+    const ModeGuard guard(deferred);
+    layer = nn::Linear(4, 2);
+  }
+  torch::optim::SGD optimizer(layer->parameters(), 0.1);
+  deferred.materialize(*layer);
+  const at::Tensor before = layer->weight.detach().clone();
+  layer->forward(torch::ones({1, 4})).sum().backward();
+  optimizer.step();
+  EXPECT_TRUE(at::allclose(layer->weight.detach(), before - 0.1));
+}
+
+TEST(DeferredInit, ForeignFakeTensorsAreReported) {
+  nn::Linear layer(4, 2);
+  replace_data(layer->weight, to_fake(layer->weight.detach()));
+  DeferredInit deferred;
+  EXPECT_THROW(deferred.materialize(*layer), StateError);
+  deferred.materialize({torch::ones({2})});  // has memory: nothing to do
+  materialize_empty(*layer);
+  EXPECT_FALSE(is_fake(layer->weight));
+  EXPECT_EQ(layer->weight.sizes(), at::IntArrayRef({2, 4}));
+  layer->forward(torch::ones({1, 4}));
+}
+
+TEST(DeferredInit, EmptyMemoryKeepsTies) {
+  DeferredInit deferred;
+  std::shared_ptr<Tied> model;
+  {
+    const ModeGuard guard(deferred);
+    model = std::make_shared<Tied>();
+  }
+  materialize_empty(*model);
+  EXPECT_TRUE(model->first->weight.is_alias_of(model->second->weight));
+  EXPECT_TRUE(model->first->weight.requires_grad());
+}
+
+}  // namespace
+}  // namespace penstock

@@ -143,7 +143,9 @@ thread_local std::vector<FlopCounter::Moment> FlopCounter::backward_nodes;
 
 const std::map<std::string, FlopCounter::Formula> FlopCounter::kFormulas = [] {
   std::map<std::string, Formula> formulas;
-  formulas["aten::mm"] = formulas["aten::bmm"] = [](const Stack& a, const c10::IValue&) { return product(a[0].toTensor(), a[1].toTensor()); };
+  formulas["aten::mm"] = formulas["aten::bmm"] = [](const Stack& a, const c10::IValue&) {
+    return product(a[0].toTensor(), a[1].toTensor());
+  };
   formulas["aten::addmm"] = formulas["aten::baddbmm"] = [](const Stack& a, const c10::IValue&) {
     return product(a[1].toTensor(), a[2].toTensor());
   };
@@ -193,7 +195,8 @@ struct LayerImpl : torch::nn::Module {
   Tensor attention(const Tensor& x) {  // (batch, time, width)
     const FlopCounter::Scope scope("attention");
     const std::int64_t batch = x.size(0), time = x.size(1), size = x.size(2) / heads;
-    const auto parts = qkv->forward(x).view({batch, time, 3, heads, size}).permute({2, 0, 3, 1, 4}).unbind(0);  // (batch, heads, time, size)
+    // query, key and value, each (batch, heads, time, size)
+    const auto parts = qkv->forward(x).view({batch, time, 3, heads, size}).permute({2, 0, 3, 1, 4}).unbind(0);
     const Tensor scores = torch::matmul(parts[0], parts[1].transpose(2, 3)) / std::sqrt(static_cast<double>(size));
     const Tensor future = torch::ones({time, time}, torch::kBool).triu(1);
     const Tensor mixed = torch::matmul(scores.masked_fill(future, -1e9).softmax(-1), parts[2]);
@@ -295,7 +298,8 @@ bool gpt2_without_memory() {
   const FlopCounter::Count total = counter.total();
   fmt::print("GPT-2, {} parameters, {} x {} tokens: {:.2f} TFLOP for forward and backward, counted in {:.0f} ms without memory\n",
              parameters, batch, shape.context, static_cast<double>(total.forward + total.backward) * 1e-12, took.count());
-  return check(parameters == 124'439'808, "the model has the parameters of GPT-2") & check_transformer(total, shape, batch, shape.context);
+  const bool good = check(parameters == 124'439'808, "the model has the parameters of GPT-2");
+  return check_transformer(total, shape, batch, shape.context) && good;
 }
 
 bool convolutions() {

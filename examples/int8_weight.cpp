@@ -39,8 +39,8 @@ class Int8Weight final : public Payload {
   // The numbers this weight stands for, as a plain float tensor.
   at::Tensor value() const { return data.to(torch::kFloat) * scale; }
 
-  // Writes new numbers. A row's scale grows when they no longer fit and never shrinks: weights that did not move then keep
-  // their value exactly. Rounding is stochastic: most steps of an optimizer are smaller than half a unit of int8, which
+  // Writes new numbers. A row's scale grows when they no longer fit and never shrinks: weights that did not move then
+  // keep their value. Rounding is stochastic: most steps of an optimizer are smaller than half a unit of int8, which
   // rounding to nearest would lose one and all; so each moves the weight with the probability it deserves.
   void store(const at::Tensor& numbers) const {
     std::vector<std::int64_t> shared;  // the dims along which one scale serves all
@@ -75,7 +75,9 @@ class Int8Weight final : public Payload {
       case Way::Write: {  // dequantize, let the operator write the plain copy, requantize; the result is the argument itself
         const Stack results = call.run([](const Int8Weight& weight) { return weight.value(); });
         const at::Tensor self = call.arguments()[0].toTensor();
-        payload_as<Int8Weight>(self)->store(results[0].toTensor());
+        const auto& weight = *payload_as<Int8Weight>(self);
+        if (found->first == "aten::copy_") weight.scale.zero_();  // all numbers are new: the scale is fitted to them
+        weight.store(results[0].toTensor());
         stack->push_back(self);
         return;
       }
@@ -91,14 +93,11 @@ class Int8Weight final : public Payload {
   enum class Way { Parts, Read, Write };
   // With the overload's name: "aten::mm" is not "aten::mm.out", which writes.
   static inline const std::map<std::string_view, Way> kWays = {
-      {"aten::t", Way::Parts},         {"aten::transpose.int", Way::Parts}, {"aten::detach", Way::Parts},
-      {"aten::alias", Way::Parts},     {"aten::clone", Way::Parts},
-      {"aten::mm", Way::Read},         {"aten::addmm", Way::Read},          {"aten::_to_copy", Way::Read},
-      {"aten::add.Tensor", Way::Read}, {"aten::mul.Tensor", Way::Read},     {"aten::sub.Tensor", Way::Read},
-      {"aten::norm.Scalar", Way::Read}, {"aten::empty_like", Way::Read},    {"aten::zeros_like", Way::Read},
-      {"aten::add_.Tensor", Way::Write}, {"aten::sub_.Tensor", Way::Write}, {"aten::mul_.Tensor", Way::Write},
-      {"aten::addcmul_", Way::Write},  {"aten::addcdiv_", Way::Write},      {"aten::copy_", Way::Write},
-      {"aten::zero_", Way::Write},
+      {"aten::t", Way::Parts},           {"aten::transpose.int", Way::Parts}, {"aten::detach", Way::Parts},
+      {"aten::clone", Way::Parts},       {"aten::mm", Way::Read},             {"aten::addmm", Way::Read},
+      {"aten::add.Tensor", Way::Read},   {"aten::_to_copy", Way::Read},       {"aten::empty_like", Way::Read},
+      {"aten::zeros_like", Way::Read},   {"aten::add_.Tensor", Way::Write},   {"aten::mul_.Tensor", Way::Write},
+      {"aten::mul_.Scalar", Way::Write}, {"aten::addcdiv_", Way::Write},      {"aten::copy_", Way::Write},
   };
 
   static at::Tensor wrap(const at::Tensor& data, const at::Tensor& scale, const at::Tensor* viewed = nullptr) {
@@ -159,7 +158,8 @@ int main() {
              100.0 * static_cast<double>(int8.weight_bytes) / static_cast<double>(plain.weight_bytes));
 
   bool good = check(int8.last_loss < 0.1 * int8.first_loss, "the loss fell to a tenth with int8 weights");
-  good &= check(int8.last_loss < plain.last_loss + 0.02 * plain.first_loss, "it ended within 2 % of the first loss of the float run");
+  good &= check(int8.last_loss < plain.last_loss + 0.005 * plain.first_loss,
+                "it ended where the float run did, within 0.5 % of the first loss");
   good &= check(int8.weight_bytes * 3 < plain.weight_bytes, "the weights take less than a third of the memory");
 
   // Taken apart and put together again: what a checkpoint does.
@@ -167,6 +167,11 @@ int main() {
   const torch::Tensor again = unflatten_wrapper(flatten_wrapper(weight));
   good &= check(torch::equal(payload_as<Int8Weight>(again)->value(), payload_as<Int8Weight>(weight)->value()),
                 "flatten and unflatten give the same weight");
+
+  // Writes reach every view; a copy brings its own scale.
+  weight.t().copy_(torch::full({8, 4}, 0.01));
+  good &= check(torch::allclose(payload_as<Int8Weight>(weight)->value(), torch::full({4, 8}, 0.01), 1e-2),
+                "a copy into a view of the weight writes the weight");
 
   // An operator that the subclass does not know is an error with its name, never a silent conversion.
   try {

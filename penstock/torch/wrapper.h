@@ -1,21 +1,28 @@
 // Tensor subclasses in C++: a tensor that carries an object of yours, which then handles every operator on it.
 //
-//   class Negated final : public penstock::Payload {           // a tensor that stores minus its value
+//   class Logged final : public penstock::Payload {                 // a tensor that tells what is done to it
 //    public:
-//     explicit Negated(at::Tensor inner) : inner(std::move(inner)) {}
-//     std::string_view kind() const override { return "Negated"; }
+//     static constexpr std::string_view kKind = "Logged";
+//     explicit Logged(at::Tensor inner) : inner(std::move(inner)) {}
+//     static at::Tensor make(const at::Tensor& inner, const at::Tensor* viewed = nullptr) {
+//       return penstock::make_wrapper_like(c10::make_intrusive<Logged>(inner), inner, viewed);
+//     }
+//     std::string_view kind() const override { return kKind; }
 //     void dispatch(const c10::OperatorHandle& op, penstock::Stack* stack) override {
-//       penstock::map_arguments(op, stack, [](const at::Tensor& t) {            // plain tensors in,
-//         const auto* negated = penstock::payload_as<Negated>(t);
-//         return negated ? negated->inner.neg() : t;
+//       std::cout << op.operator_name() << "\n";
+//       penstock::WrapperCall<Logged> call(op, stack);                // takes the arguments,
+//       const penstock::Stack results = call.run([](const Logged& logged) { return logged.inner; });  // calls the operator,
+//       call.finish(results, [](const at::Tensor& inner, penstock::ResultPlace, const at::Tensor* viewed) {
+//         return make(inner, viewed);                                 // and wraps what is new; in place, the argument itself
 //       });
-//       op.callBoxed(stack);                                                    // the operator itself,
-//     }                                                                         // plain tensors out
+//     }
 //     at::Tensor inner;
 //   };
-//   at::Tensor x = penstock::make_wrapper(c10::make_intrusive<Negated>(inner), penstock::geometry_of(inner));
+//   at::Tensor x = Logged::make(torch::ones({3}));
 //   x.set_requires_grad(true);
-//   (x * 2).sum().backward();                                                   // autograd is none the wiser
+//   (x * 2).sum().backward();                                         // autograd is none the wiser; x.grad() is Logged too
+//
+// A guide with larger examples: docs/subclasses.md.
 //
 // How it works. The wrapper is a TensorImpl with sizes, strides, dtype and device but no memory. Operators on it run
 // through autocast and autograd as usual and then, in place of a CPU or CUDA kernel, call `dispatch` of the payload. So
@@ -24,8 +31,8 @@
 //
 // A handler gets the arguments on top of `stack` (as many as the schema has) and leaves the results in their place. It
 // must leave exactly as many as the schema returns; anything else is a TypeError that names the operator. For an in-place
-// or out= operator the result must be the argument itself. `penstock/torch/wrapper_call.h` does all this for payloads that
-// hold tensors of the same shape.
+// or out= operator the result must be the argument itself. WrapperCall (penstock/torch/wrapper_call.h) does all this for
+// payloads that hold tensors of the wrapper's shape.
 //
 // With payloads of several kinds in one call, the kind with the highest `priority` handles it, and among equals the first.
 // Wrappers nest: an inner tensor may be a wrapper.

@@ -93,6 +93,11 @@ struct FillOperator {
   }
 
   static Tensor& autograd(Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, Arguments... arguments) {
+    // Without derivatives there is nothing to record. Tangents of forward differentiation go the long way, which refuses them.
+    if (!(at::GradMode::is_enabled() && self.requires_grad()) && !self._fw_grad(0).defined()) {
+      at::AutoDispatchBelowAutograd below;
+      return call(self, key, shape, offset, arguments...);
+    }
     const std::function<void(Tensor&)> overwrite = [&](Tensor& tensor) { call(tensor, key, shape, offset, arguments...); };
     OverwriteFunction::apply(self, &overwrite);
     return self;

@@ -9,6 +9,7 @@
 // from the same text with -ffp-contract=off.
 //
 // Exists only in builds with CUDA. Every failure is an error that says which call failed, with the compiler's log if there is one.
+// Capture into a CUDA graph: launch once before it, because loading a kernel is not allowed during capture.
 // Thread rule: any number of threads may launch one kernel. A kernel is compiled once for each compute capability and loaded once
 // for each device; it stays loaded until the process ends, because at that time the driver may be gone before us.
 #pragma once

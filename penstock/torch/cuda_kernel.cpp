@@ -202,10 +202,6 @@ void* CudaKernel::function_for(int device) {
   const int capability = 10 * properties->major + properties->minor;
   auto image = images_.find(capability);
   if (image == images_.end()) image = images_.emplace(capability, compile_cuda(text_, capability)).first;
-  // The runtime makes its context at its first call on a device; the driver needs it to be there.
-  Context context = nullptr;
-  check_driver(driver().current_context(&context), "cuCtxGetCurrent", text_.name, device);
-  if (context == nullptr) C10_CUDA_CHECK(cudaFree(nullptr));
   Module module = nullptr;
   check_driver(driver().load(&module, image->second.data()), "cuModuleLoadData", text_.name, device);
   Function function = nullptr;
@@ -217,6 +213,11 @@ void* CudaKernel::function_for(int device) {
 void CudaKernel::launch_pointers(int device, unsigned blocks, unsigned threads, void** arguments) {
   if (blocks == 0) return;
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  // The driver needs a context, which the runtime gives a thread at its first call there: autograd's worker threads may not
+  // have made one.
+  Context context = nullptr;
+  check_driver(driver().current_context(&context), "cuCtxGetCurrent", text_.name, device);
+  if (context == nullptr) C10_CUDA_CHECK(cudaFree(nullptr));
   const auto function = static_cast<Function>(function_for(device));
   const auto stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device));
   check_driver(driver().launch(function, blocks, 1, 1, threads, 1, 1, 0, stream.stream(), arguments, nullptr), "cuLaunchKernel", text_.name, device);

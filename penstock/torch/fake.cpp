@@ -3,9 +3,12 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "penstock/torch/fake_cuda.h"
 #include "penstock/torch/fake_payload.h"
 #include "penstock/torch/operator_traits.h"
+#include "penstock/torch/shape_helpers.h"
 
 namespace penstock {
 namespace detail {
@@ -19,7 +22,15 @@ at::Device with_index(at::Device device) {
 }
 
 at::Tensor meta_like(const at::Tensor& tensor) {
-  at::Tensor meta = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).requires_grad(false).pinned_memory(false));
+  const at::TensorOptions options = tensor.options().device(at::kMeta).requires_grad(false).pinned_memory(false);
+  at::Tensor meta;
+  if (const std::int64_t offset = tensor.storage_offset(); offset == 0) {
+    meta = at::empty_strided(tensor.sizes(), tensor.strides(), options);
+  } else {  // memory that reaches to the last element
+    std::int64_t elements = offset + (tensor.numel() > 0 ? 1 : 0);
+    for (std::int64_t i = 0; i < tensor.dim(); ++i) elements += std::max<std::int64_t>(tensor.size(i) - 1, 0) * tensor.stride(i);
+    meta = at::empty({elements}, options).as_strided(tensor.sizes(), tensor.strides(), offset);
+  }
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) meta.unsafeGetTensorImpl()->set_wrapped_number(true);
   return meta;
 }
@@ -106,10 +117,12 @@ class FakeCall {
     const at::Device device = result_device();
     try {
       const BelowWrappersGuard below;
-      if (rule_.kind == FakeRule::Kind::Shape)
+      if (rule_.kind == FakeRule::Kind::Shape) {
+        const ShapeDeviceScope scope(device);
         rule_.shape->callBoxed(op_, c10::DispatchKeySet(c10::DispatchKey::Meta), stack_);
-      else
+      } else {
         op_.callBoxed(stack_);
+      }
     } catch (const c10::NotImplementedError& error) {
       if (!may_retry) refuse_missing(traits_, error.what_without_backtrace());
       mark_for_decomposition(op_);

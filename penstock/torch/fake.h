@@ -62,7 +62,8 @@ at::Tensor make_fake_strided(at::IntArrayRef sizes, at::IntArrayRef strides, con
 //   register_shape_function("my::blur", [](const at::Tensor& image, int64_t radius) { return at::empty_like(image); });
 //
 // The signature is that of the operator with int64_t for SymInt and at::IntArrayRef for SymInt[]; capture nothing. A
-// function registered here goes before LibTorch's own. A second one for the same operator is a StateError.
+// function registered here goes before LibTorch's own, and serves the in-place and out= overloads of the operator too where
+// those have none. A second one for the same operator is a StateError, a wrong number of arguments a TypeError.
 template <class Function>
 void register_shape_function(const std::string& op, Function function);
 
@@ -70,11 +71,16 @@ void register_shape_function(const std::string& op, Function function);
 bool has_shape_function(const std::string& op);
 
 namespace detail {
-void add_shape_function(const std::string& op, c10::KernelFunction kernel);
+// `arguments`: how many the function takes; negative for boxed ones, which take any.
+void add_shape_function(const std::string& op, c10::KernelFunction kernel, int arguments);
+template <class Result, class... Arguments>
+constexpr int argument_count(Result (*)(Arguments...)) {
+  return static_cast<int>(sizeof...(Arguments));
 }
+}  // namespace detail
 template <class Function>
 void register_shape_function(const std::string& op, Function function) {
-  detail::add_shape_function(op, c10::KernelFunction::makeFromUnboxedRuntimeFunction(+function));
+  detail::add_shape_function(op, c10::KernelFunction::makeFromUnboxedRuntimeFunction(+function), detail::argument_count(+function));
 }
 
 }  // namespace penstock

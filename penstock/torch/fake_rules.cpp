@@ -9,6 +9,7 @@
 #include "penstock/torch/fake_payload.h"
 #include "penstock/torch/operator_traits.h"
 #include "penstock/torch/shape_functions.h"
+#include "penstock/torch/shape_helpers.h"
 
 namespace penstock {
 namespace detail {
@@ -47,6 +48,19 @@ bool depends_on_data(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
 }
 
+// A function that follows from the operator's kind, or from what is known of its functional overload; else null.
+const c10::KernelFunction* derived_function(const c10::OperatorHandle& op, Registry& registry) {
+  static const auto& nothing = *new c10::KernelFunction(c10::KernelFunction::makeFromBoxedFunction<write_only>());
+  static const auto& functional = *new c10::KernelFunction(c10::KernelFunction::makeFromBoxedFunction<through_functional>());
+  const OperatorTraits& traits = traits_of(op);
+  if (traits.mutates && traits.returns.empty() && traits.name.rfind("aten::", 0) == 0) return &nothing;
+  const auto overload = functional_overload(op);
+  if (!overload) return nullptr;
+  const bool known = registry.functions.count(c10::toString(overload->operator_name())) > 0 ||
+                     overload->hasKernelForDispatchKey(c10::DispatchKey::Meta);
+  return known ? &functional : nullptr;
+}
+
 FakeRule make_rule(const c10::OperatorHandle& op, Registry& registry) {
   static const std::set<std::string> mixing = {"aten::copy_", "aten::_copy_from", "aten::index", "aten::index_put", "aten::index_put_",
                                                "aten::_index_put_impl_"};
@@ -58,8 +72,11 @@ FakeRule make_rule(const c10::OperatorHandle& op, Registry& registry) {
     rule.shape = &found->second;
   } else if (depends_on_data(op)) {
     rule.kind = FakeRule::Kind::DataDependent;
-  } else if (op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) {
+  } else if (has_meta_kernel(op)) {
     rule.kind = FakeRule::Kind::Meta;
+  } else if (const c10::KernelFunction* derived = derived_function(op, registry)) {
+    rule.kind = FakeRule::Kind::Shape;
+    rule.shape = derived;
   }
   return rule;
 }
@@ -101,7 +118,12 @@ void mark_for_decomposition(const c10::OperatorHandle& op) {
   registry.generation.fetch_add(1, std::memory_order_release);
 }
 
-void add_shape_function(const std::string& op, c10::KernelFunction kernel) {
+void add_shape_function(const std::string& op, c10::KernelFunction kernel, int arguments) {
+  if (const auto handle = find_operator(op); handle && arguments >= 0)
+    if (const auto expected = static_cast<int>(handle->schema().arguments().size()); arguments != expected)
+      throw TypeError(fmt::format("register_shape_function: the function for {} takes {} arguments, its schema has {}: {}; give the function "
+                                  "the arguments of the schema",
+                                  op, arguments, expected, c10::toString(handle->schema())));
   Registry& registry = Registry::instance();
   const std::lock_guard lock(registry.mutex);
   if (!registry.functions.emplace(op, std::move(kernel)).second)
@@ -113,9 +135,8 @@ void add_shape_function(const std::string& op, c10::KernelFunction kernel) {
 }  // namespace detail
 
 bool has_shape_function(const std::string& op) {
-  const auto dot = op.find('.');
-  const auto handle = c10::Dispatcher::singleton().findOp({op.substr(0, dot), dot == std::string::npos ? "" : op.substr(dot + 1)});
-  if (!handle || !handle->hasSchema()) return false;
+  const auto handle = detail::find_operator(op);
+  if (!handle) return false;
   const auto kind = detail::fake_rule(*handle).kind;
   return kind != detail::FakeRule::Kind::Missing && kind != detail::FakeRule::Kind::DataDependent;
 }

@@ -98,6 +98,7 @@ void add_own_shape_functions() {
   add_pooling_shapes();
   add_random_shapes();
   add_reduction_shapes();
+  add_vendor_shapes();
 }
 
 }  // namespace penstock::detail

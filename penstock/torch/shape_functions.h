@@ -19,6 +19,7 @@ void add_pointwise_shapes();
 void add_pooling_shapes();
 void add_random_shapes();
 void add_reduction_shapes();
+void add_vendor_shapes();
 
 // Boxed shape functions that fake_rules.cpp gives to operators by their kind.
 // For an operator that writes its arguments and returns nothing: nothing changes its shape.

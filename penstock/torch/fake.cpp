@@ -106,13 +106,14 @@ class FakeCall {
 
   void run() {
     // A composite kernel may turn out to need operators that have no meta kernel: then the arguments are wanted back.
-    const bool may_retry = rule_.kind == FakeRule::Kind::Meta && op_.hasKernelForAnyDispatchKey(kComposite);
-    Stack original;
+    const bool may_retry = rule_.kind == FakeRule::Kind::Meta && rule_.composite;
+    c10::SmallVector<c10::IValue, 10> original;
     if (mode_ && traits_.pure_view && !any_wrapper()) return run_for_real();
     if (rule_.kind == FakeRule::Kind::Decompose) return decompose(op_, stack_, mode_);
     if (rule_.kind == FakeRule::Kind::DataDependent) return data_dependent();
     if (rule_.kind == FakeRule::Kind::Missing) refuse_missing(traits_, "");
-    if (may_retry) original.assign(stack_->begin() + static_cast<std::ptrdiff_t>(base_), stack_->end());
+    if (may_retry) original.append(stack_->begin() + static_cast<std::ptrdiff_t>(base_), stack_->end());
+    const std::optional<std::int64_t> filling = rule_.fills ? whole_number((*stack_)[base_ + 1].toScalar()) : std::nullopt;
     to_meta();
     const at::Device device = result_device();
     try {
@@ -131,11 +132,10 @@ class FakeCall {
       return decompose(op_, stack_, mode_);
     }
     wrap_results(device);
+    if (filling) note_filled(*filling);
   }
 
  private:
-  static constexpr c10::DispatchKeySet kComposite{c10::DispatchKey::CompositeExplicitAutograd,
-                                                  c10::DispatchKey::CompositeExplicitAutogradNonFunctional};
   struct Outer {
     std::size_t argument;
     c10::IValue value;
@@ -202,6 +202,7 @@ class FakeCall {
       const at::Tensor* viewed = argument && argument->isTensor() && fake_of(argument->toTensor()) ? &argument->toTensor() : nullptr;
       if (result.isTensor()) {
         if (result.toTensor().defined()) result = wrap_meta(result.toTensor(), device, viewed);
+        if (viewed && fake_of(*viewed)->filled) [[unlikely]] fake_of(result.toTensor())->filled = fake_of(*viewed)->filled;
       } else if (result.isList()) {
         result = map_tensors(result, [&](const at::Tensor& meta) { return wrap_meta(meta, device, viewed); });
       }
@@ -230,9 +231,38 @@ class FakeCall {
     op_.callBoxed(stack_);
   }
 
+  static std::optional<std::int64_t> whole_number(const at::Scalar& scalar) {
+    return scalar.isIntegral(false) ? std::optional(scalar.toLong()) : std::nullopt;
+  }
+
+  void note_filled(std::int64_t value) {
+    const at::Tensor& self = (*stack_)[base_].toTensor();
+    FakePayload* fake = fake_of(self);
+    // The version rises when this call returns to autograd. Tensors of InferenceMode have none.
+    if (fake && self.numel() == 1 && self.scalar_type() == at::kLong && !self.is_inference())
+      fake->filled = FakePayload::Filled{value, static_cast<std::uint32_t>(self._version()) + 1};
+  }
+
+  // repeat_interleave with a count, of which LibTorch makes a tensor that holds it everywhere.
+  bool repeat_by_known_count() {
+    const at::Tensor repeats = (*stack_)[base_].toTensor();
+    const FakePayload* fake = fake_of(repeats);
+    if (!fake || !fake->filled || repeats.is_inference() || fake->filled->version != static_cast<std::uint32_t>(repeats._version())) return false;
+    at::Tensor indices;
+    {
+      const BelowWrappersGuard below;
+      indices = at::empty({fake->filled->value * repeats.numel()}, at::dtype(repeats.scalar_type()).device(at::kMeta));
+    }
+    const at::Device device = fake->device;
+    stack_->resize(base_);
+    stack_->emplace_back(wrap_meta(indices, device));
+    return true;
+  }
+
   // Values of real tensors are known: they may be read under the mode.
   void data_dependent() {
     if (!any_wrapper() && !traits_.mutates) return run_for_real();
+    if (op_.operator_name().name == "aten::repeat_interleave" && repeat_by_known_count()) return;
     if (op_.operator_name().name == "aten::equal") {
       // The same tensor twice, or two of different sizes: torch::nn::MultiheadAttention asks so whether it attends to itself.
       const at::Tensor self = (*stack_)[base_].toTensor(), other = (*stack_)[base_ + 1].toTensor();

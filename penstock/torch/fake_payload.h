@@ -1,6 +1,10 @@
 // What a fake tensor carries. Private to this folder.
 #pragma once
 
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
 #include "penstock/torch/fake.h"
 #include "penstock/torch/wrapper.h"
 
@@ -17,6 +21,14 @@ class FakePayload final : public Payload {
 
   at::Tensor meta;    // the same geometry on the meta device; views of one another share its storage
   at::Device device;  // where a real run would have it
+
+  // The one value that is known: of an integer that fill_ wrote last, which LibTorch's composite kernels do to pass a
+  // number on (repeat_interleave with a count). Good while `version` is that of the tensor, which every write raises.
+  struct Filled {
+    std::int64_t value;
+    std::uint32_t version;
+  };
+  std::optional<Filled> filled;
 };
 
 // The fake tensor around a meta tensor. `viewed`: as for make_wrapper.
@@ -36,6 +48,8 @@ struct FakeRule {
   };
   Kind kind = Kind::Missing;
   bool mixes_devices = false;  // copies and indexing may have arguments on several devices
+  bool composite = false;      // has a kernel made of other operators
+  bool fills = false;          // fill_ with a number
   const c10::KernelFunction* shape = nullptr;
 };
 

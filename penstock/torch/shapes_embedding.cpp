@@ -2,6 +2,7 @@
 #include <ATen/WrapDimUtils.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -113,6 +114,13 @@ Tensor embedding_bag_weights_backward(const Tensor& grad, const Tensor&, const T
 
 // ---- moving elements about ----
 
+Tensor diag(const Tensor& self, std::int64_t diagonal) {
+  TORCH_CHECK(self.dim() == 1 || self.dim() == 2, "diag(): Supports 1D or 2D tensors. Got ", self.dim(), "D");
+  if (self.dim() == 2) return contiguous_like(self.diagonal(diagonal));
+  const std::int64_t side = self.size(0) + std::abs(diagonal);
+  return at::empty({side, side}, self.options());
+}
+
 Tensor flip(const Tensor& self, IntArrayRef) { return at::empty_like(self); }
 
 Tensor roll(const Tensor& self, IntArrayRef shifts, IntArrayRef dims) {
@@ -185,6 +193,11 @@ void add_embedding_shapes() {
   register_where_missing("aten::_embedding_bag_backward", embedding_bag_backward);
   register_where_missing("aten::_embedding_bag_dense_backward", embedding_bag_dense_backward);
   register_where_missing("aten::_embedding_bag_per_sample_weights_backward", embedding_bag_weights_backward);
+#if !PENSTOCK_TORCH_AT_LEAST(2, 0)
+  register_shape_function("aten::diag", diag);  // made of other operators from then on
+#else
+  (void)&diag;
+#endif
   register_where_missing("aten::flip", flip);
   register_where_missing("aten::roll", roll);
   register_where_missing("aten::unfold_backward", unfold_backward);

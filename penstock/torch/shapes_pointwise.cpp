@@ -97,8 +97,8 @@ Tensor log_sigmoid_backward(const Tensor& grad, const Tensor&, const Tensor&) { 
 
 Tensor glu_backward(const Tensor&, const Tensor& self, std::int64_t) { return contiguous_like(self); }
 
-Tensor prelu(const Tensor& self, const Tensor&) { return contiguous_like(self); }
-Two prelu_backward(const Tensor&, const Tensor& self, const Tensor& weight) { return {contiguous_like(self), contiguous_like(weight)}; }
+Tensor prelu(const Tensor& self, const Tensor&) { return suggested_like(self); }
+Two prelu_backward(const Tensor&, const Tensor& self, const Tensor& weight) { return {suggested_like(self), contiguous_like(weight)}; }
 Tensor prelu_kernel(const Tensor& self, const Tensor&) { return at::empty_like(self); }
 Two prelu_kernel_backward(const Tensor& grad, const Tensor& self, const Tensor& weight) {
   return {iterate({self, weight, grad}, self.scalar_type()), iterate({self, weight, grad}, weight.scalar_type())};

@@ -12,12 +12,9 @@ using Two = std::tuple<Tensor, Tensor>;
 
 Two native_dropout(const Tensor& input, double, c10::optional<bool> train) {
   const auto mask_options = input.options().dtype(at::kBool);
-  if (shape_device().is_cuda()) return {at::empty_like(input), at::empty_like(input, mask_options)};
-  if (train.value_or(true) && input.numel() > 0) {
-    const Tensor mask = at::empty(input.sizes(), mask_options);
-    return {at::mul(input, mask), mask};
-  }
-  return {at::empty_like(input), at::empty_like(input, mask_options)};
+  const Tensor mask = at::empty_like(input, mask_options);
+  const bool by_product = !shape_device().is_cuda() && train.value_or(true) && input.numel() > 0;
+  return {by_product ? at::mul(input, mask) : at::empty_like(input), mask};
 }
 
 Tensor native_dropout_backward(const Tensor& grad, const Tensor& mask, double) {

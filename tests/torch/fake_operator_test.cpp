@@ -100,7 +100,13 @@ TEST_P(FakeOperator, IsTheRealOneButForValues) {
   const zoo::OperatorCall& call = GetParam();
   for (const Gradient gradient : {Gradient::Dense, Gradient::Expanded}) {
     SCOPED_TRACE(gradient == Gradient::Dense ? "dense gradient" : "expanded gradient");
-    const std::vector<std::string> expected = run_call(call, call.inputs(), gradient, false);
+    std::vector<std::string> expected;
+    try {
+      expected = run_call(call, call.inputs(), gradient, false);
+    } catch (const c10::Error& error) {
+      if (!call.may_be_refused) throw;
+      GTEST_SKIP() << "this LibTorch cannot run it in earnest: " << error.what_without_backtrace();
+    }
     const Tensors inputs = faked(call.inputs());
     FakeMode mode;
     const ModeGuard guard(mode);

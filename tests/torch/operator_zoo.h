@@ -14,7 +14,8 @@ struct OperatorCall {
   std::string name;
   std::function<std::vector<at::Tensor>()> inputs;  // made anew each time, from a fixed seed
   std::function<std::vector<at::Tensor>(std::vector<at::Tensor>&)> run;
-  bool differentiable = true;  // floating-point inputs require gradients, and backward runs too
+  bool differentiable = true;   // floating-point inputs require gradients, and backward runs too
+  bool may_be_refused = false;  // not every supported LibTorch can run it in earnest
 };
 
 inline void PrintTo(const OperatorCall& call, std::ostream* out) { *out << call.name; }

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <memory>
 
 #include "penstock/torch/fake_cuda.h"
 #include "penstock/torch/fake_payload.h"
@@ -114,6 +115,7 @@ class FakeCall {
     if (rule_.kind == FakeRule::Kind::Missing) refuse_missing(traits_, "");
     if (may_retry) original.append(stack_->begin() + static_cast<std::ptrdiff_t>(base_), stack_->end());
     const std::optional<std::int64_t> filling = rule_.fills ? whole_number((*stack_)[base_ + 1].toScalar()) : std::nullopt;
+    std::unique_ptr<FakePayload::Compared> comparison = rule_.compares && mode_ ? comparison_of_real() : nullptr;
     to_meta();
     const at::Device device = result_device();
     try {
@@ -133,6 +135,7 @@ class FakeCall {
     }
     wrap_results(device);
     if (filling) note_filled(*filling);
+    if (comparison) fake_of((*stack_)[base_].toTensor())->compared = std::move(comparison);
   }
 
  private:
@@ -243,6 +246,24 @@ class FakeCall {
       fake->filled = FakePayload::Filled{value, static_cast<std::uint32_t>(self._version()) + 1};
   }
 
+  std::unique_ptr<FakePayload::Compared> comparison_of_real() const {
+    const at::Tensor& self = (*stack_)[base_].toTensor();
+    if (is_wrapper(self) || self.is_meta() || self.is_inference()) return nullptr;
+    return std::make_unique<FakePayload::Compared>(
+        FakePayload::Compared{self.detach(), (*stack_)[base_ + 1].toScalar(), static_cast<std::uint32_t>(self._version())});
+  }
+
+  // Where a real tensor equals a number: the answer is as real as the tensor.
+  bool find_known_equals() {
+    const FakePayload* fake = fake_of((*stack_)[base_].toTensor());
+    if (!fake || !fake->compared || fake->compared->version != static_cast<std::uint32_t>(fake->compared->real._version())) return false;
+    const NoModesGuard off;
+    at::Tensor found = fake->compared->real.eq(fake->compared->number).nonzero();
+    stack_->resize(base_);
+    stack_->emplace_back(std::move(found));
+    return true;
+  }
+
   // repeat_interleave with a count, of which LibTorch makes a tensor that holds it everywhere.
   bool repeat_by_known_count() {
     const at::Tensor repeats = (*stack_)[base_].toTensor();
@@ -263,6 +284,7 @@ class FakeCall {
   void data_dependent() {
     if (!any_wrapper() && !traits_.mutates) return run_for_real();
     if (op_.operator_name().name == "aten::repeat_interleave" && repeat_by_known_count()) return;
+    if (op_.operator_name().name == "aten::nonzero" && find_known_equals()) return;
     if (op_.operator_name().name == "aten::equal") {
       // The same tensor twice, or two of different sizes: torch::nn::MultiheadAttention asks so whether it attends to itself.
       const at::Tensor self = (*stack_)[base_].toTensor(), other = (*stack_)[base_ + 1].toTensor();

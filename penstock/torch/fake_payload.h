@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string_view>
 
@@ -22,13 +23,22 @@ class FakePayload final : public Payload {
   at::Tensor meta;    // the same geometry on the meta device; views of one another share its storage
   at::Device device;  // where a real run would have it
 
-  // The one value that is known: of an integer that fill_ wrote last, which LibTorch's composite kernels do to pass a
-  // number on (repeat_interleave with a count). Good while `version` is that of the tensor, which every write raises.
+  // Two kinds of values are known after all, because LibTorch's own formulas ask for them. An integer that fill_ wrote
+  // last, by which composite kernels pass a number on (repeat_interleave with a count). Good while `version` is that of the
+  // tensor, which every write raises.
   struct Filled {
     std::int64_t value;
     std::uint32_t version;
   };
   std::optional<Filled> filled;
+  // And where a real tensor equals a number, asked under the mode (the backward of prod looks for zeros). Not computed
+  // before somebody wants the answer.
+  struct Compared {
+    at::Tensor real;
+    at::Scalar number;
+    std::uint32_t version;
+  };
+  std::unique_ptr<Compared> compared;
 };
 
 // The fake tensor around a meta tensor. `viewed`: as for make_wrapper.
@@ -50,6 +60,7 @@ struct FakeRule {
   bool mixes_devices = false;  // copies and indexing may have arguments on several devices
   bool composite = false;      // has a kernel made of other operators
   bool fills = false;          // fill_ with a number
+  bool compares = false;       // == with a number
   const c10::KernelFunction* shape = nullptr;
 };
 

@@ -68,6 +68,7 @@ FakeRule make_rule(const c10::OperatorHandle& op, Registry& registry) {
   rule.mixes_devices = mixing.count(op.operator_name().name) > 0;
   rule.composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
                    op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
+  rule.compares = op.operator_name().name == "aten::eq" && op.operator_name().overload_name == "Scalar";
   rule.fills = op.operator_name().name == "aten::fill_" && op.operator_name().overload_name == "Scalar";
   const auto found = registry.functions.find(c10::toString(op.operator_name()));
   if (found != registry.functions.end()) {

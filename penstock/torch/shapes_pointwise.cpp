@@ -70,7 +70,7 @@ void add_family(const std::string& op) {
 
 void add_table() {
   for (const char* op : {"hardswish", "nan_to_num", "conj_physical", "floor_divide"}) add_family<ResultType::Promoted>(std::string("aten::") + op);
-  for (const char* op : {"hardswish_backward", "rsub.Tensor", "_add_relu.Tensor", "_add_relu.Scalar", "__lshift__.Tensor", "__rshift__.Tensor",
+  for (const char* op : {"hardswish_backward", "_add_relu.Tensor", "_add_relu.Scalar", "__lshift__.Tensor", "__rshift__.Tensor",
                          "__lshift__.Scalar", "__rshift__.Scalar"})
     register_boxed<pointwise<ResultType::Promoted>>(std::string("aten::") + op);
   for (const char* op : {"logit", "mvlgamma"}) add_family<ResultType::Floating>(std::string("aten::") + op);
@@ -114,6 +114,7 @@ Tensor where(const Tensor& condition, const Tensor& self, const Tensor& other) {
   return iterate({condition, self, other}, at::result_type(self, other));
 }
 
+Tensor rsub(const Tensor& self, const Tensor& other, const Scalar& alpha) { return at::sub(other, self, alpha); }
 Tensor remainder(const Scalar& self, const Tensor& other) { return at::remainder(at::scalar_tensor(self, other.options()), other); }
 
 // ---- numbers out of two vectors ----
@@ -150,6 +151,7 @@ void add_pointwise_shapes() {
   register_where_missing("aten::_prelu_kernel_backward", prelu_kernel_backward);
   register_where_missing("aten::rrelu_with_noise", rrelu_with_noise);
   register_where_missing("aten::where.self", where);
+  register_where_missing("aten::rsub.Tensor", rsub);
   register_where_missing("aten::remainder.Scalar_Tensor", remainder);
   register_where_missing("aten::dot", dot);
   register_where_missing("aten::vdot", dot);

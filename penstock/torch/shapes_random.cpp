@@ -46,6 +46,12 @@ Tensor randperm_generator(std::int64_t count, Generator, c10::optional<at::Scala
   return permutation(count, dtype);
 }
 
+// A tensor of zeros without memory; of use to derivatives only.
+Tensor efficient_zeros(IntArrayRef sizes, c10::optional<at::ScalarType> dtype, c10::optional<at::Layout>, c10::optional<at::Device>,
+                       c10::optional<bool>) {
+  return at::empty(sizes, at::dtype(dtype.value_or(c10::typeMetaToScalarType(at::get_default_dtype()))).device(at::kMeta));
+}
+
 }  // namespace
 
 void add_random_shapes() {
@@ -56,6 +62,7 @@ void add_random_shapes() {
   register_where_missing("aten::binomial", binomial);
   register_where_missing("aten::_standard_gamma_grad", standard_gamma_grad);
   register_where_missing("aten::_dirichlet_grad", dirichlet_grad);
+  register_where_missing("aten::_efficientzerotensor", efficient_zeros);
   // Composite over an out= overload that fills memory.
   register_shape_function("aten::randperm", randperm);
   register_shape_function("aten::randperm.generator", randperm_generator);

@@ -120,6 +120,7 @@ TEST(FakeOperators, ManyOperatorsRunInShapeOnly) {
   Counter counter;
   std::size_t results = 0;
   for (const zoo::OperatorCall& call : zoo::operator_calls()) {
+    SCOPED_TRACE(call.name);
     Tensors inputs = faked(call.inputs());
     FakeMode mode;
     const ModeGuard below(mode);

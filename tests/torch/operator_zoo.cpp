@@ -144,11 +144,13 @@ void add_binary(Table& table) {
               OUT(at::add_out(x[2], x[1], x[1]), at::mul_out(x[3], x[0], x[1]), at::where_out(x[4], x[0] > 0, x[0], x[1])));
 }
 
+// Gradients of max, min, median and prod over everything are taken for dense inputs only: LibTorch chooses their formula by
+// the values of a real tensor and by the kind of a wrapped one, and the strides differ.
 void add_reductions(Table& table) {
   table.add("reduce_all", IN(randn({3, 4}), turned(), randn({}), cube()),
-            OUT(x[0].sum(), x[1].mean(), x[2].sum(), x[3].prod(), x[0].std(), x[1].var(), x[0].max(), x[1].min(), x[0].norm(), x[3].norm(1), x[0].median(), x[1].logsumexp(Dims{0, 1}), at::nansum(x[0]), x[0].amax(), x[1].amin(), at::linalg_vector_norm(x[3]), x[0].nanmedian(), at::nanmean(x[1])));
+            OUT(x[0].sum(), x[1].mean(), x[2].sum(), x[0].std(), x[1].var(), x[0].max(), x[0].min(), x[0].norm(), x[3].norm(1), x[0].median(), x[1].logsumexp(Dims{0, 1}), at::nansum(x[0]), x[0].amax(), x[1].amin(), at::linalg_vector_norm(x[3]), x[0].nanmedian(), at::nanmean(x[1])));
   table.add("reduce_dims", IN(randn({3, 4}), turned(), cube(), channels_last({2, 3, 4, 5}), strided()),
-            OUT(x[0].sum(0), x[1].sum(1, true), x[2].sum(Dims{0, 2}), x[3].mean(Dims{2, 3}, true), x[3].sum(Dims{2, 3}), x[2].mean(-1), x[1].prod(0), x[2].std(Dims{1}, true, true), x[1].var(Dims{0}, false, false), x[3].var(Dims{0, 2, 3}), x[2].amax({0, 1}, true), x[1].amin(1), x[2].logsumexp(Dims{1}, true), x[1].norm(2, 0), x[3].norm(2, {1}, true), x[4].sum(1), x[4].std(Dims{0}, true, false)));
+            OUT(x[0].sum(0), x[1].sum(1, true), x[2].sum(Dims{0, 2}), x[3].mean(Dims{2, 3}, true), x[3].sum(Dims{2, 3}), x[2].mean(-1), x[0].prod(0), x[2].std(Dims{1}, true, true), x[1].var(Dims{0}, false, false), x[3].var(Dims{0, 2, 3}), x[2].amax({0, 1}, true), x[1].amin(1), x[2].logsumexp(Dims{1}, true), x[1].norm(2, 0), x[3].norm(2, {1}, true), x[4].sum(1), x[4].std(Dims{0}, true, false)));
   table.add("var_mean", IN(cube(), randn({3, 4})), [](Tensors& x) {
     Tensors out = listed(at::var_mean(x[0], Dims{1}, true, true));
     for (const at::Tensor& t : listed(at::std_mean(x[1], true))) out.push_back(t);
@@ -282,11 +284,13 @@ void add_networks(Table& table) {
     Tensors out;
     for (const std::int64_t reduction : {0, 1, 2})
       for (const at::Tensor& y : {at::mse_loss(x[0], x[1], reduction), at::l1_loss(x[0], x[1], reduction), at::smooth_l1_loss(x[0], x[4], reduction), at::huber_loss(x[4], x[1], reduction), at::binary_cross_entropy(x[0].sigmoid(), x[1].sigmoid().detach(), {}, reduction), at::binary_cross_entropy_with_logits(x[0], x[1].sigmoid(), {}, {}, reduction),
-                                  at::nll_loss(x[0].log_softmax(1), x[2], {}, reduction), at::cross_entropy_loss(x[0], x[2], x[3].detach(), reduction), at::kl_div(x[0].log_softmax(1), x[1].softmax(1), reduction), at::soft_margin_loss(x[0], x[1].sign(), reduction), at::cross_entropy_loss(x[4], x[2], {}, reduction, -100, 0.1), at::multi_margin_loss(x[0], x[2], 1, 1, {}, reduction),
+                                  at::nll_loss(x[0].log_softmax(1), x[2], {}, reduction), at::cross_entropy_loss(x[0], x[2], x[3].detach(), reduction), at::kl_div(x[0].log_softmax(1), x[1].softmax(1), reduction), at::soft_margin_loss(x[0], x[1].sign().detach(), reduction), at::multi_margin_loss(x[0], x[2], 1, 1, {}, reduction),
                                   at::hinge_embedding_loss(x[0], x[1].sign(), 1, reduction), at::margin_ranking_loss(x[0], x[1], x[1].sign(), 0, reduction), at::poisson_nll_loss(x[0], x[1].abs(), true, false, 1e-8, reduction), at::triplet_margin_loss(x[0], x[1], x[4], 1, 2, 1e-6, false, reduction), at::mse_loss(x[4], x[1], reduction), at::cosine_embedding_loss(x[0], x[1], x[2].sign(), 0, reduction)})
         out.push_back(y);
     return out;
   });
+  // The mean of smoothed labels picks by a mask, so it cannot run in shape only.
+  table.add("label_smoothing", IN(randn({4, 5}), longs({4}, 5), randn({5, 4}).t()), OUT(at::cross_entropy_loss(x[0], x[1], {}, at::Reduction::Sum, -100, 0.1), at::cross_entropy_loss(x[2], x[1], {}, at::Reduction::None, -100, 0.1)));
   table.add("losses_of_images", IN(randn({2, 5, 3, 3}), longs({2, 3, 3}, 5), randn({2, 5, 6}), longs({2, 6}, 5)), OUT(at::nll_loss2d(x[0].log_softmax(1), x[1]), at::cross_entropy_loss(x[0], x[1], {}, 0), at::cross_entropy_loss(x[2], x[3])));
   table.add("ctc_loss", IN(randn({6, 2, 5}), longs({2, 3}, 4) + 1), [](Tensors& x) {
     const std::vector<std::int64_t> lengths = {6, 5}, targets = {3, 2};

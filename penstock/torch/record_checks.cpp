@@ -1,6 +1,7 @@
 #include "penstock/torch/record_checks.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <utility>

@@ -1,6 +1,7 @@
 #include "penstock/torch/tensor_meta.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <utility>

@@ -201,6 +201,34 @@ TEST_F(Processes, MismatchIsAnErrorOnEveryRank) {
   for (int rank = 0; rank < 3; ++rank) EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 0 sent Float[1048576] (4.0 MiB) with tag 3, rank 1 expected Int[8]")) << ended.output;
 }
 
+// ---------------------------------------------------------------------------------------------- groups made by members
+
+void expect_groups_of_axes(const std::string& variables) {
+  const Ended ended = launch(4, "mesh_axes", variables);
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  for (const char* line : {"rank 0: dp ranks[0,2], tp ranks[0-1]", "rank 1: dp ranks[1,3], tp ranks[0-1]", "rank 2: dp ranks[0,2], tp ranks[2-3]", "rank 3: dp ranks[1,3], tp ranks[2-3]"})
+    EXPECT_TRUE(has_text(ended.output, line));
+}
+
+TEST_F(Processes, GroupsOfMeshAxes) { expect_groups_of_axes("PENSTOCK_P2P=gloo"); }
+TEST_F(Processes, GroupsOfMeshAxesUcx) {
+  if (environment("PENSTOCK_HAVE_UCX") == "1") expect_groups_of_axes("PENSTOCK_P2P=ucx");
+}
+TEST_F(Processes, GroupsOfMeshAxesThroughAFile) {
+  const std::string path = fmt::format("/tmp/penstock-meet-axes-{}", getpid());
+  unlink(path.c_str());
+  expect_groups_of_axes(fmt::format("PENSTOCK_RENDEZVOUS=file://{}", path));
+  unlink(path.c_str());
+}
+
+TEST_F(Processes, KillOfAMemberBeforeItAsks) { expect_death_is_told("killed_before_group_of", ""); }
+
+TEST_F(Processes, AMemberThatNeverAsksIsNamedOnEveryOther) {
+  const Ended ended = launch(4, "never_asks", "PENSTOCK_TIMEOUT_S=3 PENSTOCK_TEST_VICTIM=2", 60s);
+  EXPECT_EQ(ended.exit_code, 3) << ended.output;
+  for (const int rank : {0, 1, 3}) EXPECT_TRUE(has_text(lines_of(ended, rank), "group of ranks[3,2,1,0]: rank 2 did not ask for it in time")) << ended.output;
+}
+
 // --------------------------------------------------------------------------------------------------------- rendezvous
 
 TEST_F(Processes, PortInUse) {

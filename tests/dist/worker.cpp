@@ -12,6 +12,7 @@
 
 #include "penstock/base/env.h"
 #include "penstock/base/errors.h"
+#include "penstock/comm/mesh_groups.h"
 #include "penstock/comm/self_test.h"
 #include "penstock/comm/world.h"
 
@@ -152,13 +153,51 @@ int lingers() {
   return 0;
 }
 
+// 4 ranks as 2 x 2 ask for the groups of their axes crosswise: each waits for one that waits for another.
+int mesh_axes() {
+  World world = World::from_env();
+  const DeviceMesh mesh = init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, world.size());
+  const MeshGroups groups(world, mesh);
+  const bool dp_first = world.rank() == 0 || world.rank() == 3;
+  groups.group(dp_first ? "dp" : "tp");
+  groups.group(dp_first ? "tp" : "dp");
+  bool ok = true;
+  for (const char* axis : {"dp", "tp"})
+    for (const auto& result : self_test(groups.group(axis), at::kCPU))
+      if (!result.ok) {
+        say(fmt::format("{} over {}: {}", result.operation, axis, result.error));
+        ok = false;
+      }
+  say(fmt::format("rank {}: dp {}, tp {}", world.rank(), groups.group("dp").name(), groups.group("tp").name()));
+  return ok ? 0 : 1;
+}
+
+int killed_before_group_of() {
+  World world = World::from_env();
+  die_later(world, 700ms);
+  if (world.rank() == victim()) std::this_thread::sleep_for(60s);
+  world.group_of({world.rank(), victim()});
+  return 0;
+}
+
+int never_asks() {
+  World world = World::from_env();
+  if (world.rank() == victim()) {
+    std::this_thread::sleep_for(5s);
+  } else {
+    world.group_of({3, 2, 1, 0});
+  }
+  return 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const std::map<std::string, int (*)()> scenarios = {
       {"everything", everything}, {"killed_in_all_reduce", killed_in_all_reduce}, {"killed_in_batch", killed_in_batch}, {"killed_elsewhere", killed_elsewhere},
       {"killed_in_rendezvous", killed_in_rendezvous}, {"stays_away", stays_away}, {"stopped_rank", stopped_rank}, {"throws", throws},
-      {"leaves_early", leaves_early}, {"mismatch", mismatch}, {"connects", connects}, {"lingers", lingers}};
+      {"leaves_early", leaves_early}, {"mismatch", mismatch}, {"connects", connects}, {"lingers", lingers},
+      {"mesh_axes", mesh_axes}, {"killed_before_group_of", killed_before_group_of}, {"never_asks", never_asks}};
   const auto found = argc == 2 ? scenarios.find(argv[1]) : scenarios.end();
   if (found == scenarios.end()) {
     fmt::print(stderr, "usage: {} SCENARIO\n", argv[0]);

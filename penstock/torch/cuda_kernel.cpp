@@ -5,6 +5,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <dlfcn.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <filesystem>

@@ -68,22 +68,22 @@ struct LanesOf {
 #define PENSTOCK_MULTIPLY_512(a, b) reinterpret_cast<V>(_mm512_maskz_mul_epu32(0xff, reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)))
 #define PENSTOCK_INTERLEAVE_128(a, b, target)                       \
   {                                                                 \
-    const V low = __builtin_shuffle(a, b, V{0, 2});                 \
-    const V high = __builtin_shuffle(a, b, V{1, 3});                \
+    const V low = __builtin_shufflevector(a, b, 0, 2);                 \
+    const V high = __builtin_shufflevector(a, b, 1, 3);                \
     std::memcpy(target, &low, sizeof low);                          \
     std::memcpy((target) + 4, &high, sizeof high);                  \
   }
 #define PENSTOCK_INTERLEAVE_256(a, b, target)                       \
   {                                                                 \
-    const V low = __builtin_shuffle(a, b, V{0, 4, 1, 5});           \
-    const V high = __builtin_shuffle(a, b, V{2, 6, 3, 7});          \
+    const V low = __builtin_shufflevector(a, b, 0, 4, 1, 5);           \
+    const V high = __builtin_shufflevector(a, b, 2, 6, 3, 7);          \
     std::memcpy(target, &low, sizeof low);                          \
     std::memcpy((target) + 8, &high, sizeof high);                  \
   }
 #define PENSTOCK_INTERLEAVE_512(a, b, target)                               \
   {                                                                         \
-    const V low = __builtin_shuffle(a, b, V{0, 8, 1, 9, 2, 10, 3, 11});     \
-    const V high = __builtin_shuffle(a, b, V{4, 12, 5, 13, 6, 14, 7, 15});  \
+    const V low = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);     \
+    const V high = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);  \
     std::memcpy(target, &low, sizeof low);                                  \
     std::memcpy((target) + 16, &high, sizeof high);                         \
   }

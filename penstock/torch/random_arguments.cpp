@@ -1,6 +1,7 @@
 #include "penstock/torch/random_arguments.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <cstdint>
 #include <limits>

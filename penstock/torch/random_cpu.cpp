@@ -78,7 +78,7 @@ PENSTOCK_ALWAYS_INLINE void fill_range(const Job& job, i64 begin, i64 end) {
     fill_run<path, kind, Real, Word, Element>(job.stream, constants, start.global + column, count,
                                         static_cast<Element*>(job.out) + start.out + column * walk.out_stride[0],
                                         walk.out_stride[0],
-                                        static_cast<const Element*>(job.in) + start.in + column * walk.in_stride[0],
+                                        kind == Kind::Dropout ? static_cast<const Element*>(job.in) + start.in + column * walk.in_stride[0] : nullptr,
                                         walk.in_stride[0]);
     begin += count;
   }

@@ -308,12 +308,14 @@ std::vector<std::vector<std::size_t>> by_type(const Tensors& tensors) {
 
 Work Group::all_reduce(const at::Tensor& tensor, ReduceOp op, const OpOptions& options) const {
   member("all_reduce");
+  check_transferable(tensor, "all_reduce");
   check_reduction(tensor, op, "all_reduce");
   return started(begin(state_, "all_reduce", tensor.nbytes(), options), [&](WorkState& work) { start_all_reduce(work, tensor, op); });
 }
 
 Work Group::all_reduce_coalesced(const std::vector<at::Tensor>& tensors, ReduceOp op, const OpOptions& options) const {
   member("all_reduce_coalesced");
+  check_transferable(tensors, "all_reduce_coalesced");
   auto parent = begin(state_, "all_reduce_coalesced", total_bytes(tensors), options);
   for (const auto& indices : by_type(tensors)) {
     Tensors flats;
@@ -333,6 +335,7 @@ Work Group::all_reduce_coalesced(const std::vector<at::Tensor>& tensors, ReduceO
 
 Work Group::broadcast(const at::Tensor& tensor, Rank from, const OpOptions& options) const {
   GroupState& group = member("broadcast");
+  check_transferable(tensor, "broadcast");
   const auto found = std::find(group.ranks.begin(), group.ranks.end(), from.value());
   require(found != group.ranks.end(), "broadcast", "source", fmt::format("rank {}", from.value()), fmt::format("a member of group {} (ranks {})", group.name, format_list(group.ranks)));
   const int source = static_cast<int>(found - group.ranks.begin());
@@ -355,6 +358,7 @@ Work Group::broadcast(const at::Tensor& tensor, Rank from, const OpOptions& opti
 
 Work Group::all_gather(const at::Tensor& output, const at::Tensor& input, const OpOptions& options) const {
   member("all_gather");
+  check_transferable({output, input}, "all_gather");
   require(output.scalar_type() == input.scalar_type(), "all_gather", "dtype of output", c10::toString(output.scalar_type()), c10::toString(input.scalar_type()));
   require(output.numel() == input.numel() * size(), "all_gather", "elements of output", fmt::format("{}", output.numel()), fmt::format("{} x {} = {}", size(), input.numel(), size() * input.numel()));
   return started(begin(state_, "all_gather", output.nbytes(), options), [&](WorkState& work) {
@@ -365,6 +369,8 @@ Work Group::all_gather(const at::Tensor& output, const at::Tensor& input, const 
 
 Work Group::all_gather_uneven(const std::vector<at::Tensor>& outputs, const at::Tensor& input, const OpOptions& options) const {
   GroupState& group = member("all_gather_uneven");
+  check_transferable(input, "all_gather_uneven");
+  check_transferable(outputs, "all_gather_uneven");
   require(static_cast<int>(outputs.size()) == size(), "all_gather_uneven", "number of outputs", fmt::format("{}", outputs.size()), fmt::format("{}, one per member", size()));
   for (const auto& output : outputs) require(output.scalar_type() == input.scalar_type(), "all_gather_uneven", "dtype of an output", c10::toString(output.scalar_type()), c10::toString(input.scalar_type()));
   const at::Tensor& own = outputs[static_cast<std::size_t>(group.axis_rank)];
@@ -379,6 +385,8 @@ Work Group::all_gather_uneven(const std::vector<at::Tensor>& outputs, const at::
 
 Work Group::all_gather_coalesced(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const OpOptions& options) const {
   member("all_gather_coalesced");
+  check_transferable(outputs, "all_gather_coalesced");
+  check_transferable(inputs, "all_gather_coalesced");
   require(outputs.size() == inputs.size(), "all_gather_coalesced", "number of outputs", fmt::format("{}", outputs.size()), fmt::format("{}, one per input", inputs.size()));
   auto parent = begin(state_, "all_gather_coalesced", total_bytes(outputs), options);
   for (const auto& indices : by_type(inputs)) {
@@ -403,6 +411,7 @@ Work Group::all_gather_coalesced(const std::vector<at::Tensor>& outputs, const s
 
 Work Group::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, const OpOptions& options) const {
   member("reduce_scatter");
+  check_transferable({output, input}, "reduce_scatter");
   check_reduction(input, op, "reduce_scatter");
   require(output.scalar_type() == input.scalar_type(), "reduce_scatter", "dtype of output", c10::toString(output.scalar_type()), c10::toString(input.scalar_type()));
   require(input.numel() == output.numel() * size(), "reduce_scatter", "elements of input", fmt::format("{}", input.numel()), fmt::format("{} x {} = {}", size(), output.numel(), size() * output.numel()));
@@ -414,6 +423,8 @@ Work Group::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Re
 
 Work Group::reduce_scatter_uneven(const at::Tensor& output, const std::vector<at::Tensor>& inputs, ReduceOp op, const OpOptions& options) const {
   GroupState& group = member("reduce_scatter_uneven");
+  check_transferable(output, "reduce_scatter_uneven");
+  check_transferable(inputs, "reduce_scatter_uneven");
   check_reduction(output, op, "reduce_scatter_uneven");
   require(static_cast<int>(inputs.size()) == size(), "reduce_scatter_uneven", "number of inputs", fmt::format("{}", inputs.size()), fmt::format("{}, one per member", size()));
   for (const auto& input : inputs) require(output.scalar_type() == input.scalar_type(), "reduce_scatter_uneven", "dtype of an input", c10::toString(input.scalar_type()), c10::toString(output.scalar_type()));
@@ -438,6 +449,8 @@ Work Group::reduce_scatter_uneven(const at::Tensor& output, const std::vector<at
 
 Work Group::reduce_scatter_coalesced(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, ReduceOp op, const OpOptions& options) const {
   member("reduce_scatter_coalesced");
+  check_transferable(outputs, "reduce_scatter_coalesced");
+  check_transferable(inputs, "reduce_scatter_coalesced");
   require(outputs.size() == inputs.size(), "reduce_scatter_coalesced", "number of outputs", fmt::format("{}", outputs.size()), fmt::format("{}, one per input", inputs.size()));
   auto parent = begin(state_, "reduce_scatter_coalesced", total_bytes(inputs), options);
   for (const auto& indices : by_type(inputs)) {
@@ -463,6 +476,7 @@ Work Group::reduce_scatter_coalesced(const std::vector<at::Tensor>& outputs, con
 Work Group::all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& output_splits,
                        const std::vector<std::int64_t>& input_splits, const OpOptions& options) const {
   GroupState& group = member("all_to_all");
+  check_transferable({output, input}, "all_to_all");
   const auto splits_of = [&](const at::Tensor& tensor, const std::vector<std::int64_t>& splits, const char* name) {
     require(tensor.dim() > 0, "all_to_all", fmt::format("dims of {}", name), "0", "at least 1");
     if (splits.empty()) {

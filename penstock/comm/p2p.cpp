@@ -29,12 +29,6 @@ int position_of(const GroupState& group, Rank peer, int tag, const char* operati
                             "give a global rank of this group"));
 }
 
-void check_dense(const at::Tensor& tensor, const char* operation) {
-  if (!tensor.defined() || tensor.layout() != at::kStrided)
-    throw TypeError(fmt::format("{}: expected a dense tensor, got {}; convert it with to_dense()", operation,
-                                tensor.defined() ? "a sparse one" : "an undefined one"));
-}
-
 // The contract of a (peer, tag) over NCCL, where data carries no type and size: told through the store by the sender,
 // checked by the receiver. Once, or per transfer at debug level detail.
 void exchange_contract(GroupState& group, const Contract& own, bool sender, int peer, WorkState& work) {
@@ -64,7 +58,7 @@ Prepared prepare(const std::shared_ptr<GroupState>& group, const P2POp& op, bool
   prepared.on_device = op.tensor.defined() && op.tensor.is_cuda() && group->cuda;
   prepared.position = position_of(*group, op.peer, op.options.tag, operation,
                                   prepared.on_device ? group->cuda_can.self_transfer && in_batch : group->cpu_can.self_transfer);
-  check_dense(op.tensor, operation);
+  check_transferable(op.tensor, operation);
   if (prepared.on_device && !sends && !op.tensor.is_contiguous())
     throw ValueError("recv: a CUDA tensor must be contiguous to be received into; give a contiguous buffer");
   prepared.work = std::make_shared<WorkState>(group, operation, op.options.label, op.peer.value(), op.tensor.nbytes(), op.options.timeout, op.options.tag);

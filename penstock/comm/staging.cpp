@@ -1,5 +1,10 @@
 #include "penstock/comm/staging.h"
 
+#include <fmt/format.h>
+
+#include "penstock/base/errors.h"
+#include "penstock/torch/wrapper.h"
+
 #include "penstock/base/warnings.h"
 
 namespace penstock::comm {
@@ -39,6 +44,22 @@ HostCopy::HostCopy(const at::Tensor& tensor, Direction direction) : target_(tens
   if (tensor.is_cuda()) options = options.pinned_memory(true);
   host_ = at::empty(tensor.sizes(), options);
   if (direction == Direction::InOut) host_.copy_(tensor.detach());
+}
+
+void check_transferable(const at::Tensor& tensor, const char* operation) {
+  if (!tensor.defined() || tensor.layout() != at::kStrided)
+    throw TypeError(fmt::format("{}: expected a dense tensor, got {}; convert it with to_dense()", operation,
+                                tensor.defined() ? "a sparse one" : "an undefined one"));
+  if (const Payload* payload = payload_of(tensor))
+    throw TypeError(fmt::format("{}: the tensor is a subclass ({}) and has no memory of its own; send the tensors inside it", operation,
+                                payload->kind()));
+  if (tensor.is_conj() || tensor.is_neg())
+    throw ValueError(fmt::format("{}: the tensor is {} lazily and its memory holds other values; call {} first", operation,
+                                 tensor.is_conj() ? "conjugated" : "negated", tensor.is_conj() ? "resolve_conj()" : "resolve_neg()"));
+}
+
+void check_transferable(const std::vector<at::Tensor>& tensors, const char* operation) {
+  for (const at::Tensor& tensor : tensors) check_transferable(tensor, operation);
 }
 
 }  // namespace penstock::comm

@@ -3,6 +3,8 @@
 
 #include <ATen/ATen.h>
 
+#include <vector>
+
 namespace penstock::comm {
 
 // The memory of a contiguous tensor as bytes. Any dtype: backends then need no knowledge of it.
@@ -27,5 +29,10 @@ class HostCopy {
   at::Tensor host_;
   bool copied_ = false;
 };
+
+// Throws TypeError or ValueError, with the remedy, for a tensor whose memory is not its values: undefined, sparse, a
+// subclass, lazily conjugated or negated.
+void check_transferable(const at::Tensor& tensor, const char* operation);
+void check_transferable(const std::vector<at::Tensor>& tensors, const char* operation);
 
 }  // namespace penstock::comm

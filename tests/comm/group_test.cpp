@@ -11,6 +11,7 @@
 #include "penstock/comm/recorder.h"
 #include "penstock/comm/self_test.h"
 #include "penstock/comm/world.h"
+#include "penstock/torch/fake.h"
 #include "tests/has_text.h"
 
 namespace penstock::comm {
@@ -347,6 +348,24 @@ TEST(Group, DroppedWorkIsKeptAliveAndWarnedAbout) {
   });
   ASSERT_EQ(capture.warnings().size(), 1u);
   EXPECT_TRUE(has_text(capture.warnings()[0].message, "dropped without wait()"));
+}
+
+TEST(Group, TensorsWhoseMemoryIsNotTheirValuesAreRefused) {
+  run_ranks(2, 30s, [](World& world) {
+    const Group& group = world.group();
+    const Rank peer{1 - world.rank()};
+    const at::Tensor lazy = torch::ones({2}, at::kComplexFloat).conj(), fake = make_fake({2});
+    EXPECT_THROW(group.isend(lazy, peer), ValueError);
+    EXPECT_THROW(group.isend(fake, peer), TypeError);
+    EXPECT_THROW(group.irecv(at::Tensor(), peer), TypeError);
+    EXPECT_THROW(group.all_reduce(fake), TypeError);
+    EXPECT_THROW(group.all_reduce(lazy), ValueError);
+    EXPECT_THROW(group.all_gather(torch::empty({4}, at::kComplexFloat), lazy), ValueError);
+    EXPECT_THROW(group.broadcast(torch::ones({2}).to_sparse(), Rank{0}), TypeError);
+    at::Tensor sum = torch::ones({2});
+    group.all_reduce(sum).wait();  // the group is none the worse
+    EXPECT_TRUE(at::equal(sum, torch::full({2}, 2.0)));
+  });
 }
 
 TEST(Group, AnEmptyBatchIsNoWork) {

@@ -25,8 +25,9 @@ at::TensorOptions in_float(const Tensor& tensor) {
 }
 
 Two flash_for_cpu(const Tensor& query, const Tensor&, const Tensor& value, double, bool, const OptionalTensor&, Scale) {
-  // The sums lie as (batch, length, heads), too.
-  return {heads_inside(query, value.size(3)), at::empty({query.size(0), query.size(2), query.size(1)}, in_float(query)).transpose(1, 2)};
+  // Newer kernels lay the result out as the query lies. The sums lie as (batch, length, heads).
+  const bool as_query = PENSTOCK_TORCH_AT_LEAST(2, 11) && value.size(3) == query.size(3);
+  return {as_query ? at::empty_like(query) : heads_inside(query, value.size(3)), at::empty({query.size(0), query.size(2), query.size(1)}, in_float(query)).transpose(1, 2)};
 }
 
 Three flash_for_cpu_backward(const Tensor&, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor&, const Tensor&, double, bool,

@@ -11,11 +11,10 @@ namespace {
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
 // The format in which the kernels run: channels last when the input or the weight is. Older CPU kernels know it for plain
-// convolutions only, newer ones not for double.
+// convolutions only.
 at::MemoryFormat convolution_format(const Tensor& input, const Tensor& weight, bool transposed) {
   const auto either = [&](at::MemoryFormat format) { return input.suggest_memory_format() == format || weight.suggest_memory_format() == format; };
-  const bool double_type = input.scalar_type() == at::kDouble || weight.scalar_type() == at::kDouble;
-  if (!shape_device().is_cuda() && (PENSTOCK_TORCH_AT_LEAST(2, 0) ? double_type : transposed)) return at::MemoryFormat::Contiguous;
+  if (!shape_device().is_cuda() && !PENSTOCK_TORCH_AT_LEAST(2, 0) && transposed) return at::MemoryFormat::Contiguous;
   if (weight.dim() == 4 && either(at::MemoryFormat::ChannelsLast)) return at::MemoryFormat::ChannelsLast;
   if (weight.dim() == 5 && either(at::MemoryFormat::ChannelsLast3d)) return at::MemoryFormat::ChannelsLast3d;
   return at::MemoryFormat::Contiguous;

@@ -30,12 +30,10 @@ Tensor newer_image_like(IntArrayRef sizes, const Tensor& like) {
 
 Tensor adaptive_avg_pool2d(const Tensor& self, IntArrayRef output_size) { return image_like(with_spatial(self, output_size), self); }
 Tensor adaptive_avg_pool3d(const Tensor& self, IntArrayRef output_size) {
-  return newer_image_like(with_spatial(self, output_size), self);
+  return at::empty(with_spatial(self, output_size), self.options());
 }
 Tensor adaptive_avg_pool2d_backward(const Tensor&, const Tensor& self) { return suggested_like(self); }
-Tensor adaptive_avg_pool3d_backward(const Tensor&, const Tensor& self) {
-  return newer_image_like(self.sizes(), self);
-}
+Tensor adaptive_avg_pool3d_backward(const Tensor&, const Tensor& self) { return contiguous_like(self); }
 
 Two max_pool3d(const Tensor& self, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool ceil_mode) {
   Sizes spatial;

@@ -2,9 +2,14 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <functional>
 #include <map>
+#include <optional>
 #include <queue>
 #include <set>
+#include <tuple>
+#include <utility>
 
 #include "penstock/base/errors.h"
 #include "penstock/dtensor/split_order.h"

@@ -182,7 +182,7 @@ void add_matrices(Table& table) {
             OUT(at::linear(x[0], x[1], x[2]), at::linear(x[3], x[1]), at::linear(x[3], x[1], x[2]), at::linear(x[4], x[1], x[2]), at::linear(x[5], x[6]), F::bilinear(x[0], x[0], x[0].new_ones({2, 4, 4}))));
   table.add("linear_bfloat16", IN(randn({3, 4}).to(kBFloat16), randn({5, 4}).to(kBFloat16), randn({5}).to(kBFloat16)), OUT(at::linear(x[0], x[1], x[2])));
   table.add("linalg", IN(definite(), randn({4, 2}), randn({2, 4, 4})),
-            OUT(at::linalg_cholesky(x[0]), at::inverse(x[0]), at::linalg_inv(x[2]), at::linalg_det(x[2]), at::linalg_solve(x[0], x[1]), at::linalg_norm(x[1]), at::trace(x[0]), at::cholesky(x[0]), at::linalg_matrix_norm(x[1]), at::cholesky_solve(x[1], x[0].tril()), at::linalg_solve_triangular(x[0].triu(), x[1], true), at::logdet(x[0])));
+            OUT(at::linalg_cholesky(x[0]), at::inverse(x[0]), at::linalg_inv(x[2]), at::linalg_det(x[2]), at::linalg_solve(x[0], x[1]), at::linalg_norm(x[1]), at::trace(x[0]), at::linalg_cholesky(x[0]), at::linalg_matrix_norm(x[1]), at::cholesky_solve(x[1], x[0].tril()), at::linalg_solve_triangular(x[0].triu(), x[1], true), at::logdet(x[0])));
   table.add("triangles", IN(randn({4, 4}), randn({4}), randn({2, 3, 3}).transpose(1, 2)), OUT(x[0].tril(), x[0].triu(1), at::diag(x[1]), at::diag(x[0]), x[0].diagonal(1), at::diag_embed(x[1]), x[2].tril(), x[2].triu()));
   table.add("distances", IN(randn({3, 4}), randn({5, 4}), randn({2, 3, 4})), OUT(at::cdist(x[0], x[1]), at::cdist(x[0], x[1], 1), at::cdist(x[2], x[1]), at::pdist(x[1]), F::pairwise_distance(x[0], x[0] + 1), at::cosine_similarity(x[0], x[0] * 2, 1)));
 }

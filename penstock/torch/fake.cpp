@@ -1,12 +1,12 @@
 #include "penstock/torch/fake.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <memory>
 
-#include "penstock/torch/fake_cuda.h"
 #include "penstock/torch/fake_payload.h"
 #include "penstock/torch/operator_traits.h"
 #include "penstock/torch/shape_helpers.h"
@@ -36,8 +36,11 @@ at::Tensor meta_like(const at::Tensor& tensor) {
   return meta;
 }
 
+// Autograd asks the guard of a tensor's device for its streams; without CUDA there is none, and its engine cannot do without.
 void require_grad(const at::Tensor& fake) {
-  if (fake.is_cuda()) check_cuda_can_require_grad();
+  if (fake.is_cuda() && !c10::impl::hasDeviceGuardImpl(at::kCUDA))
+    throw StateError("fake tensors: autograd of this LibTorch, which has no CUDA, cannot differentiate CUDA tensors; make them without "
+                     "requires_grad, or put them on the CPU");
   fake.requires_grad_(true);
 }
 

@@ -8,7 +8,7 @@
 //     auto y = layer->forward(torch::empty({8, 65536}));
 //     y.sum().backward();                                           // y.sizes(), layer->weight.grad().strides() ... as in earnest
 //   }
-//   auto x = penstock::make_fake({8, 16}, at::device(at::kCUDA).dtype(at::kHalf));   // needs no GPU (gradients of it: LibTorch 2.6 or CUDA)
+//   auto x = penstock::make_fake({8, 16}, at::device(at::kCUDA).dtype(at::kHalf));   // needs no GPU; gradients of it need CUDA
 //   auto z = x.matmul(x.t());                                       // fake spreads without the mode, too
 //
 // What a real run would give in sizes, strides, dtype, device and aliasing, a fake run gives too. Values do not exist:

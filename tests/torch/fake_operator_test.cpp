@@ -197,7 +197,7 @@ TEST(FakeOptimizer, FusedAdamW) {
 
 // ---- devices ----
 
-// Older LibTorch without CUDA refuses (Fake.CudaBackwardNeedsNoGpu).
+// LibTorch without CUDA refuses (Fake.CudaGradientsNeedCuda).
 bool cuda_can_require_grad() {
   try {
     make_fake({1}, at::device(at::kCUDA).requires_grad(true));

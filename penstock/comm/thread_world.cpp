@@ -25,6 +25,15 @@ void run_ranks(int size, std::chrono::milliseconds timeout, const std::function<
   std::mutex mutex;
   std::condition_variable ended;
   std::exception_ptr first_error;
+  bool first_is_consequence = false;
+  // A rank may hear of another's failure before that one has left its own call: the loss of a peer gives way to its cause.
+  const auto note = [&](const std::exception& error) {
+    const std::lock_guard lock(mutex);
+    const bool consequence = dynamic_cast<const PeerLostError*>(&error) != nullptr;
+    if (first_error && !(first_is_consequence && !consequence)) return;
+    first_error = std::current_exception();
+    first_is_consequence = consequence;
+  };
   std::vector<bool> running(static_cast<std::size_t>(size), true);
 
   std::vector<std::thread> threads;
@@ -42,19 +51,13 @@ void run_ranks(int size, std::chrono::milliseconds timeout, const std::function<
         try {
           body(world);
         } catch (const std::exception& error) {
-          {
-            std::lock_guard lock(mutex);
-            if (!first_error) first_error = std::current_exception();
-          }
+          note(error);
           world.fail(error.what());  // while the world still lives: its end would only say that something was thrown
           throw;
         }
         liveness->report({rank, RankState::Left, ""});
       } catch (const std::exception& error) {
-        {
-          std::lock_guard lock(mutex);
-          if (!first_error) first_error = std::current_exception();
-        }
+        note(error);
         liveness->report({rank, RankState::Failed, error.what()});
       }
       std::lock_guard lock(mutex);

@@ -85,8 +85,8 @@ class World {
 };
 
 // A world of threads in this process: runs `body` once per rank, each on its own thread with its own World. Returns when
-// all have ended; throws the first error (that of the rank that failed first). A body that does not end within `timeout`
-// is interrupted where it waits for communication.
+// all have ended; throws the error of the rank that failed first (the loss of a peer only when there is no other). A body
+// that does not end within `timeout` is interrupted where it waits for communication.
 void run_ranks(int size, std::chrono::milliseconds timeout, const std::function<void(World&)>& body);
 
 // The member handle of a group made in this process, by its name; for the dispatcher operators. Throws ValueError.

@@ -50,6 +50,9 @@ class World {
   // Any rank of any size, without peers: for planning and inspection. Collectives end at once (see make_fake_backend).
   static World fake(int rank, int size);
 
+  // Whether both are handles of one world.
+  bool is(const World& other) const { return core_ == other.core_; }
+
   int rank() const;
   int size() const;
   int local_rank() const;

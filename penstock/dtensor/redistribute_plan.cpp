@@ -32,8 +32,8 @@ struct Edge {
 
 class Planner {
  public:
-  Planner(const TensorSize& tensor, const std::vector<std::int64_t>& mesh_shape, const std::vector<AxisCost>& costs)
-      : tensor_(tensor), mesh_shape_(mesh_shape), costs_(costs) {
+  Planner(const TensorSize& tensor, const std::vector<std::int64_t>& mesh_shape, const std::vector<AxisCost>& costs, PartialTarget partial_target)
+      : tensor_(tensor), mesh_shape_(mesh_shape), costs_(costs), partial_target_(partial_target) {
     if (costs_.empty()) costs_.resize(1);
     if (costs_.size() == 1) costs_.resize(mesh_shape.size(), costs_[0]);
     if (costs_.size() != mesh_shape.size())
@@ -89,7 +89,7 @@ class Planner {
 
   void check_target(const SplitOrder& from, const SplitOrder& to, int axis) const {
     const auto at = static_cast<std::size_t>(axis);
-    if (!to.partial[at] || from.partial[at] == to.partial[at]) return;
+    if (!to.partial[at] || from.partial[at] == to.partial[at] || partial_target_ == PartialTarget::Allow) return;
     if (*to.partial[at] == PartialOp::Sum && from.dim_of(axis)) return;
     throw ValueError(describe(fmt::format("redistribute to {} on mesh axis {}", Placement(Partial{*to.partial[at]}).to_string(), axis),
                               from.placements(mesh_shape_)[at].to_string(), "the same Partial, or a shard for P(sum)",
@@ -121,25 +121,33 @@ class Planner {
         result.push_back({RedistributeKind::AllGather, axis, std::move(joined)});
       } else {
         for (SplitOrder& sliced : with_split(state, axis, target)) result.push_back({RedistributeKind::Slice, axis, std::move(sliced)});
+        if (target.partial[at] && partial_target_ == PartialTarget::Allow) {
+          SplitOrder term = state;
+          term.partial[at] = target.partial[at];
+          result.push_back({RedistributeKind::Term, axis, std::move(term)});
+        }
       }
     }
     return result;
   }
 
-  // The states in which `axis` splits one dim more, last. A dim that ends with a literal strided shard stays closed.
+  // The states in which `axis` splits one dim more, last. After a literal strided shard, and for one, only the order that
+  // the target has can be written as placements.
   std::vector<SplitOrder> with_split(const SplitOrder& state, int axis, const SplitOrder& target) const {
     std::vector<SplitOrder> result;
+    const auto add = [&](std::size_t dim, Split split) {
+      SplitOrder more = state;
+      more.splits[dim].push_back(split);
+      result.push_back(std::move(more));
+    };
     for (std::size_t dim = 0; dim < state.splits.size(); ++dim) {
-      if (!state.splits[dim].empty() && state.splits[dim].back().literal_factor != 0) continue;
-      SplitOrder split = state;
-      split.splits[dim].push_back({axis, 0});
-      result.push_back(std::move(split));
-      for (const Split& wanted : target.splits[dim])
-        if (wanted.axis == axis && wanted.literal_factor != 0) {
-          SplitOrder literal = state;
-          literal.splits[dim].push_back(wanted);
-          result.push_back(std::move(literal));
-        }
+      const auto& held = state.splits[dim];
+      const auto& wanted = target.splits[dim];
+      const bool literal = std::any_of(held.begin(), held.end(), [](const Split& split) { return split.literal_factor != 0; });
+      if (!literal) add(dim, {axis, 0});
+      if (held.size() < wanted.size() && wanted[held.size()].axis == axis && (literal || wanted[held.size()].literal_factor != 0) &&
+          std::equal(held.begin(), held.end(), wanted.begin()))
+        add(dim, wanted[held.size()]);
     }
     return result;
   }
@@ -170,14 +178,16 @@ class Planner {
     std::int64_t sent = 0;
     switch (edge.kind) {
       case RedistributeKind::Slice:
-      case RedistributeKind::Embed: break;
+      case RedistributeKind::Embed:
+      case RedistributeKind::Term: break;
       case RedistributeKind::AllGather: sent = (n - 1) * before; break;
       case RedistributeKind::ReduceScatter: sent = (n - 1) * after; break;
       case RedistributeKind::AllReduce: sent = 2 * (n - 1) * ((before + n - 1) / n); break;
       case RedistributeKind::AllToAll: sent = (n - 1) * ((before + n - 1) / n); break;
     }
     const double local = kLocalLatency + static_cast<double>(before + after) / kLocalBytesPerSecond;
-    if (n == 1 || edge.kind == RedistributeKind::Slice || edge.kind == RedistributeKind::Embed) return {0, local};
+    const bool alone = edge.kind == RedistributeKind::Slice || edge.kind == RedistributeKind::Embed || edge.kind == RedistributeKind::Term;
+    if (n == 1 || alone) return {0, local};
     const AxisCost& link = costs_[static_cast<std::size_t>(edge.axis)];
     return {sent, local + link.latency_s + static_cast<double>(sent) / link.bytes_per_s};
   }
@@ -199,6 +209,7 @@ class Planner {
   const TensorSize& tensor_;
   const std::vector<std::int64_t>& mesh_shape_;
   std::vector<AxisCost> costs_;
+  const PartialTarget partial_target_;
 };
 
 }  // namespace
@@ -211,6 +222,7 @@ std::string_view to_text(RedistributeKind kind) {
     case RedistributeKind::AllReduce: return "all_reduce";
     case RedistributeKind::ReduceScatter: return "reduce_scatter";
     case RedistributeKind::Embed: return "embed";
+    case RedistributeKind::Term: return "term";
   }
   return "?";
 }
@@ -225,12 +237,12 @@ std::string RedistributePlan::to_string() const {
 }
 
 RedistributePlan plan_redistribute(const TensorSize& tensor, const std::vector<std::int64_t>& mesh_shape, const Placements& from,
-                                   const Placements& to, const std::vector<AxisCost>& costs) {
+                                   const Placements& to, const std::vector<AxisCost>& costs, PartialTarget partial_target) {
   const int axes = static_cast<int>(mesh_shape.size());
   const auto dims = static_cast<std::int64_t>(tensor.shape.size());
   const SplitOrder source(normalize_placements(from, axes, dims), mesh_shape, tensor.shape.size());
   const SplitOrder target(normalize_placements(to, axes, dims), mesh_shape, tensor.shape.size());
-  return Planner(tensor, mesh_shape, costs).run(source, target);
+  return Planner(tensor, mesh_shape, costs, partial_target).run(source, target);
 }
 
 }  // namespace penstock

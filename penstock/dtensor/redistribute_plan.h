@@ -26,7 +26,8 @@ enum class RedistributeKind {
   AllToAll,       // S -> S on another dim
   AllReduce,      // P -> R
   ReduceScatter,  // P -> S
-  Embed           // S -> P(sum): each rank puts its part into zeros
+  Embed,          // S -> P(sum): each rank puts its part into zeros
+  Term            // R -> P: the first rank keeps its value, for a sum the others have zeros
 };
 
 std::string_view to_text(RedistributeKind kind);
@@ -60,9 +61,14 @@ struct AxisCost {
   double bytes_per_s = 10e9;
 };
 
-// Throws ValueError for placements that do not fit the mesh or the tensor, and for a target that is Partial where the
-// source is neither the same nor, for a sum, a shard: a partial term cannot be made from a value without inventing one.
+// Whether a whole value may become terms. Users' redistributions refuse it: it hides a reduction that somebody pays for
+// later. Operators need it, for the bias that is added to a sum of products.
+enum class PartialTarget { Refuse, Allow };
+
+// Throws ValueError for placements that do not fit the mesh or the tensor, and, where that is refused, for a target that is
+// Partial while the source is neither the same nor, for a sum, a shard.
 RedistributePlan plan_redistribute(const TensorSize& tensor, const std::vector<std::int64_t>& mesh_shape, const Placements& from,
-                                   const Placements& to, const std::vector<AxisCost>& costs = {});
+                                   const Placements& to, const std::vector<AxisCost>& costs = {},
+                                   PartialTarget partial_target = PartialTarget::Refuse);
 
 }  // namespace penstock

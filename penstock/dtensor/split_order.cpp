@@ -16,11 +16,12 @@ SplitOrder::SplitOrder(const Placements& placements, const std::vector<std::int6
     const std::int64_t factor = placement.is_strided_shard() ? placement.split_factor() : 1;
     std::int64_t pieces = 1;
     auto place = order.begin();
-    while (place != order.end() && pieces < factor) pieces *= mesh_shape[static_cast<std::size_t>((place++)->axis)];
+    while (place != order.end() && place->literal_factor == 0 && pieces < factor)
+      pieces *= mesh_shape[static_cast<std::size_t>((place++)->axis)];
     if (pieces == factor)
       order.insert(place, {static_cast<int>(axis), 0});
     else
-      order.push_back({static_cast<int>(axis), factor});
+      order.insert(order.begin(), {static_cast<int>(axis), factor});
   }
 }
 

@@ -15,7 +15,7 @@ namespace penstock::detail {
 
 struct Split {
   int axis = 0;
-  // A StridedShard whose factor is not the product of axes to its right: it stands for itself, as the last one of its dim.
+  // A StridedShard whose factor is not the product of axes to its right: it stands for itself, where its axis stands.
   std::int64_t literal_factor = 0;
   friend auto operator<=>(const Split&, const Split&) = default;
 };

@@ -85,11 +85,13 @@ at::Tensor make_wrapper_like(PayloadPtr payload, const at::Tensor& like, const a
 Payload* payload_of(const at::Tensor& tensor) { return detail::payload_of(tensor.unsafeGetTensorImpl()); }
 
 void sync_geometry(const at::Tensor& wrapper, const at::Tensor& inner) {
-  if (wrapper.sizes() == inner.sizes() && wrapper.strides() == inner.strides() &&
-      wrapper.storage_offset() == inner.storage_offset())
-    return;
-  wrapper.unsafeGetTensorImpl()->set_sizes_and_strides(inner.sizes(), inner.strides());
-  wrapper.unsafeGetTensorImpl()->set_storage_offset(inner.storage_offset());
+  sync_geometry(wrapper, inner.sizes(), inner.strides(), inner.storage_offset());
+}
+
+void sync_geometry(const at::Tensor& wrapper, at::IntArrayRef sizes, at::IntArrayRef strides, std::int64_t storage_offset) {
+  if (wrapper.sizes() == sizes && wrapper.strides() == strides && wrapper.storage_offset() == storage_offset) return;
+  wrapper.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+  wrapper.unsafeGetTensorImpl()->set_storage_offset(storage_offset);
 }
 
 void replace_data(const at::Tensor& self, const at::Tensor& other) {

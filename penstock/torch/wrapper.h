@@ -110,6 +110,8 @@ P* payload_as(const at::Tensor& tensor) {
 
 // After the inner tensor changed its shape in place (transpose_, resize_, set_): the wrapper follows.
 void sync_geometry(const at::Tensor& wrapper, const at::Tensor& inner);
+// The same for payloads whose inner tensors have another shape than the wrapper.
+void sync_geometry(const at::Tensor& wrapper, at::IntArrayRef sizes, at::IntArrayRef strides, std::int64_t storage_offset);
 
 // Makes `self`, through every handle to it, what `other` is: a plain tensor becomes a wrapper, a wrapper plain, memory moves
 // to another device. What at::Tensor::set_data does among tensors of one kind. So a parameter that modules and optimizers

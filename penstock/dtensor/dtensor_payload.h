@@ -1,0 +1,70 @@
+// What a distributed tensor carries: this rank's part, the spec and the mesh. Private to this folder.
+#pragma once
+
+#include <memory>
+#include <string_view>
+#include <utility>
+
+#include "penstock/comm/mesh_groups.h"
+#include "penstock/dtensor/local_transfer.h"
+#include "penstock/dtensor/spec.h"
+#include "penstock/torch/wrapper.h"
+
+namespace penstock {
+struct ModuleBoundary;
+}
+
+namespace penstock::detail {
+
+class DTensorPayload final : public Payload {
+ public:
+  static constexpr std::string_view kKind = "DTensor";
+  // Above everything that computes on whole values; a distributed tensor may have local parts of any kind.
+  static constexpr int kPriority = 100;
+
+  DTensorPayload(at::Tensor local, SpecPtr spec, comm::MeshGroups mesh)
+      : spec(std::move(spec)), mesh(std::move(mesh)), local_(std::move(local)) {}
+
+  std::string_view kind() const override { return kKind; }
+  int priority() const override { return kPriority; }
+  void dispatch(const c10::OperatorHandle& op, Stack* stack) override;
+  std::vector<std::pair<std::string, at::Tensor>> inner_tensors() const override { return {{"local", local()}}; }
+  // The placements; the mesh belongs to the process.
+  c10::IValue context() const override { return to_string(spec->placements()); }
+
+  // Waits for a redistribution that is still on its way.
+  const at::Tensor& local() const {
+    if (pending_) [[unlikely]]
+      finish();
+    return local_;
+  }
+  void set_local(at::Tensor local) { local_ = std::move(local); }
+  void set_pending(PendingLocal pending, std::shared_ptr<const LocalTransfer> transfer);
+
+  SpecPtr spec;
+  comm::MeshGroups mesh;
+  // A view that had to be redistributed does not share memory with what it should view; writing into it would be lost.
+  bool copied_view = false;
+  // Of a parameter of a parallelized module: how inputs and outputs of the module are laid out.
+  std::shared_ptr<const ModuleBoundary> boundary;
+
+ private:
+  struct Pending {
+    PendingLocal local;
+    std::shared_ptr<const LocalTransfer> transfer;  // what `local` finishes with is its
+  };
+  void finish() const;
+
+  mutable at::Tensor local_;
+  mutable std::unique_ptr<Pending> pending_;
+};
+
+inline DTensorPayload* dtensor_payload(const at::Tensor& tensor) { return payload_as<DTensorPayload>(tensor); }
+
+// Throws TypeError that names `function` for a tensor that is not distributed.
+DTensorPayload& require_dtensor(const at::Tensor& tensor, std::string_view function);
+
+// No checks but the shape of the local part.
+at::Tensor make_dtensor(at::Tensor local, SpecPtr spec, const comm::MeshGroups& mesh, const at::Tensor* viewed = nullptr);
+
+}  // namespace penstock::detail

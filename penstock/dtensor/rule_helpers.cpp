@@ -1,0 +1,88 @@
+#include "penstock/dtensor/rule_helpers.h"
+
+#include <algorithm>
+
+#include "penstock/base/errors.h"
+#include "penstock/mesh/local_shard.h"
+
+namespace penstock::detail {
+
+std::optional<std::int64_t> broadcast_dim(const std::vector<std::int64_t>& shape, std::int64_t dim, const std::vector<std::int64_t>& result) {
+  const std::int64_t own = dim - (static_cast<std::int64_t>(result.size()) - static_cast<std::int64_t>(shape.size()));
+  if (own < 0 || shape[static_cast<std::size_t>(own)] != result[static_cast<std::size_t>(dim)]) return std::nullopt;
+  return own;
+}
+
+AxisStrategy replicated_strategy(const ShardingCall& call) {
+  return {std::vector<Placement>(call.inputs.size()), std::vector<Placement>(call.outputs.size())};
+}
+
+std::vector<AxisStrategy> elementwise_strategies(const ShardingCall& call) {
+  std::vector<AxisStrategy> strategies;
+  if (call.outputs.empty()) return strategies;
+  const auto& result = call.outputs[0].shape;
+  for (std::int64_t dim = 0; dim < static_cast<std::int64_t>(result.size()); ++dim) {
+    AxisStrategy strategy = replicated_strategy(call);
+    for (std::size_t i = 0; i < call.inputs.size(); ++i)
+      if (const auto own = broadcast_dim(call.inputs[i].whole.shape, dim, result); own && !call.inputs[i].plain) strategy.inputs[i] = Shard{*own};
+    for (std::size_t i = 0; i < call.outputs.size(); ++i)
+      if (const auto own = broadcast_dim(call.outputs[i].shape, dim, result)) strategy.outputs[i] = Shard{*own};
+    // A plain tensor with this dim would have to be cut; it stays whole.
+    const bool fits = std::none_of(call.inputs.begin(), call.inputs.end(), [&](const ShardingInput& input) {
+      return input.plain && broadcast_dim(input.whole.shape, dim, result) && result[static_cast<std::size_t>(dim)] != 1;
+    });
+    if (fits) strategies.push_back(std::move(strategy));
+  }
+  return strategies;
+}
+
+std::vector<AxisStrategy> independent_dims(const ShardingCall& call, const std::set<std::int64_t>& except) {
+  std::vector<AxisStrategy> strategies;
+  const auto& shape = call.inputs[0].whole.shape;
+  for (std::int64_t dim = 0; dim < static_cast<std::int64_t>(shape.size()); ++dim) {
+    if (except.count(dim)) continue;
+    AxisStrategy strategy = replicated_strategy(call);
+    for (std::size_t i = 0; i < call.inputs.size(); ++i)
+      if (call.inputs[i].whole.shape == shape && !call.inputs[i].plain) strategy.inputs[i] = Shard{dim};
+    for (std::size_t i = 0; i < call.outputs.size(); ++i)
+      if (call.outputs[i].shape == shape) strategy.outputs[i] = Shard{dim};
+    strategies.push_back(std::move(strategy));
+  }
+  return strategies;
+}
+
+std::vector<PartialOp> partial_kinds(const ShardingCall& call) {
+  std::vector<PartialOp> kinds;
+  for (const ShardingInput& input : call.inputs)
+    for (const Placement& placement : input.placements)
+      if (placement.is_partial() && std::find(kinds.begin(), kinds.end(), placement.partial_op()) == kinds.end()) kinds.push_back(placement.partial_op());
+  return kinds;
+}
+
+std::set<std::int64_t> dims_of(const c10::IValue& value, std::int64_t ndim) {
+  std::set<std::int64_t> dims;
+  if (value.isInt()) dims.insert(ShardingCall::wrap_dim(value.toInt(), ndim));
+  if (value.isList())
+    for (const c10::IValue& element : value.toListRef()) dims.insert(ShardingCall::wrap_dim(element.toInt(), ndim));
+  if (dims.empty())
+    for (std::int64_t dim = 0; dim < ndim; ++dim) dims.insert(dim);
+  return dims;
+}
+
+std::vector<std::int64_t> local_shape(const ShardingCall& call, const std::vector<std::int64_t>& shape, const Placements& placements) {
+  return local_shape_and_offset(shape, call.mesh_shape, call.coordinate, placements).shape;
+}
+
+std::vector<int> axes_splitting(const Placements& placements, std::int64_t dim) {
+  std::vector<int> axes;
+  for (std::size_t axis = 0; axis < placements.size(); ++axis)
+    if (placements[axis].splits(dim)) axes.push_back(static_cast<int>(axis));
+  return axes;
+}
+
+void reduce_over(const comm::MeshGroups& mesh, const std::vector<int>& axes, const at::Tensor& tensor, comm::ReduceOp op) {
+  for (const int axis : axes)
+    if (mesh.shape()[static_cast<std::size_t>(axis)] > 1) mesh.group(axis).all_reduce(tensor, op, {.label = "operator on distributed tensors"}).wait();
+}
+
+}  // namespace penstock::detail

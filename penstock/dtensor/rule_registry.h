@@ -1,0 +1,48 @@
+// Where rules are found, and how the families of this folder add theirs. Private to this folder.
+#pragma once
+
+#include <initializer_list>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "penstock/dtensor/sharding_rule.h"
+
+namespace penstock::detail {
+
+struct RegisteredRule {
+  ShardingRule rule;
+  RuleOptions options;
+  ShardingHandler handler;
+  bool built_in = false;
+};
+
+class RuleTable {
+ public:
+  // Names without "aten::".
+  void add(std::initializer_list<std::string_view> names, const ShardingRule& rule, const RuleOptions& options = {});
+  void handle(std::initializer_list<std::string_view> names, const ShardingHandler& handler);
+
+  void put(const std::string& op, RegisteredRule rule, bool replace);
+  // By the whole name, then without the overload, then without the underscore of in-place forms.
+  const RegisteredRule* find(const std::string& op) const;
+  std::vector<std::string> names() const;
+
+ private:
+  // Replaced rules are kept: a thread may be using one.
+  std::map<std::string, std::vector<std::unique_ptr<RegisteredRule>>, std::less<>> rules_;
+};
+
+// The rule of an operator by traits.name; null when there is none. Lives as long as the process.
+const RegisteredRule* find_rule(const std::string& op);
+// Rises with every registration: caches of decisions compare it.
+std::uint64_t rule_generation();
+
+// One function a file.
+void add_pointwise_rules(RuleTable& table);
+void add_matmul_rules(RuleTable& table);
+void add_view_rules(RuleTable& table);
+
+}  // namespace penstock::detail

@@ -60,6 +60,9 @@ struct Registry {
     add_pointwise_rules(table);
     add_matmul_rules(table);
     add_view_rules(table);
+    add_dim_rules(table);
+    add_reduction_rules(table);
+    add_factory_rules(table);
   }
 
   // Never freed: tensors may outlive every static object.

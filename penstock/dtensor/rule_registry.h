@@ -44,5 +44,8 @@ std::uint64_t rule_generation();
 void add_pointwise_rules(RuleTable& table);
 void add_matmul_rules(RuleTable& table);
 void add_view_rules(RuleTable& table);
+void add_dim_rules(RuleTable& table);
+void add_reduction_rules(RuleTable& table);
+void add_factory_rules(RuleTable& table);
 
 }  // namespace penstock::detail

@@ -1,0 +1,52 @@
+// Checks operators on distributed tensors against one process: every combination of placements on one mesh axis, random ones
+// on two, forward and backward.
+//
+//   check_rule({.name = "softmax", .inputs = {randn({5, 7})}, .body = [](const auto& in) { return softmax(in[0], 1); }});
+//
+// Values are multiples of 1/64 of small size, so that terms of a Partial add up to them exactly. An in-place body on a
+// placement that cannot be written may throw ValueError; `may_refuse` says so. Everything else must give the result of one
+// process.
+#pragma once
+
+#include <torch/torch.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "penstock/comm/mesh_groups.h"
+#include "penstock/dtensor/dtensor.h"
+
+namespace penstock::test {
+
+using Tensors = std::vector<at::Tensor>;
+
+struct RuleCase {
+  std::string name;
+  Tensors inputs;  // floating point ones get gradients, where `backward`
+  std::function<Tensors(const Tensors&)> body;
+  bool backward = true;
+  bool partial = true;       // also try inputs that are terms of a sum
+  bool may_refuse = false;   // ValueError is an answer, too
+  double rtol = 1e-5, atol = 1e-6;
+  // Inputs that stay replicated in all combinations (index lists and the like).
+  std::vector<std::size_t> replicated = {};
+  // At most so many combinations are tried on each mesh, chosen at random.
+  std::size_t most = 120;
+};
+
+// Multiples of 1/64 in about [-2, 2], never 0; the same for the same seed.
+at::Tensor sample(at::IntArrayRef shape, int seed = 0);
+// All positive.
+at::Tensor sample_positive(at::IntArrayRef shape, int seed = 0);
+// Integers in [0, limit).
+at::Tensor sample_index(at::IntArrayRef shape, std::int64_t limit, int seed = 0);
+
+// On meshes (2), (3) and (2, 2); fails the running test with the case, the mesh and the placements.
+void check_rule(const RuleCase& rule_case);
+void check_rules(const std::vector<RuleCase>& rule_cases);
+
+// A distributed tensor of these placements that is worth `value`: terms of a Partial differ from rank to rank.
+at::Tensor spread(const at::Tensor& value, const comm::MeshGroups& mesh, const Placements& placements);
+
+}  // namespace penstock::test

@@ -13,6 +13,7 @@
 #include "penstock/base/errors.h"
 #include "penstock/mesh/device_mesh.h"
 #include "penstock/mesh/local_shard.h"
+#include "tests/golden_data.h"
 
 namespace penstock {
 namespace {
@@ -22,50 +23,7 @@ namespace fs = std::filesystem;
 using Numbers = std::vector<std::int64_t>;
 using Names = std::vector<std::string>;
 
-fs::path golden_folder() {
-  if (const char* folder = std::getenv("PENSTOCK_GOLDEN"); folder != nullptr && *folder != '\0')
-    return folder;
-  const char* source = std::getenv("PENSTOCK_SOURCE");
-  if (source == nullptr) throw std::runtime_error("set PENSTOCK_GOLDEN to the folder of the reference data");
-  return fs::path(source) / "tests" / "golden";
-}
-
-json read_json(const fs::path& path) {
-  std::ifstream file(path);
-  if (!file) throw std::runtime_error("cannot read " + path.string());
-  return json::parse(file);
-}
-
-struct Section {
-  fs::path folder;
-  json index, counts;
-};
-
-const Section& section() {
-  static const Section known = [] {
-    const json top = read_json(golden_folder() / "index.json");
-    const fs::path path = golden_folder() / top.at("sections").at("dtensor").get<std::string>();
-    return Section{path.parent_path(), read_json(path), top.at("counts").at("dtensor")};
-  }();
-  return known;
-}
-
-// The cases of a kind, by id; exactly those that the index lists.
-std::map<std::string, json> cases_of(const std::string& kind) {
-  std::map<std::string, json> cases;
-  const json& ids = section().index.at("ids").at(kind);
-  EXPECT_EQ(ids.size(), section().counts.at(kind).get<std::size_t>());
-  const std::string file = kind + ".json";
-  EXPECT_EQ(ids.size(), section().index.at("files").at(file).get<std::size_t>());
-  const json content = read_json(section().folder / file);
-  for (const json& item : content.at("cases")) {
-    EXPECT_EQ(item.at("kind"), kind);
-    EXPECT_TRUE(cases.emplace(item.at("id").get<std::string>(), item).second) << item.at("id");
-  }
-  EXPECT_EQ(cases.size(), ids.size());
-  for (const json& id : ids) EXPECT_TRUE(cases.contains(id.get<std::string>())) << id;
-  return cases;
-}
+std::map<std::string, json> cases_of(const std::string& kind) { return test::golden_cases("dtensor", kind); }
 
 Names split(const std::string& text) {
   Names names;
@@ -106,7 +64,8 @@ TEST(GoldenMesh, EveryKindOfCaseIsKnown) {
   // The last two are cases of the tests of redistribution.
   const std::set<std::string> known = {"device_mesh", "local_shape_offset", "redistribute",
                                        "redistribute_grad"};
-  for (const auto& [kind, ids] : section().index.at("ids").items()) EXPECT_TRUE(known.contains(kind)) << kind;
+  const json index = test::golden_index("dtensor");
+  for (const auto& [kind, ids] : index.at("ids").items()) EXPECT_TRUE(known.contains(kind)) << kind;
 }
 
 TEST(GoldenMesh, DeviceMeshes) {

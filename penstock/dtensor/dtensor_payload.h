@@ -47,6 +47,13 @@ class DTensorPayload final : public Payload {
   bool copied_view = false;
   // Of a parameter of a parallelized module: how inputs and outputs of the module are laid out.
   std::shared_ptr<const ModuleBoundary> boundary;
+  // This tensor as the border of a module last prepared it, while somebody holds that.
+  struct Prepared {
+    Placements placements;
+    c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
+    std::uint32_t version;  // of this tensor, which every write raises
+  };
+  std::unique_ptr<Prepared> prepared;
 
  private:
   struct Pending {

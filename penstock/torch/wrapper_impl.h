@@ -24,6 +24,7 @@ class WrapperImpl final : public c10::TensorImpl {
   WrapperImpl(ImplType, c10::Storage&& storage, c10::DispatchKeySet keys, caffe2::TypeMeta dtype, PayloadPtr payload);
 
   Payload* payload() const { return payload_.get(); }
+  void add_key(c10::DispatchKey key) { key_set_ = key_set_.add(key); }
   const PayloadPtr& payload_ptr() const { return payload_; }
   // The wrapper that `src` would give: its metadata, another payload.
   static c10::intrusive_ptr<WrapperImpl> copy_of(const c10::TensorImpl& src, PayloadPtr payload, const c10::VariableVersion& version,
@@ -45,6 +46,7 @@ class AdoptedImpl final : public c10::TensorImpl {
   static void adopt(c10::TensorImpl* plain);
 
   Payload* payload() const;
+  void add_key(c10::DispatchKey key) { key_set_ = key_set_.add(key); }
 
   c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version, bool allow) const override;
   c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version, bool allow) const override;

@@ -27,6 +27,7 @@ struct Decision {
   Sharding sharding;
   std::vector<Input> inputs;
   std::vector<SpecPtr> outputs;
+  bool transposes = false;  // a view with two dims exchanged
 };
 
 class DecisionCache {

@@ -195,7 +195,7 @@ std::vector<GlobalGeometry> global_results(const ShardingCall& call) {
 
 std::unique_ptr<Decision> decide(const c10::OperatorHandle& op, const OperatorTraits& traits, const OperatorInfo& info,
                                  c10::ArrayRef<c10::IValue> arguments) {
-  std::unique_ptr<Decision> decision(new Decision{{traits, op, arguments.vec(), {}, {}, {}, {}}, {}, {}, {}});
+  std::unique_ptr<Decision> decision(new Decision{{traits, op, arguments.vec(), {}, {}, {}, {}}, {}, {}, {}, false});
   ShardingCall& call = decision->call;
   const DTensorPayload& first = collect_inputs(traits, call, decision->inputs);
   call.mesh_shape = first.spec->mesh_shape();
@@ -224,6 +224,7 @@ std::unique_ptr<Decision> decide(const c10::OperatorHandle& op, const OperatorTr
   }
   for (std::size_t i = 0; i < call.outputs.size(); ++i)
     decision->outputs.push_back(DTensorSpec::get(*first.spec, sharding.outputs[i], call.outputs[i]));
+  decision->transposes = traits.name == "aten::t" || traits.name == "aten::transpose.int";
   for (c10::IValue& value : call.arguments)
     if (value.isTensor() || value.isTensorList() || value.isOptionalTensorList() || value.isGenerator()) value = c10::IValue();
   return decision;
@@ -299,7 +300,12 @@ void run(const Decision& decision, const c10::OperatorHandle& op, const Operator
       const SpecPtr& spec = decision.outputs[output++];
       check_result(traits, tensor, *spec);
       at::Tensor result = make_dtensor(tensor, spec, mesh, viewed);
-      if (source && (source->copied_view || !tensor.is_alias_of(source->local()))) dtensor_payload(result)->copied_view = true;
+      if (source) {
+        DTensorPayload* payload = dtensor_payload(result);
+        payload->copied_view = source->copied_view || !tensor.is_alias_of(source->local());
+        // Modules take their weights transposed.
+        if (source->boundary && decision.transposes) payload->boundary = source->boundary;
+      }
       return result;
     }));
   }

@@ -68,12 +68,42 @@ void at_border(const c10::OperatorHandle& op, Stack* stack, int input_argument, 
   stack->back() = local ? to_local(output) : output;
 }
 
+// A bias that is added to a module's plain output is its local part. Where the output holds other rows on every rank, so does
+// the gradient of the bias.
+void add_bias(const c10::OperatorHandle& op, Stack* stack) {
+  const NoHooksGuard off;
+  const std::size_t base = stack->size() - traits_of(op).arguments.size();
+  const at::Tensor sum = (*stack)[base].toTensor(), bias = (*stack)[base + 1].toTensor();
+  const DTensorPayload* payload = bias.defined() ? detail::dtensor_payload(bias) : nullptr;
+  if (payload && payload->boundary && !is_dtensor(sum)) {
+    const ModuleBoundary& border = *payload->boundary;
+    const auto axis = static_cast<std::size_t>(border.axis);
+    Placements placements = payload->spec->placements();
+    Placements gradients = placements;
+    if (border.output) {
+      const Placement output = counted_from_front(*border.output, sum.dim());
+      placements[axis] = output.splits(sum.dim() - 1) ? Placement(Shard{0}) : Placement();
+      gradients[axis] = output.splits() && !output.splits(sum.dim() - 1) ? Placement(Partial{}) : placements[axis];
+    }
+    (*stack)[base + 1] = to_local(redistribute(bias, placements), {.grad_placements = gradients});
+  }
+  op.callBoxed(stack);
+}
+
+// torch::nn::Linear multiplies with the transposed weight, by one operator or several.
 void install_hooks() {
   static std::once_flag once;
   std::call_once(once, [] {
-    register_operator_hook("aten::linear", [](const c10::OperatorHandle& op, Stack* stack) { at_border(op, stack, 0, 1); });
-    register_operator_hook("aten::embedding", [](const c10::OperatorHandle& op, Stack* stack) { at_border(op, stack, 1, 0); });
-    register_operator_hook("aten::layer_norm", [](const c10::OperatorHandle& op, Stack* stack) { at_border(op, stack, 0, 2); });
+    const auto at = [](const char* name, int input, int weight) {
+      register_operator_hook(name, [input, weight](const c10::OperatorHandle& op, Stack* stack) { at_border(op, stack, input, weight); });
+    };
+    at("aten::linear", 0, 1);
+    at("aten::addmm", 1, 2);
+    at("aten::matmul", 0, 1);
+    at("aten::embedding", 1, 0);
+    at("aten::layer_norm", 0, 2);
+    register_operator_hook("aten::add_.Tensor", add_bias);
+    register_operator_hook("aten::add.Tensor", add_bias);
   });
 }
 

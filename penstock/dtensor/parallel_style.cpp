@@ -49,16 +49,20 @@ class Colwise final : public ParallelStyle {
  public:
   explicit Colwise(const ColwiseOptions& options) : options_(options) {}
   void apply(const StyleTarget& target) const override {
+    at::Tensor bias;
     if (auto* linear = target.module.as<torch::nn::LinearImpl>()) {
       distribute_parameter(linear->weight, target.mesh, on_axis(target, Shard{0}));
       if (linear->bias.defined()) distribute_parameter(linear->bias, target.mesh, on_axis(target, Shard{0}));
+      bias = linear->bias;
     } else if (auto* embedding = target.module.as<torch::nn::EmbeddingImpl>()) {
       distribute_parameter(embedding->weight, target.mesh, on_axis(target, Shard{1}));
     } else {
       refuse(target, "colwise_parallel", "torch::nn::Linear or torch::nn::Embedding");
     }
     // Left alone, an operator may find it cheaper to gather the weight; the layout that was asked for is a promise.
-    set_boundary(weight_of(target.module), {target.mesh, target.axis, options_.input, options_.desired_input, options_.output.value_or(Placement(Shard{-1})), options_.kind});
+    const ModuleBoundary border{target.mesh, target.axis, options_.input, options_.desired_input, options_.output.value_or(Placement(Shard{-1})), options_.kind};
+    set_boundary(weight_of(target.module), border);
+    if (bias.defined()) set_boundary(bias, border);
   }
 
  private:
@@ -72,7 +76,9 @@ class Rowwise final : public ParallelStyle {
     if (auto* linear = target.module.as<torch::nn::LinearImpl>()) {
       distribute_parameter(linear->weight, target.mesh, on_axis(target, Shard{1}));
       if (linear->bias.defined()) distribute_parameter(linear->bias, target.mesh, on_axis(target, Replicate{}));
-      set_boundary(linear->weight, {target.mesh, target.axis, options_.input, Shard{-1}, options_.output, options_.kind});
+      const ModuleBoundary border{target.mesh, target.axis, options_.input, Shard{-1}, options_.output, options_.kind};
+      set_boundary(linear->weight, border);
+      if (linear->bias.defined()) set_boundary(linear->bias, border);
     } else if (auto* embedding = target.module.as<torch::nn::EmbeddingImpl>()) {
       distribute_parameter(embedding->weight, target.mesh, on_axis(target, Shard{0}));
       set_boundary(embedding->weight, {target.mesh, target.axis, Replicate{}, Replicate{}, options_.output, options_.kind});

@@ -10,6 +10,7 @@
 #include "penstock/base/errors.h"
 #include "penstock/comm/recorder.h"
 #include "penstock/dtensor/dtensor.h"
+#include "tests/dtensor/rule_checker.h"
 #include "tests/has_text.h"
 
 namespace penstock {
@@ -174,6 +175,182 @@ TEST(SequenceParallel, FourRanksUneven) { check_training({4}, {"tp"}, sequence_p
 TEST(DataAndTensorParallel, TwoByTwo) { check_training({2, 2}, {"dp", "tp"}, tensor_plan(), "2 x 2"); }
 TEST(DataAndTensorParallel, TwoByTwoWithSequence) { check_training({2, 2}, {"dp", "tp"}, sequence_plan(), "2 x 2 with sequence parallel"); }
 TEST(DataParallel, AllReplicated) { check_training({2}, {"tp"}, {}, "nothing parallel"); }
+
+// ---- what happens at the border of a module ----
+
+// Operations of all ranks together while `body` runs on each.
+std::map<std::string, comm::OperationTotals> totals_of(const comm::MeshGroups& mesh, const std::function<void()>& body) {
+  comm::Recorder& recorder = comm::Recorder::global();
+  const auto meet = [&] { mesh.group(0).barrier().wait(); };
+  meet();
+  meet();
+  if (mesh.coordinate()[0] == 0) recorder.reset_totals();
+  meet();
+  body();
+  meet();
+  auto totals = recorder.totals();
+  meet();
+  totals.erase("barrier");
+  return totals;
+}
+
+void on_two(const std::function<void(const comm::MeshGroups&)>& body) {
+  comm::run_ranks(2, 60s, [&](comm::World& world) { body({world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2)}); });
+}
+
+struct MlpImpl : nn::Module {
+  MlpImpl() {
+    up = register_module("up", nn::Linear(4, 6));
+    down = register_module("down", nn::Linear(6, 4));
+  }
+  at::Tensor forward(const at::Tensor& x) { return down(at::gelu(up(x))); }
+  nn::Linear up{nullptr}, down{nullptr};
+};
+TORCH_MODULE(Mlp);
+
+// Plain tensors in, plain tensors out: the caller need not know.
+TEST(ModuleBorder, PlainInputsStayPlain) {
+  torch::manual_seed(1);
+  Mlp whole;
+  const at::Tensor x = at::randn({5, 4});
+  at::Tensor input = x.clone().requires_grad_();
+  const at::Tensor expected = whole->forward(input);
+  expected.square().sum().backward();
+  std::vector<Mlp> models{Mlp(), Mlp()};
+  for (Mlp& model : models) {
+    const torch::NoGradGuard no_grad;
+    for (const auto& item : whole->named_parameters()) model->named_parameters()[item.key()].copy_(item.value());
+  }
+  on_two([&](const comm::MeshGroups& mesh) {
+    Mlp model = models[static_cast<std::size_t>(mesh.coordinate()[0])];
+    parallelize_module(*model, mesh, {{"up", colwise_parallel()}, {"down", rowwise_parallel()}});
+    at::Tensor mine = x.clone().requires_grad_();
+    const auto totals = totals_of(mesh, [&] {
+      const at::Tensor y = model->forward(mine);
+      EXPECT_FALSE(is_dtensor(y));
+      EXPECT_TRUE(at::allclose(y, expected, 1e-5, 1e-6));
+      y.square().sum().backward();
+    });
+    // One sum forward and one backward, over both ranks.
+    EXPECT_EQ(totals.size(), 1u);
+    EXPECT_EQ(totals.at("all_reduce").operations, 4u);
+    EXPECT_TRUE(at::allclose(mine.grad(), input.grad(), 1e-5, 1e-6));
+    EXPECT_EQ(placements_of(model->up->weight.grad()), (Placements{Shard{0}}));
+    EXPECT_TRUE(at::allclose(full_tensor(model->up->weight.grad()), whole->up->weight.grad(), 1e-5, 1e-6));
+    EXPECT_TRUE(at::allclose(full_tensor(model->down->bias.grad()), whole->down->bias.grad(), 1e-5, 1e-6));
+  });
+}
+
+// The same with three dims, where torch::nn::Linear adds the bias by itself, for every layout of inputs and outputs.
+TEST(ModuleBorder, PlainInputsOfThreeDims) {
+  struct Layout {
+    ColwiseOptions up;
+    RowwiseOptions down;
+    bool split_input, split_output;
+  };
+  const std::vector<Layout> layouts{
+      {{}, {}, false, false},
+      {{.input = Shard{1}}, {.output = Shard{1}}, true, true},
+      {{.output = Replicate{}}, {.input = Replicate{}}, false, false},
+      {{.input = Shard{1}, .output = Shard{1}}, {.input = Shard{1}, .output = Shard{1}}, true, true}};
+  torch::manual_seed(1);
+  Mlp whole;
+  const at::Tensor x = at::randn({2, 4, 4});
+  at::Tensor input = x.clone().requires_grad_();
+  const at::Tensor expected = whole->forward(input);
+  expected.square().sum().backward();
+  for (std::size_t i = 0; i < layouts.size(); ++i) {
+    std::vector<Mlp> models{Mlp(), Mlp()};
+    on_two([&](const comm::MeshGroups& mesh) {
+      const Layout& layout = layouts[i];
+      const std::int64_t rank = mesh.coordinate()[0];
+      Mlp model = models[static_cast<std::size_t>(rank)];
+      {
+        const torch::NoGradGuard no_grad;
+        for (const auto& item : whole->named_parameters()) model->named_parameters()[item.key()].copy_(item.value());
+      }
+      parallelize_module(*model, mesh, {{"up", colwise_parallel(layout.up)}, {"down", rowwise_parallel(layout.down)}});
+      const auto part = [&](const at::Tensor& t, bool split) { return split ? t.narrow(1, 2 * rank, 2) : t; };
+      at::Tensor mine = part(x, layout.split_input).clone().requires_grad_();
+      const at::Tensor y = model->forward(mine);
+      EXPECT_FALSE(is_dtensor(y)) << i;
+      EXPECT_TRUE(at::allclose(y, part(expected, layout.split_output), 1e-5, 1e-6)) << i;
+      y.square().sum().backward();
+      EXPECT_TRUE(at::allclose(mine.grad(), part(input.grad(), layout.split_input), 1e-5, 1e-6)) << i;
+      for (const auto& item : whole->named_parameters())
+        EXPECT_TRUE(at::allclose(full_tensor(model->named_parameters()[item.key()].grad()), item.value().grad(), 1e-5, 1e-6)) << i << " " << item.key();
+    });
+  }
+}
+
+// Query, key and value take one gathered input, and its gradient is scattered once.
+TEST(ModuleBorder, OneGatherServesAll) {
+  on_two([](const comm::MeshGroups& mesh) {
+    nn::Linear q(4, 4), k(4, 4), v(4, 4);
+    for (nn::Linear layer : {q, k, v}) parallelize_module(*layer, mesh, {{"", colwise_parallel()}});
+    at::Tensor x = distribute_tensor(at::ones({2, 4, 4}), mesh, {Shard{1}}).requires_grad_();
+    auto totals = totals_of(mesh, [&] {
+      const at::Tensor y = q(x) + k(x) + v(x);
+      EXPECT_EQ(placements_of(y), (Placements{Shard{2}}));
+      y.sum().backward();
+      EXPECT_EQ(placements_of(x.grad()), (Placements{Shard{1}}));
+    });
+    std::uint64_t gathers = 0, scatters = 0;
+    for (const auto& [name, total] : totals) {
+      if (name.starts_with("all_gather")) gathers += total.operations;
+      if (name.starts_with("reduce_scatter")) scatters += total.operations;
+    }
+    EXPECT_EQ(gathers, 2u);
+    EXPECT_EQ(scatters, 2u);
+  });
+}
+
+// The loss of logits that are split over classes sends a few numbers per row, never the logits.
+TEST(LossParallel, SendsNoLogits) {
+  on_two([](const comm::MeshGroups& mesh) {
+    const at::Tensor logits = test::sample({6, 1000}), targets = test::sample_index({6}, 1000);
+    at::Tensor whole = logits.clone().requires_grad_();
+    const at::Tensor expected = nn::functional::cross_entropy(whole, targets);
+    expected.backward();
+    at::Tensor x = distribute_tensor(logits, mesh, {Shard{1}}).requires_grad_();
+    const at::Tensor t = distribute_tensor(targets, mesh, {Replicate{}});
+    const auto totals = totals_of(mesh, [&] {
+      const at::Tensor loss = nn::functional::cross_entropy(x, t);
+      EXPECT_NEAR(full_tensor(loss.detach()).item<double>(), expected.item<double>(), 1e-5);
+      loss.backward();
+    });
+    for (const auto& [name, total] : totals) EXPECT_LT(total.bytes, 2000u) << name;
+    EXPECT_EQ(placements_of(x.grad()), (Placements{Shard{1}}));
+    EXPECT_TRUE(at::allclose(full_tensor(x.grad()), whole.grad(), 1e-5, 1e-7));
+  });
+}
+
+template <class Error>
+std::string message_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(ParallelizeModule, SaysWhatIsWrong) {
+  on_two([](const comm::MeshGroups& mesh) {
+    Mlp model;
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { parallelize_module(*model, mesh, {{"upp", colwise_parallel()}}); }), "'upp', which matches no module"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { parallelize_module(*model, mesh, {{"upp", colwise_parallel()}}); }), "up, down"));
+    EXPECT_TRUE(has_text(message_of<TypeError>([&] { parallelize_module(*model, mesh, {{"", rowwise_parallel()}}); }), "torch::nn::Linear"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { parallelize_module(*model, mesh, {{"up", colwise_parallel()}}, {.axis = "dp"}); }), "dp"));
+    EXPECT_TRUE(has_text(message_of<TypeError>([&] { parallelize_module(*model, mesh, {{"", prepare_module({})}}); }), "prepare_layout"));
+    // Nothing of a plan is done when a part of it is wrong.
+    EXPECT_THROW(parallelize_module(*model, mesh, {{"up", colwise_parallel()}, {"nowhere", colwise_parallel()}}), ValueError);
+    EXPECT_FALSE(is_dtensor(model->up->weight));
+    distribute_parameter(model->up->weight, mesh, {Shard{0}});
+    distribute_parameter(model->up->weight, mesh, {Shard{0}});
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { distribute_parameter(model->up->weight, mesh, {Shard{1}}); }), "laid out alike"));
+  });
+}
 
 }  // namespace
 }  // namespace penstock

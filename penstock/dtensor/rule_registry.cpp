@@ -63,6 +63,8 @@ struct Registry {
     add_dim_rules(table);
     add_reduction_rules(table);
     add_factory_rules(table);
+    add_softmax_rules(table);
+    add_loss_rules(table);
   }
 
   // Never freed: tensors may outlive every static object.

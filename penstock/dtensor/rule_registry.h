@@ -47,5 +47,11 @@ void add_view_rules(RuleTable& table);
 void add_dim_rules(RuleTable& table);
 void add_reduction_rules(RuleTable& table);
 void add_factory_rules(RuleTable& table);
+void add_softmax_rules(RuleTable& table);
+void add_loss_rules(RuleTable& table);
+void add_normalization_rules(RuleTable& table);
+void add_embedding_rules(RuleTable& table);
+void add_attention_rules(RuleTable& table);
+void add_convolution_rules(RuleTable& table);
 
 }  // namespace penstock::detail

@@ -1,4 +1,6 @@
 // Elementwise operators: every dim may be split, as all inputs that are not broadcast along it are.
+#include <ATen/ATen.h>
+
 #include <algorithm>
 
 #include "penstock/dtensor/rule_helpers.h"
@@ -79,6 +81,29 @@ Sharding filling(const ShardingCall& call) {
   return choose(call, std::move(strategies));
 }
 
+// Of terms, the first rank along the axis fills in the value and the others nothing, so that it counts once.
+Sharding masked_fill(const ShardingCall& call) {
+  auto strategies = elementwise_strategies(call);
+  for (const PartialOp kind : partial_kinds(call)) {
+    if (!sums(kind)) continue;
+    AxisStrategy strategy = replicated_strategy(call);
+    strategy.inputs[0] = Partial{kind};
+    strategy.outputs[0] = Partial{kind};
+    strategies.push_back(std::move(strategy));
+  }
+  Sharding sharding = choose(call, std::move(strategies));
+  bool fills = true;
+  for (std::size_t axis = 0; axis < call.axes(); ++axis)
+    if (sharding.inputs[0][axis].is_partial(PartialOp::Sum) && call.coordinate[axis] != 0) fills = false;
+  if (fills) return sharding;
+  sharding.local = [](const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) {
+    c10::IValue& value = (*stack)[static_cast<std::size_t>(context.call.argument_index("value"))];
+    value = value.isTensor() ? c10::IValue(at::zeros_like(value.toTensor())) : c10::IValue(at::Scalar(0));
+    op.callBoxed(stack);
+  };
+  return sharding;
+}
+
 }  // namespace
 
 void add_pointwise_rules(RuleTable& table) {
@@ -89,7 +114,7 @@ void add_pointwise_rules(RuleTable& table) {
              "hardsigmoid_backward", "hardswish", "hardswish_backward", "hardtanh", "hardtanh_backward", "heaviside", "hypot", "isfinite", "isinf",
              "isnan", "isneginf", "isposinf", "le", "leaky_relu", "leaky_relu_backward", "lerp", "lgamma", "log", "log10", "log1p", "log2", "logaddexp",
              "logaddexp2", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "logit_backward", "log_sigmoid_forward",
-             "log_sigmoid_backward", "lt", "masked_fill", "maximum", "minimum", "mish", "mish_backward", "nan_to_num",
+             "log_sigmoid_backward", "lt", "maximum", "minimum", "mish", "mish_backward", "nan_to_num",
              "ne", "nextafter", "pow", "polygamma", "reciprocal", "relu", "relu6", "remainder", "round", "rsqrt", "selu", "sgn", "sigmoid",
              "sigmoid_backward", "sign", "signbit", "silu", "silu_backward", "sin", "sinc", "sinh", "softplus", "softplus_backward", "softshrink",
              "softshrink_backward", "sqrt", "square", "tan", "tanh", "tanh_backward", "threshold", "threshold_backward", "trunc", "where.self",
@@ -103,6 +128,7 @@ void add_pointwise_rules(RuleTable& table) {
     const bool rounds = call.has_argument("rounding_mode") && !call.argument("rounding_mode").isNone();
     return rounds ? elementwise(call) : scaling(call, false);
   });
+  table.add({"masked_fill"}, masked_fill);
   table.add({"neg", "negative", "_conj"}, linear_unary);
   table.add({"positive", "clone", "detach", "alias", "lift", "lift_fresh", "lift_fresh_copy", "alias_copy", "detach_copy", "_to_copy", "copy_", "copy", "contiguous", "_conj_physical",
              "resolve_conj", "pin_memory", "_pin_memory"},

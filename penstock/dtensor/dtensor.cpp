@@ -201,6 +201,7 @@ DTensorPayload& require_dtensor(const at::Tensor& tensor, std::string_view funct
 }
 
 at::Tensor make_dtensor(at::Tensor local, SpecPtr spec, const comm::MeshGroups& mesh, const at::Tensor* viewed) {
+  register_dtensor_type();
   const GlobalGeometry& whole = spec->geometry();
   if (local.sizes() != c10::IntArrayRef(spec->local_shape()) || local.scalar_type() != whole.dtype) [[unlikely]]
     throw ValueError(describe("the local part of a distributed tensor",

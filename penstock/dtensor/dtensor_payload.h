@@ -71,6 +71,9 @@ inline DTensorPayload* dtensor_payload(const at::Tensor& tensor) { return payloa
 // Throws TypeError that names `function` for a tensor that is not distributed.
 DTensorPayload& require_dtensor(const at::Tensor& tensor, std::string_view function);
 
+// Makes the type known to the records of penstock/torch, once in a process.
+void register_dtensor_type();
+
 // No checks but the shape of the local part.
 at::Tensor make_dtensor(at::Tensor local, SpecPtr spec, const comm::MeshGroups& mesh, const at::Tensor* viewed = nullptr);
 

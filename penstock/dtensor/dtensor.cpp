@@ -77,13 +77,17 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
 };
 
 struct ToLocal : torch::autograd::Function<ToLocal> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& tensor, const Placements& grad_placements) {
+  // As a view it may not be written, since the distributed tensor would change with it. One that nobody else has is taken
+  // over instead.
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& tensor, const Placements& grad_placements, bool take) {
     DTensorPayload& payload = require_dtensor(tensor, "to_local");
     save(context, grad_placements, payload.spec, payload.mesh);
+    if (!take) return payload.local().view_as(payload.local());
+    const at::AutoDispatchBelowADInplaceOrView untracked;
     return payload.local().view_as(payload.local());
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    if (!gradients[0].defined()) return {at::Tensor(), at::Tensor()};
+    if (!gradients[0].defined()) return {at::Tensor(), at::Tensor(), at::Tensor()};
     const Saved& state = saved(context);
     GlobalGeometry geometry = state.spec->geometry();
     geometry.dtype = gradients[0].scalar_type();
@@ -93,7 +97,7 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
                                 fmt::format("[{}], this rank's part of {}", fmt::join(spec->local_shape(), ", "), spec->to_string()),
                                 "give grad_placements that fit the local tensor"));
     return {from_local(gradients[0], state.mesh, state.placements, {.shape = geometry.shape, .stride = geometry.stride, .check = false}),
-            at::Tensor()};
+            at::Tensor(), at::Tensor()};
   }
 };
 
@@ -215,6 +219,10 @@ at::Tensor make_dtensor(at::Tensor local, SpecPtr spec, const comm::MeshGroups& 
   return make_wrapper(c10::make_intrusive<DTensorPayload>(std::move(local), std::move(spec), mesh), geometry, viewed);
 }
 
+at::Tensor take_local(const at::Tensor& tensor) {
+  return ToLocal::apply(tensor, gradient_placements(require_dtensor(tensor, "take_local").spec->placements()), true);
+}
+
 void DTensorPayload::set_pending(PendingLocal pending, std::shared_ptr<const LocalTransfer> transfer) {
   pending_ = std::make_unique<Pending>(Pending{std::move(pending), std::move(transfer)});
 }
@@ -327,7 +335,7 @@ at::Tensor to_local(const at::Tensor& tensor, const ToLocalOptions& options) {
   const Placements gradients = options.grad_placements
                                    ? normalize_placements(*options.grad_placements, static_cast<int>(payload.mesh.shape().size()), tensor.dim())
                                    : gradient_placements(payload.spec->placements());
-  return ToLocal::apply(tensor, gradients);
+  return ToLocal::apply(tensor, gradients, false);
 }
 
 at::Tensor redistribute(const at::Tensor& tensor, const Placements& placements, const RedistributeOptions& options) {

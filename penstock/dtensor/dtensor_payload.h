@@ -74,6 +74,9 @@ DTensorPayload& require_dtensor(const at::Tensor& tensor, std::string_view funct
 // Makes the type known to the records of penstock/torch, once in a process.
 void register_dtensor_type();
 
+// As to_local, of a tensor that nobody else uses: the result may be written.
+at::Tensor take_local(const at::Tensor& tensor);
+
 // No checks but the shape of the local part.
 at::Tensor make_dtensor(at::Tensor local, SpecPtr spec, const comm::MeshGroups& mesh, const at::Tensor* viewed = nullptr);
 

@@ -65,7 +65,7 @@ void at_border(const c10::OperatorHandle& op, Stack* stack, int input_argument, 
   at::Tensor output = stack->back().toTensor();
   if (border->output) output = along_axis(output, border->axis, *border->output);
   const bool local = border->kind == OutputKind::Local || (border->kind == OutputKind::AsInput && plain);
-  stack->back() = local ? to_local(output) : output;
+  stack->back() = local ? detail::take_local(output) : output;
 }
 
 // A bias that is added to a module's plain output is its local part. Where the output holds other rows on every rank, so does

@@ -229,6 +229,29 @@ TEST_F(Processes, AMemberThatNeverAsksIsNamedOnEveryOther) {
   for (const int rank : {0, 1, 3}) EXPECT_TRUE(has_text(lines_of(ended, rank), "group of ranks[3,2,1,0]: rank 2 did not ask for it in time")) << ended.output;
 }
 
+// -------------------------------------------------------------------------------------------------- distributed tensors
+
+TEST_F(Processes, DistributedTraining) {
+  const Ended ended = launch(4, "distributed_training");
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  for (int rank = 0; rank < 4; ++rank) EXPECT_TRUE(has_text(lines_of(ended, rank), "of one process")) << ended.output;
+}
+
+TEST_F(Processes, KillDuringRedistribution) { expect_death_is_told("killed_in_redistribute", ""); }
+
+TEST_F(Processes, PartsThatDisagreeAreAnErrorEverywhere) {
+  const Ended ended = launch(3, "parts_disagree");
+  EXPECT_EQ(ended.exit_code, 3) << ended.output;
+  for (int rank = 0; rank < 3; ++rank) EXPECT_TRUE(has_text(lines_of(ended, rank), "from_local: the rank at (")) << ended.output;
+}
+
+TEST_F(Processes, AnErrorInAnOperatorOfOneRankReachesAll) {
+  const Ended ended = launch(3, "one_rank_throws_in_operator", "PENSTOCK_TEST_VICTIM=1");
+  EXPECT_EQ(ended.exit_code, 3) << ended.output;
+  EXPECT_TRUE(has_text(lines_of(ended, 1), "a plain tensor [8, 8] among distributed ones")) << ended.output;
+  for (const int rank : {0, 2}) EXPECT_TRUE(has_text(lines_of(ended, rank), "PeerLostError")) << ended.output;
+}
+
 // --------------------------------------------------------------------------------------------------------- rendezvous
 
 TEST_F(Processes, PortInUse) {

@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <csignal>
 #include <cstdio>
 #include <map>
@@ -15,6 +16,8 @@
 #include "penstock/comm/mesh_groups.h"
 #include "penstock/comm/self_test.h"
 #include "penstock/comm/world.h"
+#include "penstock/dtensor/dtensor.h"
+#include "penstock/dtensor/parallel_style.h"
 
 namespace {
 
@@ -190,6 +193,61 @@ int never_asks() {
   return 0;
 }
 
+// A sequence of layers trained as distributed tensors on a mesh of all ranks; the loss must be that of one process.
+int distributed_training() {
+  World world = World::from_env();
+  const MeshGroups mesh(world, init_device_mesh("cpu", {2, world.size() / 2}, {"dp", "tp"}, Rank{world.rank()}, world.size()));
+  const auto train = [&](bool distributed) {
+    torch::manual_seed(3);
+    torch::nn::Sequential model(torch::nn::Linear(6, 8), torch::nn::Tanh(), torch::nn::Linear(8, 4));
+    model->to(at::kDouble);
+    at::Tensor x = at::randn({8, 6}, at::kDouble), y = at::randn({8, 4}, at::kDouble);
+    if (distributed) {
+      parallelize_module(*model, mesh, {{"0", colwise_parallel()}, {"2", rowwise_parallel()}}, {.axis = "tp"});
+      x = distribute_tensor(x, mesh, {Shard{0}, Replicate{}});
+      y = distribute_tensor(y, mesh, {Shard{0}, Replicate{}});
+    }
+    torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    at::Tensor loss;
+    for (int step = 0; step < 5; ++step) {
+      optimizer.zero_grad();
+      loss = (model->forward(x) - y).square().sum();
+      loss.backward();
+      optimizer.step();
+    }
+    return distributed ? full_tensor(loss.detach()).item<double>() : loss.item<double>();
+  };
+  const double expected = train(false), actual = train(true);
+  say(fmt::format("rank {}: loss {:.9f}, of one process {:.9f}", world.rank(), actual, expected));
+  return std::abs(actual - expected) < 1e-10 ? 0 : 1;
+}
+
+int killed_in_redistribute() {
+  World world = World::from_env();
+  die_later(world, 700ms);
+  const MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, Rank{world.rank()}, world.size()));
+  at::Tensor x = distribute_tensor(at::ones({64, 64}), mesh, {Shard{0}});
+  for (;;) x = redistribute(redistribute(x, {Shard{1}}), {Shard{0}});
+}
+
+// One rank's part has another size: all of them hear of it.
+int parts_disagree() {
+  World world = World::from_env();
+  const MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, Rank{world.rank()}, world.size()));
+  from_local(at::ones({world.rank() == 1 ? 5 : 4, 3}), mesh, {Shard{0}}, {.check = true});
+  return 0;
+}
+
+// One rank fails by itself, in the middle of what the others wait for.
+int one_rank_throws_in_operator() {
+  World world = World::from_env();
+  const MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, Rank{world.rank()}, world.size()));
+  const at::Tensor x = distribute_tensor(at::ones({8, 8}), mesh, {Shard{0}});
+  if (world.rank() == victim()) x + at::ones({8, 8});
+  full_tensor(x.sum());
+  return 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -197,7 +255,9 @@ int main(int argc, char** argv) {
       {"everything", everything}, {"killed_in_all_reduce", killed_in_all_reduce}, {"killed_in_batch", killed_in_batch}, {"killed_elsewhere", killed_elsewhere},
       {"killed_in_rendezvous", killed_in_rendezvous}, {"stays_away", stays_away}, {"stopped_rank", stopped_rank}, {"throws", throws},
       {"leaves_early", leaves_early}, {"mismatch", mismatch}, {"connects", connects}, {"lingers", lingers},
-      {"mesh_axes", mesh_axes}, {"killed_before_group_of", killed_before_group_of}, {"never_asks", never_asks}};
+      {"mesh_axes", mesh_axes}, {"killed_before_group_of", killed_before_group_of}, {"never_asks", never_asks},
+      {"distributed_training", distributed_training}, {"killed_in_redistribute", killed_in_redistribute}, {"parts_disagree", parts_disagree},
+      {"one_rank_throws_in_operator", one_rank_throws_in_operator}};
   const auto found = argc == 2 ? scenarios.find(argv[1]) : scenarios.end();
   if (found == scenarios.end()) {
     fmt::print(stderr, "usage: {} SCENARIO\n", argv[0]);

@@ -65,6 +65,10 @@ struct Registry {
     add_factory_rules(table);
     add_softmax_rules(table);
     add_loss_rules(table);
+    add_normalization_rules(table);
+    add_embedding_rules(table);
+    add_attention_rules(table);
+    add_convolution_rules(table);
   }
 
   // Never freed: tensors may outlive every static object.

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "penstock/base/errors.h"
 #include "penstock/dtensor/rule_helpers.h"
 
@@ -41,6 +43,28 @@ std::vector<int> output_positions(const std::vector<bool>& given) {
   int next = 0;
   for (const bool one : given) positions.push_back(one ? next++ : -1);
   return positions;
+}
+
+void skip_where_empty(const ShardingCall& call, Sharding& sharding, std::initializer_list<std::string_view> arguments, const std::vector<bool>& given) {
+  bool empty = false;
+  for (const std::string_view name : arguments) {
+    const ShardingInput* input = input_named(call, name);
+    if (!input || input->whole.numel() == 0) continue;
+    const auto shape = local_shape(call, input->whole.shape, sharding.inputs[static_cast<std::size_t>(call.index_at(call.argument_index(name)))]);
+    empty |= std::find(shape.begin(), shape.end(), 0) != shape.end();
+  }
+  if (!empty) return;
+  sharding.local = [given](const LocalContext& context, const c10::OperatorHandle&, Stack* stack) {
+    std::vector<at::Tensor> results(given.size());
+    std::size_t output = 0;
+    for (std::size_t i = 0; i < given.size(); ++i) {
+      if (!given[i]) continue;
+      const GlobalGeometry& whole = context.call.outputs[output];
+      results[i] = at::zeros(local_shape(context.call, whole.shape, context.outputs[output]), at::TensorOptions(whole.dtype).device(whole.device));
+      ++output;
+    }
+    give_results(context, stack, results);
+  };
 }
 
 at::Tensor local_argument(const LocalContext& context, const Stack& stack, std::string_view argument) {

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <string_view>
 #include <vector>
 
@@ -38,6 +39,11 @@ const ShardingInput* input_named(const ShardingCall& call, std::string_view argu
 
 // Position in call.outputs of every result of the schema, when only those that are `given` are defined; -1 for the others.
 std::vector<int> output_positions(const std::vector<bool>& given);
+
+// Kernels that work on whole rows, images or heads mostly refuse to work on none. Where this rank's part of one of these
+// arguments is empty and the whole is not, the operator is not run: its results are empty, or terms of zero. `given` says
+// which results of the schema are defined. Only for calls whose local form does not communicate.
+void skip_where_empty(const ShardingCall& call, Sharding& sharding, std::initializer_list<std::string_view> arguments, const std::vector<bool>& given);
 
 // ---- in local calls ----
 

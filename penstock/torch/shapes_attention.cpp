@@ -63,7 +63,30 @@ Four efficient_backward(const Tensor&, const Tensor& query, const Tensor& key, c
           mask[3] && bias.defined() ? at::empty_like(bias) : Tensor()};
 }
 
+#if PENSTOCK_TORCH_AT_LEAST(2, 11)
+// The result lies as the query does.
+Flash cudnn(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor&, bool, double, bool, bool, Scale) {
+  const Tensor number = at::empty({}, query.options().dtype(at::kLong));
+  const Tensor output = value.size(3) == query.size(3) ? at::empty_like(query) : heads_inside(query, value.size(3));
+  return {output, at::empty({query.size(0), query.size(1), query.size(2), 1}, query.options().dtype(at::kFloat)), Tensor(), Tensor(),
+          query.size(2), key.size(2), number, at::empty_like(number), Tensor()};
+}
+
+Three cudnn_backward(const Tensor&, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                     const Tensor&, const Tensor&, const Tensor&, std::int64_t, std::int64_t, double, bool, Scale) {
+  return {at::empty_like(query), at::empty_like(key), at::empty_like(value)};
+}
+
+void add_cudnn_attention() {
+  register_where_missing("aten::_scaled_dot_product_cudnn_attention", cudnn);
+  register_where_missing("aten::_scaled_dot_product_cudnn_attention_backward", cudnn_backward);
+}
+#else
+void add_cudnn_attention() {}
+#endif
+
 void add_gpu_attention() {
+  add_cudnn_attention();
   register_where_missing("aten::_scaled_dot_product_flash_attention", flash_for_gpu);
   register_where_missing("aten::_scaled_dot_product_flash_attention_backward", flash_for_gpu_backward);
   register_where_missing("aten::_scaled_dot_product_efficient_attention", efficient);

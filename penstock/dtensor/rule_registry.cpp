@@ -63,6 +63,9 @@ struct Registry {
     add_dim_rules(table);
     add_reduction_rules(table);
     add_factory_rules(table);
+    add_index_rules(table);
+    add_advanced_index_rules(table);
+    add_slice_gradient_rules(table);
   }
 
   // Never freed: tensors may outlive every static object.

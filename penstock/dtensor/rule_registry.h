@@ -47,5 +47,8 @@ void add_view_rules(RuleTable& table);
 void add_dim_rules(RuleTable& table);
 void add_reduction_rules(RuleTable& table);
 void add_factory_rules(RuleTable& table);
+void add_index_rules(RuleTable& table);
+void add_advanced_index_rules(RuleTable& table);
+void add_slice_gradient_rules(RuleTable& table);
 
 }  // namespace penstock::detail

@@ -1,6 +1,9 @@
 // One operator on distributed tensors: find the decision, bring the inputs in place, run on the local parts, wrap.
+#include <ATen/ATen.h>
+#include <ATen/core/enum_tag.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <bit>
 
@@ -8,6 +11,7 @@
 #include "penstock/dtensor/decision_cache.h"
 #include "penstock/dtensor/dtensor.h"
 #include "penstock/dtensor/dtensor_payload.h"
+#include "penstock/dtensor/rule_helpers.h"
 #include "penstock/dtensor/rule_registry.h"
 #include "penstock/torch/dtype.h"
 #include "penstock/torch/fake.h"
@@ -54,6 +58,9 @@ void add_word(CallKey& key, Word tag) { key.push_back(static_cast<std::uint64_t>
                            "distribute it (distribute_tensor, from_local), or put the call under ImplicitReplicationGuard where every rank has equal values"));
 }
 
+// The formulas of derivatives make zeros, ones and positions of their own, equal on every rank.
+bool in_backward() { return torch::autograd::get_current_graph_task_exec_info() != nullptr; }
+
 void add_tensor(CallKey& key, const OperatorTraits& traits, const at::Tensor& tensor) {
   if (!tensor.defined()) return add_word(key, Word::None);
   if (const DTensorPayload* payload = dtensor_payload(tensor)) {
@@ -61,7 +68,7 @@ void add_tensor(CallKey& key, const OperatorTraits& traits, const at::Tensor& te
     key.push_back(reinterpret_cast<std::uint64_t>(payload->spec.get()));
     return;
   }
-  if (tensor.dim() > 0 && !ImplicitReplicationGuard::active()) [[unlikely]]
+  if (tensor.dim() > 0 && !ImplicitReplicationGuard::active() && !in_backward()) [[unlikely]]
     refuse_plain(traits, tensor);
   add_word(key, Word::Plain);
   key.push_back(static_cast<std::uint64_t>(tensor.scalar_type()) | static_cast<std::uint64_t>(tensor.unsafeGetTensorImpl()->is_wrapped_number()) << 8 |
@@ -204,15 +211,21 @@ std::unique_ptr<Decision> decide(const c10::OperatorHandle& op, const OperatorTr
     throw NotImplemented(fmt::format("{}: no sharding rule for distributed tensors ({}); register_sharding_rule(\"{}\", ...) adds one, or compute it on "
                                      "full_tensor() or to_local() parts",
                                      traits.name, placements_text(call.inputs), traits.name));
-  if (info.rule->options.shape_known) call.outputs = global_results(call);
+  try {
+    if (info.rule->options.shape_known) call.outputs = global_results(call);
+  } catch (const DataDependentError&) {
+    refuse_unknown_shape(traits);
+  }
   Sharding& sharding = decision->sharding = info.rule->rule(call);
   PENSTOCK_INVARIANT(sharding.inputs.size() == call.inputs.size() && sharding.outputs.size() == call.outputs.size(),
                      fmt::format("the sharding rule of {} gives placements for {} inputs and {} outputs", traits.name, call.inputs.size(), call.outputs.size()));
   for (std::size_t i = 0; i < call.inputs.size(); ++i) {
     Decision::Input& input = decision->inputs[i];
     if (!input.now) {
-      for (const Placement& placement : sharding.inputs[i])
-        PENSTOCK_INVARIANT(placement.is_replicate(), fmt::format("the sharding rule of {} leaves plain tensors replicated", traits.name));
+      // Every rank has all of a plain tensor and takes its part without asking anybody.
+      const SpecPtr whole = DTensorSpec::get(*first.spec, call.inputs[i].placements, call.inputs[i].whole);
+      const SpecPtr part = whole->with_placements(sharding.inputs[i]);
+      if (part != whole) input.transfer = transfer_between(whole, part, PartialTarget::Allow);
       continue;
     }
     const SpecPtr to = input.now->with_placements(sharding.inputs[i]);
@@ -231,19 +244,22 @@ std::unique_ptr<Decision> decide(const c10::OperatorHandle& op, const OperatorTr
 }
 
 // The local arguments. Every rank redistributes in the order of the inputs.
-Stack local_arguments(const Decision& decision, const std::vector<c10::IValue>& arguments, const OperatorTraits& traits) {
+Stack local_arguments(const Decision& decision, const comm::MeshGroups& mesh, const std::vector<c10::IValue>& arguments, const OperatorTraits& traits) {
   Stack local;
   local.reserve(std::max(arguments.size(), traits.returns.size()));
   std::size_t next = 0;
+  const bool moves_dims = decision.call.op.hasTag(at::Tag::inplace_view);
   const auto map = [&](const at::Tensor& tensor) -> at::Tensor {
     const Decision::Input& input = decision.inputs[next];
     const bool written = decision.call.inputs[next++].written;
-    if (!input.now) return tensor;
+    if (!input.now) return input.transfer ? input.transfer->run(mesh, tensor) : tensor;
     const DTensorPayload* payload = dtensor_payload(tensor);
     if (written && payload->copied_view)
       throw StateError(fmt::format("{}: the tensor that is written is a view that had to be redistributed, so what it views would not change; clone() it, or "
                                    "redistribute what it views first",
                                    traits.name));
+    // What changes its shape in place changes a handle of its own: other distributed tensors may hold the same part.
+    if (written && moves_dims) return at::alias(payload->local());
     return input.transfer ? input.transfer->run(payload->mesh, payload->local()) : payload->local();
   };
   for (const c10::IValue& value : arguments) local.push_back(value.isTensor() || value.isList() ? map_tensors(value, map) : value);
@@ -263,7 +279,7 @@ void run(const Decision& decision, const c10::OperatorHandle& op, const Operator
   std::vector<c10::IValue> arguments(std::make_move_iterator(first), std::make_move_iterator(stack->end()));
   stack->erase(first, stack->end());
 
-  Stack local = local_arguments(decision, arguments, traits);
+  Stack local = local_arguments(decision, mesh, arguments, traits);
   if (decision.sharding.local)
     decision.sharding.local({mesh, decision.call, decision.sharding.inputs, decision.sharding.outputs}, op, &local);
   else
@@ -281,6 +297,7 @@ void run(const Decision& decision, const c10::OperatorHandle& op, const Operator
         check_result(traits, value.toTensor(), *spec);
         if (payload->spec != spec) {
           payload->spec = spec;
+          payload->set_local(value.toTensor());
           sync_geometry(argument.toTensor(), spec->geometry().shape, spec->geometry().stride, 0);
         }
       } else if (argument.isTensorList()) {

@@ -17,7 +17,8 @@
 // - Autograd goes through everything here. Gradients are distributed tensors; their placements are what the backward
 //   operators give (often Partial for a replicated parameter) unless a function below says otherwise.
 // - A plain tensor with dims in an operator with distributed ones is an error; numbers and tensors without dims count as
-//   replicated. ImplicitReplicationGuard lifts that for a scope, for masks and positions that every rank has.
+//   replicated. ImplicitReplicationGuard lifts that for a scope, for masks and positions that every rank has. In backward
+//   it is lifted, too: derivatives make such tensors themselves.
 //
 // Thread rule: as for tensors and groups. Functions marked [collective] are called by all ranks of the mesh.
 #pragma once

@@ -1,5 +1,7 @@
 #include "penstock/dtensor/rule_helpers.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "penstock/base/errors.h"
@@ -24,14 +26,10 @@ std::vector<AxisStrategy> elementwise_strategies(const ShardingCall& call) {
   for (std::int64_t dim = 0; dim < static_cast<std::int64_t>(result.size()); ++dim) {
     AxisStrategy strategy = replicated_strategy(call);
     for (std::size_t i = 0; i < call.inputs.size(); ++i)
-      if (const auto own = broadcast_dim(call.inputs[i].whole.shape, dim, result); own && !call.inputs[i].plain) strategy.inputs[i] = Shard{*own};
+      if (const auto own = broadcast_dim(call.inputs[i].whole.shape, dim, result); own) strategy.inputs[i] = Shard{*own};
     for (std::size_t i = 0; i < call.outputs.size(); ++i)
       if (const auto own = broadcast_dim(call.outputs[i].shape, dim, result)) strategy.outputs[i] = Shard{*own};
-    // A plain tensor with this dim would have to be cut; it stays whole.
-    const bool fits = std::none_of(call.inputs.begin(), call.inputs.end(), [&](const ShardingInput& input) {
-      return input.plain && broadcast_dim(input.whole.shape, dim, result) && result[static_cast<std::size_t>(dim)] != 1;
-    });
-    if (fits) strategies.push_back(std::move(strategy));
+    strategies.push_back(std::move(strategy));
   }
   return strategies;
 }
@@ -43,7 +41,7 @@ std::vector<AxisStrategy> independent_dims(const ShardingCall& call, const std::
     if (except.count(dim)) continue;
     AxisStrategy strategy = replicated_strategy(call);
     for (std::size_t i = 0; i < call.inputs.size(); ++i)
-      if (call.inputs[i].whole.shape == shape && !call.inputs[i].plain) strategy.inputs[i] = Shard{dim};
+      if (call.inputs[i].whole.shape == shape) strategy.inputs[i] = Shard{dim};
     for (std::size_t i = 0; i < call.outputs.size(); ++i)
       if (call.outputs[i].shape == shape) strategy.outputs[i] = Shard{dim};
     strategies.push_back(std::move(strategy));
@@ -78,6 +76,12 @@ std::vector<int> axes_splitting(const Placements& placements, std::int64_t dim) 
   for (std::size_t axis = 0; axis < placements.size(); ++axis)
     if (placements[axis].splits(dim)) axes.push_back(static_cast<int>(axis));
   return axes;
+}
+
+void refuse_unknown_shape(const OperatorTraits& traits) {
+  throw ValueError(fmt::format("{}: the shape of the result depends on the values of a distributed tensor, so no rank can know its part; compute it on full_tensor(), "
+                               "or on to_local() for the part of each rank; where a mask selects elements, where() and masked_fill() keep the shape",
+                               traits.name));
 }
 
 void reduce_over(const comm::MeshGroups& mesh, const std::vector<int>& axes, const at::Tensor& tensor, comm::ReduceOp op) {

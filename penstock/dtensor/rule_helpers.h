@@ -38,6 +38,9 @@ std::vector<std::int64_t> local_shape(const ShardingCall& call, const std::vecto
 // The mesh axes that split `dim`.
 std::vector<int> axes_splitting(const Placements& placements, std::int64_t dim);
 
+// For operators whose result has a shape that depends on values: which one, and what to use instead.
+[[noreturn]] void refuse_unknown_shape(const OperatorTraits& traits);
+
 // Sums (or takes the maximum of) a local tensor over the mesh axes given, in place.
 void reduce_over(const comm::MeshGroups& mesh, const std::vector<int>& axes, const at::Tensor& tensor, comm::ReduceOp op);
 

@@ -13,7 +13,10 @@ namespace {
 // Per dim of the input, its place in every output.
 using DimMap = std::vector<std::optional<std::int64_t>>;
 
-Sharding mapped(const ShardingCall& call, const DimMap& map) {
+bool any_kind(PartialOp) { return true; }
+
+// `linear`: which kinds of terms stay terms.
+Sharding mapped(const ShardingCall& call, const DimMap& map, bool (*linear)(PartialOp) = any_kind) {
   std::vector<AxisStrategy> strategies;
   for (std::size_t dim = 0; dim < map.size(); ++dim) {
     if (!map[dim]) continue;
@@ -23,6 +26,7 @@ Sharding mapped(const ShardingCall& call, const DimMap& map) {
     strategies.push_back(std::move(strategy));
   }
   for (const PartialOp kind : partial_kinds(call)) {
+    if (!linear(kind)) continue;
     AxisStrategy strategy = replicated_strategy(call);
     strategy.inputs[0] = Partial{kind};
     for (Placement& placement : strategy.outputs) placement = Partial{kind};
@@ -83,7 +87,8 @@ Sharding expand(const ShardingCall& call) {
 // A dim that is cut, and one that is looked through in order, must be whole.
 Sharding one_dim_whole(const ShardingCall& call, bool drops) {
   const std::int64_t ndim = call.inputs[0].ndim();
-  const std::int64_t cut = ShardingCall::wrap_dim(call.argument("dim").toInt(), ndim);
+  if (ndim == 0) return mapped(call, {});
+  const std::int64_t cut = ShardingCall::wrap_dim(call.argument(call.has_argument("dimension") ? "dimension" : "dim").toInt(), ndim);
   DimMap map = identity(ndim);
   for (auto& place : map)
     if (drops && *place > cut) --*place;
@@ -97,7 +102,27 @@ Sharding slice(const ShardingCall& call) {
   return mapped(call, identity(call.inputs[0].ndim()));
 }
 
-Sharding every_dim(const ShardingCall& call) { return mapped(call, identity(call.inputs[0].ndim())); }
+bool sums(PartialOp kind) { return kind == PartialOp::Sum || kind == PartialOp::Avg; }
+
+// Complex numbers as pairs: sums of them are sums of the parts, products are not.
+Sharding as_pairs(const ShardingCall& call) { return mapped(call, identity(call.inputs[0].ndim()), sums); }
+
+// The last dim holds the parts of one number.
+Sharding from_pairs(const ShardingCall& call) {
+  DimMap map = identity(call.inputs[0].ndim());
+  map.back().reset();
+  return mapped(call, map, sums);
+}
+
+// Halves of `dim` meet elementwise, in the derivative too; the gradient of the result has half of it.
+Sharding halves(const ShardingCall& call) {
+  const std::int64_t ndim = call.inputs.back().ndim();
+  const std::int64_t cut = ShardingCall::wrap_dim(call.argument("dim").toInt(), ndim);
+  std::vector<AxisStrategy> strategies;
+  for (std::int64_t dim = 0; dim < ndim; ++dim)
+    if (dim != cut) strategies.push_back({std::vector<Placement>(call.inputs.size(), Shard{dim}), {Shard{dim}}});
+  return choose(call, std::move(strategies));
+}
 
 // Dims in an int[] must be whole.
 Sharding listed_dims_whole(const ShardingCall& call) {
@@ -139,8 +164,17 @@ Sharding pad(const ShardingCall& call) {
   DimMap map = identity(ndim);
   for (std::size_t i = 0; i * 2 < widths.size(); ++i)
     if (widths[2 * i] != 0 || widths[2 * i + 1] != 0) map[static_cast<std::size_t>(ndim) - 1 - i].reset();
-  // Zeros are terms of zero; another value is not a term of itself.
-  Sharding sharding = mapped(call, map);
+  // Zeros are terms of zero in every kind; another value only where equal values reduce to themselves.
+  const c10::Scalar value = call.argument("value").toScalar();
+  const bool zero = !value.isComplex() && value.toDouble() == 0;
+  Sharding sharding = mapped(call, map, zero ? any_kind : [](PartialOp kind) { return kind == PartialOp::Avg || kind == PartialOp::Max || kind == PartialOp::Min; });
+  // LibTorch pads no tensor without elements.
+  sharding.local = [](const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) {
+    const at::Tensor local = (*stack)[0].toTensor();
+    if (local.numel() > 0) return op.callBoxed(stack);
+    stack->clear();
+    stack->push_back(local.new_full(local_shape(context.call, context.call.outputs[0].shape, context.outputs[0]), context.call.argument("value").toScalar()));
+  };
   return sharding;
 }
 
@@ -175,7 +209,7 @@ void add_dim_rules(RuleTable& table) {
   table.add({"unsqueeze", "unsqueeze_copy"}, unsqueeze);
   table.add({"expand", "expand_copy"}, expand);
   table.add({"select.int", "unbind.int", "select_copy.int"}, [](const ShardingCall& call) { return one_dim_whole(call, true); });
-  table.add({"split.Tensor", "split_with_sizes", "chunk", "unsafe_split.Tensor", "unsafe_split_with_sizes", "unsafe_chunk", "narrow", "glu", "unfold"},
+  table.add({"split.Tensor", "split_with_sizes", "chunk", "unsafe_split.Tensor", "unsafe_split_with_sizes", "unsafe_chunk", "narrow", "unfold"},
             [](const ShardingCall& call) { return one_dim_whole(call, false); });
   table.add({"slice.Tensor", "slice_copy.Tensor"}, slice);
   table.add({"flip", "roll"}, listed_dims_whole);
@@ -184,8 +218,11 @@ void add_dim_rules(RuleTable& table) {
   table.add({"repeat"}, repeat);
   table.add({"cat", "_cat"}, [](const ShardingCall& call) { return join(call, false); });
   table.add({"stack", "_stack"}, [](const ShardingCall& call) { return join(call, true); });
-  table.add({"view_as_real", "view_as_complex", "real", "imag"}, every_dim);
-  table.add({"constant_pad_nd"}, pad);
+  table.add({"view_as_real", "real", "imag"}, as_pairs);
+  table.add({"view_as_complex"}, from_pairs);
+  table.add({"glu", "glu_backward"}, halves);
+  // The value tells whether terms stay terms.
+  table.add({"constant_pad_nd"}, pad, {.numbers_matter = true});
 }
 
 }  // namespace penstock::detail

@@ -1,5 +1,6 @@
 #include "penstock/dtensor/sharding_rule.h"
 
+#include <ATen/core/enum_tag.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -84,10 +85,11 @@ double cost_of(const ShardingCall& call, const AxisStrategy& strategy, std::size
   for (std::size_t i = 0; i < call.inputs.size(); ++i) {
     const ShardingInput& input = call.inputs[i];
     const Placement& now = input.placements[axis];
-    if ((input.written || input.plain) && now != strategy.inputs[i]) return kNever;
+    if (input.written && now != strategy.inputs[i]) return kNever;
     total += cost_of(now, strategy.inputs[i], bytes_of(input, call, axis), static_cast<double>(call.mesh_shape[axis]));
   }
-  // What is written must come out as it was.
+  // What is written must come out as it was, unless its dims themselves are moved (transpose_).
+  if (call.op.hasTag(at::Tag::inplace_view)) return total;
   std::size_t output = 0;
   for (const ReturnAlias& alias : call.traits.returns) {
     if (output >= call.outputs.size()) break;

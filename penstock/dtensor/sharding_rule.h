@@ -41,7 +41,7 @@ struct ShardingInput {
   GlobalGeometry whole;
   Placements placements;
   bool written = false;   // in place or out=: it must stay as it is placed
-  bool plain = false;     // a number or another plain tensor that counts as replicated: it stays replicated
+  bool plain = false;     // a number or another plain tensor that counts as replicated: every rank has all of it
 
   std::int64_t ndim() const { return static_cast<std::int64_t>(whole.shape.size()); }
   std::int64_t size(std::int64_t dim) const { return whole.shape[static_cast<std::size_t>(dim)]; }

@@ -63,18 +63,15 @@ struct Registry {
     add_dim_rules(table);
     add_reduction_rules(table);
     add_factory_rules(table);
-<<<<<<< HEAD
     add_softmax_rules(table);
     add_loss_rules(table);
     add_normalization_rules(table);
     add_embedding_rules(table);
     add_attention_rules(table);
     add_convolution_rules(table);
-=======
     add_index_rules(table);
     add_advanced_index_rules(table);
     add_slice_gradient_rules(table);
->>>>>>> d6c5d195caced63a892339a6a0c6ea911fe611ed
   }
 
   // Never freed: tensors may outlive every static object.

@@ -47,17 +47,14 @@ void add_view_rules(RuleTable& table);
 void add_dim_rules(RuleTable& table);
 void add_reduction_rules(RuleTable& table);
 void add_factory_rules(RuleTable& table);
-<<<<<<< HEAD
 void add_softmax_rules(RuleTable& table);
 void add_loss_rules(RuleTable& table);
 void add_normalization_rules(RuleTable& table);
 void add_embedding_rules(RuleTable& table);
 void add_attention_rules(RuleTable& table);
 void add_convolution_rules(RuleTable& table);
-=======
 void add_index_rules(RuleTable& table);
 void add_advanced_index_rules(RuleTable& table);
 void add_slice_gradient_rules(RuleTable& table);
->>>>>>> d6c5d195caced63a892339a6a0c6ea911fe611ed
 
 }  // namespace penstock::detail

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "penstock/base/markup.h"
 #include "penstock/base/text.h"
 #include "penstock/plan/draw_svg.h"
 

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/markup.h"
 #include "penstock/base/text.h"
 
 namespace penstock::plan {

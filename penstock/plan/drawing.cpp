@@ -96,32 +96,6 @@ std::string hover_words(const Drawing& drawing, int rank, std::size_t slot) {
                      waited_for(drawing.schedule, drawing.simulation, timed.cause, timed.start));
 }
 
-std::string escape_xml(std::string_view text) {
-  std::string escaped;
-  for (const char letter : text) {
-    switch (letter) {
-      case '&':
-        escaped += "&amp;";
-        break;
-      case '<':
-        escaped += "&lt;";
-        break;
-      case '>':
-        escaped += "&gt;";
-        break;
-      case '"':
-        escaped += "&quot;";
-        break;
-      case '\n':
-        escaped += "&#10;";
-        break;
-      default:
-        escaped += letter;
-    }
-  }
-  return escaped;
-}
-
 double tick_distance(double length, int count) {
   if (!(length > 0)) return 1;
   const double raw = length / count;

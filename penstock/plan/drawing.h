@@ -35,9 +35,6 @@ std::string totals_words(const Simulation& simulation);
 // Lines: the action and its rank; start and end; what it waited for.
 std::string hover_words(const Drawing& drawing, int rank, std::size_t slot);
 
-// Text for element content and attributes of XML and HTML.
-std::string escape_xml(std::string_view text);
-
 // A distance of 1, 2 or 5 times a power of ten, so that `length` has about `count` ticks.
 double tick_distance(double length, int count);
 

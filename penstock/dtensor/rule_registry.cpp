@@ -69,6 +69,7 @@ struct Registry {
     add_embedding_rules(table);
     add_attention_rules(table);
     add_convolution_rules(table);
+    add_selection_rules(table);
   }
 
   // Never freed: tensors may outlive every static object.

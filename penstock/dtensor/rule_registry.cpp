@@ -72,6 +72,7 @@ struct Registry {
     add_index_rules(table);
     add_advanced_index_rules(table);
     add_slice_gradient_rules(table);
+    add_selection_rules(table);
   }
 
   // Never freed: tensors may outlive every static object.

@@ -56,5 +56,6 @@ void add_convolution_rules(RuleTable& table);
 void add_index_rules(RuleTable& table);
 void add_advanced_index_rules(RuleTable& table);
 void add_slice_gradient_rules(RuleTable& table);
+void add_selection_rules(RuleTable& table);
 
 }  // namespace penstock::detail

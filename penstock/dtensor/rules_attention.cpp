@@ -68,10 +68,8 @@ Sharding attention(const ShardingCall& call) {
   const Heads heads(call);
   const bool bias_gradient = call.has_argument("grad_input_mask") && bias_of(call) && call.argument("grad_input_mask").toBoolList()[3];
   Sharding sharding = choose(call, strategies(call, heads, true, bias_gradient));
-  const auto query = static_cast<std::size_t>(call.index_at(call.argument_index("query")));
-  std::int64_t parts = 1;
-  for (const int axis : axes_splitting(sharding.inputs[query], 1)) parts *= call.mesh_shape[static_cast<std::size_t>(axis)];
-  if (heads.keys != heads.scores[1] && (heads.keys % parts != 0 || heads.scores[1] % parts != 0))
+  if (heads.keys == heads.scores[1]) return sharding;
+  if (const std::int64_t parts = plain_parts(call, sharding, "query", 1); heads.keys % parts != 0 || heads.scores[1] % parts != 0)
     sharding = choose(call, strategies(call, heads, false, bias_gradient));
   return sharding;
 }

@@ -25,11 +25,10 @@ struct ConvolutionDims {
 Sharding choose_convolution(const ShardingCall& call, const std::function<std::vector<AxisStrategy>(bool channels)>& strategies, std::int64_t& parts) {
   const ConvolutionDims dims(call);
   Sharding sharding = choose(call, strategies(true));
-  const auto input = static_cast<std::size_t>(call.index_at(call.argument_index("input")));
   parts = 1;
   if (dims.groups == 1) return sharding;
   // Whole groups on every rank.
-  for (const int axis : axes_splitting(sharding.inputs[input], 1)) parts *= call.mesh_shape[static_cast<std::size_t>(axis)];
+  parts = plain_parts(call, sharding, "input", 1);
   if (dims.groups % parts != 0) {
     parts = 1;
     sharding = choose(call, strategies(false));

@@ -80,8 +80,7 @@ Sharding group_norm(const ShardingCall& call, bool backward) {
   const std::int64_t groups = call.argument("group").toInt();
   const std::size_t input = static_cast<std::size_t>(call.index_at(call.argument_index("input")));
   Sharding sharding = choose(call, group_strategies(call, true, backward));
-  std::int64_t parts = 1;
-  for (const int axis : axes_splitting(sharding.inputs[input], 1)) parts *= call.mesh_shape[static_cast<std::size_t>(axis)];
+  std::int64_t parts = plain_parts(call, sharding, "input", 1);
   if (groups % parts != 0) {
     sharding = choose(call, group_strategies(call, false, backward));
     parts = 1;

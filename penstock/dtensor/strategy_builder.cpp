@@ -45,6 +45,19 @@ std::vector<int> output_positions(const std::vector<bool>& given) {
   return positions;
 }
 
+std::int64_t plain_parts(const ShardingCall& call, Sharding& sharding, std::string_view argument, std::int64_t dim) {
+  const Placements placements = sharding.inputs[static_cast<std::size_t>(call.index_at(call.argument_index(argument)))];
+  std::int64_t parts = 1;
+  for (const int split : axes_splitting(placements, dim)) {
+    const auto axis = static_cast<std::size_t>(split);
+    parts *= call.mesh_shape[axis];
+    for (auto* tensors : {&sharding.inputs, &sharding.outputs})
+      for (Placements& each : *tensors)
+        if (each[axis].is_strided_shard()) each[axis] = Shard{each[axis].dim()};
+  }
+  return parts;
+}
+
 void skip_where_empty(const ShardingCall& call, Sharding& sharding, std::initializer_list<std::string_view> arguments, const std::vector<bool>& given) {
   bool empty = false;
   for (const std::string_view name : arguments) {

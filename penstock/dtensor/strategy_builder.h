@@ -40,6 +40,10 @@ const ShardingInput* input_named(const ShardingCall& call, std::string_view argu
 // Position in call.outputs of every result of the schema, when only those that are `given` are defined; -1 for the others.
 std::vector<int> output_positions(const std::vector<bool>& given);
 
+// In how many parts the mesh cuts `dim` of an argument. Whatever is strided along those axes becomes plain, so that the parts
+// are equal where the size is a multiple of their number.
+std::int64_t plain_parts(const ShardingCall& call, Sharding& sharding, std::string_view argument, std::int64_t dim);
+
 // Kernels that work on whole rows, images or heads mostly refuse to work on none. Where this rank's part of one of these
 // arguments is empty and the whole is not, the operator is not run: its results are empty, or terms of zero. `given` says
 // which results of the schema are defined. Only for calls whose local form does not communicate.

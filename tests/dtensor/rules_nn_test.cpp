@@ -216,6 +216,7 @@ TEST(ConvolutionRules, Images) {
       {.name = "conv2d", .inputs = {sample({3, 4, 4, 4}), sample({3, 4, 2, 2}, 1), sample({3}, 2)}, .body = [](const Tensors& in) { return Tensors{at::conv2d(in[0], in[1], in[2])}; }, .rtol = 1e-4, .atol = 1e-4, .most = most(24)},
       {.name = "conv2d without bias", .inputs = {sample({2, 3, 4, 4}), sample({5, 3, 3, 3}, 1)}, .body = [](const Tensors& in) { return Tensors{at::conv2d(in[0], in[1], {}, 2, 1)}; }, .rtol = 1e-4, .atol = 1e-4, .most = most(10)},
       {.name = "conv1d in groups", .inputs = {sample({2, 6, 5}), sample({12, 1, 2}, 1), sample({12}, 2)}, .body = [](const Tensors& in) { return Tensors{F::conv1d(in[0], in[1], F::Conv1dFuncOptions().bias(in[2]).groups(6))}; }, .rtol = 1e-4, .atol = 1e-4, .most = most(12)},
+      {.name = "conv1d by channel", .inputs = {sample({2, 8, 5}), sample({8, 1, 2}, 1)}, .body = [](const Tensors& in) { return Tensors{F::conv1d(in[0], in[1], F::Conv1dFuncOptions().groups(8))}; }, .rtol = 1e-4, .atol = 1e-4, .most = most(10)},
       {.name = "transposed", .inputs = {sample({2, 3, 3, 2}), sample({3, 5, 2, 2}, 1), sample({5}, 2)}, .body = [](const Tensors& in) { return Tensors{at::conv_transpose2d(in[0], in[1], in[2], 2)}; }, .rtol = 1e-4, .atol = 1e-4, .most = most(12)},
   });
 }

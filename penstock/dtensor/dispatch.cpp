@@ -38,7 +38,10 @@ const OperatorInfo& info_of(const c10::OperatorHandle& op, const OperatorTraits&
   if (index >= all.size()) all.resize(index + 64);
   OperatorInfo& info = all[index];
   if (const std::uint64_t generation = rule_generation(); info.generation != generation) [[unlikely]] {
-    decision_cache().clear();
+    // Decisions by older rules go; an operator that is merely new to this thread leaves the others' alone.
+    thread_local std::uint64_t decided_by = 0;
+    if (decided_by != generation) decision_cache().clear();
+    decided_by = generation;
     info.generation = generation;
     info.rule = find_rule(traits.name);
     info.ignored.clear();

@@ -148,46 +148,102 @@ Numbers stride_like(const at::Tensor& local, const Numbers& shape) {
   return stride;
 }
 
-// Every rank tells every rank along each axis what it holds; all find the same culprit.
-void check_shapes_over_ranks(const at::Tensor& local, const SpecPtr& spec, const comm::MeshGroups& mesh) {
-  Numbers mine{local.dim(), static_cast<std::int64_t>(local.scalar_type())};
-  Numbers sizes(16, -1);
-  for (std::int64_t dim = 0; dim < std::min<std::int64_t>(local.dim(), 8); ++dim) {
-    sizes[static_cast<std::size_t>(dim)] = local.size(dim);
-    sizes[static_cast<std::size_t>(dim) + 8] = dim < spec->ndim() ? spec->shape()[static_cast<std::size_t>(dim)] : -1;
+// What a rank says of its call, in numbers of which all ranks have equally many.
+constexpr std::int64_t kMostDims = 64;
+
+Numbers row_of(const at::Tensor& local, const DTensorSpec* spec, std::size_t axes) {
+  Numbers row{spec != nullptr, static_cast<std::int64_t>(local.scalar_type()), local.dim()};
+  const auto add = [&](at::IntArrayRef numbers, std::size_t most) {
+    row.insert(row.end(), numbers.begin(), numbers.end());
+    row.resize(row.size() + most - numbers.size(), -1);
+  };
+  for (std::size_t axis = 0; axis < axes; ++axis) {
+    const Placement placement = spec ? spec->placements()[axis] : Placement();
+    row.push_back(static_cast<std::int64_t>(placement.variant().index()));  // 0 R, 1 S, 2 _S, 3 P
+    row.push_back(placement.splits() ? placement.dim() : placement.is_partial() ? static_cast<std::int64_t>(placement.partial_op()) : 0);
+    row.push_back(placement.is_strided_shard() ? placement.split_factor() : 0);
   }
-  mine.insert(mine.end(), sizes.begin(), sizes.end());
+  add(spec ? spec->shape() : Numbers(), kMostDims);
+  add(spec ? spec->geometry().stride : Numbers(), kMostDims);
+  add(spec ? local.sizes() : at::IntArrayRef(), kMostDims);
+  return row;
+}
+
+// The tensor that a row speaks of: "float32[4, 3] with stride [3, 1] as [S(0)]".
+std::string whole_text(const std::int64_t* row, std::size_t axes) {
+  Placements placements(axes);
+  for (std::size_t axis = 0; axis < axes; ++axis) {
+    const std::int64_t* three = row + 3 + 3 * axis;
+    if (three[0] == 1) placements[axis] = Shard{three[1]};
+    if (three[0] == 2) placements[axis] = StridedShard{three[1], three[2]};
+    if (three[0] == 3) placements[axis] = Partial{static_cast<PartialOp>(three[1])};
+  }
+  const std::int64_t* shape = row + 3 + 3 * axes;
+  return fmt::format("{}[{}] with stride [{}] as {}", dtype_name(static_cast<at::ScalarType>(row[1])), fmt::join(shape, shape + row[2], ", "),
+                     fmt::join(shape + kMostDims, shape + kMostDims + row[2], ", "), to_string(placements));
+}
+
+// Rows are gathered axis by axis: the last axis varies slowest.
+Numbers coordinate_of_row(std::int64_t row, const Numbers& mesh_shape) {
+  Numbers coordinate;
+  for (const std::int64_t size : mesh_shape) {
+    coordinate.push_back(row % size);
+    row /= size;
+  }
+  return coordinate;
+}
+
+// Every rank tells every rank what it holds, and all find the same culprit. `spec` is null on a rank that has found its own
+// arguments bad: it takes part, so that the others need not wait for it, and then throws what it found.
+void check_over_ranks(const at::Tensor& local, const SpecPtr& spec, const comm::MeshGroups& mesh) {
+  const std::size_t axes = mesh.shape().size();
+  const Numbers mine = row_of(local, spec.get(), axes);
   const auto width = static_cast<std::int64_t>(mine.size());
   at::Tensor rows = at::tensor(mine, at::kLong).view({1, width}).to(local.device());
-  for (int axis = 0; axis < static_cast<int>(mesh.shape().size()); ++axis) {
+  for (int axis = 0; axis < static_cast<int>(axes); ++axis) {
     const comm::Group group = mesh.group(axis);
     at::Tensor all = rows.new_empty({rows.size(0) * group.size(), width});
     group.all_gather(all, rows, {.label = "from_local check"}).wait();
     rows = all;
   }
+  if (!spec) return;
   const at::Tensor table = rows.to(at::kCPU).contiguous();
-  const std::int64_t* values = table.data_ptr<std::int64_t>();
-  // Gathered axis by axis: the last axis varies slowest.
+  const std::int64_t* first = table.data_ptr<std::int64_t>();
+  // Before the local shape: what must be equal everywhere.
+  const std::int64_t equal = width - kMostDims;
+  const auto entry_of = [&](std::int64_t row) { return first + row * width; };
+  const auto who = [&](std::int64_t row) {
+    return fmt::format("from_local: the rank at ({}) of {}", fmt::join(coordinate_of_row(row, mesh.shape()), ", "), mesh.mesh().to_string());
+  };
   for (std::int64_t row = 0; row < table.size(0); ++row) {
-    Numbers coordinate(mesh.shape().size());
-    std::int64_t rest = row;
-    for (std::size_t axis = 0; axis < coordinate.size(); ++axis) {
-      coordinate[axis] = rest % mesh.shape()[axis];
-      rest /= mesh.shape()[axis];
-    }
-    const std::int64_t* entry = values + row * width;
-    const auto who = fmt::format("from_local: the rank at ({}) of {}", fmt::join(coordinate, ", "), mesh.mesh().to_string());
-    if (entry[1] != static_cast<std::int64_t>(spec->geometry().dtype))
-      throw ValueError(describe(who, fmt::format("dtype {}", dtype_name(static_cast<at::ScalarType>(entry[1]))), dtype_name(spec->geometry().dtype),
-                                "give every rank's part the same dtype"));
-    const Numbers expected = local_shape_and_offset(spec->shape(), mesh.shape(), coordinate, spec->placements()).shape;
-    const Numbers theirs(entry + 2, entry + 2 + std::clamp<std::int64_t>(entry[0], 0, 8));
-    const Numbers theirs_global(entry + 10, entry + 10 + std::clamp<std::int64_t>(entry[0], 0, 8));
-    if (theirs != expected || theirs_global != Numbers(spec->shape().begin(), spec->shape().begin() + std::min<std::ptrdiff_t>(8, spec->ndim())))
-      throw ValueError(describe(who, fmt::format("a local part of [{}] of a whole of [{}]", fmt::join(theirs, ", "), fmt::join(theirs_global, ", ")),
-                                fmt::format("[{}], its part of {}", fmt::join(expected, ", "), spec->to_string()),
-                                "give `shape` of the whole tensor where shards are uneven, and equal arguments on all ranks"));
+    const std::int64_t* entry = entry_of(row);
+    if (entry[0] == 0) throw ValueError(describe(who(row), "arguments that it found bad", "a part of the same tensor", "see the error of that rank"));
+    if (!std::equal(entry, entry + equal, first))
+      throw ValueError(describe(who(row), "a part of " + whole_text(entry, axes), whole_text(first, axes) + ", as the first rank has it",
+                                "give equal arguments on all ranks, and `shape` of the whole tensor where shards are uneven"));
   }
+  // All ranks mean one tensor, so this rank's spec is that of all.
+  for (std::int64_t row = 0; row < table.size(0); ++row) {
+    const Numbers expected = local_shape_and_offset(spec->shape(), mesh.shape(), coordinate_of_row(row, mesh.shape()), spec->placements()).shape;
+    const Numbers theirs(entry_of(row) + equal, entry_of(row) + equal + entry_of(row)[2]);
+    if (theirs != expected)
+      throw ValueError(describe(who(row), fmt::format("a local part of [{}]", fmt::join(theirs, ", ")),
+                                fmt::format("[{}], its part of {}", fmt::join(expected, ", "), spec->to_string()),
+                                "give `shape` of the whole tensor where shards are uneven, and the part that belongs to each rank"));
+  }
+}
+
+SpecPtr spec_of_parts(const at::Tensor& local, const comm::MeshGroups& mesh, const Placements& placements, const FromLocalOptions& options) {
+  if (local.dim() > kMostDims)
+    throw ValueError(describe("from_local: the local part", fmt::format("{} dims", local.dim()), fmt::format("at most {}", kMostDims)));
+  const Placements normalized = normalize_placements(placements, static_cast<int>(mesh.shape().size()), local.dim());
+  GlobalGeometry geometry = global_geometry_of(local);
+  geometry.shape = options.shape.value_or(shape_from_even(local, mesh, normalized));
+  if (geometry.shape.size() == static_cast<std::size_t>(local.dim())) geometry.stride = options.stride.value_or(stride_like(local, geometry.shape));
+  if (geometry.shape.size() != static_cast<std::size_t>(local.dim()) || geometry.stride.size() != geometry.shape.size())
+    throw ValueError(describe("from_local: shape and stride of the whole", fmt::format("[{}] and [{}]", fmt::join(geometry.shape, ", "), fmt::join(geometry.stride, ", ")),
+                              fmt::format("{} numbers each, as the local part has dims", local.dim())));
+  return DTensorSpec::get(mesh, normalized, geometry);
 }
 
 thread_local bool implicit_replication = false;
@@ -314,15 +370,15 @@ at::Tensor distribute_tensor(const at::Tensor& tensor, const comm::MeshGroups& m
 at::Tensor from_local(const at::Tensor& local, const comm::MeshGroups& mesh, const Placements& placements, const FromLocalOptions& options) {
   check_plain(local, "from_local");
   check_member(mesh, "from_local");
-  const Placements normalized = normalize_placements(placements, static_cast<int>(mesh.shape().size()), local.dim());
-  GlobalGeometry geometry = global_geometry_of(local);
-  geometry.shape = options.shape.value_or(shape_from_even(local, mesh, normalized));
-  geometry.stride = options.stride.value_or(stride_like(local, geometry.shape));
-  if (geometry.shape.size() != static_cast<std::size_t>(local.dim()) || geometry.stride.size() != geometry.shape.size())
-    throw ValueError(describe("from_local: shape and stride of the whole", fmt::format("[{}] and [{}]", fmt::join(geometry.shape, ", "), fmt::join(geometry.stride, ", ")),
-                              fmt::format("{} numbers each, as the local part has dims", local.dim())));
-  const SpecPtr spec = DTensorSpec::get(mesh, normalized, geometry);
-  if (options.check.value_or(debug_level() == DebugLevel::Detail)) check_shapes_over_ranks(local, spec, mesh);
+  const bool check = options.check.value_or(debug_level() == DebugLevel::Detail);
+  SpecPtr spec;
+  try {
+    spec = spec_of_parts(local, mesh, placements, options);
+  } catch (const ValueError&) {
+    if (check) check_over_ranks(local, nullptr, mesh);
+    throw;
+  }
+  if (check) check_over_ranks(local, spec, mesh);
   if (local.sizes() != c10::IntArrayRef(spec->local_shape()))
     throw ValueError(describe("from_local: the local part", fmt::format("[{}]", fmt::join(local.sizes(), ", ")),
                               fmt::format("[{}], this rank's part of {}", fmt::join(spec->local_shape(), ", "), spec->to_string()),

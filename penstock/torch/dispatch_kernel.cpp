@@ -68,13 +68,13 @@ void call_payload(const c10::OperatorHandle& op, const OperatorTraits& traits, S
   // Same number of arguments and results: a handler that does nothing at all would pass its argument off as the result.
   const bool may_be_forgotten = traits.arguments.size() == 1 && traits.returns.size() == 1 &&
                                 traits.returns[0].kind == ReturnAlias::Kind::Fresh && (*stack)[base].isTensor();
-  // Held, so that no result can lie where it lay.
+  // Held, not only its address: a result may be made where an argument that nobody else holds was.
   const at::Tensor argument = may_be_forgotten ? (*stack)[base].toTensor() : at::Tensor();
   chosen->dispatch(op, stack);
   const auto who = [&] { return fmt::format("tensor subclass {}", keep->kind()); };
   check_results(traits, *stack, base, who);
   check_tensors(traits, op.schema(), *stack, base, who);
-  if (may_be_forgotten && (*stack)[base].toTensor().is_same(argument) && op.operator_name().name != "aten::lift")
+  if (may_be_forgotten && (*stack)[base].isTensor() && (*stack)[base].toTensor().is_same(argument) && op.operator_name().name != "aten::lift")
       [[unlikely]]
     throw TypeError(fmt::format("tensor subclass {}: the handler of {} returned its argument unchanged; handle the operator, or call "
                                 "Payload::refuse for one that is not supported",

@@ -180,6 +180,7 @@ TEST(DTensorErrors, PlainTensorsAreRefused) {
       const at::Tensor product = tensor * mask;
       EXPECT_EQ(placements_of(product), (Placements{Shard{0}}));
       EXPECT_TRUE(at::equal(full_tensor(product), value * mask));
+      EXPECT_TRUE(at::equal(full_tensor(tensor.masked_fill(mask > 0, -1e9)), value.masked_fill(mask > 0, -1e9)));
     }
     EXPECT_FALSE(ImplicitReplicationGuard::active());
     EXPECT_THROW(tensor * mask, TypeError);

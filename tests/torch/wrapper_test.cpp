@@ -415,6 +415,27 @@ TEST(FaultyHandler, EveryMistakeNamesOperatorAndSubclass) {
   EXPECT_TRUE(has_text(message, "aten::add.")) << message;
 }
 
+// Lets its argument go before it makes the result, which then often lies where the argument lay.
+struct Renewed final : Payload {
+  std::string_view kind() const override { return "Renewed"; }
+  void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
+    auto payload = c10::make_intrusive<Renewed>();
+    const WrapperGeometry geometry = geometry_of(stack->back().toTensor());
+    torch::jit::drop(*stack, op.schema().arguments().size());
+    stack->emplace_back(make_wrapper(std::move(payload), geometry));
+  }
+};
+
+TEST(Wrapper, AResultInThePlaceOfItsArgumentIsNotTheArgument) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::relu", "");
+  const at::AutoDispatchBelowADInplaceOrView below;  // as within a handler: autograd would hold the argument
+  for (int i = 0; i < 100; ++i) {
+    Stack stack;  // the only holder of the argument
+    stack.emplace_back(make_wrapper_like(c10::make_intrusive<Renewed>(), torch::ones({2})));
+    ASSERT_NO_THROW(op.callBoxed(&stack));
+  }
+}
+
 TEST(FaultyHandler, AThrowLeavesTheThreadAsItWas) {
   const auto keys = [] { return c10::impl::tls_local_dispatch_key_set(); };
   const auto before = keys();

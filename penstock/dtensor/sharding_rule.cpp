@@ -57,27 +57,26 @@ std::optional<std::int64_t> common_size(const ShardingCall& call, const AxisStra
   return size;
 }
 
-// The strategy with its shards strided as the largest input that is.
-AxisStrategy with_stride(const ShardingCall& call, const AxisStrategy& strategy, std::size_t axis) {
-  std::int64_t factor = 0;
-  double largest = -1;
+// The strategy as it stands and, where its shards may be strided, as each input that is.
+std::vector<AxisStrategy> variants_of(const ShardingCall& call, const AxisStrategy& strategy, std::size_t axis) {
+  std::vector<AxisStrategy> variants{strategy};
+  std::vector<std::int64_t> factors;
   for (std::size_t i = 0; i < call.inputs.size(); ++i) {
     const Placement& now = call.inputs[i].placements[axis];
     if (!now.is_strided_shard() || !strategy.inputs[i].is_shard(now.dim())) continue;
-    const double bytes = call.inputs[i].written ? std::numeric_limits<double>::max() : bytes_of(call.inputs[i], call, axis);
-    if (bytes > largest) {
-      largest = bytes;
-      factor = now.split_factor();
-    }
+    if (std::find(factors.begin(), factors.end(), now.split_factor()) == factors.end()) factors.push_back(now.split_factor());
   }
-  if (factor == 0 || !common_size(call, strategy)) return strategy;
-  AxisStrategy strided = strategy;
-  const auto change = [&](Placement& placement) {
-    if (placement.is_shard()) placement = StridedShard{placement.dim(), factor};
-  };
-  std::for_each(strided.inputs.begin(), strided.inputs.end(), change);
-  std::for_each(strided.outputs.begin(), strided.outputs.end(), change);
-  return strided;
+  if (factors.empty() || !common_size(call, strategy)) return variants;
+  for (const std::int64_t factor : factors) {
+    AxisStrategy strided = strategy;
+    const auto change = [&](Placement& placement) {
+      if (placement.is_shard()) placement = StridedShard{placement.dim(), factor};
+    };
+    std::for_each(strided.inputs.begin(), strided.inputs.end(), change);
+    std::for_each(strided.outputs.begin(), strided.outputs.end(), change);
+    variants.push_back(std::move(strided));
+  }
+  return variants;
 }
 
 double cost_of(const ShardingCall& call, const AxisStrategy& strategy, std::size_t axis) {
@@ -142,15 +141,13 @@ Sharding choose(const ShardingCall& call, std::vector<AxisStrategy> strategies, 
     double best_cost = kNever;
     std::size_t best = 0;
     AxisStrategy chosen;
-    for (std::size_t i = 0; i < strategies.size(); ++i) {
-      AxisStrategy strategy = with_stride(call, strategies[i], axis);
-      const double cost = cost_of(call, strategy, axis);
-      if (cost < best_cost) {
-        best_cost = cost;
-        best = i;
-        chosen = std::move(strategy);
-      }
-    }
+    for (std::size_t i = 0; i < strategies.size(); ++i)
+      for (AxisStrategy& strategy : variants_of(call, strategies[i], axis))
+        if (const double cost = cost_of(call, strategy, axis); cost < best_cost) {
+          best_cost = cost;
+          best = i;
+          chosen = std::move(strategy);
+        }
     if (best_cost == kNever) {
       std::string written;
       for (const ShardingInput& input : call.inputs)

@@ -237,6 +237,12 @@ TEST_F(Processes, DistributedTraining) {
   for (int rank = 0; rank < 4; ++rank) EXPECT_TRUE(has_text(lines_of(ended, rank), "of one process")) << ended.output;
 }
 
+TEST_F(Processes, DistributedTrainingOnAGpuThatAllShare) {
+  if (environment("PENSTOCK_HAVE_CUDA") != "1") return;  // said at configuration
+  const Ended ended = launch(4, "distributed_training", "PENSTOCK_TEST_DEVICE=cuda", 120s);
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+}
+
 TEST_F(Processes, KillDuringRedistribution) { expect_death_is_told("killed_in_redistribute", ""); }
 
 TEST_F(Processes, PartsThatDisagreeAreAnErrorEverywhere) {

@@ -197,11 +197,12 @@ int never_asks() {
 int distributed_training() {
   World world = World::from_env();
   const MeshGroups mesh(world, init_device_mesh("cpu", {2, world.size() / 2}, {"dp", "tp"}, Rank{world.rank()}, world.size()));
+  const at::Device device(env_choice("PENSTOCK_TEST_DEVICE", {"cpu", "cuda"}, "cpu"));
   const auto train = [&](bool distributed) {
     torch::manual_seed(3);
     torch::nn::Sequential model(torch::nn::Linear(6, 8), torch::nn::Tanh(), torch::nn::Linear(8, 4));
-    model->to(at::kDouble);
-    at::Tensor x = at::randn({8, 6}, at::kDouble), y = at::randn({8, 4}, at::kDouble);
+    model->to(device, at::kDouble);
+    at::Tensor x = at::randn({8, 6}, at::kDouble).to(device), y = at::randn({8, 4}, at::kDouble).to(device);
     if (distributed) {
       parallelize_module(*model, mesh, {{"0", colwise_parallel()}, {"2", rowwise_parallel()}}, {.axis = "tp"});
       x = distribute_tensor(x, mesh, {Shard{0}, Replicate{}});

@@ -200,7 +200,7 @@ DTensorPayload& require_dtensor(const at::Tensor& tensor, std::string_view funct
   return *payload;
 }
 
-at::Tensor make_dtensor(at::Tensor local, SpecPtr spec, const comm::MeshGroups& mesh, const at::Tensor* viewed) {
+at::Tensor make_dtensor(at::Tensor local, SpecPtr spec, const comm::MeshGroups& mesh, const at::Tensor* viewed, std::int64_t offset) {
   const GlobalGeometry& whole = spec->geometry();
   if (local.sizes() != c10::IntArrayRef(spec->local_shape()) || local.scalar_type() != whole.dtype) [[unlikely]]
     throw ValueError(describe("the local part of a distributed tensor",
@@ -211,6 +211,7 @@ at::Tensor make_dtensor(at::Tensor local, SpecPtr spec, const comm::MeshGroups& 
   geometry.strides.assign(whole.stride.begin(), whole.stride.end());
   geometry.dtype = whole.dtype;
   geometry.device = whole.device;
+  geometry.storage_offset = offset;
   return make_wrapper(c10::make_intrusive<DTensorPayload>(std::move(local), std::move(spec), mesh), geometry, viewed);
 }
 

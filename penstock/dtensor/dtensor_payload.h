@@ -64,7 +64,8 @@ inline DTensorPayload* dtensor_payload(const at::Tensor& tensor) { return payloa
 // Throws TypeError that names `function` for a tensor that is not distributed.
 DTensorPayload& require_dtensor(const at::Tensor& tensor, std::string_view function);
 
-// No checks but the shape of the local part.
-at::Tensor make_dtensor(at::Tensor local, SpecPtr spec, const comm::MeshGroups& mesh, const at::Tensor* viewed = nullptr);
+// No checks but the shape of the local part. A view starts at `offset` of the memory that the whole tensor would have: autograd
+// describes views by it.
+at::Tensor make_dtensor(at::Tensor local, SpecPtr spec, const comm::MeshGroups& mesh, const at::Tensor* viewed = nullptr, std::int64_t offset = 0);
 
 }  // namespace penstock::detail

@@ -243,7 +243,7 @@ void add_index_rules(RuleTable& table) {
   table.add({"take"}, take);
   table.add({"put", "masked_scatter", "masked_scatter_backward"}, replicate_all);
   table.add({"trace"}, trace);
-  table.add({"masked_select", "nonzero", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount", "repeat_interleave.Tensor"},
+  table.add({"nonzero", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount", "repeat_interleave.Tensor"},
             [](const ShardingCall& call) -> Sharding { refuse_unknown_shape(call.traits); }, {.numbers_matter = false, .shape_known = false});
 }
 

@@ -20,13 +20,14 @@ using CallKey = c10::SmallVector<std::uint64_t, 48>;
 
 struct Decision {
   struct Input {
-    SpecPtr now;                                    // null: a plain tensor, which passes as it is
+    SpecPtr now;                                    // null: a plain tensor
     std::shared_ptr<const LocalTransfer> transfer;  // null: as it lies
   };
   ShardingCall call;       // its arguments without tensors: a table must not keep anything alive
   Sharding sharding;
   std::vector<Input> inputs;
   std::vector<SpecPtr> outputs;
+  std::vector<std::int64_t> offsets;  // where each output starts in what it views
   bool transposes = false;  // a view with two dims exchanged
 };
 

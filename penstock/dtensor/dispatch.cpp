@@ -188,7 +188,7 @@ const DTensorPayload& collect_inputs(const OperatorTraits& traits, ShardingCall&
 }
 
 // The geometry of the results, from a run in shape only on the whole tensors.
-std::vector<GlobalGeometry> global_results(const ShardingCall& call) {
+std::vector<GlobalGeometry> global_results(const ShardingCall& call, std::vector<std::int64_t>& offsets) {
   Stack stack;
   for (const c10::IValue& value : call.arguments)
     stack.push_back(map_tensors(value, [](const at::Tensor& tensor) {
@@ -199,13 +199,17 @@ std::vector<GlobalGeometry> global_results(const ShardingCall& call) {
     }));
   call.op.callBoxed(&stack);
   std::vector<GlobalGeometry> results;
-  for (const c10::IValue& value : stack) for_each_tensor(value, [&](const at::Tensor& tensor) { results.push_back(global_geometry_of(tensor)); });
+  for (const c10::IValue& value : stack)
+    for_each_tensor(value, [&](const at::Tensor& tensor) {
+      results.push_back(global_geometry_of(tensor));
+      offsets.push_back(tensor.storage_offset());
+    });
   return results;
 }
 
 std::unique_ptr<Decision> decide(const c10::OperatorHandle& op, const OperatorTraits& traits, const OperatorInfo& info,
                                  c10::ArrayRef<c10::IValue> arguments) {
-  std::unique_ptr<Decision> decision(new Decision{{traits, op, arguments.vec(), {}, {}, {}, {}}, {}, {}, {}, false});
+  std::unique_ptr<Decision> decision(new Decision{{traits, op, arguments.vec(), {}, {}, {}, {}}, {}, {}, {}, {}, false});
   ShardingCall& call = decision->call;
   const DTensorPayload& first = collect_inputs(traits, call, decision->inputs);
   call.mesh_shape = first.spec->mesh_shape();
@@ -215,7 +219,7 @@ std::unique_ptr<Decision> decide(const c10::OperatorHandle& op, const OperatorTr
                                      "full_tensor() or to_local() parts",
                                      traits.name, placements_text(call.inputs), traits.name));
   try {
-    if (info.rule->options.shape_known) call.outputs = global_results(call);
+    if (info.rule->options.shape_known) call.outputs = global_results(call, decision->offsets);
   } catch (const DataDependentError&) {
     refuse_unknown_shape(traits);
   }
@@ -301,7 +305,7 @@ void run(const Decision& decision, const c10::OperatorHandle& op, const Operator
         if (payload->spec != spec) {
           payload->spec = spec;
           payload->set_local(value.toTensor());
-          sync_geometry(argument.toTensor(), spec->geometry().shape, spec->geometry().stride, 0);
+          sync_geometry(argument.toTensor(), spec->geometry().shape, spec->geometry().stride, argument.toTensor().storage_offset());
         }
       } else if (argument.isTensorList()) {
         output += argument.toListRef().size();
@@ -317,9 +321,10 @@ void run(const Decision& decision, const c10::OperatorHandle& op, const Operator
       if (source) viewed = &argument.toTensor();
     }
     stack->push_back(map_tensors(value, [&](const at::Tensor& tensor) {
+      const std::int64_t offset = viewed ? viewed->storage_offset() + decision.offsets[output] : 0;
       const SpecPtr& spec = decision.outputs[output++];
       check_result(traits, tensor, *spec);
-      at::Tensor result = make_dtensor(tensor, spec, mesh, viewed);
+      at::Tensor result = make_dtensor(tensor, spec, mesh, viewed, offset);
       if (source) {
         DTensorPayload* payload = dtensor_payload(result);
         payload->copied_view = source->copied_view || !tensor.is_alias_of(source->local());

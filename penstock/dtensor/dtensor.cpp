@@ -260,7 +260,7 @@ DTensorPayload& require_dtensor(const at::Tensor& tensor, std::string_view funct
   return *payload;
 }
 
-at::Tensor make_dtensor(at::Tensor local, SpecPtr spec, const comm::MeshGroups& mesh, const at::Tensor* viewed) {
+at::Tensor make_dtensor(at::Tensor local, SpecPtr spec, const comm::MeshGroups& mesh, const at::Tensor* viewed, std::int64_t offset) {
   register_dtensor_type();
   const GlobalGeometry& whole = spec->geometry();
   if (local.sizes() != c10::IntArrayRef(spec->local_shape()) || local.scalar_type() != whole.dtype) [[unlikely]]
@@ -272,6 +272,7 @@ at::Tensor make_dtensor(at::Tensor local, SpecPtr spec, const comm::MeshGroups& 
   geometry.strides.assign(whole.stride.begin(), whole.stride.end());
   geometry.dtype = whole.dtype;
   geometry.device = whole.device;
+  geometry.storage_offset = offset;
   return make_wrapper(c10::make_intrusive<DTensorPayload>(std::move(local), std::move(spec), mesh), geometry, viewed);
 }
 

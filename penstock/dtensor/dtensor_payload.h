@@ -77,7 +77,8 @@ void register_dtensor_type();
 // As to_local, of a tensor that nobody else uses: the result may be written.
 at::Tensor take_local(const at::Tensor& tensor);
 
-// No checks but the shape of the local part.
-at::Tensor make_dtensor(at::Tensor local, SpecPtr spec, const comm::MeshGroups& mesh, const at::Tensor* viewed = nullptr);
+// No checks but the shape of the local part. A view starts at `offset` of the memory that the whole tensor would have: autograd
+// describes views by it.
+at::Tensor make_dtensor(at::Tensor local, SpecPtr spec, const comm::MeshGroups& mesh, const at::Tensor* viewed = nullptr, std::int64_t offset = 0);
 
 }  // namespace penstock::detail

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "penstock/base/errors.h"
 #include "penstock/mesh/local_shard.h"
@@ -76,6 +77,36 @@ std::vector<int> axes_splitting(const Placements& placements, std::int64_t dim) 
   for (std::size_t axis = 0; axis < placements.size(); ++axis)
     if (placements[axis].splits(dim)) axes.push_back(static_cast<int>(axis));
   return axes;
+}
+
+std::vector<int> axes_splitting(const Placements& placements, const std::set<std::int64_t>& dims) {
+  std::vector<int> axes;
+  for (std::size_t axis = 0; axis < placements.size(); ++axis)
+    if (placements[axis].splits() && dims.count(placements[axis].dim())) axes.push_back(static_cast<int>(axis));
+  return axes;
+}
+
+std::vector<std::int64_t> dense_stride(const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride) {
+  std::vector<std::size_t> order(shape.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return stride[a] > stride[b]; });
+  std::vector<std::int64_t> result(shape.size());
+  std::int64_t next = 1;
+  for (std::size_t i = order.size(); i-- > 0;) {
+    result[order[i]] = next;
+    next *= std::max<std::int64_t>(shape[order[i]], 1);
+  }
+  return result;
+}
+
+Sharding like_model(const ShardingCall& call) {
+  auto strategies = elementwise_strategies(call);
+  for (const PartialOp kind : partial_kinds(call)) {
+    AxisStrategy strategy = replicated_strategy(call);
+    strategy.inputs[0] = Partial{kind};
+    strategies.push_back(std::move(strategy));
+  }
+  return choose(call, std::move(strategies));
 }
 
 void refuse_unknown_shape(const OperatorTraits& traits) {

@@ -35,8 +35,15 @@ std::set<std::int64_t> dims_of(const c10::IValue& value, std::int64_t ndim);
 // How many elements of a dim this rank holds when `placements` lay out a tensor of `shape`.
 std::vector<std::int64_t> local_shape(const ShardingCall& call, const std::vector<std::int64_t>& shape, const Placements& placements);
 
-// The mesh axes that split `dim`.
+// The mesh axes that split `dim`, or any of `dims`.
 std::vector<int> axes_splitting(const Placements& placements, std::int64_t dim);
+std::vector<int> axes_splitting(const Placements& placements, const std::set<std::int64_t>& dims);
+
+// Strides of a dense tensor of `shape` whose dims lie in memory in the order that `stride` says.
+std::vector<std::int64_t> dense_stride(const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride);
+
+// The model gives its layout and nothing else. A model of terms gives a whole tensor: what is written into it counts once.
+Sharding like_model(const ShardingCall& call);
 
 // For operators whose result has a shape that depends on values: which one, and what to use instead.
 [[noreturn]] void refuse_unknown_shape(const OperatorTraits& traits);

@@ -14,8 +14,8 @@ void RuleTable::add(std::initializer_list<std::string_view> names, const Shardin
   for (const std::string_view name : names) put(fmt::format("aten::{}", name), {rule, options, nullptr, true}, false);
 }
 
-void RuleTable::handle(std::initializer_list<std::string_view> names, const ShardingHandler& handler) {
-  for (const std::string_view name : names) put(fmt::format("aten::{}", name), {nullptr, {}, handler, true}, false);
+void RuleTable::handle(const std::vector<std::string>& names, const ShardingHandler& handler) {
+  for (const std::string& name : names) put(fmt::format("aten::{}", name), {nullptr, {}, handler, true}, false);
 }
 
 void RuleTable::put(const std::string& op, RegisteredRule rule, bool replace) {
@@ -73,6 +73,10 @@ struct Registry {
     add_advanced_index_rules(table);
     add_slice_gradient_rules(table);
     add_selection_rules(table);
+    add_as_strided_rules(table);
+    add_random_rules(table);
+    add_norm_rules(table);
+    add_foreach_rules(table);
   }
 
   // Never freed: tensors may outlive every static object.

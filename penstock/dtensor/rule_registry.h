@@ -23,7 +23,7 @@ class RuleTable {
  public:
   // Names without "aten::".
   void add(std::initializer_list<std::string_view> names, const ShardingRule& rule, const RuleOptions& options = {});
-  void handle(std::initializer_list<std::string_view> names, const ShardingHandler& handler);
+  void handle(const std::vector<std::string>& names, const ShardingHandler& handler);
 
   void put(const std::string& op, RegisteredRule rule, bool replace);
   // By the whole name, then without the overload, then without the underscore of in-place forms.
@@ -57,5 +57,9 @@ void add_index_rules(RuleTable& table);
 void add_advanced_index_rules(RuleTable& table);
 void add_slice_gradient_rules(RuleTable& table);
 void add_selection_rules(RuleTable& table);
+void add_as_strided_rules(RuleTable& table);
+void add_random_rules(RuleTable& table);
+void add_norm_rules(RuleTable& table);
+void add_foreach_rules(RuleTable& table);
 
 }  // namespace penstock::detail

@@ -155,6 +155,66 @@ Sharding truth(const ShardingCall& call, bool any) {
   return sharding;
 }
 
+// Reduced dims may be split too, and what comes of them is whole: `local` sees to it.
+Sharding by_hand(const ShardingCall& call, const LocalCall& local) {
+  std::vector<AxisStrategy> strategies;
+  const Reduction reduction(call);
+  add_outer_dims(call, reduction, strategies);
+  for (const std::int64_t dim : reduction.reduced) {
+    AxisStrategy strategy = replicated_strategy(call);
+    strategy.inputs[0] = Shard{dim};
+    if (c10::isFloatingType(call.inputs[0].whole.dtype)) strategies.push_back(std::move(strategy));
+  }
+  Sharding sharding = choose(call, std::move(strategies));
+  if (splits_any(sharding.inputs[0], reduction.reduced)) sharding.local = local;
+  return sharding;
+}
+
+at::ScalarType wide_enough(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
+
+// A result of this rank, from one that still has the reduced dims.
+at::Tensor as_output(const LocalContext& context, std::size_t output, const at::Tensor& kept) {
+  return kept.reshape(local_shape(context.call, context.call.outputs[output].shape, context.outputs[output])).to(context.call.outputs[output].dtype);
+}
+
+// Deviations from the mean of all.
+void spread_of_parts(const LocalContext& context, const c10::OperatorHandle&, Stack* stack) {
+  const Reduction reduction(context.call);
+  const std::string& name = context.call.traits.name;
+  const std::vector<std::int64_t> dims(reduction.reduced.begin(), reduction.reduced.end());
+  const std::vector<int> axes = axes_splitting(context.inputs[0], reduction.reduced);
+  const c10::IValue correction = (*stack)[static_cast<std::size_t>(context.call.argument_index("correction"))];
+  double count = 1;
+  for (const std::int64_t dim : dims) count *= static_cast<double>(context.call.inputs[0].size(dim));
+  const at::Tensor values = (*stack)[0].toTensor().to(wide_enough((*stack)[0].toTensor().scalar_type()));
+  const at::Tensor mean = values.sum(dims, true).contiguous();
+  reduce_over(context.mesh, axes, mean, comm::ReduceOp::Sum);
+  mean.div_(count);
+  at::Tensor spread = (values - mean).square_().sum(dims, true).contiguous();
+  reduce_over(context.mesh, axes, spread, comm::ReduceOp::Sum);
+  spread.div_(std::max(0.0, count - (correction.isNone() ? 1.0 : correction.toScalar().toDouble())));
+  if (name.find("::std") != std::string::npos) spread.sqrt_();
+  stack->clear();
+  stack->push_back(as_output(context, 0, spread));
+  if (context.call.outputs.size() > 1) stack->push_back(as_output(context, 1, mean));
+}
+
+void logsumexp_of_parts(const LocalContext& context, const c10::OperatorHandle&, Stack* stack) {
+  const Reduction reduction(context.call);
+  const std::vector<std::int64_t> dims(reduction.reduced.begin(), reduction.reduced.end());
+  const std::vector<int> axes = axes_splitting(context.inputs[0], reduction.reduced);
+  const at::Tensor values = (*stack)[0].toTensor().to(wide_enough((*stack)[0].toTensor().scalar_type()));
+  std::vector<std::int64_t> shape = values.sizes().vec();
+  for (const std::int64_t dim : dims) shape[static_cast<std::size_t>(dim)] = 1;
+  at::Tensor largest = values.numel() > 0 ? values.amax(dims, true).contiguous() : at::full(shape, -std::numeric_limits<double>::infinity(), values.options());
+  reduce_over(context.mesh, axes, largest, comm::ReduceOp::Max);
+  largest.masked_fill_(largest.abs() == std::numeric_limits<double>::infinity(), 0);
+  at::Tensor sum = (values - largest).exp_().sum(dims, true).contiguous();
+  reduce_over(context.mesh, axes, sum, comm::ReduceOp::Sum);
+  stack->clear();
+  stack->push_back(as_output(context, 0, sum.log_().add_(largest)));
+}
+
 }  // namespace
 
 void add_reduction_rules(RuleTable& table) {
@@ -166,9 +226,11 @@ void add_reduction_rules(RuleTable& table) {
   table.add({"prod"}, product);
   table.add({"any"}, [](const ShardingCall& call) { return truth(call, true); });
   table.add({"all"}, [](const ShardingCall& call) { return truth(call, false); });
-  table.add({"var", "std", "var_mean", "std_mean", "logsumexp", "argmax", "argmin", "mode", "median.dim", "nanmedian.dim", "kthvalue", "aminmax", "count_nonzero"}, whole_rows);
+  table.add({"var.correction", "std.correction", "var_mean.correction", "std_mean.correction"}, [](const ShardingCall& call) { return by_hand(call, spread_of_parts); });
+  table.add({"logsumexp"}, [](const ShardingCall& call) { return by_hand(call, logsumexp_of_parts); });
+  table.add({"argmax", "argmin", "mode", "median.dim", "nanmedian.dim", "kthvalue", "aminmax", "count_nonzero"}, whole_rows);
   // Along `dim` in order; the shape stays.
-  table.add({"cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "msort"}, [](const ShardingCall& call) {
+  table.add({"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort", "msort"}, [](const ShardingCall& call) {
     return choose(call, independent_dims(call, dims_of(call.argument("dim"), call.inputs[0].ndim())));
   });
   table.add({"topk"}, [](const ShardingCall& call) {

@@ -136,6 +136,10 @@ void check_on(const RuleCase& rule_case, const std::vector<std::int64_t>& mesh_s
         if (!rule_case.may_refuse) throw std::runtime_error(where + ": " + error.what());
         if (world.rank() == 0) ++refused;
         continue;
+      } catch (const StateError& error) {
+        if (!rule_case.may_refuse) throw std::runtime_error(where + ": " + error.what());
+        if (world.rank() == 0) ++refused;
+        continue;
       } catch (const std::exception& error) {
         throw std::runtime_error(where + ": " + error.what());
       }

@@ -4,7 +4,7 @@
 //   check_rule({.name = "softmax", .inputs = {randn({5, 7})}, .body = [](const auto& in) { return softmax(in[0], 1); }});
 //
 // Values are multiples of 1/64 of small size, so that terms of a Partial add up to them exactly. An in-place body on a
-// placement that cannot be written may throw ValueError; `may_refuse` says so. Everything else must give the result of one
+// placement that cannot be written may throw ValueError, or StateError for a view that is a copy; `may_refuse` says so. Everything else must give the result of one
 // process.
 #pragma once
 
@@ -27,7 +27,7 @@ struct RuleCase {
   std::function<Tensors(const Tensors&)> body;
   bool backward = true;
   bool partial = true;       // also try inputs that are terms of a sum
-  bool may_refuse = false;   // ValueError is an answer, too
+  bool may_refuse = false;   // ValueError and StateError are answers, too
   double rtol = 1e-5, atol = 1e-6;
   // Inputs that stay replicated in all combinations (index lists and the like).
   std::vector<std::size_t> replicated = {};

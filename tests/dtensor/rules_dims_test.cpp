@@ -1,10 +1,13 @@
 // Operators that move, cut and join dims, against one process: forward, backward and in place.
 #include <gtest/gtest.h>
 
+#include "penstock/base/errors.h"
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {
 namespace {
+
+using namespace std::chrono_literals;
 
 TEST(DimRules, Moves) {
   check_rules({
@@ -50,6 +53,36 @@ TEST(DimRules, InPlaceChangesOfShape) {
       {.name = "t_, transpose_", .inputs = {sample({5, 3}), sample({3, 3}, 1)}, .body = [](const Tensors& in) { Tensors out{in[0].clone(), in[1].clone(), in[1].clone()}; out[0].t_(); out[1].transpose_(0, 1); out[2].t_().mul_(2); return out; }, .most = 30},
       {.name = "unsqueeze_", .inputs = {sample({5, 3})}, .body = [](const Tensors& in) { Tensors out{in[0].clone(), in[0].clone()}; out[0].unsqueeze_(0); out[1].unsqueeze_(2); return out; }},
       {.name = "squeeze_", .inputs = {sample({5, 1, 3})}, .body = [](const Tensors& in) { Tensors out{in[0].clone(), in[0].clone()}; out[0].squeeze_(); out[1].squeeze_(1); return out; }, .may_refuse = true, .most = 20},
+  });
+}
+
+// Autograd follows writes into views: by as_strided where it must.
+TEST(DimRules, WritesIntoViews) {
+  check_rules({
+      {.name = "a column", .inputs = {sample({5, 3}), sample({5}, 1)}, .body = [](const Tensors& in) { at::Tensor y = in[0] * 2; y.select(1, 0).mul_(in[1]); return Tensors{y}; }, .partial = false, .may_refuse = true, .most = 24},
+      {.name = "a slice and a row of it", .inputs = {sample({5, 4})}, .body = [](const Tensors& in) { at::Tensor y = in[0] * 2; y.slice(1, 1, 3).select(0, 2).add_(1); return Tensors{y.tanh()}; }, .partial = false, .may_refuse = true, .most = 24},
+      {.name = "a permuted slice", .inputs = {sample({3, 4, 2})}, .body = [](const Tensors& in) { at::Tensor y = in[0] * 2; y.permute({2, 0, 1}).slice(2, 0, 4, 2).mul_(3); return Tensors{y}; }, .partial = false, .may_refuse = true, .most = 24},
+      {.name = "the whole in other dims", .inputs = {sample({4, 3})}, .body = [](const Tensors& in) { at::Tensor y = in[0] * 2; y.view({12}).mul_(3); y.unsqueeze(1).add_(1); return Tensors{y * y}; }, .partial = false, .may_refuse = true, .most = 24},
+      {.name = "a diagonal", .inputs = {sample({4, 4})}, .body = [](const Tensors& in) { at::Tensor y = in[0] * 2; y.diagonal().mul_(3); return Tensors{y}; }, .partial = false, .may_refuse = true, .most = 24},
+      {.name = "a view of what is written", .inputs = {sample({4, 3})}, .body = [](const Tensors& in) { at::Tensor y = in[0] * 2; const at::Tensor column = y.select(1, 1); y.mul_(3); return Tensors{y, column}; }, .partial = false, .may_refuse = true, .most = 24},
+      {.name = "read by strides", .inputs = {sample({4, 3})}, .body = [](const Tensors& in) { return Tensors{in[0].as_strided({2, 2}, {3, 1}, 4), in[0].as_strided({3}, {4}, 0), in[0].as_strided({3, 4}, {1, 3}), in[0].as_strided({2, 1, 3}, {6, 1, 1}, 3)}; }, .backward = false, .most = 24},
+  });
+}
+
+// Where a view cuts a split dim, its part is a copy; writing into it is refused, on every rank.
+TEST(DimRules, WritesIntoCopiedViewsAreRefused) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const at::Tensor x = distribute_tensor(sample({4, 3}), mesh, {Shard{0}});
+    EXPECT_THROW(x.select(0, 1).add_(1), StateError);
+    x.select(1, 1).add_(1);
+    at::Tensor expected = sample({4, 3});
+    expected.select(1, 1).add_(1);
+    EXPECT_TRUE(at::equal(full_tensor(x), expected));
+    // Aliases as in one process.
+    EXPECT_TRUE(x.as_strided({4}, {3}, 1).is_alias_of(x));
+    x.as_strided({4}, {3}, 1).zero_();
+    EXPECT_TRUE(at::equal(full_tensor(x).select(1, 1), at::zeros({4})));
   });
 }
 

@@ -1,0 +1,127 @@
+// Operators on lists and norms, against one process.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "penstock/base/errors.h"
+#include "penstock/dtensor/sharding_rule.h"
+#include "tests/dtensor/rule_checker.h"
+
+namespace penstock::test {
+namespace {
+
+using namespace std::chrono_literals;
+
+TEST(ForeachRules, ListsAgainstOneProcess) {
+  check_rules({
+      {.name = "unary", .inputs = {sample({5, 3}), sample({4}, 1)}, .body = [](const Tensors& in) { Tensors out = at::_foreach_neg(in); for (const auto& more : {at::_foreach_abs(in), at::_foreach_exp(in), at::_foreach_mul(in, 3), at::_foreach_add(in, 2)}) out.insert(out.end(), more.begin(), more.end()); return out; }, .backward = false, .most = 20},
+      {.name = "two lists", .inputs = {sample({5, 3}), sample({4}, 1), sample({5, 3}, 2), sample({4}, 3)}, .body = [](const Tensors& in) { const Tensors a{in[0], in[1]}, b{in[2], in[3]}; Tensors out = at::_foreach_add(a, b, 0.5); for (const auto& more : {at::_foreach_mul(a, b), at::_foreach_sub(a, b), at::_foreach_maximum(a, b)}) out.insert(out.end(), more.begin(), more.end()); return out; }, .backward = false, .most = 30},
+      {.name = "scalar lists", .inputs = {sample({5, 3}), sample({4}, 1)}, .body = [](const Tensors& in) { const std::vector<at::Scalar> numbers{2, 0.5}; Tensors out = at::_foreach_mul(in, numbers); const auto more = at::_foreach_div(in, numbers); out.insert(out.end(), more.begin(), more.end()); return out; }, .backward = false, .most = 12},
+      {.name = "in place", .inputs = {sample({5, 3}), sample({4}, 1), sample_positive({5, 3}, 2), sample_positive({4}, 3)}, .body = [](const Tensors& in) { Tensors a{in[0].clone(), in[1].clone()}; const Tensors b{in[2], in[3]}; at::_foreach_mul_(a, 0.5); at::_foreach_add_(a, b, 2); at::_foreach_addcdiv_(a, b, b, 0.25); at::_foreach_addcmul_(a, b, b, 0.25); at::_foreach_sqrt_(a); at::_foreach_zero_(a); at::_foreach_add_(a, b); return a; }, .backward = false, .may_refuse = true, .most = 30},
+      {.name = "broadcast", .inputs = {sample({5, 3}), sample({3}, 1)}, .body = [](const Tensors& in) { return at::_foreach_mul({in[0]}, {in[1]}); }, .backward = false, .most = 20},
+  });
+}
+
+TEST(ForeachRules, EveryOperatorOfTheDispatcherIsHandled) {
+  std::size_t seen = 0;
+  for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (op.name.rfind("aten::_foreach_", 0) != 0) continue;
+    ++seen;
+    EXPECT_TRUE(has_sharding_rule(c10::toString(op))) << c10::toString(op);
+  }
+  EXPECT_GT(seen, 100u);
+}
+
+TEST(ForeachRules, PlainPositionsAndMistakes) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const at::Tensor x = distribute_tensor(sample({4, 3}), mesh, {Shard{0}});
+    // A plain tensor may stand beside, at a position of its own.
+    const Tensors out = at::_foreach_mul({x, sample({2}, 1)}, 2);
+    EXPECT_TRUE(is_dtensor(out[0]));
+    EXPECT_FALSE(is_dtensor(out[1]));
+    EXPECT_TRUE(at::equal(full_tensor(out[0]), sample({4, 3}) * 2));
+    EXPECT_TRUE(at::equal(out[1], sample({2}, 1) * 2));
+    EXPECT_THROW(at::_foreach_add({x}, {sample({4, 3})}), TypeError);
+    {
+      const ImplicitReplicationGuard guard;
+      EXPECT_TRUE(at::equal(full_tensor(at::_foreach_add({x}, {sample({4, 3}, 1)})[0]), sample({4, 3}) + sample({4, 3}, 1)));
+    }
+    at::Tensor terms = spread(sample({4, 3}), mesh, {Partial{}});
+    EXPECT_THROW(at::_foreach_sqrt_({terms}), ValueError);
+    at::_foreach_mul_({terms}, 2);
+    EXPECT_TRUE(at::equal(full_tensor(terms), sample({4, 3}) * 2));
+  });
+}
+
+TEST(NormRules, AgainstOneProcess) {
+  for (const double order : {2.0, 1.0, 3.0, 0.0, std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity(), -1.0}) {
+    const bool smooth = order > 0 && !std::isinf(order);
+    check_rules({
+        {.name = "vector_norm " + std::to_string(order), .inputs = {sample({5, 3})}, .body = [order](const Tensors& in) { return Tensors{at::linalg_vector_norm(in[0], order), at::linalg_vector_norm(in[0], order, at::IntArrayRef{0}), at::linalg_vector_norm(in[0], order, at::IntArrayRef{1}, true), in[0].norm(order), in[0].norm(order, 0, true)}; }, .backward = false, .rtol = 1e-4, .most = 14},
+    });
+    if (smooth)
+      check_rules({{.name = "gradient of vector_norm " + std::to_string(order), .inputs = {sample({5, 3})}, .body = [order](const Tensors& in) { return Tensors{at::linalg_vector_norm(in[0], order), in[0].norm(order, 0, true)}; }, .partial = false, .rtol = 1e-4, .most = 14}});
+  }
+  check_rules({
+      {.name = "_foreach_norm", .inputs = {sample({5, 3}), sample({4}, 1), sample({2, 3}, 2)}, .body = [](const Tensors& in) { Tensors out = at::_foreach_norm(in); for (const auto& more : {at::_foreach_norm(in, 1), at::_foreach_norm(in, std::numeric_limits<double>::infinity())}) out.insert(out.end(), more.begin(), more.end()); return out; }, .backward = false, .most = 30},
+      {.name = "norm in another dtype", .inputs = {sample({5, 3})}, .body = [](const Tensors& in) { return Tensors{at::linalg_vector_norm(in[0], 2, c10::nullopt, false, at::kDouble), in[0].norm(2, at::kDouble), in[0].to(at::kBFloat16).norm().to(at::kFloat)}; }, .backward = false, .rtol = 1e-2},
+  });
+}
+
+// NaN in the part of one rank is NaN for all.
+TEST(NormRules, NotANumber) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    for (const std::int64_t where : {0, 3}) {
+      at::Tensor value = sample({4});
+      value[where] = std::nan("");
+      const at::Tensor x = distribute_tensor(value, mesh, {Shard{0}});
+      for (const double order : {2.0, std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity()})
+        EXPECT_TRUE(std::isnan(full_tensor(at::linalg_vector_norm(x, order)).item<float>())) << order;
+    }
+  });
+}
+
+// Split, replicated and partial gradients together, as one process clips them.
+TEST(NormRules, ClipGradNorm) {
+  const std::vector<std::vector<std::int64_t>> shapes{{5, 3}, {4}, {3, 4}, {2, 2}};
+  const auto gradients = [&](double order, double most, double& norm) {
+    Tensors parameters;
+    for (std::size_t i = 0; i < shapes.size(); ++i) {
+      at::Tensor p = at::zeros(shapes[i]).set_requires_grad(true);
+      p.mutable_grad() = sample(shapes[i], static_cast<int>(i));
+      parameters.push_back(p);
+    }
+    norm = torch::nn::utils::clip_grad_norm_(parameters, most, order);
+    Tensors result;
+    for (const at::Tensor& p : parameters) result.push_back(p.grad());
+    return result;
+  };
+  for (const double order : {2.0, 1.0, std::numeric_limits<double>::infinity()})
+    for (const double most : {0.5, 1e6}) {
+      double expected_norm = 0;
+      const Tensors expected = gradients(order, most, expected_norm);
+      comm::run_ranks(4, 60s, [&](comm::World& world) {
+        const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {}, Rank{world.rank()}, 4));
+        const std::vector<Placements> layouts{{Shard{0}, Shard{1}}, {Replicate{}, Replicate{}}, {StridedShard{0, 2}, Shard{0}}, {Partial{}, Shard{0}}};
+        Tensors parameters;
+        for (std::size_t i = 0; i < shapes.size(); ++i) {
+          Placements whole = layouts[i];
+          for (Placement& placement : whole)
+            if (placement.is_partial()) placement = Replicate{};
+          at::Tensor p = distribute_tensor(at::zeros(shapes[i]), mesh, whole);
+          p.set_requires_grad(true);
+          p.mutable_grad() = spread(sample(shapes[i], static_cast<int>(i)), mesh, layouts[i]).detach();
+          parameters.push_back(p);
+        }
+        const double norm = torch::nn::utils::clip_grad_norm_(parameters, most, order);
+        EXPECT_NEAR(norm, expected_norm, 1e-4 * expected_norm);
+        for (std::size_t i = 0; i < shapes.size(); ++i) EXPECT_TRUE(at::allclose(full_tensor(parameters[i].grad()), expected[i], 1e-5, 1e-6)) << i << " order " << order;
+      });
+    }
+}
+
+}  // namespace
+}  // namespace penstock::test

@@ -321,7 +321,7 @@ void run(const Decision& decision, const c10::OperatorHandle& op, const Operator
       const SpecPtr& spec = decision.outputs[output++];
       check_result(traits, tensor, *spec);
       at::Tensor result = make_dtensor(tensor, spec, mesh, viewed, offset);
-      if (source && (source->copied_view || !tensor.is_alias_of(source->local()))) dtensor_payload(result)->copied_view = true;
+      if (source && (source->copied_view || !tensor.is_alias_of(source->local()))) dtensor_payload(result)->mark_copied(*viewed);
       return result;
     }));
   }

@@ -285,8 +285,20 @@ void DTensorPayload::set_pending(PendingLocal pending, std::shared_ptr<const Loc
 }
 
 void DTensorPayload::finish() const {
-  local_ = pending_->local.get();
-  pending_.reset();
+  if (pending_) {
+    local_ = pending_->local.get();
+    pending_.reset();
+  }
+  if (copied_view && original_version_.enabled() && original_version_.current_version() != copied_version_)
+    throw StateError(fmt::format("a view {} of a distributed tensor: it had to be redistributed, so it is a copy, and what it views has been written since; take the "
+                                 "view after the write, or redistribute what it views first",
+                                 spec->to_string()));
+}
+
+void DTensorPayload::mark_copied(const at::Tensor& viewed) {
+  copied_view = true;
+  original_version_ = viewed.unsafeGetTensorImpl()->version_counter();
+  if (original_version_.enabled()) copied_version_ = original_version_.current_version();
 }
 
 }  // namespace detail

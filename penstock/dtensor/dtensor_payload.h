@@ -1,6 +1,9 @@
 // What a distributed tensor carries: this rank's part, the spec and the mesh. Private to this folder.
 #pragma once
 
+#include <c10/core/TensorImpl.h>
+
+#include <cstdint>
 #include <memory>
 #include <string_view>
 #include <utility>
@@ -32,9 +35,9 @@ class DTensorPayload final : public Payload {
   // The placements; the mesh belongs to the process.
   c10::IValue context() const override { return to_string(spec->placements()); }
 
-  // Waits for a redistribution that is still on its way.
+  // Waits for a redistribution that is still on its way. Throws StateError for a copied view whose original has changed.
   const at::Tensor& local() const {
-    if (pending_) [[unlikely]]
+    if (pending_ || copied_view) [[unlikely]]
       finish();
     return local_;
   }
@@ -43,8 +46,10 @@ class DTensorPayload final : public Payload {
 
   SpecPtr spec;
   comm::MeshGroups mesh;
-  // A view that had to be redistributed does not share memory with what it should view; writing into it would be lost.
+  // A view that had to be redistributed does not share memory with what it should view: writing into it would be lost, and a
+  // write into the original would not be seen.
   bool copied_view = false;
+  void mark_copied(const at::Tensor& viewed);
   // Of a parameter of a parallelized module: how inputs and outputs of the module are laid out.
   std::shared_ptr<const ModuleBoundary> boundary;
   // This tensor as the border of a module last prepared it, while somebody holds that.
@@ -64,6 +69,9 @@ class DTensorPayload final : public Payload {
 
   mutable at::Tensor local_;
   mutable std::unique_ptr<Pending> pending_;
+  // Of a copied view: how often its original had been written, then and at any time.
+  c10::VariableVersion original_version_;
+  std::uint32_t copied_version_ = 0;
 };
 
 inline DTensorPayload* dtensor_payload(const at::Tensor& tensor) { return payload_as<DTensorPayload>(tensor); }

@@ -110,7 +110,7 @@ at::Tensor view_memory(const at::Tensor& self, const StridedView& view) {
   const at::Tensor part = local.as_strided(view.size, view.stride, local.storage_offset() + view.offset);
   const SpecPtr result_spec = DTensorSpec::get(*payload.spec, replicated, {view.size, view.stride, whole.dtype, whole.device});
   at::Tensor result = make_dtensor(part, result_spec, payload.mesh, &self, self.storage_offset() + view.offset);
-  dtensor_payload(result)->copied_view = copied;
+  if (copied) dtensor_payload(result)->mark_copied(self);
   return result;
 }
 

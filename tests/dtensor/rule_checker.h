@@ -32,7 +32,7 @@ struct RuleCase {
   // Inputs that stay replicated in all combinations (index lists and the like).
   std::vector<std::size_t> replicated = {};
   // At most so many combinations are tried on each mesh, chosen at random.
-  std::size_t most = 120;
+  std::size_t most = 60;
 };
 
 // Multiples of 1/64 in about [-2, 2], never 0; the same for the same seed.

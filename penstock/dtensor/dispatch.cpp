@@ -325,16 +325,12 @@ void run(const Decision& decision, const c10::OperatorHandle& op, const Operator
       const SpecPtr& spec = decision.outputs[output++];
       check_result(traits, tensor, *spec);
       at::Tensor result = make_dtensor(tensor, spec, mesh, viewed, offset);
-<<<<<<< HEAD
       if (source) {
         DTensorPayload* payload = dtensor_payload(result);
-        payload->copied_view = source->copied_view || !tensor.is_alias_of(source->local());
+        if (source->copied_view || !tensor.is_alias_of(source->local())) payload->mark_copied(*viewed);
         // Modules take their weights transposed.
         if (source->boundary && decision.transposes) payload->boundary = source->boundary;
       }
-=======
-      if (source && (source->copied_view || !tensor.is_alias_of(source->local()))) dtensor_payload(result)->mark_copied(*viewed);
->>>>>>> 530f0106b664f8e263d4eb960afb08e2542480fb
       return result;
     }));
   }

@@ -70,7 +70,7 @@ struct Registry {
     add_attention_rules(table);
     add_convolution_rules(table);
     add_selection_rules(table);
-    add_gate_rules(table);
+    add_weight_norm_rules(table);
   }
 
   // Never freed: tensors may outlive every static object.

@@ -54,6 +54,6 @@ void add_embedding_rules(RuleTable& table);
 void add_attention_rules(RuleTable& table);
 void add_convolution_rules(RuleTable& table);
 void add_selection_rules(RuleTable& table);
-void add_gate_rules(RuleTable& table);
+void add_weight_norm_rules(RuleTable& table);
 
 }  // namespace penstock::detail

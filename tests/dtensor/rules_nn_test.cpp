@@ -138,6 +138,12 @@ TEST(NormalizationRules, GroupNorm) {
   });
 }
 
+TEST(NormalizationRules, WeightNorm) {
+  check_rules({
+      {.name = "weight_norm", .inputs = {sample({3, 4}), sample({3, 1}, 1)}, .body = [](const Tensors& in) { return Tensors{at::_weight_norm(in[0], in[1], 0)}; }, .atol = 1e-5, .most = most(6)},
+  });
+}
+
 TEST(NormalizationRules, BatchNorm) {
   const auto norm = [](const Tensors& in, bool training) { return at::batch_norm(in[0], in[1], in[2], in[3], in[4], training, 0.25, 1e-5, false); };
   check_rules({
@@ -153,13 +159,6 @@ TEST(NormalizationRules, BatchNorm) {
        }, .may_refuse = true, .rtol = 1e-4, .atol = 1e-5, .most = most(7)},
       {.name = "batch_norm in evaluation", .inputs = {sample({5, 3, 2}), sample({3}, 1), sample({3}, 2), sample({3}, 3), sample_positive({3}, 4)},
        .body = [=](const Tensors& in) { return Tensors{norm({in[0], in[1], in[2], in[3].detach(), in[4].detach()}, false)}; }, .rtol = 1e-4, .atol = 1e-5, .most = most(8)},
-  });
-}
-
-TEST(GateRules, GluAndWeightNorm) {
-  check_rules({
-      {.name = "glu", .inputs = {sample({3, 4, 2})}, .body = [](const Tensors& in) { return Tensors{at::glu(in[0], 1), at::glu(in[0], -1)}; }, .most = most(6)},
-      {.name = "weight_norm", .inputs = {sample({3, 4}), sample({3, 1}, 1)}, .body = [](const Tensors& in) { return Tensors{at::_weight_norm(in[0], in[1], 0)}; }, .atol = 1e-5, .most = most(6)},
   });
 }
 

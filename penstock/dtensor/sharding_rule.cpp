@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <limits>
 #include <optional>
 
@@ -142,14 +141,12 @@ Sharding choose(const ShardingCall& call, std::vector<AxisStrategy> strategies, 
     std::size_t best = 0;
     AxisStrategy chosen;
     for (std::size_t i = 0; i < strategies.size(); ++i) {
-      // Strided as the largest input is, or plain: what is written may be either.
-      for (const AxisStrategy& strategy : std::array{with_stride(call, strategies[i], axis), strategies[i]}) {
-        const double cost = cost_of(call, strategy, axis);
-        if (cost < best_cost) {
-          best_cost = cost;
-          best = i;
-          chosen = strategy;
-        }
+      AxisStrategy strategy = with_stride(call, strategies[i], axis);
+      const double cost = cost_of(call, strategy, axis);
+      if (cost < best_cost) {
+        best_cost = cost;
+        best = i;
+        chosen = std::move(strategy);
       }
     }
     if (best_cost == kNever) {

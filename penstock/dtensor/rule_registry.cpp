@@ -77,6 +77,7 @@ struct Registry {
     add_random_rules(table);
     add_norm_rules(table);
     add_foreach_rules(table);
+    add_weight_norm_rules(table);
   }
 
   // Never freed: tensors may outlive every static object.

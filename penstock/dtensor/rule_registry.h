@@ -61,5 +61,6 @@ void add_as_strided_rules(RuleTable& table);
 void add_random_rules(RuleTable& table);
 void add_norm_rules(RuleTable& table);
 void add_foreach_rules(RuleTable& table);
+void add_weight_norm_rules(RuleTable& table);
 
 }  // namespace penstock::detail

@@ -27,20 +27,30 @@ function(penstock_folder name)
   set_target_properties(${target} PROPERTIES EXPORT_NAME ${name})
   if(arg_TORCH)
     target_link_libraries(${target} PUBLIC $<BUILD_INTERFACE:penstock_torch> $<INSTALL_INTERFACE:penstock::libtorch>)
-    penstock_use_torch_header(${target})
+    penstock_use_torch_library_header(${target})
   endif()
   set(PENSTOCK_FOLDERS ${PENSTOCK_FOLDERS} ${target} CACHE INTERNAL "")
 endfunction()
 
-# The precompiled Torch header: built once, shared by every target that knows Torch.
-# A translation unit that includes torch/torch.h costs 13 s without it and about 4 s with it.
+# Precompiled Torch headers, each built once. A translation unit costs 13 s without; what it costs with one depends on how many
+# templates the header leaves to be instantiated at the end of every unit: 3 s with what the library needs (tensors, dispatcher,
+# autograd functions), 7 s with all of torch/torch.h (modules, optimizers), which programs and tests use.
 function(penstock_use_torch_header target)
-  if(NOT TARGET penstock_torch_header)
-    file(WRITE ${PROJECT_BINARY_DIR}/generated/torch_header.cpp "// Carries the precompiled Torch header.\n")
-    add_library(penstock_torch_header OBJECT ${PROJECT_BINARY_DIR}/generated/torch_header.cpp)
-    target_link_libraries(penstock_torch_header PRIVATE penstock_flags penstock_torch fmt::fmt spdlog::spdlog)
-    target_precompile_headers(penstock_torch_header PRIVATE <torch/torch.h> <torch/library.h>
-                              <torch/csrc/distributed/c10d/Store.hpp> <fmt/format.h> <spdlog/spdlog.h>)
+  penstock_precompiled(${target} penstock_torch_header <torch/torch.h> <torch/library.h>
+                       <torch/csrc/distributed/c10d/Store.hpp> <fmt/format.h> <spdlog/spdlog.h>)
+endfunction()
+
+function(penstock_use_torch_library_header target)
+  penstock_precompiled(${target} penstock_torch_library_header <ATen/ATen.h> <torch/library.h> <torch/csrc/autograd/custom_function.h>
+                       <torch/csrc/distributed/c10d/Store.hpp> <fmt/format.h> <spdlog/spdlog.h>)
+endfunction()
+
+function(penstock_precompiled target header)
+  if(NOT TARGET ${header})
+    file(WRITE ${PROJECT_BINARY_DIR}/generated/${header}.cpp "// Carries a precompiled header.\n")
+    add_library(${header} OBJECT ${PROJECT_BINARY_DIR}/generated/${header}.cpp)
+    target_link_libraries(${header} PRIVATE penstock_flags penstock_torch fmt::fmt spdlog::spdlog)
+    target_precompile_headers(${header} PRIVATE ${ARGN})
   endif()
   # CMake compiles executables with -fPIE and libraries with -fPIC, and g++ refuses a precompiled header made under the
   # other flag; so everything that shares it is compiled as for a library.
@@ -50,5 +60,5 @@ function(penstock_use_torch_header target)
     target_compile_options(${target} PRIVATE -fPIC)
   endif()
   target_link_libraries(${target} PRIVATE fmt::fmt spdlog::spdlog)
-  target_precompile_headers(${target} REUSE_FROM penstock_torch_header)
+  target_precompile_headers(${target} REUSE_FROM ${header})
 endfunction()

@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 #include <torch/library.h>
-#include <torch/torch.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <mutex>
 #include <numeric>

@@ -3,7 +3,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <fmt/format.h>
 #include <torch/library.h>
-#include <torch/torch.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <functional>
 #include <string>

@@ -164,6 +164,13 @@ void add_mask_strategies(const ShardingCall& call, const Indexed& indexed, std::
     if (dim >= mask.dim && dim < mask.dim + call.inputs[mask.input].ndim()) strategy.inputs[mask.input] = Shard{dim - mask.dim};
     strategies.push_back(std::move(strategy));
   }
+  // Into terms, a term of the value.
+  for (const PartialOp kind : partial_kinds(call)) {
+    if (kind != PartialOp::Sum && kind != PartialOp::Avg) continue;
+    AxisStrategy strategy = replicated_strategy(call);
+    strategy.inputs[0] = strategy.outputs[0] = strategy.inputs[static_cast<std::size_t>(call.index_at(call.argument_index("values")))] = Partial{kind};
+    strategies.push_back(std::move(strategy));
+  }
 }
 
 // Into the local part, with one slice more along each split dim for what belongs to others.

@@ -34,10 +34,18 @@ endfunction()
 
 # Precompiled Torch headers, each built once. A translation unit costs 13 s without; what it costs with one depends on how many
 # templates the header leaves to be instantiated at the end of every unit: 3 s with what the library needs (tensors, dispatcher,
-# autograd functions), 7 s with all of torch/torch.h (modules, optimizers), which programs and tests use.
+# autograd functions), 7 s with all of torch/torch.h (modules, optimizers), which programs and tests use. Tests are compiled
+# without optimization, which halves what they cost; the library they test is not.
 function(penstock_use_torch_header target)
   penstock_precompiled(${target} penstock_torch_header <torch/torch.h> <torch/library.h>
                        <torch/csrc/distributed/c10d/Store.hpp> <fmt/format.h> <spdlog/spdlog.h>)
+endfunction()
+
+function(penstock_use_torch_test_header target)
+  penstock_precompiled(${target} penstock_torch_test_header <torch/torch.h> <torch/library.h>
+                       <torch/csrc/distributed/c10d/Store.hpp> <fmt/format.h> <spdlog/spdlog.h>)
+  set_property(TARGET penstock_torch_test_header PROPERTY COMPILE_OPTIONS -O0)
+  target_compile_options(${target} PRIVATE -O0)
 endfunction()
 
 function(penstock_use_torch_library_header target)

@@ -1,5 +1,6 @@
 #include "penstock/comm/operators.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <fmt/format.h>
 #include <torch/library.h>
 #include <torch/csrc/autograd/custom_function.h>

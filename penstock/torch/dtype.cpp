@@ -48,6 +48,17 @@ constexpr DtypeEntry everywhere(std::uint8_t number, std::string_view name, Scal
     number, name, "2.8", std::nullopt          \
   }
 #endif
+#if PENSTOCK_TORCH_AT_LEAST(2, 14)
+#define PENSTOCK_SINCE_2_14(number, name, type) \
+  DtypeEntry {                                  \
+    number, name, "2.14", ScalarType::type      \
+  }
+#else
+#define PENSTOCK_SINCE_2_14(number, name, type) \
+  DtypeEntry {                                  \
+    number, name, "2.14", std::nullopt          \
+  }
+#endif
 
 // The numbers are on the wire: add at the end, never change or reuse one.
 constexpr auto kTable = std::to_array<DtypeEntry>({
@@ -92,6 +103,7 @@ constexpr auto kTable = std::to_array<DtypeEntry>({
     PENSTOCK_SINCE_2_6(39, "int7", Int7),
     PENSTOCK_SINCE_2_7(40, "float8_e8m0fnu", Float8_e8m0fnu),
     PENSTOCK_SINCE_2_8(41, "float4_e2m1fn_x2", Float4_e2m1fn_x2),
+    PENSTOCK_SINCE_2_14(42, "bcomplex32", BComplex32),
 });
 
 }  // namespace

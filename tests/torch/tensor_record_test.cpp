@@ -78,7 +78,8 @@ TEST(Dtype, NumbersAreFixed) {
                                                              {38, "int6"},
                                                              {39, "int7"},
                                                              {40, "float8_e8m0fnu"},
-                                                             {41, "float4_e2m1fn_x2"}};
+                                                             {41, "float4_e2m1fn_x2"},
+                                                             {42, "bcomplex32"}};
   ASSERT_EQ(dtype_table().size(), expected.size());
   for (std::size_t i = 0; i < expected.size(); ++i) {
     EXPECT_EQ(dtype_table()[i].number, expected[i].first);
@@ -86,7 +87,7 @@ TEST(Dtype, NumbersAreFixed) {
     EXPECT_EQ(find_dtype(static_cast<std::uint8_t>(expected[i].first)), &dtype_table()[i]);
   }
   EXPECT_EQ(find_dtype(0), nullptr);
-  EXPECT_EQ(find_dtype(42), nullptr);
+  EXPECT_EQ(find_dtype(43), nullptr);
   EXPECT_EQ(find_dtype(255), nullptr);
 }
 

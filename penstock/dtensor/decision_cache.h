@@ -28,6 +28,7 @@ struct Decision {
   std::vector<Input> inputs;
   std::vector<SpecPtr> outputs;
   std::vector<std::int64_t> offsets;  // where each output starts in what it views
+  bool moves_dims = false;  // in place: transpose_, squeeze_
   bool transposes = false;  // a view with two dims exchanged
 };
 

@@ -51,7 +51,7 @@ const OperatorInfo& info_of(const c10::OperatorHandle& op, const OperatorTraits&
   return info;
 }
 
-enum class Word : std::uint64_t { None, Distributed, Plain, List, Int, Bool, Double, Number, IntList, DoubleList, BoolList, Text, Device, Other };
+enum class Word : std::uint64_t { None, Distributed, Plain, List, Int, Bool, Double, Number, IntList, DoubleList, BoolList, Text, Device };
 
 void add_word(CallKey& key, Word tag) { key.push_back(static_cast<std::uint64_t>(tag)); }
 
@@ -209,7 +209,7 @@ std::vector<GlobalGeometry> global_results(const ShardingCall& call, std::vector
 
 std::unique_ptr<Decision> decide(const c10::OperatorHandle& op, const OperatorTraits& traits, const OperatorInfo& info,
                                  c10::ArrayRef<c10::IValue> arguments) {
-  std::unique_ptr<Decision> decision(new Decision{{traits, op, arguments.vec(), {}, {}, {}, {}}, {}, {}, {}, {}, false});
+  std::unique_ptr<Decision> decision(new Decision{{traits, op, arguments.vec(), {}, {}, {}, {}}, {}, {}, {}, {}, false, false});
   ShardingCall& call = decision->call;
   const DTensorPayload& first = collect_inputs(traits, call, decision->inputs);
   call.mesh_shape = first.spec->mesh_shape();
@@ -244,6 +244,7 @@ std::unique_ptr<Decision> decide(const c10::OperatorHandle& op, const OperatorTr
   }
   for (std::size_t i = 0; i < call.outputs.size(); ++i)
     decision->outputs.push_back(DTensorSpec::get(*first.spec, sharding.outputs[i], call.outputs[i]));
+  decision->moves_dims = op.hasTag(at::Tag::inplace_view);
   decision->transposes = traits.name == "aten::t" || traits.name == "aten::transpose.int";
   for (c10::IValue& value : call.arguments)
     if (value.isTensor() || value.isTensorList() || value.isOptionalTensorList() || value.isGenerator()) value = c10::IValue();
@@ -255,7 +256,6 @@ Stack local_arguments(const Decision& decision, const comm::MeshGroups& mesh, co
   Stack local;
   local.reserve(std::max(arguments.size(), traits.returns.size()));
   std::size_t next = 0;
-  const bool moves_dims = decision.call.op.hasTag(at::Tag::inplace_view);
   const auto map = [&](const at::Tensor& tensor) -> at::Tensor {
     const Decision::Input& input = decision.inputs[next];
     const bool written = decision.call.inputs[next++].written;
@@ -266,7 +266,7 @@ Stack local_arguments(const Decision& decision, const comm::MeshGroups& mesh, co
                                    "redistribute what it views first",
                                    traits.name));
     // What changes its shape in place changes a handle of its own: other distributed tensors may hold the same part.
-    if (written && moves_dims) return at::alias(payload->local());
+    if (written && decision.moves_dims) return at::alias(payload->local());
     return input.transfer ? input.transfer->run(payload->mesh, payload->local()) : payload->local();
   };
   for (const c10::IValue& value : arguments) local.push_back(value.isTensor() || value.isList() ? map_tensors(value, map) : value);

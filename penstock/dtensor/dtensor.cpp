@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
-#include <numeric>
 
 #include "penstock/base/env.h"
 #include "penstock/base/errors.h"
@@ -133,21 +132,6 @@ Numbers shape_from_even(const at::Tensor& local, const comm::MeshGroups& mesh, c
   return shape;
 }
 
-// A dense layout of the whole tensor whose dims lie in memory in the order of the local ones.
-Numbers stride_like(const at::Tensor& local, const Numbers& shape) {
-  Numbers order(shape.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) { return local.stride(a) > local.stride(b); });
-  Numbers stride(shape.size());
-  std::int64_t next = 1;
-  for (std::size_t i = order.size(); i-- > 0;) {
-    const auto dim = static_cast<std::size_t>(order[i]);
-    stride[dim] = next;
-    next *= std::max<std::int64_t>(shape[dim], 1);
-  }
-  return stride;
-}
-
 // What a rank says of its call, in numbers of which all ranks have equally many.
 constexpr std::int64_t kMostDims = 64;
 
@@ -239,7 +223,7 @@ SpecPtr spec_of_parts(const at::Tensor& local, const comm::MeshGroups& mesh, con
   const Placements normalized = normalize_placements(placements, static_cast<int>(mesh.shape().size()), local.dim());
   GlobalGeometry geometry = global_geometry_of(local);
   geometry.shape = options.shape.value_or(shape_from_even(local, mesh, normalized));
-  if (geometry.shape.size() == static_cast<std::size_t>(local.dim())) geometry.stride = options.stride.value_or(stride_like(local, geometry.shape));
+  if (geometry.shape.size() == static_cast<std::size_t>(local.dim())) geometry.stride = options.stride.value_or(dense_stride(geometry.shape, local.strides().vec()));
   if (geometry.shape.size() != static_cast<std::size_t>(local.dim()) || geometry.stride.size() != geometry.shape.size())
     throw ValueError(describe("from_local: shape and stride of the whole", fmt::format("[{}] and [{}]", fmt::join(geometry.shape, ", "), fmt::join(geometry.stride, ", ")),
                               fmt::format("{} numbers each, as the local part has dims", local.dim())));
@@ -321,9 +305,7 @@ at::Tensor distribute_tensor(const at::Tensor& tensor, const comm::MeshGroups& m
   // From whole to split, one axis after the other: each axis's source sends to the ranks along it.
   const Placements whole(placements.size());
   const RedistributePlan plan = plan_redistribute({geometry.shape, 1}, mesh.shape(), whole, target->placements());
-  std::vector<bool> scattered(placements.size());
   const auto scatter = [&](const RedistributeStep& step) {
-    scattered[static_cast<std::size_t>(step.axis)] = true;
     const SpecPtr before = target->with_placements(step.before), after = target->with_placements(step.after);
     if (!options.source_axis_rank || mesh.shape()[static_cast<std::size_t>(step.axis)] == 1) {
       local = detail::transfer_between(before, after, PartialTarget::Refuse)->run(mesh, local);
@@ -337,23 +319,11 @@ at::Tensor distribute_tensor(const at::Tensor& tensor, const comm::MeshGroups& m
       for (int member = 0; member < group.size(); ++member) {
         Numbers coordinate = mesh.coordinate();
         coordinate[static_cast<std::size_t>(step.axis)] = member;
+        const auto dim = static_cast<std::size_t>(step.to.dim());
         const auto have = local_segments(geometry.shape, mesh.shape(), mesh.coordinate(), step.before);
         const auto want = local_segments(geometry.shape, mesh.shape(), coordinate, step.after);
-        const auto dim = static_cast<std::size_t>(step.to.dim());
-        // Positions of the wanted indices among those here.
-        std::vector<at::Tensor> parts;
-        std::int64_t base = 0;
-        for (const Segment& held : have[dim]) {
-          for (const Segment& wanted : want[dim]) {
-            const std::int64_t begin = std::max(held.offset, wanted.offset);
-            const std::int64_t end = std::min(held.offset + held.length, wanted.offset + wanted.length);
-            if (begin < end) parts.push_back(local.narrow(step.to.dim(), base + begin - held.offset, end - begin));
-          }
-          base += held.length;
-        }
-        at::Tensor piece = parts.empty() ? local.narrow(step.to.dim(), 0, 0) : at::cat(parts, step.to.dim());
-        pieces.push_back(piece.contiguous());
-        if (member != source && piece.numel() > 0)
+        pieces.push_back(detail::cut(local, step.to.dim(), have[dim], want[dim]));
+        if (member != source && pieces.back().numel() > 0)
           ops.push_back(comm::P2POp::send(pieces.back(), group.rank_at(member), {.label = "distribute_tensor"}));
       }
       std::vector<comm::Work> works = group.batch_isend_irecv(ops);

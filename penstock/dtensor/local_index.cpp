@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 
 #include "penstock/base/errors.h"
-#include "penstock/mesh/local_shard.h"
 
 namespace penstock::detail {
 namespace {
@@ -25,25 +24,24 @@ void check_range(const ShardingCall& call, const at::Tensor& index, std::int64_t
 
 at::Tensor LocalIndex::position_or(std::int64_t other) const { return position.masked_fill(held.logical_not(), other); }
 
+LocalIndex find_held(const at::Tensor& indices, const std::vector<Segment>& segments) {
+  const at::Tensor wide = indices.to(at::kLong);
+  LocalIndex found{at::zeros_like(wide), at::zeros_like(wide, wide.options().dtype(at::kBool)), 0};
+  for (const Segment& segment : segments) {
+    const at::Tensor here = wide.ge(segment.offset).logical_and_(wide.lt(segment.offset + segment.length));
+    found.position = at::where(here, wide - (segment.offset - found.length), found.position);
+    found.held.logical_or_(here);
+    found.length += segment.length;
+  }
+  return found;
+}
+
 LocalIndex local_index(const ShardingCall& call, const at::Tensor& index, const std::vector<std::int64_t>& shape, const Placements& placements,
                        std::int64_t dim) {
   const std::int64_t size = shape[static_cast<std::size_t>(dim)];
   check_range(call, index, size);
-  const std::vector<Segment> segments = local_segments(shape, call.mesh_shape, call.coordinate, placements)[static_cast<std::size_t>(dim)];
-  const at::Tensor from_front = at::where(index.lt(0), index + size, index);
-  LocalIndex result;
-  for (const Segment& segment : segments) {
-    const at::Tensor position = from_front - segment.offset;
-    const at::Tensor here = position.ge(0).logical_and_(position.lt(segment.length));
-    result.position = result.held.defined() ? at::where(here, position + result.length, result.position) : position;
-    result.held = result.held.defined() ? result.held.logical_or(here) : here;
-    result.length += segment.length;
-  }
-  if (!result.held.defined()) {
-    result.position = at::zeros_like(index);
-    result.held = at::zeros_like(index, index.options().dtype(at::kBool));
-  }
-  return result;
+  const auto segments = local_segments(shape, call.mesh_shape, call.coordinate, placements);
+  return find_held(at::where(index.lt(0), index + size, index), segments[static_cast<std::size_t>(dim)]);
 }
 
 }  // namespace penstock::detail

@@ -9,7 +9,6 @@
 #include <tuple>
 
 #include "penstock/base/errors.h"
-#include "penstock/mesh/local_shard.h"
 
 namespace penstock::detail {
 namespace {
@@ -125,6 +124,13 @@ at::Tensor product_of_all(const comm::Group& group, const at::Tensor& local) {
 }
 
 }  // namespace
+
+at::Tensor cut(const at::Tensor& local, std::int64_t dim, const std::vector<Segment>& have, const std::vector<Segment>& want) {
+  const Common common = intersect(have, want);
+  Numbers shape = local.sizes().vec();
+  shape[static_cast<std::size_t>(dim)] = common.length;
+  return take(local, dim, packing(common.runs), shape);
+}
 
 at::Tensor PendingLocal::get() {
   work.wait();

@@ -19,6 +19,7 @@
 #include "penstock/comm/mesh_groups.h"
 #include "penstock/dtensor/redistribute_plan.h"
 #include "penstock/dtensor/spec.h"
+#include "penstock/mesh/local_shard.h"
 
 namespace penstock::detail {
 
@@ -35,6 +36,9 @@ struct PendingLocal {
 struct Run {
   std::int64_t source = 0, target = 0, length = 0;
 };
+
+// Of a local tensor that holds the indices `have` of a dim, those that `want` says: contiguous, in order.
+at::Tensor cut(const at::Tensor& local, std::int64_t dim, const std::vector<Segment>& have, const std::vector<Segment>& want);
 
 class LocalTransfer {
  public:

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <numeric>
 
 #include "penstock/base/errors.h"
 #include "penstock/mesh/local_shard.h"
@@ -84,19 +83,6 @@ std::vector<int> axes_splitting(const Placements& placements, const std::set<std
   for (std::size_t axis = 0; axis < placements.size(); ++axis)
     if (placements[axis].splits() && dims.count(placements[axis].dim())) axes.push_back(static_cast<int>(axis));
   return axes;
-}
-
-std::vector<std::int64_t> dense_stride(const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride) {
-  std::vector<std::size_t> order(shape.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return stride[a] > stride[b]; });
-  std::vector<std::int64_t> result(shape.size());
-  std::int64_t next = 1;
-  for (std::size_t i = order.size(); i-- > 0;) {
-    result[order[i]] = next;
-    next *= std::max<std::int64_t>(shape[order[i]], 1);
-  }
-  return result;
 }
 
 Sharding like_model(const ShardingCall& call) {

@@ -39,9 +39,6 @@ std::vector<std::int64_t> local_shape(const ShardingCall& call, const std::vecto
 std::vector<int> axes_splitting(const Placements& placements, std::int64_t dim);
 std::vector<int> axes_splitting(const Placements& placements, const std::set<std::int64_t>& dims);
 
-// Strides of a dense tensor of `shape` whose dims lie in memory in the order that `stride` says.
-std::vector<std::int64_t> dense_stride(const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride);
-
 // The model gives its layout and nothing else. A model of terms gives a whole tensor: what is written into it counts once.
 Sharding like_model(const ShardingCall& call);
 

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "penstock/dtensor/rule_helpers.h"
+#include "penstock/dtensor/local_index.h"
 #include "penstock/dtensor/rule_registry.h"
 #include "penstock/dtensor/strategy_builder.h"
 
@@ -13,7 +14,7 @@ void local_lookup(const LocalContext& context, const c10::OperatorHandle&, Stack
   const at::Tensor weight = local_argument(context, *stack, "weight"), indices = local_argument(context, *stack, "indices");
   const auto& shape = input_named(context.call, "weight")->whole.shape;
   check_indices(indices, {}, shape[0], "embedding: an index");
-  const HeldIndices found = find_held(indices, held_segments(context, shape, decided(context, "weight"), 0));
+  const LocalIndex found = find_held(indices, held_segments(context, shape, decided(context, "weight"), 0));
   std::vector<std::int64_t> result_shape = indices.sizes().vec();
   result_shape.push_back(weight.size(1));
   at::Tensor result = at::zeros(result_shape, weight.options());

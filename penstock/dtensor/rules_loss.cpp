@@ -11,6 +11,7 @@
 #include <algorithm>
 
 #include "penstock/dtensor/rule_helpers.h"
+#include "penstock/dtensor/local_index.h"
 #include "penstock/dtensor/rule_registry.h"
 #include "penstock/dtensor/strategy_builder.h"
 
@@ -37,7 +38,7 @@ struct Lookup {
     const std::int64_t ignored = context.call.argument("ignore_index").toInt();
     const at::Tensor counts = target.ne(ignored);
     check_indices(target, counts, shape[static_cast<std::size_t>(dim)], "nll_loss: a target");
-    const HeldIndices found = find_held(target, held_segments(context, shape, decided(context, "self"), dim));
+    const LocalIndex found = find_held(target, held_segments(context, shape, decided(context, "self"), dim));
     const at::Tensor used = found.held.logical_and(counts);
     missing = used.logical_not();
     // An ignored target may be any number.

@@ -52,6 +52,15 @@ void add_partial(const ShardingCall& call, std::vector<AxisStrategy>& strategies
   strategies.push_back(std::move(strategy));
 }
 
+// Reduced dims may be split, and what comes of them is whole: the local call sees to it.
+void add_whole_results(const ShardingCall& call, const Reduction& reduction, std::vector<AxisStrategy>& strategies) {
+  for (const std::int64_t dim : reduction.reduced) {
+    AxisStrategy strategy = replicated_strategy(call);
+    strategy.inputs[0] = Shard{dim};
+    strategies.push_back(std::move(strategy));
+  }
+}
+
 bool splits_any(const Placements& placements, const std::set<std::int64_t>& dims) {
   return std::any_of(placements.begin(), placements.end(), [&](const Placement& p) { return p.splits() && dims.count(p.dim()); });
 }
@@ -137,11 +146,7 @@ Sharding truth(const ShardingCall& call, bool any) {
   std::vector<AxisStrategy> strategies;
   const Reduction reduction(call);
   add_outer_dims(call, reduction, strategies);
-  for (const std::int64_t dim : reduction.reduced) {
-    AxisStrategy strategy = replicated_strategy(call);
-    strategy.inputs[0] = Shard{dim};
-    strategies.push_back(std::move(strategy));
-  }
+  add_whole_results(call, reduction, strategies);
   Sharding sharding = choose(call, std::move(strategies));
   if (!splits_any(sharding.inputs[0], reduction.reduced)) return sharding;
   sharding.local = [any](const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) {
@@ -155,16 +160,12 @@ Sharding truth(const ShardingCall& call, bool any) {
   return sharding;
 }
 
-// Reduced dims may be split too, and what comes of them is whole: `local` sees to it.
+// `local` works on parts of the reduced dims.
 Sharding by_hand(const ShardingCall& call, const LocalCall& local) {
   std::vector<AxisStrategy> strategies;
   const Reduction reduction(call);
   add_outer_dims(call, reduction, strategies);
-  for (const std::int64_t dim : reduction.reduced) {
-    AxisStrategy strategy = replicated_strategy(call);
-    strategy.inputs[0] = Shard{dim};
-    if (c10::isFloatingType(call.inputs[0].whole.dtype)) strategies.push_back(std::move(strategy));
-  }
+  if (c10::isFloatingType(call.inputs[0].whole.dtype)) add_whole_results(call, reduction, strategies);
   Sharding sharding = choose(call, std::move(strategies));
   if (splits_any(sharding.inputs[0], reduction.reduced)) sharding.local = local;
   return sharding;

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <functional>
 #include <mutex>
+#include <numeric>
 #include <unordered_map>
 
 #include "penstock/base/errors.h"
@@ -38,6 +39,19 @@ std::vector<std::int64_t> contiguous_stride(const std::vector<std::int64_t>& sha
     next *= std::max<std::int64_t>(shape[dim], 1);
   }
   return stride;
+}
+
+std::vector<std::int64_t> dense_stride(const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride) {
+  std::vector<std::size_t> order(shape.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return stride[a] > stride[b]; });
+  std::vector<std::int64_t> result(shape.size());
+  std::int64_t next = 1;
+  for (std::size_t i = order.size(); i-- > 0;) {
+    result[order[i]] = next;
+    next *= std::max<std::int64_t>(shape[order[i]], 1);
+  }
+  return result;
 }
 
 SpecPtr DTensorSpec::get(const comm::MeshGroups& mesh, const Placements& placements, const GlobalGeometry& geometry) {

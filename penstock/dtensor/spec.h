@@ -32,6 +32,8 @@ struct GlobalGeometry {
 GlobalGeometry global_geometry_of(const at::Tensor& tensor);
 // Row-major.
 std::vector<std::int64_t> contiguous_stride(const std::vector<std::int64_t>& shape);
+// Of a dense tensor of `shape` whose dims lie in memory in the order that `stride` says.
+std::vector<std::int64_t> dense_stride(const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride);
 
 class DTensorSpec;
 using SpecPtr = std::shared_ptr<const DTensorSpec>;

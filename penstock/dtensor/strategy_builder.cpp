@@ -114,18 +114,6 @@ std::vector<Segment> held_segments(const LocalContext& context, const std::vecto
   return local_segments(shape, context.call.mesh_shape, context.call.coordinate, placements)[static_cast<std::size_t>(dim)];
 }
 
-HeldIndices find_held(const at::Tensor& indices, const std::vector<Segment>& segments) {
-  HeldIndices found{at::zeros(indices.sizes(), indices.options().dtype(at::kBool)), at::zeros(indices.sizes(), indices.options().dtype(at::kLong))};
-  std::int64_t start = 0;
-  for (const Segment& segment : segments) {
-    const at::Tensor here = indices.ge(segment.offset).logical_and_(indices.lt(segment.offset + segment.length));
-    found.position = at::where(here, indices - (segment.offset - start), found.position);
-    found.held.logical_or_(here);
-    start += segment.length;
-  }
-  return found;
-}
-
 void check_indices(const at::Tensor& indices, const at::Tensor& counts, std::int64_t size, std::string_view what) {
   at::Tensor bad = indices.lt(0).logical_or_(indices.ge(size));
   if (counts.defined()) bad.logical_and_(counts);

@@ -67,13 +67,6 @@ at::ScalarType accumulation_type(at::ScalarType dtype);
 // The indices of `dim` that this rank holds, of a tensor of `shape`.
 std::vector<Segment> held_segments(const LocalContext& context, const std::vector<std::int64_t>& shape, const Placements& placements, std::int64_t dim);
 
-// Indices into a split dim: which of them this rank holds, and where in its part; position 0 for the others.
-struct HeldIndices {
-  at::Tensor held;      // bool
-  at::Tensor position;  // int64
-};
-HeldIndices find_held(const at::Tensor& indices, const std::vector<Segment>& segments);
-
 // Every index where `counts` holds must be in [0, size): ValueError on a CPU, a device-side assertion elsewhere. `counts` may
 // be undefined: all.
 void check_indices(const at::Tensor& indices, const at::Tensor& counts, std::int64_t size, std::string_view what);

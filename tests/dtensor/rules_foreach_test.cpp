@@ -19,7 +19,7 @@ TEST(ForeachRules, ListsAgainstOneProcess) {
       {.name = "two lists", .inputs = {sample({5, 3}), sample({4}, 1), sample({5, 3}, 2), sample({4}, 3)}, .body = [](const Tensors& in) { const Tensors a{in[0], in[1]}, b{in[2], in[3]}; Tensors out = at::_foreach_add(a, b, 0.5); for (const auto& more : {at::_foreach_mul(a, b), at::_foreach_sub(a, b), at::_foreach_maximum(a, b)}) out.insert(out.end(), more.begin(), more.end()); return out; }, .backward = false, .most = 30},
       {.name = "scalar lists", .inputs = {sample({5, 3}), sample({4}, 1)}, .body = [](const Tensors& in) { const std::vector<at::Scalar> numbers{2, 0.5}; Tensors out = at::_foreach_mul(in, numbers); const auto more = at::_foreach_div(in, numbers); out.insert(out.end(), more.begin(), more.end()); return out; }, .backward = false, .most = 12},
       {.name = "in place", .inputs = {sample({5, 3}), sample({4}, 1), sample_positive({5, 3}, 2), sample_positive({4}, 3)}, .body = [](const Tensors& in) { Tensors a{in[0].clone(), in[1].clone()}; const Tensors b{in[2], in[3]}; at::_foreach_mul_(a, 0.5); at::_foreach_add_(a, b, 2); at::_foreach_addcdiv_(a, b, b, 0.25); at::_foreach_addcmul_(a, b, b, 0.25); at::_foreach_sqrt_(a); at::_foreach_zero_(a); at::_foreach_add_(a, b); return a; }, .backward = false, .may_refuse = true, .most = 30},
-      {.name = "broadcast", .inputs = {sample({5, 3}), sample({3}, 1)}, .body = [](const Tensors& in) { return at::_foreach_mul({in[0]}, {in[1]}); }, .backward = false, .most = 20},
+      {.name = "broadcast", .inputs = {sample({5, 3}), sample({3}, 1)}, .body = [](const Tensors& in) { return at::_foreach_mul(Tensors{in[0]}, Tensors{in[1]}); }, .backward = false, .most = 20},
   });
 }
 
@@ -43,10 +43,10 @@ TEST(ForeachRules, PlainPositionsAndMistakes) {
     EXPECT_FALSE(is_dtensor(out[1]));
     EXPECT_TRUE(at::equal(full_tensor(out[0]), sample({4, 3}) * 2));
     EXPECT_TRUE(at::equal(out[1], sample({2}, 1) * 2));
-    EXPECT_THROW(at::_foreach_add({x}, {sample({4, 3})}), TypeError);
+    EXPECT_THROW(at::_foreach_add(Tensors{x}, Tensors{sample({4, 3})}), TypeError);
     {
       const ImplicitReplicationGuard guard;
-      EXPECT_TRUE(at::equal(full_tensor(at::_foreach_add({x}, {sample({4, 3}, 1)})[0]), sample({4, 3}) + sample({4, 3}, 1)));
+      EXPECT_TRUE(at::equal(full_tensor(at::_foreach_add(Tensors{x}, Tensors{sample({4, 3}, 1)})[0]), sample({4, 3}) + sample({4, 3}, 1)));
     }
     at::Tensor terms = spread(sample({4, 3}), mesh, {Partial{}});
     EXPECT_THROW(at::_foreach_sqrt_({terms}), ValueError);

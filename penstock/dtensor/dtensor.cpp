@@ -8,6 +8,7 @@
 
 #include "penstock/base/env.h"
 #include "penstock/base/errors.h"
+#include "penstock/dtensor/composites.h"
 #include "penstock/dtensor/dtensor_payload.h"
 #include "penstock/mesh/local_shard.h"
 #include "penstock/torch/dtype.h"
@@ -246,6 +247,7 @@ DTensorPayload& require_dtensor(const at::Tensor& tensor, std::string_view funct
 
 at::Tensor make_dtensor(at::Tensor local, SpecPtr spec, const comm::MeshGroups& mesh, const at::Tensor* viewed, std::int64_t offset) {
   register_dtensor_type();
+  link_composites();
   const GlobalGeometry& whole = spec->geometry();
   if (local.sizes() != c10::IntArrayRef(spec->local_shape()) || local.scalar_type() != whole.dtype) [[unlikely]]
     throw ValueError(describe("the local part of a distributed tensor",

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "penstock/base/errors.h"
 #include "penstock/mesh/local_shard.h"
@@ -93,6 +94,21 @@ Sharding like_model(const ShardingCall& call) {
     strategies.push_back(std::move(strategy));
   }
   return choose(call, std::move(strategies));
+}
+
+c10::Scalar greatest_of(at::ScalarType dtype) {
+  if (c10::isFloatingType(dtype)) return std::numeric_limits<double>::infinity();
+  if (dtype == at::kBool) return true;
+  const int bits = static_cast<int>(8 * c10::elementSize(dtype));
+  if (!c10::isSignedType(dtype)) return (std::int64_t{1} << bits) - 1;
+  return static_cast<std::int64_t>(std::numeric_limits<std::int64_t>::max() >> (64 - bits));
+}
+
+c10::Scalar least_of(at::ScalarType dtype) {
+  if (c10::isFloatingType(dtype)) return -std::numeric_limits<double>::infinity();
+  if (dtype == at::kBool) return false;
+  if (!c10::isSignedType(dtype)) return 0;
+  return -greatest_of(dtype).toLong() - 1;
 }
 
 void refuse_unknown_shape(const OperatorTraits& traits) {

@@ -42,6 +42,10 @@ std::vector<int> axes_splitting(const Placements& placements, const std::set<std
 // The model gives its layout and nothing else. A model of terms gives a whole tensor: what is written into it counts once.
 Sharding like_model(const ShardingCall& call);
 
+// The value of a dtype that no maximum (or minimum) depends on.
+c10::Scalar least_of(at::ScalarType dtype);
+c10::Scalar greatest_of(at::ScalarType dtype);
+
 // For operators whose result has a shape that depends on values: which one, and what to use instead.
 [[noreturn]] void refuse_unknown_shape(const OperatorTraits& traits);
 

@@ -62,6 +62,7 @@ struct Registry {
     add_view_rules(table);
     add_dim_rules(table);
     add_reduction_rules(table);
+    add_argmax_rules(table);
     add_factory_rules(table);
     add_softmax_rules(table);
     add_loss_rules(table);

@@ -46,6 +46,7 @@ void add_matmul_rules(RuleTable& table);
 void add_view_rules(RuleTable& table);
 void add_dim_rules(RuleTable& table);
 void add_reduction_rules(RuleTable& table);
+void add_argmax_rules(RuleTable& table);
 void add_factory_rules(RuleTable& table);
 void add_softmax_rules(RuleTable& table);
 void add_loss_rules(RuleTable& table);

@@ -117,18 +117,7 @@ Sharding extreme(const ShardingCall& call, PartialOp kind) {
     if (local.numel() > 0) return op.callBoxed(stack);
     const auto shape = local_shape(context.call, context.call.outputs[0].shape, context.outputs[0]);
     stack->clear();
-    // The lowest (or highest) value of the dtype, without naming each.
-    const at::Tensor bound = c10::isFloatingType(local.scalar_type())
-                                 ? at::full(shape, kind == PartialOp::Max ? -std::numeric_limits<double>::infinity() : std::numeric_limits<double>::infinity(), local.options())
-                                 : at::full(shape, 0, local.options());
-    if (!c10::isFloatingType(local.scalar_type())) {
-      const int bits = static_cast<int>(8 * local.element_size());
-      const bool is_signed = c10::isSignedType(local.scalar_type());
-      const std::int64_t high = is_signed ? (bits == 64 ? std::numeric_limits<std::int64_t>::max() : (std::int64_t{1} << (bits - 1)) - 1) : 255;
-      const std::int64_t low = is_signed ? -high - 1 : 0;
-      bound.fill_(kind == PartialOp::Max ? low : high);
-    }
-    stack->push_back(bound);
+    stack->push_back(at::full(shape, kind == PartialOp::Max ? least_of(local.scalar_type()) : greatest_of(local.scalar_type()), local.options()));
   };
   return sharding;
 }
@@ -223,13 +212,13 @@ void add_reduction_rules(RuleTable& table) {
   table.add({"mean"}, mean);
   table.add({"amax", "max"}, [](const ShardingCall& call) { return extreme(call, PartialOp::Max); });
   table.add({"amin", "min"}, [](const ShardingCall& call) { return extreme(call, PartialOp::Min); });
-  table.add({"max.dim", "min.dim", "max.dim_max", "min.dim_min"}, whole_rows);
+  table.add({"max.dim_max", "min.dim_min"}, whole_rows);
   table.add({"prod"}, product);
   table.add({"any"}, [](const ShardingCall& call) { return truth(call, true); });
   table.add({"all"}, [](const ShardingCall& call) { return truth(call, false); });
   table.add({"var.correction", "std.correction", "var_mean.correction", "std_mean.correction"}, [](const ShardingCall& call) { return by_hand(call, spread_of_parts); });
   table.add({"logsumexp"}, [](const ShardingCall& call) { return by_hand(call, logsumexp_of_parts); });
-  table.add({"argmax", "argmin", "mode", "median.dim", "nanmedian.dim", "kthvalue", "aminmax", "count_nonzero"}, whole_rows);
+  table.add({"mode", "median.dim", "nanmedian.dim", "kthvalue", "aminmax", "count_nonzero"}, whole_rows);
   // Along `dim` in order; the shape stays.
   table.add({"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort", "msort"}, [](const ShardingCall& call) {
     return choose(call, independent_dims(call, dims_of(call.argument("dim"), call.inputs[0].ndim())));

@@ -78,6 +78,16 @@ TEST(IndexRules, WriteBack) {
   });
 }
 
+TEST(IndexRules, CompositesThatMakeTensorsOfTheirOwn) {
+  check_rules({
+      {.name = "one_hot", .inputs = {sample_index({5, 2}, 4)}, .body = [](const Tensors& in) { return Tensors{at::one_hot(in[0], 6), at::one_hot(in[0])}; }, .most = 12},
+      {.name = "repeat_interleave", .inputs = {sample({3, 4})}, .body = [](const Tensors& in) { return Tensors{in[0].repeat_interleave(2, 1), in[0].repeat_interleave(3, 0), in[0].repeat_interleave(2)}; }, .most = 12},
+  });
+  // Plain tensors go their own way.
+  EXPECT_TRUE(at::equal(at::one_hot(sample_index({3}, 4), 5).argmax(1), sample_index({3}, 4)));
+  EXPECT_EQ(sample({3}).repeat_interleave(2).numel(), 6);
+}
+
 // Errors name the operator and what to do instead.
 TEST(IndexRules, ShapesThatDependOnValues) {
   comm::run_ranks(2, 60s, [](comm::World& world) {

@@ -1,5 +1,6 @@
 #include "penstock/torch/dispatch_kernel.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <fmt/format.h>
 
 #include <mutex>

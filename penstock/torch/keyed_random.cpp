@@ -1,9 +1,10 @@
 #include "penstock/torch/keyed_random.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <fmt/format.h>
-#include <torch/library.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
 
 #include <functional>
 #include <string>

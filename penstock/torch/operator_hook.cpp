@@ -1,5 +1,6 @@
 #include "penstock/torch/operator_hook.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <fmt/format.h>
 
 #include <mutex>

@@ -1,5 +1,7 @@
 #include "penstock/torch/shape_functions.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
+
 #include <unordered_map>
 
 #include "penstock/torch/fake_payload.h"

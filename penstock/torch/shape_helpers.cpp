@@ -2,6 +2,7 @@
 
 #include <ATen/TensorIterator.h>
 #include <ATen/WrapDimUtils.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <algorithm>
 

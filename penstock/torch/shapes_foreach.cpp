@@ -1,4 +1,6 @@
 // Operators over lists of tensors (optimizers use them), and operators that only write.
+#include <ATen/core/dispatch/Dispatcher.h>
+
 #include <string_view>
 
 #include "penstock/base/errors.h"

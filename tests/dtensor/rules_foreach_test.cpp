@@ -1,4 +1,5 @@
 // Operators on lists and norms, against one process.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -1,4 +1,5 @@
 // Operator by operator: a run in shape only gives the geometry, aliasing and gradients of the real run.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 
 #include <iostream>

@@ -1,6 +1,7 @@
 // Fake tensors: what a run in shape only says is what the real run gives.
 #include "penstock/torch/fake.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 
 #include "penstock/torch/wrapper.h"

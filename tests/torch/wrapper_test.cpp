@@ -2,6 +2,7 @@
 #include "penstock/torch/wrapper.h"
 
 #include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 
 #include <thread>

@@ -35,17 +35,12 @@ class Pause {
   std::chrono::microseconds pause_ = kShortestPause;
 };
 
-std::vector<int> parse_list(const std::string& text) {
-  std::vector<int> ranks;
-  std::stringstream parts(text);
-  for (std::string part; std::getline(parts, part, ',');) ranks.push_back(std::stoi(part));
-  return ranks;
-}
-
 }  // namespace
 
 struct MemberGroups::Opening {
   std::vector<int> ranks;
+  std::string purpose;
+  P2PTransport p2p = P2PTransport::Auto;
   std::string name;  // of the group and its prefix in the store
   Clock::time_point begin = Clock::now();
 
@@ -57,6 +52,21 @@ struct MemberGroups::Opening {
 
   std::string key(const std::string& part) const { return name + "/" + part; }
   std::string here(int rank) const { return fmt::format("{}/here/{}", name, rank); }
+
+  // How members are told of it, and how they read it: "0,1,2;0;purpose".
+  std::string to_word() const { return fmt::format("{};{};{}", fmt::join(ranks, ","), static_cast<int>(p2p), purpose); }
+  static Key parse_word(const std::string& word) {
+    Key key;
+    std::stringstream parts(word);
+    std::string list, transport;
+    std::getline(parts, list, ';');
+    std::getline(parts, transport, ';');
+    std::getline(parts, key.purpose, '\0');
+    key.p2p = static_cast<P2PTransport>(std::stoi(transport));
+    std::stringstream ranks(list);
+    for (std::string rank; std::getline(ranks, rank, ',');) key.ranks.push_back(std::stoi(rank));
+    return key;
+  }
 };
 
 std::string rank_list_text(const std::vector<int>& ranks) {
@@ -79,22 +89,22 @@ MemberGroups::MemberGroups(std::shared_ptr<WorldCore> core) : core_(std::move(co
 
 MemberGroups::~MemberGroups() {
   closing_ = true;
-  for (auto& [ranks, opening] : openings_)
+  for (auto& [key, opening] : openings_)
     if (opening->thread.joinable()) opening->thread.join();
 }
 
-Group MemberGroups::get(const std::vector<int>& ranks, std::chrono::milliseconds timeout) {
+Group MemberGroups::get(const std::vector<int>& ranks, const MemberGroupOptions& options) {
   const int own = core_->env.rank;
   if (const std::string bad = complaint_about(ranks, core_->env.world_size); !bad.empty())
     throw ValueError(fmt::format("group of ranks [{}]: {}", format_list(ranks), bad));
   if (std::find(ranks.begin(), ranks.end(), own) == ranks.end())
     throw ValueError(describe("group of ranks", fmt::format("[{}] on rank {}", format_list(ranks), own), "a list with the own rank in it",
                               "ask on members only"));
-  const auto deadline = Clock::now() + (timeout.count() > 0 ? timeout : core_->timeout);
+  const auto deadline = Clock::now() + (options.timeout.count() > 0 ? options.timeout : core_->timeout);
   std::string name;
   try {
     std::unique_lock lock(mutex_);
-    Opening& opening = begin(ranks);
+    Opening& opening = begin({ranks, options.purpose, options.p2p});
     name = opening.name;
     if (!opening.ended && ranks.size() > 1) {
       lock.unlock();
@@ -116,13 +126,15 @@ Group MemberGroups::get(const std::vector<int>& ranks, std::chrono::milliseconds
   }
 }
 
-MemberGroups::Opening& MemberGroups::begin(const std::vector<int>& ranks) {
-  std::unique_ptr<Opening>& opening = openings_[ranks];
+MemberGroups::Opening& MemberGroups::begin(const Key& key) {
+  std::unique_ptr<Opening>& opening = openings_[key];
   if (opening) return *opening;
   opening = std::make_unique<Opening>();
-  opening->ranks = ranks;
-  opening->name = fmt::format("ranks[{}]", rank_list_text(ranks));
-  if (core_->fake || ranks.size() == 1) {  // nobody to wait for
+  opening->ranks = key.ranks;
+  opening->purpose = key.purpose;
+  opening->p2p = key.p2p;
+  opening->name = fmt::format("ranks[{}]{}{}", rank_list_text(key.ranks), key.purpose.empty() ? "" : ".", key.purpose);
+  if (core_->fake || key.ranks.size() == 1) {  // nobody to wait for
     try {
       opening->group = open(*opening);
     } catch (...) {
@@ -174,6 +186,7 @@ std::shared_ptr<GroupState> MemberGroups::open(const Opening& opening) {
   recipe.key = opening.name;
   recipe.ranks = opening.ranks;
   recipe.timeout = core_->timeout;
+  recipe.p2p = opening.p2p;
   return make_group(core_, recipe, Clock::now() + core_->timeout);
 }
 
@@ -181,7 +194,7 @@ std::string MemberGroups::await_verdict(const Opening& opening) {
   const Store& store = core_->store;
   const int own = core_->env.rank;
   const bool judges = opening.ranks.front() == own;
-  store.set(opening.here(own), p2p_transport_name());
+  store.set(opening.here(own), p2p_transport_name(opening.p2p));
   store.add(opening.key("count"), 1);  // after the word itself: who counts all finds all words
   bool judged = false;
   for (Pause pause;;) {
@@ -227,11 +240,11 @@ void MemberGroups::decide(const Opening& opening, const std::string& verdict) co
 void MemberGroups::tell_members(const Opening& opening) const {
   const Store& store = core_->store;
   if (store.add(opening.key("asked"), 1) != 1) return;
-  const std::string list = fmt::format("{}", fmt::join(opening.ranks, ","));
+  const std::string word = opening.to_word();
   for (const int rank : opening.ranks) {
     if (rank == core_->env.rank) continue;
     const std::int64_t number = store.add(fmt::format("inbox/{}/count", rank), 1);
-    store.set(fmt::format("inbox/{}/{}", rank, number), list);
+    store.set(fmt::format("inbox/{}/{}", rank, number), word);
   }
 }
 
@@ -241,11 +254,11 @@ void MemberGroups::read_inbox() {
   const int own = core_->env.rank;
   const std::int64_t count = store.add(fmt::format("inbox/{}/count", own), 0);
   while (inbox_read_ < count) {
-    const auto list = store.try_get(fmt::format("inbox/{}/{}", own, inbox_read_ + 1));
-    if (!list) return;  // counted, but not written yet
+    const auto word = store.try_get(fmt::format("inbox/{}/{}", own, inbox_read_ + 1));
+    if (!word) return;  // counted, but not written yet
     ++inbox_read_;
     std::lock_guard lock(mutex_);
-    begin(parse_list(*list));
+    begin(Opening::parse_word(*word));
   }
 }
 

@@ -19,7 +19,7 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
+#include <compare>
 #include <condition_variable>
 #include <map>
 #include <memory>
@@ -27,7 +27,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/group.h"
+#include "penstock/comm/world.h"
 
 namespace penstock::comm {
 
@@ -41,13 +41,20 @@ class MemberGroups {
   MemberGroups& operator=(const MemberGroups&) = delete;
 
   // See World::group_of.
-  Group get(const std::vector<int>& ranks, std::chrono::milliseconds timeout);
+  Group get(const std::vector<int>& ranks, const MemberGroupOptions& options);
 
  private:
   struct Opening;
+  // What tells groups apart.
+  struct Key {
+    std::vector<int> ranks;
+    std::string purpose;
+    P2PTransport p2p = P2PTransport::Auto;
+    auto operator<=>(const Key&) const = default;
+  };
 
-  // The opening of this list, started unless it is known. With mutex_ held.
-  Opening& begin(const std::vector<int>& ranks);
+  // The opening of this group, started unless it is known. With mutex_ held.
+  Opening& begin(const Key& key);
   void run(Opening& opening);
   std::shared_ptr<class GroupState> open(const Opening& opening);
   std::string await_verdict(const Opening& opening);
@@ -65,7 +72,7 @@ class MemberGroups {
 
   std::mutex mutex_;  // guards what follows and what the openings say of their end
   std::condition_variable ended_;
-  std::map<std::vector<int>, std::unique_ptr<Opening>> openings_;
+  std::map<Key, std::unique_ptr<Opening>> openings_;
 
   std::mutex inbox_mutex_;
   std::int64_t inbox_read_ = 0;  // guarded by inbox_mutex_

@@ -201,7 +201,22 @@ Group World::new_group(const std::vector<int>& ranks, const GroupOptions& option
 }
 
 Group World::group_of(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const {
-  return ranks == everyone_.ranks() ? everyone_ : member_groups_->get(ranks, timeout);
+  return group_of(ranks, MemberGroupOptions{.purpose = {}, .timeout = timeout});
+}
+
+Group World::group_of(const std::vector<int>& ranks, const MemberGroupOptions& options) const {
+  if (options.purpose.find_first_of(";/") != std::string::npos)
+    throw ValueError(describe("purpose of a group", options.purpose, "a text without ';' and '/'", "use letters, digits and dots"));
+  if (options.purpose.empty() && options.p2p == P2PTransport::Auto && ranks == everyone_.ranks()) return everyone_;
+  return member_groups_->get(ranks, options);
+}
+
+void World::leave_word(const std::string& key, const std::string& word) const {
+  core_->store.set(fmt::format("word/{}/{}", core_->env.rank, key), word);
+}
+
+std::optional<std::string> World::word_of(int rank, const std::string& key) const {
+  return core_->store.try_get(fmt::format("word/{}/{}", rank, key));
 }
 
 void World::fail(const std::string& reason) noexcept { core_->fail(reason); }

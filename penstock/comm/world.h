@@ -11,6 +11,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,14 @@ struct GroupOptions {
   std::string name;                     // empty: made from the ranks' order of creation
   std::chrono::milliseconds timeout{};  // zero: the world's
   P2PTransport p2p = P2PTransport::Auto;
+};
+
+struct MemberGroupOptions {
+  // Members that ask for different purposes get different groups of the same ranks: a transfer of one never waits behind a
+  // transfer of another. Part of the name; must not contain ';' or '/'.
+  std::string purpose;
+  P2PTransport p2p = P2PTransport::Auto;
+  std::chrono::milliseconds timeout{};  // for the members to come; zero: the world's
 };
 
 class World {
@@ -72,6 +81,11 @@ class World {
   // is group(). Throws ValueError for a bad list or one without the own rank; TimeoutError naming the members that did not
   // come within `timeout` (zero: the world's); PeerLostError when one is gone. Operations use the world's timeout.
   Group group_of(const std::vector<int>& ranks, std::chrono::milliseconds timeout = {}) const;
+  Group group_of(const std::vector<int>& ranks, const MemberGroupOptions& options) const;
+
+  // A word that any rank can read, for diagnosis: nobody waits for it. Written over by the next one under the same key.
+  void leave_word(const std::string& key, const std::string& word) const;
+  std::optional<std::string> word_of(int rank, const std::string& key) const;
 
   // Tells every other rank that this one failed and why; their waits then end with PeerLostError.
   void fail(const std::string& reason) noexcept;

@@ -1,0 +1,237 @@
+#include "penstock/pipeline/runtime.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/text.h"
+#include "penstock/pipeline/channel_groups.h"
+#include "penstock/pipeline/copy_gradients.h"
+#include "penstock/pipeline/executor.h"
+#include "penstock/pipeline/stage_plan.h"
+#include "penstock/pipeline/stage_runner.h"
+#include "penstock/pipeline/step_actions.h"
+#include "penstock/pipeline/step_gradients.h"
+
+namespace penstock {
+
+namespace {
+
+using pipeline::Program;
+using pipeline::SkipConnection;
+
+std::vector<int> pipeline_ranks(const PipelineOptions& options) {
+  if (!options.ranks.empty()) return options.ranks;
+  std::vector<int> all(static_cast<std::size_t>(options.world.size()));
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
+
+int position_in(const std::vector<int>& ranks, int rank) {
+  const auto at = std::find(ranks.begin(), ranks.end(), rank);
+  if (at == ranks.end())
+    throw ValueError(describe("ranks of the pipeline", fmt::format("[{}] on rank {}", format_list(ranks), rank), "a list with the own rank in it", "give each pipeline to its own ranks"));
+  return static_cast<int>(at - ranks.begin());
+}
+
+std::vector<SkipConnection> connections(const std::vector<SkipTensor>& skips) {
+  std::vector<SkipConnection> found;
+  for (const SkipTensor& skip : skips) found.push_back({skip.from, skip.to});
+  return found;
+}
+
+// Ascending, and exactly those that the schedule has on this rank.
+std::vector<PipelineStage> checked_stages(std::vector<PipelineStage> stages, const schedule::StageMap& map, int rank) {
+  std::sort(stages.begin(), stages.end(), [](const PipelineStage& a, const PipelineStage& b) { return a.index() < b.index(); });
+  std::vector<int> given;
+  for (const PipelineStage& stage : stages) {
+    given.push_back(stage.index());
+    if (stage.count() != map.stages())
+      throw ValueError(describe(fmt::format("number of stages of the pipeline, at stage {}", stage.index()), std::to_string(stage.count()),
+                                fmt::format("{}, as the schedule has", map.stages()), "make stages and schedule for the same pipeline"));
+  }
+  if (const std::vector<int> expected = map.stages_of(rank); given != expected)
+    throw ValueError(describe(fmt::format("stages on rank {} of the pipeline", rank), fmt::format("[{}]", format_list(given)), fmt::format("[{}]", format_list(expected)),
+                              "give every rank the stages that the schedule puts there"));
+  return stages;
+}
+
+bool has_overlaps(const Program& program) {
+  return std::any_of(program.instructions.begin(), program.instructions.end(), [](const auto& each) { return each.members > 1; });
+}
+
+schedule::Schedule fitting(schedule::Schedule schedule, std::size_t ranks) {
+  if (schedule.ranks() != static_cast<int>(ranks))
+    throw ValueError(describe("ranks of the schedule", std::to_string(schedule.ranks()), fmt::format("{}, as the pipeline has", ranks), "generate it for the ranks of this pipeline"));
+  return pipeline::executable(std::move(schedule));
+}
+
+Tree as_arguments(const Tree& args) {
+  if (args.is_none()) return Tree::tuple({});
+  return args.is_leaf() || args.kind() == Tree::Kind::Dict ? Tree::tuple({args}) : args;
+}
+
+}  // namespace
+
+struct PipelineRuntime::Impl {
+  Impl(std::vector<PipelineStage> given, schedule::Schedule wanted, PipelineLoss the_loss, PipelineOptions the_options)
+      : options(std::move(the_options)),
+        ranks(pipeline_ranks(options)),
+        own(position_in(ranks, options.world.rank())),
+        lowered(fitting(std::move(wanted), ranks.size())),
+        stages(checked_stages(std::move(given), lowered.stages(), own)),
+        loss(std::move(the_loss)),
+        training(pipeline::compile(lowered, own, connections(options.skips), {.has_backward = true, .post_ahead = options.post_ahead})),
+        evaluation(pipeline::compile(pipeline::forward_only(lowered), own, connections(options.skips), {.has_backward = false, .post_ahead = options.post_ahead})),
+        groups(options.world, ranks, lowered.stages(), connections(options.skips), options.p2p),
+        planner(stages, lowered.stages(), options.skips, loss, groups.control(), ranks, own),
+        runners(make_runners()),
+        actions(runners, groups, options.skips),
+        copies(options.world, ranks, lowered.stages(), stages) {}
+
+  std::vector<pipeline::StageRunner> make_runners() const {
+    std::vector<pipeline::StageRunner> made;
+    const bool by_blocks = has_overlaps(training);
+    for (const PipelineStage& stage : stages)
+      made.emplace_back(stage, lowered.stages().is_first(StageId{stage.index()}), lowered.stages().is_last(StageId{stage.index()}), loss, by_blocks);
+    return made;
+  }
+
+  bool holds(bool (schedule::StageMap::*end)(StageId) const) const {
+    return std::any_of(stages.begin(), stages.end(), [&](const PipelineStage& stage) { return (lowered.stages().*end)(StageId{stage.index()}); });
+  }
+
+  pipeline::StepDescription describe_step(bool has_backward, const Tree& args, const Tree& kwargs, const Tree& target) const {
+    pipeline::StepDescription step;
+    step.has_backward = has_backward;
+    const int wanted = lowered.microbatches();
+    const bool first = holds(&schedule::StageMap::is_first);
+    const bool last = holds(&schedule::StageMap::is_last);
+    if (first && as_arguments(args).size() == 0 && kwargs.size() == 0)
+      throw ValueError(describe("arguments of a step on the rank of the first stage", "none", "those of the first stage", "pass the batch on this rank"));
+    Microbatches parts = split_microbatches(first ? as_arguments(args) : Tree::tuple({}), kwargs, wanted, first ? options.split : SplitSpecs{{}, options.split.kwargs});
+    check_count(parts.count(), "arguments");
+    step.args = std::move(parts.args);
+    step.kwargs = std::move(parts.kwargs);
+    if (last && loss && has_backward && target.is_none())
+      throw ValueError(describe("target of a step on the rank of the last stage", "none", "what the loss compares the output with", "pass the target on this rank"));
+    if (last && !target.is_none()) {
+      step.targets = split_tree(target, wanted, options.target_split);
+      check_count(step.targets.size(), "target");
+    } else {
+      step.targets.resize(static_cast<std::size_t>(wanted));
+    }
+    return step;
+  }
+
+  void check_count(std::size_t count, const char* what) const {
+    if (count != static_cast<std::size_t>(lowered.microbatches()))
+      throw ValueError(describe(fmt::format("microbatches that the {} of a step make", what), std::to_string(count), fmt::format("{}, as the schedule has", lowered.microbatches()),
+                                "pass a batch of at least as many rows, or make a schedule for fewer microbatches"));
+  }
+
+  StepResult run(bool has_backward, const Tree& args, const Tree& kwargs, const Tree& target) {
+    if (!failure.empty())
+      throw StateError(describe("a step of a pipeline", "an earlier one failed: " + failure, "a pipeline whose steps have succeeded", "build the pipeline again, or restart from a checkpoint"));
+    progress.begin_step();
+    try {
+      progress.enter(pipeline::StepProgress::kAgreeing, pipeline::steady_now_ns());
+      const pipeline::StepDescription step = describe_step(has_backward, args, kwargs, target);
+      const auto plans = planner.agree(step);
+      StepContext context;
+      context.seed = options.seed;
+      context.step = has_backward ? steps_done : 0;
+      context.microbatches = lowered.microbatches();
+      context.loss_scale = options.loss_scale;
+      pipeline::StepGradients gradients(stages, has_backward && options.scale_grads ? lowered.microbatches() : 1, has_backward && copies.any());
+      actions.begin(step, plans, context, [&](int stage) { gradients.divide_stage(stage); });
+      pipeline::execute(has_backward ? training : evaluation, actions, progress, &times);
+      if (has_backward) {
+        gradients.divide_all();
+        copies.sum();
+        gradients.add_earlier();
+        ++steps_done;
+      }
+      StepResult result = collect();
+      last.peak_live_microbatches = actions.peak_live();
+      last.trials = planner.trials();
+      last.is_static = planner.is_static();
+      actions.clear();
+      progress.enter(pipeline::StepProgress::kNone, pipeline::steady_now_ns());
+      return result;
+    } catch (const std::exception& error) {
+      give_up(error.what());
+      throw;
+    } catch (...) {
+      give_up("an exception of an unknown type");
+      throw;
+    }
+  }
+
+  void give_up(const std::string& why) {
+    failure = why;
+    options.world.fail(why);
+    actions.clear();
+  }
+
+  StepResult collect() const {
+    StepResult result;
+    if (!holds(&schedule::StageMap::is_last)) return result;
+    std::vector<Tree> outputs;
+    for (int m = 0; m < lowered.microbatches(); ++m)
+      for (const pipeline::StageRunner& runner : runners) {
+        const StageId stage{runner.stage().index()};
+        if (!lowered.stages().is_last(stage) || !lowered.stages().runs(stage, MicrobatchId{m})) continue;
+        outputs.push_back(runner.result(m));
+        if (runner.loss(m).defined()) result.losses.push_back(runner.loss(m));
+      }
+    result.output = merge_microbatches(outputs, options.output_merge);
+    return result;
+  }
+
+  PipelineOptions options;
+  std::vector<int> ranks;
+  int own;
+  schedule::Schedule lowered;
+  std::vector<PipelineStage> stages;
+  PipelineLoss loss;
+  Program training;
+  Program evaluation;
+  pipeline::ChannelGroups groups;
+  pipeline::StagePlanner planner;
+  std::vector<pipeline::StageRunner> runners;
+  pipeline::TorchStepActions actions;
+  pipeline::CopyGradients copies;
+  pipeline::StepProgress progress;
+  std::vector<pipeline::TimedInstruction> times;
+  std::int64_t steps_done = 0;
+  std::string failure;
+  StepReport last;
+};
+
+PipelineRuntime::PipelineRuntime(std::vector<PipelineStage> stages, schedule::Schedule schedule, PipelineLoss loss, PipelineOptions options)
+    : impl_(std::make_unique<Impl>(std::move(stages), std::move(schedule), std::move(loss), std::move(options))) {}
+PipelineRuntime::~PipelineRuntime() = default;
+PipelineRuntime::PipelineRuntime(PipelineRuntime&&) noexcept = default;
+
+StepResult PipelineRuntime::step(const Tree& args, const Tree& kwargs, const Tree& target) {
+  if (!impl_->loss) throw StateError(describe("a training step", "the pipeline has no loss", "one, to go backward from", "give the schedule a loss, or call eval"));
+  return impl_->run(true, args, kwargs, target);
+}
+
+StepResult PipelineRuntime::eval(const Tree& args, const Tree& kwargs, const Tree& target) {
+  return impl_->run(false, args, kwargs, target);
+}
+
+int PipelineRuntime::n_microbatches() const { return impl_->lowered.microbatches(); }
+const schedule::Schedule& PipelineRuntime::schedule() const { return impl_->lowered; }
+int PipelineRuntime::rank() const { return impl_->own; }
+std::vector<PipelineStage>& PipelineRuntime::stages() { return impl_->stages; }
+StepReport PipelineRuntime::report() const { return impl_->last; }
+void PipelineRuntime::set_loss_scale(double scale) { impl_->options.loss_scale = scale; }
+double PipelineRuntime::loss_scale() const { return impl_->options.loss_scale; }
+
+}  // namespace penstock

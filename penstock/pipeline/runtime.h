@@ -1,0 +1,92 @@
+// Executes any schedule over the stages of this rank: one loop for all of them.
+//
+//   PipelineRuntime pipeline({stage}, schedule::generate("1F1B", {.ranks = 4, .microbatches = 8}), loss, {world});
+//   auto result = pipeline.step(Tree::tuple({x}), {}, y);        // forward and backward of all microbatches; gradients are in .grad()
+//   optimizer.step();
+//   auto eval = pipeline.eval(Tree::tuple({x}));                 // forward only, in any schedule
+//
+// Every rank of the pipeline calls step, with the arguments of the first stage where it has one, its keyword arguments, and the target
+// where it has the last stage; what a rank does not need may be left out. Arguments are split into microbatches (microbatch.h).
+//
+// What the loop does about speed: receives are posted ahead, sends are reaped late, ranks wait only for data they need now;
+// stages that share a rank hand tensors over without a copy; outputs are freed when sent, graphs after their last backward.
+//
+// Gradients add to what .grad() holds, so steps accumulate; with scale_grads those of this step are divided by the number of
+// microbatches first, whatever was there before. In a bidirectional schedule the two copies of a part end with the same sum.
+//
+// Errors. What goes wrong on one rank (a module that throws, tensors that do not fit, a rank that dies) ends the step on all of them
+// within the deadline: there with the error itself, elsewhere with a PeerLostError that quotes it. The pipeline is unusable then.
+// Thread rule: one thread; every rank runs its steps in the same order.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "penstock/comm/world.h"
+#include "penstock/pipeline/microbatch.h"
+#include "penstock/pipeline/pipeline_loss.h"
+#include "penstock/pipeline/program.h"
+#include "penstock/pipeline/stage.h"
+#include "penstock/schedule/schedule.h"
+
+namespace penstock {
+
+struct PipelineOptions {
+  comm::World world;
+  std::vector<int> ranks = {};   // of the pipeline, in its order; none: all of the world
+  bool scale_grads = true;       // divide the gradients of a step by the number of microbatches: for losses that are means
+  SplitSpecs split = {};         // of args and kwargs
+  Tree target_split = {};
+  Tree output_merge = {};        // how results of microbatches become one
+  std::vector<SkipTensor> skips = {};
+  std::uint64_t seed = 0;        // of StepContext
+  double loss_scale = 1.0;
+  comm::P2PTransport p2p = comm::P2PTransport::Auto;
+  int post_ahead = 2;            // see CompileOptions
+};
+
+struct StepResult {
+  // On ranks with a last stage: the results of the microbatches joined, and their losses in order. Without graphs.
+  std::optional<Tree> output;
+  std::vector<at::Tensor> losses;
+};
+
+struct StepReport {
+  int peak_live_microbatches = 0;  // (stage, microbatch) pairs whose forward has run and whose backward has not ended
+  int trials = 0;                  // trial runs of this rank's stages, since the beginning
+  bool is_static = false;
+};
+
+class PipelineRuntime {
+ public:
+  // Collective over the pipeline. `schedule` may be compute-only or lowered. Throws ValueError for stages that are not those which the
+  // schedule puts on this rank, and ScheduleError for a schedule that cannot run.
+  PipelineRuntime(std::vector<PipelineStage> stages, schedule::Schedule schedule, PipelineLoss loss, PipelineOptions options);
+  ~PipelineRuntime();
+  PipelineRuntime(PipelineRuntime&&) noexcept;
+
+  // Needs a loss.
+  StepResult step(const Tree& args = {}, const Tree& kwargs = {}, const Tree& target = {});
+  // Losses where there is a loss and a target.
+  StepResult eval(const Tree& args = {}, const Tree& kwargs = {}, const Tree& target = {});
+
+  int n_microbatches() const;
+  const schedule::Schedule& schedule() const;  // lowered
+  int rank() const;                            // along the pipeline
+  std::vector<PipelineStage>& stages();
+  // Of the last step.
+  StepReport report() const;
+
+  void set_loss_scale(double scale);
+  double loss_scale() const;
+
+ private:
+  friend class PipelineTrace;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace penstock

@@ -1,0 +1,409 @@
+#include "penstock/pipeline/stage_runner.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <exception>
+#include <utility>
+
+#include "penstock/base/env.h"
+#include "penstock/base/errors.h"
+#include "penstock/base/warnings.h"
+#include "penstock/dtensor/dtensor.h"
+#include "penstock/torch/distributed_type.h"
+#include "penstock/torch/record_checks.h"
+
+namespace penstock::pipeline {
+
+// One microbatch on its way through the stage.
+struct StageRunner::Chunk {
+  const StagePlan* plan = nullptr;
+  enum class Phase { Empty, Forwarded, InputDone, Done } phase = Phase::Empty;
+
+  // Of each block: the leaves it started from, and where its graph ends. A stage that is not run by blocks is one.
+  struct Block {
+    std::vector<at::Tensor> inputs;
+    OutputEdges outputs;
+  };
+  std::vector<at::Tensor> inputs;        // as they arrived
+  std::vector<Block> blocks;
+  std::vector<at::Tensor> outputs;       // to be given
+  std::vector<std::vector<std::int64_t>> output_sizes;  // where shapes are announced: what the gradients will have
+  std::vector<at::Tensor> output_grads;  // as they arrived
+  std::vector<at::Tensor> input_grads;   // to be given
+  std::vector<WeightBackward> weights;
+  std::function<void()> weight_step;
+  Tree result;
+  at::Tensor loss;
+};
+
+StageRunner::StageRunner(PipelineStage stage, bool begins, bool ends, PipelineLoss loss, bool by_blocks)
+    : stage_(std::move(stage)), begins_(begins), ends_(ends), loss_(std::move(loss)), by_blocks_(by_blocks),
+      validate_(stage_.options().validate.value_or(debug_level() == DebugLevel::Detail)) {}
+StageRunner::~StageRunner() = default;
+StageRunner::StageRunner(StageRunner&&) noexcept = default;
+
+void StageRunner::begin_step(bool has_backward, std::vector<const StagePlan*> plans) {
+  has_backward_ = has_backward;
+  live_ = peak_live_ = 0;
+  chunks_.clear();
+  for (const StagePlan* plan : plans) {
+    chunks_.push_back(plan == nullptr ? nullptr : std::make_unique<Chunk>());
+    if (plan == nullptr) continue;
+    Chunk& chunk = *chunks_.back();
+    chunk.plan = plan;
+    chunk.inputs.resize(plan->meta.inputs->size());
+    chunk.output_grads.resize(plan->meta.outputs->size());
+  }
+}
+
+void StageRunner::check_chunk(int microbatch, const char* action) const {
+  const auto count = static_cast<int>(chunks_.size());
+  if (count == 0)
+    throw StateError(describe(fmt::format("{} of microbatch {} on stage {}", action, microbatch, stage_.index()), "no step has begun", "a step that runs", "let the schedule's step() run the actions"));
+  if (microbatch < 0 || microbatch >= count || !chunks_[static_cast<std::size_t>(microbatch)])
+    throw StateError(describe(fmt::format("{} on stage {}", action, stage_.index()), fmt::format("microbatch {}", microbatch),
+                              fmt::format("one of the {} microbatches of the step that this stage runs", count), "use a schedule made for this number of microbatches"));
+}
+
+StageRunner::Chunk& StageRunner::chunk(int microbatch, const char* action) {
+  check_chunk(microbatch, action);
+  return *chunks_[static_cast<std::size_t>(microbatch)];
+}
+
+void StageRunner::take_inputs(int microbatch, std::size_t first, std::vector<at::Tensor> tensors) {
+  Chunk& into = chunk(microbatch, "inputs");
+  PENSTOCK_INVARIANT(first + tensors.size() <= into.inputs.size(), "more tensors arrived than the stages have agreed on");
+  std::move(tensors.begin(), tensors.end(), into.inputs.begin() + static_cast<std::ptrdiff_t>(first));
+}
+
+void StageRunner::take_output_grads(int microbatch, std::size_t first, std::vector<at::Tensor> tensors) {
+  Chunk& into = chunk(microbatch, "gradients");
+  PENSTOCK_INVARIANT(first + tensors.size() <= into.output_grads.size(), "more gradients arrived than the stages have agreed on");
+  std::move(tensors.begin(), tensors.end(), into.output_grads.begin() + static_cast<std::ptrdiff_t>(first));
+}
+
+namespace {
+
+std::vector<at::Tensor> give(std::vector<at::Tensor>& from, std::size_t first, std::size_t count, const char* what) {
+  PENSTOCK_INVARIANT(first + count <= from.size(), what);
+  const auto begin = from.begin() + static_cast<std::ptrdiff_t>(first);
+  return {std::make_move_iterator(begin), std::make_move_iterator(begin + static_cast<std::ptrdiff_t>(count))};
+}
+
+std::string summary(const Tree& args, const Tree& kwargs) {
+  return fmt::format("args {}{}", args.to_string(), kwargs.size() == 0 ? "" : ", kwargs " + kwargs.to_string());
+}
+
+// Leaves of autograd that stand for the outputs of the block before.
+std::vector<at::Tensor> fresh_leaves(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> leaves;
+  for (const at::Tensor& tensor : tensors) leaves.push_back(tensor.detach().set_requires_grad(tensor.requires_grad()));
+  return leaves;
+}
+
+Tree tuple_of(const std::vector<at::Tensor>& tensors) {
+  return Tree::tuple(std::vector<Tree>(tensors.begin(), tensors.end()));
+}
+
+}  // namespace
+
+std::vector<at::Tensor> StageRunner::give_outputs(int microbatch, std::size_t first, std::size_t count) {
+  return give(chunk(microbatch, "outputs").outputs, first, count, "an output that the stage has not made");
+}
+
+std::vector<at::Tensor> StageRunner::give_input_grads(int microbatch, std::size_t first, std::size_t count) {
+  return give(chunk(microbatch, "gradients").input_grads, first, count, "a gradient that the stage has not made");
+}
+
+at::Tensor StageRunner::wrap(const at::Tensor& local, const TensorMeta& meta) const {
+  const auto* record = std::get_if<DistributedRecord>(&meta);
+  if (record == nullptr) return local;
+  if (local.requires_grad())
+    throw PipeliningMetadataError(describe(fmt::format("a local part that arrived at stage {}", stage_.index()), "it requires grad", "none: only the whole tensor does",
+                                           "report this: received buffers are never part of a graph"));
+  const at::NoGradGuard no_grad;
+  FromLocalOptions options;
+  options.shape = record->global_shape();
+  options.stride = record->global_stride();
+  options.check = false;
+  return from_local(local, stage_.meshes().get(record->mesh_key(), stage_.options().find_mesh), record->placements(), options);
+}
+
+std::vector<at::Tensor> StageRunner::wrap_inputs(Chunk& chunk, int microbatch) {
+  std::vector<at::Tensor> inputs;
+  const TensorMetas& metas = *chunk.plan->meta.inputs;
+  for (std::size_t i = 0; i < metas.size(); ++i) {
+    at::Tensor& arrived = chunk.inputs[i];
+    if (!arrived.defined())
+      throw PipeliningMetadataError(describe(fmt::format("input {} of stage {}, microbatch {}", i, stage_.index(), microbatch), "nothing arrived", to_string(metas[i]),
+                                             "let the schedule receive it before the forward"));
+    at::Tensor input = wrap(arrived, metas[i]);
+    // A leaf of its own: the buffer may be the output of a stage on this rank.
+    if (!is_distributed(metas[i])) input = input.detach();
+    input.set_requires_grad(has_backward_ && requires_grad(metas[i]));
+    inputs.push_back(std::move(input));
+    arrived.reset();
+  }
+  if (validates() && !chunk.plan->announced_inputs) check_metas(fmt::format("stage {} inputs, microbatch {}", stage_.index(), microbatch), metas, inputs);
+  return inputs;
+}
+
+void StageRunner::check_outputs(const Chunk& chunk, int microbatch, const std::vector<at::Tensor>& outputs) const {
+  const TensorMetas& metas = *chunk.plan->meta.outputs;
+  const auto refuse = [&](const std::string& what, const std::string& actual, const std::string& expected, const char* remedy) {
+    throw PipeliningMetadataError(describe(fmt::format("{} of stage {}, microbatch {}", what, stage_.index(), microbatch), actual, expected, remedy));
+  };
+  if (outputs.size() != metas.size())
+    refuse("outputs", fmt::format("{} tensors", outputs.size()), fmt::format("{}, as agreed", metas.size()), "return the same number of tensors every time");
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const at::Tensor& output = outputs[i];
+    const auto* whole = std::get_if<DistributedRecord>(&metas[i]);
+    const std::vector<std::int64_t>& shape = whole != nullptr ? whole->global_shape() : local_record(metas[i]).shape();
+    const bool shape_fits = chunk.plan->announced_outputs || output.sizes() == at::IntArrayRef(shape);
+    const bool kind_fits = is_distributed_tensor(output) == (whole != nullptr) && output.scalar_type() == local_record(metas[i]).dtype();
+    if (!shape_fits || !kind_fits || (whole != nullptr && placements_of(output) != whole->placements()))
+      refuse(fmt::format("output {}", i), to_string(meta_of(output)), to_string(metas[i]),
+             "return what the example or the trial run gave, or set announce_shapes for shapes that depend on values");
+    if (has_backward_ && output.requires_grad() && !requires_grad(metas[i]))
+      refuse(fmt::format("output {}", i), "it needs a gradient", "one that needs none, as agreed", "let the example require grad, or detach the output");
+  }
+  if (validates() && !chunk.plan->announced_outputs) check_metas(fmt::format("stage {} outputs, microbatch {}", stage_.index(), microbatch), metas, outputs);
+}
+
+void StageRunner::finish_forward(Chunk& chunk, int microbatch, const Tree& result, const Tree& target) {
+  std::vector<at::Tensor> roots;
+  if (ends_) {
+    // What the user gets has no graph, so nothing of it keeps the graph alive, and nothing we do later changes it.
+    chunk.result = map_tree_tensors(result, [](const at::Tensor& tensor) { return tensor.detach(); });
+    if (loss_) {
+      const at::Tensor loss = loss_(result, target);
+      if (!loss.defined() || loss.numel() != 1)
+        throw ValueError(describe(fmt::format("loss of microbatch {}", microbatch), loss.defined() ? to_string(meta_of(loss)) : "nothing", "a tensor with one element", "reduce the loss over the microbatch"));
+      chunk.loss = loss.detach();
+      roots.push_back(loss);
+      if (has_backward_) chunk.output_grads.assign(1, at::Tensor());
+    }
+  } else {
+    roots = stage_outputs(result, stage_.index());
+    check_outputs(chunk, microbatch, roots);
+    for (const at::Tensor& output : roots) {
+      chunk.outputs.push_back(local_if_distributed(output, kDetach).contiguous());
+      if (chunk.plan->announced_outputs) chunk.output_sizes.push_back(chunk.outputs.back().sizes().vec());
+    }
+  }
+  if (has_backward_) {
+    chunk.blocks.back().outputs = OutputEdges::of(roots);
+    ++live_;
+    peak_live_ = std::max(peak_live_, live_);
+  } else {
+    chunk.blocks.clear();
+  }
+  chunk.phase = has_backward_ ? Chunk::Phase::Forwarded : Chunk::Phase::Done;
+}
+
+struct StageRunner::Forward::State {
+  StageRunner& runner;
+  Chunk& chunk;
+  int microbatch;
+  StepContext context;
+  Tree args;
+  Tree kwargs;
+  Tree target;
+  std::size_t next = 0;
+};
+
+StageRunner::Forward::Forward(std::unique_ptr<State> state) : state_(std::move(state)) {}
+StageRunner::Forward::~Forward() = default;
+
+bool StageRunner::Forward::advance() {
+  State& s = *state_;
+  StageRunner& runner = s.runner;
+  const StageModule& module = runner.stage_.module();
+  const std::size_t blocks = runner.by_blocks_ ? module.block_count() : 1;
+  const StepGuard step(s.context);
+  const at::AutoGradMode grad_mode(runner.has_backward_);
+  Tree result;
+  try {
+    const StageModule& block = runner.by_blocks_ ? module.block(s.next) : module;
+    result = block.forward(s.args, blocks == 1 || block.takes_kwargs() ? s.kwargs : Tree());
+  } catch (const PipeliningMetadataError&) {
+    throw;
+  } catch (const std::exception& error) {
+    std::throw_with_nested(StageForwardError(fmt::format("stage {}, microbatch {}: forward failed with {}: {}", runner.stage_.index(), s.microbatch, summary(s.args, s.kwargs), error.what())));
+  }
+  if (++s.next == blocks) {
+    runner.finish_forward(s.chunk, s.microbatch, result, s.target);
+    s.args = s.kwargs = s.target = Tree();
+    return false;
+  }
+  const std::vector<at::Tensor> between = stage_outputs(result, runner.stage_.index());
+  if (runner.has_backward_) s.chunk.blocks.back().outputs = OutputEdges::of(between);
+  s.chunk.blocks.emplace_back();
+  s.chunk.blocks.back().inputs = fresh_leaves(between);
+  s.args = tuple_of(s.chunk.blocks.back().inputs);
+  return true;
+}
+
+std::unique_ptr<StageRunner::Forward> StageRunner::start_forward(int microbatch, const StepContext& context, const Tree& args, const Tree& kwargs, const Tree& target) {
+  Chunk& of = chunk(microbatch, "forward");
+  if (of.phase != Chunk::Phase::Empty)
+    throw StateError(describe(fmt::format("forward of microbatch {} on stage {}", microbatch, stage_.index()), "it has run already", "once in a step", "validate the schedule before it is executed"));
+  of.blocks.emplace_back();
+  Tree inputs = args;
+  if (!begins_) {
+    of.blocks.back().inputs = wrap_inputs(of, microbatch);
+    inputs = tuple_of(of.blocks.back().inputs);
+  } else if (validates()) {
+    check_metas(fmt::format("stage {} inputs, microbatch {}", stage_.index(), microbatch), *of.plan->meta.inputs, tensors_of(args));
+  }
+  return std::unique_ptr<Forward>(new Forward(std::unique_ptr<Forward::State>(new Forward::State{*this, of, microbatch, context, std::move(inputs), kwargs, target})));
+}
+
+struct StageRunner::Backward::State {
+  StageRunner& runner;
+  Chunk& chunk;
+  int microbatch;
+  StepContext context;
+  bool input_only;
+  std::vector<at::Tensor> gradients;  // of the outputs of the next block to go back through
+};
+
+StageRunner::Backward::Backward(std::unique_ptr<State> state) : state_(std::move(state)) {}
+StageRunner::Backward::~Backward() = default;
+
+bool StageRunner::Backward::advance() {
+  State& s = *state_;
+  StageRunner& runner = s.runner;
+  const StepGuard step(s.context);
+  Chunk::Block block = std::move(s.chunk.blocks.back());
+  s.chunk.blocks.pop_back();
+  std::vector<at::Tensor> input_grads;
+  if (s.input_only && !runner.stage_.options().weight_step_builder) {
+    InputBackward half = stage_backward_input(std::move(block.outputs), s.gradients, block.inputs);
+    input_grads = std::move(half.input_grads);
+    s.chunk.weights.push_back(std::move(half.weights));
+  } else {
+    input_grads = stage_backward(std::move(block.outputs), s.gradients, block.inputs);
+  }
+  if (!s.chunk.blocks.empty()) {
+    s.gradients = std::move(input_grads);
+    return true;
+  }
+  s.gradients.clear();
+  runner.finish_backward(s.chunk, s.microbatch, block.inputs, std::move(input_grads));
+  block.inputs.clear();
+  if (const WeightStepBuilder& builder = runner.stage_.options().weight_step_builder) {
+    std::function<void()> weight_step = builder();
+    if (s.input_only) {
+      s.chunk.weight_step = std::move(weight_step);
+    } else if (weight_step) {
+      weight_step();
+    }
+  }
+  s.chunk.phase = s.input_only ? Chunk::Phase::InputDone : Chunk::Phase::Done;
+  if (!s.input_only) --runner.live_;
+  return false;
+}
+
+std::unique_ptr<StageRunner::Backward> StageRunner::start_backward(int microbatch, const StepContext& context, bool input_only) {
+  Chunk& of = chunk(microbatch, "backward");
+  if (of.phase != Chunk::Phase::Forwarded)
+    throw StateError(describe(fmt::format("backward of microbatch {} on stage {}", microbatch, stage_.index()),
+                              of.phase == Chunk::Phase::Empty ? "its forward has not run" : "it has run already, or the step has no backward",
+                              "once in a step, after the forward", "validate the schedule before it is executed"));
+  std::vector<at::Tensor> gradients;
+  if (ends_) {
+    if (of.loss.defined()) gradients.push_back(at::full({}, context.loss_scale, of.loss.options()).expand(of.loss.sizes()));
+  } else {
+    const OptionalTensorMetas& metas = *of.plan->meta.output_grads;
+    for (std::size_t i = 0; i < metas.size(); ++i) {
+      at::Tensor& arrived = of.output_grads[i];
+      if (arrived.defined() != metas[i].has_value())
+        throw PipeliningMetadataError(describe(fmt::format("gradient of output {} of stage {}, microbatch {}", i, stage_.index(), microbatch), arrived.defined() ? "one arrived" : "nothing arrived",
+                                               to_string(metas[i]), "let the schedule receive it before the backward"));
+      gradients.push_back(arrived.defined() ? wrap(arrived, *metas[i]) : at::Tensor());
+      arrived.reset();
+    }
+    if (validates() && !of.plan->announced_outputs) check_metas(fmt::format("stage {} output gradients, microbatch {}", stage_.index(), microbatch), metas, gradients);
+    // A gradient that came for an output which turned out to need none has nowhere to go.
+    for (std::size_t i = 0; i < gradients.size(); ++i)
+      if (!of.blocks.back().outputs.needs_grad(i)) gradients[i].reset();
+  }
+  return std::unique_ptr<Backward>(new Backward(std::unique_ptr<Backward::State>(new Backward::State{*this, of, microbatch, context, input_only, std::move(gradients)})));
+}
+
+void StageRunner::finish_backward(Chunk& chunk, int microbatch, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> input_grads) {
+  if (begins_) return;
+  const OptionalTensorMetas& metas = *chunk.plan->meta.input_grads;
+  PENSTOCK_INVARIANT(input_grads.size() == metas.size(), "a backward gives one gradient for each input");
+  for (std::size_t i = 0; i < metas.size(); ++i) {
+    const at::Tensor& gradient = input_grads[i];
+    if (!metas[i]) {
+      if (gradient.defined())
+        throw PipeliningMetadataError(describe(fmt::format("gradient of input {} of stage {}, microbatch {}", i, stage_.index(), microbatch), to_string(meta_of(gradient)), "nothing, as agreed",
+                                               "give example gradients (input_grads) when the use of an input depends on values"));
+      chunk.input_grads.emplace_back();
+      continue;
+    }
+    if (!gradient.defined()) {
+      // The input was not used this time.
+      const bool distributed = is_distributed(*metas[i]);
+      chunk.input_grads.push_back(at::zeros(distributed ? at::IntArrayRef(local_record(*metas[i]).shape()) : inputs[i].sizes(),
+                                            at::device(stage_.device()).dtype(local_record(*metas[i]).dtype())));
+      continue;
+    }
+    if (const auto* whole = std::get_if<DistributedRecord>(&*metas[i]); (whole != nullptr) != is_distributed_tensor(gradient) || (whole != nullptr && placements_of(gradient) != whole->placements()))
+      throw PipeliningMetadataError(describe(fmt::format("gradient of input {} of stage {}, microbatch {}", i, stage_.index(), microbatch), to_string(meta_of(gradient)), to_string(metas[i]),
+                                             "redistribute the activation in the module, so that its gradient has the agreed placements"));
+    chunk.input_grads.push_back(local_if_distributed(gradient, kDetach).contiguous());
+  }
+}
+
+void StageRunner::forward(int microbatch, const StepContext& context, const Tree& args, const Tree& kwargs, const Tree& target) {
+  const auto run = start_forward(microbatch, context, args, kwargs, target);
+  while (run->advance()) {
+  }
+}
+
+void StageRunner::backward(int microbatch, const StepContext& context) {
+  const auto run = start_backward(microbatch, context, false);
+  while (run->advance()) {
+  }
+}
+
+void StageRunner::backward_input(int microbatch, const StepContext& context) {
+  const auto run = start_backward(microbatch, context, true);
+  while (run->advance()) {
+  }
+}
+
+void StageRunner::backward_weight(int microbatch, const StepContext& context) {
+  Chunk& of = chunk(microbatch, "weight backward");
+  if (of.phase != Chunk::Phase::InputDone)
+    throw StateError(describe(fmt::format("weight backward of microbatch {} on stage {}", microbatch, stage_.index()), "no split backward is pending", "one, from the input backward of this step",
+                              "validate the schedule before it is executed"));
+  const StepGuard step(context);
+  of.phase = Chunk::Phase::Done;
+  --live_;
+  if (const auto weight_step = std::exchange(of.weight_step, nullptr)) weight_step();
+  for (WeightBackward& weights : std::exchange(of.weights, {}))
+    if (weights.pending()) weights.run();
+}
+
+std::vector<std::int64_t> StageRunner::output_sizes(int microbatch, std::size_t output) const {
+  check_chunk(microbatch, "sizes of the outputs");
+  return chunks_[static_cast<std::size_t>(microbatch)]->output_sizes.at(output);
+}
+
+const Tree& StageRunner::result(int microbatch) const {
+  check_chunk(microbatch, "result");
+  return chunks_[static_cast<std::size_t>(microbatch)]->result;
+}
+
+const at::Tensor& StageRunner::loss(int microbatch) const {
+  check_chunk(microbatch, "loss");
+  return chunks_[static_cast<std::size_t>(microbatch)]->loss;
+}
+
+}  // namespace penstock::pipeline

@@ -1,0 +1,124 @@
+// Executes the forwards and backwards of one stage, microbatch by microbatch, and holds what they leave for each other.
+//
+//   runner.begin_step(has_backward, microbatches);
+//   runner.take_inputs(m, 0, activations);          // from the stage before; skip tensors behind them
+//   runner.forward(m, context, args, kwargs);
+//   send(runner.give_outputs(m, 0, n));             // each output is given once: the stage does not keep it
+//   ...
+//   runner.take_output_grads(m, 0, gradients);
+//   runner.backward(m, ...);                        // or backward_input, and later backward_weight
+//   send(runner.give_input_grads(m, 0, n));
+//
+// Tensors taken and given are local and contiguous: what travels. Distributed ones are put together from their records here.
+// Memory: an output lives until it is given, unless the graph needs it; the graph until its backward; after the first half of a split
+// backward only what its second half needs.
+// Thread rule: one thread.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "penstock/pipeline/pipeline_loss.h"
+#include "penstock/pipeline/split_backward.h"
+#include "penstock/pipeline/stage.h"
+#include "penstock/pipeline/stage_plan.h"
+#include "penstock/torch/step_context.h"
+
+namespace penstock::pipeline {
+
+class StageRunner {
+ public:
+  // `ends` says whether the stage is the last one of its chain and computes the loss; `by_blocks` keeps the blocks of a chain apart,
+  // so that they can be interleaved with others.
+  StageRunner(PipelineStage stage, bool begins, bool ends, PipelineLoss loss, bool by_blocks);
+  ~StageRunner();
+  StageRunner(StageRunner&&) noexcept;
+
+  const PipelineStage& stage() const { return stage_; }
+
+  // Forgets everything of an earlier step, one that was given up too. `plans`: by microbatch.
+  void begin_step(bool has_backward, std::vector<const StagePlan*> plans);
+
+  void take_inputs(int microbatch, std::size_t first, std::vector<at::Tensor> tensors);
+  std::vector<at::Tensor> give_outputs(int microbatch, std::size_t first, std::size_t count);
+  void take_output_grads(int microbatch, std::size_t first, std::vector<at::Tensor> tensors);
+  std::vector<at::Tensor> give_input_grads(int microbatch, std::size_t first, std::size_t count);
+
+  // Work in parts: each call of `advance` does one block and says whether there is more. forward() and the backwards do all of them.
+  class Forward;
+  class Backward;
+
+  // `args` counts on the first stage of a chain only, `target` on the last.
+  void forward(int microbatch, const StepContext& context, const Tree& args, const Tree& kwargs, const Tree& target);
+  void backward(int microbatch, const StepContext& context);
+  void backward_input(int microbatch, const StepContext& context);
+  void backward_weight(int microbatch, const StepContext& context);
+
+  // The same, to be advanced block by block.
+  std::unique_ptr<Forward> start_forward(int microbatch, const StepContext& context, const Tree& args, const Tree& kwargs, const Tree& target);
+  std::unique_ptr<Backward> start_backward(int microbatch, const StepContext& context, bool input_only);
+
+  // Of a stage whose shapes are announced, after its forward.
+  std::vector<std::int64_t> output_sizes(int microbatch, std::size_t output) const;
+
+  // Of the last stage, by microbatch: what the module returned, without its graph, and the loss.
+  const Tree& result(int microbatch) const;
+  const at::Tensor& loss(int microbatch) const;
+
+  // Microbatches whose forward ran and whose backward (B or W) has not.
+  int live() const { return live_; }
+  int peak_live() const { return peak_live_; }
+
+ private:
+  friend class Forward;
+  friend class Backward;
+  struct Chunk;
+  Chunk& chunk(int microbatch, const char* action);
+  std::vector<at::Tensor> wrap_inputs(Chunk& chunk, int microbatch);
+  void check_outputs(const Chunk& chunk, int microbatch, const std::vector<at::Tensor>& outputs) const;
+  void finish_forward(Chunk& chunk, int microbatch, const Tree& result, const Tree& target);
+  void finish_backward(Chunk& chunk, int microbatch, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> input_grads);
+  at::Tensor wrap(const at::Tensor& local, const TensorMeta& meta) const;
+  void check_chunk(int microbatch, const char* action) const;
+  bool validates() const { return validate_; }
+
+  PipelineStage stage_;
+  bool begins_;
+  bool ends_;
+  PipelineLoss loss_;
+  bool by_blocks_;
+  bool validate_;
+  bool has_backward_ = false;
+  std::vector<std::unique_ptr<Chunk>> chunks_;
+  int live_ = 0;
+  int peak_live_ = 0;
+};
+
+class StageRunner::Forward {
+ public:
+  ~Forward();
+  // Runs the next block. False after the last one.
+  bool advance();
+
+ private:
+  friend class StageRunner;
+  struct State;
+  explicit Forward(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+class StageRunner::Backward {
+ public:
+  ~Backward();
+  bool advance();
+
+ private:
+  friend class StageRunner;
+  struct State;
+  explicit Backward(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace penstock::pipeline

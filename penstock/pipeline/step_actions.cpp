@@ -1,0 +1,277 @@
+#include "penstock/pipeline/step_actions.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "penstock/base/errors.h"
+
+namespace penstock::pipeline {
+
+using schedule::Action;
+using schedule::ActionKind;
+
+namespace {
+
+// An announcement: for each tensor the number of dims and their sizes.
+constexpr std::int64_t kMaxDims = 15;
+
+at::Tensor announce(const std::vector<at::Tensor>& tensors) {
+  at::Tensor words = at::zeros({static_cast<std::int64_t>(tensors.size()), kMaxDims + 1}, at::kLong);
+  auto* word = words.data_ptr<std::int64_t>();
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.dim() > kMaxDims)
+      throw PipeliningMetadataError(describe("dims of a tensor whose shape is announced", std::to_string(tensor.dim()), fmt::format("at most {}", kMaxDims), "reshape it before it leaves the stage"));
+    word[0] = tensor.dim();
+    std::copy(tensor.sizes().begin(), tensor.sizes().end(), word + 1);
+    word += kMaxDims + 1;
+  }
+  return words;
+}
+
+std::vector<std::int64_t> announced_sizes(const at::Tensor& words, std::size_t tensor) {
+  const auto* word = words.data_ptr<std::int64_t>() + static_cast<std::int64_t>(tensor) * (kMaxDims + 1);
+  if (word[0] < 0 || word[0] > kMaxDims) throw PipeliningMetadataError(describe("an announced shape", fmt::format("{} dims", word[0]), fmt::format("0 to {}", kMaxDims), "run the same build on all ranks"));
+  return {word + 1, word + 1 + word[0]};
+}
+
+}  // namespace
+
+TorchStepActions::TorchStepActions(std::vector<StageRunner>& runners, const ChannelGroups& groups, std::vector<SkipTensor> skips)
+    : runners_(runners), groups_(groups), skips_(std::move(skips)) {
+  for (StageRunner& each : runners_) by_stage_[each.stage().index()] = &each;
+}
+
+void TorchStepActions::begin(const StepDescription& step, const std::vector<std::shared_ptr<const MicrobatchPlan>>& plans, StepContext context,
+                             std::function<void(int)> reduce) {
+  clear();
+  step_ = &step;
+  plans_ = plans;
+  context_ = context;
+  reduce_ = std::move(reduce);
+  peak_live_ = 0;
+  for (StageRunner& each : runners_) {
+    std::vector<const StagePlan*> of_stage;
+    for (const auto& microbatch : plans_) {
+      const auto at = microbatch->find(each.stage().index());
+      of_stage.push_back(at == microbatch->end() ? nullptr : &at->second);
+    }
+    each.begin_step(step.has_backward, std::move(of_stage));
+  }
+}
+
+void TorchStepActions::clear() {
+  step_ = nullptr;
+  reduce_ = nullptr;
+  arrivals_.clear();
+  waiting_for_sizes_.clear();
+  sends_.clear();
+}
+
+StageRunner& TorchStepActions::runner(int stage) {
+  return *by_stage_.at(stage);
+}
+
+const StagePlan& TorchStepActions::plan(int stage, int microbatch) const {
+  return plans_[static_cast<std::size_t>(microbatch)]->at(stage);
+}
+
+std::size_t TorchStepActions::skip_ordinal(int skip, int stage, bool from) const {
+  std::size_t ordinal = 0;
+  for (int k = 0; k < skip; ++k) ordinal += (from ? skips_[static_cast<std::size_t>(k)].from : skips_[static_cast<std::size_t>(k)].to) == stage;
+  return ordinal;
+}
+
+TorchStepActions::Span TorchStepActions::received_by(const Channel& channel, const StagePlan& plan) const {
+  const bool forward = channel.kind == Channel::Kind::Activation;
+  const std::size_t main = forward ? plan.main_inputs : plan.main_outputs;
+  if (channel.skip < 0) return {0, main};
+  return {main + skip_ordinal(channel.skip, channel.to_stage, !forward), 1};
+}
+
+TorchStepActions::Span TorchStepActions::sent_by(const Channel& channel, const StagePlan& plan) const {
+  const bool forward = channel.kind == Channel::Kind::Activation;
+  const std::size_t main = forward ? plan.main_outputs : plan.main_inputs;
+  if (channel.skip < 0) return {0, main};
+  return {main + skip_ordinal(channel.skip, channel.from_stage, forward), 1};
+}
+
+StepContext TorchStepActions::context_of(const Action& action) const {
+  StepContext context = context_;
+  context.microbatch = action.microbatch()->value();
+  return context;
+}
+
+void TorchStepActions::run_alone(const Action& action) {
+  StageRunner& stage = runner(action.stage().value());
+  const int microbatch = action.microbatch()->value();
+  const auto m = static_cast<std::size_t>(microbatch);
+  const StepContext context = context_of(action);
+  switch (action.kind()) {
+    case ActionKind::Forward: stage.forward(microbatch, context, step_->args[m], step_->kwargs[m], step_->targets[m]); break;
+    case ActionKind::Backward: stage.backward(microbatch, context); break;
+    case ActionKind::BackwardInput: stage.backward_input(microbatch, context); break;
+    case ActionKind::BackwardWeight: stage.backward_weight(microbatch, context); break;
+    default: PENSTOCK_INVARIANT(false, "an instruction that computes something else than F, B, I or W");
+  }
+}
+
+void TorchStepActions::compute(std::span<const Instruction> unit) {
+  if (unit.size() == 1) {
+    run_alone(unit[0].action);
+  } else {
+    // Block by block in turns, so that one's transfers can start before the other is through.
+    std::vector<std::unique_ptr<StageRunner::Forward>> forwards;
+    std::vector<std::unique_ptr<StageRunner::Backward>> backwards;
+    for (const Instruction& each : unit) {
+      const Action& action = each.action;
+      StageRunner& stage = runner(action.stage().value());
+      const int microbatch = action.microbatch()->value();
+      const auto m = static_cast<std::size_t>(microbatch);
+      if (action.kind() == ActionKind::Forward) {
+        forwards.push_back(stage.start_forward(microbatch, context_of(action), step_->args[m], step_->kwargs[m], step_->targets[m]));
+      } else if (action.kind() == ActionKind::BackwardWeight) {
+        run_alone(action);
+      } else {
+        backwards.push_back(stage.start_backward(microbatch, context_of(action), action.kind() == ActionKind::BackwardInput));
+      }
+    }
+    while (!forwards.empty() || !backwards.empty()) {
+      std::erase_if(forwards, [](const auto& each) { return !each->advance(); });
+      std::erase_if(backwards, [](const auto& each) { return !each->advance(); });
+    }
+  }
+  count_live();
+  reap();
+}
+
+void TorchStepActions::count_live() {
+  int live = 0;
+  for (const StageRunner& each : runners_) live += each.live();
+  peak_live_ = std::max(peak_live_, live);
+}
+
+at::Tensor TorchStepActions::buffer(const TensorMeta& meta, const PipelineStage& stage, const std::vector<std::int64_t>* sizes) const {
+  const TensorRecord& record = local_record(meta);
+  return at::empty(sizes != nullptr ? *sizes : record.shape(), at::device(stage.device()).dtype(record.dtype()));
+}
+
+void TorchStepActions::receive(Arrival& arrival, at::Tensor tensor, const Channel& channel, int tag, const std::string& label) {
+  arrival.works.push_back(groups_.group_of(channel).irecv(tensor, groups_.global_rank(channel.from_rank), {.tag = tag, .label = label, .timeout = {}}));
+}
+
+// Posts the tensors of a channel, now that their sizes are known.
+void TorchStepActions::start_receive(Arrival& arrival, const Channel& channel, int microbatch, const std::string& label) {
+  const StagePlan& agreed = plan(channel.to_stage, microbatch);
+  StageRunner& stage = runner(channel.to_stage);
+  const bool forward = channel.kind == Channel::Kind::Activation;
+  const Span span = received_by(channel, agreed);
+  for (std::size_t i = span.first; i < span.first + span.count; ++i) {
+    std::optional<TensorMeta> meta;
+    if (forward) {
+      meta = (*agreed.meta.inputs)[i];
+    } else {
+      meta = (*agreed.meta.output_grads)[i];
+    }
+    if (!meta) {
+      arrival.tensors.emplace_back();
+      continue;
+    }
+    std::optional<std::vector<std::int64_t>> sizes;
+    if (forward && agreed.announced_inputs) sizes = announced_sizes(arrival.announcement, i - span.first);
+    if (!forward && agreed.announced_outputs) sizes = stage.output_sizes(microbatch, i);
+    arrival.tensors.push_back(buffer(*meta, stage.stage(), sizes ? &*sizes : nullptr));
+    receive(arrival, arrival.tensors.back(), channel, ChannelGroups::tag(channel, static_cast<int>(i - span.first)), label);
+  }
+}
+
+void TorchStepActions::post(const Instruction& instruction, const Channel& channel) {
+  const int microbatch = instruction.action.microbatch()->value();
+  const StagePlan& agreed = plan(channel.to_stage, microbatch);
+  Arrival& arrival = arrivals_[{instruction.channel, microbatch}];
+  const std::string label = schedule::to_text(instruction.action);
+  const bool forward = channel.kind == Channel::Kind::Activation;
+  if (forward && agreed.announced_inputs) {
+    arrival.announcement = at::empty({static_cast<std::int64_t>(received_by(channel, agreed).count), kMaxDims + 1}, at::kLong);
+    receive(arrival, arrival.announcement, channel, ChannelGroups::announcement_tag(channel), label);
+    waiting_for_sizes_[instruction.channel].push_back(microbatch);
+  } else if (!forward && agreed.announced_outputs) {
+    waiting_for_sizes_[instruction.channel].push_back(microbatch);
+  } else {
+    start_receive(arrival, channel, microbatch, label);
+  }
+}
+
+void TorchStepActions::await(const Instruction& instruction, const Channel& channel) {
+  const int microbatch = instruction.action.microbatch()->value();
+  const bool forward = channel.kind == Channel::Kind::Activation;
+  // What was announced is received in the order of the announcements, as it is sent.
+  if (auto& waiting = waiting_for_sizes_[instruction.channel]; !waiting.empty()) {
+    while (arrivals_[{instruction.channel, microbatch}].tensors.empty() && !waiting.empty()) {
+      const int next = waiting.front();
+      waiting.pop_front();
+      Arrival& arrival = arrivals_[{instruction.channel, next}];
+      comm::wait_all(arrival.works);
+      arrival.works.clear();
+      start_receive(arrival, channel, next, schedule::to_text(instruction.action));
+    }
+  }
+  auto node = arrivals_.extract({instruction.channel, microbatch});
+  PENSTOCK_INVARIANT(!node.empty(), "a program posts what it waits for");
+  Arrival& arrival = node.mapped();
+  comm::wait_all(arrival.works);
+  StageRunner& stage = runner(channel.to_stage);
+  const Span span = received_by(channel, plan(channel.to_stage, microbatch));
+  if (forward) {
+    stage.take_inputs(microbatch, span.first, std::move(arrival.tensors));
+  } else {
+    stage.take_output_grads(microbatch, span.first, std::move(arrival.tensors));
+  }
+}
+
+void TorchStepActions::send(const Instruction& instruction, const Channel& channel) {
+  const int microbatch = instruction.action.microbatch()->value();
+  const StagePlan& agreed = plan(channel.from_stage, microbatch);
+  const bool forward = channel.kind == Channel::Kind::Activation;
+  const Span span = sent_by(channel, agreed);
+  StageRunner& stage = runner(channel.from_stage);
+  const std::vector<at::Tensor> tensors = forward ? stage.give_outputs(microbatch, span.first, span.count) : stage.give_input_grads(microbatch, span.first, span.count);
+  const comm::Group& group = groups_.group_of(channel);
+  const Rank peer = groups_.global_rank(channel.to_rank);
+  const std::string label = schedule::to_text(instruction.action);
+  if (forward && agreed.announced_outputs)
+    sends_.push_back(group.isend(announce(tensors), peer, {.tag = ChannelGroups::announcement_tag(channel), .label = label, .timeout = {}}));
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensors[i].defined()) continue;
+    sends_.push_back(group.isend(tensors[i], peer, {.tag = ChannelGroups::tag(channel, static_cast<int>(i)), .label = label, .timeout = {}}));
+  }
+}
+
+void TorchStepActions::pass(const Instruction& instruction, const Channel& channel) {
+  const int microbatch = instruction.action.microbatch()->value();
+  StageRunner& from = runner(channel.from_stage);
+  StageRunner& to = runner(channel.to_stage);
+  const Span out = sent_by(channel, plan(channel.from_stage, microbatch));
+  const Span in = received_by(channel, plan(channel.to_stage, microbatch));
+  if (channel.kind == Channel::Kind::Activation) {
+    to.take_inputs(microbatch, in.first, from.give_outputs(microbatch, out.first, out.count));
+  } else {
+    to.take_output_grads(microbatch, in.first, from.give_input_grads(microbatch, out.first, out.count));
+  }
+}
+
+void TorchStepActions::stage_wide(const Instruction& instruction) {
+  if (instruction.action.kind() == ActionKind::ReduceGrad && reduce_) reduce_(instruction.action.stage().value());
+}
+
+// Sends that have ended free their tensors.
+void TorchStepActions::reap() {
+  for (; !sends_.empty() && sends_.front().done(); sends_.pop_front()) sends_.front().wait();
+}
+
+void TorchStepActions::finish() {
+  for (; !sends_.empty(); sends_.pop_front()) sends_.front().wait();
+}
+
+}  // namespace penstock::pipeline

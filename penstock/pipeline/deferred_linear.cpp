@@ -1,0 +1,184 @@
+#include "penstock/pipeline/deferred_linear.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/nn/init.h>
+
+#include <cmath>
+#include <mutex>
+#include <ostream>
+#include <utility>
+#include <vector>
+
+#include "penstock/base/errors.h"
+#include "penstock/pipeline/graph_node.h"
+
+namespace penstock {
+
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+namespace {
+
+// The gradients of one layer's weights, in the backward of the queue: edge 0 leads to the weight, edge 1 to the bias. Has the
+// number of the layer's node in the graph, so that tied weights are added up in the order of that graph.
+class WeightGradients final : public Node {
+ public:
+  WeightGradients(std::uint64_t number, edge_list&& edges, at::Tensor input, at::Tensor grad, bool flat_bias)
+      : Node(number, std::move(edges)), input_(std::move(input)), grad_(std::move(grad)), flat_bias_(flat_bias) {
+    add_input_metadata(grad_);
+  }
+
+ private:
+  variable_list apply(variable_list&&) override {
+    const at::Tensor input = std::exchange(input_, {}), grad = std::exchange(grad_, {});
+    const at::Tensor flat_grad = grad.reshape({-1, grad.size(-1)});
+    variable_list results(num_outputs());
+    if (should_compute_output(0)) {
+      // Under autocast the layer computed in another type than that of its input.
+      const at::Tensor flat_input = input.reshape({-1, input.size(-1)}).to(grad.scalar_type());
+      results[0] = flat_grad.t().mm(flat_input);
+    }
+    // The engine adds up to the shape of the bias, in the dims in which the layer itself added it.
+    if (should_compute_output(1)) results[1] = flat_bias_ ? flat_grad : grad;
+    return results;
+  }
+
+  at::Tensor input_, grad_;  // (..., in), (..., out)
+  bool flat_bias_;
+};
+
+thread_local std::shared_ptr<WeightQueue::State> current_queue;
+
+}  // namespace
+
+struct WeightQueue::State {
+  mutable std::mutex mutex;
+  std::vector<NodePtr> waiting;  // WeightGradients
+  at::Tensor like;               // one of the gradients, for its device
+};
+
+namespace {
+
+// Stands at the output of a layer. Passes the gradient on, and notes what the weights need; as a node it sees the gradient after all
+// hooks of the output.
+class NoteWeights final : public Node {
+ public:
+  NoteWeights(edge_list&& edges, const at::Tensor& input, edge_list weights, bool flat_bias, std::weak_ptr<WeightQueue::State> queue)
+      : Node(std::move(edges)), input_(input, /*is_output=*/false), weights_(std::move(weights)), flat_bias_(flat_bias), queue_(std::move(queue)) {}
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    input_.reset_data();
+    weights_.clear();
+    released_ = true;
+  }
+
+ private:
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (released_)
+      throw StateError(describe("backward of a DeferredLinear", "a second one through the same graph", "one for each forward",
+                                "run the forward again, or keep the graph with retain_graph"));
+    const std::shared_ptr<WeightQueue::State> queue = queue_.lock();
+    if (!queue)
+      throw StateError(describe("backward of a DeferredLinear", "its WeightQueue was destroyed", "the queue of the forward, alive",
+                                "keep the queue until its run()"));
+    if (!grads[0].defined()) return variable_list(1);
+    const at::Tensor grad = grads[0].detach();
+    auto gradients = make_node<WeightGradients>(sequence_nr(), edge_list(weights_), input_.unpack().detach(), grad, flat_bias_);
+    {
+      const std::lock_guard<std::mutex> queue_lock(queue->mutex);
+      queue->waiting.push_back(std::move(gradients));
+      if (!queue->like.defined()) queue->like = grad;
+    }
+    return std::move(grads);
+  }
+
+  SavedVariable input_;
+  edge_list weights_;
+  bool flat_bias_, released_ = false;
+  std::weak_ptr<WeightQueue::State> queue_;
+};
+
+// Whether at::linear took all leading dims as one, bias included, or added the bias to a result of many dims. Which it does depends
+// on the version and on strides; the node that it left tells.
+bool adds_bias_flat(const at::Tensor& output) { return output.dim() == 2 || output.grad_fn()->name().rfind("AddBackward", 0) != 0; }
+
+}  // namespace
+
+WeightQueue::WeightQueue() : state_(std::make_shared<State>()) {}
+WeightQueue::~WeightQueue() = default;
+WeightQueue::WeightQueue(WeightQueue&&) noexcept = default;
+WeightQueue& WeightQueue::operator=(WeightQueue&&) noexcept = default;
+
+std::size_t WeightQueue::size() const {
+  if (!state_) return 0;  // moved from
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  return state_->waiting.size();
+}
+
+void WeightQueue::run() {
+  if (empty()) return;
+  std::vector<NodePtr> waiting;
+  at::Tensor like;
+  {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    waiting.swap(state_->waiting);
+    like = std::exchange(state_->like, {});
+  }
+  edge_list edges;
+  edges.reserve(waiting.size());
+  for (NodePtr& node : waiting) edges.emplace_back(std::move(node), 0);
+  const std::size_t count = edges.size();
+  PreparedBackward backward = PreparedBackward::from(std::move(edges), variable_list(count), like);
+  like.reset();
+  std::move(backward).run();
+}
+
+WeightQueueGuard::WeightQueueGuard(WeightQueue& queue) : previous_(std::exchange(current_queue, queue.state_)) {}
+WeightQueueGuard::~WeightQueueGuard() { current_queue = std::move(previous_); }
+
+at::Tensor deferred_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
+  const bool weight_grad = weight.requires_grad(), bias_grad = bias.defined() && bias.requires_grad();
+  if (!current_queue || !at::GradMode::is_enabled() || !(weight_grad || bias_grad)) return at::linear(input, weight, bias);
+  // The layer itself, for the gradient of its input alone. An input that needs none gets a graph nevertheless, to be read and dropped.
+  const bool input_grad = input.requires_grad();
+  const at::Tensor inner = at::linear(input_grad ? input : input.detach().requires_grad_(true), weight.detach(), bias.defined() ? bias.detach() : bias);
+  const at::Tensor output = inner.variable_data();
+  edge_list to_inner(1), to_weights(2);
+  if (input_grad) to_inner[0] = torch::autograd::impl::gradient_edge(inner);
+  if (weight_grad) to_weights[0] = torch::autograd::impl::gradient_edge(weight);
+  if (bias_grad) to_weights[1] = torch::autograd::impl::gradient_edge(bias);
+  auto node = make_node<NoteWeights>(std::move(to_inner), input, std::move(to_weights), adds_bias_flat(inner), current_queue);
+  const std::uint32_t place = node->add_input_metadata(output);
+  torch::autograd::impl::set_gradient_edge(output, {std::move(node), place});
+  return output;
+}
+
+DeferredLinearImpl::DeferredLinearImpl(const torch::nn::LinearOptions& options) : options(options) { DeferredLinearImpl::reset(); }
+
+void DeferredLinearImpl::reset() {
+  weight = register_parameter("weight", at::empty({options.out_features(), options.in_features()}));
+  bias = register_parameter("bias", options.bias() ? at::empty({options.out_features()}) : at::Tensor(), options.bias());
+  reset_parameters();
+}
+
+void DeferredLinearImpl::reset_parameters() {
+  torch::nn::init::kaiming_uniform_(weight, std::sqrt(5));
+  if (!bias.defined()) return;
+  const double bound = 1 / std::sqrt(static_cast<double>(options.in_features()));
+  torch::nn::init::uniform_(bias, -bound, bound);
+}
+
+void DeferredLinearImpl::pretty_print(std::ostream& stream) const {
+  stream << std::boolalpha << "penstock::DeferredLinear(in_features=" << options.in_features() << ", out_features=" << options.out_features()
+         << ", bias=" << options.bias() << ")";
+}
+
+at::Tensor DeferredLinearImpl::forward(const at::Tensor& input) { return deferred_linear(input, weight, bias); }
+
+}  // namespace penstock

@@ -1,0 +1,62 @@
+// Nodes of our own in graphs of autograd: what making and starting them needs, in the same words for every LibTorch.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <memory>
+#include <type_traits>
+#include <utility>
+
+namespace penstock {
+
+// std::shared_ptr or c10::intrusive_ptr, as the version has it.
+using NodePtr = decltype(torch::autograd::Edge::function);
+
+template <class T, class... Args>
+auto make_node(Args&&... args) {
+  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>)
+    // deleteNode takes long chains of nodes down in a loop, where plain destructors would recurse. Found by its argument.
+    return std::shared_ptr<T>(new T(std::forward<Args>(args)...), [](T* node) { deleteNode(node); });
+  else
+    return c10::make_intrusive<T>(std::forward<Args>(args)...);
+}
+
+// The root of a backward that starts at many places. Unlike the engine's own root it gives each gradient away, so that a gradient
+// dies as soon as it is used, and places may be started without one.
+class StartNode final : public torch::autograd::Node {
+ public:
+  // `edges` and `grads` go together. `trigger` lies where the gradients lie: device and stream are taken from it.
+  StartNode(torch::autograd::edge_list&& edges, torch::autograd::variable_list grads, const at::Tensor& trigger)
+      : Node(std::move(edges)), grads_(std::move(grads)) {
+    add_input_metadata(trigger);
+  }
+
+ private:
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return std::move(grads_); }
+
+  torch::autograd::variable_list grads_;
+};
+
+// A backward that can be run once, later.
+struct PreparedBackward {
+  NodePtr start;
+  at::Tensor trigger;
+
+  // `like` is any of the gradients that will flow.
+  static PreparedBackward from(torch::autograd::edge_list edges, torch::autograd::variable_list grads, const at::Tensor& like) {
+    const at::Tensor trigger = at::empty({0}, at::TensorOptions().device(like.device()));
+    return {make_node<StartNode>(std::move(edges), std::move(grads), trigger), trigger};
+  }
+
+  void run() && {
+    const torch::autograd::edge_list roots{{std::move(start), 0}};
+    torch::autograd::Engine::get_default_engine().execute(roots, {trigger}, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true, {});
+  }
+};
+
+}  // namespace penstock

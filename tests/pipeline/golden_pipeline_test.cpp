@@ -1,0 +1,270 @@
+// Training through every schedule against reference data and against one process: losses, gradients, parameters, outputs, evaluation.
+// Cases that the reference rejects and Penstock runs (uneven microbatches, evaluation in V schedules) are compared with one process.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <map>
+#include <mutex>
+
+#include "penstock/pipeline/schedules.h"
+#include "tests/golden_data.h"
+
+namespace penstock {
+namespace {
+
+using nlohmann::json;
+using namespace std::chrono_literals;
+
+at::Tensor tensor_of(const json& item) {
+  const auto shape = item.at("shape").get<std::vector<std::int64_t>>();
+  if (item.at("dtype") == "int64") return at::tensor(item.at("values").get<std::vector<std::int64_t>>(), at::kLong).view(shape);
+  return at::tensor(item.at("values").get<std::vector<float>>(), at::kFloat).view(shape);
+}
+
+struct Case {
+  std::string schedule, feature, loss;
+  bool scale_grads = false;
+  int microbatches = 0, rows = 0, blocks = 0, stages = 0, world = 0, stages_per_rank = 0;
+  double lr = 0;
+
+  explicit Case(const json& item)
+      : schedule(item.at("schedule")), feature(item.at("feature")), loss(item.at("loss")), scale_grads(item.at("scale_grads")),
+        microbatches(item.at("n_microbatches")), rows(item.at("rows")), blocks(item.at("nblocks")), world(item.at("world")),
+        stages_per_rank(item.at("stages_per_rank")), lr(item.at("lr")) {
+    stages = world * stages_per_rank;
+  }
+};
+
+// Consecutive blocks of the model, as the reference defines them.
+struct PartImpl : torch::nn::Module {
+  PartImpl(const json& definition, const Case& config, int first_block, int block_count)
+      : feature(config.feature), first(first_block), count(block_count), total(config.blocks) {
+    for (int i = first; i < first + count; ++i) {
+      const std::string name = "blk" + std::to_string(i);
+      weights.push_back(register_parameter(name + "_weight", tensor_of(definition.at("params").at(name + ".weight"))));
+      biases.push_back(register_parameter(name + "_bias", tensor_of(definition.at("params").at(name + ".bias"))));
+    }
+  }
+
+  static at::Tensor activation(int block, const at::Tensor& x) { return block % 2 == 0 ? torch::tanh(x) : torch::gelu(x); }
+  bool is_first() const { return first == 0; }
+  bool is_last() const { return first + count == total; }
+
+  Tree forward(const Tree& args, const Tree& kwargs) {
+    at::Tensor h = args[0].tensor();
+    at::Tensor s = feature == "tuple" ? (is_first() ? h : args[1].tensor()) : at::Tensor();
+    for (int i = 0; i < count; ++i) {
+      at::Tensor linear = torch::linear(h, weights[static_cast<std::size_t>(i)], biases[static_cast<std::size_t>(i)]);
+      if (feature == "tuple") {
+        h = activation(first + i, linear + 0.5 * s);
+        s = s + h;
+      } else {
+        h = activation(first + i, linear);
+        if (feature == "kwargs") h = h * kwargs["scale"].tensor();
+      }
+    }
+    if (feature == "tuple") return is_last() ? Tree(h + s) : Tree::tuple({h, s});
+    if (feature == "int") {
+      const at::Tensor& idx = args[1].tensor();
+      return is_last() ? Tree(h * (1 + 0.125 * idx.to(at::kFloat)).unsqueeze(1)) : Tree::tuple({h, idx});
+    }
+    return h;
+  }
+
+  std::string feature;
+  int first, count, total;
+  std::vector<at::Tensor> weights, biases;
+};
+TORCH_MODULE(Part);
+
+PipelineLoss loss_of(const Case& config) {
+  const bool mean = config.loss == "mean";
+  return PipelineLoss([mean](const at::Tensor& output, const at::Tensor& target) {
+    const at::Tensor square = (output - target).pow(2);
+    return mean ? square.mean() : square.sum();
+  });
+}
+
+struct Batch {
+  Tree args, kwargs;
+  at::Tensor target;
+};
+
+Batch batch_of(const json& definition, const Case& config, int step) {
+  const json& data = definition.at("data").at("rows" + std::to_string(config.rows)).at(static_cast<std::size_t>(step));
+  const at::Tensor x = tensor_of(data.at("x"));
+  Batch batch{Tree::tuple({x}), {}, tensor_of(data.at("target"))};
+  if (config.feature == "int") batch.args = Tree::tuple({x, tensor_of(data.at("idx"))});
+  if (config.feature == "kwargs") batch.kwargs = Tree::dict({{"scale", tensor_of(data.at("scale"))}});
+  return batch;
+}
+
+// What a run gives in one step, by the reference's names; ranks add their parts.
+struct StepRecord {
+  std::vector<at::Tensor> losses;
+  at::Tensor output;
+  at::Tensor evaluation;  // of the last batch, after this step
+  std::map<std::string, at::Tensor> grads, params;
+};
+using RunRecord = std::vector<StepRecord>;
+
+constexpr int kSteps = 3;
+
+void note_parameters(const Part& part, StepRecord& record, bool gradients) {
+  for (int i = 0; i < part->count; ++i) {
+    const std::string name = "blk" + std::to_string(part->first + i);
+    auto& into = gradients ? record.grads : record.params;
+    const at::Tensor& weight = part->weights[static_cast<std::size_t>(i)];
+    const at::Tensor& bias = part->biases[static_cast<std::size_t>(i)];
+    into[name + ".weight"] = (gradients ? weight.grad() : weight.detach()).clone();
+    into[name + ".bias"] = (gradients ? bias.grad() : bias.detach()).clone();
+  }
+}
+
+void sgd(const Part& part, double lr) {
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor& parameter : part->parameters()) {
+    parameter.add_(parameter.grad(), -lr);
+    parameter.mutable_grad() = at::Tensor();
+  }
+}
+
+RunRecord one_process(const json& definition, const Case& config) {
+  Part model(definition, config, 0, config.blocks);
+  const PipelineLoss loss = loss_of(config);
+  RunRecord record;
+  for (int step = 0; step < kSteps; ++step) {
+    StepRecord& now = record.emplace_back();
+    const Batch batch = batch_of(definition, config, step);
+    const Microbatches parts = split_microbatches(batch.args, batch.kwargs, config.microbatches);
+    const std::vector<Tree> targets = split_tree(batch.target, config.microbatches);
+    std::vector<Tree> outputs;
+    for (std::size_t m = 0; m < parts.count(); ++m) {
+      const Tree output = model->forward(parts.args[m], parts.kwargs[m]);
+      const at::Tensor value = loss(output, targets[m]);
+      value.backward();
+      now.losses.push_back(value.detach());
+      outputs.emplace_back(output.tensor().detach());
+    }
+    now.output = merge_microbatches(outputs).tensor();
+    if (config.scale_grads)
+      for (const at::Tensor& parameter : model->parameters()) parameter.mutable_grad().div_(config.microbatches);
+    note_parameters(model, now, true);
+    sgd(model, config.lr);
+    note_parameters(model, now, false);
+    const at::NoGradGuard no_grad;
+    const Batch last = batch_of(definition, config, kSteps);
+    const Microbatches rest = split_microbatches(last.args, last.kwargs, config.microbatches);
+    std::vector<Tree> evaluated;
+    for (std::size_t m = 0; m < rest.count(); ++m) evaluated.push_back(model->forward(rest.args[m], rest.kwargs[m]));
+    now.evaluation = merge_microbatches(evaluated).tensor();
+  }
+  return record;
+}
+
+RunRecord pipeline_run(const json& definition, const Case& config) {
+  RunRecord record(kSteps);
+  std::mutex mutex;
+  comm::run_ranks(config.world, 60s, [&](comm::World& world) {
+    const auto kind = schedule::schedule_kind(config.schedule);
+    const auto map = schedule::rank_to_stages(schedule::placement_of(kind), config.world, config.stages);
+    const int per_stage = config.blocks / config.stages;
+    std::vector<Part> parts;
+    std::vector<PipelineStage> stages;
+    for (const int index : map[static_cast<std::size_t>(world.rank())]) {
+      parts.emplace_back(definition, config, index * per_stage, per_stage);
+      stages.emplace_back(StageModule(parts.back()), index, config.stages, at::kCPU);
+    }
+    PipelineOptions options{world};
+    options.scale_grads = config.scale_grads;
+    PipelineRuntime pipeline = make_pipeline(config.schedule, stages, config.microbatches, loss_of(config), options);
+    for (int step = 0; step < kSteps; ++step) {
+      const Batch batch = batch_of(definition, config, step);
+      const StepResult result = pipeline.step(batch.args, batch.kwargs, batch.target);
+      std::unique_lock lock(mutex);
+      StepRecord& now = record[static_cast<std::size_t>(step)];
+      if (result.output) {
+        now.output = result.output->tensor();
+        now.losses = result.losses;
+      }
+      for (const Part& part : parts) {
+        note_parameters(part, now, true);
+        sgd(part, config.lr);
+        note_parameters(part, now, false);
+      }
+      lock.unlock();
+      const Batch last = batch_of(definition, config, kSteps);
+      const StepResult evaluated = pipeline.eval(last.args, last.kwargs);
+      lock.lock();
+      if (evaluated.output) now.evaluation = evaluated.output->tensor();
+    }
+  });
+  return record;
+}
+
+void expect_close(const at::Tensor& actual, const at::Tensor& expected, const std::string& what) {
+  ASSERT_TRUE(actual.defined()) << what;
+  ASSERT_EQ(actual.sizes(), expected.sizes()) << what;
+  // Relative to the largest element: small ones are differences of large ones, and carry their rounding.
+  const double allowed = 1e-6 + 1e-5 * expected.abs().max().item<double>();
+  EXPECT_LE((actual - expected).abs().max().item<double>(), allowed) << what;
+}
+
+void expect_equal(const RunRecord& actual, const RunRecord& expected) {
+  for (std::size_t step = 0; step < expected.size(); ++step) {
+    const StepRecord &a = actual[step], &e = expected[step];
+    const std::string at = "one process, step " + std::to_string(step) + " ";
+    ASSERT_EQ(a.losses.size(), e.losses.size()) << at;
+    for (std::size_t m = 0; m < e.losses.size(); ++m) EXPECT_TRUE(a.losses[m].equal(e.losses[m])) << at << "loss " << m;
+    EXPECT_TRUE(a.output.equal(e.output)) << at << "output";
+    ASSERT_EQ(a.grads.size(), e.grads.size());
+    // The order of microbatches in a sum is the schedule's, so gradients may differ in the last bits.
+    for (const auto& [name, gradient] : e.grads) expect_close(a.grads.at(name), gradient, at + "gradient of " + name);
+    for (const auto& [name, parameter] : e.params) expect_close(a.params.at(name), parameter, at + name);
+    expect_close(a.evaluation, e.evaluation, at + "evaluation");
+  }
+}
+
+// A tensor, or an object that has it under "output".
+void expect_evaluation(const StepRecord& actual, const json& expected) {
+  expect_close(actual.evaluation, tensor_of(expected.contains("output") ? expected.at("output") : expected), "reference, evaluation");
+}
+
+void expect_reference(const RunRecord& actual, const json& expected) {
+  for (const json& step : expected.at("steps")) {
+    const StepRecord& a = actual.at(step.at("step").get<std::size_t>());
+    const std::string at = "reference, step " + step.at("step").dump() + " ";
+    const auto losses = step.at("micro_losses").get<std::vector<float>>();
+    ASSERT_EQ(a.losses.size(), losses.size());
+    for (std::size_t m = 0; m < losses.size(); ++m) expect_close(a.losses[m], at::scalar_tensor(losses[m]), at + "loss " + std::to_string(m));
+    ASSERT_EQ(a.grads.size(), step.at("grads").size());
+    for (const auto& [name, gradient] : step.at("grads").items()) expect_close(a.grads.at(name), tensor_of(gradient), at + "gradient of " + name);
+    for (const auto& [name, parameter] : step.at("params_after").items()) expect_close(a.params.at(name), tensor_of(parameter), at + name);
+    expect_close(a.output, tensor_of(step.at("output")), at + "output");
+    if (step.contains("eval")) expect_evaluation(a, step.at("eval"));
+  }
+  if (expected.contains("eval") && expected.at("eval").is_object()) expect_evaluation(actual.back(), expected.at("eval"));
+}
+
+// Every case that the index lists, but those of sharded stages, which other tests run.
+TEST(GoldenPipeline, EveryCase) {
+  const json index = test::golden_index("pipeline_numerics");
+  const json top = test::read_json(test::golden_folder() / "index.json");
+  const std::filesystem::path folder = (test::golden_folder() / top.at("sections").at("pipeline_numerics").get<std::string>()).parent_path();
+  ASSERT_EQ(index.at("cases").size(), top.at("counts").at("pipeline_numerics").get<std::size_t>());
+  const json definition = test::read_json(folder / "definition.json");
+  int run = 0;
+  for (const json& item : index.at("cases")) {
+    if (item.at("feature") == "fsdp") continue;
+    SCOPED_TRACE(item.at("id").get<std::string>());
+    const Case config(item);
+    const RunRecord actual = pipeline_run(definition, config);
+    expect_equal(actual, one_process(definition, config));
+    if (!item.contains("error_type") || item.at("error_type").is_null()) expect_reference(actual, test::read_json(folder / item.at("file").get<std::string>()));
+    ++run;
+  }
+  EXPECT_GT(run, 0);
+}
+
+}  // namespace
+}  // namespace penstock

@@ -91,7 +91,7 @@ struct ParametersOf<Result (*)(Parameters...)> : ParameterList<Parameters...> {}
 
 // Calls `function` with the arguments that its parameter list asks for.
 template <class Parameters, class Function>
-Tree call_with_trees(const Function& function, const Tree& args, const Tree& kwargs) {
+Tree call_with_trees(Function& function, const Tree& args, const Tree& kwargs) {
   if constexpr (Parameters::takes_trees()) {
     return Tree(function(args, kwargs));
   } else {
@@ -132,7 +132,7 @@ class StageModule {
   template <class Callable>
     requires(!std::derived_from<std::decay_t<Callable>, StageModule> && requires { &std::decay_t<Callable>::operator(); })
   StageModule(Callable function, Modules modules)
-      : StageModule(Function([function = std::move(function)](const Tree& args, const Tree& kwargs) {
+      : StageModule(Function([function = std::move(function)](const Tree& args, const Tree& kwargs) mutable {
                       return detail::call_with_trees<detail::ParametersOf<decltype(&std::decay_t<Callable>::operator())>>(function, args, kwargs);
                     }),
                     std::move(modules), takes_kwargs_of_call<std::decay_t<Callable>>()) {}

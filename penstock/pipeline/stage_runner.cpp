@@ -45,7 +45,7 @@ StageRunner::StageRunner(StageRunner&&) noexcept = default;
 
 void StageRunner::begin_step(bool has_backward, std::vector<const StagePlan*> plans) {
   has_backward_ = has_backward;
-  live_ = peak_live_ = 0;
+  live_ = 0;
   chunks_.clear();
   for (const StagePlan* plan : plans) {
     chunks_.push_back(plan == nullptr ? nullptr : std::make_unique<Chunk>());
@@ -194,8 +194,6 @@ void StageRunner::finish_forward(Chunk& chunk, int microbatch, const Tree& resul
   }
   if (has_backward_) {
     chunk.blocks.back().outputs = OutputEdges::of(roots);
-    ++live_;
-    peak_live_ = std::max(peak_live_, live_);
   } else {
     chunk.blocks.clear();
   }
@@ -250,6 +248,7 @@ std::unique_ptr<StageRunner::Forward> StageRunner::start_forward(int microbatch,
   if (of.phase != Chunk::Phase::Empty)
     throw StateError(describe(fmt::format("forward of microbatch {} on stage {}", microbatch, stage_.index()), "it has run already", "once in a step", "validate the schedule before it is executed"));
   of.blocks.emplace_back();
+  if (has_backward_) ++live_;
   Tree inputs = args;
   if (!begins_) {
     of.blocks.back().inputs = wrap_inputs(of, microbatch);

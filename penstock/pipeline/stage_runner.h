@@ -67,9 +67,8 @@ class StageRunner {
   const Tree& result(int microbatch) const;
   const at::Tensor& loss(int microbatch) const;
 
-  // Microbatches whose forward ran and whose backward (B or W) has not.
+  // Microbatches whose forward has begun and whose last backward (B or W) has not ended.
   int live() const { return live_; }
-  int peak_live() const { return peak_live_; }
 
  private:
   friend class Forward;
@@ -93,7 +92,6 @@ class StageRunner {
   bool has_backward_ = false;
   std::vector<std::unique_ptr<Chunk>> chunks_;
   int live_ = 0;
-  int peak_live_ = 0;
 };
 
 class StageRunner::Forward {

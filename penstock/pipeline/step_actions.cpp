@@ -137,6 +137,7 @@ void TorchStepActions::compute(std::span<const Instruction> unit) {
         backwards.push_back(stage.start_backward(microbatch, context_of(action), action.kind() == ActionKind::BackwardInput));
       }
     }
+    count_live();
     while (!forwards.empty() || !backwards.empty()) {
       std::erase_if(forwards, [](const auto& each) { return !each->advance(); });
       std::erase_if(backwards, [](const auto& each) { return !each->advance(); });

@@ -1,0 +1,203 @@
+// A training step of an eight-block transformer over two ranks, each a process on a core of its own: ours, and Python's in the same run.
+//
+//   pipeline_bench                                                    our schedules, d = 32 and 256
+//   pipeline_bench --peer "python3 bench/pipeline_peer.py"            beside the peer's: medians, ratios, equal loss and gradient norm
+//   pipeline_bench --d 256 --schedule ZBVZeroBubble --repeats 5 --p2p ucx
+//
+// Ours and the peer's run alternately; the median over the repeats of each run's median step counts. Export OMP_NUM_THREADS=1 and
+// OPENBLAS_NUM_THREADS=1. Times depend on the machine; ratios are what to read.
+#include <fmt/format.h>
+#include <sched.h>
+#include <sys/wait.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <thread>
+
+#include "penstock/base/env.h"
+#include "penstock/pipeline/schedules.h"
+#include "penstock/torch/version.h"
+
+namespace {
+
+using namespace penstock;
+
+constexpr int kBlocks = 8, kHeads = 4, kSequence = 64, kWarmup = 3;
+
+struct Config {
+  std::string schedule = "1F1B";
+  int d = 256, mb = 1, nmb = 8, steps = 15;
+  std::string p2p = "auto";
+};
+
+struct BlockImpl : torch::nn::Module {
+  explicit BlockImpl(int d)
+      : ln1(register_module("ln1", torch::nn::LayerNorm(torch::nn::LayerNormOptions({d})))), qkv(register_module("qkv", torch::nn::Linear(d, 3 * d))),
+        proj(register_module("proj", torch::nn::Linear(d, d))), ln2(register_module("ln2", torch::nn::LayerNorm(torch::nn::LayerNormOptions({d})))),
+        fc1(register_module("fc1", torch::nn::Linear(d, 4 * d))), fc2(register_module("fc2", torch::nn::Linear(4 * d, d))) {}
+
+  at::Tensor forward(at::Tensor x) {
+    const auto rows = x.size(0), length = x.size(1), d = x.size(2);
+    const auto parts = qkv(ln1(x)).view({rows, length, 3, kHeads, d / kHeads}).permute({2, 0, 3, 1, 4}).unbind(0);
+    const at::Tensor weights = torch::softmax(torch::matmul(parts[0], parts[1].transpose(-2, -1)) * std::pow(static_cast<double>(d / kHeads), -0.5), -1);
+    x = x + proj(torch::matmul(weights, parts[2]).transpose(1, 2).reshape({rows, length, d}));
+    return x + fc2(torch::gelu(fc1(ln2(x))));
+  }
+
+  torch::nn::LayerNorm ln1;
+  torch::nn::Linear qkv, proj;
+  torch::nn::LayerNorm ln2;
+  torch::nn::Linear fc1, fc2;
+};
+TORCH_MODULE(Block);
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const std::size_t half = values.size() / 2;
+  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
+}
+
+// One rank of one run; rank 0 prints the line that the parent reads.
+int run_rank(const Config& config) {
+  at::set_num_threads(1);
+  comm::World world = comm::World::from_env();
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(static_cast<unsigned>(world.rank()) % std::max(1u, std::thread::hardware_concurrency()), &cores);
+  const auto kind = schedule::schedule_kind(config.schedule);
+  const int per_rank = schedule::required_stages_per_rank(kind).value_or(2);
+  const int count = per_rank * world.size();
+
+  torch::manual_seed(0);
+  std::vector<Block> blocks;
+  for (int i = 0; i < kBlocks; ++i) blocks.emplace_back(config.d);
+  std::vector<PipelineStage> stages;
+  const auto mine = schedule::rank_to_stages(schedule::placement_of(kind), world.size(), count)[static_cast<std::size_t>(world.rank())];
+  for (const int index : mine) {
+    std::vector<StageModule> parts;
+    for (int i = index * kBlocks / count; i < (index + 1) * kBlocks / count; ++i) parts.emplace_back(blocks[static_cast<std::size_t>(i)]);
+    stages.emplace_back(StageModule::chain(parts), index, count, at::kCPU);
+  }
+  PipelineOptions options{world};
+  options.p2p = config.p2p == "ucx" ? comm::P2PTransport::Ucx : config.p2p == "gloo" ? comm::P2PTransport::Gloo : comm::P2PTransport::Auto;
+  PipelineRuntime pipeline = make_pipeline(config.schedule, stages, config.nmb,
+                                           [](const at::Tensor& output, const at::Tensor& target) { return torch::mse_loss(output, target); }, options);
+  // After the groups are made: their threads stay free to run elsewhere.
+  sched_setaffinity(0, sizeof cores, &cores);
+
+  const at::Generator generator = at::detail::createCPUGenerator(1);
+  const at::Tensor x = torch::randn({config.mb * config.nmb, kSequence, config.d}, generator);
+  const at::Tensor target = torch::randn({config.mb * config.nmb, kSequence, config.d}, generator);
+  std::vector<double> times;
+  StepResult result;
+  for (int step = 0; step < kWarmup + config.steps; ++step) {
+    for (const PipelineStage& stage : stages)
+      for (const at::Tensor& parameter : stage.parameters()) parameter.mutable_grad() = at::Tensor();
+    world.group().barrier().wait();
+    const auto begin = std::chrono::steady_clock::now();
+    result = pipeline.step(Tree::tuple({x}), {}, target);
+    world.group().barrier().wait();
+    if (step >= kWarmup) times.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count());
+  }
+  at::Tensor sums = at::zeros({2}, at::kDouble);
+  for (const PipelineStage& stage : stages)
+    for (const at::Tensor& parameter : stage.parameters()) sums[0] += parameter.grad().to(at::kDouble).pow(2).sum();
+  if (!result.losses.empty()) sums[1] = at::stack(result.losses).mean();
+  world.group().all_reduce(sums).wait();
+  if (world.rank() == 0) {
+    fmt::print("step_ms {:.3f} loss {:.6f} norm {:.6f}\n", median(times), sums[1].item<double>(), std::sqrt(sums[0].item<double>()));
+    std::fflush(stdout);
+  }
+  return 0;
+}
+
+struct Figure {
+  double step_ms = 0, loss = 0, norm = 0;
+};
+
+Figure read_figure(const std::string& command) {
+  FILE* pipe = popen(command.c_str(), "r");
+  if (!pipe) throw std::runtime_error("cannot start: " + command);
+  Figure figure;
+  char line[512];
+  bool found = false;
+  while (fgets(line, sizeof line, pipe)) found |= std::sscanf(line, "step_ms %lf loss %lf norm %lf", &figure.step_ms, &figure.loss, &figure.norm) == 3;
+  if (pclose(pipe) != 0 || !found) throw std::runtime_error("failed: " + command);
+  return figure;
+}
+
+std::string flags(const Config& config) {
+  return fmt::format("--schedule {} --d {} --mb {} --nmb {} --steps {}", config.schedule, config.d, config.mb, config.nmb, config.steps);
+}
+
+Figure run_ours(const Config& config, int port) {
+  std::string self(4096, '\0');
+  self.resize(static_cast<std::size_t>(std::max<ssize_t>(0, readlink("/proc/self/exe", self.data(), self.size()))));
+  std::string command;
+  for (int rank = 1; rank >= 0; --rank)
+    command += fmt::format("RANK={} WORLD_SIZE=2 LOCAL_RANK={} LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={} '{}' --rank {} --p2p {}{}", rank, rank, port, self, flags(config), config.p2p,
+                           rank == 1 ? " & " : "; wait");
+  return read_figure(command);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Config config;
+  bool is_rank = false, all_d = true, all_schedules = true;
+  int repeats = 3;
+  std::string peer;
+  const std::map<std::string, int*> numbers{{"--d", &config.d}, {"--mb", &config.mb}, {"--nmb", &config.nmb}, {"--steps", &config.steps}, {"--repeats", &repeats}};
+  const std::map<std::string, std::string*> texts{{"--schedule", &config.schedule}, {"--p2p", &config.p2p}, {"--peer", &peer}};
+  for (int i = 1; i < argc; ++i) {
+    const std::string flag = argv[i];
+    if (flag == "--rank") {
+      is_rank = true;
+    } else if (i + 1 < argc && numbers.contains(flag)) {
+      *numbers.at(flag) = std::atoi(argv[++i]);
+      if (flag == "--d") all_d = false;
+    } else if (i + 1 < argc && texts.contains(flag)) {
+      *texts.at(flag) = argv[++i];
+      if (flag == "--schedule") all_schedules = false;
+    } else {
+      fmt::print("usage: pipeline_bench [--schedule NAME] [--d N] [--mb N] [--nmb N] [--steps N] [--repeats N] [--p2p auto|gloo|ucx] [--peer \"python3 bench/pipeline_peer.py\"]\n");
+      return flag == "--help" ? 0 : 2;
+    }
+  }
+  if (is_rank) return run_rank(config);
+  fmt::print("LibTorch {}, 2 ranks, mb {}, nmb {}, {} transfers; median step in ms\n", torch_version(), config.mb, config.nmb, config.p2p);
+  fmt::print("{:<22} {:>4} {:>9}{}\n", "schedule", "d", "ours", peer.empty() ? "" : "      peer   ratio   loss and norm");
+  int port = 29700 + static_cast<int>(getpid() % 200);
+  for (const int d : all_d ? std::vector<int>{32, 256} : std::vector<int>{config.d}) {
+    std::vector<std::string> schedules{"GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"};
+    if (!all_schedules) schedules = {config.schedule};
+    for (const std::string& name : schedules) {
+      Config each = config;
+      each.d = d;
+      each.schedule = name;
+      std::vector<double> ours, theirs;
+      Figure mine, other;
+      for (int repeat = 0; repeat < repeats; ++repeat) {
+        mine = run_ours(each, ++port);
+        ours.push_back(mine.step_ms);
+        if (peer.empty()) continue;
+        other = read_figure(fmt::format("{} {} --port {}", peer, flags(each), ++port));
+        theirs.push_back(other.step_ms);
+      }
+      fmt::print("{:<22} {:>4} {:>9.2f}", name, d, median(ours));
+      if (!theirs.empty()) {
+        const bool equal = std::abs(mine.loss - other.loss) < 1e-4 * std::abs(other.loss) && std::abs(mine.norm - other.norm) < 1e-4 * other.norm;
+        fmt::print(" {:>9.2f}  {:>6.3f}   {}", median(theirs), median(ours) / median(theirs), equal ? "equal" : fmt::format("DIFFER: {} {} against {} {}", mine.loss, mine.norm, other.loss, other.norm));
+      }
+      fmt::print("\n");
+      std::fflush(stdout);
+    }
+  }
+  return 0;
+}

@@ -1,0 +1,318 @@
+// What goes wrong in a pipeline: the right error, on every rank, within the deadline.
+#include <gtest/gtest.h>
+
+#include <mutex>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/warnings.h"
+#include "penstock/pipeline/schedules.h"
+#include "penstock/schedule/validate.h"
+#include "penstock/torch/step_context.h"
+#include "tests/has_text.h"
+#include "tests/pipeline/parity_scenarios.h"
+
+namespace penstock {
+namespace {
+
+using namespace std::chrono_literals;
+using test::Block;
+using test::has_text;
+using test::kWidth;
+
+// What each rank of a world ended with: "" or the type and message of its error.
+std::vector<std::string> ends_of(int ranks, const std::function<void(comm::World&)>& body, std::chrono::milliseconds timeout = 20s) {
+  std::vector<std::string> ends(static_cast<std::size_t>(ranks));
+  std::mutex mutex;
+  const auto note = [&](int rank, const std::string& text) {
+    const std::lock_guard lock(mutex);
+    ends[static_cast<std::size_t>(rank)] = text;
+  };
+  try {
+    comm::run_ranks(ranks, timeout, [&](comm::World& world) {
+      const int rank = world.rank();
+      try {
+        body(world);
+      } catch (const StageForwardError& error) {
+        note(rank, std::string("StageForwardError: ") + error.what());
+        throw;
+      } catch (const PipeliningMetadataError& error) {
+        note(rank, std::string("PipeliningMetadataError: ") + error.what());
+        throw;
+      } catch (const PeerLostError& error) {
+        note(rank, std::string("PeerLostError: ") + error.what());
+        throw;
+      } catch (const ValueError& error) {
+        note(rank, std::string("ValueError: ") + error.what());
+        throw;
+      } catch (const std::exception& error) {
+        note(rank, std::string("other: ") + error.what());
+        throw;
+      }
+    });
+  } catch (const std::exception&) {
+    // Every rank has noted its own.
+  }
+  return ends;
+}
+
+StageModule block_module(int stage) { return StageModule(Block(stage)); }
+
+// A 1F1B pipeline of one stage per rank; `module` may be a bad one.
+PipelineRuntime pipeline_of(comm::World& world, const std::function<StageModule(int)>& module, const StageOptions& options = {}, int microbatches = 4) {
+  const PipelineStage stage(module(world.rank()), world.rank(), world.size(), at::kCPU, options);
+  return Schedule1F1B(stage, microbatches, test::square_loss(), {world});
+}
+
+StepResult plain_step(PipelineRuntime& pipeline, int rows = 8) {
+  const test::Batch batch = test::plain_batch(0, rows);
+  return pipeline.step(batch.args, {}, batch.target);
+}
+
+TEST(PipelineErrors, StageIndex) {
+  EXPECT_THROW(PipelineStage(block_module(0), 2, 2, at::kCPU), ValueError);
+  EXPECT_THROW(PipelineStage(block_module(0), -1, 2, at::kCPU), ValueError);
+  EXPECT_THROW(PipelineStage(block_module(0), 0, 0, at::kCPU), ValueError);
+}
+
+TEST(PipelineErrors, ExamplesThatContradictEachOther) {
+  StageOptions alone;
+  alone.input_grads = {at::empty({2, kWidth})};
+  EXPECT_THROW(PipelineStage(block_module(0), 0, 2, at::kCPU, alone), ValueError);
+  StageOptions count;
+  count.input_args = {at::empty({2, kWidth}).requires_grad_()};
+  count.input_grads = {at::empty({2, kWidth}), at::empty({2, kWidth})};
+  EXPECT_THROW(PipelineStage(block_module(0), 0, 2, at::kCPU, count), PipeliningMetadataError);
+}
+
+TEST(PipelineErrors, StagesThatAreNotThoseOfTheSchedule) {
+  const auto ends = ends_of(2, [](comm::World& world) {
+    const PipelineStage stage(block_module(0), 1 - world.rank(), 2, at::kCPU);
+    Schedule1F1B(stage, 4, test::square_loss(), {world});
+  });
+  for (const std::string& end : ends) EXPECT_TRUE(has_text(end, "ValueError: stages on rank"));
+}
+
+TEST(PipelineErrors, ScheduleForOtherRanksOrStages) {
+  const auto ends = ends_of(2, [](comm::World& world) {
+    const PipelineStage stage(block_module(0), world.rank(), 2, at::kCPU);
+    PipelineRuntime({stage}, schedule::generate(schedule::ScheduleKind::GPipe, {.ranks = 4, .stages_per_rank = 1, .microbatches = 4, .group_size = {}}), test::square_loss(), {world});
+  });
+  for (const std::string& end : ends) EXPECT_TRUE(has_text(end, "ValueError: ranks of the schedule: got 4"));
+  EXPECT_THROW(comm::run_ranks(2, 10s, [](comm::World& world) {
+                 const PipelineStage stage(block_module(0), world.rank(), 2, at::kCPU);
+                 pipeline_from_csv("0F0,0B0\n1B0,1F0\n", {stage}, test::square_loss(), {world});
+               }),
+               schedule::ScheduleError);
+}
+
+TEST(PipelineErrors, AModuleThatThrowsIsToldToEveryRank) {
+  const auto ends = ends_of(4, [](comm::World& world) {
+    PipelineRuntime pipeline = pipeline_of(world, [](int stage) {
+      Block block(stage);
+      return StageModule([block, stage](at::Tensor x) mutable {
+        if (stage == 2 && !StepContext::current()->trial && *StepContext::current()->microbatch == 1) throw std::runtime_error("the reactor is too hot");
+        return block->forward(x);
+      }, {block.ptr()});
+    });
+    plain_step(pipeline);
+  });
+  EXPECT_TRUE(has_text(ends[2], "StageForwardError: stage 2, microbatch 1"));
+  EXPECT_TRUE(has_text(ends[2], "float32[2, 6]"));
+  for (const std::size_t rank : {0, 1, 3}) {
+    EXPECT_TRUE(has_text(ends[rank], "PeerLostError"));
+    EXPECT_TRUE(has_text(ends[rank], "the reactor is too hot"));
+  }
+}
+
+TEST(PipelineErrors, TheCauseIsNested) {
+  bool nested = false;
+  try {
+    comm::run_ranks(1, 10s, [](comm::World& world) {
+      PipelineRuntime pipeline = pipeline_of(world, [](int) {
+        return StageModule([](at::Tensor x) -> at::Tensor {
+          if (StepContext::current()->trial) return x;
+          throw std::out_of_range("inner");
+        }, {});
+      });
+      plain_step(pipeline);
+    });
+  } catch (const StageForwardError& error) {
+    try {
+      std::rethrow_if_nested(error);
+    } catch (const std::out_of_range& inner) {
+      nested = std::string(inner.what()) == "inner";
+    }
+  }
+  EXPECT_TRUE(nested);
+}
+
+TEST(PipelineErrors, AModuleThatFailsInItsTrialRun) {
+  const auto ends = ends_of(2, [](comm::World& world) {
+    PipelineRuntime pipeline = pipeline_of(world, [](int stage) {
+      return StageModule([stage](at::Tensor x) { return stage == 1 ? x.matmul(at::ones({5, 5})) : x * 2; }, {});
+    });
+    plain_step(pipeline);
+  });
+  EXPECT_TRUE(has_text(ends[1], "StageForwardError: stage 1 failed in its trial run"));
+  EXPECT_TRUE(has_text(ends[0], "PeerLostError"));
+}
+
+TEST(PipelineErrors, OutputsThatChange) {
+  // A row more in one microbatch, without a word.
+  const auto drift = ends_of(2, [](comm::World& world) {
+    PipelineRuntime pipeline = pipeline_of(world, [](int stage) {
+      Block block(stage);
+      return StageModule([block, stage](at::Tensor x) mutable {
+        at::Tensor y = block->forward(x);
+        if (stage == 0 && StepContext::current()->microbatch == 2) y = at::cat({y, y.narrow(0, 0, 1)});
+        return y;
+      }, {block.ptr()});
+    });
+    plain_step(pipeline);
+  });
+  EXPECT_TRUE(has_text(drift[0], "PipeliningMetadataError: output 0 of stage 0, microbatch 2: got float32[3, 6]"));
+  EXPECT_TRUE(has_text(drift[0], "announce_shapes"));
+  EXPECT_TRUE(has_text(drift[1], "PeerLostError"));
+
+  const auto count = ends_of(2, [](comm::World& world) {
+    PipelineRuntime pipeline = pipeline_of(world, [](int stage) {
+      return StageModule([stage](const Tree& args, const Tree&) {
+        const at::Tensor& x = args[0].tensor();
+        if (stage == 0 && StepContext::current()->microbatch == 3) return Tree::tuple({x * 2, x});
+        return Tree(x * 2);
+      }, {});
+    });
+    plain_step(pipeline);
+  });
+  EXPECT_TRUE(has_text(count[0], "outputs of stage 0, microbatch 3: got 2 tensors"));
+
+  const auto kind = ends_of(2, [](comm::World& world) {
+    PipelineRuntime pipeline = pipeline_of(world, [](int stage) {
+      return StageModule([stage](const Tree& args, const Tree&) { return stage == 0 ? Tree("text") : args[0]; }, {});
+    });
+    plain_step(pipeline);
+  });
+  EXPECT_TRUE(has_text(kind[0], "PipeliningMetadataError: output of stage 0"));
+}
+
+TEST(PipelineErrors, NeighboursWhoseExamplesDiffer) {
+  const auto ends = ends_of(2, [](comm::World& world) {
+    StageOptions options;
+    options.input_args = {at::empty({2, world.rank() == 0 ? kWidth : 7})};
+    options.output_args = {at::empty({2, kWidth})};
+    PipelineRuntime pipeline = pipeline_of(world, block_module, options);
+    plain_step(pipeline);
+  });
+  EXPECT_TRUE(has_text(ends[1], "PipeliningMetadataError: example inputs of stage 1 and what stage 0 sends"));
+  EXPECT_TRUE(has_text(ends[0], "PeerLostError"));
+}
+
+TEST(PipelineErrors, ExamplesThatAreWrong) {
+  const auto ends = ends_of(2, [](comm::World& world) {
+    StageOptions options;
+    options.input_args = {at::empty({2, world.rank() == 0 ? kWidth : 7})};
+    options.output_args = {at::empty({2, 7})};
+    PipelineRuntime pipeline = pipeline_of(world, block_module, options);
+    plain_step(pipeline);
+  });
+  EXPECT_TRUE(has_text(ends[0], "PipeliningMetadataError: output 0 of stage 0, microbatch 0: got float32[2, 6]"));
+}
+
+TEST(PipelineErrors, ExamplesOfSomeStagesAreOnlyCompared) {
+  const WarningCapture capture;
+  comm::run_ranks(2, 20s, [](comm::World& world) {
+    StageOptions options;
+    if (world.rank() == 0) {
+      options.input_args = {at::empty({2, kWidth})};
+      options.output_args = {at::empty({3, kWidth})};
+    }
+    PipelineRuntime pipeline = pipeline_of(world, block_module, options);
+    plain_step(pipeline);
+    EXPECT_FALSE(pipeline.report().is_static);
+  });
+  ASSERT_EQ(capture.warnings().size(), 1U);
+  EXPECT_TRUE(has_text(capture.warnings()[0].message, "example outputs of stage 0"));
+}
+
+TEST(PipelineErrors, RanksThatDoDifferentThings) {
+  const auto kinds = ends_of(2, [](comm::World& world) {
+    PipelineRuntime pipeline = pipeline_of(world, block_module);
+    const test::Batch batch = test::plain_batch(0, 8);
+    world.rank() == 0 ? pipeline.step(batch.args, {}, batch.target) : pipeline.eval(batch.args, {}, batch.target);
+  });
+  for (const std::string& end : kinds) EXPECT_TRUE(has_text(end, "PipeliningMetadataError: ranks of a pipeline disagree: step with backward"));
+  const auto counts = ends_of(2, [](comm::World& world) {
+    PipelineRuntime pipeline = pipeline_of(world, block_module, {}, world.rank() == 0 ? 4 : 8);
+    plain_step(pipeline);
+  });
+  for (const std::string& end : counts) EXPECT_TRUE(has_text(end, "ranks of a pipeline disagree: number of microbatches"));
+}
+
+TEST(PipelineErrors, ArgumentsThatAreMissingOrTooFew) {
+  const auto missing = ends_of(2, [](comm::World& world) {
+    PipelineRuntime pipeline = pipeline_of(world, block_module);
+    pipeline.step({}, {}, test::plain_batch(0, 8).target);
+  });
+  EXPECT_TRUE(has_text(missing[0], "ValueError: arguments of a step on the rank of the first stage"));
+  EXPECT_TRUE(has_text(missing[1], "PeerLostError"));
+  const auto target = ends_of(2, [](comm::World& world) {
+    PipelineRuntime pipeline = pipeline_of(world, block_module);
+    pipeline.step(test::plain_batch(0, 8).args);
+  });
+  EXPECT_TRUE(has_text(target[1], "ValueError: target of a step on the rank of the last stage"));
+  const auto few = ends_of(2, [](comm::World& world) {
+    PipelineRuntime pipeline = pipeline_of(world, block_module);
+    plain_step(pipeline, 3);
+  });
+  EXPECT_TRUE(has_text(few[0], "ValueError: microbatches that the arguments of a step make: got 3"));
+}
+
+TEST(PipelineErrors, AFailedPipelineStaysFailed) {
+  std::string second;
+  ends_of(1, [&](comm::World& world) {
+    PipelineRuntime pipeline = pipeline_of(world, block_module);
+    EXPECT_THROW(pipeline.step(), ValueError);
+    try {
+      plain_step(pipeline);
+    } catch (const StateError& error) {
+      second = error.what();
+    }
+  });
+  EXPECT_TRUE(has_text(second, "an earlier one failed"));
+}
+
+TEST(PipelineErrors, NoLoss) {
+  comm::run_ranks(1, 10s, [](comm::World& world) {
+    const PipelineStage stage(block_module(0), 0, 1, at::kCPU);
+    ScheduleGPipe pipeline(stage, 2, {}, {world});
+    EXPECT_THROW(plain_step(pipeline), StateError);
+    const StepResult result = pipeline.eval(test::plain_batch(0, 8).args);
+    EXPECT_TRUE(result.losses.empty());
+    EXPECT_EQ(result.output->tensor().size(0), 8);
+  });
+}
+
+TEST(PipelineErrors, AGradientThatWasNotAgreedOn) {
+  // Two output examples, one of them without requires_grad: its gradient would be lost.
+  const auto ends = ends_of(2, [](comm::World& world) {
+    StageOptions options;
+    options.input_args = {at::empty({2, kWidth})};
+    options.output_args = {at::empty({2, kWidth}).requires_grad_(), at::empty({2, kWidth})};
+    if (world.rank() == 1) {
+      options.input_args = options.output_args;
+      options.output_args = {at::empty({2, kWidth}).requires_grad_()};
+    }
+    PipelineRuntime pipeline = pipeline_of(world, [](int stage) {
+      Block block(stage);
+      return StageModule([block, stage](const Tree& args, const Tree&) mutable {
+        const at::Tensor h = block->forward(args[0].tensor());
+        return stage == 0 ? Tree::tuple({h, h.sin()}) : Tree(h + args[1].tensor());
+      }, {block.ptr()});
+    }, options);
+    plain_step(pipeline);
+  });
+  EXPECT_TRUE(has_text(ends[0], "output 1 of stage 0, microbatch 0: got it needs a gradient"));
+}
+
+}  // namespace
+}  // namespace penstock

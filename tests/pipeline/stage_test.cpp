@@ -1,0 +1,210 @@
+// Stages: trial runs that leave no trace, static and dynamic pipelines, weight steps of one's own, what modules may look like.
+#include <gtest/gtest.h>
+
+#include "penstock/base/errors.h"
+#include "penstock/pipeline/schedules.h"
+#include "penstock/torch/keyed_dropout.h"
+#include "penstock/torch/step_context.h"
+#include "tests/pipeline/parity_scenarios.h"
+
+namespace penstock {
+namespace {
+
+using namespace std::chrono_literals;
+using test::Block;
+using test::kWidth;
+
+// A module with everything that a trial run could disturb.
+struct TouchyImpl : torch::nn::Module {
+  TouchyImpl() : norm(register_module("norm", torch::nn::BatchNorm1d(kWidth))), linear(register_module("linear", torch::nn::Linear(kWidth, kWidth))) {
+    calls = register_buffer("calls", at::zeros({}, at::kLong));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    if (!StepContext::current()->trial) ++real_runs;
+    calls.add_(1);
+    return torch::dropout(linear(norm(x)), 0.5, true);
+  }
+  torch::nn::BatchNorm1d norm;
+  torch::nn::Linear linear;
+  at::Tensor calls;
+  int real_runs = 0;
+};
+TORCH_MODULE(Touchy);
+
+void expect_untouched(TrialRun trial) {
+  comm::run_ranks(2, 20s, [&](comm::World& world) {
+    if (world.rank() == 0) torch::manual_seed(3);
+    world.group().barrier().wait();
+    Touchy module;
+    StageOptions options;
+    options.trial = trial;
+    const PipelineStage stage(StageModule(module), world.rank(), 2, at::kCPU, options);
+    ScheduleGPipe pipeline(stage, 4, test::square_loss(), {world});
+    const test::Batch batch = test::plain_batch(0, 16);
+    pipeline.step(batch.args, {}, batch.target);
+    EXPECT_EQ(module->calls.item<int>(), 4);
+    EXPECT_EQ(module->real_runs, 4);
+    EXPECT_EQ(module->norm->num_batches_tracked.item<int>(), 4);
+    EXPECT_EQ(pipeline.report().trials, 1);
+    // Shapes are known now.
+    pipeline.step(batch.args, {}, batch.target);
+    EXPECT_EQ(pipeline.report().trials, 1);
+  });
+}
+
+TEST(Stage, ATrialRunLeavesNoTrace) { expect_untouched(TrialRun::Fake); }
+TEST(Stage, ARealTrialRunLeavesNoTrace) { expect_untouched(TrialRun::Real); }
+
+TEST(Stage, RandomNumbersAreThoseOfARunWithoutTrial) {
+  const auto output_of = [](TrialRun trial, bool examples) {
+    at::Tensor output;
+    comm::run_ranks(1, 20s, [&](comm::World& world) {
+      torch::manual_seed(5);
+      StageOptions options;
+      options.trial = trial;
+      if (examples) options.input_args = options.output_args = {at::empty({2, kWidth})};
+      const PipelineStage stage(StageModule([](at::Tensor x) { return torch::dropout(x, 0.5, true); }, {}), 0, 1, at::kCPU, options);
+      ScheduleGPipe pipeline(stage, 4, {}, {world});
+      output = pipeline.eval(test::plain_batch(0, 8).args).output->tensor();
+      EXPECT_EQ(pipeline.report().trials, examples ? 0 : 1);
+    });
+    return output;
+  };
+  const at::Tensor without = output_of(TrialRun::Auto, true);
+  EXPECT_TRUE(output_of(TrialRun::Fake, false).equal(without));
+  EXPECT_TRUE(output_of(TrialRun::Real, false).equal(without));
+}
+
+TEST(Stage, StaticPipelinesMakeNoTrial) {
+  comm::run_ranks(2, 20s, [](comm::World& world) {
+    StageOptions options;
+    options.input_args = options.output_args = {at::empty({2, kWidth})};
+    const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU, options);
+    EXPECT_FALSE(stage.needs_trial(true));
+    Schedule1F1B pipeline(stage, 4, test::square_loss(), {world});
+    const test::Batch batch = test::plain_batch(0, 8);
+    pipeline.step(batch.args, {}, batch.target);
+    EXPECT_TRUE(pipeline.report().is_static);
+    EXPECT_EQ(pipeline.report().trials, 0);
+    for (const at::Tensor& parameter : stage.parameters()) EXPECT_TRUE(parameter.grad().defined());
+    // Nine rows: microbatches of three and of two; only the one that is new is tried.
+    const test::Batch uneven = test::plain_batch(1, 9);
+    pipeline.step(uneven.args, {}, uneven.target);
+    EXPECT_EQ(pipeline.report().trials, 1);
+  });
+}
+
+TEST(Stage, EvaluationAndTrainingAreTriedOnceEach) {
+  comm::run_ranks(2, 20s, [](comm::World& world) {
+    const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU);
+    EXPECT_TRUE(stage.needs_trial(false));
+    Schedule1F1B pipeline(stage, 4, test::square_loss(), {world});
+    const test::Batch batch = test::plain_batch(0, 8);
+    for (int i = 0; i < 3; ++i) {
+      pipeline.step(batch.args, {}, batch.target);
+      const StepResult result = pipeline.eval(batch.args, {}, batch.target);
+      if (world.rank() == 1) {
+        EXPECT_EQ(result.losses.size(), 4U);
+        EXPECT_FALSE(result.output->tensor().requires_grad());
+      }
+    }
+    EXPECT_EQ(pipeline.report().trials, 2);
+  });
+}
+
+TEST(Stage, AWeightStepOfOnesOwn) {
+  for (const char* name : {"1F1B", "ZB2P"}) {
+    comm::run_ranks(2, 20s, [&](comm::World& world) {
+      int built = 0, run = 0;
+      StageOptions options;
+      options.weight_step_builder = [&] {
+        ++built;
+        return [&run] { ++run; };
+      };
+      const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU, options);
+      PipelineRuntime pipeline = make_pipeline(name, {stage}, 4, test::square_loss(), {world});
+      const test::Batch batch = test::plain_batch(0, 8);
+      pipeline.step(batch.args, {}, batch.target);
+      EXPECT_EQ(built, 4);
+      EXPECT_EQ(run, 4);
+      // The whole backward has run: gradients are there.
+      for (const at::Tensor& parameter : stage.parameters()) EXPECT_TRUE(parameter.grad().defined());
+    });
+  }
+}
+
+TEST(Stage, TheLastStageMayReturnAnything) {
+  comm::run_ranks(2, 20s, [](comm::World& world) {
+    Block block(world.rank());
+    const StageModule module([block, &world](at::Tensor x) mutable {
+      const at::Tensor h = block->forward(x);
+      return world.rank() == 1 ? Tree::dict({{"logits", h}, {"name", "batch"}}) : Tree(h);
+    }, {block.ptr()});
+    const PipelineStage stage(module, world.rank(), 2, at::kCPU);
+    Schedule1F1B pipeline(stage, 4, [](const Tree& output, const Tree& target) { return (output["logits"].tensor() - target.tensor()).pow(2).mean(); }, {world});
+    const test::Batch batch = test::plain_batch(0, 8);
+    const StepResult result = pipeline.step(batch.args, {}, batch.target);
+    if (world.rank() != 1) return;
+    EXPECT_EQ((*result.output)["logits"].tensor().size(0), 8);
+    EXPECT_EQ((*result.output)["name"].text(), "batch");
+  });
+}
+
+TEST(Stage, ModulesOfManyForms) {
+  const at::Tensor x = at::ones({2, 4}), y = at::full({2, 4}, 2.0);
+  torch::nn::Linear linear(4, 4);
+  EXPECT_TRUE(StageModule(linear).forward(Tree::tuple({x}), {}).tensor().equal(linear(x)));
+  torch::nn::Sequential sequential(linear, torch::nn::Tanh());
+  EXPECT_TRUE(StageModule(sequential).forward(Tree::tuple({x}), {}).tensor().equal(linear(x).tanh()));
+  const StageModule two([](const at::Tensor& a, const at::Tensor& b) { return std::make_tuple(a + b, a); }, {});
+  EXPECT_TRUE(two.forward(Tree::tuple({x, y}), {})[0].tensor().equal(x + y));
+  EXPECT_THROW(two.forward(Tree::tuple({x, y, x}), {}), ValueError);
+  EXPECT_THROW(two.forward(Tree::tuple({x, y}), Tree::dict({{"scale", 2.0}})), ValueError);
+  const StageModule keyword([](const at::Tensor& a, const Tree& kwargs) { return a * kwargs["scale"].number(); }, {});
+  EXPECT_TRUE(keyword.takes_kwargs());
+  EXPECT_TRUE(keyword.forward(Tree::tuple({x}), Tree::dict({{"scale", 2.0}})).tensor().equal(y));
+  const StageModule chain = StageModule::chain({two, keyword});
+  EXPECT_THROW(chain.forward(Tree::tuple({x, y}), Tree::dict({{"scale", 2.0}})), ValueError);  // two results, one taken
+  const StageModule good = StageModule::chain({StageModule(linear), keyword, StageModule(linear)});
+  EXPECT_TRUE(good.forward(Tree::tuple({x}), Tree::dict({{"scale", 2.0}})).tensor().equal(linear(linear(x) * 2.0)));
+  EXPECT_EQ(good.parameters().size(), 2U);  // shared by two blocks
+  EXPECT_EQ(good.block_count(), 3U);
+  EXPECT_THROW(StageModule::chain({}), ValueError);
+  const StageModule optional_mask([](const at::Tensor& a, const at::Tensor& mask) { return mask.defined() ? a * mask : a; }, {});
+  EXPECT_TRUE(optional_mask.forward(Tree::tuple({x}), {}).tensor().equal(x));
+}
+
+// Dropout keyed by the step is the same in a pipeline and in one process.
+TEST(Stage, ModulesAskAboutTheStep) {
+  std::vector<std::int64_t> seen;
+  comm::run_ranks(1, 20s, [&](comm::World& world) {
+    const StageModule module([&](at::Tensor x) {
+      const auto context = StepContext::current();
+      if (!context->trial) seen.push_back(context->step * 100 + *context->microbatch);
+      EXPECT_EQ(context->microbatches, context->trial ? 1 : 2);
+      return x * 2;
+    }, {});
+    PipelineOptions options{world};
+    options.seed = 17;
+    ScheduleGPipe pipeline(PipelineStage(module, 0, 1, at::kCPU), 2, [](const at::Tensor& y, const at::Tensor&) { return (y * at::ones({}, at::requires_grad())).sum(); }, options);
+    const test::Batch batch = test::plain_batch(0, 4);
+    pipeline.step(batch.args, {}, batch.target);
+    pipeline.step(batch.args, {}, batch.target);
+  });
+  EXPECT_EQ(seen, (std::vector<std::int64_t>{0, 1, 100, 101}));
+}
+
+TEST(Stage, ValidationInFull) {
+  comm::run_ranks(2, 20s, [](comm::World& world) {
+    StageOptions options;
+    options.validate = true;
+    const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU, options);
+    Schedule1F1B pipeline(stage, 4, test::square_loss(), {world});
+    const test::Batch batch = test::plain_batch(0, 9);
+    pipeline.step(batch.args, {}, batch.target);
+    pipeline.eval(batch.args);
+  });
+}
+
+}  // namespace
+}  // namespace penstock

@@ -1,6 +1,7 @@
 #include "penstock/dtensor/composites.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <fmt/format.h>
 #include <torch/library.h>
 

@@ -110,7 +110,7 @@ void add_pointwise_rules(RuleTable& table) {
   table.add({"abs", "absolute", "acos", "acosh", "angle", "asin", "asinh", "atan", "atanh", "atan2", "bitwise_and", "bitwise_not", "bitwise_or",
              "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift", "__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "copysign",
              "cos", "cosh", "digamma", "elu", "elu_backward", "celu", "eq", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "float_power", "floor",
-             "floor_divide", "fmax", "fmin", "fmod", "frac", "gcd", "ge", "gelu", "gelu_backward", "glu_jvp", "gt", "hardshrink", "hardshrink_backward", "hardsigmoid",
+             "floor_divide", "fmax", "fmin", "fmod", "frac", "gcd", "ge", "gelu", "gelu_backward", "gt", "hardshrink", "hardshrink_backward", "hardsigmoid",
              "hardsigmoid_backward", "hardswish", "hardswish_backward", "hardtanh", "hardtanh_backward", "heaviside", "hypot", "isfinite", "isinf",
              "isnan", "isneginf", "isposinf", "le", "leaky_relu", "leaky_relu_backward", "lerp", "lgamma", "log", "log10", "log1p", "log2", "logaddexp",
              "logaddexp2", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "logit_backward", "log_sigmoid_forward",

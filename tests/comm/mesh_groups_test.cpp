@@ -13,9 +13,12 @@
 #include "penstock/base/errors.h"
 #include "penstock/comm/member_groups.h"
 #include "tests/has_text.h"
+#include "tests/throws.h"
 
 namespace penstock::comm {
 namespace {
+
+using test::message_of;
 
 using namespace std::chrono_literals;
 using test::has_text;
@@ -32,18 +35,6 @@ void expect_sum(const Group& group) {
   int expected = 0;
   for (const int rank : group.ranks()) expected += rank;
   EXPECT_EQ(sum.item<std::int64_t>(), expected) << group.name();
-}
-
-template <class Error>
-std::string message_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    return std::string("another type: ") + error.what();
-  }
-  return "no error";
 }
 
 TEST(MeshGroups, AlongEveryAxis) {

@@ -12,7 +12,7 @@
 #include "penstock/torch/record_checks.h"
 #include "tests/dtensor/rule_checker.h"
 #include "tests/has_text.h"
-#include "tests/mesh/throws.h"
+#include "tests/throws.h"
 
 namespace penstock::test {
 namespace {

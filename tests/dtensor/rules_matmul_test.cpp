@@ -57,5 +57,11 @@ TEST(ViewRules, SplitAndJoin) {
   });
 }
 
+TEST(MatmulRules, OfComplexNumbers) {
+  check_rules({
+      {.name = "vdot", .inputs = {sample({5, 2}), sample({5, 2}, 1)}, .body = [](const Tensors& in) { return Tensors{at::view_as_real(at::vdot(at::view_as_complex(in[0]), at::view_as_complex(in[1])))}; }, .backward = false, .most = 16},
+  });
+}
+
 }  // namespace
 }  // namespace penstock::test

@@ -58,6 +58,13 @@ Sharding linear_unary(const ShardingCall& call) {
   return choose(call, std::move(strategies));
 }
 
+// The wrapper does not say that its elements are to be read as conjugates, so its parts must not be either: they are copied.
+Sharding conjugate(const ShardingCall& call) {
+  Sharding sharding = linear_unary(call);
+  sharding.local = [](const LocalContext&, const c10::OperatorHandle&, Stack* stack) { stack->back() = at::conj_physical(stack->back().toTensor()); };
+  return sharding;
+}
+
 // The same values in other memory: terms of any kind, unless the dtype changes to one that rounds away parts of them.
 Sharding copying(const ShardingCall& call) {
   auto strategies = elementwise_strategies(call);
@@ -129,9 +136,10 @@ void add_pointwise_rules(RuleTable& table) {
     return rounds ? elementwise(call) : scaling(call, false);
   });
   table.add({"masked_fill"}, masked_fill);
-  table.add({"neg", "negative", "_conj"}, linear_unary);
+  table.add({"neg", "negative"}, linear_unary);
+  table.add({"_conj"}, conjugate);
   table.add({"positive", "clone", "detach", "alias", "lift", "lift_fresh", "lift_fresh_copy", "alias_copy", "detach_copy", "_to_copy", "copy_", "copy", "contiguous", "_conj_physical",
-             "resolve_conj", "pin_memory", "_pin_memory"},
+             "resolve_conj"},
             copying);
   table.add({"fill_", "fill", "zero_", "zero"}, filling);
 }

@@ -56,17 +56,5 @@ TEST(DTensorGpu, EveryRedistribution) {
   });
 }
 
-// Parts in host memory that the GPU can read by itself.
-TEST(DTensorGpu, PinnedParts) {
-  comm::run_ranks(1, 120s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {1}, {}, Rank{0}, 1));
-    const at::Tensor whole = at::arange(15, at::kFloat).view({5, 3});
-    const at::Tensor pinned = at::_pin_memory(distribute_tensor(whole, mesh, {Shard{0}}));
-    EXPECT_TRUE(to_local(pinned).is_pinned());
-    EXPECT_EQ(placements_of(pinned), (Placements{Shard{0}}));
-    EXPECT_TRUE(at::equal(full_tensor(pinned), whole));
-  });
-}
-
 }  // namespace
 }  // namespace penstock

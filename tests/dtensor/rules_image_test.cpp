@@ -39,6 +39,16 @@ TEST(ImageRules, Images) {
              {"reflection_pad2d", {{"padding", Sizes{1, 1, 2, 0}}}}, {"replication_pad2d", {{"padding", Sizes{1, 1, 2, 0}}}}});
 }
 
+// Into a tensor that is there; without one it decomposes.
+TEST(ImageRules, PoolingIntoATensor) {
+  check_rule({.name = "adaptive_avg_pool2d_out", .inputs = {sample({3, 2, 4, 4}), sample({3, 2, 2, 3}, 1)}, .body = [](const Tensors& in) {
+                Tensors out{in[1].clone()};
+                at::adaptive_avg_pool2d_out(out[0], in[0], {2, 3});
+                return out;
+              },
+              .backward = false, .may_refuse = true, .most = 20});
+}
+
 TEST(ImageRules, Volumes) {
   const Sizes larger{3, 4, 5}, smaller{1, 2, 2};
   check_all("volumes", sample({2, 3, 2, 3, 4}),

@@ -26,6 +26,7 @@ std::vector<Draw> draws() {
       {"bernoulli.p", [](const at::Tensor& x) { return at::bernoulli(x, 0.6); }},
       {"bernoulli", [](const at::Tensor& x) { return at::bernoulli(x.sigmoid()); }},
       {"bernoulli_ by a tensor", [](const at::Tensor& x) { return at::zeros_like(x, at::kLong).bernoulli_(x.sigmoid()); }},
+      {"bernoulli.Tensor", [](const at::Tensor& x) { return at::bernoulli(at::zeros_like(x, at::kLong), x.sigmoid()); }},
       {"rand_like", [](const at::Tensor& x) { return at::rand_like(x); }},
       {"randn_like", [](const at::Tensor& x) { return at::randn_like(x, at::kDouble); }},
       {"randint_like", [](const at::Tensor& x) { return at::randint_like(x, 3, 90); }},

@@ -30,8 +30,9 @@ TEST(PointwiseByName, Copies) {
               {"contiguous"}, {"_conj_physical"}, {"conj_physical"}, {"resolve_conj"}, {"fill.Scalar", {{"value", 2}}}, {"zero"}}),
       each_of("of two", {sample({5, 3}), sample({5, 3}, 1)}, {{"copy"}}),
       {.name = "in place", .inputs = {sample({5, 3}), sample({5, 3}, 1)}, .body = [](const Tensors& in) {
-         Tensors out{at::empty_like(in[0]), in[0].clone(), in[1].clone()};
+         Tensors out{at::empty_like(in[0]), in[0].clone(), in[1].clone(), at::empty_like(in[0])};
          out[0].copy_(in[1]), out[1].fill_(0.25), out[2].zero_();
+         call_operator("aten::copy.out", {in[0], in[1], out[3]});
          return out;
        }, .backward = false, .may_refuse = true},
   });

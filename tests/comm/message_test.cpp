@@ -17,7 +17,6 @@ namespace penstock::comm {
 namespace {
 
 using test::message_of;
-
 using Bytes = std::vector<std::uint8_t>;
 using ::testing::HasSubstr;
 

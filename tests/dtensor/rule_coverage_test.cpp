@@ -19,14 +19,19 @@ namespace {
 
 using Names = std::set<std::string>;
 
-// The rules that calls can come to. An operator that this LibTorch does not have leaves its rule aside, and so does one that
-// falls apart into others above the kernels.
+// Whether an operator falls apart into others, which come to rules of their own. One with a kernel as well does not.
+bool decomposes(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+         !op.hasKernelForDispatchKey(c10::DispatchKey::CUDA);
+}
+
+// The rules that calls can come to: an operator that this LibTorch does not have leaves its rule aside.
 Names reachable_rules() {
   Names rules;
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findSchema(name);
-    if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) continue;
+    if (!op || decomposes(*op)) continue;
     if (const detail::RegisteredRule* rule = detail::find_rule(c10::toString(name))) rules.insert(rule->name);
   }
   return rules;

@@ -66,8 +66,38 @@ TEST(VendorRules, BatchNorm) {
   if (has_operator("aten::_batch_norm_with_update")) check_rule(batch_norm_case("_batch_norm_with_update", {{"momentum", 0.25}, {"eps", 1e-5}}, true));
 }
 
+// ---- root mean square ----
+
+// The dims that it is taken over.
+std::vector<std::int64_t> last_dims(const c10::OperatorHandle& op, const Stack& stack) {
+  std::vector<std::int64_t> dims;
+  for (std::int64_t dim = -static_cast<std::int64_t>(stacked(op, stack, "normalized_shape").toListRef().size()); dim < 0; ++dim) dims.push_back(dim);
+  return dims;
+}
+
+void rms_norm(const c10::OperatorHandle& op, Stack* stack) {
+  const at::Tensor input = tensor_of(stacked(op, *stack, "input")), weight = tensor_of(stacked(op, *stack, "weight"));
+  const c10::IValue eps = stacked(op, *stack, "eps");
+  const at::Tensor inverse = input.square().mean(last_dims(op, *stack), true).add_(eps.isDouble() ? eps.toDouble() : std::numeric_limits<float>::epsilon()).rsqrt_();
+  const at::Tensor normal = input * inverse;
+  give(op, stack, {weight.defined() ? normal * weight : normal, inverse});
+}
+
+void rms_norm_backward(const c10::OperatorHandle& op, Stack* stack) {
+  const auto get = [&](const char* name) { return tensor_of(stacked(op, *stack, name)); };
+  const at::Tensor gradient = get("grad_out"), weight = get("weight"), inverse = get("rstd"), normal = get("input") * inverse;
+  const at::Tensor to_normal = weight.defined() ? gradient * weight : gradient;
+  const auto mask = stacked(op, *stack, "output_mask").toBoolList();
+  at::Tensor to_input, to_weight;
+  if (mask[0]) to_input = (to_normal - normal * (to_normal * normal).mean(last_dims(op, *stack), true)) * inverse;
+  if (mask[1] && weight.defined()) to_weight = (gradient * normal).sum_to_size(weight.sizes());
+  give(op, stack, {to_input, to_weight});
+}
+
 TEST(VendorRules, RootMeanSquare) {
   if (!has_operator("aten::_fused_rms_norm")) GTEST_SKIP() << "this LibTorch has no _fused_rms_norm";
+  stand_in("aten::_fused_rms_norm", rms_norm);
+  stand_in("aten::_fused_rms_norm_backward", rms_norm_backward);
   check_rules({
       {.name = "_fused_rms_norm", .inputs = {sample({5, 3, 4}), sample({4}, 1)},
        .body = [](const Tensors& in) { return Tensors{call_operator("aten::_fused_rms_norm", {in[0]}, {{"normalized_shape", std::vector<std::int64_t>{4}}, {"weight", in[1]}, {"eps", 1e-5}})[0]}; },

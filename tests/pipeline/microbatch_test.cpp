@@ -13,7 +13,6 @@ namespace penstock {
 namespace {
 
 using test::message_of;
-
 using nlohmann::json;
 using Numbers = std::vector<std::int64_t>;
 

@@ -13,7 +13,6 @@ namespace penstock::schedule {
 namespace {
 
 using test::message_of;
-
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;

@@ -14,7 +14,6 @@ namespace penstock {
 namespace {
 
 using test::message_of;
-
 using test::has_text;
 using zoo::Tensors;
 

@@ -18,7 +18,6 @@ namespace penstock {
 namespace {
 
 using test::message_of;
-
 using sample::Boxed;
 using sample::Two;
 using test::has_text;

@@ -44,6 +44,7 @@ const OperatorInfo& info_of(const c10::OperatorHandle& op, const OperatorTraits&
     decided_by = generation;
     info.generation = generation;
     info.rule = find_rule(traits.name);
+    if (info.rule && info.rule->handler) note_asked(*info.rule);
     info.ignored.clear();
     for (const c10::Argument& argument : op.schema().arguments())
       info.ignored.push_back(is_number(argument.type()) && !(info.rule && info.rule->options.numbers_matter));
@@ -223,6 +224,7 @@ std::unique_ptr<Decision> decide(const c10::OperatorHandle& op, const OperatorTr
   } catch (const DataDependentError&) {
     refuse_unknown_shape(traits);
   }
+  note_asked(*info.rule);
   Sharding& sharding = decision->sharding = info.rule->rule(call);
   PENSTOCK_INVARIANT(sharding.inputs.size() == call.inputs.size() && sharding.outputs.size() == call.outputs.size(),
                      fmt::format("the sharding rule of {} gives placements for {} inputs and {} outputs", traits.name, call.inputs.size(), call.outputs.size()));

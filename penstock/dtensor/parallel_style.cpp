@@ -117,7 +117,13 @@ class Prepare final : public ParallelStyle {
       throw TypeError(describe(fmt::format("prepare_module on module '{}'", target.name), target.module.name(), "Linear, Embedding or LayerNorm with a weight",
                                "call prepare_layout in the code that calls the module"));
     replicate_parameters(target.module, target.mesh, true);
-    set_boundary(weight, {target.mesh, target.axis, options_.plain_input, options_.desired_input, options_.output, options_.kind});
+    ModuleBoundary border{target.mesh, target.axis, options_.plain_input, options_.desired_input, options_.output, options_.kind};
+    set_boundary(weight, border);
+    if (auto* linear = target.module.as<torch::nn::LinearImpl>(); linear && linear->bias.defined()) {
+      // Rows of the output lie as those of the input do, and the bias is added to them.
+      if (!border.output) border.output = border.desired_input ? border.desired_input : border.plain_input;
+      set_boundary(linear->bias, border);
+    }
   }
 
  private:

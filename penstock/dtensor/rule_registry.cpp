@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <set>
 
 #include "penstock/base/errors.h"
 
@@ -11,11 +12,11 @@ namespace penstock {
 namespace detail {
 
 void RuleTable::add(std::initializer_list<std::string_view> names, const ShardingRule& rule, const RuleOptions& options) {
-  for (const std::string_view name : names) put(fmt::format("aten::{}", name), {rule, options, nullptr, true}, false);
+  for (const std::string_view name : names) put(fmt::format("aten::{}", name), {rule, options, nullptr, true, {}}, false);
 }
 
 void RuleTable::handle(const std::vector<std::string>& names, const ShardingHandler& handler) {
-  for (const std::string& name : names) put(fmt::format("aten::{}", name), {nullptr, {}, handler, true}, false);
+  for (const std::string& name : names) put(fmt::format("aten::{}", name), {nullptr, {}, handler, true, {}}, false);
 }
 
 void RuleTable::put(const std::string& op, RegisteredRule rule, bool replace) {
@@ -23,6 +24,7 @@ void RuleTable::put(const std::string& op, RegisteredRule rule, bool replace) {
   if (!known.empty() && !replace)
     throw StateError(fmt::format("sharding rule of {}: there is one already{}", op,
                                  known.back()->built_in ? "; replace_sharding_rule takes its place" : "; register each operator once"));
+  rule.name = op;
   known.push_back(std::make_unique<RegisteredRule>(std::move(rule)));
 }
 
@@ -54,6 +56,7 @@ namespace {
 struct Registry {
   std::mutex mutex;
   RuleTable table;
+  std::set<std::string> asked;
   std::atomic<std::uint64_t> generation = 1;
 
   Registry() {
@@ -106,18 +109,32 @@ const RegisteredRule* find_rule(const std::string& op) {
 
 std::uint64_t rule_generation() { return Registry::instance().generation.load(std::memory_order_relaxed); }
 
+void note_asked(const RegisteredRule& rule) {
+  Registry& registry = Registry::instance();
+  const std::lock_guard lock(registry.mutex);
+  registry.asked.insert(rule.name);
+}
+
+std::vector<std::string> take_asked_rules() {
+  Registry& registry = Registry::instance();
+  const std::lock_guard lock(registry.mutex);
+  std::vector<std::string> names(registry.asked.begin(), registry.asked.end());
+  registry.asked.clear();
+  return names;
+}
+
 }  // namespace detail
 
 void register_sharding_rule(const std::string& op, ShardingRule rule, const RuleOptions& options) {
-  detail::Registry::instance().put(op, {std::move(rule), options, nullptr, false}, false);
+  detail::Registry::instance().put(op, {std::move(rule), options, nullptr, false, {}}, false);
 }
 
 void replace_sharding_rule(const std::string& op, ShardingRule rule, const RuleOptions& options) {
-  detail::Registry::instance().put(op, {std::move(rule), options, nullptr, false}, true);
+  detail::Registry::instance().put(op, {std::move(rule), options, nullptr, false, {}}, true);
 }
 
 void register_sharding_handler(const std::string& op, ShardingHandler handler) {
-  detail::Registry::instance().put(op, {nullptr, {}, std::move(handler), false}, false);
+  detail::Registry::instance().put(op, {nullptr, {}, std::move(handler), false, {}}, false);
 }
 
 bool has_sharding_rule(const std::string& op) { return detail::find_rule(op) != nullptr; }

@@ -1,6 +1,7 @@
 // Where rules are found, and how the families of this folder add theirs. Private to this folder.
 #pragma once
 
+#include <cstdint>
 #include <initializer_list>
 #include <map>
 #include <memory>
@@ -17,6 +18,7 @@ struct RegisteredRule {
   RuleOptions options;
   ShardingHandler handler;
   bool built_in = false;
+  std::string name;  // as registered; filled in by the table
 };
 
 class RuleTable {
@@ -39,6 +41,11 @@ class RuleTable {
 const RegisteredRule* find_rule(const std::string& op);
 // Rises with every registration: caches of decisions compare it.
 std::uint64_t rule_generation();
+
+// Notes that a call came to a rule. Done when a decision is made, and once per thread for a handler: not for every call.
+void note_asked(const RegisteredRule& rule);
+// The names noted since the last time by any thread, sorted: tests find the rules that nobody asks.
+std::vector<std::string> take_asked_rules();
 
 // One function a file.
 void add_pointwise_rules(RuleTable& table);

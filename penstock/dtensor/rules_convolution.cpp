@@ -130,14 +130,14 @@ ShardingRule by_channel(std::int64_t spatial_dims) {
 }  // namespace
 
 void add_convolution_rules(RuleTable& table) {
-  table.add({"convolution", "convolution_overrideable"}, convolution);
-  table.add({"convolution_backward", "convolution_backward_overrideable"}, convolution_backward);
+  table.add({"convolution"}, convolution);
+  table.add({"convolution_backward"}, convolution_backward);
   table.add({"_adaptive_avg_pool1d", "adaptive_max_pool1d", "max_pool1d_with_indices", "avg_pool1d", "upsample_nearest1d", "upsample_nearest1d_backward", "_upsample_nearest_exact1d",
              "_upsample_nearest_exact1d_backward", "upsample_linear1d", "upsample_linear1d_backward", "reflection_pad1d", "reflection_pad1d_backward", "replication_pad1d",
              "replication_pad1d_backward"},
             by_channel(1));
   table.add({"max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward",
-             "adaptive_avg_pool2d", "adaptive_max_pool2d", "adaptive_max_pool2d_backward", "upsample_nearest2d", "upsample_nearest2d_backward", "_upsample_nearest_exact2d",
+             "adaptive_max_pool2d", "adaptive_max_pool2d_backward", "upsample_nearest2d", "upsample_nearest2d_backward", "_upsample_nearest_exact2d",
              "_upsample_nearest_exact2d_backward", "upsample_bilinear2d", "upsample_bilinear2d_backward", "upsample_bicubic2d", "upsample_bicubic2d_backward",
              "_upsample_bilinear2d_aa", "_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa", "_upsample_bicubic2d_aa_backward", "reflection_pad2d",
              "reflection_pad2d_backward", "replication_pad2d", "replication_pad2d_backward"},

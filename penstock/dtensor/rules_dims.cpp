@@ -114,7 +114,7 @@ Sharding from_pairs(const ShardingCall& call) {
   return mapped(call, map, sums);
 }
 
-// Halves of `dim` meet elementwise, in the derivative too; the gradient of the result has half of it.
+// Halves of `dim` meet elementwise, in the derivatives too; the result and its gradient have half of it.
 Sharding halves(const ShardingCall& call) {
   const std::int64_t ndim = call.inputs.back().ndim();
   const std::int64_t cut = ShardingCall::wrap_dim(call.argument("dim").toInt(), ndim);
@@ -220,7 +220,7 @@ void add_dim_rules(RuleTable& table) {
   table.add({"stack", "_stack"}, [](const ShardingCall& call) { return join(call, true); });
   table.add({"view_as_real", "real", "imag"}, as_pairs);
   table.add({"view_as_complex"}, from_pairs);
-  table.add({"glu", "glu_backward"}, halves);
+  table.add({"glu", "glu_backward", "glu_jvp"}, halves);
   // The value tells whether terms stay terms.
   table.add({"constant_pad_nd"}, pad, {.numbers_matter = true});
 }

@@ -84,7 +84,7 @@ void check_and_unscale(const c10::OperatorHandle& op, Stack* stack) {
   for (const auto& [_, split] : split_axes(call)) reduce_over(split.mesh, {split.axes.begin(), split.axes.end()}, found, comm::ReduceOp::Max);
 }
 
-// The norm of every tensor, with one all-reduce per mesh axis for all of them.
+// The norm of every tensor, or the sum of powers that it is the root of, with one all-reduce per mesh axis for all of them.
 void foreach_norm(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema().arguments();
   for (const c10::Argument& argument : schema)
@@ -98,6 +98,7 @@ void foreach_norm(const c10::OperatorHandle& op, Stack* stack) {
     if (schema[i].name() == "dtype" && !call.local[i].isNone()) dtype = call.local[i].toScalarType();
   }
   const NormTerms norms(order);
+  const bool powers = op.operator_name().name == "aten::_foreach_powsum";
   const std::vector<at::Tensor> parts = call.local[0].toTensorVector();
   std::vector<at::Tensor> terms;
   for (const at::Tensor& part : parts) {
@@ -121,7 +122,7 @@ void foreach_norm(const c10::OperatorHandle& op, Stack* stack) {
     }
   c10::List<at::Tensor> results;
   for (std::size_t position = 0; position < parts.size(); ++position) {
-    const at::Tensor result = norms.norm(terms[position]).to(dtype != at::ScalarType::Undefined ? dtype : c10::toRealValueType(parts[position].scalar_type()));
+    const at::Tensor result = (powers ? terms[position] : norms.norm(terms[position])).to(dtype != at::ScalarType::Undefined ? dtype : c10::toRealValueType(parts[position].scalar_type()));
     const SpecPtr& spec = call.spec(position);
     results.push_back(!spec ? result : make_dtensor(result, DTensorSpec::get(*spec, Placements(spec->placements().size()), global_geometry_of(result)), call.mesh(position)));
   }
@@ -139,16 +140,17 @@ void foreach_max(const c10::OperatorHandle& op, Stack* stack) {
 }  // namespace
 
 void add_foreach_rules(RuleTable& table) {
+  const std::set<std::string> reductions{"_foreach_norm", "_foreach_powsum", "_foreach_max"};
   std::set<std::string> lists, fused;
   for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto starts = [&](std::string_view with) { return op.name.rfind(with, 0) == 0; };
     const std::string bare = starts("aten::") ? op.name.substr(6) : "";
-    if (starts("aten::_foreach_") && bare != "_foreach_norm" && bare != "_foreach_max") lists.insert(bare);
+    if (starts("aten::_foreach_") && !reductions.count(bare)) lists.insert(bare);
     if (starts("aten::_fused_ada") || starts("aten::_fused_sgd")) fused.insert(bare);
   }
   table.handle({lists.begin(), lists.end()}, on_lists);
   table.handle({fused.begin(), fused.end()}, fused_step);
-  table.handle({"_foreach_norm"}, foreach_norm);
+  table.handle({"_foreach_norm", "_foreach_powsum"}, foreach_norm);
   table.handle({"_foreach_max"}, foreach_max);
   table.handle({"_amp_foreach_non_finite_check_and_unscale"}, check_and_unscale);
 }

@@ -1,4 +1,7 @@
 // Products of matrices: rows of the left, columns of the right, and the inner dim, whose products are terms of a sum.
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
 #include <algorithm>
 #include <optional>
 
@@ -55,6 +58,17 @@ ShardingRule rule(const std::vector<ProductDim>& dims, bool added) {
   return [dims, added](const ShardingCall& call) { return product(call, dims, added); };
 }
 
+// With nothing to add up, LibTorch 1.13 does not stretch what it adds the product to.
+Sharding matrix_vector_plus(const ShardingCall& call) {
+  Sharding sharding = product(call, kMatrixVector, true);
+  if (call.traits.mutates || call.inputs[0].whole.shape == call.outputs[0].shape) return sharding;
+  sharding.local = [](const LocalContext&, const c10::OperatorHandle& op, Stack* stack) {
+    (*stack)[0] = (*stack)[0].toTensor().expand({(*stack)[1].toTensor().size(0)});
+    op.callBoxed(stack);
+  };
+  return sharding;
+}
+
 }  // namespace
 
 void add_matmul_rules(RuleTable& table) {
@@ -64,7 +78,7 @@ void add_matmul_rules(RuleTable& table) {
   table.add({"dot", "vdot"}, rule(kDot, false));
   table.add({"addmm"}, rule(kMatrix, true));
   table.add({"baddbmm"}, rule(kBatched, true));
-  table.add({"addmv"}, rule(kMatrixVector, true));
+  table.add({"addmv"}, matrix_vector_plus);
 }
 
 }  // namespace penstock::detail

@@ -58,6 +58,13 @@ Sharding linear_unary(const ShardingCall& call) {
   return choose(call, std::move(strategies));
 }
 
+// The wrapper does not say that its elements are to be read as conjugates, so its parts must not be either: they are copied.
+Sharding conjugate(const ShardingCall& call) {
+  Sharding sharding = linear_unary(call);
+  sharding.local = [](const LocalContext&, const c10::OperatorHandle&, Stack* stack) { stack->back() = at::conj_physical(stack->back().toTensor()); };
+  return sharding;
+}
+
 // The same values in other memory: terms of any kind, unless the dtype changes to one that rounds away parts of them.
 Sharding copying(const ShardingCall& call) {
   auto strategies = elementwise_strategies(call);
@@ -110,7 +117,7 @@ void add_pointwise_rules(RuleTable& table) {
   table.add({"abs", "absolute", "acos", "acosh", "angle", "asin", "asinh", "atan", "atanh", "atan2", "bitwise_and", "bitwise_not", "bitwise_or",
              "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift", "__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "copysign",
              "cos", "cosh", "digamma", "elu", "elu_backward", "celu", "eq", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "float_power", "floor",
-             "floor_divide", "fmax", "fmin", "fmod", "frac", "gcd", "ge", "gelu", "gelu_backward", "glu_jvp", "gt", "hardshrink", "hardshrink_backward", "hardsigmoid",
+             "floor_divide", "fmax", "fmin", "fmod", "frac", "gcd", "ge", "gelu", "gelu_backward", "gt", "hardshrink", "hardshrink_backward", "hardsigmoid",
              "hardsigmoid_backward", "hardswish", "hardswish_backward", "hardtanh", "hardtanh_backward", "heaviside", "hypot", "isfinite", "isinf",
              "isnan", "isneginf", "isposinf", "le", "leaky_relu", "leaky_relu_backward", "lerp", "lgamma", "log", "log10", "log1p", "log2", "logaddexp",
              "logaddexp2", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "logit_backward", "log_sigmoid_forward",
@@ -129,9 +136,10 @@ void add_pointwise_rules(RuleTable& table) {
     return rounds ? elementwise(call) : scaling(call, false);
   });
   table.add({"masked_fill"}, masked_fill);
-  table.add({"neg", "negative", "_conj"}, linear_unary);
+  table.add({"neg", "negative"}, linear_unary);
+  table.add({"_conj"}, conjugate);
   table.add({"positive", "clone", "detach", "alias", "lift", "lift_fresh", "lift_fresh_copy", "alias_copy", "detach_copy", "_to_copy", "copy_", "copy", "contiguous", "_conj_physical",
-             "resolve_conj", "pin_memory", "_pin_memory"},
+             "resolve_conj"},
             copying);
   table.add({"fill_", "fill", "zero_", "zero"}, filling);
 }

@@ -69,10 +69,10 @@ class Draws {
 // Fills the local part of the result. The arguments are the local ones.
 using Filler = void (*)(const LocalContext&, const Draws&, const at::Tensor& local, const RandomKey&, const Stack& arguments);
 
-// The result is output 0: argument 0 itself where it is written, else a new tensor like it.
+// The result is output 0: the first tensor itself where it is written, else a new tensor like it.
 LocalCall filling_with(Filler filler) {
   return [filler](const LocalContext& context, const c10::OperatorHandle&, Stack* stack) {
-    const at::Tensor self = (*stack)[0].toTensor();
+    const at::Tensor self = (*stack)[static_cast<std::size_t>(context.call.inputs[0].argument)].toTensor();
     const GlobalGeometry& whole = context.call.outputs[0];
     const bool in_place = context.call.inputs[0].written;
     const std::vector<std::int64_t> shape = local_shape(context.call, whole.shape, context.outputs[0]);

@@ -1,8 +1,7 @@
 #include "penstock/torch/dtype.h"
 
 #include <array>
-
-#include "penstock/torch/version.h"
+#include <optional>
 
 namespace penstock {
 
@@ -14,51 +13,16 @@ constexpr DtypeEntry everywhere(std::uint8_t number, std::string_view name, Scal
   return {number, name, {}, type};
 }
 
-// Types that came after the oldest LibTorch: the name of the enumerator exists only there.
-#if PENSTOCK_TORCH_AT_LEAST(2, 6)
-#define PENSTOCK_SINCE_2_6(number, name, type) \
-  DtypeEntry {                                 \
-    number, name, "2.6", ScalarType::type      \
+// A type that came after the oldest LibTorch: here only where this one's enumeration has it.
+#define PENSTOCK_SINCE(release, number, name, type)                                \
+  DtypeEntry {                                                                     \
+    number, name, release, []<class Types>(Types) -> std::optional<ScalarType> {   \
+      if constexpr (requires { Types::type; })                                     \
+        return Types::type;                                                        \
+      else                                                                         \
+        return std::nullopt;                                                       \
+    }(ScalarType{})                                                                \
   }
-#else
-#define PENSTOCK_SINCE_2_6(number, name, type) \
-  DtypeEntry {                                 \
-    number, name, "2.6", std::nullopt          \
-  }
-#endif
-#if PENSTOCK_TORCH_AT_LEAST(2, 7)
-#define PENSTOCK_SINCE_2_7(number, name, type) \
-  DtypeEntry {                                 \
-    number, name, "2.7", ScalarType::type      \
-  }
-#else
-#define PENSTOCK_SINCE_2_7(number, name, type) \
-  DtypeEntry {                                 \
-    number, name, "2.7", std::nullopt          \
-  }
-#endif
-#if PENSTOCK_TORCH_AT_LEAST(2, 8)
-#define PENSTOCK_SINCE_2_8(number, name, type) \
-  DtypeEntry {                                 \
-    number, name, "2.8", ScalarType::type      \
-  }
-#else
-#define PENSTOCK_SINCE_2_8(number, name, type) \
-  DtypeEntry {                                 \
-    number, name, "2.8", std::nullopt          \
-  }
-#endif
-#if PENSTOCK_TORCH_AT_LEAST(2, 14)
-#define PENSTOCK_SINCE_2_14(number, name, type) \
-  DtypeEntry {                                  \
-    number, name, "2.14", ScalarType::type      \
-  }
-#else
-#define PENSTOCK_SINCE_2_14(number, name, type) \
-  DtypeEntry {                                  \
-    number, name, "2.14", std::nullopt          \
-  }
-#endif
 
 // The numbers are on the wire: add at the end, never change or reuse one.
 constexpr auto kTable = std::to_array<DtypeEntry>({
@@ -75,36 +39,38 @@ constexpr auto kTable = std::to_array<DtypeEntry>({
     everywhere(11, "complex128", ScalarType::ComplexDouble),
     everywhere(12, "bool", ScalarType::Bool),
     everywhere(13, "bfloat16", ScalarType::BFloat16),
-    PENSTOCK_SINCE_2_6(14, "bits1x8", Bits1x8),
-    PENSTOCK_SINCE_2_6(15, "bits2x4", Bits2x4),
-    PENSTOCK_SINCE_2_6(16, "bits4x2", Bits4x2),
-    PENSTOCK_SINCE_2_6(17, "bits8", Bits8),
-    PENSTOCK_SINCE_2_6(18, "bits16", Bits16),
-    PENSTOCK_SINCE_2_6(19, "float8_e5m2", Float8_e5m2),
-    PENSTOCK_SINCE_2_6(20, "float8_e4m3fn", Float8_e4m3fn),
-    PENSTOCK_SINCE_2_6(21, "float8_e5m2fnuz", Float8_e5m2fnuz),
-    PENSTOCK_SINCE_2_6(22, "float8_e4m3fnuz", Float8_e4m3fnuz),
-    PENSTOCK_SINCE_2_6(23, "uint16", UInt16),
-    PENSTOCK_SINCE_2_6(24, "uint32", UInt32),
-    PENSTOCK_SINCE_2_6(25, "uint64", UInt64),
-    PENSTOCK_SINCE_2_6(26, "uint1", UInt1),
-    PENSTOCK_SINCE_2_6(27, "uint2", UInt2),
-    PENSTOCK_SINCE_2_6(28, "uint3", UInt3),
-    PENSTOCK_SINCE_2_6(29, "uint4", UInt4),
-    PENSTOCK_SINCE_2_6(30, "uint5", UInt5),
-    PENSTOCK_SINCE_2_6(31, "uint6", UInt6),
-    PENSTOCK_SINCE_2_6(32, "uint7", UInt7),
-    PENSTOCK_SINCE_2_6(33, "int1", Int1),
-    PENSTOCK_SINCE_2_6(34, "int2", Int2),
-    PENSTOCK_SINCE_2_6(35, "int3", Int3),
-    PENSTOCK_SINCE_2_6(36, "int4", Int4),
-    PENSTOCK_SINCE_2_6(37, "int5", Int5),
-    PENSTOCK_SINCE_2_6(38, "int6", Int6),
-    PENSTOCK_SINCE_2_6(39, "int7", Int7),
-    PENSTOCK_SINCE_2_7(40, "float8_e8m0fnu", Float8_e8m0fnu),
-    PENSTOCK_SINCE_2_8(41, "float4_e2m1fn_x2", Float4_e2m1fn_x2),
-    PENSTOCK_SINCE_2_14(42, "bcomplex32", BComplex32),
+    PENSTOCK_SINCE("2.6", 14, "bits1x8", Bits1x8),
+    PENSTOCK_SINCE("2.6", 15, "bits2x4", Bits2x4),
+    PENSTOCK_SINCE("2.6", 16, "bits4x2", Bits4x2),
+    PENSTOCK_SINCE("2.6", 17, "bits8", Bits8),
+    PENSTOCK_SINCE("2.6", 18, "bits16", Bits16),
+    PENSTOCK_SINCE("2.6", 19, "float8_e5m2", Float8_e5m2),
+    PENSTOCK_SINCE("2.6", 20, "float8_e4m3fn", Float8_e4m3fn),
+    PENSTOCK_SINCE("2.6", 21, "float8_e5m2fnuz", Float8_e5m2fnuz),
+    PENSTOCK_SINCE("2.6", 22, "float8_e4m3fnuz", Float8_e4m3fnuz),
+    PENSTOCK_SINCE("2.6", 23, "uint16", UInt16),
+    PENSTOCK_SINCE("2.6", 24, "uint32", UInt32),
+    PENSTOCK_SINCE("2.6", 25, "uint64", UInt64),
+    PENSTOCK_SINCE("2.6", 26, "uint1", UInt1),
+    PENSTOCK_SINCE("2.6", 27, "uint2", UInt2),
+    PENSTOCK_SINCE("2.6", 28, "uint3", UInt3),
+    PENSTOCK_SINCE("2.6", 29, "uint4", UInt4),
+    PENSTOCK_SINCE("2.6", 30, "uint5", UInt5),
+    PENSTOCK_SINCE("2.6", 31, "uint6", UInt6),
+    PENSTOCK_SINCE("2.6", 32, "uint7", UInt7),
+    PENSTOCK_SINCE("2.6", 33, "int1", Int1),
+    PENSTOCK_SINCE("2.6", 34, "int2", Int2),
+    PENSTOCK_SINCE("2.6", 35, "int3", Int3),
+    PENSTOCK_SINCE("2.6", 36, "int4", Int4),
+    PENSTOCK_SINCE("2.6", 37, "int5", Int5),
+    PENSTOCK_SINCE("2.6", 38, "int6", Int6),
+    PENSTOCK_SINCE("2.6", 39, "int7", Int7),
+    PENSTOCK_SINCE("2.7", 40, "float8_e8m0fnu", Float8_e8m0fnu),
+    PENSTOCK_SINCE("2.8", 41, "float4_e2m1fn_x2", Float4_e2m1fn_x2),
+    PENSTOCK_SINCE("2.14", 42, "bcomplex32", BComplex32),
 });
+
+#undef PENSTOCK_SINCE
 
 }  // namespace
 

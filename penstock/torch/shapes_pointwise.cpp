@@ -96,6 +96,8 @@ Two log_sigmoid_forward(const Tensor& self) {
 Tensor log_sigmoid_backward(const Tensor& grad, const Tensor&, const Tensor&) { return at::empty_like(grad); }
 
 Tensor glu_backward(const Tensor&, const Tensor& self, std::int64_t) { return contiguous_like(self); }
+Tensor glu_jvp(const Tensor& glu, const Tensor&, const Tensor&, std::int64_t) { return at::empty_like(glu); }
+Tensor masked_scale(const Tensor& self, const Tensor&, double) { return suggested_like(self); }
 
 Tensor prelu(const Tensor& self, const Tensor&) { return suggested_like(self); }
 Two prelu_backward(const Tensor&, const Tensor& self, const Tensor& weight) { return {suggested_like(self), contiguous_like(weight)}; }
@@ -145,6 +147,8 @@ void add_pointwise_shapes() {
   register_where_missing("aten::log_sigmoid_forward", log_sigmoid_forward);
   register_where_missing("aten::log_sigmoid_backward", log_sigmoid_backward);
   register_where_missing("aten::glu_backward", glu_backward);
+  register_where_missing("aten::glu_jvp", glu_jvp);
+  register_where_missing("aten::_masked_scale", masked_scale);
   register_where_missing("aten::prelu", prelu);
   register_where_missing("aten::prelu_backward", prelu_backward);
   register_where_missing("aten::_prelu_kernel", prelu_kernel);

@@ -9,20 +9,12 @@
 #include "penstock/base/ids.h"
 #include "penstock/base/text.h"
 #include "penstock/base/warnings.h"
+#include "tests/throws.h"
 
 namespace penstock {
 namespace {
 
-template <class Error, class Call>
-std::string message_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing of that type was thrown";
-  return {};
-}
+using test::message_of;
 
 TEST(Errors, KindsAreDistinctAndKeepTheStandardBase) {
   EXPECT_THROW(throw ConfigError("x"), std::invalid_argument);

@@ -1,4 +1,5 @@
 #include "penstock/comm/message.h"
+#include "tests/throws.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -15,21 +16,11 @@
 namespace penstock::comm {
 namespace {
 
+using test::message_of;
 using Bytes = std::vector<std::uint8_t>;
 using ::testing::HasSubstr;
 
 constexpr MessageKind kShapes("SHAP");
-
-template <class Error = PipeliningMetadataError, class Call>
-std::string message_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing of that type was thrown";
-  return {};
-}
 
 // A struct as a user would add one, with everything nested.
 struct Parameter {
@@ -185,19 +176,19 @@ TEST(Message, GarbageFails) {
 TEST(Message, WhatIsNoMessageIsNamed) {
   Bytes http = {'H', 'T', 'T', 'P'};
   http.resize(40);
-  const std::string text = message_of([&] { MessageReader(std::span(http), kShapes, {1, 1}); });
+  const std::string text = message_of<PipeliningMetadataError>([&] { MessageReader(std::span(http), kShapes, {1, 1}); });
   EXPECT_EQ(text.substr(0, text.find(';')), "message \"SHAP\", byte 0: these bytes are no message: got \"HTTP\", expected \"PNSK\"");
   const Bytes nothing;
-  EXPECT_THAT(message_of([&] { MessageReader(std::span(nothing), kShapes, {1, 1}); }),
+  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { MessageReader(std::span(nothing), kShapes, {1, 1}); }),
               HasSubstr("the header is cut: got 0 bytes, expected at least 24"));
 }
 
 TEST(Message, VersionSkewNamesBothVersionsAndTheRemedy) {
   const Bytes bytes = MessageWriter(kShapes, 5).finish();
-  EXPECT_EQ(message_of([&] { MessageReader(std::span(bytes), kShapes, {2, 4}); }),
+  EXPECT_EQ(message_of<PipeliningMetadataError>([&] { MessageReader(std::span(bytes), kShapes, {2, 4}); }),
             "message \"SHAP\", byte 6: the sender's version of this message is not understood here: got version 5, "
             "expected version 2 to 4; run the same build of Penstock on all ranks");
-  EXPECT_THAT(message_of([&] { MessageReader(std::span(bytes), kShapes, {6, 6}); }), HasSubstr("expected version 6;"));
+  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { MessageReader(std::span(bytes), kShapes, {6, 6}); }), HasSubstr("expected version 6;"));
   for (const VersionRange range : {VersionRange{5, 5}, VersionRange{0, 5}, VersionRange{5, 65535}})
     EXPECT_EQ(MessageReader(bytes, kShapes, range).version(), 5);
   EXPECT_THROW(MessageReader(std::span(bytes), kShapes, {6, 5}), ValueError);
@@ -206,19 +197,19 @@ TEST(Message, VersionSkewNamesBothVersionsAndTheRemedy) {
 TEST(Message, AnotherFormatIsNamed) {
   Bytes bytes = to_bytes(true);
   bytes[4] = 2;
-  EXPECT_THAT(message_of([&] { MessageReader(std::span(bytes), kShapes, {1, 1}); }),
+  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { MessageReader(std::span(bytes), kShapes, {1, 1}); }),
               HasSubstr("byte 4: the message format differs: got format 2, expected format 1; run the same build"));
 }
 
 TEST(Message, WrongKindIsNamed) {
   const Bytes bytes = MessageWriter(MessageKind("PLAN"), 1).finish();
-  EXPECT_THAT(message_of([&] { MessageReader(std::span(bytes), kShapes, {1, 1}); }),
+  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { MessageReader(std::span(bytes), kShapes, {1, 1}); }),
               HasSubstr("byte 8: another kind of message came: got \"PLAN\", expected \"SHAP\""));
   EXPECT_THROW(MessageKind("a b!"), ValueError);
 }
 
 TEST(Message, BadBoolIsRefused) {
-  EXPECT_THAT(message_of([] { from_bytes<bool>(framed({2})); }), HasSubstr("byte 24: this byte is no bool: got 2, expected 0 or 1"));
+  EXPECT_THAT(message_of<PipeliningMetadataError>([] { from_bytes<bool>(framed({2})); }), HasSubstr("byte 24: this byte is no bool: got 2, expected 0 or 1"));
   EXPECT_THROW(from_bytes<std::optional<std::uint8_t>>(framed({255, 1})), PipeliningMetadataError);
   EXPECT_FALSE(from_bytes<bool>(framed({0})));
 }
@@ -227,21 +218,21 @@ TEST(Message, TrailingBytesAreRefused) {
   const Bytes bytes = framed({1, 0, 9});
   MessageReader reader(bytes, kShapes, {1, 1});
   EXPECT_EQ(reader.read<std::uint16_t>(), 1);
-  EXPECT_THAT(message_of([&] { reader.expect_end(); }), HasSubstr("byte 26: bytes are left over after the last field: got 1, expected 0"));
+  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { reader.expect_end(); }), HasSubstr("byte 26: bytes are left over after the last field: got 1, expected 0"));
   EXPECT_EQ(reader.read<std::uint8_t>(), 9);
   reader.expect_end();
-  EXPECT_THAT(message_of([&] { reader.read<std::uint32_t>(); }), HasSubstr("byte 27: a field goes past the end: got 0 bytes left, expected 4"));
+  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { reader.read<std::uint32_t>(); }), HasSubstr("byte 27: a field goes past the end: got 0 bytes left, expected 4"));
 }
 
 TEST(Message, AppendedBytesAreRefused) {
   Bytes bytes = to_bytes(example());
   bytes.push_back(0);
-  EXPECT_THAT(message_of([&] { MessageReader(std::span(bytes), kShapes, {1, 1}); }), HasSubstr("the length does not fit"));
+  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { MessageReader(std::span(bytes), kShapes, {1, 1}); }), HasSubstr("the length does not fit"));
 }
 
 TEST(Message, HugeCountsFailBeforeMemoryIsTaken) {
   const Bytes all_ones = framed({255, 255, 255, 255, 1, 2, 3});
-  EXPECT_THAT(message_of([&] { from_bytes<std::vector<std::uint64_t>>(all_ones); }),
+  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { from_bytes<std::vector<std::uint64_t>>(all_ones); }),
               HasSubstr("byte 24: a count is larger than the bytes that follow allow: got 4294967295 elements, expected at most 0 in 3 bytes"));
   EXPECT_THROW(from_bytes<std::string>(all_ones), PipeliningMetadataError);
   EXPECT_THROW(from_bytes<Bytes>(all_ones), PipeliningMetadataError);
@@ -265,17 +256,17 @@ TEST(Message, MemoryIsNotReservedOnTrust) {
   const Bytes bytes = framed(payload);
   MessageReader reader(bytes, kShapes, {1, 1});
   std::vector<Wide> values;
-  EXPECT_THAT(message_of([&] { reader.read(values); }), HasSubstr("byte 29: wide: got 255, expected less"));
+  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { reader.read(values); }), HasSubstr("byte 29: wide: got 255, expected less"));
   EXPECT_LE(values.capacity() * sizeof(Wide), bytes.size());
 }
 
 TEST(Message, OversizeIsRefusedOnBothSides) {
   MessageWriter writer(kShapes, 1, 100);
   writer.write(std::string(72, 'x'));  // 24 + 4 + 72
-  EXPECT_THAT(message_of([&] { writer.write(true); }), HasSubstr("writing a message that is too large: got 101 bytes, expected at most 100"));
+  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { writer.write(true); }), HasSubstr("writing a message that is too large: got 101 bytes, expected at most 100"));
   const Bytes bytes = writer.finish();
   EXPECT_EQ(bytes.size(), 100u);
-  EXPECT_THAT(message_of([&] { MessageReader(std::span(bytes), kShapes, {1, 1}, 99); }),
+  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { MessageReader(std::span(bytes), kShapes, {1, 1}, 99); }),
               HasSubstr("the message is too large: got 100 bytes, expected at most 99"));
   EXPECT_EQ(MessageReader(bytes, kShapes, {1, 1}, 100).read<std::string>(), std::string(72, 'x'));
   EXPECT_THROW(MessageWriter(kShapes, 1, 23), ValueError);

@@ -12,7 +12,7 @@
 #endif
 
 #include "penstock/torch/dtype.h"
-#include "tests/mesh/throws.h"
+#include "tests/throws.h"
 #include "tests/torch/record_generators.h"
 
 namespace penstock::comm {

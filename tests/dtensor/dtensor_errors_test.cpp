@@ -12,7 +12,7 @@
 #include "penstock/dtensor/sharding_rule.h"
 #include "tests/dtensor/rule_checker.h"
 #include "tests/has_text.h"
-#include "tests/mesh/throws.h"
+#include "tests/throws.h"
 
 // Operators of a user.
 TORCH_LIBRARY_FRAGMENT(penstock_errors_test, library) {

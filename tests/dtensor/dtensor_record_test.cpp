@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <future>
+
 #include "penstock/base/errors.h"
 #include "penstock/base/warnings.h"
 #include "penstock/comm/record_messages.h"
@@ -12,7 +14,7 @@
 #include "penstock/torch/record_checks.h"
 #include "tests/dtensor/rule_checker.h"
 #include "tests/has_text.h"
-#include "tests/mesh/throws.h"
+#include "tests/throws.h"
 
 namespace penstock::test {
 namespace {
@@ -103,13 +105,19 @@ TEST(DTensorRecord, AMadeTensorGetsItsGradient) {
   });
 }
 
-// One rank makes the tensor, the other does not come: nothing waits.
+// One rank makes the tensor, the other is there but does not come: nothing waits.
 TEST(DTensorRecord, MakingNeedsNobodyElse) {
-  comm::run_ranks(2, 20s, [](comm::World& world) {
+  std::promise<void> made;
+  comm::run_ranks(2, 20s, [&](comm::World& world) {
     const auto mesh = mesh_on(world, {2}, {"tp"});
-    if (world.rank() == 1) return;
+    // Were it gone, its connections would break while the other may still be making its mesh.
+    if (world.rank() == 1) {
+      EXPECT_EQ(made.get_future().wait_for(20s), std::future_status::ready);
+      return;
+    }
     const DistributedRecord record(TensorRecord::contiguous({2, 2}, at::kDouble), {3, 2}, {2, 1}, {Shard{0}}, mesh.mesh().key());
     EXPECT_EQ(local_shape_of(make_dtensor_from_record(record, at::kCPU, mesh)), (Numbers{2, 2}));
+    made.set_value();
   });
 }
 

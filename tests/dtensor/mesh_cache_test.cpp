@@ -8,7 +8,7 @@
 #include "penstock/dtensor/dtensor.h"
 #include "penstock/dtensor/dtensor_record.h"
 #include "tests/has_text.h"
-#include "tests/mesh/throws.h"
+#include "tests/throws.h"
 
 namespace penstock::test {
 namespace {

@@ -13,6 +13,7 @@
 #include "tests/dtensor/rule_checker.h"
 #include "tests/dtensor/small_transformer.h"
 #include "tests/has_text.h"
+#include "tests/throws.h"
 
 namespace penstock {
 namespace {
@@ -210,16 +211,6 @@ TEST(LossParallel, SendsNoLogits) {
   });
 }
 
-template <class Error>
-std::string message_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 TEST(ParallelizeModule, SaysWhatIsWrong) {
   on_two([](const comm::MeshGroups& mesh) {
     Mlp model;
@@ -234,6 +225,124 @@ TEST(ParallelizeModule, SaysWhatIsWrong) {
     distribute_parameter(model->up->weight, mesh, {Shard{0}});
     distribute_parameter(model->up->weight, mesh, {Shard{0}});
     EXPECT_TRUE(has_text(message_of<StateError>([&] { distribute_parameter(model->up->weight, mesh, {Shard{1}}); }), "laid out alike"));
+  });
+}
+
+// Every layout of inputs and outputs around a module of which every rank has all.
+TEST(PrepareModule, LaysOutInputsAndOutputs) {
+  struct Layout {
+    PrepareOptions options;
+    bool split_input, split_output;
+  };
+  const std::vector<Layout> layouts{
+      {{.plain_input = Replicate{}}, false, false},
+      {{.plain_input = Shard{1}}, true, true},
+      {{.plain_input = Shard{1}, .desired_input = Replicate{}}, true, false},
+      {{.plain_input = Shard{1}, .desired_input = Replicate{}, .output = Shard{1}}, true, true},
+      {{.plain_input = Replicate{}, .desired_input = Shard{1}, .output = Replicate{}}, false, false}};
+  torch::manual_seed(1);
+  nn::Linear whole(4, 3);
+  const at::Tensor x = at::randn({2, 4, 4});
+  at::Tensor input = x.clone().requires_grad_();
+  const at::Tensor expected = whole->forward(input);
+  expected.square().sum().backward();
+  for (std::size_t i = 0; i < layouts.size(); ++i) {
+    std::vector<nn::Linear> models{nn::Linear(4, 3), nn::Linear(4, 3)};
+    on_two([&](const comm::MeshGroups& mesh) {
+      const Layout& layout = layouts[i];
+      const std::int64_t rank = mesh.coordinate()[0];
+      nn::Linear model = models[static_cast<std::size_t>(rank)];
+      {
+        const torch::NoGradGuard no_grad;
+        model->weight.copy_(whole->weight), model->bias.copy_(whole->bias);
+      }
+      parallelize_module(*model, mesh, {{"", prepare_module(layout.options)}});
+      EXPECT_EQ(placements_of(model->weight), (Placements{Replicate{}}));
+      const auto part = [&](const at::Tensor& t, bool split) { return split ? t.narrow(1, 2 * rank, 2) : t; };
+      at::Tensor mine = part(x, layout.split_input).clone().requires_grad_();
+      const at::Tensor y = model->forward(mine);
+      EXPECT_FALSE(is_dtensor(y)) << i;
+      EXPECT_TRUE(at::allclose(y, part(expected, layout.split_output), 1e-5, 1e-6)) << i;
+      y.square().sum().backward();
+      EXPECT_TRUE(at::allclose(mine.grad(), part(input.grad(), layout.split_input), 1e-5, 1e-6)) << i;
+      EXPECT_TRUE(at::allclose(full_tensor(model->weight.grad()), whole->weight.grad(), 1e-5, 1e-6)) << i;
+      EXPECT_TRUE(at::allclose(full_tensor(model->bias.grad()), whole->bias.grad(), 1e-5, 1e-6)) << i;
+    });
+  }
+}
+
+TEST(PrepareModule, KindsOfOutputs) {
+  on_two([](const comm::MeshGroups& mesh) {
+    const at::Tensor x = sample({2, 4, 6});
+    nn::LayerNorm norm(nn::LayerNormOptions({6}));
+    const at::Tensor expected = norm->forward(x).detach();
+    parallelize_module(*norm, mesh, {{"", prepare_module({.plain_input = Replicate{}, .desired_input = Shard{1}, .kind = OutputKind::Distributed})}});
+    const at::Tensor distributed = norm->forward(x);
+    ASSERT_TRUE(is_dtensor(distributed));
+    EXPECT_EQ(placements_of(distributed), (Placements{Shard{1}}));
+    EXPECT_TRUE(at::allclose(full_tensor(distributed), expected, 1e-5, 1e-6));
+
+    nn::LayerNorm other(nn::LayerNormOptions({6}));
+    parallelize_module(*other, mesh, {{"", prepare_module({.desired_input = Shard{0}, .kind = OutputKind::Local})}});
+    const at::Tensor local = other->forward(distribute_tensor(x, mesh, {Replicate{}}));
+    EXPECT_FALSE(is_dtensor(local));
+    EXPECT_TRUE(at::allclose(local, expected.narrow(0, mesh.coordinate()[0], 1), 1e-5, 1e-6));
+  });
+}
+
+TEST(PrepareModule, SaysWhatIsWrong) {
+  on_two([](const comm::MeshGroups& mesh) {
+    nn::Linear linear(4, 4);
+    parallelize_module(*linear, mesh, {{"", prepare_module({.desired_input = Shard{0}})}});
+    const std::string plain = message_of<TypeError>([&] { linear->forward(sample({2, 4})); });
+    EXPECT_TRUE(has_text(plain, "the input of a parallelized module"));
+    EXPECT_TRUE(has_text(plain, "from_local()"));
+    nn::LayerNorm without_weight(nn::LayerNormOptions({4}).elementwise_affine(false));
+    EXPECT_TRUE(has_text(message_of<TypeError>([&] { parallelize_module(*without_weight, mesh, {{"", prepare_module({})}}); }), "prepare_layout"));
+    EXPECT_TRUE(has_text(message_of<TypeError>([&] { parallelize_module(*without_weight, mesh, {{"", sequence_parallel()}}); }), "prepare_layout"));
+  });
+}
+
+TEST(PrepareLayout, AlongOneAxis) {
+  on_two([](const comm::MeshGroups& mesh) {
+    const at::Tensor value = sample({4, 3});
+    // A plain one lies as `from` says, and its gradient comes back the same way.
+    at::Tensor mine = value.narrow(0, 2 * mesh.coordinate()[0], 2).clone().requires_grad_();
+    const at::Tensor whole = prepare_layout(mine, mesh, Shard{0}, Replicate{});
+    EXPECT_EQ(placements_of(whole), (Placements{Replicate{}}));
+    EXPECT_TRUE(at::equal(full_tensor(whole.detach()), value));
+    whole.square().sum().backward();
+    EXPECT_TRUE(at::equal(mine.grad(), 2 * mine.detach()));
+    // A distributed one lies as it lies; dims may be counted from the end.
+    const at::Tensor split = prepare_layout(distribute_tensor(value, mesh, {Shard{0}}), mesh, Replicate{}, Shard{-1}, "tp");
+    EXPECT_EQ(placements_of(split), (Placements{Shard{1}}));
+    EXPECT_TRUE(at::equal(full_tensor(split), value));
+  });
+  comm::run_ranks(4, 60s, [](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, 4));
+    const at::Tensor value = sample({4, 6});
+    const at::Tensor moved = prepare_layout(distribute_tensor(value, mesh, {Shard{0}, Replicate{}}), mesh, Replicate{}, Shard{1}, "tp");
+    EXPECT_EQ(placements_of(moved), (Placements{Shard{0}, Shard{1}}));
+    EXPECT_TRUE(at::equal(full_tensor(moved), value));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { prepare_layout(moved, mesh, Replicate{}, Replicate{}); }), "the name of an axis"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { prepare_layout(moved, mesh, Replicate{}, Replicate{}, "pp"); }), "pp"));
+    EXPECT_TRUE(has_text(message_of<TypeError>([&] { prepare_layout(value, mesh, Replicate{}, Shard{0}, "tp"); }), "from_local()"));
+    EXPECT_THROW(prepare_layout(moved, mesh, Replicate{}, Shard{2}, "tp"), ValueError);
+  });
+}
+
+TEST(SetBoundary, AnAxisOfTheParametersMesh) {
+  comm::run_ranks(4, 60s, [](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups line(world, init_device_mesh("cpu", {4}, {"tp"}, Rank{world.rank()}, 4));
+    const at::Tensor parameter = distribute_tensor(sample({4, 4}), mesh, {Replicate{}, Shard{0}});
+    const auto refuse = [&](const comm::MeshGroups& other, int axis) { return message_of<ValueError>([&] { set_boundary(parameter, {.mesh = other, .axis = axis}); }); };
+    EXPECT_TRUE(has_text(refuse(line, 0), "an axis of the parameter's mesh"));
+    EXPECT_TRUE(has_text(refuse(line, 0), "dp"));
+    EXPECT_TRUE(has_text(refuse(mesh, 2), "axis 2"));
+    EXPECT_TRUE(has_text(refuse(mesh, -1), "axis -1"));
+    set_boundary(parameter, {.mesh = mesh, .axis = 1});
+    EXPECT_TRUE(has_text(message_of<TypeError>([&] { set_boundary(sample({4, 4}), {.mesh = mesh, .axis = 0}); }), "set_boundary"));
   });
 }
 

@@ -5,11 +5,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <fstream>
 #include <mutex>
 #include <random>
+#include <set>
 
 #include "penstock/base/errors.h"
-#include "penstock/dtensor/sharding_rule.h"
+#include "penstock/dtensor/rule_registry.h"
 #include "penstock/mesh/local_shard.h"
 
 namespace penstock::test {
@@ -160,7 +163,37 @@ void check_on(const RuleCase& rule_case, const std::vector<std::int64_t>& mesh_s
   });
 }
 
+// The rules checked by this program, and whoever writes them down at its end.
+std::set<std::string>& checked_rules() {
+  static auto& names = *new std::set<std::string>;
+  return names;
+}
+int scopes_open = 0;
+
+class WriteChecked final : public ::testing::Environment {
+ public:
+  void TearDown() override {
+    const char* path = std::getenv("PENSTOCK_RULES_CHECKED");
+    if (!path) return;
+    std::ofstream file(path);
+    for (const std::string& name : checked_rules()) file << name << "\n";
+    file.close();
+    EXPECT_TRUE(file) << "cannot write " << path;
+  }
+};
+const ::testing::Environment* const write_checked = ::testing::AddGlobalTestEnvironment(new WriteChecked);
+
 }  // namespace
+
+RulesChecked::RulesChecked() {
+  if (scopes_open++ == 0) penstock::detail::take_asked_rules();
+}
+
+RulesChecked::~RulesChecked() {
+  --scopes_open;
+  if (::testing::Test::HasFailure()) return;
+  for (const std::string& name : penstock::detail::take_asked_rules()) checked_rules().insert(name);
+}
 
 at::Tensor sample(at::IntArrayRef shape, int seed) {
   std::mt19937 random(static_cast<unsigned>(seed) + 1);
@@ -202,6 +235,7 @@ at::Tensor spread(const at::Tensor& value, const comm::MeshGroups& mesh, const P
 }
 
 void check_rule(const RuleCase& rule_case) {
+  const RulesChecked checked;
   const Outcome expected = run(rule_case, rule_case.inputs, [](const at::Tensor& output, std::size_t index) { return (output * weights_of(output, index)).sum(); });
   std::size_t tried = 0, refused = 0;
   for (const std::vector<std::int64_t>& mesh_shape : {std::vector<std::int64_t>{2}, {3}, {2, 2}}) {

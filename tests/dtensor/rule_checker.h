@@ -42,6 +42,17 @@ at::Tensor sample_positive(at::IntArrayRef shape, int seed = 0);
 // Integers in [0, limit).
 at::Tensor sample_index(at::IntArrayRef shape, std::int64_t limit, int seed = 0);
 
+// While one lives, the sharding rules that calls come to count as checked, unless the test fails meanwhile. check_rule has
+// one; a test that compares results by itself puts one around. What a program has checked it writes, a name a line, to the file
+// that PENSTOCK_RULES_CHECKED names: rule_coverage_test finds the rules that no program has.
+class RulesChecked {
+ public:
+  RulesChecked();
+  ~RulesChecked();
+  RulesChecked(const RulesChecked&) = delete;
+  RulesChecked& operator=(const RulesChecked&) = delete;
+};
+
 // On meshes (2), (3) and (2, 2); fails the running test with the case, the mesh and the placements.
 void check_rule(const RuleCase& rule_case);
 void check_rules(const std::vector<RuleCase>& rule_cases);

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "penstock/base/errors.h"
+#include "tests/dtensor/operator_call.h"
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {
@@ -88,6 +89,38 @@ TEST(DimRules, WritesIntoCopiedViewsAreRefused) {
     EXPECT_TRUE(x.as_strided({4}, {3}, 1).is_alias_of(x));
     x.as_strided({4}, {3}, 1).zero_();
     EXPECT_TRUE(at::equal(full_tensor(x).select(1, 1), at::zeros({4})));
+  });
+}
+
+using Sizes = std::vector<std::int64_t>;
+
+// Forms that copy or come from other operators; programs rarely call them.
+TEST(DimRules, ByName) {
+  check_rules({
+      each_of("of one tensor", {sample({4, 6})},
+              {{"t"}, {"t_copy"}, {"transpose.int", {{"dim0", 0}, {"dim1", 1}}}, {"transpose_copy.int", {{"dim0", 0}, {"dim1", 1}}}, {"permute", {{"dims", Sizes{1, 0}}}},
+               {"permute_copy", {{"dims", Sizes{1, 0}}}}, {"unsqueeze", {{"dim", 1}}}, {"unsqueeze_copy", {{"dim", 1}}}, {"expand", {{"size", Sizes{3, 4, 6}}}},
+               {"expand_copy", {{"size", Sizes{3, 4, 6}}}}, {"select.int", {{"dim", 1}, {"index", 2}}}, {"select_copy.int", {{"dim", 1}, {"index", 2}}},
+               {"slice.Tensor", {{"dim", 1}, {"start", 1}, {"end", 5}, {"step", 2}}}, {"slice_copy.Tensor", {{"dim", 1}, {"start", 1}, {"end", 5}, {"step", 2}}}, {"diagonal"},
+               {"diagonal_copy"}, {"view", {{"size", Sizes{2, 2, 6}}}}, {"view_copy", {{"size", Sizes{2, 2, 6}}}}, {"_unsafe_view", {{"size", Sizes{2, 2, 6}}}},
+               {"_reshape_alias", {{"size", Sizes{2, 2, 6}}, {"stride", Sizes{12, 6, 1}}}}, {"_reshape_copy", {{"size", Sizes{2, 2, 6}}}}, {"unbind.int"},
+               {"split.Tensor", {{"split_size", 3}, {"dim", 1}}}, {"split_with_sizes", {{"split_sizes", Sizes{1, 5}}, {"dim", 1}}}, {"unsafe_split.Tensor", {{"split_size", 3}, {"dim", 1}}},
+               {"unsafe_split_with_sizes", {{"split_sizes", Sizes{1, 5}}, {"dim", 1}}}, {"unfold", {{"dimension", 1}, {"size", 3}, {"step", 2}}}, {"flip", {{"dims", Sizes{0}}}},
+               {"roll", {{"shifts", Sizes{2}}, {"dims", Sizes{1}}}}, {"tril"}, {"triu"}, {"repeat", {{"repeats", Sizes{2, 1}}}}, {"squeeze"}, {"glu"},
+               {"constant_pad_nd", {{"pad", Sizes{1, 2}}, {"value", 3}}}},
+              16),
+      {.name = "of lists", .inputs = {sample({4, 3}), sample({4, 3}, 1)}, .body = [](const Tensors& in) {
+         const c10::IValue both(c10::List<at::Tensor>({in[0], in[1]}));
+         Tensors out;
+         for (const char* name : {"aten::cat", "aten::_cat", "aten::stack", "aten::_stack"})
+           if (has_operator(name)) out.push_back(call_operator(name, {}, {{"tensors", both}, {"dim", 1}})[0]);
+         return out;
+       }, .backward = false, .most = 16},
+      {.name = "glu", .inputs = {sample({4, 6})}, .body = [](const Tensors& in) { return Tensors{at::glu(in[0], 0), at::glu(in[0], 1)}; }, .most = 14},
+      {.name = "views of complex numbers", .inputs = {sample({4, 3, 2})}, .body = [](const Tensors& in) {
+         const at::Tensor z = at::view_as_complex(in[0]);
+         return Tensors{at::view_as_real(z), at::real(z), at::imag(z)};
+       }, .most = 14},
   });
 }
 

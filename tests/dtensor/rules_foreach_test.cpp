@@ -4,9 +4,11 @@
 
 #include <cmath>
 #include <limits>
+#include <map>
 
 #include "penstock/base/errors.h"
 #include "penstock/dtensor/sharding_rule.h"
+#include "penstock/torch/stack_tensors.h"
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {
@@ -32,6 +34,64 @@ TEST(ForeachRules, EveryOperatorOfTheDispatcherIsHandled) {
     EXPECT_TRUE(has_sharding_rule(c10::toString(op))) << c10::toString(op);
   }
   EXPECT_GT(seen, 100u);
+}
+
+// Arguments by their type: every list is two of the tensors.
+Tensors call_on_lists(const c10::OperatorHandle& op, const Tensors& in, bool in_place) {
+  Stack stack;
+  std::size_t next = 0;
+  Tensors first;
+  for (const c10::Argument& argument : op.schema().arguments()) {
+    const std::string type = argument.type()->str();
+    if (type == "Tensor[]") {
+      Tensors list{in[next], in[next + 1]};
+      next += 2;
+      if (in_place && first.empty()) first = list = {list[0].clone(), list[1].clone()};
+      stack.emplace_back(c10::List<at::Tensor>(list));
+    } else if (type == "Tensor") {
+      stack.emplace_back(argument.name() == "scalars" ? at::tensor({0.5, 2.0}) : at::full({}, 0.5));
+    } else if (type == "Scalar[]" || type == "number[]") {
+      stack.emplace_back(std::vector<at::Scalar>{0.5, 2.0});
+    } else if (argument.default_value()) {
+      stack.push_back(*argument.default_value());
+    } else {
+      stack.emplace_back(0.5);
+    }
+  }
+  op.callBoxed(&stack);
+  if (in_place) return first;
+  Tensors out;
+  for (const c10::IValue& value : stack) for_each_tensor(value, [&](const at::Tensor& tensor) { out.push_back(tensor); });
+  return out;
+}
+
+// All that this LibTorch has, the forms in place one by one, because each may be refused.
+TEST(ForeachRules, EveryOperatorByName) {
+  const Tensors inputs{sample_positive({5, 3}), sample_positive({4}, 1), sample_positive({5, 3}, 2), sample_positive({4}, 3), sample_positive({5, 3}, 4), sample_positive({4}, 5)};
+  std::map<std::size_t, std::vector<c10::OperatorHandle>> functional;
+  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (name.name.rfind("aten::_foreach_", 0) != 0) continue;
+    const auto op = c10::Dispatcher::singleton().findSchema(name);
+    if (!op || name.overload_name.find("out") != std::string::npos) continue;
+    std::size_t lists = 0;
+    for (const c10::Argument& argument : op->schema().arguments()) lists += argument.type()->str() == "Tensor[]";
+    if (!op->schema().returns().empty()) {
+      functional[lists].push_back(*op);
+      continue;
+    }
+    check_rule({.name = c10::toString(name), .inputs = {inputs.begin(), inputs.begin() + static_cast<std::ptrdiff_t>(2 * lists)},
+                .body = [&](const Tensors& in) { return call_on_lists(*op, in, true); }, .backward = false, .may_refuse = true, .rtol = 1e-4, .atol = 1e-5, .most = 8});
+    if (::testing::Test::HasFailure()) return;
+  }
+  for (const auto& [lists, operators] : functional)
+    check_rule({.name = "operators on " + std::to_string(lists) + " lists", .inputs = {inputs.begin(), inputs.begin() + static_cast<std::ptrdiff_t>(2 * lists)},
+                .body = [&operators = operators](const Tensors& in) {
+                  Tensors out;
+                  for (const c10::OperatorHandle& op : operators)
+                    for (const at::Tensor& result : call_on_lists(op, in, false)) out.push_back(result);
+                  return out;
+                },
+                .backward = false, .rtol = 1e-4, .atol = 1e-5, .most = 8});
 }
 
 TEST(ForeachRules, PlainPositionsAndMistakes) {

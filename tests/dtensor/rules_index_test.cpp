@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "penstock/base/errors.h"
+#include "tests/dtensor/operator_call.h"
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {
@@ -117,6 +118,62 @@ TEST(IndexRules, OutOfRange) {
     const at::Tensor index = distribute_tensor(at::tensor(std::vector<std::int64_t>{0, 4}), mesh, {Replicate{}});
     EXPECT_THROW(x.index_select(0, index), ValueError);
     EXPECT_THROW(x.index({index}), ValueError);
+  });
+}
+
+TEST(IndexRules, ByName) {
+  const auto distinct = at::tensor(std::vector<std::int64_t>{7, 0, 2, 14});
+  check_rules({
+      {.name = "put", .inputs = {sample({5, 3}), distinct, sample({4}, 1)}, .body = [](const Tensors& in) { return Tensors{in[0].put(in[1], in[2]), in[0].put(in[1], in[2], true)}; }, .most = 16},
+      {.name = "masked_scatter", .inputs = {sample({5, 3}), sample({5, 3}, 1), sample({15}, 2)}, .body = [](const Tensors& in) { return Tensors{in[0].masked_scatter(in[1] > 0, in[2])}; }, .backward = false, .most = 16},
+      {.name = "trace", .inputs = {sample({4, 4})}, .body = [](const Tensors& in) { return Tensors{in[0].trace()}; }, .most = 14},
+      each_of("written back", {sample({4, 5}), sample({5}, 1)}, {{"select_scatter", {{"dim", 0}, {"index", 2}}}}, 16),
+      each_of("slices written back", {sample({4, 5}), sample({4, 2}, 1)}, {{"slice_scatter", {{"dim", 1}, {"start", 1}, {"end", 3}}}}, 16),
+      each_of("diagonals written back", {sample({4, 5}), sample({4}, 1)}, {{"diagonal_scatter"}}, 16),
+      each_of("strided", {sample({4, 5}), sample({2, 5}, 1)}, {{"as_strided_scatter", {{"size", std::vector<std::int64_t>{2, 5}}, {"stride", std::vector<std::int64_t>{10, 1}}}}}, 16),
+      each_of("gradients of one tensor", {sample({4, 5})},
+              {{"unfold_backward", {{"input_sizes", std::vector<std::int64_t>{5}}, {"dim", 0}, {"size", 5}, {"step", 1}}},
+               {"select_backward", {{"input_sizes", std::vector<std::int64_t>{4, 3, 5}}, {"dim", 1}, {"index", 2}}},
+               {"slice_backward", {{"input_sizes", std::vector<std::int64_t>{4, 9}}, {"dim", 1}, {"start", 2}, {"end", 7}, {"step", 1}}}},
+              14),
+      {.name = "gradient of a masked_scatter", .inputs = {sample({5, 3}), sample({5, 3}, 1)}, .body = [](const Tensors& in) {
+         if (!has_operator("aten::masked_scatter_backward")) return Tensors{};
+         return call_operator("aten::masked_scatter_backward", {in[0], in[1] > 0}, {{"sizes", std::vector<std::int64_t>{15}}});
+       }, .backward = false, .most = 12},
+      {.name = "without checks", .inputs = {sample({5, 3}), sample_index({4}, 5), sample({4, 3}, 1)}, .body = [](const Tensors& in) {
+         c10::List<c10::optional<at::Tensor>> indices;
+         indices.push_back(c10::optional<at::Tensor>(in[1]));
+         Tensors out;
+         if (has_operator("aten::_unsafe_index.Tensor")) out.push_back(call_operator("aten::_unsafe_index.Tensor", {in[0]}, {{"indices", indices}})[0]);
+         if (has_operator("aten::_unsafe_index_put")) out.push_back(call_operator("aten::_unsafe_index_put", {in[0], in[2]}, {{"indices", indices}, {"accumulate", true}})[0]);
+         return out;
+       }, .backward = false, .most = 16},
+      {.name = "_index_put_impl_", .inputs = {sample({5, 3}), sample_index({4}, 5), sample({4, 3}, 1)}, .body = [](const Tensors& in) {
+         c10::List<c10::optional<at::Tensor>> indices;
+         indices.push_back(c10::optional<at::Tensor>(in[1]));
+         const at::Tensor out = in[0].clone();
+         call_operator("aten::_index_put_impl_", {out, in[2]}, {{"indices", indices}, {"accumulate", true}});
+         return Tensors{out};
+       }, .backward = false, .may_refuse = true, .most = 16},
+  });
+}
+
+// Results whose shape depends on values are refused, each by its name.
+TEST(IndexRules, UnknownShapes) {
+  const RulesChecked checked;
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const at::Tensor x = distribute_tensor(sample_index({6}, 3), mesh, {Shard{0}});
+    for (const OperatorRow& row : std::vector<OperatorRow>{{"nonzero"}, {"_unique"}, {"_unique2"}, {"unique_dim", {{"dim", 0}}}, {"unique_consecutive"}, {"unique_dim_consecutive", {{"dim", 0}}}, {"bincount"},
+                                                           {"repeat_interleave.Tensor"}}) {
+      if (!has_operator("aten::" + row.name)) continue;
+      try {
+        call_operator("aten::" + row.name, {x}, row.named);
+        ADD_FAILURE() << row.name << " was not refused";
+      } catch (const ValueError& error) {
+        EXPECT_NE(std::string(error.what()).find("aten::" + row.name), std::string::npos) << error.what();
+      }
+    }
   });
 }
 

@@ -57,5 +57,18 @@ TEST(ViewRules, SplitAndJoin) {
   });
 }
 
+TEST(MatmulRules, MatrixTimesVectorPlus) {
+  check_rules({
+      {.name = "addmv", .inputs = {sample({5}), sample({5, 4}, 1), sample({4}, 2)}, .body = [](const Tensors& in) { return Tensors{at::addmv(in[0], in[1], in[2], 0.5, 2)}; }, .most = 20},
+      {.name = "addmv of a number", .inputs = {sample({1}), sample({5, 4}, 1), sample({4}, 2)}, .body = [](const Tensors& in) { return Tensors{at::addmv(in[0], in[1], in[2])}; }, .backward = false, .most = 20},
+  });
+}
+
+TEST(MatmulRules, OfComplexNumbers) {
+  check_rules({
+      {.name = "vdot", .inputs = {sample({5, 2}), sample({5, 2}, 1)}, .body = [](const Tensors& in) { return Tensors{at::view_as_real(at::vdot(at::view_as_complex(in[0]), at::view_as_complex(in[1])))}; }, .backward = false, .most = 16},
+  });
+}
+
 }  // namespace
 }  // namespace penstock::test

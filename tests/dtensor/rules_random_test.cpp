@@ -26,6 +26,7 @@ std::vector<Draw> draws() {
       {"bernoulli.p", [](const at::Tensor& x) { return at::bernoulli(x, 0.6); }},
       {"bernoulli", [](const at::Tensor& x) { return at::bernoulli(x.sigmoid()); }},
       {"bernoulli_ by a tensor", [](const at::Tensor& x) { return at::zeros_like(x, at::kLong).bernoulli_(x.sigmoid()); }},
+      {"bernoulli.Tensor", [](const at::Tensor& x) { return at::bernoulli(at::zeros_like(x, at::kLong), x.sigmoid()); }},
       {"rand_like", [](const at::Tensor& x) { return at::rand_like(x); }},
       {"randn_like", [](const at::Tensor& x) { return at::randn_like(x, at::kDouble); }},
       {"randint_like", [](const at::Tensor& x) { return at::randint_like(x, 3, 90); }},
@@ -39,6 +40,8 @@ std::vector<Draw> draws() {
       {"geometric_", [](const at::Tensor& x) { return at::empty_like(x).geometric_(0.2); }},
       {"normal of tensors", [](const at::Tensor& x) { return at::normal(x, x.abs()); }},
       {"normal around a tensor", [](const at::Tensor& x) { return at::normal(x, 0.5); }},
+      {"normal with a tensor of deviations", [](const at::Tensor& x) { return at::normal(0.5, x.abs()); }},
+      {"normal_functional", [](const at::Tensor& x) { return at::normal_functional(x, 1, 2); }},
       {"dropout", [](const at::Tensor& x) { return at::dropout(x, 0.4, true); }},
       {"native_dropout", [](const at::Tensor& x) { return std::get<0>(at::native_dropout(x, 0.4, true)); }},
       {"rrelu", [](const at::Tensor& x) { return at::rrelu(x, 0.1, 0.4, true); }},
@@ -69,6 +72,7 @@ std::vector<at::Tensor> reference() {
 }
 
 TEST(RandomRules, DoNotDependOnTheLayout) {
+  const RulesChecked checked;
   const std::vector<at::Tensor> expected = reference();
   const auto check = [&](const std::vector<std::int64_t>& mesh_shape, const std::vector<Placements>& layouts) {
     int size = 1;
@@ -119,6 +123,7 @@ TEST(RandomRules, HaveTheRightDistributions) {
 }
 
 TEST(RandomRules, GradientsOfDropoutUseTheSameMask) {
+  const RulesChecked checked;
   comm::run_ranks(2, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
     for (const Placement& placement : {Placement(Shard{0}), Placement(Shard{1}), Placement(Replicate{})}) {

@@ -3,6 +3,7 @@
 
 #include <limits>
 
+#include "tests/dtensor/operator_call.h"
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {
@@ -44,6 +45,24 @@ TEST(ReductionRules, TruthAndSpread) {
       {.name = "var, std", .inputs = {sample({5, 3})}, .body = [](const Tensors& in) { return Tensors{in[0].var(), in[0].var(0, false), in[0].std(at::IntArrayRef{1}, true, true), std::get<1>(at::var_mean(in[0], at::IntArrayRef{0}, true))}; }, .rtol = 1e-4, .most = 14},
       {.name = "logsumexp", .inputs = {sample({5, 3})}, .body = [](const Tensors& in) { return Tensors{in[0].logsumexp(0), in[0].logsumexp(at::IntArrayRef{0, 1}), in[0].logsumexp(1, true)}; }, .most = 14},
       {.name = "count_nonzero", .inputs = {sample({5, 3})}, .body = [](const Tensors& in) { return Tensors{at::count_nonzero(in[0].relu(), c10::nullopt), at::count_nonzero(in[0].relu(), at::IntArrayRef{0})}; }, .backward = false, .most = 14},
+  });
+}
+
+TEST(ReductionRules, AlongADim) {
+  check_rules({
+      {.name = "running", .inputs = {sample({5, 3})}, .body = [](const Tensors& in) { return Tensors{in[0].cumprod(0), in[0].logcumsumexp(1), std::get<0>(in[0].cummax(0)), std::get<0>(in[0].cummin(1))}; }, .rtol = 1e-4, .most = 14},
+      each_of("by name", {sample({5, 3})},
+              {{"mode"}, {"median.dim", {{"dim", 0}}}, {"nanmedian.dim", {{"dim", 1}}}, {"kthvalue", {{"k", 2}, {"dim", 0}}}, {"aminmax", {{"dim", 0}}}, {"sort"}, {"sort.stable", {{"stable", true}, {"dim", 0}}},
+               {"argsort.stable", {{"stable", true}, {"dim", 0}}}, {"topk", {{"k", 2}}}, {"cummax", {{"dim", 1}}}, {"cummin", {{"dim", 0}}}, {"count_nonzero.dim_IntList", {{"dim", std::vector<std::int64_t>{0}}}},
+               {"var.correction"}, {"std.correction"}, {"var_mean.correction"}, {"std_mean.correction"}},
+              14),
+      // Into tensors that are there.
+      {.name = "max and min of a dim", .inputs = {sample({5, 3})}, .body = [](const Tensors& in) {
+         const at::Tensor row = in[0].select(0, 0);
+         Tensors out = call_operator("aten::max.dim_max", {in[0]}, {{"dim", 0}, {"max", at::empty_like(row)}, {"max_values", at::zeros_like(row, at::kLong)}});
+         for (const at::Tensor& result : call_operator("aten::min.dim_min", {in[0]}, {{"dim", 0}, {"min", at::empty_like(row)}, {"min_indices", at::zeros_like(row, at::kLong)}})) out.push_back(result);
+         return out;
+       }, .backward = false, .may_refuse = true, .most = 14},
   });
 }
 

@@ -11,7 +11,7 @@
 #include "penstock/base/errors.h"
 #include "penstock/dtensor/shard_grid.h"
 #include "tests/has_text.h"
-#include "tests/mesh/throws.h"
+#include "tests/throws.h"
 
 namespace penstock::test {
 namespace {

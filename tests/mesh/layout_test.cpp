@@ -7,7 +7,7 @@
 
 #include "penstock/base/errors.h"
 #include "tests/has_text.h"
-#include "tests/mesh/throws.h"
+#include "tests/throws.h"
 
 namespace penstock {
 namespace {

@@ -7,10 +7,12 @@
 #include "penstock/base/errors.h"
 #include "tests/golden_data.h"
 #include "tests/has_text.h"
+#include "tests/throws.h"
 
 namespace penstock {
 namespace {
 
+using test::message_of;
 using nlohmann::json;
 using Numbers = std::vector<std::int64_t>;
 
@@ -118,16 +120,6 @@ TEST(GoldenMicrobatch, Merges) {
   std::cout << index.at("merges").size() << " cases of merges\n";
 }
 
-template <class Call>
-std::string message_of(Call&& call) {
-  try {
-    call();
-  } catch (const ValueError& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 TEST(Microbatch, MergeUndoesSplit) {
   const at::Tensor x = at::arange(42, at::kFloat).view({7, 6}), y = at::arange(7);
   const Tree args = Tree::tuple({x, Tree::dict({{"y", y}, {"scale", 0.5}})});
@@ -158,14 +150,14 @@ TEST(Microbatch, LossesOfMicrobatchesBecomeAList) {
 
 TEST(Microbatch, SaysWhatIsWrong) {
   const at::Tensor x = at::ones({4, 2});
-  EXPECT_TRUE(test::has_text(message_of([&] { split_microbatches(Tree::tuple({x}), {}, 0); }), "at least 1"));
-  EXPECT_TRUE(test::has_text(message_of([&] { split_microbatches(x, {}, 2); }), "Tree::tuple({x})"));
-  EXPECT_TRUE(test::has_text(message_of([&] { split_microbatches(Tree::tuple({x}), {}, 2, {.args = Tree::tuple({chunk_dim(2)}), .kwargs = {}}); }), "args[0]"));
-  EXPECT_TRUE(test::has_text(message_of([&] { split_microbatches(Tree::tuple({}), Tree::dict({{"n", 3}}), 2, {.args = {}, .kwargs = Tree::dict({{"n", chunk_dim(0)}})}); }), "kwargs['n']"));
-  EXPECT_TRUE(test::has_text(message_of([&] { split_microbatches(Tree::tuple({at::ones({0, 2})}), {}, 2); }), "at least one row"));
-  EXPECT_TRUE(test::has_text(message_of([&] { merge_microbatches({}); }), "no microbatches"));
-  EXPECT_TRUE(test::has_text(message_of([&] { merge_microbatches({Tree::tuple({x, 3}), Tree::tuple({x, 4})}); }), "output[1] of microbatch 1"));
-  EXPECT_TRUE(test::has_text(message_of([&] { merge_microbatches({Tree::tuple({x}), Tree::tuple({x, x})}); }), "another structure"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(Tree::tuple({x}), {}, 0); }), "at least 1"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(x, {}, 2); }), "Tree::tuple({x})"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(Tree::tuple({x}), {}, 2, {.args = Tree::tuple({chunk_dim(2)}), .kwargs = {}}); }), "args[0]"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(Tree::tuple({}), Tree::dict({{"n", 3}}), 2, {.args = {}, .kwargs = Tree::dict({{"n", chunk_dim(0)}})}); }), "kwargs['n']"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(Tree::tuple({at::ones({0, 2})}), {}, 2); }), "at least one row"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { merge_microbatches({}); }), "no microbatches"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { merge_microbatches({Tree::tuple({x, 3}), Tree::tuple({x, 4})}); }), "output[1] of microbatch 1"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { merge_microbatches({Tree::tuple({x}), Tree::tuple({x, x})}); }), "another structure"));
 }
 
 }  // namespace

@@ -7,24 +7,15 @@
 #include "penstock/schedule/lower.h"
 #include "penstock/schedule/text.h"
 #include "penstock/schedule/virtual_pipeline.h"
+#include "tests/throws.h"
 
 namespace penstock::schedule {
 namespace {
 
+using test::message_of;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-template <class Error, class Call>
-std::string message_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing of that type was thrown";
-  return {};
-}
 
 PipelineShape shape(int ranks, int stages_per_rank, int microbatches) {
   PipelineShape result;

@@ -8,10 +8,12 @@
 #include "tests/has_text.h"
 #include "tests/torch/module_zoo.h"
 #include "tests/torch/sample_wrappers.h"
+#include "tests/throws.h"
 
 namespace penstock {
 namespace {
 
+using test::message_of;
 using test::has_text;
 using zoo::Tensors;
 
@@ -148,16 +150,6 @@ TEST(Fake, CudaGradientsNeedCuda) {
   const at::Tensor x = leaf();
   (x.matmul(x) * 2).sum().backward();
   EXPECT_EQ(x.grad().device(), x.device());
-}
-
-template <class Error>
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
 }
 
 TEST(Fake, DevicesThatDiffer) {

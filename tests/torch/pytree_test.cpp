@@ -14,7 +14,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/torch/pytree_convert.h"
-#include "tests/mesh/throws.h"
+#include "tests/throws.h"
 
 namespace penstock {
 namespace {

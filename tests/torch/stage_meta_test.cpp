@@ -7,7 +7,7 @@
 #include "penstock/base/errors.h"
 #include "penstock/base/warnings.h"
 #include "penstock/torch/record_checks.h"
-#include "tests/mesh/throws.h"
+#include "tests/throws.h"
 #include "tests/torch/fake_shard.h"
 #include "tests/torch/record_generators.h"
 

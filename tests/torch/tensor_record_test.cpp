@@ -18,7 +18,7 @@
 #include "penstock/base/errors.h"
 #include "penstock/torch/dtype.h"
 #include "penstock/torch/tensor_meta.h"
-#include "tests/mesh/throws.h"
+#include "tests/throws.h"
 #include "tests/torch/fake_shard.h"
 #include "tests/torch/record_generators.h"
 

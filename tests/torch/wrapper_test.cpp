@@ -12,10 +12,12 @@
 #include "tests/has_text.h"
 #include "tests/torch/module_zoo.h"
 #include "tests/torch/sample_wrappers.h"
+#include "tests/throws.h"
 
 namespace penstock {
 namespace {
 
+using test::message_of;
 using sample::Boxed;
 using sample::Two;
 using test::has_text;
@@ -394,16 +396,6 @@ struct Faulty final : Payload {
     return make_wrapper_like(c10::make_intrusive<Faulty>(fault), torch::ones({2}));
   }
 };
-
-template <class Error>
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
 
 TEST(FaultyHandler, EveryMistakeNamesOperatorAndSubclass) {
   using Fault = Faulty::Fault;

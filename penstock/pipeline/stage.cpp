@@ -1,8 +1,10 @@
 #include "penstock/pipeline/stage.h"
 
+#include <ATen/ATen.h>
 #include <fmt/format.h>
 
 #include "penstock/base/errors.h"
+#include "penstock/dtensor/dtensor.h"
 #include "penstock/torch/record_checks.h"
 
 namespace penstock {
@@ -88,6 +90,20 @@ std::vector<at::Tensor> stage_outputs(const Tree& result, int stage) {
   }
   if (tensors.empty()) refuse("nothing");
   return tensors;
+}
+
+at::Tensor tensor_from_local(const PipelineStage& stage, const at::Tensor& local, const TensorMeta& meta) {
+  const auto* record = std::get_if<DistributedRecord>(&meta);
+  if (record == nullptr) return local;
+  if (local.requires_grad())
+    throw PipeliningMetadataError(describe(fmt::format("a local part that arrived at stage {}", stage.index()), "it requires grad", "none: only the whole tensor does",
+                                           "report this: received buffers are never part of a graph"));
+  const at::NoGradGuard no_grad;
+  FromLocalOptions options;
+  options.shape = record->global_shape();
+  options.stride = record->global_stride();
+  options.check = false;
+  return from_local(local, stage.meshes().get(record->mesh_key(), stage.options().find_mesh), record->placements(), options);
 }
 
 }  // namespace penstock

@@ -108,4 +108,9 @@ std::string to_text(const PipelineStage& stage);
 // PipeliningMetadataError for anything that is no tensor.
 std::vector<at::Tensor> stage_outputs(const Tree& result, int stage);
 
+// What a stage computes with, out of the local part that arrived and the record that was agreed on: a distributed tensor is put
+// together on the stage's mesh, a plain one is the local part itself. Nothing is compared between ranks; no graph leads to the
+// local part. Throws PipeliningMetadataError for a local part that requires grad and for a mesh that is not known.
+at::Tensor tensor_from_local(const PipelineStage& stage, const at::Tensor& local, const TensorMeta& meta);
+
 }  // namespace penstock

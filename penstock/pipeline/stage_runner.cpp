@@ -116,20 +116,6 @@ std::vector<at::Tensor> StageRunner::give_input_grads(int microbatch, std::size_
   return give(chunk(microbatch, "gradients").input_grads, first, count, "a gradient that the stage has not made");
 }
 
-at::Tensor StageRunner::wrap(const at::Tensor& local, const TensorMeta& meta) const {
-  const auto* record = std::get_if<DistributedRecord>(&meta);
-  if (record == nullptr) return local;
-  if (local.requires_grad())
-    throw PipeliningMetadataError(describe(fmt::format("a local part that arrived at stage {}", stage_.index()), "it requires grad", "none: only the whole tensor does",
-                                           "report this: received buffers are never part of a graph"));
-  const at::NoGradGuard no_grad;
-  FromLocalOptions options;
-  options.shape = record->global_shape();
-  options.stride = record->global_stride();
-  options.check = false;
-  return from_local(local, stage_.meshes().get(record->mesh_key(), stage_.options().find_mesh), record->placements(), options);
-}
-
 std::vector<at::Tensor> StageRunner::wrap_inputs(Chunk& chunk, int microbatch) {
   std::vector<at::Tensor> inputs;
   const TensorMetas& metas = *chunk.plan->meta.inputs;
@@ -138,7 +124,7 @@ std::vector<at::Tensor> StageRunner::wrap_inputs(Chunk& chunk, int microbatch) {
     if (!arrived.defined())
       throw PipeliningMetadataError(describe(fmt::format("input {} of stage {}, microbatch {}", i, stage_.index(), microbatch), "nothing arrived", to_string(metas[i]),
                                              "let the schedule receive it before the forward"));
-    at::Tensor input = wrap(arrived, metas[i]);
+    at::Tensor input = tensor_from_local(stage_, arrived, metas[i]);
     // A leaf of its own: the buffer may be the output of a stage on this rank.
     if (!is_distributed(metas[i])) input = input.detach();
     input.set_requires_grad(has_backward_ && requires_grad(metas[i]));
@@ -321,7 +307,7 @@ std::unique_ptr<StageRunner::Backward> StageRunner::start_backward(int microbatc
       if (arrived.defined() != metas[i].has_value())
         throw PipeliningMetadataError(describe(fmt::format("gradient of output {} of stage {}, microbatch {}", i, stage_.index(), microbatch), arrived.defined() ? "one arrived" : "nothing arrived",
                                                to_string(metas[i]), "let the schedule receive it before the backward"));
-      gradients.push_back(arrived.defined() ? wrap(arrived, *metas[i]) : at::Tensor());
+      gradients.push_back(arrived.defined() ? tensor_from_local(stage_, arrived, *metas[i]) : at::Tensor());
       arrived.reset();
     }
     if (validates() && !of.plan->announced_outputs) check_metas(fmt::format("stage {} output gradients, microbatch {}", stage_.index(), microbatch), metas, gradients);

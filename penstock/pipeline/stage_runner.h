@@ -79,7 +79,6 @@ class StageRunner {
   void check_outputs(const Chunk& chunk, int microbatch, const std::vector<at::Tensor>& outputs) const;
   void finish_forward(Chunk& chunk, int microbatch, const Tree& result, const Tree& target);
   void finish_backward(Chunk& chunk, int microbatch, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> input_grads);
-  at::Tensor wrap(const at::Tensor& local, const TensorMeta& meta) const;
   void check_chunk(int microbatch, const char* action) const;
   bool validates() const { return validate_; }
 

@@ -13,8 +13,6 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/base/log.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/dtensor/dtensor_record.h"
 #include "penstock/torch/distributed_type.h"
 #include "penstock/torch/fake.h"
 #include "penstock/torch/record_checks.h"
@@ -61,12 +59,8 @@ at::Tensor filled(const TensorMeta& meta, const PipelineStage& stage, double val
   if (fake) {
     const TensorRecord& record = local_record(meta);
     tensor = make_fake_strided(record.shape(), record.stride(), at::device(stage.device()).dtype(record.dtype()));
-  } else if (const auto* record = std::get_if<DistributedRecord>(&meta)) {
-    tensor = make_dtensor_from_record(record->with_requires_grad(false), stage.device(), stage.meshes().get(record->mesh_key(), stage.options().find_mesh));
-    tensor.fill_(value);
   } else {
-    tensor = make_raw_tensor(meta, stage.device());
-    tensor.fill_(value);
+    tensor = tensor_from_local(stage, make_raw_tensor(meta, stage.device()).fill_(value), meta);
   }
   return tensor.set_requires_grad(requires_grad);
 }

@@ -2,13 +2,16 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <memory>
+#include <string>
 #include <utility>
 
 #include "penstock/base/errors.h"
-#include "penstock/dtensor/dtensor.h"
 #include "penstock/pipeline/backward_plan.h"
 #include "penstock/pipeline/graph_node.h"
+#include "penstock/torch/wrapper.h"
 
 namespace penstock {
 
@@ -108,9 +111,12 @@ std::vector<NodePtr> accumulators(const std::vector<at::Tensor>& inputs) {
 }
 
 // A gradient that came through a view may share its memory with the gradient of a weight, which later microbatches add to.
-at::Tensor owned(const at::Tensor& grad) {
-  const bool shared = grad.has_storage() && grad.storage().use_count() > 1;
-  return shared ? grad.clone() : grad;
+bool shares_memory(const at::Tensor& grad) {
+  if (const Payload* payload = payload_of(grad)) {
+    const auto parts = payload->inner_tensors();
+    return std::any_of(parts.begin(), parts.end(), [](const auto& part) { return shares_memory(part.second); });
+  }
+  return grad.has_storage() && grad.storage().use_count() > 1;
 }
 
 std::vector<at::Tensor> take_grads(const std::vector<at::Tensor>& inputs) {
@@ -120,7 +126,7 @@ std::vector<at::Tensor> take_grads(const std::vector<at::Tensor>& inputs) {
   for (const at::Tensor& input : inputs)
     if (input.defined() && input.requires_grad()) input.mutable_grad() = at::Tensor();
   for (at::Tensor& grad : grads)
-    if (grad.defined()) grad = owned(grad);
+    if (grad.defined() && shares_memory(grad)) grad = grad.clone();
   return grads;
 }
 

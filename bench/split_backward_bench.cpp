@@ -3,9 +3,11 @@
 //   split_backward_bench                       8 blocks, 64 positions, widths 32 and 256
 //   split_backward_bench --blocks 4 --rounds 21
 //
-// The ways alternate, one microbatch at a time; CPU time of this thread counts, and the median over the rounds is shown. Set
+// The ways alternate, one microbatch at a time; CPU time of this thread counts, and the median over the rounds is shown. The heap keeps
+// what it once got, as in a long training; otherwise it would count which way happens to give memory back to the system. Set
 // OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1: the BLAS reads them when it is loaded.
 #include <fmt/format.h>
+#include <malloc.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -117,6 +119,9 @@ int main(int argc, char** argv) {
     else return fmt::print(stderr, "split_backward_bench: {} is not known; there are --blocks and --rounds\n", argv[i]), 2;
   }
   at::set_num_threads(1);
+  mallopt(M_MMAP_THRESHOLD, 1 << 30);
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  mallopt(M_TOP_PAD, 1 << 28);
   fmt::print("LibTorch {}, {} blocks, 64 positions\n", penstock::torch_version(), blocks);
   for (const std::int64_t width : {32, 256}) measure(width, blocks, rounds);
 }

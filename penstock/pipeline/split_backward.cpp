@@ -1,6 +1,8 @@
 #include "penstock/pipeline/split_backward.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/csrc/autograd/functions/tensor.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -92,6 +94,12 @@ struct OnceCalled {
   std::uint64_t number;
   NodePtr sink;  // a KeepLeaving
 };
+
+// An in-place operator on a view keeps the node of the operator inside, whose edges must be those of the outer node, but for the first.
+void redirect(Node& node, std::uint32_t edge, const Edge& to) {
+  node.next_edges()[edge] = to;
+  if (auto* copy = dynamic_cast<torch::autograd::CopySlices*>(&node); copy && copy->fn && edge > 0) copy->fn->next_edges()[edge] = to;
+}
 
 std::string shape_text(at::IntArrayRef shape) { return fmt::format("[{}]", fmt::join(shape, ", ")); }
 
@@ -237,7 +245,7 @@ struct BackwardPass {
       } else if (BackwardPlan::opaque(*node)) {
         const auto sink = make_node<KeepLeaving>();
         for (std::uint32_t e = 0; e < edges.size(); ++e)
-          if (edges[e].is_valid() && !plan.upper(index.target(n, e))) edges[e] = sink->in_place_of(edges[e], sink);
+          if (edges[e].is_valid() && !plan.upper(index.target(n, e))) redirect(*node, e, sink->in_place_of(edges[e], sink));
         once.push_back({node->sequence_nr(), sink});
         node->add_post_hook(std::make_unique<ReleaseAfterwards>(node));
       } else {

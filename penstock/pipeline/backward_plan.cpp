@@ -26,7 +26,7 @@ bool passes_weight_through(const Node& node) {
   return std::find(kNames.begin(), kNames.end(), name) != kNames.end();
 }
 
-const AccumulateGrad* as_leaf(Node* node) { return node->num_outputs() == 0 ? dynamic_cast<const AccumulateGrad*>(node) : nullptr; }
+const AccumulateGrad* as_leaf(const NodeIndex::Entry& entry) { return entry.edges == 0 ? dynamic_cast<const AccumulateGrad*>(entry.node) : nullptr; }
 
 }  // namespace
 
@@ -47,7 +47,7 @@ NodeIndex::NodeIndex(const torch::autograd::edge_list& roots) {
     while (!path.empty()) {
       Step& step = path.back();
       const Entry& entry = entries_[step.number];
-      if (step.edge == entry.node->num_outputs()) {
+      if (step.edge == entry.edges) {
         bottom_up_.push_back(step.number);
         path.pop_back();
         continue;
@@ -79,8 +79,9 @@ std::uint32_t NodeIndex::add(const NodePtr& node) {
   if (2 * entries_.size() >= slots_.size()) grow();
   const auto number = size();
   slots_[slot_of(node.get())] = {node.get(), number};
-  entries_.push_back({node.get(), &node, static_cast<std::uint32_t>(targets_.size())});
-  targets_.resize(targets_.size() + node->num_outputs(), kNone);
+  const auto edges = static_cast<std::uint32_t>(node->num_outputs());
+  entries_.push_back({node.get(), &node, static_cast<std::uint32_t>(targets_.size()), edges});
+  targets_.resize(targets_.size() + edges, kNone);
   return number;
 }
 
@@ -118,7 +119,7 @@ BackwardPlan::BackwardPlan(const torch::autograd::edge_list& roots, const std::v
     }
     if (upper_[n]) continue;
     if (arriving[n] > 2) g.crowded = any_crowded = true;
-    if (const AccumulateGrad* leaf = as_leaf(index_[n].node)) g.large |= leaf->variable.dim() > 1;
+    if (const AccumulateGrad* leaf = as_leaf(index_[n])) g.large |= leaf->variable.dim() > 1;
   }
   // The order of two additions matters from three gradients on. It is kept in the second half by the numbers of the nodes, where
   // these tell the order in which the engine takes nodes.
@@ -144,8 +145,7 @@ void BackwardPlan::mark_upper(const std::vector<NodePtr>& inputs) {
 void BackwardPlan::mark_upper_above_weights() {
   std::vector<char> weight(index_.size());  // a weight or a view of one
   for (const std::uint32_t n : index_.bottom_up()) {
-    Node* node = index_[n].node;
-    bool any = as_leaf(node) != nullptr, all = true;
+    bool any = as_leaf(index_[n]) != nullptr, all = true;
     if (any) {
       weight[n] = true;
       continue;
@@ -153,7 +153,7 @@ void BackwardPlan::mark_upper_above_weights() {
     for (std::uint32_t e = 0; e < index_.edges(n) && all; ++e)
       if (const std::uint32_t to = index_.target(n, e); to != NodeIndex::kNone) any = true, all = weight[to];
     if (!any || !all) continue;
-    (passes_weight_through(*node) ? weight : upper_)[n] = true;
+    (passes_weight_through(*index_[n].node) ? weight : upper_)[n] = true;
   }
 }
 

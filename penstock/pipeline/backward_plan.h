@@ -20,14 +20,14 @@ class NodeIndex {
   struct Entry {
     torch::autograd::Node* node;
     const NodePtr* owner;      // somewhere in the graph or in the roots: copy it before edges change
-    std::uint32_t first_edge;  // in targets
+    std::uint32_t first_edge, edges;  // in targets
   };
 
   explicit NodeIndex(const torch::autograd::edge_list& roots);
 
   std::uint32_t size() const { return static_cast<std::uint32_t>(entries_.size()); }
   const Entry& operator[](std::uint32_t number) const { return entries_[number]; }
-  std::uint32_t edges(std::uint32_t number) const { return static_cast<std::uint32_t>(entries_[number].node->num_outputs()); }
+  std::uint32_t edges(std::uint32_t number) const { return entries_[number].edges; }
   std::uint32_t target(std::uint32_t number, std::uint32_t edge) const { return targets_[entries_[number].first_edge + edge]; }
   // A node stands after all that it leads to.
   const std::vector<std::uint32_t>& bottom_up() const { return bottom_up_; }

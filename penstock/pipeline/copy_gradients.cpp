@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "penstock/base/errors.h"
+#include "penstock/torch/distributed_type.h"
 
 namespace penstock::pipeline {
 
@@ -51,11 +52,9 @@ void CopyGradients::sum() {
     const auto* holders = mask.data_ptr<std::int64_t>();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (holders[i] == 0) continue;
-      at::Tensor gradient = parameters[i].grad();
-      if (!gradient.defined()) gradient = at::zeros_like(parameters[i]);
-      gradient = gradient.contiguous();
-      pair.group.all_reduce(gradient, comm::ReduceOp::Sum, {.label = "gradient of copies", .timeout = {}}).wait();
-      parameters[i].mutable_grad() = gradient;
+      at::Tensor& gradient = parameters[i].mutable_grad();
+      gradient = gradient.defined() ? gradient.contiguous() : at::zeros_like(parameters[i], at::MemoryFormat::Contiguous);
+      pair.group.all_reduce(local_if_distributed(gradient, kDetach), comm::ReduceOp::Sum, {.label = "gradient of copies", .timeout = {}}).wait();
     }
   }
 }

@@ -108,6 +108,30 @@ class NoteWeights final : public Node {
 // on the version and on strides; the node that it left tells.
 bool adds_bias_flat(const at::Tensor& output) { return output.dim() == 2 || output.grad_fn()->name().rfind("AddBackward", 0) != 0; }
 
+// Takes away all edges that do not lead to `input`. Returns whether any is left.
+bool keep_edges_to(const NodePtr& input, Node& node) {
+  bool any = false;
+  for (Edge& edge : node.next_edges()) {
+    if (!edge.is_valid()) continue;
+    if (edge.function == input || keep_edges_to(input, *edge.function)) any = true;
+    else edge = Edge();
+  }
+  return any;
+}
+
+// The layer itself, with a graph that leads to the input alone, whether the input needs a gradient or not.
+at::Tensor linear_of_input(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
+  const at::Tensor tracked = input.requires_grad() ? input : input.detach().requires_grad_(true);
+  at::Tensor w = weight.detach(), b = bias.defined() ? bias.detach() : bias;
+  if (input.dim() <= 2 || input.is_contiguous()) return at::linear(tracked, w, b);
+  // How LibTorch multiplies here depends on whether the weight needs a gradient: it must seem so.
+  w.requires_grad_(weight.requires_grad());
+  if (b.defined()) b.requires_grad_(bias.requires_grad());
+  const at::Tensor output = at::linear(tracked, w, b);
+  keep_edges_to(torch::autograd::impl::gradient_edge(tracked).function, *output.grad_fn());
+  return output;
+}
+
 }  // namespace
 
 WeightQueue::WeightQueue() : state_(std::make_shared<State>()) {}
@@ -145,12 +169,10 @@ WeightQueueGuard::~WeightQueueGuard() { current_queue = std::move(previous_); }
 at::Tensor deferred_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
   const bool weight_grad = weight.requires_grad(), bias_grad = bias.defined() && bias.requires_grad();
   if (!current_queue || !at::GradMode::is_enabled() || !(weight_grad || bias_grad)) return at::linear(input, weight, bias);
-  // The layer itself, for the gradient of its input alone. An input that needs none gets a graph nevertheless, to be read and dropped.
-  const bool input_grad = input.requires_grad();
-  const at::Tensor inner = at::linear(input_grad ? input : input.detach().requires_grad_(true), weight.detach(), bias.defined() ? bias.detach() : bias);
+  const at::Tensor inner = linear_of_input(input, weight, bias);
   const at::Tensor output = inner.variable_data();
   edge_list to_inner(1), to_weights(2);
-  if (input_grad) to_inner[0] = torch::autograd::impl::gradient_edge(inner);
+  if (input.requires_grad()) to_inner[0] = torch::autograd::impl::gradient_edge(inner);
   if (weight_grad) to_weights[0] = torch::autograd::impl::gradient_edge(weight);
   if (bias_grad) to_weights[1] = torch::autograd::impl::gradient_edge(bias);
   auto node = make_node<NoteWeights>(std::move(to_inner), input, std::move(to_weights), adds_bias_flat(inner), current_queue);

@@ -20,11 +20,13 @@
 // the same last bit.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/nn/cloneable.h>
 #include <torch/nn/options/linear.h>
 #include <torch/nn/pimpl.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <iosfwd>
 #include <memory>
 

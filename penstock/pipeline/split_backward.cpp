@@ -1,14 +1,19 @@
 #include "penstock/pipeline/split_backward.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/csrc/autograd/functions/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <memory>
+#include <string>
 #include <utility>
 
 #include "penstock/base/errors.h"
-#include "penstock/dtensor/dtensor.h"
 #include "penstock/pipeline/backward_plan.h"
 #include "penstock/pipeline/graph_node.h"
+#include "penstock/torch/wrapper.h"
 
 namespace penstock {
 
@@ -90,6 +95,12 @@ struct OnceCalled {
   NodePtr sink;  // a KeepLeaving
 };
 
+// An in-place operator on a view keeps the node of the operator inside, whose edges must be those of the outer node, but for the first.
+void redirect(Node& node, std::uint32_t edge, const Edge& to) {
+  node.next_edges()[edge] = to;
+  if (auto* copy = dynamic_cast<torch::autograd::CopySlices*>(&node); copy && copy->fn && edge > 0) copy->fn->next_edges()[edge] = to;
+}
+
 std::string shape_text(at::IntArrayRef shape) { return fmt::format("[{}]", fmt::join(shape, ", ")); }
 
 std::vector<NodePtr> accumulators(const std::vector<at::Tensor>& inputs) {
@@ -108,9 +119,12 @@ std::vector<NodePtr> accumulators(const std::vector<at::Tensor>& inputs) {
 }
 
 // A gradient that came through a view may share its memory with the gradient of a weight, which later microbatches add to.
-at::Tensor owned(const at::Tensor& grad) {
-  const bool shared = grad.has_storage() && grad.storage().use_count() > 1;
-  return shared ? grad.clone() : grad;
+bool shares_memory(const at::Tensor& grad) {
+  if (const Payload* payload = payload_of(grad)) {
+    const auto parts = payload->inner_tensors();
+    return std::any_of(parts.begin(), parts.end(), [](const auto& part) { return shares_memory(part.second); });
+  }
+  return grad.has_storage() && grad.storage().use_count() > 1;
 }
 
 std::vector<at::Tensor> take_grads(const std::vector<at::Tensor>& inputs) {
@@ -120,7 +134,7 @@ std::vector<at::Tensor> take_grads(const std::vector<at::Tensor>& inputs) {
   for (const at::Tensor& input : inputs)
     if (input.defined() && input.requires_grad()) input.mutable_grad() = at::Tensor();
   for (at::Tensor& grad : grads)
-    if (grad.defined()) grad = owned(grad);
+    if (grad.defined() && shares_memory(grad)) grad = grad.clone();
   return grads;
 }
 
@@ -231,7 +245,7 @@ struct BackwardPass {
       } else if (BackwardPlan::opaque(*node)) {
         const auto sink = make_node<KeepLeaving>();
         for (std::uint32_t e = 0; e < edges.size(); ++e)
-          if (edges[e].is_valid() && !plan.upper(index.target(n, e))) edges[e] = sink->in_place_of(edges[e], sink);
+          if (edges[e].is_valid() && !plan.upper(index.target(n, e))) redirect(*node, e, sink->in_place_of(edges[e], sink));
         once.push_back({node->sequence_nr(), sink});
         node->add_post_hook(std::make_unique<ReleaseAfterwards>(node));
       } else {

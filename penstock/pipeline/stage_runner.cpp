@@ -10,6 +10,7 @@
 #include "penstock/base/errors.h"
 #include "penstock/base/warnings.h"
 #include "penstock/dtensor/dtensor.h"
+#include "penstock/pipeline/deferred_linear.h"
 #include "penstock/torch/distributed_type.h"
 #include "penstock/torch/record_checks.h"
 
@@ -32,6 +33,7 @@ struct StageRunner::Chunk {
   std::vector<at::Tensor> output_grads;  // as they arrived
   std::vector<at::Tensor> input_grads;   // to be given
   std::vector<WeightBackward> weights;
+  WeightQueue deferred;                  // of layers that were made for it
   std::function<void()> weight_step;
   Tree result;
   at::Tensor loss;
@@ -207,6 +209,8 @@ bool StageRunner::Forward::advance() {
   const std::size_t blocks = runner.by_blocks_ ? module.block_count() : 1;
   const StepGuard step(s.context);
   const at::AutoGradMode grad_mode(runner.has_backward_);
+  std::optional<WeightQueueGuard> deferring;
+  if (runner.has_backward_) deferring.emplace(s.chunk.deferred);
   Tree result;
   try {
     const StageModule& block = runner.by_blocks_ ? module.block(s.next) : module;
@@ -286,6 +290,7 @@ bool StageRunner::Backward::advance() {
       weight_step();
     }
   }
+  if (!s.input_only) s.chunk.deferred.run();
   s.chunk.phase = s.input_only ? Chunk::Phase::InputDone : Chunk::Phase::Done;
   if (!s.input_only) --runner.live_;
   return false;
@@ -374,6 +379,7 @@ void StageRunner::backward_weight(int microbatch, const StepContext& context) {
   if (const auto weight_step = std::exchange(of.weight_step, nullptr)) weight_step();
   for (WeightBackward& weights : std::exchange(of.weights, {}))
     if (weights.pending()) weights.run();
+  of.deferred.run();
 }
 
 std::vector<std::int64_t> StageRunner::output_sizes(int microbatch, std::size_t output) const {

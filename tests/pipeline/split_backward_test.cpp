@@ -4,11 +4,12 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <map>
 #include <thread>
 
 #include "penstock/base/errors.h"
-#include "tests/has_text.h"
+#include "penstock/dtensor/dtensor.h"
 #include "tests/pipeline/split_backward_check.h"
 
 #ifdef PENSTOCK_HAVE_RAPIDCHECK
@@ -373,6 +374,36 @@ TEST_F(SplitBackward, GradModeDoesNotMatter) {
   InputBackward half = stage_backward_input(OutputEdges::of({y}), {torch::ones_like(y)}, {x});
   half.weights.run();
   EXPECT_TRUE(W.grad().defined() && !W.grad().requires_grad());
+}
+
+TEST_F(SplitBackward, DistributedTensors) {
+  using namespace std::chrono_literals;
+  const Tensors whole{at::randn({16, 16}), at::randn({16}), at::randn({16, 16}), at::randn({16}), at::randn({16}), at::randn({16})};
+  const auto inputs = random_inputs({{4, 16}});
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+    const auto spread = [&](const at::Tensor& tensor, const Placement& placement) { return distribute_tensor(tensor.detach(), mesh, {placement}).requires_grad_(true); };
+    const Tensors weights{spread(whole[0], Shard{0}), spread(whole[1], Shard{0}), spread(whole[2], Shard{1}), spread(whole[3], Replicate{}),
+                          spread(whole[4], Replicate{}), spread(whole[5], Replicate{})};
+    // Column and row parallel, the weight of the normalization in the first half.
+    const Forward forward = [&](const Tensors& x) {
+      const at::Tensor h = at::layer_norm(x[0], {16}, weights[4], weights[5]);
+      return Tensors{at::linear(at::linear(h, weights[0], weights[1]).tanh(), weights[2], weights[3]) + x[0]};
+    };
+    std::vector<Tensors> spread_inputs;
+    for (const Tensors& x : inputs) spread_inputs.push_back({spread(x[0], Replicate{})});
+    const auto local = [](Gradients gradients) {
+      for (Tensors& grads : gradients.inputs)
+        for (at::Tensor& grad : grads) EXPECT_TRUE(is_dtensor(grad)), grad = to_local(grad);
+      for (at::Tensor& grad : gradients.weights) EXPECT_TRUE(is_dtensor(grad)), grad = to_local(grad);
+      return gradients;
+    };
+    const Gradients wanted = local(run_way(Way::Autograd, forward, spread_inputs, weights));
+    expect_same(wanted, local(run_way(Way::AtOnce, forward, spread_inputs, weights)), "at once");
+    const Gradients halves = local(run_way(Way::Halves, forward, spread_inputs, weights));
+    expect_same(wanted, halves, "in halves");
+    EXPECT_EQ(halves.pending, 3);
+  });
 }
 
 #ifdef PENSTOCK_HAVE_RAPIDCHECK

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/log.h"
 
 namespace penstock::pipeline {
 
@@ -34,6 +35,17 @@ std::vector<std::int64_t> announced_sizes(const at::Tensor& words, std::size_t t
   const auto* word = words.data_ptr<std::int64_t>() + static_cast<std::int64_t>(tensor) * (kMaxDims + 1);
   if (word[0] < 0 || word[0] > kMaxDims) throw PipeliningMetadataError(describe("an announced shape", fmt::format("{} dims", word[0]), fmt::format("0 to {}", kMaxDims), "run the same build on all ranks"));
   return {word + 1, word + 1 + word[0]};
+}
+
+// One line per transfer, for those who ask for debug output.
+void note_transfer(std::string_view what, const Instruction& instruction, const Channel& channel, const std::vector<at::Tensor>& tensors) {
+  if (!log().should_log(spdlog::level::debug)) [[likely]]
+    return;
+  std::string list;
+  for (const at::Tensor& tensor : tensors)
+    list += fmt::format("{}{} on {}", list.empty() ? "" : ", ", tensor.defined() ? to_string(meta_of(tensor)) : "nothing", tensor.defined() ? tensor.device().str() : "-");
+  log().debug("pipeline: stage {} {} {}: {}, rank {} to {}: [{}]", instruction.action.stage().value(), what, schedule::to_text(instruction.action), to_text(channel), channel.from_rank,
+              channel.to_rank, list);
 }
 
 }  // namespace
@@ -104,6 +116,8 @@ StepContext TorchStepActions::context_of(const Action& action) const {
 }
 
 void TorchStepActions::run_alone(const Action& action) {
+  if (log().should_log(spdlog::level::debug)) [[unlikely]]
+    log().debug("pipeline: stage {} runs {}", action.stage().value(), schedule::to_text(action));
   StageRunner& stage = runner(action.stage().value());
   const int microbatch = action.microbatch()->value();
   const auto m = static_cast<std::size_t>(microbatch);
@@ -222,6 +236,7 @@ void TorchStepActions::await(const Instruction& instruction, const Channel& chan
   PENSTOCK_INVARIANT(!node.empty(), "a program posts what it waits for");
   Arrival& arrival = node.mapped();
   comm::wait_all(arrival.works);
+  note_transfer("has received", instruction, channel, arrival.tensors);
   StageRunner& stage = runner(channel.to_stage);
   const Span span = received_by(channel, plan(channel.to_stage, microbatch));
   if (forward) {
@@ -241,6 +256,7 @@ void TorchStepActions::send(const Instruction& instruction, const Channel& chann
   const comm::Group& group = groups_.group_of(channel);
   const Rank peer = groups_.global_rank(channel.to_rank);
   const std::string label = schedule::to_text(instruction.action);
+  note_transfer("sends", instruction, channel, tensors);
   if (forward && agreed.announced_outputs)
     sends_.push_back(group.isend(announce(tensors), peer, {.tag = ChannelGroups::announcement_tag(channel), .label = label, .timeout = {}}));
   for (std::size_t i = 0; i < tensors.size(); ++i) {

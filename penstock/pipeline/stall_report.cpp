@@ -156,7 +156,7 @@ std::string to_text(const RankPlace& place) {
   std::string text;
   const std::string when = fmt::format("step {}, for {:.1f} s", place.step, place.for_s);
   switch (place.state) {
-    case State::NoWord: text = "no word"; break;
+    case State::NoWord: return place.error.empty() ? "no word" : "no word: " + place.error;
     case State::Lost: text = place.instruction.empty() ? "lost" : fmt::format("lost; last heard of in step {}: {}", place.step, place.instruction); break;
     case State::Between: text = place.step == 0 ? "no step begun" : fmt::format("after step {}, for {:.1f} s", place.step, place.for_s); break;
     case State::Agreeing: text = when + ": agrees with all ranks on the step"; break;
@@ -257,7 +257,7 @@ StallCause find_cause(const std::vector<RankPlace>& places) {
   // The first failure ends all others; of several that are on record any is as good.
   if (auto failed = all([](const RankPlace& place) { return place.own_error; }); !failed.empty()) return caused_by(StallCause::Kind::Failure, {failed.front()});
   if (auto cycle = waits.cycle(); !cycle.empty()) return caused_by(StallCause::Kind::Cycle, std::move(cycle));
-  if (auto silent = all([](const RankPlace& place) { return place.state == State::NoWord; }); !silent.empty()) return caused_by(StallCause::Kind::SilentRank, std::move(silent));
+  if (auto silent = all([](const RankPlace& place) { return place.state == State::NoWord && place.error.empty(); }); !silent.empty()) return caused_by(StallCause::Kind::SilentRank, std::move(silent));
   // Of those that need nobody: who holds up most, then who has been at it for longest.
   StallCause best;
   double longest = 0;
@@ -278,7 +278,8 @@ StallReport make_stall_report(int seen_from, std::vector<RankPlace> places) {
 }
 
 std::string StallReport::text() const {
-  std::string text = fmt::format("pipeline stalled, seen from rank {}\n", seen_from);
+  const bool failed = cause.kind == StallCause::Kind::LostRank || cause.kind == StallCause::Kind::Failure;
+  std::string text = fmt::format("pipeline {}, seen from rank {}\n", failed ? "step failed" : "stalled", seen_from);
   for (const RankPlace& place : places) text += fmt::format("  rank {}  {}\n", place.rank, to_text(place));
   return text + cause_text(*this);
 }

@@ -44,7 +44,7 @@ struct RankPlace {
   std::optional<int> stage, microbatch;
   std::string kind;               // of the action: "F", "RECV_B", ...
   std::vector<int> waits_for;     // while waiting the one rank; while finishing those it has sent to
-  std::string error;              // first line of what ended its step, if something has
+  std::string error;              // first line of what ended its step, if something has; of NoWord why it could not be asked
   bool own_error = false;         // the error arose on that rank, it is no consequence of what another one did
 
   friend bool operator==(const RankPlace&, const RankPlace&) = default;

@@ -206,9 +206,13 @@ std::vector<RankPlace> StepWatch::ask(const RankPlace& own, std::optional<int> l
     state.wake.notify_all();
     state.changed.wait_for(lock, limit + kReadingTime + kStoreSlack, [&] { return !state.question; });
   }
+  const bool answered = thread_ && !state.question && !state.store_failed;
   std::vector<RankPlace> places = state.heard;
-  for (RankPlace& place : places)
+  for (RankPlace& place : places) {
     if (place.rank == lost) place.state = RankPlace::State::Lost;
+    // Only the host of a store that does not answer is to blame for that.
+    if (place.state == RankPlace::State::NoWord && !answered && place.rank != kStoreHost) place.error = fmt::format("the store, which rank {} hosts, does not answer", kStoreHost);
+  }
   return places;
 }
 

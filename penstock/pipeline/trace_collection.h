@@ -1,7 +1,8 @@
 // Brings the times of a step from all ranks of a pipeline together on one clock.
 //
 // Clocks. Each rank asks the first one for its time, several times over; the answer was given about halfway between question and
-// arrival, so the question that took least says best how far the clocks are apart, and half of what it took how far that may be wrong.
+// arrival, so the question that took least says best how far the clocks are apart, and half of what it took how far that may be wrong. Clocks
+// that may be the same by this count as the same.
 #pragma once
 
 #include <cstdint>

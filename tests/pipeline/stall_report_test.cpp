@@ -44,6 +44,13 @@ TEST(StallCause, ASilentRank) {
   expect_cause({place(0, State::Waiting, {1}), place(1, State::NoWord), place(2, State::Waiting, {0})}, StallCause::Kind::SilentRank, {1}, {0, 2});
 }
 
+TEST(StallCause, ARankThatCouldNotBeAskedIsNotToBlame) {
+  RankPlace unasked = place(2, State::NoWord);
+  unasked.error = "the store does not answer";
+  expect_cause({place(0, State::NoWord), place(1, State::Waiting, {0}), unasked}, StallCause::Kind::SilentRank, {0}, {1});
+  EXPECT_EQ(to_text(unasked), "no word: the store does not answer");
+}
+
 TEST(StallCause, ALostRankCountsBeforeEverythingElse) {
   expect_cause({place(0, State::Waiting, {1}), place(1, State::Waiting, {0}), place(2, State::Lost), place(3, State::Waiting, {2})}, StallCause::Kind::LostRank, {2}, {3});
 }

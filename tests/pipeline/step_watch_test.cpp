@@ -13,8 +13,10 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "penstock/base/errors.h"
 #include "penstock/pipeline/schedules.h"
 #include "penstock/pipeline/trace_comparison.h"
+#include "penstock/torch/step_context.h"
 #include "tests/has_text.h"
 
 namespace penstock {
@@ -31,10 +33,10 @@ constexpr std::int64_t kWidth = 4;
 StageModule layer(int microbatch, std::function<void()> surprise) {
   torch::nn::Linear linear(kWidth, kWidth);
   return StageModule(
-      [linear, microbatch, surprise](at::Tensor x) {
+      [module = linear.ptr(), microbatch, surprise](at::Tensor x) {
         const auto step = StepContext::current();
         if (surprise && !step->trial && step->microbatch == microbatch) surprise();
-        return torch::tanh(linear->forward(x));
+        return torch::tanh(module->forward(x));
       },
       {linear.ptr()});
 }
@@ -93,7 +95,7 @@ void expect_whole_trace(const StepTrace& trace, const schedule::Schedule& schedu
       if (await.kind != TraceEvent::Kind::Await) continue;
       for (const TraceEvent& send : trace.ranks[static_cast<std::size_t>(await.channel->from_rank)])
         if (send.kind == TraceEvent::Kind::Send && send.channel == await.channel && send.actions[0].microbatch() == await.actions[0].microbatch()) {
-          EXPECT_GE(await.end_ns + trace.clock_error_ns[static_cast<std::size_t>(await.channel->to_rank)] + 1000, send.begin_ns);
+          EXPECT_GE(await.end_ns, send.begin_ns);
         }
     }
 }
@@ -230,9 +232,10 @@ TEST(PipelineStall, AFailureIsQuotedAndDoesNotTakeLong) {
   const auto errors = errors_of(3, 60s, {.surprised_stage = 1, .surprised_microbatch = 1, .surprise = [] { throw std::runtime_error("no more memory"); }});
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 10s);
   ASSERT_EQ(errors.size(), 3u);
-  EXPECT_FALSE(has_text(errors.at(1), "pipeline stalled"));
+  EXPECT_FALSE(has_text(errors.at(1), "seen from rank"));
   for (const int rank : {0, 2}) {
-    EXPECT_TRUE(has_text(errors.at(rank), "rank 1 failed and holds up"));
+    EXPECT_TRUE(has_text(errors.at(rank), "pipeline step failed, seen from rank " + std::to_string(rank)));
+    EXPECT_TRUE(has_text(errors.at(rank), "compute 1F1; ended by: stage 1, microbatch 1"));
     EXPECT_TRUE(has_text(errors.at(rank), "no more memory"));
   }
 }

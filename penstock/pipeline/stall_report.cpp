@@ -166,7 +166,8 @@ std::string to_text(const RankPlace& place) {
   }
   // Renewed every second while a rank stands still.
   if (place.said_s_ago >= 2) text += fmt::format(" ({:.1f} s ago)", place.said_s_ago);
-  if (!place.error.empty()) text += fmt::format("; ended by: {}", place.error);
+  // That a rank gave up because another one did says nothing new.
+  if (!place.error.empty() && (place.own_error || place.state == State::Lost)) text += fmt::format("; ended by: {}", place.error);
   return text;
 }
 

@@ -281,8 +281,9 @@ TEST_F(Processes, KillInPipeline) {
 // Nobody but the stopped rank is blamed, and all others end.
 void expect_stop_is_told(int ranks, int victim, const std::vector<std::string>& told) {
   const std::string folder = fmt::format("/tmp/penstock-stall-{}-{}", getpid(), victim);
-  const Ended ended = run(fmt::format("PENSTOCK_TIMEOUT_S=2 PENSTOCK_TEST_VICTIM={} PENSTOCK_STALL_DIR='{}' '{}' launch -n {} --grace 3 -- '{}' stopped_in_pipeline", victim, folder, command_line_tool(), ranks, worker()), 40s);
+  const Ended ended = run(fmt::format("PENSTOCK_TIMEOUT_S=2 PENSTOCK_TEST_VICTIM={} PENSTOCK_STALL_DIR='{}' '{}' launch -n {} --grace 2 -- '{}' stopped_in_pipeline", victim, folder, command_line_tool(), ranks, worker()), 40s);
   EXPECT_EQ(ended.exit_code, 3) << ended.output;
+  EXPECT_TRUE(has_text(ended.output, "TimeoutError: timed out"));
   for (int rank = 0; rank < ranks; ++rank) {
     const bool written = std::filesystem::exists(fmt::format("{}/stall-rank{}.json", folder, rank));
     EXPECT_EQ(written, rank != victim) << "rank " << rank << "\n" << ended.output;

@@ -138,6 +138,9 @@ TEST(StallReport, TextAndJson) {
   waiting.instruction = "await 0RECV_B0 (gradient of stage 1 to stage 0)";
   waiting.stage = 0, waiting.microbatch = 0, waiting.kind = "RECV_B";
   const StallReport report = make_stall_report(0, {waiting, place(1, State::NoWord), place(2, State::Waiting, {1})});
+  RankPlace gave_up = waiting;
+  gave_up.error = "timed out";
+  EXPECT_EQ(to_text(gave_up), to_text(waiting));  // everybody does in the end; only whose fault it is counts
   const std::string text = report.text();
   EXPECT_TRUE(has_text(text, "pipeline stalled, seen from rank 0"));
   EXPECT_TRUE(has_text(text, "rank 0  step 4, for 3.0 s: await 0RECV_B0 (gradient of stage 1 to stage 0), waits for rank 1"));

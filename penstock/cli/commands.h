@@ -18,5 +18,6 @@ void add_schedule_command(CLI::App& app, Outcome& outcome);
 void add_check_command(CLI::App& app, Outcome& outcome);
 void add_simulate_command(CLI::App& app, Outcome& outcome);
 void add_compare_command(CLI::App& app, Outcome& outcome);
+void add_trace_command(CLI::App& app, Outcome& outcome);
 
 }  // namespace penstock::cli

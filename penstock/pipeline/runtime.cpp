@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <numeric>
 
 #include "penstock/base/errors.h"
@@ -13,8 +14,11 @@
 #include "penstock/pipeline/executor.h"
 #include "penstock/pipeline/stage_plan.h"
 #include "penstock/pipeline/stage_runner.h"
+#include "penstock/pipeline/stall_error.h"
 #include "penstock/pipeline/step_actions.h"
 #include "penstock/pipeline/step_gradients.h"
+#include "penstock/pipeline/step_watch.h"
+#include "penstock/pipeline/trace_collection.h"
 
 namespace penstock {
 
@@ -136,7 +140,9 @@ struct PipelineRuntime::Impl {
   StepResult run(bool has_backward, const Tree& args, const Tree& kwargs, const Tree& target) {
     if (!failure.empty())
       throw StateError(describe("a step of a pipeline", "an earlier one failed: " + failure, "a pipeline whose steps have succeeded", "build the pipeline again, or restart from a checkpoint"));
+    running = has_backward ? &training : &evaluation;
     progress.begin_step();
+    watch_steps();
     try {
       progress.enter(pipeline::StepProgress::kAgreeing, pipeline::steady_now_ns());
       const pipeline::StepDescription step = describe_step(has_backward, args, kwargs, target);
@@ -162,8 +168,18 @@ struct PipelineRuntime::Impl {
       actions.clear();
       progress.enter(pipeline::StepProgress::kNone, pipeline::steady_now_ns());
       return result;
-    } catch (const std::exception& error) {
+    } catch (const TimeoutError& error) {
+      const pipeline::RankPlace where = place();
       give_up(error.what());
+      pipeline::throw_with_report(error, where, watch.get());
+    } catch (const PeerLostError& error) {
+      const pipeline::RankPlace where = place();
+      give_up(error.what());
+      pipeline::throw_with_report(error, where, watch.get());
+    } catch (const std::exception& error) {
+      const pipeline::RankPlace where = place();
+      give_up(error.what());
+      pipeline::leave_last_word(error, where, watch.get());
       throw;
     } catch (...) {
       give_up("an exception of an unknown type");
@@ -175,6 +191,36 @@ struct PipelineRuntime::Impl {
     failure = why;
     options.world.fail(why);
     actions.clear();
+  }
+
+  pipeline::RankPlace place() const { return pipeline::place_of(progress.read(), *running.load(), ranks, pipeline::steady_now_ns()); }
+
+  void watch_steps() {
+    if (ranks.size() == 1) return;
+    if (!watch) {
+      const auto look = [this]() -> std::optional<pipeline::RankPlace> {
+        const auto before = progress.read();
+        const pipeline::RankPlace found = place();
+        const auto after = progress.read();
+        if (before.step != after.step || before.instruction != after.instruction) return std::nullopt;
+        return found;
+      };
+      watch = std::make_unique<pipeline::StepWatch>(pipeline::StepWatch::Options{options.world, ranks, groups.control().timeout(), look});
+    }
+    watch->start();
+  }
+
+  std::optional<pipeline::StepTrace> trace(bool align_again) {
+    if (!failure.empty() || times.empty())
+      throw StateError(describe("trace of the last step", failure.empty() ? "no step has run" : "it failed: " + failure, "a step that has ended well", "run a step first"));
+    if (!clock || align_again) clock = pipeline::align_clock(groups.control());
+    const bool trained = running == &training;
+    return pipeline::collect_trace(groups.control(), {.lowered = trained ? lowered : pipeline::forward_only(lowered),
+                                                      .skips = connections(options.skips),
+                                                      .compile = {.has_backward = trained, .post_ahead = options.post_ahead},
+                                                      .step = progress.read().step,
+                                                      .times = times,
+                                                      .clock = *clock});
   }
 
   StepResult collect() const {
@@ -210,6 +256,9 @@ struct PipelineRuntime::Impl {
   std::int64_t steps_done = 0;
   std::string failure;
   StepReport last;
+  std::atomic<const Program*> running = &training;  // in this step, or the last one
+  std::optional<pipeline::ClockOffset> clock;
+  std::unique_ptr<pipeline::StepWatch> watch;  // the first to go: it looks at the others
 };
 
 PipelineRuntime::PipelineRuntime(std::vector<PipelineStage> stages, schedule::Schedule schedule, PipelineLoss loss, PipelineOptions options)
@@ -231,6 +280,10 @@ const schedule::Schedule& PipelineRuntime::schedule() const { return impl_->lowe
 int PipelineRuntime::rank() const { return impl_->own; }
 std::vector<PipelineStage>& PipelineRuntime::stages() { return impl_->stages; }
 StepReport PipelineRuntime::report() const { return impl_->last; }
+std::optional<pipeline::StepTrace> PipelineRuntime::trace_last_step(bool align_again) { return impl_->trace(align_again); }
+void PipelineRuntime::write_trace(const std::string& path) {
+  if (const auto trace = impl_->trace(false)) pipeline::write_trace(*trace, path);
+}
 void PipelineRuntime::set_loss_scale(double scale) { impl_->options.loss_scale = scale; }
 double PipelineRuntime::loss_scale() const { return impl_->options.loss_scale; }
 

@@ -16,6 +16,8 @@
 //
 // Errors. What goes wrong on one rank (a module that throws, tensors that do not fit, a rank that dies) ends the step on all of them
 // within the deadline: there with the error itself, elsewhere with a PeerLostError that quotes it. The pipeline is unusable then.
+// A TimeoutError or PeerLostError of a step ends with a report of where every rank is and who holds up whom (stall_report.h); with
+// PENSTOCK_STALL_DIR set, it is also in stall-rank<r>.json there.
 // Thread rule: one thread; every rank runs its steps in the same order.
 #pragma once
 
@@ -30,6 +32,7 @@
 #include "penstock/pipeline/pipeline_loss.h"
 #include "penstock/pipeline/program.h"
 #include "penstock/pipeline/stage.h"
+#include "penstock/pipeline/step_trace.h"
 #include "penstock/schedule/schedule.h"
 
 namespace penstock {
@@ -79,6 +82,13 @@ class PipelineRuntime {
   std::vector<PipelineStage>& stages();
   // Of the last step.
   StepReport report() const;
+
+  // What all ranks did in the last step, and when. Collective over the pipeline: its first rank gets the trace, the others nothing.
+  // Clocks are compared the first time; `align_again` repeats that, for runs so long that they drift. Throws StateError before the
+  // first step and after one that failed.
+  std::optional<pipeline::StepTrace> trace_last_step(bool align_again = false);
+  // The same, written by the first rank to a file that Perfetto and `penstock trace` read. ConfigError there if that fails.
+  void write_trace(const std::string& path);
 
   void set_loss_scale(double scale);
   double loss_scale() const;

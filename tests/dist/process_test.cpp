@@ -11,7 +11,9 @@
 #include <csignal>
 #include <filesystem>
 #include <sstream>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "tests/command.h"
 #include "tests/has_text.h"
@@ -256,6 +258,60 @@ TEST_F(Processes, AnErrorInAnOperatorOfOneRankReachesAll) {
   EXPECT_EQ(ended.exit_code, 3) << ended.output;
   EXPECT_TRUE(has_text(lines_of(ended, 1), "a plain tensor [8, 8] among distributed ones")) << ended.output;
   for (const int rank : {0, 2}) EXPECT_TRUE(has_text(lines_of(ended, rank), "PeerLostError")) << ended.output;
+}
+
+// ----------------------------------------------------------------------------------------------------------- pipelines
+
+// The report of each rank that lives names the lost one, and its neighbours say what they wanted of it.
+TEST_F(Processes, KillInPipeline) {
+  const Ended ended = launch(4, "killed_in_pipeline", "PENSTOCK_TIMEOUT_S=60 PENSTOCK_TEST_VICTIM=2", 40s);
+  EXPECT_EQ(ended.exit_code, 128 + SIGKILL) << ended.output;
+  EXPECT_LT(ended.seconds, 15) << ended.output;
+  EXPECT_FALSE(has_text(ended.output, "ended by SIGTERM after"));
+  for (const int rank : {0, 1, 3}) {
+    const std::string lines = lines_of(ended, rank);
+    EXPECT_TRUE(has_text(lines, "PeerLostError: rank 2 was lost"));
+    EXPECT_TRUE(has_text(lines, fmt::format("pipeline step failed, seen from rank {}", rank)));
+    EXPECT_TRUE(has_text(lines, "rank 2  lost"));
+    EXPECT_TRUE(has_text(lines, "await 3RECV_F1 (activation of stage 2 to stage 3), waits for rank 2"));
+    EXPECT_TRUE(has_text(lines, "rank 2 was lost and holds up rank"));
+  }
+}
+
+// Nobody but the stopped rank is blamed, and all others end.
+void expect_stop_is_told(int ranks, int victim, const std::vector<std::string>& told) {
+  const std::string folder = fmt::format("/tmp/penstock-stall-{}-{}", getpid(), victim);
+  const Ended ended = run(fmt::format("PENSTOCK_TIMEOUT_S=2 PENSTOCK_TEST_VICTIM={} PENSTOCK_STALL_DIR='{}' '{}' launch -n {} --grace 2 -- '{}' stopped_in_pipeline", victim, folder, command_line_tool(), ranks, worker()), 40s);
+  EXPECT_EQ(ended.exit_code, 3) << ended.output;
+  EXPECT_TRUE(has_text(ended.output, "TimeoutError: timed out"));
+  for (int rank = 0; rank < ranks; ++rank) {
+    const bool written = std::filesystem::exists(fmt::format("{}/stall-rank{}.json", folder, rank));
+    EXPECT_EQ(written, rank != victim) << "rank " << rank << "\n" << ended.output;
+    if (rank == victim) continue;
+    const std::string lines = lines_of(ended, rank);
+    EXPECT_TRUE(has_text(lines, fmt::format("pipeline stalled, seen from rank {}", rank)));
+    EXPECT_TRUE(has_text(lines, fmt::format("no word from rank {}, which is stopped or cut off and holds up", victim)));
+    for (const std::string& part : told) EXPECT_TRUE(has_text(lines, part));
+  }
+  std::filesystem::remove_all(folder);
+}
+
+TEST_F(Processes, StopInPipeline) {
+  expect_stop_is_told(3, 1, {"rank 1  no word", "await 2RECV_F1 (activation of stage 1 to stage 2), waits for rank 1", "(gradient of stage 1 to stage 0), waits for rank 1"});
+}
+
+// The rank that hosts the store: nobody can be asked, but whoever waits for it knows.
+TEST_F(Processes, StopOfTheHostInPipeline) { expect_stop_is_told(2, 0, {"rank 0  no word", "await 1RECV_F1 (activation of stage 0 to stage 1), waits for rank 0"}); }
+
+TEST_F(Processes, TraceOfAPipeline) {
+  const std::string path = fmt::format("/tmp/penstock-trace-{}.json", getpid());
+  const Ended ended = launch(3, "traced_pipeline", fmt::format("PENSTOCK_TEST_TRACE='{}'", path));
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  const Ended shown = run(fmt::format("'{}' trace '{}'", command_line_tool(), path));
+  EXPECT_EQ(shown.exit_code, 0) << shown.output;
+  EXPECT_TRUE(has_text(shown.output, "step: measured "));
+  EXPECT_TRUE(has_text(shown.output, "efficiency"));
+  unlink(path.c_str());
 }
 
 // --------------------------------------------------------------------------------------------------------- rendezvous

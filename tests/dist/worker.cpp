@@ -18,6 +18,8 @@
 #include "penstock/comm/world.h"
 #include "penstock/dtensor/dtensor.h"
 #include "penstock/dtensor/parallel_style.h"
+#include "penstock/pipeline/schedules.h"
+#include "penstock/torch/step_context.h"
 
 namespace {
 
@@ -249,6 +251,40 @@ int one_rank_throws_in_operator() {
   return 0;
 }
 
+// A pipeline of one stage per rank. In the second step, in the forward of microbatch 1, the victim gets a signal.
+int pipeline_with_signal(int signal) {
+  World world = World::from_env();
+  const int stage = world.rank();
+  torch::nn::Linear linear(8, 8);
+  const StageModule module(
+      [layer = linear.ptr(), signal, is_victim = stage == victim()](at::Tensor x) {
+        const auto step = StepContext::current();
+        if (is_victim && !step->trial && step->step == 1 && step->microbatch == 1) kill(getpid(), signal);
+        return torch::tanh(layer->forward(x));
+      },
+      {linear.ptr()});
+  const PipelineLoss loss([](const at::Tensor& output, const at::Tensor& target) { return (output - target).square().mean(); });
+  PipelineRuntime pipeline = make_pipeline("1F1B", {PipelineStage(module, stage, world.size(), at::kCPU)}, 6, loss, PipelineOptions{world});
+  const at::Tensor x = at::ones({12, 8});
+  for (;;) pipeline.step(Tree::tuple({x}), {}, x);
+}
+
+int killed_in_pipeline() { return pipeline_with_signal(SIGKILL); }
+int stopped_in_pipeline() { return pipeline_with_signal(SIGSTOP); }
+
+// Trains for two steps and writes the trace of the second one.
+int traced_pipeline() {
+  World world = World::from_env();
+  const int stage = world.rank();
+  torch::nn::Linear linear(64, 64);
+  const PipelineLoss loss([](const at::Tensor& output, const at::Tensor& target) { return (output - target).square().mean(); });
+  PipelineRuntime pipeline = make_pipeline("1F1B", {PipelineStage(StageModule(linear), stage, world.size(), at::kCPU)}, 6, loss, PipelineOptions{world});
+  const at::Tensor x = at::ones({96, 64});
+  for (int step = 0; step < 2; ++step) pipeline.step(Tree::tuple({x}), {}, x);
+  pipeline.write_trace(env_text("PENSTOCK_TEST_TRACE").value());
+  return 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -258,7 +294,8 @@ int main(int argc, char** argv) {
       {"leaves_early", leaves_early}, {"mismatch", mismatch}, {"connects", connects}, {"lingers", lingers},
       {"mesh_axes", mesh_axes}, {"killed_before_group_of", killed_before_group_of}, {"never_asks", never_asks},
       {"distributed_training", distributed_training}, {"killed_in_redistribute", killed_in_redistribute}, {"parts_disagree", parts_disagree},
-      {"one_rank_throws_in_operator", one_rank_throws_in_operator}};
+      {"one_rank_throws_in_operator", one_rank_throws_in_operator}, {"killed_in_pipeline", killed_in_pipeline},
+      {"stopped_in_pipeline", stopped_in_pipeline}, {"traced_pipeline", traced_pipeline}};
   const auto found = argc == 2 ? scenarios.find(argv[1]) : scenarios.end();
   if (found == scenarios.end()) {
     fmt::print(stderr, "usage: {} SCENARIO\n", argv[0]);

@@ -3,7 +3,10 @@
 //   pipeline_bench                                                    our schedules, d = 32 and 256
 //   pipeline_bench --peer "python3 bench/pipeline_peer.py"            beside the peer's: medians, ratios, equal loss and gradient norm
 //   pipeline_bench --d 256 --schedule ZBVZeroBubble --repeats 5 --p2p ucx
+//   pipeline_bench --d 256 --schedule 1F1B --trace step.json          also writes the last step, for penstock trace and Perfetto
 //
+// Efficiency is the simulated time of the step, from the medians of its own actions, over the measured one. "one process" is a plain loop
+// over the microbatches on one core.
 // Ours and the peer's run alternately; the median over the repeats of each run's median step counts. Export OMP_NUM_THREADS=1 and
 // OPENBLAS_NUM_THREADS=1. Times depend on the machine; ratios are what to read.
 #include <fmt/format.h>
@@ -22,6 +25,7 @@
 
 #include "penstock/base/env.h"
 #include "penstock/pipeline/schedules.h"
+#include "penstock/pipeline/trace_comparison.h"
 #include "penstock/torch/version.h"
 
 namespace {
@@ -34,6 +38,7 @@ struct Config {
   std::string schedule = "1F1B";
   int d = 256, mb = 1, nmb = 8, steps = 15;
   std::string p2p = "auto";
+  std::string trace;
 };
 
 struct BlockImpl : torch::nn::Module {
@@ -63,20 +68,74 @@ double median(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
 }
 
+void pin(int core) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(static_cast<unsigned>(core) % std::max(1u, std::thread::hardware_concurrency()), &cores);
+  sched_setaffinity(0, sizeof cores, &cores);
+}
+
+std::vector<Block> make_blocks(const Config& config) {
+  torch::manual_seed(0);
+  std::vector<Block> blocks;
+  for (int i = 0; i < kBlocks; ++i) blocks.emplace_back(config.d);
+  return blocks;
+}
+
+std::pair<at::Tensor, at::Tensor> make_batch(const Config& config) {
+  const at::Generator generator = at::detail::createCPUGenerator(1);
+  at::Tensor x = torch::randn({config.mb * config.nmb, kSequence, config.d}, generator);
+  return {std::move(x), torch::randn({config.mb * config.nmb, kSequence, config.d}, generator)};
+}
+
+at::Tensor loss_of(const at::Tensor& output, const at::Tensor& target) { return torch::mse_loss(output, target); }
+
+void say(const std::vector<double>& times, double loss, double norm, double efficiency) {
+  fmt::print("step_ms {:.3f} loss {:.6f} norm {:.6f} efficiency {:.4f}\n", median(times), loss, norm, efficiency);
+  std::fflush(stdout);
+}
+
+int run_one_process(const Config& config) {
+  at::set_num_threads(1);
+  pin(0);
+  std::vector<Block> blocks = make_blocks(config);
+  std::vector<at::Tensor> parameters;
+  for (const Block& block : blocks)
+    for (const at::Tensor& parameter : block->parameters()) parameters.push_back(parameter);
+  const auto [x, target] = make_batch(config);
+  std::vector<double> times;
+  double loss = 0;
+  for (int step = 0; step < kWarmup + config.steps; ++step) {
+    for (const at::Tensor& parameter : parameters) parameter.mutable_grad() = at::Tensor();
+    const auto begin = std::chrono::steady_clock::now();
+    const auto xs = x.chunk(config.nmb), targets = target.chunk(config.nmb);
+    std::vector<at::Tensor> losses;
+    for (std::size_t m = 0; m < xs.size(); ++m) {
+      at::Tensor y = xs[m];
+      for (Block& block : blocks) y = block->forward(y);
+      losses.push_back(loss_of(y, targets[m]));
+      losses.back().backward();
+      losses.back() = losses.back().detach();
+    }
+    for (const at::Tensor& parameter : parameters) parameter.mutable_grad().div_(config.nmb);
+    if (step >= kWarmup) times.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count());
+    loss = at::stack(losses).mean().item<double>();
+  }
+  double norm = 0;
+  for (const at::Tensor& parameter : parameters) norm += parameter.grad().to(at::kDouble).pow(2).sum().item<double>();
+  say(times, loss, std::sqrt(norm), 1);
+  return 0;
+}
+
 // One rank of one run; rank 0 prints the line that the parent reads.
 int run_rank(const Config& config) {
   at::set_num_threads(1);
   comm::World world = comm::World::from_env();
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  CPU_SET(static_cast<unsigned>(world.rank()) % std::max(1u, std::thread::hardware_concurrency()), &cores);
   const auto kind = schedule::schedule_kind(config.schedule);
   const int per_rank = schedule::required_stages_per_rank(kind).value_or(2);
   const int count = per_rank * world.size();
 
-  torch::manual_seed(0);
-  std::vector<Block> blocks;
-  for (int i = 0; i < kBlocks; ++i) blocks.emplace_back(config.d);
+  const std::vector<Block> blocks = make_blocks(config);
   std::vector<PipelineStage> stages;
   const auto mine = schedule::rank_to_stages(schedule::placement_of(kind), world.size(), count)[static_cast<std::size_t>(world.rank())];
   for (const int index : mine) {
@@ -86,15 +145,12 @@ int run_rank(const Config& config) {
   }
   PipelineOptions options{world};
   options.p2p = config.p2p == "ucx" ? comm::P2PTransport::Ucx : config.p2p == "gloo" ? comm::P2PTransport::Gloo : comm::P2PTransport::Auto;
-  PipelineRuntime pipeline = make_pipeline(config.schedule, stages, config.nmb,
-                                           [](const at::Tensor& output, const at::Tensor& target) { return torch::mse_loss(output, target); }, options);
+  PipelineRuntime pipeline = make_pipeline(config.schedule, stages, config.nmb, &loss_of, options);
   // After the groups are made: their threads stay free to run elsewhere.
-  sched_setaffinity(0, sizeof cores, &cores);
+  pin(world.rank());
 
-  const at::Generator generator = at::detail::createCPUGenerator(1);
-  const at::Tensor x = torch::randn({config.mb * config.nmb, kSequence, config.d}, generator);
-  const at::Tensor target = torch::randn({config.mb * config.nmb, kSequence, config.d}, generator);
-  std::vector<double> times;
+  const auto [x, target] = make_batch(config);
+  std::vector<double> times, efficiencies;
   StepResult result;
   for (int step = 0; step < kWarmup + config.steps; ++step) {
     for (const PipelineStage& stage : stages)
@@ -103,22 +159,22 @@ int run_rank(const Config& config) {
     const auto begin = std::chrono::steady_clock::now();
     result = pipeline.step(Tree::tuple({x}), {}, target);
     world.group().barrier().wait();
-    if (step >= kWarmup) times.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count());
+    if (step < kWarmup) continue;
+    times.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count());
+    if (const auto trace = pipeline.trace_last_step()) efficiencies.push_back(pipeline::compare_with_simulation(*trace).efficiency());
   }
+  if (!config.trace.empty()) pipeline.write_trace(config.trace);
   at::Tensor sums = at::zeros({2}, at::kDouble);
   for (const PipelineStage& stage : stages)
     for (const at::Tensor& parameter : stage.parameters()) sums[0] += parameter.grad().to(at::kDouble).pow(2).sum();
   if (!result.losses.empty()) sums[1] = at::stack(result.losses).mean();
   world.group().all_reduce(sums).wait();
-  if (world.rank() == 0) {
-    fmt::print("step_ms {:.3f} loss {:.6f} norm {:.6f}\n", median(times), sums[1].item<double>(), std::sqrt(sums[0].item<double>()));
-    std::fflush(stdout);
-  }
+  if (world.rank() == 0) say(times, sums[1].item<double>(), std::sqrt(sums[0].item<double>()), median(efficiencies));
   return 0;
 }
 
 struct Figure {
-  double step_ms = 0, loss = 0, norm = 0;
+  double step_ms = 0, loss = 0, norm = 0, efficiency = 0;
 };
 
 Figure read_figure(const std::string& command) {
@@ -127,7 +183,7 @@ Figure read_figure(const std::string& command) {
   Figure figure;
   char line[512];
   bool found = false;
-  while (fgets(line, sizeof line, pipe)) found |= std::sscanf(line, "step_ms %lf loss %lf norm %lf", &figure.step_ms, &figure.loss, &figure.norm) == 3;
+  while (fgets(line, sizeof line, pipe)) found |= std::sscanf(line, "step_ms %lf loss %lf norm %lf efficiency %lf", &figure.step_ms, &figure.loss, &figure.norm, &figure.efficiency) >= 3;
   if (pclose(pipe) != 0 || !found) throw std::runtime_error("failed: " + command);
   return figure;
 }
@@ -139,10 +195,11 @@ std::string flags(const Config& config) {
 Figure run_ours(const Config& config, int port) {
   std::string self(4096, '\0');
   self.resize(static_cast<std::size_t>(std::max<ssize_t>(0, readlink("/proc/self/exe", self.data(), self.size()))));
+  if (config.schedule == "one process") return read_figure(fmt::format("'{}' --alone --d {} --mb {} --nmb {} --steps {}", self, config.d, config.mb, config.nmb, config.steps));
   std::string command;
   for (int rank = 1; rank >= 0; --rank)
-    command += fmt::format("RANK={} WORLD_SIZE=2 LOCAL_RANK={} LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={} '{}' --rank {} --p2p {}{}", rank, rank, port, self, flags(config), config.p2p,
-                           rank == 1 ? " & " : "; wait");
+    command += fmt::format("RANK={} WORLD_SIZE=2 LOCAL_RANK={} LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={} '{}' --rank {} --p2p {}{}{}", rank, rank, port, self, flags(config), config.p2p,
+                           config.trace.empty() ? "" : " --trace '" + config.trace + "'", rank == 1 ? " & " : "; wait");
   return read_figure(command);
 }
 
@@ -150,15 +207,17 @@ Figure run_ours(const Config& config, int port) {
 
 int main(int argc, char** argv) {
   Config config;
-  bool is_rank = false, all_d = true, all_schedules = true;
+  bool is_rank = false, alone = false, all_d = true, all_schedules = true;
   int repeats = 3;
   std::string peer;
   const std::map<std::string, int*> numbers{{"--d", &config.d}, {"--mb", &config.mb}, {"--nmb", &config.nmb}, {"--steps", &config.steps}, {"--repeats", &repeats}};
-  const std::map<std::string, std::string*> texts{{"--schedule", &config.schedule}, {"--p2p", &config.p2p}, {"--peer", &peer}};
+  const std::map<std::string, std::string*> texts{{"--schedule", &config.schedule}, {"--p2p", &config.p2p}, {"--peer", &peer}, {"--trace", &config.trace}};
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
     if (flag == "--rank") {
       is_rank = true;
+    } else if (flag == "--alone") {
+      alone = true;
     } else if (i + 1 < argc && numbers.contains(flag)) {
       *numbers.at(flag) = std::atoi(argv[++i]);
       if (flag == "--d") all_d = false;
@@ -166,31 +225,33 @@ int main(int argc, char** argv) {
       *texts.at(flag) = argv[++i];
       if (flag == "--schedule") all_schedules = false;
     } else {
-      fmt::print("usage: pipeline_bench [--schedule NAME] [--d N] [--mb N] [--nmb N] [--steps N] [--repeats N] [--p2p auto|gloo|ucx] [--peer \"python3 bench/pipeline_peer.py\"]\n");
+      fmt::print("usage: pipeline_bench [--schedule NAME] [--d N] [--mb N] [--nmb N] [--steps N] [--repeats N] [--p2p auto|gloo|ucx] [--trace FILE] [--peer \"python3 bench/pipeline_peer.py\"]\n");
       return flag == "--help" ? 0 : 2;
     }
   }
+  if (alone) return run_one_process(config);
   if (is_rank) return run_rank(config);
   fmt::print("LibTorch {}, 2 ranks, mb {}, nmb {}, {} transfers; median step in ms\n", torch_version(), config.mb, config.nmb, config.p2p);
-  fmt::print("{:<22} {:>4} {:>9}{}\n", "schedule", "d", "ours", peer.empty() ? "" : "      peer   ratio   loss and norm");
+  fmt::print("{:<22} {:>4} {:>9} {:>10}{}\n", "schedule", "d", "ours", "efficiency", peer.empty() ? "" : "      peer   ratio   loss and norm");
   int port = 29700 + static_cast<int>(getpid() % 200);
   for (const int d : all_d ? std::vector<int>{32, 256} : std::vector<int>{config.d}) {
-    std::vector<std::string> schedules{"GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"};
+    std::vector<std::string> schedules{"one process", "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"};
     if (!all_schedules) schedules = {config.schedule};
     for (const std::string& name : schedules) {
       Config each = config;
       each.d = d;
       each.schedule = name;
-      std::vector<double> ours, theirs;
+      std::vector<double> ours, theirs, efficiencies;
       Figure mine, other;
       for (int repeat = 0; repeat < repeats; ++repeat) {
         mine = run_ours(each, ++port);
         ours.push_back(mine.step_ms);
-        if (peer.empty()) continue;
+        efficiencies.push_back(mine.efficiency);
+        if (peer.empty() || name == "one process") continue;
         other = read_figure(fmt::format("{} {} --port {}", peer, flags(each), ++port));
         theirs.push_back(other.step_ms);
       }
-      fmt::print("{:<22} {:>4} {:>9.2f}", name, d, median(ours));
+      fmt::print("{:<22} {:>4} {:>9.2f} {:>10.3f}", name, d, median(ours), median(efficiencies));
       if (!theirs.empty()) {
         const bool equal = std::abs(mine.loss - other.loss) < 1e-4 * std::abs(other.loss) && std::abs(mine.norm - other.norm) < 1e-4 * other.norm;
         fmt::print(" {:>9.2f}  {:>6.3f}   {}", median(theirs), median(ours) / median(theirs), equal ? "equal" : fmt::format("DIFFER: {} {} against {} {}", mine.loss, mine.norm, other.loss, other.norm));

@@ -251,7 +251,8 @@ int one_rank_throws_in_operator() {
   return 0;
 }
 
-// A pipeline of one stage per rank. In the second step, in the forward of microbatch 1, the victim gets a signal.
+// A pipeline of one stage per rank. In the second step, in the forward of microbatch 1, the victim gets a signal, once what it sent
+// before has arrived and the others surely wait.
 int pipeline_with_signal(int signal) {
   World world = World::from_env();
   const int stage = world.rank();
@@ -259,7 +260,10 @@ int pipeline_with_signal(int signal) {
   const StageModule module(
       [layer = linear.ptr(), signal, is_victim = stage == victim()](at::Tensor x) {
         const auto step = StepContext::current();
-        if (is_victim && !step->trial && step->step == 1 && step->microbatch == 1) kill(getpid(), signal);
+        if (is_victim && !step->trial && step->step == 1 && step->microbatch == 1) {
+          std::this_thread::sleep_for(700ms);
+          kill(getpid(), signal);
+        }
         return torch::tanh(layer->forward(x));
       },
       {linear.ptr()});

@@ -8,7 +8,7 @@
 // Efficiency is the simulated time of the step, from the medians of its own actions, over the measured one. "one process" is a plain loop
 // over the microbatches on one core.
 // Ours and the peer's run alternately; the median over the repeats of each run's median step counts. Export OMP_NUM_THREADS=1 and
-// OPENBLAS_NUM_THREADS=1. Times depend on the machine; ratios are what to read.
+// OPENBLAS_NUM_THREADS=1. Our ranks get the variables that `penstock launch` sets. Times depend on the machine; ratios are what to read.
 #include <fmt/format.h>
 #include <sched.h>
 #include <sys/wait.h>
@@ -198,7 +198,7 @@ Figure run_ours(const Config& config, int port) {
   if (config.schedule == "one process") return read_figure(fmt::format("'{}' --alone --d {} --mb {} --nmb {} --steps {}", self, config.d, config.mb, config.nmb, config.steps));
   std::string command;
   for (int rank = 1; rank >= 0; --rank)
-    command += fmt::format("RANK={} WORLD_SIZE=2 LOCAL_RANK={} LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={} '{}' --rank {} --p2p {}{}{}", rank, rank, port, self, flags(config), config.p2p,
+    command += fmt::format("MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=17179869184 MIMALLOC_PURGE_DELAY=-1 RANK={} WORLD_SIZE=2 LOCAL_RANK={} LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={} '{}' --rank {} --p2p {}{}{}", rank, rank, port, self, flags(config), config.p2p,
                            config.trace.empty() ? "" : " --trace '" + config.trace + "'", rank == 1 ? " & " : "; wait");
   return read_figure(command);
 }

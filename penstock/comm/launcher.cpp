@@ -150,6 +150,10 @@ std::vector<std::string> rank_environment(const LaunchContext& context, int atte
   // Read when the library is loaded, so a rank could not set these for itself.
   for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"})
     if (!has(name)) set(name, fmt::format("{}", context.threads));
+  // Training frees and takes the same memory all the time. Given back to the system in between, every page of it costs a fault
+  // again, which made steps up to a fifth longer; so both allocators that LibTorch comes with are told to keep it.
+  for (const auto& [name, value] : {std::pair{"MALLOC_MMAP_THRESHOLD_", "33554432"}, {"MALLOC_TRIM_THRESHOLD_", "17179869184"}, {"MIMALLOC_PURGE_DELAY", "-1"}})
+    if (!has(name)) set(name, value);
   set("RANK", fmt::format("{}", rank));
   set("LOCAL_RANK", fmt::format("{}", rank));
   set("WORLD_SIZE", fmt::format("{}", options.ranks));

@@ -46,6 +46,7 @@ TEST(LauncherEnvironment, TellsEachRankWhoItIs) {
     const std::string threads = std::to_string(std::max(1, available_cores() / 3));
     for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"})
       EXPECT_EQ(env[name], threads) << name;
+    for (const char* name : {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MIMALLOC_PURGE_DELAY"}) EXPECT_FALSE(env[name].empty()) << name;
     ports.insert(env["MASTER_PORT"]);
   }
   ASSERT_EQ(ports.size(), 1u);
@@ -55,12 +56,13 @@ TEST(LauncherEnvironment, TellsEachRankWhoItIs) {
 
 TEST(LauncherEnvironment, KeepsTheUsersThreadsAndPort) {
   Launcher run({"-n", "1", "--port", "15999", "--", "env"},
-               {{"OMP_NUM_THREADS", "7"}, {"MKL_NUM_THREADS", ""}});
+               {{"OMP_NUM_THREADS", "7"}, {"MKL_NUM_THREADS", ""}, {"MIMALLOC_PURGE_DELAY", "5"}});
   ASSERT_EQ(run.wait(), 0) << run.err();
   auto env = variables_of(run.out(), 0);
   EXPECT_EQ(env["OMP_NUM_THREADS"], "7");
   EXPECT_EQ(env["OPENBLAS_NUM_THREADS"], std::to_string(available_cores()));
   EXPECT_EQ(env["MKL_NUM_THREADS"], std::to_string(available_cores())) << "an empty variable is not set";
+  EXPECT_EQ(env["MIMALLOC_PURGE_DELAY"], "5");
   EXPECT_EQ(env["MASTER_PORT"], "15999");
 }
 

@@ -303,6 +303,23 @@ TEST_F(Processes, StopInPipeline) {
 // The rank that hosts the store: nobody can be asked, but whoever waits for it knows.
 TEST_F(Processes, StopOfTheHostInPipeline) { expect_stop_is_told(2, 0, {"rank 0  no word", "await 1RECV_F1 (activation of stage 0 to stage 1), waits for rank 0"}); }
 
+TEST_F(Processes, PipelineSoak) {
+  const Ended ended = launch(2, "pipeline_soak", "PENSTOCK_P2P=gloo", 240s);
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  for (int rank = 0; rank < 2; ++rank) EXPECT_TRUE(has_text(lines_of(ended, rank), "200 steps as in one process")) << ended.output;
+}
+
+TEST_F(Processes, PipelineSoakUcx) {
+  if (environment("PENSTOCK_HAVE_UCX") != "1") return;  // said at configuration
+  const Ended ended = launch(2, "pipeline_soak", "PENSTOCK_P2P=ucx", 240s);
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+}
+
+TEST_F(Processes, KillInPipelineUcx) {
+  if (environment("PENSTOCK_HAVE_UCX") != "1") return;  // said at configuration
+  expect_death_is_told("killed_in_pipeline", "PENSTOCK_P2P=ucx");
+}
+
 TEST_F(Processes, TraceOfAPipeline) {
   const std::string path = fmt::format("/tmp/penstock-trace-{}.json", getpid());
   const Ended ended = launch(3, "traced_pipeline", fmt::format("PENSTOCK_TEST_TRACE='{}'", path));

@@ -20,6 +20,7 @@
 #include "penstock/dtensor/parallel_style.h"
 #include "penstock/pipeline/schedules.h"
 #include "penstock/torch/step_context.h"
+#include "tests/pipeline/soak.h"
 
 namespace {
 
@@ -289,6 +290,15 @@ int traced_pipeline() {
   return 0;
 }
 
+// Random schedules, shapes and evaluations, each step compared with one process.
+int pipeline_soak() {
+  World world = World::from_env();
+  at::set_num_threads(1);
+  const std::string wrong = test::soak(world, 200, 21);
+  say(fmt::format("rank {}: {}", world.rank(), wrong.empty() ? "200 steps as in one process" : wrong));
+  return wrong.empty() ? 0 : 1;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -299,7 +309,7 @@ int main(int argc, char** argv) {
       {"mesh_axes", mesh_axes}, {"killed_before_group_of", killed_before_group_of}, {"never_asks", never_asks},
       {"distributed_training", distributed_training}, {"killed_in_redistribute", killed_in_redistribute}, {"parts_disagree", parts_disagree},
       {"one_rank_throws_in_operator", one_rank_throws_in_operator}, {"killed_in_pipeline", killed_in_pipeline},
-      {"stopped_in_pipeline", stopped_in_pipeline}, {"traced_pipeline", traced_pipeline}};
+      {"stopped_in_pipeline", stopped_in_pipeline}, {"traced_pipeline", traced_pipeline}, {"pipeline_soak", pipeline_soak}};
   const auto found = argc == 2 ? scenarios.find(argv[1]) : scenarios.end();
   if (found == scenarios.end()) {
     fmt::print(stderr, "usage: {} SCENARIO\n", argv[0]);

@@ -34,7 +34,12 @@ void push_results(const OperatorTraits& traits, const ForeachCall& call, Stack* 
   for (std::size_t i = 0; i < traits.returns.size(); ++i) {
     c10::List<at::Tensor> list;
     const auto results = call.local[i].toListRef();
-    for (std::size_t position = 0; position < results.size(); ++position) list.push_back(call.wrap(results[position].toTensor(), position));
+    for (std::size_t position = 0; position < results.size(); ++position) {
+      // Counters of optimizers have no dims and are the same on every rank.
+      const at::Tensor result = results[position].toTensor();
+      const bool counter = result.dim() == 0 && call.spec(position) && !call.spec(position)->shape().empty();
+      list.push_back(counter ? result : call.wrap(result, position));
+    }
     stack->push_back(std::move(list));
   }
 }

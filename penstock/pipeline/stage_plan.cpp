@@ -26,11 +26,13 @@ constexpr std::int64_t kRowVersion = 1;
 
 // What one stage tells another about the tensors it will send.
 struct ForwardWord {
+  static constexpr bool kBackward = false;
   bool is_static = false;  // examples hold for this microbatch
   bool announced = false;
   TensorMetas metas;
 };
 struct BackwardWord {
+  static constexpr bool kBackward = true;
   OptionalTensorMetas metas;
 };
 
@@ -85,75 +87,207 @@ OptionalTensorMetas as_sent(OptionalTensorMetas metas) {
 
 }  // namespace
 
-// One negotiation: words between stages, over ranks or within this one.
+// One negotiation, about one microbatch: the stages of this rank tell their neighbours, on other ranks or on this one, what they will
+// send. Forward in ascending, backward in descending order of stages, so that whoever listens waits for a stage that does not wait
+// for it.
 struct StagePlanner::Negotiation {
-  explicit Negotiation(StagePlanner& owner) : planner(owner) {}
+  Negotiation(StagePlanner& owner, const StepDescription& description, std::size_t which) : planner(owner), step(description), microbatch(which) {}
 
   StagePlanner& planner;
-  std::map<std::pair<int, int>, ForwardWord> forward_here;  // by (channel number, stage) of words that stay on this rank
-  std::map<std::pair<int, int>, BackwardWord> backward_here;
+  const StepDescription& step;
+  const std::size_t microbatch;
+  std::shared_ptr<MicrobatchPlan> plans = std::make_shared<MicrobatchPlan>();
+  std::map<int, std::unique_ptr<StageTrial>> trials;
+  std::map<int, std::vector<std::uint8_t>> words_here;  // by tag: those between stages of this rank
   std::vector<comm::Work> sends;
 
-  // Channel 0: neighbours; 1 + k: skip k.
-  int tag(int channel, int stage, bool backward) const { return ((1 + channel) * planner.map_.stages() + stage) * 4 + (backward ? 2 : 0); }
+  // ---- words ----
+
+  // Channel 0: neighbours; 1 + k: skip k. Each word takes two tags, one for its size.
+  int tag(int channel, int from, bool backward) const { return ((1 + channel) * planner.map_.stages() + from) * 4 + (backward ? 2 : 0); }
   int rank_of(int stage) const { return planner.map_.rank_of(StageId{stage}); }
+  Rank global_rank_of(int stage) const { return Rank{planner.ranks_[static_cast<std::size_t>(rank_of(stage))]}; }
 
   void send_bytes(const std::vector<std::uint8_t>& bytes, int to_stage, int tag) {
-    const Rank peer{planner.ranks_[static_cast<std::size_t>(rank_of(to_stage))]};
     at::Tensor size = at::empty({1}, at::kLong);
     *size.data_ptr<std::int64_t>() = static_cast<std::int64_t>(bytes.size());
     at::Tensor payload = at::empty({static_cast<std::int64_t>(bytes.size())}, at::kByte);
     std::memcpy(payload.data_ptr(), bytes.data(), bytes.size());
-    sends.push_back(planner.control_.isend(size, peer, {.tag = tag, .label = "size of a stage's records", .timeout = {}}));
-    sends.push_back(planner.control_.isend(payload, peer, {.tag = tag + 1, .label = "records of a stage", .timeout = {}}));
+    sends.push_back(planner.control_.isend(size, global_rank_of(to_stage), {.tag = tag, .label = "size of a stage's records", .timeout = {}}));
+    sends.push_back(planner.control_.isend(payload, global_rank_of(to_stage), {.tag = tag + 1, .label = "records of a stage", .timeout = {}}));
   }
   std::vector<std::uint8_t> receive_bytes(int from_stage, int tag) const {
-    const Rank peer{planner.ranks_[static_cast<std::size_t>(rank_of(from_stage))]};
     at::Tensor size = at::empty({1}, at::kLong);
-    planner.control_.recv(size, peer, {.tag = tag, .label = "size of a stage's records", .timeout = {}});
+    planner.control_.recv(size, global_rank_of(from_stage), {.tag = tag, .label = "size of a stage's records", .timeout = {}});
     const std::int64_t count = *size.data_ptr<std::int64_t>();
     if (count < 0 || count > static_cast<std::int64_t>(comm::kDefaultMaxMessageBytes))
       throw PipeliningMetadataError(describe("records of stage " + std::to_string(from_stage), fmt::format("{} bytes", count),
                                              fmt::format("at most {}", comm::kDefaultMaxMessageBytes), "run the same build on all ranks"));
     at::Tensor payload = at::empty({count}, at::kByte);
-    planner.control_.recv(payload, peer, {.tag = tag + 1, .label = "records of a stage", .timeout = {}});
+    planner.control_.recv(payload, global_rank_of(from_stage), {.tag = tag + 1, .label = "records of a stage", .timeout = {}});
     const auto* data = payload.data_ptr<std::uint8_t>();
     return {data, data + count};
   }
 
-  void tell_forward(int channel, int from, int to, ForwardWord word) {
+  template <class Word>
+  void tell(int channel, int from, int to, const Word& word) {
+    const int where = tag(channel, from, Word::kBackward);
     if (rank_of(to) == planner.own_) {
-      forward_here[{channel, to}] = std::move(word);
+      words_here[where] = to_bytes(word);
     } else {
-      send_bytes(to_bytes(word), to, tag(channel, from, false));
+      send_bytes(to_bytes(word), to, where);
     }
   }
-  ForwardWord hear_forward(int channel, int from, int to) {
-    ForwardWord word;
-    if (rank_of(from) == planner.own_) {
-      word = std::move(forward_here.at({channel, to}));
-    } else {
-      from_bytes(receive_bytes(from, tag(channel, from, false)), word);
-    }
+  template <class Word>
+  Word hear(int channel, int from) {
+    const int where = tag(channel, from, Word::kBackward);
+    Word word;
+    from_bytes(rank_of(from) == planner.own_ ? words_here.at(where) : receive_bytes(from, where), word);
     return word;
   }
-  void tell_backward(int channel, int from, int to, BackwardWord word) {
-    if (rank_of(to) == planner.own_) {
-      backward_here[{channel, to}] = std::move(word);
-    } else {
-      send_bytes(to_bytes(word), to, tag(channel, from, true));
-    }
+
+  // ---- stages ----
+
+  template <class Visit>
+  void skips_into(int stage, const Visit& visit) const {
+    for (std::size_t k = 0; k < planner.skips_.size(); ++k)
+      if (planner.skips_[k].to == stage) visit(static_cast<int>(k) + 1, planner.skips_[k]);
   }
-  BackwardWord hear_backward(int channel, int from, int to) {
-    BackwardWord word;
-    if (rank_of(from) == planner.own_) {
-      word = std::move(backward_here.at({channel, to}));
-    } else {
-      from_bytes(receive_bytes(from, tag(channel, from, true)), word);
-    }
-    return word;
+  template <class Visit>
+  void skips_from(int stage, const Visit& visit) const {
+    for (std::size_t k = 0; k < planner.skips_.size(); ++k)
+      if (planner.skips_[k].from == stage) visit(static_cast<int>(k) + 1, planner.skips_[k]);
   }
+  bool is_first(int stage) const { return planner.map_.is_first(StageId{stage}); }
+  bool is_last(int stage) const { return planner.map_.is_last(StageId{stage}); }
+
+  void forward(const PipelineStage& stage);
+  bool take_inputs(const PipelineStage& stage, StagePlan& plan);
+  void find_outputs(const PipelineStage& stage, StagePlan& plan, bool is_static);
+  void tell_outputs(int stage, StagePlan& plan, bool is_static);
+
+  void backward(const PipelineStage& stage);
+  void take_output_grads(int stage, StagePlan& plan);
+  OptionalTensorMetas find_input_grads(const PipelineStage& stage, const StagePlan& plan);
 };
+
+void StagePlanner::Negotiation::forward(const PipelineStage& stage) {
+  StagePlan& plan = (*plans)[stage.index()];
+  const bool is_static = take_inputs(stage, plan);
+  find_outputs(stage, plan, is_static);
+  tell_outputs(stage.index(), plan, is_static);
+}
+
+// Whether examples hold for this microbatch: so says the first stage, and hands it on.
+bool StagePlanner::Negotiation::take_inputs(const PipelineStage& stage, StagePlan& plan) {
+  const int s = stage.index();
+  bool is_static = planner.static_;
+  if (is_first(s)) {
+    plan.meta.inputs = metas_of(tensors_of(step.args[microbatch]));
+    is_static = is_static && check_metas("", *stage.example_meta().inputs, *plan.meta.inputs, OnMismatch::Collect).empty();
+  } else {
+    ForwardWord word = hear<ForwardWord>(0, s - 1);
+    plan.announced_inputs = word.announced;
+    is_static = word.is_static;
+    plan.meta.inputs = std::move(word.metas);
+  }
+  plan.main_inputs = plan.meta.inputs->size();
+  skips_into(s, [&](int channel, const SkipTensor& skip) {
+    const ForwardWord word = hear<ForwardWord>(channel, skip.from);
+    plan.announced_inputs = plan.announced_inputs || word.announced;
+    plan.meta.inputs->insert(plan.meta.inputs->end(), word.metas.begin(), word.metas.end());
+  });
+  return is_static;
+}
+
+void StagePlanner::Negotiation::find_outputs(const PipelineStage& stage, StagePlan& plan, bool is_static) {
+  const int s = stage.index();
+  const StageMeta& examples = stage.example_meta();
+  if (is_static) {
+    if (!is_first(s)) check_metas(fmt::format("example inputs of stage {} and what stage {} sends", s, s - 1), as_sent(*examples.inputs), *plan.meta.inputs);
+    plan.meta.outputs = with_default_grads(*examples.outputs, step.has_backward);
+  } else {
+    auto trial = std::make_unique<StageTrial>(stage, step.has_backward);
+    ++planner.trials_;
+    if (is_first(s)) {
+      trial->forward(step.args[microbatch], step.kwargs[microbatch]);
+    } else {
+      trial->forward(*plan.meta.inputs, step.kwargs[microbatch]);
+    }
+    plan.meta.outputs = trial->outputs();
+    plan.announced_outputs = trial->data_dependent();
+    if (examples.outputs && !is_last(s)) check_metas(fmt::format("example outputs of stage {}", s), *examples.outputs, *plan.meta.outputs, OnMismatch::Warn);
+    if (examples.inputs && !is_first(s)) check_metas(fmt::format("example inputs of stage {}", s), as_sent(*examples.inputs), *plan.meta.inputs, OnMismatch::Warn);
+    trials[s] = std::move(trial);
+  }
+  plan.announced_outputs = plan.announced_outputs || plan.announced_inputs || stage.options().announce_shapes;
+}
+
+void StagePlanner::Negotiation::tell_outputs(int s, StagePlan& plan, bool is_static) {
+  std::size_t skipped = 0;
+  skips_from(s, [&](int, const SkipTensor&) { ++skipped; });
+  const std::size_t made = plan.meta.outputs->size();
+  if (made < skipped + (is_last(s) ? 0 : 1))
+    throw PipeliningMetadataError(describe(fmt::format("outputs of stage {}", s), fmt::format("{} tensors", made),
+                                           fmt::format("at least {}: its own outputs, then {} for skip connections", skipped + 1, skipped),
+                                           "return the tensors of skip connections last, in the order of their declaration"));
+  plan.main_outputs = made - skipped;
+  if (is_last(s)) return;
+  ForwardWord word{is_static, plan.announced_outputs, as_sent(*plan.meta.outputs)};
+  std::size_t next = plan.main_outputs;
+  skips_from(s, [&](int channel, const SkipTensor& skip) { tell(channel, s, skip.to, ForwardWord{is_static, plan.announced_outputs, {word.metas[next++]}}); });
+  word.metas.resize(plan.main_outputs);
+  tell(0, s, s + 1, word);
+}
+
+void StagePlanner::Negotiation::backward(const PipelineStage& stage) {
+  const int s = stage.index();
+  StagePlan& plan = plans->at(s);
+  if (!is_last(s)) take_output_grads(s, plan);
+  if (is_first(s)) {
+    plan.meta.input_grads = OptionalTensorMetas(plan.meta.inputs->size());
+    return;
+  }
+  plan.meta.input_grads = find_input_grads(stage, plan);
+  BackwardWord word{as_sent(*plan.meta.input_grads)};
+  std::size_t next = plan.main_inputs;
+  skips_into(s, [&](int channel, const SkipTensor& skip) { tell(channel, s, skip.from, BackwardWord{{word.metas[next++]}}); });
+  word.metas.resize(plan.main_inputs);
+  tell(0, s, s - 1, word);
+}
+
+void StagePlanner::Negotiation::take_output_grads(int s, StagePlan& plan) {
+  plan.meta.output_grads = hear<BackwardWord>(0, s + 1).metas;
+  skips_from(s, [&](int channel, const SkipTensor& skip) {
+    const BackwardWord word = hear<BackwardWord>(channel, skip.to);
+    plan.meta.output_grads->insert(plan.meta.output_grads->end(), word.metas.begin(), word.metas.end());
+  });
+  if (plan.meta.output_grads->size() != plan.meta.outputs->size())
+    throw PipeliningMetadataError(describe(fmt::format("gradients that come back to stage {}", s), fmt::format("{}", plan.meta.output_grads->size()),
+                                           fmt::format("{}, one for each output", plan.meta.outputs->size()), "let the next stage take every output"));
+}
+
+OptionalTensorMetas StagePlanner::Negotiation::find_input_grads(const PipelineStage& stage, const StagePlan& plan) {
+  const int s = stage.index();
+  const StageMeta& examples = stage.example_meta();
+  const auto at = trials.find(s);
+  if (at == trials.end()) return examples.input_grads ? as_sent(*examples.input_grads) : derive_gradient_metas(*plan.meta.inputs);
+  StageTrial& trial = *at->second;
+  OptionalTensorMetas found;
+  try {
+    is_last(s) ? trial.backward_of_loss(planner.loss_, step.targets[microbatch]) : trial.backward(*plan.meta.output_grads);
+    found = trial.input_grads();
+  } catch (const PipeliningMetadataError&) {
+    throw;
+  } catch (const std::exception& error) {
+    // A loss that reads values cannot be tried on fake tensors; plain gradients are like their tensors.
+    if (!is_last(s) || plan.meta.has_distributed()) throw;
+    log().debug("pipeline: the loss of stage {} cannot be tried: {}", s, error.what());
+    found = derive_gradient_metas(*plan.meta.inputs);
+  }
+  if (examples.input_grads) check_metas(fmt::format("example gradients of the inputs of stage {}", s), as_sent(*examples.input_grads), found, OnMismatch::Warn);
+  return found;
+}
 
 StagePlanner::StagePlanner(std::vector<PipelineStage> stages, schedule::StageMap map, std::vector<SkipTensor> skips, PipelineLoss loss,
                            comm::Group control, std::vector<int> ranks, int own)
@@ -233,137 +367,15 @@ std::vector<std::shared_ptr<const MicrobatchPlan>> StagePlanner::agree(const Ste
 }
 
 std::shared_ptr<const MicrobatchPlan> StagePlanner::negotiate(const StepDescription& step, std::size_t microbatch) {
-  Negotiation words(*this);
-  auto result = std::make_shared<MicrobatchPlan>();
-  std::map<int, std::unique_ptr<StageTrial>> trials;
-  const auto runs = [&](const PipelineStage& stage) { return map_.runs(StageId{stage.index()}, MicrobatchId{static_cast<int>(microbatch)}); };
-  const auto skips_into = [&](int stage, const auto& visit) {
-    for (std::size_t k = 0; k < skips_.size(); ++k)
-      if (skips_[k].to == stage) visit(static_cast<int>(k) + 1, skips_[k]);
-  };
-  const auto skips_from = [&](int stage, const auto& visit) {
-    for (std::size_t k = 0; k < skips_.size(); ++k)
-      if (skips_[k].from == stage) visit(static_cast<int>(k) + 1, skips_[k]);
-  };
-
-  for (const PipelineStage& stage : stages_) {
-    if (!runs(stage)) continue;
-    const int s = stage.index();
-    StagePlan& plan = (*result)[s];
-    const bool first = map_.is_first(StageId{s});
-    const bool last = map_.is_last(StageId{s});
-    const StageMeta& examples = stage.example_meta();
-    const Tree& args = step.args[microbatch];
-
-    bool is_static = static_;
-    if (first) {
-      plan.meta.inputs = metas_of(tensors_of(args));
-      plan.main_inputs = plan.meta.inputs->size();
-      is_static = is_static && check_metas("", *examples.inputs, *plan.meta.inputs, OnMismatch::Collect).empty();
-    } else {
-      ForwardWord word = words.hear_forward(0, s - 1, s);
-      plan.announced_inputs = word.announced;
-      is_static = word.is_static;
-      plan.main_inputs = word.metas.size();
-      plan.meta.inputs = std::move(word.metas);
-    }
-    skips_into(s, [&](int channel, const SkipTensor& skip) {
-      const ForwardWord word = words.hear_forward(channel, skip.from, s);
-      plan.announced_inputs = plan.announced_inputs || word.announced;
-      plan.meta.inputs->insert(plan.meta.inputs->end(), word.metas.begin(), word.metas.end());
-    });
-
-    if (is_static) {
-      if (!first) {
-        const TensorMetas expected = as_sent(*examples.inputs);
-        check_metas(fmt::format("example inputs of stage {} and what stage {} sends", s, s - 1), expected, *plan.meta.inputs);
-      }
-      plan.meta.outputs = with_default_grads(*examples.outputs, step.has_backward);
-    } else {
-      auto trial = std::make_unique<StageTrial>(stage, step.has_backward);
-      ++trials_;
-      if (first) {
-        trial->forward(args, step.kwargs[microbatch]);
-      } else {
-        trial->forward(*plan.meta.inputs, step.kwargs[microbatch]);
-      }
-      plan.meta.outputs = trial->outputs();
-      plan.announced_outputs = trial->data_dependent();
-      if (examples.outputs && !last)
-        check_metas(fmt::format("example outputs of stage {}", s), *examples.outputs, *plan.meta.outputs, OnMismatch::Warn);
-      if (examples.inputs && !first)
-        check_metas(fmt::format("example inputs of stage {}", s), as_sent(*examples.inputs), *plan.meta.inputs, OnMismatch::Warn);
-      trials[s] = std::move(trial);
-    }
-    plan.announced_outputs = plan.announced_outputs || plan.announced_inputs || stage.options().announce_shapes;
-
-    std::size_t skipped = 0;
-    skips_from(s, [&](int, const SkipTensor&) { ++skipped; });
-    const std::size_t made = plan.meta.outputs->size();
-    if (made < skipped + (last ? 0 : 1))
-      throw PipeliningMetadataError(describe(fmt::format("outputs of stage {}", s), fmt::format("{} tensors", made),
-                                             fmt::format("at least {}: its own outputs, then {} for skip connections", skipped + 1, skipped),
-                                             "return the tensors of skip connections last, in the order of their declaration"));
-    plan.main_outputs = made - skipped;
-    if (!last) {
-      ForwardWord word{is_static, plan.announced_outputs, as_sent(*plan.meta.outputs)};
-      std::size_t next = plan.main_outputs;
-      skips_from(s, [&](int channel, const SkipTensor& skip) { words.tell_forward(channel, s, skip.to, {is_static, plan.announced_outputs, {word.metas[next++]}}); });
-      word.metas.resize(plan.main_outputs);
-      words.tell_forward(0, s, s + 1, std::move(word));
-    }
-  }
-
-  if (step.has_backward) {
-    for (auto at = stages_.rbegin(); at != stages_.rend(); ++at) {
-      const PipelineStage& stage = *at;
-      if (!runs(stage)) continue;
-      const int s = stage.index();
-      StagePlan& plan = result->at(s);
-      const bool first = map_.is_first(StageId{s});
-      const bool last = map_.is_last(StageId{s});
-      if (!last) {
-        plan.meta.output_grads = words.hear_backward(0, s + 1, s).metas;
-        skips_from(s, [&](int channel, const SkipTensor& skip) {
-          const BackwardWord word = words.hear_backward(channel, skip.to, s);
-          plan.meta.output_grads->insert(plan.meta.output_grads->end(), word.metas.begin(), word.metas.end());
-        });
-        if (plan.meta.output_grads->size() != plan.meta.outputs->size())
-          throw PipeliningMetadataError(describe(fmt::format("gradients that come back to stage {}", s), fmt::format("{}", plan.meta.output_grads->size()),
-                                                 fmt::format("{}, one for each output", plan.meta.outputs->size()), "let the next stage take every output"));
-      }
-      if (first) {
-        plan.meta.input_grads = OptionalTensorMetas(plan.meta.inputs->size());
-      } else {
-        const auto trial = trials.find(s);
-        const StageMeta& examples = stage.example_meta();
-        if (trial == trials.end()) {
-          plan.meta.input_grads = examples.input_grads ? as_sent(*examples.input_grads) : derive_gradient_metas(*plan.meta.inputs);
-        } else {
-          try {
-            last ? trial->second->backward_of_loss(loss_, step.targets[microbatch]) : trial->second->backward(*plan.meta.output_grads);
-            plan.meta.input_grads = trial->second->input_grads();
-          } catch (const PipeliningMetadataError&) {
-            throw;
-          } catch (const std::exception& error) {
-            // A loss that reads values cannot be tried on fake tensors; plain gradients are like their tensors.
-            if (!last || plan.meta.has_distributed()) throw;
-            log().debug("pipeline: the loss of stage {} cannot be tried: {}", s, error.what());
-            plan.meta.input_grads = derive_gradient_metas(*plan.meta.inputs);
-          }
-          if (examples.input_grads)
-            check_metas(fmt::format("example gradients of the inputs of stage {}", s), as_sent(*examples.input_grads), *plan.meta.input_grads, OnMismatch::Warn);
-        }
-        BackwardWord word{as_sent(*plan.meta.input_grads)};
-        std::size_t next = plan.main_inputs;
-        skips_into(s, [&](int channel, const SkipTensor& skip) { words.tell_backward(channel, s, skip.from, {{word.metas[next++]}}); });
-        word.metas.resize(plan.main_inputs);
-        words.tell_backward(0, s, s - 1, std::move(word));
-      }
-    }
-  }
-  comm::wait_all(words.sends);
-  return result;
+  Negotiation negotiation(*this, step, microbatch);
+  std::vector<PipelineStage> taking_part;
+  for (const PipelineStage& stage : stages_)
+    if (map_.runs(StageId{stage.index()}, MicrobatchId{static_cast<int>(microbatch)})) taking_part.push_back(stage);
+  for (const PipelineStage& stage : taking_part) negotiation.forward(stage);
+  if (step.has_backward)
+    for (auto stage = taking_part.rbegin(); stage != taking_part.rend(); ++stage) negotiation.backward(*stage);
+  comm::wait_all(negotiation.sends);
+  return negotiation.plans;
 }
 
 }  // namespace penstock::pipeline

@@ -23,6 +23,8 @@ constexpr comm::MessageKind kForwardKind{"PFWD"};
 constexpr comm::MessageKind kBackwardKind{"PBWD"};
 constexpr std::uint16_t kVersion = 1;
 constexpr std::int64_t kRowVersion = 1;
+constexpr std::size_t kMostSteps = 4096;
+constexpr std::size_t kMostPlans = 16384;
 
 // What one stage tells another about the tensors it will send.
 struct ForwardWord {
@@ -351,6 +353,9 @@ std::vector<std::shared_ptr<const MicrobatchPlan>> StagePlanner::agree(const Ste
   if (known != steps_.end()) return known->second;
 
   static_ = all_static;
+  // Bounded where shapes never repeat. Every rank has met the same combinations in the same order, so all forget at once.
+  if (steps_.size() >= kMostSteps) steps_.clear();
+  if (plans_.size() >= kMostPlans) plans_.clear();
   const auto all_hashes = gather(hashes);
   std::vector<std::shared_ptr<const MicrobatchPlan>> plans;
   for (std::size_t m = 0; m < step.microbatches(); ++m) {

@@ -3,6 +3,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/pipeline/schedules.h"
+#include "penstock/pipeline/stage_runner.h"
 #include "penstock/torch/keyed_dropout.h"
 #include "penstock/torch/step_context.h"
 #include "tests/pipeline/parity_scenarios.h"
@@ -192,6 +193,28 @@ TEST(Stage, ModulesAskAboutTheStep) {
     pipeline.step(batch.args, {}, batch.target);
   });
   EXPECT_EQ(seen, (std::vector<std::int64_t>{0, 1, 100, 101}));
+}
+
+TEST(Stage, ActionsOutOfOrderAreRefused) {
+  const PipelineStage stage(StageModule(Block(0)), 0, 1, at::kCPU);
+  pipeline::StageRunner runner(stage, true, true, test::square_loss(), false);
+  const at::Tensor x = test::values({2, kWidth}, 1);
+  const StepContext context;
+  EXPECT_THROW(runner.forward(0, context, Tree::tuple({x}), {}, x), StateError);  // no step has begun
+  pipeline::StagePlan plan;
+  plan.meta.inputs = plan.meta.outputs = TensorMetas{meta_of(x)};
+  plan.main_inputs = plan.main_outputs = 1;
+  runner.begin_step(true, {&plan});
+  EXPECT_THROW(runner.forward(1, context, Tree::tuple({x}), {}, x), StateError);  // outside of the step
+  EXPECT_THROW(runner.forward(-1, context, Tree::tuple({x}), {}, x), StateError);
+  EXPECT_THROW(runner.backward(0, context), StateError);                          // before its forward
+  runner.forward(0, context, Tree::tuple({x}), {}, x);
+  EXPECT_THROW(runner.forward(0, context, Tree::tuple({x}), {}, x), StateError);  // twice
+  EXPECT_THROW(runner.backward_weight(0, context), StateError);                   // before its other half
+  runner.backward_input(0, context);
+  runner.backward_weight(0, context);
+  EXPECT_THROW(runner.backward_weight(0, context), StateError);                   // twice
+  EXPECT_EQ(runner.live(), 0);
 }
 
 TEST(Stage, ValidationInFull) {

@@ -44,7 +44,7 @@ endfunction()
 function(penstock_use_torch_test_header target)
   penstock_precompiled(${target} penstock_torch_test_header <torch/torch.h> <torch/library.h>
                        <torch/csrc/distributed/c10d/Store.hpp> <fmt/format.h> <spdlog/spdlog.h>)
-  set_property(TARGET penstock_torch_test_header PROPERTY COMPILE_OPTIONS -O0)
+  set_property(TARGET penstock_torch_test_header APPEND PROPERTY COMPILE_OPTIONS -O0)
   target_compile_options(${target} PRIVATE -O0)
 endfunction()
 

@@ -1,9 +1,11 @@
 #include "penstock/comm/world.h"
 
 #include <fmt/format.h>
+#include <sys/statvfs.h>
 
 #include <algorithm>
 #include <csignal>
+#include <cstdint>
 #include <exception>
 #include <set>
 #include <thread>
@@ -18,6 +20,7 @@
 #include "penstock/comm/recorder.h"
 #include "penstock/comm/recorder_dump.h"
 #include "penstock/comm/tcp_listen.h"
+#include "penstock/comm/ucx_transport.h"
 #include "penstock/comm/work_state.h"
 
 namespace penstock::comm {
@@ -209,6 +212,18 @@ Group World::group_of(const std::vector<int>& ranks, const MemberGroupOptions& o
     throw ValueError(describe("purpose of a group", options.purpose, "a text without ';' and '/'", "use letters, digits and dots"));
   if (options.purpose.empty() && options.p2p == P2PTransport::Auto && ranks == everyone_.ranks()) return everyone_;
   return member_groups_->get(ranks, options);
+}
+
+P2PTransport World::low_latency_transport() const {
+  constexpr std::uint64_t kLeastSharedMemory = 256u << 20;
+  const bool processes_of_one_host = core_->one_host && core_->monitor != nullptr;
+  if (env_text("PENSTOCK_P2P") || !ucx_available() || !processes_of_one_host) return P2PTransport::Auto;
+  struct statvfs shared {};
+  if (::statvfs("/dev/shm", &shared) != 0 || static_cast<std::uint64_t>(shared.f_blocks) * shared.f_frsize < kLeastSharedMemory) {
+    log().info("comm: /dev/shm has less than {} MB, so point-to-point transfers go through Gloo, not UCX; give the container more, or set PENSTOCK_P2P to choose", kLeastSharedMemory >> 20);
+    return P2PTransport::Gloo;
+  }
+  return P2PTransport::Ucx;
 }
 
 void World::leave_word(const std::string& key, const std::string& word) const {

@@ -83,6 +83,11 @@ class World {
   Group group_of(const std::vector<int>& ranks, std::chrono::milliseconds timeout = {}) const;
   Group group_of(const std::vector<int>& ranks, const MemberGroupOptions& options) const;
 
+  // What Auto should mean where transfers of CPU tensors are many and awaited, as between the stages of a pipeline:
+  // PENSTOCK_P2P if set; else UCX where it is built in, the ranks are processes of one host and its shared memory is not
+  // tiny (a container may have 64 MB, which UCX can exhaust); else Gloo. The same on every rank of a host.
+  P2PTransport low_latency_transport() const;
+
   // A word that any rank can read, for diagnosis: nobody waits for it. Written over by the next one under the same key.
   void leave_word(const std::string& key, const std::string& word) const;
   std::optional<std::string> word_of(int rank, const std::string& key) const;

@@ -132,7 +132,7 @@ ShardingRule by_channel(std::int64_t spatial_dims) {
 void add_convolution_rules(RuleTable& table) {
   table.add({"convolution"}, convolution);
   table.add({"convolution_backward"}, convolution_backward);
-  table.add({"_adaptive_avg_pool1d", "adaptive_max_pool1d", "max_pool1d_with_indices", "avg_pool1d", "upsample_nearest1d", "upsample_nearest1d_backward", "_upsample_nearest_exact1d",
+  table.add({"_adaptive_avg_pool1d", "adaptive_max_pool1d", "max_pool1d_with_indices", "upsample_nearest1d", "upsample_nearest1d_backward", "_upsample_nearest_exact1d",
              "_upsample_nearest_exact1d_backward", "upsample_linear1d", "upsample_linear1d_backward", "reflection_pad1d", "reflection_pad1d_backward", "replication_pad1d",
              "replication_pad1d_backward"},
             by_channel(1));

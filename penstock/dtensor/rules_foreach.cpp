@@ -3,6 +3,7 @@
 // Positions are independent of each other and may lie differently, on different meshes even; plain tensors may be among them.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -142,21 +143,32 @@ void foreach_max(const c10::OperatorHandle& op, Stack* stack) {
   stack->back() = std::move(results);
 }
 
+// Products of matrices choose their placements pair by pair, as single ones do.
+void foreach_mm(const c10::OperatorHandle& op, Stack* stack) {
+  const std::vector<at::Tensor> right = torch::jit::pop(*stack).toTensorVector(), left = torch::jit::pop(*stack).toTensorVector();
+  if (left.size() != right.size())
+    throw ValueError(describe(fmt::format("{}: matrices on the right", traits_of(op).name), std::to_string(right.size()), std::to_string(left.size()), "give both lists the same length"));
+  c10::List<at::Tensor> results;
+  for (std::size_t position = 0; position < left.size(); ++position) results.push_back(at::mm(left[position], right[position]));
+  stack->push_back(std::move(results));
+}
+
 }  // namespace
 
 void add_foreach_rules(RuleTable& table) {
-  const std::set<std::string> reductions{"_foreach_norm", "_foreach_powsum", "_foreach_max"};
+  const std::set<std::string> one_by_one{"_foreach_norm", "_foreach_powsum", "_foreach_max", "_foreach_mm"};
   std::set<std::string> lists, fused;
   for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto starts = [&](std::string_view with) { return op.name.rfind(with, 0) == 0; };
     const std::string bare = starts("aten::") ? op.name.substr(6) : "";
-    if (starts("aten::_foreach_") && !reductions.count(bare)) lists.insert(bare);
+    if (starts("aten::_foreach_") && !one_by_one.count(bare)) lists.insert(bare);
     if (starts("aten::_fused_ada") || starts("aten::_fused_sgd")) fused.insert(bare);
   }
   table.handle({lists.begin(), lists.end()}, on_lists);
   table.handle({fused.begin(), fused.end()}, fused_step);
   table.handle({"_foreach_norm", "_foreach_powsum"}, foreach_norm);
   table.handle({"_foreach_max"}, foreach_max);
+  table.handle({"_foreach_mm"}, foreach_mm);
   table.handle({"_amp_foreach_non_finite_check_and_unscale"}, check_and_unscale);
 }
 

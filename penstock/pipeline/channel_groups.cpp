@@ -18,6 +18,7 @@ ChannelGroups::ChannelGroups(const comm::World& world, std::vector<int> ranks, c
                              comm::P2PTransport p2p)
     : ranks_(std::move(ranks)) {
   if (ranks_.size() == 1) return;
+  if (p2p == comm::P2PTransport::Auto) p2p = world.low_latency_transport();
   control_ = world.group_of(ranks_, {.purpose = "pipeline.control", .timeout = {}});
   bool used[2][2] = {};
   for (int stage = 0; stage + 1 < map.stages(); ++stage) {

@@ -47,7 +47,7 @@ struct PipelineOptions {
   std::vector<SkipTensor> skips = {};
   std::uint64_t seed = 0;        // of StepContext
   double loss_scale = 1.0;
-  comm::P2PTransport p2p = comm::P2PTransport::Auto;
+  comm::P2PTransport p2p = comm::P2PTransport::Auto;  // World::low_latency_transport(): UCX between processes of one host
   int post_ahead = 2;            // see CompileOptions
 };
 

@@ -151,6 +151,9 @@ Tensor triangle_indices(std::int64_t rows, std::int64_t columns, std::int64_t of
   return at::empty({2, count}, at::dtype(dtype).device(at::kMeta));
 }
 
+// Its kernel selects by the mask, but the result has the size of what was scattered.
+Tensor masked_scatter_backward(const Tensor& grad, const Tensor&, IntArrayRef sizes) { return at::empty(sizes, grad.options()); }
+
 Tensor tril_indices(std::int64_t rows, std::int64_t columns, std::int64_t offset, c10::optional<at::ScalarType> dtype, c10::optional<at::Layout>,
                     c10::optional<at::Device>, c10::optional<bool>) {
   return triangle_indices(rows, columns, offset, true, dtype.value_or(at::kLong));
@@ -201,6 +204,7 @@ void add_embedding_shapes() {
   register_where_missing("aten::flip", flip);
   register_where_missing("aten::roll", roll);
   register_where_missing("aten::unfold_backward", unfold_backward);
+  if (find_operator("aten::masked_scatter_backward")) register_shape_function("aten::masked_scatter_backward", masked_scatter_backward);
   register_where_missing("aten::tril_indices", tril_indices);
   register_where_missing("aten::triu_indices", triu_indices);
   register_where_missing("aten::bucketize.Tensor", bucketize);

@@ -1,11 +1,16 @@
 #include <gtest/gtest.h>
 
+#include <unistd.h>
+
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <sstream>
 #include <unordered_set>
 
 #include "penstock/base/env.h"
 #include "penstock/base/errors.h"
+#include "penstock/base/files.h"
 #include "penstock/base/ids.h"
 #include "penstock/base/text.h"
 #include "penstock/base/warnings.h"
@@ -118,6 +123,27 @@ TEST(Warnings, AreCapturedAndOnceIsOnce) {
   }
   ASSERT_EQ(outer.warnings().size(), 1u);
   EXPECT_EQ(outer.warnings()[0].category, "comm");
+}
+
+TEST(Files, ATreeIsRemovedAndLinksAreNotFollowed) {
+  namespace fs = std::filesystem;
+  const fs::path top = fs::temp_directory_path() / ("penstock-base-" + std::to_string(::getpid())), kept = top.string() + "-kept";
+  fs::create_directories(top / "a" / "b");
+  fs::create_directories(kept);
+  std::ofstream(kept / "file") << "stays";
+  std::ofstream(top / "a" / "file") << "goes";
+  fs::create_directory_symlink(kept, top / "a" / "link");
+  remove_tree(top);
+  EXPECT_FALSE(fs::exists(top));
+  EXPECT_TRUE(fs::exists(kept / "file"));
+  remove_tree(kept / "file");
+  EXPECT_FALSE(fs::exists(kept / "file"));
+  remove_tree(top);  // not there: nothing to do
+  remove_tree(kept);
+  std::error_code error;
+  remove_tree("/proc/self/status", error);
+  EXPECT_TRUE(error);
+  EXPECT_THROW(remove_tree("/proc/self/status"), fs::filesystem_error);
 }
 
 }  // namespace

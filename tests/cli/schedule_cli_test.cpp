@@ -8,6 +8,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "penstock/base/files.h"
 #include "tests/command.h"
 
 namespace penstock::test {
@@ -29,7 +30,7 @@ class ScheduleCli : public ::testing::Test {
   }
   ~ScheduleCli() override {
     std::error_code ignored;  // a folder left behind is no failure of what is tested
-    std::filesystem::remove_all(folder_, ignored);
+    remove_tree(folder_, ignored);
   }
   std::string path(const std::string& name) const { return (folder_ / name).string(); }
   std::string write(const std::string& name, const std::string& text) const {

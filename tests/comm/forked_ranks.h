@@ -19,6 +19,8 @@
 #include <thread>
 #include <vector>
 
+#include "penstock/base/files.h"
+
 namespace penstock::test {
 
 // Inside a forked rank GoogleTest's checks would report into a process nobody reads: throw instead.
@@ -107,7 +109,7 @@ inline std::vector<int> run_ranks(int size, std::chrono::seconds limit, const st
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  std::filesystem::remove_all(folder);
+  remove_tree(folder);
   return status;
 }
 

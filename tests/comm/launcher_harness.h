@@ -18,6 +18,8 @@
 #include <thread>
 #include <vector>
 
+#include "penstock/base/files.h"
+
 namespace penstock::comm::launcher_test {
 
 namespace fs = std::filesystem;
@@ -63,7 +65,7 @@ class TempFolder {
   }
   ~TempFolder() {
     std::error_code ignored;
-    fs::remove_all(path_, ignored);
+    remove_tree(path_, ignored);
   }
   TempFolder(const TempFolder&) = delete;
   TempFolder& operator=(const TempFolder&) = delete;

@@ -18,6 +18,7 @@
 #include <thread>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/files.h"
 #include "penstock/comm/recorder.h"
 
 namespace penstock::comm {
@@ -37,11 +38,11 @@ class RecorderDump : public ::testing::Test {
  protected:
   void SetUp() override {
     folder_ = fs::temp_directory_path() / ("recorder_dump_test_" + std::to_string(::getpid()));
-    fs::remove_all(folder_);
+    remove_tree(folder_);
     ::unsetenv("PENSTOCK_RECORDER_DIR");
     ::unsetenv("PENSTOCK_LOG_DIR");
   }
-  void TearDown() override { fs::remove_all(folder_); }
+  void TearDown() override { remove_tree(folder_); }
 
   struct Death {
     int status = 0;

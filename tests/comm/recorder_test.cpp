@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/files.h"
 #include "tests/comm/allocation_counter.h"
 
 namespace penstock::comm {
@@ -303,7 +304,7 @@ TEST(Recorder, DumpWritesAFileOrSaysWhyNot) {
     EXPECT_THAT(error.what(), ::testing::HasSubstr("No such file or directory"));
     EXPECT_THAT(error.what(), ::testing::HasSubstr("missing/dump.json"));
   }
-  std::filesystem::remove_all(folder);
+  remove_tree(folder);
 }
 
 }  // namespace

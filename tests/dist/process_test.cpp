@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "penstock/base/files.h"
 #include "tests/command.h"
 #include "tests/has_text.h"
 
@@ -264,7 +265,7 @@ TEST_F(Processes, AnErrorInAnOperatorOfOneRankReachesAll) {
 
 // The report of each rank that lives names the lost one, and its neighbours say what they wanted of it.
 TEST_F(Processes, KillInPipeline) {
-  const Ended ended = launch(4, "killed_in_pipeline", "PENSTOCK_TIMEOUT_S=60 PENSTOCK_TEST_VICTIM=2", 40s);
+  const Ended ended = launch(4, "killed_in_pipeline", "PENSTOCK_P2P=gloo PENSTOCK_TIMEOUT_S=60 PENSTOCK_TEST_VICTIM=2", 40s);
   EXPECT_EQ(ended.exit_code, 128 + SIGKILL) << ended.output;
   EXPECT_LT(ended.seconds, 15) << ended.output;
   EXPECT_FALSE(has_text(ended.output, "ended by SIGTERM after"));
@@ -293,7 +294,7 @@ void expect_stop_is_told(int ranks, int victim, const std::vector<std::string>& 
     EXPECT_TRUE(has_text(lines, fmt::format("no word from rank {}, which is stopped or cut off and holds up", victim)));
     for (const std::string& part : told) EXPECT_TRUE(has_text(lines, part));
   }
-  std::filesystem::remove_all(folder);
+  remove_tree(folder);
 }
 
 TEST_F(Processes, StopInPipeline) {

@@ -72,7 +72,7 @@ TEST(ForeachRules, EveryOperatorByName) {
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::_foreach_", 0) != 0) continue;
     const auto op = c10::Dispatcher::singleton().findSchema(name);
-    if (!op || name.overload_name.find("out") != std::string::npos) continue;
+    if (!op || name.overload_name.find("out") != std::string::npos || name.name == "aten::_foreach_mm") continue;
     std::size_t lists = 0;
     for (const c10::Argument& argument : op->schema().arguments()) lists += argument.type()->str() == "Tensor[]";
     if (!op->schema().returns().empty()) {
@@ -92,6 +92,24 @@ TEST(ForeachRules, EveryOperatorByName) {
                   return out;
                 },
                 .backward = false, .rtol = 1e-4, .atol = 1e-5, .most = 8});
+}
+
+// Newer LibTorch multiplies lists of matrices; the shapes are not those of elementwise operators.
+TEST(ForeachRules, ProductsOfMatrices) {
+  const auto op = c10::Dispatcher::singleton().findSchema({"aten::_foreach_mm", ""});
+  if (!op) GTEST_SKIP() << "this LibTorch has no _foreach_mm";
+  const auto products = [&](const Tensors& left, const Tensors& right) {
+    Stack stack{c10::List<at::Tensor>(left), c10::List<at::Tensor>(right)};
+    op->callBoxed(&stack);
+    return stack.back().toTensorVector();
+  };
+  check_rule({.name = "_foreach_mm", .inputs = {sample({5, 3}), sample({2, 4}, 1), sample({3, 4}, 2), sample({4, 5}, 3)},
+              .body = [&](const Tensors& in) { return products({in[0], in[1]}, {in[2], in[3]}); }, .backward = false, .rtol = 1e-5, .most = 40});
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const at::Tensor x = distribute_tensor(sample({4, 3}), mesh, {Shard{0}});
+    EXPECT_THROW(products({x, x}, {x}), ValueError);
+  });
 }
 
 TEST(ForeachRules, PlainPositionsAndMistakes) {

@@ -126,6 +126,7 @@ TEST(IndexRules, ByName) {
   check_rules({
       {.name = "put", .inputs = {sample({5, 3}), distinct, sample({4}, 1)}, .body = [](const Tensors& in) { return Tensors{in[0].put(in[1], in[2]), in[0].put(in[1], in[2], true)}; }, .most = 16},
       {.name = "masked_scatter", .inputs = {sample({5, 3}), sample({5, 3}, 1), sample({15}, 2)}, .body = [](const Tensors& in) { return Tensors{in[0].masked_scatter(in[1] > 0, in[2])}; }, .backward = false, .most = 16},
+      {.name = "masked_select", .inputs = {sample({5, 3}), sample({5, 3}, 1)}, .body = [](const Tensors& in) { return Tensors{in[0].masked_select(in[1] > 0)}; }, .backward = false, .most = 16},
       {.name = "trace", .inputs = {sample({4, 4})}, .body = [](const Tensors& in) { return Tensors{in[0].trace()}; }, .most = 14},
       each_of("written back", {sample({4, 5}), sample({5}, 1)}, {{"select_scatter", {{"dim", 0}, {"index", 2}}}}, 16),
       each_of("slices written back", {sample({4, 5}), sample({4, 2}, 1)}, {{"slice_scatter", {{"dim", 1}, {"start", 1}, {"end", 3}}}}, 16),

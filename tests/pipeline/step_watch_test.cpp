@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/files.h"
 #include "penstock/pipeline/schedules.h"
 #include "penstock/pipeline/trace_comparison.h"
 #include "penstock/torch/step_context.h"
@@ -200,7 +201,7 @@ TEST(PipelineStall, AModuleThatHangsIsNamedOnTheWaitingRanks) {
     EXPECT_EQ(report.at("ranks").at(1).at("kind"), "F");
     EXPECT_GT(report.at("ranks").at(1).at("for_s").get<double>(), 0.5);
   }
-  std::filesystem::remove_all(folder);
+  remove_tree(folder);
 }
 
 // A rank that stays away from a step is found in it, too.

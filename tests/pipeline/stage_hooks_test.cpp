@@ -11,6 +11,7 @@
 #include "penstock/base/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/base/warnings.h"
+#include "penstock/pipeline/gradient_sync.h"
 #include "penstock/pipeline/schedules.h"
 #include "penstock/torch/step_context.h"
 #include "penstock/torch/streams.h"
@@ -105,16 +106,17 @@ TEST(GradientSync, OncePerStepInEverySchedule) {
 
 TEST(GradientSync, IsPutBackWhenAModuleThrows) {
   Reduced module(0);
-  EXPECT_THROW(comm::run_ranks(1, 20s, [&](comm::World& world) {
-                 const PipelineStage stage(StageModule([module](at::Tensor x) mutable {
-                                             if (!StepContext::current()->trial) throw std::runtime_error("no");
-                                             return module->forward(x);
-                                           }, {module.ptr()}), 0, 1, at::kCPU);
-                 ScheduleGPipe pipeline(stage, 4, test::square_loss(), {world});
-                 const test::Batch batch = test::plain_batch(0, 8);
-                 pipeline.step(batch.args, {}, batch.target);
-               }),
-               StageForwardError);
+  const auto body = [&](comm::World& world) {
+    const StageModule failing([module](at::Tensor x) mutable {
+      if (!StepContext::current()->trial) throw std::runtime_error("no");
+      return module->forward(x);
+    }, {module.ptr()});
+    const PipelineStage stage(failing, 0, 1, at::kCPU);
+    ScheduleGPipe pipeline(stage, 4, test::square_loss(), {world});
+    const test::Batch batch = test::plain_batch(0, 8);
+    pipeline.step(batch.args, {}, batch.target);
+  };
+  EXPECT_THROW(comm::run_ranks(1, 20s, body), StageForwardError);
   EXPECT_TRUE(module->enabled);
 }
 
@@ -208,7 +210,7 @@ TEST(TrialHooks, TakeThePlaceOfForwardAndGradients) {
 
 TEST(TrialHooks, AnotherNumberOfGradientsIsRefused) {
   std::string said;
-  EXPECT_ANY_THROW(comm::run_ranks(2, 20s, [&](comm::World& world) {
+  const auto body = [&](comm::World& world) {
     StageOptions options;
     options.trial_hooks.input_grads = [](const auto&, const auto&, const auto&) { return std::vector<at::Tensor>(); };
     const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU, options);
@@ -220,14 +222,15 @@ TEST(TrialHooks, AnotherNumberOfGradientsIsRefused) {
       said = error.what();
       throw;
     }
-  }));
+  };
+  EXPECT_ANY_THROW(comm::run_ranks(2, 20s, body));
   EXPECT_TRUE(has_text(said, "gradients from trial_hooks.input_grads of stage 1: got 0"));
 }
 
 // --------------------------------------------------------------------------------------------------------- what a front end knows
 
 TEST(PipeInfo, IsComparedWithTheSchedule) {
-  const auto generate = [](ScheduleKind kind, int ranks, int each) { return schedule::generate(kind, {.ranks = ranks, .stages_per_rank = each, .microbatches = 4, .group_size = {}}); };
+  const auto generate = [](ScheduleKind kind, int ranks, int each) { return schedule::generate(kind, {.ranks = ranks, .stages_per_rank = each, .microbatches = 8, .group_size = {}}); };
   const auto refusal = [](const PipeInfo& info, const schedule::Schedule& schedule, bool has_loss) -> std::string {
     try {
       check_pipe_info(info, schedule, has_loss);
@@ -252,19 +255,19 @@ TEST(PipeInfo, IsComparedWithTheSchedule) {
 TEST(PipeInfo, AMismatchIsAnErrorOnEveryRank) {
   std::mutex mutex;
   int refused = 0;
-  EXPECT_THROW(comm::run_ranks(2, 20s, [&](comm::World& world) {
-                 PipelineOptions options{world};
-                 options.info = PipeInfo{"graph", 3, true};
-                 const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU);
-                 try {
-                   ScheduleGPipe(stage, 4, test::square_loss(), options);
-                 } catch (const ValueError&) {
-                   const std::lock_guard lock(mutex);
-                   ++refused;
-                   throw;
-                 }
-               }),
-               ValueError);
+  const auto body = [&](comm::World& world) {
+    PipelineOptions options{world};
+    options.info = PipeInfo{"graph", 3, true};
+    const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU);
+    try {
+      const ScheduleGPipe pipeline(stage, 4, test::square_loss(), options);
+    } catch (const ValueError&) {
+      const std::lock_guard lock(mutex);
+      ++refused;
+      throw;
+    }
+  };
+  EXPECT_THROW(comm::run_ranks(2, 20s, body), ValueError);
   EXPECT_EQ(refused, 2);
 }
 

@@ -25,6 +25,8 @@ constexpr auto kBlameTime = std::chrono::seconds(3);
 constexpr auto kSlice = std::chrono::milliseconds(250);
 // How long a rank that timed out waits for the others to say where they are.
 constexpr auto kRollCallTime = std::chrono::milliseconds(1500);
+// Ranks that still wait say it before their time is up, after this part of it: one that is slow to wake up is not silent then.
+constexpr int kToldAfterShare = 4;
 // A rank that left in order may still have data on the way; this long a wait for it goes on.
 constexpr auto kFarewellTime = std::chrono::seconds(5);
 // How long a point-to-point wait lasts before its contract is held against the other side's.
@@ -39,6 +41,8 @@ std::string message_of(const std::exception_ptr& error) {
     return "unknown error";
   }
 }
+
+std::string place_text(const WorkState& work) { return fmt::format("{}{}", work.operation(), work.label().empty() ? "" : " \"" + work.label() + "\""); }
 
 // c10 appends where it was thrown, with a backtrace; the first line is what a reader needs.
 std::string first_line(std::string text) { return text.substr(0, text.find('\n')); }
@@ -114,6 +118,7 @@ void WorkState::wait(std::chrono::milliseconds timeout) {
     std::rethrow_exception(error);
   }
   finish(nullptr);
+  group_->take_back_word();
 }
 
 bool WorkState::done() {
@@ -194,7 +199,7 @@ void GroupState::wait_for(Transfer& transfer, WorkState& work, Clock::time_point
     }
     GroupState& group;
     std::list<Wait>::iterator place;
-  } registration(*this, {&transfer, Clock::now(), &work});
+  } registration(*this, {&transfer, Clock::now(), Clock::now() + (deadline - Clock::now()) / kToldAfterShare, &work});
   // A loss that was reported before this transfer was registered did not interrupt it.
   if (world->liveness->first_failure()) transfer.interrupt();
 
@@ -251,17 +256,45 @@ void GroupState::raise(const std::string& transport_words, WorkState& work, bool
   throw CommError(fmt::format("the transport failed: {}", transport_words), context);
 }
 
+std::string GroupState::word_key(int position) const { return fmt::format("stall/{}/{}", common_name(), position); }
+
+void GroupState::tell_of_long_wait() {
+  if (word_left_) return;
+  const std::lock_guard word(word_mutex_);
+  std::string text;
+  {
+    // Marked while the wait cannot end, so that it takes the word back when it does.
+    const std::lock_guard lock(mutex_);
+    const auto now = Clock::now();
+    for (const Wait& wait : waiting_)
+      if (now >= wait.tell_at && text.empty()) text = place_text(*wait.work);
+    word_left_ = !text.empty();
+  }
+  if (!text.empty()) world->store.set(word_key(axis_rank), text);
+}
+
+void GroupState::take_back_word() {
+  if (!word_left_) [[likely]]
+    return;
+  const std::lock_guard word(word_mutex_);
+  try {
+    world->store.set(word_key(axis_rank), "");
+    word_left_ = false;  // other waits of this group that go on are told again
+  } catch (const std::exception& error) {
+    log().debug("comm: the store does not take back where this rank was: {}", error.what());  // what was waited for is there
+  }
+}
+
 std::string GroupState::who_is_missing(WorkState& work) {
   // Every rank that times out says where it stands; who stays silent is the one to look at.
   try {
-    const auto key = [&](int position) { return fmt::format("stall/{}/{}", name, position); };
-    world->store.set(key(axis_rank), fmt::format("{}{}", work.operation(), work.label().empty() ? "" : " \"" + work.label() + "\""));
+    world->store.set(word_key(axis_rank), place_text(work));
     std::vector<std::string> words(ranks.size());
     std::vector<int> silent;
     for (const auto until = Clock::now() + kRollCallTime;;) {
       silent.clear();
       for (std::size_t i = 0; i < ranks.size(); ++i) {
-        if (words[i].empty()) words[i] = world->store.try_get(key(static_cast<int>(i))).value_or("");
+        if (words[i].empty()) words[i] = world->store.try_get(word_key(static_cast<int>(i))).value_or("");
         if (words[i].empty()) silent.push_back(ranks[i]);
       }
       if (silent.empty() || Clock::now() >= until) break;
@@ -336,6 +369,11 @@ std::string GroupState::find_mismatch(const Promise& promise, const std::string&
 }
 
 void GroupState::look_at_waits() {
+  try {
+    tell_of_long_wait();
+  } catch (const std::exception&) {
+    return;  // as below
+  }
   std::vector<std::pair<Promise, std::string>> lasting;
   {
     std::lock_guard lock(mutex_);

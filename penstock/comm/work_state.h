@@ -137,6 +137,9 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   // difference ends the wait with an error that names both. Only then does the store see any traffic.
   void look_at_waits();
 
+  // After a wait that ended well: what the stall watch told about it no longer holds.
+  void take_back_word();
+
   int own_rank() const { return world->env.rank; }
   // The name without what tells the ranks of one process apart: the same on every member.
   std::string common_name() const { return name.substr(0, name.size() - world->name_suffix.size()); }
@@ -161,12 +164,15 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::string find_mismatch(const Promise& promise, const std::string& label) const;
   [[noreturn]] void raise(const std::string& transport_words, WorkState& work, bool timed_out);
   std::string who_is_missing(WorkState& work);
+  void tell_of_long_wait();
+  std::string word_key(int position) const;
 
   mutable std::mutex mutex_;  // guards what follows
   std::exception_ptr error_;
   struct Wait {
     Transfer* transfer;
     Clock::time_point since;
+    Clock::time_point tell_at;  // from when on the other ranks are told
     const WorkState* work;  // does not change while it waits
   };
   std::list<Wait> waiting_;
@@ -174,6 +180,10 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::vector<TransferPtr> buried_transfers_;
   std::vector<at::Tensor> buried_tensors_;
   std::shared_ptr<void> listener_;
+
+  // Of this rank, in the store, for those whose wait has failed. Changed under mutex_; word_mutex_ is held while it is written.
+  std::atomic<bool> word_left_ = false;
+  std::mutex word_mutex_;
 
   std::mutex numbers_mutex_;
   std::unordered_map<std::uint64_t, std::uint32_t> numbers_;  // transfers started, by direction, member and tag

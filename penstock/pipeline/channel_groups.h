@@ -24,10 +24,11 @@ class ChannelGroups {
   Rank global_rank(int pipeline_rank) const { return Rank{ranks_[static_cast<std::size_t>(pipeline_rank)]}; }
   const std::vector<int>& ranks() const { return ranks_; }
 
-  // Tags within a group: tensors of a border have one each, what is announced about them another one.
+  // Tags within a group: tensors of a border have one each, what is announced about them another one, and so has the warm-up.
   static constexpr int kTensorsOfABorder = 1000;
-  static int tag(const Channel& channel, int tensor) { return channel.from_stage * (kTensorsOfABorder + 1) + tensor; }
+  static int tag(const Channel& channel, int tensor) { return channel.from_stage * (kTensorsOfABorder + 2) + tensor; }
   static int announcement_tag(const Channel& channel) { return tag(channel, kTensorsOfABorder); }
+  static int warm_up_tag(const Channel& channel) { return tag(channel, kTensorsOfABorder + 1); }
 
  private:
   std::vector<int> ranks_;

@@ -31,6 +31,14 @@ CopyGradients::CopyGradients(const comm::World& world, const std::vector<int>& r
   }
 }
 
+void CopyGradients::warm_up() {
+  for (const Pair& pair : pairs_) {
+    // Both kinds of tensors that `sum` adds: counts on the host, gradients on the device.
+    pair.group.all_reduce(at::zeros({1}, at::kLong), comm::ReduceOp::Sum, {.label = "warm-up of copies", .timeout = {}}).wait();
+    if (!pair.stage.device().is_cpu()) pair.group.all_reduce(at::zeros({1}, pair.stage.device()), comm::ReduceOp::Sum, {.label = "warm-up of copies", .timeout = {}}).wait();
+  }
+}
+
 void CopyGradients::sum() {
   const at::NoGradGuard no_grad;
   for (const Pair& pair : pairs_) {

@@ -18,6 +18,8 @@ class CopyGradients {
   // Adds, to the gradients of every parameter of this rank, those of its copy. A parameter that has none on either side keeps none.
   // Throws PipeliningMetadataError for copies with different parameters.
   void sum();
+  // Connects the pairs: a sum of one element each, so that the first `sum` finds communicators that exist.
+  void warm_up();
   bool any() const { return !pairs_.empty(); }
 
  private:

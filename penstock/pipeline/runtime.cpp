@@ -10,7 +10,9 @@
 #include "penstock/base/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/pipeline/channel_groups.h"
+#include "penstock/pipeline/channel_warm_up.h"
 #include "penstock/pipeline/copy_gradients.h"
+#include "penstock/pipeline/cut_arguments.h"
 #include "penstock/pipeline/executor.h"
 #include "penstock/pipeline/stage_plan.h"
 #include "penstock/pipeline/stage_runner.h"
@@ -67,9 +69,21 @@ bool has_overlaps(const Program& program) {
   return std::any_of(program.instructions.begin(), program.instructions.end(), [](const auto& each) { return each.members > 1; });
 }
 
-schedule::Schedule fitting(schedule::Schedule schedule, std::size_t ranks) {
+// The microbatch whose weight gradients the stage computes last.
+std::optional<int> last_backward(const Program& program, int stage) {
+  std::optional<int> found;
+  for (const auto& each : program.instructions) {
+    const schedule::ActionKind kind = each.action.kind();
+    if (each.kind == pipeline::Instruction::Kind::Compute && each.action.stage().value() == stage && (kind == schedule::ActionKind::Backward || kind == schedule::ActionKind::BackwardWeight))
+      found = each.action.microbatch()->value();
+  }
+  return found;
+}
+
+schedule::Schedule fitting(schedule::Schedule schedule, std::size_t ranks, const std::optional<PipeInfo>& info, bool has_loss) {
   if (schedule.ranks() != static_cast<int>(ranks))
     throw ValueError(describe("ranks of the schedule", std::to_string(schedule.ranks()), fmt::format("{}, as the pipeline has", ranks), "generate it for the ranks of this pipeline"));
+  if (info) check_pipe_info(*info, schedule, has_loss);
   return pipeline::executable(std::move(schedule));
 }
 
@@ -85,7 +99,7 @@ struct PipelineRuntime::Impl {
       : options(std::move(the_options)),
         ranks(pipeline_ranks(options)),
         own(position_in(ranks, options.world.rank())),
-        lowered(fitting(std::move(wanted), ranks.size())),
+        lowered(fitting(std::move(wanted), ranks.size(), options.info, static_cast<bool>(the_loss))),
         stages(checked_stages(std::move(given), lowered.stages(), own)),
         loss(std::move(the_loss)),
         training(pipeline::compile(lowered, own, connections(options.skips), {.has_backward = true, .post_ahead = options.post_ahead})),
@@ -93,14 +107,15 @@ struct PipelineRuntime::Impl {
         groups(options.world, ranks, lowered.stages(), connections(options.skips), options.p2p),
         planner(stages, lowered.stages(), options.skips, loss, groups.control(), ranks, own),
         runners(make_runners()),
-        actions(runners, groups, options.skips),
+        actions(runners, groups, options.skips, has_overlaps(training)),
         copies(options.world, ranks, lowered.stages(), stages) {}
 
   std::vector<pipeline::StageRunner> make_runners() const {
     std::vector<pipeline::StageRunner> made;
     const bool by_blocks = has_overlaps(training);
     for (const PipelineStage& stage : stages)
-      made.emplace_back(stage, lowered.stages().is_first(StageId{stage.index()}), lowered.stages().is_last(StageId{stage.index()}), loss, by_blocks);
+      made.emplace_back(stage, lowered.stages().is_first(StageId{stage.index()}), lowered.stages().is_last(StageId{stage.index()}), loss, by_blocks,
+                        last_backward(training, stage.index()));
     return made;
   }
 
@@ -138,14 +153,14 @@ struct PipelineRuntime::Impl {
   }
 
   StepResult run(bool has_backward, const Tree& args, const Tree& kwargs, const Tree& target) {
-    if (!failure.empty())
-      throw StateError(describe("a step of a pipeline", "an earlier one failed: " + failure, "a pipeline whose steps have succeeded", "build the pipeline again, or restart from a checkpoint"));
+    check_usable();
     running = has_backward ? &training : &evaluation;
     progress.begin_step();
-    watch_steps();
-    try {
-      progress.enter(pipeline::StepProgress::kAgreeing, pipeline::steady_now_ns());
-      const pipeline::StepDescription step = describe_step(has_backward, args, kwargs, target);
+    return guarded([&] {
+      connect();
+      pipeline::CutArguments cuts;
+      const pipeline::StepDescription step =
+          describe_step(has_backward, has_backward ? cuts.cut(args, "arguments") : args, has_backward ? cuts.cut(kwargs, "keyword arguments") : kwargs, target);
       const auto plans = planner.agree(step);
       StepContext context;
       context.seed = options.seed;
@@ -159,13 +174,46 @@ struct PipelineRuntime::Impl {
         gradients.divide_all();
         copies.sum();
         gradients.add_earlier();
+        cuts.give_gradients();
         ++steps_done;
       }
       StepResult result = collect();
       last.peak_live_microbatches = actions.peak_live();
       last.trials = planner.trials();
       last.is_static = planner.is_static();
+      last.units_on_two_streams = actions.units_on_two_streams();
       actions.clear();
+      return result;
+    });
+  }
+
+  void warm_up() {
+    check_usable();
+    guarded([&] {
+      connect();
+      return StepResult{};
+    });
+  }
+
+  void check_usable() const {
+    if (!failure.empty())
+      throw StateError(describe("a step of a pipeline", "an earlier one failed: " + failure, "a pipeline whose steps have succeeded", "build the pipeline again, or restart from a checkpoint"));
+  }
+
+  void connect() {
+    if (connected) return;
+    pipeline::warm_up_channels(groups, training, lowered.stages(), connections(options.skips), stages);
+    copies.warm_up();
+    connected = true;
+  }
+
+  // A step, or what belongs to one: watched, and when it fails, the end of this pipeline on all ranks.
+  template <class Body>
+  StepResult guarded(const Body& body) {
+    watch_steps();
+    try {
+      progress.enter(pipeline::StepProgress::kAgreeing, pipeline::steady_now_ns());
+      StepResult result = body();
       progress.enter(pipeline::StepProgress::kNone, pipeline::steady_now_ns());
       return result;
     } catch (const TimeoutError& error) {
@@ -254,6 +302,7 @@ struct PipelineRuntime::Impl {
   pipeline::StepProgress progress;
   std::vector<pipeline::TimedInstruction> times;
   std::int64_t steps_done = 0;
+  bool connected = false;
   std::string failure;
   StepReport last;
   std::atomic<const Program*> running = &training;  // in this step, or the last one
@@ -265,6 +314,8 @@ PipelineRuntime::PipelineRuntime(std::vector<PipelineStage> stages, schedule::Sc
     : impl_(std::make_unique<Impl>(std::move(stages), std::move(schedule), std::move(loss), std::move(options))) {}
 PipelineRuntime::~PipelineRuntime() = default;
 PipelineRuntime::PipelineRuntime(PipelineRuntime&&) noexcept = default;
+
+void PipelineRuntime::warm_up() { impl_->warm_up(); }
 
 StepResult PipelineRuntime::step(const Tree& args, const Tree& kwargs, const Tree& target) {
   if (!impl_->loss) throw StateError(describe("a training step", "the pipeline has no loss", "one, to go backward from", "give the schedule a loss, or call eval"));

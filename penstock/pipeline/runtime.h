@@ -29,6 +29,7 @@
 
 #include "penstock/comm/world.h"
 #include "penstock/pipeline/microbatch.h"
+#include "penstock/pipeline/pipe_info.h"
 #include "penstock/pipeline/pipeline_loss.h"
 #include "penstock/pipeline/program.h"
 #include "penstock/pipeline/stage.h"
@@ -49,6 +50,7 @@ struct PipelineOptions {
   double loss_scale = 1.0;
   comm::P2PTransport p2p = comm::P2PTransport::Auto;  // World::low_latency_transport(): UCX between processes of one host
   int post_ahead = 2;            // see CompileOptions
+  std::optional<PipeInfo> info = {};  // of the front end that cut the model; compared with the schedule
 };
 
 struct StepResult {
@@ -61,6 +63,7 @@ struct StepReport {
   int peak_live_microbatches = 0;  // (stage, microbatch) pairs whose forward has run and whose backward has not ended
   int trials = 0;                  // trial runs of this rank's stages, since the beginning
   bool is_static = false;
+  int units_on_two_streams = 0;    // overlapped units whose forward and backward ran beside each other, on CUDA
 };
 
 class PipelineRuntime {
@@ -70,6 +73,10 @@ class PipelineRuntime {
   PipelineRuntime(std::vector<PipelineStage> stages, schedule::Schedule schedule, PipelineLoss loss, PipelineOptions options);
   ~PipelineRuntime();
   PipelineRuntime(PipelineRuntime&&) noexcept;
+
+  // Connects all channels of the pipeline by transfers of one element, so that no step pays for it. Collective over the pipeline. The
+  // first step does it by itself where it was not called; again: nothing. Fails as a step does.
+  void warm_up();
 
   // Needs a loss.
   StepResult step(const Tree& args = {}, const Tree& kwargs = {}, const Tree& target = {});

@@ -39,6 +39,16 @@ enum class TrialRun {
   Real,
 };
 
+// What a trial run does, where that is not simply to run the module and autograd. Called within the trial: under its StepContext, on
+// its tensors, which are fake or zeros. Either may be left out.
+struct TrialHooks {
+  // Instead of the module's forward. A module that is expensive, or cannot be tried, gives tensors like its outputs here.
+  std::function<Tree(const StageModule& module, const Tree& args, const Tree& kwargs)> forward;
+  // Instead of autograd: the gradients of `inputs`, which all require one, from those of `outputs`. One for each input, undefined where
+  // none comes. At the last stage the only output is the loss.
+  std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& output_grads)> input_grads;
+};
+
 // Makes the function that computes the weight gradients of the microbatch whose backward has just run; see StageOptions.
 using WeightStepBuilder = std::function<std::function<void()>()>;
 
@@ -54,6 +64,7 @@ struct StageOptions {
   // Example tensors, or nothing. Entries of gradients may be undefined.
   std::optional<std::vector<at::Tensor>> input_args, output_args, input_grads, output_grads;
   TrialRun trial = TrialRun::Auto;
+  TrialHooks trial_hooks;
   // Shapes of the outputs depend on values: each transfer of them is announced before. A trial run that finds an operator of that
   // kind sets it by itself.
   bool announce_shapes = false;

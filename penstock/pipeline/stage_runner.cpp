@@ -39,9 +39,9 @@ struct StageRunner::Chunk {
   at::Tensor loss;
 };
 
-StageRunner::StageRunner(PipelineStage stage, bool begins, bool ends, PipelineLoss loss, bool by_blocks)
+StageRunner::StageRunner(PipelineStage stage, bool begins, bool ends, PipelineLoss loss, bool by_blocks, std::optional<int> synced)
     : stage_(std::move(stage)), begins_(begins), ends_(ends), loss_(std::move(loss)), by_blocks_(by_blocks),
-      validate_(stage_.options().validate.value_or(debug_level() == DebugLevel::Detail)) {}
+      validate_(stage_.options().validate.value_or(debug_level() == DebugLevel::Detail)), synced_(synced), syncs_(gradient_syncs_of(stage_.module())) {}
 StageRunner::~StageRunner() = default;
 StageRunner::StageRunner(StageRunner&&) noexcept = default;
 
@@ -66,6 +66,19 @@ void StageRunner::check_chunk(int microbatch, const char* action) const {
   if (microbatch < 0 || microbatch >= count || !chunks_[static_cast<std::size_t>(microbatch)])
     throw StateError(describe(fmt::format("{} on stage {}", action, stage_.index()), fmt::format("microbatch {}", microbatch),
                               fmt::format("one of the {} microbatches of the step that this stage runs", count), "use a schedule made for this number of microbatches"));
+}
+
+std::optional<NoGradientSync> StageRunner::alone(int microbatch) const {
+  if (!has_backward_ || microbatch == synced_ || syncs_.empty()) return std::nullopt;
+  return std::optional<NoGradientSync>(std::in_place, syncs_);
+}
+
+void StageRunner::record_stream(int microbatch, const c10::Stream& stream) const {
+  check_chunk(microbatch, "streams");
+  const Chunk& of = *chunks_[static_cast<std::size_t>(microbatch)];
+  for (const auto* tensors : {&of.inputs, &of.output_grads})
+    for (const at::Tensor& tensor : *tensors)
+      if (tensor.defined() && tensor.device() == stream.device()) tensor.record_stream(stream);
 }
 
 StageRunner::Chunk& StageRunner::chunk(int microbatch, const char* action) {
@@ -208,6 +221,7 @@ bool StageRunner::Forward::advance() {
   const StageModule& module = runner.stage_.module();
   const std::size_t blocks = runner.by_blocks_ ? module.block_count() : 1;
   const StepGuard step(s.context);
+  const auto alone = runner.alone(s.microbatch);
   const at::AutoGradMode grad_mode(runner.has_backward_);
   std::optional<WeightQueueGuard> deferring;
   if (runner.has_backward_) deferring.emplace(s.chunk.deferred);
@@ -265,6 +279,7 @@ bool StageRunner::Backward::advance() {
   State& s = *state_;
   StageRunner& runner = s.runner;
   const StepGuard step(s.context);
+  const auto alone = runner.alone(s.microbatch);
   Chunk::Block block = std::move(s.chunk.blocks.back());
   s.chunk.blocks.pop_back();
   std::vector<at::Tensor> input_grads;
@@ -374,6 +389,7 @@ void StageRunner::backward_weight(int microbatch, const StepContext& context) {
     throw StateError(describe(fmt::format("weight backward of microbatch {} on stage {}", microbatch, stage_.index()), "no split backward is pending", "one, from the input backward of this step",
                               "validate the schedule before it is executed"));
   const StepGuard step(context);
+  const auto without_sync = alone(microbatch);
   of.phase = Chunk::Phase::Done;
   --live_;
   if (const auto weight_step = std::exchange(of.weight_step, nullptr)) weight_step();

@@ -15,11 +15,14 @@
 // Thread rule: one thread.
 #pragma once
 
+#include <c10/core/Stream.h>
+
 #include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
 
+#include "penstock/pipeline/gradient_sync.h"
 #include "penstock/pipeline/pipeline_loss.h"
 #include "penstock/pipeline/split_backward.h"
 #include "penstock/pipeline/stage.h"
@@ -31,8 +34,9 @@ namespace penstock::pipeline {
 class StageRunner {
  public:
   // `ends` says whether the stage is the last one of its chain and computes the loss; `by_blocks` keeps the blocks of a chain apart,
-  // so that they can be interleaved with others.
-  StageRunner(PipelineStage stage, bool begins, bool ends, PipelineLoss loss, bool by_blocks);
+  // so that they can be interleaved with others; `synced` is the microbatch for which modules may reduce their gradients, the one
+  // whose weight gradients come last (gradient_sync.h).
+  StageRunner(PipelineStage stage, bool begins, bool ends, PipelineLoss loss, bool by_blocks, std::optional<int> synced = {});
   ~StageRunner();
   StageRunner(StageRunner&&) noexcept;
 
@@ -45,6 +49,9 @@ class StageRunner {
   std::vector<at::Tensor> give_outputs(int microbatch, std::size_t first, std::size_t count);
   void take_output_grads(int microbatch, std::size_t first, std::vector<at::Tensor> tensors);
   std::vector<at::Tensor> give_input_grads(int microbatch, std::size_t first, std::size_t count);
+
+  // What has been taken for the microbatch is going to be used on this stream, whichever its memory belongs to.
+  void record_stream(int microbatch, const c10::Stream& stream) const;
 
   // Work in parts: each call of `advance` does one block and says whether there is more. forward() and the backwards do all of them.
   class Forward;
@@ -80,6 +87,8 @@ class StageRunner {
   void finish_forward(Chunk& chunk, int microbatch, const Tree& result, const Tree& target);
   void finish_backward(Chunk& chunk, int microbatch, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> input_grads);
   void check_chunk(int microbatch, const char* action) const;
+  // Engaged for all microbatches of a training step but `synced_`.
+  std::optional<NoGradientSync> alone(int microbatch) const;
   bool validates() const { return validate_; }
 
   PipelineStage stage_;
@@ -88,6 +97,8 @@ class StageRunner {
   PipelineLoss loss_;
   bool by_blocks_;
   bool validate_;
+  std::optional<int> synced_;
+  GradientSyncs syncs_;
   bool has_backward_ = false;
   std::vector<std::unique_ptr<Chunk>> chunks_;
   int live_ = 0;

@@ -13,6 +13,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/base/log.h"
+#include "penstock/pipeline/gradient_sync.h"
 #include "penstock/torch/distributed_type.h"
 #include "penstock/torch/fake.h"
 #include "penstock/torch/record_checks.h"
@@ -89,6 +90,7 @@ struct StageTrial::Run {
   template <class Body>
   void inside(const PipelineStage& stage, bool grad, const Body& body) {
     const StepGuard step(trial_context());
+    const NoGradientSync alone(gradient_syncs_of(stage.module()));
     const at::AutoGradMode grad_mode(grad);
     if (fake) {
       FakeMode mode;
@@ -116,7 +118,8 @@ void StageTrial::try_forward(const MakeArgs& make_args, const Tree& kwargs) {
         const at::Tensor leaf = fake && !is_distributed_tensor(tensor) ? to_fake(tensor.detach()) : tensor.detach();
         return leaf.set_requires_grad(tensor.requires_grad());
       });
-      run->result = stage_.module().forward(args, own_kwargs);
+      const auto& hook = stage_.options().trial_hooks.forward;
+      run->result = hook ? hook(stage_.module(), args, own_kwargs) : stage_.module().forward(args, own_kwargs);
       const bool travels = !stage_.is_last();
       outputs_.clear();
       if (travels) {
@@ -185,8 +188,16 @@ void StageTrial::collect_input_grads(const std::vector<at::Tensor>& roots, const
   for (const at::Tensor& input : run_->inputs)
     if (input.requires_grad()) wanted.push_back(input);
   std::vector<at::Tensor> found;
-  if (!wanted.empty() && !roots.empty())
-    found = torch::autograd::grad(roots, wanted, gradients, /*retain_graph=*/false, /*create_graph=*/false, /*allow_unused=*/true);
+  if (!wanted.empty() && !roots.empty()) {
+    if (const auto& hook = stage_.options().trial_hooks.input_grads) {
+      found = hook(roots, wanted, gradients);
+      if (found.size() != wanted.size())
+        throw PipeliningMetadataError(describe(fmt::format("gradients from trial_hooks.input_grads of stage {}", stage_.index()), fmt::format("{}", found.size()),
+                                               fmt::format("{}, one for each input that requires grad", wanted.size()), "return an undefined tensor for an input without gradient"));
+    } else {
+      found = torch::autograd::grad(roots, wanted, gradients, /*retain_graph=*/false, /*create_graph=*/false, /*allow_unused=*/true);
+    }
+  }
   std::size_t next = 0;
   for (const at::Tensor& input : run_->inputs) {
     const bool has = input.requires_grad() && next < found.size() && found[next].defined();

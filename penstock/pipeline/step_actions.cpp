@@ -1,9 +1,11 @@
 #include "penstock/pipeline/step_actions.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "penstock/base/errors.h"
 #include "penstock/base/log.h"
@@ -37,21 +39,23 @@ std::vector<std::int64_t> announced_sizes(const at::Tensor& words, std::size_t t
   return {word + 1, word + 1 + word[0]};
 }
 
-// One line per transfer, for those who ask for debug output.
-void note_transfer(std::string_view what, const Instruction& instruction, const Channel& channel, const std::vector<at::Tensor>& tensors) {
-  if (!log().should_log(spdlog::level::debug)) [[likely]]
-    return;
-  std::string list;
-  for (const at::Tensor& tensor : tensors)
-    list += fmt::format("{}{} on {}", list.empty() ? "" : ", ", tensor.defined() ? to_string(meta_of(tensor)) : "nothing", tensor.defined() ? tensor.device().str() : "-");
-  log().debug("pipeline: stage {} {} {}: {}, rank {} to {}: [{}]", instruction.action.stage().value(), what, schedule::to_text(instruction.action), to_text(channel), channel.from_rank,
-              channel.to_rank, list);
+bool needs_grad(const StagePlan& plan, bool forward, bool sends, std::size_t i) {
+  return forward && requires_grad(sends ? (*plan.meta.outputs)[i] : (*plan.meta.inputs)[i]);
+}
+
+// A second stream is of use where overlapped units run on one device that has it.
+std::optional<OverlapStreams> streams_of(const std::vector<StageRunner>& runners, bool overlaps) {
+  if (!overlaps || runners.empty()) return std::nullopt;
+  const at::Device device = runners.front().stage().device();
+  for (const StageRunner& each : runners)
+    if (each.stage().device() != device) return std::nullopt;
+  return OverlapStreams::of(device);
 }
 
 }  // namespace
 
-TorchStepActions::TorchStepActions(std::vector<StageRunner>& runners, const ChannelGroups& groups, std::vector<SkipTensor> skips)
-    : runners_(runners), groups_(groups), skips_(std::move(skips)) {
+TorchStepActions::TorchStepActions(std::vector<StageRunner>& runners, const ChannelGroups& groups, std::vector<SkipTensor> skips, bool overlaps)
+    : runners_(runners), groups_(groups), skips_(std::move(skips)), streams_(streams_of(runners_, overlaps)) {
   for (StageRunner& each : runners_) by_stage_[each.stage().index()] = &each;
 }
 
@@ -63,6 +67,8 @@ void TorchStepActions::begin(const StepDescription& step, const std::vector<std:
   context_ = context;
   reduce_ = std::move(reduce);
   peak_live_ = 0;
+  units_on_two_streams_ = 0;
+  if (streams_) streams_->begin_step();
   for (StageRunner& each : runners_) {
     std::vector<const StagePlan*> of_stage;
     for (const auto& microbatch : plans_) {
@@ -115,7 +121,23 @@ StepContext TorchStepActions::context_of(const Action& action) const {
   return context;
 }
 
+// On the stream of its pair, which is the caller's unless its forward ran in an overlapped unit.
 void TorchStepActions::run_alone(const Action& action) {
+  if (!streams_) return run_action(action);
+  const int stage = action.stage().value();
+  const int microbatch = action.microbatch()->value();
+  const c10::Stream stream = streams_->of_pair(stage, microbatch);
+  runner(stage).record_stream(microbatch, stream);
+  if (!streams_->is_second(stream)) return run_action(action);
+  streams_->fork();
+  {
+    const c10::StreamGuard guard(stream);
+    run_action(action);
+  }
+  streams_->join();
+}
+
+void TorchStepActions::run_action(const Action& action) {
   if (log().should_log(spdlog::level::debug)) [[unlikely]]
     log().debug("pipeline: stage {} runs {}", action.stage().value(), schedule::to_text(action));
   StageRunner& stage = runner(action.stage().value());
@@ -132,33 +154,67 @@ void TorchStepActions::run_alone(const Action& action) {
 }
 
 void TorchStepActions::compute(std::span<const Instruction> unit) {
-  if (unit.size() == 1) {
-    run_alone(unit[0].action);
-  } else {
-    // Block by block in turns, so that one's transfers can start before the other is through.
-    std::vector<std::unique_ptr<StageRunner::Forward>> forwards;
-    std::vector<std::unique_ptr<StageRunner::Backward>> backwards;
-    for (const Instruction& each : unit) {
-      const Action& action = each.action;
-      StageRunner& stage = runner(action.stage().value());
-      const int microbatch = action.microbatch()->value();
-      const auto m = static_cast<std::size_t>(microbatch);
-      if (action.kind() == ActionKind::Forward) {
-        forwards.push_back(stage.start_forward(microbatch, context_of(action), step_->args[m], step_->kwargs[m], step_->targets[m]));
-      } else if (action.kind() == ActionKind::BackwardWeight) {
-        run_alone(action);
-      } else {
-        backwards.push_back(stage.start_backward(microbatch, context_of(action), action.kind() == ActionKind::BackwardInput));
-      }
+  unit.size() == 1 ? run_alone(unit[0].action) : run_unit(unit);
+  count_live();
+  reap();
+}
+
+std::optional<c10::Stream> TorchStepActions::stream_for(const Action& action, const std::optional<c10::Stream>& of_backward) {
+  if (!streams_) return std::nullopt;
+  const int stage = action.stage().value();
+  const int microbatch = action.microbatch()->value();
+  if (action.kind() == ActionKind::Forward && of_backward) streams_->set_pair(stage, microbatch, streams_->other(*of_backward));
+  const c10::Stream stream = streams_->of_pair(stage, microbatch);
+  runner(stage).record_stream(microbatch, stream);
+  return stream;
+}
+
+// Block by block in turns: on CPU so that one's transfers can start before the other is through, on CUDA so that both streams have work.
+void TorchStepActions::run_unit(std::span<const Instruction> unit) {
+  struct Part {
+    std::optional<c10::Stream> stream;
+    std::unique_ptr<StageRunner::Forward> forward;
+    std::unique_ptr<StageRunner::Backward> backward;
+    bool advance() const {
+      std::optional<c10::StreamGuard> guard;
+      if (stream) guard.emplace(*stream);
+      return forward ? forward->advance() : backward->advance();
     }
-    count_live();
-    while (!forwards.empty() || !backwards.empty()) {
-      std::erase_if(forwards, [](const auto& each) { return !each->advance(); });
-      std::erase_if(backwards, [](const auto& each) { return !each->advance(); });
+  };
+  std::optional<c10::Stream> of_backward;
+  if (streams_) {
+    for (const Instruction& each : unit)
+      if (each.action.kind() != ActionKind::Forward && !of_backward) of_backward = streams_->of_pair(each.action.stage().value(), each.action.microbatch()->value());
+    streams_->fork();
+  }
+  std::vector<Part> forwards, backwards;
+  bool on_first = false, on_second = false;
+  for (const Instruction& each : unit) {
+    const Action& action = each.action;
+    StageRunner& stage = runner(action.stage().value());
+    const int microbatch = action.microbatch()->value();
+    const auto m = static_cast<std::size_t>(microbatch);
+    const std::optional<c10::Stream> stream = stream_for(action, of_backward);
+    if (stream) (streams_->is_second(*stream) ? on_second : on_first) = true;
+    std::optional<c10::StreamGuard> guard;
+    if (stream) guard.emplace(*stream);
+    if (action.kind() == ActionKind::Forward) {
+      forwards.push_back({stream, stage.start_forward(microbatch, context_of(action), step_->args[m], step_->kwargs[m], step_->targets[m]), nullptr});
+    } else if (action.kind() == ActionKind::BackwardWeight) {
+      run_action(action);
+    } else {
+      backwards.push_back({stream, nullptr, stage.start_backward(microbatch, context_of(action), action.kind() == ActionKind::BackwardInput)});
     }
   }
   count_live();
-  reap();
+  while (!forwards.empty() || !backwards.empty()) {
+    std::erase_if(forwards, [](const Part& each) { return !each.advance(); });
+    std::erase_if(backwards, [](const Part& each) { return !each.advance(); });
+  }
+  if (streams_) {
+    streams_->join();
+    units_on_two_streams_ += on_first && on_second;
+  }
 }
 
 void TorchStepActions::count_live() {
@@ -177,7 +233,11 @@ void TorchStepActions::receive(Arrival& arrival, at::Tensor tensor, const Channe
 }
 
 // Posts the tensors of a channel, now that their sizes are known.
-void TorchStepActions::start_receive(Arrival& arrival, const Channel& channel, int microbatch, const std::string& label) {
+void TorchStepActions::start_receive(Arrival& arrival, const Instruction& instruction, const Channel& channel, int microbatch) {
+  const std::string label = schedule::to_text(instruction.action);
+  const int peer = groups_.global_rank(channel.from_rank).value();
+  std::vector<LoggedTransfer> logged;
+  const bool logs = transfer_log_.on();
   const StagePlan& agreed = plan(channel.to_stage, microbatch);
   StageRunner& stage = runner(channel.to_stage);
   const bool forward = channel.kind == Channel::Kind::Activation;
@@ -198,7 +258,9 @@ void TorchStepActions::start_receive(Arrival& arrival, const Channel& channel, i
     if (!forward && agreed.announced_outputs) sizes = stage.output_sizes(microbatch, i);
     arrival.tensors.push_back(buffer(*meta, stage.stage(), sizes ? &*sizes : nullptr));
     receive(arrival, arrival.tensors.back(), channel, ChannelGroups::tag(channel, static_cast<int>(i - span.first)), label);
+    if (logs) logged.push_back({LoggedTransfer::Type::Receive, peer, arrival.tensors.back(), needs_grad(agreed, forward, false, i)});
   }
+  if (logs) transfer_log_.batch("post", instruction, channel, logged);
 }
 
 void TorchStepActions::post(const Instruction& instruction, const Channel& channel) {
@@ -210,11 +272,13 @@ void TorchStepActions::post(const Instruction& instruction, const Channel& chann
   if (forward && agreed.announced_inputs) {
     arrival.announcement = at::empty({static_cast<std::int64_t>(received_by(channel, agreed).count), kMaxDims + 1}, at::kLong);
     receive(arrival, arrival.announcement, channel, ChannelGroups::announcement_tag(channel), label);
+    if (transfer_log_.on())
+      transfer_log_.batch("post announcement of", instruction, channel, {{LoggedTransfer::Type::Receive, groups_.global_rank(channel.from_rank).value(), arrival.announcement, false}});
     waiting_for_sizes_[instruction.channel].push_back(microbatch);
   } else if (!forward && agreed.announced_outputs) {
     waiting_for_sizes_[instruction.channel].push_back(microbatch);
   } else {
-    start_receive(arrival, channel, microbatch, label);
+    start_receive(arrival, instruction, channel, microbatch);
   }
 }
 
@@ -229,14 +293,14 @@ void TorchStepActions::await(const Instruction& instruction, const Channel& chan
       Arrival& arrival = arrivals_[{instruction.channel, next}];
       comm::wait_all(arrival.works);
       arrival.works.clear();
-      start_receive(arrival, channel, next, schedule::to_text(instruction.action));
+      start_receive(arrival, instruction, channel, next);
     }
   }
   auto node = arrivals_.extract({instruction.channel, microbatch});
   PENSTOCK_INVARIANT(!node.empty(), "a program posts what it waits for");
   Arrival& arrival = node.mapped();
+  if (transfer_log_.on()) arrival.works.empty() ? transfer_log_.bypassed_wait(instruction, channel) : transfer_log_.waits(instruction, channel, arrival.works.size());
   comm::wait_all(arrival.works);
-  note_transfer("has received", instruction, channel, arrival.tensors);
   StageRunner& stage = runner(channel.to_stage);
   const Span span = received_by(channel, plan(channel.to_stage, microbatch));
   if (forward) {
@@ -256,13 +320,19 @@ void TorchStepActions::send(const Instruction& instruction, const Channel& chann
   const comm::Group& group = groups_.group_of(channel);
   const Rank peer = groups_.global_rank(channel.to_rank);
   const std::string label = schedule::to_text(instruction.action);
-  note_transfer("sends", instruction, channel, tensors);
-  if (forward && agreed.announced_outputs)
-    sends_.push_back(group.isend(announce(tensors), peer, {.tag = ChannelGroups::announcement_tag(channel), .label = label, .timeout = {}}));
+  const bool logs = transfer_log_.on();
+  std::vector<LoggedTransfer> logged;
+  if (forward && agreed.announced_outputs) {
+    const at::Tensor announcement = announce(tensors);
+    if (logs) logged.push_back({LoggedTransfer::Type::Send, peer.value(), announcement, false});
+    sends_.push_back(group.isend(announcement, peer, {.tag = ChannelGroups::announcement_tag(channel), .label = label, .timeout = {}}));
+  }
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].defined()) continue;
+    if (logs) logged.push_back({LoggedTransfer::Type::Send, peer.value(), tensors[i], needs_grad(agreed, forward, true, span.first + i)});
     sends_.push_back(group.isend(tensors[i], peer, {.tag = ChannelGroups::tag(channel, static_cast<int>(i)), .label = label, .timeout = {}}));
   }
+  if (logs) transfer_log_.batch("send", instruction, channel, logged);
 }
 
 void TorchStepActions::pass(const Instruction& instruction, const Channel& channel) {
@@ -271,10 +341,19 @@ void TorchStepActions::pass(const Instruction& instruction, const Channel& chann
   StageRunner& to = runner(channel.to_stage);
   const Span out = sent_by(channel, plan(channel.from_stage, microbatch));
   const Span in = received_by(channel, plan(channel.to_stage, microbatch));
-  if (channel.kind == Channel::Kind::Activation) {
-    to.take_inputs(microbatch, in.first, from.give_outputs(microbatch, out.first, out.count));
+  const bool forward = channel.kind == Channel::Kind::Activation;
+  std::vector<at::Tensor> tensors = forward ? from.give_outputs(microbatch, out.first, out.count) : from.give_input_grads(microbatch, out.first, out.count);
+  if (transfer_log_.on()) {
+    std::vector<LoggedTransfer> logged;
+    for (std::size_t i = 0; i < tensors.size(); ++i)
+      if (tensors[i].defined())
+        logged.push_back({LoggedTransfer::Type::HandOver, groups_.global_rank(channel.to_rank).value(), tensors[i], needs_grad(plan(channel.from_stage, microbatch), forward, true, out.first + i)});
+    transfer_log_.batch("pass", instruction, channel, logged);
+  }
+  if (forward) {
+    to.take_inputs(microbatch, in.first, std::move(tensors));
   } else {
-    to.take_output_grads(microbatch, in.first, from.give_input_grads(microbatch, out.first, out.count));
+    to.take_output_grads(microbatch, in.first, std::move(tensors));
   }
 }
 

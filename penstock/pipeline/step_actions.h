@@ -4,19 +4,23 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "penstock/pipeline/channel_groups.h"
 #include "penstock/pipeline/executor.h"
+#include "penstock/pipeline/overlap_streams.h"
 #include "penstock/pipeline/stage_plan.h"
 #include "penstock/pipeline/stage_runner.h"
+#include "penstock/pipeline/transfer_log.h"
 
 namespace penstock::pipeline {
 
 class TorchStepActions final : public StepActions {
  public:
-  TorchStepActions(std::vector<StageRunner>& runners, const ChannelGroups& groups, std::vector<SkipTensor> skips);
+  // `overlaps`: the program has units of several actions. On CUDA their halves then run on two streams.
+  TorchStepActions(std::vector<StageRunner>& runners, const ChannelGroups& groups, std::vector<SkipTensor> skips, bool overlaps);
 
   // Of the step that follows. `reduce` is called where the schedule finishes the gradients of a stage.
   void begin(const StepDescription& step, const std::vector<std::shared_ptr<const MicrobatchPlan>>& plans, StepContext context,
@@ -25,6 +29,8 @@ class TorchStepActions final : public StepActions {
   void clear();
   // Highest number of microbatches in flight on this rank's stages together.
   int peak_live() const { return peak_live_; }
+  // Overlapped units of the step whose forward and backward ran on two streams.
+  int units_on_two_streams() const { return units_on_two_streams_; }
 
   void compute(std::span<const Instruction> unit) override;
   void post(const Instruction& instruction, const Channel& channel) override;
@@ -53,7 +59,11 @@ class TorchStepActions final : public StepActions {
   std::size_t skip_ordinal(int skip, int stage, bool from) const;
   StepContext context_of(const schedule::Action& action) const;
   void run_alone(const schedule::Action& action);
-  void start_receive(Arrival& arrival, const Channel& channel, int microbatch, const std::string& label);
+  void run_action(const schedule::Action& action);
+  void run_unit(std::span<const Instruction> unit);
+  // The stream on which an action of a unit runs, chosen now if it is a forward.
+  std::optional<c10::Stream> stream_for(const schedule::Action& action, const std::optional<c10::Stream>& of_backward);
+  void start_receive(Arrival& arrival, const Instruction& instruction, const Channel& channel, int microbatch);
   at::Tensor buffer(const TensorMeta& meta, const PipelineStage& stage, const std::vector<std::int64_t>* sizes) const;
   void receive(Arrival& arrival, at::Tensor tensor, const Channel& channel, int tag, const std::string& label);
   void reap();
@@ -72,6 +82,9 @@ class TorchStepActions final : public StepActions {
   std::map<int, std::deque<int>> waiting_for_sizes_;        // by channel: microbatches whose receive cannot be posted yet
   std::deque<comm::Work> sends_;
   int peak_live_ = 0;
+  std::optional<OverlapStreams> streams_;
+  int units_on_two_streams_ = 0;
+  TransferLog transfer_log_;
 };
 
 }  // namespace penstock::pipeline

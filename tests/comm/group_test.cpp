@@ -404,6 +404,30 @@ TEST(FakeWorld, AnyRankAndSizeWithoutPeers) {
   EXPECT_THROW(World::fake(4, 4), ValueError);
 }
 
+// One rank times out long before another one that waits as well: only the rank that does not wait is silent.
+TEST(Group, ARankThatStillWaitsIsNotSilent) {
+  std::string said;
+  const auto body = [&](World& world) {
+    at::Tensor tensor = at::ones({8});
+    // A wait that lasts and ends well leaves nothing behind.
+    if (world.rank() == 2) std::this_thread::sleep_for(1s);
+    world.group().all_reduce(tensor, ReduceOp::Sum, {.label = "earlier", .timeout = 3s}).wait();
+    if (world.rank() == 1) {
+      std::this_thread::sleep_for(5s);
+      return;
+    }
+    try {
+      world.group().all_reduce(tensor, ReduceOp::Sum, {.label = "later", .timeout = world.rank() == 0 ? 3s : 6s}).wait();
+    } catch (const TimeoutError& error) {
+      if (world.rank() == 0) said = error.what();
+      throw;
+    }
+  };
+  EXPECT_THROW(run_ranks(3, 30s, body), TimeoutError);
+  EXPECT_NE(said.find("no word from rank 1 ("), std::string::npos) << said;
+  EXPECT_NE(said.find("rank 2 is in all_reduce \"later\""), std::string::npos) << said;
+}
+
 TEST(RunRanks, ABodyThatHangsInCommunicationIsEnded) {
   EXPECT_THROW(run_ranks(2, 1s,
                          [](World& world) {

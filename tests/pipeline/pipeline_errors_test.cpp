@@ -269,6 +269,38 @@ TEST(PipelineErrors, ArgumentsThatAreMissingOrTooFew) {
   EXPECT_TRUE(has_text(few[0], "ValueError: microbatches that the arguments of a step make: got 3"));
 }
 
+TEST(PipelineErrors, FewerRowsThanMicrobatches) {
+  // The rank that sees it says what to do, and every other rank quotes it.
+  const auto expect_told = [](const std::vector<std::string>& ends, std::size_t where, const std::string& what) {
+    for (std::size_t rank = 0; rank < ends.size(); ++rank) {
+      EXPECT_TRUE(has_text(ends[rank], rank == where ? "ValueError: " : "PeerLostError: "));
+      EXPECT_TRUE(has_text(ends[rank], "microbatches that the " + what + " of a step make: got 3, expected 4, as the schedule has"));
+      EXPECT_TRUE(has_text(ends[rank], "pass a batch of at least as many rows, or make a schedule for fewer microbatches"));
+    }
+  };
+  for (const bool trains : {true, false}) {
+    expect_told(ends_of(3, [&](comm::World& world) {
+                  PipelineRuntime pipeline = pipeline_of(world, block_module);
+                  const Tree few = test::plain_batch(0, 3).args, target = test::plain_batch(0, 8).target;
+                  trains ? pipeline.step(few, {}, target) : pipeline.eval(few);
+                }),
+                0, "arguments");
+    expect_told(ends_of(3, [&](comm::World& world) {
+                  PipelineRuntime pipeline = pipeline_of(world, block_module);
+                  const Tree args = test::plain_batch(0, 8).args, few = test::plain_batch(0, 3).target;
+                  trains ? pipeline.step(args, {}, few) : pipeline.eval(args, {}, few);
+                }),
+                2, "target");
+    expect_told(ends_of(3, [&](comm::World& world) {
+                  PipelineRuntime pipeline = pipeline_of(world, block_module);
+                  const test::Batch batch = test::plain_batch(0, 8);
+                  const Tree few = world.rank() == 1 ? Tree::dict({{"mask", at::ones({3})}}) : Tree();
+                  trains ? pipeline.step(batch.args, few, batch.target) : pipeline.eval(batch.args, few);
+                }),
+                1, "arguments");
+  }
+}
+
 TEST(PipelineErrors, AFailedPipelineStaysFailed) {
   std::string second;
   ends_of(1, [&](comm::World& world) {

@@ -1,0 +1,350 @@
+// Where users and front ends reach into stages: trial hooks, modules that reduce their own gradients, arguments with a graph behind
+// them, what a front end knows; and the log of transfers.
+#include <gtest/gtest.h>
+#include <spdlog/sinks/ostream_sink.h>
+
+#include <cstdlib>
+#include <mutex>
+#include <set>
+#include <sstream>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/log.h"
+#include "penstock/base/warnings.h"
+#include "penstock/pipeline/gradient_sync.h"
+#include "penstock/pipeline/schedules.h"
+#include "penstock/torch/step_context.h"
+#include "penstock/torch/streams.h"
+#include "tests/has_text.h"
+#include "tests/pipeline/parity_scenarios.h"
+
+namespace penstock {
+namespace {
+
+using namespace std::chrono_literals;
+using schedule::ScheduleKind;
+using test::Block;
+using test::has_text;
+using test::kWidth;
+
+// ---------------------------------------------------------------------------------------- gradients that modules reduce themselves
+
+// As a data parallel wrapper: each backward reduces the gradient of its weight, unless it was told not to.
+struct ReducedImpl : torch::nn::Module, GradientSync {
+  explicit ReducedImpl(int number) : block(register_module("block", Block(number))) {
+    block->weight.register_hook([this](const at::Tensor& gradient) {
+      ++(enabled ? reductions : additions);
+      if (enabled) reduced_with = *StepContext::current()->microbatch;
+      return gradient;
+    });
+  }
+  bool set_gradient_sync(bool on) noexcept override { return std::exchange(enabled, on); }
+  at::Tensor forward(const at::Tensor& x) {
+    const auto context = StepContext::current();
+    if (context->trial) {
+      trial_with_sync |= enabled;
+    } else if (enabled) {
+      forwards_with_sync.insert(*context->microbatch);
+    } else {
+      ++forwards_without;
+    }
+    return block->forward(x);
+  }
+  Block block;
+  bool enabled = true;
+  bool trial_with_sync = false;
+  int reductions = 0, additions = 0, forwards_without = 0;
+  std::set<std::int64_t> forwards_with_sync;
+  std::int64_t reduced_with = -1;
+};
+TORCH_MODULE(Reduced);
+
+// A module that holds it.
+struct OuterImpl : torch::nn::Module {
+  explicit OuterImpl(int number) : inner(register_module("inner", Reduced(number))) {}
+  at::Tensor forward(const at::Tensor& x) { return inner->forward(x); }
+  Reduced inner;
+};
+TORCH_MODULE(Outer);
+
+TEST(GradientSync, OncePerStepInEverySchedule) {
+  for (const ScheduleKind kind : {ScheduleKind::GPipe, ScheduleKind::OneFOneB, ScheduleKind::ZB2P, ScheduleKind::ZBVZeroBubble, ScheduleKind::DualPipeV}) {
+    SCOPED_TRACE(schedule::to_text(kind));
+    comm::run_ranks(2, 30s, [&](comm::World& world) {
+      const int each = schedule::required_stages_per_rank(kind).value_or(1), count = 2 * each;
+      const schedule::Schedule whole = schedule::generate(kind, {.ranks = 2, .stages_per_rank = each, .microbatches = 6, .group_size = {}});
+      std::vector<Outer> modules;
+      std::vector<PipelineStage> stages;
+      for (const int index : whole.stages().stages_of(world.rank())) {
+        modules.emplace_back(index);
+        stages.emplace_back(StageModule(modules.back()), index, count, at::kCPU);
+      }
+      PipelineRuntime pipeline(stages, whole, test::square_loss(), {world});
+      const test::Batch batch = test::plain_batch(0, 12);
+      pipeline.step(batch.args, {}, batch.target);
+      for (std::size_t i = 0; i < modules.size(); ++i) {
+        const ReducedImpl& module = *modules[i]->inner;
+        EXPECT_EQ(module.reductions, 1);
+        EXPECT_EQ(module.additions, 5);
+        EXPECT_EQ(module.forwards_without, 5);
+        // That of the last weight gradients in the row.
+        std::int64_t last = -1;
+        for (const schedule::Slot slot : whole.row(world.rank()))
+          for (const schedule::Action& action : slot)
+            if (action.stage().value() == stages[i].index() && (action.kind() == schedule::ActionKind::Backward || action.kind() == schedule::ActionKind::BackwardWeight)) last = action.microbatch()->value();
+        EXPECT_EQ(module.forwards_with_sync, std::set<std::int64_t>{last});
+        EXPECT_EQ(module.reduced_with, last);
+        EXPECT_FALSE(module.trial_with_sync);
+        EXPECT_TRUE(module.enabled);
+      }
+      // Evaluation has nothing to reduce, and changes nothing.
+      pipeline.eval(batch.args);
+      for (const Outer& module : modules) EXPECT_EQ(module->inner->forwards_without, 5);
+    });
+  }
+}
+
+TEST(GradientSync, IsPutBackWhenAModuleThrows) {
+  Reduced module(0);
+  const auto body = [&](comm::World& world) {
+    const StageModule failing([module](at::Tensor x) mutable {
+      if (!StepContext::current()->trial) throw std::runtime_error("no");
+      return module->forward(x);
+    }, {module.ptr()});
+    const PipelineStage stage(failing, 0, 1, at::kCPU);
+    ScheduleGPipe pipeline(stage, 4, test::square_loss(), {world});
+    const test::Batch batch = test::plain_batch(0, 8);
+    pipeline.step(batch.args, {}, batch.target);
+  };
+  EXPECT_THROW(comm::run_ranks(1, 20s, body), StageForwardError);
+  EXPECT_TRUE(module->enabled);
+}
+
+// -------------------------------------------------------------------------------------------------- arguments with a graph behind
+
+TEST(Arguments, ThoseThatAreNoLeavesRetainTheirGradient) {
+  const test::Batch batch = test::plain_batch(0, 8);
+  const at::Tensor seed = batch.args[0].tensor();
+  // In one process, from a leaf.
+  const at::Tensor leaf = (seed * seed).detach().requires_grad_();
+  Block first(0), second(1);
+  const std::vector<Tree> xs = split_tree(leaf, 4), targets = split_tree(batch.target, 4);
+  for (std::size_t m = 0; m < 4; ++m) test::square_loss()(Tree(second->forward(first->forward(xs[m].tensor()))), targets[m]).backward();
+
+  const WarningCapture capture;
+  comm::run_ranks(2, 20s, [&](comm::World& world) {
+    const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU);
+    Schedule1F1B pipeline(stage, 4, test::square_loss(), {world});
+    if (world.rank() == 1) {
+      for (int step = 0; step < 2; ++step) pipeline.step({}, {}, batch.target);
+      return;
+    }
+    const at::Tensor root = seed.clone().requires_grad_();
+    const at::Tensor x = root * root;  // saves what its backward needs, which can be used once
+    pipeline.step(Tree::tuple({x}));
+    ASSERT_TRUE(x.grad().defined());
+    EXPECT_TRUE(at::allclose(x.grad(), leaf.grad(), 1e-6, 1e-7));
+    EXPECT_FALSE(root.grad().defined());
+    // Going on is the caller's.
+    x.backward(x.grad().clone());
+    EXPECT_TRUE(at::allclose(root.grad(), 2 * seed * leaf.grad(), 1e-6, 1e-7));
+    const at::Tensor y = root * root;
+    pipeline.step(Tree::tuple({y}));
+    EXPECT_TRUE(at::allclose(y.grad(), leaf.grad(), 1e-6, 1e-7));
+  });
+  ASSERT_EQ(capture.warnings().size(), 1U);
+  EXPECT_TRUE(has_text(capture.warnings()[0].message, "no leaf of autograd (MulBackward0)"));
+}
+
+TEST(Arguments, LeavesGetTheirGradientWithoutAWord) {
+  const WarningCapture capture;
+  comm::run_ranks(1, 20s, [&](comm::World& world) {
+    const PipelineStage stage(StageModule(Block(0)), 0, 1, at::kCPU);
+    ScheduleGPipe pipeline(stage, 4, test::square_loss(), {world});
+    const test::Batch batch = test::plain_batch(0, 8);
+    const at::Tensor x = batch.args[0].tensor().clone().requires_grad_();
+    pipeline.step(Tree::tuple({x}), {}, batch.target);
+    EXPECT_TRUE(x.grad().defined());
+  });
+  EXPECT_TRUE(capture.warnings().empty());
+}
+
+// -------------------------------------------------------------------------------------------------------------------- trial hooks
+
+TEST(TrialHooks, TakeThePlaceOfForwardAndGradients) {
+  comm::run_ranks(2, 20s, [](comm::World& world) {
+    int forwards = 0, gradients = 0;
+    StageOptions options;
+    options.trial = TrialRun::Fake;
+    options.trial_hooks.forward = [&](const StageModule& module, const Tree& args, const Tree& kwargs) {
+      EXPECT_TRUE(StepContext::current()->trial);
+      EXPECT_EQ(module.parameters().size(), 3U);
+      EXPECT_EQ(kwargs.size(), 0U);
+      ++forwards;
+      const at::Tensor& x = args[0].tensor();
+      return Tree(x + module.parameters()[1]);
+    };
+    options.trial_hooks.input_grads = [&](const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& output_grads) {
+      ++gradients;
+      EXPECT_EQ(outputs.size(), 1U);
+      EXPECT_EQ(output_grads.size(), 1U);
+      std::vector<at::Tensor> found;
+      for (const at::Tensor& input : inputs) found.push_back(at::zeros_like(input));
+      return found;
+    };
+    Block block(world.rank());
+    const StageModule module([block](at::Tensor x) mutable {
+      if (StepContext::current()->trial) throw std::logic_error("this module cannot be tried");
+      return block->forward(x);
+    }, {block.ptr()});
+    const PipelineStage stage(module, world.rank(), 2, at::kCPU, options);
+    Schedule1F1B pipeline(stage, 4, test::square_loss(), {world});
+    const test::Batch batch = test::plain_batch(0, 8);
+    pipeline.step(batch.args, {}, batch.target);
+    EXPECT_EQ(forwards, 1);
+    // The arguments of the first stage require no grad: there is nothing to compute there.
+    EXPECT_EQ(gradients, world.rank() == 0 ? 0 : 1);
+    for (const at::Tensor& parameter : stage.parameters()) EXPECT_GT(parameter.grad().abs().sum().item<float>(), 0);
+  });
+}
+
+TEST(TrialHooks, AnotherNumberOfGradientsIsRefused) {
+  std::string said;
+  const auto body = [&](comm::World& world) {
+    StageOptions options;
+    options.trial_hooks.input_grads = [](const auto&, const auto&, const auto&) { return std::vector<at::Tensor>(); };
+    const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU, options);
+    Schedule1F1B pipeline(stage, 4, test::square_loss(), {world});
+    const test::Batch batch = test::plain_batch(0, 8);
+    try {
+      pipeline.step(batch.args, {}, batch.target);
+    } catch (const PipeliningMetadataError& error) {
+      said = error.what();
+      throw;
+    }
+  };
+  EXPECT_ANY_THROW(comm::run_ranks(2, 20s, body));
+  EXPECT_TRUE(has_text(said, "gradients from trial_hooks.input_grads of stage 1: got 0"));
+}
+
+// --------------------------------------------------------------------------------------------------------- what a front end knows
+
+TEST(PipeInfo, IsComparedWithTheSchedule) {
+  const auto generate = [](ScheduleKind kind, int ranks, int each) { return schedule::generate(kind, {.ranks = ranks, .stages_per_rank = each, .microbatches = 8, .group_size = {}}); };
+  const auto refusal = [](const PipeInfo& info, const schedule::Schedule& schedule, bool has_loss) -> std::string {
+    try {
+      check_pipe_info(info, schedule, has_loss);
+    } catch (const ValueError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const auto gpipe = generate(ScheduleKind::GPipe, 4, 1);
+  EXPECT_EQ(refusal({"embed, 2 blocks | 2 blocks | ...", 4, true}, gpipe, true), "");
+  EXPECT_EQ(refusal({"graph", 4, false}, gpipe, false), "");
+  // A bidirectional pipeline runs every part twice.
+  EXPECT_EQ(refusal({"graph", 4, true}, generate(ScheduleKind::DualPipe, 4, 2), true), "");
+  EXPECT_TRUE(has_text(refusal({"embed | head", 2, true}, gpipe, true), "stages of a pipeline, cut as 'embed | head': got 4 in the schedule, expected 2"));
+  EXPECT_TRUE(has_text(refusal({"graph", 4, true}, gpipe, false), "loss of a pipeline, cut as 'graph': got none"));
+  EXPECT_TRUE(has_text(refusal({"graph", 4, false}, gpipe, true), "loss of a pipeline, cut as 'graph': got one"));
+  EXPECT_TRUE(has_text(refusal({"graph", 4, true}, pipeline::forward_only(gpipe), true), "schedule of a pipeline, cut as 'graph': got forwards alone"));
+  // A whole graph would bury the message.
+  EXPECT_LT(refusal({std::string(100'000, 'x'), 3, true}, gpipe, true).size(), 1000U);
+}
+
+TEST(PipeInfo, AMismatchIsAnErrorOnEveryRank) {
+  std::mutex mutex;
+  int refused = 0;
+  const auto body = [&](comm::World& world) {
+    PipelineOptions options{world};
+    options.info = PipeInfo{"graph", 3, true};
+    const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU);
+    try {
+      const ScheduleGPipe pipeline(stage, 4, test::square_loss(), options);
+    } catch (const ValueError&) {
+      const std::lock_guard lock(mutex);
+      ++refused;
+      throw;
+    }
+  };
+  EXPECT_THROW(comm::run_ranks(2, 20s, body), ValueError);
+  EXPECT_EQ(refused, 2);
+}
+
+// ------------------------------------------------------------------------------------------------------------- the log of transfers
+
+std::string logged(const char* value, const std::function<void(comm::World&)>& body) {
+  value == nullptr ? unsetenv("PENSTOCK_TRACE_TRANSFERS") : setenv("PENSTOCK_TRACE_TRANSFERS", value, 1);
+  std::ostringstream out;
+  const auto sink = std::make_shared<spdlog::sinks::ostream_sink_mt>(out);
+  sink->set_pattern("%v");
+  log().sinks().push_back(sink);
+  struct Restore {
+    ~Restore() {
+      log().sinks().pop_back();
+      unsetenv("PENSTOCK_TRACE_TRANSFERS");
+    }
+  } restore;
+  comm::run_ranks(2, 20s, body);
+  return out.str();
+}
+
+std::size_t count_of(const std::string& text, const std::string& part) {
+  std::size_t count = 0;
+  for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
+// The first stage has no weights, so no gradient comes back to it.
+void run_one_way(comm::World& world) {
+  const StageModule module = world.rank() == 0 ? StageModule([](at::Tensor x) { return std::make_tuple(x * 2, x.sum(1).to(at::kLong)); }, {})
+                                               : StageModule([block = Block(1)](at::Tensor x, at::Tensor) mutable { return block->forward(x); }, {});
+  const PipelineStage stage(module, world.rank(), 2, at::kCPU);
+  ScheduleGPipe pipeline(stage, 2, test::square_loss(), {world});
+  const test::Batch batch = test::plain_batch(0, 4);
+  pipeline.step(batch.args, {}, batch.target);
+}
+
+void run_both_ways(comm::World& world) {
+  const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU);
+  ScheduleGPipe pipeline(stage, 2, test::square_loss(), {world});
+  const test::Batch batch = test::plain_batch(0, 4);
+  pipeline.step(batch.args, {}, batch.target);
+}
+
+TEST(TransferLog, OneLinePerCall) {
+  const std::string text = logged("1", run_both_ways);
+  EXPECT_TRUE(has_text(text, ": send 0SEND_F0 (activation of stage 0 to stage 1): send to rank 1 float32[2, 6] on cpu, requires grad\n"));
+  EXPECT_TRUE(has_text(text, ": post 1RECV_F1 (activation of stage 0 to stage 1): receive from rank 0 float32[2, 6] on cpu, requires grad\n"));
+  EXPECT_TRUE(has_text(text, ": send 1SEND_B1 (gradient of stage 1 to stage 0): send to rank 0 float32[2, 6] on cpu, no grad\n"));
+  EXPECT_TRUE(has_text(text, ": await 0RECV_B0 (gradient of stage 1 to stage 0): for 1\n"));
+  // Both ranks send, post and await two microbatches: six calls each, numbered from 1.
+  for (int call = 1; call <= 6; ++call) EXPECT_EQ(count_of(text, "transfers " + std::to_string(call) + ": "), 2U) << text;
+  EXPECT_EQ(count_of(text, "transfers "), 12U);
+}
+
+TEST(TransferLog, EmptyBatchesAndWaitsThatAreLeftOut) {
+  const std::string text = logged("1", run_one_way);
+  EXPECT_TRUE(has_text(text, ": send 0SEND_F0 (activation of stage 0 to stage 1): send to rank 1 float32[2, 6] on cpu, no grad; send to rank 1 int64[2] on cpu, no grad\n"));
+  EXPECT_TRUE(has_text(text, ": await 1RECV_F0 (activation of stage 0 to stage 1): for 2\n"));
+  EXPECT_TRUE(has_text(text, ": send 1SEND_B0 (gradient of stage 1 to stage 0): nothing\n"));
+  EXPECT_TRUE(has_text(text, ": post 0RECV_B0 (gradient of stage 1 to stage 0): nothing\n"));
+  EXPECT_TRUE(has_text(text, ": await 0RECV_B0 (gradient of stage 1 to stage 0): no wait, nothing is on its way\n"));
+}
+
+TEST(TransferLog, OffByDefault) {
+  EXPECT_EQ(count_of(logged(nullptr, run_both_ways), "transfers "), 0U);
+  EXPECT_EQ(count_of(logged("0", run_both_ways), "transfers "), 0U);
+  EXPECT_THROW(logged("maybe", run_both_ways), ConfigError);
+}
+
+// ------------------------------------------------------------------------------------------------------------------------ streams
+
+TEST(Streams, TheCpuHasNoSecondOne) {
+  EXPECT_FALSE(priority_stream(at::kCPU).has_value());
+  const c10::Stream only = current_stream(at::kCPU);
+  EXPECT_NO_THROW(order_after(only, only));
+}
+
+}  // namespace
+}  // namespace penstock

@@ -116,6 +116,7 @@ struct PipelineRuntime::Impl {
     for (const PipelineStage& stage : stages)
       made.emplace_back(stage, lowered.stages().is_first(StageId{stage.index()}), lowered.stages().is_last(StageId{stage.index()}), loss, by_blocks,
                         last_backward(training, stage.index()));
+    for (pipeline::StageRunner& runner : made) runner.set_keeps_results(options.return_outputs);
     return made;
   }
 
@@ -167,8 +168,12 @@ struct PipelineRuntime::Impl {
       context.step = has_backward ? steps_done : 0;
       context.microbatches = lowered.microbatches();
       context.loss_scale = options.loss_scale;
+      context.rows = options.rows;
       pipeline::StepGradients gradients(stages, has_backward && options.scale_grads ? lowered.microbatches() : 1, has_backward && copies.any());
-      actions.begin(step, plans, context, [&](int stage) { gradients.divide_stage(stage); });
+      actions.begin(step, plans, context, [&](int stage) {
+        gradients.divide_stage(stage);
+        if (options.gradients_done) options.gradients_done(stage);
+      });
       pipeline::execute(has_backward ? training : evaluation, actions, progress, &times);
       if (has_backward) {
         gradients.divide_all();
@@ -279,10 +284,10 @@ struct PipelineRuntime::Impl {
       for (const pipeline::StageRunner& runner : runners) {
         const StageId stage{runner.stage().index()};
         if (!lowered.stages().is_last(stage) || !lowered.stages().runs(stage, MicrobatchId{m})) continue;
-        outputs.push_back(runner.result(m));
+        if (options.return_outputs) outputs.push_back(runner.result(m));
         if (runner.loss(m).defined()) result.losses.push_back(runner.loss(m));
       }
-    result.output = merge_microbatches(outputs, options.output_merge);
+    if (options.return_outputs) result.output = merge_microbatches(outputs, options.output_merge);
     return result;
   }
 
@@ -336,6 +341,7 @@ void PipelineRuntime::write_trace(const std::string& path) {
   if (const auto trace = impl_->trace(false)) pipeline::write_trace(*trace, path);
 }
 void PipelineRuntime::set_loss_scale(double scale) { impl_->options.loss_scale = scale; }
+void PipelineRuntime::set_step(std::int64_t step) { impl_->steps_done = step; }
 double PipelineRuntime::loss_scale() const { return impl_->options.loss_scale; }
 
 }  // namespace penstock

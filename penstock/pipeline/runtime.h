@@ -22,6 +22,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -35,6 +36,7 @@
 #include "penstock/pipeline/stage.h"
 #include "penstock/pipeline/step_trace.h"
 #include "penstock/schedule/schedule.h"
+#include "penstock/torch/step_context.h"
 
 namespace penstock {
 
@@ -51,6 +53,12 @@ struct PipelineOptions {
   comm::P2PTransport p2p = comm::P2PTransport::Auto;  // World::low_latency_transport(): UCX between processes of one host
   int post_ahead = 2;            // see CompileOptions
   std::optional<PipeInfo> info = {};  // of the front end that cut the model; compared with the schedule
+  bool return_outputs = true;    // false: StepResult has losses alone, and what the last stage returns is freed with its graph
+  std::optional<BatchRows> rows = {};  // of StepContext: which rows of a microbatch these are, where replicas share it
+  // Called in a training step where the schedule has REDUCE_GRAD: .grad() of the stage's own parameters is complete and divided, except
+  // for parameters that another stage of this rank has, too, and for copies in bidirectional schedules. With earlier steps to add to,
+  // it is this step's gradient alone. It may start communication that the caller waits for after the step.
+  std::function<void(int stage)> gradients_done = {};
 };
 
 struct StepResult {
@@ -98,6 +106,8 @@ class PipelineRuntime {
   void write_trace(const std::string& path);
 
   void set_loss_scale(double scale);
+  // The number that the next training step has in StepContext; later ones count on. 0 at the beginning.
+  void set_step(std::int64_t step);
   double loss_scale() const;
 
  private:

@@ -176,7 +176,7 @@ void StageRunner::finish_forward(Chunk& chunk, int microbatch, const Tree& resul
   std::vector<at::Tensor> roots;
   if (ends_) {
     // What the user gets has no graph, so nothing of it keeps the graph alive, and nothing we do later changes it.
-    chunk.result = map_tree_tensors(result, [](const at::Tensor& tensor) { return tensor.detach(); });
+    if (keeps_results_) chunk.result = map_tree_tensors(result, [](const at::Tensor& tensor) { return tensor.detach(); });
     if (loss_ && (has_backward_ || !target.is_none())) {
       const at::Tensor loss = loss_(result, target);
       if (!loss.defined() || loss.numel() != 1)

@@ -72,6 +72,8 @@ class StageRunner {
 
   // Of the last stage, by microbatch: what the module returned, without its graph, and the loss.
   const Tree& result(int microbatch) const;
+  // Whether results stay until the next step; else result() has none.
+  void set_keeps_results(bool keeps) { keeps_results_ = keeps; }
   const at::Tensor& loss(int microbatch) const;
 
   // Microbatches whose forward has begun and whose last backward (B or W) has not ended.
@@ -98,6 +100,7 @@ class StageRunner {
   bool by_blocks_;
   bool validate_;
   std::optional<int> synced_;
+  bool keeps_results_ = true;
   GradientSyncs syncs_;
   bool has_backward_ = false;
   std::vector<std::unique_ptr<Chunk>> chunks_;

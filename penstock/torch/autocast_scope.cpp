@@ -1,0 +1,43 @@
+#include "penstock/torch/autocast_scope.h"
+
+#include <ATen/autocast_mode.h>
+
+#include "penstock/torch/version.h"
+
+namespace penstock {
+
+namespace {
+
+#if PENSTOCK_TORCH_AT_LEAST(2, 4)
+bool is_enabled(at::DeviceType device) { return at::autocast::is_autocast_enabled(device); }
+void set_enabled(at::DeviceType device, bool enabled) { at::autocast::set_autocast_enabled(device, enabled); }
+at::ScalarType dtype_of(at::DeviceType device) { return at::autocast::get_autocast_dtype(device); }
+void set_dtype(at::DeviceType device, at::ScalarType dtype) { at::autocast::set_autocast_dtype(device, dtype); }
+#else
+bool is_enabled(at::DeviceType device) { return device == at::kCUDA ? at::autocast::is_enabled() : at::autocast::is_cpu_enabled(); }
+void set_enabled(at::DeviceType device, bool enabled) { device == at::kCUDA ? at::autocast::set_enabled(enabled) : at::autocast::set_cpu_enabled(enabled); }
+at::ScalarType dtype_of(at::DeviceType device) { return device == at::kCUDA ? at::autocast::get_autocast_gpu_dtype() : at::autocast::get_autocast_cpu_dtype(); }
+void set_dtype(at::DeviceType device, at::ScalarType dtype) {
+  device == at::kCUDA ? at::autocast::set_autocast_gpu_dtype(dtype) : at::autocast::set_autocast_cpu_dtype(dtype);
+}
+#endif
+
+}  // namespace
+
+AutocastScope::AutocastScope(at::DeviceType device, std::optional<at::ScalarType> dtype) : device_(device), active_(dtype.has_value()) {
+  if (!active_) return;
+  was_enabled_ = is_enabled(device_);
+  was_dtype_ = dtype_of(device_);
+  set_dtype(device_, *dtype);
+  set_enabled(device_, true);
+  at::autocast::increment_nesting();
+}
+
+AutocastScope::~AutocastScope() {
+  if (!active_) return;
+  if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+  set_enabled(device_, was_enabled_);
+  set_dtype(device_, was_dtype_);
+}
+
+}  // namespace penstock

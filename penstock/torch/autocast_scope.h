@@ -1,0 +1,29 @@
+// Mixed precision for a scope: operators that gain by it compute in 16 bits, the others in float32, as LibTorch's autocast decides.
+//
+//   const AutocastScope scope(device.type(), at::kBFloat16);
+//   y = model->forward(x);                                    // backward() follows what forward did, outside of the scope
+//
+// Weights are cast once within the outermost scope of a thread. Without a dtype it does nothing. Made and destroyed on one thread.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace penstock {
+
+class AutocastScope {
+ public:
+  AutocastScope(at::DeviceType device, std::optional<at::ScalarType> dtype);
+  ~AutocastScope();
+  AutocastScope(const AutocastScope&) = delete;
+  AutocastScope& operator=(const AutocastScope&) = delete;
+
+ private:
+  at::DeviceType device_;
+  bool active_;
+  bool was_enabled_ = false;
+  at::ScalarType was_dtype_ = at::kFloat;
+};
+
+}  // namespace penstock

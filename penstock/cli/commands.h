@@ -19,5 +19,6 @@ void add_check_command(CLI::App& app, Outcome& outcome);
 void add_simulate_command(CLI::App& app, Outcome& outcome);
 void add_compare_command(CLI::App& app, Outcome& outcome);
 void add_trace_command(CLI::App& app, Outcome& outcome);
+void add_data_command(CLI::App& app, Outcome& outcome);
 
 }  // namespace penstock::cli

@@ -1,0 +1,133 @@
+#include "penstock/train/make_shards.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <optional>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "penstock/base/errors.h"
+#include "penstock/train/byte_tokenizer.h"
+#include "penstock/train/token_dataset.h"
+#include "penstock/train/token_shard_writer.h"
+
+namespace penstock::train {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+[[noreturn]] void refuse(const fs::path& folder, const std::string& why, const char* remedy) {
+  throw ConfigError(describe(fmt::format("{}: folder for token shards", folder.string()), why,
+                             "a new or empty folder", remedy));
+}
+
+// What stands in the way of the new folder. Nothing is removed that penstock did not make.
+void check_target(const fs::path& folder, bool overwrite) {
+  std::error_code error;
+  const fs::file_status status = fs::status(folder, error);
+  if (status.type() == fs::file_type::not_found) return;
+  if (error) refuse(folder, error.message(), "give another folder");
+  if (!fs::is_directory(status)) refuse(folder, "a file", "give another name");
+  for (fs::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error)) {
+    if (entry->path().extension() != kShardExtension)
+      refuse(folder, fmt::format("one that has {} in it", entry->path().filename().string()), "give another folder");
+    if (!overwrite)
+      refuse(folder, "one that has token shards already", "give another folder, or --overwrite to replace them");
+  }
+  if (error) refuse(folder, error.message(), "give another folder");
+}
+
+class TemporaryFolder {
+ public:
+  explicit TemporaryFolder(const fs::path& target) : path_(fmt::format("{}.tmp-{}", target.string(), ::getpid())) {
+    std::error_code error;
+    if (target.has_parent_path()) fs::create_directories(target.parent_path(), error);
+    if (!error) fs::remove_all(path_, error);
+    if (!error) fs::create_directory(path_, error);
+    if (error) refuse(path_, error.message(), "give a folder that can be written");
+  }
+  ~TemporaryFolder() {
+    std::error_code ignored;  // what is left behind has a name that nobody reads
+    fs::remove_all(path_, ignored);
+  }
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+  const fs::path& path() const { return path_; }
+
+  // An old folder is moved aside first and removed last: at every moment one of the two is complete.
+  void become(const fs::path& target) const {
+    std::error_code error;
+    const fs::path old = fmt::format("{}.old-{}", target.string(), ::getpid());
+    const bool replaces = fs::exists(target, error);
+    if (!error && replaces) fs::rename(target, old, error);
+    if (!error) fs::rename(path_, target, error);
+    if (error) refuse(target, error.message(), "give a folder that can be written");
+    if (replaces) fs::remove_all(old, error);
+    if (error) refuse(old, error.message(), "remove it by hand");
+  }
+
+ private:
+  fs::path path_;
+};
+
+}  // namespace
+
+MadeShards make_shards(const fs::path& given, const MakeShardsOptions& options) {
+  if (options.shard_tokens < 1)
+    throw ValueError(describe("tokens of a shard", "0", "at least 1"));
+  // "data/" means "data": the temporary folder stands beside it.
+  const fs::path folder = given.has_filename() ? given : given.parent_path();
+  if (folder.empty()) throw ConfigError(describe("folder for token shards", "nothing", "a name"));
+  check_target(folder, options.overwrite);
+  SourceList sources = find_sources(options.sources);
+  MadeShards made;
+  made.bad = std::move(sources.bad);
+  made.too_large = sources.too_large;
+  made.beyond_cap = sources.beyond_cap;
+
+  const TemporaryFolder temporary(folder);
+  std::optional<TokenShardWriter> writer;
+  const auto close = [&] {
+    const TokenShardHeader header = writer->finish();
+    writer.reset();
+    made.documents += header.documents;
+    made.tokens += header.tokens;
+    ++made.shards;
+  };
+  MakeShardsProgress progress;
+  progress.of_files = sources.files.size();
+  progress.of_bytes = sources.bytes;
+  const bool skip = options.sources.skip_bad_files || options.sources.paths.empty();
+  for (const SourceFile& file : sources.files) {
+    std::optional<std::string> text;
+    try {
+      text = read_source(file.path);
+    } catch (const ConfigError& error) {
+      if (!skip) throw;
+      made.bad.push_back({file.path, error.what()});
+    }
+    if (text) {
+      if (!writer)
+        writer.emplace(temporary.path() / fmt::format("shard-{:05}{}", made.shards, kShardExtension),
+                       TokenShardOptions{.vocabulary = byte_tokenizer::kVocabulary,
+                                         .end_of_document = byte_tokenizer::kEndOfDocument});
+      writer->add_document(byte_tokenizer::encode(*text), file.key);
+      made.bytes += text->size();
+      if (writer->tokens() >= options.shard_tokens) close();
+    }
+    ++progress.files;
+    progress.bytes += file.bytes;
+    if (options.progress) options.progress(progress);
+  }
+  if (writer) close();
+  if (made.shards == 0)
+    throw ConfigError(describe("source files", fmt::format("{}, all bad", made.bad.size()), "at least one of text",
+                               "give other paths"));
+  temporary.become(folder);
+  return made;
+}
+
+}  // namespace penstock::train

@@ -1,0 +1,48 @@
+// A folder of token shards from text files: what `penstock data make` does.
+//
+//   MakeShardsOptions options;
+//   options.sources.paths = {"src"};
+//   const MadeShards made = make_shards("data", options);
+//
+// The folder appears as a whole or not at all: everything is written to a temporary folder beside it, then renamed.
+// One document a file, in bytes (byte_tokenizer.h). The same files give the same bytes on every machine.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <vector>
+
+#include "penstock/train/source_files.h"
+
+namespace penstock::train {
+
+struct MakeShardsProgress {
+  std::uint64_t files = 0;
+  std::uint64_t of_files = 0;
+  std::uint64_t bytes = 0;
+  std::uint64_t of_bytes = 0;
+};
+
+struct MakeShardsOptions {
+  SourceOptions sources;
+  std::uint64_t shard_tokens = std::uint64_t{1} << 26;  // a shard is closed by the document that reaches this
+  bool overwrite = false;                               // replace a folder that has shards already
+  std::function<void(const MakeShardsProgress&)> progress;  // after every file; may be empty
+};
+
+struct MadeShards {
+  std::uint64_t shards = 0;
+  std::uint64_t documents = 0;
+  std::uint64_t tokens = 0;
+  std::uint64_t bytes = 0;
+  std::vector<BadFile> bad;  // skipped
+  std::uint64_t too_large = 0;
+  std::uint64_t beyond_cap = 0;
+};
+
+// Throws ConfigError for bad sources (see source_files.h), for a folder that has something in it already, and for failures
+// of the file system. `overwrite` replaces a folder only if it holds nothing but shards.
+MadeShards make_shards(const std::filesystem::path& folder, const MakeShardsOptions& options);
+
+}  // namespace penstock::train

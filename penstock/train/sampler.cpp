@@ -1,0 +1,98 @@
+#include "penstock/train/sampler.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <utility>
+
+#include "penstock/base/errors.h"
+#include "penstock/torch/philox.h"  // plain integers: nothing of Torch in it
+#include "penstock/train/keyed_permutation.h"
+
+namespace penstock::train {
+
+namespace {
+
+constexpr std::uint64_t kRotatePurpose = 0x524F54415445ULL;
+
+}  // namespace
+
+Sampler::Sampler(std::shared_ptr<const TokenDataset> dataset, SamplerOptions options)
+    : dataset_(std::move(dataset)), options_(options) {
+  if (options_.context < 1)
+    throw ValueError(describe("context", fmt::format("{}", options_.context), "a number of at least 1"));
+  const auto context = static_cast<std::uint64_t>(options_.context);
+  if (dataset_->tokens() <= context)
+    throw ConfigError(describe("tokens of the dataset", fmt::format("{}", dataset_->tokens()),
+                               fmt::format("more than the context of {}", context),
+                               "give more text or lower model.context"));
+  windows_ = dataset_->tokens() / context;
+}
+
+std::uint64_t Sampler::first_token(std::uint64_t position) const {
+  const std::uint64_t epoch = position / windows_;
+  const std::uint64_t place = position % windows_;
+  const auto context = static_cast<std::uint64_t>(options_.context);
+  if (!options_.shuffle) return place * context;
+  const philox::Stream stream = philox::derive(options_.seed, epoch, 0, 0, kRotatePurpose);
+  const philox::Block block = philox::numbers(stream, 0);
+  // The remainder's bias is below 2^-16 for any dataset that a shard can hold; only the cut depends on it.
+  const std::uint64_t start = (std::uint64_t{block.word[0]} << 32 | block.word[1]) % dataset_->tokens();
+  const std::uint64_t window = KeyedPermutation(windows_, options_.seed, epoch)(place);
+  return (start + window * context) % dataset_->tokens();
+}
+
+void Sampler::sample(std::uint64_t position, std::span<std::int64_t> tokens, std::span<std::int64_t> targets,
+                     std::span<std::int64_t> documents) const {
+  const auto context = static_cast<std::size_t>(options_.context);
+  if (tokens.size() != context || targets.size() != context || documents.size() != context)
+    throw ValueError(describe("room for a sample", fmt::format("{}, {}, {}", tokens.size(), targets.size(), documents.size()),
+                              fmt::format("{} places each, the context", context)));
+  const std::uint64_t first = first_token(position);
+  // The part up to the end of the ring, then the part from its beginning, which counts as other documents.
+  const auto before = static_cast<std::size_t>(std::min<std::uint64_t>(context, dataset_->tokens() - first));
+  dataset_->read(first, tokens.first(before), documents.first(before));
+  dataset_->read(0, tokens.subspan(before), documents.subspan(before));
+  const auto round = static_cast<std::int64_t>(dataset_->documents());
+  for (std::size_t i = before; i < context; ++i) documents[i] += round;
+  // The token after the last one.
+  const std::uint64_t after = first + context;
+  std::int64_t next_token = 0;
+  std::int64_t next_document = 0;
+  dataset_->read(after % dataset_->tokens(), {&next_token, 1}, {&next_document, 1});
+  if (after >= dataset_->tokens()) next_document += round;
+  for (std::size_t i = context; i-- > 0;) {
+    targets[i] = next_document == documents[i] ? next_token : kIgnored;
+    next_token = tokens[i];
+    next_document = documents[i];
+  }
+}
+
+void Sampler::fill(std::uint64_t position, std::int64_t samples, Batch& batch) const {
+  if (samples < 1) throw ValueError(describe("samples of a batch", fmt::format("{}", samples), "a number of at least 1"));
+  const auto context = static_cast<std::size_t>(options_.context);
+  const auto count = static_cast<std::size_t>(samples);
+  batch.position = position;
+  batch.samples = samples;
+  batch.context = options_.context;
+  batch.tokens.resize(count * context);
+  batch.targets.resize(count * context);
+  batch.documents.resize(count * context);
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto row = [&](std::vector<std::int64_t>& values) { return std::span(values).subspan(i * context, context); };
+    sample(position + i, row(batch.tokens), row(batch.targets), row(batch.documents));
+  }
+}
+
+SampleShare sample_share(std::int64_t samples, int dp_rank, int dp) {
+  if (dp < 1 || dp_rank < 0 || dp_rank >= dp)
+    throw ValueError(describe("data-parallel rank", fmt::format("{} of {}", dp_rank, dp), "one from 0 to the number of ranks less 1"));
+  if (samples < 1 || samples % dp != 0)
+    throw ValueError(describe("samples of a round", fmt::format("{}", samples),
+                              fmt::format("a positive multiple of the {} data-parallel ranks", dp)));
+  const std::int64_t share = samples / dp;
+  return {static_cast<std::uint64_t>(share) * static_cast<std::uint64_t>(dp_rank), share};
+}
+
+}  // namespace penstock::train

@@ -1,0 +1,64 @@
+// The files to train on: found under given paths, checked, in an order that is the same on every machine.
+//
+//   SourceOptions options;
+//   options.paths = {"src", "include"};
+//   options.extensions = {".h", ".cpp"};
+//   for (const SourceFile& file : find_sources(options).files) ...
+//
+// Folders are searched to the bottom; links are followed, and a file or folder that can be reached twice (a link back,
+// overlapping paths) is taken once. A path that is given and not there is always a ConfigError. What is found but cannot be
+// used (unreadable, empty, binary) is an error too, unless `skip_bad_files` is set: then it is listed. Files outside the
+// limits of size or beyond the cap are left out by design and only counted.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace penstock::train {
+
+struct SourceOptions {
+  std::vector<std::filesystem::path> paths;  // empty: default_source_paths(), whose bad files are always skipped
+  // With the dot, any case; "" for names without one (the C++ standard headers). Empty: all files of a given path, and
+  // those of C++ for the default paths. A file that is named itself is taken whatever its extension.
+  std::vector<std::string> extensions;
+  std::uint64_t max_file_bytes = std::uint64_t{1} << 20;
+  // Bytes of all files together at most; 0: no cap. Which files stay is decided by the checksums of their paths, so that a
+  // cap takes something of everything.
+  std::uint64_t cap_bytes = 0;
+  bool skip_bad_files = false;
+};
+
+struct SourceFile {
+  std::filesystem::path path;
+  std::string relative;  // to the given path it was found under, with '/'
+  std::uint64_t bytes = 0;
+  std::uint64_t key = 0;  // checksum of `relative`: decides between training and validation
+};
+
+struct BadFile {
+  std::filesystem::path path;
+  std::string why;
+};
+
+struct SourceList {
+  std::vector<SourceFile> files;  // sorted by given path, then by relative path
+  std::vector<BadFile> bad;       // skipped
+  std::uint64_t bytes = 0;
+  std::uint64_t too_large = 0;   // files above max_file_bytes
+  std::uint64_t beyond_cap = 0;  // files left out by the cap
+};
+
+// The C++ headers that are on every machine with Penstock: those of the standard library and of LibTorch. May be empty.
+std::vector<std::filesystem::path> default_source_paths();
+// ".h", ".hpp", ... and "" for names without extension.
+const std::vector<std::string>& cpp_extensions();
+
+// Throws ConfigError as said above, and when nothing is left.
+SourceList find_sources(const SourceOptions& options);
+
+// The text of a file. Throws ConfigError when it cannot be read, is empty or is binary (has a zero byte).
+std::string read_source(const std::filesystem::path& path);
+
+}  // namespace penstock::train

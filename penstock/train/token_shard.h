@@ -1,0 +1,74 @@
+// A file of tokens and document boundaries, mapped into memory (format: token_shard_format.h).
+//
+//   const auto shard = TokenShard::open("data/shard-00000.tokens");
+//   std::vector<std::int64_t> tokens(128);
+//   shard->read(0, tokens);                        // tokens 0 to 127
+//   shard->document_of(100);                       // which document token 100 belongs to
+//
+// Nothing of the file is trusted: opening checks the header, the size, the table of checksums and the documents;
+// reading checks the checksum of each block that it touches for the first time, and that tokens are below the
+// vocabulary. A damaged file is a ConfigError that names the file and the place.
+//
+// Immutable; any number of threads may read. The file must not be cut short while it is mapped (the kernel would end
+// the process): replace shards by rename, as the writer does.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "penstock/train/token_shard_format.h"
+
+namespace penstock::train {
+
+class TokenShard {
+ public:
+  struct Document {
+    std::uint64_t begin = 0;
+    std::uint64_t end = 0;
+    std::uint64_t key = 0;  // checksum of the path that it came from
+  };
+
+  static std::shared_ptr<const TokenShard> open(const std::filesystem::path& path);
+  // Over bytes that the caller keeps alive; `name` is for messages.
+  static std::shared_ptr<const TokenShard> over(std::span<const std::uint8_t> bytes, std::string name);
+  ~TokenShard();
+  TokenShard(const TokenShard&) = delete;
+  TokenShard& operator=(const TokenShard&) = delete;
+
+  const TokenShardHeader& header() const { return header_; }
+  const std::string& name() const { return name_; }
+  std::uint64_t tokens() const { return header_.tokens; }
+  std::uint64_t documents() const { return header_.documents; }
+  // A number for the whole contents: shards with equal fingerprints hold the same tokens and documents.
+  std::uint64_t fingerprint() const { return fingerprint_; }
+
+  // Throws ValueError for an index that is not there.
+  Document document(std::uint64_t index) const;
+  std::uint64_t document_of(std::uint64_t token) const;
+  // Tokens [begin, begin + out.size()). Throws ValueError outside the shard.
+  void read(std::uint64_t begin, std::span<std::int64_t> out) const;
+  // Reads the whole file: every block's checksum, every token. Throws ConfigError for the first damage.
+  void verify() const;
+
+ private:
+  TokenShard(std::span<const std::uint8_t> bytes, std::string name, void* mapping);
+  std::uint64_t number_at(std::uint64_t offset) const;
+  void check_documents() const;
+  // Bytes [begin, end) of the file, which lie in the body.
+  void check_blocks(std::uint64_t begin, std::uint64_t end) const;
+  void check_block(std::uint64_t block) const;
+
+  std::span<const std::uint8_t> bytes_;
+  std::string name_;
+  void* mapping_;  // to unmap; null over the caller's bytes
+  TokenShardHeader header_;
+  std::uint64_t fingerprint_ = 0;
+  std::unique_ptr<std::atomic<bool>[]> checked_;  // per block; two threads may check the same one, which does no harm
+};
+
+}  // namespace penstock::train

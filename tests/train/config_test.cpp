@@ -1,0 +1,352 @@
+// Configuration: where values come from, what is refused and how, and the texts made from the table.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <set>
+#include <string>
+#include <vector>
+
+#ifdef PENSTOCK_HAVE_RAPIDCHECK
+#include <rapidcheck.h>
+#include <rapidcheck/gtest.h>
+#endif
+
+#include "penstock/base/errors.h"
+#include "penstock/train/config.h"
+#include "penstock/train/config_fields.h"
+#include "tests/has_text.h"
+#include "tests/throws.h"
+#include "tests/train/scratch_folder.h"
+
+namespace penstock::train {
+namespace {
+
+using test::has_text;
+using test::message_of;
+using test::ScratchFolder;
+using Arguments = std::vector<std::string>;
+
+ResolvedConfig with(const Arguments& arguments) {
+  return load_config({.file = std::nullopt, .arguments = arguments});
+}
+
+TEST(Fields, AreCompleteAndNamedOnce) {
+  std::set<std::string> names;
+  std::set<std::string> sections;
+  for (const ConfigSection& section : config_sections()) sections.emplace(section.name);
+  TrainConfig config;
+  std::set<const void*> places;
+  for (const ConfigField& field : config_fields()) {
+    EXPECT_TRUE(names.insert(field.name()).second) << field.name();
+    EXPECT_TRUE(sections.contains(std::string(field.section))) << field.name();
+    EXPECT_TRUE(places.insert(std::visit([](auto* p) -> const void* { return p; }, field.place(config))).second) << field.name();
+    EXPECT_GT(field.help.size(), 8U) << field.name();
+    EXPECT_FALSE(field.help.ends_with(".")) << field.name();
+    // Every default is allowed.
+    ConfigSetting setting{&field, field.get(config), "default"};
+    EXPECT_NO_THROW(check_setting(setting)) << field.name();
+    const FieldData value = field.get(config);
+    if (std::holds_alternative<std::int64_t>(value) || std::holds_alternative<double>(value)) {
+      EXPECT_LT(field.low, field.high) << field.name();
+    }
+  }
+}
+
+TEST(Config, DefaultsAreComplete) {
+  const ResolvedConfig resolved = with({});
+  EXPECT_EQ(resolved.config.model.preset, "tiny");
+  EXPECT_EQ(resolved.config.layout.ranks, 2);
+  EXPECT_EQ(resolved.config.layout.virtual_stages, 1);
+  EXPECT_EQ(resolved.config.training.accumulation, 1);
+  EXPECT_EQ(resolved.config.training.global_batch, 16);
+  EXPECT_EQ(resolved.origins.at("layout.ranks"), "derived");
+}
+
+// Parameters as the model counts them.
+std::int64_t parameters(const ModelConfig& m) {
+  const std::int64_t head = m.width / m.heads;
+  const std::int64_t block = 2 * m.width * m.width + 2 * m.width * head * m.key_value_heads + 3 * m.width * m.feed_width + 2 * m.width;
+  return m.layers * block + m.vocabulary * m.width * (m.tie_head ? 1 : 2) + m.width;
+}
+
+TEST(Config, PresetsHaveTheirSizes) {
+  const auto of = [](const char* name) { return with({"--preset", name}).config; };
+  EXPECT_NEAR(static_cast<double>(parameters(of("tiny").model)), 1.6e6, 1e5);
+  EXPECT_NEAR(static_cast<double>(parameters(of("small").model)), 24e6, 1e6);
+  EXPECT_NEAR(static_cast<double>(parameters(of("gpt2-124m").model)), 124e6, 1e6);
+  const TrainConfig gpt2 = of("GPT2-124M");
+  EXPECT_EQ(gpt2.model.layers, 12);
+  EXPECT_EQ(gpt2.model.width, 768);
+  EXPECT_EQ(gpt2.model.heads, 12);
+  EXPECT_EQ(gpt2.model.context, 1024);
+  EXPECT_EQ(gpt2.model.preset, "gpt2-124m");
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)of("smal"); }), "did you mean small?"));
+}
+
+TEST(Config, ArgumentsOfEveryForm) {
+  const ResolvedConfig resolved = with({"--model.preset=small", "--layers", "10", "--lr", "5e-4", "--skip-bad-files", "--data", "src", "include",
+                                        "--betas", "0.8,0.9", "--trace_steps", "1", "2", "--tie_head", "false", "--optimizer", "SGD"});
+  const TrainConfig& config = resolved.config;
+  EXPECT_EQ(config.model.width, 512);
+  EXPECT_EQ(config.model.layers, 10);
+  EXPECT_EQ(config.training.lr, 5e-4);
+  EXPECT_TRUE(config.data.skip_bad_files);
+  EXPECT_EQ(config.data.sources, (std::vector<std::string>{"src", "include"}));
+  EXPECT_EQ(config.training.betas, (std::vector<double>{0.8, 0.9}));
+  EXPECT_EQ(config.output.trace_steps, (std::vector<std::int64_t>{1, 2}));
+  EXPECT_FALSE(config.model.tie_head);
+  EXPECT_EQ(config.training.optimizer, "sgd");
+  EXPECT_EQ(resolved.origins.at("model.width"), "preset small");
+  EXPECT_EQ(resolved.origins.at("training.lr"), "--lr");
+}
+
+struct Bad {
+  Arguments arguments;
+  std::vector<std::string> says;
+};
+
+TEST(Config, BadArguments) {
+  const std::vector<Bad> cases = {
+      {{"--widht", "3"}, {"--widht", "unknown key", "did you mean width?"}},
+      {{"--model.widht", "3"}, {"did you mean model.width?"}},
+      {{"--training.width", "3"}, {"did you mean model.width?"}},
+      {{"--qqqqqqqqqq", "3"}, {"docs/configuration.md"}},
+      {{"--width"}, {"--width: got nothing", "a whole number", "Width of the residual stream"}},
+      {{"--width", "abc"}, {"model.width: got \"abc\"", "a whole number from 1 to 1048576"}},
+      {{"--width", "3.5"}, {"got \"3.5\""}},
+      {{"--width", "0"}, {"got 0", "from 1 to 1048576"}},
+      {{"--width", "-4"}, {"got -4"}},
+      {{"--width", "99999999999999999999999"}, {"model.width"}},
+      {{"--width", "192", "--model.width", "192"}, {"a second time"}},
+      {{"width", "3"}, {"\"width\"", "--key value"}},
+      {{"--width", "192", "5"}, {"\"5\""}},
+      {{"--"}, {"--key value"}},
+      {{"--lr", "0"}, {"training.lr: got 0", "above 0"}},
+      {{"--lr", "nan"}, {"got nan"}},
+      {{"--lr", "inf"}, {"got inf"}},
+      {{"--lr", ""}, {"got \"\""}},
+      {{"--betas", "0.9"}, {"1 values", "a list of 2 numbers"}},
+      {{"--betas", "0.9", "1.0"}, {"got 1"}},
+      {{"--tie_head", "maybe"}, {"true or false"}},
+      {{"--optimizer", "adam"}, {"one of adamw, sgd", "did you mean adamw?"}},
+      {{"--optimizer", "zzzzzzzz"}, {"one of adamw, sgd"}},
+      {{"--dropout", "1"}, {"from 0 to 0.99"}},
+  };
+  for (const Bad& item : cases) {
+    const std::string message = message_of<ConfigError>([&] { (void)with(item.arguments); });
+    for (const std::string& part : item.says) EXPECT_TRUE(has_text(message, part)) << item.arguments.front();
+  }
+}
+
+TEST(Config, WhatDoesNotFitTogetherSaysWhatToChange) {
+  const std::vector<Bad> cases = {
+      {{"--ranks", "3"}, {"layout.ranks = 3 (--ranks)", "2 * 1 * 1 = 2", "set layout.ranks to 2"}},
+      {{"--ranks", "8"}, {"set layout.dp to 4"}},
+      {{"--width", "200"}, {"model.width = 200 (--width) is not a multiple of model.heads = 6 (default)", "set model.width to 204"}},
+      {{"--width", "6"}, {"even number", "set model.width to 12"}},
+      {{"--key_value_heads", "4"}, {"model.heads = 6", "model.key_value_heads = 4"}},
+      {{"--tp", "4"}, {"model.heads = 6", "layout.tp = 4"}},
+      {{"--pp", "8"}, {"8 stages of the model", "model.layers = 4"}},
+      {{"--pp", "70000"}, {"from 1 to 65536"}},
+      {{"--pp", "60000", "--dp", "60000"}, {"at most 65536"}},
+      {{"--schedule", "1F2B"}, {"layout.schedule", "1F1B"}},
+      {{"--schedule", "ZBVZeroBubble", "--virtual-stages", "1"}, {"needs 2 stages on each rank", "layout.virtual_stages to 2"}},
+      {{"--microbatches", "1"}, {"layout.microbatches = 1 (--microbatches)", "1F1B"}},
+      {{"--schedule", "DualPipe", "--microbatches", "5"}, {"layout.microbatches = 5"}},
+      {{"--schedule", "no/such.csv"}, {"no/such.csv", "cannot be read"}},
+      {{"--global_batch", "20"}, {"training.global_batch = 20", "1 * 8 * 2 = 16", "16 or 32"}},
+      {{"--global_batch", "4"}, {"set training.global_batch to 16"}},
+      {{"--global_batch", "32", "--accumulation", "3"}, {"needs 2 runs", "training.accumulation = 3"}},
+      {{"--warmup_steps", "500"}, {"training.warmup_steps = 500", "training.steps = 200"}},
+      {{"--loss_scale", "128"}, {"fp16"}},
+      {{"--transport", "nccl", "--device", "cpu"}, {"layout.transport", "auto"}},
+      {{"--data", "src", "--shards", "data"}, {"one of the two"}},
+      {{"--validation_fraction", "0"}, {"validate_every to 0"}},
+      {{"--pattern", "AAMA"}, {"not built yet"}},
+      {{"--pattern", "AAXA"}, {"'X'"}},
+      {{"--pattern", "|AA"}, {"a stage without blocks"}},
+      {{"--pattern", "AA|"}, {"a stage without blocks"}},
+      {{"--pattern", "A|A|A"}, {"has 3 stages", "make 2"}},
+      {{"--pattern", "AA|A", "--layers", "4"}, {"has 3 blocks"}},
+      {{"--preset", "small", "--context", "64", "--ranks", "7", "--global_batch", "3"}, {"2 things do not fit", "layout.ranks", "training.global_batch"}},
+  };
+  for (const Bad& item : cases) {
+    const std::string message = message_of<ConfigError>([&] { (void)with(item.arguments); });
+    for (const std::string& part : item.says) EXPECT_TRUE(has_text(message, part)) << item.arguments.front();
+  }
+}
+
+TEST(Config, WhatIsDerived) {
+  EXPECT_EQ(with({"--global_batch", "64"}).config.training.accumulation, 4);
+  EXPECT_EQ(with({"--dp", "2", "--accumulation", "3"}).config.training.global_batch, 96);
+  EXPECT_EQ(with({"--dp", "2", "--tp", "2"}).config.layout.ranks, 8);
+  EXPECT_EQ(with({"--schedule", "zbv"}).config.layout.virtual_stages, 2);
+  EXPECT_EQ(with({"--schedule", "zbv"}).config.layout.schedule, "ZBVZeroBubble");
+  EXPECT_EQ(with({"--schedule", "dualpipe", "--layers", "2"}).config.layout.virtual_stages, 2);  // two copies of two parts
+  EXPECT_EQ(with({"--key_value_heads", "0"}).config.model.key_value_heads, 6);
+  EXPECT_EQ(with({"--feed_width", "0"}).config.model.feed_width, 512);
+  EXPECT_EQ(with({"--feed_width", "0", "--width", "198"}).config.model.feed_width, 544);  // 528, rounded up
+  EXPECT_EQ(with({"--pattern", "AAA|AA"}).config.model.layers, 5);
+  EXPECT_EQ(with({"--steps", "5"}).config.training.warmup_steps, 0);
+}
+
+TEST(Config, ASchedulesOwnFile) {
+  const ScratchFolder folder;
+  const std::string path = folder.write("mine.csv", "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n").string();
+  const TrainConfig config = with({"--schedule", path, "--microbatches", "2"}).config;
+  EXPECT_EQ(config.layout.virtual_stages, 1);
+  EXPECT_EQ(config.layout.schedule, path);
+  const auto message = [&](const Arguments& arguments) { return message_of<ConfigError>([&] { (void)with(arguments); }); };
+  EXPECT_TRUE(has_text(message({"--schedule", path}), "set layout.microbatches to 2"));
+  EXPECT_TRUE(has_text(message({"--schedule", path, "--microbatches", "2", "--pp", "1"}), "set layout.pp to 2"));
+  EXPECT_TRUE(has_text(message({"--schedule", path, "--microbatches", "2", "--virtual_stages", "2"}), "has 1 stages on each rank"));
+  EXPECT_TRUE(has_text(message({"--schedule", folder.write("bad.csv", "0F0,0Q1\n").string()}), "bad.csv"));
+  EXPECT_TRUE(has_text(message({"--schedule", folder.write("order.csv", "0B0,0F0\n").string(), "--pp", "1", "--microbatches", "1"}), "order.csv"));
+}
+
+TEST(Fields, AKeyOfSeveralSectionsNeedsItsSection) {
+  std::vector<ConfigField> fields(config_fields().begin(), config_fields().begin() + 2);
+  fields.push_back(fields[1]);
+  fields.back().section = "other";
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)find_field("vocabulary", "--vocabulary", fields); }),
+                       "one of model.vocabulary, other.vocabulary"));
+  EXPECT_EQ(find_field("other.vocabulary", "", fields).section, "other");
+}
+
+TEST(Page, IsUpToDate) {
+  const char* source = std::getenv("PENSTOCK_SOURCE");
+  ASSERT_NE(source, nullptr) << "run by ctest, or set PENSTOCK_SOURCE to the source folder";
+  const std::string path = std::string(source) + "/docs/configuration.md";
+  if (std::getenv("PENSTOCK_UPDATE_DOCS") != nullptr) std::ofstream(path) << configuration_page();
+  std::ifstream file(path);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_TRUE(text == configuration_page()) << path << " is out of date: run PENSTOCK_UPDATE_DOCS=1 train_config_test and commit it";
+  for (const ConfigField& field : config_fields()) EXPECT_TRUE(has_text(text, "`" + std::string(field.key) + "`"));
+}
+
+#ifdef PENSTOCK_HAVE_TOML
+TEST(ConfigFile, ValuesAndTheirPlaces) {
+  const ResolvedConfig resolved = parse_config(
+      "[model]\n"
+      "preset = \"small\"\n"
+      "width = 256\n"
+      "rope_theta = 500000\n"
+      "\n"
+      "[data]\n"
+      "sources = [\"a\", \"b\"]\n",
+      "train.toml", {"--width", "512"});
+  EXPECT_EQ(resolved.config.model.width, 512);
+  EXPECT_EQ(resolved.config.model.layers, 8);
+  EXPECT_EQ(resolved.config.model.rope_theta, 500000);
+  EXPECT_EQ(resolved.config.data.sources, (std::vector<std::string>{"a", "b"}));
+  EXPECT_EQ(resolved.origins.at("model.width"), "--width");
+  EXPECT_EQ(resolved.origins.at("model.rope_theta"), "train.toml:4");
+  EXPECT_EQ(resolved.origins.at("model.layers"), "preset small");
+}
+
+TEST(ConfigFile, BadFiles) {
+  const std::vector<std::pair<std::string, std::vector<std::string>>> cases = {
+      {"[model]\n\nwidht = 3\n", {"train.toml:3", "did you mean model.width?"}},
+      {"[modle]\nwidth = 3\n", {"train.toml:1", "unknown section", "[model]"}},
+      {"[zzzzzzzzzzzzzz]\n", {"unknown section"}},
+      {"[layout]\nlr = 3\n", {"train.toml:2", "did you mean training.lr?"}},
+      {"width = 3\n", {"train.toml:1", "outside of a section", "below [model]"}},
+      {"[model]\nwidth = \"3\"\n", {"train.toml:2: model.width", "the text \"3\"", "a whole number"}},
+      {"[model]\nwidth = 3.0\n", {"a whole number"}},
+      {"[model]\nwidth = true\n", {"got true"}},
+      {"[model]\nwidth = 0\n", {"train.toml:2: model.width: got 0"}},
+      {"[model]\nwidth = 1979-05-27\n", {"a date"}},
+      {"[model]\nwidth = [1]\n", {"a list"}},
+      {"[model]\nwidth = {a = 1}\n", {"a section"}},
+      {"[training]\nbetas = [0.9, \"x\"]\n", {"training.betas"}},
+      {"[training]\nbetas = [0.9]\n", {"1 values"}},
+      {"[training]\nlr = nan\n", {"training.lr: got nan"}},
+      {"[model\n", {"train.toml:1"}},
+      {"[model]\nwidth = 4\nwidth = 4\n", {"train.toml:3"}},
+      {"[model]\npreset = \"tniy\"\n", {"train.toml:2", "did you mean tiny?"}},
+      {"[[model]]\nwidth = 4\n", {"train.toml:1"}},
+      {"\xff\xfe", {"train.toml"}},
+      {"[layout]\nranks = 3\n", {"layout.ranks = 3 (train.toml:2)"}},
+  };
+  for (const auto& [text, says] : cases) {
+    const std::string message = message_of<ConfigError>([&text = text] { (void)parse_config(text, "train.toml"); });
+    for (const std::string& part : says) EXPECT_TRUE(has_text(message, part)) << text;
+  }
+}
+
+TEST(ConfigFile, FilesOnDisk) {
+  const ScratchFolder folder;
+  const auto path = folder.write("train.toml", "[layout]\npp = 1\n");
+  EXPECT_EQ(load_config({.file = path, .arguments = {}}).config.layout.pp, 1);
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)load_config({.file = folder / "no.toml", .arguments = {}}); }), "no.toml"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)load_config({.file = folder.path(), .arguments = {}}); }), "directory"));
+}
+
+TEST(ConfigFile, WhatIsWrittenReadsBackTheSame) {
+  for (const std::string& preset : preset_names()) {
+    const ResolvedConfig resolved = with({"--preset", preset, "--dp", "2", "--sample_prompt", "a \"b\" \\ \n\t\x01 \xC3\xA4", "--data", "x y"});
+    const std::string text = to_toml(resolved);
+    EXPECT_EQ(parse_config(text, "config.toml").config, resolved.config) << text;
+    for (const ConfigField& field : config_fields()) EXPECT_TRUE(has_text(text, "# " + std::string(field.help)));
+    EXPECT_TRUE(has_text(text, "dp = 2  # --dp\n"));
+  }
+}
+
+#ifdef PENSTOCK_HAVE_RAPIDCHECK
+RC_GTEST_PROP(ConfigProperty, TomlRoundTrip, ()) {
+  Arguments arguments;
+  const auto maybe = [&](const char* name, const std::string& value) {
+    if (!*rc::gen::arbitrary<bool>()) return;
+    arguments.push_back(std::string("--") + name);
+    arguments.push_back(value);
+  };
+  const auto number = [](int low, int high) { return std::to_string(*rc::gen::inRange(low, high)); };
+  const auto any = [] {  // an arbitrary positive double, as text that reads back the same
+    return to_toml(FieldData(static_cast<double>(*rc::gen::inRange<std::int64_t>(1, std::int64_t{1} << 53)) * 0x1p-53));
+  };
+  maybe("preset", *rc::gen::elementOf(preset_names()));
+  maybe("dp", number(1, 9));
+  maybe("microbatches", number(2, 40));
+  maybe("accumulation", number(1, 9));
+  maybe("lr", any());
+  maybe("epsilon", any());
+  maybe("time_limit_s", any());
+  maybe("betas", any() + "," + any());
+  maybe("trace_steps", number(0, 1000) + "," + number(0, 1000));
+  maybe("sample_prompt", *rc::gen::container<std::string>(rc::gen::inRange<char>(1, 127)));
+  // A value that begins with two dashes would be a key.
+  RC_PRE(std::none_of(arguments.begin(), arguments.end(), [](const std::string& a) { return a == "--"; }));
+  ResolvedConfig resolved;
+  try {
+    resolved = with(arguments);
+  } catch (const ConfigError&) {
+    RC_DISCARD("does not fit");
+  }
+  RC_ASSERT(parse_config(to_toml(resolved), "config.toml").config == resolved.config);
+}
+
+// Whatever the text: a config or a ConfigError.
+RC_GTEST_PROP(ConfigProperty, AnyTextIsReadOrRefused, ()) {
+  std::string text = to_toml(with({}));
+  const int edits = *rc::gen::inRange(1, 6);
+  for (int i = 0; i < edits; ++i) {
+    const auto at = *rc::gen::inRange<std::size_t>(0, text.size());
+    text[at] = *rc::gen::arbitrary<char>();
+  }
+  try {
+    (void)parse_config(text, "train.toml");
+  } catch (const ConfigError&) {
+  }
+}
+#endif
+#else
+TEST(ConfigFile, WithoutTheLibraryItSaysSo) {
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { (void)parse_config("", "train.toml"); }), "toml++"));
+}
+#endif
+
+}  // namespace
+}  // namespace penstock::train

@@ -3,9 +3,10 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <set>
+#include <span>
 #include <utility>
 
 #include "penstock/base/errors.h"
@@ -32,8 +33,6 @@ struct Wishes {
 Wishes wishes_of(const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts) {
   Wishes wishes;
   const Checkpoint::Table& table = checkpoint.tensors(section);
-  std::vector<std::string> known;
-  for (const auto& entry : table) known.push_back(entry.first);
   for (const TensorPart& part : parts) {
     wishes.names.push_back(part.name);
     const auto found = table.find(part.name);

@@ -67,7 +67,7 @@ class BoardMeeting final : public Meeting {
   explicit BoardMeeting(WordBoard& board) : board_(board) {}
 
   // Every rank begins the same rounds in the same order. What is not agreed on by the deadline throws CheckpointError naming the
-  // ranks that did not come.
+  // ranks that did not come; the others wait a little longer than rank 0, for its word on it.
   void begin_round(std::chrono::steady_clock::time_point deadline);
   // From any thread: meetings of this rank end with an error from now on.
   void give_up() { given_up_ = true; }

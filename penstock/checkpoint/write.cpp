@@ -188,6 +188,7 @@ class Writing {
 
   void remove_draft() const {
     std::error_code error;
+    if (!fs::exists(draft_, error)) return;
     fs::remove_all(draft_, error);
     if (error) log().warn("checkpoint: cannot remove {}: {}; it is removed at the next start", draft_.string(), error.message());
   }

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
@@ -173,7 +174,7 @@ TEST(Meeting, ARankThatDoesNotComeIsNamedAtTheDeadline) {
       3, [&](Meeting& meeting) { if (meeting.rank() != 1) meeting.agree("plan", [] {}); }, 200ms);
   EXPECT_TRUE(has_text(errors[0], "\"plan\" was not agreed on before the deadline: rank 1 did not come"));
   EXPECT_EQ(errors[1], "");
-  EXPECT_TRUE(has_text(errors[2], "was not agreed on before the deadline"));
+  EXPECT_EQ(errors[2], errors[0]);
   const auto without_first = errors_on_ranks(
       2, [&](Meeting& meeting) { if (meeting.rank() != 0) meeting.agree("plan", [] {}); }, 200ms);
   EXPECT_TRUE(has_text(without_first[1], "rank 0 did not answer"));

@@ -1,6 +1,7 @@
 // Checkpoints as files: what every layout writes is the same, any layout can read it, and damage anywhere is found and named.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <random>
 #include <set>
@@ -221,14 +222,15 @@ TEST(Damage, OfAnyByteIsFoundAndNamed) {
   std::mt19937 random(5);
   for (const auto& [name, content] : contents_of(path))
     for (std::size_t at = 0; at < content.size(); ++at) {
-      std::string damaged = content;
-      damaged[at] = static_cast<char>(damaged[at] ^ (1u << random() % 8));
-      write_text(path / name, damaged);
+      const char bit = static_cast<char>(1u << random() % 8);
+      flip(path / name, at, bit);
       const auto damages = find_damage(meeting, path);
       ASSERT_EQ(damages.size(), 1u) << name << " byte " << at;
       EXPECT_EQ(damages[0].file, name);
-      if (name != "index.json") EXPECT_TRUE(damages[0].begin <= at && at < damages[0].end && damages[0].end - damages[0].begin <= 256) << to_text(damages[0]);
-      write_text(path / name, content);
+      if (name != "index.json") {
+        EXPECT_TRUE(damages[0].begin <= at && at < damages[0].end && damages[0].end - damages[0].begin <= 256) << to_text(damages[0]);
+      }
+      flip(path / name, at, bit);
     }
   EXPECT_TRUE(find_damage(meeting, path).empty());
 }
@@ -248,7 +250,9 @@ TEST(Damage, ByTruncationAtAnyLength) {
       const auto damages = find_damage(meeting, path, random() % 2 == 0);
       ASSERT_EQ(damages.size(), 1u) << name << " cut to " << length;
       EXPECT_EQ(damages[0].file, name);
-      if (name != "index.json") EXPECT_EQ(to_text(damages[0]), name + " bytes " + std::to_string(length) + "-" + std::to_string(content.size()) + ": missing: the file has " + std::to_string(length) + " of " + std::to_string(content.size()) + " bytes");
+      if (name != "index.json") {
+        EXPECT_EQ(to_text(damages[0]), name + " bytes " + std::to_string(length) + "-" + std::to_string(content.size()) + ": missing: the file has " + std::to_string(length) + " of " + std::to_string(content.size()) + " bytes");
+      }
     }
     write_text(path / name, content + "x");
     EXPECT_EQ(find_damage(meeting, path, false).size(), 1u) << name << " with a byte more";
@@ -382,7 +386,7 @@ TEST(Folder, ReadersBesideAWriter) {
         ++reads;
       }
     });
-  for (unsigned step = 2; step < 30; ++step) save_alone(folder.path(), step, options, step);
+  for (unsigned step = 2; step < 12; ++step) save_alone(folder.path(), step, options, step);
   ending = true;
   for (std::thread& reader : readers) reader.join();
   EXPECT_GE(reads, 3);

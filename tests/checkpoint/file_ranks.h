@@ -213,6 +213,15 @@ inline std::string read_text(const fs::path& path) {
 
 inline void write_text(const fs::path& path, const std::string& text) { std::ofstream(path, std::ios::binary | std::ios::trunc) << text; }
 
+// Changes bits of one byte in place: writing the whole file anew would wait for the disk.
+inline void flip(const fs::path& path, std::size_t at, char bits) {
+  std::fstream file(path, std::ios::binary | std::ios::in | std::ios::out);
+  file.seekg(static_cast<std::streamoff>(at));
+  const char byte = static_cast<char>(static_cast<char>(file.get()) ^ bits);
+  file.seekp(static_cast<std::streamoff>(at));
+  file.put(byte);
+}
+
 // Names and contents of a folder.
 inline std::map<std::string, std::string> contents_of(const fs::path& folder) {
   std::map<std::string, std::string> contents;

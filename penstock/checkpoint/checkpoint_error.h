@@ -1,0 +1,15 @@
+// What can go wrong with a checkpoint: a file that cannot be written or read, damage, contents that do not fit.
+// The message names the path, the cause and what to do. Where several ranks work together, all of them throw
+// the same message.
+#pragma once
+
+#include <stdexcept>
+
+namespace penstock::checkpoint {
+
+class CheckpointError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+}  // namespace penstock::checkpoint

@@ -1,0 +1,150 @@
+#include "penstock/checkpoint/meeting.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <exception>
+#include <limits>
+#include <thread>
+#include <utility>
+
+#include "penstock/base/text.h"
+#include "penstock/checkpoint/checkpoint_error.h"
+#include "penstock/comm/message.h"
+
+namespace penstock::checkpoint {
+
+namespace {
+
+constexpr comm::MessageKind kOutcome{"CKPO"};
+constexpr comm::MessageKind kWord{"CKPW"};
+constexpr std::size_t kMaxBytes = std::size_t{1} << 30;
+// Rank 0 judges and the others wait for its word: so much longer that it arrives before their own deadline.
+constexpr std::chrono::seconds kVerdictSlack{3};
+// A step that stands for "this rank is no longer in that round".
+constexpr std::uint64_t kGone = std::numeric_limits<std::uint64_t>::max();
+
+struct Outcome {
+  bool good = true;
+  std::string error;
+  Bytes bytes;
+};
+
+Bytes to_bytes(const Outcome& outcome) {
+  return comm::MessageWriter(kOutcome, 1, kMaxBytes).write(outcome.good).write(outcome.error).write(outcome.bytes).finish();
+}
+
+Outcome outcome_of(const Bytes& bytes) {
+  comm::MessageReader reader(bytes, kOutcome, {1, 1}, kMaxBytes);
+  Outcome outcome;
+  reader.read(outcome.good).read(outcome.error).read(outcome.bytes);
+  reader.expect_end();
+  return outcome;
+}
+
+template <class Work>
+Outcome attempt(Work&& work) {
+  try {
+    return {true, "", work()};
+  } catch (const std::exception& error) {
+    return {false, error.what(), {}};
+  }
+}
+
+}  // namespace
+
+Bytes Meeting::agree(const std::string& topic, const std::function<Bytes()>& work,
+                     const std::function<Bytes(const std::vector<Bytes>&)>& judge) {
+  const Bytes own = to_bytes(attempt(work));
+  const Bytes verdict = exchange(topic, own, [&](std::vector<Bytes> words) {
+    return to_bytes(attempt([&] {
+      std::vector<Bytes> said;
+      std::string errors;
+      for (std::size_t rank = 0; rank < words.size(); ++rank) {
+        Outcome outcome = outcome_of(words[rank]);
+        if (!outcome.good) errors += fmt::format("{}{}{}", errors.empty() ? "" : "\n", words.size() > 1 ? fmt::format("rank {}: ", rank) : "", outcome.error);
+        said.push_back(std::move(outcome.bytes));
+      }
+      if (!errors.empty()) throw CheckpointError(errors);
+      return judge(said);
+    }));
+  });
+  Outcome outcome = outcome_of(verdict);
+  if (!outcome.good) throw CheckpointError(outcome.error);
+  return std::move(outcome.bytes);
+}
+
+void Meeting::agree(const std::string& topic, const std::function<void()>& work) {
+  agree(topic, [&] { work(); return Bytes{}; }, [](const std::vector<Bytes>&) { return Bytes{}; });
+}
+
+Bytes LoneMeeting::exchange(const std::string&, Bytes own, const std::function<Bytes(std::vector<Bytes>)>& judge) {
+  return judge({std::move(own)});
+}
+
+void BoardMeeting::begin_round(std::chrono::steady_clock::time_point deadline) {
+  deadline_ = deadline;
+  ++round_;
+  step_ = 0;
+}
+
+void BoardMeeting::leave(const Bytes& word) {
+  const Bytes bytes = comm::MessageWriter(kWord, 1, kMaxBytes).write(round_).write(step_).write(word).finish();
+  board_.leave(std::string(bytes.begin(), bytes.end()));
+}
+
+std::optional<Bytes> BoardMeeting::await(int rank, const std::string& topic) {
+  auto pause = std::chrono::microseconds(100);
+  for (;;) {
+    if (given_up_) throw CheckpointError(fmt::format("checkpoint: rank {} gave it up ({})", board_.rank(), topic));
+    if (const auto text = board_.word_of(rank)) {
+      const Bytes bytes(text->begin(), text->end());
+      comm::MessageReader reader(bytes, kWord, {1, 1}, kMaxBytes);
+      const auto round = reader.read<std::uint64_t>(), step = reader.read<std::uint64_t>();
+      auto word = reader.read<Bytes>();
+      reader.expect_end();
+      if (round == round_ && step == step_) return word;
+      if (round > round_ || (round == round_ && step > step_))
+        throw CheckpointError(fmt::format("checkpoint: rank {} has given it up while rank {} was at \"{}\"", rank, board_.rank(), topic));
+    }
+    if (std::chrono::steady_clock::now() > deadline_ + (rank == 0 ? kVerdictSlack : std::chrono::seconds(0))) return std::nullopt;
+    std::this_thread::sleep_for(pause);
+    pause = std::min(pause * 2, std::chrono::microseconds(10'000));
+  }
+}
+
+Bytes BoardMeeting::exchange(const std::string& topic, Bytes own, const std::function<Bytes(std::vector<Bytes>)>& judge) {
+  try {
+    ++step_;
+    if (board_.rank() != 0) {
+      leave(own);
+      auto verdict = await(0, topic);
+      if (!verdict) throw CheckpointError(fmt::format("checkpoint: \"{}\" was not agreed on before the deadline: rank 0 did not answer; give more time, or look at what its disk is doing", topic));
+      return *std::move(verdict);
+    }
+    std::vector<Bytes> words{std::move(own)};
+    std::vector<int> missing;
+    for (int rank = 1; rank < board_.size(); ++rank) {
+      auto word = await(rank, topic);
+      if (!word) missing.push_back(rank);
+      words.push_back(word ? *std::move(word) : Bytes{});
+    }
+    // Rank 0 says so itself: the others then do not wait for their own deadline.
+    Bytes verdict = missing.empty() ? judge(std::move(words))
+                                    : to_bytes({false, fmt::format("checkpoint: \"{}\" was not agreed on before the deadline: rank{} {} did not come; give more time, "
+                                                                   "or look at what {} disk{} {} doing", topic, missing.size() > 1 ? "s" : "", format_list(missing),
+                                                                   missing.size() > 1 ? "their" : "its", missing.size() > 1 ? "s" : "", missing.size() > 1 ? "are" : "is"), {}});
+    leave(verdict);
+    return verdict;
+  } catch (...) {
+    step_ = kGone;
+    try {
+      leave({});
+    } catch (const std::exception&) {
+      // The board itself is gone, then so is everybody who could read the word; what ended this rank is the error that counts.
+    }
+    throw;
+  }
+}
+
+}  // namespace penstock::checkpoint

@@ -1,0 +1,71 @@
+// Saves checkpoints while training goes on.
+//
+//   CheckpointWriter writer(world, run_folder / "checkpoints", {.files = {.keep_last = 3}});
+//   writer.save(step, {.model = model_parts, .optimizer = optimizer_parts, .state_json = state});      // copies, returns
+//   ...
+//   writer.wait();                                                                                    // at the end of the run
+//
+// save() waits for an earlier save that is not finished, agrees with the other ranks on the plan, copies the parts that this rank
+// writes into buffers of its own (kept for the next time), and returns. A thread does the rest (write.h). Its ranks meet by words
+// in the world's store, never by the communicators of training. When a save fails, the temporary folder is removed, what was there
+// stays, and the next save() or wait() throws the error: the same one on every rank. After that the writer can be used again.
+//
+// The folder must be one for all ranks: on one host, or on a shared file system. A second writer on it is refused.
+// Call wait() before the end: a destroyed writer gives up what it has not finished, with a line in the log.
+// Thread rule: one thread calls. [collective] functions are called by all ranks in the same order.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "penstock/checkpoint/tensor_part.h"
+#include "penstock/checkpoint/write.h"
+#include "penstock/comm/world.h"
+
+namespace penstock::checkpoint {
+
+struct CheckpointContents {
+  std::vector<TensorPart> model, optimizer;
+  std::string state_json = "{}";  // steps, schedules, random state, data position: the caller's; rank 0's counts
+};
+
+struct WriterOptions {
+  WriteOptions files;
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);  // of one save, from the call on
+};
+
+// How long save() kept its caller, in seconds.
+struct SaveStall {
+  double waiting = 0;   // for the save before
+  double planning = 0;  // with the other ranks
+  double copying = 0;
+
+  double total() const { return waiting + planning + copying; }
+};
+
+class CheckpointWriter {
+ public:
+  // [collective] Makes the folder and removes what a crash has left in it. Throws CheckpointError.
+  CheckpointWriter(const comm::World& world, std::filesystem::path folder, WriterOptions options = {});
+  CheckpointWriter(const CheckpointWriter&) = delete;
+  CheckpointWriter& operator=(const CheckpointWriter&) = delete;
+  ~CheckpointWriter();
+
+  // [collective] Throws the error of the save before (this one is then not begun), or what is wrong with the parts.
+  SaveStall save(std::int64_t step, const CheckpointContents& contents);
+
+  // [collective] Returns when the last save is on the disk; throws its error.
+  void wait();
+
+  const std::filesystem::path& folder() const;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace penstock::checkpoint

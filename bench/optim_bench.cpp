@@ -99,7 +99,7 @@ int main(int argc, char** argv) {
   torch::optim::AdamW adamw(tensors_of(other), torch::optim::AdamWOptions(1e-6));
   torch::optim::SGD sgd(tensors_of(other), torch::optim::SGDOptions(1e-6).momentum(0.9).weight_decay(0.1));
   for (const Kernels kernels : {Kernels::Auto, Kernels::Foreach}) {
-    const std::string suffix = kernels == Kernels::Auto ? ", one kernel" : ", foreach operators";
+    const std::string suffix = kernels == Kernels::Auto ? ", one kernel" : ", foreach";
     AdamW own_adamw(own, {.lr = 1e-6, .kernels = kernels});
     compare(device, "AdamW" + suffix, [&] { own_adamw.step(); }, [&] { adamw.step(); });
     SGD own_sgd(own, {.lr = 1e-6, .momentum = 0.9, .weight_decay = 0.1, .kernels = kernels});

@@ -28,7 +28,8 @@ class AdamW final : public Optimizer {
   explicit AdamW(std::vector<NamedParameter> parameters, const AdamWOptions& options = {});
 
  private:
-  void update(const Bucket& bucket) override;
+  bool update_fused(const Bucket& bucket) override;
+  void update_lists(const Bucket& bucket) override;
   AdamWOptions options_;
 };
 

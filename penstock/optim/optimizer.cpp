@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <map>
 #include <optional>
 #include <set>
@@ -31,7 +32,8 @@ void check_steps(const NamedSteps& entry) {
 
 }  // namespace
 
-Optimizer::Optimizer(std::vector<ParameterGroup> groups, double lr, double weight_decay, std::vector<std::string> kinds) : kinds_(std::move(kinds)) {
+Optimizer::Optimizer(std::vector<ParameterGroup> groups, double lr, double weight_decay, Kernels kernels, std::vector<std::string> kinds)
+    : kernels_(kernels), kinds_(std::move(kinds)) {
   set_lr(lr);
   check_number("optimizer: weight_decay", weight_decay, "0 is no decay");
   std::vector<NamedParameter> all;
@@ -133,7 +135,24 @@ void Optimizer::step() {
   settle_gradients(parameters_);
   const std::vector<Bucket> work = buckets();
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  for (const Bucket& bucket : work) update(bucket);
+  for (const Bucket& bucket : work) {
+    if (kernels_ == Kernels::Auto && update_fused(bucket)) continue;
+    if (!bucket.parameters[0].is_cpu()) {
+      update_lists(bucket);
+      continue;
+    }
+    // There an operator on a list goes tensor by tensor anyway; short lists keep what is between two operators in the cache.
+    constexpr std::int64_t kPieceElements = 1 << 14;
+    for (std::size_t begin = 0; begin < bucket.parameters.size();) {
+      std::size_t end = begin;
+      for (std::int64_t elements = 0; end < bucket.parameters.size() && elements < kPieceElements; ++end) elements += bucket.parameters[end].numel();
+      const auto piece = [&](const std::vector<at::Tensor>& list) { return std::vector<at::Tensor>(list.begin() + static_cast<std::ptrdiff_t>(begin), list.begin() + static_cast<std::ptrdiff_t>(end)); };
+      Bucket part{bucket.group, bucket.step, bucket.numbers, piece(bucket.parameters), piece(bucket.gradients), {}};
+      for (const auto& list : bucket.state) part.state.push_back(piece(list));
+      update_lists(part);
+      begin = end;
+    }
+  }
 }
 
 OptimizerState Optimizer::state() const {

@@ -106,9 +106,11 @@ class Optimizer {
   };
 
   // `kinds`: of state tensors, in the order of Bucket::state. Throws ValueError for bad groups.
-  Optimizer(std::vector<ParameterGroup> groups, double lr, double weight_decay, std::vector<std::string> kinds);
-  // Below autograd; must not replace tensors.
-  virtual void update(const Bucket& bucket) = 0;
+  Optimizer(std::vector<ParameterGroup> groups, double lr, double weight_decay, Kernels kernels, std::vector<std::string> kinds);
+  // Both are called below autograd and write in place. By one kernel; false, and nothing changed, if there is none.
+  virtual bool update_fused(const Bucket& bucket) = 0;
+  // By _foreach_ operators.
+  virtual void update_lists(const Bucket& bucket) = 0;
 
  private:
   struct Slot {
@@ -123,6 +125,7 @@ class Optimizer {
   std::string state_name(std::size_t index, const std::string& kind) const;
 
   double lr_;
+  Kernels kernels_;
   std::vector<GroupNumbers> groups_;  // lr is the scale here
   std::vector<std::string> kinds_;
   std::vector<NamedParameter> parameters_;

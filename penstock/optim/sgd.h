@@ -30,7 +30,8 @@ class SGD final : public Optimizer {
   explicit SGD(std::vector<NamedParameter> parameters, const SGDOptions& options = {});
 
  private:
-  void update(const Bucket& bucket) override;
+  bool update_fused(const Bucket& bucket) override;
+  void update_lists(const Bucket& bucket) override;
   SGDOptions options_;
 };
 

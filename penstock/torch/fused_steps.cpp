@@ -95,10 +95,12 @@ bool fused_sgd_(at::TensorList parameters, at::TensorList gradients, at::TensorL
   const bool here = on_cpu_in_float32(parameters);
   if (!here && !(kLibTorchHasFused && parameters[0].is_cuda())) return false;
   if (!alike(parameters, {gradients, momenta})) return false;
+  const double coupled = numbers.decoupled ? 0 : numbers.weight_decay;
+  if (numbers.decoupled && numbers.weight_decay != 0) at::_foreach_mul_(parameters, 1 - numbers.lr * numbers.weight_decay);
   if (here) {
     const detail::SgdFactors factors{.lr = static_cast<float>(numbers.lr),
                                      .momentum = static_cast<float>(numbers.momentum),
-                                     .weight_decay = static_cast<float>(numbers.weight_decay),
+                                     .weight_decay = static_cast<float>(coupled),
                                      .nesterov = numbers.nesterov};
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       float* parameter = parameters[i].data_ptr<float>();
@@ -111,7 +113,7 @@ bool fused_sgd_(at::TensorList parameters, at::TensorList gradients, at::TensorL
     return true;
   }
 #if PENSTOCK_TORCH_AT_LEAST(2, 4)
-  at::_fused_sgd_(parameters, gradients, momenta, numbers.weight_decay, numbers.momentum, numbers.lr, 0, numbers.nesterov, false, false);
+  at::_fused_sgd_(parameters, gradients, momenta, coupled, numbers.momentum, numbers.lr, 0, numbers.nesterov, false, false);
   return true;
 #else
   return false;

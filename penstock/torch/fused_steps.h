@@ -24,8 +24,9 @@ bool fused_adamw_(at::TensorList parameters, at::TensorList gradients, at::Tenso
 
 struct SgdNumbers {
   double lr, momentum;
-  double weight_decay;  // added to the gradient
+  double weight_decay;
   bool nesterov;
+  bool decoupled;  // the decay shrinks the parameter first; else it is added to the gradient
 };
 
 // `momenta` is empty where the momentum is 0, and zeros before the first step.

@@ -141,7 +141,9 @@ TEST(ClipGradNorm, PipelineAndTensorParallelAgainstOneProcess) {
           EXPECT_NEAR(result.value(), expected, 1e-6 * expected);
           for (const NamedParameter& parameter : own)
             for (const NamedParameter& other : alone)
-              if (parameter.name == other.name) EXPECT_TRUE(at::allclose(full_tensor(parameter.tensor.grad()), other.tensor.grad(), 1e-6, 1e-7)) << parameter.name;
+              if (parameter.name == other.name) {
+                EXPECT_TRUE(at::allclose(full_tensor(parameter.tensor.grad()), other.tensor.grad(), 1e-6, 1e-7)) << parameter.name;
+              }
           const std::lock_guard lock(mutex);
           bits.insert(std::bit_cast<std::uint64_t>(result.value()));
         });
@@ -209,7 +211,9 @@ TEST(ClipGradNorm, BadInput) {
   comm::run_ranks(2, 60s, [&](comm::World& world) {
     const comm::Group first = world.new_group({0});
     const NamedParameter own = with_gradient("p", at::ones({2}));
-    if (world.rank() == 1) EXPECT_TRUE(has_text(message_of<ValueError>([&] { clip_grad_norm({own}, 1, {.groups = {first}}); }), "groups that this rank is in"));
+    if (world.rank() == 1) {
+      EXPECT_TRUE(has_text(message_of<ValueError>([&] { clip_grad_norm({own}, 1, {.groups = {first}}); }), "groups that this rank is in"));
+    }
   });
 }
 

@@ -125,7 +125,9 @@ TEST(LossScaler, RanksOfAMeshAgree) {
       terms.mutable_grad() = from_local(at::full({2}, 1.0 + world.rank()), mesh, {Partial{}});
       EXPECT_EQ(scaler.unscale({{"split", split}, {"terms", terms}}), !bad);
       EXPECT_TRUE(at::equal(full_tensor(terms.grad()), at::full({2}, 1.5)));
-      if (!bad) EXPECT_TRUE(at::equal(full_tensor(split.grad()), at::ones({4})));
+      if (!bad) {
+        EXPECT_TRUE(at::equal(full_tensor(split.grad()), at::ones({4})));
+      }
     }
   });
 }

@@ -79,10 +79,13 @@ at::Tensor attend_by_products(const at::Tensor& q, const at::Tensor& k, const at
   if (mask.is_plain_causal()) {
     scores = at::baddbmm(mask.bias(rows, repeats), rows, columns, 1, scale);
   } else {
-    scores = at::baddbmm(rows.new_zeros({1, 1, 1}), rows, columns, 0, scale);
-    if (!mask.sees_everything()) {
-      const at::Tensor& bias = mask.bias(rows, repeats);
-      scores = (scores.view({batch, groups, repeats * queries, keys}) + bias.unsqueeze(1)).view({batch * groups, repeats * queries, keys});
+    scores = at::bmm(rows, columns);
+    if (mask.sees_everything()) {
+      scores = scores.mul(scale);
+    } else {
+      // Masks differ from row to row of the batch, not from head to head.
+      const at::Tensor bias = mask.bias(rows, repeats).unsqueeze(1);
+      scores = at::add(bias, scores.view({batch, groups, repeats * queries, keys}), scale).view({batch * groups, repeats * queries, keys});
     }
   }
   const at::Tensor mixed = at::bmm(at::softmax(scores, -1), v.reshape({batch * groups, keys, width}));

@@ -1,0 +1,29 @@
+// Patterns of blocks: one letter a block, '|' where a stage ends.
+//
+//   parse_pattern("AA|AA|A");      // five blocks, stages begin at 2 and 4
+//   parse_pattern("AAAA");         // four blocks, no cuts: the partition is somebody else's choice
+//
+// A is an attention block. M (state space) and E (experts) are known letters of which there are no blocks yet. Spaces are left out.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace penstock::models {
+
+enum class BlockKind { Attention };
+
+struct BlockPattern {
+  std::vector<BlockKind> blocks;
+  std::vector<int> boundaries;  // the first blocks of stages 1, 2, ...; empty: no cuts
+  bool has_cuts() const { return !boundaries.empty(); }
+  int stages() const { return static_cast<int>(boundaries.size()) + 1; }
+  bool operator==(const BlockPattern&) const = default;
+};
+
+// Throws ConfigError with the place for another letter, an empty stage and an empty pattern; NotImplemented for M and E.
+BlockPattern parse_pattern(std::string_view text);
+std::string to_text(const BlockPattern& pattern);
+
+}  // namespace penstock::models

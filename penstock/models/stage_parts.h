@@ -1,0 +1,62 @@
+// Which blocks of a model a stage has: by a pattern with cuts, by their number or by what they cost.
+//
+//   auto parts = partition_model(options, 4);                                   // as even as can be, by number of blocks
+//   auto parts = partition_model(options, 4, {.balance = Balance::Cost});       // embedding and head count, too
+//   auto parts = partition_model(options, 3, {.pattern = "AA|AA|A"});
+//   for (const StagePart& part : parts) ... TransformerStage(options, part);
+//
+// The embedding is on the first stage, the last norm and the head are on the last one. By cost these two may have no blocks: the head
+// of a large vocabulary can be as much as several blocks.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "penstock/models/options.h"
+
+namespace penstock::models {
+
+struct StagePart {
+  int index = 0;
+  int count = 1;
+  std::int64_t first_block = 0;
+  std::int64_t end_block = 0;  // one behind the last
+  bool has_embed() const { return index == 0; }
+  bool has_head() const { return index == count - 1; }
+  std::int64_t blocks() const { return end_block - first_block; }
+  bool operator==(const StagePart&) const = default;
+};
+
+// The model in one piece.
+StagePart whole_model(const TransformerOptions& options);
+
+// Time of the parts for one token, forward and backward, in any unit.
+struct PartCosts {
+  std::vector<double> blocks;  // one entry for each block, or one for all
+  double embed = 0;
+  double head = 0;             // with the last norm and the loss
+};
+// From the operations counted, for want of measurements: matrix products as they are, an element that is read and written as ten.
+PartCosts estimated_costs(const TransformerOptions& options, std::int64_t length);
+
+enum class Balance { Count, Cost };
+
+struct PartitionOptions {
+  Balance balance = Balance::Count;
+  std::string pattern = {};                  // empty: as many A as there are layers; cuts go before the balance
+  std::optional<PartCosts> costs = {};       // for Balance::Cost; default: estimated for sequences of the context's length
+};
+
+// Throws ConfigError for a pattern of another number of blocks or stages, ValueError for more stages than there can be.
+std::vector<StagePart> partition_model(const TransformerOptions& options, int stages, const PartitionOptions& how = {});
+
+// The stages that hold the parameter of this name: two for the embedding of a tied head over several stages, whose gradients are to be
+// summed and which counts once in norms. Throws ValueError for a name that the model does not have.
+std::vector<int> stages_of_parameter(const std::vector<StagePart>& parts, const TransformerOptions& options, const std::string& name);
+
+// "stage 0: embed, blocks 0-2, 1.2 M parameters" for each, a line each.
+std::string describe_parts(const std::vector<StagePart>& parts, const TransformerOptions& options);
+
+}  // namespace penstock::models

@@ -1,0 +1,135 @@
+// Options, patterns and the partition of a model: no tensors.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "penstock/base/errors.h"
+#include "penstock/models/options.h"
+#include "penstock/models/pattern.h"
+#include "penstock/models/stage_parts.h"
+#include "penstock/plan/partition.h"
+#include "tests/has_text.h"
+#include "tests/throws.h"
+
+namespace penstock::models {
+namespace {
+
+using test::has_text;
+using test::message_of;
+
+TEST(TransformerOptions, ZerosAreFilledIn) {
+  const TransformerOptions whole = TransformerOptions{.width = 96, .heads = 4}.resolved();
+  EXPECT_EQ(whole.key_value_heads, 4);
+  EXPECT_EQ(whole.feed_width, 256);  // 8 / 3 * 96
+  EXPECT_EQ(whole.resolved(), whole);
+}
+
+TEST(TransformerOptions, EachMistakeNamesItsField) {
+  const auto message = [](TransformerOptions options) { return message_of<ConfigError>([&] { options.check(); }); };
+  EXPECT_TRUE(has_text(message({.vocabulary = 0}), "model.vocabulary"));
+  EXPECT_TRUE(has_text(message({.width = 130, .heads = 4}), "a multiple of heads, 4"));
+  EXPECT_TRUE(has_text(message({.width = 12, .heads = 4}), "take a multiple of 8"));
+  EXPECT_TRUE(has_text(message({.layers = -1}), "model.layers"));
+  EXPECT_TRUE(has_text(message({.heads = 0}), "model.heads"));
+  EXPECT_TRUE(has_text(message({.heads = 4, .key_value_heads = 3}), "a divisor of heads, 4"));
+  EXPECT_TRUE(has_text(message({.key_value_heads = -2}), "model.key_value_heads"));
+  EXPECT_TRUE(has_text(message({.feed_width = -1}), "model.feed_width"));
+  EXPECT_TRUE(has_text(message({.context = 0}), "model.context"));
+  EXPECT_TRUE(has_text(message({.rope_theta = 1}), "model.rope_theta"));
+  EXPECT_TRUE(has_text(message({.norm_epsilon = 0}), "model.norm_epsilon"));
+  EXPECT_TRUE(has_text(message({.dropout = 1}), "model.dropout"));
+}
+
+TEST(TransformerOptions, CountsOfAModelDoneByHand) {
+  const TransformerOptions options{.vocabulary = 10, .width = 8, .layers = 2, .heads = 2, .key_value_heads = 1, .feed_width = 12, .context = 16};
+  const std::int64_t block = 8 + 8 * 8 + 2 * 4 * 8 + 8 * 8 + 8 + 3 * 8 * 12;
+  EXPECT_EQ(block_parameter_count(options), block);
+  EXPECT_EQ(parameter_count(options), 2 * block + 8 + 2 * 80);
+  std::int64_t listed = 0;
+  for (const ParameterShape& parameter : parameter_shapes(options)) listed += parameter.shape.size() == 1 ? parameter.shape[0] : parameter.shape[0] * parameter.shape[1];
+  EXPECT_EQ(listed, parameter_count(options));
+  TransformerOptions tied = options;
+  tied.tie_head = true;
+  EXPECT_EQ(parameter_count(tied), parameter_count(options) - 80);
+  EXPECT_EQ(block_flops_per_token(options, 16), 2 * (block - 16) + 4 * 16 * 8);
+  EXPECT_EQ(training_flops_per_token(options, 16), 3 * (2 * (2.0 * (block - 16) + 512) + 160));
+}
+
+TEST(Pattern, RoundTrip) {
+  for (const std::string text : {"A", "AAAA", "AA|AA|A", "A|A"}) EXPECT_EQ(to_text(parse_pattern(text)), text);
+  EXPECT_EQ(parse_pattern("AA|AA|A").boundaries, (std::vector<int>{2, 4}));
+  EXPECT_EQ(parse_pattern(" AA | A "), parse_pattern("AA|A"));
+  EXPECT_FALSE(parse_pattern("AAA").has_cuts());
+}
+
+TEST(Pattern, BadInput) {
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern(""); }), "no blocks"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("|AA"); }), "character 1"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("AA||A"); }), "character 4"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("AA|"); }), "behind '|'"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("AAx"); }), "'x'"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("aa"); }), "'a'"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("A\n"); }), "\\x0a"));
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([] { parse_pattern("AM|A"); }), "not available yet"));
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([] { parse_pattern("E"); }), "E (experts)"));
+}
+
+TransformerOptions layers(std::int64_t count, std::int64_t vocabulary = 256) { return {.vocabulary = vocabulary, .width = 64, .layers = count, .heads = 4, .context = 64}; }
+
+TEST(StageParts, CompleteAndInOrder) {
+  for (const Balance balance : {Balance::Count, Balance::Cost})
+    for (std::int64_t count = 1; count < 12; ++count)
+      for (int stages = 1; stages <= count; ++stages) {
+        const auto parts = partition_model(layers(count), stages, {.balance = balance});
+        ASSERT_EQ(parts.size(), static_cast<std::size_t>(stages));
+        std::int64_t at = 0;
+        for (const StagePart& part : parts) {
+          EXPECT_EQ(part.first_block, at);
+          EXPECT_EQ(part.count, stages);
+          EXPECT_EQ(part.has_embed(), part.index == 0);
+          EXPECT_EQ(part.has_head(), part.index == stages - 1);
+          at = part.end_block;
+        }
+        EXPECT_EQ(at, count);
+      }
+}
+
+TEST(StageParts, ALargeHeadTakesBlocksFromTheLastStage) {
+  const auto small = partition_model(layers(8, 16), 4, {.balance = Balance::Cost});
+  EXPECT_EQ(small.back().blocks(), 2);
+  const auto large = partition_model(layers(8, 4000), 4, {.balance = Balance::Cost});
+  EXPECT_EQ(large.back().blocks(), 0);
+  EXPECT_EQ(large.front().blocks(), 2);  // the embedding costs something, too
+  // Measured costs go before estimated ones.
+  const auto measured = partition_model(layers(4), 2, {.balance = Balance::Cost, .costs = PartCosts{.blocks = {5, 1, 1, 1}, .embed = 0, .head = 0}});
+  EXPECT_EQ(measured[0].blocks(), 1);
+  EXPECT_THROW(partition_model(layers(4), 2, {.balance = Balance::Cost, .costs = PartCosts{.blocks = {1, 1}, .embed = 0, .head = 0}}), ValueError);
+}
+
+TEST(StageParts, PatternsGoFirst) {
+  const auto parts = partition_model(layers(5), 3, {.balance = Balance::Cost, .pattern = "A|A|AAA"});
+  EXPECT_EQ(parts[2], (StagePart{2, 3, 2, 5}));
+  EXPECT_EQ(partition_model(layers(5), 3, {.pattern = "AAAAA"}), partition_model(layers(5), 3));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { partition_model(layers(5), 2, {.pattern = "A|A|AAA"}); }), "2, as the layout has"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { partition_model(layers(4), 3, {.pattern = "A|A|AAA"}); }), "model.layers"));
+  EXPECT_THROW(partition_model(layers(2), 3), ValueError);
+}
+
+TEST(StageParts, WhoHoldsAParameter) {
+  TransformerOptions options = layers(4);
+  const auto parts = partition_model(options, 2);
+  EXPECT_EQ(stages_of_parameter(parts, options, "embed.weight"), (std::vector<int>{0}));
+  EXPECT_EQ(stages_of_parameter(parts, options, "blocks.2.feed.up.weight"), (std::vector<int>{1}));
+  EXPECT_EQ(stages_of_parameter(parts, options, "norm.weight"), (std::vector<int>{1}));
+  EXPECT_EQ(stages_of_parameter(parts, options, "head.weight"), (std::vector<int>{1}));
+  options.tie_head = true;
+  EXPECT_EQ(stages_of_parameter(parts, options, "embed.weight"), (std::vector<int>{0, 1}));
+  EXPECT_THROW(stages_of_parameter(parts, options, "head.weight"), ValueError);
+  EXPECT_THROW(stages_of_parameter(parts, options, "blocks.9.feed.up.weight"), ValueError);
+  EXPECT_TRUE(has_text(describe_parts(parts, options), "stage 0: embed, blocks 0-1"));
+}
+
+}  // namespace
+}  // namespace penstock::models

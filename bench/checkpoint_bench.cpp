@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/base/files.h"
 #include "penstock/checkpoint/load.h"
 #include "penstock/checkpoint/world_meeting.h"
 #include "penstock/checkpoint/writer.h"
@@ -113,7 +114,7 @@ int main(int argc, char** argv) {
   } else {
     comm::run_ranks(ranks, std::chrono::minutes(20), measure);
   }
-  std::filesystem::remove_all(folder);
+  remove_tree(folder);
   const double gib = static_cast<double>(tensors) / 64;
   fmt::print("{:.2f} GiB, {} ranks, median of {} rounds\n", gib, ranks, kRounds);
   fmt::print("plain write and flush      {:6.2f} GiB/s\n", gib / median(plain_s));

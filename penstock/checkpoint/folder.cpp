@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <system_error>
 
+#include "penstock/base/files.h"
 #include "penstock/base/errors.h"
 #include "penstock/checkpoint/checkpoint_error.h"
 #include "penstock/checkpoint/output_file.h"
@@ -36,7 +37,7 @@ void rename_folder(const fs::path& from, const fs::path& to) {
 
 void remove_folder(const fs::path& path) {
   std::error_code error;
-  fs::remove_all(path, error);
+  remove_tree(path, error);
   if (error) throw_file_error("remove", path, error.value());
 }
 

@@ -13,6 +13,7 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/files.h"
 #include "penstock/base/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/blocks.h"
@@ -78,7 +79,7 @@ class Writing {
     std::error_code error;
     fs::create_directories(folder_, error);
     if (error) throw_file_error("create", folder_, error.value());
-    fs::remove_all(draft_, error);  // of a save of the same step that failed
+    remove_tree(draft_, error);  // of a save of the same step that failed
     if (error) throw_file_error("remove", draft_, error.value());
     fs::create_directory(draft_, error);
     if (error) throw_file_error("create", draft_, error.value());
@@ -189,7 +190,7 @@ class Writing {
   void remove_draft() const {
     std::error_code error;
     if (!fs::exists(draft_, error)) return;
-    fs::remove_all(draft_, error);
+    remove_tree(draft_, error);
     if (error) log().warn("checkpoint: cannot remove {}: {}; it is removed at the next start", draft_.string(), error.message());
   }
 

@@ -51,7 +51,14 @@ TransformerStageImpl::TransformerStageImpl(const TransformerOptions& options, co
 
 const at::Tensor& TransformerStageImpl::head_weight() const {
   if (!part_.has_head()) throw StateError(fmt::format("stage {} of {} has no head; ask the last one", part_.index, part_.count));
-  return options_.tie_head ? embed->weight : head->weight;
+  if (!options_.tie_head) return head->weight;
+  return tied_head_.defined() ? tied_head_ : embed->weight;
+}
+
+void TransformerStageImpl::separate_head() {
+  if (!is_whole() || !options_.tie_head || tied_head_.defined())
+    throw StateError(fmt::format("separate_head: stage {} of {} does not have both uses of a tied weight, or has them apart already", part_.index, part_.count));
+  tied_head_ = register_parameter(kTiedHead, embed->weight.detach(), embed->weight.requires_grad());
 }
 
 void TransformerStageImpl::check_input(const at::Tensor& x, std::int64_t before) const {

@@ -60,6 +60,11 @@ class TransformerStageImpl : public torch::nn::Module {
   const std::vector<Block>& blocks() const { return blocks_; }
   // What the head multiplies with: head.weight, or embed.weight when tied.
   const at::Tensor& head_weight() const;
+  // Of a whole model with a tied head: gives the head a leaf of its own, the parameter `tied_head`, with the memory of embed.weight. Each
+  // use then gathers its own gradient, as it does where they are on two stages, and whoever calls this adds the two. After the weights
+  // have their final place (initialize, parallelize). Throws StateError for other stages.
+  void separate_head();
+  static constexpr const char* kTiedHead = "tied_head";
 
   torch::nn::Embedding embed{nullptr};  // at the first stage, and at the last one for a tied head
   RmsNorm norm{nullptr};                // at the last stage
@@ -75,6 +80,7 @@ class TransformerStageImpl : public torch::nn::Module {
   StagePart part_;
   std::vector<Block> blocks_;
   Rotary rotary_;
+  at::Tensor tied_head_;
 };
 TORCH_MODULE(TransformerStage);
 

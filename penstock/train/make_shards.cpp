@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/files.h"
 #include "penstock/train/byte_tokenizer.h"
 #include "penstock/train/token_dataset.h"
 #include "penstock/train/token_shard_writer.h"
@@ -45,13 +46,13 @@ class TemporaryFolder {
   explicit TemporaryFolder(const fs::path& target) : path_(fmt::format("{}.tmp-{}", target.string(), ::getpid())) {
     std::error_code error;
     if (target.has_parent_path()) fs::create_directories(target.parent_path(), error);
-    if (!error) fs::remove_all(path_, error);
+    if (!error) remove_tree(path_, error);
     if (!error) fs::create_directory(path_, error);
     if (error) refuse(path_, error.message(), "give a folder that can be written");
   }
   ~TemporaryFolder() {
     std::error_code ignored;  // what is left behind has a name that nobody reads
-    fs::remove_all(path_, ignored);
+    remove_tree(path_, ignored);
   }
   TemporaryFolder(const TemporaryFolder&) = delete;
   TemporaryFolder& operator=(const TemporaryFolder&) = delete;
@@ -65,7 +66,7 @@ class TemporaryFolder {
     if (!error && replaces) fs::rename(target, old, error);
     if (!error) fs::rename(path_, target, error);
     if (error) refuse(target, error.message(), "give a folder that can be written");
-    if (replaces) fs::remove_all(old, error);
+    if (replaces) remove_tree(old, error);
     if (error) refuse(old, error.message(), "remove it by hand");
   }
 

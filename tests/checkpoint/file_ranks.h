@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "penstock/base/files.h"
 #include "penstock/checkpoint/meeting.h"
 #include "penstock/checkpoint/reader.h"
 #include "penstock/checkpoint/write.h"
@@ -39,7 +40,7 @@ class TemporaryFolder {
   }
   TemporaryFolder(const TemporaryFolder&) = delete;
   TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-  ~TemporaryFolder() { fs::remove_all(path_); }
+  ~TemporaryFolder() { remove_tree(path_); }
   const fs::path& path() const { return path_; }
 
  private:

@@ -12,6 +12,8 @@
 #include <system_error>
 #include <vector>
 
+#include "penstock/base/files.h"
+
 namespace penstock::test {
 
 class ScratchFolder {
@@ -26,7 +28,7 @@ class ScratchFolder {
   }
   ~ScratchFolder() {
     std::error_code ignored;  // a folder left behind is no failure of what is tested
-    std::filesystem::remove_all(path_, ignored);
+    remove_tree(path_, ignored);
   }
   ScratchFolder(const ScratchFolder&) = delete;
   ScratchFolder& operator=(const ScratchFolder&) = delete;

@@ -1,0 +1,334 @@
+#include "penstock/train/job.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <torch/cuda.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <span>
+#include <utility>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/log.h"
+#include "penstock/checkpoint/load.h"
+#include "penstock/checkpoint/tensor_part.h"
+#include "penstock/checkpoint/world_meeting.h"
+#include "penstock/models/loss.h"
+#include "penstock/optim/adamw.h"
+#include "penstock/optim/clip.h"
+#include "penstock/optim/loss_scaler.h"
+#include "penstock/optim/lr_schedule.h"
+#include "penstock/optim/sgd.h"
+#include "penstock/train/gradient_sync.h"
+#include "penstock/train/not_finite.h"
+#include "penstock/train/prefetcher.h"
+
+namespace penstock::train {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
+std::unique_ptr<optim::Optimizer> make_optimizer(const std::vector<optim::NamedParameter>& parameters, const TrainingConfig& config) {
+  if (config.optimizer == "sgd")
+    return std::make_unique<optim::SGD>(optim::decay_groups(parameters), optim::SGDOptions{.lr = config.lr, .momentum = config.momentum, .nesterov = false, .weight_decay = config.weight_decay, .decoupled = false, .kernels = optim::Kernels::Auto});
+  return std::make_unique<optim::AdamW>(optim::decay_groups(parameters), optim::AdamWOptions{.lr = config.lr, .beta1 = config.betas.at(0), .beta2 = config.betas.at(1), .eps = config.epsilon, .weight_decay = config.weight_decay, .kernels = optim::Kernels::Auto});
+}
+
+optim::LossScalerOptions scaler_options(const TrainingConfig& config) {
+  optim::LossScalerOptions options;
+  options.enabled = config.precision == "fp16";
+  if (config.loss_scale > 0) {  // a fixed one
+    options.initial_scale = options.min_scale = options.max_scale = config.loss_scale;
+  }
+  return options;
+}
+
+optim::LrSchedule lr_schedule(const TrainingConfig& config) {
+  return {.peak = config.lr, .floor = config.lr * config.min_lr_ratio, .warmup_steps = config.warmup_steps, .total_steps = config.steps, .decay = optim::parse_decay(config.decay)};
+}
+
+at::Tensor as_tensor(const std::vector<std::int64_t>& values, std::int64_t rows, std::int64_t columns, at::Device device) {
+  const at::Tensor view = at::from_blob(const_cast<std::int64_t*>(values.data()), {rows, columns}, at::kLong);
+  return device.is_cpu() ? view.clone() : view.pin_memory().to(device, /*non_blocking=*/true);
+}
+
+std::int64_t count_targets(const std::vector<std::int64_t>& targets) {
+  std::int64_t counted = 0;
+  for (const std::int64_t target : targets) counted += target != kIgnored;
+  return counted;
+}
+
+}  // namespace
+
+at::Device configured_device(const LayoutConfig& config, const comm::World& world) {
+  const int gpus = torch::cuda::is_available() ? static_cast<int>(torch::cuda::device_count()) : 0;
+  const bool own_gpu = gpus >= world.local_size();
+  if (config.device == "cpu" || (config.device == "auto" && !own_gpu)) return at::kCPU;
+  if (!own_gpu)
+    throw ConfigError(describe("layout.device", fmt::format("cuda, with {} GPUs for {} ranks on this host", gpus, world.local_size()), "a GPU of its own for every rank", "start fewer ranks, or set layout.device to cpu"));
+  return at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank()));
+}
+
+struct TrainingJob::Impl {
+  Impl(const comm::World& the_world, const TrainConfig& the_config, TrainingData the_data)
+      : world(the_world),
+        config(the_config),
+        data(std::move(the_data)),
+        layout(world, config.layout),
+        device(configured_device(config.layout, world)),
+        schedule(configured_schedule(config.layout)),
+        model(layout, config, schedule, device),
+        sync(layout, model, config.training.accumulation == 1),
+        pipeline(model.stages(), schedule, loss(), pipeline_options()),
+        optimizer(make_optimizer(model.parameters(), config.training)),
+        scaler(scaler_options(config.training)),
+        rates(lr_schedule(config.training)) {
+    optim::check(rates);
+    if (static_cast<std::int64_t>(data.training->dataset().vocabulary()) > config.model.vocabulary)
+      throw ConfigError(describe("model.vocabulary", std::to_string(config.model.vocabulary), fmt::format("at least the {} of the data", data.training->dataset().vocabulary()), "raise it, or use other data"));
+    if (config.layout.pp > 1) step_groups.push_back(layout.mesh().group("pp"));
+    last_stage_here = schedule.stages().rank_of(StageId{schedule.stages().stages() - 1}) == layout.pp();
+    prefetch(0);
+  }
+
+  std::int64_t positions_of_microbatch() const { return config.layout.microbatch_size * config.model.context; }
+  std::int64_t samples_of_run() const { return config.layout.microbatches * config.layout.microbatch_size; }  // of one replica
+  std::int64_t positions_of_step() const { return samples_of_run() * config.layout.dp * config.training.accumulation * config.model.context; }
+
+  // A sum divided by a fixed number of positions: means over microbatches and replicas, and sums over runs, add up to the whole.
+  PipelineLoss loss() const {
+    const double each = static_cast<double>(positions_of_microbatch() * config.training.accumulation);
+    return PipelineLoss([each](const at::Tensor& logits, const at::Tensor& targets) { return models::token_loss(logits, targets, each); });
+  }
+
+  PipelineOptions pipeline_options() {
+    PipelineOptions options{world};
+    options.ranks = layout.pipeline_ranks();
+    options.seed = static_cast<std::uint64_t>(config.training.seed);
+    options.return_outputs = false;
+    options.gradients_done = [this](int stage) { sync.stage_done(stage); };
+    const std::int64_t rows = config.layout.microbatch_size;
+    if (config.layout.dp > 1) options.rows = BatchRows{.global = rows * config.layout.dp, .first = rows * layout.dp(), .count = rows};
+    if (config.layout.transport == "gloo") options.p2p = comm::P2PTransport::Gloo;
+    if (config.layout.transport == "ucx") options.p2p = comm::P2PTransport::Ucx;
+    return options;
+  }
+
+  void prefetch(std::uint64_t position) {
+    const std::int64_t round = samples_of_run() * config.layout.dp;
+    batches = std::make_unique<Prefetcher>([this](std::uint64_t first, Batch& filled) { fill_share(*data.training, first, filled); },
+                                           PrefetchOptions{.first = position, .stride = static_cast<std::uint64_t>(round), .share = {0, round}, .depth = 4});
+  }
+
+  // This replica's samples of the round that begins at global sample `first`. The replicas share every microbatch: its rows are theirs in
+  // order, so that a row's number in the whole microbatch, by which dropout goes, does not depend on how many replicas there are.
+  void fill_share(const Sampler& sampler, std::uint64_t first, Batch& filled) const {
+    const std::int64_t rows = config.layout.microbatch_size, context = config.model.context;
+    filled.position = first;
+    filled.samples = samples_of_run();
+    filled.context = context;
+    for (auto* values : {&filled.tokens, &filled.targets, &filled.documents}) values->resize(static_cast<std::size_t>(filled.samples * context));
+    for (std::int64_t sample = 0; sample < filled.samples; ++sample) {
+      const std::int64_t global = (sample / rows * config.layout.dp + layout.dp()) * rows + sample % rows;
+      const auto place = [&](std::vector<std::int64_t>& values) { return std::span(values).subspan(static_cast<std::size_t>(sample * context), static_cast<std::size_t>(context)); };
+      sampler.sample(first + static_cast<std::uint64_t>(global), place(filled.tokens), place(filled.targets), place(filled.documents));
+    }
+  }
+
+  struct Inputs {
+    Tree args, kwargs, target;
+  };
+  Inputs inputs_of(const Batch& batch) const {
+    const auto tensor = [&](const std::vector<std::int64_t>& values) { return as_tensor(values, batch.samples, batch.context, device); };
+    return {Tree::tuple({tensor(batch.tokens)}), Tree::dict({{"documents", tensor(batch.documents)}}), Tree(tensor(batch.targets))};
+  }
+
+  // Sum of the losses of a run over its tokens, as it was before the division; only where the last stage is.
+  double loss_sum(const StepResult& result) const {
+    double sum = 0;
+    for (const at::Tensor& loss : result.losses) sum += loss.item<double>();
+    return sum * static_cast<double>(positions_of_microbatch() * config.training.accumulation);
+  }
+
+  // Sums over all ranks that are the first of their tensor-parallel group; the others have the same numbers.
+  std::vector<double> sum_over_world(std::vector<double> numbers, std::size_t counted) const {
+    if (layout.tp() != 0) std::fill(numbers.begin(), numbers.begin() + static_cast<std::ptrdiff_t>(counted), 0.0);
+    at::Tensor all = at::tensor(numbers, at::kDouble).to(device);
+    world.group().all_reduce(all, comm::ReduceOp::Sum, {.label = "numbers of the step", .timeout = {}}).wait();
+    all = all.cpu();
+    return {all.data_ptr<double>(), all.data_ptr<double>() + all.numel()};
+  }
+
+  StepOutcome train_step(bool stop) {
+    const auto begin = Clock::now();
+    StepOutcome outcome;
+    outcome.lr = optim::lr_at(rates, steps_done);
+    outcome.loss_scale = scaler.scale();
+    outcome.tokens = positions_of_step();
+    optimizer->set_lr(outcome.lr);
+    optimizer->zero_grad();
+    clear_second_leaf();
+    pipeline.set_loss_scale(scaler.scale());
+    double sum = 0, counted = 0;
+    for (std::int64_t run = 0; run < config.training.accumulation; ++run) {
+      auto now = Clock::now();
+      batches->next(batch);
+      const Inputs inputs = inputs_of(batch);
+      outcome.times.data += seconds_since(now);
+      now = Clock::now();
+      pipeline.set_step(steps_done * config.training.accumulation + run);
+      const StepResult result = pipeline.step(inputs.args, inputs.kwargs, inputs.target);
+      if (last_stage_here) {
+        sum += loss_sum(result);
+        counted += static_cast<double>(count_targets(batch.targets));
+      }
+      outcome.times.schedule += seconds_since(now);
+    }
+    auto now = Clock::now();
+    sync.finish();
+    const std::vector<double> all = sum_over_world({sum, counted, stop ? 1.0 : 0.0}, 2);
+    outcome.loss = all[1] > 0 ? all[0] / all[1] : 0;
+    outcome.stop = all[2] > 0;
+    outcome.times.sync = seconds_since(now);
+    now = Clock::now();
+    update(outcome);
+    outcome.times.update = seconds_since(now);
+    ++steps_done;
+    outcome.step = steps_done;
+    outcome.times.total = seconds_since(begin);
+    return outcome;
+  }
+
+  void clear_second_leaf() {
+    if (at::Tensor head = model.tied().head; head.defined()) head.mutable_grad() = at::Tensor();
+  }
+
+  void update(StepOutcome& outcome) {
+    if (scaler.enabled()) {
+      outcome.skipped = !scaler.unscale(optimizer->parameters(), {.groups = step_groups, .device = device});
+      scaler.update();
+    }
+    if (outcome.skipped) return;
+    const double limit = config.training.clip_norm > 0 ? config.training.clip_norm : std::numeric_limits<double>::infinity();
+    const optim::ClipResult clipped = optim::clip_grad_norm(optimizer->parameters(), limit,
+                                                            {.order = 2, .groups = step_groups, .counts = [&](const optim::NamedParameter& each) { return model.counts(each); }, .non_finite = optim::NonFinite::Leave, .device = device});
+    outcome.grad_norm = clipped.value();
+    if (!std::isfinite(outcome.loss) || !std::isfinite(outcome.grad_norm)) throw_not_finite(outcome);
+    optimizer->step();
+  }
+
+  [[noreturn]] void throw_not_finite(const StepOutcome& outcome) {
+    throw NotFiniteError(fmt::format("step {}: loss {}, gradient norm {}; lower training.lr, lengthen training.warmup_steps or clip harder, and resume from the last checkpoint", steps_done + 1, outcome.loss, outcome.grad_norm));
+  }
+
+  double validate() {
+    if (!data.validation) throw StateError("validation: there is no validation data; raise data.validation_fraction");
+    model.set_training(false);
+    double sum = 0, counted = 0;
+    const std::int64_t round = samples_of_run() * config.layout.dp;
+    Batch held;
+    for (std::int64_t i = 0; i < config.training.validate_batches; ++i) {
+      fill_share(*data.validation, static_cast<std::uint64_t>(i * round), held);
+      const Inputs inputs = inputs_of(held);
+      const StepResult result = pipeline.eval(inputs.args, inputs.kwargs, inputs.target);
+      if (!last_stage_here) continue;
+      sum += loss_sum(result);
+      counted += static_cast<double>(count_targets(held.targets));
+    }
+    model.set_training(true);
+    const std::vector<double> all = sum_over_world({sum, counted}, 2);
+    return all[1] > 0 ? all[0] / all[1] : 0;
+  }
+
+  std::vector<checkpoint::TensorPart> model_parts() const {
+    std::vector<checkpoint::TensorPart> parts;
+    for (const optim::NamedParameter& parameter : model.parameters()) parts.push_back(checkpoint::tensor_part(parameter.name, parameter.tensor));
+    return parts;
+  }
+
+  std::vector<checkpoint::TensorPart> optimizer_parts() const {
+    std::vector<checkpoint::TensorPart> parts;
+    for (const optim::NamedTensor& entry : optimizer->state().tensors) parts.push_back(checkpoint::tensor_part(entry.name, entry.tensor));
+    return parts;
+  }
+
+  // Every parameter has a gradient in every step that counts, so one number serves all.
+  std::int64_t optimizer_steps() const {
+    std::int64_t steps = 0;
+    for (const optim::NamedSteps& entry : optimizer->state().steps) steps = std::max(steps, entry.steps);
+    return steps;
+  }
+
+  std::string state_json() const {
+    const optim::LossScalerState scale = scaler.state();
+    return nlohmann::json{{"step", steps_done},
+                          {"optimizer_steps", optimizer_steps()},
+                          {"data", {{"position", batches->position()}, {"fingerprint", fmt::format("{:016x}", data.training->dataset().fingerprint())}}},
+                          {"loss_scaler", {{"scale", scale.scale}, {"good_steps", scale.good_steps}}},
+                          {"seed", config.training.seed}}
+        .dump(1);
+  }
+
+  void load(const checkpoint::Checkpoint& checkpoint) {
+    checkpoint::WorldMeeting meeting(world);
+    checkpoint::load_into(meeting, checkpoint, checkpoint::Section::Model, model_parts());
+    optimizer->ensure_state();
+    checkpoint::load_into(meeting, checkpoint, checkpoint::Section::Optimizer, optimizer_parts());
+    const nlohmann::json state = nlohmann::json::parse(checkpoint.state_json());
+    steps_done = state.at("step").get<std::int64_t>();
+    std::vector<optim::NamedSteps> counts = optimizer->state().steps;
+    for (optim::NamedSteps& entry : counts) entry.steps = state.at("optimizer_steps").get<std::int64_t>();
+    optimizer->set_steps(counts);
+    scaler.load_state({.scale = state.at("loss_scaler").at("scale").get<double>(), .good_steps = state.at("loss_scaler").at("good_steps").get<std::int64_t>()});
+    std::uint64_t position = state.at("data").at("position").get<std::uint64_t>();
+    const std::string fingerprint = fmt::format("{:016x}", data.training->dataset().fingerprint());
+    if (state.at("data").at("fingerprint").get<std::string>() != fingerprint) {
+      log().warn("train: the data differ from those of the checkpoint {}; training begins with their first sample", checkpoint.path().string());
+      position = 0;
+    }
+    prefetch(position);
+  }
+
+  comm::World world;
+  TrainConfig config;
+  TrainingData data;
+  RankLayout layout;
+  at::Device device;
+  schedule::Schedule schedule;
+  ModelStages model;
+  GradientSync sync;
+  PipelineRuntime pipeline;
+  std::unique_ptr<optim::Optimizer> optimizer;
+  optim::LossScaler scaler;
+  optim::LrSchedule rates;
+  std::vector<comm::Group> step_groups;
+  bool last_stage_here = false;
+  std::int64_t steps_done = 0;
+  Batch batch;
+  std::unique_ptr<Prefetcher> batches;
+};
+
+TrainingJob::TrainingJob(const comm::World& world, const TrainConfig& config, TrainingData data) : impl_(std::make_unique<Impl>(world, config, std::move(data))) {}
+TrainingJob::~TrainingJob() = default;
+
+StepOutcome TrainingJob::train_step(bool stop) { return impl_->train_step(stop); }
+double TrainingJob::validate() { return impl_->validate(); }
+std::int64_t TrainingJob::steps_done() const { return impl_->steps_done; }
+std::uint64_t TrainingJob::position() const { return impl_->batches->position(); }
+std::int64_t TrainingJob::tokens_per_step() const { return impl_->positions_of_step(); }
+checkpoint::CheckpointContents TrainingJob::contents() const { return {impl_->model_parts(), impl_->optimizer_parts(), impl_->state_json()}; }
+void TrainingJob::load(const checkpoint::Checkpoint& checkpoint) { impl_->load(checkpoint); }
+const RankLayout& TrainingJob::layout() const { return impl_->layout; }
+const ModelStages& TrainingJob::model() const { return impl_->model; }
+PipelineRuntime& TrainingJob::pipeline() { return impl_->pipeline; }
+at::Device TrainingJob::device() const { return impl_->device; }
+
+}  // namespace penstock::train

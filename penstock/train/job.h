@@ -1,0 +1,94 @@
+// One training run on one rank: model, pipeline, optimizer and data in the configured layout, step by step. The loop around it, with
+// checkpoints, reports and signals, is Trainer.
+//
+//   TrainingJob job(world, config, data);
+//   while (job.steps_done() < config.training.steps) {
+//     const StepOutcome outcome = job.train_step();        // the same on every rank
+//   }
+//
+// What a step computes does not depend on the layout: the loss is the sum over all tokens of the global batch divided by the number of
+// its positions (targets that are ignored add nothing), whatever the division into microbatches, runs and replicas; initial values,
+// dropout and data are functions of seed and position. Pipeline layouts give the same bits; sums over replicas and tensor-parallel ranks
+// differ in rounding.
+//
+// Errors end the run on all ranks. Thread rule: one thread; [collective] over the world where not said otherwise.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "penstock/checkpoint/reader.h"
+#include "penstock/checkpoint/writer.h"
+#include "penstock/comm/world.h"
+#include "penstock/pipeline/runtime.h"
+#include "penstock/train/config.h"
+#include "penstock/train/layout.h"
+#include "penstock/train/model_stages.h"
+#include "penstock/train/sampler.h"
+
+namespace penstock::train {
+
+// What is trained on and what is validated on. Validation may be absent.
+struct TrainingData {
+  std::shared_ptr<const Sampler> training;
+  std::shared_ptr<const Sampler> validation;
+};
+
+// Seconds on this rank.
+struct StepTimes {
+  double data = 0;      // waiting for the batch and moving it to the device
+  double schedule = 0;  // forward and backward of all microbatches
+  double sync = 0;      // sums over replicas and tied weights that were not hidden
+  double update = 0;    // clipping and the optimizer
+  double total = 0;
+};
+
+struct StepOutcome {
+  std::int64_t step = 0;        // steps done, this one included
+  double loss = 0;              // mean over the targets that count
+  double grad_norm = 0;         // before clipping
+  double lr = 0;
+  double loss_scale = 1;
+  bool skipped = false;         // fp16: the gradients overflowed and the parameters stayed
+  std::int64_t tokens = 0;      // of the whole batch
+  bool stop = false;            // some rank asked for the end
+  StepTimes times;
+};
+
+class TrainingJob {
+ public:
+  // Throws ConfigError for a layout that the world, the model or the data do not fit.
+  TrainingJob(const comm::World& world, const TrainConfig& config, TrainingData data);
+  ~TrainingJob();
+
+  // `stop`: this rank wants the run to end; the outcome tells all of them alike.
+  // Throws NotFiniteError when loss or gradients are not finite (fp16 skips such steps instead).
+  StepOutcome train_step(bool stop = false);
+  // Mean loss over the first `validate_batches` global batches of the validation data; they are the same every time.
+  double validate();
+
+  std::int64_t steps_done() const;
+  std::uint64_t position() const;  // global samples consumed
+  std::int64_t tokens_per_step() const;
+
+  // For CheckpointWriter::save; tensors are not copied.
+  checkpoint::CheckpointContents contents() const;
+  // Parameters, optimizer, scheduler, loss scale, random and data position, from any layout.
+  void load(const checkpoint::Checkpoint& checkpoint);
+
+  const RankLayout& layout() const;
+  const ModelStages& model() const;
+  PipelineRuntime& pipeline();
+  at::Device device() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// The device that a configuration means on this rank: "auto" is CUDA where every local rank has one of its own, else the CPU.
+at::Device configured_device(const LayoutConfig& config, const comm::World& world);
+
+}  // namespace penstock::train

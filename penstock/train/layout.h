@@ -1,0 +1,45 @@
+// Where a rank stands: its place along the pipeline, among the data-parallel replicas and within the tensor-parallel group.
+//
+//   const RankLayout layout(world, config.layout);
+//   layout.pp()                                          // position along the pipeline
+//   layout.mesh().group("dp")                            // the ranks that hold the same parameters
+//
+// The mesh is (pp, dp, tp), row-major: tensor-parallel ranks, which talk most, are neighbours; those of a host come first.
+// A value; see MeshGroups for threads.
+#pragma once
+
+#include <vector>
+
+#include "penstock/comm/mesh_groups.h"
+#include "penstock/train/config.h"
+
+namespace penstock::train {
+
+class RankLayout {
+ public:
+  // No communication. Throws ConfigError unless the world has pp * dp * tp ranks.
+  RankLayout(const comm::World& world, const LayoutConfig& config);
+
+  const comm::World& world() const { return world_; }
+  const comm::MeshGroups& mesh() const { return mesh_; }
+  // Of the tensor-parallel ranks alone.
+  comm::MeshGroups tensor_mesh() const;
+
+  int pp() const { return place_[0]; }
+  int dp() const { return place_[1]; }
+  int tp() const { return place_[2]; }
+  int pp_size() const { return size_[0]; }
+  int dp_size() const { return size_[1]; }
+  int tp_size() const { return size_[2]; }
+
+  // Global ranks of the pipeline that this rank is part of, in its order.
+  std::vector<int> pipeline_ranks() const;
+
+ private:
+  comm::World world_;
+  comm::MeshGroups mesh_;
+  int size_[3];
+  int place_[3];
+};
+
+}  // namespace penstock::train

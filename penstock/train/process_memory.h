@@ -1,0 +1,11 @@
+// Memory of this process as the system sees it.
+#pragma once
+
+#include <cstdint>
+
+namespace penstock::train {
+
+// Bytes in main memory now; 0 where the system does not say.
+std::int64_t resident_bytes();
+
+}  // namespace penstock::train

@@ -1,0 +1,49 @@
+// The loop of a run: steps, validation, checkpoints, traces, and an orderly end.
+//
+//   Trainer trainer(world, config, folder, {&progress, &metrics});
+//   trainer.run();
+//
+// Everything of a run lies in its folder: config.toml (resolved), data/ (token shards), checkpoints/, metrics.jsonl, traces/, report.html.
+// SIGTERM, SIGINT (request_stop) and the time limit end the run after the step that all ranks then agree on, with a checkpoint. A run
+// continues from its newest sound checkpoint, whichever layout wrote it, and reaches the losses that it would have reached.
+// Thread rule: one thread. [collective] over the world.
+#pragma once
+
+#include <atomic>
+#include <filesystem>
+#include <memory>
+#include <vector>
+
+#include "penstock/comm/world.h"
+#include "penstock/train/config.h"
+#include "penstock/train/job.h"
+#include "penstock/train/observer.h"
+
+namespace penstock::train {
+
+// The data of a configuration: shards that are there, else made from the sources into `folder`/data by rank 0 while the others wait.
+// [collective] Throws ConfigError on all ranks.
+TrainingData open_data(const comm::World& world, const TrainConfig& config, const std::filesystem::path& folder);
+
+// Ends the runs of this process after their current step. Safe in a signal handler.
+void request_stop() noexcept;
+bool stop_requested() noexcept;
+
+class Trainer {
+ public:
+  // Observers are used on rank 0; they must outlive the trainer.
+  Trainer(const comm::World& world, const TrainConfig& config, std::filesystem::path folder, std::vector<Observer*> observers = {});
+  ~Trainer();
+
+  // To the last step, or to an earlier end that was asked for.
+  RunEnd run();
+
+  TrainingJob& job();
+  const RunDescription& description() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace penstock::train

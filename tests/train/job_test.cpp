@@ -1,0 +1,216 @@
+// Training in every layout against one process: losses, gradient norms, and continuing under another layout.
+#include "penstock/train/job.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cmath>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "penstock/base/errors.h"
+#include "penstock/checkpoint/reader.h"
+#include "penstock/checkpoint/world_meeting.h"
+#include "penstock/checkpoint/writer.h"
+#include "penstock/train/make_shards.h"
+#include "penstock/train/token_dataset.h"
+#include "tests/train/scratch_folder.h"
+
+namespace penstock::train {
+namespace {
+
+using namespace std::chrono_literals;
+using penstock::test::ScratchFolder;
+
+// Text of several documents, so that masks and ignored targets matter.
+struct SmallData {
+  SmallData() {
+    for (int file = 0; file < 24; ++file) {
+      std::string text;
+      for (int line = 0; line < 12; ++line) text += "int value_" + std::to_string(file * line % 7) + " = " + std::to_string(file + line) + ";\n";
+      folder.write("text/" + std::to_string(file) + ".h", text.substr(0, static_cast<std::size_t>(40 + 17 * file)));
+    }
+    MakeShardsOptions options;
+    options.sources.paths = {folder / "text"};
+    make_shards(folder / "shards", options);
+  }
+  TrainingData open(const TrainConfig& config) const {
+    const auto sampler = [&](Split split) {
+      return std::make_shared<const Sampler>(TokenDataset::open(folder / "shards", split, 0.3), SamplerOptions{.context = config.model.context, .seed = 5, .shuffle = split == Split::Training});
+    };
+    return {sampler(Split::Training), sampler(Split::Validation)};
+  }
+  ScratchFolder folder;
+};
+
+const SmallData& small_data() {
+  static const SmallData data;
+  return data;
+}
+
+struct Layout {
+  std::string name;
+  int pp = 1, virtual_stages = 1, dp = 1, tp = 1;
+  std::string schedule = "1F1B";
+  int microbatch_size = 2;
+  int accumulation = 1;
+  int microbatches = 4;
+};
+
+TrainConfig config_of(const Layout& layout, const std::vector<std::string>& more = {}) {
+  std::vector<std::string> arguments{"--model.width", "16", "--layers", "4", "--heads", "2", "--key_value_heads", "2", "--feed_width", "32", "--context", "16", "--validate_batches", "2", "--warmup_steps", "2", "--model.vocabulary", "260",
+                                     "--pp", std::to_string(layout.pp), "--virtual_stages", std::to_string(layout.virtual_stages), "--dp", std::to_string(layout.dp), "--tp", std::to_string(layout.tp), "--schedule", layout.schedule,
+                                     "--microbatches", std::to_string(layout.microbatches), "--microbatch_size", std::to_string(layout.microbatch_size), "--accumulation", std::to_string(layout.accumulation), "--steps", "20"};
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  return parse_config("", "test", arguments).config;
+}
+
+struct Seen {
+  std::vector<double> losses, norms;
+  double validation = 0;
+};
+
+Seen train(const Layout& layout, int steps, const std::vector<std::string>& more = {}) {
+  const TrainConfig config = config_of(layout, more);
+  Seen seen;
+  std::mutex mutex;
+  comm::run_ranks(layout.pp * layout.dp * layout.tp, 120s, [&](comm::World& world) {
+    TrainingJob job(world, config, small_data().open(config));
+    for (int step = 0; step < steps; ++step) {
+      const StepOutcome outcome = job.train_step();
+      EXPECT_EQ(outcome.step, step + 1);
+      EXPECT_FALSE(outcome.stop);
+      if (world.rank() != 0) continue;
+      const std::lock_guard lock(mutex);
+      seen.losses.push_back(outcome.loss);
+      seen.norms.push_back(outcome.grad_norm);
+    }
+    const double loss = job.validate();
+    if (world.rank() == 0) seen.validation = loss;
+  });
+  return seen;
+}
+
+class TiedOrNot : public ::testing::TestWithParam<bool> {
+ protected:
+  std::vector<std::string> more() const { return {"--tie_head", GetParam() ? "true" : "false"}; }
+};
+
+TEST_P(TiedOrNot, PipelinesGiveTheSameBits) {
+  const Seen one = train({.name = "one"}, 4, more());
+  EXPECT_LT(one.losses.back(), one.losses.front());
+  for (const Layout& layout : {Layout{.name = "pp2", .pp = 2}, Layout{.name = "pp4 GPipe", .pp = 4, .schedule = "GPipe"}, Layout{.name = "interleaved", .pp = 2, .virtual_stages = 2, .schedule = "Interleaved1F1B"},
+                               Layout{.name = "ZBV", .pp = 2, .virtual_stages = 2, .schedule = "ZBVZeroBubble"}, Layout{.name = "DualPipeV", .pp = 2, .virtual_stages = 2, .schedule = "DualPipeV"},
+                               Layout{.name = "looped on one rank", .pp = 1, .virtual_stages = 2, .schedule = "Interleaved1F1B"}}) {
+    SCOPED_TRACE(layout.name);
+    const Seen seen = train(layout, 4, more());
+    EXPECT_EQ(seen.losses, one.losses);
+    for (std::size_t i = 0; i < one.norms.size(); ++i) EXPECT_NEAR(seen.norms[i], one.norms[i], 1e-9 * one.norms[i]);
+    EXPECT_EQ(seen.validation, one.validation);
+  }
+}
+
+// Sums in another order: float32 rounding alone.
+TEST_P(TiedOrNot, ReplicasAndTensorParallelRanksAgreeWithOneProcess) {
+  const Seen one = train({.name = "one", .microbatch_size = 4}, 4, more());
+  for (const Layout& layout : {Layout{.name = "dp2", .dp = 2}, Layout{.name = "tp2", .tp = 2, .microbatch_size = 4}, Layout{.name = "pp2 dp2", .pp = 2, .dp = 2},
+                               Layout{.name = "pp2 tp2 ZBV", .pp = 2, .virtual_stages = 2, .tp = 2, .schedule = "ZBVZeroBubble", .microbatch_size = 4}, Layout{.name = "pp2 dp2 tp2", .pp = 2, .dp = 2, .tp = 2}}) {
+    SCOPED_TRACE(layout.name);
+    const Seen seen = train(layout, 4, more());
+    ASSERT_EQ(seen.losses.size(), one.losses.size());
+    for (std::size_t i = 0; i < one.losses.size(); ++i) {
+      EXPECT_NEAR(seen.losses[i], one.losses[i], 2e-5 * one.losses[i]);
+      EXPECT_NEAR(seen.norms[i], one.norms[i], 2e-4 * one.norms[i]);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Heads, TiedOrNot, ::testing::Bool(), [](const auto& info) { return info.param ? std::string("Tied") : std::string("Untied"); });
+
+TEST(Job, AccumulatedRunsAreMoreMicrobatches) {
+  const Seen one = train({.name = "one", .microbatches = 8}, 3);
+  const Seen two = train({.name = "two runs", .pp = 2, .accumulation = 2, .microbatches = 4}, 3);
+  for (std::size_t i = 0; i < one.losses.size(); ++i) EXPECT_NEAR(two.losses[i], one.losses[i], 2e-6 * one.losses[i]);
+  const Seen replicas = train({.name = "two runs of two replicas", .dp = 2, .microbatch_size = 1, .accumulation = 2, .microbatches = 4}, 3);
+  for (std::size_t i = 0; i < one.losses.size(); ++i) EXPECT_NEAR(replicas.losses[i], one.losses[i], 2e-5 * one.losses[i]);
+}
+
+TEST(Job, DropoutIsTheSameInEveryLayout) {
+  const std::vector<std::string> more{"--dropout", "0.2"};
+  const Seen one = train({.name = "one", .microbatch_size = 4}, 3, more);
+  EXPECT_NE(one.losses, train({.name = "one", .microbatch_size = 4}, 3).losses);
+  EXPECT_EQ(train({.name = "pp2", .pp = 2, .microbatch_size = 4}, 3, more).losses, one.losses);
+  const Seen two = train({.name = "dp2", .dp = 2}, 3, more);
+  for (std::size_t i = 0; i < one.losses.size(); ++i) EXPECT_NEAR(two.losses[i], one.losses[i], 2e-5 * one.losses[i]);
+}
+
+// Saved under one layout, continued under another: the losses of the run that was never interrupted.
+TEST(Job, ContinuesUnderAnotherLayout) {
+  const Layout writer{.name = "pp2 dp2", .pp = 2, .dp = 2};
+  const Seen whole = train(writer, 5);
+  const ScratchFolder scratch;
+  {
+    const TrainConfig config = config_of(writer);
+    comm::run_ranks(4, 120s, [&](comm::World& world) {
+      TrainingJob job(world, config, small_data().open(config));
+      for (int step = 0; step < 3; ++step) job.train_step();
+      checkpoint::CheckpointWriter saver(world, scratch.path());
+      saver.save(job.steps_done(), job.contents());
+      saver.wait();
+    });
+  }
+  const auto resume = [&](const Layout& layout) {
+    const TrainConfig config = config_of(layout);
+    std::vector<double> losses;
+    comm::run_ranks(layout.pp * layout.dp * layout.tp, 120s, [&](comm::World& world) {
+      TrainingJob job(world, config, small_data().open(config));
+      checkpoint::WorldMeeting meeting(world);
+      job.load(checkpoint::open_latest(meeting, scratch.path())->checkpoint);
+      EXPECT_EQ(job.steps_done(), 3);
+      while (job.steps_done() < 5) {
+        const StepOutcome outcome = job.train_step();
+        if (world.rank() == 0) losses.push_back(outcome.loss);
+      }
+    });
+    return losses;
+  };
+  EXPECT_EQ(resume(writer), (std::vector<double>(whole.losses.begin() + 3, whole.losses.end())));
+  const std::vector<double> one = resume({.name = "one", .microbatch_size = 4});
+  for (std::size_t i = 0; i < one.size(); ++i) EXPECT_NEAR(one[i], whole.losses[3 + i], 2e-5 * one[i]);
+  EXPECT_EQ(resume({.name = "pp4", .pp = 4, .microbatch_size = 4}), one);
+  for (const Layout& layout : {Layout{.name = "dp4", .dp = 4, .microbatch_size = 1}, Layout{.name = "tp2", .tp = 2, .microbatch_size = 4}}) {
+    SCOPED_TRACE(layout.name);
+    const std::vector<double> losses = resume(layout);
+    for (std::size_t i = 0; i < one.size(); ++i) EXPECT_NEAR(losses[i], one[i], 2e-5 * one[i]);
+  }
+}
+
+TEST(Job, AnyRankCanAskForTheEnd) {
+  const TrainConfig config = config_of({.name = "pp2", .pp = 2});
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    TrainingJob job(world, config, small_data().open(config));
+    EXPECT_FALSE(job.train_step().stop);
+    EXPECT_TRUE(job.train_step(world.rank() == 1).stop);
+  });
+}
+
+TEST(Job, LowPrecision) {
+  const Seen full = train({.name = "pp2", .pp = 2}, 3);
+  const Seen half = train({.name = "pp2", .pp = 2}, 3, {"--precision", "bf16"});
+  for (std::size_t i = 0; i < full.losses.size(); ++i) {
+    EXPECT_NE(half.losses[i], full.losses[i]);
+    EXPECT_NEAR(half.losses[i], full.losses[i], 0.02 * full.losses[i]);
+  }
+}
+
+TEST(Job, WhatDoesNotFitSaysWhy) {
+  const TrainConfig pp2 = config_of({.name = "pp2", .pp = 2});
+  EXPECT_THROW(comm::run_ranks(1, 60s, [&](comm::World& world) { TrainingJob(world, pp2, small_data().open(pp2)); }), ConfigError);
+  TrainConfig small = config_of({.name = "one"});
+  small.model.vocabulary = 100;
+  EXPECT_THROW(comm::run_ranks(1, 60s, [&](comm::World& world) { TrainingJob(world, small, small_data().open(small)); }), ConfigError);
+}
+
+}  // namespace
+}  // namespace penstock::train

@@ -1,0 +1,114 @@
+// penstock train: trains a model in the configured layout, starting its own ranks on this host.
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/log.h"
+#include "penstock/cli/commands.h"
+#include "penstock/comm/launch_env.h"
+#include "penstock/comm/launcher.h"
+#include "penstock/comm/world.h"
+#include "penstock/train/run_folder.h"
+#include "penstock/train/trainer.h"
+
+namespace penstock::cli {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+struct TrainFlags {
+  int restarts = 0;
+  std::string worker;  // run folder: this process is one of the ranks
+};
+
+void stop_on_signal(int) { train::request_stop(); }
+
+// Ends the run after its current step; a second signal ends the process as usual.
+void catch_signals() {
+  struct sigaction action {};
+  action.sa_handler = stop_on_signal;
+  action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
+  ::sigaction(SIGTERM, &action, nullptr);
+  ::sigaction(SIGINT, &action, nullptr);
+}
+
+int run_rank(const train::TrainConfig& config, const fs::path& folder) {
+  catch_signals();
+  const comm::World world = comm::World::from_env();
+  train::Trainer trainer(world, config, folder);
+  trainer.run();
+  return 0;
+}
+
+// Ranks that somebody else started: rank 0 makes the folder and tells the others where it is.
+int run_foreign_rank(const train::ResolvedConfig& resolved) {
+  catch_signals();
+  const comm::World world = comm::World::from_env();
+  const fs::path folder = train::agree_on_run_folder(world, resolved);
+  train::Trainer trainer(world, resolved.config, folder);
+  trainer.run();
+  return 0;
+}
+
+int start_ranks(const train::ResolvedConfig& resolved, const TrainFlags& flags) {
+  const fs::path folder = train::make_run_folder(resolved);
+  fmt::print("{}\n", folder.string());
+  std::fflush(stdout);
+  comm::LaunchOptions options;
+  options.ranks = static_cast<int>(resolved.config.layout.ranks);
+  options.command = {fs::read_symlink("/proc/self/exe").string(), "train", "--worker", folder.string()};
+  options.restarts = flags.restarts;
+  options.grace = std::chrono::seconds(60);  // a step and a checkpoint
+  options.prefix = false;
+  winsize size{};
+  if (::isatty(STDERR_FILENO) == 1 && ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0) options.environment.emplace_back("PENSTOCK_PROGRESS_TTY", std::to_string(size.ws_col));
+  return comm::launch(options).exit_code;
+}
+
+int run(const CLI::App& command, const TrainFlags& flags) {
+  if (!flags.worker.empty()) return run_rank(train::load_config({.file = fs::path(flags.worker) / "config.toml", .arguments = {}}).config, flags.worker);
+  train::ConfigSources sources;
+  std::vector<std::string> rest = command.remaining();
+  if (!rest.empty() && !rest.front().starts_with("-")) {
+    sources.file = rest.front();
+    rest.erase(rest.begin());
+  }
+  sources.arguments = rest;
+  const train::ResolvedConfig resolved = train::load_config(sources);
+  if (comm::launch_env().launcher != "none") return run_foreign_rank(resolved);
+  return start_ranks(resolved, flags);
+}
+
+}  // namespace
+
+void add_train_command(CLI::App& app, Outcome& outcome) {
+  CLI::App* command = app.add_subcommand("train", "Train a model; the ranks of the layout are started on this host");
+  command->footer(
+      "Usage: penstock train [CONFIG.toml] [--section.key value ...]\n\n"
+      "Examples:\n"
+      "  penstock train\n"
+      "  penstock train --preset small --pp 2 --schedule ZBVZeroBubble --steps 500\n"
+      "  penstock train my.toml --resume runs/tiny-1/checkpoints/step-00000100 --restarts 2\n\n"
+      "Every key is explained in docs/configuration.md. Under mpirun, srun or torchrun the ranks that they started are used.\n"
+      "Ends with a checkpoint on SIGTERM and Ctrl-C; a second one ends at once.");
+  const auto flags = std::make_shared<TrainFlags>();
+  command->add_option("--restarts", flags->restarts, "Start all ranks again up to this often when one fails, from the last checkpoint (default 0)")->check(CLI::Range(0, 1000));
+  command->add_option("--worker", flags->worker, "Internal: run as one of the ranks")->group("");
+  command->allow_extras();
+  command->callback([command, flags, &outcome] { outcome.exit_code = run(*command, *flags); });
+}
+
+}  // namespace penstock::cli

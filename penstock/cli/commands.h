@@ -4,6 +4,7 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <string>
 
 namespace penstock::cli {
 
@@ -21,5 +22,9 @@ void add_compare_command(CLI::App& app, Outcome& outcome);
 void add_trace_command(CLI::App& app, Outcome& outcome);
 void add_data_command(CLI::App& app, Outcome& outcome);
 void add_train_command(CLI::App& app, Outcome& outcome);
+void add_generate_command(CLI::App& app, Outcome& outcome);
+
+// Text from the newest checkpoint of a run, as `generate` prints it.
+void print_sample(const std::string& run_folder);
 
 }  // namespace penstock::cli

@@ -75,7 +75,12 @@ int start_ranks(const train::ResolvedConfig& resolved, const TrainFlags& flags) 
   options.prefix = false;
   winsize size{};
   if (::isatty(STDERR_FILENO) == 1 && ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0) options.environment.emplace_back("PENSTOCK_PROGRESS_TTY", std::to_string(size.ws_col));
-  return comm::launch(options).exit_code;
+  const int exit_code = comm::launch(options).exit_code;
+  if (exit_code == 0 && resolved.config.output.sample_tokens > 0) {
+    fmt::print("\nA sample of the model (penstock generate {}):\n\n", folder.string());
+    print_sample(folder.string());
+  }
+  return exit_code;
 }
 
 int run(const CLI::App& command, const TrainFlags& flags) {

@@ -61,7 +61,7 @@ struct Layout {
 TrainConfig config_of(const Layout& layout, const std::vector<std::string>& more = {}) {
   std::vector<std::string> arguments{"--model.width", "16", "--layers", "4", "--heads", "2", "--key_value_heads", "2", "--feed_width", "32", "--context", "16", "--validate_batches", "2", "--warmup_steps", "2", "--model.vocabulary", "260",
                                      "--pp", std::to_string(layout.pp), "--virtual_stages", std::to_string(layout.virtual_stages), "--dp", std::to_string(layout.dp), "--tp", std::to_string(layout.tp), "--schedule", layout.schedule,
-                                     "--microbatches", std::to_string(layout.microbatches), "--microbatch_size", std::to_string(layout.microbatch_size), "--accumulation", std::to_string(layout.accumulation), "--steps", "20"};
+                                     "--microbatches", std::to_string(layout.microbatches), "--microbatch_size", std::to_string(layout.microbatch_size), "--accumulation", std::to_string(layout.accumulation), "--steps", "20", "--layout.device", "cpu"};
   arguments.insert(arguments.end(), more.begin(), more.end());
   return parse_config("", "test", arguments).config;
 }

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -27,6 +28,13 @@ void check_part(const TransformerOptions& options, const StagePart& part) {
   if (part.count < 1 || part.index < 0 || part.index >= part.count || part.first_block < 0 || part.first_block > part.end_block || part.end_block > options.layers)
     throw ValueError(describe("TransformerStage", fmt::format("stage {} of {} with blocks {} to {}", part.index, part.count, part.first_block, part.end_block),
                               fmt::format("a part of {} blocks", options.layers), "take the parts from partition_model()"));
+}
+
+// A split weight brings its border with it (parallel_plan.h); a replicated one is what a plain one is.
+at::Tensor looked_up(const at::Tensor& weight, const at::Tensor& tokens) {
+  const bool whole = is_dtensor(weight) && !is_dtensor(tokens) &&
+                     std::none_of(placements_of(weight).begin(), placements_of(weight).end(), [](const Placement& placement) { return placement.splits(); });
+  return at::embedding(whole ? to_local(weight) : weight, tokens);
 }
 
 at::Tensor local_rows(const at::Tensor& tensor) { return is_dtensor(tensor) ? to_local(tensor) : tensor; }
@@ -85,7 +93,7 @@ at::Tensor TransformerStageImpl::run(const at::Tensor& input, const AttentionCon
   at::Tensor x = input;
   if (part_.has_embed()) {
     static const std::int64_t kPlace = layer_from_name("embed");
-    x = drop(at::embedding(embed->weight, x), options_.dropout, kPlace, is_training());
+    x = drop(looked_up(embed->weight, x), options_.dropout, kPlace, is_training());
   }
   for (Block& block : blocks_) x = block->forward(x, context);
   if (!part_.has_head()) return x;

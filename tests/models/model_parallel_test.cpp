@@ -190,6 +190,34 @@ TEST(ModelPipeline, LossesAndGradientsAreThoseOfOneProcess) {
   });
 }
 
+// Two stages a rank in a V, and gradients of weights apart from those of inputs.
+TEST(ModelPipeline, SplitBackward) {
+  TransformerOptions options = small();
+  options.layers = 4;
+  TransformerStage whole = made(options);
+  for (int m = 0; m < kMicrobatches; ++m)
+    token_loss(whole->forward(inputs(options).narrow(0, m, 1), documents().narrow(0, m, 1)), targets(options).narrow(0, m, 1), kCounted / kMicrobatches).backward();
+  Gradients expected;
+  collect(*whole, expected);
+  const auto kind = schedule::schedule_kind("ZBVZeroBubble");
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    const auto parts = partition_model(options, 4);
+    std::vector<TransformerStage> mine;
+    std::vector<PipelineStage> stages;
+    const auto places = schedule::rank_to_stages(schedule::placement_of(kind), 2, 4);
+    for (const int index : places[static_cast<std::size_t>(world.rank())]) {
+      mine.push_back(made(options, parts[static_cast<std::size_t>(index)]));
+      stages.push_back(pipeline_stage(mine.back()));
+    }
+    PipelineRuntime pipeline = make_pipeline("ZBVZeroBubble", stages, kMicrobatches,
+                                             [](const at::Tensor& logits, const at::Tensor& wanted) { return token_loss(logits, wanted, kCounted / kMicrobatches); }, PipelineOptions{world});
+    pipeline.step(Tree::tuple({inputs(options)}), Tree::dict({{"documents", Tree(documents())}}), Tree(targets(options)));
+    for (const TransformerStage& stage : mine)
+      for (const auto& item : stage->named_parameters())
+        EXPECT_LT(difference(item.value().grad(), expected.at(item.key()) / kMicrobatches), kTolerance) << item.key();
+  });
+}
+
 TEST(ModelPipeline, TimesTensorParallel) {
   const TransformerOptions options = small();
   const Expected expected = in_one_process(options);

@@ -60,7 +60,10 @@ void OutputFile::sync() {
 void write_file(const std::filesystem::path& path, const std::string& text, const WriteFault& fault) {
   OutputFile file(path, OutputFile::Mode::Create, fault);
   file.write(0, {reinterpret_cast<const std::uint8_t*>(text.data()), text.size()});
-  file.sync();
+}
+
+void sync_file(const std::filesystem::path& path) {
+  OutputFile(path, OutputFile::Mode::Existing).sync();
 }
 
 void sync_folder(const std::filesystem::path& folder) {

@@ -34,8 +34,11 @@ class OutputFile {
   int file_ = -1;
 };
 
-// A whole new file, on the disk when it returns.
+// A whole new file; who needs it on the disk syncs it.
 void write_file(const std::filesystem::path& path, const std::string& text, const WriteFault& fault = {});
+
+// What was written to an existing file is on the disk when it returns.
+void sync_file(const std::filesystem::path& path);
 
 // The names in a folder are on the disk when it returns.
 void sync_folder(const std::filesystem::path& folder);

@@ -87,14 +87,12 @@ class Writing {
       OutputFile file(draft_ / planned.name, OutputFile::Mode::Create, options_.fault);
       file.reserve(planned.bytes());
       file.write(0, {reinterpret_cast<const std::uint8_t*>(planned.first_bytes.data()), planned.first_bytes.size()});
-      file.sync();
     }
     write_file(draft_ / kState, state_, options_.fault);
     // What no folder of another host can hold by chance.
     std::random_device random;
     const std::string token = fmt::format("{:08x}{:08x}{:08x}", random(), random(), random());
     write_file(draft_ / kToken, token);
-    sync_folder(draft_);
     done(WritePhase::FolderMade);
     return comm::MessageWriter(kMade, 1, kMaxBytes).write(token).write(static_cast<std::uint64_t>(state_.size())).finish();
   }
@@ -167,7 +165,10 @@ class Writing {
   }
 
   void finish(const Index& index) {
+    // Every rank has flushed what it wrote; what is left is rank 0's own: headers, state and index.
     write_file(draft_ / "index.json", to_text(index), options_.fault);
+    for (const IndexedFile& file : index.files) sync_file(draft_ / file.name);
+    sync_file(draft_ / "index.json");
     std::error_code error;
     if (!fs::remove(draft_ / kToken, error)) throw_file_error("remove", draft_ / kToken, error.value());
     sync_folder(draft_);

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <mutex>
 #include <set>
@@ -147,7 +148,7 @@ TEST(Checkpoint, EveryElementTypeAndMemoryLayout) {
   writer.wait();
   const auto opened = open_latest(meeting, folder.path());
   for (const TensorPart& part : parts) {
-    at::Tensor plain = at::zeros_like(part.local, at::MemoryFormat::Contiguous);
+    at::Tensor plain = at::zeros(part.local.sizes(), part.local.options());
     at::Tensor strided = at::zeros({6, 8}, part.local.options()).slice(1, 0, 8, 2);
     load_into(meeting, opened->checkpoint, Section::Model, {tensor_part(part.name, plain)}, {.allow_extra = true});
     load_into(meeting, opened->checkpoint, Section::Model, {tensor_part(part.name, strided)}, {.allow_extra = true});

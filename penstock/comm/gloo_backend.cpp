@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <mutex>
 
 #include "penstock/base/env.h"
@@ -88,7 +89,8 @@ class GlooCollective final : public Transfer {
       work_->wait(milliseconds_until(deadline));
     } catch (const std::exception&) {
       if (!work_->isCompleted()) return WaitResult::TimedOut;
-      throw;
+      // It failed, or it ended between the time-out and the question: what is complete answers at once, with its own error if it has one.
+      work_->wait(std::chrono::milliseconds(1));
     }
     return WaitResult::Done;
   }

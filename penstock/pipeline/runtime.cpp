@@ -158,10 +158,11 @@ struct PipelineRuntime::Impl {
     running = has_backward ? &training : &evaluation;
     progress.begin_step();
     return guarded([&] {
-      connect();
+      // What this rank can see alone comes before it talks to others, so that each one reports its own mistake.
       pipeline::CutArguments cuts;
       const pipeline::StepDescription step =
           describe_step(has_backward, has_backward ? cuts.cut(args, "arguments") : args, has_backward ? cuts.cut(kwargs, "keyword arguments") : kwargs, target);
+      connect();
       const auto plans = planner.agree(step);
       StepContext context;
       context.seed = options.seed;

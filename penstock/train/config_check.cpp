@@ -3,7 +3,8 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cctype>
+#include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <memory>
 #include <optional>
@@ -218,6 +219,10 @@ class Completion {
     const LayoutConfig& layout = config_.layout;
     TrainingConfig& training = config_.training;
     const std::int64_t round = layout.dp * layout.microbatches * layout.microbatch_size;
+    constexpr std::int64_t kMostSamples = std::int64_t{1} << 40;  // products of what is allowed alone could overflow
+    if (round > kMostSamples / std::max<std::int64_t>(training.accumulation, 1))
+      return problem(fmt::format("{}, {}, {} and {} make too many samples of a step; at most 2^40 are supported", said("layout.dp"),
+                                 said("layout.microbatches"), said("layout.microbatch_size"), said("training.accumulation")));
     if (training.global_batch == 0) {
       if (training.accumulation == 0) derive<std::int64_t>("training.accumulation", training.accumulation, 1);
       return derive("training.global_batch", training.global_batch, round * training.accumulation);

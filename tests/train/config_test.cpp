@@ -160,6 +160,7 @@ TEST(Config, WhatDoesNotFitTogetherSaysWhatToChange) {
       {{"--global_batch", "20"}, {"training.global_batch = 20", "1 * 8 * 2 = 16", "16 or 32"}},
       {{"--global_batch", "4"}, {"set training.global_batch to 16"}},
       {{"--global_batch", "32", "--accumulation", "3"}, {"needs 2 runs", "training.accumulation = 3"}},
+      {{"--dp", "65536", "--pp", "1", "--microbatches", "1048576", "--microbatch_size", "1048576"}, {"at most 2^40"}},
       {{"--warmup_steps", "500"}, {"training.warmup_steps = 500", "training.steps = 200"}},
       {{"--loss_scale", "128"}, {"fp16"}},
       {{"--transport", "nccl", "--device", "cpu"}, {"layout.transport", "auto"}},
@@ -188,7 +189,7 @@ TEST(Config, WhatIsDerived) {
   EXPECT_EQ(with({"--schedule", "dualpipe", "--layers", "2"}).config.layout.virtual_stages, 2);  // two copies of two parts
   EXPECT_EQ(with({"--key_value_heads", "0"}).config.model.key_value_heads, 6);
   EXPECT_EQ(with({"--feed_width", "0"}).config.model.feed_width, 512);
-  EXPECT_EQ(with({"--feed_width", "0", "--width", "198"}).config.model.feed_width, 544);  // 528, rounded up
+  EXPECT_EQ(with({"--feed_width", "0", "--width", "196", "--heads", "2"}).config.model.feed_width, 544);  // 523, rounded up
   EXPECT_EQ(with({"--pattern", "AAA|AA"}).config.model.layers, 5);
   EXPECT_EQ(with({"--steps", "5"}).config.training.warmup_steps, 0);
 }

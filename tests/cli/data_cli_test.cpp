@@ -1,0 +1,89 @@
+// penstock data as a user meets it.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <string>
+
+#include "tests/command.h"
+#include "tests/has_text.h"
+#include "tests/train/scratch_folder.h"
+
+namespace penstock::test {
+namespace {
+
+Ended penstock(const std::string& arguments) {
+  return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments);
+}
+
+TEST(DataCli, HelpHasAnExample) {
+  for (const char* command : {"data", "data make", "data show"}) {
+    const Ended ended = penstock(std::string(command) + " --help");
+    EXPECT_EQ(ended.exit_code, 0);
+    EXPECT_TRUE(has_text(ended.output, "Example"));
+    EXPECT_TRUE(has_text(ended.output, std::string("penstock ") + command));
+  }
+}
+
+TEST(DataCli, MakesAndShows) {
+  const ScratchFolder folder;
+  folder.write("src/a.h", "int a;");
+  folder.write("src/b.h", "int b;");
+  folder.write("src/c.txt", "no");
+  const std::string out = (folder / "data").string();
+  const std::string make = "data make --out '" + out + "' --source '" + (folder / "src").string() + "' --extensions .h";
+  Ended ended = penstock(make);
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_TRUE(has_text(ended.output, "14 tokens of 2 files (12 B) in 1 shard"));
+  ended = penstock("data show '" + out + "'");
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_TRUE(has_text(ended.output, "shard-00000.tokens"));
+  EXPECT_TRUE(has_text(ended.output, "ok"));
+  EXPECT_TRUE(has_text(ended.output, "1 in all"));
+  ended = penstock(make);
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(has_text(ended.output, "--overwrite"));
+  EXPECT_EQ(penstock(make + " --overwrite").exit_code, 0);
+
+  // A changed byte of a token: told in the table, in words and by the exit code.
+  const auto shard = folder / "data/shard-00000.tokens";
+  auto bytes = read_bytes(shard);
+  bytes[75] ^= 1;
+  write_bytes(shard, bytes);
+  ended = penstock("data show '" + out + "'");
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(has_text(ended.output, "DAMAGED"));
+  EXPECT_TRUE(has_text(ended.output, "bytes 72 to"));
+}
+
+TEST(DataCli, TheDefaultSources) {
+  const ScratchFolder folder;
+  const Ended ended = penstock("data make --out '" + (folder / "data").string() + "' --cap-bytes 1MB");
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_TRUE(has_text(ended.output, "beyond the cap"));
+}
+
+TEST(DataCli, BadUse) {
+  const ScratchFolder folder;
+  folder.write("src/a.h", "int a;");
+  folder.write("src/empty.h", "");
+  const std::string make = "data make --out '" + (folder / "data").string() + "'";
+  const std::string source = " --source '" + (folder / "src").string() + "'";
+  Ended ended = penstock(make + source);
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(has_text(ended.output, "empty.h"));
+  EXPECT_TRUE(has_text(ended.output, "--skip-bad-files"));
+  EXPECT_FALSE(std::filesystem::exists(folder / "data"));
+  ended = penstock(make + source + " --skip-bad-files");
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_TRUE(has_text(ended.output, "skipped " + (folder / "src/empty.h").string()));
+  EXPECT_EQ(penstock("data make").exit_code, 2);
+  EXPECT_EQ(penstock("data").exit_code, 2);
+  EXPECT_EQ(penstock(make + " --source /nowhere/at/all").exit_code, 2);
+  EXPECT_EQ(penstock(make + " --cap-bytes many").exit_code, 2);
+  EXPECT_EQ(penstock("data show /nowhere/at/all").exit_code, 2);
+  EXPECT_EQ(penstock("data show '" + folder.path().string() + "'").exit_code, 2);
+  EXPECT_EQ(penstock("data show '" + (folder / "data").string() + "' --validation-fraction 2").exit_code, 2);
+}
+
+}  // namespace
+}  // namespace penstock::test

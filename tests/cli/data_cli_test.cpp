@@ -1,9 +1,13 @@
 // penstock data as a user meets it.
 #include <gtest/gtest.h>
 
+#include <CLI/CLI.hpp>
+#include <cstdio>
 #include <filesystem>
 #include <string>
 
+#include "penstock/base/errors.h"
+#include "penstock/cli/commands.h"
 #include "tests/command.h"
 #include "tests/has_text.h"
 #include "tests/train/scratch_folder.h"
@@ -11,8 +15,34 @@
 namespace penstock::test {
 namespace {
 
+// The command in this process, with the exit codes that `penstock` gives: starting the program loads all of LibTorch, which
+// takes a busy machine seconds.
 Ended penstock(const std::string& arguments) {
-  return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments);
+  CLI::App app{"Penstock"};
+  app.name("penstock");
+  app.require_subcommand(1);
+  cli::Outcome outcome;
+  cli::add_data_command(app, outcome);
+  Ended ended;
+  ::testing::internal::CaptureStdout();
+  ::testing::internal::CaptureStderr();
+  try {
+    app.parse("penstock " + arguments, true);
+    ended.exit_code = outcome.exit_code;
+  } catch (const CLI::ParseError& error) {
+    ended.exit_code = app.exit(error) == 0 ? 0 : 2;
+  } catch (const ConfigError& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    ended.exit_code = 2;
+  }
+  ended.output = ::testing::internal::GetCapturedStdout() + ::testing::internal::GetCapturedStderr();
+  return ended;
+}
+
+TEST(DataCli, IsACommandOfTheProgram) {
+  const Ended ended = run_command("'" + environment("PENSTOCK_BIN") + "/penstock' data show /nowhere/at/all");
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(has_text(ended.output, "/nowhere/at/all: folder of token shards"));
 }
 
 TEST(DataCli, HelpHasAnExample) {

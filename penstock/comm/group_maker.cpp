@@ -31,6 +31,13 @@ P2PTransport resolve(P2PTransport wanted) {
   return env_choice("PENSTOCK_P2P", {"gloo", "ucx"}, "gloo") == "ucx" ? P2PTransport::Ucx : P2PTransport::Gloo;
 }
 
+// Gloo's connections are complete on one side before they are on the other: a member that left at once would be taken for lost by one
+// that still connects. So nobody goes on before all have connected.
+void await_members(const Store& store, int size, Clock::time_point deadline) {
+  if (store.add("connected", 1) == size) store.set("all_connected", "1");
+  store.get("all_connected", deadline, "members that still connect");
+}
+
 // The communicators of a group this rank belongs to. Collective over the members.
 void open_backends(GroupState& group, P2PTransport p2p, const std::string& key, Clock::time_point deadline) {
   const WorldCore& core = *group.world;
@@ -55,6 +62,7 @@ void open_backends(GroupState& group, P2PTransport p2p, const std::string& key, 
           UcxOptions{.spin = std::nullopt, .ranks_on_host = core.env.local_world_size});
     }
   }
+  if (!core.fake && options.size > 1) await_members(core.store.with_prefix(key), options.size, deadline);
   if (group.cpu) group.cpu_can = group.cpu->abilities();
   if (group.cuda) group.cuda_can = group.cuda->abilities();
 }

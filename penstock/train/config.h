@@ -85,6 +85,7 @@ struct DataConfig {
   std::vector<std::string> extensions;
   double validation_fraction = 0.05;
   std::int64_t cap_bytes = 16 << 20;  // 0: none
+  bool document_mask = true;
   bool skip_bad_files = false;
   friend bool operator==(const DataConfig&, const DataConfig&) = default;
 };

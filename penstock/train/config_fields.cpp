@@ -85,6 +85,7 @@ std::vector<ConfigField> make_fields() {
       {"data", "extensions", "Only files with these; empty: all of the given sources, those of C++ for the default ones", at(&T::data, &D::extensions)},
       {"data", "validation_fraction", "Share of the files that is kept for validation", at(&T::data, &D::validation_fraction), 0, 0.9},
       {"data", "cap_bytes", "Bytes of the sources at most; 0: no cap", at(&T::data, &D::cap_bytes), 0, kMany},
+      {"data", "document_mask", "Tokens see only their own document; without, what stands before it in the sample, too, which is faster on GPUs", at(&T::data, &D::document_mask)},
       {"data", "skip_bad_files", "Go on without unreadable, empty and binary files", at(&T::data, &D::skip_bad_files)},
 
       {"checkpoint", "folder", "Folder of the checkpoints; empty: checkpoints/ in the run folder", at(&T::checkpoint, &C::folder)},

@@ -148,7 +148,7 @@ struct TrainingJob::Impl {
   };
   Inputs inputs_of(const Batch& batch) const {
     const auto tensor = [&](const std::vector<std::int64_t>& values) { return as_tensor(values, batch.samples, batch.context, device); };
-    return {Tree::tuple({tensor(batch.tokens)}), Tree::dict({{"documents", tensor(batch.documents)}}), Tree(tensor(batch.targets))};
+    return {Tree::tuple({tensor(batch.tokens)}), config.data.document_mask ? Tree::dict({{"documents", tensor(batch.documents)}}) : Tree(), Tree(tensor(batch.targets))};
   }
 
   // Sum of the losses of a run over its tokens, as it was before the division; only where the last stage is.

@@ -1,0 +1,125 @@
+// Training as `penstock train` does it, in several layouts of one machine, run in turns: tokens per second and what the trainer adds.
+//
+//   train_bench                                          tiny, CPU: one process on one core, one process with two threads, a pipeline of two
+//   train_bench --schedule ZBVZeroBubble --steps 30      further flags are those of penstock train
+//   train_bench --device cuda --preset gpt2-124m --microbatches 1 --microbatch_size 32
+//
+// "outside" is the share of a step outside of the schedule: data, sums over ranks, clipping and the optimizer. On the CPU each rank of a
+// layout has a core of its own. Ratios are what to read; the machine moves the times.
+#include <fmt/format.h>
+#include <sched.h>
+#include <torch/cuda.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "penstock/base/env.h"
+#include "penstock/base/files.h"
+#include "penstock/comm/launcher.h"
+#include "penstock/train/trainer.h"
+
+namespace {
+
+using namespace penstock;
+namespace fs = std::filesystem;
+
+constexpr int kWarmup = 4;
+
+struct Setup {
+  std::string title;
+  std::vector<std::string> layout;
+  int ranks = 1;
+  int threads = 1;
+};
+
+// One rank of a setup; the first one writes what it saw.
+int run_rank(const std::vector<std::string>& arguments, const fs::path& folder, int threads, int steps, const fs::path& result) {
+  const comm::World world = comm::World::from_env();
+  const train::TrainConfig config = train::parse_config("", "train_bench", arguments).config;
+  if (config.layout.device == "cpu") {
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    for (int thread = 0; thread < threads; ++thread) CPU_SET(static_cast<std::size_t>(world.local_rank() * threads + thread), &cores);
+    ::sched_setaffinity(0, sizeof cores, &cores);
+  }
+  train::TrainingJob job(world, config, train::open_data(world, config, folder));
+  std::vector<double> totals, outside;
+  double loss = 0;
+  for (int step = 0; step < kWarmup + steps; ++step) {
+    const train::StepOutcome outcome = job.train_step();
+    loss = outcome.loss;
+    if (step < kWarmup) continue;
+    totals.push_back(outcome.times.total);
+    outside.push_back(1 - outcome.times.schedule / outcome.times.total);
+  }
+  if (world.rank() != 0) return 0;
+  const auto median = [](std::vector<double> values) {
+    std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
+    return values[values.size() / 2];
+  };
+  std::ofstream(result) << nlohmann::json{{"step_s", median(totals)}, {"outside", median(outside)}, {"tokens", job.tokens_per_step()}, {"loss", loss}};
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::vector<std::string> flags;
+  int steps = 15, repeats = 3, threads = 1;
+  std::string worker, result, device = "cpu";
+  for (int i = 1; i < argc; ++i) {
+    const std::string flag = argv[i];
+    const auto value = [&] { return std::string(i + 1 < argc ? argv[++i] : ""); };
+    if (flag == "--steps") steps = std::stoi(value());
+    else if (flag == "--repeats") repeats = std::stoi(value());
+    else if (flag == "--threads") threads = std::stoi(value());
+    else if (flag == "--worker") worker = value();
+    else if (flag == "--result") result = value();
+    else if (flag == "--device") device = value();
+    else flags.push_back(flag);
+  }
+  if (!worker.empty()) return run_rank(flags, worker, threads, steps, result);
+
+  flags.insert(flags.end(), {"--layout.device", device});
+  std::vector<Setup> setups{{"one process, one thread", {"--pp", "1", "--virtual_stages", "0"}, 1, 1}};
+  if (device == "cpu") {
+    setups.push_back({"one process, two threads", {"--pp", "1", "--virtual_stages", "0"}, 1, 2});
+    setups.push_back({"pipeline of two", {"--pp", "2"}, 2, 1});
+  }
+  const fs::path folder = fs::temp_directory_path() / fmt::format("penstock-train-bench-{}", ::getpid());
+  fs::create_directories(folder);
+  std::map<std::string, std::vector<nlohmann::json>> seen;
+  for (int repeat = 0; repeat < repeats; ++repeat)
+    for (const Setup& setup : setups) {
+      comm::LaunchOptions options;
+      options.ranks = setup.ranks;
+      const std::string out = (folder / "result.json").string();
+      options.command = {fs::read_symlink("/proc/self/exe").string(), "--worker", folder.string(), "--result", out, "--threads", std::to_string(setup.threads), "--steps", std::to_string(steps)};
+      options.command.insert(options.command.end(), flags.begin(), flags.end());
+      // A schedule with several stages a rank is for the pipeline alone.
+      options.command.insert(options.command.end(), setup.layout.begin(), setup.layout.end());
+      if (setup.ranks == 1) options.command.insert(options.command.end(), {"--schedule", "1F1B"});
+      for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}) options.environment.emplace_back(name, std::to_string(setup.threads));
+      if (const int code = comm::launch(options).exit_code; code != 0) return code;
+      seen[setup.title].push_back(nlohmann::json::parse(std::ifstream(out)));
+    }
+  remove_tree(folder);
+  const auto best = [&](const std::string& title) {
+    return *std::min_element(seen[title].begin(), seen[title].end(), [](const auto& a, const auto& b) { return a.at("step_s").template get<double>() < b.at("step_s").template get<double>(); });
+  };
+  const double alone = best(setups[0].title).at("step_s");
+  fmt::print("{:<26} {:>10} {:>12} {:>8} {:>9} {:>9}\n", "best of the repeats", "step ms", "tokens/s", "ratio", "outside", "loss");
+  for (const Setup& setup : setups) {
+    const nlohmann::json row = best(setup.title);
+    const double seconds = row.at("step_s");
+    fmt::print("{:<26} {:>10.1f} {:>12.0f} {:>8.2f} {:>8.1f}% {:>9.5f}\n", setup.title, 1e3 * seconds, row.at("tokens").get<double>() / seconds, alone / seconds, 100 * row.at("outside").get<double>(), row.at("loss").get<double>());
+  }
+  return 0;
+}

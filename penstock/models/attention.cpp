@@ -8,6 +8,7 @@
 #include "penstock/base/errors.h"
 #include "penstock/models/local_region.h"
 #include "penstock/models/rotary.h"
+#include "penstock/torch/autocast_scope.h"
 
 namespace penstock::models {
 
@@ -24,7 +25,7 @@ void AttentionImpl::reset() {
 
 at::Tensor AttentionImpl::forward(const at::Tensor& x, const AttentionContext& context) {
   const LocalRegion region(x, query->weight, Rows::Batch);
-  const at::Tensor in = region.enter(x);
+  const at::Tensor in = cast_once(region.enter(x));
   const std::int64_t batch = in.size(0), length = in.size(1), head_width = options_.head_width();
   const auto heads = [&](const torch::nn::Linear& part) {
     const at::Tensor all = at::linear(in, region.weight(part->weight));

@@ -40,4 +40,10 @@ AutocastScope::~AutocastScope() {
   set_dtype(device_, was_dtype_);
 }
 
+at::Tensor cast_once(const at::Tensor& tensor) {
+  const at::DeviceType device = tensor.device().type();
+  const bool known = device == at::kCPU || device == at::kCUDA;
+  return known && tensor.scalar_type() == at::kFloat && is_enabled(device) ? tensor.to(dtype_of(device)) : tensor;
+}
+
 }  // namespace penstock

@@ -26,4 +26,8 @@ class AutocastScope {
   at::ScalarType was_dtype_ = at::kFloat;
 };
 
+// Within a scope: a float32 tensor in the scope's dtype, else the tensor itself. For what several operators take in: each of them would cast
+// it, and its gradients would be added up in float32.
+at::Tensor cast_once(const at::Tensor& tensor);
+
 }  // namespace penstock

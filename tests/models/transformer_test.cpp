@@ -341,5 +341,23 @@ TEST(Fake, ATrialOfARealModelLeavesItAlone) {
   EXPECT_FALSE(is_fake(model->forward(tokens)));
 }
 
+// Logits of 16 bits: the loss is that of the same values in float32, the gradient is rounded once. More rows than one block has.
+TEST(TokenLoss, OfShortLogits) {
+  for (const auto& [rows, vocabulary] : {std::pair<std::int64_t, std::int64_t>{7, 11}, {60'000, 300}}) {
+    const at::Tensor logits = (at::rand({rows, vocabulary}) * 30 - 15).to(at::kBFloat16).requires_grad_();
+    at::Tensor targets = at::randint(vocabulary, {rows}, at::kLong);
+    targets[3] = kIgnoredTarget;
+    targets[rows - 1] = kIgnoredTarget;
+    const at::Tensor exact = logits.detach().to(at::kDouble).requires_grad_();
+    const at::Tensor loss = token_loss(logits, targets, 3.0), expected = token_loss(exact, targets, 3.0);
+    EXPECT_EQ(loss.scalar_type(), at::kFloat);
+    EXPECT_NEAR(loss.item<double>(), expected.item<double>(), 1e-5 * expected.item<double>());
+    (2 * loss).backward();
+    (2 * expected).backward();
+    EXPECT_TRUE(at::allclose(logits.grad().to(at::kDouble), exact.grad(), 0.01, 1e-6));
+    EXPECT_EQ(logits.grad()[3].abs().max().item<double>(), 0);
+  }
+}
+
 }  // namespace
 }  // namespace penstock::models

@@ -1,0 +1,137 @@
+// `penstock train` as a user runs it: real ranks, real signals, real deaths.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <cstdint>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "tests/command.h"
+#include "tests/has_text.h"
+#include "tests/train/scratch_folder.h"
+
+namespace penstock::test {
+namespace {
+
+using namespace std::chrono_literals;
+namespace fs = std::filesystem;
+
+class Train : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    for (int file = 0; file < 12; ++file) {
+      std::string text;
+      for (int line = 0; line < 30; ++line) text += fmt::format("int value_{} = {};\n", file * line % 7, file + line);
+      folder.write(fmt::format("text/{}.h", file), text);
+    }
+  }
+
+  // What every run of these tests has in common; `name` is its folder.
+  std::string flags(const std::string& name) const {
+    return fmt::format("--data '{}' --run_folder '{}' --width 32 --layers 4 --heads 2 --key_value_heads 2 --feed_width 64 --context 32 --microbatches 4 --microbatch_size 2 --steps 12 --warmup_steps 2 --validate_every 6 "
+                       "--validate_batches 1 --validation_fraction 0.2 --checkpoint.every 2 --sample_tokens 16 --progress lines --device cpu",
+                       (folder / "text").string(), (folder / name).string());
+  }
+  static std::string penstock() { return "'" + environment("PENSTOCK_BIN") + "/penstock'"; }
+  Ended train(const std::string& name, const std::string& more = "") const { return run_command(fmt::format("{} train {} {}", penstock(), flags(name), more), 120s); }
+
+  // Step -> loss, to the last digit; of a step that ran twice the later one.
+  std::map<int, double> losses(const std::string& name) const {
+    std::map<int, double> result;
+    std::ifstream file(folder / name / "metrics.jsonl");
+    for (std::string line; std::getline(file, line);)
+      if (const auto entry = nlohmann::json::parse(line); entry.at("type") == "step") result[entry.at("step")] = entry.at("loss");
+    return result;
+  }
+
+  // A shell that waits until the run has done `step` steps, for at most 60 s.
+  std::string wait_for_step(const std::string& name, int step) const {
+    return fmt::format("for i in $(seq 600); do grep -q '\"step\":{}[,}}]' '{}' 2>/dev/null && break; sleep 0.1; done", step, (folder / name / "metrics.jsonl").string());
+  }
+
+  ScratchFolder folder;
+};
+
+TEST_F(Train, RunsToTheEndAndLeavesEverything) {
+  const Ended ended = train("run");
+  ASSERT_EQ(ended.exit_code, 0) << ended.output;
+  for (const char* left : {"config.toml", "metrics.jsonl", "data", "checkpoints/step-00000012/model.safetensors", "report.html"}) EXPECT_TRUE(fs::exists(folder / "run" / left)) << left;
+  EXPECT_FALSE(fs::exists(folder / "run" / "checkpoints" / "step-00000002")) << "only the last ones are kept";
+  EXPECT_TRUE(has_text(ended.output, "#include <")) << "a sample";
+  const auto seen = losses("run");
+  ASSERT_EQ(seen.size(), 12u);
+  EXPECT_LT(seen.at(12), seen.at(1));
+  // Once more: there is nothing left to do.
+  const Ended again = train("run");
+  EXPECT_EQ(again.exit_code, 0) << again.output;
+  EXPECT_EQ(losses("run"), seen);
+}
+
+// One rank dies; all start again from the last checkpoint and reach the losses of a run that nobody disturbed, bit for bit.
+TEST_F(Train, AKilledRankCostsNothing) {
+  ASSERT_EQ(train("whole").exit_code, 0);
+  const Ended ended = run_command(fmt::format("{} train {} --restarts 2 & run=$!; {}; pkill -KILL -n -f 'train --worker {}'; wait $run", penstock(), flags("killed"), wait_for_step("killed", 5), (folder / "killed").string()), 150s);
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_EQ(losses("killed"), losses("whole"));
+  EXPECT_TRUE(has_text(ended.output, "continues after step")) << ended.output;
+}
+
+TEST_F(Train, SigtermSavesAndEndsWell) {
+  const Ended ended = run_command(fmt::format("{} train {} --checkpoint.every 0 --steps 100000 & run=$!; {}; kill -TERM $run; wait $run", penstock(), flags("stopped"), wait_for_step("stopped", 3)), 120s);
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  const auto seen = losses("stopped");
+  ASSERT_FALSE(seen.empty());
+  EXPECT_TRUE(fs::exists(folder / "stopped" / "checkpoints" / fmt::format("step-{:08}", seen.rbegin()->first))) << ended.output;
+}
+
+// Stopped under one layout, continued under another: pipelines give the same bits.
+TEST_F(Train, ContinuesUnderAnotherLayout) {
+  ASSERT_EQ(train("whole").exit_code, 0);
+  const Ended begun = run_command(fmt::format("{} train {} & run=$!; {}; kill -TERM $run; wait $run", penstock(), flags("moved"), wait_for_step("moved", 4)), 120s);
+  ASSERT_EQ(begun.exit_code, 0) << begun.output;
+  ASSERT_LT(losses("moved").size(), 12u) << "it ended before it could be stopped";
+  const Ended ended = train("moved", "--pp 4 --schedule GPipe");
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_EQ(losses("moved"), losses("whole"));
+}
+
+TEST_F(Train, MpirunGivesTheSameLosses) {
+  ASSERT_EQ(run_command("command -v mpirun").exit_code, 0) << "mpirun is one of the packages the bootstrap installs";
+  ASSERT_EQ(train("own").exit_code, 0);
+  const Ended ended = run_command(fmt::format("OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 mpirun --oversubscribe -n 2 {} train {}", penstock(), flags("mpi")), 120s);
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_EQ(losses("mpi"), losses("own"));
+}
+
+TEST_F(Train, DamageIsNamedAndTheOneBeforeIsUsedIfAllowed) {
+  ASSERT_EQ(train("run", "--steps 8").exit_code, 0);
+  const fs::path file = folder / "run" / "checkpoints" / "step-00000008" / "model.safetensors";
+  std::vector<std::uint8_t> bytes = read_bytes(file);
+  bytes[bytes.size() / 2] ^= 1;
+  write_bytes(file, bytes);
+  const Ended refused = train("run", "--steps 12 --fallback false");
+  EXPECT_NE(refused.exit_code, 0);
+  EXPECT_TRUE(has_text(refused.output, "model.safetensors")) << refused.output;
+  const Ended used = train("run", "--steps 12");
+  EXPECT_EQ(used.exit_code, 0) << used.output;
+  EXPECT_TRUE(has_text(used.output, "continues after step 6")) << used.output;
+}
+
+TEST_F(Train, MistakesSayWhatToChange) {
+  const Ended key = train("bad", "--learning_rat 1");
+  EXPECT_EQ(key.exit_code, 2);
+  const Ended layout = train("bad", "--tp 3");
+  EXPECT_EQ(layout.exit_code, 2);
+  EXPECT_TRUE(has_text(layout.output, "heads")) << layout.output;
+  const Ended data = train("bad", "--data /nowhere");
+  EXPECT_NE(data.exit_code, 0);
+  EXPECT_TRUE(has_text(data.output, "/nowhere")) << data.output;
+}
+
+}  // namespace
+}  // namespace penstock::test

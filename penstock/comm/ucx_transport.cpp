@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <iterator>
@@ -113,7 +114,14 @@ class UcxTransport::Core {
   void pass_on() noexcept;
   void close() noexcept;
 
+  // Of any thread, without a Turn.
+  bool has_unfinished() const { return unfinished_.load(std::memory_order_relaxed) > 0; }
+  bool has_unfinished_sends() const { return unfinished_sends_.load(std::memory_order_relaxed) > 0 && !hopeless_.load(std::memory_order_relaxed); }
+  // As try_progress, for those who have other work when somebody is at it.
+  unsigned help() noexcept;
+
  private:
+  static void wake_mover() noexcept;
   Operation* take();
   Operation* started(Operation* operation, ucs_status_ptr_t result);
   void finish(Operation& operation, ucs_status_t status) noexcept;  // UCX is through with it
@@ -129,6 +137,8 @@ class UcxTransport::Core {
   const int size_;
   const microseconds spin_;
   std::atomic<int> turns_ = 0;  // callers who want the mutex
+  std::atomic<int> unfinished_ = 0, unfinished_sends_ = 0;  // with UCX; changed under the mutex
+  std::atomic<bool> hopeless_ = false;                      // a peer is lost or the transport closed: sends may never finish
   std::mutex mutex_;            // guards all that follows
   UcxWorker worker_;
   bool closed_ = false;
@@ -137,6 +147,77 @@ class UcxTransport::Core {
   std::vector<Bell*> sleepers_;
   std::vector<std::unique_ptr<Bell>> spare_bells_;
 };
+
+// All transports of this process, and the thread that moves what is left of their sends. Never destroyed: the thread may look at it
+// until the process ends.
+class UcxTransport::Mover {
+ public:
+  static Mover& instance() {
+    static Mover& mover = *new Mover;
+    return mover;
+  }
+
+  void add(const std::shared_ptr<Core>& core) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(cores_, [](const auto& each) { return each.expired(); });
+    cores_.push_back(core);
+  }
+
+  // A send did not leave at once.
+  void wake() noexcept {
+    const std::lock_guard lock(mutex_);
+    if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+    if (std::exchange(work_, true)) return;
+    changed_.notify_one();
+  }
+
+  // Takes what has arrived for the other transports. Whether there is anything that may still come.
+  bool help_others(const Core* own) {
+    bool unfinished = false;
+    for (const auto& core : cores_that([&](const Core& each) { return &each != own && each.has_unfinished(); })) {
+      core->help();
+      unfinished = true;
+    }
+    return unfinished;
+  }
+
+ private:
+  template <class Condition>
+  std::vector<std::shared_ptr<Core>> cores_that(Condition condition) {
+    std::vector<std::shared_ptr<Core>> result;
+    const std::lock_guard lock(mutex_);
+    for (const auto& weak : cores_)
+      if (auto core = weak.lock(); core && condition(*core)) result.push_back(std::move(core));
+    return result;
+  }
+
+  void run() {
+    constexpr microseconds kShortest(20), kLongest(500);
+    auto nap = kShortest;
+    for (;;) {
+      const auto busy = cores_that([](const Core& each) { return each.has_unfinished_sends(); });
+      if (busy.empty()) {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [&] { return work_; });
+        work_ = false;
+        nap = kShortest;
+        continue;
+      }
+      unsigned moved = 0;
+      for (const auto& core : busy) moved += core->help();
+      nap = moved > 0 ? kShortest : std::min(2 * nap, kLongest);
+      std::this_thread::sleep_for(nap);
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::weak_ptr<Core>> cores_;
+  bool work_ = false;
+  std::thread thread_;
+};
+
+void UcxTransport::Core::wake_mover() noexcept { Mover::instance().wake(); }
 
 void UcxTransport::Core::check_peer(int peer) const {
   if (peer < 0 || peer >= size_ || peer == axis_rank_)
@@ -167,6 +248,11 @@ UcxTransport::Core::Operation* UcxTransport::Core::started(Operation* operation,
     return operation;
   }
   operation->request = result;
+  ++unfinished_;
+  if (!operation->receives) {
+    ++unfinished_sends_;
+    wake_mover();
+  }
   // A send that waits for room in the peer's queue causes no event: a sleeper must know that there is work to poll for.
   if (!operation->receives && !sleepers_.empty()) sleepers_.front()->ring();
   return operation;
@@ -219,6 +305,10 @@ void UcxTransport::Core::on_received(void* request, ucs_status_t status, const u
 }
 
 void UcxTransport::Core::finish(Operation& operation, ucs_status_t status) noexcept {
+  if (operation.request != nullptr) {
+    --unfinished_;
+    if (!operation.receives) --unfinished_sends_;
+  }
   operation.request = nullptr;
   if (operation.dropped) {
     free_.push_back(&operation);
@@ -246,6 +336,13 @@ void UcxTransport::Core::drop(Operation* operation) noexcept {
 unsigned UcxTransport::Core::progress() noexcept {
   if (closed_) return 0;
   return ucp_worker_progress(worker_.get());
+}
+
+unsigned UcxTransport::Core::help() noexcept {
+  if (turns_.load(std::memory_order_relaxed) > 0 || !mutex_.try_lock()) return 0;
+  const unsigned moved = progress();
+  mutex_.unlock();
+  return moved;
 }
 
 unsigned UcxTransport::Core::try_progress() {
@@ -305,6 +402,7 @@ void UcxTransport::Core::lose(int peer) noexcept {
   // What the peer sent before it ended is complete in our queue: take it first.
   for (int round = 0; round < kLastRounds; ++round) progress();
   worker_.set_lost(peer);
+  hopeless_ = true;
   if (closed_) return;
   for (Operation& operation : operations_) {
     if (operation.request == nullptr || operation.peer != peer || operation.dropped) continue;
@@ -341,6 +439,7 @@ void UcxTransport::Core::close() noexcept {
   if (left > 0) log().debug("UCX transport: axis rank {} closes with {} unfinished transfers; its worker is left behind", axis_rank_, left);
   worker_.close(left > 0);
   closed_ = true;
+  hopeless_ = true;
   for (Operation& operation : operations_)
     if (operation.request != nullptr) finish(operation, UCS_ERR_CANCELED);
 }
@@ -431,7 +530,9 @@ WaitResult UcxTransport::Handle::result() const {
 
 WaitResult UcxTransport::Handle::wait(Clock::time_point deadline) {
   if (operation_ == nullptr) return result();
-  constexpr microseconds kAloneTime(5), kShortestNap(50), kLongestNap(1000);
+  constexpr microseconds kAloneTime(5), kShortestNap(50), kLongestNap(1000), kHelpTime(20), kHelpNap(250);
+  auto helped = Clock::now();
+  bool others_wait = false;
   bool slept = false;
   WaitResult ended = WaitResult::Done;
   auto idle_since = Clock::now();
@@ -455,6 +556,10 @@ WaitResult UcxTransport::Handle::wait(Clock::time_point deadline) {
       ended = WaitResult::TimedOut;
       break;
     }
+    if (now - helped > kHelpTime) {
+      others_wait = Mover::instance().help_others(core_.get());
+      helped = now;
+    }
     if (now - idle_since < core_->spin()) {
       // The peer may share this core, if other programs hold the rest: let it run. On one core a round trip is then 18 us
       // instead of twice the polling time.
@@ -462,10 +567,11 @@ WaitResult UcxTransport::Handle::wait(Clock::time_point deadline) {
       continue;
     }
     slept = true;
-    const auto sleep = core_->sleep(*operation_, interrupted_, deadline, nap);
+    const auto wake_up = others_wait ? std::min(deadline, now + kHelpNap) : deadline;
+    const auto sleep = core_->sleep(*operation_, interrupted_, wake_up, nap);
     nap = std::min(nap * 2, kLongestNap);
     // After events, messages tend to follow each other: poll again. After a nap, do not.
-    if (sleep == Core::Sleep::Woken) idle_since = Clock::now();
+    if (sleep == Core::Sleep::Woken && (!others_wait || Clock::now() < wake_up)) idle_since = Clock::now();
     round = 0;
   }
   if (slept) core_->pass_on();
@@ -481,6 +587,7 @@ UcxTransport::UcxTransport(int axis_rank, int size, const Publish& publish, cons
     throw ValueError(describe("UCX transport: axis rank and size", fmt::format("{} of {}", axis_rank, size),
                               fmt::format("0 <= axis rank < size <= {}", kMaxSize)));
   core_ = std::make_shared<Core>(axis_rank, size, publish, fetch, options);
+  Mover::instance().add(core_);
 }
 
 UcxTransport::~UcxTransport() { core_->close(); }

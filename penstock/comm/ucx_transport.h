@@ -51,10 +51,11 @@ struct UcxOptions {
 // Matching: a receive takes the oldest message with its (peer, tag). `kind` travels beside them and is not matched;
 // `arrival()` reports it together with the true size, so the layer above needs no header messages.
 //
-// Progress: messages move only inside calls of this class. A message leaves with `send` as far as the shared memory has
-// room (some megabytes); the rest of a larger one moves while both sides are in calls of this class. With UCX_TLS=posix,cma,
-// self large messages are fetched by the receiver out of the sender's memory instead, also while the sender computes; see
-// `wants_cma` for why that is not the default.
+// Progress: a message leaves with `send` as far as the shared memory has room; the rest of a larger one is moved by a thread of
+// this process as the receiver makes room, also while the sender computes or waits for something else. Received messages are
+// taken out of the shared memory inside calls of this class; a wait for one transport takes those of all others of this process,
+// too, so that nobody waits for ever for a rank that waits elsewhere. With UCX_TLS=posix,cma,self large messages are fetched by the
+// receiver out of the sender's memory instead; see `wants_cma` for why that is not the default.
 //
 // Memory: a send's data and a receive's buffer belong to the transport until the transfer is done, or until the
 // transport is destroyed (a failed transfer: always until then). A receive that is dropped before it is done is cancelled, and may write until the transport
@@ -66,7 +67,7 @@ struct UcxOptions {
 // namespace); what it had sent completely can still be received. Otherwise a wait goes on until its deadline or `interrupt`.
 //
 // Threads: all calls may come from any thread. Destroying the transport ends waits in other threads with StateError.
-// UCX keeps a thread of its own for bookkeeping; it moves no messages. A forked child must not use the transport.
+// UCX keeps a thread of its own for bookkeeping. A forked child must not use the transport.
 //
 // UCX watches the process's memory mappings by patching libc; where that disturbs (a thread sanitizer), UCX_MEM_EVENTS=n
 // turns it off, and this transport does not need it.
@@ -94,6 +95,7 @@ class UcxTransport {
  private:
   class Core;
   class Handle;
+  class Mover;
   std::shared_ptr<Core> core_;
 };
 

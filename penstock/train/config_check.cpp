@@ -245,10 +245,11 @@ class Completion {
 
   void training() {
     const TrainingConfig& training = config_.training;
-    if (training.warmup_steps > training.steps) {
+    // A rate that falls needs a step to fall in.
+    if (training.warmup_steps > training.steps || (training.warmup_steps == training.steps && training.decay != "constant")) {
       // A short run of a preset is no mistake; a warm-up that was asked for is kept to.
       if (given("training.warmup_steps")) {
-        problem(fmt::format("{} is more than {}; lower training.warmup_steps", said("training.warmup_steps"), said("training.steps")));
+        problem(fmt::format("{} leaves nothing of {}; lower training.warmup_steps", said("training.warmup_steps"), said("training.steps")));
       } else {
         derive("training.warmup_steps", config_.training.warmup_steps, training.steps / 10);
       }

@@ -272,6 +272,53 @@ TEST_P(Ucx, ASenderWaitsForASlowReceiverWithoutBurning) {
   EXPECT_TRUE(all_well(ended));
 }
 
+// Large messages on one transport, while both ranks wait on another one for what the peer sends only when it has them: nobody is in a call
+// of the first transport but those who also wait elsewhere.
+TEST_P(Ucx, AWaitForOneTransportMovesTheOthers) {
+  const auto ended = run_ranks(2, [](int rank, const FileStore& store) {
+    const auto other_keys = [&](const std::string& key) { return "second/" + key; };
+    UcxTransport first = make(rank, 2, store);
+    UcxTransport second(
+        rank, 2, [&](const std::string& key, const std::string& bytes) { store.set(other_keys(key), bytes); }, [&](const std::string& key) { return store.get(other_keys(key)); });
+    constexpr std::size_t kLarge = 24 << 20;
+    for (std::uint32_t round = 0; round < 3; ++round) {
+      const Bytes out = pattern(kLarge, 2 * round + static_cast<std::uint32_t>(rank));
+      if (rank == 0) {
+        const auto sent = first.send(out.data(), out.size(), 1, 5, 0);
+        Bytes answer(1);
+        recv_now(second, answer, 1, 6);  // comes when the other has everything
+        RANK_CHECK(sent->wait(in(20s)) == WaitResult::Done);
+      } else {
+        Bytes got(kLarge);
+        recv_now(first, got, 0, 5);
+        RANK_CHECK(got == pattern(kLarge, 2 * round));
+        send_now(second, Bytes(1), 0, 6);
+      }
+    }
+  });
+  EXPECT_TRUE(all_well(ended));
+}
+
+// The sender computes meanwhile: it is in no call at all.
+TEST_P(Ucx, ALargeMessageArrivesWhileItsSenderComputes) {
+  const auto ended = run_ranks(2, [](int rank, const FileStore& store) {
+    UcxTransport transport = make(rank, 2, store);
+    constexpr std::size_t kLarge = 24 << 20;
+    if (rank == 0) {
+      const Bytes out = pattern(kLarge, 1);
+      const auto sent = transport.send(out.data(), out.size(), 1, 5, 0);
+      RANK_CHECK(store.get("arrived") == "yes");  // asks the file system alone
+      RANK_CHECK(sent->wait(in(20s)) == WaitResult::Done);
+    } else {
+      Bytes got(kLarge);
+      recv_now(transport, got, 0, 5);
+      RANK_CHECK(got == pattern(kLarge, 1));
+      store.set("arrived", "yes");
+    }
+  });
+  EXPECT_TRUE(all_well(ended));
+}
+
 TEST_P(Ucx, ADeadPeerEndsWaitsAndClosingIsQuick) {
   for (const bool sending : {false, true}) {
     const auto ended = run_ranks(2, 60s, [&](int rank, const FileStore& store) {

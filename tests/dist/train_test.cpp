@@ -32,13 +32,16 @@ class Train : public ::testing::Test {
   }
 
   // What every run of these tests has in common; `name` is its folder.
-  std::string flags(const std::string& name) const {
-    return fmt::format("--data '{}' --run_folder '{}' --width 32 --layers 4 --heads 2 --key_value_heads 2 --feed_width 64 --context 32 --microbatches 4 --microbatch_size 2 --steps 12 --warmup_steps 2 --validate_every 6 "
+  std::string flags(const std::string& name, int steps = 12) const {
+    return fmt::format("--data '{}' --run_folder '{}' --width 32 --layers 4 --heads 2 --key_value_heads 2 --feed_width 64 --context 32 --microbatches 4 --microbatch_size 2 --steps {} --warmup_steps 2 --validate_every 6 "
                        "--validate_batches 1 --validation_fraction 0.2 --checkpoint.every 2 --sample_tokens 16 --progress lines --device cpu",
-                       (folder / "text").string(), (folder / name).string());
+                       (folder / "text").string(), (folder / name).string(), steps);
   }
   static std::string penstock() { return "'" + environment("PENSTOCK_BIN") + "/penstock'"; }
-  Ended train(const std::string& name, const std::string& more = "") const { return run_command(fmt::format("{} train {} {}", penstock(), flags(name), more), 120s); }
+  Ended train(const std::string& name, const std::string& more = "", int steps = 12) const { return run_command(fmt::format("{} train {} {}", penstock(), flags(name, steps), more), 120s); }
+
+  // So many steps that a run can be caught in the middle.
+  static constexpr int kMany = 200;
 
   // Step -> loss, to the last digit; of a step that ran twice the later one.
   std::map<int, double> losses(const std::string& name) const {
@@ -74,15 +77,15 @@ TEST_F(Train, RunsToTheEndAndLeavesEverything) {
 
 // One rank dies; all start again from the last checkpoint and reach the losses of a run that nobody disturbed, bit for bit.
 TEST_F(Train, AKilledRankCostsNothing) {
-  ASSERT_EQ(train("whole").exit_code, 0);
-  const Ended ended = run_command(fmt::format("{} train {} --restarts 2 & run=$!; {}; pkill -KILL -n -f 'train --worker {}'; wait $run", penstock(), flags("killed"), wait_for_step("killed", 5), (folder / "killed").string()), 150s);
+  ASSERT_EQ(train("whole", "", kMany).exit_code, 0);
+  const Ended ended = run_command(fmt::format("{} train {} --restarts 2 & run=$!; {}; pkill -KILL -n -f 'train --worker {}'; wait $run", penstock(), flags("killed", kMany), wait_for_step("killed", 15), (folder / "killed").string()), 150s);
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_EQ(losses("killed"), losses("whole"));
   EXPECT_TRUE(has_text(ended.output, "continues after step")) << ended.output;
 }
 
 TEST_F(Train, SigtermSavesAndEndsWell) {
-  const Ended ended = run_command(fmt::format("{} train {} --checkpoint.every 0 --steps 100000 & run=$!; {}; kill -TERM $run; wait $run", penstock(), flags("stopped"), wait_for_step("stopped", 3)), 120s);
+  const Ended ended = run_command(fmt::format("{} train {} & run=$!; {}; kill -TERM $run; wait $run", penstock(), flags("stopped", 100'000), wait_for_step("stopped", 3)), 120s);
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   const auto seen = losses("stopped");
   ASSERT_FALSE(seen.empty());
@@ -91,11 +94,11 @@ TEST_F(Train, SigtermSavesAndEndsWell) {
 
 // Stopped under one layout, continued under another: pipelines give the same bits.
 TEST_F(Train, ContinuesUnderAnotherLayout) {
-  ASSERT_EQ(train("whole").exit_code, 0);
-  const Ended begun = run_command(fmt::format("{} train {} & run=$!; {}; kill -TERM $run; wait $run", penstock(), flags("moved"), wait_for_step("moved", 4)), 120s);
+  ASSERT_EQ(train("whole", "", kMany).exit_code, 0);
+  const Ended begun = run_command(fmt::format("{} train {} & run=$!; {}; kill -TERM $run; wait $run", penstock(), flags("moved", kMany), wait_for_step("moved", 15)), 120s);
   ASSERT_EQ(begun.exit_code, 0) << begun.output;
-  ASSERT_LT(losses("moved").size(), 12u) << "it ended before it could be stopped";
-  const Ended ended = train("moved", "--pp 4 --schedule GPipe");
+  ASSERT_LT(losses("moved").size(), static_cast<std::size_t>(kMany)) << "it ended before it could be stopped";
+  const Ended ended = train("moved", "--pp 4 --schedule GPipe", kMany);
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_EQ(losses("moved"), losses("whole"));
 }
@@ -109,15 +112,15 @@ TEST_F(Train, MpirunGivesTheSameLosses) {
 }
 
 TEST_F(Train, DamageIsNamedAndTheOneBeforeIsUsedIfAllowed) {
-  ASSERT_EQ(train("run", "--steps 8").exit_code, 0);
+  ASSERT_EQ(train("run", "", 8).exit_code, 0);
   const fs::path file = folder / "run" / "checkpoints" / "step-00000008" / "model.safetensors";
   std::vector<std::uint8_t> bytes = read_bytes(file);
   bytes[bytes.size() / 2] ^= 1;
   write_bytes(file, bytes);
-  const Ended refused = train("run", "--steps 12 --fallback false");
+  const Ended refused = train("run", "--fallback false");
   EXPECT_NE(refused.exit_code, 0);
   EXPECT_TRUE(has_text(refused.output, "model.safetensors")) << refused.output;
-  const Ended used = train("run", "--steps 12");
+  const Ended used = train("run");
   EXPECT_EQ(used.exit_code, 0) << used.output;
   EXPECT_TRUE(has_text(used.output, "continues after step 6")) << used.output;
 }

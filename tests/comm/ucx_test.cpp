@@ -275,7 +275,7 @@ TEST_P(Ucx, ASenderWaitsForASlowReceiverWithoutBurning) {
 // Large messages on one transport, while both ranks wait on another one for what the peer sends only when it has them: nobody is in a call
 // of the first transport but those who also wait elsewhere.
 TEST_P(Ucx, AWaitForOneTransportMovesTheOthers) {
-  const auto ended = run_ranks(2, [](int rank, const FileStore& store) {
+  const auto ended = run_ranks(2, 60s, [](int rank, const FileStore& store) {
     const auto other_keys = [&](const std::string& key) { return "second/" + key; };
     UcxTransport first = make(rank, 2, store);
     UcxTransport second(
@@ -301,7 +301,7 @@ TEST_P(Ucx, AWaitForOneTransportMovesTheOthers) {
 
 // The sender computes meanwhile: it is in no call at all.
 TEST_P(Ucx, ALargeMessageArrivesWhileItsSenderComputes) {
-  const auto ended = run_ranks(2, [](int rank, const FileStore& store) {
+  const auto ended = run_ranks(2, 60s, [](int rank, const FileStore& store) {
     UcxTransport transport = make(rank, 2, store);
     constexpr std::size_t kLarge = 24 << 20;
     if (rank == 0) {

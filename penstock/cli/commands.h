@@ -20,5 +20,6 @@ void add_simulate_command(CLI::App& app, Outcome& outcome);
 void add_compare_command(CLI::App& app, Outcome& outcome);
 void add_trace_command(CLI::App& app, Outcome& outcome);
 void add_data_command(CLI::App& app, Outcome& outcome);
+void add_report_command(CLI::App& app, Outcome& outcome);
 
 }  // namespace penstock::cli

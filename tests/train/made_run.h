@@ -4,9 +4,13 @@
 #include <cmath>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <string>
+#include <vector>
 
+#include "penstock/pipeline/step_trace.h"
 #include "penstock/train/metrics_file.h"
+#include "tests/pipeline/made_trace.h"
 
 namespace penstock::test {
 
@@ -57,6 +61,57 @@ inline void tell_steps(train::Observer& observer, std::int64_t first, std::int64
     if (step % 50 == 0) observer.on_validation(step, made_loss(step) + 0.1, 0.8);
     if (step % 100 == 0) observer.on_checkpoint(step, {.waiting = 0, .planning = 0.002, .copying = 0.011});
   }
+}
+
+struct MadeRun {
+  std::string schedule = "1F1B";
+  std::int64_t last_step = 200;
+  bool ends = true;
+  bool validates = true;
+  bool traces = true;
+  double slower = 1;
+};
+
+// The folder of a run: metrics and traces of the steps 10 and 100, whose actions took up to a fifth longer than usual.
+inline void make_run_folder(const std::filesystem::path& folder, const MadeRun& made, const std::function<void(train::RunDescription&)>& change = {}) {
+  double now = 1.7e9;
+  train::MetricsFile file([&] { return now += 0.2; });
+  train::RunDescription run = made_description(folder);
+  run.config.layout.schedule = made.schedule;
+  if (change) change(run);
+  file.on_start(run);
+  if (made.validates) file.on_validation(0, 5.65, 0.8);
+  for (std::int64_t step = 1; step <= made.last_step; ++step) {
+    train::StepOutcome outcome = made_step(step);
+    train::StepExtras extras = made_extras(step);
+    for (double* part : {&outcome.times.data, &outcome.times.schedule, &outcome.times.total}) *part *= made.slower;
+    extras.tokens_per_second /= made.slower;
+    file.on_step(outcome, extras);
+    if (made.traces && (step == 10 || step == 100)) {
+      pipeline::StepTrace trace = made_trace(made.schedule, 2, 8);
+      std::uint64_t state = 7;
+      std::vector<std::int64_t> late(trace.ranks.size(), 0);
+      // Everything of a rank moves by what its actions took longer; the waits absorb what they can.
+      for (std::size_t rank = 0; rank < trace.ranks.size(); ++rank)
+        for (pipeline::TraceEvent& event : trace.ranks[rank]) {
+          event.begin_ns = 30 * event.begin_ns + late[rank];
+          event.end_ns = 30 * event.end_ns + late[rank];
+          if (event.kind != pipeline::TraceEvent::Kind::Compute) continue;
+          state = state * 6364136223846793005u + 1442695040888963407u;
+          const std::int64_t longer = (event.end_ns - event.begin_ns) / 100 * static_cast<std::int64_t>(state >> 60);
+          event.end_ns += longer;
+          late[rank] += longer;
+        }
+      trace.step = static_cast<std::uint64_t>(step);
+      const std::filesystem::path path = folder / "traces" / ("step-" + std::to_string(step) + ".json");
+      std::filesystem::create_directories(path.parent_path());
+      pipeline::write_trace(trace, path.string());
+      file.on_trace(step, path);
+    }
+    if (made.validates && step % 50 == 0) file.on_validation(step, made_loss(step) + 0.1, 0.8);
+    if (step % 100 == 0) file.on_checkpoint(step, {.waiting = 0, .planning = 0.002, .copying = 0.011});
+  }
+  if (made.ends) file.on_end(train::RunEnd::Finished, made.last_step);
 }
 
 }  // namespace penstock::test

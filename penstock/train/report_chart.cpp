@@ -36,7 +36,7 @@ struct Axis {
   }
 };
 
-std::vector<double> ticks_of(const Axis& axis, int count) {
+std::vector<double> ticks_of(const Axis& axis, int count, ChartUnit unit = ChartUnit::Plain) {
   std::vector<double> ticks;
   if (axis.logarithmic) {
     for (double power = std::pow(10, std::floor(std::log10(axis.low))); power <= axis.high; power *= 10)
@@ -44,7 +44,9 @@ std::vector<double> ticks_of(const Axis& axis, int count) {
         if (power * factor >= axis.low * 0.999 && power * factor <= axis.high * 1.001) ticks.push_back(power * factor);
     return ticks;
   }
-  const double distance = plan::tick_distance(axis.high - axis.low, count);
+  double whole = 1;  // MiB and the like, of which the ticks are round numbers
+  while (unit == ChartUnit::Bytes && whole * 1024 <= axis.high) whole *= 1024;
+  const double distance = plan::tick_distance((axis.high - axis.low) / whole, count) * whole;
   for (double at = std::ceil(axis.low / distance - 1e-9); at * distance <= axis.high + 1e-9 * distance; ++at) ticks.push_back(at == 0 ? 0 : at * distance);
   return ticks;
 }
@@ -57,7 +59,7 @@ std::string tick_text(double value, ChartUnit unit) {
 
 class ChartWriter {
  public:
-  explicit ChartWriter(const Chart& chart) : chart_(chart), width_(chart.wide ? 1120 : 548), height_(chart.wide ? 300 : 230) {
+  explicit ChartWriter(const Chart& chart) : chart_(chart), width_(chart.wide ? 1120 : 548), height_(chart.low ? 170 : chart.wide ? 300 : 230) {
     for (const ChartSeries& each : chart.series) {
       PENSTOCK_INVARIANT(each.x.size() == each.y.size(), "every point has both coordinates");
       series_.push_back(thinned(each, kMostPoints));
@@ -119,7 +121,7 @@ class ChartWriter {
 
   void grid() {
     const double bottom = height_ - kBottom;
-    for (const double tick : ticks_of(y_, chart_.wide ? 6 : 5)) {
+    for (const double tick : ticks_of(y_, chart_.low ? 3 : chart_.wide ? 6 : 5, chart_.unit)) {
       const double y = y_at(tick);
       print("<line class=\"tick\" x1=\"{}\" x2=\"{:.0f}\" y1=\"{:.1f}\" y2=\"{:.1f}\"/><text class=\"note end\" x=\"{}\" y=\"{:.1f}\">{}</text>", kLeft, width_ - kRight, y, y, kLeft - 8, y + 4, tick_text(tick, chart_.unit));
     }

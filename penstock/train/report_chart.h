@@ -25,6 +25,7 @@ struct Chart {
   bool logarithmic = false;  // where all values are above 0, else not
   bool from_zero = false;
   bool wide = true;
+  bool low = false;          // half as high: for what hardly changes
   std::vector<ChartSeries> series;
 };
 

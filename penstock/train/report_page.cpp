@@ -43,19 +43,28 @@ std::string count_text(double count) {
   return fmt::format("{:.0f}", count);
 }
 
+std::string flops_text(double flops) { return flops >= 1e12 ? fmt::format("{:.3g} TFLOP/s", flops / 1e12) : fmt::format("{:.3g} GFLOP/s", flops / 1e9); }
+
 std::string percent(double share) { return fmt::format("{:.1f} %", 100 * share); }
 
 std::string bytes_text(std::int64_t bytes) { return format_bytes(static_cast<std::uint64_t>(std::max<std::int64_t>(bytes, 0))); }
 
-// A part of a bar, in percent; words where they have room.
-std::string bar_part(std::string_view look, std::string_view name, double share, double value_ms) {
-  if (!(share > 0)) return {};
-  return fmt::format("<div class=\"{}\" style=\"width:{:.3f}%\" title=\"{} {:.2f} ms, {}\">{}</div>", look, 100 * share, name, value_ms, percent(share), share > 0.09 ? percent(share) : "");
+// A part of a bar; its share of the step where the words have room.
+std::string bar_part(std::string_view look, std::string_view name, double ms, double of_ms, double whole_bar_ms) {
+  if (!(ms > 0 && of_ms > 0 && whole_bar_ms > 0)) return {};
+  const double width = ms / whole_bar_ms;
+  const std::string share = percent(ms / of_ms);
+  return fmt::format("<div class=\"{}\" style=\"width:{:.3f}%\" title=\"{} {:.2f} ms, {}\">{}</div>", look, 100 * width, name, ms, share, width > 0.09 ? share : "");
 }
 
 class PageWriter {
  public:
-  explicit PageWriter(const std::vector<RunReport>& runs) : runs_(runs), one_(runs.size() == 1) {}
+  explicit PageWriter(const std::vector<RunReport>& runs) : runs_(runs), one_(runs.size() == 1) {
+    for (const RunReport& run : runs) {
+      const bool alone = std::count_if(runs.begin(), runs.end(), [&](const RunReport& other) { return other.name == run.name; }) == 1;
+      names_.push_back(alone ? run.name : run.folder.string());
+    }
+  }
 
   std::string write() {
     const std::string title = one_ ? fmt::format("Training run {}", runs_[0].name) : fmt::format("{} training runs compared", runs_.size());
@@ -93,7 +102,9 @@ class PageWriter {
   }
 
   // " of first" where there are several.
-  std::string of_run(const RunReport& run) const { return one_ ? "" : " of " + escape_xml(run.name); }
+  std::string of_run(const RunReport& run) const { return one_ ? "" : " of " + escape_xml(name_of(run)); }
+  // That of its folder, or the whole path where two have the same.
+  const std::string& name_of(const RunReport& run) const { return names_[static_cast<std::size_t>(&run - runs_.data())]; }
 
   void heading(const RunReport& run, const std::string& title) {
     const StartMetrics& start = run.start();
@@ -112,7 +123,7 @@ class PageWriter {
     if (numbers.loss_steps > 0) tile("Training loss", fmt::format("{:.4f}", numbers.loss), fmt::format("mean of the last {} steps", numbers.loss_steps));
     if (numbers.best_validation) tile("Validation loss", fmt::format("{:.4f}", numbers.last_validation->loss), fmt::format("best {:.4f} at step {}", numbers.best_validation->loss, numbers.best_validation->step));
     if (numbers.tokens_per_second > 0) tile("Speed", format_token_rate(numbers.tokens_per_second), fmt::format("median; {:.1f} ms a step", 1e3 * numbers.times.total));
-    if (numbers.mfu > 0) tile("MFU", percent(numbers.mfu), fmt::format("of {:.3g} TFLOP/s, measured", run.start().peak_flops / 1e12));
+    if (numbers.mfu > 0) tile("MFU", percent(numbers.mfu), fmt::format("of {}, measured", flops_text(run.start().peak_flops)));
     if (const TraceReport* trace = run.trace()) tile("Bubble", percent(trace->bubble), fmt::format("simulated {}", percent(trace->simulated_bubble)));
     if (numbers.times.total > 0) tile("Outside the schedule", percent(numbers.outside_schedule), "of a step: data, sync, update");
     if (numbers.peak_resident_bytes > 0) tile("Memory", bytes_text(numbers.peak_device_bytes > 0 ? numbers.peak_device_bytes : numbers.peak_resident_bytes), numbers.peak_device_bytes > 0 ? "most on the device of rank 0" : "most in the process of rank 0");
@@ -130,7 +141,7 @@ class PageWriter {
   // A table of numbers with a column for each run.
   void results() {
     out_ += "<section><h2>Results</h2><div class=\"wide\"><table><thead><tr><th></th>";
-    for (std::size_t i = 0; i < runs_.size(); ++i) print("<th class=\"n\"><span class=\"swatch c{0}\" style=\"background:currentColor\"></span> {1}</th>", i % 8 + 1, escape_xml(runs_[i].name));
+    for (std::size_t i = 0; i < runs_.size(); ++i) print("<th class=\"n\"><span class=\"swatch c{0}\" style=\"background:currentColor\"></span> {1}</th>", i % 8 + 1, escape_xml(names_[i]));
     out_ += "</tr></thead><tbody>\n";
     const auto row = [&](std::string_view name, const std::function<std::string(const RunReport&)>& value) {
       print("<tr><td>{}</td>", name);
@@ -180,7 +191,7 @@ class PageWriter {
     out_ += "<section><h2>Differences in configuration</h2>";
     if (!rows.empty()) {
       out_ += "<div class=\"wide\"><table><thead><tr><th></th>";
-      for (const RunReport& run : runs_) print("<th class=\"n\">{}</th>", escape_xml(run.name));
+      for (const RunReport& run : runs_) print("<th class=\"n\">{}</th>", escape_xml(name_of(run)));
       print("</tr></thead><tbody>{}</tbody></table></div>", rows);
     }
     print("<p class=\"none\">{} of {} fields are the same.</p></section>\n", equal, names.size());
@@ -207,7 +218,7 @@ class PageWriter {
   // A curve of each run, or of the one under a name of its own.
   template <class Get>
   void chart_of_runs(Chart chart, Get get, const std::string& own_name) {
-    for (std::size_t i = 0; i < runs_.size(); ++i) chart.series.push_back(of_steps(runs_[i], one_ ? own_name : runs_[i].name, static_cast<int>(i) + 1, Look::Line, get));
+    for (std::size_t i = 0; i < runs_.size(); ++i) chart.series.push_back(of_steps(runs_[i], one_ ? own_name : names_[i], static_cast<int>(i) + 1, Look::Line, get));
     out_ += draw_chart(chart);
   }
 
@@ -217,12 +228,12 @@ class PageWriter {
     Chart validation{.title = "Validation loss", .series = {}};
     for (std::size_t i = 0; i < runs_.size(); ++i) {
       const int colour = static_cast<int>(i) + 1;
-      const double span = std::clamp(static_cast<double>(runs_[i].metrics.steps.size()) / 20, 5.0, 200.0);
+      const std::size_t span = std::clamp<std::size_t>(runs_[i].metrics.steps.size() / 20, 5, 200) | 1;  // odd: a middle and its sides
       ChartSeries raw = of_steps(runs_[i], "training", colour, Look::Faint, loss);
-      ChartSeries smooth{.name = one_ ? fmt::format("training, smoothed over about {:.0f} steps", span) : runs_[i].name, .colour = colour, .look = Look::Line, .x = raw.x, .y = smoothed(raw.y, span)};
+      ChartSeries smooth{.name = one_ ? fmt::format("training, mean of {} lines", span) : names_[i], .colour = colour, .look = Look::Line, .x = raw.x, .y = smoothed(raw.y, span)};
       if (one_) chart.series.push_back(std::move(raw));
       chart.series.push_back(std::move(smooth));
-      ChartSeries held_out = of_validations(runs_[i], one_ ? "validation" : runs_[i].name, one_ ? 2 : colour);
+      ChartSeries held_out = of_validations(runs_[i], one_ ? "validation" : names_[i], one_ ? 2 : colour);
       if (!one_)
         validation.series.push_back(std::move(held_out));
       else if (!held_out.x.empty())
@@ -250,8 +261,8 @@ class PageWriter {
     for (const RunReport& run : runs_) longest = std::max(longest, run.numbers.times.total);
     for (const RunReport& run : runs_) {
       const StepTimes& times = run.numbers.times;
-      print("<span>{}{:.1f} ms</span><div class=\"stack\">", one_ ? "" : escape_xml(run.name) + " ", 1e3 * times.total);
-      const auto part = [&](std::string_view look, std::string_view name, double value) { out_ += bar_part(look, name, longest > 0 ? value / longest : 0, 1e3 * value); };
+      print("<span>{}{:.1f} ms</span><div class=\"stack\">", one_ ? "" : escape_xml(name_of(run)) + " ", 1e3 * times.total);
+      const auto part = [&](std::string_view look, std::string_view name, double value) { out_ += bar_part(look, name, 1e3 * value, 1e3 * times.total, 1e3 * longest); };
       part("p1", "schedule", times.schedule);
       part("p2", "data", times.data);
       part("p4", "sync", times.sync);
@@ -261,7 +272,7 @@ class PageWriter {
     out_ += "</div><div class=\"wide\"><table><thead><tr><th>run</th><th class=\"n\">step</th><th class=\"n\">schedule</th><th class=\"n\">data</th><th class=\"n\">sync</th><th class=\"n\">update</th><th class=\"n\">outside the schedule</th></tr></thead><tbody>";
     for (const RunReport& run : runs_) {
       const StepTimes& times = run.numbers.times;
-      print("<tr><td>{}</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{}</td></tr>", escape_xml(run.name), 1e3 * times.total, 1e3 * times.schedule,
+      print("<tr><td>{}</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{:.2f} ms</td><td class=\"n\">{}</td></tr>", escape_xml(name_of(run)), 1e3 * times.total, 1e3 * times.schedule,
             1e3 * times.data, 1e3 * times.sync, 1e3 * times.update, percent(run.numbers.outside_schedule));
     }
     out_ += "</tbody></table></div><div class=\"two\" style=\"margin-top:16px\">\n";
@@ -287,7 +298,7 @@ class PageWriter {
     for (std::size_t rank = 0; rank < trace.ranks.size(); ++rank) {
       const RankTimes& times = trace.ranks[rank];
       print("<span>rank {}</span><div><div class=\"stack\" style=\"width:{:.2f}%\">", rank, 100 * comparison.measured_ms / longest);
-      const auto part = [&](std::string_view look, std::string_view name, double value) { out_ += bar_part(look, name, comparison.measured_ms > 0 ? value / comparison.measured_ms : 0, value); };
+      const auto part = [&](std::string_view look, std::string_view name, double value) { out_ += bar_part(look, name, value, comparison.measured_ms, comparison.measured_ms); };
       part("p1", "compute", times.compute);
       part("p2", "communication", times.communication);
       part("p3", "wait", times.wait);
@@ -318,7 +329,7 @@ class PageWriter {
     bool device = false;
     for (const RunReport& run : runs_) device = device || run.numbers.peak_device_bytes > 0;
     if (device) out_ += "<div class=\"two\">";
-    chart_of_runs({.title = "Main memory of the process of rank 0", .unit = ChartUnit::Bytes, .from_zero = true, .wide = !device, .series = {}}, [](const StepMetrics& step) { return static_cast<double>(step.resident_bytes); }, "resident");
+    chart_of_runs({.title = "Main memory of the process of rank 0", .unit = ChartUnit::Bytes, .from_zero = true, .wide = !device, .low = !device, .series = {}}, [](const StepMetrics& step) { return static_cast<double>(step.resident_bytes); }, "resident");
     if (device) {
       chart_of_runs({.title = "Most on the device of rank 0", .unit = ChartUnit::Bytes, .from_zero = true, .wide = false, .series = {}}, [](const StepMetrics& step) { return static_cast<double>(step.device_bytes); }, "device");
       out_ += "</div>";
@@ -345,7 +356,7 @@ class PageWriter {
       if (trace != nullptr) {
         std::string costs;
         for (const pipeline::ActionCost& cost : trace->comparison.costs)
-          if (cost.stage == static_cast<int>(stage)) costs += fmt::format("{}{} {:.2f} ms", costs.empty() ? "" : ", ", schedule::to_text(cost.kind), cost.median_ms);
+          if (cost.stage == static_cast<int>(stage) && cost.median_ms >= 0.005) costs += fmt::format("{}{} {:.2f} ms", costs.empty() ? "" : ", ", schedule::to_text(cost.kind), cost.median_ms);
         const auto& ranks = trace->trace.schedule.stages().stage_to_rank();
         print("<td class=\"n\">{}</td><td>{}</td>", stage < ranks.size() ? std::to_string(ranks[stage]) : "?", costs);
       }
@@ -390,6 +401,7 @@ class PageWriter {
 
   const std::vector<RunReport>& runs_;
   bool one_;
+  std::vector<std::string> names_;
   std::string out_;
 };
 

@@ -14,7 +14,7 @@ h1{font-size:25px;line-height:1.25;margin:0;letter-spacing:-.01em;overflow-wrap:
 .sub{color:var(--soft);margin:4px 0 0;overflow-wrap:anywhere}
 .state{display:inline-block;font-size:12.5px;font-weight:600;border-radius:99px;padding:2px 11px;margin-left:10px;vertical-align:4px;color:#fff;background:#17825c}.state.open{background:#b45309}
 section{background:var(--card);border:1px solid var(--edge);border-radius:10px;padding:18px 22px;margin-top:16px}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(168px,1fr));gap:12px;margin-top:18px}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(235px,1fr));gap:12px;margin-top:18px}
 .tile{background:var(--card);border:1px solid var(--edge);border-radius:10px;padding:12px 16px}
 .tile span{display:block;color:var(--soft);font-size:12.5px}.tile strong{display:block;font-size:23px;line-height:1.3;font-weight:650;letter-spacing:-.01em;white-space:nowrap}
 .notes{border-left:4px solid #d08700}.notes ul{margin:0;padding-left:18px}

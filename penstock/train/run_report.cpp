@@ -106,17 +106,21 @@ double median_of(std::vector<double> values) {
   return (*middle + *std::max_element(values.begin(), middle)) / 2;
 }
 
-std::vector<double> smoothed(const std::vector<double>& values, double span) {
-  const double keep = 1 - 2 / (std::max(span, 1.0) + 1);
+std::vector<double> smoothed(const std::vector<double>& values, std::size_t span) {
+  std::vector<double> sums{0};
+  std::vector<std::size_t> counts{0};
+  for (const double value : values) {
+    sums.push_back(sums.back() + (std::isfinite(value) ? value : 0));
+    counts.push_back(counts.back() + (std::isfinite(value) ? 1 : 0));
+  }
   std::vector<double> out;
   out.reserve(values.size());
-  double sum = 0, weight = 0;
-  for (const double value : values) {
-    if (std::isfinite(value)) {
-      sum = keep * sum + (1 - keep) * value;
-      weight = keep * weight + (1 - keep);
-    }
-    out.push_back(weight > 0 ? sum / weight : value);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    // As far on either side, so that a falling curve is not moved; a little of both at the ends, which would be as rough as ever.
+    const std::size_t room = std::min(i, values.size() - 1 - i);
+    const std::size_t reach = std::min(span / 2, std::max(room, span / 6));
+    const std::size_t begin = i - std::min(i, reach), end = std::min(values.size(), i + reach + 1);
+    out.push_back(counts[end] > counts[begin] ? (sums[end] - sums[begin]) / static_cast<double>(counts[end] - counts[begin]) : values[i]);
   }
   return out;
 }

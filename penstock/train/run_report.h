@@ -7,6 +7,7 @@
 // Nothing that is missing is passed over in silence: `notes` has a sentence for each such thing. Knows nothing of Torch.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <optional>
@@ -79,8 +80,8 @@ RunReport load_run(const std::filesystem::path& path);
 // A few lines for a terminal.
 std::string summary_text(const RunReport& run);
 
-// The mean that forgets: the weight of a step halves about every `span` / 3 steps, and the first steps are not favoured.
-std::vector<double> smoothed(const std::vector<double>& values, double span);
+// Means over `span` neighbours, half on either side and fewer at the ends; what is not finite does not count.
+std::vector<double> smoothed(const std::vector<double>& values, std::size_t span);
 double median_of(std::vector<double> values);  // of those that are finite; 0 of none
 
 }  // namespace penstock::train

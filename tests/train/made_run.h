@@ -94,8 +94,8 @@ inline void make_run_folder(const std::filesystem::path& folder, const MadeRun& 
       // Everything of a rank moves by what its actions took longer; the waits absorb what they can.
       for (std::size_t rank = 0; rank < trace.ranks.size(); ++rank)
         for (pipeline::TraceEvent& event : trace.ranks[rank]) {
-          event.begin_ns = 30 * event.begin_ns + late[rank];
-          event.end_ns = 30 * event.end_ns + late[rank];
+          event.begin_ns = 7 * event.begin_ns + late[rank];
+          event.end_ns = 7 * event.end_ns + late[rank];
           if (event.kind != pipeline::TraceEvent::Kind::Compute) continue;
           state = state * 6364136223846793005u + 1442695040888963407u;
           const std::int64_t longer = (event.end_ns - event.begin_ns) / 100 * static_cast<std::int64_t>(state >> 60);

@@ -98,6 +98,15 @@ TEST(ReportPage, SeveralRuns) {
   EXPECT_EQ(count_of(page, "<path class=\"curve c3 dotted\""), 1u);
 }
 
+TEST(ReportPage, RunsOfTheSameNameAreToldByTheirPaths) {
+  const ScratchFolder folder;
+  make_run_folder(folder / "a/run", {.last_step = 20});
+  make_run_folder(folder / "b/run", {.last_step = 20});
+  const std::string page = report_page({load_run(folder / "a/run"), load_run(folder / "b/run")});
+  EXPECT_TRUE(page_has(page, "Pipeline step of " + (folder / "a/run").string()));
+  EXPECT_TRUE(page_has(page, "Pipeline step of " + (folder / "b/run").string()));
+}
+
 TEST(ReportPage, SaysWhatIsMissing) {
   const ScratchFolder folder;
   make_run_folder(folder / "killed", {.last_step = 30, .ends = false, .validates = false, .traces = false}, [](RunDescription& run) {
@@ -239,14 +248,18 @@ TEST(ChartText, ThinningKeepsTheExtremes) {
   EXPECT_NE(std::find(thin.y.begin(), thin.y.end(), -9), thin.y.end());
 }
 
-TEST(Smoothing, FollowsAndForgets) {
+TEST(Smoothing, MeansOfNeighbours) {
   EXPECT_EQ(smoothed({3, 3, 3}, 5), (std::vector<double>{3, 3, 3}));
-  std::vector<double> step(100, 1.0);
+  EXPECT_TRUE(smoothed({}, 5).empty());
+  std::vector<double> line, step(100, 1.0);
+  for (int i = 0; i < 100; ++i) line.push_back(i);
+  const std::vector<double> same = smoothed(line, 5);
+  for (int i = 0; i < 100; ++i) EXPECT_NEAR(same[static_cast<std::size_t>(i)], i, 1e-9);  // a line stays where it is
   std::fill(step.begin() + 50, step.end(), 0.0);
   const auto smooth = smoothed(step, 9);
-  EXPECT_DOUBLE_EQ(smooth[49], 1);
-  EXPECT_NEAR(smooth[50], 0.8, 1e-4);
-  EXPECT_LT(smooth[99], 1e-4);
+  EXPECT_DOUBLE_EQ(smooth[45], 1);
+  EXPECT_NEAR(smooth[50], 4.0 / 9, 1e-9);
+  EXPECT_NEAR(smooth[54], 0, 1e-9);
   EXPECT_EQ(smoothed({2, std::numeric_limits<double>::quiet_NaN(), 2}, 5)[1], 2);
 }
 

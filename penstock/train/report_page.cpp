@@ -230,7 +230,7 @@ class PageWriter {
       const int colour = static_cast<int>(i) + 1;
       const std::size_t span = std::clamp<std::size_t>(runs_[i].metrics.steps.size() / 20, 5, 200) | 1;  // odd: a middle and its sides
       ChartSeries raw = of_steps(runs_[i], "training", colour, Look::Faint, loss);
-      ChartSeries smooth{.name = one_ ? fmt::format("training, mean of {} lines", span) : names_[i], .colour = colour, .look = Look::Line, .x = raw.x, .y = smoothed(raw.y, span)};
+      ChartSeries smooth{.name = one_ ? fmt::format("training, smoothed over {} lines", span) : names_[i], .colour = colour, .look = Look::Line, .x = raw.x, .y = smoothed(raw.y, span)};
       if (one_) chart.series.push_back(std::move(raw));
       chart.series.push_back(std::move(smooth));
       ChartSeries held_out = of_validations(runs_[i], one_ ? "validation" : names_[i], one_ ? 2 : colour);

@@ -18,7 +18,7 @@ section{background:var(--card);border:1px solid var(--edge);border-radius:10px;p
 .tile{background:var(--card);border:1px solid var(--edge);border-radius:10px;padding:12px 16px}
 .tile span{display:block;color:var(--soft);font-size:12.5px}.tile strong{display:block;font-size:23px;line-height:1.3;font-weight:650;letter-spacing:-.01em;white-space:nowrap}
 .notes{border-left:4px solid #d08700}.notes ul{margin:0;padding-left:18px}
-.two{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr));gap:8px 28px}
+.two{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:8px 28px}
 figure{margin:0 0 8px}figcaption{font-weight:600;font-size:13.5px}
 .legend{display:flex;flex-wrap:wrap;gap:2px 18px;color:var(--soft);font-size:12.5px;margin:3px 0 6px}.legend span{display:inline-flex;align-items:center;gap:6px}
 .legend i{width:18px;height:0;border-top:2.5px solid currentColor}.legend i.faint{opacity:.4}.legend i.dotted{border-top-style:dashed}.legend b,.swatch{width:12px;height:12px;border-radius:3px;display:inline-block}.legend b+b{margin-left:-4px}
@@ -35,7 +35,7 @@ svg{display:block;font-family:inherit}svg.chart{width:100%;height:auto;touch-act
 .bars{display:grid;grid-template-columns:auto 1fr;gap:4px 14px;align-items:center;margin:6px 0 12px}.bars>span{color:var(--soft);font-size:12.5px;text-align:right}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:13.5px}td,th{padding:4px 22px 4px 0;text-align:left;vertical-align:top;overflow-wrap:anywhere}th{color:var(--soft);font-weight:500;border-bottom:1px solid var(--edge);white-space:nowrap}tbody tr+tr td{border-top:1px solid var(--tick)}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}code{font:12.5px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
-details{margin-top:6px}summary{cursor:pointer;color:var(--soft)}.columns{columns:2 420px;column-gap:36px}.columns table{width:100%;break-inside:avoid;margin-bottom:14px}.columns td:last-child{text-align:right}
+details{margin-top:6px}summary{cursor:pointer;color:var(--soft)}.columns{columns:2 380px;column-gap:36px}.columns table{width:100%;break-inside:avoid;margin-bottom:14px}.columns td:last-child{text-align:right}
 .none{color:var(--soft);margin:6px 0}footer{color:var(--soft);font-size:12.5px;margin-top:22px}
 #tip{position:fixed;display:none;white-space:pre-line;background:#12212b;color:#fff;border:1px solid #3a4a55;padding:7px 11px;border-radius:7px;font-size:12.5px;font-variant-numeric:tabular-nums;pointer-events:none;max-width:420px;z-index:9}
 #tip i{display:inline-block;width:9px;height:9px;border-radius:50%;background:currentColor;margin-right:7px}#tip em{font-style:normal;color:#fff}

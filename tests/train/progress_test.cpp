@@ -1,9 +1,17 @@
 // What a user sees while training, letter by letter.
 #include "penstock/train/progress.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <pty.h>
+#include <sys/wait.h>
+#include <termios.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
+#include <csignal>
+#include <cstdlib>
 #include <string>
 
 #include "penstock/base/errors.h"
@@ -133,6 +141,49 @@ TEST(Progress, AStoppedRunSaysSo) {
 }
 
 TEST(Progress, NothingWhereNothingIsWanted) { EXPECT_EQ(Shown(ProgressKind::None).text, ""); }
+
+// A rank as its launcher has it: in the background of a terminal that stops such writers, with output that goes nowhere near it.
+int show_as_a_rank() {
+  setpgid(0, 0);
+  const int nowhere = ::open("/dev/null", O_RDWR);
+  for (const int file : {0, 1, 2}) ::dup2(nowhere, file);
+  ::setenv("PENSTOCK_PROGRESS_TTY", "100", 1);
+  Progress progress(progress_options(OutputConfig{}));
+  progress.on_start(made_description("/runs/first"));
+  tell_steps(progress, 0, 1);
+  progress.on_end(RunEnd::Stopped, 1);
+  return 0;
+}
+
+TEST(Progress, ABarOfARankReachesTheTerminalOfItsLauncher) {
+  int terminal = -1;
+  const pid_t launcher = ::forkpty(&terminal, nullptr, nullptr, nullptr);
+  ASSERT_GE(launcher, 0);
+  if (launcher == 0) {
+    termios settings{};
+    ::tcgetattr(0, &settings);
+    settings.c_lflag |= TOSTOP;
+    ::tcsetattr(0, TCSANOW, &settings);
+    const pid_t rank = ::fork();
+    if (rank == 0) ::_exit(show_as_a_rank());
+    int status = 0;
+    ::waitpid(rank, &status, WUNTRACED);
+    if (WIFSTOPPED(status)) ::kill(rank, SIGKILL);
+    ::_exit(WIFEXITED(status) ? WEXITSTATUS(status) : 9);
+  }
+  std::string text;
+  char block[4096];
+  for (ssize_t count; (count = ::read(terminal, block, sizeof block)) > 0;) text.append(block, static_cast<std::size_t>(count));
+  int status = 0;
+  ::waitpid(launcher, &status, 0);
+  ::close(terminal);
+  ASSERT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+  EXPECT_TRUE(has_text(text, "run folder /runs/first"));
+  EXPECT_TRUE(has_text(text, "\r[---"));
+  EXPECT_TRUE(has_text(text, "1/200  loss 5.4798"));
+  EXPECT_TRUE(has_text(text, "stopped after step 1 of 200"));
+}
 
 }  // namespace
 }  // namespace penstock::test

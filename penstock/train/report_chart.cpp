@@ -145,7 +145,7 @@ class ChartWriter {
     }
     if (points == 0) return;
     using Look = ChartSeries::Look;
-    print("<path class=\"curve c{}{}\" d=\"{}\"/>", colour(series), series.look == Look::Faint ? " faint" : series.look == Look::Points ? " dotted" : "", path);
+    print("<path class=\"curve c{}{}\"{} d=\"{}\"/>", colour(series), series.look == Look::Faint ? " faint" : series.look == Look::Points ? " dotted" : "", series.width == 2 ? "" : fmt::format(" style=\"stroke-width:{}\"", series.width), path);
     // A single point has no line.
     if ((series.look == Look::Points && points <= 60) || points == 1)
       for (std::size_t i = 0; i < series.x.size(); ++i)
@@ -196,7 +196,7 @@ std::string format_value(double value, ChartUnit unit) {
 
 ChartSeries thinned(const ChartSeries& series, std::size_t most) {
   if (series.x.size() <= most || most < 2) return series;
-  ChartSeries thin{.name = series.name, .colour = series.colour, .look = series.look, .x = {}, .y = {}};
+  ChartSeries thin{.name = series.name, .colour = series.colour, .look = series.look, .width = series.width, .x = {}, .y = {}};
   const std::size_t stretches = most / 2;
   for (std::size_t i = 0; i < stretches; ++i) {
     const std::size_t begin = i * series.x.size() / stretches, end = (i + 1) * series.x.size() / stretches;

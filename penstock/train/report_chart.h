@@ -12,6 +12,7 @@ struct ChartSeries {
   std::string name;
   int colour = 1;  // from 1 on; goes round after 8
   Look look = Look::Line;
+  double width = 2;  // of the line; wider ones below narrower ones show curves that lie on each other
   std::vector<double> x;
   std::vector<double> y;  // as long as x; what is not finite is a gap
 };

@@ -215,10 +215,16 @@ class PageWriter {
     return series;
   }
 
+  // Layouts of the same training have the same curves; the first ones look out from below the later ones.
+  double width_of(std::size_t run) const { return 2 + 1.5 * static_cast<double>(std::min<std::size_t>(runs_.size() - 1 - run, 3)); }
+
   // A curve of each run, or of the one under a name of its own.
   template <class Get>
-  void chart_of_runs(Chart chart, Get get, const std::string& own_name) {
-    for (std::size_t i = 0; i < runs_.size(); ++i) chart.series.push_back(of_steps(runs_[i], one_ ? own_name : names_[i], static_cast<int>(i) + 1, Look::Line, get));
+  void chart_of_runs(Chart chart, Get get, const std::string& own_name, bool may_coincide = false) {
+    for (std::size_t i = 0; i < runs_.size(); ++i) {
+      chart.series.push_back(of_steps(runs_[i], one_ ? own_name : names_[i], static_cast<int>(i) + 1, Look::Line, get));
+      if (may_coincide) chart.series.back().width = width_of(i);
+    }
     out_ += draw_chart(chart);
   }
 
@@ -231,6 +237,7 @@ class PageWriter {
       const std::size_t span = std::clamp<std::size_t>(runs_[i].metrics.steps.size() / 20, 5, 200) | 1;  // odd: a middle and its sides
       ChartSeries raw = of_steps(runs_[i], "training", colour, Look::Faint, loss);
       ChartSeries smooth{.name = one_ ? fmt::format("training, smoothed over {} lines", span) : names_[i], .colour = colour, .look = Look::Line, .x = raw.x, .y = smoothed(raw.y, span)};
+      smooth.width = width_of(i);
       if (one_) chart.series.push_back(std::move(raw));
       chart.series.push_back(std::move(smooth));
       ChartSeries held_out = of_validations(runs_[i], one_ ? "validation" : names_[i], one_ ? 2 : colour);
@@ -248,8 +255,8 @@ class PageWriter {
 
   void rates() {
     out_ += "<section><h2>Optimization</h2><div class=\"two\">\n";
-    chart_of_runs({.title = "Learning rate", .from_zero = true, .wide = false, .series = {}}, [](const StepMetrics& step) { return step.outcome.lr; }, "learning rate");
-    chart_of_runs({.title = "Gradient norm before clipping", .logarithmic = true, .wide = false, .series = {}}, [](const StepMetrics& step) { return step.outcome.grad_norm; }, "gradient norm");
+    chart_of_runs({.title = "Learning rate", .from_zero = true, .wide = false, .series = {}}, [](const StepMetrics& step) { return step.outcome.lr; }, "learning rate", true);
+    chart_of_runs({.title = "Gradient norm before clipping", .logarithmic = true, .wide = false, .series = {}}, [](const StepMetrics& step) { return step.outcome.grad_norm; }, "gradient norm", true);
     out_ += "</div></section>\n";
   }
 

@@ -96,6 +96,7 @@ TEST(ReportPage, SeveralRuns) {
   EXPECT_TRUE(page_has(page, "Worth knowing of third"));
   EXPECT_EQ(count_of(page, "<path class=\"curve c3\""), 6u);  // loss, lr, norm, speed, time, memory
   EXPECT_EQ(count_of(page, "<path class=\"curve c3 dotted\""), 1u);
+  EXPECT_EQ(count_of(page, "<path class=\"curve c1\" style=\"stroke-width:5\""), 3u);  // seen where the others lie on it
 }
 
 TEST(ReportPage, RunsOfTheSameNameAreToldByTheirPaths) {

@@ -33,7 +33,7 @@ svg{display:block;font-family:inherit}svg.chart{width:100%;height:auto;touch-act
 .stack{display:flex;height:26px;border-radius:6px;overflow:hidden;background:var(--lane);margin:3px 0}.stack div{min-width:0;overflow:hidden;white-space:nowrap;color:#fff;font-size:12px;line-height:26px;text-align:center}
 .stack.thin{height:13px}.p1{background:#2f6fc4}.p2{background:#c7822d}.p3{background:#8796a1}.p4{background:#7d56b8}.p5{background:#169ca8}.p6{background:transparent}.p7{background:#5aa03c}
 .bars{display:grid;grid-template-columns:auto 1fr;gap:4px 14px;align-items:center;margin:6px 0 12px}.bars>span{color:var(--soft);font-size:12.5px;text-align:right}
-.wide{overflow-x:auto}table{border-collapse:collapse;font-size:13.5px}td,th{padding:4px 22px 4px 0;text-align:left;vertical-align:top;overflow-wrap:anywhere}th{color:var(--soft);font-weight:500;border-bottom:1px solid var(--edge);white-space:nowrap}tbody tr+tr td{border-top:1px solid var(--tick)}
+.wide{overflow-x:auto}table{border-collapse:collapse;font-size:13.5px}td,th{padding:4px 22px 4px 0;text-align:left;vertical-align:top}.columns td{overflow-wrap:anywhere}.wide td:first-child{white-space:nowrap}th{color:var(--soft);font-weight:500;border-bottom:1px solid var(--edge);white-space:nowrap}tbody tr+tr td{border-top:1px solid var(--tick)}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}code{font:12.5px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 details{margin-top:6px}summary{cursor:pointer;color:var(--soft)}.columns{columns:2 380px;column-gap:36px}.columns table{width:100%;break-inside:avoid;margin-bottom:14px}.columns td:last-child{text-align:right}
 .none{color:var(--soft);margin:6px 0}footer{color:var(--soft);font-size:12.5px;margin-top:22px}

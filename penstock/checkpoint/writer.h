@@ -22,6 +22,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/checkpoint/save_stall.h"
 #include "penstock/checkpoint/tensor_part.h"
 #include "penstock/checkpoint/write.h"
 #include "penstock/comm/world.h"
@@ -36,15 +37,6 @@ struct CheckpointContents {
 struct WriterOptions {
   WriteOptions files;
   std::chrono::milliseconds timeout = std::chrono::minutes(10);  // of one save, from the call on
-};
-
-// How long save() kept its caller, in seconds.
-struct SaveStall {
-  double waiting = 0;   // for the save before
-  double planning = 0;  // with the other ranks
-  double copying = 0;
-
-  double total() const { return waiting + planning + copying; }
 };
 
 class CheckpointWriter {

@@ -26,5 +26,6 @@ void add_generate_command(CLI::App& app, Outcome& outcome);
 
 // Text from the newest checkpoint of a run, as `generate` prints it.
 void print_sample(const std::string& run_folder);
+void add_report_command(CLI::App& app, Outcome& outcome);
 
 }  // namespace penstock::cli

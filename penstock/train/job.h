@@ -27,6 +27,7 @@
 #include "penstock/train/layout.h"
 #include "penstock/train/model_stages.h"
 #include "penstock/train/sampler.h"
+#include "penstock/train/step_outcome.h"
 
 namespace penstock::train {
 
@@ -34,27 +35,6 @@ namespace penstock::train {
 struct TrainingData {
   std::shared_ptr<const Sampler> training;
   std::shared_ptr<const Sampler> validation;
-};
-
-// Seconds on this rank.
-struct StepTimes {
-  double data = 0;      // waiting for the batch and moving it to the device
-  double schedule = 0;  // forward and backward of all microbatches
-  double sync = 0;      // sums over replicas and tied weights that were not hidden
-  double update = 0;    // clipping and the optimizer
-  double total = 0;
-};
-
-struct StepOutcome {
-  std::int64_t step = 0;        // steps done, this one included
-  double loss = 0;              // mean over the targets that count
-  double grad_norm = 0;         // before clipping
-  double lr = 0;
-  double loss_scale = 1;
-  bool skipped = false;         // fp16: the gradients overflowed and the parameters stayed
-  std::int64_t tokens = 0;      // of the whole batch
-  bool stop = false;            // some rank asked for the end
-  StepTimes times;
 };
 
 class TrainingJob {

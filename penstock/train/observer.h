@@ -1,4 +1,5 @@
 // Who is told what happens in a run: progress bars, metric files, tests. Called on rank 0 only, by the thread that trains, between steps.
+// Knows nothing of Torch.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/checkpoint/writer.h"
+#include "penstock/checkpoint/save_stall.h"
 #include "penstock/train/config.h"
-#include "penstock/train/job.h"
+#include "penstock/train/step_outcome.h"
 
 namespace penstock::train {
 
@@ -22,6 +23,7 @@ struct RunDescription {
   std::string libtorch;
   std::int64_t parameters = 0;           // of the whole model, tied ones once
   double flops_per_token = 0;            // forward and backward
+  double peak_flops = 0;                 // a second, of all ranks together, as large products reach it; 0: not known
   std::vector<std::string> partition;    // a line for each stage
   std::int64_t tokens_per_step = 0;
   std::uint64_t training_tokens = 0;     // of the data

@@ -15,6 +15,7 @@
 #include "penstock/models/options.h"
 #include "penstock/torch/version.h"
 #include "penstock/train/make_shards.h"
+#include "penstock/train/peak_flops.h"
 #include "penstock/train/process_memory.h"
 
 namespace penstock::train {
@@ -85,6 +86,7 @@ struct Trainer::Impl {
     description.libtorch = torch_version();
     description.parameters = models::parameter_count(options);
     description.flops_per_token = models::training_flops_per_token(options, options.context);
+    description.peak_flops = peak_flops(world, job.device(), config.training.precision);
     description.partition = lines_of(models::describe_parts(job.model().parts(), options));
     description.tokens_per_step = job.tokens_per_step();
     description.training_tokens = data.training->dataset().tokens();

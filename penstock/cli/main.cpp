@@ -44,6 +44,7 @@ int main(int argc, char** argv) {
   cli::add_data_command(app, outcome);
   cli::add_train_command(app, outcome);
   cli::add_generate_command(app, outcome);
+  cli::add_parity_command(app, outcome);
   try {
     require_known_command(app, argc, argv);
     app.parse(argc, argv);

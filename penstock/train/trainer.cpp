@@ -15,6 +15,7 @@
 #include "penstock/models/options.h"
 #include "penstock/torch/version.h"
 #include "penstock/train/make_shards.h"
+#include "penstock/train/not_finite.h"
 #include "penstock/train/process_memory.h"
 
 namespace penstock::train {
@@ -127,6 +128,15 @@ struct Trainer::Impl {
   }
 
   RunEnd run() {
+    try {
+      return train();
+    } catch (const NotFiniteError&) {
+      writer.wait();  // all ranks stop alike: what is being saved is from before
+      throw;
+    }
+  }
+
+  RunEnd train() {
     const auto begin = Clock::now();
     tell([&](Observer& each) { each.on_start(description); });
     RunEnd end = RunEnd::Finished;

@@ -143,6 +143,22 @@ TEST(NotFinite, AGradientAloneIsNamed) {
   }
 }
 
+TEST(NotFinite, TensorParallelRanksAgree) {
+  const TrainConfig config = config_of({.name = "tp2", .tp = 2});
+  const std::string forward = failure(config, [](TrainingJob& job) {
+    for (const char* name : {"blocks.1.feed.gate.weight", "blocks.1.feed.up.weight"}) change_parameter(job, name, [](at::Tensor& values) { values.mul_(1e25); });
+  });
+  EXPECT_TRUE(has_text(forward, "microbatch 0 of 4: aten::mul"));
+  EXPECT_TRUE(has_text(forward, "in stage 0, block 1, behind blocks.1.feed."));
+  const std::string backward = failure(config, [](TrainingJob& job) {
+    job.set_gradient_hook([](const std::vector<optim::NamedParameter>& parameters) {
+      for (const optim::NamedParameter& parameter : parameters)
+        if (parameter.name == "blocks.1.attention.key.weight") parameter.tensor.grad().fill_(kNan);
+    });
+  });
+  EXPECT_TRUE(has_text(backward, "the gradient of blocks.1.attention.key.weight has "));
+}
+
 TEST(NotFinite, TheRunOfAnAccumulatedStepIsNamed) {
   const Layout layout{.name = "two runs", .pp = 2, .accumulation = 2};
   const std::string said = failure(config_of(layout, {"--partition", "count"}), [](TrainingJob& job) {

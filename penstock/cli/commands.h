@@ -6,6 +6,8 @@
 #include <CLI/CLI.hpp>
 #include <string>
 
+#include "penstock/train/config.h"
+
 namespace penstock::cli {
 
 // Exit code of the command that ran; set by its callback.
@@ -23,6 +25,10 @@ void add_trace_command(CLI::App& app, Outcome& outcome);
 void add_data_command(CLI::App& app, Outcome& outcome);
 void add_train_command(CLI::App& app, Outcome& outcome);
 void add_generate_command(CLI::App& app, Outcome& outcome);
+void add_parity_command(CLI::App& app, Outcome& outcome);
+
+// What stands behind a command that takes a configuration: CONFIG.toml if it comes first, then --key value.
+train::ConfigSources config_sources(const CLI::App& command);
 
 // Text from the newest checkpoint of a run, as `generate` prints it.
 void print_sample(const std::string& run_folder);

@@ -20,6 +20,11 @@
 #include "penstock/comm/launch_env.h"
 #include "penstock/comm/launcher.h"
 #include "penstock/comm/world.h"
+#include "penstock/train/dry_run.h"
+#include "penstock/train/not_finite.h"
+#include "penstock/train/metrics_file.h"
+#include "penstock/train/progress.h"
+#include "penstock/train/report_page.h"
 #include "penstock/train/run_folder.h"
 #include "penstock/train/trainer.h"
 
@@ -30,6 +35,7 @@ namespace {
 namespace fs = std::filesystem;
 
 struct TrainFlags {
+  bool dry_run = false;
   int restarts = 0;
   std::string worker;  // run folder: this process is one of the ranks
 };
@@ -45,12 +51,25 @@ void catch_signals() {
   ::sigaction(SIGINT, &action, nullptr);
 }
 
+void report(const fs::path& folder) { fmt::print("report: {}\n", train::write_report(folder).string()); }
+
+int train_all_steps(const comm::World& world, const train::TrainConfig& config, const fs::path& folder) {
+  try {
+    train::Progress progress(world.rank() == 0 ? train::progress_options(config.output) : train::ProgressOptions{});
+    train::MetricsFile metrics;
+    train::Trainer trainer(world, config, folder, {&metrics, &progress});
+    trainer.run();
+    return 0;
+  } catch (const train::NotFiniteError&) {
+    if (world.rank() == 0) throw;
+    return 1;  // all ranks have the same to say: once is enough
+  }
+}
+
 int run_rank(const train::TrainConfig& config, const fs::path& folder) {
   catch_signals();
   const comm::World world = comm::World::from_env();
-  train::Trainer trainer(world, config, folder);
-  trainer.run();
-  return 0;
+  return train_all_steps(world, config, folder);
 }
 
 // Ranks that somebody else started: rank 0 makes the folder and tells the others where it is.
@@ -58,9 +77,9 @@ int run_foreign_rank(const train::ResolvedConfig& resolved) {
   catch_signals();
   const comm::World world = comm::World::from_env();
   const fs::path folder = train::agree_on_run_folder(world, resolved);
-  train::Trainer trainer(world, resolved.config, folder);
-  trainer.run();
-  return 0;
+  const int exit_code = train_all_steps(world, resolved.config, folder);
+  if (world.rank() == 0) report(folder);
+  return exit_code;
 }
 
 int start_ranks(const train::ResolvedConfig& resolved, const TrainFlags& flags) {
@@ -74,8 +93,10 @@ int start_ranks(const train::ResolvedConfig& resolved, const TrainFlags& flags) 
   options.grace = std::chrono::seconds(60);  // a step and a checkpoint
   options.prefix = false;
   winsize size{};
-  if (::isatty(STDERR_FILENO) == 1 && ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0) options.environment.emplace_back("PENSTOCK_PROGRESS_TTY", std::to_string(size.ws_col));
+  const bool terminal = ::isatty(STDERR_FILENO) == 1 && ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0;
+  options.environment.emplace_back("PENSTOCK_PROGRESS_TTY", std::to_string(terminal ? size.ws_col : 0));
   const int exit_code = comm::launch(options).exit_code;
+  if (fs::exists(folder / train::MetricsFile::kName)) report(folder);
   if (exit_code == 0 && resolved.config.output.sample_tokens > 0) {
     fmt::print("\nA sample of the model (penstock generate {}):\n\n", folder.string());
     print_sample(folder.string());
@@ -85,6 +106,18 @@ int start_ranks(const train::ResolvedConfig& resolved, const TrainFlags& flags) 
 
 int run(const CLI::App& command, const TrainFlags& flags) {
   if (!flags.worker.empty()) return run_rank(train::load_config({.file = fs::path(flags.worker) / "config.toml", .arguments = {}}).config, flags.worker);
+  const train::ResolvedConfig resolved = train::load_config(config_sources(command));
+  if (flags.dry_run) {
+    fmt::print("{}", train::to_text(train::dry_run(resolved.config)));
+    return 0;
+  }
+  if (comm::launch_env().launcher != "none") return run_foreign_rank(resolved);
+  return start_ranks(resolved, flags);
+}
+
+}  // namespace
+
+train::ConfigSources config_sources(const CLI::App& command) {
   train::ConfigSources sources;
   std::vector<std::string> rest = command.remaining();
   if (!rest.empty() && !rest.front().starts_with("-")) {
@@ -92,12 +125,8 @@ int run(const CLI::App& command, const TrainFlags& flags) {
     rest.erase(rest.begin());
   }
   sources.arguments = rest;
-  const train::ResolvedConfig resolved = train::load_config(sources);
-  if (comm::launch_env().launcher != "none") return run_foreign_rank(resolved);
-  return start_ranks(resolved, flags);
+  return sources;
 }
-
-}  // namespace
 
 void add_train_command(CLI::App& app, Outcome& outcome) {
   CLI::App* command = app.add_subcommand("train", "Train a model; the ranks of the layout are started on this host");
@@ -106,11 +135,13 @@ void add_train_command(CLI::App& app, Outcome& outcome) {
       "Examples:\n"
       "  penstock train\n"
       "  penstock train --preset small --pp 2 --schedule ZBVZeroBubble --steps 500\n"
+      "  penstock train --pp 4 --dry-run\n"
       "  penstock train my.toml --resume runs/tiny-1/checkpoints/step-00000100 --restarts 2\n\n"
       "Every key is explained in docs/configuration.md. Under mpirun, srun or torchrun the ranks that they started are used.\n"
       "Ends with a checkpoint on SIGTERM and Ctrl-C; a second one ends at once.");
   const auto flags = std::make_shared<TrainFlags>();
   command->add_option("--restarts", flags->restarts, "Start all ranks again up to this often when one fails, from the last checkpoint (default 0)")->check(CLI::Range(0, 1000));
+  command->add_flag("--dry-run", flags->dry_run, "Show mesh, partition, schedule, memory and predicted step time, and train nothing");
   command->add_option("--worker", flags->worker, "Internal: run as one of the ranks")->group("");
   command->allow_extras();
   command->callback([command, flags, &outcome] { outcome.exit_code = run(*command, *flags); });

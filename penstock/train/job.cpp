@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <exception>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -21,9 +22,12 @@
 #include "penstock/models/loss.h"
 #include "penstock/optim/adamw.h"
 #include "penstock/optim/clip.h"
+#include "penstock/optim/gradients.h"
 #include "penstock/optim/loss_scaler.h"
 #include "penstock/optim/lr_schedule.h"
 #include "penstock/optim/sgd.h"
+#include "penstock/torch/mode.h"
+#include "penstock/train/find_not_finite.h"
 #include "penstock/train/gradient_sync.h"
 #include "penstock/train/not_finite.h"
 #include "penstock/train/prefetcher.h"
@@ -217,6 +221,10 @@ struct TrainingJob::Impl {
       scaler.update();
     }
     if (outcome.skipped) return;
+    if (gradient_hook) {
+      optim::settle_gradients(optimizer->parameters());
+      gradient_hook(optimizer->parameters());
+    }
     const double limit = config.training.clip_norm > 0 ? config.training.clip_norm : std::numeric_limits<double>::infinity();
     const optim::ClipResult clipped = optim::clip_grad_norm(optimizer->parameters(), limit,
                                                             {.order = 2, .groups = step_groups, .counts = [&](const optim::NamedParameter& each) { return model.counts(each); }, .non_finite = optim::NonFinite::Leave, .device = device});
@@ -226,7 +234,33 @@ struct TrainingJob::Impl {
   }
 
   [[noreturn]] void throw_not_finite(const StepOutcome& outcome) {
-    throw NotFiniteError(fmt::format("step {}: loss {}, gradient norm {}; lower training.lr, lengthen training.warmup_steps or clip harder, and resume from the last checkpoint", steps_done + 1, outcome.loss, outcome.grad_norm));
+    std::string began;
+    try {
+      const std::optional<BadPlace> place = first_bad();
+      began = place ? place->what : "where it began is not to be found: parameters, the forwards done again and gradients are finite";
+    } catch (const std::exception& error) {
+      began = fmt::format("where it began is not known, looking for it failed: {}", error.what());
+    }
+    throw NotFiniteError(fmt::format("step {}: loss {}, gradient norm {}: {}; checkpoints are as they were: resume from the last one with a lower training.lr, a longer training.warmup_steps or a smaller training.clip_norm",
+                                     steps_done + 1, outcome.loss, outcome.grad_norm, began));
+  }
+
+  // What was bad before the step; else the first operator that made it so; else the first gradient. Dropout falls otherwise in the
+  // forwards done again, so what it alone brings about may not be found.
+  std::optional<BadPlace> first_bad() {
+    if (const auto place = earliest(world, bad_parameter(layout, model))) return place;
+    OperatorWatch watch(layout, model);
+    const std::int64_t runs = config.training.accumulation, round = samples_of_run() * config.layout.dp;
+    Batch again;
+    for (std::int64_t run = 0; run < runs; ++run) {
+      fill_share(*data.training, batches->position() - static_cast<std::uint64_t>((runs - run) * round), again);
+      const Inputs inputs = inputs_of(again);
+      watch.begin_run(run, runs);
+      const ModeGuard watching(watch);
+      pipeline.eval(inputs.args, inputs.kwargs, inputs.target);
+    }
+    if (const auto place = earliest(world, watch.found())) return place;
+    return earliest(world, bad_gradient(layout, model));
   }
 
   double validate() {
@@ -310,6 +344,7 @@ struct TrainingJob::Impl {
   optim::LossScaler scaler;
   optim::LrSchedule rates;
   std::vector<comm::Group> step_groups;
+  GradientHook gradient_hook;
   bool last_stage_here = false;
   std::int64_t steps_done = 0;
   Batch batch;
@@ -320,6 +355,7 @@ TrainingJob::TrainingJob(const comm::World& world, const TrainConfig& config, Tr
 TrainingJob::~TrainingJob() = default;
 
 StepOutcome TrainingJob::train_step(bool stop) { return impl_->train_step(stop); }
+void TrainingJob::set_gradient_hook(GradientHook hook) { impl_->gradient_hook = std::move(hook); }
 double TrainingJob::validate() { return impl_->validate(); }
 std::int64_t TrainingJob::steps_done() const { return impl_->steps_done; }
 std::uint64_t TrainingJob::position() const { return impl_->batches->position(); }

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -22,6 +23,7 @@
 #include "penstock/checkpoint/reader.h"
 #include "penstock/checkpoint/writer.h"
 #include "penstock/comm/world.h"
+#include "penstock/optim/parameters.h"
 #include "penstock/pipeline/runtime.h"
 #include "penstock/train/config.h"
 #include "penstock/train/layout.h"
@@ -44,8 +46,13 @@ class TrainingJob {
   ~TrainingJob();
 
   // `stop`: this rank wants the run to end; the outcome tells all of them alike.
-  // Throws NotFiniteError when loss or gradients are not finite (fp16 skips such steps instead).
+  // Throws NotFiniteError when loss or gradients are not finite (fp16 skips such steps instead): the same on every rank, with the step, the
+  // microbatch and the first bad tensor; parameters and optimizer are as before the step.
   StepOutcome train_step(bool stop = false);
+  // Called in every step when .grad() is that of the whole batch (sums over replicas and uses are done, the loss scale is divided out) and
+  // before it is clipped and used; not in a step that fp16 skips. It may change gradients. Set it on all ranks or on none.
+  using GradientHook = std::function<void(const std::vector<optim::NamedParameter>& parameters)>;
+  void set_gradient_hook(GradientHook hook);
   // Mean loss over the first `validate_batches` global batches of the validation data; they are the same every time.
   double validate();
 

@@ -15,6 +15,7 @@
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/text.h"
 #include "penstock/torch/autocast_scope.h"
+#include "penstock/train/stage_scope.h"
 
 namespace penstock::train {
 
@@ -47,6 +48,7 @@ std::optional<at::ScalarType> autocast_dtype(const std::string& precision) {
 StageModule stage_module(models::TransformerStage stage, at::Device device, std::optional<at::ScalarType> autocast) {
   return StageModule(
       [stage, device, autocast](at::Tensor x, Tree more) mutable {
+        const StageScope place(stage->part().index);
         const AutocastScope scope(device.type(), autocast);
         return stage->forward_with(x, more);
       },
@@ -80,12 +82,16 @@ std::vector<models::StagePart> configured_parts(const TrainConfig& config, int s
                                  {.balance = config.layout.partition == "cost" ? models::Balance::Cost : models::Balance::Count, .pattern = config.model.pattern, .costs = {}});
 }
 
+void check_stages(const TrainConfig& config, const schedule::Schedule& schedule) {
+  if (schedule.stages().chains().size() > 1)
+    throw ConfigError(describe("layout.schedule", config.layout.schedule, "a schedule with one copy of the model", "a bidirectional schedule holds two; choose DualPipeV, which needs one"));
+  if (config.layout.tp > 1) models::check_tensor_parallel(transformer_options(config.model), static_cast<int>(config.layout.tp));
+}
+
 ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config, const schedule::Schedule& schedule, at::Device device)
     : options_(transformer_options(config.model)), parts_(configured_parts(config, schedule.stages().stages())) {
   const schedule::StageMap& map = schedule.stages();
-  if (map.chains().size() > 1)
-    throw ConfigError(describe("layout.schedule", config.layout.schedule, "a schedule with one copy of the model", "a bidirectional schedule holds two; choose DualPipeV, which needs one"));
-  if (layout.tp_size() > 1) models::check_tensor_parallel(options_, layout.tp_size());
+  check_stages(config, schedule);
   for (const int index : map.stages_of(layout.pp())) {
     models::TransformerStage module(options_, parts_[static_cast<std::size_t>(index)]);
     module->to(device);

@@ -31,6 +31,9 @@ schedule::Schedule configured_schedule(const LayoutConfig& config);
 // Which blocks every stage has.
 std::vector<models::StagePart> configured_parts(const TrainConfig& config, int stages);
 
+// What ModelStages cannot be built for, in any rank. Throws ConfigError.
+void check_stages(const TrainConfig& config, const schedule::Schedule& schedule);
+
 class ModelStages {
  public:
   // [collective over the tensor-parallel ranks] Throws ConfigError for combinations that do not fit.

@@ -16,6 +16,7 @@
 #include "penstock/torch/version.h"
 #include "penstock/train/make_shards.h"
 #include "penstock/train/peak_flops.h"
+#include "penstock/train/not_finite.h"
 #include "penstock/train/process_memory.h"
 
 namespace penstock::train {
@@ -129,6 +130,15 @@ struct Trainer::Impl {
   }
 
   RunEnd run() {
+    try {
+      return train();
+    } catch (const NotFiniteError&) {
+      writer.wait();  // all ranks stop alike: what is being saved is from before
+      throw;
+    }
+  }
+
+  RunEnd train() {
     const auto begin = Clock::now();
     tell([&](Observer& each) { each.on_start(description); });
     RunEnd end = RunEnd::Finished;

@@ -1,0 +1,51 @@
+// What a configuration would do, without doing it: mesh, partition, schedule, memory, predicted time. No rank is started.
+//
+//   std::puts(to_text(dry_run(config)).c_str());
+//
+// Times are measured on one block, an embedding and a head on this machine (part_costs.h) and put together by the simulator. Not in it:
+// sums over replicas and tensor-parallel ranks, the optimizer's update, reading data. Memory counts parameters, gradients, the optimizer's
+// state and what the schedule lets microbatches keep for their backwards; not LibTorch itself and the scratch space of kernels.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "penstock/models/stage_parts.h"
+#include "penstock/plan/simulator.h"
+#include "penstock/schedule/schedule.h"
+#include "penstock/train/config.h"
+#include "penstock/train/part_costs.h"
+
+namespace penstock::train {
+
+// Bytes of a rank.
+struct RankMemory {
+  std::int64_t parameters = 0;
+  std::int64_t gradients = 0;    // with the copies that replicas exchange
+  std::int64_t optimizer = 0;
+  std::int64_t activations = 0;  // at most
+  int live = 0;                  // (stage, microbatch) pairs at most
+  std::int64_t total() const { return parameters + gradients + optimizer + activations; }
+};
+
+struct DryRun {
+  TrainConfig config;
+  std::string device;
+  std::string data;                       // what there is to train on
+  int cores = 1;                          // of this machine, for all ranks
+  schedule::Schedule schedule;
+  std::vector<models::StagePart> parts;   // by stage
+  PartMeasurements measured;
+  plan::Simulation simulation;            // of one run of the schedule, in seconds
+  std::vector<RankMemory> memory;         // by rank along the pipeline
+  double step_seconds = 0;
+  std::int64_t tokens_per_step = 0;
+};
+
+// Throws ConfigError for what training would refuse.
+DryRun dry_run(const TrainConfig& config);
+
+std::string to_text(const DryRun& run);
+
+}  // namespace penstock::train

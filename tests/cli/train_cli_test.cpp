@@ -1,0 +1,79 @@
+// `penstock parity` and `penstock train --dry-run` as a user meets them.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include "penstock/base/files.h"
+#include "tests/command.h"
+#include "tests/has_text.h"
+
+namespace penstock::test {
+namespace {
+
+namespace fs = std::filesystem;
+
+Ended penstock(const std::string& arguments) { return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments, std::chrono::seconds(110)); }
+
+class TrainCli : public ::testing::Test {
+ protected:
+  TrainCli() {
+    fs::create_directories(folder_ / "text");
+    for (int file = 0; file < 12; ++file) std::ofstream(folder_ / "text" / (std::to_string(file) + ".h")) << "int value_" << file << " = " << 17 * file << ";\n" << std::string(300, static_cast<char>('a' + file));
+    std::ofstream(folder_ / "train.toml") << "[model]\nlayers = 4\nwidth = 16\nheads = 2\nkey_value_heads = 2\nfeed_width = 32\ncontext = 16\n"
+                                          << "[layout]\nmicrobatches = 4\nmicrobatch_size = 2\ndevice = \"cpu\"\n"
+                                          << "[training]\nwarmup_steps = 2\nvalidate_every = 0\n"
+                                          << "[data]\nvalidation_fraction = 0\nsources = [\"" << (folder_ / "text").string() << "\"]\n";
+  }
+  ~TrainCli() override {
+    std::error_code ignored;  // a folder left behind is no failure of what is tested
+    remove_tree(folder_, ignored);
+  }
+  std::string config() const { return "'" + (folder_ / "train.toml").string() + "'"; }
+
+  const fs::path folder_ = fs::temp_directory_path() / ("penstock_train_cli_" + std::to_string(::getpid()));
+};
+
+TEST_F(TrainCli, HelpHasExamples) {
+  EXPECT_TRUE(has_text(penstock("parity --help").output, "penstock parity --pp 2"));
+  EXPECT_TRUE(has_text(penstock("train --help").output, "--dry-run"));
+}
+
+TEST_F(TrainCli, ParityOfAPipeline) {
+  const Ended ended = penstock("parity " + config() + " --pp 2 --steps 2");
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_TRUE(has_text(ended.output, "expected: equal values"));
+  EXPECT_TRUE(has_text(ended.output, "2 losses over 2 steps, largest relative difference 0\n"));
+  EXPECT_TRUE(has_text(ended.output, "parity: ok"));
+}
+
+TEST_F(TrainCli, ParityOfReplicasFailsWhereNoRoundingIsAllowed) {
+  const std::string kept = (folder_ / "kept").string();
+  const Ended ended = penstock("parity " + config() + " --pp 1 --dp 2 --steps 2 --tolerance 0 --all --keep '" + kept + "'");
+  EXPECT_EQ(ended.exit_code, 1) << ended.output;
+  EXPECT_TRUE(has_text(ended.output, "FAIL"));
+  EXPECT_TRUE(has_text(ended.output, "(replica 1)"));
+  EXPECT_TRUE(fs::exists(fs::path(kept) / "layout" / "step-00000002" / "index.json"));
+}
+
+TEST_F(TrainCli, WrongUsageIsExitCode2) {
+  const Ended unknown = penstock("parity " + config() + " --schedul 1F1B");
+  EXPECT_EQ(unknown.exit_code, 2);
+  EXPECT_TRUE(has_text(unknown.output, "schedule"));
+  EXPECT_EQ(penstock("parity " + config() + " --steps 0").exit_code, 2);
+  EXPECT_EQ(penstock("train " + config() + " --pp 5 --dry-run").exit_code, 2);
+}
+
+TEST_F(TrainCli, DryRunTrainsNothing) {
+  const Ended ended = run_command("cd '" + folder_.string() + "' && '" + environment("PENSTOCK_BIN") + "/penstock' train train.toml --pp 2 --dry-run");
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_TRUE(has_text(ended.output, "mesh: 2 ranks = pp 2"));
+  EXPECT_TRUE(has_text(ended.output, "predicted: "));
+  EXPECT_FALSE(fs::exists(folder_ / "runs"));
+}
+
+}  // namespace
+}  // namespace penstock::test

@@ -122,7 +122,7 @@ class PageWriter {
     out_ += "<div class=\"tiles\">\n";
     if (numbers.loss_steps > 0) tile("Training loss", fmt::format("{:.4f}", numbers.loss), fmt::format("mean of the last {} steps", numbers.loss_steps));
     if (numbers.best_validation) tile("Validation loss", fmt::format("{:.4f}", numbers.last_validation->loss), fmt::format("best {:.4f} at step {}", numbers.best_validation->loss, numbers.best_validation->step));
-    if (numbers.tokens_per_second > 0) tile("Speed", format_token_rate(numbers.tokens_per_second), fmt::format("median; {:.1f} ms a step", 1e3 * numbers.times.total));
+    if (numbers.tokens_per_second > 0) tile("Speed", format_token_rate(numbers.tokens_per_second), fmt::format("{:.1f} ms a step", 1e3 * numbers.times.total));
     if (numbers.mfu > 0) tile("MFU", percent(numbers.mfu), fmt::format("of {}, measured", flops_text(run.start().peak_flops)));
     if (const TraceReport* trace = run.trace()) tile("Bubble", percent(trace->bubble), fmt::format("simulated {}", percent(trace->simulated_bubble)));
     if (numbers.times.total > 0) tile("Outside the schedule", percent(numbers.outside_schedule), "of a step: data, sync, update");
@@ -262,7 +262,7 @@ class PageWriter {
 
   void speed() {
     out_ += "<section><h2>Where the time of a step goes</h2>\n";
-    out_ += "<p class=\"sub\">Medians over the steps, as rank 0 sees them.</p>";
+    out_ += "<p class=\"sub\">Means over the steps but the first five, as rank 0 sees them.</p>";
     out_ += "<div class=\"legend\"><span><b class=\"p1\"></b>schedule: forward and backward</span><span><b class=\"p2\"></b>data</span><span><b class=\"p4\"></b>sync of gradients</span><span><b class=\"p5\"></b>update</span><span><b class=\"lane\"></b>rest</span></div><div class=\"bars\">";
     double longest = 0;
     for (const RunReport& run : runs_) longest = std::max(longest, run.numbers.times.total);

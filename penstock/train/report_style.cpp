@@ -39,6 +39,7 @@ details{margin-top:6px}summary{cursor:pointer;color:var(--soft)}.columns{columns
 .none{color:var(--soft);margin:6px 0}footer{color:var(--soft);font-size:12.5px;margin-top:22px}
 #tip{position:fixed;display:none;white-space:pre-line;background:#12212b;color:#fff;border:1px solid #3a4a55;padding:7px 11px;border-radius:7px;font-size:12.5px;font-variant-numeric:tabular-nums;pointer-events:none;max-width:420px;z-index:9}
 #tip i{display:inline-block;width:9px;height:9px;border-radius:50%;background:currentColor;margin-right:7px}#tip em{font-style:normal;color:#fff}
+@media(max-width:700px){figure{overflow-x:auto}svg.chart{min-width:540px}}
 @media print{section{break-inside:avoid}}
 </style>
 )";

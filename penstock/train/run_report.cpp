@@ -22,11 +22,21 @@ constexpr std::size_t kLastSteps = 20;
 
 double milliseconds(std::int64_t ns) { return static_cast<double>(ns) / 1e6; }
 
-template <class Get>
-double median_over(const std::vector<StepMetrics>& steps, Get get) {
-  std::vector<double> values;
-  for (std::size_t i = steps.size() > 2 * kWarmUpSteps ? kWarmUpSteps : 0; i < steps.size(); ++i) values.push_back(get(steps[i]));
-  return median_of(std::move(values));
+// Sums over the steps but the first few; steps whose time is not known do not count.
+void add_times(RunNumbers& numbers, const std::vector<StepMetrics>& steps) {
+  StepTimes sum;
+  double count = 0, tokens = 0;
+  for (std::size_t i = steps.size() > 2 * kWarmUpSteps ? kWarmUpSteps : 0; i < steps.size(); ++i) {
+    const StepTimes& times = steps[i].outcome.times;
+    if (!std::isfinite(times.data + times.schedule + times.sync + times.update + times.total)) continue;
+    for (double StepTimes::* part : {&StepTimes::data, &StepTimes::schedule, &StepTimes::sync, &StepTimes::update, &StepTimes::total}) sum.*part += times.*part;
+    tokens += static_cast<double>(steps[i].outcome.tokens);
+    ++count;
+  }
+  if (!(sum.total > 0)) return;
+  numbers.tokens_per_second = tokens / sum.total;
+  numbers.outside_schedule = 1 - sum.schedule / sum.total;
+  for (double StepTimes::* part : {&StepTimes::data, &StepTimes::schedule, &StepTimes::sync, &StepTimes::update, &StepTimes::total}) numbers.times.*part = sum.*part / count;
 }
 
 RunNumbers numbers_of(const RunMetrics& metrics) {
@@ -42,10 +52,7 @@ RunNumbers numbers_of(const RunMetrics& metrics) {
     numbers.last_validation = validation;
     if (std::isfinite(validation.loss) && (!numbers.best_validation || validation.loss < numbers.best_validation->loss)) numbers.best_validation = validation;
   }
-  numbers.tokens_per_second = median_over(steps, [](const StepMetrics& step) { return step.tokens_per_second; });
-  const auto time = [&](double StepTimes::* part) { return median_over(steps, [&](const StepMetrics& step) { return step.outcome.times.*part; }); };
-  numbers.times = {.data = time(&StepTimes::data), .schedule = time(&StepTimes::schedule), .sync = time(&StepTimes::sync), .update = time(&StepTimes::update), .total = time(&StepTimes::total)};
-  numbers.outside_schedule = median_over(steps, [](const StepMetrics& step) { return step.outcome.times.total > 0 ? 1 - step.outcome.times.schedule / step.outcome.times.total : 0; });
+  add_times(numbers, steps);
   const StartMetrics& start = metrics.starts.back();
   if (start.peak_flops > 0) numbers.mfu = numbers.tokens_per_second * start.flops_per_token / start.peak_flops;
   for (const StepMetrics& step : steps) {

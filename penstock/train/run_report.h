@@ -41,7 +41,7 @@ struct TraceReport {
 // Throws what compare_with_simulation throws.
 TraceReport report_trace(pipeline::StepTrace trace);
 
-// Medians over the steps but the first few, which warm up.
+// Speed and times are means over the steps but the first five, which warm up.
 struct RunNumbers {
   double loss = 0;             // mean over the last steps
   std::int64_t loss_steps = 0;

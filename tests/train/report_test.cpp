@@ -49,6 +49,10 @@ TEST(ReportPage, OneRun) {
   EXPECT_EQ(run.name, "first");
   EXPECT_EQ(run.state(), "finished, 200 of 200 steps");
   EXPECT_TRUE(run.notes.empty());
+  EXPECT_NEAR(run.numbers.times.total, 0.252, 1e-3);
+  EXPECT_NEAR(run.numbers.tokens_per_second, 4096 / run.numbers.times.total, 1e-6);
+  EXPECT_NEAR(run.numbers.outside_schedule, 1 - run.numbers.times.schedule / run.numbers.times.total, 1e-12);
+  EXPECT_NEAR(run.numbers.mfu, run.numbers.tokens_per_second * 7.5e6 / 3e11, 1e-12);
   const std::string page = report_page({run});
   EXPECT_EQ(markup_problem(page), "");
   EXPECT_EQ(count_of(page, "<svg class=\"chart\""), 6u);

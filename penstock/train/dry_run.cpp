@@ -176,7 +176,7 @@ void write_memory(std::string& text, const DryRun& run) {
   fmt::format_to(out, "memory of a rank, by its place along the pipeline:\n  {:>4}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}\n", "pp", "parameters", "gradients", "optimizer", "activations", "together");
   for (std::size_t rank = 0; rank < run.memory.size(); ++rank) {
     const RankMemory& memory = run.memory[rank];
-    fmt::format_to(out, "  {:>4}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}   at most {} microbatches of a stage live\n", rank, bytes_text(memory.parameters), bytes_text(memory.gradients), bytes_text(memory.optimizer), bytes_text(memory.activations),
+    fmt::format_to(out, "  {:>4}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}   {} live at most\n", rank, bytes_text(memory.parameters), bytes_text(memory.gradients), bytes_text(memory.optimizer), bytes_text(memory.activations),
                    bytes_text(memory.total()), memory.live);
   }
   fmt::format_to(out, "  activations: measured on real parts, one microbatch keeps {} in a block and {} at the head{}\n", bytes_text(run.measured.block.kept), bytes_text(run.measured.head.kept),

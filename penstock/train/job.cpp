@@ -241,8 +241,9 @@ struct TrainingJob::Impl {
     } catch (const std::exception& error) {
       began = fmt::format("where it began is not known, looking for it failed: {}", error.what());
     }
+    const auto shown = [](double value) { return std::isnan(value) ? std::string("nan") : fmt::format("{}", value); };  // without its sign
     throw NotFiniteError(fmt::format("step {}: loss {}, gradient norm {}: {}; checkpoints are as they were: resume from the last one with a lower training.lr, a longer training.warmup_steps or a smaller training.clip_norm",
-                                     steps_done + 1, outcome.loss, outcome.grad_norm, began));
+                                     steps_done + 1, shown(outcome.loss), shown(outcome.grad_norm), began));
   }
 
   // What was bad before the step; else the first operator that made it so; else the first gradient. Dropout falls otherwise in the

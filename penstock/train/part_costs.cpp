@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <dlfcn.h>
 #include <torch/cuda.h>
 
 #include <algorithm>
@@ -139,15 +140,31 @@ class Trial {
   at::Tensor documents_, targets_, input_;
 };
 
+// OpenBLAS has threads of its own, which at::set_num_threads does not reach; a launcher tells it by the environment, before it is loaded.
+// Nothing where another BLAS is in the process.
+template <class Function>
+Function openblas(const char* name) {
+  return reinterpret_cast<Function>(::dlsym(RTLD_DEFAULT, name));
+}
+
+// For a scope: as many threads as a rank would have.
 class ThreadCount {
  public:
-  explicit ThreadCount(int threads) : before_(at::get_num_threads()) { at::set_num_threads(threads); }
-  ~ThreadCount() { at::set_num_threads(before_); }
+  explicit ThreadCount(int threads) : before_(at::get_num_threads()) {
+    if (const auto get = openblas<int (*)()>("openblas_get_num_threads")) blas_before_ = get();
+    set(threads, threads);
+  }
+  ~ThreadCount() { set(before_, blas_before_); }
   ThreadCount(const ThreadCount&) = delete;
   ThreadCount& operator=(const ThreadCount&) = delete;
 
  private:
+  static void set(int threads, int of_blas) {
+    at::set_num_threads(threads);
+    if (const auto set_blas = openblas<void (*)(int)>("openblas_set_num_threads")) set_blas(of_blas);
+  }
   int before_;
+  int blas_before_ = 1;
 };
 
 }  // namespace

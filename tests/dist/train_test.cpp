@@ -131,7 +131,7 @@ TEST_F(Train, MistakesSayWhatToChange) {
   const Ended layout = train("bad", "--tp 3");
   EXPECT_EQ(layout.exit_code, 2);
   EXPECT_TRUE(has_text(layout.output, "heads")) << layout.output;
-  const Ended data = train("bad", "--data /nowhere");
+  const Ended data = run_command(fmt::format("{} train --data /nowhere --run_folder '{}'", penstock(), (folder / "bad").string()));
   EXPECT_NE(data.exit_code, 0);
   EXPECT_TRUE(has_text(data.output, "/nowhere")) << data.output;
 }

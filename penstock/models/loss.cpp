@@ -7,8 +7,6 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/dtensor/dtensor.h"
-#include "penstock/models/wide_cross_entropy.h"
-#include "penstock/torch/fake.h"
 
 namespace penstock::models {
 
@@ -18,9 +16,7 @@ at::Tensor token_loss_sum(const at::Tensor& logits, const at::Tensor& targets, s
                               "[..., vocabulary] and [...]"));
   if (targets.scalar_type() != at::kLong) throw ValueError(describe("token_loss: targets", c10::toString(targets.scalar_type()), "Long"));
   const auto dtype = logits.scalar_type();
-  const bool short_values = dtype == at::kHalf || dtype == at::kBFloat16;
-  if (short_values && !is_dtensor(logits) && !is_fake(logits)) return wide_cross_entropy(logits.reshape({-1, logits.size(-1)}), targets.reshape({-1}), ignored);
-  const at::Tensor wide = short_values ? logits.to(at::kFloat) : logits;
+  const at::Tensor wide = dtype == at::kHalf || dtype == at::kBFloat16 ? logits.to(at::kFloat) : logits;
   const at::Tensor rows = wide.reshape({-1, logits.size(-1)}), wanted = targets.reshape({-1});
   if (!is_dtensor(logits)) return at::cross_entropy_loss(rows, wanted, {}, at::Reduction::Sum, ignored);
   const ImplicitReplicationGuard same_targets;  // plain targets are the same on all ranks

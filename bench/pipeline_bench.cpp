@@ -5,6 +5,8 @@
 //   pipeline_bench --d 256 --schedule ZBVZeroBubble --repeats 5 --p2p ucx
 //   pipeline_bench --d 256 --schedule 1F1B --trace step.json          also writes the last step, for penstock trace and Perfetto
 //
+// --linear: "joined" computes the weight gradients of linear layers for all microbatches at once (StageOptions::join_weight_gradients),
+// "deferred" those of each microbatch in its weight pass, "plain" leaves them to autograd.
 // Efficiency is the simulated time of the step, from the medians of its own actions, over the measured one. "one process" is a plain loop
 // over the microbatches on one core.
 // Ours and the peer's run alternately; the median over the repeats of each run's median step counts. Export OMP_NUM_THREADS=1 and
@@ -24,6 +26,7 @@
 #include <thread>
 
 #include "penstock/base/env.h"
+#include "penstock/pipeline/deferred_linear.h"
 #include "penstock/pipeline/schedules.h"
 #include "penstock/pipeline/trace_comparison.h"
 #include "penstock/torch/version.h"
@@ -38,8 +41,14 @@ struct Config {
   std::string schedule = "1F1B";
   int d = 256, mb = 1, nmb = 8, steps = 15;
   std::string p2p = "auto";
+  std::string linear = "joined";
   std::string trace;
 };
+
+// How linear layers compute their weight gradients; the same for all layers of the process.
+bool deferred_layers = false;
+
+at::Tensor through(torch::nn::Linear& layer, const at::Tensor& x) { return deferred_layers ? deferred_linear(x, layer->weight, layer->bias) : layer(x); }
 
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(int d)
@@ -49,10 +58,10 @@ struct BlockImpl : torch::nn::Module {
 
   at::Tensor forward(at::Tensor x) {
     const auto rows = x.size(0), length = x.size(1), d = x.size(2);
-    const auto parts = qkv(ln1(x)).view({rows, length, 3, kHeads, d / kHeads}).permute({2, 0, 3, 1, 4}).unbind(0);
+    const auto parts = through(qkv, ln1(x)).view({rows, length, 3, kHeads, d / kHeads}).permute({2, 0, 3, 1, 4}).unbind(0);
     const at::Tensor weights = torch::softmax(torch::matmul(parts[0], parts[1].transpose(-2, -1)) * std::pow(static_cast<double>(d / kHeads), -0.5), -1);
-    x = x + proj(torch::matmul(weights, parts[2]).transpose(1, 2).reshape({rows, length, d}));
-    return x + fc2(torch::gelu(fc1(ln2(x))));
+    x = x + through(proj, torch::matmul(weights, parts[2]).transpose(1, 2).reshape({rows, length, d}));
+    return x + through(fc2, torch::gelu(through(fc1, ln2(x))));
   }
 
   torch::nn::LayerNorm ln1;
@@ -130,6 +139,7 @@ int run_one_process(const Config& config) {
 // One rank of one run; rank 0 prints the line that the parent reads.
 int run_rank(const Config& config) {
   at::set_num_threads(1);
+  deferred_layers = config.linear != "plain";
   comm::World world = comm::World::from_env();
   const auto kind = schedule::schedule_kind(config.schedule);
   const int per_rank = schedule::required_stages_per_rank(kind).value_or(2);
@@ -141,7 +151,9 @@ int run_rank(const Config& config) {
   for (const int index : mine) {
     std::vector<StageModule> parts;
     for (int i = index * kBlocks / count; i < (index + 1) * kBlocks / count; ++i) parts.emplace_back(blocks[static_cast<std::size_t>(i)]);
-    stages.emplace_back(StageModule::chain(parts), index, count, at::kCPU);
+    StageOptions how;
+    how.join_weight_gradients = config.linear == "joined";
+    stages.emplace_back(StageModule::chain(parts), index, count, at::kCPU, how);
   }
   PipelineOptions options{world};
   options.p2p = config.p2p == "ucx" ? comm::P2PTransport::Ucx : config.p2p == "gloo" ? comm::P2PTransport::Gloo : comm::P2PTransport::Auto;
@@ -198,7 +210,7 @@ Figure run_ours(const Config& config, int port) {
   if (config.schedule == "one process") return read_figure(fmt::format("'{}' --alone --d {} --mb {} --nmb {} --steps {}", self, config.d, config.mb, config.nmb, config.steps));
   std::string command;
   for (int rank = 1; rank >= 0; --rank)
-    command += fmt::format("MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=17179869184 MIMALLOC_PURGE_DELAY=-1 RANK={} WORLD_SIZE=2 LOCAL_RANK={} LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={} '{}' --rank {} --p2p {}{}{}", rank, rank, port, self, flags(config), config.p2p,
+    command += fmt::format("MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=17179869184 MIMALLOC_PURGE_DELAY=-1 RANK={} WORLD_SIZE=2 LOCAL_RANK={} LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={} '{}' --rank {} --p2p {} --linear {}{}{}", rank, rank, port, self, flags(config), config.p2p, config.linear,
                            config.trace.empty() ? "" : " --trace '" + config.trace + "'", rank == 1 ? " & " : "; wait");
   return read_figure(command);
 }
@@ -211,7 +223,7 @@ int main(int argc, char** argv) {
   int repeats = 3;
   std::string peer;
   const std::map<std::string, int*> numbers{{"--d", &config.d}, {"--mb", &config.mb}, {"--nmb", &config.nmb}, {"--steps", &config.steps}, {"--repeats", &repeats}};
-  const std::map<std::string, std::string*> texts{{"--schedule", &config.schedule}, {"--p2p", &config.p2p}, {"--peer", &peer}, {"--trace", &config.trace}};
+  const std::map<std::string, std::string*> texts{{"--schedule", &config.schedule}, {"--p2p", &config.p2p}, {"--linear", &config.linear}, {"--peer", &peer}, {"--trace", &config.trace}};
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
     if (flag == "--rank") {
@@ -225,13 +237,13 @@ int main(int argc, char** argv) {
       *texts.at(flag) = argv[++i];
       if (flag == "--schedule") all_schedules = false;
     } else {
-      fmt::print("usage: pipeline_bench [--schedule NAME] [--d N] [--mb N] [--nmb N] [--steps N] [--repeats N] [--p2p auto|gloo|ucx] [--trace FILE] [--peer \"python3 bench/pipeline_peer.py\"]\n");
+      fmt::print("usage: pipeline_bench [--schedule NAME] [--d N] [--mb N] [--nmb N] [--steps N] [--repeats N] [--p2p auto|gloo|ucx] [--linear joined|deferred|plain] [--trace FILE] [--peer \"python3 bench/pipeline_peer.py\"]\n");
       return flag == "--help" ? 0 : 2;
     }
   }
   if (alone) return run_one_process(config);
   if (is_rank) return run_rank(config);
-  fmt::print("LibTorch {}, 2 ranks, mb {}, nmb {}, {} transfers; median step in ms\n", torch_version(), config.mb, config.nmb, config.p2p);
+  fmt::print("LibTorch {}, 2 ranks, mb {}, nmb {}, {} transfers, {} linear layers; median step in ms\n", torch_version(), config.mb, config.nmb, config.p2p, config.linear);
   fmt::print("{:<22} {:>4} {:>9} {:>10}{}\n", "schedule", "d", "ours", "efficiency", peer.empty() ? "" : "      peer   ratio   loss and norm");
   int port = 29700 + static_cast<int>(getpid() % 200);
   for (const int d : all_d ? std::vector<int>{32, 256} : std::vector<int>{config.d}) {

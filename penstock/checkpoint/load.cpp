@@ -20,7 +20,6 @@ namespace {
 
 constexpr comm::MessageKind kWishes{"CKPL"};
 constexpr comm::MessageKind kReport{"CKPR"};
-constexpr std::size_t kMaxBytes = std::size_t{1} << 29;
 constexpr std::size_t kProblemsShown = 40;
 
 std::vector<std::string> joined(const std::set<std::string>& names) { return {names.begin(), names.end()}; }
@@ -54,13 +53,13 @@ Wishes wishes_of(const Checkpoint& checkpoint, Section section, const std::vecto
 }
 
 Bytes to_bytes(const Wishes& wishes) {
-  return comm::MessageWriter(kWishes, 1, kMaxBytes).write(wishes.names).write(wishes.missing).write(wishes.cast).write(wishes.problems).finish();
+  return comm::MessageWriter(kWishes, 1, kMaxMessageBytes).write(wishes.names).write(wishes.missing).write(wishes.cast).write(wishes.problems).finish();
 }
 
 LoadReport judge(const Checkpoint& checkpoint, Section section, const std::vector<Bytes>& said, const LoadOptions& options) {
   std::set<std::string> names, missing, cast, problems, extra;
   for (const Bytes& bytes : said) {
-    comm::MessageReader reader(bytes, kWishes, {1, 1}, kMaxBytes);
+    comm::MessageReader reader(bytes, kWishes, {1, 1}, kMaxMessageBytes);
     for (std::set<std::string>* all : {&names, &missing, &cast, &problems})
       for (std::string& text : reader.read<std::vector<std::string>>()) all->insert(std::move(text));
     reader.expect_end();
@@ -112,9 +111,9 @@ LoadReport load_into(Meeting& meeting, const Checkpoint& checkpoint, Section sec
       "compare with the checkpoint", [&] { return to_bytes(wishes_of(checkpoint, section, parts)); },
       [&](const std::vector<Bytes>& said) {
         const LoadReport report = judge(checkpoint, section, said, options);
-        return comm::MessageWriter(kReport, 1, kMaxBytes).write(report.missing).write(report.extra).write(report.cast).finish();
+        return comm::MessageWriter(kReport, 1, kMaxMessageBytes).write(report.missing).write(report.extra).write(report.cast).finish();
       });
-  comm::MessageReader reader(verdict, kReport, {1, 1}, kMaxBytes);
+  comm::MessageReader reader(verdict, kReport, {1, 1}, kMaxMessageBytes);
   LoadReport report;
   reader.read(report.missing).read(report.extra).read(report.cast);
   reader.expect_end();

@@ -18,7 +18,7 @@ namespace {
 
 constexpr comm::MessageKind kOutcome{"CKPO"};
 constexpr comm::MessageKind kWord{"CKPW"};
-constexpr std::size_t kMaxBytes = std::size_t{1} << 30;
+constexpr std::size_t kMaxWordBytes = std::size_t{1} << 30;
 // Rank 0 judges and the others wait for its word: so much longer that it arrives before their own deadline.
 constexpr std::chrono::seconds kVerdictSlack{3};
 // A step that stands for "this rank is no longer in that round".
@@ -31,11 +31,11 @@ struct Outcome {
 };
 
 Bytes to_bytes(const Outcome& outcome) {
-  return comm::MessageWriter(kOutcome, 1, kMaxBytes).write(outcome.good).write(outcome.error).write(outcome.bytes).finish();
+  return comm::MessageWriter(kOutcome, 1, kMaxWordBytes).write(outcome.good).write(outcome.error).write(outcome.bytes).finish();
 }
 
 Outcome outcome_of(const Bytes& bytes) {
-  comm::MessageReader reader(bytes, kOutcome, {1, 1}, kMaxBytes);
+  comm::MessageReader reader(bytes, kOutcome, {1, 1}, kMaxWordBytes);
   Outcome outcome;
   reader.read(outcome.good).read(outcome.error).read(outcome.bytes);
   reader.expect_end();
@@ -89,7 +89,7 @@ void BoardMeeting::begin_round(std::chrono::steady_clock::time_point deadline) {
 }
 
 void BoardMeeting::leave(const Bytes& word) {
-  const Bytes bytes = comm::MessageWriter(kWord, 1, kMaxBytes).write(round_).write(step_).write(word).finish();
+  const Bytes bytes = comm::MessageWriter(kWord, 1, kMaxWordBytes).write(round_).write(step_).write(word).finish();
   board_.leave(std::string(bytes.begin(), bytes.end()));
 }
 
@@ -99,7 +99,7 @@ std::optional<Bytes> BoardMeeting::await(int rank, const std::string& topic) {
     if (given_up_) throw CheckpointError(fmt::format("checkpoint: rank {} gave it up ({})", board_.rank(), topic));
     if (const auto text = board_.word_of(rank)) {
       const Bytes bytes(text->begin(), text->end());
-      comm::MessageReader reader(bytes, kWord, {1, 1}, kMaxBytes);
+      comm::MessageReader reader(bytes, kWord, {1, 1}, kMaxWordBytes);
       const auto round = reader.read<std::uint64_t>(), step = reader.read<std::uint64_t>();
       auto word = reader.read<Bytes>();
       reader.expect_end();

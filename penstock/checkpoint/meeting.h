@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -17,6 +18,9 @@
 #include <vector>
 
 namespace penstock::checkpoint {
+
+// The most that one word of the meetings of this folder may hold.
+inline constexpr std::size_t kMaxMessageBytes = std::size_t{1} << 29;
 
 using Bytes = std::vector<std::uint8_t>;
 

@@ -24,7 +24,6 @@ namespace fs = std::filesystem;
 
 constexpr comm::MessageKind kDamages{"CKPD"};
 constexpr comm::MessageKind kFound{"CKPF"};
-constexpr std::size_t kMaxBytes = std::size_t{1} << 29;
 constexpr std::size_t kDamagesShown = 8;
 
 Index read_index(const fs::path& path) {
@@ -131,12 +130,12 @@ void Checkpoint::read(Section section, std::string_view name, const Slice& slice
 
 std::vector<Damage> find_damage(Meeting& meeting, const fs::path& path, bool blocks) {
   const auto read = [](const Bytes& bytes) {
-    comm::MessageReader reader(bytes, kDamages, {1, 1}, kMaxBytes);
+    comm::MessageReader reader(bytes, kDamages, {1, 1}, kMaxMessageBytes);
     auto damages = reader.read<std::vector<Damage>>();
     reader.expect_end();
     return damages;
   };
-  const auto write = [](const std::vector<Damage>& damages) { return comm::MessageWriter(kDamages, 1, kMaxBytes).write(damages).finish(); };
+  const auto write = [](const std::vector<Damage>& damages) { return comm::MessageWriter(kDamages, 1, kMaxMessageBytes).write(damages).finish(); };
   return read(meeting.agree(
       fmt::format("check {}", path.string()), [&] { return write(own_damage(path, blocks, meeting.rank(), meeting.size())); },
       [&](const std::vector<Bytes>& said) {
@@ -155,10 +154,10 @@ std::optional<OpenedCheckpoint> open_latest(Meeting& meeting, const fs::path& fo
         std::vector<std::int64_t> steps;
         if (meeting.rank() == 0)
           for (const FoundCheckpoint& found : find_checkpoints(folder)) steps.push_back(found.step);
-        return comm::MessageWriter(kFound, 1, kMaxBytes).write(steps).finish();
+        return comm::MessageWriter(kFound, 1, kMaxMessageBytes).write(steps).finish();
       },
       [](const std::vector<Bytes>& said) { return said.front(); });
-  comm::MessageReader reader(verdict, kFound, {1, 1}, kMaxBytes);
+  comm::MessageReader reader(verdict, kFound, {1, 1}, kMaxMessageBytes);
   const auto steps = reader.read<std::vector<std::int64_t>>();
   reader.expect_end();
   if (steps.empty()) return std::nullopt;

@@ -18,7 +18,6 @@ namespace penstock::checkpoint {
 
 namespace {
 
-using Json = nlohmann::json;
 
 struct DtypeRow {
   std::string_view code;
@@ -58,7 +57,7 @@ std::string shown(std::string_view name) {
 
 // Reads the one form of JSON that a header has, event by event, so that names given twice are seen and nothing but the entries
 // is built. Nesting is limited by the form itself.
-class HeaderReader final : public nlohmann::json_sax<Json> {
+class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
  public:
   HeaderReader(Header& header, const std::string& where) : header_(header), where_(where) {}
 
@@ -278,7 +277,7 @@ Header parse_header(std::span<const std::uint8_t> bytes, std::uint64_t file_byte
   if (json.empty() || json.front() != '{')
     throw CheckpointError(fmt::format("{}: the header does not begin with '{{'; the file is damaged or no safetensors file", where));
   HeaderReader reader(header, where);
-  Json::sax_parse(json.begin(), json.end(), &reader);
+  nlohmann::json::sax_parse(json.begin(), json.end(), &reader);
 
   const std::uint64_t data_bytes = file_bytes - header.data_begin;
   std::stable_sort(header.entries.begin(), header.entries.end(), [](const TensorEntry& a, const TensorEntry& b) {

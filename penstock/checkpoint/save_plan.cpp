@@ -28,7 +28,6 @@ namespace {
 
 constexpr comm::MessageKind kAnnouncement{"CKPA"};
 constexpr comm::MessageKind kPlan{"CKPP"};
-constexpr std::size_t kMaxBytes = std::size_t{1} << 29;
 constexpr std::size_t kProblemsShown = 20;
 
 template <class Enum>
@@ -138,20 +137,20 @@ SavePlan make_save_plan(const std::vector<std::vector<AnnouncedTensor>>& ranks) 
 
 SavePlan agree_on_plan(Meeting& meeting, std::int64_t step, const std::function<std::vector<AnnouncedTensor>()>& own) {
   const Bytes verdict = meeting.agree(
-      "plan", [&] { return comm::MessageWriter(kAnnouncement, 1, kMaxBytes).write(step).write(own()).finish(); },
+      "plan", [&] { return comm::MessageWriter(kAnnouncement, 1, kMaxMessageBytes).write(step).write(own()).finish(); },
       [step](const std::vector<Bytes>& said) {
         std::vector<std::vector<AnnouncedTensor>> ranks;
         for (const Bytes& bytes : said) {
-          comm::MessageReader reader(bytes, kAnnouncement, {1, 1}, kMaxBytes);
+          comm::MessageReader reader(bytes, kAnnouncement, {1, 1}, kMaxMessageBytes);
           if (const auto other = reader.read<std::int64_t>(); other != step)
             throw CheckpointError(fmt::format("checkpoint: rank 0 saves step {}, rank {} step {}; all ranks must save the same step", step, ranks.size(), other));
           ranks.push_back(reader.read<std::vector<AnnouncedTensor>>());
           reader.expect_end();
         }
         const SavePlan plan = make_save_plan(ranks);
-        return comm::MessageWriter(kPlan, 1, kMaxBytes).write(plan.tensors).write(plan.writes).finish();
+        return comm::MessageWriter(kPlan, 1, kMaxMessageBytes).write(plan.tensors).write(plan.writes).finish();
       });
-  comm::MessageReader reader(verdict, kPlan, {1, 1}, kMaxBytes);
+  comm::MessageReader reader(verdict, kPlan, {1, 1}, kMaxMessageBytes);
   SavePlan plan;
   reader.read(plan.tensors).read(plan.writes);
   reader.expect_end();

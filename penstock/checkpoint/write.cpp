@@ -31,7 +31,6 @@ namespace fs = std::filesystem;
 
 constexpr comm::MessageKind kMade{"CKPM"};
 constexpr comm::MessageKind kChecksums{"CKPC"};
-constexpr std::size_t kMaxBytes = std::size_t{1} << 29;
 constexpr const char* kToken = ".token";
 constexpr const char* kState = "state.json";
 
@@ -69,7 +68,7 @@ class Writing {
   void make_folder() {
     const Bytes made = meeting_.agree(
         "make the folder", [&] { return meeting_.rank() == 0 ? make_files() : Bytes{}; }, [](const std::vector<Bytes>& said) { return said.front(); });
-    comm::MessageReader reader(made, kMade, {1, 1}, kMaxBytes);
+    comm::MessageReader reader(made, kMade, {1, 1}, kMaxMessageBytes);
     reader.read(token_).read(state_bytes_);
     reader.expect_end();
   }
@@ -94,7 +93,7 @@ class Writing {
     const std::string token = fmt::format("{:08x}{:08x}{:08x}", random(), random(), random());
     write_file(draft_ / kToken, token);
     done(WritePhase::FolderMade);
-    return comm::MessageWriter(kMade, 1, kMaxBytes).write(token).write(static_cast<std::uint64_t>(state_.size())).finish();
+    return comm::MessageWriter(kMade, 1, kMaxMessageBytes).write(token).write(static_cast<std::uint64_t>(state_.size())).finish();
   }
 
   void write_parts() const {
@@ -144,12 +143,12 @@ class Writing {
         sums.push_back(checksum(read.bytes));
       });
       done(WritePhase::Checked);
-      return comm::MessageWriter(kChecksums, 1, kMaxBytes).write(sums).finish();
+      return comm::MessageWriter(kChecksums, 1, kMaxMessageBytes).write(sums).finish();
     };
     const auto judge = [&](const std::vector<Bytes>& said) {
       std::vector<std::uint64_t> all;
       for (const Bytes& bytes : said) {
-        comm::MessageReader reader(bytes, kChecksums, {1, 1}, kMaxBytes);
+        comm::MessageReader reader(bytes, kChecksums, {1, 1}, kMaxMessageBytes);
         const auto sums = reader.read<std::vector<std::uint64_t>>();
         reader.expect_end();
         all.insert(all.end(), sums.begin(), sums.end());

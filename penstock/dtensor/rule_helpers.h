@@ -46,6 +46,9 @@ Sharding like_model(const ShardingCall& call);
 c10::Scalar least_of(at::ScalarType dtype);
 c10::Scalar greatest_of(at::ScalarType dtype);
 
+// Whether terms of this kind are added up.
+inline bool sums(PartialOp kind) { return kind == PartialOp::Sum || kind == PartialOp::Avg; }
+
 // For operators whose result has a shape that depends on values: which one, and what to use instead.
 [[noreturn]] void refuse_unknown_shape(const OperatorTraits& traits);
 

@@ -102,8 +102,6 @@ Sharding slice(const ShardingCall& call) {
   return mapped(call, identity(call.inputs[0].ndim()));
 }
 
-bool sums(PartialOp kind) { return kind == PartialOp::Sum || kind == PartialOp::Avg; }
-
 // Complex numbers as pairs: sums of them are sums of the parts, products are not.
 Sharding as_pairs(const ShardingCall& call) { return mapped(call, identity(call.inputs[0].ndim()), sums); }
 

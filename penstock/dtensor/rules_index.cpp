@@ -13,8 +13,6 @@
 namespace penstock::detail {
 namespace {
 
-bool sums(PartialOp kind) { return kind == PartialOp::Sum || kind == PartialOp::Avg; }
-
 // What the operators of this family have in common.
 struct IndexedCall {
   explicit IndexedCall(const ShardingCall& call)

@@ -22,8 +22,6 @@ void add_all_partial(const ShardingCall& call, std::vector<AxisStrategy>& strate
   strategies.push_back(std::move(strategy));
 }
 
-bool sums(PartialOp kind) { return kind == PartialOp::Sum || kind == PartialOp::Avg; }
-
 // a + b, a - b: terms of one kind on both sides. A number on one side would be added once per rank; of a mean it may.
 Sharding additive(const ShardingCall& call) {
   auto strategies = elementwise_strategies(call);

@@ -4,6 +4,7 @@
 
 #include "penstock/models/local_region.h"
 #include "penstock/torch/autocast_scope.h"
+#include "penstock/torch/fused_math.h"
 
 namespace penstock::models {
 
@@ -19,7 +20,7 @@ void FeedForwardImpl::reset() {
 at::Tensor FeedForwardImpl::forward(const at::Tensor& x) {
   const LocalRegion region(x, gate->weight, Rows::BatchAndLength);
   const at::Tensor in = cast_once(region.enter(x));
-  const at::Tensor gated = at::silu(at::linear(in, region.weight(gate->weight))) * at::linear(in, region.weight(up->weight));
+  const at::Tensor gated = silu_product(at::linear(in, region.weight(gate->weight)), at::linear(in, region.weight(up->weight)));
   return region.leave_sum(at::linear(gated, region.weight(down->weight)));
 }
 

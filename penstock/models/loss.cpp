@@ -1,12 +1,12 @@
 #include "penstock/models/loss.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/Reduction.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include "penstock/base/errors.h"
 #include "penstock/dtensor/dtensor.h"
+#include "penstock/torch/fused_math.h"
 
 namespace penstock::models {
 
@@ -15,12 +15,10 @@ at::Tensor token_loss_sum(const at::Tensor& logits, const at::Tensor& targets, s
     throw ValueError(describe("token_loss: logits and targets", fmt::format("[{}] and [{}]", fmt::join(logits.sizes(), ", "), fmt::join(targets.sizes(), ", ")),
                               "[..., vocabulary] and [...]"));
   if (targets.scalar_type() != at::kLong) throw ValueError(describe("token_loss: targets", c10::toString(targets.scalar_type()), "Long"));
-  const auto dtype = logits.scalar_type();
-  const at::Tensor wide = dtype == at::kHalf || dtype == at::kBFloat16 ? logits.to(at::kFloat) : logits;
-  const at::Tensor rows = wide.reshape({-1, logits.size(-1)}), wanted = targets.reshape({-1});
-  if (!is_dtensor(logits)) return at::cross_entropy_loss(rows, wanted, {}, at::Reduction::Sum, ignored);
+  const at::Tensor rows = logits.reshape({-1, logits.size(-1)}), wanted = targets.reshape({-1});
+  if (!is_dtensor(logits)) return cross_entropy_sum(rows, wanted, ignored);
   const ImplicitReplicationGuard same_targets;  // plain targets are the same on all ranks
-  return full_tensor(at::cross_entropy_loss(rows, wanted, {}, at::Reduction::Sum, ignored));
+  return full_tensor(cross_entropy_sum(rows, wanted, ignored));
 }
 
 at::Tensor token_loss(const at::Tensor& logits, const at::Tensor& targets, double tokens, std::int64_t ignored) {

@@ -7,6 +7,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/torch/fake.h"
+#include "penstock/torch/fused_math.h"
 #include "penstock/torch/mode.h"
 
 namespace penstock::models {
@@ -49,10 +50,6 @@ at::Tensor Rotary::turns(std::int64_t first, std::int64_t length, const at::Tens
   return table_for(like, fake).narrow(0, first, length);
 }
 
-at::Tensor rotate(const at::Tensor& x, const at::Tensor& turns) {
-  const at::ScalarType dtype = turns.scalar_type() == at::kComplexDouble ? at::kDouble : at::kFloat;
-  const at::Tensor points = at::view_as_complex(x.to(dtype).view({x.size(0), x.size(1), x.size(2), x.size(3) / 2, 2}));
-  return at::view_as_real(points * turns).view(x.sizes()).to(x.scalar_type());
-}
+at::Tensor rotate(const at::Tensor& x, const at::Tensor& turns) { return rotate_pairs(x, turns); }
 
 }  // namespace penstock::models

@@ -87,7 +87,7 @@ schedule::Schedule fitting(schedule::Schedule schedule, std::size_t ranks, const
   return pipeline::executable(std::move(schedule));
 }
 
-Tree as_arguments(const Tree& args) {
+Tree step_arguments(const Tree& args) {
   if (args.is_none()) return Tree::tuple({});
   return args.is_leaf() || args.kind() == Tree::Kind::Dict ? Tree::tuple({args}) : args;
 }
@@ -130,9 +130,9 @@ struct PipelineRuntime::Impl {
     const int wanted = lowered.microbatches();
     const bool first = holds(&schedule::StageMap::is_first);
     const bool last = holds(&schedule::StageMap::is_last);
-    if (first && as_arguments(args).size() == 0 && kwargs.size() == 0)
+    if (first && step_arguments(args).size() == 0 && kwargs.size() == 0)
       throw ValueError(describe("arguments of a step on the rank of the first stage", "none", "those of the first stage", "pass the batch on this rank"));
-    Microbatches parts = split_microbatches(first ? as_arguments(args) : Tree::tuple({}), kwargs, wanted, first ? options.split : SplitSpecs{{}, options.split.kwargs});
+    Microbatches parts = split_microbatches(first ? step_arguments(args) : Tree::tuple({}), kwargs, wanted, first ? options.split : SplitSpecs{{}, options.split.kwargs});
     check_count(parts.count(), "arguments");
     step.args = std::move(parts.args);
     step.kwargs = std::move(parts.kwargs);

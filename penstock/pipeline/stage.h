@@ -71,6 +71,10 @@ struct StageOptions {
   // The stage splits its backward itself: a whole backward runs where the schedule has B or I, then `weight_step_builder` is
   // called; what it returns runs at once (B) or where the schedule has W.
   WeightStepBuilder weight_step_builder;
+  // The weight gradients of DeferredLinear layers (deferred_linear.h) wait for the last backward of the stage in a step and are computed
+  // for all microbatches at once: one product for each weight. Faster where microbatches are small; inputs and output gradients of these
+  // layers stay in memory for it. The same value, not the same last bit.
+  bool join_weight_gradients = false;
   // Finds the meshes of distributed activations that arrive. Those of the examples and of the parameters are known.
   MeshGroupsCallback find_mesh;
   // Compare every tensor with its record in full: dtype, shape, stride, placements. Default: at debug level detail. The cheap part

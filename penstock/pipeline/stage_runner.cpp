@@ -42,16 +42,21 @@ struct StageRunner::Chunk {
 StageRunner::StageRunner(PipelineStage stage, bool begins, bool ends, PipelineLoss loss, bool by_blocks, std::optional<int> synced)
     : stage_(std::move(stage)), begins_(begins), ends_(ends), loss_(std::move(loss)), by_blocks_(by_blocks),
       validate_(stage_.options().validate.value_or(debug_level() == DebugLevel::Detail)), synced_(synced), syncs_(gradient_syncs_of(stage_.module())) {}
+bool StageRunner::joins_weights() const { return stage_.options().join_weight_gradients; }
+
 StageRunner::~StageRunner() = default;
 StageRunner::StageRunner(StageRunner&&) noexcept = default;
 
 void StageRunner::begin_step(bool has_backward, std::vector<const StagePlan*> plans) {
   has_backward_ = has_backward;
   live_ = 0;
+  weights_to_do_ = 0;
+  if (joins_weights()) joined_ = std::make_unique<WeightQueue>();  // what a step that failed has left is given up
   chunks_.clear();
   for (const StagePlan* plan : plans) {
     chunks_.push_back(plan == nullptr ? nullptr : std::make_unique<Chunk>());
     if (plan == nullptr) continue;
+    ++weights_to_do_;
     Chunk& chunk = *chunks_.back();
     chunk.plan = plan;
     chunk.inputs.resize(plan->meta.inputs->size());
@@ -224,7 +229,7 @@ bool StageRunner::Forward::advance() {
   const auto alone = runner.alone(s.microbatch);
   const at::AutoGradMode grad_mode(runner.has_backward_);
   std::optional<WeightQueueGuard> deferring;
-  if (runner.has_backward_) deferring.emplace(s.chunk.deferred);
+  if (runner.has_backward_) deferring.emplace(runner.joins_weights() ? *runner.joined_ : s.chunk.deferred);
   Tree result;
   try {
     const StageModule& block = runner.by_blocks_ ? module.block(s.next) : module;
@@ -305,9 +310,8 @@ bool StageRunner::Backward::advance() {
       weight_step();
     }
   }
-  if (!s.input_only) s.chunk.deferred.run();
   s.chunk.phase = s.input_only ? Chunk::Phase::InputDone : Chunk::Phase::Done;
-  if (!s.input_only) --runner.live_;
+  if (!s.input_only) runner.finish_weights(s.chunk);
   return false;
 }
 
@@ -391,11 +395,18 @@ void StageRunner::backward_weight(int microbatch, const StepContext& context) {
   const StepGuard step(context);
   const auto without_sync = alone(microbatch);
   of.phase = Chunk::Phase::Done;
-  --live_;
   if (const auto weight_step = std::exchange(of.weight_step, nullptr)) weight_step();
   for (WeightBackward& weights : std::exchange(of.weights, {}))
     if (weights.pending()) weights.run();
-  of.deferred.run();
+  finish_weights(of);
+}
+
+void StageRunner::finish_weights(Chunk& chunk) {
+  --live_;
+  chunk.deferred.run();
+  if (!joins_weights() || --weights_to_do_ > 0) return;
+  joined_->join_layers();
+  joined_->run();
 }
 
 std::vector<std::int64_t> StageRunner::output_sizes(int microbatch, std::size_t output) const {

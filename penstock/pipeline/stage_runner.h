@@ -22,6 +22,7 @@
 #include <optional>
 #include <vector>
 
+#include "penstock/pipeline/deferred_linear.h"
 #include "penstock/pipeline/gradient_sync.h"
 #include "penstock/pipeline/pipeline_loss.h"
 #include "penstock/pipeline/split_backward.h"
@@ -87,6 +88,9 @@ class StageRunner {
   std::vector<at::Tensor> wrap_inputs(Chunk& chunk, int microbatch);
   void check_outputs(const Chunk& chunk, int microbatch, const std::vector<at::Tensor>& outputs) const;
   void finish_forward(Chunk& chunk, int microbatch, const Tree& result, const Tree& target);
+  bool joins_weights() const;
+  // After the last backward of a microbatch.
+  void finish_weights(Chunk& chunk);
   void finish_backward(Chunk& chunk, int microbatch, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> input_grads);
   void check_chunk(int microbatch, const char* action) const;
   // Engaged for all microbatches of a training step but `synced_`.
@@ -105,6 +109,8 @@ class StageRunner {
   bool has_backward_ = false;
   std::vector<std::unique_ptr<Chunk>> chunks_;
   int live_ = 0;
+  int weights_to_do_ = 0;                 // microbatches whose weight gradients are not done
+  std::unique_ptr<WeightQueue> joined_;   // of all microbatches of the step, where the stage wants that
 };
 
 class StageRunner::Forward {

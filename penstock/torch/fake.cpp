@@ -152,7 +152,7 @@ class FakeCall {
       device_.add(tensor, fake->device, true);
       return fake->meta;
     }
-    if (is_wrapper(tensor)) payload_of(tensor)->refuse(op_, "it met a fake tensor; make the subclass of fake tensors instead");
+    if (is_wrapper(tensor)) penstock::payload_of(tensor)->refuse(op_, "it met a fake tensor; make the subclass of fake tensors instead");
     if (written && !mode_) refuse_real_write(traits_, argument);
     if (tensor.is_meta()) return tensor;
     device_.add(tensor, tensor.device(), false);

@@ -74,6 +74,9 @@ void register_boxed(const std::string& op, bool only_missing = true);
 
 c10::optional<c10::OperatorHandle> find_operator(const std::string& op);
 
+// A list of one value stands for that value in every dimension.
+inline std::int64_t at_dim(at::IntArrayRef values, std::size_t dim) { return values.size() == 1 ? values[0] : values[dim]; }
+
 // ---- implementation ----
 
 template <class Function>

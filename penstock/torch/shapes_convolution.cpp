@@ -20,9 +20,6 @@ at::MemoryFormat convolution_format(const Tensor& input, const Tensor& weight, b
   return at::MemoryFormat::Contiguous;
 }
 
-// A list of one value stands for that value in every dimension.
-std::int64_t at_dim(IntArrayRef values, std::size_t dim) { return values.size() == 1 ? values[0] : values[dim]; }
-
 Sizes convolved_sizes(const Tensor& input, const Tensor& weight, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool transposed,
                       IntArrayRef output_padding, std::int64_t groups) {
   const std::int64_t channels = transposed ? weight.size(0) : weight.size(1) * groups;

@@ -19,8 +19,6 @@ Sizes with_spatial(const Tensor& self, IntArrayRef spatial) {
   return sizes;
 }
 
-std::int64_t at_dim(IntArrayRef values, std::size_t dim) { return values.size() == 1 ? values[0] : values[dim]; }
-
 // Where older kernels do not know channels last.
 Tensor newer_image_like(IntArrayRef sizes, const Tensor& like) {
   return PENSTOCK_TORCH_AT_LEAST(2, 0) ? image_like(sizes, like) : at::empty(sizes, like.options());

@@ -15,7 +15,7 @@ namespace penstock {
 
 namespace {
 
-[[noreturn]] void refuse(std::string_view what, const std::string& actual, const std::string& expected) {
+[[noreturn]] void refuse_meta(std::string_view what, const std::string& actual, const std::string& expected) {
   throw ValueError(describe(fmt::format("distributed record: {}", what), actual, expected,
                             "take global shape, placements and mesh from one distributed tensor"));
 }
@@ -47,27 +47,27 @@ DistributedRecord::DistributedRecord(TensorRecord local, std::vector<std::int64_
   for (const auto& [name, list] :
        {std::pair{"global shape", &global_shape_}, {"global stride", &global_stride_}}) {
     if (list->size() != ndim)
-      refuse(name, shape_text(*list), in_count(ndim, "dim, as the local part", "dims, as the local part"));
+      refuse_meta(name, shape_text(*list), in_count(ndim, "dim, as the local part", "dims, as the local part"));
     if (std::any_of(list->begin(), list->end(), [](std::int64_t n) { return n < 0; }))
-      refuse(name, shape_text(*list), "no negative number");
+      refuse_meta(name, shape_text(*list), "no negative number");
   }
   for (const Placement& placement : placements_) {
     if (placement.splits() && (placement.dim() < 0 || placement.dim() >= static_cast<std::int64_t>(ndim)))
-      refuse("placements", to_string(placements_),
+      refuse_meta("placements", to_string(placements_),
              fmt::format("dims below {}, counted from the front", ndim));
     if (placement.is_strided_shard() && placement.split_factor() < 1)
-      refuse("placements", to_string(placements_), "split factors of at least 1");
+      refuse_meta("placements", to_string(placements_), "split factors of at least 1");
   }
   if (const auto& layout = mesh_key_.layout) {
     const auto axes = static_cast<std::size_t>(layout->ndim());
     if (placements_.size() != axes)
-      refuse("placements", to_string(placements_),
+      refuse_meta("placements", to_string(placements_),
              in_count(axes, "placement, one for each mesh axis", "placements, one for each mesh axis"));
     if (!mesh_key_.names.empty() && mesh_key_.names.size() != axes)
-      refuse("mesh axis names", names_text(mesh_key_.names),
+      refuse_meta("mesh axis names", names_text(mesh_key_.names),
              in_count(axes, "name, one for each axis", "names, one for each axis"));
   } else if (!mesh_key_.names.empty() && placements_.size() != mesh_key_.names.size()) {
-    refuse("placements", to_string(placements_),
+    refuse_meta("placements", to_string(placements_),
            in_count(mesh_key_.names.size(), "placement, one for each mesh axis",
                     "placements, one for each mesh axis"));
   }

@@ -52,14 +52,14 @@ std::optional<std::int64_t> bytes_spanned(const std::vector<std::int64_t>& shape
   return bytes;
 }
 
-[[noreturn]] void refuse(std::string_view what, const std::string& actual, std::string_view expected,
+[[noreturn]] void refuse_record(std::string_view what, const std::string& actual, std::string_view expected,
                          std::string_view remedy = {}) {
   throw ValueError(describe(fmt::format("tensor record: {}", what), actual, expected, remedy));
 }
 
 void check_numbers(std::string_view name, const std::vector<std::int64_t>& numbers) {
   if (std::any_of(numbers.begin(), numbers.end(), [](std::int64_t n) { return n < 0; }))
-    refuse(name, shape_text(numbers), "no negative number");
+    refuse_record(name, shape_text(numbers), "no negative number");
 }
 
 }  // namespace
@@ -68,18 +68,18 @@ TensorRecord::TensorRecord(std::vector<std::int64_t> shape, std::vector<std::int
                            at::ScalarType dtype, bool requires_grad)
     : shape_(std::move(shape)), stride_(std::move(stride)), dtype_(dtype), requires_grad_(requires_grad) {
   if (shape_.size() != stride_.size())
-    refuse("shape and stride", fmt::format("{} and {}", shape_text(shape_), shape_text(stride_)),
+    refuse_record("shape and stride", fmt::format("{} and {}", shape_text(shape_), shape_text(stride_)),
            "the same number of dims");
   check_numbers("shape", shape_);
   check_numbers("stride", stride_);
   if (!dtype_number(dtype_))
-    refuse("dtype", dtype_name(dtype_), "a type with a number of its own (docs/messages.md)",
+    refuse_record("dtype", dtype_name(dtype_), "a type with a number of its own (docs/messages.md)",
            "dequantize a quantized tensor first");
   if (requires_grad_ && !at::isFloatingType(dtype_) && !at::isComplexType(dtype_))
-    refuse("requires_grad", fmt::format("true for {}", dtype_name(dtype_)),
+    refuse_record("requires_grad", fmt::format("true for {}", dtype_name(dtype_)),
            "a floating point or complex type");
   if (!bytes_spanned(shape_, stride_, static_cast<std::int64_t>(c10::elementSize(dtype_))))
-    refuse("size", fmt::format("{}{} stride {}", dtype_name(dtype_), shape_text(shape_), shape_text(stride_)),
+    refuse_record("size", fmt::format("{}{} stride {}", dtype_name(dtype_), shape_text(shape_), shape_text(stride_)),
            "fewer bytes than 2^63");
 }
 
@@ -87,7 +87,7 @@ TensorRecord TensorRecord::contiguous(std::vector<std::int64_t> shape, at::Scala
                                       bool requires_grad) {
   check_numbers("shape", shape);
   auto stride = contiguous_stride(shape);
-  if (!stride) refuse("size", dtype_name(dtype) + shape_text(shape), "fewer bytes than 2^63");
+  if (!stride) refuse_record("size", dtype_name(dtype) + shape_text(shape), "fewer bytes than 2^63");
   return TensorRecord(std::move(shape), std::move(*stride), dtype, requires_grad);
 }
 

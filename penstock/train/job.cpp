@@ -27,6 +27,7 @@
 #include "penstock/optim/lr_schedule.h"
 #include "penstock/optim/sgd.h"
 #include "penstock/torch/mode.h"
+#include "penstock/train/elapsed.h"
 #include "penstock/train/find_not_finite.h"
 #include "penstock/train/gradient_sync.h"
 #include "penstock/train/not_finite.h"
@@ -37,8 +38,6 @@ namespace penstock::train {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
 std::unique_ptr<optim::Optimizer> make_optimizer(const std::vector<optim::NamedParameter>& parameters, const TrainingConfig& config) {
   if (config.optimizer == "sgd")
@@ -155,16 +154,19 @@ struct TrainingJob::Impl {
     return {Tree::tuple({tensor(batch.tokens)}), config.data.document_mask ? Tree::dict({{"documents", tensor(batch.documents)}}) : Tree(), Tree(tensor(batch.targets))};
   }
 
-  // Sum of the losses of a run over its tokens, as it was before the division; only where the last stage is.
-  double loss_sum(const StepResult& result) const {
+  // Sum of the losses of runs over their tokens, as it was before the division; only the last stage has some. Waits for the device, once.
+  double loss_sum(const std::vector<at::Tensor>& losses) const {
+    if (losses.empty()) return 0;
+    const at::Tensor all = at::stack(losses).to(at::kDouble).cpu();
     double sum = 0;
-    for (const at::Tensor& loss : result.losses) sum += loss.item<double>();
+    for (std::int64_t i = 0; i < all.numel(); ++i) sum += all.data_ptr<double>()[i];
     return sum * static_cast<double>(positions_of_microbatch() * config.training.accumulation);
   }
 
   // Sums over all ranks that are the first of their tensor-parallel group; the others have the same numbers.
   std::vector<double> sum_over_world(std::vector<double> numbers, std::size_t counted) const {
     if (layout.tp() != 0) std::fill(numbers.begin(), numbers.begin() + static_cast<std::ptrdiff_t>(counted), 0.0);
+    if (world.size() == 1) return numbers;
     at::Tensor all = at::tensor(numbers, at::kDouble).to(device);
     world.group().all_reduce(all, comm::ReduceOp::Sum, {.label = "numbers of the step", .timeout = {}}).wait();
     all = all.cpu();
@@ -181,7 +183,8 @@ struct TrainingJob::Impl {
     optimizer->zero_grad();
     clear_second_leaf();
     pipeline.set_loss_scale(scaler.scale());
-    double sum = 0, counted = 0;
+    std::vector<at::Tensor> losses;
+    double counted = 0;
     for (std::int64_t run = 0; run < config.training.accumulation; ++run) {
       auto now = Clock::now();
       batches->next(batch);
@@ -191,20 +194,28 @@ struct TrainingJob::Impl {
       pipeline.set_step(steps_done * config.training.accumulation + run);
       const StepResult result = pipeline.step(inputs.args, inputs.kwargs, inputs.target);
       if (last_stage_here) {
-        sum += loss_sum(result);
+        losses.insert(losses.end(), result.losses.begin(), result.losses.end());
         counted += static_cast<double>(count_targets(batch.targets));
       }
       outcome.times.schedule += seconds_since(now);
     }
     auto now = Clock::now();
     sync.finish();
+    outcome.times.sync = seconds_since(now);
+    now = Clock::now();
+    const optim::ClipResult clipped = clip(outcome);  // begun before anything waits for the device
+    outcome.times.update = seconds_since(now);
+    now = Clock::now();
+    const double sum = loss_sum(losses);
+    outcome.times.schedule += seconds_since(now);  // on a GPU its work ends here
+    now = Clock::now();
     const std::vector<double> all = sum_over_world({sum, counted, stop ? 1.0 : 0.0}, 2);
     outcome.loss = all[1] > 0 ? all[0] / all[1] : 0;
     outcome.stop = all[2] > 0;
-    outcome.times.sync = seconds_since(now);
+    outcome.times.sync += seconds_since(now);
     now = Clock::now();
-    update(outcome);
-    outcome.times.update = seconds_since(now);
+    update(outcome, clipped);
+    outcome.times.update += seconds_since(now);
     ++steps_done;
     outcome.step = steps_done;
     outcome.times.total = seconds_since(begin);
@@ -215,19 +226,24 @@ struct TrainingJob::Impl {
     if (at::Tensor head = model.tied().head; head.defined()) head.mutable_grad() = at::Tensor();
   }
 
-  void update(StepOutcome& outcome) {
+  // Norm of the gradients, and the gradients clipped to it; nothing in a step that fp16 skips. Does not wait for the device otherwise.
+  optim::ClipResult clip(StepOutcome& outcome) {
     if (scaler.enabled()) {
       outcome.skipped = !scaler.unscale(optimizer->parameters(), {.groups = step_groups, .device = device});
       scaler.update();
     }
-    if (outcome.skipped) return;
+    if (outcome.skipped) return {};
     if (gradient_hook) {
       optim::settle_gradients(optimizer->parameters());
       gradient_hook(optimizer->parameters());
     }
     const double limit = config.training.clip_norm > 0 ? config.training.clip_norm : std::numeric_limits<double>::infinity();
-    const optim::ClipResult clipped = optim::clip_grad_norm(optimizer->parameters(), limit,
-                                                            {.order = 2, .groups = step_groups, .counts = [&](const optim::NamedParameter& each) { return model.counts(each); }, .non_finite = optim::NonFinite::Leave, .device = device});
+    return optim::clip_grad_norm(optimizer->parameters(), limit,
+                                 {.order = 2, .groups = step_groups, .counts = [&](const optim::NamedParameter& each) { return model.counts(each); }, .non_finite = optim::NonFinite::Leave, .device = device});
+  }
+
+  void update(StepOutcome& outcome, const optim::ClipResult& clipped) {
+    if (outcome.skipped) return;
     outcome.grad_norm = clipped.value();
     if (!std::isfinite(outcome.loss) || !std::isfinite(outcome.grad_norm)) throw_not_finite(outcome);
     optimizer->step();
@@ -267,7 +283,8 @@ struct TrainingJob::Impl {
   double validate() {
     if (!data.validation) throw StateError("validation: there is no validation data; raise data.validation_fraction");
     model.set_training(false);
-    double sum = 0, counted = 0;
+    std::vector<at::Tensor> losses;
+    double counted = 0;
     const std::int64_t round = samples_of_run() * config.layout.dp;
     Batch held;
     for (std::int64_t i = 0; i < config.training.validate_batches; ++i) {
@@ -275,11 +292,11 @@ struct TrainingJob::Impl {
       const Inputs inputs = inputs_of(held);
       const StepResult result = pipeline.eval(inputs.args, inputs.kwargs, inputs.target);
       if (!last_stage_here) continue;
-      sum += loss_sum(result);
+      losses.insert(losses.end(), result.losses.begin(), result.losses.end());
       counted += static_cast<double>(count_targets(held.targets));
     }
     model.set_training(true);
-    const std::vector<double> all = sum_over_world({sum, counted}, 2);
+    const std::vector<double> all = sum_over_world({loss_sum(losses), counted}, 2);
     return all[1] > 0 ? all[0] / all[1] : 0;
   }
 

@@ -21,6 +21,7 @@
 #include "penstock/torch/autocast_scope.h"
 #include "penstock/torch/mode.h"
 #include "penstock/torch/step_context.h"
+#include "penstock/train/elapsed.h"
 #include "penstock/train/model_stages.h"
 
 namespace penstock::train {
@@ -31,8 +32,6 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kRepeats = 3;
 constexpr double kBudget = 0.3;  // seconds for a part
-
-double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
 // The memory that operators have made and that somebody still holds.
 class LiveMemory final : public Mode {

@@ -22,13 +22,13 @@ using schedule::Action;
 using schedule::ActionKind;
 
 // Pixels.
-constexpr double kLeft = 64;
-constexpr double kRight = 14;
+constexpr double kTimelineLeft = 64;
+constexpr double kTimelineRight = 14;
 constexpr double kMeasured = 28;
 constexpr double kSimulated = 17;
 constexpr double kBetween = 2;
 constexpr double kGap = 12;
-constexpr double kTop = 6;
+constexpr double kTimelineTop = 6;
 constexpr double kNarrowest = 1042;  // of the time axis
 constexpr double kWidest = 8000;
 constexpr double kPleasantCell = 16;  // wide enough for a number
@@ -68,20 +68,20 @@ class TimelineWriter {
   std::string write() {
     const auto ranks = static_cast<double>(report_.trace.ranks.size());
     const double row = kMeasured + kBetween + kSimulated + kGap;
-    const double bottom = kTop + ranks * row;
-    const double width = kLeft + time_ * scale_ + kRight;
+    const double bottom = kTimelineTop + ranks * row;
+    const double width = kTimelineLeft + time_ * scale_ + kTimelineRight;
     const double height = bottom + 24;
     print("<svg class=\"timeline\" viewBox=\"0 0 {0:.0f} {1:.0f}\" width=\"{0:.0f}\" height=\"{1:.0f}\" role=\"img\" aria-label=\"step {2} over the ranks\">", width, height, report_.step);
     const double distance = plan::tick_distance(time_, static_cast<int>(std::max(4.0, time_ * scale_ / 110)));
     for (int tick = 0; tick * distance <= time_ * (1 + 1e-9); ++tick) {
-      const double x = kLeft + tick * distance * scale_;
-      print("<line class=\"tick\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"{1}\" y2=\"{2:.1f}\"/><text class=\"note mid\" x=\"{0:.1f}\" y=\"{3:.1f}\">{4:g}{5}</text>", x, kTop - 4, bottom - 4, bottom + 12, tick * distance, tick == 0 ? " ms" : "");
+      const double x = kTimelineLeft + tick * distance * scale_;
+      print("<line class=\"tick\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"{1}\" y2=\"{2:.1f}\"/><text class=\"note mid\" x=\"{0:.1f}\" y=\"{3:.1f}\">{4:g}{5}</text>", x, kTimelineTop - 4, bottom - 4, bottom + 12, tick * distance, tick == 0 ? " ms" : "");
     }
     std::size_t next = 0;  // of the comparison's actions, which lie in the same order
     for (std::size_t rank = 0; rank < report_.trace.ranks.size(); ++rank) {
-      const double y = kTop + static_cast<double>(rank) * row;
-      print("<text class=\"label end\" x=\"{}\" y=\"{:.1f}\">rank {}</text>", kLeft - 10, y + kMeasured / 2 + 4.5, rank);
-      print("<text class=\"note end\" x=\"{}\" y=\"{:.1f}\">simulated</text>", kLeft - 10, y + kMeasured + kBetween + kSimulated / 2 + 4);
+      const double y = kTimelineTop + static_cast<double>(rank) * row;
+      print("<text class=\"label end\" x=\"{}\" y=\"{:.1f}\">rank {}</text>", kTimelineLeft - 10, y + kMeasured / 2 + 4.5, rank);
+      print("<text class=\"note end\" x=\"{}\" y=\"{:.1f}\">simulated</text>", kTimelineLeft - 10, y + kMeasured + kBetween + kSimulated / 2 + 4);
       lane(y, kMeasured, report_.comparison.measured_ms);
       lane(y + kMeasured + kBetween, kSimulated, report_.comparison.simulated_ms);
       for (const TraceEvent& event : report_.trace.ranks[rank]) {
@@ -109,19 +109,19 @@ class TimelineWriter {
     fmt::format_to(std::back_inserter(out_), format, std::forward<Args>(args)...);
   }
 
-  void lane(double y, double height, double length) { print("<rect class=\"lane\" x=\"{}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{}\" rx=\"3\"/>", kLeft, y, length * scale_, height); }
+  void lane(double y, double height, double length) { print("<rect class=\"lane\" x=\"{}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{}\" rx=\"3\"/>", kTimelineLeft, y, length * scale_, height); }
 
   void wait(double begin, double end, double y, const std::string& tip) {
     const double width = (end - begin) * scale_;
     if (width < 0.4) return;  // narrower than what can be seen
     waits_ = true;
-    print("<g class=\"cell\" data-m=\"-1\" data-tip=\"{}\"><rect class=\"wait\" x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{}\"/></g>", escape_xml(tip), kLeft + begin * scale_, y + kMeasured - 6, width, 6);
+    print("<g class=\"cell\" data-m=\"-1\" data-tip=\"{}\"><rect class=\"wait\" x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{}\"/></g>", escape_xml(tip), kTimelineLeft + begin * scale_, y + kMeasured - 6, width, 6);
   }
 
   void cell(const std::vector<Action>& actions, double begin, double end, double y, double height, const std::string& tip, bool measured) {
     const double width = (end - begin) * scale_;
     if (!(width > 0) || actions.empty()) return;
-    const double x = kLeft + begin * scale_;
+    const double x = kTimelineLeft + begin * scale_;
     const double drawn = std::max(width - (width > 4 ? 1 : 0.3), 0.3);
     const Action& first = actions.front();
     print("<g class=\"cell{}\" data-m=\"{}\" data-tip=\"{}\">", measured ? "" : " simulated", first.has_microbatch() ? first.microbatch()->value() : -1, escape_xml(tip));

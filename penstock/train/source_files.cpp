@@ -23,7 +23,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kRemedy = "repair or remove it, or set data.skip_bad_files (--skip-bad-files) to go on without it";
+constexpr const char* kSourceRemedy = "repair or remove it, or set data.skip_bad_files (--skip-bad-files) to go on without it";
 
 // Device and number of a file: what it is, whatever the path to it.
 using Identity = std::pair<std::uint64_t, std::uint64_t>;
@@ -49,7 +49,7 @@ class Search {
 
   void bad(const fs::path& path, const std::string& why) {
     if (!options_.skip_bad_files)
-      throw ConfigError(describe(fmt::format("{}: source file", path.string()), why, "text", kRemedy));
+      throw ConfigError(describe(fmt::format("{}: source file", path.string()), why, "text", kSourceRemedy));
     list_.bad.push_back({path, why});
   }
 
@@ -184,7 +184,7 @@ SourceList find_sources(const SourceOptions& options) {
 
 std::string read_source(const fs::path& path) {
   const auto refuse = [&](const std::string& why) {
-    throw ConfigError(describe(fmt::format("{}: source file", path.string()), why, "text", kRemedy));
+    throw ConfigError(describe(fmt::format("{}: source file", path.string()), why, "text", kSourceRemedy));
   };
   struct Descriptor {
     int number;

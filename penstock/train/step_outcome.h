@@ -8,7 +8,7 @@ namespace penstock::train {
 // Seconds on this rank.
 struct StepTimes {
   double data = 0;      // waiting for the batch and moving it to the device
-  double schedule = 0;  // forward and backward of all microbatches
+  double schedule = 0;  // forward and backward of all microbatches; on a GPU until the device has done them
   double sync = 0;      // sums over replicas and tied weights that were not hidden
   double update = 0;    // clipping and the optimizer
   double total = 0;

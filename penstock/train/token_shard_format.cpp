@@ -15,7 +15,7 @@ namespace {
 
 constexpr char kMagic[8] = {'P', 'N', 'S', 'K', 'T', 'O', 'K', 'S'};
 constexpr std::size_t kChecksumOffset = kShardHeaderBytes - 8;
-constexpr const char* kRemedy = "make the shards again with penstock data make";
+constexpr const char* kFormatRemedy = "make the shards again with penstock data make";
 
 template <class T>
 T load(std::span<const std::uint8_t> bytes, std::size_t offset) {
@@ -80,16 +80,16 @@ TokenShardHeader decode_shard_header(std::span<const std::uint8_t> bytes, std::s
   };
   if (bytes.size() < kShardHeaderBytes)
     refuse("token shard", fmt::format("{} bytes", bytes.size()),
-           fmt::format("at least a header of {} bytes", kShardHeaderBytes), kRemedy);
+           fmt::format("at least a header of {} bytes", kShardHeaderBytes), kFormatRemedy);
   if (std::memcmp(bytes.data(), kMagic, sizeof kMagic) != 0)
     refuse("not a token shard", "other first bytes", "PNSKTOKS", "give files that penstock data make wrote");
   // Before the checksum: another version may have its checksum elsewhere.
   if (const auto version = load<std::uint32_t>(bytes, 8); version != kShardVersion)
-    refuse("version of the token shard", fmt::format("{}", version), fmt::format("{}", kShardVersion), kRemedy);
+    refuse("version of the token shard", fmt::format("{}", version), fmt::format("{}", kShardVersion), kFormatRemedy);
   const std::uint64_t actual = checksum64(bytes.first(kChecksumOffset));
   if (const auto expected = load<std::uint64_t>(bytes, kChecksumOffset); actual != expected)
     refuse("the header is damaged: checksum", fmt::format("{:016x}", actual), fmt::format("{:016x}", expected),
-           kRemedy);
+           kFormatRemedy);
   TokenShardHeader header;
   header.token_bytes = load<std::uint32_t>(bytes, 12);
   header.vocabulary = load<std::uint64_t>(bytes, 16);
@@ -99,11 +99,11 @@ TokenShardHeader decode_shard_header(std::span<const std::uint8_t> bytes, std::s
   header.end_of_document = load<std::uint32_t>(bytes, 48);
   header.table_checksum = load<std::uint64_t>(bytes, 56);
   if (const auto reserved = load<std::uint32_t>(bytes, 52); reserved != 0)
-    refuse("reserved field", fmt::format("{}", reserved), "0", kRemedy);
+    refuse("reserved field", fmt::format("{}", reserved), "0", kFormatRemedy);
   try {
     check_shard_header(header);
   } catch (const ValueError& error) {
-    throw ConfigError(fmt::format("{}: {}; {}", name, error.what(), kRemedy));
+    throw ConfigError(fmt::format("{}: {}; {}", name, error.what(), kFormatRemedy));
   }
   return header;
 }

@@ -14,6 +14,7 @@
 #include "penstock/checkpoint/world_meeting.h"
 #include "penstock/models/options.h"
 #include "penstock/torch/version.h"
+#include "penstock/train/elapsed.h"
 #include "penstock/train/make_shards.h"
 #include "penstock/train/peak_flops.h"
 #include "penstock/train/not_finite.h"
@@ -25,8 +26,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 namespace fs = std::filesystem;
-
-double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
 std::atomic<bool> stop_flag{false};
 

@@ -1,6 +1,7 @@
 #include "penstock/checkpoint/writer.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
 #include <fmt/format.h>
 
 #include <condition_variable>
@@ -17,6 +18,7 @@
 #include "penstock/checkpoint/checkpoint_error.h"
 #include "penstock/checkpoint/folder.h"
 #include "penstock/checkpoint/world_meeting.h"
+#include "penstock/torch/streams.h"
 
 namespace penstock::checkpoint {
 
@@ -105,38 +107,61 @@ class CheckpointWriter::Impl {
     std::int64_t step = 0;
     SavePlan plan;
     std::vector<HostPart> parts;
+    std::vector<std::pair<std::size_t, at::Tensor>> on_device;  // parts that are still to be fetched
+    std::optional<c10::Stream> stream;                          // on which that happens; none: the current one
     std::string state;
   };
 
-  // One buffer per part that this rank writes; from save to save they are the same as long as the model is.
+  // What this rank writes is copied before training goes on: in main memory into the buffers, on a device into memory of the device, from
+  // where the thread fetches it. Where a device has no room for that, training waits until the buffers have it.
   void copy(Job& job, std::vector<AnnouncedTensor> announced, const std::vector<at::Tensor>& locals) {
     at::NoGradGuard no_grad;
     const auto& writes = job.plan.writes.at(static_cast<std::size_t>(board_.rank()));
     buffers_.resize(announced.size());
-    bool devices = false;
     for (std::size_t i = 0; i < announced.size(); ++i) {
-      HostPart part{std::move(announced[i]), nullptr};
+      job.parts.push_back({std::move(announced[i]), nullptr});
       if (writes[i] == 0) {
         buffers_[i].reset();
+      } else if (locals[i].is_cpu()) {
+        buffer_like(i, locals[i], false).copy_(locals[i]);
+        job.parts[i].bytes = static_cast<const std::uint8_t*>(buffers_[i].data_ptr());
       } else {
-        const at::Tensor& local = locals[i];
-        const bool device = !local.is_cpu();
-        at::Tensor& buffer = buffers_[i];
-        if (!buffer.defined() || buffer.sizes() != local.sizes() || buffer.scalar_type() != local.scalar_type() || buffer.is_pinned() != device)
-          buffer = at::empty(local.sizes(), at::TensorOptions(local.scalar_type()).pinned_memory(device));
-        buffer.copy_(local, /*non_blocking=*/device);
-        devices = devices || device;
-        part.bytes = static_cast<const std::uint8_t*>(buffer.data_ptr());
+        job.on_device.push_back({i, locals[i]});
       }
-      job.parts.push_back(std::move(part));
     }
-    // Copies from a device run one behind the other: a last one that blocks waits for all of them.
-    if (devices)
-      for (std::size_t i = announced.size(); i-- > 0;)
-        if (writes[i] != 0 && !locals[i].is_cpu()) {
-          buffers_[i].copy_(locals[i]);
-          break;
-        }
+    if (job.on_device.empty()) return;
+    try {
+      for (auto& [i, tensor] : job.on_device) tensor = tensor.clone();
+    } catch (const c10::Error& no_room) {
+      log().debug("checkpoint: copied from the device while training waits: {}", no_room.what_without_backtrace());
+      for (auto& [i, tensor] : job.on_device) tensor = locals[i];
+      fetch(job);
+      return;
+    }
+    const at::Device device = job.on_device[0].second.device();
+    job.stream = side_stream(device);
+    order_after(*job.stream, current_stream(device));
+  }
+
+  // From save to save the buffers are the same as long as the model is.
+  at::Tensor& buffer_like(std::size_t i, const at::Tensor& local, bool pinned) {
+    at::Tensor& buffer = buffers_[i];
+    if (!buffer.defined() || buffer.sizes() != local.sizes() || buffer.scalar_type() != local.scalar_type() || buffer.is_pinned() != pinned)
+      buffer = at::empty(local.sizes(), at::TensorOptions(local.scalar_type()).pinned_memory(pinned));
+    return buffer;
+  }
+
+  // Copies from a device run one behind the other: a last one that blocks waits for all of them.
+  void fetch(Job& job) {
+    if (job.on_device.empty()) return;
+    at::NoGradGuard no_grad;
+    const c10::OptionalStreamGuard on(job.stream ? c10::optional<c10::Stream>(*job.stream) : c10::nullopt);
+    for (const auto& [i, tensor] : job.on_device) {
+      buffer_like(i, tensor, true).copy_(tensor, /*non_blocking=*/true);
+      job.parts[i].bytes = static_cast<const std::uint8_t*>(buffers_[i].data_ptr());
+    }
+    buffers_[job.on_device.back().first].copy_(job.on_device.back().second);
+    job.on_device.clear();
   }
 
   void work() {
@@ -150,6 +175,7 @@ class CheckpointWriter::Impl {
       }
       std::exception_ptr error;
       try {
+        fetch(*job);
         write_checkpoint(meeting_, folder_, job->step, job->plan, job->parts, job->state, options_.files);
       } catch (const std::exception& failure) {
         error = std::make_exception_ptr(CheckpointError(fmt::format("checkpoint of step {} was not saved: {}", job->step, failure.what())));

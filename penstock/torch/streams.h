@@ -25,6 +25,9 @@ std::optional<c10::Stream> priority_stream(c10::Device device);
 
 c10::Stream current_stream(c10::Device device);
 
+// One of LibTorch's pool, to copy or compute beside the current one; on a device without streams its only one.
+c10::Stream side_stream(c10::Device device);
+
 // What is given to `later` from now on runs after what `first` has been given so far. Nothing when they are one stream.
 void order_after(const c10::Stream& later, const c10::Stream& first);
 

@@ -13,6 +13,7 @@
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/world_meeting.h"
 #include "penstock/models/options.h"
+#include "penstock/torch/device_memory.h"
 #include "penstock/torch/version.h"
 #include "penstock/train/elapsed.h"
 #include "penstock/train/make_shards.h"
@@ -125,6 +126,7 @@ struct Trainer::Impl {
     extras.tokens_per_second = static_cast<double>(outcome.tokens) / outcome.times.total;
     extras.seconds_left = pace * static_cast<double>(config.training.steps - outcome.step);
     extras.resident_bytes = resident_bytes();
+    extras.device_bytes = peak_device_bytes(job.device());
     return extras;
   }
 

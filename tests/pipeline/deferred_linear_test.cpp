@@ -187,6 +187,38 @@ TEST(DeferredLinear, FrozenParts) {
   EXPECT_TRUE(w.grad().defined());
 }
 
+// Several backwards of the same layers as one product; a layer of another type of input stays apart.
+TEST(DeferredLinear, JoinedLayers) {
+  torch::manual_seed(9);
+  for (const bool with_bias : {true, false}) {
+    const at::Tensor first = weight({7, 5}), second = weight({3, 7}), bias = with_bias ? weight({7}) : at::Tensor();
+    std::vector<at::Tensor> inputs;
+    for (const std::vector<std::int64_t>& sizes : std::vector<std::vector<std::int64_t>>{{4, 5}, {2, 3, 5}, {1, 5}, {2, 2, 2, 5}, {5}}) inputs.push_back(torch::randn(sizes));
+    std::vector<Tensors> results;
+    for (const bool join : {false, true}) {
+      for (const at::Tensor& each : {first, second, bias})
+        if (each.defined()) each.mutable_grad() = at::Tensor();
+      int hooks = 0;
+      const auto hook = first.register_hook([&](const at::Tensor& grad) { ++hooks; return grad; });
+      WeightQueue queue;
+      {
+        const WeightQueueGuard guard(queue);
+        for (const at::Tensor& input : inputs) deferred_linear(deferred_linear(input, first, bias).tanh(), second, {}).pow(2).sum().backward();
+      }
+      EXPECT_EQ(queue.size(), 2 * inputs.size());
+      if (join) queue.join_layers();
+      EXPECT_EQ(queue.size(), join ? 2 : 2 * inputs.size());
+      queue.run();
+      EXPECT_TRUE(queue.empty());
+      EXPECT_EQ(hooks, 1);
+      first.remove_hook(hook);
+      results.push_back({first.grad(), second.grad(), with_bias ? bias.grad() : at::Tensor()});
+    }
+    for (std::size_t i = 0; i < results[0].size(); ++i)
+      if (results[0][i].defined()) EXPECT_TRUE(at::allclose(results[0][i], results[1][i], 1e-5, 1e-6)) << i;
+  }
+}
+
 TEST(DeferredLinear, Misuse) {
   const at::Tensor w = weight({3, 3}), x = torch::randn({2, 3}).requires_grad_(true);
   at::Tensor y;

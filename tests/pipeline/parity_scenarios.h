@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/pipeline/deferred_linear.h"
 #include "penstock/pipeline/runtime.h"
 
 namespace penstock::test {
@@ -26,6 +27,12 @@ struct BlockImpl : torch::nn::Module {
   at::Tensor weight, bias, gain;
 };
 TORCH_MODULE(Block);
+
+struct JoinedBlockImpl : BlockImpl {
+  using BlockImpl::BlockImpl;
+  at::Tensor forward(const at::Tensor& x) { return torch::tanh(deferred_linear(torch::layer_norm(x, {kWidth}, gain), weight, bias)) + x; }
+};
+TORCH_MODULE(JoinedBlock);
 
 struct Batch {
   Tree args, kwargs, target;
@@ -132,6 +139,15 @@ inline std::vector<Scenario> parity_scenarios() {
       return stage == stages - 1 ? Tree(h) : Tree::tuple({h, h.cos()});
     }, {block.ptr()});
   }, [](int step, int m) { return plain_batch(step, 2 * m); }, square_loss()});
+
+  // A layer for all microbatches of a step at once: sums over rows in another order.
+  all.push_back({"joined weight gradients", [](int stage, int) { return StageModule::chain({StageModule(JoinedBlock(2 * stage)), StageModule(JoinedBlock(2 * stage + 1))}); },
+                 [](int step, int m) { return plain_batch(step, 2 * m); }, square_loss(), [](int) { return std::vector<SkipTensor>{}; },
+                 [](int, int) {
+                   StageOptions options;
+                   options.join_weight_gradients = true;
+                   return options;
+                 }});
 
   all.push_back({"examples given", [](int stage, int) { return two_blocks(stage); }, [](int step, int m) { return plain_batch(step, 2 * m); }, square_loss(),
                  [](int) { return std::vector<SkipTensor>{}; },

@@ -50,6 +50,32 @@ TEST_F(TrainCli, ParityOfAPipeline) {
   EXPECT_TRUE(has_text(ended.output, "parity: ok"));
 }
 
+// Pipelines give the bits of one process; sums over replicas and over tensor-parallel ranks may round otherwise.
+TEST_F(TrainCli, ParityOfManyLayouts) {
+  for (const char* layout : {
+           "--pp 2 --schedule GPipe",
+           "--pp 4 --schedule 1F1B",
+           "--pp 2 --virtual_stages 2 --schedule Interleaved1F1B",
+           "--pp 2 --virtual_stages 2 --schedule LoopedBFS",
+           "--pp 2 --virtual_stages 2 --schedule InterleavedZeroBubble",
+           "--pp 2 --schedule ZBVZeroBubble",
+           "--pp 2 --schedule DualPipeV",
+           "--pp 2 --schedule 1F1B --tie_head true",
+           "--pp 1 --dp 2",
+           "--pp 1 --dp 4",
+           "--pp 1 --tp 2",
+           "--pp 2 --dp 2 --schedule 1F1B",
+           "--pp 2 --tp 2 --schedule GPipe",
+           "--pp 2 --dp 2 --schedule ZBVZeroBubble",
+           "--pp 1 --dp 2 --tp 2",
+           "--pp 2 --virtual_stages 2 --schedule Interleaved1F1B --tp 2",
+       }) {
+    const Ended ended = penstock("parity " + config() + " --steps 3 " + layout);
+    EXPECT_EQ(ended.exit_code, 0) << layout << "\n" << ended.output;
+    EXPECT_TRUE(has_text(ended.output, "parity: ok")) << layout;
+  }
+}
+
 TEST_F(TrainCli, ParityOfReplicasFailsWhereNoRoundingIsAllowed) {
   const std::string kept = (folder_ / "kept").string();
   const Ended ended = penstock("parity " + config() + " --pp 1 --dp 2 --steps 2 --tolerance 0 --all --keep '" + kept + "'");

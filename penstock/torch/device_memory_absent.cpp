@@ -1,0 +1,8 @@
+// In place of device_memory_cuda.cpp in builds without CUDA.
+#include "penstock/torch/device_memory.h"
+
+namespace penstock {
+
+std::int64_t peak_device_bytes(c10::Device) { return 0; }
+
+}  // namespace penstock

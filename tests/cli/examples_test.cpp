@@ -1,0 +1,43 @@
+// The programs of examples/ that people copy, run as their first lines say.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "tests/command.h"
+
+namespace penstock::test {
+namespace {
+
+std::vector<double> losses_of(const std::string& output) {
+  std::vector<double> losses;
+  std::istringstream lines(output);
+  for (std::string line; std::getline(lines, line);)
+    if (const auto at = line.find("loss "); at != std::string::npos) losses.push_back(std::strtod(line.c_str() + at + 5, nullptr));
+  return losses;
+}
+
+TEST(Examples, TrainsATransformerByAKnownScheduleAndByOneFromAFile) {
+  const std::string bin = environment("PENSTOCK_BIN"), source = environment("PENSTOCK_SOURCE");
+  const std::string command = "'" + bin + "/penstock' launch -n 2 -- '" + bin + "/train_transformer' '" + source + "/README.md'";
+  const Ended known = run_command(command, std::chrono::seconds(110)), own = run_command(command + " '" + source + "/examples/own_schedule.csv'", std::chrono::seconds(110));
+  ASSERT_EQ(known.exit_code, 0) << known.output;
+  ASSERT_EQ(own.exit_code, 0) << own.output;
+  const std::vector<double> losses = losses_of(known.output);
+  ASSERT_EQ(losses.size(), 6u) << known.output;
+  EXPECT_LT(losses.back(), losses.front() - 0.5);
+  // Another order of the same work.
+  EXPECT_EQ(losses, losses_of(own.output));
+}
+
+TEST(Examples, SayHowTheyAreUsed) {
+  const Ended ended = run_command("'" + environment("PENSTOCK_BIN") + "/train_transformer'");
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_NE(ended.output.find("usage: train_transformer TEXT"), std::string::npos) << ended.output;
+}
+
+}  // namespace
+}  // namespace penstock::test

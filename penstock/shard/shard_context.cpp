@@ -1,0 +1,234 @@
+#include "penstock/shard/shard_context.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+
+#include "penstock/base/errors.h"
+#include "penstock/shard/shard_state.h"
+#include "penstock/torch/any_operator_hook.h"
+#include "penstock/torch/operator_hook.h"
+
+namespace penstock {
+namespace {
+
+void check_equal(const comm::Group& group, std::uint64_t fingerprint, const std::string& name) {
+  if (group.size() == 1) return;
+  at::Tensor mine = at::empty({1}, at::kLong);
+  mine[0] = static_cast<std::int64_t>(fingerprint);
+  at::Tensor all = at::empty({group.size()}, at::kLong);
+  group.all_gather(all, mine, {.label = "fully_shard: do all ranks have the same parameters"}).wait();
+  const auto* values = all.data_ptr<std::int64_t>();
+  for (int i = 1; i < group.size(); ++i)
+    if (values[i] != values[0])
+      throw ValueError(describe(fmt::format("fully_shard of '{}': names, shapes, dtypes, placements and requires_grad of the parameters on rank {}", name, group.rank_at(i).value()),
+                                "others", fmt::format("those of rank {}", group.rank_at(0).value()), "build the same module and call fully_shard with the same options on all ranks"));
+}
+
+}  // namespace
+
+void ShardContext::prepare(ParameterGroup& group) {
+  PENSTOCK_INVARIANT(group.owner(), "a group belongs to a module");
+  const NoAnyHookGuard no_hook;
+  ShardState& root = group.owner()->root();
+  auto context = std::make_shared<ShardContext>(root.all_groups());
+  context->agree();
+  for (ParameterGroup* member : context->groups_) {
+    member->set_pool(context->pool_);
+    member->set_context(context);
+    if (member->reshard_is_default()) member->set_reshard_default(member->owner() != &root);
+  }
+}
+
+ShardContext::ShardContext(std::vector<ParameterGroup*> groups)
+    : groups_(std::move(groups)), ready_(groups_.size()), settled_(groups_.size()), next_(static_cast<std::ptrdiff_t>(groups_.size()) - 1) {}
+
+void ShardContext::agree() const {
+  std::map<std::uint64_t, std::pair<const ParameterGroup*, std::uint64_t>> by_mesh;
+  for (const ParameterGroup* group : groups_) {
+    auto& entry = by_mesh.try_emplace(group->mesh().mesh().id(), group, 0).first->second;
+    entry.second = entry.second * 31 + group->fingerprint();
+  }
+  // Meshes in the order of their first group, which is that of all ranks.
+  std::vector<std::uint64_t> seen;
+  for (const ParameterGroup* group : groups_) {
+    const std::uint64_t id = group->mesh().mesh().id();
+    if (std::find(seen.begin(), seen.end(), id) != seen.end()) continue;
+    seen.push_back(id);
+    if (group->mesh().shard_ranks() > 1) check_equal(group->mesh().shard_group(), by_mesh.at(id).second, group->name());
+    if (group->mesh().replicas() > 1) check_equal(group->mesh().replicate_group(), by_mesh.at(id).second, group->name());
+  }
+}
+
+void ShardContext::note_peak() {
+  std::int64_t now = 0;
+  for (const ParameterGroup* group : groups_) now += group->memory().gathered;
+  peak_ = std::max(peak_, now);
+}
+
+void ShardContext::ask_ahead(ParameterGroup& group, const std::vector<Ahead>& chosen, int step) {
+  const auto explicitly = std::find_if(chosen.begin(), chosen.end(), [&](const Ahead& ahead) { return ahead.group == &group; });
+  if (explicitly != chosen.end()) {
+    for (ParameterGroup* next : explicitly->next) next->unshard();
+    return;
+  }
+  if (!prefetch) return;
+  const auto here = std::find(order_.begin(), order_.end(), &group) - order_.begin() + step;
+  if (here < 0 || here >= static_cast<std::ptrdiff_t>(order_.size())) return;
+  ParameterGroup& next = *order_[static_cast<std::size_t>(here)];
+  if (!settled_[position_of(next)]) next.unshard();
+}
+
+void ShardContext::use_in_forward(ParameterGroup& group) {
+  callback_queued_ = false;  // a backward that failed leaves it
+  if (current_ == &group && group.state() == GroupState::Unsharded) return;
+  if (std::find(order_.begin(), order_.end(), &group) == order_.end()) order_.push_back(&group);
+  // What stands beside this group has done its part; what it lies in has not.
+  std::erase_if(open_, [&](ParameterGroup* other) {
+    if (other == &group || other->owner()->contains(*group.owner())) return false;
+    if (other->reshards_after_forward()) other->reshard_after_forward();
+    return true;
+  });
+  group.unshard();
+  group.wait_for_unshard();
+  if (std::find(open_.begin(), open_.end(), &group) == open_.end()) open_.push_back(&group);
+  current_ = &group;
+  ask_ahead(group, forward_ahead_, +1);
+  note_peak();
+}
+
+void ShardContext::use_in_backward(ParameterGroup& group) {
+  note_backward();
+  if (group.state() == GroupState::Unsharded && current_ == &group) return;
+  group.wait_for_unshard();
+  current_ = &group;
+  ask_ahead(group, backward_ahead_, -1);
+  note_peak();
+}
+
+void ShardContext::before_use(ParameterGroup& group) {
+  if (in_backward())
+    use_in_backward(group);
+  else
+    use_in_forward(group);
+}
+
+void ShardContext::after_forward(ParameterGroup& group) {
+  std::erase(open_, &group);
+  if (current_ == &group) current_ = nullptr;
+  if (!in_backward() && group.reshards_after_forward()) group.reshard_after_forward();
+}
+
+void ShardContext::note_backward() {
+  if (callback_queued_ || !in_backward()) return;
+  callback_queued_ = true;
+  open_.clear();
+  current_ = nullptr;
+  at_end_of_backward([self = weak_from_this()] {
+    if (const auto context = self.lock()) context->final_callback();
+  });
+}
+
+std::size_t ShardContext::position_of(const ParameterGroup& group) const {
+  const auto position = static_cast<std::size_t>(std::find(groups_.begin(), groups_.end(), &group) - groups_.begin());
+  PENSTOCK_INVARIANT(position < groups_.size(), "a group is one of its context");
+  return position;
+}
+
+void ShardContext::note_settled(ParameterGroup& group) { settled_[position_of(group)] = true; }
+
+void ShardContext::ready_to_reduce(ParameterGroup& group) {
+  ready_[position_of(group)] = true;
+  start_what_is_next();
+}
+
+void ShardContext::start_what_is_next() {
+  for (; next_ >= 0; --next_) {
+    const auto at = static_cast<std::size_t>(next_);
+    ParameterGroup& group = *groups_[at];
+    if (!group.flags.reduce || !group.has_trainable()) continue;
+    if (!ready_[at]) return;
+    ready_[at] = false;
+    start_reduction(group);
+  }
+}
+
+void ShardContext::start_reduction(ParameterGroup& group) {
+  if (scattering_) {
+    scattering_->wait_for_shards();
+    if (replicating_) replicating_->finish();
+    replicating_.reset();
+    if (scattering_->group().mesh().replicas() > 1)
+      replicating_ = std::move(scattering_);
+    else
+      scattering_->finish();
+    scattering_.reset();
+  }
+  scattering_ = std::make_unique<GroupReduction>(group);
+}
+
+void ShardContext::final_callback() {
+  const NoAnyHookGuard no_any_hook;
+  const NoHooksGuard no_hooks;
+  const at::NoGradGuard no_grad;
+  callback_queued_ = false;
+  // In the order of reductions, so that what waits for a group that this rank has not used can go on.
+  for (std::size_t i = groups_.size(); i-- > 0;) {
+    if (!settled_[i])
+      groups_[i]->post_backward();
+    else if (groups_[i]->flags.reshard && !groups_[i]->writable())
+      groups_[i]->reshard();
+  }
+  // Gradients that came after their group's reduction had started.
+  for (std::size_t i = groups_.size(); i-- > 0;)
+    if (ready_[i] && groups_[i]->flags.reduce) {
+      ready_[i] = false;
+      start_reduction(*groups_[i]);
+    }
+  const bool wait = groups_.empty() || std::all_of(groups_.begin(), groups_.end(), [](const ParameterGroup* group) { return group->flags.last; });
+  if (wait) {
+    if (replicating_) replicating_->finish();
+    replicating_.reset();
+    if (scattering_) scattering_->finish();
+    scattering_.reset();
+  }
+  std::fill(ready_.begin(), ready_.end(), false);
+  std::fill(settled_.begin(), settled_.end(), false);
+  next_ = static_cast<std::ptrdiff_t>(groups_.size()) - 1;
+  current_ = nullptr;
+}
+
+void ShardContext::forget(ParameterGroup& group) {
+  if (group.has_context()) group.context().remove(group);
+}
+
+void ShardContext::remove(ParameterGroup& group) {
+  std::erase(order_, &group);
+  std::erase(open_, &group);
+  if (current_ == &group) current_ = nullptr;
+  const auto named = [&](const Ahead& ahead) { return ahead.group == &group; };
+  std::erase_if(forward_ahead_, named);
+  std::erase_if(backward_ahead_, named);
+  for (std::vector<Ahead>* list : {&forward_ahead_, &backward_ahead_})
+    for (Ahead& ahead : *list) std::erase(ahead.next, &group);
+  if (scattering_ && &scattering_->group() == &group) scattering_.reset();
+  if (replicating_ && &replicating_->group() == &group) replicating_.reset();
+  std::erase(groups_, &group);
+  ready_.assign(groups_.size(), false);
+  settled_.assign(groups_.size(), false);
+  next_ = static_cast<std::ptrdiff_t>(groups_.size()) - 1;
+}
+
+void ShardContext::set_forward_prefetch(ParameterGroup& group, std::vector<ParameterGroup*> next) {
+  std::erase_if(forward_ahead_, [&](const Ahead& ahead) { return ahead.group == &group; });
+  forward_ahead_.push_back({&group, std::move(next)});
+}
+
+void ShardContext::set_backward_prefetch(ParameterGroup& group, std::vector<ParameterGroup*> next) {
+  std::erase_if(backward_ahead_, [&](const Ahead& ahead) { return ahead.group == &group; });
+  backward_ahead_.push_back({&group, std::move(next)});
+}
+
+}  // namespace penstock

@@ -13,7 +13,7 @@
 namespace penstock {
 
 GroupReduction::GroupReduction(ParameterGroup& group)
-    : group_(&group), op_(group.gradient_divide_factor ? comm::ReduceOp::Sum : comm::ReduceOp::Avg) {
+    : group_(&group), op_(group.gradient_divide_factor ? comm::ReduceOp::Sum : comm::ReduceOp::Avg), all_reduce_(group.flags.all_reduce) {
   auto& parameters = group.mutable_parameters();
   const auto wanted = group.options().mixed_precision.reduce_dtype;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -57,7 +57,7 @@ void GroupReduction::start(Bucket& bucket) {
     return;
   }
   bucket.reduced = group_->pool().empty({bucket.width + marks}, bucket.dtype, group_->device());
-  bucket.work = mesh.shard_group().reduce_scatter(bucket.reduced, bucket.rows.view({-1}), op_, {.label = fmt::format("reduce {}", group_->name())});
+  bucket.work = mesh.reduce_group().reduce_scatter(bucket.reduced, bucket.rows.view({-1}), op_, {.label = fmt::format("reduce {}", group_->name())});
 }
 
 void GroupReduction::wait_for_shards() {
@@ -78,7 +78,7 @@ void GroupReduction::wait_for_shards() {
     for (std::size_t i = 0; i < buckets_.size(); ++i) buckets_[i].reduced.add_(partial[i]);
     partial.clear();
   }
-  if (!group_->flags.all_reduce) {
+  if (!all_reduce_) {
     kept_ = true;
     for (const Bucket& bucket : buckets_) partial.push_back(bucket.reduced);
     return;

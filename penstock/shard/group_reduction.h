@@ -46,6 +46,7 @@ class GroupReduction {
   ParameterGroup* group_;
   std::vector<Bucket> buckets_;
   comm::ReduceOp op_;
+  bool all_reduce_;  // as it was when the gradients came
   bool shards_done_ = false, finished_ = false, kept_ = false;
 };
 

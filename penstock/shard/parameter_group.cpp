@@ -264,7 +264,7 @@ void ParameterGroup::unshard() {
       gather.received = gather.sent.view({1, row_bytes_});
     } else {
       gather.received = pool_.bytes(row_bytes_ * mesh_.shard_ranks(), device_).view({mesh_.shard_ranks(), row_bytes_});
-      gather.work = mesh_.shard_group().all_gather(gather.received.view({-1}), gather.sent, {.label = fmt::format("gather {}", name_)});
+      gather.work = mesh_.gather_group().all_gather(gather.received.view({-1}), gather.sent, {.label = fmt::format("gather {}", name_)});
     }
   }
   gather_ = std::move(gather);
@@ -499,6 +499,10 @@ void ParameterGroup::post_backward() {
         p.gradient = p.gradient.to(*dtype);
         p.gradient_owned = true;
       }
+}
+
+bool ParameterGroup::recorded() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [](const ShardedParameter& p) { return p.used; });
 }
 
 bool ParameterGroup::has_trainable() const {

@@ -152,6 +152,7 @@ class ParameterGroup final : public GradientSink {
   at::Device device() const { return device_; }
   std::vector<ShardedParameter>& mutable_parameters() { return parameters_; }
   bool has_trainable() const;
+  bool recorded() const;  // whether a forward with gradients has used it
   // Says what all ranks must have alike.
   std::uint64_t fingerprint() const;
   std::vector<at::Tensor> partial_reductions;  // reduced over shards, not yet over replicas

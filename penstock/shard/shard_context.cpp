@@ -57,7 +57,7 @@ void ShardContext::agree() const {
     const std::uint64_t id = group->mesh().mesh().id();
     if (std::find(seen.begin(), seen.end(), id) != seen.end()) continue;
     seen.push_back(id);
-    if (group->mesh().shard_ranks() > 1) check_equal(group->mesh().shard_group(), by_mesh.at(id).second, group->name());
+    if (group->mesh().shard_ranks() > 1) check_equal(group->mesh().gather_group(), by_mesh.at(id).second, group->name());
     if (group->mesh().replicas() > 1) check_equal(group->mesh().replicate_group(), by_mesh.at(id).second, group->name());
   }
 }
@@ -68,21 +68,15 @@ void ShardContext::note_peak() {
   peak_ = std::max(peak_, now);
 }
 
-void ShardContext::ask_ahead(ParameterGroup& group, const std::vector<Ahead>& chosen, int step) {
-  const auto explicitly = std::find_if(chosen.begin(), chosen.end(), [&](const Ahead& ahead) { return ahead.group == &group; });
-  if (explicitly != chosen.end()) {
-    for (ParameterGroup* next : explicitly->next) next->unshard();
-    return;
-  }
-  if (!prefetch) return;
-  const auto here = std::find(order_.begin(), order_.end(), &group) - order_.begin() + step;
-  if (here < 0 || here >= static_cast<std::ptrdiff_t>(order_.size())) return;
-  ParameterGroup& next = *order_[static_cast<std::size_t>(here)];
-  if (!settled_[position_of(next)]) next.unshard();
+bool ShardContext::ask_ahead(const ParameterGroup& group, const std::vector<Ahead>& chosen) {
+  const auto found = std::find_if(chosen.begin(), chosen.end(), [&](const Ahead& ahead) { return ahead.group == &group; });
+  if (found == chosen.end()) return false;
+  for (ParameterGroup* next : found->next) next->unshard();
+  return true;
 }
 
 void ShardContext::use_in_forward(ParameterGroup& group) {
-  callback_queued_ = false;  // a backward that failed leaves it
+  if (callback_queued_) start_anew();  // a backward that failed
   if (current_ == &group && group.state() == GroupState::Unsharded) return;
   if (std::find(order_.begin(), order_.end(), &group) == order_.end()) order_.push_back(&group);
   // What stands beside this group has done its part; what it lies in has not.
@@ -95,16 +89,23 @@ void ShardContext::use_in_forward(ParameterGroup& group) {
   group.wait_for_unshard();
   if (std::find(open_.begin(), open_.end(), &group) == open_.end()) open_.push_back(&group);
   current_ = &group;
-  ask_ahead(group, forward_ahead_, +1);
+  if (!ask_ahead(group, forward_ahead_) && prefetch) {
+    const auto next = std::find(order_.begin(), order_.end(), &group) + 1;
+    if (next != order_.end()) (*next)->unshard();
+  }
   note_peak();
 }
 
 void ShardContext::use_in_backward(ParameterGroup& group) {
   note_backward();
-  if (group.state() == GroupState::Unsharded && current_ == &group) return;
+  if (current_ == &group && group.state() == GroupState::Unsharded) return;
+  // What stands before it in the order is gathered first, needed here or not.
+  const auto here = std::find(to_gather_.begin() + static_cast<std::ptrdiff_t>(gathered_), to_gather_.end(), &group);
+  if (here != to_gather_.end())
+    for (const auto end = static_cast<std::size_t>(here - to_gather_.begin()) + 1; gathered_ < end; ++gathered_) to_gather_[gathered_]->unshard();
   group.wait_for_unshard();
   current_ = &group;
-  ask_ahead(group, backward_ahead_, -1);
+  if (!ask_ahead(group, backward_ahead_) && prefetch && gathered_ < to_gather_.size()) to_gather_[gathered_++]->unshard();
   note_peak();
 }
 
@@ -126,6 +127,10 @@ void ShardContext::note_backward() {
   callback_queued_ = true;
   open_.clear();
   current_ = nullptr;
+  gathered_ = 0;
+  to_gather_.clear();
+  for (auto group = order_.rbegin(); group != order_.rend(); ++group)
+    if ((*group)->state() != GroupState::Unsharded && (*group)->recorded()) to_gather_.push_back(*group);
   at_end_of_backward([self = weak_from_this()] {
     if (const auto context = self.lock()) context->final_callback();
   });
@@ -174,6 +179,7 @@ void ShardContext::final_callback() {
   const NoHooksGuard no_hooks;
   const at::NoGradGuard no_grad;
   callback_queued_ = false;
+  for (; gathered_ < to_gather_.size(); ++gathered_) to_gather_[gathered_]->unshard();
   // In the order of reductions, so that what waits for a group that this rank has not used can go on.
   for (std::size_t i = groups_.size(); i-- > 0;) {
     if (!settled_[i])
@@ -194,9 +200,16 @@ void ShardContext::final_callback() {
     if (scattering_) scattering_->finish();
     scattering_.reset();
   }
-  std::fill(ready_.begin(), ready_.end(), false);
-  std::fill(settled_.begin(), settled_.end(), false);
+  start_anew();
+}
+
+void ShardContext::start_anew() {
+  callback_queued_ = false;
+  ready_.assign(groups_.size(), false);
+  settled_.assign(groups_.size(), false);
   next_ = static_cast<std::ptrdiff_t>(groups_.size()) - 1;
+  to_gather_.clear();
+  gathered_ = 0;
   current_ = nullptr;
 }
 
@@ -207,7 +220,6 @@ void ShardContext::forget(ParameterGroup& group) {
 void ShardContext::remove(ParameterGroup& group) {
   std::erase(order_, &group);
   std::erase(open_, &group);
-  if (current_ == &group) current_ = nullptr;
   const auto named = [&](const Ahead& ahead) { return ahead.group == &group; };
   std::erase_if(forward_ahead_, named);
   std::erase_if(backward_ahead_, named);
@@ -216,9 +228,7 @@ void ShardContext::remove(ParameterGroup& group) {
   if (scattering_ && &scattering_->group() == &group) scattering_.reset();
   if (replicating_ && &replicating_->group() == &group) replicating_.reset();
   std::erase(groups_, &group);
-  ready_.assign(groups_.size(), false);
-  settled_.assign(groups_.size(), false);
-  next_ = static_cast<std::ptrdiff_t>(groups_.size()) - 1;
+  start_anew();
 }
 
 void ShardContext::set_forward_prefetch(ParameterGroup& group, std::vector<ParameterGroup*> next) {

@@ -2,9 +2,10 @@
 //
 // - Forward: a group is gathered at its first use. Groups beside it that are finished are freed then, and the one that followed last
 //   time is asked for ahead, so that at most two are gathered at once.
-// - Backward: the same in reverse. A group whose gradients have all come is freed and reduced at once; reductions run while backward
-//   goes on. They start in one order on all ranks (last module first) whatever each rank has used: a group that a rank has not used
-//   is reduced at the end of backward, with zeros, and those that come after it wait for that.
+// - Backward: every group is gathered once more, in the reverse order of forward. A group whose gradients have all come is freed
+//   and reduced at once; reductions run while backward goes on. They start in one order on all ranks, last module first.
+// - Both orders hold whatever a rank has used: what it has not needed is gathered and reduced (as zeros) at the end of its backward,
+//   and those that come after it wait for that. So ranks may differ in what they compute gradients of.
 // - End of backward: everything that is left is settled.
 // Private to this folder; others use ShardState. Thread rule: as for ParameterGroup.
 #pragma once
@@ -59,9 +60,11 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   std::size_t position_of(const ParameterGroup& group) const;
   void use_in_forward(ParameterGroup& group);
   void use_in_backward(ParameterGroup& group);
-  void ask_ahead(ParameterGroup& group, const std::vector<Ahead>& chosen, int step);
+  // Gathers ahead what was chosen for the group; false when nothing was.
+  static bool ask_ahead(const ParameterGroup& group, const std::vector<Ahead>& chosen);
   void start_reduction(ParameterGroup& group);
   void start_what_is_next();
+  void start_anew();
   void note_peak();
 
   std::vector<ParameterGroup*> groups_;  // modules in the order they were registered, the outermost first
@@ -70,6 +73,8 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   ParameterGroup* current_ = nullptr;
   std::vector<Ahead> forward_ahead_, backward_ahead_;
   bool callback_queued_ = false;
+  std::vector<ParameterGroup*> to_gather_;  // by the backward that runs, in this order
+  std::size_t gathered_ = 0;             // how many of them have been started
   std::vector<bool> ready_, settled_;    // by position in groups_
   std::ptrdiff_t next_ = -1;             // whose reduction starts next
   std::unique_ptr<GroupReduction> scattering_, replicating_;

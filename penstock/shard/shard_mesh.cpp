@@ -80,24 +80,25 @@ ShardMesh ShardMesh::replicating(const comm::MeshGroups& mesh) {
   return ShardMesh(mesh, {}, axes);
 }
 
-comm::Group ShardMesh::group_along(const std::vector<int>& axes) const {
-  if (axes.size() == 1) return mesh_.group(axes[0]);
-  if (static_cast<int>(axes.size()) == mesh_.mesh().ndim()) return mesh_.group_of(mesh_.mesh());
+comm::Group ShardMesh::group_along(const std::vector<int>& axes, const std::string& purpose) const {
   std::vector<int> sorted = axes;
   std::sort(sorted.begin(), sorted.end());
-  return mesh_.group_of(mesh_.mesh().slice(names_of(mesh_.mesh(), sorted)));
+  const DeviceMesh& mesh = mesh_.mesh();
+  const std::vector<int> ranks = sorted.size() == 1                               ? mesh.rank_list(sorted[0])
+                                 : static_cast<int>(sorted.size()) == mesh.ndim() ? mesh.ranks()
+                                                                                  : mesh.slice(names_of(mesh, sorted)).ranks();
+  return mesh_.world().group_of(ranks, comm::MemberGroupOptions{.purpose = purpose});
 }
 
-comm::Group ShardMesh::shard_group() const { return group_along(shard_axes_); }
-comm::Group ShardMesh::replicate_group() const { return group_along(replicate_axes_); }
+comm::Group ShardMesh::gather_group() const { return group_along(shard_axes_, "gather"); }
+comm::Group ShardMesh::reduce_group() const { return group_along(shard_axes_, "reduce"); }
+comm::Group ShardMesh::replicate_group() const { return group_along(replicate_axes_, "reduce"); }
 
 comm::Group ShardMesh::block_group(int ranks) const {
-  const comm::Group all = shard_group();
+  const comm::Group all = gather_group();
   if (ranks == shard_ranks_) return all;
-  const int first = shard_rank_ / ranks * ranks;
-  // The block as a mesh of its own, of the ranks that the axis holds.
-  const DeviceMesh blocks(mesh_.mesh().device_type(), {ranks}, std::vector<int>(all.ranks().begin() + first, all.ranks().begin() + first + ranks), {}, mesh_.mesh().this_rank());
-  return mesh_.with_mesh(blocks).group(0);
+  const auto first = all.ranks().begin() + shard_rank_ / ranks * ranks;
+  return mesh_.world().group_of(std::vector<int>(first, first + ranks), comm::MemberGroupOptions{.purpose = "gather"});
 }
 
 ParameterPlacement place_parameter(const std::string& name, const at::Tensor& parameter, const ShardMesh& mesh, const Shard& shard) {

@@ -36,15 +36,17 @@ class ShardMesh {
   int shard_ranks() const { return shard_ranks_; }
   int shard_rank() const { return shard_rank_; }  // of this rank
   int replicas() const { return replicas_; }
-  // Of all ranks that share the parameters, and of those that hold equal shards. Asked for at first use.
-  comm::Group shard_group() const;
+  // Of all ranks that share the parameters, and of those that hold equal shards. Asked for at first use. Gathers and reductions go
+  // through groups of their own: what a rank gathers never waits behind what it reduces, and each of the two has one order.
+  comm::Group gather_group() const;
+  comm::Group reduce_group() const;
   comm::Group replicate_group() const;
   // The ranks in blocks of `ranks` along the shard axis: this rank's block.
   comm::Group block_group(int ranks) const;
 
  private:
   ShardMesh(comm::MeshGroups mesh, std::vector<int> shard_axes, std::vector<int> replicate_axes);
-  comm::Group group_along(const std::vector<int>& axes) const;
+  comm::Group group_along(const std::vector<int>& axes, const std::string& purpose) const;
 
   comm::MeshGroups mesh_;
   std::vector<int> shard_axes_, replicate_axes_;

@@ -29,10 +29,10 @@ struct Use {
 };
 using Uses = c10::SmallVector<Use, 4>;
 
-// These only ask about a tensor, or make another handle of it.
-constexpr std::array<std::string_view, 14> kHandleOperators{"aten::detach",       "aten::detach_",    "aten::alias",       "aten::requires_grad_", "aten::retain_grad",
-                                                            "aten::retains_grad", "aten::is_leaf",    "aten::output_nr",   "aten::_version",       "aten::set_data",
-                                                            "aten::data",         "aten::size.int",   "aten::stride.int",  "aten::is_same_size"};
+// These only ask about a tensor, make another handle of it, or another tensor that lies as it does: state of an optimizer.
+constexpr std::array<std::string_view, 18> kHandleOperators{
+    "aten::detach",   "aten::detach_",  "aten::alias",    "aten::requires_grad_", "aten::retain_grad", "aten::retains_grad", "aten::is_leaf",    "aten::output_nr", "aten::_version",
+    "aten::set_data", "aten::data",     "aten::size.int", "aten::stride.int",     "aten::is_same_size", "aten::empty_like",   "aten::zeros_like", "aten::ones_like", "aten::full_like"};
 
 bool handles_only(const c10::OperatorHandle& op, const OperatorTraits& traits) {
   thread_local std::vector<signed char> known;

@@ -276,12 +276,12 @@ std::unique_ptr<torch::optim::Optimizer> optimizer_of(const json& options, const
   throw std::runtime_error("an optimizer that is not known here: " + options.at("kind").get<std::string>());
 }
 
-// The largest difference in units of the tolerance.
 void expect_near(const at::Tensor& ours, const at::Tensor& theirs, double relative, double absolute, const std::string& what) {
   ASSERT_EQ(ours.sizes(), theirs.sizes()) << what;
   if (ours.numel() == 0) return;
-  const at::Tensor excess = (ours.to(at::kDouble) - theirs.to(at::kDouble)).abs() - (theirs.to(at::kDouble).abs() * relative + absolute);
-  EXPECT_LE(excess.max().item<double>(), 0.0) << what << "\nours " << ours.reshape({-1}).slice(0, 0, 8) << "\ntheirs " << theirs.reshape({-1}).slice(0, 0, 8);
+  // Relative to the largest: what is small beside it came of sums of such numbers.
+  const double most = theirs.to(at::kDouble).abs().max().item<double>();
+  EXPECT_LE((ours.to(at::kDouble) - theirs.to(at::kDouble)).abs().max().item<double>(), relative * most + absolute) << what;
 }
 
 void run_trajectory(const json& item, const json& definition) {
@@ -290,8 +290,8 @@ void run_trajectory(const json& item, const json& definition) {
   const bool hsdp = item.at("mode").get<std::string>().starts_with("HSDP");
   const json precision = item.value("mixed_precision", json());
   const bool low = !precision.is_null();
-  // float32: the order of sums; bfloat16: one unit in its last place, in what is computed in it.
-  const double relative = low ? 2e-2 : 2e-5, absolute = low ? 2e-3 : 3e-6;
+  // float32: the order of sums; bfloat16: four units in its last place (2^-8), as kernels round in between as they like.
+  const double relative = low ? 1.6e-2 : 1e-5, absolute = low ? 0 : 1e-6;
   const bool layers = item.value("wrap", "root") == "layers";
   const json resharding = item.value("reshard_after_forward", json());
   const std::string sync = item.value("sync", "every microbatch");
@@ -311,7 +311,7 @@ void run_trajectory(const json& item, const json& definition) {
     const auto optimizer = optimizer_of(item.at("optimizer"), model.parameters());
     for (const json& step : item.at("steps")) {
       const auto at = step.at("step").get<std::size_t>();
-      SCOPED_TRACE(fmt::format("step {} rank {}", at, world.rank()));
+      SCOPED_TRACE(fmt::format("{}, step {}, rank {}", item.at("id").get<std::string>(), at, world.rank()));
       const json& batch = definition.at("batches").at(at % definition.at("batches").size());
       const at::Tensor x = tensor_of(batch.at("x")).chunk(ranks)[static_cast<std::size_t>(world.rank())];
       const at::Tensor target = tensor_of(batch.at("target")).chunk(ranks)[static_cast<std::size_t>(world.rank())];

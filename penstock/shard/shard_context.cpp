@@ -85,11 +85,12 @@ void ShardContext::use_in_forward(ParameterGroup& group) {
     if (other->reshards_after_forward()) other->reshard_after_forward();
     return true;
   });
-  group.unshard();
+  const bool kept = group.state() == GroupState::Unsharded;
   group.wait_for_unshard();
   if (std::find(open_.begin(), open_.end(), &group) == open_.end()) open_.push_back(&group);
   current_ = &group;
-  if (!ask_ahead(group, forward_ahead_) && prefetch) {
+  // A group that was kept, like the outermost one at the end of forward, may be what comes last.
+  if (!ask_ahead(group, forward_ahead_) && prefetch && !kept) {
     const auto next = std::find(order_.begin(), order_.end(), &group) + 1;
     if (next != order_.end()) (*next)->unshard();
   }

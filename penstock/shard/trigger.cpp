@@ -30,9 +30,10 @@ struct Use {
 using Uses = c10::SmallVector<Use, 4>;
 
 // These only ask about a tensor, make another handle of it, or another tensor that lies as it does: state of an optimizer.
-constexpr std::array<std::string_view, 18> kHandleOperators{
-    "aten::detach",   "aten::detach_",  "aten::alias",    "aten::requires_grad_", "aten::retain_grad", "aten::retains_grad", "aten::is_leaf",    "aten::output_nr", "aten::_version",
-    "aten::set_data", "aten::data",     "aten::size.int", "aten::stride.int",     "aten::is_same_size", "aten::empty_like",   "aten::zeros_like", "aten::ones_like", "aten::full_like"};
+constexpr std::array<std::string_view, 21> kHandleOperators{
+    "aten::detach",       "aten::detach_",      "aten::alias",     "aten::requires_grad_", "aten::retain_grad", "aten::retains_grad", "aten::is_leaf",
+    "aten::output_nr",    "aten::_version",     "aten::set_data",  "aten::data",           "aten::size.int",    "aten::stride.int",   "aten::is_same_size",
+    "aten::empty_like",   "aten::zeros_like",   "aten::ones_like", "aten::full_like",      "aten::is_floating_point", "aten::is_complex", "aten::_has_compatible_shallow_copy_type"};
 
 bool handles_only(const c10::OperatorHandle& op, const OperatorTraits& traits) {
   thread_local std::vector<signed char> known;

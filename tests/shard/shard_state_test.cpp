@@ -180,6 +180,7 @@ TEST(ShardState, BytesOfAStep) {
     }
     EXPECT_EQ(totals.at("all_gather").operations, 2 * gathers) << "of both ranks";
     EXPECT_EQ(totals.at("reduce_scatter").operations, 2 * reductions);
+    for (ParameterGroup* group : shard_state_of(*model)->all_groups()) EXPECT_FALSE(group->unshard_pending()) << "nothing is gathered in vain";
   });
 }
 

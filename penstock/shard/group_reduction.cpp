@@ -50,8 +50,11 @@ void GroupReduction::start(Bucket& bucket) {
       split_pieces(gradient, p.layout(), bucket.rows, bucket.offsets[k]);
     else
       bucket.rows.narrow(1, bucket.offsets[k], p.layout().padded_numel()).zero_();
-    bucket.rows.narrow(1, bucket.width + static_cast<std::int64_t>(k), 1).fill_(gradient.defined() ? 1.0 : 0.0);
   }
+  const at::Tensor places = bucket.rows.narrow(1, bucket.width, marks);
+  places.fill_(1);
+  for (std::size_t k = 0; k < bucket.present.size(); ++k)
+    if (!bucket.present[k]) places.select(1, static_cast<std::int64_t>(k)).zero_();
   if (mesh.shard_ranks() == 1) {
     bucket.reduced = bucket.rows.select(0, 0);
     return;

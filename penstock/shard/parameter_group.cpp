@@ -287,11 +287,12 @@ void ParameterGroup::free_whole() {
 }
 
 void ParameterGroup::copy_out(const at::Tensor& received) {
+  at::Tensor typed;  // mostly all parameters are of one dtype
   for (const ShardedParameter& p : parameters_) {
     if (!p.extension) {
       const std::int64_t item = item_size(p.compute_dtype);
-      const at::Tensor rows = typed_part(received, 0, p.compute_dtype, {received.size(0), row_bytes_ / item});
-      join_pieces(rows, p.row_byte / item, p.layout(), p.whole);
+      if (!typed.defined() || typed.scalar_type() != p.compute_dtype) typed = typed_part(received, 0, p.compute_dtype, {received.size(0), row_bytes_ / item});
+      join_pieces(typed, p.row_byte / item, p.layout(), p.whole);
       continue;
     }
     const at::Tensor rows = pool_.empty({received.size(0), p.layout().padded_numel()}, p.compute_dtype, device_);
@@ -533,12 +534,16 @@ ShardContext& ParameterGroup::context() {
   return *context_;
 }
 
+std::int64_t ParameterGroup::gathered_bytes() const {
+  std::int64_t bytes = slice_.defined() ? static_cast<std::int64_t>(slice_.nbytes()) : 0;
+  if (whole_is_flat_) return bytes;
+  if (whole_) bytes += static_cast<std::int64_t>(whole_->nbytes());
+  if (gather_ && gather_->received.defined()) bytes += static_cast<std::int64_t>(gather_->received.nbytes());
+  return bytes;
+}
+
 ParameterGroup::Memory ParameterGroup::memory() const {
-  Memory memory;
-  memory.shards = flat_.defined() ? static_cast<std::int64_t>(flat_.nbytes()) : 0;
-  if (whole_ && !whole_is_flat_) memory.gathered += static_cast<std::int64_t>(whole_->nbytes());
-  if (gather_ && gather_->received.defined() && !whole_is_flat_) memory.gathered += static_cast<std::int64_t>(gather_->received.nbytes());
-  if (slice_.defined()) memory.gathered += static_cast<std::int64_t>(slice_.nbytes());
+  Memory memory{.shards = flat_.defined() ? static_cast<std::int64_t>(flat_.nbytes()) : 0, .gathered = gathered_bytes()};
   for (const ShardedParameter& p : parameters_)
     if (p.gradient.defined()) memory.gradients += static_cast<std::int64_t>(p.gradient.nbytes());
   return memory;

@@ -138,6 +138,7 @@ class ParameterGroup final : public GradientSink {
     std::int64_t shards = 0, gathered = 0, gradients = 0;
   };
   Memory memory() const;
+  std::int64_t gathered_bytes() const;
 
   // ---- for the other parts of this folder ----
   void take(std::size_t slot, at::Tensor gradient) override;

@@ -43,7 +43,7 @@ void ShardContext::prepare(ParameterGroup& group) {
 }
 
 ShardContext::ShardContext(std::vector<ParameterGroup*> groups)
-    : groups_(std::move(groups)), ready_(groups_.size()), settled_(groups_.size()), next_(static_cast<std::ptrdiff_t>(groups_.size()) - 1) {}
+    : groups_(std::move(groups)), ready_(groups_.size()), settled_(groups_.size()) {}
 
 void ShardContext::agree() const {
   std::map<std::uint64_t, std::pair<const ParameterGroup*, std::uint64_t>> by_mesh;
@@ -64,7 +64,7 @@ void ShardContext::agree() const {
 
 void ShardContext::note_peak() {
   std::int64_t now = 0;
-  for (const ParameterGroup* group : groups_) now += group->memory().gathered;
+  for (const ParameterGroup* group : groups_) now += group->gathered_bytes();
   peak_ = std::max(peak_, now);
 }
 
@@ -147,18 +147,23 @@ void ShardContext::note_settled(ParameterGroup& group) { settled_[position_of(gr
 
 void ShardContext::ready_to_reduce(ParameterGroup& group) {
   ready_[position_of(group)] = true;
-  start_what_is_next();
-}
-
-void ShardContext::start_what_is_next() {
-  for (; next_ >= 0; --next_) {
-    const auto at = static_cast<std::size_t>(next_);
-    ParameterGroup& group = *groups_[at];
-    if (!group.flags.reduce || !group.has_trainable()) continue;
+  plan_reductions();
+  for (; reduced_ < to_reduce_.size(); ++reduced_) {
+    ParameterGroup& next = *to_reduce_[reduced_];
+    if (!next.flags.reduce || !next.has_trainable()) continue;
+    const std::size_t at = position_of(next);
     if (!ready_[at]) return;
     ready_[at] = false;
-    start_reduction(group);
+    start_reduction(next);
   }
+}
+
+// The reverse order of forward; what forward has not used comes last.
+void ShardContext::plan_reductions() {
+  if (!to_reduce_.empty()) return;
+  to_reduce_.assign(order_.rbegin(), order_.rend());
+  for (auto group = groups_.rbegin(); group != groups_.rend(); ++group)
+    if (std::find(order_.begin(), order_.end(), *group) == order_.end()) to_reduce_.push_back(*group);
 }
 
 void ShardContext::start_reduction(ParameterGroup& group) {
@@ -182,17 +187,19 @@ void ShardContext::final_callback() {
   callback_queued_ = false;
   for (; gathered_ < to_gather_.size(); ++gathered_) to_gather_[gathered_]->unshard();
   // In the order of reductions, so that what waits for a group that this rank has not used can go on.
-  for (std::size_t i = groups_.size(); i-- > 0;) {
-    if (!settled_[i])
-      groups_[i]->post_backward();
-    else if (groups_[i]->flags.reshard && !groups_[i]->writable())
-      groups_[i]->reshard();
+  plan_reductions();
+  const std::vector<ParameterGroup*> order = to_reduce_;
+  for (ParameterGroup* group : order) {
+    if (!settled_[position_of(*group)])
+      group->post_backward();
+    else if (group->flags.reshard && !group->writable())
+      group->reshard();
   }
   // Gradients that came after their group's reduction had started.
-  for (std::size_t i = groups_.size(); i-- > 0;)
-    if (ready_[i] && groups_[i]->flags.reduce) {
-      ready_[i] = false;
-      start_reduction(*groups_[i]);
+  for (ParameterGroup* group : order)
+    if (ready_[position_of(*group)] && group->flags.reduce && group->has_trainable()) {
+      ready_[position_of(*group)] = false;
+      start_reduction(*group);
     }
   const bool wait = groups_.empty() || std::all_of(groups_.begin(), groups_.end(), [](const ParameterGroup* group) { return group->flags.last; });
   if (wait) {
@@ -208,7 +215,8 @@ void ShardContext::start_anew() {
   callback_queued_ = false;
   ready_.assign(groups_.size(), false);
   settled_.assign(groups_.size(), false);
-  next_ = static_cast<std::ptrdiff_t>(groups_.size()) - 1;
+  to_reduce_.clear();
+  reduced_ = 0;
   to_gather_.clear();
   gathered_ = 0;
   current_ = nullptr;

@@ -3,7 +3,7 @@
 // - Forward: a group is gathered at its first use. Groups beside it that are finished are freed then, and the one that followed last
 //   time is asked for ahead, so that at most two are gathered at once.
 // - Backward: every group is gathered once more, in the reverse order of forward. A group whose gradients have all come is freed
-//   and reduced at once; reductions run while backward goes on. They start in one order on all ranks, last module first.
+//   and reduced at once; reductions run while backward goes on. They start in the same order.
 // - Both orders hold whatever a rank has used: what it has not needed is gathered and reduced (as zeros) at the end of its backward,
 //   and those that come after it wait for that. So ranks may differ in what they compute gradients of.
 // - End of backward: everything that is left is settled.
@@ -63,7 +63,7 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   // Gathers ahead what was chosen for the group; false when nothing was.
   static bool ask_ahead(const ParameterGroup& group, const std::vector<Ahead>& chosen);
   void start_reduction(ParameterGroup& group);
-  void start_what_is_next();
+  void plan_reductions();
   void start_anew();
   void note_peak();
 
@@ -76,7 +76,8 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   std::vector<ParameterGroup*> to_gather_;  // by the backward that runs, in this order
   std::size_t gathered_ = 0;             // how many of them have been started
   std::vector<bool> ready_, settled_;    // by position in groups_
-  std::ptrdiff_t next_ = -1;             // whose reduction starts next
+  std::vector<ParameterGroup*> to_reduce_;  // in this order
+  std::size_t reduced_ = 0;              // how many of them have been started
   std::unique_ptr<GroupReduction> scattering_, replicating_;
   std::int64_t peak_ = 0;
   BufferPool pool_;

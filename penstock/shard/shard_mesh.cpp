@@ -90,9 +90,20 @@ comm::Group ShardMesh::group_along(const std::vector<int>& axes, const std::stri
   return mesh_.world().group_of(ranks, comm::MemberGroupOptions{.purpose = purpose});
 }
 
-comm::Group ShardMesh::gather_group() const { return group_along(shard_axes_, "gather"); }
-comm::Group ShardMesh::reduce_group() const { return group_along(shard_axes_, "reduce"); }
-comm::Group ShardMesh::replicate_group() const { return group_along(replicate_axes_, "reduce"); }
+comm::Group ShardMesh::gather_group() const {
+  if (!gather_) gather_ = group_along(shard_axes_, "gather");
+  return gather_;
+}
+
+comm::Group ShardMesh::reduce_group() const {
+  if (!reduce_) reduce_ = group_along(shard_axes_, "reduce");
+  return reduce_;
+}
+
+comm::Group ShardMesh::replicate_group() const {
+  if (!replicate_) replicate_ = group_along(replicate_axes_, "reduce");
+  return replicate_;
+}
 
 comm::Group ShardMesh::block_group(int ranks) const {
   const comm::Group all = gather_group();

@@ -51,6 +51,8 @@ class ShardMesh {
   comm::MeshGroups mesh_;
   std::vector<int> shard_axes_, replicate_axes_;
   int shard_ranks_ = 1, shard_rank_ = 0, replicas_ = 1;
+  // What was asked for. One thread at a time uses a value of this class.
+  mutable comm::Group gather_, reduce_, replicate_;
 };
 
 // How one parameter lies before and after sharding.

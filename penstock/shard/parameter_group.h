@@ -154,6 +154,9 @@ class ParameterGroup final : public GradientSink {
   std::vector<ShardedParameter>& mutable_parameters() { return parameters_; }
   bool has_trainable() const;
   bool recorded() const;  // whether a forward with gradients has used it
+  // Whether nobody has chosen what happens after forward; then the place of the module decides.
+  bool reshard_is_default() const { return reshard_is_default_; }
+  void set_reshard_default(bool value) { reshard_after_forward_ = value; }
   // Says what all ranks must have alike.
   std::uint64_t fingerprint() const;
   std::vector<at::Tensor> partial_reductions;  // reduced over shards, not yet over replicas
@@ -197,10 +200,6 @@ class ParameterGroup final : public GradientSink {
   ShardState* owner_ = nullptr;
   std::shared_ptr<ShardContext> context_;
   BufferPool pool_;
-
- public:
-  bool reshard_is_default() const { return reshard_is_default_; }
-  void set_reshard_default(bool value) { reshard_after_forward_ = value; }
 };
 
 }  // namespace penstock

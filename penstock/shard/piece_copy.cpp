@@ -57,6 +57,7 @@ void join_pieces(const at::Tensor& rows, std::int64_t offset, const ShardLayout&
 }
 
 void split_pieces(const at::Tensor& whole, const ShardLayout& layout, const at::Tensor& rows, std::int64_t offset) {
+  if (layout.padded_numel() == 0) return;
   const std::int64_t padded = layout.padded_numel();
   if (plain_bytes(rows, layout, whole)) {
     const std::size_t item = whole.element_size();

@@ -250,6 +250,38 @@ TEST(FullyShard, MixedPrecisionIsThatOfACastModel) {
   });
 }
 
+// Gradients in bfloat16, added up over microbatches and averaged over shards and replicas: bit for bit what one process makes of
+// the same parts, rounding where the documentation says.
+TEST(FullyShard, HalfPrecisionAccumulationBitForBit) {
+  const auto make = [] {
+    nn::Linear layer(6, 5);
+    const at::NoGradGuard no_grad;
+    layer->weight.copy_(at::randn({5, 6}, at::detail::createCPUGenerator(1)));
+    layer->bias.copy_(at::randn({5}, at::detail::createCPUGenerator(2)));
+    return layer;
+  };
+  const auto input = [](int rank, int micro) { return at::randn({3, 6}, at::detail::createCPUGenerator(static_cast<std::uint64_t>(10 * rank + micro + 5))); };
+  const auto loss = [](const at::Tensor& y) { return y.to(at::kFloat).pow(3).mean(); };
+  std::vector<at::Tensor> sums;
+  for (int rank = 0; rank < 4; ++rank) {
+    nn::Linear layer = make();
+    layer->to(at::kBFloat16);
+    for (int micro = 0; micro < 3; ++micro) loss(layer(input(rank, micro).to(at::kBFloat16))).backward();
+    sums.push_back(layer->weight.grad().clone());
+  }
+  const auto average = [](const at::Tensor& a, const at::Tensor& b) { return ((a.to(at::kFloat) + b.to(at::kFloat)) / 2).to(at::kBFloat16); };
+  const at::Tensor expected = average(average(sums[0], sums[1]), average(sums[2], sums[3])).to(at::kFloat);
+  comm::run_ranks(4, 60s, [&](comm::World& world) {
+    nn::Linear layer = make();
+    const auto state = fully_shard(*layer, grid(world, {2, 2}, {"replicas", "shards"}), {.mixed_precision = {.param_dtype = at::kBFloat16}});
+    for (int micro = 0; micro < 3; ++micro) {
+      state->set_requires_gradient_sync(micro == 2);
+      loss(layer(input(world.rank(), micro))).backward();
+    }
+    EXPECT_TRUE(at::equal(full_tensor(layer->weight.grad()), expected));
+  });
+}
+
 TEST(FullyShard, OffloadedShards) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     Model model = same_model();

@@ -61,6 +61,7 @@ MeshGroups::MeshGroups(World world, DeviceMesh mesh) {
 }
 
 const DeviceMesh& MeshGroups::mesh() const { return state_->mesh; }
+const World& MeshGroups::world() const { return state_->world; }
 const std::vector<std::int64_t>& MeshGroups::shape() const { return state_->shape; }
 const std::vector<std::int64_t>& MeshGroups::coordinate() const { return state_->coordinate; }
 std::uint64_t MeshGroups::id() const { return state_->id; }

@@ -30,6 +30,7 @@ class MeshGroups {
   MeshGroups(World world, DeviceMesh mesh);
 
   const DeviceMesh& mesh() const;
+  const World& world() const;
   // Of the mesh, without a copy.
   const std::vector<std::int64_t>& shape() const;
   // Of this rank; empty on a rank that is not in the mesh.

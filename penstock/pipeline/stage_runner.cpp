@@ -50,13 +50,11 @@ StageRunner::StageRunner(StageRunner&&) noexcept = default;
 void StageRunner::begin_step(bool has_backward, std::vector<const StagePlan*> plans) {
   has_backward_ = has_backward;
   live_ = 0;
-  weights_to_do_ = 0;
   if (joins_weights()) joined_ = std::make_unique<WeightQueue>();  // what a step that failed has left is given up
   chunks_.clear();
   for (const StagePlan* plan : plans) {
     chunks_.push_back(plan == nullptr ? nullptr : std::make_unique<Chunk>());
     if (plan == nullptr) continue;
-    ++weights_to_do_;
     Chunk& chunk = *chunks_.back();
     chunk.plan = plan;
     chunk.inputs.resize(plan->meta.inputs->size());
@@ -404,7 +402,10 @@ void StageRunner::backward_weight(int microbatch, const StepContext& context) {
 void StageRunner::finish_weights(Chunk& chunk) {
   --live_;
   chunk.deferred.run();
-  if (!joins_weights() || --weights_to_do_ > 0) return;
+}
+
+void StageRunner::run_joined_weights() {
+  if (!joined_) return;
   joined_->join_layers();
   joined_->run();
 }

@@ -80,6 +80,10 @@ class StageRunner {
   // Microbatches whose forward has begun and whose last backward (B or W) has not ended.
   int live() const { return live_; }
 
+  // The weight gradients that wait for the last backward of the step, if the stage wants that: after what other ranks wait for is on its
+  // way. Nothing when it has been done.
+  void run_joined_weights();
+
  private:
   friend class Forward;
   friend class Backward;
@@ -109,7 +113,6 @@ class StageRunner {
   bool has_backward_ = false;
   std::vector<std::unique_ptr<Chunk>> chunks_;
   int live_ = 0;
-  int weights_to_do_ = 0;                 // microbatches whose weight gradients are not done
   std::unique_ptr<WeightQueue> joined_;   // of all microbatches of the step, where the stage wants that
 };
 

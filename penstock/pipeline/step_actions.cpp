@@ -358,7 +358,10 @@ void TorchStepActions::pass(const Instruction& instruction, const Channel& chann
 }
 
 void TorchStepActions::stage_wide(const Instruction& instruction) {
-  if (instruction.action.kind() == ActionKind::ReduceGrad && reduce_) reduce_(instruction.action.stage().value());
+  if (instruction.action.kind() != ActionKind::ReduceGrad) return;
+  const int stage = instruction.action.stage().value();
+  runner(stage).run_joined_weights();
+  if (reduce_) reduce_(stage);
 }
 
 // Sends that have ended free their tensors.
@@ -367,6 +370,7 @@ void TorchStepActions::reap() {
 }
 
 void TorchStepActions::finish() {
+  for (StageRunner& each : runners_) each.run_joined_weights();  // of a schedule without REDUCE_GRAD
   for (; !sends_.empty(); sends_.pop_front()) sends_.front().wait();
 }
 

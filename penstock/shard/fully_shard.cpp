@@ -1,0 +1,75 @@
+#include "penstock/shard/fully_shard.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+
+#include "penstock/base/errors.h"
+#include "penstock/dtensor/dtensor_payload.h"
+#include "penstock/mesh/local_shard.h"
+#include "penstock/shard/registry.h"
+#include "penstock/torch/any_operator_hook.h"
+
+namespace penstock {
+
+std::shared_ptr<ShardState> fully_shard(torch::nn::Module& module, const comm::MeshGroups& mesh, const ShardOptions& options) {
+  return make_shard_state(module, ShardMesh(mesh, options), options);
+}
+
+std::shared_ptr<ShardState> replicate(torch::nn::Module& module, const comm::MeshGroups& mesh, const ShardOptions& options) {
+  if (!options.shard_axes.empty() || options.shard_placement)
+    throw ValueError("replicate: shard_axes and shard_placement say how to cut parameters, which replicate does not do; call fully_shard, or leave them out");
+  return make_shard_state(module, ShardMesh::replicating(mesh), options);
+}
+
+ShardState* shard_state_of(const torch::nn::Module& module) { return find_shard_state(module).get(); }
+
+std::optional<ShardInfo> shard_of(const at::Tensor& parameter) {
+  if (!parameter.defined()) return std::nullopt;
+  const detail::Membership member = detail::find_parameter(parameter);
+  if (!member.group) return std::nullopt;
+  return ShardInfo{member.group, static_cast<std::size_t>(member.parameter)};
+}
+
+void ensure_sharded(const std::vector<at::Tensor>& parameters) {
+  for (const at::Tensor& parameter : parameters)
+    if (const auto info = shard_of(parameter); info && info->state() != GroupState::Sharded) info->group->reshard();
+}
+
+void reset_sharded_parameters(torch::nn::Module& module) {
+  for (const at::Tensor& parameter : module.parameters())
+    if (const auto info = shard_of(parameter)) info->group->reset_sharded_parameter(info->index);
+}
+
+void load_whole(const at::Tensor& parameter, const at::Tensor& whole) {
+  const auto info = shard_of(parameter);
+  if (!info) throw TypeError(describe("load_whole", "a tensor that is not a sharded parameter", "a parameter of a module given to fully_shard"));
+  if (whole.sizes() != parameter.sizes())
+    throw ValueError(describe(fmt::format("load_whole into {}", info->parameter().to_string()), fmt::format("[{}]", fmt::join(whole.sizes(), ", ")), fmt::format("[{}]", fmt::join(parameter.sizes(), ", "))));
+  ensure_sharded({parameter});
+  const NoAnyHookGuard no_hook;
+  const at::NoGradGuard no_grad;
+  const DTensorSpec& spec = *info->parameter().placement.sharded;
+  const at::Tensor local = detail::dtensor_payload(info->parameter().sharded)->local();
+  for (const ShardBox& box : local_boxes(spec.shape(), spec.mesh_shape(), spec.coordinate(), spec.placements())) {
+    at::Tensor from = whole, to = local;
+    for (std::size_t d = 0; d < box.shape.size(); ++d) {
+      from = from.narrow(static_cast<std::int64_t>(d), box.offset[d], box.shape[d]);
+      to = to.narrow(static_cast<std::int64_t>(d), box.local_offset[d], box.shape[d]);
+    }
+    to.copy_(from);
+  }
+}
+
+void materialize_shards(torch::nn::Module& module, const ParameterGroup::ShardInitializer& fill, std::optional<at::Device> device) {
+  std::vector<ParameterGroup*> done;
+  for (const at::Tensor& parameter : module.parameters())
+    if (const auto info = shard_of(parameter); info && std::find(done.begin(), done.end(), info->group) == done.end()) {
+      done.push_back(info->group);
+      info->group->materialize(fill, device.value_or(info->group->device()));
+    }
+}
+
+}  // namespace penstock

@@ -1,0 +1,139 @@
+#include "penstock/shard/group_reduction.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "penstock/base/errors.h"
+#include "penstock/dtensor/dtensor.h"
+#include "penstock/dtensor/dtensor_payload.h"
+#include "penstock/shard/piece_copy.h"
+
+namespace penstock {
+
+GroupReduction::GroupReduction(ParameterGroup& group)
+    : group_(&group), op_(group.gradient_divide_factor ? comm::ReduceOp::Sum : comm::ReduceOp::Avg), all_reduce_(group.flags.all_reduce) {
+  auto& parameters = group.mutable_parameters();
+  const auto wanted = group.options().mixed_precision.reduce_dtype;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const ShardedParameter& p = parameters[i];
+    const at::Tensor parameter = p.parameter();
+    if (!parameter.defined() || !parameter.requires_grad()) continue;
+    // The same on every rank, with or without a gradient.
+    const at::ScalarType dtype = wanted.value_or(p.compute_dtype);
+    auto bucket = std::find_if(buckets_.begin(), buckets_.end(), [&](const Bucket& b) { return b.dtype == dtype; });
+    if (bucket == buckets_.end()) {
+      buckets_.emplace_back();
+      bucket = buckets_.end() - 1;
+      bucket->dtype = dtype;
+    }
+    bucket->parameters.push_back(i);
+    bucket->offsets.push_back(bucket->width);
+    bucket->width += p.layout().padded_numel();
+  }
+  for (Bucket& bucket : buckets_) start(bucket);
+}
+
+void GroupReduction::start(Bucket& bucket) {
+  auto& parameters = group_->mutable_parameters();
+  const ShardMesh& mesh = group_->mesh();
+  const auto marks = static_cast<std::int64_t>(bucket.parameters.size());
+  bucket.rows = group_->pool().empty({mesh.shard_ranks(), bucket.width + marks}, bucket.dtype, group_->device());
+  for (std::size_t k = 0; k < bucket.parameters.size(); ++k) {
+    ShardedParameter& p = parameters[bucket.parameters[k]];
+    const at::Tensor gradient = std::move(p.gradient);
+    p.gradient.reset();
+    p.gradient_owned = false;
+    bucket.present.push_back(gradient.defined());
+    if (gradient.defined())
+      split_pieces(gradient, p.layout(), bucket.rows, bucket.offsets[k]);
+    else
+      bucket.rows.narrow(1, bucket.offsets[k], p.layout().padded_numel()).zero_();
+  }
+  const at::Tensor places = bucket.rows.narrow(1, bucket.width, marks);
+  places.fill_(1);
+  for (std::size_t k = 0; k < bucket.present.size(); ++k)
+    if (!bucket.present[k]) places.select(1, static_cast<std::int64_t>(k)).zero_();
+  if (mesh.shard_ranks() == 1) {
+    bucket.reduced = bucket.rows.select(0, 0);
+    return;
+  }
+  bucket.reduced = group_->pool().empty({bucket.width + marks}, bucket.dtype, group_->device());
+  bucket.work = mesh.reduce_group().reduce_scatter(bucket.reduced, bucket.rows.view({-1}), op_, {.label = fmt::format("reduce {}", group_->name())});
+}
+
+void GroupReduction::wait_for_shards() {
+  if (shards_done_) return;
+  shards_done_ = true;
+  const at::NoGradGuard no_grad;
+  const ShardMesh& mesh = group_->mesh();
+  const bool replicas = mesh.replicas() > 1;
+  auto& partial = group_->partial_reductions;
+  for (Bucket& bucket : buckets_) {
+    bucket.work.wait();
+    bucket.work = {};
+    if (mesh.shard_ranks() > 1) bucket.rows.reset();
+  }
+  if (!replicas) return;
+  if (!partial.empty()) {
+    PENSTOCK_INVARIANT(partial.size() == buckets_.size(), "reductions that are added up have the same dtypes");
+    for (std::size_t i = 0; i < buckets_.size(); ++i) buckets_[i].reduced.add_(partial[i]);
+    partial.clear();
+  }
+  if (!all_reduce_) {
+    kept_ = true;
+    for (const Bucket& bucket : buckets_) partial.push_back(bucket.reduced);
+    return;
+  }
+  for (Bucket& bucket : buckets_)
+    bucket.work = mesh.replicate_group().all_reduce(bucket.reduced, op_, {.label = fmt::format("reduce {} over replicas", group_->name())});
+}
+
+void GroupReduction::finish() {
+  if (finished_) return;
+  wait_for_shards();
+  finished_ = true;
+  const at::NoGradGuard no_grad;
+  for (Bucket& bucket : buckets_) {
+    bucket.work.wait();
+    if (!kept_) write(bucket);
+  }
+}
+
+void GroupReduction::write(const Bucket& bucket) const {
+  auto& parameters = group_->mutable_parameters();
+  const int rank = group_->mesh().shard_rank();
+  at::Tensor values = bucket.reduced.narrow(0, 0, bucket.width);
+  if (group_->gradient_divide_factor) values.div_(*group_->gradient_divide_factor);
+  // Only a rank that has no gradient itself must look at the marks: it may make the device wait.
+  at::Tensor marks;
+  if (std::find(bucket.present.begin(), bucket.present.end(), false) != bucket.present.end())
+    marks = bucket.reduced.narrow(0, bucket.width, static_cast<std::int64_t>(bucket.parameters.size())).to(at::kCPU, at::kFloat).contiguous();
+  at::ScalarType cast_to = bucket.dtype;
+  at::Tensor cast = values;
+  for (std::size_t k = 0; k < bucket.parameters.size(); ++k) {
+    ShardedParameter& p = parameters[bucket.parameters[k]];
+    const at::Tensor parameter = p.parameter();
+    if (!parameter.defined()) continue;
+    if (!bucket.present[k] && marks.data_ptr<float>()[k] == 0) continue;
+    if (cast_to != p.dtype || cast.device() != p.padded.device()) {
+      cast_to = p.dtype;
+      cast = group_->pool().empty({bucket.width}, p.dtype, p.padded.device());
+      cast.copy_(values);
+    }
+    const at::Tensor local = cast.narrow(0, bucket.offsets[k], p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank));
+    at::Tensor& grad = parameter.mutable_grad();
+    if (!grad.defined()) {
+      grad = detail::make_dtensor(local, p.placement.sharded, p.placement.mesh);
+      continue;
+    }
+    const detail::DTensorPayload* before = detail::dtensor_payload(grad);
+    if (!before || before->spec != p.placement.sharded)
+      throw StateError(describe(fmt::format("the gradient that parameter '{}' has", p.name), before ? describe_dtensor(grad) : "a plain tensor", "a gradient sharded as the parameter is",
+                                "call zero_grad() before backward"));
+    before->local().add_(local);
+  }
+}
+
+}  // namespace penstock

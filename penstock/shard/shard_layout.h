@@ -1,0 +1,48 @@
+// How one tensor is cut along a dim into one piece per rank. Arithmetic only.
+//
+//   7 rows over 3 ranks, dim 0       rank 0: rows 0-2    rank 1: rows 3-5    rank 2: row 6
+//   padded: every rank's place has room for 3 rows, as rank 0 has; rank 2 uses the first of them
+//
+// A piece is ceil(size / ranks) long until nothing is left; later ranks may hold less or nothing. Pieces are dense, whatever the
+// dim: a rank's place in a buffer holds its piece first and padding after it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace penstock {
+
+class ShardLayout {
+ public:
+  ShardLayout() = default;
+  // `dim` may be negative. Throws ValueError for a dim outside of the shape and for ranks < 1. A tensor without dims cannot be cut:
+  // with one rank it is whole, with several it is a ValueError.
+  ShardLayout(std::vector<std::int64_t> shape, std::int64_t dim, int ranks);
+
+  const std::vector<std::int64_t>& shape() const { return shape_; }
+  std::int64_t dim() const { return dim_; }
+  int ranks() const { return ranks_; }
+  std::int64_t numel() const { return numel_; }
+
+  // Length along the dim of the pieces that are not cut short.
+  std::int64_t chunk() const { return chunk_; }
+  std::int64_t length(int rank) const;
+  std::int64_t offset(int rank) const;  // the size of the dim for a rank that holds nothing
+  std::vector<std::int64_t> piece_shape(int rank) const;
+  std::int64_t piece_numel(int rank) const { return length(rank) * others_; }
+  std::vector<std::int64_t> padded_shape() const { return piece_shape(0); }
+  std::int64_t padded_numel() const { return chunk_ * others_; }
+  bool even() const { return chunk_ * ranks_ == size_; }
+
+  // As a matrix of blocks: outer() rows, each of size along the dim times inner() elements.
+  std::int64_t outer() const { return outer_; }
+  std::int64_t inner() const { return inner_; }
+
+ private:
+  std::vector<std::int64_t> shape_;
+  std::int64_t dim_ = 0, size_ = 1, chunk_ = 1, numel_ = 1;
+  std::int64_t outer_ = 1, inner_ = 1, others_ = 1;
+  int ranks_ = 1;
+};
+
+}  // namespace penstock

@@ -1,0 +1,229 @@
+#include "penstock/shard/shard_state.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "penstock/base/errors.h"
+#include "penstock/shard/registry.h"
+#include "penstock/shard/shard_context.h"
+#include "penstock/shard/trigger.h"
+#include "penstock/torch/switch_data.h"
+
+namespace penstock {
+namespace {
+
+// Modules by address. A module may die before its parameters; an entry that does not fit is one of those.
+struct Modules {
+  std::mutex mutex;
+  std::unordered_map<const torch::nn::Module*, std::weak_ptr<ShardState>> states;
+};
+Modules& modules() {
+  static Modules& instance = *new Modules;
+  return instance;
+}
+
+bool holds_any(const torch::nn::Module& module, const ShardState& state) {
+  std::unordered_set<const void*> own;
+  for (const at::Tensor& parameter : module.parameters()) own.insert(parameter.unsafeGetTensorImpl());
+  for (const ShardState* inside : state.all_states())
+    if (inside->group())
+      for (const ShardedParameter& p : inside->group()->parameters())
+        if (own.contains(p.handle._unsafe_get_target())) return true;
+  return false;
+}
+
+}  // namespace
+
+std::shared_ptr<ShardState> find_shard_state(const torch::nn::Module& module) {
+  std::shared_ptr<ShardState> state;
+  {
+    const std::lock_guard lock(modules().mutex);
+    const auto found = modules().states.find(&module);
+    if (found != modules().states.end()) state = found->second.lock();
+  }
+  return state && holds_any(module, *state) ? state : nullptr;
+}
+
+std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const ShardMesh& mesh, const ShardOptions& options) {
+  install_trigger();
+  if (find_shard_state(module)) throw StateError(fmt::format("fully_shard: module '{}' is sharded already", module.name()));
+  std::unordered_set<const void*> ignored, seen;
+  for (const at::Tensor& tensor : options.ignored) ignored.insert(tensor.unsafeGetTensorImpl());
+  std::shared_ptr<ShardState> state(new ShardState);
+  state->module_ = &module;
+  state->name_ = module.name();
+  for (const auto& child : module.modules(/*include_self=*/false)) state->inner_modules_.push_back(child.get());
+  // Sharded modules inside, in the order of the tree.
+  state->subtree_.push_back(state.get());
+  std::vector<std::shared_ptr<ShardState>> inside;
+  for (const auto& child : module.modules(/*include_self=*/false))
+    if (auto known = find_shard_state(*child); known && std::find(inside.begin(), inside.end(), known) == inside.end()) {
+      inside.push_back(known);
+      state->subtree_.push_back(known.get());
+    }
+  std::vector<NamedParameter> mine;
+  std::vector<at::Tensor> all;
+  for (const auto& item : module.named_parameters(/*recurse=*/true)) {
+    const at::Tensor& parameter = item.value();
+    if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+    if (ignored.contains(parameter.unsafeGetTensorImpl())) continue;
+    const detail::Membership member = detail::find_parameter(parameter);
+    if (!member.group) {
+      mine.push_back({item.key(), parameter});
+      all.push_back(parameter);
+      continue;
+    }
+    all.push_back(parameter);
+    // A tied parameter may belong to a sharded module elsewhere; what an outer module took cannot be taken back.
+    if (const ShardState* owner = member.group->owner(); owner && owner->holds_module(module))
+      throw StateError(fmt::format("fully_shard: parameter '{}' of module '{}' belongs to the module around it, which is sharded already; shard inner modules before outer ones",
+                                   item.key(), module.name()));
+  }
+  if (!mine.empty()) {
+    state->group_ = std::make_unique<ParameterGroup>(state->name_, mesh, options, std::move(mine));
+    state->group_->set_owner(state.get());
+  }
+  for (const auto& known : inside) {
+    if (!known->parent_) known->parent_ = state.get();
+    if (known->group_) known->group_->set_context(nullptr);
+  }
+  for (const at::Tensor& parameter : all) tie_lifetime(parameter, state);
+  const std::lock_guard lock(modules().mutex);
+  modules().states[&module] = state;
+  return state;
+}
+
+ShardState::~ShardState() {
+  for (ShardState* outer = parent_; outer; outer = outer->parent_) std::erase(outer->subtree_, this);
+  for (ShardState* inner : subtree_)
+    if (inner != this && inner->parent_ == this) inner->parent_ = parent_;
+  if (group_) ShardContext::forget(*group_);
+  const std::lock_guard lock(modules().mutex);
+  const auto found = modules().states.find(module_);
+  if (found != modules().states.end() && found->second.expired()) modules().states.erase(found);
+}
+
+ShardState& ShardState::root() {
+  ShardState* state = this;
+  while (state->parent_) state = state->parent_;
+  return *state;
+}
+
+bool ShardState::holds_module(const torch::nn::Module& module) const {
+  return std::find(inner_modules_.begin(), inner_modules_.end(), &module) != inner_modules_.end();
+}
+
+bool ShardState::contains(const ShardState& other) const {
+  for (const ShardState* state = other.parent_; state; state = state->parent_)
+    if (state == this) return true;
+  return false;
+}
+
+std::vector<ParameterGroup*> ShardState::all_groups() const {
+  std::vector<ParameterGroup*> groups;
+  for (const ShardState* state : subtree_)
+    if (state->group_) groups.push_back(state->group_.get());
+  return groups;
+}
+
+template <class Set>
+void ShardState::for_groups(bool recurse, Set&& set) {
+  for (ShardState* state : subtree_)
+    if (state->group_ && (recurse || state == this)) set(*state->group_);
+}
+
+void ShardState::unshard(bool async) {
+  if (!group_) return;
+  group_->context();
+  group_->unshard();
+  if (!async) group_->wait_for_unshard();
+}
+
+void ShardState::wait_for_unshard() {
+  if (group_) group_->wait_for_unshard();
+}
+
+void ShardState::reshard() {
+  if (group_) group_->reshard();
+}
+
+void ShardState::set_requires_gradient_sync(bool value, bool recurse) {
+  for_groups(recurse, [&](ParameterGroup& group) { group.flags.reduce = value; });
+}
+void ShardState::set_requires_all_reduce(bool value, bool recurse) {
+  for_groups(recurse, [&](ParameterGroup& group) { group.flags.all_reduce = value; });
+}
+void ShardState::set_reshard_after_backward(bool value, bool recurse) {
+  for_groups(recurse, [&](ParameterGroup& group) { group.flags.reshard = value; });
+}
+void ShardState::set_reshard_after_forward(bool value, bool recurse) {
+  for_groups(recurse, [&](ParameterGroup& group) { group.set_reshard_after_forward(value); });
+}
+void ShardState::set_is_last_backward(bool value) {
+  for_groups(true, [&](ParameterGroup& group) { group.flags.last = value; });
+}
+void ShardState::set_gradient_divide_factor(double factor, bool recurse) {
+  if (!(factor > 0)) throw ValueError(describe("set_gradient_divide_factor", fmt::format("{}", factor), "a number above 0"));
+  for_groups(recurse, [&](ParameterGroup& group) { group.gradient_divide_factor = factor; });
+}
+
+void ShardState::post_backward() {
+  const std::vector<ParameterGroup*> groups = all_groups();
+  for (auto group = groups.rbegin(); group != groups.rend(); ++group) (*group)->post_backward();
+}
+
+void ShardState::final_callback() {
+  const std::vector<ParameterGroup*> groups = all_groups();
+  if (!groups.empty()) groups.front()->context().final_callback();
+}
+
+namespace {
+
+std::vector<ParameterGroup*> groups_of(const ShardState& self, ShardState& root, const std::vector<ShardState*>& states, const char* function) {
+  if (!self.group()) throw StateError(fmt::format("{}: the module has no parameters of its own to gather", function));
+  std::vector<ParameterGroup*> groups;
+  for (ShardState* state : states) {
+    if (!state || &state->root() != &root)
+      throw ValueError(describe(function, state ? "a module under another root" : "a null state", "sharded modules under the same outermost module"));
+    if (state->group()) groups.push_back(state->group());
+  }
+  return groups;
+}
+
+}  // namespace
+
+void ShardState::set_modules_to_forward_prefetch(const std::vector<ShardState*>& states) {
+  auto groups = groups_of(*this, root(), states, "set_modules_to_forward_prefetch");
+  group_->context().set_forward_prefetch(*group_, std::move(groups));
+}
+
+void ShardState::set_modules_to_backward_prefetch(const std::vector<ShardState*>& states) {
+  auto groups = groups_of(*this, root(), states, "set_modules_to_backward_prefetch");
+  group_->context().set_backward_prefetch(*group_, std::move(groups));
+}
+
+void ShardState::set_automatic_prefetch(bool value) {
+  const std::vector<ParameterGroup*> groups = root().all_groups();
+  if (!groups.empty()) groups.front()->context().prefetch = value;
+}
+
+std::int64_t ShardState::peak_gathered_bytes() {
+  const std::vector<ParameterGroup*> groups = root().all_groups();
+  return groups.empty() ? 0 : groups.front()->context().peak_gathered_bytes();
+}
+
+void ShardState::reset_peak() {
+  const std::vector<ParameterGroup*> groups = root().all_groups();
+  if (!groups.empty()) groups.front()->context().reset_peak();
+}
+
+std::size_t ShardState::pool_allocations() {
+  const std::vector<ParameterGroup*> groups = root().all_groups();
+  return groups.empty() ? 0 : groups.front()->context().pool().allocations();
+}
+
+}  // namespace penstock

@@ -1,0 +1,333 @@
+// States and transitions, what they cost in memory and bytes, and what is refused.
+#include "penstock/shard/shard_state.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "penstock/base/errors.h"
+#include "penstock/comm/recorder.h"
+#include "penstock/dtensor/dtensor.h"
+#include "penstock/shard/forward_scope.h"
+#include "penstock/shard/fully_shard.h"
+#include "penstock/torch/deferred_init.h"
+#include "penstock/torch/keyed_init.h"
+#include "tests/has_text.h"
+#include "tests/shard/sharded_training.h"
+#include "tests/throws.h"
+
+namespace penstock {
+namespace {
+
+using namespace std::chrono_literals;
+using namespace penstock::test;
+
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+
+struct Two : nn::Module {
+  Two() {
+    weight = register_parameter("weight", at::arange(15, at::kFloat).view({5, 3}));
+    bias = register_parameter("bias", at::arange(4, at::kFloat) * 10);
+  }
+  at::Tensor weight, bias;
+};
+
+TEST(ShardState, TransitionsByHand) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    Two module;
+    const at::Tensor weight = module.weight.detach().clone();
+    const auto state = fully_shard(module, line(world));
+    EXPECT_EQ(to_text(state->group()->state()), "Sharded");
+    EXPECT_TRUE(is_dtensor(module.weight));
+    EXPECT_EQ(state->group()->memory().gathered, 0);
+    state->unshard(/*async=*/true);
+    EXPECT_TRUE(state->group()->unshard_pending());
+    EXPECT_EQ(to_text(state->group()->state()), "Sharded");
+    state->wait_for_unshard();
+    EXPECT_EQ(to_text(state->group()->state()), "Unsharded");
+    EXPECT_FALSE(is_dtensor(module.weight));
+    EXPECT_TRUE(at::equal(module.weight.detach(), weight));
+    const void* impl = module.weight.unsafeGetTensorImpl();
+    const at::Tensor view = module.weight.detach().t();
+    state->unshard();  // nothing to do
+    state->reshard();
+    EXPECT_EQ(state->group()->memory().gathered, 0);
+    EXPECT_EQ(view.storage().nbytes(), 0u) << "memory goes, also where views look at it";
+    EXPECT_EQ(module.weight.unsafeGetTensorImpl(), impl);
+    state->reshard();
+    state->unshard(true);
+    state->reshard();  // one that nobody has used
+    EXPECT_FALSE(state->group()->unshard_pending());
+    // Using the view brings the memory back.
+    EXPECT_TRUE(at::equal(view + 0, weight.t()));
+    EXPECT_EQ(to_text(state->group()->state()), "Unsharded");
+    state->reshard();
+  });
+}
+
+TEST(ShardState, OptimizersWorkOnShardsAndComputationOnWholes) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    Two module;
+    const auto state = fully_shard(module, line(world));
+    {
+      const at::NoGradGuard no_grad;
+      module.weight.mul_(2);
+      at::Tensor copy = module.weight.clone();
+      EXPECT_TRUE(is_dtensor(copy));
+      module.weight.add_(copy, 0.5);
+      EXPECT_TRUE(is_dtensor(module.weight.detach()));
+      EXPECT_EQ(to_text(state->group()->state()), "Sharded") << "shards alone";
+      EXPECT_TRUE(at::equal(at::mm(at::ones({1, 5}), module.weight), at::arange(15, at::kFloat).view({5, 3}).sum(0, true) * 3));
+      EXPECT_EQ(to_text(state->group()->state()), "Unsharded") << "an activation beside it";
+      EXPECT_TRUE(has_text(message_of<StateError>([&] { module.weight.mul_(2); }), "ensure_sharded"));
+      EXPECT_TRUE(has_text(message_of<StateError>([&] { module.weight.t().zero_(); }), "gathered"));
+      ensure_sharded({module.weight});
+      module.weight.mul_(2);
+    }
+    // A handle made of the shard may be computed with.
+    const at::Tensor handle = module.weight.detach();
+    EXPECT_TRUE(is_dtensor(handle));
+    EXPECT_TRUE(at::equal(at::mm(at::ones({1, 5}), handle), at::arange(15, at::kFloat).view({5, 3}).sum(0, true) * 6));
+    state->reshard();
+  });
+}
+
+TEST(ShardState, WritesInAScope) {
+  comm::run_ranks(3, 60s, [](comm::World& world) {
+    Two module;
+    fully_shard(module, line(world));
+    {
+      const UnshardedScope scope(module);
+      const at::NoGradGuard no_grad;
+      EXPECT_FALSE(is_dtensor(module.bias));
+      module.bias.add_(1);
+      module.weight[4][2] = 100;
+    }
+    EXPECT_TRUE(is_dtensor(module.bias));
+    EXPECT_TRUE(at::equal(full_tensor(module.bias.detach()), at::arange(4, at::kFloat) * 10 + 1));
+    EXPECT_EQ(full_tensor(module.weight.detach())[4][2].item<float>(), 100);
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { UnshardedScope(*std::make_shared<Two>()); }), "fully_shard"));
+  });
+}
+
+TEST(ShardState, LoadedValues) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    Two module;
+    const comm::MeshGroups mesh = line(world);
+    const auto state = fully_shard(module, mesh);
+    const at::Tensor value = at::rand({5, 3}, at::detail::createCPUGenerator(3));
+    load_whole(module.weight, value);
+    EXPECT_TRUE(at::equal(full_tensor(module.weight.detach()), value));
+    EXPECT_THROW(load_whole(module.weight, at::zeros({3, 5})), ValueError);
+    EXPECT_THROW(load_whole(value, value), TypeError);
+    // New data in the place of the shard.
+    const at::Tensor other = distribute_tensor(value * 2, mesh, {Shard{0}}, {.source_axis_rank = std::nullopt});
+    module.weight.set_data(other);
+    reset_sharded_parameters(module);
+    reset_sharded_parameters(module);
+    state->unshard();
+    EXPECT_TRUE(at::equal(module.weight.detach(), value * 2));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { reset_sharded_parameters(module); }), "reshard()"));
+    state->reshard();
+    module.weight.set_data(distribute_tensor(value, mesh, {Shard{1}}, {.source_axis_rank = std::nullopt}));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { reset_sharded_parameters(module); }), "[S(1)]"));
+  });
+}
+
+TEST(ShardState, AtMostTwoGroupsAreGatheredAndBuffersAreUsedAgain) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    torch::nn::Sequential model;
+    for (int i = 0; i < 6; ++i) model->push_back(nn::Linear(64, 64));
+    const comm::MeshGroups mesh = line(world);
+    for (const auto& child : model->children()) fully_shard(*child, mesh);
+    const auto root = fully_shard(*model, mesh);
+    EXPECT_EQ(root->group(), nullptr);
+    const std::int64_t group_bytes = (64 * 64 + 64) * 4;
+    std::size_t allocations = 0;
+    for (int step = 0; step < 5; ++step) {
+      root->reset_peak();
+      model->forward(at::ones({2, 64})).sum().backward();
+      for (const auto& p : model->parameters()) p.mutable_grad().reset();
+      EXPECT_LE(root->peak_gathered_bytes(), 2 * group_bytes + 4096) << "step " << step;
+      if (step == 1) allocations = root->pool_allocations();
+      if (step > 1) {
+        EXPECT_EQ(root->pool_allocations(), allocations);
+      }
+    }
+    for (ParameterGroup* group : root->all_groups()) EXPECT_EQ(to_text(group->state()), "Sharded");
+  });
+}
+
+TEST(ShardState, BytesOfAStep) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    Model model = same_model();
+    const comm::MeshGroups mesh = line(world);
+    shard_by_blocks(model, mesh);
+    const auto step = [&] { model->forward(shared_tokens(0)).sum().backward(); };
+    step();
+    const auto meet = [&] { world.group().barrier().wait(); };
+    meet();
+    if (world.rank() == 0) comm::Recorder::global().reset_totals();
+    meet();
+    step();
+    meet();
+    const auto totals = comm::Recorder::global().totals();
+    meet();
+    // Blocks are gathered twice, the outermost group once; every group is reduced once.
+    std::uint64_t gathers = 0, reductions = 0;
+    for (ParameterGroup* group : shard_state_of(*model)->all_groups()) {
+      gathers += group == shard_state_of(*model)->group() ? 1 : 2;
+      reductions += 1;
+    }
+    EXPECT_EQ(totals.at("all_gather").operations, 2 * gathers) << "of both ranks";
+    EXPECT_EQ(totals.at("reduce_scatter").operations, 2 * reductions);
+    for (ParameterGroup* group : shard_state_of(*model)->all_groups()) EXPECT_FALSE(group->unshard_pending()) << "nothing is gathered in vain";
+  });
+}
+
+TEST(ShardState, GatheringAheadAsTold) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    Model model = same_model();
+    shard_by_blocks(model, line(world));
+    ShardState &root = *shard_state_of(*model), &first = *shard_state_of(*model->blocks[0]), &second = *shard_state_of(*model->blocks[1]);
+    root.set_automatic_prefetch(false);
+    first.set_modules_to_forward_prefetch({&second});
+    second.set_modules_to_backward_prefetch({&first});
+    const at::Tensor h = model->blocks[0]->as<BlockImpl>()->forward(at::ones({1, 2, kWidth}, at::kDouble));
+    EXPECT_TRUE(second.group()->unshard_pending());
+    EXPECT_FALSE(root.group()->unshard_pending());
+    model->blocks[1]->as<BlockImpl>()->forward(h).sum().backward();
+    model->zero_grad();
+    expect_same_parameters(train_share(model, {.rank = world.rank(), .ranks = 2}), alone());
+    EXPECT_THROW(first.set_modules_to_forward_prefetch({nullptr}), ValueError);
+  });
+}
+
+struct Scoped : nn::Module {
+  Scoped() { layer = register_module("layer", nn::Linear(4, 4)); }
+  at::Tensor forward(const at::Tensor& x) {
+    const ForwardScope scope(*layer);
+    return scope.output(layer(scope.input(x)));
+  }
+  nn::Linear layer{nullptr};
+};
+
+TEST(ShardState, AScopeFreesAtItsEndAndCasts) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    Scoped model;
+    EXPECT_EQ(model.forward(at::ones({1, 4})).scalar_type(), at::kFloat) << "nothing is sharded yet";
+    fully_shard(*model.layer, line(world), {.reshard_after_forward = true, .mixed_precision = {.param_dtype = at::kBFloat16, .output_dtype = at::kDouble}});
+    const at::Tensor out = model.forward(at::ones({1, 4}));
+    EXPECT_EQ(out.scalar_type(), at::kDouble);
+    EXPECT_EQ(to_text(shard_state_of(*model.layer)->group()->state()), "Sharded");
+    out.sum().backward();
+    EXPECT_TRUE(model.layer->weight.grad().defined());
+    EXPECT_EQ(model.layer->weight.grad().scalar_type(), at::kFloat);
+  });
+}
+
+// What a pipeline does: backward without a reduction, then the reduction as an action of its own.
+TEST(ShardState, ReductionByHand) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    Model model = same_model();
+    shard_by_blocks(model, line(world));
+    ShardState& root = *shard_state_of(*model);
+    const auto flags = [&](bool on) {
+      root.set_is_last_backward(on);
+      root.set_reshard_after_backward(on);
+      root.set_requires_gradient_sync(on);
+    };
+    const auto reduce = [&](int) {
+      EXPECT_EQ(to_text(root.group()->state()), "Unsharded");
+      flags(true);
+      root.post_backward();
+      root.final_callback();
+      EXPECT_EQ(to_text(root.group()->state()), "Sharded");
+    };
+    expect_same_parameters(
+        train_share(model, {.rank = world.rank(), .ranks = 2, .microbatches = 3, .before_micro = [&](int, int) { flags(false); }, .before_step = reduce}), alone());
+  });
+}
+
+// ---- modules that are built without memory ----
+
+void fill_by_key(const std::string& name, const at::Tensor& shard, const GlobalBox& box) {
+  keyed_uniform_(shard, {.seed = 11, .layer = layer_from_name(name), .purpose = purpose::kInit}, -1, 1, box);
+}
+
+TEST(DeferredShards, AreThePartsOfWhatOneProcessWouldHave) {
+  comm::run_ranks(3, 60s, [](comm::World& world) {
+    DeferredInit deferred;
+    std::shared_ptr<Scoped> model;
+    {
+      ModeGuard guard(deferred);
+      model = std::make_shared<Scoped>();
+    }
+    fully_shard(*model, line(world));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { model->forward(at::ones({1, 4})); }), "materialize_shards"));
+    materialize_shards(*model, fill_by_key);
+    const at::Tensor whole = at::empty({4, 4});
+    fill_by_key("layer.weight", whole, {});
+    EXPECT_EQ(to_local(model->layer->weight.detach()).size(0), world.rank() < 2 ? 2 : 0);
+    EXPECT_TRUE(at::equal(full_tensor(model->layer->weight.detach()), whole));
+    model->forward(at::ones({1, 4})).sum().backward();
+    EXPECT_TRUE(model->layer->weight.grad().defined());
+  });
+}
+
+// ---- what is refused ----
+
+TEST(ShardErrors, SayWhatToChange) {
+  comm::run_ranks(4, 60s, [](comm::World& world) {
+    const auto grid = [&](std::vector<std::int64_t> shape, std::vector<std::string> names) {
+      return comm::MeshGroups(world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, 4));
+    };
+    const comm::MeshGroups mesh = line(world);
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), grid({1, 2, 2}, {"a", "b", "c"})); }), "shard_axes"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), mesh, {.shard_axes = {"dp", "dp"}}); }), "every axis once"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), mesh, {.shard_axes = {"tp"}}); }), "tp"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] {
+                           fully_shard(*std::make_shared<Two>(), mesh, {.shard_placement = [](const std::string&, const at::Tensor&) { return Shard{1}; }});
+                         }),
+                         "'bias'"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), mesh, {.reshard_after_forward = ReshardTo{3}}); }), "a divisor of the 4"));
+    EXPECT_THROW(replicate(*std::make_shared<Two>(), mesh, {.shard_axes = {"dp"}}), ValueError);
+    Model model = same_model();
+    fully_shard(*model, mesh);
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { fully_shard(*model, mesh); }), "sharded already"));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { fully_shard(*model->blocks[0], mesh); }), "inner modules before outer ones"));
+    EXPECT_THROW(shard_state_of(*model)->set_gradient_divide_factor(0), ValueError);
+    struct Scalar : nn::Module {
+      Scalar() { register_parameter("s", at::ones({})); }
+    };
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Scalar>(), mesh); }), "without dims"));
+  });
+}
+
+TEST(ShardErrors, RanksWithDifferentParametersAllHearOfIt) {
+  std::atomic<int> heard = 0;
+  comm::run_ranks(3, 60s, [&](comm::World& world) {
+    nn::Linear layer(4, world.rank() == 1 ? 6 : 4);
+    fully_shard(*layer, line(world));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { layer(at::ones({1, 4})); }), "rank 1"));
+    ++heard;
+  });
+  EXPECT_EQ(heard, 3);
+}
+
+// A state goes with the parameters of its module; a new module at the same address starts anew.
+TEST(ShardState, GoesWithItsModule) {
+  comm::run_ranks(1, 60s, [](comm::World& world) {
+    std::weak_ptr<ShardState> seen;
+    {
+      auto module = std::make_shared<Scoped>();
+      seen = fully_shard(*module->layer, line(world));
+      fully_shard(*module, line(world));
+      module->forward(at::ones({1, 4})).sum().backward();
+      EXPECT_FALSE(seen.expired());
+    }
+    EXPECT_TRUE(seen.expired());
+  });
+}
+
+}  // namespace
+}  // namespace penstock

@@ -10,6 +10,7 @@
 #include "penstock/base/errors.h"
 #include "penstock/dtensor/dtensor.h"
 #include "penstock/mesh/local_shard.h"
+#include "penstock/shard/fully_shard.h"
 #include "penstock/torch/dtype.h"
 
 namespace penstock::checkpoint {
@@ -58,6 +59,7 @@ TensorPart tensor_part(std::string name, const at::Tensor& tensor) {
   if (!to_dtype(tensor.scalar_type()))
     throw ValueError(describe("part of a checkpoint: " + name, dtype_name(tensor.scalar_type()), "an element type that safetensors has", "convert it first"));
   at::NoGradGuard no_grad;
+  ensure_sharded(tensor);
   TensorPart part;
   part.name = std::move(name);
   if (is_dtensor(tensor)) {

@@ -10,6 +10,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/dtensor/dtensor.h"
+#include "penstock/shard/fully_shard.h"
 #include "penstock/torch/distributed_type.h"
 
 namespace penstock::optim {
@@ -38,6 +39,7 @@ struct Sums {
 
 void settle_gradients(const std::vector<NamedParameter>& parameters) {
   const at::NoGradGuard no_grad;
+  for (const NamedParameter& parameter : parameters) ensure_sharded(parameter.tensor);
   std::vector<Sums> sums;  // in the order of the list, which all ranks of a mesh share
   std::set<const void*> seen;
   for (const NamedParameter& parameter : parameters) {

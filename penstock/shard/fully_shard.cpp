@@ -34,8 +34,11 @@ std::optional<ShardInfo> shard_of(const at::Tensor& parameter) {
 }
 
 void ensure_sharded(const std::vector<at::Tensor>& parameters) {
-  for (const at::Tensor& parameter : parameters)
-    if (const auto info = shard_of(parameter); info && info->state() != GroupState::Sharded) info->group->reshard();
+  for (const at::Tensor& parameter : parameters) ensure_sharded(parameter);
+}
+
+void ensure_sharded(const at::Tensor& parameter) {
+  if (const auto info = shard_of(parameter); info && info->state() != GroupState::Sharded) info->group->reshard();
 }
 
 void reset_sharded_parameters(torch::nn::Module& module) {
@@ -48,7 +51,7 @@ void load_whole(const at::Tensor& parameter, const at::Tensor& whole) {
   if (!info) throw TypeError(describe("load_whole", "a tensor that is not a sharded parameter", "a parameter of a module given to fully_shard"));
   if (whole.sizes() != parameter.sizes())
     throw ValueError(describe(fmt::format("load_whole into {}", info->parameter().to_string()), fmt::format("[{}]", fmt::join(whole.sizes(), ", ")), fmt::format("[{}]", fmt::join(parameter.sizes(), ", "))));
-  ensure_sharded({parameter});
+  ensure_sharded(parameter);
   const NoAnyHookGuard no_hook;
   const at::NoGradGuard no_grad;
   const DTensorSpec& spec = *info->parameter().placement.sharded;

@@ -72,6 +72,7 @@ std::optional<ShardInfo> shard_of(const at::Tensor& parameter);
 
 // Frees what is still gathered of these, so that they are shards: before an optimizer steps or a checkpoint reads them.
 void ensure_sharded(const std::vector<at::Tensor>& parameters);
+void ensure_sharded(const at::Tensor& parameter);
 
 // After a load that put new tensors in the place of shards: takes them over. A second call does nothing.
 void reset_sharded_parameters(torch::nn::Module& module);

@@ -1,0 +1,266 @@
+// A training step of a twelve-block transformer whose parameters are sharded over two ranks, each a process on a core of its own, over
+// Gloo: ours, and Python's in the same run.
+//
+//   shard_bench                                                  d = 32 and 256, with and without accumulation
+//   shard_bench --peer "python3 bench/shard_peer.py"             beside the peer's: medians, ratios, equal loss and gradient norm
+//   shard_bench --d 256 --accumulate 4 --repeats 5
+//
+// "ideal" is one process on half of the batch, with the whole optimizer and no communication, both cores busy with it. With accumulation
+// parameters stay gathered until the last microbatch. forward, backward and update are medians of rank 0; waiting for gathers and reductions
+// is part of them. Bytes are those of the collectives of rank 0 in a step, beside the least that the layout allows. Ours and the peer's run
+// alternately. Export OMP_NUM_THREADS=1 and OPENBLAS_NUM_THREADS=1. Ratios are what to read.
+#include <fmt/format.h>
+#include <sched.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <map>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "penstock/comm/mesh_groups.h"
+#include "penstock/comm/recorder.h"
+#include "penstock/comm/world.h"
+#include "penstock/optim/adamw.h"
+#include "penstock/shard/fully_shard.h"
+#include "penstock/torch/version.h"
+
+namespace {
+
+using namespace penstock;
+using Clock = std::chrono::steady_clock;
+
+constexpr int kHeads = 4, kSequence = 64, kWarmup = 3, kWorld = 2;
+
+struct Config {
+  int d = 256, layers = 12, batch = 8, accumulate = 1, reshard = 1, steps = 10;
+};
+
+struct BlockImpl : torch::nn::Module {
+  explicit BlockImpl(int d)
+      : ln1(register_module("ln1", torch::nn::LayerNorm(torch::nn::LayerNormOptions({d})))), qkv(register_module("qkv", torch::nn::Linear(d, 3 * d))),
+        proj(register_module("proj", torch::nn::Linear(d, d))), ln2(register_module("ln2", torch::nn::LayerNorm(torch::nn::LayerNormOptions({d})))),
+        fc1(register_module("fc1", torch::nn::Linear(d, 4 * d))), fc2(register_module("fc2", torch::nn::Linear(4 * d, d))) {}
+
+  at::Tensor forward(at::Tensor x) {
+    const auto rows = x.size(0), length = x.size(1), d = x.size(2);
+    const auto parts = qkv(ln1(x)).view({rows, length, 3, kHeads, d / kHeads}).permute({2, 0, 3, 1, 4}).unbind(0);
+    const at::Tensor weights = torch::softmax(torch::matmul(parts[0], parts[1].transpose(-2, -1)) * std::pow(static_cast<double>(d / kHeads), -0.5), -1);
+    x = x + proj(torch::matmul(weights, parts[2]).transpose(1, 2).reshape({rows, length, d}));
+    return x + fc2(torch::gelu(fc1(ln2(x))));
+  }
+
+  torch::nn::LayerNorm ln1;
+  torch::nn::Linear qkv, proj;
+  torch::nn::LayerNorm ln2;
+  torch::nn::Linear fc1, fc2;
+};
+TORCH_MODULE(Block);
+
+struct ModelImpl : torch::nn::Module {
+  explicit ModelImpl(const Config& config) : norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({config.d})))) {
+    torch::manual_seed(0);
+    for (int i = 0; i < config.layers; ++i) blocks.push_back(register_module("block" + std::to_string(i), Block(config.d)));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (Block& block : blocks) x = block->forward(x);
+    return norm(x);
+  }
+  std::vector<Block> blocks;
+  torch::nn::LayerNorm norm;
+};
+TORCH_MODULE(Model);
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const std::size_t half = values.size() / 2;
+  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
+}
+
+double ms_since(Clock::time_point begin) { return std::chrono::duration<double, std::milli>(Clock::now() - begin).count(); }
+
+void pin(int core) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(static_cast<unsigned>(core) % std::max(1u, std::thread::hardware_concurrency()), &cores);
+  sched_setaffinity(0, sizeof cores, &cores);
+}
+
+std::uint64_t bytes_sent() {
+  std::uint64_t bytes = 0;
+  for (const auto& [kind, totals] : comm::Recorder::global().totals())
+    if (kind != "barrier") bytes += totals.bytes;
+  return bytes;
+}
+
+// One rank of one run; rank 0 prints the line that the parent reads. Without sharding: the ideal, a process that talks to nobody.
+int run_rank(const Config& config, bool sharded) {
+  at::set_num_threads(1);
+  const comm::World world = comm::World::from_env();
+  Model model(config);
+  const comm::MeshGroups mesh(world, init_device_mesh("cpu", {kWorld}, {"dp"}, Rank{world.rank()}, kWorld));
+  std::shared_ptr<ShardState> state;
+  if (sharded) {
+    ShardOptions options;
+    options.reshard_after_forward = config.reshard != 0;
+    for (Block& block : model->blocks) fully_shard(*block, mesh, options);
+    state = fully_shard(*model, mesh, options);
+  }
+  pin(world.rank());  // after the groups are made: their threads stay free to run elsewhere
+  std::vector<optim::NamedParameter> parameters;
+  for (const auto& item : model->named_parameters()) parameters.push_back({item.key(), item.value()});
+  optim::AdamW optimizer(parameters, {.lr = 1e-4, .weight_decay = 0.01});
+
+  const at::Generator generator = at::detail::createCPUGenerator(1);
+  const auto share = [&] { return torch::randn({config.batch, kSequence, config.d}, generator).chunk(kWorld)[static_cast<std::size_t>(world.rank())].chunk(config.accumulate); };
+  const auto xs = share(), targets = share();
+  std::vector<double> times, forwards, backwards, updates;
+  double loss = 0, norm = 0;
+  std::uint64_t before = 0;
+  for (int step = 0; step < kWarmup + config.steps; ++step) {
+    world.group().barrier().wait();
+    if (step == kWarmup) before = bytes_sent();
+    const auto begin = Clock::now();
+    double forward = 0, backward = 0, sum = 0;
+    for (int i = 0; i < config.accumulate; ++i) {
+      const bool last = i == config.accumulate - 1;
+      if (state && config.accumulate > 1) {
+        state->set_requires_gradient_sync(last);
+        state->set_reshard_after_backward(last);
+      }
+      auto now = Clock::now();
+      const at::Tensor each = torch::mse_loss(model->forward(xs[static_cast<std::size_t>(i)]), targets[static_cast<std::size_t>(i)]) / config.accumulate;
+      forward += ms_since(now);
+      now = Clock::now();
+      each.backward();
+      backward += ms_since(now);
+      sum += each.item<double>();
+    }
+    if (step == 0) {
+      at::Tensor first = at::zeros({2}, at::kDouble);
+      first[0] = sum / kWorld;
+      for (const auto& parameter : parameters) first[1] += (is_dtensor(parameter.tensor.grad()) ? to_local(parameter.tensor.grad()) : parameter.tensor.grad()).to(at::kDouble).pow(2).sum();
+      world.group().all_reduce(first).wait();
+      loss = first[0].item<double>();
+      norm = std::sqrt(first[1].item<double>());
+    }
+    const auto now = Clock::now();
+    optimizer.step();
+    optimizer.zero_grad();
+    const double update = ms_since(now);
+    world.group().barrier().wait();
+    if (step < kWarmup) continue;
+    times.push_back(ms_since(begin));
+    forwards.push_back(forward);
+    backwards.push_back(backward);
+    updates.push_back(update);
+  }
+  if (world.rank() == 0)
+    fmt::print("step_ms {:.3f} loss {:.6f} norm {:.6f} forward {:.2f} backward {:.2f} update {:.2f} bytes {}\n", median(times), loss, norm, median(forwards), median(backwards), median(updates),
+               (bytes_sent() - before) / static_cast<std::uint64_t>(config.steps));
+  std::fflush(stdout);
+  return 0;
+}
+
+struct Figure {
+  double step_ms = 0, loss = 0, norm = 0, forward = 0, backward = 0, update = 0, bytes = 0;
+};
+
+Figure read_figure(const std::string& command) {
+  FILE* pipe = popen(command.c_str(), "r");
+  if (!pipe) throw std::runtime_error("cannot start: " + command);
+  Figure figure;
+  char line[512];
+  bool found = false;
+  while (fgets(line, sizeof line, pipe))
+    found |= std::sscanf(line, "step_ms %lf loss %lf norm %lf forward %lf backward %lf update %lf bytes %lf", &figure.step_ms, &figure.loss, &figure.norm, &figure.forward, &figure.backward, &figure.update, &figure.bytes) >= 6;
+  if (pclose(pipe) != 0 || !found) throw std::runtime_error("failed: " + command);
+  return figure;
+}
+
+std::string flags(const Config& config) {
+  return fmt::format("--d {} --layers {} --batch {} --accumulate {} --reshard {} --steps {}", config.d, config.layers, config.batch, config.accumulate, config.reshard, config.steps);
+}
+
+Figure run_ours(const Config& config, int port, bool sharded) {
+  std::string self(4096, '\0');
+  self.resize(static_cast<std::size_t>(std::max<ssize_t>(0, readlink("/proc/self/exe", self.data(), self.size()))));
+  std::string command;
+  for (int rank = kWorld - 1; rank >= 0; --rank)
+    command += fmt::format("MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=17179869184 RANK={} WORLD_SIZE={} LOCAL_RANK={} LOCAL_WORLD_SIZE={} MASTER_ADDR=127.0.0.1 MASTER_PORT={} '{}' {} {}{}", rank, kWorld, rank, kWorld,
+                           port, self, sharded ? "--rank" : "--ideal", flags(config), rank > 0 ? " & " : "; wait");
+  return read_figure(command);
+}
+
+// Bytes that the collectives of a rank must give or take: whole parameters for every gather, whole gradients for the reduction.
+double least_bytes(const Config& config) {
+  const double block = 12.0 * config.d * config.d + 13.0 * config.d, root = 2.0 * config.d;
+  const double gathers = config.accumulate > 1 ? 1 : config.reshard != 0 ? 2 : 1;
+  return 4 * (config.layers * block * gathers + root + config.layers * block + root);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Config config;
+  bool is_rank = false, is_ideal = false, all = true;
+  int repeats = 3;
+  std::string peer;
+  const std::map<std::string, int*> numbers{{"--d", &config.d}, {"--layers", &config.layers}, {"--batch", &config.batch}, {"--accumulate", &config.accumulate}, {"--reshard", &config.reshard}, {"--steps", &config.steps}, {"--repeats", &repeats}};
+  for (int i = 1; i < argc; ++i) {
+    const std::string flag = argv[i];
+    if (flag == "--rank") {
+      is_rank = true;
+    } else if (flag == "--ideal") {
+      is_ideal = true;
+    } else if (i + 1 < argc && numbers.contains(flag)) {
+      *numbers.at(flag) = std::atoi(argv[++i]);
+      if (flag == "--d") all = false;
+    } else if (i + 1 < argc && flag == "--peer") {
+      peer = argv[++i];
+    } else {
+      fmt::print("usage: shard_bench [--d N] [--layers N] [--batch N] [--accumulate N] [--reshard 0|1] [--steps N] [--repeats N] [--peer \"python3 bench/shard_peer.py\"]\n");
+      return flag == "--help" ? 0 : 2;
+    }
+  }
+  if (is_rank || is_ideal) return run_rank(config, is_rank);
+  fmt::print("LibTorch {}, {} ranks, batch {}, {} layers; median step in ms (forward, backward, update)\n", torch_version(), kWorld, config.batch, config.layers);
+  int port = 28700 + static_cast<int>(getpid() % 200);
+  std::vector<Config> cases{config};
+  if (all) {
+    cases.clear();
+    for (const int d : {32, 256})
+      for (const int accumulate : {1, 4}) {
+        cases.push_back(config);
+        cases.back().d = d;
+        cases.back().accumulate = accumulate;
+        cases.back().reshard = accumulate == 1 ? 1 : 0;
+      }
+  }
+  for (const Config& each : cases) {
+    std::vector<double> ideals, ours, theirs;
+    Figure mine, other;
+    for (int repeat = 0; repeat < repeats; ++repeat) {
+      ideals.push_back(run_ours(each, ++port, false).step_ms);
+      mine = run_ours(each, ++port, true);
+      ours.push_back(mine.step_ms);
+      if (peer.empty()) continue;
+      other = read_figure(fmt::format("{} {} --port {}", peer, flags(each), ++port));
+      theirs.push_back(other.step_ms);
+    }
+    fmt::print("d {:>3} accumulate {} reshard {}: ideal {:.1f}, ours {:.1f} ({:.1f}, {:.1f}, {:.1f}), {:.2f} of ideal, {:.2f} MB moved, least {:.2f}\n", each.d, each.accumulate, each.reshard, median(ideals), median(ours), mine.forward,
+               mine.backward, mine.update, median(ours) / median(ideals), mine.bytes / 1e6, least_bytes(each) / 1e6);
+    if (!theirs.empty()) {
+      const bool equal = std::abs(mine.loss - other.loss) < 1e-4 * std::abs(other.loss) && std::abs(mine.norm - other.norm) < 1e-4 * other.norm;
+      fmt::print("      peer {:.1f} ({:.1f}, {:.1f}, {:.1f}), ours is {:.3f} of it, {}\n", median(theirs), other.forward, other.backward, other.update, median(ours) / median(theirs),
+                 equal ? "loss and norm equal" : fmt::format("DIFFER: {} {} against {} {}", mine.loss, mine.norm, other.loss, other.norm));
+    }
+    std::fflush(stdout);
+  }
+  return 0;
+}

@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+"""Python's fully_shard on the model of shard_bench: two ranks, one core each, over Gloo, AdamW (foreach).
+Prints "step_ms median loss L norm G forward F backward B update U". Run by shard_bench --peer, with a Python that has PyTorch."""
+import argparse
+import os
+import statistics
+import time
+
+os.environ.setdefault("USE_LIBUV", "0")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn as nn
+import torch.nn.functional as F
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--d", type=int, default=256)
+parser.add_argument("--layers", type=int, default=12)
+parser.add_argument("--batch", type=int, default=8, help="of all ranks and microbatches")
+parser.add_argument("--accumulate", type=int, default=1, help="microbatches; parameters stay gathered until the last")
+parser.add_argument("--reshard", type=int, default=1)
+parser.add_argument("--steps", type=int, default=10)
+parser.add_argument("--port", type=int, default=29640)
+arguments = parser.parse_args()
+HEADS, SEQUENCE, WARMUP, WORLD = 4, 64, 3, 2
+
+
+class Block(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.ln1, self.qkv, self.proj = nn.LayerNorm(d), nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.ln2, self.fc1, self.fc2 = nn.LayerNorm(d), nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+
+    def forward(self, x):
+        rows, length, d = x.shape
+        q, k, v = self.qkv(self.ln1(x)).view(rows, length, 3, HEADS, d // HEADS).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = torch.softmax(torch.matmul(q, k.transpose(-2, -1)) * (d // HEADS) ** -0.5, -1)
+        x = x + self.proj(torch.matmul(weights, v).transpose(1, 2).reshape(rows, length, d))
+        return x + self.fc2(F.gelu(self.fc1(self.ln2(x))))
+
+
+def rank_main(rank):
+    os.sched_setaffinity(0, {rank % os.cpu_count()})
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(arguments.port), GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block(arguments.d) for _ in range(arguments.layers)], nn.LayerNorm(arguments.d))
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for block in list(model)[:-1]:
+        fully_shard(block, mesh=mesh, reshard_after_forward=bool(arguments.reshard))
+    fully_shard(model, mesh=mesh, reshard_after_forward=bool(arguments.reshard))
+    generator = torch.Generator().manual_seed(1)
+    shape = (arguments.batch, SEQUENCE, arguments.d)
+    x, target = (torch.randn(shape, generator=generator).chunk(WORLD)[rank].chunk(arguments.accumulate) for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    times, phases, first = [], [], None
+    for step in range(WARMUP + arguments.steps):
+        dist.barrier()
+        begin = time.perf_counter()
+        forward = backward = loss_sum = 0.0
+        for i in range(arguments.accumulate):
+            last = i == arguments.accumulate - 1
+            if arguments.accumulate > 1:
+                model.set_requires_gradient_sync(last)
+                model.set_reshard_after_backward(last)
+            a = time.perf_counter()
+            loss = F.mse_loss(model(x[i]), target[i]) / arguments.accumulate
+            b = time.perf_counter()
+            loss.backward()
+            c = time.perf_counter()
+            forward, backward, loss_sum = forward + b - a, backward + c - b, loss_sum + float(loss.detach())
+        if step == 0:
+            first = torch.tensor([loss_sum / WORLD, sum(float(p.grad.to_local().double().pow(2).sum()) for p in model.parameters())], dtype=torch.double)
+        d = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        update = time.perf_counter() - d
+        dist.barrier()
+        if step >= WARMUP:
+            times.append(time.perf_counter() - begin)
+            phases.append((forward, backward, update))
+    dist.all_reduce(first)
+    if rank == 0:
+        f, b, u = (1e3 * statistics.median(phase) for phase in zip(*phases))
+        print(f"step_ms {1e3 * statistics.median(times):.3f} loss {float(first[0]):.6f} norm {float(first[1]) ** 0.5:.6f} forward {f:.2f} backward {b:.2f} update {u:.2f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.start_processes(rank_main, nprocs=WORLD, start_method="fork")

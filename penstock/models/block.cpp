@@ -5,6 +5,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/dtensor/dtensor.h"
+#include "penstock/shard/forward_scope.h"
 #include "penstock/torch/keyed_random.h"
 #include "penstock/torch/step_context.h"
 
@@ -31,9 +32,11 @@ void BlockImpl::reset() {
   feed = register_module("feed", FeedForward(options_));
 }
 
-at::Tensor BlockImpl::forward(const at::Tensor& x, const AttentionContext& context) {
+at::Tensor BlockImpl::forward(const at::Tensor& input, const AttentionContext& context) {
+  const ForwardScope scope(*this);  // where it is sharded its parameters are whole from here on
+  const at::Tensor x = scope.input(input);
   const at::Tensor between = x + drop(attention->forward(attention_norm->forward(x), context), options_.dropout, attention_drop_, is_training());
-  return between + drop(feed->forward(feed_norm->forward(between)), options_.dropout, feed_drop_, is_training());
+  return scope.output(between + drop(feed->forward(feed_norm->forward(between)), options_.dropout, feed_drop_, is_training()));
 }
 
 }  // namespace penstock::models

@@ -13,6 +13,7 @@
 #include "penstock/base/errors.h"
 #include "penstock/dtensor/dtensor.h"
 #include "penstock/models/local_region.h"
+#include "penstock/shard/forward_scope.h"
 #include "penstock/torch/keyed_random.h"
 
 namespace penstock::models {
@@ -90,17 +91,18 @@ at::Tensor TransformerStageImpl::turns_of(const at::Tensor& rows, std::int64_t b
 }
 
 at::Tensor TransformerStageImpl::run(const at::Tensor& input, const AttentionContext& context) {
-  at::Tensor x = input;
+  const ForwardScope scope(*this);
+  at::Tensor x = scope.input(input);
   if (part_.has_embed()) {
     static const std::int64_t kPlace = layer_from_name("embed");
     x = drop(looked_up(embed->weight, x), options_.dropout, kPlace, is_training());
   }
   for (Block& block : blocks_) x = block->forward(x, context);
-  if (!part_.has_head()) return x;
+  if (!part_.has_head()) return scope.output(x);
   x = norm->forward(x);
   const at::Tensor& weight = head_weight();
   const LocalRegion region(x, weight, Rows::BatchAndLength);
-  return region.leave_split(at::linear(region.enter(x), region.weight(weight)), options_.vocabulary);
+  return scope.output(region.leave_split(at::linear(region.enter(x), region.weight(weight)), options_.vocabulary));
 }
 
 at::Tensor TransformerStageImpl::forward(at::Tensor x, at::Tensor documents) {

@@ -15,6 +15,7 @@
 #include "penstock/pipeline/cut_arguments.h"
 #include "penstock/pipeline/executor.h"
 #include "penstock/pipeline/stage_plan.h"
+#include "penstock/pipeline/sharded_modules.h"
 #include "penstock/pipeline/stage_runner.h"
 #include "penstock/pipeline/stall_error.h"
 #include "penstock/pipeline/step_actions.h"
@@ -80,11 +81,15 @@ std::optional<int> last_backward(const Program& program, int stage) {
   return found;
 }
 
-schedule::Schedule fitting(schedule::Schedule schedule, std::size_t ranks, const std::optional<PipeInfo>& info, bool has_loss) {
+bool any_sharded(const std::vector<PipelineStage>& stages) {
+  return std::any_of(stages.begin(), stages.end(), [](const PipelineStage& stage) { return pipeline::ShardedModules(stage.module()).any(); });
+}
+
+schedule::Schedule fitting(schedule::Schedule schedule, std::size_t ranks, const std::optional<PipeInfo>& info, bool has_loss, bool unshard) {
   if (schedule.ranks() != static_cast<int>(ranks))
     throw ValueError(describe("ranks of the schedule", std::to_string(schedule.ranks()), fmt::format("{}, as the pipeline has", ranks), "generate it for the ranks of this pipeline"));
   if (info) check_pipe_info(*info, schedule, has_loss);
-  return pipeline::executable(std::move(schedule));
+  return pipeline::executable(std::move(schedule), unshard);
 }
 
 Tree step_arguments(const Tree& args) {
@@ -99,7 +104,7 @@ struct PipelineRuntime::Impl {
       : options(std::move(the_options)),
         ranks(pipeline_ranks(options)),
         own(position_in(ranks, options.world.rank())),
-        lowered(fitting(std::move(wanted), ranks.size(), options.info, static_cast<bool>(the_loss))),
+        lowered(fitting(std::move(wanted), ranks.size(), options.info, static_cast<bool>(the_loss), any_sharded(given))),
         stages(checked_stages(std::move(given), lowered.stages(), own)),
         loss(std::move(the_loss)),
         training(pipeline::compile(lowered, own, connections(options.skips), {.has_backward = true, .post_ahead = options.post_ahead})),

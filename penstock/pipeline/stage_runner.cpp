@@ -41,7 +41,7 @@ struct StageRunner::Chunk {
 
 StageRunner::StageRunner(PipelineStage stage, bool begins, bool ends, PipelineLoss loss, bool by_blocks, std::optional<int> synced)
     : stage_(std::move(stage)), begins_(begins), ends_(ends), loss_(std::move(loss)), by_blocks_(by_blocks),
-      validate_(stage_.options().validate.value_or(debug_level() == DebugLevel::Detail)), synced_(synced), syncs_(gradient_syncs_of(stage_.module())) {}
+      validate_(stage_.options().validate.value_or(debug_level() == DebugLevel::Detail)), synced_(synced), syncs_(gradient_syncs_of(stage_.module())), sharded_(stage_.module()) {}
 bool StageRunner::joins_weights() const { return stage_.options().join_weight_gradients; }
 
 StageRunner::~StageRunner() = default;
@@ -50,6 +50,8 @@ StageRunner::StageRunner(StageRunner&&) noexcept = default;
 void StageRunner::begin_step(bool has_backward, std::vector<const StagePlan*> plans) {
   has_backward_ = has_backward;
   live_ = 0;
+  sharded_.begin_step();
+  reduces_ = has_backward && sharded_.any();
   if (joins_weights()) joined_ = std::make_unique<WeightQueue>();  // what a step that failed has left is given up
   chunks_.clear();
   for (const StagePlan* plan : plans) {
@@ -402,6 +404,11 @@ void StageRunner::backward_weight(int microbatch, const StepContext& context) {
 void StageRunner::finish_weights(Chunk& chunk) {
   --live_;
   chunk.deferred.run();
+}
+
+void StageRunner::reduce_gradients() {
+  if (!std::exchange(reduces_, false)) return;
+  sharded_.reduce();
 }
 
 void StageRunner::run_joined_weights() {

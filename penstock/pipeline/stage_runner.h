@@ -25,6 +25,7 @@
 #include "penstock/pipeline/deferred_linear.h"
 #include "penstock/pipeline/gradient_sync.h"
 #include "penstock/pipeline/pipeline_loss.h"
+#include "penstock/pipeline/sharded_modules.h"
 #include "penstock/pipeline/split_backward.h"
 #include "penstock/pipeline/stage.h"
 #include "penstock/pipeline/stage_plan.h"
@@ -84,6 +85,10 @@ class StageRunner {
   // way. Nothing when it has been done.
   void run_joined_weights();
 
+  // Of sharded modules; once in a step.
+  void reduce_gradients();
+  ShardedModules& sharded() { return sharded_; }
+
  private:
   friend class Forward;
   friend class Backward;
@@ -110,6 +115,8 @@ class StageRunner {
   std::optional<int> synced_;
   bool keeps_results_ = true;
   GradientSyncs syncs_;
+  ShardedModules sharded_;
+  bool reduces_ = false;                  // gradients of sharded modules, still in this step
   bool has_backward_ = false;
   std::vector<std::unique_ptr<Chunk>> chunks_;
   int live_ = 0;

@@ -14,6 +14,7 @@
 #include "penstock/base/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/pipeline/gradient_sync.h"
+#include "penstock/pipeline/sharded_modules.h"
 #include "penstock/torch/distributed_type.h"
 #include "penstock/torch/fake.h"
 #include "penstock/torch/record_checks.h"
@@ -91,6 +92,7 @@ struct StageTrial::Run {
   void inside(const PipelineStage& stage, bool grad, const Body& body) {
     const StepGuard step(trial_context());
     const NoGradientSync alone(gradient_syncs_of(stage.module()));
+    const ShardedTrial sharded(stage.module());
     const at::AutoGradMode grad_mode(grad);
     if (fake) {
       FakeMode mode;

@@ -358,10 +358,18 @@ void TorchStepActions::pass(const Instruction& instruction, const Channel& chann
 }
 
 void TorchStepActions::stage_wide(const Instruction& instruction) {
-  if (instruction.action.kind() != ActionKind::ReduceGrad) return;
   const int stage = instruction.action.stage().value();
-  runner(stage).run_joined_weights();
-  if (reduce_) reduce_(stage);
+  StageRunner& of = runner(stage);
+  switch (instruction.action.kind()) {
+    case ActionKind::Unshard: of.sharded().unshard(); break;
+    case ActionKind::Reshard: of.sharded().reshard(); break;
+    case ActionKind::ReduceGrad:
+      of.run_joined_weights();
+      of.reduce_gradients();
+      if (reduce_) reduce_(stage);
+      break;
+    default: break;
+  }
 }
 
 // Sends that have ended free their tensors.
@@ -370,7 +378,12 @@ void TorchStepActions::reap() {
 }
 
 void TorchStepActions::finish() {
-  for (StageRunner& each : runners_) each.run_joined_weights();  // of a schedule without REDUCE_GRAD
+  for (StageRunner& each : runners_) {
+    // Of a schedule without REDUCE_GRAD.
+    each.run_joined_weights();
+    each.reduce_gradients();
+    each.sharded().end_step();
+  }
   for (; !sends_.empty(); sends_.pop_front()) sends_.front().wait();
 }
 

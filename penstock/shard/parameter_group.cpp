@@ -364,6 +364,7 @@ void ParameterGroup::reshard_after_forward() {
 }
 
 bool ParameterGroup::reshards_after_forward() const {
+  if (held_) return false;
   const bool* free = std::get_if<bool>(&reshard_after_forward_);
   return free == nullptr || *free;
 }
@@ -500,6 +501,13 @@ void ParameterGroup::post_backward() {
         p.gradient = p.gradient.to(*dtype);
         p.gradient_owned = true;
       }
+}
+
+void ParameterGroup::forget_gradients() {
+  for (ShardedParameter& p : parameters_) {
+    p.gradient.reset();
+    p.gradient_owned = p.arrived = p.used = false;
+  }
 }
 
 bool ParameterGroup::recorded() const {

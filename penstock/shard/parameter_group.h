@@ -119,6 +119,11 @@ class ParameterGroup final : public GradientSink {
   bool reshards_after_forward() const;
   void set_reshard_after_forward(ReshardAfterForward value);
 
+  // While it is held forward does not free it: who holds it says when (the schedule of a pipeline).
+  void set_held(bool held) { held_ = held; }
+  // Gives up the gradients of backwards that are not reduced yet, and what is known of their uses.
+  void forget_gradients();
+
   // Writes into gathered parameters are kept (else they are refused): between, the group is Unsharded.
   void begin_writes();
   void end_writes();  // takes this rank's part of what was written
@@ -195,6 +200,7 @@ class ParameterGroup final : public GradientSink {
   at::Tensor slice_;                    // of the gathered bytes, in ShardedPostForward
   std::optional<Gather> gather_;
   bool writable_ = false;
+  bool held_ = false;
   bool materialized_ = true;
 
   ShardState* owner_ = nullptr;

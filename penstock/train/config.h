@@ -46,6 +46,7 @@ struct LayoutConfig {
   std::int64_t pp = 2;
   std::int64_t virtual_stages = 0;  // 0: what the schedule demands, else 1
   std::int64_t dp = 1;
+  std::int64_t shard = 1;  // divides dp: so many data-parallel ranks share the parameters, each holds a part
   std::int64_t tp = 1;
   std::string schedule = "1F1B";  // a kind (canonical name after loading), or the path of a CSV file
   std::int64_t microbatches = 8;

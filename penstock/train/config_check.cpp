@@ -103,6 +103,9 @@ class Completion {
 
   void ranks() {
     LayoutConfig& layout = config_.layout;
+    if (layout.dp % layout.shard != 0)
+      problem(fmt::format("{} is not a multiple of {}; data-parallel ranks share parameters in groups of layout.shard: set layout.dp to {}, or layout.shard to 1 or {}", said("layout.dp"),
+                          said("layout.shard"), (layout.dp / layout.shard + 1) * layout.shard, layout.dp));
     const std::int64_t product = layout.pp * layout.dp * layout.tp;
     if (product > 65536)
       return problem(fmt::format("{}, {}, {} make {} ranks; at most 65536 are supported", said("layout.pp"), said("layout.dp"),

@@ -123,10 +123,12 @@ std::vector<RankMemory> memory_of(const DryRun& run) {
     if (options.tie_head && parameter.name == "embed.weight" && ranks.size() == 1) ranks.push_back(ranks.front());
     for (std::size_t i = 0; i < ranks.size(); ++i) {
       RankMemory& rank = memory[static_cast<std::size_t>(ranks[i])];
-      rank.gradients += bytes * (config.layout.dp > 1 ? 2 : 1);
+      // Whole gradients add up over the microbatches, beside the buffers or shards into which they are reduced.
+      const std::int64_t shard = config.layout.shard, own = (bytes + shard - 1) / shard;
+      rank.gradients += bytes + (shard > 1 ? own : config.layout.dp > 1 ? bytes : 0);
       if (std::find(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(i), ranks[i]) != ranks.begin() + static_cast<std::ptrdiff_t>(i)) continue;
-      rank.parameters += bytes;
-      rank.optimizer += bytes * states;
+      rank.parameters += shard > 1 ? own + bytes : bytes;  // a stage is gathered while the schedule uses it
+      rank.optimizer += own * states;
     }
   }
   for (std::size_t rank = 0; rank < memory.size(); ++rank) {
@@ -148,7 +150,7 @@ std::string time_text(double seconds) {
 void write_mesh(std::string& text, const DryRun& run) {
   const LayoutConfig& layout = run.config.layout;
   const auto out = std::back_inserter(text);
-  fmt::format_to(out, "mesh: {} ranks = pp {} x dp {} x tp {}, on {}{}\n", layout.ranks, layout.pp, layout.dp, layout.tp, run.device, run.device == "cpu" ? fmt::format(" ({} cores, {} threads a rank)", run.cores, run.measured.threads) : std::string());
+  fmt::format_to(out, "mesh: {} ranks = pp {} x dp {}{} x tp {}, on {}{}\n", layout.ranks, layout.pp, layout.dp, layout.shard > 1 ? fmt::format(" (shard {})", layout.shard) : std::string(), layout.tp, run.device, run.device == "cpu" ? fmt::format(" ({} cores, {} threads a rank)", run.cores, run.measured.threads) : std::string());
   for (std::int64_t rank = 0; rank < std::min(layout.ranks, kRanksShown); ++rank) {
     const std::int64_t pp = rank / (layout.dp * layout.tp);
     fmt::format_to(out, "  rank {}: pp {}, dp {}, tp {}; stages {}\n", rank, pp, rank / layout.tp % layout.dp, rank % layout.tp, format_list(run.schedule.stages().stages_of(static_cast<int>(pp))));

@@ -18,8 +18,8 @@ at::Tensor local_gradient(const at::Tensor& parameter) { return local_if_distrib
 
 }  // namespace
 
-GradientSync::GradientSync(const RankLayout& layout, const ModelStages& stages, bool overlap) : stages_(stages), replicas_(layout.dp_size()), overlap_(overlap) {
-  if (replicas_ > 1) replica_group_ = layout.mesh().group("dp");
+GradientSync::GradientSync(const RankLayout& layout, const ModelStages& stages, bool overlap) : stages_(stages), replicas_(layout.shard_size() > 1 ? 1 : layout.dp_size()), overlap_(overlap) {
+  if (replicas_ > 1) replica_group_ = layout.mesh().group("replicas");
   if (const int peer = stages.tied().peer; peer >= 0) {
     std::vector<int> pair = {layout.world().rank(), layout.pipeline_ranks()[static_cast<std::size_t>(peer)]};
     std::sort(pair.begin(), pair.end());

@@ -4,6 +4,7 @@
 //   ... pipeline.step(), which calls sync.stage_done(stage) where the schedule has REDUCE_GRAD ...
 //   sync.finish();                         // waits; .grad() is that of the whole batch on every rank
 //
+// Parameters that are sharded are not this one's: their modules reduce them where the schedule says so (pipeline/sharded_modules.h).
 // The sum over replicas of a stage begins when its last backward has run and goes on while other stages compute. Gradients travel in
 // buckets of one dtype. They are divided by the number of replicas, as losses that are means over a rank's samples want it.
 // Thread rule: one thread. [collective] over the replicas and the two ranks of a tied weight, in the same order on all.

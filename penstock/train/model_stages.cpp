@@ -14,6 +14,7 @@
 #include "penstock/pipeline/stage_module.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/text.h"
+#include "penstock/shard/fully_shard.h"
 #include "penstock/torch/autocast_scope.h"
 #include "penstock/train/stage_scope.h"
 
@@ -85,6 +86,9 @@ std::vector<models::StagePart> configured_parts(const TrainConfig& config, int s
 void check_stages(const TrainConfig& config, const schedule::Schedule& schedule) {
   if (schedule.stages().chains().size() > 1)
     throw ConfigError(describe("layout.schedule", config.layout.schedule, "a schedule with one copy of the model", "a bidirectional schedule holds two; choose DualPipeV, which needs one"));
+  if (config.layout.shard > 1 && config.model.tie_head && schedule.stages().stages() > 1 && schedule.stages().rank_of(StageId{0}) == schedule.stages().rank_of(StageId{schedule.stages().stages() - 1}))
+    throw ConfigError(describe("layout.shard with model.tie_head", fmt::format("{}, which puts the first and the last stage on one rank", config.layout.schedule), "a schedule with both on different ranks",
+                               "choose 1F1B, GPipe or an interleaved one, or set model.tie_head to false"));
   if (config.layout.tp > 1) models::check_tensor_parallel(transformer_options(config.model), static_cast<int>(config.layout.tp));
 }
 
@@ -100,6 +104,11 @@ ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config, co
     modules_.push_back(module);
   }
   if (options_.tie_head) tie(layout, map);
+  if (layout.shard_size() > 1)
+    for (models::TransformerStage& module : modules_) {
+      for (const models::Block& block : module->blocks()) fully_shard(*block, layout.shard_mesh());
+      fully_shard(*module, layout.shard_mesh());
+    }
   for (std::size_t i = 0; i < modules_.size(); ++i) {
     stages_.emplace_back(stage_module(modules_[i], device, autocast_dtype(config.training.precision)), parts_[static_cast<std::size_t>(map.stages_of(layout.pp())[i])].index, map.stages(), device);
     for (const auto& entry : modules_[i]->named_parameters())
@@ -117,6 +126,7 @@ void ModelStages::tie(const RankLayout& layout, const schedule::StageMap& map) {
   }
   if (first) tied_.embed = (*first)->embed->weight;
   if (first && last) {
+    if (layout.shard_size() > 1) return;  // one sharded parameter for both uses: autograd adds them up
     if (first == last) {
       (*last)->separate_head();
     } else {

@@ -133,7 +133,7 @@ const char* kind_text(ParityRow::Kind kind) { return kind == ParityRow::Kind::Lo
 
 TrainConfig one_process(const TrainConfig& config) {
   TrainConfig one = config;
-  one.layout.ranks = one.layout.pp = one.layout.dp = one.layout.tp = one.layout.virtual_stages = 1;
+  one.layout.ranks = one.layout.pp = one.layout.dp = one.layout.shard = one.layout.tp = one.layout.virtual_stages = 1;
   one.layout.schedule = "1F1B";
   one.layout.microbatch_size = config.layout.microbatch_size * config.layout.dp;
   std::erase(one.model.pattern, '|');

@@ -202,7 +202,7 @@ void Progress::on_start(const RunDescription& run) {
   shown_ = -1;
   begin_ = next_ = options_.clock();
   const LayoutConfig& layout = run.config.layout;
-  event(fmt::format("{:.2f} M parameters on {} rank{} ({}): pp {}, dp {}, tp {}, {}, {} microbatches of {}", static_cast<double>(run.parameters) / 1e6, run.ranks, run.ranks == 1 ? "" : "s", run.device, layout.pp, layout.dp,
+  event(fmt::format("{:.2f} M parameters on {} rank{} ({}): pp {}, dp {}{}, tp {}, {}, {} microbatches of {}", static_cast<double>(run.parameters) / 1e6, run.ranks, run.ranks == 1 ? "" : "s", run.device, layout.pp, layout.dp, layout.shard > 1 ? fmt::format(" (shard {})", layout.shard) : std::string(),
                     layout.tp, layout.schedule, layout.microbatches, layout.microbatch_size));
   event(fmt::format("run folder {}", run.folder.string()));
   if (!run.resumed_from.empty()) event(fmt::format("continues after step {} from {}", run.first_step, run.resumed_from));

@@ -6,7 +6,9 @@
 #include <map>
 #include <mutex>
 
+#include "penstock/dtensor/dtensor.h"
 #include "penstock/pipeline/schedules.h"
+#include "penstock/shard/fully_shard.h"
 #include "tests/golden_data.h"
 
 namespace penstock {
@@ -116,8 +118,9 @@ void note_parameters(const Part& part, StepRecord& record, bool gradients) {
     auto& into = gradients ? record.grads : record.params;
     const at::Tensor& weight = part->weights[static_cast<std::size_t>(i)];
     const at::Tensor& bias = part->biases[static_cast<std::size_t>(i)];
-    into[name + ".weight"] = (gradients ? weight.grad() : weight.detach()).clone();
-    into[name + ".bias"] = (gradients ? bias.grad() : bias.detach()).clone();
+    const auto whole = [](const at::Tensor& tensor) { return is_dtensor(tensor) ? full_tensor(tensor) : tensor.clone(); };
+    into[name + ".weight"] = whole(gradients ? weight.grad() : weight.detach());
+    into[name + ".bias"] = whole(gradients ? bias.grad() : bias.detach());
   }
 }
 
@@ -202,6 +205,50 @@ RunRecord pipeline_run(const json& definition, const Case& config) {
   return record;
 }
 
+// The pipeline twice, each rank and its twin with half of the rows and of every parameter. What each twin saw, gradients and parameters
+// whole.
+std::vector<RunRecord> sharded_run(const json& definition, const Case& config, int pp) {
+  const int dp = config.world / pp, count = pp * config.stages_per_rank;
+  std::vector<RunRecord> records(static_cast<std::size_t>(dp), RunRecord(kSteps));
+  std::mutex mutex;
+  comm::run_ranks(config.world, 60s, [&](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {pp, dp}, {"pp", "dp"}, Rank{world.rank()}, config.world));
+    const int place = world.rank() / dp, twin = world.rank() % dp;
+    const auto kind = schedule::schedule_kind(config.schedule);
+    const auto map = schedule::rank_to_stages(schedule::placement_of(kind), pp, count);
+    const int per_stage = config.blocks / count;
+    std::vector<Part> parts;
+    std::vector<PipelineStage> stages;
+    for (const int index : map[static_cast<std::size_t>(place)]) {
+      parts.emplace_back(definition, config, index * per_stage, per_stage);
+      fully_shard(*parts.back(), mesh.with_mesh(mesh.mesh()["dp"]));
+      stages.emplace_back(StageModule(parts.back()), index, count, at::kCPU);
+    }
+    PipelineOptions options{world};
+    options.scale_grads = config.scale_grads;
+    for (int rank = 0; rank < pp; ++rank) options.ranks.push_back(rank * dp + twin);
+    PipelineRuntime pipeline = make_pipeline(config.schedule, stages, config.microbatches, loss_of(config), options);
+    const std::int64_t rows = config.rows / dp;
+    for (int step = 0; step < kSteps; ++step) {
+      const Batch batch = batch_of(definition, config, step);
+      const StepResult result = pipeline.step(Tree::tuple({batch.args[0].tensor().narrow(0, twin * rows, rows)}), {}, batch.target.narrow(0, twin * rows, rows));
+      StepRecord mine;  // gathered before anything is locked
+      for (const Part& part : parts) {
+        for (const at::Tensor& parameter : part->parameters()) EXPECT_EQ(shard_of(parameter)->state(), GroupState::Sharded);
+        note_parameters(part, mine, true);
+        sgd(part, config.lr);
+        note_parameters(part, mine, false);
+      }
+      const std::lock_guard lock(mutex);
+      StepRecord& now = records[static_cast<std::size_t>(twin)][static_cast<std::size_t>(step)];
+      if (result.output) now.losses = result.losses;
+      now.grads.merge(mine.grads);
+      now.params.merge(mine.params);
+    }
+  });
+  return records;
+}
+
 void expect_close(const at::Tensor& actual, const at::Tensor& expected, const std::string& what) {
   ASSERT_TRUE(actual.defined()) << what;
   ASSERT_EQ(actual.sizes(), expected.sizes()) << what;
@@ -250,13 +297,52 @@ void expect_reference(const RunRecord& actual, const json& expected) {
   if (expected.contains("eval") && expected.at("eval").is_object()) expect_evaluation(actual.back(), expected.at("eval"));
 }
 
-// Every case that the index lists, but those of sharded stages, which other tests run.
-TEST(GoldenPipeline, EveryCase) {
-  const json index = test::golden_index("pipeline_numerics");
+struct Reference {
+  json index, definition;
+  std::filesystem::path folder;
+};
+
+Reference reference() {
+  Reference read;
+  read.index = test::golden_index("pipeline_numerics");
   const json top = test::read_json(test::golden_folder() / "index.json");
-  const std::filesystem::path folder = (test::golden_folder() / top.at("sections").at("pipeline_numerics").get<std::string>()).parent_path();
-  ASSERT_EQ(index.at("cases").size(), top.at("counts").at("pipeline_numerics").get<std::size_t>());
-  const json definition = test::read_json(folder / "definition.json");
+  read.folder = (test::golden_folder() / top.at("sections").at("pipeline_numerics").get<std::string>()).parent_path();
+  read.definition = test::read_json(read.folder / "definition.json");
+  EXPECT_EQ(read.index.at("cases").size(), top.at("counts").at("pipeline_numerics").get<std::size_t>());
+  return read;
+}
+
+// Pipelines whose stages are sharded over data-parallel ranks.
+TEST(GoldenPipeline, EveryShardedCase) {
+  const auto [index, definition, folder] = reference();
+  int run = 0;
+  for (const json& item : index.at("cases")) {
+    if (item.at("feature") != "fsdp") continue;
+    SCOPED_TRACE(item.at("id").get<std::string>());
+    ASSERT_EQ(item.at("mesh_dims"), (json{"pp", "dp"}));
+    const std::vector<RunRecord> actual = sharded_run(definition, Case(item), static_cast<int>(item.at("mesh").size()));
+    const json expected = test::read_json(folder / item.at("file").get<std::string>());
+    for (const json& step : expected.at("steps")) {
+      const auto number = step.at("step").get<std::size_t>();
+      const std::string at = "step " + std::to_string(number) + " ";
+      for (std::size_t twin = 0; twin < actual.size(); ++twin) {
+        const StepRecord& a = actual[twin].at(number);
+        const auto losses = step.at("micro_losses_by_dp_rank").at(twin).get<std::vector<float>>();
+        ASSERT_EQ(a.losses.size(), losses.size()) << at;
+        for (std::size_t m = 0; m < losses.size(); ++m) expect_close(a.losses[m], at::scalar_tensor(losses[m]), at + "loss " + std::to_string(m));
+        ASSERT_EQ(a.grads.size(), step.at("grads").size());
+        for (const auto& [name, gradient] : step.at("grads").items()) expect_close(a.grads.at(name), tensor_of(gradient), at + "gradient of " + name);
+        for (const auto& [name, parameter] : step.at("params_after").items()) expect_close(a.params.at(name), tensor_of(parameter), at + name);
+      }
+    }
+    ++run;
+  }
+  EXPECT_GT(run, 0);
+}
+
+// Every other case that the index lists.
+TEST(GoldenPipeline, EveryCase) {
+  const auto [index, definition, folder] = reference();
   int run = 0;
   for (const json& item : index.at("cases")) {
     if (item.at("feature") == "fsdp") continue;

@@ -21,7 +21,7 @@ bool has_backward(const schedule::Schedule& schedule) {
 }  // namespace
 
 void check_pipe_info(const PipeInfo& info, const schedule::Schedule& schedule, bool has_loss) {
-  const std::string quoted = info.description.size() <= kMostQuoted ? info.description : info.description.substr(0, kMostQuoted) + "...";
+  const std::string quoted = info.description.size() <= kMostQuoted ? info.description : fmt::format("{}...", info.description.substr(0, kMostQuoted));
   const auto refuse = [&](const char* what, const std::string& actual, const std::string& expected, const char* remedy) {
     throw ValueError(describe(fmt::format("{} of a pipeline, cut as '{}'", what, quoted), actual, expected, remedy));
   };

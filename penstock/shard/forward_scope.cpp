@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "penstock/base/errors.h"
+#include "penstock/dtensor/dtensor.h"
 #include "penstock/shard/shard_context.h"
 
 namespace penstock {
@@ -15,7 +16,17 @@ at::Tensor cast(const at::Tensor& tensor, const std::optional<at::ScalarType>& d
 }  // namespace
 
 ForwardScope::ForwardScope(const torch::nn::Module& module) : state_(find_shard_state(module)) {
-  if (state_ && state_->group()) state_->group()->context().before_use(*state_->group());
+  if (!state_ || !state_->group()) return;
+  ParameterGroup& group = *state_->group();
+  group.context().before_use(group);
+  if (!at::GradMode::is_enabled() || in_backward()) return;
+  // Parameters that are distributed may be used by what is no operator (to_local): their gradients are to come here all the same.
+  for (std::size_t slot = 0; slot < group.parameters().size(); ++slot) {
+    const at::Tensor parameter = group.parameters()[slot].parameter();
+    if (!parameter.defined() || !parameter.requires_grad() || !is_dtensor(parameter)) continue;
+    group.note_use(slot);
+    accumulators_.push_back(send_gradient_to(parameter, group, slot));
+  }
 }
 
 ForwardScope::~ForwardScope() {

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "penstock/shard/shard_state.h"
+#include "penstock/torch/gradient_sink.h"
 
 namespace penstock {
 
@@ -35,6 +36,7 @@ class ForwardScope {
 
  private:
   std::shared_ptr<ShardState> state_;
+  std::vector<AccumulatorPtr> accumulators_;  // until the graph holds them
 };
 
 // Whole parameters of a module and all sharded modules inside it, to be read and written: every rank must write the same.

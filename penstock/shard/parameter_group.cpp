@@ -181,6 +181,7 @@ void ParameterGroup::make_templates() {
     }
     mark_for_any_hook(p.sharded);
     mark_for_any_hook(p.unsharded);
+    mark_for_any_hook(p.whole);  // the local part of a distributed one: what to_local gives and autograd saves of it
     detail::register_member(parameter.unsafeGetTensorImpl(), {this, static_cast<int>(i)});
     replace_data(parameter, p.sharded);
   }

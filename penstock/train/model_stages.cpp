@@ -106,7 +106,7 @@ ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config, co
   if (options_.tie_head) tie(layout, map);
   if (layout.shard_size() > 1)
     for (models::TransformerStage& module : modules_) {
-      for (const models::Block& block : module->blocks()) fully_shard(*block, layout.shard_mesh());
+      for (models::Block block : module->blocks()) fully_shard(*block, layout.shard_mesh());
       fully_shard(*module, layout.shard_mesh());
     }
   for (std::size_t i = 0; i < modules_.size(); ++i) {

@@ -34,7 +34,7 @@ std::vector<optim::NamedParameter> named(const Model& model) {
   return result;
 }
 
-struct Run {
+struct Clipped {
   std::vector<double> losses, norms;
   std::map<std::string, at::Tensor> parameters;
 };
@@ -54,22 +54,22 @@ double one_step(Model& model, optim::Optimizer& optimizer, int step, int rank, i
   return loss.item<double>();
 }
 
-Run train(Model model, bool adam, int rank, int ranks, int steps = 3) {
+Clipped train(Model model, bool adam, int rank, int ranks, int steps = 3) {
   const auto optimizer = make(adam, model);
-  Run run;
+  Clipped run;
   for (int step = 0; step < steps; ++step) run.losses.push_back(one_step(model, *optimizer, step, rank, ranks, run.norms));
   for (const auto& item : named(model)) run.parameters[item.name] = is_dtensor(item.tensor) ? full_tensor(item.tensor.detach()) : item.tensor.detach().clone();
   return run;
 }
 
-void expect_same(const Run& ours, const Run& theirs) {
+void expect_same(const Clipped& ours, const Clipped& theirs) {
   for (std::size_t i = 0; i < theirs.norms.size(); ++i) EXPECT_NEAR(ours.norms[i], theirs.norms[i], 1e-9 * theirs.norms[i]);
   for (const auto& [name, value] : theirs.parameters) EXPECT_LT((ours.parameters.at(name) - value).abs().max().item<double>(), 1e-9) << name;
 }
 
 TEST(ShardedOptimizer, StepsAndClipsLikeOneProcess) {
   for (const bool adam : {true, false}) {
-    const Run alone = train(same_model(), adam, 0, 1);
+    const Clipped alone = train(same_model(), adam, 0, 1);
     EXPECT_GT(alone.norms[0], kLimit);
     for (const int ranks : {2, 3})
       comm::run_ranks(ranks, 60s, [&](comm::World& world) {
@@ -81,7 +81,7 @@ TEST(ShardedOptimizer, StepsAndClipsLikeOneProcess) {
 }
 
 TEST(ShardedOptimizer, ParametersThatAreStillGatheredAreShardedFirst) {
-  const Run alone = train(same_model(), true, 0, 1);
+  const Clipped alone = train(same_model(), true, 0, 1);
   comm::run_ranks(2, 60s, [&](comm::World& world) {
     Model model = same_model();
     shard_by_blocks(model, line(world));

@@ -26,6 +26,7 @@
 #include "penstock/comm/mesh_groups.h"
 #include "penstock/comm/recorder.h"
 #include "penstock/comm/world.h"
+#include "penstock/dtensor/dtensor.h"
 #include "penstock/optim/adamw.h"
 #include "penstock/shard/fully_shard.h"
 #include "penstock/torch/version.h"

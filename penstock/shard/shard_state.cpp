@@ -91,7 +91,8 @@ std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const Sh
     if (!known->parent_) known->parent_ = state.get();
     if (known->group_) known->group_->set_context(nullptr);
   }
-  for (const at::Tensor& parameter : all) tie_lifetime(parameter, state);
+  for (const at::Tensor& parameter : all)
+    if (parameter.is_floating_point() || parameter.is_complex()) tie_lifetime(parameter, state);
   const std::lock_guard lock(modules().mutex);
   modules().states[&module] = state;
   return state;

@@ -1,27 +1,14 @@
 #include "penstock/torch/switch_data.h"
 
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
-
 #include <memory>
 #include <typeinfo>
+#include <utility>
 
 #include "penstock/base/errors.h"
 #include "penstock/torch/dispatch_kernel.h"
-#include "penstock/torch/version.h"
 #include "penstock/torch/wrapper_impl.h"
 
 namespace penstock {
-namespace {
-
-// A hook of the tensor's gradient that leaves it alone: hooks live as long as their tensor.
-struct Keeper final : torch::autograd::FunctionPreHook {
-  explicit Keeper(std::shared_ptr<void> object) : object(std::move(object)) {}
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override { return gradients; }
-  std::shared_ptr<void> object;
-};
-
-}  // namespace
 
 void switch_data(const at::Tensor& self, const at::Tensor& other) {
   PENSTOCK_INVARIANT(self.sizes() == other.sizes(), "a tensor is switched to one of the same sizes");
@@ -33,12 +20,12 @@ void switch_data(const at::Tensor& self, const at::Tensor& other) {
   impl->shallow_copy_from(other.getIntrusivePtr());
 }
 
+// As a hook of the tensor's gradient that leaves it alone: hooks live as long as their tensor.
 void tie_lifetime(const at::Tensor& tensor, std::shared_ptr<void> object) {
-#if PENSTOCK_TORCH_AT_LEAST(2, 0)
-  torch::autograd::impl::add_hook(tensor, std::make_unique<Keeper>(std::move(object)));
-#else
-  torch::autograd::impl::add_hook(tensor, std::make_shared<Keeper>(std::move(object)));
-#endif
+  const bool requires_grad = tensor.requires_grad();
+  tensor.set_requires_grad(true);  // hooks are only for tensors that do
+  tensor.register_hook([object = std::move(object)](const at::Tensor&) {});
+  tensor.set_requires_grad(requires_grad);
 }
 
 }  // namespace penstock

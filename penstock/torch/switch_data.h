@@ -14,7 +14,7 @@ namespace penstock {
 // grad, hooks and the gradient accumulator of `self` stay. Both must have the same sizes and `self` be a leaf.
 void switch_data(const at::Tensor& self, const at::Tensor& other);
 
-// Keeps an object alive as long as the tensor lives, whatever it becomes.
+// Keeps an object alive as long as the tensor lives, whatever it becomes. The tensor is a leaf of floating point.
 void tie_lifetime(const at::Tensor& tensor, std::shared_ptr<void> object);
 
 }  // namespace penstock

@@ -39,20 +39,23 @@ struct Setup {
   int threads = 1;
 };
 
+// The thread that computes. Called when the threads of groups have been made: those stay free to run elsewhere.
+void pin(int first, int count) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  for (int core = first; core < first + count; ++core) CPU_SET(static_cast<std::size_t>(core), &cores);
+  ::sched_setaffinity(0, sizeof cores, &cores);
+}
+
 // One rank of a setup; the first one writes what it saw.
 int run_rank(const std::vector<std::string>& arguments, const fs::path& folder, int threads, int steps, const fs::path& result) {
   const comm::World world = comm::World::from_env();
   const train::TrainConfig config = train::parse_config("", "train_bench", arguments).config;
-  if (config.layout.device == "cpu") {
-    cpu_set_t cores;
-    CPU_ZERO(&cores);
-    for (int thread = 0; thread < threads; ++thread) CPU_SET(static_cast<std::size_t>(world.local_rank() * threads + thread), &cores);
-    ::sched_setaffinity(0, sizeof cores, &cores);
-  }
   train::TrainingJob job(world, config, train::open_data(world, config, folder));
   std::vector<double> totals, outside;
   double loss = 0;
   for (int step = 0; step < kWarmup + steps; ++step) {
+    if (step == kWarmup && config.layout.device == "cpu") pin(world.local_rank() * threads, threads);
     const train::StepOutcome outcome = job.train_step();
     loss = outcome.loss;
     if (step < kWarmup) continue;

@@ -290,11 +290,9 @@ void run_trajectory(const json& item, const json& definition) {
   const bool hsdp = item.at("mode").get<std::string>().starts_with("HSDP");
   const json precision = item.value("mixed_precision", json());
   const bool low = !precision.is_null();
-  // float32: the order of sums. bfloat16: versions of LibTorch round inside their kernels as they like, which is a few units in its last
-  // place (2^-8), and more of them where gradients are also added up in it. That sums and averages here round exactly where they
-  // should is what FullyShard.HalfPrecisionAccumulationBitForBit shows.
-  const bool low_sums = low && dtype_of(precision, "reduce_dtype").value_or(at::kBFloat16) == at::kBFloat16;
-  const double relative = low_sums ? 3e-2 : low ? 1.6e-2 : 1e-5, absolute = low ? 0 : 1e-6;
+  // What the reference data state. In bfloat16 versions of LibTorch round inside their kernels as they like; that sums and averages here
+  // round exactly where they should is what FullyShard.HalfPrecisionAccumulationBitForBit shows.
+  const double relative = low ? 2e-2 : 1e-5, absolute = low ? 5e-3 : 1e-6;
   const bool layers = item.value("wrap", "root") == "layers";
   const json resharding = item.value("reshard_after_forward", json());
   const std::string sync = item.value("sync", "every microbatch");

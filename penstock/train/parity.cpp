@@ -76,14 +76,15 @@ void judge(ParityRow& row) {
   row.ok = row.note.empty() && row.relative <= row.tolerance;
 }
 
-ParityRow compare_tensors(ParityRow row, const at::Tensor& expected, const at::Tensor& actual) {
+// `least`: what a tensor counts as large as, at least.
+ParityRow compare_tensors(ParityRow row, const at::Tensor& expected, const at::Tensor& actual, double least) {
   if (expected.sizes() != actual.sizes() || expected.scalar_type() != actual.scalar_type()) {
     row.difference = row.relative = kInfinity;
     row.note = "another shape or element type";
   } else if (expected.numel() > 0 && std::memcmp(expected.data_ptr(), actual.data_ptr(), expected.nbytes()) != 0) {
     const at::Tensor a = expected.to(at::kDouble), b = actual.to(at::kDouble);
     row.difference = (a - b).abs().max().item<double>();
-    row.relative = row.difference / a.abs().max().item<double>();
+    row.relative = row.difference / std::max(a.abs().max().item<double>(), least);
   }
   judge(row);
   return row;
@@ -115,10 +116,18 @@ void compare_section(ParityReport& report, int step, const Checkpoint& one, cons
     row.ok = false;
     report.rows.push_back(std::move(row));
   };
+  // A gradient that is zero but for rounding has no size of its own to compare with.
+  constexpr double kRounding = 1e-6;
+  double largest = 0;
+  for (const auto& [name, place] : one.tensors(section)) {
+    const at::Tensor whole = read_whole(one, section, name);
+    if (whole.numel() > 0) largest = std::max(largest, whole.abs().max().to(at::kDouble).item<double>());
+  }
+  const double least = std::isfinite(largest) ? kRounding * largest : 0;
   for (const auto& [name, place] : layout.tensors(section)) {
     const std::string original = original_name(name);
     if (one.tensors(section).contains(original)) {
-      report.rows.push_back(compare_tensors(row_of(name), read_whole(one, section, original), read_whole(layout, section, name)));
+      report.rows.push_back(compare_tensors(row_of(name), read_whole(one, section, original), read_whole(layout, section, name), least));
     } else {
       on_one_side(name, "only in the layout");
     }

@@ -49,7 +49,7 @@ struct ParityRow {
   Kind kind = Kind::Loss;
   std::string tensor;        // name in the model, with what makes it a copy; "loss"
   double difference = 0;     // largest; infinite for what is not a number, of another shape, or on one side alone
-  double relative = 0;       // to the largest element of the one process
+  double relative = 0;       // to the largest element of the one process, at least a millionth of the largest of all tensors
   double tolerance = 0;
   std::string note;          // why it cannot be compared; else empty
   bool ok = true;

@@ -30,6 +30,7 @@ class RankLayout {
 
   int pp() const { return place_[0]; }
   int dp() const { return place_[1] * size_[2] + place_[2]; }
+  int replica() const { return place_[1]; }  // of those that hold the same parameters, or the same parts of them
   int tp() const { return place_[3]; }
   int pp_size() const { return size_[0]; }
   int dp_size() const { return size_[1] * size_[2]; }

@@ -55,7 +55,7 @@ bool keeps_order(const schedule::Schedule& schedule) {
 std::string copy_text(const TrainingJob& job, const optim::NamedParameter& parameter) {
   std::string text;
   if (!job.model().counts(parameter)) text += " (at the head)";
-  if (job.layout().dp() > 0) text += fmt::format(" (replica {})", job.layout().dp());
+  if (job.layout().replica() > 0) text += fmt::format(" (replica {})", job.layout().replica());
   return text;
 }
 

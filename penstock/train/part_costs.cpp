@@ -18,6 +18,7 @@
 #include "penstock/models/initialize.h"
 #include "penstock/models/loss.h"
 #include "penstock/models/transformer.h"
+#include "penstock/pipeline/graph_node.h"
 #include "penstock/torch/autocast_scope.h"
 #include "penstock/torch/mode.h"
 #include "penstock/torch/step_context.h"
@@ -113,7 +114,7 @@ class Trial {
   // Between forward and backward, without the output, which goes to the next stage. The input of a middle stage is kept, too.
   std::int64_t kept() {
     LiveMemory memory;
-    std::shared_ptr<torch::autograd::Node> graph;
+    NodePtr graph;
     {
       const ModeGuard guard(memory);
       graph = forward().grad_fn();

@@ -157,10 +157,15 @@ class Analysis {
         ++aliases.outputs;
         aliases.multi_output_views += multi[index_of(tracer_.value_of(output.toTensor()))] ? 1 : 0;
       }
-    for (const c10::IValue& output : outputs_) {
+    for (std::size_t i = 0; i < outputs_.size(); ++i) {
+      const c10::IValue& output = outputs_[i];
       OutputInfo info;
       info.type = type_of_output(output);
-      if (is_tensor(output)) describe_tensor(output.toTensor(), &info);
+      if (is_tensor(output)) {
+        describe_tensor(output.toTensor(), &info);
+        for (std::size_t j = 0; j < i && !info.same_as; ++j)
+          if (is_tensor(outputs_[j]) && outputs_[j].toTensor().is_same(output.toTensor())) info.same_as = j;
+      }
       meta_.outputs.push_back(std::move(info));
     }
     meta_.intermediate_bases = bases_.size();

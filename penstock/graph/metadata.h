@@ -60,6 +60,7 @@ struct OutputInfo {
   OutputType type = OutputType::Tensor;
   std::optional<std::size_t> base_index;     // among inputs, intermediate bases or outputs: see OutputKind
   bool requires_grad = false;
+  std::optional<std::size_t> same_as;        // an earlier output that is the same tensor
   Geometry geometry;                         // of a tensor
   bool has_view_replay() const;              // regenerated from its base at run time
 

@@ -5,7 +5,8 @@
 #include <functional>
 #include <set>
 
-#include "penstock/graph/analyze.h"
+#include "penstock/graph/compiled.h"
+#include "penstock/graph/input_plan.h"
 #include "tests/golden_data.h"
 #include "tests/graph/program.h"
 
@@ -205,6 +206,48 @@ TEST(GoldenAot, MetadataOfTheFunctionAsCalled) {
       EXPECT_EQ(difference(to_json(analyze([&](const Values& inputs) { return program(inputs); }, arguments.inputs, options)),
                            expected.at("meta_user")), "");
     }
+}
+
+TEST(GoldenAot, MetadataWithInputsMadeDistinct) {
+  for (const Case& item : all_cases())
+    for (const auto& [variant, expected] : item.data.at("variants").items()) {
+      SCOPED_TRACE(item.id + " " + variant);
+      const Program program(item.data.at("program"));
+      const Function function = [&](const Values& inputs) { return program(inputs); };
+      const Values inputs = program.arguments().inputs;
+      const AnalyzeOptions options{.keep_input_mutations = variant == "default_keep"};
+      const ViewAndMutationMeta user = analyze(function, inputs, options);
+      const InputPlan plan(inputs, user);
+      const bool same = expected.at("meta_inner") == "same_as_meta_user";
+      EXPECT_EQ(plan.is_identity(), same);
+      EXPECT_EQ(difference(to_json(analyze(plan.inner_function(function), plan.inner_inputs(inputs), options)),
+                           same ? expected.at("meta_user") : expected.at("meta_inner")), "");
+    }
+}
+
+// Captured on the first call, replayed on the second: results, written inputs, aliasing and gradients of the plain run.
+TEST(GoldenAot, CompiledFunctionsGiveWhatThePlainRunGave) {
+  for (const Case& item : all_cases()) {
+    SCOPED_TRACE(item.id);
+    const Program program(item.data.at("program"));
+    Compiled compiled([&](const Values& inputs) { return program(inputs); });
+    for (int call = 0; call < 2; ++call) expect_eager(item, [&](const auto& inputs) { return compiled(inputs); });
+    EXPECT_EQ(compiled.captures(), 1u);
+    EXPECT_EQ(count_writes(compiled.joint(0).graph), 0u) << to_text(compiled.joint(0).graph);
+  }
+}
+
+TEST(GoldenAot, NoMoreIsSavedForBackward) {
+  for (const Case& item : all_cases()) {
+    SCOPED_TRACE(item.id);
+    const json& expected = item.data.at("variants").at("default");
+    if (!expected.contains("num_saved") || expected.at("num_saved").is_null()) continue;  // the reference could not compile it
+    const Program program(item.data.at("program"));
+    Compiled compiled([&](const Values& inputs) { return program(inputs); });
+    const torch::AutoGradMode restore(true);
+    compiled(program.arguments().inputs);
+    EXPECT_LE(compiled.partition(0).saved.size(), expected.at("num_saved").get<std::size_t>()) << to_text(compiled.joint(0).graph);
+  }
 }
 
 }  // namespace

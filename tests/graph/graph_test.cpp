@@ -31,7 +31,11 @@ Graph traced(const std::vector<at::Tensor>& inputs, const std::function<std::vec
 
 TEST(Graph, TextOfARecordedFunction) {
   const Graph graph = traced({torch::ones({3, 4}), torch::ones({4, 2})},
-                             [](const auto& in) { return std::vector<at::Tensor>{torch::add(in[0].mm(in[1]), in[0].select(0, 0).select(0, 0), 2).t()}; });
+                             [](const auto& in) {
+                               const at::Tensor product = in[0].mm(in[1]);
+                               const at::Tensor corner = in[0].select(0, 0).select(0, 0);
+                               return std::vector<at::Tensor>{torch::add(product, corner, 2).t()};
+                             });
   EXPECT_EQ(to_text(graph),
             "graph(%0 in0: float32[3, 4], %1 in1: float32[4, 2]) {\n"
             "  %2: float32[3, 2] = aten::mm(%0, %1)\n"

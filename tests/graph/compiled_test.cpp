@@ -1,0 +1,335 @@
+#include "penstock/graph/compiled.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "penstock/base/errors.h"
+#include "penstock/graph/functionalize.h"
+#include "tests/has_text.h"
+#include "tests/throws.h"
+
+namespace penstock::graph {
+namespace {
+
+using test::has_text;
+using test::message_of;
+
+using Tensors = std::vector<at::Tensor>;
+
+Function over_tensors(const std::function<Tensors(const Tensors&)>& function) {
+  return [function](const Values& inputs) {
+    Tensors tensors;
+    for (const c10::IValue& input : inputs) tensors.push_back(input.toTensor());
+    const Tensors results = function(tensors);
+    return Values(results.begin(), results.end());
+  };
+}
+
+Values values_of(const Tensors& tensors) { return Values(tensors.begin(), tensors.end()); }
+
+// What a call of a function leaves behind.
+struct Trace {
+  Tensors outputs, inputs, gradients;
+};
+
+// `leaves` are cloned, handed on through `prepare`, and differentiated through everything that the call gives or writes.
+Trace trace_of(const std::function<Values(const Values&)>& call, const Tensors& leaves, const std::function<Tensors(const Tensors&)>& prepare) {
+  Tensors fresh;
+  for (const at::Tensor& leaf : leaves) fresh.push_back(leaf.detach().clone().set_requires_grad(leaf.requires_grad()));
+  const Tensors inputs = prepare(fresh);
+  torch::manual_seed(11);
+  Trace trace;
+  at::Tensor loss = torch::zeros({});
+  const auto add = [&](const at::Tensor& tensor, double weight) {
+    if (tensor.requires_grad()) loss = loss + (tensor * torch::linspace(-1, weight, tensor.numel()).reshape(tensor.sizes())).sum();
+  };
+  for (const c10::IValue& output : call(values_of(inputs))) {
+    trace.outputs.push_back(output.toTensor());
+    add(trace.outputs.back(), 1.5);
+  }
+  for (const at::Tensor& input : inputs) {
+    trace.inputs.push_back(input);
+    if (!input.is_leaf()) add(input, 2.5);
+  }
+  if (loss.requires_grad()) loss.backward();
+  for (const at::Tensor& leaf : fresh) trace.gradients.push_back(leaf.grad());
+  return trace;
+}
+
+void expect_same(const Tensors& actual, const Tensors& expected, const char* what) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    ASSERT_EQ(actual[i].defined(), expected[i].defined()) << what << " " << i;
+    if (!actual[i].defined()) continue;
+    EXPECT_EQ(actual[i].sizes(), expected[i].sizes()) << what << " " << i;
+    EXPECT_EQ(actual[i].scalar_type(), expected[i].scalar_type()) << what << " " << i;
+    EXPECT_TRUE(torch::equal(actual[i], expected[i])) << what << " " << i << "\n" << actual[i] << "\nexpected\n" << expected[i];
+  }
+}
+
+// Bit for bit what the function itself gives: results, written inputs, gradients; captured and replayed.
+void expect_exact(const std::function<Tensors(const Tensors&)>& function, const Tensors& leaves,
+                  const std::function<Tensors(const Tensors&)>& prepare = [](const Tensors& fresh) { return fresh; }) {
+  Compiled compiled(over_tensors(function));
+  const Trace expected = trace_of(over_tensors(function), leaves, prepare);
+  for (int call = 0; call < 2; ++call) {
+    SCOPED_TRACE(call == 0 ? "captured" : "replayed");
+    const Trace actual = trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, prepare);
+    expect_same(actual.outputs, expected.outputs, "output");
+    expect_same(actual.inputs, expected.inputs, "input");
+    expect_same(actual.gradients, expected.gradients, "gradient");
+  }
+  EXPECT_EQ(compiled.captures(), 1u);
+  EXPECT_EQ(count_writes(compiled.joint(0).graph), 0u) << to_text(compiled.joint(0).graph);
+}
+
+at::Tensor leaf(at::IntArrayRef sizes, bool requires_grad = true) { return torch::randn(sizes).set_requires_grad(requires_grad); }
+
+Tensors cloned(const Tensors& tensors) {
+  Tensors clones;
+  for (const at::Tensor& tensor : tensors) clones.push_back(tensor.clone());
+  return clones;
+}
+
+TEST(Compiled, Mlp) {
+  torch::manual_seed(1);
+  expect_exact(
+      [](const Tensors& in) {
+        return Tensors{torch::linear(torch::gelu(torch::linear(in[0], in[1], in[2])), in[3], in[4]).pow(2).mean()};
+      },
+      {leaf({5, 4}, false), leaf({8, 4}), leaf({8}), leaf({3, 8}), leaf({3})});
+}
+
+TEST(Compiled, AttentionWithDropout) {
+  torch::manual_seed(2);
+  expect_exact(
+      [](const Tensors& in) {
+        const auto heads = [](const at::Tensor& x) { return x.view({2, 6, 2, 4}).transpose(1, 2); };
+        const at::Tensor q = heads(torch::linear(in[0], in[1])), k = heads(torch::linear(in[0], in[2])), v = heads(torch::linear(in[0], in[3]));
+        at::Tensor scores = q.matmul(k.transpose(-1, -2)).div_(2.0);
+        scores.masked_fill_(torch::ones({6, 6}, torch::kBool).triu(1), -1e9);
+        const at::Tensor attention = torch::dropout(scores.softmax(-1), 0.1, true);
+        return Tensors{torch::layer_norm(attention.matmul(v).transpose(1, 2).reshape({2, 6, 8}), {8}, in[4], in[5])};
+      },
+      {leaf({2, 6, 8}), leaf({8, 8}), leaf({8, 8}), leaf({8, 8}), leaf({8}), leaf({8})});
+}
+
+TEST(Compiled, ConvolutionBatchNormPooling) {
+  torch::manual_seed(3);
+  expect_exact(
+      [](const Tensors& in) {
+        at::Tensor x = torch::conv2d(in[0], in[1], in[2], 1, 1);
+        x = torch::batch_norm(x, in[3], in[4], in[5], in[6], /*training=*/true, 0.1, 1e-5, false).relu_();
+        return Tensors{torch::max_pool2d(x, 2).flatten(1), torch::adaptive_avg_pool2d(x, {1, 1})};
+      },
+      {leaf({2, 3, 8, 8}), leaf({4, 3, 3, 3}), leaf({4}), leaf({4}), leaf({4}), leaf({4}, false), torch::ones({4})});
+}
+
+TEST(Compiled, EmbeddingIndexAndCrossEntropy) {
+  torch::manual_seed(4);
+  const at::Tensor tokens = torch::randint(0, 11, {2, 5});
+  expect_exact(
+      [](const Tensors& in) {
+        const at::Tensor hidden = torch::embedding(in[1], in[0]).cumsum(1).index({in[0].remainder(2)});
+        return Tensors{torch::cross_entropy_loss(torch::linear(hidden, in[1]).view({-1, 11}), torch::arange(10))};
+      },
+      {tokens, leaf({11, 4})});
+}
+
+TEST(Compiled, Lstm) {
+  torch::manual_seed(5);
+  expect_exact(
+      [](const Tensors& in) {
+        auto [output, hidden, cell] = torch::lstm(in[0], {in[1], in[2]}, {in[3], in[4], in[5], in[6]}, true, 1, 0.0, true, false, true);
+        return Tensors{output, hidden, cell};
+      },
+      {leaf({2, 3, 4}), leaf({1, 2, 5}), leaf({1, 2, 5}), leaf({20, 4}), leaf({20, 5}), leaf({20}), leaf({20})});
+}
+
+TEST(Compiled, WritesThroughViewsOfInputs) {
+  torch::manual_seed(6);
+  expect_exact(
+      [](const Tensors& in) {
+        in[0].select(0, 1).mul_(3);
+        in[0].t().slice(0, 0, 4, 2).add_(in[1]);
+        in[0].view(-1).narrow(0, 2, 3).copy_(in[0].view(-1).narrow(0, 6, 3));
+        return Tensors{in[0] * 2, in[0].select(1, 0)};
+      },
+      {leaf({3, 4}), leaf({3})}, cloned);
+}
+
+TEST(Compiled, WritesOfInputsThatAreViewsWithGaps) {
+  torch::manual_seed(7);
+  const auto every_other_column = [](const Tensors& fresh) { return Tensors{fresh[0].clone().slice(1, 1, 6, 2)}; };
+  expect_exact(
+      [](const Tensors& in) {
+        in[0].select(1, 0).mul_(2);
+        at::Tensor row = in[0].select(0, 1);
+        row.exp_();
+        return Tensors{in[0].sum(), row * 3};
+      },
+      {leaf({3, 6})}, every_other_column);
+}
+
+TEST(Compiled, OverlappingInputs) {
+  torch::manual_seed(8);
+  const auto overlapping = [](const Tensors& fresh) {
+    const at::Tensor base = fresh[0].clone();
+    return Tensors{base.slice(0, 0, 2), base.slice(0, 1, 3), base.view(-1).slice(0, 1)};
+  };
+  expect_exact(
+      [](const Tensors& in) {
+        in[0].mul_(2);
+        return Tensors{in[0] * in[1], in[2].slice(0, 1)};
+      },
+      {leaf({3, 4})}, overlapping);
+  expect_exact(
+      [](const Tensors& in) {
+        in[0].mul_(2);
+        return Tensors{in[0] * in[1]};
+      },
+      {leaf({3, 4}, false)}, overlapping);
+}
+
+TEST(Compiled, DisjointViewsOneOfWhichIsWritten) {
+  torch::manual_seed(9);
+  expect_exact(
+      [](const Tensors& in) {
+        in[0].mul_(2);
+        return Tensors{in[0] * in[1].exp()};
+      },
+      {leaf({3, 4})},
+      [](const Tensors& fresh) {
+        const at::Tensor base = fresh[0].clone();
+        return Tensors{base.select(0, 0), base.select(0, 1)};
+      });
+}
+
+TEST(Compiled, AnInputThatIsSavedAndThenWritten) {
+  torch::manual_seed(10);
+  expect_exact(
+      [](const Tensors& in) {
+        in[0].pow_(3);
+        return Tensors{in[0].sin()};
+      },
+      {leaf({3, 4})}, cloned);
+}
+
+TEST(Compiled, MetadataOfInputs) {
+  torch::manual_seed(11);
+  expect_exact(
+      [](const Tensors& in) {
+        in[0].mul_(2);
+        in[0].t_();
+        in[0].unsqueeze_(0);
+        return Tensors{in[0].sin(), in[0].squeeze(0)};
+      },
+      {leaf({3, 4})}, cloned);
+}
+
+TEST(Compiled, OutParametersAndForeach) {
+  torch::manual_seed(12);
+  expect_exact(
+      [](const Tensors& in) {
+        at::Tensor sum = torch::empty({3, 4});
+        at::add_out(sum, in[0], in[1]);
+        at::Tensor a = in[0] * 1, b = in[1] * 1;
+        at::_foreach_mul_({a, b}, 3.0);
+        return Tensors{sum, a, b};
+      },
+      {leaf({3, 4}, false), leaf({3, 4}, false)});
+}
+
+TEST(Compiled, RandomOperatorsWrittenInPlace) {
+  expect_exact([](const Tensors& in) {
+    const at::Tensor noise = torch::empty_like(in[0]).normal_(0, 2), mask = torch::empty_like(in[0]).bernoulli_(0.5),
+                     flat = torch::zeros_like(in[0]).uniform_(1, 2);
+    return Tensors{in[0] * noise + mask * flat};
+  }, {leaf({3, 4})});
+}
+
+TEST(Compiled, AnotherCallIsCapturedAgainOrRefused) {
+  const Function function = over_tensors([](const Tensors& in) { return Tensors{in[0].relu() * in[0].size(0)}; });
+  Compiled again(function);
+  EXPECT_TRUE(torch::equal(again({torch::ones({2})})[0].toTensor(), torch::full({2}, 2.)));
+  EXPECT_TRUE(torch::equal(again({torch::ones({3})})[0].toTensor(), torch::full({3}, 3.)));
+  EXPECT_TRUE(torch::equal(again({torch::ones({2})})[0].toTensor(), torch::full({2}, 2.)));
+  EXPECT_EQ(again.captures(), 2u);
+
+  Compiled once(function, {.recapture = false});
+  once({torch::ones({2})});
+  const auto refusal = [&](const at::Tensor& input) { return message_of<StateError>([&] { once({input}); }); };
+  EXPECT_TRUE(has_text(refusal(torch::ones({3})), "input 0 has sizes [3], in the capture [2]"));
+  EXPECT_TRUE(has_text(refusal(torch::ones({2}, torch::kDouble)), "dtype Double"));
+  EXPECT_TRUE(has_text(refusal(torch::ones({4}).slice(0, 0, 4, 2)), "strides [2]"));
+  EXPECT_TRUE(has_text(refusal(torch::ones({2}).set_requires_grad(true)), "needs a gradient"));
+  const at::NoGradGuard no_grad;
+  EXPECT_TRUE(has_text(refusal(torch::ones({2})), "grad mode is false"));
+}
+
+TEST(Compiled, BackwardTwiceAndSecondDerivativesAreErrors) {
+  Compiled compiled(over_tensors([](const Tensors& in) { return Tensors{in[0].sin().exp()}; }));
+  const at::Tensor x = leaf({3});
+  const at::Tensor loss = compiled({x})[0].toTensor().sum();
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { torch::autograd::grad({loss}, {x}, {}, true, true); }), "create_graph"));
+  loss.backward();
+  EXPECT_TRUE(has_text(message_of<c10::Error>([&] { loss.backward(); }), "second time"));
+}
+
+TEST(Compiled, ASavedTensorWrittenBeforeBackwardIsAnError) {
+  const auto modified = [](const std::function<Tensors(const Tensors&)>& function, bool write_input) {
+    Compiled compiled(over_tensors(function));
+    const at::Tensor w = leaf({4, 4});
+    const at::Tensor x = leaf({4, 4}, false);
+    const at::Tensor output = compiled({x, w})[0].toTensor();
+    const at::Tensor loss = output.sum();
+    {
+      const at::NoGradGuard no_grad;
+      (write_input ? x : output).mul_(2);
+    }
+    return message_of<c10::Error>([&] { loss.backward(); });
+  };
+  EXPECT_TRUE(has_text(modified([](const Tensors& in) { return Tensors{in[0] * in[1]}; }, true), "modified by an inplace operation"));
+  EXPECT_TRUE(has_text(modified([](const Tensors& in) { return Tensors{in[0].t().mm(in[1])}; }, true), "modified by an inplace operation"));
+  EXPECT_TRUE(has_text(modified([](const Tensors& in) { return Tensors{(in[0] * in[1]).exp()}; }, false), "modified by an inplace operation"));
+}
+
+TEST(Compiled, GradientsOfAnotherLayout) {
+  Compiled compiled(over_tensors([](const Tensors& in) { return Tensors{in[0].view({2, 6}).sin()}; }));
+  const at::Tensor x = leaf({3, 4});
+  const at::Tensor output = compiled({x})[0].toTensor();
+  const at::Tensor gradient = torch::randn({6, 2}).t();
+  output.backward(gradient);
+  EXPECT_TRUE(torch::equal(x.grad(), (gradient * x.detach().view({2, 6}).cos()).reshape({3, 4})));
+}
+
+TEST(Compiled, WritingWhatIsNotAnInputIsAnError) {
+  const at::Tensor outside = torch::ones({3});
+  Compiled compiled(over_tensors([&](const Tensors& in) {
+    outside.add_(in[0]);
+    return Tensors{outside * 2};
+  }));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({torch::ones({3})}); }), "hand the tensor over as an input"));
+  EXPECT_TRUE(torch::equal(outside, torch::ones({3})));
+}
+
+TEST(Functionalize, Siblings) {
+  const auto sibling = [](const char* name, const char* overload) {
+    const auto found = functional_sibling(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload));
+    return found ? c10::toString(found->operator_name()) : std::string("none");
+  };
+  EXPECT_EQ(sibling("aten::mul_", "Tensor"), "aten::mul.Tensor");
+  EXPECT_EQ(sibling("aten::add", "out"), "aten::add.Tensor");
+  EXPECT_EQ(sibling("aten::copy_", ""), "aten::copy");
+  EXPECT_EQ(sibling("aten::zero_", ""), "aten::zero");
+  EXPECT_EQ(sibling("aten::bernoulli_", "float"), "aten::bernoulli.p");
+  EXPECT_EQ(sibling("aten::normal_", ""), "aten::normal_functional");
+  EXPECT_EQ(sibling("aten::_foreach_mul_", "Scalar"), "aten::_foreach_mul.Scalar");
+}
+
+}  // namespace
+}  // namespace penstock::graph

@@ -89,7 +89,7 @@ struct GraphFunction : torch::autograd::Function<GraphFunction> {
 
 }  // namespace
 
-CapturedCall::CapturedCall(const Function& function, const Values& inputs)
+CapturedCall::CapturedCall(const Function& function, const Values& inputs, const CompileOptions& options)
     : guard(inputs), user_meta(analyze(function, inputs)), plan(inputs, user_meta) {
   const Function inner = plan.inner_function(function);
   const Values inner_inputs = plan.inner_inputs(inputs);
@@ -100,7 +100,7 @@ CapturedCall::CapturedCall(const Function& function, const Values& inputs)
   find_written_primals(inner_inputs);
   joint.graph = functionalize(joint.graph);
   remove_dead_nodes(joint.graph);
-  halves = partition_default(joint);
+  halves = options.partitioner == Partitioner::MinCut ? partition_min_cut(joint) : partition_default(joint);
   forward.emplace(halves.forward);
   backward.emplace(halves.backward);
   plan_returned();
@@ -294,7 +294,7 @@ Values Compiled::operator()(const Values& inputs) {
   }
   if (!calls_.empty() && !options_.recapture)
     throw StateError(fmt::format("graph: the capture does not hold for this call: {}; call it as it was captured, or set recapture", difference));
-  calls_.push_back(c10::make_intrusive<CapturedCall>(function_, inputs));
+  calls_.push_back(c10::make_intrusive<CapturedCall>(function_, inputs, options_));
   return calls_.back()->run(inputs);
 }
 

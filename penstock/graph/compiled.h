@@ -17,7 +17,8 @@
 // Thread rule: calls of one object must not overlap; backward may run on any thread.
 #pragma once
 
-#include <memory>
+#include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "penstock/graph/analyze.h"
@@ -26,8 +27,12 @@
 
 namespace penstock::graph {
 
+// What backward gets from forward: see partition.h.
+enum class Partitioner : std::uint8_t { Default, MinCut };
+
 struct CompileOptions {
   bool recapture = true;
+  Partitioner partitioner = Partitioner::Default;
 };
 
 class CapturedCall;

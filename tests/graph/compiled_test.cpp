@@ -3,7 +3,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <functional>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -34,6 +37,7 @@ Values values_of(const Tensors& tensors) { return Values(tensors.begin(), tensor
 // What a call of a function leaves behind.
 struct Trace {
   Tensors outputs, inputs, gradients;
+  bool refused = false;  // backward threw: something that it needs was written
 };
 
 // `leaves` are cloned, handed on through `prepare`, and differentiated through everything that the call gives or writes.
@@ -55,36 +59,47 @@ Trace trace_of(const std::function<Values(const Values&)>& call, const Tensors& 
     trace.inputs.push_back(input);
     if (!input.is_leaf()) add(input, 2.5);
   }
-  if (loss.requires_grad()) loss.backward();
+  try {
+    if (loss.requires_grad()) loss.backward();
+  } catch (const c10::Error& error) {
+    if (!has_text(error.what(), "modified by an inplace operation")) throw;
+    trace.refused = true;
+  }
   for (const at::Tensor& leaf : fresh) trace.gradients.push_back(leaf.grad());
   return trace;
 }
 
-void expect_same(const Tensors& actual, const Tensors& expected, const char* what) {
+enum class Compare { Exactly, Closely };
+
+void expect_same(const Tensors& actual, const Tensors& expected, const char* what, Compare compare = Compare::Exactly) {
   ASSERT_EQ(actual.size(), expected.size());
   for (std::size_t i = 0; i < actual.size(); ++i) {
     ASSERT_EQ(actual[i].defined(), expected[i].defined()) << what << " " << i;
     if (!actual[i].defined()) continue;
     EXPECT_EQ(actual[i].sizes(), expected[i].sizes()) << what << " " << i;
     EXPECT_EQ(actual[i].scalar_type(), expected[i].scalar_type()) << what << " " << i;
-    EXPECT_TRUE(torch::equal(actual[i], expected[i])) << what << " " << i << "\n" << actual[i] << "\nexpected\n" << expected[i];
+    EXPECT_TRUE(compare == Compare::Exactly ? torch::equal(actual[i], expected[i]) : torch::allclose(actual[i], expected[i], 1e-4, 1e-5))
+        << what << " " << i << "\n" << actual[i] << "\nexpected\n" << expected[i];
   }
 }
 
 // Bit for bit what the function itself gives: results, written inputs, gradients; captured and replayed.
 void expect_exact(const std::function<Tensors(const Tensors&)>& function, const Tensors& leaves,
-                  const std::function<Tensors(const Tensors&)>& prepare = [](const Tensors& fresh) { return fresh; }) {
-  Compiled compiled(over_tensors(function));
+                  const std::function<Tensors(const Tensors&)>& prepare = [](const Tensors& fresh) { return fresh; },
+                  Compare gradients = Compare::Exactly) {
   const Trace expected = trace_of(over_tensors(function), leaves, prepare);
-  for (int call = 0; call < 2; ++call) {
-    SCOPED_TRACE(call == 0 ? "captured" : "replayed");
-    const Trace actual = trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, prepare);
-    expect_same(actual.outputs, expected.outputs, "output");
-    expect_same(actual.inputs, expected.inputs, "input");
-    expect_same(actual.gradients, expected.gradients, "gradient");
+  for (const Partitioner partitioner : {Partitioner::Default, Partitioner::MinCut}) {
+    Compiled compiled(over_tensors(function), {.partitioner = partitioner});
+    for (int call = 0; call < 2; ++call) {
+      SCOPED_TRACE(std::string(call == 0 ? "captured" : "replayed") + (partitioner == Partitioner::MinCut ? ", cut by cost" : ""));
+      const Trace actual = trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, prepare);
+      expect_same(actual.outputs, expected.outputs, "output");
+      expect_same(actual.inputs, expected.inputs, "input");
+      expect_same(actual.gradients, expected.gradients, "gradient", gradients);
+    }
+    EXPECT_EQ(compiled.captures(), 1u);
+    EXPECT_EQ(count_writes(compiled.joint(0).graph), 0u) << to_text(compiled.joint(0).graph);
   }
-  EXPECT_EQ(compiled.captures(), 1u);
-  EXPECT_EQ(count_writes(compiled.joint(0).graph), 0u) << to_text(compiled.joint(0).graph);
 }
 
 at::Tensor leaf(at::IntArrayRef sizes, bool requires_grad = true) { return torch::randn(sizes).set_requires_grad(requires_grad); }
@@ -135,7 +150,7 @@ TEST(Compiled, EmbeddingIndexAndCrossEntropy) {
   expect_exact(
       [](const Tensors& in) {
         const at::Tensor hidden = torch::embedding(in[1], in[0]).cumsum(1).index({in[0].remainder(2)});
-        return Tensors{torch::cross_entropy_loss(torch::linear(hidden, in[1]).view({-1, 11}), torch::arange(10))};
+        return Tensors{torch::cross_entropy_loss(torch::linear(hidden, in[1]).view({-1, 11}), torch::arange(50).remainder(11))};
       },
       {tokens, leaf({11, 4})});
 }
@@ -186,7 +201,7 @@ TEST(Compiled, OverlappingInputs) {
         in[0].mul_(2);
         return Tensors{in[0] * in[1], in[2].slice(0, 1)};
       },
-      {leaf({3, 4})}, overlapping);
+      {leaf({3, 4})}, overlapping, Compare::Closely);  // gradients of the three are added up in another order
   expect_exact(
       [](const Tensors& in) {
         in[0].mul_(2);
@@ -250,6 +265,99 @@ TEST(Compiled, RandomOperatorsWrittenInPlace) {
                      flat = torch::zeros_like(in[0]).uniform_(1, 2);
     return Tensors{in[0] * noise + mask * flat};
   }, {leaf({3, 4})});
+}
+
+// A function made of views, writes and exact arithmetic, chosen by `seed` and by the shapes it meets.
+Tensors random_program(unsigned seed, const Tensors& inputs) {
+  std::mt19937 random(seed);
+  const auto choose = [&](std::size_t count) { return static_cast<std::size_t>(random() % count); };
+  Tensors pool = inputs;
+  const auto any = [&]() -> at::Tensor { return pool[choose(pool.size())]; };
+  const auto partner_of = [&](const at::Tensor& tensor) {
+    for (int tries = 0; tries < 8; ++tries)
+      if (const at::Tensor other = any(); other.sizes() == tensor.sizes()) return other;
+    return tensor;
+  };
+  const std::size_t steps = 3 + choose(8);
+  for (std::size_t step = 0; step < steps; ++step) {
+    const at::Tensor x = any();
+    const auto dim = static_cast<std::int64_t>(x.dim() > 0 ? choose(static_cast<std::size_t>(x.dim())) : 0);
+    switch (choose(18)) {
+      case 0: pool.push_back(x.dim() > 0 ? x.select(dim, x.size(dim) - 1) : x.unsqueeze(0)); break;
+      case 1: pool.push_back(x.dim() > 0 ? x.slice(dim, x.size(dim) > 1 ? 1 : 0) : x.view({1})); break;
+      case 2: pool.push_back(x.dim() > 0 ? x.slice(dim, 0, x.size(dim), 2) : x.view({1, 1})); break;
+      case 3: pool.push_back(x.dim() > 1 ? x.transpose(0, x.dim() - 1) : x.unsqueeze(0)); break;
+      case 4: pool.push_back(x.is_contiguous() ? x.view(-1) : x.reshape(-1)); break;
+      case 5: pool.push_back(x.unsqueeze(dim)); break;
+      case 6: pool.push_back(x.detach()); break;
+      case 7: pool.push_back(x.mul(0.5)); break;
+      case 8: pool.push_back(x + partner_of(x)); break;
+      case 9: pool.push_back(x * partner_of(x)); break;
+      case 10: pool.push_back(x.relu()); break;
+      case 11: x.mul_(-0.5); break;
+      case 12: x.add_(partner_of(x)); break;
+      case 13: x.copy_(partner_of(x).neg()); break;
+      case 14: x.select(0, 0).zero_(); break;
+      case 15: x.relu_(); break;
+      case 16: {
+        const at::NoGradGuard no_grad;
+        x.add_(1);
+        break;
+      }
+      case 17: x.transpose_(0, std::max<std::int64_t>(x.dim() - 1, 0)); break;
+    }
+  }
+  Tensors results;
+  const std::size_t count = 1 + choose(3);
+  for (std::size_t i = 0; i < count; ++i) results.push_back(pool[pool.size() - 1 - choose(std::min<std::size_t>(pool.size(), 4))]);
+  return results;
+}
+
+TEST(Compiled, RandomProgramsOfViewsAndWrites) {
+  const char* asked = std::getenv("PENSTOCK_RANDOM_PROGRAMS");
+  const unsigned programs = asked ? static_cast<unsigned>(std::stoul(asked)) : 400;
+  unsigned compared = 0;
+  for (unsigned seed = 0; seed < programs; ++seed) {
+    SCOPED_TRACE("program " + std::to_string(seed));
+    torch::manual_seed(seed);
+    const Tensors leaves{torch::randint(-4, 5, {3, 4}).to(at::kFloat).set_requires_grad(true),
+                         torch::randint(-4, 5, {3, 4}).to(at::kFloat).set_requires_grad(seed % 3 != 0),
+                         torch::randint(-4, 5, {4}).to(at::kFloat).set_requires_grad(seed % 2 == 0)};
+    // Every fourth gets inputs that share memory.
+    const auto prepare = [&](const Tensors& fresh) {
+      Tensors inputs = cloned(fresh);
+      if (seed % 4 == 1) inputs.push_back(inputs[0].slice(0, 1));
+      if (seed % 4 == 2) inputs.push_back(inputs[1]);
+      return inputs;
+    };
+    const Function function = over_tensors([&](const Tensors& in) { return random_program(seed, in); });
+    Trace expected;
+    try {
+      expected = trace_of(function, leaves, prepare);
+    } catch (const c10::Error&) {
+      continue;  // not a legal program
+    }
+    try {
+      Compiled compiled(function, {.partitioner = seed % 2 ? Partitioner::MinCut : Partitioner::Default});
+      for (int call = 0; call < 2; ++call) {
+        const Trace actual = trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, prepare);
+        expect_same(actual.outputs, expected.outputs, "output");
+        expect_same(actual.inputs, expected.inputs, "input");
+        if (!expected.refused) {
+          EXPECT_FALSE(actual.refused);
+          expect_same(actual.gradients, expected.gradients, "gradient", Compare::Closely);
+        }
+      }
+      EXPECT_EQ(count_writes(compiled.joint(0).graph), 0u);
+      ++compared;
+    } catch (const NotImplemented&) {
+      // An admitted gap; how many there are is bounded below.
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << error.what();
+    }
+    if (::testing::Test::HasFailure()) return;
+  }
+  EXPECT_GE(compared * 10, programs * 4) << "of " << programs << " programs";
 }
 
 TEST(Compiled, AnotherCallIsCapturedAgainOrRefused) {

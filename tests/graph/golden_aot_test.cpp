@@ -226,28 +226,38 @@ TEST(GoldenAot, MetadataWithInputsMadeDistinct) {
 }
 
 // Captured on the first call, replayed on the second: results, written inputs, aliasing and gradients of the plain run.
-TEST(GoldenAot, CompiledFunctionsGiveWhatThePlainRunGave) {
+void expect_compiled(Partitioner partitioner) {
   for (const Case& item : all_cases()) {
     SCOPED_TRACE(item.id);
     const Program program(item.data.at("program"));
-    Compiled compiled([&](const Values& inputs) { return program(inputs); });
+    Compiled compiled([&](const Values& inputs) { return program(inputs); }, {.partitioner = partitioner});
     for (int call = 0; call < 2; ++call) expect_eager(item, [&](const auto& inputs) { return compiled(inputs); });
     EXPECT_EQ(compiled.captures(), 1u);
     EXPECT_EQ(count_writes(compiled.joint(0).graph), 0u) << to_text(compiled.joint(0).graph);
   }
 }
 
+TEST(GoldenAot, CompiledFunctionsGiveWhatThePlainRunGave) { expect_compiled(Partitioner::Default); }
+TEST(GoldenAot, CompiledFunctionsCutByCostGiveWhatThePlainRunGave) { expect_compiled(Partitioner::MinCut); }
+
 TEST(GoldenAot, NoMoreIsSavedForBackward) {
-  for (const Case& item : all_cases()) {
-    SCOPED_TRACE(item.id);
-    const json& expected = item.data.at("variants").at("default");
-    if (!expected.contains("num_saved") || expected.at("num_saved").is_null()) continue;  // the reference could not compile it
-    const Program program(item.data.at("program"));
-    Compiled compiled([&](const Values& inputs) { return program(inputs); });
-    const torch::AutoGradMode restore(true);
-    compiled(program.arguments().inputs);
-    EXPECT_LE(compiled.partition(0).saved.size(), expected.at("num_saved").get<std::size_t>()) << to_text(compiled.joint(0).graph);
-  }
+  for (const Case& item : all_cases())
+    for (const Partitioner partitioner : {Partitioner::Default, Partitioner::MinCut}) {
+      const std::string variant = partitioner == Partitioner::Default ? "default" : "mincut";
+      SCOPED_TRACE(item.id + " " + variant);
+      const json& expected = item.data.at("variants").at(variant);
+      if (!expected.contains("num_saved") || expected.at("num_saved").is_null()) continue;  // the reference could not compile it
+      const Program program(item.data.at("program"));
+      Compiled compiled([&](const Values& inputs) { return program(inputs); }, {.partitioner = partitioner});
+      const torch::AutoGradMode restore(true);
+      compiled(program.arguments().inputs);
+      const Partition& halves = compiled.partition(0);
+      EXPECT_LE(halves.saved.size(), expected.at("num_saved").get<std::size_t>()) << to_text(compiled.joint(0).graph);
+      if (!expected.contains("saved_numel_total") || expected.at("saved_numel_total").is_null()) continue;
+      std::int64_t elements = 0;
+      for (const ValueId value : halves.saved) elements += compiled.joint(0).graph[value].geometry.numel();
+      EXPECT_LE(elements, expected.at("saved_numel_total").get<std::int64_t>()) << to_text(compiled.joint(0).graph);
+    }
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include "tests/graph/program.h"
 
+#include <ATen/ScalarOps.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -28,10 +29,9 @@ at::MemoryFormat memory_format_named(const std::string& name) {
   return names.at(name);
 }
 
+// A number where a tensor is wanted, as LibTorch itself makes one: not by an operator that a mode would see.
 at::Tensor wrapped(const at::Scalar& number) {
-  at::Tensor tensor = at::scalar_tensor(number, at::device(at::kCPU).dtype(number.isFloatingPoint() ? at::kDouble
-                                                                           : number.isBoolean()     ? at::kBool
-                                                                                                    : at::kLong));
+  at::Tensor tensor = c10::scalar_to_tensor(number);
   tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
   return tensor;
 }

@@ -187,6 +187,12 @@ class Analysis {
         info->kind = OutputKind::NonAlias;
       else
         info->kind = is_an_input(output) ? OutputKind::IsInput : OutputKind::AliasOfInput;
+      // x.detach().copy_(y): the memory of x with the gradient of y. A view of x made at run time would have the gradient of x.
+      if (info->kind == OutputKind::AliasOfInput && output.requires_grad() &&
+          !(output.is_view() && output._base().is_same(inputs_[input->second].toTensor())))
+        throw NotImplemented(fmt::format("graph: a result lies in the memory of input {} without being a view of it to autograd, and needs a "
+                                         "gradient; return a clone of it",
+                                         input->second));
       return;
     }
     if (output.is_view() && output.requires_grad() && output._base().requires_grad())

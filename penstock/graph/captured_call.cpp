@@ -262,7 +262,11 @@ Values CapturedCall::make_outputs(const Values& inputs, const Values& inner, con
       case OutputKind::AliasOfIntermediateSaveAsOutput:
         outputs[i] = view_of(results[mutated + meta.outputs.size() + *info.base_index], info);
         break;
-      case OutputKind::AliasOfIntermediateBaseIsUserOutput: outputs[i] = view_of(outputs[*info.base_index].toTensor(), info); break;
+      case OutputKind::AliasOfIntermediateBaseIsUserOutput: {
+        const std::size_t base = meta.outputs[*info.base_index].same_as.value_or(*info.base_index);
+        outputs[i] = view_of(outputs[base].toTensor(), info);
+        break;
+      }
     }
   }
   for (std::size_t i = 0; i < meta.outputs.size(); ++i)

@@ -142,15 +142,18 @@ void CapturedCall::plan_returned() {
 void CapturedCall::find_written_primals(const Values& inner) {
   const std::vector<std::size_t> mutated = meta.mutated_at_run_time();
   std::vector<at::Tensor> primals;
+  std::vector<char> changed;
   for (std::size_t i = 0; i < inner.size(); ++i) {
     if (!inner[i].isTensor() || !inner[i].toTensor().defined()) continue;
     primals.push_back(inner[i].toTensor());
-    primal_written_.push_back(meta.inputs[i].mutates_data && std::find(mutated.begin(), mutated.end(), i) != mutated.end());
+    changed.push_back(std::find(mutated.begin(), mutated.end(), i) != mutated.end());
+    primal_written_.push_back(changed.back() && meta.inputs[i].mutates_data);
   }
+  // Changing a tensor, even its metadata alone, raises the version of all that share its memory.
   for (std::size_t i = 0; i < primals.size(); ++i) {
     bool shares = false;
-    for (std::size_t j = 0; j < primals.size(); ++j) shares |= primal_written_[j] && primals[i].is_alias_of(primals[j]);
-    primal_shares_written_.push_back(shares);
+    for (std::size_t j = 0; j < primals.size(); ++j) shares |= changed[j] && primals[i].is_alias_of(primals[j]);
+    primal_shares_changed_.push_back(shares);
   }
 }
 
@@ -163,7 +166,7 @@ void CapturedCall::plan_saved() {
       if (graph[input].storage != graph[value].storage) continue;
       if (primal_written_[i])
         how.how = Saved::How::Copied;
-      else if (primal_shares_written_[i])
+      else if (primal_shares_changed_[i])
         how.how = Saved::How::Unwatched;
       else if (input != value)
         how.watch_primal = i;

@@ -53,7 +53,7 @@ class CapturedCall final : public torch::CustomClassHolder {
   void write_inputs(const Values& inner, const std::vector<at::Tensor>& results) const;
   Values make_outputs(const Values& inputs, const Values& inner, const std::vector<at::Tensor>& results) const;
 
-  std::vector<char> primal_written_, primal_shares_written_;  // for each primal: its data is written, or that of one in the same memory
+  std::vector<char> primal_written_, primal_shares_changed_;  // for each primal: its data is written; one in the same memory is changed
   std::vector<Geometry> geometry_after_;                      // of the inputs that are written, in the order of the forward outputs
 };
 

@@ -204,11 +204,13 @@ void CapturedCall::write_inputs(const Values& inner, const std::vector<at::Tenso
     const InputInfo& info = meta.inputs[mutated[i]];
     const at::Tensor& input = inner[mutated[i]].toTensor();
     const at::Tensor& after = results[i];
-    // What the function did unseen by autograd is done so here.
-    const bool unseen = info.mutations_under_no_grad || (info.is_leaf && input.requires_grad());
+    // What the function did unseen by autograd is done so here. A change of the shape autograd always sees, except on a leaf, where
+    // it would refuse it: then it was made under no_grad.
+    const bool leaf_with_grad = info.is_leaf && input.requires_grad();
+    const bool unseen = info.mutations_under_no_grad || leaf_with_grad;
     if (info.mutates_metadata) {
       const Geometry& geometry = geometry_after_[i];
-      const c10::AutoGradMode mode(!unseen && c10::GradMode::is_enabled());
+      const c10::AutoGradMode mode(!leaf_with_grad && c10::GradMode::is_enabled());
       input.as_strided_(geometry.sizes, geometry.strides, geometry.storage_offset);
     }
     if (!info.mutates_data) continue;

@@ -99,7 +99,7 @@ class Analysis {
   void describe_inputs() {
     // What was written, by storage.
     struct Written {
-      bool data = false, with_grad = false, replaced = false;
+      bool touched = false, data = false, with_grad = false, replaced = false;
     };
     std::vector<Written> written(static_cast<std::size_t>(tracer_.graph.storages));
     for (const Node& node : tracer_.graph.nodes)
@@ -107,6 +107,7 @@ class Analysis {
         for (const ValueId value : node.arguments[argument].values) {
           if (value == kNoValue) continue;
           Written& storage = written[index_of(tracer_.graph[value].storage)];
+          storage.touched = true;
           if (node.op.operator_name().name == "aten::set_") storage.replaced = true;
           if (writes_metadata_only(node)) continue;
           storage.data = true;
@@ -124,6 +125,7 @@ class Analysis {
       const at::Tensor& fake = inputs_[i].toTensor();
       const Written& storage = written[index_of(tracer_.storage_of(fake))];
       info.is_leaf = real.is_leaf();
+      info.is_touched = storage.touched;
       info.mutates_data = storage.data && !storage.replaced;
       info.mutates_metadata = storage.replaced || fake.sizes() != real.sizes() || fake.strides() != real.strides() ||
                               fake.storage_offset() != real.storage_offset();

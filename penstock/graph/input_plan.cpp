@@ -69,7 +69,7 @@ InputPlan::InputPlan(const Values& inputs, const ViewAndMutationMeta& meta) {
     if (!input_is_tensor(inputs[i])) continue;
     const auto [entry, is_new] = first_place.try_emplace(inputs[i].toTensor().unsafeGetTensorImpl(), i);
     same_as[i] = entry->second;
-    written_twice |= !is_new && meta.inputs[i].mutation_type() != MutationType::NotMutated;
+    written_twice |= !is_new && meta.inputs[i].is_touched;
   }
   std::vector<std::size_t> kept;
   for (std::size_t i = 0; i < inputs.size(); ++i)

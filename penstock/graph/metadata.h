@@ -42,6 +42,7 @@ struct InputInfo {
   bool resizes_storage = false;
   bool requires_grad = false;                // after the call
   bool keep_input_mutations = false;         // the graph may write this input itself where that is legal
+  bool is_touched = false;                   // some operator writes it or its metadata, even if it ends up as it was
 
   // Throws ValueError when the flags contradict each other: other memory is other metadata, and what changes the memory itself
   // can only be done in the graph.

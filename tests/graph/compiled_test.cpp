@@ -246,6 +246,38 @@ TEST(Compiled, MetadataOfInputs) {
       {leaf({3, 4})}, cloned);
 }
 
+TEST(Compiled, TheSameTensorTwice) {
+  torch::manual_seed(13);
+  const auto twice = [](const Tensors& fresh) {
+    const at::Tensor input = fresh[0].clone();
+    return Tensors{input, input};
+  };
+  expect_exact([](const Tensors& in) { return Tensors{in[0] * in[1]}; }, {leaf({3, 4})}, twice);
+  expect_exact(
+      [](const Tensors& in) {
+        in[0].mul_(2);
+        return Tensors{in[0] * in[1], in[1]};
+      },
+      {leaf({3, 4})}, twice);
+  // Turned and turned back through its two names.
+  expect_exact(
+      [](const Tensors& in) {
+        in[0].t_();
+        in[1].t_();
+        return Tensors{in[0].relu()};
+      },
+      {leaf({3, 4})}, twice);
+}
+
+TEST(Compiled, AnInputsMemoryWithAnotherGradientIsRefused) {
+  Compiled compiled(over_tensors([](const Tensors& in) {
+    const at::Tensor memory = in[0].detach();
+    memory.copy_(in[0].neg());
+    return Tensors{memory};
+  }));
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled({leaf({3}).clone()}); }), "return a clone"));
+}
+
 TEST(Compiled, OutParametersAndForeach) {
   torch::manual_seed(12);
   expect_exact(

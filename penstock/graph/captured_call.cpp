@@ -244,9 +244,14 @@ Values CapturedCall::make_outputs(const Values& inputs, const Values& inner, con
     else if (is_fresh(info.kind))
       outputs[i] = fresh(i);
   }
-  for (std::size_t i = 0; i < meta.outputs.size(); ++i) {
+  // Views of other results come after those; a detached twin, last, as its base may be such a view.
+  const auto round_of = [](const OutputInfo& info) {
+    if (info.kind != OutputKind::AliasOfIntermediateBaseIsUserOutput) return 0;
+    return info.requires_grad ? 1 : 2;
+  };
+  for (int round = 0; round < 3; ++round) for (std::size_t i = 0; i < meta.outputs.size(); ++i) {
     const OutputInfo& info = meta.outputs[i];
-    if (info.type != OutputType::Tensor || info.same_as) continue;
+    if (info.type != OutputType::Tensor || info.same_as || round_of(info) != round) continue;
     switch (info.kind) {
       case OutputKind::NonAlias:
       case OutputKind::UnsafeViewAlias:

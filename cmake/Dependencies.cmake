@@ -34,6 +34,7 @@ penstock_find_header(UCX ucp/api/ucp.h "no UCX transport")
 penstock_find_header(RAPIDCHECK rapidcheck.h "property tests are left out")
 penstock_find_header(XXHASH xxhash.h "no xxHash")
 penstock_find_header(TOML toml++/toml.h "no configuration files")
+penstock_find_header(BOOST_GRAPH boost/graph/boykov_kolmogorov_max_flow.hpp "captured graphs are split by the default rule only")
 
 if(PENSTOCK_HAVE_UCX)
   find_library(PENSTOCK_UCP_LIBRARY ucp)

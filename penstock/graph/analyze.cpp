@@ -1,0 +1,271 @@
+#include "penstock/graph/analyze.h"
+
+#include <c10/core/GradMode.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <unordered_map>
+
+#include "penstock/base/errors.h"
+#include "penstock/graph/fake_inputs.h"
+#include "penstock/graph/tracer.h"
+#include "penstock/torch/fake.h"
+
+namespace penstock::graph {
+namespace {
+
+// Writes that change how memory is looked at and not the memory: transpose_, squeeze_, ...
+bool writes_metadata_only(const Node& node) { return node.op.hasTag(at::Tag::inplace_view); }
+
+// Outputs of operators that return several views at once (split, unbind) and views of those: autograd allows no write on them.
+std::vector<char> multi_output_views(const Graph& graph) {
+  std::vector<char> is_one(graph.values.size(), 0);
+  for (const Node& node : graph.nodes) {
+    const OperatorTraits& traits = traits_of(node.op);
+    for (std::size_t i = 0; i < node.results.size(); ++i) {
+      const ReturnAlias& alias = traits.returns[i];
+      if (alias.kind == ReturnAlias::Kind::Fresh) continue;
+      const Operand& viewed = node.arguments[static_cast<std::size_t>(alias.argument)];
+      const bool several = alias.kind == ReturnAlias::Kind::View && node.results[i].kind == Operand::Kind::TensorList;
+      const bool inherited = viewed.value() != kNoValue && is_one[index_of(viewed.value())];
+      if (several || inherited)
+        for (const ValueId value : node.results[i].values)
+          if (value != kNoValue) is_one[index_of(value)] = 1;
+    }
+  }
+  return is_one;
+}
+
+bool made_by_custom_function(const at::Tensor& tensor) {
+  return tensor.grad_fn() && tensor.grad_fn()->name().starts_with("torch::autograd::CppNode<");
+}
+
+OutputType type_of_output(const c10::IValue& value) {
+  if (value.isTensor()) return value.toTensor().defined() ? OutputType::Tensor : OutputType::None;
+  if (value.isInt()) return OutputType::Int;
+  if (value.isDouble()) return OutputType::Float;
+  if (value.isBool()) return OutputType::Bool;
+  if (value.isNone()) return OutputType::None;
+  if (value.isString()) return OutputType::String;
+  return OutputType::Other;
+}
+
+class Analysis {
+ public:
+  Analysis(const Values& inputs, const AnalyzeOptions& options) : real_inputs_(inputs), options_(options) {}
+
+  ViewAndMutationMeta run(const Function& function) {
+    make_inputs();
+    const bool grad_mode = c10::GradMode::is_enabled();
+    {
+      const c10::AutoGradMode restore(grad_mode);
+      const ModeGuard below(fake_mode_);
+      const ModeGuard on(tracer_);
+      outputs_ = function(inputs_);
+      if (c10::GradMode::is_enabled() != grad_mode) meta_.grad_mode_after = c10::GradMode::is_enabled();
+    }
+    meta_.keep_input_mutations = options_.keep_input_mutations;
+    describe_inputs();
+    describe_outputs();
+    describe_tangents();
+    return std::move(meta_);
+  }
+
+ private:
+  void make_inputs() {
+    std::unordered_map<const c10::TensorImpl*, at::Tensor> made;
+    for (std::size_t i = 0; i < real_inputs_.size(); ++i) {
+      if (!is_tensor(real_inputs_[i])) {
+        inputs_.push_back(real_inputs_[i]);
+        continue;
+      }
+      const at::Tensor& real = real_inputs_[i].toTensor();
+      at::Tensor& input = made[real.unsafeGetTensorImpl()];
+      if (!input.defined()) {
+        input = to_fake(real);
+        if (real.requires_grad() && !real.is_leaf()) input = non_leaf_of(input);
+        tracer_.add_input(input, fmt::format("input{}", i));
+      }
+      inputs_.emplace_back(input);
+    }
+  }
+
+  static bool is_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
+
+  void describe_inputs() {
+    // What was written, by storage.
+    struct Written {
+      bool touched = false, data = false, with_grad = false, replaced = false;
+    };
+    std::vector<Written> written(static_cast<std::size_t>(tracer_.graph.storages));
+    for (const Node& node : tracer_.graph.nodes)
+      for (const std::size_t argument : written_arguments(node))
+        for (const ValueId value : node.arguments[argument].values) {
+          if (value == kNoValue) continue;
+          Written& storage = written[index_of(tracer_.graph[value].storage)];
+          storage.touched = true;
+          if (node.op.operator_name().name == "aten::set_") storage.replaced = true;
+          if (writes_metadata_only(node)) continue;
+          storage.data = true;
+          storage.with_grad |= node.grad_enabled;
+        }
+    for (std::size_t i = 0; i < inputs_.size(); ++i) {
+      InputInfo info;
+      info.keep_input_mutations = options_.keep_input_mutations;
+      if (!is_tensor(inputs_[i])) {
+        info.mutations_hidden_from_autograd = false;
+        meta_.inputs.push_back(info);
+        continue;
+      }
+      const at::Tensor& real = real_inputs_[i].toTensor();
+      const at::Tensor& fake = inputs_[i].toTensor();
+      const Written& storage = written[index_of(tracer_.storage_of(fake))];
+      info.is_leaf = real.is_leaf();
+      info.is_touched = storage.touched;
+      info.mutates_data = storage.data && !storage.replaced;
+      info.mutates_metadata = storage.replaced || fake.sizes() != real.sizes() || fake.strides() != real.strides() ||
+                              fake.storage_offset() != real.storage_offset();
+      info.mutations_hidden_from_autograd = !storage.data;
+      info.mutations_under_no_grad = storage.data && !storage.with_grad;
+      info.mutates_storage_metadata = storage.replaced;
+      info.requires_grad = fake.requires_grad();
+      info.validate(i);
+      meta_.inputs.push_back(info);
+    }
+  }
+
+  // Outputs by storage: how many there are, how many of them are one of several views made at once.
+  struct Aliases {
+    std::size_t outputs = 0, multi_output_views = 0;
+    std::size_t others() const { return outputs - multi_output_views; }
+  };
+
+  void describe_outputs() {
+    for (std::size_t i = 0; i < inputs_.size(); ++i)
+      if (is_tensor(inputs_[i])) input_of_storage_[tracer_.storage_of(inputs_[i].toTensor())] = i;
+    for (std::size_t i = 0; i < outputs_.size(); ++i)
+      if (is_tensor(outputs_[i])) {
+        tracer_.value_of(outputs_[i].toTensor());  // an output may be a constant
+        output_of_tensor_[outputs_[i].toTensor().unsafeGetTensorImpl()] = i;
+      }
+    const std::vector<char> multi = multi_output_views(tracer_.graph);
+    for (const c10::IValue& output : outputs_)
+      if (is_tensor(output)) {
+        Aliases& aliases = aliases_[tracer_.storage_of(output.toTensor())];
+        ++aliases.outputs;
+        aliases.multi_output_views += multi[index_of(tracer_.value_of(output.toTensor()))] ? 1 : 0;
+      }
+    for (std::size_t i = 0; i < outputs_.size(); ++i) {
+      const c10::IValue& output = outputs_[i];
+      OutputInfo info;
+      info.type = type_of_output(output);
+      if (is_tensor(output)) {
+        describe_tensor(output.toTensor(), &info);
+        for (std::size_t j = 0; j < i && !info.same_as; ++j)
+          if (is_tensor(outputs_[j]) && outputs_[j].toTensor().is_same(output.toTensor())) info.same_as = j;
+      }
+      meta_.outputs.push_back(std::move(info));
+    }
+    meta_.intermediate_bases = bases_.size();
+  }
+
+  void describe_tensor(const at::Tensor& output, OutputInfo* info) {
+    info->requires_grad = output.requires_grad();
+    info->geometry = geometry_of(output);
+    const StorageId storage = tracer_.storage_of(output);
+    const Aliases& aliases = aliases_[storage];
+    if (const auto input = input_of_storage_.find(storage); input != input_of_storage_.end()) {
+      if (made_by_custom_function(output)) {
+        info->kind = OutputKind::CustomFunctionView;
+        return;
+      }
+      info->base_index = input->second;
+      // Only views that autograd lets nobody write: the aliasing may be concealed from it.
+      if (output.grad_fn() && aliases.others() == 0)
+        info->kind = OutputKind::NonAlias;
+      else
+        info->kind = is_an_input(output) ? OutputKind::IsInput : OutputKind::AliasOfInput;
+      // x.detach().copy_(y): the memory of x with the gradient of y. A view of x made at run time would have the gradient of x.
+      if (info->kind == OutputKind::AliasOfInput && output.requires_grad() &&
+          !(output.is_view() && output._base().is_same(inputs_[input->second].toTensor())))
+        throw NotImplemented(fmt::format("graph: a result lies in the memory of input {} without being a view of it to autograd, and needs a "
+                                         "gradient; return a clone of it",
+                                         input->second));
+      return;
+    }
+    if (output.is_view() && output.requires_grad() && output._base().requires_grad())
+      describe_intermediate_view(output, aliases, info);
+    else if (!output.requires_grad() && aliases.outputs > 1)
+      describe_detached_twin(output, info);
+  }
+
+  void describe_intermediate_view(const at::Tensor& output, const Aliases& aliases, OutputInfo* info) {
+    if (aliases.outputs == 1 || aliases.others() <= 1) {
+      info->kind = OutputKind::UnsafeViewAlias;
+      return;
+    }
+    const c10::TensorImpl* base = output._base().unsafeGetTensorImpl();
+    if (const auto existing = output_of_tensor_.find(base); existing != output_of_tensor_.end()) {
+      info->kind = OutputKind::AliasOfIntermediateBaseIsUserOutput;
+      info->base_index = existing->second;
+      return;
+    }
+    const auto [entry, is_new] = base_of_tensor_.try_emplace(base, bases_.size());
+    if (is_new) bases_.emplace_back(output._base());
+    info->kind = is_new ? OutputKind::AliasOfIntermediateSaveAsOutput : OutputKind::AliasOfIntermediate;
+    info->base_index = entry->second;
+  }
+
+  // (y, y.detach()): made from y at run time, so that both go on sharing memory.
+  void describe_detached_twin(const at::Tensor& output, OutputInfo* info) {
+    for (const c10::IValue& other : outputs_) {
+      if (!is_tensor(other) || !other.toTensor().requires_grad() || other.toTensor().is_same(output)) continue;
+      if (tracer_.storage_of(other.toTensor()) != tracer_.storage_of(output) || !has_geometry(other.toTensor(), info->geometry)) continue;
+      info->kind = OutputKind::AliasOfIntermediateBaseIsUserOutput;
+      info->base_index = output_of_tensor_.at(other.toTensor().unsafeGetTensorImpl());
+      return;
+    }
+  }
+
+  bool is_an_input(const at::Tensor& output) const {
+    return std::any_of(inputs_.begin(), inputs_.end(),
+                       [&](const c10::IValue& input) { return is_tensor(input) && input.toTensor().is_same(output); });
+  }
+
+  void describe_tangents() {
+    using Kind = TangentInfo::Kind;
+    for (std::size_t i = 0; i < inputs_.size(); ++i) {
+      const InputInfo& info = meta_.inputs[i];
+      if (info.mutation_type() == MutationType::MutatedOutOfGraph && info.mutates_data && info.requires_grad)
+        meta_.tangents.push_back({Kind::MutatedInput, i, geometry_of(inputs_[i].toTensor())});
+    }
+    for (std::size_t i = 0; i < outputs_.size(); ++i)
+      if (is_fresh(meta_.outputs[i].kind) && meta_.outputs[i].requires_grad)
+        meta_.tangents.push_back({Kind::Output, i, meta_.outputs[i].geometry});
+    for (std::size_t i = 0; i < bases_.size(); ++i) meta_.tangents.push_back({Kind::IntermediateBase, i, geometry_of(bases_[i])});
+  }
+
+  const Values& real_inputs_;
+  const AnalyzeOptions& options_;
+  FakeMode fake_mode_;
+  Tracer tracer_;
+  Values inputs_, outputs_;
+  ViewAndMutationMeta meta_;
+  std::map<StorageId, std::size_t> input_of_storage_;                            // the last one
+  std::unordered_map<const c10::TensorImpl*, std::size_t> output_of_tensor_;     // the last one
+  std::map<StorageId, Aliases> aliases_;
+  std::unordered_map<const c10::TensorImpl*, std::size_t> base_of_tensor_;
+  std::vector<at::Tensor> bases_;
+};
+
+}  // namespace
+
+ViewAndMutationMeta analyze(const Function& function, const Values& inputs, const AnalyzeOptions& options) {
+  return Analysis(inputs, options).run(function);
+}
+
+}  // namespace penstock::graph

@@ -1,0 +1,33 @@
+// Whether a capture holds for a call: what is compared, and what differs.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "penstock/graph/analyze.h"
+
+namespace penstock::graph {
+
+class CallGuard {
+ public:
+  explicit CallGuard(const Values& inputs);
+
+  // Empty when the capture holds; otherwise what differs: "input 1 has sizes [2, 4], the capture [3, 4]".
+  std::string difference(const Values& inputs) const;
+
+ private:
+  struct Input {
+    std::optional<Geometry> tensor;
+    c10::IValue value;              // of what is not a tensor
+    bool requires_grad = false, is_leaf = true, is_view = false;
+    std::size_t same_as = 0;        // the first input that is the same tensor
+    std::size_t shares_with = 0;    // the first input that lies in the same memory
+  };
+  static std::vector<Input> describe_all(const Values& inputs);
+
+  std::vector<Input> inputs_;
+  bool grad_mode_ = true;
+};
+
+}  // namespace penstock::graph

@@ -1,0 +1,40 @@
+// Captures a function, and its backward with it, as a graph.
+//
+//   const Graph forward = capture_forward(function, {x, w});
+//   const ViewAndMutationMeta meta = analyze(function, {x, w});
+//   const JointGraph joint = capture_joint(function, {x, w}, meta);
+//
+// Forward alone takes one input per tensor among the function's inputs and returns its results.
+//
+// The joint graph is forward and backward in one, recorded through autograd. Its inputs are the tensors among the function's inputs,
+// then one tangent, the gradient of a result, for each entry of `tangents`. Its outputs are
+//   the inputs that are written, as they are afterwards (meta.mutated_at_run_time());
+//   the function's results, where those that are made at run time from something else (aliases) are left out as kNoValue;
+//   the intermediate bases;
+//   one gradient for each tensor among the inputs, kNoValue for those that get none.
+// Inputs are separate values here, whatever memory they share: see input_plan.h for those that are written and shared.
+// Views and in-place operators are recorded as they come; functionalize() takes the writes out.
+//
+// Nothing is computed, and no random numbers are drawn. Thread rule: as for the function.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "penstock/graph/analyze.h"
+#include "penstock/graph/graph.h"
+
+namespace penstock::graph {
+
+Graph capture_forward(const Function& function, const Values& inputs);
+
+struct JointGraph {
+  Graph graph;
+  std::size_t primals = 0;             // inputs of the graph that are inputs of the function
+  std::size_t forward_outputs = 0;     // outputs before the gradients
+  std::vector<TangentInfo> tangents;   // as meta.tangents, less those of results that are the same tensor as an earlier one
+};
+
+JointGraph capture_joint(const Function& function, const Values& inputs, const ViewAndMutationMeta& meta);
+
+}  // namespace penstock::graph

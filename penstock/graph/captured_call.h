@@ -1,0 +1,60 @@
+// One capture of a function, ready to run: what Compiled keeps for each kind of call.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <vector>
+
+#include "penstock/graph/call_guard.h"
+#include "penstock/graph/compiled.h"
+#include "penstock/graph/execute.h"
+#include "penstock/graph/input_plan.h"
+
+namespace penstock::graph {
+
+class CapturedCall final : public torch::CustomClassHolder {
+ public:
+  CapturedCall(const Function& function, const Values& inputs, const CompileOptions& options);
+
+  Values run(const Values& inputs);
+
+  // ---- for the node of autograd ----
+
+  // What forward keeps for backward.
+  struct Saved {
+    enum class How { AsIs, Copied, Unwatched };
+    How how = How::AsIs;
+    std::optional<std::size_t> watch_primal, watch_output;  // a tensor in whose memory it lies: writing that one must be noticed
+  };
+  // Results that are returned to autograd: places among the forward outputs.
+  struct Returned {
+    std::size_t output = 0;
+    bool needs_grad = false;
+    bool copied = false;   // something else than this result holds the same tensor
+  };
+
+  const CallGuard guard;
+  const ViewAndMutationMeta user_meta;
+  const InputPlan plan;
+  ViewAndMutationMeta meta;
+  JointGraph joint;
+  Partition halves;
+  std::optional<Executor> forward, backward;
+  std::vector<Saved> saved;
+  std::vector<Returned> returned;
+  std::vector<std::size_t> tangent_place;   // among `returned`, for each tangent
+
+ private:
+  void find_written_primals(const Values& inner);
+  void plan_saved();
+  void plan_returned();
+  std::size_t output_of(const TangentInfo& tangent) const;
+  std::vector<at::Tensor> run_forward(const std::vector<at::Tensor>& primals);
+  void write_inputs(const Values& inner, const std::vector<at::Tensor>& results) const;
+  Values make_outputs(const Values& inputs, const Values& inner, const std::vector<at::Tensor>& results) const;
+
+  std::vector<char> primal_written_, primal_shares_changed_;  // for each primal: its data is written; one in the same memory is changed
+  std::vector<Geometry> geometry_after_;                      // of the inputs that are written, in the order of the forward outputs
+};
+
+}  // namespace penstock::graph

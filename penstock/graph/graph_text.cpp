@@ -1,0 +1,117 @@
+#include <c10/core/ScalarType.h>
+#include <fmt/format.h>
+
+#include <sstream>
+#include <string>
+
+#include "penstock/graph/graph.h"
+
+namespace penstock::graph {
+namespace {
+
+std::string dtype_text(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat: return "float32";
+    case at::kDouble: return "float64";
+    case at::kHalf: return "float16";
+    case at::kBFloat16: return "bfloat16";
+    case at::kLong: return "int64";
+    case at::kInt: return "int32";
+    case at::kShort: return "int16";
+    case at::kChar: return "int8";
+    case at::kByte: return "uint8";
+    case at::kBool: return "bool";
+    default: return c10::toString(dtype);
+  }
+}
+
+bool is_contiguous(const Geometry& geometry) {
+  std::int64_t expected = 1;
+  for (std::size_t i = geometry.sizes.size(); i-- > 0;) {
+    if (geometry.sizes[i] != 1 && geometry.strides[i] != expected) return false;
+    expected *= geometry.sizes[i];
+  }
+  return true;
+}
+
+// "float32[3, 4]", with strides when they are not those of a contiguous tensor, and the device when it is not the CPU.
+std::string type_text(const Geometry& geometry) {
+  std::string text = fmt::format("{}[{}]", dtype_text(geometry.dtype), fmt::join(geometry.sizes, ", "));
+  if (!is_contiguous(geometry)) text += fmt::format(" strides [{}]", fmt::join(geometry.strides, ", "));
+  if (geometry.storage_offset != 0) text += fmt::format(" from {}", geometry.storage_offset);
+  if (!geometry.device.is_cpu()) text += " on " + geometry.device.str();
+  return text;
+}
+
+std::string constant_text(const c10::IValue& value) {
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    if (!tensor.defined()) return "none";
+    if (tensor.dim() == 0 && tensor.is_cpu()) {
+      std::ostringstream number;
+      number << tensor.item();
+      return number.str();
+    }
+    return "tensor";
+  }
+  if (value.isNone()) return "none";
+  if (value.isString()) return fmt::format("\"{}\"", value.toStringRef());
+  std::ostringstream text;
+  text << value;
+  return text.str();
+}
+
+std::string name_text(ValueId value) { return value == kNoValue ? "none" : fmt::format("%{}", index_of(value)); }
+
+std::string operand_text(const Operand& operand) {
+  if (operand.kind == Operand::Kind::Constant) return constant_text(operand.constant);
+  if (operand.kind == Operand::Kind::Tensor) return name_text(operand.values[0]);
+  std::string text = "[";
+  for (std::size_t i = 0; i < operand.values.size(); ++i) text += (i > 0 ? ", " : "") + name_text(operand.values[i]);
+  return text + "]";
+}
+
+std::string typed_text(const Graph& graph, ValueId value) {
+  return value == kNoValue ? "none" : fmt::format("%{}: {}", index_of(value), type_text(graph[value].geometry));
+}
+
+std::string result_text(const Graph& graph, const Operand& operand) {
+  if (operand.kind == Operand::Kind::Constant) return "_";
+  if (operand.kind == Operand::Kind::Tensor) return typed_text(graph, operand.values[0]);
+  std::string text = "[";
+  for (std::size_t i = 0; i < operand.values.size(); ++i) text += (i > 0 ? ", " : "") + typed_text(graph, operand.values[i]);
+  return text + "]";
+}
+
+}  // namespace
+
+std::string to_text(const Graph& graph, const Node& node) {
+  std::string text;
+  for (std::size_t i = 0; i < node.results.size(); ++i) text += (i > 0 ? ", " : "") + result_text(graph, node.results[i]);
+  if (!node.results.empty()) text += " = ";
+  text += c10::toString(node.op.operator_name()) + "(";
+  for (std::size_t i = 0; i < node.arguments.size(); ++i) text += (i > 0 ? ", " : "") + operand_text(node.arguments[i]);
+  return text + ")";
+}
+
+std::string to_text(const Graph& graph) {
+  std::string text = "graph(";
+  for (std::size_t i = 0; i < graph.inputs.size(); ++i) {
+    const Placeholder& input = graph.inputs[i];
+    text += fmt::format("{}%{} {}: {}", i > 0 ? ", " : "", index_of(input.value), input.name, type_text(graph[input.value].geometry));
+  }
+  text += ") {\n";
+  for (const ConstantTensor& constant : graph.constants)
+    text += fmt::format("  %{}: {} = constant\n", index_of(constant.value), type_text(graph[constant.value].geometry));
+  bool backward = false;
+  for (const Node& node : graph.nodes) {
+    if (node.phase == Phase::Backward && !backward) text += "  # backward\n";
+    backward = node.phase == Phase::Backward;
+    text += "  " + to_text(graph, node) + "\n";
+  }
+  text += "  return (";
+  for (std::size_t i = 0; i < graph.outputs.size(); ++i) text += (i > 0 ? ", " : "") + operand_text(graph.outputs[i]);
+  return text + ")\n}\n";
+}
+
+}  // namespace penstock::graph

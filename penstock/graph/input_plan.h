@@ -1,0 +1,56 @@
+// Inputs that share memory: what a captured function is called with, so that every input of the graph is memory of its own.
+//
+//   const ViewAndMutationMeta user = analyze(function, inputs);
+//   const InputPlan plan(inputs, user);
+//   const Function inner = plan.inner_function(function);     // takes plan.inner_inputs(inputs)
+//   const ViewAndMutationMeta meta = analyze(inner, plan.inner_inputs(inputs));
+//
+// The same tensor given twice and written becomes one input. Inputs that overlap in memory, one of which is written, become one
+// synthetic base, the tensor that all of them are views of (or their whole memory, where they have no gradients), and are made from it
+// inside. Synthetic bases come first, then the other inputs in order. Inputs that share memory but are not written, or share it
+// without overlapping, stay as they are.
+// Throws NotImplemented where overlapping inputs have no common base but need gradients, are of different dtypes, or one changes its
+// metadata.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <vector>
+
+#include "penstock/graph/analyze.h"
+
+namespace penstock::graph {
+
+class InputPlan {
+ public:
+  InputPlan(const Values& inputs, const ViewAndMutationMeta& meta);
+
+  // The function is called with what it would be called with anyway.
+  bool is_identity() const { return identity_; }
+  Values inner_inputs(const Values& inputs) const;
+  Function inner_function(Function function) const;
+
+ private:
+  // Where an input of the function comes from.
+  struct Source {
+    std::size_t inner = 0;
+    std::optional<Geometry> view;  // of a synthetic base
+  };
+  struct Base {
+    std::vector<std::size_t> members;
+    bool whole_memory = false;     // nobody knows the tensor they are views of
+  };
+
+  void merge_overlapping(const Values& inputs, const ViewAndMutationMeta& meta, const std::vector<std::size_t>& kept);
+  static at::Tensor base_tensor(const Base& base, const Values& inputs);
+
+  bool identity_ = true;
+  std::vector<Source> sources_;      // one for each input of the function
+  std::vector<Base> bases_;
+  std::vector<std::size_t> others_;  // inputs that are handed on
+};
+
+// True when two tensors have an element in common. Exact up to a million elements, above that by the range they reach.
+bool overlap(const at::Tensor& a, const at::Tensor& b);
+
+}  // namespace penstock::graph

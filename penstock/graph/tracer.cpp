@@ -1,0 +1,134 @@
+#include "penstock/graph/tracer.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "penstock/base/errors.h"
+#include "penstock/torch/fake.h"
+
+namespace penstock::graph {
+namespace {
+
+// By what a tensor is known: a wrapper by what it carries, which its copies share.
+const void* identity_of(const at::Tensor& tensor) {
+  if (const Payload* payload = payload_of(tensor)) return payload;
+  return tensor.unsafeGetTensorImpl();
+}
+
+bool is_number(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->is_wrapped_number() && !is_wrapper(tensor); }
+
+bool any_wrapper_in(c10::ArrayRef<c10::IValue> values) {
+  bool any = false;
+  for (const c10::IValue& value : values)
+    if (value.isTensor() || value.isList()) for_each_tensor(value, [&](const at::Tensor& tensor) { any |= is_wrapper(tensor); });
+  return any;
+}
+
+}  // namespace
+
+at::Tensor Tracer::add_input(at::Tensor fake, std::string name) {
+  if (!is_fake(fake) || values_.contains(identity_of(fake)))
+    throw TypeError(fmt::format("graph: input '{}' is {}, expected a fake tensor of its own; make it with to_fake", name,
+                                is_fake(fake) ? "another value already" : "a real tensor"));
+  graph.inputs.push_back({define(fake), std::move(name)});
+  return fake;
+}
+
+StorageId Tracer::storage_of(const at::Tensor& tensor) {
+  const c10::Storage& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+  const auto [entry, is_new] = storages_.try_emplace(storage.unsafeGetStorageImpl());
+  if (is_new) {
+    entry->second = graph.new_storage();
+    held_storages_.push_back(storage);
+  }
+  return entry->second;
+}
+
+ValueId Tracer::define(const at::Tensor& tensor) {
+  const ValueId value = graph.new_value(geometry_of(tensor), storage_of(tensor));
+  const auto [entry, is_new] = values_.insert_or_assign(identity_of(tensor), value);
+  if (is_new) {
+    if (Payload* payload = payload_of(tensor))
+      held_payloads_.push_back(PayloadPtr::reclaim_copy(payload));
+    else
+      held_tensors_.push_back(tensor);
+  }
+  return entry->second;
+}
+
+ValueId Tracer::value_of(const at::Tensor& tensor) {
+  if (const auto known = values_.find(identity_of(tensor)); known != values_.end()) return known->second;
+  if (is_wrapper(tensor))
+    throw StateError(fmt::format("graph: a tensor of kind {} came into the captured function from outside; hand it over as an input",
+                                 payload_of(tensor)->kind()));
+  const ValueId value = define(tensor);
+  graph.constants.push_back({value, tensor.detach()});
+  return value;
+}
+
+Operand Tracer::operand_of(const c10::IValue& value) {
+  if (!value.isTensor()) return Operand::of(value);
+  return value.toTensor().defined() ? Operand::of(value_of(value.toTensor())) : Operand::of(kNoValue);
+}
+
+Operand Tracer::argument_of(ArgumentTraits::Kind kind, const c10::IValue& value) {
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    return !tensor.defined() || is_number(tensor) ? Operand::of(value) : Operand::of(value_of(tensor));
+  }
+  if ((kind != ArgumentTraits::Kind::TensorList && kind != ArgumentTraits::Kind::OptionalTensorList) || !value.isList())
+    return Operand::of(value);
+  Operand operand;
+  operand.kind = kind == ArgumentTraits::Kind::TensorList ? Operand::Kind::TensorList : Operand::Kind::OptionalTensorList;
+  for (const c10::IValue& element : value.toListRef())
+    operand.values.push_back(element.isTensor() && element.toTensor().defined() ? value_of(element.toTensor()) : kNoValue);
+  return operand;
+}
+
+// The value of a written argument: another one when writing changed its geometry.
+ValueId Tracer::rewritten(const at::Tensor& tensor) {
+  const ValueId value = value_of(tensor);
+  return has_geometry(tensor, graph[value].geometry) ? value : define(tensor);
+}
+
+Operand Tracer::record_result(const ReturnAlias& alias, const c10::IValue& value) {
+  const auto record = [&](const at::Tensor& tensor) {
+    if (!tensor.defined()) return kNoValue;
+    return alias.kind == ReturnAlias::Kind::Same ? rewritten(tensor) : define(tensor);
+  };
+  if (value.isTensor()) return Operand::of(record(value.toTensor()));
+  if (!value.isTensorList()) return Operand::of(c10::IValue());
+  Operand operand;
+  operand.kind = Operand::Kind::TensorList;
+  for (const c10::IValue& element : value.toListRef()) operand.values.push_back(record(element.toTensor()));
+  return operand;
+}
+
+void Tracer::dispatch(const c10::OperatorHandle& op, Stack* stack) {
+  const OperatorTraits& traits = traits_of(op);
+  const std::size_t base = stack->size() - traits.arguments.size();
+  Node node{op, {}, {}, phase, c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled()};
+  const auto read_arguments = [&](c10::ArrayRef<c10::IValue> arguments) {
+    node.arguments.reserve(arguments.size());
+    for (std::size_t i = 0; i < arguments.size(); ++i) node.arguments.push_back(argument_of(traits.arguments[i].kind, arguments[i]));
+  };
+  const c10::ArrayRef<c10::IValue> arguments(stack->data() + base, traits.arguments.size());
+  if (traits.mutates || any_wrapper_in(arguments)) [[likely]] {
+    read_arguments(arguments);
+    op.callBoxed(stack);
+  } else {
+    // A factory, or a step over constants. Only the result tells.
+    const std::vector<c10::IValue> kept = arguments.vec();
+    op.callBoxed(stack);
+    if (!any_wrapper_in(c10::ArrayRef<c10::IValue>(stack->data() + base, traits.returns.size()))) return;
+    read_arguments(kept);
+  }
+  node.results.reserve(traits.returns.size());
+  for (std::size_t i = 0; i < traits.returns.size(); ++i) node.results.push_back(record_result(traits.returns[i], (*stack)[base + i]));
+  graph.nodes.push_back(std::move(node));
+}
+
+}  // namespace penstock::graph

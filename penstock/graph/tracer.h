@@ -1,0 +1,64 @@
+// Records what a function does to tensors: a mode over fake tensors that writes each operator down as a node.
+//
+//   FakeMode fake;
+//   Tracer tracer;
+//   const at::Tensor x = tracer.add_input(to_fake(real), "x");
+//   {
+//     const ModeGuard below(fake);
+//     const ModeGuard on(tracer);
+//     const at::Tensor y = x.relu().sum();
+//     tracer.graph.outputs.push_back(Operand::of(tracer.value_of(y)));
+//   }
+//
+// Recording happens below autograd and autocast: composite operators arrive as their parts, views and in-place operators as they
+// are, backward as further operators. Nothing is computed. Real tensors that a recorded operator takes become constants of the
+// graph; numbers that became tensors stay numbers. Operators on real tensors alone are run and not recorded, unless they write:
+// what they give is as constant as what they were given.
+//
+// Tensors are known by what they carry, not by handle: the copies that autograd saves are the same value.
+// Thread rule: operators must come from one thread at a time, as they do when backward runs for one device.
+#pragma once
+
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "penstock/graph/graph.h"
+#include "penstock/torch/mode.h"
+#include "penstock/torch/operator_traits.h"
+#include "penstock/torch/wrapper.h"
+
+namespace penstock::graph {
+
+class Tracer final : public Mode {
+ public:
+  // A fake tensor that nothing recorded so far has made. Throws TypeError for another.
+  at::Tensor add_input(at::Tensor fake, std::string name);
+
+  // The value of a tensor; a real one that is not known yet becomes a constant. Throws StateError for a fake tensor that came
+  // from outside.
+  ValueId value_of(const at::Tensor& tensor);
+  StorageId storage_of(const at::Tensor& tensor);
+  // A tensor, or any other value as it is.
+  Operand operand_of(const c10::IValue& value);
+
+  void dispatch(const c10::OperatorHandle& op, Stack* stack) override;
+
+  Graph graph;
+  Phase phase = Phase::Forward;  // what nodes are marked with from here on
+
+ private:
+  Operand argument_of(ArgumentTraits::Kind kind, const c10::IValue& value);
+  Operand record_result(const ReturnAlias& alias, const c10::IValue& value);
+  ValueId define(const at::Tensor& tensor);
+  ValueId rewritten(const at::Tensor& tensor);
+
+  // Keys are held, so that no address is given to another object during the recording.
+  std::unordered_map<const void*, ValueId> values_;
+  std::unordered_map<const c10::StorageImpl*, StorageId> storages_;
+  std::vector<PayloadPtr> held_payloads_;
+  std::vector<at::Tensor> held_tensors_;
+  std::vector<c10::Storage> held_storages_;
+};
+
+}  // namespace penstock::graph

@@ -1,0 +1,480 @@
+#include "penstock/graph/compiled.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "penstock/base/errors.h"
+#include "penstock/graph/functionalize.h"
+#include "tests/has_text.h"
+#include "tests/throws.h"
+
+namespace penstock::graph {
+namespace {
+
+using test::has_text;
+using test::message_of;
+
+using Tensors = std::vector<at::Tensor>;
+
+Function over_tensors(const std::function<Tensors(const Tensors&)>& function) {
+  return [function](const Values& inputs) {
+    Tensors tensors;
+    for (const c10::IValue& input : inputs) tensors.push_back(input.toTensor());
+    const Tensors results = function(tensors);
+    return Values(results.begin(), results.end());
+  };
+}
+
+Values values_of(const Tensors& tensors) { return Values(tensors.begin(), tensors.end()); }
+
+// What a call of a function leaves behind.
+struct Trace {
+  Tensors outputs, inputs, gradients;
+  bool refused = false;  // backward threw: something that it needs was written
+};
+
+// `leaves` are cloned, handed on through `prepare`, and differentiated through everything that the call gives or writes.
+Trace trace_of(const std::function<Values(const Values&)>& call, const Tensors& leaves, const std::function<Tensors(const Tensors&)>& prepare) {
+  Tensors fresh;
+  for (const at::Tensor& leaf : leaves) fresh.push_back(leaf.detach().clone().set_requires_grad(leaf.requires_grad()));
+  const Tensors inputs = prepare(fresh);
+  torch::manual_seed(11);
+  Trace trace;
+  at::Tensor loss = torch::zeros({});
+  const auto add = [&](const at::Tensor& tensor, double weight) {
+    if (tensor.requires_grad()) loss = loss + (tensor * torch::linspace(-1, weight, tensor.numel()).reshape(tensor.sizes())).sum();
+  };
+  for (const c10::IValue& output : call(values_of(inputs))) {
+    trace.outputs.push_back(output.toTensor());
+    add(trace.outputs.back(), 1.5);
+  }
+  for (const at::Tensor& input : inputs) {
+    trace.inputs.push_back(input);
+    if (!input.is_leaf()) add(input, 2.5);
+  }
+  try {
+    if (loss.requires_grad()) loss.backward();
+  } catch (const c10::Error& error) {
+    if (!has_text(error.what(), "modified by an inplace operation")) throw;
+    trace.refused = true;
+  }
+  for (const at::Tensor& leaf : fresh) trace.gradients.push_back(leaf.grad());
+  return trace;
+}
+
+enum class Compare { Exactly, Closely };
+
+void expect_same(const Tensors& actual, const Tensors& expected, const char* what, Compare compare = Compare::Exactly) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    ASSERT_EQ(actual[i].defined(), expected[i].defined()) << what << " " << i;
+    if (!actual[i].defined()) continue;
+    EXPECT_EQ(actual[i].sizes(), expected[i].sizes()) << what << " " << i;
+    EXPECT_EQ(actual[i].scalar_type(), expected[i].scalar_type()) << what << " " << i;
+    EXPECT_TRUE(compare == Compare::Exactly ? torch::equal(actual[i], expected[i]) : torch::allclose(actual[i], expected[i], 1e-4, 1e-5))
+        << what << " " << i << "\n" << actual[i] << "\nexpected\n" << expected[i];
+  }
+}
+
+// Bit for bit what the function itself gives: results, written inputs, gradients; captured and replayed.
+void expect_exact(const std::function<Tensors(const Tensors&)>& function, const Tensors& leaves,
+                  const std::function<Tensors(const Tensors&)>& prepare = [](const Tensors& fresh) { return fresh; },
+                  Compare gradients = Compare::Exactly) {
+  const Trace expected = trace_of(over_tensors(function), leaves, prepare);
+  for (const Partitioner partitioner : {Partitioner::Default, Partitioner::MinCut}) {
+    Compiled compiled(over_tensors(function), {.partitioner = partitioner});
+    for (int call = 0; call < 2; ++call) {
+      SCOPED_TRACE(std::string(call == 0 ? "captured" : "replayed") + (partitioner == Partitioner::MinCut ? ", cut by cost" : ""));
+      const Trace actual = trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, prepare);
+      expect_same(actual.outputs, expected.outputs, "output");
+      expect_same(actual.inputs, expected.inputs, "input");
+      expect_same(actual.gradients, expected.gradients, "gradient", gradients);
+    }
+    EXPECT_EQ(compiled.captures(), 1u);
+    EXPECT_EQ(count_writes(compiled.joint(0).graph), 0u) << to_text(compiled.joint(0).graph);
+  }
+}
+
+at::Tensor leaf(at::IntArrayRef sizes, bool requires_grad = true) { return torch::randn(sizes).set_requires_grad(requires_grad); }
+
+Tensors cloned(const Tensors& tensors) {
+  Tensors clones;
+  for (const at::Tensor& tensor : tensors) clones.push_back(tensor.clone());
+  return clones;
+}
+
+TEST(Compiled, Mlp) {
+  torch::manual_seed(1);
+  expect_exact(
+      [](const Tensors& in) {
+        return Tensors{torch::linear(torch::gelu(torch::linear(in[0], in[1], in[2])), in[3], in[4]).pow(2).mean()};
+      },
+      {leaf({5, 4}, false), leaf({8, 4}), leaf({8}), leaf({3, 8}), leaf({3})});
+}
+
+TEST(Compiled, AttentionWithDropout) {
+  torch::manual_seed(2);
+  expect_exact(
+      [](const Tensors& in) {
+        const auto heads = [](const at::Tensor& x) { return x.view({2, 6, 2, 4}).transpose(1, 2); };
+        const at::Tensor q = heads(torch::linear(in[0], in[1])), k = heads(torch::linear(in[0], in[2])), v = heads(torch::linear(in[0], in[3]));
+        at::Tensor scores = q.matmul(k.transpose(-1, -2)).div_(2.0);
+        scores.masked_fill_(torch::ones({6, 6}, torch::kBool).triu(1), -1e9);
+        const at::Tensor attention = torch::dropout(scores.softmax(-1), 0.1, true);
+        return Tensors{torch::layer_norm(attention.matmul(v).transpose(1, 2).reshape({2, 6, 8}), {8}, in[4], in[5])};
+      },
+      {leaf({2, 6, 8}), leaf({8, 8}), leaf({8, 8}), leaf({8, 8}), leaf({8}), leaf({8})});
+}
+
+TEST(Compiled, ConvolutionBatchNormPooling) {
+  torch::manual_seed(3);
+  expect_exact(
+      [](const Tensors& in) {
+        at::Tensor x = torch::conv2d(in[0], in[1], in[2], 1, 1);
+        x = torch::batch_norm(x, in[3], in[4], in[5], in[6], /*training=*/true, 0.1, 1e-5, false).relu_();
+        return Tensors{torch::max_pool2d(x, 2).flatten(1), torch::adaptive_avg_pool2d(x, {1, 1})};
+      },
+      {leaf({2, 3, 8, 8}), leaf({4, 3, 3, 3}), leaf({4}), leaf({4}), leaf({4}), leaf({4}, false), torch::ones({4})});
+}
+
+TEST(Compiled, EmbeddingIndexAndCrossEntropy) {
+  torch::manual_seed(4);
+  const at::Tensor tokens = torch::randint(0, 11, {2, 5});
+  expect_exact(
+      [](const Tensors& in) {
+        const at::Tensor hidden = torch::embedding(in[1], in[0]).cumsum(1).index({in[0].remainder(2)});
+        return Tensors{torch::cross_entropy_loss(torch::linear(hidden, in[1]).view({-1, 11}), torch::arange(50).remainder(11))};
+      },
+      {tokens, leaf({11, 4})});
+}
+
+TEST(Compiled, Lstm) {
+  torch::manual_seed(5);
+  expect_exact(
+      [](const Tensors& in) {
+        auto [output, hidden, cell] = torch::lstm(in[0], {in[1], in[2]}, {in[3], in[4], in[5], in[6]}, true, 1, 0.0, true, false, true);
+        return Tensors{output, hidden, cell};
+      },
+      {leaf({2, 3, 4}), leaf({1, 2, 5}), leaf({1, 2, 5}), leaf({20, 4}), leaf({20, 5}), leaf({20}), leaf({20})});
+}
+
+TEST(Compiled, WritesThroughViewsOfInputs) {
+  torch::manual_seed(6);
+  expect_exact(
+      [](const Tensors& in) {
+        in[0].select(0, 1).mul_(3);
+        in[0].t().slice(0, 0, 4, 2).add_(in[1]);
+        in[0].view(-1).narrow(0, 2, 3).copy_(in[0].view(-1).narrow(0, 6, 3));
+        return Tensors{in[0] * 2, in[0].select(1, 0)};
+      },
+      {leaf({3, 4}), leaf({3})}, cloned);
+}
+
+TEST(Compiled, WritesOfInputsThatAreViewsWithGaps) {
+  torch::manual_seed(7);
+  const auto every_other_column = [](const Tensors& fresh) { return Tensors{fresh[0].clone().slice(1, 1, 6, 2)}; };
+  expect_exact(
+      [](const Tensors& in) {
+        in[0].select(1, 0).mul_(2);
+        at::Tensor row = in[0].select(0, 1);
+        row.exp_();
+        return Tensors{in[0].sum(), row * 3};
+      },
+      {leaf({3, 6})}, every_other_column);
+}
+
+TEST(Compiled, OverlappingInputs) {
+  torch::manual_seed(8);
+  const auto overlapping = [](const Tensors& fresh) {
+    const at::Tensor base = fresh[0].clone();
+    return Tensors{base.slice(0, 0, 2), base.slice(0, 1, 3), base.view(-1).slice(0, 1)};
+  };
+  expect_exact(
+      [](const Tensors& in) {
+        in[0].mul_(2);
+        return Tensors{in[0] * in[1], in[2].slice(0, 1)};
+      },
+      {leaf({3, 4})}, overlapping, Compare::Closely);  // gradients of the three are added up in another order
+  expect_exact(
+      [](const Tensors& in) {
+        in[0].mul_(2);
+        return Tensors{in[0] * in[1]};
+      },
+      {leaf({3, 4}, false)}, overlapping);
+}
+
+TEST(Compiled, DisjointViewsOneOfWhichIsWritten) {
+  torch::manual_seed(9);
+  expect_exact(
+      [](const Tensors& in) {
+        in[0].mul_(2);
+        return Tensors{in[0] * in[1].exp()};
+      },
+      {leaf({3, 4})},
+      [](const Tensors& fresh) {
+        const at::Tensor base = fresh[0].clone();
+        return Tensors{base.select(0, 0), base.select(0, 1)};
+      });
+}
+
+TEST(Compiled, AnInputThatIsSavedAndThenWritten) {
+  torch::manual_seed(10);
+  expect_exact(
+      [](const Tensors& in) {
+        in[0].pow_(3);
+        return Tensors{in[0].sin()};
+      },
+      {leaf({3, 4})}, cloned);
+}
+
+TEST(Compiled, MetadataOfInputs) {
+  torch::manual_seed(11);
+  expect_exact(
+      [](const Tensors& in) {
+        in[0].mul_(2);
+        in[0].t_();
+        in[0].unsqueeze_(0);
+        return Tensors{in[0].sin(), in[0].squeeze(0)};
+      },
+      {leaf({3, 4})}, cloned);
+}
+
+TEST(Compiled, TheSameTensorTwice) {
+  torch::manual_seed(13);
+  const auto twice = [](const Tensors& fresh) {
+    const at::Tensor input = fresh[0].clone();
+    return Tensors{input, input};
+  };
+  expect_exact([](const Tensors& in) { return Tensors{in[0] * in[1]}; }, {leaf({3, 4})}, twice);
+  expect_exact(
+      [](const Tensors& in) {
+        in[0].mul_(2);
+        return Tensors{in[0] * in[1], in[1]};
+      },
+      {leaf({3, 4})}, twice);
+  // Turned and turned back through its two names.
+  expect_exact(
+      [](const Tensors& in) {
+        in[0].t_();
+        in[1].t_();
+        return Tensors{in[0].relu()};
+      },
+      {leaf({3, 4})}, twice);
+}
+
+TEST(Compiled, AnInputsMemoryWithAnotherGradientIsRefused) {
+  Compiled compiled(over_tensors([](const Tensors& in) {
+    const at::Tensor memory = in[0].detach();
+    memory.copy_(in[0].neg());
+    return Tensors{memory};
+  }));
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled({leaf({3}).clone()}); }), "return a clone"));
+}
+
+TEST(Compiled, OutParametersAndForeach) {
+  torch::manual_seed(12);
+  expect_exact(
+      [](const Tensors& in) {
+        at::Tensor sum = torch::empty({3, 4});
+        at::add_out(sum, in[0], in[1]);
+        at::Tensor a = in[0] * 1, b = in[1] * 1;
+        at::_foreach_mul_({a, b}, 3.0);
+        return Tensors{sum, a, b};
+      },
+      {leaf({3, 4}, false), leaf({3, 4}, false)});
+}
+
+TEST(Compiled, RandomOperatorsWrittenInPlace) {
+  expect_exact([](const Tensors& in) {
+    const at::Tensor noise = torch::empty_like(in[0]).normal_(0, 2), mask = torch::empty_like(in[0]).bernoulli_(0.5),
+                     flat = torch::zeros_like(in[0]).uniform_(1, 2);
+    return Tensors{in[0] * noise + mask * flat};
+  }, {leaf({3, 4})});
+}
+
+// A function made of views, writes and exact arithmetic, chosen by `seed` and by the shapes it meets.
+Tensors random_program(unsigned seed, const Tensors& inputs) {
+  std::mt19937 random(seed);
+  const auto choose = [&](std::size_t count) { return static_cast<std::size_t>(random() % count); };
+  Tensors pool = inputs;
+  const auto any = [&]() -> at::Tensor { return pool[choose(pool.size())]; };
+  const auto partner_of = [&](const at::Tensor& tensor) {
+    for (int tries = 0; tries < 8; ++tries)
+      if (const at::Tensor other = any(); other.sizes() == tensor.sizes()) return other;
+    return tensor;
+  };
+  const std::size_t steps = 3 + choose(8);
+  for (std::size_t step = 0; step < steps; ++step) {
+    const at::Tensor x = any();
+    const auto dim = static_cast<std::int64_t>(x.dim() > 0 ? choose(static_cast<std::size_t>(x.dim())) : 0);
+    switch (choose(18)) {
+      case 0: pool.push_back(x.dim() > 0 ? x.select(dim, x.size(dim) - 1) : x.unsqueeze(0)); break;
+      case 1: pool.push_back(x.dim() > 0 ? x.slice(dim, x.size(dim) > 1 ? 1 : 0) : x.view({1})); break;
+      case 2: pool.push_back(x.dim() > 0 ? x.slice(dim, 0, x.size(dim), 2) : x.view({1, 1})); break;
+      case 3: pool.push_back(x.dim() > 1 ? x.transpose(0, x.dim() - 1) : x.unsqueeze(0)); break;
+      case 4: pool.push_back(x.is_contiguous() ? x.view(-1) : x.reshape(-1)); break;
+      case 5: pool.push_back(x.unsqueeze(dim)); break;
+      case 6: pool.push_back(x.detach()); break;
+      case 7: pool.push_back(x.mul(0.5)); break;
+      case 8: pool.push_back(x + partner_of(x)); break;
+      case 9: pool.push_back(x * partner_of(x)); break;
+      case 10: pool.push_back(x.relu()); break;
+      case 11: x.mul_(-0.5); break;
+      case 12: x.add_(partner_of(x)); break;
+      case 13: x.copy_(partner_of(x).neg()); break;
+      case 14: x.select(0, 0).zero_(); break;
+      case 15: x.relu_(); break;
+      case 16: {
+        const at::NoGradGuard no_grad;
+        x.add_(1);
+        break;
+      }
+      case 17: x.transpose_(0, std::max<std::int64_t>(x.dim() - 1, 0)); break;
+    }
+  }
+  Tensors results;
+  const std::size_t count = 1 + choose(3);
+  for (std::size_t i = 0; i < count; ++i) results.push_back(pool[pool.size() - 1 - choose(std::min<std::size_t>(pool.size(), 4))]);
+  return results;
+}
+
+TEST(Compiled, RandomProgramsOfViewsAndWrites) {
+  const char* asked = std::getenv("PENSTOCK_RANDOM_PROGRAMS");
+  const unsigned programs = asked ? static_cast<unsigned>(std::stoul(asked)) : 400;
+  unsigned compared = 0;
+  for (unsigned seed = 0; seed < programs; ++seed) {
+    SCOPED_TRACE("program " + std::to_string(seed));
+    torch::manual_seed(seed);
+    const Tensors leaves{torch::randint(-4, 5, {3, 4}).to(at::kFloat).set_requires_grad(true),
+                         torch::randint(-4, 5, {3, 4}).to(at::kFloat).set_requires_grad(seed % 3 != 0),
+                         torch::randint(-4, 5, {4}).to(at::kFloat).set_requires_grad(seed % 2 == 0)};
+    // Every fourth gets inputs that share memory.
+    const auto prepare = [&](const Tensors& fresh) {
+      Tensors inputs = cloned(fresh);
+      if (seed % 4 == 1) inputs.push_back(inputs[0].slice(0, 1));
+      if (seed % 4 == 2) inputs.push_back(inputs[1]);
+      return inputs;
+    };
+    const Function function = over_tensors([&](const Tensors& in) { return random_program(seed, in); });
+    Trace expected;
+    try {
+      expected = trace_of(function, leaves, prepare);
+    } catch (const c10::Error&) {
+      continue;  // not a legal program
+    }
+    try {
+      Compiled compiled(function, {.partitioner = seed % 2 ? Partitioner::MinCut : Partitioner::Default});
+      for (int call = 0; call < 2; ++call) {
+        const Trace actual = trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, prepare);
+        expect_same(actual.outputs, expected.outputs, "output");
+        expect_same(actual.inputs, expected.inputs, "input");
+        if (!expected.refused) {
+          EXPECT_FALSE(actual.refused);
+          expect_same(actual.gradients, expected.gradients, "gradient", Compare::Closely);
+        }
+      }
+      EXPECT_EQ(count_writes(compiled.joint(0).graph), 0u);
+      ++compared;
+      if (::testing::Test::HasFailure())
+        ADD_FAILURE() << "the program, as it is written: " << to_text(capture_forward(function, values_of(prepare(cloned(leaves)))))
+                      << "and its graph: " << to_text(compiled.joint(0).graph);
+    } catch (const NotImplemented&) {
+      // An admitted gap; how many there are is bounded below.
+    } catch (const std::exception& error) {
+      // What backward of the function itself refuses cannot be captured.
+      if (!expected.refused)
+        ADD_FAILURE() << error.what() << "\nthe program: " << to_text(capture_forward(function, values_of(prepare(cloned(leaves)))));
+    }
+    if (::testing::Test::HasFailure()) return;
+  }
+  EXPECT_GE(compared * 10, programs * 4) << "of " << programs << " programs";
+}
+
+TEST(Compiled, AnotherCallIsCapturedAgainOrRefused) {
+  const Function function = over_tensors([](const Tensors& in) { return Tensors{in[0].relu() * in[0].size(0)}; });
+  Compiled again(function);
+  EXPECT_TRUE(torch::equal(again({torch::ones({2})})[0].toTensor(), torch::full({2}, 2.)));
+  EXPECT_TRUE(torch::equal(again({torch::ones({3})})[0].toTensor(), torch::full({3}, 3.)));
+  EXPECT_TRUE(torch::equal(again({torch::ones({2})})[0].toTensor(), torch::full({2}, 2.)));
+  EXPECT_EQ(again.captures(), 2u);
+
+  Compiled once(function, {.recapture = false});
+  once({torch::ones({2})});
+  const auto refusal = [&](const at::Tensor& input) { return message_of<StateError>([&] { once({input}); }); };
+  EXPECT_TRUE(has_text(refusal(torch::ones({3})), "input 0 has sizes [3], in the capture [2]"));
+  EXPECT_TRUE(has_text(refusal(torch::ones({2}, torch::kDouble)), "dtype Double"));
+  EXPECT_TRUE(has_text(refusal(torch::ones({4}).slice(0, 0, 4, 2)), "strides [2]"));
+  EXPECT_TRUE(has_text(refusal(torch::ones({2}).set_requires_grad(true)), "needs a gradient"));
+  const at::NoGradGuard no_grad;
+  EXPECT_TRUE(has_text(refusal(torch::ones({2})), "grad mode is false"));
+}
+
+TEST(Compiled, BackwardTwiceAndSecondDerivativesAreErrors) {
+  Compiled compiled(over_tensors([](const Tensors& in) { return Tensors{in[0].sin().exp()}; }));
+  const at::Tensor x = leaf({3});
+  const at::Tensor loss = compiled({x})[0].toTensor().sum();
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { torch::autograd::grad({loss}, {x}, {}, true, true); }), "create_graph"));
+  loss.backward();
+  EXPECT_TRUE(has_text(message_of<c10::Error>([&] { loss.backward(); }), "second time"));
+}
+
+TEST(Compiled, ASavedTensorWrittenBeforeBackwardIsAnError) {
+  const auto modified = [](const std::function<Tensors(const Tensors&)>& function, bool write_input) {
+    Compiled compiled(over_tensors(function));
+    const at::Tensor w = leaf({4, 4});
+    const at::Tensor x = leaf({4, 4}, false);
+    const at::Tensor output = compiled({x, w})[0].toTensor();
+    const at::Tensor loss = output.sum();
+    {
+      const at::NoGradGuard no_grad;
+      (write_input ? x : output).mul_(2);
+    }
+    return message_of<c10::Error>([&] { loss.backward(); });
+  };
+  EXPECT_TRUE(has_text(modified([](const Tensors& in) { return Tensors{in[0] * in[1]}; }, true), "modified by an inplace operation"));
+  EXPECT_TRUE(has_text(modified([](const Tensors& in) { return Tensors{in[0].t().mm(in[1])}; }, true), "modified by an inplace operation"));
+  EXPECT_TRUE(has_text(modified([](const Tensors& in) { return Tensors{(in[0] * in[1]).exp()}; }, false), "modified by an inplace operation"));
+}
+
+TEST(Compiled, GradientsOfAnotherLayout) {
+  Compiled compiled(over_tensors([](const Tensors& in) { return Tensors{in[0].view({2, 6}).sin()}; }));
+  const at::Tensor x = leaf({3, 4});
+  const at::Tensor output = compiled({x})[0].toTensor();
+  const at::Tensor gradient = torch::randn({6, 2}).t();
+  output.backward(gradient);
+  EXPECT_TRUE(torch::equal(x.grad(), (gradient * x.detach().view({2, 6}).cos()).reshape({3, 4})));
+}
+
+TEST(Compiled, WritingWhatIsNotAnInputIsAnError) {
+  const at::Tensor outside = torch::ones({3});
+  Compiled compiled(over_tensors([&](const Tensors& in) {
+    outside.add_(in[0]);
+    return Tensors{outside * 2};
+  }));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({torch::ones({3})}); }), "hand the tensor over as an input"));
+  EXPECT_TRUE(torch::equal(outside, torch::ones({3})));
+}
+
+TEST(Functionalize, Siblings) {
+  const auto sibling = [](const char* name, const char* overload) {
+    const auto found = functional_sibling(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload));
+    return found ? c10::toString(found->operator_name()) : std::string("none");
+  };
+  EXPECT_EQ(sibling("aten::mul_", "Tensor"), "aten::mul.Tensor");
+  EXPECT_EQ(sibling("aten::add", "out"), "aten::add.Tensor");
+  EXPECT_EQ(sibling("aten::copy_", ""), "aten::copy");
+  EXPECT_EQ(sibling("aten::zero_", ""), "aten::zero");
+  EXPECT_EQ(sibling("aten::bernoulli_", "float"), "aten::bernoulli.p");
+  EXPECT_EQ(sibling("aten::normal_", ""), "aten::normal_functional");
+  EXPECT_EQ(sibling("aten::_foreach_mul_", "Scalar"), "aten::_foreach_mul.Scalar");
+}
+
+}  // namespace
+}  // namespace penstock::graph

@@ -327,7 +327,12 @@ Tensors random_program(unsigned seed, const Tensors& inputs) {
       case 9: pool.push_back(x * partner_of(x)); break;
       case 10: pool.push_back(x.relu()); break;
       case 11: x.mul_(-0.5); break;
-      case 12: x.add_(partner_of(x)); break;
+      case 12: {
+        // What is read while it is written has no value of its own in eager mode.
+        const at::Tensor partner = partner_of(x);
+        x.add_(partner.is_alias_of(x) ? partner.clone() : partner);
+        break;
+      }
       case 13: x.copy_(partner_of(x).neg()); break;
       case 14: x.select(0, 0).zero_(); break;
       case 15: x.relu_(); break;

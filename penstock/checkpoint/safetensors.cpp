@@ -18,7 +18,6 @@ namespace penstock::checkpoint {
 
 namespace {
 
-
 struct DtypeRow {
   std::string_view code;
   std::uint64_t bytes;

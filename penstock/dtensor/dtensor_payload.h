@@ -1,4 +1,5 @@
-// What a distributed tensor carries: this rank's part, the spec and the mesh. Private to this folder.
+// What a distributed tensor carries: this rank's part, the spec and the mesh. For this folder and shard/, which makes parameters distributed and
+// whole again in place; others use dtensor.h.
 #pragma once
 
 #include <c10/core/TensorImpl.h>

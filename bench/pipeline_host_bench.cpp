@@ -1,8 +1,8 @@
 // What the runtime itself costs: all stages on one rank, so little work that the time is that of the host.
 //
-//   pipeline_host_bench [--device cuda]      1, 2 and 4 stages of a 64-wide layer, 16 microbatches; microseconds per (stage, microbatch)
+//   pipeline_host_bench [--device cuda] [--device-graph]      1, 2 and 4 stages of a 64-wide layer, 16 microbatches; microseconds per (stage, microbatch)
 //
-// Beside it the same work in a plain loop of microbatches in one process: what remains is the pipeline's.
+// With --device-graph the steps are recorded and replayed by the device (PipelineOptions::device_graph). Beside it the same work in a plain loop of microbatches in one process: what remains is the pipeline's.
 #include <fmt/format.h>
 #include <torch/torch.h>
 
@@ -40,11 +40,14 @@ double median_us(const std::function<void()>& step, const at::Device& device) {
 
 int main(int argc, char** argv) {
   at::Device device = at::kCPU;
+  bool device_graph = false;
   for (int i = 1; i < argc; ++i) {
     if (std::strcmp(argv[i], "--device") == 0 && i + 1 < argc) {
       device = at::Device(argv[++i]);
+    } else if (std::strcmp(argv[i], "--device-graph") == 0) {
+      device_graph = true;
     } else {
-      fmt::print("usage: pipeline_host_bench [--device cpu|cuda]\n");
+      fmt::print("usage: pipeline_host_bench [--device cpu|cuda] [--device-graph]\n");
       return std::strcmp(argv[i], "--help") == 0 ? 0 : 2;
     }
   }
@@ -62,7 +65,7 @@ int main(int argc, char** argv) {
     }
     const at::Tensor x = torch::randn({kMicrobatches, kWidth}, device), target = torch::randn({kMicrobatches, kWidth}, device);
     PipelineRuntime pipeline = make_pipeline(stages == 1 ? "1F1B" : "Interleaved1F1B", all, kMicrobatches,
-                                             [](const at::Tensor& output, const at::Tensor& wanted) { return torch::mse_loss(output, wanted); }, {world});
+                                             [](const at::Tensor& output, const at::Tensor& wanted) { return torch::mse_loss(output, wanted); }, {.world = world, .device_graph = device_graph});
     const auto zero = [&] {
       for (auto& layer : layers) layer->zero_grad();
     };

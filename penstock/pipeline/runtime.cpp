@@ -20,6 +20,7 @@
 #include "penstock/pipeline/stall_error.h"
 #include "penstock/pipeline/step_actions.h"
 #include "penstock/pipeline/step_gradients.h"
+#include "penstock/pipeline/step_recording.h"
 #include "penstock/pipeline/step_watch.h"
 #include "penstock/pipeline/trace_collection.h"
 
@@ -113,7 +114,29 @@ struct PipelineRuntime::Impl {
         planner(stages, lowered.stages(), options.skips, loss, groups.control(), ranks, own),
         runners(make_runners()),
         actions(runners, groups, options.skips, has_overlaps(training)),
-        copies(options.world, ranks, lowered.stages(), stages) {}
+        copies(options.world, ranks, lowered.stages(), stages) {
+    if (options.device_graph) record_steps();
+  }
+
+  void record_steps() {
+    const auto refuse = [](const char* what, const std::string& actual, const char* expected) {
+      throw ValueError(describe(what, actual, expected, "turn PipelineOptions::device_graph off"));
+    };
+    if (ranks.size() > 1) refuse("ranks of a pipeline whose steps are recorded", std::to_string(ranks.size()), "1: what others send cannot be recorded");
+    if (any_sharded(stages)) refuse("stages of a pipeline whose steps are recorded", "sharded ones", "whole parameters");
+    if (options.gradients_done) refuse("gradients_done of a pipeline whose steps are recorded", "set", "none: the host is not asked during a replay");
+    recording = std::make_unique<pipeline::StepRecording>(stages, [this](const Tree& args, const Tree& kwargs, const Tree& target) { return run(true, args, kwargs, target); });
+  }
+
+  StepResult train(const Tree& args, const Tree& kwargs, const Tree& target) {
+    if (!recording) return run(true, args, kwargs, target);
+    check_usable();
+    const std::int64_t number = steps_done;
+    StepResult result = recording->step(args, kwargs, target, options.loss_scale);
+    last.replayed = recording->last_was_replayed();
+    steps_done = number + 1;  // recording one is no step
+    return result;
+  }
 
   std::vector<pipeline::StageRunner> make_runners() const {
     std::vector<pipeline::StageRunner> made;
@@ -172,6 +195,7 @@ struct PipelineRuntime::Impl {
       StepContext context;
       context.seed = options.seed;
       context.step = has_backward ? steps_done : 0;
+      context.recorded = has_backward && recording;
       context.microbatches = lowered.microbatches();
       context.loss_scale = options.loss_scale;
       context.rows = options.rows;
@@ -192,6 +216,7 @@ struct PipelineRuntime::Impl {
       last.peak_live_microbatches = actions.peak_live();
       last.trials = planner.trials();
       last.is_static = planner.is_static();
+      last.replayed = false;
       last.units_on_two_streams = actions.units_on_two_streams();
       actions.clear();
       return result;
@@ -270,6 +295,8 @@ struct PipelineRuntime::Impl {
   }
 
   std::optional<pipeline::StepTrace> trace(bool align_again) {
+    if (last.replayed)
+      throw StateError(describe("trace of the last step", "it was replayed by the device", "a step that the host ran", "call record_again before it, or turn PipelineOptions::device_graph off"));
     if (!failure.empty() || times.empty())
       throw StateError(describe("trace of the last step", failure.empty() ? "no step has run" : "it failed: " + failure, "a step that has ended well", "run a step first"));
     if (!clock || align_again) clock = pipeline::align_clock(groups.control());
@@ -316,6 +343,7 @@ struct PipelineRuntime::Impl {
   bool connected = false;
   std::string failure;
   StepReport last;
+  std::unique_ptr<pipeline::StepRecording> recording;  // with device_graph
   std::atomic<const Program*> running = &training;  // in this step, or the last one
   std::optional<pipeline::ClockOffset> clock;
   std::unique_ptr<pipeline::StepWatch> watch;  // the first to go: it looks at the others
@@ -330,7 +358,7 @@ void PipelineRuntime::warm_up() { impl_->warm_up(); }
 
 StepResult PipelineRuntime::step(const Tree& args, const Tree& kwargs, const Tree& target) {
   if (!impl_->loss) throw StateError(describe("a training step", "the pipeline has no loss", "one, to go backward from", "give the schedule a loss, or call eval"));
-  return impl_->run(true, args, kwargs, target);
+  return impl_->train(args, kwargs, target);
 }
 
 StepResult PipelineRuntime::eval(const Tree& args, const Tree& kwargs, const Tree& target) {
@@ -349,5 +377,8 @@ void PipelineRuntime::write_trace(const std::string& path) {
 void PipelineRuntime::set_loss_scale(double scale) { impl_->options.loss_scale = scale; }
 void PipelineRuntime::set_step(std::int64_t step) { impl_->steps_done = step; }
 double PipelineRuntime::loss_scale() const { return impl_->options.loss_scale; }
+void PipelineRuntime::record_again() {
+  if (impl_->recording) impl_->recording->forget();
+}
 
 }  // namespace penstock

@@ -1,6 +1,6 @@
 // Executes any schedule over the stages of this rank: one loop for all of them.
 //
-//   PipelineRuntime pipeline({stage}, schedule::generate("1F1B", {.ranks = 4, .microbatches = 8}), loss, {world});
+//   PipelineRuntime pipeline({stage}, schedule::generate(schedule::ScheduleKind::OneFOneB, {.ranks = 4, .microbatches = 8}), loss, {world});
 //   auto result = pipeline.step(Tree::tuple({x}), {}, y);        // forward and backward of all microbatches; gradients are in .grad()
 //   optimizer.step();
 //   auto eval = pipeline.eval(Tree::tuple({x}));                 // forward only, in any schedule
@@ -34,6 +34,7 @@
 #include "penstock/pipeline/pipeline_loss.h"
 #include "penstock/pipeline/program.h"
 #include "penstock/pipeline/stage.h"
+#include "penstock/pipeline/step_result.h"
 #include "penstock/pipeline/step_trace.h"
 #include "penstock/schedule/schedule.h"
 #include "penstock/torch/step_context.h"
@@ -55,22 +56,24 @@ struct PipelineOptions {
   std::optional<PipeInfo> info = {};  // of the front end that cut the model; compared with the schedule
   bool return_outputs = true;    // false: StepResult has losses alone, and what the last stage returns is freed with its graph
   std::optional<BatchRows> rows = {};  // of StepContext: which rows of a microbatch these are, where replicas share it
+  // Training steps are recorded on the CUDA device that all stages are on and replayed as one launch: for stages so small that the host
+  // cannot keep up with the device. Of each kind of arguments (shapes, dtypes, plain values) the first step runs as ever, the second one
+  // is recorded. What the host decides stays as it was then: branches, counters, train or eval mode (`record_again` forgets it). Tensors
+  // among the arguments must be on the device and require no gradients; .grad() of parameters lies in memory of the recording, which
+  // the next step overwrites. ValueError for pipelines over several ranks, sharded stages and `gradients_done`; modules that read
+  // values back or use keyed dropout fail in their first steps with what is wrong.
+  bool device_graph = false;
   // Called in a training step where the schedule has REDUCE_GRAD: .grad() of the stage's own parameters is complete and divided, except
   // for parameters that another stage of this rank has, too, and for copies in bidirectional schedules. With earlier steps to add to,
   // it is this step's gradient alone. It may start communication that the caller waits for after the step.
   std::function<void(int stage)> gradients_done = {};
 };
 
-struct StepResult {
-  // On ranks with a last stage: the results of the microbatches joined, and their losses in order. Without graphs.
-  std::optional<Tree> output;
-  std::vector<at::Tensor> losses;
-};
-
 struct StepReport {
   int peak_live_microbatches = 0;  // (stage, microbatch) pairs whose forward has run and whose backward has not ended
   int trials = 0;                  // trial runs of this rank's stages, since the beginning
   bool is_static = false;
+  bool replayed = false;           // by the device, from a recording: what else is here was counted when it was recorded
   int units_on_two_streams = 0;    // overlapped units whose forward and backward ran beside each other, on CUDA
 };
 
@@ -100,7 +103,7 @@ class PipelineRuntime {
 
   // What all ranks did in the last step, and when. Collective over the pipeline: its first rank gets the trace, the others nothing.
   // Clocks are compared the first time; `align_again` repeats that, for runs so long that they drift. Throws StateError before the
-  // first step and after one that failed.
+  // first step, after one that failed, and after one that was replayed.
   std::optional<pipeline::StepTrace> trace_last_step(bool align_again = false);
   // The same, written by the first rank to a file that Perfetto and `penstock trace` read. ConfigError there if that fails.
   void write_trace(const std::string& path);
@@ -109,6 +112,8 @@ class PipelineRuntime {
   // The number that the next training step has in StepContext; later ones count on. 0 at the beginning.
   void set_step(std::int64_t step);
   double loss_scale() const;
+  // With PipelineOptions::device_graph: the next step runs as ever, the one after it is recorded.
+  void record_again();
 
  private:
   friend class PipelineTrace;

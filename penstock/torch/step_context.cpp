@@ -58,6 +58,9 @@ RandomKey StepContext::key(std::int64_t layer, std::int64_t purpose) const {
     throw StateError(
         "step context: random numbers were asked for outside of any step, where every call would give the same ones; run under a StepGuard, or "
         "give a RandomKey of your own");
+  if (recorded)
+    throw StateError(describe("random numbers of a step", "asked for while it is recorded, so that every replay would draw the same", "a step that the host runs each time",
+                              "turn PipelineOptions::device_graph off, or keyed dropout"));
   return {.seed = seed, .step = step, .microbatch = microbatch.value_or(-1), .layer = layer, .purpose = purpose};
 }
 

@@ -51,6 +51,7 @@ struct StepContext {
   std::optional<BatchRows> rows;            // none: every row of the microbatch is here
   bool trial = false;                       // shapes are being found out or memory measured: results are thrown away
   bool recompute = false;                   // this forward has been computed before
+  bool recorded = false;                    // the device will repeat this step without the host: there is no key for later steps
   double loss_scale = 1.0;                  // the loss is multiplied by it before backward
 
   // The context of this scope, or outside of any step one with running = false and defaults else. Never null; stays valid as long as
@@ -58,7 +59,7 @@ struct StepContext {
   static std::shared_ptr<const StepContext> current();
 
   // The key of random numbers of this step and microbatch at a place of the model. Throws StateError outside of any step, where
-  // every call would give the same numbers. Trial runs and recomputations have the keys of the real, first run.
+  // every call would give the same numbers, and in a recorded one, where every replay would. Trial runs and recomputations have the keys of the real, first run.
   RandomKey key(std::int64_t layer, std::int64_t purpose) const;
 
   // This context, as a recomputation.

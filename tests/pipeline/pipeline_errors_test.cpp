@@ -105,6 +105,18 @@ TEST(PipelineErrors, ScheduleForOtherRanksOrStages) {
                schedule::ScheduleError);
 }
 
+TEST(PipelineErrors, ARecordingNeedsACudaDeviceAndOneRank) {
+  const auto ends = ends_of(1, [](comm::World& world) {
+    PipelineRuntime({PipelineStage(block_module(0), 0, 1, at::kCPU)}, schedule::generate(schedule::ScheduleKind::OneFOneB, {.ranks = 1, .microbatches = 2}), test::square_loss(), {.world = world, .device_graph = true});
+  });
+  EXPECT_TRUE(has_text(ends[0], "ValueError: device of stage 0 of 1, for steps that are recorded: got cpu"));
+  const auto two = ends_of(2, [](comm::World& world) {
+    PipelineRuntime({PipelineStage(block_module(0), world.rank(), 2, at::kCPU)}, schedule::generate(schedule::ScheduleKind::OneFOneB, {.ranks = 2, .microbatches = 2}), test::square_loss(),
+                    {.world = world, .device_graph = true});
+  });
+  for (const std::string& end : two) EXPECT_TRUE(has_text(end, "ValueError: ranks of a pipeline whose steps are recorded: got 2"));
+}
+
 TEST(PipelineErrors, AModuleThatThrowsIsToldToEveryRank) {
   const auto ends = ends_of(4, [](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, [](int stage) {

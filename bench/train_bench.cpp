@@ -1,7 +1,7 @@
 // Training as `penstock train` does it, in several layouts of one machine, run in turns: tokens per second and what the trainer adds.
 //
 //   train_bench                                          tiny, CPU: one process on one core, one process with two threads, a pipeline of two
-//   train_bench --schedule ZBVZeroBubble --steps 30      further flags are those of penstock train
+//   train_bench --schedule 1F1B,ZBVZeroBubble --steps 30 a pipeline for each schedule; further flags are those of penstock train
 //   train_bench --device cuda --preset gpt2-124m --microbatches 1 --microbatch_size 32
 //
 // "outside" is the share of a step outside of the schedule: data, sums over ranks, clipping and the optimizer. On the CPU each rank of a
@@ -17,6 +17,7 @@
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -76,7 +77,7 @@ int run_rank(const std::vector<std::string>& arguments, const fs::path& folder, 
 int main(int argc, char** argv) {
   std::vector<std::string> flags;
   int steps = 15, repeats = 3, threads = 1;
-  std::string worker, result, device = "cpu";
+  std::string worker, result, device = "cpu", schedules = "1F1B";
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
     const auto value = [&] { return std::string(i + 1 < argc ? argv[++i] : ""); };
@@ -86,15 +87,18 @@ int main(int argc, char** argv) {
     else if (flag == "--worker") worker = value();
     else if (flag == "--result") result = value();
     else if (flag == "--device") device = value();
+    else if (flag == "--schedule" && worker.empty()) schedules = value();
     else flags.push_back(flag);
   }
   if (!worker.empty()) return run_rank(flags, worker, threads, steps, result);
 
   flags.insert(flags.end(), {"--layout.device", device});
-  std::vector<Setup> setups{{"one process, one thread", {"--pp", "1", "--virtual_stages", "0"}, 1, 1}};
+  const std::vector<std::string> alone_flags{"--pp", "1", "--virtual_stages", "0", "--schedule", "1F1B"};
+  std::vector<Setup> setups{{"one process, one thread", alone_flags, 1, 1}};
   if (device == "cpu") {
-    setups.push_back({"one process, two threads", {"--pp", "1", "--virtual_stages", "0"}, 1, 2});
-    setups.push_back({"pipeline of two", {"--pp", "2"}, 2, 1});
+    setups.push_back({"one process, two threads", alone_flags, 1, 2});
+    std::stringstream names(schedules);
+    for (std::string name; std::getline(names, name, ',');) setups.push_back({"two, " + name, {"--pp", "2", "--schedule", name}, 2, 1});
   }
   const fs::path folder = fs::temp_directory_path() / fmt::format("penstock-train-bench-{}", ::getpid());
   fs::create_directories(folder);
@@ -106,9 +110,7 @@ int main(int argc, char** argv) {
       const std::string out = (folder / "result.json").string();
       options.command = {fs::read_symlink("/proc/self/exe").string(), "--worker", folder.string(), "--result", out, "--threads", std::to_string(setup.threads), "--steps", std::to_string(steps)};
       options.command.insert(options.command.end(), flags.begin(), flags.end());
-      // A schedule with several stages a rank is for the pipeline alone.
       options.command.insert(options.command.end(), setup.layout.begin(), setup.layout.end());
-      if (setup.ranks == 1) options.command.insert(options.command.end(), {"--schedule", "1F1B"});
       for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}) options.environment.emplace_back(name, std::to_string(setup.threads));
       if (const int code = comm::launch(options).exit_code; code != 0) return code;
       seen[setup.title].push_back(nlohmann::json::parse(std::ifstream(out)));

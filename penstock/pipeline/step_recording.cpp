@@ -21,7 +21,7 @@ at::Device one_cuda_device(const std::vector<PipelineStage>& stages) {
     if (!stage.device().is_cuda() || stage.device() != stages.front().device())
       throw ValueError(describe("device of " + to_text(stage) + ", for steps that are recorded", stage.device().str(), "one CUDA device for all stages",
                                 "put the stages there, or turn PipelineOptions::device_graph off"));
-  return stages.front().device();
+  return at::empty({0}, stages.front().device()).device();  // with its number
 }
 
 std::vector<at::Tensor> once(const std::vector<PipelineStage>& stages, std::vector<at::Tensor> (StageModule::*tensors)() const) {

@@ -1,4 +1,6 @@
+#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -26,6 +28,21 @@ c10::Device cuda_device(c10::Device device) {
   return {c10::kCUDA, device.has_index() ? device.index() : c10::cuda::current_device()};
 }
 
+// Where the device itself has given a recording up, LibTorch stops half way in ending it: the allocator still keeps a pool for it, and the
+// generator of random numbers believes to be in it, so that it fails forever. This ends both.
+void finish_abandoned(c10::Device device, at::cuda::MempoolId_t pool, std::uint64_t seed, std::uint64_t offset) {
+  try {
+    c10::cuda::CUDACachingAllocator::endAllocateToPool(device.index(), pool);
+  } catch (const c10::Error&) {
+    // It had come as far as that.
+  }
+  at::Generator generator = at::cuda::detail::createCUDAGenerator(device.index());
+  generator.set_current_seed(seed);
+  generator.set_offset(offset);
+  at::Generator(at::cuda::detail::getDefaultCUDAGenerator(device.index())).graphsafe_set_state(generator);
+  cudaGetLastError();  // has been reported
+}
+
 }  // namespace
 
 DeviceGraph::DeviceGraph(c10::Device device) : impl_(std::make_unique<Impl>(cuda_device(device))) {}
@@ -46,9 +63,12 @@ void DeviceGraph::record(const std::function<void()>& work) {
   PENSTOCK_INVARIANT(!impl_->graph, "a recording is made once");
   order_after(impl_->stream.unwrap(), current_stream(impl_->device));
   const c10::cuda::CUDAStreamGuard guard(impl_->stream);
+  const at::Generator& generator = at::cuda::detail::getDefaultCUDAGenerator(impl_->device.index());
+  const std::uint64_t seed = generator.current_seed(), offset = generator.get_offset();
+  const at::cuda::MempoolId_t pool = at::cuda::graph_pool_handle();
   impl_->graph.emplace();
   // Only what this thread does may spoil the recording: others, like a loader of data, may allocate and copy meanwhile.
-  impl_->graph->capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+  impl_->graph->capture_begin(pool, cudaStreamCaptureModeThreadLocal);
   std::exception_ptr failed;
   try {
     work();
@@ -59,7 +79,7 @@ void DeviceGraph::record(const std::function<void()>& work) {
   try {
     impl_->graph->capture_end();
   } catch (const c10::Error& error) {
-    cudaGetLastError();
+    finish_abandoned(impl_->device, pool, seed, offset);
     impl_->graph.reset();
     if (!failed)
       throw StateError(describe("recording of work on " + impl_->device.str(), error.what_without_backtrace(), "launches alone: no value read back, no wait, no stream left open",

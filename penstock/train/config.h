@@ -48,7 +48,7 @@ struct LayoutConfig {
   std::int64_t dp = 1;
   std::int64_t shard = 1;  // divides dp: so many data-parallel ranks share the parameters, each holds a part
   std::int64_t tp = 1;
-  std::string schedule = "1F1B";  // a kind (canonical name after loading), or the path of a CSV file
+  std::string schedule = "auto";  // a kind (canonical name after loading, also in place of auto), or the path of a CSV file
   std::int64_t microbatches = 8;
   std::int64_t microbatch_size = 2;
   std::string partition = "cost";

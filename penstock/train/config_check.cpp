@@ -134,8 +134,30 @@ class Completion {
     }
   }
 
+  // The schedule with the smallest bubble that fits: one that splits backward and needs no more memory than 1F1B, on two stages a rank.
+  schedule::ScheduleKind automatic_kind() const {
+    const LayoutConfig& layout = config_.layout;
+    constexpr auto kBest = schedule::ScheduleKind::ZBVZeroBubble;
+    const std::int64_t parts = 2 * layout.pp;
+    const auto cuts = std::count(config_.model.pattern.begin(), config_.model.pattern.end(), '|');
+    const bool fits = layout.pp > 1 && layout.virtual_stages % 2 == 0 && layout.virtual_stages <= 2 && parts <= config_.model.layers && (cuts == 0 || cuts + 1 == parts) &&
+                      !(layout.shard > 1 && config_.model.tie_head);
+    try {
+      schedule::PipelineShape shape;
+      shape.ranks = static_cast<int>(layout.pp);
+      shape.stages_per_rank = 2;
+      shape.microbatches = static_cast<int>(layout.microbatches);
+      check_shape(kBest, shape);
+      if (fits) return kBest;
+    } catch (const ValueError&) {
+      // Too few microbatches for it.
+    }
+    return layout.virtual_stages > 1 ? schedule::ScheduleKind::Interleaved1F1B : schedule::ScheduleKind::OneFOneB;
+  }
+
   void from_kind() {
     LayoutConfig& layout = config_.layout;
+    if (to_lower(layout.schedule) == "auto") derive("layout.schedule", layout.schedule, std::string(to_text(automatic_kind())));
     const schedule::ScheduleKind kind = schedule::schedule_kind(layout.schedule);
     layout.schedule = std::string(to_text(kind));
     const std::optional<int> required = required_stages_per_rank(kind);

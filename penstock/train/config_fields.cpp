@@ -54,7 +54,7 @@ std::vector<ConfigField> make_fields() {
       {"layout", "dp", "Data-parallel ranks: each takes its share of every microbatch", at(&T::layout, &L::dp), 1, 65536},
       {"layout", "shard", "Data-parallel ranks among which parameters, gradients and optimizer state are spread (fully_shard); 1: each has all of them, dp: each a part, between: replicas of groups that share", at(&T::layout, &L::shard), 1, 65536},
       {"layout", "tp", "Ranks that share each layer (tensor parallel)", at(&T::layout, &L::tp), 1, 65536},
-      {"layout", "schedule", "Kind of pipeline schedule (penstock schedule --help lists them), or the path of a CSV file", at(&T::layout, &L::schedule)},
+      {"layout", "schedule", "Kind of pipeline schedule (penstock schedule --help lists them), or the path of a CSV file; auto: ZBVZeroBubble where there are blocks for two stages a rank, else 1F1B or Interleaved1F1B", at(&T::layout, &L::schedule)},
       {"layout", "microbatches", "Microbatches of one run of the schedule", at(&T::layout, &L::microbatches), 1, 1 << 20},
       {"layout", "microbatch_size", "Samples of a microbatch", at(&T::layout, &L::microbatch_size), 1, 1 << 20},
       {"layout", "partition", "How blocks are spread over stages: by their number or by their cost", at(&T::layout, &L::partition), 0, 0, false, {"count", "cost"}},

@@ -93,9 +93,9 @@ TEST(RecordedSteps, EqualThoseOfTheHost) {
           const StepResult mine = recorded.runtime->eval(Tree::tuple({x}), {}, target), theirs = plain.runtime->eval(Tree::tuple({x}), {}, target);
           expect_equal(mine.losses, theirs.losses, "loss of evaluation");
         }
-        if (step == 9) recorded.runtime->record_again();
+        if (step == 10) recorded.runtime->record_again();
       }
-      EXPECT_EQ(replayed, 14 - 2 * 2);  // of each kind of batch the first one is the host's, before and after `record_again`
+      EXPECT_EQ(replayed, 14 - 2 * 2);  // of either kind of batch the host runs the first one, and the first one after `record_again`
       EXPECT_THROW(recorded.runtime->trace_last_step(), StateError);
     });
   }
@@ -174,6 +174,8 @@ TEST(RecordedSteps, WhatCannotBeRecordedIsSaid) {
     const at::Tensor x = at::ones({4, kWidth}, at::kCUDA);
     EXPECT_TRUE(has_text(error_of_module(world, [](const at::Tensor& y) { return y.sum().item<float>() > 1e9 ? y * 2 : y; }, x), "recording of a step"));
     EXPECT_EQ(at::ones({3}, at::kCUDA).sum().item<float>(), 3.0f) << "the device is usable after a recording that failed";
+    EXPECT_FALSE(at::rand({64}, at::kCUDA).equal(at::rand({64}, at::kCUDA))) << "and so are random numbers";
+    EXPECT_EQ(error_of_module(world, [](const at::Tensor& y) { return y; }, x), "") << "and the next one succeeds";
   });
   comm::run_ranks(1, 60s, [&](comm::World& world) {
     const at::Tensor x = at::ones({4, kWidth}, at::kCUDA);

@@ -55,11 +55,29 @@ TEST(Fields, AreCompleteAndNamedOnce) {
   }
 }
 
+TEST(Config, AutomaticSchedule) {
+  const auto chosen = [](const std::vector<std::string>& arguments) {
+    const ResolvedConfig resolved = with(arguments);
+    return resolved.config.layout.schedule + " " + std::to_string(resolved.config.layout.virtual_stages);
+  };
+  EXPECT_EQ(chosen({}), "ZBVZeroBubble 2");
+  EXPECT_EQ(chosen({"--schedule", "auto", "--virtual_stages", "2"}), "ZBVZeroBubble 2");
+  EXPECT_EQ(chosen({"--dp", "2", "--shard", "2", "--tie_head", "false"}), "ZBVZeroBubble 2");
+  EXPECT_EQ(chosen({"--pp", "1"}), "1F1B 1");
+  EXPECT_EQ(chosen({"--pp", "4"}), "1F1B 1") << "four blocks are too few for eight stages";
+  EXPECT_EQ(chosen({"--virtual_stages", "1"}), "1F1B 1");
+  EXPECT_EQ(chosen({"--layers", "12", "--virtual_stages", "3"}), "Interleaved1F1B 3");
+  EXPECT_EQ(chosen({"--pattern", "AA|AA"}), "1F1B 1");
+  EXPECT_EQ(chosen({"--pattern", "A|A|A|A"}), "ZBVZeroBubble 2");
+  EXPECT_EQ(chosen({"--schedule", "1F1B"}), "1F1B 1");
+  EXPECT_EQ(with({}).origins.at("layout.schedule"), "derived");
+}
+
 TEST(Config, DefaultsAreComplete) {
   const ResolvedConfig resolved = with({});
   EXPECT_EQ(resolved.config.model.preset, "tiny");
   EXPECT_EQ(resolved.config.layout.ranks, 2);
-  EXPECT_EQ(resolved.config.layout.virtual_stages, 1);
+  EXPECT_EQ(resolved.config.layout.virtual_stages, 2);
   EXPECT_EQ(resolved.config.training.accumulation, 1);
   EXPECT_EQ(resolved.config.training.global_batch, 16);
   EXPECT_EQ(resolved.origins.at("layout.ranks"), "derived");
@@ -154,7 +172,7 @@ TEST(Config, WhatDoesNotFitTogetherSaysWhatToChange) {
       {{"--pp", "60000", "--dp", "60000"}, {"at most 65536"}},
       {{"--schedule", "1F2B"}, {"layout.schedule", "1F1B"}},
       {{"--schedule", "ZBVZeroBubble", "--virtual-stages", "1"}, {"needs 2 stages on each rank", "layout.virtual_stages to 2"}},
-      {{"--microbatches", "1"}, {"layout.microbatches = 1 (--microbatches)", "1F1B"}},
+      {{"--schedule", "1F1B", "--microbatches", "1"}, {"layout.microbatches = 1 (--microbatches)", "1F1B"}},
       {{"--schedule", "DualPipe", "--microbatches", "5"}, {"layout.microbatches = 5"}},
       {{"--schedule", "no/such.csv"}, {"no/such.csv", "cannot be read"}},
       {{"--global_batch", "20"}, {"training.global_batch = 20", "1 * 8 * 2 = 16", "16 or 32"}},

@@ -16,6 +16,7 @@ namespace penstock::test {
 
 inline train::RunDescription made_description(const std::filesystem::path& folder) {
   train::RunDescription run;
+  run.config.layout.schedule = "1F1B";
   run.config.training.steps = 200;
   run.config.output.run_folder = folder.string();
   run.folder = folder;

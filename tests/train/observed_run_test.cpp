@@ -23,7 +23,7 @@ using namespace train;
 using namespace std::chrono_literals;
 
 TrainConfig small_config(const ScratchFolder& folder, int steps) {
-  const std::vector<std::string> arguments{"--model.width", "16", "--layers", "4", "--heads", "2", "--key_value_heads", "2", "--feed_width", "32", "--context", "16", "--pp", "2", "--microbatches", "4",
+  const std::vector<std::string> arguments{"--model.width", "16", "--layers", "4", "--heads", "2", "--key_value_heads", "2", "--feed_width", "32", "--context", "16", "--pp", "2", "--schedule", "1F1B", "--microbatches", "4",
                                            "--steps", std::to_string(steps), "--validate_every", "4", "--validate_batches", "1", "--checkpoint.every", "4", "--trace_steps", "3,6", "--data.sources", (folder / "text").string(),
                                            "--validation_fraction", "0.3"};
   return parse_config("", "test", arguments).config;

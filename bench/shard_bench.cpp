@@ -1,5 +1,5 @@
-// A training step of a twelve-block transformer whose parameters are sharded over two ranks, each a process on a core of its own, over
-// Gloo: ours, and Python's in the same run.
+// A training step of a twelve-block transformer whose parameters are sharded over two ranks, each a process on a core of its own: ours,
+// and Python's over Gloo in the same run. Ours go through shared memory where UCX is built in; PENSTOCK_P2P=gloo has them over Gloo, too.
 //
 //   shard_bench                                                  d = 32 and 256, with and without accumulation
 //   shard_bench --peer "python3 bench/shard_peer.py"             beside the peer's: medians, ratios, equal loss and gradient norm
@@ -23,8 +23,10 @@
 #include <thread>
 #include <vector>
 
+#include "penstock/base/env.h"
 #include "penstock/comm/mesh_groups.h"
 #include "penstock/comm/recorder.h"
+#include "penstock/comm/ucx_transport.h"
 #include "penstock/comm/world.h"
 #include "penstock/dtensor/dtensor.h"
 #include "penstock/optim/adamw.h"
@@ -230,7 +232,7 @@ int main(int argc, char** argv) {
     }
   }
   if (is_rank || is_ideal) return run_rank(config, is_rank);
-  fmt::print("LibTorch {}, {} ranks, batch {}, {} layers; median step in ms (forward, backward, update)\n", torch_version(), kWorld, config.batch, config.layers);
+  fmt::print("LibTorch {}, {} ranks, {}, batch {}, {} layers; median step in ms (forward, backward, update)\n", torch_version(), kWorld, comm::ucx_available() ? env_text("PENSTOCK_P2P").value_or("ucx") : "gloo", config.batch, config.layers);
   int port = 28700 + static_cast<int>(getpid() % 200);
   std::vector<Config> cases{config};
   if (all) {

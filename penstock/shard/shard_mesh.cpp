@@ -87,7 +87,13 @@ comm::Group ShardMesh::group_along(const std::vector<int>& axes, const std::stri
   const std::vector<int> ranks = sorted.size() == 1                               ? mesh.rank_list(sorted[0])
                                  : static_cast<int>(sorted.size()) == mesh.ndim() ? mesh.ranks()
                                                                                   : mesh.slice(names_of(mesh, sorted)).ranks();
-  return mesh_.world().group_of(ranks, comm::MemberGroupOptions{.purpose = purpose});
+  return group_of(ranks, purpose);
+}
+
+// Gathers and reductions are many and awaited: parts go the fastest way between processes of a host, and are added up in one order.
+comm::Group ShardMesh::group_of(const std::vector<int>& ranks, const std::string& purpose) const {
+  const comm::World& world = mesh_.world();
+  return world.group_of(ranks, comm::MemberGroupOptions{.purpose = purpose, .p2p = mesh_.mesh().device_type() == "cpu" ? world.low_latency_transport() : comm::P2PTransport::Auto});
 }
 
 comm::Group ShardMesh::gather_group() const {
@@ -109,7 +115,7 @@ comm::Group ShardMesh::block_group(int ranks) const {
   const comm::Group all = gather_group();
   if (ranks == shard_ranks_) return all;
   const auto first = all.ranks().begin() + shard_rank_ / ranks * ranks;
-  return mesh_.world().group_of(std::vector<int>(first, first + ranks), comm::MemberGroupOptions{.purpose = "gather"});
+  return group_of(std::vector<int>(first, first + ranks), "gather");
 }
 
 ParameterPlacement place_parameter(const std::string& name, const at::Tensor& parameter, const ShardMesh& mesh, const Shard& shard) {

@@ -37,7 +37,8 @@ class ShardMesh {
   int shard_rank() const { return shard_rank_; }  // of this rank
   int replicas() const { return replicas_; }
   // Of all ranks that share the parameters, and of those that hold equal shards. Asked for at first use. Gathers and reductions go
-  // through groups of their own: what a rank gathers never waits behind what it reduces, and each of the two has one order.
+  // through groups of their own: what a rank gathers never waits behind what it reduces, and each of the two has one order. Between CPU tensors of
+  // processes of one host they use World::low_latency_transport().
   comm::Group gather_group() const;
   comm::Group reduce_group() const;
   comm::Group replicate_group() const;
@@ -46,6 +47,7 @@ class ShardMesh {
 
  private:
   ShardMesh(comm::MeshGroups mesh, std::vector<int> shard_axes, std::vector<int> replicate_axes);
+  comm::Group group_of(const std::vector<int>& ranks, const std::string& purpose) const;
   comm::Group group_along(const std::vector<int>& axes, const std::string& purpose) const;
 
   comm::MeshGroups mesh_;

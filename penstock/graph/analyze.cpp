@@ -11,6 +11,7 @@
 #include <unordered_map>
 
 #include "penstock/base/errors.h"
+#include "penstock/graph/fake_in_place.h"
 #include "penstock/graph/fake_inputs.h"
 #include "penstock/graph/tracer.h"
 #include "penstock/torch/fake.h"
@@ -56,7 +57,8 @@ OutputType type_of_output(const c10::IValue& value) {
 
 class Analysis {
  public:
-  Analysis(const Values& inputs, const AnalyzeOptions& options) : real_inputs_(inputs), options_(options) {}
+  Analysis(const Values& inputs, const AnalyzeOptions& options)
+      : real_inputs_(inputs), options_(options), before_(described(inputs)), found_(found_tensors(inputs, options.convention)) {}
 
   ViewAndMutationMeta run(const Function& function) {
     make_inputs();
@@ -86,7 +88,7 @@ class Analysis {
       const at::Tensor& real = real_inputs_[i].toTensor();
       at::Tensor& input = made[real.unsafeGetTensorImpl()];
       if (!input.defined()) {
-        input = to_fake(real);
+        input = i < options_.convention.found ? real : to_fake(real);
         if (real.requires_grad() && !real.is_leaf()) input = non_leaf_of(input);
         tracer_.add_input(input, fmt::format("input{}", i));
       }
@@ -95,6 +97,12 @@ class Analysis {
   }
 
   static bool is_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
+
+  static std::vector<Geometry> described(const Values& inputs) {
+    std::vector<Geometry> all;
+    for (const c10::IValue& input : inputs) all.push_back(is_tensor(input) ? geometry_of(input.toTensor()) : Geometry{});
+    return all;
+  }
 
   void describe_inputs() {
     // What was written, by storage.
@@ -127,8 +135,7 @@ class Analysis {
       info.is_leaf = real.is_leaf();
       info.is_touched = storage.touched;
       info.mutates_data = storage.data && !storage.replaced;
-      info.mutates_metadata = storage.replaced || fake.sizes() != real.sizes() || fake.strides() != real.strides() ||
-                              fake.storage_offset() != real.storage_offset();
+      info.mutates_metadata = storage.replaced || !has_geometry(fake, before_[i]);
       info.mutations_hidden_from_autograd = !storage.data;
       info.mutations_under_no_grad = storage.data && !storage.with_grad;
       info.mutates_storage_metadata = storage.replaced;
@@ -251,6 +258,8 @@ class Analysis {
 
   const Values& real_inputs_;
   const AnalyzeOptions& options_;
+  const std::vector<Geometry> before_;  // of the inputs
+  const FakeInPlace found_;
   FakeMode fake_mode_;
   Tracer tracer_;
   Values inputs_, outputs_;
@@ -263,6 +272,12 @@ class Analysis {
 };
 
 }  // namespace
+
+std::vector<at::Tensor> found_tensors(const Values& inputs, const Convention& convention) {
+  std::vector<at::Tensor> found;
+  for (std::size_t i = 0; i < convention.found; ++i) found.push_back(inputs.at(i).toTensor());
+  return found;
+}
 
 ViewAndMutationMeta analyze(const Function& function, const Values& inputs, const AnalyzeOptions& options) {
   return Analysis(inputs, options).run(function);

@@ -5,10 +5,11 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <map>
 #include <string>
+#include <unordered_map>
 
 #include "penstock/base/errors.h"
+#include "penstock/graph/fake_in_place.h"
 #include "penstock/graph/fake_inputs.h"
 #include "penstock/graph/tracer.h"
 #include "penstock/torch/fake.h"
@@ -25,7 +26,8 @@ at::Tensor fake_tangent(const Geometry& geometry) {
 
 class JointCapture {
  public:
-  JointCapture(const Values& inputs, const ViewAndMutationMeta& meta) : real_inputs_(inputs), meta_(meta) {
+  JointCapture(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention)
+      : real_inputs_(inputs), meta_(meta), convention_(convention), found_(found_tensors(inputs, convention)) {
     if (inputs.size() != meta.inputs.size())
       throw ValueError(describe("graph: number of inputs", std::to_string(inputs.size()), std::to_string(meta.inputs.size()),
                                 "analyze the function with the inputs it is captured with"));
@@ -53,16 +55,27 @@ class JointCapture {
 
  private:
   void make_primals() {
+    std::unordered_map<const c10::TensorImpl*, at::Tensor> made;
     for (std::size_t i = 0; i < real_inputs_.size(); ++i) {
       if (!holds_tensor(real_inputs_[i])) {
         inputs_.push_back(real_inputs_[i]);
         continue;
       }
       const at::Tensor& real = real_inputs_[i].toTensor();
-      const at::Tensor primal = tracer_.add_input(to_fake(real), fmt::format("primals_{}", ++result_.primals));
+      ++result_.primals;
+      std::string name = i < convention_.names.size() ? convention_.names[i] : fmt::format("primals_{}", result_.primals);
+      const at::Tensor primal = tracer_.add_input(i < convention_.found ? real : to_fake(real), std::move(name));
       primals_.push_back(primal);
+      if (i < convention_.found) {
+        made[real.unsafeGetTensorImpl()] = primal;
+        inputs_.emplace_back(primal);
+        continue;
+      }
+      // The same tensor again is the same tensor inside, as it is for the function: the first place gets all of the gradient.
+      at::Tensor& input = made[real.unsafeGetTensorImpl()];
       // Not a leaf, so that the function may write it; what autograd refuses on leaves the analysis has found.
-      inputs_.emplace_back(primal.requires_grad() ? non_leaf_of(primal) : primal);
+      if (!input.defined()) input = primal.requires_grad() ? non_leaf_of(primal) : primal;
+      inputs_.emplace_back(input);
     }
   }
 
@@ -119,6 +132,8 @@ class JointCapture {
 
   const Values& real_inputs_;
   const ViewAndMutationMeta& meta_;
+  const Convention& convention_;
+  const FakeInPlace found_;
   FakeMode fake_mode_;
   Tracer tracer_;
   Values inputs_, outputs_;
@@ -143,8 +158,8 @@ Graph capture_forward(const Function& function, const Values& inputs) {
   return std::move(tracer.graph);
 }
 
-JointGraph capture_joint(const Function& function, const Values& inputs, const ViewAndMutationMeta& meta) {
-  return JointCapture(inputs, meta).run(function);
+JointGraph capture_joint(const Function& function, const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention) {
+  return JointCapture(inputs, meta, convention).run(function);
 }
 
 }  // namespace penstock::graph

@@ -35,6 +35,6 @@ struct JointGraph {
   std::vector<TangentInfo> tangents;   // as meta.tangents, less those of results that are the same tensor as an earlier one
 };
 
-JointGraph capture_joint(const Function& function, const Values& inputs, const ViewAndMutationMeta& meta);
+JointGraph capture_joint(const Function& function, const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention = {});
 
 }  // namespace penstock::graph

@@ -89,12 +89,12 @@ struct GraphFunction : torch::autograd::Function<GraphFunction> {
 
 }  // namespace
 
-CapturedCall::CapturedCall(const Function& function, const Values& inputs, const CompileOptions& options)
-    : guard(inputs), user_meta(analyze(function, inputs)), plan(inputs, user_meta) {
+CapturedCall::CapturedCall(const Function& function, const Values& inputs, const CompileOptions& options, const Convention& convention)
+    : guard(inputs, convention), user_meta(analyze(function, inputs, {.convention = convention})), plan(inputs, user_meta, convention) {
   const Function inner = plan.inner_function(function);
   const Values inner_inputs = plan.inner_inputs(inputs);
-  meta = plan.is_identity() ? user_meta : analyze(inner, inner_inputs);
-  joint = capture_joint(inner, inner_inputs, meta);
+  meta = plan.is_identity() ? user_meta : analyze(inner, inner_inputs, {.convention = plan.inner_convention()});
+  joint = capture_joint(inner, inner_inputs, meta, plan.inner_convention());
   for (std::size_t i = 0; i < meta.mutated_at_run_time().size(); ++i)
     geometry_after_.push_back(joint.graph[joint.graph.outputs[i].value()].geometry);
   find_written_primals(inner_inputs);
@@ -295,20 +295,19 @@ Values CapturedCall::run(const Values& inputs) {
 
 // ---- Compiled ----
 
-Compiled::Compiled(Function function, const CompileOptions& options) : function_(std::move(function)), options_(options) {}
+Compiled::Compiled(Function function, const CompileOptions& options, Convention convention)
+    : function_(std::move(function)), options_(options), convention_(std::move(convention)) {}
 Compiled::~Compiled() = default;
 Compiled::Compiled(Compiled&&) noexcept = default;
 Compiled& Compiled::operator=(Compiled&&) noexcept = default;
 
 Values Compiled::operator()(const Values& inputs) {
-  std::string difference;
-  for (auto call = calls_.rbegin(); call != calls_.rend(); ++call) {
-    difference = (*call)->guard.difference(inputs);
-    if (difference.empty()) return (*call)->run(inputs);
-  }
+  for (auto call = calls_.rbegin(); call != calls_.rend(); ++call)
+    if ((*call)->guard.holds(inputs)) return (*call)->run(inputs);
   if (!calls_.empty() && !options_.recapture)
-    throw StateError(fmt::format("graph: the capture does not hold for this call: {}; call it as it was captured, or set recapture", difference));
-  calls_.push_back(c10::make_intrusive<CapturedCall>(function_, inputs, options_));
+    throw StateError(fmt::format("graph: the capture does not hold for this call: {}; call it as it was captured, or set recapture",
+                                 calls_.back()->guard.difference(inputs)));
+  calls_.push_back(c10::make_intrusive<CapturedCall>(function_, inputs, options_, convention_));
   return calls_.back()->run(inputs);
 }
 

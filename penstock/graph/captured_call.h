@@ -14,7 +14,7 @@ namespace penstock::graph {
 
 class CapturedCall final : public torch::CustomClassHolder {
  public:
-  CapturedCall(const Function& function, const Values& inputs, const CompileOptions& options);
+  CapturedCall(const Function& function, const Values& inputs, const CompileOptions& options, const Convention& convention);
 
   Values run(const Values& inputs);
 

@@ -74,17 +74,29 @@ Operand Tracer::operand_of(const c10::IValue& value) {
   return value.toTensor().defined() ? Operand::of(value_of(value.toTensor())) : Operand::of(kNoValue);
 }
 
+// What autograd would differentiate must be an input: nobody would get the gradient of a constant.
+void Tracer::check_constant(const at::Tensor& tensor) const {
+  if (is_wrapper(tensor) || !tensor.requires_grad() || phase == Phase::Backward || !c10::GradMode::is_enabled()) return;
+  throw StateError(fmt::format("graph: the captured function uses a tensor of sizes [{}] that needs a gradient and is none of its inputs; hand it "
+                               "over as an input, or register it as a parameter of the module",
+                               fmt::join(tensor.sizes(), ", ")));
+}
+
 Operand Tracer::argument_of(ArgumentTraits::Kind kind, const c10::IValue& value) {
   if (value.isTensor()) {
     const at::Tensor& tensor = value.toTensor();
+    if (tensor.defined()) check_constant(tensor);
     return !tensor.defined() || is_number(tensor) ? Operand::of(value) : Operand::of(value_of(tensor));
   }
   if ((kind != ArgumentTraits::Kind::TensorList && kind != ArgumentTraits::Kind::OptionalTensorList) || !value.isList())
     return Operand::of(value);
   Operand operand;
   operand.kind = kind == ArgumentTraits::Kind::TensorList ? Operand::Kind::TensorList : Operand::Kind::OptionalTensorList;
-  for (const c10::IValue& element : value.toListRef())
-    operand.values.push_back(element.isTensor() && element.toTensor().defined() ? value_of(element.toTensor()) : kNoValue);
+  for (const c10::IValue& element : value.toListRef()) {
+    const bool given = element.isTensor() && element.toTensor().defined();
+    if (given) check_constant(element.toTensor());
+    operand.values.push_back(given ? value_of(element.toTensor()) : kNoValue);
+  }
   return operand;
 }
 

@@ -12,7 +12,7 @@
 //
 // Recording happens below autograd and autocast: composite operators arrive as their parts, views and in-place operators as they
 // are, backward as further operators. Nothing is computed. Real tensors that a recorded operator takes become constants of the
-// graph; numbers that became tensors stay numbers. Operators on real tensors alone are run and not recorded, unless they write:
+// graph, and one of them that needs a gradient is a StateError; numbers that became tensors stay numbers. Operators on real tensors alone are run and not recorded, unless they write:
 // what they give is as constant as what they were given.
 //
 // Tensors are known by what they carry, not by handle: the copies that autograd saves are the same value.
@@ -49,6 +49,7 @@ class Tracer final : public Mode {
 
  private:
   Operand argument_of(ArgumentTraits::Kind kind, const c10::IValue& value);
+  void check_constant(const at::Tensor& tensor) const;
   Operand record_result(const ReturnAlias& alias, const c10::IValue& value);
   ValueId define(const at::Tensor& tensor);
   ValueId rewritten(const at::Tensor& tensor);

@@ -28,10 +28,11 @@ using Tensors = std::vector<at::Tensor>;
 constexpr std::int64_t kHeads = 4, kBatch = 2, kLength = 16;
 constexpr std::size_t kPerLayer = 8;
 
-// The least of several runs, in microseconds.
-double measure(int runs, const std::function<void()>& work) {
+// The least of several runs, in microseconds; `prepare` goes before each and is not counted.
+double measure(int runs, const std::function<void()>& work, const std::function<void()>& prepare = [] {}) {
   double best = 1e30;
   for (int i = 0; i < runs; ++i) {
+    prepare();
     const auto begin = std::chrono::steady_clock::now();
     work();
     best = std::min(best, std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count());
@@ -67,7 +68,6 @@ void run(std::int64_t width, std::size_t layers) {
     return {x.pow(2).mean()};
   };
 
-  ViewAndMutationMeta meta;
   JointGraph joint;
   const double in_shape = measure(repeats, [&] {
     penstock::FakeMode mode;
@@ -76,20 +76,20 @@ void run(std::int64_t width, std::size_t layers) {
     const penstock::ModeGuard guard(mode);
     function(fakes)[0].toTensor().backward();
   });
-  const double analysis = measure(repeats, [&] { meta = analyze(function, inputs); });
-  const double capture = measure(repeats, [&] { joint = capture_joint(function, inputs, meta); });
+  // Each run gives its graph away outside of the measurement.
+  const double capture = measure(repeats, [&] { joint = *analyze_and_capture(function, inputs).joint; }, [&] { joint = {}; });
   const auto nodes = static_cast<double>(joint.graph.nodes.size());
-  Graph pure;
+  const JointGraph captured = joint;
   const double functional = measure(repeats, [&] {
-    pure = functionalize(joint.graph);
-    remove_dead_nodes(pure);
-  });
-  joint.graph = std::move(pure);
+    joint.graph = functionalize(std::move(joint.graph));
+    remove_dead_nodes(joint.graph);
+  }, [&] { joint = captured; });
   Partition halves;
-  const double split = measure(repeats, [&] { halves = partition_default(joint); });
-  fmt::print("{:3} layers, {:5} nodes: in shape {:5.2f}; analysis {:5.2f}, joint capture {:5.2f}, functionalize {:5.2f}, partition {:5.2f}, together {:5.2f} us/node\n",
-             layers, joint.graph.nodes.size(), in_shape / nodes, analysis / nodes, capture / nodes, functional / nodes, split / nodes,
-             (analysis + capture + functional + split) / nodes);
+  const double split = measure(repeats, [&] { halves = partition_default(joint); }, [&] { halves = {}; });
+  fmt::print("{:3} layers, {:5} nodes: in shape {:5.2f}, recording {:5.2f}; analysis and capture {:5.2f}, functionalize {:5.2f}, partition {:5.2f}, "
+             "together {:5.2f} us/node\n",
+             layers, joint.graph.nodes.size(), in_shape / nodes, (capture - in_shape) / nodes, capture / nodes, functional / nodes, split / nodes,
+             (capture + functional + split) / nodes);
 
   const auto step = [&](const std::function<Values(const Values&)>& call) {
     for (std::size_t i = 1; i < inputs.size(); ++i) inputs[i].toTensor().mutable_grad() = at::Tensor();

@@ -33,9 +33,6 @@ struct Convention {
   std::string name_of(std::size_t input) const { return input < names.size() ? names[input] : "input " + std::to_string(input); }
 };
 
-// The inputs that the function finds by itself.
-std::vector<at::Tensor> found_tensors(const Values& inputs, const Convention& convention);
-
 struct AnalyzeOptions {
   bool keep_input_mutations = false;
   Convention convention = {};

@@ -14,6 +14,7 @@ class CallGuard {
  public:
   CallGuard(const Values& inputs, const Convention& convention);
 
+  bool inputs_share_memory() const { return any_sharing_; }
   // Whether the capture holds: about 50 ns an input.
   bool holds(const Values& inputs) const;
   // Empty when the capture holds; otherwise what differs: "input 1 has sizes [2, 4], in the capture [3, 4]".

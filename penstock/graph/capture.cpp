@@ -6,12 +6,10 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <string>
-#include <unordered_map>
+#include <utility>
 
 #include "penstock/base/errors.h"
-#include "penstock/graph/fake_in_place.h"
-#include "penstock/graph/fake_inputs.h"
-#include "penstock/graph/tracer.h"
+#include "penstock/graph/function_trace.h"
 #include "penstock/torch/fake.h"
 
 namespace penstock::graph {
@@ -26,25 +24,17 @@ at::Tensor fake_tangent(const Geometry& geometry) {
 
 class JointCapture {
  public:
-  JointCapture(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention)
-      : real_inputs_(inputs), meta_(meta), convention_(convention), found_(found_tensors(inputs, convention)) {
-    if (inputs.size() != meta.inputs.size())
-      throw ValueError(describe("graph: number of inputs", std::to_string(inputs.size()), std::to_string(meta.inputs.size()),
-                                "analyze the function with the inputs it is captured with"));
-  }
+  JointCapture(FunctionTrace& trace, const ViewAndMutationMeta& meta)
+      : trace_(trace), meta_(meta), tracer_(trace.tracer), inputs_(trace.inputs), outputs_(trace.outputs), primals_(trace.primals) {}
 
-  JointGraph run(const Function& function) {
-    make_primals();
-    const ModeGuard below(fake_mode_);
-    const ModeGuard on(tracer_);
-    {
-      const c10::AutoGradMode restore(c10::GradMode::is_enabled());
-      outputs_ = function(inputs_);
-    }
+  JointGraph run() {
     if (outputs_.size() != meta_.outputs.size())
       throw StateError(describe("graph: number of results of the captured function", std::to_string(outputs_.size()),
                                 std::to_string(meta_.outputs.size()) + " as when it was analyzed",
                                 "make the function do the same on every call"));
+    const ModeGuard below(trace_.fake_mode);
+    const ModeGuard on(tracer_);
+    result_.primals = primals_.size();
     collect_bases();
     return_forward();
     differentiate();
@@ -54,31 +44,6 @@ class JointCapture {
   }
 
  private:
-  void make_primals() {
-    std::unordered_map<const c10::TensorImpl*, at::Tensor> made;
-    for (std::size_t i = 0; i < real_inputs_.size(); ++i) {
-      if (!holds_tensor(real_inputs_[i])) {
-        inputs_.push_back(real_inputs_[i]);
-        continue;
-      }
-      const at::Tensor& real = real_inputs_[i].toTensor();
-      ++result_.primals;
-      std::string name = i < convention_.names.size() ? convention_.names[i] : fmt::format("primals_{}", result_.primals);
-      const at::Tensor primal = tracer_.add_input(i < convention_.found ? real : to_fake(real), std::move(name));
-      primals_.push_back(primal);
-      if (i < convention_.found) {
-        made[real.unsafeGetTensorImpl()] = primal;
-        inputs_.emplace_back(primal);
-        continue;
-      }
-      // The same tensor again is the same tensor inside, as it is for the function: the first place gets all of the gradient.
-      at::Tensor& input = made[real.unsafeGetTensorImpl()];
-      // Not a leaf, so that the function may write it; what autograd refuses on leaves the analysis has found.
-      if (!input.defined()) input = primal.requires_grad() ? non_leaf_of(primal) : primal;
-      inputs_.emplace_back(input);
-    }
-  }
-
   void collect_bases() {
     bases_.resize(meta_.intermediate_bases);
     for (std::size_t i = 0; i < outputs_.size(); ++i)
@@ -130,14 +95,12 @@ class JointCapture {
     }
   }
 
-  const Values& real_inputs_;
+  FunctionTrace& trace_;
   const ViewAndMutationMeta& meta_;
-  const Convention& convention_;
-  const FakeInPlace found_;
-  FakeMode fake_mode_;
-  Tracer tracer_;
-  Values inputs_, outputs_;
-  std::vector<at::Tensor> primals_, bases_;
+  Tracer& tracer_;
+  const Values &inputs_, &outputs_;
+  const std::vector<at::Tensor>& primals_;
+  std::vector<at::Tensor> bases_;
   JointGraph result_;
 };
 
@@ -158,8 +121,24 @@ Graph capture_forward(const Function& function, const Values& inputs) {
   return std::move(tracer.graph);
 }
 
+JointGraph capture_joint(FunctionTrace& trace, const ViewAndMutationMeta& meta) { return JointCapture(trace, meta).run(); }
+
 JointGraph capture_joint(const Function& function, const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention) {
-  return JointCapture(inputs, meta, convention).run(function);
+  if (inputs.size() != meta.inputs.size())
+    throw ValueError(describe("graph: number of inputs", std::to_string(inputs.size()), std::to_string(meta.inputs.size()),
+                              "analyze the function with the inputs it is captured with"));
+  FunctionTrace trace(function, inputs, convention, FunctionTrace::Leaves::Writable);
+  return capture_joint(trace, meta);
+}
+
+AnalyzedCapture analyze_and_capture(const Function& function, const Values& inputs, const Convention& convention) {
+  AnalyzedCapture result;
+  FunctionTrace trace(function, inputs, convention, FunctionTrace::Leaves::AsTheyAre);
+  result.meta = analyze(trace, {.convention = convention});
+  bool writes_leaf = false;
+  for (const InputInfo& input : result.meta.inputs) writes_leaf |= input.is_touched && input.is_leaf && input.requires_grad;
+  if (!writes_leaf) result.joint = capture_joint(trace, result.meta);
+  return result;
 }
 
 }  // namespace penstock::graph

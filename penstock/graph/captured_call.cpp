@@ -90,21 +90,29 @@ struct GraphFunction : torch::autograd::Function<GraphFunction> {
 }  // namespace
 
 CapturedCall::CapturedCall(const Function& function, const Values& inputs, const CompileOptions& options, const Convention& convention)
-    : guard(inputs, convention), user_meta(analyze(function, inputs, {.convention = convention})), plan(inputs, user_meta, convention) {
+    : guard(inputs, convention), user_meta(first_look(function, inputs, convention)), plan(inputs, user_meta, convention) {
   const Function inner = plan.inner_function(function);
   const Values inner_inputs = plan.inner_inputs(inputs);
   meta = plan.is_identity() ? user_meta : analyze(inner, inner_inputs, {.convention = plan.inner_convention()});
-  joint = capture_joint(inner, inner_inputs, meta, plan.inner_convention());
+  joint = early_joint_ && plan.is_identity() ? std::move(*early_joint_) : capture_joint(inner, inner_inputs, meta, plan.inner_convention());
+  early_joint_.reset();
   for (std::size_t i = 0; i < meta.mutated_at_run_time().size(); ++i)
     geometry_after_.push_back(joint.graph[joint.graph.outputs[i].value()].geometry);
   find_written_primals(inner_inputs);
-  joint.graph = functionalize(joint.graph);
+  joint.graph = functionalize(std::move(joint.graph));
   remove_dead_nodes(joint.graph);
   halves = options.partitioner == Partitioner::MinCut ? partition_min_cut(joint) : partition_default(joint);
   forward.emplace(halves.forward);
   backward.emplace(halves.backward);
   plan_returned();
   plan_saved();
+}
+
+ViewAndMutationMeta CapturedCall::first_look(const Function& function, const Values& inputs, const Convention& convention) {
+  if (guard.inputs_share_memory()) return analyze(function, inputs, {.convention = convention});
+  AnalyzedCapture captured = analyze_and_capture(function, inputs, convention);
+  early_joint_ = std::move(captured.joint);
+  return std::move(captured.meta);
 }
 
 std::size_t CapturedCall::output_of(const TangentInfo& tangent) const {

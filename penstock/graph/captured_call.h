@@ -34,6 +34,12 @@ class CapturedCall final : public torch::CustomClassHolder {
   };
 
   const CallGuard guard;
+
+ private:
+  std::optional<JointGraph> early_joint_;   // when one run of the function was enough
+  ViewAndMutationMeta first_look(const Function& function, const Values& inputs, const Convention& convention);
+
+ public:
   const ViewAndMutationMeta user_meta;
   const InputPlan plan;
   ViewAndMutationMeta meta;

@@ -1,7 +1,8 @@
-// What capture and replay cost: a transformer of 1, 4 and 12 layers, microseconds per node for each stage of the way from a function to
-// a graph, and the replayed training step against the same step run eagerly.
+// What capture and replay cost: a transformer of 1, 4, 12 and 48 layers, microseconds per node for each stage of the way from a function to
+// a graph, and the replayed training step against the same step run eagerly. "In shape" is forward and backward over fake tensors with
+// nobody recording; what a capture costs more than that is the recording.
 //
-//   graph_bench [width] [layers ...]
+//   graph_bench [width] [layers ...]        PENSTOCK_BENCH_REPEAT=20: more runs of each stage, of which the best counts
 #include <fmt/format.h>
 #include <torch/torch.h>
 
@@ -17,6 +18,7 @@
 #include "penstock/graph/compiled.h"
 #include "penstock/graph/execute.h"
 #include "penstock/graph/functionalize.h"
+#include "penstock/torch/fake.h"
 
 namespace {
 
@@ -26,10 +28,11 @@ using Tensors = std::vector<at::Tensor>;
 constexpr std::int64_t kHeads = 4, kBatch = 2, kLength = 16;
 constexpr std::size_t kPerLayer = 8;
 
-// The least of several runs, in microseconds.
-double measure(int runs, const std::function<void()>& work) {
+// The least of several runs, in microseconds; `prepare` goes before each and is not counted.
+double measure(int runs, const std::function<void()>& work, const std::function<void()>& prepare = [] {}) {
   double best = 1e30;
   for (int i = 0; i < runs; ++i) {
+    prepare();
     const auto begin = std::chrono::steady_clock::now();
     work();
     best = std::min(best, std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count());
@@ -50,6 +53,8 @@ at::Tensor layer(const at::Tensor& x, const Values& in, std::size_t first) {
 }
 
 void run(std::int64_t width, std::size_t layers) {
+  const char* asked = std::getenv("PENSTOCK_BENCH_REPEAT");
+  const int repeats = asked ? std::max(1, std::atoi(asked)) : 7;
   torch::manual_seed(1);
   Values inputs{torch::randn({kBatch, kLength, width})};
   const auto parameter = [&](at::IntArrayRef sizes) { inputs.emplace_back((torch::randn(sizes) * 0.05).set_requires_grad(true)); };
@@ -63,22 +68,28 @@ void run(std::int64_t width, std::size_t layers) {
     return {x.pow(2).mean()};
   };
 
-  ViewAndMutationMeta meta;
   JointGraph joint;
-  const double analysis = measure(3, [&] { meta = analyze(function, inputs); });
-  const double capture = measure(3, [&] { joint = capture_joint(function, inputs, meta); });
-  const auto nodes = static_cast<double>(joint.graph.nodes.size());
-  Graph pure;
-  const double functional = measure(3, [&] {
-    pure = functionalize(joint.graph);
-    remove_dead_nodes(pure);
+  const double in_shape = measure(repeats, [&] {
+    penstock::FakeMode mode;
+    Values fakes;
+    for (const c10::IValue& input : inputs) fakes.emplace_back(penstock::to_fake(input.toTensor()));
+    const penstock::ModeGuard guard(mode);
+    function(fakes)[0].toTensor().backward();
   });
-  joint.graph = std::move(pure);
+  // Each run gives its graph away outside of the measurement.
+  const double capture = measure(repeats, [&] { joint = *analyze_and_capture(function, inputs).joint; }, [&] { joint = {}; });
+  const auto nodes = static_cast<double>(joint.graph.nodes.size());
+  const JointGraph captured = joint;
+  const double functional = measure(repeats, [&] {
+    joint.graph = functionalize(std::move(joint.graph));
+    remove_dead_nodes(joint.graph);
+  }, [&] { joint = captured; });
   Partition halves;
-  const double split = measure(3, [&] { halves = partition_default(joint); });
-  fmt::print("{:3} layers, {:5} nodes: analysis {:5.2f}, joint capture {:5.2f}, functionalize {:5.2f}, partition {:5.2f}, together {:5.2f} us/node\n",
-             layers, joint.graph.nodes.size(), analysis / nodes, capture / nodes, functional / nodes, split / nodes,
-             (analysis + capture + functional + split) / nodes);
+  const double split = measure(repeats, [&] { halves = partition_default(joint); }, [&] { halves = {}; });
+  fmt::print("{:3} layers, {:5} nodes: in shape {:5.2f}, recording {:5.2f}; analysis and capture {:5.2f}, functionalize {:5.2f}, partition {:5.2f}, "
+             "together {:5.2f} us/node\n",
+             layers, joint.graph.nodes.size(), in_shape / nodes, (capture - in_shape) / nodes, capture / nodes, functional / nodes, split / nodes,
+             (capture + functional + split) / nodes);
 
   const auto step = [&](const std::function<Values(const Values&)>& call) {
     for (std::size_t i = 1; i < inputs.size(); ++i) inputs[i].toTensor().mutable_grad() = at::Tensor();
@@ -106,7 +117,7 @@ int main(int argc, char** argv) {
   }
   std::vector<std::size_t> layers;
   for (int i = 2; i < argc; ++i) layers.push_back(static_cast<std::size_t>(std::atoll(argv[i])));
-  if (layers.empty()) layers = {1, 4, 12};
+  if (layers.empty()) layers = {1, 4, 12, 48};
   for (const std::size_t count : layers) run(width, count);
   return 0;
 }

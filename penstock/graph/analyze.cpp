@@ -11,8 +11,7 @@
 #include <unordered_map>
 
 #include "penstock/base/errors.h"
-#include "penstock/graph/fake_inputs.h"
-#include "penstock/graph/tracer.h"
+#include "penstock/graph/function_trace.h"
 #include "penstock/torch/fake.h"
 
 namespace penstock::graph {
@@ -56,18 +55,11 @@ OutputType type_of_output(const c10::IValue& value) {
 
 class Analysis {
  public:
-  Analysis(const Values& inputs, const AnalyzeOptions& options) : real_inputs_(inputs), options_(options) {}
+  Analysis(FunctionTrace& trace, const AnalyzeOptions& options)
+      : trace_(trace), options_(options), tracer_(trace.tracer), inputs_(trace.inputs), outputs_(trace.outputs) {}
 
-  ViewAndMutationMeta run(const Function& function) {
-    make_inputs();
-    const bool grad_mode = c10::GradMode::is_enabled();
-    {
-      const c10::AutoGradMode restore(grad_mode);
-      const ModeGuard below(fake_mode_);
-      const ModeGuard on(tracer_);
-      outputs_ = function(inputs_);
-      if (c10::GradMode::is_enabled() != grad_mode) meta_.grad_mode_after = c10::GradMode::is_enabled();
-    }
+  ViewAndMutationMeta run() {
+    meta_.grad_mode_after = trace_.grad_mode_after;
     meta_.keep_input_mutations = options_.keep_input_mutations;
     describe_inputs();
     describe_outputs();
@@ -76,25 +68,7 @@ class Analysis {
   }
 
  private:
-  void make_inputs() {
-    std::unordered_map<const c10::TensorImpl*, at::Tensor> made;
-    for (std::size_t i = 0; i < real_inputs_.size(); ++i) {
-      if (!is_tensor(real_inputs_[i])) {
-        inputs_.push_back(real_inputs_[i]);
-        continue;
-      }
-      const at::Tensor& real = real_inputs_[i].toTensor();
-      at::Tensor& input = made[real.unsafeGetTensorImpl()];
-      if (!input.defined()) {
-        input = to_fake(real);
-        if (real.requires_grad() && !real.is_leaf()) input = non_leaf_of(input);
-        tracer_.add_input(input, fmt::format("input{}", i));
-      }
-      inputs_.emplace_back(input);
-    }
-  }
-
-  static bool is_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
+  static bool is_tensor(const c10::IValue& value) { return FunctionTrace::is_tensor(value); }
 
   void describe_inputs() {
     // What was written, by storage.
@@ -121,14 +95,12 @@ class Analysis {
         meta_.inputs.push_back(info);
         continue;
       }
-      const at::Tensor& real = real_inputs_[i].toTensor();
       const at::Tensor& fake = inputs_[i].toTensor();
       const Written& storage = written[index_of(tracer_.storage_of(fake))];
-      info.is_leaf = real.is_leaf();
+      info.is_leaf = trace_.is_leaf[i] != 0;
       info.is_touched = storage.touched;
       info.mutates_data = storage.data && !storage.replaced;
-      info.mutates_metadata = storage.replaced || fake.sizes() != real.sizes() || fake.strides() != real.strides() ||
-                              fake.storage_offset() != real.storage_offset();
+      info.mutates_metadata = storage.replaced || !has_geometry(fake, trace_.before[i]);
       info.mutations_hidden_from_autograd = !storage.data;
       info.mutations_under_no_grad = storage.data && !storage.with_grad;
       info.mutates_storage_metadata = storage.replaced;
@@ -249,11 +221,10 @@ class Analysis {
     for (std::size_t i = 0; i < bases_.size(); ++i) meta_.tangents.push_back({Kind::IntermediateBase, i, geometry_of(bases_[i])});
   }
 
-  const Values& real_inputs_;
+  FunctionTrace& trace_;
   const AnalyzeOptions& options_;
-  FakeMode fake_mode_;
-  Tracer tracer_;
-  Values inputs_, outputs_;
+  Tracer& tracer_;
+  const Values &inputs_, &outputs_;
   ViewAndMutationMeta meta_;
   std::map<StorageId, std::size_t> input_of_storage_;                            // the last one
   std::unordered_map<const c10::TensorImpl*, std::size_t> output_of_tensor_;     // the last one
@@ -264,8 +235,11 @@ class Analysis {
 
 }  // namespace
 
+ViewAndMutationMeta analyze(FunctionTrace& trace, const AnalyzeOptions& options) { return Analysis(trace, options).run(); }
+
 ViewAndMutationMeta analyze(const Function& function, const Values& inputs, const AnalyzeOptions& options) {
-  return Analysis(inputs, options).run(function);
+  FunctionTrace trace(function, inputs, options.convention, FunctionTrace::Leaves::AsTheyAre);
+  return analyze(trace, options);
 }
 
 }  // namespace penstock::graph

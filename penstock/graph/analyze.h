@@ -10,7 +10,9 @@
 // The thread's grad mode is left as it was, whatever the function does to it.
 #pragma once
 
+#include <cstddef>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "penstock/graph/metadata.h"
@@ -21,8 +23,19 @@ namespace penstock::graph {
 using Values = std::vector<c10::IValue>;
 using Function = std::function<Values(const Values&)>;
 
+// How a function gets its inputs.
+struct Convention {
+  // The first so many inputs are tensors that the function finds by itself, the parameters and buffers of a module: while it is captured
+  // these very tensors are fake (fake_in_place.h), and leaves are leaves.
+  std::size_t found = 0;
+  std::vector<std::string> names;  // of inputs, for graphs and messages; empty: by number
+
+  std::string name_of(std::size_t input) const { return input < names.size() ? names[input] : "input " + std::to_string(input); }
+};
+
 struct AnalyzeOptions {
   bool keep_input_mutations = false;
+  Convention convention = {};
 };
 
 ViewAndMutationMeta analyze(const Function& function, const Values& inputs, const AnalyzeOptions& options = {});

@@ -3,7 +3,9 @@
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <sstream>
+#include <unordered_map>
 
 namespace penstock::graph {
 namespace {
@@ -14,28 +16,38 @@ std::string text_of(const c10::IValue& value) {
   return text.str();
 }
 
+bool is_defined_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
+
+const c10::StorageImpl* storage_behind(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->has_storage() ? tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() : nullptr;
+}
+
+bool same_plain_value(const c10::IValue& a, const c10::IValue& b) {
+  if (a.isInt() && b.isInt()) return a.toInt() == b.toInt();
+  if (a.isString() && b.isString()) return a.toStringRef() == b.toStringRef();
+  return a.tagKind() == b.tagKind() && text_of(a) == text_of(b);
+}
+
 }  // namespace
 
 std::vector<CallGuard::Input> CallGuard::describe_all(const Values& inputs) {
   std::vector<Input> all;
   all.reserve(inputs.size());
-  const auto is_tensor = [](const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); };
+  std::unordered_map<const c10::TensorImpl*, std::size_t> first_of_tensor;
+  std::unordered_map<const c10::StorageImpl*, std::size_t> first_of_storage;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     Input input;
     input.same_as = input.shares_with = i;
-    if (!is_tensor(inputs[i])) {
+    if (!is_defined_tensor(inputs[i])) {
       input.value = inputs[i];
     } else {
       const at::Tensor& tensor = inputs[i].toTensor();
       input.tensor = geometry_of(tensor);
       input.requires_grad = tensor.requires_grad();
       input.is_leaf = tensor.is_leaf();
-      for (std::size_t j = 0; j < i; ++j) {
-        if (!is_tensor(inputs[j])) continue;
-        const at::Tensor& other = inputs[j].toTensor();
-        if (input.same_as == i && other.is_same(tensor)) input.same_as = j;
-        if (input.shares_with == i && other.is_alias_of(tensor)) input.shares_with = all[j].shares_with;
-      }
+      input.same_as = first_of_tensor.try_emplace(tensor.unsafeGetTensorImpl(), i).first->second;
+      if (const c10::StorageImpl* storage = storage_behind(tensor))
+        input.shares_with = first_of_storage.try_emplace(storage, i).first->second;
       // Only inputs that share memory may be merged, and how depends on what they are views of.
       input.is_view = input.shares_with != i && tensor.is_view();
     }
@@ -44,7 +56,30 @@ std::vector<CallGuard::Input> CallGuard::describe_all(const Values& inputs) {
   return all;
 }
 
-CallGuard::CallGuard(const Values& inputs) : inputs_(describe_all(inputs)), grad_mode_(c10::GradMode::is_enabled()) {}
+CallGuard::CallGuard(const Values& inputs, const Convention& convention)
+    : inputs_(describe_all(inputs)), names_(convention.names), grad_mode_(c10::GradMode::is_enabled()) {
+  for (std::size_t i = 0; i < inputs_.size(); ++i) any_sharing_ |= inputs_[i].shares_with != i || inputs_[i].same_as != i;
+}
+
+bool CallGuard::holds(const Values& inputs) const {
+  if (inputs.size() != inputs_.size() || c10::GradMode::is_enabled() != grad_mode_) return false;
+  if (any_sharing_) return difference(inputs).empty();
+  c10::SmallVector<const void*, 32> storages;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const Input& expected = inputs_[i];
+    if (is_defined_tensor(inputs[i]) != expected.tensor.has_value()) return false;
+    if (!expected.tensor) {
+      if (!same_plain_value(inputs[i], expected.value)) return false;
+      continue;
+    }
+    const at::Tensor& tensor = inputs[i].toTensor();
+    if (!has_geometry(tensor, *expected.tensor) || tensor.requires_grad() != expected.requires_grad || tensor.is_leaf() != expected.is_leaf)
+      return false;
+    if (const void* storage = storage_behind(tensor)) storages.push_back(storage);
+  }
+  std::sort(storages.begin(), storages.end());
+  return std::adjacent_find(storages.begin(), storages.end()) == storages.end();
+}
 
 std::string CallGuard::difference(const Values& inputs) const {
   if (inputs.size() != inputs_.size()) return fmt::format("{} inputs, the capture {}", inputs.size(), inputs_.size());
@@ -52,12 +87,12 @@ std::string CallGuard::difference(const Values& inputs) const {
   const std::vector<Input> now = describe_all(inputs);
   for (std::size_t i = 0; i < now.size(); ++i) {
     const Input &actual = now[i], &expected = inputs_[i];
-    const std::string who = fmt::format("input {}", i);
+    const std::string who = i < names_.size() ? names_[i] : fmt::format("input {}", i);
     if (actual.tensor.has_value() != expected.tensor.has_value())
       return fmt::format("{} is {}a tensor, in the capture {}", who, actual.tensor ? "" : "not ", expected.tensor ? "it is" : "it is not");
     if (!actual.tensor) {
-      const bool same = actual.value.tagKind() == expected.value.tagKind() && text_of(actual.value) == text_of(expected.value);
-      if (!same) return fmt::format("{} is {}, in the capture {}", who, text_of(actual.value), text_of(expected.value));
+      if (!same_plain_value(actual.value, expected.value))
+        return fmt::format("{} is {}, in the capture {}", who, text_of(actual.value), text_of(expected.value));
       continue;
     }
     const Geometry &is = *actual.tensor, &was = *expected.tensor;

@@ -5,12 +5,11 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <map>
 #include <string>
+#include <utility>
 
 #include "penstock/base/errors.h"
-#include "penstock/graph/fake_inputs.h"
-#include "penstock/graph/tracer.h"
+#include "penstock/graph/function_trace.h"
 #include "penstock/torch/fake.h"
 
 namespace penstock::graph {
@@ -25,24 +24,17 @@ at::Tensor fake_tangent(const Geometry& geometry) {
 
 class JointCapture {
  public:
-  JointCapture(const Values& inputs, const ViewAndMutationMeta& meta) : real_inputs_(inputs), meta_(meta) {
-    if (inputs.size() != meta.inputs.size())
-      throw ValueError(describe("graph: number of inputs", std::to_string(inputs.size()), std::to_string(meta.inputs.size()),
-                                "analyze the function with the inputs it is captured with"));
-  }
+  JointCapture(FunctionTrace& trace, const ViewAndMutationMeta& meta)
+      : trace_(trace), meta_(meta), tracer_(trace.tracer), inputs_(trace.inputs), outputs_(trace.outputs), primals_(trace.primals) {}
 
-  JointGraph run(const Function& function) {
-    make_primals();
-    const ModeGuard below(fake_mode_);
-    const ModeGuard on(tracer_);
-    {
-      const c10::AutoGradMode restore(c10::GradMode::is_enabled());
-      outputs_ = function(inputs_);
-    }
+  JointGraph run() {
     if (outputs_.size() != meta_.outputs.size())
       throw StateError(describe("graph: number of results of the captured function", std::to_string(outputs_.size()),
                                 std::to_string(meta_.outputs.size()) + " as when it was analyzed",
                                 "make the function do the same on every call"));
+    const ModeGuard below(trace_.fake_mode);
+    const ModeGuard on(tracer_);
+    result_.primals = primals_.size();
     collect_bases();
     return_forward();
     differentiate();
@@ -52,20 +44,6 @@ class JointCapture {
   }
 
  private:
-  void make_primals() {
-    for (std::size_t i = 0; i < real_inputs_.size(); ++i) {
-      if (!holds_tensor(real_inputs_[i])) {
-        inputs_.push_back(real_inputs_[i]);
-        continue;
-      }
-      const at::Tensor& real = real_inputs_[i].toTensor();
-      const at::Tensor primal = tracer_.add_input(to_fake(real), fmt::format("primals_{}", ++result_.primals));
-      primals_.push_back(primal);
-      // Not a leaf, so that the function may write it; what autograd refuses on leaves the analysis has found.
-      inputs_.emplace_back(primal.requires_grad() ? non_leaf_of(primal) : primal);
-    }
-  }
-
   void collect_bases() {
     bases_.resize(meta_.intermediate_bases);
     for (std::size_t i = 0; i < outputs_.size(); ++i)
@@ -117,12 +95,12 @@ class JointCapture {
     }
   }
 
-  const Values& real_inputs_;
+  FunctionTrace& trace_;
   const ViewAndMutationMeta& meta_;
-  FakeMode fake_mode_;
-  Tracer tracer_;
-  Values inputs_, outputs_;
-  std::vector<at::Tensor> primals_, bases_;
+  Tracer& tracer_;
+  const Values &inputs_, &outputs_;
+  const std::vector<at::Tensor>& primals_;
+  std::vector<at::Tensor> bases_;
   JointGraph result_;
 };
 
@@ -143,8 +121,24 @@ Graph capture_forward(const Function& function, const Values& inputs) {
   return std::move(tracer.graph);
 }
 
-JointGraph capture_joint(const Function& function, const Values& inputs, const ViewAndMutationMeta& meta) {
-  return JointCapture(inputs, meta).run(function);
+JointGraph capture_joint(FunctionTrace& trace, const ViewAndMutationMeta& meta) { return JointCapture(trace, meta).run(); }
+
+JointGraph capture_joint(const Function& function, const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention) {
+  if (inputs.size() != meta.inputs.size())
+    throw ValueError(describe("graph: number of inputs", std::to_string(inputs.size()), std::to_string(meta.inputs.size()),
+                              "analyze the function with the inputs it is captured with"));
+  FunctionTrace trace(function, inputs, convention, FunctionTrace::Leaves::Writable);
+  return capture_joint(trace, meta);
+}
+
+AnalyzedCapture analyze_and_capture(const Function& function, const Values& inputs, const Convention& convention) {
+  AnalyzedCapture result;
+  FunctionTrace trace(function, inputs, convention, FunctionTrace::Leaves::AsTheyAre);
+  result.meta = analyze(trace, {.convention = convention});
+  bool writes_leaf = false;
+  for (const InputInfo& input : result.meta.inputs) writes_leaf |= input.is_touched && input.is_leaf && input.requires_grad;
+  if (!writes_leaf) result.joint = capture_joint(trace, result.meta);
+  return result;
 }
 
 }  // namespace penstock::graph

@@ -19,6 +19,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <vector>
 
 #include "penstock/graph/analyze.h"
@@ -35,6 +36,14 @@ struct JointGraph {
   std::vector<TangentInfo> tangents;   // as meta.tangents, less those of results that are the same tensor as an earlier one
 };
 
-JointGraph capture_joint(const Function& function, const Values& inputs, const ViewAndMutationMeta& meta);
+JointGraph capture_joint(const Function& function, const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention = {});
+
+// Both from one run of the function, at half the price, for inputs that share no memory with each other. Without a joint graph where the
+// function writes a leaf that needs a gradient: then capture_joint() must run it again.
+struct AnalyzedCapture {
+  ViewAndMutationMeta meta;
+  std::optional<JointGraph> joint;
+};
+AnalyzedCapture analyze_and_capture(const Function& function, const Values& inputs, const Convention& convention = {});
 
 }  // namespace penstock::graph

@@ -89,22 +89,30 @@ struct GraphFunction : torch::autograd::Function<GraphFunction> {
 
 }  // namespace
 
-CapturedCall::CapturedCall(const Function& function, const Values& inputs, const CompileOptions& options)
-    : guard(inputs), user_meta(analyze(function, inputs)), plan(inputs, user_meta) {
+CapturedCall::CapturedCall(const Function& function, const Values& inputs, const CompileOptions& options, const Convention& convention)
+    : guard(inputs, convention), user_meta(first_look(function, inputs, convention)), plan(inputs, user_meta, convention) {
   const Function inner = plan.inner_function(function);
   const Values inner_inputs = plan.inner_inputs(inputs);
-  meta = plan.is_identity() ? user_meta : analyze(inner, inner_inputs);
-  joint = capture_joint(inner, inner_inputs, meta);
+  meta = plan.is_identity() ? user_meta : analyze(inner, inner_inputs, {.convention = plan.inner_convention()});
+  joint = early_joint_ && plan.is_identity() ? std::move(*early_joint_) : capture_joint(inner, inner_inputs, meta, plan.inner_convention());
+  early_joint_.reset();
   for (std::size_t i = 0; i < meta.mutated_at_run_time().size(); ++i)
     geometry_after_.push_back(joint.graph[joint.graph.outputs[i].value()].geometry);
   find_written_primals(inner_inputs);
-  joint.graph = functionalize(joint.graph);
+  joint.graph = functionalize(std::move(joint.graph));
   remove_dead_nodes(joint.graph);
   halves = options.partitioner == Partitioner::MinCut ? partition_min_cut(joint) : partition_default(joint);
   forward.emplace(halves.forward);
   backward.emplace(halves.backward);
   plan_returned();
   plan_saved();
+}
+
+ViewAndMutationMeta CapturedCall::first_look(const Function& function, const Values& inputs, const Convention& convention) {
+  if (guard.inputs_share_memory()) return analyze(function, inputs, {.convention = convention});
+  AnalyzedCapture captured = analyze_and_capture(function, inputs, convention);
+  early_joint_ = std::move(captured.joint);
+  return std::move(captured.meta);
 }
 
 std::size_t CapturedCall::output_of(const TangentInfo& tangent) const {
@@ -295,20 +303,19 @@ Values CapturedCall::run(const Values& inputs) {
 
 // ---- Compiled ----
 
-Compiled::Compiled(Function function, const CompileOptions& options) : function_(std::move(function)), options_(options) {}
+Compiled::Compiled(Function function, const CompileOptions& options, Convention convention)
+    : function_(std::move(function)), options_(options), convention_(std::move(convention)) {}
 Compiled::~Compiled() = default;
 Compiled::Compiled(Compiled&&) noexcept = default;
 Compiled& Compiled::operator=(Compiled&&) noexcept = default;
 
 Values Compiled::operator()(const Values& inputs) {
-  std::string difference;
-  for (auto call = calls_.rbegin(); call != calls_.rend(); ++call) {
-    difference = (*call)->guard.difference(inputs);
-    if (difference.empty()) return (*call)->run(inputs);
-  }
+  for (auto call = calls_.rbegin(); call != calls_.rend(); ++call)
+    if ((*call)->guard.holds(inputs)) return (*call)->run(inputs);
   if (!calls_.empty() && !options_.recapture)
-    throw StateError(fmt::format("graph: the capture does not hold for this call: {}; call it as it was captured, or set recapture", difference));
-  calls_.push_back(c10::make_intrusive<CapturedCall>(function_, inputs, options_));
+    throw StateError(fmt::format("graph: the capture does not hold for this call: {}; call it as it was captured, or set recapture",
+                                 calls_.back()->guard.difference(inputs)));
+  calls_.push_back(c10::make_intrusive<CapturedCall>(function_, inputs, options_, convention_));
   return calls_.back()->run(inputs);
 }
 

@@ -14,7 +14,7 @@ namespace penstock::graph {
 
 class CapturedCall final : public torch::CustomClassHolder {
  public:
-  CapturedCall(const Function& function, const Values& inputs, const CompileOptions& options);
+  CapturedCall(const Function& function, const Values& inputs, const CompileOptions& options, const Convention& convention);
 
   Values run(const Values& inputs);
 
@@ -34,6 +34,12 @@ class CapturedCall final : public torch::CustomClassHolder {
   };
 
   const CallGuard guard;
+
+ private:
+  std::optional<JointGraph> early_joint_;   // when one run of the function was enough
+  ViewAndMutationMeta first_look(const Function& function, const Values& inputs, const Convention& convention);
+
+ public:
   const ViewAndMutationMeta user_meta;
   const InputPlan plan;
   ViewAndMutationMeta meta;

@@ -39,7 +39,7 @@ class CapturedCall;
 
 class Compiled {
  public:
-  explicit Compiled(Function function, const CompileOptions& options = {});
+  explicit Compiled(Function function, const CompileOptions& options = {}, Convention convention = {});
   ~Compiled();
   Compiled(Compiled&&) noexcept;
   Compiled& operator=(Compiled&&) noexcept;
@@ -56,6 +56,7 @@ class Compiled {
  private:
   Function function_;
   CompileOptions options_;
+  Convention convention_;
   std::vector<c10::intrusive_ptr<CapturedCall>> calls_;
 };
 

@@ -16,11 +16,11 @@ struct PassOn final : torch::autograd::Node {
 
 }  // namespace
 
-at::Tensor non_leaf_of(const at::Tensor& leaf) {
+at::Tensor non_leaf_of(const at::Tensor& leaf, const at::Tensor& data) {
   auto node = std::make_shared<PassOn>();
   node->add_next_edge(torch::autograd::impl::gradient_edge(leaf));
-  // Shares what the leaf carries, under a version counter of its own.
-  at::Tensor result = leaf.variable_data();
+  // Shares what the data carries, under a version counter of its own.
+  at::Tensor result = data.variable_data();
   torch::autograd::create_gradient_edge(result, node);
   return result;
 }

@@ -370,4 +370,9 @@ class Functionalizer {
 
 Graph functionalize(const Graph& graph) { return Functionalizer(graph).run(); }
 
+Graph functionalize(Graph&& graph) {
+  if (count_writes(graph) > 0) return Functionalizer(graph).run();
+  return std::move(graph);
+}
+
 }  // namespace penstock::graph

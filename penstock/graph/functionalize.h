@@ -19,6 +19,8 @@
 namespace penstock::graph {
 
 Graph functionalize(const Graph& graph);
+// A graph without writes comes back as it is.
+Graph functionalize(Graph&& graph);
 
 // The operator that computes what `op` writes: the same name without the underscore, or the overload without `out`, with the same
 // other arguments. None when there is no such operator.

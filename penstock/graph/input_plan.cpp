@@ -59,7 +59,7 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   });
 }
 
-InputPlan::InputPlan(const Values& inputs, const ViewAndMutationMeta& meta) {
+InputPlan::InputPlan(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention) : convention_{convention.found, {}} {
   // The same tensor again: harmless unless it is written.
   std::unordered_map<const c10::TensorImpl*, std::size_t> first_place;
   std::vector<std::size_t> same_as(inputs.size());
@@ -80,6 +80,14 @@ InputPlan::InputPlan(const Values& inputs, const ViewAndMutationMeta& meta) {
     for (std::size_t i = 0; i < inputs.size(); ++i)
       if (same_as[i] != i) sources_[i] = sources_[same_as[i]];
   identity_ = bases_.empty() && !written_twice;
+  if (convention.names.empty()) return;
+  for (std::size_t i = 0; i < convention.found; ++i) convention_.names.push_back(convention.names[i]);
+  for (const Base& base : bases_) {
+    std::string name = "base of";
+    for (const std::size_t member : base.members) name += " " + convention.name_of(member);
+    convention_.names.push_back(std::move(name));
+  }
+  for (std::size_t i = convention.found; i < others_.size(); ++i) convention_.names.push_back(convention.name_of(others_[i]));
 }
 
 void InputPlan::merge_overlapping(const Values& inputs, const ViewAndMutationMeta& meta, const std::vector<std::size_t>& kept) {
@@ -101,6 +109,10 @@ void InputPlan::merge_overlapping(const Values& inputs, const ViewAndMutationMet
     Base base{members, /*whole_memory=*/true};
     for (const std::size_t member : members) {
       merged[member] = 1;
+      if (member < convention_.found)
+        throw NotImplemented(fmt::format("graph: input {}, a parameter or buffer, overlaps other inputs in memory, one of which is written; give "
+                                         "the function a copy",
+                                         member));
       const at::Tensor& tensor = inputs[member].toTensor();
       base.whole_memory &= !tensor.is_view();
       if (meta.inputs[member].mutates_metadata)
@@ -118,13 +130,13 @@ void InputPlan::merge_overlapping(const Values& inputs, const ViewAndMutationMet
         throw NotImplemented(fmt::format("graph: input {} overlaps a written input in memory, but they are not views of one tensor; give the "
                                          "function a copy",
                                          member));
-      sources_[member] = {bases_.size(), geometry_of(tensor)};
+      sources_[member] = {convention_.found + bases_.size(), geometry_of(tensor)};
     }
     bases_.push_back(std::move(base));
   }
   for (const std::size_t i : kept)
     if (!merged[i]) {
-      sources_[i] = {bases_.size() + others_.size(), std::nullopt};
+      sources_[i] = {i < convention_.found ? i : bases_.size() + others_.size(), std::nullopt};
       others_.push_back(i);
     }
 }
@@ -144,8 +156,9 @@ Values InputPlan::inner_inputs(const Values& inputs) const {
   if (identity_) return inputs;
   Values inner;
   inner.reserve(bases_.size() + others_.size());
+  for (std::size_t i = 0; i < convention_.found; ++i) inner.push_back(inputs[i]);
   for (const Base& base : bases_) inner.emplace_back(base_tensor(base, inputs));
-  for (const std::size_t i : others_) inner.push_back(inputs[i]);
+  for (std::size_t i = convention_.found; i < others_.size(); ++i) inner.push_back(inputs[others_[i]]);
   return inner;
 }
 

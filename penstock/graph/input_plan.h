@@ -7,10 +7,10 @@
 //
 // The same tensor given twice and written becomes one input. Inputs that overlap in memory, one of which is written, become one
 // synthetic base, the tensor that all of them are views of (or their whole memory, where they have no gradients), and are made from it
-// inside. Synthetic bases come first, then the other inputs in order. Inputs that share memory but are not written, or share it
+// inside. What the function finds by itself comes first, then synthetic bases, then the other inputs in order. Inputs that share memory but are not written, or share it
 // without overlapping, stay as they are.
 // Throws NotImplemented where overlapping inputs have no common base but need gradients, are of different dtypes, or one changes its
-// metadata.
+// metadata, or the function finds one by itself.
 #pragma once
 
 #include <cstddef>
@@ -23,12 +23,13 @@ namespace penstock::graph {
 
 class InputPlan {
  public:
-  InputPlan(const Values& inputs, const ViewAndMutationMeta& meta);
+  InputPlan(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention = {});
 
   // The function is called with what it would be called with anyway.
   bool is_identity() const { return identity_; }
   Values inner_inputs(const Values& inputs) const;
   Function inner_function(Function function) const;
+  const Convention& inner_convention() const { return convention_; }
 
  private:
   // Where an input of the function comes from.
@@ -47,7 +48,8 @@ class InputPlan {
   bool identity_ = true;
   std::vector<Source> sources_;      // one for each input of the function
   std::vector<Base> bases_;
-  std::vector<std::size_t> others_;  // inputs that are handed on
+  std::vector<std::size_t> others_;  // inputs that are handed on, those first that the function finds by itself
+  Convention convention_;            // of the inner function
 };
 
 // True when two tensors have an element in common. Exact up to a million elements, above that by the range they reach.

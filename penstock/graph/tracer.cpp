@@ -4,6 +4,7 @@
 #include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 
+#include <typeinfo>
 #include <utility>
 
 #include "penstock/base/errors.h"
@@ -30,41 +31,64 @@ bool any_wrapper_in(c10::ArrayRef<c10::IValue> values) {
 }  // namespace
 
 at::Tensor Tracer::add_input(at::Tensor fake, std::string name) {
-  if (!is_fake(fake) || values_.contains(identity_of(fake)))
+  const FakeNote* note = fake_note(fake);
+  if (!note || note->owner == note_owner_)
     throw TypeError(fmt::format("graph: input '{}' is {}, expected a fake tensor of its own; make it with to_fake", name,
-                                is_fake(fake) ? "another value already" : "a real tensor"));
-  graph.inputs.push_back({define(fake), std::move(name)});
+                                note ? "another value already" : "a real tensor"));
+  graph.inputs.push_back({define(fake, new_storage(fake)), std::move(name)});
   return fake;
 }
 
-StorageId Tracer::storage_of(const at::Tensor& tensor) {
-  const c10::Storage& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
-  const auto [entry, is_new] = storages_.try_emplace(storage.unsafeGetStorageImpl());
-  if (is_new) {
-    entry->second = graph.new_storage();
-    held_storages_.push_back(storage);
-  }
-  return entry->second;
+StorageId Tracer::new_storage(const at::Tensor& tensor) {
+  storage_address_.push_back(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  return graph.new_storage();
 }
 
-ValueId Tracer::define(const at::Tensor& tensor) {
-  const ValueId value = graph.new_value(geometry_of(tensor), storage_of(tensor));
-  const auto [entry, is_new] = values_.insert_or_assign(identity_of(tensor), value);
+StorageId Tracer::storage_of(const at::Tensor& tensor) { return graph[value_of(tensor)].storage; }
+
+// The memory of one of the arguments or of an earlier result of the same node, or new memory.
+StorageId Tracer::storage_of_result(const at::Tensor& tensor, const Node& node) {
+  const c10::StorageImpl* address = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  for (const Operand& argument : node.arguments)
+    for (const ValueId value : argument.values)
+      if (value != kNoValue && storage_address_[index_of(graph[value].storage)] == address) return graph[value].storage;
+  for (std::size_t i = first_result_; i < graph.values.size(); ++i)
+    if (const StorageId storage = graph.values[i].storage; storage_address_[index_of(storage)] == address) return storage;
+  return new_storage(tensor);
+}
+
+ValueId Tracer::define(const at::Tensor& tensor, StorageId storage) {
+  const ValueId value = graph.new_value(geometry_of(tensor), storage);
+  if (FakeNote* note = fake_note(tensor)) [[likely]] {
+    *note = {note_owner_, static_cast<std::int32_t>(value)};
+    return value;
+  }
+  const auto [entry, is_new] = others_.insert_or_assign(identity_of(tensor), value);
   if (is_new) {
     if (Payload* payload = payload_of(tensor))
       held_payloads_.push_back(PayloadPtr::reclaim_copy(payload));
     else
       held_tensors_.push_back(tensor);
   }
-  return entry->second;
+  return value;
 }
 
 ValueId Tracer::value_of(const at::Tensor& tensor) {
-  if (const auto known = values_.find(identity_of(tensor)); known != values_.end()) return known->second;
+  if (const FakeNote* note = fake_note(tensor)) [[likely]] {
+    if (note->owner == note_owner_) return ValueId{note->value};
+  } else if (const auto known = others_.find(identity_of(tensor)); known != others_.end()) {
+    return known->second;
+  }
   if (is_wrapper(tensor))
     throw StateError(fmt::format("graph: a tensor of kind {} came into the captured function from outside; hand it over as an input",
                                  payload_of(tensor)->kind()));
-  const ValueId value = define(tensor);
+  const c10::Storage& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+  const auto [entry, is_new] = storages_of_others_.try_emplace(storage.unsafeGetStorageImpl());
+  if (is_new) {
+    entry->second = new_storage(tensor);
+    held_storages_.push_back(storage);
+  }
+  const ValueId value = define(tensor, entry->second);
   graph.constants.push_back({value, tensor.detach()});
   return value;
 }
@@ -74,30 +98,42 @@ Operand Tracer::operand_of(const c10::IValue& value) {
   return value.toTensor().defined() ? Operand::of(value_of(value.toTensor())) : Operand::of(kNoValue);
 }
 
+// What autograd would differentiate must be an input: nobody would get the gradient of a constant.
+void Tracer::check_constant(const at::Tensor& tensor) const {
+  if (is_wrapper(tensor) || !tensor.requires_grad() || phase == Phase::Backward || !c10::GradMode::is_enabled()) return;
+  throw StateError(fmt::format("graph: the captured function uses a tensor of sizes [{}] that needs a gradient and is none of its inputs; hand it "
+                               "over as an input, or register it as a parameter of the module",
+                               fmt::join(tensor.sizes(), ", ")));
+}
+
 Operand Tracer::argument_of(ArgumentTraits::Kind kind, const c10::IValue& value) {
   if (value.isTensor()) {
     const at::Tensor& tensor = value.toTensor();
+    if (tensor.defined()) check_constant(tensor);
     return !tensor.defined() || is_number(tensor) ? Operand::of(value) : Operand::of(value_of(tensor));
   }
   if ((kind != ArgumentTraits::Kind::TensorList && kind != ArgumentTraits::Kind::OptionalTensorList) || !value.isList())
     return Operand::of(value);
   Operand operand;
   operand.kind = kind == ArgumentTraits::Kind::TensorList ? Operand::Kind::TensorList : Operand::Kind::OptionalTensorList;
-  for (const c10::IValue& element : value.toListRef())
-    operand.values.push_back(element.isTensor() && element.toTensor().defined() ? value_of(element.toTensor()) : kNoValue);
+  for (const c10::IValue& element : value.toListRef()) {
+    const bool given = element.isTensor() && element.toTensor().defined();
+    if (given) check_constant(element.toTensor());
+    operand.values.push_back(given ? value_of(element.toTensor()) : kNoValue);
+  }
   return operand;
 }
 
 // The value of a written argument: another one when writing changed its geometry.
 ValueId Tracer::rewritten(const at::Tensor& tensor) {
   const ValueId value = value_of(tensor);
-  return has_geometry(tensor, graph[value].geometry) ? value : define(tensor);
+  return has_geometry(tensor, graph[value].geometry) ? value : define(tensor, graph[value].storage);
 }
 
-Operand Tracer::record_result(const ReturnAlias& alias, const c10::IValue& value) {
+Operand Tracer::record_result(const ReturnAlias& alias, const c10::IValue& value, const Node& node) {
   const auto record = [&](const at::Tensor& tensor) {
     if (!tensor.defined()) return kNoValue;
-    return alias.kind == ReturnAlias::Kind::Same ? rewritten(tensor) : define(tensor);
+    return alias.kind == ReturnAlias::Kind::Same ? rewritten(tensor) : define(tensor, storage_of_result(tensor, node));
   };
   if (value.isTensor()) return Operand::of(record(value.toTensor()));
   if (!value.isTensorList()) return Operand::of(c10::IValue());
@@ -105,6 +141,15 @@ Operand Tracer::record_result(const ReturnAlias& alias, const c10::IValue& value
   operand.kind = Operand::Kind::TensorList;
   for (const c10::IValue& element : value.toListRef()) operand.values.push_back(record(element.toTensor()));
   return operand;
+}
+
+// Where nothing but fake tensors is below there is no need to ask the dispatcher.
+void Tracer::run_below(const c10::OperatorHandle& op, Stack* stack) {
+  Mode* below = current_mode();
+  if (below && typeid(*below) == typeid(FakeMode)) [[likely]]
+    static_cast<FakeMode*>(below)->dispatch(op, stack);
+  else
+    op.callBoxed(stack);
 }
 
 void Tracer::dispatch(const c10::OperatorHandle& op, Stack* stack) {
@@ -118,16 +163,25 @@ void Tracer::dispatch(const c10::OperatorHandle& op, Stack* stack) {
   const c10::ArrayRef<c10::IValue> arguments(stack->data() + base, traits.arguments.size());
   if (traits.mutates || any_wrapper_in(arguments)) [[likely]] {
     read_arguments(arguments);
-    op.callBoxed(stack);
+    // While the operator runs, so that no result gets the address of what an argument had.
+    c10::SmallVector<at::Tensor, 6> kept;
+    for (const c10::IValue& argument : arguments) {
+      if (argument.isTensor())
+        kept.push_back(argument.toTensor());
+      else if (argument.isList())
+        for_each_tensor(argument, [&](const at::Tensor& tensor) { kept.push_back(tensor); });
+    }
+    run_below(op, stack);
   } else {
     // A factory, or a step over constants. Only the result tells.
     const std::vector<c10::IValue> kept = arguments.vec();
-    op.callBoxed(stack);
+    run_below(op, stack);
     if (!any_wrapper_in(c10::ArrayRef<c10::IValue>(stack->data() + base, traits.returns.size()))) return;
     read_arguments(kept);
   }
   node.results.reserve(traits.returns.size());
-  for (std::size_t i = 0; i < traits.returns.size(); ++i) node.results.push_back(record_result(traits.returns[i], (*stack)[base + i]));
+  first_result_ = graph.values.size();
+  for (std::size_t i = 0; i < traits.returns.size(); ++i) node.results.push_back(record_result(traits.returns[i], (*stack)[base + i], node));
   graph.nodes.push_back(std::move(node));
 }
 

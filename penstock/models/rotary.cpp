@@ -1,6 +1,7 @@
 #include "penstock/models/rotary.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <fmt/format.h>
 
 #include <tuple>
@@ -17,6 +18,10 @@ using TableKey = std::pair<at::Device, at::ScalarType>;
 
 bool comes_before(const TableKey& a, const TableKey& b) {
   return std::make_tuple(a.first.type(), a.first.index(), a.second) < std::make_tuple(b.first.type(), b.first.index(), b.second);
+}
+
+bool is_here(at::Device device) {
+  return device.is_cpu() || (c10::impl::hasDeviceGuardImpl(device.type()) && c10::impl::getDeviceGuardImpl(device.type())->deviceCount() > device.index());
 }
 
 }  // namespace
@@ -36,9 +41,10 @@ const at::Tensor& Rotary::table_for(const at::Tensor& like, at::Tensor& fake) {
   {
     const NoModesGuard real;
     table = at::polar(at::ones_like(angles_), angles_).to(dtype).unsqueeze(1);
-    if (!is_fake(like)) return tables_[key] = table.to(like.device());
+    // Real for fake tensors, too: whoever captures the model finds a constant.
+    if (!is_fake(like) || is_here(like.device())) return tables_[key] = table.to(like.device());
   }
-  fake = to_fake(table, like.device());  // perhaps of a device that is not here
+  fake = to_fake(table, like.device());
   return fake;
 }
 

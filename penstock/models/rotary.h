@@ -6,7 +6,7 @@
 //   q = rotate(q, turns);                                             // [batch, length, heads, head width]
 //
 // Angles are computed in float64 and kept as complex numbers, float32 or float64 as the model is. Tables of a device are made when first
-// asked for (that one copy waits for the device); fake tensors get fake ones. One thread uses it.
+// asked for (that one copy waits for the device); fake tensors of a device that is not here get fake ones. One thread uses it.
 #pragma once
 
 #include <ATen/core/Tensor.h>

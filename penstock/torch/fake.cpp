@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 
 #include "penstock/torch/fake_payload.h"
@@ -337,6 +338,16 @@ void FakeMode::dispatch(const c10::OperatorHandle& op, Stack* stack) {
 }
 
 bool is_fake(const at::Tensor& tensor) { return tensor.defined() && payload_as<detail::FakePayload>(tensor) != nullptr; }
+
+FakeNote* fake_note(const at::Tensor& tensor) {
+  detail::FakePayload* payload = payload_as<detail::FakePayload>(tensor);
+  return payload ? &payload->note : nullptr;
+}
+
+std::uint64_t new_note_owner() {
+  static std::atomic<std::uint64_t> last{0};
+  return last.fetch_add(1, std::memory_order_relaxed) + 1;
+}
 
 at::Tensor to_fake(const at::Tensor& real) { return to_fake(real, real.device()); }
 

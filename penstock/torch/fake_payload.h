@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "penstock/torch/fake.h"
+#include "penstock/torch/fake_note.h"
 #include "penstock/torch/wrapper.h"
 
 namespace penstock::detail {
@@ -39,6 +40,8 @@ class FakePayload final : public Payload {
     std::uint32_t version;
   };
   std::unique_ptr<Compared> compared;
+
+  FakeNote note;
 };
 
 // The fake tensor around a meta tensor. `viewed`: as for make_wrapper.

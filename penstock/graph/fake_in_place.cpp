@@ -1,0 +1,53 @@
+#include "penstock/graph/fake_in_place.h"
+
+#include <torch/csrc/autograd/variable.h>
+
+#include <mutex>
+
+#include "penstock/base/errors.h"
+#include "penstock/torch/fake.h"
+#include "penstock/torch/wrapper.h"
+
+namespace penstock::graph {
+namespace {
+
+std::weak_ptr<torch::autograd::Node> accumulator_of(const at::Tensor& tensor) {
+  auto* autograd = torch::autograd::impl::get_autograd_meta(tensor);
+  if (!autograd) return {};
+  const std::lock_guard lock(autograd->mutex_);
+  return autograd->grad_accumulator_;
+}
+
+}  // namespace
+
+FakeInPlace::FakeInPlace(const std::vector<at::Tensor>& tensors) {
+  replaced_.reserve(tensors.size());
+  try {
+    for (const at::Tensor& tensor : tensors) {
+      if (is_wrapper(tensor))
+        throw TypeError(describe("graph: a parameter or buffer", "a tensor of kind " + std::string(payload_of(tensor)->kind()),
+                                 "a real, plain tensor", "materialize the module before it is captured"));
+      Replaced replaced{tensor, tensor.variable_data(), accumulator_of(tensor)};
+      replace_data(tensor, to_fake(replaced.real));
+      replaced_.push_back(std::move(replaced));
+    }
+  } catch (...) {
+    restore();
+    throw;
+  }
+}
+
+FakeInPlace::~FakeInPlace() { restore(); }
+
+void FakeInPlace::restore() noexcept {
+  for (const Replaced& replaced : replaced_) {
+    replace_data(replaced.tensor, replaced.real);
+    if (auto* autograd = torch::autograd::impl::get_autograd_meta(replaced.tensor)) {
+      const std::lock_guard lock(autograd->mutex_);
+      autograd->grad_accumulator_ = replaced.accumulator;
+    }
+  }
+  replaced_.clear();
+}
+
+}  // namespace penstock::graph

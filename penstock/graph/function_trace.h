@@ -1,0 +1,43 @@
+// One run of a function in shape, recorded, with what autograd knows of it still at hand: what analysis and capture look at.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "penstock/graph/analyze.h"
+#include "penstock/graph/capture.h"
+#include "penstock/graph/fake_in_place.h"
+#include "penstock/graph/tracer.h"
+#include "penstock/torch/fake.h"
+
+namespace penstock::graph {
+
+class FunctionTrace {
+ public:
+  // Whether inputs that are leaves and need a gradient are leaves inside, so that autograd refuses what it would refuse in earnest, or may
+  // be written like results of something.
+  enum class Leaves : std::uint8_t { AsTheyAre, Writable };
+
+  FunctionTrace(const Function& function, const Values& inputs, const Convention& convention, Leaves leaves);
+
+  static bool is_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
+
+  const std::vector<Geometry> before;       // of the inputs
+  const FakeInPlace found;                  // held until everything below is gone
+  FakeMode fake_mode;
+  Tracer tracer;
+  Values inputs, outputs;                   // of the function, fake
+  std::vector<at::Tensor> primals;          // inputs of the graph: one for each tensor among the inputs
+  std::vector<char> is_leaf;                // of the inputs, in earnest
+  std::optional<bool> grad_mode_after;      // what the function left grad mode at, when it changed it
+
+ private:
+  void make_inputs(const Values& real_inputs, const Convention& convention, Leaves leaves);
+};
+
+// What analyze() and capture_joint() do with a trace. The second takes the trace's graph.
+ViewAndMutationMeta analyze(FunctionTrace& trace, const AnalyzeOptions& options);
+JointGraph capture_joint(FunctionTrace& trace, const ViewAndMutationMeta& meta);
+
+}  // namespace penstock::graph

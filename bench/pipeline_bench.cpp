@@ -6,7 +6,8 @@
 //   pipeline_bench --d 256 --schedule 1F1B --trace step.json          also writes the last step, for penstock trace and Perfetto
 //
 // --linear: "joined" computes the weight gradients of linear layers for all microbatches at once (StageOptions::join_weight_gradients),
-// "deferred" those of each microbatch in its weight pass, "plain" leaves them to autograd.
+// "deferred" those of each microbatch in its weight pass, "plain" leaves them to autograd, "captured" replays stages as graphs
+// (graph::compile), whose backward is not split.
 // Efficiency is the simulated time of the step, from the medians of its own actions, over the measured one. "one process" is a plain loop
 // over the microbatches on one core.
 // Ours and the peer's run alternately; the median over the repeats of each run's median step counts. Export OMP_NUM_THREADS=1 and
@@ -26,6 +27,7 @@
 #include <thread>
 
 #include "penstock/base/env.h"
+#include "penstock/graph/compiled_module.h"
 #include "penstock/pipeline/deferred_linear.h"
 #include "penstock/pipeline/schedules.h"
 #include "penstock/pipeline/trace_comparison.h"
@@ -70,6 +72,23 @@ struct BlockImpl : torch::nn::Module {
   torch::nn::Linear fc1, fc2;
 };
 TORCH_MODULE(Block);
+
+// Those of a stage, as one module.
+struct BlocksImpl : torch::nn::Module {
+  explicit BlocksImpl(std::vector<Block> given) : blocks(std::move(given)) {
+    for (std::size_t i = 0; i < blocks.size(); ++i) register_module(std::to_string(i), blocks[i]);
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (Block& block : blocks) x = block->forward(x);
+    return x;
+  }
+  std::vector<Block> blocks;
+};
+
+StageModule captured(std::vector<Block> blocks) {
+  const auto module = graph::compile(std::make_shared<BlocksImpl>(std::move(blocks)));
+  return StageModule([module](const at::Tensor& x) { return module->forward(x); }, {module});
+}
 
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
@@ -139,7 +158,7 @@ int run_one_process(const Config& config) {
 // One rank of one run; rank 0 prints the line that the parent reads.
 int run_rank(const Config& config) {
   at::set_num_threads(1);
-  deferred_layers = config.linear != "plain";
+  deferred_layers = config.linear == "joined" || config.linear == "deferred";
   comm::World world = comm::World::from_env();
   const auto kind = schedule::schedule_kind(config.schedule);
   const int per_rank = schedule::required_stages_per_rank(kind).value_or(2);
@@ -149,11 +168,18 @@ int run_rank(const Config& config) {
   std::vector<PipelineStage> stages;
   const auto mine = schedule::rank_to_stages(schedule::placement_of(kind), world.size(), count)[static_cast<std::size_t>(world.rank())];
   for (const int index : mine) {
-    std::vector<StageModule> parts;
-    for (int i = index * kBlocks / count; i < (index + 1) * kBlocks / count; ++i) parts.emplace_back(blocks[static_cast<std::size_t>(i)]);
+    const std::vector<Block> own(blocks.begin() + index * kBlocks / count, blocks.begin() + (index + 1) * kBlocks / count);
     StageOptions how;
     how.join_weight_gradients = config.linear == "joined";
-    stages.emplace_back(StageModule::chain(parts), index, count, at::kCPU, how);
+    if (config.linear == "captured") {
+      const at::Tensor example = at::empty({config.mb, kSequence, config.d});  // shapes are known: nothing is tried out
+      how.input_args = how.output_args = std::vector<at::Tensor>{example};
+      how.output_args->front() = example.clone().requires_grad_();
+      if (index > 0) how.input_args = how.output_args;
+      stages.emplace_back(captured(own), index, count, at::kCPU, how);
+      continue;
+    }
+    stages.emplace_back(StageModule::chain({own.begin(), own.end()}), index, count, at::kCPU, how);
   }
   PipelineOptions options{world};
   options.p2p = config.p2p == "ucx" ? comm::P2PTransport::Ucx : config.p2p == "gloo" ? comm::P2PTransport::Gloo : comm::P2PTransport::Auto;
@@ -237,7 +263,7 @@ int main(int argc, char** argv) {
       *texts.at(flag) = argv[++i];
       if (flag == "--schedule") all_schedules = false;
     } else {
-      fmt::print("usage: pipeline_bench [--schedule NAME] [--d N] [--mb N] [--nmb N] [--steps N] [--repeats N] [--p2p auto|gloo|ucx] [--linear joined|deferred|plain] [--trace FILE] [--peer \"python3 bench/pipeline_peer.py\"]\n");
+      fmt::print("usage: pipeline_bench [--schedule NAME] [--d N] [--mb N] [--nmb N] [--steps N] [--repeats N] [--p2p auto|gloo|ucx] [--linear joined|deferred|plain|captured] [--trace FILE] [--peer \"python3 bench/pipeline_peer.py\"]\n");
       return flag == "--help" ? 0 : 2;
     }
   }

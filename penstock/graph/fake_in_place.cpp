@@ -11,9 +11,9 @@
 namespace penstock::graph {
 namespace {
 
-std::weak_ptr<torch::autograd::Node> accumulator_of(const at::Tensor& tensor) {
+WeakNodePtr accumulator_of(const at::Tensor& tensor) {
   auto* autograd = torch::autograd::impl::get_autograd_meta(tensor);
-  if (!autograd) return {};
+  if (!autograd) return WeakNodePtr(NodePtr());
   const std::lock_guard lock(autograd->mutex_);
   return autograd->grad_accumulator_;
 }

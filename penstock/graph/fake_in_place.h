@@ -11,10 +11,10 @@
 #pragma once
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/function.h>
 
-#include <memory>
 #include <vector>
+
+#include "penstock/torch/autograd_node.h"
 
 namespace penstock::graph {
 
@@ -29,7 +29,7 @@ class FakeInPlace {
  private:
   struct Replaced {
     at::Tensor tensor, real;
-    std::weak_ptr<torch::autograd::Node> accumulator;  // replacing the data would make another, without the hooks of this one
+    WeakNodePtr accumulator;  // replacing the data would make another, without the hooks of this one
   };
   void restore() noexcept;
 

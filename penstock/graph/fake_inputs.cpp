@@ -3,8 +3,9 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <memory>
 #include <utility>
+
+#include "penstock/torch/autograd_node.h"
 
 namespace penstock::graph {
 namespace {
@@ -17,7 +18,7 @@ struct PassOn final : torch::autograd::Node {
 }  // namespace
 
 at::Tensor non_leaf_of(const at::Tensor& leaf, const at::Tensor& data) {
-  auto node = std::make_shared<PassOn>();
+  auto node = make_node<PassOn>();
   node->add_next_edge(torch::autograd::impl::gradient_edge(leaf));
   // Shares what the data carries, under a version counter of its own.
   at::Tensor result = data.variable_data();

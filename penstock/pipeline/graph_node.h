@@ -1,30 +1,16 @@
-// Nodes of our own in graphs of autograd: what making and starting them needs, in the same words for every LibTorch.
+// A backward that starts at many places of a graph of autograd.
 #pragma once
 
 #include <ATen/ATen.h>
-#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
 
-#include <memory>
-#include <type_traits>
 #include <utility>
 
+#include "penstock/torch/autograd_node.h"
+
 namespace penstock {
-
-// std::shared_ptr or c10::intrusive_ptr, as the version has it.
-using NodePtr = decltype(torch::autograd::Edge::function);
-
-template <class T, class... Args>
-auto make_node(Args&&... args) {
-  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>)
-    // deleteNode takes long chains of nodes down in a loop, where plain destructors would recurse. Found by its argument.
-    return std::shared_ptr<T>(new T(std::forward<Args>(args)...), [](T* node) { deleteNode(node); });
-  else
-    return c10::make_intrusive<T>(std::forward<Args>(args)...);
-}
 
 // The root of a backward that starts at many places. Unlike the engine's own root it gives each gradient away, so that a gradient
 // dies as soon as it is used, and places may be started without one.

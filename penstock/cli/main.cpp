@@ -2,8 +2,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
 #include <cstdio>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -13,15 +13,18 @@
 
 namespace {
 
-// CLI11 reports an unknown command as a missing one; a typo deserves the name that was meant.
-void require_known_command(const CLI::App& app, int argc, char** argv) {
-  if (argc < 2 || argv[1][0] == '-') return;
+// CLI11 reports an unknown command as a missing one; a typo deserves the name that was meant. `words`: what follows the name of `app`.
+void require_known_command(const CLI::App& app, std::span<char* const> words) {
+  const std::vector<const CLI::App*> commands = app.get_subcommands([](const CLI::App*) { return true; });
+  if (commands.empty() || words.empty() || words[0][0] == '-') return;
   std::vector<std::string> names;
-  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) names.push_back(command->get_name());
-  if (std::find(names.begin(), names.end(), argv[1]) != names.end()) return;
-  const std::string nearest = penstock::nearest_name(argv[1], names);
-  throw penstock::ConfigError(penstock::describe("command", fmt::format("\"{}\"", argv[1]), fmt::format("one of {}", fmt::join(names, ", ")),
-                                                 nearest.empty() ? "see penstock --help" : fmt::format("did you mean {}?", nearest)));
+  for (const CLI::App* command : commands) {
+    if (command->get_name() == words[0]) return require_known_command(*command, words.subspan(1));
+    names.push_back(command->get_name());
+  }
+  const std::string nearest = penstock::nearest_name(words[0], names);
+  throw penstock::ConfigError(penstock::describe(app.get_parent() == nullptr ? "command" : fmt::format("command of {}", app.get_name()), fmt::format("\"{}\"", words[0]), fmt::format("one of {}", fmt::join(names, ", ")),
+                                                 nearest.empty() ? "see --help" : fmt::format("did you mean {}?", nearest)));
 }
 
 }  // namespace
@@ -46,8 +49,9 @@ int main(int argc, char** argv) {
   cli::add_generate_command(app, outcome);
   cli::add_report_command(app, outcome);
   cli::add_parity_command(app, outcome);
+  cli::add_inspect_command(app, outcome);
   try {
-    require_known_command(app, argc, argv);
+    require_known_command(app, std::span(argv, static_cast<std::size_t>(argc)).subspan(1));
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     const int code = app.exit(error);  // prints help, version or what is wrong

@@ -1,6 +1,5 @@
 // penstock parity: whether training in a layout is the training of one process.
 #include <fmt/format.h>
-#include <stdlib.h>
 #include <torch/cuda.h>
 
 #include <cstdio>
@@ -9,14 +8,11 @@
 #include <fstream>
 #include <memory>
 #include <string>
-#include <system_error>
-#include <utility>
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/base/files.h"
-#include "penstock/base/log.h"
 #include "penstock/cli/commands.h"
+#include "penstock/cli/work_folder.h"
 #include "penstock/comm/launch_cores.h"
 #include "penstock/comm/launcher.h"
 #include "penstock/comm/world.h"
@@ -40,36 +36,6 @@ struct ParityFlags {
   std::string keep;                 // folder that stays
   std::string worker;               // folder: this process is a rank of `side`
   std::string side;
-};
-
-// Gone with the comparison.
-class WorkFolder {
- public:
-  explicit WorkFolder(const std::string& keep) : keeps_(!keep.empty()) {
-    if (keeps_) {
-      path_ = fs::absolute(keep);
-      if (fs::exists(path_) && !fs::is_empty(path_)) throw ConfigError(describe("--keep", keep, "a folder that is new or empty", "name another one"));
-      fs::create_directories(path_);
-      return;
-    }
-    std::string name = (fs::temp_directory_path() / "penstock-parity-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw ConfigError(describe("temporary folder", name, "a place that can be written", "set TMPDIR"));
-    path_ = name;
-  }
-  ~WorkFolder() {
-    if (keeps_) return;
-    std::error_code error;
-    remove_tree(path_, error);
-    if (error) log().warn("parity: {} could not be removed: {}", path_.string(), error.message());
-  }
-  WorkFolder(const WorkFolder&) = delete;
-  WorkFolder& operator=(const WorkFolder&) = delete;
-
-  const fs::path& path() const { return path_; }
-
- private:
-  bool keeps_;
-  fs::path path_;
 };
 
 fs::path config_path(const fs::path& folder, const std::string& side) { return folder / (side + ".toml"); }
@@ -121,7 +87,7 @@ int run(const CLI::App& command, const ParityFlags& flags) {
   if (flags.tolerance >= 0) tolerance = {.gradients = flags.tolerance, .parameters = 10 * flags.tolerance};
   if (flags.parameter_tolerance >= 0) tolerance.parameters = flags.parameter_tolerance;
 
-  const WorkFolder folder(flags.keep);
+  const WorkFolder folder("parity", flags.keep);
   write_config(config_path(folder.path(), kOne), one);
   write_config(config_path(folder.path(), kLayout), layout);
   const int ranks = static_cast<int>(layout.config.layout.ranks), threads = comm::threads_per_rank(comm::available_cores(), ranks);

@@ -27,7 +27,7 @@ std::int64_t steady_now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-void execute(const Program& program, StepActions& actions, StepProgress& progress, std::vector<TimedInstruction>* times) {
+void execute(const Program& program, StepActions& actions, StepProgress& progress, std::vector<TimedInstruction>* times, const std::function<void()>& after) {
   const auto& instructions = program.instructions;
   if (times != nullptr) times->assign(instructions.size() + 1, {});
   std::int64_t now = steady_now_ns();
@@ -51,6 +51,10 @@ void execute(const Program& program, StepActions& actions, StepProgress& progres
     if (times != nullptr)
       for (std::size_t member = 0; member < length; ++member) (*times)[i + member] = {now, end};
     now = end;
+    if (after) {
+      after();
+      now = steady_now_ns();
+    }
     i += length;
   }
   progress.enter(StepProgress::kFinishing, now);

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <vector>
@@ -65,7 +66,7 @@ class StepProgress {
 std::int64_t steady_now_ns();
 
 // Executes the program once. `times`, if given, gets one entry per instruction and one for the end. An exception of an action passes
-// through and leaves `progress` where it happened.
-void execute(const Program& program, StepActions& actions, StepProgress& progress, std::vector<TimedInstruction>* times = nullptr);
+// through and leaves `progress` where it happened. `after`, if given, is called behind each instruction; its time is in none of them.
+void execute(const Program& program, StepActions& actions, StepProgress& progress, std::vector<TimedInstruction>* times = nullptr, const std::function<void()>& after = {});
 
 }  // namespace penstock::pipeline

@@ -204,7 +204,7 @@ struct PipelineRuntime::Impl {
         gradients.divide_stage(stage);
         if (options.gradients_done) options.gradients_done(stage);
       });
-      pipeline::execute(has_backward ? training : evaluation, actions, progress, &times);
+      pipeline::execute(has_backward ? training : evaluation, actions, progress, &times, has_backward ? observer : std::function<void()>());
       if (has_backward) {
         gradients.divide_all();
         copies.sum();
@@ -344,6 +344,7 @@ struct PipelineRuntime::Impl {
   std::string failure;
   StepReport last;
   std::unique_ptr<pipeline::StepRecording> recording;  // with device_graph
+  std::function<void()> observer;
   std::atomic<const Program*> running = &training;  // in this step, or the last one
   std::optional<pipeline::ClockOffset> clock;
   std::unique_ptr<pipeline::StepWatch> watch;  // the first to go: it looks at the others
@@ -374,6 +375,7 @@ std::optional<pipeline::StepTrace> PipelineRuntime::trace_last_step(bool align_a
 void PipelineRuntime::write_trace(const std::string& path) {
   if (const auto trace = impl_->trace(false)) pipeline::write_trace(*trace, path);
 }
+void PipelineRuntime::set_instruction_observer(std::function<void()> observer) { impl_->observer = std::move(observer); }
 void PipelineRuntime::set_loss_scale(double scale) { impl_->options.loss_scale = scale; }
 void PipelineRuntime::set_step(std::int64_t step) { impl_->steps_done = step; }
 double PipelineRuntime::loss_scale() const { return impl_->options.loss_scale; }

@@ -108,6 +108,9 @@ class PipelineRuntime {
   // The same, written by the first rank to a file that Perfetto and `penstock trace` read. ConfigError there if that fails.
   void write_trace(const std::string& path);
 
+  // Called behind every instruction of later training steps, on the thread that runs them: for who measures. None: an empty function.
+  void set_instruction_observer(std::function<void()> observer);
+
   void set_loss_scale(double scale);
   // The number that the next training step has in StepContext; later ones count on. 0 at the beginning.
   void set_step(std::int64_t step);

@@ -1,6 +1,7 @@
 #include "penstock/shard/group_reduction.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include "penstock/dtensor/dtensor.h"
 #include "penstock/dtensor/dtensor_payload.h"
 #include "penstock/shard/piece_copy.h"
+#include "penstock/torch/streams.h"
 
 namespace penstock {
 
@@ -95,17 +97,47 @@ void GroupReduction::finish() {
   wait_for_shards();
   finished_ = true;
   const at::NoGradGuard no_grad;
+  const bool to_cpu = group_->options().offload.to_cpu && group_->device().is_cuda();
   for (Bucket& bucket : buckets_) {
     bucket.work.wait();
-    if (!kept_) write(bucket);
+    if (kept_) continue;
+    divide(bucket);
+    if (to_cpu)
+      start_copy(bucket);
+    else
+      write(bucket);
   }
+}
+
+void GroupReduction::divide(Bucket& bucket) const {
+  if (group_->gradient_divide_factor) bucket.reduced.narrow(0, 0, bucket.width).div_(*group_->gradient_divide_factor);
+}
+
+void GroupReduction::start_copy(Bucket& bucket) {
+  const at::Tensor source = bucket.reduced;
+  const c10::Stream main = current_stream(source.device());
+  if (!copies_) copies_ = side_stream(source.device());
+  order_after(*copies_, main);
+  {
+    const c10::StreamGuard guard(*copies_);
+    bucket.reduced = at::empty(source.sizes(), at::TensorOptions(source.scalar_type()).pinned_memory(group_->options().offload.pin_memory));
+    bucket.reduced.copy_(source, /*non_blocking=*/true);
+  }
+  source.record_stream(*copies_);
+}
+
+void GroupReduction::settle() {
+  if (!copies_) return;
+  copies_->synchronize();
+  copies_.reset();
+  const at::NoGradGuard no_grad;
+  for (const Bucket& bucket : buckets_) write(bucket);
 }
 
 void GroupReduction::write(const Bucket& bucket) const {
   auto& parameters = group_->mutable_parameters();
   const int rank = group_->mesh().shard_rank();
-  at::Tensor values = bucket.reduced.narrow(0, 0, bucket.width);
-  if (group_->gradient_divide_factor) values.div_(*group_->gradient_divide_factor);
+  const at::Tensor values = bucket.reduced.narrow(0, 0, bucket.width);
   // Only a rank that has no gradient itself must look at the marks: it may make the device wait.
   at::Tensor marks;
   if (std::find(bucket.present.begin(), bucket.present.end(), false) != bucket.present.end())

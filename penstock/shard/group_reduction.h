@@ -6,12 +6,18 @@
 // What travels beside the gradients: one number for each parameter, 1 where this rank has a gradient and 0 where it has none (zeros
 // stand for it then). Their sum tells every rank whether anybody had one: a parameter that no rank used keeps no gradient, and a
 // rank that lacks what others have is no reason to wait for it forever.
+//
+// Gradients of offloaded shards are copied to the CPU on a stream of their own, into page-locked memory, while backward goes on; whoever
+// ends the backward calls settle(), which waits for the copy alone.
 // Private to this folder.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <c10/core/Stream.h>
+
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "penstock/comm/work.h"
@@ -27,8 +33,11 @@ class GroupReduction {
   ParameterGroup& group() const { return *group_; }
   // Ends the first step and starts the second.
   void wait_for_shards();
-  // Ends everything; gradients are on the parameters.
+  // Ends what is communicated. Gradients are on the parameters then, unless they are being copied to the CPU.
   void finish();
+  bool copying() const { return copies_.has_value(); }
+  // Waits for the copy and puts the gradients on the parameters. Nothing where nothing is copied.
+  void settle();
 
  private:
   struct Bucket {
@@ -41,6 +50,8 @@ class GroupReduction {
     comm::Work work;
   };
   void start(Bucket& bucket);
+  void start_copy(Bucket& bucket);
+  void divide(Bucket& bucket) const;
   void write(const Bucket& bucket) const;
 
   ParameterGroup* group_;
@@ -48,6 +59,7 @@ class GroupReduction {
   comm::ReduceOp op_;
   bool all_reduce_;  // as it was when the gradients came
   bool shards_done_ = false, finished_ = false, kept_ = false;
+  std::optional<c10::Stream> copies_;  // where they run
 };
 
 }  // namespace penstock

@@ -11,6 +11,7 @@
 #include "penstock/dtensor/dtensor.h"
 #include "penstock/dtensor/dtensor_payload.h"
 #include "penstock/mesh/local_shard.h"
+#include "penstock/shard/group_parts.h"
 #include "penstock/shard/piece_copy.h"
 #include "penstock/shard/registry.h"
 #include "penstock/shard/shard_context.h"
@@ -22,24 +23,16 @@
 #include "penstock/torch/wrapper.h"
 
 namespace penstock {
+
+using detail::item_size;
+using detail::local_of;
+using detail::Quiet;
+
 namespace {
 
 constexpr std::int64_t kAlignment = 64;  // of parameters in gathered memory: vector units and caches
 
 std::int64_t round_up(std::int64_t value, std::int64_t step) { return (value + step - 1) / step * step; }
-std::int64_t item_size(at::ScalarType dtype) { return static_cast<std::int64_t>(c10::elementSize(dtype)); }
-
-// Operators here work on parts and must neither be recorded nor be seen by hooks.
-struct Quiet {
-  NoAnyHookGuard no_any_hook;
-  NoHooksGuard no_hooks;
-  at::NoGradGuard no_grad;
-};
-
-at::Tensor local_of(const at::Tensor& tensor) {
-  const detail::DTensorPayload* payload = detail::dtensor_payload(tensor);
-  return payload ? payload->local() : tensor;
-}
 
 }  // namespace
 
@@ -216,174 +209,6 @@ void ParameterGroup::materialize(const ShardInitializer& fill, at::Device device
   }
 }
 
-// ---- gather ----
-
-void ParameterGroup::check_materialized() const {
-  if (!materialized_)
-    throw StateError(fmt::format("the parameters of '{}' are fake: they have no memory; call materialize_shards() before the first forward", name_));
-}
-
-void ParameterGroup::fill_row(const at::Tensor& row) {
-  const at::Tensor source = flat_.device() == row.device() ? flat_ : flat_.to(row.device(), /*non_blocking=*/true);
-  const ShardedParameter& first = parameters_.front();
-  const bool uniform = std::all_of(parameters_.begin(), parameters_.end(), [&](const ShardedParameter& p) {
-    return !p.extension && p.dtype == first.dtype && p.compute_dtype == first.compute_dtype;
-  });
-  if (uniform) {
-    const std::int64_t numel = row_bytes_ / item_size(first.compute_dtype);
-    typed_part(row, 0, first.compute_dtype, {numel}).copy_(typed_part(source, 0, first.dtype, {numel}));
-    return;
-  }
-  for (const ShardedParameter& p : parameters_) {
-    const at::Tensor shard = typed_part(source, p.shard_byte, p.dtype, {p.layout().padded_numel()});
-    if (p.extension)
-      p.extension->encode(shard, row.narrow(0, p.row_byte, p.row_bytes));
-    else
-      typed_part(row, p.row_byte, p.compute_dtype, {p.layout().padded_numel()}).copy_(shard);
-  }
-}
-
-void ParameterGroup::unshard() {
-  if (state_ == GroupState::Unsharded || gather_) return;
-  check_materialized();
-  const Quiet quiet;
-  Gather gather;
-  if (state_ == GroupState::ShardedPostForward) {
-    const int ranks = std::get<ReshardTo>(reshard_after_forward_).ranks;
-    gather.from_slice = true;
-    gather.sent = slice_;
-    gather.received = pool_.bytes(whole_bytes_, device_);
-    gather.work = mesh_.block_group(ranks).all_gather(gather.received, gather.sent, {.label = fmt::format("gather {} again", name_)});
-  } else if (!whole_is_flat_) {
-    if (row_is_flat_) {
-      gather.sent = flat_.narrow(0, 0, row_bytes_);
-    } else {
-      gather.sent = pool_.bytes(row_bytes_, device_);
-      fill_row(gather.sent);
-    }
-    if (mesh_.shard_ranks() == 1) {
-      gather.received = gather.sent.view({1, row_bytes_});
-    } else {
-      gather.received = pool_.bytes(row_bytes_ * mesh_.shard_ranks(), device_).view({mesh_.shard_ranks(), row_bytes_});
-      gather.work = mesh_.gather_group().all_gather(gather.received.view({-1}), gather.sent, {.label = fmt::format("gather {}", name_)});
-    }
-  }
-  gather_ = std::move(gather);
-}
-
-void ParameterGroup::allocate_whole() {
-  if (whole_is_flat_) {
-    // Not owned: the flat buffer lives as long as what looks at it.
-    auto* keep = new at::Tensor(flat_);
-    whole_->set_data_ptr(at::DataPtr(flat_.data_ptr(), keep, [](void* tensor) { delete static_cast<at::Tensor*>(tensor); }, device_));
-  } else {
-    whole_->set_data_ptr(pool_.memory(whole_bytes_, device_));
-  }
-  whole_->set_nbytes(static_cast<std::size_t>(whole_bytes_));
-}
-
-void ParameterGroup::free_whole() {
-  whole_->set_data_ptr(at::DataPtr(nullptr, device_));
-  whole_->set_nbytes(0);
-}
-
-void ParameterGroup::copy_out(const at::Tensor& received) {
-  at::Tensor typed;  // mostly all parameters are of one dtype
-  for (const ShardedParameter& p : parameters_) {
-    if (!p.extension) {
-      const std::int64_t item = item_size(p.compute_dtype);
-      if (!typed.defined() || typed.scalar_type() != p.compute_dtype) typed = typed_part(received, 0, p.compute_dtype, {received.size(0), row_bytes_ / item});
-      join_pieces(typed, p.row_byte / item, p.layout(), p.whole);
-      continue;
-    }
-    const at::Tensor rows = pool_.empty({received.size(0), p.layout().padded_numel()}, p.compute_dtype, device_);
-    for (std::int64_t rank = 0; rank < received.size(0); ++rank)
-      p.extension->decode(received.select(0, rank).narrow(0, p.row_byte, p.row_bytes), rows.select(0, rank));
-    join_pieces(rows, 0, p.layout(), p.whole);
-  }
-}
-
-void ParameterGroup::wait_for_unshard() {
-  if (state_ == GroupState::Unsharded) return;
-  unshard();
-  const Quiet quiet;
-  Gather gather = std::move(*gather_);
-  gather_.reset();
-  gather.work.wait();
-  if (gather.from_slice) {
-    // The bytes are those of the gathered storage.
-    whole_->set_nbytes(static_cast<std::size_t>(whole_bytes_));
-    at::DataPtr memory = pool_.memory(whole_bytes_, device_);
-    whole_->set_data_ptr(std::move(memory));
-    at::empty({0}, at::TensorOptions(at::kByte).device(device_)).set_(c10::Storage(whole_), 0, {whole_bytes_}, {1}).copy_(gather.received.view({-1}));
-    slice_.reset();
-  } else {
-    allocate_whole();
-    if (!whole_is_flat_) copy_out(gather.received);
-  }
-  switch_all(true);
-  state_ = GroupState::Unsharded;
-}
-
-void ParameterGroup::switch_all(bool to_unsharded) {
-  for (const ShardedParameter& p : parameters_)
-    if (const at::Tensor parameter = p.parameter(); parameter.defined()) switch_data(parameter, to_unsharded ? p.unsharded : p.sharded);
-}
-
-void ParameterGroup::reshard() {
-  if (gather_) {
-    // Nobody has used it; what was received goes.
-    gather_->work.wait();
-    gather_.reset();
-  }
-  if (state_ == GroupState::ShardedPostForward) slice_.reset();
-  if (state_ == GroupState::Unsharded) {
-    if (writable_)
-      throw StateError(fmt::format("reshard of '{}': its gathered parameters are being written; end the UnshardedScope first", name_));
-    const Quiet quiet;
-    switch_all(false);
-    free_whole();
-  }
-  state_ = GroupState::Sharded;
-}
-
-void ParameterGroup::reshard_after_forward() {
-  if (state_ != GroupState::Unsharded || writable_) return;
-  if (const bool* free = std::get_if<bool>(&reshard_after_forward_)) {
-    if (*free) reshard();
-    return;
-  }
-  const Quiet quiet;
-  const int ranks = std::get<ReshardTo>(reshard_after_forward_).ranks;
-  const std::int64_t bytes = whole_bytes_ / ranks;
-  slice_ = pool_.bytes(bytes, device_);
-  const at::Tensor all = at::empty({0}, at::TensorOptions(at::kByte).device(device_)).set_(c10::Storage(whole_), 0, {whole_bytes_}, {1});
-  slice_.copy_(all.narrow(0, bytes * (mesh_.shard_rank() % ranks), bytes));
-  switch_all(false);
-  free_whole();
-  state_ = GroupState::ShardedPostForward;
-}
-
-bool ParameterGroup::reshards_after_forward() const {
-  if (held_) return false;
-  const bool* free = std::get_if<bool>(&reshard_after_forward_);
-  return free == nullptr || *free;
-}
-
-void ParameterGroup::set_reshard_after_forward(ReshardAfterForward value) {
-  if (const auto* to = std::get_if<ReshardTo>(&value)) {
-    if (to->ranks < 1 || mesh_.shard_ranks() % to->ranks != 0)
-      throw ValueError(describe(fmt::format("reshard_after_forward of '{}'", name_), fmt::format("{} ranks", to->ranks),
-                                fmt::format("a divisor of the {} ranks of the shard axis", mesh_.shard_ranks())));
-    if (to->ranks == 1) value = false;                     // every rank keeps everything
-    else if (to->ranks == mesh_.shard_ranks()) value = true;  // the shards themselves
-  }
-  if (whole_ && std::holds_alternative<ReshardTo>(value))
-    throw StateError(fmt::format("reshard_after_forward of '{}': a smaller mesh can only be chosen in ShardOptions", name_));
-  reshard_after_forward_ = value;
-  reshard_is_default_ = false;
-}
-
 // ---- writes and loads ----
 
 void ParameterGroup::begin_writes() {
@@ -421,106 +246,7 @@ void ParameterGroup::reset_sharded_parameter(std::size_t index) {
   switch_data(parameter, p.sharded);
 }
 
-// ---- backward ----
-
-at::Tensor ParameterGroup::local_gradient(const ShardedParameter& p, const at::Tensor& gradient) const {
-  const at::Tensor detached = gradient.detach();
-  if (!p.placement.original) {
-    if (is_dtensor(detached))
-      throw TypeError(describe(fmt::format("the gradient of parameter '{}'", p.name), describe_dtensor(detached), "a plain tensor, as the parameter was",
-                               "distribute the parameter (distribute_parameter) before fully_shard, or give it plain inputs"));
-    return detached;
-  }
-  if (!is_dtensor(detached))
-    throw TypeError(describe(fmt::format("the gradient of the distributed parameter '{}'", p.name), "a plain tensor", "a distributed one"));
-  Placements wanted = p.placement.original->placements();
-  const Placements& has = placements_of(detached);
-  if (has.size() != wanted.size())
-    throw ValueError(describe(fmt::format("the gradient of the distributed parameter '{}'", p.name), to_string(has), fmt::format("{} placements", wanted.size())));
-  // Terms along data-parallel axes are what the reduction is for.
-  bool terms = false;
-  for (const int axis : p.placement.data_axes) {
-    const auto at = static_cast<std::size_t>(axis);
-    if (has[at].is_partial(PartialOp::Sum)) {
-      wanted[at] = has[at];
-      terms = true;
-    }
-  }
-  at::Tensor local = local_of(has == wanted ? detached : redistribute(detached, wanted));
-  // A reduction that averages would divide terms of a sum.
-  if (terms && !gradient_divide_factor) local = local * static_cast<double>(mesh_.shard_ranks() * mesh_.replicas());
-  return local;
-}
-
-void ParameterGroup::take(std::size_t slot, at::Tensor gradient) {
-  const Quiet quiet;
-  context().note_backward();
-  ShardedParameter& p = parameters_[slot];
-  at::Tensor local = local_gradient(p, gradient);
-  gradient.reset();
-  if (!p.gradient.defined()) {
-    p.gradient = std::move(local);
-    p.gradient_owned = false;
-  } else if (p.gradient_owned) {
-    p.gradient.add_(local);
-  } else {
-    p.gradient = p.gradient + local;
-    p.gradient_owned = true;
-  }
-  p.arrived = true;
-  // Parameters that forward never used are not waited for.
-  const bool complete = std::all_of(parameters_.begin(), parameters_.end(), [](const ShardedParameter& q) { return q.arrived || !q.used; });
-  if (complete) post_backward();
-}
-
-void ParameterGroup::post_backward() {
-  const Quiet quiet;
-  for (ShardedParameter& p : parameters_) {
-    p.arrived = false;
-    // A gradient that somebody put on the parameter itself, whole.
-    const at::Tensor parameter = p.parameter();
-    if (!parameter.defined()) continue;
-    at::Tensor& own = parameter.mutable_grad();
-    if (own.defined() && !p.placement.original && !is_dtensor(own)) {
-      if (own.sizes() != c10::IntArrayRef(p.layout().shape()))
-        throw ValueError(describe(fmt::format("grad() of parameter '{}'", p.name), fmt::format("[{}]", fmt::join(own.sizes(), ", ")), fmt::format("[{}]", fmt::join(p.layout().shape(), ", "))));
-      p.gradient = p.gradient.defined() ? p.gradient + own : own;
-      p.gradient_owned = false;
-      own.reset();
-    }
-  }
-  context().note_settled(*this);
-  if (flags.reshard && !writable_) reshard();
-  if (flags.reduce) {
-    context().ready_to_reduce(*this);
-    return;
-  }
-  // Kept whole, in the dtype that sums are made in.
-  if (const auto dtype = options_.mixed_precision.reduce_dtype)
-    for (ShardedParameter& p : parameters_)
-      if (p.gradient.defined() && p.gradient.scalar_type() != *dtype && at::isFloatingType(p.gradient.scalar_type())) {
-        p.gradient = p.gradient.to(*dtype);
-        p.gradient_owned = true;
-      }
-}
-
-void ParameterGroup::forget_gradients() {
-  for (ShardedParameter& p : parameters_) {
-    p.gradient.reset();
-    p.gradient_owned = p.arrived = p.used = false;
-  }
-}
-
-bool ParameterGroup::recorded() const {
-  return std::any_of(parameters_.begin(), parameters_.end(), [](const ShardedParameter& p) { return p.used; });
-}
-
-bool ParameterGroup::has_trainable() const {
-  return std::any_of(parameters_.begin(), parameters_.end(), [](const ShardedParameter& p) {
-    const at::Tensor parameter = p.parameter();
-    return parameter.defined() && parameter.requires_grad();
-  });
-}
+// ---- what others ask ----
 
 std::uint64_t ParameterGroup::fingerprint() const {
   std::uint64_t hash = 1469598103934665603ull;

@@ -62,8 +62,8 @@ void ShardContext::agree() const {
   }
 }
 
-void ShardContext::note_peak() {
-  std::int64_t now = 0;
+void ShardContext::note_peak(std::int64_t more) {
+  std::int64_t now = more;
   for (const ParameterGroup* group : groups_) now += group->gathered_bytes();
   peak_ = std::max(peak_, now);
 }
@@ -166,16 +166,21 @@ void ShardContext::plan_reductions() {
     if (std::find(order_.begin(), order_.end(), *group) == order_.end()) to_reduce_.push_back(*group);
 }
 
+void ShardContext::finish(std::unique_ptr<GroupReduction>& reduction) {
+  if (!reduction) return;
+  reduction->finish();
+  if (reduction->copying()) copying_.push_back(std::move(reduction));
+  reduction.reset();
+}
+
 void ShardContext::start_reduction(ParameterGroup& group) {
   if (scattering_) {
     scattering_->wait_for_shards();
-    if (replicating_) replicating_->finish();
-    replicating_.reset();
+    finish(replicating_);
     if (scattering_->group().mesh().replicas() > 1)
       replicating_ = std::move(scattering_);
     else
-      scattering_->finish();
-    scattering_.reset();
+      finish(scattering_);
   }
   scattering_ = std::make_unique<GroupReduction>(group);
 }
@@ -203,10 +208,10 @@ void ShardContext::final_callback() {
     }
   const bool wait = groups_.empty() || std::all_of(groups_.begin(), groups_.end(), [](const ParameterGroup* group) { return group->flags.last; });
   if (wait) {
-    if (replicating_) replicating_->finish();
-    replicating_.reset();
-    if (scattering_) scattering_->finish();
-    scattering_.reset();
+    finish(replicating_);
+    finish(scattering_);
+    for (const auto& reduction : copying_) reduction->settle();
+    copying_.clear();
   }
   start_anew();
 }
@@ -236,6 +241,7 @@ void ShardContext::remove(ParameterGroup& group) {
     for (Ahead& ahead : *list) std::erase(ahead.next, &group);
   if (scattering_ && &scattering_->group() == &group) scattering_.reset();
   if (replicating_ && &replicating_->group() == &group) replicating_.reset();
+  std::erase_if(copying_, [&](const auto& reduction) { return &reduction->group() == &group; });
   std::erase(groups_, &group);
   start_anew();
 }

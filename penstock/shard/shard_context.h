@@ -49,6 +49,8 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   // The most bytes of gathered parameters and gather buffers there have been at once, since the last reset.
   std::int64_t peak_gathered_bytes() const { return peak_; }
   void reset_peak() { peak_ = 0; }
+  // Looks at what is gathered now. `more`: bytes of a gather that is being put together.
+  void note_peak(std::int64_t more = 0);
   const BufferPool& pool() const { return pool_; }
 
  private:
@@ -63,9 +65,9 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   // Gathers ahead what was chosen for the group; false when nothing was.
   static bool ask_ahead(const ParameterGroup& group, const std::vector<Ahead>& chosen);
   void start_reduction(ParameterGroup& group);
+  void finish(std::unique_ptr<GroupReduction>& reduction);
   void plan_reductions();
   void start_anew();
-  void note_peak();
 
   std::vector<ParameterGroup*> groups_;  // modules in the order they were registered, the outermost first
   std::vector<ParameterGroup*> order_;   // of first use
@@ -79,6 +81,7 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   std::vector<ParameterGroup*> to_reduce_;  // in this order
   std::size_t reduced_ = 0;              // how many of them have been started
   std::unique_ptr<GroupReduction> scattering_, replicating_;
+  std::vector<std::unique_ptr<GroupReduction>> copying_;  // gradients on their way to the CPU
   std::int64_t peak_ = 0;
   BufferPool pool_;
 };

@@ -42,6 +42,9 @@ Placement shard_after(std::int64_t dim, std::int64_t pieces) { return pieces > 1
 
 ShardMesh::ShardMesh(comm::MeshGroups mesh, std::vector<int> shard_axes, std::vector<int> replicate_axes)
     : mesh_(std::move(mesh)), shard_axes_(std::move(shard_axes)), replicate_axes_(std::move(replicate_axes)) {
+  // Placements and groups go by the order of the mesh, however the axes were named.
+  std::sort(shard_axes_.begin(), shard_axes_.end());
+  std::sort(replicate_axes_.begin(), replicate_axes_.end());
   if (mesh_.coordinate().empty())
     throw ValueError(describe("the mesh of fully_shard", fmt::format("{}, which does not hold rank {}", mesh_.mesh().to_string(), mesh_.mesh().this_rank().value()),
                               "a mesh that this rank is in", "call fully_shard on the ranks of the mesh alone"));

@@ -1,4 +1,5 @@
-// Memory that LibTorch has given out on a device.
+// Memory that LibTorch has given out on a CUDA device. 0 for devices that are not CUDA ones: cpu_memory.h counts there.
+// Thread rule: any thread.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -7,7 +8,10 @@
 
 namespace penstock {
 
-// The most bytes that tensors have held at one time since the process began; 0 for devices that are not CUDA ones. Any thread.
+// Bytes that tensors hold now.
+std::int64_t live_device_bytes(c10::Device device);
+// The most that they have held at one time since the process began, or since the last reset.
 std::int64_t peak_device_bytes(c10::Device device);
+void reset_peak_device_bytes(c10::Device device);
 
 }  // namespace penstock

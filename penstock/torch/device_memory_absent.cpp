@@ -3,6 +3,8 @@
 
 namespace penstock {
 
+std::int64_t live_device_bytes(c10::Device) { return 0; }
 std::int64_t peak_device_bytes(c10::Device) { return 0; }
+void reset_peak_device_bytes(c10::Device) {}
 
 }  // namespace penstock

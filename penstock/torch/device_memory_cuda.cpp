@@ -4,10 +4,22 @@
 
 namespace penstock {
 
+namespace {
+
+constexpr std::size_t kAll = 0;  // the first of the kinds of blocks that are counted is their sum
+
+}  // namespace
+
+std::int64_t live_device_bytes(c10::Device device) {
+  return device.is_cuda() ? c10::cuda::CUDACachingAllocator::getDeviceStats(device.index()).allocated_bytes[kAll].current : 0;
+}
+
 std::int64_t peak_device_bytes(c10::Device device) {
-  if (!device.is_cuda()) return 0;
-  constexpr std::size_t kAll = 0;  // the first of the kinds of blocks that are counted is their sum
-  return c10::cuda::CUDACachingAllocator::getDeviceStats(device.index()).allocated_bytes[kAll].peak;
+  return device.is_cuda() ? c10::cuda::CUDACachingAllocator::getDeviceStats(device.index()).allocated_bytes[kAll].peak : 0;
+}
+
+void reset_peak_device_bytes(c10::Device device) {
+  if (device.is_cuda()) c10::cuda::CUDACachingAllocator::resetPeakStats(device.index());
 }
 
 }  // namespace penstock

@@ -140,8 +140,7 @@ class Completion {
     constexpr auto kBest = schedule::ScheduleKind::ZBVZeroBubble;
     const std::int64_t parts = 2 * layout.pp;
     const auto cuts = std::count(config_.model.pattern.begin(), config_.model.pattern.end(), '|');
-    const bool fits = layout.pp > 1 && layout.virtual_stages % 2 == 0 && layout.virtual_stages <= 2 && parts <= config_.model.layers && (cuts == 0 || cuts + 1 == parts) &&
-                      !(layout.shard > 1 && config_.model.tie_head);
+    const bool fits = layout.pp > 1 && layout.virtual_stages % 2 == 0 && layout.virtual_stages <= 2 && parts <= config_.model.layers && (cuts == 0 || cuts + 1 == parts);
     try {
       schedule::PipelineShape shape;
       shape.ranks = static_cast<int>(layout.pp);

@@ -101,43 +101,6 @@ plan::CostModel cost_model(const DryRun& run) {
   return model;
 }
 
-// Tensors that the tensor-parallel ranks split: all but the norms.
-std::int64_t bytes_here(const models::ParameterShape& parameter, std::int64_t tp) {
-  std::int64_t elements = 1;
-  for (const std::int64_t size : parameter.shape) elements *= size;
-  if (parameter.shape.size() > 1) elements = (elements + tp - 1) / tp;
-  return elements * static_cast<std::int64_t>(sizeof(float));
-}
-
-std::vector<RankMemory> memory_of(const DryRun& run) {
-  const TrainConfig& config = run.config;
-  const models::TransformerOptions options = transformer_options(config.model);
-  const schedule::StageMap& map = run.schedule.stages();
-  const std::int64_t states = config.training.optimizer == "adamw" ? 2 : config.training.momentum > 0 ? 1 : 0;
-  std::vector<RankMemory> memory(static_cast<std::size_t>(map.ranks()));
-  for (const models::ParameterShape& parameter : models::parameter_shapes(options)) {
-    const std::int64_t bytes = bytes_here(parameter, config.layout.tp);
-    std::vector<int> ranks;
-    for (const int stage : models::stages_of_parameter(run.parts, options, parameter.name)) ranks.push_back(map.rank_of(StageId{stage}));
-    // Both uses of a tied weight gather a gradient of their own, also where they share its memory.
-    if (options.tie_head && parameter.name == "embed.weight" && ranks.size() == 1) ranks.push_back(ranks.front());
-    for (std::size_t i = 0; i < ranks.size(); ++i) {
-      RankMemory& rank = memory[static_cast<std::size_t>(ranks[i])];
-      // Whole gradients add up over the microbatches, beside the buffers or shards into which they are reduced.
-      const std::int64_t shard = config.layout.shard, own = (bytes + shard - 1) / shard;
-      rank.gradients += bytes + (shard > 1 ? own : config.layout.dp > 1 ? bytes : 0);
-      if (std::find(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(i), ranks[i]) != ranks.begin() + static_cast<std::ptrdiff_t>(i)) continue;
-      rank.parameters += shard > 1 ? own + bytes : bytes;  // a stage is gathered while the schedule uses it
-      rank.optimizer += own * states;
-    }
-  }
-  for (std::size_t rank = 0; rank < memory.size(); ++rank) {
-    memory[rank].activations = run.simulation.ranks[rank].peak_bytes;
-    memory[rank].live = run.simulation.ranks[rank].peak_activations;
-  }
-  return memory;
-}
-
 std::string bytes_text(std::int64_t bytes) { return format_bytes(static_cast<std::uint64_t>(bytes)); }
 
 std::string time_text(double seconds) {
@@ -175,10 +138,10 @@ void write_schedule(std::string& text, const DryRun& run) {
 
 void write_memory(std::string& text, const DryRun& run) {
   const auto out = std::back_inserter(text);
-  fmt::format_to(out, "memory of a rank, by its place along the pipeline:\n  {:>4}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}\n", "pp", "parameters", "gradients", "optimizer", "activations", "together");
+  fmt::format_to(out, "memory of a rank, by its place along the pipeline:\n  {:>4}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}\n", "pp", "parameters", "gathered", "gradients", "optimizer", "activations", "together");
   for (std::size_t rank = 0; rank < run.memory.size(); ++rank) {
     const RankMemory& memory = run.memory[rank];
-    fmt::format_to(out, "  {:>4}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}   {} live at most\n", rank, bytes_text(memory.parameters), bytes_text(memory.gradients), bytes_text(memory.optimizer), bytes_text(memory.activations),
+    fmt::format_to(out, "  {:>4}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}   {} live at most\n", rank, bytes_text(memory.parameters), bytes_text(memory.gathered), bytes_text(memory.gradients), bytes_text(memory.optimizer), bytes_text(memory.activations),
                    bytes_text(memory.total()), memory.live);
   }
   fmt::format_to(out, "  activations: measured on real parts, one microbatch keeps {} in a block and {} at the head{}\n", bytes_text(run.measured.block.kept), bytes_text(run.measured.head.kept),
@@ -210,7 +173,7 @@ DryRun dry_run(const TrainConfig& config) {
   DryRun run{.config = config, .device = device.is_cpu() ? "cpu" : "cuda", .data = look_at_data(config), .cores = comm::available_cores(), .schedule = std::move(schedule), .parts = configured_parts(config, stages), .measured = measure_parts(config, device),
              .simulation = {}, .memory = {}, .step_seconds = 0, .tokens_per_step = config.training.global_batch * config.model.context};
   run.simulation = plan::simulate(run.schedule, cost_model(run));
-  run.memory = memory_of(run);
+  run.memory = plan_memory(config, run.schedule, run.parts, run.simulation);
   run.step_seconds = run.simulation.time * static_cast<double>(config.training.accumulation);
   return run;
 }

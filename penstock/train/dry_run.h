@@ -3,8 +3,7 @@
 //   std::puts(to_text(dry_run(config)).c_str());
 //
 // Times are measured on one block, an embedding and a head on this machine (part_costs.h) and put together by the simulator. Not in it:
-// sums over replicas and tensor-parallel ranks, the optimizer's update, reading data. Memory counts parameters, gradients, the optimizer's
-// state and what the schedule lets microbatches keep for their backwards; not LibTorch itself and the scratch space of kernels.
+// sums over replicas and tensor-parallel ranks, the optimizer's update, reading data. What memory counts: memory_plan.h.
 #pragma once
 
 #include <cstdint>
@@ -15,19 +14,10 @@
 #include "penstock/plan/simulator.h"
 #include "penstock/schedule/schedule.h"
 #include "penstock/train/config.h"
+#include "penstock/train/memory_plan.h"
 #include "penstock/train/part_costs.h"
 
 namespace penstock::train {
-
-// Bytes of a rank.
-struct RankMemory {
-  std::int64_t parameters = 0;
-  std::int64_t gradients = 0;    // with the copies that replicas exchange
-  std::int64_t optimizer = 0;
-  std::int64_t activations = 0;  // at most
-  int live = 0;                  // (stage, microbatch) pairs at most
-  std::int64_t total() const { return parameters + gradients + optimizer + activations; }
-};
 
 struct DryRun {
   TrainConfig config;

@@ -79,6 +79,12 @@ void GradientSync::add_tied() {
   }
 }
 
+std::int64_t GradientSync::buffer_bytes() const {
+  std::int64_t bytes = 0;
+  for (const Bucket& bucket : buckets_) bytes += static_cast<std::int64_t>(bucket.flat.nbytes());
+  return bytes;
+}
+
 void GradientSync::finish() {
   const at::NoGradGuard no_grad;
   add_tied();

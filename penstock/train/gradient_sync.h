@@ -12,6 +12,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <optional>
 #include <set>
 #include <vector>
@@ -30,6 +31,8 @@ class GradientSync {
 
   void stage_done(int stage);
   void finish();
+  // Of gradients on their way.
+  std::int64_t buffer_bytes() const;
 
  private:
   struct Bucket {

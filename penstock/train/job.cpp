@@ -247,6 +247,7 @@ struct TrainingJob::Impl {
     outcome.grad_norm = clipped.value();
     if (!std::isfinite(outcome.loss) || !std::isfinite(outcome.grad_norm)) throw_not_finite(outcome);
     optimizer->step();
+    model.share_tied();
   }
 
   [[noreturn]] void throw_not_finite(const StepOutcome& outcome) {
@@ -332,6 +333,7 @@ struct TrainingJob::Impl {
   void load(const checkpoint::Checkpoint& checkpoint) {
     checkpoint::WorldMeeting meeting(world);
     checkpoint::load_into(meeting, checkpoint, checkpoint::Section::Model, model_parts());
+    model.share_tied();
     optimizer->ensure_state();
     checkpoint::load_into(meeting, checkpoint, checkpoint::Section::Optimizer, optimizer_parts());
     const nlohmann::json state = nlohmann::json::parse(checkpoint.state_json());
@@ -380,6 +382,7 @@ std::uint64_t TrainingJob::position() const { return impl_->batches->position();
 std::int64_t TrainingJob::tokens_per_step() const { return impl_->positions_of_step(); }
 checkpoint::CheckpointContents TrainingJob::contents() const { return {impl_->model_parts(), impl_->optimizer_parts(), impl_->state_json()}; }
 void TrainingJob::load(const checkpoint::Checkpoint& checkpoint) { impl_->load(checkpoint); }
+HeldMemory TrainingJob::held_memory() const { return train::held_memory(impl_->model, *impl_->optimizer, impl_->sync); }
 const RankLayout& TrainingJob::layout() const { return impl_->layout; }
 const ModelStages& TrainingJob::model() const { return impl_->model; }
 PipelineRuntime& TrainingJob::pipeline() { return impl_->pipeline; }

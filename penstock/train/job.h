@@ -26,6 +26,7 @@
 #include "penstock/optim/parameters.h"
 #include "penstock/pipeline/runtime.h"
 #include "penstock/train/config.h"
+#include "penstock/train/held_memory.h"
 #include "penstock/train/layout.h"
 #include "penstock/train/model_stages.h"
 #include "penstock/train/sampler.h"
@@ -64,6 +65,9 @@ class TrainingJob {
   checkpoint::CheckpointContents contents() const;
   // Parameters, optimizer, scheduler, loss scale, random and data position, from any layout.
   void load(const checkpoint::Checkpoint& checkpoint);
+
+  // What this rank holds now. No communication.
+  HeldMemory held_memory() const;
 
   const RankLayout& layout() const;
   const ModelStages& model() const;

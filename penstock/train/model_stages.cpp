@@ -86,9 +86,6 @@ std::vector<models::StagePart> configured_parts(const TrainConfig& config, int s
 void check_stages(const TrainConfig& config, const schedule::Schedule& schedule) {
   if (schedule.stages().chains().size() > 1)
     throw ConfigError(describe("layout.schedule", config.layout.schedule, "a schedule with one copy of the model", "a bidirectional schedule holds two; choose DualPipeV, which needs one"));
-  if (config.layout.shard > 1 && config.model.tie_head && schedule.stages().stages() > 1 && schedule.stages().rank_of(StageId{0}) == schedule.stages().rank_of(StageId{schedule.stages().stages() - 1}))
-    throw ConfigError(describe("layout.shard with model.tie_head", fmt::format("{}, which puts the first and the last stage on one rank", config.layout.schedule), "a schedule with both on different ranks",
-                               "choose 1F1B, GPipe or an interleaved one, or set model.tie_head to false"));
   if (config.layout.tp > 1) models::check_tensor_parallel(transformer_options(config.model), static_cast<int>(config.layout.tp));
 }
 
@@ -126,12 +123,14 @@ void ModelStages::tie(const RankLayout& layout, const schedule::StageMap& map) {
   }
   if (first) tied_.embed = (*first)->embed->weight;
   if (first && last) {
-    if (layout.shard_size() > 1) return;  // one sharded parameter for both uses: autograd adds them up
+    const bool sharded = layout.shard_size() > 1;
     if (first == last) {
+      if (sharded) return;  // one sharded parameter for both uses: autograd adds them up
       (*last)->separate_head();
-    } else {
+    } else if (!sharded) {
       (*last)->embed->weight.set_data(tied_.embed);
     }
+    // Two sharded stages gather, free and reduce each what is theirs: each has a shard of its own.
   }
   if (last) tied_.head = (*last)->head_weight();
   const int first_rank = map.rank_of(StageId{0}), last_rank = map.rank_of(StageId{map.stages() - 1});
@@ -151,6 +150,13 @@ bool ModelStages::is_second_leaf(const at::Tensor& parameter) const { return tie
 bool ModelStages::is_tied(const at::Tensor& parameter) const { return (tied_.embed.defined() && parameter.is_same(tied_.embed)) || (tied_.head.defined() && parameter.is_same(tied_.head)); }
 
 bool ModelStages::counts(const optim::NamedParameter& parameter) const { return !(tied_.peer >= 0 && tied_.head.defined() && parameter.tensor.is_same(tied_.head)); }
+
+void ModelStages::share_tied() {
+  if (!tied_.embed.defined() || !tied_.head.defined() || !shard_of(tied_.head)) return;
+  ensure_sharded({tied_.embed, tied_.head});
+  const at::NoGradGuard no_grad;
+  tied_.head.copy_(tied_.embed);
+}
 
 void ModelStages::set_training(bool training) {
   for (models::TransformerStage& module : modules_) module->train(training);

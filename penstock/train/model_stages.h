@@ -46,8 +46,8 @@ class ModelStages {
   // Of one stage of this rank.
   std::vector<optim::NamedParameter> parameters_of(int stage) const;
 
-  // The two uses of a tied weight, as far as they are on this rank. With both here they are two leaves with one memory, of which
-  // parameters() has the first.
+  // The two uses of a tied weight, as far as they are on this rank. With both here they are two leaves, of which parameters() has the
+  // first: with one memory, or, where stages are sharded, each with its shard.
   struct TiedWeight {
     at::Tensor embed, head;
     int peer = -1;  // rank along the pipeline that has the other one, if this one has it not
@@ -56,6 +56,9 @@ class ModelStages {
   bool is_tied(const at::Tensor& parameter) const;
   // Of copies on two ranks one counts: in norms.
   bool counts(const optim::NamedParameter& parameter) const;
+
+  // After the first of two leaves has got new values: the second gets them too, where it has a memory of its own. No communication.
+  void share_tied();
 
   // Dropout and the like: on in training.
   void set_training(bool training);

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <csignal>
 #include <filesystem>
+#include <map>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -260,6 +261,33 @@ TEST_F(Processes, AnErrorInAnOperatorOfOneRankReachesAll) {
   EXPECT_TRUE(has_text(lines_of(ended, 1), "a plain tensor [8, 8] among distributed ones")) << ended.output;
   for (const int rank : {0, 2}) EXPECT_TRUE(has_text(lines_of(ended, rank), "PeerLostError")) << ended.output;
 }
+
+// --------------------------------------------------------------------------------------------------- sharded parameters
+
+// Every rank that lives says who was lost and in which operation it needed it.
+void expect_sharded_death_is_told(const std::string& scenario, const std::map<int, std::string>& operations) {
+  const Ended ended = launch(4, scenario, "PENSTOCK_TIMEOUT_S=60 PENSTOCK_TEST_VICTIM=2", 40s);
+  EXPECT_EQ(ended.exit_code, 128 + SIGKILL) << ended.output;
+  EXPECT_LT(ended.seconds, 18) << ended.output;
+  EXPECT_FALSE(has_text(ended.output, "ended by SIGTERM after")) << "nobody hangs";
+  for (const auto& [rank, operation] : operations) {
+    const std::string lines = lines_of(ended, rank);
+    EXPECT_TRUE(has_text(lines, fmt::format("rank {}: one step", rank)));
+    EXPECT_TRUE(has_text(lines, "PeerLostError: rank 2 was lost"));
+    EXPECT_TRUE(has_text(lines, operation));
+  }
+}
+
+constexpr const char* kInGather = "operation all_gather";
+constexpr const char* kInReduction = "operation reduce_scatter";
+constexpr const char* kOverReplicas = "operation all_reduce";
+
+TEST_F(Processes, KillInGatherOfShards) { expect_sharded_death_is_told("killed_in_gather", {{0, kInGather}, {1, kInGather}, {3, kInGather}}); }
+TEST_F(Processes, KillInReductionOfShards) { expect_sharded_death_is_told("killed_in_reduction", {{0, kInReduction}, {1, kInReduction}, {3, kInReduction}}); }
+// Rank 3 shares the victim's parameters. The others have a replica of them, which they can gather and reduce, until they need rank 2 or
+// rank 3, which waits for it.
+TEST_F(Processes, KillInGatherOfReplicatedShards) { expect_sharded_death_is_told("killed_in_gather_with_replicas", {{0, kOverReplicas}, {1, kOverReplicas}, {3, kInGather}}); }
+TEST_F(Processes, KillInReductionOfReplicatedShards) { expect_sharded_death_is_told("killed_in_reduction_with_replicas", {{0, kOverReplicas}, {1, kOverReplicas}, {3, kInReduction}}); }
 
 // ----------------------------------------------------------------------------------------------------------- pipelines
 

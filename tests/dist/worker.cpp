@@ -19,6 +19,7 @@
 #include "penstock/dtensor/dtensor.h"
 #include "penstock/dtensor/parallel_style.h"
 #include "penstock/pipeline/schedules.h"
+#include "penstock/shard/fully_shard.h"
 #include "penstock/torch/step_context.h"
 #include "tests/pipeline/soak.h"
 
@@ -252,6 +253,36 @@ int one_rank_throws_in_operator() {
   return 0;
 }
 
+// Ranks that share parameters train a step together. In the second one the victim dies where the others need it: before its gathers, or
+// between its forward, for which everything is gathered and stays so, and the reduction of its gradients.
+int killed_sharded(const std::vector<std::int64_t>& shape, bool in_gather) {
+  World world = World::from_env();
+  const std::vector<std::string> names = shape.size() == 1 ? std::vector<std::string>{"shards"} : std::vector<std::string>{"replicas", "shards"};
+  const MeshGroups mesh(world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size()));
+  torch::nn::Sequential model(torch::nn::Linear(64, 64), torch::nn::Tanh(), torch::nn::Linear(64, 64));
+  for (const auto& child : model->children())
+    if (!child->parameters().empty()) fully_shard(*child, mesh, {.reshard_after_forward = in_gather});
+  fully_shard(*model, mesh);
+  const auto die = [&] {
+    if (world.rank() != victim()) return;
+    std::this_thread::sleep_for(700ms);  // the others surely wait
+    kill(getpid(), SIGKILL);
+  };
+  const at::Tensor x = at::ones({4, 64});
+  model->forward(x).sum().backward();
+  say(fmt::format("rank {}: one step", world.rank()));
+  if (in_gather) die();
+  const at::Tensor loss = model->forward(x).sum();
+  if (!in_gather) die();
+  loss.backward();
+  return 0;
+}
+
+int killed_in_gather() { return killed_sharded({4}, true); }
+int killed_in_reduction() { return killed_sharded({4}, false); }
+int killed_in_gather_with_replicas() { return killed_sharded({2, 2}, true); }
+int killed_in_reduction_with_replicas() { return killed_sharded({2, 2}, false); }
+
 // A pipeline of one stage per rank. In the second step, in the forward of microbatch 1, the victim gets a signal, once what it sent
 // before has arrived and the others surely wait.
 int pipeline_with_signal(int signal) {
@@ -309,6 +340,8 @@ int main(int argc, char** argv) {
       {"mesh_axes", mesh_axes}, {"killed_before_group_of", killed_before_group_of}, {"never_asks", never_asks},
       {"distributed_training", distributed_training}, {"killed_in_redistribute", killed_in_redistribute}, {"parts_disagree", parts_disagree},
       {"one_rank_throws_in_operator", one_rank_throws_in_operator}, {"killed_in_pipeline", killed_in_pipeline},
+      {"killed_in_gather", killed_in_gather}, {"killed_in_reduction", killed_in_reduction},
+      {"killed_in_gather_with_replicas", killed_in_gather_with_replicas}, {"killed_in_reduction_with_replicas", killed_in_reduction_with_replicas},
       {"stopped_in_pipeline", stopped_in_pipeline}, {"traced_pipeline", traced_pipeline}, {"pipeline_soak", pipeline_soak}};
   const auto found = argc == 2 ? scenarios.find(argv[1]) : scenarios.end();
   if (found == scenarios.end()) {

@@ -168,19 +168,25 @@ void train_tied(TiedImpl& model, int rank, int ranks) {
   }
 }
 
-TEST(FullyShard, TiedFrozenAndUnusedParameters) {
+void check_tied(int ranks, const std::function<comm::MeshGroups(comm::World&)>& mesh_of) {
   const auto whole = tied_model();
   train_tied(*whole, 0, 1);
-  comm::run_ranks(2, 60s, [&](comm::World& world) {
+  comm::run_ranks(ranks, 60s, [&](comm::World& world) {
     const auto model = tied_model();
-    fully_shard(*model->block, line(world));
-    fully_shard(*model->embed, line(world));
-    const auto root = fully_shard(*model, line(world));
+    const comm::MeshGroups mesh = mesh_of(world);
+    fully_shard(*model->block, mesh);
+    fully_shard(*model->embed, mesh);
+    const auto root = fully_shard(*model, mesh);
     EXPECT_EQ(root->group()->parameters().size(), 2u) << "the tied weight belongs to the embedding";
-    train_tied(*model, world.rank(), 2);
+    train_tied(*model, world.rank(), ranks);
     const auto expected = whole->named_parameters();
     for (const auto& item : model->named_parameters()) EXPECT_TRUE(at::allclose(full_tensor(item.value().detach()), expected[item.key()])) << item.key();
   });
+}
+
+TEST(FullyShard, TiedFrozenAndUnusedParameters) { check_tied(2, line); }
+TEST(FullyShard, TiedFrozenAndUnusedParametersWithReplicas) {
+  check_tied(4, [](comm::World& world) { return grid(world, {2, 2}, {"replicas", "shards"}); });
 }
 
 // A rank without a gradient counts as one with zeros, also where a whole group is not used on it.

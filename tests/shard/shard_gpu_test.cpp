@@ -68,5 +68,35 @@ TEST(ShardOnAGpu, LowPrecisionAndOffload) {
   });
 }
 
+// Each group's gradients travel while backward goes on; when it has ended they are there, in page-locked memory, and add up over backwards.
+TEST(ShardOnAGpu, OffloadedGradientsAreThereWhenBackwardEnds) {
+  comm::run_ranks(1, 120s, [](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, Rank{0}, 1));
+    for (const bool pinned : {true, false}) {
+      Model model = same_model(), plain = same_model();
+      for (Model* each : {&model, &plain}) {
+        (*each)->to(at::kFloat);
+        (*each)->to(kDevice);
+      }
+      shard_by_blocks(model, mesh, {.offload = {.to_cpu = true, .pin_memory = pinned}});
+      shard_state_of(*model)->set_gradient_divide_factor(2);
+      for (int step = 0; step < 3; ++step) {
+        const at::Tensor tokens = shared_tokens(step).to(kDevice);
+        (model->forward(tokens).pow(2).mean() * 2).backward();
+        plain->forward(tokens).pow(2).mean().backward();
+        const auto expected = plain->named_parameters();
+        for (const auto& item : model->named_parameters()) {
+          const at::Tensor gradient = to_local(item.value().grad());
+          EXPECT_TRUE(gradient.device().is_cpu()) << item.key();
+          if (step == 0) {
+            EXPECT_EQ(gradient.is_pinned(), pinned) << item.key();
+          }
+          EXPECT_TRUE(at::allclose(gradient, expected[item.key()].grad().cpu(), 1e-4, 1e-6)) << item.key() << ", step " << step;
+        }
+      }
+    }
+  });
+}
+
 }  // namespace
 }  // namespace penstock

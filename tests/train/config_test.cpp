@@ -62,7 +62,7 @@ TEST(Config, AutomaticSchedule) {
   };
   EXPECT_EQ(chosen({}), "ZBVZeroBubble 2");
   EXPECT_EQ(chosen({"--schedule", "auto", "--virtual_stages", "2"}), "ZBVZeroBubble 2");
-  EXPECT_EQ(chosen({"--dp", "2", "--shard", "2", "--tie_head", "false"}), "ZBVZeroBubble 2");
+  EXPECT_EQ(chosen({"--dp", "2", "--shard", "2", "--tie_head", "true"}), "ZBVZeroBubble 2");
   EXPECT_EQ(chosen({"--pp", "1"}), "1F1B 1");
   EXPECT_EQ(chosen({"--pp", "4"}), "1F1B 1") << "four blocks are too few for eight stages";
   EXPECT_EQ(chosen({"--virtual_stages", "1"}), "1F1B 1");

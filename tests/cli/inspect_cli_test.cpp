@@ -1,0 +1,101 @@
+// `penstock inspect` as a user meets it.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "penstock/base/files.h"
+#include "tests/command.h"
+#include "tests/has_text.h"
+
+namespace penstock::test {
+namespace {
+
+namespace fs = std::filesystem;
+
+Ended penstock(const std::string& arguments) { return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments, std::chrono::seconds(110)); }
+
+class InspectCli : public ::testing::Test {
+ protected:
+  InspectCli() {
+    fs::create_directories(folder_ / "text");
+    for (int file = 0; file < 12; ++file) std::ofstream(folder_ / "text" / (std::to_string(file) + ".h")) << "int value_" << file << " = " << 17 * file << ";\n" << std::string(300, static_cast<char>('a' + file));
+    std::ofstream(folder_ / "train.toml") << "[model]\nlayers = 4\nwidth = 32\nheads = 2\nkey_value_heads = 2\nfeed_width = 64\ncontext = 32\n"
+                                          << "[layout]\nmicrobatches = 4\nmicrobatch_size = 2\ndevice = \"cpu\"\n"
+                                          << "[training]\nwarmup_steps = 2\nvalidate_every = 0\n"
+                                          << "[data]\nvalidation_fraction = 0\nsources = [\"" << (folder_ / "text").string() << "\"]\n";
+  }
+  ~InspectCli() override {
+    std::error_code ignored;  // a folder left behind is no failure of what is tested
+    remove_tree(folder_, ignored);
+  }
+  std::string config() const { return "'" + (folder_ / "train.toml").string() + "'"; }
+
+  nlohmann::json memory(const std::string& arguments) const {
+    const Ended ended = penstock("inspect memory " + config() + " --json " + arguments + " 2>/dev/null");
+    EXPECT_EQ(ended.exit_code, 0) << ended.output;
+    const nlohmann::json parsed = nlohmann::json::parse(ended.output, nullptr, false);
+    EXPECT_TRUE(parsed.is_object()) << ended.output;
+    return parsed;
+  }
+
+  const fs::path folder_ = fs::temp_directory_path() / ("penstock_inspect_cli_" + std::to_string(::getpid()));
+};
+
+TEST_F(InspectCli, HelpHasExamples) {
+  EXPECT_TRUE(has_text(penstock("inspect --help").output, "penstock inspect memory my.toml"));
+  EXPECT_TRUE(has_text(penstock("inspect memory --help").output, "--predict-only"));
+  EXPECT_EQ(penstock("inspect").exit_code, 2);
+  const Ended typo = penstock("inspect memroy");
+  EXPECT_EQ(typo.exit_code, 2);
+  EXPECT_TRUE(has_text(typo.output, "did you mean memory?"));
+  EXPECT_EQ(penstock("inspect memory " + config() + " --steps 0").exit_code, 2);
+  EXPECT_EQ(penstock("inspect memory " + config() + " --pp 5").exit_code, 2);
+}
+
+TEST_F(InspectCli, ATableForPeople) {
+  const Ended ended = penstock("inspect memory " + config() + " --pp 2 --steps 1");
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  for (const char* part : {"1 (pp 1, dp 0, tp 0)", "predicted", "measured", "parameters", "gathered", "gradients", "optimizer", "activations", "together", "KiB"}) EXPECT_TRUE(has_text(ended.output, part));
+}
+
+TEST_F(InspectCli, PredictionAlone) {
+  const nlohmann::json all = memory("--pp 2 --dp 4 --shard 2 --predict-only");
+  ASSERT_EQ(all.at("ranks").size(), 8u);
+  for (const auto& rank : all.at("ranks")) {
+    EXPECT_FALSE(rank.contains("measured"));
+    EXPECT_GT(rank.at("predicted").at("gathered"), rank.at("predicted").at("parameters"));
+  }
+  EXPECT_EQ(all.at("ranks")[5].at("pp"), 1);
+  EXPECT_EQ(all.at("ranks")[5].at("dp"), 1);
+}
+
+// What is planned is what is taken: exactly where tensors are listed, nearly where they come and go.
+TEST_F(InspectCli, PredictedAgreesWithMeasured) {
+  for (const char* layout : {"--pp 2", "--pp 1 --dp 2", "--pp 1 --dp 2 --shard 2", "--pp 2 --dp 2 --shard 2", "--pp 2 --schedule ZBVZeroBubble --dp 2 --shard 2", "--pp 2 --virtual_stages 2 --schedule Interleaved1F1B --dp 2 --shard 2"}) {
+    const nlohmann::json all = memory(std::string("--steps 2 ") + layout);
+    for (const auto& rank : all.at("ranks")) {
+      const nlohmann::json &predicted = rank.at("predicted"), &measured = rank.at("measured");
+      SCOPED_TRACE(fmt::format("{}: rank {}\n{}\n{}", layout, rank.at("rank").get<int>(), predicted.dump(), measured.dump()));
+      const auto near = [&](const char* column, double part) {
+        const double wanted = predicted.at(column), found = measured.at(column);
+        EXPECT_LE(std::abs(found - wanted), part * wanted) << column;
+      };
+      near("parameters", 0.01);
+      near("optimizer", 0.01);
+      near("gradients", 0.02);
+      near("gathered", 0.02);
+      near("activations", 0.15);
+      EXPECT_GT(measured.at("together"), measured.at("parameters"));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace penstock::test

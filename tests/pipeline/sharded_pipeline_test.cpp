@@ -1,0 +1,145 @@
+// Pipelines whose stages are sharded or replicated, clipped over everything: what one process gives.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "penstock/dtensor/dtensor.h"
+#include "penstock/optim/clip.h"
+#include "penstock/optim/sgd.h"
+#include "penstock/pipeline/schedules.h"
+#include "penstock/shard/fully_shard.h"
+#include "tests/pipeline/parity_scenarios.h"
+
+namespace penstock {
+namespace {
+
+using namespace std::chrono_literals;
+using test::kWidth;
+
+constexpr int kSteps = 3, kMicrobatches = 4;
+constexpr std::int64_t kRows = 16;  // of a step, over all replicas
+constexpr double kLimit = 0.05;     // every step is clipped
+
+struct Trained {
+  std::vector<double> norms;
+  std::map<std::string, at::Tensor> parameters;
+};
+
+std::vector<optim::NamedParameter> named(const StageModule& module, int stage) {
+  std::vector<optim::NamedParameter> found;
+  for (const at::Tensor& parameter : module.parameters()) found.push_back({fmt::format("{}.{}", stage, found.size()), parameter});
+  return found;
+}
+
+optim::SGD sgd(const std::vector<optim::NamedParameter>& parameters) { return optim::SGD(optim::decay_groups(parameters), optim::SGDOptions{.lr = 0.5, .momentum = 0.9, .weight_decay = 0.01}); }
+
+Trained one_process(int stages) {
+  std::vector<StageModule> modules;
+  std::vector<optim::NamedParameter> parameters;
+  for (int stage = 0; stage < stages; ++stage) {
+    modules.push_back(test::two_blocks(stage));
+    for (const auto& each : named(modules.back(), stage)) parameters.push_back(each);
+  }
+  optim::SGD optimizer = sgd(parameters);
+  Trained trained;
+  for (int step = 0; step < kSteps; ++step) {
+    optimizer.zero_grad();
+    const test::Batch batch = test::plain_batch(step, kRows);
+    Tree value = batch.args;
+    for (const StageModule& module : modules) value = Tree::tuple({module.forward(value, {}).tensor()});
+    test::square_loss()(value[0], batch.target).backward();
+    trained.norms.push_back(optim::clip_grad_norm(optimizer.parameters(), kLimit).value());
+    optimizer.step();
+  }
+  for (const auto& each : parameters) trained.parameters[each.name] = each.tensor.detach().clone();
+  return trained;
+}
+
+enum class Mode { Shard, Replicate, Both, KeepASlice };
+
+struct Layout {
+  std::string schedule;
+  int per_rank;
+  Mode mode;
+  int dp;
+};
+
+void wrap(const StageModule& module, const comm::MeshGroups& mesh, Mode mode) {
+  for (const auto& each : module.modules()) {
+    if (mode == Mode::Replicate)
+      replicate(*each, mesh);
+    else
+      fully_shard(*each, mesh, mode == Mode::KeepASlice ? ShardOptions{.reshard_after_forward = ReshardTo{2}} : ShardOptions{});
+  }
+}
+
+void check(const Layout& layout) {
+  constexpr int kPipeline = 2;
+  const int stages = kPipeline * layout.per_rank;
+  const Trained expected = one_process(stages);
+  EXPECT_GT(expected.norms[0], kLimit);
+  std::mutex mutex;
+  std::map<std::string, at::Tensor> found;
+  comm::run_ranks(kPipeline * layout.dp, 120s, [&](comm::World& world) {
+    SCOPED_TRACE(fmt::format("{}, dp {}, mode {}", layout.schedule, layout.dp, static_cast<int>(layout.mode)));
+    const bool both = layout.mode == Mode::Both;
+    const comm::MeshGroups all(world, both ? init_device_mesh("cpu", {kPipeline, 2, layout.dp / 2}, {"pp", "replicas", "shards"}, Rank{world.rank()}, world.size())
+                                           : init_device_mesh("cpu", {kPipeline, layout.dp}, {"pp", "dp"}, Rank{world.rank()}, world.size()));
+    const comm::MeshGroups dp = all.with_mesh(both ? all.mesh().slice({"replicas", "shards"}) : all.mesh()["dp"]);
+    const int own = world.rank() / layout.dp, replica = world.rank() % layout.dp;
+    const schedule::Schedule schedule = schedule::generate(schedule::schedule_kind(layout.schedule), {.ranks = kPipeline, .stages_per_rank = layout.per_rank, .microbatches = kMicrobatches, .group_size = {}});
+    std::vector<PipelineStage> mine;
+    std::vector<optim::NamedParameter> parameters;
+    for (const int stage : schedule.stages().stages_of(own)) {
+      const StageModule module = test::two_blocks(stage);
+      wrap(module, dp, layout.mode);
+      for (const auto& each : named(module, stage)) parameters.push_back(each);
+      mine.emplace_back(module, stage, stages, at::kCPU);
+    }
+    PipelineOptions options{world};
+    for (int rank = 0; rank < kPipeline; ++rank) options.ranks.push_back(rank * layout.dp + replica);
+    PipelineRuntime pipeline(mine, schedule, test::square_loss(), options);
+    optim::SGD optimizer = sgd(parameters);
+    for (int step = 0; step < kSteps; ++step) {
+      optimizer.zero_grad();
+      const test::Batch batch = test::plain_batch(step, kRows);
+      const auto share = [&](const at::Tensor& rows) { return rows.chunk(layout.dp)[static_cast<std::size_t>(replica)]; };
+      pipeline.step(Tree::tuple({share(batch.args[0].tensor())}), {}, Tree(share(batch.target.tensor())));
+      const double norm = optim::clip_grad_norm(optimizer.parameters(), kLimit, {.groups = {all.group("pp")}}).value();
+      EXPECT_NEAR(norm, expected.norms[static_cast<std::size_t>(step)], 1e-5 * norm);
+      optimizer.step();
+    }
+    for (const auto& each : parameters) {
+      EXPECT_TRUE(is_dtensor(each.tensor)) << "sharded or replicated again after the step";
+      const at::Tensor whole = full_tensor(each.tensor.detach());
+      const std::lock_guard lock(mutex);
+      found[each.name] = whole;
+    }
+  });
+  ASSERT_EQ(found.size(), expected.parameters.size());
+  for (const auto& [name, value] : expected.parameters) EXPECT_LT((found.at(name) - value).abs().max().item<double>(), 1e-5) << name;
+}
+
+TEST(ShardedPipeline, Replicated) {
+  check({"1F1B", 1, Mode::Replicate, 2});
+  check({"Interleaved1F1B", 2, Mode::Replicate, 2});
+  check({"ZBVZeroBubble", 2, Mode::Replicate, 2});
+}
+TEST(ShardedPipeline, Sharded) {
+  check({"1F1B", 1, Mode::Shard, 2});
+  check({"GPipe", 1, Mode::Shard, 4});
+  check({"Interleaved1F1B", 2, Mode::Shard, 2});
+  check({"ZBVZeroBubble", 2, Mode::Shard, 2});
+}
+TEST(ShardedPipeline, ReplicasOfShards) {
+  check({"1F1B", 1, Mode::Both, 4});
+  check({"InterleavedZeroBubble", 2, Mode::Both, 4});
+}
+TEST(ShardedPipeline, KeepingASlice) { check({"1F1B", 1, Mode::KeepASlice, 4}); }
+
+}  // namespace
+}  // namespace penstock

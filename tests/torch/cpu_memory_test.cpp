@@ -1,0 +1,58 @@
+// Memory of the CPU, counted by whoever asks for it.
+#include "penstock/torch/cpu_memory.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <thread>
+
+namespace penstock {
+namespace {
+
+TEST(CpuMemory, LivePeakAndTheirReset) {
+  const at::Tensor before = at::ones({1 << 16});
+  EXPECT_EQ(cpu_memory().live, 0) << "nobody has asked yet";
+  count_cpu_memory();
+  count_cpu_memory();
+  const CpuMemory start = cpu_memory();
+  EXPECT_EQ(start.live, 0) << "what was made before is not counted";
+  {
+    const at::Tensor one = at::empty({1000});
+    EXPECT_EQ(cpu_memory().live - start.live, 4000);
+    const at::Tensor view = one.view({10, 100}).t();
+    EXPECT_EQ(cpu_memory().live - start.live, 4000) << "a view has no memory of its own";
+    EXPECT_EQ(cpu_memory().allocations - start.allocations, 1);
+    at::Tensor two = at::empty({500}, at::kDouble);
+    EXPECT_EQ(cpu_memory().live - start.live, 8000);
+    two.reset();
+    EXPECT_EQ(cpu_memory().live - start.live, 4000);
+    EXPECT_GE(cpu_memory().peak - start.live, 8000);
+    reset_cpu_peak();
+    EXPECT_EQ(cpu_memory().peak, cpu_memory().live);
+  }
+  EXPECT_EQ(cpu_memory().live, start.live);
+  EXPECT_EQ(before.sum().item<float>(), 1 << 16);
+}
+
+TEST(CpuMemory, EmptyTensorsResizedOnesAndOtherThreads) {
+  count_cpu_memory();
+  const std::int64_t start = cpu_memory().live;
+  const at::Tensor empty = at::empty({0});
+  EXPECT_EQ(cpu_memory().live, start);
+  at::Tensor grown = at::arange(10, at::kLong);
+  grown.resize_({100});
+  EXPECT_EQ(cpu_memory().live - start, 800);
+  EXPECT_EQ(grown[9].item<std::int64_t>(), 9) << "values go along";
+  std::thread([freed = std::move(grown)]() mutable { freed.reset(); }).join();
+  EXPECT_EQ(cpu_memory().live, start) << "freed elsewhere";
+  // What LibTorch makes within operators is in the peak.
+  const at::Tensor a = at::randn({64, 64});
+  reset_cpu_peak();
+  const std::int64_t before = cpu_memory().live;
+  at::mm(a, a).add(1).sum();
+  EXPECT_GE(cpu_memory().peak - before, 2 * 64 * 64 * 4);
+  EXPECT_EQ(cpu_memory().live, before);
+}
+
+}  // namespace
+}  // namespace penstock

@@ -48,8 +48,10 @@ void execute(const Program& program, StepActions& actions, StepProgress& progres
       case Instruction::Kind::Stage: actions.stage_wide(each); break;
     }
     const std::int64_t end = steady_now_ns();
-    if (times != nullptr)
+    if (times != nullptr) {
       for (std::size_t member = 0; member < length; ++member) (*times)[i + member] = {now, end};
+      if (length > 1) (*times)[i].pieces = actions.pieces();
+    }
     now = end;
     if (after) {
       after();

@@ -17,11 +17,21 @@
 
 namespace penstock::pipeline {
 
+// A part of one member of an overlapped unit, which the members ran in turns: a block of its stage.
+struct UnitPiece {
+  int member = 0;
+  std::int64_t begin_ns = 0;
+  std::int64_t end_ns = 0;
+  friend bool operator==(const UnitPiece&, const UnitPiece&) = default;
+};
+
 class StepActions {
  public:
   virtual ~StepActions() = default;
   // F, B, I or W of one microbatch; several: a unit whose parts may be interleaved.
   virtual void compute(std::span<const Instruction> unit) = 0;
+  // Of the last unit, in order of time.
+  virtual std::vector<UnitPiece> pieces() const { return {}; }
   virtual void post(const Instruction& instruction, const Channel& channel) = 0;
   virtual void await(const Instruction& instruction, const Channel& channel) = 0;
   virtual void send(const Instruction& instruction, const Channel& channel) = 0;
@@ -35,6 +45,7 @@ class StepActions {
 struct TimedInstruction {
   std::int64_t begin_ns = 0;
   std::int64_t end_ns = 0;
+  std::vector<UnitPiece> pieces = {};  // of an overlapped unit, at its first instruction
 };
 
 // Where a rank is. One thread writes, any thread reads.

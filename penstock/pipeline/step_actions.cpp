@@ -169,9 +169,17 @@ std::optional<c10::Stream> TorchStepActions::stream_for(const Action& action, co
   return stream;
 }
 
+template <class Body>
+void TorchStepActions::timed_piece(int member, const Body& body) {
+  const std::int64_t begin = steady_now_ns();
+  body();
+  pieces_.push_back({member, begin, steady_now_ns()});
+}
+
 // Block by block in turns: on CPU so that one's transfers can start before the other is through, on CUDA so that both streams have work.
 void TorchStepActions::run_unit(std::span<const Instruction> unit) {
   struct Part {
+    int member;
     std::optional<c10::Stream> stream;
     std::unique_ptr<StageRunner::Forward> forward;
     std::unique_ptr<StageRunner::Backward> backward;
@@ -189,8 +197,9 @@ void TorchStepActions::run_unit(std::span<const Instruction> unit) {
   }
   std::vector<Part> forwards, backwards;
   bool on_first = false, on_second = false;
-  for (const Instruction& each : unit) {
-    const Action& action = each.action;
+  pieces_.clear();
+  for (int member = 0; member < static_cast<int>(unit.size()); ++member) {
+    const Action& action = unit[static_cast<std::size_t>(member)].action;
     StageRunner& stage = runner(action.stage().value());
     const int microbatch = action.microbatch()->value();
     const auto m = static_cast<std::size_t>(microbatch);
@@ -199,17 +208,21 @@ void TorchStepActions::run_unit(std::span<const Instruction> unit) {
     std::optional<c10::StreamGuard> guard;
     if (stream) guard.emplace(*stream);
     if (action.kind() == ActionKind::Forward) {
-      forwards.push_back({stream, stage.start_forward(microbatch, context_of(action), step_->args[m], step_->kwargs[m], step_->targets[m]), nullptr});
+      forwards.push_back({member, stream, stage.start_forward(microbatch, context_of(action), step_->args[m], step_->kwargs[m], step_->targets[m]), nullptr});
     } else if (action.kind() == ActionKind::BackwardWeight) {
-      run_action(action);
+      timed_piece(member, [&] { run_action(action); });
     } else {
-      backwards.push_back({stream, nullptr, stage.start_backward(microbatch, context_of(action), action.kind() == ActionKind::BackwardInput)});
+      backwards.push_back({member, stream, nullptr, stage.start_backward(microbatch, context_of(action), action.kind() == ActionKind::BackwardInput)});
     }
   }
   count_live();
   while (!forwards.empty() || !backwards.empty()) {
-    std::erase_if(forwards, [](const Part& each) { return !each.advance(); });
-    std::erase_if(backwards, [](const Part& each) { return !each.advance(); });
+    for (std::vector<Part>* parts : {&forwards, &backwards})
+      std::erase_if(*parts, [&](const Part& each) {
+        bool more = false;
+        timed_piece(each.member, [&] { more = each.advance(); });
+        return !more;
+      });
   }
   if (streams_) {
     streams_->join();

@@ -33,6 +33,7 @@ class TorchStepActions final : public StepActions {
   int units_on_two_streams() const { return units_on_two_streams_; }
 
   void compute(std::span<const Instruction> unit) override;
+  std::vector<UnitPiece> pieces() const override { return pieces_; }
   void post(const Instruction& instruction, const Channel& channel) override;
   void await(const Instruction& instruction, const Channel& channel) override;
   void send(const Instruction& instruction, const Channel& channel) override;
@@ -61,6 +62,8 @@ class TorchStepActions final : public StepActions {
   void run_alone(const schedule::Action& action);
   void run_action(const schedule::Action& action);
   void run_unit(std::span<const Instruction> unit);
+  template <class Body>
+  void timed_piece(int member, const Body& body);
   // The stream on which an action of a unit runs, chosen now if it is a forward.
   std::optional<c10::Stream> stream_for(const schedule::Action& action, const std::optional<c10::Stream>& of_backward);
   void start_receive(Arrival& arrival, const Instruction& instruction, const Channel& channel, int microbatch);
@@ -84,6 +87,7 @@ class TorchStepActions final : public StepActions {
   int peak_live_ = 0;
   std::optional<OverlapStreams> streams_;
   int units_on_two_streams_ = 0;
+  std::vector<UnitPiece> pieces_;  // of the last unit; on CUDA the times in which the host gave the work away
   TransferLog transfer_log_;
 };
 

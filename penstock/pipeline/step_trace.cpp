@@ -29,6 +29,7 @@ constexpr Kind kKinds[] = {Kind::Compute, Kind::Post, Kind::Await, Kind::Send, K
 constexpr int kComputeTrack = 0;
 constexpr int kWaitTrack = 1;
 constexpr int kTransferTrack = 2;
+constexpr const char* kPieceCategory = "piece";
 
 int track_of(Kind kind) {
   switch (kind) {
@@ -79,6 +80,11 @@ Json slice(int rank, const TraceEvent& event) {
     const Channel& channel = *event.channel;
     args["channel"] = {{"of", channel.kind == Channel::Kind::Activation ? "activation" : "gradient"}, {"from_stage", channel.from_stage}, {"to_stage", channel.to_stage}, {"skip", channel.skip}};
   }
+  if (!event.pieces.empty()) {
+    Json pieces = Json::array();
+    for (const UnitPiece& piece : event.pieces) pieces.push_back({piece.member, piece.begin_ns, piece.end_ns});
+    args["pieces"] = std::move(pieces);
+  }
   args["begin_ns"] = event.begin_ns;
   args["end_ns"] = event.end_ns;
   return {{"name", action_text(event)},
@@ -89,6 +95,17 @@ Json slice(int rank, const TraceEvent& event) {
           {"ts", microseconds(event.begin_ns)},
           {"dur", microseconds(event.end_ns - event.begin_ns)},
           {"args", std::move(args)}};
+}
+
+// Within the slice of its unit: on the same track, and not before or after it. For the eye alone; read back is what the unit's slice says.
+Json piece_slice(int rank, const TraceEvent& event, const UnitPiece& piece) {
+  return {{"name", schedule::to_text(event.actions[static_cast<std::size_t>(piece.member)])},
+          {"cat", kPieceCategory},
+          {"ph", "X"},
+          {"pid", rank},
+          {"tid", track_of(event.kind)},
+          {"ts", microseconds(piece.begin_ns)},
+          {"dur", microseconds(piece.end_ns - piece.begin_ns)}};
 }
 
 void add_arrows(const StepTrace& trace, Json& events) {
@@ -163,6 +180,13 @@ TraceEvent read_event(const Json& args, const schedule::StageMap& map) {
   if (transfers) event.channel = read_channel(args.at("channel"), map);
   args.at("begin_ns").get_to(event.begin_ns);
   args.at("end_ns").get_to(event.end_ns);
+  if (args.contains("pieces"))
+    for (const Json& each : args.at("pieces")) {
+      const UnitPiece piece{each.at(0).get<int>(), each.at(1).get<std::int64_t>(), each.at(2).get<std::int64_t>()};
+      if (piece.member < 0 || static_cast<std::size_t>(piece.member) >= event.actions.size()) refuse(fmt::format("{} has a piece of member {}", action_text(event), piece.member));
+      if (piece.begin_ns < event.begin_ns || piece.end_ns < piece.begin_ns || piece.end_ns > event.end_ns) refuse(fmt::format("{} has a piece outside of it", action_text(event)));
+      event.pieces.push_back(piece);
+    }
   if (event.end_ns < event.begin_ns) refuse(fmt::format("{} ends before it begins", action_text(event)));
   return event;
 }
@@ -178,7 +202,7 @@ StepTrace read_document(const Json& document) {
   if (trace.clock_error_ns.size() != ranks) refuse(fmt::format("it has clocks of {} ranks and a schedule of {}", trace.clock_error_ns.size(), ranks));
   trace.ranks.resize(ranks);
   for (const Json& event : document.at("traceEvents")) {
-    if (event.at("ph").get<std::string>() != "X") continue;
+    if (event.at("ph").get<std::string>() != "X" || event.value("cat", "") == kPieceCategory) continue;
     const auto rank = event.at("pid").get<std::int64_t>();
     if (rank < 0 || rank >= trace.schedule.ranks()) refuse(fmt::format("an event of rank {}, of {} ranks", rank, ranks));
     trace.ranks[static_cast<std::size_t>(rank)].push_back(read_event(event.at("args"), trace.schedule.stages()));
@@ -233,6 +257,7 @@ std::vector<TraceEvent> trace_events(const Program& program, const std::vector<T
     if (instruction.channel >= 0) event.channel = program.channels[static_cast<std::size_t>(instruction.channel)];
     event.begin_ns = times[i].begin_ns + offset_ns;
     event.end_ns = times[i].end_ns + offset_ns;
+    for (const UnitPiece& piece : times[i].pieces) event.pieces.push_back({piece.member, piece.begin_ns + offset_ns, piece.end_ns + offset_ns});
     events.push_back(std::move(event));
   }
   events.push_back({.kind = Kind::Finish, .begin_ns = times.back().begin_ns + offset_ns, .end_ns = times.back().end_ns + offset_ns});
@@ -247,6 +272,10 @@ void start_at_zero(StepTrace& trace) {
     for (TraceEvent& event : events) {
       event.begin_ns -= first;
       event.end_ns -= first;
+      for (UnitPiece& piece : event.pieces) {
+        piece.begin_ns -= first;
+        piece.end_ns -= first;
+      }
     }
 }
 
@@ -259,7 +288,10 @@ std::string to_chrome_json(const StepTrace& trace) {
     events.push_back(metadata("thread_name", rank, kComputeTrack, {{"name", "compute"}}));
     events.push_back(metadata("thread_name", rank, kWaitTrack, {{"name", "waits"}}));
     events.push_back(metadata("thread_name", rank, kTransferTrack, {{"name", "transfers"}}));
-    for (const TraceEvent& event : trace.ranks[r]) events.push_back(slice(rank, event));
+    for (const TraceEvent& event : trace.ranks[r]) {
+      events.push_back(slice(rank, event));
+      for (const UnitPiece& piece : event.pieces) events.push_back(piece_slice(rank, event, piece));
+    }
   }
   add_arrows(trace, events);
   const schedule::StageMap& map = trace.schedule.stages();

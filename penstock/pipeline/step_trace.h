@@ -5,8 +5,9 @@
 //   StepTrace trace = read_trace("step.json");
 //   TraceComparison comparison = compare_with_simulation(trace);                        // trace_comparison.h
 //
-// In the picture every rank is a process with a track for computation, one for waits and one for the starts of transfers; an arrow
-// leads from each send to the wait that it ended. Ranks are positions along the pipeline. Knows nothing of Torch.
+// In the picture every rank is a process with a track for computation, one for waits and one for the starts of transfers; in an overlapped
+// unit lie the pieces of its actions, as they took turns; an arrow leads from each send to the wait that it ended. Ranks are positions
+// along the pipeline. Knows nothing of Torch.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +37,7 @@ struct TraceEvent {
   std::optional<Channel> channel;         // of Post, Await, Send and Pass
   std::int64_t begin_ns = 0;              // since the step began on the first rank
   std::int64_t end_ns = 0;
+  std::vector<UnitPiece> pieces = {};     // of an overlapped unit: how its actions took turns
   friend bool operator==(const TraceEvent&, const TraceEvent&) = default;
 };
 std::string_view to_text(TraceEvent::Kind kind);

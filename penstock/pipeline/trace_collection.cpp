@@ -18,7 +18,7 @@ constexpr int kClockTag = 1 << 27;
 constexpr int kSizeTag = kClockTag + 1;
 constexpr int kTimesTag = kClockTag + 2;
 constexpr comm::MessageKind kTimes("STEP");
-constexpr std::uint16_t kTimesVersion = 1;
+constexpr std::uint16_t kTimesVersion = 2;
 
 struct RankTimes {
   std::uint64_t step = 0;
@@ -36,7 +36,10 @@ std::vector<std::uint8_t> to_bytes(const TraceRequest& request) {
     times.push_back(each.begin_ns);
     times.push_back(each.end_ns);
   }
-  writer.write(times);
+  std::vector<std::int64_t> pieces;
+  for (std::size_t i = 0; i < request.times.size(); ++i)
+    for (const UnitPiece& piece : request.times[i].pieces) pieces.insert(pieces.end(), {static_cast<std::int64_t>(i), piece.member, piece.begin_ns, piece.end_ns});
+  writer.write(times).write(pieces);
   return writer.finish();
 }
 
@@ -45,8 +48,11 @@ RankTimes from_bytes(const std::vector<std::uint8_t>& bytes) {
   RankTimes found;
   reader.read(found.step).read(found.has_backward).read(found.clock.offset_ns).read(found.clock.error_ns);
   const auto times = reader.read<std::vector<std::int64_t>>();
+  const auto pieces = reader.read<std::vector<std::int64_t>>();
   reader.expect_end();
   for (std::size_t i = 0; i + 1 < times.size(); i += 2) found.times.push_back({times[i], times[i + 1]});
+  for (std::size_t i = 0; i + 3 < pieces.size(); i += 4)
+    found.times.at(static_cast<std::size_t>(pieces[i])).pieces.push_back({static_cast<int>(pieces[i + 1]), pieces[i + 2], pieces[i + 3]});
   return found;
 }
 

@@ -1,6 +1,7 @@
 // Traces of steps without running any: made from simulated times, written, read, damaged, compared.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
@@ -47,7 +48,27 @@ TEST(StepTrace, HasOneTrackPerRankAndKindAndAnArrowPerTransfer) {
   EXPECT_EQ(ends, sends);
 }
 
-TEST(StepTrace, AnOverlappedUnitIsOneSlice) {
+TEST(StepTrace, AnOverlappedUnitShowsHowItsActionsTookTurns) {
+  StepTrace trace = made_trace("DualPipeV", 2, 8);
+  const auto unit = std::find_if(trace.ranks[0].begin(), trace.ranks[0].end(), [](const TraceEvent& event) { return event.actions.size() == 2; });
+  ASSERT_NE(unit, trace.ranks[0].end());
+  const std::int64_t quarter = (unit->end_ns - unit->begin_ns) / 4;
+  for (int i = 0; i < 4; ++i) unit->pieces.push_back({i % 2, unit->begin_ns + i * quarter, unit->begin_ns + (i + 1) * quarter});
+  const std::string text = to_chrome_json(trace);
+  EXPECT_EQ(parse_trace(text), trace);
+  std::vector<std::string> names;
+  const json document = json::parse(text);
+  for (const json& event : document.at("traceEvents"))
+    if (event.value("cat", "") == "piece") names.push_back(event.at("name"));
+  const std::string first = schedule::to_text(unit->actions[0]), second = schedule::to_text(unit->actions[1]);
+  EXPECT_EQ(names, (std::vector<std::string>{first, second, first, second}));
+  unit->pieces[1].member = 2;
+  EXPECT_THROW(parse_trace(to_chrome_json(trace)), ConfigError);
+  unit->pieces[1] = {1, unit->begin_ns - 1, unit->end_ns};
+  EXPECT_THROW(parse_trace(to_chrome_json(trace)), ConfigError);
+}
+
+TEST(StepTrace, AnOverlappedUnitIsOneEvent) {
   const StepTrace trace = made_trace("DualPipeV", 2, 8);
   bool found = false;
   for (const auto& events : trace.ranks)

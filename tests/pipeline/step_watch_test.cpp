@@ -19,6 +19,7 @@
 #include "penstock/pipeline/trace_comparison.h"
 #include "penstock/torch/step_context.h"
 #include "tests/has_text.h"
+#include "tests/pipeline/parity_scenarios.h"
 
 namespace penstock {
 namespace {
@@ -140,6 +141,42 @@ TEST(PipelineTrace, OfEvaluationHasForwardsAlone) {
     EXPECT_EQ(compare_with_simulation(trace).ranks.size(), 2u);
   });
   std::filesystem::remove(path);
+}
+
+// A unit's forward and backward run block by block in turns, and the trace of every rank says so.
+TEST(PipelineTrace, OverlappedUnitsTakeTurns) {
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    std::vector<PipelineStage> stages;
+    for (const int index : {world.rank(), 3 - world.rank()}) {
+      std::vector<StageModule> blocks;
+      for (int block = 0; block < 3; ++block) blocks.emplace_back(test::Block(3 * index + block));
+      stages.emplace_back(StageModule::chain(blocks), index, 4, at::kCPU);
+    }
+    PipelineRuntime pipeline = make_pipeline("DualPipeV", stages, 6, test::square_loss(), {world});
+    const test::Batch batch = test::plain_batch(0, 12);
+    pipeline.step(batch.args, {}, batch.target);
+    const auto trace = pipeline.trace_last_step();
+    if (!trace) return;
+    for (const auto& events : trace->ranks) {
+      int units = 0;
+      for (const TraceEvent& event : events) {
+        if (event.actions.size() < 2) {
+          EXPECT_TRUE(event.pieces.empty());
+          continue;
+        }
+        ++units;
+        int turns = 0;
+        for (std::size_t i = 0; i < event.pieces.size(); ++i) {
+          EXPECT_GE(event.pieces[i].begin_ns, i > 0 ? event.pieces[i - 1].end_ns : event.begin_ns);
+          EXPECT_LE(event.pieces[i].end_ns, event.end_ns);
+          turns += i > 0 && event.pieces[i].member != event.pieces[i - 1].member;
+        }
+        EXPECT_GE(turns, 4) << action_text(event) << ": three blocks forward and three backward in turns";
+      }
+      EXPECT_GT(units, 0);
+    }
+    EXPECT_EQ(pipeline::parse_trace(to_chrome_json(*trace)), *trace);
+  });
 }
 
 TEST(PipelineTrace, OneRankNeedsNobody) {

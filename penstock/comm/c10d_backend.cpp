@@ -23,11 +23,18 @@ c10d::ReduceOp::RedOpType to_c10d(ReduceOp op) {
   return c10d::ReduceOp::SUM;
 }
 
+// The same memory, held by nobody. Gloo's threads let go of a tensor some time after they have said that they are done with it; who waits
+// for that (the work keeps the memory until then) would find it lent still, and a pool would need a buffer more than are ever in use.
+at::Tensor borrowed(const at::Tensor& tensor) {
+  if (!tensor.is_cpu()) return tensor;
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().requires_grad(false));
+}
+
 }  // namespace
 
 TransferPtr C10dBackend::all_reduce(const at::Tensor& tensor, ReduceOp op) {
   const auto lock = one_at_a_time();
-  std::vector<at::Tensor> tensors = {tensor};
+  std::vector<at::Tensor> tensors = {borrowed(tensor)};
   c10d::AllreduceOptions options;
   options.reduceOp = to_c10d(op);
   return collective(group_->allreduce(tensors, options));
@@ -43,8 +50,8 @@ TransferPtr C10dBackend::broadcast(const at::Tensor& tensor, int source) {
 
 TransferPtr C10dBackend::all_gather(const at::Tensor& output, const at::Tensor& input) {
   const auto lock = one_at_a_time();
-  at::Tensor out = output;
-  at::Tensor in = input;
+  at::Tensor out = borrowed(output);
+  at::Tensor in = borrowed(input);
 #if PENSTOCK_TORCH_AT_LEAST(2, 14)
   return collective(group_->all_gather_single(out, in));
 #else

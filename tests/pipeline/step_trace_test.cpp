@@ -62,10 +62,12 @@ TEST(StepTrace, AnOverlappedUnitShowsHowItsActionsTookTurns) {
     if (event.value("cat", "") == "piece") names.push_back(event.at("name"));
   const std::string first = schedule::to_text(unit->actions[0]), second = schedule::to_text(unit->actions[1]);
   EXPECT_EQ(names, (std::vector<std::string>{first, second, first, second}));
-  unit->pieces[1].member = 2;
-  EXPECT_THROW(parse_trace(to_chrome_json(trace)), ConfigError);
-  unit->pieces[1] = {1, unit->begin_ns - 1, unit->end_ns};
-  EXPECT_THROW(parse_trace(to_chrome_json(trace)), ConfigError);
+  for (const json& bad : {json::array({2, unit->begin_ns, unit->end_ns}), json::array({1, unit->begin_ns - 1, unit->end_ns}), json::array({1, unit->begin_ns})}) {
+    json changed = document;
+    for (json& event : changed.at("traceEvents"))
+      if (event.contains("args") && event.at("args").contains("pieces")) event.at("args").at("pieces").at(1) = bad;
+    EXPECT_THROW(parse_trace(changed.dump()), ConfigError) << bad;
+  }
 }
 
 TEST(StepTrace, AnOverlappedUnitIsOneEvent) {

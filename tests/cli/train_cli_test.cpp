@@ -63,6 +63,7 @@ TEST_F(TrainCli, ParityOfManyLayouts) {
            "--pp 2 --schedule 1F1B --tie_head true",
            "--pp 1 --dp 2",
            "--pp 2 --dp 2 --shard 2",
+           "--pp 2 --dp 2 --shard 2 --schedule ZBVZeroBubble --tie_head true",
            "--pp 1 --tp 2",
            "--pp 2 --dp 2 --schedule 1F1B",
            "--pp 2 --tp 2 --schedule GPipe",

@@ -129,6 +129,8 @@ void verify(const Graph& graph);
 std::size_t remove_dead_nodes(Graph& graph);
 
 std::string to_text(const Graph& graph);
+std::string to_text(const Geometry& geometry);  // "float32[3, 4]", with strides, offset and device where they are not the usual ones
+std::string to_text(const Operand& operand);    // "%3", "[%3, none]", "0.5"
 std::string to_text(const Graph& graph, const Node& node);
 
 }  // namespace penstock::graph

@@ -26,6 +26,7 @@ void add_data_command(CLI::App& app, Outcome& outcome);
 void add_train_command(CLI::App& app, Outcome& outcome);
 void add_generate_command(CLI::App& app, Outcome& outcome);
 void add_parity_command(CLI::App& app, Outcome& outcome);
+void add_inspect_command(CLI::App& app, Outcome& outcome);
 
 // What stands behind a command that takes a configuration: CONFIG.toml if it comes first, then --key value.
 train::ConfigSources config_sources(const CLI::App& command);

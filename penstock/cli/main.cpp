@@ -46,6 +46,7 @@ int main(int argc, char** argv) {
   cli::add_generate_command(app, outcome);
   cli::add_report_command(app, outcome);
   cli::add_parity_command(app, outcome);
+  cli::add_inspect_command(app, outcome);
   try {
     require_known_command(app, argc, argv);
     app.parse(argc, argv);

@@ -210,7 +210,7 @@ std::size_t merge_common_subexpressions(Graph& graph) {
   std::size_t removed = 0;
   for (Node& node : graph.nodes) {
     translate(node.arguments);
-    bool stays = is_random(node);
+    bool stays = must_run(node);
     for_each_value(node.results, [&](ValueId value) { stays |= is_output_memory[index_of(graph[value].storage)] != 0; });
     const Node* twin = nullptr;
     const std::size_t hash = stays ? 0 : hash_of_node(node);

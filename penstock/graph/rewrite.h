@@ -18,7 +18,7 @@
 
 namespace penstock::graph {
 
-// Of nodes with the same operator and arguments in the same half, all but the first go. Random nodes stay, and so do nodes whose results
+// Of nodes with the same operator and arguments in the same half, all but the first go. Random nodes and side effects stay, and so do nodes whose results
 // share memory with an output: two outputs do not become one tensor. Returns how many went.
 std::size_t merge_common_subexpressions(Graph& graph);
 

@@ -106,7 +106,7 @@ TEST(Rewrite, PatternsAreReplaced) {
     const at::Tensor a = in[0] * in[0].sigmoid();             // here
     const at::Tensor b = a.t() * a.t().sigmoid();             // two views: not the same value
     const at::Tensor gate = b.sigmoid(), c = b * gate;        // the gate is used once more
-    const at::Tensor d = c.view({12}), e = (d * d.sigmoid()).view({3, 4});  // and here
+    const at::Tensor d = c.t().view({12}), e = (d * d.sigmoid()).view({3, 4});  // and here
     return Tensors{e, gate};
   };
   const Graph before = captured(function, inputs);
@@ -219,7 +219,9 @@ TEST(GraphFiles, ComeBackAsTheyWere) {
   }
   const auto x = Executor(file.joint.graph)(inputs), y = Executor(again.joint.graph)(inputs);
   for (std::size_t i = 0; i < x.size(); ++i)
-    if (x[i].isTensor() && x[i].toTensor().defined()) EXPECT_TRUE(torch::equal(x[i].toTensor(), y[i].toTensor())) << i;
+    if (x[i].isTensor() && x[i].toTensor().defined()) {
+      EXPECT_TRUE(torch::equal(x[i].toTensor(), y[i].toTensor())) << i;
+    }
 
   const std::filesystem::path path = std::filesystem::temp_directory_path() / "penstock_graph_tools_test.psgraph";
   save_graph(path, file);
@@ -266,7 +268,9 @@ TEST(GraphFiles, DamageIsAnErrorNeverACrash) {
       default:
         for (std::size_t flips = 1 + random() % 3; flips > 0; --flips) damaged[random() % damaged.size()] ^= static_cast<std::uint8_t>(1u << (random() % 8));
     }
-    if (damaged != bytes) EXPECT_THROW(decode_graph(damaged), ValueError);
+    if (damaged != bytes) {
+      EXPECT_THROW(decode_graph(damaged), ValueError);
+    }
     try {
       const GraphFile read = decode_graph(with_new_checksum(damaged));
       verify(read.joint.graph);

@@ -30,6 +30,7 @@ void add_inspect_command(CLI::App& app, Outcome& outcome);
 
 // The subcommands of `inspect`.
 void add_inspect_memory_command(CLI::App& inspect, Outcome& outcome);
+void add_inspect_graph_command(CLI::App& inspect, Outcome& outcome);
 
 // What stands behind a command that takes a configuration: CONFIG.toml if it comes first, then --key value.
 train::ConfigSources config_sources(const CLI::App& command);

@@ -92,6 +92,7 @@ class Analysis {
       info.keep_input_mutations = options_.keep_input_mutations;
       if (!is_tensor(inputs_[i])) {
         info.mutations_hidden_from_autograd = false;
+        info.is_tensor = false;
         meta_.inputs.push_back(info);
         continue;
       }

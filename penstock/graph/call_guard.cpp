@@ -8,6 +8,8 @@
 #include <sstream>
 #include <unordered_map>
 
+#include "penstock/graph/constant_value.h"
+
 namespace penstock::graph {
 namespace {
 
@@ -21,12 +23,6 @@ bool is_defined_tensor(const c10::IValue& value) { return value.isTensor() && va
 
 const c10::StorageImpl* storage_behind(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->has_storage() ? tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() : nullptr;
-}
-
-bool same_plain_value(const c10::IValue& a, const c10::IValue& b) {
-  if (a.isInt() && b.isInt()) return a.toInt() == b.toInt();
-  if (a.isString() && b.isString()) return a.toStringRef() == b.toStringRef();
-  return a.tagKind() == b.tagKind() && text_of(a) == text_of(b);
 }
 
 }  // namespace
@@ -70,7 +66,7 @@ bool CallGuard::holds(const Values& inputs) const {
     const Input& expected = inputs_[i];
     if (is_defined_tensor(inputs[i]) != expected.tensor.has_value()) return false;
     if (!expected.tensor) {
-      if (!same_plain_value(inputs[i], expected.value)) return false;
+      if (!same_constant(inputs[i], expected.value)) return false;
       continue;
     }
     const at::Tensor& tensor = inputs[i].toTensor();
@@ -92,7 +88,7 @@ std::string CallGuard::difference(const Values& inputs) const {
     if (actual.tensor.has_value() != expected.tensor.has_value())
       return fmt::format("{} is {}a tensor, in the capture {}", who, actual.tensor ? "" : "not ", expected.tensor ? "it is" : "it is not");
     if (!actual.tensor) {
-      if (!same_plain_value(actual.value, expected.value))
+      if (!same_constant(actual.value, expected.value))
         return fmt::format("{} is {}, in the capture {}", who, text_of(actual.value), text_of(expected.value));
       continue;
     }

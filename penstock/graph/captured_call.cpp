@@ -9,6 +9,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/graph/functionalize.h"
+#include "penstock/torch/wrapper.h"
 
 namespace penstock::graph {
 namespace {
@@ -17,6 +18,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 constexpr const char* kCall = "call";
+constexpr const char* kDeterministic = "deterministic";
 
 std::vector<at::Tensor> tensors_among(const Values& values) {
   std::vector<at::Tensor> tensors;
@@ -56,6 +58,7 @@ struct GraphFunction : torch::autograd::Function<GraphFunction> {
     kept.insert(kept.end(), watched.begin(), watched.end());
     context->save_for_backward(std::move(kept));
     context->mark_non_differentiable(no_gradient);
+    context->saved_data[kDeterministic] = at::globalContext().deterministicAlgorithms();
     context->saved_data[kCall] = c10::IValue::make_capsule(c10::intrusive_ptr<torch::CustomClassHolder>::reclaim_copy(call));
     return outputs;
   }
@@ -64,6 +67,8 @@ struct GraphFunction : torch::autograd::Function<GraphFunction> {
     if (c10::GradMode::is_enabled())
       throw NotImplemented("graph: the backward of a captured function cannot be differentiated; call backward without create_graph, or the "
                            "function itself");
+    if (at::globalContext().deterministicAlgorithms() && !context->saved_data.at(kDeterministic).toBool())
+      throw StateError("graph: deterministic algorithms are asked for in backward, but were not when forward ran; switch them on before both");
     const c10::intrusive_ptr<torch::CustomClassHolder> holder = context->saved_data.at(kCall).toCapsule();
     const auto* call = static_cast<const CapturedCall*>(holder.get());
     // Looks whether a saved or watched tensor was written, too.
@@ -79,6 +84,9 @@ struct GraphFunction : torch::autograd::Function<GraphFunction> {
 
   // Laid out as when backward was captured: it may view it.
   static at::Tensor tangent(const at::Tensor& gradient, const Geometry& geometry) {
+    if (is_wrapper(gradient))
+      throw TypeError(describe("graph: a gradient of a captured function", "a tensor of kind " + std::string(payload_of(gradient)->kind()), "a plain tensor",
+                               "give backward a gradient like the result"));
     if (gradient.sizes() != at::IntArrayRef(geometry.sizes) || gradient.scalar_type() != geometry.dtype)
       throw ValueError(fmt::format("graph: a gradient has {} elements of {}, expected {} of {}; give backward gradients like the results",
                                    gradient.numel(), c10::toString(gradient.scalar_type()), geometry.numel(), c10::toString(geometry.dtype)));

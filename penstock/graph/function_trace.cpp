@@ -7,7 +7,9 @@
 #include <unordered_map>
 #include <utility>
 
+#include "penstock/base/errors.h"
 #include "penstock/graph/fake_inputs.h"
+#include "penstock/torch/wrapper.h"
 
 namespace penstock::graph {
 namespace {
@@ -48,6 +50,9 @@ void FunctionTrace::make_inputs(const Values& real_inputs, const Convention& con
       continue;
     }
     const at::Tensor& real = real_inputs[i].toTensor();
+    if (is_wrapper(real) && !is_fake(real))
+      throw TypeError(describe("graph: " + convention.name_of(i), "a tensor of kind " + std::string(payload_of(real)->kind()), "a plain tensor",
+                               "hand over what it holds, and make it inside of the function"));
     const bool finds = i < convention.found;
     std::string name = i < convention.names.size() ? convention.names[i] : fmt::format("primals_{}", primals.size() + 1);
     primals.push_back(tracer.add_input(finds ? real : to_fake(real), std::move(name)));

@@ -1,6 +1,5 @@
 #include "penstock/graph/functionalize.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/graph/shape_run.h"
 #include "penstock/torch/fake.h"
 #include "penstock/torch/operator_traits.h"
 
@@ -198,37 +198,6 @@ class Functionalizer {
     to_.nodes.push_back(std::move(copied));
   }
 
-  // What an operator would return, in shape.
-  Stack results_in_shape(const c10::OperatorHandle& op, const std::vector<Operand>& arguments) {
-    const auto fake = [&](ValueId value) {
-      const Geometry& geometry = to_[value].geometry;
-      return make_fake_strided(geometry.sizes, geometry.strides, at::dtype(geometry.dtype).device(geometry.device));
-    };
-    Stack stack;
-    for (const Operand& operand : arguments) switch (operand.kind) {
-        case Operand::Kind::Constant: stack.push_back(operand.constant); break;
-        case Operand::Kind::Tensor: stack.emplace_back(operand.values[0] == kNoValue ? at::Tensor() : fake(operand.values[0])); break;
-        case Operand::Kind::TensorList: {
-          c10::List<at::Tensor> list;
-          for (const ValueId value : operand.values) list.push_back(value == kNoValue ? at::Tensor() : fake(value));
-          stack.emplace_back(std::move(list));
-          break;
-        }
-        case Operand::Kind::OptionalTensorList: {
-          c10::List<c10::optional<at::Tensor>> list;
-          for (const ValueId value : operand.values)
-            list.push_back(value == kNoValue ? c10::optional<at::Tensor>() : c10::optional<at::Tensor>(fake(value)));
-          stack.emplace_back(std::move(list));
-          break;
-        }
-      }
-    const at::AutoDispatchBelowADInplaceOrView below;
-    FakeMode mode;
-    const ModeGuard guard(mode);
-    op.callBoxed(&stack);
-    return stack;
-  }
-
   void translate_write(const Node& node, const std::vector<std::size_t>& written) {
     const OperatorTraits& traits = traits_of(node.op);
     const std::string& name = node.op.operator_name().name;
@@ -243,7 +212,7 @@ class Functionalizer {
     }
     if (traits_of(*sibling).pure_view) return translate_metadata_write(node, *sibling, std::move(arguments));
 
-    const Stack shapes = results_in_shape(*sibling, arguments);
+    const Stack shapes = run_in_shape(to_, *sibling, arguments);
     Node pure{*sibling, std::move(arguments), {}, node.phase, node.grad_enabled};
     for (const IValue& shape : shapes) pure.results.push_back(new_results(shape));
     const std::vector<Operand> results = pure.results;

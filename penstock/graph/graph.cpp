@@ -4,6 +4,9 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <mutex>
+#include <set>
 #include <string_view>
 
 #include "penstock/base/errors.h"
@@ -35,6 +38,17 @@ const HiddenWrites* hidden_writes(const Node& node) {
 bool is_true(const Operand& operand) {
   return operand.kind == Operand::Kind::Constant && operand.constant.isBool() && operand.constant.toBool();
 }
+
+// Operators with side effects by name, overloads left out. The collectives of this library are known from the start.
+struct SideEffects {
+  std::mutex mutex;
+  std::set<std::string, std::less<>> names{"penstock::all_reduce", "penstock::all_gather_into_tensor", "penstock::reduce_scatter_tensor",
+                                           "penstock::all_to_all_single", "penstock::broadcast"};
+  static SideEffects& instance() {
+    static SideEffects& effects = *new SideEffects;
+    return effects;
+  }
+};
 
 [[noreturn]] void malformed(const Graph& graph, std::size_t node, const std::string& why) {
   throw InvariantError(fmt::format("graph: node {} is malformed: {}; it reads {}", node, why, to_text(graph, graph.nodes[node])));
@@ -144,6 +158,22 @@ std::vector<std::size_t> written_arguments(const Node& node) {
 
 bool writes(const Node& node) { return traits_of(node.op).mutates || !written_arguments(node).empty(); }
 
+bool has_side_effect(const Node& node) {
+  const OperatorTraits& traits = traits_of(node.op);
+  if (traits.returns.empty()) return !traits.mutates;
+  const std::string& name = node.op.operator_name().name;
+  if (name.starts_with("aten::")) return false;
+  SideEffects& effects = SideEffects::instance();
+  const std::lock_guard lock(effects.mutex);
+  return effects.names.contains(name);
+}
+
+void register_side_effect(const std::string& op) {
+  SideEffects& effects = SideEffects::instance();
+  const std::lock_guard lock(effects.mutex);
+  effects.names.insert(op);
+}
+
 bool is_random(const Node& node) { return node.op.hasTag(at::Tag::nondeterministic_seeded); }
 
 std::size_t count_writes(const Graph& graph) {
@@ -165,7 +195,7 @@ std::size_t remove_dead_nodes(Graph& graph) {
   std::vector<char> keep(graph.nodes.size(), 0);
   for (std::size_t i = graph.nodes.size(); i-- > 0;) {
     const Node& node = graph.nodes[i];
-    bool lives = is_random(node);
+    bool lives = must_run(node);
     for_each_value(node.results, [&](ValueId value) { lives |= value_lives[index_of(value)] != 0; });
     if (!lives)
       for (const std::size_t argument : written_arguments(node))

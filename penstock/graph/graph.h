@@ -115,6 +115,12 @@ std::vector<std::size_t> written_arguments(const Node& node);
 bool writes(const Node& node);
 // Draws from a random generator.
 bool is_random(const Node& node);
+// Does something that others notice besides what it returns: a collective, for which other processes wait, and whatever returns nothing.
+// Such nodes run once each and in their order, whether or not anybody uses what they give.
+bool has_side_effect(const Node& node);
+// For operators of your own ("mine::send"). Thread safe.
+void register_side_effect(const std::string& op);
+inline bool must_run(const Node& node) { return is_random(node) || has_side_effect(node); }
 std::size_t count_writes(const Graph& graph);
 
 // ---- whole graphs ----
@@ -124,11 +130,13 @@ std::size_t count_writes(const Graph& graph);
 // says so.
 void verify(const Graph& graph);
 
-// Takes out the nodes whose results nobody uses. Nodes that write memory somebody may see or that draw random numbers stay.
+// Takes out the nodes whose results nobody uses. Nodes that write memory somebody may see, draw random numbers or have side effects stay.
 // Returns how many went.
 std::size_t remove_dead_nodes(Graph& graph);
 
 std::string to_text(const Graph& graph);
+std::string to_text(const Geometry& geometry);  // "float32[3, 4]", with strides, offset and device where they are not the usual ones
+std::string to_text(const Operand& operand);    // "%3", "[%3, none]", "0.5"
 std::string to_text(const Graph& graph, const Node& node);
 
 }  // namespace penstock::graph

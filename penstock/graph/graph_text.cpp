@@ -35,15 +35,6 @@ bool is_contiguous(const Geometry& geometry) {
   return true;
 }
 
-// "float32[3, 4]", with strides when they are not those of a contiguous tensor, and the device when it is not the CPU.
-std::string type_text(const Geometry& geometry) {
-  std::string text = fmt::format("{}[{}]", dtype_text(geometry.dtype), fmt::join(geometry.sizes, ", "));
-  if (!is_contiguous(geometry)) text += fmt::format(" strides [{}]", fmt::join(geometry.strides, ", "));
-  if (geometry.storage_offset != 0) text += fmt::format(" from {}", geometry.storage_offset);
-  if (!geometry.device.is_cpu()) text += " on " + geometry.device.str();
-  return text;
-}
-
 std::string constant_text(const c10::IValue& value) {
   if (value.isTensor()) {
     const at::Tensor& tensor = value.toTensor();
@@ -64,16 +55,8 @@ std::string constant_text(const c10::IValue& value) {
 
 std::string name_text(ValueId value) { return value == kNoValue ? "none" : fmt::format("%{}", index_of(value)); }
 
-std::string operand_text(const Operand& operand) {
-  if (operand.kind == Operand::Kind::Constant) return constant_text(operand.constant);
-  if (operand.kind == Operand::Kind::Tensor) return name_text(operand.values[0]);
-  std::string text = "[";
-  for (std::size_t i = 0; i < operand.values.size(); ++i) text += (i > 0 ? ", " : "") + name_text(operand.values[i]);
-  return text + "]";
-}
-
 std::string typed_text(const Graph& graph, ValueId value) {
-  return value == kNoValue ? "none" : fmt::format("%{}: {}", index_of(value), type_text(graph[value].geometry));
+  return value == kNoValue ? "none" : fmt::format("%{}: {}", index_of(value), to_text(graph[value].geometry));
 }
 
 std::string result_text(const Graph& graph, const Operand& operand) {
@@ -86,12 +69,28 @@ std::string result_text(const Graph& graph, const Operand& operand) {
 
 }  // namespace
 
+std::string to_text(const Geometry& geometry) {
+  std::string text = fmt::format("{}[{}]", dtype_text(geometry.dtype), fmt::join(geometry.sizes, ", "));
+  if (!is_contiguous(geometry)) text += fmt::format(" strides [{}]", fmt::join(geometry.strides, ", "));
+  if (geometry.storage_offset != 0) text += fmt::format(" from {}", geometry.storage_offset);
+  if (!geometry.device.is_cpu()) text += " on " + geometry.device.str();
+  return text;
+}
+
+std::string to_text(const Operand& operand) {
+  if (operand.kind == Operand::Kind::Constant) return constant_text(operand.constant);
+  if (operand.kind == Operand::Kind::Tensor) return name_text(operand.values[0]);
+  std::string text = "[";
+  for (std::size_t i = 0; i < operand.values.size(); ++i) text += (i > 0 ? ", " : "") + name_text(operand.values[i]);
+  return text + "]";
+}
+
 std::string to_text(const Graph& graph, const Node& node) {
   std::string text;
   for (std::size_t i = 0; i < node.results.size(); ++i) text += (i > 0 ? ", " : "") + result_text(graph, node.results[i]);
   if (!node.results.empty()) text += " = ";
   text += c10::toString(node.op.operator_name()) + "(";
-  for (std::size_t i = 0; i < node.arguments.size(); ++i) text += (i > 0 ? ", " : "") + operand_text(node.arguments[i]);
+  for (std::size_t i = 0; i < node.arguments.size(); ++i) text += (i > 0 ? ", " : "") + to_text(node.arguments[i]);
   return text + ")";
 }
 
@@ -99,11 +98,11 @@ std::string to_text(const Graph& graph) {
   std::string text = "graph(";
   for (std::size_t i = 0; i < graph.inputs.size(); ++i) {
     const Placeholder& input = graph.inputs[i];
-    text += fmt::format("{}%{} {}: {}", i > 0 ? ", " : "", index_of(input.value), input.name, type_text(graph[input.value].geometry));
+    text += fmt::format("{}%{} {}: {}", i > 0 ? ", " : "", index_of(input.value), input.name, to_text(graph[input.value].geometry));
   }
   text += ") {\n";
   for (const ConstantTensor& constant : graph.constants)
-    text += fmt::format("  %{}: {} = constant\n", index_of(constant.value), type_text(graph[constant.value].geometry));
+    text += fmt::format("  %{}: {} = constant\n", index_of(constant.value), to_text(graph[constant.value].geometry));
   bool backward = false;
   for (const Node& node : graph.nodes) {
     if (node.phase == Phase::Backward && !backward) text += "  # backward\n";
@@ -111,7 +110,7 @@ std::string to_text(const Graph& graph) {
     text += "  " + to_text(graph, node) + "\n";
   }
   text += "  return (";
-  for (std::size_t i = 0; i < graph.outputs.size(); ++i) text += (i > 0 ? ", " : "") + operand_text(graph.outputs[i]);
+  for (std::size_t i = 0; i < graph.outputs.size(); ++i) text += (i > 0 ? ", " : "") + to_text(graph.outputs[i]);
   return text + ")\n}\n";
 }
 

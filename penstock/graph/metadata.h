@@ -43,6 +43,7 @@ struct InputInfo {
   bool requires_grad = false;                // after the call
   bool keep_input_mutations = false;         // the graph may write this input itself where that is legal
   bool is_touched = false;                   // some operator writes it or its metadata, even if it ends up as it was
+  bool is_tensor = true;                     // and so an input of the graph
 
   // Throws ValueError when the flags contradict each other: other memory is other metadata, and what changes the memory itself
   // can only be done in the graph.

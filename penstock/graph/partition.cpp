@@ -94,7 +94,7 @@ Halves halves_of(const JointGraph& joint) {
       if (value != kNoValue) needed[index_of(value)] = 1;
   for (std::size_t i = graph.nodes.size(); i-- > 0;) {
     const Node& node = graph.nodes[i];
-    bool needs = is_random(node) && node.phase == Phase::Forward;
+    bool needs = must_run(node) && node.phase == Phase::Forward;
     for_each_value(node.results, [&](ValueId value) { needs |= needed[index_of(value)] != 0; });
     if (!needs) continue;
     halves.in_forward[i] = 1;
@@ -114,7 +114,7 @@ std::vector<char> used_by_backward(const JointGraph& joint, const Halves& halves
       if (value != kNoValue) wanted[index_of(value)] = 1;
   for (std::size_t i = graph.nodes.size(); i-- > 0;) {
     if (halves.in_forward[i]) continue;
-    bool needs = false;
+    bool needs = must_run(graph.nodes[i]);
     for_each_value(graph.nodes[i].results, [&](ValueId value) { needs |= wanted[index_of(value)] != 0; });
     if (needs) for_each_value(graph.nodes[i].arguments, [&](ValueId value) { wanted[index_of(value)] = 1; });
   }
@@ -129,7 +129,7 @@ Partition split(const JointGraph& joint, const Halves& halves, const std::vector
     for (const ValueId value : graph.outputs[i].values)
       if (value != kNoValue) wanted[index_of(value)] = 1;
   for (std::size_t i = graph.nodes.size(); i-- > 0;) {
-    bool needs = false;
+    bool needs = must_run(graph.nodes[i]) && !halves.in_forward[i];
     for_each_value(graph.nodes[i].results, [&](ValueId value) { needs |= wanted[index_of(value)] && !is_saved[index_of(value)]; });
     if (!needs) continue;
     in_backward[i] = 1;

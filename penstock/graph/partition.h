@@ -5,7 +5,7 @@
 //   halves.backward: saved values, tangents -> one gradient for each primal
 //
 // partition_default: what the forward results need is done in forward, everything else in backward; forward hands over each value
-// that backward uses. Random numbers are drawn in forward.
+// that backward uses. What draws random numbers or has side effects runs in the half that it was recorded in.
 // partition_min_cut: backward computes cheap values (views, pointwise operators) once more where that makes what is handed over
 // smaller: a minimum cut between what backward needs and what must not be computed twice, by bytes. The bits are the same.
 #pragma once

@@ -153,6 +153,18 @@ void Tracer::run_below(const c10::OperatorHandle& op, Stack* stack) {
     op.callBoxed(stack);
 }
 
+// A subclass that is not fake handles its operators itself, and what it calls is recorded in its stead.
+Payload* Tracer::subclass_in(c10::ArrayRef<c10::IValue> arguments) const {
+  Payload* chosen = nullptr;
+  for (const c10::IValue& argument : arguments)
+    if (argument.isTensor() || argument.isList())
+      for_each_tensor(argument, [&](const at::Tensor& tensor) {
+        Payload* payload = payload_of(tensor);
+        if (payload && !is_fake(tensor) && (!chosen || payload->priority() > chosen->priority())) chosen = payload;
+      });
+  return chosen;
+}
+
 void Tracer::dispatch(const c10::OperatorHandle& op, Stack* stack) {
   const OperatorTraits& traits = traits_of(op);
   const std::size_t base = stack->size() - traits.arguments.size();
@@ -162,6 +174,11 @@ void Tracer::dispatch(const c10::OperatorHandle& op, Stack* stack) {
     for (std::size_t i = 0; i < arguments.size(); ++i) node.arguments.push_back(argument_of(traits.arguments[i].kind, arguments[i]));
   };
   const c10::ArrayRef<c10::IValue> arguments(stack->data() + base, traits.arguments.size());
+  if (Payload* subclass = subclass_in(arguments)) [[unlikely]] {
+    const PayloadPtr keep = PayloadPtr::reclaim_copy(subclass);
+    const ModeGuard again(*this);
+    return keep->dispatch(op, stack);
+  }
   if (traits.mutates || any_wrapper_in(arguments)) [[likely]] {
     read_arguments(arguments);
     // While the operator runs, so that no result gets the address of what an argument had.

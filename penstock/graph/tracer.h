@@ -15,6 +15,8 @@
 // graph, and one of them that needs a gradient is a StateError; numbers that became tensors stay numbers. Operators on real tensors alone are run and not recorded, unless they write:
 // what they give is as constant as what they were given.
 //
+// A tensor subclass made inside the function is taken apart: its handler runs, and what it calls is recorded.
+//
 // Tensors are known by what they carry, not by handle: the copies that autograd saves are the same value.
 // Thread rule: operators must come from one thread at a time, as they do when backward runs for one device.
 #pragma once
@@ -58,6 +60,7 @@ class Tracer final : public Mode {
   ValueId rewritten(const at::Tensor& tensor);
   StorageId new_storage(const at::Tensor& tensor);
   StorageId storage_of_result(const at::Tensor& tensor, const Node& node);
+  Payload* subclass_in(c10::ArrayRef<c10::IValue> arguments) const;
   void run_below(const c10::OperatorHandle& op, Stack* stack);
 
   // A fake tensor carries a note with its value, so nothing is held that the function lets go. Others are held, so that no address is given

@@ -5,6 +5,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/graph/execute.h"
+#include "penstock/graph/metadata.h"
 #include "penstock/graph/tracer.h"
 #include "penstock/torch/fake.h"
 #include "tests/has_text.h"
@@ -151,6 +152,17 @@ TEST(Graph, ValueDependentStepsNameTheOperator) {
       return std::vector<at::Tensor>{};
     });
   }), "aten::_local_scalar_dense"));
+}
+
+TEST(Metadata, FlagsThatContradictEachOtherNameTheInput) {
+  InputInfo other_memory;
+  other_memory.mutates_storage_metadata = true;
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { other_memory.validate(3); }), "input 3 is said to get other memory (set_) but to keep its metadata"));
+  other_memory.mutates_metadata = true;
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { other_memory.validate(3); }), "only the graph itself can do"));
+  other_memory.keep_input_mutations = true;
+  other_memory.validate(3);
+  EXPECT_EQ(other_memory.mutation_type(), MutationType::MutatedInGraph);
 }
 
 }  // namespace

@@ -1,0 +1,30 @@
+// What both pictures of a graph show: boxes and the arrows between them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "penstock/graph/draw.h"
+
+namespace penstock::graph {
+
+struct Drawing {
+  Drawing(const Graph& graph, const DrawOptions& options);
+
+  enum class Kind : std::uint8_t { Input, Constant, Forward, Backward, Output };
+  struct Box {
+    Kind kind = Kind::Forward;
+    std::string name, detail;  // "aten::mm", "float32[3, 2]"
+    bool saved = false;
+    std::size_t layer = 0;
+  };
+  struct Arrow {
+    std::size_t from = 0, to = 0;
+  };
+  std::vector<Box> boxes;      // those that an arrow comes from stand before those it goes to
+  std::vector<Arrow> arrows;
+};
+
+}  // namespace penstock::graph

@@ -1,0 +1,56 @@
+// `penstock inspect graph` as a user meets it.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include "tests/command.h"
+#include "tests/has_text.h"
+#include "tests/train/scratch_folder.h"
+
+namespace penstock::test {
+namespace {
+
+Ended penstock(const std::string& arguments) { return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments); }
+
+TEST(InspectGraph, HelpHasAnExample) {
+  const Ended ended = penstock("inspect graph --help");
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_TRUE(has_text(ended.output, "penstock inspect graph --preset tiny --svg model.svg"));
+}
+
+TEST(InspectGraph, TheTrainersModelAndItsFile) {
+  const ScratchFolder folder;
+  const std::string save = (folder / "model.psgraph").string(), svg = (folder / "model.svg").string(), dot = (folder / "model.dot").string();
+  const Ended model = penstock("inspect graph --preset tiny --layers 1 --nodes 3 --svg '" + svg + "' --dot '" + dot + "' --save '" + save + "'");
+  ASSERT_EQ(model.exit_code, 0) << model.output;
+  EXPECT_TRUE(has_text(model.output, "0 write memory"));
+  EXPECT_TRUE(has_text(model.output, "saved for backward: "));
+  EXPECT_TRUE(has_text(model.output, "blocks.0.attention.query.weight"));
+  EXPECT_TRUE(has_text(model.output, "non_alias"));
+  EXPECT_TRUE(std::filesystem::file_size(svg) > 1000);
+  EXPECT_TRUE(std::filesystem::file_size(dot) > 1000);
+
+  const Ended file = penstock("inspect graph '" + save + "' --nodes 3");
+  EXPECT_EQ(file.exit_code, 0);
+  // Everything but the title and the files that were written.
+  const auto body = [](const std::string& output) { return output.substr(output.find(" nodes ("), output.find("\nwrote ") - output.find(" nodes (")); };
+  EXPECT_EQ(body(file.output + "\nwrote "), body(model.output) + "\n");
+}
+
+TEST(InspectGraph, WhatCannotBeReadIsAUsageError) {
+  const ScratchFolder folder;
+  EXPECT_EQ(penstock("inspect").exit_code, 2);
+  const Ended missing = penstock("inspect graph '" + (folder / "none.psgraph").string() + "'");
+  EXPECT_EQ(missing.exit_code, 2);
+  EXPECT_TRUE(has_text(missing.output, "cannot be opened"));
+  std::ofstream(folder / "bad.psgraph") << "no graph";
+  const Ended bad = penstock("inspect graph '" + (folder / "bad.psgraph").string() + "'");
+  EXPECT_EQ(bad.exit_code, 2);
+  EXPECT_TRUE(has_text(bad.output, "this is not a graph file"));
+  EXPECT_EQ(penstock("inspect graph --preset none").exit_code, 2);
+}
+
+}  // namespace
+}  // namespace penstock::test

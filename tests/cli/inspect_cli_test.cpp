@@ -23,7 +23,7 @@ TEST(InspectCli, HelpHasAnExample) {
 TEST(InspectCli, TheTrainersModelAndItsFile) {
   const ScratchFolder folder;
   const std::string save = (folder / "model.psgraph").string(), svg = (folder / "model.svg").string(), dot = (folder / "model.dot").string();
-  const Ended model = penstock("inspect graph --preset tiny --layers 1 --nodes 3 --svg '" + svg + "' --dot '" + dot + "' --save '" + save + "'");
+  const Ended model = penstock("inspect graph --preset tiny --layers 1 --pp 1 --nodes 3 --svg '" + svg + "' --dot '" + dot + "' --save '" + save + "'");
   ASSERT_EQ(model.exit_code, 0) << model.output;
   EXPECT_TRUE(has_text(model.output, "0 write memory"));
   EXPECT_TRUE(has_text(model.output, "saved for backward: "));

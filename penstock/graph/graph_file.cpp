@@ -24,6 +24,7 @@ namespace {
 constexpr std::string_view kMagic = "PSGRAPH1";
 constexpr std::size_t kHeaderBytes = 8 + 4 + 8 + 8;
 constexpr std::size_t kMostDims = 64;
+constexpr std::int64_t kMostElements = std::int64_t{1} << 50;
 constexpr int kDeepest = 8;  // lists in lists
 
 enum class ConstantKind : std::uint8_t { None, Int, Double, Bool, Complex, String, Device, IntList, DoubleList, BoolList, List, Undefined, Number };
@@ -250,6 +251,14 @@ class GraphReader {
     for (std::size_t i = 0; i < count; ++i) geometry.sizes.push_back(natural());
     for (std::size_t i = 0; i < count; ++i) geometry.strides.push_back(natural());
     geometry.storage_offset = natural();
+    // Nobody who multiplies them may run over.
+    std::int64_t elements = 1, reach = geometry.storage_offset;
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::int64_t size = geometry.sizes[i], stride = geometry.strides[i];
+      if (size > 0 && (elements > kMostElements / size || (size > 1 && stride > (kMostElements - reach) / (size - 1)))) in_.fail("a tensor that is too large");
+      elements *= std::max<std::int64_t>(size, 1);
+      reach += size > 1 ? (size - 1) * stride : 0;
+    }
     geometry.dtype = dtype();
     geometry.device = device();
     return geometry;

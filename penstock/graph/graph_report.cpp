@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <iterator>
 #include <map>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -72,7 +73,23 @@ class GraphReport {
           count_writes(graph_), random);
     print("{} inputs, {} tangents, {} results, {} constants ({})\n", file_.joint.primals, file_.joint.tangents.size(), file_.meta.outputs.size(),
           graph_.constants.size(), in_units(constant_bytes));
-    print("saved for backward: {} tensors, {} ({} bytes)\n", file_.saved.size(), in_units(saved_bytes), saved_bytes);
+    const auto [own, of_inputs] = saved_memory();
+    print("saved for backward: {} tensors, {} ({} bytes); with memory that several share counted once {}, and {} of inputs\n", file_.saved.size(),
+          in_units(saved_bytes), saved_bytes, in_units(own), in_units(of_inputs));
+  }
+
+  // Bytes of saved tensors, the largest of each memory: of their own, and of inputs, which live anyway.
+  std::pair<std::size_t, std::size_t> saved_memory() const {
+    std::map<StorageId, std::size_t> largest;
+    for (const ValueId value : file_.saved) {
+      std::size_t& bytes = largest[graph_[value].storage];
+      bytes = std::max(bytes, bytes_of(graph_[value].geometry));
+    }
+    std::pair<std::size_t, std::size_t> sums{0, 0};
+    std::set<StorageId> inputs;
+    for (const Placeholder& input : graph_.inputs) inputs.insert(graph_[input.value].storage);
+    for (const auto& [storage, bytes] : largest) (inputs.contains(storage) ? sums.second : sums.first) += bytes;
+    return sums;
   }
 
   void operators() {

@@ -2,7 +2,10 @@
 //
 //   auto fast = graph::compile(net);
 //   fast->forward(x);
-//   const GraphSignature signature = make_signature(fast->compiled(0).joint(0), fast->compiled(0).inner_meta(0), {.state = &fast->state()});
+//   const Compiled& compiled = fast->compiled(0);
+//   SignatureOptions options{.state = &fast->state()};
+//   options.hidden_outputs = 1;                     // a compiled module returns how its results nest as one more result
+//   const GraphSignature signature = make_signature(compiled.joint(0), compiled.inner_meta(0), options);
 //   signature.inputs_to_parameters.at(GraphInput("0.weight"));      // Qualified("0.weight")
 //
 // Inputs of the graph stand in the order: tokens, parameters, buffers, what the user gives, tangents. Outputs: tokens, inputs as they are

@@ -155,7 +155,7 @@ TEST(StallReport, TextAndJson) {
   // Any bytes in an error leave it readable.
   RankPlace odd = place(0, State::Computing);
   odd.error = "bad \xff byte";
-  EXPECT_NO_THROW(static_cast<void>(nlohmann::json::parse(make_stall_report(0, {odd}).to_json())));
+  EXPECT_TRUE(nlohmann::json::parse(make_stall_report(0, {odd}).to_json()).is_object());
   EXPECT_TRUE(from_word(to_word(odd)));
 }
 

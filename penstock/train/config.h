@@ -58,7 +58,7 @@ struct LayoutConfig {
 };
 
 struct TrainingConfig {
-  std::int64_t steps = 200;
+  std::int64_t steps = 120;
   std::int64_t global_batch = 0;  // samples of a step; 0: dp * microbatches * microbatch_size * accumulation
   std::int64_t accumulation = 0;  // schedule runs of a step; 0: what global_batch needs, else 1
   std::string optimizer = "adamw";
@@ -74,7 +74,7 @@ struct TrainingConfig {
   std::string precision = "fp32";
   double loss_scale = 0;  // fp16 only; 0: found and adapted while training
   std::int64_t seed = 1;
-  std::int64_t validate_every = 50;  // 0: never
+  std::int64_t validate_every = 40;  // 0: never
   std::int64_t validate_batches = 4;
   double time_limit_s = 0;  // 0: none
   friend bool operator==(const TrainingConfig&, const TrainingConfig&) = default;

@@ -179,7 +179,7 @@ TEST(Config, WhatDoesNotFitTogetherSaysWhatToChange) {
       {{"--global_batch", "4"}, {"set training.global_batch to 16"}},
       {{"--global_batch", "32", "--accumulation", "3"}, {"needs 2 runs", "training.accumulation = 3"}},
       {{"--dp", "65536", "--pp", "1", "--microbatches", "1048576", "--microbatch_size", "1048576"}, {"at most 2^40"}},
-      {{"--warmup_steps", "500"}, {"training.warmup_steps = 500", "training.steps = 200"}},
+      {{"--warmup_steps", "500"}, {"training.warmup_steps = 500", "training.steps = 120"}},
       {{"--loss_scale", "128"}, {"fp16"}},
       {{"--transport", "nccl", "--device", "cpu"}, {"layout.transport", "auto"}},
       {{"--data", "src", "--shards", "data"}, {"one of the two"}},

@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/figures.h"
 #include "penstock/base/files.h"
 #include "penstock/checkpoint/load.h"
 #include "penstock/checkpoint/world_meeting.h"
@@ -32,6 +33,7 @@
 namespace {
 
 using namespace penstock;
+using penstock::bench::median;
 using namespace penstock::checkpoint;
 using Clock = std::chrono::steady_clock;
 
@@ -39,11 +41,6 @@ constexpr int kRounds = 5;
 constexpr std::int64_t kRows = 2048, kColumns = 2048;  // 16 MiB of float32
 
 double seconds(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
-  return values[values.size() / 2];
-}
 
 void write_plainly(const std::filesystem::path& path, const std::vector<TensorPart>& parts) {
   const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);

@@ -10,13 +10,12 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/torch.h>
 
-#include <sched.h>
-
 #include <algorithm>
 #include <filesystem>
 #include <functional>
 #include <thread>
 
+#include "bench/figures.h"
 #include "penstock/base/env.h"
 #include "penstock/comm/launcher.h"
 #include "penstock/comm/ucx_transport.h"
@@ -27,17 +26,13 @@
 namespace {
 
 using namespace penstock;
+using penstock::bench::median;
 using namespace penstock::comm;
 
 constexpr std::chrono::milliseconds kLimit{60'000};
 constexpr int kBlocks = 21;
 
 double seconds(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
 
 // Median over the blocks of what each block says.
 double ratio(const std::vector<double>& above, const std::vector<double>& below) {
@@ -215,11 +210,8 @@ int main(int, char** argv) {
   }
   at::set_num_threads(1);
   World world = World::from_env();
-  Bench bench(world);
+  Bench measured(world);
   // Each rank's own thread on its own core, as compute keeps it in a real run; Gloo's threads, started above, stay free.
-  cpu_set_t core;
-  CPU_ZERO(&core);
-  CPU_SET(static_cast<std::size_t>(world.rank()) % std::thread::hardware_concurrency(), &core);
-  sched_setaffinity(0, sizeof core, &core);
-  bench.run();
+  bench::pin(world.rank());
+  measured.run();
 }

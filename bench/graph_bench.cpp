@@ -1,123 +1,199 @@
-// What capture and replay cost: a transformer of 1, 4, 12 and 48 layers, microseconds per node for each stage of the way from a function to
-// a graph, and the replayed training step against the same step run eagerly. "In shape" is forward and backward over fake tensors with
-// nobody recording; what a capture costs more than that is the recording.
+// What capture and replay cost: a transformer of 1, 4, 12 and 48 layers, microseconds per node for each stage of the way from a module to
+// a graph, and the replayed training step against the same step run eagerly; Python's ahead-of-time autograd in the same run.
 //
-//   graph_bench [width] [layers ...]        PENSTOCK_BENCH_REPEAT=20: more runs of each stage, of which the best counts
+//   graph_bench                                                  width 32
+//   graph_bench --peer "python3 bench/graph_peer.py"             beside the peer's: capture, replay, equal loss and gradient norm
+//   graph_bench --width 256 --layers 12 --repeats 20
+//   graph_bench --device cuda --width 768 --layers 12
+//
+// "In shape" is forward and backward over fake tensors with nobody recording; what a capture costs more than that is the recording.
+// Capture figures are the least of several runs for ours and the median for the peer's; steps are medians of turns with the eager step.
+// "peak" is the most memory of tensors that a step held, of a replayed step over an eager one. Export OMP_NUM_THREADS=1.
+#include <CLI/CLI.hpp>
 #include <fmt/format.h>
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <functional>
 #include <string>
 #include <vector>
 
-#include "penstock/graph/compiled.h"
-#include "penstock/graph/execute.h"
+#include "bench/block.h"
+#include "bench/figures.h"
+#include "penstock/graph/compiled_module.h"
+#include "penstock/graph/fake_in_place.h"
 #include "penstock/graph/functionalize.h"
+#include "penstock/torch/cpu_memory.h"
+#include "penstock/torch/device_memory.h"
 #include "penstock/torch/fake.h"
+#include "penstock/torch/version.h"
 
 namespace {
 
+using namespace penstock;
 using namespace penstock::graph;
-using Tensors = std::vector<at::Tensor>;
+using namespace penstock::bench;
 
-constexpr std::int64_t kHeads = 4, kBatch = 2, kLength = 16;
-constexpr std::size_t kPerLayer = 8;
+struct Config {
+  int width = 32, batch = 4, repeats = 7, steps = 10;
+  std::vector<int> layers{1, 4, 12, 48};
+  std::string device = "cpu", peer;
+};
+
+struct ModelImpl : torch::nn::Module {
+  ModelImpl(int width, int layers) {
+    torch::manual_seed(0);
+    for (int i = 0; i < layers; ++i) blocks.push_back(register_module("block" + std::to_string(i), Block(width)));
+  }
+  at::Tensor forward(at::Tensor x, const at::Tensor& target) {
+    for (Block& block : blocks) x = block->forward(x);
+    return torch::mse_loss(x, target);
+  }
+  std::vector<Block> blocks;
+};
+TORCH_MODULE(Model);
 
 // The least of several runs, in microseconds; `prepare` goes before each and is not counted.
-double measure(int runs, const std::function<void()>& work, const std::function<void()>& prepare = [] {}) {
+double least_us(int runs, const std::function<void()>& work, const std::function<void()>& prepare = [] {}) {
   double best = 1e30;
   for (int i = 0; i < runs; ++i) {
     prepare();
-    const auto begin = std::chrono::steady_clock::now();
+    const auto begin = Clock::now();
     work();
-    best = std::min(best, std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count());
+    best = std::min(best, 1e3 * ms_since(begin));
   }
   return best;
 }
 
-at::Tensor layer(const at::Tensor& x, const Values& in, std::size_t first) {
-  const auto weight = [&](std::size_t i) -> const at::Tensor& { return in[first + i].toTensor(); };
-  const std::int64_t width = x.size(-1);
-  const at::Tensor normed = torch::layer_norm(x, {width}, weight(0), weight(1));
-  const auto parts = torch::linear(normed, weight(2)).view({kBatch, kLength, 3, kHeads, width / kHeads}).permute({2, 0, 3, 1, 4}).unbind(0);
-  const at::Tensor scores = parts[0].matmul(parts[1].transpose(-1, -2)).div(std::sqrt(static_cast<double>(width) / kHeads));
-  const at::Tensor mixed = scores.softmax(-1).matmul(parts[2]).transpose(1, 2).reshape({kBatch, kLength, width});
-  const at::Tensor h = x + torch::linear(mixed, weight(3));
-  const at::Tensor hidden = torch::gelu(torch::linear(torch::layer_norm(h, {width}, weight(4), weight(5)), weight(6)));
-  return h + torch::linear(hidden, weight(7));
-}
-
-void run(std::int64_t width, std::size_t layers) {
-  const char* asked = std::getenv("PENSTOCK_BENCH_REPEAT");
-  const int repeats = asked ? std::max(1, std::atoi(asked)) : 7;
-  torch::manual_seed(1);
-  Values inputs{torch::randn({kBatch, kLength, width})};
-  const auto parameter = [&](at::IntArrayRef sizes) { inputs.emplace_back((torch::randn(sizes) * 0.05).set_requires_grad(true)); };
-  for (std::size_t i = 0; i < layers; ++i) {
-    parameter({width}), parameter({width}), parameter({3 * width, width}), parameter({width, width});
-    parameter({width}), parameter({width}), parameter({4 * width, width}), parameter({width, 4 * width});
+class Measured {
+ public:
+  Measured(const Config& config, int layers) : config_(config), layers_(layers), model_(config.width, layers) {
+    const at::Device device(config.device);
+    model_->to(device);
+    const at::Generator generator = at::detail::createCPUGenerator(1);
+    x_ = torch::randn({config.batch, kSequence, config.width}, generator).to(device);
+    target_ = torch::randn({config.batch, kSequence, config.width}, generator).to(device);
   }
-  const Function function = [&](const Values& in) -> Values {
-    at::Tensor x = in[0].toTensor();
-    for (std::size_t i = 0; i < layers; ++i) x = layer(x, in, 1 + i * kPerLayer);
-    return {x.pow(2).mean()};
-  };
 
-  JointGraph joint;
-  const double in_shape = measure(repeats, [&] {
-    penstock::FakeMode mode;
-    Values fakes;
-    for (const c10::IValue& input : inputs) fakes.emplace_back(penstock::to_fake(input.toTensor()));
-    const penstock::ModeGuard guard(mode);
-    function(fakes)[0].toTensor().backward();
-  });
-  // Each run gives its graph away outside of the measurement.
-  const double capture = measure(repeats, [&] { joint = *analyze_and_capture(function, inputs).joint; }, [&] { joint = {}; });
-  const auto nodes = static_cast<double>(joint.graph.nodes.size());
-  const JointGraph captured = joint;
-  const double functional = measure(repeats, [&] {
-    joint.graph = functionalize(std::move(joint.graph));
-    remove_dead_nodes(joint.graph);
-  }, [&] { joint = captured; });
-  Partition halves;
-  const double split = measure(repeats, [&] { halves = partition_default(joint); }, [&] { halves = {}; });
-  fmt::print("{:3} layers, {:5} nodes: in shape {:5.2f}, recording {:5.2f}; analysis and capture {:5.2f}, functionalize {:5.2f}, partition {:5.2f}, "
-             "together {:5.2f} us/node\n",
-             layers, joint.graph.nodes.size(), in_shape / nodes, (capture - in_shape) / nodes, capture / nodes, functional / nodes, split / nodes,
-             (capture + functional + split) / nodes);
+  // Returns the whole of a capture in microseconds.
+  double capture() {
+    const ModuleState state(*model_);
+    Values inputs(state.tensors.begin(), state.tensors.end());
+    inputs.emplace_back(x_);
+    inputs.emplace_back(target_);
+    const std::size_t found = state.tensors.size();
+    const Convention convention{found, state.names};
+    const Function function = [&](const Values& in) -> Values { return {model_->forward(in[found].toTensor(), in[found + 1].toTensor())}; };
 
-  const auto step = [&](const std::function<Values(const Values&)>& call) {
-    for (std::size_t i = 1; i < inputs.size(); ++i) inputs[i].toTensor().mutable_grad() = at::Tensor();
-    call(inputs)[0].toTensor().backward();
-  };
-  Compiled compiled(function);
-  step([&](const Values& in) { return compiled(in); });
-  // In turns, so that both see the same machine.
-  double eager_us = 1e30, replay_us = 1e30;
-  for (int i = 0; i < 10; ++i) {
-    eager_us = std::min(eager_us, measure(1, [&] { step(function); }));
-    replay_us = std::min(replay_us, measure(1, [&] { step([&](const Values& in) { return compiled(in); }); }));
+    const double in_shape = least_us(config_.repeats, [&] {
+      FakeMode mode;
+      const FakeInPlace parameters(state.tensors);
+      const at::Tensor x = to_fake(x_), target = to_fake(target_);
+      const ModeGuard guard(mode);
+      torch::autograd::grad({model_->forward(x, target)}, model_->parameters());
+    });
+    JointGraph joint;
+    const double captured_us =
+        least_us(config_.repeats, [&] { joint = *analyze_and_capture(function, inputs, convention).joint; }, [&] { joint = {}; });
+    const auto nodes = static_cast<double>(joint.graph.nodes.size());
+    const JointGraph captured = joint;
+    const double functional = least_us(config_.repeats, [&] {
+      joint.graph = functionalize(std::move(joint.graph));
+      remove_dead_nodes(joint.graph);
+    }, [&] { joint = captured; });
+    Partition halves;
+    const double split = least_us(config_.repeats, [&] { halves = partition_default(joint); }, [&] { halves = {}; });
+    const double all = captured_us + functional + split;
+    fmt::print("{:3} layers, {:5} nodes, us/node: in shape {:5.2f}, recording {:5.2f}; analysis and capture {:5.2f}, functionalize {:5.2f}, "
+               "partition {:5.2f}, together {:5.2f}\n",
+               layers_, joint.graph.nodes.size(), in_shape / nodes, (captured_us - in_shape) / nodes, captured_us / nodes, functional / nodes,
+               split / nodes, all / nodes);
+    return all;
   }
-  fmt::print("    step, width {}: eager {:.0f} us, replayed {:.0f} us, ratio {:.3f}\n", width, eager_us, replay_us, replay_us / eager_us);
-}
+
+  // Loss, gradient norm and medians of the replayed step and the eager one.
+  Figure steps() {
+    const auto fast = compile(model_);
+    const auto eager = [&] { return model_->forward(x_, target_); };
+    const auto replayed = [&] { return fast->forward(x_, target_); };
+    for (int i = 0; i < 3; ++i) step(eager), step(replayed);
+    std::vector<double> eager_ms, replayed_ms;
+    Figure figure;
+    for (int i = 0; i < config_.steps; ++i) {
+      eager_ms.push_back(step(eager).first);
+      const auto [ms, loss] = step(replayed);
+      replayed_ms.push_back(ms);
+      figure["loss"] = loss;
+    }
+    double norm = 0;
+    for (const at::Tensor& parameter : model_->parameters()) norm += parameter.grad().to(at::kDouble).pow(2).sum().item<double>();
+    figure["norm"] = std::sqrt(norm);
+    figure["eager_ms"] = median(eager_ms);
+    figure["step_ms"] = median(replayed_ms);
+    figure["peak"] = peak_of(replayed) / peak_of(eager);
+    fmt::print("    step, width {}: eager {:.2f} ms, replayed {:.2f} ms, ratio {:.3f}, peak {:.3f}\n", config_.width, figure["eager_ms"],
+               figure["step_ms"], figure["step_ms"] / figure["eager_ms"], figure["peak"]);
+    return figure;
+  }
+
+ private:
+  std::pair<double, double> step(const std::function<at::Tensor()>& call) {
+    for (const at::Tensor& parameter : model_->parameters()) parameter.mutable_grad() = at::Tensor();
+    const auto begin = Clock::now();
+    const at::Tensor loss = call();
+    loss.backward();
+    const double value = loss.item<double>();  // waits for a device
+    return {ms_since(begin), value};
+  }
+
+  // Bytes of tensors that a step had at once, besides those that were there before.
+  double peak_of(const std::function<at::Tensor()>& call) {
+    const at::Device device = x_.device();
+    for (const at::Tensor& parameter : model_->parameters()) parameter.mutable_grad() = at::Tensor();
+    const auto live = [&] { return device.is_cpu() ? cpu_memory().live : live_device_bytes(device); };
+    const std::int64_t before = live();
+    if (device.is_cpu()) reset_cpu_peak(); else reset_peak_device_bytes(device);
+    step(call);
+    return static_cast<double>((device.is_cpu() ? cpu_memory().peak : peak_device_bytes(device)) - before);
+  }
+
+  const Config& config_;
+  int layers_;
+  Model model_;
+  at::Tensor x_, target_;
+};
 
 }  // namespace
 
 int main(int argc, char** argv) {
+  Config config;
+  CLI::App app("What capture and replay of a transformer cost", "graph_bench");
+  app.add_option("--width", config.width, "of the model; a multiple of 4")->check(CLI::PositiveNumber);
+  app.add_option("--layers", config.layers, "one or several numbers of blocks")->check(CLI::PositiveNumber);
+  app.add_option("--batch", config.batch, "sequences of 64")->check(CLI::PositiveNumber);
+  app.add_option("--repeats", config.repeats, "runs of each stage of a capture")->check(CLI::PositiveNumber);
+  app.add_option("--steps", config.steps, "training steps of each kind")->check(CLI::PositiveNumber);
+  app.add_option("--device", config.device, "cpu or cuda");
+  app.add_option("--peer", config.peer, "how to run the peer: \"python3 bench/graph_peer.py\"");
+  CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
-  const std::int64_t width = argc > 1 ? std::atoll(argv[1]) : 32;
-  if (width <= 0 || width % kHeads != 0) {
-    fmt::print(stderr, "graph_bench: width {}, expected a multiple of {}\n", width, kHeads);
-    return 1;
+  pin(0);
+  count_cpu_memory();
+  fmt::print("LibTorch {}, {}, batch {} of {}\n", torch_version(), config.device, config.batch, kSequence);
+  for (const int layers : config.layers) {
+    Measured measured(config, layers);
+    const double capture_us = measured.capture();
+    const Figure ours = measured.steps();
+    if (!config.peer.empty()) {
+      const Figure peer = read_figure(fmt::format("{} --width {} --layers {} --batch {} --steps {}", config.peer, config.width, layers, config.batch, config.steps), "capture_us");
+      fmt::print("    peer: {:.0f} nodes, {:.0f} us/node, our capture is 1/{:.0f} of its time; its replayed step is {:.3f} of its eager one, ours {:.3f} of "
+                 "its replayed one; loss and norm {}\n",
+                 peer.at("nodes"), peer.at("capture_us") / peer.at("nodes"), peer.at("capture_us") / capture_us, peer.at("step_ms") / peer.at("eager_ms"),
+                 ours.at("step_ms") / peer.at("step_ms"), same_training(ours, peer));
+    }
+    std::fflush(stdout);
   }
-  std::vector<std::size_t> layers;
-  for (int i = 2; i < argc; ++i) layers.push_back(static_cast<std::size_t>(std::atoll(argv[i])));
-  if (layers.empty()) layers = {1, 4, 12, 48};
-  for (const std::size_t count : layers) run(width, count);
   return 0;
 }

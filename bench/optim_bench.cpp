@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/figures.h"
 #include "penstock/optim/adamw.h"
 #include "penstock/optim/clip.h"
 #include "penstock/optim/sgd.h"
@@ -20,12 +21,8 @@
 namespace {
 
 using namespace penstock::optim;
+using penstock::bench::median;
 using Clock = std::chrono::steady_clock;
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 // 16 blocks of 9 parameters, embedding, head, norms: 150 with what is left.
 std::vector<NamedParameter> make(at::Device device, std::int64_t width) {

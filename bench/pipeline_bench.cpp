@@ -13,19 +13,16 @@
 // Ours and the peer's run alternately; the median over the repeats of each run's median step counts. Export OMP_NUM_THREADS=1 and
 // OPENBLAS_NUM_THREADS=1. Our ranks get the variables that `penstock launch` sets. Times depend on the machine; ratios are what to read.
 #include <fmt/format.h>
-#include <sched.h>
-#include <sys/wait.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <map>
-#include <thread>
 
+#include "bench/block.h"
+#include "bench/figures.h"
 #include "penstock/base/env.h"
 #include "penstock/graph/compiled_module.h"
 #include "penstock/pipeline/deferred_linear.h"
@@ -36,8 +33,9 @@
 namespace {
 
 using namespace penstock;
+using namespace penstock::bench;
 
-constexpr int kBlocks = 8, kHeads = 4, kSequence = 64, kWarmup = 3;
+constexpr int kBlocks = 8, kWarmup = 3;
 
 struct Config {
   std::string schedule = "1F1B";
@@ -47,31 +45,7 @@ struct Config {
   std::string trace;
 };
 
-// How linear layers compute their weight gradients; the same for all layers of the process.
-bool deferred_layers = false;
-
-at::Tensor through(torch::nn::Linear& layer, const at::Tensor& x) { return deferred_layers ? deferred_linear(x, layer->weight, layer->bias) : layer(x); }
-
-struct BlockImpl : torch::nn::Module {
-  explicit BlockImpl(int d)
-      : ln1(register_module("ln1", torch::nn::LayerNorm(torch::nn::LayerNormOptions({d})))), qkv(register_module("qkv", torch::nn::Linear(d, 3 * d))),
-        proj(register_module("proj", torch::nn::Linear(d, d))), ln2(register_module("ln2", torch::nn::LayerNorm(torch::nn::LayerNormOptions({d})))),
-        fc1(register_module("fc1", torch::nn::Linear(d, 4 * d))), fc2(register_module("fc2", torch::nn::Linear(4 * d, d))) {}
-
-  at::Tensor forward(at::Tensor x) {
-    const auto rows = x.size(0), length = x.size(1), d = x.size(2);
-    const auto parts = through(qkv, ln1(x)).view({rows, length, 3, kHeads, d / kHeads}).permute({2, 0, 3, 1, 4}).unbind(0);
-    const at::Tensor weights = torch::softmax(torch::matmul(parts[0], parts[1].transpose(-2, -1)) * std::pow(static_cast<double>(d / kHeads), -0.5), -1);
-    x = x + through(proj, torch::matmul(weights, parts[2]).transpose(1, 2).reshape({rows, length, d}));
-    return x + through(fc2, torch::gelu(through(fc1, ln2(x))));
-  }
-
-  torch::nn::LayerNorm ln1;
-  torch::nn::Linear qkv, proj;
-  torch::nn::LayerNorm ln2;
-  torch::nn::Linear fc1, fc2;
-};
-TORCH_MODULE(Block);
+at::Tensor through_deferred(torch::nn::Linear& layer, const at::Tensor& x) { return deferred_linear(x, layer->weight, layer->bias); }
 
 // Those of a stage, as one module.
 struct BlocksImpl : torch::nn::Module {
@@ -90,23 +64,10 @@ StageModule captured(std::vector<Block> blocks) {
   return StageModule([module](const at::Tensor& x) { return module->forward(x); }, {module});
 }
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const std::size_t half = values.size() / 2;
-  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
-}
-
-void pin(int core) {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  CPU_SET(static_cast<unsigned>(core) % std::max(1u, std::thread::hardware_concurrency()), &cores);
-  sched_setaffinity(0, sizeof cores, &cores);
-}
-
-std::vector<Block> make_blocks(const Config& config) {
+std::vector<Block> make_blocks(const Config& config, bool deferred) {
   torch::manual_seed(0);
   std::vector<Block> blocks;
-  for (int i = 0; i < kBlocks; ++i) blocks.emplace_back(config.d);
+  for (int i = 0; i < kBlocks; ++i) blocks.emplace_back(config.d, deferred ? &through_deferred : &through_layer);
   return blocks;
 }
 
@@ -126,7 +87,7 @@ void say(const std::vector<double>& times, double loss, double norm, double effi
 int run_one_process(const Config& config) {
   at::set_num_threads(1);
   pin(0);
-  std::vector<Block> blocks = make_blocks(config);
+  std::vector<Block> blocks = make_blocks(config, false);
   std::vector<at::Tensor> parameters;
   for (const Block& block : blocks)
     for (const at::Tensor& parameter : block->parameters()) parameters.push_back(parameter);
@@ -158,13 +119,12 @@ int run_one_process(const Config& config) {
 // One rank of one run; rank 0 prints the line that the parent reads.
 int run_rank(const Config& config) {
   at::set_num_threads(1);
-  deferred_layers = config.linear == "joined" || config.linear == "deferred";
   comm::World world = comm::World::from_env();
   const auto kind = schedule::schedule_kind(config.schedule);
   const int per_rank = schedule::required_stages_per_rank(kind).value_or(2);
   const int count = per_rank * world.size();
 
-  const std::vector<Block> blocks = make_blocks(config);
+  const std::vector<Block> blocks = make_blocks(config, config.linear == "joined" || config.linear == "deferred");
   std::vector<PipelineStage> stages;
   const auto mine = schedule::rank_to_stages(schedule::placement_of(kind), world.size(), count)[static_cast<std::size_t>(world.rank())];
   for (const int index : mine) {
@@ -211,34 +171,14 @@ int run_rank(const Config& config) {
   return 0;
 }
 
-struct Figure {
-  double step_ms = 0, loss = 0, norm = 0, efficiency = 0;
-};
-
-Figure read_figure(const std::string& command) {
-  FILE* pipe = popen(command.c_str(), "r");
-  if (!pipe) throw std::runtime_error("cannot start: " + command);
-  Figure figure;
-  char line[512];
-  bool found = false;
-  while (fgets(line, sizeof line, pipe)) found |= std::sscanf(line, "step_ms %lf loss %lf norm %lf efficiency %lf", &figure.step_ms, &figure.loss, &figure.norm, &figure.efficiency) >= 3;
-  if (pclose(pipe) != 0 || !found) throw std::runtime_error("failed: " + command);
-  return figure;
-}
-
 std::string flags(const Config& config) {
   return fmt::format("--schedule {} --d {} --mb {} --nmb {} --steps {}", config.schedule, config.d, config.mb, config.nmb, config.steps);
 }
 
 Figure run_ours(const Config& config, int port) {
-  std::string self(4096, '\0');
-  self.resize(static_cast<std::size_t>(std::max<ssize_t>(0, readlink("/proc/self/exe", self.data(), self.size()))));
-  if (config.schedule == "one process") return read_figure(fmt::format("'{}' --alone --d {} --mb {} --nmb {} --steps {}", self, config.d, config.mb, config.nmb, config.steps));
-  std::string command;
-  for (int rank = 1; rank >= 0; --rank)
-    command += fmt::format("MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=17179869184 MIMALLOC_PURGE_DELAY=-1 RANK={} WORLD_SIZE=2 LOCAL_RANK={} LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={} '{}' --rank {} --p2p {} --linear {}{}{}", rank, rank, port, self, flags(config), config.p2p, config.linear,
-                           config.trace.empty() ? "" : " --trace '" + config.trace + "'", rank == 1 ? " & " : "; wait");
-  return read_figure(command);
+  if (config.schedule == "one process")
+    return read_figure(fmt::format("'{}' --alone --d {} --mb {} --nmb {} --steps {}", own_path(), config.d, config.mb, config.nmb, config.steps));
+  return read_figure(launch_command(2, port, fmt::format("--rank {} --p2p {} --linear {}{}", flags(config), config.p2p, config.linear, config.trace.empty() ? "" : " --trace '" + config.trace + "'")));
 }
 
 }  // namespace
@@ -283,17 +223,14 @@ int main(int argc, char** argv) {
       Figure mine, other;
       for (int repeat = 0; repeat < repeats; ++repeat) {
         mine = run_ours(each, ++port);
-        ours.push_back(mine.step_ms);
-        efficiencies.push_back(mine.efficiency);
+        ours.push_back(mine["step_ms"]);
+        efficiencies.push_back(mine["efficiency"]);
         if (peer.empty() || name == "one process") continue;
         other = read_figure(fmt::format("{} {} --port {}", peer, flags(each), ++port));
-        theirs.push_back(other.step_ms);
+        theirs.push_back(other["step_ms"]);
       }
       fmt::print("{:<22} {:>4} {:>9.2f} {:>10.3f}", name, d, median(ours), median(efficiencies));
-      if (!theirs.empty()) {
-        const bool equal = std::abs(mine.loss - other.loss) < 1e-4 * std::abs(other.loss) && std::abs(mine.norm - other.norm) < 1e-4 * other.norm;
-        fmt::print(" {:>9.2f}  {:>6.3f}   {}", median(theirs), median(ours) / median(theirs), equal ? "equal" : fmt::format("DIFFER: {} {} against {} {}", mine.loss, mine.norm, other.loss, other.norm));
-      }
+      if (!theirs.empty()) fmt::print(" {:>9.2f}  {:>6.3f}   {}", median(theirs), median(ours) / median(theirs), same_training(mine, other));
       fmt::print("\n");
       std::fflush(stdout);
     }

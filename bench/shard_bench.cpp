@@ -10,19 +10,16 @@
 // is part of them. Bytes are those of the collectives of rank 0 in a step, beside the least that the layout allows. Ours and the peer's run
 // alternately. Export OMP_NUM_THREADS=1 and OPENBLAS_NUM_THREADS=1. Ratios are what to read.
 #include <fmt/format.h>
-#include <sched.h>
 #include <torch/torch.h>
-#include <unistd.h>
 
-#include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <map>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "bench/block.h"
+#include "bench/figures.h"
 #include "penstock/base/env.h"
 #include "penstock/comm/mesh_groups.h"
 #include "penstock/comm/recorder.h"
@@ -36,34 +33,13 @@
 namespace {
 
 using namespace penstock;
-using Clock = std::chrono::steady_clock;
+using namespace penstock::bench;
 
-constexpr int kHeads = 4, kSequence = 64, kWarmup = 3, kWorld = 2;
+constexpr int kWarmup = 3, kWorld = 2;
 
 struct Config {
   int d = 256, layers = 12, batch = 8, accumulate = 1, reshard = 1, steps = 10;
 };
-
-struct BlockImpl : torch::nn::Module {
-  explicit BlockImpl(int d)
-      : ln1(register_module("ln1", torch::nn::LayerNorm(torch::nn::LayerNormOptions({d})))), qkv(register_module("qkv", torch::nn::Linear(d, 3 * d))),
-        proj(register_module("proj", torch::nn::Linear(d, d))), ln2(register_module("ln2", torch::nn::LayerNorm(torch::nn::LayerNormOptions({d})))),
-        fc1(register_module("fc1", torch::nn::Linear(d, 4 * d))), fc2(register_module("fc2", torch::nn::Linear(4 * d, d))) {}
-
-  at::Tensor forward(at::Tensor x) {
-    const auto rows = x.size(0), length = x.size(1), d = x.size(2);
-    const auto parts = qkv(ln1(x)).view({rows, length, 3, kHeads, d / kHeads}).permute({2, 0, 3, 1, 4}).unbind(0);
-    const at::Tensor weights = torch::softmax(torch::matmul(parts[0], parts[1].transpose(-2, -1)) * std::pow(static_cast<double>(d / kHeads), -0.5), -1);
-    x = x + proj(torch::matmul(weights, parts[2]).transpose(1, 2).reshape({rows, length, d}));
-    return x + fc2(torch::gelu(fc1(ln2(x))));
-  }
-
-  torch::nn::LayerNorm ln1;
-  torch::nn::Linear qkv, proj;
-  torch::nn::LayerNorm ln2;
-  torch::nn::Linear fc1, fc2;
-};
-TORCH_MODULE(Block);
 
 struct ModelImpl : torch::nn::Module {
   explicit ModelImpl(const Config& config) : norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({config.d})))) {
@@ -78,21 +54,6 @@ struct ModelImpl : torch::nn::Module {
   torch::nn::LayerNorm norm;
 };
 TORCH_MODULE(Model);
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const std::size_t half = values.size() / 2;
-  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
-}
-
-double ms_since(Clock::time_point begin) { return std::chrono::duration<double, std::milli>(Clock::now() - begin).count(); }
-
-void pin(int core) {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  CPU_SET(static_cast<unsigned>(core) % std::max(1u, std::thread::hardware_concurrency()), &cores);
-  sched_setaffinity(0, sizeof cores, &cores);
-}
 
 std::uint64_t bytes_sent() {
   std::uint64_t bytes = 0;
@@ -170,34 +131,12 @@ int run_rank(const Config& config, bool sharded) {
   return 0;
 }
 
-struct Figure {
-  double step_ms = 0, loss = 0, norm = 0, forward = 0, backward = 0, update = 0, bytes = 0;
-};
-
-Figure read_figure(const std::string& command) {
-  FILE* pipe = popen(command.c_str(), "r");
-  if (!pipe) throw std::runtime_error("cannot start: " + command);
-  Figure figure;
-  char line[512];
-  bool found = false;
-  while (fgets(line, sizeof line, pipe))
-    found |= std::sscanf(line, "step_ms %lf loss %lf norm %lf forward %lf backward %lf update %lf bytes %lf", &figure.step_ms, &figure.loss, &figure.norm, &figure.forward, &figure.backward, &figure.update, &figure.bytes) >= 6;
-  if (pclose(pipe) != 0 || !found) throw std::runtime_error("failed: " + command);
-  return figure;
-}
-
 std::string flags(const Config& config) {
   return fmt::format("--d {} --layers {} --batch {} --accumulate {} --reshard {} --steps {}", config.d, config.layers, config.batch, config.accumulate, config.reshard, config.steps);
 }
 
 Figure run_ours(const Config& config, int port, bool sharded) {
-  std::string self(4096, '\0');
-  self.resize(static_cast<std::size_t>(std::max<ssize_t>(0, readlink("/proc/self/exe", self.data(), self.size()))));
-  std::string command;
-  for (int rank = kWorld - 1; rank >= 0; --rank)
-    command += fmt::format("MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=17179869184 RANK={} WORLD_SIZE={} LOCAL_RANK={} LOCAL_WORLD_SIZE={} MASTER_ADDR=127.0.0.1 MASTER_PORT={} '{}' {} {}{}", rank, kWorld, rank, kWorld,
-                           port, self, sharded ? "--rank" : "--ideal", flags(config), rank > 0 ? " & " : "; wait");
-  return read_figure(command);
+  return read_figure(launch_command(kWorld, port, fmt::format("{} {}", sharded ? "--rank" : "--ideal", flags(config))));
 }
 
 // Bytes that the collectives of a rank must give or take: whole parameters for every gather, whole gradients for the reduction.
@@ -249,19 +188,18 @@ int main(int argc, char** argv) {
     std::vector<double> ideals, ours, theirs;
     Figure mine, other;
     for (int repeat = 0; repeat < repeats; ++repeat) {
-      ideals.push_back(run_ours(each, ++port, false).step_ms);
+      ideals.push_back(run_ours(each, ++port, false).at("step_ms"));
       mine = run_ours(each, ++port, true);
-      ours.push_back(mine.step_ms);
+      ours.push_back(mine["step_ms"]);
       if (peer.empty()) continue;
       other = read_figure(fmt::format("{} {} --port {}", peer, flags(each), ++port));
-      theirs.push_back(other.step_ms);
+      theirs.push_back(other["step_ms"]);
     }
-    fmt::print("d {:>3} accumulate {} reshard {}: ideal {:.1f}, ours {:.1f} ({:.1f}, {:.1f}, {:.1f}), {:.2f} of ideal, {:.2f} MB moved, least {:.2f}\n", each.d, each.accumulate, each.reshard, median(ideals), median(ours), mine.forward,
-               mine.backward, mine.update, median(ours) / median(ideals), mine.bytes / 1e6, least_bytes(each) / 1e6);
+    fmt::print("d {:>3} accumulate {} reshard {}: ideal {:.1f}, ours {:.1f} ({:.1f}, {:.1f}, {:.1f}), {:.2f} of ideal, {:.2f} MB moved, least {:.2f}\n", each.d, each.accumulate, each.reshard, median(ideals), median(ours), mine["forward"],
+               mine["backward"], mine["update"], median(ours) / median(ideals), mine["bytes"] / 1e6, least_bytes(each) / 1e6);
     if (!theirs.empty()) {
-      const bool equal = std::abs(mine.loss - other.loss) < 1e-4 * std::abs(other.loss) && std::abs(mine.norm - other.norm) < 1e-4 * other.norm;
-      fmt::print("      peer {:.1f} ({:.1f}, {:.1f}, {:.1f}), ours is {:.3f} of it, {}\n", median(theirs), other.forward, other.backward, other.update, median(ours) / median(theirs),
-                 equal ? "loss and norm equal" : fmt::format("DIFFER: {} {} against {} {}", mine.loss, mine.norm, other.loss, other.norm));
+      fmt::print("      peer {:.1f} ({:.1f}, {:.1f}, {:.1f}), ours is {:.3f} of it, loss and norm {}\n", median(theirs), other["forward"], other["backward"], other["update"], median(ours) / median(theirs),
+                 same_training(mine, other));
     }
     std::fflush(stdout);
   }

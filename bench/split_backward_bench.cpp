@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/figures.h"
 #include "penstock/pipeline/deferred_linear.h"
 #include "penstock/pipeline/split_backward.h"
 #include "penstock/torch/version.h"
@@ -25,6 +26,7 @@
 namespace {
 
 using namespace penstock;
+using penstock::bench::median;
 
 struct BlockImpl : torch::nn::Module {
   BlockImpl(std::int64_t width, std::int64_t heads) : heads(heads) {
@@ -52,11 +54,6 @@ double cpu_ms() {
   timespec now{};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
   return static_cast<double>(now.tv_sec) * 1e3 + static_cast<double>(now.tv_nsec) * 1e-6;
-}
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
-  return values[values.size() / 2];
 }
 
 struct Figures {

@@ -1,6 +1,8 @@
 #include "penstock/graph/call_guard.h"
 
+#include <ATen/Context.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -53,13 +55,28 @@ std::vector<CallGuard::Input> CallGuard::describe_all(const Values& inputs) {
   return all;
 }
 
+CallGuard::Modes CallGuard::current_modes() {
+  return {c10::GradMode::is_enabled(), c10::InferenceMode::is_enabled(), at::globalContext().deterministicAlgorithms(), autocast_state()};
+}
+
+std::string CallGuard::difference(const Modes& is, const Modes& was) {
+  const auto differs = [](const char* what, bool now) { return fmt::format("{} {} on, in the capture {}", what, now ? "is" : "is not", now ? "not" : "it is"); };
+  if (is.grad != was.grad) return differs("grad mode", is.grad);
+  if (is.inference != was.inference) return differs("inference mode", is.inference);
+  if (is.deterministic != was.deterministic) return differs("deterministic algorithms", is.deterministic);
+  const auto casts = [](const AutocastState& state) {
+    return fmt::format("cpu {}, cuda {}", state.cpu ? c10::toString(state.cpu_dtype) : "off", state.cuda ? c10::toString(state.cuda_dtype) : "off");
+  };
+  return fmt::format("autocast is {}, in the capture {}", casts(is.autocast), casts(was.autocast));
+}
+
 CallGuard::CallGuard(const Values& inputs, const Convention& convention)
-    : inputs_(describe_all(inputs)), names_(convention.names), grad_mode_(c10::GradMode::is_enabled()) {
+    : inputs_(describe_all(inputs)), names_(convention.names), modes_(current_modes()) {
   for (std::size_t i = 0; i < inputs_.size(); ++i) any_sharing_ |= inputs_[i].shares_with != i || inputs_[i].same_as != i;
 }
 
 bool CallGuard::holds(const Values& inputs) const {
-  if (inputs.size() != inputs_.size() || c10::GradMode::is_enabled() != grad_mode_) return false;
+  if (inputs.size() != inputs_.size() || current_modes() != modes_) return false;
   if (any_sharing_) return difference(inputs).empty();
   c10::SmallVector<const void*, 32> storages;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -80,7 +97,7 @@ bool CallGuard::holds(const Values& inputs) const {
 
 std::string CallGuard::difference(const Values& inputs) const {
   if (inputs.size() != inputs_.size()) return fmt::format("{} inputs, the capture {}", inputs.size(), inputs_.size());
-  if (c10::GradMode::is_enabled() != grad_mode_) return fmt::format("grad mode is {}, in the capture {}", !grad_mode_, grad_mode_);
+  if (const Modes modes = current_modes(); modes != modes_) return difference(modes, modes_);
   const std::vector<Input> now = describe_all(inputs);
   for (std::size_t i = 0; i < now.size(); ++i) {
     const Input &actual = now[i], &expected = inputs_[i];

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "penstock/graph/analyze.h"
+#include "penstock/torch/autocast_scope.h"
 
 namespace penstock::graph {
 
@@ -33,7 +34,16 @@ class CallGuard {
   std::vector<Input> inputs_;
   std::vector<std::string> names_;
   bool any_sharing_ = false;
-  bool grad_mode_ = true;
+
+  // What holds for a whole call: of the thread, and of the process.
+  struct Modes {
+    bool grad = true, inference = false, deterministic = false;
+    AutocastState autocast;
+    friend bool operator==(const Modes&, const Modes&) = default;
+  };
+  static Modes current_modes();
+  static std::string difference(const Modes& is, const Modes& was);
+  Modes modes_;
 };
 
 }  // namespace penstock::graph

@@ -1,6 +1,7 @@
 #include "penstock/graph/capture.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
@@ -86,6 +87,8 @@ class JointCapture {
       if (primal.requires_grad()) leaves.push_back(primal);
     torch::autograd::variable_list gradients(leaves.size());
     tracer_.phase = Phase::Backward;
+    // Backward follows what forward did, and is usually run outside of the scope that casts.
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     if (!roots.empty() && !leaves.empty())
       gradients = torch::autograd::grad(roots, leaves, tangents, /*retain_graph=*/c10::nullopt, /*create_graph=*/false, /*allow_unused=*/true);
     std::size_t next = 0;

@@ -49,6 +49,10 @@ struct GraphFunction : torch::autograd::Function<GraphFunction> {
     for (std::size_t i = 0; i < call->saved.size(); ++i) {
       const CapturedCall::Saved& saved = call->saved[i];
       at::Tensor tensor = results[call->joint.forward_outputs + i].toTensor();
+      if (!tensor.defined()) {
+        kept.emplace_back();
+        continue;
+      }
       if (saved.how == CapturedCall::Saved::How::Copied) tensor = tensor.clone();
       if (saved.how == CapturedCall::Saved::How::Unwatched) tensor = tensor.variable_data();
       kept.push_back(std::move(tensor));
@@ -111,7 +115,7 @@ CapturedCall::CapturedCall(const Function& function, const Values& inputs, const
   remove_dead_nodes(joint.graph);
   halves = options.partitioner == Partitioner::MinCut ? partition_min_cut(joint) : partition_default(joint);
   forward.emplace(halves.forward);
-  backward.emplace(halves.backward);
+  backward.emplace(halves.backward, Executor::Inputs::MayBeUndefined);
   plan_returned();
   plan_saved();
 }

@@ -1,6 +1,7 @@
 #include "penstock/graph/execute.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -26,7 +27,8 @@ std::vector<std::size_t> last_uses(const Graph& graph) {
 
 }  // namespace
 
-Executor::Executor(const Graph& graph) : outputs_(graph.outputs), slot_count_(graph.values.size()) {
+Executor::Executor(const Graph& graph, Inputs inputs)
+    : outputs_(graph.outputs), slot_count_(graph.values.size()), undefined_(inputs) {
   verify(graph);
   const std::vector<std::size_t> last_use = last_uses(graph);
   for (const Placeholder& input : graph.inputs) inputs_.push_back(static_cast<std::uint32_t>(index_of(input.value)));
@@ -141,9 +143,10 @@ std::vector<c10::IValue> Executor::operator()(std::vector<at::Tensor> inputs) co
     throw ValueError(describe("graph: number of inputs", std::to_string(inputs.size()), std::to_string(inputs_.size()),
                               "give one tensor for each input of the graph"));
   const at::AutoDispatchBelowADInplaceOrView below;
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);  // those that were wanted are nodes
   std::vector<at::Tensor> slots(slot_count_);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    if (!inputs[i].defined())
+    if (!inputs[i].defined() && undefined_ == Inputs::Defined)
       throw ValueError(fmt::format("graph: input {} is undefined, expected a tensor; hand over every input of the graph", i));
     slots[inputs_[i]] = std::move(inputs[i]);
   }

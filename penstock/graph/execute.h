@@ -17,11 +17,14 @@ namespace penstock::graph {
 
 class Executor {
  public:
-  // Verifies the graph and keeps what a run needs of it; the graph may then go.
-  explicit Executor(const Graph& graph);
+  // An operator may leave one of its results undefined when it runs (what a recurrent layer keeps for backward), and then what was saved is.
+  enum class Inputs : std::uint8_t { Defined, MayBeUndefined };
 
-  // One tensor for each input of the graph, defined ones. Returns one value for each output; undefined tensors for those that
-  // are kNoValue. Throws ValueError when the number of inputs is not that of the graph or one is undefined.
+  // Verifies the graph and keeps what a run needs of it; the graph may then go.
+  explicit Executor(const Graph& graph, Inputs inputs = Inputs::Defined);
+
+  // One tensor for each input of the graph. Returns one value for each output; undefined tensors for those that
+  // are kNoValue. Throws ValueError when the number of inputs is not that of the graph, or one is undefined that must not be.
   std::vector<c10::IValue> operator()(std::vector<at::Tensor> inputs) const;
 
   std::size_t input_count() const { return inputs_.size(); }
@@ -59,6 +62,7 @@ class Executor {
   std::vector<std::uint32_t> inputs_;
   std::vector<Operand> outputs_;
   std::size_t slot_count_ = 0;
+  Inputs undefined_ = Inputs::Defined;
 };
 
 }  // namespace penstock::graph

@@ -1,7 +1,5 @@
 #include "penstock/graph/fake_in_place.h"
 
-#include <torch/csrc/autograd/variable.h>
-
 #include <mutex>
 
 #include "penstock/base/errors.h"
@@ -27,8 +25,9 @@ FakeInPlace::FakeInPlace(const std::vector<at::Tensor>& tensors) {
       if (is_wrapper(tensor))
         throw TypeError(describe("graph: a parameter or buffer", "a tensor of kind " + std::string(payload_of(tensor)->kind()),
                                  "a real, plain tensor", "materialize the module before it is captured"));
-      Replaced replaced{tensor, tensor.variable_data(), accumulator_of(tensor)};
+      Replaced replaced{tensor, tensor.variable_data(), accumulator_of(tensor), {}};
       replace_data(tensor, to_fake(replaced.real));
+      if (auto* autograd = torch::autograd::impl::get_autograd_meta(tensor)) replaced.hooks.swap(autograd->hooks_);
       replaced_.push_back(std::move(replaced));
     }
   } catch (...) {
@@ -40,11 +39,12 @@ FakeInPlace::FakeInPlace(const std::vector<at::Tensor>& tensors) {
 FakeInPlace::~FakeInPlace() { restore(); }
 
 void FakeInPlace::restore() noexcept {
-  for (const Replaced& replaced : replaced_) {
+  for (Replaced& replaced : replaced_) {
     replace_data(replaced.tensor, replaced.real);
     if (auto* autograd = torch::autograd::impl::get_autograd_meta(replaced.tensor)) {
       const std::lock_guard lock(autograd->mutex_);
       autograd->grad_accumulator_ = replaced.accumulator;
+      autograd->hooks_.swap(replaced.hooks);
     }
   }
   replaced_.clear();

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <vector>
 
@@ -30,6 +31,8 @@ class FakeInPlace {
   struct Replaced {
     at::Tensor tensor, real;
     WeakNodePtr accumulator;  // replacing the data would make another, without the hooks of this one
+    // Kept away meanwhile: differentiating inside of the scope must not call what waits for a real gradient.
+    decltype(torch::autograd::AutogradMeta::hooks_) hooks;
   };
   void restore() noexcept;
 

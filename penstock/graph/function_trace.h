@@ -9,6 +9,7 @@
 #include "penstock/graph/capture.h"
 #include "penstock/graph/fake_in_place.h"
 #include "penstock/graph/tracer.h"
+#include "penstock/torch/autocast_scope.h"
 #include "penstock/torch/fake.h"
 
 namespace penstock::graph {
@@ -24,6 +25,7 @@ class FunctionTrace {
   static bool is_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
 
   const std::vector<Geometry> before;       // of the inputs
+  const OwnAutocastCache cast_weights;      // fake ones must not outlive the trace
   const FakeInPlace found;                  // held until everything below is gone
   FakeMode fake_mode;
   Tracer tracer;

@@ -41,8 +41,8 @@ c10::optional<c10::OperatorHandle> find_sibling(const c10::OperatorHandle& op) {
   const std::vector<const c10::Argument*> wanted = read_arguments(op);
   c10::optional<c10::OperatorHandle> found;
   for (const c10::OperatorName& other : dispatcher.getAllOpNames()) {
-    // normal_ has its sibling under another name: `normal` draws with tensors of means.
-    if (other.name != bare && !(in_place && other.name == bare + "_functional")) continue;
+    // Some have their sibling under another name: `normal` draws with tensors of means, `rrelu_with_noise` writes its noise itself.
+    if (other.name != bare && other.name != bare + "_functional") continue;
     const auto candidate = dispatcher.findSchema(other);
     if (!candidate || !fits(*candidate, wanted)) continue;
     if (other.overload_name == op.operator_name().overload_name) return candidate;

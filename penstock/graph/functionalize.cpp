@@ -103,11 +103,16 @@ class Functionalizer {
   }
 
   ValueId define(ValueId old, StorageId storage) {
-    const Memory& memory = memory_of(old);
     const ValueId value = to_.new_value(from_[old].geometry, storage);
-    values_[index_of(old)] = {value, memory.version};
-    if (memory.root == old) memory_of(old).current = value;
+    adopt(old, value);
     return value;
+  }
+
+  // A value of the old graph is `value` of the new one.
+  void adopt(ValueId old, ValueId value) {
+    Memory& memory = memory_of(old);
+    values_[index_of(old)] = {value, memory.version};
+    if (memory.root == old) memory.current = value;
   }
 
   ValueId emit(const c10::OperatorHandle& op, std::vector<Operand> arguments, Geometry geometry, c10::optional<StorageId> storage = c10::nullopt) {
@@ -217,15 +222,24 @@ class Functionalizer {
     for (const IValue& shape : shapes) pure.results.push_back(new_results(shape));
     const std::vector<Operand> results = pure.results;
     to_.nodes.push_back(std::move(pure));
-    // Results and written arguments are in the same order: one each, or one list each.
-    if (results.size() != written.size())
+    // First what the operator itself returns besides what it writes, then what it writes in the order of the arguments: one result each,
+    // or one list each.
+    std::size_t next = 0;
+    for (std::size_t i = 0; i < node.results.size() && next < results.size(); ++i) {
+      if (traits.returns[i].kind != ReturnAlias::Kind::Fresh) continue;
+      for (std::size_t j = 0; j < node.results[i].values.size(); ++j)
+        if (const ValueId value = node.results[i].values[j]; value != kNoValue) adopt(value, results[next].values.at(j));
+      ++next;
+    }
+    if (results.size() - next != written.size())
       throw NotImplemented(fmt::format("graph: {} writes {} arguments, its functional sibling returns {} results; take it out of the "
                                        "captured function",
-                                       traits.name, written.size(), results.size()));
+                                       traits.name, written.size(), results.size() - next));
     for (std::size_t i = 0; i < written.size(); ++i) {
       const Operand& targets = node.arguments[written[i]];
-      PENSTOCK_INVARIANT(targets.values.size() == results[i].values.size(), "a functional sibling returned another number of tensors");
-      for (std::size_t j = 0; j < targets.values.size(); ++j) store(node, targets.values[j], results[i].values[j]);
+      const Operand& stored = results[next + i];
+      PENSTOCK_INVARIANT(targets.values.size() == stored.values.size(), "a functional sibling returned another number of tensors");
+      for (std::size_t j = 0; j < targets.values.size(); ++j) store(node, targets.values[j], stored.values[j]);
     }
     // An out= operator may have given its target another shape.
     for (std::size_t i = 0; i < node.results.size(); ++i)

@@ -40,6 +40,18 @@ AutocastScope::~AutocastScope() {
   set_dtype(device_, was_dtype_);
 }
 
+AutocastState autocast_state() {
+  AutocastState state;
+  state.cpu = is_enabled(at::kCPU);
+  state.cuda = is_enabled(at::kCUDA);
+  if (state.cpu) state.cpu_dtype = dtype_of(at::kCPU);
+  if (state.cuda) state.cuda_dtype = dtype_of(at::kCUDA);
+  return state;
+}
+
+OwnAutocastCache::OwnAutocastCache() { at::autocast::clear_cache(); }
+OwnAutocastCache::~OwnAutocastCache() { at::autocast::clear_cache(); }
+
 at::Tensor cast_once(const at::Tensor& tensor) {
   const at::DeviceType device = tensor.device().type();
   const bool known = device == at::kCPU || device == at::kCUDA;

@@ -26,6 +26,24 @@ class AutocastScope {
   at::ScalarType was_dtype_ = at::kFloat;
 };
 
+// What autocast does on this thread: with equal states operators are cast alike.
+struct AutocastState {
+  bool cpu = false, cuda = false;
+  at::ScalarType cpu_dtype = at::kFloat, cuda_dtype = at::kFloat;  // where it is on
+  friend bool operator==(const AutocastState&, const AutocastState&) = default;
+};
+AutocastState autocast_state();
+
+// Weights that autocast has cast and keeps for the rest of its scope are forgotten, at the beginning and at the end of this one: those from
+// outside are not seen inside, and the other way round.
+class OwnAutocastCache {
+ public:
+  OwnAutocastCache();
+  ~OwnAutocastCache();
+  OwnAutocastCache(const OwnAutocastCache&) = delete;
+  OwnAutocastCache& operator=(const OwnAutocastCache&) = delete;
+};
+
 // Within a scope: a float32 tensor in the scope's dtype, else the tensor itself. For what several operators take in: each of them would cast
 // it, and its gradients would be added up in float32.
 at::Tensor cast_once(const at::Tensor& tensor);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/torch/autocast_scope.h"
 #include "penstock/torch/fake.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -130,6 +131,36 @@ TEST(CompiledModule, Embeddings) {
       nn::EmbeddingBagOptions options(9, 4);
       return mean ? nn::EmbeddingBag(options.mode(torch::kMean)) : nn::EmbeddingBag(options.mode(torch::kSum));
     }, {tokens(9, {3, 4})}, on_first);
+}
+
+// Casts are nodes of the graph. A replay does not cast again, and what a capture casts is not found by anybody afterwards.
+TEST(CompiledModule, Autocast) {
+  torch::manual_seed(5);
+  nn::Sequential plain(nn::Linear(4, 8), nn::LayerNorm(nn::LayerNormOptions({8})), nn::ReLU(), nn::Linear(8, 4));
+  nn::Sequential original = std::dynamic_pointer_cast<nn::SequentialImpl>(plain->clone());
+  auto fast = compile(original);
+  const at::Tensor x = torch::randn({3, 4});
+  for (int step = 0; step < 3; ++step) {
+    SCOPED_TRACE(step);
+    at::Tensor expected, actual, eager_after;
+    {
+      const AutocastScope casts(at::kCPU, at::kBFloat16);
+      expected = plain->forward(x);
+      original->forward(x);  // casts the weights, in earnest, before they are captured
+      actual = fast->forward(x);
+      eager_after = original->forward(x);
+    }
+    EXPECT_EQ(actual.scalar_type(), at::kBFloat16);
+    expect_same({actual, eager_after}, {expected, expected}, "output");
+    expected.sum().backward();
+    actual.sum().backward();
+    for (std::size_t i = 0; i < plain->parameters().size(); ++i) {
+      EXPECT_TRUE(torch::equal(original->parameters()[i].grad(), plain->parameters()[i].grad())) << i;
+    }
+  }
+  EXPECT_EQ(fast->compiled(0).captures(), 1u);
+  EXPECT_EQ(fast->forward(x).scalar_type(), at::kFloat);
+  EXPECT_EQ(fast->compiled(0).captures(), 2u);
 }
 
 TEST(CompiledModule, Recurrent) {

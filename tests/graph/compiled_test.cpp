@@ -12,6 +12,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/graph/functionalize.h"
+#include "penstock/torch/autocast_scope.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -417,8 +418,19 @@ TEST(Compiled, AnotherCallIsCapturedAgainOrRefused) {
   EXPECT_TRUE(has_text(refusal(torch::ones({2}, torch::kDouble)), "dtype Double"));
   EXPECT_TRUE(has_text(refusal(torch::ones({4}).slice(0, 0, 4, 2)), "strides [2]"));
   EXPECT_TRUE(has_text(refusal(torch::ones({2}).set_requires_grad(true)), "needs a gradient"));
-  const at::NoGradGuard no_grad;
-  EXPECT_TRUE(has_text(refusal(torch::ones({2})), "grad mode is false"));
+  {
+    const at::NoGradGuard no_grad;
+    EXPECT_TRUE(has_text(refusal(torch::ones({2})), "grad mode is not on, in the capture it is"));
+  }
+  {
+    const AutocastScope casts(at::kCPU, at::kBFloat16);
+    EXPECT_TRUE(has_text(refusal(torch::ones({2})), "autocast is cpu BFloat16, cuda off, in the capture cpu off, cuda off"));
+  }
+  at::globalContext().setDeterministicAlgorithms(true, false);
+  const std::string deterministic = refusal(torch::ones({2}));
+  at::globalContext().setDeterministicAlgorithms(false, false);
+  EXPECT_TRUE(has_text(deterministic, "deterministic algorithms is on, in the capture not")) << deterministic;
+  once({torch::ones({2})});
 }
 
 TEST(Compiled, BackwardTwiceAndSecondDerivativesAreErrors) {

@@ -1,24 +1,19 @@
 #include "penstock/graph/captured_call.h"
 
 #include <c10/core/GradMode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <fmt/format.h>
-#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "penstock/base/errors.h"
+#include "penstock/graph/captured_node.h"
 #include "penstock/graph/functionalize.h"
-#include "penstock/torch/wrapper.h"
 
 namespace penstock::graph {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-constexpr const char* kCall = "call";
-constexpr const char* kDeterministic = "deterministic";
 
 std::vector<at::Tensor> tensors_among(const Values& values) {
   std::vector<at::Tensor> tensors;
@@ -26,78 +21,6 @@ std::vector<at::Tensor> tensors_among(const Values& values) {
     if (value.isTensor() && value.toTensor().defined()) tensors.push_back(value.toTensor());
   return tensors;
 }
-
-at::Tensor tensor_or_none(const c10::IValue& value) { return value.isTensor() ? value.toTensor() : at::Tensor(); }
-
-// The node of autograd that stands for the whole function.
-struct GraphFunction : torch::autograd::Function<GraphFunction> {
-  static variable_list forward(AutogradContext* context, CapturedCall* call, at::TensorList primals) {
-    std::vector<c10::IValue> results = (*call->forward)(primals.vec());
-    variable_list outputs, no_gradient, kept;
-    for (const CapturedCall::Returned& returned : call->returned) {
-      at::Tensor output = results[returned.output].toTensor();
-      if (returned.copied) output = output.clone();
-      if (!returned.needs_grad) no_gradient.push_back(output);
-      outputs.push_back(std::move(output));
-    }
-    const auto output_at = [&](std::size_t place) -> const at::Tensor& {
-      for (std::size_t i = 0; i < call->returned.size(); ++i)
-        if (call->returned[i].output == place) return outputs[i];
-      throw InvariantError("graph: a saved value lies in an output that is not returned");
-    };
-    variable_list watched;
-    for (std::size_t i = 0; i < call->saved.size(); ++i) {
-      const CapturedCall::Saved& saved = call->saved[i];
-      at::Tensor tensor = results[call->joint.forward_outputs + i].toTensor();
-      if (!tensor.defined()) {
-        kept.emplace_back();
-        continue;
-      }
-      if (saved.how == CapturedCall::Saved::How::Copied) tensor = tensor.clone();
-      if (saved.how == CapturedCall::Saved::How::Unwatched) tensor = tensor.variable_data();
-      kept.push_back(std::move(tensor));
-      if (saved.watch_primal) watched.push_back(primals[*saved.watch_primal]);
-      if (saved.watch_output) watched.push_back(output_at(*saved.watch_output));
-    }
-    kept.insert(kept.end(), watched.begin(), watched.end());
-    context->save_for_backward(std::move(kept));
-    context->mark_non_differentiable(no_gradient);
-    context->saved_data[kDeterministic] = at::globalContext().deterministicAlgorithms();
-    context->saved_data[kCall] = c10::IValue::make_capsule(c10::intrusive_ptr<torch::CustomClassHolder>::reclaim_copy(call));
-    return outputs;
-  }
-
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
-    if (c10::GradMode::is_enabled())
-      throw NotImplemented("graph: the backward of a captured function cannot be differentiated; call backward without create_graph, or the "
-                           "function itself");
-    if (at::globalContext().deterministicAlgorithms() && !context->saved_data.at(kDeterministic).toBool())
-      throw StateError("graph: deterministic algorithms are asked for in backward, but were not when forward ran; switch them on before both");
-    const c10::intrusive_ptr<torch::CustomClassHolder> holder = context->saved_data.at(kCall).toCapsule();
-    const auto* call = static_cast<const CapturedCall*>(holder.get());
-    // Looks whether a saved or watched tensor was written, too.
-    std::vector<at::Tensor> inputs = context->get_saved_variables();
-    inputs.resize(call->saved.size());
-    for (std::size_t i = 0; i < call->tangent_place.size(); ++i)
-      inputs.push_back(tangent(gradients[call->tangent_place[i]], call->joint.tangents[i].geometry));
-    gradients.clear();
-    variable_list results{at::Tensor()};  // of `call`
-    for (const c10::IValue& gradient : (*call->backward)(std::move(inputs))) results.push_back(tensor_or_none(gradient));
-    return results;
-  }
-
-  // Laid out as when backward was captured: it may view it.
-  static at::Tensor tangent(const at::Tensor& gradient, const Geometry& geometry) {
-    if (is_wrapper(gradient))
-      throw TypeError(describe("graph: a gradient of a captured function", "a tensor of kind " + std::string(payload_of(gradient)->kind()), "a plain tensor",
-                               "give backward a gradient like the result"));
-    if (gradient.sizes() != at::IntArrayRef(geometry.sizes) || gradient.scalar_type() != geometry.dtype)
-      throw ValueError(fmt::format("graph: a gradient has {} elements of {}, expected {} of {}; give backward gradients like the results",
-                                   gradient.numel(), c10::toString(gradient.scalar_type()), geometry.numel(), c10::toString(geometry.dtype)));
-    if (gradient.strides() == at::IntArrayRef(geometry.strides)) return gradient;
-    return at::empty_strided(geometry.sizes, geometry.strides, gradient.options()).copy_(gradient);
-  }
-};
 
 }  // namespace
 
@@ -115,7 +38,7 @@ CapturedCall::CapturedCall(const Function& function, const Values& inputs, const
   remove_dead_nodes(joint.graph);
   halves = options.partitioner == Partitioner::MinCut ? partition_min_cut(joint) : partition_default(joint);
   forward.emplace(halves.forward);
-  backward.emplace(halves.backward, Executor::Inputs::MayBeUndefined);
+  backward.emplace(halves.backward);
   plan_returned();
   plan_saved();
 }
@@ -205,16 +128,29 @@ void CapturedCall::plan_saved() {
 
 std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>& primals) {
   std::vector<at::Tensor> results(joint.forward_outputs);
-  if (joint.tangents.empty()) {
-    std::vector<c10::IValue> values = (*forward)(primals);
+  const auto keep = [&](const std::vector<c10::IValue>& values) {
     for (const Returned& item : returned) {
-      const at::Tensor& result = values[item.output].toTensor();
-      results[item.output] = item.copied ? result.clone() : result;
+      at::Tensor result = values[item.output].toTensor();
+      if (item.copied)
+        result = result.clone();
+      else if (std::any_of(primals.begin(), primals.end(), [&](const at::Tensor& primal) { return primal.is_same(result); }))
+        result = result.variable_data();  // a kernel gave back what it got (copy): the input must not become a result of the function
+      results[item.output] = std::move(result);
     }
-  } else {
-    variable_list outputs = GraphFunction::apply(this, at::TensorList(primals));
-    for (std::size_t i = 0; i < returned.size(); ++i) results[returned[i].output] = std::move(outputs[i]);
+  };
+  if (joint.tangents.empty()) {
+    keep((*forward)(primals));
+    return results;
   }
+  const auto node = make_node<CapturedNode>(c10::intrusive_ptr<CapturedCall>::reclaim_copy(this));
+  node->set_next_edges(torch::autograd::collect_next_edges(at::TensorList(primals)));
+  std::vector<c10::IValue> values = (*forward)(primals);
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    keep(values);
+  }
+  for (std::size_t i = 0; i < tangent_place.size(); ++i) torch::autograd::set_history(results[returned[tangent_place[i]].output], NodePtr(node));
+  node->save(values, primals, results);
   return results;
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <iterator>
 #include <numeric>
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include "penstock/base/errors.h"
@@ -26,7 +28,7 @@ std::string_view class_of(Drawing::Kind kind) {
   return "forward";
 }
 
-std::string shortened(const std::string& text) { return text.size() <= 42 ? text : text.substr(0, 39) + "..."; }
+std::string shortened(std::string_view text) { return text.size() <= 42 ? std::string(text) : fmt::format("{}...", text.substr(0, 39)); }
 
 class LayeredPicture {
  public:

@@ -1,6 +1,7 @@
 #include "penstock/graph/execute.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 
@@ -27,8 +28,7 @@ std::vector<std::size_t> last_uses(const Graph& graph) {
 
 }  // namespace
 
-Executor::Executor(const Graph& graph, Inputs inputs)
-    : outputs_(graph.outputs), slot_count_(graph.values.size()), undefined_(inputs) {
+Executor::Executor(const Graph& graph) : outputs_(graph.outputs), slot_count_(graph.values.size()) {
   verify(graph);
   const std::vector<std::size_t> last_use = last_uses(graph);
   for (const Placeholder& input : graph.inputs) inputs_.push_back(static_cast<std::uint32_t>(index_of(input.value)));
@@ -109,7 +109,7 @@ void Executor::plan_node(const Graph&, const Node& node, std::size_t position, c
     }
     keeps_.push_back(keep);
   }
-  steps_.push_back({node.op, static_cast<std::uint32_t>(pushes_.size()), static_cast<std::uint32_t>(keeps_.size()),
+  steps_.push_back({node.op, node.grad_enabled, static_cast<std::uint32_t>(pushes_.size()), static_cast<std::uint32_t>(keeps_.size()),
                     static_cast<std::uint32_t>(frees_.size())});
 }
 
@@ -146,17 +146,20 @@ std::vector<c10::IValue> Executor::operator()(std::vector<at::Tensor> inputs) co
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);  // those that were wanted are nodes
   std::vector<at::Tensor> slots(slot_count_);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    if (!inputs[i].defined() && undefined_ == Inputs::Defined)
+    if (!inputs[i].defined())
       throw ValueError(fmt::format("graph: input {} is undefined, expected a tensor; hand over every input of the graph", i));
     slots[inputs_[i]] = std::move(inputs[i]);
   }
   for (const auto& [slot, tensor] : constants_) slots[slot] = tensor;
 
   Stack stack;
+  const c10::AutoGradMode grad_mode(c10::GradMode::is_enabled());  // as before, at the end
+  bool grad_enabled = c10::GradMode::is_enabled();
   std::uint32_t pushed = 0, kept = 0, freed = 0;
   for (const Step& step : steps_) {
     stack.clear();
     for (; pushed < step.pushes_end; ++pushed) push(slots, pushes_[pushed], &stack);
+    if (step.grad_enabled != grad_enabled) c10::GradMode::set_enabled(grad_enabled = step.grad_enabled);
     step.op.callBoxed(&stack);
     for (std::size_t result = 0; kept < step.keeps_end; ++kept, ++result) {
       const Keep& keep = keeps_[kept];

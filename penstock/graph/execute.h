@@ -3,7 +3,8 @@
 //   const Executor run(graph);                     // once: what to call and what to free when
 //   std::vector<c10::IValue> results = run({x, w});
 //
-// Operators run below autograd: nothing of a run is differentiated, and in-place operators write their arguments in earnest.
+// Operators run below autograd: nothing of a run is differentiated, and in-place operators write their arguments in earnest. Each sees the
+// grad mode that it was recorded under, because some kernels (recurrent layers) keep more for backward when it is on.
 // An input handed over by move is freed at its last use like everything else.
 // Thread rule: one Executor may run in several threads at once.
 #pragma once
@@ -17,14 +18,11 @@ namespace penstock::graph {
 
 class Executor {
  public:
-  // An operator may leave one of its results undefined when it runs (what a recurrent layer keeps for backward), and then what was saved is.
-  enum class Inputs : std::uint8_t { Defined, MayBeUndefined };
-
   // Verifies the graph and keeps what a run needs of it; the graph may then go.
-  explicit Executor(const Graph& graph, Inputs inputs = Inputs::Defined);
+  explicit Executor(const Graph& graph);
 
-  // One tensor for each input of the graph. Returns one value for each output; undefined tensors for those that
-  // are kNoValue. Throws ValueError when the number of inputs is not that of the graph, or one is undefined that must not be.
+  // One tensor for each input of the graph, defined ones. Returns one value for each output; undefined tensors for those that
+  // are kNoValue. Throws ValueError when the number of inputs is not that of the graph or one is undefined.
   std::vector<c10::IValue> operator()(std::vector<at::Tensor> inputs) const;
 
   std::size_t input_count() const { return inputs_.size(); }
@@ -46,6 +44,7 @@ class Executor {
   };
   struct Step {
     c10::OperatorHandle op;
+    bool grad_enabled = true;
     std::uint32_t pushes_end = 0, keeps_end = 0, frees_end = 0;  // ends in the arrays below; they begin where the step before ends
   };
 
@@ -62,7 +61,6 @@ class Executor {
   std::vector<std::uint32_t> inputs_;
   std::vector<Operand> outputs_;
   std::size_t slot_count_ = 0;
-  Inputs undefined_ = Inputs::Defined;
 };
 
 }  // namespace penstock::graph

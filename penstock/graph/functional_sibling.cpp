@@ -38,11 +38,14 @@ c10::optional<c10::OperatorHandle> find_sibling(const c10::OperatorHandle& op) {
   const std::string& name = op.operator_name().name;
   const bool in_place = name.ends_with('_');
   const std::string bare = in_place ? name.substr(0, name.size() - 1) : name;
+  const std::string ours = "penstock::" + bare.substr(bare.rfind(':') + 1) + "_functional";
   const std::vector<const c10::Argument*> wanted = read_arguments(op);
   c10::optional<c10::OperatorHandle> found;
   for (const c10::OperatorName& other : dispatcher.getAllOpNames()) {
-    // Some have their sibling under another name: `normal` draws with tensors of means, `rrelu_with_noise` writes its noise itself.
-    if (other.name != bare && other.name != bare + "_functional") continue;
+    // Some have their sibling under another name: `normal` draws with tensors of means, `rrelu_with_noise` writes its noise itself; and
+    // batch norm has none but ours.
+    if (other.name != bare && other.name != bare + "_functional" && other.name != ours) continue;
+    if (other == op.operator_name()) continue;  // its schema may conceal that it writes
     const auto candidate = dispatcher.findSchema(other);
     if (!candidate || !fits(*candidate, wanted)) continue;
     if (other.overload_name == op.operator_name().overload_name) return candidate;
@@ -51,17 +54,30 @@ c10::optional<c10::OperatorHandle> find_sibling(const c10::OperatorHandle& op) {
   return found;
 }
 
-// Batch norm that returns the running statistics it would have written.
+// Batch norm that returns the running statistics it would have written, behind its other results. `norm`: with the statistics to write.
+template <class Norm>
+auto with_statistics(const c10::optional<at::Tensor>& running_mean, const c10::optional<at::Tensor>& running_var, const Norm& norm) {
+  const auto copy = [](const c10::optional<at::Tensor>& tensor) { return tensor && tensor->defined() ? tensor->clone() : at::Tensor(); };
+  const at::Tensor mean = copy(running_mean), variance = copy(running_var);
+  auto results = norm(mean, variance);
+  return std::tuple_cat(std::move(results), std::make_tuple(mean, variance));
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> native_batch_norm_functional(
     const at::Tensor& input, const c10::optional<at::Tensor>& weight, const c10::optional<at::Tensor>& bias,
     const c10::optional<at::Tensor>& running_mean, const c10::optional<at::Tensor>& running_var, bool training, double momentum,
     double eps) {
-  const auto copy = [](const c10::optional<at::Tensor>& tensor) {
-    return tensor && tensor->defined() ? tensor->clone() : at::Tensor();
-  };
-  const at::Tensor mean = copy(running_mean), variance = copy(running_var);
-  auto [output, save_mean, save_invstd] = at::native_batch_norm(input, weight, bias, mean, variance, training, momentum, eps);
-  return {output, save_mean, save_invstd, mean, variance};
+  return with_statistics(running_mean, running_var, [&](const at::Tensor& mean, const at::Tensor& variance) {
+    return at::native_batch_norm(input, weight, bias, mean, variance, training, momentum, eps);
+  });
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> cudnn_batch_norm_functional(
+    const at::Tensor& input, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, const c10::optional<at::Tensor>& running_mean,
+    const c10::optional<at::Tensor>& running_var, bool training, double factor, double epsilon) {
+  return with_statistics(running_mean, running_var, [&](const at::Tensor& mean, const at::Tensor& variance) {
+    return at::cudnn_batch_norm(input, weight, bias, mean, variance, training, factor, epsilon);
+  });
 }
 
 }  // namespace
@@ -79,9 +95,13 @@ TORCH_LIBRARY_FRAGMENT(penstock, library) {
   library.def(
       "native_batch_norm_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, bool training, "
       "float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def(
+      "cudnn_batch_norm_functional(Tensor input, Tensor weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, bool training, "
+      "float exponential_average_factor, float epsilon) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, library) {
   library.impl("native_batch_norm_functional", &native_batch_norm_functional);
+  library.impl("cudnn_batch_norm_functional", &cudnn_batch_norm_functional);
 }
 
 }  // namespace penstock::graph

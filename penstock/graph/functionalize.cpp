@@ -172,7 +172,6 @@ class Functionalizer {
   void translate(const Node& node) {
     phase_ = node.phase;
     grad_enabled_ = node.grad_enabled;
-    if (node.op.operator_name().name == "aten::native_batch_norm" && writes(node)) return translate_batch_norm(node);
     const std::vector<std::size_t> written = written_arguments(node);
     if (!written.empty()) return translate_write(node, written);
     copy(node);
@@ -239,7 +238,8 @@ class Functionalizer {
       const Operand& targets = node.arguments[written[i]];
       const Operand& stored = results[next + i];
       PENSTOCK_INVARIANT(targets.values.size() == stored.values.size(), "a functional sibling returned another number of tensors");
-      for (std::size_t j = 0; j < targets.values.size(); ++j) store(node, targets.values[j], stored.values[j]);
+      for (std::size_t j = 0; j < targets.values.size(); ++j)
+        if (targets.values[j] != kNoValue) store(node, targets.values[j], stored.values[j]);
     }
     // An out= operator may have given its target another shape.
     for (std::size_t i = 0; i < node.results.size(); ++i)
@@ -249,7 +249,7 @@ class Functionalizer {
   }
 
   Operand new_results(const IValue& shape) {
-    if (shape.isTensor()) return Operand::of(to_.new_value(geometry_of(shape.toTensor())));
+    if (shape.isTensor()) return Operand::of(shape.toTensor().defined() ? to_.new_value(geometry_of(shape.toTensor())) : kNoValue);
     Operand operand;
     operand.kind = Operand::Kind::TensorList;
     for (const IValue& element : shape.toListRef()) operand.values.push_back(to_.new_value(geometry_of(element.toTensor())));
@@ -317,28 +317,6 @@ class Functionalizer {
     const StorageId storage = to_[arguments[0].value()].storage;
     const ValueId value = emit(sibling, std::move(arguments), from_[after].geometry, storage);
     values_[index_of(after)] = {value, memory_of(after).version};
-  }
-
-  void translate_batch_norm(const Node& node) {
-    static const c10::OperatorHandle op = find("penstock::native_batch_norm_functional");
-    Node pure{op, translate(node.arguments), {}, node.phase, node.grad_enabled};
-    for (const Operand& result : node.results)
-      pure.results.push_back(result.value() == kNoValue ? result : Operand::of(define(result.value(), to_.new_storage())));
-    std::vector<std::pair<ValueId, ValueId>> stored;
-    for (const std::size_t argument : {std::size_t{3}, std::size_t{4}}) {
-      const ValueId target = node.arguments[argument].value();
-      Geometry fresh = target == kNoValue ? Geometry{} : geometry_of(at::empty(from_[target].geometry.sizes, at::kMeta));
-      ValueId value = kNoValue;
-      if (target != kNoValue) {
-        fresh.dtype = from_[target].geometry.dtype;
-        fresh.device = from_[target].geometry.device;
-        value = to_.new_value(std::move(fresh));
-        stored.emplace_back(target, value);
-      }
-      pure.results.push_back(Operand::of(value));
-    }
-    to_.nodes.push_back(std::move(pure));
-    for (const auto& [target, value] : stored) store(node, target, value);
   }
 
   const Graph& from_;

@@ -11,7 +11,7 @@
 // nobody would see it. An operator without a functional sibling, or one that gives a tensor other memory (set_, resize_), throws
 // NotImplemented and names it.
 // Batch norm in training writes its running statistics without its schema saying so; it becomes
-// penstock::native_batch_norm_functional, which returns the new statistics.
+// penstock::native_batch_norm_functional, which returns the new statistics (on a GPU cudnn_batch_norm_functional).
 #pragma once
 
 #include "penstock/graph/graph.h"

@@ -25,4 +25,13 @@ auto make_node(Args&&... args) {
     return c10::make_intrusive<T>(std::forward<Args>(args)...);
 }
 
+// A node as its graph holds it.
+template <class T, class Pointer = NodePtr>
+Pointer held(T& node) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>)
+    return node.shared_from_this();
+  else
+    return Pointer::reclaim_copy(&node);
+}
+
 }  // namespace penstock

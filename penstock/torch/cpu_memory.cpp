@@ -4,10 +4,9 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <atomic>
+#include <cstddef>
 #include <limits>
-#include <memory>
 #include <mutex>
-#include <utility>
 
 #include "penstock/torch/version.h"
 
@@ -26,39 +25,40 @@ struct CpuCounts {
 };
 CpuCounts cpu_counts;
 
-struct CountedMemory {
-  at::DataPtr memory;
+// What is counted is written in front of the memory itself, because some kernels hand memory back by its address alone (raw_deallocate).
+constexpr std::size_t kFront = 64;  // keeps the alignment of the allocator below
+at::Allocator* below = nullptr;
+
+struct Front {
   std::int64_t bytes;
 };
 
-void free_counted(void* context) {
-  const std::unique_ptr<CountedMemory> block(static_cast<CountedMemory*>(context));
-  cpu_counts.live.fetch_sub(block->bytes, std::memory_order_relaxed);
+void free_counted(void* memory) {
+  void* front = static_cast<std::byte*>(memory) - kFront;
+  cpu_counts.live.fetch_sub(static_cast<Front*>(front)->bytes, std::memory_order_relaxed);
+  below->raw_deallocate(front);
 }
 
 class CountingAllocator final : public at::Allocator {
  public:
-  explicit CountingAllocator(at::Allocator& below) : below_(&below) {}
-
 #if PENSTOCK_TORCH_AT_LEAST(2, 4)
   at::DataPtr allocate(std::size_t bytes) override { return counted(bytes); }
-  void copy_data(void* to, const void* from, std::size_t bytes) const override { below_->copy_data(to, from, bytes); }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { below->copy_data(to, from, bytes); }
 #else
   at::DataPtr allocate(std::size_t bytes) const override { return counted(bytes); }
 #endif
+  at::DeleterFnPtr raw_deleter() const override { return &free_counted; }
 
  private:
-  at::DataPtr counted(std::size_t bytes) const {
-    at::DataPtr memory = below_->allocate(bytes);
-    if (bytes == 0) return memory;
-    void* data = memory.get();
-    const at::Device device = memory.device();
-    auto block = std::make_unique<CountedMemory>(CountedMemory{std::move(memory), static_cast<std::int64_t>(bytes)});
-    cpu_counts.add(block->bytes);
-    return at::DataPtr(data, block.release(), &free_counted, device);
+  static at::DataPtr counted(std::size_t bytes) {
+    if (bytes == 0) return {nullptr, nullptr, &free_nothing, at::kCPU};
+    void* front = below->raw_allocate(bytes + kFront);
+    *static_cast<Front*>(front) = {static_cast<std::int64_t>(bytes)};
+    cpu_counts.add(static_cast<std::int64_t>(bytes));
+    void* memory = static_cast<std::byte*>(front) + kFront;
+    return {memory, memory, &free_counted, at::kCPU};
   }
-
-  at::Allocator* below_;
+  static void free_nothing(void*) {}
 };
 
 }  // namespace
@@ -66,8 +66,9 @@ class CountingAllocator final : public at::Allocator {
 void count_cpu_memory() {
   static std::once_flag once;
   std::call_once(once, [] {
+    below = c10::GetCPUAllocator();
     // Kept for the life of the process, as its memory may be.
-    c10::SetCPUAllocator(new CountingAllocator(*c10::GetCPUAllocator()), std::numeric_limits<std::uint8_t>::max());
+    c10::SetCPUAllocator(new CountingAllocator, std::numeric_limits<std::uint8_t>::max());
   });
 }
 

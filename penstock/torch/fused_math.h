@@ -1,5 +1,6 @@
 // Three operators of transformers that LibTorch computes in many passes over memory. On a GPU each is one kernel here, forward and
-// backward; everywhere else, for wrappers and where a mode watches operators, they are LibTorch's operators.
+// backward, and an operator of the dispatcher (penstock::silu_product ...), so that modes see it and captured graphs hold it; everywhere
+// else, and for subclasses that are not fake, they are LibTorch's operators.
 //
 //   loss = cross_entropy_sum(logits, targets, -100);      // logits [rows, classes] of any floating dtype, targets [rows]
 //   q = rotate_pairs(q, turns);                           // rotary positions

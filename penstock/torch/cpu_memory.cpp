@@ -30,12 +30,17 @@ constexpr std::size_t kFront = 64;  // keeps the alignment of the allocator belo
 at::Allocator* below = nullptr;
 
 struct Front {
+  std::uint64_t mark;  // tells ours from memory that was there before anybody counted
   std::int64_t bytes;
 };
+constexpr std::uint64_t kMark = 0x5e7a1c93d24b860f;
 
 void free_counted(void* memory) {
-  void* front = static_cast<std::byte*>(memory) - kFront;
-  cpu_counts.live.fetch_sub(static_cast<Front*>(front)->bytes, std::memory_order_relaxed);
+  if (memory == nullptr) return;
+  auto* front = reinterpret_cast<Front*>(static_cast<std::byte*>(memory) - kFront);
+  if (front->mark != kMark) return below->raw_deallocate(memory);
+  front->mark = 0;
+  cpu_counts.live.fetch_sub(front->bytes, std::memory_order_relaxed);
   below->raw_deallocate(front);
 }
 
@@ -51,14 +56,13 @@ class CountingAllocator final : public at::Allocator {
 
  private:
   static at::DataPtr counted(std::size_t bytes) {
-    if (bytes == 0) return {nullptr, nullptr, &free_nothing, at::kCPU};
+    if (bytes == 0) return {nullptr, nullptr, &free_counted, at::kCPU};
     void* front = below->raw_allocate(bytes + kFront);
-    *static_cast<Front*>(front) = {static_cast<std::int64_t>(bytes)};
+    *static_cast<Front*>(front) = {kMark, static_cast<std::int64_t>(bytes)};
     cpu_counts.add(static_cast<std::int64_t>(bytes));
     void* memory = static_cast<std::byte*>(front) + kFront;
     return {memory, memory, &free_counted, at::kCPU};
   }
-  static void free_nothing(void*) {}
 };
 
 }  // namespace

@@ -2,8 +2,10 @@
 #include "penstock/torch/cpu_memory.h"
 
 #include <gtest/gtest.h>
+#include <c10/core/CPUAllocator.h>
 #include <torch/torch.h>
 
+#include <cstdint>
 #include <thread>
 
 namespace penstock {
@@ -32,6 +34,19 @@ TEST(CpuMemory, LivePeakAndTheirReset) {
   }
   EXPECT_EQ(cpu_memory().live, start.live);
   EXPECT_EQ(before.sum().item<float>(), 1 << 16);
+}
+
+// As the kernels of other libraries have it: memory by its address alone.
+TEST(CpuMemory, AddressesAlone) {
+  count_cpu_memory();
+  const std::int64_t start = cpu_memory().live;
+  at::Allocator* allocator = c10::GetCPUAllocator();
+  void* memory = allocator->raw_allocate(1000);
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(memory) % 64, 0u);
+  EXPECT_EQ(cpu_memory().live - start, 1000);
+  allocator->raw_deallocate(memory);
+  allocator->raw_deallocate(nullptr);
+  EXPECT_EQ(cpu_memory().live, start);
 }
 
 TEST(CpuMemory, EmptyTensorsResizedOnesAndOtherThreads) {

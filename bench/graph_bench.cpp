@@ -11,12 +11,14 @@
 // "peak" is the most memory of tensors that a step held, of a replayed step over an eager one. Export OMP_NUM_THREADS=1.
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
+#include <malloc.h>
 #include <torch/torch.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -180,6 +182,9 @@ int main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
   pin(0);
+  // As in processes that `penstock launch` starts: the heap keeps what it has, and no step waits for pages of the system.
+  mallopt(M_MMAP_THRESHOLD, 1 << 30);
+  mallopt(M_TRIM_THRESHOLD, std::numeric_limits<int>::max());
   count_cpu_memory();
   fmt::print("LibTorch {}, {}, batch {} of {}\n", torch_version(), config.device, config.batch, kSequence);
   for (const int layers : config.layers) {

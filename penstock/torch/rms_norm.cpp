@@ -2,14 +2,13 @@
 
 #include <ATen/ATen.h>
 
-#include "penstock/torch/fake.h"
 #include "penstock/torch/version.h"
 
 namespace penstock {
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon) {
 #if PENSTOCK_TORCH_AT_LEAST(2, 9)
-  if (x.is_cuda() && !is_fake(x)) return at::rms_norm(x, weight.sizes(), weight, epsilon);
+  if (x.is_cuda()) return at::rms_norm(x, weight.sizes(), weight, epsilon);
 #endif
   const auto dtype = x.scalar_type();
   if (dtype == at::kHalf || dtype == at::kBFloat16) return rms_norm(x.to(at::kFloat), weight.to(at::kFloat), epsilon).to(dtype);

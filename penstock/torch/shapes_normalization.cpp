@@ -41,6 +41,12 @@ Three native_layer_norm_backward(const Tensor&, const Tensor& input, IntArrayRef
 
 // ---- root mean square ----
 
+// A kernel of GPUs; elsewhere it is made of other operators.
+Two fused_rms_norm(const Tensor& input, IntArrayRef normalized_shape, const OptionalTensor& weight, c10::optional<double>) {
+  Three layer = native_layer_norm(input, normalized_shape, weight, {}, 0);
+  return {std::get<0>(layer), std::get<2>(layer)};
+}
+
 Two fused_rms_norm_backward(const Tensor&, const Tensor& input, IntArrayRef, const Tensor&, const OptionalTensor& weight,
                             std::array<bool, 2> mask) {
   return {mask[0] ? contiguous_like(input) : Tensor(), mask[1] && given(weight) ? contiguous_like(*weight) : Tensor()};
@@ -136,6 +142,7 @@ void add_normalization_shapes() {
   register_shape_function("aten::native_layer_norm", native_layer_norm);
   register_shape_function("aten::native_group_norm", native_group_norm);
   register_where_missing("aten::native_layer_norm_backward", native_layer_norm_backward);
+  if (find_operator("aten::_fused_rms_norm")) register_shape_function("aten::_fused_rms_norm", fused_rms_norm);
   register_where_missing("aten::_fused_rms_norm_backward", fused_rms_norm_backward);
   register_where_missing("aten::native_batch_norm", native_batch_norm);
   register_where_missing("aten::_native_batch_norm_legit", native_batch_norm_legit);

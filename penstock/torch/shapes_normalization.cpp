@@ -43,7 +43,7 @@ Three native_layer_norm_backward(const Tensor&, const Tensor& input, IntArrayRef
 
 // A kernel of GPUs; elsewhere it is made of other operators.
 Two fused_rms_norm(const Tensor& input, IntArrayRef normalized_shape, const OptionalTensor& weight, c10::optional<double>) {
-  Three layer = native_layer_norm(input, normalized_shape, weight, {}, 0);
+  Three layer = detail::native_layer_norm(input, normalized_shape, weight, {}, 0);
   return {std::get<0>(layer), std::get<2>(layer)};
 }
 

@@ -6,10 +6,13 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
+#include <functional>
+#include <optional>
 #include <thread>
 #include <type_traits>
 
 #include "penstock/base/errors.h"
+#include "penstock/comm/patient_caller.h"
 #include "penstock/comm/tcp_listen.h"
 #include "penstock/torch/version.h"
 
@@ -19,6 +22,9 @@ namespace {
 
 using Bytes = std::vector<std::uint8_t>;
 
+// How long a call of the store may take, whatever the time-out of the run is. Its host answers from a thread that does nothing else.
+constexpr std::chrono::milliseconds kShortestAnswer{1000}, kLongestAnswer{15000};
+
 double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
 }  // namespace
@@ -27,37 +33,38 @@ double seconds_since(Clock::time_point begin) { return std::chrono::duration<dou
 // time-out: its connection is out of step afterwards.
 class Store::Interruptible final : public c10d::Store {
  public:
-  Interruptible(c10::intrusive_ptr<c10d::Store> inner, std::string prefix)
-      : inner_(std::move(inner)), prefix_(std::move(prefix)) {
+  // `caller`: for a store in another process, which may be stopped. Calls own what they use, because they may be given up.
+  Interruptible(c10::intrusive_ptr<c10d::Store> inner, std::string prefix, std::shared_ptr<PatientCaller> caller = nullptr)
+      : inner_(std::move(inner)), prefix_(std::move(prefix)), caller_(std::move(caller)) {
     timeout_ = inner_->getTimeout();
   }
 
   void set(const std::string& key, const Bytes& value) override {
-    asked([&] { return inner_->set(prefix_ + key, value); });
+    asked([inner = inner_, key = prefix_ + key, value] { return inner->set(key, value); });
   }
   Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override {
-    return asked([&] { return inner_->compareSet(prefix_ + key, expected, desired); });
+    return asked([inner = inner_, key = prefix_ + key, expected, desired] { return inner->compareSet(key, expected, desired); });
   }
   Bytes get(const std::string& key) override {
     wait({key}, timeout_);
     return get_now(key);
   }
   Bytes get_now(const std::string& key) {
-    return asked([&] { return inner_->get(prefix_ + key); });
+    return asked([inner = inner_, key = prefix_ + key] { return inner->get(key); });
   }
   std::int64_t add(const std::string& key, std::int64_t value) override {
-    return asked([&] { return inner_->add(prefix_ + key, value); });
+    return asked([inner = inner_, key = prefix_ + key, value] { return inner->add(key, value); });
   }
   bool deleteKey(const std::string& key) override {
-    return asked([&] { return inner_->deleteKey(prefix_ + key); });
+    return asked([inner = inner_, key = prefix_ + key] { return inner->deleteKey(key); });
   }
   bool check(const std::vector<std::string>& keys) override {
     std::vector<std::string> full;
     for (const auto& key : keys) full.push_back(prefix_ + key);
-    return asked([&] { return inner_->check(full); });
+    return asked([inner = inner_, full] { return inner->check(full); });
   }
   std::int64_t getNumKeys() override {
-    return asked([&] { return inner_->getNumKeys(); });
+    return asked([inner = inner_] { return inner->getNumKeys(); });
   }
   void wait(const std::vector<std::string>& keys) override { wait(keys, timeout_); }
   void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override {
@@ -65,7 +72,8 @@ class Store::Interruptible final : public c10d::Store {
   }
 #if PENSTOCK_TORCH_AT_LEAST(2, 8)
   c10::intrusive_ptr<c10d::Store> clone() override {
-    auto copy = c10::make_intrusive<Interruptible>(inner_->clone(), prefix_);
+    // A connection of its own, so a caller of its own.
+    auto copy = c10::make_intrusive<Interruptible>(inner_->clone(), prefix_, caller_ ? std::make_shared<PatientCaller>() : nullptr);
     copy->liveness_ = liveness_;
     copy->own_rank_ = own_rank_;
     return copy;
@@ -93,11 +101,35 @@ class Store::Interruptible final : public c10d::Store {
     }
   }
 
-  // A store that does not answer lived in a process that is gone; the monitor may know who failed first.
+  template <class Call>
+  std::invoke_result_t<Call> answered(Call call) {
+    using Result = std::invoke_result_t<Call>;
+    if (!caller_) return call();
+    const auto limit = std::clamp<std::chrono::milliseconds>(timeout_, kShortestAnswer, kLongestAnswer);
+    const auto run = [&](std::function<void()> work) {
+      if (caller_->run(std::move(work), limit)) return;
+      CommContext context;
+      context.rank = own_rank_;
+      context.operation = "store";
+      context.elapsed_s = std::chrono::duration<double>(limit).count();
+      throw TimeoutError("the rendezvous store does not answer; the process that hosts it, usually rank 0, is stopped or cut off", context);
+    };
+    if constexpr (std::is_void_v<Result>) {
+      run(std::move(call));
+    } else {
+      const auto result = std::make_shared<std::optional<Result>>();
+      run([result, call = std::move(call)] { *result = call(); });
+      return std::move(**result);
+    }
+  }
+
+  // A store that does not answer lives in a process that is stopped or gone; the monitor may know who failed first.
   template <class Call>
   std::invoke_result_t<Call> asked(Call call) {
     try {
-      return call();
+      return answered(std::move(call));
+    } catch (const TimeoutError&) {
+      throw;
     } catch (const std::exception& error) {
       const std::string words = error.what();
       CommContext context;
@@ -114,6 +146,7 @@ class Store::Interruptible final : public c10d::Store {
 
   c10::intrusive_ptr<c10d::Store> inner_;
   std::string prefix_;
+  std::shared_ptr<PatientCaller> caller_;
   std::shared_ptr<const Liveness> liveness_;
   int own_rank_ = -1;
 };
@@ -166,7 +199,7 @@ Store Store::connect(const LaunchEnv& env, Clock::time_point deadline) {
 #if !PENSTOCK_TORCH_AT_LEAST(2, 2)
     if (options.isServer && place.loopback_only()) restrict_to_loopback(place.port);
 #endif
-    return Store(c10::make_intrusive<Interruptible>(std::move(store), prefix));
+    return Store(c10::make_intrusive<Interruptible>(std::move(store), prefix, options.isServer ? nullptr : std::make_shared<PatientCaller>()));
   } catch (const std::exception& error) {
     context.elapsed_s = seconds_since(begin);
     throw CommError(fmt::format("rendezvous at {} failed: {}; check MASTER_ADDR and MASTER_PORT", place.describe(), error.what()),
@@ -180,7 +213,7 @@ Store Store::in_process() {
 
 Store Store::with_prefix(const std::string& prefix) const {
   const auto mine = typed();
-  auto sub = c10::make_intrusive<Interruptible>(mine->inner_, mine->prefix_ + prefix + "/");
+  auto sub = c10::make_intrusive<Interruptible>(mine->inner_, mine->prefix_ + prefix + "/", mine->caller_);
   sub->liveness_ = mine->liveness_;
   sub->own_rank_ = mine->own_rank_;
   sub->setTimeout(mine->getTimeout());

@@ -1,5 +1,5 @@
 // What capture and replay cost: a transformer of 1, 4, 12 and 48 layers, microseconds per node for each stage of the way from a module to
-// a graph, and the replayed training step against the same step run eagerly; Python's ahead-of-time autograd in the same run.
+// a graph, and the replayed training step against the same step run eagerly and with dynamic dims; Python's ahead-of-time autograd in the same run.
 //
 //   graph_bench                                                  width 32
 //   graph_bench --peer "python3 bench/graph_peer.py"             beside the peer's: capture, replay, equal loss and gradient norm
@@ -120,14 +120,18 @@ class Measured {
     const auto fast = compile(model_);
     const auto eager = [&] { return model_->forward(x_, target_); };
     const auto replayed = [&] { return fast->forward(x_, target_); };
-    for (int i = 0; i < 3; ++i) step(eager), step(replayed);
-    std::vector<double> eager_ms, replayed_ms;
+    const auto dynamic = compile(model_, {.dynamic = {.dims = {{"args[0]", 0, "B"}, {"args[0]", 1, "T"}, {"args[1]", 0, "B"}, {"args[1]", 1, "T"}}}});
+    const auto replayed_dynamic = [&] { return dynamic->forward(x_, target_); };
+    const double all_sizes_ms = step(replayed_dynamic).first;
+    for (int i = 0; i < 3; ++i) step(eager), step(replayed), step(replayed_dynamic);
+    std::vector<double> eager_ms, replayed_ms, dynamic_ms;
     Figure figure;
     for (int i = 0; i < config_.steps; ++i) {
       eager_ms.push_back(step(eager).first);
       const auto [ms, loss] = step(replayed);
       replayed_ms.push_back(ms);
       figure["loss"] = loss;
+      dynamic_ms.push_back(step(replayed_dynamic).first);
     }
     double norm = 0;
     for (const at::Tensor& parameter : model_->parameters()) norm += parameter.grad().to(at::kDouble).pow(2).sum().item<double>();
@@ -137,6 +141,8 @@ class Measured {
     figure["peak"] = peak_of(replayed) / peak_of(eager);
     fmt::print("    step, width {}: eager {:.2f} ms, replayed {:.2f} ms, ratio {:.3f}, peak {:.3f}\n", config_.width, figure["eager_ms"],
                figure["step_ms"], figure["step_ms"] / figure["eager_ms"], figure["peak"]);
+    fmt::print("    dynamic batch and length: replayed {:.2f} ms, ratio to fixed sizes {:.3f}; captured in {:.0f} ms, {} capture\n", median(dynamic_ms),
+               median(dynamic_ms) / figure["step_ms"], all_sizes_ms, dynamic->compiled(0).captures());
     return figure;
   }
 

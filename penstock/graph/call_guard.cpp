@@ -27,6 +27,20 @@ const c10::StorageImpl* storage_behind(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->has_storage() ? tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() : nullptr;
 }
 
+bool has_layout(const at::Tensor& tensor, const LayoutInCall& layout) {
+  return tensor.sizes() == layout.sizes && tensor.strides() == layout.strides && tensor.storage_offset() == layout.storage_offset;
+}
+
+// "sizes [5, 4], in the capture [B, 4] with B = 3: dim 0 differs"
+std::string sizes_text(at::IntArrayRef is, const Geometry& was, at::IntArrayRef expected, const BoundSizes* sizes, const SymbolicTable* table) {
+  std::string text = fmt::format("sizes [{}], in the capture [{}]", fmt::join(is, ", "), layout_text(was, table).sizes);
+  if (was.symbolic == kNotSymbolic || !sizes || !table) return text;
+  text += " with " + table->text_of(sizes->values);
+  for (std::size_t dim = 0; dim < expected.size() && dim < is.size(); ++dim)
+    if (is[dim] != expected[dim]) return text + fmt::format(": dim {} differs", dim);
+  return text;
+}
+
 }  // namespace
 
 std::vector<CallGuard::Input> CallGuard::describe_all(const Values& inputs) {
@@ -75,9 +89,25 @@ CallGuard::CallGuard(const Values& inputs, const Convention& convention)
   for (std::size_t i = 0; i < inputs_.size(); ++i) any_sharing_ |= inputs_[i].shares_with != i || inputs_[i].same_as != i;
 }
 
-bool CallGuard::holds(const Values& inputs) const {
+bool CallGuard::same_kind(const std::vector<Input>& a, const std::vector<Input>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Input& x, const Input& y) {
+    if (x.tensor.has_value() != y.tensor.has_value()) return false;
+    if (!x.tensor) return same_constant(x.value, y.value);
+    return x.tensor->sizes.size() == y.tensor->sizes.size() && x.tensor->dtype == y.tensor->dtype && x.tensor->device == y.tensor->device &&
+           x.requires_grad == y.requires_grad && x.is_leaf == y.is_leaf && x.is_view == y.is_view && x.same_as == y.same_as &&
+           x.shares_with == y.shares_with;
+  });
+}
+
+bool CallGuard::same_kind(const Values& inputs) const {
+  return current_modes() == modes_ && same_kind(inputs_, describe_all(inputs));
+}
+
+bool CallGuard::same_kind(const CallGuard& other) const { return modes_ == other.modes_ && same_kind(inputs_, other.inputs_); }
+
+bool CallGuard::holds(const Values& inputs, const BoundSizes* sizes) const {
   if (inputs.size() != inputs_.size() || current_modes() != modes_) return false;
-  if (any_sharing_) return difference(inputs).empty();
+  if (any_sharing_) return difference(inputs, sizes).empty();
   c10::SmallVector<const void*, 32> storages;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const Input& expected = inputs_[i];
@@ -87,7 +117,8 @@ bool CallGuard::holds(const Values& inputs) const {
       continue;
     }
     const at::Tensor& tensor = inputs[i].toTensor();
-    if (!has_geometry(tensor, *expected.tensor) || tensor.requires_grad() != expected.requires_grad || tensor.is_leaf() != expected.is_leaf)
+    if (!has_layout(tensor, layout_in_call(*expected.tensor, sizes)) || tensor.scalar_type() != expected.tensor->dtype ||
+        tensor.device() != expected.tensor->device || tensor.requires_grad() != expected.requires_grad || tensor.is_leaf() != expected.is_leaf)
       return false;
     if (const void* storage = storage_behind(tensor)) storages.push_back(storage);
   }
@@ -95,7 +126,7 @@ bool CallGuard::holds(const Values& inputs) const {
   return std::adjacent_find(storages.begin(), storages.end()) == storages.end();
 }
 
-std::string CallGuard::difference(const Values& inputs) const {
+std::string CallGuard::difference(const Values& inputs, const BoundSizes* sizes, const SymbolicTable* table) const {
   if (inputs.size() != inputs_.size()) return fmt::format("{} inputs, the capture {}", inputs.size(), inputs_.size());
   if (const Modes modes = current_modes(); modes != modes_) return difference(modes, modes_);
   const std::vector<Input> now = describe_all(inputs);
@@ -110,11 +141,12 @@ std::string CallGuard::difference(const Values& inputs) const {
       continue;
     }
     const Geometry &is = *actual.tensor, &was = *expected.tensor;
-    if (is.sizes != was.sizes) return fmt::format("{} has sizes [{}], in the capture [{}]", who, fmt::join(is.sizes, ", "), fmt::join(was.sizes, ", "));
-    if (is.strides != was.strides)
-      return fmt::format("{} has strides [{}], in the capture [{}]", who, fmt::join(is.strides, ", "), fmt::join(was.strides, ", "));
-    if (is.storage_offset != was.storage_offset)
-      return fmt::format("{} begins at element {} of its memory, in the capture {}", who, is.storage_offset, was.storage_offset);
+    const LayoutInCall layout = layout_in_call(was, sizes);
+    if (at::IntArrayRef(is.sizes) != layout.sizes) return fmt::format("{} has {}", who, sizes_text(is.sizes, was, layout.sizes, sizes, table));
+    if (at::IntArrayRef(is.strides) != layout.strides)
+      return fmt::format("{} has strides [{}], in the capture [{}]", who, fmt::join(is.strides, ", "), layout_text(was, table).strides);
+    if (is.storage_offset != layout.storage_offset)
+      return fmt::format("{} begins at element {} of its memory, in the capture {}", who, is.storage_offset, layout_text(was, table).storage_offset);
     if (is.dtype != was.dtype) return fmt::format("{} is of dtype {}, in the capture {}", who, c10::toString(is.dtype), c10::toString(was.dtype));
     if (is.device != was.device) return fmt::format("{} is on {}, in the capture {}", who, is.device.str(), was.device.str());
     if (actual.requires_grad != expected.requires_grad)

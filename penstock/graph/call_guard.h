@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "penstock/graph/analyze.h"
+#include "penstock/graph/symbolic_table.h"
 #include "penstock/torch/autocast_scope.h"
 
 namespace penstock::graph {
@@ -16,10 +17,25 @@ class CallGuard {
   CallGuard(const Values& inputs, const Convention& convention);
 
   bool inputs_share_memory() const { return any_sharing_; }
-  // Whether the capture holds: about 50 ns an input.
-  bool holds(const Values& inputs) const;
+  // Whether the capture holds: about 50 ns an input. `sizes`: what the symbols of a capture with dynamic dims are in this call.
+  bool holds(const Values& inputs, const BoundSizes* sizes = nullptr) const;
   // Empty when the capture holds; otherwise what differs: "input 1 has sizes [2, 4], in the capture [3, 4]".
-  std::string difference(const Values& inputs) const;
+  std::string difference(const Values& inputs, const BoundSizes* sizes = nullptr, const SymbolicTable* table = nullptr) const;
+  // Whether nothing differs but sizes, strides and offsets.
+  bool same_kind(const Values& inputs) const;
+  bool same_kind(const CallGuard& other) const;
+
+  // Calls `visit(number of the input, Geometry&)` for each tensor.
+  template <class Visit>
+  void for_each_geometry(Visit&& visit) {
+    for (std::size_t i = 0; i < inputs_.size(); ++i)
+      if (inputs_[i].tensor) visit(i, *inputs_[i].tensor);
+  }
+  template <class Visit>
+  void for_each_geometry(Visit&& visit) const {
+    for (std::size_t i = 0; i < inputs_.size(); ++i)
+      if (inputs_[i].tensor) visit(i, *inputs_[i].tensor);
+  }
 
  private:
   struct Input {
@@ -30,6 +46,7 @@ class CallGuard {
     std::size_t shares_with = 0;    // the first input that lies in the same memory
   };
   static std::vector<Input> describe_all(const Values& inputs);
+  static bool same_kind(const std::vector<Input>& a, const std::vector<Input>& b);
 
   std::vector<Input> inputs_;
   std::vector<std::string> names_;

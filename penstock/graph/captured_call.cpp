@@ -24,7 +24,7 @@ std::vector<at::Tensor> tensors_among(const Values& values) {
 
 }  // namespace
 
-CapturedCall::CapturedCall(const Function& function, const Values& inputs, const CompileOptions& options, const Convention& convention)
+CapturedCall::CapturedCall(const Function& function, const Values& inputs, const Convention& convention)
     : guard(inputs, convention), user_meta(first_look(function, inputs, convention)), plan(inputs, user_meta, convention) {
   const Function inner = plan.inner_function(function);
   const Values inner_inputs = plan.inner_inputs(inputs);
@@ -32,15 +32,45 @@ CapturedCall::CapturedCall(const Function& function, const Values& inputs, const
   joint = early_joint_ && plan.is_identity() ? std::move(*early_joint_) : capture_joint(inner, inner_inputs, meta, plan.inner_convention());
   early_joint_.reset();
   for (std::size_t i = 0; i < meta.mutated_at_run_time().size(); ++i)
-    geometry_after_.push_back(joint.graph[joint.graph.outputs[i].value()].geometry);
+    geometry_after.push_back(joint.graph[joint.graph.outputs[i].value()].geometry);
   find_written_primals(inner_inputs);
   joint.graph = functionalize(std::move(joint.graph));
   remove_dead_nodes(joint.graph);
-  halves = options.partitioner == Partitioner::MinCut ? partition_min_cut(joint) : partition_default(joint);
+}
+
+void CapturedCall::make_ready(Partitioner partitioner) {
+  halves = partitioner == Partitioner::MinCut ? partition_min_cut(joint) : partition_default(joint);
   forward.emplace(halves.forward);
   backward.emplace(halves.backward);
   plan_returned();
   plan_saved();
+  count_symbols_for_backward();
+}
+
+void CapturedCall::count_symbols_for_backward() {
+  std::size_t count = 0;
+  if (const SymbolicTable* table = joint.graph.table.get()) {
+    std::vector<char> used(table->symbols.symbols(), 0);
+    const auto use = [&](const SizeExpression& expression) {
+      for (std::size_t variable = 0; variable < table->symbols.variables(); ++variable)
+        for (std::size_t symbol = 0; symbol < used.size(); ++symbol)
+          if (expression.uses(variable) && table->symbols.depends(variable, symbol)) used[symbol] = 1;
+    };
+    for (const Node& node : halves.backward.nodes)
+      for (const Operand& operand : node.arguments)
+        if (operand.symbolic != kNotSymbolic)
+          for (const NumberOrSize& number : table->constants[static_cast<std::size_t>(operand.symbolic)].numbers)
+            use(std::holds_alternative<SizeExpression>(number) ? std::get<SizeExpression>(number) : std::get<NumberExpression>(number).size);
+    for (const TangentInfo& tangent : joint.tangents)
+      if (tangent.geometry.symbolic != kNotSymbolic) {
+        const SymbolicGeometry& geometry = table->geometries[static_cast<std::size_t>(tangent.geometry.symbolic)];
+        for (const auto& expressions : {geometry.sizes, geometry.strides})
+          for (const auto& expression : expressions)
+            if (expression) use(*expression);
+      }
+    count = static_cast<std::size_t>(std::count(used.begin(), used.end(), char{1}));
+  }
+  user_meta.symbols_for_backward = meta.symbols_for_backward = count;
 }
 
 ViewAndMutationMeta CapturedCall::first_look(const Function& function, const Values& inputs, const Convention& convention) {
@@ -90,13 +120,13 @@ void CapturedCall::find_written_primals(const Values& inner) {
     if (!inner[i].isTensor() || !inner[i].toTensor().defined()) continue;
     primals.push_back(inner[i].toTensor());
     changed.push_back(std::find(mutated.begin(), mutated.end(), i) != mutated.end());
-    primal_written_.push_back(changed.back() && meta.inputs[i].mutates_data);
+    primal_written.push_back(changed.back() && meta.inputs[i].mutates_data);
   }
   // Changing a tensor, even its metadata alone, raises the version of all that share its memory.
   for (std::size_t i = 0; i < primals.size(); ++i) {
     bool shares = false;
     for (std::size_t j = 0; j < primals.size(); ++j) shares |= changed[j] && primals[i].is_alias_of(primals[j]);
-    primal_shares_changed_.push_back(shares);
+    primal_shares_changed.push_back(shares);
   }
 }
 
@@ -107,9 +137,9 @@ void CapturedCall::plan_saved() {
     for (std::size_t i = 0; i < joint.primals; ++i) {
       const ValueId input = graph.inputs[i].value;
       if (graph[input].storage != graph[value].storage) continue;
-      if (primal_written_[i])
+      if (primal_written[i])
         how.how = Saved::How::Copied;
-      else if (primal_shares_changed_[i])
+      else if (primal_shares_changed[i])
         how.how = Saved::How::Unwatched;
       else if (input != value)
         how.watch_primal = i;
@@ -126,7 +156,7 @@ void CapturedCall::plan_saved() {
   }
 }
 
-std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>& primals) {
+std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>& primals, const c10::intrusive_ptr<BoundSizes>& sizes) {
   std::vector<at::Tensor> results(joint.forward_outputs);
   const auto keep = [&](const std::vector<c10::IValue>& values) {
     for (const Returned& item : returned) {
@@ -139,12 +169,12 @@ std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>&
     }
   };
   if (joint.tangents.empty()) {
-    keep((*forward)(primals));
+    keep((*forward)(primals, sizes.get()));
     return results;
   }
-  const auto node = make_node<CapturedNode>(c10::intrusive_ptr<CapturedCall>::reclaim_copy(this));
+  const auto node = make_node<CapturedNode>(c10::intrusive_ptr<CapturedCall>::reclaim_copy(this), sizes);
   node->set_next_edges(torch::autograd::collect_next_edges(at::TensorList(primals)));
-  std::vector<c10::IValue> values = (*forward)(primals);
+  std::vector<c10::IValue> values = (*forward)(primals, sizes.get());
   {
     const at::AutoDispatchBelowADInplaceOrView below;
     keep(values);
@@ -154,7 +184,7 @@ std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>&
   return results;
 }
 
-void CapturedCall::write_inputs(const Values& inner, const std::vector<at::Tensor>& results) const {
+void CapturedCall::write_inputs(const Values& inner, const std::vector<at::Tensor>& results, const BoundSizes* sizes) const {
   const std::vector<std::size_t> mutated = meta.mutated_at_run_time();
   for (std::size_t i = 0; i < mutated.size(); ++i) {
     const InputInfo& info = meta.inputs[mutated[i]];
@@ -165,9 +195,9 @@ void CapturedCall::write_inputs(const Values& inner, const std::vector<at::Tenso
     const bool leaf_with_grad = info.is_leaf && input.requires_grad();
     const bool unseen = info.mutations_under_no_grad || leaf_with_grad;
     if (info.mutates_metadata) {
-      const Geometry& geometry = geometry_after_[i];
+      const LayoutInCall layout = layout_in_call(geometry_after[i], sizes);
       const c10::AutoGradMode mode(!leaf_with_grad && c10::GradMode::is_enabled());
-      input.as_strided_(geometry.sizes, geometry.strides, geometry.storage_offset);
+      input.as_strided_(layout.sizes, layout.strides, layout.storage_offset);
     }
     if (!info.mutates_data) continue;
     if (unseen) {
@@ -182,19 +212,23 @@ void CapturedCall::write_inputs(const Values& inner, const std::vector<at::Tenso
   }
 }
 
-Values CapturedCall::make_outputs(const Values& inputs, const Values& inner, const std::vector<at::Tensor>& results) const {
+Values CapturedCall::make_outputs(const Values& inputs, const Values& inner, const std::vector<at::Tensor>& results, const BoundSizes* sizes) const {
   const std::size_t mutated = meta.mutated_at_run_time().size();
-  const auto view_of = [](at::Tensor base, const OutputInfo& info) {
+  const auto view_of = [&](at::Tensor base, const OutputInfo& info) {
     const c10::AutoGradMode mode(info.requires_grad);
     if (!info.requires_grad) base = base.detach();
-    return base.as_strided(info.geometry.sizes, info.geometry.strides, info.geometry.storage_offset);
+    const LayoutInCall layout = layout_in_call(info.geometry, sizes);
+    return base.as_strided(layout.sizes, layout.strides, layout.storage_offset);
+  };
+  const auto constant_of = [&](const Operand& operand) {
+    return operand.symbolic == kNotSymbolic ? operand.constant : sizes->constants[static_cast<std::size_t>(operand.symbolic)];
   };
   Values outputs(meta.outputs.size());
   const auto fresh = [&](std::size_t i) { return results[mutated + i]; };
   for (std::size_t i = 0; i < meta.outputs.size(); ++i) {
     const OutputInfo& info = meta.outputs[i];
     if (info.type != OutputType::Tensor)
-      outputs[i] = joint.graph.outputs[mutated + i].constant;
+      outputs[i] = constant_of(joint.graph.outputs[mutated + i]);
     else if (info.same_as)
       outputs[i] = c10::IValue();
     else if (is_fresh(info.kind))
@@ -240,36 +274,13 @@ Values CapturedCall::make_outputs(const Values& inputs, const Values& inner, con
   return outputs;
 }
 
-Values CapturedCall::run(const Values& inputs) {
+Values CapturedCall::run(const Values& inputs, const c10::intrusive_ptr<BoundSizes>& sizes) {
   const Values inner = plan.inner_inputs(inputs);
-  const std::vector<at::Tensor> results = run_forward(tensors_among(inner));
-  write_inputs(inner, results);
-  Values outputs = make_outputs(inputs, inner, results);
+  const std::vector<at::Tensor> results = run_forward(tensors_among(inner), sizes);
+  write_inputs(inner, results, sizes.get());
+  Values outputs = make_outputs(inputs, inner, results, sizes.get());
   if (meta.grad_mode_after) c10::GradMode::set_enabled(*meta.grad_mode_after);
   return outputs;
 }
-
-// ---- Compiled ----
-
-Compiled::Compiled(Function function, const CompileOptions& options, Convention convention)
-    : function_(std::move(function)), options_(options), convention_(std::move(convention)) {}
-Compiled::~Compiled() = default;
-Compiled::Compiled(Compiled&&) noexcept = default;
-Compiled& Compiled::operator=(Compiled&&) noexcept = default;
-
-Values Compiled::operator()(const Values& inputs) {
-  for (auto call = calls_.rbegin(); call != calls_.rend(); ++call)
-    if ((*call)->guard.holds(inputs)) return (*call)->run(inputs);
-  if (!calls_.empty() && !options_.recapture)
-    throw StateError(fmt::format("graph: the capture does not hold for this call: {}; call it as it was captured, or set recapture",
-                                 calls_.back()->guard.difference(inputs)));
-  calls_.push_back(c10::make_intrusive<CapturedCall>(function_, inputs, options_, convention_));
-  return calls_.back()->run(inputs);
-}
-
-const ViewAndMutationMeta& Compiled::meta(std::size_t capture) const { return calls_.at(capture)->user_meta; }
-const ViewAndMutationMeta& Compiled::inner_meta(std::size_t capture) const { return calls_.at(capture)->meta; }
-const JointGraph& Compiled::joint(std::size_t capture) const { return calls_.at(capture)->joint; }
-const Partition& Compiled::partition(std::size_t capture) const { return calls_.at(capture)->halves; }
 
 }  // namespace penstock::graph

@@ -1,4 +1,5 @@
-// One capture of a function, ready to run: what Compiled keeps for each kind of call.
+// One capture of a function: what Compiled keeps for each kind of call. It is made in two steps, between which captures at several sizes may be
+// compared and become one for all sizes (generalize.h).
 #pragma once
 
 #include <cstddef>
@@ -7,6 +8,7 @@
 
 #include "penstock/graph/call_guard.h"
 #include "penstock/graph/compiled.h"
+#include "penstock/graph/dynamic_call.h"
 #include "penstock/graph/execute.h"
 #include "penstock/graph/input_plan.h"
 
@@ -14,9 +16,13 @@ namespace penstock::graph {
 
 class CapturedCall final : public torch::CustomClassHolder {
  public:
-  CapturedCall(const Function& function, const Values& inputs, const CompileOptions& options, const Convention& convention);
+  // Captures, in shape: nothing is computed.
+  CapturedCall(const Function& function, const Values& inputs, const Convention& convention);
+  // Splits the graph and plans the run; nothing changes any more then.
+  void make_ready(Partitioner partitioner);
 
-  Values run(const Values& inputs);
+  // `sizes`: null when nothing is dynamic.
+  Values run(const Values& inputs, const c10::intrusive_ptr<BoundSizes>& sizes = {});
 
   // ---- for the node of autograd ----
 
@@ -33,17 +39,22 @@ class CapturedCall final : public torch::CustomClassHolder {
     bool copied = false;   // something else than this result holds the same tensor
   };
 
-  const CallGuard guard;
+  CallGuard guard;
 
  private:
   std::optional<JointGraph> early_joint_;   // when one run of the function was enough
   ViewAndMutationMeta first_look(const Function& function, const Values& inputs, const Convention& convention);
 
  public:
-  const ViewAndMutationMeta user_meta;
+  ViewAndMutationMeta user_meta;
   const InputPlan plan;
   ViewAndMutationMeta meta;
   JointGraph joint;
+  std::vector<char> primal_written, primal_shares_changed;  // for each primal: its data is written; one in the same memory is changed
+  std::vector<Geometry> geometry_after;                     // of the inputs that are written, in the order of the forward outputs
+  std::optional<DynamicCall> dynamic;                       // of a capture with dynamic dims
+
+  // ---- once it is ready ----
   Partition halves;
   std::optional<Executor> forward, backward;
   std::vector<Saved> saved;
@@ -55,12 +66,10 @@ class CapturedCall final : public torch::CustomClassHolder {
   void plan_saved();
   void plan_returned();
   std::size_t output_of(const TangentInfo& tangent) const;
-  std::vector<at::Tensor> run_forward(const std::vector<at::Tensor>& primals);
-  void write_inputs(const Values& inner, const std::vector<at::Tensor>& results) const;
-  Values make_outputs(const Values& inputs, const Values& inner, const std::vector<at::Tensor>& results) const;
-
-  std::vector<char> primal_written_, primal_shares_changed_;  // for each primal: its data is written; one in the same memory is changed
-  std::vector<Geometry> geometry_after_;                      // of the inputs that are written, in the order of the forward outputs
+  void count_symbols_for_backward();
+  std::vector<at::Tensor> run_forward(const std::vector<at::Tensor>& primals, const c10::intrusive_ptr<BoundSizes>& sizes);
+  void write_inputs(const Values& inner, const std::vector<at::Tensor>& results, const BoundSizes* sizes) const;
+  Values make_outputs(const Values& inputs, const Values& inner, const std::vector<at::Tensor>& results, const BoundSizes* sizes) const;
 };
 
 }  // namespace penstock::graph

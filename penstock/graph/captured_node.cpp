@@ -17,23 +17,25 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 // Laid out as when backward was captured: it may view it. A result that nobody used has no gradient: zeros.
-at::Tensor tangent(const at::Tensor& gradient, const Geometry& geometry) {
+at::Tensor tangent(const at::Tensor& gradient, const Geometry& geometry, const BoundSizes* sizes) {
+  const LayoutInCall layout = layout_in_call(geometry, sizes);
   if (!gradient.defined())
-    return at::empty_strided(geometry.sizes, geometry.strides, at::dtype(geometry.dtype).device(geometry.device)).zero_();
+    return at::empty_strided(layout.sizes, layout.strides, at::dtype(geometry.dtype).device(geometry.device)).zero_();
   if (is_wrapper(gradient))
     throw TypeError(describe("graph: a gradient of a captured function", "a tensor of kind " + std::string(payload_of(gradient)->kind()), "a plain tensor",
                              "give backward a gradient like the result"));
-  if (gradient.sizes() != at::IntArrayRef(geometry.sizes) || gradient.scalar_type() != geometry.dtype)
+  if (gradient.sizes() != layout.sizes || gradient.scalar_type() != geometry.dtype)
     throw ValueError(fmt::format("graph: a gradient has {} elements of {}, expected {} of {}; give backward gradients like the results",
-                                 gradient.numel(), c10::toString(gradient.scalar_type()), geometry.numel(), c10::toString(geometry.dtype)));
-  if (gradient.strides() == at::IntArrayRef(geometry.strides)) return gradient;
-  return at::empty_strided(geometry.sizes, geometry.strides, gradient.options()).copy_(gradient);
+                                 gradient.numel(), c10::toString(gradient.scalar_type()), c10::multiply_integers(layout.sizes),
+                                 c10::toString(geometry.dtype)));
+  if (gradient.strides() == layout.strides) return gradient;
+  return at::empty_strided(layout.sizes, layout.strides, gradient.options()).copy_(gradient);
 }
 
 }  // namespace
 
-CapturedNode::CapturedNode(c10::intrusive_ptr<CapturedCall> call)
-    : call_(std::move(call)), deterministic_(at::globalContext().deterministicAlgorithms()) {}
+CapturedNode::CapturedNode(c10::intrusive_ptr<CapturedCall> call, c10::intrusive_ptr<BoundSizes> sizes)
+    : call_(std::move(call)), sizes_(std::move(sizes)), deterministic_(at::globalContext().deterministicAlgorithms()) {}
 
 void CapturedNode::save(const std::vector<c10::IValue>& values, const std::vector<at::Tensor>& primals, const std::vector<at::Tensor>& results) {
   // A result that was saved must not hold its own node.
@@ -75,10 +77,10 @@ variable_list CapturedNode::apply(variable_list&& gradients) {
     if (releasing_)
       for (SavedVariable& variable : saved_) variable.reset_data();
   }
-  for (std::size_t i = 0; i < gradients.size(); ++i) inputs.push_back(tangent(gradients[i], call_->joint.tangents[i].geometry));
+  for (std::size_t i = 0; i < gradients.size(); ++i) inputs.push_back(tangent(gradients[i], call_->joint.tangents[i].geometry, sizes_.get()));
   gradients.clear();
   variable_list results;
-  for (const c10::IValue& gradient : (*call_->backward)(std::move(inputs)))
+  for (const c10::IValue& gradient : (*call_->backward)(std::move(inputs), sizes_.get()))
     results.push_back(gradient.isTensor() ? gradient.toTensor() : at::Tensor());
   return results;
 }

@@ -16,7 +16,8 @@ namespace penstock::graph {
 
 class CapturedNode final : public torch::autograd::Node {
  public:
-  explicit CapturedNode(c10::intrusive_ptr<CapturedCall> call);
+  // `sizes`: of dynamic dims, as they were in forward.
+  CapturedNode(c10::intrusive_ptr<CapturedCall> call, c10::intrusive_ptr<BoundSizes> sizes);
 
   // After the results have their history. `values`: what the forward graph gave; `results`: by place among the forward outputs.
   void save(const std::vector<c10::IValue>& values, const std::vector<at::Tensor>& primals, const std::vector<at::Tensor>& results);
@@ -30,6 +31,7 @@ class CapturedNode final : public torch::autograd::Node {
 
  private:
   c10::intrusive_ptr<CapturedCall> call_;
+  c10::intrusive_ptr<BoundSizes> sizes_;
   std::vector<torch::autograd::SavedVariable> saved_;
   std::vector<torch::autograd::SavedVariable> watched_;  // only looked at: were they written since?
   bool deterministic_ = false;                           // as forward ran

@@ -10,7 +10,8 @@
 //
 // A capture holds for inputs of the same sizes, strides, offsets, dtypes, devices and needs of gradients, that alias each other in the
 // same way, under the same grad mode, with the same values of what is not a tensor. Another call captures again, or with
-// `recapture = false` throws StateError naming what differs.
+// `recapture = false` throws StateError naming what differs. Dims may be marked as dynamic: then one capture holds for all their sizes
+// (dynamic_dims.h).
 // Backward can be run once unless the graph is retained, as always. Differentiating it again (create_graph) throws NotImplemented.
 // A saved tensor that was written in between is an error, as always.
 // Random numbers are drawn from the default generators, in the order of the function.
@@ -19,10 +20,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "penstock/graph/analyze.h"
 #include "penstock/graph/capture.h"
+#include "penstock/graph/dynamic_dims.h"
 #include "penstock/graph/partition.h"
 
 namespace penstock::graph {
@@ -33,9 +36,11 @@ enum class Partitioner : std::uint8_t { Default, MinCut };
 struct CompileOptions {
   bool recapture = true;
   Partitioner partitioner = Partitioner::Default;
+  DynamicOptions dynamic = {};
 };
 
 class CapturedCall;
+struct BoundSizes;
 
 class Compiled {
  public:
@@ -53,11 +58,24 @@ class Compiled {
   const JointGraph& joint(std::size_t capture) const;                  // without writes
   const Partition& partition(std::size_t capture) const;
 
+  // Of dynamic dims: whether a capture holds for all sizes, how many sizes it was compared at, and why the last kind of call that has none was
+  // refused one (empty when none was).
+  bool is_dynamic(std::size_t capture) const;
+  std::size_t checked_sizes(std::size_t capture) const;
+  std::string dynamic_refused() const;
+
  private:
+  struct Refused;   // a kind of call that was captured for each of its sizes, and why
+  Values capture(const Values& inputs);
+  // With a capture for all sizes, where that is possible; nothing otherwise.
+  c10::intrusive_ptr<CapturedCall> capture_dynamic(const Values& inputs);
+  Values check_and_run(CapturedCall& call, const Values& inputs, const c10::intrusive_ptr<BoundSizes>& sizes);
+
   Function function_;
   CompileOptions options_;
   Convention convention_;
   std::vector<c10::intrusive_ptr<CapturedCall>> calls_;
+  std::vector<Refused> refused_;
 };
 
 }  // namespace penstock::graph

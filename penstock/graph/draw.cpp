@@ -51,13 +51,13 @@ Drawing::Drawing(const Graph& graph, const DrawOptions& options) {
       arrows.push_back({from, to});
   };
   for (const Placeholder& input : graph.inputs)
-    box_of[index_of(input.value)] = add({Kind::Input, input.name, to_text(graph[input.value].geometry), is_saved[index_of(input.value)] != 0, 0});
+    box_of[index_of(input.value)] = add({Kind::Input, input.name, to_text(graph[input.value].geometry, graph.table.get()), is_saved[index_of(input.value)] != 0, 0});
   for (const ConstantTensor& constant : graph.constants)
-    box_of[index_of(constant.value)] = add({Kind::Constant, "constant", to_text(graph[constant.value].geometry), false, 0});
+    box_of[index_of(constant.value)] = add({Kind::Constant, "constant", to_text(graph[constant.value].geometry, graph.table.get()), false, 0});
   for (const Node& node : graph.nodes) {
     Box box{node.phase == Phase::Forward ? Kind::Forward : Kind::Backward, c10::toString(node.op.operator_name()), "", false, 0};
     for_each_value(node.results, [&](ValueId value) {
-      box.detail += (box.detail.empty() ? "" : ", ") + to_text(graph[value].geometry);
+      box.detail += (box.detail.empty() ? "" : ", ") + to_text(graph[value].geometry, graph.table.get());
       box.saved |= is_saved[index_of(value)] != 0;
     });
     const std::size_t place = add(std::move(box));
@@ -67,7 +67,7 @@ Drawing::Drawing(const Graph& graph, const DrawOptions& options) {
   for (std::size_t i = 0; i < graph.outputs.size(); ++i) {
     const ValueId value = graph.outputs[i].value();
     if (value == kNoValue) continue;
-    connect(value, add({Kind::Output, fmt::format("output {}", i), to_text(graph[value].geometry), false, 0}));
+    connect(value, add({Kind::Output, fmt::format("output {}", i), to_text(graph[value].geometry, graph.table.get()), false, 0}));
   }
 }
 

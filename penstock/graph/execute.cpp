@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "penstock/base/errors.h"
+#include "penstock/graph/symbolic_table.h"
 #include "penstock/torch/stack_tensors.h"
 
 namespace penstock::graph {
@@ -30,6 +31,7 @@ std::vector<std::size_t> last_uses(const Graph& graph) {
 
 Executor::Executor(const Graph& graph) : outputs_(graph.outputs), slot_count_(graph.values.size()) {
   verify(graph);
+  if (graph.table) symbolic_constants_ = graph.table->constants.size();
   const std::vector<std::size_t> last_use = last_uses(graph);
   for (const Placeholder& input : graph.inputs) inputs_.push_back(static_cast<std::uint32_t>(index_of(input.value)));
   for (const ConstantTensor& constant : graph.constants)
@@ -55,6 +57,10 @@ void Executor::plan_node(const Graph&, const Node& node, std::size_t position, c
     Push what;
     switch (operand.kind) {
       case Operand::Kind::Constant:
+        if (operand.symbolic != kNotSymbolic) {
+          what = {Push::Kind::Symbolic, static_cast<std::uint32_t>(operand.symbolic)};
+          break;
+        }
         what = {Push::Kind::Constant, static_cast<std::uint32_t>(plain_.size())};
         plain_.push_back(operand.constant);
         break;
@@ -113,9 +119,10 @@ void Executor::plan_node(const Graph&, const Node& node, std::size_t position, c
                     static_cast<std::uint32_t>(frees_.size())});
 }
 
-void Executor::push(std::vector<at::Tensor>& slots, const Push& what, Stack* stack) const {
+void Executor::push(std::vector<at::Tensor>& slots, const Push& what, const BoundSizes* sizes, Stack* stack) const {
   switch (what.kind) {
     case Push::Kind::Constant: stack->push_back(plain_[what.slot]); break;
+    case Push::Kind::Symbolic: stack->push_back(sizes->constants[what.slot]); break;
     case Push::Kind::Copy: stack->emplace_back(slots[what.slot]); break;
     case Push::Kind::Move: stack->emplace_back(std::move(slots[what.slot])); break;
     case Push::Kind::Undefined: stack->emplace_back(at::Tensor()); break;
@@ -138,10 +145,12 @@ void Executor::push(std::vector<at::Tensor>& slots, const Push& what, Stack* sta
   }
 }
 
-std::vector<c10::IValue> Executor::operator()(std::vector<at::Tensor> inputs) const {
+std::vector<c10::IValue> Executor::operator()(std::vector<at::Tensor> inputs, const BoundSizes* sizes) const {
   if (inputs.size() != inputs_.size())
     throw ValueError(describe("graph: number of inputs", std::to_string(inputs.size()), std::to_string(inputs_.size()),
                               "give one tensor for each input of the graph"));
+  if (symbolic_constants_ > (sizes ? sizes->constants.size() : 0))
+    throw ValueError("graph: the graph has symbols, and no sizes are given for them; give what the graph's table is at the sizes of this run");
   const at::AutoDispatchBelowADInplaceOrView below;
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);  // those that were wanted are nodes
   std::vector<at::Tensor> slots(slot_count_);
@@ -158,7 +167,7 @@ std::vector<c10::IValue> Executor::operator()(std::vector<at::Tensor> inputs) co
   std::uint32_t pushed = 0, kept = 0, freed = 0;
   for (const Step& step : steps_) {
     stack.clear();
-    for (; pushed < step.pushes_end; ++pushed) push(slots, pushes_[pushed], &stack);
+    for (; pushed < step.pushes_end; ++pushed) push(slots, pushes_[pushed], sizes, &stack);
     if (step.grad_enabled != grad_enabled) c10::GradMode::set_enabled(grad_enabled = step.grad_enabled);
     step.op.callBoxed(&stack);
     for (std::size_t result = 0; kept < step.keeps_end; ++kept, ++result) {
@@ -180,7 +189,7 @@ std::vector<c10::IValue> Executor::operator()(std::vector<at::Tensor> inputs) co
   results.reserve(outputs_.size());
   for (const Operand& output : outputs_) {
     if (output.kind == Operand::Kind::Constant)
-      results.push_back(output.constant);
+      results.push_back(output.symbolic == kNotSymbolic ? output.constant : sizes->constants[static_cast<std::size_t>(output.symbolic)]);
     else
       results.emplace_back(output.values[0] == kNoValue ? at::Tensor() : slots[index_of(output.values[0])]);
   }

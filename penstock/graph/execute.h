@@ -6,6 +6,7 @@
 // Operators run below autograd: nothing of a run is differentiated, and in-place operators write their arguments in earnest. Each sees the
 // grad mode that it was recorded under, because some kernels (recurrent layers) keep more for backward when it is on.
 // An input handed over by move is freed at its last use like everything else.
+// A graph with symbols takes what they are in a run: `run({x, w}, graph.table->at({8, 128}).get())`.
 // Thread rule: one Executor may run in several threads at once.
 #pragma once
 
@@ -16,21 +17,25 @@
 
 namespace penstock::graph {
 
+struct BoundSizes;
+
 class Executor {
  public:
   // Verifies the graph and keeps what a run needs of it; the graph may then go.
   explicit Executor(const Graph& graph);
 
   // One tensor for each input of the graph, defined ones. Returns one value for each output; undefined tensors for those that
-  // are kNoValue. Throws ValueError when the number of inputs is not that of the graph or one is undefined.
-  std::vector<c10::IValue> operator()(std::vector<at::Tensor> inputs) const;
+  // are kNoValue. Throws ValueError when the number of inputs is not that of the graph, one is undefined, or the graph has symbols and no
+  // sizes are given for them.
+  std::vector<c10::IValue> operator()(std::vector<at::Tensor> inputs, const BoundSizes* sizes = nullptr) const;
 
   std::size_t input_count() const { return inputs_.size(); }
 
  private:
-  // What to push for one argument. `slot`: where a tensor lies; of lists and constants, their place in `lists_` and `constants_`.
+  // What to push for one argument. `slot`: where a tensor lies; of lists and constants, their place in `lists_` and `plain_`; of symbolic
+  // constants, in the table.
   struct Push {
-    enum class Kind : std::uint8_t { Constant, Copy, Move, Undefined, List, OptionalList };
+    enum class Kind : std::uint8_t { Constant, Symbolic, Copy, Move, Undefined, List, OptionalList };
     Kind kind = Kind::Constant;
     std::uint32_t slot = 0;
   };
@@ -49,7 +54,7 @@ class Executor {
   };
 
   void plan_node(const Graph& graph, const Node& node, std::size_t position, const std::vector<std::size_t>& last_use);
-  void push(std::vector<at::Tensor>& slots, const Push& what, std::vector<c10::IValue>* stack) const;
+  void push(std::vector<at::Tensor>& slots, const Push& what, const BoundSizes* sizes, std::vector<c10::IValue>* stack) const;
 
   std::vector<Step> steps_;
   std::vector<Push> pushes_;
@@ -61,6 +66,7 @@ class Executor {
   std::vector<std::uint32_t> inputs_;
   std::vector<Operand> outputs_;
   std::size_t slot_count_ = 0;
+  std::size_t symbolic_constants_ = 0;                // how many the table must have
 };
 
 }  // namespace penstock::graph

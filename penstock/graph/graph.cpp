@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "penstock/base/errors.h"
+#include "penstock/graph/symbolic_table.h"
 #include "penstock/torch/operator_traits.h"
 
 namespace penstock::graph {
@@ -75,12 +76,20 @@ class Verifier {
   bool in_range(ValueId value) const { return static_cast<std::int32_t>(value) >= 0 && index_of(value) < defined_.size(); }
   bool is_defined(ValueId value) const { return in_range(value) && defined_[index_of(value)]; }
 
+  void check_symbols(SymbolicId symbolic, bool is_constant, const std::string& who) {
+    if (symbolic == kNotSymbolic) return;
+    const std::size_t known = !graph_.table ? 0 : is_constant ? graph_.table->constants.size() : graph_.table->geometries.size();
+    if (symbolic < 0 || static_cast<std::size_t>(symbolic) >= known)
+      throw InvariantError(fmt::format("graph: {} refers to entry {} of the table of symbols, which has {}", who, symbolic, known));
+  }
+
   void define(ValueId value, const std::string& who) {
     if (!in_range(value)) throw InvariantError(fmt::format("graph: {} has no value", who));
     if (defined_[index_of(value)]) throw InvariantError(fmt::format("graph: {} defines %{} again", who, index_of(value)));
     if (index_of(graph_[value].storage) >= static_cast<std::size_t>(graph_.storages))
       throw InvariantError(fmt::format("graph: %{} lies in storage {}, of {} in all", index_of(value), index_of(graph_[value].storage),
                                        graph_.storages));
+    if (graph_[value].geometry.symbolic != kNotSymbolic) check_symbols(graph_[value].geometry.symbolic, false, who);
     defined_[index_of(value)] = 1;
   }
 
@@ -94,6 +103,8 @@ class Verifier {
     for_each_value(node.arguments, [&](ValueId value) {
       if (!is_defined(value)) malformed(graph_, position, fmt::format("%{} is used before it is defined", static_cast<std::int32_t>(value)));
     });
+    for (const Operand& operand : node.arguments)
+      if (operand.symbolic != kNotSymbolic) check_symbols(operand.symbolic, true, fmt::format("node {}", position));
     for (std::size_t i = 0; i < node.results.size(); ++i) check_result(position, node, traits.returns[i], i);
   }
 

@@ -14,6 +14,9 @@
 // functionalize() turns such a graph into one without writes.
 //
 // Inputs come first, then nodes in order; constants are tensors that the program found in its surroundings.
+//
+// Sizes that are known only when the graph is called (dynamic_dims.h) are symbols: geometries and constants that depend on them say where their
+// expressions stand in the graph's table (symbolic_table.h), and hold what they are at one example of sizes.
 // Thread rule: as for a standard container.
 #pragma once
 
@@ -22,10 +25,17 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 namespace penstock::graph {
+
+class SymbolicTable;
+
+// The place of an expression in the table of symbols.
+using SymbolicId = std::int32_t;
+inline constexpr SymbolicId kNotSymbolic = -1;
 
 enum class ValueId : std::int32_t {};
 enum class StorageId : std::int32_t {};
@@ -39,6 +49,7 @@ struct Geometry {
   std::int64_t storage_offset = 0;
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::kCPU;
+  SymbolicId symbolic = kNotSymbolic;      // of a geometry of the table; sizes, strides and offset are an example then
 
   bool operator==(const Geometry&) const = default;
   std::int64_t numel() const;
@@ -58,9 +69,10 @@ struct Operand {
   Kind kind = Kind::Constant;
   c10::IValue constant;                    // of a Constant
   c10::SmallVector<ValueId, 2> values;     // kNoValue: an undefined tensor or a missing element
+  SymbolicId symbolic = kNotSymbolic;      // of a constant of the table; `constant` is an example then
 
-  static Operand of(c10::IValue constant) { return {Kind::Constant, std::move(constant), {}}; }
-  static Operand of(ValueId value) { return {Kind::Tensor, {}, {value}}; }
+  static Operand of(c10::IValue constant) { return {Kind::Constant, std::move(constant), {}, kNotSymbolic}; }
+  static Operand of(ValueId value) { return {Kind::Tensor, {}, {value}, kNotSymbolic}; }
   ValueId value() const { return kind == Kind::Tensor ? values[0] : kNoValue; }
 };
 
@@ -92,6 +104,7 @@ struct Graph {
   std::vector<Operand> outputs;   // Tensor or Constant: numbers, text and None pass through
   std::vector<Value> values;      // by ValueId
   std::int32_t storages = 0;      // how many StorageIds there are
+  std::shared_ptr<const SymbolicTable> table;  // of the symbols; none when all sizes are fixed
 
   const Value& operator[](ValueId value) const { return values[index_of(value)]; }
   StorageId new_storage() { return StorageId{storages++}; }
@@ -127,7 +140,7 @@ std::size_t count_writes(const Graph& graph);
 
 // Throws InvariantError for the first thing that is not as the head of this file says: operands not defined before they are
 // used, values defined twice, counts that differ from the schema, results that share memory with nothing although the schema
-// says so.
+// says so, symbols without a table.
 void verify(const Graph& graph);
 
 // Takes out the nodes whose results nobody uses. Nodes that write memory somebody may see, draw random numbers or have side effects stay.
@@ -135,8 +148,9 @@ void verify(const Graph& graph);
 std::size_t remove_dead_nodes(Graph& graph);
 
 std::string to_text(const Graph& graph);
-std::string to_text(const Geometry& geometry);  // "float32[3, 4]", with strides, offset and device where they are not the usual ones
-std::string to_text(const Operand& operand);    // "%3", "[%3, none]", "0.5"
+// "float32[3, 4]", with strides, offset and device where they are not the usual ones; with a table "float32[B, 4]".
+std::string to_text(const Geometry& geometry, const SymbolicTable* table = nullptr);
+std::string to_text(const Operand& operand, const SymbolicTable* table = nullptr);    // "%3", "[%3, none]", "0.5"
 std::string to_text(const Graph& graph, const Node& node);
 
 }  // namespace penstock::graph

@@ -461,6 +461,8 @@ class GraphReader {
 }  // namespace
 
 std::vector<std::uint8_t> encode_graph(const GraphFile& file) {
+  if (file.joint.graph.table)
+    throw NotImplemented("graph: files hold no symbols, and the graph has some; write what bind() gives for the sizes you want");
   const std::vector<std::uint8_t> fields = GraphWriter().write(file);
   ByteWriter out;
   out.raw({reinterpret_cast<const std::uint8_t*>(kMagic.data()), kMagic.size()});

@@ -122,10 +122,10 @@ class GraphReport {
     for (const InputInfo& info : file_.meta.inputs) {
       if (!info.is_tensor || primal >= file_.joint.primals) continue;
       const Placeholder& input = graph_.inputs[primal++];
-      table.add({input.name, to_text(graph_[input.value].geometry), info.requires_grad ? "yes" : "no", written(info)});
+      table.add({input.name, to_text(graph_[input.value].geometry, graph_.table.get()), info.requires_grad ? "yes" : "no", written(info)});
     }
     for (; primal < graph_.inputs.size(); ++primal)
-      table.add({graph_.inputs[primal].name, to_text(graph_[graph_.inputs[primal].value].geometry), "", "read"});
+      table.add({graph_.inputs[primal].name, to_text(graph_[graph_.inputs[primal].value].geometry, graph_.table.get()), "", "read"});
     print("\ninputs\n{}", table.write());
   }
 
@@ -136,7 +136,7 @@ class GraphReport {
       std::string memory(info.type == OutputType::Tensor ? to_text(info.kind) : "");
       if (info.base_index) memory += fmt::format(" {}", *info.base_index);
       if (info.same_as) memory += fmt::format(", the same as result {}", *info.same_as);
-      table.add({std::to_string(i), info.type == OutputType::Tensor ? to_text(info.geometry) : std::string(to_text(info.type)),
+      table.add({std::to_string(i), info.type == OutputType::Tensor ? to_text(info.geometry, graph_.table.get()) : std::string(to_text(info.type)),
                  info.requires_grad ? "yes" : "no", memory});
     }
     print("\nresults\n{}", table.write());
@@ -153,7 +153,7 @@ class GraphReport {
       for_each_value(node.results, [&](ValueId value) { made_by[value] = c10::toString(node.op.operator_name()); });
     TextTable table({"saved", "type", "bytes", "made by"});
     for (std::size_t i = 0; i < rows; ++i)
-      table.add({fmt::format("%{}", index_of(sorted[i])), to_text(graph_[sorted[i]].geometry), std::to_string(bytes_of(graph_[sorted[i]].geometry)),
+      table.add({fmt::format("%{}", index_of(sorted[i])), to_text(graph_[sorted[i]].geometry, graph_.table.get()), std::to_string(bytes_of(graph_[sorted[i]].geometry)),
                  made_by[sorted[i]]});
     print("\nsaved for backward, the largest first\n{}", table.write());
     if (rows < sorted.size()) print("  ... {} more\n", sorted.size() - rows);

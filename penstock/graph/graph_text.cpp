@@ -6,6 +6,7 @@
 #include <string>
 
 #include "penstock/graph/graph.h"
+#include "penstock/graph/symbolic_table.h"
 
 namespace penstock::graph {
 namespace {
@@ -56,7 +57,7 @@ std::string constant_text(const c10::IValue& value) {
 std::string name_text(ValueId value) { return value == kNoValue ? "none" : fmt::format("%{}", index_of(value)); }
 
 std::string typed_text(const Graph& graph, ValueId value) {
-  return value == kNoValue ? "none" : fmt::format("%{}: {}", index_of(value), to_text(graph[value].geometry));
+  return value == kNoValue ? "none" : fmt::format("%{}: {}", index_of(value), to_text(graph[value].geometry, graph.table.get()));
 }
 
 std::string result_text(const Graph& graph, const Operand& operand) {
@@ -69,15 +70,17 @@ std::string result_text(const Graph& graph, const Operand& operand) {
 
 }  // namespace
 
-std::string to_text(const Geometry& geometry) {
-  std::string text = fmt::format("{}[{}]", dtype_text(geometry.dtype), fmt::join(geometry.sizes, ", "));
-  if (!is_contiguous(geometry)) text += fmt::format(" strides [{}]", fmt::join(geometry.strides, ", "));
-  if (geometry.storage_offset != 0) text += fmt::format(" from {}", geometry.storage_offset);
+std::string to_text(const Geometry& geometry, const SymbolicTable* table) {
+  const LayoutText layout = layout_text(geometry, table);
+  std::string text = fmt::format("{}[{}]", dtype_text(geometry.dtype), layout.sizes);
+  if (!is_contiguous(geometry)) text += fmt::format(" strides [{}]", layout.strides);
+  if (geometry.storage_offset != 0) text += " from " + layout.storage_offset;
   if (!geometry.device.is_cpu()) text += " on " + geometry.device.str();
   return text;
 }
 
-std::string to_text(const Operand& operand) {
+std::string to_text(const Operand& operand, const SymbolicTable* table) {
+  if (operand.symbolic != kNotSymbolic && table) return constant_text(*table, operand.symbolic);
   if (operand.kind == Operand::Kind::Constant) return constant_text(operand.constant);
   if (operand.kind == Operand::Kind::Tensor) return name_text(operand.values[0]);
   std::string text = "[";
@@ -90,7 +93,7 @@ std::string to_text(const Graph& graph, const Node& node) {
   for (std::size_t i = 0; i < node.results.size(); ++i) text += (i > 0 ? ", " : "") + result_text(graph, node.results[i]);
   if (!node.results.empty()) text += " = ";
   text += c10::toString(node.op.operator_name()) + "(";
-  for (std::size_t i = 0; i < node.arguments.size(); ++i) text += (i > 0 ? ", " : "") + to_text(node.arguments[i]);
+  for (std::size_t i = 0; i < node.arguments.size(); ++i) text += (i > 0 ? ", " : "") + to_text(node.arguments[i], graph.table.get());
   return text + ")";
 }
 
@@ -98,11 +101,11 @@ std::string to_text(const Graph& graph) {
   std::string text = "graph(";
   for (std::size_t i = 0; i < graph.inputs.size(); ++i) {
     const Placeholder& input = graph.inputs[i];
-    text += fmt::format("{}%{} {}: {}", i > 0 ? ", " : "", index_of(input.value), input.name, to_text(graph[input.value].geometry));
+    text += fmt::format("{}%{} {}: {}", i > 0 ? ", " : "", index_of(input.value), input.name, to_text(graph[input.value].geometry, graph.table.get()));
   }
   text += ") {\n";
   for (const ConstantTensor& constant : graph.constants)
-    text += fmt::format("  %{}: {} = constant\n", index_of(constant.value), to_text(graph[constant.value].geometry));
+    text += fmt::format("  %{}: {} = constant\n", index_of(constant.value), to_text(graph[constant.value].geometry, graph.table.get()));
   bool backward = false;
   for (const Node& node : graph.nodes) {
     if (node.phase == Phase::Backward && !backward) text += "  # backward\n";
@@ -110,7 +113,7 @@ std::string to_text(const Graph& graph) {
     text += "  " + to_text(graph, node) + "\n";
   }
   text += "  return (";
-  for (std::size_t i = 0; i < graph.outputs.size(); ++i) text += (i > 0 ? ", " : "") + to_text(graph.outputs[i]);
+  for (std::size_t i = 0; i < graph.outputs.size(); ++i) text += (i > 0 ? ", " : "") + to_text(graph.outputs[i], graph.table.get());
   return text + ")\n}\n";
 }
 

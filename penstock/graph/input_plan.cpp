@@ -152,6 +152,13 @@ at::Tensor InputPlan::base_tensor(const Base& base, const Values& inputs) {
   throw InvariantError("graph: a synthetic base without a view");
 }
 
+bool InputPlan::works_like(const InputPlan& other) const {
+  return identity_ == other.identity_ && bases_ == other.bases_ && others_ == other.others_ && convention_.found == other.convention_.found &&
+         std::equal(sources_.begin(), sources_.end(), other.sources_.begin(), other.sources_.end(), [](const Source& a, const Source& b) {
+           return a.inner == b.inner && a.view.has_value() == b.view.has_value();
+         });
+}
+
 Values InputPlan::inner_inputs(const Values& inputs) const {
   if (identity_) return inputs;
   Values inner;

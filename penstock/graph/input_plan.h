@@ -30,6 +30,8 @@ class InputPlan {
   Values inner_inputs(const Values& inputs) const;
   Function inner_function(Function function) const;
   const Convention& inner_convention() const { return convention_; }
+  // Whether inputs go to the same places, however long they are.
+  bool works_like(const InputPlan& other) const;
 
  private:
   // Where an input of the function comes from.
@@ -40,6 +42,7 @@ class InputPlan {
   struct Base {
     std::vector<std::size_t> members;
     bool whole_memory = false;     // nobody knows the tensor they are views of
+    bool operator==(const Base&) const = default;
   };
 
   void merge_overlapping(const Values& inputs, const ViewAndMutationMeta& meta, const std::vector<std::size_t>& kept);

@@ -110,6 +110,10 @@ std::size_t ViewAndMutationMeta::outputs_aliased_to_intermediates() const {
   return aliased_outputs().size() - outputs_aliased_to_inputs();
 }
 
+bool ViewAndMutationMeta::dynamic_outputs() const {
+  return std::any_of(outputs.begin(), outputs.end(), [](const OutputInfo& info) { return !info.dynamic_dims.empty(); });
+}
+
 bool ViewAndMutationMeta::needs_autograd() const {
   const auto with_grad = [](const auto& info) { return info.requires_grad; };
   return std::any_of(outputs.begin(), outputs.end(), with_grad) ||

@@ -64,6 +64,7 @@ struct OutputInfo {
   bool requires_grad = false;
   std::optional<std::size_t> same_as;        // an earlier output that is the same tensor
   Geometry geometry;                         // of a tensor
+  std::vector<std::size_t> dynamic_dims;     // of a tensor: whose sizes depend on symbols
   bool has_view_replay() const;              // regenerated from its base at run time
 
   bool operator==(const OutputInfo&) const = default;
@@ -86,6 +87,8 @@ struct ViewAndMutationMeta {
   bool keep_input_mutations = false;
   std::vector<TangentInfo> tangents;               // mutated inputs, then outputs, then intermediate bases
   std::optional<bool> grad_mode_after;             // what the function leaves grad mode at, when it changes it
+  // How many symbols backward depends on, once the graph is split. They are kept with the call; forward does not return them.
+  std::size_t symbols_for_backward = 0;
 
   // ---- derived ----
   std::vector<std::size_t> mutated_at_run_time() const;      // written after the graph has run
@@ -100,6 +103,8 @@ struct ViewAndMutationMeta {
   std::size_t forward_returns() const { return mutated_at_run_time().size() + outputs.size() + intermediate_bases; }
   // Some result has a gradient.
   bool needs_autograd() const;
+  // Some result has a size that depends on symbols.
+  bool dynamic_outputs() const;
 
   bool operator==(const ViewAndMutationMeta&) const = default;
 };

@@ -18,6 +18,7 @@ class PartOfGraph {
   explicit PartOfGraph(const Graph& from)
       : from_(from), new_ids_(from.values.size(), kNoValue), new_storages_(static_cast<std::size_t>(from.storages), -1) {
     for (const ConstantTensor& constant : from.constants) constants_.emplace(constant.value, constant.tensor);
+    to_.table = from.table;
   }
 
   void add_input(ValueId old, std::string name) { to_.inputs.push_back({map(old), std::move(name)}); }

@@ -25,7 +25,8 @@ void refuse_writes(const Graph& graph, const char* who) {
 
 bool same_operands(const std::vector<Operand>& a, const std::vector<Operand>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Operand& x, const Operand& y) {
-    return x.kind == y.kind && x.values == y.values && (x.kind != Operand::Kind::Constant || same_constant(x.constant, y.constant));
+    return x.kind == y.kind && x.values == y.values && x.symbolic == y.symbolic &&
+           (x.kind != Operand::Kind::Constant || same_constant(x.constant, y.constant));
   });
 }
 
@@ -101,7 +102,7 @@ class Matcher {
     for (std::size_t i = 0; i < a.arguments.size(); ++i) {
       const Operand &x = a.arguments[i], &y = b.arguments[i];
       if (x.kind != y.kind || x.values.size() != y.values.size()) return false;
-      if (x.kind == Operand::Kind::Constant && !same_constant(x.constant, y.constant)) return false;
+      if (x.symbolic != y.symbolic || (x.kind == Operand::Kind::Constant && !same_constant(x.constant, y.constant))) return false;
       for (std::size_t j = 0; j < x.values.size(); ++j)
         if (!match_value(x.values[j], y.values[j])) return false;
     }

@@ -1,0 +1,709 @@
+// Captures that hold for all sizes of some dims.
+#include "penstock/graph/dynamic_dims.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/warnings.h"
+#include "penstock/graph/compiled_module.h"
+#include "penstock/graph/execute.h"
+#include "penstock/graph/generalize.h"
+#include "penstock/graph/graph_file.h"
+#include "penstock/graph/rewrite.h"
+#include "penstock/models/transformer.h"
+#include "tests/graph/call_trace.h"
+#include "tests/has_text.h"
+#include "tests/models/small_model.h"
+#include "tests/throws.h"
+
+namespace penstock::graph {
+namespace {
+
+namespace nn = torch::nn;
+using penstock::test::has_text;
+using penstock::test::message_of;
+
+using Tensorwise = std::function<Tensors(const Tensors&)>;
+using Sizes = std::vector<std::int64_t>;
+using Maker = std::function<Tensors(const Sizes&)>;   // inputs for given sizes of the symbols
+using Prepare = std::function<Tensors(const Tensors&)>;
+
+const Prepare as_they_are = [](const Tensors& fresh) { return fresh; };
+
+const DynamicOptions over_batch{.dims = {{0, 0, "B"}}};
+const DynamicOptions over_batch_and_length{.dims = {{0, 0, "B"}, {0, 1, "T"}}};
+
+void expect_same_trace(const Trace& actual, const Trace& expected) {
+  expect_same(actual.outputs, expected.outputs, "output");
+  expect_same(actual.inputs, expected.inputs, "input");
+  expect_same(actual.gradients, expected.gradients, "gradient");
+  for (std::size_t i = 0; i < actual.outputs.size() && i < expected.outputs.size(); ++i)
+    EXPECT_EQ(actual.outputs[i].strides(), expected.outputs[i].strides()) << "output " << i;
+}
+
+// What is known of the graph for all sizes is what a capture at one of them knows.
+void expect_bound_is_captured(const Compiled& compiled, const Function& function, const Tensors& inputs, const Sizes& sizes) {
+  Compiled fixed(function);
+  fixed(values_of(inputs));
+  EXPECT_EQ(to_text(bind(compiled.joint(0), sizes).graph), to_text(fixed.joint(0).graph));
+  EXPECT_EQ(bind(compiled.meta(0), *compiled.joint(0).graph.table, sizes), fixed.meta(0));
+}
+
+// Bit for bit what the function gives at all sizes, the first of them the one of the first call, with one capture.
+void expect_one_capture(const Tensorwise& function, const Maker& make, const DynamicOptions& dynamic, const std::vector<Sizes>& all_sizes,
+                        const Prepare& prepare = as_they_are) {
+  for (const Partitioner partitioner : {Partitioner::Default, Partitioner::MinCut}) {
+    SCOPED_TRACE(partitioner == Partitioner::MinCut ? "cut by cost" : "cut by the default rule");
+    Compiled compiled(over_tensors(function), {.partitioner = partitioner, .dynamic = dynamic});
+    for (int round = 0; round < 2; ++round)
+      for (const Sizes& sizes : all_sizes) {
+        SCOPED_TRACE(testing::Message() << "sizes " << testing::PrintToString(sizes) << ", round " << round);
+        torch::manual_seed(7);
+        const Tensors leaves = make(sizes);
+        const Trace expected = trace_of(over_tensors(function), leaves, prepare);
+        const Trace actual = trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, prepare);
+        expect_same_trace(actual, expected);
+      }
+    EXPECT_EQ(compiled.captures(), 1u) << compiled.dynamic_refused();
+    ASSERT_TRUE(compiled.is_dynamic(0)) << compiled.dynamic_refused();
+    EXPECT_EQ(compiled.checked_sizes(0), all_sizes.size());
+    EXPECT_EQ(compiled.dynamic_refused(), "");
+    EXPECT_EQ(count_writes(compiled.joint(0).graph), 0u);
+  }
+}
+
+const std::vector<Sizes> kBatches{{4}, {2}, {3}, {5}, {8}, {17}, {32}};
+const std::vector<Sizes> kBatchesAndLengths{{4, 6}, {2, 3}, {3, 3}, {6, 4}, {5, 16}, {16, 5}, {7, 8}};
+
+Maker sequence(std::int64_t width = 8) {
+  return [width](const Sizes& sizes) { return Tensors{leaf({sizes[0], sizes[1], width}), leaf({width, width})}; };
+}
+
+// ---- operators ----
+
+TEST(DynamicDims, Mlp) {
+  expect_one_capture(
+      [](const Tensors& in) { return Tensors{torch::linear(torch::gelu(torch::linear(in[0], in[1], in[2])), in[3], in[4]).pow(2).mean()}; },
+      [](const Sizes& sizes) { return Tensors{leaf({sizes[0], 4}, false), leaf({8, 4}), leaf({8}), leaf({3, 8}), leaf({3})}; }, over_batch, kBatches);
+}
+
+TEST(DynamicDims, ViewsAndReshapes) {
+  expect_one_capture(
+      [](const Tensors& in) {
+        const at::Tensor& x = in[0];
+        const at::Tensor rows = x.view({x.size(0) * x.size(1), x.size(2)}).mm(in[1]);
+        return Tensors{rows.view({x.size(0), -1}), rows.view_as(x).transpose(1, 2).reshape({x.size(0), -1}), rows.reshape({-1}), rows.view({-1, 2}).sum(0),
+                       x.transpose(0, 1).contiguous().flatten(0, 1), x.unsqueeze(0).squeeze(0).permute({2, 0, 1})};
+      },
+      sequence(), over_batch_and_length, kBatchesAndLengths);
+}
+
+TEST(DynamicDims, CatStackSliceExpand) {
+  expect_one_capture(
+      [](const Tensors& in) {
+        const at::Tensor& x = in[0];
+        const std::int64_t batch = x.size(0), length = x.size(1);
+        const at::Tensor weights = in[1].unsqueeze(0).expand({batch, 8, 8});
+        return Tensors{torch::cat({x, x.bmm(weights)}, 1), torch::cat({x, in[1].unsqueeze(0).narrow(1, 0, 1).expand({2, length, 8})}, 0),
+                       x.slice(1, 1).mul(x.slice(1, 0, length - 1)).sum(), x.slice(1, 1, length, 2).sum(-1), x.select(1, length - 1),
+                       x.narrow(0, batch - 1, 1) + 1, torch::stack({x, x * 2}, 0).repeat({1, 1, 1, 2}), x.roll(1, 1), x.flip(1).cumsum(1)};
+      },
+      sequence(), over_batch_and_length, kBatchesAndLengths);
+}
+
+TEST(DynamicDims, MeansAndVariances) {
+  expect_one_capture(
+      [](const Tensors& in) {
+        const at::Tensor& x = in[0];
+        const auto elements = static_cast<double>(x.numel());
+        return Tensors{x.mean(), x.mean(1), x.mean({0, 1}), x.var({0, 1}), x.std(1), (x.matmul(in[1]).pow(2).sum() / elements), x.sum() * (0.37 / elements),
+                       torch::layer_norm(x, {8}), x.softmax(1).norm(), x.log_softmax(-1).logsumexp(1).mean()};
+      },
+      sequence(), over_batch_and_length, kBatchesAndLengths);
+}
+
+TEST(DynamicDims, Attention) {
+  expect_one_capture(
+      [](const Tensors& in) {
+        const at::Tensor& x = in[0];
+        const std::int64_t batch = x.size(0), length = x.size(1);
+        const auto heads = [&](const at::Tensor& rows) { return rows.view({batch, length, 2, 4}).transpose(1, 2); };
+        const at::Tensor q = heads(x.matmul(in[1])), k = heads(x.matmul(in[1].t())), v = heads(x);
+        const at::Tensor mask = torch::ones({length, length}, at::kBool).tril();
+        const at::Tensor positions = torch::arange(length, at::kFloat) / std::sqrt(static_cast<double>(length));
+        const at::Tensor scores = (q.matmul(k.transpose(-1, -2)) / 2.0 + positions).masked_fill(mask.logical_not(), -std::numeric_limits<float>::infinity());
+        return Tensors{scores.softmax(-1).matmul(v).transpose(1, 2).reshape({batch, length, 8})};
+      },
+      sequence(), over_batch_and_length, kBatchesAndLengths);
+}
+
+TEST(DynamicDims, DropoutDrawsAsTheFunctionDoes) {
+  expect_one_capture(
+      [](const Tensors& in) {
+        return Tensors{torch::dropout(in[0].matmul(in[1]), 0.3, true), torch::rand({in[0].size(0), 3}), torch::bernoulli(torch::full({in[0].size(1)}, 0.5))};
+      },
+      sequence(), over_batch_and_length, kBatchesAndLengths);
+}
+
+TEST(DynamicDims, Classifier) {
+  expect_one_capture(
+      [](const Tensors& in) {
+        const at::Tensor logits = torch::embedding(in[1], in[0]).mean(1).mm(in[2]);
+        return Tensors{torch::nll_loss(logits.log_softmax(1), in[3]), logits.argmax(1)};
+      },
+      [](const Sizes& sizes) {
+        return Tensors{torch::randint(10, {sizes[0], sizes[1]}), leaf({10, 8}), leaf({8, 3}), torch::randint(3, {sizes[0]})};
+      },
+      {.dims = {{0, 0, "B"}, {0, 1, "T"}, {3, 0, "B"}}}, kBatchesAndLengths);
+}
+
+TEST(DynamicDims, ConvolutionsOverALengthThatTheyHalve) {
+  expect_one_capture(
+      [](const Tensors& in) {
+        const at::Tensor once = torch::conv1d(in[0], in[1], {}, 2, 1).relu(), twice = torch::conv1d(once, in[1].flip(2), {}, 2, 1);
+        return Tensors{once, twice.mean(2), twice.reshape({in[0].size(0), -1}).sum(1)};
+      },
+      [](const Sizes& sizes) { return Tensors{leaf({sizes[0], 3, sizes[1]}), leaf({3, 3, 3})}; }, {.dims = {{0, 0, "B"}, {0, -1, "T"}}},
+      {{4, 24}, {2, 23}, {3, 30}, {5, 17}, {7, 9}, {6, 65}});
+}
+
+TEST(DynamicDims, ThreeSymbols) {
+  expect_one_capture(
+      [](const Tensors& in) {
+        const at::Tensor both = torch::cat({in[0], in[1]}, 1);
+        return Tensors{both.reshape({in[0].size(0), -1}).sum(1), in[0].bmm(in[1].transpose(1, 2)).softmax(-1).mean()};
+      },
+      [](const Sizes& sizes) { return Tensors{leaf({sizes[0], sizes[1], 4}), leaf({sizes[0], sizes[2], 4})}; },
+      {.dims = {{0, 0, "B"}, {0, 1, "T"}, {1, 0, "B"}, {1, 1, "S"}}}, {{3, 4, 5}, {2, 7, 3}, {6, 2, 2}, {3, 3, 3}});
+}
+
+// ---- memory ----
+
+TEST(DynamicDims, ResultsThatAreViews) {
+  expect_one_capture(
+      [](const Tensors& in) {
+        const at::Tensor inside = in[0].matmul(in[1]);
+        return Tensors{in[0], in[0].transpose(0, 1), in[0].slice(1, 1), in[0].select(0, in[0].size(0) - 1), inside.view({-1, 8}),
+                       inside.transpose(1, 2), inside.select(1, 1), inside.detach()};
+      },
+      sequence(), over_batch_and_length, kBatchesAndLengths, [](const Tensors& fresh) { return Tensors{fresh[0] * 2, fresh[1]}; });
+}
+
+TEST(DynamicDims, InputsThatAreWritten) {
+  expect_one_capture(
+      [](const Tensors& in) {
+        in[0].slice(1, 1).mul_(2);
+        in[0].select(0, 0).add_(in[0].select(1, 0).sum());
+        in[2].add_(static_cast<double>(in[0].size(0)));
+        return Tensors{in[0].matmul(in[1]), in[0].view({-1})};
+      },
+      [](const Sizes& sizes) { return Tensors{leaf({sizes[0], sizes[1], 8}), leaf({8, 8}), leaf({3}, false)}; }, over_batch_and_length,
+      kBatchesAndLengths, [](const Tensors& fresh) { return Tensors{fresh[0].clone(), fresh[1], fresh[2].clone()}; });
+}
+
+TEST(DynamicDims, InputsWhoseShapeIsChanged) {
+  expect_one_capture(
+      [](const Tensors& in) {
+        in[0].transpose_(0, 1);
+        return Tensors{in[0].sum(0), in[0]};
+      },
+      [](const Sizes& sizes) { return Tensors{leaf({sizes[0], sizes[1], 3}, false)}; }, over_batch_and_length, kBatchesAndLengths,
+      [](const Tensors& fresh) { return Tensors{fresh[0].clone()}; });
+}
+
+TEST(DynamicDims, StridedInputs) {
+  const Tensorwise function = [](const Tensors& in) { return Tensors{in[0].matmul(in[1]).relu(), in[0].view({in[0].size(0), in[0].size(1), 2, 4}).sum(2)}; };
+  const auto rows_of = [](const Sizes& sizes) { return Tensors{leaf({sizes[0] + 3, 40, 16}), leaf({8, 8})}; };
+  // [T, B, 8] seen as [B, T, 8].
+  expect_one_capture(
+      function, [](const Sizes& sizes) { return Tensors{leaf({sizes[1], sizes[0], 8}), leaf({8, 8})}; }, over_batch_and_length, kBatchesAndLengths,
+      [](const Tensors& fresh) { return Tensors{fresh[0].transpose(0, 1), fresh[1]}; });
+  // A window of a larger tensor: gaps that do not change with the sizes.
+  for (const Sizes& first : kBatchesAndLengths) {
+    std::vector<Sizes> sizes{first, {9, 7}, {2, 30}};
+    Sizes current;
+    expect_one_capture(
+        function,
+        [&](const Sizes& now) {
+          current = now;
+          return rows_of(now);
+        },
+        over_batch_and_length, sizes,
+        [&](const Tensors& fresh) { return Tensors{fresh[0].narrow(0, 0, current[0]).narrow(1, 0, current[1]).narrow(2, 0, 8), fresh[1]}; });
+  }
+  // Expanded: every row is the same.
+  expect_one_capture(
+      [](const Tensors& in) { return Tensors{in[0].matmul(in[1])}; }, [](const Sizes& sizes) { return Tensors{leaf({1, sizes[1], 8}), leaf({8, 8}), torch::ones(sizes[0])}; },
+      over_batch_and_length, kBatchesAndLengths,
+      [](const Tensors& fresh) { return Tensors{fresh[0].expand({fresh[2].size(0), -1, -1}), fresh[1]}; });
+}
+
+TEST(DynamicDims, ADifferentLayoutIsAnotherCapture) {
+  const Tensorwise function = [](const Tensors& in) { return Tensors{in[0].reshape({-1}) * 2}; };
+  Compiled compiled(over_tensors(function), {.dynamic = over_batch});
+  for (const std::int64_t batch : {4, 7, 5}) {
+    const at::Tensor x = torch::randn({batch, 6}), turned = torch::randn({6, batch}).t();
+    EXPECT_TRUE(torch::equal(compiled({x})[0].toTensor(), x.reshape({-1}) * 2));
+    EXPECT_TRUE(torch::equal(compiled({turned})[0].toTensor(), turned.reshape({-1}) * 2));
+  }
+  EXPECT_EQ(compiled.captures(), 2u);
+  EXPECT_TRUE(compiled.is_dynamic(0) && compiled.is_dynamic(1));
+}
+
+TEST(DynamicDims, TheSameTensorTwice) {
+  expect_one_capture([](const Tensors& in) { return Tensors{in[0] * in[1], in[0].mean()}; },
+                     [](const Sizes& sizes) { return Tensors{leaf({sizes[0], 3})}; }, {.dims = {{0, 0, "B"}, {1, 0, "B"}}}, kBatches,
+                     [](const Tensors& fresh) { return Tensors{fresh[0], fresh[0]}; });
+  expect_one_capture(
+      [](const Tensors& in) {
+        in[0].mul_(2);
+        return Tensors{in[1] + 1};
+      },
+      [](const Sizes& sizes) { return Tensors{leaf({sizes[0], 3})}; }, {.dims = {{0, 0, "B"}, {1, 0, "B"}}}, kBatches, [](const Tensors& fresh) {
+        const at::Tensor one = fresh[0] * 1;
+        return Tensors{one, one};
+      });
+}
+
+// ---- calls ----
+
+TEST(DynamicDims, BackwardBelongsToItsOwnCall) {
+  const Tensorwise function = [](const Tensors& in) { return Tensors{in[0].mm(in[1]).mean(), in[0].view({-1}) * 2}; };
+  Compiled compiled(over_tensors(function), {.dynamic = over_batch});
+  const at::Tensor w = leaf({5, 2});
+  std::vector<at::Tensor> losses, inputs;
+  for (const std::int64_t batch : {4, 9, 6}) {
+    inputs.push_back(leaf({batch, 5}));
+    const Values results = compiled({inputs.back(), w});
+    losses.push_back(results[0].toTensor() + results[1].toTensor().pow(2).sum());
+  }
+  for (const std::size_t i : {1u, 0u, 2u}) losses[i].backward();
+  for (const at::Tensor& x : inputs) {
+    const at::Tensor plain = x.detach().clone().requires_grad_();
+    const Tensors results = function({plain, w.detach()});
+    (results[0] + results[1].pow(2).sum()).backward();
+    EXPECT_TRUE(torch::equal(x.grad(), plain.grad()));
+  }
+}
+
+TEST(DynamicDims, GradientsOfAnotherLayout) {
+  const Tensorwise function = [](const Tensors& in) { return Tensors{in[0].mm(in[1])}; };
+  Compiled compiled(over_tensors(function), {.dynamic = over_batch});
+  for (const std::int64_t batch : {4, 9, 3}) {
+    const at::Tensor x = leaf({batch, 5}), w = leaf({5, 2}), gradient = torch::randn({2, batch}).t();
+    compiled({x, w})[0].toTensor().backward(gradient);
+    EXPECT_TRUE(torch::allclose(x.grad(), gradient.mm(w.detach().t())));
+  }
+  const at::Tensor x = leaf({6, 5}), w = leaf({5, 2});
+  const at::Tensor y = compiled({x, w})[0].toTensor();
+  EXPECT_EQ(compiled.captures(), 1u);
+  EXPECT_ANY_THROW(y.backward(torch::ones({5, 2})));
+}
+
+TEST(DynamicDims, NumbersAmongTheResults) {
+  const Function function = [](const Values& in) -> Values {
+    const at::Tensor x = in[0].toTensor();
+    return {x * 2, x.size(0), 1.0 / static_cast<double>(x.size(0)), std::string("rows")};
+  };
+  Compiled compiled(function, {.dynamic = over_batch});
+  for (const std::int64_t batch : {4, 9, 3, 1}) {
+    const Values results = compiled({torch::ones({batch, 2})});
+    EXPECT_EQ(results[1].toInt(), batch);
+    EXPECT_EQ(results[2].toDouble(), 1.0 / static_cast<double>(batch));
+    EXPECT_EQ(results[3].toStringRef(), "rows");
+  }
+  EXPECT_EQ(compiled.captures(), 1u);
+}
+
+TEST(DynamicDims, WithoutGradients) {
+  const Tensorwise function = [](const Tensors& in) { return Tensors{in[0].matmul(in[1]).softmax(1).reshape({in[0].size(0), -1})}; };
+  Compiled compiled(over_tensors(function), {.dynamic = over_batch_and_length});
+  const at::NoGradGuard no_grad;
+  for (const Sizes& sizes : kBatchesAndLengths) {
+    const Tensors inputs = sequence()(sizes);
+    EXPECT_TRUE(torch::equal(compiled(values_of(inputs))[0].toTensor(), function(inputs)[0]));
+  }
+  EXPECT_EQ(compiled.captures(), 1u);
+}
+
+// ---- sizes that are special ----
+
+// Right at all sizes, whether or not the graph for all sizes holds for them.
+void expect_right(const Tensorwise& function, const Maker& make, const DynamicOptions& dynamic, const std::vector<Sizes>& all_sizes, std::size_t captures) {
+  Compiled compiled(over_tensors(function), {.dynamic = dynamic});
+  for (int round = 0; round < 2; ++round)
+    for (const Sizes& sizes : all_sizes) {
+      SCOPED_TRACE(testing::Message() << "sizes " << testing::PrintToString(sizes) << ", round " << round);
+      const Tensors leaves = make(sizes);
+      const Trace expected = trace_of(over_tensors(function), leaves, as_they_are);
+      expect_same_trace(trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, as_they_are), expected);
+    }
+  EXPECT_EQ(compiled.captures(), captures) << compiled.dynamic_refused();
+  EXPECT_TRUE(compiled.is_dynamic(0)) << compiled.dynamic_refused();
+}
+
+TEST(DynamicDims, SizesZeroAndOne) {
+  // Pointwise operators and products are the same at every size.
+  expect_right([](const Tensors& in) { return Tensors{in[0].mm(in[1]).relu() * 2}; },
+               [](const Sizes& sizes) { return Tensors{leaf({sizes[0], 4}), leaf({4, 3})}; }, over_batch, {{4}, {1}, {0}, {3}}, 1);
+  // Here the first call has the special size.
+  expect_right([](const Tensors& in) { return Tensors{in[0].mm(in[1]).relu() * 2}; },
+               [](const Sizes& sizes) { return Tensors{leaf({sizes[0], 4}), leaf({4, 3})}; }, over_batch, {{1}, {4}, {3}}, 1);
+}
+
+TEST(DynamicDims, SizesThatBroadcastHaveACaptureOfTheirOwn) {
+  // The gradient of something that is broadcast is summed; for a size of 1 nothing is broadcast.
+  const auto function = [](const Tensors& in) { return Tensors{(in[0] + in[1]).pow(2)}; };
+  expect_right(function, [](const Sizes& sizes) { return Tensors{leaf({sizes[0], 4}), leaf({1, 4})}; }, over_batch, {{4}, {1}, {6}}, 2);
+  expect_right(function, [](const Sizes& sizes) { return Tensors{leaf({sizes[0], 4}), leaf({1, 4})}; }, over_batch, {{1}, {4}, {6}}, 2);
+}
+
+TEST(DynamicDims, EverySmallSizeIsRight) {
+  const auto function = [](const Tensors& in) {
+    const at::Tensor& x = in[0];
+    const at::Tensor y = x.matmul(in[1]).transpose(0, 1).reshape({x.size(1), -1});
+    return Tensors{y.softmax(0), x.reshape({-1, 8}).mean(1), x.squeeze(0), torch::cat({x, x * 2}, 1).sum({1})};
+  };
+  Compiled compiled(over_tensors(function), {.dynamic = over_batch_and_length});
+  for (std::int64_t batch = 4; batch >= 0; --batch)
+    for (std::int64_t length = 4; length >= 1; --length) {
+      SCOPED_TRACE(testing::Message() << batch << " by " << length);
+      const Tensors leaves = sequence()({batch, length});
+      expect_same_trace(trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, as_they_are),
+                        trace_of(over_tensors(function), leaves, as_they_are));
+    }
+  EXPECT_TRUE(compiled.is_dynamic(0)) << compiled.dynamic_refused();
+  EXPECT_LE(compiled.captures(), 1u + 8u + 3u);   // 0 and 1 rows of each length, and each number of rows of length 1
+}
+
+TEST(DynamicDims, CodeThatLooksAtSizes) {
+  int calls = 0;
+  const Tensorwise function = [&calls](const Tensors& in) {
+    ++calls;
+    return Tensors{in[0].size(0) >= 100 ? in[0].relu() : in[0].tanh() / static_cast<double>(in[0].size(0))};
+  };
+  Compiled compiled(over_tensors(function), {.dynamic = over_batch});
+  for (int round = 0; round < 2; ++round)
+    for (const std::int64_t batch : {4, 5, 100, 6, 200}) {
+      const at::Tensor x = torch::randn({batch, 2});
+      EXPECT_TRUE(torch::equal(compiled({x})[0].toTensor(), function({x})[0])) << batch;
+    }
+  EXPECT_EQ(compiled.captures(), 3u);
+  EXPECT_TRUE(compiled.is_dynamic(0));
+  EXPECT_FALSE(compiled.is_dynamic(1) || compiled.is_dynamic(2));
+  const int before = calls;
+  compiled({torch::randn({5, 2})});
+  compiled({torch::randn({200, 2})});
+  EXPECT_EQ(calls, before) << "sizes that were checked are not checked again";
+}
+
+TEST(DynamicDims, TrustedSizesAreNotChecked) {
+  int calls = 0;
+  const Tensorwise function = [&calls](const Tensors& in) {
+    ++calls;
+    return Tensors{in[0].view({-1}) * static_cast<double>(in[0].size(0))};
+  };
+  DynamicOptions options = over_batch;
+  options.trust = true;
+  Compiled compiled(over_tensors(function), {.dynamic = options});
+  compiled({torch::ones({4, 3})});
+  const int before = calls;
+  for (const std::int64_t batch : {9, 5, 30}) {
+    const at::Tensor x = torch::randn({batch, 3});
+    EXPECT_TRUE(torch::equal(compiled({x})[0].toTensor(), x.view({-1}) * static_cast<double>(batch)));
+  }
+  EXPECT_EQ(calls, before);
+  compiled({torch::ones({1, 3})});
+  EXPECT_EQ(calls, before + 1) << "1 is never trusted";
+}
+
+// ---- what cannot be captured for all sizes ----
+
+Compiled refused_function(bool recapture) {
+  return Compiled(over_tensors([](const Tensors& in) { return Tensors{in[0] * static_cast<double>(in[0].size(0) % 3)}; }),
+                  {.recapture = recapture, .dynamic = over_batch});
+}
+
+TEST(DynamicDims, WhatIsNoExpressionIsCapturedForEachSize) {
+  Compiled compiled = refused_function(true);
+  WarningCapture warnings;
+  for (const std::int64_t batch : {4, 5, 4, 5}) EXPECT_EQ(compiled({torch::ones({batch})})[0].toTensor()[0].item<float>(), static_cast<float>(batch % 3));
+  EXPECT_EQ(compiled.captures(), 2u);
+  EXPECT_FALSE(compiled.is_dynamic(0) || compiled.is_dynamic(1));
+  EXPECT_TRUE(has_text(compiled.dynamic_refused(), "argument 'other' of node 0 (aten::mul.Tensor) is "));
+  EXPECT_TRUE(has_text(compiled.dynamic_refused(), "at B = 3 and "));
+  ASSERT_EQ(warnings.warnings().size(), 1u);
+  EXPECT_TRUE(has_text(warnings.warnings()[0].message, "captured for each size by itself: argument 'other'"));
+}
+
+TEST(DynamicDims, WhatIsNoExpressionIsAnErrorWithoutRecapture) {
+  Compiled compiled = refused_function(false);
+  const std::string message = message_of<StateError>([&] { compiled({torch::ones({4})}); });
+  EXPECT_TRUE(has_text(message, "cannot be captured for all sizes: argument 'other' of node 0 (aten::mul.Tensor)"));
+  EXPECT_TRUE(has_text(message, "set recapture"));
+}
+
+TEST(DynamicDims, FunctionsThatThrowAtOtherSizes) {
+  const auto halves = [](const Tensors& in) { return Tensors{in[0].view({2, -1}) * 2}; };
+  Compiled compiled(over_tensors(halves), {.recapture = false, .dynamic = over_batch});
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({torch::ones({6})}); }), "at B = 5 it throws: shape '[2, -1]' is invalid"));
+  // What is needed can be said.
+  expect_one_capture(halves, [](const Sizes& sizes) { return Tensors{leaf({sizes[0]})}; }, {.dims = {{.input = 0, .dim = 0, .symbol = "B", .multiple_of = 2}}},
+                     {{6}, {2}, {8}, {100}});
+}
+
+TEST(DynamicDims, CodeThatDoesSomethingElseAtEachSize) {
+  const auto unrolled = [](const Tensors& in) {
+    at::Tensor sum = in[0].select(0, 0) * 1;
+    for (std::int64_t i = 1; i < in[0].size(0); ++i) sum = sum * 2 + in[0].select(0, i);
+    return Tensors{sum};
+  };
+  Compiled compiled(over_tensors(unrolled), {.dynamic = over_batch});
+  WarningCapture warnings;
+  for (const std::int64_t batch : {4, 6}) {
+    const at::Tensor x = torch::randn({batch, 9});
+    EXPECT_TRUE(torch::equal(compiled({x})[0].toTensor(), unrolled({x})[0]));
+  }
+  EXPECT_EQ(compiled.captures(), 2u);
+  EXPECT_TRUE(has_text(compiled.dynamic_refused(), "it does something else at B = 2 than at B = 3: "));
+}
+
+TEST(DynamicDims, InputsThatShareMemory) {
+  const at::Tensor memory = torch::ones({20});
+  const auto adds = [](const Tensors& in) {
+    in[0].add_(1);
+    return Tensors{in[1] * 2};
+  };
+  Compiled compiled(over_tensors(adds), {.dynamic = over_batch});
+  WarningCapture warnings;
+  EXPECT_EQ(compiled({memory.slice(0, 0, 10), memory.slice(0, 5, 15)})[0].toTensor().sum().item<float>(), 30);
+  EXPECT_FALSE(compiled.is_dynamic(0));
+  EXPECT_TRUE(has_text(compiled.dynamic_refused(), "input 0 has a dynamic dim and shares its memory with input 1"));
+}
+
+// ---- guards and options ----
+
+TEST(DynamicDims, GuardsNameInputAndDim) {
+  Compiled compiled(over_tensors([](const Tensors& in) { return Tensors{in[0].mm(in[1]) + in[2]}; }),
+                    {.recapture = false, .dynamic = {.dims = {{.input = 0, .dim = 0, .symbol = "B", .max = 64}, {2, 0, "B"}}}});
+  const auto call = [&](at::IntArrayRef x, at::IntArrayRef w, at::IntArrayRef c) { return compiled({torch::ones(x), torch::ones(w), torch::ones(c)}); };
+  call({4, 3}, {3, 2}, {4, 2});
+  call({9, 3}, {3, 2}, {9, 2});
+  const auto refused = [&](at::IntArrayRef x, at::IntArrayRef w, at::IntArrayRef c) { return message_of<StateError>([&] { call(x, w, c); }); };
+  EXPECT_TRUE(has_text(refused({5, 4}, {4, 2}, {5, 2}), "input 0 has sizes [5, 4], in the capture [B, 3] with B = 5: dim 1 differs"));
+  EXPECT_TRUE(has_text(refused({5, 3}, {3, 2}, {6, 2}), "input 2 has sizes [6, 2], in the capture [B, 2] with B = 5: dim 0 differs"));
+  EXPECT_TRUE(has_text(refused({5, 3}, {3, 7}, {5, 7}), "input 1 has sizes [3, 7], in the capture [3, 2]"));
+  EXPECT_TRUE(has_text(refused({65, 3}, {3, 2}, {65, 2}), "B is 65, in the capture 0 to 64"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({torch::ones({3, 5}).t(), torch::ones({3, 2}), torch::ones({5, 2})}); }),
+                       "input 0 has strides [1, 5], in the capture [3, 1]"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({torch::ones({5, 3}, at::kDouble), torch::ones({3, 2}), torch::ones({5, 2})}); }),
+                       "input 0 is of dtype Double"));
+}
+
+TEST(DynamicDims, SizesThatDifferAreAnErrorWithoutRecapture) {
+  Compiled compiled(over_tensors([](const Tensors& in) { return Tensors{in[0].size(0) >= 100 ? in[0].relu() : in[0].tanh()}; }),
+                    {.recapture = false, .dynamic = over_batch});
+  compiled({torch::ones({4})});
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({torch::ones({100})}); }),
+                       "does not hold for B = 100: there node 0 is aten::tanh and aten::relu"));
+  compiled({torch::ones({5})});
+}
+
+TEST(DynamicDims, RangesGiveOtherSizesTheirOwnCapture) {
+  Compiled compiled(over_tensors([](const Tensors& in) { return Tensors{in[0] * 2}; }),
+                    {.dynamic = {.dims = {{.input = 0, .dim = 0, .symbol = "B", .min = 2, .max = 8}}}});
+  for (const std::int64_t batch : {4, 9, 8, 2, 1}) compiled({torch::ones({batch})});
+  EXPECT_EQ(compiled.captures(), 3u);
+  EXPECT_EQ(compiled.checked_sizes(0), 3u);
+}
+
+TEST(DynamicDims, OptionsThatFitNoInput) {
+  const auto refused = [](DynamicDim dim, at::IntArrayRef sizes = {4, 3}) {
+    Compiled compiled(over_tensors([](const Tensors& in) { return Tensors{in[0] * 2}; }), {.dynamic = {.dims = {dim, {0, 1, "T"}}}});
+    return message_of<ValueError>([&] { compiled({torch::ones(sizes)}); });
+  };
+  EXPECT_TRUE(has_text(refused({1, 0}), "a dynamic dim is of input: got 1, expected one of 0 to 0"));
+  EXPECT_TRUE(has_text(refused({"x", 0}), "input 'x', which this function does not have; it has inputs without names"));
+  EXPECT_TRUE(has_text(refused({0, 2}), "a dynamic dim of input 0: got 2, expected a dim of sizes [4, 3]"));
+  EXPECT_TRUE(has_text(refused({0, 0, "T"}), "dim 1 of input 0 has size 3, and dim 0 of input 0 has size 4, but both are T"));
+  EXPECT_TRUE(has_text(refused({.input = 0, .dim = 0, .symbol = "B", .min = 5, .max = 4}), "symbol B must be at least 5 and at most 4"));
+  EXPECT_TRUE(has_text(refused({.input = 0, .dim = 0, .symbol = "B", .multiple_of = 0}), "multiple_of for input 0: got 0"));
+  DynamicOptions many;
+  for (int i = 0; i < 5; ++i) many.dims.push_back({0, i});
+  Compiled compiled(over_tensors([](const Tensors& in) { return Tensors{in[0] * 2}; }), {.dynamic = many});
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { compiled({torch::ones({2, 3, 4, 5, 6})}); }), "number of symbols of dynamic dims: got 5, expected at most 4"));
+}
+
+TEST(DynamicDims, SamplesAreNearAndDistinct) {
+  const Values inputs{torch::ones({6, 5, 4}), torch::ones({4, 7})};
+  const auto symbols = symbols_of(over_batch_and_length, inputs, {});
+  const auto samples = sample_sizes(inputs, symbols, {6, 5});
+  ASSERT_EQ(samples.size(), 7u);
+  std::vector<std::int64_t> seen;
+  for (const SymbolValues& sample : samples)
+    for (const std::int64_t size : sample) {
+      EXPECT_GT(size, 1);
+      for (const std::int64_t taken : {6, 5, 4, 7}) EXPECT_NE(size, taken);
+      EXPECT_LT(size, 30);
+      EXPECT_EQ(std::count(seen.begin(), seen.end(), size), 0) << size;
+      seen.push_back(size);
+    }
+}
+
+// ---- what is known of the graph ----
+
+TEST(DynamicDims, GraphsAreWrittenWithSymbols) {
+  Compiled compiled(over_tensors([](const Tensors& in) { return Tensors{in[0].mm(in[1]).view({-1}).mean(), in[0].t()}; }), {.dynamic = over_batch});
+  compiled({torch::ones({4, 3}), leaf({3, 2})});
+  EXPECT_EQ(to_text(compiled.joint(0).graph), R"(graph(%0 primals_1: float32[B, 3], %1 primals_2: float32[3, 2], %6 tangents_1: float32[]) {
+  %2: float32[B, 2] = aten::mm(%0, %1)
+  %3: float32[B*2] = aten::view(%2, [-1])
+  %4: float32[] = aten::mean(%3, none)
+  # backward
+  %7: float32[B*2] strides [0] = aten::expand(%6, [B*2], 0)
+  %8: float32[B*2] = aten::div.Scalar(%7, B*2)
+  %9: float32[B, 2] = aten::view(%8, [B, 2])
+  %10: float32[3, B] strides [1, 3] = aten::t(%0)
+  %11: float32[3, 2] = aten::mm(%10, %9)
+  return (%4, none, none, %11)
+}
+)");
+  const ViewAndMutationMeta& meta = compiled.meta(0);
+  EXPECT_TRUE(meta.dynamic_outputs());
+  EXPECT_TRUE(meta.outputs[0].dynamic_dims.empty());
+  EXPECT_EQ(meta.outputs[1].dynamic_dims, std::vector<std::size_t>{1});
+  EXPECT_EQ(meta.symbols_for_backward, 1u);
+  EXPECT_EQ(to_text(compiled.partition(0).backward).find("[4"), std::string::npos);
+}
+
+TEST(DynamicDims, GraphsForGivenSizesAreWhatACaptureGives) {
+  const std::vector<Tensorwise> functions{
+      [](const Tensors& in) { return Tensors{in[0].matmul(in[1]).softmax(1).mean(), in[0].transpose(0, 1)}; },
+      [](const Tensors& in) { return Tensors{in[0].view({-1, 8}).mm(in[1]).view_as(in[0]).var({0, 1}), in[0].slice(1, 1).reshape({-1})}; }};
+  for (const Tensorwise& function : functions) {
+    Compiled compiled(over_tensors(function), {.dynamic = over_batch_and_length});
+    compiled(values_of(sequence()({4, 6})));
+    for (const Sizes& sizes : kBatchesAndLengths) expect_bound_is_captured(compiled, over_tensors(function), sequence()(sizes), sizes);
+  }
+}
+
+TEST(DynamicDims, GraphsWithSymbolsNeedSizesToRun) {
+  Compiled compiled(over_tensors([](const Tensors& in) { return Tensors{in[0].view({in[0].size(0) * 3}) * 2}; }), {.dynamic = over_batch});
+  compiled({torch::ones({4, 3})});
+  const Graph& graph = compiled.partition(0).forward;
+  const Executor run(graph);
+  const at::Tensor x = torch::randn({5, 3});
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { run({x}); }), "the graph has symbols, and no sizes are given for them"));
+  EXPECT_TRUE(torch::equal(run({x}, graph.table->at({5}).get())[0].toTensor(), x.view({-1}) * 2));
+  EXPECT_TRUE(torch::equal(Executor(bind(graph, {5}))({x})[0].toTensor(), x.view({-1}) * 2));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { bind(graph, {5, 6}); }), "number of sizes to bind: got 2, expected 1 for B"));
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { encode_graph({compiled.joint(0), compiled.meta(0), {}, {}}); }), "files hold no symbols"));
+  Graph without = graph;
+  without.table.reset();
+  EXPECT_TRUE(has_text(message_of<InvariantError>([&] { verify(without); }), "refers to entry 0 of the table of symbols, which has 0"));
+}
+
+TEST(DynamicDims, EqualNodesAreMergedOnlyWhereTheyAreEqualAtAllSizes) {
+  Compiled compiled(over_tensors([](const Tensors& in) {
+                      const std::int64_t b = in[0].size(0), t = in[0].size(1);
+                      return Tensors{(in[0].view({b * t}) * 2).view({b, t}) + (in[0].view({b * t}) * 2).view({b, t}), in[0].expand({2, b, t}).sum(0)};
+                    }),
+                    {.dynamic = over_batch_and_length});
+  compiled({torch::ones({4, 6})});
+  Graph graph = compiled.partition(0).forward;
+  EXPECT_GT(merge_common_subexpressions(graph), 0u);
+  const at::Tensor x = torch::randn({3, 5});
+  const auto results = Executor(graph)({x}, graph.table->at({3, 5}).get());
+  EXPECT_TRUE(torch::equal(results[0].toTensor(), x * 2 + x * 2));
+}
+
+// ---- modules ----
+
+// Training steps at many sizes give the bits of the plain module.
+template <class Module, class Make>
+void expect_same_training(Module plain, Module original, const DynamicOptions& dynamic, const std::vector<Sizes>& all_sizes, const Make& inputs_for) {
+  auto fast = compile(original, {.dynamic = dynamic});
+  for (std::size_t step = 0; step < 2 * all_sizes.size(); ++step) {
+    const Sizes& sizes = all_sizes[step % all_sizes.size()];
+    SCOPED_TRACE(testing::Message() << "step " << step << ", sizes " << testing::PrintToString(sizes));
+    const auto inputs = inputs_for(sizes);
+    const auto result_of = [&](auto& module) {
+      torch::manual_seed(100 + static_cast<std::int64_t>(step));
+      module->zero_grad();
+      const at::Tensor result = std::apply([&](const auto&... in) { return module->forward(in...); }, inputs);
+      result.pow(2).mean().backward();
+      return result;
+    };
+    const at::Tensor expected = result_of(plain), actual = result_of(fast);
+    EXPECT_TRUE(torch::equal(actual, expected));
+    const at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < plain->parameters().size(); ++i) {
+      const at::Tensor a = original->parameters()[i], b = plain->parameters()[i];
+      ASSERT_TRUE(a.grad().defined()) << plain->named_parameters().keys()[i];
+      EXPECT_TRUE(torch::equal(a.grad(), b.grad())) << plain->named_parameters().keys()[i];
+      a.sub_(a.grad(), 0.1);
+      b.sub_(b.grad(), 0.1);
+    }
+    for (std::size_t i = 0; i < plain->buffers().size(); ++i) EXPECT_TRUE(torch::equal(original->buffers()[i], plain->buffers()[i]));
+  }
+  EXPECT_EQ(fast->compiled(0).captures(), 1u) << fast->compiled(0).dynamic_refused();
+  EXPECT_TRUE(fast->compiled(0).is_dynamic(0)) << fast->compiled(0).dynamic_refused();
+}
+
+nn::Sequential classifier() {
+  torch::manual_seed(3);
+  return nn::Sequential(nn::Linear(6, 16), nn::BatchNorm1d(16), nn::ReLU(), nn::Dropout(0.2), nn::Linear(16, 4));
+}
+
+TEST(DynamicModule, Classifier) {
+  expect_same_training(classifier(), classifier(), {.dims = {{"args[0]", 0, "B"}}}, {{8}, {3}, {16}, {2}, {5}, {33}},
+                       [](const Sizes& sizes) { return std::tuple(torch::randn({sizes[0], 6})); });
+}
+
+TEST(DynamicModule, TrainingAndEvaluationHaveOneCaptureEach) {
+  nn::Sequential net = classifier();
+  auto fast = compile(net, {.dynamic = {.dims = {{"args[0]", 0, "B"}}}});
+  for (const std::int64_t batch : {4, 9, 5})
+    for (const bool training : {true, false}) {
+      fast->train(training);
+      fast->forward(torch::randn({batch, 6}));
+    }
+  EXPECT_EQ(fast->compiled(0).captures(), 2u);
+  EXPECT_TRUE(has_text(to_text(fast->compiled(0).joint(1).graph), "args[0]: float32[B, 6]"));
+}
+
+TEST(DynamicModule, Transformer) {
+  using namespace models::test;
+  for (const bool tied : {false, true})
+    expect_same_training(made(small(tied)), made(small(tied)), {.dims = {{"args[0]", 0, "B"}, {"args[0]", 1, "T"}, {"args[1]", 0, "B"}, {"args[1]", 1, "T"}}},
+                         {{2, 9}, {3, 9}, {2, 12}, {5, 4}, {4, 7}, {3, 11}},
+                         [](const Sizes& sizes) { return std::tuple(tokens_for(small(), sizes[0], sizes[1]), at::Tensor()); });
+}
+
+TEST(DynamicModule, TransformerWithDocuments) {
+  using namespace models::test;
+  expect_same_training(made(small()), made(small()), {.dims = {{"args[0]", 0, "B"}, {"args[0]", 1, "T"}, {"args[1]", 0, "B"}, {"args[1]", 1, "T"}}},
+                       {{2, 9}, {3, 9}, {2, 12}, {5, 4}, {4, 7}}, [](const Sizes& sizes) {
+                         return std::tuple(tokens_for(small(), sizes[0], sizes[1]),
+                                           torch::arange(sizes[0] * sizes[1]).reshape({sizes[0], sizes[1]}).div(4, "floor"));
+                       });
+}
+
+TEST(DynamicModule, NamesOfArguments) {
+  nn::Sequential net = classifier();
+  auto wrong = compile(net, {.dynamic = {.dims = {{"x", 0, "B"}}}});
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { wrong->forward(torch::randn({4, 6})); }), "input 'x', which this function does not have; it has "));
+  auto parameter = compile(net, {.dynamic = {.dims = {{"0.weight", 0, "B"}}}});
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { parameter->forward(torch::randn({4, 6})); }), "0.weight is a parameter or buffer"));
+}
+
+}  // namespace
+}  // namespace penstock::graph

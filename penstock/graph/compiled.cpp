@@ -96,6 +96,9 @@ c10::intrusive_ptr<CapturedCall> Compiled::capture_dynamic(const Values& inputs)
     }
   for (const Refused& refused : refused_)
     if (refused.kind.same_kind(inputs)) return {};
+  // Nor do sizes for which there is a graph with symbols that has no form for them.
+  for (const auto& call : calls_)
+    if (call->dynamic && call->guard.same_kind(inputs) && !call->dynamic->bind(inputs)) return {};
   Generalized all = capture_for_all_sizes(function_, inputs, options_, convention_, std::move(symbols));
   if (all.call) {
     const auto bound = all.call->dynamic->bind(inputs, &all.refused);

@@ -31,11 +31,11 @@ std::vector<std::size_t> last_uses(const Graph& graph) {
 
 Executor::Executor(const Graph& graph) : outputs_(graph.outputs), slot_count_(graph.values.size()) {
   verify(graph);
-  if (graph.table) symbolic_constants_ = graph.table->constants.size();
+  needs_sizes_ = graph.table && !(graph.table->constants.empty() && graph.table->tensors.empty());
   const std::vector<std::size_t> last_use = last_uses(graph);
   for (const Placeholder& input : graph.inputs) inputs_.push_back(static_cast<std::uint32_t>(index_of(input.value)));
   for (const ConstantTensor& constant : graph.constants)
-    constants_.emplace_back(static_cast<std::uint32_t>(index_of(constant.value)), constant.tensor);
+    constants_.push_back({static_cast<std::uint32_t>(index_of(constant.value)), constant.tensor, constant.symbolic});
   steps_.reserve(graph.nodes.size());
   for (std::size_t i = 0; i < graph.nodes.size(); ++i) plan_node(graph, graph.nodes[i], i, last_use);
 }
@@ -149,7 +149,7 @@ std::vector<c10::IValue> Executor::operator()(std::vector<at::Tensor> inputs, co
   if (inputs.size() != inputs_.size())
     throw ValueError(describe("graph: number of inputs", std::to_string(inputs.size()), std::to_string(inputs_.size()),
                               "give one tensor for each input of the graph"));
-  if (symbolic_constants_ > (sizes ? sizes->constants.size() : 0))
+  if (needs_sizes_ && !sizes)
     throw ValueError("graph: the graph has symbols, and no sizes are given for them; give what the graph's table is at the sizes of this run");
   const at::AutoDispatchBelowADInplaceOrView below;
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);  // those that were wanted are nodes
@@ -159,7 +159,8 @@ std::vector<c10::IValue> Executor::operator()(std::vector<at::Tensor> inputs, co
       throw ValueError(fmt::format("graph: input {} is undefined, expected a tensor; hand over every input of the graph", i));
     slots[inputs_[i]] = std::move(inputs[i]);
   }
-  for (const auto& [slot, tensor] : constants_) slots[slot] = tensor;
+  for (const FoundTensor& found : constants_)
+    slots[found.slot] = found.symbolic == kNotSymbolic ? found.tensor : sizes->tensors[static_cast<std::size_t>(found.symbolic)];
 
   Stack stack;
   const c10::AutoGradMode grad_mode(c10::GradMode::is_enabled());  // as before, at the end

@@ -62,11 +62,16 @@ class Executor {
   std::vector<std::uint32_t> frees_;
   std::vector<c10::IValue> plain_;                    // constant arguments
   std::vector<std::vector<ListItem>> lists_;
-  std::vector<std::pair<std::uint32_t, at::Tensor>> constants_;
+  struct FoundTensor {
+    std::uint32_t slot = 0;
+    at::Tensor tensor;
+    SymbolicId symbolic = kNotSymbolic;
+  };
+  std::vector<FoundTensor> constants_;
   std::vector<std::uint32_t> inputs_;
   std::vector<Operand> outputs_;
   std::size_t slot_count_ = 0;
-  std::size_t symbolic_constants_ = 0;                // how many the table must have
+  bool needs_sizes_ = false;
 };
 
 }  // namespace penstock::graph

@@ -49,6 +49,12 @@ bool same_found_tensor(const at::Tensor& a, const at::Tensor& b) {
   return at::equal(a, b);
 }
 
+// The same but for numbers: parts of one memory, or numbers in tensors.
+bool similar_found_tensor(const at::Tensor& a, const at::Tensor& b) {
+  if (a.scalar_type() != b.scalar_type() || a.device() != b.device() || a.dim() != b.dim()) return false;
+  return a.is_alias_of(b) || (number_of(a) && number_of(b)) || same_found_tensor(a, b);
+}
+
 std::string name_of_node(const Graph& graph, std::size_t node) {
   return fmt::format("node {} ({})", node, c10::toString(graph.nodes[node].op.operator_name()));
 }
@@ -110,9 +116,9 @@ class StructureComparison {
     for (std::size_t i = 0; i < x_.inputs.size(); ++i)
       if (x_.inputs[i].value != y_.inputs[i].value || !same_value(x_.inputs[i].value)) return fmt::format("input {} is another value", i);
     for (std::size_t i = 0; i < x_.constants.size(); ++i)
-      if (x_.constants[i].value != y_.constants[i].value || !same_found_tensor(x_.constants[i].tensor, y_.constants[i].tensor))
-        return fmt::format("the function makes a tensor of its own out of nothing, which has {} and {} elements or other values; make it with operators "
-                           "(arange, full) or hand it over as an input",
+      if (x_.constants[i].value != y_.constants[i].value || !similar_found_tensor(x_.constants[i].tensor, y_.constants[i].tensor))
+        return fmt::format("the function makes tensors of its own, of {} and {} elements or other values; make them with operators (arange, full), take "
+                           "them from one that is there before, or hand them over as inputs",
                            x_.constants[i].tensor.numel(), y_.constants[i].tensor.numel());
     for (std::size_t i = 0; i < x_.outputs.size(); ++i)
       if (!same_operand(x_.outputs[i], y_.outputs[i])) return fmt::format("output {} of the graph is something else", i);
@@ -142,6 +148,7 @@ void for_each_place(Call& call, OnGeometry&& on_geometry, OnConstant&& on_consta
   auto& graph = call.joint.graph;
   const auto inner = [&](ValueId value) { on_geometry(graph.values[index_of(value)].geometry, Role::Inner, index_of(value)); };
   for (const Placeholder& input : graph.inputs) inner(input.value);
+  for (const ConstantTensor& constant : graph.constants) inner(constant.value);
   for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
     for_each_value(graph.nodes[i].results, inner);
     for (std::size_t j = 0; j < graph.nodes[i].arguments.size(); ++j)
@@ -190,6 +197,8 @@ class Generalization {
       if (std::string refused = generalize_geometry(i); !refused.empty()) return refused;
     for (std::size_t i = 0; i < constants_[0].size(); ++i)
       if (std::string refused = generalize_constant(i); !refused.empty()) return refused;
+    for (std::size_t i = 0; i < samples_[0]->joint.graph.constants.size(); ++i)
+      if (std::string refused = generalize_tensor(i); !refused.empty()) return refused;
     table_->symbols = fitter_.symbols();
     CapturedCall& call = *samples_[0];
     for (ViewAndMutationMeta* meta : {&call.user_meta, &call.meta})
@@ -247,13 +256,46 @@ class Generalization {
     }
     SymbolicGeometry& symbolic = table_->geometries[static_cast<std::size_t>(entry->second)];
     symbolic.used_by_calls |= used_by_calls;
-    const auto known = [](const auto& expression) { return expression.has_value(); };
-    if (used_by_calls && !(std::all_of(symbolic.sizes.begin(), symbolic.sizes.end(), known) &&
-                           std::all_of(symbolic.strides.begin(), symbolic.strides.end(), known) && symbolic.storage_offset))
+    if (used_by_calls && !is_known(symbolic))
       return fmt::format("{} is {} at {} and {} at {}, which is no simple expression of them", name_of_geometry(first.role, first.number),
                          to_text(*first.geometry), sizes_text(0), to_text(*geometries_[1][place].geometry), sizes_text(1));
     first.geometry->symbolic = entry->second;
     return {};
+  }
+
+  // A tensor that the function found.
+  std::string generalize_tensor(std::size_t constant) {
+    ConstantTensor& first = samples_[0]->joint.graph.constants[constant];
+    const auto tensor_in = [&](std::size_t sample) -> const at::Tensor& { return samples_[sample]->joint.graph.constants[constant].tensor; };
+    bool differs = false, in_one_memory = true;
+    for (std::size_t i = 1; i < samples_.size(); ++i) {
+      differs |= !same_found_tensor(first.tensor, tensor_in(i));
+      in_one_memory &= first.tensor.is_alias_of(tensor_in(i));
+    }
+    if (!differs) return {};
+    SymbolicTensor symbolic{first.tensor, std::nullopt, {}};
+    bool known = true;
+    if (in_one_memory) {
+      const SymbolicId geometry = samples_[0]->joint.graph[first.value].geometry.symbolic;
+      PENSTOCK_INVARIANT(geometry != kNotSymbolic, "different parts of one memory have different geometries");
+      symbolic.part = table_->geometries[static_cast<std::size_t>(geometry)];
+      known = is_known(symbolic.part);
+    } else {
+      std::vector<std::vector<PlainNumber>> numbers;
+      for (std::size_t i = 0; i < samples_.size(); ++i) numbers.push_back({*number_of(tensor_in(i))});
+      symbolic.number = fit_number(numbers, 0);
+      known = symbolic.number.has_value();
+    }
+    if (!known) return fmt::format("constant %{} of the graph is no simple expression of the sizes", index_of(first.value));
+    first.symbolic = static_cast<SymbolicId>(table_->tensors.size());
+    table_->tensors.push_back(std::move(symbolic));
+    return {};
+  }
+
+  static bool is_known(const SymbolicGeometry& geometry) {
+    const auto known = [](const auto& expression) { return expression.has_value(); };
+    return std::all_of(geometry.sizes.begin(), geometry.sizes.end(), known) && std::all_of(geometry.strides.begin(), geometry.strides.end(), known) &&
+           geometry.storage_offset;
   }
 
   std::string generalize_constant(std::size_t place) {
@@ -361,23 +403,31 @@ std::optional<std::string> shared_memory(const Values& inputs, const std::vector
 Generalized capture_for_all_sizes(const Function& function, const Values& inputs, const CompileOptions& options, const Convention& convention,
                                   std::vector<DynamicSymbol> symbols) {
   if (const auto shared = shared_memory(inputs, symbols, convention)) return {{}, *shared};
-  const std::vector<SymbolValues> points = sample_sizes(inputs, symbols, sizes_of(symbols, inputs));
+  const std::vector<SymbolValues> candidates = sample_sizes(inputs, symbols, sizes_of(symbols, inputs));
   std::vector<std::string> names;
   for (const DynamicSymbol& symbol : symbols) names.push_back(symbol.name);
-  if (points.size() < 2)
+  if (candidates.size() < 2)
     return {{}, fmt::format("the ranges of {} allow fewer than two sizes larger than 1 besides those of this call", fmt::join(names, ", "))};
   const SymbolicTable only_names{SymbolSet(names), {}, {}};
+  const std::size_t enough = 2 * symbols.size() + 3;   // points to fit expressions to
+  std::vector<SymbolValues> points;
   std::vector<c10::intrusive_ptr<CapturedCall>> samples;
-  for (const SymbolValues& point : points) {
+  std::string thrown;
+  for (const SymbolValues& point : candidates) {
+    if (points.size() == enough) break;
     try {
       samples.push_back(c10::make_intrusive<CapturedCall>(function, inputs_at(inputs, symbols, point), convention));
     } catch (const std::exception& error) {
+      // The function may not be for all sizes: only for even ones, or for those that its tables have.
       const std::string message = error.what();
-      return {{}, fmt::format("at {} it throws: {}", only_names.text_of(point), message.substr(0, message.find('\n')))};
+      if (thrown.empty()) thrown = fmt::format("at {} it throws: {}", only_names.text_of(point), message.substr(0, message.find('\n')));
+      continue;
     }
+    points.push_back(point);
     if (const std::string difference = StructureComparison(*samples[0], *samples.back()).run(); !difference.empty())
       return {{}, fmt::format("it does something else at {} than at {}: {}", only_names.text_of(point), only_names.text_of(points[0]), difference)};
   }
+  if (points.size() < std::min<std::size_t>(symbols.size() + 2, candidates.size())) return {{}, thrown};
   Generalization generalization(samples, names, points);
   if (std::string refused = generalization.run(); !refused.empty()) return {{}, std::move(refused)};
   CapturedCall& call = *samples[0];
@@ -393,6 +443,12 @@ std::string difference_at(const CapturedCall& dynamic, const CapturedCall& fixed
   for_each_place(
       fixed, [&](const Geometry& geometry, Role, std::size_t) { geometries.push_back(&geometry); },
       [&](const Operand& operand, std::size_t, std::size_t) { constants.push_back(&operand); });
+  for (std::size_t i = 0; i < dynamic.joint.graph.constants.size(); ++i) {
+    const ConstantTensor& constant = dynamic.joint.graph.constants[i];
+    const at::Tensor& expected = constant.symbolic == kNotSymbolic ? constant.tensor : sizes.tensors[static_cast<std::size_t>(constant.symbolic)];
+    if (!same_found_tensor(expected, fixed.joint.graph.constants[i].tensor))
+      return fmt::format("constant %{} of the graph is something else", index_of(constant.value));
+  }
   const SymbolicTable* table = dynamic.joint.graph.table.get();
   std::string difference;
   std::size_t geometry_number = 0, constant_number = 0;

@@ -28,8 +28,8 @@ std::string difference_at(const CapturedCall& dynamic, const CapturedCall& fixed
 // Inputs like these at other sizes: fake tensors for those that have dynamic dims.
 Values inputs_at(const Values& inputs, const std::vector<DynamicSymbol>& symbols, const SymbolValues& sizes);
 
-// Sizes at which to capture: larger than 1, near to `actual` but never equal to it, different from the other sizes of the inputs and from each other,
-// and in no relation between symbols. Fewer where the ranges of the symbols allow no more.
+// Sizes at which to capture, in this order, until there are enough: larger than 1, near to `actual` but never equal to it, different from the other
+// sizes of the inputs and, at one point, from each other, and in no relation between symbols. Fewer where the ranges of the symbols allow no more.
 std::vector<SymbolValues> sample_sizes(const Values& inputs, const std::vector<DynamicSymbol>& symbols, const SymbolValues& actual);
 
 }  // namespace penstock::graph

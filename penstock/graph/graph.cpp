@@ -64,6 +64,7 @@ class Verifier {
     for (const ConstantTensor& constant : graph_.constants) {
       define(constant.value, "a constant");
       PENSTOCK_INVARIANT(constant.tensor.defined(), "a constant of the graph has no tensor");
+      check_symbols(constant.symbolic, &SymbolicTable::tensors, "a constant");
     }
     for (std::size_t i = 0; i < graph_.nodes.size(); ++i) check(i);
     for (std::size_t i = 0; i < graph_.outputs.size(); ++i)
@@ -76,9 +77,10 @@ class Verifier {
   bool in_range(ValueId value) const { return static_cast<std::int32_t>(value) >= 0 && index_of(value) < defined_.size(); }
   bool is_defined(ValueId value) const { return in_range(value) && defined_[index_of(value)]; }
 
-  void check_symbols(SymbolicId symbolic, bool is_constant, const std::string& who) {
+  template <class Entries>
+  void check_symbols(SymbolicId symbolic, Entries SymbolicTable::* entries, const std::string& who) const {
     if (symbolic == kNotSymbolic) return;
-    const std::size_t known = !graph_.table ? 0 : is_constant ? graph_.table->constants.size() : graph_.table->geometries.size();
+    const std::size_t known = graph_.table ? (*graph_.table.*entries).size() : 0;
     if (symbolic < 0 || static_cast<std::size_t>(symbolic) >= known)
       throw InvariantError(fmt::format("graph: {} refers to entry {} of the table of symbols, which has {}", who, symbolic, known));
   }
@@ -89,7 +91,7 @@ class Verifier {
     if (index_of(graph_[value].storage) >= static_cast<std::size_t>(graph_.storages))
       throw InvariantError(fmt::format("graph: %{} lies in storage {}, of {} in all", index_of(value), index_of(graph_[value].storage),
                                        graph_.storages));
-    if (graph_[value].geometry.symbolic != kNotSymbolic) check_symbols(graph_[value].geometry.symbolic, false, who);
+    check_symbols(graph_[value].geometry.symbolic, &SymbolicTable::geometries, who);
     defined_[index_of(value)] = 1;
   }
 
@@ -104,7 +106,7 @@ class Verifier {
       if (!is_defined(value)) malformed(graph_, position, fmt::format("%{} is used before it is defined", static_cast<std::int32_t>(value)));
     });
     for (const Operand& operand : node.arguments)
-      if (operand.symbolic != kNotSymbolic) check_symbols(operand.symbolic, true, fmt::format("node {}", position));
+      if (operand.symbolic != kNotSymbolic) check_symbols(operand.symbolic, &SymbolicTable::constants, fmt::format("node {}", position));
     for (std::size_t i = 0; i < node.results.size(); ++i) check_result(position, node, traits.returns[i], i);
   }
 

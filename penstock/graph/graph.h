@@ -95,6 +95,7 @@ struct Placeholder {
 struct ConstantTensor {
   ValueId value = kNoValue;
   at::Tensor tensor;
+  SymbolicId symbolic = kNotSymbolic;  // of a tensor of the table; `tensor` is an example then
 };
 
 struct Graph {

@@ -17,7 +17,7 @@ class PartOfGraph {
  public:
   explicit PartOfGraph(const Graph& from)
       : from_(from), new_ids_(from.values.size(), kNoValue), new_storages_(static_cast<std::size_t>(from.storages), -1) {
-    for (const ConstantTensor& constant : from.constants) constants_.emplace(constant.value, constant.tensor);
+    for (const ConstantTensor& constant : from.constants) constants_.emplace(constant.value, constant);
     to_.table = from.table;
   }
 
@@ -49,7 +49,7 @@ class PartOfGraph {
       std::int32_t& storage = new_storages_[index_of(from_[old].storage)];
       if (storage < 0) storage = static_cast<std::int32_t>(to_.new_storage());
       value = to_.new_value(from_[old].geometry, StorageId{storage});
-      if (const auto constant = constants_.find(old); constant != constants_.end()) to_.constants.push_back({value, constant->second});
+      if (const auto constant = constants_.find(old); constant != constants_.end()) to_.constants.push_back({value, constant->second.tensor, constant->second.symbolic});
     }
     return value;
   }
@@ -70,7 +70,7 @@ class PartOfGraph {
   Graph to_;
   std::vector<ValueId> new_ids_;
   std::vector<std::int32_t> new_storages_;
-  std::map<ValueId, at::Tensor> constants_;
+  std::map<ValueId, ConstantTensor> constants_;
 };
 
 }  // namespace

@@ -13,8 +13,10 @@
 namespace penstock::graph {
 namespace {
 
-// A prime number of samples for each number of symbols, always more than terms in an expression.
-constexpr std::size_t kSamples[] = {1, 5, 7, 11, 11};
+// How many sizes of a symbol are used, by the number of symbols, and how often all of them; each time in other combinations. More than are needed,
+// as the function may throw at some.
+constexpr std::size_t kSizes[] = {1, 11, 7, 11, 11};
+constexpr std::size_t kPasses[] = {1, 1, 3, 2, 2};
 constexpr std::size_t kSteps[] = {1, 2, 3, 5};
 
 // Some sizes of one symbol near to the actual one, smaller ones first: a function may have tables that end at the largest size it is used with.
@@ -67,23 +69,27 @@ at::Tensor fake_with(const Geometry& geometry, const at::Tensor& like) {
 }  // namespace
 
 std::vector<SymbolValues> sample_sizes(const Values& inputs, const std::vector<DynamicSymbol>& symbols, const SymbolValues& actual) {
-  PENSTOCK_INVARIANT(symbols.size() < std::size(kSamples) && !symbols.empty(), "one to four symbols");
+  PENSTOCK_INVARIANT(symbols.size() < std::size(kSizes) && !symbols.empty(), "one to four symbols");
   std::set<std::int64_t> taken;
   for (const c10::IValue& input : inputs)
     if (input.isTensor() && input.toTensor().defined())
       for (const std::int64_t size : input.toTensor().sizes()) taken.insert(size);
-  const std::size_t count = kSamples[symbols.size()];
-  std::vector<SymbolValues> samples(count);
+  const std::size_t count = kSizes[symbols.size()];
+  std::vector<std::vector<std::int64_t>> sizes;
   for (std::size_t i = 0; i < symbols.size(); ++i) {
-    const std::vector<std::int64_t> sizes = sizes_near(symbols[i], actual[i], count, taken);
-    if (sizes.size() < 2) return {};
-    taken.insert(sizes.begin(), sizes.end());
-    // Each symbol goes through its sizes in another order: no sum or difference of two of them stays the same.
-    for (std::size_t sample = 0; sample < count; ++sample) samples[sample].push_back(sizes[sample * kSteps[i] % count % sizes.size()]);
+    sizes.push_back(sizes_near(symbols[i], actual[i], count, taken));
+    if (sizes.back().size() < 2) return {};
   }
   std::vector<SymbolValues> different;
-  for (SymbolValues& sample : samples)
-    if (std::find(different.begin(), different.end(), sample) == different.end()) different.push_back(std::move(sample));
+  for (std::size_t pass = 0; pass < kPasses[symbols.size()]; ++pass)
+    for (std::size_t point = 0; point < count; ++point) {
+      // Each symbol goes through its sizes in another order (the count is a prime number): no sum or difference of two of them stays the same.
+      SymbolValues sample;
+      for (std::size_t i = 0; i < symbols.size(); ++i) sample.push_back(sizes[i][(point * kSteps[i] + pass * i) % count % sizes[i].size()]);
+      std::set<std::int64_t> values(sample.begin(), sample.end());
+      const bool is_new = std::find(different.begin(), different.end(), sample) == different.end();
+      if (is_new && values.size() == sample.size()) different.push_back(std::move(sample));
+    }
   return different;
 }
 

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "penstock/base/errors.h"
@@ -16,14 +17,13 @@ bool is_wrapped_number(const at::Tensor& tensor) {
   return tensor.defined() && tensor.dim() == 0 && tensor.unsafeGetTensorImpl()->is_wrapped_number() && tensor.is_cpu() && tensor.has_storage();
 }
 
-std::optional<PlainNumber> number_in(const at::Tensor& tensor) {
-  if (!is_wrapped_number(tensor)) return std::nullopt;
+std::optional<PlainNumber> read_number(const at::Tensor& tensor) {
   if (tensor.scalar_type() == at::kLong) return *static_cast<const std::int64_t*>(tensor.data_ptr());
   if (tensor.scalar_type() == at::kDouble) return *static_cast<const double*>(tensor.data_ptr());
   return std::nullopt;
 }
 
-at::Tensor wrapped_number(const PlainNumber& number) {
+at::Tensor tensor_of(const PlainNumber& number) {
   at::Tensor tensor;
   if (const auto* whole = std::get_if<std::int64_t>(&number)) {
     tensor = at::empty({}, at::kLong);
@@ -32,7 +32,6 @@ at::Tensor wrapped_number(const PlainNumber& number) {
     tensor = at::empty({}, at::kDouble);
     *static_cast<double*>(tensor.data_ptr()) = std::get<double>(number);
   }
-  tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
   return tensor;
 }
 
@@ -82,6 +81,29 @@ std::optional<c10::IValue> constant_at(const SymbolicConstant& constant, const S
   return with_numbers(constant.example, numbers);
 }
 
+std::optional<at::Tensor> tensor_at(const SymbolicTensor& tensor, const SymbolSet& symbols, const SymbolValues& variables, std::string* why) {
+  if (tensor.number) {
+    if (const auto number = number_at(*tensor.number, variables)) return tensor_of(*number);
+    if (why) *why = text_of_number(*tensor.number, symbols) + " is not a whole number";
+    return std::nullopt;
+  }
+  const auto layout = layout_at(tensor.part, symbols, variables, why);
+  if (!layout) return std::nullopt;
+  // It must not reach further than the memory does, nor begin before it.
+  std::int64_t end = layout->storage_offset;
+  bool inside = end >= 0;
+  for (std::size_t i = 0; i < layout->sizes.size(); ++i) {
+    inside &= layout->sizes[i] >= 0 && layout->strides[i] >= 0;
+    end += std::max<std::int64_t>(layout->sizes[i] - 1, 0) * layout->strides[i];
+  }
+  if (!inside || static_cast<std::size_t>(end + 1) * tensor.example.itemsize() > tensor.example.storage().nbytes()) {
+    if (why) *why = "a tensor that the function found is too small";
+    return std::nullopt;
+  }
+  const at::NoGradGuard no_grad;
+  return tensor.example.as_strided(layout->sizes, layout->strides, layout->storage_offset);
+}
+
 SymbolValues variables_or_throw(const SymbolicTable& table, const SymbolValues& values) {
   if (values.size() != table.symbols.symbols())
     throw ValueError(describe("graph: number of sizes to bind", std::to_string(values.size()),
@@ -109,6 +131,14 @@ class Binding {
     } else if (!may_be_unknown) {
       refuse(why);
     }
+  }
+  void bind(ConstantTensor& constant) const {
+    if (constant.symbolic == kNotSymbolic) return;
+    std::string why;
+    auto tensor = tensor_at(table_.tensors.at(static_cast<std::size_t>(constant.symbolic)), table_.symbols, variables_, &why);
+    if (!tensor) refuse(why);
+    constant.tensor = std::move(*tensor);
+    constant.symbolic = kNotSymbolic;
   }
   void bind(Operand& operand) const {
     if (operand.symbolic == kNotSymbolic) return;
@@ -147,14 +177,24 @@ std::optional<std::vector<PlainNumber>> numbers_of(const c10::IValue& constant) 
     return std::vector<PlainNumber>(items.begin(), items.end());
   }
   if (constant.isTensor())
-    if (const auto number = number_in(constant.toTensor())) return std::vector<PlainNumber>{*number};
+    if (is_wrapped_number(constant.toTensor()))
+      if (const auto number = read_number(constant.toTensor())) return std::vector<PlainNumber>{*number};
   return std::nullopt;
+}
+
+std::optional<PlainNumber> number_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.dim() != 0 || !tensor.is_cpu() || !tensor.has_storage()) return std::nullopt;
+  return read_number(tensor);
 }
 
 c10::IValue with_numbers(const c10::IValue& example, const std::vector<PlainNumber>& numbers) {
   if (example.isInt()) return std::get<std::int64_t>(numbers.at(0));
   if (example.isDouble()) return std::get<double>(numbers.at(0));
-  if (example.isTensor()) return wrapped_number(numbers.at(0));
+  if (example.isTensor()) {
+    at::Tensor tensor = tensor_of(numbers.at(0));
+    tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return tensor;
+  }
   if (example.isIntList()) {
     std::vector<std::int64_t> items;
     for (const PlainNumber& number : numbers) items.push_back(std::get<std::int64_t>(number));
@@ -187,6 +227,11 @@ c10::intrusive_ptr<BoundSizes> SymbolicTable::at(const SymbolValues& values, std
     if (!layout) return {};
     bound->layouts[i] = std::move(*layout);
   }
+  for (const SymbolicTensor& tensor : tensors) {
+    auto value = tensor_at(tensor, symbols, *variables, why);
+    if (!value) return {};
+    bound->tensors.push_back(std::move(*value));
+  }
   return bound;
 }
 
@@ -206,6 +251,7 @@ Graph bind(const Graph& graph, const SymbolValues& values) {
   }
   const Binding binding(*graph.table, values);
   for (Value& value : bound.values) binding.bind(value.geometry, /*may_be_unknown=*/true);
+  for (ConstantTensor& constant : bound.constants) binding.bind(constant);
   for (Node& node : bound.nodes)
     for (Operand& operand : node.arguments) binding.bind(operand);
   for (Operand& output : bound.outputs) binding.bind(output);

@@ -37,6 +37,13 @@ struct SymbolicConstant {
   std::vector<NumberOrSize> numbers;   // each number in it
 };
 
+// A tensor that the function found: a number in a tensor without dims, or a part of a larger one, a table of positions.
+struct SymbolicTensor {
+  at::Tensor example;
+  std::optional<NumberOrSize> number;
+  SymbolicGeometry part;               // of the memory of the example, where it is no number
+};
+
 // ---- numbers inside of constants ----
 
 using PlainNumber = std::variant<std::int64_t, double>;
@@ -44,6 +51,8 @@ using PlainNumber = std::variant<std::int64_t, double>;
 std::optional<std::vector<PlainNumber>> numbers_of(const c10::IValue& constant);
 // A value like `example` with other numbers, as many and of the same types.
 c10::IValue with_numbers(const c10::IValue& example, const std::vector<PlainNumber>& numbers);
+// The same for a tensor without dims, on the CPU and in double precision or 64 bits.
+std::optional<PlainNumber> number_of(const at::Tensor& tensor);
 
 // ---- tables ----
 
@@ -56,6 +65,7 @@ struct BoundSizes final : c10::intrusive_ptr_target {
   SymbolValues values;                 // of the symbols
   std::vector<c10::IValue> constants;
   std::vector<Layout> layouts;
+  std::vector<at::Tensor> tensors;
   bool checked = false;                // these sizes need no check any more (DynamicCall)
 };
 
@@ -64,6 +74,7 @@ class SymbolicTable {
   SymbolSet symbols;
   std::vector<SymbolicConstant> constants;
   std::vector<SymbolicGeometry> geometries;
+  std::vector<SymbolicTensor> tensors;
 
   // Null where some number is none at these sizes: T/2 for an odd T. `why` says which.
   c10::intrusive_ptr<BoundSizes> at(const SymbolValues& values, std::string* why = nullptr) const;

@@ -76,4 +76,10 @@ inline void expect_same(const Tensors& actual, const Tensors& expected, const ch
 
 inline at::Tensor leaf(at::IntArrayRef sizes, bool requires_grad = true) { return torch::randn(sizes).set_requires_grad(requires_grad); }
 
+inline Tensors cloned(const Tensors& tensors) {
+  Tensors clones;
+  for (const at::Tensor& tensor : tensors) clones.push_back(tensor.clone());
+  return clones;
+}
+
 }  // namespace penstock::graph

@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <functional>
 #include <limits>
 #include <string>
@@ -19,7 +20,9 @@
 #include "penstock/graph/graph_file.h"
 #include "penstock/graph/rewrite.h"
 #include "penstock/models/transformer.h"
+#include "penstock/torch/mode.h"
 #include "tests/graph/call_trace.h"
+#include "tests/graph/random_program.h"
 #include "tests/has_text.h"
 #include "tests/models/small_model.h"
 #include "tests/throws.h"
@@ -432,6 +435,54 @@ TEST(DynamicDims, TrustedSizesAreNotChecked) {
   EXPECT_EQ(calls, before + 1) << "1 is never trusted";
 }
 
+// Programs that do other things at other sizes, too: right at all of them, whichever capture serves.
+TEST(DynamicDims, RandomProgramsAtAllSizes) {
+  const char* asked = std::getenv("PENSTOCK_RANDOM_PROGRAMS");
+  const unsigned programs = asked ? static_cast<unsigned>(std::stoul(asked)) : 150;
+  const std::vector<Sizes> all_sizes{{3, 4}, {2, 5}, {4, 4}, {1, 3}, {5, 1}, {6, 7}, {1, 1}, {3, 9}};
+  unsigned compared = 0, served = 0;
+  WarningCapture warnings;
+  for (unsigned seed = 0; seed < programs; ++seed) {
+    const Function function = over_tensors([&](const Tensors& in) { return random_program(seed, in); });
+    Compiled compiled(function, {.partitioner = seed % 2 ? Partitioner::MinCut : Partitioner::Default,
+                                 .dynamic = {.dims = {{0, 0, "B"}, {0, 1, "T"}, {1, 0, "B"}, {1, 1, "T"}, {2, 0, "T"}}}});
+    for (int round = 0; round < 2; ++round)
+      for (const Sizes& sizes : all_sizes) {
+        SCOPED_TRACE(testing::Message() << "program " << seed << ", sizes " << testing::PrintToString(sizes) << ", round " << round);
+        torch::manual_seed(seed);
+        const Tensors leaves{torch::randint(-4, 5, {sizes[0], sizes[1]}).to(at::kFloat).set_requires_grad(true),
+                             torch::randint(-4, 5, {sizes[0], sizes[1]}).to(at::kFloat).set_requires_grad(seed % 3 != 0),
+                             torch::randint(-4, 5, {sizes[1]}).to(at::kFloat).set_requires_grad(seed % 2 == 0)};
+        const Prepare prepare = [&](const Tensors& fresh) {
+          Tensors inputs = cloned(fresh);
+          if (seed % 4 == 2) inputs[1] = inputs[0];
+          return inputs;
+        };
+        Trace expected;
+        try {
+          expected = trace_of(function, leaves, prepare);
+        } catch (const c10::Error&) {
+          continue;  // not legal at these sizes
+        }
+        try {
+          const Trace actual = trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, prepare);
+          expect_same(actual.outputs, expected.outputs, "output");
+          expect_same(actual.inputs, expected.inputs, "input");
+          if (!expected.refused) expect_same(actual.gradients, expected.gradients, "gradient", Compare::Closely);
+          ++compared;
+        } catch (const NotImplemented&) {
+          // An admitted gap.
+        } catch (const std::exception& error) {
+          if (!expected.refused) ADD_FAILURE() << error.what();
+        }
+        if (testing::Test::HasFailure()) return;
+      }
+    for (std::size_t i = 0; i < compiled.captures(); ++i) served += static_cast<unsigned>(compiled.checked_sizes(i));
+  }
+  EXPECT_GE(compared, 5 * programs);
+  EXPECT_GE(served, 2 * programs) << "sizes that have no capture of their own";
+}
+
 // ---- what cannot be captured for all sizes ----
 
 Compiled refused_function(bool recapture) {
@@ -481,6 +532,37 @@ TEST(DynamicDims, FunctionsForOneSize) {
   const auto six = [](const Tensors& in) { return Tensors{in[0].view({2, 3}) * 2}; };
   Compiled compiled(over_tensors(six), {.recapture = false, .dynamic = over_batch});
   EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({torch::ones({6})}); }), "at B = 5 it throws: shape '[2, 3]' is invalid"));
+}
+
+TEST(DynamicDims, TensorsThatTheFunctionFinds) {
+  const at::Tensor table = torch::randn({50, 4}), whole = torch::randn({4});
+  const Tensorwise function = [&](const Tensors& in) {
+    return Tensors{in[0] + table.narrow(0, 0, in[0].size(1)) * whole, in[0].sum() / static_cast<double>(in[0].numel()), in[0].sum() / in[0].size(0)};
+  };
+  const Maker make = [](const Sizes& sizes) { return Tensors{leaf({sizes[0], sizes[1], 4})}; };
+  expect_one_capture(function, make, over_batch_and_length, {{4, 6}, {3, 7}, {2, 50}, {9, 2}}, as_they_are, Compare::Closely);
+  // Changed since: a capture sees it, as the function does.
+  Compiled compiled(over_tensors(function), {.dynamic = over_batch_and_length});
+  const Tensors inputs = make({3, 5});
+  compiled(values_of(inputs));
+  table.add_(1);
+  EXPECT_TRUE(torch::equal(compiled(values_of(inputs))[0].toTensor(), function(inputs)[0]));
+  // The table is at its end, and so is the graph.
+  EXPECT_ANY_THROW(compiled(values_of(make({3, 51}))));
+  EXPECT_EQ(compiled.captures(), 1u);
+  // Made anew in each call, by hand.
+  Compiled by_hand(over_tensors([](const Tensors& in) {
+                     const std::vector<float> numbers(static_cast<std::size_t>(in[0].size(0)), 2);
+                     const at::Tensor made = [&] {
+                       const NoModesGuard real;
+                       return torch::tensor(numbers);
+                     }();
+                     return Tensors{in[0] * made};
+                   }),
+                   {.dynamic = over_batch});
+  WarningCapture warnings;
+  for (const std::int64_t batch : {4, 7}) EXPECT_EQ(by_hand({torch::ones({batch})})[0].toTensor().sum().item<float>(), static_cast<float>(2 * batch));
+  EXPECT_TRUE(has_text(by_hand.dynamic_refused(), "the function makes tensors of its own, of 3 and 2 elements"));
 }
 
 TEST(DynamicDims, CodeThatDoesSomethingElseAtEachSize) {

@@ -88,7 +88,7 @@ void expect_one_capture(const Tensorwise& function, const Maker& make, const Dyn
 }
 
 constexpr std::int64_t kFirstTwoDims[] = {0, 1};
-const at::IntArrayRef kFirstTwo(kFirstTwoDims);
+const at::IntArrayRef kFirstTwo(kFirstTwoDims), kSecond(kFirstTwoDims + 1, 1);
 
 const std::vector<Sizes> kBatches{{4}, {2}, {3}, {5}, {8}, {17}, {32}};
 const std::vector<Sizes> kBatchesAndLengths{{4, 6}, {2, 3}, {3, 3}, {6, 4}, {5, 16}, {16, 5}, {7, 8}};
@@ -134,7 +134,7 @@ TEST(DynamicDims, MeansAndVariances) {
       [](const Tensors& in) {
         const at::Tensor& x = in[0];
         const auto elements = static_cast<double>(x.numel());
-        return Tensors{x.mean(), x.mean(1), x.mean(kFirstTwo), x.var(kFirstTwo), x.std(1), (x.matmul(in[1]).pow(2).sum() / elements), x.sum() * (0.37 / elements),
+        return Tensors{x.mean(), x.mean(1), x.mean(kFirstTwo), x.var(kFirstTwo, true), x.std(kSecond, true), (x.matmul(in[1]).pow(2).sum() / elements), x.sum() * (0.37 / elements),
                        torch::layer_norm(x, {8}), x.softmax(1).norm(), x.log_softmax(-1).logsumexp(1).mean()};
       },
       sequence(), over_batch_and_length, kBatchesAndLengths, as_they_are, Compare::Closely);
@@ -695,7 +695,7 @@ TEST(DynamicDims, GraphsAreWrittenWithSymbols) {
 TEST(DynamicDims, GraphsForGivenSizesAreWhatACaptureGives) {
   const std::vector<Tensorwise> functions{
       [](const Tensors& in) { return Tensors{in[0].matmul(in[1]).softmax(1).mean(), in[0].transpose(0, 1)}; },
-      [](const Tensors& in) { return Tensors{in[0].view({-1, 8}).mm(in[1]).view_as(in[0]).var(kFirstTwo), in[0].slice(1, 1).reshape({-1})}; }};
+      [](const Tensors& in) { return Tensors{in[0].view({-1, 8}).mm(in[1]).view_as(in[0]).var(kFirstTwo, true), in[0].slice(1, 1).reshape({-1})}; }};
   for (const Tensorwise& function : functions) {
     Compiled compiled(over_tensors(function), {.dynamic = over_batch_and_length});
     compiled(values_of(sequence()({4, 6})));

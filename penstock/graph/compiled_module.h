@@ -14,6 +14,7 @@
 // Arguments and results of forward may be tensors, numbers, texts, and std::tuple, std::vector and std::optional of these. An undefined
 // tensor is allowed. A capture holds for calls as said in compiled.h, and for the training flags of all submodules; other settings of a
 // module (the probability of a Dropout) must not change any more.
+// Dynamic dims are marked by the names of arguments: `compile(net, {.dynamic = {.dims = {{"args[0]", 0, "B"}}}})` (dynamic_dims.h).
 // Throws as Compiled does. Thread rule: as for the module, which must not be used while forward captures.
 #pragma once
 

@@ -8,8 +8,8 @@
 //   auto fast = compile(net, {.dynamic = {.dims = {{"args[0]", 0, "B"}}}});
 //
 // How it works. The function is captured, in shape, at several sizes of each symbol. All captures must have the same operators; a number in
-// which they differ (a size, a stride, an element of a list, a factor like 1/(B*T)) becomes an expression of the symbols. Then the function is
-// captured at the sizes of the call, and the graph is compared with that.
+// which they differ (a size, a stride, an element of a list, a factor like 1/(B*T)) becomes an expression of the symbols. Sizes at which the
+// function throws are left out. Then it is captured at the sizes of the call, and the graph is compared with that.
 //
 // Never a wrong result. A function may look at sizes and do something else for some of them, as LibTorch does for sizes 0 and 1. So the first time
 // sizes come up the graph is compared with a capture at just these sizes, which costs as much as capturing, once. Where they differ these
@@ -47,7 +47,7 @@ struct DynamicDim {
   InputRef input;
   std::int64_t dim = 0;              // negative: from the end
   std::string symbol = {};           // dims of one name have one size; empty: a symbol of its own, "s0", "s1", ...
-  // The sizes for which the graph is meant; others are captured by themselves. A function that splits a dim in halves needs multiple_of = 2.
+  // The sizes for which the graph is meant; others are captured by themselves, and the function is not tried at them.
   // Entries of one symbol are joined: the largest min, the least max, a common multiple.
   std::int64_t min = 0;
   std::int64_t max = std::numeric_limits<std::int64_t>::max();

@@ -9,6 +9,7 @@
 #include "penstock/graph/compiled.h"
 #include "penstock/graph/execute.h"
 #include "penstock/graph/input_plan.h"
+#include "penstock/graph/subclass_call.h"
 
 namespace penstock::graph {
 
@@ -60,6 +61,7 @@ class CapturedCall final : public torch::CustomClassHolder {
   Values make_outputs(const Values& inputs, const Values& inner, const std::vector<at::Tensor>& results) const;
 
   std::vector<char> primal_written_, primal_shares_changed_;  // for each primal: its data is written; one in the same memory is changed
+  c10::intrusive_ptr<SubclassCall> subclasses_;               // runs the graph where some tensor is a subclass; null: all are plain
   std::vector<Geometry> geometry_after_;                      // of the inputs that are written, in the order of the forward outputs
 };
 

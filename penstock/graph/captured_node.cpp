@@ -32,6 +32,14 @@ at::Tensor tangent(const at::Tensor& gradient, const Geometry& geometry) {
 
 }  // namespace
 
+void check_backward(bool deterministic_in_forward) {
+  if (c10::GradMode::is_enabled())
+    throw NotImplemented("graph: the backward of a captured function cannot be differentiated; call backward without create_graph, or the "
+                         "function itself");
+  if (at::globalContext().deterministicAlgorithms() && !deterministic_in_forward)
+    throw StateError("graph: deterministic algorithms are asked for in backward, but were not when forward ran; switch them on before both");
+}
+
 CapturedNode::CapturedNode(c10::intrusive_ptr<CapturedCall> call)
     : call_(std::move(call)), deterministic_(at::globalContext().deterministicAlgorithms()) {}
 
@@ -60,11 +68,7 @@ void CapturedNode::release_variables() {
 }
 
 variable_list CapturedNode::apply(variable_list&& gradients) {
-  if (c10::GradMode::is_enabled())
-    throw NotImplemented("graph: the backward of a captured function cannot be differentiated; call backward without create_graph, or the "
-                         "function itself");
-  if (at::globalContext().deterministicAlgorithms() && !deterministic_)
-    throw StateError("graph: deterministic algorithms are asked for in backward, but were not when forward ran; switch them on before both");
+  check_backward(deterministic_);
   std::vector<at::Tensor> inputs;
   {
     const std::lock_guard lock(mutex_);

@@ -43,7 +43,8 @@ bool is_true(const Operand& operand) {
 struct SideEffects {
   std::mutex mutex;
   std::set<std::string, std::less<>> names{"penstock::all_reduce", "penstock::all_gather_into_tensor", "penstock::reduce_scatter_tensor",
-                                           "penstock::all_to_all_single", "penstock::broadcast"};
+                                           "penstock::all_to_all_single", "penstock::broadcast", "penstock::all_gather_flat",
+                                           "penstock::reduce_scatter_flat"};
   static SideEffects& instance() {
     static SideEffects& effects = *new SideEffects;
     return effects;

@@ -1,0 +1,378 @@
+// Distributed tensors as inputs, results, parameters and gradients of captured functions, against the plain run, bit for bit, on worlds of threads.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "penstock/base/errors.h"
+#include "penstock/comm/recorder.h"
+#include "penstock/comm/world.h"
+#include "penstock/dtensor/dtensor.h"
+#include "penstock/dtensor/parallel_style.h"
+#include "penstock/graph/compiled_module.h"
+#include "tests/dtensor/small_transformer.h"
+#include "tests/graph/registered_wrappers.h"
+#include "tests/has_text.h"
+#include "tests/throws.h"
+
+namespace penstock::graph {
+namespace {
+
+using namespace std::chrono_literals;
+namespace nn = torch::nn;
+using test::has_text;
+using test::message_of;
+using test::same_tensor;
+
+void on_ranks(int size, const std::function<void(const comm::MeshGroups&)>& body) {
+  comm::run_ranks(size, 120s, [&](comm::World& world) { body({world, init_device_mesh("cpu", {size}, {"tp"}, Rank{world.rank()}, size)}); });
+}
+
+at::Tensor numbers(at::IntArrayRef sizes, int seed) {
+  at::Generator generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(seed));
+  return at::randn(sizes, generator);
+}
+
+// Equal on every rank, or terms of a sum that differ.
+at::Tensor placed(const at::Tensor& whole, const comm::MeshGroups& mesh, const Placement& placement, bool requires_grad = true) {
+  at::Tensor result;
+  if (placement.is_partial())
+    result = from_local(whole * (1.0 + mesh.coordinate()[0]), mesh, {placement}).detach();
+  else
+    result = distribute_tensor(whole, mesh, {placement}, {.source_axis_rank = std::nullopt});
+  return result.set_requires_grad(requires_grad);
+}
+
+std::size_t count_of(const Graph& graph, const std::string& name) {
+  return static_cast<std::size_t>(
+      std::count_if(graph.nodes.begin(), graph.nodes.end(), [&](const Node& node) { return node.op.operator_name().name == name; }));
+}
+
+std::size_t collectives_in(const Graph& graph) {
+  std::size_t count = 0;
+  for (const char* name : {"penstock::all_reduce", "penstock::all_gather_into_tensor", "penstock::reduce_scatter_tensor", "penstock::all_to_all_single",
+                           "penstock::all_gather_flat", "penstock::reduce_scatter_flat"})
+    count += count_of(graph, name);
+  return count;
+}
+
+// Runs the function and its capture on equal inputs, three times with other values, and compares results, gradients and what was written.
+void check(const comm::MeshGroups& mesh, const std::string& where, const Function& function, const std::function<std::vector<at::Tensor>(int)>& make_inputs) {
+  const std::string who = where + ", rank " + std::to_string(mesh.coordinate()[0]);
+  Compiled compiled(function);
+  for (int step = 0; step < 3; ++step) {
+    const std::vector<at::Tensor> eager = make_inputs(step), captured = make_inputs(step);
+    const Values expected = function(Values(eager.begin(), eager.end())), actual = compiled(Values(captured.begin(), captured.end()));
+    ASSERT_EQ(actual.size(), expected.size());
+    std::vector<at::Tensor> roots, seeds, plain_roots, plain_seeds;
+    for (std::size_t i = 0; i < actual.size(); ++i) {
+      const at::Tensor one = actual[i].toTensor(), other = expected[i].toTensor();
+      EXPECT_TRUE(same_tensor(one.detach(), other.detach())) << who << ", result " << i;
+      EXPECT_EQ(one.requires_grad(), other.requires_grad()) << who << ", result " << i;
+      if (!other.requires_grad()) continue;
+      roots.push_back(one);
+      seeds.push_back(at::ones_like(one.detach()));
+      plain_roots.push_back(other);
+      plain_seeds.push_back(at::ones_like(other.detach()));
+    }
+    if (!roots.empty()) {
+      torch::autograd::backward(roots, seeds);
+      torch::autograd::backward(plain_roots, plain_seeds);
+    }
+    for (std::size_t i = 0; i < eager.size(); ++i) {
+      EXPECT_TRUE(same_tensor(captured[i].detach(), eager[i].detach())) << who << ", input " << i;
+      EXPECT_TRUE(same_tensor(captured[i].grad(), eager[i].grad())) << who << ", gradient of input " << i;
+    }
+  }
+  EXPECT_EQ(compiled.captures(), 1u) << who;
+}
+
+TEST(DTensorCapture, PlacementsThroughOperators) {
+  for (const int ranks : {2, 3}) on_ranks(ranks, [&](const comm::MeshGroups& mesh) {
+    const std::vector<std::pair<std::string, Placement>> layouts{{"R", Replicate{}}, {"S0", Shard{0}}, {"S1", Shard{1}}, {"P", Partial{}}};
+    const Function matmul = [](const Values& in) -> Values { return {in[0].toTensor().matmul(in[1].toTensor())}; };
+    const Function softmax = [](const Values& in) -> Values { return {at::softmax(in[0].toTensor() * in[1].toTensor(), 1)}; };
+    const Function norm = [](const Values& in) -> Values {
+      const at::Tensor x = in[0].toTensor();
+      return {at::layer_norm(x + in[1].toTensor(), {x.size(1)})};
+    };
+    const Function loss = [](const Values& in) -> Values { return {redistribute((in[0].toTensor() - in[1].toTensor()).pow(2).mean(), {Replicate{}})}; };
+    for (const auto& [name_x, x] : layouts)
+      for (const auto& [name_y, y] : layouts) {
+        // Sizes that two ranks split evenly and three do not.
+        const auto square = [&, x = x, y = y](int step) {
+          return std::vector<at::Tensor>{placed(numbers({4, 4}, step), mesh, x), placed(numbers({4, 4}, step + 9), mesh, y)};
+        };
+        const std::string where = name_x + " with " + name_y;
+        check(mesh, "matmul of " + where, matmul, square);
+        check(mesh, "softmax of " + where, softmax, square);
+        check(mesh, "layer norm of " + where, norm, square);
+        check(mesh, "loss of " + where, loss, square);
+      }
+  });
+}
+
+// Every way from one placement to another, as operators of the graph.
+TEST(DTensorCapture, Redistributions) {
+  for (const int ranks : {2, 3}) on_ranks(ranks, [&](const comm::MeshGroups& mesh) {
+    const std::vector<Placement> layouts{Replicate{}, Shard{0}, Shard{1}, Partial{}};
+    for (const Placement& from : layouts)
+      for (const Placement& to : layouts) {
+        if (to.is_partial()) continue;
+        check(mesh, to_string(Placements{from}) + " to " + to_string(Placements{to}),
+              [&](const Values& in) -> Values { return {redistribute(in[0].toTensor() * 2, {to}) * 3, full_tensor(in[0].toTensor()).sin()}; },
+              [&](int step) { return std::vector<at::Tensor>{placed(numbers({4, 5}, step), mesh, from)}; });
+      }
+  });
+}
+
+// Plain in and distributed inside, and the other way round.
+TEST(DTensorCapture, BordersInsideOfTheFunction) {
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    check(mesh, "from_local", [&](const Values& in) -> Values { return {from_local(in[0].toTensor(), mesh, {Shard{0}}).sin()}; },
+          [&](int step) { return std::vector<at::Tensor>{numbers({2, 3}, step).requires_grad_()}; });
+    check(mesh, "to_local", [&](const Values& in) -> Values { return {to_local(in[0].toTensor()).sin(), to_local(in[0].toTensor())}; },
+          [&](int step) { return std::vector<at::Tensor>{placed(numbers({4, 3}, step), mesh, Shard{0})}; });
+    check(mesh, "no gradients", [&](const Values& in) -> Values { return {to_local(in[0].toTensor()), from_local(in[1].toTensor(), mesh, {Replicate{}})}; },
+          [&](int step) { return std::vector<at::Tensor>{placed(numbers({4, 3}, step), mesh, Shard{0}, false), numbers({2, 3}, step)}; });
+  });
+}
+
+TEST(DTensorCapture, TheGraphHoldsPlainTensorsAndCollectives) {
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    Compiled compiled([](const Values& in) -> Values { return {redistribute(in[0].toTensor().matmul(in[1].toTensor()), {Replicate{}}).relu()}; });
+    const at::Tensor x = placed(numbers({4, 6}, 1), mesh, Shard{1}), w = placed(numbers({6, 2}, 2), mesh, Shard{0});
+    const at::Tensor y = compiled({x, w})[0].toTensor();
+    y.sum().backward();
+    const JointGraph& joint = compiled.joint(0);
+    EXPECT_EQ(count_of(compiled.partition(0).forward, "penstock::all_reduce"), 1u);
+    EXPECT_EQ(collectives_in(compiled.partition(0).backward), 0u);
+    EXPECT_EQ(joint.graph.inputs[0].name, "primals_1.local");
+    EXPECT_EQ(joint.graph[joint.graph.inputs[0].value].geometry.sizes, (c10::SmallVector<std::int64_t, 5>{4, 3}));
+    const SubclassMeta& input = joint.subclasses->inputs[0].subclass();
+    EXPECT_EQ(input.to_text(), "DTensor [S(1)]");
+    EXPECT_EQ(input.outer.sizes, (c10::SmallVector<std::int64_t, 5>{4, 6}));
+    EXPECT_EQ(joint.subclasses->input_gradients[1].subclass().to_text(), "DTensor [S(0)]");
+    // No rank sends anything to capture, and a replay sends what the plain run does.
+    EXPECT_TRUE(is_dtensor(w.grad()));
+    EXPECT_EQ(placements_of(w.grad()), (Placements{Shard{0}}));
+  });
+}
+
+struct MlpImpl : nn::Module {
+  explicit MlpImpl(std::int64_t width = 8) {
+    up = register_module("up", nn::Linear(width, 2 * width));
+    down = register_module("down", nn::Linear(2 * width, width));
+    steps = register_buffer("steps", at::zeros({width}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    steps.add_(1);
+    return down(at::gelu(up(x)));
+  }
+  nn::Linear up{nullptr}, down{nullptr};
+  at::Tensor steps;
+};
+TORCH_MODULE(Mlp);
+
+struct MlpPair {
+  Mlp eager, captured;
+};
+
+std::vector<MlpPair> make_pairs(int ranks) {
+  std::vector<MlpPair> pairs;
+  for (int rank = 0; rank < ranks; ++rank) {
+    torch::manual_seed(11);
+    Mlp eager;
+    torch::manual_seed(11);
+    pairs.push_back({eager, Mlp()});
+  }
+  return pairs;
+}
+
+// Distributed or plain inputs, a plain or a distributed loss; AdamW, which keeps state like the parameters.
+void train_mlp(int ranks, bool distributed_input, const ColwiseOptions& colwise, const RowwiseOptions& rowwise) {
+  std::vector<MlpPair> pairs = make_pairs(ranks);
+  on_ranks(ranks, [&](const comm::MeshGroups& mesh) {
+    MlpPair& pair = pairs[static_cast<std::size_t>(mesh.coordinate()[0])];
+    for (const Mlp& model : {pair.eager, pair.captured}) {
+      parallelize_module(*model, mesh, {{"up", colwise_parallel(colwise)}, {"down", rowwise_parallel(rowwise)}});
+    }
+    auto fast = compile(pair.captured);
+    torch::optim::AdamW one(pair.eager->parameters(), torch::optim::AdamWOptions(1e-2)), other(fast->parameters(), torch::optim::AdamWOptions(1e-2));
+    const std::string who = "rank " + std::to_string(mesh.coordinate()[0]);
+    for (int step = 0; step < 4; ++step) {
+      const at::Tensor whole = numbers({4, 8}, step), target = numbers({4, 8}, step + 50);
+      at::Tensor x = distributed_input ? placed(whole, mesh, Replicate{}, false) : whole, t = distributed_input ? placed(target, mesh, Replicate{}, false) : target;
+      one.zero_grad();
+      other.zero_grad();
+      const at::Tensor expected = nn::functional::mse_loss(pair.eager->forward(x), t), actual = nn::functional::mse_loss(fast->forward(x), t);
+      EXPECT_TRUE(same_tensor(actual.detach(), expected.detach())) << who;
+      expected.backward();
+      actual.backward();
+      for (const auto& item : pair.eager->named_parameters()) {
+        const at::Tensor gradient = pair.captured->named_parameters()[item.key()].grad();
+        EXPECT_TRUE(same_tensor(gradient, item.value().grad())) << who << ", gradient of " << item.key();
+        EXPECT_EQ(placements_of(gradient), placements_of(item.value())) << who << ", " << item.key();
+      }
+      one.step();
+      other.step();
+    }
+    for (const auto& item : pair.eager->named_parameters())
+      EXPECT_TRUE(same_tensor(pair.captured->named_parameters()[item.key()].detach(), item.value().detach())) << who << ", " << item.key();
+    EXPECT_TRUE(same_tensor(pair.captured->steps, pair.eager->steps)) << who;
+    EXPECT_EQ(fast->compiled(0).captures(), 1u) << who;
+    EXPECT_GE(collectives_in(fast->compiled(0).joint(0).graph), 1u) << who;
+    EXPECT_EQ(fast->compiled(0).joint(0).graph.inputs[0].name, "up.weight.local");
+  });
+}
+
+TEST(DTensorCapture, MlpTwoRanks) { train_mlp(2, true, {}, {}); }
+TEST(DTensorCapture, MlpFourRanks) { train_mlp(4, true, {}, {}); }
+TEST(DTensorCapture, MlpWithPlainInputs) { train_mlp(2, false, {}, {}); }
+TEST(DTensorCapture, MlpUneven) { train_mlp(3, true, {}, {}); }
+
+// Embedding, attention, layer norm and a loss over split classes.
+void train_transformer(int ranks, const test::Plan& plan) {
+  std::vector<std::pair<test::Model, test::Model>> models;
+  for (int rank = 0; rank < ranks; ++rank) models.emplace_back(test::make_model(), test::make_model());
+  on_ranks(ranks, [&](const comm::MeshGroups& mesh) {
+    auto& [eager, captured] = models[static_cast<std::size_t>(mesh.coordinate()[0])];
+    for (const test::Model& model : {eager, captured}) {
+      parallelize_module(*model, mesh, plan, {.axis = "tp"});
+      distribute_module(*model, mesh);
+    }
+    auto fast = compile(captured);
+    torch::optim::AdamW one(eager->parameters(), torch::optim::AdamWOptions(1e-2)), other(fast->parameters(), torch::optim::AdamWOptions(1e-2));
+    const std::string who = "rank " + std::to_string(mesh.coordinate()[0]);
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor tokens = test::tokens_of(step);
+      const auto place = [&](const at::Tensor& tensor) { return distribute_tensor(tensor, mesh, {Replicate{}}); };
+      const at::Tensor inputs = place(tokens), targets = place(tokens.roll(1, 1).contiguous());
+      const auto loss_of = [&](const at::Tensor& logits) {
+        return nn::functional::cross_entropy(logits.reshape({test::kBatch * test::kTokens, test::kVocabulary}), targets.reshape({test::kBatch * test::kTokens}));
+      };
+      one.zero_grad();
+      other.zero_grad();
+      const at::Tensor expected = loss_of(eager->forward(inputs)), actual = loss_of(fast->forward(inputs));
+      EXPECT_TRUE(same_tensor(actual.detach(), expected.detach())) << who << ", step " << step;
+      expected.backward();
+      actual.backward();
+      one.step();
+      other.step();
+    }
+    for (const auto& item : eager->named_parameters())
+      EXPECT_TRUE(same_tensor(captured->named_parameters()[item.key()].detach(), item.value().detach())) << who << ", " << item.key();
+    EXPECT_EQ(fast->compiled(0).captures(), 1u) << who;
+  });
+}
+
+TEST(DTensorCapture, TransformerTwoRanks) { train_transformer(2, test::tensor_plan()); }
+TEST(DTensorCapture, TransformerFourRanks) { train_transformer(4, test::tensor_plan()); }
+TEST(DTensorCapture, TransformerWithSequenceParallel) { train_transformer(2, test::sequence_plan()); }
+
+TEST(DTensorCapture, GradientsInOtherPlacementsAreBroughtOver) {
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    Compiled compiled([](const Values& in) -> Values { return {in[0].toTensor().sin()}; });
+    const at::Tensor whole = numbers({4, 4}, 1), seed = numbers({4, 4}, 2);
+    for (const Placement& given : std::vector<Placement>{Shard{0}, Shard{1}, Replicate{}}) {
+      const at::Tensor x = placed(whole, mesh, Shard{0});
+      const at::Tensor y = compiled({x})[0].toTensor();
+      y.backward(placed(seed, mesh, given, false));
+      EXPECT_EQ(placements_of(x.grad()), (Placements{Shard{0}}));
+      EXPECT_TRUE(at::equal(full_tensor(x.grad()), seed * whole.cos())) << to_string(Placements{given});
+    }
+    EXPECT_EQ(compiled.captures(), 1u);
+    // Terms of a sum: added up first.
+    const at::Tensor x = placed(whole, mesh, Shard{0});
+    compiled({x})[0].toTensor().backward(placed(seed, mesh, Partial{}, false));
+    EXPECT_TRUE(at::allclose(full_tensor(x.grad()), (seed * 3) * whole.cos()));
+    // A result that is a sum of terms expects a whole gradient.
+    Compiled partial([](const Values& in) -> Values { return {in[0].toTensor().matmul(in[1].toTensor())}; });
+    const at::Tensor a = placed(whole, mesh, Shard{1}), b = placed(whole, mesh, Shard{0});
+    const at::Tensor terms = partial({a, b})[0].toTensor();
+    EXPECT_TRUE(placements_of(terms)[0].is_partial());
+    EXPECT_EQ(partial.joint(0).subclasses->tangents[0].subclass().to_text(), "DTensor [R]");
+  });
+}
+
+TEST(DTensorCapture, GradientsOfAnotherKindOrMeshAreErrors) {
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    Compiled compiled([](const Values& in) -> Values { return {in[0].toTensor().sin()}; });
+    const at::Tensor x = placed(numbers({4, 4}, 1), mesh, Shard{0});
+    const at::Tensor y = compiled({x})[0].toTensor();
+    const std::string message = message_of<TypeError>([&] { y.backward(at::ones({4, 4})); });
+    EXPECT_TRUE(has_text(message, "the gradient of result 0"));
+    EXPECT_TRUE(has_text(message, "DTensor [S(0)]"));
+    EXPECT_TRUE(has_text(message, "a plain tensor"));
+  });
+}
+
+TEST(DTensorCapture, TheGuardKnowsPlacements) {
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    const Function function = [](const Values& in) -> Values { return {in[0].toTensor() * 2}; };
+    const at::Tensor whole = numbers({4, 4}, 1);
+    Compiled compiled(function);
+    for (int round = 0; round < 2; ++round)
+      for (const Placement& placement : std::vector<Placement>{Shard{0}, Shard{1}, Replicate{}, Partial{}})
+        EXPECT_EQ(placements_of(compiled({placed(whole, mesh, placement, false)})[0].toTensor()), (Placements{placement}));
+    EXPECT_EQ(compiled.captures(), 4u);
+    Compiled strict(function, {.recapture = false});
+    strict({placed(whole, mesh, Shard{0}, false)});
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({placed(whole, mesh, Shard{1}, false)}); }), "input 0 is DTensor [S(1)], in the capture DTensor [S(0)]"));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({whole}); }), "input 0 is a plain tensor, in the capture DTensor [S(0)]"));
+  });
+}
+
+TEST(DTensorCapture, WritesReachTheLocalParts) {
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    const Function function = [](const Values& in) -> Values {
+      const at::Tensor x = in[0].toTensor(), y = in[1].toTensor();
+      x.add_(1).mul_(y);
+      return {x.sum(), x};
+    };
+    check(mesh, "without gradients", function, [&](int step) {
+      return std::vector<at::Tensor>{placed(numbers({4, 3}, step), mesh, Shard{0}, false), placed(numbers({4, 3}, step + 7), mesh, Shard{0}, false)};
+    });
+    Compiled compiled(function);
+    const at::Tensor x = placed(numbers({4, 3}, 1), mesh, Shard{0}), y = placed(numbers({4, 3}, 2), mesh, Shard{0});
+    const at::Tensor x2 = placed(numbers({4, 3}, 1), mesh, Shard{0}), y2 = placed(numbers({4, 3}, 2), mesh, Shard{0});
+    const at::Tensor written = x * 1, written2 = x2 * 1;
+    const Values actual = compiled({written, y}), expected = function({written2, y2});
+    EXPECT_TRUE(actual[1].toTensor().is_same(written));
+    EXPECT_TRUE(same_tensor(written.detach(), written2.detach()));
+    (actual[0].toTensor() + written.sin().sum()).backward();
+    (expected[0].toTensor() + written2.sin().sum()).backward();
+    EXPECT_TRUE(same_tensor(x.grad(), x2.grad()));
+    EXPECT_TRUE(same_tensor(y.grad(), y2.grad()));
+    const std::string message = message_of<NotImplemented>([&] { Compiled([](const Values& in) -> Values { return {in[0].toTensor().t_() + 1}; })({x.detach()}); });
+    EXPECT_TRUE(has_text(message, "input 0, DTensor"));
+  });
+}
+
+// A distributed tensor of subclasses: two kinds, one in the other.
+TEST(DTensorCapture, LocalPartsThatAreSubclasses) {
+  test::register_sample_kinds();
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    const auto make = [&](int step) {
+      const at::Tensor local = numbers({2, 3}, step + 20 * static_cast<int>(mesh.coordinate()[0]));
+      return std::vector<at::Tensor>{from_local(sample::Boxed::make(local), mesh, {Shard{0}}).detach().set_requires_grad(true)};
+    };
+    check(mesh, "DTensor of Boxed", [](const Values& in) -> Values { return {redistribute(in[0].toTensor().sin(), {Replicate{}}) * 2}; }, make);
+  });
+}
+
+TEST(DTensorCapture, RandomOperatorsAreRefused) {
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    Compiled compiled([](const Values& in) -> Values { return {at::dropout(in[0].toTensor(), 0.5, true)}; });
+    EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled({placed(numbers({4, 4}, 1), mesh, Shard{0})}); }), "random operators on distributed tensors"));
+    Compiled distributes([&](const Values& in) -> Values { return {distribute_tensor(in[0].toTensor(), mesh, {Shard{0}})}; });
+    EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { distributes({numbers({4, 4}, 1)}); }), "source_axis_rank"));
+  });
+}
+
+}  // namespace
+}  // namespace penstock::graph

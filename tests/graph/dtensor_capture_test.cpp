@@ -198,7 +198,7 @@ void train_mlp(int ranks, bool distributed_input, const ColwiseOptions& colwise,
   std::vector<MlpPair> pairs = make_pairs(ranks);
   on_ranks(ranks, [&](const comm::MeshGroups& mesh) {
     MlpPair& pair = pairs[static_cast<std::size_t>(mesh.coordinate()[0])];
-    for (const Mlp& model : {pair.eager, pair.captured}) {
+    for (Mlp model : {pair.eager, pair.captured}) {
       parallelize_module(*model, mesh, {{"up", colwise_parallel(colwise)}, {"down", rowwise_parallel(rowwise)}});
     }
     auto fast = compile(pair.captured);
@@ -241,7 +241,7 @@ void train_transformer(int ranks, const test::Plan& plan) {
   for (int rank = 0; rank < ranks; ++rank) models.emplace_back(test::make_model(), test::make_model());
   on_ranks(ranks, [&](const comm::MeshGroups& mesh) {
     auto& [eager, captured] = models[static_cast<std::size_t>(mesh.coordinate()[0])];
-    for (const test::Model& model : {eager, captured}) {
+    for (test::Model model : {eager, captured}) {
       parallelize_module(*model, mesh, plan, {.axis = "tp"});
       distribute_module(*model, mesh);
     }

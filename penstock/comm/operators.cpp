@@ -44,7 +44,8 @@ class Unfinished {
 };
 
 Unfinished& unfinished() {
-  static Unfinished instance;
+  // Never freed: a work that nobody waits for says so in the log, which may be gone when static objects end.
+  static Unfinished& instance = *new Unfinished;
   return instance;
 }
 

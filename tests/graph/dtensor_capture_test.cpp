@@ -157,7 +157,6 @@ TEST(DTensorCapture, TheGraphHoldsPlainTensorsAndCollectives) {
     EXPECT_EQ(input.to_text(), "DTensor [S(1)]");
     EXPECT_EQ(input.outer.sizes, (c10::SmallVector<std::int64_t, 5>{4, 6}));
     EXPECT_EQ(joint.subclasses->input_gradients[1].subclass().to_text(), "DTensor [S(0)]");
-    // No rank sends anything to capture, and a replay sends what the plain run does.
     EXPECT_TRUE(is_dtensor(w.grad()));
     EXPECT_EQ(placements_of(w.grad()), (Placements{Shard{0}}));
   });
@@ -274,6 +273,67 @@ TEST(DTensorCapture, TransformerTwoRanks) { train_transformer(2, test::tensor_pl
 TEST(DTensorCapture, TransformerFourRanks) { train_transformer(4, test::tensor_plan()); }
 TEST(DTensorCapture, TransformerWithSequenceParallel) { train_transformer(2, test::sequence_plan()); }
 
+// On two axes of a mesh: rows of the batch over one, the model over the other.
+TEST(DTensorCapture, TransformerOnTwoAxes) {
+  std::vector<std::pair<test::Model, test::Model>> models;
+  for (int rank = 0; rank < 4; ++rank) models.emplace_back(test::make_model(), test::make_model());
+  comm::run_ranks(4, 120s, [&](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, 4));
+    auto& [eager, captured] = models[static_cast<std::size_t>(world.rank())];
+    for (test::Model model : {eager, captured}) {
+      parallelize_module(*model, mesh, test::tensor_plan(), {.axis = "tp"});
+      distribute_module(*model, mesh);
+    }
+    auto fast = compile(captured, {.partitioner = Partitioner::MinCut});
+    const at::Tensor tokens = distribute_tensor(test::tokens_of(0), mesh, {Shard{0}, Replicate{}});
+    const at::Tensor expected = eager->forward(tokens), actual = fast->forward(tokens);
+    EXPECT_TRUE(same_tensor(actual.detach(), expected.detach()));
+    expected.pow(2).mean().backward();
+    actual.pow(2).mean().backward();
+    for (const auto& item : eager->named_parameters())
+      EXPECT_TRUE(same_tensor(captured->named_parameters()[item.key()].grad(), item.value().grad())) << "rank " << world.rank() << ", " << item.key();
+  });
+}
+
+// Nothing is sent to capture, and a replay sends what the plain run sends, by kind and bytes.
+TEST(DTensorCapture, ReplaysSendWhatThePlainRunSends) {
+  std::vector<MlpPair> pairs = make_pairs(2);
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    MlpPair& pair = pairs[static_cast<std::size_t>(mesh.coordinate()[0])];
+    for (Mlp model : {pair.eager, pair.captured})
+      parallelize_module(*model, mesh, {{"up", colwise_parallel({.input = Shard{0}})}, {"down", rowwise_parallel({.output = Shard{0}})}});
+    auto fast = compile(pair.captured);
+    const at::Tensor x = placed(numbers({4, 8}, 1), mesh, Shard{0});
+    comm::Recorder& recorder = comm::Recorder::global();
+    const auto meet = [&] { mesh.group(0).barrier().wait(); };
+    const auto totals_of = [&](const std::function<void()>& body) {
+      meet();
+      meet();
+      if (mesh.coordinate()[0] == 0) recorder.reset_totals();
+      meet();
+      body();
+      meet();
+      auto totals = recorder.totals();
+      meet();
+      totals.erase("barrier");
+      return totals;
+    };
+    // The gradient lies as the result: that is what backward is captured for.
+    const at::Tensor seed = placed(numbers({4, 8}, 2), mesh, Shard{0}, false);
+    const auto expected = totals_of([&] { pair.eager->forward(x).backward(seed); });
+    EXPECT_GE(expected.size(), 2u);
+    for (int call = 0; call < 2; ++call) {
+      const auto actual = totals_of([&] { fast->forward(x).backward(seed); });
+      ASSERT_EQ(actual.size(), expected.size()) << "call " << call;
+      for (const auto& [name, totals] : expected) {
+        ASSERT_TRUE(actual.contains(name)) << name;
+        EXPECT_EQ(actual.at(name).operations, totals.operations) << name << ", call " << call;
+        EXPECT_EQ(actual.at(name).bytes, totals.bytes) << name << ", call " << call;
+      }
+    }
+  });
+}
+
 TEST(DTensorCapture, GradientsInOtherPlacementsAreBroughtOver) {
   on_ranks(2, [&](const comm::MeshGroups& mesh) {
     Compiled compiled([](const Values& in) -> Values { return {in[0].toTensor().sin()}; });
@@ -308,6 +368,11 @@ TEST(DTensorCapture, GradientsOfAnotherKindOrMeshAreErrors) {
     EXPECT_TRUE(has_text(message, "the gradient of result 0"));
     EXPECT_TRUE(has_text(message, "DTensor [S(0)]"));
     EXPECT_TRUE(has_text(message, "a plain tensor"));
+    const comm::MeshGroups other = mesh.with_mesh(init_device_mesh("cpu", {2}, {"other"}, mesh.mesh().this_rank(), 2));
+    EXPECT_TRUE(has_text(message_of<TypeError>([&] { y.backward(placed(at::ones({4, 4}), other, Shard{0}, false)); }), "the gradient of result 0"));
+    // A gradient that was refused leaves the graph as it was.
+    y.backward(placed(at::ones({4, 4}), mesh, Shard{0}, false));
+    EXPECT_TRUE(same_tensor(x.grad(), x.detach().cos()));
   });
 }
 

@@ -96,7 +96,7 @@ bool CallGuard::holds(const Values& inputs) const {
     if (!has_geometry(tensor, *expected.tensor) || tensor.requires_grad() != expected.requires_grad || tensor.is_leaf() != expected.is_leaf)
       return false;
     if (const void* storage = storage_behind(tensor)) storages.push_back(storage);
-    if (is_wrapper(tensor) || expected.subclass) [[unlikely]] {
+    if (tensor.key_set().has(c10::DispatchKey::Python) || expected.subclass) [[unlikely]] {  // carries something, or should
       if (is_subclass(tensor) != expected.subclass.has_value()) return false;
       if (!expected.subclass) continue;
       if (!expected.subclass->matches(tensor)) return false;

@@ -199,6 +199,7 @@ void train_mlp(int ranks, bool distributed_input, const ColwiseOptions& colwise,
     MlpPair& pair = pairs[static_cast<std::size_t>(mesh.coordinate()[0])];
     for (Mlp model : {pair.eager, pair.captured}) {
       parallelize_module(*model, mesh, {{"up", colwise_parallel(colwise)}, {"down", rowwise_parallel(rowwise)}});
+      if (distributed_input) distribute_module(*model, mesh);  // the buffer, too
     }
     auto fast = compile(pair.captured);
     torch::optim::AdamW one(pair.eager->parameters(), torch::optim::AdamWOptions(1e-2)), other(fast->parameters(), torch::optim::AdamWOptions(1e-2));
@@ -223,6 +224,8 @@ void train_mlp(int ranks, bool distributed_input, const ColwiseOptions& colwise,
     for (const auto& item : pair.eager->named_parameters())
       EXPECT_TRUE(same_tensor(pair.captured->named_parameters()[item.key()].detach(), item.value().detach())) << who << ", " << item.key();
     EXPECT_TRUE(same_tensor(pair.captured->steps, pair.eager->steps)) << who;
+    EXPECT_EQ(is_dtensor(pair.captured->steps), distributed_input);
+    EXPECT_EQ(plain_parts(pair.captured->steps)[0][0].item<float>(), 4) << who;
     EXPECT_EQ(fast->compiled(0).captures(), 1u) << who;
     EXPECT_GE(collectives_in(fast->compiled(0).joint(0).graph), 1u) << who;
     EXPECT_EQ(fast->compiled(0).joint(0).graph.inputs[0].name, "up.weight.local");
@@ -233,6 +236,7 @@ TEST(DTensorCapture, MlpTwoRanks) { train_mlp(2, true, {}, {}); }
 TEST(DTensorCapture, MlpFourRanks) { train_mlp(4, true, {}, {}); }
 TEST(DTensorCapture, MlpWithPlainInputs) { train_mlp(2, false, {}, {}); }
 TEST(DTensorCapture, MlpUneven) { train_mlp(3, true, {}, {}); }
+TEST(DTensorCapture, MlpWithSplitRows) { train_mlp(4, true, {.input = Shard{0}, .desired_input = Replicate{}}, {.output = Shard{0}}); }
 
 // Embedding, attention, layer norm and a loss over split classes.
 void train_transformer(int ranks, const test::Plan& plan) {
@@ -389,6 +393,8 @@ TEST(DTensorCapture, TheGuardKnowsPlacements) {
     strict({placed(whole, mesh, Shard{0}, false)});
     EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({placed(whole, mesh, Shard{1}, false)}); }), "input 0 is DTensor [S(1)], in the capture DTensor [S(0)]"));
     EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({whole}); }), "input 0 is a plain tensor, in the capture DTensor [S(0)]"));
+    const comm::MeshGroups other = mesh.with_mesh(init_device_mesh("cpu", {2}, {"other"}, mesh.mesh().this_rank(), 2));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({placed(whole, other, Shard{0}, false)}); }), "input 0 is DTensor [S(0)] of another mesh"));
   });
 }
 
@@ -415,6 +421,43 @@ TEST(DTensorCapture, WritesReachTheLocalParts) {
     EXPECT_TRUE(same_tensor(y.grad(), y2.grad()));
     const std::string message = message_of<NotImplemented>([&] { Compiled([](const Values& in) -> Values { return {in[0].toTensor().t_() + 1}; })({x.detach()}); });
     EXPECT_TRUE(has_text(message, "input 0, DTensor"));
+  });
+}
+
+// Parameters that the function does not use, results of one capture as inputs of another, modes without gradients, backward again.
+TEST(DTensorCapture, GradientsAndModes) {
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    const Function first = [](const Values& in) -> Values { return {in[0].toTensor().sin() + in[1].toTensor()}; };
+    const Function second = [](const Values& in) -> Values { return {(in[0].toTensor() * 2).exp()}; };
+    Compiled one(first), two(second);
+    const auto make = [&] {
+      return std::vector<at::Tensor>{placed(numbers({4, 3}, 1), mesh, Shard{0}), placed(numbers({4, 3}, 2), mesh, Shard{0}), placed(numbers({4, 3}, 3), mesh, Shard{0})};
+    };
+    const std::vector<at::Tensor> a = make(), b = make();
+    const at::Tensor seed = placed(numbers({4, 3}, 4), mesh, Shard{0}, false);
+    const at::Tensor actual = two({one({a[0], a[1], a[2]})[0]})[0].toTensor(), expected = second({first({b[0], b[1], b[2]})[0]})[0].toTensor();
+    for (int time = 0; time < 2; ++time) {
+      actual.backward(seed, /*retain_graph=*/time == 0);
+      expected.backward(seed, /*retain_graph=*/time == 0);
+    }
+    for (std::size_t i = 0; i < 3; ++i) EXPECT_TRUE(same_tensor(a[i].grad(), b[i].grad())) << i;
+    EXPECT_FALSE(a[2].grad().defined());
+    EXPECT_THROW(actual.backward(seed), c10::Error);
+    EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { one({a[0], a[1], a[2]})[0].toTensor().backward(seed, false, /*create_graph=*/true); }), "cannot be differentiated"));
+    // A result that is saved for backward and written before it.
+    const at::Tensor written = two({a[0]})[0].toTensor();
+    written.add_(1);
+    EXPECT_TRUE(has_text(message_of<c10::Error>([&] { written.backward(seed); }), "modified by an inplace operation"));
+    {
+      const at::NoGradGuard no_grad;
+      EXPECT_TRUE(same_tensor(two({a[0]})[0].toTensor(), second({a[0]})[0].toTensor()));
+    }
+    {
+      const c10::InferenceMode inference;
+      const at::Tensor x = placed(numbers({4, 3}, 5), mesh, Shard{0}, false);
+      EXPECT_TRUE(same_tensor(two({x})[0].toTensor(), second({x})[0].toTensor()));
+    }
+    EXPECT_EQ(two.captures(), 4u);
   });
 }
 

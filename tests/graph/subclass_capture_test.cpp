@@ -10,6 +10,7 @@
 #include "penstock/base/errors.h"
 #include "penstock/graph/compiled_module.h"
 #include "penstock/graph/graph_file.h"
+#include "penstock/graph/graph_report.h"
 #include "tests/graph/registered_wrappers.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -268,6 +269,13 @@ TEST_F(SubclassCapture, FilesAndSignaturesSaySo) {
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { encode_graph({compiled.joint(0), compiled.inner_meta(0), {}, {}}); }), "tensor subclasses"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { make_signature(compiled.joint(0), compiled.inner_meta(0)); }), "tensor subclasses"));
   EXPECT_TRUE(has_text(message_of<TypeError>([] { capture_forward([](const Values& in) -> Values { return {in[0]}; }, {Boxed::make(at::ones({3}))}); }), "Boxed"));
+}
+
+TEST_F(SubclassCapture, ReportsNameEveryTensor) {
+  Compiled compiled([](const Values& in) -> Values { return {in[0].toTensor() * in[1].toTensor()}; });
+  compiled({nested(1, true), numbers({3, 4}, 1)});
+  const std::string report = report_text({compiled.joint(0), compiled.inner_meta(0), compiled.partition(0).saved, {}});
+  for (const char* part : {"primals_1.a.inner", "primals_1.b.inner", "primals_2", "tangents_2", "Two two"}) EXPECT_TRUE(has_text(report, part));
 }
 
 // A module whose parameter became a subclass where it stands.

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <string>
 #include <unordered_map>
 
@@ -136,8 +137,12 @@ class Analysis {
   void describe_outputs() {
     for (std::size_t i = 0; i < inputs_.size(); ++i)
       if (is_tensor(inputs_[i]))
-        for (const at::Tensor& part : trace_.parts[i])
-          (is_subclass(inputs_[i].toTensor()) ? subclass_of_storage_ : input_of_storage_)[tracer_.storage_of(part)] = i;
+        for (const at::Tensor& part : trace_.parts[i]) {
+          if (is_subclass(inputs_[i].toTensor()))
+            subclass_storages_.insert(tracer_.storage_of(part));
+          else
+            input_of_storage_[tracer_.storage_of(part)] = i;
+        }
     for (std::size_t i = 0; i < outputs_.size(); ++i)
       if (is_tensor(outputs_[i])) {
         for (const at::Tensor& part : plain_parts(outputs_[i].toTensor())) tracer_.value_of(part);  // an output may be a constant
@@ -155,7 +160,7 @@ class Analysis {
       OutputInfo info;
       info.type = type_of_output(output);
       if (is_tensor(output)) {
-        if (!describe_with_subclasses(i, output.toTensor(), &info)) describe_tensor(output.toTensor(), &info);
+        if (!describe_with_subclasses(output.toTensor(), &info)) describe_tensor(output.toTensor(), &info);
         for (std::size_t j = 0; j < i && !info.same_as; ++j)
           if (is_tensor(outputs_[j]) && outputs_[j].toTensor().is_same(output.toTensor())) info.same_as = j;
       }
@@ -166,16 +171,8 @@ class Analysis {
 
   // A subclass, and a plain tensor in the memory of one, is an input or comes out of the graph: what it shares with inputs and other results it
   // shares there too, unseen by autograd. False for all others.
-  bool describe_with_subclasses(std::size_t result, const at::Tensor& output, OutputInfo* info) {
-    const bool subclass = is_subclass(output);
-    const std::vector<at::Tensor> parts = plain_parts(output);
-    const auto shared_with = [&](const at::Tensor& part) -> std::optional<std::size_t> {
-      const StorageId storage = tracer_.storage_of(part);
-      if (const auto input = subclass_of_storage_.find(storage); input != subclass_of_storage_.end()) return input->second;
-      const auto input = input_of_storage_.find(storage);
-      return subclass && input != input_of_storage_.end() ? std::optional(input->second) : std::nullopt;
-    };
-    if (!subclass && !subclass_of_storage_.contains(tracer_.storage_of(output))) return false;
+  bool describe_with_subclasses(const at::Tensor& output, OutputInfo* info) {
+    if (!is_subclass(output) && !subclass_storages_.contains(tracer_.storage_of(output))) return false;
     info->requires_grad = output.requires_grad();
     info->geometry = geometry_of(output);
     for (std::size_t i = 0; i < inputs_.size(); ++i)
@@ -184,11 +181,6 @@ class Analysis {
         info->base_index = i;
         return true;
       }
-    for (const at::Tensor& part : parts)
-      if (const auto input = shared_with(part); input && meta_.inputs[*input].mutates_data)
-        throw NotImplemented(fmt::format("graph: result {} ({}) lies in the memory of {}, which the function writes, and one of them is a subclass; "
-                                         "return the input itself, or a clone",
-                                         result, type_text(output), options_.convention.name_of(*input)));
     info->kind = OutputKind::NonAlias;
     return true;
   }
@@ -275,7 +267,7 @@ class Analysis {
   const Values &inputs_, &outputs_;
   ViewAndMutationMeta meta_;
   std::map<StorageId, std::size_t> input_of_storage_;                            // the last one, of the plain ones
-  std::map<StorageId, std::size_t> subclass_of_storage_;                         // of those that are a subclass
+  std::set<StorageId> subclass_storages_;                                        // of those that are a subclass
   std::unordered_map<const c10::TensorImpl*, std::size_t> output_of_tensor_;     // the last one
   std::map<StorageId, Aliases> aliases_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> base_of_tensor_;

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <map>
 #include <string>
 #include <utility>
 
@@ -45,6 +46,7 @@ class JointCapture {
     result_.primals = tracer_.graph.inputs.size();
     for (const TensorRecord& record : trace_.records) layout_.inputs.push_back(note(record));
     collect_bases();
+    find_written_memory();
     return_forward();
     differentiate();
     if (any_subclass_) result_.subclasses = std::make_shared<const SubclassLayout>(std::move(layout_));
@@ -59,6 +61,27 @@ class JointCapture {
     for (std::size_t i = 0; i < outputs_.size(); ++i)
       if (meta_.outputs[i].kind == OutputKind::AliasOfIntermediateSaveAsOutput)
         bases_[*meta_.outputs[i].base_index] = at::Tensor(outputs_[i].toTensor()._base());
+  }
+
+  // Inputs of the graph whose memory the function writes.
+  void find_written_memory() {
+    std::size_t primal = 0;
+    for (std::size_t i = 0; i < inputs_.size(); ++i) {
+      if (!holds_tensor(inputs_[i])) continue;
+      const std::size_t first = trace_.records[primal++].first_flat();
+      if (!meta_.inputs[i].mutates_data) continue;
+      for (std::size_t part = 0; part < trace_.parts[i].size(); ++part) written_memory_.emplace(tracer_.storage_of(trace_.parts[i][part]), first + part);
+    }
+  }
+
+  // Of a result that comes out of the graph.
+  TensorRecord return_result(const c10::IValue& value) {
+    TensorRecord record = return_value(value);
+    layout_.in_written_input.resize(tracer_.graph.outputs.size());
+    for (std::size_t i = record.first_flat(); i < tracer_.graph.outputs.size(); ++i)
+      if (const ValueId part = tracer_.graph.outputs[i].value(); part != kNoValue)
+        if (const auto input = written_memory_.find(tracer_.graph[part].storage); input != written_memory_.end()) layout_.in_written_input[i] = input->second;
+    return record;
   }
 
   // Adds a tensor to the outputs of the graph, or whatever else is returned.
@@ -83,9 +106,10 @@ class JointCapture {
     std::vector<TensorRecord>& records = layout_.forward_outputs;
     for (const std::size_t i : meta_.mutated_at_run_time()) records.push_back(return_value(inputs_[i]));
     for (std::size_t i = 0; i < outputs_.size(); ++i)
-      records.push_back(return_value(is_fresh(meta_.outputs[i].kind) ? outputs_[i] : c10::IValue(at::Tensor())));
+      records.push_back(return_result(is_fresh(meta_.outputs[i].kind) ? outputs_[i] : c10::IValue(at::Tensor())));
     for (const at::Tensor& base : bases_) records.push_back(return_value(base));
     result_.forward_outputs = tracer_.graph.outputs.size();
+    layout_.in_written_input.resize(result_.forward_outputs);
   }
 
   // What stands for the gradient of a result, as inputs of the graph.
@@ -156,6 +180,7 @@ class JointCapture {
   const std::vector<at::Tensor>& primals_;
   std::vector<at::Tensor> bases_;
   SubclassLayout layout_;
+  std::map<StorageId, std::size_t> written_memory_;
   bool any_subclass_ = false;
   JointGraph result_;
 };

@@ -158,6 +158,7 @@ void refuse_shared_writes(const Values& inputs, const ViewAndMutationMeta& meta,
 SubclassCall::SubclassCall(const Context& context)
     : forward(context.halves.forward), backward(context.halves.backward), layout(context.joint.subclasses), forward_outputs(context.joint.forward_outputs) {
   plan_returned(context);
+  plan_views(context);
   plan_tangents(context);
   plan_saved(context);
 }
@@ -187,6 +188,19 @@ void SubclassCall::plan_returned(const Context& context) {
     }
     returned.push_back(item);
   }
+}
+
+void SubclassCall::plan_views(const Context& context) {
+  const Graph& graph = context.joint.graph;
+  for (const TensorRecord& record : layout->forward_outputs)
+    record.for_each_plain([&](const PlainTensorMeta& plain) {
+      const auto& input = layout->in_written_input[plain.flat_index];
+      if (!input) return;
+      if (graph[graph.inputs[*input].value].geometry.dtype != plain.geometry->dtype)
+        throw NotImplemented(fmt::format("graph: a result lies in the memory of {}, which is written, and is of another dtype; return a clone of it",
+                                         graph.inputs[*input].name));
+      views_.push_back({plain.flat_index, *input, *plain.geometry});
+    });
 }
 
 void SubclassCall::plan_tangents(const Context& context) {
@@ -239,8 +253,10 @@ std::vector<at::Tensor> SubclassCall::flatten_inputs(const std::vector<at::Tenso
 }
 
 std::vector<at::Tensor> SubclassCall::rebuild_returned(const std::vector<c10::IValue>& results, const std::vector<at::Tensor>& inputs) const {
-  const std::vector<at::Tensor> flat = tensors_of(results, 0, forward_outputs);
+  std::vector<at::Tensor> flat = tensors_of(results, 0, forward_outputs);
   const at::AutoDispatchBelowADInplaceOrView below;
+  // What lies in an input that is written in a moment shows it, too.
+  for (const View& view : views_) flat[view.output] = inputs[view.input].as_strided(view.geometry.sizes, view.geometry.strides, view.geometry.storage_offset);
   std::vector<at::Tensor> outputs;
   outputs.reserve(returned.size());
   for (const Returned& item : returned) {

@@ -74,9 +74,17 @@ class SubclassCall final : public torch::CustomClassHolder {
   std::vector<Tangent> tangents;
 
  private:
+  // A plain tensor among the forward outputs that lies in an input which is written.
+  struct View {
+    std::size_t output = 0, input = 0;
+    Geometry geometry;
+  };
   void plan_returned(const Context& context);
+  void plan_views(const Context& context);
   void plan_saved(const Context& context);
   void plan_tangents(const Context& context);
+
+  std::vector<View> views_;
 };
 
 }  // namespace penstock::graph

@@ -104,6 +104,9 @@ std::string type_text(const at::Tensor& tensor);
 struct SubclassLayout {
   std::vector<TensorRecord> inputs;            // the tensors among the inputs, of the function with duplicates removed
   std::vector<TensorRecord> forward_outputs;   // written inputs, results, intermediate bases: without what is saved for backward
+  // For each plain tensor among the forward outputs: the input of the graph in whose memory a result lies that the function writes. The graph gives it
+  // memory of its own; it is made again as a view of the input.
+  std::vector<std::optional<std::size_t>> in_written_input;
   std::vector<TensorRecord> tangents;          // as backward expects them, counted without what is saved
   std::vector<TensorRecord> input_gradients;   // what backward returns, one for each of `inputs`; may be a subclass where the input is none, and the other way round
 

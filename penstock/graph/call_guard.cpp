@@ -50,7 +50,7 @@ std::vector<CallGuard::Input> CallGuard::describe_all(const Values& inputs, Reco
       };
       share(storage_behind(tensor));
       if (is_subclass(tensor)) {
-        if (records == Records::Make) input.subclass = TensorRecord::of(tensor, 0);
+        if (records == Records::Make) input.subclass = std::make_shared<const TensorRecord>(TensorRecord::of(tensor, 0));
         for (const at::Tensor& part : plain_parts(tensor)) share(storage_behind(part));
       }
       // Only inputs that share memory may be merged, and how depends on what they are views of.
@@ -97,7 +97,7 @@ bool CallGuard::holds(const Values& inputs) const {
       return false;
     if (const void* storage = storage_behind(tensor)) storages.push_back(storage);
     if (tensor.key_set().has(c10::DispatchKey::Python) || expected.subclass) [[unlikely]] {  // carries something, or should
-      if (is_subclass(tensor) != expected.subclass.has_value()) return false;
+      if (is_subclass(tensor) != (expected.subclass != nullptr)) return false;
       if (!expected.subclass) continue;
       if (!expected.subclass->matches(tensor)) return false;
       c10::SmallVector<const void*, 4> inner;
@@ -126,7 +126,7 @@ std::string CallGuard::difference(const Values& inputs) const {
       continue;
     }
     const at::Tensor& tensor = inputs[i].toTensor();
-    if (is_subclass(tensor) != expected.subclass.has_value())
+    if (is_subclass(tensor) != (expected.subclass != nullptr))
       return fmt::format("{} is {}, in the capture {}", who, type_text(tensor), expected.subclass ? expected.subclass->subclass().to_text() : "a plain tensor");
     const Geometry &is = *actual.tensor, &was = *expected.tensor;
     if (is.sizes != was.sizes) return fmt::format("{} has sizes [{}], in the capture [{}]", who, fmt::join(is.sizes, ", "), fmt::join(was.sizes, ", "));

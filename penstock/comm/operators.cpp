@@ -44,7 +44,8 @@ class Unfinished {
 };
 
 Unfinished& unfinished() {
-  static Unfinished instance;
+  // Never freed: a work that nobody waits for says so in the log, which may be gone when static objects end.
+  static Unfinished& instance = *new Unfinished;
   return instance;
 }
 
@@ -95,6 +96,38 @@ Tensor all_to_all_kernel(const Tensor& input, Ints output_splits, Ints input_spl
   return output;
 }
 
+// The parts of a row of elements, one for each member.
+std::vector<Tensor> flat_parts(const Tensor& flat, const Ints& counts) {
+  std::vector<Tensor> parts;
+  std::int64_t next = 0;
+  for (const std::int64_t count : counts) {
+    parts.push_back(flat.narrow(0, next, count));
+    next += count;
+  }
+  return parts;
+}
+
+void require_flat(const Tensor& input, std::int64_t elements, const char* operation) {
+  if (input.dim() != 1 || input.size(0) != elements)
+    throw ValueError(describe(fmt::format("{}: input", operation), fmt::format("{} elements in {} dims", input.numel(), input.dim()),
+                              fmt::format("{} elements in one dim, as the counts say", elements), "flatten it, and give the counts of all members"));
+}
+
+Tensor all_gather_flat_kernel(const Tensor& input, Ints counts, std::string group) {
+  const Group members = find_group(group);
+  require_flat(input, counts.at(static_cast<std::size_t>(members.axis_rank())), "all_gather_flat");
+  Tensor output = at::empty({sum_of(counts)}, input.options());
+  unfinished().put(output, members.all_gather_uneven(flat_parts(output, counts), input.contiguous(), {.label = "operator", .timeout = {}}));
+  return output;
+}
+
+Tensor reduce_scatter_flat_kernel(const Tensor& input, std::string op, Ints counts, std::int64_t position, std::string group) {
+  require_flat(input, sum_of(counts), "reduce_scatter_flat");
+  Tensor output = at::empty({counts.at(static_cast<std::size_t>(position))}, input.options());
+  unfinished().put(output, find_group(group).reduce_scatter_uneven(output, flat_parts(input.contiguous(), counts), parse_reduce_op(op), {.label = "operator", .timeout = {}}));
+  return output;
+}
+
 Tensor broadcast_kernel(const Tensor& input, std::int64_t source, std::string group) {
   Tensor output = input.contiguous().clone();
   unfinished().put(output, find_group(group).broadcast(output, Rank{static_cast<std::int32_t>(source)}, {.label = "operator", .timeout = {}}));
@@ -121,6 +154,11 @@ Tensor all_to_all_meta(const Tensor& input, Ints output_splits, Ints, std::strin
   require_rows(input, "all_to_all_single");
   return at::empty(with_rows(input, output_splits.empty() ? input.size(0) : sum_of(output_splits)), input.options());
 }
+Tensor all_gather_flat_meta(const Tensor& input, Ints counts, std::string) { return at::empty({sum_of(counts)}, input.options()); }
+Tensor reduce_scatter_flat_meta(const Tensor& input, std::string, Ints counts, std::int64_t position, std::string) {
+  require_flat(input, sum_of(counts), "reduce_scatter_flat");
+  return at::empty({counts.at(static_cast<std::size_t>(position))}, input.options());
+}
 Tensor broadcast_meta(const Tensor& input, std::int64_t, std::string) { return same_shape_meta(input); }
 Tensor wait_meta(const Tensor& input) { return input; }
 
@@ -146,6 +184,14 @@ Tensor call_reduce_scatter(const Tensor& input, const std::string& op, std::int6
 Tensor call_all_to_all(const Tensor& input, const Ints& output_splits, const Ints& input_splits, const std::string& group) {
   static const auto handle = find_operator<decltype(all_to_all_kernel)>("penstock::all_to_all_single");
   return handle.call(input, output_splits, input_splits, group);
+}
+Tensor call_all_gather_flat(const Tensor& input, const Ints& counts, const std::string& group) {
+  static const auto handle = find_operator<decltype(all_gather_flat_kernel)>("penstock::all_gather_flat");
+  return handle.call(input, counts, group);
+}
+Tensor call_reduce_scatter_flat(const Tensor& input, const std::string& op, const Ints& counts, std::int64_t position, const std::string& group) {
+  static const auto handle = find_operator<decltype(reduce_scatter_flat_kernel)>("penstock::reduce_scatter_flat");
+  return handle.call(input, op, counts, position, group);
 }
 Tensor call_broadcast(const Tensor& input, std::int64_t source, const std::string& group) {
   static const auto handle = find_operator<decltype(broadcast_kernel)>("penstock::broadcast");
@@ -216,6 +262,38 @@ struct AllToAllFunction : torch::autograd::Function<AllToAllFunction> {
   }
 };
 
+struct AllGatherFlatFunction : torch::autograd::Function<AllGatherFlatFunction> {
+  static Tensor forward(AutogradContext* context, const Tensor& input, Ints counts, std::string group) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    context->saved_data["counts"] = counts;
+    context->saved_data["group"] = group;
+    return call_all_gather_flat(input, counts, group);
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const std::string group = context->saved_data["group"].toStringRef();
+    return {call_wait(call_reduce_scatter_flat(gradients[0].contiguous(), "sum", context->saved_data["counts"].toIntVector(), find_group(group).axis_rank(), group)),
+            Tensor(), Tensor()};
+  }
+};
+
+struct ReduceScatterFlatFunction : torch::autograd::Function<ReduceScatterFlatFunction> {
+  static Tensor forward(AutogradContext* context, const Tensor& input, std::string op, Ints counts, std::int64_t position, std::string group) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    context->saved_data["op"] = op;
+    context->saved_data["counts"] = counts;
+    context->saved_data["group"] = group;
+    return call_reduce_scatter_flat(input, op, counts, position, group);
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const std::string op = context->saved_data["op"].toStringRef();
+    if (op != "sum" && op != "avg") throw NotImplemented(fmt::format("penstock::reduce_scatter_flat with {} has no derivative; use sum or avg where gradients flow", op));
+    const Ints counts = context->saved_data["counts"].toIntVector();
+    Tensor gradient = call_wait(call_all_gather_flat(gradients[0].contiguous(), counts, context->saved_data["group"].toStringRef()));
+    if (op == "avg") gradient = gradient / static_cast<double>(counts.size());
+    return {gradient, Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
 struct BroadcastFunction : torch::autograd::Function<BroadcastFunction> {
   static Tensor forward(AutogradContext* context, const Tensor& input, std::int64_t source, std::string group) {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -244,6 +322,10 @@ Tensor all_reduce_autograd(const Tensor& input, std::string op, std::string grou
 Tensor all_gather_autograd(const Tensor& input, std::int64_t size, std::string group) { return AllGatherFunction::apply(input, size, group); }
 Tensor reduce_scatter_autograd(const Tensor& input, std::string op, std::int64_t size, std::string group) { return ReduceScatterFunction::apply(input, op, size, group); }
 Tensor all_to_all_autograd(const Tensor& input, Ints output_splits, Ints input_splits, std::string group) { return AllToAllFunction::apply(input, output_splits, input_splits, group); }
+Tensor all_gather_flat_autograd(const Tensor& input, Ints counts, std::string group) { return AllGatherFlatFunction::apply(input, counts, group); }
+Tensor reduce_scatter_flat_autograd(const Tensor& input, std::string op, Ints counts, std::int64_t position, std::string group) {
+  return ReduceScatterFlatFunction::apply(input, op, counts, position, group);
+}
 Tensor broadcast_autograd(const Tensor& input, std::int64_t source, std::string group) { return BroadcastFunction::apply(input, source, group); }
 Tensor wait_autograd(const Tensor& input) { return WaitFunction::apply(input); }
 
@@ -252,6 +334,8 @@ void register_communicating(torch::Library& library) {
   library.impl("all_gather_into_tensor", all_gather_kernel);
   library.impl("reduce_scatter_tensor", reduce_scatter_kernel);
   library.impl("all_to_all_single", all_to_all_kernel);
+  library.impl("all_gather_flat", all_gather_flat_kernel);
+  library.impl("reduce_scatter_flat", reduce_scatter_flat_kernel);
   library.impl("broadcast", broadcast_kernel);
   library.impl("wait_tensor", wait_kernel);
 }
@@ -263,6 +347,8 @@ TORCH_LIBRARY(penstock, library) {
   library.def("all_gather_into_tensor(Tensor input, int group_size, str group_name) -> Tensor");
   library.def("reduce_scatter_tensor(Tensor input, str reduce_op, int group_size, str group_name) -> Tensor");
   library.def("all_to_all_single(Tensor input, int[] output_splits, int[] input_splits, str group_name) -> Tensor");
+  library.def("all_gather_flat(Tensor input, int[] counts, str group_name) -> Tensor");
+  library.def("reduce_scatter_flat(Tensor input, str reduce_op, int[] counts, int position, str group_name) -> Tensor");
   library.def("broadcast(Tensor input, int source, str group_name) -> Tensor");
   library.def("wait_tensor(Tensor(a) input) -> Tensor(a)");
 }
@@ -275,6 +361,8 @@ TORCH_LIBRARY_IMPL(penstock, Meta, library) {
   library.impl("all_gather_into_tensor", all_gather_meta);
   library.impl("reduce_scatter_tensor", reduce_scatter_meta);
   library.impl("all_to_all_single", all_to_all_meta);
+  library.impl("all_gather_flat", all_gather_flat_meta);
+  library.impl("reduce_scatter_flat", reduce_scatter_flat_meta);
   library.impl("broadcast", broadcast_meta);
   library.impl("wait_tensor", wait_meta);
 }
@@ -284,6 +372,8 @@ TORCH_LIBRARY_IMPL(penstock, Autograd, library) {
   library.impl("all_gather_into_tensor", all_gather_autograd);
   library.impl("reduce_scatter_tensor", reduce_scatter_autograd);
   library.impl("all_to_all_single", all_to_all_autograd);
+  library.impl("all_gather_flat", all_gather_flat_autograd);
+  library.impl("reduce_scatter_flat", reduce_scatter_flat_autograd);
   library.impl("broadcast", broadcast_autograd);
   library.impl("wait_tensor", wait_autograd);
 }
@@ -295,6 +385,12 @@ namespace functional {
 Tensor all_reduce(const Tensor& input, ReduceOp op, const Group& group) { return call_all_reduce(input, to_string(op), group.name()); }
 Tensor all_gather(const Tensor& input, const Group& group) { return call_all_gather(input, group.size(), group.name()); }
 Tensor reduce_scatter(const Tensor& input, ReduceOp op, const Group& group) { return call_reduce_scatter(input, to_string(op), group.size(), group.name()); }
+Tensor all_gather_flat(const Tensor& input, const std::vector<std::int64_t>& counts, const Group& group) {
+  return call_all_gather_flat(input, counts, group.name());
+}
+Tensor reduce_scatter_flat(const Tensor& input, ReduceOp op, const std::vector<std::int64_t>& counts, const Group& group) {
+  return call_reduce_scatter_flat(input, to_string(op), counts, group.axis_rank(), group.name());
+}
 Tensor all_to_all(const Tensor& input, const std::vector<std::int64_t>& output_splits, const std::vector<std::int64_t>& input_splits, const Group& group) {
   return call_all_to_all(input, output_splits, input_splits, group.name());
 }

@@ -10,6 +10,8 @@
 //   all_gather_into_tensor(Tensor, int size, str group)        reduce_scatter (sum)
 //   reduce_scatter_tensor(Tensor, str op, int size, str group) all_gather, divided by size for avg
 //   all_to_all_single(Tensor, int[] out, int[] in, str group)  all_to_all with the splits exchanged
+//   all_gather_flat(Tensor, int[] counts, str group)           reduce_scatter_flat (sum)
+//   reduce_scatter_flat(Tensor, str op, int[] counts, int position, str group)   all_gather_flat, divided by size for avg
 //   broadcast(Tensor, int source, str group)                   sum of all gradients on the source, zero elsewhere
 //   wait_tensor(Tensor)                                        identity
 #pragma once
@@ -32,6 +34,9 @@ at::Tensor all_reduce(const at::Tensor& input, ReduceOp op, const Group& group);
 at::Tensor all_gather(const at::Tensor& input, const Group& group);
 // Dim 0 is split evenly.
 at::Tensor reduce_scatter(const at::Tensor& input, ReduceOp op, const Group& group);
+// Parts of different sizes, as one row of elements: member i has counts[i] of them.
+at::Tensor all_gather_flat(const at::Tensor& input, const std::vector<std::int64_t>& counts, const Group& group);
+at::Tensor reduce_scatter_flat(const at::Tensor& input, ReduceOp op, const std::vector<std::int64_t>& counts, const Group& group);
 at::Tensor all_to_all(const at::Tensor& input, const std::vector<std::int64_t>& output_splits, const std::vector<std::int64_t>& input_splits, const Group& group);
 at::Tensor broadcast(const at::Tensor& input, Rank source, const Group& group);
 at::Tensor wait_tensor(const at::Tensor& input);

@@ -198,7 +198,11 @@ std::vector<GlobalGeometry> global_results(const ShardingCall& call, std::vector
       const GlobalGeometry& whole = payload->spec->geometry();
       return make_fake_strided(whole.shape, whole.stride, at::TensorOptions(whole.dtype).device(whole.device));
     }));
-  call.op.callBoxed(&stack);
+  {
+    // The whole tensors are nobody's business: a mode that records would take them for part of the program.
+    const NoModesGuard unseen;
+    call.op.callBoxed(&stack);
+  }
   std::vector<GlobalGeometry> results;
   for (const c10::IValue& value : stack)
     for_each_tensor(value, [&](const at::Tensor& tensor) {

@@ -12,6 +12,8 @@
 #include "penstock/dtensor/dtensor_payload.h"
 #include "penstock/mesh/local_shard.h"
 #include "penstock/torch/dtype.h"
+#include "penstock/torch/mode.h"
+#include "penstock/torch/operator_hook.h"
 
 namespace penstock {
 namespace {
@@ -266,6 +268,37 @@ at::Tensor take_local(const at::Tensor& tensor) {
   return ToLocal::apply(tensor, gradient_placements(require_dtensor(tensor, "take_local").spec->placements()), true);
 }
 
+at::Tensor DTensorPayload::rebuild(const std::vector<at::Tensor>& inner, const WrapperGeometry& geometry) const {
+  at::Tensor result = make_dtensor(inner.at(0), spec, mesh, nullptr, geometry.storage_offset);
+  DTensorPayload& payload = *dtensor_payload(result);
+  payload.copied_view = copied_view;
+  if (boundary) {
+    payload.boundary = boundary;
+    mark_hooked(result);
+  }
+  return result;
+}
+
+at::Tensor DTensorPayload::rebuild_gradient(const std::vector<at::Tensor>& inner, const WrapperGeometry&) const {
+  return make_dtensor(inner.at(0), spec->with_placements(gradient_placements(spec->placements())), mesh);
+}
+
+bool DTensorPayload::same_context(const Payload& other) const {
+  if (typeid(other) != typeid(DTensorPayload)) return false;
+  const auto& theirs = static_cast<const DTensorPayload&>(other);
+  return spec == theirs.spec && boundary == theirs.boundary && copied_view == theirs.copied_view && mesh == theirs.mesh;
+}
+
+at::Tensor DTensorPayload::with_context_of(const at::Tensor&, const Payload& other) const {
+  if (typeid(other) != typeid(DTensorPayload)) return {};
+  const auto& theirs = static_cast<const DTensorPayload&>(other);
+  if (spec->mesh_id() != theirs.spec->mesh_id() || spec->shape() != theirs.spec->shape() || spec->geometry().dtype != theirs.spec->geometry().dtype ||
+      spec->geometry().device != theirs.spec->geometry().device)
+    return {};
+  const SpecPtr to = spec->with_placements(theirs.spec->placements());
+  return make_dtensor(to == spec ? local() : transfer_between(spec, to, PartialTarget::Allow)->run(mesh, local()), theirs.spec, mesh);
+}
+
 void DTensorPayload::set_pending(PendingLocal pending, std::shared_ptr<const LocalTransfer> transfer) {
   pending_ = std::make_unique<Pending>(Pending{std::move(pending), std::move(transfer)});
 }
@@ -293,6 +326,9 @@ at::Tensor distribute_tensor(const at::Tensor& tensor, const comm::MeshGroups& m
                              const DistributeOptions& options) {
   check_plain(tensor, "distribute_tensor");
   check_member(mesh, "distribute_tensor");
+  if (options.source_axis_rank && is_recording())
+    throw NotImplemented("distribute_tensor: in a captured function the values of one rank cannot be sent to the others; distribute before the call, or set "
+                         "source_axis_rank to nothing where every rank has equal values");
   GlobalGeometry geometry = global_geometry_of(tensor);
   const SpecPtr target = DTensorSpec::get(mesh, placements, geometry);
   if (target->has_partial())
@@ -355,7 +391,8 @@ at::Tensor distribute_tensor(const at::Tensor& tensor, const comm::MeshGroups& m
 at::Tensor from_local(const at::Tensor& local, const comm::MeshGroups& mesh, const Placements& placements, const FromLocalOptions& options) {
   check_plain(local, "from_local");
   check_member(mesh, "from_local");
-  const bool check = options.check.value_or(debug_level() == DebugLevel::Detail);
+  // Nothing is sent while a function is captured or run in shape only.
+  const bool check = options.check.value_or(debug_level() == DebugLevel::Detail) && !is_wrapper(local);
   SpecPtr spec;
   try {
     spec = spec_of_parts(local, mesh, placements, options);

@@ -36,6 +36,13 @@ class DTensorPayload final : public Payload {
   // The placements; the mesh belongs to the process.
   c10::IValue context() const override { return to_string(spec->placements()); }
 
+  at::Tensor rebuild(const std::vector<at::Tensor>& inner, const WrapperGeometry& geometry) const override;
+  // Replicated where this is Partial.
+  at::Tensor rebuild_gradient(const std::vector<at::Tensor>& inner, const WrapperGeometry& geometry) const override;
+  bool same_context(const Payload& other) const override;
+  // Redistributes, which is [collective].
+  at::Tensor with_context_of(const at::Tensor& self, const Payload& other) const override;
+
   // Waits for a redistribution that is still on its way. Throws StateError for a copied view whose original has changed.
   const at::Tensor& local() const {
     if (pending_ || copied_view) [[unlikely]]

@@ -9,6 +9,8 @@
 #include <tuple>
 #include <unordered_map>
 
+#include "penstock/base/errors.h"
+#include "penstock/torch/mode.h"
 #include "penstock/torch/step_context.h"
 
 namespace penstock {
@@ -101,6 +103,9 @@ RandomReplay::~RandomReplay() {
 namespace detail {
 
 RandomKey next_random_key(const comm::MeshGroups& mesh, const at::Tensor& like, std::int64_t purpose) {
+  if (is_recording())
+    throw NotImplemented("random operators on distributed tensors draw other numbers on every call, by a count that a captured graph would repeat; leave them "
+                         "out of the captured function, or set dropout to 0");
   const auto context = StepContext::current();
   const Scope scope = current_scope();
   Table& table = Table::instance();

@@ -9,6 +9,8 @@
 #include <tuple>
 
 #include "penstock/base/errors.h"
+#include "penstock/comm/operators.h"
+#include "penstock/torch/wrapper.h"
 
 namespace penstock::detail {
 namespace {
@@ -111,6 +113,29 @@ std::vector<at::Tensor> empty_pieces(const std::vector<Numbers>& shapes, const a
   std::vector<at::Tensor> pieces;
   for (const Numbers& shape : shapes) pieces.push_back(like.new_empty(shape));
   return pieces;
+}
+
+// Pieces one behind the other along a dim, where that is all there is to do.
+bool in_order(const std::vector<std::vector<Run>>& runs) {
+  std::int64_t next = 0;
+  for (const std::vector<Run>& piece : runs)
+    for (const Run& run : piece) {
+      if (run.target != next || run.source != piece[0].source + (run.target - piece[0].target)) return false;
+      next += run.length;
+    }
+  return true;
+}
+
+at::Tensor join(const std::vector<at::Tensor>& pieces, std::int64_t dim, const std::vector<std::vector<Run>>& runs, const Numbers& shape) {
+  if (in_order(runs)) {
+    std::vector<at::Tensor> filled;
+    for (const at::Tensor& piece : pieces)
+      if (piece.numel() > 0) filled.push_back(piece);
+    if (!filled.empty()) return at::cat(filled, dim);
+  }
+  at::Tensor result = pieces[0].new_empty(shape);
+  for (std::size_t i = 0; i < pieces.size(); ++i) put(result, dim, pieces[i], runs[i]);
+  return result;
 }
 
 // No backend multiplies: every rank gathers the factors and multiplies them in rank order.
@@ -232,7 +257,70 @@ LocalTransfer::Step LocalTransfer::make_step(const DTensorSpec& from, const Redi
   return step;
 }
 
+at::Tensor LocalTransfer::run_step_by_operators(const Step& step, const comm::Group& group, const at::Tensor& local) {
+  using namespace comm::functional;
+  const auto flat = [](const at::Tensor& tensor) { return tensor.contiguous().view({-1}); };
+  const auto counts_of = [](const std::vector<Numbers>& shapes) {
+    Numbers counts;
+    for (const Numbers& shape : shapes) counts.push_back(product(shape));
+    return counts;
+  };
+  const auto pieces_of = [](const at::Tensor& row, const std::vector<Numbers>& shapes) {
+    std::vector<at::Tensor> pieces;
+    std::int64_t next = 0;
+    for (const Numbers& shape : shapes) {
+      pieces.push_back(row.narrow(0, next, product(shape)).view(shape));
+      next += product(shape);
+    }
+    return pieces;
+  };
+  const auto product_of_factors = [&] {
+    const Numbers one = local.sizes().vec();
+    const std::vector<at::Tensor> factors = pieces_of(wait_tensor(all_gather(flat(local), group)), std::vector<Numbers>(static_cast<std::size_t>(group.size()), one));
+    at::Tensor result = factors[0].clone();
+    for (std::size_t i = 1; i < factors.size(); ++i) result.mul_(factors[i]);
+    return result;
+  };
+  switch (step.kind) {
+    case RedistributeKind::Slice:
+    case RedistributeKind::Embed:
+    case RedistributeKind::Term: break;  // nothing is sent
+    case RedistributeKind::AllReduce:
+      return step.op == PartialOp::Product ? product_of_factors() : wait_tensor(all_reduce(local, reduce_op(step.op), group));
+    case RedistributeKind::AllGather: {
+      const at::Tensor row = step.even ? wait_tensor(all_gather(flat(local), group)) : wait_tensor(all_gather_flat(flat(local), counts_of(step.shapes), group));
+      return step.direct ? row.view(step.result_shape) : join(pieces_of(row, step.shapes), step.dim, step.put, step.result_shape);
+    }
+    case RedistributeKind::ReduceScatter: {
+      const auto own = static_cast<std::size_t>(group.axis_rank());
+      if (step.op == PartialOp::Product) return take(product_of_factors(), step.dim, step.take[own], step.result_shape);
+      if (step.direct && step.even) return wait_tensor(reduce_scatter(flat(local), reduce_op(step.op), group)).view(step.result_shape);
+      std::vector<at::Tensor> pieces;
+      for (std::size_t i = 0; i < step.shapes.size(); ++i) pieces.push_back(take(local, step.dim, step.take[i], step.shapes[i]).view({-1}));
+      return wait_tensor(reduce_scatter_flat(at::cat(pieces), reduce_op(step.op), counts_of(step.shapes), group)).view(step.result_shape);
+    }
+    case RedistributeKind::AllToAll: {
+      std::vector<at::Tensor> sent;
+      Numbers sizes_out;
+      for (const std::vector<Run>& runs : step.take) {
+        Numbers shape = local.sizes().vec();
+        std::int64_t length = 0;
+        for (const Run& run : runs) length += run.length;
+        shape[static_cast<std::size_t>(step.other_dim)] = length;
+        sent.push_back(runs.empty() ? local.new_empty({0}) : take(local, step.other_dim, runs, shape).view({-1}));
+        sizes_out.push_back(sent.back().numel());
+      }
+      const at::Tensor row = wait_tensor(all_to_all(at::cat(sent), counts_of(step.shapes), sizes_out, group));
+      return join(pieces_of(row, step.shapes), step.dim, step.put, step.result_shape);
+    }
+  }
+  PENSTOCK_INVARIANT(false, "a step that sends nothing needs no operators");
+}
+
 PendingLocal LocalTransfer::start_step(const Step& step, const comm::Group& group, const at::Tensor& local) {
+  const bool sends = step.kind != RedistributeKind::Slice && step.kind != RedistributeKind::Embed && step.kind != RedistributeKind::Term;
+  if (sends && is_wrapper(local)) [[unlikely]]
+    return {run_step_by_operators(step, group, local), {}, {}};
   const comm::OpOptions label{.label = "redistribute", .timeout = {}};
   switch (step.kind) {
     case RedistributeKind::Slice: return {take(local, step.dim, step.take[0], step.result_shape), {}, {}};

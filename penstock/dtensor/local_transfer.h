@@ -6,6 +6,8 @@
 // Which elements go where is computed once, from the index ranges that each rank along an axis holds before and after a
 // step; it serves every tensor of the same spec. Results are contiguous and never share memory with the source, unless the
 // redistribution has no steps, or nothing but slices of dim 0.
+// A local tensor that is a wrapper (fake while a function is captured, or a subclass) is moved by the operators of
+// comm/operators.h, which its payload or the tracer sees; a plain one by the groups themselves, with less memory.
 // Private to this folder.
 #pragma once
 
@@ -66,6 +68,7 @@ class LocalTransfer {
   };
 
   Step make_step(const DTensorSpec& from, const RedistributeStep& planned) const;
+  static at::Tensor run_step_by_operators(const Step& step, const comm::Group& group, const at::Tensor& local);
   static PendingLocal start_step(const Step& step, const comm::Group& group, const at::Tensor& local);
 
   RedistributePlan plan_;

@@ -6,7 +6,9 @@
 #include <limits>
 
 #include "penstock/base/errors.h"
+#include "penstock/comm/operators.h"
 #include "penstock/mesh/local_shard.h"
+#include "penstock/torch/wrapper.h"
 
 namespace penstock::detail {
 
@@ -118,8 +120,14 @@ void refuse_unknown_shape(const OperatorTraits& traits) {
 }
 
 void reduce_over(const comm::MeshGroups& mesh, const std::vector<int>& axes, const at::Tensor& tensor, comm::ReduceOp op) {
-  for (const int axis : axes)
-    if (mesh.shape()[static_cast<std::size_t>(axis)] > 1) mesh.group(axis).all_reduce(tensor, op, {.label = "operator on distributed tensors"}).wait();
+  for (const int axis : axes) {
+    if (mesh.shape()[static_cast<std::size_t>(axis)] == 1) continue;
+    // What has no memory of its own is reduced by an operator, which others see.
+    if (is_wrapper(tensor))
+      tensor.copy_(comm::functional::wait_tensor(comm::functional::all_reduce(tensor, op, mesh.group(axis))));
+    else
+      mesh.group(axis).all_reduce(tensor, op, {.label = "operator on distributed tensors"}).wait();
+  }
 }
 
 }  // namespace penstock::detail

@@ -5,9 +5,11 @@
 #include <limits>
 #include <string>
 
+#include "penstock/comm/operators.h"
 #include "penstock/dtensor/rule_helpers.h"
 #include "penstock/dtensor/rule_registry.h"
 #include "penstock/mesh/local_shard.h"
+#include "penstock/torch/wrapper.h"
 
 namespace penstock::detail {
 namespace {
@@ -36,6 +38,7 @@ Extreme extreme_here(const LocalContext& context, const at::Tensor& local, std::
 // The best of all ranks along an axis; of equal ones the first, and NaN above all, as in one process.
 void compare_along(const comm::Group& group, Extreme& mine, bool largest) {
   const auto gather = [&](const at::Tensor& tensor) {
+    if (is_wrapper(tensor)) return comm::functional::wait_tensor(comm::functional::all_gather(tensor.contiguous().unsqueeze(0), group));
     std::vector<std::int64_t> shape = tensor.sizes().vec();
     shape.insert(shape.begin(), group.size());
     at::Tensor all = tensor.new_empty(shape);

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <string>
 #include <unordered_map>
 
@@ -97,7 +98,12 @@ class Analysis {
         continue;
       }
       const at::Tensor& fake = inputs_[i].toTensor();
-      const Written& storage = written[index_of(tracer_.storage_of(fake))];
+      Written storage;
+      for (const at::Tensor& part : trace_.parts[i]) {
+        const Written& one = written[index_of(tracer_.storage_of(part))];
+        storage = {storage.touched || one.touched, storage.data || one.data, storage.with_grad || one.with_grad, storage.replaced || one.replaced};
+      }
+      if (is_subclass(fake)) check_subclass_input(i, fake, storage.replaced);
       info.is_leaf = trace_.is_leaf[i] != 0;
       info.is_touched = storage.touched;
       info.mutates_data = storage.data && !storage.replaced;
@@ -111,6 +117,17 @@ class Analysis {
     }
   }
 
+  // A subclass is written back as a whole: what it is may not change.
+  void check_subclass_input(std::size_t input, const at::Tensor& fake, bool replaced) {
+    std::size_t primal = 0;
+    for (std::size_t i = 0; i < input; ++i) primal += is_tensor(inputs_[i]) ? 1 : 0;
+    const bool same = !replaced && trace_.records[primal].matches(fake);
+    if (!same)
+      throw NotImplemented(fmt::format("graph: {}, {}, changes its shape, layout or memory in place (transpose_, set_ ...), which cannot be written back "
+                                       "into a subclass; take a view of it",
+                                       options_.convention.name_of(input), type_text(fake)));
+  }
+
   // Outputs by storage: how many there are, how many of them are one of several views made at once.
   struct Aliases {
     std::size_t outputs = 0, multi_output_views = 0;
@@ -119,15 +136,21 @@ class Analysis {
 
   void describe_outputs() {
     for (std::size_t i = 0; i < inputs_.size(); ++i)
-      if (is_tensor(inputs_[i])) input_of_storage_[tracer_.storage_of(inputs_[i].toTensor())] = i;
+      if (is_tensor(inputs_[i]))
+        for (const at::Tensor& part : trace_.parts[i]) {
+          if (is_subclass(inputs_[i].toTensor()))
+            subclass_storages_.insert(tracer_.storage_of(part));
+          else
+            input_of_storage_[tracer_.storage_of(part)] = i;
+        }
     for (std::size_t i = 0; i < outputs_.size(); ++i)
       if (is_tensor(outputs_[i])) {
-        tracer_.value_of(outputs_[i].toTensor());  // an output may be a constant
+        for (const at::Tensor& part : plain_parts(outputs_[i].toTensor())) tracer_.value_of(part);  // an output may be a constant
         output_of_tensor_[outputs_[i].toTensor().unsafeGetTensorImpl()] = i;
       }
     const std::vector<char> multi = multi_output_views(tracer_.graph);
     for (const c10::IValue& output : outputs_)
-      if (is_tensor(output)) {
+      if (is_tensor(output) && !is_subclass(output.toTensor())) {
         Aliases& aliases = aliases_[tracer_.storage_of(output.toTensor())];
         ++aliases.outputs;
         aliases.multi_output_views += multi[index_of(tracer_.value_of(output.toTensor()))] ? 1 : 0;
@@ -137,13 +160,29 @@ class Analysis {
       OutputInfo info;
       info.type = type_of_output(output);
       if (is_tensor(output)) {
-        describe_tensor(output.toTensor(), &info);
+        if (!describe_with_subclasses(output.toTensor(), &info)) describe_tensor(output.toTensor(), &info);
         for (std::size_t j = 0; j < i && !info.same_as; ++j)
           if (is_tensor(outputs_[j]) && outputs_[j].toTensor().is_same(output.toTensor())) info.same_as = j;
       }
       meta_.outputs.push_back(std::move(info));
     }
     meta_.intermediate_bases = bases_.size();
+  }
+
+  // A subclass, and a plain tensor in the memory of one, is an input or comes out of the graph: what it shares with inputs and other results it
+  // shares there too, unseen by autograd. False for all others.
+  bool describe_with_subclasses(const at::Tensor& output, OutputInfo* info) {
+    if (!is_subclass(output) && !subclass_storages_.contains(tracer_.storage_of(output))) return false;
+    info->requires_grad = output.requires_grad();
+    info->geometry = geometry_of(output);
+    for (std::size_t i = 0; i < inputs_.size(); ++i)
+      if (is_tensor(inputs_[i]) && inputs_[i].toTensor().is_same(output)) {
+        info->kind = OutputKind::IsInput;
+        info->base_index = i;
+        return true;
+      }
+    info->kind = OutputKind::NonAlias;
+    return true;
   }
 
   void describe_tensor(const at::Tensor& output, OutputInfo* info) {
@@ -227,7 +266,8 @@ class Analysis {
   Tracer& tracer_;
   const Values &inputs_, &outputs_;
   ViewAndMutationMeta meta_;
-  std::map<StorageId, std::size_t> input_of_storage_;                            // the last one
+  std::map<StorageId, std::size_t> input_of_storage_;                            // the last one, of the plain ones
+  std::set<StorageId> subclass_storages_;                                        // of those that are a subclass
   std::unordered_map<const c10::TensorImpl*, std::size_t> output_of_tensor_;     // the last one
   std::map<StorageId, Aliases> aliases_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> base_of_tensor_;

@@ -43,7 +43,7 @@ std::string sizes_text(at::IntArrayRef is, const Geometry& was, at::IntArrayRef 
 
 }  // namespace
 
-std::vector<CallGuard::Input> CallGuard::describe_all(const Values& inputs) {
+std::vector<CallGuard::Input> CallGuard::describe_all(const Values& inputs, Records records) {
   std::vector<Input> all;
   all.reserve(inputs.size());
   std::unordered_map<const c10::TensorImpl*, std::size_t> first_of_tensor;
@@ -59,8 +59,14 @@ std::vector<CallGuard::Input> CallGuard::describe_all(const Values& inputs) {
       input.requires_grad = tensor.requires_grad();
       input.is_leaf = tensor.is_leaf();
       input.same_as = first_of_tensor.try_emplace(tensor.unsafeGetTensorImpl(), i).first->second;
-      if (const c10::StorageImpl* storage = storage_behind(tensor))
-        input.shares_with = first_of_storage.try_emplace(storage, i).first->second;
+      const auto share = [&](const c10::StorageImpl* storage) {
+        if (storage) input.shares_with = std::min(input.shares_with, first_of_storage.try_emplace(storage, i).first->second);
+      };
+      share(storage_behind(tensor));
+      if (is_subclass(tensor)) {
+        if (records == Records::Make) input.subclass = std::make_shared<const TensorRecord>(TensorRecord::of(tensor, 0));
+        for (const at::Tensor& part : plain_parts(tensor)) share(storage_behind(part));
+      }
       // Only inputs that share memory may be merged, and how depends on what they are views of.
       input.is_view = input.shares_with != i && tensor.is_view();
     }
@@ -85,7 +91,7 @@ std::string CallGuard::difference(const Modes& is, const Modes& was) {
 }
 
 CallGuard::CallGuard(const Values& inputs, const Convention& convention)
-    : inputs_(describe_all(inputs)), names_(convention.names), modes_(current_modes()) {
+    : inputs_(describe_all(inputs, Records::Make)), names_(convention.names), modes_(current_modes()) {
   for (std::size_t i = 0; i < inputs_.size(); ++i) any_sharing_ |= inputs_[i].shares_with != i || inputs_[i].same_as != i;
 }
 
@@ -100,7 +106,7 @@ bool CallGuard::same_kind(const std::vector<Input>& a, const std::vector<Input>&
 }
 
 bool CallGuard::same_kind(const Values& inputs) const {
-  return current_modes() == modes_ && same_kind(inputs_, describe_all(inputs));
+  return current_modes() == modes_ && same_kind(inputs_, describe_all(inputs, Records::None));
 }
 
 bool CallGuard::same_kind(const CallGuard& other) const { return modes_ == other.modes_ && same_kind(inputs_, other.inputs_); }
@@ -121,6 +127,16 @@ bool CallGuard::holds(const Values& inputs, const BoundSizes* sizes) const {
         tensor.device() != expected.tensor->device || tensor.requires_grad() != expected.requires_grad || tensor.is_leaf() != expected.is_leaf)
       return false;
     if (const void* storage = storage_behind(tensor)) storages.push_back(storage);
+    if (tensor.key_set().has(c10::DispatchKey::Python) || expected.subclass) [[unlikely]] {  // carries something, or should
+      if (is_subclass(tensor) != (expected.subclass != nullptr)) return false;
+      if (!expected.subclass) continue;
+      if (!expected.subclass->matches(tensor)) return false;
+      c10::SmallVector<const void*, 4> inner;
+      for (const at::Tensor& part : plain_parts(tensor))
+        if (const void* storage = storage_behind(part)) inner.push_back(storage);
+      std::sort(inner.begin(), inner.end());
+      storages.append(inner.begin(), std::unique(inner.begin(), inner.end()));
+    }
   }
   std::sort(storages.begin(), storages.end());
   return std::adjacent_find(storages.begin(), storages.end()) == storages.end();
@@ -129,7 +145,7 @@ bool CallGuard::holds(const Values& inputs, const BoundSizes* sizes) const {
 std::string CallGuard::difference(const Values& inputs, const BoundSizes* sizes, const SymbolicTable* table) const {
   if (inputs.size() != inputs_.size()) return fmt::format("{} inputs, the capture {}", inputs.size(), inputs_.size());
   if (const Modes modes = current_modes(); modes != modes_) return difference(modes, modes_);
-  const std::vector<Input> now = describe_all(inputs);
+  const std::vector<Input> now = describe_all(inputs, Records::None);
   for (std::size_t i = 0; i < now.size(); ++i) {
     const Input &actual = now[i], &expected = inputs_[i];
     const std::string who = i < names_.size() ? names_[i] : fmt::format("input {}", i);
@@ -140,6 +156,9 @@ std::string CallGuard::difference(const Values& inputs, const BoundSizes* sizes,
         return fmt::format("{} is {}, in the capture {}", who, text_of(actual.value), text_of(expected.value));
       continue;
     }
+    const at::Tensor& tensor = inputs[i].toTensor();
+    if (is_subclass(tensor) != (expected.subclass != nullptr))
+      return fmt::format("{} is {}, in the capture {}", who, type_text(tensor), expected.subclass ? expected.subclass->subclass().to_text() : "a plain tensor");
     const Geometry &is = *actual.tensor, &was = *expected.tensor;
     const LayoutInCall layout = layout_in_call(was, sizes);
     if (at::IntArrayRef(is.sizes) != layout.sizes) return fmt::format("{} has {}", who, sizes_text(is.sizes, was, layout.sizes, sizes, table));
@@ -149,6 +168,7 @@ std::string CallGuard::difference(const Values& inputs, const BoundSizes* sizes,
       return fmt::format("{} begins at element {} of its memory, in the capture {}", who, is.storage_offset, layout_text(was, table).storage_offset);
     if (is.dtype != was.dtype) return fmt::format("{} is of dtype {}, in the capture {}", who, c10::toString(is.dtype), c10::toString(was.dtype));
     if (is.device != was.device) return fmt::format("{} is on {}, in the capture {}", who, is.device.str(), was.device.str());
+    if (expected.subclass && !expected.subclass->matches(tensor)) return fmt::format("{} is {}", who, expected.subclass->difference(tensor));
     if (actual.requires_grad != expected.requires_grad)
       return fmt::format("{} {} a gradient, in the capture it {}", who, actual.requires_grad ? "needs" : "needs no",
                          expected.requires_grad ? "does" : "does not");

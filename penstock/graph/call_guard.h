@@ -2,11 +2,13 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "penstock/graph/analyze.h"
+#include "penstock/graph/subclass_record.h"
 #include "penstock/graph/symbolic_table.h"
 #include "penstock/torch/autocast_scope.h"
 
@@ -17,6 +19,9 @@ class CallGuard {
   CallGuard(const Values& inputs, const Convention& convention);
 
   bool inputs_share_memory() const { return any_sharing_; }
+  // The first input in whose memory an input lies: itself, or an earlier one.
+  std::size_t shares_with(std::size_t input) const { return inputs_[input].shares_with; }
+  std::size_t same_as(std::size_t input) const { return inputs_[input].same_as; }
   // Whether the capture holds: about 50 ns an input. `sizes`: what the symbols of a capture with dynamic dims are in this call.
   bool holds(const Values& inputs, const BoundSizes* sizes = nullptr) const;
   // Empty when the capture holds; otherwise what differs: "input 1 has sizes [2, 4], in the capture [3, 4]".
@@ -40,12 +45,14 @@ class CallGuard {
  private:
   struct Input {
     std::optional<Geometry> tensor;
+    std::shared_ptr<const TensorRecord> subclass;   // of a tensor that is one: kind, context and what it holds are compared, too
     c10::IValue value;              // of what is not a tensor
     bool requires_grad = false, is_leaf = true, is_view = false;
     std::size_t same_as = 0;        // the first input that is the same tensor
     std::size_t shares_with = 0;    // the first input that lies in the same memory
   };
-  static std::vector<Input> describe_all(const Values& inputs);
+  enum class Records { Make, None };
+  static std::vector<Input> describe_all(const Values& inputs, Records records);
   static bool same_kind(const std::vector<Input>& a, const std::vector<Input>& b);
 
   std::vector<Input> inputs_;

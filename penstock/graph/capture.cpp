@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <map>
 #include <string>
 #include <utility>
 
@@ -23,6 +25,12 @@ at::Tensor fake_tangent(const Geometry& geometry) {
   return make_fake_strided(geometry.sizes, geometry.strides, at::dtype(geometry.dtype).device(geometry.device));
 }
 
+c10::SmallVector<std::int64_t, 5> contiguous_strides(const c10::SmallVector<std::int64_t, 5>& sizes) {
+  c10::SmallVector<std::int64_t, 5> strides(sizes.size(), 1);
+  for (std::size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<std::int64_t>(sizes[i], 1);
+  return strides;
+}
+
 class JointCapture {
  public:
   JointCapture(FunctionTrace& trace, const ViewAndMutationMeta& meta)
@@ -35,10 +43,13 @@ class JointCapture {
                                 "make the function do the same on every call"));
     const ModeGuard below(trace_.fake_mode);
     const ModeGuard on(tracer_);
-    result_.primals = primals_.size();
+    result_.primals = tracer_.graph.inputs.size();
+    for (const TensorRecord& record : trace_.records) layout_.inputs.push_back(note(record));
     collect_bases();
+    find_written_memory();
     return_forward();
     differentiate();
+    if (any_subclass_) result_.subclasses = std::make_shared<const SubclassLayout>(std::move(layout_));
     result_.graph = std::move(tracer_.graph);
     verify(result_.graph);
     return std::move(result_);
@@ -52,13 +63,78 @@ class JointCapture {
         bases_[*meta_.outputs[i].base_index] = at::Tensor(outputs_[i].toTensor()._base());
   }
 
-  void return_forward() {
+  // Inputs of the graph whose memory the function writes.
+  void find_written_memory() {
+    std::size_t primal = 0;
+    for (std::size_t i = 0; i < inputs_.size(); ++i) {
+      if (!holds_tensor(inputs_[i])) continue;
+      const std::size_t first = trace_.records[primal++].first_flat();
+      if (!meta_.inputs[i].mutates_data) continue;
+      for (std::size_t part = 0; part < trace_.parts[i].size(); ++part) written_memory_.emplace(tracer_.storage_of(trace_.parts[i][part]), first + part);
+    }
+  }
+
+  // Of a result that comes out of the graph.
+  TensorRecord return_result(const c10::IValue& value) {
+    TensorRecord record = return_value(value);
+    layout_.in_written_input.resize(tracer_.graph.outputs.size());
+    for (std::size_t i = record.first_flat(); i < tracer_.graph.outputs.size(); ++i)
+      if (const ValueId part = tracer_.graph.outputs[i].value(); part != kNoValue)
+        if (const auto input = written_memory_.find(tracer_.graph[part].storage); input != written_memory_.end()) layout_.in_written_input[i] = input->second;
+    return record;
+  }
+
+  // Adds a tensor to the outputs of the graph, or whatever else is returned.
+  // `before`: outputs that do not count, of the other half.
+  TensorRecord return_value(const c10::IValue& value, std::size_t before = 0) {
     std::vector<Operand>& returned = tracer_.graph.outputs;
-    for (const std::size_t i : meta_.mutated_at_run_time()) returned.push_back(tracer_.operand_of(inputs_[i]));
+    const std::size_t first = returned.size() - before;
+    if (!holds_tensor(value)) {
+      returned.push_back(tracer_.operand_of(value));
+      return PlainTensorMeta{first, std::nullopt};
+    }
+    for (const at::Tensor& part : plain_parts(value.toTensor())) returned.push_back(Operand::of(tracer_.value_of(part)));
+    return note(TensorRecord::of(value.toTensor(), first));
+  }
+
+  TensorRecord note(TensorRecord record) {
+    any_subclass_ |= record.is_subclass();
+    return record;
+  }
+
+  void return_forward() {
+    std::vector<TensorRecord>& records = layout_.forward_outputs;
+    for (const std::size_t i : meta_.mutated_at_run_time()) records.push_back(return_value(inputs_[i]));
     for (std::size_t i = 0; i < outputs_.size(); ++i)
-      returned.push_back(is_fresh(meta_.outputs[i].kind) ? tracer_.operand_of(outputs_[i]) : Operand::of(kNoValue));
-    for (const at::Tensor& base : bases_) returned.push_back(tracer_.operand_of(base));
-    result_.forward_outputs = returned.size();
+      records.push_back(return_result(is_fresh(meta_.outputs[i].kind) ? outputs_[i] : c10::IValue(at::Tensor())));
+    for (const at::Tensor& base : bases_) records.push_back(return_value(base));
+    result_.forward_outputs = tracer_.graph.outputs.size();
+    layout_.in_written_input.resize(result_.forward_outputs);
+  }
+
+  // What stands for the gradient of a result, as inputs of the graph.
+  at::Tensor add_tangent(const TangentInfo& tangent, const at::Tensor& result) {
+    const std::size_t first = result_.tangents.size();
+    const auto add = [&](const Geometry& geometry) {
+      result_.tangents.push_back({tangent.kind, tangent.index, geometry});
+      return tracer_.add_input(fake_tangent(geometry), fmt::format("tangents_{}", result_.tangents.size()));
+    };
+    at::Tensor made = is_subclass(result) ? rebuild_tangent(result, add) : add(tangent.geometry);
+    layout_.tangents.push_back(note(TensorRecord::of(made, first)));
+    return made;
+  }
+
+  template <class Add>
+  static at::Tensor rebuild_tangent(const at::Tensor& result, const Add& add) {
+    if (!is_subclass(result)) {
+      Geometry geometry = geometry_of(result);
+      geometry.storage_offset = 0;
+      if (!result.is_non_overlapping_and_dense()) geometry.strides = contiguous_strides(geometry.sizes);
+      return add(geometry);
+    }
+    std::vector<at::Tensor> inner;
+    for (const auto& [name, part] : payload_of(result)->inner_tensors()) inner.push_back(rebuild_tangent(part, add));
+    return payload_of(result)->rebuild_gradient(inner, penstock::geometry_of(result));
   }
 
   const at::Tensor& result_of(const TangentInfo& tangent) const {
@@ -80,8 +156,7 @@ class JointCapture {
       if (again) continue;
       PENSTOCK_INVARIANT(result.requires_grad(), "a result that needed a gradient when the function was analyzed needs none now");
       roots.push_back(result);
-      tangents.push_back(tracer_.add_input(fake_tangent(tangent.geometry), fmt::format("tangents_{}", tangents.size() + 1)));
-      result_.tangents.push_back(tangent);
+      tangents.push_back(add_tangent(tangent, result));
     }
     for (const at::Tensor& primal : primals_)
       if (primal.requires_grad()) leaves.push_back(primal);
@@ -94,7 +169,7 @@ class JointCapture {
     std::size_t next = 0;
     for (const at::Tensor& primal : primals_) {
       const at::Tensor gradient = primal.requires_grad() ? gradients[next++] : at::Tensor();
-      tracer_.graph.outputs.push_back(gradient.defined() ? Operand::of(tracer_.value_of(gradient)) : Operand::of(kNoValue));
+      layout_.input_gradients.push_back(return_value(gradient, result_.forward_outputs));
     }
   }
 
@@ -104,6 +179,9 @@ class JointCapture {
   const Values &inputs_, &outputs_;
   const std::vector<at::Tensor>& primals_;
   std::vector<at::Tensor> bases_;
+  SubclassLayout layout_;
+  std::map<StorageId, std::size_t> written_memory_;
+  bool any_subclass_ = false;
   JointGraph result_;
 };
 
@@ -113,9 +191,13 @@ Graph capture_forward(const Function& function, const Values& inputs) {
   FakeMode fake_mode;
   Tracer tracer;
   Values fakes;
-  for (std::size_t i = 0; i < inputs.size(); ++i)
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (holds_tensor(inputs[i]) && is_subclass(inputs[i].toTensor()))
+      throw TypeError(describe(fmt::format("graph: input {}", i), type_text(inputs[i].toTensor()), "a plain tensor",
+                               "hand over what it holds, or capture with capture_joint, which takes subclasses apart"));
     fakes.push_back(holds_tensor(inputs[i]) ? c10::IValue(tracer.add_input(to_fake(inputs[i].toTensor().detach()), fmt::format("input{}", i)))
                                             : inputs[i]);
+  }
   const c10::AutoGradMode no_gradients(false);
   const ModeGuard below(fake_mode);
   const ModeGuard on(tracer);

@@ -15,15 +15,20 @@
 // Inputs are separate values here, whatever memory they share: see input_plan.h for those that are written and shared.
 // Views and in-place operators are recorded as they come; functionalize() takes the writes out.
 //
+// Tensor subclasses among inputs and results are taken apart (subclass_record.h): the graph is over the plain tensors in them, gradients are those that
+// autograd gives for the subclasses themselves.
+//
 // Nothing is computed, and no random numbers are drawn. Thread rule: as for the function.
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include "penstock/graph/analyze.h"
 #include "penstock/graph/graph.h"
+#include "penstock/graph/subclass_record.h"
 
 namespace penstock::graph {
 
@@ -34,6 +39,11 @@ struct JointGraph {
   std::size_t primals = 0;             // inputs of the graph that are inputs of the function
   std::size_t forward_outputs = 0;     // outputs before the gradients
   std::vector<TangentInfo> tangents;   // as meta.tangents, less those of results that are the same tensor as an earlier one
+
+  // Where a tensor of the function is a subclass: `primals`, `forward_outputs`, `tangents` and gradients then count the plain tensors in them.
+  std::shared_ptr<const SubclassLayout> subclasses;
+  // The first output of the graph for one of meta.forward_returns().
+  std::size_t first_output(std::size_t returned) const { return subclasses ? subclasses->forward_outputs[returned].first_flat() : returned; }
 };
 
 JointGraph capture_joint(const Function& function, const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention = {});

@@ -32,7 +32,7 @@ CapturedCall::CapturedCall(const Function& function, const Values& inputs, const
   joint = early_joint_ && plan.is_identity() ? std::move(*early_joint_) : capture_joint(inner, inner_inputs, meta, plan.inner_convention());
   early_joint_.reset();
   for (std::size_t i = 0; i < meta.mutated_at_run_time().size(); ++i)
-    geometry_after.push_back(joint.graph[joint.graph.outputs[i].value()].geometry);
+    geometry_after.push_back(joint.graph[joint.graph.outputs[joint.first_output(i)].value()].geometry);
   find_written_primals(inner_inputs);
   joint.graph = functionalize(std::move(joint.graph));
   remove_dead_nodes(joint.graph);
@@ -40,6 +40,10 @@ CapturedCall::CapturedCall(const Function& function, const Values& inputs, const
 
 void CapturedCall::make_ready(Partitioner partitioner) {
   halves = partitioner == Partitioner::MinCut ? partition_min_cut(joint) : partition_default(joint);
+  if (joint.subclasses) {
+    subclasses_ = c10::make_intrusive<SubclassCall>(SubclassCall::Context{joint, halves, meta, plan.inner_convention(), primal_written, primal_shares_changed});
+    return;
+  }
   forward.emplace(halves.forward);
   backward.emplace(halves.backward);
   plan_returned();
@@ -74,7 +78,11 @@ void CapturedCall::count_symbols_for_backward() {
 }
 
 ViewAndMutationMeta CapturedCall::first_look(const Function& function, const Values& inputs, const Convention& convention) {
-  if (guard.inputs_share_memory()) return analyze(function, inputs, {.convention = convention});
+  if (guard.inputs_share_memory()) {
+    ViewAndMutationMeta shared = analyze(function, inputs, {.convention = convention});
+    refuse_shared_writes(inputs, shared, convention);
+    return shared;
+  }
   AnalyzedCapture captured = analyze_and_capture(function, inputs, convention);
   early_joint_ = std::move(captured.joint);
   return std::move(captured.meta);
@@ -157,6 +165,7 @@ void CapturedCall::plan_saved() {
 }
 
 std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>& primals, const c10::intrusive_ptr<BoundSizes>& sizes) {
+  if (subclasses_) return subclasses_->run(primals);
   std::vector<at::Tensor> results(joint.forward_outputs);
   const auto keep = [&](const std::vector<c10::IValue>& values) {
     for (const Returned& item : returned) {
@@ -228,7 +237,7 @@ Values CapturedCall::make_outputs(const Values& inputs, const Values& inner, con
   for (std::size_t i = 0; i < meta.outputs.size(); ++i) {
     const OutputInfo& info = meta.outputs[i];
     if (info.type != OutputType::Tensor)
-      outputs[i] = constant_of(joint.graph.outputs[mutated + i]);
+      outputs[i] = constant_of(joint.graph.outputs[joint.first_output(mutated + i)]);
     else if (info.same_as)
       outputs[i] = c10::IValue();
     else if (is_fresh(info.kind))

@@ -11,6 +11,7 @@
 #include "penstock/graph/dynamic_call.h"
 #include "penstock/graph/execute.h"
 #include "penstock/graph/input_plan.h"
+#include "penstock/graph/subclass_call.h"
 
 namespace penstock::graph {
 
@@ -70,6 +71,8 @@ class CapturedCall final : public torch::CustomClassHolder {
   std::vector<at::Tensor> run_forward(const std::vector<at::Tensor>& primals, const c10::intrusive_ptr<BoundSizes>& sizes);
   void write_inputs(const Values& inner, const std::vector<at::Tensor>& results, const BoundSizes* sizes) const;
   Values make_outputs(const Values& inputs, const Values& inner, const std::vector<at::Tensor>& results, const BoundSizes* sizes) const;
+
+  c10::intrusive_ptr<SubclassCall> subclasses_;               // runs the graph where some tensor is a subclass; null: all are plain
 };
 
 }  // namespace penstock::graph

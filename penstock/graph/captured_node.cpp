@@ -34,6 +34,14 @@ at::Tensor tangent(const at::Tensor& gradient, const Geometry& geometry, const B
 
 }  // namespace
 
+void check_backward(bool deterministic_in_forward) {
+  if (c10::GradMode::is_enabled())
+    throw NotImplemented("graph: the backward of a captured function cannot be differentiated; call backward without create_graph, or the "
+                         "function itself");
+  if (at::globalContext().deterministicAlgorithms() && !deterministic_in_forward)
+    throw StateError("graph: deterministic algorithms are asked for in backward, but were not when forward ran; switch them on before both");
+}
+
 CapturedNode::CapturedNode(c10::intrusive_ptr<CapturedCall> call, c10::intrusive_ptr<BoundSizes> sizes)
     : call_(std::move(call)), sizes_(std::move(sizes)), deterministic_(at::globalContext().deterministicAlgorithms()) {}
 
@@ -62,11 +70,7 @@ void CapturedNode::release_variables() {
 }
 
 variable_list CapturedNode::apply(variable_list&& gradients) {
-  if (c10::GradMode::is_enabled())
-    throw NotImplemented("graph: the backward of a captured function cannot be differentiated; call backward without create_graph, or the "
-                         "function itself");
-  if (at::globalContext().deterministicAlgorithms() && !deterministic_)
-    throw StateError("graph: deterministic algorithms are asked for in backward, but were not when forward ran; switch them on before both");
+  check_backward(deterministic_);
   std::vector<at::Tensor> inputs;
   {
     const std::lock_guard lock(mutex_);

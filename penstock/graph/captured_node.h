@@ -14,6 +14,9 @@
 
 namespace penstock::graph {
 
+// What backward of any captured function refuses: to be differentiated again, and deterministic algorithms that forward did not know of.
+void check_backward(bool deterministic_in_forward);
+
 class CapturedNode final : public torch::autograd::Node {
  public:
   // `sizes`: of dynamic dims, as they were in forward.

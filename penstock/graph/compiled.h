@@ -9,9 +9,10 @@
 // function: all of forward is one node of autograd, views and writes of inputs are done outside of it.
 //
 // A capture holds for inputs of the same sizes, strides, offsets, dtypes, devices and needs of gradients, that alias each other in the
-// same way, under the same grad mode, with the same values of what is not a tensor. Another call captures again, or with
-// `recapture = false` throws StateError naming what differs. Dims may be marked as dynamic: then one capture holds for all their sizes
-// (dynamic_dims.h).
+// same way, under the same grad mode, with the same values of what is not a tensor; of tensor subclasses (a DTensor) also of the same kind,
+// context (mesh, placements) and contents in shape. Another call captures again, or with `recapture = false` throws StateError naming what differs.
+// Dims may be marked as dynamic: then one capture holds for all their sizes (dynamic_dims.h).
+// Subclasses are taken apart: the graph is over the plain tensors in them (subclass_record.h), results and gradients are put together again.
 // Backward can be run once unless the graph is retained, as always. Differentiating it again (create_graph) throws NotImplemented.
 // A saved tensor that was written in between is an error, as always.
 // Random numbers are drawn from the default generators, in the order of the function.

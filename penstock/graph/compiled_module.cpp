@@ -93,7 +93,7 @@ const TreeSpec& CompiledModuleBase::results_spec(std::size_t entry, std::size_t 
   const Entry& found = *entries_.at(entry);
   const JointGraph& joint = found.compiled.joint(capture);
   const ViewAndMutationMeta& meta = found.compiled.inner_meta(capture);
-  const Operand& index = joint.graph.outputs.at(meta.mutated_at_run_time().size() + meta.outputs.size() - 1);
+  const Operand& index = joint.graph.outputs.at(joint.first_output(meta.mutated_at_run_time().size() + meta.outputs.size() - 1));
   return found.results->at(static_cast<std::size_t>(index.constant.toInt()));
 }
 

@@ -9,7 +9,8 @@
 //
 // The module's code is not changed. While it is captured its parameters and buffers are fake for everybody who holds them, and real again
 // afterwards. Inputs of the graph are named as the module names them ("0.weight", "1.running_mean"), arguments by their place ("args[0]");
-// a tensor registered under several names is one input. What forward writes (running statistics) is written by a replay too.
+// a tensor registered under several names is one input, and one that is a subclass (a DTensor of a parallelized module) as many as it holds
+// ("up.weight.local"). What forward writes (running statistics) is written by a replay too.
 //
 // Arguments and results of forward may be tensors, numbers, texts, and std::tuple, std::vector and std::optional of these. An undefined
 // tensor is allowed. A capture holds for calls as said in compiled.h, and for the training flags of all submodules; other settings of a

@@ -3,6 +3,7 @@
 #include <mutex>
 
 #include "penstock/base/errors.h"
+#include "penstock/graph/subclass_record.h"
 #include "penstock/torch/fake.h"
 #include "penstock/torch/wrapper.h"
 
@@ -22,11 +23,12 @@ FakeInPlace::FakeInPlace(const std::vector<at::Tensor>& tensors) {
   replaced_.reserve(tensors.size());
   try {
     for (const at::Tensor& tensor : tensors) {
-      if (is_wrapper(tensor))
-        throw TypeError(describe("graph: a parameter or buffer", "a tensor of kind " + std::string(payload_of(tensor)->kind()),
-                                 "a real, plain tensor", "materialize the module before it is captured"));
+      for (const at::Tensor& part : plain_parts(tensor))
+        if (is_fake(part))
+          throw TypeError(describe("graph: a parameter or buffer", "a fake tensor", "a real one, or a subclass of real ones",
+                                   "materialize the module before it is captured"));
       Replaced replaced{tensor, tensor.variable_data(), accumulator_of(tensor), {}};
-      replace_data(tensor, to_fake(replaced.real));
+      replace_data(tensor, to_fake_parts(replaced.real));
       if (auto* autograd = torch::autograd::impl::get_autograd_meta(tensor)) replaced.hooks.swap(autograd->hooks_);
       replaced_.push_back(std::move(replaced));
     }

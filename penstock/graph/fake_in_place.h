@@ -21,7 +21,8 @@ namespace penstock::graph {
 
 class FakeInPlace {
  public:
-  // Throws StateError for a tensor that autograd has computed, TypeError for one that is fake or a subclass already; all are as before then.
+  // A subclass becomes one around fake tensors. Throws StateError for a tensor that autograd has computed, TypeError for one that is fake already; all
+  // are as before then.
   explicit FakeInPlace(const std::vector<at::Tensor>& tensors);
   ~FakeInPlace();
   FakeInPlace(const FakeInPlace&) = delete;

@@ -9,7 +9,6 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/graph/fake_inputs.h"
-#include "penstock/torch/wrapper.h"
 
 namespace penstock::graph {
 namespace {
@@ -44,29 +43,33 @@ void FunctionTrace::make_inputs(const Values& real_inputs, const Convention& con
   std::unordered_map<const c10::TensorImpl*, at::Tensor> made;
   inputs.reserve(real_inputs.size());
   for (std::size_t i = 0; i < real_inputs.size(); ++i) {
+    parts.emplace_back();
     is_leaf.push_back(is_tensor(real_inputs[i]) && real_inputs[i].toTensor().is_leaf());
     if (!is_tensor(real_inputs[i])) {
       inputs.push_back(real_inputs[i]);
       continue;
     }
     const at::Tensor& real = real_inputs[i].toTensor();
-    if (is_wrapper(real) && !is_fake(real))
-      throw TypeError(describe("graph: " + convention.name_of(i), "a tensor of kind " + std::string(payload_of(real)->kind()), "a plain tensor",
-                               "hand over what it holds, and make it inside of the function"));
     const bool finds = i < convention.found;
     std::string name = i < convention.names.size() ? convention.names[i] : fmt::format("primals_{}", primals.size() + 1);
-    primals.push_back(tracer.add_input(finds ? real : to_fake(real), std::move(name)));
+    primals.push_back(finds ? real : to_fake_parts(real));
+    records.push_back(TensorRecord::of(primals.back(), tracer.graph.inputs.size()));
+    const std::vector<std::string> suffixes = records.back().plain_names();
+    const std::vector<at::Tensor> added = plain_parts(primals.back());
+    for (std::size_t part = 0; part < added.size(); ++part) tracer.add_input(added[part], name + suffixes[part]);
     // The same tensor again is the same value inside, but each place gets its own gradient: autograd adds them up as it would have.
     at::Tensor& first = made[real.unsafeGetTensorImpl()];
     if (first.defined()) {
       const bool own_gradient = leaves == Leaves::Writable && first.requires_grad();
       inputs.emplace_back(own_gradient ? non_leaf_of(primals.back(), first) : first);
+      parts.back() = plain_parts(first);
       continue;
     }
     first = primals.back();
     const bool stays_leaf = finds || (leaves == Leaves::AsTheyAre && real.is_leaf());
     if (first.requires_grad() && !stays_leaf) first = non_leaf_of(first, first);
     inputs.emplace_back(first);
+    parts.back() = plain_parts(first);
   }
 }
 

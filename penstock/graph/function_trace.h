@@ -8,6 +8,7 @@
 #include "penstock/graph/analyze.h"
 #include "penstock/graph/capture.h"
 #include "penstock/graph/fake_in_place.h"
+#include "penstock/graph/subclass_record.h"
 #include "penstock/graph/tracer.h"
 #include "penstock/torch/autocast_scope.h"
 #include "penstock/torch/fake.h"
@@ -30,7 +31,9 @@ class FunctionTrace {
   FakeMode fake_mode;
   Tracer tracer;
   Values inputs, outputs;                   // of the function, fake
-  std::vector<at::Tensor> primals;          // inputs of the graph: one for each tensor among the inputs
+  std::vector<at::Tensor> primals;          // one for each tensor among the inputs: what gradients are taken of
+  std::vector<TensorRecord> records;        // of the primals: which inputs of the graph they are
+  std::vector<std::vector<at::Tensor>> parts;   // for each input, the plain tensors in it as they were before the call
   std::vector<char> is_leaf;                // of the inputs, in earnest
   std::optional<bool> grad_mode_after;      // what the function left grad mode at, when it changed it
 

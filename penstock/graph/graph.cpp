@@ -40,11 +40,13 @@ bool is_true(const Operand& operand) {
   return operand.kind == Operand::Kind::Constant && operand.constant.isBool() && operand.constant.toBool();
 }
 
-// Operators with side effects by name, overloads left out. The collectives of this library are known from the start.
+// Operators with side effects by name, overloads left out. The collectives of this library are known from the start, and with them the wait for one
+// whose result nobody uses: it gives up what the collective holds.
 struct SideEffects {
   std::mutex mutex;
   std::set<std::string, std::less<>> names{"penstock::all_reduce", "penstock::all_gather_into_tensor", "penstock::reduce_scatter_tensor",
-                                           "penstock::all_to_all_single", "penstock::broadcast"};
+                                           "penstock::all_to_all_single", "penstock::broadcast", "penstock::all_gather_flat",
+                                           "penstock::reduce_scatter_flat", "penstock::wait_tensor"};
   static SideEffects& instance() {
     static SideEffects& effects = *new SideEffects;
     return effects;

@@ -34,6 +34,9 @@ enum class ConstantKind : std::uint8_t { None, Int, Double, Bool, Complex, Strin
 class GraphWriter {
  public:
   std::vector<std::uint8_t> write(const GraphFile& file) {
+    // Kinds and contexts of subclasses, a DTensor's mesh above all, belong to a process.
+    if (file.joint.subclasses)
+      throw ValueError("graph: some inputs or results are tensor subclasses, whose context a file cannot hold; save a capture over plain tensors");
     graph(file.joint.graph);
     out_.count(file.joint.primals);
     out_.count(file.joint.forward_outputs);

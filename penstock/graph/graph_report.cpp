@@ -118,11 +118,15 @@ class GraphReport {
 
   void inputs() {
     TextTable table({"input", "type", "gradient", "written"});
-    std::size_t primal = 0;
+    std::size_t primal = 0, tensor = 0;
     for (const InputInfo& info : file_.meta.inputs) {
       if (!info.is_tensor || primal >= file_.joint.primals) continue;
-      const Placeholder& input = graph_.inputs[primal++];
-      table.add({input.name, to_text(graph_[input.value].geometry, graph_.table.get()), info.requires_grad ? "yes" : "no", written(info)});
+      // A subclass is several inputs of the graph.
+      const std::size_t end = primal + (file_.joint.subclasses ? file_.joint.subclasses->inputs.at(tensor++).count() : 1);
+      for (; primal < end; ++primal) {
+        const Placeholder& input = graph_.inputs[primal];
+        table.add({input.name, to_text(graph_[input.value].geometry, graph_.table.get()), info.requires_grad ? "yes" : "no", written(info)});
+      }
     }
     for (; primal < graph_.inputs.size(); ++primal)
       table.add({graph_.inputs[primal].name, to_text(graph_[graph_.inputs[primal].value].geometry, graph_.table.get()), "", "read"});
@@ -136,7 +140,11 @@ class GraphReport {
       std::string memory(info.type == OutputType::Tensor ? to_text(info.kind) : "");
       if (info.base_index) memory += fmt::format(" {}", *info.base_index);
       if (info.same_as) memory += fmt::format(", the same as result {}", *info.same_as);
-      table.add({std::to_string(i), info.type == OutputType::Tensor ? to_text(info.geometry, graph_.table.get()) : std::string(to_text(info.type)),
+      std::string type = info.type == OutputType::Tensor ? to_text(info.geometry, graph_.table.get()) : std::string(to_text(info.type));
+      if (file_.joint.subclasses)
+        if (const TensorRecord& record = file_.joint.subclasses->forward_outputs.at(file_.meta.mutated_at_run_time().size() + i); record.is_subclass())
+          type += ", " + record.subclass().to_text();
+      table.add({std::to_string(i), std::move(type),
                  info.requires_grad ? "yes" : "no", memory});
     }
     print("\nresults\n{}", table.write());

@@ -29,6 +29,8 @@ class SignatureMaker {
       : joint_(joint), meta_(meta), options_(options), outputs_(names_of_outputs(joint.graph)) {}
 
   GraphSignature run() {
+    if (joint_.subclasses)
+      throw ValueError("graph: some inputs or results are tensor subclasses, several tensors each, which no signature can say; capture the function over plain tensors");
     signature_.in_spec = options_.in_spec;
     signature_.out_spec = options_.out_spec;
     add_inputs();

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "penstock/base/errors.h"
+#include "penstock/graph/subclass_record.h"
 #include "penstock/torch/fake.h"
 
 namespace penstock::graph {
@@ -107,6 +108,16 @@ void Tracer::check_constant(const at::Tensor& tensor) const {
                                fmt::join(tensor.sizes(), ", ")));
 }
 
+// The same for a subclass around real tensors, which become constants one by one.
+void Tracer::check_subclass_constant(const at::Tensor& tensor) const {
+  if (!is_subclass(tensor) || !tensor.requires_grad() || phase == Phase::Backward || !c10::GradMode::is_enabled()) return;
+  for (const at::Tensor& part : plain_parts(tensor))
+    if (is_fake(part)) return;
+  throw StateError(fmt::format("graph: the captured function uses a tensor of kind {} and sizes [{}] that needs a gradient and is none of its inputs; hand it "
+                               "over as an input, or register it as a parameter of the module",
+                               type_text(tensor), fmt::join(tensor.sizes(), ", ")));
+}
+
 Operand Tracer::argument_of(ArgumentTraits::Kind kind, const c10::IValue& value) {
   if (value.isTensor()) {
     const at::Tensor& tensor = value.toTensor();
@@ -175,6 +186,8 @@ void Tracer::dispatch(const c10::OperatorHandle& op, Stack* stack) {
   };
   const c10::ArrayRef<c10::IValue> arguments(stack->data() + base, traits.arguments.size());
   if (Payload* subclass = subclass_in(arguments)) [[unlikely]] {
+    for (const c10::IValue& argument : arguments)
+      if (argument.isTensor() || argument.isList()) for_each_tensor(argument, [&](const at::Tensor& tensor) { check_subclass_constant(tensor); });
     const PayloadPtr keep = PayloadPtr::reclaim_copy(subclass);
     const ModeGuard again(*this);
     return keep->dispatch(op, stack);

@@ -15,7 +15,7 @@
 // graph, and one of them that needs a gradient is a StateError; numbers that became tensors stay numbers. Operators on real tensors alone are run and not recorded, unless they write:
 // what they give is as constant as what they were given.
 //
-// A tensor subclass made inside the function is taken apart: its handler runs, and what it calls is recorded.
+// A tensor subclass is taken apart: its handler runs, and what it calls is recorded.
 //
 // Tensors are known by what they carry, not by handle: the copies that autograd saves are the same value.
 // Thread rule: operators must come from one thread at a time, as they do when backward runs for one device.
@@ -48,6 +48,7 @@ class Tracer final : public Mode {
   Operand operand_of(const c10::IValue& value);
 
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override;
+  bool records() const override { return true; }
 
   Graph graph;
   Phase phase = Phase::Forward;  // what nodes are marked with from here on
@@ -55,6 +56,7 @@ class Tracer final : public Mode {
  private:
   Operand argument_of(ArgumentTraits::Kind kind, const c10::IValue& value);
   void check_constant(const at::Tensor& tensor) const;
+  void check_subclass_constant(const at::Tensor& tensor) const;
   Operand record_result(const ReturnAlias& alias, const c10::IValue& value, const Node& node);
   ValueId define(const at::Tensor& tensor, StorageId storage);
   ValueId rewritten(const at::Tensor& tensor);

@@ -77,6 +77,13 @@ NoModesGuard::~NoModesGuard() {
 
 Mode* current_mode() { return detail::mode_at(0); }
 
+bool is_recording() {
+  for (int i = 0;; ++i) {
+    const Mode* mode = detail::mode_at(i);
+    if (!mode || mode->records()) return mode != nullptr;
+  }
+}
+
 int mode_depth() {
   int depth = 0;
   while (detail::mode_at(depth)) ++depth;

@@ -37,6 +37,8 @@ class Mode {
   virtual ~Mode() = default;
   // As Payload::dispatch: arguments on top of the stack, replaced by the results.
   virtual void dispatch(const c10::OperatorHandle& op, Stack* stack) = 0;
+  // True when what is seen will be run again as it was: code that gives operators numbers of one time only must refuse.
+  virtual bool records() const { return false; }
 };
 
 // Enters a mode for a scope.
@@ -70,6 +72,8 @@ Mode* current_mode();
 // The innermost mode of type M that is on, whatever lies above it; null when there is none.
 template <class M>
 M* find_mode();
+// Whether some mode that is on records: see Mode::records.
+bool is_recording();
 // How many modes are on.
 int mode_depth();
 

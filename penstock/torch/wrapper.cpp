@@ -51,6 +51,21 @@ std::vector<std::pair<std::string, at::Tensor>> Payload::inner_tensors() const {
                                    kind()));
 }
 
+at::Tensor Payload::rebuild(const std::vector<at::Tensor>& inner, const WrapperGeometry& geometry) const {
+  FlatWrapper flat{std::string(kind()), inner_tensors(), context(), geometry};
+  if (flat.tensors.size() != inner.size())
+    throw ValueError(describe(fmt::format("tensor subclass {}: inner tensors to rebuild it of", kind()), std::to_string(inner.size()),
+                              std::to_string(flat.tensors.size())));
+  for (std::size_t i = 0; i < inner.size(); ++i) flat.tensors[i].second = inner[i];
+  return unflatten_wrapper(flat);
+}
+
+at::Tensor Payload::rebuild_gradient(const std::vector<at::Tensor>& inner, const WrapperGeometry& geometry) const { return rebuild(inner, geometry); }
+
+bool Payload::same_context(const Payload& other) const { return typeid(*this) == typeid(other) && context() == other.context(); }
+
+at::Tensor Payload::with_context_of(const at::Tensor&, const Payload&) const { return {}; }
+
 void Payload::refuse(const c10::OperatorHandle& op, std::string_view remedy) const {
   throw TypeError(fmt::format("tensor subclass {}: operator {} is not handled; {}", kind(), c10::toString(op.operator_name()),
                               remedy.empty() ? "handle it in the subclass's dispatch, or convert to a plain tensor before the call"

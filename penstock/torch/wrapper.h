@@ -56,6 +56,7 @@ namespace penstock {
 
 // A wrapper taken apart: its inner tensors by name and everything else as a value.
 struct FlatWrapper;
+struct WrapperGeometry;
 
 class Payload : public c10::intrusive_ptr_target {
  public:
@@ -71,6 +72,17 @@ class Payload : public c10::intrusive_ptr_target {
   // Inner tensors by name, and the rest as a value that compares with ==. Optional: the default throws NotImplemented.
   virtual std::vector<std::pair<std::string, at::Tensor>> inner_tensors() const;
   virtual c10::IValue context() const { return {}; }
+
+  // ---- what a captured graph asks (graph/subclass_record.h) ----
+
+  // A wrapper of this kind and context around other inner tensors, given in the order of inner_tensors(). Default: unflatten_wrapper.
+  virtual at::Tensor rebuild(const std::vector<at::Tensor>& inner, const WrapperGeometry& geometry) const;
+  // The same for a gradient of such a wrapper, where that is laid out in another way.
+  virtual at::Tensor rebuild_gradient(const std::vector<at::Tensor>& inner, const WrapperGeometry& geometry) const;
+  // Whether a payload differs from this one in its inner tensors only. Default: of one class, with equal contexts.
+  virtual bool same_context(const Payload& other) const;
+  // `self`, which carries this payload, with the context of another of its kind; undefined where that cannot be.
+  virtual at::Tensor with_context_of(const at::Tensor& self, const Payload& other) const;
 
   // For a handler that does not know `op`: a TypeError that names the operator, the subclass and the remedy.
   [[noreturn]] void refuse(const c10::OperatorHandle& op, std::string_view remedy = {}) const;

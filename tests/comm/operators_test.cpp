@@ -94,6 +94,25 @@ TEST(Operators, AllToAllDerivative) {
       });
 }
 
+// Of parts of different sizes, one of them empty.
+TEST(Operators, AllGatherFlatDerivative) {
+  const std::vector<std::int64_t> counts{4, 0, 12};
+  const auto part = [&](const at::Tensor& x, std::size_t rank) { return x.reshape({-1}).narrow(0, 0, counts[rank]); };
+  check_gradient([&](const at::Tensor& x, Group& group) { return functional::all_gather_flat(part(x, static_cast<std::size_t>(group.axis_rank())), counts, group); },
+                 [&](const std::vector<at::Tensor>& x) { return std::vector<at::Tensor>(3, at::cat({part(x[0], 0), part(x[1], 1), part(x[2], 2)})); });
+}
+
+TEST(Operators, ReduceScatterFlatDerivative) {
+  const std::vector<std::int64_t> counts{3, 4, 5};
+  for (const auto op : {ReduceOp::Sum, ReduceOp::Avg})
+    check_gradient([&](const at::Tensor& x, Group& group) { return functional::reduce_scatter_flat(x.reshape({-1}), op, counts, group); },
+                   [&](const std::vector<at::Tensor>& x) {
+                     at::Tensor sum = (x[0] + x[1] + x[2]).reshape({-1});
+                     if (op == ReduceOp::Avg) sum = sum / 3;
+                     return sum.split_with_sizes(counts);
+                   });
+}
+
 TEST(Operators, BroadcastDerivative) {
   check_gradient([](const at::Tensor& x, Group& group) { return functional::broadcast(x, Rank{1}, group); },
                  [](const std::vector<at::Tensor>& x) { return std::vector<at::Tensor>(3, x[1] + 0 * (x[0] + x[2])); });
@@ -116,6 +135,8 @@ TEST(Operators, ShapeOnlyKernelsNeedNoGroup) {
   EXPECT_EQ(functional::all_gather(x, group).sizes(), (std::vector<std::int64_t>{32, 3}));
   EXPECT_EQ(functional::reduce_scatter(x, ReduceOp::Sum, group).sizes(), (std::vector<std::int64_t>{2, 3}));
   EXPECT_EQ(functional::all_to_all(x, {1, 2, 3, 4}, {2, 2, 2, 2}, group).sizes(), (std::vector<std::int64_t>{10, 3}));
+  EXPECT_EQ(functional::all_gather_flat(x.view({-1}), {24, 1, 2, 3}, group).sizes(), (std::vector<std::int64_t>{30}));
+  EXPECT_EQ(functional::reduce_scatter_flat(x.view({-1}), ReduceOp::Sum, {5, 6, 6, 7}, group).sizes(), (std::vector<std::int64_t>{5}));
   EXPECT_EQ(functional::broadcast(x, Rank{2}, group).scalar_type(), at::kHalf);
   EXPECT_TRUE(wait_tensor(x).is_meta());
 }
@@ -124,6 +145,8 @@ TEST(Operators, UnknownGroupAndUnevenRowsAreNamed) {
   const World world = World::fake(1, 4);
   EXPECT_THROW(functional::reduce_scatter(at::ones({6, 2}), ReduceOp::Sum, world.group()), ValueError);
   EXPECT_THROW(functional::all_gather(at::ones({}), world.group()), ValueError);
+  EXPECT_THROW(functional::all_gather_flat(at::ones({3}), {3, 2, 3, 3}, world.group()), ValueError);
+  EXPECT_THROW(functional::reduce_scatter_flat(at::ones({3, 4}), ReduceOp::Sum, {3, 3, 3, 3}, world.group()), ValueError);
   EXPECT_THROW(find_group("nobody"), ValueError);
 }
 

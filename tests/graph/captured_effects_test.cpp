@@ -98,7 +98,7 @@ TEST(CapturedSubclasses, MadeInsideAreTakenApart) {
   EXPECT_TRUE(at::equal(results[1].toTensor(), (y + 1).relu().t()));
 }
 
-TEST(CapturedSubclasses, AsInputsOrResultsAreErrorsThatNameThem) {
+TEST(CapturedSubclasses, OfAnUnknownKindAreErrorsThatNameThem) {
   using sample::Boxed;
   Compiled compiled([](const Values& in) -> Values { return {in[0].toTensor() * 2}; });
   EXPECT_TRUE(has_text(message_of<TypeError>([&] { compiled({Boxed::make(at::ones({3}))}); }), "Boxed"));

@@ -1,0 +1,305 @@
+// Distributed tensors as inputs, results and gradients of captured functions, against the plain run, bit for bit, on worlds of threads.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <atomic>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "penstock/base/errors.h"
+#include "tests/graph/dtensor_compare.h"
+#include "tests/has_text.h"
+#include "tests/throws.h"
+
+namespace penstock::graph {
+namespace {
+
+using test::has_text;
+using test::message_of;
+
+TEST(DTensorCapture, PlacementsThroughOperators) {
+  for (const int ranks : {2, 3}) on_ranks(ranks, [&](const comm::MeshGroups& mesh) {
+    const std::vector<std::pair<std::string, Placement>> layouts{{"R", Replicate{}}, {"S0", Shard{0}}, {"S1", Shard{1}}, {"P", Partial{}}};
+    const Function matmul = [](const Values& in) -> Values { return {in[0].toTensor().matmul(in[1].toTensor())}; };
+    const Function softmax = [](const Values& in) -> Values { return {at::softmax(in[0].toTensor() * in[1].toTensor(), 1)}; };
+    const Function norm = [](const Values& in) -> Values {
+      const at::Tensor x = in[0].toTensor();
+      return {at::layer_norm(x + in[1].toTensor(), {x.size(1)})};
+    };
+    const Function loss = [](const Values& in) -> Values { return {redistribute((in[0].toTensor() - in[1].toTensor()).pow(2).mean(), {Replicate{}})}; };
+    for (const auto& [name_x, x] : layouts)
+      for (const auto& [name_y, y] : layouts) {
+        // Sizes that two ranks split evenly and three do not.
+        const auto square = [&, x = x, y = y](int step) {
+          return std::vector<at::Tensor>{placed(numbers({4, 4}, step), mesh, x), placed(numbers({4, 4}, step + 9), mesh, y)};
+        };
+        const std::string where = name_x + " with " + name_y;
+        check(mesh, "matmul of " + where, matmul, square);
+        check(mesh, "softmax of " + where, softmax, square);
+        check(mesh, "layer norm of " + where, norm, square);
+        check(mesh, "loss of " + where, loss, square);
+      }
+  });
+}
+
+// Every way from one placement to another, as operators of the graph.
+TEST(DTensorCapture, Redistributions) {
+  for (const int ranks : {2, 3}) on_ranks(ranks, [&](const comm::MeshGroups& mesh) {
+    const std::vector<Placement> layouts{Replicate{}, Shard{0}, Shard{1}, Partial{}};
+    for (const Placement& from : layouts)
+      for (const Placement& to : layouts) {
+        if (to.is_partial()) continue;
+        check(mesh, to_string(Placements{from}) + " to " + to_string(Placements{to}),
+              [&](const Values& in) -> Values { return {redistribute(in[0].toTensor() * 2, {to}) * 3, full_tensor(in[0].toTensor()).sin()}; },
+              [&](int step) { return std::vector<at::Tensor>{placed(numbers({4, 5}, step), mesh, from)}; });
+      }
+  });
+}
+
+// Plain in and distributed inside, and the other way round.
+TEST(DTensorCapture, BordersInsideOfTheFunction) {
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    check(mesh, "from_local", [&](const Values& in) -> Values { return {from_local(in[0].toTensor(), mesh, {Shard{0}}).sin()}; },
+          [&](int step) { return std::vector<at::Tensor>{numbers({2, 3}, step).requires_grad_()}; });
+    check(mesh, "to_local", [&](const Values& in) -> Values { return {to_local(in[0].toTensor()).sin(), to_local(in[0].toTensor())}; },
+          [&](int step) { return std::vector<at::Tensor>{placed(numbers({4, 3}, step), mesh, Shard{0})}; });
+    check(mesh, "no gradients", [&](const Values& in) -> Values { return {to_local(in[0].toTensor()), from_local(in[1].toTensor(), mesh, {Replicate{}})}; },
+          [&](int step) { return std::vector<at::Tensor>{placed(numbers({4, 3}, step), mesh, Shard{0}, false), numbers({2, 3}, step)}; });
+  });
+}
+
+TEST(DTensorCapture, TheGraphHoldsPlainTensorsAndCollectives) {
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    Compiled compiled([](const Values& in) -> Values { return {redistribute(in[0].toTensor().matmul(in[1].toTensor()), {Replicate{}}).relu()}; });
+    const at::Tensor x = placed(numbers({4, 6}, 1), mesh, Shard{1}), w = placed(numbers({6, 2}, 2), mesh, Shard{0});
+    const at::Tensor y = compiled({x, w})[0].toTensor();
+    y.sum().backward();
+    const JointGraph& joint = compiled.joint(0);
+    EXPECT_EQ(count_of(compiled.partition(0).forward, "penstock::all_reduce"), 1u);
+    EXPECT_EQ(collectives_in(compiled.partition(0).backward), 0u);
+    EXPECT_EQ(joint.graph.inputs[0].name, "primals_1.local");
+    EXPECT_EQ(joint.graph[joint.graph.inputs[0].value].geometry.sizes, (c10::SmallVector<std::int64_t, 5>{4, 3}));
+    const SubclassMeta& input = joint.subclasses->inputs[0].subclass();
+    EXPECT_EQ(input.to_text(), "DTensor [S(1)]");
+    EXPECT_EQ(input.outer.sizes, (c10::SmallVector<std::int64_t, 5>{4, 6}));
+    EXPECT_EQ(joint.subclasses->input_gradients[1].subclass().to_text(), "DTensor [S(0)]");
+    EXPECT_TRUE(is_dtensor(w.grad()));
+    EXPECT_EQ(placements_of(w.grad()), (Placements{Shard{0}}));
+  });
+}
+
+TEST(DTensorCapture, GradientsInOtherPlacementsAreBroughtOver) {
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    Compiled compiled([](const Values& in) -> Values { return {in[0].toTensor().sin()}; });
+    const at::Tensor whole = numbers({4, 4}, 1), seed = numbers({4, 4}, 2);
+    for (const Placement& given : std::vector<Placement>{Shard{0}, Shard{1}, Replicate{}}) {
+      const at::Tensor x = placed(whole, mesh, Shard{0});
+      const at::Tensor y = compiled({x})[0].toTensor();
+      y.backward(placed(seed, mesh, given, false));
+      EXPECT_EQ(placements_of(x.grad()), (Placements{Shard{0}}));
+      EXPECT_TRUE(at::equal(full_tensor(x.grad()), seed * whole.cos())) << to_string(Placements{given});
+    }
+    EXPECT_EQ(compiled.captures(), 1u);
+    // Terms of a sum: added up first.
+    const at::Tensor x = placed(whole, mesh, Shard{0});
+    compiled({x})[0].toTensor().backward(placed(seed, mesh, Partial{}, false));
+    EXPECT_TRUE(at::allclose(full_tensor(x.grad()), (seed * 3) * whole.cos()));
+    // A result that is a sum of terms expects a whole gradient.
+    Compiled partial([](const Values& in) -> Values { return {in[0].toTensor().matmul(in[1].toTensor())}; });
+    const at::Tensor a = placed(whole, mesh, Shard{1}), b = placed(whole, mesh, Shard{0});
+    const at::Tensor terms = partial({a, b})[0].toTensor();
+    EXPECT_TRUE(placements_of(terms)[0].is_partial());
+    EXPECT_EQ(partial.joint(0).subclasses->tangents[0].subclass().to_text(), "DTensor [R]");
+  });
+}
+
+TEST(DTensorCapture, GradientsOfAnotherKindOrMeshAreErrors) {
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    Compiled compiled([](const Values& in) -> Values { return {in[0].toTensor().sin()}; });
+    const at::Tensor x = placed(numbers({4, 4}, 1), mesh, Shard{0});
+    const at::Tensor y = compiled({x})[0].toTensor();
+    const std::string message = message_of<TypeError>([&] { y.backward(at::ones({4, 4})); });
+    EXPECT_TRUE(has_text(message, "the gradient of result 0"));
+    EXPECT_TRUE(has_text(message, "DTensor [S(0)]"));
+    EXPECT_TRUE(has_text(message, "a plain tensor"));
+    const comm::MeshGroups other = mesh.with_mesh(init_device_mesh("cpu", {2}, {"other"}, mesh.mesh().this_rank(), 2));
+    EXPECT_TRUE(has_text(message_of<TypeError>([&] { y.backward(placed(at::ones({4, 4}), other, Shard{0}, false)); }), "the gradient of result 0"));
+    // A gradient that was refused leaves the graph as it was.
+    y.backward(placed(at::ones({4, 4}), mesh, Shard{0}, false));
+    EXPECT_TRUE(same_tensor(x.grad(), x.detach().cos()));
+  });
+}
+
+TEST(DTensorCapture, TheGuardKnowsPlacements) {
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    const Function function = [](const Values& in) -> Values { return {in[0].toTensor() * 2}; };
+    const at::Tensor whole = numbers({4, 4}, 1);
+    Compiled compiled(function);
+    for (int round = 0; round < 2; ++round)
+      for (const Placement& placement : std::vector<Placement>{Shard{0}, Shard{1}, Replicate{}, Partial{}})
+        EXPECT_EQ(placements_of(compiled({placed(whole, mesh, placement, false)})[0].toTensor()), (Placements{placement}));
+    EXPECT_EQ(compiled.captures(), 4u);
+    Compiled strict(function, {.recapture = false});
+    strict({placed(whole, mesh, Shard{0}, false)});
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({placed(whole, mesh, Shard{1}, false)}); }), "input 0 is DTensor [S(1)], in the capture DTensor [S(0)]"));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({whole}); }), "input 0 is a plain tensor, in the capture DTensor [S(0)]"));
+    const comm::MeshGroups other = mesh.with_mesh(init_device_mesh("cpu", {2}, {"other"}, mesh.mesh().this_rank(), 2));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({placed(whole, other, Shard{0}, false)}); }), "input 0 is DTensor [S(0)] of another mesh"));
+  });
+}
+
+TEST(DTensorCapture, WritesReachTheLocalParts) {
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    const Function function = [](const Values& in) -> Values {
+      const at::Tensor x = in[0].toTensor(), y = in[1].toTensor();
+      x.add_(1).mul_(y);
+      return {x.sum(), x};
+    };
+    check(mesh, "without gradients", function, [&](int step) {
+      return std::vector<at::Tensor>{placed(numbers({4, 3}, step), mesh, Shard{0}, false), placed(numbers({4, 3}, step + 7), mesh, Shard{0}, false)};
+    });
+    Compiled compiled(function);
+    const at::Tensor x = placed(numbers({4, 3}, 1), mesh, Shard{0}), y = placed(numbers({4, 3}, 2), mesh, Shard{0});
+    const at::Tensor x2 = placed(numbers({4, 3}, 1), mesh, Shard{0}), y2 = placed(numbers({4, 3}, 2), mesh, Shard{0});
+    const at::Tensor written = x * 1, written2 = x2 * 1;
+    const Values actual = compiled({written, y}), expected = function({written2, y2});
+    EXPECT_TRUE(actual[1].toTensor().is_same(written));
+    EXPECT_TRUE(same_tensor(written.detach(), written2.detach()));
+    (actual[0].toTensor() + written.sin().sum()).backward();
+    (expected[0].toTensor() + written2.sin().sum()).backward();
+    EXPECT_TRUE(same_tensor(x.grad(), x2.grad()));
+    EXPECT_TRUE(same_tensor(y.grad(), y2.grad()));
+    const std::string message = message_of<NotImplemented>([&] { Compiled([](const Values& in) -> Values { return {in[0].toTensor().t_() + 1}; })({x.detach()}); });
+    EXPECT_TRUE(has_text(message, "input 0, DTensor"));
+  });
+}
+
+// Parameters that the function does not use, results of one capture as inputs of another, modes without gradients, backward again.
+TEST(DTensorCapture, GradientsAndModes) {
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    const Function first = [](const Values& in) -> Values { return {in[0].toTensor().sin() + in[1].toTensor()}; };
+    const Function second = [](const Values& in) -> Values { return {(in[0].toTensor() * 2).exp()}; };
+    Compiled one(first), two(second);
+    const auto make = [&] {
+      return std::vector<at::Tensor>{placed(numbers({4, 3}, 1), mesh, Shard{0}), placed(numbers({4, 3}, 2), mesh, Shard{0}), placed(numbers({4, 3}, 3), mesh, Shard{0})};
+    };
+    const std::vector<at::Tensor> a = make(), b = make();
+    const at::Tensor seed = placed(numbers({4, 3}, 4), mesh, Shard{0}, false);
+    const at::Tensor actual = two({one({a[0], a[1], a[2]})[0]})[0].toTensor(), expected = second({first({b[0], b[1], b[2]})[0]})[0].toTensor();
+    for (int time = 0; time < 2; ++time) {
+      actual.backward(seed, /*retain_graph=*/time == 0);
+      expected.backward(seed, /*retain_graph=*/time == 0);
+    }
+    for (std::size_t i = 0; i < 3; ++i) EXPECT_TRUE(same_tensor(a[i].grad(), b[i].grad())) << i;
+    EXPECT_FALSE(a[2].grad().defined());
+    EXPECT_THROW(actual.backward(seed), c10::Error);
+    EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { one({a[0], a[1], a[2]})[0].toTensor().backward(seed, false, /*create_graph=*/true); }), "cannot be differentiated"));
+    // A result that is saved for backward and written before it.
+    const at::Tensor written = two({a[0]})[0].toTensor();
+    written.add_(1);
+    EXPECT_TRUE(has_text(message_of<c10::Error>([&] { written.backward(seed); }), "modified by an inplace operation"));
+    {
+      const at::NoGradGuard no_grad;
+      EXPECT_TRUE(same_tensor(two({a[0]})[0].toTensor(), second({a[0]})[0].toTensor()));
+    }
+    {
+      const c10::InferenceMode inference;
+      const at::Tensor x = placed(numbers({4, 3}, 5), mesh, Shard{0}, false);
+      EXPECT_TRUE(same_tensor(two({x})[0].toTensor(), second({x})[0].toTensor()));
+    }
+    EXPECT_EQ(two.captures(), 4u);
+  });
+}
+
+// A distributed tensor of subclasses: two kinds, one in the other.
+TEST(DTensorCapture, LocalPartsThatAreSubclasses) {
+  test::register_sample_kinds();
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    const auto make = [&](int step) {
+      const at::Tensor local = numbers({2, 3}, step + 20 * static_cast<int>(mesh.coordinate()[0]));
+      return std::vector<at::Tensor>{from_local(sample::Boxed::make(local), mesh, {Shard{0}}).detach().set_requires_grad(true)};
+    };
+    check(mesh, "DTensor of Boxed", [](const Values& in) -> Values { return {redistribute(in[0].toTensor().sin(), {Replicate{}}) * 2}; }, make);
+  });
+}
+
+// ---- random programs ----
+
+// A function over two square distributed tensors, the same on every rank for a seed: operators, views, writes of what was computed, of an input where
+// `writes`, and redistributions.
+Function random_program(std::uint32_t seed, std::int64_t width, bool writes) {
+  return [=](const Values& in) -> Values {
+    std::mt19937 random(seed);
+    std::vector<at::Tensor> made{in[0].toTensor(), in[1].toTensor()};
+    const auto pick = [&]() -> const at::Tensor& { return made[random() % made.size()]; };
+    const auto layout = [&]() -> Placements {
+      const std::uint32_t which = random() % 3;
+      return {which == 0 ? Placement(Replicate{}) : Placement(Shard{static_cast<std::int64_t>(which) - 1})};
+    };
+    if (writes) made[random() % 2].mul_(0.5).add_(1);
+    for (int step = 0; step < 7; ++step) {
+      const at::Tensor a = pick(), b = pick();
+      const auto at_row = static_cast<std::int64_t>(random() % static_cast<std::uint32_t>(width));
+      switch (random() % 14) {
+        case 0: made.push_back(a + b); break;
+        case 1: made.push_back(a * b.sin()); break;
+        case 2: made.push_back(a.matmul(b)); break;
+        case 3: made.push_back(at::softmax(a, static_cast<std::int64_t>(random() % 2))); break;
+        case 4: made.push_back(a.t()); break;
+        case 5: made.push_back(redistribute(a, layout())); break;
+        case 6: made.push_back(at::layer_norm(a, {width})); break;
+        case 7: made.push_back(a - a.mean({static_cast<std::int64_t>(random() % 2)}, /*keepdim=*/true)); break;
+        case 8: made.push_back((a * 2).mul_(b)); break;
+        case 9: made.push_back(a.view({width * width}).view({width, width}).relu()); break;
+        case 10: made.push_back(at::cat({a.narrow(0, at_row, width - at_row), b.narrow(0, 0, at_row)}, 0)); break;
+        case 11: made.push_back(a.cumsum(0)); break;
+        case 12: made.push_back(a.select(0, at_row).unsqueeze(0) * b); break;
+        default: made.push_back(at::where(a > 0, a, b)); break;
+      }
+    }
+    return {made.back(), made[made.size() - 2], made[made.size() - 3].sum()};
+  };
+}
+
+TEST(DTensorCapture, RandomPrograms) {
+  std::atomic<int> compared{0}, refused{0};
+  for (const int ranks : {2, 3}) on_ranks(ranks, [&](const comm::MeshGroups& mesh) {
+    const std::vector<Placement> layouts{Replicate{}, Shard{0}, Shard{1}, Partial{}};
+    for (std::uint32_t seed = 1; seed <= 60; ++seed) {
+      const bool writes = seed % 5 == 0;
+      const Function function = random_program(seed, 4, writes);
+      const auto make = [&](int step) {
+        std::vector<at::Tensor> inputs;
+        for (std::uint32_t i = 0; i < 2; ++i)
+          inputs.push_back(placed(numbers({4, 4}, static_cast<int>(seed + 100 * i) + 1000 * step), mesh, layouts[(seed * 7 + i * 3 + seed / 4) % 4], !writes));
+        return inputs;
+      };
+      // What a plain run refuses (a write of a sum's terms, a view that would need to be sent) is nothing to compare.
+      try {
+        const std::vector<at::Tensor> inputs = make(0);
+        function(Values(inputs.begin(), inputs.end()));
+      } catch (const std::exception&) {
+        ++refused;
+        continue;
+      }
+      check(mesh, "program " + std::to_string(seed), function, make);
+      ++compared;
+    }
+  });
+  // The programs of two and of three ranks, on each.
+  EXPECT_EQ(compared + refused, 60 * 2 + 60 * 3);
+  EXPECT_GE(compared, 220);
+}
+
+TEST(DTensorCapture, RandomOperatorsAreRefused) {
+  on_ranks(2, [&](const comm::MeshGroups& mesh) {
+    Compiled compiled([](const Values& in) -> Values { return {at::dropout(in[0].toTensor(), 0.5, true)}; });
+    EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled({placed(numbers({4, 4}, 1), mesh, Shard{0})}); }), "random operators on distributed tensors"));
+    Compiled distributes([&](const Values& in) -> Values { return {distribute_tensor(in[0].toTensor(), mesh, {Shard{0}})}; });
+    EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { distributes({numbers({4, 4}, 1)}); }), "source_axis_rank"));
+  });
+}
+
+}  // namespace
+}  // namespace penstock::graph

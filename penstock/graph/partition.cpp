@@ -82,6 +82,19 @@ std::size_t Partition::saved_bytes(const Graph& joint) const {
   return bytes;
 }
 
+std::vector<std::size_t> Partition::donated(const JointGraph& joint) const {
+  const Graph& graph = joint.graph;
+  std::vector<char> held(static_cast<std::size_t>(graph.storages), 0);
+  const auto hold = [&](ValueId value) { held[index_of(graph[value].storage)] = 1; };
+  for (const Placeholder& input : graph.inputs) hold(input.value);
+  for (const ConstantTensor& constant : graph.constants) hold(constant.value);
+  for_each_value(graph.outputs, hold);
+  std::vector<std::size_t> places;
+  for (std::size_t i = 0; i < saved.size(); ++i)
+    if (!held[index_of(graph[saved[i]].storage)]) places.push_back(i);
+  return places;
+}
+
 namespace detail {
 
 Halves halves_of(const JointGraph& joint) {

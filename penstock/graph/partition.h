@@ -22,6 +22,10 @@ struct Partition {
   Graph forward, backward;
   std::vector<ValueId> saved;        // values of the joint graph that are handed over
   std::size_t saved_bytes(const Graph& joint) const;
+  // Places among `saved` whose memory nobody else holds, neither an input nor a result nor a gradient: backward may write over it.
+  std::vector<std::size_t> donated(const JointGraph& joint) const;
+  // Where the saved tensors stand among the outputs of `forward`: from here to the end. Backward takes them first, then the tangents.
+  std::size_t first_saved_output() const { return forward.outputs.size() - saved.size(); }
 };
 
 // Throws ValueError for a graph with writes.

@@ -11,6 +11,7 @@
 #include <memory>
 #include <random>
 #include <span>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -150,6 +151,33 @@ struct Small {
   }
   GraphFile file() const { return {compiled().joint(0), compiled().inner_meta(0), compiled().partition(0).saved, signature()}; }
 };
+
+// An input, a result and a view of a result are held by others; what lies between is backward's alone.
+TEST(Partition, DonatedTensorsBelongToNobodyElse) {
+  Compiled compiled([](const Values& in) -> Values {
+    const at::Tensor hidden = in[0].toTensor().mm(in[1].toTensor()).relu();
+    const at::Tensor result = hidden.mm(in[1].toTensor()).exp();
+    return {result, result.t().mul(2)};
+  });
+  compiled({torch::randn({3, 3}).set_requires_grad(true), torch::randn({3, 3}).set_requires_grad(true)});
+  const JointGraph& joint = compiled.joint(0);
+  const Partition& parts = compiled.partition(0);
+  const auto made_by = [&](ValueId value) -> std::string {
+    for (const Node& node : joint.graph.nodes)
+      for (const Operand& result : node.results)
+        if (result.value() == value) return node.op.operator_name().name;
+    return "an input";
+  };
+  std::vector<std::string> donated, others;
+  const std::vector<std::size_t> places = parts.donated(joint);
+  for (std::size_t i = 0; i < parts.saved.size(); ++i)
+    (std::find(places.begin(), places.end(), i) != places.end() ? donated : others).push_back(made_by(parts.saved[i]));
+  EXPECT_EQ(std::set<std::string>(donated.begin(), donated.end()), std::set<std::string>{"aten::relu"});
+  EXPECT_NE(std::find(others.begin(), others.end(), "an input"), others.end());
+  EXPECT_NE(std::find(others.begin(), others.end(), "aten::exp"), others.end());
+  EXPECT_EQ(parts.first_saved_output() + parts.saved.size(), parts.forward.outputs.size());
+  EXPECT_EQ(parts.first_saved_output(), joint.forward_outputs);
+}
 
 TEST(Signature, NamesOfAModule) {
   const Small small;

@@ -20,7 +20,7 @@ bool has_dims(const c10::IValue& value) { return value.isTensor() && value.toTen
 std::size_t place_of(const InputRef& ref, const Values& inputs, const Convention& convention) {
   if (const auto* place = std::get_if<std::size_t>(&ref.get())) {
     if (*place >= inputs.size())
-      throw ValueError(describe("graph: a dynamic dim is of input", std::to_string(*place), fmt::format("one of 0 to {}", inputs.size() - 1),
+      throw ValueError(describe("graph: a dynamic dim is of input", std::to_string(static_cast<std::int64_t>(*place)), fmt::format("one of 0 to {}", inputs.size() - 1),
                                 "count the inputs of the function from 0"));
     return *place;
   }

@@ -33,7 +33,7 @@ namespace penstock::graph {
 // By its place among the inputs, or by its name ("args[0]", for modules).
 class InputRef {
  public:
-  InputRef(int place) : which_(static_cast<std::size_t>(place)) {}
+  InputRef(int place) : which_(static_cast<std::size_t>(place)) {}   // a negative one is refused when it is used
   InputRef(std::size_t place) : which_(place) {}
   InputRef(const char* name) : which_(std::string(name)) {}
   InputRef(std::string name) : which_(std::move(name)) {}

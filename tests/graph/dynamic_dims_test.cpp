@@ -636,6 +636,7 @@ TEST(DynamicDims, OptionsThatFitNoInput) {
     return message_of<ValueError>([&] { compiled({torch::ones(sizes)}); });
   };
   EXPECT_TRUE(has_text(refused({1, 0}), "a dynamic dim is of input: got 1, expected one of 0 to 0"));
+  EXPECT_TRUE(has_text(refused({-1, 0}), "a dynamic dim is of input: got -1, expected one of 0 to 0"));
   EXPECT_TRUE(has_text(refused({"x", 0}), "input 'x', which this function does not have; it has inputs without names"));
   EXPECT_TRUE(has_text(refused({0, 2}), "a dynamic dim of input 0: got 2, expected a dim of sizes [4, 3]"));
   EXPECT_TRUE(has_text(refused({0, 0, "T"}), "dim 1 of input 0 has size 3, and dim 0 of input 0 has size 4, but both are T"));

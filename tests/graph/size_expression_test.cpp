@@ -168,14 +168,13 @@ RC_GTEST_PROP(SizeExpressionLaws, APolynomialIsFoundFromItsValues, ()) {
   }
 }
 
-RC_GTEST_PROP(SizeExpressionLaws, ValuesAtRandomAreRefused, ()) {
+RC_GTEST_PROP(SizeExpressionLaws, WhatIsFoundForValuesAtRandomIsRightAtThePoints, ()) {
   SizeFitter fitter = two_symbols();
   const auto values = *rc::gen::container<Numbers>(kPoints.size(), rc::gen::inRange<std::int64_t>(0, std::int64_t{1} << 40));
-  // Seven random numbers are the values of no polynomial with four terms and small coefficients.
-  RC_PRE(std::adjacent_find(values.begin(), values.end(), std::not_equal_to<>()) != values.end());
   const auto found = fitter.fit(values);
+  // Usually there is nothing: seven numbers are seldom the values of a polynomial with four terms.
   if (found)
-    for (std::size_t i = 0; i < kPoints.size(); ++i) RC_ASSERT(found->at(kPoints[i]) == values[i]);  // never one that is wrong at the points
+    for (std::size_t i = 0; i < kPoints.size(); ++i) RC_ASSERT(found->at(kPoints[i]) == values[i]);
 }
 
 #endif

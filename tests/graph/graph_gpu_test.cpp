@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <string>
+
 #include "penstock/graph/compiled_module.h"
 #include "penstock/models/initialize.h"
 #include "penstock/models/loss.h"
@@ -17,7 +19,7 @@ using namespace models;
 
 const at::Device kGpu(at::kCUDA, 0);
 
-// Kernels that add up in an order of their own would not give the same bits twice.
+// Fewer kernels that add up in an order of their own.
 struct Deterministic {
   Deterministic() { at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true); }
   ~Deterministic() { at::globalContext().setDeterministicAlgorithms(false, false); }
@@ -26,47 +28,57 @@ struct Deterministic {
 TEST(GraphOnAGpu, TransformerOfGpt2Size) {
   const Deterministic deterministic;
   const TransformerOptions options{.vocabulary = 50304, .width = 768, .layers = 12, .heads = 12, .key_value_heads = 12, .feed_width = 2048, .context = 1024};
-  TransformerStage plain(options), original(options);
-  for (TransformerStage* model : {&plain, &original}) {
+  TransformerStage plain(options), again(options), original(options);
+  for (TransformerStage* model : {&plain, &again, &original}) {
     (*model)->to(kGpu);
     initialize(**model, {.seed = 5});
   }
   auto fast = compile(original);
-  std::int64_t peaks[2] = {0, 0};
+  std::int64_t peak_of_plain = 0, peak_of_fast = 0;
+  std::size_t equal = 0;
   for (int step = 0; step < 3; ++step) {
     SCOPED_TRACE(step);
     torch::manual_seed(step);
     const at::Tensor tokens = torch::randint(0, 50304, {4, 1024}, at::device(kGpu).dtype(at::kLong)), targets = tokens.roll(-1, 1);
-    at::Tensor losses[2];
-    const auto train = [&](auto& model, int which) {
+    const auto train = [&](auto& model, std::int64_t* peak) {
       reset_peak_device_bytes(kGpu);
       const std::int64_t before = live_device_bytes(kGpu);
+      at::Tensor loss;
       {
         const AutocastScope casts(at::kCUDA, at::kBFloat16);
-        losses[which] = token_loss(model->forward(tokens), targets, static_cast<double>(targets.numel()));
+        loss = token_loss(model->forward(tokens), targets, static_cast<double>(targets.numel()));
       }
-      losses[which].backward();
-      peaks[which] = peak_device_bytes(kGpu) - before;
-      losses[which] = losses[which].detach();
+      loss.backward();
+      *peak = peak_device_bytes(kGpu) - before;
+      return loss.detach();
     };
-    train(plain, 0);
-    train(fast, 1);
-    EXPECT_TRUE(torch::equal(losses[1], losses[0])) << losses[1] << losses[0];
+    const at::Tensor expected = train(plain, &peak_of_plain), repeated = train(again, &peak_of_plain), actual = train(fast, &peak_of_fast);
+    EXPECT_TRUE(torch::equal(repeated, expected));
+    EXPECT_TRUE(torch::equal(actual, expected)) << actual << expected;
     const at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < plain->parameters().size(); ++i) {
-      const at::Tensor a = original->parameters()[i], b = plain->parameters()[i];
-      ASSERT_TRUE(a.grad().defined());
-      EXPECT_TRUE(torch::equal(a.grad(), b.grad())) << plain->named_parameters().keys()[i];
-      for (const at::Tensor& each : {a, b}) {
-        each.sub_(each.grad(), 0.1);
-        each.mutable_grad() = at::Tensor();
+      const at::Tensor wanted = plain->parameters()[i].grad(), other = again->parameters()[i].grad(), gradient = original->parameters()[i].grad();
+      const std::string& name = plain->named_parameters().keys()[i];
+      ASSERT_TRUE(gradient.defined()) << name;
+      // Where the model's own backward does not repeat itself (attention adds up in any order), the graph's is as near as that.
+      if (torch::equal(other, wanted)) {
+        EXPECT_TRUE(torch::equal(gradient, wanted)) << name;
+        ++equal;
+      } else {
+        EXPECT_LE((gradient - wanted).norm().item<double>(), 4 * (other - wanted).norm().item<double>()) << name;
+      }
+      const at::Tensor change = wanted * 0.1;  // the same for all, so that the next step begins alike
+      for (const auto& model : {plain, again, original}) {
+        model->parameters()[i].sub_(change);
+        model->parameters()[i].mutable_grad() = at::Tensor();
       }
     }
   }
+  EXPECT_GT(equal, 0u);
   EXPECT_EQ(fast->compiled(0).captures(), 1u);
   EXPECT_EQ(count_writes(fast->compiled(0).joint(0).graph), 0u);
-  EXPECT_LE(peaks[1], peaks[0]);
-  EXPECT_GT(peaks[1], 0);
+  EXPECT_LE(peak_of_fast, peak_of_plain);
+  EXPECT_GT(peak_of_fast, 0);
 }
 
 // Batch norm and recurrent layers have kernels of their own on a GPU.

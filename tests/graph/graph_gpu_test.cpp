@@ -58,7 +58,7 @@ TEST(GraphOnAGpu, TransformerOfGpt2Size) {
     const at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < plain->parameters().size(); ++i) {
       const at::Tensor wanted = plain->parameters()[i].grad(), other = again->parameters()[i].grad(), gradient = original->parameters()[i].grad();
-      const std::string& name = plain->named_parameters().keys()[i];
+      const std::string name = plain->named_parameters().keys()[i];
       ASSERT_TRUE(gradient.defined()) << name;
       // Where the model's own backward does not repeat itself (attention adds up in any order), the graph's is as near as that.
       if (torch::equal(other, wanted)) {

@@ -16,6 +16,7 @@
 #include "penstock/shard/registry.h"
 #include "penstock/shard/shard_context.h"
 #include "penstock/torch/any_operator_hook.h"
+#include "penstock/torch/cpu_bfloat16.h"
 #include "penstock/torch/dtype.h"
 #include "penstock/torch/fake.h"
 #include "penstock/torch/operator_hook.h"
@@ -63,6 +64,7 @@ ParameterGroup::ParameterGroup(std::string name, ShardMesh mesh, ShardOptions op
   PENSTOCK_INVARIANT(!parameters.empty(), "a group has parameters");
   const MixedPrecision& precision = options_.mixed_precision;
   device_ = parameters.front().tensor.device();
+  if (device_.is_cpu() && precision.param_dtype == at::kBFloat16) ensure_cpu_bfloat16();
   for (const NamedParameter& named : parameters) {
     const at::Tensor& tensor = named.tensor;
     if (tensor.device() != device_)

@@ -2,6 +2,7 @@
 
 #include <ATen/autocast_mode.h>
 
+#include "penstock/torch/cpu_bfloat16.h"
 #include "penstock/torch/version.h"
 
 namespace penstock {
@@ -26,6 +27,7 @@ void set_dtype(at::DeviceType device, at::ScalarType dtype) {
 
 AutocastScope::AutocastScope(at::DeviceType device, std::optional<at::ScalarType> dtype) : device_(device), active_(dtype.has_value()) {
   if (!active_) return;
+  if (device_ == at::kCPU && dtype == at::kBFloat16) ensure_cpu_bfloat16();
   was_enabled_ = is_enabled(device_);
   was_dtype_ = dtype_of(device_);
   set_dtype(device_, *dtype);

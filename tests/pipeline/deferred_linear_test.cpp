@@ -10,6 +10,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/pipeline/split_backward.h"
+#include "penstock/torch/cpu_bfloat16.h"
 #include "tests/pipeline/split_backward_check.h"
 
 namespace penstock {
@@ -64,6 +65,7 @@ Result run(bool deferred, const at::Tensor& leaf, const at::Tensor& weight, cons
 }
 
 TEST(DeferredLinear, SameBitsAsLinear) {
+  ensure_cpu_bfloat16();
   torch::manual_seed(6);
   const auto as_is = [](const at::Tensor& t) { return t; };
   const std::vector<std::function<at::Tensor(at::Tensor)>> shapes{as_is, [](const at::Tensor& t) { return t * 1.5; }, [](const at::Tensor& t) { return t.transpose(0, -2) * 2; },

@@ -10,6 +10,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/dtensor/dtensor.h"
+#include "penstock/torch/cpu_bfloat16.h"
 #include "tests/pipeline/split_backward_check.h"
 
 #ifdef PENSTOCK_HAVE_RAPIDCHECK
@@ -66,6 +67,7 @@ TEST_F(SplitBackward, TransformerBlock) {
 }
 
 TEST_F(SplitBackward, TransformerBlockInBfloat16) {
+  ensure_cpu_bfloat16();
   const auto p = block_weights(16, at::kBFloat16);
   auto inputs = random_inputs({{2, 6, 16}});
   for (Tensors& x : inputs) x[0] = x[0].detach().to(at::kBFloat16).requires_grad_(true);

@@ -4,6 +4,8 @@
 
 #include <tuple>
 
+#include "penstock/torch/cpu_bfloat16.h"
+
 namespace penstock::zoo {
 namespace {
 
@@ -70,6 +72,7 @@ class Table {
 };
 
 void add_unary(Table& table) {
+  ensure_cpu_bfloat16();
   struct Unary {
     const char* name;
     at::Tensor (at::Tensor::*method)() const;

@@ -9,7 +9,6 @@
 #include "penstock/base/warnings.h"
 #include "penstock/graph/captured_call.h"
 #include "penstock/graph/generalize.h"
-#include "penstock/torch/wrapper.h"
 
 namespace penstock::graph {
 namespace {
@@ -87,12 +86,6 @@ c10::intrusive_ptr<CapturedCall> Compiled::capture_dynamic(const Values& inputs)
     if (!options_.recapture)
       throw StateError(fmt::format("graph: the function cannot be captured for all sizes: {}; change it, mark other dims, or set recapture", why));
   };
-  // A subclass has sizes of its own besides those of what it holds.
-  for (std::size_t i = 0; i < inputs.size(); ++i)
-    if (inputs[i].isTensor() && inputs[i].toTensor().defined() && is_wrapper(inputs[i].toTensor())) {
-      refuse(fmt::format("{} is a tensor of kind {}", convention_.name_of(i), payload_of(inputs[i].toTensor())->kind()));
-      return {};
-    }
   // Sizes outside of what was asked for say nothing about the others; nor does a tensor without elements, which has no order of dims.
   const SymbolValues sizes = sizes_of(symbols, inputs);
   for (std::size_t i = 0; i < symbols.size(); ++i)

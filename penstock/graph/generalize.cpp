@@ -11,6 +11,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/graph/constant_value.h"
+#include "penstock/torch/wrapper.h"
 
 namespace penstock::graph {
 namespace {
@@ -403,6 +404,10 @@ std::optional<std::string> shared_memory(const Values& inputs, const std::vector
 Generalized capture_for_all_sizes(const Function& function, const Values& inputs, const CompileOptions& options, const Convention& convention,
                                   std::vector<DynamicSymbol> symbols) {
   if (const auto shared = shared_memory(inputs, symbols, convention)) return {{}, *shared};
+  // A subclass has sizes of its own besides those of what it holds.
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    if (inputs[i].isTensor() && inputs[i].toTensor().defined() && is_wrapper(inputs[i].toTensor()))
+      return {{}, fmt::format("{} is a tensor of kind {}", convention.name_of(i), payload_of(inputs[i].toTensor())->kind())};
   const std::vector<SymbolValues> candidates = sample_sizes(inputs, symbols, sizes_of(symbols, inputs));
   std::vector<std::string> names;
   for (const DynamicSymbol& symbol : symbols) names.push_back(symbol.name);
@@ -423,6 +428,7 @@ Generalized capture_for_all_sizes(const Function& function, const Values& inputs
       if (thrown.empty()) thrown = fmt::format("at {} it throws: {}", only_names.text_of(point), message.substr(0, message.find('\n')));
       continue;
     }
+    if (samples.back()->joint.subclasses) return {{}, "among its results and their gradients is a tensor subclass"};
     points.push_back(point);
     if (const std::string difference = StructureComparison(*samples[0], *samples.back()).run(); !difference.empty())
       return {{}, fmt::format("it does something else at {} than at {}: {}", only_names.text_of(point), only_names.text_of(points[0]), difference)};

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/warnings.h"
 #include "penstock/graph/compiled_module.h"
 #include "penstock/graph/graph_file.h"
 #include "penstock/graph/graph_report.h"
@@ -92,6 +93,26 @@ TEST_F(SubclassCapture, MadeInsideAndReturned) {
   EXPECT_TRUE(same_tensor(compiled({x})[0].toTensor(), Boxed::make(x * 2) + 1));
   EXPECT_TRUE(same_tensor(compiled({x + 1})[0].toTensor(), Boxed::make((x + 1) * 2) + 1));
   EXPECT_EQ(compiled.captures(), 1u);
+}
+
+// Dynamic dims are for plain tensors: a call with subclasses is captured for its sizes, or refused.
+TEST_F(SubclassCapture, HaveNoDynamicDims) {
+  const WarningCapture warnings;
+  const Function doubled = [](const Values& in) -> Values { return {in[0].toTensor() * 2}; };
+  const Function boxed = [](const Values& in) -> Values { return {Boxed::make(in[0].toTensor() * 2)}; };
+  const CompileOptions options{.dynamic = {.dims = {{0, 0, "B"}}}};
+  Compiled of_input(doubled, options), of_result(boxed, options);
+  for (const std::int64_t size : {3, 5}) {
+    const at::Tensor x = numbers({size, 2}, 1);
+    EXPECT_TRUE(same_tensor(of_input({Boxed::make(x)})[0].toTensor(), Boxed::make(x) * 2));
+    EXPECT_TRUE(same_tensor(of_result({x})[0].toTensor(), Boxed::make(x * 2)));
+  }
+  EXPECT_EQ(of_input.captures(), 2u);
+  EXPECT_EQ(of_result.captures(), 2u);
+  EXPECT_TRUE(has_text(of_input.dynamic_refused(), "input 0 is a tensor of kind"));
+  EXPECT_TRUE(has_text(of_result.dynamic_refused(), "among its results"));
+  Compiled strict(boxed, {.recapture = false, .dynamic = options.dynamic});
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({numbers({3, 2}, 1)}); }), "among its results"));
 }
 
 TEST_F(SubclassCapture, AnotherKindOrNestingCapturesAgain) {

@@ -88,21 +88,10 @@ ViewAndMutationMeta CapturedCall::first_look(const Function& function, const Val
   return std::move(captured.meta);
 }
 
-std::size_t CapturedCall::output_of(const TangentInfo& tangent) const {
-  const std::vector<std::size_t> mutated = meta.mutated_at_run_time();
-  switch (tangent.kind) {
-    case TangentInfo::Kind::MutatedInput:
-      return static_cast<std::size_t>(std::find(mutated.begin(), mutated.end(), tangent.index) - mutated.begin());
-    case TangentInfo::Kind::Output: return mutated.size() + tangent.index;
-    case TangentInfo::Kind::IntermediateBase: return mutated.size() + meta.outputs.size() + tangent.index;
-  }
-  throw InvariantError("graph: a tangent of unknown kind");
-}
-
 void CapturedCall::plan_returned() {
   const std::size_t mutated = meta.mutated_at_run_time().size();
   std::vector<char> differentiated(joint.forward_outputs, 0);
-  for (const TangentInfo& tangent : joint.tangents) differentiated[output_of(tangent)] = 1;
+  for (const TangentInfo& tangent : joint.tangents) differentiated[meta.forward_place(tangent)] = 1;
   for (std::size_t i = 0; i < joint.forward_outputs; ++i) {
     const ValueId value = joint.graph.outputs[i].value();
     if (value == kNoValue) continue;
@@ -113,7 +102,7 @@ void CapturedCall::plan_returned() {
     returned.push_back({i, differentiated[i] != 0, held_twice});
   }
   for (const TangentInfo& tangent : joint.tangents) {
-    const std::size_t output = output_of(tangent);
+    const std::size_t output = meta.forward_place(tangent);
     const auto place = std::find_if(returned.begin(), returned.end(), [&](const Returned& item) { return item.output == output; });
     PENSTOCK_INVARIANT(place != returned.end(), "a tangent belongs to a result that is not returned");
     tangent_place.push_back(static_cast<std::size_t>(place - returned.begin()));
@@ -189,7 +178,7 @@ std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>&
     keep(values);
   }
   for (std::size_t i = 0; i < tangent_place.size(); ++i) torch::autograd::set_history(results[returned[tangent_place[i]].output], NodePtr(node));
-  node->save(values, primals, results);
+  node->save_all(values, primals, results);
   return results;
 }
 

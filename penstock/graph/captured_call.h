@@ -66,7 +66,6 @@ class CapturedCall final : public torch::CustomClassHolder {
   void find_written_primals(const Values& inner);
   void plan_saved();
   void plan_returned();
-  std::size_t output_of(const TangentInfo& tangent) const;
   void count_symbols_for_backward();
   std::vector<at::Tensor> run_forward(const std::vector<at::Tensor>& primals, const c10::intrusive_ptr<BoundSizes>& sizes);
   void write_inputs(const Values& inner, const std::vector<at::Tensor>& results, const BoundSizes* sizes) const;

@@ -1,10 +1,7 @@
 #include "penstock/graph/captured_node.h"
 
-#include <ATen/Context.h>
-#include <c10/core/GradMode.h>
 #include <fmt/format.h>
 
-#include <mutex>
 #include <utility>
 
 #include "penstock/base/errors.h"
@@ -13,7 +10,6 @@
 namespace penstock::graph {
 namespace {
 
-using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 // Laid out as when backward was captured: it may view it. A result that nobody used has no gradient: zeros.
@@ -34,20 +30,7 @@ at::Tensor tangent(const at::Tensor& gradient, const Geometry& geometry, const B
 
 }  // namespace
 
-void check_backward(bool deterministic_in_forward) {
-  if (c10::GradMode::is_enabled())
-    throw NotImplemented("graph: the backward of a captured function cannot be differentiated; call backward without create_graph, or the "
-                         "function itself");
-  if (at::globalContext().deterministicAlgorithms() && !deterministic_in_forward)
-    throw StateError("graph: deterministic algorithms are asked for in backward, but were not when forward ran; switch them on before both");
-}
-
-CapturedNode::CapturedNode(c10::intrusive_ptr<CapturedCall> call, c10::intrusive_ptr<BoundSizes> sizes)
-    : call_(std::move(call)), sizes_(std::move(sizes)), deterministic_(at::globalContext().deterministicAlgorithms()) {}
-
-void CapturedNode::save(const std::vector<c10::IValue>& values, const std::vector<at::Tensor>& primals, const std::vector<at::Tensor>& results) {
-  // A result that was saved must not hold its own node.
-  const auto as_saved = [&](const at::Tensor& tensor) { return SavedVariable(tensor, tensor.grad_fn().get() == this); };
+void CapturedNode::save_all(const std::vector<c10::IValue>& values, const std::vector<at::Tensor>& primals, const std::vector<at::Tensor>& results) {
   for (std::size_t i = 0; i < call_->saved.size(); ++i) {
     const CapturedCall::Saved& how = call_->saved[i];
     at::Tensor tensor = values[call_->joint.forward_outputs + i].toTensor();
@@ -56,33 +39,17 @@ void CapturedNode::save(const std::vector<c10::IValue>& values, const std::vecto
       tensor = tensor.detach().clone();
     }
     if (how.how == CapturedCall::Saved::How::Unwatched) tensor = tensor.variable_data();
-    saved_.push_back(as_saved(tensor));
-    if (how.watch_primal) watched_.push_back(as_saved(primals[*how.watch_primal]));
-    if (how.watch_output) watched_.push_back(as_saved(results[*how.watch_output]));
+    save(tensor);
+    if (how.watch_primal) watch(primals[*how.watch_primal]);
+    if (how.watch_output) watch(results[*how.watch_output]);
   }
-}
-
-void CapturedNode::release_variables() {
-  const std::lock_guard lock(mutex_);
-  for (std::vector<SavedVariable>* list : {&saved_, &watched_})
-    for (SavedVariable& variable : *list) variable.reset_data();
-  released_ = true;
 }
 
 variable_list CapturedNode::apply(variable_list&& gradients) {
-  check_backward(deterministic_);
-  std::vector<at::Tensor> inputs;
-  {
-    const std::lock_guard lock(mutex_);
-    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
-    // Looks whether a tensor was written since, too.
-    for (const SavedVariable& variable : saved_) inputs.push_back(variable.unpack(held(*this)));
-    for (const SavedVariable& variable : watched_) variable.unpack(held(*this));
-    if (releasing_)
-      for (SavedVariable& variable : saved_) variable.reset_data();
-  }
+  std::vector<at::Tensor> inputs = unpack();
   for (std::size_t i = 0; i < gradients.size(); ++i) inputs.push_back(tangent(gradients[i], call_->joint.tangents[i].geometry, sizes_.get()));
   gradients.clear();
+  give_up();
   variable_list results;
   for (const c10::IValue& gradient : (*call_->backward)(std::move(inputs), sizes_.get()))
     results.push_back(gradient.isTensor() ? gradient.toTensor() : at::Tensor());

@@ -114,6 +114,17 @@ bool ViewAndMutationMeta::dynamic_outputs() const {
   return std::any_of(outputs.begin(), outputs.end(), [](const OutputInfo& info) { return !info.dynamic_dims.empty(); });
 }
 
+std::size_t ViewAndMutationMeta::forward_place(const TangentInfo& tangent) const {
+  const std::vector<std::size_t> mutated = mutated_at_run_time();
+  switch (tangent.kind) {
+    case TangentInfo::Kind::MutatedInput:
+      return static_cast<std::size_t>(std::find(mutated.begin(), mutated.end(), tangent.index) - mutated.begin());
+    case TangentInfo::Kind::Output: return mutated.size() + tangent.index;
+    case TangentInfo::Kind::IntermediateBase: return mutated.size() + outputs.size() + tangent.index;
+  }
+  throw InvariantError("graph: a tangent of unknown kind");
+}
+
 bool ViewAndMutationMeta::needs_autograd() const {
   const auto with_grad = [](const auto& info) { return info.requires_grad; };
   return std::any_of(outputs.begin(), outputs.end(), with_grad) ||

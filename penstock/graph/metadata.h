@@ -101,6 +101,8 @@ struct ViewAndMutationMeta {
   std::size_t outputs_aliased_to_intermediates() const;
   // What the forward graph returns before the tensors saved for backward: mutated inputs, outputs, intermediate bases.
   std::size_t forward_returns() const { return mutated_at_run_time().size() + outputs.size() + intermediate_bases; }
+  // Which of the forward returns a tangent is the gradient of.
+  std::size_t forward_place(const TangentInfo& tangent) const;
   // Some result has a gradient.
   bool needs_autograd() const;
   // Some result has a size that depends on symbols.

@@ -3,21 +3,17 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
 
 #include <algorithm>
-#include <mutex>
 #include <utility>
 
 #include "penstock/base/errors.h"
-#include "penstock/graph/captured_node.h"
-#include "penstock/torch/autograd_node.h"
+#include "penstock/graph/saving_node.h"
 #include "penstock/torch/dtype.h"
 
 namespace penstock::graph {
 namespace {
 
-using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 std::vector<at::Tensor> tensors_of(const std::vector<c10::IValue>& values, std::size_t first, std::size_t count) {
@@ -58,72 +54,34 @@ void flatten_gradient(const TensorRecord& record, const at::Tensor& gradient, co
 }
 
 // The node of autograd that stands for the whole function. Its gradients come in the order of the tangents.
-class SubclassNode final : public torch::autograd::Node {
+class SubclassNode final : public SavingNode {
  public:
-  explicit SubclassNode(c10::intrusive_ptr<SubclassCall> call)
-      : call_(std::move(call)), deterministic_(at::globalContext().deterministicAlgorithms()) {}
+  explicit SubclassNode(c10::intrusive_ptr<SubclassCall> call) : call_(std::move(call)) {}
 
   // After the results have their history.
-  void save(const std::vector<c10::IValue>& values, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs) {
+  void save_all(const std::vector<c10::IValue>& values, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs) {
     for (std::size_t i = 0; i < call_->saved.size(); ++i) {
       const at::Tensor& tensor = values[call_->forward_outputs + i].toTensor();
       const at::NoGradGuard no_grad;
       // Under a version of its own: whoever writes it writes one of those that are watched.
-      saved_.emplace_back(call_->saved[i].how == SubclassCall::Saved::How::Copied ? tensor.detach().clone() : tensor.variable_data(), false);
+      save(call_->saved[i].how == SubclassCall::Saved::How::Copied ? tensor.detach().clone() : tensor.variable_data());
     }
-    const auto watch = [&](const at::Tensor& tensor) { watched_.emplace_back(tensor, tensor.grad_fn().get() == this); };
     for (const std::size_t input : call_->watched.inputs) watch(inputs[input]);
     for (const std::size_t output : call_->watched.returned) watch(outputs[output]);
   }
 
-  std::string name() const override { return "CapturedFunction"; }
-  void will_release_variables() override { releasing_ = true; }
-  void release_variables() override {
-    const std::lock_guard lock(mutex_);
-    for (std::vector<SavedVariable>* list : {&saved_, &watched_})
-      for (SavedVariable& variable : *list) variable.reset_data();
-    released_ = true;
-  }
-
  protected:
   variable_list apply(variable_list&& gradients) override {
-    check_backward(deterministic_);
-    std::vector<at::Tensor> inputs;
-    {
-      const std::lock_guard lock(mutex_);
-      TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
-      for (const SavedVariable& variable : saved_) inputs.push_back(variable.unpack(held(*this)));
-      // Looks whether one was written since.
-      for (const SavedVariable& variable : watched_) variable.unpack(held(*this));
-    }
-    // Before anything is given up: a gradient of the wrong kind leaves the graph as it was.
+    std::vector<at::Tensor> inputs = unpack();
     for (std::size_t i = 0; i < gradients.size(); ++i) call_->flatten_tangent(i, gradients[i], inputs);
     gradients.clear();
-    if (releasing_) {
-      const std::lock_guard lock(mutex_);
-      for (SavedVariable& variable : saved_) variable.reset_data();
-    }
+    give_up();
     return call_->rebuild_gradients(call_->backward(std::move(inputs)));
   }
 
  private:
   c10::intrusive_ptr<SubclassCall> call_;
-  std::vector<SavedVariable> saved_, watched_;
-  bool deterministic_ = false;   // as forward ran
-  bool releasing_ = false, released_ = false;
 };
-
-// Which of the forward outputs a tangent belongs to.
-std::size_t place_of(const TangentInfo& tangent, const ViewAndMutationMeta& meta) {
-  const std::vector<std::size_t> mutated = meta.mutated_at_run_time();
-  switch (tangent.kind) {
-    case TangentInfo::Kind::MutatedInput:
-      return static_cast<std::size_t>(std::find(mutated.begin(), mutated.end(), tangent.index) - mutated.begin());
-    case TangentInfo::Kind::Output: return mutated.size() + tangent.index;
-    case TangentInfo::Kind::IntermediateBase: return mutated.size() + meta.outputs.size() + tangent.index;
-  }
-  throw InvariantError("graph: a tangent of unknown kind");
-}
 
 std::string name_of(const TangentInfo& tangent, const Convention& convention) {
   switch (tangent.kind) {
@@ -206,7 +164,7 @@ void SubclassCall::plan_views(const Context& context) {
 void SubclassCall::plan_tangents(const Context& context) {
   for (const TensorRecord& record : layout->tangents) {
     const TangentInfo& tangent = context.joint.tangents[record.first_flat()];
-    const std::size_t place = place_of(tangent, context.meta);
+    const std::size_t place = context.meta.forward_place(tangent);
     const auto found = std::find_if(returned.begin(), returned.end(), [&](const Returned& item) { return item.place == place; });
     PENSTOCK_INVARIANT(found != returned.end(), "a tangent belongs to a result that is not returned");
     tangents.push_back({static_cast<std::size_t>(found - returned.begin()), name_of(tangent, context.convention)});
@@ -300,7 +258,7 @@ std::vector<at::Tensor> SubclassCall::run(const std::vector<at::Tensor>& inputs)
     const auto node = make_node<SubclassNode>(c10::intrusive_ptr<SubclassCall>::reclaim_copy(this));
     node->set_next_edges(torch::autograd::collect_next_edges(at::TensorList(inputs)));
     for (const Tangent& tangent : tangents) torch::autograd::set_history(outputs[tangent.returned], NodePtr(node));
-    node->save(values, inputs, outputs);
+    node->save_all(values, inputs, outputs);
   }
   std::vector<at::Tensor> results(layout->forward_outputs.size());
   for (std::size_t i = 0; i < returned.size(); ++i) results[returned[i].place] = std::move(outputs[i]);

@@ -1,7 +1,7 @@
 // How tensors that a function takes and gives lie in the flat list of plain tensors that its graph takes and gives.
 //
 //   const TensorRecord record = TensorRecord::of(dtensor, 3);     // its inner tensors are numbers 3 ... 3 + record.count() - 1
-//   record.flatten(dtensor, "input 0");                           // those tensors
+//   record.flatten(dtensor, flat);                                // those tensors, at the end of a list
 //   at::Tensor again = record.rebuild(flat);                      // a wrapper of the same kind and context, from flat[3] on
 //
 // A plain tensor is one entry of the list. A subclass (penstock/torch/wrapper.h) is as many as it holds, in the order of its inner_tensors(), those

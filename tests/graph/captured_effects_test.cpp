@@ -119,6 +119,11 @@ TEST(CapturedBackward, RefusesWhatItWasNotCapturedFor) {
   // A gradient of another kind of tensor.
   const at::Tensor third = compiled({x})[0].toTensor();
   EXPECT_TRUE(has_text(message_of<TypeError>([&] { third.backward(sample::Boxed::make(at::ones({3}))); }), "a tensor of kind Boxed"));
+  // The refusal has used nothing up.
+  x.mutable_grad() = at::Tensor();
+  third.backward(at::ones({3}));
+  EXPECT_TRUE(at::equal(x.grad(), x.detach().cos()));
+  EXPECT_TRUE(has_text(message_of<c10::Error>([&] { third.backward(at::ones({3})); }), "second time"));
   // Of another dtype: autograd converts it, as always.
   x.mutable_grad() = at::Tensor();
   compiled({x})[0].toTensor().backward(at::ones({3}, at::kDouble));

@@ -5,6 +5,9 @@
 //   shard_bench --peer "python3 bench/shard_peer.py"             beside the peer's: medians, ratios, equal loss and gradient norm
 //   shard_bench --d 256 --accumulate 4 --repeats 5
 //
+// A second line splits a step of rank 0: gather and reduce are the time to start collectives and to wait for them, copies what goes between
+// parameters or gradients and the buffers of collectives, compute all the rest. The peer's are measured around the same calls.
+//
 // "ideal" is one process on half of the batch, with the whole optimizer and no communication, both cores busy with it. With accumulation
 // parameters stay gathered until the last microbatch. forward, backward and update are medians of rank 0; waiting for gathers and reductions
 // is part of them. Bytes are those of the collectives of rank 0 in a step, beside the least that the layout allows. Ours and the peer's run
@@ -88,7 +91,10 @@ int run_rank(const Config& config, bool sharded) {
   std::uint64_t before = 0;
   for (int step = 0; step < kWarmup + config.steps; ++step) {
     world.group().barrier().wait();
-    if (step == kWarmup) before = bytes_sent();
+    if (step == kWarmup) {
+      before = bytes_sent();
+      if (state) state->reset_times();
+    }
     const auto begin = Clock::now();
     double forward = 0, backward = 0, sum = 0;
     for (int i = 0; i < config.accumulate; ++i) {
@@ -124,9 +130,11 @@ int run_rank(const Config& config, bool sharded) {
     backwards.push_back(backward);
     updates.push_back(update);
   }
+  const ShardTimes parts = state ? state->times() : ShardTimes{};
+  const auto a_step = [&](std::chrono::nanoseconds part) { return std::chrono::duration<double, std::milli>(part).count() / config.steps; };
   if (world.rank() == 0)
-    fmt::print("step_ms {:.3f} loss {:.6f} norm {:.6f} forward {:.2f} backward {:.2f} update {:.2f} bytes {}\n", median(times), loss, norm, median(forwards), median(backwards), median(updates),
-               (bytes_sent() - before) / static_cast<std::uint64_t>(config.steps));
+    fmt::print("step_ms {:.3f} loss {:.6f} norm {:.6f} forward {:.2f} backward {:.2f} update {:.2f} gather {:.2f} reduce {:.2f} copies {:.2f} bytes {}\n", median(times), loss, norm, median(forwards),
+               median(backwards), median(updates), a_step(parts.gather), a_step(parts.reduce), a_step(parts.copy), (bytes_sent() - before) / static_cast<std::uint64_t>(config.steps));
   std::fflush(stdout);
   return 0;
 }
@@ -137,6 +145,11 @@ std::string flags(const Config& config) {
 
 Figure run_ours(const Config& config, int port, bool sharded) {
   return read_figure(launch_command(kWorld, port, fmt::format("{} {}", sharded ? "--rank" : "--ideal", flags(config))));
+}
+
+std::string parts_of(const Figure& figure) {
+  const double gather = figure.at("gather"), reduce = figure.at("reduce"), copies = figure.at("copies");
+  return fmt::format("compute {:.1f}, gather {:.1f}, reduce {:.1f}, copies {:.1f}", figure.at("step_ms") - gather - reduce - copies, gather, reduce, copies);
 }
 
 // Bytes that the collectives of a rank must give or take: whole parameters for every gather, whole gradients for the reduction.
@@ -197,9 +210,11 @@ int main(int argc, char** argv) {
     }
     fmt::print("d {:>3} accumulate {} reshard {}: ideal {:.1f}, ours {:.1f} ({:.1f}, {:.1f}, {:.1f}), {:.2f} of ideal, {:.2f} MB moved, least {:.2f}\n", each.d, each.accumulate, each.reshard, median(ideals), median(ours), mine["forward"],
                mine["backward"], mine["update"], median(ours) / median(ideals), mine["bytes"] / 1e6, least_bytes(each) / 1e6);
+    fmt::print("      {}\n", parts_of(mine));
     if (!theirs.empty()) {
       fmt::print("      peer {:.1f} ({:.1f}, {:.1f}, {:.1f}), ours is {:.3f} of it, loss and norm {}\n", median(theirs), other["forward"], other["backward"], other["update"], median(ours) / median(theirs),
                  same_training(mine, other));
+      fmt::print("      {}\n", parts_of(other));
     }
     std::fflush(stdout);
   }

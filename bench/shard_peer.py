@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Python's fully_shard on the model of shard_bench: two ranks, one core each, over Gloo, AdamW (foreach).
-Prints "step_ms median loss L norm G forward F backward B update U". Run by shard_bench --peer, with a Python that has PyTorch."""
+Prints "step_ms median loss L norm G forward F backward B update U gather A reduce R copies C". Run by shard_bench --peer, with a Python that has PyTorch."""
 import argparse
 import os
 import statistics
@@ -28,7 +28,56 @@ arguments = parser.parse_args()
 WARMUP, WORLD = 3, 2
 
 
+class Spent:
+    """Time in calls, without that of calls inside them that are counted elsewhere."""
+
+    def __init__(self):
+        self.parts, self.inside = {"gather": 0.0, "reduce": 0.0, "copies": 0.0}, [0.0]
+
+    def wrap(self, part, call):
+        def timed(*args, **kwargs):
+            begin = time.perf_counter()
+            self.inside.append(0.0)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                whole = time.perf_counter() - begin
+                self.parts[part] += whole - self.inside.pop()
+                self.inside[-1] += whole
+
+        return timed
+
+    def watch(self):
+        from torch.distributed.fsdp._fully_shard import _fsdp_collectives as calls, _fsdp_param_group as group
+
+        for name, part in {"foreach_all_gather": "gather", "foreach_all_gather_copy_out": "copies", "foreach_reduce": "reduce"}.items():
+            setattr(group, name, self.wrap(part, getattr(calls, name)))
+        calls.foreach_reduce_scatter_copy_in = self.wrap("copies", calls.foreach_reduce_scatter_copy_in)
+        torch.ops.fsdp.all_gather_copy_in = self.wrap("copies", torch.ops.fsdp.all_gather_copy_in)
+        calls.DefaultAllGather.__call__ = self.waiting("gather", calls.DefaultAllGather.__call__)
+        calls.DefaultReduceScatter.__call__ = self.waiting("reduce", calls.DefaultReduceScatter.__call__)
+
+    def waiting(self, part, call):
+        class Work:
+            def __init__(work, inner):
+                work.inner = inner
+
+            def wait(work, *args):
+                return self.wrap(part, work.inner.wait)(*args)
+
+            def __getattr__(work, name):
+                return getattr(work.inner, name)
+
+        def start(*args, **kwargs):
+            inner = self.wrap(part, call)(*args, **kwargs)
+            return inner if inner is None else Work(inner)
+
+        return start
+
+
 def rank_main(rank):
+    spent = Spent()
+    spent.watch()
     os.sched_setaffinity(0, {rank % os.cpu_count()})
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(arguments.port), GLOO_SOCKET_IFNAME="lo")
@@ -49,6 +98,8 @@ def rank_main(rank):
     times, phases, first = [], [], None
     for step in range(WARMUP + arguments.steps):
         dist.barrier()
+        if step == WARMUP:
+            spent.parts = dict.fromkeys(spent.parts, 0.0)
         begin = time.perf_counter()
         forward = backward = loss_sum = 0.0
         for i in range(arguments.accumulate):
@@ -75,7 +126,8 @@ def rank_main(rank):
     dist.all_reduce(first)
     if rank == 0:
         f, b, u = (1e3 * statistics.median(phase) for phase in zip(*phases))
-        print(f"step_ms {1e3 * statistics.median(times):.3f} loss {float(first[0]):.6f} norm {float(first[1]) ** 0.5:.6f} forward {f:.2f} backward {b:.2f} update {u:.2f}", flush=True)
+        parts = " ".join(f"{name} {1e3 * seconds / arguments.steps:.2f}" for name, seconds in spent.parts.items())
+        print(f"step_ms {1e3 * statistics.median(times):.3f} loss {float(first[0]):.6f} norm {float(first[1]) ** 0.5:.6f} forward {f:.2f} backward {b:.2f} update {u:.2f} {parts}", flush=True)
     dist.destroy_process_group()
 
 

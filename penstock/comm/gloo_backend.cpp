@@ -2,15 +2,20 @@
 // closes the connection and ends the group; Gloo's destructor waits for its running collectives; a receive larger than the
 // send is silently accepted, so sizes must be part of what transfers are matched by.
 //
-// Collectives go through c10d. Point-to-point uses the connections that c10d made, with Gloo's own 64-bit slots: c10d's
-// 31-bit tags leave no room for the contract of a transfer.
+// Reductions, broadcasts and barriers go through c10d. Point-to-point, and with it gathers, uses the connections that c10d made,
+// with Gloo's own 64-bit slots: c10d's 31-bit tags leave no room for the contract of a transfer.
 #include <gloo/transport/unbound_buffer.h>
+#include <sched.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <future>
+#include <map>
 #include <mutex>
+#include <tuple>
 
 #include "penstock/base/env.h"
 #include "penstock/comm/c10d_backend.h"
@@ -109,14 +114,9 @@ class GlooBackend final : public C10dBackend {
 
   std::string name() const override { return "gloo"; }
 
-  Abilities abilities() const override {
-    Abilities can;
-#if PENSTOCK_TORCH_AT_LEAST(2, 11)
-    can.all_gather = true;
-#endif
-    // reduce_scatter stays composed on every version: summed in rank order it gives the same bits everywhere.
-    return can;
-  }
+  // Gathers are composed of transfers: those start without c10d's worker, which would have to be woken first. So are reduce-scatters:
+  // summed in rank order they give the same bits everywhere.
+  Abilities abilities() const override { return {}; }
 
   TransferPtr send(const at::Tensor& tensor, int peer, std::uint64_t key) override { return start(tensor, true, peer, key); }
   TransferPtr recv(const at::Tensor& tensor, int peer, std::uint64_t key) override { return start(tensor, false, peer, key); }
@@ -141,6 +141,36 @@ class GlooBackend final : public C10dBackend {
   gloo::Context& context_;
 };
 
+std::shared_ptr<gloo::transport::Device> make_device(const std::string& interface, bool loopback_only) {
+  using Gloo = c10d::ProcessGroupGloo;
+  if (!interface.empty()) return Gloo::createDeviceForInterface(interface);
+  return loopback_only ? Gloo::createDeviceForHostname("127.0.0.1") : Gloo::createDefaultDevice();
+}
+
+// The device whose thread serves the sockets of every group of this process.
+//
+// Whoever sends holds a lock that this thread needs, and without it the thread asks again and again instead of waiting. So when a send
+// wakes it on the sender's own core, and it takes that core over at once, sender and thread stand still until the clock next interrupts
+// them: 4 ms for a message of 100 us. Hence a thread that does not push a running one aside (SCHED_BATCH): it runs when the sender waits,
+// or on another core. And hence a single one: with two the scheduler is asked to choose anew as soon as the second one is woken.
+std::shared_ptr<gloo::transport::Device> shared_device(const std::string& interface, bool loopback_only) {
+  static std::mutex mutex;
+  static std::map<std::tuple<pid_t, std::string, bool>, std::weak_ptr<gloo::transport::Device>> devices;  // a forked process has no thread
+  const std::lock_guard lock(mutex);
+  auto& known = devices[{getpid(), interface, loopback_only}];
+  if (auto device = known.lock()) return device;
+  // What a thread starts runs under its policy, which is then its own: the caller's stays as it is.
+  auto device = std::async(std::launch::async, [&] {
+                  if (sched_getscheduler(0) == SCHED_OTHER) {
+                    const sched_param none{};
+                    sched_setscheduler(0, SCHED_BATCH, &none);  // forbidden in some sandboxes: slower, and right
+                  }
+                  return make_device(interface, loopback_only);
+                }).get();
+  known = device;
+  return device;
+}
+
 }  // namespace
 
 bool gloo_available() { return true; }
@@ -149,10 +179,7 @@ std::shared_ptr<Backend> make_gloo_backend(const Store& store, const BackendOpti
   auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
   // One collective at a time and in order; a second worker would only compete for the cores that compute.
   gloo->threads = 1;
-  const auto interface = env_text("GLOO_SOCKET_IFNAME");
-  gloo->devices.push_back(interface               ? c10d::ProcessGroupGloo::createDeviceForInterface(*interface)
-                          : options.loopback_only ? c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1")
-                                                  : c10d::ProcessGroupGloo::createDefaultDevice());
+  gloo->devices.push_back(shared_device(env_text("GLOO_SOCKET_IFNAME").value_or(""), options.loopback_only));
   auto c10d_store = store.for_c10d();
   c10d_store->setTimeout(options.timeout);
   return std::make_shared<GlooBackend>(

@@ -17,6 +17,8 @@ namespace penstock {
 using detail::item_size;
 using detail::Quiet;
 
+ShardTimes* ParameterGroup::times() const { return context_ ? &context_->times : nullptr; }
+
 void ParameterGroup::check_materialized() const {
   if (!materialized_)
     throw StateError(fmt::format("the parameters of '{}' are fake: they have no memory; call materialize_shards() before the first forward", name_));
@@ -52,11 +54,13 @@ void ParameterGroup::unshard() {
     gather.from_slice = true;
     gather.sent = slice_;
     gather.received = pool_.bytes(whole_bytes_, device_);
+    const TimedPart timed(times(), &ShardTimes::gather);
     gather.work = mesh_.block_group(ranks).all_gather(gather.received, gather.sent, {.label = fmt::format("gather {} again", name_)});
   } else if (!whole_is_flat_) {
     if (row_is_flat_) {
       gather.sent = flat_.narrow(0, 0, row_bytes_);
     } else {
+      const TimedPart timed(times(), &ShardTimes::copy);
       gather.sent = pool_.bytes(row_bytes_, device_);
       fill_row(gather.sent);
     }
@@ -64,6 +68,7 @@ void ParameterGroup::unshard() {
       gather.received = gather.sent.view({1, row_bytes_});
     } else {
       gather.received = pool_.bytes(row_bytes_ * mesh_.shard_ranks(), device_).view({mesh_.shard_ranks(), row_bytes_});
+      const TimedPart timed(times(), &ShardTimes::gather);
       gather.work = mesh_.gather_group().all_gather(gather.received.view({-1}), gather.sent, {.label = fmt::format("gather {}", name_)});
     }
   }
@@ -108,14 +113,19 @@ void ParameterGroup::wait_for_unshard() {
   const Quiet quiet;
   Gather gather = std::move(*gather_);
   gather_.reset();
-  gather.work.wait();
+  {
+    const TimedPart timed(times(), &ShardTimes::gather);
+    gather.work.wait();
+  }
   if (gather.from_slice) {
+    const TimedPart timed(times(), &ShardTimes::copy);
     // The bytes are those of the gathered storage.
     whole_->set_nbytes(static_cast<std::size_t>(whole_bytes_));
     at::DataPtr memory = pool_.memory(whole_bytes_, device_);
     whole_->set_data_ptr(std::move(memory));
     at::empty({0}, at::TensorOptions(at::kByte).device(device_)).set_(c10::Storage(whole_), 0, {whole_bytes_}, {1}).copy_(gather.received.view({-1}));
   } else {
+    const TimedPart timed(times(), &ShardTimes::copy);
     allocate_whole();
     if (!whole_is_flat_) copy_out(gather.received);
   }
@@ -134,6 +144,7 @@ void ParameterGroup::switch_all(bool to_unsharded) {
 void ParameterGroup::reshard() {
   if (gather_) {
     // Nobody has used it; what was received goes.
+    const TimedPart timed(times(), &ShardTimes::gather);
     gather_->work.wait();
     gather_.reset();
   }

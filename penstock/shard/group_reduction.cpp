@@ -10,6 +10,7 @@
 #include "penstock/dtensor/dtensor.h"
 #include "penstock/dtensor/dtensor_payload.h"
 #include "penstock/shard/piece_copy.h"
+#include "penstock/shard/shard_times.h"
 #include "penstock/torch/streams.h"
 
 namespace penstock {
@@ -41,6 +42,7 @@ void GroupReduction::start(Bucket& bucket) {
   auto& parameters = group_->mutable_parameters();
   const ShardMesh& mesh = group_->mesh();
   const auto marks = static_cast<std::int64_t>(bucket.parameters.size());
+  std::optional<TimedPart> timed(std::in_place, group_->times(), &ShardTimes::copy);
   bucket.rows = group_->pool().empty({mesh.shard_ranks(), bucket.width + marks}, bucket.dtype, group_->device());
   for (std::size_t k = 0; k < bucket.parameters.size(); ++k) {
     ShardedParameter& p = parameters[bucket.parameters[k]];
@@ -61,6 +63,7 @@ void GroupReduction::start(Bucket& bucket) {
     bucket.reduced = bucket.rows.select(0, 0);
     return;
   }
+  timed.emplace(group_->times(), &ShardTimes::reduce);
   bucket.reduced = group_->pool().empty({bucket.width + marks}, bucket.dtype, group_->device());
   bucket.work = mesh.reduce_group().reduce_scatter(bucket.reduced, bucket.rows.view({-1}), op_, {.label = fmt::format("reduce {}", group_->name())});
 }
@@ -68,6 +71,7 @@ void GroupReduction::start(Bucket& bucket) {
 void GroupReduction::wait_for_shards() {
   if (shards_done_) return;
   shards_done_ = true;
+  const TimedPart timed(group_->times(), &ShardTimes::reduce);
   const at::NoGradGuard no_grad;
   const ShardMesh& mesh = group_->mesh();
   const bool replicas = mesh.replicas() > 1;
@@ -99,8 +103,12 @@ void GroupReduction::finish() {
   const at::NoGradGuard no_grad;
   const bool to_cpu = group_->options().offload.to_cpu && group_->device().is_cuda();
   for (Bucket& bucket : buckets_) {
-    bucket.work.wait();
+    {
+      const TimedPart timed(group_->times(), &ShardTimes::reduce);
+      bucket.work.wait();
+    }
     if (kept_) continue;
+    const TimedPart timed(group_->times(), &ShardTimes::copy);
     divide(bucket);
     if (to_cpu)
       start_copy(bucket);
@@ -128,6 +136,7 @@ void GroupReduction::start_copy(Bucket& bucket) {
 
 void GroupReduction::settle() {
   if (!copies_) return;
+  const TimedPart timed(group_->times(), &ShardTimes::copy);
   copies_->synchronize();
   copies_.reset();
   const at::NoGradGuard no_grad;

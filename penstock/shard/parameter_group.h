@@ -41,6 +41,7 @@ namespace penstock {
 
 class ShardContext;
 class ShardState;
+struct ShardTimes;
 
 enum class GroupState { Sharded, ShardedPostForward, Unsharded };
 std::string_view to_text(GroupState state);
@@ -150,6 +151,7 @@ class ParameterGroup final : public GradientSink {
   void note_use(std::size_t slot) { parameters_[slot].used = true; }
   ShardContext& context();
   bool has_context() const { return context_ != nullptr; }
+  ShardTimes* times() const;  // null before the first use
   void set_owner(ShardState* owner) { owner_ = owner; }
   ShardState* owner() const { return owner_; }
   void set_context(std::shared_ptr<ShardContext> context) { context_ = std::move(context); }

@@ -16,6 +16,7 @@
 
 #include "penstock/shard/group_reduction.h"
 #include "penstock/shard/parameter_group.h"
+#include "penstock/shard/shard_times.h"
 
 namespace penstock {
 
@@ -52,6 +53,7 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   // Looks at what is gathered now. `more`: bytes of a gather that is being put together.
   void note_peak(std::int64_t more = 0);
   const BufferPool& pool() const { return pool_; }
+  ShardTimes times;  // since the last reset
 
  private:
   struct Ahead {

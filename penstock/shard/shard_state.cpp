@@ -212,19 +212,32 @@ void ShardState::set_automatic_prefetch(bool value) {
   if (!groups.empty()) groups.front()->context().prefetch = value;
 }
 
-std::int64_t ShardState::peak_gathered_bytes() {
+ShardContext* ShardState::root_context() {
   const std::vector<ParameterGroup*> groups = root().all_groups();
-  return groups.empty() ? 0 : groups.front()->context().peak_gathered_bytes();
+  return groups.empty() || !groups.front()->has_context() ? nullptr : &groups.front()->context();
+}
+
+std::int64_t ShardState::peak_gathered_bytes() {
+  const ShardContext* context = root_context();
+  return context ? context->peak_gathered_bytes() : 0;
 }
 
 void ShardState::reset_peak() {
-  const std::vector<ParameterGroup*> groups = root().all_groups();
-  if (!groups.empty()) groups.front()->context().reset_peak();
+  if (ShardContext* context = root_context()) context->reset_peak();
 }
 
 std::size_t ShardState::pool_allocations() {
-  const std::vector<ParameterGroup*> groups = root().all_groups();
-  return groups.empty() ? 0 : groups.front()->context().pool().allocations();
+  const ShardContext* context = root_context();
+  return context ? context->pool().allocations() : 0;
+}
+
+ShardTimes ShardState::times() {
+  const ShardContext* context = root_context();
+  return context ? context->times : ShardTimes{};
+}
+
+void ShardState::reset_times() {
+  if (ShardContext* context = root_context()) context->times = {};
 }
 
 }  // namespace penstock

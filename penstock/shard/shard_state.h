@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "penstock/shard/parameter_group.h"
+#include "penstock/shard/shard_times.h"
 
 namespace penstock {
 
@@ -68,6 +69,8 @@ class ShardState : public std::enable_shared_from_this<ShardState> {
   std::int64_t peak_gathered_bytes();
   void reset_peak();
   std::size_t pool_allocations();
+  ShardTimes times();
+  void reset_times();
 
  private:
   friend std::shared_ptr<ShardState> make_shard_state(torch::nn::Module&, const ShardMesh&, const ShardOptions&);
@@ -77,6 +80,7 @@ class ShardState : public std::enable_shared_from_this<ShardState> {
   void for_groups(bool recurse, Set&& set);
 
   bool holds_module(const torch::nn::Module& module) const;
+  ShardContext* root_context();  // null before the first forward
 
   // Addresses, only compared.
   const torch::nn::Module* module_ = nullptr;

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -187,6 +188,31 @@ TEST(StepMemory, NothingIsAskedOfTheSystemAfterTheSecondStep) {
       }
       EXPECT_GT(layout.replicate ? 1u : allocations, 0u);
     });
+}
+
+// Where a step's time goes: parts of it, none of them empty, and nothing of a step before.
+TEST(StepTimes, OfGathersReductionsAndCopies) {
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    nn::Sequential model = layers();
+    const comm::MeshGroups mesh = mesh_of(world, 1);
+    for (const auto& child : model->children()) fully_shard(*child, mesh);
+    const auto root = fully_shard(*model, mesh);
+    const auto total = [&] {
+      const ShardTimes times = root->times();
+      return times.gather + times.reduce + times.copy;
+    };
+    EXPECT_EQ(total().count(), 0);
+    const auto begin = std::chrono::steady_clock::now();
+    const at::Tensor loss = model->forward(at::ones({2, kWidth})).sum();
+    EXPECT_GT(root->times().gather.count(), 0);
+    EXPECT_GT(root->times().copy.count(), 0);
+    EXPECT_EQ(root->times().reduce.count(), 0);
+    loss.backward();
+    EXPECT_GT(root->times().reduce.count(), 0);
+    EXPECT_LE(total(), std::chrono::steady_clock::now() - begin);
+    root->reset_times();
+    EXPECT_EQ(total().count(), 0);
+  });
 }
 
 }  // namespace

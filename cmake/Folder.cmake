@@ -68,7 +68,7 @@ endfunction()
 
 function(penstock_precompiled target header)
   if(NOT TARGET ${header})
-    file(WRITE ${PROJECT_BINARY_DIR}/generated/${header}.cpp "// Carries a precompiled header.\n")
+    file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/generated/${header}.cpp CONTENT "// Carries a precompiled header.\n")  # only written when it differs
     add_library(${header} OBJECT ${PROJECT_BINARY_DIR}/generated/${header}.cpp)
     target_link_libraries(${header} PRIVATE penstock_flags penstock_torch fmt::fmt spdlog::spdlog)
     target_precompile_headers(${header} PRIVATE ${ARGN})

@@ -1,9 +1,12 @@
 // Groups over worlds of threads: values, checks, errors. Real processes are tested in tests/dist.
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <filesystem>
 #include <mutex>
 
 #include "penstock/base/errors.h"
@@ -350,18 +353,42 @@ TEST(Group, DroppedWorkIsKeptAliveAndWarnedAbout) {
   EXPECT_TRUE(has_text(capture.warnings()[0].message, "dropped without wait()"));
 }
 
+// How many threads of this process run under the policy.
+int threads_under(int policy) {
+  int count = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task"))
+    if (sched_getscheduler(std::stoi(entry.path().filename())) == policy) ++count;
+  return count;
+}
+
+TEST(Group, OneThreadThatWaitsForItsTurnServesTheSocketsOfAllGroups) {
+  ASSERT_EQ(sched_getscheduler(0), SCHED_OTHER);
+  ASSERT_EQ(threads_under(SCHED_BATCH), 0);
+  std::atomic<int> most = 0;
+  run_ranks(3, 60s, [&](World& world) {
+    const Group pair = world.new_group({0, 1}), all = world.new_group({0, 1, 2});
+    at::Tensor sum = torch::ones({2});
+    all.all_reduce(sum).wait();
+    EXPECT_EQ(sched_getscheduler(0), SCHED_OTHER);
+    most = std::max(most.load(), threads_under(SCHED_BATCH));
+    all.barrier().wait();
+  });
+  EXPECT_EQ(most, 1);
+  EXPECT_EQ(threads_under(SCHED_BATCH), 0);  // gone with the last group
+}
+
 TEST(Group, TensorsWhoseMemoryIsNotTheirValuesAreRefused) {
   run_ranks(2, 30s, [](World& world) {
     const Group& group = world.group();
     const Rank peer{1 - world.rank()};
     const at::Tensor lazy = torch::ones({2}, at::kComplexFloat).conj(), fake = make_fake({2});
-    EXPECT_THROW(group.isend(lazy, peer), ValueError);
-    EXPECT_THROW(group.isend(fake, peer), TypeError);
-    EXPECT_THROW(group.irecv(at::Tensor(), peer), TypeError);
-    EXPECT_THROW(group.all_reduce(fake), TypeError);
-    EXPECT_THROW(group.all_reduce(lazy), ValueError);
-    EXPECT_THROW(group.all_gather(torch::empty({4}, at::kComplexFloat), lazy), ValueError);
-    EXPECT_THROW(group.broadcast(torch::ones({2}).to_sparse(), Rank{0}), TypeError);
+    EXPECT_THROW((void)group.isend(lazy, peer), ValueError);
+    EXPECT_THROW((void)group.isend(fake, peer), TypeError);
+    EXPECT_THROW((void)group.irecv(at::Tensor(), peer), TypeError);
+    EXPECT_THROW((void)group.all_reduce(fake), TypeError);
+    EXPECT_THROW((void)group.all_reduce(lazy), ValueError);
+    EXPECT_THROW((void)group.all_gather(torch::empty({4}, at::kComplexFloat), lazy), ValueError);
+    EXPECT_THROW((void)group.broadcast(torch::ones({2}).to_sparse(), Rank{0}), TypeError);
     at::Tensor sum = torch::ones({2});
     group.all_reduce(sum).wait();  // the group is none the worse
     EXPECT_TRUE(at::equal(sum, torch::full({2}, 2.0)));

@@ -363,7 +363,7 @@ int threads_under(int policy) {
 
 TEST(Group, OneThreadThatWaitsForItsTurnServesTheSocketsOfAllGroups) {
   ASSERT_EQ(sched_getscheduler(0), SCHED_OTHER);
-  ASSERT_EQ(threads_under(SCHED_BATCH), 0);
+  const int before = threads_under(SCHED_BATCH);  // groups that failed stay until the process ends, and their thread with them
   std::atomic<int> most = 0;
   run_ranks(3, 60s, [&](World& world) {
     const Group pair = world.new_group({0, 1}), all = world.new_group({0, 1, 2});
@@ -374,7 +374,7 @@ TEST(Group, OneThreadThatWaitsForItsTurnServesTheSocketsOfAllGroups) {
     all.barrier().wait();
   });
   EXPECT_EQ(most, 1);
-  EXPECT_EQ(threads_under(SCHED_BATCH), 0);  // gone with the last group
+  EXPECT_EQ(threads_under(SCHED_BATCH), before);  // gone with the last group
 }
 
 TEST(Group, TensorsWhoseMemoryIsNotTheirValuesAreRefused) {

@@ -9,6 +9,7 @@
 
 #include "penstock/comm/launch_cores.h"
 #include "tests/comm/launcher_harness.h"
+#include "tests/pseudo_terminal.h"
 
 namespace penstock::comm::launcher_test {
 namespace {
@@ -336,6 +337,7 @@ TEST(LauncherOutput, ReaderThatLeavesEndsTheRanks) {
 }
 
 TEST(LauncherOutput, ColoursThePrefixOnATerminalOnly) {
+  if (!test::has_pseudo_terminals()) GTEST_SKIP() << "this system has no pseudo terminals";
   const auto on_terminal = [](const std::map<std::string, std::string>& environment,
                               std::vector<std::string> options) {
     const int master = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);

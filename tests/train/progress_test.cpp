@@ -16,6 +16,7 @@
 
 #include "penstock/base/errors.h"
 #include "tests/has_text.h"
+#include "tests/pseudo_terminal.h"
 #include "tests/throws.h"
 #include "tests/train/made_run.h"
 
@@ -156,6 +157,7 @@ int show_as_a_rank() {
 }
 
 TEST(Progress, ABarOfARankReachesTheTerminalOfItsLauncher) {
+  if (!has_pseudo_terminals()) GTEST_SKIP() << "this system has no pseudo terminals";
   int terminal = -1;
   const pid_t launcher = ::forkpty(&terminal, nullptr, nullptr, nullptr);
   ASSERT_GE(launcher, 0);

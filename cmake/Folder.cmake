@@ -56,7 +56,10 @@ endfunction()
 
 function(penstock_use_torch_test_header target)
   penstock_precompiled(${target} penstock_torch_test_header <torch/torch.h> <torch/library.h>
-                       <torch/csrc/distributed/c10d/Store.hpp> <fmt/format.h> <spdlog/spdlog.h>)
+                       <torch/csrc/distributed/c10d/Store.hpp> <fmt/format.h> <spdlog/spdlog.h> <gtest/gtest.h>)
+  foreach(user IN ITEMS penstock_torch_test_header ${target})
+    target_link_libraries(${user} PRIVATE GTest::gtest)  # g++ refuses a precompiled header made under other definitions
+  endforeach()
   set_property(TARGET penstock_torch_test_header APPEND PROPERTY COMPILE_OPTIONS -O0)
   target_compile_options(${target} PRIVATE -O0)
 endfunction()

@@ -1,7 +1,7 @@
 // The table of all fields of TrainConfig: the one place that knows their names, types, limits and help.
 //
 // To add a field: a member in config.h and a line in config_fields.cpp; then write the page again
-// (PENSTOCK_UPDATE_DOCS=1 train_config_test).
+// (PENSTOCK_UPDATE_DOCS=1 ./test -R train_config_test).
 #pragma once
 
 #include <cstddef>

@@ -49,7 +49,7 @@ std::string configuration_page() {
   std::string text =
       "# Configuration\n"
       "\n"
-      "<!-- Made from the table in penstock/train/config_fields.cpp by PENSTOCK_UPDATE_DOCS=1 train_config_test; "
+      "<!-- Made from the table in penstock/train/config_fields.cpp by PENSTOCK_UPDATE_DOCS=1 ./test -R train_config_test; "
       "not written by hand. -->\n"
       "\n"
       "`penstock train [config.toml] [--section.key value ...]` takes a value from the command line, else from the file, else from\n"

@@ -17,7 +17,7 @@
 #include "tests/throws.h"
 
 namespace penstock {
-namespace {
+namespace base_test {
 
 using test::message_of;
 
@@ -146,10 +146,5 @@ TEST(Files, ATreeIsRemovedAndLinksAreNotFollowed) {
   EXPECT_THROW(remove_tree("/proc/self/status"), fs::filesystem_error);
 }
 
-}  // namespace
+}  // namespace base_test
 }  // namespace penstock
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -17,7 +17,7 @@
 #include "tests/throws.h"
 
 namespace penstock::checkpoint {
-namespace {
+namespace checkpoint_fault_test {
 
 using namespace std::chrono_literals;
 using namespace test;
@@ -240,5 +240,5 @@ TEST(Meeting, RoundsAfterAFailureAreWhole) {
   EXPECT_EQ(good, (std::vector<int>{20, 20, 20}));
 }
 
-}  // namespace
+}  // namespace checkpoint_fault_test
 }  // namespace penstock::checkpoint

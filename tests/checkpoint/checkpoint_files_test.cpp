@@ -19,7 +19,7 @@
 #include "tests/throws.h"
 
 namespace penstock::checkpoint {
-namespace {
+namespace checkpoint_files_test {
 
 using namespace std::chrono_literals;
 using namespace test;
@@ -392,5 +392,5 @@ TEST(Folder, ReadersBesideAWriter) {
   EXPECT_GE(reads, 3);
 }
 
-}  // namespace
+}  // namespace checkpoint_files_test
 }  // namespace penstock::checkpoint

@@ -19,7 +19,7 @@
 #include "tests/throws.h"
 
 namespace penstock::checkpoint {
-namespace {
+namespace checkpoint_test {
 
 using namespace std::chrono_literals;
 using penstock::test::has_text;
@@ -343,5 +343,5 @@ TEST(CheckpointWriter, DestroyedInTheMiddleItGivesUp) {
   });
 }
 
-}  // namespace
+}  // namespace checkpoint_test
 }  // namespace penstock::checkpoint

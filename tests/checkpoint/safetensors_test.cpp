@@ -18,7 +18,7 @@
 #include "tests/throws.h"
 
 namespace penstock::checkpoint {
-namespace {
+namespace safetensors_test {
 
 using penstock::test::has_text;
 using penstock::test::message_of;
@@ -179,5 +179,5 @@ TEST(Safetensors, OthersCanReadWhatACheckpointHolds) {
   EXPECT_EQ(std::system(("python3 " + (folder.path() / "check.py").string() + " " + path.string() + " " + (folder.path() / "expected.txt").string()).c_str()), 0);
 }
 
-}  // namespace
+}  // namespace safetensors_test
 }  // namespace penstock::checkpoint

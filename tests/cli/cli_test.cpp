@@ -5,7 +5,7 @@
 #include "tests/has_text.h"
 
 namespace penstock::test {
-namespace {
+namespace cli_test {
 
 
 Ended penstock(const std::string& arguments) { return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments); }
@@ -48,10 +48,5 @@ TEST(Cli, DoctorFindsThisMachineWell) {
   EXPECT_TRUE(has_text(ended.output, "all well"));
 }
 
-}  // namespace
+}  // namespace cli_test
 }  // namespace penstock::test
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

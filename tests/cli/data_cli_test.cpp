@@ -13,7 +13,7 @@
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::test {
-namespace {
+namespace data_cli_test {
 
 // The command in this process, with the exit codes that `penstock` gives: starting the program loads all of LibTorch, which
 // takes a busy machine seconds.
@@ -115,5 +115,5 @@ TEST(DataCli, BadUse) {
   EXPECT_EQ(penstock("data show '" + (folder / "data").string() + "' --validation-fraction 2").exit_code, 2);
 }
 
-}  // namespace
+}  // namespace data_cli_test
 }  // namespace penstock::test

@@ -10,7 +10,7 @@
 #include "tests/command.h"
 
 namespace penstock::test {
-namespace {
+namespace examples_test {
 
 std::vector<double> losses_of(const std::string& output) {
   std::vector<double> losses;
@@ -39,5 +39,5 @@ TEST(Examples, SayHowTheyAreUsed) {
   EXPECT_NE(ended.output.find("usage: train_transformer TEXT"), std::string::npos) << ended.output;
 }
 
-}  // namespace
+}  // namespace examples_test
 }  // namespace penstock::test

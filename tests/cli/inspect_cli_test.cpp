@@ -15,7 +15,7 @@
 #include "tests/has_text.h"
 
 namespace penstock::test {
-namespace {
+namespace inspect_cli_test {
 
 namespace fs = std::filesystem;
 
@@ -97,5 +97,5 @@ TEST_F(InspectCli, PredictedAgreesWithMeasured) {
   }
 }
 
-}  // namespace
+}  // namespace inspect_cli_test
 }  // namespace penstock::test

@@ -10,7 +10,7 @@
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::test {
-namespace {
+namespace inspect_graph_cli_test {
 
 Ended penstock(const std::string& arguments) { return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments); }
 
@@ -52,5 +52,5 @@ TEST(InspectGraph, WhatCannotBeReadIsAUsageError) {
   EXPECT_EQ(penstock("inspect graph --preset none").exit_code, 2);
 }
 
-}  // namespace
+}  // namespace inspect_graph_cli_test
 }  // namespace penstock::test

@@ -10,7 +10,7 @@
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::test {
-namespace {
+namespace report_cli_test {
 
 Ended penstock(const std::string& arguments) { return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments); }
 
@@ -53,5 +53,5 @@ TEST(ReportCli, WhatIsNoRunIsAUsageError) {
   EXPECT_EQ(penstock("report '" + (folder / "first").string() + "' --out /nonexistent/page.html").exit_code, 2);
 }
 
-}  // namespace
+}  // namespace report_cli_test
 }  // namespace penstock::test

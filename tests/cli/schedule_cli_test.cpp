@@ -12,7 +12,7 @@
 #include "tests/command.h"
 
 namespace penstock::test {
-namespace {
+namespace schedule_cli_test {
 
 using ::testing::HasSubstr;
 using ::testing::Not;
@@ -191,10 +191,5 @@ TEST_F(ScheduleCli, DrawsToFiles) {
   EXPECT_TRUE(nlohmann::json::accept(read("drawing")));
 }
 
-}  // namespace
+}  // namespace schedule_cli_test
 }  // namespace penstock::test
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

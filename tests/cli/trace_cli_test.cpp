@@ -11,7 +11,7 @@
 #include "tests/pipeline/made_trace.h"
 
 namespace penstock::test {
-namespace {
+namespace trace_cli_test {
 
 Ended penstock(const std::string& arguments) {
   return run_command("'" + environment("PENSTOCK_BIN") + "/penstock' " + arguments);
@@ -57,5 +57,5 @@ TEST_F(TraceCli, AFileThatIsNoTraceIsAUsageError) {
   EXPECT_EQ(penstock("trace /nonexistent.json").exit_code, 2);
 }
 
-}  // namespace
+}  // namespace trace_cli_test
 }  // namespace penstock::test

@@ -12,7 +12,7 @@
 #include "tests/has_text.h"
 
 namespace penstock::test {
-namespace {
+namespace train_cli_test {
 
 namespace fs = std::filesystem;
 
@@ -102,5 +102,5 @@ TEST_F(TrainCli, DryRunTrainsNothing) {
   EXPECT_FALSE(fs::exists(folder_ / "runs"));
 }
 
-}  // namespace
+}  // namespace train_cli_test
 }  // namespace penstock::test

@@ -11,7 +11,7 @@
 #include "tests/has_text.h"
 
 namespace penstock::comm {
-namespace {
+namespace gpu_test {
 
 using namespace std::chrono_literals;
 using test::has_text;
@@ -47,10 +47,5 @@ TEST(Gpu, RanksThatShareAGpuGoThroughHostMemoryWithOneWarning) {
   EXPECT_EQ(warnings, 1);
 }
 
-}  // namespace
+}  // namespace gpu_test
 }  // namespace penstock::comm
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

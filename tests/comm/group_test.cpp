@@ -18,7 +18,7 @@
 #include "tests/has_text.h"
 
 namespace penstock::comm {
-namespace {
+namespace group_test {
 
 using namespace std::chrono_literals;
 using test::has_text;
@@ -464,10 +464,5 @@ TEST(RunRanks, ABodyThatHangsInCommunicationIsEnded) {
                CommError);
 }
 
-}  // namespace
+}  // namespace group_test
 }  // namespace penstock::comm
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -7,7 +7,7 @@
 #include "penstock/base/errors.h"
 
 namespace penstock::comm {
-namespace {
+namespace launch_env_test {
 
 LaunchEnv parse(const std::map<std::string, std::string>& variables) {
   return parse_launch_env([&](const char* name) -> std::optional<std::string> {
@@ -96,10 +96,5 @@ TEST(LaunchEnv, BadValuesNameTheVariable) {
   EXPECT_NE(complaint({{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "2"}}).find("MASTER_ADDR"), std::string::npos);
 }
 
-}  // namespace
+}  // namespace launch_env_test
 }  // namespace penstock::comm
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

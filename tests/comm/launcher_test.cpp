@@ -12,7 +12,7 @@
 #include "tests/pseudo_terminal.h"
 
 namespace penstock::comm::launcher_test {
-namespace {
+namespace launcher_test {
 
 using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
@@ -432,10 +432,5 @@ TEST(LauncherUsage, HelpShowsAnExample) {
   EXPECT_THAT(run.out(), HasSubstr("-n N [OPTIONS] -- program [arguments...]"));
 }
 
-}  // namespace
+}  // namespace launcher_test
 }  // namespace penstock::comm::launcher_test
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

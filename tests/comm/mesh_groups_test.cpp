@@ -16,7 +16,7 @@
 #include "tests/throws.h"
 
 namespace penstock::comm {
-namespace {
+namespace mesh_groups_test {
 
 using namespace std::chrono_literals;
 using test::has_text;
@@ -268,10 +268,5 @@ TEST(MeshGroups, NamesOfLists) {
   EXPECT_EQ(rank_list_text({0, 3, 4}), "0,3-4");
 }
 
-}  // namespace
+}  // namespace mesh_groups_test
 }  // namespace penstock::comm
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -14,7 +14,7 @@
 #endif
 
 namespace penstock::comm {
-namespace {
+namespace message_test {
 
 using test::message_of;
 using Bytes = std::vector<std::uint8_t>;
@@ -336,10 +336,5 @@ RC_GTEST_PROP(MessageProperty, DamageOfAFewBytesIsFound, ()) {
 
 #endif
 
-}  // namespace
+}  // namespace message_test
 }  // namespace penstock::comm
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -7,7 +7,7 @@
 #include "penstock/comm/world.h"
 
 namespace penstock::comm {
-namespace {
+namespace operators_test {
 
 using namespace std::chrono_literals;
 using functional::wait_tensor;
@@ -150,10 +150,5 @@ TEST(Operators, UnknownGroupAndUnevenRowsAreNamed) {
   EXPECT_THROW(find_group("nobody"), ValueError);
 }
 
-}  // namespace
+}  // namespace operators_test
 }  // namespace penstock::comm
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

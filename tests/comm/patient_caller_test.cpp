@@ -9,7 +9,7 @@
 #include <vector>
 
 namespace penstock::comm {
-namespace {
+namespace patient_caller_test {
 
 using namespace std::chrono_literals;
 
@@ -80,5 +80,5 @@ TEST(PatientCaller, GoesWithACallStuck) {
   release->set_value();
 }
 
-}  // namespace
+}  // namespace patient_caller_test
 }  // namespace penstock::comm

@@ -16,7 +16,7 @@
 #include "tests/torch/record_generators.h"
 
 namespace penstock::comm {
-namespace {
+namespace record_messages_test {
 
 using test::message_of;
 using ::testing::AllOf;
@@ -308,10 +308,5 @@ RC_GTEST_PROP(RecordMessagesProperty, EqualExactlyWhenTheBytesAre, ()) {
 
 #endif
 
-}  // namespace
+}  // namespace record_messages_test
 }  // namespace penstock::comm
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -22,7 +22,7 @@
 #include "penstock/comm/recorder.h"
 
 namespace penstock::comm {
-namespace {
+namespace recorder_dump_test {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
@@ -233,10 +233,5 @@ TEST_F(RecorderDump, AnErrorSaysWhereItsDumpIs) {
   EXPECT_THAT(dump_for_error("again"), HasSubstr("could not be written: "));
 }
 
-}  // namespace
+}  // namespace recorder_dump_test
 }  // namespace penstock::comm
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -309,8 +309,3 @@ TEST(Recorder, DumpWritesAFileOrSaysWhyNot) {
 
 }  // namespace
 }  // namespace penstock::comm
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

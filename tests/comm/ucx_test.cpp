@@ -16,7 +16,7 @@
 #include "penstock/base/errors.h"
 
 namespace penstock::comm {
-namespace {
+namespace ucx_test {
 
 using namespace std::chrono_literals;
 using test::FileStore;
@@ -551,10 +551,5 @@ TEST(UcxSetup, MisuseIsNamed) {
   EXPECT_FALSE(ucx_version().empty());
 }
 
-}  // namespace
+}  // namespace ucx_test
 }  // namespace penstock::comm
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -21,7 +21,7 @@
 #include "tests/has_text.h"
 
 namespace penstock::test {
-namespace {
+namespace process_test {
 
 using namespace std::chrono_literals;
 
@@ -392,10 +392,5 @@ TEST_F(Processes, ARankThatNeverComesIsNamedOnEveryOther) {
   for (const int rank : {0, 1}) EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 2 of 3 did not come in time")) << ended.output;
 }
 
-}  // namespace
+}  // namespace process_test
 }  // namespace penstock::test
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -16,7 +16,7 @@
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::test {
-namespace {
+namespace train_test {
 
 using namespace std::chrono_literals;
 namespace fs = std::filesystem;
@@ -136,5 +136,5 @@ TEST_F(Train, MistakesSayWhatToChange) {
   EXPECT_TRUE(has_text(data.output, "/nowhere")) << data.output;
 }
 
-}  // namespace
+}  // namespace train_test
 }  // namespace penstock::test

@@ -10,7 +10,7 @@
 #include "tests/throws.h"
 
 namespace penstock::test {
-namespace {
+namespace dtensor_drawing_test {
 
 TEST(DTensorDrawing, IsThatOfItsPlacements) {
   const comm::MeshGroups mesh(comm::World::fake(2, 4), init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{2}, 4));
@@ -25,5 +25,5 @@ TEST(DTensorDrawing, APlainTensorIsRefused) {
   EXPECT_TRUE(has_text(message_of<TypeError>([] { draw_sharding_svg(at::Tensor()); }), "draw_sharding_svg: got an undefined tensor"));
 }
 
-}  // namespace
+}  // namespace dtensor_drawing_test
 }  // namespace penstock::test

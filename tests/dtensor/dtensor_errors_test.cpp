@@ -30,7 +30,7 @@ TORCH_LIBRARY_IMPL(penstock_errors_test, CompositeExplicitAutograd, library) {
 }
 
 namespace penstock::test {
-namespace {
+namespace dtensor_errors_test {
 
 using namespace std::chrono_literals;
 using Numbers = std::vector<std::int64_t>;
@@ -319,5 +319,5 @@ TEST(UserRule, AnOperatorThatIsNewLeavesOtherDecisionsAlone) {
   });
 }
 
-}  // namespace
+}  // namespace dtensor_errors_test
 }  // namespace penstock::test

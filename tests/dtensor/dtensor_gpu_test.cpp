@@ -12,7 +12,7 @@
 #include "tests/dtensor/small_transformer.h"
 
 namespace penstock {
-namespace {
+namespace dtensor_gpu_test {
 
 using namespace std::chrono_literals;
 using namespace test;
@@ -56,5 +56,5 @@ TEST(DTensorGpu, EveryRedistribution) {
   });
 }
 
-}  // namespace
+}  // namespace dtensor_gpu_test
 }  // namespace penstock

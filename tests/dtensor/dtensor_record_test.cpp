@@ -17,7 +17,7 @@
 #include "tests/throws.h"
 
 namespace penstock::test {
-namespace {
+namespace dtensor_record_test {
 
 using namespace std::chrono_literals;
 using Numbers = std::vector<std::int64_t>;
@@ -203,5 +203,5 @@ TEST(DTensorRecord, WaitsForARedistributionOnItsWay) {
   });
 }
 
-}  // namespace
+}  // namespace dtensor_record_test
 }  // namespace penstock::test

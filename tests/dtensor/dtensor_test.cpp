@@ -15,7 +15,7 @@
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock {
-namespace {
+namespace dtensor_test {
 
 using namespace std::chrono_literals;
 using test::sample;
@@ -247,5 +247,5 @@ TEST(DTensor, DescribesItself) {
   });
 }
 
-}  // namespace
+}  // namespace dtensor_test
 }  // namespace penstock

@@ -12,7 +12,7 @@
 #include "tests/golden_data.h"
 
 namespace penstock {
-namespace {
+namespace golden_dtensor_test {
 
 using namespace std::chrono_literals;
 using nlohmann::json;
@@ -118,5 +118,5 @@ TEST(GoldenDTensor, RedistributeGradients) {
   });
 }
 
-}  // namespace
+}  // namespace golden_dtensor_test
 }  // namespace penstock

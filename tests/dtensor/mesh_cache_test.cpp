@@ -11,7 +11,7 @@
 #include "tests/throws.h"
 
 namespace penstock::test {
-namespace {
+namespace mesh_cache_test {
 
 using namespace std::chrono_literals;
 
@@ -102,5 +102,5 @@ TEST(MeshCache, TheReceiverFindsItsOwnMesh) {
   });
 }
 
-}  // namespace
+}  // namespace mesh_cache_test
 }  // namespace penstock::test

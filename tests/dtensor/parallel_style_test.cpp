@@ -16,7 +16,7 @@
 #include "tests/throws.h"
 
 namespace penstock {
-namespace {
+namespace parallel_style_test {
 
 using namespace std::chrono_literals;
 using namespace test;
@@ -346,5 +346,5 @@ TEST(SetBoundary, AnAxisOfTheParametersMesh) {
   });
 }
 
-}  // namespace
+}  // namespace parallel_style_test
 }  // namespace penstock

@@ -10,7 +10,7 @@
 #include "penstock/mesh/local_shard.h"
 
 namespace penstock {
-namespace {
+namespace redistribute_plan_test {
 
 using Shape = std::vector<std::int64_t>;
 
@@ -170,5 +170,5 @@ TEST(RedistributePlan, RefusesToInventTerms) {
   EXPECT_THROW(plan_redistribute(tensor, {2, 2}, {Shard{0}}, {Replicate{}}), ValueError);
 }
 
-}  // namespace
+}  // namespace redistribute_plan_test
 }  // namespace penstock

@@ -15,7 +15,7 @@
 #include "penstock/dtensor/rule_registry.h"
 
 namespace penstock {
-namespace {
+namespace rule_coverage_test {
 
 using Names = std::set<std::string>;
 
@@ -76,5 +76,5 @@ TEST(RuleCoverage, ANewRuleIsMissing) {
   EXPECT_THROW(names_in("/nowhere/list"), std::runtime_error);
 }
 
-}  // namespace
+}  // namespace rule_coverage_test
 }  // namespace penstock

@@ -6,7 +6,7 @@
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {
-namespace {
+namespace rules_dims_test {
 
 using namespace std::chrono_literals;
 
@@ -124,5 +124,5 @@ TEST(DimRules, ByName) {
   });
 }
 
-}  // namespace
+}  // namespace rules_dims_test
 }  // namespace penstock::test

@@ -12,7 +12,7 @@
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {
-namespace {
+namespace rules_foreach_test {
 
 using namespace std::chrono_literals;
 
@@ -202,5 +202,5 @@ TEST(NormRules, ClipGradNorm) {
     }
 }
 
-}  // namespace
+}  // namespace rules_foreach_test
 }  // namespace penstock::test

@@ -5,7 +5,7 @@
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {
-namespace {
+namespace rules_image_test {
 
 using Sizes = std::vector<std::int64_t>;
 
@@ -54,5 +54,5 @@ TEST(ImageRules, ChannelsAndPixels) {
   check_rule(each_of("images forward", {sample({3, 4, 2, 4})}, {{"channel_shuffle", {{"groups", 2}}}, {"native_channel_shuffle", {{"groups", 2}}}}, 6));
 }
 
-}  // namespace
+}  // namespace rules_image_test
 }  // namespace penstock::test

@@ -6,7 +6,7 @@
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {
-namespace {
+namespace rules_index_test {
 
 using namespace std::chrono_literals;
 using at::indexing::None;
@@ -178,5 +178,5 @@ TEST(IndexRules, UnknownShapes) {
   });
 }
 
-}  // namespace
+}  // namespace rules_index_test
 }  // namespace penstock::test

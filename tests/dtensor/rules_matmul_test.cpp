@@ -4,7 +4,7 @@
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {
-namespace {
+namespace rules_matmul_test {
 
 TEST(PointwiseRules, BroadcastAndPromotion) {
   check_rules({
@@ -70,5 +70,5 @@ TEST(MatmulRules, OfComplexNumbers) {
   });
 }
 
-}  // namespace
+}  // namespace rules_matmul_test
 }  // namespace penstock::test

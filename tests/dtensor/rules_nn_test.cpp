@@ -14,7 +14,7 @@
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {
-namespace {
+namespace rules_nn_test {
 
 namespace F = torch::nn::functional;
 
@@ -236,5 +236,5 @@ TEST(ConvolutionRules, PoolingAndResampling) {
   });
 }
 
-}  // namespace
+}  // namespace rules_nn_test
 }  // namespace penstock::test

@@ -5,7 +5,7 @@
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {
-namespace {
+namespace rules_pointwise_test {
 
 TEST(PointwiseByName, OneTensor) {
   check_rules({
@@ -109,5 +109,5 @@ TEST(PointwiseByName, HalvesOfADim) {
   check_rules(cases);
 }
 
-}  // namespace
+}  // namespace rules_pointwise_test
 }  // namespace penstock::test

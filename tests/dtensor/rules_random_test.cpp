@@ -9,7 +9,7 @@
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {
-namespace {
+namespace rules_random_test {
 
 using namespace std::chrono_literals;
 
@@ -206,5 +206,5 @@ TEST(RandomRules, GeneratorsAreRefused) {
   });
 }
 
-}  // namespace
+}  // namespace rules_random_test
 }  // namespace penstock::test

@@ -7,7 +7,7 @@
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {
-namespace {
+namespace rules_reduction_test {
 
 TEST(ReductionRules, SumsAndMeans) {
   check_rules({
@@ -74,5 +74,5 @@ TEST(FactoryRules, AfterAModel) {
   });
 }
 
-}  // namespace
+}  // namespace rules_reduction_test
 }  // namespace penstock::test

@@ -10,7 +10,7 @@
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {
-namespace {
+namespace rules_vendor_test {
 
 at::Tensor tensor_of(const c10::IValue& value) { return value.isTensor() ? value.toTensor() : at::Tensor(); }
 
@@ -294,5 +294,5 @@ TEST(VendorRules, ScaledGradients) {
                 .backward = false, .partial = finite, .may_refuse = true, .most = 24});
 }
 
-}  // namespace
+}  // namespace rules_vendor_test
 }  // namespace penstock::test

@@ -14,7 +14,7 @@
 #include "tests/throws.h"
 
 namespace penstock::test {
-namespace {
+namespace shard_drawing_test {
 
 using Numbers = std::vector<std::int64_t>;
 
@@ -331,5 +331,5 @@ TEST(ShardDrawingSvg, ManyRanksAndManyPieces) {
   EXPECT_TRUE(has_text(pieces, "(20000 ranges)"));
 }
 
-}  // namespace
+}  // namespace shard_drawing_test
 }  // namespace penstock::test

@@ -19,7 +19,7 @@
 #include "tests/torch/sample_wrappers.h"
 
 namespace penstock::graph {
-namespace {
+namespace captured_effects_test {
 
 using namespace std::chrono_literals;
 using comm::ReduceOp;
@@ -130,5 +130,5 @@ TEST(CapturedBackward, RefusesWhatItWasNotCapturedFor) {
   EXPECT_TRUE(at::equal(x.grad(), x.detach().cos()));
 }
 
-}  // namespace
+}  // namespace captured_effects_test
 }  // namespace penstock::graph

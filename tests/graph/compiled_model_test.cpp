@@ -8,7 +8,7 @@
 #include "tests/models/small_model.h"
 
 namespace penstock::graph {
-namespace {
+namespace compiled_model_test {
 
 using namespace models;
 using namespace models::test;
@@ -42,5 +42,5 @@ TEST(CompiledModel, Transformer) { expect_same_steps(false, false); }
 TEST(CompiledModel, TransformerWithTiedHead) { expect_same_steps(true, false); }
 TEST(CompiledModel, TransformerWithDocuments) { expect_same_steps(false, true); }
 
-}  // namespace
+}  // namespace compiled_model_test
 }  // namespace penstock::graph

@@ -15,7 +15,7 @@
 #include "tests/throws.h"
 
 namespace penstock::graph {
-namespace {
+namespace compiled_module_test {
 
 namespace nn = torch::nn;
 using test::has_text;
@@ -357,5 +357,5 @@ TEST(CompiledModule, WhatCannotBeCapturedIsAnErrorAndLeavesTheModuleAsItWas) {
   EXPECT_TRUE(has_text(message_of<StateError>([&] { hiding->forward(torch::ones({3})); }), "register it as a parameter"));
 }
 
-}  // namespace
+}  // namespace compiled_module_test
 }  // namespace penstock::graph

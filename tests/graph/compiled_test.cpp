@@ -18,7 +18,7 @@
 #include "tests/throws.h"
 
 namespace penstock::graph {
-namespace {
+namespace compiled_test {
 
 using test::has_text;
 using test::message_of;
@@ -373,5 +373,5 @@ TEST(Functionalize, Siblings) {
   EXPECT_EQ(sibling("aten::_foreach_mul_", "Scalar"), "aten::_foreach_mul.Scalar");
 }
 
-}  // namespace
+}  // namespace compiled_test
 }  // namespace penstock::graph

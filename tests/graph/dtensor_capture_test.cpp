@@ -13,7 +13,7 @@
 #include "tests/throws.h"
 
 namespace penstock::graph {
-namespace {
+namespace dtensor_capture_test {
 
 using test::has_text;
 using test::message_of;
@@ -301,5 +301,5 @@ TEST(DTensorCapture, RandomOperatorsAreRefused) {
   });
 }
 
-}  // namespace
+}  // namespace dtensor_capture_test
 }  // namespace penstock::graph

@@ -14,7 +14,7 @@
 #include "tests/graph/dtensor_compare.h"
 
 namespace penstock::graph {
-namespace {
+namespace dtensor_module_test {
 
 namespace nn = torch::nn;
 
@@ -194,5 +194,5 @@ TEST(DTensorModule, ReplaysSendWhatThePlainRunSends) {
   });
 }
 
-}  // namespace
+}  // namespace dtensor_module_test
 }  // namespace penstock::graph

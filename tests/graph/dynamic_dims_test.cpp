@@ -28,7 +28,7 @@
 #include "tests/throws.h"
 
 namespace penstock::graph {
-namespace {
+namespace dynamic_dims_test {
 
 namespace nn = torch::nn;
 using penstock::test::has_text;
@@ -814,5 +814,5 @@ TEST(DynamicModule, NamesOfArguments) {
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { parameter->forward(torch::randn({4, 6})); }), "0.weight is a parameter or buffer"));
 }
 
-}  // namespace
+}  // namespace dynamic_dims_test
 }  // namespace penstock::graph

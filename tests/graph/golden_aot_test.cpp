@@ -11,7 +11,7 @@
 #include "tests/graph/program.h"
 
 namespace penstock::graph {
-namespace {
+namespace golden_aot_test {
 
 using nlohmann::json;
 using test::Program;
@@ -260,5 +260,5 @@ TEST(GoldenAot, NoMoreIsSavedForBackward) {
     }
 }
 
-}  // namespace
+}  // namespace golden_aot_test
 }  // namespace penstock::graph

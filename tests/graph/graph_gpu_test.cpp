@@ -13,7 +13,7 @@
 #include "penstock/torch/device_memory.h"
 
 namespace penstock::graph {
-namespace {
+namespace graph_gpu_test {
 
 namespace nn = torch::nn;
 using namespace models;
@@ -111,5 +111,5 @@ TEST(GraphOnAGpu, ModulesWithTheirOwnKernels) {
   twice([] { return nn::Sequential(nn::Linear(4, 8), nn::LayerNorm(nn::LayerNormOptions({8})), nn::GELU(), nn::Linear(8, 4)).ptr(); }, torch::randn({5, 4}));
 }
 
-}  // namespace
+}  // namespace graph_gpu_test
 }  // namespace penstock::graph

@@ -12,7 +12,7 @@
 #include "tests/throws.h"
 
 namespace penstock::graph {
-namespace {
+namespace graph_test {
 
 using test::has_text;
 using test::message_of;
@@ -165,5 +165,5 @@ TEST(Metadata, FlagsThatContradictEachOtherNameTheInput) {
   EXPECT_EQ(other_memory.mutation_type(), MutationType::MutatedInGraph);
 }
 
-}  // namespace
+}  // namespace graph_test
 }  // namespace penstock::graph

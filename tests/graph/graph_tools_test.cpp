@@ -27,7 +27,7 @@
 #include "tests/throws.h"
 
 namespace penstock::graph {
-namespace {
+namespace graph_tools_test {
 
 namespace nn = torch::nn;
 using test::has_text;
@@ -324,5 +324,5 @@ TEST(GraphFiles, UnknownOperatorsAreNamed) {
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { decode_graph(with_new_checksum(bytes), "step.psgraph"); }), "this LibTorch has no operator aten::xddmm"));
 }
 
-}  // namespace
+}  // namespace graph_tools_test
 }  // namespace penstock::graph

@@ -17,7 +17,7 @@
 #include "tests/throws.h"
 
 namespace penstock::graph {
-namespace {
+namespace size_expression_test {
 
 using Numbers = std::vector<std::int64_t>;
 
@@ -179,5 +179,5 @@ RC_GTEST_PROP(SizeExpressionLaws, WhatIsFoundForValuesAtRandomIsRightAtThePoints
 
 #endif
 
-}  // namespace
+}  // namespace size_expression_test
 }  // namespace penstock::graph

@@ -17,7 +17,7 @@
 #include "tests/throws.h"
 
 namespace penstock::graph {
-namespace {
+namespace subclass_capture_test {
 
 using sample::Boxed;
 using sample::Two;
@@ -348,5 +348,5 @@ TEST_F(SubclassCapture, ParametersOfModules) {
     EXPECT_TRUE(same_tensor(inner->parameters()[i].detach(), eager->parameters()[i].detach())) << i;
 }
 
-}  // namespace
+}  // namespace subclass_capture_test
 }  // namespace penstock::graph

@@ -13,7 +13,7 @@
 #include "tests/throws.h"
 
 namespace penstock::graph {
-namespace {
+namespace subclass_record_test {
 
 using sample::Boxed;
 using sample::Two;
@@ -111,5 +111,5 @@ TEST(SubclassRecord, SaysWhatIsMissing) {
   EXPECT_FALSE(TensorRecord::of(x, 0).rebuild({at::Tensor()}).defined());
 }
 
-}  // namespace
+}  // namespace subclass_record_test
 }  // namespace penstock::graph

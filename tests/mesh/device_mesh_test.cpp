@@ -10,7 +10,7 @@
 #include "tests/throws.h"
 
 namespace penstock {
-namespace {
+namespace device_mesh_test {
 
 using test::has_text;
 using test::message_of;
@@ -286,10 +286,5 @@ TEST(DeviceMesh, ThreadsMayFlattenAtOnce) {
   for (std::thread& thread : threads) thread.join();
 }
 
-}  // namespace
+}  // namespace device_mesh_test
 }  // namespace penstock
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

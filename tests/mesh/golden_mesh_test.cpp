@@ -16,7 +16,7 @@
 #include "tests/golden_data.h"
 
 namespace penstock {
-namespace {
+namespace golden_mesh_test {
 
 using nlohmann::json;
 namespace fs = std::filesystem;
@@ -129,10 +129,5 @@ TEST(GoldenMesh, LocalShapesAndOffsets) {
   }
 }
 
-}  // namespace
+}  // namespace golden_mesh_test
 }  // namespace penstock
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

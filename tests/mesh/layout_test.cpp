@@ -10,7 +10,7 @@
 #include "tests/throws.h"
 
 namespace penstock {
-namespace {
+namespace layout_test {
 
 using test::has_text;
 using test::message_of;
@@ -135,10 +135,5 @@ TEST(MeshLayout, NumbersTooBigAreRefused) {
   EXPECT_THROW(MeshLayout({4}).unflatten(0, {big, big}), ValueError);
 }
 
-}  // namespace
+}  // namespace layout_test
 }  // namespace penstock
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

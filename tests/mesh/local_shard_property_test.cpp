@@ -10,7 +10,7 @@
 #include "tests/mesh/generate.h"
 
 namespace penstock {
-namespace {
+namespace local_shard_property_test {
 
 using test::number;
 using test::random_shape;
@@ -189,10 +189,5 @@ RC_GTEST_PROP(LocalShardLaws, StridedShardAlone, ()) {
               strided(iota(n), factor, parts, part));
 }
 
-}  // namespace
+}  // namespace local_shard_property_test
 }  // namespace penstock
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -9,7 +9,7 @@
 #include "tests/throws.h"
 
 namespace penstock {
-namespace {
+namespace local_shard_test {
 
 using test::has_text;
 using test::message_of;
@@ -150,10 +150,5 @@ TEST(LocalShard, ErrorsSayWhatToChange) {
   EXPECT_TRUE(has_text(shard({1}, {2}, {0}, {Shard{1}}), "a dim from -1 to 0"));
 }
 
-}  // namespace
+}  // namespace local_shard_test
 }  // namespace penstock
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

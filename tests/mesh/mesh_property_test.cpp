@@ -13,7 +13,7 @@
 #include "tests/mesh/generate.h"
 
 namespace penstock {
-namespace {
+namespace mesh_property_test {
 
 using test::number;
 using test::random_shape;
@@ -148,10 +148,5 @@ RC_GTEST_PROP(DeviceMeshLaws, SliceFlattenConcatenate, ()) {
   }
 }
 
-}  // namespace
+}  // namespace mesh_property_test
 }  // namespace penstock
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -9,7 +9,7 @@
 #include "tests/throws.h"
 
 namespace penstock {
-namespace {
+namespace placement_test {
 
 using test::has_text;
 using test::message_of;
@@ -114,10 +114,5 @@ TEST(Placement, ListsHash) {
   EXPECT_TRUE(seen.contains(Placements{Shard{0}, Replicate{}}));
 }
 
-}  // namespace
+}  // namespace placement_test
 }  // namespace penstock
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

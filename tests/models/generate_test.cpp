@@ -15,7 +15,7 @@
 #include "tests/throws.h"
 
 namespace penstock::models {
-namespace {
+namespace generate_test {
 
 using namespace test;
 using penstock::test::has_text;
@@ -151,5 +151,5 @@ TEST(Sample, DrawsFromTheSoftmax) {
   EXPECT_EQ(shares({.top_k = 1})[2].item<double>(), 1);
 }
 
-}  // namespace
+}  // namespace generate_test
 }  // namespace penstock::models

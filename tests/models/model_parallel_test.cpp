@@ -21,7 +21,7 @@
 #include "tests/throws.h"
 
 namespace penstock::models {
-namespace {
+namespace model_parallel_test {
 
 using namespace std::chrono_literals;
 using namespace test;
@@ -237,5 +237,5 @@ TEST(ModelPipeline, TimesTensorParallel) {
   });
 }
 
-}  // namespace
+}  // namespace model_parallel_test
 }  // namespace penstock::models

@@ -14,7 +14,7 @@
 #include "tests/throws.h"
 
 namespace penstock::models {
-namespace {
+namespace model_plan_test {
 
 using test::has_text;
 using test::message_of;
@@ -131,5 +131,5 @@ TEST(StageParts, WhoHoldsAParameter) {
   EXPECT_TRUE(has_text(describe_parts(parts, options), "stage 0: embed, blocks 0-1"));
 }
 
-}  // namespace
+}  // namespace model_plan_test
 }  // namespace penstock::models

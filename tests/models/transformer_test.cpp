@@ -24,7 +24,7 @@
 #include "tests/throws.h"
 
 namespace penstock::models {
-namespace {
+namespace transformer_test {
 
 using namespace test;
 using penstock::test::has_text;
@@ -359,5 +359,5 @@ TEST(TokenLoss, OfShortLogits) {
   }
 }
 
-}  // namespace
+}  // namespace transformer_test
 }  // namespace penstock::models

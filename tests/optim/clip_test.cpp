@@ -21,7 +21,7 @@
 #include "tests/throws.h"
 
 namespace penstock::optim {
-namespace {
+namespace clip_test {
 
 using namespace std::chrono_literals;
 using test::has_text;
@@ -217,5 +217,5 @@ TEST(ClipGradNorm, BadInput) {
   });
 }
 
-}  // namespace
+}  // namespace clip_test
 }  // namespace penstock::optim

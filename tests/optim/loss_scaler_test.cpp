@@ -18,7 +18,7 @@
 #include "tests/throws.h"
 
 namespace penstock::optim {
-namespace {
+namespace loss_scaler_test {
 
 using namespace std::chrono_literals;
 using test::has_text;
@@ -152,5 +152,5 @@ TEST(LossScaler, Mistakes) {
   EXPECT_THROW(scaler.load_state({.scale = 1, .good_steps = -1}), ValueError);
 }
 
-}  // namespace
+}  // namespace loss_scaler_test
 }  // namespace penstock::optim

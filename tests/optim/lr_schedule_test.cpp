@@ -14,7 +14,7 @@
 #include "tests/throws.h"
 
 namespace penstock::optim {
-namespace {
+namespace lr_schedule_test {
 
 using test::has_text;
 using test::message_of;
@@ -89,5 +89,5 @@ TEST(LrScheduleProperty, RisesThenFallsWithinItsBounds) {
 }
 #endif
 
-}  // namespace
+}  // namespace lr_schedule_test
 }  // namespace penstock::optim

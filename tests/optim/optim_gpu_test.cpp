@@ -15,7 +15,7 @@
 #include "penstock/optim/sgd.h"
 
 namespace penstock::optim {
-namespace {
+namespace optim_gpu_test {
 
 const at::Device kDevice(at::kCUDA, 0);
 
@@ -109,5 +109,5 @@ TEST(OptimGpu, LossScaler) {
   EXPECT_EQ(scaler.scale(), 8);
 }
 
-}  // namespace
+}  // namespace optim_gpu_test
 }  // namespace penstock::optim

@@ -20,7 +20,7 @@
 #include "tests/throws.h"
 
 namespace penstock::optim {
-namespace {
+namespace optimizer_test {
 
 using namespace std::chrono_literals;
 using test::has_text;
@@ -429,5 +429,5 @@ TEST(DistributedOptimizer, Mistakes) {
   });
 }
 
-}  // namespace
+}  // namespace optimizer_test
 }  // namespace penstock::optim

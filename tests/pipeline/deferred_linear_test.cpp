@@ -14,7 +14,7 @@
 #include "tests/pipeline/split_backward_check.h"
 
 namespace penstock {
-namespace {
+namespace deferred_linear_test {
 
 using namespace test;
 
@@ -245,5 +245,5 @@ TEST(DeferredLinear, Misuse) {
   EXPECT_THROW(y.backward(), c10::Error);
 }
 
-}  // namespace
+}  // namespace deferred_linear_test
 }  // namespace penstock

@@ -9,7 +9,7 @@
 #include "penstock/pipeline/schedules.h"
 
 namespace penstock {
-namespace {
+namespace dtensor_pipeline_test {
 
 using namespace std::chrono_literals;
 using schedule::ScheduleKind;
@@ -102,5 +102,5 @@ TEST_P(DistributedActivations, FourByTwo) { expect_parity(GetParam(), 4); }
 INSTANTIATE_TEST_SUITE_P(Schedules, DistributedActivations, testing::ValuesIn(schedule::all_schedule_kinds()),
                          [](const testing::TestParamInfo<ScheduleKind>& info) { return std::string(schedule::to_text(info.param)); });
 
-}  // namespace
+}  // namespace dtensor_pipeline_test
 }  // namespace penstock

@@ -12,7 +12,7 @@
 #include "tests/golden_data.h"
 
 namespace penstock {
-namespace {
+namespace golden_pipeline_test {
 
 using nlohmann::json;
 using namespace std::chrono_literals;
@@ -356,5 +356,5 @@ TEST(GoldenPipeline, EveryCase) {
   EXPECT_GT(run, 0);
 }
 
-}  // namespace
+}  // namespace golden_pipeline_test
 }  // namespace penstock

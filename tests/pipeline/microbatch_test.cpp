@@ -10,7 +10,7 @@
 #include "tests/throws.h"
 
 namespace penstock {
-namespace {
+namespace microbatch_test {
 
 using test::message_of;
 using nlohmann::json;
@@ -160,5 +160,5 @@ TEST(Microbatch, SaysWhatIsWrong) {
   EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { merge_microbatches({Tree::tuple({x}), Tree::tuple({x, x})}); }), "another structure"));
 }
 
-}  // namespace
+}  // namespace microbatch_test
 }  // namespace penstock

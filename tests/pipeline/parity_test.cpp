@@ -9,7 +9,7 @@
 #include "tests/pipeline/parity_scenarios.h"
 
 namespace penstock {
-namespace {
+namespace parity_test {
 
 using namespace std::chrono_literals;
 using schedule::ScheduleKind;
@@ -205,5 +205,5 @@ INSTANTIATE_TEST_SUITE_P(Schedules, Parity, testing::ValuesIn(layouts()), [](con
   return name + "On" + std::to_string(info.param.ranks);
 });
 
-}  // namespace
+}  // namespace parity_test
 }  // namespace penstock

@@ -12,7 +12,7 @@
 #include "tests/pipeline/parity_scenarios.h"
 
 namespace penstock {
-namespace {
+namespace pipeline_errors_test {
 
 using namespace std::chrono_literals;
 using test::Block;
@@ -360,5 +360,5 @@ TEST(PipelineErrors, AGradientThatWasNotAgreedOn) {
   EXPECT_TRUE(has_text(ends[0], "output 1 of stage 0, microbatch 0: got it needs a gradient"));
 }
 
-}  // namespace
+}  // namespace pipeline_errors_test
 }  // namespace penstock

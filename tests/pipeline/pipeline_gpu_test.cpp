@@ -14,7 +14,7 @@
 #include "tests/pipeline/parity_scenarios.h"
 
 namespace penstock {
-namespace {
+namespace pipeline_gpu_test {
 
 using namespace std::chrono_literals;
 using schedule::ScheduleKind;
@@ -159,5 +159,5 @@ TEST(PriorityStream, OneForEachDeviceOfTheHighestPriority) {
   EXPECT_FALSE(priority_stream(at::kCPU).has_value());
 }
 
-}  // namespace
+}  // namespace pipeline_gpu_test
 }  // namespace penstock

@@ -22,7 +22,7 @@
 #include "tests/has_text.h"
 
 namespace penstock::pipeline {
-namespace {
+namespace program_test {
 
 using schedule::Action;
 using schedule::ActionKind;
@@ -298,5 +298,5 @@ TEST(Program, AFailureLeavesItsPlace) {
   EXPECT_EQ(schedule::to_text(program.instructions[static_cast<std::size_t>(at)].action), "0F0");
 }
 
-}  // namespace
+}  // namespace program_test
 }  // namespace penstock::pipeline

@@ -15,7 +15,7 @@
 #include "tests/pipeline/parity_scenarios.h"
 
 namespace penstock {
-namespace {
+namespace sharded_pipeline_test {
 
 using namespace std::chrono_literals;
 using test::kWidth;
@@ -141,5 +141,5 @@ TEST(ShardedPipeline, ReplicasOfShards) {
 }
 TEST(ShardedPipeline, KeepingASlice) { check({"1F1B", 1, Mode::KeepASlice, 4}); }
 
-}  // namespace
+}  // namespace sharded_pipeline_test
 }  // namespace penstock

@@ -7,7 +7,7 @@
 #include "tests/pipeline/soak.h"
 
 namespace penstock {
-namespace {
+namespace soak_test {
 
 using namespace std::chrono_literals;
 
@@ -19,5 +19,5 @@ TEST(Soak, FourRanks) {
   comm::run_ranks(4, 240s, [](comm::World& world) { EXPECT_EQ(test::soak(world, 50, 12), ""); });
 }
 
-}  // namespace
+}  // namespace soak_test
 }  // namespace penstock

@@ -13,7 +13,7 @@
 #include "penstock/pipeline/split_backward.h"
 
 namespace penstock {
-namespace {
+namespace split_backward_memory_test {
 
 std::atomic<std::int64_t> live_bytes{0}, peak_bytes{0};
 
@@ -144,5 +144,5 @@ TEST_F(SplitBackwardMemory, QueueFrees) {
   }
 }
 
-}  // namespace
+}  // namespace split_backward_memory_test
 }  // namespace penstock

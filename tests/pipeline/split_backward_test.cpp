@@ -18,7 +18,7 @@
 #endif
 
 namespace penstock {
-namespace {
+namespace split_backward_test {
 
 using namespace test;
 using torch::autograd::AutogradContext;
@@ -469,5 +469,5 @@ TEST_F(SplitBackward, RandomGraphs) {
 }
 #endif
 
-}  // namespace
+}  // namespace split_backward_test
 }  // namespace penstock

@@ -19,7 +19,7 @@
 #include "tests/pipeline/parity_scenarios.h"
 
 namespace penstock {
-namespace {
+namespace stage_hooks_test {
 
 using namespace std::chrono_literals;
 using schedule::ScheduleKind;
@@ -346,5 +346,5 @@ TEST(Streams, TheCpuHasNoSecondOne) {
   EXPECT_NO_THROW(order_after(only, only));
 }
 
-}  // namespace
+}  // namespace stage_hooks_test
 }  // namespace penstock

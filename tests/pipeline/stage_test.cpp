@@ -9,7 +9,7 @@
 #include "tests/pipeline/parity_scenarios.h"
 
 namespace penstock {
-namespace {
+namespace stage_test {
 
 using namespace std::chrono_literals;
 using test::Block;
@@ -229,5 +229,5 @@ TEST(Stage, ValidationInFull) {
   });
 }
 
-}  // namespace
+}  // namespace stage_test
 }  // namespace penstock

@@ -8,7 +8,7 @@
 #include "tests/has_text.h"
 
 namespace penstock::pipeline {
-namespace {
+namespace stall_report_test {
 
 using State = RankPlace::State;
 using test::has_text;
@@ -159,5 +159,5 @@ TEST(StallReport, TextAndJson) {
   EXPECT_TRUE(from_word(to_word(odd)));
 }
 
-}  // namespace
+}  // namespace stall_report_test
 }  // namespace penstock::pipeline

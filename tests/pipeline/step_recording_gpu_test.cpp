@@ -8,7 +8,7 @@
 #include "tests/pipeline/parity_scenarios.h"
 
 namespace penstock {
-namespace {
+namespace step_recording_gpu_test {
 
 using namespace std::chrono_literals;
 using schedule::ScheduleKind;
@@ -199,5 +199,5 @@ TEST(RecordedSteps, DropoutDrawsNewNumbersEachTime) {
   });
 }
 
-}  // namespace
+}  // namespace step_recording_gpu_test
 }  // namespace penstock

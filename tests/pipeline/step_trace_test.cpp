@@ -13,7 +13,7 @@
 #include "tests/pipeline/made_trace.h"
 
 namespace penstock::pipeline {
-namespace {
+namespace step_trace_test {
 
 using nlohmann::json;
 using test::has_text;
@@ -189,5 +189,5 @@ TEST(TraceComparison, EventsOfAnotherScheduleAreRefused) {
   EXPECT_THROW(compare_with_simulation(trace), ConfigError);
 }
 
-}  // namespace
+}  // namespace step_trace_test
 }  // namespace penstock::pipeline

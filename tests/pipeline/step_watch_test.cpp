@@ -22,7 +22,7 @@
 #include "tests/pipeline/parity_scenarios.h"
 
 namespace penstock {
-namespace {
+namespace step_watch_test {
 
 using namespace std::chrono_literals;
 using pipeline::StepTrace;
@@ -292,5 +292,5 @@ TEST(PipelineStall, PipelinesComeAndGo) {
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 20s);
 }
 
-}  // namespace
+}  // namespace step_watch_test
 }  // namespace penstock

@@ -17,7 +17,7 @@
 #include "tests/pipeline/parity_scenarios.h"
 
 namespace penstock {
-namespace {
+namespace warm_up_test {
 
 using namespace std::chrono_literals;
 using schedule::ScheduleKind;
@@ -202,5 +202,5 @@ TEST(WarmUp, AFailedOneIsTheEnd) {
   EXPECT_TRUE(has_text(second, "an earlier one failed"));
 }
 
-}  // namespace
+}  // namespace warm_up_test
 }  // namespace penstock

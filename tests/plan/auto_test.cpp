@@ -9,7 +9,7 @@
 #include "tests/plan/shapes.h"
 
 namespace penstock::plan::test {
-namespace {
+namespace auto_test {
 
 using schedule::Placement;
 using schedule::ScheduleKind;
@@ -163,10 +163,5 @@ TEST(Auto, RefusesWhatCannotBeMet) {
   EXPECT_THROW(auto_schedule(request), ValueError);
 }
 
-}  // namespace
+}  // namespace auto_test
 }  // namespace penstock::plan::test
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -16,10 +16,10 @@
 #include "tests/throws.h"
 
 namespace penstock::plan {
-namespace {
+namespace partition_test {
 
-using test::has_text;
-using test::message_of;
+using penstock::test::has_text;
+using penstock::test::message_of;
 
 std::vector<int> sizes(const std::vector<LayerRange>& parts) {
   std::vector<int> all;
@@ -119,5 +119,5 @@ TEST(Partition, BadCosts) {
   EXPECT_THROW(partition_by_cost({}, 1), ValueError);
 }
 
-}  // namespace
+}  // namespace partition_test
 }  // namespace penstock::plan

@@ -15,7 +15,7 @@
 #include "tests/plan/shapes.h"
 
 namespace penstock::plan::test {
-namespace {
+namespace plan_text_test {
 
 using schedule::Schedule;
 using schedule::ScheduleKind;
@@ -173,10 +173,5 @@ TEST_P(Drawings, PerfettoEventsHaveTheirKeys) {
 
 INSTANTIATE_TEST_SUITE_P(Kinds, Drawings, ::testing::ValuesIn(schedule::all_schedule_kinds()));
 
-}  // namespace
+}  // namespace plan_text_test
 }  // namespace penstock::plan::test
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -10,7 +10,7 @@
 #include "tests/plan/shapes.h"
 
 namespace penstock::plan::test {
-namespace {
+namespace simulator_formula_test {
 
 using schedule::ScheduleKind;
 
@@ -150,10 +150,5 @@ TEST(Formula, LoweringCostsNothingWhenTransfersAreFree) {
   }
 }
 
-}  // namespace
+}  // namespace simulator_formula_test
 }  // namespace penstock::plan::test
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

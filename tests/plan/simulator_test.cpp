@@ -14,7 +14,7 @@
 #include "tests/plan/shapes.h"
 
 namespace penstock::plan::test {
-namespace {
+namespace simulator_test {
 
 using schedule::Action;
 using schedule::ActionKind;
@@ -318,10 +318,5 @@ TEST(Simulator, WaitsAreNamed) {
             "0F0 on rank 0, ended at 1, arrived at 1.1");
 }
 
-}  // namespace
+}  // namespace simulator_test
 }  // namespace penstock::plan::test
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

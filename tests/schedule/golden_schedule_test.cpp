@@ -17,7 +17,7 @@
 #include "penstock/schedule/validate.h"
 
 namespace penstock::schedule {
-namespace {
+namespace golden_schedule_test {
 
 using nlohmann::json;
 namespace fs = std::filesystem;
@@ -362,10 +362,5 @@ TEST(GoldenMapping, StageMaps) {
   }
 }
 
-}  // namespace
+}  // namespace golden_schedule_test
 }  // namespace penstock::schedule
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -15,7 +15,7 @@
 #include "penstock/schedule/virtual_pipeline.h"
 
 namespace penstock::schedule {
-namespace {
+namespace schedule_property_test {
 
 struct Case {
   ScheduleKind kind;
@@ -233,10 +233,5 @@ RC_GTEST_PROP(Bubbles, DualPipeKeepsItsTable, ()) {
     RC_ASSERT(idle <= (item.shape.ranks / 2 - 1) * (3 + 2 - 3));
 }
 
-}  // namespace
+}  // namespace schedule_property_test
 }  // namespace penstock::schedule
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -10,7 +10,7 @@
 #include "tests/throws.h"
 
 namespace penstock::schedule {
-namespace {
+namespace schedule_test {
 
 using test::message_of;
 using ::testing::AllOf;
@@ -314,10 +314,5 @@ TEST(Lower, OptionsLeaveOutWhatIsNotWanted) {
   EXPECT_THROW(lower(lower(gpipe(shape(2, 1, 1)))), ValueError);
 }
 
-}  // namespace
+}  // namespace schedule_test
 }  // namespace penstock::schedule
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleMock(&argc, argv);
-  return RUN_ALL_TESTS();
-}

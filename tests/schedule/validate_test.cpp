@@ -11,7 +11,7 @@
 #include "penstock/schedule/validate.h"
 
 namespace penstock::schedule {
-namespace {
+namespace validate_test {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -224,10 +224,5 @@ TEST(Validate, FindsDroppedDoubledAndSwappedActionsEverywhere) {
   }
 }
 
-}  // namespace
+}  // namespace validate_test
 }  // namespace penstock::schedule
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleMock(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -15,7 +15,7 @@
 #include "tests/throws.h"
 
 namespace penstock {
-namespace {
+namespace fully_shard_test {
 
 using namespace std::chrono_literals;
 using namespace penstock::test;
@@ -318,5 +318,5 @@ TEST(FullyShard, IgnoredAndStridedParameters) {
   });
 }
 
-}  // namespace
+}  // namespace fully_shard_test
 }  // namespace penstock

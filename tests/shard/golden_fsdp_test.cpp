@@ -21,7 +21,7 @@
 #include "tests/golden_data.h"
 
 namespace penstock {
-namespace {
+namespace golden_fsdp_test {
 
 using namespace std::chrono_literals;
 using nlohmann::json;
@@ -359,5 +359,5 @@ TEST(GoldenFsdp, Trajectories) {
   for (const json& item : cases) run_trajectory(item, definition);
 }
 
-}  // namespace
+}  // namespace golden_fsdp_test
 }  // namespace penstock

@@ -8,7 +8,7 @@
 #include "penstock/shard/buffer_pool.h"
 
 namespace penstock {
-namespace {
+namespace piece_copy_test {
 
 // All dims, ranks that divide and that do not, empty pieces, other parameters beside this one in the rows, dtypes that differ.
 TEST(PieceCopy, SplitAndJoinAreInverse) {
@@ -80,5 +80,5 @@ TEST(BufferPool, GoesAfterTheLastTensor) {
   EXPECT_EQ(kept.sum().item<double>(), 8);
 }
 
-}  // namespace
+}  // namespace piece_copy_test
 }  // namespace penstock

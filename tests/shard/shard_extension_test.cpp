@@ -12,7 +12,7 @@
 #include "tests/throws.h"
 
 namespace penstock {
-namespace {
+namespace shard_extension_test {
 
 using namespace std::chrono_literals;
 using test::has_text;
@@ -94,5 +94,5 @@ TEST(Extensions, ErrorsAreThoseOfAllRanks) {
   });
 }
 
-}  // namespace
+}  // namespace shard_extension_test
 }  // namespace penstock

@@ -10,7 +10,7 @@
 #include "tests/shard/sharded_training.h"
 
 namespace penstock {
-namespace {
+namespace shard_gpu_test {
 
 using namespace std::chrono_literals;
 using namespace penstock::test;
@@ -98,5 +98,5 @@ TEST(ShardOnAGpu, OffloadedGradientsAreThereWhenBackwardEnds) {
   });
 }
 
-}  // namespace
+}  // namespace shard_gpu_test
 }  // namespace penstock

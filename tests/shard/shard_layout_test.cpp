@@ -9,7 +9,7 @@
 #include "tests/throws.h"
 
 namespace penstock {
-namespace {
+namespace shard_layout_test {
 
 using test::has_text;
 using test::message_of;
@@ -44,5 +44,5 @@ TEST(ShardLayout, BadInputSaysWhatToChange) {
   EXPECT_EQ(ShardLayout({}, 0, 1).numel(), 1);
 }
 
-}  // namespace
+}  // namespace shard_layout_test
 }  // namespace penstock

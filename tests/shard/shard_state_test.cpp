@@ -16,7 +16,7 @@
 #include "tests/throws.h"
 
 namespace penstock {
-namespace {
+namespace shard_state_test {
 
 using namespace std::chrono_literals;
 using namespace penstock::test;
@@ -329,5 +329,5 @@ TEST(ShardState, GoesWithItsModule) {
   });
 }
 
-}  // namespace
+}  // namespace shard_state_test
 }  // namespace penstock

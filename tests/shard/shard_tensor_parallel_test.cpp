@@ -11,7 +11,7 @@
 #include "tests/throws.h"
 
 namespace penstock {
-namespace {
+namespace shard_tensor_parallel_test {
 
 using namespace std::chrono_literals;
 using namespace penstock::test;
@@ -71,5 +71,5 @@ TEST(ShardedSpmd, AxesMustBeFree) {
   });
 }
 
-}  // namespace
+}  // namespace shard_tensor_parallel_test
 }  // namespace penstock

@@ -12,7 +12,7 @@
 #include "penstock/shard/int8_gather.h"
 
 namespace penstock {
-namespace {
+namespace shard_traffic_test {
 
 using namespace std::chrono_literals;
 namespace nn = torch::nn;
@@ -215,5 +215,5 @@ TEST(StepTimes, OfGathersReductionsAndCopies) {
   });
 }
 
-}  // namespace
+}  // namespace shard_traffic_test
 }  // namespace penstock

@@ -19,7 +19,7 @@
 #include "tests/shard/sharded_training.h"
 
 namespace penstock {
-namespace {
+namespace sharded_optimizer_test {
 
 using namespace std::chrono_literals;
 using namespace penstock::test;
@@ -140,5 +140,5 @@ TEST(ShardedOptimizer, CheckpointsFromShardsIntoOtherShards) {
     });
 }
 
-}  // namespace
+}  // namespace sharded_optimizer_test
 }  // namespace penstock

@@ -18,7 +18,7 @@
 #include "tests/throws.h"
 
 namespace penstock {
-namespace {
+namespace sharded_parity_test {
 
 using namespace std::chrono_literals;
 using namespace penstock::test;
@@ -223,5 +223,5 @@ TEST(SeveralShardAxes, UnevenOnesSayWhatToChange) {
   });
 }
 
-}  // namespace
+}  // namespace sharded_parity_test
 }  // namespace penstock

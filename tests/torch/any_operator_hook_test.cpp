@@ -18,7 +18,7 @@
 #include "tests/torch/sample_wrappers.h"
 
 namespace penstock {
-namespace {
+namespace any_operator_hook_test {
 
 using sample::Boxed;
 using test::has_text;
@@ -143,5 +143,5 @@ TEST_F(AnyOperatorHook, ComesBeforeTheHooksOfWrappers) {
   EXPECT_EQ(*order, std::vector<std::string>{"aten::mm"}) << "the hook of all had been called when that of the wrapper was";
 }
 
-}  // namespace
+}  // namespace any_operator_hook_test
 }  // namespace penstock

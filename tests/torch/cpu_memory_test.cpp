@@ -9,7 +9,7 @@
 #include <thread>
 
 namespace penstock {
-namespace {
+namespace cpu_memory_test {
 
 TEST(CpuMemory, LivePeakAndTheirReset) {
   const at::Tensor before = at::ones({1 << 16});
@@ -69,5 +69,5 @@ TEST(CpuMemory, EmptyTensorsResizedOnesAndOtherThreads) {
   EXPECT_EQ(cpu_memory().live, before);
 }
 
-}  // namespace
+}  // namespace cpu_memory_test
 }  // namespace penstock

@@ -5,7 +5,7 @@
 #include "tests/torch/module_zoo.h"
 
 namespace penstock {
-namespace {
+namespace deferred_init_test {
 
 namespace nn = torch::nn;
 
@@ -133,5 +133,5 @@ TEST(DeferredInit, EmptyMemoryKeepsTies) {
   EXPECT_TRUE(model->first->weight.requires_grad());
 }
 
-}  // namespace
+}  // namespace deferred_init_test
 }  // namespace penstock

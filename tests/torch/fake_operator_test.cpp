@@ -13,7 +13,7 @@
 #include "tests/torch/operator_zoo.h"
 
 namespace penstock {
-namespace {
+namespace fake_operator_test {
 
 using Tensors = std::vector<at::Tensor>;
 
@@ -285,5 +285,5 @@ TEST(FakeOperators, AStorageOffsetIsKept) {
   EXPECT_EQ(geometry_of(fake.slice(0, 1, 3)), geometry_of(real.slice(0, 1, 3)));
 }
 
-}  // namespace
+}  // namespace fake_operator_test
 }  // namespace penstock

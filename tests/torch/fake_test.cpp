@@ -11,7 +11,7 @@
 #include "tests/throws.h"
 
 namespace penstock {
-namespace {
+namespace fake_test {
 
 using test::message_of;
 using test::has_text;
@@ -264,5 +264,5 @@ TEST(Fake, AnOperatorOfMine) {
   EXPECT_THROW(register_shape_function("faketest::blur", [](const at::Tensor& image, std::int64_t) { return image; }), StateError);
 }
 
-}  // namespace
+}  // namespace fake_test
 }  // namespace penstock

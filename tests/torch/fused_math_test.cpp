@@ -12,7 +12,7 @@
 #include "penstock/torch/mode.h"
 
 namespace penstock {
-namespace {
+namespace fused_math_test {
 
 struct Case {
   at::Device device;
@@ -137,5 +137,5 @@ TEST(FusedMath, ModesSeeOperators) {
   }
 }
 
-}  // namespace
+}  // namespace fused_math_test
 }  // namespace penstock

@@ -12,7 +12,7 @@
 #include "penstock/base/errors.h"
 
 namespace penstock {
-namespace {
+namespace gradient_sink_test {
 
 struct Collected final : GradientSink {
   void take(std::size_t slot, at::Tensor gradient) override {
@@ -119,5 +119,5 @@ TEST(EndOfBackward, OutsideOfOneItIsAnError) {
   EXPECT_THROW(at_end_of_backward([] {}), StateError);
 }
 
-}  // namespace
+}  // namespace gradient_sink_test
 }  // namespace penstock

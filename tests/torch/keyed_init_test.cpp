@@ -9,7 +9,7 @@
 #include "tests/torch/random_cases.h"
 
 namespace penstock {
-namespace {
+namespace keyed_init_test {
 
 using test::part_of;
 using test::same_bits;
@@ -82,10 +82,5 @@ TEST(KeyedInit, RefusesWhatMakesNoSense) {
   EXPECT_EQ(nothing.numel(), 0);
 }
 
-}  // namespace
+}  // namespace keyed_init_test
 }  // namespace penstock
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

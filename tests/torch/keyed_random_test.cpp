@@ -19,7 +19,7 @@
 #endif
 
 namespace penstock {
-namespace {
+namespace keyed_random_test {
 
 using test::bits_of;
 using test::box_cases;
@@ -483,10 +483,5 @@ TEST(RandomErrors, SayWhatToChange) {
   expect_error<ValueError>([&] { dropout.call(x, {1, 2}, {}, {}, 0.5); }, "five integers: seed, step, microbatch, layer, purpose");
 }
 
-}  // namespace
+}  // namespace keyed_random_test
 }  // namespace penstock
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -11,7 +11,7 @@
 #include "tests/torch/sample_wrappers.h"
 
 namespace penstock {
-namespace {
+namespace mode_test {
 
 using sample::Boxed;
 
@@ -188,5 +188,5 @@ TEST(ModeStack, InPlaceAndOutArePassedThrough) {
   EXPECT_TRUE(at::equal(out, torch::full({3}, 4.0)));
 }
 
-}  // namespace
+}  // namespace mode_test
 }  // namespace penstock

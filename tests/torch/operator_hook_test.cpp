@@ -12,7 +12,7 @@
 #include "tests/torch/sample_wrappers.h"
 
 namespace penstock {
-namespace {
+namespace operator_hook_test {
 
 using sample::Boxed;
 using test::has_text;
@@ -64,5 +64,5 @@ TEST(OperatorHook, SaysWhatIsWrong) {
   EXPECT_THROW(mark_hooked(at::Tensor()), TypeError);
 }
 
-}  // namespace
+}  // namespace operator_hook_test
 }  // namespace penstock

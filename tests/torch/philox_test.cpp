@@ -12,7 +12,7 @@
 #include "penstock/torch/philox_words.h"
 
 namespace penstock {
-namespace {
+namespace philox_test {
 
 using philox::Block;
 using philox::u32;
@@ -115,10 +115,5 @@ TEST(Philox, VectorsGiveTheNumbersOfSingleBlocks) {
   EXPECT_TRUE(tried);
 }
 
-}  // namespace
+}  // namespace philox_test
 }  // namespace penstock
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

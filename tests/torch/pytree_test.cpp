@@ -17,7 +17,7 @@
 #include "tests/throws.h"
 
 namespace penstock {
-namespace {
+namespace pytree_test {
 
 using test::message_of;
 using ::testing::ElementsAre;
@@ -332,10 +332,5 @@ RC_GTEST_PROP(TreeProperty, IValueAndBack, ()) {
 
 #endif
 
-}  // namespace
+}  // namespace pytree_test
 }  // namespace penstock
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

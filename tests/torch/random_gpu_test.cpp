@@ -15,7 +15,7 @@
 #include "tests/torch/random_cases.h"
 
 namespace penstock {
-namespace {
+namespace random_gpu_test {
 
 using test::box_cases;
 using test::fill_cases;
@@ -143,10 +143,5 @@ TEST(CudaKernelText, ErrorsCarryTheCompilersLog) {
   }
 }
 
-}  // namespace
+}  // namespace random_gpu_test
 }  // namespace penstock
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -9,7 +9,7 @@
 #include "tests/torch/random_cases.h"
 
 namespace penstock::random {
-namespace {
+namespace random_kernel_test {
 
 using test::make_tensor;
 using test::same_bits;
@@ -151,10 +151,5 @@ TEST(RandomKernel, DimsThatContinueEachOtherAreOne) {
   EXPECT_EQ(walk(at::empty({0, 3}), {4, 7}, {0, 3}).rows, 0);
 }
 
-}  // namespace
+}  // namespace random_kernel_test
 }  // namespace penstock::random
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

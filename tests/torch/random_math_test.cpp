@@ -12,7 +12,7 @@
 #include <random>
 
 namespace penstock::random {
-namespace {
+namespace random_math_test {
 
 // The exact quantile, from an approximation of it: Newton's method on the distribution function. `tail` is the probability below
 // -|z|, `centre` is 1/2 - tail; near the centre the latter is the accurate one.
@@ -130,10 +130,5 @@ TEST(Rounding, EveryHalfIsReadBack) {
   }
 }
 
-}  // namespace
+}  // namespace random_math_test
 }  // namespace penstock::random
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -12,7 +12,7 @@
 #include "tests/torch/record_generators.h"
 
 namespace penstock {
-namespace {
+namespace stage_meta_test {
 
 using test::FakeShards;
 using test::message_of;
@@ -327,10 +327,5 @@ TEST(GradientContract, AMissingGradientOnlyWarns) {
   EXPECT_THAT(capture.warnings()[1].message, HasSubstr("input[1]"));
 }
 
-}  // namespace
+}  // namespace stage_meta_test
 }  // namespace penstock
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -14,7 +14,7 @@
 #include "tests/torch/random_cases.h"
 
 namespace penstock {
-namespace {
+namespace step_context_test {
 
 using test::has_text;
 using test::same_bits;
@@ -373,10 +373,5 @@ TEST(KeyedDropoutModule, RecomputationHasTheSameMask) {
   EXPECT_EQ(recomputes, (std::vector<bool>{false, false, true}));
 }
 
-}  // namespace
+}  // namespace step_context_test
 }  // namespace penstock
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -10,7 +10,7 @@
 #include "tests/torch/sample_wrappers.h"
 
 namespace penstock {
-namespace {
+namespace switch_data_test {
 
 using sample::Boxed;
 
@@ -107,5 +107,5 @@ TEST(TieLifetime, AsLongAsTheTensorWhateverItBecomes) {
   EXPECT_TRUE(watch.expired());
 }
 
-}  // namespace
+}  // namespace switch_data_test
 }  // namespace penstock

@@ -23,7 +23,7 @@
 #include "tests/torch/record_generators.h"
 
 namespace penstock {
-namespace {
+namespace tensor_record_test {
 
 using test::FakeShards;
 using test::message_of;
@@ -473,10 +473,5 @@ RC_GTEST_PROP(RecordProperty, DifferencesAgreeWithEquality, ()) {
 
 #endif
 
-}  // namespace
+}  // namespace tensor_record_test
 }  // namespace penstock
-
-int main(int argc, char** argv) {
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

@@ -15,7 +15,7 @@
 #include "tests/torch/sample_wrappers.h"
 
 namespace penstock {
-namespace {
+namespace wrapper_gpu_test {
 
 using sample::Boxed;
 using zoo::Tensors;
@@ -160,5 +160,5 @@ TEST(GpuFake, MaterializesOnTheGpu) {
   EXPECT_TRUE(at::equal(layer->weight.cpu(), expected->weight));
 }
 
-}  // namespace
+}  // namespace wrapper_gpu_test
 }  // namespace penstock

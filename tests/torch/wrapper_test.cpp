@@ -15,7 +15,7 @@
 #include "tests/throws.h"
 
 namespace penstock {
-namespace {
+namespace wrapper_test {
 
 using test::message_of;
 using sample::Boxed;
@@ -455,5 +455,5 @@ TEST(FaultyHandler, SetDataOnAPlainTensorIsReported) {
   EXPECT_ANY_THROW(plain.data_ptr<float>());
 }
 
-}  // namespace
+}  // namespace wrapper_test
 }  // namespace penstock

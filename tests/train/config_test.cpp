@@ -22,7 +22,7 @@
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::train {
-namespace {
+namespace config_test {
 
 using test::has_text;
 using test::message_of;
@@ -242,7 +242,7 @@ TEST(Page, IsUpToDate) {
   if (std::getenv("PENSTOCK_UPDATE_DOCS") != nullptr) std::ofstream(path) << configuration_page();
   std::ifstream file(path);
   const std::string text{std::istreambuf_iterator<char>(file), {}};
-  EXPECT_TRUE(text == configuration_page()) << path << " is out of date: run PENSTOCK_UPDATE_DOCS=1 train_config_test and commit it";
+  EXPECT_TRUE(text == configuration_page()) << path << " is out of date: run PENSTOCK_UPDATE_DOCS=1 ./test -R train_config_test and commit it";
   for (const ConfigField& field : config_fields()) EXPECT_TRUE(has_text(text, "`" + std::string(field.key) + "`"));
 }
 
@@ -367,5 +367,5 @@ TEST(ConfigFile, WithoutTheLibraryItSaysSo) {
 }
 #endif
 
-}  // namespace
+}  // namespace config_test
 }  // namespace penstock::train

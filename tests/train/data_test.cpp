@@ -29,7 +29,7 @@
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::train {
-namespace {
+namespace data_test {
 
 namespace fs = std::filesystem;
 using test::has_text;
@@ -470,5 +470,5 @@ RC_GTEST_PROP(TokenShardProperty, RoundTrip, ()) {
 }
 #endif
 
-}  // namespace
+}  // namespace data_test
 }  // namespace penstock::train

@@ -13,7 +13,7 @@
 #include "tests/train/small_training.h"
 
 namespace penstock::train {
-namespace {
+namespace dry_run_test {
 
 using test::config_of;
 using test::has_text;
@@ -78,5 +78,5 @@ TEST(DryRun, RefusesWhatTrainingRefuses) {
   EXPECT_THROW(dry_run(heads), ConfigError);
 }
 
-}  // namespace
+}  // namespace dry_run_test
 }  // namespace penstock::train

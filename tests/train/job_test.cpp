@@ -17,7 +17,7 @@
 #include "tests/train/small_training.h"
 
 namespace penstock::train {
-namespace {
+namespace job_test {
 
 using namespace std::chrono_literals;
 using penstock::test::config_of;
@@ -171,5 +171,5 @@ TEST(Job, WhatDoesNotFitSaysWhy) {
   EXPECT_THROW(comm::run_ranks(1, 60s, [&](comm::World& world) { TrainingJob(world, small, small_data().open(small)); }), ConfigError);
 }
 
-}  // namespace
+}  // namespace job_test
 }  // namespace penstock::train

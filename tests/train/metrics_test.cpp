@@ -24,7 +24,7 @@
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::test {
-namespace {
+namespace metrics_test {
 
 using namespace train;
 
@@ -273,5 +273,5 @@ RC_GTEST_PROP(MetricsProperty, AnyBytesEndInAnErrorOrInMetrics, ()) {
 }
 #endif
 
-}  // namespace
+}  // namespace metrics_test
 }  // namespace penstock::test

@@ -24,7 +24,7 @@
 #include "tests/train/small_training.h"
 
 namespace penstock::train {
-namespace {
+namespace not_finite_test {
 
 using namespace std::chrono_literals;
 using test::config_of;
@@ -200,5 +200,5 @@ TEST(NotFinite, TheLastCheckpointStays) {
   EXPECT_TRUE(checkpoint::find_damage(alone, found.back().path).empty());
 }
 
-}  // namespace
+}  // namespace not_finite_test
 }  // namespace penstock::train

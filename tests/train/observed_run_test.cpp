@@ -17,7 +17,7 @@
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::test {
-namespace {
+namespace observed_run_test {
 
 using namespace train;
 using namespace std::chrono_literals;
@@ -91,5 +91,5 @@ TEST(PeakFlops, IsTheSumOfTheRanks) {
   });
 }
 
-}  // namespace
+}  // namespace observed_run_test
 }  // namespace penstock::test

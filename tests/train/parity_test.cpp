@@ -15,7 +15,7 @@
 #include "tests/train/small_training.h"
 
 namespace penstock::train {
-namespace {
+namespace parity_test {
 
 using namespace std::chrono_literals;
 using test::config_of;
@@ -118,5 +118,5 @@ TEST(Parity, TolerancesFollowPrecision) {
   EXPECT_EQ(parity_tolerance(config_of({.name = "pp2", .pp = 2}, {"--precision", "bf16"})).parameters, 0);
 }
 
-}  // namespace
+}  // namespace parity_test
 }  // namespace penstock::train

@@ -16,7 +16,7 @@
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::train {
-namespace {
+namespace prefetcher_test {
 
 using test::has_text;
 using test::message_of;
@@ -134,5 +134,5 @@ TEST(Prefetcher, ARankGetsItsShareAndARunContinuesUnderAnotherLayout) {
   EXPECT_EQ(joined, whole.tokens);
 }
 
-}  // namespace
+}  // namespace prefetcher_test
 }  // namespace penstock::train

@@ -21,7 +21,7 @@
 #include "tests/train/made_run.h"
 
 namespace penstock::test {
-namespace {
+namespace progress_test {
 
 using namespace train;
 using namespace std::chrono_literals;
@@ -187,5 +187,5 @@ TEST(Progress, ABarOfARankReachesTheTerminalOfItsLauncher) {
   EXPECT_TRUE(has_text(text, "stopped after step 1 of 200"));
 }
 
-}  // namespace
+}  // namespace progress_test
 }  // namespace penstock::test

@@ -14,7 +14,7 @@
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::test {
-namespace {
+namespace report_browser_test {
 
 #ifdef PENSTOCK_CHROMIUM
 constexpr const char* kBrowser = PENSTOCK_CHROMIUM;
@@ -54,5 +54,5 @@ const note=document.createElement('pre');note.id='said';note.textContent=said.jo
   EXPECT_EQ(count_of(said, "error"), 0u);
 }
 
-}  // namespace
+}  // namespace report_browser_test
 }  // namespace penstock::test

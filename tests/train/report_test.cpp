@@ -21,7 +21,7 @@
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::test {
-namespace {
+namespace report_test {
 
 using namespace train;
 
@@ -274,5 +274,5 @@ TEST(Median, OfWhatIsFinite) {
   EXPECT_EQ(median_of({1, 2, 3, 10}), 2.5);
 }
 
-}  // namespace
+}  // namespace report_test
 }  // namespace penstock::test

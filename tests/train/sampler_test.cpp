@@ -22,7 +22,7 @@
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::train {
-namespace {
+namespace sampler_test {
 
 using test::has_text;
 using test::message_of;
@@ -261,5 +261,5 @@ RC_GTEST_PROP(SamplerProperty, SamplesDoNotDependOnTheLayout, (std::uint64_t see
 }
 #endif
 
-}  // namespace
+}  // namespace sampler_test
 }  // namespace penstock::train

@@ -17,7 +17,7 @@
 #include "tests/train/small_training.h"
 
 namespace penstock::train {
-namespace {
+namespace sharded_job_test {
 
 using namespace std::chrono_literals;
 using penstock::test::config_of;
@@ -167,5 +167,5 @@ TEST(ShardedJob, WhatDoesNotFitSaysWhy) {
   EXPECT_THROW(config_of({.name = "dp2", .dp = 2}, {"--shard", "3"}), ConfigError);
 }
 
-}  // namespace
+}  // namespace sharded_job_test
 }  // namespace penstock::train

@@ -40,8 +40,17 @@ std::vector<char> multi_output_views(const Graph& graph) {
   return is_one;
 }
 
-bool made_by_custom_function(const at::Tensor& tensor) {
-  return tensor.grad_fn() && tensor.grad_fn()->name().starts_with("torch::autograd::CppNode<");
+bool is_custom_function(const torch::autograd::Node& node) { return node.name().starts_with("torch::autograd::CppNode<"); }
+
+// A user's autograd function made this view or one that it is a view of: the view could not be made again from its base with the same
+// gradient. Views have one tensor to be made from, so the way back is a line.
+bool made_by_custom_function(const at::Tensor& view) {
+  if (!view.is_view()) return view.grad_fn() && is_custom_function(*view.grad_fn());
+  const torch::autograd::Node* base = view._base().grad_fn().get();
+  for (const torch::autograd::Node* node = view.grad_fn().get(); node != nullptr && node != base;
+       node = node->num_outputs() == 1 ? node->next_edge(0).function.get() : nullptr)
+    if (is_custom_function(*node)) return true;
+  return false;
 }
 
 OutputType type_of_output(const c10::IValue& value) {
@@ -77,15 +86,22 @@ class Analysis {
       bool touched = false, data = false, with_grad = false, replaced = false;
     };
     std::vector<Written> written(static_cast<std::size_t>(tracer_.graph.storages));
+    // Inputs themselves, as opposed to views of them: a change of shape is one of the tensor, not of its memory.
+    std::set<ValueId> is_input;
+    for (const Placeholder& input : tracer_.graph.inputs) is_input.insert(input.value);
     for (const Node& node : tracer_.graph.nodes)
       for (const std::size_t argument : written_arguments(node))
         for (const ValueId value : node.arguments[argument].values) {
           if (value == kNoValue) continue;
           Written& storage = written[index_of(tracer_.graph[value].storage)];
-          storage.touched = true;
           if (node.op.operator_name().name == "aten::set_") storage.replaced = true;
-          if (writes_metadata_only(node)) continue;
-          storage.data = true;
+          if (writes_metadata_only(node)) {
+            if (!is_input.contains(value)) continue;
+            storage.touched = true;
+            for_each_value(node.results, [&](ValueId result) { is_input.insert(result); });
+            continue;
+          }
+          storage.touched = storage.data = true;
           storage.with_grad |= node.grad_enabled;
         }
     for (std::size_t i = 0; i < inputs_.size(); ++i) {
@@ -161,6 +177,7 @@ class Analysis {
       info.type = type_of_output(output);
       if (is_tensor(output)) {
         if (!describe_with_subclasses(output.toTensor(), &info)) describe_tensor(output.toTensor(), &info);
+        info.has_view_replay = replays_view(info);
         for (std::size_t j = 0; j < i && !info.same_as; ++j)
           if (is_tensor(outputs_[j]) && outputs_[j].toTensor().is_same(output.toTensor())) info.same_as = j;
       }
@@ -169,12 +186,23 @@ class Analysis {
     meta_.intermediate_bases = bases_.size();
   }
 
+  static void describe_gradient(const at::Tensor& output, OutputInfo* info) {
+    info->requires_grad = output.requires_grad();
+    // A view taken under no_grad says that it needs a gradient when its base does, but nothing leads back from it.
+    info->requires_grad_for_backward = info->requires_grad && (!output.is_view() || output.grad_fn());
+    info->geometry = geometry_of(output);
+  }
+
+  bool replays_view(const OutputInfo& info) const {
+    if (is_fresh(info.kind) || info.kind == OutputKind::IsInput) return false;
+    return info.kind != OutputKind::AliasOfInput || !meta_.inputs[*info.base_index].mutates_metadata;
+  }
+
   // A subclass, and a plain tensor in the memory of one, is an input or comes out of the graph: what it shares with inputs and other results it
   // shares there too, unseen by autograd. False for all others.
   bool describe_with_subclasses(const at::Tensor& output, OutputInfo* info) {
     if (!is_subclass(output) && !subclass_storages_.contains(tracer_.storage_of(output))) return false;
-    info->requires_grad = output.requires_grad();
-    info->geometry = geometry_of(output);
+    describe_gradient(output, info);
     for (std::size_t i = 0; i < inputs_.size(); ++i)
       if (is_tensor(inputs_[i]) && inputs_[i].toTensor().is_same(output)) {
         info->kind = OutputKind::IsInput;
@@ -186,8 +214,7 @@ class Analysis {
   }
 
   void describe_tensor(const at::Tensor& output, OutputInfo* info) {
-    info->requires_grad = output.requires_grad();
-    info->geometry = geometry_of(output);
+    describe_gradient(output, info);
     const StorageId storage = tracer_.storage_of(output);
     const Aliases& aliases = aliases_[storage];
     if (const auto input = input_of_storage_.find(storage); input != input_of_storage_.end()) {
@@ -209,7 +236,9 @@ class Analysis {
                                          input->second));
       return;
     }
-    if (output.is_view() && output.requires_grad() && output._base().requires_grad())
+    if (output.is_view() && aliases.outputs > 1 && made_by_custom_function(output))
+      info->kind = OutputKind::CustomFunctionView;
+    else if (output.is_view() && output.requires_grad() && output._base().requires_grad())
       describe_intermediate_view(output, aliases, info);
     else if (!output.requires_grad() && aliases.outputs > 1)
       describe_detached_twin(output, info);
@@ -256,7 +285,7 @@ class Analysis {
         meta_.tangents.push_back({Kind::MutatedInput, i, geometry_of(inputs_[i].toTensor())});
     }
     for (std::size_t i = 0; i < outputs_.size(); ++i)
-      if (is_fresh(meta_.outputs[i].kind) && meta_.outputs[i].requires_grad)
+      if (is_fresh(meta_.outputs[i].kind) && meta_.outputs[i].requires_grad_for_backward)
         meta_.tangents.push_back({Kind::Output, i, meta_.outputs[i].geometry});
     for (std::size_t i = 0; i < bases_.size(); ++i) meta_.tangents.push_back({Kind::IntermediateBase, i, geometry_of(bases_[i])});
   }

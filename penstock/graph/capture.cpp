@@ -20,7 +20,7 @@ namespace {
 
 bool holds_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
 
-// A fake tensor that stands where a gradient of a result will stand: dense, in the order of the result's strides.
+// A fake tensor that stands where a gradient of a result will stand.
 at::Tensor fake_tangent(const Geometry& geometry) {
   return make_fake_strided(geometry.sizes, geometry.strides, at::dtype(geometry.dtype).device(geometry.device));
 }
@@ -119,11 +119,12 @@ class JointCapture {
       result_.tangents.push_back({tangent.kind, tangent.index, geometry});
       return tracer_.add_input(fake_tangent(geometry), fmt::format("tangents_{}", result_.tangents.size()));
     };
-    at::Tensor made = is_subclass(result) ? rebuild_tangent(result, add) : add(tangent.geometry);
+    at::Tensor made = rebuild_tangent(result, add);
     layout_.tangents.push_back(note(TensorRecord::of(made, first)));
     return made;
   }
 
+  // Dense in the order of the result's strides; in a row where the result has gaps or an element at several places (expand).
   template <class Add>
   static at::Tensor rebuild_tangent(const at::Tensor& result, const Add& add) {
     if (!is_subclass(result)) {
@@ -146,9 +147,15 @@ class JointCapture {
     throw InvariantError("graph: a tangent of unknown kind");
   }
 
+  // Autograd does not see the write when it is applied to the input, so that no gradient ever comes this way.
+  bool is_written_unseen(std::size_t input) const {
+    return meta_.inputs[input].mutations_under_no_grad || trace_.is_leaf_with_grad[input] != 0;
+  }
+
   void differentiate() {
     torch::autograd::variable_list roots, tangents, leaves;
     for (const TangentInfo& tangent : meta_.tangents) {
+      if (tangent.kind == TangentInfo::Kind::MutatedInput && is_written_unseen(tangent.index)) continue;
       const at::Tensor& result = result_of(tangent);
       // The same tensor returned twice has one gradient.
       bool again = false;

@@ -213,7 +213,7 @@ void CapturedCall::write_inputs(const Values& inner, const std::vector<at::Tenso
 Values CapturedCall::make_outputs(const Values& inputs, const Values& inner, const std::vector<at::Tensor>& results, const BoundSizes* sizes) const {
   const std::size_t mutated = meta.mutated_at_run_time().size();
   const auto view_of = [&](at::Tensor base, const OutputInfo& info) {
-    const c10::AutoGradMode mode(info.requires_grad);
+    const c10::AutoGradMode mode(info.requires_grad_for_backward);
     if (!info.requires_grad) base = base.detach();
     const LayoutInCall layout = layout_in_call(info.geometry, sizes);
     return base.as_strided(layout.sizes, layout.strides, layout.storage_offset);
@@ -222,7 +222,11 @@ Values CapturedCall::make_outputs(const Values& inputs, const Values& inner, con
     return operand.symbolic == kNotSymbolic ? operand.constant : sizes->constants[static_cast<std::size_t>(operand.symbolic)];
   };
   Values outputs(meta.outputs.size());
-  const auto fresh = [&](std::size_t i) { return results[mutated + i]; };
+  const auto fresh = [&](std::size_t i) {
+    const at::Tensor& result = results[mutated + i];
+    if (meta.outputs[i].requires_grad && !meta.outputs[i].requires_grad_for_backward) result.set_requires_grad(true);
+    return result;
+  };
   for (std::size_t i = 0; i < meta.outputs.size(); ++i) {
     const OutputInfo& info = meta.outputs[i];
     if (info.type != OutputType::Tensor)

@@ -45,6 +45,7 @@ void FunctionTrace::make_inputs(const Values& real_inputs, const Convention& con
   for (std::size_t i = 0; i < real_inputs.size(); ++i) {
     parts.emplace_back();
     is_leaf.push_back(is_tensor(real_inputs[i]) && real_inputs[i].toTensor().is_leaf());
+    is_leaf_with_grad.push_back(is_leaf.back() && real_inputs[i].toTensor().requires_grad());
     if (!is_tensor(real_inputs[i])) {
       inputs.push_back(real_inputs[i]);
       continue;

@@ -35,6 +35,7 @@ class FunctionTrace {
   std::vector<TensorRecord> records;        // of the primals: which inputs of the graph they are
   std::vector<std::vector<at::Tensor>> parts;   // for each input, the plain tensors in it as they were before the call
   std::vector<char> is_leaf;                // of the inputs, in earnest
+  std::vector<char> is_leaf_with_grad;      // of the inputs, in earnest, before the call: a write may give one a gradient
   std::optional<bool> grad_mode_after;      // what the function left grad mode at, when it changed it
 
  private:

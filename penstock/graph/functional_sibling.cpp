@@ -42,17 +42,21 @@ c10::optional<c10::OperatorHandle> find_sibling(const c10::OperatorHandle& op) {
   const std::vector<const c10::Argument*> wanted = read_arguments(op);
   c10::optional<c10::OperatorHandle> found;
   for (const c10::OperatorName& other : dispatcher.getAllOpNames()) {
-    // Some have their sibling under another name: `normal` draws with tensors of means, `rrelu_with_noise` writes its noise itself; and
-    // batch norm has none but ours.
+    // Some have their sibling under another name: `normal` draws with tensors of means, `rrelu_with_noise` writes its noise itself;
+    // batch norm has none but ours, and that of copy_ gives back the source itself where it can.
     if (other.name != bare && other.name != bare + "_functional" && other.name != ours) continue;
     if (other == op.operator_name()) continue;  // its schema may conceal that it writes
     const auto candidate = dispatcher.findSchema(other);
     if (!candidate || !fits(*candidate, wanted)) continue;
+    if (other.name == ours) return candidate;
     if (other.overload_name == op.operator_name().overload_name) return candidate;
     if (!found) found = candidate;
   }
   return found;
 }
+
+// The source in memory of its own, laid out and typed like what it would have been copied to.
+at::Tensor copy_functional(const at::Tensor& self, const at::Tensor& src, bool non_blocking) { return at::empty_like(self).copy_(src, non_blocking); }
 
 // Batch norm that returns the running statistics it would have written, behind its other results. `norm`: with the statistics to write.
 template <class Norm>
@@ -92,6 +96,7 @@ c10::optional<c10::OperatorHandle> functional_sibling(const c10::OperatorHandle&
 }
 
 TORCH_LIBRARY_FRAGMENT(penstock, library) {
+  library.def("copy_functional(Tensor self, Tensor src, bool non_blocking=False) -> Tensor");
   library.def(
       "native_batch_norm_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, bool training, "
       "float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
@@ -100,6 +105,7 @@ TORCH_LIBRARY_FRAGMENT(penstock, library) {
       "float exponential_average_factor, float epsilon) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, library) {
+  library.impl("copy_functional", &copy_functional);
   library.impl("native_batch_norm_functional", &native_batch_norm_functional);
   library.impl("cudnn_batch_norm_functional", &cudnn_batch_norm_functional);
 }

@@ -143,6 +143,8 @@ class GraphWriter {
       out_.number(static_cast<std::uint8_t>(info.type));
       place(info.base_index);
       out_.flag(info.requires_grad);
+      out_.flag(info.requires_grad_for_backward);
+      out_.flag(info.has_view_replay);
       place(info.same_as);
       geometry(info.geometry);
     });
@@ -412,12 +414,14 @@ class GraphReader {
       }
       meta->inputs.push_back(info);
     });
-    list(30, [&] {
+    list(32, [&] {
       OutputInfo info;
       info.kind = in_.choice(OutputKind::CustomFunctionView);
       info.type = in_.choice(OutputType::Other);
       info.base_index = place();
       info.requires_grad = in_.flag();
+      info.requires_grad_for_backward = in_.flag();
+      info.has_view_replay = in_.flag();
       info.same_as = place();
       info.geometry = geometry();
       meta->outputs.push_back(std::move(info));

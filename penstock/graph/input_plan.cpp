@@ -59,27 +59,50 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   });
 }
 
+namespace {
+
+// The reference's test, which sees that rows next to each other and columns of one matrix are apart and takes other interleaved tensors for
+// overlapping. Never false for tensors with an element in common.
+bool taken_for_overlapping(const at::Tensor& a, const at::Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0) return false;
+  if (a.scalar_type() != b.scalar_type()) return overlap(a, b);
+  const at::Tensor &first = a.storage_offset() <= b.storage_offset() ? a : b, &second = a.storage_offset() <= b.storage_offset() ? b : a;
+  const std::int64_t distance = second.storage_offset() - first.storage_offset();
+  const auto item = static_cast<std::int64_t>(first.itemsize());
+  if (byte_range(first).end / item <= second.storage_offset()) return false;
+  if (first.is_contiguous() && second.is_contiguous()) return true;
+  const bool rows = first.dim() == 2 && second.dim() == 2 && first.stride(1) == 1 && second.stride(1) == 1 && first.stride(0) == second.stride(0);
+  if (!rows || distance < first.size(1)) return true;
+  const std::int64_t within = distance % first.stride(0);
+  return within < first.size(1) || within + second.size(1) > first.stride(0);
+}
+
+template <class Items, class Value>
+std::size_t place_in(const Items& items, const Value& value) {
+  return static_cast<std::size_t>(std::find(items.begin(), items.end(), value) - items.begin());
+}
+
+}  // namespace
+
 InputPlan::InputPlan(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention) : convention_{convention.found, {}} {
   // The same tensor again: harmless unless it is written.
   std::unordered_map<const c10::TensorImpl*, std::size_t> first_place;
-  std::vector<std::size_t> same_as(inputs.size());
-  bool written_twice = false;
+  same_as_.resize(inputs.size());
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    same_as[i] = i;
+    same_as_[i] = i;
     if (!input_is_tensor(inputs[i])) continue;
     const auto [entry, is_new] = first_place.try_emplace(inputs[i].toTensor().unsafeGetTensorImpl(), i);
-    same_as[i] = entry->second;
-    written_twice |= !is_new && meta.inputs[i].is_touched;
+    same_as_[i] = entry->second;
+    written_twice_ |= !is_new && meta.inputs[i].is_touched;
   }
-  std::vector<std::size_t> kept;
   for (std::size_t i = 0; i < inputs.size(); ++i)
-    if (!written_twice || same_as[i] == i) kept.push_back(i);
+    if (!written_twice_ || same_as_[i] == i) kept_.push_back(i);
   sources_.resize(inputs.size());
-  merge_overlapping(inputs, meta, kept);
-  if (written_twice)
+  merge_overlapping(inputs, meta);
+  if (written_twice_)
     for (std::size_t i = 0; i < inputs.size(); ++i)
-      if (same_as[i] != i) sources_[i] = sources_[same_as[i]];
-  identity_ = bases_.empty() && !written_twice;
+      if (same_as_[i] != i) sources_[i] = sources_[same_as_[i]];
+  identity_ = bases_.empty() && !written_twice_;
   if (convention.names.empty()) return;
   for (std::size_t i = 0; i < convention.found; ++i) convention_.names.push_back(convention.names[i]);
   for (const Base& base : bases_) {
@@ -90,55 +113,141 @@ InputPlan::InputPlan(const Values& inputs, const ViewAndMutationMeta& meta, cons
   for (std::size_t i = convention.found; i < others_.size(); ++i) convention_.names.push_back(convention.name_of(others_[i]));
 }
 
-void InputPlan::merge_overlapping(const Values& inputs, const ViewAndMutationMeta& meta, const std::vector<std::size_t>& kept) {
+void InputPlan::merge_overlapping(const Values& inputs, const ViewAndMutationMeta& meta) {
   std::unordered_map<const c10::StorageImpl*, std::vector<std::size_t>> sharing;
-  for (const std::size_t i : kept)
+  for (const std::size_t i : kept_)
     if (input_is_tensor(inputs[i]))
       if (const c10::StorageImpl* memory = memory_of_input(inputs[i].toTensor())) sharing[memory].push_back(i);
 
-  std::vector<char> merged(inputs.size(), 0);
-  for (const std::size_t i : kept) {
-    if (merged[i] || !input_is_tensor(inputs[i])) continue;
+  std::vector<char> seen(inputs.size(), 0), merged(inputs.size(), 0);
+  for (const std::size_t i : kept_) {
+    if (seen[i] || !input_is_tensor(inputs[i])) continue;
     const std::vector<std::size_t>& members = sharing[memory_of_input(inputs[i].toTensor())];
+    for (const std::size_t member : members) seen[member] = 1;
     const bool written = std::any_of(members.begin(), members.end(), [&](std::size_t member) { return meta.inputs[member].mutates_data; });
-    bool overlapping = false;
-    for (std::size_t a = 0; written && a < members.size(); ++a)
-      for (std::size_t b = a + 1; b < members.size() && !overlapping; ++b)
-        overlapping = overlap(inputs[members[a]].toTensor(), inputs[members[b]].toTensor());
-    if (!overlapping) continue;
+    const auto any_two = [&](const auto& test) {
+      for (std::size_t a = 0; a < members.size(); ++a)
+        for (std::size_t b = a + 1; b < members.size(); ++b)
+          if (test(inputs[members[a]].toTensor(), inputs[members[b]].toTensor())) return true;
+      return false;
+    };
+    if (!written || !any_two(taken_for_overlapping)) continue;
     Base base{members, /*whole_memory=*/true};
+    for (const std::size_t member : members) base.whole_memory &= !inputs[member].toTensor().is_view();
+    if (const auto why = why_not_merged(base, inputs, meta)) {
+      if (any_two(overlap)) throw NotImplemented(*why);
+      continue;
+    }
     for (const std::size_t member : members) {
       merged[member] = 1;
-      if (member < convention_.found)
-        throw NotImplemented(fmt::format("graph: input {}, a parameter or buffer, overlaps other inputs in memory, one of which is written; give "
-                                         "the function a copy",
-                                         member));
-      const at::Tensor& tensor = inputs[member].toTensor();
-      base.whole_memory &= !tensor.is_view();
-      if (meta.inputs[member].mutates_metadata)
-        throw NotImplemented(fmt::format("graph: input {} overlaps other inputs in memory and its metadata is changed (transpose_ ...); give "
-                                         "the function a copy",
-                                         member));
-      if (tensor.scalar_type() != inputs[members[0]].toTensor().scalar_type())
-        throw NotImplemented(fmt::format("graph: input {} overlaps input {} in memory and is of another dtype; give the function a copy", member,
-                                         members[0]));
-    }
-    const at::Tensor whole = base_tensor(base, inputs);
-    for (const std::size_t member : members) {
-      const at::Tensor& tensor = inputs[member].toTensor();
-      if (base.whole_memory ? tensor.requires_grad() : !(tensor.is_same(whole) || (tensor.is_view() && tensor._base().is_same(whole))))
-        throw NotImplemented(fmt::format("graph: input {} overlaps a written input in memory, but they are not views of one tensor; give the "
-                                         "function a copy",
-                                         member));
-      sources_[member] = {convention_.found + bases_.size(), geometry_of(tensor)};
+      sources_[member] = {convention_.found + bases_.size(), geometry_of(inputs[member].toTensor())};
     }
     bases_.push_back(std::move(base));
   }
-  for (const std::size_t i : kept)
-    if (!merged[i]) {
-      sources_[i] = {i < convention_.found ? i : bases_.size() + others_.size(), std::nullopt};
-      others_.push_back(i);
+  order_others(inputs, merged);
+}
+
+std::optional<std::string> InputPlan::why_not_merged(const Base& base, const Values& inputs, const ViewAndMutationMeta& meta) const {
+  const at::Tensor& first = inputs[base.members[0]].toTensor();
+  for (const std::size_t member : base.members) {
+    if (member < convention_.found)
+      return fmt::format("graph: input {}, a parameter or buffer, overlaps other inputs in memory, one of which is written; give the function a copy",
+                         member);
+    if (meta.inputs[member].mutates_metadata)
+      return fmt::format("graph: input {} overlaps other inputs in memory and its metadata is changed (transpose_ ...); give the function a copy",
+                         member);
+    if (inputs[member].toTensor().scalar_type() != first.scalar_type())
+      return fmt::format("graph: input {} overlaps input {} in memory and is of another dtype; give the function a copy", member, base.members[0]);
+  }
+  const at::Tensor whole = base_tensor(base, inputs);
+  for (const std::size_t member : base.members) {
+    const at::Tensor& tensor = inputs[member].toTensor();
+    if (base.whole_memory ? tensor.requires_grad() : !(tensor.is_same(whole) || (tensor.is_view() && tensor._base().is_same(whole))))
+      return fmt::format("graph: input {} overlaps a written input in memory, but they are not views of one tensor; give the function a copy", member);
+  }
+  return std::nullopt;
+}
+
+void InputPlan::order_others(const Values& inputs, const std::vector<char>& merged) {
+  for (const std::size_t i : kept_)
+    if (!merged[i]) others_.push_back(i);
+  if (!bases_.empty()) {
+    std::vector<const c10::StorageImpl*> memories{nullptr};  // no tensor
+    const auto order = [&](std::size_t i) {
+      const c10::StorageImpl* memory = input_is_tensor(inputs[i]) ? memory_of_input(inputs[i].toTensor()) : nullptr;
+      const std::size_t place = place_in(memories, memory);
+      if (place == memories.size()) memories.push_back(memory);
+      return place;
+    };
+    for (const std::size_t i : kept_) order(i);
+    std::stable_sort(others_.begin(), others_.end(), [&](std::size_t a, std::size_t b) {
+      const bool found_a = a < convention_.found, found_b = b < convention_.found;
+      if (found_a || found_b) return found_a && (!found_b || a < b);
+      return order(a) < order(b);
+    });
+  }
+  for (std::size_t i = 0; i < others_.size(); ++i)
+    sources_[others_[i]] = {others_[i] < convention_.found ? others_[i] : bases_.size() + i, std::nullopt};
+}
+
+ViewAndMutationMeta InputPlan::derived_meta(const ViewAndMutationMeta& user, const Values& inputs) const {
+  ViewAndMutationMeta meta = written_twice_ ? without_duplicates(user) : user;
+  return bases_.empty() ? meta : with_bases(std::move(meta), inputs);
+}
+
+ViewAndMutationMeta InputPlan::without_duplicates(ViewAndMutationMeta meta) const {
+  const std::vector<std::size_t> mutated = meta.mutated_at_run_time();
+  const auto written = static_cast<std::size_t>(
+      std::count_if(meta.inputs.begin(), meta.inputs.end(), [](const InputInfo& info) { return info.mutates_data; }));
+  std::vector<TangentInfo> tangents;
+  for (std::size_t i = 0; i < meta.tangents.size(); ++i)
+    if (i >= written || i >= mutated.size() || same_as_[mutated[i]] == mutated[i]) tangents.push_back(meta.tangents[i]);
+  const std::vector<InputInfo> all = std::move(meta.inputs);
+  meta.inputs.clear();
+  for (const std::size_t i : kept_) meta.inputs.push_back(all[i]);
+  for (OutputInfo& info : meta.outputs)
+    if (info.base_index && *info.base_index < all.size()) info.base_index = place_in(kept_, same_as_[*info.base_index]);
+  meta.tangents = std::move(tangents);
+  meta.grad_mode_after.reset();
+  return meta;
+}
+
+ViewAndMutationMeta InputPlan::with_bases(ViewAndMutationMeta meta, const Values& inputs) const {
+  const Values inner = inner_inputs(inputs);
+  std::vector<InputInfo> infos(inner.size());
+  for (std::size_t i = 0; i < inner.size(); ++i) {
+    std::vector<InputInfo> members;
+    for (std::size_t j = 0; j < kept_.size(); ++j)
+      if (sources_[kept_[j]].inner == i) members.push_back(meta.inputs[j]);
+    infos[i] = members.at(0);
+    if (members.size() == 1) continue;
+    InputInfo& base = infos[i];
+    base.mutates_data = true;
+    base.mutates_metadata = base.mutates_storage_metadata = false;
+    for (const InputInfo& member : members) {
+      base.is_leaf |= member.is_leaf;
+      base.requires_grad |= member.requires_grad;
+      base.is_touched |= member.is_touched;
+      base.mutations_hidden_from_autograd &= member.mutations_hidden_from_autograd;
+      base.mutations_under_no_grad &= member.mutations_under_no_grad;
+      base.resizes_storage &= member.resizes_storage;
     }
+  }
+  for (OutputInfo& info : meta.outputs) {
+    if (!info.base_index || *info.base_index >= kept_.size()) continue;
+    const Source& source = sources_[kept_[*info.base_index]];
+    if (info.kind == OutputKind::IsInput && source.view) info.kind = OutputKind::AliasOfInput;
+    info.base_index = source.inner;
+  }
+  std::vector<TangentInfo> tangents;
+  for (std::size_t i = 0; i < inner.size(); ++i)
+    if (infos[i].mutates_data && infos[i].requires_grad)
+      tangents.push_back({TangentInfo::Kind::MutatedInput, i, geometry_of(inner[i].toTensor())});
+  for (std::size_t i = tangents.size(); i < meta.tangents.size(); ++i) tangents.push_back(meta.tangents[i]);
+  meta.inputs = std::move(infos);
+  meta.tangents = std::move(tangents);
+  meta.grad_mode_after.reset();
+  return meta;
 }
 
 at::Tensor InputPlan::base_tensor(const Base& base, const Values& inputs) {

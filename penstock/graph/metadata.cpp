@@ -72,8 +72,6 @@ MutationType InputInfo::mutation_type() const {
   return keep_input_mutations && writes_memory && unnoticed ? MutationType::MutatedInGraph : MutationType::MutatedOutOfGraph;
 }
 
-bool OutputInfo::has_view_replay() const { return !is_fresh(kind) && kind != OutputKind::IsInput; }
-
 bool is_fresh(OutputKind kind) {
   return kind == OutputKind::NonAlias || kind == OutputKind::UnsafeViewAlias || kind == OutputKind::CustomFunctionView;
 }

@@ -62,10 +62,11 @@ struct OutputInfo {
   OutputType type = OutputType::Tensor;
   std::optional<std::size_t> base_index;     // among inputs, intermediate bases or outputs: see OutputKind
   bool requires_grad = false;
+  bool requires_grad_for_backward = false;   // and something to differentiate: not so a view taken under no_grad
   std::optional<std::size_t> same_as;        // an earlier output that is the same tensor
   Geometry geometry;                         // of a tensor
   std::vector<std::size_t> dynamic_dims;     // of a tensor: whose sizes depend on symbols
-  bool has_view_replay() const;              // regenerated from its base at run time
+  bool has_view_replay = false;              // the steps from its base to it say what it is; not so once the base has another shape
 
   bool operator==(const OutputInfo&) const = default;
 };

@@ -366,7 +366,7 @@ TEST(Functionalize, Siblings) {
   };
   EXPECT_EQ(sibling("aten::mul_", "Tensor"), "aten::mul.Tensor");
   EXPECT_EQ(sibling("aten::add", "out"), "aten::add.Tensor");
-  EXPECT_EQ(sibling("aten::copy_", ""), "aten::copy");
+  EXPECT_EQ(sibling("aten::copy_", ""), "penstock::copy_functional");
   EXPECT_EQ(sibling("aten::zero_", ""), "aten::zero");
   EXPECT_EQ(sibling("aten::bernoulli_", "float"), "aten::bernoulli.p");
   EXPECT_EQ(sibling("aten::normal_", ""), "aten::normal_functional");

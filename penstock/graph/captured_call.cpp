@@ -22,6 +22,12 @@ std::vector<at::Tensor> tensors_among(const Values& values) {
   return tensors;
 }
 
+// Another tensor of the same memory, whose writes are seen through either.
+at::Tensor once_more(const at::Tensor& tensor) {
+  const auto& impl = tensor.unsafeGetTensorImpl();
+  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
+}
+
 }  // namespace
 
 CapturedCall::CapturedCall(const Function& function, const Values& inputs, const Convention& convention)
@@ -34,6 +40,10 @@ CapturedCall::CapturedCall(const Function& function, const Values& inputs, const
   for (std::size_t i = 0; i < meta.mutated_at_run_time().size(); ++i)
     geometry_after.push_back(joint.graph[joint.graph.outputs[joint.first_output(i)].value()].geometry);
   find_written_primals(inner_inputs);
+  for (std::size_t i = 0; i < joint.forward_outputs; ++i) {
+    const ValueId value = joint.graph.outputs[i].value();
+    memory_of_output_.push_back(value == kNoValue ? StorageId{-1} : joint.graph[value].storage);
+  }
   joint.graph = functionalize(std::move(joint.graph));
   remove_dead_nodes(joint.graph);
 }
@@ -98,8 +108,13 @@ void CapturedCall::plan_returned() {
     if (i >= mutated && i < mutated + meta.outputs.size() && meta.outputs[i - mutated].same_as) continue;
     bool held_twice = false;
     for (std::size_t j = 0; j < joint.primals; ++j) held_twice |= joint.graph.inputs[j].value == value;
-    for (const Returned& earlier : returned) held_twice |= joint.graph.outputs[earlier.output].value() == value;
-    returned.push_back({i, differentiated[i] != 0, held_twice});
+    std::optional<std::size_t> shares;
+    for (const Returned& earlier : returned) {
+      if (joint.graph.outputs[earlier.output].value() != value) continue;
+      held_twice = true;
+      if (!shares && i >= mutated && earlier.output >= mutated && memory_of_output_[i] == memory_of_output_[earlier.output]) shares = earlier.output;
+    }
+    returned.push_back({i, differentiated[i] != 0, held_twice, shares});
   }
   for (const TangentInfo& tangent : joint.tangents) {
     const std::size_t output = meta.forward_place(tangent);
@@ -159,7 +174,9 @@ std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>&
   const auto keep = [&](const std::vector<c10::IValue>& values) {
     for (const Returned& item : returned) {
       at::Tensor result = values[item.output].toTensor();
-      if (item.copied)
+      if (item.shares)
+        result = once_more(results[*item.shares]);
+      else if (item.copied)
         result = result.clone();
       else if (std::any_of(primals.begin(), primals.end(), [&](const at::Tensor& primal) { return primal.is_same(result); }))
         result = result.variable_data();  // a kernel gave back what it got (copy): the input must not become a result of the function

@@ -38,6 +38,7 @@ class CapturedCall final : public torch::CustomClassHolder {
     std::size_t output = 0;
     bool needs_grad = false;
     bool copied = false;   // something else than this result holds the same tensor
+    std::optional<std::size_t> shares;   // an output that it shares its memory with, as in the function: the same tensor once more
   };
 
   CallGuard guard;
@@ -71,6 +72,7 @@ class CapturedCall final : public torch::CustomClassHolder {
   void write_inputs(const Values& inner, const std::vector<at::Tensor>& results, const BoundSizes* sizes) const;
   Values make_outputs(const Values& inputs, const Values& inner, const std::vector<at::Tensor>& results, const BoundSizes* sizes) const;
 
+  std::vector<StorageId> memory_of_output_;                   // of the forward outputs, before writes were taken out
   c10::intrusive_ptr<SubclassCall> subclasses_;               // runs the graph where some tensor is a subclass; null: all are plain
 };
 

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <limits>
@@ -121,6 +122,19 @@ bool same_value(const Tree& a, const Tree& b) {
   }
 }
 
+// Parts of one tensor: alike but for their length along `dim`.
+void check_fits(const at::Tensor& first, const at::Tensor& part, std::int64_t dim, const std::string& what) {
+  const auto rest_of = [&](const at::Tensor& tensor) {
+    std::vector<std::int64_t> sizes = tensor.sizes().vec();
+    if (!sizes.empty()) sizes[static_cast<std::size_t>(dim < 0 ? dim + tensor.dim() : dim)] = 0;
+    return sizes;
+  };
+  if (part.dim() != first.dim() || rest_of(part) != rest_of(first))
+    throw ValueError(describe("merge_microbatches: " + what, fmt::format("sizes [{}]", fmt::join(part.sizes(), ", ")),
+                              fmt::format("sizes [{}] but for dim {}, as in the first", fmt::join(first.sizes(), ", "), dim),
+                              "make every microbatch return the same shape, or give chunk_dim(d) for the dim that differs"));
+}
+
 }  // namespace
 
 Tree chunk_dim(std::int64_t dim) { return Tree(dim); }
@@ -168,6 +182,7 @@ Tree merge_microbatches(const std::vector<Tree>& microbatches, const Tree& spec)
     for (const auto& part : leaves) {
       if (!part[leaf].is_tensor()) throw ValueError(describe(fmt::format("merge_microbatches: {}", place.to_string()), part[leaf].to_string(), "a tensor, as in the first microbatch"));
       parts.push_back(part[leaf].tensor());
+      check_fits(parts.front(), parts.back(), *dim, fmt::format("{} of microbatch {}", place.to_string(), parts.size() - 1));
     }
     merged.push_back(scalar ? at::stack(parts) : at::cat(parts, *dim));
   });

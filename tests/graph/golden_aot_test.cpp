@@ -234,6 +234,11 @@ void expect_compiled(Partitioner partitioner) {
     SCOPED_TRACE(item.id);
     const Program program(item.data.at("program"));
     Compiled compiled([&](const Values& inputs) { return program(inputs); }, {.partitioner = partitioner});
+    if (!item.data.at("eager").at("grad_error").is_null()) {  // backward is captured with the call and found to be impossible then
+      const Program::Arguments arguments = program.arguments();
+      EXPECT_THROW(test::gradients_of(arguments, compiled(arguments.inputs)), std::exception);
+      continue;
+    }
     for (int call = 0; call < 2; ++call) expect_eager(item, [&](const auto& inputs) { return compiled(inputs); });
     EXPECT_EQ(compiled.captures(), 1u);
     EXPECT_EQ(count_writes(compiled.joint(0).graph), 0u) << to_text(compiled.joint(0).graph);

@@ -120,6 +120,15 @@ TEST(GoldenMicrobatch, Merges) {
   std::cout << index.at("merges").size() << " cases of merges\n";
 }
 
+TEST(Microbatch, PartsOfAnotherShapeAreNamed) {
+  const auto merge = [](const at::Tensor& second) {
+    return message_of<ValueError>([&] { merge_microbatches({Tree(at::ones({2, 3})), Tree(second)}); });
+  };
+  EXPECT_TRUE(test::has_text(merge(at::ones({2, 4})), "microbatch 1"));
+  EXPECT_TRUE(test::has_text(merge(at::ones({2, 4})), "[2, 4]"));
+  EXPECT_TRUE(test::has_text(merge(at::ones({2})), "[2, 3]"));
+}
+
 TEST(Microbatch, MergeUndoesSplit) {
   const at::Tensor x = at::arange(42, at::kFloat).view({7, 6}), y = at::arange(7);
   const Tree args = Tree::tuple({x, Tree::dict({{"y", y}, {"scale", 0.5}})});

@@ -179,7 +179,7 @@ std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>&
       else if (item.copied)
         result = result.clone();
       else if (std::any_of(primals.begin(), primals.end(), [&](const at::Tensor& primal) { return primal.is_same(result); }))
-        result = result.variable_data();  // a kernel gave back what it got (copy): the input must not become a result of the function
+        result = result.variable_data();  // a kernel gave back what it got: the input must not become a result of the function
       results[item.output] = std::move(result);
     }
   };

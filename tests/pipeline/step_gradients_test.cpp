@@ -9,6 +9,9 @@
 #include <set>
 
 #include "penstock/base/errors.h"
+#include "penstock/comm/mesh_groups.h"
+#include "penstock/dtensor/dtensor.h"
+#include "penstock/pipeline/copy_gradients.h"
 #include "penstock/pipeline/gradient_sync.h"
 #include "penstock/pipeline/schedules.h"
 #include "penstock/torch/cpu_memory.h"
@@ -295,6 +298,37 @@ TEST(CopyGradients, ACopyWithoutAGradientGetsTheOthers) {
       EXPECT_TRUE(ours["a"].grad().defined() && ours["b"].grad().defined() && !ours["c"].grad().defined());
     }
   });
+}
+
+// Two pipelines of two ranks that split tensors between them. One copy has the terms of a sum, the other nothing, or the sum already.
+TEST(CopyGradients, TermsOfASumAndCopiesWithoutThem) {
+  for (const bool summed : {false, true}) {
+    SCOPED_TRACE(summed ? "the other has the sum" : "the other has nothing");
+    comm::run_ranks(4, 60s, [&](comm::World& world) {
+      const comm::MeshGroups grid(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{world.rank()}, 4));
+      const comm::MeshGroups tp = grid.with_mesh(grid.mesh()["tp"]);
+      const int place = world.rank() / 2, twin = world.rank() % 2;
+      const schedule::Schedule whole = schedule_of(ScheduleKind::DualPipe, 2, 4);
+      std::vector<PipelineStage> stages;
+      std::map<int, at::Tensor> parameters;
+      for (const int index : whole.stages().stages_of(place)) {
+        torch::nn::ParameterList list;
+        list->append(distribute_tensor(at::zeros({3}), tp, {Replicate{}}).detach().set_requires_grad(true));
+        parameters[index] = list->parameters()[0];
+        stages.emplace_back(StageModule([](at::Tensor x) { return x; }, {list.ptr()}), index, whole.stages().stages(), at::kCPU);
+        if (index < 2)
+          parameters[index].mutable_grad() = from_local(at::full({3}, 1.f + static_cast<float>(twin)), tp, {Partial{}});
+        else if (summed)
+          parameters[index].mutable_grad() = from_local(at::full({3}, 10.f), tp, {Replicate{}});
+      }
+      pipeline::CopyGradients copies(world, {twin, 2 + twin}, whole.stages(), stages);
+      copies.sum();
+      for (const auto& [index, parameter] : parameters) {
+        ASSERT_TRUE(parameter.grad().defined()) << "stage " << index;
+        EXPECT_TRUE(at::equal(full_tensor(parameter.grad()), at::full({3}, summed ? 13.f : 3.f))) << "stage " << index << ": " << full_tensor(parameter.grad());
+      }
+    });
+  }
 }
 
 TEST(CopyGradients, CopiesThatDifferAreNamedOnBothRanks) {

@@ -199,7 +199,8 @@ struct PipelineRuntime::Impl {
       context.microbatches = lowered.microbatches();
       context.loss_scale = options.loss_scale;
       context.rows = options.rows;
-      pipeline::StepGradients gradients(stages, has_backward && options.scale_grads ? lowered.microbatches() : 1, has_backward && copies.any());
+      pipeline::StepGradients gradients(has_backward ? stages : std::vector<PipelineStage>(), options.scale_grads ? lowered.microbatches() : 1,
+                                        copies.any() || static_cast<bool>(options.gradients_done));
       actions.begin(step, plans, context, [&](int stage) {
         gradients.divide_stage(stage);
         if (options.gradients_done) options.gradients_done(stage);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <optional>
 
 #include "penstock/base/errors.h"
@@ -12,6 +13,7 @@
 #include "penstock/base/log.h"
 #include "penstock/comm/message.h"
 #include "penstock/comm/record_messages.h"
+#include "penstock/pipeline/plan_key.h"
 #include "penstock/pipeline/stage_trial.h"
 #include "penstock/torch/record_checks.h"
 
@@ -94,6 +96,10 @@ OptionalTensorMetas as_sent(OptionalTensorMetas metas) {
 // for it.
 struct StagePlanner::Negotiation {
   Negotiation(StagePlanner& owner, const StepDescription& description, std::size_t which) : planner(owner), step(description), microbatch(which) {}
+  // Trials put back what they found when they began: the last to begin ends first.
+  ~Negotiation() {
+    while (!trials.empty()) trials.erase(std::prev(trials.end()));
+  }
 
   StagePlanner& planner;
   const StepDescription& step;
@@ -209,7 +215,7 @@ void StagePlanner::Negotiation::find_outputs(const PipelineStage& stage, StagePl
     if (!is_first(s)) check_metas(fmt::format("example inputs of stage {} and what stage {} sends", s, s - 1), as_sent(*examples.inputs), *plan.meta.inputs);
     plan.meta.outputs = with_default_grads(*examples.outputs, step.has_backward);
   } else {
-    auto trial = std::make_unique<StageTrial>(stage, step.has_backward);
+    auto trial = std::make_unique<StageTrial>(stage, StageTrial::Kind{.has_backward = step.has_backward, .ends = is_last(s)});
     ++planner.trials_;
     if (is_first(s)) {
       trial->forward(step.args[microbatch], step.kwargs[microbatch]);
@@ -220,6 +226,7 @@ void StagePlanner::Negotiation::find_outputs(const PipelineStage& stage, StagePl
     plan.announced_outputs = trial->data_dependent();
     if (examples.outputs && !is_last(s)) check_metas(fmt::format("example outputs of stage {}", s), *examples.outputs, *plan.meta.outputs, OnMismatch::Warn);
     if (examples.inputs && !is_first(s)) check_metas(fmt::format("example inputs of stage {}", s), as_sent(*examples.inputs), *plan.meta.inputs, OnMismatch::Warn);
+    if (!step.has_backward || is_first(s)) trial->end();
     trials[s] = std::move(trial);
   }
   plan.announced_outputs = plan.announced_outputs || plan.announced_inputs || stage.options().announce_shapes;
@@ -299,15 +306,12 @@ StagePlanner::StagePlanner(std::vector<PipelineStage> stages, schedule::StageMap
 std::uint64_t StagePlanner::hash_of(const StepDescription& step, std::size_t microbatch) const {
   HashBuilder hash;
   hash.add(step.has_backward);
-  const auto add = [&](const Tree& tree) {
-    hash.add(TreeSpec(tree));
-    for (const at::Tensor& tensor : tensors_of(tree)) hash.add(meta_of(tensor));
-  };
   for (const PipelineStage& stage : stages_) {
     if (!map_.runs(StageId{stage.index()}, MicrobatchId{static_cast<int>(microbatch)})) continue;
     hash.add(stage.index());
-    if (map_.is_first(StageId{stage.index()})) add(step.args[microbatch]);
-    add(step.kwargs[microbatch]);
+    if (map_.is_first(StageId{stage.index()})) add_arguments(hash, step.args[microbatch]);
+    add_arguments(hash, step.kwargs[microbatch]);
+    if (map_.is_last(StageId{stage.index()}) && step.has_backward) add_arguments(hash, step.targets[microbatch]);
   }
   return hash.value();
 }
@@ -329,8 +333,9 @@ std::vector<std::vector<std::int64_t>> StagePlanner::gather(const std::vector<st
 std::vector<std::shared_ptr<const MicrobatchPlan>> StagePlanner::agree(const StepDescription& step) {
   std::vector<std::int64_t> hashes;
   HashBuilder whole;
+  const std::uint64_t state = state_key(stages_);
   for (std::size_t m = 0; m < step.microbatches(); ++m) {
-    hashes.push_back(static_cast<std::int64_t>(hash_of(step, m)));
+    hashes.push_back(static_cast<std::int64_t>(HashBuilder().add(state).add(hash_of(step, m)).value()));
     whole.add(hashes.back());
   }
   const bool vote = std::none_of(stages_.begin(), stages_.end(), [&](const PipelineStage& stage) { return stage.needs_trial(step.has_backward); });

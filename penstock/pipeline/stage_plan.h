@@ -1,8 +1,8 @@
 // What all ranks of a pipeline have agreed on about the tensors of one microbatch, and how they come to agree.
 //
 // Every step begins with one small exchange: each rank says whether it runs backward, how many microbatches it has, whether its
-// stages would do without a trial run (the vote), and what the arguments and keyword arguments of its microbatches are like (a hash
-// of their records). Ranks that contradict each other fail together, before anything is sent. Where a combination has not been seen
+// stages would do without a trial run (the vote), and everything that its stages' outputs may depend on: what the arguments, keyword
+// arguments and targets of its microbatches are like, and in what state its modules are (a hash, plan_key.h). Ranks that contradict each other fail together, before anything is sent. Where a combination has not been seen
 // before, the stages negotiate: each one tells the next what it will send, in the order of the stages, then each tells the one before
 // which gradients it will send back. What was negotiated is kept, so that a step with known shapes costs one exchange and batches of
 // any shape, uneven ones too, work from their first time on.

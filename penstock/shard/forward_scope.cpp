@@ -18,6 +18,7 @@ at::Tensor cast(const at::Tensor& tensor, const std::optional<at::ScalarType>& d
 ForwardScope::ForwardScope(const torch::nn::Module& module) : state_(find_shard_state(module)) {
   if (!state_ || !state_->group()) return;
   ParameterGroup& group = *state_->group();
+  if (group.in_trial()) return;
   group.context().before_use(group);
   if (!at::GradMode::is_enabled() || in_backward()) return;
   // Parameters that are distributed may be used by what is no operator (to_local): their gradients are to come here all the same.
@@ -30,7 +31,7 @@ ForwardScope::ForwardScope(const torch::nn::Module& module) : state_(find_shard_
 }
 
 ForwardScope::~ForwardScope() {
-  if (state_ && state_->group()) state_->group()->context().after_forward(*state_->group());
+  if (state_ && state_->group() && !state_->group()->in_trial()) state_->group()->context().after_forward(*state_->group());
 }
 
 at::Tensor ForwardScope::input(const at::Tensor& tensor) const {
@@ -46,6 +47,7 @@ at::Tensor ForwardScope::output(const at::Tensor& tensor) const {
 UnshardedScope::UnshardedScope(const torch::nn::Module& module) : state_(find_shard_state(module)) {
   if (!state_) throw StateError("UnshardedScope: the module was not given to fully_shard; give the one that was");
   for (ParameterGroup* group : state_->all_groups()) {
+    if (group->in_trial()) continue;
     group->context();
     group->begin_writes();
     groups_.push_back(group);

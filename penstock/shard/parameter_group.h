@@ -125,6 +125,13 @@ class ParameterGroup final : public GradientSink {
   // Gives up the gradients of backwards that are not reduced yet, and what is known of their uses.
   void forget_gradients();
 
+  // ---- trial runs (StepContext::trial) ----
+  // Until end_trial the parameters have the shape, dtype and placements of gathered ones but not their values: they are fake, or else zeros.
+  // Inputs are cast as in a real run; nothing is gathered, freed or reduced, and no gradient is taken. Trials nest.
+  void begin_trial(bool fake);
+  void end_trial();
+  bool in_trial() const { return !trials_.empty(); }
+
   // Writes into gathered parameters are kept (else they are refused): between, the group is Unsharded.
   void begin_writes();
   void end_writes();  // takes this rank's part of what was written
@@ -201,6 +208,9 @@ class ParameterGroup final : public GradientSink {
   c10::intrusive_ptr<c10::StorageImpl> whole_;
   at::Tensor slice_;                    // of the gathered bytes, in ShardedPostForward
   std::optional<Gather> gather_;
+  // What the parameters are in a trial, one list for each that has begun.
+  std::vector<std::vector<at::Tensor>> trials_;
+  std::vector<const void*> trial_memory_;  // registered as this group's until the last trial ends
   bool writable_ = false;
   bool held_ = false;
   bool materialized_ = true;

@@ -44,7 +44,7 @@ Membership find_member(const at::Tensor& tensor) {
   const auto& members = table().members;
   if (const auto found = members.find(tensor.unsafeGetTensorImpl()); found != members.end()) return found->second;
   const at::Tensor& local = payload ? payload->local() : tensor;
-  if (is_wrapper(local)) return {};
+  if (!local.has_storage()) return {};
   const auto found = members.find(local.storage().unsafeGetStorageImpl());
   return found == members.end() ? Membership() : found->second;
 }

@@ -138,7 +138,7 @@ void ShardState::for_groups(bool recurse, Set&& set) {
 }
 
 void ShardState::unshard(bool async) {
-  if (!group_) return;
+  if (!group_ || group_->in_trial()) return;
   group_->context();
   group_->unshard();
   if (!async) group_->wait_for_unshard();

@@ -65,10 +65,13 @@ bool is_activation(const at::Tensor& tensor, const Uses& uses) {
 at::Tensor gathered_handle(const Use& use) {
   const detail::DTensorPayload* payload = detail::dtensor_payload(use.tensor);
   if (!payload || use.member.parameter >= 0) return use.tensor;
+  const bool trial = use.member.group->in_trial();
   for (const ShardedParameter& p : use.member.group->parameters()) {
     const detail::DTensorPayload* shard = detail::dtensor_payload(p.sharded);
-    if (payload->spec == shard->spec && payload->local().data_ptr() == shard->local().data_ptr()) return p.unsharded.detach();
+    if (payload->spec != shard->spec || is_wrapper(payload->local()) || payload->local().data_ptr() != shard->local().data_ptr()) continue;
+    return trial ? p.parameter().detach() : p.unsharded.detach();
   }
+  if (trial) return use.tensor;
   // Not a handle of a shard: a tensor-parallel view of the gathered parameter.
   if (payload->local().storage().unsafeGetStorageImpl() == use.member.group->parameters().front().whole.storage().unsafeGetStorageImpl()) return use.tensor;
   throw StateError(describe("an activation met a view of a sharded parameter", describe_dtensor(use.tensor), "the parameter itself, or a view of the gathered one",
@@ -103,7 +106,7 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   }
 
   for (const Use& use : uses) {
-    use.member.group->context().before_use(*use.member.group);
+    if (!use.member.group->in_trial()) use.member.group->context().before_use(*use.member.group);
     if (use.written && !use.member.group->writable()) refuse_write(use, traits);
   }
   bool handles = false;
@@ -130,7 +133,7 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   // The graph holds what is made here as soon as the operator has run.
   c10::SmallVector<AccumulatorPtr, 4> accumulators;
   for (const Use& use : uses)
-    if (use.member.parameter >= 0 && use.tensor.requires_grad()) {
+    if (use.member.parameter >= 0 && use.tensor.requires_grad() && !use.member.group->in_trial()) {
       const auto slot = static_cast<std::size_t>(use.member.parameter);
       use.member.group->note_use(slot);
       accumulators.push_back(send_gradient_to(use.tensor, *use.member.group, slot));

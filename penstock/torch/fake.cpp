@@ -9,8 +9,10 @@
 #include <memory>
 
 #include "penstock/torch/fake_payload.h"
+#include "penstock/torch/fake_watch.h"
 #include "penstock/torch/operator_traits.h"
 #include "penstock/torch/shape_helpers.h"
+#include "penstock/torch/step_context.h"
 
 namespace penstock {
 namespace detail {
@@ -314,12 +316,20 @@ class FakeCall {
 
 }  // namespace
 
-void FakePayload::dispatch(const c10::OperatorHandle& op, Stack* stack) { FakeCall(op, stack, nullptr).run(); }
+void FakePayload::dispatch(const c10::OperatorHandle& op, Stack* stack) {
+  if (leftover && !StepContext::current()->trial) [[unlikely]]
+    throw StateError(describe(fmt::format("{}: an argument", traits_of(op).name), fmt::format("a tensor {} without values: {}", c10::str(meta.sizes()), *leftover),
+                              "tensors with values, for this is not a trial run",
+                              "make it in the module's constructor, register it as a buffer, or do not keep it while StepContext::current()->trial is set"));
+  FakeCall(op, stack, nullptr).run();
+}
 
 at::Tensor wrap_meta(const at::Tensor& meta, at::Device device, const at::Tensor* viewed) {
   WrapperGeometry geometry = geometry_of(meta);
   geometry.device = device;
-  return make_wrapper(c10::make_intrusive<FakePayload>(meta, device), geometry, viewed);
+  at::Tensor fake = make_wrapper(c10::make_intrusive<FakePayload>(meta, device), geometry, viewed);
+  note_fake(fake);
+  return fake;
 }
 
 }  // namespace detail

@@ -75,13 +75,35 @@ TEST(PipelineErrors, StageIndex) {
 }
 
 TEST(PipelineErrors, ExamplesThatContradictEachOther) {
-  StageOptions alone;
-  alone.input_grads = {at::empty({2, kWidth})};
-  EXPECT_THROW(PipelineStage(block_module(0), 0, 2, at::kCPU, alone), ValueError);
-  StageOptions count;
-  count.input_args = {at::empty({2, kWidth}).requires_grad_()};
-  count.input_grads = {at::empty({2, kWidth}), at::empty({2, kWidth})};
-  EXPECT_THROW(PipelineStage(block_module(0), 0, 2, at::kCPU, count), PipeliningMetadataError);
+  const auto end_of = [](const StageOptions& options) -> std::string {
+    try {
+      const PipelineStage stage(block_module(0), 0, 2, at::kCPU, options);
+      return "";
+    } catch (const PipeliningMetadataError& error) {
+      return std::string("PipeliningMetadataError: ") + error.what();
+    } catch (const ValueError& error) {
+      return std::string("ValueError: ") + error.what();
+    }
+  };
+  const at::Tensor plain = at::empty({2, kWidth});
+  const at::Tensor needs = at::empty({2, kWidth}).requires_grad_();
+  for (const bool input : {true, false}) {
+    SCOPED_TRACE(input ? "inputs" : "outputs");
+    const auto given = [&](std::optional<std::vector<at::Tensor>> tensors, std::optional<std::vector<at::Tensor>> gradients) {
+      StageOptions options;
+      (input ? options.input_args : options.output_args) = std::move(tensors);
+      (input ? options.input_grads : options.output_grads) = std::move(gradients);
+      return options;
+    };
+    EXPECT_EQ(end_of(given({{needs}}, {{plain}})), "");
+    EXPECT_EQ(end_of(given({{needs, plain}}, {{plain, at::Tensor()}})), "");
+    EXPECT_EQ(end_of(given({{plain}}, std::nullopt)), "");
+    EXPECT_TRUE(has_text(end_of(given(std::nullopt, {{plain}})), input ? "ValueError: examples of stage 0: got input_grads alone" : "ValueError: examples of stage 0: got output_grads alone"));
+    EXPECT_TRUE(has_text(end_of(given({{needs}}, {{plain, plain}})), "PipeliningMetadataError: "));
+    EXPECT_TRUE(has_text(end_of(given({{needs, needs}}, {{plain}})), "PipeliningMetadataError: "));
+    EXPECT_TRUE(has_text(end_of(given({{needs, plain}}, {{plain, plain}})), "PipeliningMetadataError: "));
+    EXPECT_TRUE(has_text(end_of(given({{needs, plain}}, {{plain, plain}})), input ? "input" : "output"));
+  }
 }
 
 TEST(PipelineErrors, StagesThatAreNotThoseOfTheSchedule) {

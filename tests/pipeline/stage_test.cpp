@@ -19,37 +19,50 @@ using test::kWidth;
 struct TouchyImpl : torch::nn::Module {
   TouchyImpl() : norm(register_module("norm", torch::nn::BatchNorm1d(kWidth))), linear(register_module("linear", torch::nn::Linear(kWidth, kWidth))) {
     calls = register_buffer("calls", at::zeros({}, at::kLong));
+    factor = register_buffer("factor", at::full({kWidth}, 0.5));
   }
   at::Tensor forward(const at::Tensor& x) {
     if (!StepContext::current()->trial) ++real_runs;
     calls.add_(1);
-    return torch::dropout(linear(norm(x)), 0.5, true);
+    // Backward of the product needs the buffer as it was.
+    return torch::dropout(linear(norm(x)) * factor, 0.5, true);
   }
   torch::nn::BatchNorm1d norm;
   torch::nn::Linear linear;
-  at::Tensor calls;
+  at::Tensor calls, factor;
   int real_runs = 0;
 };
 TORCH_MODULE(Touchy);
 
+// Three stages: the middle one is tried with a backward that comes from outside.
 void expect_untouched(TrialRun trial) {
-  comm::run_ranks(2, 20s, [&](comm::World& world) {
+  comm::run_ranks(3, 20s, [&](comm::World& world) {
     if (world.rank() == 0) torch::manual_seed(3);
     world.group().barrier().wait();
     Touchy module;
     StageOptions options;
     options.trial = trial;
-    const PipelineStage stage(StageModule(module), world.rank(), 2, at::kCPU, options);
+    const PipelineStage stage(StageModule(module), world.rank(), 3, at::kCPU, options);
     ScheduleGPipe pipeline(stage, 4, test::square_loss(), {world});
     const test::Batch batch = test::plain_batch(0, 16);
     pipeline.step(batch.args, {}, batch.target);
     EXPECT_EQ(module->calls.item<int>(), 4);
     EXPECT_EQ(module->real_runs, 4);
     EXPECT_EQ(module->norm->num_batches_tracked.item<int>(), 4);
+    EXPECT_TRUE(module->factor.equal(at::full({kWidth}, 0.5)));
+    if (world.rank() == 0) {
+      torch::nn::BatchNorm1d alone(kWidth);
+      for (const at::Tensor& part : batch.args[0].tensor().chunk(4)) alone(part);
+      EXPECT_TRUE(module->norm->running_mean.equal(alone->running_mean));
+      EXPECT_TRUE(module->norm->running_var.equal(alone->running_var));
+    }
+    for (const at::Tensor& buffer : module->buffers()) EXPECT_FALSE(buffer.requires_grad());
+    for (const at::Tensor& parameter : module->parameters()) EXPECT_TRUE(parameter.grad().defined());
     EXPECT_EQ(pipeline.report().trials, 1);
     // Shapes are known now.
     pipeline.step(batch.args, {}, batch.target);
     EXPECT_EQ(pipeline.report().trials, 1);
+    EXPECT_EQ(module->calls.item<int>(), 8);
   });
 }
 

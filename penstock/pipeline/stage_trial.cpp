@@ -12,9 +12,11 @@
 #include <optional>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/exception_text.h"
 #include "penstock/base/log.h"
 #include "penstock/pipeline/gradient_sync.h"
 #include "penstock/pipeline/sharded_modules.h"
+#include "penstock/torch/dense_layout.h"
 #include "penstock/torch/distributed_type.h"
 #include "penstock/torch/fake.h"
 #include "penstock/torch/record_checks.h"
@@ -62,7 +64,7 @@ at::Tensor filled(const TensorMeta& meta, const PipelineStage& stage, double val
     const TensorRecord& record = local_record(meta);
     tensor = make_fake_strided(record.shape(), record.stride(), at::device(stage.device()).dtype(record.dtype()));
   } else {
-    tensor = tensor_from_local(stage, make_raw_tensor(meta, stage.device()).fill_(value), meta);
+    tensor = tensor_from_local(stage, fill_memory(make_raw_tensor(meta, stage.device()), value), meta);
   }
   return tensor.set_requires_grad(requires_grad);
 }
@@ -110,6 +112,7 @@ StageTrial::~StageTrial() = default;
 
 template <class MakeArgs>
 void StageTrial::try_forward(const MakeArgs& make_args, const Tree& kwargs) {
+  std::string tried;  // the arguments, for errors
   const auto attempt = [&](bool fake) {
     auto run = std::make_unique<Run>();
     run->fake = fake;
@@ -120,6 +123,7 @@ void StageTrial::try_forward(const MakeArgs& make_args, const Tree& kwargs) {
         const at::Tensor leaf = fake && !is_distributed_tensor(tensor) ? to_fake(tensor.detach()) : tensor.detach();
         return leaf.set_requires_grad(tensor.requires_grad());
       });
+      tried = fmt::format("args {}{}", args.to_string(), own_kwargs.size() == 0 ? "" : ", kwargs " + own_kwargs.to_string());
       const auto& hook = stage_.options().trial_hooks.forward;
       run->result = hook ? hook(stage_.module(), args, own_kwargs) : stage_.module().forward(args, own_kwargs);
       const bool travels = !stage_.is_last();
@@ -144,8 +148,8 @@ void StageTrial::try_forward(const MakeArgs& make_args, const Tree& kwargs) {
       why_not_fake = std::current_exception();
     } catch (const PipeliningMetadataError&) {
       throw;
-    } catch (const std::exception& error) {
-      log().debug("pipeline: stage {} does not run on fake tensors, trying zeros: {}", stage_.index(), error.what());
+    } catch (...) {
+      log().debug("pipeline: stage {} does not run on fake tensors, trying zeros: {}", stage_.index(), current_exception_text());
       why_not_fake = std::current_exception();
     }
   }
@@ -154,8 +158,8 @@ void StageTrial::try_forward(const MakeArgs& make_args, const Tree& kwargs) {
     attempt(false);
   } catch (const PipeliningMetadataError&) {
     throw;
-  } catch (const std::exception& error) {
-    std::throw_with_nested(StageForwardError(fmt::format("stage {} failed in its trial run: {}", stage_.index(), error.what())));
+  } catch (...) {
+    std::throw_with_nested(StageForwardError(fmt::format("stage {} failed in its trial run{}: {}", stage_.index(), tried.empty() ? "" : " with " + tried, current_exception_text())));
   }
 }
 
@@ -203,8 +207,8 @@ void StageTrial::collect_input_grads(const std::vector<at::Tensor>& roots, const
   std::size_t next = 0;
   for (const at::Tensor& input : run_->inputs) {
     const bool has = input.requires_grad() && next < found.size() && found[next].defined();
-    // Gradients travel contiguous: what their layout was like in a trial says nothing.
-    input_grads_.push_back(has ? std::optional(meta_of(found[next].detach().contiguous())) : std::nullopt);
+    // As it travels. Of plain tensors the planner knows the layout better: that of their leaves.
+    input_grads_.push_back(has ? std::optional(dense_meta(meta_of(found[next].detach()))) : std::nullopt);
     if (input.requires_grad()) ++next;
   }
 }

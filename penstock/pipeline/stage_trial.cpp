@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/exception_text.h"
 #include "penstock/base/log.h"
 #include "penstock/pipeline/gradient_sync.h"
 #include "penstock/pipeline/sharded_modules.h"
@@ -17,6 +18,7 @@
 #include "penstock/pipeline/trial_scope.h"
 #include "penstock/torch/autocast_scope.h"
 #include "penstock/torch/deferred_init.h"
+#include "penstock/torch/dense_layout.h"
 #include "penstock/torch/distributed_type.h"
 #include "penstock/torch/fake.h"
 #include "penstock/torch/fake_parts.h"
@@ -31,7 +33,7 @@ namespace {
 at::Tensor filled(const TensorMeta& meta, const PipelineStage& stage, double value, bool requires_grad, bool fake) {
   const at::NoGradGuard no_grad;
   const auto local = [&] {
-    if (!fake) return make_raw_tensor(meta, stage.device()).fill_(value);
+    if (!fake) return fill_memory(make_raw_tensor(meta, stage.device()), value);
     const TensorRecord& record = local_record(meta);
     return make_fake_strided(record.shape(), record.stride(), at::device(stage.device()).dtype(record.dtype()));
   };
@@ -127,6 +129,7 @@ void StageTrial::attempt(bool fake) {
     run.inside(stage_, kind_.has_backward, [&] {
       const Tree args = make_args_(run);
       const Tree kwargs = map_tree_tensors(kwargs_, [&](const at::Tensor& tensor) { return run.copies.of(tensor); });
+      tried_ = fmt::format("args {}{}", args.to_string(), kwargs.size() == 0 ? "" : ", kwargs " + kwargs.to_string());
       const auto& hook = stage_.options().trial_hooks.forward;
       run.result = hook ? hook(stage_.module(), args, kwargs) : stage_.module().forward(args, kwargs);
       outputs_ = kind_.ends ? metas_of(tensors_of(run.result)) : metas_of(stage_outputs(run.result, stage_.index()));
@@ -158,8 +161,8 @@ void StageTrial::try_forward(std::vector<at::Tensor> given) {
       why_not_fake = std::current_exception();
     } catch (const PipeliningMetadataError&) {
       throw;
-    } catch (const std::exception& error) {
-      log().debug("pipeline: stage {} does not run on fake tensors, trying zeros: {}", stage_.index(), error.what());
+    } catch (...) {
+      log().debug("pipeline: stage {} does not run on fake tensors, trying zeros: {}", stage_.index(), current_exception_text());
       why_not_fake = std::current_exception();
     }
   }
@@ -168,8 +171,8 @@ void StageTrial::try_forward(std::vector<at::Tensor> given) {
     attempt(false);
   } catch (const PipeliningMetadataError&) {
     throw;
-  } catch (const std::exception& error) {
-    std::throw_with_nested(StageForwardError(fmt::format("stage {} failed in its trial run: {}", stage_.index(), error.what())));
+  } catch (...) {
+    std::throw_with_nested(StageForwardError(fmt::format("stage {} failed in its trial run{}: {}", stage_.index(), tried_.empty() ? "" : " with " + tried_, current_exception_text())));
   }
 }
 
@@ -223,8 +226,8 @@ void StageTrial::collect_input_grads(const Run& run, const std::vector<at::Tenso
   std::size_t next = 0;
   for (const at::Tensor& input : run.inputs) {
     const bool has = input.requires_grad() && next < found.size() && found[next].defined();
-    // Gradients travel contiguous: what their layout was like in a trial says nothing.
-    input_grads_.push_back(has ? std::optional(meta_of(found[next].detach().contiguous())) : std::nullopt);
+    // As it travels. Of plain tensors the planner knows the layout better: that of their leaves.
+    input_grads_.push_back(has ? std::optional(dense_meta(meta_of(found[next].detach()))) : std::nullopt);
     if (input.requires_grad()) ++next;
   }
 }

@@ -16,6 +16,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "penstock/pipeline/pipeline_loss.h"
@@ -66,6 +67,7 @@ class StageTrial {
   MakeArgs make_args_;
   Tree kwargs_;
   std::vector<at::Tensor> given_;  // the caller's tensors among arguments and keyword arguments
+  std::string tried_;              // the arguments, for errors
   std::unique_ptr<Run> run_;       // between forward and the end
   TensorMetas outputs_;
   OptionalTensorMetas input_grads_;

@@ -148,11 +148,28 @@ TEST(Names, AnyCaseAndTheNearestOneInTheError) {
   EXPECT_EQ(schedule_kind("vpp"), ScheduleKind::Interleaved1F1B);
   EXPECT_EQ(schedule_kind("zb1p"), ScheduleKind::InterleavedZeroBubble);
   for (const ScheduleKind kind : all_schedule_kinds()) EXPECT_EQ(schedule_kind(to_text(kind)), kind);
-  EXPECT_THAT(message_of<ValueError>([] { schedule_kind("interleaved_1f1b"); }),
+  EXPECT_THAT(message_of<ValueError>([] { schedule_kind("interleaved_1f1c"); }),
               HasSubstr("did you mean Interleaved1F1B?"));
   EXPECT_THAT(message_of<ValueError>([] { schedule_kind("PipelineScheduleMulti"); }),
               HasSubstr("from a file"));
   EXPECT_FALSE(resolve_schedule_name("VMin").in_reference);
+}
+
+TEST(Names, WordsMayBeJoinedByUnderscores) {
+  // The four stable values of the enumeration that configurations use.
+  EXPECT_EQ(schedule_kind("1f1b"), ScheduleKind::OneFOneB);
+  EXPECT_EQ(schedule_kind("interleaved_1f1b"), ScheduleKind::Interleaved1F1B);
+  EXPECT_EQ(schedule_kind("gpipe"), ScheduleKind::GPipe);
+  EXPECT_EQ(schedule_kind("vpp"), ScheduleKind::Interleaved1F1B);
+  const std::pair<const char*, ScheduleKind> others[] = {{"looped_bfs", ScheduleKind::LoopedBFS},   {"interleaved_zero_bubble", ScheduleKind::InterleavedZeroBubble},
+                                                         {"zbv-zero-bubble", ScheduleKind::ZBVZeroBubble}, {"dual_pipe_v", ScheduleKind::DualPipeV},
+                                                         {"dual_pipe", ScheduleKind::DualPipe},     {"V_Half", ScheduleKind::VHalf}};
+  for (const auto& [name, kind] : others) EXPECT_EQ(schedule_kind(name), kind) << name;
+  EXPECT_EQ(resolve_schedule_name("interleaved_1f1b").name, "Interleaved1F1B");
+  EXPECT_FALSE(resolve_schedule_name("interleaved_1f1b").in_reference);
+  EXPECT_TRUE(resolve_schedule_name("INTERLEAVED1f1b").in_reference);
+  EXPECT_THROW(schedule_kind("_"), ValueError);
+  EXPECT_THROW(schedule_kind(""), ValueError);
 }
 
 TEST(Shapes, MessagesSayWhatWouldDo) {

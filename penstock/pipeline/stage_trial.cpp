@@ -64,7 +64,7 @@ at::Tensor filled(const TensorMeta& meta, const PipelineStage& stage, double val
     const TensorRecord& record = local_record(meta);
     tensor = make_fake_strided(record.shape(), record.stride(), at::device(stage.device()).dtype(record.dtype()));
   } else {
-    tensor = tensor_from_local(stage, fill_memory(make_raw_tensor(meta, stage.device()), value), meta);
+    tensor = tensor_from_local(stage, make_raw_tensor(meta, stage.device()).fill_(value), meta);
   }
   return tensor.set_requires_grad(requires_grad);
 }

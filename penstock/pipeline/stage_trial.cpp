@@ -33,7 +33,7 @@ namespace {
 at::Tensor filled(const TensorMeta& meta, const PipelineStage& stage, double value, bool requires_grad, bool fake) {
   const at::NoGradGuard no_grad;
   const auto local = [&] {
-    if (!fake) return fill_memory(make_raw_tensor(meta, stage.device()), value);
+    if (!fake) return make_raw_tensor(meta, stage.device()).fill_(value);
     const TensorRecord& record = local_record(meta);
     return make_fake_strided(record.shape(), record.stride(), at::device(stage.device()).dtype(record.dtype()));
   };

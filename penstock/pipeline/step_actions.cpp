@@ -21,7 +21,7 @@ namespace {
 
 // An announcement: for each tensor a row of numbers: element type, number of dims, sizes and strides of the local part, sizes and
 // strides of the whole. All zeros where no gradient comes.
-constexpr std::int64_t kMaxDims = 15;
+constexpr std::int64_t kMaxDims = 25;
 constexpr std::int64_t kRow = 2 + 4 * kMaxDims;
 
 at::Tensor announce(const OptionalTensorMetas& metas) {
@@ -366,7 +366,8 @@ void TorchStepActions::send(const Instruction& instruction, const Channel& chann
     if (!tensors[i].defined()) continue;
     // In the layout that the receiver expects, whatever was made.
     const TensorRecord& record = local_record(agreed.varies(i) ? *made[i] : *agreed.meta(i));
-    const at::Tensor sent = in_layout(tensors[i], dense_strides(record.shape(), record.stride()));
+    const bool fits = tensors[i].strides() == at::IntArrayRef(record.stride()) && tensors[i].is_contiguous() && !tensors[i].is_conj() && !tensors[i].is_neg();
+    const at::Tensor sent = fits ? tensors[i] : in_layout(tensors[i], dense_strides(record.shape(), record.stride()));
     if (logs) logged.push_back({LoggedTransfer::Type::Send, peer.value(), sent, agreed.needs_grad(i)});
     sends_.push_back(group.isend(memory_of(sent), peer, {.tag = groups_.tag(channel, i), .label = label, .timeout = {}}));
   }

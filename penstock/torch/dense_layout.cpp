@@ -68,14 +68,6 @@ at::Tensor memory_of(const at::Tensor& dense) {
   return dense.as_strided({dense.numel()}, {1}, dense.storage_offset());
 }
 
-at::Tensor fill_memory(const at::Tensor& tensor, double value) {
-  const at::NoGradGuard no_grad;
-  std::int64_t span = tensor.numel() == 0 ? 0 : 1;
-  for (std::int64_t i = 0; i < tensor.dim() && span > 0; ++i) span += (tensor.size(i) - 1) * tensor.stride(i);
-  tensor.as_strided({span}, {1}, tensor.storage_offset()).fill_(value);
-  return tensor;
-}
-
 TensorMeta dense_meta(const TensorMeta& meta) {
   const TensorRecord& local = local_record(meta);
   if (is_dense(local.shape(), local.stride())) return meta;

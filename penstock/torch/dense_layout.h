@@ -34,9 +34,6 @@ at::Tensor in_layout(const at::Tensor& tensor, at::IntArrayRef strides);
 // ValueError for a tensor that is not dense.
 at::Tensor memory_of(const at::Tensor& dense);
 
-// Writes the value to the whole memory of a tensor, whatever its layout: also to expanded ones, which fill_() refuses. Returns it.
-at::Tensor fill_memory(const at::Tensor& tensor, double value);
-
 // The record with dense_strides; of a distributed one those of the local part. What is said about the whole stays.
 TensorMeta dense_meta(const TensorMeta& meta);
 // The same, with contiguous strides where these fit the layout: equal for records that mean the same memory.

@@ -25,6 +25,13 @@ at::Device with_index(at::Device device) {
   return device.is_cuda() && !device.has_index() ? at::Device(device.type(), 0) : device;
 }
 
+// Code asks a tensor whether it is a conjugate or a negative that nobody has computed yet, and does something else then: a fake tensor must answer as
+// the real one would.
+void copy_lazy_bits(const at::Tensor& from, const at::Tensor& to) {
+  if (from.is_conj() != to.is_conj()) to._set_conj(from.is_conj());  // a view begins with what it views
+  if (from.is_neg() != to.is_neg()) to._set_neg(from.is_neg());
+}
+
 at::Tensor meta_like(const at::Tensor& tensor) {
   const at::TensorOptions options = tensor.options().device(at::kMeta).requires_grad(false).pinned_memory(false);
   at::Tensor meta;
@@ -36,6 +43,7 @@ at::Tensor meta_like(const at::Tensor& tensor) {
     meta = at::empty({elements}, options).as_strided(tensor.sizes(), tensor.strides(), offset);
   }
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) meta.unsafeGetTensorImpl()->set_wrapped_number(true);
+  copy_lazy_bits(tensor, meta);
   return meta;
 }
 
@@ -329,6 +337,7 @@ at::Tensor wrap_meta(const at::Tensor& meta, at::Device device, const at::Tensor
   geometry.device = device;
   at::Tensor fake = make_wrapper(c10::make_intrusive<FakePayload>(meta, device), geometry, viewed);
   note_fake(fake);
+  copy_lazy_bits(meta, fake);
   return fake;
 }
 

@@ -20,7 +20,7 @@ ForwardScope::ForwardScope(const torch::nn::Module& module) : state_(find_shard_
   ParameterGroup& group = *state_->group();
   if (group.in_trial()) return;
   group.context().before_use(group);
-  if (!at::GradMode::is_enabled() || in_backward()) return;
+  if (!at::GradMode::is_enabled()) return;  // inside a backward it is enabled where a forward is run again
   // Parameters that are distributed may be used by what is no operator (to_local): their gradients are to come here all the same.
   for (std::size_t slot = 0; slot < group.parameters().size(); ++slot) {
     const at::Tensor parameter = group.parameters()[slot].parameter();

@@ -46,6 +46,7 @@ void ParameterGroup::fill_row(const at::Tensor& row) {
 
 void ParameterGroup::unshard() {
   if (in_trial()) return;
+  if (replaced_) adopt_replaced();
   if (state_ == GroupState::Unsharded || gather_) return;
   check_materialized();
   const Quiet quiet;
@@ -110,6 +111,7 @@ void ParameterGroup::copy_out(const at::Tensor& received) {
 
 void ParameterGroup::wait_for_unshard() {
   if (in_trial()) return;
+  if (replaced_) adopt_replaced();
   if (state_ == GroupState::Unsharded) return;
   unshard();
   const Quiet quiet;
@@ -145,6 +147,7 @@ void ParameterGroup::switch_all(bool to_unsharded) {
 
 void ParameterGroup::reshard() {
   if (in_trial()) return;
+  if (replaced_ && !writable_) adopt_replaced();
   if (gather_) {
     // Nobody has used it; what was received goes.
     const TimedPart timed(times(), &ShardTimes::gather);
@@ -163,7 +166,9 @@ void ParameterGroup::reshard() {
 }
 
 void ParameterGroup::reshard_after_forward() {
-  if (state_ != GroupState::Unsharded || writable_ || in_trial()) return;
+  if (in_trial()) return;
+  if (replaced_ && !writable_) adopt_replaced();
+  if (state_ != GroupState::Unsharded || writable_) return;
   if (const bool* free = std::get_if<bool>(&reshard_after_forward_)) {
     if (*free) reshard();
     return;

@@ -167,6 +167,18 @@ TEST(ClipGradNorm, CopiesAlongAnAxisCountOnce) {
   });
 }
 
+TEST(SettleGradients, AGradientOnOtherRanksIsRefusedWhateverItsPlacements) {
+  comm::run_ranks(4, 60s, [](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, Rank{world.rank()}));
+    for (const Placement& placement : {Placement(Shard{0}), Placement(Replicate{})}) {
+      at::Tensor parameter = distribute_tensor(at::ones({4}), mesh, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt});
+      parameter.mutable_grad() = distribute_tensor(at::ones({4}), other, {Replicate{}, placement}, {.source_axis_rank = std::nullopt});
+      EXPECT_TRUE(has_text(message_of<ValueError>([&] { settle_gradients({{"p", parameter}}); }), "on one mesh"));
+    }
+  });
+}
+
 TEST(ClipGradNorm, NotFinite) {
   for (const double order : {2.0, kInfinity})
     for (const double bad : {std::nan(""), kInfinity, -kInfinity}) {

@@ -38,7 +38,10 @@ void ensure_sharded(const std::vector<at::Tensor>& parameters) {
 }
 
 void ensure_sharded(const at::Tensor& parameter) {
-  if (const auto info = shard_of(parameter); info && info->state() != GroupState::Sharded) info->group->reshard();
+  const auto info = shard_of(parameter);
+  if (!info) return;
+  if (info->state() != GroupState::Sharded) info->group->reshard();
+  info->group->wait_for_reads();
 }
 
 void reset_sharded_parameters(torch::nn::Module& module) {

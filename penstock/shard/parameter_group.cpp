@@ -35,6 +35,19 @@ constexpr std::int64_t kAlignment = 64;  // of parameters in gathered memory: ve
 
 std::int64_t round_up(std::int64_t value, std::int64_t step) { return (value + step - 1) / step * step; }
 
+// What an extension made to be the gathered parameter.
+void check_kept(const ShardedParameter& p) {
+  const at::Tensor& made = p.unsharded;
+  const Payload* payload = made.defined() ? payload_of(made) : nullptr;
+  const bool fits = payload && made.sizes() == c10::IntArrayRef(p.layout().shape()) && made.scalar_type() == p.compute_dtype && made.device() == p.whole.device();
+  if (!fits)
+    throw ValueError(describe(fmt::format("the extension of '{}': make_gathered", p.name), !made.defined() ? "an undefined tensor" : fmt::format("{}{}[{}]", payload ? "" : "a plain tensor, ", dtype_name(made.scalar_type()), fmt::join(made.sizes(), ", ")),
+                              fmt::format("a tensor subclass of {}[{}]", dtype_name(p.compute_dtype), fmt::join(p.layout().shape(), ", "))));
+  const auto parts = payload->inner_tensors();
+  if (parts.empty() || !parts.front().second.is_alias_of(p.whole))
+    throw ValueError(describe(fmt::format("the extension of '{}': inner_tensors() of what make_gathered returns", p.name), "memory of its own", "parts of GatheredBytes::rows, which gathers fill"));
+}
+
 }  // namespace
 
 std::string_view to_text(GroupState state) {
@@ -52,7 +65,7 @@ at::Tensor ShardedParameter::parameter() const {
 }
 
 std::string ShardedParameter::to_string() const {
-  return fmt::format("'{}' {}[{}] as {}", name, dtype_name(dtype), fmt::join(placement.sharded->shape(), ", "), penstock::to_string(placement.sharded->placements()));
+  return fmt::format("'{}' {}[{}] as {}", path, dtype_name(dtype), fmt::join(placement.sharded->shape(), ", "), penstock::to_string(placement.sharded->placements()));
 }
 
 // ---- construction ----
@@ -64,6 +77,10 @@ ParameterGroup::ParameterGroup(std::string name, ShardMesh mesh, ShardOptions op
   PENSTOCK_INVARIANT(!parameters.empty(), "a group has parameters");
   const MixedPrecision& precision = options_.mixed_precision;
   device_ = parameters.front().tensor.device();
+  // A mesh of CPU ranks says nothing of where they compute; one of GPUs does.
+  if (device_.is_cpu() && mesh_.mesh().mesh().device_type() == "cuda")
+    throw ValueError(describe(fmt::format("fully_shard: the device of parameter '{}'", parameters.front().name), device_.str(), "a CUDA device, as the mesh is of",
+                              "move the module to its device first, or materialize a deferred module there"));
   if (device_.is_cpu() && precision.param_dtype == at::kBFloat16) ensure_cpu_bfloat16();
   for (const NamedParameter& named : parameters) {
     const at::Tensor& tensor = named.tensor;
@@ -71,16 +88,18 @@ ParameterGroup::ParameterGroup(std::string name, ShardMesh mesh, ShardOptions op
       throw ValueError(describe(fmt::format("fully_shard: the device of parameter '{}'", named.name), tensor.device().str(),
                                 fmt::format("{}, as '{}' is", device_.str(), parameters.front().name), "move the module to one device first"));
     if (tensor.layout() != at::kStrided) throw TypeError(describe(fmt::format("fully_shard: parameter '{}'", named.name), "a sparse tensor", "a dense one"));
-    Shard shard{0};
-    if (options_.shard_placement)
-      if (const auto chosen = options_.shard_placement(named.name, tensor)) shard = *chosen;
     const bool floating = at::isFloatingType(tensor.scalar_type());
     ShardedParameter parameter{.name = named.name,
+                               .path = named.name,
                                .handle = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
-                               .placement = place_parameter(named.name, tensor, mesh_, shard),
+                               .placement = place_parameter(named.name, tensor, mesh_, named.shard),
                                .dtype = tensor.scalar_type(),
                                .compute_dtype = floating && precision.param_dtype ? *precision.param_dtype : tensor.scalar_type(),
                                .extension = options_.extension ? options_.extension(named.name, tensor) : nullptr};
+    parameter.keeps_encoded = parameter.extension && parameter.extension->keeps_encoded();
+    if (parameter.keeps_encoded && parameter.placement.original)
+      throw ValueError(describe(fmt::format("fully_shard: the extension of '{}', a distributed parameter", named.name), "it keeps the gathered parameter encoded", "one that decodes it",
+                                "return an extension without keeps_encoded() for distributed parameters"));
     materialized_ = materialized_ && !is_fake(tensor);
     parameters_.push_back(std::move(parameter));
   }
@@ -101,7 +120,7 @@ ParameterGroup::ParameterGroup(std::string name, ShardMesh mesh, ShardOptions op
     }
     return;
   }
-  flat_ = at::zeros({flat_bytes_}, at::TensorOptions(at::kByte).device(options_.offload.to_cpu ? at::Device(at::kCPU) : device_).pinned_memory(options_.offload.to_cpu && options_.offload.pin_memory && device_.is_cuda()));
+  allocate_shards();
   const int rank = mesh_.shard_rank();
   for (ShardedParameter& p : parameters_) {
     p.padded = typed_part(flat_, p.shard_byte, p.dtype, {p.layout().padded_numel()});
@@ -109,6 +128,11 @@ ParameterGroup::ParameterGroup(std::string name, ShardMesh mesh, ShardOptions op
     p.padded.narrow(0, 0, p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank)).copy_(piece_of(local, p.layout(), rank));
   }
   make_templates();
+}
+
+void ParameterGroup::allocate_shards() {
+  const bool to_cpu = options_.offload.to_cpu;
+  flat_ = at::zeros({flat_bytes_}, at::TensorOptions(at::kByte).device(to_cpu ? at::Device(at::kCPU) : device_).pinned_memory(to_cpu && options_.offload.pin_memory && device_.is_cuda()));
 }
 
 ParameterGroup::~ParameterGroup() {
@@ -133,7 +157,7 @@ void ParameterGroup::plan_memory() {
       throw ValueError(describe(fmt::format("the extension of '{}': encoded_bytes", p.name), std::to_string(p.row_bytes), "0 or more"));
     row_bytes_ = p.row_byte + p.row_bytes;
     p.whole_byte = round_up(whole_bytes_, kAlignment);
-    whole_bytes_ = p.whole_byte + p.layout().numel() * item_size(p.compute_dtype);
+    whole_bytes_ = p.whole_byte + (p.keeps_encoded ? ranks * round_up(p.row_bytes, item) : p.layout().numel() * item_size(p.compute_dtype));
     widest = std::max(widest, item);
     casts = casts || p.dtype != p.compute_dtype;
     extends = extends || p.extension;
@@ -163,8 +187,15 @@ void ParameterGroup::make_templates() {
     p.placement.sharded = DTensorSpec::get(p.placement.mesh, p.placement.sharded->placements(), geometry);
     p.sharded = detail::make_dtensor(local, p.placement.sharded, p.placement.mesh);
     const std::vector<std::int64_t> stride = contiguous_stride(p.layout().shape());
-    p.whole = at::empty({0}, at::TensorOptions(p.compute_dtype).device(device_)).set_(c10::Storage(whole_), p.whole_byte / item_size(p.compute_dtype), p.layout().shape(), stride);
-    p.unsharded = p.whole;
+    if (p.keeps_encoded) {
+      // Rows begin at multiples of 8, as in what is received.
+      p.whole = at::empty({0}, at::TensorOptions(at::kByte).device(device_)).set_(c10::Storage(whole_), p.whole_byte, {mesh_.shard_ranks(), p.row_bytes}, {round_up(p.row_bytes, 8), 1});
+      p.unsharded = p.extension->make_gathered({p.whole, p.layout(), p.compute_dtype, p.extension});
+      check_kept(p);
+    } else {
+      p.whole = at::empty({0}, at::TensorOptions(p.compute_dtype).device(device_)).set_(c10::Storage(whole_), p.whole_byte / item_size(p.compute_dtype), p.layout().shape(), stride);
+      p.unsharded = p.whole;
+    }
     if (p.placement.original) {
       GlobalGeometry whole = p.placement.original->geometry();
       whole.dtype = p.compute_dtype;
@@ -176,7 +207,7 @@ void ParameterGroup::make_templates() {
     }
     mark_for_any_hook(p.sharded);
     mark_for_any_hook(p.unsharded);
-    mark_for_any_hook(p.whole);  // the local part of a distributed one: what to_local gives and autograd saves of it
+    if (!p.keeps_encoded) mark_for_any_hook(p.whole);  // the local part of a distributed one: what to_local gives and autograd saves of it
     detail::register_member(parameter.unsafeGetTensorImpl(), {this, static_cast<int>(i)});
     replace_data(parameter, p.sharded);
   }
@@ -189,7 +220,7 @@ void ParameterGroup::materialize(const ShardInitializer& fill, at::Device device
   if (materialized_) return;
   const Quiet quiet;
   device_ = device;
-  flat_ = at::zeros({flat_bytes_}, at::TensorOptions(at::kByte).device(options_.offload.to_cpu ? at::Device(at::kCPU) : device_));
+  allocate_shards();
   const int rank = mesh_.shard_rank();
   for (ShardedParameter& p : parameters_) p.padded = typed_part(flat_, p.shard_byte, p.dtype, {p.layout().padded_numel()});
   make_templates();
@@ -226,7 +257,8 @@ void ParameterGroup::end_writes() {
   if (whole_is_flat_) return;
   const int rank = mesh_.shard_rank();
   for (const ShardedParameter& p : parameters_)
-    p.padded.narrow(0, 0, p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank)).copy_(piece_of(p.whole, p.layout(), rank));
+    if (!p.keeps_encoded)  // which nobody can have written
+      p.padded.narrow(0, 0, p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank)).copy_(piece_of(p.whole, p.layout(), rank));
 }
 
 void ParameterGroup::reset_sharded_parameter(std::size_t index) {
@@ -244,6 +276,7 @@ void ParameterGroup::reset_sharded_parameter(std::size_t index) {
   if (!payload || payload->spec->placements() != p.placement.sharded->placements() || parameter.sizes() != p.sharded.sizes())
     throw ValueError(describe(fmt::format("reset_sharded_parameter: '{}' after a load", p.name), payload ? describe_dtensor(parameter) : "a plain tensor",
                               p.to_string() + ", as it was sharded", "load into the sharded parameter, or distribute the value with the same placements"));
+  wait_for_reads();
   mine.copy_(payload->local());
   switch_data(parameter, p.sharded);
 }
@@ -260,7 +293,7 @@ std::uint64_t ParameterGroup::fingerprint() const {
     for (const char letter : to_string(p.placement.sharded->placements())) add(static_cast<unsigned char>(letter));
     const at::Tensor parameter = p.parameter();
     add(parameter.defined() && parameter.requires_grad());
-    add(static_cast<std::uint64_t>(p.row_bytes));
+    add(static_cast<std::uint64_t>(p.row_bytes) << 1 | static_cast<std::uint64_t>(p.keeps_encoded));
   }
   add(static_cast<std::uint64_t>(options_.mixed_precision.reduce_dtype.value_or(at::ScalarType::Undefined)));
   return hash;

@@ -21,6 +21,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <functional>
@@ -49,11 +50,13 @@ std::string_view to_text(GroupState state);
 // One parameter of a group. Tensors here are templates that share memory with the parameter.
 struct ShardedParameter {
   std::string name;                   // in the module that was sharded
+  std::string path;                   // in the outermost module that was sharded around it
   c10::weak_intrusive_ptr<c10::TensorImpl> handle;
   ParameterPlacement placement;
   at::ScalarType dtype;               // of the shard
   at::ScalarType compute_dtype;       // of the gathered parameter
   std::shared_ptr<const AllGatherExtension> extension;
+  bool keeps_encoded = false;         // gathered in the form of the extension
 
   std::int64_t shard_byte = 0;        // where its padded shard begins in the flat buffer
   std::int64_t row_byte = 0, row_bytes = 0;  // its part of what a rank sends
@@ -61,22 +64,22 @@ struct ShardedParameter {
 
   at::Tensor padded;                  // [padded_numel], a view of the flat buffer
   at::Tensor sharded;                 // distributed
-  at::Tensor whole;                   // plain, over the gathered storage
-  at::Tensor unsharded;               // `whole`, or distributed as the parameter was
+  at::Tensor whole;                   // plain, over the gathered storage; of a kept encoding: [ranks, row_bytes] bytes
+  at::Tensor unsharded;               // `whole`, or distributed as the parameter was, or what the extension makes of the bytes
 
   at::Tensor gradient;                // whole, of the backwards since the last reduction
   bool gradient_owned = false;        // made here, so it may be added to in place
-  bool used = false;                  // some forward took it with gradients on
   bool arrived = false;               // in the backward that runs
 
   at::Tensor parameter() const;       // undefined when the module is gone
   const ShardLayout& layout() const { return placement.layout; }
-  std::string to_string() const;      // "blocks.0.weight [12, 5] as [S(0)], Sharded"-like, for errors
+  std::string to_string() const;      // "'blocks.0.weight' float32[12, 5] as [S(0)]", with the whole size, for errors
 };
 
 struct NamedParameter {
   std::string name;
   at::Tensor tensor;
+  Shard shard{0};
 };
 
 // What backward does with gradients; all on by default.
@@ -146,9 +149,15 @@ class ParameterGroup final : public GradientSink {
   Memory memory() const;
   std::int64_t gathered_bytes() const;
 
+  // Waits until the device has read the shards that the last gathers took: before somebody writes offloaded ones, which are read from
+  // CPU memory while the CPU goes on. Nothing to do elsewhere.
+  void wait_for_reads();
+
   // ---- for the other parts of this folder ----
   void take(std::size_t slot, at::Tensor gradient) override;
-  void note_use(std::size_t slot) { parameters_[slot].used = true; }
+  // A forward that records gradients uses the group.
+  void note_use() { recorded_ = true; }
+  void forget_use() { recorded_ = false; }
   ShardContext& context();
   bool has_context() const { return context_ != nullptr; }
   ShardTimes* times() const;  // null before the first use
@@ -160,7 +169,7 @@ class ParameterGroup final : public GradientSink {
   at::Device device() const { return device_; }
   std::vector<ShardedParameter>& mutable_parameters() { return parameters_; }
   bool has_trainable() const;
-  bool recorded() const;  // whether a forward with gradients has used it
+  bool recorded() const { return recorded_; }  // whether one has, since the last backward ended
   // Whether nobody has chosen what happens after forward; then the place of the module decides.
   bool reshard_is_default() const { return reshard_is_default_; }
   void set_reshard_default(bool value) { reshard_after_forward_ = value; }
@@ -173,11 +182,14 @@ class ParameterGroup final : public GradientSink {
     at::Tensor sent, received;  // bytes; received: [ranks, row bytes]
     comm::Work work;
     bool from_slice = false;
+    std::optional<c10::Stream> stream;  // that it was started on, if not the computing one
   };
 
   void plan_memory();
+  void allocate_shards();  // zeros, where and how the offload policy says
   void make_templates();
   void fill_row(const at::Tensor& row);
+  void end_gather(Gather& gather);
   void copy_out(const at::Tensor& received);
   void allocate_whole();
   void free_whole();
@@ -201,8 +213,10 @@ class ParameterGroup final : public GradientSink {
   c10::intrusive_ptr<c10::StorageImpl> whole_;
   at::Tensor slice_;                    // of the gathered bytes, in ShardedPostForward
   std::optional<Gather> gather_;
+  std::optional<c10::Stream> reads_;    // on which shards may still be read from CPU memory
   bool writable_ = false;
   bool held_ = false;
+  bool recorded_ = false;
   bool materialized_ = true;
 
   ShardState* owner_ = nullptr;

@@ -97,8 +97,11 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
       if (traits.arguments[i].kind != ArgumentTraits::Kind::Other)
         for_each_tensor((*stack)[base + i], [&](const at::Tensor& tensor) { compute = compute || (!is_marked_for_any_hook(tensor) && is_activation(tensor, uses)); });
   if (!compute) {
-    for (const Use& use : uses)
-      if (use.member.group->state() == GroupState::Unsharded && use.written && !use.member.group->writable()) refuse_write(use, traits);
+    for (const Use& use : uses) {
+      if (!use.written) continue;
+      if (use.member.group->state() == GroupState::Unsharded && !use.member.group->writable()) refuse_write(use, traits);
+      use.member.group->wait_for_reads();
+    }
     return op.callBoxed(stack);
   }
 
@@ -132,7 +135,7 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   for (const Use& use : uses)
     if (use.member.parameter >= 0 && use.tensor.requires_grad()) {
       const auto slot = static_cast<std::size_t>(use.member.parameter);
-      use.member.group->note_use(slot);
+      use.member.group->note_use();
       accumulators.push_back(send_gradient_to(use.tensor, *use.member.group, slot));
     }
   op.callBoxed(stack);

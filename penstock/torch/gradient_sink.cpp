@@ -47,6 +47,8 @@ AccumulatorPtr send_gradient_to(const at::Tensor& leaf, GradientSink& sink, std:
   return accumulator;
 }
 
+bool awaits_gradient(const at::Tensor& leaf) { return static_cast<bool>(torch::autograd::impl::try_get_grad_accumulator(leaf)); }
+
 bool in_backward() { return torch::autograd::get_current_graph_task_exec_info() != nullptr; }
 
 void at_end_of_backward(std::function<void()> callback) {

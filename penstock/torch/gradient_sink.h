@@ -29,6 +29,9 @@ using AccumulatorPtr = decltype(torch::autograd::impl::grad_accumulator(std::dec
 // The sink must live as long as the leaf. `leaf` requires gradients.
 [[nodiscard]] AccumulatorPtr send_gradient_to(const at::Tensor& leaf, GradientSink& sink, std::size_t slot);
 
+// Whether some graph that is alive can still send the leaf a gradient. False means that no backward will, until an operator uses it again.
+bool awaits_gradient(const at::Tensor& leaf);
+
 // Whether this thread works for a backward.
 bool in_backward();
 // Calls `callback` when the backward that runs now has done everything else. Throws StateError outside of one.

@@ -136,6 +136,8 @@ class ParameterGroup final : public GradientSink {
   // After the shard of a parameter was replaced from outside (a load that set new data): takes it over. Nothing to do where the
   // parameter still holds this group's memory.
   void reset_sharded_parameter(std::size_t index);
+  // Makes another tensor object the parameter: it is sharded where it stands, with its own value. The old object is a parameter no more.
+  void adopt_object(std::size_t index, const at::Tensor& object);
 
   bool materialized() const { return materialized_; }
   // Memory for shards of fake parameters, then `fill(parameter, piece, box)` for each: no rank ever holds a whole parameter.

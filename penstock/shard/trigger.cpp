@@ -186,8 +186,11 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
           compute = uses.empty() ? meets_activation(tensor, derived) : is_activation(tensor, uses);
         });
   if (!compute) {
-    for (const Use& use : uses)
-      if (use.member.group->state() == GroupState::Unsharded && use.written && !use.member.group->writable()) refuse_write(use, traits);
+    for (const Use& use : uses) {
+      if (!use.written) continue;
+      if (use.member.group->state() == GroupState::Unsharded && !use.member.group->writable()) refuse_write(use, traits);
+      use.member.group->wait_for_reads();
+    }
     op.callBoxed(stack);
     // Results of shards alone are remembered: an activation that meets them wants them whole.
     if (!traits.mutates && !some_gathered)
@@ -228,7 +231,7 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   for (const Use& use : uses)
     if (use.member.parameter >= 0 && use.tensor.requires_grad() && !use.member.group->in_trial() && (recording || awaits_gradient(use.tensor))) {
       const auto slot = static_cast<std::size_t>(use.member.parameter);
-      use.member.group->note_use(slot);
+      use.member.group->note_use();
       accumulators.push_back(send_gradient_to(use.tensor, *use.member.group, slot));
     }
   const std::optional<at::ScalarType> cast_to = role == Role::Casts ? asked_dtype(op, *stack, base) : std::nullopt;

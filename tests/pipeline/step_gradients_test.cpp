@@ -169,8 +169,9 @@ TEST(StepGradients, LowPrecisionNeitherOverflowsNorRounds) {
   // 4 * 40000 is beyond float16.
   const at::Tensor half = accumulated(at::full({2}, 40000.0, at::kHalf), at::full({2}, 800.0, at::kHalf), 4);
   EXPECT_TRUE(at::equal(half.to(at::kFloat), at::full({2}, 40192.0))) << half;  // 40200, rounded to multiples of 32
-  // 3 * 1.0078125 is no bfloat16: what nothing is added to stays.
-  const at::Tensor before = at::full({2}, 1.0078125, at::kBFloat16);
+  // Three times a bfloat16 is not always one: what nothing is added to stays.
+  const at::Tensor before = (1 + at::arange(128, at::kFloat) / 128).to(at::kBFloat16);
+  ASSERT_FALSE(at::equal(before * 3 / 3, before));
   EXPECT_TRUE(at::equal(accumulated(before.clone(), {}, 3), before));
   EXPECT_TRUE(at::equal(accumulated(before.clone(), {}, 4), before));
   EXPECT_TRUE(at::equal(accumulated(before.clone(), {}, 4, true), before));
@@ -188,10 +189,15 @@ TEST(StepGradients, GradientsThatShareMemory) {
   const PipelineStage stage(StageModule([](at::Tensor x) { return x; }, {list.ptr()}), 0, 1, at::kCPU);
   {
     StepGradients gradients({stage}, 4, false);
+    for (const at::Tensor& parameter : parameters) {
+      at::Tensor& gradient = parameter.mutable_grad();
+      gradient = gradient.defined() ? gradient.add_(4) : at::full({3}, 4.0);
+    }
     gradients.divide_all();
     gradients.add_earlier();
   }
-  for (const at::Tensor& parameter : parameters) EXPECT_TRUE(at::equal(parameter.grad(), at::full({3}, 8.0)));
+  for (const at::Tensor& parameter : parameters) EXPECT_TRUE(at::equal(parameter.grad(), at::full({3}, 10.0))) << parameter.grad();
+  parameters[0].mutable_grad() = at::full({3}, 8.0);
   // A step that is given up leaves what was there.
   parameters[1].mutable_grad() = at::Tensor();
   { StepGradients given_up({stage}, 4, false); }

@@ -11,9 +11,10 @@
 // Examples. They stand for one microbatch. Whether an example requires grad decides which gradients flow back; where none of a stage's
 // output examples does, every one of floating point is taken to. With examples of inputs and outputs
 // on all stages the pipeline is static: nothing is tried. Else it is dynamic: every stage makes a trial run, on fake tensors where the
-// module allows it, so that parameters, buffers, random numbers and memory are untouched; else on zeros, after which buffers and
-// random state are put back. A module can ask StepContext::current()->trial. What the trial finds counts; where examples of a part of
-// the stages differ from it, a warning says so. A microbatch of other shapes than those known is tried when it first comes.
+// module allows it, so that parameters, buffers, random numbers and memory are untouched; else on zeros and copies of the arguments, after
+// which buffers and random state are put back. Trials communicate nothing. A module can ask StepContext::current()->trial. What the trial
+// finds counts; where examples of a part of the stages differ from it, a warning says so. A trial is repeated when something changes that its
+// result may depend on: shapes, plain values, requires_grad, train or eval mode (docs/pipeline.md).
 //
 // A handle: copies are the same stage. One thread uses a stage.
 #pragma once
@@ -34,7 +35,7 @@ namespace penstock {
 
 // How shapes are found out where no examples are given.
 enum class TrialRun {
-  Auto,  // fake, and where that is not possible (distributed tensors, operators without a shape function) real
+  Auto,  // fake, and where that is not possible (values are read, an operator has no shape function) real
   Fake,  // an operator that cannot run on fake tensors is an error
   Real,
 };

@@ -16,6 +16,8 @@
 #include "penstock/pipeline/sharded_modules.h"
 #include "penstock/pipeline/trial_copies.h"
 #include "penstock/pipeline/trial_scope.h"
+#include "penstock/pipeline/trial_watch.h"
+#include "penstock/torch/any_operator_hook.h"
 #include "penstock/torch/autocast_scope.h"
 #include "penstock/torch/deferred_init.h"
 #include "penstock/torch/dense_layout.h"
@@ -25,6 +27,7 @@
 #include "penstock/torch/fake_watch.h"
 #include "penstock/torch/record_checks.h"
 #include "penstock/torch/step_context.h"
+#include "penstock/torch/switch_data.h"
 
 namespace penstock::pipeline {
 
@@ -60,24 +63,33 @@ StepContext trial_context() {
 // What a forward leaves for its backward, and the world in which both run.
 struct StageTrial::Run {
   Run(const PipelineStage& stage, bool is_fake, const std::vector<at::Tensor>& given)
-      : fake(is_fake), buffers(stage.module(), /*values=*/!is_fake), sharded(stage.module(), is_fake), copies(given, is_fake) {
+      : fake(is_fake), real(is_fake ? nullptr : std::make_unique<RealLeaves>()), buffers(stage.module(), /*values=*/!is_fake), sharded(stage.module(), is_fake), copies(given, is_fake) {
     if (fake) {
       distributed.emplace(distributed_among(stage.module()));
     } else {
       generators.emplace(stage.device());
-      versions.emplace(stage.parameters());
+      std::vector<at::Tensor> registered = stage.parameters();
+      for (const at::Tensor& buffer : stage.module().buffers()) registered.push_back(buffer);
+      real_mode.emplace(registered);
+      for (const at::Tensor& parameter : stage.parameters())
+        if (is_marked_for_any_hook(parameter)) real_mode->add_stand_in(parameter);  // sharded: zeros
     }
+  }
+  ~Run() {
+    if (real_mode) real_mode->put_back();
   }
 
   const bool fake;
+  // A trial of another stage, which has not ended, may have made parameters fake that this one shares.
+  const std::unique_ptr<RealLeaves> real;
   const KeptBuffers buffers;
   std::optional<KeptGenerators> generators;
-  std::optional<ParameterVersions> versions;
   const ShardedTrial sharded;
   std::optional<FakeLeaves> distributed;
-  // Records what is computed, for tensors that the module keeps.
-  DeferredInit mode;
+  // Both record what is computed, for tensors that the module keeps.
+  DeferredInit fake_mode;
   FakeWatch watch;
+  std::optional<TrialWatch> real_mode;
   TrialCopies copies;
   std::vector<at::Tensor> inputs;
   Tree result;
@@ -89,32 +101,40 @@ struct StageTrial::Run {
     // Weights cast here are fake, or belong to a graph of the trial.
     const OwnAutocastCache casts;
     const at::AutoGradMode grad_mode(grad);
-    if (fake) {
-      const ModeGuard guard(mode);
-      const FakeWatch::Guard watching(watch);
-      body();
-    } else {
-      body();
-    }
+    const ModeGuard mode(fake ? static_cast<Mode&>(fake_mode) : *real_mode);
+    const FakeWatch::Guard watching(watch);
+    body();
   }
 
-  // Tensors of the run that somebody else holds: values for those that have any without it, and an error for who uses the others.
+  // In the place of a tensor that another stage would send.
+  at::Tensor stand_in(const TensorMeta& meta, const PipelineStage& stage, double value, bool needs_grad) {
+    const at::Tensor tensor = filled(meta, stage, value, needs_grad, fake);
+    if (real_mode) real_mode->add_stand_in(tensor);
+    return tensor;
+  }
+
+  // Tensors of the run that somebody else holds. Those that a real run would have made too get its values; whoever uses another is told.
   void settle_leftovers(const PipelineStage& stage) {
     inputs.clear();
     result = Tree();
     copies = TrialCopies({}, fake);
+    const std::string why = fmt::format("{} made it in a trial run and kept it", to_text(stage));
+    if (real_mode)
+      for (const at::Tensor& tensor : real_mode->wrong_survivors()) {
+        switch_data(tensor, to_fake(tensor.detach()));
+        mark_leftover(tensor, why);
+      }
     std::vector<at::Tensor> kept = watch.survivors();
-    if (kept.empty()) return;
     std::vector<at::Tensor> constants = kept;
     std::erase_if(constants, [](const at::Tensor& tensor) { return tensor.requires_grad(); });
     try {
-      constants = mode.replayable(constants);
-      mode.materialize(constants);
+      constants = fake_mode.replayable(constants);
+      fake_mode.materialize(constants);
     } catch (const std::exception& error) {
       log().debug("pipeline: tensors that stage {} keeps from its trial run could not be computed: {}", stage.index(), error.what());
     }
     for (const at::Tensor& tensor : kept)
-      if (is_fake(tensor)) mark_leftover(tensor, fmt::format("{} made it in a trial run and kept it", to_text(stage)));
+      if (is_fake(tensor)) mark_leftover(tensor, why);
   }
 };
 
@@ -134,7 +154,6 @@ void StageTrial::attempt(bool fake) {
       run.result = hook ? hook(stage_.module(), args, kwargs) : stage_.module().forward(args, kwargs);
       outputs_ = kind_.ends ? metas_of(tensors_of(run.result)) : metas_of(stage_outputs(run.result, stage_.index()));
     });
-    if (run.versions) run.versions->check(stage_);
   } catch (...) {
     end_run();
     throw;
@@ -192,7 +211,7 @@ void StageTrial::forward(const TensorMetas& inputs, const Tree& kwargs) {
   make_args_ = [this, inputs](Run& run) {
     std::vector<Tree> args;
     for (const TensorMeta& meta : inputs) {
-      run.inputs.push_back(filled(meta, stage_, 0.0, kind_.has_backward && requires_grad(meta), run.fake));
+      run.inputs.push_back(run.stand_in(meta, stage_, 0.0, kind_.has_backward && requires_grad(meta)));
       args.emplace_back(run.inputs.back());
     }
     return Tree::tuple(std::move(args));
@@ -271,7 +290,7 @@ void StageTrial::backward(const OptionalTensorMetas& output_grads) {
         throw PipeliningMetadataError(describe(fmt::format("gradient of output {} of stage {}", i, stage_.index()), to_string(output_grads[i]),
                                                "nothing, for the output needs no gradient", "let the stages agree on which tensors need gradients"));
       roots.push_back(outputs[i]);
-      gradients.push_back(filled(*output_grads[i], stage_, 1.0, false, run.fake));
+      gradients.push_back(run.stand_in(*output_grads[i], stage_, 1.0, false));
     }
     collect_input_grads(run, roots, gradients);
   });

@@ -7,10 +7,10 @@
 //   trial.backward(output_gradient_metas);            // or backward_of_loss, at the last stage
 //   send(trial.input_grads());
 //
-// Runs on fake tensors where it can, sharded and tensor-parallel stages too; else on zeros and on copies of the arguments, with buffers and
-// random state put back when the trial ends. Gradients of parameters are never touched, and nothing is communicated. A tensor that the module
-// makes in a run on fake tensors and keeps is computed for real when the trial ends, if its values depend on nothing that was fake; else a real
-// operator on it is a StateError that says so.
+// Runs on fake tensors where it can, sharded and tensor-parallel stages too; else on zeros and on copies of the arguments, with everything that it
+// has written and random state put back when the trial ends. Gradients of parameters are never touched, and nothing is communicated. A tensor
+// that the module makes in the run and keeps has the values of a real run when the trial ends, if those depend on nothing that was fake or zero;
+// else a real operator on it is a StateError that says so.
 // Lives for one microbatch signature, on one thread. Trials of several stages end in reverse order.
 #pragma once
 

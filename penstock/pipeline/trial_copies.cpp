@@ -3,7 +3,9 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <optional>
 
+#include "penstock/base/errors.h"
 #include "penstock/torch/fake_parts.h"
 #include "penstock/torch/wrapper.h"
 
@@ -25,6 +27,17 @@ std::int64_t bytes_spanned(const at::Tensor& tensor) {
   return elements * static_cast<std::int64_t>(tensor.element_size());
 }
 
+// What a subclass holds; nothing for one that cannot be taken apart.
+std::optional<std::vector<at::Tensor>> parts_of(const Payload& payload) {
+  std::vector<at::Tensor> parts;
+  try {
+    for (const auto& [name, inner] : payload.inner_tensors()) parts.push_back(inner);
+  } catch (const NotImplemented&) {
+    return std::nullopt;
+  }
+  return parts;
+}
+
 }  // namespace
 
 TrialCopies::TrialCopies(const std::vector<at::Tensor>& tensors, bool fake) : fake_(fake) {
@@ -34,7 +47,8 @@ TrialCopies::TrialCopies(const std::vector<at::Tensor>& tensors, bool fake) : fa
 
 void TrialCopies::add_span(const at::Tensor& tensor) {
   if (const Payload* payload = payload_of(tensor)) {
-    for (const auto& [name, inner] : payload->inner_tensors()) add_span(inner);
+    if (const auto parts = parts_of(*payload))
+      for (const at::Tensor& inner : *parts) add_span(inner);
     return;
   }
   if (!is_strided_memory(tensor)) return;
@@ -60,9 +74,10 @@ at::Tensor TrialCopies::copy_strided(const at::Tensor& tensor) {
 
 at::Tensor TrialCopies::copy(const at::Tensor& tensor) {
   if (const Payload* payload = payload_of(tensor)) {
-    std::vector<at::Tensor> inner;
-    for (const auto& [name, part] : payload->inner_tensors()) inner.push_back(copy(part));
-    return payload->rebuild(inner, geometry_of(tensor));
+    auto parts = parts_of(*payload);
+    if (!parts) return tensor.clone();
+    for (at::Tensor& part : *parts) part = copy(part);
+    return payload->rebuild(*parts, geometry_of(tensor));
   }
   return is_strided_memory(tensor) ? copy_strided(tensor) : tensor.clone();
 }

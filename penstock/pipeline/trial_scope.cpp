@@ -3,14 +3,9 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
-#include <fmt/format.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <mutex>
-
-#include "penstock/base/errors.h"
-#include "penstock/torch/any_operator_hook.h"
-#include "penstock/torch/tensor_meta.h"
 
 namespace penstock::pipeline {
 
@@ -55,19 +50,6 @@ KeptGenerators::~KeptGenerators() {
     const std::lock_guard lock(generator.mutex());
     generator.set_state(state);
   }
-}
-
-ParameterVersions::ParameterVersions(const std::vector<at::Tensor>& parameters) {
-  // Those of sharded modules are zeros in a trial (sharded_modules.h).
-  for (const at::Tensor& parameter : parameters)
-    if (!is_marked_for_any_hook(parameter)) versions_.emplace_back(parameter, static_cast<std::uint32_t>(parameter._version()));
-}
-
-void ParameterVersions::check(const PipelineStage& stage) const {
-  for (const auto& [parameter, version] : versions_)
-    if (static_cast<std::uint32_t>(parameter._version()) != version)
-      throw StateError(describe(fmt::format("a trial run of {}, on real tensors", to_text(stage)), fmt::format("it wrote a parameter, {}", to_string(meta_of(parameter))),
-                                "parameters that forward only reads", "write it between steps, or leave it alone while StepContext::current()->trial is set"));
 }
 
 }  // namespace penstock::pipeline

@@ -46,15 +46,4 @@ class KeptGenerators {
   std::vector<std::pair<at::Generator, at::Tensor>> states_;
 };
 
-// Parameters are not copied: a forward that writes them cannot be tried on real tensors.
-class ParameterVersions {
- public:
-  explicit ParameterVersions(const std::vector<at::Tensor>& parameters);
-  // Throws StateError for a parameter that was written since.
-  void check(const PipelineStage& stage) const;
-
- private:
-  std::vector<std::pair<at::Tensor, std::uint32_t>> versions_;
-};
-
 }  // namespace penstock::pipeline

@@ -125,7 +125,32 @@ std::vector<bool> DeferredInit::steps_needed(const std::vector<at::Tensor>& tens
   return needed;
 }
 
+// Real tensors among the arguments and results of steps, and who else holds them.
+class DeferredInit::Holders {
+ public:
+  explicit Holders(const std::vector<Step>& steps) {
+    for (const Step& step : steps)
+      for (const auto* values : {&step.arguments, &step.results})
+        for (const c10::IValue& value : *values)
+          for_each_tensor(value, [&](const at::Tensor& tensor) {
+            if (!is_wrapper(tensor) && tensor.has_storage()) ++tensors_[tensor.storage().unsafeGetStorageImpl()][tensor.unsafeGetTensorImpl()];
+          });
+  }
+  // Whether something outside of the steps holds the tensor or a view of the same memory.
+  bool held_elsewhere(const at::Tensor& tensor) const {
+    const auto& known = tensors_.at(tensor.storage().unsafeGetStorageImpl());
+    for (const auto& [impl, count] : known)
+      if (c10::raw::intrusive_ptr::use_count(const_cast<c10::TensorImpl*>(impl)) > count) return true;
+    return tensor.storage().use_count() > known.size();
+  }
+
+ private:
+  std::unordered_map<const void*, std::unordered_map<const c10::TensorImpl*, std::size_t>> tensors_;
+};
+
 std::vector<at::Tensor> DeferredInit::replayable(const std::vector<at::Tensor>& tensors) const {
+  if (tensors.empty()) return {};
+  const Holders holders(steps_);
   const auto values_are_known = [&](const at::Tensor& wanted) {
     const FakePayload* goal = fake_of(wanted);
     if (!goal) return false;
@@ -141,7 +166,8 @@ std::vector<at::Tensor> DeferredInit::replayable(const std::vector<at::Tensor>& 
           if (const FakePayload* fake = fake_of(tensor)) {
             known = known && (made.contains(fake) || real_.contains(fake));
           } else {
-            known = known && !is_wrapper(tensor) && tensor.has_storage() && !stale_.contains(tensor.storage().unsafeGetStorageImpl());
+            known = known && !is_wrapper(tensor) && tensor.has_storage() && !stale_.contains(tensor.storage().unsafeGetStorageImpl()) &&
+                    (tensor.unsafeGetTensorImpl()->is_wrapped_number() || holders.held_elsewhere(tensor));
           }
         });
       for (const c10::IValue& result : step.results)

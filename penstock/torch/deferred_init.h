@@ -47,7 +47,8 @@ class DeferredInit final : public Mode {
   void materialize(const std::vector<at::Tensor>& tensors, std::optional<at::Device> device = std::nullopt);
 
   // Those of the tensors that materialize() would give the values of a real run: they depend on nothing but recorded operators without random
-  // numbers and on real tensors that no operator under this mode would have written.
+  // numbers and on real tensors that no operator under this mode would have written, and that somebody still holds. One that nobody holds was
+  // replaced by what was computed from it (`count = count + 1`), which a real run must find as it was.
   std::vector<at::Tensor> replayable(const std::vector<at::Tensor>& tensors) const;
 
   std::size_t recorded_operators() const { return steps_.size(); }
@@ -59,6 +60,7 @@ class DeferredInit final : public Mode {
     std::vector<c10::IValue> arguments, results;
   };
 
+  class Holders;
   std::vector<bool> steps_needed(const std::vector<at::Tensor>& tensors) const;
   void replay(std::size_t step);
   at::Tensor real_of(const at::Tensor& tensor) const;

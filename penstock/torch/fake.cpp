@@ -328,7 +328,7 @@ void FakePayload::dispatch(const c10::OperatorHandle& op, Stack* stack) {
   if (leftover && !StepContext::current()->trial) [[unlikely]]
     throw StateError(describe(fmt::format("{}: an argument", traits_of(op).name), fmt::format("a tensor {} without values: {}", c10::str(meta.sizes()), *leftover),
                               "tensors with values, for this is not a trial run",
-                              "make it in the module's constructor, register it as a buffer, or do not keep it while StepContext::current()->trial is set"));
+                              "make it in the module's constructor, write it in place, register it as a buffer, or do not keep it while StepContext::current()->trial is set"));
   FakeCall(op, stack, nullptr).run();
 }
 

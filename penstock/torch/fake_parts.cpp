@@ -19,6 +19,19 @@ bool holds_fake(const at::Tensor& tensor) {
   return false;
 }
 
+thread_local std::vector<const FakeLeaves*> scopes;  // those that live, in the order in which they began
+
+void put_back(const std::vector<std::pair<at::Tensor, at::Tensor>>& replaced) {
+  const at::NoGradGuard no_grad;
+  for (const auto& [tensor, before] : replaced) {
+    if (tensor.sizes() == before.sizes()) {
+      switch_data(tensor, before);
+    } else {  // an operator has changed the shape in place
+      tensor.set_data(before);
+    }
+  }
+}
+
 }  // namespace
 
 at::Tensor to_fake_parts(const at::Tensor& tensor) {
@@ -43,21 +56,28 @@ FakeLeaves::FakeLeaves(const std::vector<at::Tensor>& tensors) {
       replaced_.emplace_back(tensor, tensor.variable_data());
       switch_data(tensor, fake);
     }
+    scopes.push_back(this);
   } catch (...) {
-    for (const auto& [tensor, real] : replaced_) switch_data(tensor, real);
+    put_back(replaced_);
     throw;
   }
 }
 
 FakeLeaves::~FakeLeaves() {
-  const at::NoGradGuard no_grad;
-  for (const auto& [tensor, real] : replaced_) {
-    if (tensor.sizes() == real.sizes()) {
-      switch_data(tensor, real);
-    } else {  // an operator has changed the shape in place
-      tensor.set_data(real);
-    }
-  }
+  std::erase(scopes, this);
+  put_back(replaced_);
 }
+
+RealLeaves::RealLeaves() {
+  const at::NoGradGuard no_grad;
+  for (const FakeLeaves* scope : scopes)
+    for (const auto& [tensor, real] : scope->replaced_) {
+      if (tensor.sizes() != real.sizes()) continue;
+      replaced_.emplace_back(tensor, tensor.variable_data());
+      switch_data(tensor, real);
+    }
+}
+
+RealLeaves::~RealLeaves() { put_back(replaced_); }
 
 }  // namespace penstock

@@ -21,14 +21,26 @@ at::Tensor to_fake_parts(const at::Tensor& tensor);
 // are fake already, or hold a fake tensor, and results of differentiable operators are left alone. Scopes end in reverse order.
 class FakeLeaves {
  public:
-  FakeLeaves() = default;
   explicit FakeLeaves(const std::vector<at::Tensor>& tensors);
   ~FakeLeaves();
   FakeLeaves(const FakeLeaves&) = delete;
   FakeLeaves& operator=(const FakeLeaves&) = delete;
 
  private:
+  friend class RealLeaves;
   std::vector<std::pair<at::Tensor, at::Tensor>> replaced_;  // the tensor, and what it was
+};
+
+// What the scopes of FakeLeaves around this one have made fake on this thread is real while it lives.
+class RealLeaves {
+ public:
+  RealLeaves();
+  ~RealLeaves();
+  RealLeaves(const RealLeaves&) = delete;
+  RealLeaves& operator=(const RealLeaves&) = delete;
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> replaced_;
 };
 
 }  // namespace penstock

@@ -42,10 +42,11 @@ StageOptions with(TrialRun trial) {
 struct Habits {
   bool writes_argument = false, writes_part_of_argument = false, writes_second_argument = false, writes_keyword = false, loss_writes_target = false;
   bool batch_norm = false, multiplies_by_buffer = false, keeps_mean = false, keeps_mean_with_graph = false, builds_table = false, dropout_of_zero = false;
+  bool writes_parameter = false, writes_member = false;
 
   explicit Habits(std::mt19937& random) {
     for (bool* habit : {&writes_argument, &writes_part_of_argument, &writes_second_argument, &writes_keyword, &loss_writes_target, &batch_norm, &multiplies_by_buffer, &keeps_mean,
-                        &keeps_mean_with_graph, &builds_table, &dropout_of_zero})
+                        &keeps_mean_with_graph, &builds_table, &dropout_of_zero, &writes_parameter, &writes_member})
       *habit = random() % 2 == 0;
   }
 };
@@ -67,6 +68,11 @@ struct WriterImpl : torch::nn::Module {
     if (habits.writes_keyword) kwargs["shift"].tensor().add_(0.125);
     x = block->forward(x) + kwargs["shift"].tensor();
     calls.add_(1);
+    if (habits.writes_parameter) {
+      const at::NoGradGuard no_grad;
+      block->bias.mul_(0.75);  // backward does not need it
+    }
+    if (habits.writes_member) x = x + member.mul_(0.5).add_(1).clone();
     if (norm) x = norm(x);
     if (habits.multiplies_by_buffer) x = x * factor;
     if (habits.keeps_mean) {
@@ -87,6 +93,7 @@ struct WriterImpl : torch::nn::Module {
   Block block;
   torch::nn::BatchNorm1d norm{nullptr};
   at::Tensor calls, factor, mean, last, table;
+  at::Tensor member = at::zeros({kWidth});  // registered nowhere
 };
 TORCH_MODULE(Writer);
 
@@ -119,6 +126,8 @@ void note_state(Outcome& outcome, std::vector<Writer>& modules, const Given& giv
   for (const Writer& module : modules) {
     for (const at::Tensor& parameter : module->parameters()) outcome.gradients.push_back(parameter.grad().clone());
     for (const at::Tensor& buffer : module->buffers()) outcome.buffers.push_back(buffer.detach().clone());
+    outcome.buffers.push_back(module->member.clone());
+    outcome.buffers.push_back(module->block->bias.detach().clone());
   }
   for (const at::Tensor& tensor : {given.x, given.second, given.shift, given.target}) outcome.given.push_back(tensor.clone());
 }
@@ -221,50 +230,33 @@ TEST(StageTrial, VersionsOfTheCallersTensorsStay) {
   });
 }
 
-TEST(StageTrial, AForwardThatWritesParametersIsRefusedOnRealTensors) {
-  std::string said;
-  try {
-    comm::run_ranks(1, 20s, [](comm::World& world) {
-      Block block(0);
-      const StageModule module([block](at::Tensor x) mutable {
-        const at::NoGradGuard no_grad;
-        block->weight.mul_(0.5);
-        return block->forward(x);
-      }, {block.ptr()});
-      ScheduleGPipe pipeline(PipelineStage(module, 0, 1, at::kCPU, with(TrialRun::Real)), 2, {}, {world});
-      pipeline.eval(test::plain_batch(0, 4).args);
-    });
-  } catch (const StageForwardError& error) {
-    said = error.what();
-  }
-  EXPECT_TRUE(has_text(said, "a trial run of stage 0 of 1, on real tensors: got it wrote a parameter, float32[6, 6]"));
-}
-
 // ------------------------------------------------------------------------------------------------------------------ tensors that are kept
 
 struct LazyImpl : torch::nn::Module {
-  enum class Kept { Table, View, Activation, Random };
+  enum class Kept { Table, View, Activation, Random, Next };
   LazyImpl(int stage, Kept what) : kept(what), block(register_module("block", Block(stage))) {}
   at::Tensor forward(const at::Tensor& x) {
     if (!table.defined() || (kept != Kept::Activation && table.size(0) < x.size(0))) {
-      if (kept == Kept::Table) table = at::ones({x.size(0), kWidth}).triu().mul_(block->bias.detach());
+      if (kept == Kept::Table) table = at::ones({x.size(0), kWidth}).triu().mul_(block->bias.detach()) * 2 + constant.unsqueeze(0);
       if (kept == Kept::View) table = at::arange(2 * x.size(0), at::kFloat).cos().narrow(0, 1, x.size(0)).unsqueeze(1).expand({x.size(0), kWidth});
       if (kept == Kept::Activation) table = x.detach().sin();
       if (kept == Kept::Random) table = at::rand({x.size(0), kWidth});
     }
+    // The next state of something that was there before the trial.
+    if (kept == Kept::Next) table = count = count * 0.5 + 1;
     return block->forward(x + table.narrow(0, 0, x.size(0)));
   }
   Kept kept;
   Block block;
-  at::Tensor table;
+  at::Tensor table, constant = at::full({kWidth}, 0.5), count = at::ones({16, kWidth});
 };
 TORCH_MODULE(Lazy);
 
 TEST(StageTrial, ATableBuiltInTheFirstForward) {
-  for (const auto kept : {LazyImpl::Kept::Table, LazyImpl::Kept::View})
-    comm::run_ranks(2, 20s, [&](comm::World& world) {
+  for (const auto& [kept, trial] : {std::pair(LazyImpl::Kept::Table, TrialRun::Fake), std::pair(LazyImpl::Kept::View, TrialRun::Fake), std::pair(LazyImpl::Kept::Table, TrialRun::Real)})
+    comm::run_ranks(2, 20s, [&, kept = kept, trial = trial](comm::World& world) {
       Lazy module(world.rank(), kept);
-      const PipelineStage stage(StageModule(module), world.rank(), 2, at::kCPU, with(TrialRun::Fake));
+      const PipelineStage stage(StageModule(module), world.rank(), 2, at::kCPU, with(trial));
       ScheduleGPipe pipeline(stage, 2, test::square_loss(), {world});
       Lazy first(0, kept), second(1, kept);
       // The second step has longer microbatches, for which the table is built anew.
@@ -282,28 +274,40 @@ TEST(StageTrial, ATableBuiltInTheFirstForward) {
     });
 }
 
-// Neither activations nor random numbers can be made up afterwards: whoever uses the fake tensor hears of it.
-TEST(StageTrial, AKeptTensorWithoutValuesIsNamed) {
-  for (const auto kept : {LazyImpl::Kept::Activation, LazyImpl::Kept::Random}) {
-    std::string said;
-    try {
-      comm::run_ranks(1, 20s, [&](comm::World& world) {
-        ScheduleGPipe pipeline(PipelineStage(StageModule(Lazy(0, kept)), 0, 1, at::kCPU), 2, test::square_loss(), {world});
-        const test::Batch batch = test::plain_batch(0, 4);
-        pipeline.step(batch.args, {}, batch.target);
-      });
-    } catch (const StageForwardError& error) {
-      said = error.what();
-    }
-    EXPECT_TRUE(has_text(said, "a tensor [2, 6] without values: stage 0 of 1 made it in a trial run and kept it"));
-    EXPECT_TRUE(has_text(said, "make it in the module's constructor"));
-    // With real tensors it is kept as in one process.
-    comm::run_ranks(1, 20s, [&](comm::World& world) {
-      ScheduleGPipe pipeline(PipelineStage(StageModule(Lazy(0, kept)), 0, 1, at::kCPU, with(TrialRun::Real)), 2, test::square_loss(), {world});
+// What a pipeline of two ranks whose second stage keeps a tensor ends with, on that rank.
+std::string end_of_keeping(LazyImpl::Kept kept, TrialRun trial, int keeper) {
+  std::string said;
+  try {
+    comm::run_ranks(2, 20s, [&](comm::World& world) {
+      const StageModule module = world.rank() == keeper ? StageModule(Lazy(world.rank(), kept)) : StageModule(Block(world.rank()));
+      ScheduleGPipe pipeline(PipelineStage(module, world.rank(), 2, at::kCPU, with(trial)), 2, test::square_loss(), {world});
       const test::Batch batch = test::plain_batch(0, 4);
-      pipeline.step(batch.args, {}, batch.target);
+      try {
+        pipeline.step(batch.args, {}, batch.target);
+      } catch (const StageForwardError& error) {
+        said = error.what();
+        throw;
+      }
     });
+  } catch (const std::exception&) {
   }
+  return said;
+}
+
+// Neither activations nor random numbers nor the next state of something can be made up afterwards: whoever uses the tensor hears of it.
+TEST(StageTrial, AKeptTensorWithoutValuesIsNamed) {
+  using Kept = LazyImpl::Kept;
+  for (const auto kept : {Kept::Activation, Kept::Random, Kept::Next})
+    for (const int keeper : {0, 1}) {
+      const std::string said = end_of_keeping(kept, TrialRun::Auto, keeper);
+      EXPECT_TRUE(has_text(said, fmt::format("without values: stage {} of 2 made it in a trial run and kept it", keeper)));
+      EXPECT_TRUE(has_text(said, "make it in the module's constructor"));
+    }
+  // On real tensors the first stage is tried with its arguments, so that what it keeps of them is right; the second one is given zeros.
+  EXPECT_EQ(end_of_keeping(Kept::Activation, TrialRun::Real, 0), "");
+  EXPECT_TRUE(has_text(end_of_keeping(Kept::Activation, TrialRun::Real, 1), "stage 1 of 2 made it in a trial run and kept it"));
+  EXPECT_TRUE(has_text(end_of_keeping(Kept::Next, TrialRun::Real, 0), "stage 0 of 2 made it in a trial run and kept it"));
+  EXPECT_EQ(end_of_keeping(Kept::Table, TrialRun::Real, 1), "");
 }
 
 // What is kept for others to look at, and made anew by every forward, is no error.
@@ -489,16 +493,19 @@ TEST(StageTrial, ADistributedArgumentAtAPlainStage) {
 }
 
 struct ShardedPartImpl : torch::nn::Module {
-  explicit ShardedPartImpl(int stage) : block(register_module("block", Block(stage))) {
+  explicit ShardedPartImpl(int stage, bool reads = false) : reads_values(reads), block(register_module("block", Block(stage))) {
     factor = register_buffer("factor", values({kWidth}, 60 + stage));
     calls = register_buffer("calls", at::zeros({}, at::kLong));
   }
   at::Tensor forward(const at::Tensor& x) {
     calls.add_(1);
+    // No value decides anything, but a fake tensor has none.
+    if (reads_values) x.detach().sum().item<double>();
     const at::Tensor h = block->forward(x.to(block->weight.scalar_type()));
     // A view of a parameter in an operator of its own.
     return (h.matmul(block->weight.t()) * factor).to(at::kFloat);
   }
+  bool reads_values;
   Block block;
   at::Tensor factor, calls;
 };
@@ -506,7 +513,7 @@ TORCH_MODULE(ShardedPart);
 
 // Two replicas of a pipeline share sharded stages. Their microbatches have different shapes, which are new to one of them and known to the other at
 // different steps: a trial that gathered would wait for a replica that makes none.
-void train_replicas(TrialRun trial, int pipeline_ranks) {
+void train_replicas(TrialRun trial, int pipeline_ranks, bool reads_values) {
   constexpr int kReplicas = 2;
   const std::vector<std::vector<std::int64_t>> rows = {{4, 6}, {4, 4}, {8, 4}, {4, 8}};  // by step and replica, of two microbatches
   std::mutex mutex;
@@ -514,7 +521,7 @@ void train_replicas(TrialRun trial, int pipeline_ranks) {
   comm::run_ranks(pipeline_ranks * kReplicas, 30s, [&](comm::World& world) {
     const comm::MeshGroups all(world, init_device_mesh("cpu", {pipeline_ranks, kReplicas}, {"pp", "dp"}, Rank{world.rank()}, world.size()));
     const int stage = world.rank() / kReplicas, replica = world.rank() % kReplicas;
-    ShardedPart module(stage);
+    ShardedPart module(stage, reads_values);
     fully_shard(*module, all.with_mesh(all.mesh()["dp"]));
     PipelineOptions options{world};
     for (int rank = 0; rank < pipeline_ranks; ++rank) options.ranks.push_back(rank * kReplicas + replica);
@@ -549,9 +556,11 @@ void train_replicas(TrialRun trial, int pipeline_ranks) {
 
 TEST(StageTrial, ReplicasWhoseMicrobatchesDiffer) {
   for (const TrialRun trial : kTrials) {
-    train_replicas(trial, 2);
-    train_replicas(trial, 3);
+    train_replicas(trial, 2, false);
+    train_replicas(trial, 3, false);
   }
+  // Tried on fake tensors, then on real ones.
+  train_replicas(TrialRun::Auto, 3, true);
 }
 
 // Mixed precision: inputs are cast where they meet a parameter, in a trial too.
@@ -603,6 +612,80 @@ TEST(StageTrial, TensorParallelRanksWhoseShapesDiffer) {
       EXPECT_EQ(module->calls.item<int>(), 6);
       EXPECT_FALSE(is_fake(to_local(module->weight)));
     });
+}
+
+// Dropout of a distributed tensor, a parallelized module's plain inputs, a weight that two stages of a rank share, a loss that reads values.
+TEST(StageTrial, TensorParallelStagesOfOneRank) {
+  for (const TrialRun trial : kTrials)
+    for (const bool reads_values : {false, true}) {
+      if (reads_values && trial == TrialRun::Fake) continue;
+      comm::run_ranks(2, 30s, [&](comm::World& world) {
+        const comm::MeshGroups tp(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, world.size()));
+        struct SharedImpl : torch::nn::Module {
+          SharedImpl(int number, at::Tensor the_weight, const comm::MeshGroups& groups) : stage(number), mesh(groups), weight(register_parameter("weight", std::move(the_weight))) {
+            factor = register_buffer("factor", distribute_tensor(at::linspace(0.5, 1.5, kWidth), mesh, {Replicate{}}));
+          }
+          at::Tensor forward(at::Tensor x) {
+            if (stage == 0) x = from_local(x, mesh, {Replicate{}});
+            x = torch::dropout(torch::linear(x, weight), 1e-12, true) * factor;
+            return redistribute(x, {Replicate{}});
+          }
+          int stage;
+          comm::MeshGroups mesh;
+          at::Tensor weight, factor;
+        };
+        const at::Tensor whole = values({kWidth, kWidth}, 8), weight = distribute_tensor(whole, tp, {Shard{0}}).set_requires_grad(true);
+        std::vector<PipelineStage> stages;
+        for (int stage = 0; stage < 3; ++stage) stages.emplace_back(StageModule(std::make_shared<SharedImpl>(stage, weight, tp)), stage, 3, at::kCPU, with(trial));
+        const auto loss = [&](const at::Tensor& y, const at::Tensor& target) {
+          const at::Tensor value = (full_tensor(y) - target).pow(2).mean();
+          EXPECT_TRUE(!reads_values || value.item<double>() >= 0);
+          return value;
+        };
+        PipelineOptions options{world};
+        options.ranks = {world.rank()};
+        PipelineRuntime pipeline(stages, schedule::generate(ScheduleKind::Interleaved1F1B, {.ranks = 1, .stages_per_rank = 3, .microbatches = 2, .group_size = {}}), loss, options);
+        const test::Batch batch = test::plain_batch(0, 4);
+        pipeline.step(batch.args, {}, batch.target);
+        EXPECT_FALSE(is_fake(to_local(weight)));
+        const at::Tensor alone = whole.clone().set_requires_grad(true);
+        for (std::size_t m = 0; m < 2; ++m) {
+          at::Tensor y = batch.args[0].tensor().chunk(2)[m];
+          for (int stage = 0; stage < 3; ++stage) y = torch::linear(y, alone) * at::linspace(0.5, 1.5, kWidth);
+          ((y - batch.target.tensor().chunk(2)[m]).pow(2).mean() / 2).backward();
+        }
+        EXPECT_TRUE(at::allclose(full_tensor(weight.grad()), alone.grad(), 1e-4, 1e-4)) << name_of(trial);
+      });
+    }
+}
+
+// The backward of a middle stage does not run on fake tensors: the trial starts again on real ones.
+TEST(StageTrial, ABackwardThatReadsValues) {
+  struct Reads : torch::autograd::Function<Reads> {
+    static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x * 2; }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list gradients) {
+      return {gradients[0] * (gradients[0].sum().item<double>() < 1e9 ? 2 : 0)};
+    }
+  };
+  comm::run_ranks(3, 20s, [](comm::World& world) {
+    Block block(world.rank());
+    at::Tensor calls = block->register_buffer("calls", at::zeros({}, at::kLong));
+    const StageModule module([block, calls](at::Tensor x) mutable {
+      calls.add_(1);
+      return block->forward(Reads::apply(x));
+    }, {block.ptr()});
+    ScheduleGPipe pipeline(PipelineStage(module, world.rank(), 3, at::kCPU), 2, test::square_loss(), {world});
+    const test::Batch batch = test::plain_batch(0, 4);
+    pipeline.step(batch.args, {}, batch.target);
+    EXPECT_EQ(calls.item<int>(), 2);
+    std::vector<Block> model = {Block(0), Block(1), Block(2)};
+    for (std::size_t m = 0; m < 2; ++m) {
+      at::Tensor y = batch.args[0].tensor().chunk(2)[m];
+      for (Block& part : model) y = part->forward(y * 2);
+      ((y - batch.target.tensor().chunk(2)[m]).pow(2).mean() / 2).backward();
+    }
+    EXPECT_TRUE(at::allclose(block->weight.grad(), model[static_cast<std::size_t>(world.rank())]->weight.grad(), 1e-4, 1e-5));
+  });
 }
 
 // A module that communicates by itself: its trial sends nothing, so nobody needs to take part.

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <atomic>
@@ -165,6 +166,10 @@ struct PipelineRuntime::Impl {
       throw ValueError(describe("arguments of a step on the rank of the first stage", "none", "those of the first stage", "pass the batch on this rank"));
     Microbatches parts = split_microbatches(first ? step_arguments(args) : Tree::tuple({}), kwargs, wanted, first ? options.split : SplitSpecs{{}, options.split.kwargs});
     check_count(parts.count(), "arguments");
+    for (const PipelineStage& stage : stages)
+      if (kwargs.size() > 0 && !stage.module().takes_kwargs())
+        throw ValueError(describe(fmt::format("keyword arguments of a step, for stage {}", stage.index()), fmt::format("'{}'", fmt::join(kwargs.keys(), "', '")), "none, for its forward takes none",
+                                  "give forward a last parameter `const penstock::Tree& kwargs`, or pass them only on ranks whose stages take them"));
     step.args = std::move(parts.args);
     step.kwargs = std::move(parts.kwargs);
     if (last && loss && has_backward && target.is_none())

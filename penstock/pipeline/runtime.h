@@ -14,7 +14,7 @@
 // Gradients add to what .grad() holds, so steps accumulate; with scale_grads those of this step are divided by the number of
 // microbatches first, whatever was there before. In a bidirectional schedule the two copies of a part end with the same sum.
 //
-// Errors. Arguments that a rank refuses (ValueError, StateError and the like: no batch, too few rows, no target, no loss) and ranks that do
+// Errors. Arguments that a rank refuses (ValueError, StateError and the like: no batch, too few rows, no target, keywords that no stage takes, no loss) and ranks that do
 // different things (PipeliningMetadataError) are found before anything is sent: the call fails on every rank, elsewhere with a ValueError
 // that quotes the cause, and the next one may be right. What goes wrong later on one rank (a module that throws, tensors that do not
 // fit, a rank that dies) ends the step on all of them within the deadline: there with the error itself, elsewhere with a PeerLostError that

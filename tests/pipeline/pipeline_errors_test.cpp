@@ -59,6 +59,10 @@ std::vector<std::string> ends_of(int ranks, const std::function<void(comm::World
 }
 
 StageModule block_module(int stage) { return StageModule(Block(stage)); }
+StageModule keyword_module(int stage) {
+  Block block(stage);
+  return StageModule([block](at::Tensor x, const Tree&) mutable { return block->forward(x); }, {block.ptr()});
+}
 
 // A 1F1B pipeline of one stage per rank; `module` may be a bad one.
 PipelineRuntime pipeline_of(comm::World& world, const std::function<StageModule(int)>& module, const StageOptions& options = {}, int microbatches = 4) {
@@ -311,7 +315,7 @@ TEST(PipelineErrors, RanksThatDoDifferentThings) {
 // Each rank calls with these arguments; `where` refuses them, the others quote it, and the pipeline goes on.
 void expect_refused(int where, const std::string& what, const std::function<void(PipelineRuntime&)>& call, const char* type = "ValueError: ") {
   comm::run_ranks(3, 20s, [&](comm::World& world) {
-    PipelineRuntime pipeline = pipeline_of(world, block_module);
+    PipelineRuntime pipeline = pipeline_of(world, world.rank() == 2 ? block_module : keyword_module);
     for (int again = 0; again < 2; ++again) {
       const std::string said = refusal_of(pipeline, [&] { call(pipeline); });
       if (world.rank() == where) {
@@ -340,6 +344,12 @@ TEST(PipelineErrors, FewerRowsThanMicrobatches) {
       call(pipeline, batch.args, pipeline.rank() == 1 ? Tree::dict({{"mask", at::ones({3})}}) : Tree(), batch.target);
     });
   }
+}
+
+TEST(PipelineErrors, KeywordArgumentsThatAStageDoesNotTake) {
+  const test::Batch batch = test::plain_batch(0, 8);
+  expect_refused(2, "keyword arguments of a step, for stage 2: got 'gain', 'shift', expected none",
+                 [&](PipelineRuntime& pipeline) { pipeline.step(batch.args, Tree::dict({{"gain", 1.5}, {"shift", 2.0}}), batch.target); });
 }
 
 TEST(PipelineErrors, ArgumentsWithoutARecord) {
@@ -406,10 +416,10 @@ struct FailsInBackward : torch::autograd::Function<FailsInBackward> {
   }
 };
 
-enum class Place { Forward, Metadata, Loss, Trial, TrialHook, Backward, WeightStep };
+enum class Place { Forward, Metadata, Loss, Trial, TrialHook, Backward, WeightStep, GradientsDone };
 
 // Stage 1 of two fails at this place; what its rank says.
-std::string failure_at(Place place, bool& nested) {
+std::string failure_at(Place place, bool& nested, bool told = true) {
   const auto ends = ends_of(2, [&](comm::World& world) {
     StageOptions options;
     const bool fails = world.rank() == 1;
@@ -428,7 +438,9 @@ std::string failure_at(Place place, bool& nested) {
       if (place == Place::Loss) throw Complaint();
       return (output - target).pow(2).mean();
     });
-    Schedule1F1B pipeline(PipelineStage(module, world.rank(), 2, at::kCPU, options), 4, loss, {world});
+    PipelineOptions pipeline_options{world};
+    if (here(Place::GradientsDone)) pipeline_options.gradients_done = [](int) { throw Complaint(); };
+    Schedule1F1B pipeline(PipelineStage(module, world.rank(), 2, at::kCPU, options), 4, loss, pipeline_options);
     const test::Batch batch = test::plain_batch(0, 8);
     try {
       pipeline.step(batch.args, Tree::dict({{"gain", 2.5}}), batch.target);
@@ -437,8 +449,10 @@ std::string failure_at(Place place, bool& nested) {
       throw;
     }
   });
-  EXPECT_TRUE(has_text(ends[0], "PeerLostError"));
-  EXPECT_TRUE(has_text(ends[0], ends[1].substr(ends[1].find(": ") + 2)));
+  if (told) {
+    EXPECT_TRUE(has_text(ends[0], "PeerLostError"));
+    EXPECT_TRUE(has_text(ends[0], ends[1].substr(ends[1].find(": ") + 2)));
+  }
   return ends[1];
 }
 
@@ -457,6 +471,9 @@ TEST(PipelineErrors, WhateverUsersThrowNamesStageAndArguments) {
   EXPECT_TRUE(nested);
   EXPECT_TRUE(has_text(failure_at(Place::Backward, nested), "StageBackwardError: stage 1, microbatch 0: backward failed with gradients (float32[],): steep"));
   EXPECT_TRUE(has_text(failure_at(Place::WeightStep, nested), "StageBackwardError: stage 1, microbatch 0: the weight step of the stage failed: " + kind));
+  EXPECT_TRUE(nested);
+  // Its rank has sent everything that the other one waits for: that may end well.
+  EXPECT_TRUE(has_text(failure_at(Place::GradientsDone, nested, false), "StageBackwardError: stage 1: gradients_done failed: " + kind));
   EXPECT_TRUE(nested);
 }
 

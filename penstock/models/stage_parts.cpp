@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/text.h"
 #include "penstock/models/pattern.h"
 #include "penstock/plan/partition.h"
 
@@ -108,10 +109,11 @@ std::string describe_parts(const std::vector<StagePart>& parts, const Transforme
     const StagePart& part = parts[i];
     const PartReport& report = reports[i];
     std::string what = report.blocks == 0 ? "no blocks" : report.blocks == 1 ? fmt::format("block {}", report.first_block) : fmt::format("blocks {}-{}", report.first_block, report.last_block);
-    for (const auto& [kind, count] : report.block_kinds) what += fmt::format(" ({} {})", count, kind);
     if (part.has_embed()) what = "embed, " + what;
     if (part.has_head()) what += options.tie_head ? ", norm, tied head" : ", norm, head";
-    text += fmt::format("stage {}: {}, {:.3f} M parameters, {:.3f} GiB at 2 bytes each\n", report.stage, what, static_cast<double>(report.parameters) / 1e6, report.gib);
+    std::string kinds;
+    for (const auto& [kind, count] : report.block_kinds) kinds += fmt::format(", {} {}", count, kind);
+    text += fmt::format("stage {}: {}, {:.3f} M parameters, {} at 2 bytes each{}\n", report.stage, what, static_cast<double>(report.parameters) / 1e6, format_bytes(2 * static_cast<std::uint64_t>(report.parameters)), kinds);
   }
   return text;
 }

@@ -74,7 +74,7 @@ std::vector<PartReport> report_parts(const std::vector<StagePart>& parts, const 
 // Of the partition by cost, unless `how` says otherwise. Throws as partition_model does.
 std::vector<PartReport> report_parts(const TransformerOptions& options, int stages, const PartitionOptions& how = {.balance = Balance::Cost});
 
-// "stage 0: embed, blocks 0-2 (3 attention), 1.200 M parameters, 0.002 GiB at 2 bytes each" for each, a line each.
+// "stage 0: embed, blocks 0-2, 1.200 M parameters, 2.3 MiB at 2 bytes each, 3 attention" for each, a line each.
 std::string describe_parts(const std::vector<StagePart>& parts, const TransformerOptions& options);
 
 }  // namespace penstock::models

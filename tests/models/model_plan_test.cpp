@@ -172,7 +172,7 @@ TEST(StageParts, ReportsWhatEveryStageHolds) {
   const PartReport whole = report_parts({whole_model(large)}, large.resolved())[0];
   EXPECT_EQ(whole.parameters, 6738415616);
   EXPECT_NEAR(whole.gib, 12.551, 0.001);
-  EXPECT_TRUE(has_text(describe_parts({whole_model(large)}, large), "stage 0: embed, blocks 0-31 (32 attention), norm, head, 6738.416 M parameters, 12.551 GiB at 2 bytes each"));
+  EXPECT_TRUE(has_text(describe_parts({whole_model(large)}, large), "stage 0: embed, blocks 0-31, norm, head, 6738.416 M parameters, 12.6 GiB at 2 bytes each, 32 attention"));
 }
 
 }  // namespace model_plan_test

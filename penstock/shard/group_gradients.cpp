@@ -29,21 +29,22 @@ at::Tensor ParameterGroup::local_gradient(const ShardedParameter& p, const at::T
     throw TypeError(describe(fmt::format("the gradient of the distributed parameter '{}'", p.name), "a plain tensor", "a distributed one"));
   Placements wanted = p.placement.original->placements();
   const Placements& has = placements_of(detached);
-  if (has.size() != wanted.size())
-    throw ValueError(describe(fmt::format("the gradient of the distributed parameter '{}'", p.name), to_string(has), fmt::format("{} placements", wanted.size())));
-  // Terms along data-parallel axes are what the reduction is for.
-  bool terms = false;
+  if (!(mesh_of(detached) == *p.placement.original_mesh))
+    throw ValueError(describe(fmt::format("the gradient of the distributed parameter '{}'", p.name), describe_dtensor(detached),
+                              fmt::format("one on {}, as the parameter is", p.placement.original_mesh->mesh().to_string()), "redistribute or rebuild it on the mesh of the parameter"));
+  // Along each data-parallel axis a gradient is either a term of a sum over the ranks of that axis, which the reduction adds up, or
+  // the whole gradient on every one of them (after the redistribution at the latest). The reduction averages over all these ranks
+  // whatever the axis: right for whole gradients, while terms are multiplied by the number of ranks that it divides by, of the axes
+  // that have terms alone.
+  double terms = 1;
   for (const int axis : p.placement.data_axes) {
     const auto at = static_cast<std::size_t>(axis);
-    if (has[at].is_partial(PartialOp::Sum)) {
-      wanted[at] = has[at];
-      terms = true;
-    }
+    if (!has[at].is_partial(PartialOp::Sum)) continue;
+    wanted[at] = has[at];
+    terms *= static_cast<double>(p.placement.original_mesh->shape()[at]);
   }
   at::Tensor local = local_of(has == wanted ? detached : redistribute(detached, wanted));
-  // A reduction that averages would divide terms of a sum.
-  if (terms && !gradient_divide_factor) local = local * static_cast<double>(mesh_.shard_ranks() * mesh_.replicas());
-  return local;
+  return terms == 1 ? local : local * terms;
 }
 
 void ParameterGroup::take(std::size_t slot, at::Tensor gradient) {

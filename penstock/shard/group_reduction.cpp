@@ -47,8 +47,10 @@ void GroupReduction::start(Bucket& bucket) {
   bucket.rows = group_->pool().empty({mesh.shard_ranks(), bucket.width + marks}, bucket.dtype, group_->device());
   for (std::size_t k = 0; k < bucket.parameters.size(); ++k) {
     ShardedParameter& p = parameters[bucket.parameters[k]];
-    const at::Tensor gradient = std::move(p.gradient);
+    at::Tensor gradient = std::move(p.gradient);
     p.gradient.reset();
+    // Kept so that their average is the gradient of the whole batch (local_gradient): here their sum is to be.
+    if (gradient.defined() && group_->gradient_divide_factor && !p.placement.data_axes.empty()) gradient = gradient / static_cast<double>(mesh.shard_ranks() * mesh.replicas());
     p.gradient_owned = false;
     bucket.present.push_back(gradient.defined());
     if (gradient.defined())

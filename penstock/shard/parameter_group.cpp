@@ -15,6 +15,7 @@
 #include "penstock/shard/piece_copy.h"
 #include "penstock/shard/registry.h"
 #include "penstock/shard/shard_context.h"
+#include "penstock/shard/shard_state.h"
 #include "penstock/torch/any_operator_hook.h"
 #include "penstock/torch/cpu_bfloat16.h"
 #include "penstock/torch/dtype.h"
@@ -34,6 +35,12 @@ namespace {
 constexpr std::int64_t kAlignment = 64;  // of parameters in gathered memory: vector units and caches
 
 std::int64_t round_up(std::int64_t value, std::int64_t step) { return (value + step - 1) / step * step; }
+
+// A mesh of CPU ranks says nothing of where they compute; one of GPUs does.
+void check_device(const char* function, const std::string& name, at::Device device, const ShardMesh& mesh) {
+  if (device.is_cpu() && mesh.mesh().mesh().device_type() == "cuda")
+    throw ValueError(describe(fmt::format("{}: the device of parameter '{}'", function, name), device.str(), "a CUDA device, as the mesh is of", "move the module to its device first"));
+}
 
 // What an extension made to be the gathered parameter.
 void check_kept(const ShardedParameter& p) {
@@ -77,10 +84,7 @@ ParameterGroup::ParameterGroup(std::string name, ShardMesh mesh, ShardOptions op
   PENSTOCK_INVARIANT(!parameters.empty(), "a group has parameters");
   const MixedPrecision& precision = options_.mixed_precision;
   device_ = parameters.front().tensor.device();
-  // A mesh of CPU ranks says nothing of where they compute; one of GPUs does.
-  if (device_.is_cpu() && mesh_.mesh().mesh().device_type() == "cuda")
-    throw ValueError(describe(fmt::format("fully_shard: the device of parameter '{}'", parameters.front().name), device_.str(), "a CUDA device, as the mesh is of",
-                              "move the module to its device first, or materialize a deferred module there"));
+  if (!is_fake(parameters.front().tensor)) check_device("fully_shard", parameters.front().name, device_, mesh_);
   if (device_.is_cpu() && precision.param_dtype == at::kBFloat16) ensure_cpu_bfloat16();
   for (const NamedParameter& named : parameters) {
     const at::Tensor& tensor = named.tensor;
@@ -178,6 +182,14 @@ void ParameterGroup::make_templates() {
   // Views need a storage of full size; memory comes with the first gather.
   whole_ = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<std::size_t>(whole_bytes_), at::DataPtr(nullptr, device_), nullptr,
                                                  /*resizable=*/false);
+  // What users' code makes may be refused: before any parameter changes.
+  for (ShardedParameter& p : parameters_) {
+    if (!p.keeps_encoded) continue;
+    // Rows begin at multiples of 8, as in what is received.
+    p.whole = at::empty({0}, at::TensorOptions(at::kByte).device(device_)).set_(c10::Storage(whole_), p.whole_byte, {mesh_.shard_ranks(), p.row_bytes}, {round_up(p.row_bytes, 8), 1});
+    p.unsharded = p.extension->make_gathered({p.whole, p.layout(), p.compute_dtype, p.extension});
+    check_kept(p);
+  }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     ShardedParameter& p = parameters_[i];
     const at::Tensor parameter = p.parameter();
@@ -187,12 +199,7 @@ void ParameterGroup::make_templates() {
     p.placement.sharded = DTensorSpec::get(p.placement.mesh, p.placement.sharded->placements(), geometry);
     p.sharded = detail::make_dtensor(local, p.placement.sharded, p.placement.mesh);
     const std::vector<std::int64_t> stride = contiguous_stride(p.layout().shape());
-    if (p.keeps_encoded) {
-      // Rows begin at multiples of 8, as in what is received.
-      p.whole = at::empty({0}, at::TensorOptions(at::kByte).device(device_)).set_(c10::Storage(whole_), p.whole_byte, {mesh_.shard_ranks(), p.row_bytes}, {round_up(p.row_bytes, 8), 1});
-      p.unsharded = p.extension->make_gathered({p.whole, p.layout(), p.compute_dtype, p.extension});
-      check_kept(p);
-    } else {
+    if (!p.keeps_encoded) {
       p.whole = at::empty({0}, at::TensorOptions(p.compute_dtype).device(device_)).set_(c10::Storage(whole_), p.whole_byte / item_size(p.compute_dtype), p.layout().shape(), stride);
       p.unsharded = p.whole;
     }
@@ -218,6 +225,7 @@ void ParameterGroup::make_templates() {
 
 void ParameterGroup::materialize(const ShardInitializer& fill, at::Device device) {
   if (materialized_) return;
+  check_device("materialize_shards", parameters_.front().name, device, mesh_);
   const Quiet quiet;
   device_ = device;
   allocate_shards();
@@ -276,9 +284,42 @@ void ParameterGroup::reset_sharded_parameter(std::size_t index) {
   if (!payload || payload->spec->placements() != p.placement.sharded->placements() || parameter.sizes() != p.sharded.sizes())
     throw ValueError(describe(fmt::format("reset_sharded_parameter: '{}' after a load", p.name), payload ? describe_dtensor(parameter) : "a plain tensor",
                               p.to_string() + ", as it was sharded", "load into the sharded parameter, or distribute the value with the same placements"));
-  wait_for_reads();
+  before_shards_change();
   mine.copy_(payload->local());
   switch_data(parameter, p.sharded);
+}
+
+void ParameterGroup::adopt_object(std::size_t index, const at::Tensor& object) {
+  ShardedParameter& p = parameters_.at(index);
+  const auto refuse = [&](const std::string& actual, const std::string& expected) {
+    throw ValueError(describe(fmt::format("reset_sharded_parameters: the new tensor in the place of parameter {}", p.to_string()), actual, expected, "put a whole value of the parameter's shape there, or its shard"));
+  };
+  if (state_ != GroupState::Sharded)
+    throw StateError(describe(fmt::format("reset_sharded_parameters: '{}'", p.path), std::string(to_text(state_)), "Sharded", "call reshard() before values are loaded"));
+  check_materialized();
+  if (object.sizes() != p.sharded.sizes()) refuse(fmt::format("[{}]", fmt::join(object.sizes(), ", ")), fmt::format("[{}]", fmt::join(p.sharded.sizes(), ", ")));
+  if (object.requires_grad() && !object.is_leaf()) refuse("the result of a differentiable operation", "a leaf");
+  const Quiet quiet;
+  const at::Tensor value = object.detach();  // shares the memory that the object leaves
+  const detail::DTensorPayload* payload = detail::dtensor_payload(value);
+  const auto lies_as = [&](const SpecPtr& spec) { return spec && payload && payload->spec->mesh_id() == spec->mesh_id() && payload->spec->placements() == spec->placements(); };
+  const int rank = mesh_.shard_rank();
+  at::Tensor piece;
+  if (lies_as(p.placement.sharded))
+    piece = payload->local();
+  else if (lies_as(p.placement.original) || (!payload && !p.placement.original))
+    piece = piece_of(local_of(value), p.layout(), rank);
+  else
+    refuse(payload ? describe_dtensor(value) : "a plain tensor", p.placement.original ? to_string(p.placement.original->placements()) + ", as the parameter was before fully_shard" : "a plain tensor");
+  before_shards_change();
+  p.padded.narrow(0, 0, p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank)).copy_(piece);
+  detail::unregister_member(p.handle._unsafe_get_target());
+  p.handle = c10::weak_intrusive_ptr<c10::TensorImpl>(object.getIntrusivePtr());
+  p.gradient.reset();
+  p.gradient_owned = p.arrived = false;
+  detail::register_member(object.unsafeGetTensorImpl(), {this, static_cast<int>(index)});
+  replace_data(object, p.sharded);
+  if (owner_ && at::isFloatingType(p.dtype)) tie_lifetime(object, owner_->shared_from_this());
 }
 
 // ---- what others ask ----

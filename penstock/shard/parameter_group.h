@@ -136,6 +136,8 @@ class ParameterGroup final : public GradientSink {
   // After the shard of a parameter was replaced from outside (a load that set new data): takes it over. Nothing to do where the
   // parameter still holds this group's memory.
   void reset_sharded_parameter(std::size_t index);
+  // Makes another tensor object the parameter: it is sharded where it stands, with its own value. The old object is a parameter no more.
+  void adopt_object(std::size_t index, const at::Tensor& object);
 
   bool materialized() const { return materialized_; }
   // Memory for shards of fake parameters, then `fill(parameter, piece, box)` for each: no rank ever holds a whole parameter.
@@ -149,9 +151,9 @@ class ParameterGroup final : public GradientSink {
   Memory memory() const;
   std::int64_t gathered_bytes() const;
 
-  // Waits until the device has read the shards that the last gathers took: before somebody writes offloaded ones, which are read from
-  // CPU memory while the CPU goes on. Nothing to do elsewhere.
-  void wait_for_reads();
+  // Before somebody writes shards: gives up a gather that was started ahead, as its values will be old, and waits until the device
+  // has read offloaded shards, which it does from CPU memory while the CPU continues.
+  void before_shards_change();
 
   // ---- for the other parts of this folder ----
   void take(std::size_t slot, at::Tensor gradient) override;

@@ -26,6 +26,12 @@ Modules& modules() {
   return instance;
 }
 
+std::shared_ptr<ShardState> state_at(const torch::nn::Module& module) {
+  const std::lock_guard lock(modules().mutex);
+  const auto found = modules().states.find(&module);
+  return found == modules().states.end() ? nullptr : found->second.lock();
+}
+
 bool holds_any(const torch::nn::Module& module, const ShardState& state) {
   std::unordered_set<const void*> own;
   for (const at::Tensor& parameter : module.parameters()) own.insert(parameter.unsafeGetTensorImpl());
@@ -53,13 +59,18 @@ Part& part_of(std::vector<Part>& parts, const ShardChoice& choice) {
 }  // namespace
 
 std::shared_ptr<ShardState> find_shard_state(const torch::nn::Module& module) {
-  std::shared_ptr<ShardState> state;
-  {
-    const std::lock_guard lock(modules().mutex);
-    const auto found = modules().states.find(&module);
-    if (found != modules().states.end()) state = found->second.lock();
-  }
+  const std::shared_ptr<ShardState> state = state_at(module);
   return state && holds_any(module, *state) ? state : nullptr;
+}
+
+std::shared_ptr<ShardState> find_replaced_shard_state(const torch::nn::Module& module) {
+  const std::shared_ptr<ShardState> state = state_at(module);
+  if (!state || holds_any(module, *state)) return state;
+  const auto table = module.named_parameters(/*recurse=*/true);
+  for (const ParameterGroup* group : state->groups())
+    for (const ShardedParameter& p : group->parameters())
+      if (const at::Tensor* now = table.find(p.name); !now || now->sizes() != c10::IntArrayRef(p.placement.sharded->shape())) return nullptr;
+  return state;
 }
 
 std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const ShardMesh& mesh, const ShardOptions& options) {

@@ -85,7 +85,6 @@ class ShardState : public std::enable_shared_from_this<ShardState> {
 
  private:
   friend std::shared_ptr<ShardState> make_shard_state(torch::nn::Module&, const ShardMesh&, const ShardOptions&);
-  friend std::shared_ptr<ShardState> find_shard_state(const torch::nn::Module&);
   ShardState() = default;
   template <class Set>
   void for_groups(bool recurse, Set&& set);
@@ -104,5 +103,7 @@ class ShardState : public std::enable_shared_from_this<ShardState> {
 
 std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const ShardMesh& mesh, const ShardOptions& options);
 std::shared_ptr<ShardState> find_shard_state(const torch::nn::Module& module);
+// The same, also when every parameter of the module has been replaced by another object of its name and shape.
+std::shared_ptr<ShardState> find_replaced_shard_state(const torch::nn::Module& module);
 
 }  // namespace penstock

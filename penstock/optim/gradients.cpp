@@ -50,10 +50,11 @@ void settle_gradients(const std::vector<NamedParameter>& parameters) {
     if (distributed != is_dtensor(gradient))
       throw TypeError(describe(fmt::format("gradient of {}", parameter.name), distributed ? "a plain tensor" : "a distributed tensor", distributed ? "a distributed tensor" : "a plain tensor",
                                "parameter and gradient are of one kind; set .grad() by from_local or full_tensor"));
-    if (!distributed || placements_of(gradient) == placements_of(parameter.tensor)) continue;
-    const Placements& placements = placements_of(parameter.tensor);
+    if (!distributed) continue;
     if (!(mesh_of(gradient) == mesh_of(parameter.tensor)))
       throw ValueError(describe(fmt::format("gradient of {}", parameter.name), mesh_of(gradient).mesh().to_string(), mesh_of(parameter.tensor).mesh().to_string(), "distribute both on one mesh"));
+    const Placements& placements = placements_of(parameter.tensor);
+    if (placements_of(gradient) == placements) continue;
     const auto axis = summed_axis(placements_of(gradient), placements);
     const at::Tensor local = local_if_distributed(gradient, kDetach);
     if (!axis || !local.is_contiguous()) {

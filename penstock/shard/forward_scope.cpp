@@ -19,7 +19,7 @@ ForwardScope::ForwardScope(const torch::nn::Module& module) : state_(find_shard_
   if (!state_ || !state_->group()) return;
   for (ParameterGroup* group : state_->groups()) {
     group->context().before_use(*group);
-    if (!at::GradMode::is_enabled() || in_backward()) continue;
+    if (!at::GradMode::is_enabled()) continue;  // inside a backward it is enabled where a forward is run again
     // Parameters that are distributed may be used by what is no operator (to_local): their gradients are to come here all the same.
     for (std::size_t slot = 0; slot < group->parameters().size(); ++slot) {
       const at::Tensor parameter = group->parameters()[slot].parameter();

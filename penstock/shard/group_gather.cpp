@@ -57,6 +57,7 @@ void ParameterGroup::fill_row(const at::Tensor& row) {
 }
 
 void ParameterGroup::unshard() {
+  if (replaced_) adopt_replaced();
   if (state_ == GroupState::Unsharded || gather_) return;
   check_materialized();
   const Quiet quiet;
@@ -136,6 +137,7 @@ void ParameterGroup::end_gather(Gather& gather) {
 }
 
 void ParameterGroup::wait_for_unshard() {
+  if (replaced_) adopt_replaced();
   if (state_ == GroupState::Unsharded) return;
   unshard();
   const Quiet quiet;
@@ -170,6 +172,7 @@ void ParameterGroup::switch_all(bool to_unsharded) {
 }
 
 void ParameterGroup::reshard() {
+  if (replaced_ && !writable_) adopt_replaced();
   if (gather_) {
     // Nobody has used it; what was received goes.
     const TimedPart timed(times(), &ShardTimes::gather);
@@ -188,6 +191,7 @@ void ParameterGroup::reshard() {
 }
 
 void ParameterGroup::reshard_after_forward() {
+  if (replaced_ && !writable_) adopt_replaced();
   if (state_ != GroupState::Unsharded || writable_) return;
   if (const bool* free = std::get_if<bool>(&reshard_after_forward_)) {
     if (*free) reshard();

@@ -17,6 +17,7 @@
 #include "penstock/comm/world.h"
 #include "penstock/dtensor/dtensor.h"
 #include "penstock/optim/clip.h"
+#include "penstock/optim/gradients.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -163,6 +164,18 @@ TEST(ClipGradNorm, CopiesAlongAnAxisCountOnce) {
     at::Tensor split = distribute_tensor(at::zeros({4}), mesh, {Shard{0}}).set_requires_grad(true);
     split.mutable_grad() = distribute_tensor(at::full({4}, 4.0), mesh, {Shard{0}});
     EXPECT_EQ(clip_grad_norm({{"p", p}, with_gradient("plain", at::full({4}, 6.0)), {"split", split}}, kInfinity).value(), std::sqrt(36.0 + 144 + 64));
+  });
+}
+
+TEST(SettleGradients, AGradientOnOtherRanksIsRefusedWhateverItsPlacements) {
+  comm::run_ranks(4, 60s, [](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, Rank{world.rank()}));
+    for (const Placement& placement : {Placement(Shard{0}), Placement(Replicate{})}) {
+      at::Tensor parameter = distribute_tensor(at::ones({4}), mesh, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt});
+      parameter.mutable_grad() = distribute_tensor(at::ones({4}), other, {Replicate{}, placement}, {.source_axis_rank = std::nullopt});
+      EXPECT_TRUE(has_text(message_of<ValueError>([&] { settle_gradients({{"p", parameter}}); }), "on one mesh"));
+    }
   });
 }
 

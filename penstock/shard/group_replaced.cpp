@@ -94,6 +94,8 @@ void ParameterGroup::check_replacement(const ShardedParameter& p, const at::Tens
     throw ValueError(describe(what, describe_dtensor(tensor), p.to_string() + ", as it was sharded", "distribute the value with the same placements on the same mesh, or give it whole"));
   if (local.storage().unsafeGetStorageImpl() == whole_.get() && state_ != GroupState::Unsharded)
     throw ValueError(describe(what, "a view of gathered memory that was freed", "a tensor with memory of its own", "clone() it"));
+  if (writable_ && p.keeps_encoded)
+    throw StateError(describe(what, "it is gathered in encoded form inside an UnshardedScope", "a parameter that may be written there", "call load_whole() outside of the scope"));
   if (tensor.scalar_type() == p.dtype || (writable_ && tensor.scalar_type() == p.compute_dtype)) return;
   if (writable_ || !partial_reductions.empty())
     throw StateError(describe(what, dtype_name(tensor.scalar_type()), fmt::format("{} here", dtype_name(p.dtype)),
@@ -151,6 +153,7 @@ void ParameterGroup::adopt_replaced() {
     return;
   }
   reshard();
+  before_shards_change();
   std::vector<std::pair<ShardedParameter*, at::ScalarType>> dtypes;
   for (const Value& v : values)
     if (const at::ScalarType dtype = v.p->recast ? *v.p->recast : v.value.scalar_type(); dtype != v.p->dtype) dtypes.emplace_back(v.p, dtype);
@@ -184,7 +187,7 @@ void ParameterGroup::change_dtypes(const std::vector<std::pair<ShardedParameter*
   retired_.push_back(std::move(whole_));
   flat_bytes_ = row_bytes_ = whole_bytes_ = 0;
   plan_memory();
-  flat_ = at::zeros({flat_bytes_}, flat_.options().pinned_memory(options_.offload.to_cpu && options_.offload.pin_memory && device_.is_cuda()));
+  allocate_shards();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     ShardedParameter& p = parameters_[i];
     p.padded = typed_part(flat_, p.shard_byte, p.dtype, {p.layout().padded_numel()});

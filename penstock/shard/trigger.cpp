@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <string_view>
 
 #include "penstock/base/errors.h"
@@ -148,6 +149,24 @@ at::Tensor gathered_result(const Use& use) {
                             "compute it inside of a forward that records gradients, or in an UnshardedScope"));
 }
 
+// False, with the arguments on the stack as they were, for an operator that distributed tensors do not have. One that writes must not
+// fall back to gathered parameters: what it writes would be lost.
+bool runs_on_shards(const c10::OperatorHandle& op, const OperatorTraits& traits, Stack* stack, std::size_t base) {
+  if (traits.mutates) {
+    op.callBoxed(stack);
+    return true;
+  }
+  Stack arguments(stack->begin() + static_cast<std::ptrdiff_t>(base), stack->end());
+  try {
+    op.callBoxed(stack);
+    return true;
+  } catch (const NotImplemented&) {
+    stack->resize(base);
+    stack->insert(stack->end(), std::make_move_iterator(arguments.begin()), std::make_move_iterator(arguments.end()));
+    return false;
+  }
+}
+
 void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   const NoAnyHookGuard off;
   const OperatorTraits& traits = traits_of(op);
@@ -189,14 +208,15 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
     for (const Use& use : uses) {
       if (!use.written) continue;
       if (use.member.group->state() == GroupState::Unsharded && !use.member.group->writable()) refuse_write(use, traits);
-      use.member.group->wait_for_reads();
+      use.member.group->before_shards_change();
     }
-    op.callBoxed(stack);
-    // Results of shards alone are remembered: an activation that meets them wants them whole.
-    if (!traits.mutates && !some_gathered)
-      for (std::size_t i = stack->size() - traits.returns.size(); i < stack->size(); ++i)
-        for_each_tensor((*stack)[i], [&](const at::Tensor& tensor) { detail::register_derived(tensor, *(uses.empty() ? derived : uses)[0].member.group); });
-    return;
+    if (runs_on_shards(op, traits, stack, base)) {
+      // Results of shards alone are remembered: an activation that meets them wants them whole.
+      if (!traits.mutates && !some_gathered)
+        for (std::size_t i = stack->size() - traits.returns.size(); i < stack->size(); ++i)
+          for_each_tensor((*stack)[i], [&](const at::Tensor& tensor) { detail::register_derived(tensor, *(uses.empty() ? derived : uses)[0].member.group); });
+      return;
+    }
   }
 
   for (const Use& use : uses) {

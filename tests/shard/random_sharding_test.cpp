@@ -403,7 +403,7 @@ void run_case(comm::World& world, const Case& c, const Outcome& expected) {
 
 int cases_of(int ranks) {
   const char* times = std::getenv("PENSTOCK_RANDOM_CASES");
-  return (ranks == 4 ? 120 : 50) * (times ? std::stoi(times) : 1);
+  return (ranks == 4 ? 100 : 40) * (times ? std::stoi(times) : 1);
 }
 
 void check_worlds(int ranks) {

@@ -77,13 +77,20 @@ struct StageOptions {
   bool join_weight_gradients = false;
   // Finds the meshes of distributed activations that arrive. Those of the examples and of the parameters are known.
   MeshGroupsCallback find_mesh;
-  // Compare every tensor with its record in full: dtype, shape, stride, placements. Default: at debug level detail. The cheap part
-  // (number, dtype, shape) is always compared.
+  // Compare every tensor that enters or leaves the stage with its record in full: dtype, shape, stride, placements. For what comes from
+  // other ranks, senders tell what they have made ahead of each transfer, in the whole pipeline as soon as one of its stages validates.
+  // Default: at debug level detail. The cheap part (number, dtype, shape) is always compared.
   std::optional<bool> validate;
 };
 
-// A module failed in its forward. The cause is nested (std::rethrow_if_nested).
+// A module, a loss or a hook of the user failed in a forward, for real or in a trial run: with stage, microbatch and a summary of the
+// arguments. The cause, whatever its type, is nested (std::rethrow_if_nested).
 class StageForwardError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+// The same for what runs in a backward: autograd functions, hooks of tensors, weight steps of one's own.
+class StageBackwardError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
@@ -108,6 +115,8 @@ class PipelineStage {
   const StageMeta& example_meta() const;
   // Whether this stage alone would need a trial run (a pipeline is static only when no stage does).
   bool needs_trial(bool has_backward) const;
+  // StageOptions::validate, or its default.
+  bool validates() const;
 
   std::vector<at::Tensor> parameters() const { return module().parameters(); }
   MeshCache& meshes() const;

@@ -39,10 +39,32 @@ void ensure_sharded(const std::vector<at::Tensor>& parameters) {
 }
 
 void ensure_sharded(const at::Tensor& parameter) {
-  if (const auto info = shard_of(parameter); info && info->state() != GroupState::Sharded) info->group->reshard();
+  const auto info = shard_of(parameter);
+  if (!info) return;
+  if (info->state() != GroupState::Sharded) info->group->reshard();
+  info->group->wait_for_reads();
 }
 
+namespace {
+
+// Tensor objects that have taken the place of parameters in the table of the module that was sharded.
+void adopt_new_objects(const torch::nn::Module& module) {
+  const std::shared_ptr<ShardState> state = find_replaced_shard_state(module);
+  if (!state) return;
+  const auto table = module.named_parameters(/*recurse=*/true);
+  for (ParameterGroup* group : state->groups())
+    for (std::size_t i = 0; i < group->parameters().size(); ++i) {
+      const ShardedParameter& p = group->parameters()[i];
+      const at::Tensor* now = table.find(p.name);
+      if (now && now->defined() && now->unsafeGetTensorImpl() != p.handle._unsafe_get_target() && !shard_of(*now)) group->adopt_object(i, *now);
+    }
+}
+
+}  // namespace
+
 void reset_sharded_parameters(torch::nn::Module& module) {
+  adopt_new_objects(module);
+  for (const auto& inner : module.modules(/*include_self=*/false)) adopt_new_objects(*inner);
   for (const at::Tensor& parameter : module.parameters())
     if (const auto info = shard_of(parameter)) info->group->reset_sharded_parameter(info->index);
 }

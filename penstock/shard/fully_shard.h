@@ -74,7 +74,11 @@ std::optional<ShardInfo> shard_of(const at::Tensor& parameter);
 void ensure_sharded(const std::vector<at::Tensor>& parameters);
 void ensure_sharded(const at::Tensor& parameter);
 
-// After a load that put new tensors in the place of shards: takes them over. A second call does nothing.
+// After a load that put new tensors in the place of shards: takes them over. A second call does nothing. New data of a parameter
+// (set_data) and new tensor objects in the module's table of parameters are both found. An object becomes the parameter: it is sharded
+// where it stands, from a whole value that is equal on all ranks or a distributed one that lies as the shard or as the parameter before
+// fully_shard; requires_grad is its own. Optimizers and members that hold the old object must be given the new one.
+// Throws ValueError for another shape or layout, StateError for a group that is gathered.
 void reset_sharded_parameters(torch::nn::Module& module);
 
 // This rank's part of a whole value that it has, written into the shard. Throws ValueError for another shape.

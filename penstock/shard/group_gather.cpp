@@ -10,6 +10,7 @@
 #include "penstock/shard/parameter_group.h"
 #include "penstock/shard/piece_copy.h"
 #include "penstock/shard/shard_context.h"
+#include "penstock/torch/streams.h"
 #include "penstock/torch/switch_data.h"
 
 namespace penstock {
@@ -24,7 +25,14 @@ void ParameterGroup::check_materialized() const {
     throw StateError(fmt::format("the parameters of '{}' are fake: they have no memory; call materialize_shards() before the first forward", name_));
 }
 
+void ParameterGroup::wait_for_reads() {
+  if (!reads_) return;
+  reads_->synchronize();
+  reads_.reset();
+}
+
 void ParameterGroup::fill_row(const at::Tensor& row) {
+  if (flat_.device() != row.device()) reads_ = current_stream(row.device());
   const at::Tensor source = flat_.device() == row.device() ? flat_ : flat_.to(row.device(), /*non_blocking=*/true);
   const ShardedParameter& first = parameters_.front();
   const bool uniform = std::all_of(parameters_.begin(), parameters_.end(), [&](const ShardedParameter& p) {
@@ -45,11 +53,15 @@ void ParameterGroup::fill_row(const at::Tensor& row) {
 }
 
 void ParameterGroup::unshard() {
+  if (in_trial()) return;
   if (replaced_) adopt_replaced();
   if (state_ == GroupState::Unsharded || gather_) return;
   check_materialized();
   const Quiet quiet;
   Gather gather;
+  if (context_ && !whole_is_flat_) gather.stream = context_->gather_stream(device_);
+  // Every use of the stream begins after what the computing one has been given: so memory that it gave back is not read there any more.
+  const SideStreamScope beside(gather.stream);
   if (state_ == GroupState::ShardedPostForward) {
     const int ranks = std::get<ReshardTo>(reshard_after_forward_).ranks;
     gather.from_slice = true;
@@ -101,6 +113,10 @@ void ParameterGroup::copy_out(const at::Tensor& received) {
       join_pieces(typed, p.row_byte / item, p.layout(), p.whole);
       continue;
     }
+    if (p.keeps_encoded) {
+      p.whole.copy_(received.narrow(1, p.row_byte, p.row_bytes));
+      continue;
+    }
     const at::Tensor rows = pool_.empty({received.size(0), p.layout().padded_numel()}, p.compute_dtype, device_);
     for (std::int64_t rank = 0; rank < received.size(0); ++rank)
       p.extension->decode(received.select(0, rank).narrow(0, p.row_byte, p.row_bytes), rows.select(0, rank));
@@ -108,7 +124,17 @@ void ParameterGroup::copy_out(const at::Tensor& received) {
   }
 }
 
+// What follows on the computing stream sees what was received, and the memory of that is not given away before it has.
+void ParameterGroup::end_gather(Gather& gather) {
+  gather.work.wait();
+  if (!gather.stream) return;
+  const c10::Stream computing = current_stream(device_);
+  order_after(computing, *gather.stream);
+  if (gather.received.defined()) gather.received.record_stream(computing);
+}
+
 void ParameterGroup::wait_for_unshard() {
+  if (in_trial()) return;
   if (replaced_) adopt_replaced();
   if (state_ == GroupState::Unsharded) return;
   unshard();
@@ -117,7 +143,7 @@ void ParameterGroup::wait_for_unshard() {
   gather_.reset();
   {
     const TimedPart timed(times(), &ShardTimes::gather);
-    gather.work.wait();
+    end_gather(gather);
   }
   if (gather.from_slice) {
     const TimedPart timed(times(), &ShardTimes::copy);
@@ -144,11 +170,12 @@ void ParameterGroup::switch_all(bool to_unsharded) {
 }
 
 void ParameterGroup::reshard() {
+  if (in_trial()) return;
   if (replaced_ && !writable_) adopt_replaced();
   if (gather_) {
     // Nobody has used it; what was received goes.
     const TimedPart timed(times(), &ShardTimes::gather);
-    gather_->work.wait();
+    end_gather(*gather_);
     gather_.reset();
   }
   if (state_ == GroupState::ShardedPostForward) slice_.reset();
@@ -163,6 +190,7 @@ void ParameterGroup::reshard() {
 }
 
 void ParameterGroup::reshard_after_forward() {
+  if (in_trial()) return;
   if (replaced_ && !writable_) adopt_replaced();
   if (state_ != GroupState::Unsharded || writable_) return;
   if (const bool* free = std::get_if<bool>(&reshard_after_forward_)) {

@@ -63,8 +63,12 @@ void ParameterGroup::take(std::size_t slot, at::Tensor gradient) {
     p.gradient_owned = true;
   }
   p.arrived = true;
-  // Parameters that forward never used are not waited for.
-  const bool complete = std::all_of(parameters_.begin(), parameters_.end(), [](const ShardedParameter& q) { return q.arrived || !q.used; });
+  // Waits only for parameters that a live graph may still reach: one that an earlier step used and this one does not is in none.
+  const bool complete = std::all_of(parameters_.begin(), parameters_.end(), [](const ShardedParameter& q) {
+    if (q.arrived) return true;
+    const at::Tensor parameter = q.parameter();
+    return !parameter.defined() || !parameter.requires_grad() || !awaits_gradient(parameter);
+  });
   if (complete) post_backward();
 }
 
@@ -111,16 +115,13 @@ void ParameterGroup::post_backward() {
 void ParameterGroup::forget_gradients() {
   for (ShardedParameter& p : parameters_) {
     p.gradient.reset();
-    p.gradient_owned = p.arrived = p.used = false;
+    p.gradient_owned = p.arrived = false;
   }
+  recorded_ = false;
 }
 
 bool ParameterGroup::has_arrivals() const {
   return std::any_of(parameters_.begin(), parameters_.end(), [](const ShardedParameter& p) { return p.arrived; });
-}
-
-bool ParameterGroup::recorded() const {
-  return std::any_of(parameters_.begin(), parameters_.end(), [](const ShardedParameter& p) { return p.used; });
 }
 
 bool ParameterGroup::has_trainable() const {

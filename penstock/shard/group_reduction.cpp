@@ -17,6 +17,7 @@ namespace penstock {
 
 GroupReduction::GroupReduction(ParameterGroup& group)
     : group_(&group), op_(group.gradient_divide_factor ? comm::ReduceOp::Sum : comm::ReduceOp::Avg), all_reduce_(group.flags.all_reduce) {
+  stream_ = group.context().reduce_stream(group.device());
   auto& parameters = group.mutable_parameters();
   const auto wanted = group.options().mixed_precision.reduce_dtype;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -61,6 +62,9 @@ void GroupReduction::start(Bucket& bucket) {
   places.fill_(1);
   for (std::size_t k = 0; k < bucket.present.size(); ++k)
     if (!bucket.present[k]) places.select(1, static_cast<std::int64_t>(k)).zero_();
+  // From here on the rows are read there.
+  if (stream_) bucket.rows.record_stream(*stream_);
+  const SideStreamScope beside(stream_);
   if (mesh.shard_ranks() == 1) {
     bucket.reduced = bucket.rows.select(0, 0);
     return;
@@ -75,6 +79,7 @@ void GroupReduction::wait_for_shards() {
   shards_done_ = true;
   const TimedPart timed(group_->times(), &ShardTimes::reduce);
   const at::NoGradGuard no_grad;
+  const SideStreamScope beside(stream_);
   const ShardMesh& mesh = group_->mesh();
   const bool replicas = mesh.replicas() > 1;
   auto& partial = group_->partial_reductions;
@@ -103,6 +108,8 @@ void GroupReduction::finish() {
   wait_for_shards();
   finished_ = true;
   const at::NoGradGuard no_grad;
+  if (stream_) computing_ = current_stream(stream_->device());
+  const SideStreamScope beside(stream_);
   const bool to_cpu = group_->options().offload.to_cpu && group_->device().is_cuda();
   for (Bucket& bucket : buckets_) {
     {
@@ -165,6 +172,7 @@ void GroupReduction::write(const Bucket& bucket) const {
       cast = group_->pool().empty({bucket.width}, p.dtype, p.padded.device());
       cast.copy_(values);
     }
+    if (stream_ && !cast.device().is_cpu()) cast.record_stream(*computing_);  // which will read the gradient
     const at::Tensor local = cast.narrow(0, bucket.offsets[k], p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank));
     at::Tensor& grad = parameter.mutable_grad();
     if (!grad.defined()) {

@@ -9,6 +9,8 @@
 //
 // Gradients of offloaded shards are copied to the CPU on a stream of their own, into page-locked memory, while backward goes on; whoever
 // ends the backward calls settle(), which waits for the copy alone.
+// On CUDA the gradients are copied into the buffer by the stream that computes them; everything after that runs on a stream of its own
+// (ShardContext::reduce_stream), for which the end of backward waits.
 // Private to this folder.
 #pragma once
 
@@ -59,6 +61,8 @@ class GroupReduction {
   comm::ReduceOp op_;
   bool all_reduce_;  // as it was when the gradients came
   bool shards_done_ = false, finished_ = false, kept_ = false;
+  std::optional<c10::Stream> stream_;  // where it runs after the gradients were copied in, if not on the computing stream
+  std::optional<c10::Stream> computing_;
   std::optional<c10::Stream> copies_;  // where they run
 };
 

@@ -61,7 +61,9 @@ void ParameterGroup::note_replaced(std::size_t slot, const at::Tensor& data) {
 
 void ParameterGroup::note_cast(std::size_t slot, const at::Tensor& result, std::optional<at::ScalarType> dtype) {
   ShardedParameter& p = parameters_[slot];
-  if (p.dtype == p.compute_dtype || result.is_inference() || result.device() != device_) return;
+  // Otherwise a gathered parameter has the very values of its shard.
+  const bool exact = p.dtype == p.compute_dtype && !p.extension;
+  if (exact || result.is_inference() || result.device() != device_) return;
   p.cast = ShardedParameter::Cast{c10::weak_intrusive_ptr<c10::TensorImpl>(result.getIntrusivePtr()), static_cast<std::uint32_t>(result._version()), dtype.value_or(p.dtype)};
 }
 
@@ -71,6 +73,7 @@ at::Tensor ParameterGroup::own_shard(const ShardedParameter& p) const {
 }
 
 bool ParameterGroup::holds_own_data(const ShardedParameter& p, const at::Tensor& tensor) const {
+  if (p.keeps_encoded && is_wrapper(tensor) && payload_of(tensor) == payload_of(p.unsharded)) return true;
   const at::Tensor local = detail::local_of(tensor);
   if (is_wrapper(local)) return false;
   const c10::StorageImpl* memory = local.storage().unsafeGetStorageImpl();
@@ -94,6 +97,8 @@ void ParameterGroup::check_replacement(const ShardedParameter& p, const at::Tens
     throw ValueError(describe(what, describe_dtensor(tensor), p.to_string() + ", as it was sharded", "distribute the value with the same placements on the same mesh, or give it whole"));
   if (local.storage().unsafeGetStorageImpl() == whole_.get() && state_ != GroupState::Unsharded)
     throw ValueError(describe(what, "a view of gathered memory that was freed", "a tensor with memory of its own", "clone() it"));
+  if (writable_ && p.keeps_encoded)
+    throw StateError(describe(what, "a gathered parameter that stays encoded", "one that can be written", "set data outside of an UnshardedScope"));
   if (tensor.scalar_type() == p.dtype || (writable_ && tensor.scalar_type() == p.compute_dtype)) return;
   if (writable_ || !partial_reductions.empty())
     throw StateError(describe(what, dtype_name(tensor.scalar_type()), fmt::format("{} here", dtype_name(p.dtype)),
@@ -151,6 +156,7 @@ void ParameterGroup::adopt_replaced() {
     return;
   }
   reshard();
+  wait_for_reads();
   std::vector<std::pair<ShardedParameter*, at::ScalarType>> dtypes;
   for (const Value& v : values)
     if (const at::ScalarType dtype = v.p->recast ? *v.p->recast : v.value.scalar_type(); dtype != v.p->dtype) dtypes.emplace_back(v.p, dtype);
@@ -184,7 +190,7 @@ void ParameterGroup::change_dtypes(const std::vector<std::pair<ShardedParameter*
   retired_.push_back(std::move(whole_));
   flat_bytes_ = row_bytes_ = whole_bytes_ = 0;
   plan_memory();
-  flat_ = at::zeros({flat_bytes_}, flat_.options().pinned_memory(options_.offload.to_cpu && options_.offload.pin_memory && device_.is_cuda()));
+  allocate_shards();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     ShardedParameter& p = parameters_[i];
     p.padded = typed_part(flat_, p.shard_byte, p.dtype, {p.layout().padded_numel()});

@@ -10,9 +10,11 @@ namespace {
 
 class Int8Gather final : public AllGatherExtension {
  public:
-  explicit Int8Gather(std::int64_t block) : block_(block) {
-    if (block < 1) throw ValueError(describe("int8_gather: block", std::to_string(block), "1 or more"));
+  explicit Int8Gather(const Int8GatherOptions& options) : block_(options.block), keep_encoded_(options.keep_encoded) {
+    if (block_ < 1) throw ValueError(describe("int8_gather: block", std::to_string(block_), "1 or more"));
   }
+
+  bool keeps_encoded() const override { return keep_encoded_; }
 
   // Scales first: they want alignment.
   std::int64_t encoded_bytes(std::int64_t numel, at::ScalarType) const override { return blocks(numel) * 4 + numel; }
@@ -45,10 +47,12 @@ class Int8Gather final : public AllGatherExtension {
   }
 
   std::int64_t block_;
+  bool keep_encoded_;
 };
 
 }  // namespace
 
-std::shared_ptr<const AllGatherExtension> int8_gather(std::int64_t block) { return std::make_shared<Int8Gather>(block); }
+std::shared_ptr<const AllGatherExtension> int8_gather(const Int8GatherOptions& options) { return std::make_shared<Int8Gather>(options); }
+std::shared_ptr<const AllGatherExtension> int8_gather(std::int64_t block) { return int8_gather({.block = block, .keep_encoded = false}); }
 
 }  // namespace penstock

@@ -15,6 +15,7 @@
 #include "penstock/shard/piece_copy.h"
 #include "penstock/shard/registry.h"
 #include "penstock/shard/shard_context.h"
+#include "penstock/shard/shard_state.h"
 #include "penstock/torch/any_operator_hook.h"
 #include "penstock/torch/cpu_bfloat16.h"
 #include "penstock/torch/dtype.h"
@@ -35,6 +36,25 @@ constexpr std::int64_t kAlignment = 64;  // of parameters in gathered memory: ve
 
 std::int64_t round_up(std::int64_t value, std::int64_t step) { return (value + step - 1) / step * step; }
 
+// A mesh of CPU ranks says nothing of where they compute; one of GPUs does.
+void check_device(const char* function, const std::string& name, at::Device device, const ShardMesh& mesh) {
+  if (device.is_cpu() && mesh.mesh().mesh().device_type() == "cuda")
+    throw ValueError(describe(fmt::format("{}: the device of parameter '{}'", function, name), device.str(), "a CUDA device, as the mesh is of", "move the module to its device first"));
+}
+
+// What an extension made to be the gathered parameter.
+void check_kept(const ShardedParameter& p) {
+  const at::Tensor& made = p.unsharded;
+  const Payload* payload = made.defined() ? payload_of(made) : nullptr;
+  const bool fits = payload && made.sizes() == c10::IntArrayRef(p.layout().shape()) && made.scalar_type() == p.compute_dtype && made.device() == p.whole.device();
+  if (!fits)
+    throw ValueError(describe(fmt::format("the extension of '{}': make_gathered", p.name), !made.defined() ? "an undefined tensor" : fmt::format("{}{}[{}]", payload ? "" : "a plain tensor, ", dtype_name(made.scalar_type()), fmt::join(made.sizes(), ", ")),
+                              fmt::format("a tensor subclass of {}[{}]", dtype_name(p.compute_dtype), fmt::join(p.layout().shape(), ", "))));
+  const auto parts = payload->inner_tensors();
+  if (parts.empty() || !parts.front().second.is_alias_of(p.whole))
+    throw ValueError(describe(fmt::format("the extension of '{}': inner_tensors() of what make_gathered returns", p.name), "memory of its own", "parts of GatheredBytes::rows, which gathers fill"));
+}
+
 }  // namespace
 
 std::string_view to_text(GroupState state) {
@@ -52,7 +72,7 @@ at::Tensor ShardedParameter::parameter() const {
 }
 
 std::string ShardedParameter::to_string() const {
-  return fmt::format("'{}' {}[{}] as {}", name, dtype_name(dtype), fmt::join(placement.sharded->shape(), ", "), penstock::to_string(placement.sharded->placements()));
+  return fmt::format("'{}' {}[{}] as {}", path, dtype_name(dtype), fmt::join(placement.sharded->shape(), ", "), penstock::to_string(placement.sharded->placements()));
 }
 
 // ---- construction ----
@@ -64,6 +84,7 @@ ParameterGroup::ParameterGroup(std::string name, ShardMesh mesh, ShardOptions op
   PENSTOCK_INVARIANT(!parameters.empty(), "a group has parameters");
   const MixedPrecision& precision = options_.mixed_precision;
   device_ = parameters.front().tensor.device();
+  if (!is_fake(parameters.front().tensor)) check_device("fully_shard", parameters.front().name, device_, mesh_);
   if (device_.is_cpu() && precision.param_dtype == at::kBFloat16) ensure_cpu_bfloat16();
   for (const NamedParameter& named : parameters) {
     const at::Tensor& tensor = named.tensor;
@@ -71,16 +92,18 @@ ParameterGroup::ParameterGroup(std::string name, ShardMesh mesh, ShardOptions op
       throw ValueError(describe(fmt::format("fully_shard: the device of parameter '{}'", named.name), tensor.device().str(),
                                 fmt::format("{}, as '{}' is", device_.str(), parameters.front().name), "move the module to one device first"));
     if (tensor.layout() != at::kStrided) throw TypeError(describe(fmt::format("fully_shard: parameter '{}'", named.name), "a sparse tensor", "a dense one"));
-    Shard shard{0};
-    if (options_.shard_placement)
-      if (const auto chosen = options_.shard_placement(named.name, tensor)) shard = *chosen;
     const bool floating = at::isFloatingType(tensor.scalar_type());
     ShardedParameter parameter{.name = named.name,
+                               .path = named.name,
                                .handle = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
-                               .placement = place_parameter(named.name, tensor, mesh_, shard),
+                               .placement = place_parameter(named.name, tensor, mesh_, named.shard),
                                .dtype = tensor.scalar_type(),
                                .compute_dtype = floating && precision.param_dtype ? *precision.param_dtype : tensor.scalar_type(),
                                .extension = options_.extension ? options_.extension(named.name, tensor) : nullptr};
+    parameter.keeps_encoded = parameter.extension && parameter.extension->keeps_encoded();
+    if (parameter.keeps_encoded && parameter.placement.original)
+      throw ValueError(describe(fmt::format("fully_shard: the extension of '{}', a distributed parameter", named.name), "it keeps the gathered parameter encoded", "one that decodes it",
+                                "return an extension without keeps_encoded() for distributed parameters"));
     materialized_ = materialized_ && !is_fake(tensor);
     parameters_.push_back(std::move(parameter));
   }
@@ -101,7 +124,7 @@ ParameterGroup::ParameterGroup(std::string name, ShardMesh mesh, ShardOptions op
     }
     return;
   }
-  flat_ = at::zeros({flat_bytes_}, at::TensorOptions(at::kByte).device(options_.offload.to_cpu ? at::Device(at::kCPU) : device_).pinned_memory(options_.offload.to_cpu && options_.offload.pin_memory && device_.is_cuda()));
+  allocate_shards();
   const int rank = mesh_.shard_rank();
   for (ShardedParameter& p : parameters_) {
     p.padded = typed_part(flat_, p.shard_byte, p.dtype, {p.layout().padded_numel()});
@@ -109,6 +132,11 @@ ParameterGroup::ParameterGroup(std::string name, ShardMesh mesh, ShardOptions op
     p.padded.narrow(0, 0, p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank)).copy_(piece_of(local, p.layout(), rank));
   }
   make_templates();
+}
+
+void ParameterGroup::allocate_shards() {
+  const bool to_cpu = options_.offload.to_cpu;
+  flat_ = at::zeros({flat_bytes_}, at::TensorOptions(at::kByte).device(to_cpu ? at::Device(at::kCPU) : device_).pinned_memory(to_cpu && options_.offload.pin_memory && device_.is_cuda()));
 }
 
 ParameterGroup::~ParameterGroup() {
@@ -137,7 +165,7 @@ void ParameterGroup::plan_memory() {
       throw ValueError(describe(fmt::format("the extension of '{}': encoded_bytes", p.name), std::to_string(p.row_bytes), "0 or more"));
     row_bytes_ = p.row_byte + p.row_bytes;
     p.whole_byte = round_up(whole_bytes_, kAlignment);
-    whole_bytes_ = p.whole_byte + p.layout().numel() * item_size(p.compute_dtype);
+    whole_bytes_ = p.whole_byte + (p.keeps_encoded ? ranks * round_up(p.row_bytes, item) : p.layout().numel() * item_size(p.compute_dtype));
     widest = std::max(widest, item);
     casts = casts || p.dtype != p.compute_dtype;
     extends = extends || p.extension;
@@ -158,6 +186,14 @@ void ParameterGroup::make_templates() {
   // Views need a storage of full size; memory comes with the first gather.
   whole_ = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<std::size_t>(whole_bytes_), at::DataPtr(nullptr, device_), nullptr,
                                                  /*resizable=*/false);
+  // What users' code makes may be refused: before any parameter changes.
+  for (ShardedParameter& p : parameters_) {
+    if (!p.keeps_encoded) continue;
+    // Rows begin at multiples of 8, as in what is received.
+    p.whole = at::empty({0}, at::TensorOptions(at::kByte).device(device_)).set_(c10::Storage(whole_), p.whole_byte, {mesh_.shard_ranks(), p.row_bytes}, {round_up(p.row_bytes, 8), 1});
+    p.unsharded = p.extension->make_gathered({p.whole, p.layout(), p.compute_dtype, p.extension});
+    check_kept(p);
+  }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     ShardedParameter& p = parameters_[i];
     const at::Tensor parameter = p.parameter();
@@ -167,10 +203,12 @@ void ParameterGroup::make_templates() {
     p.placement.sharded = DTensorSpec::get(p.placement.mesh, p.placement.sharded->placements(), geometry);
     p.sharded = detail::make_dtensor(local, p.placement.sharded, p.placement.mesh);
     const std::vector<std::int64_t> stride = contiguous_stride(p.layout().shape());
-    p.whole = at::empty({0}, at::TensorOptions(p.compute_dtype).device(device_)).set_(c10::Storage(whole_), p.whole_byte / item_size(p.compute_dtype), p.layout().shape(), stride);
     // Of the dtype it had, if this is not the first time: the boundary of its module is there.
     const at::Tensor bounded = p.unsharded.defined() ? p.unsharded : parameter;
-    p.unsharded = p.whole;
+    if (!p.keeps_encoded) {
+      p.whole = at::empty({0}, at::TensorOptions(p.compute_dtype).device(device_)).set_(c10::Storage(whole_), p.whole_byte / item_size(p.compute_dtype), p.layout().shape(), stride);
+      p.unsharded = p.whole;
+    }
     if (p.placement.original) {
       GlobalGeometry whole = p.placement.original->geometry();
       whole.dtype = p.compute_dtype;
@@ -182,7 +220,7 @@ void ParameterGroup::make_templates() {
     }
     mark_for_any_hook(p.sharded);
     mark_for_any_hook(p.unsharded);
-    mark_for_any_hook(p.whole);  // the local part of a distributed one: what to_local gives and autograd saves of it
+    if (!p.keeps_encoded) mark_for_any_hook(p.whole);  // the local part of a distributed one: what to_local gives and autograd saves of it
     detail::register_member(parameter.unsafeGetTensorImpl(), {this, static_cast<int>(i)});
     replace_data(parameter, p.sharded);
   }
@@ -193,9 +231,10 @@ void ParameterGroup::make_templates() {
 
 void ParameterGroup::materialize(const ShardInitializer& fill, at::Device device) {
   if (materialized_) return;
+  check_device("materialize_shards", parameters_.front().name, device, mesh_);
   const Quiet quiet;
   device_ = device;
-  flat_ = at::zeros({flat_bytes_}, at::TensorOptions(at::kByte).device(options_.offload.to_cpu ? at::Device(at::kCPU) : device_));
+  allocate_shards();
   const int rank = mesh_.shard_rank();
   for (ShardedParameter& p : parameters_) p.padded = typed_part(flat_, p.shard_byte, p.dtype, {p.layout().padded_numel()});
   make_templates();
@@ -232,7 +271,8 @@ void ParameterGroup::end_writes() {
   if (whole_is_flat_) return;
   const int rank = mesh_.shard_rank();
   for (const ShardedParameter& p : parameters_)
-    p.padded.narrow(0, 0, p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank)).copy_(piece_of(p.whole, p.layout(), rank));
+    if (!p.keeps_encoded)  // which nobody can have written
+      p.padded.narrow(0, 0, p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank)).copy_(piece_of(p.whole, p.layout(), rank));
 }
 
 void ParameterGroup::reset_sharded_parameter(std::size_t index) {
@@ -250,8 +290,42 @@ void ParameterGroup::reset_sharded_parameter(std::size_t index) {
   if (!payload || payload->spec->mesh_id() != p.placement.sharded->mesh_id() || payload->spec->placements() != p.placement.sharded->placements() || parameter.sizes() != p.sharded.sizes())
     throw ValueError(describe(fmt::format("reset_sharded_parameter: '{}' after a load", p.name), payload ? describe_dtensor(parameter) : "a plain tensor",
                               p.to_string() + ", as it was sharded", "load into the sharded parameter, or distribute the value with the same placements"));
+  wait_for_reads();
   mine.copy_(payload->local());
   switch_data(parameter, p.sharded);
+}
+
+void ParameterGroup::adopt_object(std::size_t index, const at::Tensor& object) {
+  ShardedParameter& p = parameters_.at(index);
+  const auto refuse = [&](const std::string& actual, const std::string& expected) {
+    throw ValueError(describe(fmt::format("reset_sharded_parameters: the new tensor in the place of parameter {}", p.to_string()), actual, expected, "put a whole value of the parameter's shape there, or its shard"));
+  };
+  if (state_ != GroupState::Sharded)
+    throw StateError(describe(fmt::format("reset_sharded_parameters: '{}'", p.path), std::string(to_text(state_)), "Sharded", "call reshard() before values are loaded"));
+  check_materialized();
+  if (object.sizes() != p.sharded.sizes()) refuse(fmt::format("[{}]", fmt::join(object.sizes(), ", ")), fmt::format("[{}]", fmt::join(p.sharded.sizes(), ", ")));
+  if (object.requires_grad() && !object.is_leaf()) refuse("the result of a differentiable operation", "a leaf");
+  const Quiet quiet;
+  const at::Tensor value = object.detach();  // shares the memory that the object leaves
+  const detail::DTensorPayload* payload = detail::dtensor_payload(value);
+  const auto lies_as = [&](const SpecPtr& spec) { return spec && payload && payload->spec->mesh_id() == spec->mesh_id() && payload->spec->placements() == spec->placements(); };
+  const int rank = mesh_.shard_rank();
+  at::Tensor piece;
+  if (lies_as(p.placement.sharded))
+    piece = payload->local();
+  else if (lies_as(p.placement.original) || (!payload && !p.placement.original))
+    piece = piece_of(local_of(value), p.layout(), rank);
+  else
+    refuse(payload ? describe_dtensor(value) : "a plain tensor", p.placement.original ? to_string(p.placement.original->placements()) + ", as the parameter was before fully_shard" : "a plain tensor");
+  wait_for_reads();
+  p.padded.narrow(0, 0, p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank)).copy_(piece);
+  detail::unregister_member(p.handle._unsafe_get_target());
+  p.handle = c10::weak_intrusive_ptr<c10::TensorImpl>(object.getIntrusivePtr());
+  p.gradient.reset();
+  p.gradient_owned = p.arrived = false;
+  detail::register_member(object.unsafeGetTensorImpl(), {this, static_cast<int>(index)});
+  replace_data(object, p.sharded);
+  if (owner_ && at::isFloatingType(p.dtype)) tie_lifetime(object, owner_->shared_from_this());
 }
 
 // ---- what others ask ----
@@ -266,7 +340,7 @@ std::uint64_t ParameterGroup::fingerprint() const {
     for (const char letter : to_string(p.placement.sharded->placements())) add(static_cast<unsigned char>(letter));
     const at::Tensor parameter = p.parameter();
     add(parameter.defined() && parameter.requires_grad());
-    add(static_cast<std::uint64_t>(p.row_bytes));
+    add(static_cast<std::uint64_t>(p.row_bytes) << 1 | static_cast<std::uint64_t>(p.keeps_encoded));
   }
   add(static_cast<std::uint64_t>(options_.mixed_precision.reduce_dtype.value_or(at::ScalarType::Undefined)));
   return hash;

@@ -21,6 +21,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <functional>
@@ -50,11 +51,13 @@ std::string_view to_text(GroupState state);
 // One parameter of a group. Tensors here are templates that share memory with the parameter.
 struct ShardedParameter {
   std::string name;                   // in the module that was sharded
+  std::string path;                   // in the outermost module that was sharded around it
   c10::weak_intrusive_ptr<c10::TensorImpl> handle;
   ParameterPlacement placement;
   at::ScalarType dtype;               // of the shard
   at::ScalarType compute_dtype;       // of the gathered parameter
   std::shared_ptr<const AllGatherExtension> extension;
+  bool keeps_encoded = false;         // gathered in the form of the extension
 
   std::int64_t shard_byte = 0;        // where its padded shard begins in the flat buffer
   std::int64_t row_byte = 0, row_bytes = 0;  // its part of what a rank sends
@@ -62,12 +65,11 @@ struct ShardedParameter {
 
   at::Tensor padded;                  // [padded_numel], a view of the flat buffer
   at::Tensor sharded;                 // distributed
-  at::Tensor whole;                   // plain, over the gathered storage
-  at::Tensor unsharded;               // `whole`, or distributed as the parameter was
+  at::Tensor whole;                   // plain, over the gathered storage; of a kept encoding: [ranks, row_bytes] bytes
+  at::Tensor unsharded;               // `whole`, or distributed as the parameter was, or what the extension makes of the bytes
 
   at::Tensor gradient;                // whole, of the backwards since the last reduction
   bool gradient_owned = false;        // made here, so it may be added to in place
-  bool used = false;                  // some forward took it with gradients on
   bool arrived = false;               // in the backward that runs
   bool replaced = false;              // set_data gave the parameter other data, which is not taken over yet
   // The gathered parameter cast by `to`, where that rounds otherwise than a cast of the shard would: Module::to is about to set it.
@@ -81,12 +83,13 @@ struct ShardedParameter {
 
   at::Tensor parameter() const;       // undefined when the module is gone
   const ShardLayout& layout() const { return placement.layout; }
-  std::string to_string() const;      // "blocks.0.weight [12, 5] as [S(0)], Sharded"-like, for errors
+  std::string to_string() const;      // "'blocks.0.weight' float32[12, 5] as [S(0)]", with the whole size, for errors
 };
 
 struct NamedParameter {
   std::string name;
   at::Tensor tensor;
+  Shard shard{0};
 };
 
 // What backward does with gradients; all on by default.
@@ -135,6 +138,13 @@ class ParameterGroup final : public GradientSink {
   // Gives up the gradients of backwards that are not reduced yet, and what is known of their uses.
   void forget_gradients();
 
+  // ---- trial runs (StepContext::trial) ----
+  // Until end_trial the parameters have the shape, dtype and placements of gathered ones but not their values: they are fake, or else zeros.
+  // Inputs are cast as in a real run; nothing is gathered, freed or reduced, and no gradient is taken. Trials nest.
+  void begin_trial(bool fake);
+  void end_trial();
+  bool in_trial() const { return !trials_.empty(); }
+
   // Writes into gathered parameters are kept (else they are refused): between, the group is Unsharded.
   void begin_writes();
   void end_writes();  // takes this rank's part of what was written
@@ -143,6 +153,8 @@ class ParameterGroup final : public GradientSink {
   // After the shard of a parameter was replaced from outside (a load that set new data): takes it over. Nothing to do where the
   // parameter still holds this group's memory.
   void reset_sharded_parameter(std::size_t index);
+  // Makes another tensor object the parameter: it is sharded where it stands, with its own value. The old object is a parameter no more.
+  void adopt_object(std::size_t index, const at::Tensor& object);
 
   // Somebody calls set_data on a parameter (so does Module::to): the next use of it takes the data over.
   void note_replaced(std::size_t slot, const at::Tensor& data);
@@ -166,9 +178,15 @@ class ParameterGroup final : public GradientSink {
   Memory memory() const;
   std::int64_t gathered_bytes() const;
 
+  // Waits until the device has read the shards that the last gathers took: before somebody writes offloaded ones, which are read from
+  // CPU memory while the CPU goes on. Nothing to do elsewhere.
+  void wait_for_reads();
+
   // ---- for the other parts of this folder ----
   void take(std::size_t slot, at::Tensor gradient) override;
-  void note_use(std::size_t slot) { parameters_[slot].used = true; }
+  // A forward that records gradients uses the group.
+  void note_use() { recorded_ = true; }
+  void forget_use() { recorded_ = false; }
   ShardContext& context();
   bool has_context() const { return context_ != nullptr; }
   ShardTimes* times() const;  // null before the first use
@@ -180,7 +198,7 @@ class ParameterGroup final : public GradientSink {
   at::Device device() const { return device_; }
   std::vector<ShardedParameter>& mutable_parameters() { return parameters_; }
   bool has_trainable() const;
-  bool recorded() const;  // whether a forward with gradients has used it
+  bool recorded() const { return recorded_; }  // whether one has, since the last backward ended
   bool has_arrivals() const;  // gradients that post_backward has not seen
   // Whether nobody has chosen what happens after forward; then the place of the module decides.
   bool reshard_is_default() const { return reshard_is_default_; }
@@ -194,11 +212,14 @@ class ParameterGroup final : public GradientSink {
     at::Tensor sent, received;  // bytes; received: [ranks, row bytes]
     comm::Work work;
     bool from_slice = false;
+    std::optional<c10::Stream> stream;  // that it was started on, if not the computing one
   };
 
   void plan_memory();
+  void allocate_shards();  // zeros, where and how the offload policy says
   void make_templates();
   void fill_row(const at::Tensor& row);
+  void end_gather(Gather& gather);
   void copy_out(const at::Tensor& received);
   void allocate_whole();
   void free_whole();
@@ -226,10 +247,15 @@ class ParameterGroup final : public GradientSink {
   c10::intrusive_ptr<c10::StorageImpl> whole_;
   at::Tensor slice_;                    // of the gathered bytes, in ShardedPostForward
   std::optional<Gather> gather_;
+  // What the parameters are in a trial, one list for each that has begun.
+  std::vector<std::vector<at::Tensor>> trials_;
+  std::vector<const void*> trial_memory_;  // registered as this group's until the last trial ends
   std::vector<c10::intrusive_ptr<c10::StorageImpl>> retired_;  // gathered storages of earlier dtypes: graphs may still look at them
+  std::optional<c10::Stream> reads_;    // on which shards may still be read from CPU memory
   bool writable_ = false;
   bool replaced_ = false;               // some parameter is
   bool held_ = false;
+  bool recorded_ = false;
   bool materialized_ = true;
 
   ShardState* owner_ = nullptr;

@@ -7,9 +7,11 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
+#include "penstock/comm/mesh_groups.h"
 #include "penstock/mesh/placement.h"
 #include "penstock/shard/extension.h"
 
@@ -35,8 +37,21 @@ struct ReshardTo {
 };
 using ReshardAfterForward = std::variant<bool, ReshardTo>;
 
-// Called with the parameter's name and value; nothing means dim 0.
-using ShardPlacementFunction = std::function<std::optional<Shard>(const std::string& name, const at::Tensor& parameter)>;
+// Where one parameter is cut, and over which ranks. Made from a Shard, from nothing (dim 0), or from a Shard and a mesh.
+struct ShardChoice {
+  ShardChoice() = default;
+  ShardChoice(std::nullopt_t) {}
+  ShardChoice(Shard shard) : shard(shard) {}
+  ShardChoice(const std::optional<Shard>& shard) : shard(shard.value_or(Shard{0})) {}
+  ShardChoice(Shard shard, comm::MeshGroups mesh) : shard(shard), mesh(std::move(mesh)) {}
+
+  Shard shard{0};
+  // Instead of the mesh given to fully_shard, for parameters that fewer ranks share, like those of experts: one axis that shards, or two,
+  // the first of which replicates. Gradients are averaged over this mesh alone. Parameters of one module with the same mesh form a group.
+  std::optional<comm::MeshGroups> mesh;
+};
+// Called with the parameter's name and value. All ranks of the mesh it returns must return it for the same parameters.
+using ShardPlacementFunction = std::function<ShardChoice(const std::string& name, const at::Tensor& parameter)>;
 // Called with the parameter's name and value; null means that it is gathered as it is.
 using ExtensionFunction = std::function<std::shared_ptr<const AllGatherExtension>(const std::string& name, const at::Tensor& parameter)>;
 

@@ -8,6 +8,7 @@
 
 #include "penstock/dtensor/dtensor_payload.h"
 #include "penstock/torch/any_operator_hook.h"
+#include "penstock/torch/fake.h"
 
 namespace penstock::detail {
 namespace {
@@ -75,11 +76,14 @@ Membership find_parameter(const at::Tensor& tensor) {
 
 Membership find_member(const at::Tensor& tensor) {
   const DTensorPayload* payload = dtensor_payload(tensor);
+  at::Tensor part;  // of a subclass that keeps gathered memory in its own form
+  if (const Payload* wrapped = payload ? nullptr : payload_of(tensor); wrapped && !is_fake(tensor))
+    if (const auto parts = wrapped->inner_tensors(); !parts.empty()) part = parts.front().second;
   const std::shared_lock lock(table().mutex);
   const auto& members = table().members;
   if (const auto found = members.find(tensor.unsafeGetTensorImpl()); found != members.end()) return found->second;
-  const at::Tensor& local = payload ? payload->local() : tensor;
-  if (is_wrapper(local)) return {};
+  const at::Tensor& local = payload ? payload->local() : part.defined() ? part : tensor;
+  if (!local.has_storage()) return {};
   const void* memory = local.storage().unsafeGetStorageImpl();
   if (const auto found = members.find(memory); found != members.end()) return found->second;
   if (!payload) return {};

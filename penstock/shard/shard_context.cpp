@@ -10,6 +10,7 @@
 #include "penstock/shard/shard_state.h"
 #include "penstock/torch/any_operator_hook.h"
 #include "penstock/torch/operator_hook.h"
+#include "penstock/torch/streams.h"
 
 namespace penstock {
 namespace {
@@ -62,6 +63,13 @@ void ShardContext::agree() const {
   }
 }
 
+std::optional<c10::Stream> ShardContext::stream(std::optional<c10::Stream>& slot, at::Device device) const {
+  if (!own_streams || !device.is_cuda()) return std::nullopt;
+  if (!slot) slot = side_stream(device);
+  // Groups on several devices under one root: those of the other devices use the stream that computes.
+  return slot->device() == device ? slot : std::nullopt;
+}
+
 void ShardContext::note_peak(std::int64_t more) {
   std::int64_t now = more;
   for (const ParameterGroup* group : groups_) now += group->gathered_bytes();
@@ -75,13 +83,30 @@ bool ShardContext::ask_ahead(const ParameterGroup& group, const std::vector<Ahea
   return true;
 }
 
+void ShardContext::begin_forward() {
+  backward_ended_ = false;
+  last_order_ = std::move(order_);
+  order_.clear();
+  for (ParameterGroup* group : groups_) group->forget_use();
+}
+
+ParameterGroup* ShardContext::follower_of(const ParameterGroup& group) const {
+  for (const std::vector<ParameterGroup*>* order : {&last_order_, &order_})
+    if (const auto found = std::find(order->begin(), order->end(), &group); found != order->end()) return found + 1 == order->end() ? nullptr : *(found + 1);
+  return nullptr;
+}
+
 void ShardContext::use_in_forward(ParameterGroup& group) {
-  if (callback_queued_) start_anew();  // a backward that failed
+  if (callback_queued_) {  // a backward that failed
+    start_anew();
+    backward_ended_ = true;
+  }
+  if (backward_ended_ && at::GradMode::is_enabled()) begin_forward();
   if (current_ == &group && group.state() == GroupState::Unsharded) return;
   if (std::find(order_.begin(), order_.end(), &group) == order_.end()) order_.push_back(&group);
   // What stands beside this group has done its part; what it lies in has not.
   std::erase_if(open_, [&](ParameterGroup* other) {
-    if (other == &group || other->owner()->contains(*group.owner())) return false;
+    if (other == &group || other->owner() == group.owner() || other->owner()->contains(*group.owner())) return false;
     if (other->reshards_after_forward()) other->reshard_after_forward();
     return true;
   });
@@ -91,8 +116,7 @@ void ShardContext::use_in_forward(ParameterGroup& group) {
   current_ = &group;
   // A group that was kept, like the outermost one at the end of forward, may be what comes last.
   if (!ask_ahead(group, forward_ahead_) && prefetch && !kept) {
-    const auto next = std::find(order_.begin(), order_.end(), &group) + 1;
-    if (next != order_.end()) (*next)->unshard();
+    if (ParameterGroup* next = follower_of(group)) next->unshard();
   }
   note_peak();
 }
@@ -211,10 +235,13 @@ void ShardContext::final_callback() {
   if (wait) {
     finish(replicating_);
     finish(scattering_);
+    // What follows on the computing stream, like an optimizer, sees the gradients.
+    if (reduce_stream_) order_after(current_stream(reduce_stream_->device()), *reduce_stream_);
     for (const auto& reduction : copying_) reduction->settle();
     copying_.clear();
   }
   start_anew();
+  backward_ended_ = true;
 }
 
 void ShardContext::start_anew() {
@@ -234,6 +261,7 @@ void ShardContext::forget(ParameterGroup& group) {
 
 void ShardContext::remove(ParameterGroup& group) {
   std::erase(order_, &group);
+  std::erase(last_order_, &group);
   std::erase(open_, &group);
   const auto named = [&](const Ahead& ahead) { return ahead.group == &group; };
   std::erase_if(forward_ahead_, named);

@@ -2,7 +2,7 @@
 //
 // - Forward: a group is gathered at its first use. Groups beside it that are finished are freed then, and the one that followed last
 //   time is asked for ahead, so that at most two are gathered at once.
-// - Backward: every group is gathered once more, in the reverse order of forward. A group whose gradients have all come is freed
+// - Backward: every group that the forwards since the last backward used is gathered once more, in the reverse order of forward. A group whose gradients have all come is freed
 //   and reduced at once; reductions run while backward goes on. They start in the same order.
 // - Both orders hold whatever a rank has used: what it has not needed is gathered and reduced (as zeros) at the end of its backward,
 //   and those that come after it wait for that. So ranks may differ in what they compute gradients of.
@@ -10,8 +10,11 @@
 // Private to this folder; others use ShardState. Thread rule: as for ParameterGroup.
 #pragma once
 
+#include <c10/core/Stream.h>
+
 #include <deque>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "penstock/shard/group_reduction.h"
@@ -55,14 +58,26 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   const BufferPool& pool() const { return pool_; }
   ShardTimes times;  // since the last reset
 
+  // Where gathers are prepared and started, and where reductions run from their collective on: beside the stream that computes. None on the
+  // CPU, and none while own_streams is off. Work there begins after what the computing stream was given before; the computing
+  // stream waits for a gather when the group is used, and for reductions at the end of backward.
+  std::optional<c10::Stream> gather_stream(at::Device device) { return stream(gather_stream_, device); }
+  std::optional<c10::Stream> reduce_stream(at::Device device) { return stream(reduce_stream_, device); }
+  bool own_streams = true;
+
  private:
   struct Ahead {
     ParameterGroup* group;
     std::vector<ParameterGroup*> next;
   };
   void agree() const;
+  std::optional<c10::Stream> stream(std::optional<c10::Stream>& slot, at::Device device) const;
   std::size_t position_of(const ParameterGroup& group) const;
   void use_in_forward(ParameterGroup& group);
+  // The first use that records gradients after a backward: what earlier steps used counts no more.
+  void begin_forward();
+  // What followed the group in the last forward, or follows in this one; null if nothing did.
+  ParameterGroup* follower_of(const ParameterGroup& group) const;
   void use_in_backward(ParameterGroup& group);
   // Gathers ahead what was chosen for the group; false when nothing was.
   static bool ask_ahead(const ParameterGroup& group, const std::vector<Ahead>& chosen);
@@ -72,7 +87,9 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   void start_anew();
 
   std::vector<ParameterGroup*> groups_;  // modules in the order they were registered, the outermost first
-  std::vector<ParameterGroup*> order_;   // of first use
+  std::vector<ParameterGroup*> order_;   // of first use, since the forward that followed the last backward began
+  std::vector<ParameterGroup*> last_order_;  // the same of the forwards before that backward
+  bool backward_ended_ = false;          // and no forward has begun since
   std::vector<ParameterGroup*> open_;    // gathered by this forward
   ParameterGroup* current_ = nullptr;
   std::vector<Ahead> forward_ahead_, backward_ahead_;
@@ -86,6 +103,7 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   std::vector<std::unique_ptr<GroupReduction>> copying_;  // gradients on their way to the CPU
   std::int64_t peak_ = 0;
   BufferPool pool_;
+  std::optional<c10::Stream> gather_stream_, reduce_stream_;  // of the device that asked first
 };
 
 }  // namespace penstock

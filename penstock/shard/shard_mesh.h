@@ -33,6 +33,9 @@ class ShardMesh {
   const std::vector<int>& shard_axes() const { return shard_axes_; }          // of mesh()
   const std::vector<int>& replicate_axes() const { return replicate_axes_; }  // of mesh()
 
+  // Whether both have the same axes on the same ranks.
+  bool same_as(const ShardMesh& other) const { return mesh_ == other.mesh_ && shard_axes_ == other.shard_axes_ && replicate_axes_ == other.replicate_axes_; }
+
   int shard_ranks() const { return shard_ranks_; }
   int shard_rank() const { return shard_rank_; }  // of this rank
   int replicas() const { return replicas_; }

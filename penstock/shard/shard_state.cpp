@@ -26,26 +26,51 @@ Modules& modules() {
   return instance;
 }
 
+std::shared_ptr<ShardState> state_at(const torch::nn::Module& module) {
+  const std::lock_guard lock(modules().mutex);
+  const auto found = modules().states.find(&module);
+  return found == modules().states.end() ? nullptr : found->second.lock();
+}
+
 bool holds_any(const torch::nn::Module& module, const ShardState& state) {
   std::unordered_set<const void*> own;
   for (const at::Tensor& parameter : module.parameters()) own.insert(parameter.unsafeGetTensorImpl());
-  for (const ShardState* inside : state.all_states())
-    if (inside->group())
-      for (const ShardedParameter& p : inside->group()->parameters())
-        if (own.contains(p.handle._unsafe_get_target())) return true;
+  for (const ParameterGroup* group : state.all_groups())
+    for (const ShardedParameter& p : group->parameters())
+      if (own.contains(p.handle._unsafe_get_target())) return true;
   return false;
+}
+
+// Parameters that share a group.
+struct Part {
+  ShardMesh mesh;
+  std::vector<NamedParameter> parameters;
+};
+
+// The part that a parameter belongs to by what ShardOptions::shard_placement says of it.
+Part& part_of(std::vector<Part>& parts, const ShardChoice& choice) {
+  if (!choice.mesh) return parts.front();
+  ShardMesh mesh(*choice.mesh, ShardOptions{});
+  for (Part& part : parts)
+    if (part.mesh.same_as(mesh)) return part;
+  return parts.emplace_back(Part{std::move(mesh), {}});
 }
 
 }  // namespace
 
 std::shared_ptr<ShardState> find_shard_state(const torch::nn::Module& module) {
-  std::shared_ptr<ShardState> state;
-  {
-    const std::lock_guard lock(modules().mutex);
-    const auto found = modules().states.find(&module);
-    if (found != modules().states.end()) state = found->second.lock();
-  }
+  const std::shared_ptr<ShardState> state = state_at(module);
   return state && holds_any(module, *state) ? state : nullptr;
+}
+
+std::shared_ptr<ShardState> find_replaced_shard_state(const torch::nn::Module& module) {
+  const std::shared_ptr<ShardState> state = state_at(module);
+  if (!state || holds_any(module, *state)) return state;
+  const auto table = module.named_parameters(/*recurse=*/true);
+  for (const ParameterGroup* group : state->groups())
+    for (const ShardedParameter& p : group->parameters())
+      if (const at::Tensor* now = table.find(p.name); !now || now->sizes() != c10::IntArrayRef(p.placement.sharded->shape())) return nullptr;
+  return state;
 }
 
 std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const ShardMesh& mesh, const ShardOptions& options) {
@@ -60,12 +85,14 @@ std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const Sh
   // Sharded modules inside, in the order of the tree.
   state->subtree_.push_back(state.get());
   std::vector<std::shared_ptr<ShardState>> inside;
-  for (const auto& child : module.modules(/*include_self=*/false))
-    if (auto known = find_shard_state(*child); known && std::find(inside.begin(), inside.end(), known) == inside.end()) {
+  for (const auto& child : module.named_modules(/*name_prefix=*/"", /*include_self=*/false))
+    if (auto known = find_shard_state(*child.value()); known && std::find(inside.begin(), inside.end(), known) == inside.end()) {
       inside.push_back(known);
       state->subtree_.push_back(known.get());
+      for (const auto& group : known->groups_)
+        for (ShardedParameter& p : group->mutable_parameters()) p.path = child.key() + "." + p.name;
     }
-  std::vector<NamedParameter> mine;
+  std::vector<Part> parts{{mesh, {}}};
   std::vector<at::Tensor> all;
   for (const auto& item : module.named_parameters(/*recurse=*/true)) {
     const at::Tensor& parameter = item.value();
@@ -73,7 +100,8 @@ std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const Sh
     if (ignored.contains(parameter.unsafeGetTensorImpl())) continue;
     const detail::Membership member = detail::find_parameter(parameter);
     if (!member.group) {
-      mine.push_back({item.key(), parameter});
+      const ShardChoice choice = options.shard_placement ? options.shard_placement(item.key(), parameter) : ShardChoice();
+      part_of(parts, choice).parameters.push_back({item.key(), parameter, choice.shard});
       all.push_back(parameter);
       continue;
     }
@@ -83,13 +111,16 @@ std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const Sh
       throw StateError(fmt::format("fully_shard: parameter '{}' of module '{}' belongs to the module around it, which is sharded already; shard inner modules before outer ones",
                                    item.key(), module.name()));
   }
-  if (!mine.empty()) {
-    state->group_ = std::make_unique<ParameterGroup>(state->name_, mesh, options, std::move(mine));
-    state->group_->set_owner(state.get());
+  for (Part& part : parts) {
+    if (part.parameters.empty()) continue;
+    std::string name = state->name_;
+    if (&part != &parts.front()) name += fmt::format(" on {}", part.mesh.mesh().mesh().to_string());
+    state->groups_.push_back(std::make_unique<ParameterGroup>(std::move(name), std::move(part.mesh), options, std::move(part.parameters)));
+    state->groups_.back()->set_owner(state.get());
   }
   for (const auto& known : inside) {
     if (!known->parent_) known->parent_ = state.get();
-    if (known->group_) known->group_->set_context(nullptr);
+    for (const auto& group : known->groups_) group->set_context(nullptr);
   }
   for (const at::Tensor& parameter : all)
     if (parameter.is_floating_point() || parameter.is_complex()) tie_lifetime(parameter, state);
@@ -102,7 +133,7 @@ ShardState::~ShardState() {
   for (ShardState* outer = parent_; outer; outer = outer->parent_) std::erase(outer->subtree_, this);
   for (ShardState* inner : subtree_)
     if (inner != this && inner->parent_ == this) inner->parent_ = parent_;
-  if (group_) ShardContext::forget(*group_);
+  for (const auto& group : groups_) ShardContext::forget(*group);
   const std::lock_guard lock(modules().mutex);
   const auto found = modules().states.find(module_);
   if (found != modules().states.end() && found->second.expired()) modules().states.erase(found);
@@ -124,32 +155,41 @@ bool ShardState::contains(const ShardState& other) const {
   return false;
 }
 
+std::vector<ParameterGroup*> ShardState::groups() const {
+  std::vector<ParameterGroup*> groups;
+  for (const auto& group : groups_) groups.push_back(group.get());
+  return groups;
+}
+
 std::vector<ParameterGroup*> ShardState::all_groups() const {
   std::vector<ParameterGroup*> groups;
   for (const ShardState* state : subtree_)
-    if (state->group_) groups.push_back(state->group_.get());
+    for (const auto& group : state->groups_) groups.push_back(group.get());
   return groups;
 }
 
 template <class Set>
 void ShardState::for_groups(bool recurse, Set&& set) {
   for (ShardState* state : subtree_)
-    if (state->group_ && (recurse || state == this)) set(*state->group_);
+    if (recurse || state == this)
+      for (const auto& group : state->groups_) set(*group);
 }
 
 void ShardState::unshard(bool async) {
-  if (!group_) return;
-  group_->context();
-  group_->unshard();
-  if (!async) group_->wait_for_unshard();
+  for (const auto& group : groups_) {
+    if (group->in_trial()) continue;
+    group->context();
+    group->unshard();
+  }
+  if (!async) wait_for_unshard();
 }
 
 void ShardState::wait_for_unshard() {
-  if (group_) group_->wait_for_unshard();
+  for (const auto& group : groups_) group->wait_for_unshard();
 }
 
 void ShardState::reshard() {
-  if (group_) group_->reshard();
+  for (const auto& group : groups_) group->reshard();
 }
 
 void ShardState::set_requires_gradient_sync(bool value, bool recurse) {
@@ -190,7 +230,7 @@ std::vector<ParameterGroup*> groups_of(const ShardState& self, ShardState& root,
   for (ShardState* state : states) {
     if (!state || &state->root() != &root)
       throw ValueError(describe(function, state ? "a module under another root" : "a null state", "sharded modules under the same outermost module"));
-    if (state->group()) groups.push_back(state->group());
+    for (ParameterGroup* group : state->groups()) groups.push_back(group);
   }
   return groups;
 }
@@ -199,12 +239,12 @@ std::vector<ParameterGroup*> groups_of(const ShardState& self, ShardState& root,
 
 void ShardState::set_modules_to_forward_prefetch(const std::vector<ShardState*>& states) {
   auto groups = groups_of(*this, root(), states, "set_modules_to_forward_prefetch");
-  group_->context().set_forward_prefetch(*group_, std::move(groups));
+  group()->context().set_forward_prefetch(*group(), std::move(groups));
 }
 
 void ShardState::set_modules_to_backward_prefetch(const std::vector<ShardState*>& states) {
   auto groups = groups_of(*this, root(), states, "set_modules_to_backward_prefetch");
-  group_->context().set_backward_prefetch(*group_, std::move(groups));
+  group()->context().set_backward_prefetch(*group(), std::move(groups));
 }
 
 void ShardState::set_automatic_prefetch(bool value) {
@@ -215,6 +255,21 @@ void ShardState::set_automatic_prefetch(bool value) {
 ShardContext* ShardState::root_context() {
   const std::vector<ParameterGroup*> groups = root().all_groups();
   return groups.empty() || !groups.front()->has_context() ? nullptr : &groups.front()->context();
+}
+
+void ShardState::set_own_streams(bool value) {
+  const std::vector<ParameterGroup*> groups = root().all_groups();
+  if (!groups.empty()) groups.front()->context().own_streams = value;
+}
+
+std::optional<c10::Stream> ShardState::gather_stream() {
+  ShardContext* context = root_context();
+  return context ? context->gather_stream(context->groups().front()->device()) : std::nullopt;
+}
+
+std::optional<c10::Stream> ShardState::reduce_stream() {
+  ShardContext* context = root_context();
+  return context ? context->reduce_stream(context->groups().front()->device()) : std::nullopt;
 }
 
 std::int64_t ShardState::peak_gathered_bytes() {

@@ -12,7 +12,10 @@
 
 #include <torch/nn/module.h>
 
+#include <c10/core/Stream.h>
+
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,8 +30,10 @@ class ShardState : public std::enable_shared_from_this<ShardState> {
   ShardState(const ShardState&) = delete;
   ShardState& operator=(const ShardState&) = delete;
 
-  // Null when other sharded modules inside hold all parameters.
-  ParameterGroup* group() const { return group_.get(); }
+  // Null when other sharded modules inside hold all parameters. The first of several groups.
+  ParameterGroup* group() const { return groups_.empty() ? nullptr : groups_.front().get(); }
+  // The module's own: one, or one for each mesh that ShardOptions::shard_placement has chosen.
+  std::vector<ParameterGroup*> groups() const;
   // The outermost sharded module that this one lies in, or this one.
   ShardState& root();
   bool contains(const ShardState& other) const;  // whether `other` is a sharded module inside this one
@@ -36,7 +41,7 @@ class ShardState : public std::enable_shared_from_this<ShardState> {
   const std::vector<ShardState*>& all_states() const { return subtree_; }
   std::vector<ParameterGroup*> all_groups() const;
 
-  // ---- by hand; of this module's own group ----
+  // ---- by hand; of this module's own groups ----
   // [collective] Starts the gather, and with async = false ends it. wait_for_unshard or the first use ends it otherwise.
   void unshard(bool async = false);
   void wait_for_unshard();
@@ -66,6 +71,12 @@ class ShardState : public std::enable_shared_from_this<ShardState> {
   // Whether the order of the last forward decides where no list is given. On by default; for the whole root.
   void set_automatic_prefetch(bool value);
 
+  // Whether gathers and reductions run on CUDA streams of their own, beside the computation. On by default; for the whole root.
+  void set_own_streams(bool value);
+  // Those streams, for profilers and tests; none on the CPU, before the first forward and when they are off.
+  std::optional<c10::Stream> gather_stream();
+  std::optional<c10::Stream> reduce_stream();
+
   // Of the whole root. Nothing before the first forward.
   std::int64_t peak_gathered_bytes();
   void reset_peak();
@@ -75,7 +86,6 @@ class ShardState : public std::enable_shared_from_this<ShardState> {
 
  private:
   friend std::shared_ptr<ShardState> make_shard_state(torch::nn::Module&, const ShardMesh&, const ShardOptions&);
-  friend std::shared_ptr<ShardState> find_shard_state(const torch::nn::Module&);
   ShardState() = default;
   template <class Set>
   void for_groups(bool recurse, Set&& set);
@@ -87,12 +97,14 @@ class ShardState : public std::enable_shared_from_this<ShardState> {
   const torch::nn::Module* module_ = nullptr;
   std::vector<const torch::nn::Module*> inner_modules_;
   std::string name_;
-  std::unique_ptr<ParameterGroup> group_;
+  std::vector<std::unique_ptr<ParameterGroup>> groups_;
   ShardState* parent_ = nullptr;
   std::vector<ShardState*> subtree_;
 };
 
 std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const ShardMesh& mesh, const ShardOptions& options);
 std::shared_ptr<ShardState> find_shard_state(const torch::nn::Module& module);
+// The same, also when every parameter of the module has been replaced by another object of its name and shape.
+std::shared_ptr<ShardState> find_replaced_shard_state(const torch::nn::Module& module);
 
 }  // namespace penstock

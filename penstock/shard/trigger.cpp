@@ -102,10 +102,13 @@ bool is_activation(const at::Tensor& tensor, const Uses& uses) {
 at::Tensor gathered_handle(const Use& use) {
   const detail::DTensorPayload* payload = detail::dtensor_payload(use.tensor);
   if (!payload || use.member.parameter >= 0) return use.tensor;
+  const bool trial = use.member.group->in_trial();
   for (const ShardedParameter& p : use.member.group->parameters()) {
     const detail::DTensorPayload* shard = detail::dtensor_payload(p.sharded);
-    if (payload->spec == shard->spec && payload->local().data_ptr() == shard->local().data_ptr()) return p.unsharded.detach();
+    if (payload->spec != shard->spec || is_wrapper(payload->local()) || payload->local().data_ptr() != shard->local().data_ptr()) continue;
+    return trial ? p.parameter().detach() : p.unsharded.detach();
   }
+  if (trial) return use.tensor;
   // Not a handle of a shard: a tensor-parallel view of the gathered parameter.
   if (payload->local().storage().unsafeGetStorageImpl() == use.member.group->parameters().front().whole.storage().unsafeGetStorageImpl()) return use.tensor;
   throw StateError(describe("an activation met a view of a sharded parameter", describe_dtensor(use.tensor), "the parameter itself, or a view of the gathered one",
@@ -202,8 +205,11 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
           compute = uses.empty() ? meets_activation(tensor, derived) : is_activation(tensor, uses);
         });
   if (!compute) {
-    for (const Use& use : uses)
-      if (use.member.group->state() == GroupState::Unsharded && use.written && !use.member.group->writable()) refuse_write(use, traits);
+    for (const Use& use : uses) {
+      if (!use.written) continue;
+      if (use.member.group->state() == GroupState::Unsharded && !use.member.group->writable()) refuse_write(use, traits);
+      use.member.group->wait_for_reads();
+    }
     if (runs_on_shards(op, traits, stack, base)) {
       // Results of shards alone are remembered: an activation that meets them wants them whole.
       if (!traits.mutates && !some_gathered)
@@ -214,7 +220,7 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   }
 
   for (const Use& use : uses) {
-    use.member.group->context().before_use(*use.member.group);
+    if (!use.member.group->in_trial()) use.member.group->context().before_use(*use.member.group);
     if (use.written && !use.member.group->writable()) refuse_write(use, traits);
   }
   bool handles = !derived.empty();
@@ -243,9 +249,9 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   // run again. And a custom function computes without recording when the graph holds its parameters already.
   c10::SmallVector<AccumulatorPtr, 4> accumulators;
   for (const Use& use : uses)
-    if (use.member.parameter >= 0 && use.tensor.requires_grad() && (recording || awaits_gradient(use.tensor))) {
+    if (use.member.parameter >= 0 && use.tensor.requires_grad() && !use.member.group->in_trial() && (recording || awaits_gradient(use.tensor))) {
       const auto slot = static_cast<std::size_t>(use.member.parameter);
-      use.member.group->note_use(slot);
+      use.member.group->note_use();
       accumulators.push_back(send_gradient_to(use.tensor, *use.member.group, slot));
     }
   const std::optional<at::ScalarType> cast_to = role == Role::Casts ? asked_dtype(op, *stack, base) : std::nullopt;

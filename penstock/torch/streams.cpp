@@ -21,4 +21,10 @@ void order_after(const c10::Stream& later, const c10::Stream& first) {
   event.block(later);
 }
 
+SideStreamScope::SideStreamScope(const std::optional<c10::Stream>& side) {
+  if (!side) return;
+  order_after(*side, current_stream(side->device()));
+  guard_.reset_stream(*side);
+}
+
 }  // namespace penstock

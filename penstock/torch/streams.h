@@ -13,6 +13,7 @@
 
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
 
 #include <optional>
 
@@ -30,5 +31,16 @@ c10::Stream side_stream(c10::Device device);
 
 // What is given to `later` from now on runs after what `first` has been given so far. Nothing when they are one stream.
 void order_after(const c10::Stream& later, const c10::Stream& first);
+
+// Until its end what is given to the current stream goes to `side` instead, after everything that the current stream has been given before.
+// Does nothing where there is no side stream. Memory that is allocated inside and used by the other stream afterwards, or the reverse, needs
+// record_stream.
+class SideStreamScope {
+ public:
+  explicit SideStreamScope(const std::optional<c10::Stream>& side);
+
+ private:
+  c10::OptionalStreamGuard guard_;
+};
 
 }  // namespace penstock

@@ -230,5 +230,30 @@ TEST(ClipGradNorm, BadInput) {
   });
 }
 
+// Of the same size, so that nothing but a comparison can tell that other gradients were added up.
+TEST(SettleGradients, RanksThatHaveOthersAreRefusedByName) {
+  std::set<std::string> texts;
+  std::mutex mutex;
+  comm::run_ranks(2, 20s, [&](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+    std::vector<NamedParameter> parameters;
+    for (const char* name : {"a", "b"}) parameters.push_back({name, distribute_tensor(at::zeros({3}), mesh, {Replicate{}}).detach().set_requires_grad(true)});
+    const auto give = [&](std::size_t which) { parameters[which].tensor.mutable_grad() = from_local(at::ones({3}), mesh, {Partial{}}); };
+    // The same on both: summed.
+    give(0);
+    settle_gradients(parameters);
+    EXPECT_TRUE(at::equal(to_local(parameters[0].tensor.grad()), at::full({3}, 2.f)));
+    EXPECT_FALSE(parameters[1].tensor.grad().defined());
+    parameters[0].tensor.mutable_grad() = at::Tensor();
+    give(static_cast<std::size_t>(world.rank()));
+    const std::string text = message_of<StateError>([&] { settle_gradients(parameters); });
+    const std::lock_guard lock(mutex);
+    texts.insert(text);
+  });
+  ASSERT_EQ(texts.size(), 2U);
+  EXPECT_TRUE(has_text(*texts.begin(), "on this rank those of a"));
+  EXPECT_TRUE(has_text(*texts.rbegin(), "on this rank those of b"));
+}
+
 }  // namespace clip_test
 }  // namespace penstock::optim

@@ -133,6 +133,80 @@ TEST(ShardState, LoadedValues) {
   });
 }
 
+// A module whose table of parameters is written by its own code.
+struct Replaceable : nn::Module {
+  explicit Replaceable(bool second = true) {
+    weight = register_parameter("weight", at::arange(15, at::kFloat).view({5, 3}));
+    if (second) bias = register_parameter("bias", at::arange(5, at::kFloat));
+  }
+  void replace(const at::Tensor& tensor) { weight = parameters_["weight"] = tensor; }
+  at::Tensor forward(const at::Tensor& x) { return at::linear(x, weight, bias); }
+  at::Tensor weight, bias;
+};
+
+TEST(ShardState, ReplacedObjectsBecomeTheParameters) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    const comm::MeshGroups mesh = line(world);
+    for (const bool second : {true, false}) {
+      const auto module = std::make_shared<Replaceable>(second);
+      struct Outer : nn::Module {};
+      Outer outer;
+      outer.register_module("inner", module);
+      const auto state = fully_shard(*module, mesh);
+      fully_shard(outer, mesh);
+      const at::Tensor old = module->weight;
+      module->forward(at::ones({1, 3})).sum().backward();
+      state->reshard();
+      const at::Tensor value = at::rand({5, 3}, at::detail::createCPUGenerator(3));
+      module->replace(value.clone().set_requires_grad(true));
+      reset_sharded_parameters(outer);
+      EXPECT_TRUE(is_dtensor(module->weight)) << "sharded where it stands";
+      EXPECT_EQ(shard_of(module->weight)->group, state->group());
+      EXPECT_FALSE(shard_of(old).has_value());
+      EXPECT_TRUE(at::equal(full_tensor(module->weight.detach()), value));
+      // It is trained as the old one was, with the new value.
+      const at::Tensor x = at::full({2, 3}, 1.0 + world.rank());
+      const at::Tensor out = module->forward(x);
+      EXPECT_TRUE(at::allclose(out, at::linear(x, value, second ? at::arange(5, at::kFloat) : at::Tensor())));
+      out.sum().backward();
+      EXPECT_EQ(to_text(state->group()->state()), "Sharded");
+      ASSERT_TRUE(module->weight.grad().defined());
+      EXPECT_TRUE(at::allclose(full_tensor(module->weight.grad()), at::full({5, 3}, 3.0))) << "the mean over both ranks";
+      {
+        const at::NoGradGuard no_grad;
+        module->weight.mul_(2);
+      }
+      EXPECT_TRUE(at::allclose(module->forward(x), at::linear(x, value * 2, second ? at::arange(5, at::kFloat) : at::Tensor())));
+      // Shards are taken, too; other shapes and layouts are refused.
+      EXPECT_TRUE(has_text(message_of<StateError>([&] {
+                             const at::Tensor now = module->weight;
+                             module->replace(value.clone());
+                             try {
+                               reset_sharded_parameters(outer);
+                             } catch (...) {
+                               module->replace(now);
+                               throw;
+                             }
+                           }),
+                           "reshard()"));
+      state->reshard();
+      module->replace(distribute_tensor(value, mesh, {Shard{0}}, {.source_axis_rank = std::nullopt}));
+      reset_sharded_parameters(*module);
+      EXPECT_TRUE(at::equal(full_tensor(module->weight.detach()), value));
+      const at::Tensor now = module->weight;
+      module->replace(distribute_tensor(value, mesh, {Shard{1}}, {.source_axis_rank = std::nullopt}));
+      EXPECT_TRUE(has_text(message_of<ValueError>([&] { reset_sharded_parameters(*module); }), "[S(1)]"));
+      module->replace(now);
+      reset_sharded_parameters(*module);
+      if (second) {
+        module->replace(at::zeros({3, 5}));
+        EXPECT_TRUE(has_text(message_of<ValueError>([&] { reset_sharded_parameters(*module); }), "[3, 5]"));
+        module->replace(now);
+      }
+    }
+  });
+}
+
 TEST(ShardState, AtMostTwoGroupsAreGatheredAndBuffersAreUsedAgain) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     torch::nn::Sequential model;
@@ -285,6 +359,16 @@ TEST(ShardErrors, SayWhatToChange) {
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), grid({1, 2, 2}, {"a", "b", "c"})); }), "shard_axes"));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), mesh, {.shard_axes = {"dp", "dp"}}); }), "every axis once"));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), mesh, {.shard_axes = {"tp"}}); }), "tp"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), grid({2, 2}, {}), {.shard_axes = {"dp"}}); }), "dp")) << "a mesh without names";
+    const comm::MeshGroups gpus(world, init_device_mesh("cuda", {4}, {"dp"}, Rank{world.rank()}, 4));
+    DeferredInit deferred;
+    std::shared_ptr<Two> later;
+    {
+      ModeGuard guard(deferred);
+      later = std::make_shared<Two>();
+    }
+    fully_shard(*later, gpus);  // it has no device yet
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { materialize_shards(*later, [](const std::string&, const at::Tensor&, const GlobalBox&) {}); }), "a CUDA device"));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] {
                            fully_shard(*std::make_shared<Two>(), mesh, {.shard_placement = [](const std::string&, const at::Tensor&) { return Shard{1}; }});
                          }),
@@ -303,15 +387,104 @@ TEST(ShardErrors, SayWhatToChange) {
   });
 }
 
-TEST(ShardErrors, RanksWithDifferentParametersAllHearOfIt) {
-  std::atomic<int> heard = 0;
-  comm::run_ranks(3, 60s, [&](comm::World& world) {
-    nn::Linear layer(4, world.rank() == 1 ? 6 : 4);
-    fully_shard(*layer, line(world));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { layer(at::ones({1, 4})); }), "rank 1"));
-    ++heard;
+// Whatever it is that rank 1 has otherwise, every rank gets an error that names it, at the first use and not as a wrong result or a hang.
+TEST(FirstUse, RanksWithDifferentParametersAllHearOfIt) {
+  struct Named : nn::Module {
+    Named(const std::string& name, at::IntArrayRef shape, at::ScalarType dtype) { weight = register_parameter(name, at::ones(shape, dtype)); }
+    at::Tensor weight;
+  };
+  const std::vector<std::string> differences{"shape", "name", "dtype", "requires_grad", "placement", "param_dtype", "reduce_dtype", "nothing"};
+  for (const std::string& difference : differences) {
+    std::atomic<int> heard = 0;
+    comm::run_ranks(3, 60s, [&](comm::World& world) {
+      SCOPED_TRACE(difference);
+      const auto differs = [&](const char* what) { return world.rank() == 1 && difference == what; };
+      const auto make = [&](bool other) {
+        return std::make_shared<Named>(other && differs("name") ? "w" : "weight", other && differs("shape") ? std::vector<std::int64_t>{6, 4} : std::vector<std::int64_t>{4, 4},
+                                       other && differs("dtype") ? at::kDouble : at::kFloat);
+      };
+      // The second of two groups has the difference; the first is used.
+      struct Outer : nn::Module {};
+      Outer outer;
+      const auto first = make(false), second = make(true);
+      outer.register_module("first", first);
+      outer.register_module("second", second);
+      if (differs("requires_grad")) second->weight.set_requires_grad(false);
+      ShardOptions options;
+      if (differs("placement")) options.shard_placement = [](const std::string&, const at::Tensor&) { return Shard{1}; };
+      if (differs("param_dtype")) options.mixed_precision.param_dtype = at::kDouble;
+      if (differs("reduce_dtype")) options.mixed_precision.reduce_dtype = at::kDouble;
+      fully_shard(*first, line(world));
+      fully_shard(*second, line(world), options);
+      fully_shard(outer, line(world));
+      const auto use = [&] { at::mm(at::ones({1, 4}), first->weight); };
+      if (difference == "nothing") {
+        use();
+      } else {
+        EXPECT_TRUE(has_text(message_of<ValueError>(use), "rank 1"));
+      }
+      ++heard;
+    });
+    EXPECT_EQ(heard, 3) << difference;
+  }
+}
+
+// What was not chosen is decided at the first use, by the place that a module has then.
+TEST(FirstUse, OnlyTheOutermostModuleStaysGatheredAfterForward) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    const comm::MeshGroups mesh = line(world);
+    struct Outer : nn::Module {
+      Outer() {
+        first = register_module("first", nn::Linear(4, 4));
+        second = register_module("second", nn::Linear(4, 4));
+        third = register_module("third", nn::Linear(4, 4));
+        own = register_parameter("own", at::ones({4}));
+      }
+      at::Tensor forward(const at::Tensor& x) { return third(second(first(x * own))) * own; }
+      nn::Linear first{nullptr}, second{nullptr}, third{nullptr};
+      at::Tensor own;
+    };
+    const auto model = std::make_shared<Outer>();
+    const auto first = fully_shard(*model->first, mesh), second = fully_shard(*model->second, mesh);
+    const auto kept = fully_shard(*model->third, mesh, {.reshard_after_forward = false});
+    const auto state_of = [](const std::shared_ptr<ShardState>& state) { return std::string(to_text(state->group()->state())); };
+    // By itself the first layer is the outermost module, and so stays gathered.
+    model->first(at::ones({1, 4}));
+    model->second(at::ones({1, 4}));
+    EXPECT_EQ(state_of(first), "Unsharded");
+    first->reshard();
+    second->reshard();
+    const auto root = fully_shard(*model, mesh);
+    model->forward(at::ones({1, 4}));
+    EXPECT_EQ(state_of(first), "Sharded");
+    EXPECT_EQ(state_of(second), "Sharded");
+    EXPECT_EQ(state_of(kept), "Unsharded") << "chosen";
+    EXPECT_EQ(state_of(root), "Unsharded");
+    const auto freed = std::make_shared<Outer>();
+    fully_shard(*freed->first, mesh);
+    const auto chosen = fully_shard(*freed, mesh, {.reshard_after_forward = true});
+    freed->forward(at::ones({1, 4}));
+    EXPECT_TRUE(chosen->group()->reshards_after_forward());
   });
-  EXPECT_EQ(heard, 3);
+}
+
+// Name from the outermost module, dtype, size of the whole, placements.
+TEST(FirstUse, ParametersPrintTheirPathAndWholeSize) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    const comm::MeshGroups mesh = line(world);
+    Two two;
+    fully_shard(two, mesh, {.shard_placement = [](const std::string& name, const at::Tensor&) { return Shard{name == "weight" ? 1 : 0}; }});
+    EXPECT_EQ(shard_of(two.weight)->parameter().to_string(), "'weight' float32[5, 3] as [S(1)]");
+    EXPECT_EQ(shard_of(two.bias)->parameter().to_string(), "'bias' float32[4] as [S(0)]");
+    Model model = same_model();
+    const at::Tensor inner = model->blocks[1]->as<BlockImpl>()->up->weight;
+    fully_shard(*model->blocks[1], mesh);
+    EXPECT_EQ(shard_of(inner)->parameter().to_string(), "'up.weight' float64[64, 16] as [S(0)]");
+    fully_shard(*model, mesh, {.mixed_precision = {.param_dtype = at::kFloat}});
+    EXPECT_EQ(shard_of(inner)->parameter().to_string(), "'blocks.1.up.weight' float64[64, 16] as [S(0)]");
+    EXPECT_EQ(shard_of(model->head->weight)->parameter().to_string(), "'head.weight' float64[30, 16] as [S(0)]") << "of the shard, not of what is gathered";
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { load_whole(inner, at::zeros({3})); }), "'blocks.1.up.weight' float64[64, 16]"));
+  });
 }
 
 // A state goes with the parameters of its module; a new module at the same address starts anew.

@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "penstock/comm/recorder.h"
+#include "penstock/dtensor/dtensor.h"
+#include "penstock/dtensor/parallel_style.h"
 #include "penstock/shard/fully_shard.h"
 #include "penstock/shard/int8_gather.h"
 
@@ -124,6 +126,36 @@ TEST(Traffic, OfLowPrecisionIsHalfAndOfInt8AQuarter) {
   const Traffic eighth = traffic_of_a_step({.name = "int8", .ranks = 2, .options = {.extension = [int8](const std::string&, const at::Tensor& p) { return p.dim() == 2 ? int8 : nullptr; }}});
   // One scale of float32 for 128 values; vectors travel as they are.
   EXPECT_EQ(eighth.gathered, kGathers * (kWidth * kWidth + kWidth * kWidth / 128 * 4 + kWidth * 4));
+}
+
+// Of a parameter that is distributed over the data-parallel axis, too, gradients are terms of a sum there. They stay so until the reduction:
+// nothing of their size is summed before it.
+TEST(Traffic, OfTermsOfASumIsTheReductionAlone) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 1}, {"dp", "tp"}, Rank{world.rank()}, 2));
+    nn::Linear layer(nn::LinearOptions(kWidth, kWidth).bias(false));
+    distribute_parameter(layer->weight, mesh, {Replicate{}, Replicate{}});
+    fully_shard(*layer, mesh, {.shard_axes = {"dp"}});
+    const at::Tensor x = distribute_tensor(at::ones({8, kWidth}), mesh, {Shard{0}, Replicate{}});
+    const auto step = [&] { layer(x).sum().backward(); };
+    step();
+    const auto meet = [&] { world.group().barrier().wait(); };
+    meet();
+    if (world.rank() == 0) comm::Recorder::global().reset_totals();
+    meet();
+    layer->weight.mutable_grad().reset();
+    step();
+    meet();
+    const auto totals = comm::Recorder::global().totals();
+    const std::uint64_t whole = kWidth * kWidth * 4;
+    EXPECT_EQ(totals.at("reduce_scatter").bytes / 2, whole + 2 * 4) << "with one mark for each rank";
+    for (const auto& [kind, total] : totals)
+      if (kind != "reduce_scatter" && kind != "all_gather") {
+        EXPECT_LT(total.bytes / 2, whole / 8) << kind;
+      }
+    meet();
+    EXPECT_TRUE(at::allclose(full_tensor(layer->weight.grad()), at::full({kWidth, kWidth}, 8.0))) << "the gradient of the whole batch";
+  });
 }
 
 // Accumulating whole gradients costs no reduction, and kept parameters no gather.

@@ -1,0 +1,149 @@
+// Which parameters and groups a step uses may change from step to step: what an earlier step used is neither waited for nor gathered.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <optional>
+#include <vector>
+
+#include "penstock/comm/recorder.h"
+#include "penstock/dtensor/dtensor.h"
+#include "penstock/shard/fully_shard.h"
+
+namespace penstock {
+namespace shard_use_test {
+
+using namespace std::chrono_literals;
+namespace nn = torch::nn;
+
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+
+struct TwoBranches : nn::Module {
+  TwoBranches() {
+    always = register_module("always", nn::Linear(4, 4));
+    sometimes = register_module("sometimes", nn::Linear(4, 4));
+  }
+  at::Tensor forward(const at::Tensor& x, bool both) { return both ? always(x) + sometimes(x) : always(x); }
+  nn::Linear always{nullptr}, sometimes{nullptr};
+};
+
+struct BottomAndTop : nn::Module {
+  BottomAndTop() {
+    bottom = register_module("bottom", nn::Linear(4, 4));
+    top = register_module("top", std::make_shared<TwoBranches>());
+    const at::NoGradGuard no_grad;
+    for (at::Tensor& p : parameters()) p.fill_(0.25);
+  }
+  nn::Linear bottom{nullptr};
+  std::shared_ptr<TwoBranches> top;
+};
+
+void clear_gradients(nn::Module& module) {
+  for (const at::Tensor& p : module.parameters()) p.mutable_grad().reset();
+}
+
+// When backward comes to the bottom the group above it has been freed and its gradients are on their way, also in steps that leave out a
+// parameter of it that an earlier step used.
+TEST(UseOverSteps, AGroupDoesNotWaitForAParameterOfAnEarlierStep) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    BottomAndTop model;
+    const comm::MeshGroups mesh = line(world);
+    fully_shard(*model.bottom, mesh);
+    ParameterGroup& group = *fully_shard(*model.top, mesh)->group();
+    fully_shard(model, mesh);
+    for (const bool both : {true, false, true, false}) {
+      clear_gradients(model);
+      int seen = 0;
+      {
+        const at::Tensor h = model.bottom(at::ones({2, 4}));
+        h.register_hook([&](const at::Tensor&) {
+          ++seen;
+          EXPECT_EQ(to_text(group.state()), "Sharded") << (both ? "both" : "one");
+          EXPECT_EQ(group.memory().gradients, 0) << (both ? "both" : "one");
+        });
+        model.top->forward(h, both).sum().backward();
+      }
+      EXPECT_EQ(seen, 1);
+      EXPECT_EQ(model.top->sometimes->weight.grad().defined(), both) << "no rank has used it";
+      // Inputs of the top are 1.25; two rows; the mean over the ranks is the same.
+      EXPECT_TRUE(at::allclose(full_tensor(model.top->always->weight.grad()), at::full({4, 4}, 2.5)));
+      if (both) {
+        EXPECT_TRUE(at::allclose(full_tensor(model.top->sometimes->weight.grad()), at::full({4, 4}, 2.5)));
+      }
+    }
+  });
+}
+
+// A graph that is still alive may be run later, so its parameters are waited for: the gradients of two graphs at once are right.
+TEST(UseOverSteps, GraphsThatOverlapAreRunOneAfterTheOther) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    BottomAndTop model;
+    const comm::MeshGroups mesh = line(world);
+    fully_shard(*model.bottom, mesh);
+    fully_shard(*model.top, mesh);
+    fully_shard(model, mesh);
+    for (int step = 0; step < 2; ++step) {
+      clear_gradients(model);
+      const at::Tensor first = model.top->forward(model.bottom(at::ones({2, 4})), true).sum();
+      const at::Tensor second = model.top->forward(model.bottom(at::full({2, 4}, 2.0)), false).sum();
+      first.backward();
+      second.backward();
+      // Inputs of the top: 1.25 and 2.25.
+      EXPECT_TRUE(at::allclose(full_tensor(model.top->always->weight.grad()), at::full({4, 4}, 2 * (1.25 + 2.25))));
+      EXPECT_TRUE(at::allclose(full_tensor(model.top->sometimes->weight.grad()), at::full({4, 4}, 2.5)));
+    }
+  });
+}
+
+// A gradient that was kept whole is reduced by the next backward that reduces, also when that has not used its parameter.
+TEST(UseOverSteps, KeptGradientsAreReducedByAStepThatDoesNotUseThem) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    BottomAndTop model;
+    const comm::MeshGroups mesh = line(world);
+    fully_shard(*model.top->sometimes, mesh);
+    const auto root = fully_shard(model, mesh);
+    for (int step = 0; step < 2; ++step) {
+      clear_gradients(model);
+      root->set_requires_gradient_sync(false);
+      model.top->forward(model.bottom(at::full({2, 4}, 1.0 + world.rank())), true).sum().backward();
+      EXPECT_FALSE(model.top->sometimes->weight.grad().defined());
+      root->set_requires_gradient_sync(true);
+      model.top->forward(model.bottom(at::ones({2, 4})), false).sum().backward();
+      // Inputs of the top: 1.25 and 2.25 on the two ranks, and 1.25 again for what is always used.
+      ASSERT_TRUE(model.top->sometimes->weight.grad().defined());
+      EXPECT_TRUE(at::allclose(full_tensor(model.top->sometimes->weight.grad()), at::full({4, 4}, 2 * 1.75)));
+      EXPECT_TRUE(at::allclose(full_tensor(model.top->always->weight.grad()), at::full({4, 4}, 2 * 1.75 + 2 * 1.25)));
+    }
+  });
+}
+
+// Three groups; the middle one is used by the first step alone.
+TEST(UseOverSteps, AGroupOfAnEarlierStepIsNotGathered) {
+  std::vector<std::uint64_t> gathers;
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    nn::Sequential model;
+    for (int i = 0; i < 3; ++i) model->push_back(nn::Linear(4, 4));
+    const comm::MeshGroups mesh = line(world);
+    for (const auto& child : model->children()) fully_shard(*child, mesh);
+    fully_shard(*model, mesh);
+    const auto layer = [&](std::size_t i, const at::Tensor& x) { return model->at<nn::LinearImpl>(i).forward(x); };
+    const auto meet = [&] { world.group().barrier().wait(); };
+    for (int step = 0; step < 4; ++step) {
+      meet();
+      if (world.rank() == 0) comm::Recorder::global().reset_totals();
+      meet();
+      at::Tensor h = layer(0, at::ones({1, 4}));
+      if (step == 0) h = layer(1, h);
+      layer(2, h).sum().backward();
+      meet();
+      if (world.rank() == 0) gathers.push_back(comm::Recorder::global().totals().at("all_gather").operations / 2);
+      EXPECT_EQ(shard_state_of(*model->children()[1])->group()->unshard_pending(), false);
+      meet();
+    }
+  });
+  // The last group stays between forward and backward; every other is gathered twice. The first step also compares the parameters. The second
+  // still asks for the middle one ahead in forward, as it followed last time.
+  EXPECT_EQ(gathers, (std::vector<std::uint64_t>{6, 4, 3, 3}));
+}
+
+}  // namespace shard_use_test
+}  // namespace penstock

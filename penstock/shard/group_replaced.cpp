@@ -61,7 +61,9 @@ void ParameterGroup::note_replaced(std::size_t slot, const at::Tensor& data) {
 
 void ParameterGroup::note_cast(std::size_t slot, const at::Tensor& result, std::optional<at::ScalarType> dtype) {
   ShardedParameter& p = parameters_[slot];
-  if (p.dtype == p.compute_dtype || result.is_inference() || result.device() != device_) return;
+  // Otherwise a gathered parameter has the very values of its shard.
+  const bool exact = p.dtype == p.compute_dtype && !p.extension;
+  if (exact || result.is_inference() || result.device() != device_) return;
   p.cast = ShardedParameter::Cast{c10::weak_intrusive_ptr<c10::TensorImpl>(result.getIntrusivePtr()), static_cast<std::uint32_t>(result._version()), dtype.value_or(p.dtype)};
 }
 
@@ -71,6 +73,7 @@ at::Tensor ParameterGroup::own_shard(const ShardedParameter& p) const {
 }
 
 bool ParameterGroup::holds_own_data(const ShardedParameter& p, const at::Tensor& tensor) const {
+  if (p.keeps_encoded && is_wrapper(tensor) && payload_of(tensor) == payload_of(p.unsharded)) return true;
   const at::Tensor local = detail::local_of(tensor);
   if (is_wrapper(local)) return false;
   const c10::StorageImpl* memory = local.storage().unsafeGetStorageImpl();

@@ -29,6 +29,7 @@ at::Tensor tensor_for_trial(const ShardedParameter& p, at::Device device, bool f
 
 void ParameterGroup::begin_trial(bool fake) {
   check_materialized();
+  if (replaced_ && trials_.empty()) adopt_replaced();  // else the end of the trial would put the old data back
   const Quiet quiet;
   const NoModesGuard no_modes;
   std::vector<at::Tensor> made;

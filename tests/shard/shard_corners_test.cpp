@@ -9,6 +9,7 @@
 #include "penstock/dtensor/parallel_style.h"
 #include "penstock/shard/forward_scope.h"
 #include "penstock/shard/fully_shard.h"
+#include "penstock/shard/int8_gather.h"
 #include "penstock/torch/cpu_bfloat16.h"
 #include "penstock/torch/wrapper.h"
 #include "tests/has_text.h"
@@ -328,6 +329,50 @@ TEST(ReplacedData, WithMixedPrecisionShardsChangeAndComputationDoesNot) {
     ensure_sharded(layer->parameters());
     EXPECT_EQ(layer->weight.scalar_type(), at::kBFloat16);
     EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), plain->weight.detach().to(at::kBFloat16)));
+  });
+}
+
+// What is gathered in 8 bits is off; casting a module must not make that its value.
+TEST(ReplacedData, CastsOfEncodedParametersAreThoseOfTheirShards) {
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    for (const bool keep_encoded : {false, true}) {
+      SCOPED_TRACE(keep_encoded ? "kept encoded" : "decoded");
+      const at::Tensor value = numbers({7, 5}, 8), x = numbers({3, 5}, 4);
+      Dense layer(5, 7);
+      const at::Tensor weight = layer->weight.detach().clone();
+      fully_shard(*layer, line(world), {.extension = [=](const std::string&, const at::Tensor& p) { return p.dim() == 2 ? int8_gather({.block = 8, .keep_encoded = keep_encoded}) : nullptr; }});
+      const auto whole_weight = [&] {
+        ensure_sharded(layer->parameters());
+        return full_tensor(layer->weight.detach());
+      };
+      layer(x);
+      layer->to(at::kDouble);
+      EXPECT_TRUE(at::equal(whole_weight(), weight));
+      layer->to(at::kCPU);
+      EXPECT_TRUE(at::equal(whole_weight(), weight));
+      layer->to(at::kFloat);
+      EXPECT_TRUE(at::equal(whole_weight(), weight.to(at::kFloat)));
+      EXPECT_TRUE(at::allclose(layer(x.to(at::kFloat)), at::linear(x, weight, Dense(5, 7)->bias).to(at::kFloat), 0.1, 0.1));
+      layer->weight.set_data(value.clone());
+      EXPECT_TRUE(at::equal(whole_weight(), value));
+    }
+  });
+}
+
+// A trial run of a pipeline lends the parameters other data and gives them back.
+TEST(ReplacedData, IsTakenOverBeforeATrial) {
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    Dense layer(5, 7);
+    const at::Tensor value = numbers({7, 5}, 8).to(at::kFloat);
+    const auto state = fully_shard(*layer, line(world));
+    layer->to(at::kFloat);
+    layer->weight.set_data(value.clone());
+    state->group()->begin_trial(/*fake=*/true);
+    EXPECT_EQ(layer->weight.scalar_type(), at::kFloat);
+    state->group()->end_trial();
+    ensure_sharded(layer->parameters());
+    EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), value));
+    EXPECT_EQ(layer->bias.scalar_type(), at::kFloat);
   });
 }
 

@@ -1,9 +1,9 @@
 #include "penstock/pipeline/microbatch.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/ivalue.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <torch/custom_class.h>
 
 #include <algorithm>
 #include <functional>
@@ -31,7 +31,7 @@ struct Reducer final : torch::CustomClassHolder {
 struct LeafRule {
   bool chosen = false;               // by the caller
   std::optional<std::int64_t> dim;   // nothing: whole
-  c10::intrusive_ptr<Reducer> reducer = {};
+  const Reducer* reducer = nullptr;  // of the spec, which outlives it
 };
 
 LeafRule rule_of(const Tree& spec, const TreePath& place) {
@@ -39,7 +39,7 @@ LeafRule rule_of(const Tree& spec, const TreePath& place) {
   if (spec.kind() == Tree::Kind::Int) return {true, spec.integer()};
   if (spec.kind() == Tree::Kind::String && spec.text() == kWhole) return {true, std::nullopt};
   if (spec.kind() == Tree::Kind::Object && spec.ivalue().isCapsule())
-    if (auto reducer = c10::dynamic_intrusive_pointer_cast<Reducer>(spec.ivalue().toCapsule())) return {true, std::nullopt, std::move(reducer)};
+    if (const auto* reducer = dynamic_cast<const Reducer*>(spec.ivalue().toCapsule().get())) return {true, std::nullopt, reducer};
   throw ValueError(describe(fmt::format("the split of {}", place.to_string()), spec.to_string(), "chunk_dim(d), whole() or None, or a reducer where results are merged"));
 }
 

@@ -225,6 +225,7 @@ TEST(Microbatch, ReducersFoldWhatMicrobatchesReturn) {
   EXPECT_EQ(y.grad().item<float>(), 3);
   EXPECT_THROW(merge_microbatches({Tree("a")}, sum_reducer()), TypeError);
   EXPECT_THROW(reducer(Tree(), nullptr), ValueError);
+  EXPECT_THROW(merge_microbatches({Tree(1)}, Tree::object(c10::IValue(at::Device(at::kCPU)))), ValueError);
   EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(Tree::tuple({at::ones({2})}), {}, 2, {.args = Tree::tuple({sum_reducer()}), .kwargs = {}}); }), "merge_microbatches alone"));
 }
 

@@ -230,6 +230,45 @@ TEST(StageTrial, VersionsOfTheCallersTensorsStay) {
   });
 }
 
+// The shape of what the stage sends depends on a value that it has written through another argument.
+TEST(StageTrial, CopiesShareMemoryAsTheOriginalsDo) {
+  comm::run_ranks(2, 20s, [](comm::World& world) {
+    const StageModule module([&world](const Tree& args, const Tree&) {
+      if (world.rank() == 1) return args[0];
+      args[0].tensor().fill_(1);
+      const at::Tensor second = args[1].tensor();
+      return Tree(second.index({second.select(1, 0).gt(0)}));
+    }, {});
+    ScheduleGPipe pipeline(PipelineStage(module, world.rank(), 2, at::kCPU, with(TrialRun::Real)), 2, {}, {world});
+    const at::Tensor x = at::full({4, 5}, -1.0);
+    const StepResult result = pipeline.eval(Tree::tuple({x.narrow(1, 0, 3), x.narrow(1, 2, 3)}));
+    if (world.rank() == 1) {
+      EXPECT_EQ(result.output->tensor().sizes(), (std::vector<std::int64_t>{4, 3}));
+    }
+  });
+}
+
+// A buffer that is written under autograd belongs to the graph of that forward: not to one of a trial, which is gone.
+TEST(StageTrial, ABufferWrittenUnderAutogradBelongsToTheRealRun) {
+  for (const TrialRun trial : kTrials)
+    comm::run_ranks(2, 20s, [&](comm::World& world) {
+      Block block(world.rank());
+      const at::Tensor last = block->register_buffer("last", at::zeros({kWidth}));
+      const StageModule module([block, last](at::Tensor x) mutable {
+        x = block->forward(x + last);
+        last.copy_(x.mean(0));
+        return x;
+      }, {block.ptr()});
+      ScheduleGPipe pipeline(PipelineStage(module, world.rank(), 2, at::kCPU, with(trial)), 1, test::square_loss(), {world});
+      const test::Batch batch = test::plain_batch(0, 4);
+      pipeline.step(batch.args, {}, batch.target);
+      Block first(0), second(1);
+      const at::Tensor y = second->forward(first->forward(batch.args[0].tensor()));
+      (y - batch.target.tensor()).pow(2).mean().backward();
+      EXPECT_TRUE(at::allclose(block->weight.grad(), (world.rank() == 0 ? first : second)->weight.grad(), 1e-4, 1e-6)) << name_of(trial);
+    });
+}
+
 // ------------------------------------------------------------------------------------------------------------------ tensors that are kept
 
 struct LazyImpl : torch::nn::Module {
@@ -572,7 +611,8 @@ TEST(StageTrial, ShardedStagesCastInTheirTrial) {
       fully_shard(*linear, dp, {.mixed_precision = {.param_dtype = at::kBFloat16}});
       PipelineOptions options{world};
       options.ranks = {world.rank()};
-      const StageModule module([linear](at::Tensor x) mutable { return linear(x).matmul(linear->weight.t()); }, {linear.ptr()});
+      // Of a view, too.
+      const StageModule module([linear](at::Tensor x) mutable { return linear(x) + x.matmul(linear->weight.t()); }, {linear.ptr()});
       ScheduleGPipe pipeline(PipelineStage(module, 0, 1, at::kCPU, with(trial)), 2, [](const at::Tensor& y, const at::Tensor&) { return y.to(at::kFloat).pow(2).mean(); }, options);
       const test::Batch batch = test::plain_batch(0, 4);
       const StepResult result = pipeline.step(batch.args, {}, batch.target);

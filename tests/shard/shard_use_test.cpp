@@ -182,6 +182,7 @@ TEST(UseOverSteps, AGatherAheadDoesNotOutliveAWriteOfItsShards) {
       writes[i]();
       EXPECT_TRUE(at::equal(layer(1).forward(x), at::full({1, 4}, 4.0 * static_cast<double>(i + 2)))) << "write " << i;
     }
+    ensure_sharded(model->parameters());  // ends the gather that the last use asked for ahead
   });
 }
 

@@ -102,7 +102,7 @@ class Measured {
     const auto nodes = static_cast<double>(joint.graph.nodes.size());
     const JointGraph captured = joint;
     const double functional = least_us(config_.repeats, [&] {
-      joint.graph = functionalize(std::move(joint.graph));
+      joint.graph = functionalize(std::move(joint.graph), joint.forward_outputs);
       remove_dead_nodes(joint.graph);
     }, [&] { joint = captured; });
     Partition halves;

@@ -50,7 +50,7 @@ graph::GraphFile capture_model(const train::TrainConfig& config, bool min_cut) {
   graph::GraphFile file;
   file.meta = std::move(captured.meta);
   file.joint = captured.joint ? std::move(*captured.joint) : graph::capture_joint(step, inputs, file.meta, convention);
-  file.joint.graph = graph::functionalize(std::move(file.joint.graph));
+  file.joint.graph = graph::functionalize(std::move(file.joint.graph), file.joint.forward_outputs);
   graph::remove_dead_nodes(file.joint.graph);
   file.saved = (min_cut ? graph::partition_min_cut(file.joint) : graph::partition_default(file.joint)).saved;
   file.signature = graph::make_signature(file.joint, file.meta, {.state = &state, .loss_index = 0, .hidden_outputs = 0, .in_spec = "(*, *)", .out_spec = "*"});

@@ -59,7 +59,7 @@ void run(const SimulateFlags& flags) {
     if (model.communication == plan::Communication::Overlapped) options.sends = schedule::SendModel::Posted;
     schedule::validate(schedule, options);
   }
-  if (flags.lowered && !schedule.has_transfers()) schedule = schedule::lower(schedule);
+  if (flags.lowered && schedule::is_compute_only(schedule)) schedule = schedule::lower(schedule);
   const plan::Simulation simulation = plan::simulate(schedule, model);
   write_text("",
              format == "json" ? plan::to_json(schedule, simulation) : plan::to_text(schedule, simulation));

@@ -12,6 +12,7 @@
 #include "penstock/comm/checked_transfer.h"
 #include "penstock/comm/group.h"
 #include "penstock/comm/staging.h"
+#include "penstock/comm/trial_run.h"
 #include "penstock/comm/work_state.h"
 
 namespace penstock::comm {
@@ -308,6 +309,7 @@ std::vector<std::vector<std::size_t>> by_type(const Tensors& tensors) {
 
 Work Group::all_reduce(const at::Tensor& tensor, ReduceOp op, const OpOptions& options) const {
   member("all_reduce");
+  if (skipped_in_trial()) return {};
   check_transferable(tensor, "all_reduce");
   check_reduction(tensor, op, "all_reduce");
   return started(begin(state_, "all_reduce", tensor.nbytes(), options), [&](WorkState& work) { start_all_reduce(work, tensor, op); });
@@ -315,6 +317,7 @@ Work Group::all_reduce(const at::Tensor& tensor, ReduceOp op, const OpOptions& o
 
 Work Group::all_reduce_coalesced(const std::vector<at::Tensor>& tensors, ReduceOp op, const OpOptions& options) const {
   member("all_reduce_coalesced");
+  if (skipped_in_trial()) return {};
   check_transferable(tensors, "all_reduce_coalesced");
   auto parent = begin(state_, "all_reduce_coalesced", total_bytes(tensors), options);
   for (const auto& indices : by_type(tensors)) {
@@ -335,6 +338,7 @@ Work Group::all_reduce_coalesced(const std::vector<at::Tensor>& tensors, ReduceO
 
 Work Group::broadcast(const at::Tensor& tensor, Rank from, const OpOptions& options) const {
   GroupState& group = member("broadcast");
+  if (skipped_in_trial()) return {};
   check_transferable(tensor, "broadcast");
   const auto found = std::find(group.ranks.begin(), group.ranks.end(), from.value());
   require(found != group.ranks.end(), "broadcast", "source", fmt::format("rank {}", from.value()), fmt::format("a member of group {} (ranks {})", group.name, format_list(group.ranks)));
@@ -358,6 +362,7 @@ Work Group::broadcast(const at::Tensor& tensor, Rank from, const OpOptions& opti
 
 Work Group::all_gather(const at::Tensor& output, const at::Tensor& input, const OpOptions& options) const {
   member("all_gather");
+  if (skipped_in_trial({output})) return {};
   check_transferable({output, input}, "all_gather");
   require(output.scalar_type() == input.scalar_type(), "all_gather", "dtype of output", c10::toString(output.scalar_type()), c10::toString(input.scalar_type()));
   require(output.numel() == input.numel() * size(), "all_gather", "elements of output", fmt::format("{}", output.numel()), fmt::format("{} x {} = {}", size(), input.numel(), size() * input.numel()));
@@ -369,6 +374,7 @@ Work Group::all_gather(const at::Tensor& output, const at::Tensor& input, const 
 
 Work Group::all_gather_uneven(const std::vector<at::Tensor>& outputs, const at::Tensor& input, const OpOptions& options) const {
   GroupState& group = member("all_gather_uneven");
+  if (skipped_in_trial(outputs)) return {};
   check_transferable(input, "all_gather_uneven");
   check_transferable(outputs, "all_gather_uneven");
   require(static_cast<int>(outputs.size()) == size(), "all_gather_uneven", "number of outputs", fmt::format("{}", outputs.size()), fmt::format("{}, one per member", size()));
@@ -385,6 +391,7 @@ Work Group::all_gather_uneven(const std::vector<at::Tensor>& outputs, const at::
 
 Work Group::all_gather_coalesced(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const OpOptions& options) const {
   member("all_gather_coalesced");
+  if (skipped_in_trial(outputs)) return {};
   check_transferable(outputs, "all_gather_coalesced");
   check_transferable(inputs, "all_gather_coalesced");
   require(outputs.size() == inputs.size(), "all_gather_coalesced", "number of outputs", fmt::format("{}", outputs.size()), fmt::format("{}, one per input", inputs.size()));
@@ -411,6 +418,7 @@ Work Group::all_gather_coalesced(const std::vector<at::Tensor>& outputs, const s
 
 Work Group::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, const OpOptions& options) const {
   member("reduce_scatter");
+  if (skipped_in_trial({output})) return {};
   check_transferable({output, input}, "reduce_scatter");
   check_reduction(input, op, "reduce_scatter");
   require(output.scalar_type() == input.scalar_type(), "reduce_scatter", "dtype of output", c10::toString(output.scalar_type()), c10::toString(input.scalar_type()));
@@ -423,6 +431,7 @@ Work Group::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Re
 
 Work Group::reduce_scatter_uneven(const at::Tensor& output, const std::vector<at::Tensor>& inputs, ReduceOp op, const OpOptions& options) const {
   GroupState& group = member("reduce_scatter_uneven");
+  if (skipped_in_trial({output})) return {};
   check_transferable(output, "reduce_scatter_uneven");
   check_transferable(inputs, "reduce_scatter_uneven");
   check_reduction(output, op, "reduce_scatter_uneven");
@@ -449,6 +458,7 @@ Work Group::reduce_scatter_uneven(const at::Tensor& output, const std::vector<at
 
 Work Group::reduce_scatter_coalesced(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, ReduceOp op, const OpOptions& options) const {
   member("reduce_scatter_coalesced");
+  if (skipped_in_trial(outputs)) return {};
   check_transferable(outputs, "reduce_scatter_coalesced");
   check_transferable(inputs, "reduce_scatter_coalesced");
   require(outputs.size() == inputs.size(), "reduce_scatter_coalesced", "number of outputs", fmt::format("{}", outputs.size()), fmt::format("{}, one per input", inputs.size()));
@@ -476,6 +486,7 @@ Work Group::reduce_scatter_coalesced(const std::vector<at::Tensor>& outputs, con
 Work Group::all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<std::int64_t>& output_splits,
                        const std::vector<std::int64_t>& input_splits, const OpOptions& options) const {
   GroupState& group = member("all_to_all");
+  if (skipped_in_trial({output})) return {};
   check_transferable({output, input}, "all_to_all");
   const auto splits_of = [&](const at::Tensor& tensor, const std::vector<std::int64_t>& splits, const char* name) {
     require(tensor.dim() > 0, "all_to_all", fmt::format("dims of {}", name), "0", "at least 1");
@@ -523,6 +534,7 @@ Work Group::all_to_all(const at::Tensor& output, const at::Tensor& input, const 
 
 Work Group::barrier(const OpOptions& options) const {
   GroupState& group = member("barrier");
+  if (skipped_in_trial()) return {};
   return started(begin(state_, "barrier", 0, options), [&](WorkState& work) {
     check_agreement(work, "barrier");
     work.add(backend_for(group, !group.cpu && group.cuda).barrier());

@@ -9,6 +9,7 @@
 #include "penstock/comm/checked_transfer.h"
 #include "penstock/comm/group.h"
 #include "penstock/comm/staging.h"
+#include "penstock/comm/trial_run.h"
 #include "penstock/comm/work_state.h"
 
 namespace penstock::comm {
@@ -104,11 +105,13 @@ Work start(const std::shared_ptr<GroupState>& group, const P2POp& op) {
 
 Work Group::isend(const at::Tensor& tensor, Rank to, const P2POptions& options) const {
   member("send");
+  if (skipped_in_trial()) return {};
   return start(state_, P2POp::send(tensor, to, options));
 }
 
 Work Group::irecv(const at::Tensor& tensor, Rank from, const P2POptions& options) const {
   member("recv");
+  if (skipped_in_trial({tensor})) return {};
   return start(state_, P2POp::recv(tensor, from, options));
 }
 
@@ -118,6 +121,11 @@ void Group::recv(const at::Tensor& tensor, Rank from, const P2POptions& options)
 
 std::vector<Work> Group::batch_isend_irecv(const std::vector<P2POp>& ops) const {
   GroupState& group = member("batch");
+  if (StepContext::current()->trial) {
+    for (const P2POp& op : ops)
+      if (op.kind == P2POp::Kind::Recv) skipped_in_trial({op.tensor});
+    return std::vector<Work>(ops.size());
+  }
   const bool bracket = group.cuda && group.cuda_can.needs_batch &&
                        std::any_of(ops.begin(), ops.end(), [](const P2POp& op) { return op.tensor.defined() && op.tensor.is_cuda(); });
   std::vector<Prepared> prepared;

@@ -14,6 +14,7 @@
 #include "penstock/torch/dtype.h"
 #include "penstock/torch/mode.h"
 #include "penstock/torch/operator_hook.h"
+#include "penstock/torch/step_context.h"
 
 namespace penstock {
 namespace {
@@ -391,8 +392,8 @@ at::Tensor distribute_tensor(const at::Tensor& tensor, const comm::MeshGroups& m
 at::Tensor from_local(const at::Tensor& local, const comm::MeshGroups& mesh, const Placements& placements, const FromLocalOptions& options) {
   check_plain(local, "from_local");
   check_member(mesh, "from_local");
-  // Nothing is sent while a function is captured or run in shape only.
-  const bool check = options.check.value_or(debug_level() == DebugLevel::Detail) && !is_wrapper(local);
+  // Nothing is sent while a function is captured, run in shape only, or tried.
+  const bool check = options.check.value_or(debug_level() == DebugLevel::Detail) && !is_wrapper(local) && !StepContext::current()->trial;
   SpecPtr spec;
   try {
     spec = spec_of_parts(local, mesh, placements, options);

@@ -44,7 +44,9 @@ void MeshCache::insert(const MeshKey& key, comm::MeshGroups mesh) {
 void MeshCache::harvest(const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors)
     if (const detail::DTensorPayload* payload = tensor.defined() ? detail::dtensor_payload(tensor) : nullptr)
-      meshes_.try_emplace(payload->mesh.mesh().key(), payload->mesh);
+      if (const auto [known, added] = meshes_.try_emplace(payload->mesh.mesh().key(), payload->mesh); !added && !(known->second.mesh() == payload->mesh.mesh()))
+        throw PipeliningMetadataError(describe(fmt::format("mesh cache: a second mesh for {}", known->first.to_string()), payload->mesh.mesh().to_string(),
+                                               fmt::format("{}, which has the same names and layout", known->second.mesh().to_string()), kUniverse));
 }
 
 }  // namespace penstock

@@ -43,8 +43,8 @@ class MeshCache {
   void insert(const MeshKey& key, comm::MeshGroups mesh);
   void insert(const comm::MeshGroups& mesh) { insert(mesh.mesh().key(), mesh); }
 
-  // The meshes of the distributed tensors among these, under their own keys; a key that is here already keeps its mesh.
-  // Plain and undefined tensors are passed over.
+  // The meshes of the distributed tensors among these, under their own keys. Plain and undefined tensors are passed over. Throws for a
+  // mesh whose key is here already for other ranks: a record could not tell which of the two it means.
   void harvest(const std::vector<at::Tensor>& tensors);
 
   bool contains(const MeshKey& key) const { return meshes_.contains(key); }

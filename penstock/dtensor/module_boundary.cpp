@@ -59,6 +59,10 @@ void at_border(const c10::OperatorHandle& op, Stack* stack, int input_argument, 
                                "make it one with from_local() or distribute_tensor(), or parallelize on the slice of the mesh that is tensor parallel"));
     input = from_local(input, border->mesh, {counted_from_front(*border->plain_input, input.dim())});
   }
+  // The axis of the border is a position in its own mesh.
+  if (!(mesh_of(input) == border->mesh))
+    throw ValueError(describe(fmt::format("the input of a parallelized module ({})", op.operator_name().name), describe_dtensor(input),
+                              fmt::format("a distributed tensor of {}", border->mesh.mesh().to_string()), "distribute it on the mesh that the module was parallelized on"));
   if (border->desired_input) input = prepared(input, border->axis, *border->desired_input);
   slot = input;
   op.callBoxed(stack);
@@ -132,6 +136,8 @@ at::Tensor prepare_layout(const at::Tensor& activation, const comm::MeshGroups& 
       throw TypeError(describe("prepare_layout", "a plain tensor on a mesh of several axes", "a distributed tensor", "use from_local() with a placement for every axis"));
     input = from_local(input, mesh, {counted_from_front(from, input.dim())});
   }
+  if (!(mesh_of(input) == mesh))
+    throw ValueError(describe("prepare_layout: the activation", describe_dtensor(input), fmt::format("a distributed tensor of {}", mesh.mesh().to_string()), "distribute it on that mesh"));
   return along_axis(input, position, to);
 }
 

@@ -21,7 +21,7 @@ at::Tensor NormTerms::of(const at::Tensor& local, const std::vector<std::int64_t
     nothing |= local.size(dim) == 0;
     shape[static_cast<std::size_t>(dim)] = 1;
   }
-  if (nothing) return at::full(shape, smallest() ? std::numeric_limits<double>::infinity() : 0.0, local.options().dtype(dtype));
+  if (nothing) return local.new_full(shape, smallest() ? std::numeric_limits<double>::infinity() : 0.0, local.options().dtype(dtype));
   const bool complex = c10::isComplexType(local.scalar_type());
   const at::Tensor sizes = complex ? local.abs().to(dtype) : local.to(dtype);
   if (dims.empty()) {

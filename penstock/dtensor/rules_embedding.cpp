@@ -17,7 +17,7 @@ void local_lookup(const LocalContext& context, const c10::OperatorHandle&, Stack
   const LocalIndex found = find_held(indices, held_segments(context, shape, decided(context, "weight"), 0));
   std::vector<std::int64_t> result_shape = indices.sizes().vec();
   result_shape.push_back(weight.size(1));
-  at::Tensor result = at::zeros(result_shape, weight.options());
+  at::Tensor result = weight.new_zeros(result_shape);
   if (weight.size(0) > 0)
     result = weight.index_select(0, found.position.reshape({-1})).view(result_shape).masked_fill_(found.held.logical_not().unsqueeze(-1), 0);
   give_results(context, stack, {result});

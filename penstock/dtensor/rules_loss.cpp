@@ -57,14 +57,14 @@ void local_likelihood(const LocalContext& context, const c10::OperatorHandle&, S
   const Lookup lookup(context, *stack);
   const std::int64_t reduction = context.call.argument("reduction").toInt();
   const at::ScalarType dtype = context.call.outputs[0].dtype;
-  at::Tensor losses = at::zeros(lookup.missing.sizes(), lookup.self.options().dtype(lookup.type));
+  at::Tensor losses = lookup.self.new_zeros(lookup.missing.sizes(), lookup.self.options().dtype(lookup.type));
   if (lookup.self.size(lookup.dim) > 0)
     losses = lookup.self.gather(lookup.dim, lookup.position).squeeze(lookup.dim).to(lookup.type).neg_().mul_(lookup.weights).masked_fill_(lookup.missing, 0);
   const auto class_axes = axes_of(context, "self", lookup.dim);
   if (reduction == kNone) {
     losses = losses.contiguous();
     reduce_over(context.mesh, class_axes, losses, comm::ReduceOp::Sum);
-    return give_results(context, stack, {losses.to(dtype), at::zeros({}, losses.options().dtype(dtype))});
+    return give_results(context, stack, {losses.to(dtype), losses.new_zeros({}, losses.options().dtype(dtype))});
   }
   const at::Tensor totals = at::stack({losses.sum(), lookup.weights.sum()});
   std::vector<int> axes;
@@ -82,7 +82,7 @@ void local_likelihood_backward(const LocalContext& context, const c10::OperatorH
   at::Tensor gradient = local_argument(context, *stack, "grad_output").to(lookup.type);
   if (context.call.argument("reduction").toInt() == kMean) gradient = gradient / local_argument(context, *stack, "total_weight").to(lookup.type);
   const at::Tensor values = (lookup.weights * gradient).neg_().masked_fill_(lookup.missing, 0);
-  at::Tensor result = at::zeros(lookup.self.sizes(), lookup.self.options());
+  at::Tensor result = lookup.self.new_zeros(lookup.self.sizes());
   if (lookup.self.size(lookup.dim) > 0) result.scatter_(lookup.dim, lookup.position, values.to(result.scalar_type()).unsqueeze(lookup.dim));
   give_results(context, stack, {result});
 }

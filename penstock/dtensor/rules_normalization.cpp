@@ -157,7 +157,7 @@ void local_batch_norm(const LocalContext& context, const c10::OperatorHandle&, S
   if (weight.defined()) result = result * channels.column(weight);
   if (bias.defined()) result = result + channels.column(bias);
   std::vector<at::Tensor> results{channels.restored(result, channels.input), mean.to(call.outputs[1].dtype), inverse.to(call.outputs[2].dtype)};
-  for (std::size_t i = 3; i < call.outputs.size(); ++i) results.push_back(at::empty(call.outputs[i].shape, channels.input.options().dtype(call.outputs[i].dtype)));
+  for (std::size_t i = 3; i < call.outputs.size(); ++i) results.push_back(channels.input.new_empty(call.outputs[i].shape, channels.input.options().dtype(call.outputs[i].dtype)));
   give_results(context, stack, results);
 }
 

@@ -117,7 +117,7 @@ Sharding extreme(const ShardingCall& call, PartialOp kind) {
     if (local.numel() > 0) return op.callBoxed(stack);
     const auto shape = local_shape(context.call, context.call.outputs[0].shape, context.outputs[0]);
     stack->clear();
-    stack->push_back(at::full(shape, kind == PartialOp::Max ? least_of(local.scalar_type()) : greatest_of(local.scalar_type()), local.options()));
+    stack->push_back(local.new_full(shape, kind == PartialOp::Max ? least_of(local.scalar_type()) : greatest_of(local.scalar_type())));
   };
   return sharding;
 }
@@ -196,7 +196,7 @@ void logsumexp_of_parts(const LocalContext& context, const c10::OperatorHandle&,
   const at::Tensor values = (*stack)[0].toTensor().to(wide_enough((*stack)[0].toTensor().scalar_type()));
   std::vector<std::int64_t> shape = values.sizes().vec();
   for (const std::int64_t dim : dims) shape[static_cast<std::size_t>(dim)] = 1;
-  at::Tensor largest = values.numel() > 0 ? values.amax(dims, true).contiguous() : at::full(shape, -std::numeric_limits<double>::infinity(), values.options());
+  at::Tensor largest = values.numel() > 0 ? values.amax(dims, true).contiguous() : values.new_full(shape, -std::numeric_limits<double>::infinity());
   reduce_over(context.mesh, axes, largest, comm::ReduceOp::Max);
   largest.masked_fill_(largest.abs() == std::numeric_limits<double>::infinity(), 0);
   at::Tensor sum = (values - largest).exp_().sum(dims, true).contiguous();

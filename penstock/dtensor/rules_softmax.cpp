@@ -19,7 +19,7 @@ bool splits_dim(const Placements& placements, std::int64_t dim) { return !axes_s
 at::Tensor row_maximum(const LocalContext& context, const at::Tensor& rows, std::int64_t dim, const std::vector<int>& axes) {
   std::vector<std::int64_t> shape = rows.sizes().vec();
   shape[static_cast<std::size_t>(dim)] = 1;
-  const at::Tensor maximum = rows.size(dim) > 0 ? rows.amax(dim, true).contiguous() : at::full(shape, -std::numeric_limits<double>::infinity(), rows.options());
+  const at::Tensor maximum = rows.size(dim) > 0 ? rows.amax(dim, true).contiguous() : rows.new_full(shape, -std::numeric_limits<double>::infinity());
   reduce_over(context.mesh, axes, maximum, comm::ReduceOp::Max);
   return maximum;
 }

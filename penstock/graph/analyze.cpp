@@ -129,8 +129,18 @@ class Analysis {
       info.mutates_storage_metadata = storage.replaced;
       info.requires_grad = fake.requires_grad();
       info.validate(i);
+      if (!is_subclass(fake)) check_overlapping_write(i, info);
       meta_.inputs.push_back(info);
     }
+  }
+
+  // Which of the values that are written to one place would stay is nobody's to say, and a gradient of one element would be divided among all that are
+  // there.
+  void check_overlapping_write(std::size_t input, const InputInfo& info) const {
+    if (!info.mutates_data && !(info.mutates_metadata && info.requires_grad)) return;
+    if (overlaps_itself(trace_.before[input]))
+      throw NotImplemented(fmt::format("graph: {} has elements that share memory (expand, unfold), and the function {}; give the function a contiguous copy",
+                                       options_.convention.name_of(input), info.mutates_data ? "writes it" : "changes its shape in place"));
   }
 
   // A subclass is written back as a whole: what it is may not change.
@@ -178,6 +188,7 @@ class Analysis {
       if (is_tensor(output)) {
         if (!describe_with_subclasses(output.toTensor(), &info)) describe_tensor(output.toTensor(), &info);
         info.has_view_replay = replays_view(info);
+        describe_view(i, output.toTensor(), &info);
         for (std::size_t j = 0; j < i && !info.same_as; ++j)
           if (is_tensor(outputs_[j]) && outputs_[j].toTensor().is_same(output.toTensor())) info.same_as = j;
       }
@@ -196,6 +207,31 @@ class Analysis {
   bool replays_view(const OutputInfo& info) const {
     if (is_fresh(info.kind) || info.kind == OutputKind::IsInput) return false;
     return info.kind != OutputKind::AliasOfInput || !meta_.inputs[*info.base_index].mutates_metadata;
+  }
+
+  // How the result is made from its base at run time.
+  void describe_view(std::size_t output, const at::Tensor& tensor, OutputInfo* info) {
+    if (is_fresh(info->kind) || info->kind == OutputKind::IsInput) return;
+    const auto base_of = [&]() -> at::Tensor {
+      if (info->kind == OutputKind::AliasOfInput) return inputs_[*info->base_index].toTensor();
+      if (info->kind == OutputKind::AliasOfIntermediateBaseIsUserOutput) return outputs_[*info->base_index].toTensor();
+      return bases_[*info->base_index];
+    };
+    const at::Tensor base = base_of();
+    auto replay = find_view_replay(tracer_.graph, tracer_.value_of(base), tracer_.value_of(tensor));
+    if (replay && !replay->steps.empty()) {
+      info->view = std::move(*replay);
+      return;
+    }
+    // The base has another shape after the call than when the view was made of it. Its geometry is all that is known then, which is enough where the
+    // memory is looked at in the same way and a gradient has one place to go to.
+    info->by_geometry = true;
+    const Geometry geometry = geometry_of(base);
+    if (geometry.dtype != info->geometry.dtype || geometry.conjugated != info->geometry.conjugated || geometry.negated != info->geometry.negated ||
+        (info->requires_grad_for_backward && overlaps_itself(geometry)))
+      throw NotImplemented(fmt::format("graph: result {} is a view of another dtype, a conjugate, or a view of an expanded tensor, and the shape of what it is a "
+                                       "view of is changed in place (transpose_ ...) besides; return a clone of it",
+                                       output));
   }
 
   // A subclass, and a plain tensor in the memory of one, is an input or comes out of the graph: what it shares with inputs and other results it
@@ -282,12 +318,17 @@ class Analysis {
     for (std::size_t i = 0; i < inputs_.size(); ++i) {
       const InputInfo& info = meta_.inputs[i];
       if (info.mutation_type() == MutationType::MutatedOutOfGraph && info.mutates_data && info.requires_grad)
-        meta_.tangents.push_back({Kind::MutatedInput, i, geometry_of(inputs_[i].toTensor())});
+        meta_.tangents.push_back({Kind::MutatedInput, i, of_gradient(geometry_of(inputs_[i].toTensor()))});
     }
     for (std::size_t i = 0; i < outputs_.size(); ++i)
       if (is_fresh(meta_.outputs[i].kind) && meta_.outputs[i].requires_grad_for_backward)
-        meta_.tangents.push_back({Kind::Output, i, meta_.outputs[i].geometry});
-    for (std::size_t i = 0; i < bases_.size(); ++i) meta_.tangents.push_back({Kind::IntermediateBase, i, geometry_of(bases_[i])});
+        meta_.tangents.push_back({Kind::Output, i, of_gradient(meta_.outputs[i].geometry)});
+    for (std::size_t i = 0; i < bases_.size(); ++i) meta_.tangents.push_back({Kind::IntermediateBase, i, of_gradient(geometry_of(bases_[i]))});
+  }
+  // The gradient of a lazy conjugate is none.
+  static Geometry of_gradient(Geometry result) {
+    result.conjugated = result.negated = false;
+    return result;
   }
 
   FunctionTrace& trace_;

@@ -100,6 +100,7 @@ bool CallGuard::same_kind(const std::vector<Input>& a, const std::vector<Input>&
     if (x.tensor.has_value() != y.tensor.has_value()) return false;
     if (!x.tensor) return same_constant(x.value, y.value);
     return x.tensor->sizes.size() == y.tensor->sizes.size() && x.tensor->dtype == y.tensor->dtype && x.tensor->device == y.tensor->device &&
+           x.tensor->conjugated == y.tensor->conjugated && x.tensor->negated == y.tensor->negated &&
            x.requires_grad == y.requires_grad && x.is_leaf == y.is_leaf && x.is_view == y.is_view && x.same_as == y.same_as &&
            x.shares_with == y.shares_with;
   });
@@ -124,7 +125,8 @@ bool CallGuard::holds(const Values& inputs, const BoundSizes* sizes) const {
     }
     const at::Tensor& tensor = inputs[i].toTensor();
     if (!has_layout(tensor, layout_in_call(*expected.tensor, sizes)) || tensor.scalar_type() != expected.tensor->dtype ||
-        tensor.device() != expected.tensor->device || tensor.requires_grad() != expected.requires_grad || tensor.is_leaf() != expected.is_leaf)
+        tensor.is_conj() != expected.tensor->conjugated || tensor.is_neg() != expected.tensor->negated || tensor.device() != expected.tensor->device ||
+        tensor.requires_grad() != expected.requires_grad || tensor.is_leaf() != expected.is_leaf)
       return false;
     if (const void* storage = storage_behind(tensor)) storages.push_back(storage);
     if (tensor.key_set().has(c10::DispatchKey::Python) || expected.subclass) [[unlikely]] {  // carries something, or should
@@ -167,6 +169,8 @@ std::string CallGuard::difference(const Values& inputs, const BoundSizes* sizes,
     if (is.storage_offset != layout.storage_offset)
       return fmt::format("{} begins at element {} of its memory, in the capture {}", who, is.storage_offset, layout_text(was, table).storage_offset);
     if (is.dtype != was.dtype) return fmt::format("{} is of dtype {}, in the capture {}", who, c10::toString(is.dtype), c10::toString(was.dtype));
+    if (is.conjugated != was.conjugated) return fmt::format("{} is {}a lazy conjugate (conj()), in the capture {}", who, is.conjugated ? "" : "not ", was.conjugated ? "it is" : "it is not");
+    if (is.negated != was.negated) return fmt::format("{} is {}a lazy negative, in the capture {}", who, is.negated ? "" : "not ", was.negated ? "it is" : "it is not");
     if (is.device != was.device) return fmt::format("{} is on {}, in the capture {}", who, is.device.str(), was.device.str());
     if (expected.subclass && !expected.subclass->matches(tensor)) return fmt::format("{} is {}", who, expected.subclass->difference(tensor));
     if (actual.requires_grad != expected.requires_grad)

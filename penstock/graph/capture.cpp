@@ -4,10 +4,14 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
+#include <memory>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -19,6 +23,38 @@ namespace penstock::graph {
 namespace {
 
 bool holds_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
+
+// Calls `seen` with all gradients that the nodes behind some results hand on, when they do.
+class GradientWatch final : public torch::autograd::FunctionPostHook {
+ public:
+  using Seen = std::function<void(const at::Tensor&)>;
+  explicit GradientWatch(const Seen& seen) : seen_(seen) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) override {
+    for (const at::Tensor& gradient : outputs)
+      if (gradient.defined()) seen_(gradient);
+    return outputs;
+  }
+
+  // `seen` must live until backward is over. The nodes are those of the capture, which nobody runs again.
+  static void attach(const torch::autograd::variable_list& results, const Seen& seen) {
+    std::vector<torch::autograd::Node*> open;
+    std::set<torch::autograd::Node*> known;
+    const auto visit = [&](torch::autograd::Node* node) {
+      // A leaf hands nothing on, and belongs to the tensor, not to the capture.
+      if (node && node->num_outputs() > 0 && known.insert(node).second) open.push_back(node);
+    };
+    for (const at::Tensor& result : results) visit(result.grad_fn().get());
+    while (!open.empty()) {
+      torch::autograd::Node* node = open.back();
+      open.pop_back();
+      node->add_post_hook(std::make_unique<GradientWatch>(seen));
+      for (const torch::autograd::Edge& edge : node->next_edges()) visit(edge.function.get());
+    }
+  }
+
+ private:
+  const Seen& seen_;
+};
 
 // A fake tensor that stands where a gradient of a result will stand.
 at::Tensor fake_tangent(const Geometry& geometry) {
@@ -130,6 +166,7 @@ class JointCapture {
     if (!is_subclass(result)) {
       Geometry geometry = geometry_of(result);
       geometry.storage_offset = 0;
+      geometry.conjugated = geometry.negated = false;
       if (!result.is_non_overlapping_and_dense()) geometry.strides = contiguous_strides(geometry.sizes);
       return add(geometry);
     }
@@ -169,15 +206,74 @@ class JointCapture {
       if (primal.requires_grad()) leaves.push_back(primal);
     torch::autograd::variable_list gradients(leaves.size());
     tracer_.phase = Phase::Backward;
+    const std::size_t first_node = tracer_.graph.nodes.size();
+    for (std::size_t i = result_.primals; i < tracer_.graph.inputs.size(); ++i) handed_on_[tracer_.graph[tracer_.graph.inputs[i].value].storage] = first_node;
+    const GradientWatch::Seen seen = [&](const at::Tensor& gradient) {
+      for (const at::Tensor& part : plain_parts(gradient))
+        if (is_fake(part)) handed_on_.try_emplace(tracer_.storage_of(part), tracer_.graph.nodes.size());
+    };
     // Backward follows what forward did, and is usually run outside of the scope that casts.
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-    if (!roots.empty() && !leaves.empty())
+    if (!roots.empty() && !leaves.empty()) {
+      GradientWatch::attach(roots, seen);
       gradients = torch::autograd::grad(roots, leaves, tangents, /*retain_graph=*/c10::nullopt, /*create_graph=*/false, /*allow_unused=*/true);
+    }
     std::size_t next = 0;
     for (const at::Tensor& primal : primals_) {
       const at::Tensor gradient = primal.requires_grad() ? gradients[next++] : at::Tensor();
       layout_.input_gradients.push_back(return_value(gradient, result_.forward_outputs));
     }
+    return_written_in_backward(first_node);
+  }
+
+  // What backward writes besides tensors of its own: a user's autograd function, or a hook, does such things.
+  void return_written_in_backward(std::size_t first_node) {
+    std::map<StorageId, std::size_t> primals;
+    for (std::size_t i = 0; i < result_.primals; ++i) primals.emplace(tracer_.graph[tracer_.graph.inputs[i].value].storage, i);
+    std::set<StorageId> returned;
+    for (const c10::IValue& output : outputs_)
+      if (holds_tensor(output))
+        for (const at::Tensor& part : plain_parts(output.toTensor())) returned.insert(tracer_.storage_of(part));
+    std::set<std::size_t> written;
+    for (std::size_t i = first_node; i < tracer_.graph.nodes.size(); ++i) {
+      const Node& node = tracer_.graph.nodes[i];
+      for (const std::size_t argument : written_arguments(node))
+        for (const ValueId value : node.arguments[argument].values) {
+          if (value == kNoValue) continue;
+          const StorageId storage = tracer_.graph[value].storage;
+          const std::string op = c10::toString(node.op.operator_name());
+          if (const auto primal = primals.find(storage); primal != primals.end()) {
+            check_written_in_backward(primal->second, node, op);
+            written.insert(primal->second);
+          } else if (returned.contains(storage)) {
+            throw NotImplemented(fmt::format("graph: backward writes a tensor that forward returned ({}); write a clone of it", op));
+          } else if (const auto handed = handed_on_.find(storage); handed != handed_on_.end() && handed->second <= i) {
+            throw NotImplemented(fmt::format("graph: backward writes a gradient that it was given ({}), which others may hold; make a new tensor of it in the "
+                                             "function's backward or in the hook",
+                                             op));
+          }
+        }
+    }
+    for (const std::size_t primal : written) {
+      result_.written_in_backward.push_back(primal);
+      tracer_.graph.outputs.push_back(Operand::of(tracer_.graph.inputs[primal].value));
+    }
+  }
+
+  void check_written_in_backward(std::size_t primal, const Node& node, const std::string& op) const {
+    const std::string& name = tracer_.graph.inputs[primal].name;
+    if (any_subclass_)
+      throw NotImplemented(fmt::format("graph: backward writes {} ({}), in a function over tensor subclasses; write it in forward", name, op));
+    std::size_t input = 0;
+    for (std::size_t tensors = 0; input < inputs_.size(); ++input)
+      if (holds_tensor(inputs_[input]) && tensors++ == primal) break;
+    const InputInfo& info = meta_.inputs.at(input);
+    if (primals_[primal].requires_grad() || info.requires_grad)
+      throw NotImplemented(fmt::format("graph: backward writes {} ({}), which needs a gradient; write a clone of it", name, op));
+    if (node.op.hasTag(at::Tag::inplace_view))
+      throw NotImplemented(fmt::format("graph: backward changes the shape of {} in place ({}); take a view of it", name, op));
+    if (info.mutation_type() != MutationType::NotMutated)
+      throw NotImplemented(fmt::format("graph: forward and backward both write {} ({}); write it in one of them", name, op));
   }
 
   FunctionTrace& trace_;
@@ -188,6 +284,7 @@ class JointCapture {
   std::vector<at::Tensor> bases_;
   SubclassLayout layout_;
   std::map<StorageId, std::size_t> written_memory_;
+  std::map<StorageId, std::size_t> handed_on_;   // memory of gradients: how many nodes there were when another node of autograd was given one
   bool any_subclass_ = false;
   JointGraph result_;
 };

@@ -11,9 +11,13 @@
 //   the inputs that are written, as they are afterwards (meta.mutated_at_run_time());
 //   the function's results, where those that are made at run time from something else (aliases) are left out as kNoValue;
 //   the intermediate bases;
-//   one gradient for each tensor among the inputs, kNoValue for those that get none.
+//   one gradient for each tensor among the inputs, kNoValue for those that get none;
+//   the inputs that backward writes (in a user's autograd function), as they are afterwards.
 // Inputs are separate values here, whatever memory they share: see input_plan.h for those that are written and shared.
 // Views and in-place operators are recorded as they come; functionalize() takes the writes out.
+//
+// Throws NotImplemented where backward writes what others would notice and a graph cannot do: a gradient that it was given, a tensor that forward
+// returned, an input that needs a gradient, that forward writes too, or whose shape it changes.
 //
 // Tensor subclasses among inputs and results are taken apart (subclass_record.h): the graph is over the plain tensors in them, gradients are those that
 // autograd gives for the subclasses themselves.
@@ -39,6 +43,7 @@ struct JointGraph {
   std::size_t primals = 0;             // inputs of the graph that are inputs of the function
   std::size_t forward_outputs = 0;     // outputs before the gradients
   std::vector<TangentInfo> tangents;   // as meta.tangents, less those of results that are the same tensor as an earlier one
+  std::vector<std::size_t> written_in_backward = {};   // primals; as they are afterwards they are the last outputs, in this order
 
   // Where a tensor of the function is a subclass: `primals`, `forward_outputs`, `tangents` and gradients then count the plain tensors in them.
   std::shared_ptr<const SubclassLayout> subclasses;

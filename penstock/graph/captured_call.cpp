@@ -44,8 +44,19 @@ CapturedCall::CapturedCall(const Function& function, const Values& inputs, const
     const ValueId value = joint.graph.outputs[i].value();
     memory_of_output_.push_back(value == kNoValue ? StorageId{-1} : joint.graph[value].storage);
   }
-  joint.graph = functionalize(std::move(joint.graph));
+  for (const std::size_t primal : joint.written_in_backward) check_written_in_backward(primal, tensors_among(inner_inputs));
+  joint.graph = functionalize(std::move(joint.graph), joint.forward_outputs);
   remove_dead_nodes(joint.graph);
+}
+
+// What backward writes is known after inputs were made distinct.
+void CapturedCall::check_written_in_backward(std::size_t primal, const std::vector<at::Tensor>& primals) const {
+  const std::string& name = joint.graph.inputs[primal].name;
+  for (std::size_t i = 0; i < primals.size(); ++i)
+    if (i != primal && primals[i].is_alias_of(primals[primal]))
+      throw NotImplemented(fmt::format("graph: backward writes {}, which shares its memory with {}; give the function a copy", name, joint.graph.inputs[i].name));
+  if (overlaps_itself(geometry_of(primals[primal])))
+    throw NotImplemented(fmt::format("graph: {} has elements that share memory (expand, unfold), and backward writes it; give the function a contiguous copy", name));
 }
 
 void CapturedCall::make_ready(Partitioner partitioner) {
@@ -93,6 +104,10 @@ ViewAndMutationMeta CapturedCall::first_look(const Function& function, const Val
     refuse_shared_writes(inputs, shared, convention);
     return shared;
   }
+  // What the inputs become is known after a look at the function (input_plan.h).
+  for (const c10::IValue& input : inputs)
+    if (input.isTensor() && input.toTensor().defined() && (input.toTensor().is_conj() || input.toTensor().is_neg()))
+      return analyze(function, inputs, {.convention = convention});
   AnalyzedCapture captured = analyze_and_capture(function, inputs, convention);
   early_joint_ = std::move(captured.joint);
   return std::move(captured.meta);
@@ -177,7 +192,7 @@ std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>&
       if (item.shares)
         result = once_more(results[*item.shares]);
       else if (item.copied)
-        result = result.clone();
+        result = copy_keeping_bits(result);
       else if (std::any_of(primals.begin(), primals.end(), [&](const at::Tensor& primal) { return primal.is_same(result); }))
         result = result.variable_data();  // a kernel gave back what it got: the input must not become a result of the function
       results[item.output] = std::move(result);
@@ -196,6 +211,7 @@ std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>&
   }
   for (std::size_t i = 0; i < tangent_place.size(); ++i) torch::autograd::set_history(results[returned[tangent_place[i]].output], NodePtr(node));
   node->save_all(values, primals, results);
+  for (const std::size_t primal : joint.written_in_backward) node->write_in_backward(primals[primal]);
   return results;
 }
 
@@ -209,20 +225,18 @@ void CapturedCall::write_inputs(const Values& inner, const std::vector<at::Tenso
     // it would refuse it: then it was made under no_grad.
     const bool leaf_with_grad = info.is_leaf && input.requires_grad();
     const bool unseen = info.mutations_under_no_grad || leaf_with_grad;
+    const LayoutInCall layout = layout_in_call(geometry_after[i], sizes);
+    // The data first: autograd could not follow a write of a view whose shape was changed.
+    if (info.mutates_data) {
+      const auto place = [&](const at::Tensor& memory) {
+        return info.mutates_metadata ? memory.as_strided(layout.sizes, layout.strides, layout.storage_offset) : memory;
+      };
+      const c10::AutoGradMode mode(!unseen && c10::GradMode::is_enabled());
+      place(unseen && !info.mutations_under_no_grad ? input.detach() : input).copy_(after);
+    }
     if (info.mutates_metadata) {
-      const LayoutInCall layout = layout_in_call(geometry_after[i], sizes);
       const c10::AutoGradMode mode(!leaf_with_grad && c10::GradMode::is_enabled());
       input.as_strided_(layout.sizes, layout.strides, layout.storage_offset);
-    }
-    if (!info.mutates_data) continue;
-    if (unseen) {
-      const at::NoGradGuard no_grad;
-      if (info.mutations_under_no_grad)
-        input.copy_(after);
-      else
-        input.detach().copy_(after);
-    } else {
-      input.copy_(after);
     }
   }
 }
@@ -232,6 +246,7 @@ Values CapturedCall::make_outputs(const Values& inputs, const Values& inner, con
   const auto view_of = [&](at::Tensor base, const OutputInfo& info) {
     const c10::AutoGradMode mode(info.requires_grad_for_backward);
     if (!info.requires_grad) base = base.detach();
+    if (!info.by_geometry) return info.view.apply(std::move(base), sizes);
     const LayoutInCall layout = layout_in_call(info.geometry, sizes);
     return base.as_strided(layout.sizes, layout.strides, layout.storage_offset);
   };
@@ -297,6 +312,10 @@ Values CapturedCall::run(const Values& inputs, const c10::intrusive_ptr<BoundSiz
   const Values inner = plan.inner_inputs(inputs);
   const std::vector<at::Tensor> results = run_forward(tensors_among(inner), sizes);
   write_inputs(inner, results, sizes.get());
+  // An input that was written through another tensor of its memory learns of its gradient when it is asked for it, and is taken for a leaf until then.
+  if (!plan.is_identity())
+    for (std::size_t i = 0; i < inputs.size(); ++i)
+      if (user_meta.inputs[i].mutates_data && user_meta.inputs[i].is_tensor) inputs[i].toTensor().grad_fn();
   Values outputs = make_outputs(inputs, inner, results, sizes.get());
   if (meta.grad_mode_after) c10::GradMode::set_enabled(*meta.grad_mode_after);
   return outputs;

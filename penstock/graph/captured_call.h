@@ -64,6 +64,7 @@ class CapturedCall final : public torch::CustomClassHolder {
   std::vector<std::size_t> tangent_place;   // among `returned`, for each tangent
 
  private:
+  void check_written_in_backward(std::size_t primal, const std::vector<at::Tensor>& primals) const;
   void find_written_primals(const Values& inner);
   void plan_saved();
   void plan_returned();

@@ -24,7 +24,8 @@ at::Tensor tangent(const at::Tensor& gradient, const Geometry& geometry, const B
     throw ValueError(fmt::format("graph: a gradient has {} elements of {}, expected {} of {}; give backward gradients like the results",
                                  gradient.numel(), c10::toString(gradient.scalar_type()), c10::multiply_integers(layout.sizes),
                                  c10::toString(geometry.dtype)));
-  if (gradient.strides() == layout.strides) return gradient;
+  // Backward was captured for a gradient that is no lazy conjugate or negative.
+  if (gradient.strides() == layout.strides && !gradient.is_conj() && !gradient.is_neg()) return gradient;
   return at::empty_strided(layout.sizes, layout.strides, gradient.options()).copy_(gradient);
 }
 
@@ -36,7 +37,7 @@ void CapturedNode::save_all(const std::vector<c10::IValue>& values, const std::v
     at::Tensor tensor = values[call_->joint.forward_outputs + i].toTensor();
     if (how.how == CapturedCall::Saved::How::Copied) {
       const at::NoGradGuard no_grad;
-      tensor = tensor.detach().clone();
+      tensor = copy_keeping_bits(tensor.detach());
     }
     if (how.how == CapturedCall::Saved::How::Unwatched) tensor = tensor.variable_data();
     save(tensor);
@@ -49,10 +50,19 @@ variable_list CapturedNode::apply(variable_list&& gradients) {
   std::vector<at::Tensor> inputs = unpack();
   for (std::size_t i = 0; i < gradients.size(); ++i) inputs.push_back(tangent(gradients[i], call_->joint.tangents[i].geometry, sizes_.get()));
   gradients.clear();
+  // What backward writes it computed from what forward saw.
+  for (std::size_t i = 0; i < written_.size(); ++i)
+    if (static_cast<std::int64_t>(written_[i].tensor._version()) != written_[i].version)
+      throw StateError(fmt::format("graph: {}, which backward writes, was written since forward ran; run backward before the next write, and once",
+                                   call_->joint.graph.inputs[call_->joint.written_in_backward[i]].name));
   give_up();
   variable_list results;
   for (const c10::IValue& gradient : (*call_->backward)(std::move(inputs), sizes_.get()))
     results.push_back(gradient.isTensor() ? gradient.toTensor() : at::Tensor());
+  const std::size_t gradients_end = results.size() - written_.size();
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < written_.size(); ++i) written_[i].tensor.copy_(results[gradients_end + i]);
+  results.resize(gradients_end);
   return results;
 }
 

@@ -18,25 +18,38 @@ namespace {
 
 using c10::IValue;
 
-// The elements of a storage that a tensor reaches: [first, end).
+std::int64_t item_size(at::ScalarType dtype) { return static_cast<std::int64_t>(c10::elementSize(dtype)); }
+
+// The bytes of a storage that a tensor reaches: [first, end).
 struct Reach {
   std::int64_t first = 0, end = 0;
 };
 
 Reach reach_of(const Geometry& geometry) {
-  Reach reach{geometry.storage_offset, geometry.storage_offset};
+  const std::int64_t item = item_size(geometry.dtype);
+  Reach reach{geometry.storage_offset * item, geometry.storage_offset * item};
   if (geometry.numel() == 0) return reach;
-  for (std::size_t i = 0; i < geometry.sizes.size(); ++i) reach.end += (geometry.sizes[i] - 1) * geometry.strides[i];
-  ++reach.end;
+  for (std::size_t i = 0; i < geometry.sizes.size(); ++i) reach.end += (geometry.sizes[i] - 1) * geometry.strides[i] * item;
+  reach.end += item;
   return reach;
+}
+
+// What memory consists of that is looked at as several dtypes. Integers: copying them keeps every bit, whatever it is of.
+at::ScalarType cell_of_size(std::int64_t bytes) {
+  switch (bytes) {
+    case 1: return at::kByte;
+    case 2: return at::kShort;
+    case 4: return at::kInt;
+    default: return at::kLong;
+  }
 }
 
 bool same_layout(const Geometry& a, const Geometry& b) { return a.sizes == b.sizes && a.strides == b.strides; }
 
 class Functionalizer {
  public:
-  explicit Functionalizer(const Graph& from)
-      : from_(from), memories_(static_cast<std::size_t>(from.storages)), values_(from.values.size()) {
+  Functionalizer(const Graph& from, std::size_t forward_outputs)
+      : from_(from), forward_outputs_(forward_outputs), memories_(static_cast<std::size_t>(from.storages)), values_(from.values.size()) {
     find_writes();
   }
 
@@ -49,20 +62,32 @@ class Functionalizer {
                                      constant.tensor.numel()));
       to_.constants.push_back({define(constant.value, to_.new_storage()), constant.tensor});
     }
-    for (const Node& node : from_.nodes) translate(node);
-    for (const Operand& output : from_.outputs) to_.outputs.push_back(translate(output));
+    for (const Node& node : from_.nodes) {
+      if (node.phase == Phase::Backward) return_forward();
+      translate(node);
+    }
+    return_forward();
+    for (std::size_t i = to_.outputs.size(); i < from_.outputs.size(); ++i) to_.outputs.push_back(translate(from_.outputs[i]));
     verify(to_);
     return std::move(to_);
   }
 
  private:
-  // One storage of the graph with writes.
+  // The outputs of forward, before backward writes anything.
+  void return_forward() {
+    phase_ = Phase::Forward;
+    while (to_.outputs.size() < forward_outputs_) to_.outputs.push_back(translate(from_.outputs[to_.outputs.size()]));
+  }
+
+  // One storage of the graph with writes. A flat one becomes a row when it is written: what lies in the memory, without lazy conjugates and negatives.
   struct Memory {
     bool written = false;
-    bool flat = false;              // the root is not a dense tensor from the beginning of its memory on that contains all others
+    bool flat = false;              // the root is not a dense tensor from the beginning of its memory on that contains all others and is looked at as they are
+    bool mixed = false;             // values are of several dtypes
     ValueId root = kNoValue;        // the first value of this memory
-    ValueId current = kNoValue;     // in the new graph: what the memory holds now, laid out like the root, or flat from `first` on
+    ValueId current = kNoValue;     // in the new graph: what the memory holds now, laid out like the root, or a row from byte `first` on
     std::int64_t first = 0;
+    std::int64_t smallest = 0, largest = 0;   // bytes of an element, over all its values
     Reach reach;                    // of all its values
     std::uint32_t version = 0;
   };
@@ -78,13 +103,20 @@ class Functionalizer {
     const auto extend = [&](ValueId value) {
       Memory& memory = memory_of(value);
       const Reach reach = reach_of(from_[value].geometry);
+      const Geometry& geometry = from_[value].geometry;
+      const std::int64_t item = item_size(geometry.dtype);
       if (memory.root == kNoValue) {
         memory.root = value;
         memory.reach = reach;
+        memory.smallest = memory.largest = item;
       } else if (reach.end > reach.first) {
         memory.reach.first = std::min(memory.reach.first, reach.first);
         memory.reach.end = std::max(memory.reach.end, reach.end);
       }
+      memory.mixed |= geometry.dtype != from_[memory.root].geometry.dtype;
+      memory.flat |= geometry.conjugated || geometry.negated;
+      memory.smallest = std::min(memory.smallest, item);
+      memory.largest = std::max(memory.largest, item);
     };
     for (const Placeholder& input : from_.inputs) extend(input.value);
     for (const ConstantTensor& constant : from_.constants) extend(constant.value);
@@ -97,8 +129,8 @@ class Functionalizer {
     for (Memory& memory : memories_) {
       if (memory.root == kNoValue || !memory.written) continue;
       const Geometry& root = from_[memory.root].geometry;
-      memory.flat = root.storage_offset != 0 || memory.reach.first != 0 || memory.reach.end != root.numel() ||
-                    reach_of(root).end != root.numel();
+      const std::int64_t dense = root.numel() * item_size(root.dtype);
+      memory.flat |= memory.mixed || root.storage_offset != 0 || memory.reach.first != 0 || memory.reach.end != dense || reach_of(root).end != dense;
     }
   }
 
@@ -127,10 +159,11 @@ class Functionalizer {
     return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
   }
 
-  // Where a value lies in what `current` of its memory is.
+  // Where a value lies in the row of its memory, taken as a row of its dtype.
   Geometry place_of(ValueId old, const Memory& memory) const {
     Geometry place = from_[old].geometry;
-    place.storage_offset -= memory.first;
+    place.storage_offset -= memory.first / item_size(place.dtype);
+    place.conjugated = place.negated = false;
     return place;
   }
 
@@ -140,19 +173,133 @@ class Functionalizer {
     return emit(op, std::move(arguments), std::move(place), to_[of].storage);
   }
 
+  // The same elements, or their conjugates and negatives, without touching the memory.
+  ValueId emit_bits(ValueId of, bool conjugate, bool negate) {
+    static const c10::OperatorHandle conj = find("aten::_conj"), neg = find("aten::_neg_view");
+    if (conjugate) {
+      Geometry geometry = to_[of].geometry;
+      geometry.conjugated = !geometry.conjugated;
+      of = emit(conj, {Operand::of(of)}, std::move(geometry), to_[of].storage);
+    }
+    if (negate) {
+      Geometry geometry = to_[of].geometry;
+      geometry.negated = !geometry.negated;
+      of = emit(neg, {Operand::of(of)}, std::move(geometry), to_[of].storage);
+    }
+    return of;
+  }
+
+  // A tensor in a row, of one dim, as a row of another dtype.
+  ValueId emit_row_of(ValueId row, at::ScalarType dtype) {
+    static const c10::OperatorHandle view = find("aten::view", "dtype");
+    Geometry geometry = to_[row].geometry;
+    if (geometry.dtype == dtype) return row;
+    geometry.sizes[0] = geometry.sizes[0] * item_size(geometry.dtype) / item_size(dtype);
+    geometry.dtype = dtype;
+    return emit(view, {Operand::of(row), Operand::of(IValue(static_cast<std::int64_t>(dtype)))}, std::move(geometry), to_[row].storage);
+  }
+
+  ValueId emit_view(ValueId of, c10::SmallVector<std::int64_t, 5> sizes) {
+    static const c10::OperatorHandle view = find("aten::view");
+    Geometry geometry = to_[of].geometry;
+    geometry.sizes = std::move(sizes);
+    geometry.strides.assign(geometry.sizes.size(), 1);
+    for (std::size_t i = geometry.sizes.size(); i-- > 1;) geometry.strides[i - 1] = geometry.strides[i] * std::max<std::int64_t>(geometry.sizes[i], 1);
+    std::vector<Operand> arguments{Operand::of(of), list_of(geometry.sizes)};
+    return emit(view, std::move(arguments), std::move(geometry), to_[of].storage);
+  }
+
+  // A value of a flat memory that was written, as it is now.
+  ValueId emit_read(ValueId old, const Memory& memory) {
+    const Geometry& geometry = from_[old].geometry;
+    const ValueId row = memory.mixed ? emit_row_of(memory.current, geometry.dtype) : memory.current;
+    return emit_bits(emit_as_strided(row, place_of(old, memory)), geometry.conjugated, geometry.negated);
+  }
+
+  // Makes a row of a flat memory that is written for the first time: all that is seen of it.
+  void make_row(Memory& memory) {
+    static const c10::OperatorHandle clone = find("aten::clone"), pad = find("aten::constant_pad_nd");
+    const Geometry& root = from_[memory.root].geometry;
+    const std::int64_t item = item_size(root.dtype);
+    // Of whole elements of every dtype that is seen of it, and of the root's.
+    memory.first = memory.reach.first / memory.largest * memory.largest;
+    Geometry row;
+    row.sizes = {(memory.reach.end - memory.first + item - 1) / item};
+    row.strides = {1};
+    row.storage_offset = memory.first / item;
+    row.dtype = root.dtype;
+    row.device = root.device;
+    row.conjugated = root.conjugated;
+    row.negated = root.negated;
+    const ValueId seen = emit_bits(emit_as_strided(values_[index_of(memory.root)].value, row), root.conjugated, root.negated);
+    row.storage_offset = 0;
+    row.conjugated = row.negated = false;
+    memory.current = emit(clone, {Operand::of(seen), Operand::of(IValue())}, std::move(row));
+    if (!memory.mixed) return;
+    memory.current = emit_row_of(memory.current, cell_of_size(memory.smallest));
+    Geometry padded = to_[memory.current].geometry;
+    const std::int64_t whole = memory.largest / memory.smallest, missing = (whole - padded.sizes[0] % whole) % whole;
+    if (missing == 0) return;
+    padded.sizes[0] += missing;
+    memory.current = emit(pad, {Operand::of(memory.current), list_of({0, missing}), Operand::of(IValue(0))}, std::move(padded));
+  }
+
+  // Elements at one place of the memory are written with one value, or the operator would have refused: as_strided_scatter gets it once.
+  ValueId emit_first_at_each_place(ValueId value, Geometry& place) {
+    static const c10::OperatorHandle slice = find("aten::slice", "Tensor");
+    for (std::size_t dim = 0; dim < place.sizes.size(); ++dim) {
+      if (place.strides[dim] != 0 || place.sizes[dim] <= 1) continue;
+      Geometry first = to_[value].geometry;
+      place.sizes[dim] = first.sizes[dim] = 1;
+      value = emit(slice, {Operand::of(value), Operand::of(IValue(static_cast<std::int64_t>(dim))), Operand::of(IValue(0)), Operand::of(IValue(1)), Operand::of(IValue(1))},
+                   std::move(first), to_[value].storage);
+    }
+    return value;
+  }
+
+  void emit_scatter(Memory& memory, ValueId value, const Geometry& place) {
+    static const c10::OperatorHandle scatter = find("aten::as_strided_scatter");
+    memory.current = emit(scatter,
+                          {Operand::of(memory.current), Operand::of(value), list_of(place.sizes), list_of(place.strides),
+                           Operand::of(IValue(place.storage_offset))},
+                          to_[memory.current].geometry);
+  }
+
+  // `value`, of the sizes and dtype of `target`, goes into the row of its memory.
+  void scatter_into_row(Memory& memory, ValueId target, ValueId value) {
+    static const c10::OperatorHandle clone = find("aten::clone");
+    if (memory.version == 0) make_row(memory);
+    Geometry place = place_of(target, memory);
+    value = emit_first_at_each_place(value, place);
+    value = emit_bits(value, from_[target].geometry.conjugated, from_[target].geometry.negated);
+    if (memory.mixed) {
+      // Each element as its cells, in a dim of their own.
+      const at::ScalarType cell = cell_of_size(memory.smallest);
+      const std::int64_t cells = item_size(place.dtype) / memory.smallest;
+      Geometry dense = place;
+      dense.storage_offset = 0;
+      dense.strides.assign(dense.sizes.size(), 1);
+      for (std::size_t i = dense.sizes.size(); i-- > 1;) dense.strides[i - 1] = dense.strides[i] * std::max<std::int64_t>(dense.sizes[i], 1);
+      const std::int64_t elements = dense.numel();
+      value = emit(clone, {Operand::of(value), Operand::of(IValue(static_cast<std::int64_t>(at::MemoryFormat::Contiguous)))}, std::move(dense));
+      value = emit_row_of(emit_view(value, {elements}), cell);
+      for (std::int64_t& stride : place.strides) stride *= cells;
+      place.storage_offset *= cells;
+      place.sizes.push_back(cells);
+      place.strides.push_back(1);
+      value = emit_view(value, place.sizes);
+    }
+    emit_scatter(memory, value, place);
+  }
+
   // A value of the old graph as it is now.
   ValueId now(ValueId old) {
     Memory& memory = memory_of(old);
     Translated& translated = values_[index_of(old)];
     if (translated.version == memory.version) return translated.value;
     translated.version = memory.version;
-    const Geometry& geometry = from_[old].geometry;
-    if (!memory.flat && same_layout(geometry, from_[memory.root].geometry) && geometry.dtype == from_[memory.root].geometry.dtype)
-      return translated.value = memory.current;
-    if (geometry.dtype != from_[memory.root].geometry.dtype)
-      throw NotImplemented("graph: memory is written and looked at as another dtype (view with a dtype); take the write or the view out of "
-                           "the captured function");
-    return translated.value = emit_as_strided(memory.current, place_of(old, memory));
+    if (!memory.flat && same_layout(from_[old].geometry, from_[memory.root].geometry)) return translated.value = memory.current;
+    return translated.value = emit_read(old, memory);
   }
 
   Operand translate(const Operand& operand) {
@@ -185,7 +332,7 @@ class Functionalizer {
       // Its offset counts from the beginning of the memory that the old graph had.
       const ValueId result = node.results[0].values[0];
       Memory& memory = memory_of(result);
-      values_[index_of(result)] = {emit_as_strided(memory.current, place_of(result, memory)), memory.version};
+      values_[index_of(result)] = {emit_read(result, memory), memory.version};
       return;
     }
     Node copied{node.op, translate(node.arguments), node.results, node.phase, node.grad_enabled};
@@ -258,8 +405,7 @@ class Functionalizer {
 
   // `value` is written over `target`.
   void store(const Node& node, ValueId target, ValueId value) {
-    static const c10::OperatorHandle to_copy = find("aten::_to_copy"), scatter = find("aten::as_strided_scatter"), clone = find("aten::clone"),
-                                     expand = find("aten::expand");
+    static const c10::OperatorHandle to_copy = find("aten::_to_copy"), expand = find("aten::expand");
     const Geometry& wanted = from_[target].geometry;
     if (to_[value].geometry.dtype != wanted.dtype) {
       Geometry converted = to_[value].geometry;
@@ -279,29 +425,14 @@ class Functionalizer {
     }
     Memory& memory = memory_of(target);
     const Geometry& root = from_[memory.root].geometry;
-    if (!memory.flat && wanted.dtype == root.dtype && same_layout(wanted, root) && same_layout(to_[value].geometry, root)) {
+    if (memory.flat) {
+      scatter_into_row(memory, target, value);
+    } else if (same_layout(wanted, root) && same_layout(to_[value].geometry, root) && !to_[value].geometry.conjugated && !to_[value].geometry.negated) {
       memory.current = value;
     } else {
-      if (wanted.dtype != root.dtype)
-        throw NotImplemented(fmt::format("graph: {} writes memory through a view of another dtype", c10::toString(node.op.operator_name())));
-      if (memory.flat && memory.version == 0) {
-        // All that is seen of the memory, in a row.
-        Geometry row;
-        row.sizes = {memory.reach.end - memory.reach.first};
-        row.strides = {1};
-        row.storage_offset = memory.reach.first;
-        row.dtype = root.dtype;
-        row.device = root.device;
-        const ValueId seen = emit_as_strided(values_[index_of(memory.root)].value, row);
-        row.storage_offset = 0;
-        memory.current = emit(clone, {Operand::of(seen), Operand::of(IValue())}, row);
-        memory.first = memory.reach.first;
-      }
-      const Geometry place = place_of(target, memory);
-      memory.current = emit(scatter,
-                            {Operand::of(memory.current), Operand::of(value), list_of(place.sizes), list_of(place.strides),
-                             Operand::of(IValue(place.storage_offset))},
-                            to_[memory.current].geometry);
+      Geometry place = wanted;
+      value = emit_first_at_each_place(value, place);
+      emit_scatter(memory, value, place);
     }
     ++memory.version;
   }
@@ -311,7 +442,7 @@ class Functionalizer {
     const ValueId before = node.arguments[0].value(), after = node.results[0].value();
     if (after == before) return;
     if (Memory& memory = memory_of(after); memory.flat && memory.version > 0 && sibling.operator_name().name == "aten::as_strided") {
-      values_[index_of(after)] = {emit_as_strided(memory.current, place_of(after, memory)), memory.version};
+      values_[index_of(after)] = {emit_read(after, memory), memory.version};
       return;
     }
     const StorageId storage = to_[arguments[0].value()].storage;
@@ -320,6 +451,7 @@ class Functionalizer {
   }
 
   const Graph& from_;
+  const std::size_t forward_outputs_;
   Graph to_;
   std::vector<Memory> memories_;
   std::vector<Translated> values_;
@@ -329,10 +461,10 @@ class Functionalizer {
 
 }  // namespace
 
-Graph functionalize(const Graph& graph) { return Functionalizer(graph).run(); }
+Graph functionalize(const Graph& graph, std::size_t forward_outputs) { return Functionalizer(graph, forward_outputs).run(); }
 
-Graph functionalize(Graph&& graph) {
-  if (count_writes(graph) > 0) return Functionalizer(graph).run();
+Graph functionalize(Graph&& graph, std::size_t forward_outputs) {
+  if (count_writes(graph) > 0) return Functionalizer(graph, forward_outputs).run();
   return std::move(graph);
 }
 

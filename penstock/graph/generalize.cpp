@@ -28,6 +28,9 @@ void forget_sizes(Geometry& geometry) {
 ViewAndMutationMeta without_sizes(ViewAndMutationMeta meta) {
   for (OutputInfo& output : meta.outputs) {
     forget_sizes(output.geometry);
+    for (ViewStep& step : output.view.steps)
+      for (Operand& operand : step.arguments)
+        if (operand.kind == Operand::Kind::Constant && numbers_of(operand.constant)) operand = Operand::of(c10::IValue());
     output.dynamic_dims.clear();
   }
   for (TangentInfo& tangent : meta.tangents) forget_sizes(tangent.geometry);
@@ -77,8 +80,8 @@ class StructureComparison {
     if (!a_.plan.works_like(b_.plan) || a_.primal_written != b_.primal_written || a_.primal_shares_changed != b_.primal_shares_changed)
       return "the inputs share memory in another way";
     if (a_.joint.primals != b_.joint.primals || a_.joint.forward_outputs != b_.joint.forward_outputs || a_.joint.tangents.size() != b_.joint.tangents.size() ||
-        a_.geometry_after.size() != b_.geometry_after.size())
-      return "other results need gradients";
+        a_.geometry_after.size() != b_.geometry_after.size() || a_.joint.written_in_backward != b_.joint.written_in_backward)
+      return "other results need gradients, or backward writes other inputs";
     return compare_surroundings();
   }
 
@@ -86,7 +89,7 @@ class StructureComparison {
   bool same_value(ValueId value) const {
     const Value &a = x_[value], &b = y_[value];
     return a.storage == b.storage && a.geometry.dtype == b.geometry.dtype && a.geometry.device == b.geometry.device &&
-           a.geometry.sizes.size() == b.geometry.sizes.size();
+           a.geometry.conjugated == b.geometry.conjugated && a.geometry.negated == b.geometry.negated && a.geometry.sizes.size() == b.geometry.sizes.size();
   }
 
   bool same_operand(const Operand& a, const Operand& b) const {
@@ -135,7 +138,7 @@ class StructureComparison {
 enum class Role : std::uint8_t { Input, Output, Tangent, WrittenInput, Inner };
 
 // Calls `on_geometry(Geometry&, Role, number)` and `on_constant(Operand&, node, argument)` for all that a run depends on, and for the values inside;
-// of the constants among the outputs `node` is the number of nodes. Always in the same order.
+// of the constants among the outputs `node` is the number of nodes, of those of a view that is a result it is one more. Always in the same order.
 template <class Call, class OnGeometry, class OnConstant>
 void for_each_place(Call& call, OnGeometry&& on_geometry, OnConstant&& on_constant) {
   call.guard.for_each_geometry([&](std::size_t input, auto& geometry) { on_geometry(geometry, Role::Input, input); });
@@ -157,10 +160,16 @@ void for_each_place(Call& call, OnGeometry&& on_geometry, OnConstant&& on_consta
   }
   for (std::size_t i = 0; i < graph.outputs.size(); ++i)
     if (graph.outputs[i].kind == Operand::Kind::Constant) on_constant(graph.outputs[i], graph.nodes.size(), i);
+  for (auto* meta : {&call.user_meta, &call.meta})
+    for (std::size_t i = 0; i < meta->outputs.size(); ++i)
+      for (auto& step : meta->outputs[i].view.steps)
+        for (auto& operand : step.arguments)
+          if (operand.kind == Operand::Kind::Constant) on_constant(operand, graph.nodes.size() + 1, i);
 }
 
 std::string name_of_constant(const Graph& graph, std::size_t node, std::size_t argument) {
   if (node == graph.nodes.size()) return fmt::format("output {} of the graph", argument);
+  if (node > graph.nodes.size()) return fmt::format("a number of the view that is result {}", argument);
   return fmt::format("argument '{}' of {}", graph.nodes[node].op.schema().arguments()[argument].name(), name_of_node(graph, node));
 }
 

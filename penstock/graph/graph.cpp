@@ -145,13 +145,43 @@ Geometry geometry_of(const at::Tensor& tensor) {
   geometry.storage_offset = tensor.storage_offset();
   geometry.dtype = tensor.scalar_type();
   geometry.device = tensor.device();
+  geometry.conjugated = tensor.is_conj();
+  geometry.negated = tensor.is_neg();
   return geometry;
 }
 
 bool has_geometry(const at::Tensor& tensor, const Geometry& geometry) {
   return tensor.sizes() == at::IntArrayRef(geometry.sizes) && tensor.strides() == at::IntArrayRef(geometry.strides) &&
          tensor.storage_offset() == geometry.storage_offset && tensor.scalar_type() == geometry.dtype &&
-         tensor.device() == geometry.device;
+         tensor.device() == geometry.device && tensor.is_conj() == geometry.conjugated && tensor.is_neg() == geometry.negated;
+}
+
+bool overlaps_itself(const Geometry& geometry) {
+  // From the innermost dim outwards, each step must be longer than all that lies inside.
+  c10::SmallVector<std::pair<std::int64_t, std::int64_t>, 5> dims;  // stride, size
+  for (std::size_t i = 0; i < geometry.sizes.size(); ++i) {
+    if (geometry.sizes[i] == 0) return false;
+    if (geometry.sizes[i] > 1) dims.emplace_back(geometry.strides[i], geometry.sizes[i]);
+  }
+  std::sort(dims.begin(), dims.end());
+  std::int64_t reach = 0;
+  bool nested = true;
+  for (const auto& [stride, size] : dims) {
+    if (stride == 0) return true;
+    nested &= stride > reach;
+    reach += stride * (size - 1);
+  }
+  if (nested) return false;
+  constexpr std::int64_t kExactLimit = 1 << 20;
+  if (geometry.numel() > kExactLimit || reach > 64 * kExactLimit || geometry.numel() > reach + 1) return true;
+  std::vector<std::int64_t> places{0};
+  for (const auto& [stride, size] : dims) {
+    const std::size_t inside = places.size();
+    for (std::int64_t i = 1; i < size; ++i)
+      for (std::size_t j = 0; j < inside; ++j) places.push_back(places[j] + i * stride);
+  }
+  std::sort(places.begin(), places.end());
+  return std::adjacent_find(places.begin(), places.end()) != places.end();
 }
 
 ValueId Graph::new_value(Geometry geometry, StorageId storage) {

@@ -49,6 +49,7 @@ struct Geometry {
   std::int64_t storage_offset = 0;
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::kCPU;
+  bool conjugated = false, negated = false;  // lazily (conj(), imag() of a conjugate): the memory holds the conjugates or negatives of the values
   SymbolicId symbolic = kNotSymbolic;      // of a geometry of the table; sizes, strides and offset are an example then
 
   bool operator==(const Geometry&) const = default;
@@ -57,6 +58,8 @@ struct Geometry {
 
 Geometry geometry_of(const at::Tensor& tensor);
 bool has_geometry(const at::Tensor& tensor, const Geometry& geometry);
+// Two elements are at one place of the memory (expand, unfold). Exact up to a million elements; above that it may say so where it is not.
+bool overlaps_itself(const Geometry& geometry);
 
 struct Value {
   Geometry geometry;

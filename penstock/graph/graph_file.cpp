@@ -40,6 +40,7 @@ class GraphWriter {
     graph(file.joint.graph);
     out_.count(file.joint.primals);
     out_.count(file.joint.forward_outputs);
+    list(file.joint.written_in_backward, [&](std::size_t primal) { out_.count(primal); });
     list(file.joint.tangents, [&](const TangentInfo& tangent) { this->tangent(tangent); });
     meta(file.meta);
     list(file.saved, [&](ValueId value) { id(value); });
@@ -72,10 +73,12 @@ class GraphWriter {
     out_.number(geometry.storage_offset);
     dtype(geometry.dtype);
     out_.text(geometry.device.str());
+    out_.flag(geometry.conjugated);
+    out_.flag(geometry.negated);
   }
 
   void tensor(const at::Tensor& tensor) {
-    const at::Tensor plain = tensor.detach().cpu().contiguous();
+    const at::Tensor plain = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg();
     dtype(plain.scalar_type());
     list(plain.sizes(), [&](std::int64_t size) { out_.number(size); });
     out_.raw({static_cast<const std::uint8_t*>(plain.data_ptr()), plain.nbytes()});
@@ -125,6 +128,15 @@ class GraphWriter {
     list(graph.outputs, [&](const Operand& each) { operand(each); });
   }
 
+  void view_step(const ViewStep& step) {
+    out_.text(step.op.operator_name().name);
+    out_.text(step.op.operator_name().overload_name);
+    list(step.arguments, [&](const Operand& each) { operand(each); });
+    out_.count(step.viewed);
+    out_.count(step.result);
+    place(step.element);
+  }
+
   void tangent(const TangentInfo& tangent) {
     out_.number(static_cast<std::uint8_t>(tangent.kind));
     out_.count(tangent.index);
@@ -145,8 +157,10 @@ class GraphWriter {
       out_.flag(info.requires_grad);
       out_.flag(info.requires_grad_for_backward);
       out_.flag(info.has_view_replay);
+      out_.flag(info.by_geometry);
       place(info.same_as);
       geometry(info.geometry);
+      list(info.view.steps, [&](const ViewStep& step) { view_step(step); });
     });
     out_.count(meta.intermediate_bases);
     out_.flag(meta.keep_input_mutations);
@@ -189,6 +203,11 @@ class GraphReader {
     graph(&file.joint.graph);
     file.joint.primals = bounded(file.joint.graph.inputs.size());
     file.joint.forward_outputs = bounded(file.joint.graph.outputs.size());
+    list(8, [&] {
+      file.joint.written_in_backward.push_back(bounded(file.joint.primals));
+      if (file.joint.written_in_backward.back() == file.joint.primals) in_.fail("an input that does not exist is written in backward");
+    });
+    if (file.joint.forward_outputs + file.joint.written_in_backward.size() > file.joint.graph.outputs.size()) in_.fail("outputs do not add up");
     list(10, [&] { file.joint.tangents.push_back(tangent()); });
     if (file.joint.primals + file.joint.tangents.size() != file.joint.graph.inputs.size()) in_.fail("inputs and tangents do not add up");
     meta(&file.meta);
@@ -266,6 +285,9 @@ class GraphReader {
     }
     geometry.dtype = dtype();
     geometry.device = device();
+    geometry.conjugated = in_.flag();
+    geometry.negated = in_.flag();
+    if (geometry.conjugated && !c10::isComplexType(geometry.dtype)) in_.fail("a conjugate of what is not complex");
     return geometry;
   }
 
@@ -363,6 +385,9 @@ class GraphReader {
       const Geometry& geometry = (*graph)[value].geometry;
       if (held.sizes() != at::IntArrayRef(geometry.sizes) || held.scalar_type() != geometry.dtype) in_.fail("a constant of another shape than its value");
       if (held.strides() != at::IntArrayRef(geometry.strides)) held = as_laid_out(held, geometry);
+      // The memory of a lazy conjugate holds what it is the conjugate of.
+      if (geometry.conjugated) held = held.conj().resolve_conj().conj();
+      if (geometry.negated) held = held._neg_view().resolve_neg()._neg_view();
       graph->constants.push_back({value, geometry.device.is_cpu() ? std::move(held) : held.to(geometry.device)});
     });
     list(34, [&] { node(graph); });
@@ -381,15 +406,32 @@ class GraphReader {
   }
 
   void node(Graph* graph) {
-    const std::string name = in_.text(), overload = in_.text();
-    const auto found = c10::Dispatcher::singleton().findSchema({name, overload});
-    if (!found) in_.fail(fmt::format("this LibTorch has no operator {}{}{}", name, overload.empty() ? "" : ".", overload));
-    Node node{*found, {}, {}, Phase::Forward, true};
+    Node node{op(), {}, {}, Phase::Forward, true};
     list(2, [&] { node.arguments.push_back(operand(*graph)); });
     list(2, [&] { node.results.push_back(operand(*graph)); });
     node.phase = in_.choice(Phase::Backward);
     node.grad_enabled = in_.flag();
     graph->nodes.push_back(std::move(node));
+  }
+
+  c10::OperatorHandle op() {
+    const std::string name = in_.text(), overload = in_.text();
+    const auto found = c10::Dispatcher::singleton().findSchema({name, overload});
+    if (!found) in_.fail(fmt::format("this LibTorch has no operator {}{}{}", name, overload.empty() ? "" : ".", overload));
+    return *found;
+  }
+
+  ViewStep view_step() {
+    static const Graph no_values;
+    ViewStep step{op(), {}, 0, 0, std::nullopt};
+    list(2, [&] { step.arguments.push_back(operand(no_values)); });
+    step.viewed = static_cast<std::size_t>(in_.number<std::uint64_t>());
+    step.result = static_cast<std::size_t>(in_.number<std::uint64_t>());
+    step.element = place();
+    if (step.arguments.size() != step.op.schema().arguments().size() || step.viewed >= step.arguments.size() ||
+        step.result >= step.op.schema().returns().size())
+      in_.fail("a step of a view that does not fit its operator");
+    return step;
   }
 
   TangentInfo tangent() {
@@ -422,8 +464,10 @@ class GraphReader {
       info.requires_grad = in_.flag();
       info.requires_grad_for_backward = in_.flag();
       info.has_view_replay = in_.flag();
+      info.by_geometry = in_.flag();
       info.same_as = place();
       info.geometry = geometry();
+      list(34, [&] { info.view.steps.push_back(view_step()); });
       meta->outputs.push_back(std::move(info));
     });
     meta->intermediate_bases = bounded(meta->outputs.size());

@@ -33,7 +33,7 @@ struct GraphFile {
   std::optional<GraphSignature> signature;
 };
 
-inline constexpr std::uint32_t kGraphFileVersion = 2;
+inline constexpr std::uint32_t kGraphFileVersion = 3;
 
 std::vector<std::uint8_t> encode_graph(const GraphFile& file);
 // `name` stands for the file in messages.

@@ -75,6 +75,8 @@ std::string to_text(const Geometry& geometry, const SymbolicTable* table) {
   std::string text = fmt::format("{}[{}]", dtype_text(geometry.dtype), layout.sizes);
   if (!is_contiguous(geometry)) text += fmt::format(" strides [{}]", layout.strides);
   if (geometry.storage_offset != 0) text += " from " + layout.storage_offset;
+  if (geometry.conjugated) text += " conjugated";
+  if (geometry.negated) text += " negated";
   if (!geometry.device.is_cpu()) text += " on " + geometry.device.str();
   return text;
 }

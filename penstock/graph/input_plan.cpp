@@ -77,6 +77,11 @@ bool taken_for_overlapping(const at::Tensor& a, const at::Tensor& b) {
   return within < first.size(1) || within + second.size(1) > first.stride(0);
 }
 
+at::Tensor lazily(at::Tensor tensor, bool conjugate, bool negate) {
+  if (conjugate) tensor = tensor.conj();
+  return negate ? tensor._neg_view() : tensor;
+}
+
 template <class Items, class Value>
 std::size_t place_in(const Items& items, const Value& value) {
   return static_cast<std::size_t>(std::find(items.begin(), items.end(), value) - items.begin());
@@ -102,7 +107,15 @@ InputPlan::InputPlan(const Values& inputs, const ViewAndMutationMeta& meta, cons
   if (written_twice_)
     for (std::size_t i = 0; i < inputs.size(); ++i)
       if (same_as_[i] != i) sources_[i] = sources_[same_as_[i]];
-  identity_ = bases_.empty() && !written_twice_;
+  bool any_lazy = false;
+  for (std::size_t i = convention.found; i < inputs.size(); ++i) {
+    // The shape of a tensor itself is changed, not that of another one of its memory.
+    if (!input_is_tensor(inputs[i]) || sources_[i].view || meta.inputs[i].mutates_metadata) continue;
+    sources_[i].conjugated = inputs[i].toTensor().is_conj();
+    sources_[i].negated = inputs[i].toTensor().is_neg();
+    any_lazy |= sources_[i].is_made();
+  }
+  identity_ = bases_.empty() && !written_twice_ && !any_lazy;
   if (convention.names.empty()) return;
   for (std::size_t i = 0; i < convention.found; ++i) convention_.names.push_back(convention.names[i]);
   for (const Base& base : bases_) {
@@ -164,6 +177,10 @@ std::optional<std::string> InputPlan::why_not_merged(const Base& base, const Val
     const at::Tensor& tensor = inputs[member].toTensor();
     if (base.whole_memory ? tensor.requires_grad() : !(tensor.is_same(whole) || (tensor.is_view() && tensor._base().is_same(whole))))
       return fmt::format("graph: input {} overlaps a written input in memory, but they are not views of one tensor; give the function a copy", member);
+    if (tensor.scalar_type() != whole.scalar_type() || tensor.is_conj() || tensor.is_neg())
+      return fmt::format("graph: input {} overlaps a written input in memory, and is a conjugate, or of another dtype than the tensor that it is a view of; "
+                         "give the function a copy",
+                         member);
   }
   return std::nullopt;
 }
@@ -264,7 +281,7 @@ at::Tensor InputPlan::base_tensor(const Base& base, const Values& inputs) {
 bool InputPlan::works_like(const InputPlan& other) const {
   return identity_ == other.identity_ && bases_ == other.bases_ && others_ == other.others_ && convention_.found == other.convention_.found &&
          std::equal(sources_.begin(), sources_.end(), other.sources_.begin(), other.sources_.end(), [](const Source& a, const Source& b) {
-           return a.inner == b.inner && a.view.has_value() == b.view.has_value();
+           return a.inner == b.inner && a.view.has_value() == b.view.has_value() && a.conjugated == b.conjugated && a.negated == b.negated;
          });
 }
 
@@ -274,7 +291,13 @@ Values InputPlan::inner_inputs(const Values& inputs) const {
   inner.reserve(bases_.size() + others_.size());
   for (std::size_t i = 0; i < convention_.found; ++i) inner.push_back(inputs[i]);
   for (const Base& base : bases_) inner.emplace_back(base_tensor(base, inputs));
-  for (std::size_t i = convention_.found; i < others_.size(); ++i) inner.push_back(inputs[others_[i]]);
+  for (std::size_t i = convention_.found; i < others_.size(); ++i) {
+    const Source& source = sources_[others_[i]];
+    if (source.is_made())
+      inner.emplace_back(lazily(inputs[others_[i]].toTensor(), source.conjugated, source.negated));
+    else
+      inner.push_back(inputs[others_[i]]);
+  }
   return inner;
 }
 
@@ -287,12 +310,14 @@ Function InputPlan::inner_function(Function function) const {
       const Source& source = sources[i];
       // The same tensor given twice is the same tensor inside, too.
       const auto earlier = std::find_if(sources.begin(), sources.begin() + static_cast<std::ptrdiff_t>(i), [&](const Source& other) {
-        return other.inner == source.inner && other.view == source.view;
+        return other == source;
       });
-      if (source.view && earlier != sources.begin() + static_cast<std::ptrdiff_t>(i))
+      if (source.is_made() && earlier != sources.begin() + static_cast<std::ptrdiff_t>(i))
         inputs.push_back(inputs[static_cast<std::size_t>(earlier - sources.begin())]);
       else if (source.view)
         inputs.emplace_back(inner[source.inner].toTensor().as_strided(source.view->sizes, source.view->strides, source.view->storage_offset));
+      else if (source.is_made())
+        inputs.emplace_back(lazily(inner[source.inner].toTensor(), source.conjugated, source.negated));
       else
         inputs.push_back(inner[source.inner]);
     }

@@ -9,8 +9,9 @@
 // synthetic base, the tensor that all of them are views of (or their whole memory, where they have no gradients), and are made from it
 // inside. What the function finds by itself comes first, then synthetic bases, then the other inputs: those that are no tensors, then by the
 // memory they lie in, in order. Inputs that share memory but are not written, or share it without overlapping, stay as they are.
-// Throws NotImplemented where overlapping inputs have no common base but need gradients, are of different dtypes, or one changes its
-// metadata, or the function finds one by itself.
+// A lazy conjugate or negative becomes what it is the conjugate or negative of, and is made inside: autograd expects memory to begin as it is.
+// Throws NotImplemented where overlapping inputs have no common base but need gradients, are of different dtypes or of another one than their base
+// (real(z)), or one changes its metadata, or the function finds one by itself.
 #pragma once
 
 #include <cstddef>
@@ -44,6 +45,9 @@ class InputPlan {
   struct Source {
     std::size_t inner = 0;
     std::optional<Geometry> view;  // of a synthetic base
+    bool conjugated = false, negated = false;   // lazily: made so inside
+    bool is_made() const { return view || conjugated || negated; }
+    bool operator==(const Source&) const = default;
   };
   struct Base {
     std::vector<std::size_t> members;

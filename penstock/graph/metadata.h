@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "penstock/graph/graph.h"
+#include "penstock/graph/view_replay.h"
 
 namespace penstock::graph {
 
@@ -67,6 +68,8 @@ struct OutputInfo {
   Geometry geometry;                         // of a tensor
   std::vector<std::size_t> dynamic_dims;     // of a tensor: whose sizes depend on symbols
   bool has_view_replay = false;              // the steps from its base to it say what it is; not so once the base has another shape
+  bool by_geometry = false;                  // made from its base by as_strided, because no steps lead from it as it is after the call
+  ViewReplay view;                           // the steps from its base, of an alias
 
   bool operator==(const OutputInfo&) const = default;
 };

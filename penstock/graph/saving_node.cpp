@@ -11,6 +11,13 @@ namespace penstock::graph {
 
 using torch::autograd::SavedVariable;
 
+at::Tensor copy_keeping_bits(const at::Tensor& tensor) {
+  at::Tensor copy = tensor.is_neg() ? tensor._neg_view() : tensor;
+  copy = (tensor.is_conj() ? copy.conj() : copy).clone();
+  if (tensor.is_conj()) copy = copy.conj();
+  return tensor.is_neg() ? copy._neg_view() : copy;
+}
+
 SavingNode::SavingNode() : deterministic_(at::globalContext().deterministicAlgorithms()) {}
 
 void SavingNode::release_variables() {

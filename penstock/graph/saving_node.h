@@ -14,6 +14,9 @@
 
 namespace penstock::graph {
 
+// In memory of its own, lazily conjugated or negated where the tensor is: the operators after it were captured for that.
+at::Tensor copy_keeping_bits(const at::Tensor& tensor);
+
 class SavingNode : public torch::autograd::Node {
  public:
   SavingNode();

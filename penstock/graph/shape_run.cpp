@@ -10,7 +10,9 @@ namespace penstock::graph {
 Stack run_in_shape(const Graph& graph, const c10::OperatorHandle& op, const std::vector<Operand>& arguments) {
   const auto fake = [&](ValueId value) {
     const Geometry& geometry = graph[value].geometry;
-    return make_fake_strided(geometry.sizes, geometry.strides, at::dtype(geometry.dtype).device(geometry.device));
+    at::Tensor made = make_fake_strided(geometry.sizes, geometry.strides, at::dtype(geometry.dtype).device(geometry.device));
+    if (geometry.conjugated) made = made.conj();
+    return geometry.negated ? made._neg_view() : made;
   };
   Stack stack;
   for (const Operand& operand : arguments) switch (operand.kind) {

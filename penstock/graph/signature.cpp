@@ -31,6 +31,8 @@ class SignatureMaker {
   GraphSignature run() {
     if (joint_.subclasses)
       throw ValueError("graph: some inputs or results are tensor subclasses, several tensors each, which no signature can say; capture the function over plain tensors");
+    if (!joint_.written_in_backward.empty())
+      throw ValueError(fmt::format("graph: backward writes {}, which no signature can say; write it in forward", joint_.graph.inputs[joint_.written_in_backward[0]].name));
     signature_.in_spec = options_.in_spec;
     signature_.out_spec = options_.out_spec;
     add_inputs();

@@ -69,7 +69,7 @@ struct SignatureOptions {
   std::string in_spec, out_spec;
 };
 
-// Throws ValueError where the graph has what no signature can say: tensor subclasses, writes that stay in the graph, inputs whose shape alone is changed,
+// Throws ValueError where the graph has what no signature can say: tensor subclasses, writes that stay in the graph, writes in backward, inputs whose shape alone is changed,
 // results that are made at run time from others, and in a graph with backward a parameter that is written.
 GraphSignature make_signature(const JointGraph& joint, const ViewAndMutationMeta& meta, const SignatureOptions& options = {});
 

@@ -28,7 +28,7 @@ at::Tensor laid_out(const at::Tensor& gradient, const Geometry& geometry, const 
   if (gradient.sizes() != at::IntArrayRef(geometry.sizes) || gradient.scalar_type() != geometry.dtype)
     throw ValueError(describe("graph: the gradient of " + name, fmt::format("{}[{}]", dtype_name(gradient.scalar_type()), fmt::join(gradient.sizes(), ", ")),
                               fmt::format("{}[{}]", dtype_name(geometry.dtype), fmt::join(geometry.sizes, ", ")), "give backward gradients like the results"));
-  if (gradient.strides() == at::IntArrayRef(geometry.strides)) return gradient;
+  if (gradient.strides() == at::IntArrayRef(geometry.strides) && !gradient.is_conj() && !gradient.is_neg()) return gradient;
   return at::empty_strided(geometry.sizes, geometry.strides, gradient.options().requires_grad(false)).copy_(gradient);
 }
 
@@ -64,7 +64,7 @@ class SubclassNode final : public SavingNode {
       const at::Tensor& tensor = values[call_->forward_outputs + i].toTensor();
       const at::NoGradGuard no_grad;
       // Under a version of its own: whoever writes it writes one of those that are watched.
-      save(call_->saved[i].how == SubclassCall::Saved::How::Copied ? tensor.detach().clone() : tensor.variable_data());
+      save(call_->saved[i].how == SubclassCall::Saved::How::Copied ? copy_keeping_bits(tensor.detach()) : tensor.variable_data());
     }
     for (const std::size_t input : call_->watched.inputs) watch(inputs[input]);
     for (const std::size_t output : call_->watched.returned) watch(outputs[output]);
@@ -154,8 +154,9 @@ void SubclassCall::plan_views(const Context& context) {
     record.for_each_plain([&](const PlainTensorMeta& plain) {
       const auto& input = layout->in_written_input[plain.flat_index];
       if (!input) return;
-      if (graph[graph.inputs[*input].value].geometry.dtype != plain.geometry->dtype)
-        throw NotImplemented(fmt::format("graph: a result lies in the memory of {}, which is written, and is of another dtype; return a clone of it",
+      const Geometry& written = graph[graph.inputs[*input].value].geometry;
+      if (written.dtype != plain.geometry->dtype || written.conjugated != plain.geometry->conjugated || written.negated != plain.geometry->negated)
+        throw NotImplemented(fmt::format("graph: a result lies in the memory of {}, which is written, and is of another dtype or a conjugate of it; return a clone of it",
                                          graph.inputs[*input].name));
       views_.push_back({plain.flat_index, *input, *plain.geometry});
     });

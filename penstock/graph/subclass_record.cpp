@@ -7,6 +7,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/torch/fake.h"
+#include "penstock/torch/fake_parts.h"
 
 namespace penstock::graph {
 namespace {
@@ -48,18 +49,7 @@ std::vector<at::Tensor> plain_parts(const at::Tensor& tensor) {
   return parts;
 }
 
-at::Tensor to_fake_parts(const at::Tensor& tensor) {
-  if (!is_subclass(tensor)) return to_fake(tensor);
-  const Payload* payload = payload_of(tensor);
-  std::vector<at::Tensor> inner;
-  for (const auto& [name, part] : payload->inner_tensors()) {
-    // What a wrapper holds lies below autograd.
-    inner.push_back(to_fake_parts(part.requires_grad() ? part.detach() : part));
-  }
-  at::Tensor fake = payload->rebuild(inner, penstock::geometry_of(tensor));
-  fake.set_requires_grad(tensor.requires_grad());
-  return fake;
-}
+at::Tensor to_fake_parts(const at::Tensor& tensor) { return penstock::to_fake_parts(tensor); }
 
 std::string SubclassMeta::to_text() const { return kind_and_context(*like); }
 

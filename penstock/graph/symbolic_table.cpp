@@ -260,7 +260,7 @@ Graph bind(const Graph& graph, const SymbolValues& values) {
 }
 
 JointGraph bind(const JointGraph& joint, const SymbolValues& values) {
-  JointGraph bound{bind(joint.graph, values), joint.primals, joint.forward_outputs, joint.tangents};
+  JointGraph bound{bind(joint.graph, values), joint.primals, joint.forward_outputs, joint.tangents, joint.written_in_backward, {}};
   if (!joint.graph.table) return bound;
   const Binding binding(*joint.graph.table, values);
   for (TangentInfo& tangent : bound.tangents) binding.bind(tangent.geometry, /*may_be_unknown=*/false);
@@ -272,6 +272,8 @@ ViewAndMutationMeta bind(const ViewAndMutationMeta& meta, const SymbolicTable& t
   const Binding binding(table, values);
   for (OutputInfo& output : bound.outputs) {
     binding.bind(output.geometry, /*may_be_unknown=*/false);
+    for (ViewStep& step : output.view.steps)
+      for (Operand& operand : step.arguments) binding.bind(operand);
     output.dynamic_dims.clear();
   }
   for (TangentInfo& tangent : bound.tangents) binding.bind(tangent.geometry, /*may_be_unknown=*/false);

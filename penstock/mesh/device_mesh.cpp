@@ -243,7 +243,11 @@ DeviceMesh DeviceMesh::slice(const std::vector<std::string>& names) const {
   const bool all_own = std::all_of(names.begin(), names.end(),
                                    [&](const std::string& name) { return place(name) != names_.end(); });
   if (all_own) {
-    if (!std::is_sorted(names.begin(), names.end(),
+    // An axis of one rank has no place among the others: it may stand anywhere.
+    std::vector<std::string> ordered;
+    for (std::size_t i = 0; i < names.size(); ++i)
+      if (axes[i].size() > 1) ordered.push_back(names[i]);
+    if (!std::is_sorted(ordered.begin(), ordered.end(),
                         [&](const auto& a, const auto& b) { return place(a) < place(b); }))
       refuse("not in the mesh's order", "reorder the names, or concatenate() slices to get another order");
   } else if (names.size() > 1) {

@@ -85,7 +85,7 @@ class DeviceMesh {
   std::vector<int> rank_list(int axis) const { return rank_list(axis, this_rank_); }
 
   // The sub-mesh of these axes that this rank lies in. Names are axes of this mesh in its order; on the root
-  // also flattened names, which stand where their axes stand: {"pp_dp", "tp"}.
+  // also flattened names, which stand where their axes stand: {"pp_dp", "tp"}. Axes of one rank may stand anywhere. An axis is named once.
   DeviceMesh slice(const std::vector<std::string>& names) const;
   DeviceMesh operator[](std::string_view name) const { return slice({std::string(name)}); }
   DeviceMesh operator[](std::initializer_list<std::string_view> names) const;

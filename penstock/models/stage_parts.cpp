@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/text.h"
 #include "penstock/models/pattern.h"
 #include "penstock/plan/partition.h"
 
@@ -37,6 +38,15 @@ std::vector<plan::LayerRange> ranges_of(const TransformerOptions& options, int s
   return plan::partition_by_cost(blocks, stages, {.first = costs.embed, .last = costs.head, .may_be_empty = true});
 }
 
+// Of a name that the model has.
+bool holds(const StagePart& part, const TransformerOptions& options, const std::string& name) {
+  if (name.starts_with("blocks.")) {
+    const std::int64_t block = std::stoll(name.substr(std::string("blocks.").size()));
+    return block >= part.first_block && block < part.end_block;
+  }
+  return name == "embed.weight" ? part.has_embed() || (part.has_head() && options.tie_head) : part.has_head();
+}
+
 }  // namespace
 
 StagePart whole_model(const TransformerOptions& options) { return {0, 1, 0, options.layers}; }
@@ -63,28 +73,47 @@ std::vector<int> stages_of_parameter(const std::vector<StagePart>& parts, const 
   if (std::none_of(shapes.begin(), shapes.end(), [&](const ParameterShape& shape) { return shape.name == name; }))
     throw ValueError(describe("parameter", fmt::format("'{}'", name), "a name of the model, like blocks.0.feed.up.weight"));
   std::vector<int> stages;
-  for (const StagePart& part : parts) {
-    bool here = name == "embed.weight" ? part.has_embed() || (part.has_head() && options.tie_head) : part.has_head();
-    if (name.starts_with("blocks.")) {
-      const std::int64_t block = std::stoll(name.substr(std::string("blocks.").size()));
-      here = block >= part.first_block && block < part.end_block;
-    }
-    if (here) stages.push_back(part.index);
-  }
+  for (const StagePart& part : parts)
+    if (holds(part, options, name)) stages.push_back(part.index);
   return stages;
+}
+
+std::vector<PartReport> report_parts(const std::vector<StagePart>& parts, const TransformerOptions& options) {
+  constexpr double kBytes = 2, kGib = 1024.0 * 1024.0 * 1024.0;
+  const std::vector<ParameterShape> shapes = parameter_shapes(options);
+  std::vector<PartReport> reports;
+  for (const StagePart& part : parts) {
+    PartReport report{.stage = part.index, .first_block = part.first_block, .last_block = part.end_block - 1, .blocks = part.blocks()};
+    if (part.blocks() > 0) report.block_kinds["attention"] = part.blocks();  // the only kind that a pattern can have (pattern.h)
+    for (const ParameterShape& parameter : shapes) {
+      if (!holds(part, options, parameter.name)) continue;
+      std::int64_t elements = 1;
+      for (const std::int64_t size : parameter.shape) elements *= size;
+      report.parameters += elements;
+      if (parameter.name.starts_with("blocks.")) report.block_parameters += elements;
+    }
+    report.gib = static_cast<double>(report.parameters) * kBytes / kGib;
+    reports.push_back(std::move(report));
+  }
+  return reports;
+}
+
+std::vector<PartReport> report_parts(const TransformerOptions& options, int stages, const PartitionOptions& how) {
+  return report_parts(partition_model(options, stages, how), options.resolved());
 }
 
 std::string describe_parts(const std::vector<StagePart>& parts, const TransformerOptions& options) {
   std::string text;
-  for (const StagePart& part : parts) {
-    std::int64_t parameters = part.blocks() * block_parameter_count(options);
-    std::string what = part.blocks() == 0 ? "no blocks" : part.blocks() == 1 ? fmt::format("block {}", part.first_block) : fmt::format("blocks {}-{}", part.first_block, part.end_block - 1);
+  const std::vector<PartReport> reports = report_parts(parts, options);
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const StagePart& part = parts[i];
+    const PartReport& report = reports[i];
+    std::string what = report.blocks == 0 ? "no blocks" : report.blocks == 1 ? fmt::format("block {}", report.first_block) : fmt::format("blocks {}-{}", report.first_block, report.last_block);
     if (part.has_embed()) what = "embed, " + what;
     if (part.has_head()) what += options.tie_head ? ", norm, tied head" : ", norm, head";
-    if (part.has_embed()) parameters += options.vocabulary * options.width;
-    if (part.has_head()) parameters += options.width;
-    if (part.has_head() && !(options.tie_head && part.has_embed())) parameters += options.vocabulary * options.width;
-    text += fmt::format("stage {}: {}, {:.3f} M parameters\n", part.index, what, static_cast<double>(parameters) / 1e6);
+    std::string kinds;
+    for (const auto& [kind, count] : report.block_kinds) kinds += fmt::format(", {} {}", count, kind);
+    text += fmt::format("stage {}: {}, {:.3f} M parameters, {} at 2 bytes each{}\n", report.stage, what, static_cast<double>(report.parameters) / 1e6, format_bytes(2 * static_cast<std::uint64_t>(report.parameters)), kinds);
   }
   return text;
 }

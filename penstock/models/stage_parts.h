@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -56,7 +57,24 @@ std::vector<StagePart> partition_model(const TransformerOptions& options, int st
 // summed and which counts once in norms. Throws ValueError for a name that the model does not have.
 std::vector<int> stages_of_parameter(const std::vector<StagePart>& parts, const TransformerOptions& options, const std::string& name);
 
-// "stage 0: embed, blocks 0-2, 1.2 M parameters" for each, a line each.
+// What a stage holds, for capacity planning.
+struct PartReport {
+  int stage = 0;
+  std::int64_t first_block = 0;
+  std::int64_t last_block = -1;                   // inclusive; before the first where there are no blocks
+  std::int64_t blocks = 0;
+  std::int64_t block_parameters = 0;              // of the blocks alone
+  std::int64_t parameters = 0;                    // with embedding, last norm and head; both copies of a tied weight count
+  double gib = 0;                                 // of the parameters, at 2 bytes each
+  std::map<std::string, std::int64_t> block_kinds = {};  // how many there are of each, by the name of the kind: {"attention": 3}
+  bool operator==(const PartReport&) const = default;
+};
+
+std::vector<PartReport> report_parts(const std::vector<StagePart>& parts, const TransformerOptions& options);
+// Of the partition by cost, unless `how` says otherwise. Throws as partition_model does.
+std::vector<PartReport> report_parts(const TransformerOptions& options, int stages, const PartitionOptions& how = {.balance = Balance::Cost});
+
+// "stage 0: embed, blocks 0-2, 1.200 M parameters, 2.3 MiB at 2 bytes each, 3 attention" for each, a line each.
 std::string describe_parts(const std::vector<StagePart>& parts, const TransformerOptions& options);
 
 }  // namespace penstock::models

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "penstock/base/errors.h"
+
 namespace penstock::pipeline {
 
 namespace {
@@ -16,7 +18,7 @@ const char* kind_text(Channel::Kind kind) {
 
 ChannelGroups::ChannelGroups(const comm::World& world, std::vector<int> ranks, const schedule::StageMap& map, const std::vector<SkipConnection>& skips,
                              comm::P2PTransport p2p)
-    : ranks_(std::move(ranks)) {
+    : ranks_(std::move(ranks)), stages_(map.stages()) {
   if (ranks_.size() == 1) return;
   if (p2p == comm::P2PTransport::Auto) p2p = world.low_latency_transport();
   control_ = world.group_of(ranks_, {.purpose = "pipeline.control", .timeout = {}});
@@ -40,6 +42,17 @@ ChannelGroups::ChannelGroups(const comm::World& world, std::vector<int> ranks, c
       skips_[k][i] = world.group_of(pair, {.purpose = fmt::format("pipeline.skip{}.{}", i, kind_text(kind)), .p2p = p2p, .timeout = {}});
     }
   }
+}
+
+std::size_t ChannelGroups::most_tensors() const {
+  return static_cast<std::size_t>(comm::Group::kMaxTag / stages_) - 2;
+}
+
+int ChannelGroups::tag(const Channel& channel, std::size_t tensor) const {
+  if (tensor >= most_tensors())
+    throw ValueError(describe(fmt::format("tensors of {}", to_text(channel)), fmt::format("more than {}", tensor), fmt::format("at most {} in a pipeline of {} stages", most_tensors(), stages_),
+                              "join tensors before they leave the stage, for example with torch::cat"));
+  return numbered_tag(channel, static_cast<int>(tensor) + 2);
 }
 
 const comm::Group& ChannelGroups::group_of(const Channel& channel) const {

@@ -63,7 +63,7 @@ int warm_up_channels(const ChannelGroups& groups, const Program& program, const 
   // The channels of a program are in the order of the stages, on every rank.
   for (const Channel& channel : program.channels) {
     if (channel.local()) continue;
-    const comm::P2POptions options{.tag = ChannelGroups::warm_up_tag(channel), .label = "warm-up: " + to_text(channel), .timeout = {}};
+    const comm::P2POptions options{.tag = groups.warm_up_tag(channel), .label = "warm-up: " + to_text(channel), .timeout = {}};
     const bool sends = channel.from_rank == program.rank;
     const at::Tensor word = at::full({1}, sends ? channel.from_stage : -1, at::device(device_of(sends ? channel.from_stage : channel.to_stage)).dtype(at::kFloat));
     if (sends) {

@@ -16,7 +16,7 @@ class CopyGradients {
   CopyGradients(const comm::World& world, const std::vector<int>& ranks, const schedule::StageMap& map, std::vector<PipelineStage> stages);
 
   // Adds, to the gradients of every parameter of this rank, those of its copy. A parameter that has none on either side keeps none.
-  // Throws PipeliningMetadataError for copies with different parameters.
+  // Throws PipeliningMetadataError, on both ranks, that names the first parameter whose dtype, shape, placements or requires_grad differ.
   void sum();
   // Connects the pairs: a sum of one element each, so that the first `sum` finds communicators that exist.
   void warm_up();
@@ -25,6 +25,7 @@ class CopyGradients {
  private:
   struct Pair {
     PipelineStage stage;
+    int lower_stage;  // of the two, for messages
     comm::Group group;
   };
   std::vector<Pair> pairs_;  // in the order of the parts

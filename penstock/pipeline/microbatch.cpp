@@ -3,10 +3,13 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <torch/custom_class.h>
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <optional>
+#include <utility>
 
 #include "penstock/base/errors.h"
 
@@ -15,17 +18,29 @@ namespace {
 
 constexpr std::string_view kWhole = "whole";
 
+using Reduce = std::function<Tree(const Tree&, const Tree&)>;
+
+// What an entry of a spec holds for a leaf that is reduced.
+struct Reducer final : torch::CustomClassHolder {
+  Reducer(Tree initial_value, Reduce function) : initial(std::move(initial_value)), reduce(std::move(function)) {}
+  Tree initial;
+  Reduce reduce;
+};
+
 // How one leaf is treated.
 struct LeafRule {
   bool chosen = false;               // by the caller
   std::optional<std::int64_t> dim;   // nothing: whole
+  c10::intrusive_ptr<Reducer> reducer = {};
 };
 
 LeafRule rule_of(const Tree& spec, const TreePath& place) {
   if (spec.is_none()) return {};
   if (spec.kind() == Tree::Kind::Int) return {true, spec.integer()};
   if (spec.kind() == Tree::Kind::String && spec.text() == kWhole) return {true, std::nullopt};
-  throw ValueError(describe(fmt::format("the split of {}", place.to_string()), spec.to_string(), "chunk_dim(d), whole() or None"));
+  if (spec.kind() == Tree::Kind::Object && spec.ivalue().isCapsule())
+    if (auto reducer = c10::dynamic_intrusive_pointer_cast<Reducer>(spec.ivalue().toCapsule())) return {true, std::nullopt, std::move(reducer)};
+  throw ValueError(describe(fmt::format("the split of {}", place.to_string()), spec.to_string(), "chunk_dim(d), whole() or None, or a reducer where results are merged"));
 }
 
 // Calls `visit(leaf, rule, place)` for every leaf.
@@ -58,6 +73,7 @@ void walk(const Tree& tree, const Tree& spec, const TreePath& place, Visit&& vis
 
 // The dim along which a leaf is split; nothing for a whole one.
 std::optional<std::int64_t> split_dim(const Tree& leaf, const LeafRule& rule, const TreePath& place) {
+  if (rule.reducer) throw ValueError(describe(fmt::format("the split of {}", place.to_string()), "a reducer", "chunk_dim(d), whole() or None", "reducers are for merge_microbatches alone"));
   if (!leaf.is_tensor()) {
     if (rule.dim)
       throw ValueError(describe(fmt::format("the split of {}", place.to_string()), fmt::format("chunk_dim({}) for {}", *rule.dim, leaf.to_string()), "whole()",
@@ -140,6 +156,23 @@ void check_fits(const at::Tensor& first, const at::Tensor& part, std::int64_t di
 Tree chunk_dim(std::int64_t dim) { return Tree(dim); }
 Tree whole() { return Tree(kWhole); }
 
+Tree reducer(Tree initial, Reduce f) {
+  if (!f) throw ValueError("reducer: there is no function; give one that adds a leaf to the value so far");
+  return Tree::object(c10::IValue::make_capsule(c10::make_intrusive<Reducer>(std::move(initial), std::move(f))));
+}
+
+Tree sum_reducer() {
+  return reducer(at::zeros({}), [](const Tree& sum, const Tree& leaf) -> Tree {
+    switch (leaf.kind()) {
+      case Tree::Kind::Tensor: return sum.tensor() + leaf.tensor();
+      case Tree::Kind::Bool: return sum.tensor() + static_cast<std::int64_t>(leaf.boolean());
+      case Tree::Kind::Int: return sum.tensor() + leaf.integer();
+      case Tree::Kind::Double: return sum.tensor() + leaf.number();
+      default: throw TypeError(describe("sum_reducer", leaf.to_string(), "a tensor or a number", "give whole() for it"));
+    }
+  });
+}
+
 Microbatches split_microbatches(const Tree& args, const Tree& kwargs, int count, const SplitSpecs& specs) {
   check_count(count);
   if (args.kind() != Tree::Kind::Tuple && args.kind() != Tree::Kind::List)
@@ -168,6 +201,12 @@ Tree merge_microbatches(const std::vector<Tree>& microbatches, const Tree& spec)
   std::vector<Tree> merged;
   walk(microbatches[0], spec, TreePath("output"), [&](const Tree& first, const LeafRule& rule, const TreePath& place) {
     const std::size_t leaf = merged.size();
+    if (rule.reducer) {
+      Tree value = rule.reducer->initial;
+      for (const auto& part : leaves) value = rule.reducer->reduce(value, part[leaf]);
+      merged.push_back(std::move(value));
+      return;
+    }
     const bool scalar = first.is_tensor() && first.tensor().dim() == 0 && !rule.chosen;
     const auto dim = scalar ? std::optional<std::int64_t>(0) : split_dim(first, rule, place);
     if (!dim) {

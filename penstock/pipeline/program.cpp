@@ -279,7 +279,8 @@ Schedule forward_only(const Schedule& schedule) {
 }
 
 Schedule executable(Schedule schedule, bool unshard) {
-  if (schedule.has_transfers()) return schedule::validate(std::move(schedule), {.sends = schedule::SendModel::Posted});
+  // On one rank a lowered schedule has no transfers either.
+  if (!schedule::is_compute_only(schedule)) return schedule::validate(std::move(schedule), {.sends = schedule::SendModel::Posted});
   return schedule::lower(schedule::validate(std::move(schedule)), {.unshard = unshard});
 }
 

@@ -2,12 +2,15 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <numeric>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/exception_text.h"
 #include "penstock/base/text.h"
 #include "penstock/pipeline/channel_groups.h"
 #include "penstock/pipeline/channel_warm_up.h"
@@ -158,10 +161,15 @@ struct PipelineRuntime::Impl {
     const int wanted = lowered.microbatches();
     const bool first = holds(&schedule::StageMap::is_first);
     const bool last = holds(&schedule::StageMap::is_last);
+    if (has_backward && !loss) throw StateError(describe("a training step", "the pipeline has no loss", "one, to go backward from", "give the schedule a loss, or call eval"));
     if (first && step_arguments(args).size() == 0 && kwargs.size() == 0)
       throw ValueError(describe("arguments of a step on the rank of the first stage", "none", "those of the first stage", "pass the batch on this rank"));
     Microbatches parts = split_microbatches(first ? step_arguments(args) : Tree::tuple({}), kwargs, wanted, first ? options.split : SplitSpecs{{}, options.split.kwargs});
     check_count(parts.count(), "arguments");
+    for (const PipelineStage& stage : stages)
+      if (kwargs.size() > 0 && !stage.module().takes_kwargs())
+        throw ValueError(describe(fmt::format("keyword arguments of a step, for stage {}", stage.index()), fmt::format("'{}'", fmt::join(kwargs.keys(), "', '")), "none, for its forward takes none",
+                                  "give forward a last parameter `const penstock::Tree& kwargs`, or pass them only on ranks whose stages take them"));
     step.args = std::move(parts.args);
     step.kwargs = std::move(parts.kwargs);
     if (last && loss && has_backward && target.is_none())
@@ -186,10 +194,16 @@ struct PipelineRuntime::Impl {
     running = has_backward ? &training : &evaluation;
     progress.begin_step();
     return guarded([&] {
-      // What this rank can see alone comes before it talks to others, so that each one reports its own mistake.
+      // What this rank can see alone comes before it talks to others, and is told to them: nothing has been sent, so the step ends on all
+      // ranks and the pipeline goes on.
       pipeline::CutArguments cuts;
-      const pipeline::StepDescription step =
-          describe_step(has_backward, has_backward ? cuts.cut(args, "arguments") : args, has_backward ? cuts.cut(kwargs, "keyword arguments") : kwargs, target);
+      pipeline::StepDescription step;
+      try {
+        step = describe_step(has_backward, has_backward ? cuts.cut(args, "arguments") : args, has_backward ? cuts.cut(kwargs, "keyword arguments") : kwargs, target);
+      } catch (...) {
+        step.has_backward = has_backward;
+        step.refusal = std::current_exception();
+      }
       connect();
       const auto plans = planner.agree(step);
       StepContext context;
@@ -199,10 +213,11 @@ struct PipelineRuntime::Impl {
       context.microbatches = lowered.microbatches();
       context.loss_scale = options.loss_scale;
       context.rows = options.rows;
-      pipeline::StepGradients gradients(stages, has_backward && options.scale_grads ? lowered.microbatches() : 1, has_backward && copies.any());
+      pipeline::StepGradients gradients(has_backward ? stages : std::vector<PipelineStage>(), options.scale_grads ? lowered.microbatches() : 1,
+                                        copies.any() || static_cast<bool>(options.gradients_done));
       actions.begin(step, plans, context, [&](int stage) {
         gradients.divide_stage(stage);
-        if (options.gradients_done) options.gradients_done(stage);
+        if (options.gradients_done) tell_gradients_done(stage);
       });
       pipeline::execute(has_backward ? training : evaluation, actions, progress, &times, has_backward ? observer : std::function<void()>());
       if (has_backward) {
@@ -221,6 +236,16 @@ struct PipelineRuntime::Impl {
       actions.clear();
       return result;
     });
+  }
+
+  void tell_gradients_done(int stage) const {
+    try {
+      options.gradients_done(stage);
+    } catch (const CommError&) {
+      throw;
+    } catch (...) {
+      std::throw_with_nested(StageBackwardError(fmt::format("stage {}: gradients_done failed: {}", stage, current_exception_text())));
+    }
   }
 
   void warm_up() {
@@ -252,6 +277,10 @@ struct PipelineRuntime::Impl {
       StepResult result = body();
       progress.enter(pipeline::StepProgress::kNone, pipeline::steady_now_ns());
       return result;
+    } catch (const pipeline::StepRefusal& refusal) {
+      times.clear();
+      progress.enter(pipeline::StepProgress::kNone, pipeline::steady_now_ns());
+      std::rethrow_exception(refusal.error);
     } catch (const TimeoutError& error) {
       const pipeline::RankPlace where = place();
       give_up(error.what());
@@ -266,7 +295,7 @@ struct PipelineRuntime::Impl {
       pipeline::leave_last_word(error, where, watch.get());
       throw;
     } catch (...) {
-      give_up("an exception of an unknown type");
+      give_up(current_exception_text());
       throw;
     }
   }
@@ -298,7 +327,7 @@ struct PipelineRuntime::Impl {
     if (last.replayed)
       throw StateError(describe("trace of the last step", "it was replayed by the device", "a step that the host ran", "call record_again before it, or turn PipelineOptions::device_graph off"));
     if (!failure.empty() || times.empty())
-      throw StateError(describe("trace of the last step", failure.empty() ? "no step has run" : "it failed: " + failure, "a step that has ended well", "run a step first"));
+      throw StateError(describe("trace of the last step", failure.empty() ? "no step has run, or the last one did not begin" : "it failed: " + failure, "a step that has ended well", "run a step first"));
     if (!clock || align_again) clock = pipeline::align_clock(groups.control());
     const bool trained = running == &training;
     return pipeline::collect_trace(groups.control(), {.lowered = trained ? lowered : pipeline::forward_only(lowered),
@@ -358,7 +387,6 @@ PipelineRuntime::PipelineRuntime(PipelineRuntime&&) noexcept = default;
 void PipelineRuntime::warm_up() { impl_->warm_up(); }
 
 StepResult PipelineRuntime::step(const Tree& args, const Tree& kwargs, const Tree& target) {
-  if (!impl_->loss) throw StateError(describe("a training step", "the pipeline has no loss", "one, to go backward from", "give the schedule a loss, or call eval"));
   return impl_->train(args, kwargs, target);
 }
 

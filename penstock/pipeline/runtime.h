@@ -14,8 +14,11 @@
 // Gradients add to what .grad() holds, so steps accumulate; with scale_grads those of this step are divided by the number of
 // microbatches first, whatever was there before. In a bidirectional schedule the two copies of a part end with the same sum.
 //
-// Errors. What goes wrong on one rank (a module that throws, tensors that do not fit, a rank that dies) ends the step on all of them
-// within the deadline: there with the error itself, elsewhere with a PeerLostError that quotes it. The pipeline is unusable then.
+// Errors. Arguments that a rank refuses (ValueError, StateError and the like: no batch, too few rows, no target, keywords that no stage takes, no loss) and ranks that do
+// different things (PipeliningMetadataError) are found before anything is sent: the call fails on every rank, elsewhere with a ValueError
+// that quotes the cause, and the next one may be right. What goes wrong later on one rank (a module that throws, tensors that do not
+// fit, a rank that dies) ends the step on all of them within the deadline: there with the error itself, elsewhere with a PeerLostError that
+// quotes it. The pipeline is unusable then.
 // A TimeoutError or PeerLostError of a step ends with a report of where every rank is and who holds up whom (stall_report.h); with
 // PENSTOCK_STALL_DIR set, it is also in stall-rank<r>.json there.
 // Thread rule: one thread; every rank runs its steps in the same order.

@@ -61,20 +61,24 @@ void ShardedModules::end_step() {
   reshard();
 }
 
-ShardedTrial::ShardedTrial(const StageModule& module) {
-  for (ShardState* root : outermost_states(module))
-    for (ParameterGroup* group : root->all_groups()) {
-      groups_.push_back({group, group->flags});
-      group->flags = {.reduce = false, .all_reduce = false, .reshard = false, .last = false};
-    }
+ShardedTrial::ShardedTrial(const StageModule& module, bool fake) {
+  try {
+    for (ShardState* root : outermost_states(module))
+      for (ParameterGroup* group : root->all_groups()) {
+        group->begin_trial(fake);
+        groups_.push_back(group);
+      }
+  } catch (...) {
+    end();
+    throw;
+  }
 }
 
-ShardedTrial::~ShardedTrial() {
-  for (const Group& each : groups_) {
-    each.group->flags = each.flags;
-    each.group->forget_gradients();
-    each.group->reshard();
-  }
+ShardedTrial::~ShardedTrial() { end(); }
+
+void ShardedTrial::end() {
+  for (auto group = groups_.rbegin(); group != groups_.rend(); ++group) (*group)->end_trial();
+  groups_.clear();
 }
 
 }  // namespace penstock::pipeline

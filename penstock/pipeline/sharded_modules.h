@@ -33,20 +33,18 @@ class ShardedModules {
   std::vector<ShardState*> roots_;
 };
 
-// While a trial runs: nothing is reduced. When it ends: nothing is gathered, and no gradient of it is left.
+// While it lives, the parameters of the stage's sharded modules are those of a trial run: of the gathered shape, fake or zeros. Nothing is
+// communicated, so replicas may try their stages at different steps. Scopes end in reverse order.
 class ShardedTrial {
  public:
-  explicit ShardedTrial(const StageModule& module);
+  ShardedTrial(const StageModule& module, bool fake);
   ~ShardedTrial();
   ShardedTrial(const ShardedTrial&) = delete;
   ShardedTrial& operator=(const ShardedTrial&) = delete;
 
  private:
-  struct Group {
-    ParameterGroup* group;
-    BackwardFlags flags;
-  };
-  std::vector<Group> groups_;
+  void end();
+  std::vector<ParameterGroup*> groups_;
 };
 
 }  // namespace penstock::pipeline

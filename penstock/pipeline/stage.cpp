@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include "penstock/base/env.h"
 #include "penstock/base/errors.h"
 #include "penstock/dtensor/dtensor.h"
 #include "penstock/torch/record_checks.h"
@@ -68,6 +69,8 @@ bool PipelineStage::needs_trial(bool has_backward) const {
   if (!meta.has_distributed() || !has_backward) return false;
   return !meta.input_grads || !meta.output_grads;
 }
+
+bool PipelineStage::validates() const { return options().validate.value_or(debug_level() == DebugLevel::Detail); }
 
 std::string to_text(const PipelineStage& stage) {
   return fmt::format("stage {} of {}", stage.index(), stage.count());

@@ -11,9 +11,10 @@
 // Examples. They stand for one microbatch. Whether an example requires grad decides which gradients flow back; where none of a stage's
 // output examples does, every one of floating point is taken to. With examples of inputs and outputs
 // on all stages the pipeline is static: nothing is tried. Else it is dynamic: every stage makes a trial run, on fake tensors where the
-// module allows it, so that parameters, buffers, random numbers and memory are untouched; else on zeros, after which buffers and
-// random state are put back. A module can ask StepContext::current()->trial. What the trial finds counts; where examples of a part of
-// the stages differ from it, a warning says so. A microbatch of other shapes than those known is tried when it first comes.
+// module allows it, so that parameters, buffers, random numbers and memory are untouched; else on zeros and copies of the arguments, after
+// which buffers and random state are put back. Trials communicate nothing. A module can ask StepContext::current()->trial. What the trial
+// finds counts; where examples of a part of the stages differ from it, a warning says so. A trial is repeated when something changes that its
+// result may depend on: shapes, plain values, requires_grad, train or eval mode (docs/pipeline.md).
 //
 // A handle: copies are the same stage. One thread uses a stage.
 #pragma once
@@ -34,7 +35,7 @@ namespace penstock {
 
 // How shapes are found out where no examples are given.
 enum class TrialRun {
-  Auto,  // fake, and where that is not possible (distributed tensors, operators without a shape function) real
+  Auto,  // fake, and where that is not possible (values are read, an operator has no shape function) real
   Fake,  // an operator that cannot run on fake tensors is an error
   Real,
 };
@@ -77,13 +78,20 @@ struct StageOptions {
   bool join_weight_gradients = false;
   // Finds the meshes of distributed activations that arrive. Those of the examples and of the parameters are known.
   MeshGroupsCallback find_mesh;
-  // Compare every tensor with its record in full: dtype, shape, stride, placements. Default: at debug level detail. The cheap part
-  // (number, dtype, shape) is always compared.
+  // Compare every tensor that enters or leaves the stage with its record in full: dtype, shape, stride, placements. For what comes from
+  // other ranks, senders tell what they have made ahead of each transfer, in the whole pipeline as soon as one of its stages validates.
+  // Default: at debug level detail. The cheap part (number, dtype, shape) is always compared.
   std::optional<bool> validate;
 };
 
-// A module failed in its forward. The cause is nested (std::rethrow_if_nested).
+// A module, a loss or a hook of the user failed in a forward, for real or in a trial run: with stage, microbatch and a summary of the
+// arguments. The cause, whatever its type, is nested (std::rethrow_if_nested).
 class StageForwardError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+// The same for what runs in a backward: autograd functions, hooks of tensors, weight steps of one's own.
+class StageBackwardError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
@@ -108,6 +116,8 @@ class PipelineStage {
   const StageMeta& example_meta() const;
   // Whether this stage alone would need a trial run (a pipeline is static only when no stage does).
   bool needs_trial(bool has_backward) const;
+  // StageOptions::validate, or its default.
+  bool validates() const;
 
   std::vector<at::Tensor> parameters() const { return module().parameters(); }
   MeshCache& meshes() const;

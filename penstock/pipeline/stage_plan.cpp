@@ -5,14 +5,18 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <optional>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/exception_text.h"
 #include "penstock/base/hash.h"
 #include "penstock/base/log.h"
 #include "penstock/comm/message.h"
 #include "penstock/comm/record_messages.h"
+#include "penstock/pipeline/plan_key.h"
 #include "penstock/pipeline/stage_trial.h"
+#include "penstock/torch/dense_layout.h"
 #include "penstock/torch/record_checks.h"
 
 namespace penstock::pipeline {
@@ -21,8 +25,11 @@ namespace {
 
 constexpr comm::MessageKind kForwardKind{"PFWD"};
 constexpr comm::MessageKind kBackwardKind{"PBWD"};
-constexpr std::uint16_t kVersion = 1;
-constexpr std::int64_t kRowVersion = 1;
+constexpr std::uint16_t kVersion = 2;
+constexpr std::int64_t kRowVersion = 2;
+constexpr std::size_t kRefusedField = 5;      // of a row
+constexpr std::size_t kValidatesField = 6;
+constexpr std::size_t kRefusalBytes = 2048;  // of the text that other ranks see
 constexpr std::size_t kMostSteps = 4096;
 constexpr std::size_t kMostPlans = 16384;
 
@@ -30,7 +37,7 @@ constexpr std::size_t kMostPlans = 16384;
 struct ForwardWord {
   static constexpr bool kBackward = false;
   bool is_static = false;  // examples hold for this microbatch
-  bool announced = false;
+  bool varies = false;     // shapes may be others each time
   TensorMetas metas;
 };
 struct BackwardWord {
@@ -40,7 +47,7 @@ struct BackwardWord {
 
 std::vector<std::uint8_t> to_bytes(const ForwardWord& word) {
   comm::MessageWriter writer(kForwardKind, kVersion);
-  writer.write(word.is_static).write(word.announced).write(StageForwardMeta(word.metas));
+  writer.write(word.is_static).write(word.varies).write(StageForwardMeta(word.metas));
   return writer.finish();
 }
 std::vector<std::uint8_t> to_bytes(const BackwardWord& word) {
@@ -50,7 +57,7 @@ std::vector<std::uint8_t> to_bytes(const BackwardWord& word) {
 }
 void from_bytes(const std::vector<std::uint8_t>& bytes, ForwardWord& word) {
   comm::MessageReader reader(bytes, kForwardKind, {kVersion, kVersion});
-  reader.read(word.is_static).read(word.announced);
+  reader.read(word.is_static).read(word.varies);
   word.metas = reader.read<StageForwardMeta>().outputs();
   reader.expect_end();
 }
@@ -70,21 +77,51 @@ TensorMetas with_default_grads(TensorMetas metas, bool has_backward) {
   return metas;
 }
 
-// What travels is contiguous, whatever the layout on either side was.
-TensorMeta as_sent(const TensorMeta& meta) {
-  const auto contiguous = [](const TensorRecord& record) { return TensorRecord::contiguous(record.shape(), record.dtype(), record.requires_grad()); };
-  if (const auto* plain = std::get_if<TensorRecord>(&meta)) return contiguous(*plain);
-  const auto& whole = std::get<DistributedRecord>(meta);
-  return DistributedRecord(contiguous(whole.local()), whole.global_shape(), whole.global_stride(), whole.placements(), whole.mesh_key());
-}
+// What arrives on another rank: dense, in the order of the sender's strides.
 TensorMetas as_sent(TensorMetas metas) {
-  for (TensorMeta& meta : metas) meta = as_sent(meta);
+  for (TensorMeta& meta : metas) meta = dense_meta(meta);
   return metas;
 }
 OptionalTensorMetas as_sent(OptionalTensorMetas metas) {
   for (auto& meta : metas)
-    if (meta) meta = as_sent(*meta);
+    if (meta) meta = dense_meta(*meta);
   return metas;
+}
+
+TensorMetas comparable(TensorMetas metas) {
+  for (TensorMeta& meta : metas) meta = comparable_meta(meta);
+  return metas;
+}
+OptionalTensorMetas comparable(OptionalTensorMetas metas) {
+  for (auto& meta : metas)
+    if (meta) meta = comparable_meta(*meta);
+  return metas;
+}
+
+// Autograd gives the gradient of a leaf in the layout of the leaf where that is dense, and contiguous otherwise. Those of distributed
+// tensors stay as they were found.
+OptionalTensorMetas in_layout_of(const TensorMetas& tensors, OptionalTensorMetas gradients) {
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    if (!gradients[i] || is_distributed(*gradients[i]) || is_distributed(tensors[i])) continue;
+    const TensorRecord& gradient = local_record(*gradients[i]);
+    const TensorRecord& like = local_record(tensors[i]);
+    gradients[i] = like.shape() == gradient.shape() && is_dense(like.shape(), like.stride()) ? TensorRecord(gradient.shape(), like.stride(), gradient.dtype())
+                                                                                            : TensorRecord::contiguous(gradient.shape(), gradient.dtype());
+  }
+  return gradients;
+}
+
+// Texts of at most `words` numbers, for exchanges of rows.
+std::vector<std::int64_t> text_words(std::string text, std::size_t words) {
+  text.resize(words * sizeof(std::int64_t), '\0');
+  std::vector<std::int64_t> row(words);
+  std::memcpy(row.data(), text.data(), text.size());
+  return row;
+}
+std::string words_text(const std::vector<std::int64_t>& row) {
+  std::string text(row.size() * sizeof(std::int64_t), '\0');
+  std::memcpy(text.data(), row.data(), text.size());
+  return text.substr(0, text.find('\0'));
 }
 
 }  // namespace
@@ -94,6 +131,10 @@ OptionalTensorMetas as_sent(OptionalTensorMetas metas) {
 // for it.
 struct StagePlanner::Negotiation {
   Negotiation(StagePlanner& owner, const StepDescription& description, std::size_t which) : planner(owner), step(description), microbatch(which) {}
+  // Trials put back what they found when they began: the last to begin ends first.
+  ~Negotiation() {
+    while (!trials.empty()) trials.erase(std::prev(trials.end()));
+  }
 
   StagePlanner& planner;
   const StepDescription& step;
@@ -108,6 +149,7 @@ struct StagePlanner::Negotiation {
   // Channel 0: neighbours; 1 + k: skip k. Each word takes two tags, one for its size.
   int tag(int channel, int from, bool backward) const { return ((1 + channel) * planner.map_.stages() + from) * 4 + (backward ? 2 : 0); }
   int rank_of(int stage) const { return planner.map_.rank_of(StageId{stage}); }
+  bool stays_here(int to) const { return rank_of(to) == planner.own_; }
   Rank global_rank_of(int stage) const { return Rank{planner.ranks_[static_cast<std::size_t>(rank_of(stage))]}; }
 
   void send_bytes(const std::vector<std::uint8_t>& bytes, int to_stage, int tag) {
@@ -134,7 +176,7 @@ struct StagePlanner::Negotiation {
   template <class Word>
   void tell(int channel, int from, int to, const Word& word) {
     const int where = tag(channel, from, Word::kBackward);
-    if (rank_of(to) == planner.own_) {
+    if (stays_here(to)) {
       words_here[where] = to_bytes(word);
     } else {
       send_bytes(to_bytes(word), to, where);
@@ -169,7 +211,7 @@ struct StagePlanner::Negotiation {
   void tell_outputs(int stage, StagePlan& plan, bool is_static);
 
   void backward(const PipelineStage& stage);
-  void take_output_grads(int stage, StagePlan& plan);
+  void take_output_grads(const PipelineStage& stage, StagePlan& plan);
   OptionalTensorMetas find_input_grads(const PipelineStage& stage, const StagePlan& plan);
 };
 
@@ -189,15 +231,17 @@ bool StagePlanner::Negotiation::take_inputs(const PipelineStage& stage, StagePla
     is_static = is_static && check_metas("", *stage.example_meta().inputs, *plan.meta.inputs, OnMismatch::Collect).empty();
   } else {
     ForwardWord word = hear<ForwardWord>(0, s - 1);
-    plan.announced_inputs = word.announced;
     is_static = word.is_static;
     plan.meta.inputs = std::move(word.metas);
+    plan.varying_inputs.assign(plan.meta.inputs->size(), word.varies);
   }
+  plan.checked = planner.checked_;
   plan.main_inputs = plan.meta.inputs->size();
+  plan.varying_inputs.resize(plan.main_inputs, false);
   skips_into(s, [&](int channel, const SkipTensor& skip) {
     const ForwardWord word = hear<ForwardWord>(channel, skip.from);
-    plan.announced_inputs = plan.announced_inputs || word.announced;
     plan.meta.inputs->insert(plan.meta.inputs->end(), word.metas.begin(), word.metas.end());
+    plan.varying_inputs.resize(plan.meta.inputs->size(), word.varies);
   });
   return is_static;
 }
@@ -205,11 +249,12 @@ bool StagePlanner::Negotiation::take_inputs(const PipelineStage& stage, StagePla
 void StagePlanner::Negotiation::find_outputs(const PipelineStage& stage, StagePlan& plan, bool is_static) {
   const int s = stage.index();
   const StageMeta& examples = stage.example_meta();
+  bool varies = stage.options().announce_shapes || std::find(plan.varying_inputs.begin(), plan.varying_inputs.end(), true) != plan.varying_inputs.end();
   if (is_static) {
-    if (!is_first(s)) check_metas(fmt::format("example inputs of stage {} and what stage {} sends", s, s - 1), as_sent(*examples.inputs), *plan.meta.inputs);
+    if (!is_first(s)) check_metas(fmt::format("example inputs of stage {} and what stage {} sends", s, s - 1), comparable(*examples.inputs), comparable(*plan.meta.inputs));
     plan.meta.outputs = with_default_grads(*examples.outputs, step.has_backward);
   } else {
-    auto trial = std::make_unique<StageTrial>(stage, step.has_backward);
+    auto trial = std::make_unique<StageTrial>(stage, StageTrial::Kind{.has_backward = step.has_backward, .ends = is_last(s)});
     ++planner.trials_;
     if (is_first(s)) {
       trial->forward(step.args[microbatch], step.kwargs[microbatch]);
@@ -217,12 +262,15 @@ void StagePlanner::Negotiation::find_outputs(const PipelineStage& stage, StagePl
       trial->forward(*plan.meta.inputs, step.kwargs[microbatch]);
     }
     plan.meta.outputs = trial->outputs();
-    plan.announced_outputs = trial->data_dependent();
-    if (examples.outputs && !is_last(s)) check_metas(fmt::format("example outputs of stage {}", s), *examples.outputs, *plan.meta.outputs, OnMismatch::Warn);
-    if (examples.inputs && !is_first(s)) check_metas(fmt::format("example inputs of stage {}", s), as_sent(*examples.inputs), *plan.meta.inputs, OnMismatch::Warn);
+    varies = varies || trial->data_dependent();
+    if (examples.outputs && !is_last(s))
+      check_metas(fmt::format("example outputs of stage {}", s), comparable(*examples.outputs), comparable(*plan.meta.outputs), OnMismatch::Warn);
+    if (examples.inputs && !is_first(s))
+      check_metas(fmt::format("example inputs of stage {}", s), comparable(*examples.inputs), comparable(*plan.meta.inputs), OnMismatch::Warn);
+    if (!step.has_backward || is_first(s)) trial->end();
     trials[s] = std::move(trial);
   }
-  plan.announced_outputs = plan.announced_outputs || plan.announced_inputs || stage.options().announce_shapes;
+  plan.varying_outputs.assign(plan.meta.outputs->size(), varies);
 }
 
 void StagePlanner::Negotiation::tell_outputs(int s, StagePlan& plan, bool is_static) {
@@ -235,30 +283,32 @@ void StagePlanner::Negotiation::tell_outputs(int s, StagePlan& plan, bool is_sta
                                            "return the tensors of skip connections last, in the order of their declaration"));
   plan.main_outputs = made - skipped;
   if (is_last(s)) return;
-  ForwardWord word{is_static, plan.announced_outputs, as_sent(*plan.meta.outputs)};
+  const bool varies = plan.varying_outputs.front();
+  const TensorMetas& all = *plan.meta.outputs;
+  const auto say = [&](int channel, int to, TensorMetas metas) { tell(channel, s, to, ForwardWord{is_static, varies, stays_here(to) ? std::move(metas) : as_sent(std::move(metas))}); };
   std::size_t next = plan.main_outputs;
-  skips_from(s, [&](int channel, const SkipTensor& skip) { tell(channel, s, skip.to, ForwardWord{is_static, plan.announced_outputs, {word.metas[next++]}}); });
-  word.metas.resize(plan.main_outputs);
-  tell(0, s, s + 1, word);
+  skips_from(s, [&](int channel, const SkipTensor& skip) { say(channel, skip.to, {all[next++]}); });
+  say(0, s + 1, {all.begin(), all.begin() + static_cast<std::ptrdiff_t>(plan.main_outputs)});
 }
 
 void StagePlanner::Negotiation::backward(const PipelineStage& stage) {
   const int s = stage.index();
   StagePlan& plan = plans->at(s);
-  if (!is_last(s)) take_output_grads(s, plan);
+  if (!is_last(s)) take_output_grads(stage, plan);
   if (is_first(s)) {
     plan.meta.input_grads = OptionalTensorMetas(plan.meta.inputs->size());
     return;
   }
   plan.meta.input_grads = find_input_grads(stage, plan);
-  BackwardWord word{as_sent(*plan.meta.input_grads)};
+  const OptionalTensorMetas& all = *plan.meta.input_grads;
+  const auto say = [&](int channel, int to, OptionalTensorMetas metas) { tell(channel, s, to, BackwardWord{stays_here(to) ? std::move(metas) : as_sent(std::move(metas))}); };
   std::size_t next = plan.main_inputs;
-  skips_into(s, [&](int channel, const SkipTensor& skip) { tell(channel, s, skip.from, BackwardWord{{word.metas[next++]}}); });
-  word.metas.resize(plan.main_inputs);
-  tell(0, s, s - 1, word);
+  skips_into(s, [&](int channel, const SkipTensor& skip) { say(channel, skip.from, {all[next++]}); });
+  say(0, s - 1, {all.begin(), all.begin() + static_cast<std::ptrdiff_t>(plan.main_inputs)});
 }
 
-void StagePlanner::Negotiation::take_output_grads(int s, StagePlan& plan) {
+void StagePlanner::Negotiation::take_output_grads(const PipelineStage& stage, StagePlan& plan) {
+  const int s = stage.index();
   plan.meta.output_grads = hear<BackwardWord>(0, s + 1).metas;
   skips_from(s, [&](int channel, const SkipTensor& skip) {
     const BackwardWord word = hear<BackwardWord>(channel, skip.to);
@@ -267,13 +317,17 @@ void StagePlanner::Negotiation::take_output_grads(int s, StagePlan& plan) {
   if (plan.meta.output_grads->size() != plan.meta.outputs->size())
     throw PipeliningMetadataError(describe(fmt::format("gradients that come back to stage {}", s), fmt::format("{}", plan.meta.output_grads->size()),
                                            fmt::format("{}, one for each output", plan.meta.outputs->size()), "let the next stage take every output"));
+  // Examples hold where nothing was tried.
+  if (const auto& examples = stage.example_meta().output_grads)
+    check_metas(fmt::format("example gradients of the outputs of stage {} and what comes back to it", s), comparable(*examples), comparable(*plan.meta.output_grads),
+                trials.contains(s) ? OnMismatch::Warn : OnMismatch::Raise);
 }
 
 OptionalTensorMetas StagePlanner::Negotiation::find_input_grads(const PipelineStage& stage, const StagePlan& plan) {
   const int s = stage.index();
   const StageMeta& examples = stage.example_meta();
   const auto at = trials.find(s);
-  if (at == trials.end()) return examples.input_grads ? as_sent(*examples.input_grads) : derive_gradient_metas(*plan.meta.inputs);
+  if (at == trials.end()) return examples.input_grads ? as_sent(*examples.input_grads) : in_layout_of(*plan.meta.inputs, derive_gradient_metas(*plan.meta.inputs));
   StageTrial& trial = *at->second;
   OptionalTensorMetas found;
   try {
@@ -281,33 +335,34 @@ OptionalTensorMetas StagePlanner::Negotiation::find_input_grads(const PipelineSt
     found = trial.input_grads();
   } catch (const PipeliningMetadataError&) {
     throw;
-  } catch (const std::exception& error) {
+  } catch (...) {
+    const std::string why = current_exception_text();
     // A loss that reads values cannot be tried on fake tensors; plain gradients are like their tensors.
-    if (!is_last(s) || plan.meta.has_distributed()) throw;
-    log().debug("pipeline: the loss of stage {} cannot be tried: {}", s, error.what());
+    if (!is_last(s) || plan.meta.has_distributed()) std::throw_with_nested(StageBackwardError(fmt::format("stage {} failed in its trial backward: {}", s, why)));
+    log().debug("pipeline: the loss of stage {} cannot be tried: {}", s, why);
     found = derive_gradient_metas(*plan.meta.inputs);
   }
-  if (examples.input_grads) check_metas(fmt::format("example gradients of the inputs of stage {}", s), as_sent(*examples.input_grads), found, OnMismatch::Warn);
+  found = in_layout_of(*plan.meta.inputs, std::move(found));
+  if (examples.input_grads)
+    check_metas(fmt::format("example gradients of the inputs of stage {}", s), comparable(*examples.input_grads), comparable(found), OnMismatch::Warn);
   return found;
 }
 
 StagePlanner::StagePlanner(std::vector<PipelineStage> stages, schedule::StageMap map, std::vector<SkipTensor> skips, PipelineLoss loss,
                            comm::Group control, std::vector<int> ranks, int own)
     : stages_(std::move(stages)), map_(std::move(map)), skips_(std::move(skips)), loss_(std::move(loss)), control_(std::move(control)),
-      ranks_(std::move(ranks)), own_(own) {}
+      ranks_(std::move(ranks)), own_(own),
+      validates_(std::any_of(stages_.begin(), stages_.end(), [](const PipelineStage& stage) { return stage.validates(); })) {}
 
 std::uint64_t StagePlanner::hash_of(const StepDescription& step, std::size_t microbatch) const {
   HashBuilder hash;
   hash.add(step.has_backward);
-  const auto add = [&](const Tree& tree) {
-    hash.add(TreeSpec(tree));
-    for (const at::Tensor& tensor : tensors_of(tree)) hash.add(meta_of(tensor));
-  };
   for (const PipelineStage& stage : stages_) {
     if (!map_.runs(StageId{stage.index()}, MicrobatchId{static_cast<int>(microbatch)})) continue;
     hash.add(stage.index());
-    if (map_.is_first(StageId{stage.index()})) add(step.args[microbatch]);
-    add(step.kwargs[microbatch]);
+    if (map_.is_first(StageId{stage.index()})) add_arguments(hash, step.args[microbatch]);
+    add_arguments(hash, step.kwargs[microbatch]);
+    if (map_.is_last(StageId{stage.index()}) && step.has_backward) add_arguments(hash, step.targets[microbatch]);
   }
   return hash.value();
 }
@@ -326,15 +381,41 @@ std::vector<std::vector<std::int64_t>> StagePlanner::gather(const std::vector<st
   return rows;
 }
 
+void StagePlanner::refuse(const std::vector<std::vector<std::int64_t>>& rows, const std::exception_ptr& own) {
+  std::string text;
+  if (own) {
+    try {
+      std::rethrow_exception(own);
+    } catch (...) {
+      text = current_exception_text();
+    }
+  }
+  const auto texts = gather(text_words(text.substr(0, kRefusalBytes - 1), kRefusalBytes / sizeof(std::int64_t)));
+  if (own) throw StepRefusal{own};
+  std::string quoted;
+  for (std::size_t rank = 0; rank < rows.size(); ++rank)
+    if (rows[rank][kRefusedField] != 0) quoted += fmt::format("{}rank {} refused it: {}", quoted.empty() ? "" : "; ", ranks_[rank], words_text(texts[rank]));
+  throw StepRefusal{std::make_exception_ptr(ValueError(fmt::format("a step of the pipeline did not begin: {}", quoted)))};
+}
+
 std::vector<std::shared_ptr<const MicrobatchPlan>> StagePlanner::agree(const StepDescription& step) {
   std::vector<std::int64_t> hashes;
   HashBuilder whole;
-  for (std::size_t m = 0; m < step.microbatches(); ++m) {
-    hashes.push_back(static_cast<std::int64_t>(hash_of(step, m)));
-    whole.add(hashes.back());
+  std::exception_ptr refusal = step.refusal;
+  try {
+    const std::uint64_t state = state_key(stages_);
+    for (std::size_t m = 0; m < step.microbatches() && !refusal; ++m) {
+      hashes.push_back(static_cast<std::int64_t>(HashBuilder().add(state).add(hash_of(step, m)).value()));
+      whole.add(hashes.back());
+    }
+  } catch (...) {
+    refusal = std::current_exception();  // an argument that has no record
   }
   const bool vote = std::none_of(stages_.begin(), stages_.end(), [&](const PipelineStage& stage) { return stage.needs_trial(step.has_backward); });
-  const auto rows = gather({kRowVersion, step.has_backward ? 1 : 0, static_cast<std::int64_t>(step.microbatches()), vote ? 1 : 0, static_cast<std::int64_t>(whole.value())});
+  const auto rows = gather({kRowVersion, step.has_backward ? 1 : 0, static_cast<std::int64_t>(step.microbatches()), vote ? 1 : 0, static_cast<std::int64_t>(whole.value()),
+                            refusal ? 1 : 0, validates_ ? 1 : 0});
+  if (std::any_of(rows.begin(), rows.end(), [](const auto& row) { return row[kRefusedField] != 0; })) refuse(rows, refusal);
+  checked_ = std::any_of(rows.begin(), rows.end(), [](const auto& row) { return row[kValidatesField] != 0; });
 
   static constexpr const char* kNames[] = {"build of the pipeline", "step with backward (1) or evaluation (0)", "number of microbatches"};
   HashBuilder combined;
@@ -342,9 +423,10 @@ std::vector<std::shared_ptr<const MicrobatchPlan>> StagePlanner::agree(const Ste
   for (std::size_t rank = 0; rank < rows.size(); ++rank) {
     for (std::size_t field = 0; field < 3; ++field)
       if (rows[rank][field] != rows[0][field])
-        throw PipeliningMetadataError(describe(fmt::format("ranks of a pipeline disagree: {}", kNames[field]), fmt::format("{} on rank {}", rows[rank][field], ranks_[rank]),
-                                               fmt::format("{}, as on rank {}", rows[0][field], ranks_[0]),
-                                               "call step or eval on all ranks of the pipeline, with batches that split into as many microbatches"));
+        throw StepRefusal{std::make_exception_ptr(
+            PipeliningMetadataError(describe(fmt::format("ranks of a pipeline disagree: {}", kNames[field]), fmt::format("{} on rank {}", rows[rank][field], ranks_[rank]),
+                                             fmt::format("{}, as on rank {}", rows[0][field], ranks_[0]),
+                                             "call step or eval on all ranks of the pipeline, with batches that split into as many microbatches")))};
     all_static = all_static && rows[rank][3] == 1;
     combined.add(rows[rank][4]);
   }

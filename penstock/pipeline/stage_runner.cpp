@@ -3,14 +3,16 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
-#include "penstock/base/env.h"
 #include "penstock/base/errors.h"
+#include "penstock/base/exception_text.h"
 #include "penstock/base/warnings.h"
 #include "penstock/dtensor/dtensor.h"
 #include "penstock/pipeline/deferred_linear.h"
+#include "penstock/torch/dense_layout.h"
 #include "penstock/torch/distributed_type.h"
 #include "penstock/torch/record_checks.h"
 
@@ -29,9 +31,10 @@ struct StageRunner::Chunk {
   std::vector<at::Tensor> inputs;        // as they arrived
   std::vector<Block> blocks;
   std::vector<at::Tensor> outputs;       // to be given
-  std::vector<std::vector<std::int64_t>> output_sizes;  // where shapes are announced: what the gradients will have
   std::vector<at::Tensor> output_grads;  // as they arrived
   std::vector<at::Tensor> input_grads;   // to be given
+  // Where something is announced: what has arrived, which counts instead of what was agreed on, and what was made.
+  OptionalTensorMetas input_metas, output_grad_metas, made_outputs, made_input_grads;
   std::vector<WeightBackward> weights;
   WeightQueue deferred;                  // of layers that were made for it
   std::function<void()> weight_step;
@@ -41,7 +44,7 @@ struct StageRunner::Chunk {
 
 StageRunner::StageRunner(PipelineStage stage, bool begins, bool ends, PipelineLoss loss, bool by_blocks, std::optional<int> synced)
     : stage_(std::move(stage)), begins_(begins), ends_(ends), loss_(std::move(loss)), by_blocks_(by_blocks),
-      validate_(stage_.options().validate.value_or(debug_level() == DebugLevel::Detail)), synced_(synced), syncs_(gradient_syncs_of(stage_.module())), sharded_(stage_.module()) {}
+      validate_(stage_.validates()), synced_(synced), syncs_(gradient_syncs_of(stage_.module())), sharded_(stage_.module()) {}
 bool StageRunner::joins_weights() const { return stage_.options().join_weight_gradients; }
 
 StageRunner::~StageRunner() = default;
@@ -91,16 +94,62 @@ StageRunner::Chunk& StageRunner::chunk(int microbatch, const char* action) {
   return *chunks_[static_cast<std::size_t>(microbatch)];
 }
 
-void StageRunner::take_inputs(int microbatch, std::size_t first, std::vector<at::Tensor> tensors) {
-  Chunk& into = chunk(microbatch, "inputs");
-  PENSTOCK_INVARIANT(first + tensors.size() <= into.inputs.size(), "more tensors arrived than the stages have agreed on");
-  std::move(tensors.begin(), tensors.end(), into.inputs.begin() + static_cast<std::ptrdiff_t>(first));
+namespace {
+
+template <class Entries>
+void take(Entries from, std::size_t first, std::size_t of, Entries& into, const char* what) {
+  PENSTOCK_INVARIANT(first + from.size() <= of, what);
+  into.resize(of);
+  std::move(from.begin(), from.end(), into.begin() + static_cast<std::ptrdiff_t>(first));
 }
 
-void StageRunner::take_output_grads(int microbatch, std::size_t first, std::vector<at::Tensor> tensors) {
+// What has arrived: as it was announced, or else as it was agreed on.
+const TensorMeta& arrived_meta(const OptionalTensorMetas& announced, std::size_t i, const TensorMeta& agreed) {
+  return i < announced.size() && announced[i] ? *announced[i] : agreed;
+}
+
+bool any_announced(const StagePlan& plan) {
+  const auto any = [](const std::vector<bool>& flags) { return std::find(flags.begin(), flags.end(), true) != flags.end(); };
+  return plan.checked || any(plan.varying_inputs) || any(plan.varying_outputs);
+}
+
+}  // namespace
+
+void StageRunner::take_inputs(int microbatch, std::size_t first, std::vector<at::Tensor> tensors, OptionalTensorMetas metas) {
+  Chunk& into = chunk(microbatch, "inputs");
+  const std::size_t count = into.inputs.size();
+  take(std::move(tensors), first, count, into.inputs, "more tensors arrived than the stages have agreed on");
+  if (!metas.empty()) take(std::move(metas), first, count, into.input_metas, "more tensors were announced than the stages have agreed on");
+}
+
+void StageRunner::take_output_grads(int microbatch, std::size_t first, std::vector<at::Tensor> tensors, OptionalTensorMetas metas) {
   Chunk& into = chunk(microbatch, "gradients");
-  PENSTOCK_INVARIANT(first + tensors.size() <= into.output_grads.size(), "more gradients arrived than the stages have agreed on");
-  std::move(tensors.begin(), tensors.end(), into.output_grads.begin() + static_cast<std::ptrdiff_t>(first));
+  const std::size_t count = into.output_grads.size();
+  take(std::move(tensors), first, count, into.output_grads, "more gradients arrived than the stages have agreed on");
+  if (!metas.empty()) take(std::move(metas), first, count, into.output_grad_metas, "more gradients were announced than the stages have agreed on");
+}
+
+OptionalTensorMetas StageRunner::made_metas(int microbatch, bool outputs, std::size_t first, std::size_t count) const {
+  check_chunk(microbatch, "records");
+  const Chunk& of = *chunks_[static_cast<std::size_t>(microbatch)];
+  const OptionalTensorMetas& made = outputs ? of.made_outputs : of.made_input_grads;
+  PENSTOCK_INVARIANT(first + count <= made.size(), "a tensor is announced that the stage has not made");
+  return {made.begin() + static_cast<std::ptrdiff_t>(first), made.begin() + static_cast<std::ptrdiff_t>(first + count)};
+}
+
+std::string StageRunner::at_microbatch(int microbatch) const { return fmt::format("stage {}, microbatch {}", stage_.index(), microbatch); }
+
+void StageRunner::check_announced(int microbatch, bool inputs, std::size_t place, const TensorMeta& told, bool varies) const {
+  check_chunk(microbatch, "announcement");
+  const StageMeta& meta = chunks_[static_cast<std::size_t>(microbatch)]->plan->meta;
+  const TensorMeta& agreed = inputs ? (*meta.inputs)[place] : *(*meta.output_grads)[place];
+  const TensorRecord &got = local_record(told), &expected = local_record(agreed);
+  bool fits = is_distributed(told) == is_distributed(agreed) && got.dtype() == expected.dtype() && (varies || got.shape() == expected.shape());
+  // Where the parts of a distributed gradient lie in memory follows no rule that a trial run would show.
+  if (fits && validates() && !varies && (inputs || !is_distributed(told))) fits = differences(comparable_meta(agreed), comparable_meta(told)).empty();
+  if (!fits)
+    throw PipeliningMetadataError(describe(fmt::format("{} {} of {}, as it was received", inputs ? "input" : "gradient of output", place, at_microbatch(microbatch)), to_string(told), to_string(agreed),
+                                           "give the stages examples like the tensors that flow, or none and let a trial run find out"));
 }
 
 namespace {
@@ -144,14 +193,15 @@ std::vector<at::Tensor> StageRunner::wrap_inputs(Chunk& chunk, int microbatch) {
     if (!arrived.defined())
       throw PipeliningMetadataError(describe(fmt::format("input {} of stage {}, microbatch {}", i, stage_.index(), microbatch), "nothing arrived", to_string(metas[i]),
                                              "let the schedule receive it before the forward"));
-    at::Tensor input = tensor_from_local(stage_, arrived, metas[i]);
+    const TensorMeta& meta = arrived_meta(chunk.input_metas, i, metas[i]);
+    at::Tensor input = tensor_from_local(stage_, arrived, meta);
     // A leaf of its own: the buffer may be the output of a stage on this rank.
-    if (!is_distributed(metas[i])) input = input.detach();
+    if (!is_distributed(meta)) input = input.detach();
     input.set_requires_grad(has_backward_ && requires_grad(metas[i]));
+    if (validates()) check_announced(microbatch, true, i, meta_of(input), chunk.plan->varies_input(i));
     inputs.push_back(std::move(input));
     arrived.reset();
   }
-  if (validates() && !chunk.plan->announced_inputs) check_metas(fmt::format("stage {} inputs, microbatch {}", stage_.index(), microbatch), metas, inputs);
   return inputs;
 }
 
@@ -166,7 +216,7 @@ void StageRunner::check_outputs(const Chunk& chunk, int microbatch, const std::v
     const at::Tensor& output = outputs[i];
     const auto* whole = std::get_if<DistributedRecord>(&metas[i]);
     const std::vector<std::int64_t>& shape = whole != nullptr ? whole->global_shape() : local_record(metas[i]).shape();
-    const bool shape_fits = chunk.plan->announced_outputs || output.sizes() == at::IntArrayRef(shape);
+    const bool shape_fits = chunk.plan->varies_output(i) || output.sizes() == at::IntArrayRef(shape);
     const bool kind_fits = is_distributed_tensor(output) == (whole != nullptr) && output.scalar_type() == local_record(metas[i]).dtype();
     if (!shape_fits || !kind_fits || (whole != nullptr && placements_of(output) != whole->placements()))
       refuse(fmt::format("output {}", i), to_string(meta_of(output)), to_string(metas[i]),
@@ -174,7 +224,8 @@ void StageRunner::check_outputs(const Chunk& chunk, int microbatch, const std::v
     if (has_backward_ && output.requires_grad() && !requires_grad(metas[i]))
       refuse(fmt::format("output {}", i), "it needs a gradient", "one that needs none, as agreed", "let the example require grad, or detach the output");
   }
-  if (validates() && !chunk.plan->announced_outputs) check_metas(fmt::format("stage {} outputs, microbatch {}", stage_.index(), microbatch), metas, outputs);
+  for (std::size_t i = 0; i < outputs.size() && validates(); ++i)
+    if (!chunk.plan->varies_output(i)) check_meta(fmt::format("stage {} outputs, microbatch {}[{}]", stage_.index(), microbatch, i), comparable_meta(metas[i]), comparable_meta(meta_of(outputs[i])), OnMismatch::Raise);
 }
 
 void StageRunner::finish_forward(Chunk& chunk, int microbatch, const Tree& result, const Tree& target) {
@@ -183,7 +234,12 @@ void StageRunner::finish_forward(Chunk& chunk, int microbatch, const Tree& resul
     // What the user gets has no graph, so nothing of it keeps the graph alive, and nothing we do later changes it.
     if (keeps_results_) chunk.result = map_tree_tensors(result, [](const at::Tensor& tensor) { return tensor.detach(); });
     if (loss_ && (has_backward_ || !target.is_none())) {
-      const at::Tensor loss = loss_(result, target);
+      at::Tensor loss;
+      try {
+        loss = loss_(result, target);
+      } catch (...) {
+        std::throw_with_nested(StageForwardError(fmt::format("{}: loss failed with output {}, target {}: {}", at_microbatch(microbatch), result.to_string(), target.to_string(), current_exception_text())));
+      }
       if (!loss.defined() || loss.numel() != 1)
         throw ValueError(describe(fmt::format("loss of microbatch {}", microbatch), loss.defined() ? to_string(meta_of(loss)) : "nothing", "a tensor with one element", "reduce the loss over the microbatch"));
       chunk.loss = loss.detach();
@@ -193,9 +249,10 @@ void StageRunner::finish_forward(Chunk& chunk, int microbatch, const Tree& resul
   } else {
     roots = stage_outputs(result, stage_.index());
     check_outputs(chunk, microbatch, roots);
+    const bool announces = any_announced(*chunk.plan);
     for (const at::Tensor& output : roots) {
-      chunk.outputs.push_back(local_if_distributed(output, kDetach).contiguous());
-      if (chunk.plan->announced_outputs) chunk.output_sizes.push_back(chunk.outputs.back().sizes().vec());
+      chunk.outputs.push_back(local_if_distributed(output, kDetach));
+      if (announces) chunk.made_outputs.emplace_back(meta_of(output));
     }
   }
   if (has_backward_) {
@@ -234,10 +291,8 @@ bool StageRunner::Forward::advance() {
   try {
     const StageModule& block = runner.by_blocks_ ? module.block(s.next) : module;
     result = block.forward(s.args, blocks == 1 || block.takes_kwargs() ? s.kwargs : Tree());
-  } catch (const PipeliningMetadataError&) {
-    throw;
-  } catch (const std::exception& error) {
-    std::throw_with_nested(StageForwardError(fmt::format("stage {}, microbatch {}: forward failed with {}: {}", runner.stage_.index(), s.microbatch, summary(s.args, s.kwargs), error.what())));
+  } catch (...) {
+    std::throw_with_nested(StageForwardError(fmt::format("{}: forward failed with {}: {}", runner.at_microbatch(s.microbatch), summary(s.args, s.kwargs), current_exception_text())));
   }
   if (++s.next == blocks) {
     runner.finish_forward(s.chunk, s.microbatch, result, s.target);
@@ -268,6 +323,18 @@ std::unique_ptr<StageRunner::Forward> StageRunner::start_forward(int microbatch,
   return std::unique_ptr<Forward>(new Forward(std::unique_ptr<Forward::State>(new Forward::State{*this, of, microbatch, context, std::move(inputs), kwargs, target})));
 }
 
+// Names the stage for what users' code throws in a backward. Communication that failed keeps its type: whoever waits knows more.
+template <class Words, class Body>
+void StageRunner::in_backward(int microbatch, const Words& what, const Body& body) const {
+  try {
+    body();
+  } catch (const CommError&) {
+    throw;
+  } catch (...) {
+    std::throw_with_nested(StageBackwardError(fmt::format("{}: {}: {}", at_microbatch(microbatch), what(), current_exception_text())));
+  }
+}
+
 struct StageRunner::Backward::State {
   StageRunner& runner;
   Chunk& chunk;
@@ -288,13 +355,15 @@ bool StageRunner::Backward::advance() {
   Chunk::Block block = std::move(s.chunk.blocks.back());
   s.chunk.blocks.pop_back();
   std::vector<at::Tensor> input_grads;
-  if (s.input_only && !runner.stage_.options().weight_step_builder) {
-    InputBackward half = stage_backward_input(std::move(block.outputs), s.gradients, block.inputs);
-    input_grads = std::move(half.input_grads);
-    s.chunk.weights.push_back(std::move(half.weights));
-  } else {
-    input_grads = stage_backward(std::move(block.outputs), s.gradients, block.inputs);
-  }
+  runner.in_backward(s.microbatch, [&] { return "backward failed with gradients " + tuple_of(s.gradients).to_string(); }, [&] {
+    if (s.input_only && !runner.stage_.options().weight_step_builder) {
+      InputBackward half = stage_backward_input(std::move(block.outputs), s.gradients, block.inputs);
+      input_grads = std::move(half.input_grads);
+      s.chunk.weights.push_back(std::move(half.weights));
+    } else {
+      input_grads = stage_backward(std::move(block.outputs), s.gradients, block.inputs);
+    }
+  });
   if (!s.chunk.blocks.empty()) {
     s.gradients = std::move(input_grads);
     return true;
@@ -303,15 +372,17 @@ bool StageRunner::Backward::advance() {
   runner.finish_backward(s.chunk, s.microbatch, block.inputs, std::move(input_grads));
   block.inputs.clear();
   if (const WeightStepBuilder& builder = runner.stage_.options().weight_step_builder) {
-    std::function<void()> weight_step = builder();
-    if (s.input_only) {
-      s.chunk.weight_step = std::move(weight_step);
-    } else if (weight_step) {
-      weight_step();
-    }
+    runner.in_backward(s.microbatch, [] { return "the weight step of the stage failed"; }, [&] {
+      std::function<void()> weight_step = builder();
+      if (s.input_only) {
+        s.chunk.weight_step = std::move(weight_step);
+      } else if (weight_step) {
+        weight_step();
+      }
+    });
   }
   s.chunk.phase = s.input_only ? Chunk::Phase::InputDone : Chunk::Phase::Done;
-  if (!s.input_only) runner.finish_weights(s.chunk);
+  if (!s.input_only) runner.finish_weights(s.chunk, s.microbatch);
   return false;
 }
 
@@ -331,10 +402,10 @@ std::unique_ptr<StageRunner::Backward> StageRunner::start_backward(int microbatc
       if (arrived.defined() != metas[i].has_value())
         throw PipeliningMetadataError(describe(fmt::format("gradient of output {} of stage {}, microbatch {}", i, stage_.index(), microbatch), arrived.defined() ? "one arrived" : "nothing arrived",
                                                to_string(metas[i]), "let the schedule receive it before the backward"));
-      gradients.push_back(arrived.defined() ? tensor_from_local(stage_, arrived, *metas[i]) : at::Tensor());
+      gradients.push_back(arrived.defined() ? tensor_from_local(stage_, arrived, arrived_meta(of.output_grad_metas, i, *metas[i])) : at::Tensor());
+      if (validates() && arrived.defined()) check_announced(microbatch, false, i, meta_of(gradients.back()), of.plan->varies_output(i));
       arrived.reset();
     }
-    if (validates() && !of.plan->announced_outputs) check_metas(fmt::format("stage {} output gradients, microbatch {}", stage_.index(), microbatch), metas, gradients);
     // A gradient that came for an output which turned out to need none has nowhere to go.
     for (std::size_t i = 0; i < gradients.size(); ++i)
       if (!of.blocks.back().outputs.needs_grad(i)) gradients[i].reset();
@@ -346,26 +417,41 @@ void StageRunner::finish_backward(Chunk& chunk, int microbatch, const std::vecto
   if (begins_) return;
   const OptionalTensorMetas& metas = *chunk.plan->meta.input_grads;
   PENSTOCK_INVARIANT(input_grads.size() == metas.size(), "a backward gives one gradient for each input");
+  const bool announces = any_announced(*chunk.plan);
   for (std::size_t i = 0; i < metas.size(); ++i) {
     const at::Tensor& gradient = input_grads[i];
+    const bool varies = chunk.plan->varies_input(i);
+    const auto refuse = [&](const std::string& actual, const std::string& expected, const char* remedy) {
+      throw PipeliningMetadataError(describe(fmt::format("gradient of input {} of {}", i, at_microbatch(microbatch)), actual, expected, remedy));
+    };
     if (!metas[i]) {
-      if (gradient.defined())
-        throw PipeliningMetadataError(describe(fmt::format("gradient of input {} of stage {}, microbatch {}", i, stage_.index(), microbatch), to_string(meta_of(gradient)), "nothing, as agreed",
-                                               "give example gradients (input_grads) when the use of an input depends on values"));
+      if (gradient.defined()) refuse(to_string(meta_of(gradient)), "nothing, as agreed", "give example gradients (input_grads) when the use of an input depends on values");
       chunk.input_grads.emplace_back();
+      if (announces) chunk.made_input_grads.emplace_back();
       continue;
     }
+    const auto* whole = std::get_if<DistributedRecord>(&*metas[i]);
+    const TensorRecord& agreed = local_record(*metas[i]);
     if (!gradient.defined()) {
       // The input was not used this time.
-      const bool distributed = is_distributed(*metas[i]);
-      chunk.input_grads.push_back(at::zeros(distributed ? at::IntArrayRef(local_record(*metas[i]).shape()) : inputs[i].sizes(),
-                                            at::device(stage_.device()).dtype(local_record(*metas[i]).dtype())));
-      continue;
+      if (varies && whole != nullptr && placements_of(inputs[i]) != whole->placements())
+        refuse("nothing, for the input was not used", to_string(metas[i]), "use every distributed input whose shape depends on values");
+      const at::IntArrayRef shape = varies || whole == nullptr ? local_if_distributed(inputs[i], kDetach).sizes() : at::IntArrayRef(agreed.shape());
+      chunk.input_grads.push_back(at::zeros(shape, at::device(stage_.device()).dtype(agreed.dtype())));
+    } else {
+      if ((whole != nullptr) != is_distributed_tensor(gradient) || (whole != nullptr && placements_of(gradient) != whole->placements()))
+        refuse(to_string(meta_of(gradient)), to_string(metas[i]), "redistribute the activation in the module, so that its gradient has the agreed placements");
+      chunk.input_grads.push_back(local_if_distributed(gradient, kDetach));
     }
-    if (const auto* whole = std::get_if<DistributedRecord>(&*metas[i]); (whole != nullptr) != is_distributed_tensor(gradient) || (whole != nullptr && placements_of(gradient) != whole->placements()))
-      throw PipeliningMetadataError(describe(fmt::format("gradient of input {} of stage {}, microbatch {}", i, stage_.index(), microbatch), to_string(meta_of(gradient)), to_string(metas[i]),
-                                             "redistribute the activation in the module, so that its gradient has the agreed placements"));
-    chunk.input_grads.push_back(local_if_distributed(gradient, kDetach).contiguous());
+    const at::Tensor& local = chunk.input_grads.back();
+    const auto made = [&]() -> TensorMeta {
+      if (whole == nullptr) return record_of(local);
+      return DistributedRecord(record_of(local), inputs[i].sizes().vec(), (gradient.defined() ? gradient : inputs[i]).strides().vec(), whole->placements(), whole->mesh_key());
+    };
+    bool fits = local.scalar_type() == agreed.dtype() && (varies || local.sizes() == at::IntArrayRef(agreed.shape()));
+    if (fits && validates() && !varies && whole == nullptr && gradient.defined()) fits = differences(comparable_meta(*metas[i]), comparable_meta(made())).empty();
+    if (!fits) refuse(to_string(made()), to_string(metas[i]), "give example gradients (input_grads) like those that autograd makes, or none");
+    if (announces) chunk.made_input_grads.emplace_back(made());
   }
 }
 
@@ -395,15 +481,17 @@ void StageRunner::backward_weight(int microbatch, const StepContext& context) {
   const StepGuard step(context);
   const auto without_sync = alone(microbatch);
   of.phase = Chunk::Phase::Done;
-  if (const auto weight_step = std::exchange(of.weight_step, nullptr)) weight_step();
-  for (WeightBackward& weights : std::exchange(of.weights, {}))
-    if (weights.pending()) weights.run();
-  finish_weights(of);
+  in_backward(microbatch, [] { return "weight backward failed"; }, [&] {
+    if (const auto weight_step = std::exchange(of.weight_step, nullptr)) weight_step();
+    for (WeightBackward& weights : std::exchange(of.weights, {}))
+      if (weights.pending()) weights.run();
+  });
+  finish_weights(of, microbatch);
 }
 
-void StageRunner::finish_weights(Chunk& chunk) {
+void StageRunner::finish_weights(Chunk& chunk, int microbatch) {
   --live_;
-  chunk.deferred.run();
+  in_backward(microbatch, [] { return "weight gradients failed"; }, [&] { chunk.deferred.run(); });
 }
 
 void StageRunner::reduce_gradients() {
@@ -415,11 +503,6 @@ void StageRunner::run_joined_weights() {
   if (!joined_) return;
   joined_->join_layers();
   joined_->run();
-}
-
-std::vector<std::int64_t> StageRunner::output_sizes(int microbatch, std::size_t output) const {
-  check_chunk(microbatch, "sizes of the outputs");
-  return chunks_[static_cast<std::size_t>(microbatch)]->output_sizes.at(output);
 }
 
 const Tree& StageRunner::result(int microbatch) const {

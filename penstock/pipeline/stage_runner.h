@@ -9,7 +9,7 @@
 //   runner.backward(m, ...);                        // or backward_input, and later backward_weight
 //   send(runner.give_input_grads(m, 0, n));
 //
-// Tensors taken and given are local and contiguous: what travels. Distributed ones are put together from their records here.
+// Tensors taken and given are local parts, in any layout. Distributed ones are put together from their records here.
 // Memory: an output lives until it is given, unless the graph needs it; the graph until its backward; after the first half of a split
 // backward only what its second half needs.
 // Thread rule: one thread.
@@ -47,10 +47,17 @@ class StageRunner {
   // Forgets everything of an earlier step, one that was given up too. `plans`: by microbatch.
   void begin_step(bool has_backward, std::vector<const StagePlan*> plans);
 
-  void take_inputs(int microbatch, std::size_t first, std::vector<at::Tensor> tensors);
+  // `metas`: what the tensors are like where that was announced; else it is what was agreed on.
+  void take_inputs(int microbatch, std::size_t first, std::vector<at::Tensor> tensors, OptionalTensorMetas metas = {});
   std::vector<at::Tensor> give_outputs(int microbatch, std::size_t first, std::size_t count);
-  void take_output_grads(int microbatch, std::size_t first, std::vector<at::Tensor> tensors);
+  void take_output_grads(int microbatch, std::size_t first, std::vector<at::Tensor> tensors, OptionalTensorMetas metas = {});
   std::vector<at::Tensor> give_input_grads(int microbatch, std::size_t first, std::size_t count);
+
+  // Of announced channels: what the stage has made (outputs, or gradients of inputs), before it is given; and what another one says that
+  // it has made, compared with what was agreed on. Kind and dtype always, shape unless it varies, and if the stage validates the layout,
+  // too. Throws PipeliningMetadataError.
+  OptionalTensorMetas made_metas(int microbatch, bool outputs, std::size_t first, std::size_t count) const;
+  void check_announced(int microbatch, bool inputs, std::size_t place, const TensorMeta& told, bool varies) const;
 
   // What has been taken for the microbatch is going to be used on this stream, whichever its memory belongs to.
   void record_stream(int microbatch, const c10::Stream& stream) const;
@@ -68,9 +75,6 @@ class StageRunner {
   // The same, to be advanced block by block.
   std::unique_ptr<Forward> start_forward(int microbatch, const StepContext& context, const Tree& args, const Tree& kwargs, const Tree& target);
   std::unique_ptr<Backward> start_backward(int microbatch, const StepContext& context, bool input_only);
-
-  // Of a stage whose shapes are announced, after its forward.
-  std::vector<std::int64_t> output_sizes(int microbatch, std::size_t output) const;
 
   // Of the last stage, by microbatch: what the module returned, without its graph, and the loss.
   const Tree& result(int microbatch) const;
@@ -99,12 +103,15 @@ class StageRunner {
   void finish_forward(Chunk& chunk, int microbatch, const Tree& result, const Tree& target);
   bool joins_weights() const;
   // After the last backward of a microbatch.
-  void finish_weights(Chunk& chunk);
+  void finish_weights(Chunk& chunk, int microbatch);
+  template <class Words, class Body>
+  void in_backward(int microbatch, const Words& what, const Body& body) const;
   void finish_backward(Chunk& chunk, int microbatch, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> input_grads);
   void check_chunk(int microbatch, const char* action) const;
   // Engaged for all microbatches of a training step but `synced_`.
   std::optional<NoGradientSync> alone(int microbatch) const;
   bool validates() const { return validate_; }
+  std::string at_microbatch(int microbatch) const;
 
   PipelineStage stage_;
   bool begins_;

@@ -9,6 +9,8 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/base/log.h"
+#include "penstock/torch/dense_layout.h"
+#include "penstock/torch/dtype.h"
 
 namespace penstock::pipeline {
 
@@ -17,30 +19,44 @@ using schedule::ActionKind;
 
 namespace {
 
-// An announcement: for each tensor the number of dims and their sizes.
-constexpr std::int64_t kMaxDims = 15;
+// An announcement: for each tensor a row of numbers: element type, number of dims, sizes and strides of the local part, sizes and
+// strides of the whole. All zeros where no gradient comes.
+constexpr std::int64_t kMaxDims = 25;
+constexpr std::int64_t kRow = 2 + 4 * kMaxDims;
 
-at::Tensor announce(const std::vector<at::Tensor>& tensors) {
-  at::Tensor words = at::zeros({static_cast<std::int64_t>(tensors.size()), kMaxDims + 1}, at::kLong);
+at::Tensor announce(const OptionalTensorMetas& metas) {
+  at::Tensor words = at::zeros({static_cast<std::int64_t>(metas.size()), kRow}, at::kLong);
   auto* word = words.data_ptr<std::int64_t>();
-  for (const at::Tensor& tensor : tensors) {
-    if (tensor.dim() > kMaxDims)
-      throw PipeliningMetadataError(describe("dims of a tensor whose shape is announced", std::to_string(tensor.dim()), fmt::format("at most {}", kMaxDims), "reshape it before it leaves the stage"));
-    word[0] = tensor.dim();
-    std::copy(tensor.sizes().begin(), tensor.sizes().end(), word + 1);
-    word += kMaxDims + 1;
+  for (const auto& meta : metas) {
+    if (meta) {
+      const TensorRecord& local = local_record(*meta);
+      const auto dims = static_cast<std::int64_t>(local.shape().size());
+      if (dims > kMaxDims)
+        throw PipeliningMetadataError(describe("dims of a tensor whose shape is announced", std::to_string(dims), fmt::format("at most {}", kMaxDims), "reshape it before it leaves the stage"));
+      word[0] = *dtype_number(local.dtype());
+      word[1] = dims;
+      const auto* whole = std::get_if<DistributedRecord>(&*meta);
+      const std::vector<std::int64_t>* parts[] = {&local.shape(), &local.stride(), whole != nullptr ? &whole->global_shape() : nullptr, whole != nullptr ? &whole->global_stride() : nullptr};
+      for (std::int64_t i = 0; i < 4; ++i)
+        if (parts[i] != nullptr) std::copy(parts[i]->begin(), parts[i]->end(), word + 2 + i * kMaxDims);
+    }
+    word += kRow;
   }
   return words;
 }
 
-std::vector<std::int64_t> announced_sizes(const at::Tensor& words, std::size_t tensor) {
-  const auto* word = words.data_ptr<std::int64_t>() + static_cast<std::int64_t>(tensor) * (kMaxDims + 1);
-  if (word[0] < 0 || word[0] > kMaxDims) throw PipeliningMetadataError(describe("an announced shape", fmt::format("{} dims", word[0]), fmt::format("0 to {}", kMaxDims), "run the same build on all ranks"));
-  return {word + 1, word + 1 + word[0]};
-}
-
-bool needs_grad(const StagePlan& plan, bool forward, bool sends, std::size_t i) {
-  return forward && requires_grad(sends ? (*plan.meta.outputs)[i] : (*plan.meta.inputs)[i]);
+// What was announced, for a tensor of which `agreed` is known.
+TensorMeta announced_meta(const at::Tensor& words, std::size_t tensor, const TensorMeta& agreed) {
+  const auto* word = words.data_ptr<std::int64_t>() + static_cast<std::int64_t>(tensor) * kRow;
+  const DtypeEntry* dtype = word[0] >= 0 && word[0] <= 255 ? find_dtype(static_cast<std::uint8_t>(word[0])) : nullptr;
+  if (dtype == nullptr || !dtype->here || word[1] < 0 || word[1] > kMaxDims)
+    throw PipeliningMetadataError(describe("an announced tensor", fmt::format("element type {}, {} dims", word[0], word[1]), fmt::format("a known type and 0 to {} dims", kMaxDims), "run the same build on all ranks"));
+  const auto part = [&](std::int64_t i) { return std::vector<std::int64_t>(word + 2 + i * kMaxDims, word + 2 + i * kMaxDims + word[1]); };
+  const bool differentiable = at::isFloatingType(*dtype->here) || at::isComplexType(*dtype->here);
+  TensorRecord local(part(0), part(1), *dtype->here, differentiable && requires_grad(agreed));
+  const auto* whole = std::get_if<DistributedRecord>(&agreed);
+  if (whole == nullptr) return local;
+  return DistributedRecord(std::move(local), part(2), part(3), whole->placements(), whole->mesh_key());
 }
 
 // A second stream is of use where overlapped units run on one device that has it.
@@ -113,6 +129,23 @@ TorchStepActions::Span TorchStepActions::sent_by(const Channel& channel, const S
   const std::size_t main = forward ? plan.main_outputs : plan.main_inputs;
   if (channel.skip < 0) return {0, main};
   return {main + skip_ordinal(channel.skip, channel.from_stage, forward), 1};
+}
+
+const TensorMeta* TorchStepActions::Agreed::meta(std::size_t i) const {
+  const std::size_t place = span.first + i;
+  if (forward) return &(outputs ? *plan->meta.outputs : *plan->meta.inputs)[place];
+  const auto& gradient = (outputs ? *plan->meta.output_grads : *plan->meta.input_grads)[place];
+  return gradient ? &*gradient : nullptr;
+}
+
+TorchStepActions::Agreed TorchStepActions::agreed_by(const Channel& channel, int microbatch, bool sends) const {
+  const StagePlan& of = plan(sends ? channel.from_stage : channel.to_stage, microbatch);
+  const bool forward = channel.kind == Channel::Kind::Activation;
+  Agreed agreed{&of, forward, forward == sends, sends ? sent_by(channel, of) : received_by(channel, of), false};
+  if (agreed.span.count == 0) return agreed;
+  if (agreed.outputs ? of.announces_output(agreed.span.first) : of.announces_input(agreed.span.first))
+    for (std::size_t i = 0; i < agreed.span.count && !agreed.announced; ++i) agreed.announced = agreed.meta(i) != nullptr;
+  return agreed;
 }
 
 StepContext TorchStepActions::context_of(const Action& action) const {
@@ -236,63 +269,49 @@ void TorchStepActions::count_live() {
   peak_live_ = std::max(peak_live_, live);
 }
 
-at::Tensor TorchStepActions::buffer(const TensorMeta& meta, const PipelineStage& stage, const std::vector<std::int64_t>* sizes) const {
-  const TensorRecord& record = local_record(meta);
-  return at::empty(sizes != nullptr ? *sizes : record.shape(), at::device(stage.device()).dtype(record.dtype()));
-}
-
 void TorchStepActions::receive(Arrival& arrival, at::Tensor tensor, const Channel& channel, int tag, const std::string& label) {
   arrival.works.push_back(groups_.group_of(channel).irecv(tensor, groups_.global_rank(channel.from_rank), {.tag = tag, .label = label, .timeout = {}}));
 }
 
-// Posts the tensors of a channel, now that their sizes are known.
+// Posts the tensors of a channel, now that their sizes are known. A tensor travels as its memory, so it arrives with its strides.
 void TorchStepActions::start_receive(Arrival& arrival, const Instruction& instruction, const Channel& channel, int microbatch) {
   const std::string label = schedule::to_text(instruction.action);
   const int peer = groups_.global_rank(channel.from_rank).value();
   std::vector<LoggedTransfer> logged;
   const bool logs = transfer_log_.on();
-  const StagePlan& agreed = plan(channel.to_stage, microbatch);
   StageRunner& stage = runner(channel.to_stage);
-  const bool forward = channel.kind == Channel::Kind::Activation;
-  const Span span = received_by(channel, agreed);
-  for (std::size_t i = span.first; i < span.first + span.count; ++i) {
-    std::optional<TensorMeta> meta;
-    if (forward) {
-      meta = (*agreed.meta.inputs)[i];
-    } else {
-      meta = (*agreed.meta.output_grads)[i];
-    }
-    if (!meta) {
+  const Agreed agreed = agreed_by(channel, microbatch, false);
+  arrival.started = true;
+  for (std::size_t i = 0; i < agreed.span.count; ++i) {
+    const TensorMeta* meta = agreed.meta(i);
+    if (agreed.announced) arrival.announced.emplace_back();
+    if (meta == nullptr) {
       arrival.tensors.emplace_back();
       continue;
     }
-    std::optional<std::vector<std::int64_t>> sizes;
-    if (forward && agreed.announced_inputs) sizes = announced_sizes(arrival.announcement, i - span.first);
-    if (!forward && agreed.announced_outputs) sizes = stage.output_sizes(microbatch, i);
-    arrival.tensors.push_back(buffer(*meta, stage.stage(), sizes ? &*sizes : nullptr));
-    receive(arrival, arrival.tensors.back(), channel, ChannelGroups::tag(channel, static_cast<int>(i - span.first)), label);
-    if (logs) logged.push_back({LoggedTransfer::Type::Receive, peer, arrival.tensors.back(), needs_grad(agreed, forward, false, i)});
+    if (agreed.announced) {
+      TensorMeta told = announced_meta(arrival.announcement, i, *meta);
+      stage.check_announced(microbatch, agreed.forward, agreed.span.first + i, told, agreed.varies(i));
+      arrival.announced.back() = agreed.varies(i) ? std::move(told) : *meta;
+      meta = &*arrival.announced.back();
+    }
+    arrival.tensors.push_back(make_raw_tensor(*meta, stage.stage().device()));
+    receive(arrival, memory_of(arrival.tensors.back()), channel, groups_.tag(channel, i), label);
+    if (logs) logged.push_back({LoggedTransfer::Type::Receive, peer, arrival.tensors.back(), agreed.needs_grad(i)});
   }
   if (logs) transfer_log_.batch("post", instruction, channel, logged);
 }
 
 void TorchStepActions::post(const Instruction& instruction, const Channel& channel) {
   const int microbatch = instruction.action.microbatch()->value();
-  const StagePlan& agreed = plan(channel.to_stage, microbatch);
+  const Agreed agreed = agreed_by(channel, microbatch, false);
   Arrival& arrival = arrivals_[{instruction.channel, microbatch}];
-  const std::string label = schedule::to_text(instruction.action);
-  const bool forward = channel.kind == Channel::Kind::Activation;
-  if (forward && agreed.announced_inputs) {
-    arrival.announcement = at::empty({static_cast<std::int64_t>(received_by(channel, agreed).count), kMaxDims + 1}, at::kLong);
-    receive(arrival, arrival.announcement, channel, ChannelGroups::announcement_tag(channel), label);
-    if (transfer_log_.on())
-      transfer_log_.batch("post announcement of", instruction, channel, {{LoggedTransfer::Type::Receive, groups_.global_rank(channel.from_rank).value(), arrival.announcement, false}});
-    waiting_for_sizes_[instruction.channel].push_back(microbatch);
-  } else if (!forward && agreed.announced_outputs) {
-    waiting_for_sizes_[instruction.channel].push_back(microbatch);
-  } else {
-    start_receive(arrival, instruction, channel, microbatch);
-  }
+  if (!agreed.announced) return start_receive(arrival, instruction, channel, microbatch);
+  arrival.announcement = at::empty({static_cast<std::int64_t>(agreed.span.count), kRow}, at::kLong);
+  receive(arrival, arrival.announcement, channel, groups_.announcement_tag(channel), schedule::to_text(instruction.action));
+  if (transfer_log_.on())
+    transfer_log_.batch("post announcement of", instruction, channel, {{LoggedTransfer::Type::Receive, groups_.global_rank(channel.from_rank).value(), arrival.announcement, false}});
+  waiting_for_sizes_[instruction.channel].push_back(microbatch);
 }
 
 void TorchStepActions::await(const Instruction& instruction, const Channel& channel) {
@@ -300,7 +319,7 @@ void TorchStepActions::await(const Instruction& instruction, const Channel& chan
   const bool forward = channel.kind == Channel::Kind::Activation;
   // What was announced is received in the order of the announcements, as it is sent.
   if (auto& waiting = waiting_for_sizes_[instruction.channel]; !waiting.empty()) {
-    while (arrivals_[{instruction.channel, microbatch}].tensors.empty() && !waiting.empty()) {
+    while (!arrivals_[{instruction.channel, microbatch}].started && !waiting.empty()) {
       const int next = waiting.front();
       waiting.pop_front();
       Arrival& arrival = arrivals_[{instruction.channel, next}];
@@ -310,63 +329,73 @@ void TorchStepActions::await(const Instruction& instruction, const Channel& chan
     }
   }
   auto node = arrivals_.extract({instruction.channel, microbatch});
-  PENSTOCK_INVARIANT(!node.empty(), "a program posts what it waits for");
+  PENSTOCK_INVARIANT(!node.empty() && node.mapped().started, "a program posts what it waits for");
   Arrival& arrival = node.mapped();
   if (transfer_log_.on()) arrival.works.empty() ? transfer_log_.bypassed_wait(instruction, channel) : transfer_log_.waits(instruction, channel, arrival.works.size());
   comm::wait_all(arrival.works);
   StageRunner& stage = runner(channel.to_stage);
   const Span span = received_by(channel, plan(channel.to_stage, microbatch));
   if (forward) {
-    stage.take_inputs(microbatch, span.first, std::move(arrival.tensors));
+    stage.take_inputs(microbatch, span.first, std::move(arrival.tensors), std::move(arrival.announced));
   } else {
-    stage.take_output_grads(microbatch, span.first, std::move(arrival.tensors));
+    stage.take_output_grads(microbatch, span.first, std::move(arrival.tensors), std::move(arrival.announced));
   }
 }
 
 void TorchStepActions::send(const Instruction& instruction, const Channel& channel) {
   const int microbatch = instruction.action.microbatch()->value();
-  const StagePlan& agreed = plan(channel.from_stage, microbatch);
-  const bool forward = channel.kind == Channel::Kind::Activation;
-  const Span span = sent_by(channel, agreed);
+  const Agreed agreed = agreed_by(channel, microbatch, true);
+  const Span span = agreed.span;
   StageRunner& stage = runner(channel.from_stage);
-  const std::vector<at::Tensor> tensors = forward ? stage.give_outputs(microbatch, span.first, span.count) : stage.give_input_grads(microbatch, span.first, span.count);
+  OptionalTensorMetas made;
+  if (agreed.announced) made = stage.made_metas(microbatch, agreed.forward, span.first, span.count);
+  const std::vector<at::Tensor> tensors = agreed.forward ? stage.give_outputs(microbatch, span.first, span.count) : stage.give_input_grads(microbatch, span.first, span.count);
   const comm::Group& group = groups_.group_of(channel);
   const Rank peer = groups_.global_rank(channel.to_rank);
   const std::string label = schedule::to_text(instruction.action);
   const bool logs = transfer_log_.on();
   std::vector<LoggedTransfer> logged;
-  if (forward && agreed.announced_outputs) {
-    const at::Tensor announcement = announce(tensors);
+  if (agreed.announced) {
+    for (auto& meta : made)
+      if (meta) meta = dense_meta(*meta);
+    const at::Tensor announcement = announce(made);
     if (logs) logged.push_back({LoggedTransfer::Type::Send, peer.value(), announcement, false});
-    sends_.push_back(group.isend(announcement, peer, {.tag = ChannelGroups::announcement_tag(channel), .label = label, .timeout = {}}));
+    sends_.push_back(group.isend(announcement, peer, {.tag = groups_.announcement_tag(channel), .label = label, .timeout = {}}));
   }
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].defined()) continue;
-    if (logs) logged.push_back({LoggedTransfer::Type::Send, peer.value(), tensors[i], needs_grad(agreed, forward, true, span.first + i)});
-    sends_.push_back(group.isend(tensors[i], peer, {.tag = ChannelGroups::tag(channel, static_cast<int>(i)), .label = label, .timeout = {}}));
+    // In the layout that the receiver expects, whatever was made.
+    const TensorRecord& record = local_record(agreed.varies(i) ? *made[i] : *agreed.meta(i));
+    const bool fits = tensors[i].strides() == at::IntArrayRef(record.stride()) && tensors[i].is_contiguous() && !tensors[i].is_conj() && !tensors[i].is_neg();
+    const at::Tensor sent = fits ? tensors[i] : in_layout(tensors[i], dense_strides(record.shape(), record.stride()));
+    if (logs) logged.push_back({LoggedTransfer::Type::Send, peer.value(), sent, agreed.needs_grad(i)});
+    sends_.push_back(group.isend(memory_of(sent), peer, {.tag = groups_.tag(channel, i), .label = label, .timeout = {}}));
   }
   if (logs) transfer_log_.batch("send", instruction, channel, logged);
 }
 
+// As they are: with their strides, and without a copy.
 void TorchStepActions::pass(const Instruction& instruction, const Channel& channel) {
   const int microbatch = instruction.action.microbatch()->value();
   StageRunner& from = runner(channel.from_stage);
   StageRunner& to = runner(channel.to_stage);
-  const Span out = sent_by(channel, plan(channel.from_stage, microbatch));
-  const Span in = received_by(channel, plan(channel.to_stage, microbatch));
-  const bool forward = channel.kind == Channel::Kind::Activation;
-  std::vector<at::Tensor> tensors = forward ? from.give_outputs(microbatch, out.first, out.count) : from.give_input_grads(microbatch, out.first, out.count);
+  const Agreed out = agreed_by(channel, microbatch, true);
+  const Agreed in = agreed_by(channel, microbatch, false);
+  OptionalTensorMetas made;
+  if (out.announced) made = from.made_metas(microbatch, out.forward, out.span.first, out.span.count);
+  std::vector<at::Tensor> tensors = out.forward ? from.give_outputs(microbatch, out.span.first, out.span.count) : from.give_input_grads(microbatch, out.span.first, out.span.count);
   if (transfer_log_.on()) {
     std::vector<LoggedTransfer> logged;
     for (std::size_t i = 0; i < tensors.size(); ++i)
-      if (tensors[i].defined())
-        logged.push_back({LoggedTransfer::Type::HandOver, groups_.global_rank(channel.to_rank).value(), tensors[i], needs_grad(plan(channel.from_stage, microbatch), forward, true, out.first + i)});
+      if (tensors[i].defined()) logged.push_back({LoggedTransfer::Type::HandOver, groups_.global_rank(channel.to_rank).value(), tensors[i], out.needs_grad(i)});
     transfer_log_.batch("pass", instruction, channel, logged);
   }
-  if (forward) {
-    to.take_inputs(microbatch, in.first, std::move(tensors));
+  for (std::size_t i = 0; i < made.size(); ++i)
+    if (made[i]) to.check_announced(microbatch, in.forward, in.span.first + i, *made[i], in.varies(i));
+  if (in.forward) {
+    to.take_inputs(microbatch, in.span.first, std::move(tensors), std::move(made));
   } else {
-    to.take_output_grads(microbatch, in.first, std::move(tensors));
+    to.take_output_grads(microbatch, in.span.first, std::move(tensors), std::move(made));
   }
 }
 

@@ -49,14 +49,30 @@ class TorchStepActions final : public StepActions {
   };
   struct Arrival {
     std::vector<at::Tensor> tensors;  // undefined where no gradient comes
+    OptionalTensorMetas announced;    // empty where the channel is not announced
     std::vector<comm::Work> works;
     at::Tensor announcement;
+    bool started = false;             // its receives are posted
+  };
+  // What a channel carries of a microbatch, as its receiver or its sender has agreed to.
+  struct Agreed {
+    const StagePlan* plan = nullptr;
+    bool forward = true;
+    bool outputs = true;     // of the stage, or their gradients; else its inputs, or theirs
+    Span span;
+    bool announced = false;  // and not empty
+    // Of a tensor of the span; null where no gradient comes.
+    const TensorMeta* meta(std::size_t i) const;
+    // Its shape may be another one each time.
+    bool varies(std::size_t i) const { return outputs ? plan->varies_output(span.first + i) : plan->varies_input(span.first + i); }
+    bool needs_grad(std::size_t i) const { return forward && requires_grad(*meta(i)); }
   };
 
   StageRunner& runner(int stage);
   const StagePlan& plan(int stage, int microbatch) const;
   Span received_by(const Channel& channel, const StagePlan& plan) const;
   Span sent_by(const Channel& channel, const StagePlan& plan) const;
+  Agreed agreed_by(const Channel& channel, int microbatch, bool sends) const;
   std::size_t skip_ordinal(int skip, int stage, bool from) const;
   StepContext context_of(const schedule::Action& action) const;
   void run_alone(const schedule::Action& action);
@@ -67,7 +83,6 @@ class TorchStepActions final : public StepActions {
   // The stream on which an action of a unit runs, chosen now if it is a forward.
   std::optional<c10::Stream> stream_for(const schedule::Action& action, const std::optional<c10::Stream>& of_backward);
   void start_receive(Arrival& arrival, const Instruction& instruction, const Channel& channel, int microbatch);
-  at::Tensor buffer(const TensorMeta& meta, const PipelineStage& stage, const std::vector<std::int64_t>* sizes) const;
   void receive(Arrival& arrival, at::Tensor tensor, const Channel& channel, int tag, const std::string& label);
   void reap();
   void count_live();
@@ -82,7 +97,7 @@ class TorchStepActions final : public StepActions {
   StepContext context_;
   std::function<void(int)> reduce_;
   std::map<std::pair<int, int>, Arrival> arrivals_;         // by channel and microbatch
-  std::map<int, std::deque<int>> waiting_for_sizes_;        // by channel: microbatches whose receive cannot be posted yet
+  std::map<int, std::deque<int>> waiting_for_sizes_;        // by channel: microbatches that are announced and not yet received
   std::deque<comm::Work> sends_;
   int peak_live_ = 0;
   std::optional<OverlapStreams> streams_;

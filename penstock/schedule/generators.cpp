@@ -21,6 +21,13 @@ constexpr OtherName kOtherNames[] = {
     {"PipelineScheduleMulti", std::nullopt},
 };
 
+// Lower case, and words joined: "interleaved_1f1b" and "Interleaved1F1B" are one name.
+std::string plain_name(std::string_view name) {
+  std::string plain = to_lower(name);
+  std::erase_if(plain, [](char c) { return c == '_' || c == '-'; });
+  return plain;
+}
+
 bool in_reference(ScheduleKind kind) {
   switch (kind) {
     case ScheduleKind::GPipe:
@@ -173,15 +180,15 @@ std::string_view to_text(ScheduleKind kind) {
 }
 
 ScheduleName resolve_schedule_name(std::string_view name) {
-  const std::string lower = to_lower(name);
+  const std::string lower = plain_name(name);
   std::vector<std::string> names;
   for (const ScheduleKind kind : all_schedule_kinds()) {
     names.emplace_back(to_text(kind));
-    if (to_lower(names.back()) == lower) return {names.back(), kind, in_reference(kind)};
+    if (plain_name(names.back()) == lower) return {names.back(), kind, in_reference(kind) && to_lower(names.back()) == to_lower(name)};
   }
   for (const OtherName& other : kOtherNames) {
-    if (to_lower(other.name) != lower) continue;
-    if (!other.kind) return {other.name, std::nullopt, true};
+    if (plain_name(other.name) != lower) continue;
+    if (!other.kind) return {other.name, std::nullopt, to_lower(other.name) == to_lower(name)};
     return {std::string(to_text(*other.kind)), other.kind, false};
   }
   std::string expected;

@@ -85,9 +85,9 @@ std::string_view to_text(ScheduleKind kind);
 struct ScheduleName {
   std::string name;                  // canonical spelling
   std::optional<ScheduleKind> kind;  // none for PipelineScheduleSingle and PipelineScheduleMulti
-  bool in_reference = false;         // the reference knows this name too (not ZB2P, ..., not the short names)
+  bool in_reference = false;         // PyTorch 2.14 knows this name too (not ZB2P, ..., not the short names, not with underscores)
 };
-// Any case; also the short names VPP (Interleaved1F1B), ZB1P (InterleavedZeroBubble) and ZBV (ZBVZeroBubble).
+// Any case, with or without underscores and hyphens between words ("interleaved_1f1b"); also the short names VPP (Interleaved1F1B), ZB1P (InterleavedZeroBubble) and ZBV (ZBVZeroBubble).
 // Throws ValueError that lists the names and the nearest one.
 ScheduleName resolve_schedule_name(std::string_view name);
 // As above; a family is a ValueError.

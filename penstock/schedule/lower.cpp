@@ -1,5 +1,7 @@
 #include "penstock/schedule/lower.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <bit>
 #include <optional>
@@ -327,10 +329,38 @@ Schedule add_send_receive(const Schedule& schedule, bool defer_receives) {
   return result;
 }
 
+namespace {
+
+struct Place {
+  int rank;
+  std::size_t slot;
+  Action action;
+};
+
+std::optional<Place> first_lowered_action(const Schedule& schedule) {
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    std::size_t position = 0;
+    for (const Slot slot : schedule.row(rank)) {
+      for (const Action& action : slot)
+        if (!is_compute(action.kind())) return Place{rank, position, action};
+      ++position;
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+bool is_compute_only(const Schedule& schedule) {
+  return !first_lowered_action(schedule);
+}
+
 Schedule lower(const Schedule& schedule, const LowerOptions& options) {
-  if (schedule.has_transfers()) {
-    throw ValueError(
-        describe("schedule to lower", "one that has sends or receives", "a compute-only schedule"));
+  if (const auto place = first_lowered_action(schedule)) {
+    throw ValueError(describe("schedule to lower",
+                              fmt::format("{} on rank {}, slot {}", to_text(place->action), place->rank, place->slot),
+                              "compute actions alone (F, B, I, W)",
+                              "remove sends, receives, UNSHARD, RESHARD and REDUCE_GRAD, which lowering adds, or use the schedule as it is"));
   }
   Schedule prepared(schedule.stages());
   for (int rank = 0; rank < schedule.ranks(); ++rank) {

@@ -21,7 +21,12 @@ struct LowerOptions {
   bool reduce_grad = true;
 };
 
+// Throws ValueError that names the first action which is no computation (a send, a receive, UNSHARD, RESHARD or
+// REDUCE_GRAD, also as a member of an overlap): what is lowered, or partly so, cannot be lowered again.
 Schedule lower(const Schedule& schedule, const LowerOptions& options = {});
+
+// Whether every action is F, B, I or W.
+bool is_compute_only(const Schedule& schedule);
 
 // Before each slot gathers the stages that come next (at most `max_active_stages`; a slot with an overlap may
 // exceed it by its own members) and frees the ones that are not among them. Throws ValueError for a limit

@@ -18,8 +18,9 @@ at::Tensor cast(const at::Tensor& tensor, const std::optional<at::ScalarType>& d
 ForwardScope::ForwardScope(const torch::nn::Module& module) : state_(find_shard_state(module)) {
   if (!state_ || !state_->group()) return;
   for (ParameterGroup* group : state_->groups()) {
+    if (group->in_trial()) continue;
     group->context().before_use(*group);
-    if (!at::GradMode::is_enabled() || in_backward()) continue;
+    if (!at::GradMode::is_enabled()) continue;  // inside a backward it is enabled where a forward is run again
     // Parameters that are distributed may be used by what is no operator (to_local): their gradients are to come here all the same.
     for (std::size_t slot = 0; slot < group->parameters().size(); ++slot) {
       const at::Tensor parameter = group->parameters()[slot].parameter();
@@ -32,7 +33,8 @@ ForwardScope::ForwardScope(const torch::nn::Module& module) : state_(find_shard_
 
 ForwardScope::~ForwardScope() {
   if (!state_) return;
-  for (ParameterGroup* group : state_->groups()) group->context().after_forward(*group);
+  for (ParameterGroup* group : state_->groups())
+    if (!group->in_trial()) group->context().after_forward(*group);
 }
 
 at::Tensor ForwardScope::input(const at::Tensor& tensor) const {
@@ -48,6 +50,7 @@ at::Tensor ForwardScope::output(const at::Tensor& tensor) const {
 UnshardedScope::UnshardedScope(const torch::nn::Module& module) : state_(find_shard_state(module)) {
   if (!state_) throw StateError("UnshardedScope: the module was not given to fully_shard; give the one that was");
   for (ParameterGroup* group : state_->all_groups()) {
+    if (group->in_trial()) continue;
     group->context();
     group->begin_writes();
     groups_.push_back(group);

@@ -8,7 +8,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/dtensor/dtensor_payload.h"
-#include "penstock/mesh/local_shard.h"
+#include "penstock/shard/group_parts.h"
 #include "penstock/shard/registry.h"
 #include "penstock/torch/any_operator_hook.h"
 
@@ -30,6 +30,7 @@ std::optional<ShardInfo> shard_of(const at::Tensor& parameter) {
   if (!parameter.defined()) return std::nullopt;
   const detail::Membership member = detail::find_parameter(parameter);
   if (!member.group) return std::nullopt;
+  if (member.group->is_replaced(static_cast<std::size_t>(member.parameter))) member.group->adopt_replaced();
   return ShardInfo{member.group, static_cast<std::size_t>(member.parameter)};
 }
 
@@ -76,16 +77,7 @@ void load_whole(const at::Tensor& parameter, const at::Tensor& whole) {
   ensure_sharded(parameter);
   const NoAnyHookGuard no_hook;
   const at::NoGradGuard no_grad;
-  const DTensorSpec& spec = *info->parameter().placement.sharded;
-  const at::Tensor local = detail::dtensor_payload(info->parameter().sharded)->local();
-  for (const ShardBox& box : local_boxes(spec.shape(), spec.mesh_shape(), spec.coordinate(), spec.placements())) {
-    at::Tensor from = whole, to = local;
-    for (std::size_t d = 0; d < box.shape.size(); ++d) {
-      from = from.narrow(static_cast<std::int64_t>(d), box.offset[d], box.shape[d]);
-      to = to.narrow(static_cast<std::int64_t>(d), box.local_offset[d], box.shape[d]);
-    }
-    to.copy_(from);
-  }
+  detail::copy_part(whole, *info->parameter().placement.sharded, detail::dtensor_payload(info->parameter().sharded)->local());
 }
 
 void materialize_shards(torch::nn::Module& module, const ParameterGroup::ShardInitializer& fill, std::optional<at::Device> device) {

@@ -57,6 +57,8 @@ void ParameterGroup::fill_row(const at::Tensor& row) {
 }
 
 void ParameterGroup::unshard() {
+  if (in_trial()) return;
+  if (replaced_) adopt_replaced();
   if (state_ == GroupState::Unsharded || gather_) return;
   check_materialized();
   const Quiet quiet;
@@ -136,6 +138,8 @@ void ParameterGroup::end_gather(Gather& gather) {
 }
 
 void ParameterGroup::wait_for_unshard() {
+  if (in_trial()) return;
+  if (replaced_) adopt_replaced();
   if (state_ == GroupState::Unsharded) return;
   unshard();
   const Quiet quiet;
@@ -170,6 +174,8 @@ void ParameterGroup::switch_all(bool to_unsharded) {
 }
 
 void ParameterGroup::reshard() {
+  if (in_trial()) return;
+  if (replaced_ && !writable_) adopt_replaced();
   if (gather_) {
     // Nobody has used it; what was received goes.
     const TimedPart timed(times(), &ShardTimes::gather);
@@ -188,6 +194,8 @@ void ParameterGroup::reshard() {
 }
 
 void ParameterGroup::reshard_after_forward() {
+  if (in_trial()) return;
+  if (replaced_ && !writable_) adopt_replaced();
   if (state_ != GroupState::Unsharded || writable_) return;
   if (const bool* free = std::get_if<bool>(&reshard_after_forward_)) {
     if (*free) reshard();

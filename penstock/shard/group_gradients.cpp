@@ -80,7 +80,16 @@ void ParameterGroup::post_backward() {
     const at::Tensor parameter = p.parameter();
     if (!parameter.defined()) continue;
     at::Tensor& own = parameter.mutable_grad();
-    if (own.defined() && !p.placement.original && !is_dtensor(own)) {
+    if (!own.defined()) continue;
+    if (p.placement.original) {
+      const detail::DTensorPayload* payload = detail::dtensor_payload(own);
+      const bool reduced = payload && payload->spec->mesh_id() == p.placement.sharded->mesh_id() && payload->spec->placements() == p.placement.sharded->placements();
+      if (reduced || !payload || payload->spec->mesh_id() != p.placement.original->mesh_id()) continue;
+      const at::Tensor local = local_gradient(p, own);
+      p.gradient = p.gradient.defined() ? p.gradient + local : local;
+      p.gradient_owned = false;
+      own.reset();
+    } else if (!is_dtensor(own)) {
       if (own.sizes() != c10::IntArrayRef(p.layout().shape()))
         throw ValueError(describe(fmt::format("grad() of parameter '{}'", p.name), fmt::format("[{}]", fmt::join(own.sizes(), ", ")), fmt::format("[{}]", fmt::join(p.layout().shape(), ", "))));
       p.gradient = p.gradient.defined() ? p.gradient + own : own;
@@ -109,6 +118,10 @@ void ParameterGroup::forget_gradients() {
     p.gradient_owned = p.arrived = false;
   }
   recorded_ = false;
+}
+
+bool ParameterGroup::has_arrivals() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [](const ShardedParameter& p) { return p.arrived; });
 }
 
 bool ParameterGroup::has_trainable() const {

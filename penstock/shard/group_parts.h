@@ -27,4 +27,7 @@ inline at::Tensor local_of(const at::Tensor& tensor) {
   return payload ? payload->local() : tensor;
 }
 
+// This rank's part of a whole tensor that it has, as the spec says, written into `local`.
+void copy_part(const at::Tensor& whole, const DTensorSpec& spec, const at::Tensor& local);
+
 }  // namespace penstock::detail

@@ -143,6 +143,10 @@ ParameterGroup::~ParameterGroup() {
   for (const ShardedParameter& p : parameters_) detail::unregister_member(p.handle._unsafe_get_target());
   if (flat_.defined()) detail::unregister_member(flat_.storage().unsafeGetStorageImpl());
   if (whole_) detail::unregister_member(whole_.get());
+  for (const auto& storage : retired_) detail::unregister_member(storage.get());
+  for (const ShardedParameter& p : parameters_)
+    if (p.replaced) detail::count_replacements(-1);
+  detail::unregister_derived(*this);
 }
 
 void ParameterGroup::plan_memory() {
@@ -199,6 +203,8 @@ void ParameterGroup::make_templates() {
     p.placement.sharded = DTensorSpec::get(p.placement.mesh, p.placement.sharded->placements(), geometry);
     p.sharded = detail::make_dtensor(local, p.placement.sharded, p.placement.mesh);
     const std::vector<std::int64_t> stride = contiguous_stride(p.layout().shape());
+    // Of the dtype it had, if this is not the first time: the boundary of its module is there.
+    const at::Tensor bounded = p.unsharded.defined() ? p.unsharded : parameter;
     if (!p.keeps_encoded) {
       p.whole = at::empty({0}, at::TensorOptions(p.compute_dtype).device(device_)).set_(c10::Storage(whole_), p.whole_byte / item_size(p.compute_dtype), p.layout().shape(), stride);
       p.unsharded = p.whole;
@@ -207,7 +213,7 @@ void ParameterGroup::make_templates() {
       GlobalGeometry whole = p.placement.original->geometry();
       whole.dtype = p.compute_dtype;
       p.unsharded = detail::make_dtensor(p.whole, DTensorSpec::get(*p.placement.original, p.placement.original->placements(), whole), *p.placement.original_mesh);
-      if (const detail::DTensorPayload* before = detail::dtensor_payload(parameter); before && before->boundary) {
+      if (const detail::DTensorPayload* before = detail::dtensor_payload(bounded); before && before->boundary) {
         detail::dtensor_payload(p.unsharded)->boundary = before->boundary;
         mark_hooked(p.unsharded);
       }
@@ -281,7 +287,7 @@ void ParameterGroup::reset_sharded_parameter(std::size_t index) {
   const int rank = mesh_.shard_rank();
   const at::Tensor mine = p.padded.narrow(0, 0, p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank));
   if (payload && payload->local().is_alias_of(p.padded)) return;
-  if (!payload || payload->spec->placements() != p.placement.sharded->placements() || parameter.sizes() != p.sharded.sizes())
+  if (!payload || payload->spec->mesh_id() != p.placement.sharded->mesh_id() || payload->spec->placements() != p.placement.sharded->placements() || parameter.sizes() != p.sharded.sizes())
     throw ValueError(describe(fmt::format("reset_sharded_parameter: '{}' after a load", p.name), payload ? describe_dtensor(parameter) : "a plain tensor",
                               p.to_string() + ", as it was sharded", "load into the sharded parameter, or distribute the value with the same placements"));
   before_shards_change();

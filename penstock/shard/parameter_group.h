@@ -29,6 +29,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "penstock/comm/work.h"
@@ -70,6 +71,15 @@ struct ShardedParameter {
   at::Tensor gradient;                // whole, of the backwards since the last reduction
   bool gradient_owned = false;        // made here, so it may be added to in place
   bool arrived = false;               // in the backward that runs
+  bool replaced = false;              // set_data gave the parameter other data, which is not taken over yet
+  // The gathered parameter cast by `to`, where that rounds otherwise than a cast of the shard would: Module::to is about to set it.
+  struct Cast {
+    c10::weak_intrusive_ptr<c10::TensorImpl> result;
+    std::uint32_t version;            // of the result: who writes it means other values
+    at::ScalarType dtype;             // asked for; the shard's if none was
+  };
+  std::optional<Cast> cast;
+  std::optional<at::ScalarType> recast;  // what replaced it is such a cast: the shard takes this dtype and keeps its values
 
   at::Tensor parameter() const;       // undefined when the module is gone
   const ShardLayout& layout() const { return placement.layout; }
@@ -128,6 +138,13 @@ class ParameterGroup final : public GradientSink {
   // Gives up the gradients of backwards that are not reduced yet, and what is known of their uses.
   void forget_gradients();
 
+  // ---- trial runs (StepContext::trial) ----
+  // Until end_trial the parameters have the shape, dtype and placements of gathered ones but not their values: they are fake, or else zeros.
+  // Inputs are cast as in a real run; nothing is gathered, freed or reduced, and no gradient is taken. Trials nest.
+  void begin_trial(bool fake);
+  void end_trial();
+  bool in_trial() const { return !trials_.empty(); }
+
   // Writes into gathered parameters are kept (else they are refused): between, the group is Unsharded.
   void begin_writes();
   void end_writes();  // takes this rank's part of what was written
@@ -138,6 +155,16 @@ class ParameterGroup final : public GradientSink {
   void reset_sharded_parameter(std::size_t index);
   // Makes another tensor object the parameter: it is sharded where it stands, with its own value. The old object is a parameter no more.
   void adopt_object(std::size_t index, const at::Tensor& object);
+
+  // Somebody calls set_data on a parameter (so does Module::to): the next use of it takes the data over.
+  void note_replaced(std::size_t slot, const at::Tensor& data);
+  // `result` is what casting the gathered parameter gave. `dtype`: asked for.
+  void note_cast(std::size_t slot, const at::Tensor& result, std::optional<at::ScalarType> dtype);
+  bool is_replaced(std::size_t slot) const { return parameters_[slot].replaced; }
+  // Takes over what set_data put in the place of parameters: whole values, equal on all ranks, or distributed ones that lie as the
+  // shard or as the parameter before fully_shard did. A dtype that changed is the parameter's from now on. The group is Sharded afterwards,
+  // unless it is being written. Throws ValueError for another shape, layout or device: such a parameter cannot be used.
+  void adopt_replaced();
 
   bool materialized() const { return materialized_; }
   // Memory for shards of fake parameters, then `fill(parameter, piece, box)` for each: no rank ever holds a whole parameter.
@@ -172,6 +199,7 @@ class ParameterGroup final : public GradientSink {
   std::vector<ShardedParameter>& mutable_parameters() { return parameters_; }
   bool has_trainable() const;
   bool recorded() const { return recorded_; }  // whether one has, since the last backward ended
+  bool has_arrivals() const;  // gradients that post_backward has not seen
   // Whether nobody has chosen what happens after forward; then the place of the module decides.
   bool reshard_is_default() const { return reshard_is_default_; }
   void set_reshard_default(bool value) { reshard_after_forward_ = value; }
@@ -198,6 +226,10 @@ class ParameterGroup final : public GradientSink {
   void switch_all(bool to_unsharded);
   at::Tensor local_gradient(const ShardedParameter& parameter, const at::Tensor& gradient) const;
   void check_materialized() const;
+  bool holds_own_data(const ShardedParameter& parameter, const at::Tensor& tensor) const;
+  void check_replacement(const ShardedParameter& parameter, const at::Tensor& tensor) const;
+  void change_dtypes(const std::vector<std::pair<ShardedParameter*, at::ScalarType>>& dtypes);
+  at::Tensor own_shard(const ShardedParameter& parameter) const;  // of this rank, over the flat buffer
 
   std::string name_;
   ShardMesh mesh_;
@@ -215,8 +247,13 @@ class ParameterGroup final : public GradientSink {
   c10::intrusive_ptr<c10::StorageImpl> whole_;
   at::Tensor slice_;                    // of the gathered bytes, in ShardedPostForward
   std::optional<Gather> gather_;
+  // What the parameters are in a trial, one list for each that has begun.
+  std::vector<std::vector<at::Tensor>> trials_;
+  std::vector<const void*> trial_memory_;  // registered as this group's until the last trial ends
+  std::vector<c10::intrusive_ptr<c10::StorageImpl>> retired_;  // gathered storages of earlier dtypes: graphs may still look at them
   std::optional<c10::Stream> reads_;    // on which shards may still be read from CPU memory
   bool writable_ = false;
+  bool replaced_ = false;               // some parameter is
   bool held_ = false;
   bool recorded_ = false;
   bool materialized_ = true;

@@ -219,7 +219,8 @@ void ShardContext::final_callback() {
   plan_reductions();
   const std::vector<ParameterGroup*> order = to_reduce_;
   for (ParameterGroup* group : order) {
-    if (!settled_[position_of(*group)])
+    // A forward that is run again inside backward may bring a group gradients after it was settled.
+    if (!settled_[position_of(*group)] || group->has_arrivals())
       group->post_backward();
     else if (group->flags.reshard && !group->writable())
       group->reshard();

@@ -35,6 +35,33 @@ GlobalGeometry dense(GlobalGeometry geometry) {
   return geometry;
 }
 
+// A parameter's mesh has axes of the same names: they must join the same ranks in the same order, or "along dp" means two things.
+void check_same_axes(const std::string& name, const DeviceMesh& data, const DeviceMesh& own, const std::vector<int>& position) {
+  for (int axis = 0; axis < data.ndim(); ++axis) {
+    const int at = position[static_cast<std::size_t>(axis)];
+    const auto refuse = [&](int rank) {
+      throw ValueError(describe(fmt::format("fully_shard: axis '{}' of the mesh of parameter '{}'", data.names()[static_cast<std::size_t>(axis)], name),
+                                fmt::format("ranks [{}] from rank {}, in {}", fmt::join(own.as_rank(Rank{rank}).rank_list(at), ", "), rank, own.to_string()),
+                                fmt::format("ranks [{}], as in the mesh of fully_shard, {}", fmt::join(data.as_rank(Rank{rank}).rank_list(axis), ", "), data.to_string()),
+                                "distribute the parameter and shard the module on one mesh and its slices"));
+    };
+    // Of one universe layouts tell for all ranks at once, so that all ranks decide alike.
+    if (data.universe() == own.universe()) {
+      if (!(data.layout().axis_layout(axis) == own.layout().axis_layout(at))) {
+        const std::vector<int> ranks = own.ranks();
+        const auto differs = [&](int rank) { return data.as_rank(Rank{rank}).rank_list(axis) != own.as_rank(Rank{rank}).rank_list(at); };
+        const auto found = std::find_if(ranks.begin(), ranks.end(), differs);
+        refuse(found == ranks.end() ? data.this_rank().value() : *found);
+      }
+      continue;
+    }
+    for (const int rank : own.ranks()) {
+      if (std::find(data.universe().begin(), data.universe().end(), rank) == data.universe().end()) continue;
+      if (data.as_rank(Rank{rank}).rank_list(axis) != own.as_rank(Rank{rank}).rank_list(at)) refuse(rank);
+    }
+  }
+}
+
 // The placement of a data-parallel axis that cuts what other axes have cut before.
 Placement shard_after(std::int64_t dim, std::int64_t pieces) { return pieces > 1 ? Placement(StridedShard{dim, pieces}) : Placement(Shard{dim}); }
 
@@ -171,6 +198,7 @@ ParameterPlacement place_parameter(const std::string& name, const at::Tensor& pa
   const auto inside = !names.empty() ? axes_in(own, names) : std::nullopt;
   if (inside) {
     // The parameter lies on a mesh that has the data-parallel axes, too.
+    check_same_axes(name, mesh.mesh().mesh(), own, *inside);
     Placements placements = before;
     const auto position = [&](int axis) { return static_cast<std::size_t>((*inside)[static_cast<std::size_t>(axis)]); };
     for (const int axis : mesh.replicate_axes())
@@ -188,7 +216,13 @@ ParameterPlacement place_parameter(const std::string& name, const at::Tensor& pa
     check_even(placed.layout);
     return placed;
   }
-  const comm::MeshGroups joint = mesh.mesh().with_mesh(DeviceMesh::concatenate({mesh.mesh().mesh(), own}));
+  const comm::MeshGroups joint = [&] {
+    try {
+      return mesh.mesh().with_mesh(DeviceMesh::concatenate({mesh.mesh().mesh(), own}));
+    } catch (const ValueError& error) {
+      throw ValueError(fmt::format("fully_shard: the mesh of parameter '{}' and that of fully_shard cannot be joined: {}", name, error.what()));
+    }
+  }();
   Placements placements(mesh.mesh().shape().size());
   for (const int axis : mesh.shard_axes()) placements[static_cast<std::size_t>(axis)] = shard_after(dim, pieces_of_dim(0));
   placements.insert(placements.end(), before.begin(), before.end());

@@ -177,6 +177,7 @@ void ShardState::for_groups(bool recurse, Set&& set) {
 
 void ShardState::unshard(bool async) {
   for (const auto& group : groups_) {
+    if (group->in_trial()) continue;
     group->context();
     group->unshard();
   }

@@ -57,7 +57,8 @@ class ShardState : public std::enable_shared_from_this<ShardState> {
   void set_reshard_after_forward(bool value, bool recurse = true);
   // False: backward ends without waiting for its reductions; the next one does.
   void set_is_last_backward(bool value);
-  // Instead of the number of data-parallel ranks.
+  // Gradients are summed over the data-parallel ranks and divided by this, instead of by their number. A parameter that is distributed
+  // over the data-parallel axes, too, has one gradient, that of the whole distributed batch: it is divided by this.
   void set_gradient_divide_factor(double factor, bool recurse = true);
   // [collective] What the schedule of a pipeline does in the place of backward: every group under this module reshards and reduces,
   // then final_callback waits for all of it.

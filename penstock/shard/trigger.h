@@ -10,7 +10,8 @@
 //   is a view other than detach (t, narrow, view: what modules do under NoGrad)   the gathered parameter
 //   takes parameters, gradients and numbers alone, without gradients recorded     the shards
 //
-// The last row is optimizers, norms and initialization. Writing to a gathered parameter is a StateError outside of an
+// The last row is optimizers, norms and initialization; also weights that are derived from parameters without gradients (W + B A). What
+// came of it is remembered: an operator that takes it beside an activation works on the whole of it. Writing to a gathered parameter is a StateError outside of an
 // UnshardedScope: the shards would not change.
 // Private to this folder.
 #pragma once

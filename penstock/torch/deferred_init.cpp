@@ -1,6 +1,7 @@
 #include "penstock/torch/deferred_init.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/enum_tag.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -23,6 +24,13 @@ bool any_fake(const std::vector<c10::IValue>& values) {
   bool any = false;
   for (const c10::IValue& value : values) for_each_tensor(value, [&](const at::Tensor& tensor) { any |= fake_of(tensor) != nullptr; });
   return any;
+}
+
+// LibTorch's tag does not name all of them in older versions; a generator among the arguments does.
+bool draws_numbers(const c10::OperatorHandle& op) {
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) return true;
+  const auto& arguments = op.schema().arguments();
+  return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) { return argument.type()->str().find("Generator") != std::string::npos; });
 }
 
 // Handles of our own onto the same fake tensors.
@@ -54,6 +62,12 @@ void DeferredInit::dispatch(const c10::OperatorHandle& op, Stack* stack) {
   const OperatorTraits& traits = traits_of(op);
   const std::size_t base = stack->size() - traits.arguments.size();
   Step step{op, own_handles(stack->data() + base, traits.arguments.size()), {}};
+  if (traits.mutates)
+    for (std::size_t i = 0; i < traits.arguments.size(); ++i)
+      if (traits.arguments[i].written)
+        for_each_tensor((*stack)[base + i], [&](const at::Tensor& tensor) {
+          if (!is_wrapper(tensor) && tensor.has_storage()) stale_.insert(tensor.storage().unsafeGetStorageImpl());
+        });
   fake_.dispatch(op, stack);
   step.results = own_handles(stack->data() + base, traits.returns.size());
   if (!any_fake(step.arguments) && !any_fake(step.results)) return;
@@ -67,6 +81,8 @@ void DeferredInit::materialize(const std::vector<at::Tensor>& tensors, std::opti
   const NoModesGuard real;
   // The values were to be computed below autograd's sight, as initialization is.
   const at::AutoDispatchBelowADInplaceOrView below;
+  // What autocast did when it was recorded is among the steps.
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
   const std::vector<bool> needed = steps_needed(tensors);
   for (std::size_t i = 0; i < steps_.size(); ++i)
     if (needed[i]) replay(i);
@@ -107,6 +123,64 @@ std::vector<bool> DeferredInit::steps_needed(const std::vector<at::Tensor>& tens
       });
   }
   return needed;
+}
+
+// Real tensors among the arguments and results of steps, and who else holds them.
+class DeferredInit::Holders {
+ public:
+  explicit Holders(const std::vector<Step>& steps) {
+    for (const Step& step : steps)
+      for (const auto* values : {&step.arguments, &step.results})
+        for (const c10::IValue& value : *values)
+          for_each_tensor(value, [&](const at::Tensor& tensor) {
+            if (!is_wrapper(tensor) && tensor.has_storage()) ++tensors_[tensor.storage().unsafeGetStorageImpl()][tensor.unsafeGetTensorImpl()];
+          });
+  }
+  // Whether something outside of the steps holds the tensor or a view of the same memory.
+  bool held_elsewhere(const at::Tensor& tensor) const {
+    const auto& known = tensors_.at(tensor.storage().unsafeGetStorageImpl());
+    for (const auto& [impl, count] : known)
+      if (c10::raw::intrusive_ptr::use_count(const_cast<c10::TensorImpl*>(impl)) > count) return true;
+    return tensor.storage().use_count() > known.size();
+  }
+
+ private:
+  std::unordered_map<const void*, std::unordered_map<const c10::TensorImpl*, std::size_t>> tensors_;
+};
+
+std::vector<at::Tensor> DeferredInit::replayable(const std::vector<at::Tensor>& tensors) const {
+  if (tensors.empty()) return {};
+  const Holders holders(steps_);
+  const auto values_are_known = [&](const at::Tensor& wanted) {
+    const FakePayload* goal = fake_of(wanted);
+    if (!goal) return false;
+    const std::vector<bool> needed = steps_needed({wanted});
+    std::unordered_set<const FakePayload*> made;
+    bool known = true;
+    for (std::size_t i = 0; i < steps_.size() && known; ++i) {
+      if (!needed[i]) continue;
+      const Step& step = steps_[i];
+      known = !draws_numbers(step.op);
+      for (const c10::IValue& argument : step.arguments)
+        for_each_tensor(argument, [&](const at::Tensor& tensor) {
+          if (const FakePayload* fake = fake_of(tensor)) {
+            known = known && (made.contains(fake) || real_.contains(fake));
+          } else {
+            known = known && !is_wrapper(tensor) && tensor.has_storage() && !stale_.contains(tensor.storage().unsafeGetStorageImpl()) &&
+                    (tensor.unsafeGetTensorImpl()->is_wrapped_number() || holders.held_elsewhere(tensor));
+          }
+        });
+      for (const c10::IValue& result : step.results)
+        for_each_tensor(result, [&](const at::Tensor& tensor) {
+          if (const FakePayload* fake = fake_of(tensor)) made.insert(fake);
+        });
+    }
+    return known && (made.contains(goal) || real_.contains(goal));
+  };
+  std::vector<at::Tensor> found;
+  for (const at::Tensor& tensor : tensors)
+    if (values_are_known(tensor)) found.push_back(tensor);
+  return found;
 }
 
 at::Tensor DeferredInit::real_of(const at::Tensor& tensor) const {

@@ -24,6 +24,7 @@
 
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "penstock/torch/fake.h"
@@ -45,6 +46,11 @@ class DeferredInit final : public Mode {
   // These tensors, in place; those that are not fake are left alone.
   void materialize(const std::vector<at::Tensor>& tensors, std::optional<at::Device> device = std::nullopt);
 
+  // Those of the tensors that materialize() would give the values of a real run: they depend on nothing but recorded operators without random
+  // numbers and on real tensors that no operator under this mode would have written, and that somebody still holds. One that nobody holds was
+  // replaced by what was computed from it (`count = count + 1`), which a real run must find as it was.
+  std::vector<at::Tensor> replayable(const std::vector<at::Tensor>& tensors) const;
+
   std::size_t recorded_operators() const { return steps_.size(); }
 
  private:
@@ -54,6 +60,7 @@ class DeferredInit final : public Mode {
     std::vector<c10::IValue> arguments, results;
   };
 
+  class Holders;
   std::vector<bool> steps_needed(const std::vector<at::Tensor>& tensors) const;
   void replay(std::size_t step);
   at::Tensor real_of(const at::Tensor& tensor) const;
@@ -62,6 +69,7 @@ class DeferredInit final : public Mode {
   std::vector<Step> steps_;
   std::vector<bool> replayed_;
   std::unordered_map<const void*, at::Tensor> real_;  // by the payload of the fake tensor
+  std::unordered_set<const void*> stale_;             // memory of real tensors that a real run would have written
 };
 
 // Memory without values for every fake parameter and buffer, whoever made them fake: for a checkpoint that is read next.

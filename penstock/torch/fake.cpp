@@ -9,8 +9,10 @@
 #include <memory>
 
 #include "penstock/torch/fake_payload.h"
+#include "penstock/torch/fake_watch.h"
 #include "penstock/torch/operator_traits.h"
 #include "penstock/torch/shape_helpers.h"
+#include "penstock/torch/step_context.h"
 
 namespace penstock {
 namespace detail {
@@ -21,6 +23,13 @@ FakePayload* fake_of(const at::Tensor& tensor) { return payload_as<FakePayload>(
 
 at::Device with_index(at::Device device) {
   return device.is_cuda() && !device.has_index() ? at::Device(device.type(), 0) : device;
+}
+
+// Code asks a tensor whether it is a conjugate or a negative that nobody has computed yet, and does something else then: a fake tensor must answer as
+// the real one would.
+void copy_lazy_bits(const at::Tensor& from, const at::Tensor& to) {
+  if (from.is_conj() != to.is_conj()) to._set_conj(from.is_conj());  // a view begins with what it views
+  if (from.is_neg() != to.is_neg()) to._set_neg(from.is_neg());
 }
 
 at::Tensor meta_like(const at::Tensor& tensor) {
@@ -34,6 +43,7 @@ at::Tensor meta_like(const at::Tensor& tensor) {
     meta = at::empty({elements}, options).as_strided(tensor.sizes(), tensor.strides(), offset);
   }
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) meta.unsafeGetTensorImpl()->set_wrapped_number(true);
+  copy_lazy_bits(tensor, meta);
   return meta;
 }
 
@@ -314,12 +324,21 @@ class FakeCall {
 
 }  // namespace
 
-void FakePayload::dispatch(const c10::OperatorHandle& op, Stack* stack) { FakeCall(op, stack, nullptr).run(); }
+void FakePayload::dispatch(const c10::OperatorHandle& op, Stack* stack) {
+  if (leftover && !StepContext::current()->trial) [[unlikely]]
+    throw StateError(describe(fmt::format("{}: an argument", traits_of(op).name), fmt::format("a tensor {} without values: {}", c10::str(meta.sizes()), *leftover),
+                              "tensors with values, for this is not a trial run",
+                              "make it in the module's constructor, write it in place, register it as a buffer, or do not keep it while StepContext::current()->trial is set"));
+  FakeCall(op, stack, nullptr).run();
+}
 
 at::Tensor wrap_meta(const at::Tensor& meta, at::Device device, const at::Tensor* viewed) {
   WrapperGeometry geometry = geometry_of(meta);
   geometry.device = device;
-  return make_wrapper(c10::make_intrusive<FakePayload>(meta, device), geometry, viewed);
+  at::Tensor fake = make_wrapper(c10::make_intrusive<FakePayload>(meta, device), geometry, viewed);
+  note_fake(fake);
+  copy_lazy_bits(meta, fake);
+  return fake;
 }
 
 }  // namespace detail

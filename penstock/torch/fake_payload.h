@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <string_view>
 
 #include "penstock/torch/fake.h"
@@ -42,6 +43,9 @@ class FakePayload final : public Payload {
   std::unique_ptr<Compared> compared;
 
   FakeNote note;
+
+  // Why no real operator may take this tensor, of one that outlived a trial run (fake_watch.h).
+  std::shared_ptr<const std::string> leftover;
 };
 
 // The fake tensor around a meta tensor. `viewed`: as for make_wrapper.

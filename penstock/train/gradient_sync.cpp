@@ -1,10 +1,13 @@
 #include "penstock/train/gradient_sync.h"
 
 #include <ATen/ATen.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <utility>
 
+#include "penstock/comm/agreement.h"
+#include "penstock/dtensor/layout_text.h"
 #include "penstock/optim/gradients.h"
 #include "penstock/torch/distributed_type.h"
 
@@ -12,99 +15,79 @@ namespace penstock::train {
 
 namespace {
 
-constexpr std::int64_t kBucketBytes = 25 << 20;
-
 at::Tensor local_gradient(const at::Tensor& parameter) { return local_if_distributed(parameter.grad(), kDetach); }
+
+// Sums the gradient with that of the rank that has the weight's other use. One that both lack stays undefined.
+void add_over(const comm::Group& pair, const at::Tensor& weight) {
+  at::Tensor& gradient = weight.mutable_grad();
+  const bool present = gradient.defined();
+  if (!present) gradient = at::zeros_like(weight.detach(), at::MemoryFormat::Preserve);
+  const at::Tensor local = local_gradient(weight);
+  const at::Tensor mark = at::full({1}, present ? 1.0 : 0.0, local.options());
+  pair.all_reduce(mark, comm::ReduceOp::Sum, {.label = "uses of the tied weight", .timeout = {}}).wait();
+  at::Tensor sum = local.contiguous();
+  pair.all_reduce(sum, comm::ReduceOp::Sum, {.label = "gradient of the tied weight", .timeout = {}}).wait();
+  if (!sum.is_same(local)) local.copy_(sum);
+  // Whoever has a gradient need not wait for the device to know that there is one.
+  if (!present && mark.item<double>() == 0) gradient.reset();
+}
 
 }  // namespace
 
-GradientSync::GradientSync(const RankLayout& layout, const ModelStages& stages, bool overlap) : stages_(stages), replicas_(layout.shard_size() > 1 ? 1 : layout.dp_size()), overlap_(overlap) {
-  if (replicas_ > 1) replica_group_ = layout.mesh().group("replicas");
+GradientSync::GradientSync(const RankLayout& layout, const ModelStages& stages, bool overlap) : stages_(stages), overlap_(overlap) {
+  const bool sharded = layout.shard_size() > 1;
+  if (!sharded && layout.dp_size() > 1) {
+    std::vector<ReplicaGradients::Part> parts;
+    for (const PipelineStage& stage : stages.stages()) {
+      part_of_[stage.index()] = parts.size();
+      ReplicaGradients::Part& part = parts.emplace_back();
+      part.name = fmt::format("stage {}", stage.index());
+      for (const optim::NamedParameter& parameter : stages.parameters_of(stage.index()))
+        if (!stages.is_tied(parameter.tensor)) part.parameters.push_back(parameter);
+    }
+    // Complete only when both uses are: after the last stage.
+    ReplicaGradients::Part& tied = parts.emplace_back();
+    tied.name = "tied weight";
+    for (const optim::NamedParameter& parameter : stages.parameters())
+      if (stages.is_tied(parameter.tensor)) tied.parameters.push_back(parameter);
+    replicas_.emplace(layout.mesh().group("replicas"), std::move(parts));
+  }
   if (const int peer = stages.tied().peer; peer >= 0) {
     std::vector<int> pair = {layout.world().rank(), layout.pipeline_ranks()[static_cast<std::size_t>(peer)]};
     std::sort(pair.begin(), pair.end());
     tied_group_ = layout.world().group_of(pair, {.purpose = "tied weight", .p2p = comm::P2PTransport::Auto, .timeout = {}});
+    comm::require_agreement(*tied_group_, "the two uses of a tied weight", {layout_text("embed.weight", stages.tied().embed.defined() ? stages.tied().embed : stages.tied().head)},
+                            "build the first and the last stage from one configuration, with the weight frozen on both or on neither");
   }
 }
 
 void GradientSync::stage_done(int stage) {
-  if (!overlap_ || replicas_ == 1) return;
-  std::vector<optim::NamedParameter> ready;
-  for (const optim::NamedParameter& parameter : stages_.parameters_of(stage))
-    if (!stages_.is_tied(parameter.tensor)) ready.push_back(parameter);
-  begin(ready);
-  begun_.insert(stage);
-}
-
-void GradientSync::begin(const std::vector<optim::NamedParameter>& parameters) {
-  const at::NoGradGuard no_grad;
-  optim::settle_gradients(parameters);
-  Bucket bucket;
-  std::int64_t bytes = 0;
-  const auto send = [&] {
-    if (bucket.gradients.empty()) return;
-    std::vector<at::Tensor> flat;
-    for (const at::Tensor& gradient : bucket.gradients) flat.push_back(gradient.reshape({-1}));
-    bucket.flat = at::cat(flat);
-    bucket.work = replica_group_->all_reduce(bucket.flat, comm::ReduceOp::Sum, {.label = "gradients of replicas", .timeout = {}});
-    buckets_.push_back(std::move(bucket));
-    bucket = {};
-    bytes = 0;
-  };
-  for (const optim::NamedParameter& parameter : parameters) {
-    if (!parameter.tensor.grad().defined()) continue;
-    const at::Tensor gradient = local_gradient(parameter.tensor);
-    if (!bucket.gradients.empty() && (bytes >= kBucketBytes || bucket.gradients[0].scalar_type() != gradient.scalar_type())) send();
-    bucket.gradients.push_back(gradient);
-    bytes += gradient.numel() * gradient.element_size();
-  }
-  send();
+  if (overlap_ && replicas_) replicas_->begin(part_of_.at(stage));
 }
 
 void GradientSync::add_tied() {
   const ModelStages::TiedWeight& tied = stages_.tied();
   if (tied.embed.defined() && tied.head.defined()) {
     optim::settle_gradients({{"embed.weight", tied.embed}, {"head.weight", tied.head}});
-    at::Tensor embed = tied.embed, head = tied.head;
-    const at::NoGradGuard no_grad;
-    local_gradient(embed).add_(local_gradient(head));
-    head.mutable_grad() = at::Tensor();
+    at::Tensor &embed = tied.embed.mutable_grad(), &head = tied.head.mutable_grad();
+    if (embed.defined() && head.defined())
+      local_gradient(tied.embed).add_(local_gradient(tied.head));
+    else if (head.defined())
+      embed = head;
+    head.reset();
   } else if (tied_group_) {
     const at::Tensor own = tied.embed.defined() ? tied.embed : tied.head;
     optim::settle_gradients({{"embed.weight", own}});
-    at::Tensor gradient = local_gradient(own);
-    at::Tensor sum = gradient.contiguous();
-    tied_group_->all_reduce(sum, comm::ReduceOp::Sum, {.label = "gradient of the tied weight", .timeout = {}}).wait();
-    if (!sum.is_same(gradient)) gradient.copy_(sum);
+    add_over(*tied_group_, own);
   }
 }
 
-std::int64_t GradientSync::buffer_bytes() const {
-  std::int64_t bytes = 0;
-  for (const Bucket& bucket : buckets_) bytes += static_cast<std::int64_t>(bucket.flat.nbytes());
-  return bytes;
-}
+std::int64_t GradientSync::buffer_bytes() const { return replicas_ ? replicas_->buffer_bytes() : 0; }
 
 void GradientSync::finish() {
   const at::NoGradGuard no_grad;
   add_tied();
-  if (replicas_ > 1) {
-    std::vector<optim::NamedParameter> rest;
-    for (const optim::NamedParameter& parameter : stages_.parameters())
-      if (begun_.empty() || stages_.is_tied(parameter.tensor)) rest.push_back(parameter);
-    begin(rest);
-    for (Bucket& bucket : buckets_) {
-      bucket.work.wait();
-      bucket.flat.div_(replicas_);
-      std::int64_t offset = 0;
-      for (at::Tensor& gradient : bucket.gradients) {
-        gradient.copy_(bucket.flat.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
-        offset += gradient.numel();
-      }
-    }
-    buckets_.clear();
-    begun_.clear();
-  }
+  if (replicas_) replicas_->finish();
 }
 
 }  // namespace penstock::train

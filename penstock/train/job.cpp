@@ -117,7 +117,8 @@ struct TrainingJob::Impl {
     options.ranks = layout.pipeline_ranks();
     options.seed = static_cast<std::uint64_t>(config.training.seed);
     options.return_outputs = false;
-    options.gradients_done = [this](int stage) { sync.stage_done(stage); };
+    // Runs that add up are reduced once, by finish(); without the callback the pipeline adds them in one buffer (step_gradients.h).
+    if (config.training.accumulation == 1) options.gradients_done = [this](int stage) { sync.stage_done(stage); };
     const std::int64_t rows = config.layout.microbatch_size;
     if (config.layout.dp > 1) options.rows = BatchRows{.global = rows * config.layout.dp, .first = rows * layout.dp(), .count = rows};
     if (config.layout.transport == "gloo") options.p2p = comm::P2PTransport::Gloo;
@@ -247,6 +248,7 @@ struct TrainingJob::Impl {
     outcome.grad_norm = clipped.value();
     if (!std::isfinite(outcome.loss) || !std::isfinite(outcome.grad_norm)) throw_not_finite(outcome);
     optimizer->step();
+    ++updates_done;
     model.share_tied();
   }
 
@@ -307,23 +309,34 @@ struct TrainingJob::Impl {
     return parts;
   }
 
+  // Also of parameters that have had no gradient yet: whoever loads expects the state of all of them.
   std::vector<checkpoint::TensorPart> optimizer_parts() const {
+    optimizer->ensure_state();
     std::vector<checkpoint::TensorPart> parts;
     for (const optim::NamedTensor& entry : optimizer->state().tensors) parts.push_back(checkpoint::tensor_part(entry.name, entry.tensor));
     return parts;
   }
 
-  // Every parameter has a gradient in every step that counts, so one number serves all.
-  std::int64_t optimizer_steps() const {
-    std::int64_t steps = 0;
-    for (const optim::NamedSteps& entry : optimizer->state().steps) steps = std::max(steps, entry.steps);
-    return steps;
+  // A parameter is stepped where it has a gradient: usually in every update, so one number (optimizer_steps) serves all. The count of
+  // one that has been left out is written beside its state.
+  std::vector<checkpoint::TensorPart> differing_steps() const {
+    std::vector<checkpoint::TensorPart> parts;
+    if (optimizer->state().tensors.empty()) return parts;  // of SGD without momentum: the count decides nothing
+    for (const optim::NamedSteps& entry : optimizer->state().steps)
+      if (entry.steps != updates_done) parts.push_back(checkpoint::tensor_part(entry.name, at::full({1}, entry.steps, at::kLong)));
+    return parts;
+  }
+
+  std::vector<checkpoint::TensorPart> saved_optimizer_parts() const {
+    std::vector<checkpoint::TensorPart> parts = optimizer_parts();
+    for (checkpoint::TensorPart& part : differing_steps()) parts.push_back(std::move(part));
+    return parts;
   }
 
   std::string state_json() const {
     const optim::LossScalerState scale = scaler.state();
     return nlohmann::json{{"step", steps_done},
-                          {"optimizer_steps", optimizer_steps()},
+                          {"optimizer_steps", updates_done},
                           {"data", {{"position", batches->position()}, {"fingerprint", fmt::format("{:016x}", data.training->dataset().fingerprint())}}},
                           {"loss_scaler", {{"scale", scale.scale}, {"good_steps", scale.good_steps}}},
                           {"seed", config.training.seed}}
@@ -334,12 +347,20 @@ struct TrainingJob::Impl {
     checkpoint::WorldMeeting meeting(world);
     checkpoint::load_into(meeting, checkpoint, checkpoint::Section::Model, model_parts());
     model.share_tied();
-    optimizer->ensure_state();
-    checkpoint::load_into(meeting, checkpoint, checkpoint::Section::Optimizer, optimizer_parts());
+    std::vector<checkpoint::TensorPart> parts = optimizer_parts();
     const nlohmann::json state = nlohmann::json::parse(checkpoint.state_json());
     steps_done = state.at("step").get<std::int64_t>();
+    updates_done = state.at("optimizer_steps").get<std::int64_t>();
     std::vector<optim::NamedSteps> counts = optimizer->state().steps;
-    for (optim::NamedSteps& entry : counts) entry.steps = state.at("optimizer_steps").get<std::int64_t>();
+    std::vector<std::pair<std::size_t, at::Tensor>> own_counts;  // of parameters that some updates have left out
+    for (std::size_t i = 0; i < counts.size(); ++i) {
+      counts[i].steps = updates_done;
+      if (!checkpoint.tensors(checkpoint::Section::Optimizer).contains(counts[i].name)) continue;
+      own_counts.emplace_back(i, at::zeros({1}, at::kLong));
+      parts.push_back(checkpoint::tensor_part(counts[i].name, own_counts.back().second));
+    }
+    checkpoint::load_into(meeting, checkpoint, checkpoint::Section::Optimizer, parts);
+    for (const auto& [i, count] : own_counts) counts[i].steps = count.item<std::int64_t>();
     optimizer->set_steps(counts);
     scaler.load_state({.scale = state.at("loss_scaler").at("scale").get<double>(), .good_steps = state.at("loss_scaler").at("good_steps").get<std::int64_t>()});
     std::uint64_t position = state.at("data").at("position").get<std::uint64_t>();
@@ -367,6 +388,7 @@ struct TrainingJob::Impl {
   GradientHook gradient_hook;
   bool last_stage_here = false;
   std::int64_t steps_done = 0;
+  std::int64_t updates_done = 0;  // steps of the optimizer: all but those that fp16 has skipped
   Batch batch;
   std::unique_ptr<Prefetcher> batches;
 };
@@ -380,7 +402,7 @@ double TrainingJob::validate() { return impl_->validate(); }
 std::int64_t TrainingJob::steps_done() const { return impl_->steps_done; }
 std::uint64_t TrainingJob::position() const { return impl_->batches->position(); }
 std::int64_t TrainingJob::tokens_per_step() const { return impl_->positions_of_step(); }
-checkpoint::CheckpointContents TrainingJob::contents() const { return {impl_->model_parts(), impl_->optimizer_parts(), impl_->state_json()}; }
+checkpoint::CheckpointContents TrainingJob::contents() const { return {impl_->model_parts(), impl_->saved_optimizer_parts(), impl_->state_json()}; }
 void TrainingJob::load(const checkpoint::Checkpoint& checkpoint) { impl_->load(checkpoint); }
 HeldMemory TrainingJob::held_memory() const { return train::held_memory(impl_->model, *impl_->optimizer, impl_->sync); }
 const RankLayout& TrainingJob::layout() const { return impl_->layout; }

@@ -15,6 +15,7 @@
 #include "penstock/comm/self_test.h"
 #include "penstock/comm/world.h"
 #include "penstock/torch/fake.h"
+#include "penstock/torch/step_context.h"
 #include "tests/has_text.h"
 
 namespace penstock::comm {
@@ -453,6 +454,43 @@ TEST(Group, ARankThatStillWaitsIsNotSilent) {
   EXPECT_THROW(run_ranks(3, 30s, body), TimeoutError);
   EXPECT_NE(said.find("no word from rank 1 ("), std::string::npos) << said;
   EXPECT_NE(said.find("rank 2 is in all_reduce \"later\""), std::string::npos) << said;
+}
+
+// One rank alone calls them all; nobody answers.
+TEST(Group, CommunicatesNothingInATrialRun) {
+  run_ranks(2, 20s, [](World& world) {
+    const Group group = world.group();
+    if (world.rank() == 0) {
+      StepContext context;
+      context.trial = true;
+      const StepGuard guard(context);
+      for (const bool fake : {false, true}) {
+        const auto full = [&](std::int64_t rows) { return fake ? make_fake({rows, 3}) : at::full({rows, 3}, 5.0); };
+        const auto expect_value = [&](const at::Tensor& tensor, double value) {
+          EXPECT_TRUE(fake || tensor.eq(value).all().item<bool>());
+        };
+        const at::Tensor sum = full(2), sent = full(2), all = full(4), part = full(1), got = full(2), exchanged = full(2);
+        const std::vector<at::Tensor> uneven = {full(2), full(1)};
+        group.all_reduce(sum).wait();
+        group.broadcast(sum, Rank{1}).wait();
+        group.all_gather(all, sent).wait();
+        group.all_gather_uneven(uneven, sent).wait();
+        group.reduce_scatter(part, sent).wait();
+        group.all_to_all(exchanged, sent).wait();
+        group.send(sent, Rank{1});
+        group.recv(got, Rank{1});
+        std::vector<Work> works = group.batch_isend_irecv({P2POp::send(sent, Rank{1}), P2POp::recv(got, Rank{1})});
+        wait_all(works);
+        group.barrier().wait();
+        expect_value(sum, 5.0);
+        expect_value(sent, 5.0);
+        for (const at::Tensor& received : {all, uneven[0], uneven[1], part, exchanged, got}) expect_value(received, 0.0);
+      }
+    }
+    at::Tensor one = at::ones({1});
+    group.all_reduce(one).wait();
+    EXPECT_EQ(one.item<float>(), 2);
+  });
 }
 
 TEST(RunRanks, ABodyThatHangsInCommunicationIsEnded) {

@@ -88,6 +88,20 @@ TEST(MeshCache, HarvestKeepsWhatIsThere) {
   EXPECT_EQ(cache.size(), 2u);
 }
 
+// Both would be found under one key: a record cannot tell which it means.
+TEST(MeshCache, HarvestRefusesOtherRanksUnderOneKey) {
+  const comm::MeshGroups first = mesh_of_four();
+  const comm::MeshGroups second = first.with_mesh(DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, Rank{1}));
+  ASSERT_EQ(first.mesh().key(), second.mesh().key());
+  const DistributeOptions equal{.source_axis_rank = {}};
+  MeshCache cache;
+  const std::string message = message_of<PipeliningMetadataError>([&] {
+    cache.harvest({distribute_tensor(at::ones({4}), first, {Shard{0}, Replicate{}}, equal), distribute_tensor(at::ones({4}), second, {Shard{0}, Replicate{}}, equal)});
+  });
+  EXPECT_TRUE(has_text(message, "[[0,2],[1,3]]"));
+  EXPECT_TRUE(has_text(message, "[[0,1],[2,3]]"));
+}
+
 // Stage 0 on ranks 0 and 1 tells stage 1 on ranks 2 and 3 what comes; both have a mesh called tp, each its own.
 TEST(MeshCache, TheReceiverFindsItsOwnMesh) {
   comm::run_ranks(4, 60s, [](comm::World& world) {

@@ -211,6 +211,22 @@ TEST(LossParallel, SendsNoLogits) {
   });
 }
 
+// An axis of the border is a position in its own mesh, which another mesh may not even have.
+TEST(ParallelizeModule, InputsOnAnotherMeshAreRefused) {
+  comm::run_ranks(4, 60s, [](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, Rank{world.rank()}));
+    Mlp model;
+    parallelize_module(*model, mesh, {{"up", colwise_parallel()}, {"down", rowwise_parallel()}}, {.axis = "tp"});
+    const at::Tensor x = at::ones({4, model->up->weight.size(1)}, model->up->weight.scalar_type());
+    for (const comm::MeshGroups& wrong : {other, mesh.with_mesh(mesh.mesh()["tp"])}) {
+      const at::Tensor input = distribute_tensor(x, wrong, Placements(wrong.shape().size()), {.source_axis_rank = std::nullopt});
+      EXPECT_TRUE(has_text(message_of<ValueError>([&] { model->up(input); }), "the input of a parallelized module"));
+      EXPECT_TRUE(has_text(message_of<ValueError>([&] { prepare_layout(input, mesh, Replicate{}, Shard{0}, "tp"); }), "prepare_layout"));
+    }
+  });
+}
+
 TEST(ParallelizeModule, SaysWhatIsWrong) {
   on_two([](const comm::MeshGroups& mesh) {
     Mlp model;

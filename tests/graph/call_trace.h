@@ -40,7 +40,9 @@ inline Trace trace_of(const std::function<Values(const Values&)>& call, const Te
   Trace trace;
   at::Tensor loss = torch::zeros({});
   const auto add = [&](const at::Tensor& tensor, double weight) {
-    if (tensor.requires_grad()) loss = loss + (tensor * torch::linspace(-1, weight, tensor.numel()).reshape(tensor.sizes())).sum();
+    if (!tensor.requires_grad()) return;
+    const at::Tensor real = tensor.is_complex() ? at::view_as_real(tensor.resolve_conj()) : tensor;
+    loss = loss + (real * torch::linspace(-1, weight, real.numel()).reshape(real.sizes())).sum();
   };
   for (const c10::IValue& output : call(values_of(inputs))) {
     trace.outputs.push_back(output.toTensor());
@@ -62,6 +64,17 @@ inline Trace trace_of(const std::function<Values(const Values&)>& call, const Te
 
 enum class Compare { Exactly, Closely };
 
+// NaNs are equal: a float that was written as an integer may be one.
+inline bool same_numbers(const at::Tensor& actual, const at::Tensor& expected, Compare compare) {
+  const auto real = [](const at::Tensor& tensor) {
+    const at::Tensor plain = tensor.detach().resolve_conj().resolve_neg();
+    return plain.is_complex() ? at::view_as_real(plain) : plain;
+  };
+  const at::Tensor a = real(actual), b = real(expected);
+  if (compare == Compare::Exactly || !a.is_floating_point()) return a.eq(b).logical_or(a.ne(a).logical_and(b.ne(b))).all().item<bool>();
+  return torch::allclose(a, b, 1e-4, 1e-5, /*equal_nan=*/true);
+}
+
 inline void expect_same(const Tensors& actual, const Tensors& expected, const char* what, Compare compare = Compare::Exactly) {
   ASSERT_EQ(actual.size(), expected.size());
   for (std::size_t i = 0; i < actual.size(); ++i) {
@@ -69,8 +82,39 @@ inline void expect_same(const Tensors& actual, const Tensors& expected, const ch
     if (!actual[i].defined()) continue;
     EXPECT_EQ(actual[i].sizes(), expected[i].sizes()) << what << " " << i;
     EXPECT_EQ(actual[i].scalar_type(), expected[i].scalar_type()) << what << " " << i;
-    EXPECT_TRUE(compare == Compare::Exactly ? torch::equal(actual[i], expected[i]) : torch::allclose(actual[i], expected[i], 1e-4, 1e-5))
-        << what << " " << i << "\n" << actual[i] << "\nexpected\n" << expected[i];
+    if (actual[i].sizes() != expected[i].sizes() || actual[i].scalar_type() != expected[i].scalar_type()) continue;
+    EXPECT_TRUE(same_numbers(actual[i], expected[i], compare)) << what << " " << i << "\n" << actual[i] << "\nexpected\n" << expected[i];
+  }
+}
+
+// Where an element lies, and whether it lies there as it is.
+inline void expect_same_look(const Tensors& actual, const Tensors& expected, const char* what) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    EXPECT_EQ(actual[i].is_conj(), expected[i].is_conj()) << what << " " << i;
+    EXPECT_EQ(actual[i].is_neg(), expected[i].is_neg()) << what << " " << i;
+    EXPECT_EQ(actual[i].requires_grad(), expected[i].requires_grad()) << what << " " << i;
+    for (std::int64_t dim = 0; dim < actual[i].dim(); ++dim)
+      EXPECT_TRUE(actual[i].size(dim) <= 1 || actual[i].stride(dim) == expected[i].stride(dim)) << what << " " << i << " has strides " << actual[i].strides();
+  }
+}
+
+// The results share memory with the inputs and with each other as in the plain run: who writes one of them writes the others. Writes all results.
+inline void expect_same_memory(const Trace& actual, const Trace& expected) {
+  ASSERT_EQ(actual.outputs.size(), expected.outputs.size());
+  const auto shared = [](const Tensors& a, std::size_t i, const Tensors& b) {
+    std::vector<std::size_t> places;
+    for (std::size_t j = 0; j < b.size(); ++j)
+      if (a[i].is_alias_of(b[j])) places.push_back(j);
+    return places;
+  };
+  for (std::size_t i = 0; i < actual.outputs.size(); ++i) {
+    EXPECT_EQ(shared(actual.outputs, i, actual.inputs), shared(expected.outputs, i, expected.inputs)) << "output " << i << " in inputs";
+    EXPECT_EQ(shared(actual.outputs, i, actual.outputs), shared(expected.outputs, i, expected.outputs)) << "output " << i << " in outputs";
+    if (overlaps_itself(geometry_of(expected.outputs[i]))) continue;
+    for (const Trace* trace : {&actual, &expected}) trace->outputs[i].detach().fill_(static_cast<std::int64_t>(i) + 7);
+    expect_same(actual.inputs, expected.inputs, "after a result was written, input");
+    expect_same(actual.outputs, expected.outputs, "after a result was written, output");
   }
 }
 

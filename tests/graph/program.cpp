@@ -282,7 +282,7 @@ at::Tensor cotangent(std::int64_t index, const at::Tensor& like) {
   return ((k * 5 + 3 * index).remainder(7) - 3).to(at::kFloat).div(4).reshape(like.sizes());
 }
 
-Gradients gradients_of(const Program::Arguments& arguments, const Values& outputs) {
+Gradients gradients_of(const Program::Arguments& arguments, const Values& outputs, PassedTwice twice) {
   Gradients result;
   at::Tensor loss;
   const auto add = [&](const at::Tensor& tensor, std::int64_t index) {
@@ -298,6 +298,9 @@ Gradients gradients_of(const Program::Arguments& arguments, const Values& output
   for (std::size_t i = 0; i < arguments.inputs.size(); ++i) {
     const c10::IValue& input = arguments.inputs[i];
     if (!input.isTensor() || !input.toTensor().requires_grad() || input.toTensor().is_leaf()) continue;
+    const bool again = std::any_of(arguments.inputs.begin(), arguments.inputs.begin() + static_cast<std::ptrdiff_t>(i),
+                                   [&](const c10::IValue& earlier) { return earlier.isTensor() && earlier.toTensor().is_same(input.toTensor()); });
+    if (again && twice == PassedTwice::Once) continue;
     result.on_inputs.push_back(static_cast<std::int64_t>(i));
     add(input.toTensor(), 100 + static_cast<std::int64_t>(i));
   }

@@ -46,6 +46,10 @@ struct Gradients {
   std::vector<std::int64_t> on_outputs, on_inputs;
   bool differentiated = false;
 };
-Gradients gradients_of(const Program::Arguments& arguments, const std::vector<c10::IValue>& outputs);
+
+// A tensor that is passed twice and written is one result: ahead-of-time autograd has one tangent for it. The loss of the recorded plain runs may weigh it
+// once, or once for each place where it was passed.
+enum class PassedTwice { OnceForEachPlace, Once };
+Gradients gradients_of(const Program::Arguments& arguments, const std::vector<c10::IValue>& outputs, PassedTwice twice = PassedTwice::OnceForEachPlace);
 
 }  // namespace penstock::test

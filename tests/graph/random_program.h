@@ -11,22 +11,80 @@
 
 namespace penstock::graph {
 
+// What a random program is made of.
+enum class Looks {
+  Floats,     // floats at different places of a memory
+  AnyDtype    // memory that is looked at as other dtypes, conjugates and negatives, and elements that share a place of it
+};
+
+namespace random_steps {
+
+inline at::Tensor as_complex(const at::Tensor& x) {
+  const bool fits = x.scalar_type() == at::kFloat && !x.is_neg() && x.dim() > 0 && x.size(-1) == 2 && x.stride(-1) == 1 && x.storage_offset() % 2 == 0;
+  for (std::int64_t dim = 0; fits && dim + 1 < x.dim(); ++dim)
+    if (x.stride(dim) % 2 != 0) return x.neg();
+  return fits ? at::view_as_complex(x) : x.neg();
+}
+
+inline at::Tensor as_other_dtype(const at::Tensor& x) {
+  if (x.is_conj() || x.is_neg() || x.is_complex()) return x.resolve_conj().resolve_neg();
+  if (x.scalar_type() == at::kFloat) return x.view(at::kInt);
+  return x.scalar_type() == at::kInt ? x.view(at::kFloat) : x;
+}
+
+inline bool may_be_written(const at::Tensor& x) { return !overlaps_itself(geometry_of(x)); }
+
+// The steps that only programs over any dtype have.
+inline at::Tensor look(std::size_t which, const at::Tensor& x, std::int64_t dim) {
+  switch (which) {
+    case 0: return x.conj();
+    case 1: return x.is_complex() ? at::view_as_real(x.resolve_conj()) : as_complex(x);
+    case 2: return x.is_complex() && !x.is_conj() ? at::view_as_real(x) : as_complex(x);
+    case 3: return at::real(x);
+    case 4: return x.is_complex() ? at::imag(x) : x._neg_view();
+    case 5: return as_other_dtype(x);
+    case 6: return x.resolve_conj();
+    case 7: return x.resolve_neg();
+    case 8: return x._neg_view();
+    case 9: return x.dim() > 1 ? x.mH() : x.conj();
+    case 10: return x.dim() > 0 && x.size(dim) > 1 ? x.unfold(dim, 2, 1) : x.unsqueeze(0);
+    case 11: {
+      std::vector<std::int64_t> sizes(x.sizes().begin(), x.sizes().end());
+      sizes.insert(sizes.begin(), 2);
+      return x.unsqueeze(0).expand(sizes);
+    }
+    case 12: return x.conj_physical();
+    default: return x.scalar_type() == at::kInt ? x.mul(3) : x.mul(c10::Scalar(c10::complex<double>(0.5, -1)));
+  }
+}
+constexpr std::size_t kLooks = 14;
+
+}  // namespace random_steps
+
 // A function made of views, writes and exact arithmetic, chosen by `seed` and by the shapes it meets.
-inline Tensors random_program(unsigned seed, const Tensors& inputs) {
+inline Tensors random_program(unsigned seed, const Tensors& inputs, Looks looks = Looks::Floats) {
+  using namespace random_steps;
   std::mt19937 random(seed);
   const auto choose = [&](std::size_t count) { return static_cast<std::size_t>(random() % count); };
   Tensors pool = inputs;
   const auto any = [&]() -> at::Tensor { return pool[choose(pool.size())]; };
   const auto partner_of = [&](const at::Tensor& tensor) {
     for (int tries = 0; tries < 8; ++tries)
-      if (const at::Tensor other = any(); other.sizes() == tensor.sizes()) return other;
+      if (const at::Tensor other = any(); other.sizes() == tensor.sizes() && other.scalar_type() == tensor.scalar_type()) return other;
     return tensor;
   };
+  const auto half = [](const at::Tensor& x) { return x.scalar_type() == at::kInt ? c10::Scalar(3) : c10::Scalar(0.5); };
   const std::size_t steps = 3 + choose(8);
   for (std::size_t step = 0; step < steps; ++step) {
     const at::Tensor x = any();
     const auto dim = static_cast<std::int64_t>(x.dim() > 0 ? choose(static_cast<std::size_t>(x.dim())) : 0);
-    switch (choose(18)) {
+    std::size_t which = choose(looks == Looks::AnyDtype ? 18 + kLooks : 18);
+    if (which >= 18) {
+      pool.push_back(look(which - 18, x, dim));
+      continue;
+    }
+    if (which >= 11 && which != 14 && which != 17 && !may_be_written(x)) which = 0;  // what is written to one place twice has no value
+    switch (which) {
       case 0: pool.push_back(x.dim() > 0 ? x.select(dim, x.size(dim) - 1) : x.unsqueeze(0)); break;
       case 1: pool.push_back(x.dim() > 0 ? x.slice(dim, x.size(dim) > 1 ? 1 : 0) : x.view({1})); break;
       case 2: pool.push_back(x.dim() > 0 ? x.slice(dim, 0, x.size(dim), 2) : x.view({1, 1})); break;
@@ -34,11 +92,11 @@ inline Tensors random_program(unsigned seed, const Tensors& inputs) {
       case 4: pool.push_back(x.is_contiguous() ? x.view(-1) : x.reshape(-1)); break;
       case 5: pool.push_back(x.unsqueeze(dim)); break;
       case 6: pool.push_back(x.detach()); break;
-      case 7: pool.push_back(x.mul(0.5)); break;
+      case 7: pool.push_back(x.mul(half(x))); break;
       case 8: pool.push_back(x + partner_of(x)); break;
       case 9: pool.push_back(x * partner_of(x)); break;
-      case 10: pool.push_back(x.relu()); break;
-      case 11: x.mul_(-0.5); break;
+      case 10: pool.push_back(x.is_complex() ? x.sub(2) : x.relu()); break;
+      case 11: x.mul_(half(x)); break;
       case 12: {
         // What is read while it is written has no value of its own in eager mode.
         const at::Tensor partner = partner_of(x);
@@ -47,7 +105,7 @@ inline Tensors random_program(unsigned seed, const Tensors& inputs) {
       }
       case 13: x.copy_(partner_of(x).neg()); break;
       case 14: x.select(0, 0).zero_(); break;
-      case 15: x.relu_(); break;
+      case 15: x.is_complex() ? x.sub_(2) : x.relu_(); break;
       case 16: {
         const at::NoGradGuard no_grad;
         x.add_(1);

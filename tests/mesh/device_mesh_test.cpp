@@ -109,6 +109,17 @@ TEST(DeviceMesh, FlattenedNamesThatClash) {
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { mesh["tp"].flatten({}, "dp"); }), "\"dp\""));
 }
 
+// As PyTorch, where axes of one rank have no order; but it also takes one of them twice, and then two axes have one name.
+TEST(DeviceMesh, AxesOfOneRankHaveNoOrder) {
+  const DeviceMesh mesh = init_device_mesh("cpu", {4, 1, 2}, {"dp", "cp", "tp"}, Rank{3}, 8);
+  EXPECT_EQ(mesh.slice({"cp", "dp"}).to_string(), "DeviceMesh(cpu, cp=1 x dp=4, ranks [[1,3,5,7]])");
+  EXPECT_EQ(mesh.slice({"dp", "tp", "cp"}).shape(), (Numbers{4, 2, 1}));
+  EXPECT_EQ(mesh.slice({"dp", "tp", "cp"}).ranks(), mesh.ranks());
+  EXPECT_THROW(mesh.slice({"tp", "cp", "dp"}), ValueError);
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { mesh.slice({"cp", "cp"}); }), "\"cp\" twice"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { mesh.slice({"dp", "tp", "dp"}); }), "\"dp\" twice"));
+}
+
 TEST(DeviceMesh, SliceErrorsSayWhatToChange) {
   const DeviceMesh mesh = grid_2x2x2(0);
   mesh.flatten({"pp", "dp"});

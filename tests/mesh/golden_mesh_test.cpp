@@ -52,6 +52,17 @@ void expect_mesh(const DeviceMesh& mesh, const json& expected) {
   EXPECT_EQ(actual, expected);
 }
 
+bool names_twice(const Names& names) { return std::set<std::string>(names.begin(), names.end()).size() < names.size(); }
+
+// PyTorch slices an axis of one rank twice, which makes its name ambiguous; we refuse that.
+void expect_slice(const DeviceMesh& mesh, const Names& axes, const json& expected) {
+  if (names_twice(axes)) {
+    EXPECT_THROW(mesh.slice(axes), ValueError);
+  } else {
+    expect_mesh(mesh.slice(axes), expected);
+  }
+}
+
 Placement placement_of(const std::string& text) {
   if (text == "R") return Replicate{};
   if (text == "P") return Partial{};
@@ -85,16 +96,18 @@ TEST(GoldenMesh, DeviceMeshes) {
           for (const auto& [name, position] : answers.items())
             EXPECT_EQ(mesh.axis_rank(name), position.get<int>()) << name;
         } else if (question == "slices") {
-          for (const auto& [axes, answer] : answers.items()) expect_mesh(mesh.slice(split(axes)), answer);
+          for (const auto& [axes, answer] : answers.items()) expect_slice(mesh, split(axes), answer);
         } else if (question == "flatten") {
           for (const auto& [axes, answer] : answers.items()) expect_mesh(mesh.flatten(split(axes)), answer);
         } else if (question == "lookup_flattened" || question == "mixed_slice") {
           // Made by the answers of `flatten`, whatever the order of the questions.
           for (const auto& [axes, answer] : expected.at("flatten").items()) mesh.flatten(split(axes));
-          for (const auto& [axes, answer] : answers.items()) expect_mesh(mesh.slice(split(axes)), answer);
+          for (const auto& [axes, answer] : answers.items()) expect_slice(mesh, split(axes), answer);
         } else if (question == "errors") {
           for (const auto& [call, type] : answers.items()) {
             SCOPED_TRACE(call);
+            // No error: an axis of one rank that is named twice.
+            EXPECT_TRUE(type.is_string() || names_twice(split(call.substr(call.find(' ') + 1)))) << "PyTorch allows it";
             // KeyError, RuntimeError, ... are all a bad argument here.
             if (call.starts_with("slice ")) {
               EXPECT_THROW(mesh.slice(split(call.substr(6))), ValueError) << type;

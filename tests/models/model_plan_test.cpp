@@ -131,5 +131,49 @@ TEST(StageParts, WhoHoldsAParameter) {
   EXPECT_TRUE(has_text(describe_parts(parts, options), "stage 0: embed, blocks 0-1"));
 }
 
+// By hand: width 16, 2 heads of 8, 1 of keys and values, feed-forward 32, vocabulary 100.
+TEST(StageParts, ReportsWhatEveryStageHolds) {
+  TransformerOptions options{.vocabulary = 100, .width = 16, .layers = 5, .heads = 2, .key_value_heads = 1, .feed_width = 32, .context = 8};
+  constexpr std::int64_t kAttention = 16 * 16 + 2 * (8 * 16) + 16 * 16, kFeed = 3 * 16 * 32, kNorms = 2 * 16, kBlock = kAttention + kFeed + kNorms;
+  constexpr std::int64_t kEmbed = 100 * 16, kLastNorm = 16;
+  const auto gib = [](std::int64_t parameters) { return static_cast<double>(parameters) * 2 / 1073741824.0; };
+  using Kinds = std::map<std::string, std::int64_t>;
+  const std::vector<PartReport> by_pattern = report_parts(options, 3, {.pattern = "AA|AA|A"});
+  const std::vector<PartReport> expected{
+      {.stage = 0, .first_block = 0, .last_block = 1, .blocks = 2, .block_parameters = 2 * kBlock, .parameters = kEmbed + 2 * kBlock, .gib = gib(kEmbed + 2 * kBlock), .block_kinds = Kinds{{"attention", 2}}},
+      {.stage = 1, .first_block = 2, .last_block = 3, .blocks = 2, .block_parameters = 2 * kBlock, .parameters = 2 * kBlock, .gib = gib(2 * kBlock), .block_kinds = Kinds{{"attention", 2}}},
+      {.stage = 2, .first_block = 4, .last_block = 4, .blocks = 1, .block_parameters = kBlock, .parameters = kBlock + kLastNorm + kEmbed, .gib = gib(kBlock + kLastNorm + kEmbed), .block_kinds = Kinds{{"attention", 1}}}};
+  ASSERT_EQ(by_pattern.size(), expected.size());
+  for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_EQ(by_pattern[i], expected[i]) << "stage " << i;
+  std::int64_t all = 0;
+  for (const PartReport& report : by_pattern) all += report.parameters;
+  EXPECT_EQ(all, parameter_count(options));
+  // Both copies of a tied weight are held.
+  options.tie_head = true;
+  EXPECT_EQ(report_parts(options, 3, {.pattern = "AA|AA|A"})[2], expected[2]);
+  EXPECT_EQ(report_parts({whole_model(options)}, options)[0].parameters, parameter_count(options));
+  options.tie_head = false;
+  // By cost unless somebody says otherwise; a stage may have no blocks then.
+  options.vocabulary = 100000;
+  const std::vector<PartReport> by_cost = report_parts(options, 3);
+  const std::vector<StagePart> parts = partition_model(options, 3, {.balance = Balance::Cost});
+  ASSERT_NE(parts, partition_model(options, 3));
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    EXPECT_EQ(by_cost[i].first_block, parts[i].first_block);
+    EXPECT_EQ(by_cost[i].blocks, parts[i].blocks());
+    EXPECT_EQ(by_cost[i].last_block, parts[i].end_block - 1);
+    EXPECT_EQ(by_cost[i].block_parameters, parts[i].blocks() * kBlock);
+    EXPECT_EQ(by_cost[i].block_kinds, parts[i].blocks() > 0 ? (Kinds{{"attention", parts[i].blocks()}}) : Kinds());
+  }
+  EXPECT_EQ(by_cost[2].blocks, 0);
+  EXPECT_EQ(by_cost[2].parameters, kLastNorm + 100000 * 16);
+  // A model of a size at which it matters: 6.74 thousand million parameters are 12.5 GiB.
+  const TransformerOptions large{.vocabulary = 32000, .width = 4096, .layers = 32, .heads = 32, .feed_width = 11008, .context = 2048};
+  const PartReport whole = report_parts({whole_model(large)}, large.resolved())[0];
+  EXPECT_EQ(whole.parameters, 6738415616);
+  EXPECT_NEAR(whole.gib, 12.551, 0.001);
+  EXPECT_TRUE(has_text(describe_parts({whole_model(large)}, large), "stage 0: embed, blocks 0-31, norm, head, 6738.416 M parameters, 12.6 GiB at 2 bytes each, 32 attention"));
+}
+
 }  // namespace model_plan_test
 }  // namespace penstock::models

@@ -17,6 +17,7 @@
 #include "penstock/comm/world.h"
 #include "penstock/dtensor/dtensor.h"
 #include "penstock/optim/clip.h"
+#include "penstock/optim/gradients.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -166,6 +167,18 @@ TEST(ClipGradNorm, CopiesAlongAnAxisCountOnce) {
   });
 }
 
+TEST(SettleGradients, AGradientOnOtherRanksIsRefusedWhateverItsPlacements) {
+  comm::run_ranks(4, 60s, [](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, Rank{world.rank()}));
+    for (const Placement& placement : {Placement(Shard{0}), Placement(Replicate{})}) {
+      at::Tensor parameter = distribute_tensor(at::ones({4}), mesh, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt});
+      parameter.mutable_grad() = distribute_tensor(at::ones({4}), other, {Replicate{}, placement}, {.source_axis_rank = std::nullopt});
+      EXPECT_TRUE(has_text(message_of<ValueError>([&] { settle_gradients({{"p", parameter}}); }), "on one mesh"));
+    }
+  });
+}
+
 TEST(ClipGradNorm, NotFinite) {
   for (const double order : {2.0, kInfinity})
     for (const double bad : {std::nan(""), kInfinity, -kInfinity}) {
@@ -215,6 +228,31 @@ TEST(ClipGradNorm, BadInput) {
       EXPECT_TRUE(has_text(message_of<ValueError>([&] { clip_grad_norm({own}, 1, {.groups = {first}}); }), "groups that this rank is in"));
     }
   });
+}
+
+// Of the same size, so that nothing but a comparison can tell that other gradients were added up.
+TEST(SettleGradients, RanksThatHaveOthersAreRefusedByName) {
+  std::set<std::string> texts;
+  std::mutex mutex;
+  comm::run_ranks(2, 20s, [&](comm::World& world) {
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+    std::vector<NamedParameter> parameters;
+    for (const char* name : {"a", "b"}) parameters.push_back({name, distribute_tensor(at::zeros({3}), mesh, {Replicate{}}).detach().set_requires_grad(true)});
+    const auto give = [&](std::size_t which) { parameters[which].tensor.mutable_grad() = from_local(at::ones({3}), mesh, {Partial{}}); };
+    // The same on both: summed.
+    give(0);
+    settle_gradients(parameters);
+    EXPECT_TRUE(at::equal(to_local(parameters[0].tensor.grad()), at::full({3}, 2.f)));
+    EXPECT_FALSE(parameters[1].tensor.grad().defined());
+    parameters[0].tensor.mutable_grad() = at::Tensor();
+    give(static_cast<std::size_t>(world.rank()));
+    const std::string text = message_of<StateError>([&] { settle_gradients(parameters); });
+    const std::lock_guard lock(mutex);
+    texts.insert(text);
+  });
+  ASSERT_EQ(texts.size(), 2U);
+  EXPECT_TRUE(has_text(*texts.begin(), "on this rank those of a"));
+  EXPECT_TRUE(has_text(*texts.rbegin(), "on this rank those of b"));
 }
 
 }  // namespace clip_test

@@ -106,6 +106,7 @@ struct StepRecord {
   std::vector<at::Tensor> losses;
   at::Tensor output;
   at::Tensor evaluation;  // of the last batch, after this step
+  std::vector<at::Tensor> evaluation_losses;
   std::map<std::string, at::Tensor> grads, params;
 };
 using RunRecord = std::vector<StepRecord>;
@@ -158,8 +159,12 @@ RunRecord one_process(const json& definition, const Case& config) {
     const at::NoGradGuard no_grad;
     const Batch last = batch_of(definition, config, kSteps);
     const Microbatches rest = split_microbatches(last.args, last.kwargs, config.microbatches);
+    const std::vector<Tree> last_targets = split_tree(last.target, config.microbatches);
     std::vector<Tree> evaluated;
-    for (std::size_t m = 0; m < rest.count(); ++m) evaluated.push_back(model->forward(rest.args[m], rest.kwargs[m]));
+    for (std::size_t m = 0; m < rest.count(); ++m) {
+      evaluated.push_back(model->forward(rest.args[m], rest.kwargs[m]));
+      now.evaluation_losses.push_back(loss(evaluated.back(), last_targets[m]));
+    }
     now.evaluation = merge_microbatches(evaluated).tensor();
   }
   return record;
@@ -197,9 +202,12 @@ RunRecord pipeline_run(const json& definition, const Case& config) {
       }
       lock.unlock();
       const Batch last = batch_of(definition, config, kSteps);
-      const StepResult evaluated = pipeline.eval(last.args, last.kwargs);
+      const StepResult evaluated = pipeline.eval(last.args, last.kwargs, last.target);
       lock.lock();
-      if (evaluated.output) now.evaluation = evaluated.output->tensor();
+      if (evaluated.output) {
+        now.evaluation = evaluated.output->tensor();
+        now.evaluation_losses = evaluated.losses;
+      }
     }
   });
   return record;
@@ -273,12 +281,20 @@ void expect_equal(const RunRecord& actual, const RunRecord& expected) {
     for (const auto& [name, gradient] : e.grads) expect_close(a.grads.at(name), gradient, at + "gradient of " + name);
     for (const auto& [name, parameter] : e.params) expect_close(a.params.at(name), parameter, at + name);
     expect_close(a.evaluation, e.evaluation, at + "evaluation");
+    ASSERT_EQ(a.evaluation_losses.size(), e.evaluation_losses.size()) << at;
+    for (std::size_t m = 0; m < e.evaluation_losses.size(); ++m) expect_close(a.evaluation_losses[m], e.evaluation_losses[m], at + "loss " + std::to_string(m) + " of the evaluation");
   }
 }
 
-// A tensor, or an object that has it under "output".
+// A tensor, or an object that has it under "output", with the losses of the microbatches beside it.
 void expect_evaluation(const StepRecord& actual, const json& expected) {
+  for (const auto& [key, value] : expected.items())
+    EXPECT_TRUE(key == "output" || key == "micro_losses" || key == "shape" || key == "values" || key == "dtype" || key == "batch") << "evaluation: " << key << " is not known here";
   expect_close(actual.evaluation, tensor_of(expected.contains("output") ? expected.at("output") : expected), "reference, evaluation");
+  if (!expected.contains("micro_losses")) return;
+  const auto losses = expected.at("micro_losses").get<std::vector<float>>();
+  ASSERT_EQ(actual.evaluation_losses.size(), losses.size());
+  for (std::size_t m = 0; m < losses.size(); ++m) expect_close(actual.evaluation_losses[m], at::scalar_tensor(losses[m]), "reference, loss " + std::to_string(m) + " of the evaluation");
 }
 
 void expect_reference(const RunRecord& actual, const json& expected) {
@@ -320,6 +336,9 @@ TEST(GoldenPipeline, EveryShardedCase) {
     if (item.at("feature") != "fsdp") continue;
     SCOPED_TRACE(item.at("id").get<std::string>());
     ASSERT_EQ(item.at("mesh_dims"), (json{"pp", "dp"}));
+    int next = 0;
+    for (const json& row : item.at("mesh"))
+      for (const json& rank : row) ASSERT_EQ(rank.get<int>(), next++) << "ranks in another order than sharded_run has them";
     const std::vector<RunRecord> actual = sharded_run(definition, Case(item), static_cast<int>(item.at("mesh").size()));
     const json expected = test::read_json(folder / item.at("file").get<std::string>());
     for (const json& step : expected.at("steps")) {

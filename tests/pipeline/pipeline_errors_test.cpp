@@ -35,6 +35,9 @@ std::vector<std::string> ends_of(int ranks, const std::function<void(comm::World
       } catch (const StageForwardError& error) {
         note(rank, std::string("StageForwardError: ") + error.what());
         throw;
+      } catch (const StageBackwardError& error) {
+        note(rank, std::string("StageBackwardError: ") + error.what());
+        throw;
       } catch (const PipeliningMetadataError& error) {
         note(rank, std::string("PipeliningMetadataError: ") + error.what());
         throw;
@@ -56,6 +59,10 @@ std::vector<std::string> ends_of(int ranks, const std::function<void(comm::World
 }
 
 StageModule block_module(int stage) { return StageModule(Block(stage)); }
+StageModule keyword_module(int stage) {
+  Block block(stage);
+  return StageModule([block](at::Tensor x, const Tree&) mutable { return block->forward(x); }, {block.ptr()});
+}
 
 // A 1F1B pipeline of one stage per rank; `module` may be a bad one.
 PipelineRuntime pipeline_of(comm::World& world, const std::function<StageModule(int)>& module, const StageOptions& options = {}, int microbatches = 4) {
@@ -75,13 +82,35 @@ TEST(PipelineErrors, StageIndex) {
 }
 
 TEST(PipelineErrors, ExamplesThatContradictEachOther) {
-  StageOptions alone;
-  alone.input_grads = {at::empty({2, kWidth})};
-  EXPECT_THROW(PipelineStage(block_module(0), 0, 2, at::kCPU, alone), ValueError);
-  StageOptions count;
-  count.input_args = {at::empty({2, kWidth}).requires_grad_()};
-  count.input_grads = {at::empty({2, kWidth}), at::empty({2, kWidth})};
-  EXPECT_THROW(PipelineStage(block_module(0), 0, 2, at::kCPU, count), PipeliningMetadataError);
+  const auto end_of = [](const StageOptions& options) -> std::string {
+    try {
+      const PipelineStage stage(block_module(0), 0, 2, at::kCPU, options);
+      return "";
+    } catch (const PipeliningMetadataError& error) {
+      return std::string("PipeliningMetadataError: ") + error.what();
+    } catch (const ValueError& error) {
+      return std::string("ValueError: ") + error.what();
+    }
+  };
+  const at::Tensor plain = at::empty({2, kWidth});
+  const at::Tensor needs = at::empty({2, kWidth}).requires_grad_();
+  for (const bool input : {true, false}) {
+    SCOPED_TRACE(input ? "inputs" : "outputs");
+    const auto given = [&](std::optional<std::vector<at::Tensor>> tensors, std::optional<std::vector<at::Tensor>> gradients) {
+      StageOptions options;
+      (input ? options.input_args : options.output_args) = std::move(tensors);
+      (input ? options.input_grads : options.output_grads) = std::move(gradients);
+      return options;
+    };
+    EXPECT_EQ(end_of(given({{needs}}, {{plain}})), "");
+    EXPECT_EQ(end_of(given({{needs, plain}}, {{plain, at::Tensor()}})), "");
+    EXPECT_EQ(end_of(given({{plain}}, std::nullopt)), "");
+    EXPECT_TRUE(has_text(end_of(given(std::nullopt, {{plain}})), input ? "ValueError: examples of stage 0: got input_grads alone" : "ValueError: examples of stage 0: got output_grads alone"));
+    EXPECT_TRUE(has_text(end_of(given({{needs}}, {{plain, plain}})), "PipeliningMetadataError: "));
+    EXPECT_TRUE(has_text(end_of(given({{needs, needs}}, {{plain}})), "PipeliningMetadataError: "));
+    EXPECT_TRUE(has_text(end_of(given({{needs, plain}}, {{plain, plain}})), "PipeliningMetadataError: "));
+    EXPECT_TRUE(has_text(end_of(given({{needs, plain}}, {{plain, plain}})), input ? "input" : "output"));
+  }
 }
 
 TEST(PipelineErrors, StagesThatAreNotThoseOfTheSchedule) {
@@ -246,78 +275,116 @@ TEST(PipelineErrors, ExamplesOfSomeStagesAreOnlyCompared) {
   EXPECT_TRUE(has_text(capture.warnings()[0].message, "example outputs of stage 0"));
 }
 
+// What a call that does not begin says on this rank, with its type; then a step that is right must work.
+template <class Call>
+std::string refusal_of(PipelineRuntime& pipeline, const Call& call) {
+  std::string said;
+  try {
+    call();
+  } catch (const PipeliningMetadataError& error) {
+    said = std::string("PipeliningMetadataError: ") + error.what();
+  } catch (const StateError& error) {
+    said = std::string("StateError: ") + error.what();
+  } catch (const ValueError& error) {
+    said = std::string("ValueError: ") + error.what();
+  }
+  EXPECT_THROW(pipeline.trace_last_step(), StateError);
+  const StepResult result = plain_step(pipeline);
+  if (pipeline.stages().back().is_last()) {
+    EXPECT_EQ(result.losses.size(), 4U);
+  }
+  return said;
+}
+
 TEST(PipelineErrors, RanksThatDoDifferentThings) {
-  const auto kinds = ends_of(2, [](comm::World& world) {
+  comm::run_ranks(2, 20s, [](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, block_module);
     const test::Batch batch = test::plain_batch(0, 8);
-    world.rank() == 0 ? pipeline.step(batch.args, {}, batch.target) : pipeline.eval(batch.args, {}, batch.target);
+    const std::string said = refusal_of(pipeline, [&] { world.rank() == 0 ? pipeline.step(batch.args, {}, batch.target) : pipeline.eval(batch.args, {}, batch.target); });
+    EXPECT_TRUE(has_text(said, "PipeliningMetadataError: ranks of a pipeline disagree: step with backward (1) or evaluation (0): got 0 on rank 1"));
   });
-  // Both see it; who hears of the other's error first quotes it.
-  for (const std::string& end : kinds) EXPECT_TRUE(has_text(end, "ranks of a pipeline disagree: step with backward"));
-  EXPECT_TRUE(kinds[0].starts_with("PipeliningMetadataError") || kinds[1].starts_with("PipeliningMetadataError")) << kinds[0];
   const auto counts = ends_of(2, [](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, block_module, {}, world.rank() == 0 ? 4 : 8);
     plain_step(pipeline);
   });
+  // Both see it; who hears of the other's error first quotes it.
   for (const std::string& end : counts) EXPECT_TRUE(has_text(end, "ranks of a pipeline disagree: number of microbatches"));
+  EXPECT_TRUE(counts[0].starts_with("PipeliningMetadataError") || counts[1].starts_with("PipeliningMetadataError")) << counts[0];
 }
 
-TEST(PipelineErrors, ArgumentsThatAreMissingOrTooFew) {
-  const auto missing = ends_of(2, [](comm::World& world) {
-    PipelineRuntime pipeline = pipeline_of(world, block_module);
-    pipeline.step({}, {}, test::plain_batch(0, 8).target);
+// Each rank calls with these arguments; `where` refuses them, the others quote it, and the pipeline goes on.
+void expect_refused(int where, const std::string& what, const std::function<void(PipelineRuntime&)>& call, const char* type = "ValueError: ") {
+  comm::run_ranks(3, 20s, [&](comm::World& world) {
+    PipelineRuntime pipeline = pipeline_of(world, world.rank() == 2 ? block_module : keyword_module);
+    for (int again = 0; again < 2; ++again) {
+      const std::string said = refusal_of(pipeline, [&] { call(pipeline); });
+      if (world.rank() == where) {
+        EXPECT_TRUE(has_text(said, type + what));
+      } else {
+        EXPECT_TRUE(has_text(said, "ValueError: a step of the pipeline did not begin: rank " + std::to_string(where) + " refused it: " + what));
+      }
+    }
   });
-  EXPECT_TRUE(has_text(missing[0], "ValueError: arguments of a step on the rank of the first stage"));
-  EXPECT_TRUE(has_text(missing[1], "PeerLostError"));
-  const auto target = ends_of(2, [](comm::World& world) {
-    PipelineRuntime pipeline = pipeline_of(world, block_module);
-    pipeline.step(test::plain_batch(0, 8).args);
-  });
-  EXPECT_TRUE(has_text(target[1], "ValueError: target of a step on the rank of the last stage"));
-  const auto few = ends_of(2, [](comm::World& world) {
-    PipelineRuntime pipeline = pipeline_of(world, block_module);
-    plain_step(pipeline, 3);
-  });
-  EXPECT_TRUE(has_text(few[0], "ValueError: microbatches that the arguments of a step make: got 3"));
+}
+
+TEST(PipelineErrors, ArgumentsThatAreMissing) {
+  const test::Batch batch = test::plain_batch(0, 8);
+  expect_refused(0, "arguments of a step on the rank of the first stage", [&](PipelineRuntime& pipeline) { pipeline.step({}, {}, batch.target); });
+  expect_refused(2, "target of a step on the rank of the last stage", [&](PipelineRuntime& pipeline) { pipeline.step(batch.args); });
 }
 
 TEST(PipelineErrors, FewerRowsThanMicrobatches) {
-  // The rank that sees it says what to do, and every other rank quotes it.
-  const auto expect_told = [](const std::vector<std::string>& ends, std::size_t where, const std::string& what) {
-    for (std::size_t rank = 0; rank < ends.size(); ++rank) {
-      EXPECT_TRUE(has_text(ends[rank], rank == where ? "ValueError: " : "PeerLostError: "));
-      EXPECT_TRUE(has_text(ends[rank], "microbatches that the " + what + " of a step make: got 3, expected 4, as the schedule has"));
-      EXPECT_TRUE(has_text(ends[rank], "pass a batch of at least as many rows, or make a schedule for fewer microbatches"));
-    }
-  };
+  const test::Batch batch = test::plain_batch(0, 8), few = test::plain_batch(0, 3);
+  const auto words = [](const char* what) { return std::string("microbatches that the ") + what + " of a step make: got 3, expected 4, as the schedule has; pass a batch of at least as many rows"; };
   for (const bool trains : {true, false}) {
-    expect_told(ends_of(3, [&](comm::World& world) {
-                  PipelineRuntime pipeline = pipeline_of(world, block_module);
-                  const Tree few = test::plain_batch(0, 3).args, target = test::plain_batch(0, 8).target;
-                  trains ? pipeline.step(few, {}, target) : pipeline.eval(few);
-                }),
-                0, "arguments");
-    expect_told(ends_of(3, [&](comm::World& world) {
-                  PipelineRuntime pipeline = pipeline_of(world, block_module);
-                  const Tree args = test::plain_batch(0, 8).args, few = test::plain_batch(0, 3).target;
-                  trains ? pipeline.step(args, {}, few) : pipeline.eval(args, {}, few);
-                }),
-                2, "target");
-    expect_told(ends_of(3, [&](comm::World& world) {
-                  PipelineRuntime pipeline = pipeline_of(world, block_module);
-                  const test::Batch batch = test::plain_batch(0, 8);
-                  const Tree few = world.rank() == 1 ? Tree::dict({{"mask", at::ones({3})}}) : Tree();
-                  trains ? pipeline.step(batch.args, few, batch.target) : pipeline.eval(batch.args, few);
-                }),
-                1, "arguments");
+    const auto call = [&](PipelineRuntime& pipeline, const Tree& args, const Tree& kwargs, const Tree& target) { trains ? pipeline.step(args, kwargs, target) : pipeline.eval(args, kwargs, target); };
+    expect_refused(0, words("arguments"), [&](PipelineRuntime& pipeline) { call(pipeline, few.args, {}, batch.target); });
+    expect_refused(2, words("target"), [&](PipelineRuntime& pipeline) { call(pipeline, batch.args, {}, few.target); });
+    expect_refused(1, words("arguments"), [&](PipelineRuntime& pipeline) {
+      call(pipeline, batch.args, pipeline.rank() == 1 ? Tree::dict({{"mask", at::ones({3})}}) : Tree(), batch.target);
+    });
   }
+}
+
+TEST(PipelineErrors, KeywordArgumentsThatAStageDoesNotTake) {
+  const test::Batch batch = test::plain_batch(0, 8);
+  expect_refused(2, "keyword arguments of a step, for stage 2: got 'gain', 'shift', expected none",
+                 [&](PipelineRuntime& pipeline) { pipeline.step(batch.args, Tree::dict({{"gain", 1.5}, {"shift", 2.0}}), batch.target); });
+}
+
+TEST(PipelineErrors, ArgumentsWithoutARecord) {
+  const test::Batch batch = test::plain_batch(0, 8);
+  const at::Tensor quantized = at::quantize_per_tensor(at::ones({8}), 0.1, 0, at::kQInt8);
+  expect_refused(1, "record of a tensor: got QInt8[2]",
+                 [&](PipelineRuntime& pipeline) { pipeline.step(batch.args, pipeline.rank() == 1 ? Tree::dict({{"mask", quantized}}) : Tree(), batch.target); }, "PipeliningMetadataError: ");
+}
+
+TEST(PipelineErrors, SeveralRanksThatRefuse) {
+  comm::run_ranks(3, 20s, [&](comm::World& world) {
+    PipelineRuntime pipeline = pipeline_of(world, block_module);
+    const std::string said = refusal_of(pipeline, [&] { pipeline.step(); });
+    if (world.rank() == 0) {
+      EXPECT_TRUE(has_text(said, "ValueError: arguments of a step"));
+    }
+    if (world.rank() == 1) {
+      EXPECT_TRUE(has_text(said, "rank 0 refused it: arguments of a step") && has_text(said, "; rank 2 refused it: target of a step"));
+    }
+    if (world.rank() == 2) {
+      EXPECT_TRUE(has_text(said, "ValueError: target of a step"));
+    }
+  });
 }
 
 TEST(PipelineErrors, AFailedPipelineStaysFailed) {
   std::string second;
   ends_of(1, [&](comm::World& world) {
-    PipelineRuntime pipeline = pipeline_of(world, block_module);
-    EXPECT_THROW(pipeline.step(), ValueError);
+    PipelineRuntime pipeline = pipeline_of(world, [](int) {
+      return StageModule([](at::Tensor x) -> at::Tensor {
+        if (StepContext::current()->trial) return x;
+        throw std::runtime_error("no");
+      }, {});
+    });
+    EXPECT_THROW(plain_step(pipeline), StageForwardError);
     try {
       plain_step(pipeline);
     } catch (const StateError& error) {
@@ -327,12 +394,95 @@ TEST(PipelineErrors, AFailedPipelineStaysFailed) {
   EXPECT_TRUE(has_text(second, "an earlier one failed"));
 }
 
+// --------------------------------------------------------------------------------------------------- exceptions of users' code
+
+struct Complaint {};  // no std::exception
+
+bool nests_complaint(const std::exception& error) {
+  try {
+    std::rethrow_if_nested(error);
+  } catch (const Complaint&) {
+    return true;
+  } catch (...) {
+  }
+  return false;
+}
+
+struct FailsInBackward : torch::autograd::Function<FailsInBackward> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x.clone(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, const torch::autograd::variable_list& gradients) {
+    if (!StepContext::current()->trial) throw std::range_error("steep");
+    return {gradients[0]};
+  }
+};
+
+enum class Place { Forward, Metadata, Loss, Trial, TrialHook, Backward, WeightStep, GradientsDone };
+
+// Stage 1 of two fails at this place; what its rank says.
+std::string failure_at(Place place, bool& nested, bool told = true) {
+  const auto ends = ends_of(2, [&](comm::World& world) {
+    StageOptions options;
+    const bool fails = world.rank() == 1;
+    const auto here = [place, fails](Place wanted) { return fails && place == wanted; };
+    if (here(Place::TrialHook)) options.trial_hooks.forward = [](const StageModule&, const Tree&, const Tree&) -> Tree { throw Complaint(); };
+    if (here(Place::WeightStep)) options.weight_step_builder = []() -> std::function<void()> { throw Complaint(); };
+    Block block(world.rank());
+    const StageModule module([block, here](at::Tensor x, const Tree&) mutable -> at::Tensor {
+      const bool trial = StepContext::current()->trial;
+      if (here(Place::Trial)) throw Complaint();
+      if (here(Place::Forward) && !trial) throw Complaint();
+      if (here(Place::Metadata) && !trial) throw PipeliningMetadataError("a mesh is missing");
+      return block->forward(here(Place::Backward) ? FailsInBackward::apply(x) : x);
+    }, {block.ptr()});
+    const PipelineLoss loss([place](const at::Tensor& output, const at::Tensor& target) -> at::Tensor {
+      if (place == Place::Loss) throw Complaint();
+      return (output - target).pow(2).mean();
+    });
+    PipelineOptions pipeline_options{world};
+    if (here(Place::GradientsDone)) pipeline_options.gradients_done = [](int) { throw Complaint(); };
+    Schedule1F1B pipeline(PipelineStage(module, world.rank(), 2, at::kCPU, options), 4, loss, pipeline_options);
+    const test::Batch batch = test::plain_batch(0, 8);
+    try {
+      pipeline.step(batch.args, Tree::dict({{"gain", 2.5}}), batch.target);
+    } catch (const std::exception& error) {
+      if (fails) nested = nests_complaint(error);
+      throw;
+    }
+  });
+  if (told) {
+    EXPECT_TRUE(has_text(ends[0], "PeerLostError"));
+    EXPECT_TRUE(has_text(ends[0], ends[1].substr(ends[1].find(": ") + 2)));
+  }
+  return ends[1];
+}
+
+TEST(PipelineErrors, WhateverUsersThrowNamesStageAndArguments) {
+  const std::string kind = "an exception of type penstock::pipeline_errors_test::Complaint";
+  const std::string args = "args (float32[2, 6],), kwargs {'gain': 2.5}: ";
+  bool nested = false;
+  EXPECT_TRUE(has_text(failure_at(Place::Forward, nested), "StageForwardError: stage 1, microbatch 0: forward failed with " + args + kind));
+  EXPECT_TRUE(nested);
+  EXPECT_TRUE(has_text(failure_at(Place::Metadata, nested), "StageForwardError: stage 1, microbatch 0: forward failed with " + args + "a mesh is missing"));
+  EXPECT_TRUE(has_text(failure_at(Place::Loss, nested), "StageForwardError: stage 1, microbatch 0: loss failed with output float32[2, 6], target float32[2, 6]: " + kind));
+  EXPECT_TRUE(nested);
+  EXPECT_TRUE(has_text(failure_at(Place::Trial, nested), "StageForwardError: stage 1 failed in its trial run with " + args + kind));
+  EXPECT_TRUE(nested);
+  EXPECT_TRUE(has_text(failure_at(Place::TrialHook, nested), "StageForwardError: stage 1 failed in its trial run with " + args + kind));
+  EXPECT_TRUE(nested);
+  EXPECT_TRUE(has_text(failure_at(Place::Backward, nested), "StageBackwardError: stage 1, microbatch 0: backward failed with gradients (float32[],): steep"));
+  EXPECT_TRUE(has_text(failure_at(Place::WeightStep, nested), "StageBackwardError: stage 1, microbatch 0: the weight step of the stage failed: " + kind));
+  EXPECT_TRUE(nested);
+  // Its rank has sent everything that the other one waits for: that may end well.
+  EXPECT_TRUE(has_text(failure_at(Place::GradientsDone, nested, false), "StageBackwardError: stage 1: gradients_done failed: " + kind));
+  EXPECT_TRUE(nested);
+}
+
 TEST(PipelineErrors, NoLoss) {
   comm::run_ranks(1, 10s, [](comm::World& world) {
     const PipelineStage stage(block_module(0), 0, 1, at::kCPU);
     ScheduleGPipe pipeline(stage, 2, {}, {world});
     EXPECT_THROW(plain_step(pipeline), StateError);
-    const StepResult result = pipeline.eval(test::plain_batch(0, 8).args);
+    const StepResult result = pipeline.eval(test::plain_batch(0, 8).args);  // the pipeline goes on
     EXPECT_TRUE(result.losses.empty());
     EXPECT_EQ(result.output->tensor().size(0), 8);
   });

@@ -223,6 +223,13 @@ TEST(Program, ReceivesAreDeferredAsTheUserWroteThem) {
   execute_everywhere(executable(schedule::lower(compute, {.defer_receives = true, .unshard = false})), {}, {});
 }
 
+// On one rank a lowered schedule has no transfers; it is executed as it is all the same.
+TEST(Program, ALoweredScheduleOfOneRankIsNotLoweredAgain) {
+  const Schedule lowered = schedule::lower(schedule::generate(ScheduleKind::OneFOneB, {.ranks = 1, .stages_per_rank = 1, .microbatches = 3, .group_size = {}}));
+  EXPECT_EQ(executable(lowered, false), lowered);
+  EXPECT_EQ(executable(lowered, true), lowered);
+}
+
 TEST(Program, PostsComeEarlierAndKeepTheirOrder) {
   const Schedule lowered = executable(schedule::generate(ScheduleKind::OneFOneB, {.ranks = 2, .stages_per_rank = 1, .microbatches = 4, .group_size = {}}));
   const auto posts_before_first_compute = [&](int ahead) {

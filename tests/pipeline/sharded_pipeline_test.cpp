@@ -24,6 +24,23 @@ constexpr int kSteps = 3, kMicrobatches = 4;
 constexpr std::int64_t kRows = 16;  // of a step, over all replicas
 constexpr double kLimit = 0.05;     // every step is clipped
 
+// A block with buffers, one of which backward needs as it was.
+struct BufferedImpl : torch::nn::Module {
+  explicit BufferedImpl(int number) : block(register_module("block", test::Block(number))) {
+    factor = register_buffer("factor", 1 + 0.25 * test::values({kWidth}, 300 + number));
+    calls = register_buffer("calls", at::zeros({}, at::kLong));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    calls.add_(1);
+    return block->forward(x) * factor;
+  }
+  test::Block block;
+  at::Tensor factor, calls;
+};
+TORCH_MODULE(Buffered);
+
+StageModule two_blocks(int stage) { return StageModule::chain({StageModule(Buffered(2 * stage)), StageModule(Buffered(2 * stage + 1))}); }
+
 struct Trained {
   std::vector<double> norms;
   std::map<std::string, at::Tensor> parameters;
@@ -41,7 +58,7 @@ Trained one_process(int stages) {
   std::vector<StageModule> modules;
   std::vector<optim::NamedParameter> parameters;
   for (int stage = 0; stage < stages; ++stage) {
-    modules.push_back(test::two_blocks(stage));
+    modules.push_back(two_blocks(stage));
     for (const auto& each : named(modules.back(), stage)) parameters.push_back(each);
   }
   optim::SGD optimizer = sgd(parameters);
@@ -66,6 +83,7 @@ struct Layout {
   int per_rank;
   Mode mode;
   int dp;
+  TrialRun trial = TrialRun::Fake;  // one that cannot do without real tensors would fail
 };
 
 void wrap(const StageModule& module, const comm::MeshGroups& mesh, Mode mode) {
@@ -95,10 +113,12 @@ void check(const Layout& layout) {
     std::vector<PipelineStage> mine;
     std::vector<optim::NamedParameter> parameters;
     for (const int stage : schedule.stages().stages_of(own)) {
-      const StageModule module = test::two_blocks(stage);
+      const StageModule module = two_blocks(stage);
       wrap(module, dp, layout.mode);
       for (const auto& each : named(module, stage)) parameters.push_back(each);
-      mine.emplace_back(module, stage, stages, at::kCPU);
+      StageOptions stage_options;
+      stage_options.trial = layout.trial;
+      mine.emplace_back(module, stage, stages, at::kCPU, stage_options);
     }
     PipelineOptions options{world};
     for (int rank = 0; rank < kPipeline; ++rank) options.ranks.push_back(rank * layout.dp + replica);
@@ -113,6 +133,8 @@ void check(const Layout& layout) {
       EXPECT_NEAR(norm, expected.norms[static_cast<std::size_t>(step)], 1e-5 * norm);
       optimizer.step();
     }
+    for (const PipelineStage& stage : mine)
+      for (const auto& module : stage.module().modules()) EXPECT_EQ(module->named_buffers()["calls"].item<int>(), kSteps * kMicrobatches);
     for (const auto& each : parameters) {
       EXPECT_TRUE(is_dtensor(each.tensor)) << "sharded or replicated again after the step";
       const at::Tensor whole = full_tensor(each.tensor.detach());
@@ -138,6 +160,11 @@ TEST(ShardedPipeline, Sharded) {
 TEST(ShardedPipeline, ReplicasOfShards) {
   check({"1F1B", 1, Mode::Both, 4});
   check({"InterleavedZeroBubble", 2, Mode::Both, 4});
+}
+TEST(ShardedPipeline, TriedOnRealTensors) {
+  check({"1F1B", 1, Mode::Shard, 2, TrialRun::Real});
+  check({"Interleaved1F1B", 2, Mode::Replicate, 2, TrialRun::Real});
+  check({"1F1B", 1, Mode::KeepASlice, 4, TrialRun::Real});
 }
 TEST(ShardedPipeline, KeepingASlice) { check({"1F1B", 1, Mode::KeepASlice, 4}); }
 

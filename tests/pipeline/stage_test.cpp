@@ -1,11 +1,15 @@
 // Stages: trial runs that leave no trace, static and dynamic pipelines, weight steps of one's own, what modules may look like.
 #include <gtest/gtest.h>
 
+#include <mutex>
+
 #include "penstock/base/errors.h"
+#include "penstock/base/warnings.h"
 #include "penstock/pipeline/schedules.h"
 #include "penstock/pipeline/stage_runner.h"
 #include "penstock/torch/keyed_dropout.h"
 #include "penstock/torch/step_context.h"
+#include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
 
 namespace penstock {
@@ -13,43 +17,57 @@ namespace stage_test {
 
 using namespace std::chrono_literals;
 using test::Block;
+using test::has_text;
 using test::kWidth;
 
 // A module with everything that a trial run could disturb.
 struct TouchyImpl : torch::nn::Module {
   TouchyImpl() : norm(register_module("norm", torch::nn::BatchNorm1d(kWidth))), linear(register_module("linear", torch::nn::Linear(kWidth, kWidth))) {
     calls = register_buffer("calls", at::zeros({}, at::kLong));
+    factor = register_buffer("factor", at::full({kWidth}, 0.5));
   }
   at::Tensor forward(const at::Tensor& x) {
     if (!StepContext::current()->trial) ++real_runs;
     calls.add_(1);
-    return torch::dropout(linear(norm(x)), 0.5, true);
+    // Backward of the product needs the buffer as it was.
+    return torch::dropout(linear(norm(x)) * factor, 0.5, true);
   }
   torch::nn::BatchNorm1d norm;
   torch::nn::Linear linear;
-  at::Tensor calls;
+  at::Tensor calls, factor;
   int real_runs = 0;
 };
 TORCH_MODULE(Touchy);
 
+// Three stages: the middle one is tried with a backward that comes from outside.
 void expect_untouched(TrialRun trial) {
-  comm::run_ranks(2, 20s, [&](comm::World& world) {
+  comm::run_ranks(3, 20s, [&](comm::World& world) {
     if (world.rank() == 0) torch::manual_seed(3);
     world.group().barrier().wait();
     Touchy module;
     StageOptions options;
     options.trial = trial;
-    const PipelineStage stage(StageModule(module), world.rank(), 2, at::kCPU, options);
+    const PipelineStage stage(StageModule(module), world.rank(), 3, at::kCPU, options);
     ScheduleGPipe pipeline(stage, 4, test::square_loss(), {world});
     const test::Batch batch = test::plain_batch(0, 16);
     pipeline.step(batch.args, {}, batch.target);
     EXPECT_EQ(module->calls.item<int>(), 4);
     EXPECT_EQ(module->real_runs, 4);
     EXPECT_EQ(module->norm->num_batches_tracked.item<int>(), 4);
+    EXPECT_TRUE(module->factor.equal(at::full({kWidth}, 0.5)));
+    if (world.rank() == 0) {
+      torch::nn::BatchNorm1d alone(kWidth);
+      for (const at::Tensor& part : batch.args[0].tensor().chunk(4)) alone(part);
+      EXPECT_TRUE(module->norm->running_mean.equal(alone->running_mean));
+      EXPECT_TRUE(module->norm->running_var.equal(alone->running_var));
+    }
+    for (const at::Tensor& buffer : module->buffers()) EXPECT_FALSE(buffer.requires_grad());
+    for (const at::Tensor& parameter : module->parameters()) EXPECT_TRUE(parameter.grad().defined());
     EXPECT_EQ(pipeline.report().trials, 1);
     // Shapes are known now.
     pipeline.step(batch.args, {}, batch.target);
     EXPECT_EQ(pipeline.report().trials, 1);
+    EXPECT_EQ(module->calls.item<int>(), 8);
   });
 }
 
@@ -115,19 +133,42 @@ TEST(Stage, EvaluationAndTrainingAreTriedOnceEach) {
 
 TEST(Stage, AWeightStepOfOnesOwn) {
   for (const char* name : {"1F1B", "ZB2P"}) {
+    SCOPED_TRACE(name);
     comm::run_ranks(2, 20s, [&](comm::World& world) {
-      int built = 0, run = 0;
+      // "b2": the builder was called in the backward of microbatch 2; "w2": what it returned ran as part of microbatch 2's W, or of its B.
+      std::vector<std::string> events;
       StageOptions options;
       options.weight_step_builder = [&] {
-        ++built;
-        return [&run] { ++run; };
+        const auto microbatch = std::to_string(*StepContext::current()->microbatch);
+        events.push_back("b" + microbatch);
+        return [&events, microbatch] {
+          EXPECT_EQ(std::to_string(*StepContext::current()->microbatch), microbatch);
+          events.push_back("w" + microbatch);
+        };
       };
       const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU, options);
       PipelineRuntime pipeline = make_pipeline(name, {stage}, 4, test::square_loss(), {world});
       const test::Batch batch = test::plain_batch(0, 8);
       pipeline.step(batch.args, {}, batch.target);
-      EXPECT_EQ(built, 4);
-      EXPECT_EQ(run, 4);
+      // Where the schedule has them: an I builds alone, its W runs later; a B does both.
+      std::vector<std::string> expected;
+      bool waits = false;
+      for (const schedule::Slot slot : pipeline.schedule().row(world.rank()))
+        for (const schedule::Action& action : slot) {
+          if (!schedule::is_compute(action.kind())) continue;
+          const auto microbatch = std::to_string(action.microbatch()->value());
+          if (action.kind() == schedule::ActionKind::Backward || action.kind() == schedule::ActionKind::BackwardInput) expected.push_back("b" + microbatch);
+          if (action.kind() == schedule::ActionKind::Backward || action.kind() == schedule::ActionKind::BackwardWeight) {
+            waits = waits || expected.back() != "b" + microbatch;
+            expected.push_back("w" + microbatch);
+          }
+        }
+      EXPECT_EQ(events, expected);
+      EXPECT_EQ(events.size(), 8U);
+      // In ZB2P another action comes between an I and its W, on the first rank at least: running W at once would show.
+      if (name == std::string("ZB2P") && world.rank() == 0) {
+        EXPECT_TRUE(waits);
+      }
       // The whole backward has run: gradients are there.
       for (const at::Tensor& parameter : stage.parameters()) EXPECT_TRUE(parameter.grad().defined());
     });
@@ -227,6 +268,83 @@ TEST(Stage, ValidationInFull) {
     pipeline.step(batch.args, {}, batch.target);
     pipeline.eval(batch.args);
   });
+}
+
+// Two stages whose examples promise something else than flows. `where`: the stage that validates; -1: none. Returns the error of that
+// stage, or of any; "" when the step went well.
+std::string validation_error(int where, const StageOptions& first, const StageOptions& second, const std::function<at::Tensor(at::Tensor)>& between) {
+  std::string said;
+  std::mutex mutex;
+  try {
+    comm::run_ranks(2, 20s, [&](comm::World& world) {
+      Block block(world.rank());
+      StageOptions options = world.rank() == 0 ? first : second;
+      options.validate = world.rank() == where;
+      const bool begins = world.rank() == 0;
+      const StageModule module([block, begins, between](at::Tensor x) mutable { return begins ? between(block->forward(x)) : block->forward(x); }, {block.ptr()});
+      Schedule1F1B pipeline(PipelineStage(module, world.rank(), 2, at::kCPU, options), 4, test::square_loss(), {world});
+      const test::Batch batch = test::plain_batch(0, 8);
+      try {
+        pipeline.step(batch.args, {}, batch.target);
+      } catch (const PipeliningMetadataError& error) {
+        const std::lock_guard lock(mutex);
+        said = std::to_string(world.rank()) + ": " + error.what();
+        throw;
+      }
+    });
+  } catch (const std::exception&) {
+    // Noted where it happened.
+  }
+  return said;
+}
+
+TEST(Stage, ValidationComparesLayouts) {
+  const at::Tensor plain = at::empty({2, kWidth}).requires_grad_();
+  const at::Tensor turned = at::empty({kWidth, 2}).t().requires_grad_();
+  const auto turn = [](const at::Tensor& x) { return x.t().contiguous().t(); };
+  StageOptions rows;
+  rows.input_args = rows.output_args = {plain};
+  const auto as_is = [](const at::Tensor& x) { return x; };
+  EXPECT_EQ(validation_error(0, rows, rows, as_is), "");
+  EXPECT_EQ(validation_error(1, rows, rows, as_is), "");
+  // The examples say rows, the first stage makes columns. Without validation the tensor is sent as agreed.
+  EXPECT_EQ(validation_error(-1, rows, rows, turn), "");
+  EXPECT_TRUE(has_text(validation_error(0, rows, rows, turn), "0: stage 0 outputs, microbatch 0[0]: stride: got [1, 2], expected [6, 1]"));
+  EXPECT_TRUE(has_text(validation_error(1, rows, rows, turn), "1: input 0 of stage 1, microbatch 0, as it was received: got float32[2, 6] stride [1, 2]"));
+  // Gradients: the examples say columns, autograd makes rows.
+  StageOptions columns = rows;
+  columns.input_grads = {turned.detach()};
+  EXPECT_EQ(validation_error(-1, rows, columns, as_is), "");
+  EXPECT_TRUE(has_text(validation_error(1, rows, columns, as_is), "1: gradient of input 0 of stage 1, microbatch 0: got float32[2, 6], expected float32[2, 6] stride [1, 2]"));
+  EXPECT_TRUE(has_text(validation_error(0, rows, columns, as_is), "0: gradient of output 0 of stage 0, microbatch 0, as it was received: got float32[2, 6], expected float32[2, 6] stride [1, 2]"));
+}
+
+TEST(Stage, GradientsOfAnotherDtypeAreRefusedWithoutValidation) {
+  StageOptions rows, doubles;
+  rows.input_args = rows.output_args = {at::empty({2, kWidth}).requires_grad_()};
+  doubles = rows;
+  doubles.input_grads = {at::empty({2, kWidth}, at::kDouble)};
+  EXPECT_TRUE(has_text(validation_error(-1, rows, doubles, [](const at::Tensor& x) { return x; }), "1: gradient of input 0 of stage 1, microbatch 0: got float32[2, 6], expected float64[2, 6]"));
+}
+
+TEST(Stage, ExamplesOfOutputGradientsAreCompared) {
+  StageOptions rows, other;
+  rows.input_args = rows.output_args = {at::empty({2, kWidth}).requires_grad_()};
+  const auto as_is = [](const at::Tensor& x) { return x; };
+  other = rows;
+  other.output_grads = {at::empty({2, kWidth})};
+  EXPECT_EQ(validation_error(-1, other, rows, as_is), "");
+  const std::string where = "0: example gradients of the outputs of stage 0 and what comes back to it[0]: ";
+  other.output_grads = {at::empty({3, kWidth})};
+  EXPECT_TRUE(has_text(validation_error(-1, other, rows, as_is), where + "shape: got [2, 6], expected [3, 6]"));
+  other.output_grads = {at::empty({2, kWidth}, at::kDouble)};
+  EXPECT_TRUE(has_text(validation_error(-1, other, rows, as_is), where + "dtype: got float32, expected float64"));
+  // In a pipeline that is tried what was found counts, and a warning says so.
+  const WarningCapture capture;
+  StageOptions none;
+  EXPECT_EQ(validation_error(-1, other, none, as_is), "");
+  ASSERT_EQ(capture.warnings().size(), 1U);
+  EXPECT_TRUE(has_text(capture.warnings()[0].message, "example gradients of the outputs of stage 0"));
 }
 
 }  // namespace stage_test

@@ -148,11 +148,28 @@ TEST(Names, AnyCaseAndTheNearestOneInTheError) {
   EXPECT_EQ(schedule_kind("vpp"), ScheduleKind::Interleaved1F1B);
   EXPECT_EQ(schedule_kind("zb1p"), ScheduleKind::InterleavedZeroBubble);
   for (const ScheduleKind kind : all_schedule_kinds()) EXPECT_EQ(schedule_kind(to_text(kind)), kind);
-  EXPECT_THAT(message_of<ValueError>([] { schedule_kind("interleaved_1f1b"); }),
+  EXPECT_THAT(message_of<ValueError>([] { schedule_kind("interleaved_1f1c"); }),
               HasSubstr("did you mean Interleaved1F1B?"));
   EXPECT_THAT(message_of<ValueError>([] { schedule_kind("PipelineScheduleMulti"); }),
               HasSubstr("from a file"));
   EXPECT_FALSE(resolve_schedule_name("VMin").in_reference);
+}
+
+TEST(Names, WordsMayBeJoinedByUnderscores) {
+  // The four stable values of the enumeration that configurations use.
+  EXPECT_EQ(schedule_kind("1f1b"), ScheduleKind::OneFOneB);
+  EXPECT_EQ(schedule_kind("interleaved_1f1b"), ScheduleKind::Interleaved1F1B);
+  EXPECT_EQ(schedule_kind("gpipe"), ScheduleKind::GPipe);
+  EXPECT_EQ(schedule_kind("vpp"), ScheduleKind::Interleaved1F1B);
+  const std::pair<const char*, ScheduleKind> others[] = {{"looped_bfs", ScheduleKind::LoopedBFS},   {"interleaved_zero_bubble", ScheduleKind::InterleavedZeroBubble},
+                                                         {"zbv-zero-bubble", ScheduleKind::ZBVZeroBubble}, {"dual_pipe_v", ScheduleKind::DualPipeV},
+                                                         {"dual_pipe", ScheduleKind::DualPipe},     {"V_Half", ScheduleKind::VHalf}};
+  for (const auto& [name, kind] : others) EXPECT_EQ(schedule_kind(name), kind) << name;
+  EXPECT_EQ(resolve_schedule_name("interleaved_1f1b").name, "Interleaved1F1B");
+  EXPECT_FALSE(resolve_schedule_name("interleaved_1f1b").in_reference);
+  EXPECT_TRUE(resolve_schedule_name("INTERLEAVED1f1b").in_reference);
+  EXPECT_THROW(schedule_kind("_"), ValueError);
+  EXPECT_THROW(schedule_kind(""), ValueError);
 }
 
 TEST(Shapes, MessagesSayWhatWouldDo) {
@@ -312,6 +329,56 @@ TEST(Lower, OptionsLeaveOutWhatIsNotWanted) {
   none.max_active_stages = 0;
   EXPECT_THROW(lower(gpipe(shape(2, 1, 1)), none), ValueError);
   EXPECT_THROW(lower(lower(gpipe(shape(2, 1, 1)))), ValueError);
+}
+
+// As PyTorch refuses them, with the place; it does not look into overlaps.
+TEST(Lower, WhatIsNoComputationIsRefusedByName) {
+  const auto message = [](const char* csv) {
+    try {
+      lower(parse_schedule(csv));
+    } catch (const ValueError& error) {
+      return std::string(error.what());
+    }
+    return std::string("not refused");
+  };
+  for (const auto& [csv, named] : {std::pair{"0F0,0SEND_F0,0B0\n1F0,1B0\n", "0SEND_F0 on rank 0, slot 1"}, std::pair{"0F0,0B0\n1RECV_F0,1F0,1B0\n", "1RECV_F0 on rank 1, slot 0"},
+                                   std::pair{"0F0,,0RECV_B0,0B0\n1F0,1B0\n", "0RECV_B0 on rank 0, slot 2"}, std::pair{"0F0,0B0\n1F0,1B0,1SEND_B0\n", "1SEND_B0 on rank 1, slot 2"},
+                                   std::pair{"0UNSHARD,0F0,0B0\n", "0UNSHARD on rank 0, slot 0"}, std::pair{"0F0,0B0,0RESHARD\n", "0RESHARD on rank 0, slot 2"},
+                                   std::pair{"0F0,0B0,0REDUCE_GRAD\n", "0REDUCE_GRAD on rank 0, slot 2"}, std::pair{"0F0,(0F1;0SEND_F0)OVERLAP_F_B,0B0,0B1\n", "0SEND_F0 on rank 0, slot 1"}}) {
+    EXPECT_NE(message(csv).find(named), std::string::npos) << message(csv);
+    EXPECT_FALSE(is_compute_only(parse_schedule(csv)));
+  }
+  EXPECT_TRUE(is_compute_only(gpipe(shape(2, 1, 1))));
+}
+
+// What PyTorch 2.14 makes of the same text is in the comment.
+TEST(ActionText, MalformedOverlapsAreRefused) {
+  for (const char* text : {
+           "(0F0",                                   // refused
+           "(0F0;1B0)",                              // refused
+           "(0F0;1B0)overlap_f_b",                   // refused
+           "(0F0;1B0) OVERLAP_F_B",                  // refused
+           "(0F0;1B0)OVERLAP_F_Bx",                  // refused
+           "(0F0;1B0)OVERLAP_F_B)",                  // refused
+           "((0F0;1B0)OVERLAP_F_B;2F0)OVERLAP_F_B",  // refused
+           "(0F0;1X0)OVERLAP_F_B",                   // refused
+           "0OVERLAP_F_B",                           // refused
+           "OVERLAP_F_B",                            // refused
+           "(0F0;1B0)F",                             // a forward with members
+           "(0F0;1B0)UNSHARD",                       // an UNSHARD with members
+           "()OVERLAP_F_B",                          // an overlap of stage -1 without members
+           "( )OVERLAP_F_B",                         // the same
+           "(;)OVERLAP_F_B",                         // the same
+           "(0F0)OVERLAP_F_B",                       // an overlap of one
+           "(0F0;;1B0)OVERLAP_F_B",                  // an overlap of two
+           "(0F0;1B0;)OVERLAP_F_B",                  // an overlap of two
+           "(0F0,1B0)OVERLAP_F_B",                   // an overlap of one: what follows the first action is dropped
+           "(0F0 1B0)OVERLAP_F_B",                   // the same
+           "0F0;1B0)OVERLAP_F_B",                    // 0F0: the rest is dropped
+       })
+    EXPECT_THROW(parse_cell(text), ConfigError) << text;
+  EXPECT_EQ(parse_cell("( 0F0 ; 1B0 )OVERLAP_F_B ").size(), 2u);
+  EXPECT_EQ(parse_cell("(0F0;1B0;2F1)OVERLAP_F_B").size(), 3u);
 }
 
 }  // namespace schedule_test

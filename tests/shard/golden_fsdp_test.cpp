@@ -6,7 +6,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cinttypes>
 #include <cmath>
+#include <cstdio>
 #include <map>
 #include <mutex>
 #include <set>
@@ -60,8 +62,27 @@ struct One : torch::nn::Module {
   at::Tensor parameter;
 };
 
+// The shape of nested lists of ranks, and the ranks in order.
+struct Grid {
+  explicit Grid(const json& mesh) {
+    for (const json* level = &mesh; level->is_array(); level = &level->at(0)) shape.push_back(static_cast<std::int64_t>(level->size()));
+    add(mesh);
+  }
+  void add(const json& part) {
+    if (!part.is_array()) return ranks.push_back(part.get<int>());
+    for (const json& inner : part) add(inner);
+  }
+  Numbers shape;
+  std::vector<int> ranks;
+};
+
+int world_of(const json& item) { return item.contains("world") ? item.at("world").get<int>() : static_cast<int>(Grid(item.at("mesh")).ranks.size()); }
+
 comm::MeshGroups mesh_of_case(comm::World& world, const json& item) {
-  if (item.contains("mesh")) return {world, init_device_mesh("cpu", {2, 2}, item.value("mesh_dims", std::vector<std::string>{"dp", "tp"}), Rank{world.rank()}, world.size())};
+  if (item.contains("mesh")) {
+    const Grid grid(item.at("mesh"));
+    return {world, DeviceMesh("cpu", grid.shape, grid.ranks, item.value("mesh_dims", std::vector<std::string>{"dp", "tp"}), Rank{world.rank()})};
+  }
   return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())};
 }
 
@@ -146,7 +167,7 @@ TEST(GoldenFsdp, StridedShards) {
   ASSERT_FALSE(cases.empty());
   for (const json& item : cases) {
     SCOPED_TRACE(item.at("id").get<std::string>());
-    comm::run_ranks(4, 60s, [&](comm::World& world) {
+    comm::run_ranks(world_of(item), 60s, [&](comm::World& world) {
       const comm::MeshGroups mesh = mesh_of_case(world, item);
       const auto text = item.at("placements").at(0).get<std::string>();
       const Placements placements{StridedShard{0, std::stoll(text.substr(text.rfind('=') + 1))}, Shard{0}};
@@ -165,7 +186,7 @@ TEST(GoldenFsdp, TensorParallelParameters) {
   ASSERT_FALSE(cases.empty());
   for (const json& item : cases) {
     SCOPED_TRACE(item.at("id").get<std::string>());
-    comm::run_ranks(4, 60s, [&](comm::World& world) {
+    comm::run_ranks(world_of(item), 60s, [&](comm::World& world) {
       const comm::MeshGroups mesh = mesh_of_case(world, item);
       const auto shape = item.at("weight_shape").get<Numbers>();
       torch::nn::Linear linear(shape[1], shape[0]);
@@ -265,13 +286,23 @@ std::optional<at::ScalarType> dtype_of(const json& precision, const char* name) 
 }
 
 std::unique_ptr<torch::optim::Optimizer> optimizer_of(const json& options, const std::vector<at::Tensor>& parameters) {
+  const std::set<std::string> known{"kind", "lr", "momentum", "dampening", "nesterov", "weight_decay", "betas", "eps", "amsgrad"};
+  for (const auto& [name, value] : options.items())
+    if (!known.contains(name)) throw std::runtime_error("an option of an optimizer that is not known here: " + name);
   const double lr = options.at("lr").get<double>();
   if (options.at("kind") == "SGD")
-    return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(lr).momentum(options.value("momentum", 0.0)).weight_decay(options.value("weight_decay", 0.0)));
+    return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(lr)
+                                                               .momentum(options.value("momentum", 0.0))
+                                                               .dampening(options.value("dampening", 0.0))
+                                                               .nesterov(options.value("nesterov", false))
+                                                               .weight_decay(options.value("weight_decay", 0.0)));
   if (options.at("kind") == "AdamW") {
     const auto betas = options.at("betas").get<std::vector<double>>();
-    return std::make_unique<torch::optim::AdamW>(
-        parameters, torch::optim::AdamWOptions(lr).betas({betas[0], betas[1]}).eps(options.at("eps").get<double>()).weight_decay(options.at("weight_decay").get<double>()));
+    return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(lr)
+                                                                 .betas({betas[0], betas[1]})
+                                                                 .eps(options.at("eps").get<double>())
+                                                                 .weight_decay(options.at("weight_decay").get<double>())
+                                                                 .amsgrad(options.value("amsgrad", false)));
   }
   throw std::runtime_error("an optimizer that is not known here: " + options.at("kind").get<std::string>());
 }
@@ -284,10 +315,19 @@ void expect_near(const at::Tensor& ours, const at::Tensor& theirs, double relati
   EXPECT_LE((ours.to(at::kDouble) - theirs.to(at::kDouble)).abs().max().item<double>(), relative * most + absolute) << what;
 }
 
+// "HSDP 2x4 (outer replicate, inner shard)" -> {2, 4}; "FSDP world 3" -> {3}.
+Numbers grid_of(const std::string& mode, int ranks) {
+  if (!mode.starts_with("HSDP")) return {ranks};
+  std::int64_t replicas = 0, shards = 0;
+  if (std::sscanf(mode.c_str(), "HSDP %" SCNd64 "x%" SCNd64, &replicas, &shards) != 2 || replicas * shards != ranks)
+    throw std::runtime_error(fmt::format("a mesh that is not known here: {} on {} ranks", mode, ranks));
+  return {replicas, shards};
+}
+
 void run_trajectory(const json& item, const json& definition) {
   SCOPED_TRACE(item.at("id").get<std::string>());
   const int ranks = item.at("world").get<int>();
-  const bool hsdp = item.at("mode").get<std::string>().starts_with("HSDP");
+  const Numbers shape = grid_of(item.at("mode").get<std::string>(), ranks);
   const json precision = item.value("mixed_precision", json());
   const bool low = !precision.is_null();
   // What the reference data state. In bfloat16 versions of LibTorch round inside their kernels as they like; that sums and averages here
@@ -300,7 +340,7 @@ void run_trajectory(const json& item, const json& definition) {
   const int microbatches = item.value("microbatches", 1);
   comm::run_ranks(ranks, 60s, [&](comm::World& world) {
     Perceptron model(definition.at("initial_params"));
-    const DeviceMesh grid = hsdp ? init_device_mesh("cpu", {2, 2}, {"replicate", "shard"}, Rank{world.rank()}, ranks) : init_device_mesh("cpu", {ranks}, {"dp"}, Rank{world.rank()}, ranks);
+    const DeviceMesh grid = init_device_mesh("cpu", shape, shape.size() == 2 ? std::vector<std::string>{"replicate", "shard"} : std::vector<std::string>{"dp"}, Rank{world.rank()}, ranks);
     const comm::MeshGroups mesh(world, grid);
     ShardOptions options;
     options.mixed_precision = {dtype_of(precision, "param_dtype"), dtype_of(precision, "reduce_dtype"), dtype_of(precision, "output_dtype")};
@@ -314,8 +354,12 @@ void run_trajectory(const json& item, const json& definition) {
       const auto at = step.at("step").get<std::size_t>();
       SCOPED_TRACE(fmt::format("{}, step {}, rank {}", item.at("id").get<std::string>(), at, world.rank()));
       const json& batch = definition.at("batches").at(at % definition.at("batches").size());
-      const at::Tensor x = tensor_of(batch.at("x")).chunk(ranks)[static_cast<std::size_t>(world.rank())];
-      const at::Tensor target = tensor_of(batch.at("target")).chunk(ranks)[static_cast<std::size_t>(world.rank())];
+      const auto share = [&](const char* name) {
+        const at::Tensor whole = tensor_of(batch.at(name));
+        const std::int64_t first = whole.size(0) * world.rank() / ranks, end = whole.size(0) * (world.rank() + 1) / ranks;
+        return whole.narrow(0, first, end - first);
+      };
+      const at::Tensor x = share("x"), target = share("target");
       Numbers rows = item.value("microbatch_rows", Numbers{});
       if (rows.empty())
         for (const at::Tensor& part : x.chunk(microbatches)) rows.push_back(part.size(0));

@@ -133,5 +133,32 @@ TEST(DeferredInit, EmptyMemoryKeepsTies) {
   EXPECT_TRUE(model->first->weight.requires_grad());
 }
 
+// Which values a real run would give is only known without random numbers, foreign fake tensors, and real tensors that it would have written.
+TEST(DeferredInit, WhatCanBeReplayed) {
+  const at::Tensor foreign = make_fake({3}), real = at::full({3}, 2.0), written = at::ones({3});
+  DeferredInit deferred;
+  at::Tensor table, part, drawn, of_foreign, filled_by_foreign, of_written, of_real;
+  {
+    const ModeGuard guard(deferred);
+    table = at::arange(6, at::kFloat).cos();
+    part = table.narrow(0, 2, 3);
+    drawn = at::rand({3});
+    of_foreign = foreign + 1;
+    filled_by_foreign = at::zeros({3});
+    filled_by_foreign.copy_(foreign);
+    written.add_(1);
+    of_written = written * 2;
+    of_real = real * 2;
+  }
+  const std::vector<at::Tensor> found = deferred.replayable({table, part, drawn, of_foreign, filled_by_foreign, of_written, of_real, foreign, real});
+  ASSERT_EQ(found.size(), 3U);
+  EXPECT_TRUE(found[0].is_same(table) && found[1].is_same(part) && found[2].is_same(of_real));
+  deferred.materialize(found);
+  EXPECT_TRUE(table.equal(at::arange(6, at::kFloat).cos()));
+  EXPECT_TRUE(part.is_alias_of(table) && part.equal(table.narrow(0, 2, 3)));
+  EXPECT_TRUE(of_real.equal(at::full({3}, 4.0)));
+  EXPECT_TRUE(written.equal(at::ones({3})));
+}
+
 }  // namespace deferred_init_test
 }  // namespace penstock

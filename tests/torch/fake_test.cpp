@@ -4,6 +4,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 
+#include "penstock/torch/fake_parts.h"
+#include "penstock/torch/fake_watch.h"
 #include "penstock/torch/wrapper.h"
 #include "tests/has_text.h"
 #include "tests/torch/module_zoo.h"
@@ -262,6 +264,59 @@ TEST(Fake, AnOperatorOfMine) {
   EXPECT_TRUE(has_shape_function("faketest::blur"));
   EXPECT_EQ(call(blur, {make_fake({4, 4}), 1}).sizes(), at::IntArrayRef({3, 3}));
   EXPECT_THROW(register_shape_function("faketest::blur", [](const at::Tensor& image, std::int64_t) { return image; }), StateError);
+}
+
+// ------------------------------------------------------------------------------------------------------ leaves and leftovers of trial runs
+
+TEST(FakeLeaves, AreFakeForAWhile) {
+  const at::Tensor leaf = torch::ones({2, 3}, torch::requires_grad()), computed = leaf * 2, saved = (leaf * leaf).sum();
+  const auto version = leaf._version();
+  {
+    const FakeLeaves outer({leaf, computed});
+    EXPECT_TRUE(is_fake(leaf));
+    EXPECT_TRUE(leaf.requires_grad() && leaf.is_leaf());
+    EXPECT_FALSE(is_fake(computed)) << "no leaf";
+    {
+      const FakeLeaves again({leaf});
+      EXPECT_TRUE(is_fake(leaf));
+    }
+    EXPECT_TRUE(is_fake(leaf));
+    {
+      const RealLeaves real;
+      EXPECT_FALSE(is_fake(leaf));
+      EXPECT_EQ(leaf.sum().item<float>(), 6);
+    }
+    EXPECT_TRUE(is_fake(leaf));
+  }
+  EXPECT_FALSE(is_fake(leaf));
+  EXPECT_EQ(leaf._version(), version);
+  saved.backward();
+  EXPECT_TRUE(leaf.grad().equal(torch::full({2, 3}, 2.0)));
+}
+
+TEST(FakeWatch, KnowsWhatIsStillHeld) {
+  FakeWatch watch;
+  const at::Tensor before = make_fake({1});
+  at::Tensor kept, view, real_again;
+  {
+    const FakeWatch::Guard guard(watch);
+    kept = make_fake({2, 2}) + 1;
+    view = kept[0];
+    real_again = make_fake({2});
+    make_fake({3});
+  }
+  const at::Tensor after = make_fake({1});
+  replace_data(real_again, at::ones({2}));
+  const std::vector<at::Tensor> found = watch.survivors();
+  ASSERT_EQ(found.size(), 2U);
+  EXPECT_TRUE(found[0].is_same(kept) && found[1].is_same(view));
+  mark_leftover(kept, "somebody kept it");
+  const std::string message = message_of<StateError>([&] { at::ones({2, 2}) + kept; });
+  EXPECT_TRUE(has_text(message, "aten::add.Tensor: an argument: got a tensor [2, 2] without values: somebody kept it"));
+  // In shape only it can still be used.
+  FakeMode mode;
+  const ModeGuard guard(mode);
+  EXPECT_TRUE(is_fake(kept + 1));
 }
 
 }  // namespace fake_test

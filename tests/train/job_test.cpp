@@ -13,6 +13,8 @@
 #include "penstock/checkpoint/reader.h"
 #include "penstock/checkpoint/world_meeting.h"
 #include "penstock/checkpoint/writer.h"
+#include "tests/has_text.h"
+#include "tests/throws.h"
 #include "tests/train/scratch_folder.h"
 #include "tests/train/small_training.h"
 
@@ -143,6 +145,79 @@ TEST(Job, ContinuesUnderAnotherLayout) {
     const std::vector<double> losses = resume(layout);
     for (std::size_t i = 0; i < one.size(); ++i) EXPECT_NEAR(losses[i], one[i], 2e-5 * one[i]);
   }
+}
+
+// Of one parameter every second update, of another all: AdamW's correction goes by the steps of a parameter, not of the run.
+TEST(Job, AParameterThatIsLeftOutKeepsItsOwnCount) {
+  const auto leave_out = [](TrainingJob& job) {
+    job.set_gradient_hook([&job](const std::vector<optim::NamedParameter>& parameters) {
+      for (const optim::NamedParameter& parameter : parameters)
+        if (parameter.name == "blocks.2.feed.down.weight" || (parameter.name == "blocks.1.feed.up.weight" && job.steps_done() % 2 == 1)) parameter.tensor.mutable_grad() = at::Tensor();
+    });
+  };
+  const auto run = [&](const Layout& layout, const ScratchFolder* from, const ScratchFolder* to, std::int64_t steps) {
+    const TrainConfig config = config_of(layout, {"--lr", "0.01"});
+    std::vector<double> losses;
+    comm::run_ranks(layout.pp * layout.dp, 120s, [&](comm::World& world) {
+      TrainingJob job(world, config, small_data().open(config));
+      leave_out(job);
+      if (from != nullptr) {
+        checkpoint::WorldMeeting meeting(world);
+        job.load(checkpoint::open_latest(meeting, from->path())->checkpoint);
+      }
+      while (job.steps_done() < steps) {
+        const StepOutcome outcome = job.train_step();
+        if (world.rank() == 0) losses.push_back(outcome.loss);
+      }
+      if (to == nullptr) return;
+      checkpoint::CheckpointWriter saver(world, to->path());
+      saver.save(job.steps_done(), job.contents());
+      saver.wait();
+    });
+    return losses;
+  };
+  const Layout writer{.name = "pp2 dp2", .pp = 2, .dp = 2}, one{.name = "one", .microbatch_size = 4};
+  const std::vector<double> whole = run(writer, nullptr, nullptr, 7);
+  const ScratchFolder scratch, again;
+  run(writer, nullptr, &scratch, 3);
+  EXPECT_EQ(run(writer, &scratch, nullptr, 7), (std::vector<double>(whole.begin() + 3, whole.end())));
+  // Saved once more by a job that has loaded it, and read in another layout.
+  run(writer, &scratch, &again, 4);
+  const std::vector<double> others = run(one, &again, nullptr, 7);
+  ASSERT_EQ(others.size(), 3U);
+  for (std::size_t i = 0; i < others.size(); ++i) EXPECT_NEAR(others[i], whole[4 + i], 2e-5 * others[i]);
+}
+
+// A checkpoint from before the first update: no parameter has state yet.
+TEST(Job, AJobThatHasNotBegunCanBeSaved) {
+  const TrainConfig config = config_of({.name = "one"});
+  const ScratchFolder scratch;
+  comm::run_ranks(1, 60s, [&](comm::World& world) {
+    TrainingJob job(world, config, small_data().open(config));
+    checkpoint::CheckpointWriter saver(world, scratch.path());
+    saver.save(job.steps_done(), job.contents());
+    saver.wait();
+    const double loss = job.train_step().loss;
+    TrainingJob later(world, config, small_data().open(config));
+    checkpoint::WorldMeeting meeting(world);
+    later.load(checkpoint::open_latest(meeting, scratch.path())->checkpoint);
+    EXPECT_EQ(later.train_step().loss, loss);
+  });
+}
+
+// One replica has frozen a parameter: named on every rank before anything is exchanged.
+TEST(Job, FreezingAParameterOnOneReplicaIsRefusedByName) {
+  const TrainConfig config = config_of({.name = "dp2", .dp = 2});
+  const auto train = [&](comm::World& world) {
+    TrainingJob job(world, config, small_data().open(config));
+    job.train_step();
+    if (world.rank() == 1)
+      for (const optim::NamedParameter& parameter : job.model().parameters())
+        if (parameter.name == "blocks.0.feed.up.weight") at::Tensor(parameter.tensor).set_requires_grad(false);
+    job.train_step();
+  };
+  const std::string message = penstock::test::message_of<StageBackwardError>([&] { comm::run_ranks(2, 60s, train); });
+  EXPECT_TRUE(penstock::test::has_text(message, "requires_grad of blocks.0.feed.up.weight")) << message;
 }
 
 TEST(Job, AnyRankCanAskForTheEnd) {

@@ -1,0 +1,717 @@
+// Trial runs: they leave no trace, whatever the module writes, need no communication, and are made again when something has changed.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <mutex>
+#include <random>
+
+#include "penstock/base/errors.h"
+#include "penstock/dtensor/dtensor.h"
+#include "penstock/pipeline/schedules.h"
+#include "penstock/shard/fully_shard.h"
+#include "penstock/torch/autocast_scope.h"
+#include "penstock/torch/fake.h"
+#include "penstock/torch/step_context.h"
+#include "tests/has_text.h"
+#include "tests/pipeline/parity_scenarios.h"
+
+namespace penstock {
+namespace stage_trial_test {
+
+using namespace std::chrono_literals;
+using schedule::ScheduleKind;
+using test::Block;
+using test::has_text;
+using test::kWidth;
+using test::values;
+
+constexpr TrialRun kTrials[] = {TrialRun::Auto, TrialRun::Fake, TrialRun::Real};
+
+const char* name_of(TrialRun trial) { return trial == TrialRun::Auto ? "auto" : trial == TrialRun::Fake ? "fake" : "real"; }
+
+StageOptions with(TrialRun trial) {
+  StageOptions options;
+  options.trial = trial;
+  return options;
+}
+
+// ------------------------------------------------------------------------------------------------- a module that writes what it is given
+
+// What a module does besides computing; all of it is allowed in one process.
+struct Habits {
+  bool writes_argument = false, writes_part_of_argument = false, writes_second_argument = false, writes_keyword = false, loss_writes_target = false;
+  bool batch_norm = false, multiplies_by_buffer = false, keeps_mean = false, keeps_mean_with_graph = false, builds_table = false, dropout_of_zero = false;
+  bool writes_parameter = false, writes_member = false;
+
+  explicit Habits(std::mt19937& random) {
+    for (bool* habit : {&writes_argument, &writes_part_of_argument, &writes_second_argument, &writes_keyword, &loss_writes_target, &batch_norm, &multiplies_by_buffer, &keeps_mean,
+                        &keeps_mean_with_graph, &builds_table, &dropout_of_zero, &writes_parameter, &writes_member})
+      *habit = random() % 2 == 0;
+  }
+};
+
+struct WriterImpl : torch::nn::Module {
+  WriterImpl(int stage, const Habits& the_habits) : first(stage == 0), habits(the_habits), block(register_module("block", Block(stage))) {
+    if (habits.batch_norm) norm = register_module("norm", torch::nn::BatchNorm1d(kWidth));
+    calls = register_buffer("calls", at::zeros({}, at::kLong));
+    factor = register_buffer("factor", values({kWidth}, 40 + stage));
+    mean = register_buffer("mean", at::zeros({kWidth}));
+    last = register_buffer("last", at::zeros({kWidth}));
+  }
+  at::Tensor forward(const Tree& args, const Tree& kwargs) {
+    at::Tensor x = args[0].tensor();
+    if (first && habits.writes_argument) x.add_(1);
+    if (first && habits.writes_part_of_argument) x.narrow(1, 1, 2).mul_(0.5);
+    if (first && habits.writes_second_argument) args[1].tensor().sub_(0.25);
+    if (first) x = x + args[1].tensor();
+    if (habits.writes_keyword) kwargs["shift"].tensor().add_(0.125);
+    x = block->forward(x) + kwargs["shift"].tensor();
+    calls.add_(1);
+    if (habits.writes_parameter) {
+      const at::NoGradGuard no_grad;
+      block->bias.mul_(0.75);  // backward does not need it
+    }
+    if (habits.writes_member) x = x + member.mul_(0.5).add_(1).clone();
+    if (norm) x = norm(x);
+    if (habits.multiplies_by_buffer) x = x * factor;
+    if (habits.keeps_mean) {
+      mean.mul_(0.75).add_(x.detach().mean(0));
+      x = x + mean.clone();
+    }
+    // Without no_grad the buffer becomes part of the graph: allowed as long as nobody computes with it.
+    if (habits.keeps_mean_with_graph) last.copy_(x.mean(0));
+    if (habits.builds_table) {
+      if (!table.defined()) table = at::arange(kWidth, at::kFloat).mul_(0.1).cos();
+      x = x + table;
+    }
+    if (habits.dropout_of_zero) x = torch::dropout(x, 1e-12, true);
+    return x;
+  }
+  bool first;
+  Habits habits;
+  Block block;
+  torch::nn::BatchNorm1d norm{nullptr};
+  at::Tensor calls, factor, mean, last, table;
+  at::Tensor member = at::zeros({kWidth});  // registered nowhere
+};
+TORCH_MODULE(Writer);
+
+PipelineLoss loss_of(const Habits& habits) {
+  return PipelineLoss([writes = habits.loss_writes_target](const at::Tensor& output, const at::Tensor& target) {
+    if (writes) target.mul_(0.5);
+    return (output - target).pow(2).mean();
+  });
+}
+
+// A batch of the caller, some of whose tensors may share memory.
+struct Given {
+  Given(int seed, int alias, std::int64_t rows) : x(values({rows, 2 * kWidth}, seed)), shift(values({rows, kWidth}, seed + 1)), target(values({rows, kWidth}, seed + 2)) {
+    first = x.narrow(1, 0, kWidth);
+    second = alias == 0 ? first : alias == 1 ? x.narrow(1, 2, kWidth) : values({rows, kWidth}, seed + 3);
+    if (alias == 3) target = first;
+  }
+  Tree args() const { return Tree::tuple({first, second}); }
+  Tree kwargs() const { return Tree::dict({{"shift", shift}}); }
+  at::Tensor x, first, second, shift, target;
+};
+
+constexpr int kMicrobatches = 3, kSteps = 2, kStages = 3;
+
+struct Outcome {
+  std::vector<at::Tensor> losses, gradients, buffers, given;
+};
+
+void note_state(Outcome& outcome, std::vector<Writer>& modules, const Given& given) {
+  for (const Writer& module : modules) {
+    for (const at::Tensor& parameter : module->parameters()) outcome.gradients.push_back(parameter.grad().clone());
+    for (const at::Tensor& buffer : module->buffers()) outcome.buffers.push_back(buffer.detach().clone());
+    outcome.buffers.push_back(module->member.clone());
+    outcome.buffers.push_back(module->block->bias.detach().clone());
+  }
+  for (const at::Tensor& tensor : {given.x, given.second, given.shift, given.target}) outcome.given.push_back(tensor.clone());
+}
+
+std::vector<Writer> writers(const std::vector<Habits>& habits) {
+  std::vector<Writer> modules;
+  for (int stage = 0; stage < kStages; ++stage) modules.emplace_back(stage, habits[static_cast<std::size_t>(stage)]);
+  return modules;
+}
+
+Outcome in_one_process(const std::vector<Habits>& habits, int seed, int alias) {
+  std::vector<Writer> modules = writers(habits);
+  const PipelineLoss loss = loss_of(habits.back());
+  Outcome outcome;
+  for (int step = 0; step < kSteps; ++step) {
+    const Given given(seed + 10 * step, alias, 4 * kMicrobatches);
+    const std::vector<Tree> args = split_tree(given.args(), kMicrobatches), kwargs = split_tree(given.kwargs(), kMicrobatches), targets = split_tree(given.target, kMicrobatches);
+    std::vector<at::Tensor> losses;
+    for (int m = 0; m < kMicrobatches; ++m) {
+      const auto at = static_cast<std::size_t>(m);
+      at::Tensor h = modules[0]->forward(args[at], kwargs[at]);
+      for (std::size_t stage = 1; stage < modules.size(); ++stage) h = modules[stage]->forward(Tree::tuple({h}), kwargs[at]);
+      losses.push_back(loss(Tree(h), targets[at]));
+      outcome.losses.push_back(losses.back().detach());
+    }
+    for (const at::Tensor& each : losses) (each / kMicrobatches).backward();
+    note_state(outcome, modules, given);
+  }
+  return outcome;
+}
+
+Outcome in_a_pipeline(const std::vector<Habits>& habits, int seed, int alias, TrialRun trial) {
+  Outcome outcome;
+  comm::run_ranks(1, 20s, [&](comm::World& world) {
+    std::vector<Writer> modules = writers(habits);
+    std::vector<PipelineStage> stages;
+    for (int stage = 0; stage < kStages; ++stage) stages.emplace_back(StageModule(modules[static_cast<std::size_t>(stage)]), stage, kStages, at::kCPU, with(trial));
+    PipelineRuntime pipeline(stages, schedule::generate(ScheduleKind::Interleaved1F1B, {.ranks = 1, .stages_per_rank = kStages, .microbatches = kMicrobatches, .group_size = {}}), loss_of(habits.back()), {world});
+    for (int step = 0; step < kSteps; ++step) {
+      const Given given(seed + 10 * step, alias, 4 * kMicrobatches);
+      const StepResult result = pipeline.step(given.args(), given.kwargs(), given.target);
+      outcome.losses.insert(outcome.losses.end(), result.losses.begin(), result.losses.end());
+      note_state(outcome, modules, given);
+    }
+    EXPECT_GE(pipeline.report().trials, kStages);
+  });
+  return outcome;
+}
+
+testing::AssertionResult same(const std::vector<at::Tensor>& found, const std::vector<at::Tensor>& expected) {
+  if (found.size() != expected.size()) return testing::AssertionFailure() << found.size() << " tensors, expected " << expected.size();
+  for (std::size_t i = 0; i < found.size(); ++i)
+    if (const double off = (found[i] - expected[i]).abs().max().item<double>(); off > 1e-4 * (1 + expected[i].abs().max().item<double>()))
+      return testing::AssertionFailure() << "tensor " << i << " of " << found.size() << " is off by " << off;
+  return testing::AssertionSuccess();
+}
+
+// The caller's tensors, buffers, losses and gradients are those of one process, whether a trial is fake or real.
+TEST(StageTrial, WritesActOnceAsInOneProcess) {
+  for (int seed = 0; seed < 80; ++seed) {
+    std::mt19937 random(static_cast<unsigned>(seed));
+    std::vector<Habits> habits;
+    for (int stage = 0; stage < kStages; ++stage) habits.emplace_back(random);
+    const int alias = static_cast<int>(random() % 4);
+    const Outcome expected = in_one_process(habits, 1000 * seed, alias);
+    for (const TrialRun trial : kTrials) {
+      SCOPED_TRACE(fmt::format("seed {}, {} trial", seed, name_of(trial)));
+      const Outcome found = in_a_pipeline(habits, 1000 * seed, alias, trial);
+      ASSERT_TRUE(same(found.losses, expected.losses));
+      ASSERT_TRUE(same(found.gradients, expected.gradients));
+      ASSERT_TRUE(same(found.buffers, expected.buffers));
+      ASSERT_TRUE(same(found.given, expected.given));
+    }
+  }
+}
+
+TEST(StageTrial, AWrittenArgumentIsWrittenOncePerMicrobatch) {
+  for (const TrialRun trial : kTrials)
+    comm::run_ranks(1, 20s, [&](comm::World& world) {
+      const StageModule module([](at::Tensor x, const Tree& kwargs) { return x.add_(1) * kwargs["k"].tensor().add_(2); }, {});
+      ScheduleGPipe pipeline(PipelineStage(module, 0, 1, at::kCPU, with(trial)), 2, {}, {world});
+      const at::Tensor x = at::zeros({4, 3}), k = at::zeros({4, 1});
+      pipeline.eval(Tree::tuple({x}), Tree::dict({{"k", k}}));
+      EXPECT_TRUE(x.equal(at::ones({4, 3}))) << name_of(trial);
+      EXPECT_TRUE(k.equal(at::full({4, 1}, 2.0))) << name_of(trial);
+    });
+}
+
+// Autograd in the caller's hands has saved these tensors: a trial must not raise their versions.
+TEST(StageTrial, VersionsOfTheCallersTensorsStay) {
+  comm::run_ranks(1, 20s, [](comm::World& world) {
+    const StageModule module([](at::Tensor x) { return StepContext::current()->trial ? x.add_(1) : x + 1; }, {});
+    ScheduleGPipe pipeline(PipelineStage(module, 0, 1, at::kCPU, with(TrialRun::Real)), 2, {}, {world});
+    const at::Tensor x = at::ones({4, 3}), w = at::ones({3}).set_requires_grad(true);
+    const at::Tensor outside = (x * w).sum();
+    const auto version = x._version();
+    pipeline.eval(Tree::tuple({x}));
+    EXPECT_EQ(x._version(), version);
+    outside.backward();
+  });
+}
+
+// ------------------------------------------------------------------------------------------------------------------ tensors that are kept
+
+struct LazyImpl : torch::nn::Module {
+  enum class Kept { Table, View, Activation, Random, Next };
+  LazyImpl(int stage, Kept what) : kept(what), block(register_module("block", Block(stage))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    if (!table.defined() || (kept != Kept::Activation && table.size(0) < x.size(0))) {
+      if (kept == Kept::Table) table = at::ones({x.size(0), kWidth}).triu().mul_(block->bias.detach()) * 2 + constant.unsqueeze(0);
+      if (kept == Kept::View) table = at::arange(2 * x.size(0), at::kFloat).cos().narrow(0, 1, x.size(0)).unsqueeze(1).expand({x.size(0), kWidth});
+      if (kept == Kept::Activation) table = x.detach().sin();
+      if (kept == Kept::Random) table = at::rand({x.size(0), kWidth});
+    }
+    // The next state of something that was there before the trial.
+    if (kept == Kept::Next) table = count = count * 0.5 + 1;
+    return block->forward(x + table.narrow(0, 0, x.size(0)));
+  }
+  Kept kept;
+  Block block;
+  at::Tensor table, constant = at::full({kWidth}, 0.5), count = at::ones({16, kWidth});
+};
+TORCH_MODULE(Lazy);
+
+TEST(StageTrial, ATableBuiltInTheFirstForward) {
+  for (const auto& [kept, trial] : {std::pair(LazyImpl::Kept::Table, TrialRun::Fake), std::pair(LazyImpl::Kept::View, TrialRun::Fake), std::pair(LazyImpl::Kept::Table, TrialRun::Real)})
+    comm::run_ranks(2, 20s, [&, kept = kept, trial = trial](comm::World& world) {
+      Lazy module(world.rank(), kept);
+      const PipelineStage stage(StageModule(module), world.rank(), 2, at::kCPU, with(trial));
+      ScheduleGPipe pipeline(stage, 2, test::square_loss(), {world});
+      Lazy first(0, kept), second(1, kept);
+      // The second step has longer microbatches, for which the table is built anew.
+      for (const int rows : {4, 10}) {
+        const test::Batch batch = test::plain_batch(0, rows);
+        const StepResult result = pipeline.step(batch.args, {}, batch.target);
+        EXPECT_FALSE(is_fake(module->table));
+        if (world.rank() == 0) continue;
+        for (int m = 0; m < 2; ++m) {
+          const auto part = [&](const at::Tensor& tensor) { return tensor.chunk(2)[static_cast<std::size_t>(m)]; };
+          const at::Tensor expected = second->forward(first->forward(part(batch.args[0].tensor())));
+          EXPECT_TRUE(at::allclose(result.losses[static_cast<std::size_t>(m)], (expected - part(batch.target.tensor())).pow(2).mean(), 1e-5, 1e-6));
+        }
+      }
+    });
+}
+
+// What a pipeline of two ranks whose second stage keeps a tensor ends with, on that rank.
+std::string end_of_keeping(LazyImpl::Kept kept, TrialRun trial, int keeper) {
+  std::string said;
+  try {
+    comm::run_ranks(2, 20s, [&](comm::World& world) {
+      const StageModule module = world.rank() == keeper ? StageModule(Lazy(world.rank(), kept)) : StageModule(Block(world.rank()));
+      ScheduleGPipe pipeline(PipelineStage(module, world.rank(), 2, at::kCPU, with(trial)), 2, test::square_loss(), {world});
+      const test::Batch batch = test::plain_batch(0, 4);
+      try {
+        pipeline.step(batch.args, {}, batch.target);
+      } catch (const StageForwardError& error) {
+        said = error.what();
+        throw;
+      }
+    });
+  } catch (const std::exception&) {
+  }
+  return said;
+}
+
+// Neither activations nor random numbers nor the next state of something can be made up afterwards: whoever uses the tensor hears of it.
+TEST(StageTrial, AKeptTensorWithoutValuesIsNamed) {
+  using Kept = LazyImpl::Kept;
+  for (const auto kept : {Kept::Activation, Kept::Random, Kept::Next})
+    for (const int keeper : {0, 1}) {
+      const std::string said = end_of_keeping(kept, TrialRun::Auto, keeper);
+      EXPECT_TRUE(has_text(said, fmt::format("without values: stage {} of 2 made it in a trial run and kept it", keeper)));
+      EXPECT_TRUE(has_text(said, "make it in the module's constructor"));
+    }
+  // On real tensors the first stage is tried with its arguments, so that what it keeps of them is right; the second one is given zeros.
+  EXPECT_EQ(end_of_keeping(Kept::Activation, TrialRun::Real, 0), "");
+  EXPECT_TRUE(has_text(end_of_keeping(Kept::Activation, TrialRun::Real, 1), "stage 1 of 2 made it in a trial run and kept it"));
+  EXPECT_TRUE(has_text(end_of_keeping(Kept::Next, TrialRun::Real, 0), "stage 0 of 2 made it in a trial run and kept it"));
+  EXPECT_EQ(end_of_keeping(Kept::Table, TrialRun::Real, 1), "");
+}
+
+// What is kept for others to look at, and made anew by every forward, is no error.
+TEST(StageTrial, AnActivationThatEveryForwardReplacesMayBeKept) {
+  comm::run_ranks(1, 20s, [](comm::World& world) {
+    at::Tensor last;
+    Block block(0);
+    const StageModule module([block, &last](at::Tensor x) mutable { return last = block->forward(x); }, {block.ptr()});
+    ScheduleGPipe pipeline(PipelineStage(module, 0, 1, at::kCPU, with(TrialRun::Fake)), 2, test::square_loss(), {world});
+    const test::Batch batch = test::plain_batch(0, 4);
+    pipeline.step(batch.args, {}, batch.target);
+    EXPECT_FALSE(is_fake(last));
+    EXPECT_TRUE(last.isfinite().all().item<bool>());
+  });
+}
+
+// A table that depends on a buffer which the same forward writes: the trial has not written it, so its value is not known.
+TEST(StageTrial, ATableThatDependsOnAWrittenBufferIsNotMadeUp) {
+  std::string said;
+  try {
+    comm::run_ranks(1, 20s, [](comm::World& world) {
+      struct CounterImpl : torch::nn::Module {
+        CounterImpl() : count(register_buffer("count", at::zeros({kWidth}))) {}
+        at::Tensor forward(const at::Tensor& x) {
+          count.add_(1);
+          if (!table.defined()) table = count * 2;
+          return x * table;
+        }
+        at::Tensor count, table;
+      };
+      ScheduleGPipe pipeline(PipelineStage(StageModule(std::make_shared<CounterImpl>()), 0, 1, at::kCPU), 2, {}, {world});
+      pipeline.eval(test::plain_batch(0, 4).args);
+    });
+  } catch (const StageForwardError& error) {
+    said = error.what();
+  }
+  EXPECT_TRUE(has_text(said, "made it in a trial run and kept it"));
+}
+
+// Autocast keeps the weights that it has cast until its outermost scope ends.
+TEST(StageTrial, WeightsThatAutocastHasCastInTheTrialAreForgotten) {
+  for (const TrialRun trial : {TrialRun::Fake, TrialRun::Real})
+    comm::run_ranks(1, 20s, [&](comm::World& world) {
+      torch::nn::Linear linear(kWidth, kWidth), twin(kWidth, kWidth);
+      {
+        const at::NoGradGuard no_grad;
+        twin->weight.copy_(linear->weight);
+        twin->bias.copy_(linear->bias);
+      }
+      ScheduleGPipe pipeline(PipelineStage(StageModule(linear), 0, 1, at::kCPU, with(trial)), 2, [](const at::Tensor& y, const at::Tensor&) { return y.to(at::kFloat).pow(2).mean(); }, {world});
+      const test::Batch batch = test::plain_batch(0, 4);
+      const AutocastScope scope(at::kCPU, at::kBFloat16);
+      const StepResult result = pipeline.step(batch.args, {}, batch.target);
+      EXPECT_TRUE(result.output->tensor().equal(twin(batch.args[0].tensor())));
+      EXPECT_TRUE(linear->weight.grad().isfinite().all().item<bool>());
+      EXPECT_GT(linear->weight.grad().abs().sum().item<double>(), 0);
+    });
+}
+
+// -------------------------------------------------------------------------------------------------------------------- ends of a pipeline
+
+// In a bidirectional pipeline a microbatch may end at a stage that is not the one with the highest number.
+TEST(StageTrial, TheLastStageOfEitherChainMayReturnAnything) {
+  comm::run_ranks(2, 20s, [](comm::World& world) {
+    const schedule::Schedule order = schedule::generate(ScheduleKind::DualPipe, {.ranks = 2, .stages_per_rank = 2, .microbatches = 4, .group_size = {}});
+    std::vector<PipelineStage> own;
+    int ends = 0;
+    for (const int index : order.stages().stages_of(world.rank())) {
+      Block block(index % 2);
+      const bool last = order.stages().is_last(StageId{index});
+      ends += last;
+      own.emplace_back(StageModule([block, last](at::Tensor x) mutable {
+        const at::Tensor h = block->forward(x);
+        return last ? Tree::dict({{"logits", h}, {"name", "batch"}}) : Tree(h);
+      }, {block.ptr()}), index, 4, at::kCPU);
+    }
+    EXPECT_EQ(ends, 1);
+    PipelineRuntime pipeline(own, order, [](const Tree& output, const Tree& target) { return (output["logits"].tensor() - target.tensor()).pow(2).mean(); }, {world});
+    const test::Batch batch = test::plain_batch(0, 8);
+    const StepResult result = pipeline.step(batch.args, {}, batch.target);
+    EXPECT_EQ((*result.output)["name"].text(), "batch");
+  });
+}
+
+// ---------------------------------------------------------------------------------------------------------------- plans and what they hold for
+
+TEST(StagePlans, AnIntegerThatChangesAShape) {
+  for (const TrialRun trial : kTrials)
+    comm::run_ranks(2, 20s, [&](comm::World& world) {
+      Block block(world.rank());
+      const StageModule module([block, &world](at::Tensor x, const Tree& kwargs) mutable {
+        const at::Tensor h = block->forward(x);
+        return world.rank() == 0 ? h.repeat({1, kwargs["times"].integer(), 1}) : h;
+      }, {block.ptr()});
+      Schedule1F1B pipeline(PipelineStage(module, world.rank(), 2, at::kCPU, with(trial)), 2, [](const at::Tensor& y, const at::Tensor& t) { return (y - t).pow(2).mean(); }, {world});
+      for (const int times : {1, 3, 1, 2}) {
+        const StepResult result = pipeline.step(Tree::tuple({values({4, 1, kWidth}, 3)}), Tree::dict({{"times", times}}), values({4, 1, kWidth}, 4));
+        if (world.rank() == 1) {
+          EXPECT_EQ(result.output->tensor().sizes(), (std::vector<std::int64_t>{4, times, kWidth}));
+        }
+      }
+      EXPECT_EQ(pipeline.report().trials, 3);
+    });
+}
+
+// A frozen first stage sends tensors that need no gradient.
+TEST(StagePlans, ParametersThatAreFrozenAndUnfrozenBetweenSteps) {
+  comm::run_ranks(2, 20s, [](comm::World& world) {
+    Block block(world.rank());
+    Schedule1F1B pipeline(PipelineStage(StageModule(block), world.rank(), 2, at::kCPU), 2, test::square_loss(), {world});
+    const test::Batch batch = test::plain_batch(0, 4);
+    for (const bool trains : {false, true, false, true}) {
+      if (world.rank() == 0)
+        for (const at::Tensor& parameter : block->parameters()) parameter.set_requires_grad(trains);
+      block->zero_grad();
+      pipeline.step(batch.args, {}, batch.target);
+      const at::Tensor gradient = block->weight.grad();
+      if (world.rank() == 0) {
+        EXPECT_EQ(gradient.defined() && gradient.abs().sum().item<double>() > 0, trains);
+      }
+    }
+    EXPECT_EQ(pipeline.report().trials, 2);
+  });
+}
+
+TEST(StagePlans, EvalModeAndOtherDtypes) {
+  comm::run_ranks(2, 20s, [](comm::World& world) {
+    struct HeadsImpl : torch::nn::Module {
+      explicit HeadsImpl(int stage) : block(register_module("block", Block(stage))) {}
+      at::Tensor forward(const at::Tensor& x) {
+        const at::Tensor h = block->forward(x.to(block->weight.scalar_type()));
+        return is_training() ? at::cat({h, h}) : h;
+      }
+      Block block;
+    };
+    auto module = std::make_shared<HeadsImpl>(world.rank());
+    Schedule1F1B pipeline(PipelineStage(StageModule(module), world.rank(), 2, at::kCPU), 2, {}, {world});
+    const Tree args = test::plain_batch(0, 4).args;
+    const auto output = [&] {
+      const StepResult result = pipeline.eval(args);
+      return world.rank() == 1 ? result.output->tensor() : at::empty({0});
+    };
+    const bool last = world.rank() == 1;
+    EXPECT_EQ(output().size(0), last ? 16 : 0);
+    module->eval();
+    EXPECT_EQ(output().size(0), last ? 4 : 0);
+    module->to(at::kDouble);
+    EXPECT_EQ(output().scalar_type(), last ? at::kDouble : at::kFloat);
+    {
+      module->to(at::kFloat);
+      const AutocastScope scope(at::kCPU, at::kBFloat16);
+      EXPECT_EQ(output().size(0), last ? 4 : 0);
+    }
+    EXPECT_EQ(pipeline.report().trials, 4);
+  });
+}
+
+// ----------------------------------------------------------------------------------------------------------------- distributed and sharded
+
+// A stage without distributed parameters that is given a distributed tensor.
+TEST(StageTrial, ADistributedArgumentAtAPlainStage) {
+  for (const TrialRun trial : kTrials)
+    comm::run_ranks(4, 30s, [&](comm::World& world) {
+      const comm::MeshGroups all(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{world.rank()}, world.size()));
+      const comm::MeshGroups tp = all.with_mesh(all.mesh()["tp"]);
+      const int stage = world.rank() / 2;
+      StageOptions stage_options = with(trial);
+      stage_options.find_mesh = [&](const MeshKey&) { return std::optional(tp); };
+      const StageModule module([stage](at::Tensor x, const Tree& kwargs) {
+        const at::Tensor h = x * kwargs["k"].tensor();
+        return stage == 1 ? full_tensor(h) : h;
+      }, {});
+      PipelineOptions options{world};
+      options.ranks = {world.rank() % 2, 2 + world.rank() % 2};
+      ScheduleGPipe pipeline(PipelineStage(module, stage, 2, at::kCPU, stage_options), 2, {}, options);
+      const at::Tensor x = values({4, kWidth}, 1), k = values({4, kWidth}, 2);
+      const auto placed = [&](const at::Tensor& tensor) { return distribute_tensor(tensor, tp, {Shard{1}}); };
+      const StepResult result = pipeline.eval(Tree::tuple({placed(x)}), Tree::dict({{"k", placed(k)}}));
+      if (stage == 1) {
+        EXPECT_TRUE(at::allclose(result.output->tensor(), x * k * k, 1e-5, 1e-6)) << name_of(trial);
+      }
+    });
+}
+
+struct ShardedPartImpl : torch::nn::Module {
+  explicit ShardedPartImpl(int stage, bool reads = false) : reads_values(reads), block(register_module("block", Block(stage))) {
+    factor = register_buffer("factor", values({kWidth}, 60 + stage));
+    calls = register_buffer("calls", at::zeros({}, at::kLong));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    calls.add_(1);
+    // No value decides anything, but a fake tensor has none.
+    if (reads_values) x.detach().sum().item<double>();
+    const at::Tensor h = block->forward(x.to(block->weight.scalar_type()));
+    // A view of a parameter in an operator of its own.
+    return (h.matmul(block->weight.t()) * factor).to(at::kFloat);
+  }
+  bool reads_values;
+  Block block;
+  at::Tensor factor, calls;
+};
+TORCH_MODULE(ShardedPart);
+
+// Two replicas of a pipeline share sharded stages. Their microbatches have different shapes, which are new to one of them and known to the other at
+// different steps: a trial that gathered would wait for a replica that makes none.
+void train_replicas(TrialRun trial, int pipeline_ranks, bool reads_values) {
+  constexpr int kReplicas = 2;
+  const std::vector<std::vector<std::int64_t>> rows = {{4, 6}, {4, 4}, {8, 4}, {4, 8}};  // by step and replica, of two microbatches
+  std::mutex mutex;
+  std::map<int, at::Tensor> found;
+  comm::run_ranks(pipeline_ranks * kReplicas, 30s, [&](comm::World& world) {
+    const comm::MeshGroups all(world, init_device_mesh("cpu", {pipeline_ranks, kReplicas}, {"pp", "dp"}, Rank{world.rank()}, world.size()));
+    const int stage = world.rank() / kReplicas, replica = world.rank() % kReplicas;
+    ShardedPart module(stage, reads_values);
+    fully_shard(*module, all.with_mesh(all.mesh()["dp"]));
+    PipelineOptions options{world};
+    for (int rank = 0; rank < pipeline_ranks; ++rank) options.ranks.push_back(rank * kReplicas + replica);
+    ScheduleGPipe pipeline(PipelineStage(StageModule(module), stage, pipeline_ranks, at::kCPU, with(trial)), 2, test::square_loss(), options);
+    for (std::size_t step = 0; step < rows.size(); ++step) {
+      const auto mine = rows[step][static_cast<std::size_t>(replica)];
+      const int seed = static_cast<int>(100 * step) + replica;
+      pipeline.step(Tree::tuple({values({mine, kWidth}, seed)}), {}, values({mine, kWidth}, seed + 50));
+    }
+    EXPECT_EQ(module->calls.item<int>(), 2 * static_cast<int>(rows.size()));
+    const at::Tensor gradient = full_tensor(module->block->weight.grad());
+    const std::lock_guard lock(mutex);
+    found[stage] = gradient;
+  });
+
+  std::vector<ShardedPart> model;
+  for (int stage = 0; stage < pipeline_ranks; ++stage) model.emplace_back(stage);
+  for (std::size_t step = 0; step < rows.size(); ++step)
+    for (int replica = 0; replica < kReplicas; ++replica) {
+      const auto mine = rows[step][static_cast<std::size_t>(replica)];
+      const int seed = static_cast<int>(100 * step) + replica;
+      const std::vector<at::Tensor> xs = values({mine, kWidth}, seed).chunk(2), targets = values({mine, kWidth}, seed + 50).chunk(2);
+      for (std::size_t m = 0; m < 2; ++m) {
+        at::Tensor h = xs[m];
+        for (ShardedPart& part : model) h = part->forward(h);
+        ((h - targets[m]).pow(2).mean() / (2 * kReplicas)).backward();
+      }
+    }
+  for (int stage = 0; stage < pipeline_ranks; ++stage)
+    EXPECT_TRUE(at::allclose(found.at(stage), model[static_cast<std::size_t>(stage)]->block->weight.grad(), 1e-4, 1e-5)) << name_of(trial) << ", stage " << stage;
+}
+
+TEST(StageTrial, ReplicasWhoseMicrobatchesDiffer) {
+  for (const TrialRun trial : kTrials) {
+    train_replicas(trial, 2, false);
+    train_replicas(trial, 3, false);
+  }
+  // Tried on fake tensors, then on real ones.
+  train_replicas(TrialRun::Auto, 3, true);
+}
+
+// Mixed precision: inputs are cast where they meet a parameter, in a trial too.
+TEST(StageTrial, ShardedStagesCastInTheirTrial) {
+  for (const TrialRun trial : kTrials)
+    comm::run_ranks(2, 30s, [&](comm::World& world) {
+      const comm::MeshGroups dp(world, init_device_mesh("cpu", {2}, {"dp"}, Rank{world.rank()}, world.size()));
+      torch::nn::Linear linear(kWidth, kWidth);
+      fully_shard(*linear, dp, {.mixed_precision = {.param_dtype = at::kBFloat16}});
+      PipelineOptions options{world};
+      options.ranks = {world.rank()};
+      const StageModule module([linear](at::Tensor x) mutable { return linear(x).matmul(linear->weight.t()); }, {linear.ptr()});
+      ScheduleGPipe pipeline(PipelineStage(module, 0, 1, at::kCPU, with(trial)), 2, [](const at::Tensor& y, const at::Tensor&) { return y.to(at::kFloat).pow(2).mean(); }, options);
+      const test::Batch batch = test::plain_batch(0, 4);
+      const StepResult result = pipeline.step(batch.args, {}, batch.target);
+      EXPECT_EQ(result.output->tensor().scalar_type(), at::kBFloat16);
+      EXPECT_TRUE(is_dtensor(linear->weight));
+      EXPECT_GT(full_tensor(linear->weight.grad()).abs().sum().item<double>(), 0);
+    });
+}
+
+// Tensor-parallel stages whose ranks hold rows of their own: what is new to one rank is known to the other.
+TEST(StageTrial, TensorParallelRanksWhoseShapesDiffer) {
+  for (const TrialRun trial : kTrials)
+    comm::run_ranks(2, 30s, [&](comm::World& world) {
+      const comm::MeshGroups tp(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, world.size()));
+      struct RowsImpl : torch::nn::Module {
+        explicit RowsImpl(const comm::MeshGroups& groups) : mesh(groups) {
+          weight = register_parameter("weight", distribute_tensor(values({kWidth, kWidth}, 5), mesh, {Shard{0}}));
+          calls = register_buffer("calls", at::zeros({}, at::kLong));
+        }
+        at::Tensor forward(const at::Tensor& x) {
+          calls.add_(1);
+          const at::Tensor whole = redistribute(weight, {Replicate{}});
+          return x.matmul(to_local(whole, {.grad_placements = Placements{Partial{}}}));
+        }
+        comm::MeshGroups mesh;
+        at::Tensor weight, calls;
+      };
+      auto module = std::make_shared<RowsImpl>(tp);
+      PipelineOptions options{world};
+      options.ranks = {world.rank()};
+      ScheduleGPipe pipeline(PipelineStage(StageModule(module), 0, 1, at::kCPU, with(trial)), 2, test::square_loss(), options);
+      for (const int rows : {4, world.rank() == 0 ? 4 : 6, world.rank() == 0 ? 8 : 4}) {
+        const test::Batch batch = test::plain_batch(world.rank(), rows);
+        const StepResult result = pipeline.step(batch.args, {}, batch.target);
+        EXPECT_TRUE(at::allclose(result.output->tensor(), batch.args[0].tensor().matmul(values({kWidth, kWidth}, 5)), 1e-5, 1e-6)) << name_of(trial);
+      }
+      EXPECT_EQ(module->calls.item<int>(), 6);
+      EXPECT_FALSE(is_fake(to_local(module->weight)));
+    });
+}
+
+// Dropout of a distributed tensor, a parallelized module's plain inputs, a weight that two stages of a rank share, a loss that reads values.
+TEST(StageTrial, TensorParallelStagesOfOneRank) {
+  for (const TrialRun trial : kTrials)
+    for (const bool reads_values : {false, true}) {
+      if (reads_values && trial == TrialRun::Fake) continue;
+      comm::run_ranks(2, 30s, [&](comm::World& world) {
+        const comm::MeshGroups tp(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, world.size()));
+        struct SharedImpl : torch::nn::Module {
+          SharedImpl(int number, at::Tensor the_weight, const comm::MeshGroups& groups) : stage(number), mesh(groups), weight(register_parameter("weight", std::move(the_weight))) {
+            factor = register_buffer("factor", distribute_tensor(at::linspace(0.5, 1.5, kWidth), mesh, {Replicate{}}));
+          }
+          at::Tensor forward(at::Tensor x) {
+            if (stage == 0) x = from_local(x, mesh, {Replicate{}});
+            x = torch::dropout(torch::linear(x, weight), 1e-12, true) * factor;
+            return redistribute(x, {Replicate{}});
+          }
+          int stage;
+          comm::MeshGroups mesh;
+          at::Tensor weight, factor;
+        };
+        const at::Tensor whole = values({kWidth, kWidth}, 8), weight = distribute_tensor(whole, tp, {Shard{0}}).set_requires_grad(true);
+        std::vector<PipelineStage> stages;
+        for (int stage = 0; stage < 3; ++stage) stages.emplace_back(StageModule(std::make_shared<SharedImpl>(stage, weight, tp)), stage, 3, at::kCPU, with(trial));
+        const auto loss = [&](const at::Tensor& y, const at::Tensor& target) {
+          const at::Tensor value = (full_tensor(y) - target).pow(2).mean();
+          EXPECT_TRUE(!reads_values || value.item<double>() >= 0);
+          return value;
+        };
+        PipelineOptions options{world};
+        options.ranks = {world.rank()};
+        PipelineRuntime pipeline(stages, schedule::generate(ScheduleKind::Interleaved1F1B, {.ranks = 1, .stages_per_rank = 3, .microbatches = 2, .group_size = {}}), loss, options);
+        const test::Batch batch = test::plain_batch(0, 4);
+        pipeline.step(batch.args, {}, batch.target);
+        EXPECT_FALSE(is_fake(to_local(weight)));
+        const at::Tensor alone = whole.clone().set_requires_grad(true);
+        for (std::size_t m = 0; m < 2; ++m) {
+          at::Tensor y = batch.args[0].tensor().chunk(2)[m];
+          for (int stage = 0; stage < 3; ++stage) y = torch::linear(y, alone) * at::linspace(0.5, 1.5, kWidth);
+          ((y - batch.target.tensor().chunk(2)[m]).pow(2).mean() / 2).backward();
+        }
+        EXPECT_TRUE(at::allclose(full_tensor(weight.grad()), alone.grad(), 1e-4, 1e-4)) << name_of(trial);
+      });
+    }
+}
+
+// The backward of a middle stage does not run on fake tensors: the trial starts again on real ones.
+TEST(StageTrial, ABackwardThatReadsValues) {
+  struct Reads : torch::autograd::Function<Reads> {
+    static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x * 2; }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list gradients) {
+      return {gradients[0] * (gradients[0].sum().item<double>() < 1e9 ? 2 : 0)};
+    }
+  };
+  comm::run_ranks(3, 20s, [](comm::World& world) {
+    Block block(world.rank());
+    at::Tensor calls = block->register_buffer("calls", at::zeros({}, at::kLong));
+    const StageModule module([block, calls](at::Tensor x) mutable {
+      calls.add_(1);
+      return block->forward(Reads::apply(x));
+    }, {block.ptr()});
+    ScheduleGPipe pipeline(PipelineStage(module, world.rank(), 3, at::kCPU), 2, test::square_loss(), {world});
+    const test::Batch batch = test::plain_batch(0, 4);
+    pipeline.step(batch.args, {}, batch.target);
+    EXPECT_EQ(calls.item<int>(), 2);
+    std::vector<Block> model = {Block(0), Block(1), Block(2)};
+    for (std::size_t m = 0; m < 2; ++m) {
+      at::Tensor y = batch.args[0].tensor().chunk(2)[m];
+      for (Block& part : model) y = part->forward(y * 2);
+      ((y - batch.target.tensor().chunk(2)[m]).pow(2).mean() / 2).backward();
+    }
+    EXPECT_TRUE(at::allclose(block->weight.grad(), model[static_cast<std::size_t>(world.rank())]->weight.grad(), 1e-4, 1e-5));
+  });
+}
+
+// A module that communicates by itself: its trial sends nothing, so nobody needs to take part.
+TEST(StageTrial, CollectivesOfModulesAreNotMadeInTrials) {
+  for (const TrialRun trial : kTrials)
+    comm::run_ranks(2, 30s, [&](comm::World& world) {
+      PipelineOptions options{world};
+      options.ranks = {world.rank()};
+      const comm::Group group = world.group();
+      const StageModule module([&group](at::Tensor x, const Tree&) {
+        at::Tensor all = at::empty({2 * x.size(0), x.size(1)}, x.options());
+        group.all_gather(all, x.contiguous()).wait();
+        at::Tensor sum = all.clone();
+        group.all_reduce(sum).wait();
+        return sum;
+      }, {});
+      ScheduleGPipe pipeline(PipelineStage(module, 0, 1, at::kCPU, with(trial)), 2, {}, options);
+      for (int step = 0; step < 3; ++step) {
+        // Every step is new to rank 1, and only the first to rank 0.
+        const StepResult result = pipeline.eval(Tree::tuple({values({4, kWidth}, world.rank())}), Tree::dict({{"step", world.rank() * step}}));
+        const at::Tensor first = values({4, kWidth}, 0).chunk(2)[0], second = values({4, kWidth}, 1).chunk(2)[0];
+        EXPECT_TRUE(at::allclose(result.output->tensor().narrow(0, 0, 4), 2 * at::cat({first, second}), 1e-5, 1e-6)) << name_of(trial);
+      }
+      EXPECT_EQ(pipeline.report().trials, world.rank() == 1 ? 3 : 1);
+    });
+}
+
+}  // namespace stage_trial_test
+}  // namespace penstock

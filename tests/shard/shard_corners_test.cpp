@@ -1,0 +1,757 @@
+// Sharded parameters in the hands of code that does more than forward, backward and step: batches placed in any way, data that is
+// exchanged, meshes that only look alike, forwards that are run again inside backward, weights that are derived from parameters.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "penstock/base/errors.h"
+#include "penstock/dtensor/dtensor.h"
+#include "penstock/dtensor/parallel_style.h"
+#include "penstock/shard/forward_scope.h"
+#include "penstock/shard/fully_shard.h"
+#include "penstock/shard/int8_gather.h"
+#include "penstock/torch/cpu_bfloat16.h"
+#include "penstock/torch/wrapper.h"
+#include "tests/has_text.h"
+#include "tests/shard/recomputed.h"
+#include "tests/shard/sharded_training.h"
+#include "tests/throws.h"
+
+namespace penstock {
+namespace shard_corners_test {
+
+using namespace std::chrono_literals;
+using namespace penstock::test;
+
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+comm::MeshGroups grid(comm::World& world, std::vector<std::int64_t> shape, std::vector<std::string> names) {
+  return {world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size())};
+}
+
+at::Tensor numbers(std::vector<std::int64_t> shape, std::uint64_t seed) { return at::randn(shape, at::detail::createCPUGenerator(seed), at::TensorOptions(at::kDouble)); }
+
+struct DenseImpl : nn::Module {
+  DenseImpl(std::int64_t in, std::int64_t out, std::uint64_t seed = 1) {
+    weight = register_parameter("weight", numbers({out, in}, seed));
+    bias = register_parameter("bias", numbers({out}, seed + 1));
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::linear(x, weight, bias); }
+  at::Tensor weight, bias;
+};
+TORCH_MODULE(Dense);
+
+// A leaf whose gradient keeps the placements that operators give it: distribute_parameter would make it whole.
+void make_distributed(const at::Tensor& parameter, const comm::MeshGroups& mesh, const Placements& placements) {
+  const at::Tensor value = distribute_tensor(parameter.detach(), mesh, placements, {.source_axis_rank = std::nullopt});
+  parameter.set_requires_grad(false);
+  replace_data(parameter, value);
+  parameter.set_requires_grad(true);
+}
+
+// ---- gradients of a distributed batch ----
+
+TEST(DistributedBatch, GradientsDoNotDependOnItsPlacements) {
+  const at::Tensor x = numbers({8, 5}, 9);
+  Dense alone(5, 6);
+  alone(x).pow(2).mean().backward();
+  comm::run_ranks(4, 60s, [&](comm::World& world) {
+    const comm::MeshGroups mesh = grid(world, {2, 2}, {"replicas", "shards"});
+    const Placement choices[] = {Placement(Replicate{}), Placement(Shard{0})};
+    for (const Placement& first : choices)
+      for (const Placement& second : choices)
+        for (const std::optional<double> factor : {std::optional<double>(), std::optional<double>(3)}) {
+          SCOPED_TRACE(fmt::format("[{}, {}], divided by {}", first.to_string(), second.to_string(), factor.value_or(0)));
+          Dense layer(5, 6);
+          for (const at::Tensor& p : layer->parameters()) make_distributed(p, mesh, {Replicate{}, Replicate{}});
+          const auto state = fully_shard(*layer, mesh);
+          if (factor) state->set_gradient_divide_factor(*factor);
+          const at::Tensor rows = distribute_tensor(x, mesh, {first, second}, {.source_axis_rank = std::nullopt});
+          layer(rows).pow(2).mean().backward();
+          EXPECT_TRUE(at::allclose(full_tensor(layer->weight.grad()), alone->weight.grad() / factor.value_or(1)));
+          EXPECT_TRUE(at::allclose(full_tensor(layer->bias.grad()), alone->bias.grad() / factor.value_or(1)));
+        }
+  });
+}
+
+// ---- data that is exchanged ----
+
+TEST(ReplacedData, ValuesSetFromOutsideAreTakenOver) {
+  const at::Tensor x = numbers({3, 5}, 4), value = numbers({7, 5}, 5);
+  comm::run_ranks(3, 60s, [&](comm::World& world) {
+    const comm::MeshGroups mesh = line(world);
+    for (const bool gathered : {false, true})
+      for (const bool distributed : {false, true}) {
+        SCOPED_TRACE(fmt::format("gathered {}, distributed {}", gathered, distributed));
+        Dense layer(5, 7), plain(5, 7);
+        const auto state = fully_shard(*layer, mesh);
+        if (gathered) state->unshard();
+        layer->weight.set_data(distributed ? distribute_tensor(value, mesh, {Shard{0}}, {.source_axis_rank = std::nullopt}) : value.clone());
+        plain->weight.set_data(value.clone());
+        for (int i = 0; i < 2; ++i) {
+          EXPECT_TRUE(at::equal(layer(x), plain(x)));
+          ensure_sharded(layer->parameters());
+          EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), value));
+        }
+        layer(x).sum().backward();
+        plain(x).sum().backward();
+        EXPECT_TRUE(at::allclose(full_tensor(layer->weight.grad()), plain->weight.grad()));
+        const at::NoGradGuard no_grad;
+        layer->weight.sub_(layer->weight.grad());
+        EXPECT_TRUE(at::allclose(full_tensor(layer->weight), value - plain->weight.grad()));
+      }
+  });
+}
+
+TEST(ReplacedData, AnOptimizerOrACheckpointMayComeFirst) {
+  const at::Tensor value = numbers({7, 5}, 5);
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    Dense layer(5, 7);
+    fully_shard(*layer, line(world));
+    layer->weight.set_data(value.clone());
+    {
+      const at::NoGradGuard no_grad;
+      layer->weight.mul_(2);
+    }
+    EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), value * 2));
+    layer->weight.set_data(value.clone());
+    ensure_sharded(layer->weight);
+    EXPECT_TRUE(is_dtensor(layer->weight));
+    layer->weight.set_data(value.clone());
+    EXPECT_TRUE(is_dtensor(layer->weight.detach()));
+    // Data of its own is nothing new.
+    layer->weight.set_data(layer->weight.detach());
+    EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), value));
+    {
+      const UnshardedScope scope(*layer);
+      layer->weight.set_data(value * 3);
+    }
+    EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), value * 3));
+    {
+      const UnshardedScope scope(*layer);
+      const at::NoGradGuard no_grad;
+      layer->weight.set_data(value * 5);
+      layer->weight.add_(1);
+    }
+    EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), value * 5 + 1));
+  });
+}
+
+// Without an operator in between.
+TEST(ReplacedData, TransitionsByHand) {
+  const at::Tensor value = numbers({7, 5}, 5);
+  comm::run_ranks(4, 60s, [&](comm::World& world) {
+    Dense layer(5, 7);
+    const auto state = fully_shard(*layer, line(world), {.reshard_after_forward = ReshardTo{2}});
+    layer->weight.set_data(value.clone());
+    state->unshard();
+    EXPECT_TRUE(at::equal(layer->weight.detach(), value));
+    layer->weight.set_data(value * 2);
+    state->unshard();
+    EXPECT_TRUE(at::equal(layer->weight.detach(), value * 2));
+    layer->weight.set_data(value * 7);
+    state->group()->wait_for_unshard();
+    EXPECT_TRUE(at::equal(layer->weight.detach(), value * 7));
+    layer->weight.set_data(value * 3);
+    state->reshard();
+    EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), value * 3));
+    state->unshard();
+    layer->weight.set_data(value * 4);
+    state->group()->reshard_after_forward();
+    EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), value * 4));
+    state->group()->wait_for_unshard();
+    state->group()->reshard_after_forward();  // keeps a slice of the old values
+    layer->weight.set_data(value * 5);
+    state->group()->wait_for_unshard();
+    EXPECT_TRUE(at::equal(layer->weight.detach(), value * 5));
+  });
+}
+
+TEST(ReplacedData, WhatDoesNotFitIsRefusedAtTheNextUse) {
+  comm::run_ranks(4, 60s, [&](comm::World& world) {
+    const comm::MeshGroups mesh = grid(world, {2, 2}, {"replicas", "shards"});
+    const at::Tensor x = numbers({3, 5}, 4), value = numbers({7, 5}, 5);
+    Dense layer(5, 7);
+    fully_shard(*layer, mesh);
+    layer->weight.set_data(value.t().contiguous());
+    for (int i = 0; i < 2; ++i) EXPECT_TRUE(has_text(message_of<ValueError>([&] { layer(x); }), "'weight'"));
+    EXPECT_THROW(ensure_sharded(layer->weight), ValueError);
+    layer->weight.set_data(distribute_tensor(value, mesh, {Shard{0}, Shard{0}}, {.source_axis_rank = std::nullopt}));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { layer(x); }), "[S(0), S(0)]"));
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"replicas", "shards"}, Rank{world.rank()}));
+    layer->weight.set_data(distribute_tensor(value, other, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt}));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { layer(x); }), "on the same mesh"));
+    layer->weight.set_data(value.clone());
+    EXPECT_TRUE(at::equal(layer(x), at::linear(x, value, Dense(5, 7)->bias)));
+  });
+}
+
+TEST(ReplacedData, TensorParallelValues) {
+  const at::Tensor value = numbers({7, 5}, 5), x = numbers({3, 5}, 4);
+  comm::run_ranks(4, 60s, [&](comm::World& world) {
+    const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
+    const comm::MeshGroups tp = mesh.with_mesh(mesh.mesh()["tp"]), dp = mesh.with_mesh(mesh.mesh()["dp"]);
+    for (const bool as_before : {false, true}) {
+      Dense layer(5, 7);
+      for (const at::Tensor& p : layer->parameters()) distribute_parameter(p, tp, {Shard{0}});
+      fully_shard(*layer, dp);
+      layer->weight.set_data(as_before ? distribute_tensor(value, tp, {Shard{0}}, {.source_axis_rank = std::nullopt}) : value.clone());
+      const at::Tensor y = layer(distribute_tensor(x, tp, {Replicate{}}));
+      EXPECT_TRUE(at::allclose(full_tensor(y), at::linear(x, value, Dense(5, 7)->bias)));
+      y.sum().backward();
+      EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), value));
+    }
+  });
+}
+
+TEST(ReplacedData, AModuleThatIsCastComputesAndTrainsInItsNewDtype) {
+  ensure_cpu_bfloat16();
+  const at::Tensor tokens = shared_tokens(0);
+  const auto train = [&](Model& model, at::ScalarType dtype, bool zero) {
+    model->to(dtype);
+    for (int step = 0; step < 2; ++step) {
+      const at::Tensor out = model->forward(tokens);
+      EXPECT_EQ(out.scalar_type(), dtype);
+      out.pow(2).mean().backward();
+      const at::NoGradGuard no_grad;
+      ensure_sharded(model->parameters());
+      for (at::Tensor p : model->parameters()) {
+        EXPECT_EQ(p.scalar_type(), dtype);
+        EXPECT_EQ(p.grad().scalar_type(), dtype);
+        p.sub_(p.grad(), 0.1);
+        if (step == 0 || zero)
+          p.grad().zero_();
+        else
+          p.mutable_grad().reset();
+      }
+    }
+  };
+  Model alone = same_model();
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) train(alone, dtype, false);  // Module::to of one process leaves gradients in their old dtype
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    for (const bool grouped : {false, true})
+      for (const bool no_grad : {false, true}) {
+        Model model = same_model();
+        if (grouped)
+          shard_by_blocks(model, line(world));
+        else
+          fully_shard(*model, line(world));
+        model->forward(tokens);  // something is gathered already
+        for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
+          if (no_grad) {
+            const at::NoGradGuard guard;
+            model->to(dtype);
+          }
+          train(model, dtype, grouped != no_grad);
+        }
+        ensure_sharded(model->parameters());
+        const auto expected = alone->named_parameters();
+        // Both ranks have the same rows, so nothing is rounded differently.
+        for (const auto& item : model->named_parameters()) EXPECT_TRUE(at::equal(full_tensor(item.value().detach()), expected[item.key()])) << item.key();
+      }
+  });
+}
+
+// The borders of parallelized modules stay with their parameters: plain inputs go in, plain outputs come out.
+TEST(ReplacedData, ATensorParallelModuleThatIsCast) {
+  struct Pair : nn::Module {
+    Pair() {
+      up = register_module("up", nn::Linear(6, 8));
+      down = register_module("down", nn::Linear(8, 6));
+      const at::NoGradGuard no_grad;
+      std::uint64_t seed = 1;
+      for (at::Tensor& p : parameters()) p.copy_(numbers(p.sizes().vec(), seed++));
+      to(at::kDouble);
+    }
+    at::Tensor forward(const at::Tensor& x) { return down(at::relu(up(x))); }
+    nn::Linear up{nullptr}, down{nullptr};
+  };
+  const at::Tensor x = numbers({4, 6}, 3).to(at::kFloat);
+  Pair alone;
+  alone.to(at::kFloat);
+  const at::Tensor expected = alone.forward(x);
+  expected.pow(2).mean().backward();
+  comm::run_ranks(4, 60s, [&](comm::World& world) {
+    const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
+    auto model = std::make_shared<Pair>();
+    parallelize_module(*model, mesh.with_mesh(mesh.mesh()["tp"]), {{"up", colwise_parallel()}, {"down", rowwise_parallel()}});
+    fully_shard(*model->up, mesh.with_mesh(mesh.mesh()["dp"]));
+    fully_shard(*model, mesh.with_mesh(mesh.mesh()["dp"]));
+    model->to(at::kFloat);
+    const at::Tensor out = model->forward(x);
+    EXPECT_TRUE(at::allclose(out, expected, 1e-4, 1e-4));
+    out.pow(2).mean().backward();
+    const auto others = alone.named_parameters();
+    for (const auto& item : model->named_parameters()) EXPECT_TRUE(at::allclose(full_tensor(item.value().grad()), others[item.key()].grad(), 1e-3, 1e-4)) << item.key();
+  });
+}
+
+TEST(ReplacedData, CastBetweenForwardAndBackwardIsRefused) {
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    Dense layer(5, 7);
+    fully_shard(*layer, line(world));
+    const at::Tensor y = layer(numbers({3, 5}, 4).set_requires_grad(true));
+    layer->to(at::kFloat);
+    ensure_sharded(layer->parameters());
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { y.sum().backward(); }), "dtype"));
+  });
+}
+
+TEST(ReplacedData, WithMixedPrecisionShardsChangeAndComputationDoesNot) {
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    Dense layer(5, 7), plain(5, 7);
+    fully_shard(*layer, line(world), {.mixed_precision = {.param_dtype = at::kBFloat16}});
+    layer->to(at::kFloat);
+    plain->to(at::kFloat);
+    const at::Tensor x = numbers({3, 5}, 4).to(at::kFloat);
+    const at::Tensor y = layer(x);
+    EXPECT_EQ(y.scalar_type(), at::kBFloat16);
+    y.sum().backward();
+    EXPECT_EQ(layer->weight.scalar_type(), at::kFloat);
+    EXPECT_EQ(layer->weight.grad().scalar_type(), at::kFloat);
+    EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), plain->weight.detach())) << "not rounded to what is computed with";
+    layer->to(at::kCPU);
+    EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), plain->weight.detach()));
+    {
+      const at::NoGradGuard no_grad;
+      layer->to(at::kFloat);
+    }
+    EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), plain->weight.detach()));
+    // A cast that was written to since is a new value.
+    {
+      const at::NoGradGuard no_grad;
+      at::Tensor value = layer->weight.to(at::kDouble);
+      layer->weight.set_data(value.mul_(2));
+    }
+    EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), plain->weight.detach().to(at::kBFloat16).to(at::kDouble) * 2));
+    load_whole(layer->weight, plain->weight.detach());
+    layer->to(at::kBFloat16);
+    EXPECT_EQ(layer->weight.detach().scalar_type(), at::kBFloat16);
+    ensure_sharded(layer->parameters());
+    EXPECT_EQ(layer->weight.scalar_type(), at::kBFloat16);
+    EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), plain->weight.detach().to(at::kBFloat16)));
+  });
+}
+
+// What is gathered in 8 bits is off; casting a module must not make that its value.
+TEST(ReplacedData, CastsOfEncodedParametersAreThoseOfTheirShards) {
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    for (const bool keep_encoded : {false, true}) {
+      SCOPED_TRACE(keep_encoded ? "kept encoded" : "decoded");
+      const at::Tensor value = numbers({7, 5}, 8), x = numbers({3, 5}, 4);
+      Dense layer(5, 7);
+      const at::Tensor weight = layer->weight.detach().clone();
+      fully_shard(*layer, line(world), {.extension = [=](const std::string&, const at::Tensor& p) { return p.dim() == 2 ? int8_gather({.block = 8, .keep_encoded = keep_encoded}) : nullptr; }});
+      const auto whole_weight = [&] {
+        ensure_sharded(layer->parameters());
+        return full_tensor(layer->weight.detach());
+      };
+      layer(x);
+      layer->to(at::kDouble);
+      EXPECT_TRUE(at::equal(whole_weight(), weight));
+      layer->to(at::kCPU);
+      EXPECT_TRUE(at::equal(whole_weight(), weight));
+      layer->to(at::kFloat);
+      EXPECT_TRUE(at::equal(whole_weight(), weight.to(at::kFloat)));
+      EXPECT_TRUE(at::allclose(layer(x.to(at::kFloat)), at::linear(x, weight, Dense(5, 7)->bias).to(at::kFloat), 0.1, 0.1));
+      layer->weight.set_data(value.clone());
+      EXPECT_TRUE(at::equal(whole_weight(), value));
+    }
+  });
+}
+
+// A trial run of a pipeline lends the parameters other data and gives them back.
+TEST(ReplacedData, IsTakenOverBeforeATrial) {
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    Dense layer(5, 7);
+    const at::Tensor value = numbers({7, 5}, 8).to(at::kFloat);
+    const auto state = fully_shard(*layer, line(world));
+    layer->to(at::kFloat);
+    layer->weight.set_data(value.clone());
+    state->group()->begin_trial(/*fake=*/true);
+    EXPECT_EQ(layer->weight.scalar_type(), at::kFloat);
+    state->group()->end_trial();
+    ensure_sharded(layer->parameters());
+    EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), value));
+    EXPECT_EQ(layer->bias.scalar_type(), at::kFloat);
+  });
+}
+
+// ---- meshes that look alike ----
+
+TEST(MeshesOfEqualNames, OtherRanksAreRefused) {
+  comm::run_ranks(4, 60s, [](comm::World& world) {
+    const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, Rank{world.rank()}));
+    const auto shard_on = [&](const comm::MeshGroups& data, const ShardOptions& options) {
+      Dense layer(4, 6);
+      for (const at::Tensor& p : layer->parameters()) distribute_parameter(p, mesh, {Replicate{}, Shard{0}});
+      fully_shard(*layer, data, options);
+    };
+    const std::string message = message_of<ValueError>([&] { shard_on(other, {.shard_axes = {"dp"}}); });
+    EXPECT_TRUE(has_text(message, "axis 'dp' of the mesh of parameter 'weight'"));
+    EXPECT_TRUE(has_text(message, "[0, 2]")) << "the parameter's";
+    EXPECT_TRUE(has_text(message, "[0, 1]")) << "those of fully_shard";
+    EXPECT_THROW(shard_on(other.with_mesh(other.mesh()["dp"]), {}), ValueError);
+    // Another order of the same ranks is another cut.
+    const comm::MeshGroups turned(world, DeviceMesh("cpu", {2, 2}, {2, 3, 0, 1}, {"dp", "tp"}, Rank{world.rank()}));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { shard_on(turned, {.shard_axes = {"dp"}}); }), "axis 'dp'"));
+    // Slices, and meshes made anew of the same ranks, are the same axes.
+    shard_on(mesh.with_mesh(mesh.mesh()["dp"]), {});
+    shard_on(grid(world, {2, 2}, {"dp", "tp"}), {.shard_axes = {"dp"}});
+    const std::vector<int> column{world.rank() % 2, world.rank() % 2 + 2};
+    shard_on(comm::MeshGroups(world, DeviceMesh("cpu", {2}, column, {"dp"}, Rank{world.rank()})), {});
+    // Axes that cannot be put together: the parameter is named.
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { shard_on(mesh.with_mesh(mesh.mesh().flatten({}, "all")), {}); }), "'weight'"));
+  });
+}
+
+TEST(MeshesOfEqualNames, AValueOnOtherRanksIsNoShard) {
+  comm::run_ranks(4, 60s, [](comm::World& world) {
+    const comm::MeshGroups mesh = grid(world, {2, 2}, {"replicas", "shards"});
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"replicas", "shards"}, Rank{world.rank()}));
+    Dense layer(4, 6);
+    fully_shard(*layer, mesh);
+    layer->weight.set_data(distribute_tensor(numbers({6, 4}, 3), other, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt}));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { reset_sharded_parameters(*layer); }), "[[0,2],[1,3]]"));
+  });
+}
+
+TEST(MeshesOfEqualNames, AGradientOnOtherRanksIsRefused) {
+  comm::run_ranks(4, 60s, [](comm::World& world) {
+    const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, Rank{world.rank()}));
+    Dense layer(4, 6);
+    for (const at::Tensor& p : layer->parameters()) make_distributed(p, mesh, {Replicate{}, Shard{0}});
+    fully_shard(*layer, mesh, {.shard_axes = {"dp"}});
+    layer->weight.register_hook([&](const at::Tensor& gradient) { return distribute_tensor(full_tensor(gradient), other, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt}); });
+    const at::Tensor y = layer(distribute_tensor(numbers({2, 4}, 3), mesh, {Shard{0}, Replicate{}}, {.source_axis_rank = std::nullopt}));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { y.sum().backward(); }), "the gradient of the distributed parameter 'weight'"));
+  });
+}
+
+// Groups of one module on meshes of other ranks each: nothing of the one says anything of the other.
+TEST(MeshesOfEqualNames, EveryGroupMayHaveItsOwn) {
+  struct Chain : nn::Module {
+    Chain() {
+      first = register_module("first", Dense(5, 6, 1));
+      second = register_module("second", Dense(6, 7, 2));
+      third = register_module("third", Dense(7, 3, 3));
+    }
+    at::Tensor forward(const at::Tensor& x) { return third(at::tanh(second(at::tanh(first(x))))); }
+    Dense first{nullptr}, second{nullptr}, third{nullptr};
+  };
+  const at::Tensor x = numbers({8, 5}, 9);
+  Chain alone;
+  alone.forward(x).pow(2).mean().backward();
+  comm::run_ranks(4, 60s, [&](comm::World& world) {
+    const auto on = [&](std::vector<std::int64_t> shape, std::vector<int> ranks) {
+      std::vector<std::string> names{"replicas", "shards"};
+      if (shape.size() == 1) names = {"shards"};
+      return comm::MeshGroups(world, DeviceMesh("cpu", shape, std::move(ranks), names, Rank{world.rank()}));
+    };
+    auto model = std::make_shared<Chain>();
+    fully_shard(*model->first, on({2, 2}, {0, 1, 2, 3}));
+    fully_shard(*model->second, on({2, 2}, {0, 2, 1, 3}));
+    fully_shard(*model->third, on({4}, {3, 1, 0, 2}));
+    fully_shard(*model, on({4}, {0, 1, 2, 3}));
+    model->forward(x.chunk(4)[static_cast<std::size_t>(world.rank())]).pow(2).mean().backward();
+    const auto expected = alone.named_parameters();
+    for (const auto& item : model->named_parameters()) EXPECT_TRUE(at::allclose(full_tensor(item.value().grad()), expected[item.key()].grad())) << item.key();
+  });
+}
+
+// ---- forwards that are run again inside backward ----
+
+// Trains with zeroed gradients and compares every gradient with that of one process.
+template <class Make, class Forward>
+void check_recomputed(int ranks, const Make& make, const std::function<void(decltype(make())&, comm::World&)>& shard, const Forward& forward,
+                      const std::function<at::Tensor(comm::World&, const at::Tensor&)>& place) {
+  constexpr int kSteps = 3;
+  auto alone = make();
+  std::vector<std::map<std::string, at::Tensor>> expected;
+  const auto step = [&](auto& model, const at::Tensor& x, auto&& check) {
+    forward(model, at::Tensor(x).set_requires_grad(true)).pow(2).mean().backward();
+    const at::NoGradGuard no_grad;
+    ensure_sharded(model->parameters());
+    for (const auto& item : model->named_parameters()) {
+      check(item.key(), item.value().grad());
+      at::Tensor(item.value()).sub_(item.value().grad(), 0.1);
+      item.value().grad().zero_();
+    }
+  };
+  for (int i = 0; i < kSteps; ++i) {
+    expected.emplace_back();
+    step(alone, numbers({8, 6}, static_cast<std::uint64_t>(i)), [&](const std::string& name, const at::Tensor& gradient) { expected.back()[name] = gradient.clone(); });
+  }
+  comm::run_ranks(ranks, 60s, [&](comm::World& world) {
+    auto model = make();
+    shard(model, world);
+    for (std::size_t i = 0; i < kSteps; ++i)
+      step(model, place(world, numbers({8, 6}, i)), [&](const std::string& name, const at::Tensor& gradient) {
+        ASSERT_TRUE(gradient.defined() && is_dtensor(gradient)) << name;
+        EXPECT_TRUE(at::allclose(full_tensor(gradient), expected[i].at(name))) << name << ", step " << i;
+      });
+  });
+}
+
+struct ChainImpl : nn::Module {
+  ChainImpl() {
+    first = register_module("first", Dense(6, 6, 1));
+    second = register_module("second", Dense(6, 6, 2));
+  }
+  Dense first{nullptr}, second{nullptr};
+};
+TORCH_MODULE(Chain);
+
+at::Tensor chunk_of(comm::World& world, const at::Tensor& x) { return x.chunk(world.size())[static_cast<std::size_t>(world.rank())]; }
+
+TEST(RecomputedForward, GradientsAreAveragedAlsoWhereZerosStand) {
+  for (const bool grouped : {false, true})
+    check_recomputed(
+        2, [] { return Chain(); },
+        [&](Chain& model, comm::World& world) {
+          if (grouped) fully_shard(*model->first, line(world)), fully_shard(*model->second, line(world));
+          fully_shard(*model, line(world));
+        },
+        [](Chain& model, const at::Tensor& x) {
+          const at::Tensor h = recomputed(x, [model](const at::Tensor& t) { return at::tanh(Chain(model)->first(t)); });
+          return recomputed(h, [model](const at::Tensor& t) { return at::tanh(Chain(model)->second(t)); });
+        },
+        chunk_of);
+}
+
+// One group in two segments: what the first brings comes after the group was reduced for the second, and not completely.
+TEST(RecomputedForward, AParameterOfTwoSegments) {
+  check_recomputed(
+      2, [] { return Chain(); }, [](Chain& model, comm::World& world) { fully_shard(*model, line(world)); },
+      [](Chain& model, const at::Tensor& x) {
+        const at::Tensor h = recomputed(x, [model](const at::Tensor& t) { return at::tanh(Chain(model)->first(t)); });
+        return recomputed(h, [model](const at::Tensor& t) { return at::tanh(Chain(model)->second(Chain(model)->first(t))); });
+      },
+      chunk_of);
+}
+
+TEST(RecomputedForward, TensorParallelParameters) {
+  for (const bool scoped : {false, true})
+    check_recomputed(
+        4, [] { return Chain(); },
+        [](Chain& model, comm::World& world) {
+          const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
+          for (const at::Tensor& p : model->parameters()) make_distributed(p, mesh.with_mesh(mesh.mesh()["tp"]), {Shard{0}});
+          fully_shard(*model->first, mesh.with_mesh(mesh.mesh()["dp"]));
+          fully_shard(*model, mesh.with_mesh(mesh.mesh()["dp"]));
+        },
+        [=](Chain& model, const at::Tensor& x) {
+          const at::Tensor h = recomputed(x, [=](const at::Tensor& t) {
+            std::optional<ForwardScope> scope;
+            if (scoped) scope.emplace(*model->first);
+            return at::tanh(Chain(model)->first(t));
+          });
+          return recomputed(h, [model](const at::Tensor& t) { return at::tanh(Chain(model)->second(t)); });
+        },
+        [](comm::World& world, const at::Tensor& x) {
+          const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
+          return distribute_tensor(x.chunk(2)[static_cast<std::size_t>(mesh.coordinate()[0])], mesh.with_mesh(mesh.mesh()["tp"]), {Replicate{}}, {.source_axis_rank = std::nullopt});
+        });
+}
+
+// A parameter that is used as its local part is seen by a scope alone.
+TEST(RecomputedForward, LocalPartsInAScope) {
+  check_recomputed(
+      4, [] { return Dense(6, 6); },
+      [](Dense& model, comm::World& world) {
+        const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
+        for (const at::Tensor& p : model->parameters()) make_distributed(p, mesh.with_mesh(mesh.mesh()["tp"]), {Replicate{}});
+        fully_shard(*model, mesh.with_mesh(mesh.mesh()["dp"]));
+      },
+      [](Dense& model, const at::Tensor& x) {
+        return recomputed(x, [model](const at::Tensor& t) {
+          const ForwardScope scope(*model);
+          if (!is_dtensor(model->weight)) return Dense(model)(t);
+          return at::linear(t, to_local(model->weight), to_local(model->bias));
+        });
+      },
+      [](comm::World& world, const at::Tensor& x) { return x.chunk(2)[static_cast<std::size_t>(world.rank() / 2)]; });
+}
+
+// A gradient that autograd or a user left on the parameter itself, laid out as the parameter was before fully_shard.
+TEST(RecomputedForward, GradientsLeftOnATensorParallelParameterAreReduced) {
+  comm::run_ranks(4, 60s, [](comm::World& world) {
+    const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
+    const comm::MeshGroups tp = mesh.with_mesh(mesh.mesh()["tp"]);
+    Dense layer(6, 6);
+    for (const at::Tensor& p : layer->parameters()) make_distributed(p, tp, {Shard{0}});
+    fully_shard(*layer, mesh.with_mesh(mesh.mesh()["dp"]));
+    const double mine = static_cast<double>(mesh.coordinate()[0]);
+    layer->bias.mutable_grad() = distribute_tensor(at::full({6}, 1 + 2 * mine, at::kDouble), tp, {Shard{0}}, {.source_axis_rank = std::nullopt});
+    layer->weight.pow(2).sum().backward();
+    EXPECT_TRUE(at::equal(full_tensor(layer->bias.grad()), at::full({6}, 2.0, at::kDouble)));
+    EXPECT_EQ(placements_of(layer->bias.grad()), placements_of(layer->bias));
+  });
+}
+
+// A custom function that takes parameters as arguments: the graph holds them before any operator does.
+struct OwnLinear : torch::autograd::Function<OwnLinear> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+    context->save_for_backward({x, weight});
+    return at::linear(x, weight, bias);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& gradients) {
+    const auto saved = context->get_saved_variables();
+    return {gradients[0].mm(saved[1]), gradients[0].t().mm(saved[0]), gradients[0].sum(0)};
+  }
+};
+
+TEST(CustomFunctions, ParametersAsArguments) {
+  check_recomputed(
+      2, [] { return Chain(); },
+      [](Chain& model, comm::World& world) {
+        fully_shard(*model->first, line(world));
+        fully_shard(*model, line(world));
+      },
+      [](Chain& model, const at::Tensor& x) {
+        const at::Tensor h = at::tanh(OwnLinear::apply(x, model->first->weight, model->first->bias));
+        return OwnLinear::apply(h, model->second->weight, model->second->bias);
+      },
+      chunk_of);
+}
+
+// ---- weights that are derived from parameters ----
+
+struct AdaptedImpl : nn::Module {
+  AdaptedImpl() {
+    base = register_module("base", Dense(6, 5, 1));
+    a = register_parameter("a", numbers({2, 6}, 3));
+    b = register_parameter("b", numbers({5, 2}, 4));
+    gain = register_parameter("gain", numbers({5, 1}, 5));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor w = base->weight + b.matmul(a) * 0.5;              // low-rank adaptation
+    return at::linear(x, w * (gain / w.norm(2, {1}, true)), base->bias);  // weight norm
+  }
+  Dense base{nullptr};
+  at::Tensor a, b, gain;
+};
+TORCH_MODULE(Adapted);
+
+// InferenceMode(false) would switch gradients on.
+struct NoGradients {
+  explicit NoGradients(bool inference) {
+    if (inference) mode.emplace();
+  }
+  at::NoGradGuard no_grad;
+  std::optional<c10::InferenceMode> mode;
+};
+
+class Evaluation : public testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(Inference, Evaluation, testing::Bool());
+
+TEST_P(Evaluation, DerivedWeights) {
+  const at::Tensor x = numbers({3, 6}, 9);
+  Adapted alone;
+  const at::Tensor expected = alone(x).detach();
+  alone(x).sum().backward();
+  comm::run_ranks(3, 60s, [&](comm::World& world) {
+    for (const int groups : {1, 2}) {
+      Adapted model;
+      if (groups == 2) fully_shard(*model->base, line(world));
+      const auto root = fully_shard(*model, line(world));
+      const auto evaluate = [&] {
+        const NoGradients guard(GetParam());
+        EXPECT_TRUE(at::allclose(model(x), expected));
+      };
+      evaluate();  // before anything else
+      evaluate();
+      EXPECT_TRUE(at::allclose(model(x), expected));
+      evaluate();  // some of it is gathered
+      model(x).sum().backward();
+      evaluate();
+      for (const auto& item : model->named_parameters()) EXPECT_TRUE(at::allclose(full_tensor(item.value().grad()), alone->named_parameters()[item.key()].grad())) << item.key();
+    }
+  });
+}
+
+TEST_P(Evaluation, DerivedWeightsOfTensorParallelParameters) {
+  const at::Tensor x = numbers({3, 6}, 9);
+  Adapted alone;
+  const at::Tensor expected = alone(x).detach();
+  comm::run_ranks(4, 60s, [&](comm::World& world) {
+    const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
+    const comm::MeshGroups tp = mesh.with_mesh(mesh.mesh()["tp"]);
+    for (const bool one_mesh : {false, true}) {
+      const comm::MeshGroups& own = one_mesh ? mesh : tp;
+      Adapted model;
+      for (const auto& item : model->named_parameters())
+        distribute_parameter(item.value(), own, one_mesh ? Placements{Replicate{}, item.key() == "a" ? Placement(Replicate{}) : Placement(Shard{0})} : Placements{item.key() == "a" ? Placement(Shard{1}) : Placement(Shard{0})});
+      fully_shard(*model, one_mesh ? mesh : mesh.with_mesh(mesh.mesh()["dp"]), {.shard_axes = one_mesh ? std::vector<std::string>{"dp"} : std::vector<std::string>{}});
+      const NoGradients guard(GetParam());
+      const at::Tensor rows = distribute_tensor(x, own, Placements(own.shape().size()), {.source_axis_rank = std::nullopt});
+      for (int i = 0; i < 2; ++i) EXPECT_TRUE(at::allclose(full_tensor(model(rows)), expected));
+    }
+  });
+}
+
+TEST(MixedPrecisionEvaluation, DerivedWeights) {
+  const at::Tensor x = numbers({3, 6}, 9).to(at::kFloat);
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    Adapted model;
+    model->to(at::kFloat);
+    fully_shard(*model, line(world), {.mixed_precision = {.param_dtype = at::kBFloat16}});
+    const at::Tensor expected = model(x);
+    shard_state_of(*model)->reshard();
+    const at::NoGradGuard no_grad;
+    const at::Tensor y = model(x);
+    EXPECT_EQ(y.scalar_type(), at::kBFloat16);
+    EXPECT_TRUE(at::allclose(y.to(at::kFloat), expected.to(at::kFloat), 0.05, 0.05));
+    // An operator that takes the derived weight alone casts as one that takes a parameter.
+    shard_state_of(*model)->reshard();
+    EXPECT_EQ(at::matmul(x, (model->b.matmul(model->a)).t()).scalar_type(), at::kBFloat16);
+  });
+}
+
+// An operator that distributed tensors do not have works on the gathered parameter.
+TEST_P(Evaluation, DerivedWeightsByAnyOperator) {
+  const at::Tensor x = numbers({3, 6}, 9);
+  const auto forward = [&](Dense& model) { return at::linear(x, at::renorm(model->weight * 2, 2, 0, 1.5) + at::renorm(model->weight, 2, 0, 0.5), model->bias); };
+  Dense alone(6, 5);
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    Dense model(6, 5);
+    const auto state = fully_shard(*model, line(world));
+    const NoGradients guard(GetParam());
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_TRUE(at::allclose(forward(model), forward(alone)));
+      state->reshard();
+    }
+  });
+}
+
+TEST_P(Evaluation, StatisticsAndTiesOutsideOfForward) {
+  Adapted alone;
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    Adapted model;
+    const auto state = fully_shard(*model, line(world));
+    {
+      const NoGradients guard(GetParam());
+      for (const auto& item : model->named_parameters()) {
+        const at::Tensor other = alone->named_parameters()[item.key()];
+        EXPECT_NEAR(item.value().pow(2).mean().item<double>(), other.pow(2).mean().item<double>(), 1e-12);
+        EXPECT_NEAR(item.value().norm().item<double>(), other.norm().item<double>(), 1e-12);
+        EXPECT_EQ(item.value().abs().max().item<double>(), other.abs().max().item<double>());
+      }
+      EXPECT_EQ(to_text(state->group()->state()), "Sharded") << "shards suffice";
+    }
+    {
+      const UnshardedScope scope(*model);
+      const at::NoGradGuard no_grad;
+      model->b.copy_(model->gain.expand({5, 2}) * 2);
+    }
+    EXPECT_TRUE(at::equal(full_tensor(model->b.detach()), (alone->gain.expand({5, 2}) * 2).detach()));
+    // A penalty on parameters alone, with gradients.
+    (model->a.pow(2).sum() + model->base->weight.abs().mean()).backward();
+    EXPECT_TRUE(at::allclose(full_tensor(model->a.grad()), 2 * alone->a.detach()));
+    EXPECT_TRUE(at::allclose(full_tensor(model->base->weight.grad()), alone->base->weight.detach().sign() / 30));
+  });
+}
+
+}  // namespace shard_corners_test
+}  // namespace penstock

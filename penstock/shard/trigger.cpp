@@ -39,7 +39,10 @@ constexpr std::array<std::string_view, 20> kHandleOperators{
 // What set_data, which is no operator, asks before it exchanges the data of its first argument for that of the second.
 constexpr std::string_view kBeforeSetData = "aten::_has_compatible_shallow_copy_type";
 
-enum class Role : signed char { Unknown, Computes, Casts, Handles, Replaces };
+// How torch::load puts values into a parameter.
+constexpr std::string_view kSet = "aten::set_.source_Tensor";
+
+enum class Role : signed char { Unknown, Computes, Casts, Handles, Replaces, Sets };
 
 Role role_of(const c10::OperatorHandle& op, const OperatorTraits& traits) {
   thread_local std::vector<Role> known;
@@ -47,7 +50,7 @@ Role role_of(const c10::OperatorHandle& op, const OperatorTraits& traits) {
   if (index >= known.size()) known.resize(index + 64, Role::Unknown);
   if (known[index] == Role::Unknown) {
     const bool handles = std::find(kHandleOperators.begin(), kHandleOperators.end(), traits.name) != kHandleOperators.end();
-    known[index] = traits.name == kBeforeSetData ? Role::Replaces : handles ? Role::Handles : traits.name.starts_with("aten::to.") ? Role::Casts : Role::Computes;
+    known[index] = traits.name == kBeforeSetData ? Role::Replaces : traits.name == kSet ? Role::Sets : handles ? Role::Handles : traits.name.starts_with("aten::to.") ? Role::Casts : Role::Computes;
   }
   return known[index];
 }
@@ -176,7 +179,18 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
     note_replacement((*stack)[base].toTensor(), (*stack)[base + 1].toTensor());
   else if (detail::replacements_pending())
     adopt_replacements(traits, *stack, base);
-  if (role != Role::Computes && role != Role::Casts) return op.callBoxed(stack);
+  if (role == Role::Sets)
+    if (const at::Tensor self = (*stack)[base].toTensor(); const ParameterGroup* group = detail::find_parameter(self).group)
+      if (group->materialized()) {
+        // The memory of a parameter is its group's: as with set_data, the next use takes the values over.
+        const at::Tensor source = (*stack)[base + 1].toTensor();
+        note_replacement(self, source);
+        self.set_data(source);
+        stack->resize(base);
+        stack->emplace_back(self);
+        return;
+      }
+  if (role == Role::Handles || role == Role::Replaces) return op.callBoxed(stack);
   Uses uses, derived;
   for (std::size_t i = 0; i < traits.arguments.size(); ++i)
     if (traits.arguments[i].kind != ArgumentTraits::Kind::Other)

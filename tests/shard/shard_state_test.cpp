@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <sstream>
+
 #include "penstock/base/errors.h"
 #include "penstock/comm/recorder.h"
 #include "penstock/dtensor/dtensor.h"
@@ -130,6 +132,30 @@ TEST(ShardState, LoadedValues) {
     state->reshard();
     module.weight.set_data(distribute_tensor(value, mesh, {Shard{1}}, {.source_axis_rank = std::nullopt}));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { reset_sharded_parameters(module); }), "[S(1)]"));
+  });
+}
+
+// torch::load puts whole values into a module; the next use takes this rank's part of each, in every state of the group.
+TEST(ShardState, ValuesOfTorchLoadAreTakenOver) {
+  nn::Linear saved(6, 5);
+  std::stringstream stream;
+  torch::save(saved, stream);
+  const std::string bytes = stream.str();
+  comm::run_ranks(2, 60s, [&](comm::World& world) {
+    for (const bool gathered : {false, true}) {
+      nn::Linear layer(6, 5);
+      const auto state = fully_shard(*layer, line(world));
+      if (gathered) state->unshard();
+      std::istringstream in(bytes);
+      torch::load(layer, in);
+      const at::Tensor x = at::full({2, 6}, 0.5);
+      const at::Tensor out = layer(x);
+      EXPECT_TRUE(at::allclose(out, at::linear(x, saved->weight.detach(), saved->bias.detach()))) << gathered;
+      out.sum().backward();
+      EXPECT_TRUE(is_dtensor(layer->weight)) << "sharded again";
+      EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), saved->weight.detach())) << gathered;
+      EXPECT_TRUE(at::allclose(full_tensor(layer->weight.grad()), at::ones({5, 6})));
+    }
   });
 }
 

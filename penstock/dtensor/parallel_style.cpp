@@ -12,6 +12,7 @@
 #include "penstock/base/errors.h"
 #include "penstock/dtensor/dtensor.h"
 #include "penstock/dtensor/dtensor_payload.h"
+#include "penstock/torch/any_operator_hook.h"
 
 namespace penstock {
 namespace {
@@ -191,7 +192,13 @@ void distribute_parameter(const at::Tensor& parameter, const comm::MeshGroups& m
   const Placements home = placements_of(distributed);
   replace_data(parameter, distributed);
   if (!requires_grad) return;
-  parameter.register_hook([home](const at::Tensor& gradient) { return is_dtensor(gradient) ? redistribute(gradient, home) : gradient; });
+  // A parameter that is watched (any_operator_hook.h) is sharded further, and whoever does that reduces its gradients from the form they come in.
+  const c10::weak_intrusive_ptr<c10::TensorImpl> handle(parameter.getIntrusivePtr());
+  parameter.register_hook([home, handle](const at::Tensor& gradient) {
+    const auto impl = handle.lock();
+    const bool watched = impl && is_marked_for_any_hook(at::Tensor(impl));
+    return is_dtensor(gradient) && !watched ? redistribute(gradient, home) : gradient;
+  });
 }
 
 }  // namespace penstock

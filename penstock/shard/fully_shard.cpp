@@ -42,7 +42,7 @@ void ensure_sharded(const at::Tensor& parameter) {
   const auto info = shard_of(parameter);
   if (!info) return;
   if (info->state() != GroupState::Sharded) info->group->reshard();
-  info->group->wait_for_reads();
+  info->group->before_shards_change();
 }
 
 namespace {

@@ -25,7 +25,11 @@ void ParameterGroup::check_materialized() const {
     throw StateError(fmt::format("the parameters of '{}' are fake: they have no memory; call materialize_shards() before the first forward", name_));
 }
 
-void ParameterGroup::wait_for_reads() {
+void ParameterGroup::before_shards_change() {
+  if (gather_) {
+    end_gather(*gather_);
+    gather_.reset();
+  }
   if (!reads_) return;
   reads_->synchronize();
   reads_.reset();

@@ -98,7 +98,7 @@ void ParameterGroup::check_replacement(const ShardedParameter& p, const at::Tens
   if (local.storage().unsafeGetStorageImpl() == whole_.get() && state_ != GroupState::Unsharded)
     throw ValueError(describe(what, "a view of gathered memory that was freed", "a tensor with memory of its own", "clone() it"));
   if (writable_ && p.keeps_encoded)
-    throw StateError(describe(what, "a gathered parameter that stays encoded", "one that can be written", "set data outside of an UnshardedScope"));
+    throw StateError(describe(what, "it is gathered in encoded form inside an UnshardedScope", "a parameter that may be written there", "call load_whole() outside of the scope"));
   if (tensor.scalar_type() == p.dtype || (writable_ && tensor.scalar_type() == p.compute_dtype)) return;
   if (writable_ || !partial_reductions.empty())
     throw StateError(describe(what, dtype_name(tensor.scalar_type()), fmt::format("{} here", dtype_name(p.dtype)),
@@ -156,7 +156,7 @@ void ParameterGroup::adopt_replaced() {
     return;
   }
   reshard();
-  wait_for_reads();
+  before_shards_change();
   std::vector<std::pair<ShardedParameter*, at::ScalarType>> dtypes;
   for (const Value& v : values)
     if (const at::ScalarType dtype = v.p->recast ? *v.p->recast : v.value.scalar_type(); dtype != v.p->dtype) dtypes.emplace_back(v.p, dtype);

@@ -290,7 +290,7 @@ void ParameterGroup::reset_sharded_parameter(std::size_t index) {
   if (!payload || payload->spec->mesh_id() != p.placement.sharded->mesh_id() || payload->spec->placements() != p.placement.sharded->placements() || parameter.sizes() != p.sharded.sizes())
     throw ValueError(describe(fmt::format("reset_sharded_parameter: '{}' after a load", p.name), payload ? describe_dtensor(parameter) : "a plain tensor",
                               p.to_string() + ", as it was sharded", "load into the sharded parameter, or distribute the value with the same placements"));
-  wait_for_reads();
+  before_shards_change();
   mine.copy_(payload->local());
   switch_data(parameter, p.sharded);
 }
@@ -317,7 +317,7 @@ void ParameterGroup::adopt_object(std::size_t index, const at::Tensor& object) {
     piece = piece_of(local_of(value), p.layout(), rank);
   else
     refuse(payload ? describe_dtensor(value) : "a plain tensor", p.placement.original ? to_string(p.placement.original->placements()) + ", as the parameter was before fully_shard" : "a plain tensor");
-  wait_for_reads();
+  before_shards_change();
   p.padded.narrow(0, 0, p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank)).copy_(piece);
   detail::unregister_member(p.handle._unsafe_get_target());
   p.handle = c10::weak_intrusive_ptr<c10::TensorImpl>(object.getIntrusivePtr());

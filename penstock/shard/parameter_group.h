@@ -178,9 +178,9 @@ class ParameterGroup final : public GradientSink {
   Memory memory() const;
   std::int64_t gathered_bytes() const;
 
-  // Waits until the device has read the shards that the last gathers took: before somebody writes offloaded ones, which are read from
-  // CPU memory while the CPU goes on. Nothing to do elsewhere.
-  void wait_for_reads();
+  // Before somebody writes shards: gives up a gather that was started ahead, as its values will be old, and waits until the device
+  // has read offloaded shards, which it does from CPU memory while the CPU continues.
+  void before_shards_change();
 
   // ---- for the other parts of this folder ----
   void take(std::size_t slot, at::Tensor gradient) override;

@@ -208,7 +208,7 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
     for (const Use& use : uses) {
       if (!use.written) continue;
       if (use.member.group->state() == GroupState::Unsharded && !use.member.group->writable()) refuse_write(use, traits);
-      use.member.group->wait_for_reads();
+      use.member.group->before_shards_change();
     }
     if (runs_on_shards(op, traits, stack, base)) {
       // Results of shards alone are remembered: an activation that meets them wants them whole.

@@ -125,6 +125,33 @@ TEST(ShardChoice, AMeshWithReplicas) {
   });
 }
 
+// The groups of a module are used side by side: the use of one does not free the other, the end of its scope frees both.
+TEST(ShardChoice, GroupsOfOneModuleAreGatheredAndFreedTogether) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    const comm::MeshGroups all(world, init_device_mesh("cpu", {2}, {"dp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups grid(world, init_device_mesh("cpu", {2, 1}, {"replicas", "shards"}, Rank{world.rank()}, 2));
+    ExpertModel model(10);
+    const auto state = fully_shard(model, all, {.reshard_after_forward = true, .shard_placement = [&](const std::string& name, const at::Tensor&) { return name == "dense" ? ShardChoice(Shard{0}, grid) : ShardChoice(); }});
+    const auto states = [&] {
+      std::vector<std::string> texts;
+      for (const ParameterGroup* group : state->groups()) texts.emplace_back(to_text(group->state()));
+      return texts;
+    };
+    model.forward(batch(0, 0));
+    EXPECT_EQ(states(), (std::vector<std::string>{"Unsharded", "Unsharded"}));
+    {
+      const ForwardScope scope(model);
+      model.forward(batch(0, 0));
+      EXPECT_EQ(states(), (std::vector<std::string>{"Unsharded", "Unsharded"}));
+    }
+    EXPECT_EQ(states(), (std::vector<std::string>{"Sharded", "Sharded"}));
+    state->unshard();
+    EXPECT_EQ(states(), (std::vector<std::string>{"Unsharded", "Unsharded"}));
+    state->reshard();
+    EXPECT_EQ(states(), (std::vector<std::string>{"Sharded", "Sharded"}));
+  });
+}
+
 TEST(ShardChoice, MeshesThatDoNotFitAreRefused) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     const comm::MeshGroups all(world, init_device_mesh("cpu", {2}, {"dp"}, Rank{world.rank()}, 2));

@@ -401,7 +401,7 @@ TEST(FirstUse, RanksWithDifferentParametersAllHearOfIt) {
       const auto differs = [&](const char* what) { return world.rank() == 1 && difference == what; };
       const auto make = [&](bool other) {
         return std::make_shared<Named>(other && differs("name") ? "w" : "weight", other && differs("shape") ? std::vector<std::int64_t>{6, 4} : std::vector<std::int64_t>{4, 4},
-                                       other && differs("dtype") ? at::kDouble : at::kFloat);
+                                       !other ? at::kFloat : differs("dtype") ? at::kHalf : at::kBFloat16);
       };
       // The second of two groups has the difference; the first is used.
       struct Outer : nn::Module {};
@@ -448,14 +448,22 @@ TEST(FirstUse, OnlyTheOutermostModuleStaysGatheredAfterForward) {
     const auto first = fully_shard(*model->first, mesh), second = fully_shard(*model->second, mesh);
     const auto kept = fully_shard(*model->third, mesh, {.reshard_after_forward = false});
     const auto state_of = [](const std::shared_ptr<ShardState>& state) { return std::string(to_text(state->group()->state())); };
-    // By itself the first layer is the outermost module, and so stays gathered.
-    model->first(at::ones({1, 4}));
-    model->second(at::ones({1, 4}));
+    const auto forward = [](Outer& outer) {
+      const ForwardScope scope(outer);
+      const at::Tensor x = at::ones({1, 4});
+      return outer.forward(x);
+    };
+    // By itself the first layer is the outermost module, and so stays gathered when its forward has ended.
+    {
+      const ForwardScope scope(*model->first);
+      model->first(at::ones({1, 4}));
+    }
     EXPECT_EQ(state_of(first), "Unsharded");
+    EXPECT_FALSE(first->group()->reshards_after_forward());
     first->reshard();
-    second->reshard();
     const auto root = fully_shard(*model, mesh);
-    model->forward(at::ones({1, 4}));
+    forward(*model);
+    EXPECT_TRUE(first->group()->reshards_after_forward()) << "it is inside another now";
     EXPECT_EQ(state_of(first), "Sharded");
     EXPECT_EQ(state_of(second), "Sharded");
     EXPECT_EQ(state_of(kept), "Unsharded") << "chosen";
@@ -463,8 +471,8 @@ TEST(FirstUse, OnlyTheOutermostModuleStaysGatheredAfterForward) {
     const auto freed = std::make_shared<Outer>();
     fully_shard(*freed->first, mesh);
     const auto chosen = fully_shard(*freed, mesh, {.reshard_after_forward = true});
-    freed->forward(at::ones({1, 4}));
-    EXPECT_TRUE(chosen->group()->reshards_after_forward());
+    forward(*freed);
+    EXPECT_EQ(state_of(chosen), "Sharded") << "chosen";
   });
 }
 

@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <optional>
+#include <functional>
 #include <vector>
 
 #include "penstock/comm/recorder.h"
@@ -127,13 +127,18 @@ TEST(UseOverSteps, AGroupOfAnEarlierStepIsNotGathered) {
     fully_shard(*model, mesh);
     const auto layer = [&](std::size_t i, const at::Tensor& x) { return model->at<nn::LinearImpl>(i).forward(x); };
     const auto meet = [&] { world.group().barrier().wait(); };
-    for (int step = 0; step < 4; ++step) {
+    for (int step = 0; step < 5; ++step) {
       meet();
       if (world.rank() == 0) comm::Recorder::global().reset_totals();
       meet();
       at::Tensor h = layer(0, at::ones({1, 4}));
       if (step == 0) h = layer(1, h);
-      layer(2, h).sum().backward();
+      const at::Tensor loss = layer(2, h).sum();
+      if (step == 4) {
+        const at::NoGradGuard no_grad;
+        layer(0, layer(1, at::ones({1, 4})));
+      }
+      loss.backward();
       meet();
       if (world.rank() == 0) gathers.push_back(comm::Recorder::global().totals().at("all_gather").operations / 2);
       EXPECT_EQ(shard_state_of(*model->children()[1])->group()->unshard_pending(), false);
@@ -141,8 +146,44 @@ TEST(UseOverSteps, AGroupOfAnEarlierStepIsNotGathered) {
     }
   });
   // The last group stays between forward and backward; every other is gathered twice. The first step also compares the parameters. The second
-  // still asks for the middle one ahead in forward, as it followed last time.
-  EXPECT_EQ(gathers, (std::vector<std::uint64_t>{6, 4, 3, 3}));
+  // still asks for the middle one ahead in forward, as it followed last time. In the last step it is evaluated without gradients,
+  // which frees the last one and then itself, and gathers the first, and the last ahead: backward has both, and leaves the middle one alone.
+  EXPECT_EQ(gathers, (std::vector<std::uint64_t>{6, 4, 3, 3, 5}));
+}
+
+// An evaluation that ends early leaves a gather that was asked for ahead. Whoever writes the shards then, the next use sees the new values.
+TEST(UseOverSteps, AGatherAheadDoesNotOutliveAWriteOfItsShards) {
+  comm::run_ranks(2, 60s, [](comm::World& world) {
+    nn::Sequential model;
+    for (int i = 0; i < 3; ++i) model->push_back(nn::Linear(nn::LinearOptions(4, 4).bias(false)));
+    const comm::MeshGroups mesh = line(world);
+    for (const auto& child : model->children()) fully_shard(*child, mesh);
+    fully_shard(*model, mesh);
+    const auto layer = [&](std::size_t i) -> nn::LinearImpl& { return model->at<nn::LinearImpl>(i); };
+    const at::Tensor weight = layer(1).weight, x = at::ones({1, 4});
+    const at::NoGradGuard no_grad;
+    model->forward(x);
+    const std::vector<std::function<void()>> writes{
+        [&] { weight.fill_(2); },
+        [&] { load_whole(weight, at::full({4, 4}, 3.0)); },
+        [&] {
+          ensure_sharded(weight);
+          to_local(weight.detach()).fill_(4);
+        },
+        [&] {
+          weight.set_data(distribute_tensor(at::full({4, 4}, 5.0, at::kFloat), mesh, {Shard{0}}, {.source_axis_rank = std::nullopt}));
+          reset_sharded_parameters(*model->children()[1]);
+        },
+    };
+    for (std::size_t i = 0; i < writes.size(); ++i) {
+      ensure_sharded(model->parameters());
+      layer(0).forward(x);
+      ASSERT_TRUE(shard_of(weight)->group->unshard_pending()) << "asked for ahead";
+      writes[i]();
+      EXPECT_TRUE(at::equal(layer(1).forward(x), at::full({1, 4}, 4.0 * static_cast<double>(i + 2)))) << "write " << i;
+    }
+    ensure_sharded(model->parameters());  // ends the gather that the last use asked for ahead
+  });
 }
 
 }  // namespace shard_use_test

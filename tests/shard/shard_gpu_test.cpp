@@ -109,20 +109,6 @@ TEST(ShardOnAGpu, OffloadedGradientsAreThereWhenBackwardEnds) {
   });
 }
 
-// Two ranks, and two replicas of two shards, on one GPU.
-TEST(ShardOnAGpu, RanksThatShareTheGpu) {
-  if (!comm::gloo_available()) GTEST_SKIP() << "collectives of several ranks on one GPU go through Gloo";
-  for (const int replicas : {1, 2}) {
-    Losses plain;
-    comm::run_ranks(1, 120s, [&](comm::World& world) { plain = train(world, false, {}); });
-    for (const bool offload : {false, true})
-      comm::run_ranks(2 * replicas, 240s, [&](comm::World& world) {
-        const Losses sharded = train(world, true, {.offload = {.to_cpu = offload}}, replicas);
-        for (const auto& [name, value] : plain.parameters) EXPECT_TRUE(at::allclose(sharded.parameters.at(name), value, 1e-4, 1e-5)) << name << (offload ? ", offloaded" : "");
-      });
-  }
-}
-
 // ---- page-locked memory ----
 
 struct Layers : nn::Module {

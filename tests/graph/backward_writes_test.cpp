@@ -12,6 +12,8 @@
 #include "penstock/base/errors.h"
 #include "penstock/graph/compiled.h"
 #include "penstock/graph/compiled_module.h"
+#include "penstock/graph/execute.h"
+#include "penstock/graph/functionalize.h"
 #include "penstock/graph/signature.h"
 #include "tests/graph/call_trace.h"
 #include "tests/has_text.h"
@@ -216,7 +218,34 @@ TEST(BackwardWrites, ABufferThatChangedInBetweenIsAnError) {
   const std::string message = message_of<c10::Error>([&] { second.sum().backward(); });  // it was saved for backward
   EXPECT_TRUE(has_text(message, "modified by an inplace operation")) << message;
   EXPECT_TRUE(torch::equal(buffer, torch::ones({3})));
+  // Also where backward only writes over it, and whatever of it is saved.
+  counting.backward = [](AutogradContext*, at::Tensor gradient) {
+    counter.copy_(gradient);
+    return gradient;
+  };
+  for (const Partitioner partitioner : {Partitioner::Default, Partitioner::MinCut}) {
+    Compiled overwriting(over_tensors([&](const Tensors& in) {
+                           counter = in[1];
+                           return Tensors{UsersFunction::apply(in[0], &counting)};
+                         }),
+                         {.partitioner = partitioner});
+    const at::Tensor third = overwriting({x, buffer})[0].toTensor(), before = buffer.add_(1).clone();
+    EXPECT_ANY_THROW(third.sum().backward());
+    EXPECT_TRUE(torch::equal(buffer, before));
+  }
   counter = at::Tensor();
+}
+
+TEST(Functionalize, OutputsOfForwardAreAsBeforeBackward) {
+  Graph graph = capture_forward(over_tensors([](const Tensors& in) {
+    const at::Tensor y = in[0] + 1;
+    y.mul_(3);
+    return Tensors{y, y};
+  }), {torch::ones({2})});
+  graph.nodes.back().phase = Phase::Backward;
+  const auto results = Executor(functionalize(graph, 1))({torch::ones({2})});
+  EXPECT_TRUE(torch::equal(results[0].toTensor(), torch::full({2}, 2.f)));
+  EXPECT_TRUE(torch::equal(results[1].toTensor(), torch::full({2}, 6.f)));
 }
 
 // ---- views that a user's function makes ----

@@ -50,6 +50,7 @@ inline Trace trace_of(const std::function<Values(const Values&)>& call, const Te
   }
   for (const at::Tensor& input : inputs) {
     trace.inputs.push_back(input);
+    input.grad_fn();  // of a view whose base was written, autograd finds it when it is asked, and calls the view a leaf until then
     if (!input.is_leaf()) add(input, 2.5);
   }
   try {

@@ -84,6 +84,8 @@ inline Tensors random_program(unsigned seed, const Tensors& inputs, Looks looks 
       continue;
     }
     if (which >= 11 && which != 14 && which != 17 && !may_be_written(x)) which = 0;  // what is written to one place twice has no value
+    // Autograd forgets transpose_ where it makes a view of another dtype or a conjugate again after a write: gradients would be those of another program.
+    if (which == 17 && looks == Looks::AnyDtype && !(x.is_same(inputs[0]) || x.is_same(inputs[2]))) which = 3;
     switch (which) {
       case 0: pool.push_back(x.dim() > 0 ? x.select(dim, x.size(dim) - 1) : x.unsqueeze(0)); break;
       case 1: pool.push_back(x.dim() > 0 ? x.slice(dim, x.size(dim) > 1 ? 1 : 0) : x.view({1})); break;

@@ -10,6 +10,7 @@
 #include "penstock/base/errors.h"
 #include "penstock/graph/compiled.h"
 #include "penstock/graph/graph_file.h"
+#include "penstock/graph/saving_node.h"
 #include "tests/graph/call_trace.h"
 #include "tests/graph/random_program.h"
 #include "tests/has_text.h"
@@ -104,6 +105,25 @@ TEST(ViewResults, InputsThatAreLazyConjugatesOrNegatives) {
       {complex_leaf({3, 2})}, conjugated);
   expect_as_eager([](const Tensors& in) { return Tensors{in[0] * 2, in[0].select(0, 0), in[0].resolve_neg()}; }, {leaf({3, 2})},
                   [](const Tensors& fresh) { return Tensors{fresh[0].clone()._neg_view()}; });
+  // Written through a view of it that is none, and turned after it was written.
+  expect_as_eager(
+      [](const Tensors& in) {
+        at::imag(in[0]).add_(in[1]);
+        return Tensors{in[0] * 2};
+      },
+      {complex_leaf({3, 2}), leaf({3, 2})}, [](const Tensors& fresh) { return Tensors{fresh[0].clone().conj(), fresh[1].clone()}; });
+  expect_as_eager(
+      [](const Tensors& in) {
+        in[0].add_(in[0].clone());
+        in[0].transpose_(0, 1);
+        return Tensors{in[1] * 2};
+      },
+      {complex_leaf({3, 2}), leaf({3, 2})}, [](const Tensors& fresh) { return Tensors{fresh[0].clone().conj(), fresh[1].clone()}; });
+  // One that is written with something that has a gradient is no leaf any more.
+  Compiled copied(over_tensors([](const Tensors& in) { return Tensors{in[0].copy_(in[1])}; }));
+  const at::Tensor target = torch::zeros({3}, torch::kComplexFloat).conj();
+  copied({target, complex_leaf({3})});
+  EXPECT_FALSE(target.is_leaf());
   // A capture is for one of them.
   Compiled once(over_tensors([](const Tensors& in) { return Tensors{in[0].conj()}; }), {.recapture = false});
   const at::Tensor x = complex_leaf({3}, false);
@@ -145,9 +165,16 @@ TEST(ViewResults, InputsWrittenThroughSuchViews) {
         const at::Tensor pair = at::view_as_complex(in[0].slice(0, 2, 4));
         pair.mul_(2);
         in[0].add_(1);
-        return Tensors{pair, in[0].t_()};
+        return Tensors{pair, in[0].t_(), pair * 3};
       },
       {leaf({5}, false)});
+  expect_as_eager(  // of an input that begins in the middle of a complex number
+      [](const Tensors& in) {
+        const at::Tensor pair = at::view_as_complex(in[0].slice(0, 1, 3));
+        in[0].add_(1);
+        return Tensors{pair * 2, in[0] * 3};
+      },
+      {leaf({5}, false)}, [](const Tensors& fresh) { return Tensors{fresh[0].clone().slice(0, 1)}; });
 }
 
 TEST(ViewResults, OfInputsWithElementsThatShareMemory) {
@@ -250,6 +277,17 @@ TEST(ViewResults, DynamicDims) {
   }
   EXPECT_EQ(compiled.captures(), 1u);
   EXPECT_TRUE(compiled.is_dynamic(0)) << compiled.dynamic_refused();
+}
+
+TEST(ViewResults, CopiesStayLazy) {
+  const at::Tensor z = torch::randn({3}, torch::kComplexFloat);
+  for (const at::Tensor& tensor : {z, z.conj(), z._neg_view(), z.conj()._neg_view()}) {
+    const at::Tensor copy = copy_keeping_bits(tensor);
+    EXPECT_TRUE(torch::equal(copy, tensor));
+    EXPECT_FALSE(copy.is_alias_of(tensor));
+    EXPECT_EQ(copy.is_conj(), tensor.is_conj());
+    EXPECT_EQ(copy.is_neg(), tensor.is_neg());
+  }
 }
 
 TEST(ViewReplay, IsAValueAndRunsOnAnotherTensor) {

@@ -133,6 +133,25 @@ TEST(Fake, SpreadsWithoutTheMode) {
   EXPECT_EQ(y.scalar_type(), at::kHalf);
 }
 
+TEST(Fake, LazyConjugatesAndNegatives) {
+  const at::Tensor real = torch::randn({3, 2}, torch::kComplexFloat);
+  for (const at::Tensor& z : {real, to_fake(real)}) {
+    EXPECT_TRUE(z.conj().is_conj());
+    EXPECT_FALSE(z.conj().conj().is_conj());
+    EXPECT_TRUE(z.mH().is_conj());
+    EXPECT_FALSE(z.conj().resolve_conj().is_conj());
+    EXPECT_FALSE(z.conj().resolve_conj().is_alias_of(z));
+    EXPECT_TRUE(at::imag(z.conj()).is_neg());
+    EXPECT_FALSE(at::real(z.conj()).is_conj());
+    EXPECT_TRUE(at::real(z.conj()).is_alias_of(z));
+    EXPECT_FALSE((z.conj() * 2).is_conj());
+    EXPECT_TRUE(z._neg_view().select(0, 1).is_neg());
+    EXPECT_FALSE(z._neg_view().resolve_neg().is_neg());
+  }
+  EXPECT_TRUE(to_fake(real.conj()).is_conj());
+  EXPECT_TRUE(to_fake(real._neg_view()).is_neg());
+}
+
 TEST(Fake, CudaNeedsNoGpu) {
   const at::Tensor x = make_fake({4, 4}, at::device(at::kCUDA));
   EXPECT_EQ((x.matmul(x) * 2).sum().device(), at::Device(at::kCUDA, 0));

@@ -18,6 +18,7 @@
 #include "penstock/shard/registry.h"
 #include "penstock/torch/cpu_bfloat16.h"
 #include "penstock/torch/dtype.h"
+#include "penstock/torch/fake.h"
 #include "penstock/torch/switch_data.h"
 
 namespace penstock {
@@ -73,7 +74,11 @@ at::Tensor ParameterGroup::own_shard(const ShardedParameter& p) const {
 }
 
 bool ParameterGroup::holds_own_data(const ShardedParameter& p, const at::Tensor& tensor) const {
-  if (p.keeps_encoded && is_wrapper(tensor) && payload_of(tensor) == payload_of(p.unsharded)) return true;
+  // A gathered parameter that stays encoded, or a handle of it: over the same rows.
+  if (p.keeps_encoded && is_wrapper(tensor) && !is_dtensor(tensor) && !is_fake(tensor)) {
+    const auto parts = payload_of(tensor)->inner_tensors();
+    return !parts.empty() && parts.front().second.storage().unsafeGetStorageImpl() == whole_.get() && parts.front().second.storage_offset() == p.whole.storage_offset();
+  }
   const at::Tensor local = detail::local_of(tensor);
   if (is_wrapper(local)) return false;
   const c10::StorageImpl* memory = local.storage().unsafeGetStorageImpl();

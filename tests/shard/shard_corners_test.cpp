@@ -353,6 +353,9 @@ TEST(ReplacedData, CastsOfEncodedParametersAreThoseOfTheirShards) {
       layer->to(at::kFloat);
       EXPECT_TRUE(at::equal(whole_weight(), weight.to(at::kFloat)));
       EXPECT_TRUE(at::allclose(layer(x.to(at::kFloat)), at::linear(x, weight, Dense(5, 7)->bias).to(at::kFloat), 0.1, 0.1));
+      // Data of its own is nothing new, in whatever form it is gathered.
+      layer->weight.set_data(layer->weight.detach());
+      EXPECT_TRUE(at::equal(whole_weight(), weight.to(at::kFloat)));
       layer->weight.set_data(value.clone());
       EXPECT_TRUE(at::equal(whole_weight(), value));
     }

@@ -11,6 +11,7 @@
 #include "penstock/base/exception_text.h"
 #include "penstock/base/warnings.h"
 #include "penstock/dtensor/dtensor.h"
+#include "penstock/dtensor/mesh_cache.h"
 #include "penstock/pipeline/deferred_linear.h"
 #include "penstock/torch/dense_layout.h"
 #include "penstock/torch/distributed_type.h"
@@ -205,6 +206,15 @@ std::vector<at::Tensor> StageRunner::wrap_inputs(Chunk& chunk, int microbatch) {
   return inputs;
 }
 
+namespace {
+
+// On the agreed mesh, too: equal placements on another one mean other parts.
+bool lies_as(const at::Tensor& tensor, const DistributedRecord& record) {
+  return placements_of(tensor) == record.placements() && answers(mesh_of(tensor), record.mesh_key());
+}
+
+}  // namespace
+
 void StageRunner::check_outputs(const Chunk& chunk, int microbatch, const std::vector<at::Tensor>& outputs) const {
   const TensorMetas& metas = *chunk.plan->meta.outputs;
   const auto refuse = [&](const std::string& what, const std::string& actual, const std::string& expected, const char* remedy) {
@@ -218,7 +228,7 @@ void StageRunner::check_outputs(const Chunk& chunk, int microbatch, const std::v
     const std::vector<std::int64_t>& shape = whole != nullptr ? whole->global_shape() : local_record(metas[i]).shape();
     const bool shape_fits = chunk.plan->varies_output(i) || output.sizes() == at::IntArrayRef(shape);
     const bool kind_fits = is_distributed_tensor(output) == (whole != nullptr) && output.scalar_type() == local_record(metas[i]).dtype();
-    if (!shape_fits || !kind_fits || (whole != nullptr && placements_of(output) != whole->placements()))
+    if (!shape_fits || !kind_fits || (whole != nullptr && !lies_as(output, *whole)))
       refuse(fmt::format("output {}", i), to_string(meta_of(output)), to_string(metas[i]),
              "return what the example or the trial run gave, or set announce_shapes for shapes that depend on values");
     if (has_backward_ && output.requires_grad() && !requires_grad(metas[i]))
@@ -439,7 +449,7 @@ void StageRunner::finish_backward(Chunk& chunk, int microbatch, const std::vecto
       const at::IntArrayRef shape = varies || whole == nullptr ? local_if_distributed(inputs[i], kDetach).sizes() : at::IntArrayRef(agreed.shape());
       chunk.input_grads.push_back(at::zeros(shape, at::device(stage_.device()).dtype(agreed.dtype())));
     } else {
-      if ((whole != nullptr) != is_distributed_tensor(gradient) || (whole != nullptr && placements_of(gradient) != whole->placements()))
+      if ((whole != nullptr) != is_distributed_tensor(gradient) || (whole != nullptr && !lies_as(gradient, *whole)))
         refuse(to_string(meta_of(gradient)), to_string(metas[i]), "redistribute the activation in the module, so that its gradient has the agreed placements");
       chunk.input_grads.push_back(local_if_distributed(gradient, kDetach));
     }

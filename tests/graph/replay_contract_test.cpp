@@ -116,6 +116,7 @@ TEST(ReplayContract, AResultAndItsDetachedTwinShareMemory) {
     EXPECT_TRUE(at::equal(results[1].toTensor(), at::full({3}, 7.0))) << "call " << call;
     EXPECT_FALSE(results[1].toTensor().requires_grad());
   }
+  EXPECT_EQ(compiled.meta(0).outputs[1].kind, OutputKind::AliasOfIntermediateBaseIsUserOutput);
 }
 
 // Inputs of the same shapes that now overlap are another kind of call.

@@ -5,8 +5,12 @@
 #include <map>
 #include <mutex>
 
+#include "penstock/base/errors.h"
 #include "penstock/dtensor/dtensor.h"
 #include "penstock/pipeline/schedules.h"
+#include "penstock/torch/step_context.h"
+#include "tests/has_text.h"
+#include "tests/throws.h"
 
 namespace penstock {
 namespace dtensor_pipeline_test {
@@ -116,6 +120,29 @@ TEST_P(DistributedActivations, FourByTwo) { expect_parity(GetParam(), 4, TrialRu
 
 INSTANTIATE_TEST_SUITE_P(Schedules, DistributedActivations, testing::ValuesIn(schedule::all_schedule_kinds()),
                          [](const testing::TestParamInfo<ScheduleKind>& info) { return std::string(schedule::to_text(info.param)); });
+
+// Equal placements on another mesh than the trial run had.
+TEST(DistributedOutputs, OnAnotherMeshThanAgreedAreRefused) {
+  const std::string message = test::message_of<PipeliningMetadataError>([] {
+    comm::run_ranks(4, 60s, [](comm::World& world) {
+      const auto mesh_of_axis = [&](const char* name) {
+        const comm::MeshGroups whole(world, init_device_mesh("cpu", {2, 2}, {"pp", name}, Rank{world.rank()}, 4));
+        return whole.with_mesh(whole.mesh()[name]);
+      };
+      const comm::MeshGroups agreed = mesh_of_axis("tp"), other = mesh_of_axis("cp");
+      const int stage = world.rank() / 2;
+      const StageModule module([&](at::Tensor x) {
+        if (stage == 1) return full_tensor(x);
+        return from_local(x, StepContext::current()->trial ? agreed : other, {Shard{1}});
+      }, {});
+      PipelineOptions options{world};
+      options.ranks = {world.rank() % 2, 2 + world.rank() % 2};
+      ScheduleGPipe pipeline(PipelineStage(module, stage, 2, at::kCPU), 2, {}, options);
+      pipeline.eval(Tree::tuple({batch(4, 1)}));
+    });
+  });
+  EXPECT_TRUE(test::has_text(message, "output 0 of stage 0")) << message;
+}
 
 }  // namespace dtensor_pipeline_test
 }  // namespace penstock

@@ -137,7 +137,9 @@ TEST(DistributedOutputs, OnAnotherMeshThanAgreedAreRefused) {
       }, {});
       PipelineOptions options{world};
       options.ranks = {world.rank() % 2, 2 + world.rank() % 2};
-      ScheduleGPipe pipeline(PipelineStage(module, stage, 2, at::kCPU), 2, {}, options);
+      StageOptions stage_options;
+      stage_options.find_mesh = [&](const MeshKey&) { return std::optional(agreed); };
+      ScheduleGPipe pipeline(PipelineStage(module, stage, 2, at::kCPU, stage_options), 2, {}, options);
       pipeline.eval(Tree::tuple({batch(4, 1)}));
     });
   });

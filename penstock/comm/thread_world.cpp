@@ -1,4 +1,5 @@
 // A world of threads: every rank a thread of this process, with one in-process store and one board of who is alive.
+#include <ATen/ATen.h>
 #include <fmt/format.h>
 
 #include <atomic>
@@ -12,10 +13,21 @@
 #include "penstock/comm/world.h"
 
 namespace penstock::comm {
+namespace {
+
+// On x86 LibTorch leaves tanh and the like to MKL, whose vector functions prepare themselves on their first call. Two threads that make it
+// at once may get results with half of the digits (seen with LibTorch 2.11): one thread makes it for all.
+void prepare_vector_functions() {
+  static const bool prepared = at::tanh(at::ones({32})).defined();
+  static_cast<void>(prepared);
+}
+
+}  // namespace
 
 void run_ranks(int size, std::chrono::milliseconds timeout, const std::function<void(World&)>& body) {
   if (size < 1) throw ValueError(describe("run_ranks: size", fmt::format("{}", size), "at least 1"));
   register_operators();
+  prepare_vector_functions();
   static std::atomic<int> worlds{0};
   const int world_number = worlds++;
   const auto deadline = Clock::now() + timeout;

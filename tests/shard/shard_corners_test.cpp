@@ -220,7 +220,7 @@ TEST(ReplacedData, AModuleThatIsCastComputesAndTrainsInItsNewDtype) {
       for (at::Tensor p : model->parameters()) {
         EXPECT_EQ(p.scalar_type(), dtype);
         EXPECT_EQ(p.grad().scalar_type(), dtype);
-        p.sub_(p.grad(), 0.1);
+        p.sub_(p.grad(), 0.125);  // exact, so that kernels round once, whether an element is in a vector or behind the last one
         if (step == 0 || zero)
           p.grad().zero_();
         else

@@ -55,7 +55,7 @@ void ReplicaGradients::begin(std::size_t part) {
     const optim::NamedParameter& parameter = state.part.parameters[i];
     if (parameter.tensor.requires_grad() != state.trainable[i])
       throw StateError(describe(fmt::format("requires_grad of {}", parameter.name), parameter.tensor.requires_grad() ? "true" : "false",
-                                fmt::format("{}, as when the replicas compared their parameters", state.trainable[i]), "freeze or unfreeze parameters on all replicas before the job is made"));
+                                fmt::format("{}, as when the replicas compared their parameters", state.trainable[i] ? "true" : "false"), "freeze or unfreeze parameters on all replicas before the job is made"));
     if (!state.trainable[i] && parameter.tensor.grad().defined())
       throw StateError(describe(fmt::format("gradient of {}", parameter.name), "one on a parameter that requires none", "no gradient", "clear it: it would be stepped differently on every replica"));
   }

@@ -12,6 +12,7 @@
 #include "penstock/base/text.h"
 #include "penstock/comm/group_maker.h"
 #include "penstock/comm/work_state.h"
+#include "penstock/torch/step_context.h"
 
 namespace penstock::comm {
 
@@ -104,7 +105,10 @@ Group MemberGroups::get(const std::vector<int>& ranks, const MemberGroupOptions&
   std::string name;
   try {
     std::unique_lock lock(mutex_);
-    Opening& opening = begin({ranks, options.purpose, options.p2p});
+    const Key key{ranks, options.purpose, options.p2p};
+    // A trial run communicates nothing, so it opens nothing either: what it asks of this group is left out before it reaches a backend.
+    if (StepContext::current()->trial && !is_open(key)) return Group(std::make_shared<GroupState>(core_, name_of(key) + core_->name_suffix, ranks, core_->timeout));
+    Opening& opening = begin(key);
     name = opening.name;
     if (!opening.ended && ranks.size() > 1) {
       lock.unlock();
@@ -126,6 +130,15 @@ Group MemberGroups::get(const std::vector<int>& ranks, const MemberGroupOptions&
   }
 }
 
+std::string MemberGroups::name_of(const Key& key) {
+  return fmt::format("ranks[{}]{}{}", rank_list_text(key.ranks), key.purpose.empty() ? "" : ".", key.purpose);
+}
+
+bool MemberGroups::is_open(const Key& key) const {
+  const auto found = openings_.find(key);
+  return found != openings_.end() && found->second->ended;
+}
+
 MemberGroups::Opening& MemberGroups::begin(const Key& key) {
   std::unique_ptr<Opening>& opening = openings_[key];
   if (opening) return *opening;
@@ -133,7 +146,7 @@ MemberGroups::Opening& MemberGroups::begin(const Key& key) {
   opening->ranks = key.ranks;
   opening->purpose = key.purpose;
   opening->p2p = key.p2p;
-  opening->name = fmt::format("ranks[{}]{}{}", rank_list_text(key.ranks), key.purpose.empty() ? "" : ".", key.purpose);
+  opening->name = name_of(key);
   if (core_->fake || key.ranks.size() == 1) {  // nobody to wait for
     try {
       opening->group = open(*opening);

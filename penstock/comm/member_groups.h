@@ -54,6 +54,8 @@ class MemberGroups {
   };
 
   // The opening of this group, started unless it is known. With mutex_ held.
+  static std::string name_of(const Key& key);
+  bool is_open(const Key& key) const;  // or failed to open; needs mutex_
   Opening& begin(const Key& key);
   void run(Opening& opening);
   std::shared_ptr<class GroupState> open(const Opening& opening);

@@ -12,6 +12,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/comm/member_groups.h"
+#include "penstock/torch/step_context.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -266,6 +267,30 @@ TEST(MeshGroups, NamesOfLists) {
   EXPECT_EQ(rank_list_text({3, 2, 1, 0}), "3,2,1,0");
   EXPECT_EQ(rank_list_text({0, 1, 3, 5, 7}), "0-1,3-7:2");
   EXPECT_EQ(rank_list_text({0, 3, 4}), "0,3-4");
+}
+
+// Ranks do not agree on when they make a trial run, so it cannot wait for the other members of a group.
+TEST(MeshGroups, ATrialRunOpensNoGroup) {
+  std::atomic<bool> tried{false};
+  run_ranks(2, 20s, [&](World& world) {
+    const MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+    if (world.rank() == 0) {
+      StepContext context;
+      context.trial = true;
+      const StepGuard guard(context);
+      const Group group = mesh.group(0);
+      EXPECT_EQ(group.size(), 2);
+      at::Tensor all = at::ones({2});
+      group.all_gather(all, at::ones({1})).wait();
+      EXPECT_TRUE(at::equal(all, at::zeros({2})));
+      tried = true;
+    } else {
+      while (!tried) std::this_thread::sleep_for(1ms);
+    }
+    at::Tensor sum = at::ones({1});
+    mesh.group(0).all_reduce(sum, ReduceOp::Sum).wait();
+    EXPECT_EQ(sum.item<float>(), 2);
+  });
 }
 
 }  // namespace mesh_groups_test

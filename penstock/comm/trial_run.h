@@ -5,15 +5,13 @@
 
 #include <ATen/ATen.h>
 
-#include <vector>
-
 #include "penstock/torch/step_context.h"
 
 namespace penstock::comm {
 
 // Whether this thread makes a trial run. If so, what would have been received is set to zero; a tensor that is sent and received, as in an
 // all-reduce, keeps its values.
-inline bool skipped_in_trial(const std::vector<at::Tensor>& received = {}) {
+inline bool skipped_in_trial(at::ArrayRef<at::Tensor> received = {}) {
   if (!StepContext::current()->trial) return false;
   const at::NoGradGuard no_grad;
   for (const at::Tensor& tensor : received) tensor.zero_();

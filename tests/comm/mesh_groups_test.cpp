@@ -269,26 +269,40 @@ TEST(MeshGroups, NamesOfLists) {
   EXPECT_EQ(rank_list_text({0, 3, 4}), "0,3-4");
 }
 
-// Ranks do not agree on when they make a trial run, so it cannot wait for the other members of a group.
+// Ranks do not agree on when they make a trial run, so it cannot rely on the other members of a group: here the other one has ended.
 TEST(MeshGroups, ATrialRunOpensNoGroup) {
-  std::atomic<bool> tried{false};
-  run_ranks(2, 20s, [&](World& world) {
-    const MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
-    if (world.rank() == 0) {
+  std::atomic<int> ended{0};
+  run_ranks(4, 20s, [&](World& world) {
+    if (world.rank() != 0) {
+      ++ended;
+      return;
+    }
+    while (ended < 3) std::this_thread::sleep_for(1ms);
+    std::this_thread::sleep_for(100ms);
+    const MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{0}, 4));
+    StepContext context;
+    context.trial = true;
+    const StepGuard guard(context);
+    const Group group = mesh.group(1);  // not that of the world, which is open
+    EXPECT_EQ(group.size(), 2);
+    at::Tensor all = at::ones({2});
+    group.all_gather(all, at::ones({1})).wait();
+    EXPECT_TRUE(at::equal(all, at::zeros({2})));
+  });
+}
+
+// What a trial run used is not kept for later.
+TEST(MeshGroups, AGroupAskedForInATrialRunIsOpenedByItsFirstUse) {
+  run_ranks(4, 20s, [](World& world) {
+    const MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{world.rank()}, 4));
+    {
       StepContext context;
       context.trial = true;
       const StepGuard guard(context);
-      const Group group = mesh.group(0);
-      EXPECT_EQ(group.size(), 2);
-      at::Tensor all = at::ones({2});
-      group.all_gather(all, at::ones({1})).wait();
-      EXPECT_TRUE(at::equal(all, at::zeros({2})));
-      tried = true;
-    } else {
-      while (!tried) std::this_thread::sleep_for(1ms);
+      mesh.group(1);
     }
     at::Tensor sum = at::ones({1});
-    mesh.group(0).all_reduce(sum, ReduceOp::Sum).wait();
+    mesh.group(1).all_reduce(sum, ReduceOp::Sum).wait();
     EXPECT_EQ(sum.item<float>(), 2);
   });
 }

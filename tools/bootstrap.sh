@@ -10,7 +10,7 @@
 penstock_tools="g++ cmake ninja-build ccache"
 penstock_libraries="libcli11-dev libspdlog-dev libfmt-dev nlohmann-json3-dev libtomlplusplus-dev libboost-graph-dev
   libgtest-dev libgmock-dev librapidcheck-dev libbenchmark-dev libxxhash-dev libucx-dev openmpi-bin"
-penstock_torch="libtorch-dev libgloo-dev libopenblas0-pthread"
+penstock_torch="libtorch-dev libgloo-dev libopenblas0-openmp"
 
 say() { printf '\033[1m==> %s\033[0m\n' "$*" >&2; }
 die() { printf 'error: %s\n' "$*" >&2; exit 2; }

@@ -4,19 +4,23 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <thread>
 
 #include "penstock/base/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/commands.h"
+#include "penstock/cli/doctor_threads.h"
 #include "penstock/comm/backend.h"
+#include "penstock/comm/launch_cores.h"
 #include "penstock/comm/launcher.h"
 #include "penstock/comm/self_test.h"
 #include "penstock/comm/ucx_transport.h"
 #include "penstock/comm/world.h"
+#include "penstock/torch/thread_count.h"
 #include "penstock/torch/version.h"
 
 namespace penstock::cli {
@@ -50,14 +54,55 @@ void print_machine() {
   fmt::print("  LibTorch    {}\n", torch_version());
   fmt::print("  BLAS        {}\n", blas_description());
   fmt::print("  compiler    g++ {}\n", __VERSION__);
-  fmt::print("  cores       {} ({} usable by this process)\n", sysconf(_SC_NPROCESSORS_ONLN), std::thread::hardware_concurrency());
+  fmt::print("  cores       {} ({} usable by this process)\n", sysconf(_SC_NPROCESSORS_ONLN), comm::available_cores());
   fmt::print("  memory      {}\n", format_bytes(memory_bytes()));
   fmt::print("  GPUs        {}\n", torch::cuda::is_available() ? fmt::format("{}", torch::cuda::device_count()) : "none");
   fmt::print("  backends    gloo {}, nccl {}, ucx {}\n", comm::gloo_available() ? "yes" : "no", comm::nccl_available() ? comm::nccl_version() : "no", comm::ucx_available() ? comm::ucx_version() : "no");
 }
 
+// A feed-forward layer: two matrix products with an activation between them, so that BLAS threads and LibTorch's own take turns
+// as they do in training.
+double layer_gflops(int threads, double seconds) {
+  using Clock = std::chrono::steady_clock;
+  constexpr std::int64_t kRows = 512, kWidth = 256, kHidden = 1024;
+  const ThreadCountScope scope(threads);
+  const at::NoGradGuard no_grad;
+  const at::Tensor rows = at::ones({kRows, kWidth}), up = at::full({kWidth, kHidden}, 0.01), down = at::full({kHidden, kWidth}, 0.01);
+  const auto layer = [&] { return at::mm(at::gelu(at::mm(rows, up)), down); };
+  layer();  // threads are started by their first use
+  int layers = 0;
+  const auto start = Clock::now();
+  double elapsed = 0;
+  while (layers < 3 || elapsed < seconds) {
+    layer();
+    ++layers;
+    elapsed = std::chrono::duration<double>(Clock::now() - start).count();
+  }
+  return 2.0 * 2.0 * kRows * kWidth * kHidden * layers / elapsed / 1e9;
+}
+
+// The best of several short rounds, taken in turns: a neighbour that runs for a moment does not count, one that always runs does.
+constexpr int kRounds = 4;
+constexpr double kRoundSeconds = 0.08;
+
+// For a process that the launcher started: the environment decides how its threads wait.
+ThreadSpeeds measure_thread_speeds() {
+  ThreadSpeeds result;
+  result.blas = comm::loaded_blas_threads();
+  const int most = thread_counts().operators;
+  for (int threads = 1; threads < most; threads *= 2) result.speeds.push_back({threads, 0});
+  result.speeds.push_back({most, 0});
+  for (int round = 0; round < kRounds; ++round)
+    for (ThreadSpeed& speed : result.speeds) speed.gflops = std::max(speed.gflops, layer_gflops(speed.threads, kRoundSeconds));
+  return result;
+}
+
 // The other side: runs inside each spawned rank and writes what it saw.
 int run_probe(const std::string& device_name, const std::string& report_path) {
+  if (device_name == "threads") {
+    write_thread_speeds(measure_thread_speeds(), report_path);
+    return 0;
+  }
   comm::World world = comm::World::from_env();
   const at::Device device = device_name == "cuda" ? at::Device(at::kCUDA, static_cast<at::DeviceIndex>(world.local_rank() % static_cast<int>(torch::cuda::device_count()))) : at::Device(at::kCPU);
   comm::Group group = world.group();
@@ -108,25 +153,45 @@ bool print_report(const Setup& setup, const std::string& path, int exit_code, bo
   return exit_code == 0 && good == static_cast<int>(total);
 }
 
+// Starts this program as ranks that write to `report`; returns their exit code.
+int launch_probe(const std::string& what, int ranks, const std::string& report, int timeout_s, std::vector<std::pair<std::string, std::string>> environment) {
+  std::fflush(stdout);
+  comm::LaunchOptions options;
+  options.ranks = ranks;
+  options.command = {std::filesystem::read_symlink("/proc/self/exe").string(), "doctor", "--probe", what, "--report", report};
+  options.environment = std::move(environment);
+  options.environment.emplace_back("PENSTOCK_TIMEOUT_S", std::to_string(timeout_s));
+  options.environment.emplace_back("PENSTOCK_LOG", "error");
+  return comm::launch(options).exit_code;
+}
+
+// In a rank of its own: with the thread settings that a training would have.
+bool check_threads(int timeout_s) {
+  const TemporaryFile report;
+  const int exit_code = launch_probe("threads", 1, report.path(), timeout_s, {});
+  if (exit_code != 0) {
+    fmt::print("\nthreads: FAILED, the measuring process ended with {}\n", exit_code);
+    return false;
+  }
+  fmt::print("\n{}", describe_thread_speeds(read_thread_speeds(report.path())));
+  return true;
+}
+
 int run_doctor(bool all_rows, int timeout_s) {
   print_machine();
+  bool ok = check_threads(timeout_s);
   std::vector<Setup> setups;
   if (comm::gloo_available()) setups.push_back({"gloo, 2 ranks", "cpu", "gloo", 2});
   if (comm::gloo_available() && comm::ucx_available()) setups.push_back({"ucx, 2 ranks", "cpu", "ucx", 2});
   const auto gpus = torch::cuda::is_available() ? static_cast<int>(torch::cuda::device_count()) : 0;
   if (comm::nccl_available() && gpus > 0) setups.push_back({gpus > 1 ? "nccl, 2 ranks" : "nccl, 1 rank (one GPU)", "cuda", "gloo", gpus > 1 ? 2 : 1});
   if (comm::gloo_available() && gpus == 1) setups.push_back({"CUDA tensors over gloo, 2 ranks on one GPU", "cuda", "gloo", 2});
-  bool ok = !setups.empty();
+  ok = ok && !setups.empty();
   if (setups.empty()) fmt::print("\nno backend: ranks cannot talk; install libgloo-dev and build again\n");
   for (const Setup& setup : setups) {
-    std::fflush(stdout);
     const TemporaryFile report;
-    comm::LaunchOptions options;
-    options.ranks = setup.ranks;
-    options.command = {std::filesystem::read_symlink("/proc/self/exe").string(), "doctor", "--probe", setup.device, "--report", report.path()};
-    options.environment = {{"PENSTOCK_P2P", setup.p2p}, {"PENSTOCK_TIMEOUT_S", std::to_string(timeout_s)}, {"PENSTOCK_LOG", "error"}};
-    const auto result = comm::launch(options);
-    ok = print_report(setup, report.path(), result.exit_code, all_rows) && ok;
+    const int exit_code = launch_probe(setup.device, setup.ranks, report.path(), timeout_s, {{"PENSTOCK_P2P", setup.p2p}});
+    ok = print_report(setup, report.path(), exit_code, all_rows) && ok;
   }
   fmt::print("\n{}\n", ok ? "all well" : "something is wrong: see above");
   return ok ? 0 : 1;
@@ -141,8 +206,8 @@ void add_doctor_command(CLI::App& app, Outcome& outcome) {
     std::string probe, report;
   };
   auto flags = std::make_shared<Flags>();
-  CLI::App* command = app.add_subcommand("doctor", "Show what this machine has, and try every operation between two ranks");
-  command->footer("Example: penstock doctor --verbose\nExit code 1 when an operation gives wrong values or fails.");
+  CLI::App* command = app.add_subcommand("doctor", "Show what this machine has, how fast its threads compute, and try every operation between two ranks");
+  command->footer("Example: penstock doctor --verbose\nExit code 1 if an operation returns wrong values or fails; slow threads are a warning.");
   command->add_flag("-v,--verbose", flags->verbose, "List every operation, not only the timed ones");
   command->add_option("--timeout", flags->timeout_s, "Seconds a backend may take")->check(CLI::Range(1, 3600))->capture_default_str();
   command->add_option("--probe", flags->probe, "Internal: run as one of the ranks")->group("");

@@ -11,6 +11,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/cli/commands.h"
+#include "penstock/cli/use_available_cores.h"
 #include "penstock/models/generate.h"
 #include "penstock/train/byte_tokenizer.h"
 #include "penstock/train/load_model.h"
@@ -43,6 +44,7 @@ void show(std::int64_t token) {
 }
 
 void run(const GenerateFlags& flags) {
+  use_available_cores();
   const at::Device device = flags.device == "cuda" || (flags.device == "auto" && torch::cuda::is_available()) ? at::kCUDA : at::kCPU;
   train::LoadedModel loaded = train::load_model(flags.run, device);
   const std::string prompt = flags.prompt.empty() ? loaded.config.output.sample_prompt : flags.prompt;

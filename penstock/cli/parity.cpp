@@ -61,8 +61,7 @@ int start_side(const fs::path& folder, const std::string& side, int ranks, int t
   options.ranks = ranks;
   options.command = {fs::read_symlink("/proc/self/exe").string(), "parity", "--worker", folder.string(), "--side", side, "--steps", std::to_string(steps)};
   // Products of matrices may depend on the number of threads: both sides have the same.
-  for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"})
-    if (std::getenv(name) == nullptr) options.environment.emplace_back(name, std::to_string(threads));
+  if (std::getenv("OMP_NUM_THREADS") == nullptr) options.environment.emplace_back("OMP_NUM_THREADS", std::to_string(threads));
   return comm::launch(options).exit_code;
 }
 

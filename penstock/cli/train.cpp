@@ -17,6 +17,7 @@
 #include "penstock/base/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/cli/commands.h"
+#include "penstock/comm/compute_environment.h"
 #include "penstock/comm/launch_env.h"
 #include "penstock/comm/launcher.h"
 #include "penstock/comm/world.h"
@@ -111,7 +112,10 @@ int run(const CLI::App& command, const TrainFlags& flags) {
     fmt::print("{}", train::to_text(train::dry_run(resolved.config)));
     return 0;
   }
-  if (comm::launch_env().launcher != "none") return run_foreign_rank(resolved);
+  if (const comm::LaunchEnv env = comm::launch_env(); env.launcher != "none") {
+    comm::restart_with_compute_environment(env.local_world_size);
+    return run_foreign_rank(resolved);
+  }
   return start_ranks(resolved, flags);
 }
 

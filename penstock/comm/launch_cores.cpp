@@ -22,24 +22,6 @@ std::string read_text(const std::string& path) {
   return text.str();
 }
 
-int affinity_cores() {
-  // The kernel refuses a mask smaller than its own with EINVAL, so large machines need a larger one.
-  for (int cpus = 1024; cpus <= (1 << 20); cpus *= 2) {
-    cpu_set_t* mask = CPU_ALLOC(cpus);
-    if (mask == nullptr) break;
-    const std::size_t size = CPU_ALLOC_SIZE(cpus);
-    CPU_ZERO_S(size, mask);
-    const int failed = sched_getaffinity(0, size, mask);
-    const int error = errno;
-    const int count = failed == 0 ? CPU_COUNT_S(size, mask) : 0;
-    CPU_FREE(mask);
-    if (count > 0) return count;
-    if (error != EINVAL) break;
-  }
-  const long online = sysconf(_SC_NPROCESSORS_ONLN);
-  return online > 0 ? static_cast<int>(online) : 1;
-}
-
 constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 
 double version2_limit(const std::string& folder) {
@@ -53,6 +35,24 @@ double version1_limit(const std::string& folder) {
 }
 
 }  // namespace
+
+int affinity_cores(pid_t process) {
+  // The kernel refuses a mask smaller than its own with EINVAL, so large machines need a larger one.
+  for (int cpus = 1024; cpus <= (1 << 20); cpus *= 2) {
+    cpu_set_t* mask = CPU_ALLOC(cpus);
+    if (mask == nullptr) break;
+    const std::size_t size = CPU_ALLOC_SIZE(cpus);
+    CPU_ZERO_S(size, mask);
+    const int failed = sched_getaffinity(process, size, mask);
+    const int error = errno;
+    const int count = failed == 0 ? CPU_COUNT_S(size, mask) : 0;
+    CPU_FREE(mask);
+    if (count > 0) return count;
+    if (error != EINVAL) break;
+  }
+  const long online = sysconf(_SC_NPROCESSORS_ONLN);
+  return online > 0 ? static_cast<int>(online) : 1;
+}
 
 std::optional<double> parse_cpu_max(std::string_view text) {
   std::istringstream in{std::string(text)};
@@ -86,7 +86,7 @@ std::optional<double> cgroup_cores(const std::string& proc_cgroup, const std::st
 }
 
 int available_cores() {
-  const int affinity = affinity_cores();
+  const int affinity = affinity_cores(0);
   const auto limit = cgroup_cores(read_text("/proc/self/cgroup"), "/sys/fs/cgroup");
   if (!limit || *limit >= affinity) return affinity;
   return std::max(1, static_cast<int>(std::floor(*limit)));

@@ -2,6 +2,8 @@
 // groups. The machine's own count would give every container as many threads as its host has cores.
 #pragma once
 
+#include <sys/types.h>
+
 #include <optional>
 #include <string>
 #include <string_view>
@@ -10,6 +12,9 @@ namespace penstock::comm {
 
 // At least 1. A fractional limit is rounded down, since one thread too many is throttled with all the others.
 int available_cores();
+
+// Cores in the affinity mask of a process (0: this one), or all of the machine's if the mask cannot be read.
+int affinity_cores(pid_t process);
 
 // Threads each of `ranks` ranks should use: an equal share of `cores`, at least 1.
 int threads_per_rank(int cores, int ranks);

@@ -15,6 +15,7 @@
 #include <random>
 
 #include "penstock/base/errors.h"
+#include "penstock/comm/compute_environment.h"
 #include "penstock/comm/launch_attempt.h"
 #include "penstock/comm/launch_cores.h"
 
@@ -140,20 +141,13 @@ std::vector<std::string> rank_environment(const LaunchContext& context, int atte
     remove(name);
     entries.push_back(name + "=" + value);
   };
-  const auto has = [&](const std::string& name) {
-    return std::any_of(entries.begin(), entries.end(), [&](const std::string& entry) {
-      return is(entry, name) && entry.size() > name.size() + 1;
-    });
-  };
   for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) entries.emplace_back(*entry);
   for (const auto& [name, value] : options.environment) set(name, value);
-  // Read when the library is loaded, so a rank could not set these for itself.
-  for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"})
-    if (!has(name)) set(name, fmt::format("{}", context.threads));
-  // Training frees and takes the same memory all the time. Given back to the system in between, every page of it costs a fault
-  // again, which made steps up to a fifth longer; so both allocators that LibTorch comes with are told to keep it.
-  for (const auto& [name, value] : {std::pair{"MALLOC_MMAP_THRESHOLD_", "33554432"}, {"MALLOC_TRIM_THRESHOLD_", "17179869184"}, {"MIMALLOC_PURGE_DELAY", "-1"}})
-    if (!has(name)) set(name, value);
+  const auto value_of = [&](const std::string& name) {
+    const auto entry = std::find_if(entries.begin(), entries.end(), [&](const std::string& each) { return is(each, name); });
+    return entry == entries.end() ? std::string() : entry->substr(name.size() + 1);
+  };
+  for (const auto& [name, value] : compute_environment(context.threads, value_of)) set(name, value);
   set("RANK", fmt::format("{}", rank));
   set("LOCAL_RANK", fmt::format("{}", rank));
   set("WORLD_SIZE", fmt::format("{}", options.ranks));

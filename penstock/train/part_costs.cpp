@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <dlfcn.h>
 #include <torch/cuda.h>
 
 #include <algorithm>
@@ -22,6 +21,7 @@
 #include "penstock/torch/autocast_scope.h"
 #include "penstock/torch/mode.h"
 #include "penstock/torch/step_context.h"
+#include "penstock/torch/thread_count.h"
 #include "penstock/train/elapsed.h"
 #include "penstock/train/model_stages.h"
 
@@ -140,33 +140,6 @@ class Trial {
   at::Tensor documents_, targets_, input_;
 };
 
-// OpenBLAS has threads of its own, which at::set_num_threads does not reach; a launcher tells it by the environment, before it is loaded.
-// Nothing where another BLAS is in the process.
-template <class Function>
-Function openblas(const char* name) {
-  return reinterpret_cast<Function>(::dlsym(RTLD_DEFAULT, name));
-}
-
-// For a scope: as many threads as a rank would have.
-class ThreadCount {
- public:
-  explicit ThreadCount(int threads) : before_(at::get_num_threads()) {
-    if (const auto get = openblas<int (*)()>("openblas_get_num_threads")) blas_before_ = get();
-    set(threads, threads);
-  }
-  ~ThreadCount() { set(before_, blas_before_); }
-  ThreadCount(const ThreadCount&) = delete;
-  ThreadCount& operator=(const ThreadCount&) = delete;
-
- private:
-  static void set(int threads, int of_blas) {
-    at::set_num_threads(threads);
-    if (const auto set_blas = openblas<void (*)(int)>("openblas_set_num_threads")) set_blas(of_blas);
-  }
-  int before_;
-  int blas_before_ = 1;
-};
-
 }  // namespace
 
 PartMeasurements measure_parts(const TrainConfig& config, at::Device device) {
@@ -175,7 +148,7 @@ PartMeasurements measure_parts(const TrainConfig& config, at::Device device) {
   result.measured_rows = rows;
   result.threads = comm::threads_per_rank(comm::available_cores(), static_cast<int>(config.layout.ranks));
   result.border = rows * config.model.context * config.model.width * static_cast<std::int64_t>(sizeof(float));
-  const ThreadCount threads(result.threads);
+  const ThreadCountScope threads(result.threads);
 
   const auto measure = [&](const models::StagePart& part) {
     Trial one(config, part, device, 1);

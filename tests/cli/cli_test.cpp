@@ -46,6 +46,7 @@ TEST(Cli, DoctorFindsThisMachineWell) {
   const Ended ended = run_command("'" + environment("PENSTOCK_BIN") + "/penstock' doctor", std::chrono::seconds(110));
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "all well"));
+  EXPECT_TRUE(has_text(ended.output, "1 thread ")) << ended.output;
 }
 
 }  // namespace cli_test

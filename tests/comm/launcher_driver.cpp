@@ -3,10 +3,14 @@
 #include <signal.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
+#include <string>
+#include <vector>
 
 #include "penstock/base/errors.h"
 #include "penstock/cli/commands.h"
+#include "penstock/comm/compute_environment.h"
 
 int main(int argc, char** argv) {
   // A test run may itself be in the background of a shell that ignores these; the tests send them.
@@ -14,6 +18,16 @@ int main(int argc, char** argv) {
   CLI::App app("test driver of the launcher");
   penstock::cli::Outcome outcome;
   penstock::cli::add_launch_command(app, outcome);
+  // A rank that another launcher started with three more on this host: prints what it has after its restart.
+  CLI::App* rank = app.add_subcommand("rank");
+  std::vector<std::string> words;
+  rank->add_option("words", words);
+  rank->callback([&] {
+    penstock::comm::restart_with_compute_environment(4);
+    for (const std::string& word : words) std::printf("<%s>", word.c_str());
+    for (const char* name : {"OMP_NUM_THREADS", "GOMP_SPINCOUNT"}) std::printf(" %s=%s", name, std::getenv(name));
+    std::printf("\n");
+  });
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

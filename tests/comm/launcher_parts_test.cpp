@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "penstock/base/errors.h"
+#include "penstock/comm/compute_environment.h"
 #include "penstock/comm/launch_attempt.h"
 #include "penstock/comm/launch_cores.h"
 #include "penstock/comm/launcher.h"
@@ -81,6 +82,63 @@ TEST(Cores, ReadsLimitsOfControlGroups) {
   EXPECT_EQ(cgroup_cores("4:memory:/box\n3:cpu,cpuacct:/box\n", mount), 0.5);
   put("cpu/box/cpu.cfs_quota_us", "-1\n");
   EXPECT_EQ(cgroup_cores("3:cpu,cpuacct:/box\n", mount), std::nullopt);
+}
+
+std::map<std::string, std::string> computed(int threads, const std::map<std::string, std::string>& given) {
+  const auto added = compute_environment(threads, [&](const std::string& name) { return given.contains(name) ? given.at(name) : std::string(); });
+  std::map<std::string, std::string> result(added.begin(), added.end());
+  EXPECT_EQ(result.size(), added.size()) << "no variable twice";
+  for (const auto& [name, value] : given) EXPECT_TRUE(name == "LD_LIBRARY_PATH" || !result.contains(name)) << name << " is the user's";
+  return result;
+}
+
+TEST(ComputeEnvironment, EveryLibraryHasTheSameThreads) {
+  for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}) EXPECT_EQ(computed(3, {})[name], "3");
+  // LibTorch obeys MKL_NUM_THREADS before OMP_NUM_THREADS: a value of ours there would undo the user's.
+  EXPECT_EQ(computed(3, {{"OMP_NUM_THREADS", "1"}})["MKL_NUM_THREADS"], "1");
+  EXPECT_EQ(computed(3, {{"OMP_NUM_THREADS", "1"}})["OPENBLAS_NUM_THREADS"], "1");
+  EXPECT_EQ(computed(3, {{"MKL_NUM_THREADS", "5"}})["OMP_NUM_THREADS"], "5");
+  EXPECT_EQ(computed(3, {{"OPENBLAS_NUM_THREADS", "5"}})["OMP_NUM_THREADS"], "3");
+}
+
+TEST(ComputeEnvironment, WaitingThreadsSpinBriefly) {
+  EXPECT_EQ(computed(2, {})["GOMP_SPINCOUNT"], "2000");
+  EXPECT_FALSE(computed(2, {{"OMP_WAIT_POLICY", "active"}}).contains("GOMP_SPINCOUNT"));
+}
+
+TEST(ComputeEnvironment, IsCompleteAfterOneRound) {
+  std::map<std::string, std::string> environment = {{"LD_LIBRARY_PATH", "/opt/lib"}};
+  for (const auto& [name, value] : computed(2, environment)) environment[name] = value;
+  EXPECT_TRUE(environment["LD_LIBRARY_PATH"].ends_with("/opt/lib"));
+  EXPECT_THAT(compute_environment(2, [&](const std::string& name) { return environment[name]; }), ElementsAre());
+}
+
+TEST(ComputeEnvironment, TheOpenMpBuildOfOpenBlasIsFoundBesideTheOther) {
+  TempFolder folder;
+  const fs::path libraries = fs::canonical(folder / "");
+  const auto install = [&](const std::string& build) {
+    fs::create_directories(libraries / build);
+    for (const char* name : {"libopenblas.so.0", "libblas.so.3", "liblapack.so.3"}) std::ofstream(libraries / build / name) << "x";
+  };
+  const auto choose = [&](const std::string& build) {
+    fs::remove(libraries / "libopenblas.so.0");
+    fs::create_symlink(libraries / build / "libopenblas.so.0", libraries / "libopenblas.so.0");
+  };
+  EXPECT_EQ(openmp_blas_folder(libraries), "") << "no OpenBLAS at all";
+  install("openblas-pthread");
+  choose("openblas-pthread");
+  EXPECT_EQ(openmp_blas_folder(libraries), "") << "only one build";
+  install("openblas-openmp");
+  EXPECT_EQ(openmp_blas_folder(libraries), (libraries / "openblas-openmp").string());
+  fs::remove(libraries / "openblas-openmp" / "liblapack.so.3");
+  EXPECT_EQ(openmp_blas_folder(libraries), "") << "an incomplete build";
+  install("openblas-openmp");
+  choose("openblas-openmp");
+  EXPECT_EQ(openmp_blas_folder(libraries), "") << "it is the system's choice already";
+  install("mkl");
+  choose("mkl");
+  EXPECT_EQ(openmp_blas_folder(libraries), "") << "another BLAS that somebody chose";
+  EXPECT_EQ(openmp_blas_folder(""), "");
 }
 
 TEST(Cores, FollowTheAffinityMask) {

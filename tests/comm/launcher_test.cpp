@@ -47,7 +47,7 @@ TEST(LauncherEnvironment, TellsEachRankWhoItIs) {
     const std::string threads = std::to_string(std::max(1, available_cores() / 3));
     for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"})
       EXPECT_EQ(env[name], threads) << name;
-    for (const char* name : {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MIMALLOC_PURGE_DELAY"}) EXPECT_FALSE(env[name].empty()) << name;
+    for (const char* name : {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MIMALLOC_PURGE_DELAY", "GOMP_SPINCOUNT"}) EXPECT_FALSE(env[name].empty()) << name;
     ports.insert(env["MASTER_PORT"]);
   }
   ASSERT_EQ(ports.size(), 1u);
@@ -61,10 +61,19 @@ TEST(LauncherEnvironment, KeepsTheUsersThreadsAndPort) {
   ASSERT_EQ(run.wait(), 0) << run.err();
   auto env = variables_of(run.out(), 0);
   EXPECT_EQ(env["OMP_NUM_THREADS"], "7");
-  EXPECT_EQ(env["OPENBLAS_NUM_THREADS"], std::to_string(available_cores()));
-  EXPECT_EQ(env["MKL_NUM_THREADS"], std::to_string(available_cores())) << "an empty variable is not set";
+  EXPECT_EQ(env["OPENBLAS_NUM_THREADS"], "7") << "one count for all libraries";
+  EXPECT_EQ(env["MKL_NUM_THREADS"], "7") << "an empty variable is not set, and LibTorch obeys this one first";
   EXPECT_EQ(env["MIMALLOC_PURGE_DELAY"], "5");
   EXPECT_EQ(env["MASTER_PORT"], "15999");
+}
+
+// As ranks of mpirun do: the variables must be there before the libraries that read them are loaded.
+TEST(LauncherEnvironment, ARankOfAnotherLauncherStartsItselfAgain) {
+  const std::string driver = std::getenv("PENSTOCK_LAUNCHER_DRIVER");
+  const std::vector<std::string> command = {"-n", "1", "--no-prefix", "--", "env", "-u", "PENSTOCK_LAUNCH_ID", "-u", "OMP_NUM_THREADS", "-u", "MKL_NUM_THREADS", "-u", "GOMP_SPINCOUNT", driver, "rank", "a b", "c"};
+  Launcher run(command);
+  ASSERT_EQ(run.wait(), 0) << run.err();
+  EXPECT_EQ(run.out(), "<a b><c> OMP_NUM_THREADS=" + std::to_string(std::max(1, available_cores() / 4)) + " GOMP_SPINCOUNT=2000\n");
 }
 
 TEST(LauncherEnvironment, PassesArgumentsUnchanged) {

@@ -2,12 +2,16 @@
 //
 //   train_bench                                          tiny, CPU: one process on one core, one process with two threads, a pipeline of two
 //   train_bench --schedule 1F1B,ZBVZeroBubble --steps 30 a pipeline for each schedule; further flags are those of penstock train
+//   train_bench --neighbours 1                           the same beside processes that use a core all the time; nothing is pinned then
 //   train_bench --device cuda --preset gpt2-124m --microbatches 1 --microbatch_size 32
 //
 // "outside" is the share of a step outside of the schedule: data, sums over ranks, clipping and the optimizer. On the CPU each rank of a
 // layout has a core of its own. Ratios are what to read; the machine moves the times.
 #include <fmt/format.h>
 #include <sched.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
 #include <torch/cuda.h>
 #include <unistd.h>
 
@@ -48,15 +52,42 @@ void pin(int first, int count) {
   ::sched_setaffinity(0, sizeof cores, &cores);
 }
 
+// Processes that use a core each until the object is destroyed.
+class Neighbours {
+ public:
+  explicit Neighbours(int count) {
+    for (int i = 0; i < count; ++i) {
+      const pid_t child = ::fork();
+      if (child == 0) {
+        ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+        volatile unsigned spins = 0;
+        while (true) spins = spins + 1;
+      }
+      children_.push_back(child);
+    }
+  }
+  ~Neighbours() {
+    for (const pid_t child : children_) {
+      ::kill(child, SIGKILL);
+      ::waitpid(child, nullptr, 0);
+    }
+  }
+  Neighbours(const Neighbours&) = delete;
+  Neighbours& operator=(const Neighbours&) = delete;
+
+ private:
+  std::vector<pid_t> children_;
+};
+
 // One rank of a setup; the first one writes what it saw.
-int run_rank(const std::vector<std::string>& arguments, const fs::path& folder, int threads, int steps, const fs::path& result) {
+int run_rank(const std::vector<std::string>& arguments, const fs::path& folder, int threads, int steps, bool pinned, const fs::path& result) {
   const comm::World world = comm::World::from_env();
   const train::TrainConfig config = train::parse_config("", "train_bench", arguments).config;
   train::TrainingJob job(world, config, train::open_data(world, config, folder));
   std::vector<double> totals, outside;
   double loss = 0;
   for (int step = 0; step < kWarmup + steps; ++step) {
-    if (step == kWarmup && config.layout.device == "cpu") pin(world.local_rank() * threads, threads);
+    if (step == kWarmup && pinned && config.layout.device == "cpu") pin(world.local_rank() * threads, threads);
     const train::StepOutcome outcome = job.train_step();
     loss = outcome.loss;
     if (step < kWarmup) continue;
@@ -76,7 +107,7 @@ int run_rank(const std::vector<std::string>& arguments, const fs::path& folder, 
 
 int main(int argc, char** argv) {
   std::vector<std::string> flags;
-  int steps = 15, repeats = 3, threads = 1;
+  int steps = 15, repeats = 3, threads = 1, neighbours = 0;
   std::string worker, result, device = "cpu", schedules = "1F1B";
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
@@ -84,13 +115,14 @@ int main(int argc, char** argv) {
     if (flag == "--steps") steps = std::stoi(value());
     else if (flag == "--repeats") repeats = std::stoi(value());
     else if (flag == "--threads") threads = std::stoi(value());
+    else if (flag == "--neighbours") neighbours = std::stoi(value());
     else if (flag == "--worker") worker = value();
     else if (flag == "--result") result = value();
     else if (flag == "--device") device = value();
     else if (flag == "--schedule" && worker.empty()) schedules = value();
     else flags.push_back(flag);
   }
-  if (!worker.empty()) return run_rank(flags, worker, threads, steps, result);
+  if (!worker.empty()) return run_rank(flags, worker, threads, steps, neighbours == 0, result);
 
   flags.insert(flags.end(), {"--layout.device", device});
   const std::vector<std::string> alone_flags{"--pp", "1", "--virtual_stages", "0", "--schedule", "1F1B"};
@@ -103,12 +135,13 @@ int main(int argc, char** argv) {
   const fs::path folder = fs::temp_directory_path() / fmt::format("penstock-train-bench-{}", ::getpid());
   fs::create_directories(folder);
   std::map<std::string, std::vector<nlohmann::json>> seen;
+  const Neighbours busy(neighbours);
   for (int repeat = 0; repeat < repeats; ++repeat)
     for (const Setup& setup : setups) {
       comm::LaunchOptions options;
       options.ranks = setup.ranks;
       const std::string out = (folder / "result.json").string();
-      options.command = {fs::read_symlink("/proc/self/exe").string(), "--worker", folder.string(), "--result", out, "--threads", std::to_string(setup.threads), "--steps", std::to_string(steps)};
+      options.command = {fs::read_symlink("/proc/self/exe").string(), "--worker", folder.string(), "--result", out, "--threads", std::to_string(setup.threads), "--steps", std::to_string(steps), "--neighbours", std::to_string(neighbours)};
       options.command.insert(options.command.end(), flags.begin(), flags.end());
       options.command.insert(options.command.end(), setup.layout.begin(), setup.layout.end());
       for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}) options.environment.emplace_back(name, std::to_string(setup.threads));

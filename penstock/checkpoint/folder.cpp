@@ -141,7 +141,7 @@ FolderLock::FolderLock(const fs::path& folder) {
   std::error_code error;
   fs::create_directories(folder, error);
   if (error) throw_file_error("create", folder, error.value());
-  const fs::path path = folder / ".writer";
+  const fs::path path = folder / kName;
   file_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
   if (file_ < 0) throw_file_error("create", path, errno);
   if (::flock(file_, LOCK_EX | LOCK_NB) != 0 && errno != ENOTSUP && errno != ENOSYS) {

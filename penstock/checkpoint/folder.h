@@ -47,6 +47,8 @@ std::vector<FoundCheckpoint> outdated(const std::vector<FoundCheckpoint>& found,
 // Makes the folder if need be, and keeps a second writer out while it lives. The system frees it when the process ends.
 class FolderLock {
  public:
+  static constexpr const char* kName = ".writer";
+
   explicit FolderLock(const std::filesystem::path& folder);
   FolderLock(const FolderLock&) = delete;
   FolderLock& operator=(const FolderLock&) = delete;

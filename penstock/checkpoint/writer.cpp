@@ -100,6 +100,11 @@ class CheckpointWriter::Impl {
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 
+  std::vector<SaveOutcome> ended() {
+    std::lock_guard lock(mutex_);
+    return std::exchange(ended_, {});
+  }
+
   const std::filesystem::path& folder() const { return folder_; }
 
  private:
@@ -174,15 +179,18 @@ class CheckpointWriter::Impl {
         job = job_.get();
       }
       std::exception_ptr error;
+      SaveOutcome outcome{job->step, {}};
       try {
         fetch(*job);
         write_checkpoint(meeting_, folder_, job->step, job->plan, job->parts, job->state, options_.files);
       } catch (const std::exception& failure) {
-        error = std::make_exception_ptr(CheckpointError(fmt::format("checkpoint of step {} was not saved: {}", job->step, failure.what())));
+        outcome.error = fmt::format("checkpoint of step {} was not saved: {}", job->step, failure.what());
+        error = std::make_exception_ptr(CheckpointError(outcome.error));
       }
       {
         std::lock_guard lock(mutex_);
         error_ = error;
+        ended_.push_back(std::move(outcome));
         job_.reset();
         if (ending_) return;
       }
@@ -201,6 +209,7 @@ class CheckpointWriter::Impl {
   std::condition_variable changed_;
   std::unique_ptr<Job> job_;
   std::exception_ptr error_;
+  std::vector<SaveOutcome> ended_;
   bool ending_ = false;
   std::thread thread_;
 };
@@ -213,6 +222,8 @@ CheckpointWriter::~CheckpointWriter() = default;
 SaveStall CheckpointWriter::save(std::int64_t step, const CheckpointContents& contents) { return impl_->save(step, contents); }
 
 void CheckpointWriter::wait() { impl_->wait(); }
+
+std::vector<SaveOutcome> CheckpointWriter::ended() { return impl_->ended(); }
 
 const std::filesystem::path& CheckpointWriter::folder() const { return impl_->folder(); }
 

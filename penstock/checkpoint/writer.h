@@ -8,7 +8,8 @@
 // save() waits for an earlier save that is not finished, agrees with the other ranks on the plan, copies the parts that this rank
 // writes into buffers of its own (kept for the next time), and returns. A thread does the rest (write.h). Its ranks meet by words
 // in the world's store, never by the communicators of training. When a save fails, the temporary folder is removed, what was there
-// stays, and the next save() or wait() throws the error: the same one on every rank. After that the writer can be used again.
+// stays, and the next save() or wait() throws the error: the same one on every rank. After that the writer can be used again. Whoever wants
+// to know at once asks ended() now and then: a checkpoint counts from then on, not from the return of save().
 //
 // The folder must be one for all ranks: on one host, or on a shared file system. A second writer on it is refused.
 // Call wait() before the end: a destroyed writer gives up what it has not finished, with a line in the log.
@@ -34,6 +35,12 @@ struct CheckpointContents {
   std::string state_json = "{}";  // steps, schedules, random state, data position: the caller's; rank 0's counts
 };
 
+// How a save ended.
+struct SaveOutcome {
+  std::int64_t step = 0;
+  std::string error;  // empty: it is on the disk
+};
+
 struct WriterOptions {
   WriteOptions files;
   std::chrono::milliseconds timeout = std::chrono::minutes(10);  // of one save, from the call on
@@ -52,6 +59,10 @@ class CheckpointWriter {
 
   // [collective] Returns when the last save is on the disk; throws its error.
   void wait();
+
+  // The saves that have ended on this rank since the last question, oldest first. No communication, no waiting; errors are thrown by
+  // save() and wait() as well.
+  std::vector<SaveOutcome> ended();
 
   const std::filesystem::path& folder() const;
 

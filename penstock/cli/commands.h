@@ -1,6 +1,7 @@
 // The commands of `penstock`, one file each. Every function adds its subcommand, with help and an example, to `app`.
 //
-// A command reports by its exit code: 0 ok, 1 a check failed, 2 usage or parse error. It throws ConfigError for the last.
+// A command reports by its exit code: 0 ok, 1 a check failed, 2 usage or parse error, 3 (train, resume) the last checkpoint
+// was not saved. It throws ConfigError for 2.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -24,6 +25,7 @@ void add_compare_command(CLI::App& app, Outcome& outcome);
 void add_trace_command(CLI::App& app, Outcome& outcome);
 void add_data_command(CLI::App& app, Outcome& outcome);
 void add_train_command(CLI::App& app, Outcome& outcome);
+void add_resume_command(CLI::App& app, Outcome& outcome);
 void add_generate_command(CLI::App& app, Outcome& outcome);
 void add_parity_command(CLI::App& app, Outcome& outcome);
 void add_inspect_command(CLI::App& app, Outcome& outcome);

@@ -35,7 +35,7 @@ int main(int argc, char** argv) {
   app.name("penstock");
   app.require_subcommand(1);
   app.set_version_flag("--version", PENSTOCK_VERSION);
-  app.footer("Example: penstock launch -n 4 -- ./my_program\nExit codes: 0 ok, 1 a check failed, 2 usage or parse error.");
+  app.footer("Example: penstock launch -n 4 -- ./my_program\nExit codes: 0 ok, 1 a check failed, 2 usage or parse error, 3 the last checkpoint of a run was not saved.");
   cli::Outcome outcome;
   cli::add_doctor_command(app, outcome);
   cli::add_launch_command(app, outcome);
@@ -46,6 +46,7 @@ int main(int argc, char** argv) {
   cli::add_trace_command(app, outcome);
   cli::add_data_command(app, outcome);
   cli::add_train_command(app, outcome);
+  cli::add_resume_command(app, outcome);
   cli::add_generate_command(app, outcome);
   cli::add_report_command(app, outcome);
   cli::add_parity_command(app, outcome);

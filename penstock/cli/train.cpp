@@ -4,19 +4,26 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <csignal>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "penstock/base/errors.h"
 #include "penstock/base/log.h"
+#include "penstock/checkpoint/checkpoint_error.h"
 #include "penstock/cli/commands.h"
+#include "penstock/cli/train_run.h"
+#include "penstock/cli/work_folder.h"
 #include "penstock/comm/compute_environment.h"
 #include "penstock/comm/launch_env.h"
 #include "penstock/comm/launcher.h"
@@ -26,6 +33,7 @@
 #include "penstock/train/metrics_file.h"
 #include "penstock/train/progress.h"
 #include "penstock/train/report_page.h"
+#include "penstock/train/run_config.h"
 #include "penstock/train/run_folder.h"
 #include "penstock/train/trainer.h"
 
@@ -35,11 +43,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-struct TrainFlags {
-  bool dry_run = false;
-  int restarts = 0;
-  std::string worker;  // run folder: this process is one of the ranks
-};
+// What the process that starts the ranks and the ranks themselves pass to each other, in a folder of their own: the run folder must not
+// change before the start is accepted.
+constexpr const char* kHandedConfig = "config.toml";
+constexpr const char* kAccepted = "accepted";
 
 void stop_on_signal(int) { train::request_stop(); }
 
@@ -52,51 +59,90 @@ void catch_signals() {
   ::sigaction(SIGINT, &action, nullptr);
 }
 
-void report(const fs::path& folder) { fmt::print("report: {}\n", train::write_report(folder).string()); }
-
-int train_all_steps(const comm::World& world, const train::TrainConfig& config, const fs::path& folder) {
+// A page that cannot be written is no failure of the training.
+void report(const fs::path& folder) {
   try {
+    fmt::print("report: {}\n", train::write_report(folder).string());
+  } catch (const ConfigError& error) {
+    fmt::print(stderr, "penstock: no report: {}; write it later: penstock report {}\n", error.what(), folder.string());
+  }
+}
+
+std::chrono::milliseconds milliseconds(double seconds) { return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000)); }
+
+comm::World world_of(const train::TrainConfig& config) {
+  comm::WorldOptions options;
+  options.timeout = milliseconds(config.launch.timeout_s);
+  return comm::World::from_env(options);
+}
+
+int train_all_steps(const comm::World& world, const train::ResolvedConfig& resolved, const fs::path& folder, const std::function<void()>& accepted) {
+  try {
+    const train::TrainConfig config = train::continuing_config(resolved.config, folder);
     train::Progress progress(world.rank() == 0 ? train::progress_options(config.output) : train::ProgressOptions{});
     train::MetricsFile metrics;
-    train::Trainer trainer(world, config, folder, {&metrics, &progress});
-    trainer.run();
-    return 0;
+    train::TrainerOptions options;
+    options.accepted = [&] {
+      train::write_run_config(folder, resolved);
+      accepted();
+    };
+    std::optional<train::Trainer> trainer;
+    try {
+      trainer.emplace(world, config, folder, std::vector<train::Observer*>{&metrics, &progress}, options);
+    } catch (const checkpoint::CheckpointError& error) {
+      throw ConfigError(error.what());  // the start is refused
+    }
+    return trainer->run() == train::RunEnd::NotSaved ? kNotSaved : 0;
   } catch (const train::NotFiniteError&) {
     if (world.rank() == 0) throw;
     return 1;  // all ranks have the same to say: once is enough
   }
 }
 
-int run_rank(const train::TrainConfig& config, const fs::path& folder) {
+// One of the ranks that start_ranks started.
+int run_rank(const fs::path& folder, const fs::path& handed) {
   catch_signals();
-  const comm::World world = comm::World::from_env();
-  return train_all_steps(world, config, folder);
+  std::signal(SIGXFSZ, SIG_IGN);
+  const train::ResolvedConfig resolved = train::read_written_config(handed / kHandedConfig);
+  const comm::World world = world_of(resolved.config);
+  return train_all_steps(world, resolved, folder, [&] { std::ofstream(handed / kAccepted).flush(); });
 }
 
 // Ranks that somebody else started: rank 0 makes the folder and tells the others where it is.
-int run_foreign_rank(const train::ResolvedConfig& resolved) {
+int run_foreign_rank(const train::RunPlan& plan) {
   catch_signals();
-  const comm::World world = comm::World::from_env();
-  const fs::path folder = train::agree_on_run_folder(world, resolved);
-  const int exit_code = train_all_steps(world, resolved.config, folder);
+  const comm::World world = world_of(plan.resolved.config);
+  std::unique_ptr<train::RunFolder> held;
+  const fs::path folder = train::agree_on_run_folder(world, plan, held);
+  const int exit_code = train_all_steps(world, train::with_absolute_paths(plan.resolved, folder), folder, [] {});
   if (world.rank() == 0) report(folder);
   return exit_code;
 }
 
-int start_ranks(const train::ResolvedConfig& resolved, const TrainFlags& flags) {
-  const fs::path folder = train::make_run_folder(resolved);
+int start_ranks(const train::RunPlan& plan, const TrainFlags& flags) {
+  const train::RunFolder held(plan);
+  const fs::path& folder = held.path();
+  const train::ResolvedConfig resolved = train::with_absolute_paths(plan.resolved, folder);
+  const WorkFolder handed("train");
+  std::ofstream config(handed.path() / kHandedConfig);
+  config << train::to_toml(resolved);
+  config.close();
+  if (!config) throw ConfigError(describe("temporary folder", handed.path().string(), "a place with room for a file", "set TMPDIR"));
   fmt::print("{}\n", folder.string());
   std::fflush(stdout);
   comm::LaunchOptions options;
   options.ranks = static_cast<int>(resolved.config.layout.ranks);
-  options.command = {fs::read_symlink("/proc/self/exe").string(), "train", "--worker", folder.string()};
+  options.command = {fs::read_symlink("/proc/self/exe").string(), "train", "--worker", folder.string(), "--handed", handed.path().string()};
   options.restarts = flags.restarts;
-  options.grace = std::chrono::seconds(60);  // a step and a checkpoint
+  options.final_exit_codes = {2, kNotSaved};
+  options.grace = milliseconds(resolved.config.launch.grace_s);
+  options.stop_grace = milliseconds(resolved.config.launch.stop_grace_s);
   options.prefix = false;
   winsize size{};
   const bool terminal = ::isatty(STDERR_FILENO) == 1 && ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0;
   options.environment.emplace_back("PENSTOCK_PROGRESS_TTY", std::to_string(terminal ? size.ws_col : 0));
   const int exit_code = comm::launch(options).exit_code;
+  if (!fs::exists(handed.path() / kAccepted)) return exit_code;  // refused: the folder is as it was
   if (fs::exists(folder / train::MetricsFile::kName)) report(folder);
   if (exit_code == 0 && resolved.config.output.sample_tokens > 0) {
     fmt::print("\nA sample of the model (penstock generate {}):\n\n", folder.string());
@@ -106,20 +152,30 @@ int start_ranks(const train::ResolvedConfig& resolved, const TrainFlags& flags) 
 }
 
 int run(const CLI::App& command, const TrainFlags& flags) {
-  if (!flags.worker.empty()) return run_rank(train::load_config({.file = fs::path(flags.worker) / "config.toml", .arguments = {}}).config, flags.worker);
-  const train::ResolvedConfig resolved = train::load_config(config_sources(command));
-  if (flags.dry_run) {
-    fmt::print("{}", train::to_text(train::dry_run(resolved.config)));
-    return 0;
-  }
-  if (const comm::LaunchEnv env = comm::launch_env(); env.launcher != "none") {
-    comm::restart_with_compute_environment(env.local_world_size);
-    return run_foreign_rank(resolved);
-  }
-  return start_ranks(resolved, flags);
+  if (!flags.worker.empty()) return run_rank(flags.worker, flags.handed);
+  return train_run(train::plan_run(config_sources(command)), flags);
 }
 
 }  // namespace
+
+int train_run(const train::RunPlan& plan, const TrainFlags& flags) {
+  if (flags.dry_run) {
+    fmt::print("{}", train::to_text(train::dry_run(plan.resolved.config)));
+    return 0;
+  }
+  std::signal(SIGXFSZ, SIG_IGN);  // a limit on the size of files is an error of the write, not the end of the process
+  if (const comm::LaunchEnv env = comm::launch_env(); env.launcher != "none") {
+    comm::restart_with_compute_environment(env.local_world_size);
+    return run_foreign_rank(plan);
+  }
+  return start_ranks(plan, flags);
+}
+
+void add_train_flags(CLI::App& command, TrainFlags& flags) {
+  command.add_option("--restarts", flags.restarts, "Start all ranks again up to this often when one fails, from the last checkpoint (default 0)")->check(CLI::Range(0, 1000));
+  command.add_flag("--dry-run", flags.dry_run, "Show mesh, partition, schedule, memory and predicted step time, and train nothing");
+  command.allow_extras();
+}
 
 train::ConfigSources config_sources(const CLI::App& command) {
   train::ConfigSources sources;
@@ -142,12 +198,13 @@ void add_train_command(CLI::App& app, Outcome& outcome) {
       "  penstock train --pp 4 --dry-run\n"
       "  penstock train my.toml --resume runs/tiny-1/checkpoints/step-00000100 --restarts 2\n\n"
       "Every key is explained in docs/configuration.md. Under mpirun, srun or torchrun the ranks that they started are used.\n"
-      "Ends with a checkpoint on SIGTERM and Ctrl-C; a second one ends at once.");
+      "With the --run_folder of a run that exists the run continues, with its own configuration where nothing else is given (see penstock resume).\n"
+      "Ends with a checkpoint on SIGTERM and Ctrl-C; a second one ends at once.\n"
+      "Exit codes: 0 ok, 1 a rank failed, 2 the start was refused, 3 the last checkpoint could not be written.");
   const auto flags = std::make_shared<TrainFlags>();
-  command->add_option("--restarts", flags->restarts, "Start all ranks again up to this often when one fails, from the last checkpoint (default 0)")->check(CLI::Range(0, 1000));
-  command->add_flag("--dry-run", flags->dry_run, "Show mesh, partition, schedule, memory and predicted step time, and train nothing");
+  add_train_flags(*command, *flags);
   command->add_option("--worker", flags->worker, "Internal: run as one of the ranks")->group("");
-  command->allow_extras();
+  command->add_option("--handed", flags->handed, "Internal: folder of what the ranks are told")->group("");
   command->callback([command, flags, &outcome] { outcome.exit_code = run(*command, *flags); });
 }
 

@@ -77,6 +77,7 @@ class Attempt {
   void send(int signal);
   void kill_everything();
   int alive() const;
+  std::chrono::milliseconds stop_grace() const { return options_.stop_grace.value_or(options_.grace); }
   std::optional<Clock::time_point> next_deadline() const;
   void summarize();
 
@@ -198,12 +199,12 @@ void Attempt::take_signals() {
       stopped_at_ = now;
       say(context_.terminal,
           fmt::format("{} received: passed on to {}, killed if still there in {}; {}", signal_name(signal),
-                      count_ranks(alive()), elapsed(std::chrono::duration<double>(options_.grace).count()),
+                      count_ranks(alive()), elapsed(std::chrono::duration<double>(stop_grace()).count()),
                       "a second SIGINT kills at once"));
       pass_on(signal);
       if (ending_ != Ending::Terminated && ending_ != Ending::Killed) {
         ending_ = Ending::Interrupted;
-        step_at_ = now + options_.grace;
+        step_at_ = now + stop_grace();
       }
     } else if (signal == SIGINT && now - stopped_at_ > kSameWish && ending_ != Ending::Killed) {
       say(context_.terminal, fmt::format("second SIGINT: killing {}", count_ranks(alive())));
@@ -218,7 +219,7 @@ void Attempt::take_signals() {
     stopped_at_ = Clock::now();
     send(SIGTERM);
     ending_ = Ending::Interrupted;
-    step_at_ = stopped_at_ + options_.grace;
+    step_at_ = stopped_at_ + stop_grace();
   }
 }
 

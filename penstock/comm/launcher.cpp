@@ -44,6 +44,8 @@ void check(const LaunchOptions& options) {
        "1 to 65535, or 0 for a free one", "leave --port out to have a free one picked");
   need(options.grace >= 0ms && options.grace <= 24h, "grace", fmt::format("{} ms", options.grace.count()),
        "0 s to one day", "give it by --grace");
+  const auto stop_grace = options.stop_grace.value_or(options.grace);
+  need(stop_grace >= 0ms && stop_grace <= 24h, "grace after a signal", fmt::format("{} ms", stop_grace.count()), "0 s to one day", "");
   need(options.kill_after >= 0ms && options.kill_after <= 24h, "time from SIGTERM to SIGKILL",
        fmt::format("{} ms", options.kill_after.count()), "0 s to one day", "");
   for (const auto& [name, value] : options.environment)
@@ -222,6 +224,7 @@ LaunchResult launch(const LaunchOptions& options) {
     const RankOutcome& first = result.ranks[static_cast<std::size_t>(*result.first_failed_rank)];
     result.exit_code = first.code();
     if (result.stopped_by != 0 || options.restarts == 0) break;
+    if (std::find(options.final_exit_codes.begin(), options.final_exit_codes.end(), first.exit_code) != options.final_exit_codes.end()) break;
     const std::string why =
         fmt::format("rank {}, {} after {:.1f} s", first.rank, first.describe(), first.elapsed_s);
     if (attempt == options.restarts) {

@@ -47,12 +47,15 @@ struct LaunchOptions {
   std::vector<std::pair<std::string, std::string>> environment;
 
   int restarts = 0;  // further attempts after a failed one; none follows a stop by a signal
+  std::vector<int> final_exit_codes;  // a rank that fails with one of these says that another attempt would end alike: none is made
   int port = 0;      // MASTER_PORT; 0: a free one, picked anew for every attempt
 
   // After the first failure the other ranks have `grace` to end on their own (they notice the loss themselves
   // and print what they were doing); then SIGTERM, and SIGKILL after `kill_after`. After a stop by a signal,
-  // which is passed on at once, SIGKILL follows when `grace` has passed.
+  // which is passed on at once, SIGKILL follows when `stop_grace` has passed (default: `grace`): ranks that save their state before they
+  // end need longer for that than for noticing that another is gone.
   std::chrono::milliseconds grace{10'000};
+  std::optional<std::chrono::milliseconds> stop_grace;
   std::chrono::milliseconds kill_after{3'000};
 
   // <log_dir>/attempt<k>/rank<r>.log gets what rank r wrote to both streams, without prefix. Empty: no files.

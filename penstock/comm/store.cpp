@@ -4,8 +4,12 @@
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
 #include <functional>
 #include <optional>
 #include <thread>
@@ -165,10 +169,15 @@ Store Store::connect(const LaunchEnv& env, Clock::time_point deadline) {
   const std::string prefix = "penstock/" + place.prefix + "/";
   if (place.kind == Rendezvous::Kind::None) return in_process();
   if (place.kind == Rendezvous::Kind::File) {
+    // c10d would wait until the deadline for a file that nobody can make.
+    if (const std::string folder = std::filesystem::path(place.path).parent_path().string(); ::access(folder.c_str(), W_OK | X_OK) != 0)
+      throw ConfigError(fmt::format("rendezvous at {}: {}: {}; set PENSTOCK_RENDEZVOUS to a file in a folder that all ranks can write", place.describe(), folder, std::strerror(errno)));
     auto file = c10::make_intrusive<c10d::FileStore>(place.path, env.world_size);
     file->setTimeout(left);
     return Store(c10::make_intrusive<Interruptible>(std::move(file), prefix));
   }
+  // c10d would ask for the name again and again until the deadline, with a warning each time.
+  require_known_host(place.host, deadline, "set MASTER_ADDR (or PENSTOCK_RENDEZVOUS) to the name or address of rank 0's host");
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(place.port);
   options.isServer = place.hosted_by_rank0 && env.rank == 0;

@@ -19,7 +19,7 @@ namespace penstock::comm {
 class Store {
  public:
   // Takes part in the rendezvous: hosts the TCP store when it is this rank's to host, else connects. Throws
-  // ConfigError when the port is taken, TimeoutError when the host does not answer within the deadline.
+  // ConfigError when the port is taken or the host unknown, TimeoutError when the host does not answer within the deadline.
   static Store connect(const LaunchEnv& env, Clock::time_point deadline);
 
   // A store inside this process, for worlds of threads and of one rank.

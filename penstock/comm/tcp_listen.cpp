@@ -10,6 +10,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -146,6 +147,25 @@ int connect_to(const std::string& host, int port) {
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   }
   return fd;
+}
+
+void require_known_host(const std::string& host, Clock::time_point deadline, const std::string& remedy) {
+  constexpr std::chrono::seconds kPatience{3};
+  const auto last = std::min(deadline, Clock::now() + kPatience);
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  for (;;) {
+    addrinfo* found = nullptr;
+    const int error = getaddrinfo(host.c_str(), nullptr, &hints, &found);
+    if (error == 0) {
+      freeaddrinfo(found);
+      return;
+    }
+    if (error != EAI_AGAIN || Clock::now() >= last)
+      throw ConfigError(fmt::format("rendezvous: the host \"{}\" cannot be resolved ({}); {}", host, error == EAI_SYSTEM ? errno_text() : gai_strerror(error), remedy));
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  }
 }
 
 void await_listening(const std::string& host, int port, Clock::time_point deadline, CommContext context) {

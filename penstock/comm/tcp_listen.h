@@ -35,6 +35,10 @@ class ListeningSocket {
 // filters gives a warning, not an error.
 void restrict_to_loopback(int port);
 
+// Throws ConfigError ending in `remedy` unless the host name can be resolved. An answer that there is no such host is final; a name server that
+// does not answer is asked again for a moment, at most until the deadline.
+void require_known_host(const std::string& host, Clock::time_point deadline, const std::string& remedy);
+
 // Waits until something accepts connections at host:port. Throws TimeoutError with `context` at the deadline: c10d would
 // otherwise retry with messages that do not name the remedy.
 void await_listening(const std::string& host, int port, Clock::time_point deadline, CommContext context);

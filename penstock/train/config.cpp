@@ -21,12 +21,12 @@ void apply(ResolvedConfig& resolved, const std::vector<ConfigSetting>& settings)
   }
 }
 
-ResolvedConfig resolve(const std::vector<ConfigSetting>& file, const std::vector<std::string>& arguments) {
-  const std::vector<ConfigSetting> overrides = parse_arguments(arguments);
+}  // namespace
+
+ResolvedConfig resolve_settings(const std::vector<std::vector<ConfigSetting>>& layers) {
   // The preset lies below everything else, but its name comes from there.
   ResolvedConfig resolved;
-  apply(resolved, file);
-  apply(resolved, overrides);
+  for (const auto& layer : layers) apply(resolved, layer);
   const auto named = resolved.origins.find("model.preset");
   const ConfigPreset& preset =
       find_preset(resolved.config.model.preset, named == resolved.origins.end() ? "default" : named->second);
@@ -34,14 +34,13 @@ ResolvedConfig resolve(const std::vector<ConfigSetting>& file, const std::vector
   const std::string origin = fmt::format("preset {}", preset.name);
   for (const auto& [name, value] : preset.values)
     apply(resolved, {parse_setting(find_field(name, origin), {std::string(value)}, origin)});
-  apply(resolved, file);
-  apply(resolved, overrides);
+  for (const auto& layer : layers) apply(resolved, layer);
   resolved.config.model.preset = preset.name;
   complete_config(resolved);
   return resolved;
 }
 
-std::string read_file(const std::filesystem::path& path) {
+std::string read_config_file(const std::filesystem::path& path) {
   struct Close {
     void operator()(std::FILE* file) const { std::fclose(file); }
   };
@@ -58,15 +57,13 @@ std::string read_file(const std::filesystem::path& path) {
   return text;
 }
 
-}  // namespace
-
 ResolvedConfig parse_config(std::string_view toml, std::string_view name, const std::vector<std::string>& arguments) {
-  return resolve(parse_toml(toml, name), arguments);
+  return resolve_settings({parse_toml(toml, name), parse_arguments(arguments)});
 }
 
 ResolvedConfig load_config(const ConfigSources& sources) {
-  if (!sources.file) return resolve({}, sources.arguments);
-  return parse_config(read_file(*sources.file), sources.file->string(), sources.arguments);
+  if (!sources.file) return resolve_settings({parse_arguments(sources.arguments)});
+  return parse_config(read_config_file(*sources.file), sources.file->string(), sources.arguments);
 }
 
 }  // namespace penstock::train

@@ -97,6 +97,7 @@ struct CheckpointConfig {
   std::int64_t keep = 3;
   std::string resume = "auto";  // auto, never, or the path of a checkpoint
   bool fallback = true;
+  std::string on_failure = "auto";  // auto, continue or stop
   friend bool operator==(const CheckpointConfig&, const CheckpointConfig&) = default;
 };
 
@@ -110,6 +111,13 @@ struct OutputConfig {
   friend bool operator==(const OutputConfig&, const OutputConfig&) = default;
 };
 
+struct LaunchConfig {
+  double grace_s = 5;
+  double stop_grace_s = 60;
+  double timeout_s = 0;  // 0: PENSTOCK_TIMEOUT_S, else 300
+  friend bool operator==(const LaunchConfig&, const LaunchConfig&) = default;
+};
+
 struct TrainConfig {
   ModelConfig model;
   LayoutConfig layout;
@@ -117,6 +125,7 @@ struct TrainConfig {
   DataConfig data;
   CheckpointConfig checkpoint;
   OutputConfig output;
+  LaunchConfig launch;
   friend bool operator==(const TrainConfig&, const TrainConfig&) = default;
 };
 

@@ -33,6 +33,7 @@ std::vector<ConfigField> make_fields() {
   using D = DataConfig;
   using C = CheckpointConfig;
   using O = OutputConfig;
+  using U = LaunchConfig;
   return {
       {"model", "preset", "Name of a set of values that everything else is laid over", at(&T::model, &M::preset), 0, 0, false, {}},
       {"model", "vocabulary", "Tokens that the model knows; bytes need 257", at(&T::model, &M::vocabulary), 2, 4294967296.0},
@@ -92,8 +93,9 @@ std::vector<ConfigField> make_fields() {
       {"checkpoint", "folder", "Folder of the checkpoints; empty: checkpoints/ in the run folder", at(&T::checkpoint, &C::folder)},
       {"checkpoint", "every", "Steps between checkpoints; 0: only at the end", at(&T::checkpoint, &C::every), 0, kMany},
       {"checkpoint", "keep", "Checkpoints that are kept", at(&T::checkpoint, &C::keep), 1, kMany},
-      {"checkpoint", "resume", "auto: from the newest of the folder if there is one; never; or the path of a checkpoint", at(&T::checkpoint, &C::resume)},
+      {"checkpoint", "resume", "What a new run starts from; auto: the newest checkpoint of its folder if there is one; never; or the path of a checkpoint. A run that has checkpoints continues from its own newest one", at(&T::checkpoint, &C::resume)},
       {"checkpoint", "fallback", "Take the one before when the newest is damaged", at(&T::checkpoint, &C::fallback)},
+      {"checkpoint", "on_failure", "When a checkpoint cannot be written; auto: train on and try again if there is an older one, else stop", at(&T::checkpoint, &C::on_failure), 0, 0, false, {"auto", "continue", "stop"}},
 
       {"output", "run_folder", "Folder of everything that the run writes; empty: a new one under runs/", at(&T::output, &O::run_folder)},
       {"output", "metrics_every", "Steps between lines of metrics.jsonl", at(&T::output, &O::metrics_every), 1, kMany},
@@ -101,6 +103,10 @@ std::vector<ConfigField> make_fields() {
       {"output", "progress", "What is shown while training; auto: a bar on a terminal, else lines", at(&T::output, &O::progress), 0, 0, false, {"auto", "bar", "lines", "none"}},
       {"output", "sample_prompt", "Text that the sample at the end goes on from", at(&T::output, &O::sample_prompt)},
       {"output", "sample_tokens", "Tokens of the sample; 0: none", at(&T::output, &O::sample_tokens), 0, 1 << 24},
+
+      {"launch", "grace_s", "Seconds that the other ranks have to end on their own after one has failed; then they are ended", at(&T::launch, &U::grace_s), 0, 86400},
+      {"launch", "stop_grace_s", "Seconds that all ranks have after SIGTERM or Ctrl-C for their step and a checkpoint; then they are killed", at(&T::launch, &U::stop_grace_s), 0, 86400},
+      {"launch", "timeout_s", "Seconds that a rank waits for the others, in rendezvous and in every operation, before it fails; 0: PENSTOCK_TIMEOUT_S, else 300", at(&T::launch, &U::timeout_s), 0, 1e6},
   };
 }
 
@@ -176,6 +182,7 @@ const std::vector<ConfigSection>& config_sections() {
       {"data", "What is trained on"},
       {"checkpoint", "What is saved, and what a run starts from"},
       {"output", "What a run writes and shows"},
+      {"launch", "The ranks that penstock train starts: how long they wait for each other"},
   };
   return kSections;
 }

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <span>
 #include <string>
@@ -80,6 +81,11 @@ std::string to_toml(const FieldData& value);
 std::vector<ConfigSetting> parse_arguments(const std::vector<std::string>& arguments);
 // config_file.cpp, or config_file_absent.cpp without toml++
 std::vector<ConfigSetting> parse_toml(std::string_view toml, std::string_view name);
+
+// config.cpp: lays the settings over the preset that they name, later layers over earlier ones, and completes the whole.
+ResolvedConfig resolve_settings(const std::vector<std::vector<ConfigSetting>>& layers);
+// The bytes of a configuration file. Throws ConfigError.
+std::string read_config_file(const std::filesystem::path& path);
 
 // config_presets.cpp
 struct ConfigPreset {

@@ -29,7 +29,8 @@ std::string allowed(const ConfigField& field) {
 std::string to_toml(const ResolvedConfig& resolved) {
   std::string text =
       "# Configuration of a run of penstock train, complete: every value that was used.\n"
-      "# Train again like this: penstock train <this file>\n";
+      "# Continue the run: penstock resume <this folder>. A new run with the same values: penstock train <this file>\n"
+      "# {run} is the folder of the run, wherever it is.\n";
   for (const ConfigSection& section : config_sections()) {
     text += fmt::format("\n# {}.\n[{}]\n", section.help, section.name);
     for (const ConfigField& field : config_fields()) {
@@ -56,8 +57,13 @@ std::string configuration_page() {
       "the preset, else from its default. On the command line the section may be left out (`--lr 3e-4`), lists take several values\n"
       "(`--data.sources src include`, or with commas), a flag alone is true, and `--data PATH...` is short for `--data.sources`.\n"
       "An unknown key is an error that names the nearest one; values that do not fit together are told with the place each came\n"
-      "from. The run folder gets the complete configuration as `config.toml`, which can be given to the command again.\n"
-      "Paths are taken from where the command is started.\n"
+      "from.\n"
+      "\n"
+      "The run folder gets the complete configuration as `config.toml`. `penstock resume RUN [--section.key value ...]` and\n"
+      "`penstock train --run_folder RUN` continue the run with it ([training.md](training.md)); given as a file, `penstock train RUN/config.toml`,\n"
+      "it makes a new run with the same values. Paths are taken from where the command is started, and `{run}` is the folder of the run. In the\n"
+      "`config.toml` of a run, paths inside of it are written as `{run}/...`, so that it can be moved and copied, and all others absolute, so that it\n"
+      "can be continued from any working folder.\n"
       "\n"
       "```toml\n"
       "[model]\n"

@@ -343,7 +343,7 @@ struct TrainingJob::Impl {
         .dump(1);
   }
 
-  void load(const checkpoint::Checkpoint& checkpoint) {
+  void load(const checkpoint::Checkpoint& checkpoint, OtherData other_data) {
     checkpoint::WorldMeeting meeting(world);
     checkpoint::load_into(meeting, checkpoint, checkpoint::Section::Model, model_parts());
     model.share_tied();
@@ -365,7 +365,10 @@ struct TrainingJob::Impl {
     scaler.load_state({.scale = state.at("loss_scaler").at("scale").get<double>(), .good_steps = state.at("loss_scaler").at("good_steps").get<std::int64_t>()});
     std::uint64_t position = state.at("data").at("position").get<std::uint64_t>();
     const std::string fingerprint = fmt::format("{:016x}", data.training->dataset().fingerprint());
-    if (state.at("data").at("fingerprint").get<std::string>() != fingerprint) {
+    if (const auto former = state.at("data").at("fingerprint").get<std::string>(); former != fingerprint) {
+      if (other_data == OtherData::Refuse)
+        throw ConfigError(describe("data of the run", fmt::format("tokens with the fingerprint {}", fingerprint), fmt::format("those of its checkpoint {}: {}", checkpoint.path().string(), former),
+                                   "put the former data back, or train on the new ones in a new run: another --run_folder, with --resume and the path of this checkpoint"));
       log().warn("train: the data differ from those of the checkpoint {}; training begins with their first sample", checkpoint.path().string());
       position = 0;
     }
@@ -403,7 +406,7 @@ std::int64_t TrainingJob::steps_done() const { return impl_->steps_done; }
 std::uint64_t TrainingJob::position() const { return impl_->batches->position(); }
 std::int64_t TrainingJob::tokens_per_step() const { return impl_->positions_of_step(); }
 checkpoint::CheckpointContents TrainingJob::contents() const { return {impl_->model_parts(), impl_->saved_optimizer_parts(), impl_->state_json()}; }
-void TrainingJob::load(const checkpoint::Checkpoint& checkpoint) { impl_->load(checkpoint); }
+void TrainingJob::load(const checkpoint::Checkpoint& checkpoint, OtherData other_data) { impl_->load(checkpoint, other_data); }
 HeldMemory TrainingJob::held_memory() const { return train::held_memory(impl_->model, *impl_->optimizer, impl_->sync); }
 const RankLayout& TrainingJob::layout() const { return impl_->layout; }
 const ModelStages& TrainingJob::model() const { return impl_->model; }

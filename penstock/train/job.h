@@ -40,6 +40,9 @@ struct TrainingData {
   std::shared_ptr<const Sampler> validation;
 };
 
+// What happens when the data are not those that the checkpoint was trained on.
+enum class OtherData { FromTheStart, Refuse };
+
 class TrainingJob {
  public:
   // Throws ConfigError for a layout that the world, the model or the data do not fit.
@@ -63,8 +66,9 @@ class TrainingJob {
 
   // For CheckpointWriter::save; tensors are not copied.
   checkpoint::CheckpointContents contents() const;
-  // Parameters, optimizer, scheduler, loss scale, random and data position, from any layout.
-  void load(const checkpoint::Checkpoint& checkpoint);
+  // Parameters, optimizer, scheduler, loss scale, random and data position, from any layout. Other data are trained on from their first sample,
+  // with a warning, or refused (ConfigError).
+  void load(const checkpoint::Checkpoint& checkpoint, OtherData other_data = OtherData::FromTheStart);
 
   // What this rank holds now. No communication.
   HeldMemory held_memory() const;

@@ -12,6 +12,8 @@
 #include "penstock/checkpoint/reader.h"
 #include "penstock/checkpoint/tensor_part.h"
 #include "penstock/train/model_stages.h"
+#include "penstock/train/run_config.h"
+#include "penstock/train/run_folder.h"
 
 namespace penstock::train {
 
@@ -20,7 +22,7 @@ namespace {
 namespace fs = std::filesystem;
 
 checkpoint::Checkpoint open_newest(const fs::path& run, const TrainConfig& config) {
-  const fs::path folder = config.checkpoint.folder.empty() ? run / "checkpoints" : fs::path(config.checkpoint.folder);
+  const fs::path folder = checkpoint_folder(config, run);
   checkpoint::LoneMeeting alone;
   auto opened = checkpoint::open_latest(alone, folder, {.verify = true, .allow_fallback = config.checkpoint.fallback});
   if (!opened) throw ConfigError(describe("checkpoints of the run", folder.string(), "at least one", "train first, or name a checkpoint"));
@@ -32,9 +34,9 @@ checkpoint::Checkpoint open_newest(const fs::path& run, const TrainConfig& confi
 LoadedModel load_model(const fs::path& path, at::Device device) {
   const bool is_checkpoint = checkpoint::step_of_folder_name(path.filename().string()).has_value();
   const fs::path run = is_checkpoint ? fs::absolute(path).parent_path().parent_path() : path;
-  if (!fs::exists(run / "config.toml"))
+  if (!holds_run(run))
     throw ConfigError(describe("run folder", run.string(), "a folder with a config.toml", "name the folder of a run (runs/...) or a checkpoint in it"));
-  const TrainConfig config = load_config({.file = run / "config.toml", .arguments = {}}).config;
+  const TrainConfig config = load_run_config(run).config;
   checkpoint::LoneMeeting alone;
   const checkpoint::Checkpoint opened = is_checkpoint ? checkpoint::open_checkpoint(alone, path) : open_newest(run, config);
   models::TransformerStage model(transformer_options(config.model));

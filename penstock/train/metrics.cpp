@@ -142,12 +142,12 @@ StepMetrics step_of(const Line& line) {
 EndMetrics end_of(const Line& line) {
   EndMetrics end{.time = line.number("time"), .step = line.count("step")};
   const std::string how = line.text("end");
-  for (const RunEnd each : {RunEnd::Finished, RunEnd::Stopped, RunEnd::TimeLimit})
+  for (const RunEnd each : {RunEnd::Finished, RunEnd::Stopped, RunEnd::TimeLimit, RunEnd::NotSaved})
     if (how == to_text(each)) {
       end.end = each;
       return end;
     }
-  line.fail(fmt::format("\"end\": \"{}\"", how), "finished, stopped or time limit");
+  line.fail(fmt::format("\"end\": \"{}\"", how), "finished, stopped, time limit or not saved");
 }
 
 std::int64_t step_number(const StepMetrics& step) { return step.outcome.step; }
@@ -181,6 +181,7 @@ void add(RunMetrics& metrics, const Line& line) {
     // The validation before the first step is done again by a run that begins anew.
     drop_after(metrics.validations, start.resumed_from.empty() ? -1 : start.first_step);
     drop_after(metrics.checkpoints, start.first_step);
+    drop_after(metrics.failed_checkpoints, start.first_step);
     drop_after(metrics.traces, start.first_step);
     metrics.end.reset();
     metrics.starts.push_back(std::move(start));
@@ -190,6 +191,10 @@ void add(RunMetrics& metrics, const Line& line) {
     put(metrics.validations, {.time = line.number("time"), .step = line.count("step"), .loss = line.number("loss"), .seconds = line.number("seconds")});
   } else if (type == "checkpoint") {
     put(metrics.checkpoints, {.time = line.number("time"), .step = line.count("step"), .stall = {.waiting = line.number("waiting"), .planning = line.number("planning"), .copying = line.number("copying")}});
+  } else if (type == "checkpoint_failed") {
+    metrics.failed_checkpoints.push_back({.time = line.number("time"), .step = line.count("step"), .error = line.text("error")});
+  } else if (type == "missing") {
+    metrics.missing_lines += line.count("lines");
   } else if (type == "trace") {
     put(metrics.traces, {.time = line.number("time"), .step = line.count("step"), .path = line.text("path")});
   } else if (type == "end") {
@@ -213,6 +218,8 @@ std::string_view to_text(RunEnd end) {
       return "stopped";
     case RunEnd::TimeLimit:
       return "time limit";
+    case RunEnd::NotSaved:
+      return "not saved";
   }
   return "";
 }
@@ -260,6 +267,10 @@ std::string checkpoint_line(const CheckpointMetrics& checkpoint) {
   const checkpoint::SaveStall& stall = checkpoint.stall;
   return line_of({{"type", "checkpoint"}, {"step", checkpoint.step}, {"waiting", stall.waiting}, {"planning", stall.planning}, {"copying", stall.copying}, {"time", checkpoint.time}});
 }
+
+std::string failed_checkpoint_line(const FailedCheckpointMetrics& failed) { return line_of({{"type", "checkpoint_failed"}, {"step", failed.step}, {"error", failed.error}, {"time", failed.time}}); }
+
+std::string missing_line(std::int64_t lines, double time) { return line_of({{"type", "missing"}, {"lines", lines}, {"time", time}}); }
 
 std::string trace_line(const TraceMetrics& trace) { return line_of({{"type", "trace"}, {"step", trace.step}, {"path", trace.path}, {"time", trace.time}}); }
 

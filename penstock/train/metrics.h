@@ -67,6 +67,12 @@ struct CheckpointMetrics {
   checkpoint::SaveStall stall;
 };
 
+struct FailedCheckpointMetrics {
+  double time = 0;
+  std::int64_t step = 0;
+  std::string error;
+};
+
 struct TraceMetrics {
   double time = 0;
   std::int64_t step = 0;
@@ -78,7 +84,7 @@ struct EndMetrics {
   std::int64_t step = 0;
   RunEnd end = RunEnd::Finished;
 };
-// "finished", "stopped", "time limit".
+// "finished", "stopped", "time limit", "not saved".
 std::string_view to_text(RunEnd end);
 
 struct RunMetrics {
@@ -86,9 +92,11 @@ struct RunMetrics {
   std::vector<StepMetrics> steps;             // ascending; each step once
   std::vector<ValidationMetrics> validations;
   std::vector<CheckpointMetrics> checkpoints;
+  std::vector<FailedCheckpointMetrics> failed_checkpoints;
   std::vector<TraceMetrics> traces;
   std::optional<EndMetrics> end;              // of the last start
   std::int64_t repeated_steps = 0;            // lines that a resumed run replaced
+  std::int64_t missing_lines = 0;             // that could not be written
   bool truncated = false;                     // the last line was cut off, as happens when a run is killed
 };
 
@@ -97,6 +105,8 @@ std::string start_line(const RunDescription& run, double time);
 std::string step_line(const StepOutcome& outcome, const StepExtras& extras, double time);
 std::string validation_line(const ValidationMetrics& validation);
 std::string checkpoint_line(const CheckpointMetrics& checkpoint);
+std::string failed_checkpoint_line(const FailedCheckpointMetrics& failed);
+std::string missing_line(std::int64_t lines, double time);
 std::string trace_line(const TraceMetrics& trace);
 std::string end_line(const EndMetrics& end);
 

@@ -49,7 +49,7 @@ MetricsFile::~MetricsFile() {
 void MetricsFile::open(const std::filesystem::path& folder) {
   if (file_ >= 0) ::close(file_);
   folder_ = folder;
-  warned_ = false;
+  missing_ = all_missing_ = 0;
   std::error_code error;
   std::filesystem::create_directories(folder, error);  // opening tells what is wrong
   const std::filesystem::path path = folder / kName;
@@ -59,8 +59,7 @@ void MetricsFile::open(const std::filesystem::path& folder) {
     throw ConfigError(describe("metrics of the run", path.string() + ": " + std::strerror(errno), "a file that can be written", "set output.run_folder to a folder of your own"));
 }
 
-void MetricsFile::append(const std::string& line) {
-  PENSTOCK_INVARIANT(file_ >= 0, "an observer is told of the start first");
+bool MetricsFile::write(const std::string& line) {
   std::size_t written = 0;
   while (written < line.size()) {
     const ssize_t count = ::write(file_, line.data() + written, line.size() - written);
@@ -70,12 +69,25 @@ void MetricsFile::append(const std::string& line) {
   }
   if (written == line.size()) {
     size_ += static_cast<std::int64_t>(written);
+    return true;
+  }
+  const int reason = errno;
+  if (written > 0 && ::ftruncate(file_, size_) != 0) log().warn("train: {} has a line that was cut off", (folder_ / kName).string());
+  errno = reason;
+  return false;
+}
+
+void MetricsFile::append(const std::string& line) {
+  PENSTOCK_INVARIANT(file_ >= 0, "an observer is told of the start first");
+  // What is missing is told in its place, in one piece with the line after it.
+  if (write(missing_ > 0 ? missing_line(missing_, clock_()) + line : line)) {
+    missing_ = 0;
     return;
   }
   const int reason = errno;
-  const bool whole = ::ftruncate(file_, size_) == 0;
-  if (!std::exchange(warned_, true))
-    log().warn("train: {} cannot be written ({}); training goes on, lines are missing{}", (folder_ / kName).string(), std::strerror(reason), whole ? "" : " and one is cut");
+  if (all_missing_ == 0) log().warn("train: {} cannot be written ({}); training continues, lines are missing", (folder_ / kName).string(), std::strerror(reason));
+  ++missing_;
+  ++all_missing_;
 }
 
 void MetricsFile::on_start(const RunDescription& run) {
@@ -89,10 +101,15 @@ void MetricsFile::on_validation(std::int64_t step, double loss, double seconds) 
 
 void MetricsFile::on_checkpoint(std::int64_t step, const checkpoint::SaveStall& stall) { append(checkpoint_line({.time = clock_(), .step = step, .stall = stall})); }
 
+void MetricsFile::on_checkpoint_failed(std::int64_t step, const std::string& error) { append(failed_checkpoint_line({.time = clock_(), .step = step, .error = error})); }
+
 void MetricsFile::on_trace(std::int64_t step, const std::filesystem::path& path) {
   append(trace_line({.time = clock_(), .step = step, .path = path.lexically_proximate(folder_).generic_string()}));
 }
 
-void MetricsFile::on_end(RunEnd end, std::int64_t step) { append(end_line({.time = clock_(), .step = step, .end = end})); }
+void MetricsFile::on_end(RunEnd end, std::int64_t step) {
+  append(end_line({.time = clock_(), .step = step, .end = end}));
+  if (all_missing_ > 0) log().warn("train: {} line{} of {} could not be written", all_missing_, all_missing_ == 1 ? "" : "s", (folder_ / kName).string());
+}
 
 }  // namespace penstock::train

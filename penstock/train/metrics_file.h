@@ -5,7 +5,8 @@
 //
 // Every line is handed to the system at once and whole: whoever reads the file, or kills the run, finds complete lines and at most one cut
 // at the end. A resumed run goes on in the file, after the last whole line. A disk that is full does not end the training: lines are lost,
-// which the log says once, never half written.
+// never half written; the log says so when it begins and how many they were at the end, and the next line that can be written is one of type
+// "missing" with their number.
 #pragma once
 
 #include <cstdint>
@@ -30,6 +31,7 @@ class MetricsFile final : public Observer {
   void on_step(const StepOutcome& outcome, const StepExtras& extras) override;
   void on_validation(std::int64_t step, double loss, double seconds) override;
   void on_checkpoint(std::int64_t step, const checkpoint::SaveStall& stall) override;
+  void on_checkpoint_failed(std::int64_t step, const std::string& error) override;
   void on_trace(std::int64_t step, const std::filesystem::path& path) override;
   void on_end(RunEnd end, std::int64_t step) override;
 
@@ -38,12 +40,14 @@ class MetricsFile final : public Observer {
  private:
   void open(const std::filesystem::path& folder);
   void append(const std::string& line);
+  bool write(const std::string& line);  // false: nothing of it is in the file, errno says why
 
   std::function<double()> clock_;
   std::filesystem::path folder_;
   int file_ = -1;
   std::int64_t size_ = 0;  // of whole lines
-  bool warned_ = false;
+  std::int64_t missing_ = 0;      // lines since the last one that could be written
+  std::int64_t all_missing_ = 0;
 };
 
 }  // namespace penstock::train

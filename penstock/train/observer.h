@@ -40,7 +40,8 @@ struct StepExtras {
   std::int64_t device_bytes = 0;          // peak on the device; 0 on the CPU
 };
 
-enum class RunEnd { Finished, Stopped, TimeLimit };
+// NotSaved: the last checkpoint could not be written, so what was trained since the one before is lost.
+enum class RunEnd { Finished, Stopped, TimeLimit, NotSaved };
 
 class Observer {
  public:
@@ -48,7 +49,9 @@ class Observer {
   virtual void on_start(const RunDescription&) {}
   virtual void on_step(const StepOutcome&, const StepExtras&) {}
   virtual void on_validation(std::int64_t /*step*/, double /*loss*/, double /*seconds*/) {}
+  // When it is on the disk, which is some steps after `step`.
   virtual void on_checkpoint(std::int64_t /*step*/, const checkpoint::SaveStall&) {}
+  virtual void on_checkpoint_failed(std::int64_t /*step*/, const std::string& /*error*/) {}
   virtual void on_trace(std::int64_t /*step*/, const std::filesystem::path&) {}
   virtual void on_end(RunEnd, std::int64_t /*step*/) {}
 };

@@ -231,7 +231,7 @@ void Progress::on_validation(std::int64_t step, double loss, double seconds) {
 }
 
 void Progress::on_checkpoint(std::int64_t step, const checkpoint::SaveStall& stall) {
-  event(fmt::format("step {}: checkpoint, training stood still for {:.0f} ms", step, 1e3 * stall.total()));
+  event(fmt::format("step {}: checkpoint saved, training stood still for {:.0f} ms", step, 1e3 * stall.total()));
 }
 
 void Progress::on_trace(std::int64_t step, const std::filesystem::path& path) {
@@ -239,7 +239,7 @@ void Progress::on_trace(std::int64_t step, const std::filesystem::path& path) {
 }
 
 void Progress::on_end(RunEnd end, std::int64_t step) {
-  std::string text = fmt::format("{} after step {} of {} in {}", end == RunEnd::Finished ? "finished" : end == RunEnd::Stopped ? "stopped" : "out of time", step, state_.steps,
+  std::string text = fmt::format("{} after step {} of {} in {}", end == RunEnd::Finished ? "finished" : end == RunEnd::Stopped ? "stopped" : end == RunEnd::TimeLimit ? "out of time" : "ended without its last checkpoint", step, state_.steps,
                                  format_duration(std::chrono::duration<double>(options_.clock() - begin_).count()));
   if (state_.step > 0) text += fmt::format(", loss {:.4f}", state_.loss);
   if (validation_) text += fmt::format(", validation loss {:.4f}", *validation_);

@@ -78,6 +78,9 @@ void add_notes(RunReport& run) {
   if (metrics.steps.empty()) note("No step was recorded: there are no curves.");
   if (metrics.validations.empty()) note("There was no validation (training.validate_every, data.validation_fraction).");
   if (metrics.checkpoints.empty()) note("No checkpoint was written.");
+  if (!metrics.failed_checkpoints.empty())
+    note(fmt::format("{} checkpoint{} could not be written, last of step {}: {}", metrics.failed_checkpoints.size(), metrics.failed_checkpoints.size() == 1 ? "" : "s", metrics.failed_checkpoints.back().step, metrics.failed_checkpoints.back().error));
+  if (metrics.missing_lines > 0) note(fmt::format("{} lines of the metrics could not be written and are missing.", metrics.missing_lines));
   if (metrics.traces.empty()) note("No step was traced (output.trace_steps): there is no timeline, and no measured bubble.");
   std::int64_t skipped = 0, bad = 0;
   for (const StepMetrics& step : metrics.steps) {

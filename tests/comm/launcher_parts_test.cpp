@@ -206,6 +206,32 @@ TEST(LaunchInProcess, ReturnsHowEveryRankEnded) {
   EXPECT_EQ(count_of(job.shown(), "hello\n"), 3) << job.shown();
 }
 
+TEST(LaunchInProcess, SomeExitCodesAreFinal) {
+  InProcess job(1, "exit 3");
+  job.options.restarts = 3;
+  EXPECT_EQ(launch(job.options).attempts, 4);
+  job.options.final_exit_codes = {2, 3};
+  const LaunchResult result = launch(job.options);
+  EXPECT_EQ(result.attempts, 1);
+  EXPECT_EQ(result.exit_code, 3);
+}
+
+// Ranks that save before they end get their own time after a signal; after a failure the short one counts.
+TEST(LaunchInProcess, TheGraceAfterASignalIsItsOwn) {
+  InProcess saves(1, "trap 'sleep 0.7; echo saved; exit 0' TERM; kill -TERM $PPID; while :; do sleep 0.05; done");
+  saves.options.grace = 50ms;
+  saves.options.stop_grace = 20s;
+  const LaunchResult stopped = launch(saves.options);
+  EXPECT_EQ(stopped.exit_code, 0) << saves.shown();
+  EXPECT_THAT(saves.shown(), HasSubstr("saved"));
+  InProcess fails(2, "[ $RANK = 1 ] && exit 5; exec sleep 30");
+  fails.options.grace = 50ms;
+  fails.options.stop_grace = 20s;
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_EQ(launch(fails.options).exit_code, 5);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 10s);
+}
+
 TEST(LaunchInProcess, RunsThisProgramThroughProcSelfExe) {
   InProcess job(2, "");
   job.options.command = {"/proc/self/exe", "--penstock_rank_of_test"};

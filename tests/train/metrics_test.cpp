@@ -217,7 +217,7 @@ TEST(Metrics, OtherDamageIsNamedByItsLine) {
   EXPECT_TRUE(has_text(error_of(start + step + "[1]\n"), "bad.jsonl:3: got [1], expected one JSON object"));
   EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"step\",\"step\":1}\n"), "bad.jsonl:2: got no key \"time\""));
   EXPECT_TRUE(has_text(error_of(start + "\n"), "bad.jsonl:2"));
-  EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"end\",\"step\":1,\"time\":1,\"end\":\"lost\"}\n"), "expected finished, stopped or time limit"));
+  EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"end\",\"step\":1,\"time\":1,\"end\":\"lost\"}\n"), "expected finished, stopped, time limit or not saved"));
   EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"trace\",\"step\":-1,\"time\":1,\"path\":\"a\"}\n"), "\"step\": -1, expected a whole number from 0 on"));
   EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"trace\",\"step\":18446744073709551615,\"time\":1,\"path\":\"a\"}\n"), "expected a whole number"));
   EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"validation\",\"step\":1,\"time\":\"now\"}\n"), "\"time\": \"now\", expected a number"));
@@ -256,6 +256,7 @@ TEST(Metrics, AFullDiskLosesLinesButNeverPartsOfThem) {
   const RunMetrics metrics = read_metrics(folder / "metrics.jsonl");
   EXPECT_EQ(metrics.steps.size(), 20u);
   EXPECT_EQ(metrics.steps[10].outcome.step, 21);
+  EXPECT_EQ(metrics.missing_lines, 10) << "told in their place";
 }
 
 #ifdef PENSTOCK_HAVE_RAPIDCHECK

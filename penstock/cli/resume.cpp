@@ -1,0 +1,34 @@
+// penstock resume: continues a run with the configuration in its folder.
+#include <memory>
+#include <string>
+
+#include "penstock/base/errors.h"
+#include "penstock/cli/commands.h"
+#include "penstock/cli/train_run.h"
+#include "penstock/train/run_folder.h"
+
+namespace penstock::cli {
+
+void add_resume_command(CLI::App& app, Outcome& outcome) {
+  CLI::App* command = app.add_subcommand("resume", "Continue a run from its newest checkpoint");
+  command->footer(
+      "Usage: penstock resume RUN [--section.key value ...]\n\n"
+      "Examples:\n"
+      "  penstock resume runs/tiny-20270131-093005\n"
+      "  penstock resume runs/tiny-20270131-093005 --steps 500 --lr 1e-4\n"
+      "  penstock resume runs/tiny-20270131-093005 --pp 4 --schedule GPipe\n\n"
+      "The run's own configuration is used; keys that are given now override it. Sizes of the model, data, optimizer and seed cannot change: what\n"
+      "is refused changes nothing in the folder. Under mpirun, srun or torchrun the ranks that they started are used.\n"
+      "Exit codes: 0 ok, 1 a rank failed, 2 the start was refused, 3 the last checkpoint could not be written.");
+  struct ResumeFlags : TrainFlags {
+    std::string run;
+  };
+  const auto flags = std::make_shared<ResumeFlags>();
+  command->add_option("run", flags->run, "Folder of the run")->required()->type_name("RUN");
+  add_train_flags(*command, *flags);
+  command->callback([command, flags, &outcome] {
+    outcome.exit_code = train_run(train::plan_resume(flags->run, {.file = {}, .arguments = command->remaining()}), *flags);
+  });
+}
+
+}  // namespace penstock::cli

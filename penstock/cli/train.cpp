@@ -17,9 +17,11 @@
 #include "penstock/base/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/cli/commands.h"
+#include "penstock/cli/wait_line.h"
 #include "penstock/comm/launch_env.h"
 #include "penstock/comm/launcher.h"
 #include "penstock/comm/world.h"
+#include "penstock/train/configured_data.h"
 #include "penstock/train/dry_run.h"
 #include "penstock/train/not_finite.h"
 #include "penstock/train/metrics_file.h"
@@ -82,7 +84,20 @@ int run_foreign_rank(const train::ResolvedConfig& resolved) {
   return exit_code;
 }
 
+// What this host refuses before anything is touched: the same for a start and for a dry run.
+void check_start(const train::ResolvedConfig& resolved) { train::check_local_ranks(resolved.config.layout); }
+
+void show_dry_run(const train::TrainConfig& config) {
+  std::string text;
+  {
+    WaitLine line("dry run");
+    text = train::to_text(train::dry_run(config, [&](const std::string& what, double share) { line.show(what, share); }));
+  }
+  fmt::print("{}", text);
+}
+
 int start_ranks(const train::ResolvedConfig& resolved, const TrainFlags& flags) {
+  train::check_data(resolved.config, train::DataCheck::Opening);  // here it is said once, and no folder is left
   const fs::path folder = train::make_run_folder(resolved);
   fmt::print("{}\n", folder.string());
   std::fflush(stdout);
@@ -97,7 +112,8 @@ int start_ranks(const train::ResolvedConfig& resolved, const TrainFlags& flags) 
   options.environment.emplace_back("PENSTOCK_PROGRESS_TTY", std::to_string(terminal ? size.ws_col : 0));
   const int exit_code = comm::launch(options).exit_code;
   if (fs::exists(folder / train::MetricsFile::kName)) report(folder);
-  if (exit_code == 0 && resolved.config.output.sample_tokens > 0) {
+  // Tokens of another program's tokenizer are no text here.
+  if (exit_code == 0 && resolved.config.output.sample_tokens > 0 && !train::tokens_have_no_text(resolved.config.data)) {
     fmt::print("\nA sample of the model (penstock generate {}):\n\n", folder.string());
     print_sample(folder.string());
   }
@@ -107,11 +123,13 @@ int start_ranks(const train::ResolvedConfig& resolved, const TrainFlags& flags) 
 int run(const CLI::App& command, const TrainFlags& flags) {
   if (!flags.worker.empty()) return run_rank(train::load_config({.file = fs::path(flags.worker) / "config.toml", .arguments = {}}).config, flags.worker);
   const train::ResolvedConfig resolved = train::load_config(config_sources(command));
+  const bool own_ranks = comm::launch_env().launcher == "none";
+  if (own_ranks) check_start(resolved);
   if (flags.dry_run) {
-    fmt::print("{}", train::to_text(train::dry_run(resolved.config)));
+    show_dry_run(resolved.config);
     return 0;
   }
-  if (comm::launch_env().launcher != "none") return run_foreign_rank(resolved);
+  if (!own_ranks) return run_foreign_rank(resolved);
   return start_ranks(resolved, flags);
 }
 
@@ -134,6 +152,7 @@ void add_train_command(CLI::App& app, Outcome& outcome) {
       "Usage: penstock train [CONFIG.toml] [--section.key value ...]\n\n"
       "Examples:\n"
       "  penstock train\n"
+      "  penstock train --data input.txt\n"
       "  penstock train --preset small --pp 2 --schedule ZBVZeroBubble --steps 500\n"
       "  penstock train --pp 4 --dry-run\n"
       "  penstock train my.toml --resume runs/tiny-1/checkpoints/step-00000100 --restarts 2\n\n"

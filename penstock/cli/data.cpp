@@ -7,14 +7,18 @@
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/base/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/commands.h"
+#include "penstock/train/bin_tokens.h"
+#include "penstock/train/data_files.h"
 #include "penstock/train/make_shards.h"
 #include "penstock/train/token_dataset.h"
 
@@ -27,7 +31,7 @@ struct MakeFlags {
   std::vector<std::string> sources;
   std::vector<std::string> extensions;
   std::uint64_t cap_bytes = 0;
-  std::uint64_t max_file_bytes = std::uint64_t{1} << 20;
+  std::uint64_t max_file_bytes = 0;
   std::uint64_t shard_tokens = std::uint64_t{1} << 26;
   bool skip_bad_files = false;
   bool overwrite = false;
@@ -74,55 +78,91 @@ void make(const MakeFlags& flags) {
   for (const train::BadFile& file : made.bad) fmt::print(stderr, "skipped {}: {}\n", file.path.string(), file.why);
   fmt::print("{}: {} tokens of {} files ({}) in {} shard{}\n", flags.out, made.tokens, made.documents,
              format_bytes(made.bytes), made.shards, made.shards == 1 ? "" : "s");
+  for (const auto& file : made.cut) fmt::print("cut by the cap: {}\n", file.string());
   if (made.bad.size() + made.too_large + made.beyond_cap > 0)
-    fmt::print("left out: {} bad, {} larger than {}, {} beyond the cap\n", made.bad.size(), made.too_large,
-               format_bytes(flags.max_file_bytes), made.beyond_cap);
+    fmt::print("left out: {} bad{}, {} beyond the cap\n", made.bad.size(),
+               made.max_file_bytes == 0 ? "" : fmt::format(", {} larger than {}", made.too_large, format_bytes(made.max_file_bytes)), made.beyond_cap);
 }
 
 struct ShowFlags {
-  std::string folder;
+  std::string path;
+  std::string format = "auto";
+  std::uint64_t vocabulary = 65536;
   double validation_fraction = 0.05;
 };
+
+// A file to be shown, and how it is opened.
+struct ShownFile {
+  std::filesystem::path path;
+  std::function<std::shared_ptr<const train::TokenSource>()> open;
+  std::string token_bytes(const train::TokenSource& source) const {
+    if (const auto* shard = dynamic_cast<const train::TokenShard*>(&source)) return fmt::format("{}", shard->header().token_bytes);
+    if (const auto* bin = dynamic_cast<const train::BinTokens*>(&source)) return fmt::format("{}", bin->token_bytes());
+    return "-";
+  }
+};
+
+std::vector<ShownFile> shown_files(const ShowFlags& flags) {
+  std::vector<ShownFile> files;
+  const bool may_be_tokens = std::filesystem::exists(flags.path) || flags.path.find_first_of("*?[") != std::string::npos;
+  const train::DataFiles found = may_be_tokens && !train::has_shards(flags.path)
+                                     ? train::find_data_files({.paths = {flags.path}, .format = flags.format, .extensions = {}})
+                                     : train::DataFiles{};
+  if (found.kind == train::DataKind::Text) {
+    for (const auto& file : train::shard_files(flags.path)) files.push_back({file, [file] { return train::TokenShard::open(file); }});
+    return files;
+  }
+  const train::BinTokensOptions options{.headerless = found.kind == train::DataKind::Uint16, .vocabulary = flags.vocabulary, .end_of_document = {}};
+  for (const auto& file : found.files) files.push_back({file, [file, options] { return train::BinTokens::open(file, options); }});
+  return files;
+}
 
 void show(const ShowFlags& flags, Outcome& outcome) {
   if (!(flags.validation_fraction >= 0 && flags.validation_fraction <= 1))
     throw ConfigError(describe("--validation-fraction", fmt::format("{}", flags.validation_fraction), "a number from 0 to 1"));
-  const auto files = train::shard_files(flags.folder);
-  fmt::print("{:<28} {:>10} {:>14} {:>6} {:>10}  {}\n", "shard", "documents", "tokens", "bytes", "vocabulary", "checksums");
+  const std::vector<ShownFile> files = shown_files(flags);
+  fmt::print("{:<28} {:>10} {:>14} {:>6} {:>10}  {}\n", "file", "documents", "tokens", "bytes", "vocabulary", "contents");
   std::uint64_t documents = 0;
   std::uint64_t tokens = 0;
-  std::uint64_t validation_documents = 0;
-  std::uint64_t validation_tokens = 0;
   std::vector<std::string> damage;
-  for (const auto& file : files) {
-    const std::string name = file.filename().string();
-    std::shared_ptr<const train::TokenShard> shard;
+  train::TokenSources sources;
+  train::DocumentSplit split(flags.validation_fraction);
+  for (const ShownFile& file : files) {
+    const std::string name = file.path.filename().string();
+    std::shared_ptr<const train::TokenSource> source;
     const std::size_t damaged_before = damage.size();
     try {
-      shard = train::TokenShard::open(file);
-      shard->verify();
+      source = file.open();
+      source->verify();
     } catch (const ConfigError& error) {
       damage.emplace_back(error.what());
     }
-    if (!shard) {
+    if (!source) {
       fmt::print("{:<28} {:>10} {:>14} {:>6} {:>10}  DAMAGED\n", name, "-", "-", "-", "-");
       continue;
     }
     const bool damaged = damage.size() > damaged_before;
-    fmt::print("{:<28} {:>10} {:>14} {:>6} {:>10}  {}\n", name, shard->documents(), shard->tokens(),
-               shard->header().token_bytes, shard->header().vocabulary, damaged ? "DAMAGED" : "ok");
-    documents += shard->documents();
-    tokens += shard->tokens();
-    for (std::uint64_t i = 0; i < shard->documents(); ++i) {
-      const auto document = shard->document(i);
-      if (!train::is_validation(document.key, flags.validation_fraction)) continue;
-      ++validation_documents;
-      validation_tokens += document.end - document.begin;
-    }
+    // Where only tokens tell, documents are not counted.
+    fmt::print("{:<28} {:>10} {:>14} {:>6} {:>10}  {}\n", name, source->ends_are_in_tokens() ? std::string("-") : fmt::format("{}", source->documents()), source->tokens(), file.token_bytes(*source),
+               source->vocabulary(), damaged ? "DAMAGED" : "ok");
+    documents += source->documents();
+    tokens += source->tokens();
+    for (std::uint64_t i = 0; i < source->documents(); ++i) split.count(source->document(i).end - source->document(i).begin, source->document(i).key);
+    sources.push_back(std::move(source));
   }
   fmt::print("{:<28} {:>10} {:>14}\n", fmt::format("{} in all", files.size()), documents, tokens);
-  fmt::print("for validation at a fraction of {}: {} documents, {} tokens\n", flags.validation_fraction,
-             validation_documents, validation_tokens);
+  split.decide();
+  std::uint64_t validation_documents = 0;
+  std::uint64_t validation_tokens = 0;
+  for (const auto& source : sources) {
+    for (std::uint64_t i = 0; i < source->documents(); ++i) {
+      const std::uint64_t part = split.validation_tokens(source->document(i).end - source->document(i).begin, source->document(i).key);
+      validation_documents += part > 0 ? 1 : 0;
+      validation_tokens += part;
+    }
+  }
+  fmt::print("for validation at a fraction of {}: {} tokens, {}{} document{}\n", flags.validation_fraction, validation_tokens, split.cuts() ? "the ends of " : "", validation_documents,
+             validation_documents == 1 ? "" : "s");
   for (const std::string& text : damage) fmt::print(stderr, "penstock: {}\n", text);
   if (!damage.empty()) outcome.exit_code = 1;
 }
@@ -130,12 +170,13 @@ void show(const ShowFlags& flags, Outcome& outcome) {
 }  // namespace
 
 void add_data_command(CLI::App& app, Outcome& outcome) {
-  CLI::App* command = app.add_subcommand("data", "Make token shards from files, or show those of a folder");
+  CLI::App* command = app.add_subcommand("data", "Make token shards from files, or show what shards and token files hold");
   command->require_subcommand(1);
   command->footer(
       "Examples:\n"
       "  penstock data make --out data --source src include --extensions .h .cpp\n"
-      "  penstock data show data");
+      "  penstock data show data\n"
+      "  penstock data show train.bin --format uint16");
 
   CLI::App* make_command = command->add_subcommand("make", "Make a folder of token shards from text files");
   const auto make_flags = std::make_shared<MakeFlags>();
@@ -151,7 +192,7 @@ void add_data_command(CLI::App& app, Outcome& outcome) {
   make_command->add_option("--cap-bytes", make_flags->cap_bytes, "Bytes of text at most: 16MB, 1GB (default: no cap)")
       ->transform(CLI::AsSizeValue(false))
       ->type_name("B");
-  make_command->add_option("--max-file-bytes", make_flags->max_file_bytes, "Larger files are left out (default 1 MiB)")
+  make_command->add_option("--max-file-bytes", make_flags->max_file_bytes, "Larger files are left out (default: no limit; 1 MiB for the default sources)")
       ->transform(CLI::AsSizeValue(false))
       ->type_name("B");
   make_command->add_option("--shard-tokens", make_flags->shard_tokens, "Tokens of a shard, about (default 2^26)")
@@ -161,23 +202,28 @@ void add_data_command(CLI::App& app, Outcome& outcome) {
                          "Go on without unreadable, empty and binary files, and list them (default: an error)");
   make_command->add_flag("--overwrite", make_flags->overwrite, "Replace a folder that has token shards already");
   make_command->footer(
-      "Tokens are bytes; a file is a document. The format is in docs/data.md.\n"
+      "Tokens are bytes; a file is a document. The format is in docs/data.md. penstock train --data does the same by itself.\n"
       "Examples:\n"
       "  penstock data make --out data\n"
       "  penstock data make --out data --source src include --extensions .h .cpp --cap-bytes 16MB\n"
       "Exit codes: 0 ok, 2 usage error or a bad file.");
   make_command->callback([make_flags] { make(*make_flags); });
 
-  CLI::App* show_command = command->add_subcommand("show", "What a folder of token shards holds, and whether it is whole");
+  CLI::App* show_command = command->add_subcommand("show", "What a folder of token shards or a token file holds, and whether it is whole");
   const auto show_flags = std::make_shared<ShowFlags>();
-  show_command->add_option("folder", show_flags->folder, "Folder of token shards")->required()->type_name("FOLDER");
+  show_command->add_option("path", show_flags->path, "Folder of token shards, or token file (or folder or pattern) of another program")->required()->type_name("PATH");
+  show_command->add_option("--format", show_flags->format, "uint16: 16-bit tokens without a header (default: by the header)")->check(CLI::IsMember({"auto", "uint16"}))->type_name("F");
+  show_command->add_option("--vocabulary", show_flags->vocabulary, "Of a file without a header: its tokens are to be below it (default 65536)")->check(CLI::Range(1, 65536))->type_name("N");
   show_command
       ->add_option("--validation-fraction", show_flags->validation_fraction,
-                   "Share of the files for validation, to count them (default 0.05)")
+                   "Share for validation, to count it (default 0.05)")
       ->type_name("F");
   show_command->footer(
-      "Reads every byte and checks every checksum.\n"
-      "Example: penstock data show data\n"
+      "Reads every byte; checks every checksum of shards, and that tokens are below the vocabulary.\n"
+      "Examples:\n"
+      "  penstock data show data\n"
+      "  penstock data show fineweb_train_000001.bin\n"
+      "  penstock data show train.bin --format uint16 --vocabulary 50257\n"
       "Exit codes: 0 ok, 1 a shard is damaged, 2 usage error or no shards.");
   show_command->callback([show_flags, &outcome] { show(*show_flags, outcome); });
 }

@@ -14,6 +14,7 @@
 #include "penstock/cli/use_available_cores.h"
 #include "penstock/models/generate.h"
 #include "penstock/train/byte_tokenizer.h"
+#include "penstock/train/configured_data.h"
 #include "penstock/train/load_model.h"
 
 namespace penstock::cli {
@@ -47,6 +48,8 @@ void run(const GenerateFlags& flags) {
   use_available_cores();
   const at::Device device = flags.device == "cuda" || (flags.device == "auto" && torch::cuda::is_available()) ? at::kCUDA : at::kCPU;
   train::LoadedModel loaded = train::load_model(flags.run, device);
+  if (train::tokens_have_no_text(loaded.config.data))
+    throw ConfigError(describe(fmt::format("{}: generate", flags.run), "a model of token files", "one that was trained on text", "its tokenizer is not known here: Penstock's own has a token for each byte"));
   const std::string prompt = flags.prompt.empty() ? loaded.config.output.sample_prompt : flags.prompt;
   std::vector<std::int64_t> tokens;
   for (const char each : prompt) tokens.push_back(static_cast<unsigned char>(each));

@@ -23,11 +23,13 @@
 #include "penstock/checkpoint/checkpoint_error.h"
 #include "penstock/cli/commands.h"
 #include "penstock/cli/train_run.h"
+#include "penstock/cli/wait_line.h"
 #include "penstock/cli/work_folder.h"
 #include "penstock/comm/compute_environment.h"
 #include "penstock/comm/launch_env.h"
 #include "penstock/comm/launcher.h"
 #include "penstock/comm/world.h"
+#include "penstock/train/configured_data.h"
 #include "penstock/train/dry_run.h"
 #include "penstock/train/not_finite.h"
 #include "penstock/train/metrics_file.h"
@@ -119,7 +121,17 @@ int run_foreign_rank(const train::RunPlan& plan) {
   return exit_code;
 }
 
+void show_dry_run(const train::TrainConfig& config) {
+  std::string text;
+  {
+    WaitLine line("dry run");
+    text = train::to_text(train::dry_run(config, [&](const std::string& what, double share) { line.show(what, share); }));
+  }
+  fmt::print("{}", text);
+}
+
 int start_ranks(const train::RunPlan& plan, const TrainFlags& flags) {
+  train::check_data(plan.resolved.config, train::DataCheck::Opening);  // here it is said once, and no folder is made
   const train::RunFolder held(plan);
   const fs::path& folder = held.path();
   const train::ResolvedConfig resolved = train::with_absolute_paths(plan.resolved, folder);
@@ -144,7 +156,8 @@ int start_ranks(const train::RunPlan& plan, const TrainFlags& flags) {
   const int exit_code = comm::launch(options).exit_code;
   if (!fs::exists(handed.path() / kAccepted)) return exit_code;  // refused: the folder is as it was
   if (fs::exists(folder / train::MetricsFile::kName)) report(folder);
-  if (exit_code == 0 && resolved.config.output.sample_tokens > 0) {
+  // Tokens of another program's tokenizer are no text here.
+  if (exit_code == 0 && resolved.config.output.sample_tokens > 0 && !train::tokens_have_no_text(resolved.config.data)) {
     fmt::print("\nA sample of the model (penstock generate {}):\n\n", folder.string());
     print_sample(folder.string());
   }
@@ -159,16 +172,18 @@ int run(const CLI::App& command, const TrainFlags& flags) {
 }  // namespace
 
 int train_run(const train::RunPlan& plan, const TrainFlags& flags) {
+  const comm::LaunchEnv env = comm::launch_env();
+  const bool own_ranks = env.launcher == "none";
+  if (own_ranks) train::check_local_ranks(plan.resolved.config.layout);
   if (flags.dry_run) {
-    fmt::print("{}", train::to_text(train::dry_run(plan.resolved.config)));
+    if (plan.continues) train::RunFolder held(plan);  // refuses a folder that is in use, and changes nothing in it
+    show_dry_run(plan.resolved.config);
     return 0;
   }
   std::signal(SIGXFSZ, SIG_IGN);  // a limit on the size of files is an error of the write, not the end of the process
-  if (const comm::LaunchEnv env = comm::launch_env(); env.launcher != "none") {
-    comm::restart_with_compute_environment(env.local_world_size);
-    return run_foreign_rank(plan);
-  }
-  return start_ranks(plan, flags);
+  if (own_ranks) return start_ranks(plan, flags);
+  comm::restart_with_compute_environment(env.local_world_size);
+  return run_foreign_rank(plan);
 }
 
 void add_train_flags(CLI::App& command, TrainFlags& flags) {
@@ -194,6 +209,7 @@ void add_train_command(CLI::App& app, Outcome& outcome) {
       "Usage: penstock train [CONFIG.toml] [--section.key value ...]\n\n"
       "Examples:\n"
       "  penstock train\n"
+      "  penstock train --data input.txt\n"
       "  penstock train --preset small --pp 2 --schedule ZBVZeroBubble --steps 500\n"
       "  penstock train --pp 4 --dry-run\n"
       "  penstock train my.toml --resume runs/tiny-1/checkpoints/step-00000100 --restarts 2\n\n"

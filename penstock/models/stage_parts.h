@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -57,6 +58,19 @@ std::vector<StagePart> partition_model(const TransformerOptions& options, int st
 // summed and which counts once in norms. Throws ValueError for a name that the model does not have.
 std::vector<int> stages_of_parameter(const std::vector<StagePart>& parts, const TransformerOptions& options, const std::string& name);
 
+// The same for many names: time and memory linear in the layers, once.
+class ParameterStages {
+ public:
+  ParameterStages(const std::vector<StagePart>& parts, const TransformerOptions& options);
+  // In the order of the stages. Throws like stages_of_parameter. Valid as long as this object is.
+  const std::vector<int>& of(const std::string& name) const;
+
+ private:
+  std::vector<std::vector<int>> of_block_;
+  std::vector<int> of_embed_, of_head_;
+  std::set<std::string> in_block_, in_none_;  // names
+};
+
 // What a stage holds, for capacity planning.
 struct PartReport {
   int stage = 0;
@@ -76,5 +90,7 @@ std::vector<PartReport> report_parts(const TransformerOptions& options, int stag
 
 // "stage 0: embed, blocks 0-2, 1.200 M parameters, 2.3 MiB at 2 bytes each, 3 attention" for each, a line each.
 std::string describe_parts(const std::vector<StagePart>& parts, const TransformerOptions& options);
+// The same with one line for neighbours that are alike: "stages 1-998: 2 blocks each, 2-1997; each 0.787 M parameters, ...".
+std::vector<std::string> summarize_parts(const std::vector<StagePart>& parts, const TransformerOptions& options);
 
 }  // namespace penstock::models

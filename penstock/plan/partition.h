@@ -34,7 +34,8 @@ struct PartitionEnds {
 };
 
 // The split whose most expensive stage is as cheap as can be; among these the most even one (least sum of squares); among these the one
-// whose first stages are the longest. So equal costs give partition_by_count. Takes stages x layers^2 operations.
+// whose first stages are the longest. So equal costs give partition_by_count. Takes layers + stages x the places
+// where a stage can end, which are few where stages are many.
 // Throws ValueError for a negative or endless cost, fewer than one stage, and more stages than there can be.
 std::vector<LayerRange> partition_by_cost(const std::vector<double>& costs, int stages, const PartitionEnds& ends = {});
 

@@ -83,9 +83,11 @@ struct TrainingConfig {
 struct DataConfig {
   std::vector<std::string> sources;  // empty (and no shards): the C++ headers of this machine
   std::string shards;
+  std::string format = "auto";
+  std::int64_t end_of_document = -1;  // token of token files; -1: that of their format, if it has one
   std::vector<std::string> extensions;
   double validation_fraction = 0.05;
-  std::int64_t cap_bytes = 16 << 20;  // 0: none
+  std::int64_t cap_bytes = 16 << 20;  // 0: none; sources that are named have none unless it is given
   bool document_mask = true;
   bool skip_bad_files = false;
   friend bool operator==(const DataConfig&, const DataConfig&) = default;

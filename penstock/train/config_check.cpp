@@ -292,6 +292,11 @@ class Completion {
       problem(fmt::format("{} and {}: one of the two; leave the other out", said("data.sources"), said("data.shards")));
     if (!data.shards.empty() && !data.extensions.empty())
       problem(fmt::format("{} chooses among sources, but {}; leave data.extensions out", said("data.extensions"), said("data.shards")));
+    if (!data.shards.empty() && (data.format != "auto" || data.end_of_document >= 0))
+      problem(fmt::format("{} is for sources, but {}; leave {} out", said(data.format != "auto" ? "data.format" : "data.end_of_document"), said("data.shards"), data.format != "auto" ? "data.format" : "data.end_of_document"));
+    if (data.sources.empty() && data.format == "uint16") problem(fmt::format("{} needs files; name them in data.sources (--data)", said("data.format")));
+    // The cap is for the headers of this machine; what somebody names is meant as a whole.
+    if (!data.sources.empty() && !given("data.cap_bytes")) derive<std::int64_t>("data.cap_bytes", config_.data.cap_bytes, 0);
     if (data.validation_fraction == 0 && config_.training.validate_every > 0)
       problem(fmt::format("{} leaves nothing for {}; set training.validate_every to 0 or raise data.validation_fraction",
                           said("data.validation_fraction"), said("training.validate_every")));

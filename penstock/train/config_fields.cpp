@@ -82,11 +82,13 @@ std::vector<ConfigField> make_fields() {
       {"training", "validate_batches", "Batches of a validation", at(&T::training, &R::validate_batches), 1, kMany},
       {"training", "time_limit_s", "Seconds after which the run saves and ends; 0: none", at(&T::training, &R::time_limit_s), 0, kHuge},
 
-      {"data", "sources", "Files and folders of text; empty, without shards: the C++ headers of this machine", at(&T::data, &D::sources)},
+      {"data", "sources", "Files, folders and patterns (*.txt): text, or token files; empty, without shards: the C++ headers of this machine", at(&T::data, &D::sources)},
       {"data", "shards", "Folder of token shards (penstock data make) instead of sources", at(&T::data, &D::shards)},
+      {"data", "format", "What sources are; auto: token files where they begin with a header of llm.c, else text; uint16: files of 16-bit tokens without a header (nanoGPT)", at(&T::data, &D::format), 0, 0, false, {"auto", "text", "uint16"}},
+      {"data", "end_of_document", "Token that ends a document in token files; -1: GPT-2's 50256 or Llama 3's 128000 after a header of llm.c, none without a header", at(&T::data, &D::end_of_document), -1, 4294967295.0},
       {"data", "extensions", "Only files with these; empty: all of the given sources, those of C++ for the default ones", at(&T::data, &D::extensions)},
-      {"data", "validation_fraction", "Share of the files that is kept for validation", at(&T::data, &D::validation_fraction), 0, 0.9},
-      {"data", "cap_bytes", "Bytes of the sources at most; 0: no cap", at(&T::data, &D::cap_bytes), 0, kMany},
+      {"data", "validation_fraction", "Share of the text that is kept for validation: whole files, or with few files the end of each", at(&T::data, &D::validation_fraction), 0, 0.9},
+      {"data", "cap_bytes", "Bytes of text at most; 0: no cap, which is the default for sources that are named", at(&T::data, &D::cap_bytes), 0, kMany},
       {"data", "document_mask", "Tokens see only their own document; without, what stands before it in the sample, too, which is faster on GPUs", at(&T::data, &D::document_mask)},
       {"data", "skip_bad_files", "Go on without unreadable, empty and binary files", at(&T::data, &D::skip_bad_files)},
 

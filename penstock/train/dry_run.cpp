@@ -4,59 +4,31 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <iterator>
-#include <memory>
 #include <sstream>
 #include <utility>
 
 #include "penstock/base/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/launch_cores.h"
+#include "penstock/comm/launch_env.h"
+#include "penstock/comm/launcher.h"
 #include "penstock/comm/world.h"
 #include "penstock/models/options.h"
 #include "penstock/plan/draw_grid.h"
-#include "penstock/train/byte_tokenizer.h"
 #include "penstock/train/job.h"
 #include "penstock/train/model_stages.h"
-#include "penstock/train/sampler.h"
-#include "penstock/train/source_files.h"
-#include "penstock/train/token_dataset.h"
 
 namespace penstock::train {
 
 namespace {
 
-constexpr std::int64_t kRanksShown = 32;
+constexpr std::int64_t kRanksListed = 8;  // larger worlds by ranges
 constexpr std::size_t kSlotsDrawn = 40;
 constexpr int kRanksDrawn = 8;
 // Between processes of a host, by its memory.
 constexpr double kLatency = 20e-6;
 constexpr double kBandwidth = 4e9;
-
-void check_vocabulary(const TrainConfig& config, std::uint64_t of_data) {
-  if (static_cast<std::int64_t>(of_data) > config.model.vocabulary)
-    throw ConfigError(describe("model.vocabulary", std::to_string(config.model.vocabulary), fmt::format("at least the {} of the data", of_data), "raise it, or use other data"));
-}
-
-// Found and checked, but nothing is made of it.
-std::string look_at_data(const TrainConfig& config) {
-  const DataConfig& data = config.data;
-  if (!data.shards.empty()) {
-    const auto dataset = TokenDataset::open(data.shards, data.validation_fraction > 0 ? Split::Training : Split::All, data.validation_fraction);
-    check_vocabulary(config, dataset->vocabulary());
-    const Sampler sampler(dataset, {.context = config.model.context, .seed = static_cast<std::uint64_t>(config.training.seed), .shuffle = true});
-    return fmt::format("{} tokens to train on in {}, {} samples an epoch", dataset->tokens(), data.shards, sampler.samples_per_epoch());
-  }
-  check_vocabulary(config, byte_tokenizer::kVocabulary);
-  SourceOptions options;
-  options.paths.assign(data.sources.begin(), data.sources.end());
-  options.extensions = data.extensions;
-  options.cap_bytes = static_cast<std::uint64_t>(data.cap_bytes);
-  options.skip_bad_files = data.skip_bad_files;
-  const SourceList found = find_sources(options);
-  return fmt::format("{} files, {}, to be made byte tokens", found.files.size(), format_bytes(found.bytes));
-}
 
 // How much of a rank's time the cores give it when there are more ranks than cores.
 double slowdown(const DryRun& run) {
@@ -110,42 +82,78 @@ std::string time_text(double seconds) {
   return minutes < 120 ? fmt::format("{} min", minutes) : fmt::format("{} h {} min", minutes / 60, minutes % 60);
 }
 
-void write_mesh(std::string& text, const DryRun& run) {
+using Lines = std::vector<std::string>;
+
+// "3", "3-7"
+std::string range_text(std::int64_t first, std::int64_t last) { return first == last ? fmt::format("{}", first) : fmt::format("{}-{}", first, last); }
+
+std::string mesh_text(const DryRun& run) {
   const LayoutConfig& layout = run.config.layout;
-  const auto out = std::back_inserter(text);
-  fmt::format_to(out, "mesh: {} ranks = pp {} x dp {}{} x tp {}, on {}{}\n", layout.ranks, layout.pp, layout.dp, layout.shard > 1 ? fmt::format(" (shard {})", layout.shard) : std::string(), layout.tp, run.device, run.device == "cpu" ? fmt::format(" ({} cores, {} threads a rank)", run.cores, run.measured.threads) : std::string());
-  for (std::int64_t rank = 0; rank < std::min(layout.ranks, kRanksShown); ++rank) {
-    const std::int64_t pp = rank / (layout.dp * layout.tp);
-    fmt::format_to(out, "  rank {}: pp {}, dp {}, tp {}; stages {}\n", rank, pp, rank / layout.tp % layout.dp, rank % layout.tp, format_list(run.schedule.stages().stages_of(static_cast<int>(pp))));
-  }
-  if (layout.ranks > kRanksShown) fmt::format_to(out, "  ... {} more, tp fastest, then dp, then pp\n", layout.ranks - kRanksShown);
+  return fmt::format("mesh: {} rank{} = pp {} x dp {}{} x tp {}, on {}{}", layout.ranks, layout.ranks == 1 ? "" : "s", layout.pp, layout.dp, layout.shard > 1 ? fmt::format(" (shard {})", layout.shard) : std::string(), layout.tp, run.device,
+                     run.device == "cpu" ? fmt::format(" ({} cores, {} threads a rank)", run.cores, run.measured.threads) : std::string());
 }
 
-void write_schedule(std::string& text, const DryRun& run) {
-  const auto out = std::back_inserter(text);
+// A line for each rank of a small world, else one for all ranks at a place of the pipeline.
+Lines rank_lines(const DryRun& run) {
+  const LayoutConfig& layout = run.config.layout;
+  const std::int64_t each = layout.dp * layout.tp;
+  const auto stages = [&](std::int64_t pp) { return format_list(run.schedule.stages().stages_of(static_cast<int>(pp))); };
+  Lines lines;
+  if (layout.ranks <= kRanksListed) {
+    for (std::int64_t rank = 0; rank < layout.ranks; ++rank)
+      lines.push_back(fmt::format("rank {}: pp {}, dp {}, tp {}; stages {}", rank, rank / each, rank / layout.tp % layout.dp, rank % layout.tp, stages(rank / each)));
+    return lines;
+  }
+  for (std::int64_t pp = 0; pp < layout.pp; ++pp)
+    lines.push_back(fmt::format("rank{} {}: pp {}, dp {}, tp {}; stages {}", each == 1 ? "" : "s", range_text(pp * each, (pp + 1) * each - 1), pp, range_text(0, layout.dp - 1), range_text(0, layout.tp - 1), stages(pp)));
+  return lines;
+}
+
+std::string schedule_text(const DryRun& run) {
   const schedule::Schedule& schedule = run.schedule;
-  fmt::format_to(out, "schedule: {}, {} stages, {} microbatches of {} rows{}; bubble {:.1f} % of the run\n", run.config.layout.schedule, schedule.stages().stages(), schedule.microbatches(), run.config.layout.microbatch_size,
-                 run.config.training.accumulation > 1 ? fmt::format(", {} runs a step", run.config.training.accumulation) : std::string(), 100 * run.simulation.bubble);
+  return fmt::format("schedule: {}, {} stage{}, {} microbatches of {} rows{}; bubble {:.1f} % of the run", run.config.layout.schedule, schedule.stages().stages(), schedule.stages().stages() == 1 ? "" : "s", schedule.microbatches(), run.config.layout.microbatch_size,
+                     run.config.training.accumulation > 1 ? fmt::format(", {} runs a step", run.config.training.accumulation) : std::string(), 100 * run.simulation.bubble);
+}
+
+Lines grid_lines(const schedule::Schedule& schedule) {
   std::size_t longest = 0;
   for (const schedule::Row& row : schedule.rows()) longest = std::max(longest, row.size());
-  if (schedule.ranks() > kRanksDrawn || longest > kSlotsDrawn) {
-    fmt::format_to(out, "  (too long to draw here: penstock schedule draws it)\n");
-    return;
-  }
-  std::stringstream lines(plan::draw_grid(schedule));
-  for (std::string line; std::getline(lines, line);) fmt::format_to(out, "  {}\n", line);
+  if (schedule.ranks() > kRanksDrawn || longest > kSlotsDrawn) return {"(too long to draw here: penstock schedule draws it)"};
+  Lines all;
+  std::stringstream grid(plan::draw_grid(schedule));
+  for (std::string line; std::getline(grid, line);) all.push_back(line);
+  return all;
 }
 
-void write_memory(std::string& text, const DryRun& run) {
-  const auto out = std::back_inserter(text);
-  fmt::format_to(out, "memory of a rank, by its place along the pipeline:\n  {:>4}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}\n", "pp", "parameters", "gathered", "gradients", "optimizer", "activations", "together");
-  for (std::size_t rank = 0; rank < run.memory.size(); ++rank) {
-    const RankMemory& memory = run.memory[rank];
-    fmt::format_to(out, "  {:>4}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}   {} live at most\n", rank, bytes_text(memory.parameters), bytes_text(memory.gathered), bytes_text(memory.gradients), bytes_text(memory.optimizer), bytes_text(memory.activations),
-                   bytes_text(memory.total()), memory.live);
+Lines memory_lines(const DryRun& run) {
+  Lines lines;
+  const auto row = [&](const RankMemory& memory) {
+    return fmt::format("{:>11}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}   {} live at most", bytes_text(memory.parameters), bytes_text(memory.gathered), bytes_text(memory.gradients), bytes_text(memory.optimizer), bytes_text(memory.activations),
+                       bytes_text(memory.total()), memory.live);
+  };
+  for (std::size_t begin = 0; begin < run.memory.size();) {
+    const std::string text = row(run.memory[begin]);
+    std::size_t end = begin + 1;
+    while (end < run.memory.size() && row(run.memory[end]) == text) ++end;
+    lines.push_back(fmt::format("{:>9}  {}", range_text(static_cast<std::int64_t>(begin), static_cast<std::int64_t>(end) - 1), text));
+    begin = end;
   }
-  fmt::format_to(out, "  activations: measured on real parts, one microbatch keeps {} in a block and {} at the head{}\n", bytes_text(run.measured.block.kept), bytes_text(run.measured.head.kept),
-                 run.config.layout.tp > 1 ? "; tensor parallelism splits a part of them, which is not subtracted" : "");
+  return lines;
+}
+
+// The most that a rank needs, for worlds of which not all lines are shown.
+std::string largest_text(const DryRun& run) {
+  const auto largest = std::max_element(run.memory.begin(), run.memory.end(), [](const RankMemory& a, const RankMemory& b) { return a.total() < b.total(); });
+  return fmt::format("the most is {} at pp {}", bytes_text(largest->total()), largest - run.memory.begin());
+}
+
+// At most `room` lines: the first ones and the last one, and between them how many there are.
+void shorten(Lines& lines, std::size_t room, const std::string& what) {
+  if (lines.size() <= room) return;
+  const std::size_t first = room - 2;
+  const std::string between = fmt::format("... {} more lines{}{}", lines.size() - first - 1, what.empty() ? "" : "; ", what);
+  lines.erase(lines.begin() + static_cast<std::ptrdiff_t>(first), lines.end() - 1);
+  lines.insert(lines.end() - 1, between);
 }
 
 void write_time(std::string& text, const DryRun& run) {
@@ -165,14 +173,30 @@ void write_time(std::string& text, const DryRun& run) {
 
 }  // namespace
 
-DryRun dry_run(const TrainConfig& config) {
+void check_local_ranks(const LayoutConfig& layout) {
+  if (layout.ranks > comm::kMaxLocalRanks)
+    throw ConfigError(describe("layout.ranks", std::to_string(layout.ranks), fmt::format("at most {}, which penstock train starts on one host", comm::kMaxLocalRanks),
+                               "start the ranks with mpirun, srun or torchrun on several hosts, or lower layout.pp, layout.dp or layout.tp"));
+}
+
+DryRun dry_run(const TrainConfig& config, const LookProgress& progress) {
+  const auto now = [&](const char* what) {
+    if (progress) progress(what, -1);
+  };
+  if (comm::launch_env().launcher == "none") check_local_ranks(config.layout);
+  now("making the schedule");
   schedule::Schedule schedule = configured_schedule(config.layout);
   check_stages(config, schedule);
   const at::Device device = configured_device(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
   const int stages = schedule.stages().stages();
-  DryRun run{.config = config, .device = device.is_cpu() ? "cpu" : "cuda", .data = look_at_data(config), .cores = comm::available_cores(), .schedule = std::move(schedule), .parts = configured_parts(config, stages), .measured = measure_parts(config, device),
+  std::vector<models::StagePart> parts = configured_parts(config, stages);
+  std::string data = check_data(config, DataCheck::Reading, progress);
+  now("measuring an embedding, a block and a head");
+  DryRun run{.config = config, .device = device.is_cpu() ? "cpu" : "cuda", .data = std::move(data), .cores = comm::available_cores(), .schedule = std::move(schedule), .parts = std::move(parts), .measured = measure_parts(config, device),
              .simulation = {}, .memory = {}, .step_seconds = 0, .tokens_per_step = config.training.global_batch * config.model.context};
+  now("simulating a step");
   run.simulation = plan::simulate(run.schedule, cost_model(run));
+  now("planning memory");
   run.memory = plan_memory(config, run.schedule, run.parts, run.simulation);
   run.step_seconds = run.simulation.time * static_cast<double>(config.training.accumulation);
   return run;
@@ -181,12 +205,28 @@ DryRun dry_run(const TrainConfig& config) {
 std::string to_text(const DryRun& run) {
   const models::TransformerOptions options = transformer_options(run.config.model);
   std::string text = fmt::format("model: {} blocks of width {}, {:.3f} M parameters, context {}, {}\ndata: {}\n", options.layers, options.width, static_cast<double>(models::parameter_count(options)) / 1e6, options.context, run.config.training.precision, run.data);
-  write_mesh(text, run);
+  Lines ranks = rank_lines(run), parts = models::summarize_parts(run.parts, options), memory = memory_lines(run);
+  const Lines grid = grid_lines(run.schedule);
+  constexpr std::size_t kFixedLines = 11;  // model, data, mesh, partition, schedule, memory (3), time (3)
+  const std::size_t room = kDryRunLines - kFixedLines - grid.size();
+  // Where not all fit, each gets a third, or what the shorter ones leave.
+  for (Lines* lines : {&ranks, &parts, &memory}) {
+    const std::size_t others = ranks.size() + parts.size() + memory.size() - lines->size();
+    shorten(*lines, std::max(room / 3, others < room ? room - others : 0), lines == &memory ? largest_text(run) : lines == &ranks ? "tp fastest, then dp, then pp" : "");
+  }
+  const auto add = [&](const Lines& lines) {
+    for (const std::string& line : lines) text += "  " + line + "\n";
+  };
+  text += mesh_text(run) + "\n";
+  add(ranks);
   text += "partition:\n";
-  std::stringstream lines(models::describe_parts(run.parts, options));
-  for (std::string line; std::getline(lines, line);) text += "  " + line + "\n";
-  write_schedule(text, run);
-  write_memory(text, run);
+  add(parts);
+  text += schedule_text(run) + "\n";
+  add(grid);
+  fmt::format_to(std::back_inserter(text), "memory of a rank, by its place along the pipeline:\n  {:>9}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}\n", "pp", "parameters", "gathered", "gradients", "optimizer", "activations", "together");
+  add(memory);
+  fmt::format_to(std::back_inserter(text), "  activations: measured on real parts, one microbatch keeps {} in a block and {} at the head{}\n", bytes_text(run.measured.block.kept), bytes_text(run.measured.head.kept),
+                 run.config.layout.tp > 1 ? "; tensor parallelism splits a part of them, which is not subtracted" : "");
   write_time(text, run);
   return text;
 }

@@ -2,10 +2,15 @@
 //
 //   std::puts(to_text(dry_run(config)).c_str());
 //
+// What training refuses is refused: everything that the configuration and the data decide, including damage in what the run would read.
+// Takes time in proportion to the layers and to what is read. The text is at most kDryRunLines lines, whatever the ranks and layers: equal
+// neighbours are one line, and of too many lines some in the middle are left out.
+//
 // Times are measured on one block, an embedding and a head on this machine (part_costs.h) and put together by the simulator. Not in it:
 // sums over replicas and tensor-parallel ranks, the optimizer's update, reading data. What memory counts: memory_plan.h.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -14,6 +19,7 @@
 #include "penstock/plan/simulator.h"
 #include "penstock/schedule/schedule.h"
 #include "penstock/train/config.h"
+#include "penstock/train/configured_data.h"
 #include "penstock/train/memory_plan.h"
 #include "penstock/train/part_costs.h"
 
@@ -33,8 +39,13 @@ struct DryRun {
   std::int64_t tokens_per_step = 0;
 };
 
-// Throws ConfigError for what training would refuse.
-DryRun dry_run(const TrainConfig& config);
+// Throws ConfigError for more ranks than `penstock train` starts on one host. Ranks that another launcher has started are not limited.
+void check_local_ranks(const LayoutConfig& layout);
+
+// Throws ConfigError for what training would refuse. `progress` is told what is being done, on this thread; it may be empty.
+DryRun dry_run(const TrainConfig& config, const LookProgress& progress = {});
+
+inline constexpr std::size_t kDryRunLines = 40;
 
 std::string to_text(const DryRun& run);
 

@@ -3,13 +3,16 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <utility>
 
 #include "penstock/base/errors.h"
 #include "penstock/base/files.h"
+#include "penstock/base/text.h"
 #include "penstock/train/byte_tokenizer.h"
 #include "penstock/train/token_dataset.h"
 #include "penstock/train/token_shard_writer.h"
@@ -19,6 +22,8 @@ namespace penstock::train {
 namespace {
 
 namespace fs = std::filesystem;
+
+constexpr std::uint64_t kProgressBytes = std::uint64_t{16} << 20;
 
 [[noreturn]] void refuse(const fs::path& folder, const std::string& why, const char* remedy) {
   throw ConfigError(describe(fmt::format("{}: folder for token shards", folder.string()), why,
@@ -39,6 +44,19 @@ void check_target(const fs::path& folder, bool overwrite) {
       refuse(folder, "one that has token shards already", "give another folder, or --overwrite to replace them");
   }
   if (error) refuse(folder, error.message(), "give another folder");
+}
+
+// Tokens of a vocabulary of 257 take two bytes each; the rest is small. What the file system does not say is left to the writing.
+void check_room(const fs::path& folder, const SourceList& sources) {
+  constexpr std::uint64_t kTokenBytes = 2, kEntryBytes = 18;  // an entry of a document, and the token that ends it
+  const std::uint64_t needed = kTokenBytes * sources.bytes + kEntryBytes * sources.files.size();
+  std::error_code error;
+  fs::path there = fs::absolute(folder, error).parent_path();
+  while (!there.empty() && !fs::exists(there, error) && there != there.parent_path()) there = there.parent_path();
+  const fs::space_info space = fs::space(there, error);
+  if (error || space.available >= needed) return;
+  throw ConfigError(describe(fmt::format("{}: room for token shards", folder.string()), format_bytes(space.available), fmt::format("{} for {} of text", format_bytes(needed), format_bytes(sources.bytes)),
+                             "make room, choose another disk (output.run_folder, --out), or take less text (data.cap_bytes, --cap-bytes)"));
 }
 
 class TemporaryFolder {
@@ -86,8 +104,12 @@ MadeShards make_shards(const fs::path& given, const MakeShardsOptions& options) 
   SourceList sources = find_sources(options.sources);
   MadeShards made;
   made.bad = std::move(sources.bad);
+  made.max_file_bytes = sources.max_file_bytes;
   made.too_large = sources.too_large;
   made.beyond_cap = sources.beyond_cap;
+  for (const SourceFile& file : sources.files)
+    if (file.cut) made.cut.push_back(file.path);
+  check_room(folder, sources);
 
   const TemporaryFolder temporary(folder);
   std::optional<TokenShardWriter> writer;
@@ -103,20 +125,33 @@ MadeShards make_shards(const fs::path& given, const MakeShardsOptions& options) 
   progress.of_bytes = sources.bytes;
   const bool skip = options.sources.skip_bad_files || options.sources.paths.empty();
   for (const SourceFile& file : sources.files) {
-    std::optional<std::string> text;
-    try {
-      text = read_source(file.path);
-    } catch (const ConfigError& error) {
-      if (!skip) throw;
-      made.bad.push_back({file.path, error.what()});
+    bool good = true;
+    // What is begun cannot be taken back: where bad files are skipped, each is looked at first.
+    if (skip) {
+      try {
+        read_source(file, [](std::string_view) {});
+      } catch (const ConfigError& error) {
+        made.bad.push_back({file.path, error.what()});
+        good = false;
+      }
     }
-    if (text) {
-      if (!writer)
-        writer.emplace(temporary.path() / fmt::format("shard-{:05}{}", made.shards, kShardExtension),
-                       TokenShardOptions{.vocabulary = byte_tokenizer::kVocabulary,
-                                         .end_of_document = byte_tokenizer::kEndOfDocument});
-      writer->add_document(byte_tokenizer::encode(*text), file.key);
-      made.bytes += text->size();
+    if (good) {
+      std::uint64_t seen = 0;
+      read_source(file, [&](std::string_view text) {
+        if (!writer)
+          writer.emplace(temporary.path() / fmt::format("shard-{:05}{}", made.shards, kShardExtension),
+                         TokenShardOptions{.vocabulary = byte_tokenizer::kVocabulary,
+                                           .end_of_document = byte_tokenizer::kEndOfDocument});
+        writer->add_tokens(byte_tokenizer::encode(text));
+        made.bytes += text.size();
+        seen += text.size();
+        if (options.progress && seen / kProgressBytes != (seen - text.size()) / kProgressBytes) {
+          MakeShardsProgress now = progress;
+          now.bytes += std::min(seen, file.bytes);
+          options.progress(now);
+        }
+      });
+      writer->end_document(file.key);
       if (writer->tokens() >= options.shard_tokens) close();
     }
     ++progress.files;

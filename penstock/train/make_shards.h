@@ -5,7 +5,8 @@
 //   const MadeShards made = make_shards("data", options);
 //
 // The folder appears as a whole or not at all: everything is written to a temporary folder beside it, then renamed.
-// One document a file, in bytes (byte_tokenizer.h). The same files give the same bytes on every machine.
+// One document a file, in bytes (byte_tokenizer.h). The same files give the same bytes on every machine. Files are streamed: memory does not
+// grow with their size. Shards take two bytes for each of text; where there is no room for that, nothing is begun.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +29,7 @@ struct MakeShardsOptions {
   SourceOptions sources;
   std::uint64_t shard_tokens = std::uint64_t{1} << 26;  // a shard is closed by the document that reaches this
   bool overwrite = false;                               // replace a folder that has shards already
-  std::function<void(const MakeShardsProgress&)> progress;  // after every file; may be empty
+  std::function<void(const MakeShardsProgress&)> progress;  // after every file and every 16 MiB; may be empty
 };
 
 struct MadeShards {
@@ -37,8 +38,10 @@ struct MadeShards {
   std::uint64_t tokens = 0;
   std::uint64_t bytes = 0;
   std::vector<BadFile> bad;  // skipped
-  std::uint64_t too_large = 0;
-  std::uint64_t beyond_cap = 0;
+  std::uint64_t max_file_bytes = 0;  // limit of size that was used; 0: none
+  std::uint64_t too_large = 0;       // files above it
+  std::uint64_t beyond_cap = 0;      // files left out by the cap
+  std::vector<std::filesystem::path> cut;  // files of which the cap has taken only the beginning
 };
 
 // Throws ConfigError for bad sources (see source_files.h), for a folder that has something in it already, and for failures

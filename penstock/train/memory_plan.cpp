@@ -95,10 +95,11 @@ std::vector<RankMemory> plan_memory(const TrainConfig& config, const schedule::S
   const std::int64_t states = config.training.optimizer == "adamw" ? 2 : config.training.momentum > 0 ? 1 : 0;
   std::vector<RankMemory> memory(static_cast<std::size_t>(map.ranks()));
   GatheredPeaks gathered;
+  const models::ParameterStages stages_of(parts, options);
   for (const models::ParameterShape& parameter : models::parameter_shapes(options)) {
     const Sizes size = sizes_of(parameter, config.layout);
     std::vector<int> ranks;
-    for (const int stage : models::stages_of_parameter(parts, options, parameter.name)) {
+    for (const int stage : stages_of.of(parameter.name)) {
       ranks.push_back(map.rank_of(StageId{stage}));
       gathered.add(stage, group_of(parameter.name), size.whole);
     }

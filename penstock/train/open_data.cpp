@@ -1,12 +1,15 @@
 // The data of a run: opened, and made first where there are none.
 #include <fmt/format.h>
 
-#include <memory>
+#include <atomic>
+#include <chrono>
 
+#include "penstock/base/errors.h"
 #include "penstock/base/log.h"
+#include "penstock/base/text.h"
 #include "penstock/checkpoint/world_meeting.h"
+#include "penstock/train/configured_data.h"
 #include "penstock/train/make_shards.h"
-#include "penstock/train/token_dataset.h"
 #include "penstock/train/trainer.h"
 
 namespace penstock::train {
@@ -15,39 +18,35 @@ namespace {
 
 namespace fs = std::filesystem;
 
-void make_data(const DataConfig& config, const fs::path& folder) {
+void make_data(const DataConfig& config, const fs::path& folder, const std::atomic<bool>& stop) {
   if (fs::exists(folder)) return;  // of a run that is resumed: shards appear as a whole
+  using Clock = std::chrono::steady_clock;
   MakeShardsOptions options;
-  options.sources.paths.assign(config.sources.begin(), config.sources.end());
-  options.sources.extensions = config.extensions;
-  options.sources.cap_bytes = static_cast<std::uint64_t>(config.cap_bytes);
-  options.sources.skip_bad_files = config.skip_bad_files;
+  options.sources = source_options(config);
+  options.progress = [&stop, next = Clock::now() + std::chrono::seconds(1)](const MakeShardsProgress& progress) mutable {
+    if (stop) throw StateError("data: given up, because a rank that waited for them is gone");
+    if (Clock::now() < next) return;
+    next = Clock::now() + std::chrono::seconds(5);
+    log().info("data: making tokens of {} of {}, {} of {} files", format_bytes(progress.bytes), format_bytes(progress.of_bytes), progress.files, progress.of_files);
+  };
   const MadeShards made = make_shards(folder, options);
   for (const BadFile& file : made.bad) log().warn("data: skipped {}: {}", file.path.string(), file.why);
-  log().info("data: {} tokens of {} files", made.tokens, made.documents);
-}
-
-std::shared_ptr<const Sampler> sampler_of(const TrainConfig& config, const fs::path& folder, Split split) {
-  const double fraction = config.data.validation_fraction;
-  return std::make_shared<const Sampler>(TokenDataset::open(folder, split, fraction),
-                                         SamplerOptions{.context = config.model.context, .seed = static_cast<std::uint64_t>(config.training.seed), .shuffle = split != Split::Validation});
+  if (made.too_large > 0) log().info("data: left out {} files larger than {}", made.too_large, format_bytes(made.max_file_bytes));
+  if (made.beyond_cap > 0) log().info("data: left out {} files beyond data.cap_bytes = {}", made.beyond_cap, config.cap_bytes);
+  for (const fs::path& file : made.cut) log().warn("data: took only the first {} of {}, because of data.cap_bytes", format_bytes(static_cast<std::uint64_t>(config.cap_bytes)), file.string());
+  log().info("data: {} tokens of {} file{}", made.tokens, made.documents, made.documents == 1 ? "" : "s");
 }
 
 }  // namespace
 
 TrainingData open_data(const comm::World& world, const TrainConfig& config, const fs::path& folder) {
-  const bool made_here = config.data.shards.empty();
-  const fs::path shards = made_here ? folder / "data" : fs::path(config.data.shards);
+  const fs::path made = folder / "data";
+  std::optional<TokenSources> sources;
   checkpoint::WorldMeeting meeting(world);
-  meeting.agree("making the training data", [&] {
-    if (made_here && world.rank() == 0) make_data(config.data, shards);
-  });
+  meeting.agree("looking at the data", [&] { sources = open_configured_tokens(config); });
+  if (!sources) run_on_first_rank(world, "making the training data", std::chrono::seconds(5), [&](const std::atomic<bool>& stop) { make_data(config.data, made, stop); });
   TrainingData data;
-  meeting.agree("opening the training data", [&] {
-    const bool validates = config.data.validation_fraction > 0;
-    data.training = sampler_of(config, shards, validates ? Split::Training : Split::All);
-    if (validates) data.validation = sampler_of(config, shards, Split::Validation);
-  });
+  meeting.agree("opening the training data", [&] { data = make_samplers(config, sources ? *sources : open_shards(made)); });
   return data;
 }
 

@@ -18,15 +18,23 @@ constexpr std::uint64_t kRotatePurpose = 0x524F54415445ULL;
 
 }  // namespace
 
+void check_enough_tokens(const TokenAmount& amount, std::int64_t context) {
+  const auto least = static_cast<std::uint64_t>(context) + 1;
+  if (amount.tokens >= least) return;
+  std::string remedy = "give more text or lower model.context";
+  // The least fraction that would do, in thousandths.
+  const std::uint64_t thousandths = amount.of_tokens == 0 ? 1000 : (1000 * least + amount.of_tokens - 1) / amount.of_tokens;
+  if (amount.split == Split::Validation && thousandths <= 500)
+    remedy = fmt::format("raise data.validation_fraction to {}, or train without validation (--validation_fraction 0 --validate_every 0)", static_cast<double>(thousandths) / 1000);
+  throw ConfigError(describe(amount.name, fmt::format("{}", amount.tokens), fmt::format("more than the context of {}", context), remedy));
+}
+
 Sampler::Sampler(std::shared_ptr<const TokenDataset> dataset, SamplerOptions options)
     : dataset_(std::move(dataset)), options_(options) {
   if (options_.context < 1)
     throw ValueError(describe("context", fmt::format("{}", options_.context), "a number of at least 1"));
   const auto context = static_cast<std::uint64_t>(options_.context);
-  if (dataset_->tokens() <= context)
-    throw ConfigError(describe("tokens of the dataset", fmt::format("{}", dataset_->tokens()),
-                               fmt::format("more than the context of {}", context),
-                               "give more text or lower model.context"));
+  check_enough_tokens({.name = dataset_->name(), .split = dataset_->split(), .tokens = dataset_->tokens(), .of_tokens = dataset_->tokens_of_all_splits()}, options_.context);
   windows_ = dataset_->tokens() / context;
 }
 
@@ -50,22 +58,17 @@ void Sampler::sample(std::uint64_t position, std::span<std::int64_t> tokens, std
     throw ValueError(describe("room for a sample", fmt::format("{}, {}, {}", tokens.size(), targets.size(), documents.size()),
                               fmt::format("{} places each, the context", context)));
   const std::uint64_t first = first_token(position);
+  // With the token after the last one: numbers of documents are compared within one call of read() only.
+  std::vector<std::int64_t> read_tokens(context + 1), read_documents(context + 1);
   // The part up to the end of the ring, then the part from its beginning, which counts as other documents.
-  const auto before = static_cast<std::size_t>(std::min<std::uint64_t>(context, dataset_->tokens() - first));
-  dataset_->read(first, tokens.first(before), documents.first(before));
-  dataset_->read(0, tokens.subspan(before), documents.subspan(before));
-  const auto round = static_cast<std::int64_t>(dataset_->documents());
-  for (std::size_t i = before; i < context; ++i) documents[i] += round;
-  // The token after the last one.
-  const std::uint64_t after = first + context;
-  std::int64_t next_token = 0;
-  std::int64_t next_document = 0;
-  dataset_->read(after % dataset_->tokens(), {&next_token, 1}, {&next_document, 1});
-  if (after >= dataset_->tokens()) next_document += round;
-  for (std::size_t i = context; i-- > 0;) {
-    targets[i] = next_document == documents[i] ? next_token : kIgnored;
-    next_token = tokens[i];
-    next_document = documents[i];
+  const auto before = static_cast<std::size_t>(std::min<std::uint64_t>(context + 1, dataset_->tokens() - first));
+  dataset_->read(first, std::span(read_tokens).first(before), std::span(read_documents).first(before));
+  dataset_->read(0, std::span(read_tokens).subspan(before), std::span(read_documents).subspan(before));
+  for (std::size_t i = before; i <= context; ++i) read_documents[i] += dataset_->document_numbers();
+  for (std::size_t i = 0; i < context; ++i) {
+    tokens[i] = read_tokens[i];
+    documents[i] = read_documents[i];
+    targets[i] = read_documents[i + 1] == read_documents[i] ? read_tokens[i + 1] : kIgnored;
   }
 }
 

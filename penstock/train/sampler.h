@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "penstock/train/token_dataset.h"
@@ -37,8 +38,8 @@ struct Batch {
   std::int64_t context = 0;
   std::vector<std::int64_t> tokens;
   std::vector<std::int64_t> targets;
-  // Equal numbers within a sample: the same document. For masks; the numbers themselves say which document of the
-  // dataset (one that comes round the end of the ring is counted on from the number of documents).
+  // Equal numbers within a sample: the same document. For masks; what else the numbers say: TokenDataset::read (those that
+  // come round the end of the ring are counted on from document_numbers()).
   std::vector<std::int64_t> documents;
 };
 
@@ -47,6 +48,16 @@ struct SamplerOptions {
   std::uint64_t seed = 0;
   bool shuffle = true;  // false: the windows in order from token 0, in every epoch; for validation
 };
+
+// So many tokens of `of_tokens` are on one side of a split.
+struct TokenAmount {
+  std::string name;  // for messages: "validation tokens of input.txt"
+  Split split = Split::All;
+  std::uint64_t tokens = 0;
+  std::uint64_t of_tokens = 0;
+};
+// Throws ConfigError unless a sample can be cut from them: more than `context`.
+void check_enough_tokens(const TokenAmount& amount, std::int64_t context);
 
 class Sampler {
  public:

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <glob.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -85,12 +86,12 @@ class Search {
     if (!S_ISREG(status.st_mode)) return bad(path, "not a plain file");
     const auto bytes = static_cast<std::uint64_t>(status.st_size);
     if (bytes == 0) return bad(path, "an empty file");
-    if (bytes > options_.max_file_bytes) {
+    if (options_.max_file_bytes > 0 && bytes > options_.max_file_bytes) {
       ++list_.too_large;
       return;
     }
     if (::access(path.c_str(), R_OK) != 0) return bad(path, std::strerror(errno));
-    list_.files.push_back({path, relative, bytes, checksum64(relative)});
+    list_.files.push_back({path, relative, bytes, checksum64(relative), false});
   }
 
   bool wanted(const fs::path& path) const {
@@ -104,7 +105,8 @@ class Search {
   SourceList list_;
 };
 
-// Keeps the files with the lowest checksums, as long as they fit; the order of the rest does not change.
+// Keeps the files with the lowest checksums, as long as they fit; the order of the rest does not change. Where none fits, the
+// first is cut.
 void apply_cap(SourceList& list, std::uint64_t cap) {
   std::vector<std::size_t> order(list.files.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -119,6 +121,11 @@ void apply_cap(SourceList& list, std::uint64_t cap) {
     if (list.files[i].bytes > cap - total) continue;
     kept[i] = true;
     total += list.files[i].bytes;
+  }
+  if (total == 0 && !order.empty()) {
+    SourceFile& first = list.files[order.front()];
+    first.cut = kept[order.front()] = true;
+    first.bytes = cap;
   }
   std::vector<SourceFile> files;
   for (std::size_t i = 0; i < kept.size(); ++i) {
@@ -159,10 +166,12 @@ SourceList find_sources(const SourceOptions& options) {
   if (defaults) {
     effective.paths = default_source_paths();
     effective.skip_bad_files = true;  // nobody here can repair the system's headers
+    if (effective.max_file_bytes == 0) effective.max_file_bytes = kDefaultSourceFileBytes;
     if (effective.paths.empty())
       throw ConfigError(describe("sources", "no C++ headers on this machine", "a folder of text",
                                  "name files or folders in data.sources (--source)"));
   }
+  effective.paths = expand_patterns(effective.paths);
   std::vector<std::string> extensions = defaults && options.extensions.empty() ? cpp_extensions() : options.extensions;
   for (std::string& extension : extensions) {
     extension = to_lower(extension);
@@ -171,41 +180,64 @@ SourceList find_sources(const SourceOptions& options) {
   Search search(effective, std::move(extensions));
   for (const fs::path& path : effective.paths) search.start(path);
   SourceList list = std::move(search.list());
-  const std::size_t found = list.files.size();
+  list.max_file_bytes = effective.max_file_bytes;
   if (options.cap_bytes > 0) apply_cap(list, options.cap_bytes);
   for (const SourceFile& file : list.files) list.bytes += file.bytes;
   if (list.files.empty())
-    throw ConfigError(describe("source files",
-                               fmt::format("none ({} too large, {} bad, {} beyond the cap of {})", list.too_large,
-                                           list.bad.size(), found, format_bytes(options.cap_bytes)),
+    throw ConfigError(describe("source files", list.too_large + list.bad.size() == 0
+                                   ? std::string("none")
+                                   : fmt::format("none ({} larger than {}, {} bad)", list.too_large, format_bytes(list.max_file_bytes), list.bad.size()),
                                "at least one", "give other paths, extensions or limits"));
   return list;
 }
 
-std::string read_source(const fs::path& path) {
+std::vector<fs::path> expand_patterns(const std::vector<fs::path>& paths) {
+  std::vector<fs::path> all;
+  for (const fs::path& path : paths) {
+    std::error_code ignored;  // what cannot be looked at is refused by whoever reads it
+    if (path.string().find_first_of("*?[") == std::string::npos || fs::exists(path, ignored)) {
+      all.push_back(path);
+      continue;
+    }
+    struct Found {
+      ::glob_t names{};
+      ~Found() { ::globfree(&names); }
+    } found;
+    const int result = ::glob(path.c_str(), 0, nullptr, &found.names);
+    if (result != 0)
+      throw ConfigError(describe(fmt::format("{}: source", path.string()), result == GLOB_NOMATCH ? "a pattern that matches nothing" : "a pattern whose folders cannot be read",
+                                 "files or folders that can be read", "give another path"));
+    for (std::size_t i = 0; i < found.names.gl_pathc; ++i) all.emplace_back(found.names.gl_pathv[i]);
+  }
+  return all;
+}
+
+void read_source(const SourceFile& file, const std::function<void(std::string_view)>& piece) {
   const auto refuse = [&](const std::string& why) {
-    throw ConfigError(describe(fmt::format("{}: source file", path.string()), why, "text", kSourceRemedy));
+    throw ConfigError(describe(fmt::format("{}: source file", file.path.string()), why, "text", kSourceRemedy));
   };
   struct Descriptor {
     int number;
     ~Descriptor() {
       if (number >= 0) ::close(number);
     }
-  } const file{::open(path.c_str(), O_RDONLY | O_CLOEXEC)};
-  if (file.number < 0) refuse(std::strerror(errno));
-  std::string text;
-  char buffer[65536];
-  while (true) {
-    const ::ssize_t count = ::read(file.number, buffer, sizeof buffer);
+  } const opened{::open(file.path.c_str(), O_RDONLY | O_CLOEXEC)};
+  if (opened.number < 0) refuse(std::strerror(errno));
+  std::vector<char> buffer(std::size_t{1} << 20);
+  std::uint64_t done = 0;
+  while (!file.cut || done < file.bytes) {
+    const std::size_t wanted = file.cut ? static_cast<std::size_t>(std::min<std::uint64_t>(buffer.size(), file.bytes - done)) : buffer.size();
+    const ::ssize_t count = ::read(opened.number, buffer.data(), wanted);
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) refuse(std::strerror(errno));
     if (count == 0) break;
-    text.append(buffer, static_cast<std::size_t>(count));
+    const std::string_view text(buffer.data(), static_cast<std::size_t>(count));
+    if (const std::size_t zero = text.find('\0'); zero != std::string_view::npos)
+      refuse(fmt::format("a binary file (zero byte at {})", done + zero));
+    piece(text);
+    done += text.size();
   }
-  if (text.empty()) refuse("an empty file");
-  if (const std::size_t zero = text.find('\0'); zero != std::string::npos)
-    refuse(fmt::format("a binary file (zero byte at {})", zero));
-  return text;
+  if (done == 0) refuse("an empty file");
 }
 
 }  // namespace penstock::train

@@ -1,19 +1,15 @@
 #include "penstock/train/token_shard.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <utility>
 #include <vector>
 
 #include "penstock/base/errors.h"
 #include "penstock/train/checksum.h"
+#include "penstock/train/token_bytes.h"
 
 namespace penstock::train {
 
@@ -21,61 +17,20 @@ namespace {
 
 constexpr const char* kRemedy = "make the shards again with penstock data make";
 
-template <class T>
-void widen(const std::uint8_t* from, std::span<std::int64_t> out) {
-  for (std::size_t i = 0; i < out.size(); ++i) {
-    T value;
-    std::memcpy(&value, from + i * sizeof(T), sizeof value);
-    out[i] = static_cast<std::int64_t>(value);
-  }
-}
-
-struct Descriptor {
-  int number = -1;
-  ~Descriptor() {
-    if (number >= 0) ::close(number);
-  }
-};
-
 }  // namespace
 
 std::shared_ptr<const TokenShard> TokenShard::open(const std::filesystem::path& path) {
-  const auto refuse = [&](const char* what) {
-    throw ConfigError(describe(fmt::format("{}: {}", path.string(), what), std::strerror(errno),
-                               "a token shard that can be read", "see penstock data --help"));
-  };
-  const Descriptor file{::open(path.c_str(), O_RDONLY | O_CLOEXEC)};
-  if (file.number < 0) refuse("cannot be opened");
-  struct ::stat status {};
-  if (::fstat(file.number, &status) != 0) refuse("cannot be examined");
-  if (!S_ISREG(status.st_mode))
-    throw ConfigError(describe(path.string(), "something that is not a plain file", "a token shard"));
-  const auto size = static_cast<std::size_t>(status.st_size);
-  if (size < kShardHeaderBytes)  // an empty file cannot be mapped
-    throw ConfigError(describe(fmt::format("{}: token shard", path.string()), fmt::format("{} bytes", size),
-                               fmt::format("at least a header of {} bytes", kShardHeaderBytes), kRemedy));
-  void* mapping = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, file.number, 0);
-  if (mapping == MAP_FAILED) refuse("cannot be mapped");
-  // The constructor may throw; from its start to its end the mapping has no other owner.
-  struct Unmap {
-    void* address;
-    std::size_t size;
-    ~Unmap() {
-      if (address != nullptr) ::munmap(address, size);
-    }
-  } guard{mapping, size};
-  std::shared_ptr<const TokenShard> shard(
-      new TokenShard({static_cast<const std::uint8_t*>(mapping), size}, path.string(), mapping));
-  guard.address = nullptr;
-  return shard;
+  MappedFile file = MappedFile::open(path, "a token shard");
+  const std::span<const std::uint8_t> bytes = file.bytes();
+  return std::shared_ptr<const TokenShard>(new TokenShard(std::move(file), bytes, path.string()));
 }
 
 std::shared_ptr<const TokenShard> TokenShard::over(std::span<const std::uint8_t> bytes, std::string name) {
-  return std::shared_ptr<const TokenShard>(new TokenShard(bytes, std::move(name), nullptr));
+  return std::shared_ptr<const TokenShard>(new TokenShard({}, bytes, std::move(name)));
 }
 
-TokenShard::TokenShard(std::span<const std::uint8_t> bytes, std::string name, void* mapping)
-    : bytes_(bytes), name_(std::move(name)), mapping_(mapping), header_(decode_shard_header(bytes, name_)) {
+TokenShard::TokenShard(MappedFile file, std::span<const std::uint8_t> bytes, std::string name)
+    : file_(std::move(file)), bytes_(bytes), name_(std::move(name)), header_(decode_shard_header(bytes, name_)) {
   if (bytes_.size() != header_.file_bytes())
     throw ConfigError(describe(fmt::format("{}: size of the file", name_), fmt::format("{} bytes", bytes_.size()),
                                fmt::format("{} as its header says", header_.file_bytes()), kRemedy));
@@ -86,10 +41,6 @@ TokenShard::TokenShard(std::span<const std::uint8_t> bytes, std::string name, vo
   fingerprint_ = checksum64(bytes_.first(kShardHeaderBytes));
   checked_ = std::make_unique<std::atomic<bool>[]>(header_.blocks());
   check_documents();
-}
-
-TokenShard::~TokenShard() {
-  if (mapping_ != nullptr) ::munmap(mapping_, bytes_.size());
 }
 
 std::uint64_t TokenShard::number_at(std::uint64_t offset) const {
@@ -132,7 +83,7 @@ void TokenShard::check_block(std::uint64_t block) const {
   checked_[block].store(true, std::memory_order_relaxed);
 }
 
-TokenShard::Document TokenShard::document(std::uint64_t index) const {
+TokenSource::Document TokenShard::document(std::uint64_t index) const {
   if (index >= header_.documents)
     throw ValueError(describe(fmt::format("{}: document", name_), fmt::format("{}", index),
                               fmt::format("one from 0 to {}", header_.documents - 1)));

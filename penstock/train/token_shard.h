@@ -18,54 +18,50 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 
+#include "penstock/train/mapped_file.h"
 #include "penstock/train/token_shard_format.h"
+#include "penstock/train/token_source.h"
 
 namespace penstock::train {
 
-class TokenShard {
+class TokenShard final : public TokenSource {
  public:
-  struct Document {
-    std::uint64_t begin = 0;
-    std::uint64_t end = 0;
-    std::uint64_t key = 0;  // checksum of the path that it came from
-  };
-
   static std::shared_ptr<const TokenShard> open(const std::filesystem::path& path);
   // Over bytes that the caller keeps alive; `name` is for messages.
   static std::shared_ptr<const TokenShard> over(std::span<const std::uint8_t> bytes, std::string name);
-  ~TokenShard();
-  TokenShard(const TokenShard&) = delete;
-  TokenShard& operator=(const TokenShard&) = delete;
 
   const TokenShardHeader& header() const { return header_; }
-  const std::string& name() const { return name_; }
-  std::uint64_t tokens() const { return header_.tokens; }
-  std::uint64_t documents() const { return header_.documents; }
-  // A number for the whole contents: shards with equal fingerprints hold the same tokens and documents.
-  std::uint64_t fingerprint() const { return fingerprint_; }
+  const std::string& name() const override { return name_; }
+  std::uint64_t tokens() const override { return header_.tokens; }
+  std::uint64_t vocabulary() const override { return header_.vocabulary; }
+  std::optional<std::uint32_t> end_of_document() const override { return header_.end_of_document; }
+  bool ends_are_in_tokens() const override { return false; }
+  std::uint64_t documents() const override { return header_.documents; }
+  // Of the whole contents: shards with equal fingerprints hold the same tokens and documents.
+  std::uint64_t fingerprint() const override { return fingerprint_; }
 
-  // Throws ValueError for an index that is not there.
-  Document document(std::uint64_t index) const;
+  Document document(std::uint64_t index) const override;
+  // Throws ValueError for a token that is not there.
   std::uint64_t document_of(std::uint64_t token) const;
-  // Tokens [begin, begin + out.size()). Throws ValueError outside the shard.
-  void read(std::uint64_t begin, std::span<std::int64_t> out) const;
-  // Reads the whole file: every block's checksum, every token. Throws ConfigError for the first damage.
-  void verify() const;
+  void read(std::uint64_t begin, std::span<std::int64_t> out) const override;
+  // Every block's checksum, every token.
+  void verify() const override;
 
  private:
-  TokenShard(std::span<const std::uint8_t> bytes, std::string name, void* mapping);
+  TokenShard(MappedFile file, std::span<const std::uint8_t> bytes, std::string name);
   std::uint64_t number_at(std::uint64_t offset) const;
   void check_documents() const;
   // Bytes [begin, end) of the file, which lie in the body.
   void check_blocks(std::uint64_t begin, std::uint64_t end) const;
   void check_block(std::uint64_t block) const;
 
+  MappedFile file_;  // without bytes over the caller's
   std::span<const std::uint8_t> bytes_;
   std::string name_;
-  void* mapping_;  // to unmap; null over the caller's bytes
   TokenShardHeader header_;
   std::uint64_t fingerprint_ = 0;
   std::unique_ptr<std::atomic<bool>[]> checked_;  // per block; two threads may check the same one, which does no harm

@@ -73,6 +73,11 @@ void TokenShardWriter::append(const void* data, std::size_t size) {
 }
 
 void TokenShardWriter::add_document(std::span<const std::uint32_t> tokens, std::uint64_t key) {
+  add_tokens(tokens);
+  end_document(key);
+}
+
+void TokenShardWriter::add_tokens(std::span<const std::uint32_t> tokens) {
   if (finished_) throw StateError(describe("token shard", "a document after finish", "", "make another writer"));
   if (header_.tokens + tokens.size() + 1 > kMostShardTokens)
     throw ValueError(describe("tokens of a shard", "more than 2^48", "", "begin another shard"));
@@ -84,21 +89,30 @@ void TokenShardWriter::add_document(std::span<const std::uint32_t> tokens, std::
                                             header_.vocabulary, header_.end_of_document),
                                 "give one document at a time, in tokens of this vocabulary"));
   }
-  encoded_.resize((tokens.size() + 1) * header_.token_bytes);
-  const auto put = [&](std::size_t i, std::uint32_t token) {  // little-endian: the low bytes come first
-    std::memcpy(encoded_.data() + i * header_.token_bytes, &token, header_.token_bytes);
-  };
-  for (std::size_t i = 0; i < tokens.size(); ++i) put(i, tokens[i]);
-  put(tokens.size(), header_.end_of_document);
-  append(encoded_.data(), encoded_.size());
-  header_.tokens += tokens.size() + 1;
+  inside_ = true;
+  put(tokens);
+}
+
+void TokenShardWriter::end_document(std::uint64_t key) {
+  if (!inside_) throw StateError(describe("token shard", "the end of a document that has not begun", "", "call add_tokens first"));
+  put({&header_.end_of_document, 1});
+  inside_ = false;
   ++header_.documents;
   documents_.push_back(header_.tokens);
   documents_.push_back(key);
 }
 
+void TokenShardWriter::put(std::span<const std::uint32_t> tokens) {
+  encoded_.resize(tokens.size() * header_.token_bytes);
+  for (std::size_t i = 0; i < tokens.size(); ++i)  // little-endian: the low bytes come first
+    std::memcpy(encoded_.data() + i * header_.token_bytes, &tokens[i], header_.token_bytes);
+  append(encoded_.data(), encoded_.size());
+  header_.tokens += tokens.size();
+}
+
 TokenShardHeader TokenShardWriter::finish() {
   if (finished_) throw StateError(describe("token shard", "finish twice", "once"));
+  if (inside_) throw StateError(describe("token shard", "finish inside a document", "", "call end_document first"));
   if (header_.documents == 0)
     throw StateError(describe("token shard", "no document", "at least one", "add documents before finish"));
   const std::array<std::uint8_t, 8> zeros{};

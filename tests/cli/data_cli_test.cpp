@@ -11,6 +11,7 @@
 #include "tests/command.h"
 #include "tests/has_text.h"
 #include "tests/train/scratch_folder.h"
+#include "tests/train/token_file_bytes.h"
 
 namespace penstock::test {
 namespace data_cli_test {
@@ -83,6 +84,35 @@ TEST(DataCli, MakesAndShows) {
   EXPECT_EQ(ended.exit_code, 1);
   EXPECT_TRUE(has_text(ended.output, "DAMAGED"));
   EXPECT_TRUE(has_text(ended.output, "bytes 72 to"));
+}
+
+TEST(DataCli, ShowsTokenFiles) {
+  const ScratchFolder folder;
+  std::vector<std::uint32_t> tokens(1000, 5);
+  write_bytes(folder / "gpt2.bin", gpt2_file(tokens));
+  write_bytes(folder / "bare.bin", bare_file(tokens));
+  const auto quoted = [&](const char* name) { return "'" + (folder / name).string() + "'"; };
+  Ended ended = penstock("data show " + quoted("gpt2.bin"));
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_TRUE(has_text(ended.output, "50257  ok"));
+  EXPECT_TRUE(has_text(ended.output, "for validation at a fraction of 0.05: 50 tokens, the ends of 1 document\n"));
+  EXPECT_EQ(penstock("data show " + quoted("gpt*.bin")).exit_code, 0);
+  ended = penstock("data show " + quoted("bare.bin"));
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(has_text(ended.output, "data.format = \"uint16\""));
+  EXPECT_EQ(penstock("data show " + quoted("bare.bin") + " --format uint16").exit_code, 0);
+  ended = penstock("data show " + quoted("bare.bin") + " --format uint16 --vocabulary 5");
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(has_text(ended.output, "DAMAGED"));
+  EXPECT_TRUE(has_text(ended.output, "token 0: got 5"));
+}
+
+TEST(DataCli, AFileAboveAMebibyteIsTaken) {
+  const ScratchFolder folder;
+  folder.write("input.txt", std::string(1'100'000, 'a'));
+  const Ended ended = penstock("data make --out '" + (folder / "data").string() + "' --source '" + (folder / "input.txt").string() + "'");
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_TRUE(has_text(ended.output, "1100001 tokens of 1 files"));
 }
 
 TEST(DataCli, TheDefaultSources) {

@@ -102,5 +102,44 @@ TEST_F(TrainCli, DryRunTrainsNothing) {
   EXPECT_FALSE(fs::exists(folder_ / "runs"));
 }
 
+TEST_F(TrainCli, OneTextFileJustTrains) {
+  std::string text;
+  for (int i = 0; text.size() < 1'100'000; ++i) text += "line " + std::to_string(i * 7919 % 1000) + "\n";
+  std::ofstream(folder_ / "input.txt") << text;
+  const std::string sizes = " --layers 2 --model.width 16 --heads 2 --key_value_heads 2 --feed_width 32 --context 16 --microbatches 4 --microbatch_size 2 --device cpu --steps 2";
+  const std::string there = "cd '" + folder_.string() + "' && '" + environment("PENSTOCK_BIN") + "/penstock' train --data input.txt" + sizes;
+  const Ended dry = run_command(there + " --dry-run");
+  EXPECT_EQ(dry.exit_code, 0) << dry.output;
+  EXPECT_TRUE(has_text(dry.output, "for validation, cut inside documents"));
+  EXPECT_FALSE(fs::exists(folder_ / "runs"));
+  const Ended ended = run_command(there + " --run_folder run", std::chrono::seconds(110));
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_TRUE(has_text(ended.output, "finished after step 2 of 2"));
+}
+
+TEST_F(TrainCli, ALayoutThatThisHostDoesNotStartLeavesNoFolder) {
+  for (const char* dry : {"", " --dry-run"}) {
+    const Ended ended = run_command("cd '" + folder_.string() + "' && '" + environment("PENSTOCK_BIN") + "/penstock' train train.toml --pp 1 --dp 65536" + dry);
+    EXPECT_EQ(ended.exit_code, 2) << ended.output;
+    EXPECT_TRUE(has_text(ended.output, "layout.ranks: got 65536, expected at most 1024"));
+    EXPECT_FALSE(fs::exists(folder_ / "runs"));
+  }
+}
+
+TEST_F(TrainCli, TokenFilesMakeNoText) {
+  std::string tokens;
+  for (int i = 0; i < 4000; ++i) tokens += std::string{static_cast<char>(i % 61), '\0'};
+  std::ofstream(folder_ / "train.bin", std::ios::binary) << tokens;
+  const std::string run = (folder_ / "run").string();
+  const std::string there = config() + " --data '" + (folder_ / "train.bin").string() + "'";
+  EXPECT_TRUE(has_text(penstock("train " + there + " --dry-run").output, "data.format = \"uint16\""));
+  const Ended ended = penstock("train " + there + " --data.format uint16 --pp 1 --steps 3 --run_folder '" + run + "'");
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_FALSE(has_text(ended.output, "A sample of the model"));
+  const Ended text = penstock("generate '" + run + "'");
+  EXPECT_EQ(text.exit_code, 2);
+  EXPECT_TRUE(has_text(text.output, "its tokenizer is not known"));
+}
+
 }  // namespace train_cli_test
 }  // namespace penstock::test

@@ -367,5 +367,24 @@ TEST(ConfigFile, WithoutTheLibraryItSaysSo) {
 }
 #endif
 
+// The cap is for the default sources: what is named is taken as a whole, unless somebody says otherwise.
+TEST(Config, NamedSourcesHaveNoCap) {
+  EXPECT_EQ(parse_config("", "t", {}).config.data.cap_bytes, 16 << 20);
+  for (const char* preset : {"tiny", "small"}) {
+    const ResolvedConfig resolved = parse_config("", "t", {"--preset", preset, "--data", "input.txt"});
+    EXPECT_EQ(resolved.config.data.cap_bytes, 0) << preset;
+    EXPECT_EQ(resolved.origins.at("data.cap_bytes"), "derived") << preset;
+  }
+  EXPECT_EQ(parse_config("", "t", {"--data", "input.txt", "--cap_bytes", "1000"}).config.data.cap_bytes, 1000);
+}
+
+TEST(Config, FormatsOfData) {
+  EXPECT_EQ(parse_config("", "t", {"--data", "train.bin", "--data.format", "UINT16"}).config.data.format, "uint16");
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_config("", "t", {"--data.format", "uint16"}); }), "needs files"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_config("", "t", {"--shards", "x", "--data.format", "uint16"}); }), "leave data.format out"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_config("", "t", {"--shards", "x", "--end_of_document", "1"}); }), "leave data.end_of_document out"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_config("", "t", {"--data", "x", "--data.format", "uint61"}); }), "did you mean uint16?"));
+}
+
 }  // namespace config_test
 }  // namespace penstock::train

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <set>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -201,6 +202,9 @@ TEST(TokenShardWriter, WhatItRefuses) {
   EXPECT_THROW(writer.add_document(std::vector<std::uint32_t>{256}, 0), ValueError);
   EXPECT_EQ(writer.tokens(), 0U);
   EXPECT_THROW(writer.finish(), StateError);
+  EXPECT_THROW(writer.end_document(0), StateError);
+  writer.add_tokens(std::vector<std::uint32_t>{1});
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { writer.finish(); }), "inside a document"));
 }
 
 TEST(TokenShardWriter, NothingIsSeenBeforeTheEnd) {
@@ -238,12 +242,17 @@ TEST(TokenDataset, JoinsShardsAndSplitsByKey) {
   EXPECT_EQ(tokens[1], 5);
   EXPECT_EQ(documents[1], 2);
   EXPECT_THROW(dataset->read(9, std::span(tokens).first(2), std::span(documents).first(2)), ValueError);
-  // Keys as small as these are the lowest of all: everything is for validation.
-  EXPECT_EQ(TokenDataset::open(folder.path(), Split::Validation, 0.01)->documents(), 4U);
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), Split::Training, 0.01); }), "lower data.validation_fraction"));
+  // Keys as small as these are the lowest of all: by them everything would be for validation. So documents are cut.
+  const auto training = TokenDataset::open(folder.path(), Split::Training, 0.3);
+  const auto validation = TokenDataset::open(folder.path(), Split::Validation, 0.3);
+  EXPECT_EQ(training->tokens(), 7U);
+  EXPECT_EQ(validation->tokens(), 3U);
+  EXPECT_EQ(validation->tokens_of_all_splits(), 10U);
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), Split::Training, 1); }), "lower data.validation_fraction"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), Split::Validation, 0.01); }), "raise data.validation_fraction"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), Split::Validation, 0); }), "raise data.validation_fraction"));
-  EXPECT_NE(dataset->fingerprint(), TokenDataset::open(folder.path(), Split::Validation, 0.01)->fingerprint());
-  EXPECT_NE(TokenDataset::open(folder.path(), Split::Validation, 0.02)->fingerprint(), TokenDataset::open(folder.path(), Split::Validation, 0.01)->fingerprint());
+  EXPECT_NE(dataset->fingerprint(), validation->fingerprint());
+  EXPECT_NE(TokenDataset::open(folder.path(), Split::Validation, 0.4)->fingerprint(), validation->fingerprint());
   EXPECT_EQ(dataset->fingerprint(), TokenDataset::open(folder.path(), Split::All, 0)->fingerprint());
 }
 
@@ -343,8 +352,36 @@ TEST(Sources, LimitsOfSize) {
   EXPECT_EQ(list.beyond_cap, 40U);
   EXPECT_TRUE(std::is_sorted(list.files.begin(), list.files.end(), [](const auto& a, const auto& b) { return a.relative < b.relative; }));
   EXPECT_EQ(names(find_sources(options)), names(list));
+  // Where no file fits, one is cut.
   options.cap_bytes = 10;
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)find_sources(options); }), "beyond the cap"));
+  const SourceList cut = find_sources(options);
+  ASSERT_EQ(cut.files.size(), 1U);
+  EXPECT_TRUE(cut.files[0].cut);
+  EXPECT_EQ(cut.bytes, 10U);
+  EXPECT_EQ(cut.beyond_cap, 49U);
+  std::string text;
+  read_source(cut.files[0], [&](std::string_view piece) { text += piece; });
+  EXPECT_EQ(text, std::string(10, 'a'));
+}
+
+TEST(Sources, WhatIsNamedHasNoLimit) {
+  const ScratchFolder folder;
+  folder.write("large.txt", std::string((std::size_t{5} << 20) + 3, 'a'));
+  SourceOptions options;
+  options.paths = {folder / "*.txt"};
+  const SourceList list = find_sources(options);
+  ASSERT_EQ(list.files.size(), 1U);
+  EXPECT_EQ(list.bytes, (5U << 20) + 3);
+  EXPECT_EQ(list.files[0].relative, "large.txt");
+  std::size_t largest = 0, all = 0;
+  read_source(list.files[0], [&](std::string_view piece) {
+    largest = std::max(largest, piece.size());
+    all += piece.size();
+  });
+  EXPECT_EQ(all, list.bytes);
+  EXPECT_LE(largest, std::size_t{1} << 20);
+  options.paths = {folder / "*.none"};
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)find_sources(options); }), "a pattern that matches nothing"));
 }
 
 TEST(Sources, TheDefaultsAreThere) {
@@ -388,6 +425,42 @@ TEST(MakeShards, FilesBecomeDocuments) {
   EXPECT_EQ(read_bytes(folder / "out/shard-00000.tokens"), before);
   folder.write("out/notes.txt", "mine");
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] { make_shards(folder / "out", options); }), "notes.txt"));
+}
+
+TEST(MakeShards, ALargeFileGoesThroughInPieces) {
+  const ScratchFolder folder;
+  std::string text;
+  for (int i = 0; i < 10000; ++i) text += std::to_string(i) + "\n";
+  while (text.size() < (std::size_t{17} << 20)) text += text;
+  text.resize((std::size_t{17} << 20) + 5);
+  folder.write("large.txt", text);
+  MakeShardsOptions options;
+  options.sources.paths = {folder / "large.txt"};
+  std::vector<std::uint64_t> bytes;
+  options.progress = [&](const MakeShardsProgress& progress) { bytes.push_back(progress.bytes); };
+  const MadeShards made = make_shards(folder / "out", options);
+  EXPECT_EQ(made.documents, 1U);
+  EXPECT_EQ(made.tokens, text.size() + 1);
+  ASSERT_EQ(bytes.size(), 2U);  // inside the file, too
+  EXPECT_LT(bytes[0], bytes[1]);
+  EXPECT_EQ(bytes[1], text.size());
+  const auto dataset = TokenDataset::open(folder / "out", Split::All, 0);
+  std::vector<std::int64_t> tokens(dataset->tokens()), documents(dataset->tokens());
+  dataset->read(0, tokens, documents);
+  EXPECT_TRUE(byte_tokenizer::decode(tokens) == text);
+  EXPECT_EQ(documents.front(), documents.back());
+
+  // A zero byte far into a file: an error, or the file is left out as a whole.
+  text[text.size() - 5] = '\0';
+  folder.write("bad/large.txt", text);
+  folder.write("bad/small.txt", "small");
+  options.sources.paths = {folder / "bad"};
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { make_shards(folder / "none", options); }), "zero byte at " + std::to_string(text.size() - 5)));
+  EXPECT_FALSE(fs::exists(folder / "none"));
+  options.sources.skip_bad_files = true;
+  const MadeShards rest = make_shards(folder / "rest", options);
+  EXPECT_EQ(rest.documents, 1U);
+  EXPECT_EQ(rest.tokens, 6U);
 }
 
 TEST(MakeShards, ABinaryFileLeavesNoFolderBehind) {

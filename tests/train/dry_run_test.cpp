@@ -1,15 +1,21 @@
 // What a dry run says of a configuration.
 #include "penstock/train/dry_run.h"
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <chrono>
 #include <string>
 #include <vector>
 
 #include "penstock/base/errors.h"
 #include "penstock/models/options.h"
 #include "penstock/train/model_stages.h"
+#include "penstock/train/token_shard_writer.h"
 #include "tests/has_text.h"
+#include "tests/throws.h"
 #include "tests/train/small_training.h"
 
 namespace penstock::train {
@@ -24,6 +30,19 @@ TrainConfig with_data(const Layout& layout, const std::vector<std::string>& more
   TrainConfig config = config_of(layout, more);
   config.data.shards = (small_data().folder / "shards").string();
   return config;
+}
+
+// The same model with other values: (key, value) pairs.
+TrainConfig small_config(const std::vector<std::string>& more) {
+  std::vector<std::string> arguments{"--model.width", "16", "--layers", "4", "--heads", "2", "--key_value_heads", "2", "--feed_width", "32", "--context", "16", "--model.vocabulary", "260", "--schedule", "1F1B", "--pp", "1",
+                                     "--microbatches", "4", "--microbatch_size", "2", "--steps", "20", "--warmup_steps", "2", "--layout.device", "cpu"};
+  for (std::size_t i = 0; i < more.size(); i += 2) {
+    const auto place = std::find(arguments.begin(), arguments.end(), more[i]);
+    if (place != arguments.end()) arguments.erase(place, place + 2);
+  }
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  if (std::find(more.begin(), more.end(), "--data") == more.end()) arguments.insert(arguments.end(), {"--shards", (small_data().folder / "shards").string()});
+  return parse_config("", "test", arguments).config;
 }
 
 TEST(DryRun, OnePipeline) {
@@ -64,6 +83,110 @@ TEST(DryRun, ReplicasTensorParallelRanksAndVirtualStages) {
   EXPECT_EQ(run.memory[0].gradients, 2 * run.memory[0].parameters);
   EXPECT_DOUBLE_EQ(run.step_seconds, 2 * run.simulation.time);
   EXPECT_EQ(run.tokens_per_step, 2 * 2 * 4 * 2 * 16);
+}
+
+std::size_t lines_of(const std::string& text) { return static_cast<std::size_t>(std::count(text.begin(), text.end(), '\n')); }
+
+TEST(DryRun, AScreenWhateverTheLayout) {
+  for (const std::vector<std::string>& more : std::vector<std::vector<std::string>>{
+           {},
+           {"--layers", "1000"},
+           {"--layers", "1000", "--pp", "500", "--schedule", "GPipe"},
+           {"--layers", "1000", "--partition", "count", "--pp", "300", "--microbatches", "2", "--schedule", "GPipe"},
+           {"--layers", "8", "--pp", "8", "--microbatches", "8"},
+           {"--layers", "8", "--pp", "8", "--dp", "4", "--microbatches", "64"},
+           {"--layers", "64", "--pp", "2", "--virtual_stages", "32", "--schedule", "Interleaved1F1B"},
+           {"--dp", "1024"},
+           {"--layers", "1000", "--pp", "32", "--dp", "16", "--tp", "2", "--microbatches", "32"},
+       }) {
+    const std::string name = fmt::format("{}", fmt::join(more, " "));
+    const TrainConfig config = small_config(more);
+    const std::string text = to_text(dry_run(config));
+    EXPECT_LE(lines_of(text), kDryRunLines) << name << "\n" << text;
+    EXPECT_TRUE(has_text(text, "predicted: ")) << name;
+  }
+}
+
+TEST(DryRun, EqualNeighboursAreOneLine) {
+  const std::string text = to_text(dry_run(small_config({"--layers", "24", "--partition", "count", "--pp", "12", "--dp", "2", "--tp", "2", "--microbatches", "1", "--schedule", "GPipe"})));
+  EXPECT_TRUE(has_text(text, "ranks 0-3: pp 0, dp 0-1, tp 0-1; stages 0\n"));
+  EXPECT_TRUE(has_text(text, "stage 0: embed, blocks 0-1, "));
+  EXPECT_TRUE(has_text(text, "stages 1-10: 2 blocks each, 2-21; each 0.0"));
+  EXPECT_TRUE(has_text(text, "stage 11: blocks 22-23, norm, tied head"));
+  EXPECT_TRUE(has_text(text, "\n       1-10  "));  // memory
+  const std::string longer = to_text(dry_run(small_config({"--layers", "100", "--pp", "100", "--microbatches", "1", "--schedule", "GPipe"})));
+  EXPECT_TRUE(has_text(longer, "more lines; tp fastest"));
+  EXPECT_TRUE(has_text(longer, "rank 99: pp 99"));
+}
+
+// 27 seconds were spent on names of parameters.
+TEST(DryRun, ManyLayersTakeLittleTime) {
+  const auto begin = std::chrono::steady_clock::now();
+  const DryRun run = dry_run(small_config({"--layers", "8000"}));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+  const models::TransformerOptions options = transformer_options(run.config.model);
+  EXPECT_EQ(run.memory[0].parameters, 4 * models::parameter_count(options));
+}
+
+TEST(DryRun, TellsWhatItDoes) {
+  std::vector<std::string> told;
+  (void)dry_run(with_data({.name = "one"}), [&](const std::string& what, double share) {
+    EXPECT_LE(share, 1);
+    if (told.empty() || told.back() != what) told.push_back(what);
+  });
+  const std::string all = fmt::format("{}", fmt::join(told, "; "));
+  for (const char* what : {"making the schedule", "opening the data", "reading the training tokens", "measuring", "simulating", "planning memory"}) EXPECT_TRUE(has_text(all, what));
+}
+
+std::string refusal(const TrainConfig& config) {
+  return test::message_of<ConfigError>([&] { (void)dry_run(config); });
+}
+
+TEST(DryRun, MoreRanksThanAHostStarts) {
+  const std::string message = refusal(small_config({"--dp", "65536"}));
+  EXPECT_TRUE(has_text(message, "layout.ranks: got 65536, expected at most 1024"));
+  EXPECT_TRUE(has_text(message, "mpirun"));
+}
+
+TEST(DryRun, TooLittleText) {
+  const test::ScratchFolder folder;
+  const auto config = [&](const std::string& text, const std::vector<std::string>& more = {}) {
+    folder.write("input.txt", text);
+    std::vector<std::string> arguments{"--data", (folder / "input.txt").string()};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return small_config(arguments);
+  };
+  EXPECT_TRUE(has_text(refusal(config("short")), "got 6, expected more than the context of 16"));
+  EXPECT_TRUE(has_text(refusal(config(std::string(200, 'a'))), "raise data.validation_fraction to 0.085"));
+  EXPECT_TRUE(has_text(dry_run(config(std::string(200, 'a'), {"--validation_fraction", "0.085"})).data, "184 to train on and 17 for validation, cut inside documents, 11 samples an epoch"));
+  std::string binary(300, 'a');
+  binary[250] = '\0';
+  EXPECT_TRUE(has_text(refusal(config(binary)), "zero byte at 250"));
+}
+
+// What only reading finds: as far as the run would read.
+TEST(DryRun, DamagedData) {
+  const test::ScratchFolder folder;
+  {
+    TokenShardWriter writer(folder / "shards.tokens", {.vocabulary = 257, .end_of_document = 256, .block_bytes = 64});
+    writer.add_document(std::vector<std::uint32_t>(5000, 7), 1);
+    writer.finish();
+  }
+  auto bytes = test::read_bytes(folder / "shards.tokens");
+  bytes[4000] ^= 1;
+  test::write_bytes(folder / "shards.tokens", bytes);
+  TrainConfig config = small_config({});
+  config.data.shards = folder.path().string();
+  EXPECT_TRUE(has_text(refusal(config), "bytes 3976 to 4039 are damaged"));
+  config.training.steps = 1;  // eight samples of sixteen tokens
+  EXPECT_NO_THROW((void)dry_run(config));
+
+  std::vector<std::uint8_t> tokens(24'000'000, 0);
+  tokens[2 * 100'000] = 4;
+  tokens[2 * 100'000 + 1] = 1;
+  test::write_bytes(folder / "train.bin", tokens);
+  config = small_config({"--data", (folder / "train.bin").string(), "--data.format", "uint16", "--steps", "1000000"});
+  EXPECT_TRUE(has_text(refusal(config), "train.bin: token 100000: got 260"));
 }
 
 TEST(DryRun, RefusesWhatTrainingRefuses) {

@@ -13,8 +13,10 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/commands.h"
+#include "penstock/cli/number_options.h"
 #include "penstock/train/make_shards.h"
 #include "penstock/train/token_dataset.h"
 
@@ -71,9 +73,10 @@ void make(const MakeFlags& flags) {
     options.progress = [&](const train::MakeShardsProgress& progress) { line.show(progress); };
     made = train::make_shards(flags.out, options);
   }
-  for (const train::BadFile& file : made.bad) fmt::print(stderr, "skipped {}: {}\n", file.path.string(), file.why);
-  fmt::print("{}: {} tokens of {} files ({}) in {} shard{}\n", flags.out, made.tokens, made.documents,
-             format_bytes(made.bytes), made.shards, made.shards == 1 ? "" : "s");
+  // Of the system's own headers some are always empty, and nobody can mend them: they are only counted.
+  if (!flags.sources.empty())
+    for (const train::BadFile& file : made.bad) fmt::print(stderr, "skipped {}: {}\n", file.path.string(), file.why);
+  fmt::print("{}: {} of {} ({}) in {}\n", flags.out, count_of(made.tokens, "token"), count_of(made.documents, "file"), format_bytes(made.bytes), count_of(made.shards, "shard"));
   if (made.bad.size() + made.too_large + made.beyond_cap > 0)
     fmt::print("left out: {} bad, {} larger than {}, {} beyond the cap\n", made.bad.size(), made.too_large,
                format_bytes(flags.max_file_bytes), made.beyond_cap);
@@ -85,8 +88,6 @@ struct ShowFlags {
 };
 
 void show(const ShowFlags& flags, Outcome& outcome) {
-  if (!(flags.validation_fraction >= 0 && flags.validation_fraction <= 1))
-    throw ConfigError(describe("--validation-fraction", fmt::format("{}", flags.validation_fraction), "a number from 0 to 1"));
   const auto files = train::shard_files(flags.folder);
   fmt::print("{:<28} {:>10} {:>14} {:>6} {:>10}  {}\n", "shard", "documents", "tokens", "bytes", "vocabulary", "checksums");
   std::uint64_t documents = 0;
@@ -121,8 +122,7 @@ void show(const ShowFlags& flags, Outcome& outcome) {
     }
   }
   fmt::print("{:<28} {:>10} {:>14}\n", fmt::format("{} in all", files.size()), documents, tokens);
-  fmt::print("for validation at a fraction of {}: {} documents, {} tokens\n", flags.validation_fraction,
-             validation_documents, validation_tokens);
+  fmt::print("for validation at a fraction of {}: {}, {}\n", flags.validation_fraction, count_of(validation_documents, "document"), count_of(validation_tokens, "token"));
   for (const std::string& text : damage) fmt::print(stderr, "penstock: {}\n", text);
   if (!damage.empty()) outcome.exit_code = 1;
 }
@@ -148,15 +148,9 @@ void add_data_command(CLI::App& app, Outcome& outcome) {
       ->add_option("--extensions", make_flags->extensions,
                    "Only files with these (default: all of the given paths; those of C++ for the default ones)")
       ->type_name("X...");
-  make_command->add_option("--cap-bytes", make_flags->cap_bytes, "Bytes of text at most: 16MB, 1GB (default: no cap)")
-      ->transform(CLI::AsSizeValue(false))
-      ->type_name("B");
-  make_command->add_option("--max-file-bytes", make_flags->max_file_bytes, "Larger files are left out (default 1 MiB)")
-      ->transform(CLI::AsSizeValue(false))
-      ->type_name("B");
-  make_command->add_option("--shard-tokens", make_flags->shard_tokens, "Tokens of a shard, about (default 2^26)")
-      ->check(CLI::PositiveNumber)
-      ->type_name("N");
+  add_bytes(*make_command, "--cap-bytes", make_flags->cap_bytes, 0, "Bytes of text at most: 16MB, 1GB (default 0: no cap)");
+  add_bytes(*make_command, "--max-file-bytes", make_flags->max_file_bytes, 1, "Larger files are left out (default 1 MiB)");
+  add_whole(*make_command, "--shard-tokens", make_flags->shard_tokens, 1, std::int64_t{1} << 40, "Tokens of a shard, about (default 2^26)");
   make_command->add_flag("--skip-bad-files", make_flags->skip_bad_files,
                          "Go on without unreadable, empty and binary files, and list them (default: an error)");
   make_command->add_flag("--overwrite", make_flags->overwrite, "Replace a folder that has token shards already");
@@ -171,10 +165,7 @@ void add_data_command(CLI::App& app, Outcome& outcome) {
   CLI::App* show_command = command->add_subcommand("show", "What a folder of token shards holds, and whether it is whole");
   const auto show_flags = std::make_shared<ShowFlags>();
   show_command->add_option("folder", show_flags->folder, "Folder of token shards")->required()->type_name("FOLDER");
-  show_command
-      ->add_option("--validation-fraction", show_flags->validation_fraction,
-                   "Share of the files for validation, to count them (default 0.05)")
-      ->type_name("F");
+  add_number(*show_command, "--validation-fraction", show_flags->validation_fraction, {.low = 0, .high = 1}, "Share of the files for validation, to count them")->type_name("F");
   show_command->footer(
       "Reads every byte and checks every checksum.\n"
       "Example: penstock data show data\n"

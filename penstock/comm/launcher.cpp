@@ -228,6 +228,7 @@ LaunchResult launch(const LaunchOptions& options) {
     const RankOutcome& first = result.ranks[static_cast<std::size_t>(*result.first_failed_rank)];
     result.exit_code = first.code();
     if (result.stopped_by != 0 || options.restarts == 0) break;
+    if (options.explained && options.explained(first.rank)) break;
     const std::string why =
         fmt::format("rank {}, {} after {:.1f} s", first.rank, first.describe(), first.elapsed_s);
     if (attempt == options.restarts) {

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/launch_cores.h"
 #include "penstock/comm/world.h"
@@ -55,7 +56,7 @@ std::string look_at_data(const TrainConfig& config) {
   options.cap_bytes = static_cast<std::uint64_t>(data.cap_bytes);
   options.skip_bad_files = data.skip_bad_files;
   const SourceList found = find_sources(options);
-  return fmt::format("{} files, {}, to be made byte tokens", found.files.size(), format_bytes(found.bytes));
+  return fmt::format("{}, {}, to be made byte tokens", count_of(found.files.size(), "file"), format_bytes(found.bytes));
 }
 
 // How much of a rank's time the cores give it when there are more ranks than cores.
@@ -113,7 +114,7 @@ std::string time_text(double seconds) {
 void write_mesh(std::string& text, const DryRun& run) {
   const LayoutConfig& layout = run.config.layout;
   const auto out = std::back_inserter(text);
-  fmt::format_to(out, "mesh: {} ranks = pp {} x dp {}{} x tp {}, on {}{}\n", layout.ranks, layout.pp, layout.dp, layout.shard > 1 ? fmt::format(" (shard {})", layout.shard) : std::string(), layout.tp, run.device, run.device == "cpu" ? fmt::format(" ({} cores, {} threads a rank)", run.cores, run.measured.threads) : std::string());
+  fmt::format_to(out, "mesh: {} = pp {} x dp {}{} x tp {}, on {}{}\n", count_of(layout.ranks, "rank"), layout.pp, layout.dp, layout.shard > 1 ? fmt::format(" (shard {})", layout.shard) : std::string(), layout.tp, run.device, run.device == "cpu" ? fmt::format(" ({}, {} a rank)", count_of(run.cores, "core"), count_of(run.measured.threads, "thread")) : std::string());
   for (std::int64_t rank = 0; rank < std::min(layout.ranks, kRanksShown); ++rank) {
     const std::int64_t pp = rank / (layout.dp * layout.tp);
     fmt::format_to(out, "  rank {}: pp {}, dp {}, tp {}; stages {}\n", rank, pp, rank / layout.tp % layout.dp, rank % layout.tp, format_list(run.schedule.stages().stages_of(static_cast<int>(pp))));
@@ -159,8 +160,8 @@ void write_time(std::string& text, const DryRun& run) {
   if (slowdown(run) > 1) assumed.push_back(fmt::format("{} ranks share {} cores", layout.ranks, run.cores));
   assumed.push_back(fmt::format("transfers of {} at {:g} GB/s", bytes_text(run.measured.border), kBandwidth / 1e9));
   fmt::format_to(out, "assumed: {}; without sums over ranks, optimizer and data\n", fmt::join(assumed, ", "));
-  fmt::format_to(out, "predicted: {} a step of {} tokens, {:.0f} tokens/s, {} for {} steps\n", time_text(run.step_seconds), run.tokens_per_step, static_cast<double>(run.tokens_per_step) / run.step_seconds,
-                 time_text(run.step_seconds * static_cast<double>(run.config.training.steps)), run.config.training.steps);
+  fmt::format_to(out, "predicted: {} a step of {} tokens, {:.0f} tokens/s, {} for {}\n", time_text(run.step_seconds), run.tokens_per_step, static_cast<double>(run.tokens_per_step) / run.step_seconds,
+                 time_text(run.step_seconds * static_cast<double>(run.config.training.steps)), count_of(run.config.training.steps, "step"));
 }
 
 }  // namespace
@@ -180,7 +181,7 @@ DryRun dry_run(const TrainConfig& config) {
 
 std::string to_text(const DryRun& run) {
   const models::TransformerOptions options = transformer_options(run.config.model);
-  std::string text = fmt::format("model: {} blocks of width {}, {:.3f} M parameters, context {}, {}\ndata: {}\n", options.layers, options.width, static_cast<double>(models::parameter_count(options)) / 1e6, options.context, run.config.training.precision, run.data);
+  std::string text = fmt::format("model: {} of width {}, {:.3f} M parameters, context {}, {}\ndata: {}\n", count_of(options.layers, "block"), options.width, static_cast<double>(models::parameter_count(options)) / 1e6, options.context, run.config.training.precision, run.data);
   write_mesh(text, run);
   text += "partition:\n";
   std::stringstream lines(models::describe_parts(run.parts, options));

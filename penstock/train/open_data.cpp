@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "penstock/base/log.h"
+#include "penstock/base/quote.h"
 #include "penstock/checkpoint/world_meeting.h"
 #include "penstock/train/make_shards.h"
 #include "penstock/train/token_dataset.h"
@@ -23,8 +24,10 @@ void make_data(const DataConfig& config, const fs::path& folder) {
   options.sources.cap_bytes = static_cast<std::uint64_t>(config.cap_bytes);
   options.sources.skip_bad_files = config.skip_bad_files;
   const MadeShards made = make_shards(folder, options);
-  for (const BadFile& file : made.bad) log().warn("data: skipped {}: {}", file.path.string(), file.why);
-  log().info("data: {} tokens of {} files", made.tokens, made.documents);
+  // Of the system's own headers some are always empty, and nobody can mend them.
+  const auto level = config.sources.empty() ? spdlog::level::debug : spdlog::level::warn;
+  for (const BadFile& file : made.bad) log().log(level, "data: skipped {}: {}", file.path.string(), file.why);
+  log().info("data: {} of {}", count_of(made.tokens, "token"), count_of(made.documents, "file"));
 }
 
 std::shared_ptr<const Sampler> sampler_of(const TrainConfig& config, const fs::path& folder, Split split) {

@@ -8,13 +8,14 @@
 #include <string_view>
 #include <utility>
 
+#include "examples/failure.h"
 #include "penstock/dtensor/dtensor.h"
 #include "penstock/dtensor/dtensor_drawing.h"
 #include "penstock/dtensor/redistribute_plan.h"
 
 using namespace penstock;
 
-int main() {
+int main() try {
   auto world = comm::World::from_env();
   const int dp = world.size() % 2 == 0 ? 2 : 1;
   const comm::MeshGroups mesh(world, init_device_mesh("cpu", {dp, world.size() / dp}, {"dp", "tp"}, Rank{world.rank()}, world.size()));
@@ -49,4 +50,6 @@ int main() {
   const bool same = torch::allclose(full_tensor(w1.grad()), w.grad(), 1e-4, 1e-4);
   if (world.rank() == 0) fmt::print("\nthe gradient is {} of one process\n", same ? "that" : "NOT that");
   return same ? 0 : 1;
+} catch (...) {
+  return failure("distributed_tensor");
 }

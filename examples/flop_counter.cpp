@@ -27,6 +27,7 @@
 #include <utility>
 #include <vector>
 
+#include "examples/failure.h"
 #include "penstock/torch/fake.h"
 #include "penstock/torch/mode.h"
 
@@ -336,10 +337,12 @@ bool fused_attention() {
                fmt::format("attention costs {} forward and {} backward", total.forward, total.backward));
 }
 
-int main() {
+int main() try {
   bool good = small_transformer();
   good &= gpt2_without_memory();
   good &= convolutions();
   good &= fused_attention();
   return good ? 0 : 1;
+} catch (...) {
+  return failure("flop_counter");
 }

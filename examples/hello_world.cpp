@@ -3,9 +3,10 @@
 #include <fmt/format.h>
 #include <torch/torch.h>
 
+#include "examples/failure.h"
 #include "penstock/comm/world.h"
 
-int main() {
+int main() try {
   auto world = penstock::comm::World::from_env();
   const auto& everyone = world.group();
 
@@ -22,4 +23,6 @@ int main() {
     penstock::comm::wait_all(works);
   }
   fmt::print("rank {} of {}: the sum is {}, the token came from rank {}\n", world.rank(), world.size(), sum[0].item<float>(), received.item<std::int64_t>());
+} catch (...) {
+  return failure("hello_world");
 }

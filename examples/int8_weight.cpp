@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "examples/failure.h"
 #include "penstock/base/errors.h"
 #include "penstock/torch/wrapper_call.h"
 
@@ -148,7 +149,7 @@ bool check(bool good, std::string_view what) {
   return good;
 }
 
-int main() {
+int main() try {
   register_wrapper_kind(std::string(Int8Weight::kKind), &Int8Weight::unflatten);
   fmt::print("float weights\n");
   const Outcome plain = train(false);
@@ -181,4 +182,6 @@ int main() {
     fmt::print("exp() is refused: {}\n", error.what());
   }
   return good ? 0 : 1;
+} catch (...) {
+  return failure("int8_weight");
 }

@@ -3,9 +3,10 @@
 
 #include <cstdio>
 
+#include "examples/failure.h"
 #include "penstock/pipeline/schedules.h"
 
-int main() {
+int main() try {
   using namespace penstock;
   auto world = comm::World::from_env();  // penstock launch, torchrun --no-python, mpirun or srun
 
@@ -24,4 +25,6 @@ int main() {
     optimizer.step();
     if (!result.losses.empty()) std::printf("step %2d  loss %.4f\n", step, torch::stack(result.losses).mean().item<double>());
   }
+} catch (...) {
+  return failure("pipeline");
 }

@@ -3,10 +3,11 @@
 
 #include <cstdio>
 
+#include "examples/failure.h"
 #include "penstock/dtensor/dtensor.h"
 #include "penstock/dtensor/parallel_style.h"
 
-int main() {
+int main() try {
   using namespace penstock;
   auto world = comm::World::from_env();            // penstock launch, torchrun --no-python, mpirun or srun
   comm::MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, Rank{world.rank()}, world.size()));
@@ -24,4 +25,6 @@ int main() {
     optimizer.step();                              // on this rank's part of the parameters
     if (world.rank() == 0) std::printf("step %2d  loss %.4f\n", step, loss.item<double>());
   }
+} catch (...) {
+  return failure("tensor_parallel");
 }

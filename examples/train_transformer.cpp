@@ -10,6 +10,7 @@
 #include <iterator>
 #include <sstream>
 
+#include "examples/failure.h"
 #include "penstock/comm/world.h"
 #include "penstock/models/initialize.h"
 #include "penstock/models/loss.h"
@@ -20,7 +21,7 @@
 
 using namespace penstock;
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   if (argc < 2) return std::fprintf(stderr, "usage: train_transformer TEXT [SCHEDULE.csv]\n"), 2;
   const comm::World world = comm::World::from_env();  // penstock launch, torchrun --no-python, mpirun or srun
   constexpr std::int64_t kMicrobatches = 4, kRows = 2, kLength = 64;
@@ -57,4 +58,6 @@ int main(int argc, char** argv) {
     optimizer.step();
     if (!result.losses.empty() && step % 5 == 0) std::printf("step %2d  loss %.4f\n", step, torch::stack(result.losses).mean().item<double>());
   }
+} catch (...) {
+  return failure("train_transformer");
 }

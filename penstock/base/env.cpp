@@ -4,11 +4,11 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cctype>
-#include <charconv>
 #include <cstdlib>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/number.h"
+#include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 
 namespace penstock {
@@ -22,14 +22,7 @@ std::optional<std::string> env_text(const char* name) {
 std::optional<long long> env_int(const char* name, long long low, long long high) {
   const auto text = env_text(name);
   if (!text) return std::nullopt;
-  long long value = 0;
-  const char* end = text->data() + text->size();
-  const auto [stop, error] = std::from_chars(text->data(), end, value);
-  if (error != std::errc{} || stop != end || value < low || value > high)
-    throw ConfigError(describe(fmt::format("environment variable {}", name), fmt::format("\"{}\"", *text),
-                               fmt::format("a whole number from {} to {}", low, high),
-                               fmt::format("set {} to such a number or unset it", name)));
-  return value;
+  return read_whole(fmt::format("environment variable {}", name), *text, low, high, fmt::format("set {} to such a number or unset it", name));
 }
 
 std::string env_choice(const char* name, const std::vector<std::string>& choices, const std::string& fallback) {
@@ -37,7 +30,7 @@ std::string env_choice(const char* name, const std::vector<std::string>& choices
   if (!text) return fallback;
   const std::string lower = to_lower(*text);
   if (std::find(choices.begin(), choices.end(), lower) == choices.end())
-    throw ConfigError(describe(fmt::format("environment variable {}", name), fmt::format("\"{}\"", *text),
+    throw ConfigError(describe(fmt::format("environment variable {}", name), quote(*text),
                                fmt::format("one of {}", fmt::join(choices, ", ")),
                                fmt::format("set {} to one of them or unset it", name)));
   return lower;

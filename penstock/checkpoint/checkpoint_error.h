@@ -12,4 +12,11 @@ class CheckpointError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A checkpoint that is sound, as far as this build can tell, but has a format that it does not know. Never taken for damage: an older
+// checkpoint is not used in its place.
+class CheckpointFormatError : public CheckpointError {
+ public:
+  using CheckpointError::CheckpointError;
+};
+
 }  // namespace penstock::checkpoint

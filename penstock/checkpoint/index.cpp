@@ -68,8 +68,10 @@ Index parse_index(std::string_view text, const std::string& where) {
   try {
     const Json json = Json::parse(text);
     if (json.at("format").get<std::string>() != kFormat) refuse("not the index of a checkpoint");
-    if (const auto version = json.at("version").get<std::int64_t>(); version != kFormatVersion)
-      throw CheckpointError(fmt::format("{}: format version {}, this build reads {}; use a newer build", where, version, kFormatVersion));
+    if (const auto version = json.at("version").get<std::int64_t>(); version > kFormatVersion)
+      throw CheckpointFormatError(fmt::format("{}: format version {}, this build reads {}; it was written by a newer version of Penstock: use that one, or another checkpoint", where, version, kFormatVersion));
+    else if (version != kFormatVersion)
+      refuse(fmt::format("format version {}, which there has never been", version));
     index.step = json.at("step").get<std::int64_t>();
     index.block_bytes = json.at("block_bytes").get<std::uint64_t>();
     std::set<std::string> names;

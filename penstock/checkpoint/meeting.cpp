@@ -8,6 +8,7 @@
 #include <thread>
 #include <utility>
 
+#include "penstock/base/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/checkpoint/checkpoint_error.h"
 #include "penstock/comm/message.h"
@@ -26,18 +27,19 @@ constexpr std::uint64_t kGone = std::numeric_limits<std::uint64_t>::max();
 
 struct Outcome {
   bool good = true;
+  bool config_error = false;  // what was thrown was a ConfigError
   std::string error;
   Bytes bytes;
 };
 
 Bytes to_bytes(const Outcome& outcome) {
-  return comm::MessageWriter(kOutcome, 1, kMaxWordBytes).write(outcome.good).write(outcome.error).write(outcome.bytes).finish();
+  return comm::MessageWriter(kOutcome, 1, kMaxWordBytes).write(outcome.good).write(outcome.config_error).write(outcome.error).write(outcome.bytes).finish();
 }
 
 Outcome outcome_of(const Bytes& bytes) {
   comm::MessageReader reader(bytes, kOutcome, {1, 1}, kMaxWordBytes);
   Outcome outcome;
-  reader.read(outcome.good).read(outcome.error).read(outcome.bytes);
+  reader.read(outcome.good).read(outcome.config_error).read(outcome.error).read(outcome.bytes);
   reader.expect_end();
   return outcome;
 }
@@ -45,10 +47,34 @@ Outcome outcome_of(const Bytes& bytes) {
 template <class Work>
 Outcome attempt(Work&& work) {
   try {
-    return {true, "", work()};
+    return {true, false, "", work()};
+  } catch (const ConfigError& error) {
+    return {false, true, error.what(), {}};
   } catch (const std::exception& error) {
-    return {false, error.what(), {}};
+    return {false, false, error.what(), {}};
   }
+}
+
+// What the ranks that failed say, each text once. Throws a ConfigError where all of them had one. What all ranks say, and what rank 0
+// says of a configuration, on which it works for all, needs no rank.
+void throw_errors(const std::vector<Outcome>& outcomes) {
+  std::vector<std::pair<std::string, std::vector<int>>> texts;
+  bool config_errors = true;
+  for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
+    if (outcomes[rank].good) continue;
+    config_errors = config_errors && outcomes[rank].config_error;
+    auto same = std::find_if(texts.begin(), texts.end(), [&](const auto& text) { return text.first == outcomes[rank].error; });
+    if (same == texts.end()) same = texts.insert(texts.end(), {outcomes[rank].error, {}});
+    same->second.push_back(static_cast<int>(rank));
+  }
+  if (texts.empty()) return;
+  std::string errors;
+  for (const auto& [text, ranks] : texts) {
+    const bool of_all = ranks.size() == outcomes.size() || (config_errors && texts.size() == 1 && ranks.front() == 0);
+    errors += fmt::format("{}{}{}", errors.empty() ? "" : "\n", of_all ? "" : fmt::format("rank{} {}: ", ranks.size() > 1 ? "s" : "", format_list(ranks)), text);
+  }
+  if (config_errors) throw ConfigError(errors);
+  throw CheckpointError(errors);
 }
 
 }  // namespace
@@ -58,18 +84,16 @@ Bytes Meeting::agree(const std::string& topic, const std::function<Bytes()>& wor
   const Bytes own = to_bytes(attempt(work));
   const Bytes verdict = exchange(topic, own, [&](std::vector<Bytes> words) {
     return to_bytes(attempt([&] {
+      std::vector<Outcome> outcomes;
+      for (const Bytes& word : words) outcomes.push_back(outcome_of(word));
+      throw_errors(outcomes);
       std::vector<Bytes> said;
-      std::string errors;
-      for (std::size_t rank = 0; rank < words.size(); ++rank) {
-        Outcome outcome = outcome_of(words[rank]);
-        if (!outcome.good) errors += fmt::format("{}{}{}", errors.empty() ? "" : "\n", words.size() > 1 ? fmt::format("rank {}: ", rank) : "", outcome.error);
-        said.push_back(std::move(outcome.bytes));
-      }
-      if (!errors.empty()) throw CheckpointError(errors);
+      for (Outcome& outcome : outcomes) said.push_back(std::move(outcome.bytes));
       return judge(said);
     }));
   });
   Outcome outcome = outcome_of(verdict);
+  if (!outcome.good && outcome.config_error) throw ConfigError(outcome.error);
   if (!outcome.good) throw CheckpointError(outcome.error);
   return std::move(outcome.bytes);
 }
@@ -131,7 +155,7 @@ Bytes BoardMeeting::exchange(const std::string& topic, Bytes own, const std::fun
     }
     // Rank 0 says so itself: the others then do not wait for their own deadline.
     Bytes verdict = missing.empty() ? judge(std::move(words))
-                                    : to_bytes({false, fmt::format("checkpoint: \"{}\" was not agreed on before the deadline: rank{} {} did not come; give more time, "
+                                    : to_bytes({false, false, fmt::format("checkpoint: \"{}\" was not agreed on before the deadline: rank{} {} did not come; give more time, "
                                                                    "or look at what {} disk{} {} doing", topic, missing.size() > 1 ? "s" : "", format_list(missing),
                                                                    missing.size() > 1 ? "their" : "its", missing.size() > 1 ? "s" : "", missing.size() > 1 ? "are" : "is"), {}});
     leave(verdict);

@@ -4,7 +4,8 @@
 //                                 [](const std::vector<Bytes>& said) { return Bytes{}; });      // runs on rank 0
 //
 // One rank's failure is everybody's: when a rank's work throws, or rank 0's judgement does, every rank throws the same
-// CheckpointError, which names the ranks that failed and their reasons. Nobody is left waiting for a rank that has failed.
+// CheckpointError, which names the ranks that failed and their reasons, each reason once; a ConfigError where that is what all of
+// those ranks had. Nobody is left waiting for a rank that has failed.
 // Thread rule: one thread per rank at a time.
 #pragma once
 

@@ -46,6 +46,8 @@ std::vector<Damage> own_damage(const fs::path& path, bool blocks, int rank, int 
   Index index;
   try {
     index = read_index(path);
+  } catch (const CheckpointFormatError&) {
+    throw;
   } catch (const CheckpointError& failure) {
     return {{"index.json", 0, 0, failure.what()}};
   }
@@ -74,6 +76,8 @@ std::vector<Damage> own_damage(const fs::path& path, bool blocks, int rank, int 
   if (damages.empty()) {
     try {
       const Checkpoint whole(path);
+    } catch (const CheckpointFormatError&) {
+      throw;
     } catch (const CheckpointError& failure) {
       damages.push_back({"", 0, 0, failure.what()});
     }
@@ -109,7 +113,7 @@ Checkpoint::Checkpoint(const fs::path& path) : path_(path), index_(read_index(pa
         if (!table.emplace(entry.name, Place{files_.back().get(), &entry}).second)
           throw CheckpointError(fmt::format("{}: tensor \"{}\" is in another file of the checkpoint, too; it is damaged", place.string(), entry.name));
     } else {
-      throw CheckpointError(fmt::format("{}: section \"{}\" is unknown; use a newer build", place.string(), file.section));
+      throw CheckpointFormatError(fmt::format("{}: section \"{}\" is unknown to this build; it was written by a newer version of Penstock: use that one, or another checkpoint", place.string(), file.section));
     }
   }
 }

@@ -80,7 +80,8 @@ struct OpenedCheckpoint {
 std::vector<Damage> find_damage(Meeting& meeting, const std::filesystem::path& path, bool blocks = true);
 
 // [collective] The newest sound checkpoint; rank 0's folder says which there are. Nothing when there is none. Throws
-// CheckpointError, equally on every rank, when the newest is damaged and fallback is not allowed, or when all are damaged.
+// CheckpointError, equally on every rank, when the newest is damaged and fallback is not allowed, when all are damaged, or when it has a newer
+// format than this build reads.
 std::optional<OpenedCheckpoint> open_latest(Meeting& meeting, const std::filesystem::path& folder, const OpenPolicy& policy = {});
 
 // [collective] A certain one.

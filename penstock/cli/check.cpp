@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/quote.h"
 #include "penstock/cli/commands.h"
 #include "penstock/cli/schedule_flags.h"
 #include "penstock/schedule/text.h"
@@ -39,8 +40,9 @@ void run(const CheckFlags& flags, Outcome& outcome) {
   }
   const schedule::Report report = schedule::check(*parsed, options);
   if (report.ok()) {
-    fmt::print("{}: ok; {} ranks, {} stages, {} microbatches, {} actions, {}\n", flags.file, parsed->ranks(),
-               parsed->stages().stages(), parsed->microbatches(), parsed->actions(),
+    fmt::print("{}: ok; {}, {}, {}, {}, {}\n", flags.file, count_of(parsed->ranks(), "rank"),
+               count_of(parsed->stages().stages(), "stage"), count_of(parsed->microbatches(), "microbatch", "microbatches"),
+               count_of(parsed->actions(), "action"),
                parsed->has_transfers() ? "lowered" : "compute only");
     return;
   }

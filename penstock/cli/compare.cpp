@@ -63,11 +63,8 @@ class Comparison {
   void add(schedule::ScheduleKind kind) {
     ShapeFlags shape_flags = flags_.shape;
     shape_flags.kind = std::string(to_text(kind));
-    const auto required = required_stages_per_rank(kind);
-    if (required)
-      shape_flags.stages_per_rank = *required;
-    else if (shape_flags.stages_per_rank == 0)
-      shape_flags.stages_per_rank = 2;
+    if (shape_flags.stages_per_rank == 0 || required_stages_per_rank(kind))
+      shape_flags.stages_per_rank = default_stages_per_rank(kind);
     const schedule::PipelineShape shape = shape_of(shape_flags);
     try {
       schedule::check_shape(kind, shape);
@@ -167,8 +164,14 @@ std::string to_json(const Comparison& comparison) {
 void run(const CompareFlags& flags) {
   const std::string format = one_of("--format", flags.format, {"text", "json"});
   (void)shape_of(flags.shape);
-  const Comparison comparison(flags);
-  write_text("", format == "json" ? to_json(comparison) : to_text(comparison));
+  try {
+    const Comparison comparison(flags);
+    write_text("", format == "json" ? to_json(comparison) : to_text(comparison));
+  } catch (const ConfigError&) {
+    throw;
+  } catch (const ValueError& error) {
+    throw ConfigError(error.what());  // costs that no schedule can have are bad usage
+  }
 }
 
 }  // namespace
@@ -176,13 +179,7 @@ void run(const CompareFlags& flags) {
 void add_compare_command(CLI::App& app, Outcome&) {
   CLI::App* command = app.add_subcommand("compare", "All schedules side by side, fastest first");
   const auto flags = std::make_shared<CompareFlags>();
-  command->add_option("--ranks", flags->shape.ranks, "Ranks of the pipeline")->type_name("P");
-  command->add_option("--microbatches", flags->shape.microbatches, "Microbatches of one step")
-      ->type_name("M");
-  command
-      ->add_option("--stages-per-rank", flags->shape.stages_per_rank,
-                   "Of the kinds that leave it open (default 2; auto: 1)")
-      ->type_name("V");
+  add_size_flags(*command, flags->shape, "Of the kinds that leave it open (default 2; auto: 1)");
   add_cost_flags(*command, flags->costs);
   add_limit_flags(*command, flags->costs);
   command->add_option("--format", flags->format, "text or json (default text)")->type_name("X");

@@ -15,8 +15,10 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/commands.h"
+#include "penstock/cli/number_options.h"
 #include "penstock/train/bin_tokens.h"
 #include "penstock/train/data_files.h"
 #include "penstock/train/make_shards.h"
@@ -75,9 +77,10 @@ void make(const MakeFlags& flags) {
     options.progress = [&](const train::MakeShardsProgress& progress) { line.show(progress); };
     made = train::make_shards(flags.out, options);
   }
-  for (const train::BadFile& file : made.bad) fmt::print(stderr, "skipped {}: {}\n", file.path.string(), file.why);
-  fmt::print("{}: {} tokens of {} files ({}) in {} shard{}\n", flags.out, made.tokens, made.documents,
-             format_bytes(made.bytes), made.shards, made.shards == 1 ? "" : "s");
+  // Of the system's own headers some are always empty, and nobody can mend them: they are only counted.
+  if (!flags.sources.empty())
+    for (const train::BadFile& file : made.bad) fmt::print(stderr, "skipped {}: {}\n", file.path.string(), file.why);
+  fmt::print("{}: {} of {} ({}) in {}\n", flags.out, count_of(made.tokens, "token"), count_of(made.documents, "file"), format_bytes(made.bytes), count_of(made.shards, "shard"));
   for (const auto& file : made.cut) fmt::print("cut by the cap: {}\n", file.string());
   if (made.bad.size() + made.too_large + made.beyond_cap > 0)
     fmt::print("left out: {} bad{}, {} beyond the cap\n", made.bad.size(),
@@ -118,8 +121,6 @@ std::vector<ShownFile> shown_files(const ShowFlags& flags) {
 }
 
 void show(const ShowFlags& flags, Outcome& outcome) {
-  if (!(flags.validation_fraction >= 0 && flags.validation_fraction <= 1))
-    throw ConfigError(describe("--validation-fraction", fmt::format("{}", flags.validation_fraction), "a number from 0 to 1"));
   const std::vector<ShownFile> files = shown_files(flags);
   fmt::print("{:<28} {:>10} {:>14} {:>6} {:>10}  {}\n", "file", "documents", "tokens", "bytes", "vocabulary", "contents");
   std::uint64_t documents = 0;
@@ -161,8 +162,7 @@ void show(const ShowFlags& flags, Outcome& outcome) {
       validation_tokens += part;
     }
   }
-  fmt::print("for validation at a fraction of {}: {} tokens, {}{} document{}\n", flags.validation_fraction, validation_tokens, split.cuts() ? "the ends of " : "", validation_documents,
-             validation_documents == 1 ? "" : "s");
+  fmt::print("for validation at a fraction of {}: {}, {}{}\n", flags.validation_fraction, count_of(validation_tokens, "token"), split.cuts() ? "the ends of " : "", count_of(validation_documents, "document"));
   for (const std::string& text : damage) fmt::print(stderr, "penstock: {}\n", text);
   if (!damage.empty()) outcome.exit_code = 1;
 }
@@ -189,15 +189,9 @@ void add_data_command(CLI::App& app, Outcome& outcome) {
       ->add_option("--extensions", make_flags->extensions,
                    "Only files with these (default: all of the given paths; those of C++ for the default ones)")
       ->type_name("X...");
-  make_command->add_option("--cap-bytes", make_flags->cap_bytes, "Bytes of text at most: 16MB, 1GB (default: no cap)")
-      ->transform(CLI::AsSizeValue(false))
-      ->type_name("B");
-  make_command->add_option("--max-file-bytes", make_flags->max_file_bytes, "Larger files are left out (default: no limit; 1 MiB for the default sources)")
-      ->transform(CLI::AsSizeValue(false))
-      ->type_name("B");
-  make_command->add_option("--shard-tokens", make_flags->shard_tokens, "Tokens of a shard, about (default 2^26)")
-      ->check(CLI::PositiveNumber)
-      ->type_name("N");
+  add_bytes(*make_command, "--cap-bytes", make_flags->cap_bytes, 0, "Bytes of text at most: 16MB, 1GB (default 0: no cap)");
+  add_bytes(*make_command, "--max-file-bytes", make_flags->max_file_bytes, 0, "Larger files are left out (default 0: no limit; 1 MiB for the default sources)");
+  add_whole(*make_command, "--shard-tokens", make_flags->shard_tokens, 1, std::int64_t{1} << 40, "Tokens of a shard, about (default 2^26)");
   make_command->add_flag("--skip-bad-files", make_flags->skip_bad_files,
                          "Go on without unreadable, empty and binary files, and list them (default: an error)");
   make_command->add_flag("--overwrite", make_flags->overwrite, "Replace a folder that has token shards already");
@@ -213,11 +207,8 @@ void add_data_command(CLI::App& app, Outcome& outcome) {
   const auto show_flags = std::make_shared<ShowFlags>();
   show_command->add_option("path", show_flags->path, "Folder of token shards, or token file (or folder or pattern) of another program")->required()->type_name("PATH");
   show_command->add_option("--format", show_flags->format, "uint16: 16-bit tokens without a header (default: by the header)")->check(CLI::IsMember({"auto", "uint16"}))->type_name("F");
-  show_command->add_option("--vocabulary", show_flags->vocabulary, "Of a file without a header: its tokens are to be below it (default 65536)")->check(CLI::Range(1, 65536))->type_name("N");
-  show_command
-      ->add_option("--validation-fraction", show_flags->validation_fraction,
-                   "Share for validation, to count it (default 0.05)")
-      ->type_name("F");
+  add_whole(*show_command, "--vocabulary", show_flags->vocabulary, 1, 65536, "Of a file without a header: its tokens are to be below it (default 65536)");
+  add_number(*show_command, "--validation-fraction", show_flags->validation_fraction, {.low = 0, .high = 1}, "Share for validation, to count it")->type_name("F");
   show_command->footer(
       "Reads every byte; checks every checksum of shards, and that tokens are below the vocabulary.\n"
       "Examples:\n"

@@ -14,6 +14,7 @@
 #include "penstock/base/text.h"
 #include "penstock/cli/commands.h"
 #include "penstock/cli/doctor_threads.h"
+#include "penstock/cli/number_options.h"
 #include "penstock/comm/backend.h"
 #include "penstock/comm/launch_cores.h"
 #include "penstock/comm/launcher.h"
@@ -209,7 +210,7 @@ void add_doctor_command(CLI::App& app, Outcome& outcome) {
   CLI::App* command = app.add_subcommand("doctor", "Show what this machine has, how fast its threads compute, and try every operation between two ranks");
   command->footer("Example: penstock doctor --verbose\nExit code 1 if an operation returns wrong values or fails; slow threads are a warning.");
   command->add_flag("-v,--verbose", flags->verbose, "List every operation, not only the timed ones");
-  command->add_option("--timeout", flags->timeout_s, "Seconds a backend may take")->check(CLI::Range(1, 3600))->capture_default_str();
+  add_whole(*command, "--timeout", flags->timeout_s, 1, 3600, "Seconds a backend may take")->type_name("S");
   command->add_option("--probe", flags->probe, "Internal: run as one of the ranks")->group("");
   command->add_option("--report", flags->report, "Internal: where to write")->group("");
   command->callback([flags, &outcome] { outcome.exit_code = flags->probe.empty() ? run_doctor(flags->verbose, flags->timeout_s) : run_probe(flags->probe, flags->report); });

@@ -5,12 +5,16 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/quote.h"
 #include "penstock/cli/commands.h"
+#include "penstock/cli/number_options.h"
 #include "penstock/cli/use_available_cores.h"
 #include "penstock/models/generate.h"
 #include "penstock/train/byte_tokenizer.h"
@@ -25,18 +29,20 @@ constexpr std::int64_t kEndOfDocument = train::byte_tokenizer::kEndOfDocument;
 
 struct GenerateFlags {
   std::string run;
-  std::string prompt;
+  std::optional<std::string> prompt;  // none: that of the run
   std::string device = "auto";
-  std::int64_t tokens = 0;
+  std::int64_t tokens = 0;  // 0: those of the run
   double temperature = 0.8;
   std::int64_t top_k = 40;
   std::uint64_t seed = 1;
 };
 
-// Bytes that make no sense on a terminal are shown as their numbers.
+// Bytes that make no sense on a terminal are shown as their numbers, and tokens that are no bytes, too.
 void show(std::int64_t token) {
   const auto byte = static_cast<unsigned char>(token);
-  if (byte >= 32 || byte == '\n' || byte == '\t') {
+  if (token >= 256) {
+    fmt::print("<{}>", token);
+  } else if (byte >= 32 || byte == '\n' || byte == '\t') {
     std::fputc(byte, stdout);
   } else {
     fmt::print("\\x{:02x}", byte);
@@ -50,15 +56,19 @@ void run(const GenerateFlags& flags) {
   train::LoadedModel loaded = train::load_model(flags.run, device);
   if (train::tokens_have_no_text(loaded.config.data))
     throw ConfigError(describe(fmt::format("{}: generate", flags.run), "a model of token files", "one that was trained on text", "its tokenizer is not known here: Penstock's own has a token for each byte"));
-  const std::string prompt = flags.prompt.empty() ? loaded.config.output.sample_prompt : flags.prompt;
+  const std::string prompt = flags.prompt.value_or(loaded.config.output.sample_prompt);
+  if (prompt.empty())
+    throw ConfigError(describe(flags.prompt ? "--prompt" : "output.sample_prompt of the run", "an empty text", "at least one byte, which the model continues", flags.prompt ? "leave it out for that of the run" : "give --prompt"));
+  const models::TransformerOptions& model = loaded.model->options();
   std::vector<std::int64_t> tokens;
   for (const char each : prompt) tokens.push_back(static_cast<unsigned char>(each));
-  const std::int64_t room = loaded.config.model.context - static_cast<std::int64_t>(tokens.size());
-  if (tokens.empty() || room < 1)
-    throw ConfigError(describe("prompt", fmt::format("{} bytes", tokens.size()), fmt::format("1 to {} of a model whose context is {}", loaded.config.model.context - 1, loaded.config.model.context), "shorten it"));
-  const std::int64_t wanted = flags.tokens > 0 ? flags.tokens : loaded.config.output.sample_tokens;
-  const models::GenerateOptions how{.max_tokens = std::min(wanted, room), .temperature = flags.temperature, .top_k = flags.top_k, .seed = flags.seed, .stop_token = kEndOfDocument, .use_cache = true};
-  fmt::print("{}", prompt);
+  if (const auto unknown = std::find_if(tokens.begin(), tokens.end(), [&](std::int64_t token) { return token >= model.vocabulary; }); unknown != tokens.end())
+    throw ConfigError(describe("prompt", fmt::format("the byte {}", *unknown), fmt::format("bytes below the model's vocabulary of {}", model.vocabulary)));
+  if (static_cast<std::int64_t>(tokens.size()) > model.context)
+    fmt::print(stderr, "penstock: the prompt has {} bytes; the model sees the last {}, its context\n", tokens.size(), model.context);
+  const std::int64_t wanted = flags.tokens > 0 ? flags.tokens : loaded.config.output.sample_tokens > 0 ? loaded.config.output.sample_tokens : train::OutputConfig{}.sample_tokens;
+  const models::GenerateOptions how{.max_tokens = wanted, .temperature = flags.temperature, .top_k = flags.top_k, .seed = flags.seed, .stop_token = kEndOfDocument, .use_cache = true, .slide = true};
+  fmt::print("{}", printable(prompt));
   const at::Tensor start = at::tensor(tokens, at::kLong).unsqueeze(0).to(device);
   models::generate(*loaded.model, start, how, [](const std::vector<std::int64_t>& next, std::int64_t) {
     if (next[0] == kEndOfDocument) return false;
@@ -81,11 +91,12 @@ void add_generate_command(CLI::App& app, Outcome&) {
   command->footer("Example: penstock generate runs/tiny-20270131-093005 --prompt '#include <' --tokens 200");
   const auto flags = std::make_shared<GenerateFlags>();
   command->add_option("run", flags->run, "Folder of a run, or one of its checkpoints")->required();
-  command->add_option("--prompt", flags->prompt, "What the text begins with (default: output.sample_prompt of the run)");
-  command->add_option("--tokens", flags->tokens, "How many at most (default: output.sample_tokens of the run, as far as the context reaches)")->check(CLI::Range(1, 1 << 20));
-  command->add_option("--temperature", flags->temperature, "0: always the most likely token")->check(CLI::Range(0.0, 100.0))->capture_default_str();
-  command->add_option("--top-k", flags->top_k, "Only among so many of the most likely tokens; 0: all")->check(CLI::Range(0, 1 << 20))->capture_default_str();
-  command->add_option("--seed", flags->seed, "The same seed gives the same text")->capture_default_str();
+  add_read_option(*command, "--prompt", "TEXT", "What the text begins with, at least one byte (default: output.sample_prompt of the run)",
+                  [flags](const std::string&, const std::string& text) { flags->prompt = text; });
+  add_whole(*command, "--tokens", flags->tokens, 1, 1 << 20, "How many at most (default: output.sample_tokens of the run); beyond the context the model sees the last tokens only, as many as its context, which is slower");
+  add_number(*command, "--temperature", flags->temperature, {.low = 0, .high = 100}, "0: always the most likely token");
+  add_whole(*command, "--top-k", flags->top_k, 0, 1 << 20, "Only among so many of the most likely tokens; 0: all");
+  add_whole(*command, "--seed", flags->seed, 0, std::numeric_limits<std::int64_t>::max(), "The same seed gives the same text");
   command->add_option("--device", flags->device, "auto, cpu or cuda")->check(CLI::IsMember({"auto", "cpu", "cuda"}))->capture_default_str();
   command->callback([flags] { run(*flags); });
 }

@@ -12,6 +12,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/cli/commands.h"
+#include "penstock/cli/number_options.h"
 #include "penstock/graph/draw.h"
 #include "penstock/graph/functionalize.h"
 #include "penstock/graph/graph_report.h"
@@ -71,6 +72,7 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
   graph::GraphFile file;
   std::string title;
   if (is_file) {
+    refuse_options(command, {"--min-cut"}, "for a file, which says what is saved");
     if (rest.size() > 1) throw ConfigError(describe("argument", rest[1], "nothing after the file", "leave it out"));
     try {
       file = graph::load_graph(rest.front());
@@ -80,6 +82,7 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
     title = rest.front();
   } else {
     const train::ResolvedConfig resolved = train::load_config(config_sources(command));
+    refuse_keys(resolved, "inspect graph", [](const std::string& key) { return key.starts_with("model.") || key.starts_with("layout."); });
     file = capture_model(resolved.config, flags.min_cut);
     title = fmt::format("model {}, one microbatch of {} x {} tokens", resolved.config.model.preset, resolved.config.layout.microbatch_size,
                         resolved.config.model.context);
@@ -102,13 +105,13 @@ void add_inspect_graph_command(CLI::App& inspect, Outcome&) {
   command->add_option("--svg", flags->svg, "Write a picture")->type_name("FILE.svg");
   command->add_option("--dot", flags->dot, "Write text for Graphviz")->type_name("FILE.dot");
   command->add_option("--save", flags->save, "Write the captured graph to a file")->type_name("FILE");
-  command->add_option("--nodes", flags->nodes, "Rows of the node table (default 20; 0: all)");
+  add_whole(*command, "--nodes", flags->nodes, 0, 1 << 30, "Rows of the node table (default 20; 0: all)");
   command->add_flag("--min-cut", flags->min_cut, "Count what is saved when cheap values are computed again in backward");
   command->allow_extras();
   command->footer(
       "Usage: penstock inspect graph FILE\n"
       "       penstock inspect graph [CONFIG.toml] [--section.key value ...]\n\n"
-      "FILE was written by --save or by save_graph of the library. Without one the configured model (docs/configuration.md) is captured,\n"
+      "FILE was written by --save or by save_graph of the library. Without one the configured model is captured (keys of [model] and [layout]; penstock train --help),\n"
       "forward and backward of one microbatch on the CPU; nothing is computed.\n"
       "Examples:\n"
       "  penstock inspect graph --preset tiny --svg model.svg --save model.psgraph\n"

@@ -14,8 +14,11 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/commands.h"
+#include "penstock/cli/number_options.h"
+#include "penstock/cli/rank_errors.h"
 #include "penstock/cli/work_folder.h"
 #include "penstock/comm/launcher.h"
 #include "penstock/comm/world.h"
@@ -97,14 +100,18 @@ int measure(const train::ResolvedConfig& resolved, const InspectMemoryFlags& fla
   comm::LaunchOptions options;
   options.ranks = static_cast<int>(ranks.size());
   options.command = {fs::read_symlink("/proc/self/exe").string(), "inspect", "memory", "--worker", folder.path().string(), "--steps", std::to_string(flags.steps)};
-  if (const int code = comm::launch(options).exit_code; code != 0) return code;
+  const RankErrors errors;
+  errors.listen(options);
+  const int code = comm::launch(options).exit_code;
+  errors.print();
+  if (code != 0) return code;
   for (std::size_t rank = 0; rank < ranks.size(); ++rank) ranks[rank].measured = read_rank(folder.path(), rank);
   return 0;
 }
 
 std::string to_text(const train::DryRun& plan, const std::vector<RankRows>& ranks, int steps) {
   const bool measured = ranks.front().measured.has_value();
-  std::string text = fmt::format("memory of the ranks, each at most{}\n", measured ? fmt::format(": predicted, and measured over {} steps after two others", steps) : ", predicted");
+  std::string text = fmt::format("memory of the ranks, each at most{}\n", measured ? fmt::format(": predicted, and measured over {} after two others", count_of(steps, "step")) : ", predicted");
   const auto out = std::back_inserter(text);
   fmt::format_to(out, "  {:<26}{:<11}", "rank", "");
   for (const char* column : kColumns) fmt::format_to(out, "{:>13}", column);
@@ -138,8 +145,10 @@ std::string to_json(const train::DryRun& plan, const std::vector<RankRows>& rank
 }
 
 int run(const CLI::App& command, const InspectMemoryFlags& flags) {
-  if (!flags.worker.empty()) return run_rank(flags);
+  if (!flags.worker.empty()) return tell_parent([&] { return run_rank(flags); });
   const train::ResolvedConfig resolved = train::load_config(config_sources(command));
+  refuse_keys(resolved, "inspect memory", trains_without_a_run);
+  if (flags.predict_only) refuse_options(command, {"--steps"}, "with --predict-only, which runs none");
   const train::LayoutConfig& layout = resolved.config.layout;
   const train::DryRun plan = train::dry_run(resolved.config);
   std::vector<RankRows> ranks;
@@ -160,6 +169,7 @@ void add_inspect_memory_command(CLI::App& inspect, Outcome& outcome) {
   CLI::App* command = inspect.add_subcommand("memory", "Memory of every rank: parameters, gathered ones, gradients, optimizer, activations; predicted beside measured");
   command->footer(
       "Usage: penstock inspect memory [CONFIG.toml] [--section.key value ...]\n\n"
+      "penstock train --help lists the keys; those of [checkpoint] and [output] have no meaning here.\n"
       "Examples:\n"
       "  penstock inspect memory my.toml\n"
       "  penstock inspect memory --pp 2 --dp 2 --shard 2 --steps 5\n"
@@ -168,7 +178,7 @@ void add_inspect_memory_command(CLI::App& inspect, Outcome& outcome) {
       "penstock train --dry-run. The steps of the learning rate are --training.steps here.\n"
       "Exit codes: 0 ok, 1 a rank failed, 2 usage or parse error.");
   const auto flags = std::make_shared<InspectMemoryFlags>();
-  command->add_option("--steps", flags->steps, "Steps to measure")->check(CLI::Range(1, 1000))->capture_default_str();
+  add_whole(*command, "--steps", flags->steps, 1, 1000, "Steps to measure");
   command->add_flag("--predict-only", flags->predict_only, "Start no ranks: the prediction alone");
   command->add_flag("--json", flags->json, "Bytes as JSON");
   command->add_option("--worker", flags->worker, "Internal: run as one of the ranks")->group("");

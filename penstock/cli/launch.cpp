@@ -7,6 +7,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/cli/commands.h"
+#include "penstock/cli/number_options.h"
 #include "penstock/comm/launcher.h"
 
 namespace penstock::cli {
@@ -56,9 +57,6 @@ void run(CLI::App& command, LaunchFlags& flags, Outcome& outcome) {
   // Without it an option of the program could be taken for one of ours, and the other way round.
   if (!separated) throw usage("-- is missing before the program \"" + flags.options.command.front() + "\"");
   if (command.count("-n") == 0) throw usage("the number of ranks is not given; set it by -n");
-  if (!(flags.grace_s >= 0 && flags.grace_s <= 86'400))
-    throw usage(
-        describe("--grace", command.get_option("--grace")->as<std::string>(), "seconds from 0 to 86400"));
   flags.options.grace = std::chrono::milliseconds(static_cast<long long>(flags.grace_s * 1000));
   flags.options.prefix = !flags.no_prefix;
   if (flags.no_color) flags.options.color = comm::LaunchOptions::Color::Never;
@@ -71,18 +69,16 @@ void add_launch_command(CLI::App& app, Outcome& outcome) {
   CLI::App* command = app.add_subcommand("launch", "Start a program as several ranks on this host");
   const auto flags = std::make_shared<LaunchFlags>();
   comm::LaunchOptions& options = flags->options;
-  command->add_option("-n,--ranks", options.ranks, "Number of ranks");
-  command->add_option("--restarts", options.restarts,
-                      "Start all ranks again up to this often when one fails (default 0)");
-  command->add_option("--grace", flags->grace_s,
-                      "Seconds the other ranks have to end on their own after one failed, and all after a "
-                      "signal (default 10)");
+  add_whole(*command, "-n,--ranks", options.ranks, 1, comm::kMaxLocalRanks, "Number of ranks");
+  add_whole(*command, "--restarts", options.restarts, 0, 1'000'000, "Start all ranks again up to this often when one fails");
+  add_number(*command, "--grace", flags->grace_s, {.low = 0, .high = 86'400},
+             "Seconds the other ranks have to end on their own after one failed, and all after a signal")
+      ->type_name("S");
   command
       ->add_option("--log-dir", options.log_dir,
                    "Also write each rank's output to DIR/attempt<k>/rank<r>.log")
       ->type_name("DIR");
-  command->add_option("--port", options.port,
-                      "MASTER_PORT (default: a free port, picked anew for every attempt)");
+  add_whole(*command, "--port", options.port, 0, 65535, "MASTER_PORT; 0, the default: a free port, picked anew for every attempt");
   command->add_flag("--no-prefix", flags->no_prefix, "Do not put [rank r] in front of lines");
   command->add_flag("--no-color", flags->no_color, "Do not colour the prefix (also: set NO_COLOR)");
   command->add_option("program", flags->first_word, "Program to run, then its arguments, after --")

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/commands.h"
 
@@ -23,7 +24,7 @@ void require_known_command(const CLI::App& app, std::span<char* const> words) {
     names.push_back(command->get_name());
   }
   const std::string nearest = penstock::nearest_name(words[0], names);
-  throw penstock::ConfigError(penstock::describe(app.get_parent() == nullptr ? "command" : fmt::format("command of {}", app.get_name()), fmt::format("\"{}\"", words[0]), fmt::format("one of {}", fmt::join(names, ", ")),
+  throw penstock::ConfigError(penstock::describe(app.get_parent() == nullptr ? "command" : fmt::format("command of {}", app.get_name()), penstock::quote(words[0]), fmt::format("one of {}", fmt::join(names, ", ")),
                                                  nearest.empty() ? "see --help" : fmt::format("did you mean {}?", nearest)));
 }
 
@@ -37,31 +38,19 @@ int main(int argc, char** argv) {
   app.set_version_flag("--version", PENSTOCK_VERSION);
   app.footer("Example: penstock launch -n 4 -- ./my_program\nExit codes: 0 ok, 1 a check failed, 2 usage or parse error, 3 the last checkpoint of a run was not saved.");
   cli::Outcome outcome;
-  cli::add_doctor_command(app, outcome);
-  cli::add_launch_command(app, outcome);
-  cli::add_schedule_command(app, outcome);
-  cli::add_check_command(app, outcome);
-  cli::add_simulate_command(app, outcome);
-  cli::add_compare_command(app, outcome);
-  cli::add_trace_command(app, outcome);
-  cli::add_data_command(app, outcome);
-  cli::add_train_command(app, outcome);
-  cli::add_resume_command(app, outcome);
-  cli::add_generate_command(app, outcome);
-  cli::add_report_command(app, outcome);
-  cli::add_parity_command(app, outcome);
-  cli::add_inspect_command(app, outcome);
+  cli::add_all_commands(app, outcome);
   try {
+    cli::check_environment();
     require_known_command(app, std::span(argv, static_cast<std::size_t>(argc)).subspan(1));
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     const int code = app.exit(error);  // prints help, version or what is wrong
     return code == 0 ? 0 : 2;
   } catch (const ConfigError& error) {
-    fmt::print(stderr, "penstock: {}\n", error.what());
+    fmt::print(stderr, "penstock: {}\n", printable(error.what()));
     return 2;
   } catch (const std::exception& error) {
-    fmt::print(stderr, "penstock: {}\n", error.what());
+    fmt::print(stderr, "penstock: {}\n", printable(error.what()));
     return 1;
   }
   return outcome.exit_code;

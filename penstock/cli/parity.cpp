@@ -11,7 +11,10 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/quote.h"
 #include "penstock/cli/commands.h"
+#include "penstock/cli/number_options.h"
+#include "penstock/cli/rank_errors.h"
 #include "penstock/cli/work_folder.h"
 #include "penstock/comm/launch_cores.h"
 #include "penstock/comm/launcher.h"
@@ -62,7 +65,11 @@ int start_side(const fs::path& folder, const std::string& side, int ranks, int t
   options.command = {fs::read_symlink("/proc/self/exe").string(), "parity", "--worker", folder.string(), "--side", side, "--steps", std::to_string(steps)};
   // Products of matrices may depend on the number of threads: both sides have the same.
   if (std::getenv("OMP_NUM_THREADS") == nullptr) options.environment.emplace_back("OMP_NUM_THREADS", std::to_string(threads));
-  return comm::launch(options).exit_code;
+  const RankErrors errors;
+  errors.listen(options);
+  const int code = comm::launch(options).exit_code;
+  errors.print();
+  return code;
 }
 
 // The same kind of device on both sides.
@@ -76,8 +83,9 @@ std::string layout_words(const train::LayoutConfig& layout) {
 }
 
 int run(const CLI::App& command, const ParityFlags& flags) {
-  if (!flags.worker.empty()) return run_rank(flags);
+  if (!flags.worker.empty()) return tell_parent([&] { return run_rank(flags); });
   train::ResolvedConfig layout = train::load_config(config_sources(command));
+  refuse_keys(layout, "parity", trains_without_a_run);
   layout.config.layout.device = common_device(layout.config.layout);
   train::ResolvedConfig one = layout;
   one.config = train::one_process(layout.config);
@@ -90,7 +98,7 @@ int run(const CLI::App& command, const ParityFlags& flags) {
   write_config(config_path(folder.path(), kOne), one);
   write_config(config_path(folder.path(), kLayout), layout);
   const int ranks = static_cast<int>(layout.config.layout.ranks), threads = comm::threads_per_rank(comm::available_cores(), ranks);
-  fmt::print("{} steps in one process and in the layout: {}\n", flags.steps, layout_words(layout.config.layout));
+  fmt::print("{} in one process and in the layout: {}\n", count_of(flags.steps, "step"), layout_words(layout.config.layout));
   if (tolerance.gradients == 0 && tolerance.parameters == 0) {
     fmt::print("expected: equal values{}\n\n", same_bits ? ", as stages and schedule change no sum" : "");
   } else {
@@ -110,15 +118,16 @@ void add_parity_command(CLI::App& app, Outcome& outcome) {
   CLI::App* command = app.add_subcommand("parity", "Compare training in a layout with training in one process: losses, gradients, parameters");
   command->footer(
       "Usage: penstock parity [CONFIG.toml] [--section.key value ...] [--steps N]\n\n"
+      "penstock train --help lists the keys; those of [checkpoint] and [output] have no meaning here.\n"
       "Examples:\n"
       "  penstock parity --pp 2 --schedule ZBVZeroBubble\n"
       "  penstock parity my.toml --dp 2 --tp 2 --tolerance 1e-5 --all\n\n"
       "Pipelines must give equal values on the CPU; replicas and tensor parallelism may differ by rounding (docs/training.md).\n"
       "The steps of the learning rate are --training.steps here. Exit codes: 0 equal, 1 different, 2 usage or parse error.");
   const auto flags = std::make_shared<ParityFlags>();
-  command->add_option("--steps", flags->steps, "Steps to compare")->check(CLI::Range(1, 10000))->capture_default_str();
-  command->add_option("--tolerance", flags->tolerance, "Largest difference of losses and gradients, relative to a tensor's largest element; parameters get ten times as much")->check(CLI::Range(0.0, 1e9))->type_name("X");
-  command->add_option("--parameter-tolerance", flags->parameter_tolerance, "The same of parameters")->check(CLI::Range(0.0, 1e9))->type_name("X");
+  add_whole(*command, "--steps", flags->steps, 1, 10000, "Steps to compare");
+  add_number(*command, "--tolerance", flags->tolerance, {.low = 0, .high = 1e9}, "Largest difference of losses and gradients, relative to a tensor's largest element; parameters get ten times as much");
+  add_number(*command, "--parameter-tolerance", flags->parameter_tolerance, {.low = 0, .high = 1e9}, "The same of parameters");
   command->add_flag("--all", flags->all, "Show every tensor of every step, not only the worst");
   command->add_option("--keep", flags->keep, "Keep what was compared, in this new folder")->type_name("FOLDER");
   command->add_option("--worker", flags->worker, "Internal: run as one of the ranks")->group("");

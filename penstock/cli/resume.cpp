@@ -3,6 +3,7 @@
 #include <string>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/quote.h"
 #include "penstock/cli/commands.h"
 #include "penstock/cli/train_run.h"
 #include "penstock/train/run_folder.h"
@@ -27,7 +28,9 @@ void add_resume_command(CLI::App& app, Outcome& outcome) {
   command->add_option("run", flags->run, "Folder of the run")->required()->type_name("RUN");
   add_train_flags(*command, *flags);
   command->callback([command, flags, &outcome] {
-    outcome.exit_code = train_run(train::plan_resume(flags->run, {.file = {}, .arguments = command->remaining()}), *flags);
+    const train::ConfigSources sources = config_sources(*command);
+    if (sources.file) throw ConfigError(describe("resume", quote(*sources.file), "RUN and --section.key value", "its own configuration is used"));
+    outcome.exit_code = train_run(*command, *flags, sources, [&] { return train::plan_resume(flags->run, sources); });
   });
 }
 

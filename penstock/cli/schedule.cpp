@@ -1,4 +1,5 @@
 // penstock schedule: prints or draws a schedule.
+#include <fmt/format.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -7,6 +8,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/cli/commands.h"
+#include "penstock/cli/number_options.h"
 #include "penstock/cli/schedule_flags.h"
 #include "penstock/plan/draw_grid.h"
 #include "penstock/plan/draw_html.h"
@@ -52,13 +54,14 @@ bool colour_wanted(const std::string& output) {
   return output.empty() && ::isatty(STDOUT_FILENO) == 1 && std::getenv("NO_COLOR") == nullptr;
 }
 
-void run(const ScheduleFlags& flags) {
+void run(const CLI::App& command, const ScheduleFlags& flags) {
   const std::string format =
       one_of("--format", flags.format, {"csv", "grid", "svg", "html", "perfetto", "json"});
-  if (flags.max_active_stages < 1) {
-    throw ConfigError(
-        describe("--max-active-stages", std::to_string(flags.max_active_stages), "a number of at least 1"));
-  }
+  require_auto_for_limits(command, flags.shape);
+  if (!flags.lowered) refuse_options(command, {"--max-active-stages", "--defer-receives"}, "without --lowered", "add --lowered, or leave it out");
+  const bool timed = format == "svg" || format == "html" || format == "perfetto";
+  if (!timed && !is_auto(flags.shape))
+    refuse_options(command, {"--cost", "--memory", "--communication"}, fmt::format("for the {} of a schedule that is fixed", format), "draw it by --format svg, html or perfetto, or use penstock simulate");
   schedule::Schedule schedule = schedule_of(flags.shape, flags.costs);
   schedule::validate(schedule);
   if (flags.lowered) {
@@ -79,7 +82,7 @@ void run(const ScheduleFlags& flags) {
   } else {
     plan::CostModel model = cost_model(flags.costs);
     try {
-      model.check(schedule.stages().stages());
+      model.check(schedule.stages(), schedule.microbatches());
     } catch (const ValueError& error) {
       throw ConfigError(error.what());
     }
@@ -100,10 +103,7 @@ void add_schedule_command(CLI::App& app, Outcome&) {
   add_shape_flags(*command, flags->shape);
   command->add_flag("--lowered", flags->lowered,
                     "With transfers, gathering and gradient reduction, as it is executed");
-  command
-      ->add_option("--max-active-stages", flags->max_active_stages,
-                   "Stages whose parameters a rank holds gathered at once (default 3)")
-      ->type_name("N");
+  add_whole(*command, "--max-active-stages", flags->max_active_stages, 1, 65536, "Stages whose parameters a rank holds gathered at once");
   command->add_flag("--defer-receives", flags->defer_receives,
                     "Receive just before use instead of where the sender sends");
   add_cost_flags(*command, flags->costs);
@@ -120,7 +120,7 @@ void add_schedule_command(CLI::App& app, Outcome&) {
       "--max-activations 1f1b -o auto.csv\n"
       "--cost, --memory and --communication set the times of drawings and what auto works for; the limits "
       "are for auto.");
-  command->callback([flags] { run(*flags); });
+  command->callback([command, flags] { run(*command, *flags); });
 }
 
 }  // namespace penstock::cli

@@ -10,7 +10,9 @@
 #include <memory>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/quote.h"
 #include "penstock/base/text.h"
+#include "penstock/cli/number_options.h"
 #include "penstock/plan/cost_text.h"
 
 namespace penstock::cli {
@@ -22,6 +24,10 @@ struct Close {
 };
 using File = std::unique_ptr<std::FILE, Close>;
 
+// Those of the configuration; a schedule of that many would not fit into memory anyway.
+constexpr int kMostRanks = 65536;
+constexpr int kMostMicrobatches = 1 << 20;
+
 std::vector<std::string> kind_names() {
   std::vector<std::string> names;
   for (const schedule::ScheduleKind kind : schedule::all_schedule_kinds()) names.emplace_back(to_text(kind));
@@ -31,19 +37,19 @@ std::vector<std::string> kind_names() {
 
 }  // namespace
 
+void add_size_flags(CLI::App& command, ShapeFlags& flags, const std::string& stages_help) {
+  add_whole(command, "--ranks", flags.ranks, 1, kMostRanks, "Ranks of the pipeline")->type_name("P");
+  add_whole(command, "--stages-per-rank", flags.stages_per_rank, 1, kMostRanks, stages_help)->type_name("V");
+  add_whole(command, "--microbatches", flags.microbatches, 1, kMostMicrobatches, "Microbatches of one step")->type_name("M");
+}
+
 void add_shape_flags(CLI::App& command, ShapeFlags& flags) {
   command
       .add_option("--kind", flags.kind, fmt::format("Schedule, any case: {}", fmt::join(kind_names(), ", ")))
       ->type_name("K");
-  command.add_option("--ranks", flags.ranks, "Ranks of the pipeline")->type_name("P");
-  command
-      .add_option("--stages-per-rank", flags.stages_per_rank,
-                  "Stages on each rank (default: what the kind demands, else 1)")
-      ->type_name("V");
-  command.add_option("--microbatches", flags.microbatches, "Microbatches of one step")->type_name("M");
-  command
-      .add_option("--group-size", flags.group_size,
-                  "Interleaved kinds: microbatches a rank runs on one stage before it turns to the next")
+  add_size_flags(command, flags, "Stages on each rank (default: what the kind demands, 2 for interleaved kinds, 1 for auto)");
+  add_whole(command, "--group-size", flags.group_size, 1, kMostMicrobatches,
+            "Interleaved kinds: microbatches a rank runs on one stage before it turns to the next")
       ->type_name("G");
 }
 
@@ -85,7 +91,7 @@ std::vector<plan::MemoryLimit> memory_limits(const CostFlags& flags, int ranks, 
   std::vector<plan::MemoryLimit> limits;
   const auto widen = [&](std::string_view flag, std::size_t count) {
     if (count != 1 && count != static_cast<std::size_t>(ranks)) {
-      throw ConfigError(describe(flag, fmt::format("{} values", count),
+      throw ConfigError(describe(flag, count_of(count, "value"),
                                  fmt::format("1 or one for each of {} ranks", ranks)));
     }
     limits.resize(static_cast<std::size_t>(ranks));
@@ -93,12 +99,14 @@ std::vector<plan::MemoryLimit> memory_limits(const CostFlags& flags, int ranks, 
   if (to_lower(flags.max_activations) == "1f1b") {
     limits = plan::one_f_one_b_limits(ranks, microbatches);
   } else if (!flags.max_activations.empty()) {
-    const auto values = plan::parse_bytes_list("--max-activations", flags.max_activations);
-    widen("--max-activations", values.size());
-    for (std::size_t rank = 0; rank < limits.size(); ++rank) {
-      limits[rank].activations =
-          static_cast<int>(std::min<std::int64_t>(values[values.size() == 1 ? 0 : rank], 1 << 30));
+    std::vector<int> values;
+    for (std::size_t begin = 0; begin <= flags.max_activations.size();) {
+      const std::size_t end = std::min(flags.max_activations.find(':', begin), flags.max_activations.size());
+      values.push_back(static_cast<int>(read_whole("--max-activations", flags.max_activations.substr(begin, end - begin), 0, 1 << 30)));
+      begin = end + 1;
     }
+    widen("--max-activations", values.size());
+    for (std::size_t rank = 0; rank < limits.size(); ++rank) limits[rank].activations = values[values.size() == 1 ? 0 : rank];
   }
   if (!flags.max_bytes.empty()) {
     const auto values = plan::parse_bytes_list("--max-bytes", flags.max_bytes);
@@ -109,20 +117,21 @@ std::vector<plan::MemoryLimit> memory_limits(const CostFlags& flags, int ranks, 
   return limits;
 }
 
+void require_auto_for_limits(const CLI::App& command, const ShapeFlags& flags) {
+  if (is_auto(flags)) return;
+  refuse_options(command, {"--max-activations", "--max-bytes"}, "for a schedule that is fixed", "leave it out, or choose --kind auto");
+}
+
 bool is_auto(const ShapeFlags& flags) {
   return to_lower(flags.kind) == "auto";
 }
 
 schedule::PipelineShape shape_of(const ShapeFlags& flags) {
   const auto require = [](const char* flag, int value) {
-    if (value < 1)
-      throw ConfigError(
-          describe(flag, value == 0 ? "nothing" : fmt::format("{}", value), "a number of at least 1"));
+    if (value == 0) throw ConfigError(describe(flag, "nothing", "a whole number of at least 1"));
   };
   require("--ranks", flags.ranks);
   require("--microbatches", flags.microbatches);
-  if (flags.stages_per_rank < 0) require("--stages-per-rank", flags.stages_per_rank);
-  if (flags.group_size < 0) require("--group-size", flags.group_size);
   schedule::PipelineShape shape;
   shape.ranks = flags.ranks;
   shape.microbatches = flags.microbatches;
@@ -130,7 +139,7 @@ schedule::PipelineShape shape_of(const ShapeFlags& flags) {
   if (shape.stages_per_rank == 0) {
     shape.stages_per_rank = is_auto(flags) || flags.kind.empty()
                                 ? 1
-                                : required_stages_per_rank(schedule::schedule_kind(flags.kind)).value_or(1);
+                                : default_stages_per_rank(schedule::schedule_kind(flags.kind));
   }
   if (flags.group_size > 0) shape.group_size = flags.group_size;
   return shape;
@@ -140,6 +149,7 @@ schedule::Schedule schedule_of(const ShapeFlags& flags, const CostFlags& costs) 
   if (flags.kind.empty())
     throw ConfigError(describe("--kind", "nothing", fmt::format("one of {}", fmt::join(kind_names(), ", "))));
   try {
+    if (is_auto(flags) && flags.group_size > 0) throw ConfigError("--group-size has no meaning for --kind auto, which orders microbatches itself; leave it out");
     const schedule::PipelineShape shape = shape_of(flags);
     if (!is_auto(flags)) return generate(schedule::schedule_kind(flags.kind), shape);
     plan::AutoRequest request;
@@ -161,7 +171,7 @@ std::string one_of(std::string_view flag, std::string_view value, const std::vec
     if (to_lower(name) == wanted) return name;
   }
   const std::string nearest = nearest_name(wanted, names);
-  throw ConfigError(describe(flag, fmt::format("\"{}\"", value),
+  throw ConfigError(describe(flag, quote(value),
                              fmt::format("one of {}", fmt::join(names, ", ")),
                              nearest.empty() ? "" : fmt::format("did you mean {}?", nearest)));
 }

@@ -15,7 +15,7 @@ namespace penstock::cli {
 struct ShapeFlags {
   std::string kind;
   int ranks = 0;
-  int stages_per_rank = 0;  // 0: what the kind demands, else 1
+  int stages_per_rank = 0;  // 0: not given
   int microbatches = 0;
   int group_size = 0;  // 0: not given
 };
@@ -28,6 +28,9 @@ struct CostFlags {
   std::string max_bytes;
 };
 
+// --ranks, --stages-per-rank, --microbatches
+void add_size_flags(CLI::App& command, ShapeFlags& flags, const std::string& stages_help);
+// The same with --kind and --group-size.
 void add_shape_flags(CLI::App& command, ShapeFlags& flags);
 void add_cost_flags(CLI::App& command, CostFlags& flags);
 // Limits on memory, for `auto` and for comparison.
@@ -38,6 +41,8 @@ plan::CostModel cost_model(const CostFlags& flags);
 std::vector<plan::MemoryLimit> memory_limits(const CostFlags& flags, int ranks, int microbatches);
 
 bool is_auto(const ShapeFlags& flags);
+// Throws ConfigError where a limit on memory is given for anything but `auto`, the only kind that works for one.
+void require_auto_for_limits(const CLI::App& command, const ShapeFlags& flags);
 // Throws ConfigError for what is missing or illegal.
 schedule::PipelineShape shape_of(const ShapeFlags& flags);
 // Of a fixed kind or of `auto`.

@@ -6,6 +6,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/cli/commands.h"
+#include "penstock/cli/number_options.h"
 #include "penstock/cli/schedule_flags.h"
 #include "penstock/plan/simulation_report.h"
 #include "penstock/schedule/lower.h"
@@ -38,18 +39,25 @@ schedule::Schedule read_schedule(const SimulateFlags& flags) {
   }
 }
 
-void run(const SimulateFlags& flags) {
+void run(const CLI::App& command, const SimulateFlags& flags) {
   if (flags.file.empty() == flags.shape.kind.empty()) {
     throw ConfigError(
         describe("simulate", flags.file.empty() ? "neither a file nor --kind" : "both a file and --kind",
                  "one of them", "for example: penstock simulate --kind 1F1B --ranks 4 --microbatches 8"));
+  }
+  if (flags.file.empty()) {
+    refuse_options(command, {"--placement"}, "without a file: the kind says where stages belong");
+    require_auto_for_limits(command, flags.shape);
+  } else {
+    refuse_options(command, {"--ranks", "--stages-per-rank", "--microbatches", "--group-size", "--max-activations", "--max-bytes"},
+                   "beside a file, which has its own ranks, stages and microbatches");
   }
   const std::string format = one_of("--format", flags.format, {"text", "json"});
   plan::CostModel model = cost_model(flags.costs);
   schedule::Schedule schedule =
       flags.file.empty() ? schedule_of(flags.shape, flags.costs) : read_schedule(flags);
   try {
-    model.check(schedule.stages().stages());
+    model.check(schedule.stages(), schedule.microbatches());
   } catch (const ValueError& error) {
     throw ConfigError(error.what());
   }
@@ -88,7 +96,7 @@ void add_simulate_command(CLI::App& app, Outcome&) {
       "  penstock simulate --kind ZBVZeroBubble --ranks 4 --microbatches 16 --cost F=1,I=1,W=1,send=0.1\n"
       "  penstock simulate my_schedule.csv --memory params=2G,grads=2G,act=120M --format json\n"
       "Exit codes: 0 ok, 1 the schedule cannot run, 2 usage or parse error.");
-  command->callback([flags] { run(*flags); });
+  command->callback([command, flags] { run(*command, *flags); });
 }
 
 }  // namespace penstock::cli

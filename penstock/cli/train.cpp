@@ -22,6 +22,8 @@
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/checkpoint_error.h"
 #include "penstock/cli/commands.h"
+#include "penstock/cli/number_options.h"
+#include "penstock/cli/rank_errors.h"
 #include "penstock/cli/train_run.h"
 #include "penstock/cli/wait_line.h"
 #include "penstock/cli/work_folder.h"
@@ -31,6 +33,7 @@
 #include "penstock/comm/world.h"
 #include "penstock/train/configured_data.h"
 #include "penstock/train/dry_run.h"
+#include "penstock/train/job.h"
 #include "penstock/train/not_finite.h"
 #include "penstock/train/metrics_file.h"
 #include "penstock/train/progress.h"
@@ -131,7 +134,9 @@ void show_dry_run(const train::TrainConfig& config) {
 }
 
 int start_ranks(const train::RunPlan& plan, const TrainFlags& flags) {
-  train::check_data(plan.resolved.config, train::DataCheck::Opening);  // here it is said once, and no folder is made
+  // Said once here instead of by every rank, and before any folder is made.
+  (void)train::configured_device(plan.resolved.config.layout, comm::World::fake(0, static_cast<int>(plan.resolved.config.layout.ranks)));
+  train::check_data(plan.resolved.config, train::DataCheck::Opening);
   const train::RunFolder held(plan);
   const fs::path& folder = held.path();
   const train::ResolvedConfig resolved = train::with_absolute_paths(plan.resolved, folder);
@@ -153,7 +158,10 @@ int start_ranks(const train::RunPlan& plan, const TrainFlags& flags) {
   winsize size{};
   const bool terminal = ::isatty(STDERR_FILENO) == 1 && ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0;
   options.environment.emplace_back("PENSTOCK_PROGRESS_TTY", std::to_string(terminal ? size.ws_col : 0));
+  const RankErrors errors;
+  errors.listen(options);
   const int exit_code = comm::launch(options).exit_code;
+  errors.print();
   if (!fs::exists(handed.path() / kAccepted)) return exit_code;  // refused: the folder is as it was
   if (fs::exists(folder / train::MetricsFile::kName)) report(folder);
   // Tokens of another program's tokenizer are no text here.
@@ -165,15 +173,25 @@ int start_ranks(const train::RunPlan& plan, const TrainFlags& flags) {
 }
 
 int run(const CLI::App& command, const TrainFlags& flags) {
-  if (!flags.worker.empty()) return run_rank(flags.worker, flags.handed);
-  return train_run(train::plan_run(config_sources(command)), flags);
+  if (!flags.worker.empty()) return tell_parent([&] { return run_rank(flags.worker, flags.handed); });
+  const train::ConfigSources sources = config_sources(command);
+  return train_run(command, flags, sources, [&] { return train::plan_run(sources); });
 }
 
 }  // namespace
 
-int train_run(const train::RunPlan& plan, const TrainFlags& flags) {
+int train_run(const CLI::App& command, const TrainFlags& flags, const train::ConfigSources& sources, const std::function<train::RunPlan()>& plan_of) {
   const comm::LaunchEnv env = comm::launch_env();
   const bool own_ranks = env.launcher == "none";
+  train::RunPlan plan;
+  try {
+    plan = plan_of();
+  } catch (const ConfigError&) {
+    // Ranks that somebody else started all read the same configuration: rank 0 says what is wrong with it.
+    const bool readable = !sources.file || ::access(sources.file->c_str(), R_OK) == 0;
+    if (own_ranks || env.rank == 0 || !readable) throw;
+    return 2;
+  }
   if (own_ranks) train::check_local_ranks(plan.resolved.config.layout);
   if (flags.dry_run) {
     if (plan.continues) train::RunFolder held(plan);  // refuses a folder that is in use, and changes nothing in it
@@ -182,41 +200,32 @@ int train_run(const train::RunPlan& plan, const TrainFlags& flags) {
   }
   std::signal(SIGXFSZ, SIG_IGN);  // a limit on the size of files is an error of the write, not the end of the process
   if (own_ranks) return start_ranks(plan, flags);
+  refuse_options(command, {"--restarts"}, fmt::format("for ranks that {} has started", env.launcher), "let it start them again");
   comm::restart_with_compute_environment(env.local_world_size);
   return run_foreign_rank(plan);
 }
 
 void add_train_flags(CLI::App& command, TrainFlags& flags) {
-  command.add_option("--restarts", flags.restarts, "Start all ranks again up to this often when one fails, from the last checkpoint (default 0)")->check(CLI::Range(0, 1000));
+  add_whole(command, "--restarts", flags.restarts, 0, 1000, "Start all ranks again up to this often when one fails, from the last checkpoint");
   command.add_flag("--dry-run", flags.dry_run, "Show mesh, partition, schedule, memory and predicted step time, and train nothing");
   command.allow_extras();
-}
-
-train::ConfigSources config_sources(const CLI::App& command) {
-  train::ConfigSources sources;
-  std::vector<std::string> rest = command.remaining();
-  if (!rest.empty() && !rest.front().starts_with("-")) {
-    sources.file = rest.front();
-    rest.erase(rest.begin());
-  }
-  sources.arguments = rest;
-  return sources;
 }
 
 void add_train_command(CLI::App& app, Outcome& outcome) {
   CLI::App* command = app.add_subcommand("train", "Train a model; the ranks of the layout are started on this host");
   command->footer(
-      "Usage: penstock train [CONFIG.toml] [--section.key value ...]\n\n"
+      std::string("Usage: penstock train [CONFIG.toml] [--section.key value ...]\n\n"
       "Examples:\n"
       "  penstock train\n"
       "  penstock train --data input.txt\n"
       "  penstock train --preset small --pp 2 --schedule ZBVZeroBubble --steps 500\n"
       "  penstock train --pp 4 --dry-run\n"
       "  penstock train my.toml --resume runs/tiny-1/checkpoints/step-00000100 --restarts 2\n\n"
-      "Every key is explained in docs/configuration.md. Under mpirun, srun or torchrun the ranks that they started are used.\n"
+      "Under mpirun, srun or torchrun the ranks that they started are used.\n"
       "With the --run_folder of a run that exists the run continues, with its own configuration where nothing else is given (see penstock resume).\n"
       "Ends with a checkpoint on SIGTERM and Ctrl-C; a second one ends at once.\n"
-      "Exit codes: 0 ok, 1 a rank failed, 2 the start was refused, 3 the last checkpoint could not be written.");
+      "Exit codes: 0 ok, 1 a rank failed, 2 the start was refused, 3 the last checkpoint could not be written.\n\n") +
+      train::configuration_help());
   const auto flags = std::make_shared<TrainFlags>();
   add_train_flags(*command, *flags);
   command->add_option("--worker", flags->worker, "Internal: run as one of the ranks")->group("");

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <functional>
 #include <string>
 
 #include "penstock/train/run_folder.h"
@@ -19,7 +20,7 @@ struct TrainFlags {
 
 void add_train_flags(CLI::App& command, TrainFlags& flags);
 
-// Returns the exit code.
-int train_run(const train::RunPlan& plan, const TrainFlags& flags);
+// `sources` are what `plan` is made from. Returns the exit code.
+int train_run(const CLI::App& command, const TrainFlags& flags, const train::ConfigSources& sources, const std::function<train::RunPlan()>& plan);
 
 }  // namespace penstock::cli

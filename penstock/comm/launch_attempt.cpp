@@ -92,6 +92,7 @@ class Attempt {
   std::set<int> passed_on_;
   bool color_[2] = {false, false};
   bool cleaned_ = false;
+  bool explained_ = false;  // why the first rank failed; see LaunchOptions
 };
 
 std::string elapsed(double seconds) {
@@ -273,7 +274,8 @@ void Attempt::on_first_failure(const RankState& rank) {
   if (others > 0)
     text += fmt::format("; {} still running, ended by SIGTERM if still there in {}", count_ranks(others),
                         elapsed(std::chrono::duration<double>(options_.grace).count()));
-  say(context_.terminal, text);
+  explained_ = options_.explained && options_.explained(rank.outcome.rank);
+  if (!explained_) say(context_.terminal, text);
   ending_ = Ending::Grace;
   step_at_ = Clock::now() + options_.grace;
 }
@@ -407,6 +409,7 @@ std::optional<Clock::time_point> Attempt::next_deadline() const {
 // One line for every way of ending, unless all went well.
 void Attempt::summarize() {
   if (!result_.first_failed_rank && result_.stopped_by == 0) return;
+  if (explained_ && result_.stopped_by == 0) return;
   std::map<std::string, std::vector<const RankOutcome*>> ways;
   for (const RankOutcome& rank : result_.ranks) ways[rank.describe()].push_back(&rank);
   for (const auto& [way, ranks] : ways) {

@@ -2,11 +2,12 @@
 
 #include <fmt/format.h>
 
-#include <charconv>
 #include <cstdint>
 
 #include "penstock/base/env.h"
 #include "penstock/base/errors.h"
+#include "penstock/base/number.h"
+#include "penstock/base/quote.h"
 
 namespace penstock::comm {
 
@@ -15,13 +16,7 @@ namespace {
 using Get = std::function<std::optional<std::string>(const char*)>;
 
 int to_int(const std::string& name, const std::string& text, int low, int high) {
-  int value = 0;
-  const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc{} || stop != text.data() + text.size() || value < low || value > high)
-    throw ConfigError(describe(fmt::format("environment variable {}", name), fmt::format("\"{}\"", text),
-                               fmt::format("a whole number from {} to {}", low, high),
-                               "let the launcher set it, or unset it to run one rank"));
-  return value;
+  return static_cast<int>(read_whole(fmt::format("environment variable {}", name), text, low, high, "let the launcher set it, or unset it to run one rank"));
 }
 
 std::optional<int> get_int(const Get& get, const char* name, int low, int high) {
@@ -46,7 +41,7 @@ int port_of_job(const std::string& job) {
 
 Rendezvous parse_rendezvous(const std::string& text) {
   const auto bad = [&](const char* expected) {
-    return ConfigError(describe("environment variable PENSTOCK_RENDEZVOUS", fmt::format("\"{}\"", text), expected));
+    return ConfigError(describe("environment variable PENSTOCK_RENDEZVOUS", quote(text), expected));
   };
   Rendezvous place;
   if (text.starts_with("file://")) {

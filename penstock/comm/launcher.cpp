@@ -225,6 +225,7 @@ LaunchResult launch(const LaunchOptions& options) {
     result.exit_code = first.code();
     if (result.stopped_by != 0 || options.restarts == 0) break;
     if (std::find(options.final_exit_codes.begin(), options.final_exit_codes.end(), first.exit_code) != options.final_exit_codes.end()) break;
+    if (options.explained && options.explained(first.rank)) break;
     const std::string why =
         fmt::format("rank {}, {} after {:.1f} s", first.rank, first.describe(), first.elapsed_s);
     if (attempt == options.restarts) {

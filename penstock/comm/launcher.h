@@ -29,6 +29,7 @@
 #include <sys/types.h>
 
 #include <chrono>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -60,6 +61,10 @@ struct LaunchOptions {
 
   // <log_dir>/attempt<k>/rank<r>.log gets what rank r wrote to both streams, without prefix. Empty: no files.
   std::string log_dir;
+
+  // Asked when a rank has failed first: whether the caller knows why and will tell. Then the launcher adds nothing of its
+  // own about the failure, and starts no further attempt, which would fail alike. Empty: never.
+  std::function<bool(int rank)> explained;
 
   enum class Color { Auto, Always, Never };
   bool prefix = true;         // "[rank r] " in front of every line

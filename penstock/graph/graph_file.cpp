@@ -529,7 +529,7 @@ GraphFile decode_graph(std::span<const std::uint8_t> bytes, const std::string& n
   if (bytes.size() < kHeaderBytes || std::memcmp(bytes.data(), kMagic.data(), kMagic.size()) != 0) header.fail("this is not a graph file");
   header.take(kMagic.size());
   if (const auto version = header.number<std::uint32_t>(); version != kGraphFileVersion)
-    header.fail(fmt::format("version {}, expected {}", version, kGraphFileVersion));
+    header.fail(fmt::format("version {}, expected {}{}", version, kGraphFileVersion, version > kGraphFileVersion ? "; it was written by a newer version of Penstock: use that one" : "; write it again with this version of Penstock"));
   const auto size = header.number<std::uint64_t>();
   const auto checksum = header.number<std::uint64_t>();
   if (size != header.remaining()) header.fail(fmt::format("{} bytes follow, expected {}", header.remaining(), size));

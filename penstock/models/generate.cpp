@@ -35,9 +35,9 @@ void check(const TransformerStageImpl& model, const at::Tensor& prompt, const Ge
     throw ValueError(describe("generate: prompt", fmt::format("{} of {} dims", c10::toString(prompt.scalar_type()), prompt.dim()), "Long [batch, length] with at least one token"));
   if (how.max_tokens < 0) throw ValueError(describe("generate: max_tokens", fmt::format("{}", how.max_tokens), "at least 0"));
   // The last token is not fed back, so one more fits.
-  if (prompt.size(1) + how.max_tokens > model.options().context + 1)
+  if (!how.slide && prompt.size(1) + how.max_tokens > model.options().context + 1)
     throw ValueError(describe("generate", fmt::format("a prompt of {} and {} new tokens", prompt.size(1), how.max_tokens),
-                              fmt::format("at most {} in all, one more than model.context", model.options().context + 1), "shorten the prompt or lower max_tokens"));
+                              fmt::format("at most {} in all, one more than model.context", model.options().context + 1), "shorten the prompt, lower max_tokens, or set slide"));
 }
 
 }  // namespace
@@ -66,10 +66,12 @@ at::Tensor generate(TransformerStageImpl& model, const at::Tensor& prompt, const
   at::Tensor tokens = at::empty({prompt.size(0), end}, prompt.options());
   tokens.narrow(1, 0, begin).copy_(prompt);
   std::optional<KvCache> cache;
-  if (how.use_cache) cache.emplace(model.options(), end - 1);
+  const std::int64_t context = model.options().context;
+  if (how.use_cache && begin <= context) cache.emplace(model.options(), std::min(end - 1, context));
   at::Tensor ended = prompt.new_zeros({prompt.size(0)}, prompt.options().dtype(at::kBool));
   for (std::int64_t position = begin; position < end; ++position) {
-    const std::int64_t known = cache ? cache->length() : 0;
+    if (position > context) cache.reset();
+    const std::int64_t known = cache ? cache->length() : std::max<std::int64_t>(position - context, 0);
     const at::Tensor fresh = tokens.narrow(1, known, position - known);
     const at::Tensor logits = cache ? model.forward_cached(fresh, *cache) : model.forward(fresh);
     at::Tensor next = sample(logits.select(1, logits.size(1) - 1), {how.temperature, how.top_k}, {.seed = how.seed, .step = position, .purpose = kSampling});

@@ -31,6 +31,9 @@ struct GenerateOptions {
   std::uint64_t seed = 0;
   std::optional<std::int64_t> stop_token = {};  // a row that has it goes on with nothing else; all rows have it: the end
   bool use_cache = true;
+  // Prompt and new tokens may exceed the context: the model then sees the last `context` tokens. Each token beyond costs a whole pass over
+  // them, as the cache holds keys by position.
+  bool slide = false;
 };
 
 // The next token of each row: logits [batch, vocabulary] -> Long [batch]. By the largest of logit / temperature + Gumbel noise, which draws
@@ -42,7 +45,7 @@ using TokenCallback = std::function<bool(const std::vector<std::int64_t>& tokens
 
 // prompt: Long [batch, length], at least one token, on the model's device. Gives the prompt and what was added. The model is whole and runs
 // in evaluation mode meanwhile; tensor parallel ones give the same tokens on all ranks. Waits for the device once a token where there is
-// a callback or a stop token, else not at all. Throws ValueError for prompt and max_tokens that do not fit into the context.
+// a callback or a stop token, else not at all. Throws ValueError for prompt and max_tokens that do not fit into the context without `slide`.
 at::Tensor generate(TransformerStageImpl& model, const at::Tensor& prompt, const GenerateOptions& how = {}, const TokenCallback& callback = {});
 
 }  // namespace penstock::models

@@ -194,7 +194,7 @@ TraceEvent read_event(const Json& args, const schedule::StageMap& map) {
 StepTrace read_document(const Json& document) {
   if (!document.is_object() || !document.contains("penstock")) refuse("it has no key \"penstock\"");
   const Json& own = document.at("penstock");
-  if (const int version = own.at("version").get<int>(); version != kVersion) refuse(fmt::format("it has version {}, this build reads {}", version, kVersion));
+  if (const int version = own.at("version").get<int>(); version != kVersion) refuse(fmt::format("it has version {}, this build reads {}{}", version, kVersion, version > kVersion ? "; it was written by a newer version of Penstock: use that one" : ""));
   StepTrace trace{.schedule = read_schedule(own)};
   own.at("step").get_to(trace.step);
   own.at("clock_error_ns").get_to(trace.clock_error_ns);

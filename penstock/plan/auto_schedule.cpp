@@ -156,7 +156,8 @@ void check_request(const AutoRequest& request) {
   const schedule::PipelineShape& shape = request.shape;
   schedule::check_shape(ScheduleKind::LoopedBFS,
                         {shape.ranks, shape.stages_per_rank, shape.microbatches, std::nullopt});
-  request.model.check(shape.ranks * shape.stages_per_rank);
+  // Where stages belong is not decided yet: as if one rank had all of them.
+  request.model.check(schedule::StageMap(1, std::vector<int>(static_cast<std::size_t>(shape.ranks * shape.stages_per_rank), 0), shape.microbatches), shape.microbatches);
   if (request.limits.size() > 1 && request.limits.size() != static_cast<std::size_t>(shape.ranks)) {
     throw ValueError(describe("auto: memory limits", fmt::format("{}", request.limits.size()),
                               fmt::format("none, 1 or one for each of {} ranks", shape.ranks)));

@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
+#include <vector>
 
 #include "penstock/base/errors.h"
 
@@ -56,9 +56,9 @@ void CostModel::check(int stage_count) const {
   check_entries("stages", stages.size());
   check_entries("memory", memory.size());
   const auto check_time = [](const char* what, std::size_t stage, double value) {
-    if (std::isfinite(value) && value >= 0) return;
-    throw ValueError(describe(fmt::format("cost model: {} of stage {}", what, stage),
-                              fmt::format("{}", value), "a finite number that is not negative"));
+    if (value >= 0 && value <= kLongestTime) return;
+    throw ValueError(describe(fmt::format("cost model: {} of stage {}", what, stage), fmt::format("{}", value),
+                              fmt::format("a number from 0 to {}", kLongestTime), "choose a longer unit of time"));
   };
   for (std::size_t stage = 0; stage < stages.size(); ++stage) {
     const StageCost& cost = stages[stage];
@@ -84,9 +84,25 @@ void CostModel::check(int stage_count) const {
     throw ValueError(describe("cost model: bandwidth", fmt::format("{}", bandwidth),
                               "a positive number of bytes per unit of time"));
   }
+  // A finite size over a tiny bandwidth may be endless all the same.
+  for (std::size_t stage = 0; stage < stages.size(); ++stage) check_time("transfer time", stage, stages[stage].output_bytes / bandwidth);
   if (!(overlap_saving >= 0 && overlap_saving <= 1)) {
     throw ValueError(
         describe("cost model: overlap_saving", fmt::format("{}", overlap_saving), "a share from 0 to 1"));
+  }
+}
+
+void CostModel::check(const schedule::StageMap& map, int microbatches) const {
+  check(map.stages());
+  std::vector<double> most(static_cast<std::size_t>(map.ranks()), 0.0);  // a bound is enough; doubles do not overflow here
+  for (int stage = 0; stage < map.stages(); ++stage) {
+    const StageMemory& bytes = memory_of(stage);
+    const auto kept = static_cast<double>(std::max(bytes.activation, bytes.between_input_and_weight.value_or(0)));
+    double& rank = most[static_cast<std::size_t>(map.rank_of(StageId{stage}))];
+    rank += static_cast<double>(bytes.parameters) + static_cast<double>(bytes.unsharded) + static_cast<double>(bytes.gradients) + kept * microbatches;
+    if (rank >= 0x1p62)
+      throw ValueError(describe(fmt::format("cost model: memory of a rank with {} microbatches", microbatches),
+                                fmt::format("up to {:.3g} bytes", rank), "less than 4 EiB", "lower the bytes of the stages"));
   }
 }
 

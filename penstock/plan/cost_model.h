@@ -14,6 +14,9 @@
 
 namespace penstock::plan {
 
+// Longer times are refused: sums over any schedule stay finite.
+inline constexpr double kLongestTime = 1e100;
+
 // Time of one action of a stage, for one microbatch.
 struct StageCost {
   double forward = 1;
@@ -78,9 +81,11 @@ struct CostModel {
   double occupancy(int stage) const { return cost_of(stage).output_bytes / bandwidth; }
   double transfer_time(int stage) const { return latency + occupancy(stage); }
 
-  // Throws ValueError for a number of entries other than 1 and `stages`, a negative or endless time, a
-  // bandwidth that is not positive, a saving outside [0, 1], or negative bytes.
+  // Throws ValueError for a number of entries other than 1 and `stages`, a time that is negative or above
+  // kLongestTime, a bandwidth that is not positive, a saving outside [0, 1], or negative bytes.
   void check(int stages) const;
+  // The same, and that the bytes of a rank stay below 2^63 whatever its schedule does.
+  void check(const schedule::StageMap& stages, int microbatches) const;
 };
 
 // The model of a pipeline cut `parts` times finer: each of the stages costs, keeps and gathers 1/parts. What

@@ -4,13 +4,14 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <charconv>
-#include <cmath>
 #include <functional>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/number.h"
+#include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 
 namespace penstock::plan {
@@ -27,52 +28,8 @@ std::vector<std::string_view> split(std::string_view text, char separator) {
   }
 }
 
-[[noreturn]] void bad_number(std::string_view what, std::string_view text, std::string_view expected) {
-  throw ConfigError(describe(what, fmt::format("\"{}\"", text), expected));
-}
-
-double parse_number(std::string_view what, std::string_view text) {
-  double value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size() || !std::isfinite(value) || value < 0) {
-    bad_number(what, text, "a number that is not negative, such as 1 or 0.25");
-  }
-  return value;
-}
-
-std::int64_t parse_byte_count(std::string_view what, std::string_view text) {
-  constexpr std::string_view kExpected = "bytes, such as 512, 64K, 1.5G";
-  double scale = 1;
-  std::string_view digits = text;
-  if (!digits.empty()) {
-    switch (digits.back()) {
-      case 'k':
-      case 'K':
-        scale = 1024.0;
-        break;
-      case 'm':
-      case 'M':
-        scale = 1024.0 * 1024;
-        break;
-      case 'g':
-      case 'G':
-        scale = 1024.0 * 1024 * 1024;
-        break;
-      case 't':
-      case 'T':
-        scale = 1024.0 * 1024 * 1024 * 1024;
-        break;
-      default:
-        break;
-    }
-    if (scale > 1) digits.remove_suffix(1);
-  }
-  double value = 0;
-  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
-  if (digits.empty() || error != std::errc() || end != digits.data() + digits.size() || !(value >= 0))
-    bad_number(what, text, kExpected);
-  if (!(value * scale < 9.0e18)) bad_number(what, text, "less than 8 EiB");
-  return static_cast<std::int64_t>(std::llround(value * scale));
+double parse_time(std::string_view what, std::string_view text) {
+  return read_number(what, text, {.low = 0, .high = kLongestTime});
 }
 
 using Setter = std::function<void(std::string_view what, std::string_view value)>;
@@ -85,7 +42,7 @@ void apply(std::string_view what, std::string_view text, const std::vector<Entry
   for (const std::string_view part : split(text, ',')) {
     const std::size_t equals = part.find('=');
     if (equals == std::string_view::npos) {
-      throw ConfigError(describe(fmt::format("{}: entry", what), fmt::format("\"{}\"", part), "name=value",
+      throw ConfigError(describe(fmt::format("{}: entry", what), quote(part), "name=value",
                                  fmt::format("for example {}=1", entries.front().name)));
     }
     const std::string name = to_lower(part.substr(0, equals));
@@ -95,7 +52,7 @@ void apply(std::string_view what, std::string_view text, const std::vector<Entry
       std::vector<std::string> names;
       for (const Entry& entry : entries) names.emplace_back(entry.name);
       const std::string nearest = nearest_name(name, names);
-      throw ConfigError(describe(fmt::format("{}: name", what), fmt::format("\"{}\"", part.substr(0, equals)),
+      throw ConfigError(describe(fmt::format("{}: name", what), quote(part.substr(0, equals)),
                                  fmt::format("one of {}", fmt::join(names, ", ")),
                                  nearest.empty() ? "" : fmt::format("did you mean {}?", nearest)));
     }
@@ -110,7 +67,7 @@ void spread(std::string_view what, std::vector<Item>& items, const std::vector<V
   if (values.size() > 1 && items.size() == 1) items.resize(values.size(), items.front());
   if (values.size() > 1 && items.size() != values.size()) {
     throw ConfigError(
-        describe(what, fmt::format("{} values", values.size()),
+        describe(what, count_of(values.size(), "value"),
                  fmt::format("1 or {}, as another entry gives that many stages", items.size())));
   }
   for (std::size_t i = 0; i < items.size(); ++i) assign(items[i], values[values.size() == 1 ? 0 : i]);
@@ -120,7 +77,7 @@ void spread(std::string_view what, std::vector<Item>& items, const std::vector<V
 
 std::vector<std::int64_t> parse_bytes_list(std::string_view what, std::string_view text) {
   std::vector<std::int64_t> values;
-  for (const std::string_view part : split(text, ':')) values.push_back(parse_byte_count(what, part));
+  for (const std::string_view part : split(text, ':')) values.push_back(read_bytes(what, part));
   return values;
 }
 
@@ -128,12 +85,12 @@ void apply_cost_text(CostModel& model, std::string_view text) {
   const auto per_stage = [&](auto assign) -> Setter {
     return [&model, assign](std::string_view what, std::string_view value) {
       std::vector<double> values;
-      for (const std::string_view part : split(value, ':')) values.push_back(parse_number(what, part));
+      for (const std::string_view part : split(value, ':')) values.push_back(parse_time(what, part));
       spread(what, model.stages, values, assign);
     };
   };
   const auto single = [](double& target) -> Setter {
-    return [&target](std::string_view what, std::string_view value) { target = parse_number(what, value); };
+    return [&target](std::string_view what, std::string_view value) { target = parse_time(what, value); };
   };
   apply("cost", text,
         {{"F", per_stage([](StageCost& cost, double value) { cost.forward = value; })},
@@ -149,15 +106,15 @@ void apply_cost_text(CostModel& model, std::string_view text) {
           }},
          {"bandwidth",
           [&model](std::string_view what, std::string_view value) {
-            model.bandwidth = static_cast<double>(parse_byte_count(what, value));
-            if (!(model.bandwidth > 0))
-              bad_number(what, value, "a positive number of bytes per unit of time");
+            const std::optional<double> bytes = parse_scaled(value);
+            if (!bytes || !(*bytes > 0))
+              throw ConfigError(describe(what, quote(value), "a positive number of bytes per unit of time, such as 0.5 or 4G"));
+            model.bandwidth = *bytes;
           }},
          {"unshard", per_stage([](StageCost& cost, double value) { cost.unshard = value; })},
          {"reduce", per_stage([](StageCost& cost, double value) { cost.reduce_grad = value; })},
          {"overlap", [&model](std::string_view what, std::string_view value) {
-            model.overlap_saving = parse_number(what, value);
-            if (model.overlap_saving > 1) bad_number(what, value, "a share from 0 to 1");
+            model.overlap_saving = read_number(what, value, {.low = 0, .high = 1});
           }}});
 }
 
@@ -181,7 +138,7 @@ Communication parse_communication(std::string_view text) {
   const std::string name = to_lower(text);
   if (name == "overlapped") return Communication::Overlapped;
   if (name == "blocking") return Communication::Blocking;
-  throw ConfigError(describe("communication", fmt::format("\"{}\"", text), "overlapped or blocking"));
+  throw ConfigError(describe("communication", quote(text), "overlapped or blocking"));
 }
 
 }  // namespace penstock::plan

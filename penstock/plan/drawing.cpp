@@ -7,6 +7,7 @@
 #include <charconv>
 #include <cmath>
 
+#include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 
 namespace penstock::plan {
@@ -76,8 +77,8 @@ int most_chunks(const schedule::StageMap& stages) {
 }
 
 std::string shape_words(const schedule::Schedule& schedule) {
-  return fmt::format("{} ranks, {} stages, {} microbatches", schedule.ranks(), schedule.stages().stages(),
-                     schedule.microbatches());
+  return fmt::format("{}, {}, {}", count_of(schedule.ranks(), "rank"), count_of(schedule.stages().stages(), "stage"),
+                     count_of(schedule.microbatches(), "microbatch", "microbatches"));
 }
 
 std::string totals_words(const Simulation& simulation) {

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 
 namespace penstock::plan {
@@ -45,8 +46,8 @@ std::string to_text(const schedule::Schedule& schedule, const Simulation& simula
     if (step.cause.kind == Cause::Kind::Data) changes.push_back(&step);
   }
   fmt::format_to(
-      out, "critical path: {} actions, {:.6g} computing and {:.6g} in transfer; changes rank {} times\n",
-      simulation.critical_path.size(), computing, std::max(0.0, simulation.time - computing), changes.size());
+      out, "critical path: {}, {:.6g} computing and {:.6g} in transfer; changes rank {}\n",
+      count_of(simulation.critical_path.size(), "action"), computing, std::max(0.0, simulation.time - computing), count_of(changes.size(), "time"));
   const std::size_t shown = std::min(changes.size(), kWaitsShown);
   for (std::size_t i = changes.size() - shown; i < changes.size(); ++i) {
     const CriticalAction& step = *changes[i];

@@ -436,7 +436,7 @@ std::int64_t Simulation::peak_bytes() const {
 }
 
 Simulation simulate(const Schedule& schedule, const CostModel& model, const SimulateOptions& options) {
-  model.check(schedule.stages().stages());
+  model.check(schedule.stages(), schedule.microbatches());
   check_places(schedule);
   return Simulator(schedule, model, options).run();
 }

@@ -147,6 +147,10 @@ std::optional<int> required_stages_per_rank(ScheduleKind kind) {
   PENSTOCK_INVARIANT(false, "every schedule kind is known");
 }
 
+int default_stages_per_rank(ScheduleKind kind) {
+  return required_stages_per_rank(kind).value_or(2);
+}
+
 const std::vector<ScheduleKind>& all_schedule_kinds() {
   static const std::vector<ScheduleKind> kinds = {ScheduleKind::GPipe,
                                                   ScheduleKind::OneFOneB,

@@ -74,6 +74,9 @@ void check_shape(ScheduleKind kind, const PipelineShape& shape);
 Placement placement_of(ScheduleKind kind);
 // Stages per rank that the kind demands; none when any number will do.
 std::optional<int> required_stages_per_rank(ScheduleKind kind);
+// Where nobody says how many: what the kind demands, else 2. On one stage a rank the interleaved kinds would
+// be other schedules (Interleaved1F1B would be 1F1B).
+int default_stages_per_rank(ScheduleKind kind);
 
 // All kinds in the order of the table above.
 const std::vector<ScheduleKind>& all_schedule_kinds();

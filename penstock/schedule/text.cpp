@@ -4,9 +4,10 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/number.h"
+#include "penstock/base/quote.h"
 
 namespace penstock::schedule {
 
@@ -71,13 +72,12 @@ class Reader {
     const std::size_t start = position_;
     while (!at_end() && is_digit(peek())) ++position_;
     const std::string_view digits = text_.substr(start, position_ - start);
-    std::int32_t value = 0;
-    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
-    if (error != std::errc{} || end != digits.data() + digits.size() || value > limit) {
+    const std::optional<std::int64_t> value = parse_whole(digits);
+    if (!value || *value > limit) {
       fail(start, fmt::format("{} {} is out of range", what, excerpt(start)),
            fmt::format("at most {} is allowed", limit));
     }
-    return value;
+    return static_cast<std::int32_t>(*value);
   }
 
   ActionKind kind() {
@@ -164,7 +164,7 @@ Action parse_action(std::string_view text, const TextLimits& limits) {
   const std::vector<Action> members = parse_cell(text, limits);
   if (members.size() != 1) {
     throw ConfigError(
-        describe("action text", fmt::format("\"{}\"", text), "exactly one action, for example 2F0"));
+        describe("action text", quote(text), "exactly one action, for example 2F0"));
   }
   return members[0];
 }
@@ -176,18 +176,27 @@ std::vector<Row> parse_rows(std::string_view csv, const TextLimits& limits) {
   }
   std::vector<Row> rows;
   std::vector<Action> members;
-  std::size_t line_start = 0;
+  // Editors and spreadsheets put a byte order mark in front.
+  std::size_t line_start = csv.starts_with("\xef\xbb\xbf") ? 3 : 0;
+  std::size_t line = 0;
   while (line_start < csv.size()) {
     const std::size_t line_end = std::min(csv.find('\n', line_start), csv.size());
-    const std::size_t line = rows.size() + 1;
-    if (line > limits.ranks) {
+    ++line;
+    std::string_view whole = csv.substr(line_start, line_end - line_start);
+    if (whole.ends_with('\r')) whole.remove_suffix(1);
+    if (const std::size_t comment = whole.find('#'); comment != std::string_view::npos) {
+      whole = whole.substr(0, comment);
+      if (std::ranges::all_of(whole, is_blank)) {  // nothing but the comment: no rank
+        line_start = line_end + 1;
+        continue;
+      }
+    }
+    if (rows.size() == limits.ranks) {
       throw ConfigError(
           fmt::format("schedule text, line {}, column 1: more lines than ranks are allowed; at most {}", line,
                       limits.ranks));
     }
     Row& row = rows.emplace_back();
-    std::string_view whole = csv.substr(line_start, line_end - line_start);
-    if (whole.ends_with('\r')) whole.remove_suffix(1);
     if (!whole.empty()) row.reserve(1 + static_cast<std::size_t>(std::ranges::count(whole, ',')));
     std::size_t start = 0;
     // An empty line is a rank without slots, not a rank with one idle slot.

@@ -4,7 +4,8 @@
 // around a cell, around the members of an overlap and leading zeros are accepted, nothing else. Every error
 // is a ConfigError that names line and column (from 1). Rows may have different lengths. An empty line is a
 // rank without slots, a line of blanks a rank with one idle slot; the line end of the last row may be
-// missing.
+// missing. A '#' begins a comment up to the end of its line, a line of nothing but a comment is no rank, and a
+// byte order mark at the beginning is skipped.
 #pragma once
 
 #include <cstddef>

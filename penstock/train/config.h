@@ -44,7 +44,7 @@ struct ModelConfig {
 struct LayoutConfig {
   std::int64_t ranks = 0;  // 0: pp * dp * tp
   std::int64_t pp = 2;
-  std::int64_t virtual_stages = 0;  // 0: what the schedule demands, else 1
+  std::int64_t virtual_stages = 0;  // 0: what the schedule demands, 2 for interleaved ones
   std::int64_t dp = 1;
   std::int64_t shard = 1;  // divides dp: so many data-parallel ranks share the parameters, each holds a part
   std::int64_t tp = 1;
@@ -153,6 +153,11 @@ ResolvedConfig parse_config(std::string_view toml, std::string_view name,
 std::string to_toml(const ResolvedConfig& resolved);
 // The page docs/configuration.md.
 std::string configuration_page();
+
+// All keys by section with their defaults and meanings, for the help of commands.
+std::string configuration_help();
+// "model.preset", ...
+std::vector<std::string> config_keys();
 
 std::vector<std::string> preset_names();
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/quote.h"
 #include "penstock/train/config_fields.h"
 
 namespace penstock::train {
@@ -16,7 +17,7 @@ std::vector<ConfigSetting> parse_arguments(const std::vector<std::string>& argum
   for (std::size_t i = 0; i < arguments.size();) {
     const std::string& argument = arguments[i++];
     if (argument.size() < 3 || !argument.starts_with("--"))
-      throw ConfigError(describe("argument", fmt::format("\"{}\"", argument), "--key value",
+      throw ConfigError(describe("argument", quote(argument), "--key value",
                                  "put a key in front of it; docs/configuration.md lists them"));
     const std::size_t equals = argument.find('=');
     const std::string flag = argument.substr(0, equals);

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/text.h"
@@ -37,6 +38,7 @@ class Completion {
     batch();
     training();
     data();
+    without_effect();
     if (problems_.empty()) return;
     if (problems_.size() == 1) throw ConfigError(problems_.front());
     throw ConfigError(fmt::format("{} things do not fit:\n  {}", problems_.size(), fmt::join(problems_, "\n  ")));
@@ -81,7 +83,7 @@ class Completion {
     }
     if (!block_before) return problem(describe(said("model.pattern"), "a stage without blocks", "at least one after the last |"));
     if (given("model.layers") && model.layers != blocks)
-      return problem(fmt::format("{} has {} blocks, but {}; leave out one of the two", said("model.pattern"), blocks, said("model.layers")));
+      return problem(fmt::format("{} has {}, but {}; leave out one of the two", said("model.pattern"), count_of(blocks, "block"), said("model.layers")));
     derive("model.layers", model.layers, blocks);
   }
 
@@ -104,8 +106,8 @@ class Completion {
   void ranks() {
     LayoutConfig& layout = config_.layout;
     if (layout.dp % layout.shard != 0)
-      problem(fmt::format("{} is not a multiple of {}; data-parallel ranks share parameters in groups of layout.shard: set layout.dp to {}, or layout.shard to 1 or {}", said("layout.dp"),
-                          said("layout.shard"), (layout.dp / layout.shard + 1) * layout.shard, layout.dp));
+      problem(fmt::format("{} is not a multiple of {}; data-parallel ranks share parameters in groups of layout.shard: set layout.dp to {}, or layout.shard to {}", said("layout.dp"),
+                          said("layout.shard"), (layout.dp / layout.shard + 1) * layout.shard, layout.dp == 1 ? std::string("1") : fmt::format("1 or {}", layout.dp)));
     const std::int64_t product = layout.pp * layout.dp * layout.tp;
     if (product > 65536)
       return problem(fmt::format("{}, {}, {} make {} ranks; at most 65536 are supported", said("layout.pp"), said("layout.dp"),
@@ -160,11 +162,12 @@ class Completion {
     const schedule::ScheduleKind kind = schedule::schedule_kind(layout.schedule);
     layout.schedule = std::string(to_text(kind));
     const std::optional<int> required = required_stages_per_rank(kind);
+    fixed_stages_ = required.has_value();
     if (layout.virtual_stages == 0)
-      derive<std::int64_t>("layout.virtual_stages", layout.virtual_stages, required.value_or(1));
+      derive<std::int64_t>("layout.virtual_stages", layout.virtual_stages, default_stages_per_rank(kind));
     if (required && layout.virtual_stages != *required)
-      return problem(fmt::format("{} needs {} stages on each rank, but {}; set layout.virtual_stages to {} or leave it out",
-                                 said("layout.schedule"), *required, said("layout.virtual_stages"), *required));
+      return problem(fmt::format("{} needs {} on each rank, but {}; set layout.virtual_stages to {} or leave it out",
+                                 said("layout.schedule"), count_of(*required, "stage"), said("layout.virtual_stages"), *required));
     schedule::PipelineShape shape;
     shape.ranks = static_cast<int>(layout.pp);
     shape.stages_per_rank = static_cast<int>(layout.virtual_stages);
@@ -201,30 +204,30 @@ class Completion {
     schedule::validate(schedule, options);
     const int stages = schedule.stages().stages();
     if (schedule.ranks() != layout.pp)
-      problem(fmt::format("{} has {} ranks, but {}; set layout.pp to {}", said("layout.schedule"), schedule.ranks(),
+      problem(fmt::format("{} has {}, but {}; set layout.pp to {}", said("layout.schedule"), count_of(schedule.ranks(), "rank"),
                           said("layout.pp"), schedule.ranks()));
     if (schedule.microbatches() != layout.microbatches)
-      problem(fmt::format("{} has {} microbatches, but {}; set layout.microbatches to {}", said("layout.schedule"),
-                          schedule.microbatches(), said("layout.microbatches"), schedule.microbatches()));
+      problem(fmt::format("{} has {}, but {}; set layout.microbatches to {}", said("layout.schedule"),
+                          count_of(schedule.microbatches(), "microbatch", "microbatches"), said("layout.microbatches"), schedule.microbatches()));
     if (stages % schedule.ranks() != 0)
       return problem(fmt::format("{} has {} stages on {} ranks; each rank must have equally many", said("layout.schedule"),
                                  stages, schedule.ranks()));
     const std::int64_t per_rank = stages / schedule.ranks();
     if (layout.virtual_stages == 0) return derive("layout.virtual_stages", layout.virtual_stages, per_rank);
     if (layout.virtual_stages != per_rank)
-      problem(fmt::format("{} has {} stages on each rank, but {}; set layout.virtual_stages to {} or leave it out",
-                          said("layout.schedule"), per_rank, said("layout.virtual_stages"), per_rank));
+      problem(fmt::format("{} has {} on each rank, but {}; set layout.virtual_stages to {} or leave it out",
+                          said("layout.schedule"), count_of(per_rank, "stage"), said("layout.virtual_stages"), per_rank));
   }
 
   void stages() {
     const std::int64_t parts = config_.layout.pp * std::max<std::int64_t>(config_.layout.virtual_stages, 1) / copies_;
     if (parts > config_.model.layers)
-      problem(fmt::format("{} and {} make {} stages of the model, but {}: each stage needs a block; raise model.layers or lower layout.pp",
-                          said("layout.pp"), said("layout.virtual_stages"), parts, said("model.layers")));
+      problem(fmt::format("{} and {} make {} stages of the model, but {}: each stage needs a block; raise model.layers or lower layout.pp{}",
+                          said("layout.pp"), said("layout.virtual_stages"), parts, said("model.layers"), config_.layout.virtual_stages > 1 && !fixed_stages_ ? " or layout.virtual_stages" : ""));
     const auto cuts = std::count(config_.model.pattern.begin(), config_.model.pattern.end(), '|');
     if (cuts > 0 && cuts + 1 != parts)
-      problem(fmt::format("{} has {} stages, but {} and {} make {}; write {} cuts (|) or none", said("model.pattern"), cuts + 1,
-                          said("layout.pp"), said("layout.virtual_stages"), parts, parts - 1));
+      problem(fmt::format("{} has {}, but {} and {} make {}; write {} (|) or none", said("model.pattern"), count_of(cuts + 1, "stage"),
+                          said("layout.pp"), said("layout.virtual_stages"), parts, count_of(parts - 1, "cut")));
   }
 
   void tensor_parallel() {
@@ -263,8 +266,8 @@ class Completion {
     const std::int64_t runs = training.global_batch / round;
     if (training.accumulation == 0) return derive("training.accumulation", training.accumulation, runs);
     if (training.accumulation != runs)
-      problem(fmt::format("{} needs {} runs of the schedule, but {} ({}); leave one of the two out", said("training.global_batch"),
-                          runs, said("training.accumulation"), one));
+      problem(fmt::format("{} needs {} of the schedule, but {} ({}); leave one of the two out", said("training.global_batch"),
+                          count_of(runs, "run"), said("training.accumulation"), one));
   }
 
   void training() {
@@ -300,13 +303,37 @@ class Completion {
     if (data.validation_fraction == 0 && config_.training.validate_every > 0)
       problem(fmt::format("{} leaves nothing for {}; set training.validate_every to 0 or raise data.validation_fraction",
                           said("data.validation_fraction"), said("training.validate_every")));
+    if (config_.output.sample_prompt.empty() && config_.output.sample_tokens > 0)
+      problem(fmt::format("{} gives nothing to continue for {}; write at least one byte, or set output.sample_tokens to 0", said("output.sample_prompt"), said("output.sample_tokens")));
     if (config_.checkpoint.resume.empty())
       problem(describe(said("checkpoint.resume"), "", "auto, never or the path of a checkpoint"));
+  }
+
+  // Keys given on the command line that the others leave without effect. Files may have them: that of a run has all keys.
+  void without_effect() {
+    const auto idle = [&](bool is_idle, const char* name, const std::string& why) {
+      const auto origin = resolved_.origins.find(name);
+      if (is_idle && origin != resolved_.origins.end() && origin->second.starts_with("--"))
+        problem(fmt::format("{} has no effect with {}; leave it out", said(name), why));
+    };
+    const TrainingConfig& training = config_.training;
+    idle(training.optimizer != "sgd", "training.momentum", said("training.optimizer"));
+    idle(training.optimizer != "adamw", "training.betas", said("training.optimizer"));
+    idle(training.optimizer != "adamw", "training.epsilon", said("training.optimizer"));
+    idle(training.decay == "constant", "training.min_lr_ratio", said("training.decay"));
+    idle(training.validate_every == 0, "training.validate_batches", said("training.validate_every"));
+    idle(!config_.data.shards.empty(), "data.cap_bytes", said("data.shards"));
+    idle(!config_.data.shards.empty(), "data.skip_bad_files", said("data.shards"));
+    idle(config_.checkpoint.resume == "never", "checkpoint.fallback", said("checkpoint.resume"));
+    idle(config_.output.sample_tokens == 0, "output.sample_prompt", said("output.sample_tokens"));
+    idle(config_.model.pattern.find('|') != std::string::npos, "layout.partition", said("model.pattern"));
+    idle(config_.layout.pp == 1 && config_.layout.transport == "ucx", "layout.transport", said("layout.pp") + ", as ucx carries transfers between stages only");
   }
 
   ResolvedConfig& resolved_;
   TrainConfig& config_;
   std::int64_t copies_ = 1;
+  bool fixed_stages_ = true;  // the schedule demands its number of stages a rank
   std::vector<std::string> problems_;
 };
 

@@ -4,12 +4,13 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <charconv>
-#include <cmath>
+#include <optional>
 #include <type_traits>
 #include <utility>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/number.h"
+#include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 
 namespace penstock::train {
@@ -51,7 +52,7 @@ std::vector<ConfigField> make_fields() {
 
       {"layout", "ranks", "Processes; 0: pp * dp * tp", at(&T::layout, &L::ranks), 0, 65536},
       {"layout", "pp", "Ranks of the pipeline", at(&T::layout, &L::pp), 1, 65536},
-      {"layout", "virtual_stages", "Stages on each rank of the pipeline; 0: what the schedule demands, else 1", at(&T::layout, &L::virtual_stages), 0, 65536},
+      {"layout", "virtual_stages", "Stages on each rank of the pipeline; 0: what the schedule demands, 2 for interleaved ones", at(&T::layout, &L::virtual_stages), 0, 65536},
       {"layout", "dp", "Data-parallel ranks: each takes its share of every microbatch", at(&T::layout, &L::dp), 1, 65536},
       {"layout", "shard", "Data-parallel ranks among which parameters, gradients and optimizer state are spread (fully_shard); 1: each has all of them, dp: each a part, between: replicas of groups that share", at(&T::layout, &L::shard), 1, 65536},
       {"layout", "tp", "Ranks that share each layer (tensor parallel)", at(&T::layout, &L::tp), 1, 65536},
@@ -59,7 +60,7 @@ std::vector<ConfigField> make_fields() {
       {"layout", "microbatches", "Microbatches of one run of the schedule", at(&T::layout, &L::microbatches), 1, 1 << 20},
       {"layout", "microbatch_size", "Samples of a microbatch", at(&T::layout, &L::microbatch_size), 1, 1 << 20},
       {"layout", "partition", "How blocks are spread over stages: by their number or by their cost", at(&T::layout, &L::partition), 0, 0, false, {"count", "cost"}},
-      {"layout", "transport", "What carries tensors between ranks; auto: nccl for cuda, ucx within one machine if there, else gloo", at(&T::layout, &L::transport), 0, 0, false, {"auto", "gloo", "ucx", "nccl"}},
+      {"layout", "transport", "What carries tensors between stages; auto: nccl for cuda, ucx within one machine if there, else gloo. nccl is for cuda only, gloo and ucx for the CPU", at(&T::layout, &L::transport), 0, 0, false, {"auto", "gloo", "ucx", "nccl"}},
       {"layout", "device", "Where the model runs; auto: cuda if there is a GPU for each rank, else cpu", at(&T::layout, &L::device), 0, 0, false, {"auto", "cpu", "cuda"}},
 
       {"training", "steps", "Optimizer steps of the whole run", at(&T::training, &R::steps), 1, kMany},
@@ -103,26 +104,13 @@ std::vector<ConfigField> make_fields() {
       {"output", "metrics_every", "Steps between lines of metrics.jsonl", at(&T::output, &O::metrics_every), 1, kMany},
       {"output", "trace_steps", "Steps whose timeline is recorded", at(&T::output, &O::trace_steps), 0, kMany},
       {"output", "progress", "What is shown while training; auto: a bar on a terminal, else lines", at(&T::output, &O::progress), 0, 0, false, {"auto", "bar", "lines", "none"}},
-      {"output", "sample_prompt", "Text that the sample at the end goes on from", at(&T::output, &O::sample_prompt)},
+      {"output", "sample_prompt", "Text that the sample at the end continues; at least one byte", at(&T::output, &O::sample_prompt)},
       {"output", "sample_tokens", "Tokens of the sample; 0: none", at(&T::output, &O::sample_tokens), 0, 1 << 24},
 
       {"launch", "grace_s", "Seconds that the other ranks have to end on their own after one has failed; then they are ended", at(&T::launch, &U::grace_s), 0, 86400},
       {"launch", "stop_grace_s", "Seconds that all ranks have after SIGTERM or Ctrl-C for their step and a checkpoint; then they are killed", at(&T::launch, &U::stop_grace_s), 0, 86400},
       {"launch", "timeout_s", "Seconds that a rank waits for the others, in rendezvous and in every operation, before it fails; 0: PENSTOCK_TIMEOUT_S, else 300", at(&T::launch, &U::timeout_s), 0, 1e6},
   };
-}
-
-std::string number_text(double value) {
-  // Whole numbers without exponent: limits of counts are read by people.
-  if (std::abs(value) < 1e15 && value == std::floor(value)) return fmt::format("{:.0f}", value);
-  return fmt::format("{}", value);
-}
-
-template <class T>
-bool parse_number(std::string_view text, T& value) {
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, value);
-  return error == std::errc{} && stop == end;
 }
 
 [[noreturn]] void refuse(const ConfigField& field, const std::string& origin, const std::string& actual) {
@@ -156,7 +144,7 @@ struct TomlText {
   std::string operator()(std::int64_t number) const { return fmt::format("{}", number); }
   std::string operator()(double number) const {
     std::string text = fmt::format("{}", number);
-    if (text.find_first_of(".e") == std::string::npos) text += ".0";  // else it would be a whole number
+    if (text.find_first_of(".en") == std::string::npos) text += ".0";  // else it would be a whole number; nan and inf stay
     return text;
   }
   std::string operator()(bool flag) const { return flag ? "true" : "false"; }
@@ -232,8 +220,7 @@ std::string ConfigField::type_text() const {
 std::string ConfigField::range_text() const {
   if (!choices.empty()) return fmt::format("out of {}", fmt::join(choices, ", "));
   if (low == 0 && high == 0) return "";
-  if (above_low) return fmt::format("above {} up to {}", number_text(low), number_text(high));
-  return fmt::format("from {} to {}", number_text(low), number_text(high));
+  return NumberRange{low, high, above_low}.text();
 }
 
 const ConfigField& find_field(std::string_view name, std::string_view where, std::span<const ConfigField> fields) {
@@ -248,7 +235,7 @@ const ConfigField& find_field(std::string_view name, std::string_view where, std
   if (found.size() > 1) {
     std::vector<std::string> full_names;
     for (const ConfigField* field : found) full_names.push_back(field->name());
-    throw ConfigError(describe(fmt::format("{}: key", where), fmt::format("\"{}\", which several sections have", name),
+    throw ConfigError(describe(fmt::format("{}: key", where), fmt::format("{}, which several sections have", quote(name)),
                                fmt::format("one of {}", fmt::join(full_names, ", "))));
   }
   std::string meant;
@@ -258,9 +245,10 @@ const ConfigField& find_field(std::string_view name, std::string_view where, std
       if (field.key == key) meant = field.name();
     }
   }
+  if (meant.empty()) meant = key_known_as(full ? name.substr(name.rfind('.') + 1) : name);
   if (meant.empty()) meant = nearest_name(name, names);
-  throw ConfigError(describe(fmt::format("{}: unknown key", where), fmt::format("\"{}\"", name), "",
-                             meant.empty() ? "docs/configuration.md lists all keys" : fmt::format("did you mean {}?", meant)));
+  throw ConfigError(describe(fmt::format("{}: unknown key", where), quote(name), "",
+                             meant.empty() ? "penstock train --help lists all keys" : fmt::format("did you mean {}?", meant)));
 }
 
 ConfigSetting parse_setting(const ConfigField& field, const std::vector<std::string>& words, const std::string& origin) {
@@ -274,12 +262,14 @@ ConfigSetting parse_setting(const ConfigField& field, const std::vector<std::str
       }
     }
   } else if (words.size() != 1) {
-    refuse(field, origin, words.empty() ? "nothing" : fmt::format("{} values", words.size()));
+    refuse(field, origin, words.empty() ? "nothing" : count_of(words.size(), "value"));
   }
   const auto number = [&]<class T>(const std::string& text, T) {
-    T value{};
-    if (!parse_number(text, value)) refuse(field, origin, fmt::format("\"{}\"", text));
-    return value;
+    std::optional<T> value;
+    if constexpr (std::is_same_v<T, double>) value = parse_number(text);
+    else value = parse_whole(text);
+    if (!value) refuse(field, origin, quote(text));
+    return *value;
   };
   FieldData value = field.get(TrainConfig{});
   std::visit(
@@ -287,7 +277,7 @@ ConfigSetting parse_setting(const ConfigField& field, const std::vector<std::str
         using Value = std::remove_reference_t<decltype(to)>;
         if constexpr (std::is_same_v<Value, bool>) {
           const std::string word = to_lower(words.front());
-          if (word != "true" && word != "false") refuse(field, origin, fmt::format("\"{}\"", words.front()));
+          if (word != "true" && word != "false") refuse(field, origin, quote(words.front()));
           to = word == "true";
         } else if constexpr (std::is_arithmetic_v<Value>) {
           to = number(words.front(), Value{});
@@ -310,8 +300,8 @@ void check_setting(ConfigSetting& setting) {
   const ConfigField& field = *setting.field;
   const auto check_number = [&](auto value) {
     const auto number = static_cast<double>(value);
-    const bool fits = std::isfinite(number) && number <= field.high && (field.above_low ? number > field.low : number >= field.low);
-    if (!fits) refuse(field, setting.origin, fmt::format("{}", value));
+    const bool fits = NumberRange{field.low, field.high, field.above_low}.contains(number);  // false for NaN
+    if (!fits) refuse(field, setting.origin, to_toml(FieldData(value)));
   };
   std::visit(
       [&](auto& value) {
@@ -321,7 +311,7 @@ void check_setting(ConfigSetting& setting) {
           const std::string lower = to_lower(value);
           if (std::find(field.choices.begin(), field.choices.end(), lower) == field.choices.end()) {
             const std::string nearest = nearest_name(lower, field.choices);
-            throw ConfigError(describe(fmt::format("{}: {}", setting.origin, field.name()), toml_quoted(value),
+            throw ConfigError(describe(fmt::format("{}: {}", setting.origin, field.name()), quote(value),
                                        fmt::format("one of {}", fmt::join(field.choices, ", ")),
                                        nearest.empty() ? "" : fmt::format("did you mean {}?", nearest)));
           }
@@ -330,7 +320,7 @@ void check_setting(ConfigSetting& setting) {
           check_number(value);
         } else if constexpr (std::is_same_v<Value, std::vector<std::int64_t>> || std::is_same_v<Value, std::vector<double>>) {
           if (field.count > 0 && value.size() != field.count)
-            refuse(field, setting.origin, fmt::format("{} values", value.size()));
+            refuse(field, setting.origin, count_of(value.size(), "value"));
           for (const auto item : value) check_number(item);
         }
       },

@@ -62,6 +62,10 @@ const std::vector<ConfigSection>& config_sections();
 const ConfigField& find_field(std::string_view name, std::string_view where,
                               std::span<const ConfigField> fields = config_fields());
 
+// What other trainers call a key of ours: "learning_rate" -> "training.lr"; several keys for a name that may mean either, as a
+// text for "did you mean ...?". Empty for names that nobody uses. '-' and '_' are the same.
+std::string key_known_as(std::string_view name);
+
 // One value with the place it was written at.
 struct ConfigSetting {
   const ConfigField* field;

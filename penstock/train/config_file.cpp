@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/train/config_fields.h"
 
@@ -22,11 +23,11 @@ std::string kind_of(const toml::node& node) {
     case toml::node_type::array:
       return "a list";
     case toml::node_type::string:
-      return fmt::format("the text \"{}\"", node.as_string()->get());
+      return fmt::format("the text {}", quote(node.as_string()->get()));
     case toml::node_type::integer:
       return fmt::format("{}", node.as_integer()->get());
     case toml::node_type::floating_point:
-      return fmt::format("{}", node.as_floating_point()->get());
+      return to_toml(FieldData(node.as_floating_point()->get()));  // 3.0, not 3
     case toml::node_type::boolean:
       return node.as_boolean()->get() ? "true" : "false";
     default:
@@ -77,8 +78,8 @@ std::vector<ConfigSetting> parse_toml(std::string_view text, std::string_view na
   try {
     document = toml::parse(text, name);
   } catch (const toml::parse_error& error) {
-    throw ConfigError(fmt::format("{}:{}: column {}: {}", name, error.source().begin.line, error.source().begin.column,
-                                  error.description()));
+    throw ConfigError(printable(fmt::format("{}:{}: column {}: {}", name, error.source().begin.line, error.source().begin.column,
+                                            error.description())));
   }
   std::vector<ConfigSetting> settings;
   for (const auto& [section, node] : document) {

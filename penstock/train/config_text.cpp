@@ -46,6 +46,50 @@ std::string to_toml(const ResolvedConfig& resolved) {
   return text;
 }
 
+namespace {
+
+// The words in lines of at most `columns`, each after `indent` blanks.
+std::string wrapped(std::string_view text, std::size_t indent, std::size_t columns) {
+  std::string lines, line(indent, ' ');
+  while (!text.empty()) {
+    const std::size_t end = std::min(text.find(' '), text.size());
+    if (line.size() > indent && line.size() + 1 + end > columns) {
+      lines += line + '\n';
+      line.assign(indent, ' ');
+    }
+    if (line.size() > indent) line += ' ';
+    line += text.substr(0, end);
+    text.remove_prefix(std::min(end + 1, text.size()));
+  }
+  return lines + line + '\n';
+}
+
+}  // namespace
+
+std::vector<std::string> config_keys() {
+  std::vector<std::string> keys;
+  for (const ConfigField& field : config_fields()) keys.push_back(field.name());
+  return keys;
+}
+
+std::string configuration_help() {
+  constexpr std::size_t kIndent = 6, kColumns = 110;
+  std::string text =
+      "Keys, each as --section.key VALUE, or --key VALUE where only one section has it; '-' and '_' are the same. In a file: key = value\n"
+      "below [section]. Presets (model.preset):\n";
+  for (const ConfigPreset& preset : config_presets()) text += wrapped(fmt::format("{}: {}", preset.name, preset.help), kIndent, kColumns);
+  const TrainConfig defaults;
+  for (const ConfigSection& section : config_sections()) {
+    text += fmt::format("\n[{}]  {}\n", section.name, section.help);
+    for (const ConfigField& field : config_fields()) {
+      if (field.section != section.name) continue;
+      text += fmt::format("  --{} {}\n", field.key, to_toml(field.get(defaults)));
+      text += wrapped(fmt::format("{} ({})", field.help, allowed(field)), kIndent, kColumns);
+    }
+  }
+  return text;
+}
+
 std::string configuration_page() {
   std::string text =
       "# Configuration\n"
@@ -56,7 +100,7 @@ std::string configuration_page() {
       "`penstock train [config.toml] [--section.key value ...]` takes a value from the command line, else from the file, else from\n"
       "the preset, else from its default. On the command line the section may be left out (`--lr 3e-4`), lists take several values\n"
       "(`--data.sources src include`, or with commas), a flag alone is true, and `--data PATH...` is short for `--data.sources`.\n"
-      "An unknown key is an error that names the nearest one; values that do not fit together are told with the place each came\n"
+      "`penstock train --help` has the same list. An unknown key is an error that names the nearest one; values that do not fit together are told with the place each came\n"
       "from.\n"
       "\n"
       "The run folder gets the complete configuration as `config.toml`. `penstock resume RUN [--section.key value ...]` and\n"

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/launch_cores.h"
 #include "penstock/comm/launch_env.h"
@@ -89,8 +90,8 @@ std::string range_text(std::int64_t first, std::int64_t last) { return first == 
 
 std::string mesh_text(const DryRun& run) {
   const LayoutConfig& layout = run.config.layout;
-  return fmt::format("mesh: {} rank{} = pp {} x dp {}{} x tp {}, on {}{}", layout.ranks, layout.ranks == 1 ? "" : "s", layout.pp, layout.dp, layout.shard > 1 ? fmt::format(" (shard {})", layout.shard) : std::string(), layout.tp, run.device,
-                     run.device == "cpu" ? fmt::format(" ({} cores, {} threads a rank)", run.cores, run.measured.threads) : std::string());
+  return fmt::format("mesh: {} = pp {} x dp {}{} x tp {}, on {}{}", count_of(layout.ranks, "rank"), layout.pp, layout.dp, layout.shard > 1 ? fmt::format(" (shard {})", layout.shard) : std::string(), layout.tp, run.device,
+                     run.device == "cpu" ? fmt::format(" ({}, {} a rank)", count_of(run.cores, "core"), count_of(run.measured.threads, "thread")) : std::string());
 }
 
 // A line for each rank of a small world, else one for all ranks at a place of the pipeline.
@@ -167,8 +168,8 @@ void write_time(std::string& text, const DryRun& run) {
   if (slowdown(run) > 1) assumed.push_back(fmt::format("{} ranks share {} cores", layout.ranks, run.cores));
   assumed.push_back(fmt::format("transfers of {} at {:g} GB/s", bytes_text(run.measured.border), kBandwidth / 1e9));
   fmt::format_to(out, "assumed: {}; without sums over ranks, optimizer and data\n", fmt::join(assumed, ", "));
-  fmt::format_to(out, "predicted: {} a step of {} tokens, {:.0f} tokens/s, {} for {} steps\n", time_text(run.step_seconds), run.tokens_per_step, static_cast<double>(run.tokens_per_step) / run.step_seconds,
-                 time_text(run.step_seconds * static_cast<double>(run.config.training.steps)), run.config.training.steps);
+  fmt::format_to(out, "predicted: {} a step of {} tokens, {:.0f} tokens/s, {} for {}\n", time_text(run.step_seconds), run.tokens_per_step, static_cast<double>(run.tokens_per_step) / run.step_seconds,
+                 time_text(run.step_seconds * static_cast<double>(run.config.training.steps)), count_of(run.config.training.steps, "step"));
 }
 
 }  // namespace
@@ -204,7 +205,7 @@ DryRun dry_run(const TrainConfig& config, const LookProgress& progress) {
 
 std::string to_text(const DryRun& run) {
   const models::TransformerOptions options = transformer_options(run.config.model);
-  std::string text = fmt::format("model: {} blocks of width {}, {:.3f} M parameters, context {}, {}\ndata: {}\n", options.layers, options.width, static_cast<double>(models::parameter_count(options)) / 1e6, options.context, run.config.training.precision, run.data);
+  std::string text = fmt::format("model: {} of width {}, {:.3f} M parameters, context {}, {}\ndata: {}\n", count_of(options.layers, "block"), options.width, static_cast<double>(models::parameter_count(options)) / 1e6, options.context, run.config.training.precision, run.data);
   Lines ranks = rank_lines(run), parts = models::summarize_parts(run.parts, options), memory = memory_lines(run);
   const Lines grid = grid_lines(run.schedule);
   constexpr std::size_t kFixedLines = 11;  // model, data, mesh, partition, schedule, memory (3), time (3)

@@ -19,6 +19,8 @@
 #include "penstock/checkpoint/load.h"
 #include "penstock/checkpoint/tensor_part.h"
 #include "penstock/checkpoint/world_meeting.h"
+#include "penstock/comm/backend.h"
+#include "penstock/comm/ucx_transport.h"
 #include "penstock/models/loss.h"
 #include "penstock/optim/adamw.h"
 #include "penstock/optim/clip.h"
@@ -71,10 +73,27 @@ std::int64_t count_targets(const std::vector<std::int64_t>& targets) {
 
 }  // namespace
 
+namespace {
+
+// A transport that cannot carry the tensors of the device would be ignored, and another one used.
+void check_transport(const LayoutConfig& config, bool gpu) {
+  const auto refuse = [&](const char* what, const char* remedy) {
+    throw ConfigError(describe("layout.transport", fmt::format("{}, which {}", config.transport, what), "one that fits layout.device", remedy));
+  };
+  if (config.transport == "nccl" && !gpu) refuse("carries tensors of GPUs only, but the model runs on the CPU", "set layout.transport to auto, gloo or ucx");
+  if (config.transport == "nccl" && !comm::nccl_available()) refuse("this LibTorch was built without", "set layout.transport to auto, or layout.device to cpu");
+  if ((config.transport == "gloo" || config.transport == "ucx") && gpu) refuse("carries tensors of the CPU, but the model runs on GPUs", "set layout.transport to auto or nccl");
+  if (config.transport == "ucx" && !comm::ucx_available()) refuse("this build lacks", "set layout.transport to auto or gloo");
+}
+
+}  // namespace
+
 at::Device configured_device(const LayoutConfig& config, const comm::World& world) {
   const int gpus = torch::cuda::is_available() ? static_cast<int>(torch::cuda::device_count()) : 0;
   const bool own_gpu = gpus >= world.local_size();
-  if (config.device == "cpu" || (config.device == "auto" && !own_gpu)) return at::kCPU;
+  const bool cpu = config.device == "cpu" || (config.device == "auto" && !own_gpu);
+  if (cpu || own_gpu) check_transport(config, !cpu);
+  if (cpu) return at::kCPU;
   if (!own_gpu)
     throw ConfigError(describe("layout.device", fmt::format("cuda, with {} GPUs for {} ranks on this host", gpus, world.local_size()), "a GPU of its own for every rank", "start fewer ranks, or set layout.device to cpu"));
   return at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank()));

@@ -6,6 +6,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/base/log.h"
+#include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/checkpoint/world_meeting.h"
 #include "penstock/train/configured_data.h"
@@ -30,11 +31,13 @@ void make_data(const DataConfig& config, const fs::path& folder, const std::atom
     log().info("data: making tokens of {} of {}, {} of {} files", format_bytes(progress.bytes), format_bytes(progress.of_bytes), progress.files, progress.of_files);
   };
   const MadeShards made = make_shards(folder, options);
-  for (const BadFile& file : made.bad) log().warn("data: skipped {}: {}", file.path.string(), file.why);
-  if (made.too_large > 0) log().info("data: left out {} files larger than {}", made.too_large, format_bytes(made.max_file_bytes));
-  if (made.beyond_cap > 0) log().info("data: left out {} files beyond data.cap_bytes = {}", made.beyond_cap, config.cap_bytes);
+  // Of the system's own headers some are always empty, and nobody can mend them.
+  const auto level = config.sources.empty() ? spdlog::level::debug : spdlog::level::warn;
+  for (const BadFile& file : made.bad) log().log(level, "data: skipped {}: {}", file.path.string(), file.why);
+  if (made.too_large > 0) log().info("data: left out {} larger than {}", count_of(made.too_large, "file"), format_bytes(made.max_file_bytes));
+  if (made.beyond_cap > 0) log().info("data: left out {} beyond data.cap_bytes = {}", count_of(made.beyond_cap, "file"), config.cap_bytes);
   for (const fs::path& file : made.cut) log().warn("data: took only the first {} of {}, because of data.cap_bytes", format_bytes(static_cast<std::uint64_t>(config.cap_bytes)), file.string());
-  log().info("data: {} tokens of {} file{}", made.tokens, made.documents, made.documents == 1 ? "" : "s");
+  log().info("data: {} of {}", count_of(made.tokens, "token"), count_of(made.documents, "file"));
 }
 
 }  // namespace

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -18,6 +17,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/number.h"
 #include "penstock/base/text.h"
 #include "penstock/train/metrics.h"
 
@@ -124,13 +124,9 @@ std::string plain_line(const ProgressState& state) {
 ProgressChoice choose_progress(const std::string& configured, const char* variable, int own_columns) {
   ProgressChoice choice{.columns = own_columns};
   if (variable != nullptr && *variable != '\0') {
-    const std::string_view text(variable);
-    int columns = 0;
-    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), columns);
-    if (error != std::errc() || end != text.data() + text.size() || columns < 0)
-      throw ConfigError(describe("PENSTOCK_PROGRESS_TTY", fmt::format("\"{}\"", text), "the columns of the terminal, 0 where there is none", "unset it"));
-    choice.columns = columns;
-    choice.past_the_launcher = columns > 0;
+    // The columns of the terminal, 0 where there is none.
+    choice.columns = static_cast<int>(read_whole("environment variable PENSTOCK_PROGRESS_TTY", variable, 0, 1 << 20, "unset it"));
+    choice.past_the_launcher = choice.columns > 0;
   }
   if (configured == "none" || configured == "off") {
     choice.kind = ProgressKind::None;

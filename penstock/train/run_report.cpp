@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/train/metrics_file.h"
 #include "penstock/train/progress.h"
@@ -74,7 +75,7 @@ void add_notes(RunReport& run) {
   if (!metrics.end) note("The run has no end: it was killed, it failed, or it is still running.");
   if (metrics.truncated) note("The last line of the metrics was cut off and is left out.");
   if (metrics.starts.size() > 1)
-    note(fmt::format("The run was started {} times, last after step {}; {} steps were done again.", metrics.starts.size(), run.start().first_step, metrics.repeated_steps));
+    note(fmt::format("The run was started {}, last after step {}; {} again.", count_of(metrics.starts.size(), "time"), run.start().first_step, count_of(metrics.repeated_steps, "step was done", "steps were done")));
   if (metrics.steps.empty()) note("No step was recorded: there are no curves.");
   if (metrics.validations.empty()) note("There was no validation (training.validate_every, data.validation_fraction).");
   if (metrics.checkpoints.empty()) note("No checkpoint was written.");
@@ -87,8 +88,8 @@ void add_notes(RunReport& run) {
     skipped += step.outcome.skipped;
     bad += !std::isfinite(step.outcome.loss);
   }
-  if (skipped > 0) note(fmt::format("{} steps were skipped because their gradients overflowed.", skipped));
-  if (bad > 0) note(fmt::format("{} steps have a loss that is not finite.", bad));
+  if (skipped > 0) note(fmt::format("{} skipped because {} overflowed.", count_of(skipped, "step was", "steps were"), skipped == 1 ? "its gradients" : "their gradients"));
+  if (bad > 0) note(fmt::format("{} a loss that is not finite.", count_of(bad, "step has", "steps have")));
   if (!metrics.steps.empty() && run.start().peak_flops <= 0) note("The peak of this machine was not measured: the MFU is not known.");
 }
 

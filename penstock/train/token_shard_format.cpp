@@ -85,7 +85,8 @@ TokenShardHeader decode_shard_header(std::span<const std::uint8_t> bytes, std::s
     refuse("not a token shard", "other first bytes", "PNSKTOKS", "give files that penstock data make wrote");
   // Before the checksum: another version may have its checksum elsewhere.
   if (const auto version = load<std::uint32_t>(bytes, 8); version != kShardVersion)
-    refuse("version of the token shard", fmt::format("{}", version), fmt::format("{}", kShardVersion), kFormatRemedy);
+    refuse("version of the token shard", fmt::format("{}", version), fmt::format("{}", kShardVersion),
+           version > kShardVersion ? "it was written by a newer version of Penstock: use that one, or make it again" : kFormatRemedy);
   const std::uint64_t actual = checksum64(bytes.first(kChecksumOffset));
   if (const auto expected = load<std::uint64_t>(bytes, kChecksumOffset); actual != expected)
     refuse("the header is damaged: checksum", fmt::format("{:016x}", actual), fmt::format("{:016x}", expected),

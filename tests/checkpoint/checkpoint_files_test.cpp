@@ -296,6 +296,36 @@ TEST(OpenLatest, FallsBackOnlyIfAllowedAndSaysSoEverywhere) {
   expect_same_error(errors_on_ranks(2, [&](Meeting& other) { open_latest(other, folder.path(), {.allow_fallback = true}); }), "every checkpoint in");
 }
 
+TEST(OpenLatest, ANewerFormatIsNotDamage) {
+  const TemporaryFolder folder;
+  save_alone(folder.path(), 100);
+  save_alone(folder.path(), 200);
+  const auto index = folder.path() / "step-00000200" / "index.json";
+  std::string text = read_text(index);
+  text.replace(text.find("\"version\": 1"), 12, "\"version\": 2");
+  write_text(index, text);
+  for (const bool fallback : {false, true}) {
+    const auto errors = errors_on_ranks(3, [&](Meeting& meeting) { open_latest(meeting, folder.path(), {.allow_fallback = fallback}); });
+    expect_same_error(errors, "index.json: format version 2, this build reads 1; it was written by a newer version of Penstock");
+    EXPECT_EQ(errors[0].find("damaged"), std::string::npos) << errors[0];
+    EXPECT_EQ(errors[0].find("rank"), std::string::npos) << "all of them say the same: " << errors[0];
+  }
+  LoneMeeting meeting;
+  EXPECT_EQ(message_of<CheckpointError>([&] { open_checkpoint(meeting, folder.path() / "step-00000200"); }).find("damaged"), std::string::npos);
+}
+
+TEST(Agreement, WhatAllRanksSayIsSaidOnce) {
+  const auto all = errors_on_ranks(3, [](Meeting& meeting) { meeting.agree("x", [] { throw ConfigError("too little data"); }); });
+  for (const std::string& error : all) EXPECT_EQ(error, "too little data");
+  const auto first = errors_on_ranks(3, [](Meeting& meeting) { meeting.agree("x", [&] { if (meeting.rank() == 0) throw ConfigError("no such file"); }); });
+  for (const std::string& error : first) EXPECT_EQ(error, "no such file");
+  const auto some = errors_on_ranks(4, [](Meeting& meeting) { meeting.agree("x", [&] { if (meeting.rank() > 1) throw std::runtime_error("full disk"); }); });
+  for (const std::string& error : some) EXPECT_EQ(error, "ranks 2, 3: full disk");
+  LoneMeeting alone;
+  EXPECT_THROW(alone.agree("x", [] { throw ConfigError("x"); }), ConfigError);
+  EXPECT_THROW(alone.agree("x", [] { throw std::runtime_error("x"); }), CheckpointError);
+}
+
 TEST(OpenLatest, RanksThatSeeAnotherFolderAreNamed) {
   const TemporaryFolder folder, other;
   save_alone(folder.path(), 100);

@@ -55,6 +55,24 @@ TEST(DataCli, HelpHasAnExample) {
   }
 }
 
+TEST(DataCli, CountsAreWords) {
+  const ScratchFolder folder;
+  folder.write("src/a.h", "int a;");
+  const Ended ended = penstock("data make --out '" + (folder / "data").string() + "' --source '" + (folder / "src").string() + "'");
+  EXPECT_TRUE(has_text(ended.output, "7 tokens of 1 file (6 B) in 1 shard\n"));
+}
+
+TEST(DataCli, SizesAreNotNegative) {
+  const ScratchFolder folder;
+  folder.write("src/a.h", "int a;");
+  for (const char* flag : {"--cap-bytes", "--max-file-bytes", "--shard-tokens"}) {
+    const Ended ended = penstock("data make --out '" + (folder / "data").string() + "' --source '" + (folder / "src").string() + "' " + flag + " -1");
+    EXPECT_EQ(ended.exit_code, 2) << flag;
+    EXPECT_TRUE(has_text(ended.output, std::string(flag) + ": got \"-1\""));
+  }
+  EXPECT_FALSE(std::filesystem::exists(folder / "data"));
+}
+
 TEST(DataCli, MakesAndShows) {
   const ScratchFolder folder;
   folder.write("src/a.h", "int a;");

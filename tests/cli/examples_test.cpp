@@ -33,6 +33,14 @@ TEST(Examples, TrainsATransformerByAKnownScheduleAndByOneFromAFile) {
   EXPECT_EQ(losses, losses_of(own.output));
 }
 
+TEST(Examples, EndWithAMessageWhenSomethingFails) {
+  for (const char* example : {"hello_world", "pipeline", "tensor_parallel", "distributed_tensor", "train_transformer"}) {
+    const Ended ended = run_command("RANK=x WORLD_SIZE=2 '" + environment("PENSTOCK_BIN") + "/" + example + "' '" + environment("PENSTOCK_SOURCE") + "/README.md'");
+    EXPECT_EQ(ended.exit_code, 1) << example;
+    EXPECT_EQ(ended.output, std::string(example) + ": environment variable RANK: got \"x\", expected a whole number from 0 to 1048575; let the launcher set it, or unset it to run one rank\n");
+  }
+}
+
 TEST(Examples, SayHowTheyAreUsed) {
   const Ended ended = run_command("'" + environment("PENSTOCK_BIN") + "/train_transformer'");
   EXPECT_EQ(ended.exit_code, 2);

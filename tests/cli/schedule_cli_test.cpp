@@ -149,6 +149,51 @@ TEST_F(ScheduleCli, WrongUsageIsExitCode2AndNamesTheNearest) {
   expect("compare --ranks 4", "--microbatches");
 }
 
+TEST_F(ScheduleCli, FlagsWithoutEffectAreRefused) {
+  const std::string file = "'" + write("good.csv", "0F0,0B0\n1F0,1B0\n") + "'", fixed = " --kind 1F1B --ranks 2 --microbatches 4 ";
+  const auto refuses = [](const std::string& arguments, const std::string& flag) {
+    const Ended ended = penstock(arguments);
+    EXPECT_EQ(ended.exit_code, 2) << arguments << "\n" << ended.output;
+    EXPECT_THAT(ended.output, HasSubstr(flag + " has no meaning")) << arguments;
+  };
+  refuses("simulate " + file + " --ranks 3", "--ranks");
+  refuses("simulate " + file + " --microbatches 3", "--microbatches");
+  refuses("simulate " + file + " --stages-per-rank 3", "--stages-per-rank");
+  refuses("simulate " + file + " --group-size 3", "--group-size");
+  refuses("simulate " + file + " --max-bytes 3G", "--max-bytes");
+  refuses("simulate" + fixed + "--placement v", "--placement");
+  refuses("simulate" + fixed + "--max-activations 2", "--max-activations");
+  refuses("schedule" + fixed + "--max-bytes 3G", "--max-bytes");
+  refuses("schedule --kind auto --ranks 2 --microbatches 4 --group-size 2", "--group-size");
+  refuses("schedule" + fixed + "--max-active-stages 2", "--max-active-stages");
+  refuses("schedule" + fixed + "--defer-receives", "--defer-receives");
+  refuses("schedule" + fixed + "--cost F=2", "--cost");
+  refuses("schedule" + fixed + "--format grid --memory act=2", "--memory");
+  EXPECT_EQ(penstock("schedule" + fixed + "--format svg --cost F=2").exit_code, 0);
+}
+
+TEST_F(ScheduleCli, CostsThatOverflowAreRefused) {
+  for (const char* costs : {"--cost F=1e308", "--cost F=1e308,send=1e308", "--cost bytes=1E,bandwidth=1e-300", "--memory act=7E"})
+    for (const char* command : {"simulate --kind 1F1B ", "compare "}) {
+      const Ended ended = penstock(std::string(command) + "--ranks 2 --microbatches 4 " + costs);
+      EXPECT_EQ(ended.exit_code, 2) << command << costs << "\n" << ended.output;
+      EXPECT_THAT(ended.output, Not(HasSubstr("nan"))) << command << costs;
+    }
+}
+
+TEST_F(ScheduleCli, InterleavedKindsHaveTwoStagesARankByDefault) {
+  for (const char* kind : {"Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"}) {
+    const Ended ended = penstock(std::string("schedule --ranks 2 --microbatches 4 --format json --kind ") + kind);
+    EXPECT_EQ(nlohmann::json::parse(ended.output).at("stages"), 4) << kind;
+  }
+}
+
+TEST_F(ScheduleCli, FilesMayHaveCommentsAndAByteOrderMark) {
+  const Ended ended = penstock("check '" + write("commented.csv", "\xef\xbb\xbf# one rank, one microbatch\r\n0F0,0B0 # all of it\r\n") + "'");
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_THAT(ended.output, HasSubstr("ok; 1 rank, 1 stage, 1 microbatch, 2 actions, compute only"));
+}
+
 TEST_F(ScheduleCli, SimulateAsTextAndJson) {
   EXPECT_EQ(penstock("simulate --kind 1F1B --ranks 2 --microbatches 2").output,
             "time 9, bubble 33.33 % of the step, 20.00 % within the ranks' spans\n"

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <string>
 
 #include "penstock/base/files.h"
@@ -92,6 +93,92 @@ TEST_F(TrainCli, WrongUsageIsExitCode2) {
   EXPECT_TRUE(has_text(unknown.output, "schedule"));
   EXPECT_EQ(penstock("parity " + config() + " --steps 0").exit_code, 2);
   EXPECT_EQ(penstock("train " + config() + " --pp 5 --dry-run").exit_code, 2);
+}
+
+std::size_t times(const std::string& text, const std::string& part) {
+  std::size_t count = 0;
+  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + part.size())) ++count;
+  return count;
+}
+
+TEST_F(TrainCli, NumbersThatAreNoneAreExitCode2) {
+  for (const char* arguments : {"--tolerance nan", "--tolerance=-inf", "--parameter-tolerance nan", "--steps 1e3", "--lr nan", "--tolerance ''"}) {
+    const Ended ended = penstock("parity " + config() + " --pp 1 " + arguments);
+    EXPECT_EQ(ended.exit_code, 2) << arguments << "\n" << ended.output;
+    EXPECT_TRUE(has_text(ended.output, std::string(arguments).substr(0, std::string(arguments).find_first_of(" ="))));
+    EXPECT_FALSE(has_text(ended.output, "parity: ok"));
+  }
+}
+
+TEST_F(TrainCli, WhatHasNoMeaningHereIsRefused) {
+  const auto refuses = [&](const std::string& arguments, const std::string& words) {
+    const Ended ended = penstock(arguments);
+    EXPECT_EQ(ended.exit_code, 2) << arguments << "\n" << ended.output;
+    EXPECT_TRUE(has_text(ended.output, words)) << arguments;
+  };
+  refuses("parity " + config() + " --resume never", "checkpoint.resume has no meaning for penstock parity");
+  refuses("inspect memory " + config() + " --predict-only --steps 2", "--steps has no meaning");
+  refuses("inspect graph " + config() + " --precision bf16", "training.precision has no meaning for penstock inspect graph");
+  refuses("train " + config() + " --dryrun", "did you mean --dry-run?");
+  refuses("train " + config() + " --learning_rate 3", "did you mean training.lr?");
+}
+
+TEST_F(TrainCli, AVariableOfGarbageIsRefusedAtOnce) {
+  const Ended ended = run_command("PENSTOCK_P2P=pigeon '" + environment("PENSTOCK_BIN") + "/penstock' train " + config() + " --dry-run");
+  EXPECT_EQ(ended.exit_code, 2) << ended.output;
+  EXPECT_TRUE(has_text(ended.output, "environment variable PENSTOCK_P2P: got \"pigeon\", expected one of gloo, ucx"));
+}
+
+TEST_F(TrainCli, ErrorsOfAConfigurationAreSaidOnce) {
+  const std::string start = "cd '" + folder_.string() + "' && CUDA_VISIBLE_DEVICES= '" + environment("PENSTOCK_BIN") + "/penstock' ";
+  // Noticed by the ranks: the data does not exist, or is too little.
+  for (const std::string arguments : {"train train.toml --pp 2 --data /nonexistent/text", "parity train.toml --pp 2 --data /nonexistent/text", "inspect memory train.toml --pp 2 --data /nonexistent/text"}) {
+    const Ended ended = run_command(start + arguments, std::chrono::seconds(110));
+    EXPECT_EQ(ended.exit_code, 2) << arguments << "\n" << ended.output;
+    EXPECT_EQ(times(ended.output, "penstock: "), 1u) << ended.output;
+    EXPECT_EQ(times(ended.output, "[launch]"), 0u) << ended.output;
+    EXPECT_EQ(times(ended.output, "rank"), 0u) << ended.output;
+  }
+}
+
+// CUDA_VISIBLE_DEVICES: the same on machines that have GPUs.
+TEST_F(TrainCli, NcclIsRefusedOnTheCpu) {
+  for (const char* what : {" --run_folder nccl", " --dry-run"}) {
+    const Ended ended = run_command("cd '" + folder_.string() + "' && CUDA_VISIBLE_DEVICES= '" + environment("PENSTOCK_BIN") + "/penstock' train train.toml --pp 2 --device auto --transport nccl" + what);
+    EXPECT_EQ(ended.exit_code, 2) << ended.output;
+    EXPECT_TRUE(has_text(ended.output, "layout.transport: got nccl, which carries tensors of GPUs only"));
+    EXPECT_EQ(times(ended.output, "penstock: "), 1u) << ended.output;
+  }
+  EXPECT_FALSE(fs::exists(folder_ / "nccl"));
+}
+
+TEST_F(TrainCli, GenerateDoesWhatItIsAskedOrSaysWhyNot) {
+  const std::string run = (folder_ / "run").string();
+  const Ended trained = penstock("train " + config() + " --pp 1 --steps 2 --warmup_steps 0 --sample_tokens 0 --run_folder '" + run + "'");
+  ASSERT_EQ(trained.exit_code, 0) << trained.output;
+  const Ended empty = penstock("generate '" + run + "' --prompt ''");
+  EXPECT_EQ(empty.exit_code, 2) << empty.output;
+  EXPECT_TRUE(has_text(empty.output, "--prompt: got an empty text"));
+  // The context is 16: the text goes on beyond it.
+  const Ended longer = penstock("generate '" + run + "' --prompt 'int ' --tokens 60 --temperature 0 --device cpu");
+  EXPECT_EQ(longer.exit_code, 0) << longer.output;
+  EXPECT_GE(longer.output.size(), 4u + 60u) << longer.output;
+  const Ended prompt = penstock("generate '" + run + "' --prompt '0123456789012345678901234567890' --tokens 2 --temperature 0 --device cpu");
+  EXPECT_EQ(prompt.exit_code, 0) << prompt.output;
+  EXPECT_TRUE(has_text(prompt.output, "the model sees the last 16, its context"));
+
+  // A checkpoint of a newer format.
+  const fs::path index = fs::path(run) / "checkpoints" / "step-00000002" / "index.json";
+  std::ifstream in(index);
+  std::string text{std::istreambuf_iterator<char>(in), {}};
+  text.replace(text.find("\"version\": 1"), 12, "\"version\": 2");
+  std::ofstream(index) << text;
+  for (const std::string& arguments : {"generate '" + run + "'", "train " + config() + " --pp 2 --steps 4 --warmup_steps 0 --sample_tokens 0 --run_folder '" + run + "'"}) {
+    const Ended newer = penstock(arguments);
+    EXPECT_NE(newer.exit_code, 0) << newer.output;
+    EXPECT_EQ(times(newer.output, "it was written by a newer version of Penstock"), 1u) << newer.output;
+    EXPECT_EQ(times(newer.output, "damaged"), 0u) << newer.output;
+  }
 }
 
 TEST_F(TrainCli, DryRunTrainsNothing) {

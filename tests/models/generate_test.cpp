@@ -123,6 +123,32 @@ TEST(Generate, CallbackAndStopToken) {
   EXPECT_TRUE(at::equal(stopped, alone.narrow(1, 0, stopped.size(1))));
 }
 
+// Beyond the context the model sees the last tokens, as many as its context: what it says next is what it would say after a prompt of them.
+TEST(Generate, SlidesBeyondTheContext) {
+  const TransformerOptions options = small();
+  TransformerStage model = made(options);
+  const std::int64_t context = options.context, more = 2 * context;
+  const at::Tensor prompt = tokens_for(options, 2, 3);
+  for (const double temperature : {0.0, 1.0}) {
+    const GenerateOptions how{.max_tokens = more, .temperature = temperature, .seed = 5, .slide = true};
+    const at::Tensor all = generate(*model, prompt, how);
+    ASSERT_EQ(all.size(1), 3 + more);
+    GenerateOptions slow = how;
+    slow.use_cache = false;
+    EXPECT_TRUE(at::equal(all, generate(*model, prompt, slow)));
+    // Within the context it is what generation without sliding gives.
+    EXPECT_TRUE(at::equal(all.narrow(1, 0, context), generate(*model, prompt, {.max_tokens = context - 3, .temperature = temperature, .seed = 5})));
+  }
+  const at::Tensor greedy = generate(*model, prompt, {.max_tokens = more, .temperature = 0, .slide = true});
+  for (std::int64_t position = context; position < greedy.size(1); ++position) {
+    const at::Tensor window = greedy.narrow(1, position - context, context);
+    EXPECT_TRUE(at::equal(generate(*model, window, {.max_tokens = 1, .temperature = 0}).select(1, context), greedy.select(1, position))) << position;
+  }
+  // A prompt that is longer than the context.
+  const at::Tensor longer = greedy.narrow(1, 0, context + 2);
+  EXPECT_TRUE(at::equal(generate(*model, longer, {.max_tokens = 3, .temperature = 0, .slide = true}), greedy.narrow(1, 0, context + 5)));
+}
+
 TEST(Generate, BadInput) {
   const TransformerOptions options = small();
   TransformerStage model = made(options), part = made(options, partition_model(options, 2)[0]);

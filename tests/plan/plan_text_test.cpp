@@ -2,8 +2,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <string_view>
 
 #include "penstock/plan/cost_text.h"
 #include "penstock/plan/draw_grid.h"
@@ -32,6 +34,16 @@ std::string error_of(const std::string& cost) {
   return "";
 }
 
+template <class Call>
+std::string test_message(Call&& call) {
+  try {
+    call();
+  } catch (const ValueError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
 TEST(CostText, SetsWhatItNames) {
   CostModel model;
   apply_cost_text(model, "F=1.5,i=2,W=0.5:1:1.5,send=0.1,overlap=0.25,bytes=64K,bandwidth=1M");
@@ -46,6 +58,40 @@ TEST(CostText, SetsWhatItNames) {
   EXPECT_EQ(model.memory_of(1).gradients, 1536);
   EXPECT_EQ(model.memory_of(2).activation, 9);
   EXPECT_EQ(model.memory_of(2).between_input_and_weight, 3);
+}
+
+TEST(CostText, NumbersAreFinite) {
+  for (const char* name : {"F", "I", "W", "B", "send", "bytes", "bandwidth", "unshard", "reduce", "overlap"})
+    for (const char* bad : {"nan", "inf", "-inf", "1e999", "", "3x", "-1", "1e300"}) {
+      if (std::string_view(bad) == "1e300" && std::string_view(name) == "bandwidth") continue;  // a fast one
+      EXPECT_THAT(error_of(std::string(name) + "=" + bad), HasSubstr(std::string("cost: ") + name)) << bad;
+    }
+  for (const char* name : {"params", "unsharded", "grads", "act", "split"})
+    for (const char* bad : {"nan", "inf", "-inf", "1e999", "", "3x", "-1", "-1K", "1.5", "9E"}) {
+      CostModel model;
+      EXPECT_THROW(apply_memory_text(model, std::string(name) + "=" + bad), ConfigError) << name << "=" << bad;
+    }
+  CostModel model;
+  apply_cost_text(model, "bandwidth=0.4");
+  EXPECT_EQ(model.bandwidth, 0.4) << "not rounded to whole bytes";
+}
+
+TEST(CostText, SumsThatOverflowAreRefused) {
+  const Schedule schedule = schedule::generate(ScheduleKind::OneFOneB, {.ranks = 2, .stages_per_rank = 1, .microbatches = 4, .group_size = std::nullopt});
+  CostModel model;
+  model.stages[0].forward = 1e308;
+  EXPECT_THROW(simulate(schedule, model), ValueError);
+  model.stages[0].forward = 1e100;
+  EXPECT_TRUE(std::isfinite(simulate(schedule, model).time));
+  model = {};
+  model.memory[0].activation = std::int64_t{1} << 61;
+  EXPECT_THAT((test_message([&] { simulate(schedule, model); })), HasSubstr("less than 4 EiB"));
+  model.memory[0].activation = std::int64_t{1} << 59;
+  EXPECT_EQ(simulate(schedule, model).peak_bytes(), std::int64_t{1} << 60);
+  model = {};
+  model.stages[0].output_bytes = 1e18;
+  model.bandwidth = 1e-300;
+  EXPECT_THROW(simulate(schedule, model), ValueError);
 }
 
 TEST(CostText, ErrorsNameTheEntryAndTheNearestName) {

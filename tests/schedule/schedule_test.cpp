@@ -95,6 +95,16 @@ TEST(ScheduleText, KeepsRowsOfDifferentLengthAndIdleSlots) {
   EXPECT_TRUE(parse_rows("").empty());
 }
 
+TEST(ScheduleText, CommentsAndAByteOrderMarkAreSkipped) {
+  const std::vector<Row> rows = parse_rows("0F0,0B0\n1F0,1B0\n");
+  EXPECT_EQ(parse_rows("\xef\xbb\xbf" "0F0,0B0\n1F0,1B0\n"), rows);
+  EXPECT_EQ(parse_rows("# two ranks\n0F0,0B0\n  # the second\n1F0,1B0  # ends here\r\n#"), rows);
+  EXPECT_EQ(parse_rows("\xef\xbb\xbf# Excel\r\n0F0,0B0\r\n1F0,1B0\r\n"), rows);
+  EXPECT_EQ(parse_rows("0F0\n\n").size(), 2u) << "an empty line is a rank, a comment is not";
+  EXPECT_THAT(message_of<ConfigError>([] { parse_rows("# one\n# two\n0F0,0Q0\n"); }), HasSubstr("line 3, column 6"));
+  EXPECT_THROW(parse_rows("0F0\xef\xbb\xbf\n"), ConfigError) << "elsewhere it is junk";
+}
+
 TEST(ScheduleText, LimitsAreEnforced) {
   TextLimits limits;
   limits.bytes = 8;

@@ -106,7 +106,7 @@ TEST(Config, PresetsHaveTheirSizes) {
 
 TEST(Config, ArgumentsOfEveryForm) {
   const ResolvedConfig resolved = with({"--model.preset=small", "--layers", "10", "--lr", "5e-4", "--skip-bad-files", "--data", "src", "include",
-                                        "--betas", "0.8,0.9", "--trace_steps", "1", "2", "--tie_head", "false", "--optimizer", "SGD"});
+                                        "--betas", "0.8,0.9", "--trace_steps", "1", "2", "--tie_head", "false", "--optimizer", "AdamW", "--decay", "LINEAR"});
   const TrainConfig& config = resolved.config;
   EXPECT_EQ(config.model.width, 512);
   EXPECT_EQ(config.model.layers, 10);
@@ -116,7 +116,8 @@ TEST(Config, ArgumentsOfEveryForm) {
   EXPECT_EQ(config.training.betas, (std::vector<double>{0.8, 0.9}));
   EXPECT_EQ(config.output.trace_steps, (std::vector<std::int64_t>{1, 2}));
   EXPECT_FALSE(config.model.tie_head);
-  EXPECT_EQ(config.training.optimizer, "sgd");
+  EXPECT_EQ(config.training.optimizer, "adamw");
+  EXPECT_EQ(config.training.decay, "linear");
   EXPECT_EQ(resolved.origins.at("model.width"), "preset small");
   EXPECT_EQ(resolved.origins.at("training.lr"), "--lr");
 }
@@ -131,7 +132,7 @@ TEST(Config, BadArguments) {
       {{"--widht", "3"}, {"--widht", "unknown key", "did you mean width?"}},
       {{"--model.widht", "3"}, {"did you mean model.width?"}},
       {{"--training.width", "3"}, {"did you mean model.width?"}},
-      {{"--qqqqqqqqqq", "3"}, {"docs/configuration.md"}},
+      {{"--qqqqqqqqqq", "3"}, {"penstock train --help lists all keys"}},
       {{"--width"}, {"--width: got nothing", "a whole number", "Width of the residual stream"}},
       {{"--width", "abc"}, {"model.width: got \"abc\"", "a whole number from 1 to 1048576"}},
       {{"--width", "3.5"}, {"got \"3.5\""}},
@@ -143,10 +144,10 @@ TEST(Config, BadArguments) {
       {{"--width", "192", "5"}, {"\"5\""}},
       {{"--"}, {"--key value"}},
       {{"--lr", "0"}, {"training.lr: got 0", "above 0"}},
-      {{"--lr", "nan"}, {"got nan"}},
-      {{"--lr", "inf"}, {"got inf"}},
+      {{"--lr", "nan"}, {"got \"nan\""}},
+      {{"--lr", "inf"}, {"got \"inf\""}},
       {{"--lr", ""}, {"got \"\""}},
-      {{"--betas", "0.9"}, {"1 values", "a list of 2 numbers"}},
+      {{"--betas", "0.9"}, {"got 1 value,", "a list of 2 numbers"}},
       {{"--betas", "0.9", "1.0"}, {"got 1"}},
       {{"--tie_head", "maybe"}, {"true or false"}},
       {{"--optimizer", "adam"}, {"one of adamw, sgd", "did you mean adamw?"}},
@@ -221,9 +222,94 @@ TEST(Config, ASchedulesOwnFile) {
   const auto message = [&](const Arguments& arguments) { return message_of<ConfigError>([&] { (void)with(arguments); }); };
   EXPECT_TRUE(has_text(message({"--schedule", path}), "set layout.microbatches to 2"));
   EXPECT_TRUE(has_text(message({"--schedule", path, "--microbatches", "2", "--pp", "1"}), "set layout.pp to 2"));
-  EXPECT_TRUE(has_text(message({"--schedule", path, "--microbatches", "2", "--virtual_stages", "2"}), "has 1 stages on each rank"));
+  EXPECT_TRUE(has_text(message({"--schedule", path, "--microbatches", "2", "--virtual_stages", "2"}), "has 1 stage on each rank"));
   EXPECT_TRUE(has_text(message({"--schedule", folder.write("bad.csv", "0F0,0Q1\n").string()}), "bad.csv"));
   EXPECT_TRUE(has_text(message({"--schedule", folder.write("order.csv", "0B0,0F0\n").string(), "--pp", "1", "--microbatches", "1"}), "order.csv"));
+}
+
+// Every numeric key, from the command line and from a file: no value that is not finite, and no junk.
+TEST(Fields, NumbersAreFiniteAndReadAsAWhole) {
+  std::size_t numbers = 0;
+  for (const ConfigField& field : config_fields()) {
+    const FieldData value = field.get(TrainConfig{});
+    const bool list = std::holds_alternative<std::vector<double>>(value) || std::holds_alternative<std::vector<std::int64_t>>(value);
+    if (!list && !std::holds_alternative<std::int64_t>(value) && !std::holds_alternative<double>(value)) continue;
+    ++numbers;
+    for (const char* bad : {"nan", "-nan", "inf", "-inf", "1e999", "3x", " 3", "+3", "0x3", ""}) {
+      if (list && *bad == '\0') continue;  // an empty list of its own
+      const std::string message = message_of<ConfigError>([&] { (void)with({"--" + field.name() + "=" + (list && field.count == 2 ? "0.5," : "") + bad}); });
+      EXPECT_TRUE(has_text(message, field.name())) << bad;
+      EXPECT_TRUE(has_text(message, "expected")) << bad;
+    }
+#ifdef PENSTOCK_HAVE_TOML
+    for (const char* bad : {"nan", "inf", "-inf", "1e30000"}) {
+      const std::string text = list ? std::string("[") + (field.count == 2 ? "0.5, " : "") + bad + "]" : bad;
+      const std::string message = message_of<ConfigError>([&] { (void)parse_config("[" + std::string(field.section) + "]\n" + std::string(field.key) + " = " + text + "\n", "train.toml"); });
+      EXPECT_TRUE(has_text(message, "train.toml:2")) << field.name() << " = " << bad;
+    }
+#endif
+  }
+  EXPECT_GE(numbers, 30u);
+}
+
+TEST(Fields, NamesOfOtherTrainersLeadToOurs) {
+  const auto message = [](const std::string& flag) { return message_of<ConfigError>([&] { (void)with({flag, "3"}); }); };
+  EXPECT_TRUE(has_text(message("--learning_rate"), "did you mean training.lr?"));
+  EXPECT_TRUE(has_text(message("--learning-rate"), "did you mean training.lr?"));
+  EXPECT_TRUE(has_text(message("--training.learning_rate"), "did you mean training.lr?"));
+  EXPECT_TRUE(has_text(message("--batch_size"), "did you mean training.global_batch (samples of a step) or layout.microbatch_size (samples of a microbatch)?"));
+  EXPECT_TRUE(has_text(message("--block_size"), "did you mean model.context?"));
+  EXPECT_TRUE(has_text(message("--n_layer"), "did you mean model.layers?"));
+  EXPECT_TRUE(has_text(message("--max_iters"), "did you mean training.steps?"));
+  EXPECT_TRUE(has_text(message("--microbatchs"), "did you mean microbatches?"));
+  EXPECT_TRUE(has_text(message("--quux"), "penstock train --help lists all keys"));
+  // All that are led to exist.
+  for (const char* name : {"learning_rate", "batch_size", "block_size", "vocab_size", "n_head", "d_model", "grad_clip", "warmup_iters", "out_dir", "save_every", "fsdp", "dtype", "resume_from"}) {
+    const std::string key = key_known_as(name);
+    EXPECT_EQ(find_field(key.substr(0, key.find(' ')), "test").name(), key.substr(0, key.find(' ')));
+  }
+}
+
+TEST(Config, BinaryArgumentsAreNotEchoedRaw) {
+  for (const Arguments& arguments : {Arguments{"\x1b[31m"}, {"--\x1b[31m", "1"}, {"--lr", "\x1b[31m\x01"}, {"--decay", "\xff\xfe\x1b"}, {"--preset", "\x1b]0;x\x07"}, {"--lr", std::string(100000, 'x')}}) {
+    const std::string message = message_of<ConfigError>([&] { (void)with(arguments); });
+    EXPECT_TRUE(std::none_of(message.begin(), message.end(), [](char c) { return static_cast<unsigned char>(c) < 0x20 || static_cast<unsigned char>(c) >= 0x7f; })) << message;
+    EXPECT_LT(message.size(), 600u);
+  }
+}
+
+TEST(Config, NoChoiceBetweenOneAndTheSame) {
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { (void)with({"--shard", "2"}); }), "set layout.dp to 2, or layout.shard to 1") );
+  EXPECT_EQ(message_of<ConfigError>([] { (void)with({"--shard", "2"}); }).find("1 or 1"), std::string::npos);
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { (void)with({"--dp", "3", "--shard", "2"}); }), "layout.shard to 1 or 3"));
+}
+
+TEST(Config, InterleavedSchedulesHaveTwoStagesARank) {
+  const auto stages = [](const Arguments& arguments) { return with(arguments).config.layout.virtual_stages; };
+  for (const char* kind : {"Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "VHalf", "VMin", "DualPipe"}) EXPECT_EQ(stages({"--schedule", kind}), 2) << kind;
+  for (const char* kind : {"GPipe", "1F1B", "ZB2P"}) EXPECT_EQ(stages({"--schedule", kind}), 1) << kind;
+  EXPECT_EQ(stages({"--schedule", "Interleaved1F1B", "--layers", "12", "--virtual_stages", "3"}), 3);
+  EXPECT_EQ(with({"--schedule", "Interleaved1F1B"}).origins.at("layout.virtual_stages"), "derived");
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { (void)with({"--schedule", "Interleaved1F1B", "--pp", "4"}); }), "lower layout.pp or layout.virtual_stages"));
+}
+
+TEST(Config, KeysWithoutEffectAreRefusedOnTheCommandLine) {
+  const auto message = [](const Arguments& arguments) { return message_of<ConfigError>([&] { (void)with(arguments); }); };
+  EXPECT_TRUE(has_text(message({"--momentum", "0.5"}), "training.momentum = 0.5 (--momentum) has no effect with training.optimizer = \"adamw\" (default); leave it out"));
+  EXPECT_TRUE(has_text(message({"--optimizer", "sgd", "--betas", "0.9,0.99"}), "training.betas"));
+  EXPECT_TRUE(has_text(message({"--optimizer", "sgd", "--epsilon", "1e-6"}), "training.epsilon"));
+  EXPECT_TRUE(has_text(message({"--decay", "constant", "--min_lr_ratio", "0.5"}), "training.min_lr_ratio"));
+  EXPECT_TRUE(has_text(message({"--validate_every", "0", "--validate_batches", "3"}), "training.validate_batches"));
+  EXPECT_TRUE(has_text(message({"--shards", "x", "--cap_bytes", "1000"}), "data.cap_bytes"));
+  EXPECT_TRUE(has_text(message({"--resume", "never", "--fallback", "false"}), "checkpoint.fallback"));
+  EXPECT_TRUE(has_text(message({"--sample_tokens", "0", "--sample_prompt", "x"}), "output.sample_prompt"));
+  EXPECT_TRUE(has_text(message({"--pp", "1", "--transport", "ucx"}), "layout.transport"));
+  EXPECT_TRUE(has_text(message({"--pattern", "AA|AA", "--partition", "count"}), "layout.partition"));
+  EXPECT_TRUE(has_text(message({"--sample_prompt="}), "output.sample_prompt = \"\""));
+  EXPECT_NO_THROW((void)with({"--optimizer", "sgd", "--momentum", "0.5"}));
+#ifdef PENSTOCK_HAVE_TOML
+  EXPECT_NO_THROW((void)parse_config("[training]\nmomentum = 0.5\n", "run/config.toml")) << "the file of a run has all keys";
+#endif
 }
 
 TEST(Fields, AKeyOfSeveralSectionsNeedsItsSection) {
@@ -266,6 +352,18 @@ TEST(ConfigFile, ValuesAndTheirPlaces) {
   EXPECT_EQ(resolved.origins.at("model.layers"), "preset small");
 }
 
+TEST(ConfigFile, ADecimalPointIsShown) {
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { (void)parse_config("[training]\nsteps = 3.0\n", "train.toml"); }), "training.steps: got 3.0, expected a whole number"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { (void)parse_config("[layout]\npp = 2e0\n", "train.toml"); }), "layout.pp: got 2.0, expected a whole number"));
+}
+
+TEST(ConfigFile, BinaryFilesAreNotEchoedRaw) {
+  for (const std::string text : {"\x7f" "ELF\x02\x01\x01", "[model]\nwidth = \"\x1b[31m\"\n", "\x1b[31m = 3\n", "[\"\\u001b[31m\"]\nx = 1\n", "[model]\n\"\\u001b\" = 1\n", "[model]\npreset = \"\\u001b[31m\"\n"}) {
+    const std::string message = message_of<ConfigError>([&] { (void)parse_config(text, "train.toml"); });
+    EXPECT_TRUE(std::none_of(message.begin(), message.end(), [](char c) { return (static_cast<unsigned char>(c) < 0x20 && c != '\n') || c == 0x7f; })) << message;
+  }
+}
+
 TEST(ConfigFile, BadFiles) {
   const std::vector<std::pair<std::string, std::vector<std::string>>> cases = {
       {"[model]\n\nwidht = 3\n", {"train.toml:3", "did you mean model.width?"}},
@@ -281,7 +379,7 @@ TEST(ConfigFile, BadFiles) {
       {"[model]\nwidth = [1]\n", {"a list"}},
       {"[model]\nwidth = {a = 1}\n", {"a section"}},
       {"[training]\nbetas = [0.9, \"x\"]\n", {"training.betas"}},
-      {"[training]\nbetas = [0.9]\n", {"1 values"}},
+      {"[training]\nbetas = [0.9]\n", {"got 1 value,"}},
       {"[training]\nlr = nan\n", {"training.lr: got nan"}},
       {"[model\n", {"train.toml:1"}},
       {"[model]\nwidth = 4\nwidth = 4\n", {"train.toml:3"}},

@@ -1,0 +1,24 @@
+// Text of others in messages: it may be binary, endless, or meant to steer the terminal.
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <string>
+#include <string_view>
+
+namespace penstock {
+
+// Control characters and bytes that are not UTF-8 become \xNN; line ends and tabs stay.
+std::string printable(std::string_view text);
+
+// In double quotes, on one line: printable(), with \n and \t for line ends and tabs; longer texts are cut and end with "...".
+std::string quote(std::string_view text, std::size_t at_most = 64);
+
+// "1 file", "3 files". `plural` for words that do not just take an s.
+std::string count_of(unsigned long long count, std::string_view word, std::string_view plural = {});
+template <std::signed_integral Count>
+std::string count_of(Count count, std::string_view word, std::string_view plural = {}) {
+  return count_of(static_cast<unsigned long long>(count < 0 ? 0 : count), word, plural);
+}
+
+}  // namespace penstock

@@ -1,0 +1,40 @@
+// Options of commands that are numbers. All of them are read by base/number.h: NaN, infinities, junk after the number and
+// values outside of the stated range are usage errors that name the option.
+//
+//   add_whole(*command, "--steps", flags->steps, 1, 10000, "Steps to compare");
+//
+// The help shows the range, and the default where `place` already has one that is inside of it.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <concepts>
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "penstock/base/number.h"
+
+namespace penstock::cli {
+
+// `read` gets the option's name ("-n, --ranks") and the text; it throws ConfigError.
+CLI::Option* add_read_option(CLI::App& command, const std::string& names, const std::string& type, const std::string& help,
+                             std::function<void(const std::string& name, const std::string& text)> read);
+
+// "Steps to compare (1 to 10000, default 3)"
+std::string whole_help(const std::string& help, std::int64_t low, std::int64_t high, std::int64_t now);
+
+template <std::integral T>
+CLI::Option* add_whole(CLI::App& command, const std::string& names, T& place, std::int64_t low, std::int64_t high, const std::string& help) {
+  return add_read_option(command, names, "N", whole_help(help, low, high, static_cast<std::int64_t>(place)),
+                         [&place, low, high](const std::string& name, const std::string& text) { place = static_cast<T>(read_whole(name, text, low, high)); });
+}
+
+CLI::Option* add_number(CLI::App& command, const std::string& names, double& place, const NumberRange& range, const std::string& help);
+
+// Bytes, with suffixes. `help` says what they are and what the default is.
+CLI::Option* add_bytes(CLI::App& command, const std::string& names, std::uint64_t& place, std::int64_t low, const std::string& help);
+
+// Throws ConfigError that names the first of these options that was given: "--ranks: has no meaning WHY; leave it out".
+void refuse_options(const CLI::App& command, std::initializer_list<const char*> names, const std::string& why, const std::string& remedy = "leave it out");
+
+}  // namespace penstock::cli

@@ -123,10 +123,11 @@ int start_ranks(const train::ResolvedConfig& resolved, const TrainFlags& flags) 
 int run(const CLI::App& command, const TrainFlags& flags) {
   if (!flags.worker.empty()) return run_rank(train::load_config({.file = fs::path(flags.worker) / "config.toml", .arguments = {}}).config, flags.worker);
   const train::ResolvedConfig resolved = train::load_config(config_sources(command));
-  const bool own_ranks = comm::launch_env().launcher == "none";
+  const comm::LaunchEnv env = comm::launch_env();
+  const bool own_ranks = env.launcher == "none";
   if (own_ranks) check_start(resolved);
   if (flags.dry_run) {
-    show_dry_run(resolved.config);
+    if (env.rank == 0) show_dry_run(resolved.config);  // all ranks of another launcher have the same to say
     return 0;
   }
   if (!own_ranks) return run_foreign_rank(resolved);

@@ -194,8 +194,8 @@ int train_run(const CLI::App& command, const TrainFlags& flags, const train::Con
   }
   if (own_ranks) train::check_local_ranks(plan.resolved.config.layout);
   if (flags.dry_run) {
-    if (plan.continues) train::RunFolder held(plan);  // refuses a folder that is in use, and changes nothing in it
-    show_dry_run(plan.resolved.config);
+    if (plan.continues && env.rank == 0) train::RunFolder held(plan);  // refuses a folder that is in use, and changes nothing in it
+    if (env.rank == 0) show_dry_run(plan.resolved.config);  // all ranks of another launcher have the same to say
     return 0;
   }
   std::signal(SIGXFSZ, SIG_IGN);  // a limit on the size of files is an error of the write, not the end of the process

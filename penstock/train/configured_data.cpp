@@ -13,6 +13,7 @@
 #include "penstock/base/text.h"
 #include "penstock/checkpoint/world_meeting.h"
 #include "penstock/train/byte_tokenizer.h"
+#include "penstock/train/make_shards.h"
 #include "penstock/train/sampler.h"
 
 namespace penstock::train {
@@ -104,6 +105,7 @@ std::string check_text(const TrainConfig& config, DataCheck check, const LookPro
   split.decide();
   std::uint64_t validation = 0;
   for (const SourceFile& file : good) validation += split.validation_tokens(file.bytes + 1, file.key);
+  check_room_for_shards((config.output.run_folder.empty() ? fs::path("runs/new") : fs::path(config.output.run_folder)) / "data", bytes, good.size());
   const std::string of = good.size() == 1 ? good.front().path.string() : fmt::format("{} files", good.size());
   const auto check_side = [&](Split side, std::uint64_t tokens) {
     check_enough_tokens({.name = fmt::format("{} tokens of {}", to_text(side), of), .split = side, .tokens = tokens, .of_tokens = split.tokens()}, config.model.context);

@@ -180,11 +180,20 @@ void check_local_ranks(const LayoutConfig& layout) {
                                "start the ranks with mpirun, srun or torchrun on several hosts, or lower layout.pp, layout.dp or layout.tp"));
 }
 
+void check_launched_ranks(const LayoutConfig& layout, int launched) {
+  if (layout.ranks != launched)
+    throw ConfigError(describe("ranks", std::to_string(launched), fmt::format("pp * dp * tp = {} * {} * {} = {}", layout.pp, layout.dp, layout.tp, layout.ranks), "start that many, or change the layout"));
+}
+
 DryRun dry_run(const TrainConfig& config, const LookProgress& progress) {
   const auto now = [&](const char* what) {
     if (progress) progress(what, -1);
   };
-  if (comm::launch_env().launcher == "none") check_local_ranks(config.layout);
+  if (const comm::LaunchEnv env = comm::launch_env(); env.launcher == "none") {
+    check_local_ranks(config.layout);
+  } else {
+    check_launched_ranks(config.layout, env.world_size);
+  }
   now("making the schedule");
   schedule::Schedule schedule = configured_schedule(config.layout);
   check_stages(config, schedule);

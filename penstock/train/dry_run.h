@@ -39,8 +39,10 @@ struct DryRun {
   std::int64_t tokens_per_step = 0;
 };
 
-// Throws ConfigError for more ranks than `penstock train` starts on one host. Ranks that another launcher has started are not limited.
+// Throws ConfigError for more ranks than `penstock train` starts on one host.
 void check_local_ranks(const LayoutConfig& layout);
+// Throws ConfigError unless another launcher has started as many as the layout has. How many these are is not limited.
+void check_launched_ranks(const LayoutConfig& layout, int launched);
 
 // Throws ConfigError for what training would refuse. `progress` is told what is being done, on this thread; it may be empty.
 DryRun dry_run(const TrainConfig& config, const LookProgress& progress = {});

@@ -46,19 +46,6 @@ void check_target(const fs::path& folder, bool overwrite) {
   if (error) refuse(folder, error.message(), "give another folder");
 }
 
-// Tokens of a vocabulary of 257 take two bytes each; the rest is small. What the file system does not say is left to the writing.
-void check_room(const fs::path& folder, const SourceList& sources) {
-  constexpr std::uint64_t kTokenBytes = 2, kEntryBytes = 18;  // an entry of a document, and the token that ends it
-  const std::uint64_t needed = kTokenBytes * sources.bytes + kEntryBytes * sources.files.size();
-  std::error_code error;
-  fs::path there = fs::absolute(folder, error).parent_path();
-  while (!there.empty() && !fs::exists(there, error) && there != there.parent_path()) there = there.parent_path();
-  const fs::space_info space = fs::space(there, error);
-  if (error || space.available >= needed) return;
-  throw ConfigError(describe(fmt::format("{}: room for token shards", folder.string()), format_bytes(space.available), fmt::format("{} for {} of text", format_bytes(needed), format_bytes(sources.bytes)),
-                             "make room, choose another disk (output.run_folder, --out), or take less text (data.cap_bytes, --cap-bytes)"));
-}
-
 class TemporaryFolder {
  public:
   explicit TemporaryFolder(const fs::path& target) : path_(fmt::format("{}.tmp-{}", target.string(), ::getpid())) {
@@ -94,6 +81,18 @@ class TemporaryFolder {
 
 }  // namespace
 
+void check_room_for_shards(const fs::path& folder, std::uint64_t text_bytes, std::uint64_t files) {
+  constexpr std::uint64_t kTokenBytes = 2, kEntryBytes = 18;  // an entry of a document, and the token that ends it
+  const std::uint64_t needed = kTokenBytes * text_bytes + kEntryBytes * files;
+  std::error_code error;
+  fs::path there = fs::absolute(folder, error).parent_path();
+  while (!there.empty() && !fs::exists(there, error) && there != there.parent_path()) there = there.parent_path();
+  const fs::space_info space = fs::space(there, error);
+  if (error || space.available >= needed) return;
+  throw ConfigError(describe(fmt::format("{}: room for token shards", folder.string()), format_bytes(space.available), fmt::format("{} for {} of text", format_bytes(needed), format_bytes(text_bytes)),
+                             "make room, choose another disk (output.run_folder, --out), or take less text (data.cap_bytes, --cap-bytes)"));
+}
+
 MadeShards make_shards(const fs::path& given, const MakeShardsOptions& options) {
   if (options.shard_tokens < 1)
     throw ValueError(describe("tokens of a shard", "0", "at least 1"));
@@ -109,7 +108,7 @@ MadeShards make_shards(const fs::path& given, const MakeShardsOptions& options) 
   made.beyond_cap = sources.beyond_cap;
   for (const SourceFile& file : sources.files)
     if (file.cut) made.cut.push_back(file.path);
-  check_room(folder, sources);
+  check_room_for_shards(folder, sources.bytes, sources.files.size());
 
   const TemporaryFolder temporary(folder);
   std::optional<TokenShardWriter> writer;

@@ -44,6 +44,9 @@ struct MadeShards {
   std::vector<std::filesystem::path> cut;  // files of which the cap has taken only the beginning
 };
 
+// Throws ConfigError unless shards of so much text have room where the folder will be. What the file system does not say is left to the writing.
+void check_room_for_shards(const std::filesystem::path& folder, std::uint64_t text_bytes, std::uint64_t files);
+
 // Throws ConfigError for bad sources (see source_files.h), for a folder that has something in it already, and for failures
 // of the file system. `overwrite` replaces a folder only if it holds nothing but shards.
 MadeShards make_shards(const std::filesystem::path& folder, const MakeShardsOptions& options);

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
@@ -211,6 +212,23 @@ TEST_F(TrainCli, ALayoutThatThisHostDoesNotStartLeavesNoFolder) {
     EXPECT_TRUE(has_text(ended.output, "layout.ranks: got 65536, expected at most 1024"));
     EXPECT_FALSE(fs::exists(folder_ / "runs"));
   }
+}
+
+// Ranks of another launcher are as many as it has started; a screen is enough for all of them.
+TEST_F(TrainCli, ADryRunOfAHugeWorld) {
+  const auto dry_run = [&](const std::string& world, const std::string& layout) {
+    return run_command(world + " MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 '" + environment("PENSTOCK_BIN") + "/penstock' train " + config() + " --dry-run --pp 4 --schedule GPipe " + layout);
+  };
+  const Ended ended = dry_run("RANK=0 WORLD_SIZE=65536 LOCAL_RANK=0 LOCAL_WORLD_SIZE=8", "--dp 8192 --tp 2");
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_TRUE(has_text(ended.output, "ranks 16384-32767: pp 1, dp 0-8191, tp 0-1; stages 1\n"));
+  EXPECT_LE(std::count(ended.output.begin(), ended.output.end(), '\n'), 45);  // with lines about the time that it takes
+  const Ended wrong = dry_run("RANK=0 WORLD_SIZE=8 LOCAL_RANK=0 LOCAL_WORLD_SIZE=8", "--dp 8192 --tp 2");
+  EXPECT_EQ(wrong.exit_code, 2);
+  EXPECT_TRUE(has_text(wrong.output, "ranks: got 8, expected pp * dp * tp = 4 * 8192 * 2 = 65536"));
+  const Ended other = dry_run("RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4", "--dp 1");
+  EXPECT_EQ(other.exit_code, 0);
+  EXPECT_EQ(other.output, "");
 }
 
 TEST_F(TrainCli, TokenFilesMakeNoText) {

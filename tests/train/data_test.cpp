@@ -463,6 +463,15 @@ TEST(MakeShards, ALargeFileGoesThroughInPieces) {
   EXPECT_EQ(rest.tokens, 6U);
 }
 
+TEST(MakeShards, NothingIsBegunWithoutRoom) {
+  const ScratchFolder folder;
+  check_room_for_shards(folder / "not/there/yet", 1000, 1);
+  const std::string message = message_of<ConfigError>([&] { check_room_for_shards(folder / "not/there/yet", std::uint64_t{1} << 60, 1); });
+  EXPECT_TRUE(has_text(message, "there/yet: room for token shards"));
+  EXPECT_TRUE(has_text(message, "data.cap_bytes"));
+  EXPECT_TRUE(fs::is_empty(folder.path()));
+}
+
 TEST(MakeShards, ABinaryFileLeavesNoFolderBehind) {
   const ScratchFolder folder;
   folder.write("src/a.h", "int a;");

@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <span>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,20 @@ void require_known_command(const CLI::App& app, std::span<char* const> words) {
                                                  nearest.empty() ? "see --help" : fmt::format("did you mean {}?", nearest)));
 }
 
+// After unexpected arguments: the flags that were meant.
+void suggest_flags(const CLI::App& app) {
+  const CLI::App* command = &app;
+  while (!command->get_subcommands().empty()) command = command->get_subcommands().front();
+  std::vector<std::string> flags;
+  for (const CLI::Option* option : command->get_options())
+    if (!option->get_group().empty())
+      for (const std::string& name : option->get_lnames()) flags.push_back("--" + name);
+  for (const std::string& argument : command->remaining()) {
+    const std::string nearest = argument.starts_with("--") ? penstock::nearest_name(argument.substr(0, argument.find('=')), flags) : std::string();
+    if (!nearest.empty()) fmt::print(stderr, "{}: did you mean {}?\n", penstock::quote(argument), nearest);
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -44,7 +59,11 @@ int main(int argc, char** argv) {
     require_known_command(app, std::span(argv, static_cast<std::size_t>(argc)).subspan(1));
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    const int code = app.exit(error);  // prints help, version or what is wrong
+    std::ostringstream out, err;
+    const int code = app.exit(error, out, err);  // help, version or what is wrong
+    std::fputs(out.str().c_str(), stdout);
+    std::fputs(printable(err.str()).c_str(), stderr);
+    if (dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr) suggest_flags(app);
     return code == 0 ? 0 : 2;
   } catch (const ConfigError& error) {
     fmt::print(stderr, "penstock: {}\n", printable(error.what()));

@@ -309,7 +309,8 @@ class Completion {
       problem(describe(said("checkpoint.resume"), "", "auto, never or the path of a checkpoint"));
   }
 
-  // Keys given on the command line that the others leave without effect. Files may have them: that of a run has all keys.
+  // Keys given on the command line that the others leave without effect. Files may have them: that of a run has all keys. What belongs to
+  // something that is switched off (validate_batches with validate_every = 0) is no mistake.
   void without_effect() {
     const auto idle = [&](bool is_idle, const char* name, const std::string& why) {
       const auto origin = resolved_.origins.find(name);
@@ -321,11 +322,8 @@ class Completion {
     idle(training.optimizer != "adamw", "training.betas", said("training.optimizer"));
     idle(training.optimizer != "adamw", "training.epsilon", said("training.optimizer"));
     idle(training.decay == "constant", "training.min_lr_ratio", said("training.decay"));
-    idle(training.validate_every == 0, "training.validate_batches", said("training.validate_every"));
     idle(!config_.data.shards.empty(), "data.cap_bytes", said("data.shards"));
     idle(!config_.data.shards.empty(), "data.skip_bad_files", said("data.shards"));
-    idle(config_.checkpoint.resume == "never", "checkpoint.fallback", said("checkpoint.resume"));
-    idle(config_.output.sample_tokens == 0, "output.sample_prompt", said("output.sample_tokens"));
     idle(config_.model.pattern.find('|') != std::string::npos, "layout.partition", said("model.pattern"));
     idle(config_.layout.pp == 1 && config_.layout.transport == "ucx", "layout.transport", said("layout.pp") + ", as ucx carries transfers between stages only");
   }

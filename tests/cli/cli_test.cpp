@@ -31,6 +31,16 @@ TEST(Cli, WrongUsageIsExitCode2AndSaysWhatIsExpected) {
   EXPECT_EQ(penstock("launch -n 2").exit_code, 2);
 }
 
+TEST(Cli, UnknownFlagsAreEscapedAndTheNearestIsNamed) {
+  const Ended ended = penstock("doctor --timout 3");
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(has_text(ended.output, "did you mean --timeout?"));
+  const Ended binary = penstock("doctor \"$(printf -- '--\\033[31m')\"");
+  EXPECT_EQ(binary.exit_code, 2);
+  EXPECT_TRUE(has_text(binary.output, "--\\x1b[31m"));
+  EXPECT_EQ(binary.output.find('\033'), std::string::npos);
+}
+
 TEST(Cli, MalformedEnvironmentIsNamed) {
   const Ended ended = run_command("RANK=x WORLD_SIZE=2 '" + environment("PENSTOCK_BIN") + "/penstock' doctor --probe cpu --report /dev/null");
   EXPECT_EQ(ended.exit_code, 2) << ended.output;

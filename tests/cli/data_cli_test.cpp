@@ -62,6 +62,14 @@ TEST(DataCli, CountsAreWords) {
   EXPECT_TRUE(has_text(ended.output, "7 tokens of 1 file (6 B) in 1 shard\n"));
 }
 
+// Some headers of every system are empty; whoever made no choice of files is not told of them.
+TEST(DataCli, TheDefaultFilesAreTakenWithoutWarnings) {
+  const ScratchFolder folder;
+  const Ended ended = penstock("data make --out '" + (folder / "data").string() + "' --cap-bytes 200K");
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_FALSE(has_text(ended.output, "skipped"));
+}
+
 TEST(DataCli, SizesAreNotNegative) {
   const ScratchFolder folder;
   folder.write("src/a.h", "int a;");

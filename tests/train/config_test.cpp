@@ -299,14 +299,12 @@ TEST(Config, KeysWithoutEffectAreRefusedOnTheCommandLine) {
   EXPECT_TRUE(has_text(message({"--optimizer", "sgd", "--betas", "0.9,0.99"}), "training.betas"));
   EXPECT_TRUE(has_text(message({"--optimizer", "sgd", "--epsilon", "1e-6"}), "training.epsilon"));
   EXPECT_TRUE(has_text(message({"--decay", "constant", "--min_lr_ratio", "0.5"}), "training.min_lr_ratio"));
-  EXPECT_TRUE(has_text(message({"--validate_every", "0", "--validate_batches", "3"}), "training.validate_batches"));
   EXPECT_TRUE(has_text(message({"--shards", "x", "--cap_bytes", "1000"}), "data.cap_bytes"));
-  EXPECT_TRUE(has_text(message({"--resume", "never", "--fallback", "false"}), "checkpoint.fallback"));
-  EXPECT_TRUE(has_text(message({"--sample_tokens", "0", "--sample_prompt", "x"}), "output.sample_prompt"));
   EXPECT_TRUE(has_text(message({"--pp", "1", "--transport", "ucx"}), "layout.transport"));
   EXPECT_TRUE(has_text(message({"--pattern", "AA|AA", "--partition", "count"}), "layout.partition"));
   EXPECT_TRUE(has_text(message({"--sample_prompt="}), "output.sample_prompt = \"\""));
   EXPECT_NO_THROW((void)with({"--optimizer", "sgd", "--momentum", "0.5"}));
+  EXPECT_NO_THROW((void)with({"--validate_every", "0", "--validate_batches", "3"})) << "switched off, not mistaken";
 #ifdef PENSTOCK_HAVE_TOML
   EXPECT_NO_THROW((void)parse_config("[training]\nmomentum = 0.5\n", "run/config.toml")) << "the file of a run has all keys";
 #endif

@@ -8,6 +8,7 @@
 #include <thread>
 #include <utility>
 
+#include "penstock/base/exception_text.h"
 #include "penstock/base/text.h"
 #include "penstock/checkpoint/checkpoint_error.h"
 #include "penstock/comm/message.h"
@@ -47,7 +48,7 @@ Outcome attempt(Work&& work) {
   try {
     return {true, "", work()};
   } catch (const std::exception& error) {
-    return {false, error.what(), {}};
+    return {false, without_backtrace(error.what()), {}};
   }
 }
 

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/printable.h"
 #include "penstock/cli/commands.h"
 #include "penstock/cli/schedule_flags.h"
 #include "penstock/schedule/text.h"
@@ -37,20 +38,21 @@ void run(const CheckFlags& flags, Outcome& outcome) {
   } catch (const ValueError& error) {
     throw ConfigError(fmt::format("{}: {}", flags.file, error.what()));
   }
+  const std::string file = printable(flags.file);
   const schedule::Report report = schedule::check(*parsed, options);
   if (report.ok()) {
-    fmt::print("{}: ok; {} ranks, {} stages, {} microbatches, {} actions, {}\n", flags.file, parsed->ranks(),
+    fmt::print("{}: ok; {} ranks, {} stages, {} microbatches, {} actions, {}\n", file, parsed->ranks(),
                parsed->stages().stages(), parsed->microbatches(), parsed->actions(),
                parsed->has_transfers() ? "lowered" : "compute only");
     return;
   }
   outcome.exit_code = 1;
   if (flags.all) {
-    fmt::print("{}: {}\n", flags.file, report.text());
+    fmt::print("{}: {}\n", file, report.text());
     return;
   }
   const schedule::Violation& first = report.violations.front();
-  fmt::print("{}: {}: {}\n", flags.file, to_text(first.kind), first.text);
+  fmt::print("{}: {}: {}\n", file, to_text(first.kind), first.text);
   if (!report.grid.empty()) fmt::print("{}{}", report.grid, report.grid.back() == '\n' ? "" : "\n");
   if (report.violations.size() > 1)
     fmt::print("and {} more; --all shows them\n", report.violations.size() - 1);

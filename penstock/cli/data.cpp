@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/printable.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/commands.h"
 #include "penstock/train/make_shards.h"
@@ -57,6 +58,7 @@ class ProgressLine {
 };
 
 void make(const MakeFlags& flags) {
+  if (flags.shard_tokens == 0) throw ConfigError(describe("--shard-tokens", "0", "a whole number of at least 1", "leave it out for 2^26"));
   train::MakeShardsOptions options;
   options.sources.paths.assign(flags.sources.begin(), flags.sources.end());
   options.sources.extensions = flags.extensions;
@@ -71,8 +73,8 @@ void make(const MakeFlags& flags) {
     options.progress = [&](const train::MakeShardsProgress& progress) { line.show(progress); };
     made = train::make_shards(flags.out, options);
   }
-  for (const train::BadFile& file : made.bad) fmt::print(stderr, "skipped {}: {}\n", file.path.string(), file.why);
-  fmt::print("{}: {} tokens of {} files ({}) in {} shard{}\n", flags.out, made.tokens, made.documents,
+  for (const train::BadFile& file : made.bad) fmt::print(stderr, "skipped {}: {}\n", printable(file.path.string()), file.why);
+  fmt::print("{}: {} tokens of {} files ({}) in {} shard{}\n", printable(flags.out), made.tokens, made.documents,
              format_bytes(made.bytes), made.shards, made.shards == 1 ? "" : "s");
   if (made.bad.size() + made.too_large + made.beyond_cap > 0)
     fmt::print("left out: {} bad, {} larger than {}, {} beyond the cap\n", made.bad.size(), made.too_large,
@@ -95,7 +97,7 @@ void show(const ShowFlags& flags, Outcome& outcome) {
   std::uint64_t validation_tokens = 0;
   std::vector<std::string> damage;
   for (const auto& file : files) {
-    const std::string name = file.filename().string();
+    const std::string name = printable(file.filename().string());
     std::shared_ptr<const train::TokenShard> shard;
     const std::size_t damaged_before = damage.size();
     try {
@@ -123,7 +125,7 @@ void show(const ShowFlags& flags, Outcome& outcome) {
   fmt::print("{:<28} {:>10} {:>14}\n", fmt::format("{} in all", files.size()), documents, tokens);
   fmt::print("for validation at a fraction of {}: {} documents, {} tokens\n", flags.validation_fraction,
              validation_documents, validation_tokens);
-  for (const std::string& text : damage) fmt::print(stderr, "penstock: {}\n", text);
+  for (const std::string& text : damage) fmt::print(stderr, "penstock: {}\n", printable(text));
   if (!damage.empty()) outcome.exit_code = 1;
 }
 
@@ -155,7 +157,6 @@ void add_data_command(CLI::App& app, Outcome& outcome) {
       ->transform(CLI::AsSizeValue(false))
       ->type_name("B");
   make_command->add_option("--shard-tokens", make_flags->shard_tokens, "Tokens of a shard, about (default 2^26)")
-      ->check(CLI::PositiveNumber)
       ->type_name("N");
   make_command->add_flag("--skip-bad-files", make_flags->skip_bad_files,
                          "Go on without unreadable, empty and binary files, and list them (default: an error)");

@@ -27,7 +27,10 @@ namespace {
 class TemporaryFile {
  public:
   TemporaryFile() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "penstock-doctor-XXXXXX").string();
+    std::error_code error;
+    const std::filesystem::path folder = std::filesystem::temp_directory_path(error);
+    if (error) throw ConfigError(describe("temporary folder", error.message(), "a folder that can be written", "set TMPDIR"));
+    std::string pattern = (folder / "penstock-doctor-XXXXXX").string();
     const int fd = mkstemp(pattern.data());
     if (fd < 0) throw StateError(fmt::format("cannot make a temporary file like {}; check that the folder is writable", pattern));
     close(fd);
@@ -58,6 +61,7 @@ void print_machine() {
 
 // The other side: runs inside each spawned rank and writes what it saw.
 int run_probe(const std::string& device_name, const std::string& report_path) {
+  if (device_name == "cuda" && !torch::cuda::is_available()) throw ConfigError(describe("--probe", "cuda, without a GPU", "cpu"));
   comm::World world = comm::World::from_env();
   const at::Device device = device_name == "cuda" ? at::Device(at::kCUDA, static_cast<at::DeviceIndex>(world.local_rank() % static_cast<int>(torch::cuda::device_count()))) : at::Device(at::kCPU);
   comm::Group group = world.group();
@@ -145,7 +149,7 @@ void add_doctor_command(CLI::App& app, Outcome& outcome) {
   command->footer("Example: penstock doctor --verbose\nExit code 1 when an operation gives wrong values or fails.");
   command->add_flag("-v,--verbose", flags->verbose, "List every operation, not only the timed ones");
   command->add_option("--timeout", flags->timeout_s, "Seconds a backend may take")->check(CLI::Range(1, 3600))->capture_default_str();
-  command->add_option("--probe", flags->probe, "Internal: run as one of the ranks")->group("");
+  command->add_option("--probe", flags->probe, "Internal: run as one of the ranks")->check(CLI::IsMember({"cpu", "cuda"}))->group("");
   command->add_option("--report", flags->report, "Internal: where to write")->group("");
   command->callback([flags, &outcome] { outcome.exit_code = flags->probe.empty() ? run_doctor(flags->verbose, flags->timeout_s) : run_probe(flags->probe, flags->report); });
 }

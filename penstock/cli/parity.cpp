@@ -16,6 +16,7 @@
 #include "penstock/comm/launch_cores.h"
 #include "penstock/comm/launcher.h"
 #include "penstock/comm/world.h"
+#include "penstock/train/host_check.h"
 #include "penstock/train/parity.h"
 #include "penstock/train/trainer.h"
 
@@ -80,6 +81,7 @@ int run(const CLI::App& command, const ParityFlags& flags) {
   if (!flags.worker.empty()) return run_rank(flags);
   train::ResolvedConfig layout = train::load_config(config_sources(command));
   layout.config.layout.device = common_device(layout.config.layout);
+  train::check_host(layout.config, layout.config.layout.ranks);
   train::ResolvedConfig one = layout;
   one.config = train::one_process(layout.config);
   train::ParityTolerance tolerance = train::parity_tolerance(layout.config);

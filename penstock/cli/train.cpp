@@ -15,12 +15,15 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/files.h"
 #include "penstock/base/log.h"
+#include "penstock/base/printable.h"
 #include "penstock/cli/commands.h"
 #include "penstock/comm/launch_env.h"
 #include "penstock/comm/launcher.h"
 #include "penstock/comm/world.h"
 #include "penstock/train/dry_run.h"
+#include "penstock/train/host_check.h"
 #include "penstock/train/not_finite.h"
 #include "penstock/train/metrics_file.h"
 #include "penstock/train/progress.h"
@@ -51,7 +54,7 @@ void catch_signals() {
   ::sigaction(SIGINT, &action, nullptr);
 }
 
-void report(const fs::path& folder) { fmt::print("report: {}\n", train::write_report(folder).string()); }
+void report(const fs::path& folder) { fmt::print("report: {}\n", printable(train::write_report(folder).string())); }
 
 int train_all_steps(const comm::World& world, const train::TrainConfig& config, const fs::path& folder) {
   try {
@@ -83,8 +86,9 @@ int run_foreign_rank(const train::ResolvedConfig& resolved) {
 }
 
 int start_ranks(const train::ResolvedConfig& resolved, const TrainFlags& flags) {
+  train::check_host(resolved.config, resolved.config.layout.ranks);
   const fs::path folder = train::make_run_folder(resolved);
-  fmt::print("{}\n", folder.string());
+  fmt::print("{}\n", printable(folder.string()));
   std::fflush(stdout);
   comm::LaunchOptions options;
   options.ranks = static_cast<int>(resolved.config.layout.ranks);
@@ -96,7 +100,7 @@ int start_ranks(const train::ResolvedConfig& resolved, const TrainFlags& flags) 
   const bool terminal = ::isatty(STDERR_FILENO) == 1 && ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0;
   options.environment.emplace_back("PENSTOCK_PROGRESS_TTY", std::to_string(terminal ? size.ws_col : 0));
   const int exit_code = comm::launch(options).exit_code;
-  if (fs::exists(folder / train::MetricsFile::kName)) report(folder);
+  if (file_exists(folder / train::MetricsFile::kName)) report(folder);
   if (exit_code == 0 && resolved.config.output.sample_tokens > 0) {
     fmt::print("\nA sample of the model (penstock generate {}):\n\n", folder.string());
     print_sample(folder.string());

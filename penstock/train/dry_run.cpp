@@ -17,8 +17,10 @@
 #include "penstock/models/options.h"
 #include "penstock/plan/draw_grid.h"
 #include "penstock/train/byte_tokenizer.h"
+#include "penstock/train/host_check.h"
 #include "penstock/train/job.h"
 #include "penstock/train/model_stages.h"
+#include "penstock/train/process_memory.h"
 #include "penstock/train/sampler.h"
 #include "penstock/train/source_files.h"
 #include "penstock/train/token_dataset.h"
@@ -169,6 +171,8 @@ DryRun dry_run(const TrainConfig& config) {
   schedule::Schedule schedule = configured_schedule(config.layout);
   check_stages(config, schedule);
   const at::Device device = configured_device(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
+  require_precision(config, device);
+  if (device.is_cpu()) require_memory(least_need_of_parts(config), machine_memory_bytes());
   const int stages = schedule.stages().stages();
   DryRun run{.config = config, .device = device.is_cpu() ? "cpu" : "cuda", .data = look_at_data(config), .cores = comm::available_cores(), .schedule = std::move(schedule), .parts = configured_parts(config, stages), .measured = measure_parts(config, device),
              .simulation = {}, .memory = {}, .step_seconds = 0, .tokens_per_step = config.training.global_batch * config.model.context};

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/files.h"
 #include "penstock/checkpoint/folder.h"
 #include "penstock/checkpoint/load.h"
 #include "penstock/checkpoint/meeting.h"
@@ -32,7 +33,7 @@ checkpoint::Checkpoint open_newest(const fs::path& run, const TrainConfig& confi
 LoadedModel load_model(const fs::path& path, at::Device device) {
   const bool is_checkpoint = checkpoint::step_of_folder_name(path.filename().string()).has_value();
   const fs::path run = is_checkpoint ? fs::absolute(path).parent_path().parent_path() : path;
-  if (!fs::exists(run / "config.toml"))
+  if (!file_exists(run / "config.toml"))
     throw ConfigError(describe("run folder", run.string(), "a folder with a config.toml", "name the folder of a run (runs/...) or a checkpoint in it"));
   const TrainConfig config = load_config({.file = run / "config.toml", .arguments = {}}).config;
   checkpoint::LoneMeeting alone;

@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "penstock/base/files.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/world_meeting.h"
 #include "penstock/train/make_shards.h"
@@ -16,7 +17,7 @@ namespace {
 namespace fs = std::filesystem;
 
 void make_data(const DataConfig& config, const fs::path& folder) {
-  if (fs::exists(folder)) return;  // of a run that is resumed: shards appear as a whole
+  if (file_exists(folder)) return;  // of a run that is resumed: shards appear as a whole
   MakeShardsOptions options;
   options.sources.paths.assign(config.sources.begin(), config.sources.end());
   options.sources.extensions = config.extensions;

@@ -58,7 +58,7 @@ fs::path make_run_folder(const ResolvedConfig& resolved) {
     write_config(folder, to_toml(written));
     return folder;
   } catch (const fs::filesystem_error& error) {
-    throw ConfigError(describe("run folder", error.what(), "a folder that can be made and written", "set output.run_folder"));
+    throw ConfigError(describe(fmt::format("run folder {}", error.path1().string()), error.code().message(), "a folder that can be made and written", "set output.run_folder"));
   }
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/printable.h"
 #include "penstock/cli/commands.h"
 #include "penstock/graph/draw.h"
 #include "penstock/graph/functionalize.h"
@@ -19,7 +20,9 @@
 #include "penstock/graph/partition.h"
 #include "penstock/models/loss.h"
 #include "penstock/models/transformer.h"
+#include "penstock/train/host_check.h"
 #include "penstock/train/model_stages.h"
+#include "penstock/train/process_memory.h"
 
 namespace penstock::cli {
 namespace {
@@ -27,7 +30,7 @@ namespace {
 namespace fs = std::filesystem;
 
 struct InspectFlags {
-  std::string svg, dot, save;
+  std::string html, svg, dot, save;
   std::size_t nodes = 20;
   bool min_cut = false;
 };
@@ -62,7 +65,7 @@ void write_text(const std::string& path, const std::string& text) {
   out << text;
   out.close();
   if (!out) throw ConfigError(describe("output file", path, "a file that can be written", "look at the folder"));
-  fmt::print("wrote {}\n", path);
+  fmt::print("wrote {}\n", printable(path));
 }
 
 void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
@@ -80,17 +83,20 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
     title = rest.front();
   } else {
     const train::ResolvedConfig resolved = train::load_config(config_sources(command));
+    // Nothing is computed, but the parameters of the model are there.
+    train::require_memory(train::least_need_of_capture(resolved.config), train::machine_memory_bytes());
     file = capture_model(resolved.config, flags.min_cut);
     title = fmt::format("model {}, one microbatch of {} x {} tokens", resolved.config.model.preset, resolved.config.layout.microbatch_size,
                         resolved.config.model.context);
   }
-  fmt::print("{}\n{}", title, graph::report_text(file, {.nodes = flags.nodes}));
+  fmt::print("{}\n{}", printable(title), graph::report_text(file, {.nodes = flags.nodes}));
   const graph::DrawOptions options{.title = title, .saved = file.saved};
+  if (!flags.html.empty()) write_text(flags.html, graph::to_html(file.joint.graph, options));
   if (!flags.svg.empty()) write_text(flags.svg, graph::to_svg(file.joint.graph, options));
   if (!flags.dot.empty()) write_text(flags.dot, graph::to_dot(file.joint.graph, options));
   if (!flags.save.empty()) {
     graph::save_graph(flags.save, file);
-    fmt::print("wrote {}\n", flags.save);
+    fmt::print("wrote {}\n", printable(flags.save));
   }
 }
 
@@ -99,8 +105,9 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
 void add_inspect_graph_command(CLI::App& inspect, Outcome&) {
   CLI::App* command = inspect.add_subcommand("graph", "Nodes, aliases, writes and saved bytes of a captured graph");
   const auto flags = std::make_shared<InspectFlags>();
-  command->add_option("--svg", flags->svg, "Write a picture")->type_name("FILE.svg");
-  command->add_option("--dot", flags->dot, "Write text for Graphviz")->type_name("FILE.dot");
+  command->add_option("--html", flags->html, "Write a page for a browser: repeated blocks are one box, and a click opens it")->type_name("FILE.html");
+  command->add_option("--svg", flags->svg, "Write the picture that this page begins with, of one screen")->type_name("FILE.svg");
+  command->add_option("--dot", flags->dot, "Write text for Graphviz, with every node")->type_name("FILE.dot");
   command->add_option("--save", flags->save, "Write the captured graph to a file")->type_name("FILE");
   command->add_option("--nodes", flags->nodes, "Rows of the node table (default 20; 0: all)");
   command->add_flag("--min-cut", flags->min_cut, "Count what is saved when cheap values are computed again in backward");
@@ -111,7 +118,8 @@ void add_inspect_graph_command(CLI::App& inspect, Outcome&) {
       "FILE was written by --save or by save_graph of the library. Without one the configured model (docs/configuration.md) is captured,\n"
       "forward and backward of one microbatch on the CPU; nothing is computed.\n"
       "Examples:\n"
-      "  penstock inspect graph --preset tiny --svg model.svg --save model.psgraph\n"
+      "  penstock inspect graph --preset tiny --html model.html --save model.psgraph\n"
+      "  penstock inspect graph --preset tiny --svg model.svg\n"
       "  penstock inspect graph model.psgraph --nodes 0\n"
       "Exit codes: 0 ok, 2 a file or configuration that cannot be read.");
   command->callback([command, flags] { inspect_graph(*command, *flags); });

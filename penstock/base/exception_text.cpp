@@ -2,6 +2,7 @@
 
 #include <cxxabi.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <typeinfo>
@@ -13,7 +14,7 @@ std::string current_exception_text() {
   try {
     throw;
   } catch (const std::exception& error) {
-    return error.what();
+    return without_backtrace(error.what());
   } catch (...) {
     const std::type_info* type = abi::__cxa_current_exception_type();
     if (type == nullptr) return "an exception of an unknown type";
@@ -21,6 +22,19 @@ std::string current_exception_text() {
     const std::unique_ptr<char, decltype(&std::free)> name(abi::__cxa_demangle(type->name(), nullptr, nullptr, &status), &std::free);
     return std::string("an exception of type ") + (status == 0 ? name.get() : type->name());
   }
+}
+
+std::string without_tag(std::string_view text) {
+  const std::size_t end = text.starts_with("[json.exception.") ? text.find("] ") : std::string_view::npos;
+  return std::string(end == std::string_view::npos ? text : text.substr(end + 2));
+}
+
+std::string without_backtrace(std::string_view text) {
+  std::size_t end = text.size();
+  // Of c10::Error, of checks of the allocators, and of builds that symbolize by themselves.
+  for (const std::string_view mark : {"\nException raised from ", "\nframe #", "\nC++ CapturedTraceback:"}) end = std::min(end, text.find(mark));
+  while (end > 0 && text[end - 1] == '\n') --end;
+  return std::string(text.substr(0, end));
 }
 
 }  // namespace penstock

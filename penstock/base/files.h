@@ -2,6 +2,8 @@
 #pragma once
 
 #include <filesystem>
+#include <string>
+#include <string_view>
 #include <system_error>
 
 namespace penstock {
@@ -14,5 +16,13 @@ void remove_tree(const std::filesystem::path& path, std::error_code& error) noex
 
 // Throws std::filesystem::filesystem_error.
 void remove_tree(const std::filesystem::path& path);
+
+// All bytes of a file or of a pipe. Throws ConfigError "WHAT PATH: got Is a directory, expected a file that can be read; REMEDY". Folders
+// and devices are refused before anything is read: a stream of the standard library throws at the one and never ends at the other.
+std::string read_file(const std::filesystem::path& path, std::string_view what, std::string_view remedy);
+
+// Whether something is there. Unlike the standard function it does not throw for names that no file can have; what cannot be looked at is
+// not there.
+bool file_exists(const std::filesystem::path& path) noexcept;
 
 }  // namespace penstock

@@ -6,10 +6,9 @@
 #include <string>
 #include <string_view>
 
-namespace penstock {
+#include "penstock/base/printable.h"
 
-// Control characters and bytes that are not UTF-8 become \xNN; line ends and tabs stay.
-std::string printable(std::string_view text);
+namespace penstock {
 
 // In double quotes, on one line: printable(), with \n and \t for line ends and tabs; longer texts are cut and end with "...".
 std::string quote(std::string_view text, std::size_t at_most = 64);

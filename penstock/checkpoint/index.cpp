@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "penstock/base/exception_text.h"
 #include "penstock/checkpoint/checkpoint_error.h"
 #include "penstock/checkpoint/checksum.h"
 
@@ -93,7 +94,7 @@ Index parse_index(std::string_view text, const std::string& where) {
       index.files.push_back(std::move(file));
     }
   } catch (const nlohmann::json::exception& error) {
-    refuse(fmt::format("cannot be read as an index ({})", error.what()));
+    refuse(fmt::format("cannot be read as an index ({})", without_tag(error.what())));
   }
   if (to_text(index) != text) refuse("its text does not agree with its own checksum");
   return index;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/exception_text.h"
 #include "penstock/base/text.h"
 #include "penstock/checkpoint/checkpoint_error.h"
 #include "penstock/comm/message.h"
@@ -51,7 +52,7 @@ Outcome attempt(Work&& work) {
   } catch (const ConfigError& error) {
     return {false, true, error.what(), {}};
   } catch (const std::exception& error) {
-    return {false, false, error.what(), {}};
+    return {false, false, without_backtrace(error.what()), {}};
   }
 }
 

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/printable.h"
 #include "penstock/base/quote.h"
 #include "penstock/cli/commands.h"
 #include "penstock/cli/schedule_flags.h"
@@ -38,9 +39,10 @@ void run(const CheckFlags& flags, Outcome& outcome) {
   } catch (const ValueError& error) {
     throw ConfigError(fmt::format("{}: {}", flags.file, error.what()));
   }
+  const std::string file = printable(flags.file);
   const schedule::Report report = schedule::check(*parsed, options);
   if (report.ok()) {
-    fmt::print("{}: ok; {}, {}, {}, {}, {}\n", flags.file, count_of(parsed->ranks(), "rank"),
+    fmt::print("{}: ok; {}, {}, {}, {}, {}\n", file, count_of(parsed->ranks(), "rank"),
                count_of(parsed->stages().stages(), "stage"), count_of(parsed->microbatches(), "microbatch", "microbatches"),
                count_of(parsed->actions(), "action"),
                parsed->has_transfers() ? "lowered" : "compute only");
@@ -48,11 +50,11 @@ void run(const CheckFlags& flags, Outcome& outcome) {
   }
   outcome.exit_code = 1;
   if (flags.all) {
-    fmt::print("{}: {}\n", flags.file, report.text());
+    fmt::print("{}: {}\n", file, report.text());
     return;
   }
   const schedule::Violation& first = report.violations.front();
-  fmt::print("{}: {}: {}\n", flags.file, to_text(first.kind), first.text);
+  fmt::print("{}: {}: {}\n", file, to_text(first.kind), first.text);
   if (!report.grid.empty()) fmt::print("{}{}", report.grid, report.grid.back() == '\n' ? "" : "\n");
   if (report.violations.size() > 1)
     fmt::print("and {} more; --all shows them\n", report.violations.size() - 1);

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/printable.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/commands.h"
@@ -63,6 +64,7 @@ class ProgressLine {
 };
 
 void make(const MakeFlags& flags) {
+  if (flags.shard_tokens == 0) throw ConfigError(describe("--shard-tokens", "0", "a whole number of at least 1", "leave it out for 2^26"));
   train::MakeShardsOptions options;
   options.sources.paths.assign(flags.sources.begin(), flags.sources.end());
   options.sources.extensions = flags.extensions;
@@ -79,9 +81,9 @@ void make(const MakeFlags& flags) {
   }
   // Of the system's own headers some are always empty, and nobody can mend them: they are only counted.
   if (!flags.sources.empty())
-    for (const train::BadFile& file : made.bad) fmt::print(stderr, "skipped {}: {}\n", file.path.string(), file.why);
-  fmt::print("{}: {} of {} ({}) in {}\n", flags.out, count_of(made.tokens, "token"), count_of(made.documents, "file"), format_bytes(made.bytes), count_of(made.shards, "shard"));
-  for (const auto& file : made.cut) fmt::print("cut by the cap: {}\n", file.string());
+    for (const train::BadFile& file : made.bad) fmt::print(stderr, "skipped {}: {}\n", printable(file.path.string()), file.why);
+  fmt::print("{}: {} of {} ({}) in {}\n", printable(flags.out), count_of(made.tokens, "token"), count_of(made.documents, "file"), format_bytes(made.bytes), count_of(made.shards, "shard"));
+  for (const auto& file : made.cut) fmt::print("cut by the cap: {}\n", printable(file.string()));
   if (made.bad.size() + made.too_large + made.beyond_cap > 0)
     fmt::print("left out: {} bad{}, {} beyond the cap\n", made.bad.size(),
                made.max_file_bytes == 0 ? "" : fmt::format(", {} larger than {}", made.too_large, format_bytes(made.max_file_bytes)), made.beyond_cap);
@@ -129,7 +131,7 @@ void show(const ShowFlags& flags, Outcome& outcome) {
   train::TokenSources sources;
   train::DocumentSplit split(flags.validation_fraction);
   for (const ShownFile& file : files) {
-    const std::string name = file.path.filename().string();
+    const std::string name = printable(file.path.filename().string());
     std::shared_ptr<const train::TokenSource> source;
     const std::size_t damaged_before = damage.size();
     try {
@@ -163,7 +165,7 @@ void show(const ShowFlags& flags, Outcome& outcome) {
     }
   }
   fmt::print("for validation at a fraction of {}: {}, {}{}\n", flags.validation_fraction, count_of(validation_tokens, "token"), split.cuts() ? "the ends of " : "", count_of(validation_documents, "document"));
-  for (const std::string& text : damage) fmt::print(stderr, "penstock: {}\n", text);
+  for (const std::string& text : damage) fmt::print(stderr, "penstock: {}\n", printable(text));
   if (!damage.empty()) outcome.exit_code = 1;
 }
 

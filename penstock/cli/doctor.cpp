@@ -32,7 +32,10 @@ namespace {
 class TemporaryFile {
  public:
   TemporaryFile() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "penstock-doctor-XXXXXX").string();
+    std::error_code error;
+    const std::filesystem::path folder = std::filesystem::temp_directory_path(error);
+    if (error) throw ConfigError(describe("temporary folder", error.message(), "a folder that can be written", "set TMPDIR"));
+    std::string pattern = (folder / "penstock-doctor-XXXXXX").string();
     const int fd = mkstemp(pattern.data());
     if (fd < 0) throw StateError(fmt::format("cannot make a temporary file like {}; check that the folder is writable", pattern));
     close(fd);
@@ -104,6 +107,7 @@ int run_probe(const std::string& device_name, const std::string& report_path) {
     write_thread_speeds(measure_thread_speeds(), report_path);
     return 0;
   }
+  if (device_name == "cuda" && !torch::cuda::is_available()) throw ConfigError(describe("--probe", "cuda, without a GPU", "cpu"));
   comm::World world = comm::World::from_env();
   const at::Device device = device_name == "cuda" ? at::Device(at::kCUDA, static_cast<at::DeviceIndex>(world.local_rank() % static_cast<int>(torch::cuda::device_count()))) : at::Device(at::kCPU);
   comm::Group group = world.group();
@@ -211,7 +215,7 @@ void add_doctor_command(CLI::App& app, Outcome& outcome) {
   command->footer("Example: penstock doctor --verbose\nExit code 1 if an operation returns wrong values or fails; slow threads are a warning.");
   command->add_flag("-v,--verbose", flags->verbose, "List every operation, not only the timed ones");
   add_whole(*command, "--timeout", flags->timeout_s, 1, 3600, "Seconds a backend may take")->type_name("S");
-  command->add_option("--probe", flags->probe, "Internal: run as one of the ranks")->group("");
+  command->add_option("--probe", flags->probe, "Internal: run as one of the ranks")->check(CLI::IsMember({"cpu", "cuda", "threads"}))->group("");
   command->add_option("--report", flags->report, "Internal: where to write")->group("");
   command->callback([flags, &outcome] { outcome.exit_code = flags->probe.empty() ? run_doctor(flags->verbose, flags->timeout_s) : run_probe(flags->probe, flags->report); });
 }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/printable.h"
 #include "penstock/base/quote.h"
 #include "penstock/cli/commands.h"
 #include "penstock/cli/number_options.h"
@@ -37,20 +38,36 @@ struct GenerateFlags {
   std::uint64_t seed = 1;
 };
 
-// Bytes that make no sense on a terminal are shown as their numbers, and tokens that are no bytes, too.
-void show(std::int64_t token) {
-  const auto byte = static_cast<unsigned char>(token);
-  if (token >= 256) {
-    fmt::print("<{}>", token);
-  } else if (byte >= 32 || byte == '\n' || byte == '\t') {
-    std::fputc(byte, stdout);
-  } else {
-    fmt::print("\\x{:02x}", byte);
+// Prints bytes as they come, a character of several bytes when it is whole. Bytes that make no text are shown as their numbers.
+class TextPrinter {
+ public:
+  void add(std::int64_t token) {
+    if (token >= 256) {  // no byte
+      print();
+      fmt::print("<{}>", token);
+      return;
+    }
+    const auto byte = static_cast<unsigned char>(token);
+    const bool continues = (byte & 0xc0) == 0x80;
+    if (!continues) print();
+    waiting_ += static_cast<char>(byte);
+    const auto first = static_cast<unsigned char>(waiting_[0]);
+    const std::size_t bytes = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : first >= 0xc2 ? 2 : 1;
+    if (waiting_.size() >= bytes) print();
   }
-  std::fflush(stdout);
-}
+  // What waits for the rest of its character, too.
+  void print() {
+    fmt::print("{}", printable(waiting_));
+    std::fflush(stdout);
+    waiting_.clear();
+  }
+
+ private:
+  std::string waiting_;
+};
 
 void run(const GenerateFlags& flags) {
+  if (flags.device == "cuda" && !torch::cuda::is_available()) throw ConfigError(describe("--device", "cuda, but this machine has no GPU that LibTorch can use", "cpu or auto"));
   use_available_cores();
   const at::Device device = flags.device == "cuda" || (flags.device == "auto" && torch::cuda::is_available()) ? at::kCUDA : at::kCPU;
   train::LoadedModel loaded = train::load_model(flags.run, device);
@@ -69,12 +86,14 @@ void run(const GenerateFlags& flags) {
   const std::int64_t wanted = flags.tokens > 0 ? flags.tokens : loaded.config.output.sample_tokens > 0 ? loaded.config.output.sample_tokens : train::OutputConfig{}.sample_tokens;
   const models::GenerateOptions how{.max_tokens = wanted, .temperature = flags.temperature, .top_k = flags.top_k, .seed = flags.seed, .stop_token = kEndOfDocument, .use_cache = true, .slide = true};
   fmt::print("{}", printable(prompt));
+  TextPrinter printer;
   const at::Tensor start = at::tensor(tokens, at::kLong).unsqueeze(0).to(device);
-  models::generate(*loaded.model, start, how, [](const std::vector<std::int64_t>& next, std::int64_t) {
+  models::generate(*loaded.model, start, how, [&](const std::vector<std::int64_t>& next, std::int64_t) {
     if (next[0] == kEndOfDocument) return false;
-    show(next[0]);
+    printer.add(next[0]);
     return true;
   });
+  printer.print();
   fmt::print("\n");
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/printable.h"
 #include "penstock/cli/commands.h"
 #include "penstock/cli/number_options.h"
 #include "penstock/graph/draw.h"
@@ -20,7 +21,9 @@
 #include "penstock/graph/partition.h"
 #include "penstock/models/loss.h"
 #include "penstock/models/transformer.h"
+#include "penstock/train/host_check.h"
 #include "penstock/train/model_stages.h"
+#include "penstock/train/process_memory.h"
 
 namespace penstock::cli {
 namespace {
@@ -28,7 +31,7 @@ namespace {
 namespace fs = std::filesystem;
 
 struct InspectFlags {
-  std::string svg, dot, save;
+  std::string html, svg, dot, save;
   std::size_t nodes = 20;
   bool min_cut = false;
 };
@@ -63,7 +66,7 @@ void write_text(const std::string& path, const std::string& text) {
   out << text;
   out.close();
   if (!out) throw ConfigError(describe("output file", path, "a file that can be written", "look at the folder"));
-  fmt::print("wrote {}\n", path);
+  fmt::print("wrote {}\n", printable(path));
 }
 
 void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
@@ -83,17 +86,20 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
   } else {
     const train::ResolvedConfig resolved = train::load_config(config_sources(command));
     refuse_keys(resolved, "inspect graph", [](const std::string& key) { return key.starts_with("model.") || key.starts_with("layout."); });
+    // Nothing is computed, but the parameters of the model are there.
+    train::require_memory(train::least_need_of_capture(resolved.config), train::machine_memory_bytes());
     file = capture_model(resolved.config, flags.min_cut);
     title = fmt::format("model {}, one microbatch of {} x {} tokens", resolved.config.model.preset, resolved.config.layout.microbatch_size,
                         resolved.config.model.context);
   }
-  fmt::print("{}\n{}", title, graph::report_text(file, {.nodes = flags.nodes}));
+  fmt::print("{}\n{}", printable(title), graph::report_text(file, {.nodes = flags.nodes}));
   const graph::DrawOptions options{.title = title, .saved = file.saved};
+  if (!flags.html.empty()) write_text(flags.html, graph::to_html(file.joint.graph, options));
   if (!flags.svg.empty()) write_text(flags.svg, graph::to_svg(file.joint.graph, options));
   if (!flags.dot.empty()) write_text(flags.dot, graph::to_dot(file.joint.graph, options));
   if (!flags.save.empty()) {
     graph::save_graph(flags.save, file);
-    fmt::print("wrote {}\n", flags.save);
+    fmt::print("wrote {}\n", printable(flags.save));
   }
 }
 
@@ -102,8 +108,9 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
 void add_inspect_graph_command(CLI::App& inspect, Outcome&) {
   CLI::App* command = inspect.add_subcommand("graph", "Nodes, aliases, writes and saved bytes of a captured graph");
   const auto flags = std::make_shared<InspectFlags>();
-  command->add_option("--svg", flags->svg, "Write a picture")->type_name("FILE.svg");
-  command->add_option("--dot", flags->dot, "Write text for Graphviz")->type_name("FILE.dot");
+  command->add_option("--html", flags->html, "Write a page for a browser: repeated blocks are one box, and a click opens it")->type_name("FILE.html");
+  command->add_option("--svg", flags->svg, "Write the picture that this page begins with, of one screen")->type_name("FILE.svg");
+  command->add_option("--dot", flags->dot, "Write text for Graphviz, with every node")->type_name("FILE.dot");
   command->add_option("--save", flags->save, "Write the captured graph to a file")->type_name("FILE");
   add_whole(*command, "--nodes", flags->nodes, 0, 1 << 30, "Rows of the node table (default 20; 0: all)");
   command->add_flag("--min-cut", flags->min_cut, "Count what is saved when cheap values are computed again in backward");
@@ -114,7 +121,8 @@ void add_inspect_graph_command(CLI::App& inspect, Outcome&) {
       "FILE was written by --save or by save_graph of the library. Without one the configured model is captured (keys of [model] and [layout]; penstock train --help),\n"
       "forward and backward of one microbatch on the CPU; nothing is computed.\n"
       "Examples:\n"
-      "  penstock inspect graph --preset tiny --svg model.svg --save model.psgraph\n"
+      "  penstock inspect graph --preset tiny --html model.html --save model.psgraph\n"
+      "  penstock inspect graph --preset tiny --svg model.svg\n"
       "  penstock inspect graph model.psgraph --nodes 0\n"
       "Exit codes: 0 ok, 2 a file or configuration that cannot be read.");
   command->callback([command, flags] { inspect_graph(*command, *flags); });

@@ -24,6 +24,7 @@
 #include "penstock/comm/world.h"
 #include "penstock/torch/cpu_memory.h"
 #include "penstock/train/dry_run.h"
+#include "penstock/train/host_check.h"
 #include "penstock/train/measure_memory.h"
 #include "penstock/train/trainer.h"
 
@@ -157,6 +158,7 @@ int run(const CLI::App& command, const InspectMemoryFlags& flags) {
     rows.predicted = row_of(plan.memory.at(static_cast<std::size_t>(rows.pp)));
     ranks.push_back(std::move(rows));
   }
+  if (!flags.predict_only) train::check_host(resolved.config, layout.ranks);
   if (!flags.predict_only)
     if (const int code = measure(resolved, flags, ranks); code != 0) return code;
   fmt::print("{}", flags.json ? to_json(plan, ranks, flags.steps) : to_text(plan, ranks, flags.steps));

@@ -4,14 +4,15 @@
 
 #include <cstdio>
 #include <span>
-#include <sstream>
 #include <string>
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/printable.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/commands.h"
+#include "penstock/cli/failure.h"
 
 namespace {
 
@@ -43,15 +44,25 @@ void suggest_flags(const CLI::App& app) {
   }
 }
 
+// As all other messages begin, and without raw values: they may hold anything. CLI11 asks the outermost App; the page to read is that of the
+// command that was given.
+std::string usage_message(const CLI::App* app, const CLI::Error& error) {
+  std::string page = app->get_name();
+  for (std::vector<CLI::App*> given = app->get_subcommands(); !given.empty(); given = given.front()->get_subcommands()) page += " " + given.front()->get_name();
+  return fmt::format("penstock: {}; see {} --help\n", penstock::printable(penstock::shortened(error.what(), 2000)), page);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   using namespace penstock;
+  cli::report_failure_on_terminate();
   CLI::App app{"Penstock: distributed training from pure C++"};
   app.name("penstock");
   app.require_subcommand(1);
   app.set_version_flag("--version", PENSTOCK_VERSION);
-  app.footer("Example: penstock launch -n 4 -- ./my_program\nExit codes: 0 ok, 1 a check failed, 2 usage or parse error, 3 the last checkpoint of a run was not saved.");
+  app.footer("Example: penstock launch -n 4 -- ./my_program\nExit codes: 0 ok, 1 a check or a run failed, 2 usage or parse error, 3 the last checkpoint of a run was not saved, 70 a defect of Penstock.");
+  app.failure_message(usage_message);
   cli::Outcome outcome;
   cli::add_all_commands(app, outcome);
   try {
@@ -59,18 +70,11 @@ int main(int argc, char** argv) {
     require_known_command(app, std::span(argv, static_cast<std::size_t>(argc)).subspan(1));
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    std::ostringstream out, err;
-    const int code = app.exit(error, out, err);  // help, version or what is wrong
-    std::fputs(out.str().c_str(), stdout);
-    std::fputs(printable(err.str()).c_str(), stderr);
+    const int code = app.exit(error);  // prints help, version or what is wrong
     if (dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr) suggest_flags(app);
-    return code == 0 ? 0 : 2;
-  } catch (const ConfigError& error) {
-    fmt::print(stderr, "penstock: {}\n", printable(error.what()));
-    return 2;
-  } catch (const std::exception& error) {
-    fmt::print(stderr, "penstock: {}\n", printable(error.what()));
-    return 1;
+    return code == 0 ? 0 : cli::kUsage;
+  } catch (...) {
+    return cli::report_failure();
   }
   return outcome.exit_code;
 }

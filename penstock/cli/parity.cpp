@@ -19,6 +19,7 @@
 #include "penstock/comm/launch_cores.h"
 #include "penstock/comm/launcher.h"
 #include "penstock/comm/world.h"
+#include "penstock/train/host_check.h"
 #include "penstock/train/parity.h"
 #include "penstock/train/trainer.h"
 
@@ -87,6 +88,7 @@ int run(const CLI::App& command, const ParityFlags& flags) {
   train::ResolvedConfig layout = train::load_config(config_sources(command));
   refuse_keys(layout, "parity", trains_without_a_run);
   layout.config.layout.device = common_device(layout.config.layout);
+  train::check_host(layout.config, layout.config.layout.ranks);
   train::ResolvedConfig one = layout;
   one.config = train::one_process(layout.config);
   train::ParityTolerance tolerance = train::parity_tolerance(layout.config);

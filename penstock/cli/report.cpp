@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/base/printable.h"
 #include "penstock/cli/commands.h"
 #include "penstock/train/report_page.h"
 
@@ -24,8 +25,8 @@ void report(const ReportFlags& flags) {
   std::filesystem::path path = flags.out;
   if (path.empty()) path = runs.size() == 1 ? runs[0].folder / "report.html" : std::filesystem::path("comparison.html");
   train::write_page(path, train::report_page(runs));
-  for (const train::RunReport& run : runs) fmt::print("{}", train::summary_text(run));
-  fmt::print("report: {}\n", path.string());
+  for (const train::RunReport& run : runs) fmt::print("{}", printable(train::summary_text(run)));
+  fmt::print("report: {}\n", printable(path.string()));
 }
 
 }  // namespace

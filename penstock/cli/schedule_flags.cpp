@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/files.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/number_options.h"
@@ -177,14 +178,11 @@ std::string one_of(std::string_view flag, std::string_view value, const std::vec
 }
 
 std::string read_text(const std::string& path) {
-  File opened(path == "-" ? nullptr : std::fopen(path.c_str(), "rb"));
-  std::FILE* file = path == "-" ? stdin : opened.get();
-  if (file == nullptr) throw ConfigError(describe(path, std::strerror(errno), "a file that can be read"));
+  if (path != "-") return read_file(path, "schedule", "give a file of penstock schedule, or - for standard input");
   std::string text;
   char buffer[65536];
-  while (const std::size_t count = std::fread(buffer, 1, sizeof buffer, file)) text.append(buffer, count);
-  if (std::ferror(file) != 0)
-    throw ConfigError(describe(path, std::strerror(errno), "a file that can be read"));
+  while (const std::size_t count = std::fread(buffer, 1, sizeof buffer, stdin)) text.append(buffer, count);
+  if (std::ferror(stdin) != 0) throw ConfigError(describe("standard input", std::strerror(errno), "a schedule that can be read"));
   return text;
 }
 

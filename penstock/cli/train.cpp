@@ -19,7 +19,9 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/files.h"
 #include "penstock/base/log.h"
+#include "penstock/base/printable.h"
 #include "penstock/checkpoint/checkpoint_error.h"
 #include "penstock/cli/commands.h"
 #include "penstock/cli/number_options.h"
@@ -33,6 +35,7 @@
 #include "penstock/comm/world.h"
 #include "penstock/train/configured_data.h"
 #include "penstock/train/dry_run.h"
+#include "penstock/train/host_check.h"
 #include "penstock/train/job.h"
 #include "penstock/train/not_finite.h"
 #include "penstock/train/metrics_file.h"
@@ -67,9 +70,9 @@ void catch_signals() {
 // A page that cannot be written is no failure of the training.
 void report(const fs::path& folder) {
   try {
-    fmt::print("report: {}\n", train::write_report(folder).string());
+    fmt::print("report: {}\n", printable(train::write_report(folder).string()));
   } catch (const ConfigError& error) {
-    fmt::print(stderr, "penstock: no report: {}; write it later: penstock report {}\n", error.what(), folder.string());
+    fmt::print(stderr, "penstock: no report: {}; write it later: penstock report {}\n", printable(error.what()), printable(folder.string()));
   }
 }
 
@@ -135,7 +138,7 @@ void show_dry_run(const train::TrainConfig& config) {
 
 int start_ranks(const train::RunPlan& plan, const TrainFlags& flags) {
   // Said once here instead of by every rank, and before any folder is made.
-  (void)train::configured_device(plan.resolved.config.layout, comm::World::fake(0, static_cast<int>(plan.resolved.config.layout.ranks)));
+  train::check_host(plan.resolved.config, plan.resolved.config.layout.ranks);
   train::check_data(plan.resolved.config, train::DataCheck::Opening);
   const train::RunFolder held(plan);
   const fs::path& folder = held.path();
@@ -145,7 +148,7 @@ int start_ranks(const train::RunPlan& plan, const TrainFlags& flags) {
   config << train::to_toml(resolved);
   config.close();
   if (!config) throw ConfigError(describe("temporary folder", handed.path().string(), "a place with room for a file", "set TMPDIR"));
-  fmt::print("{}\n", folder.string());
+  fmt::print("{}\n", printable(folder.string()));
   std::fflush(stdout);
   comm::LaunchOptions options;
   options.ranks = static_cast<int>(resolved.config.layout.ranks);
@@ -163,7 +166,7 @@ int start_ranks(const train::RunPlan& plan, const TrainFlags& flags) {
   const int exit_code = comm::launch(options).exit_code;
   errors.print();
   if (!fs::exists(handed.path() / kAccepted)) return exit_code;  // refused: the folder is as it was
-  if (fs::exists(folder / train::MetricsFile::kName)) report(folder);
+  if (file_exists(folder / train::MetricsFile::kName)) report(folder);
   // Tokens of another program's tokenizer are no text here.
   if (exit_code == 0 && resolved.config.output.sample_tokens > 0 && !train::tokens_have_no_text(resolved.config.data)) {
     fmt::print("\nA sample of the model (penstock generate {}):\n\n", folder.string());

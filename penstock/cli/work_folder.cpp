@@ -1,5 +1,6 @@
 #include "penstock/cli/work_folder.h"
 
+#include <fmt/format.h>
 #include <stdlib.h>
 
 #include <system_error>
@@ -14,12 +15,17 @@ namespace fs = std::filesystem;
 
 WorkFolder::WorkFolder(const std::string& purpose, const std::string& keep) : purpose_(purpose), keeps_(!keep.empty()) {
   if (keeps_) {
-    path_ = fs::absolute(keep);
-    if (fs::exists(path_) && !fs::is_empty(path_)) throw ConfigError(describe("--keep", keep, "a folder that is new or empty", "name another one"));
-    fs::create_directories(path_);
+    std::error_code error;
+    path_ = fs::absolute(keep, error);
+    if (!error) fs::create_directories(path_, error);
+    const bool empty = !error && fs::is_empty(path_, error);
+    if (error || !empty) throw ConfigError(describe("--keep", error ? fmt::format("{} ({})", keep, error.message()) : keep, "a folder that is new or empty", "name another one"));
     return;
   }
-  std::string name = (fs::temp_directory_path() / ("penstock-" + purpose + "-XXXXXX")).string();
+  std::error_code error;
+  const fs::path temporary = fs::temp_directory_path(error);
+  if (error) throw ConfigError(describe("temporary folder", error.message(), "a folder that can be written", "set TMPDIR"));
+  std::string name = (temporary / ("penstock-" + purpose + "-XXXXXX")).string();
   if (::mkdtemp(name.data()) == nullptr) throw ConfigError(describe("temporary folder", name, "a place that can be written", "set TMPDIR"));
   path_ = name;
 }

@@ -8,6 +8,7 @@
 
 #include "penstock/base/env.h"
 #include "penstock/base/errors.h"
+#include "penstock/base/exception_text.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/stall_watch.h"
 #include "penstock/comm/work_state.h"
@@ -104,7 +105,7 @@ void rethrow_as_group_error(WorldCore& core, const std::string& group, const std
     throw;
   } catch (const std::exception& error) {
     const auto failure = core.liveness->first_failure();
-    if (!failure) core.fail(fmt::format("{}: {}", what, error.what()));
+    if (!failure) core.fail(fmt::format("{}: {}", what, without_backtrace(error.what())));
     if (!failure || dynamic_cast<const CommError*>(&error) != nullptr) throw;
     CommContext context;
     context.rank = core.env.rank;

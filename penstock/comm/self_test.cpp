@@ -6,6 +6,7 @@
 #include <functional>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/exception_text.h"
 #include "penstock/comm/transfer.h"
 #include "penstock/torch/version.h"
 
@@ -54,7 +55,7 @@ class Probe {
     } catch (const PeerLostError&) {
       throw;
     } catch (const std::exception& error) {
-      result.error = error.what();
+      result.error = without_backtrace(error.what());
     }
     results_.push_back(std::move(result));
   }

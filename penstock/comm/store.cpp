@@ -16,6 +16,7 @@
 #include <type_traits>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/exception_text.h"
 #include "penstock/comm/patient_caller.h"
 #include "penstock/comm/tcp_listen.h"
 #include "penstock/torch/version.h"
@@ -211,7 +212,7 @@ Store Store::connect(const LaunchEnv& env, Clock::time_point deadline) {
     return Store(c10::make_intrusive<Interruptible>(std::move(store), prefix, options.isServer ? nullptr : std::make_shared<PatientCaller>()));
   } catch (const std::exception& error) {
     context.elapsed_s = seconds_since(begin);
-    throw CommError(fmt::format("rendezvous at {} failed: {}; check MASTER_ADDR and MASTER_PORT", place.describe(), error.what()),
+    throw CommError(fmt::format("rendezvous at {} failed: {}; check MASTER_ADDR and MASTER_PORT", place.describe(), without_backtrace(error.what())),
                     context);
   }
 }

@@ -7,7 +7,6 @@
 #include <string_view>
 #include <utility>
 
-#include "penstock/base/errors.h"
 #include "penstock/base/markup.h"
 #include "penstock/graph/drawing.h"
 
@@ -132,10 +131,9 @@ class LayeredPicture {
 }  // namespace
 
 std::string to_svg(const Graph& graph, const DrawOptions& options) {
-  if (graph.nodes.size() > options.most_nodes)
-    throw ValueError(describe("graph: nodes to draw", std::to_string(graph.nodes.size()), fmt::format("at most {}", options.most_nodes),
-                              "draw a part of it, raise most_nodes, or use to_dot"));
-  return LayeredPicture(Drawing(graph, options)).write(options.title);
+  if (graph.nodes.size() > options.most_boxes) return draw_folded_svg(graph, options);
+  Drawing drawing(graph, options);
+  return drawing.boxes.size() > options.most_boxes ? draw_folded_svg(graph, options) : LayeredPicture(std::move(drawing)).write(options.title);
 }
 
 }  // namespace penstock::graph

@@ -27,4 +27,7 @@ struct Drawing {
   std::vector<Arrow> arrows;
 };
 
+// The overview of a graph that has too many nodes to show each.
+std::string draw_folded_svg(const Graph& graph, const DrawOptions& options);
+
 }  // namespace penstock::graph

@@ -10,6 +10,7 @@
 #include <map>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/files.h"
 #include "penstock/graph/byte_stream.h"
 #include "penstock/torch/dtype.h"
 
@@ -547,10 +548,8 @@ void save_graph(const std::filesystem::path& path, const GraphFile& file) {
 }
 
 GraphFile load_graph(const std::filesystem::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  if (!in) throw ValueError(fmt::format("graph file {}: cannot be opened; give the path of a file that save_graph wrote", path.string()));
-  const std::vector<std::uint8_t> bytes{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
-  return decode_graph(bytes, path.string());
+  const std::string bytes = read_file(path, "graph file", "give the path of a file that save_graph wrote");
+  return decode_graph({reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size()}, path.string());
 }
 
 }  // namespace penstock::graph

@@ -291,7 +291,7 @@ struct PipelineRuntime::Impl {
       pipeline::throw_with_report(error, where, watch.get());
     } catch (const std::exception& error) {
       const pipeline::RankPlace where = place();
-      give_up(error.what());
+      give_up(without_backtrace(error.what()));
       pipeline::leave_last_word(error, where, watch.get());
       throw;
     } catch (...) {

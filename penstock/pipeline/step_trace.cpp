@@ -12,6 +12,8 @@
 #include <utility>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/exception_text.h"
+#include "penstock/base/files.h"
 #include "penstock/schedule/text.h"
 
 namespace penstock::pipeline {
@@ -312,7 +314,7 @@ StepTrace parse_trace(std::string_view json) {
   try {
     return read_document(Json::parse(json));
   } catch (const Json::exception& error) {
-    refuse(error.what());
+    refuse(without_tag(error.what()));
   } catch (const ConfigError&) {
     throw;
   } catch (const ValueError& error) {  // a stage map that contradicts itself, an action out of bounds
@@ -328,9 +330,7 @@ void write_trace(const StepTrace& trace, const std::string& path) {
 }
 
 StepTrace read_trace(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) throw ConfigError(describe("trace file", path, "a file that can be read", "check the path"));
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  const std::string text = read_file(path, "trace file", "give a file that penstock train or write_trace of a pipeline has written");
   try {
     return parse_trace(text);
   } catch (const ConfigError& error) {

@@ -42,6 +42,15 @@ AutocastScope::~AutocastScope() {
   set_dtype(device_, was_dtype_);
 }
 
+bool can_autocast(at::DeviceType device, at::ScalarType dtype) {
+  try {
+    const AutocastScope scope(device, dtype);
+    return true;
+  } catch (const c10::Error&) {  // thrown before anything is switched on
+    return false;
+  }
+}
+
 AutocastState autocast_state() {
   AutocastState state;
   state.cpu = is_enabled(at::kCPU);

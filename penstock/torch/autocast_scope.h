@@ -26,6 +26,9 @@ class AutocastScope {
   at::ScalarType was_dtype_ = at::kFloat;
 };
 
+// Whether a scope of this dtype can be made: LibTorch 1.13 has no float16 on the CPU.
+bool can_autocast(at::DeviceType device, at::ScalarType dtype);
+
 // What autocast does on this thread: with equal states operators are cast alike.
 struct AutocastState {
   bool cpu = false, cuda = false;

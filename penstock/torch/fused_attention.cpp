@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "penstock/base/errors.h"
+#include "penstock/torch/attention_scores.h"
 #include "penstock/torch/version.h"
 
 namespace penstock {
@@ -107,6 +108,14 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   return at::scaled_dot_product_attention(q, keys, values, mask.allowed(q), 0.0, false);
 #else
   return attend_by_products(q, k, v, mask);
+#endif
+}
+
+bool attention_makes_scores() {
+#if PENSTOCK_TORCH_AT_LEAST(2, 0)
+  return false;
+#else
+  return true;
 #endif
 }
 

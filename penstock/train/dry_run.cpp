@@ -17,8 +17,10 @@
 #include "penstock/comm/world.h"
 #include "penstock/models/options.h"
 #include "penstock/plan/draw_grid.h"
+#include "penstock/train/host_check.h"
 #include "penstock/train/job.h"
 #include "penstock/train/model_stages.h"
+#include "penstock/train/process_memory.h"
 
 namespace penstock::train {
 
@@ -198,6 +200,8 @@ DryRun dry_run(const TrainConfig& config, const LookProgress& progress) {
   schedule::Schedule schedule = configured_schedule(config.layout);
   check_stages(config, schedule);
   const at::Device device = configured_device(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
+  require_precision(config, device);
+  if (device.is_cpu()) require_memory(least_need_of_parts(config), machine_memory_bytes());
   const int stages = schedule.stages().stages();
   std::vector<models::StagePart> parts = configured_parts(config, stages);
   std::string data = check_data(config, DataCheck::Reading, progress);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/files.h"
 #include "penstock/checkpoint/folder.h"
 #include "penstock/checkpoint/load.h"
 #include "penstock/checkpoint/meeting.h"

@@ -5,6 +5,7 @@
 #include <chrono>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/files.h"
 #include "penstock/base/log.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
@@ -20,7 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 
 void make_data(const DataConfig& config, const fs::path& folder, const std::atomic<bool>& stop) {
-  if (fs::exists(folder)) return;  // of a run that is resumed: shards appear as a whole
+  if (file_exists(folder)) return;  // of a run that is resumed: shards appear as a whole
   using Clock = std::chrono::steady_clock;
   MakeShardsOptions options;
   options.sources = source_options(config);

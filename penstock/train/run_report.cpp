@@ -4,9 +4,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <system_error>
 #include <utility>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/exception_text.h"
+#include "penstock/base/files.h"
+#include "penstock/base/printable.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/train/metrics_file.h"
@@ -101,7 +105,7 @@ void load_traces(RunReport& run) {
       report.path = trace.path;
       run.traces.push_back(std::move(report));
     } catch (const std::exception& error) {
-      run.notes.push_back(fmt::format("The trace of step {} cannot be shown: {}", trace.step, error.what()));
+      run.notes.push_back(fmt::format("The trace of step {} cannot be shown: {}", trace.step, printable(without_backtrace(error.what()))));
     }
   }
 }
@@ -180,12 +184,14 @@ std::string RunReport::state() const {
 
 RunReport load_run(const fs::path& path) {
   RunReport run;
-  const bool is_file = fs::is_regular_file(path);
+  std::error_code unknown;  // what cannot be looked at is told below
+  const bool is_file = fs::is_regular_file(path, unknown);
   run.folder = is_file ? path.parent_path() : path;
-  const fs::path whole = fs::absolute(run.folder).lexically_normal();
+  if (run.folder.empty()) run.folder = ".";
+  const fs::path whole = fs::absolute(run.folder, unknown).lexically_normal();
   run.name = (whole.has_filename() ? whole.filename() : whole.parent_path().filename()).string();
   const fs::path metrics = is_file ? path : path / MetricsFile::kName;
-  if (!fs::exists(metrics)) throw ConfigError(describe("run", path.string(), fmt::format("a folder with {}", MetricsFile::kName), "give the folder of a run of penstock train"));
+  if (!file_exists(metrics)) throw ConfigError(describe("run", path.string(), fmt::format("a folder with {}", MetricsFile::kName), "give the folder of a run of penstock train"));
   run.metrics = read_metrics(metrics);
   run.numbers = numbers_of(run.metrics);
   add_notes(run);

@@ -29,7 +29,7 @@ void add_resume_command(CLI::App& app, Outcome& outcome) {
   add_train_flags(*command, *flags);
   command->callback([command, flags, &outcome] {
     const train::ConfigSources sources = config_sources(*command);
-    if (sources.file) throw ConfigError(describe("resume", quote(*sources.file), "RUN and --section.key value", "its own configuration is used"));
+    if (sources.file) throw ConfigError(describe("resume", quote(sources.file->string()), "RUN and --section.key value", "its own configuration is used"));
     outcome.exit_code = train_run(*command, *flags, sources, [&] { return train::plan_resume(flags->run, sources); });
   });
 }

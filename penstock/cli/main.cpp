@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <csignal>
 #include <cstdio>
 #include <span>
 #include <string>
@@ -31,6 +32,7 @@ void require_known_command(const CLI::App& app, std::span<char* const> words) {
 
 int main(int argc, char** argv) {
   using namespace penstock;
+  std::signal(SIGXFSZ, SIG_IGN);  // a limit on the size of files is an error of the write, not the end of the process
   CLI::App app{"Penstock: distributed training from pure C++"};
   app.name("penstock");
   app.require_subcommand(1);

@@ -101,7 +101,6 @@ int train_all_steps(const comm::World& world, const train::ResolvedConfig& resol
 // One of the ranks that start_ranks started.
 int run_rank(const fs::path& folder, const fs::path& handed) {
   catch_signals();
-  std::signal(SIGXFSZ, SIG_IGN);
   const train::ResolvedConfig resolved = train::read_written_config(handed / kHandedConfig);
   const comm::World world = world_of(resolved.config);
   return train_all_steps(world, resolved, folder, [&] { std::ofstream(handed / kAccepted).flush(); });
@@ -162,7 +161,6 @@ int train_run(const train::RunPlan& plan, const TrainFlags& flags) {
     fmt::print("{}", train::to_text(train::dry_run(plan.resolved.config)));
     return 0;
   }
-  std::signal(SIGXFSZ, SIG_IGN);  // a limit on the size of files is an error of the write, not the end of the process
   if (comm::launch_env().launcher != "none") return run_foreign_rank(plan);
   return start_ranks(plan, flags);
 }

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <csignal>
 #include <cstdio>
 #include <span>
 #include <string>
@@ -57,6 +58,7 @@ std::string usage_message(const CLI::App* app, const CLI::Error& error) {
 int main(int argc, char** argv) {
   using namespace penstock;
   cli::report_failure_on_terminate();
+  std::signal(SIGXFSZ, SIG_IGN);  // a limit on the size of files is an error of the write, not the end of the process
   CLI::App app{"Penstock: distributed training from pure C++"};
   app.name("penstock");
   app.require_subcommand(1);

@@ -2,12 +2,15 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <memory>
+#include <system_error>
 
 #include "penstock/base/errors.h"
 #include "penstock/base/files.h"
@@ -188,14 +191,22 @@ std::string read_text(const std::string& path) {
 
 void write_text(const std::string& path, std::string_view text) {
   const bool standard = path.empty() || path == "-";
-  File opened(standard ? nullptr : std::fopen(path.c_str(), "wb"));
+  // A file that exists is replaced as a whole, so that a full disk does not cost what was there. Pipes and devices are written to.
+  std::error_code error;
+  const bool replaces = !standard && std::filesystem::is_regular_file(path, error);
+  const std::string place = replaces ? std::filesystem::canonical(path).string() : path;
+  const std::string draft = replaces ? fmt::format("{}.writing-{}", place, ::getpid()) : path;
+  File opened(standard ? nullptr : std::fopen(draft.c_str(), "wb"));
   std::FILE* file = standard ? stdout : opened.get();
   const auto refuse = [&] {
+    const int reason = errno;
+    if (replaces) std::remove(draft.c_str());
     throw ConfigError(
-        describe(standard ? "standard output" : path, std::strerror(errno), "a file that can be written"));
+        describe(standard ? "standard output" : path, std::strerror(reason), "a file that can be written"));
   };
   if (file == nullptr) refuse();
   if (std::fwrite(text.data(), 1, text.size(), file) != text.size() || std::fflush(file) != 0) refuse();
+  if (replaces && std::rename(draft.c_str(), place.c_str()) != 0) refuse();
 }
 
 }  // namespace penstock::cli

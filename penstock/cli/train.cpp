@@ -110,7 +110,6 @@ int train_all_steps(const comm::World& world, const train::ResolvedConfig& resol
 // One of the ranks that start_ranks started.
 int run_rank(const fs::path& folder, const fs::path& handed) {
   catch_signals();
-  std::signal(SIGXFSZ, SIG_IGN);
   const train::ResolvedConfig resolved = train::read_written_config(handed / kHandedConfig);
   const comm::World world = world_of(resolved.config);
   return train_all_steps(world, resolved, folder, [&] { std::ofstream(handed / kAccepted).flush(); });
@@ -201,7 +200,6 @@ int train_run(const CLI::App& command, const TrainFlags& flags, const train::Con
     if (env.rank == 0) show_dry_run(plan.resolved.config);  // all ranks of another launcher have the same to say
     return 0;
   }
-  std::signal(SIGXFSZ, SIG_IGN);  // a limit on the size of files is an error of the write, not the end of the process
   if (own_ranks) return start_ranks(plan, flags);
   refuse_options(command, {"--restarts"}, fmt::format("for ranks that {} has started", env.launcher), "let it start them again");
   comm::restart_with_compute_environment(env.local_world_size);

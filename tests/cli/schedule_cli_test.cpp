@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "penstock/base/files.h"
@@ -45,6 +46,17 @@ class ScheduleCli : public ::testing::Test {
  private:
   std::filesystem::path folder_;
 };
+
+TEST_F(ScheduleCli, AFileIsReplacedAsAWholeOrNotAtAll) {
+  write("plan.csv", "precious");
+  const Ended ended = run_command("ulimit -f 1; '" + environment("PENSTOCK_BIN") + "/penstock' schedule --kind 1F1B --ranks 8 --microbatches 64 -o '" + path("plan.csv") + "'");
+  EXPECT_EQ(ended.exit_code, 2) << ended.output;
+  EXPECT_THAT(ended.output, HasSubstr("File too large"));
+  EXPECT_EQ(read("plan.csv"), "precious");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(path(".")), {}), 1) << "nothing is left of the attempt";
+  EXPECT_EQ(penstock("schedule --kind 1F1B --ranks 2 --microbatches 4 -o '" + path("plan.csv") + "'").exit_code, 0);
+  EXPECT_THAT(read("plan.csv"), HasSubstr("0F0"));
+}
 
 TEST_F(ScheduleCli, HelpHasAnExample) {
   for (const char* command : {"schedule", "check", "simulate", "compare"}) {

@@ -1,6 +1,7 @@
 #include "penstock/train/config.h"
 
 #include <fmt/format.h>
+#include <sys/stat.h>
 
 #include <cerrno>
 #include <cstdio>
@@ -50,6 +51,10 @@ std::string read_config_file(const std::filesystem::path& path) {
   };
   const std::unique_ptr<std::FILE, Close> file(std::fopen(path.c_str(), "rb"));
   if (!file) refuse();
+  // A device may never end.
+  struct stat status {};
+  if (::fstat(::fileno(file.get()), &status) == 0 && (S_ISCHR(status.st_mode) || S_ISBLK(status.st_mode)))
+    throw ConfigError(describe(fmt::format("{}: configuration file", path.string()), "a device", "a file that can be read", "give another path"));
   std::string text;
   char buffer[16384];
   while (const std::size_t count = std::fread(buffer, 1, sizeof buffer, file.get())) text.append(buffer, count);

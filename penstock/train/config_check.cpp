@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/files.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/schedule/generators.h"
@@ -184,20 +185,7 @@ class Completion {
 
   void from_file() {
     LayoutConfig& layout = config_.layout;
-    struct Close {
-      void operator()(std::FILE* file) const { std::fclose(file); }
-    };
-    const std::unique_ptr<std::FILE, Close> file(std::fopen(layout.schedule.c_str(), "rb"));
-    std::string text;
-    char buffer[16384];
-    while (file) {
-      const std::size_t count = std::fread(buffer, 1, sizeof buffer, file.get());
-      if (count == 0) break;
-      text.append(buffer, count);
-    }
-    if (!file || std::ferror(file.get()) != 0)
-      return problem(describe(said("layout.schedule"), "a file that cannot be read", "a schedule as CSV",
-                              "give the name of a kind, or a path from where the command is started"));
+    const std::string text = penstock::read_file(layout.schedule, "schedule", "give the name of a kind, or a path from where the command is started");
     const schedule::Schedule schedule = schedule::parse_schedule(text);
     schedule::ValidateOptions options;
     options.sends = schedule::SendModel::Posted;

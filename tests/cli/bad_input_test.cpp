@@ -171,6 +171,8 @@ TEST_F(KnownBadInput, FilesAndFoldersOfAnotherKind) {
   expect_refused(here("trace folder"), {"trace file folder: got a folder"});
   expect_refused(here("trace /dev/zero"), {"trace file /dev/zero: got a device"});
   expect_refused(here("trace text.txt"), {"text.txt: trace of a step", "parse error"});
+  expect_refused(here("train /dev/zero --dry-run"), {"/dev/zero: configuration file: got a device"});
+  expect_refused(here("train --schedule /dev/zero --dry-run"), {"schedule /dev/zero: got a device"});
   expect_refused(here("check folder"), {"schedule folder: got a folder"});
   expect_refused(here("simulate /dev/zero"), {"schedule /dev/zero: got a device"});
   expect_refused(here("inspect graph folder"), {"graph file folder: got a folder"});

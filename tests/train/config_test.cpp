@@ -175,7 +175,7 @@ TEST(Config, WhatDoesNotFitTogetherSaysWhatToChange) {
       {{"--schedule", "ZBVZeroBubble", "--virtual-stages", "1"}, {"needs 2 stages on each rank", "layout.virtual_stages to 2"}},
       {{"--schedule", "1F1B", "--microbatches", "1"}, {"layout.microbatches = 1 (--microbatches)", "1F1B"}},
       {{"--schedule", "DualPipe", "--microbatches", "5"}, {"layout.microbatches = 5"}},
-      {{"--schedule", "no/such.csv"}, {"no/such.csv", "cannot be read"}},
+      {{"--schedule", "no/such.csv"}, {"no/such.csv", "a file that can be read"}},
       {{"--global_batch", "20"}, {"training.global_batch = 20", "1 * 8 * 2 = 16", "16 or 32"}},
       {{"--global_batch", "4"}, {"set training.global_batch to 16"}},
       {{"--global_batch", "32", "--accumulation", "3"}, {"needs 2 runs", "training.accumulation = 3"}},

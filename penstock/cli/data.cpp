@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/files.h"
 #include "penstock/base/printable.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
@@ -109,7 +110,7 @@ struct ShownFile {
 
 std::vector<ShownFile> shown_files(const ShowFlags& flags) {
   std::vector<ShownFile> files;
-  const bool may_be_tokens = std::filesystem::exists(flags.path) || flags.path.find_first_of("*?[") != std::string::npos;
+  const bool may_be_tokens = file_exists(flags.path) || flags.path.find_first_of("*?[") != std::string::npos;
   const train::DataFiles found = may_be_tokens && !train::has_shards(flags.path)
                                      ? train::find_data_files({.paths = {flags.path}, .format = flags.format, .extensions = {}})
                                      : train::DataFiles{};

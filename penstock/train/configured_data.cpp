@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
+#include "penstock/base/files.h"
 #include "penstock/base/text.h"
 #include "penstock/checkpoint/world_meeting.h"
 #include "penstock/train/byte_tokenizer.h"
@@ -181,7 +182,7 @@ std::string check_data(const TrainConfig& config, DataCheck check, const LookPro
   }
   // A run that is continued has made its data.
   const fs::path made = fs::path(config.output.run_folder) / "data";
-  if (!config.output.run_folder.empty() && fs::exists(made)) return check_tokens(config, open_shards(made), made.string(), check, progress);
+  if (!config.output.run_folder.empty() && file_exists(made)) return check_tokens(config, open_shards(made), made.string(), check, progress);
   return check_text(config, check, progress);
 }
 

@@ -86,7 +86,7 @@ struct Trainer::Impl {
     checkpoint::WorldMeeting(world).agree("accept the start", [&] {
       if (world.rank() != 0) return;
       // Another run may keep its checkpoints there: that is told before anything changes.
-      if (fs::exists(checkpoints / checkpoint::FolderLock::kName)) checkpoint::FolderLock{checkpoints};
+      if (file_exists(checkpoints / checkpoint::FolderLock::kName)) checkpoint::FolderLock{checkpoints};
       if (options.accepted) options.accepted();
     });
     new_data.keep();

@@ -178,7 +178,12 @@ TEST_F(KnownBadInput, FilesAndFoldersOfAnotherKind) {
   expect_refused(here("inspect graph folder"), {"graph file folder: got a folder"});
   expect_refused(here("inspect graph /dev/zero"), {"graph file /dev/zero: got a device"});
   expect_refused(here("generate " + std::string(300, 'n')), {"a folder with a config.toml"});
-  expect_refused(here("data make --out made --source text.txt --shard-tokens 0"), {"--shard-tokens: got 0, expected a whole number of at least 1"});
+  expect_refused(here("data show " + std::string(300, 'n')), {"penstock: "});
+  expect_refused(here("resume " + std::string(300, 'n')), {"the folder of a run"});
+  expect_refused(here("train --dry-run --data.sources " + std::string(300, 'n')), {"penstock: "});
+  expect_refused(here("train --steps 1 --data.sources text.txt --run_folder " + std::string(300, 'n')), {"penstock: "});
+  expect_refused(here("data make --out made --source " + std::string(300, 'n')), {"penstock: "});
+  expect_refused(here("data make --out made --source text.txt --shard-tokens 0"), {"--shard-tokens: got \"0\", expected a whole number from 1"});
   expect_refused(here("parity --keep text.txt/x"), {"--keep: got text.txt/x (Not a directory)"});
   expect_refused("cd '" + folder_.path().string() + "' && TMPDIR=missing '" + program() + "' parity --device cpu", {"temporary folder"});
   expect_refused("cd '" + folder_.path().string() + "' && TMPDIR=missing '" + program() + "' doctor", {"temporary folder"});

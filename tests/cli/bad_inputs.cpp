@@ -418,8 +418,11 @@ std::string objection(const std::string& command, const Ended& ended) {
     static const std::regex no_number("(^|[^A-Za-z_=-])-?(nan|inf)($|[^A-Za-z_])");
     // Large outputs have been asked for; their beginning tells as much, and the search is recursive.
     std::istringstream lines(output.substr(0, 100000));
-    for (std::string text; std::getline(lines, text);)
+    for (std::string text; std::getline(lines, text);) {
+      // "NAME: ..." may name a file that is called -nan.
+      if (const auto colon = text.find(": "); colon < text.find(' ')) text.erase(0, colon);
       if (text.size() < 2000 && !text.starts_with("wrote ") && !text.starts_with("report: ") && std::regex_search(text, no_number)) return "success with nan or inf: " + text;
+    }
   }
   return "";
 }

@@ -74,7 +74,7 @@ class AllCommands {
 
 // Options that take a text. Everything else that takes a value is a number, and an option that is added to neither place fails here.
 const std::set<std::string> kTexts = {"--kind",  "--cost",   "--memory", "--communication", "--max-activations", "--max-bytes", "--format", "--output", "--placement", "--sends", "--log-dir", "--out",
-                                      "--source", "--extensions", "--prompt", "--device", "--keep", "--svg", "--dot", "--html", "--save", "--worker", "--side", "--probe", "--report", "--help"};
+                                      "--source", "--extensions", "--prompt", "--device", "--keep", "--svg", "--dot", "--html", "--save", "--worker", "--handed", "--side", "--probe", "--report", "--help"};
 
 TEST(Commands, EveryNumberRefusesWhatIsNoFiniteNumber) {
   AllCommands all;

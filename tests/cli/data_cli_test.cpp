@@ -138,7 +138,7 @@ TEST(DataCli, AFileAboveAMebibyteIsTaken) {
   folder.write("input.txt", std::string(1'100'000, 'a'));
   const Ended ended = penstock("data make --out '" + (folder / "data").string() + "' --source '" + (folder / "input.txt").string() + "'");
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
-  EXPECT_TRUE(has_text(ended.output, "1100001 tokens of 1 files"));
+  EXPECT_TRUE(has_text(ended.output, "1100001 tokens of 1 file ("));
 }
 
 TEST(DataCli, TheDefaultSources) {

@@ -48,6 +48,7 @@ const std::vector<Variable>& variables() {
       {"PENSTOCK_NVRTC", any_text},
       {"PENSTOCK_LAUNCH_ID", any_text},
       {"PENSTOCK_RANK_ERRORS", any_text},
+      {"PENSTOCK_RESTARTED_TO_COMPUTE", any_text},
   };
   return kVariables;
 }

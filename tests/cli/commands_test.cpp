@@ -189,14 +189,15 @@ TEST(Environment, EveryVariableOfTheLibraryIsKnownToTheCheck) {
     return std::string(std::istreambuf_iterator<char>(file), {});
   };
   const std::string known = text_of(source / "cli" / "environment.cpp");
-  const std::regex reads("(env_text|env_int|env_choice|getenv)\\(\"(PENSTOCK_[A-Z0-9_]+)\"");
+  const std::regex reads("\"(PENSTOCK_[A-Z0-9_]+)\"");
   std::size_t found = 0;
   for (const auto& entry : std::filesystem::recursive_directory_iterator(source)) {
     if (entry.path().extension() != ".cpp") continue;
     const std::string text = text_of(entry.path());
     for (std::sregex_iterator match(text.begin(), text.end(), reads), end; match != end; ++match) {
+      if ((*match)[1].str().starts_with("PENSTOCK_RANDOM_")) continue;  // macros of a kernel that is compiled at run time
       ++found;
-      EXPECT_TRUE(known.find("\"" + (*match)[2].str() + "\"") != std::string::npos) << (*match)[2] << " in " << entry.path();
+      EXPECT_TRUE(known.find("\"" + (*match)[1].str() + "\"") != std::string::npos) << (*match)[1] << " in " << entry.path();
     }
   }
   EXPECT_GE(found, 10u);

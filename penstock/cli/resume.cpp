@@ -1,4 +1,6 @@
 // penstock resume: continues a run with the configuration in its folder.
+#include <fmt/format.h>
+
 #include <memory>
 #include <string>
 
@@ -6,6 +8,7 @@
 #include "penstock/base/quote.h"
 #include "penstock/cli/commands.h"
 #include "penstock/cli/train_run.h"
+#include "penstock/train/run_config.h"
 #include "penstock/train/run_folder.h"
 
 namespace penstock::cli {
@@ -28,6 +31,11 @@ void add_resume_command(CLI::App& app, Outcome& outcome) {
   command->add_option("run", flags->run, "Folder of the run")->required()->type_name("RUN");
   add_train_flags(*command, *flags);
   command->callback([command, flags, &outcome] {
+    // Values of keys cannot be told from the run, so the run comes first.
+    if (!train::holds_run(flags->run))
+      for (const std::string& word : command->remaining())
+        if (!word.starts_with("-") && train::holds_run(word))
+          throw ConfigError(describe("resume", quote(flags->run), "the folder of the run as the first argument", fmt::format("penstock resume {} --section.key value ...", word)));
     const train::ConfigSources sources = config_sources(*command);
     if (sources.file) throw ConfigError(describe("resume", quote(sources.file->string()), "RUN and --section.key value", "its own configuration is used"));
     outcome.exit_code = train_run(*command, *flags, sources, [&] { return train::plan_resume(flags->run, sources); });

@@ -175,6 +175,9 @@ TEST_F(Runs, ARunThatBeganElsewhereContinuesFromItsOwnCheckpoints) {
   const Ended ended = run("resume '" + path("second") + "' --steps 8");
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "continues after step 6")) << ended.output;
+  const Ended turned = run("resume --steps 8 '" + path("second") + "'");
+  EXPECT_EQ(turned.exit_code, 2);
+  EXPECT_TRUE(has_text(turned.output, "the folder of the run as the first argument")) << turned.output;
 }
 
 TEST_F(Runs, CopiedAndMovedRunsContinueWhereTheyAre) {

@@ -2,7 +2,18 @@
 
 namespace penstock::cli {
 
+namespace {
+
+// Newer versions of CLI11 fill the lines of footers anew, which would spoil examples and tables.
+template <class Formatter>
+void keep_lines(Formatter& formatter) {
+  if constexpr (requires { formatter.enable_footer_formatting(false); }) formatter.enable_footer_formatting(false);
+}
+
+}  // namespace
+
 void add_all_commands(CLI::App& app, Outcome& outcome) {
+  keep_lines(*app.get_formatter());  // the commands share it
   add_doctor_command(app, outcome);
   add_launch_command(app, outcome);
   add_schedule_command(app, outcome);

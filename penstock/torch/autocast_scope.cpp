@@ -1,6 +1,9 @@
 #include "penstock/torch/autocast_scope.h"
 
+#include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
+
+#include <exception>
 
 #include "penstock/torch/cpu_bfloat16.h"
 #include "penstock/torch/version.h"
@@ -45,8 +48,12 @@ AutocastScope::~AutocastScope() {
 bool can_autocast(at::DeviceType device, at::ScalarType dtype) {
   try {
     const AutocastScope scope(device, dtype);
+    if (device != at::kCPU || dtype != at::kHalf) return true;
+    // LibTorch 2 can be asked for it on every processor, but its matrix products exist on some only. Of a size for which oneDNN is used.
+    const at::Tensor rows = at::ones({4, 64, 64});
+    at::matmul(at::linear(rows, rows[0]), rows);
     return true;
-  } catch (const c10::Error&) {  // thrown before anything is switched on
+  } catch (const std::exception&) {  // c10::Error when it is switched on, oneDNN's own type in a product: the answer is no
     return false;
   }
 }

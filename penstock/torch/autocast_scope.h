@@ -26,7 +26,8 @@ class AutocastScope {
   at::ScalarType was_dtype_ = at::kFloat;
 };
 
-// Whether a scope of this dtype can be made: LibTorch 1.13 has no float16 on the CPU.
+// Whether a model can be computed in a scope of this dtype. LibTorch 1.13 has no float16 on the CPU, later ones have it for some processors;
+// that is tried out.
 bool can_autocast(at::DeviceType device, at::ScalarType dtype);
 
 // What autocast does on this thread: with equal states operators are cast alike.

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "penstock/base/printable.h"
+#include "penstock/base/text.h"
 
 namespace penstock::test {
 
@@ -47,19 +48,23 @@ const typename Items::value_type& one_of(const Items& items, std::mt19937_64& ch
 
 bool likely(double probability, std::mt19937_64& chance) { return std::bernoulli_distribution(probability)(chance); }
 
-// The lines of a section of a help page: those that are indented behind its title.
+// The entries of a section of a help page: lines that are indented below its title, without the continued ones. CLI11 2.3 writes "Options:" and
+// indents by two columns, 2.5 writes "OPTIONS:" and has a column of its own for short names.
 Words section(const std::string& help, const std::string& title) {
+  constexpr std::size_t kDeepest = 10;
   Words lines;
   std::istringstream text(help);
   bool inside = false;
   for (std::string line; std::getline(text, line);) {
-    if (!line.empty() && line[0] != ' ') inside = line == title + ":";
-    if (inside && line.size() > 2 && line[0] == ' ' && line[2] != ' ') lines.push_back(line.substr(2));
+    if (!line.empty() && line[0] != ' ') inside = to_lower(line) == to_lower(title) + ":";
+    const std::size_t begin = line.find_first_not_of(' ');
+    if (inside && begin != std::string::npos && begin > 0 && begin <= kDeepest) lines.push_back(line.substr(begin));
   }
   return lines;
 }
 
-CommandOption option_of(const std::string& line) {
+CommandOption option_of(const std::string& entry) {
+  const std::string line = std::regex_replace(entry, std::regex("^(-[A-Za-z]), +--"), "$1,--");
   std::istringstream text(line);
   std::string names, next;
   text >> names;

@@ -138,7 +138,8 @@ TEST_F(TrainCli, ErrorsOfAConfigurationAreSaidOnce) {
     EXPECT_EQ(ended.exit_code, 2) << arguments << "\n" << ended.output;
     EXPECT_EQ(times(ended.output, "penstock: "), 1u) << ended.output;
     EXPECT_EQ(times(ended.output, "[launch]"), 0u) << ended.output;
-    EXPECT_EQ(times(ended.output, "rank"), 0u) << ended.output;
+    EXPECT_EQ(times(ended.output, "failed first"), 0u) << ended.output;
+    EXPECT_EQ(times(ended.output, "rank 0:"), 0u) << ended.output;
   }
 }
 

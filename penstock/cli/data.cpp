@@ -65,7 +65,6 @@ class ProgressLine {
 };
 
 void make(const MakeFlags& flags) {
-  if (flags.shard_tokens == 0) throw ConfigError(describe("--shard-tokens", "0", "a whole number of at least 1", "leave it out for 2^26"));
   train::MakeShardsOptions options;
   options.sources.paths.assign(flags.sources.begin(), flags.sources.end());
   options.sources.extensions = flags.extensions;

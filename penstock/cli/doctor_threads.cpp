@@ -7,6 +7,8 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 
+#include "penstock/base/errors.h"
+
 namespace penstock::cli {
 
 namespace {
@@ -34,11 +36,16 @@ void write_thread_speeds(const ThreadSpeeds& speeds, const std::string& path) {
 }
 
 ThreadSpeeds read_thread_speeds(const std::string& path) {
-  std::ifstream file(path);
-  const nlohmann::json json = nlohmann::json::parse(file);
   ThreadSpeeds result;
-  result.blas = static_cast<comm::BlasThreads>(json.at("blas").get<int>());
-  for (const auto& row : json.at("speeds")) result.speeds.push_back({row.at(0).get<int>(), row.at(1).get<double>()});
+  try {
+    std::ifstream file(path);
+    const nlohmann::json json = nlohmann::json::parse(file);
+    result.blas = static_cast<comm::BlasThreads>(json.at("blas").get<int>());
+    for (const auto& row : json.at("speeds")) result.speeds.push_back({row.at(0).get<int>(), row.at(1).get<double>()});
+  } catch (const nlohmann::json::exception&) {
+    result.speeds.clear();
+  }
+  if (result.speeds.empty()) throw StateError(describe("thread speeds", path, "a report of the measuring process", "free space in the temporary folder, or set TMPDIR"));
   return result;
 }
 

@@ -19,6 +19,7 @@ struct ThreadSpeeds {
 };
 
 void write_thread_speeds(const ThreadSpeeds& speeds, const std::string& path);
+// Throws StateError for a file that was not written completely, as on a full disk.
 ThreadSpeeds read_thread_speeds(const std::string& path);
 
 // A line for each count of threads, and a warning with its remedy if more threads are slower or OpenBLAS has a pool of its own.

@@ -1,8 +1,10 @@
 // What `penstock doctor` says about threads.
 #include <gtest/gtest.h>
 
+#include <fstream>
 #include <string>
 
+#include "penstock/base/errors.h"
 #include "penstock/cli/doctor_threads.h"
 #include "tests/has_text.h"
 
@@ -37,6 +39,19 @@ TEST(DoctorThreads, ReportsSurviveTheirFile) {
   ASSERT_EQ(read.speeds.size(), 2u);
   EXPECT_EQ(read.speeds[1].threads, 2);
   EXPECT_EQ(read.speeds[0].gflops, 10.5);
+}
+
+TEST(DoctorThreads, AReportThatWasCutOffIsAnErrorWithARemedy) {
+  const std::string path = ::testing::TempDir() + "/doctor_threads_cut.json";
+  for (const char* text : {"", "{\"blas\":1,\"spee", "{\"blas\":1}", "{\"blas\":1,\"speeds\":[]}"}) {
+    std::ofstream(path) << text;
+    try {
+      cli::read_thread_speeds(path);
+      ADD_FAILURE() << text;
+    } catch (const StateError& error) {
+      EXPECT_TRUE(has_text(error.what(), "set TMPDIR")) << error.what();
+    }
+  }
 }
 
 }  // namespace doctor_threads_test

@@ -19,7 +19,7 @@
 #include <variant>
 #include <vector>
 
-#include "penstock/graph/capture.h"
+#include "penstock/graph/joint_graph.h"
 #include "penstock/graph/size_expression.h"
 
 namespace penstock::graph {

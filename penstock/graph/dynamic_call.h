@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/graph/analyze.h"
 #include "penstock/graph/dynamic_dims.h"
 #include "penstock/graph/symbolic_table.h"
 

@@ -23,12 +23,12 @@
 
 #include "bench/figures.h"
 #include "penstock/base/files.h"
-#include "penstock/checkpoint/load.h"
-#include "penstock/checkpoint/world_meeting.h"
-#include "penstock/checkpoint/writer.h"
-#include "penstock/comm/launch_env.h"
-#include "penstock/comm/world.h"
-#include "penstock/dtensor/dtensor.h"
+#include "penstock/checkpoint/tensors/load.h"
+#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/writer.h"
+#include "penstock/comm/launch/launch_env.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/dtensor/tensor/dtensor.h"
 
 namespace {
 

@@ -17,11 +17,11 @@
 
 #include "bench/figures.h"
 #include "penstock/base/env.h"
-#include "penstock/comm/launcher.h"
-#include "penstock/comm/ucx_transport.h"
-#include "penstock/comm/store.h"
-#include "penstock/comm/world.h"
-#include "penstock/torch/version.h"
+#include "penstock/comm/launch/launcher.h"
+#include "penstock/comm/transport/ucx_transport.h"
+#include "penstock/comm/rendezvous/store.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/torch/compat/version.h"
 
 namespace {
 

@@ -15,8 +15,8 @@
 #include <cstring>
 #include <functional>
 
-#include "penstock/torch/fake.h"
-#include "penstock/torch/version.h"
+#include "penstock/torch/fake/fake.h"
+#include "penstock/torch/compat/version.h"
 #include "tests/torch/sample_wrappers.h"
 
 namespace {

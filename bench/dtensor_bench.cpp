@@ -18,8 +18,8 @@
 #include <map>
 #include <thread>
 
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/torch/version.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/torch/compat/version.h"
 
 namespace {
 

@@ -24,13 +24,13 @@
 
 #include "bench/block.h"
 #include "bench/figures.h"
-#include "penstock/graph/compiled_module.h"
-#include "penstock/graph/fake_in_place.h"
-#include "penstock/graph/functionalize.h"
-#include "penstock/torch/cpu_memory.h"
-#include "penstock/torch/device_memory.h"
-#include "penstock/torch/fake.h"
-#include "penstock/torch/version.h"
+#include "penstock/graph/run/compiled_module.h"
+#include "penstock/graph/trace/fake_in_place.h"
+#include "penstock/graph/ir/functionalize.h"
+#include "penstock/torch/compat/cpu_memory.h"
+#include "penstock/torch/compat/device_memory.h"
+#include "penstock/torch/fake/fake.h"
+#include "penstock/torch/compat/version.h"
 
 namespace {
 

@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "bench/figures.h"
-#include "penstock/optim/adamw.h"
-#include "penstock/optim/clip.h"
-#include "penstock/optim/sgd.h"
+#include "penstock/optim/update/adamw.h"
+#include "penstock/optim/update/clip.h"
+#include "penstock/optim/update/sgd.h"
 
 namespace {
 

@@ -24,11 +24,11 @@
 #include "bench/block.h"
 #include "bench/figures.h"
 #include "penstock/base/env.h"
-#include "penstock/graph/compiled_module.h"
-#include "penstock/pipeline/deferred_linear.h"
-#include "penstock/pipeline/schedules.h"
-#include "penstock/pipeline/trace_comparison.h"
-#include "penstock/torch/version.h"
+#include "penstock/graph/run/compiled_module.h"
+#include "penstock/pipeline/backward/deferred_linear.h"
+#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline/report/trace_comparison.h"
+#include "penstock/torch/compat/version.h"
 
 namespace {
 

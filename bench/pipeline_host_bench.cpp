@@ -10,8 +10,8 @@
 #include <chrono>
 #include <cstring>
 
-#include "penstock/pipeline/schedules.h"
-#include "penstock/torch/version.h"
+#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/torch/compat/version.h"
 
 namespace {
 

@@ -5,9 +5,9 @@
 #include <ctime>
 #include <string>
 
-#include "penstock/plan/simulator.h"
-#include "penstock/schedule/generators.h"
-#include "penstock/schedule/lower.h"
+#include "penstock/plan/simulate/simulator.h"
+#include "penstock/schedule/generate/generators.h"
+#include "penstock/schedule/lower/lower.h"
 
 namespace {
 

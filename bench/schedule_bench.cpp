@@ -9,9 +9,9 @@
 #include <ctime>
 #include <string>
 
-#include "penstock/schedule/generators.h"
-#include "penstock/schedule/lower.h"
-#include "penstock/schedule/validate.h"
+#include "penstock/schedule/generate/generators.h"
+#include "penstock/schedule/lower/lower.h"
+#include "penstock/schedule/check/validate.h"
 
 namespace {
 

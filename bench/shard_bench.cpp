@@ -24,14 +24,14 @@
 #include "bench/block.h"
 #include "bench/figures.h"
 #include "penstock/base/env.h"
-#include "penstock/comm/mesh_groups.h"
-#include "penstock/comm/recorder.h"
-#include "penstock/comm/ucx_transport.h"
-#include "penstock/comm/world.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/optim/adamw.h"
-#include "penstock/shard/fully_shard.h"
-#include "penstock/torch/version.h"
+#include "penstock/comm/group/mesh_groups.h"
+#include "penstock/comm/record/recorder.h"
+#include "penstock/comm/transport/ucx_transport.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/optim/update/adamw.h"
+#include "penstock/shard/state/fully_shard.h"
+#include "penstock/torch/compat/version.h"
 
 namespace {
 

@@ -14,16 +14,16 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/mesh_groups.h"
-#include "penstock/comm/world.h"
-#include "penstock/models/initialize.h"
-#include "penstock/models/loss.h"
-#include "penstock/models/transformer.h"
-#include "penstock/optim/adamw.h"
-#include "penstock/shard/fully_shard.h"
-#include "penstock/torch/autocast_scope.h"
-#include "penstock/torch/device_memory.h"
-#include "penstock/torch/version.h"
+#include "penstock/comm/group/mesh_groups.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/models/transformer/initialize.h"
+#include "penstock/models/transformer/loss.h"
+#include "penstock/models/transformer/transformer.h"
+#include "penstock/optim/update/adamw.h"
+#include "penstock/shard/state/fully_shard.h"
+#include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/torch/compat/device_memory.h"
+#include "penstock/torch/compat/version.h"
 
 namespace {
 

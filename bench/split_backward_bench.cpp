@@ -19,9 +19,9 @@
 #include <vector>
 
 #include "bench/figures.h"
-#include "penstock/pipeline/deferred_linear.h"
-#include "penstock/pipeline/split_backward.h"
-#include "penstock/torch/version.h"
+#include "penstock/pipeline/backward/deferred_linear.h"
+#include "penstock/pipeline/backward/split_backward.h"
+#include "penstock/torch/compat/version.h"
 
 namespace {
 

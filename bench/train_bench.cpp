@@ -27,8 +27,8 @@
 
 #include "penstock/base/env.h"
 #include "penstock/base/files.h"
-#include "penstock/comm/launcher.h"
-#include "penstock/train/trainer.h"
+#include "penstock/comm/launch/launcher.h"
+#include "penstock/train/job/trainer.h"
 
 namespace {
 

@@ -19,7 +19,7 @@
 #include <string_view>
 #include <vector>
 
-#include "penstock/comm/ucx_transport.h"
+#include "penstock/comm/transport/ucx_transport.h"
 
 namespace {
 

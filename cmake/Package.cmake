@@ -1,15 +1,30 @@
-# cmake --install: a relocatable package. find_package(penstock) gives penstock::penstock and one target per folder.
+# cmake --install: a relocatable package. find_package(penstock) gives penstock::penstock, the one library, and its public headers.
 
-add_library(penstock_all INTERFACE)
-set_target_properties(penstock_all PROPERTIES EXPORT_NAME penstock)
-target_link_libraries(penstock_all INTERFACE ${PENSTOCK_FOLDERS})
+# All rooms but the command's in one archive: users link this and nothing else.
+set(objects)
+foreach(room IN LISTS PENSTOCK_ROOMS)
+  if(NOT room MATCHES "^penstock_cli")
+    list(APPEND objects $<TARGET_OBJECTS:${room}>)
+  endif()
+endforeach()
+add_library(penstock_library STATIC ${objects})
+add_library(penstock::penstock ALIAS penstock_library)
+set_target_properties(penstock_library PROPERTIES OUTPUT_NAME penstock EXPORT_NAME penstock LINKER_LANGUAGE CXX)
+target_compile_features(penstock_library PUBLIC cxx_std_20)
+target_include_directories(penstock_library PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
+                                                   $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
+target_link_libraries(penstock_library
+  PUBLIC fmt::fmt spdlog::spdlog Threads::Threads $<BUILD_INTERFACE:penstock_libtorch> $<INSTALL_INTERFACE:penstock::libtorch>
+  PRIVATE ${PENSTOCK_UCP_LIBRARY} ${PENSTOCK_UCS_LIBRARY} ${CMAKE_DL_LIBS})
+if(PENSTOCK_GLOO_LIBRARY)
+  target_link_libraries(penstock_library PRIVATE ${PENSTOCK_GLOO_LIBRARY})
+endif()
 
 set(package_folder ${CMAKE_INSTALL_LIBDIR}/cmake/penstock)
-install(TARGETS penstock_all ${PENSTOCK_FOLDERS} EXPORT penstock_targets
-        ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(TARGETS penstock_library EXPORT penstock_targets ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(EXPORT penstock_targets NAMESPACE penstock:: DESTINATION ${package_folder})
 install(TARGETS penstock RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
-install(DIRECTORY ${PROJECT_SOURCE_DIR}/penstock DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h" PATTERN "cli" EXCLUDE)
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/penstock DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
 
 configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/penstockConfig.cmake.in ${PROJECT_BINARY_DIR}/penstockConfig.cmake
                               INSTALL_DESTINATION ${package_folder})

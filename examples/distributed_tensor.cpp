@@ -9,9 +9,9 @@
 #include <utility>
 
 #include "examples/failure.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/dtensor/dtensor_drawing.h"
-#include "penstock/dtensor/redistribute_plan.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor/tensor/dtensor_drawing.h"
+#include "penstock/dtensor/plan/redistribute_plan.h"
 
 using namespace penstock;
 

@@ -28,8 +28,8 @@
 #include <vector>
 
 #include "examples/failure.h"
-#include "penstock/torch/fake.h"
-#include "penstock/torch/mode.h"
+#include "penstock/torch/fake/fake.h"
+#include "penstock/torch/dispatch/mode.h"
 
 using namespace penstock;
 using torch::Tensor;

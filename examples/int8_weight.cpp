@@ -17,7 +17,7 @@
 
 #include "examples/failure.h"
 #include "penstock/base/errors.h"
-#include "penstock/torch/wrapper_call.h"
+#include "penstock/torch/dispatch/wrapper_call.h"
 
 using namespace penstock;
 

@@ -4,7 +4,7 @@
 #include <cstdio>
 
 #include "examples/failure.h"
-#include "penstock/pipeline/schedules.h"
+#include "penstock/pipeline/runtime/schedules.h"
 
 int main() try {
   using namespace penstock;

@@ -4,8 +4,8 @@
 #include <cstdio>
 
 #include "examples/failure.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/dtensor/parallel_style.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor/tensor/parallel_style.h"
 
 int main() try {
   using namespace penstock;

@@ -11,13 +11,13 @@
 #include <sstream>
 
 #include "examples/failure.h"
-#include "penstock/comm/world.h"
-#include "penstock/models/initialize.h"
-#include "penstock/models/loss.h"
-#include "penstock/models/transformer.h"
-#include "penstock/optim/adamw.h"
-#include "penstock/optim/clip.h"
-#include "penstock/pipeline/schedules.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/models/transformer/initialize.h"
+#include "penstock/models/transformer/loss.h"
+#include "penstock/models/transformer/transformer.h"
+#include "penstock/optim/update/adamw.h"
+#include "penstock/optim/update/clip.h"
+#include "penstock/pipeline/runtime/schedules.h"
 
 using namespace penstock;
 

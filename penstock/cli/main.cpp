@@ -12,8 +12,8 @@
 #include "penstock/base/printable.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
-#include "penstock/cli/commands.h"
-#include "penstock/cli/failure.h"
+#include "penstock/cli/common/commands.h"
+#include "penstock/cli/common/failure.h"
 
 namespace {
 

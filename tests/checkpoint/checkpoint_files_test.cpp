@@ -12,8 +12,8 @@
 #endif
 
 #include "penstock/base/errors.h"
-#include "penstock/checkpoint/blocks.h"
-#include "penstock/checkpoint/checkpoint_error.h"
+#include "penstock/checkpoint/files/blocks.h"
+#include "penstock/checkpoint/files/checkpoint_error.h"
 #include "tests/checkpoint/file_ranks.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

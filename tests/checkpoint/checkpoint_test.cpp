@@ -8,12 +8,12 @@
 #include <set>
 
 #include "penstock/base/errors.h"
-#include "penstock/checkpoint/checkpoint_error.h"
-#include "penstock/checkpoint/load.h"
-#include "penstock/checkpoint/world_meeting.h"
-#include "penstock/checkpoint/writer.h"
-#include "penstock/comm/world.h"
-#include "penstock/dtensor/dtensor.h"
+#include "penstock/checkpoint/files/checkpoint_error.h"
+#include "penstock/checkpoint/tensors/load.h"
+#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/writer.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/dtensor/tensor/dtensor.h"
 #include "tests/checkpoint/file_ranks.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

@@ -20,9 +20,9 @@
 #include <vector>
 
 #include "penstock/base/files.h"
-#include "penstock/checkpoint/meeting.h"
-#include "penstock/checkpoint/reader.h"
-#include "penstock/checkpoint/write.h"
+#include "penstock/checkpoint/files/meeting.h"
+#include "penstock/checkpoint/files/reader.h"
+#include "penstock/checkpoint/files/write.h"
 #include "penstock/mesh/local_shard.h"
 
 namespace penstock::checkpoint::test {

@@ -1,5 +1,5 @@
 // The safetensors format: what is written can be read by whoever follows its description, and nothing unsound is accepted.
-#include "penstock/checkpoint/safetensors.h"
+#include "penstock/checkpoint/files/safetensors.h"
 
 #include <gtest/gtest.h>
 
@@ -11,8 +11,8 @@
 #include <random>
 
 #include "penstock/base/errors.h"
-#include "penstock/checkpoint/checkpoint_error.h"
-#include "penstock/checkpoint/mapped_file.h"
+#include "penstock/checkpoint/files/checkpoint_error.h"
+#include "penstock/checkpoint/files/mapped_file.h"
 #include "tests/checkpoint/file_ranks.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/cli/commands.h"
+#include "penstock/cli/common/commands.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

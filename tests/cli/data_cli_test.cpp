@@ -7,7 +7,7 @@
 #include <string>
 
 #include "penstock/base/errors.h"
-#include "penstock/cli/commands.h"
+#include "penstock/cli/common/commands.h"
 #include "tests/command.h"
 #include "tests/has_text.h"
 #include "tests/train/scratch_folder.h"

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "penstock/base/errors.h"
-#include "penstock/cli/doctor_threads.h"
+#include "penstock/cli/tensor/doctor_threads.h"
 #include "tests/has_text.h"
 
 namespace penstock::test {

@@ -9,8 +9,8 @@
 #include <thread>
 
 #include "penstock/base/errors.h"
-#include "penstock/cli/failure.h"
-#include "penstock/pipeline/stage.h"
+#include "penstock/cli/common/failure.h"
+#include "penstock/pipeline/stage/stage.h"
 #include "tests/has_text.h"
 
 namespace penstock::test {

@@ -1,5 +1,5 @@
 // Ranks that compare what they have: agreement costs nothing more, a difference is the same error everywhere.
-#include "penstock/comm/agreement.h"
+#include "penstock/comm/group/agreement.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <set>
 
 #include "penstock/base/errors.h"
-#include "penstock/comm/world.h"
+#include "penstock/comm/group/world.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

@@ -4,10 +4,10 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/base/warnings.h"
-#include "penstock/comm/backend.h"
-#include "penstock/comm/operators.h"
-#include "penstock/comm/self_test.h"
-#include "penstock/comm/world.h"
+#include "penstock/comm/backend/backend.h"
+#include "penstock/comm/group/operators.h"
+#include "penstock/comm/group/self_test.h"
+#include "penstock/comm/group/world.h"
 #include "tests/has_text.h"
 
 namespace penstock::comm {

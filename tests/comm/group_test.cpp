@@ -11,11 +11,11 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/base/warnings.h"
-#include "penstock/comm/recorder.h"
-#include "penstock/comm/self_test.h"
-#include "penstock/comm/world.h"
-#include "penstock/torch/fake.h"
-#include "penstock/torch/step_context.h"
+#include "penstock/comm/record/recorder.h"
+#include "penstock/comm/group/self_test.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/torch/fake/fake.h"
+#include "penstock/torch/random/step_context.h"
 #include "tests/has_text.h"
 
 namespace penstock::comm {

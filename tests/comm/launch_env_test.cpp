@@ -1,4 +1,4 @@
-#include "penstock/comm/launch_env.h"
+#include "penstock/comm/launch/launch_env.h"
 
 #include <gtest/gtest.h>
 

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/cli/commands.h"
-#include "penstock/comm/compute_environment.h"
+#include "penstock/cli/common/commands.h"
+#include "penstock/comm/launch/compute_environment.h"
 
 int main(int argc, char** argv) {
   // A test run may itself be in the background of a shell that ignores these; the tests send them.

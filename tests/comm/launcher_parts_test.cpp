@@ -13,10 +13,10 @@
 #include <cstring>
 
 #include "penstock/base/errors.h"
-#include "penstock/comm/compute_environment.h"
-#include "penstock/comm/launch_attempt.h"
-#include "penstock/comm/launch_cores.h"
-#include "penstock/comm/launcher.h"
+#include "penstock/comm/launch/compute_environment.h"
+#include "penstock/comm/launch/launch_attempt.h"
+#include "penstock/comm/launch/launch_cores.h"
+#include "penstock/comm/launch/launcher.h"
 #include "tests/comm/launcher_harness.h"
 
 namespace penstock::comm::launcher_test {

@@ -7,7 +7,7 @@
 #include <set>
 #include <sstream>
 
-#include "penstock/comm/launch_cores.h"
+#include "penstock/comm/launch/launch_cores.h"
 #include "tests/comm/launcher_harness.h"
 #include "tests/pseudo_terminal.h"
 

@@ -1,4 +1,4 @@
-#include "penstock/comm/message.h"
+#include "penstock/comm/message/message.h"
 #include "tests/throws.h"
 
 #include <gmock/gmock.h>

@@ -1,10 +1,10 @@
-#include "penstock/comm/operators.h"
+#include "penstock/comm/group/operators.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include "penstock/base/errors.h"
-#include "penstock/comm/world.h"
+#include "penstock/comm/group/world.h"
 
 namespace penstock::comm {
 namespace operators_test {

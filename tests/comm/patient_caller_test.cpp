@@ -1,4 +1,4 @@
-#include "penstock/comm/patient_caller.h"
+#include "penstock/comm/transport/patient_caller.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "penstock/comm/record_messages.h"
+#include "penstock/pipeline/contract/record_messages.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@
 #include <rapidcheck/gtest.h>
 #endif
 
-#include "penstock/torch/dtype.h"
+#include "penstock/torch/compat/dtype.h"
 #include "tests/throws.h"
 #include "tests/torch/record_generators.h"
 

@@ -1,5 +1,5 @@
 // Dying on purpose, in forked children: the dump must be there and whole, and the child must die as it would have anyway.
-#include "penstock/comm/recorder_dump.h"
+#include "penstock/comm/record/recorder_dump.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -19,7 +19,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/base/files.h"
-#include "penstock/comm/recorder.h"
+#include "penstock/comm/record/recorder.h"
 
 namespace penstock::comm {
 namespace recorder_dump_test {

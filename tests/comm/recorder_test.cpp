@@ -1,4 +1,4 @@
-#include "penstock/comm/recorder.h"
+#include "penstock/comm/record/recorder.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 // Each test runs twice: with large messages fetched out of the sender's memory, and in pieces through shared memory.
-#include "penstock/comm/ucx_transport.h"
+#include "penstock/comm/transport/ucx_transport.h"
 
 #include <gtest/gtest.h>
 #include <linux/filter.h>

@@ -13,14 +13,14 @@
 
 #include "penstock/base/env.h"
 #include "penstock/base/errors.h"
-#include "penstock/comm/mesh_groups.h"
-#include "penstock/comm/self_test.h"
-#include "penstock/comm/world.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/dtensor/parallel_style.h"
-#include "penstock/pipeline/schedules.h"
-#include "penstock/shard/fully_shard.h"
-#include "penstock/torch/step_context.h"
+#include "penstock/comm/group/mesh_groups.h"
+#include "penstock/comm/group/self_test.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor/tensor/parallel_style.h"
+#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/shard/state/fully_shard.h"
+#include "penstock/torch/random/step_context.h"
 #include "tests/pipeline/soak.h"
 
 namespace {

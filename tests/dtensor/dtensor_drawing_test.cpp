@@ -1,11 +1,11 @@
 // The picture of a distributed tensor is that of its mesh and placements.
-#include "penstock/dtensor/dtensor_drawing.h"
+#include "penstock/dtensor/tensor/dtensor_drawing.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include "penstock/base/errors.h"
-#include "penstock/dtensor/dtensor.h"
+#include "penstock/dtensor/tensor/dtensor.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

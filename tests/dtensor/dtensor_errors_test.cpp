@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/dtensor/sharding_rule.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor/tensor/sharding_rule.h"
 #include "tests/dtensor/rule_checker.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

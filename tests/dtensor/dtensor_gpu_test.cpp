@@ -6,9 +6,9 @@
 
 #include <mutex>
 
-#include "penstock/comm/backend.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/dtensor/parallel_style.h"
+#include "penstock/comm/backend/backend.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor/tensor/parallel_style.h"
 #include "tests/dtensor/small_transformer.h"
 
 namespace penstock {

@@ -1,5 +1,5 @@
 // Records of distributed tensors: what they say, that they travel, and the tensors made of them.
-#include "penstock/dtensor/dtensor_record.h"
+#include "penstock/dtensor/tensor/dtensor_record.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -8,10 +8,10 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/base/warnings.h"
-#include "penstock/comm/record_messages.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/torch/distributed_type.h"
-#include "penstock/torch/record_checks.h"
+#include "penstock/pipeline/contract/record_messages.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/torch/tree/distributed_type.h"
+#include "penstock/pipeline/contract/record_checks.h"
 #include "tests/dtensor/rule_checker.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

@@ -1,5 +1,5 @@
 // Distributed tensors: making, leaving and moving them, their gradients, and what is sent for it.
-#include "penstock/dtensor/dtensor.h"
+#include "penstock/dtensor/tensor/dtensor.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -8,9 +8,9 @@
 #include <random>
 
 #include "penstock/base/errors.h"
-#include "penstock/comm/recorder.h"
-#include "penstock/dtensor/redistribute_plan.h"
-#include "penstock/dtensor/sharding_rule.h"
+#include "penstock/comm/record/recorder.h"
+#include "penstock/dtensor/plan/redistribute_plan.h"
+#include "penstock/dtensor/tensor/sharding_rule.h"
 #include "penstock/mesh/local_shard.h"
 #include "tests/dtensor/rule_checker.h"
 

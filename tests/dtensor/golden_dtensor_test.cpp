@@ -8,7 +8,7 @@
 #include <mutex>
 
 #include "penstock/base/errors.h"
-#include "penstock/dtensor/dtensor.h"
+#include "penstock/dtensor/tensor/dtensor.h"
 #include "tests/golden_data.h"
 
 namespace penstock {

@@ -1,12 +1,12 @@
 // Meshes found by what a record says of them.
-#include "penstock/dtensor/mesh_cache.h"
+#include "penstock/dtensor/tensor/mesh_cache.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include "penstock/base/errors.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/dtensor/dtensor_record.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor/tensor/dtensor_record.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

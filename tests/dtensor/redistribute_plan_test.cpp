@@ -1,4 +1,4 @@
-#include "penstock/dtensor/redistribute_plan.h"
+#include "penstock/dtensor/plan/redistribute_plan.h"
 
 #include <gtest/gtest.h>
 

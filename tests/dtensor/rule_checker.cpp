@@ -12,7 +12,7 @@
 #include <set>
 
 #include "penstock/base/errors.h"
-#include "penstock/dtensor/rule_registry.h"
+#include "penstock/dtensor/tensor/rule_registry.h"
 #include "penstock/mesh/local_shard.h"
 
 namespace penstock::test {

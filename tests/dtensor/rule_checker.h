@@ -14,8 +14,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/mesh_groups.h"
-#include "penstock/dtensor/dtensor.h"
+#include "penstock/comm/group/mesh_groups.h"
+#include "penstock/dtensor/tensor/dtensor.h"
 
 namespace penstock::test {
 

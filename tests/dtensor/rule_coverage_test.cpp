@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/dtensor/rule_registry.h"
+#include "penstock/dtensor/tensor/rule_registry.h"
 
 namespace penstock {
 namespace rule_coverage_test {

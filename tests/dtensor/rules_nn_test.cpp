@@ -10,7 +10,7 @@
 #include <string>
 
 #include "penstock/base/errors.h"
-#include "penstock/comm/world.h"
+#include "penstock/comm/group/world.h"
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {

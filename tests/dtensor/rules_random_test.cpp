@@ -4,8 +4,8 @@
 #include <map>
 
 #include "penstock/base/errors.h"
-#include "penstock/dtensor/dtensor_random.h"
-#include "penstock/torch/step_context.h"
+#include "penstock/dtensor/tensor/dtensor_random.h"
+#include "penstock/torch/random/step_context.h"
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {

@@ -1,5 +1,5 @@
 // Pictures of shardings: the text to the letter, the SVG by its structure.
-#include "penstock/dtensor/shard_drawing.h"
+#include "penstock/dtensor/plan/shard_drawing.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "penstock/base/errors.h"
-#include "penstock/dtensor/shard_grid.h"
+#include "penstock/dtensor/plan/shard_grid.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

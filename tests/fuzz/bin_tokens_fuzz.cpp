@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/train/bin_tokens.h"
+#include "penstock/train/data/bin_tokens.h"
 
 namespace {
 

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/comm/message.h"
+#include "penstock/comm/message/message.h"
 
 namespace {
 

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/record_messages.h"
+#include "penstock/pipeline/contract/record_messages.h"
 
 namespace {
 

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/checkpoint/checkpoint_error.h"
-#include "penstock/checkpoint/index.h"
-#include "penstock/checkpoint/safetensors.h"
+#include "penstock/checkpoint/files/checkpoint_error.h"
+#include "penstock/checkpoint/files/index.h"
+#include "penstock/checkpoint/files/safetensors.h"
 
 namespace {
 

@@ -9,10 +9,10 @@
 #include <string_view>
 
 #include "penstock/base/errors.h"
-#include "penstock/schedule/dry_run.h"
-#include "penstock/schedule/lower.h"
-#include "penstock/schedule/text.h"
-#include "penstock/schedule/validate.h"
+#include "penstock/schedule/check/dry_run.h"
+#include "penstock/schedule/lower/lower.h"
+#include "penstock/schedule/ir/text.h"
+#include "penstock/schedule/check/validate.h"
 
 namespace {
 

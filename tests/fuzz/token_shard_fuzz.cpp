@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/train/checksum.h"
-#include "penstock/train/token_shard.h"
+#include "penstock/train/data/checksum.h"
+#include "penstock/train/data/token_shard.h"
 
 namespace {
 

@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/graph/compiled.h"
-#include "penstock/graph/compiled_module.h"
-#include "penstock/graph/execute.h"
-#include "penstock/graph/functionalize.h"
-#include "penstock/graph/signature.h"
+#include "penstock/graph/run/compiled.h"
+#include "penstock/graph/run/compiled_module.h"
+#include "penstock/graph/run/execute.h"
+#include "penstock/graph/ir/functionalize.h"
+#include "penstock/graph/tools/signature.h"
 #include "tests/graph/call_trace.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

@@ -7,7 +7,7 @@
 #include <functional>
 #include <vector>
 
-#include "penstock/graph/analyze.h"
+#include "penstock/graph/trace/analyze.h"
 #include "tests/has_text.h"
 
 namespace penstock::graph {

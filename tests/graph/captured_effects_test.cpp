@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/comm/operators.h"
-#include "penstock/comm/world.h"
-#include "penstock/graph/compiled.h"
-#include "penstock/graph/execute.h"
-#include "penstock/graph/rewrite.h"
+#include "penstock/comm/group/operators.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/graph/run/compiled.h"
+#include "penstock/graph/run/execute.h"
+#include "penstock/graph/ir/rewrite.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/torch/sample_wrappers.h"

@@ -2,9 +2,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "penstock/graph/compiled_module.h"
-#include "penstock/models/loss.h"
-#include "penstock/models/transformer.h"
+#include "penstock/graph/run/compiled_module.h"
+#include "penstock/models/transformer/loss.h"
+#include "penstock/models/transformer/transformer.h"
 #include "tests/models/small_model.h"
 
 namespace penstock::graph {

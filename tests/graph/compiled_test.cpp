@@ -1,4 +1,4 @@
-#include "penstock/graph/compiled.h"
+#include "penstock/graph/run/compiled.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/graph/functionalize.h"
-#include "penstock/torch/autocast_scope.h"
+#include "penstock/graph/ir/functionalize.h"
+#include "penstock/torch/dispatch/autocast_scope.h"
 #include "tests/graph/call_trace.h"
 #include "tests/graph/random_program.h"
 #include "tests/has_text.h"

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/world.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/graph/compiled.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/graph/run/compiled.h"
 #include "tests/graph/registered_wrappers.h"
 
 namespace penstock::graph {

@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/comm/recorder.h"
-#include "penstock/dtensor/parallel_style.h"
-#include "penstock/graph/compiled_module.h"
+#include "penstock/comm/record/recorder.h"
+#include "penstock/dtensor/tensor/parallel_style.h"
+#include "penstock/graph/run/compiled_module.h"
 #include "tests/dtensor/small_transformer.h"
 #include "tests/graph/dtensor_compare.h"
 

@@ -1,5 +1,5 @@
 // Captures that hold for all sizes of some dims.
-#include "penstock/graph/dynamic_dims.h"
+#include "penstock/graph/ir/dynamic_dims.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -14,13 +14,13 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/base/warnings.h"
-#include "penstock/graph/compiled_module.h"
-#include "penstock/graph/execute.h"
-#include "penstock/graph/generalize.h"
-#include "penstock/graph/graph_file.h"
-#include "penstock/graph/rewrite.h"
-#include "penstock/models/transformer.h"
-#include "penstock/torch/mode.h"
+#include "penstock/graph/run/compiled_module.h"
+#include "penstock/graph/run/execute.h"
+#include "penstock/graph/run/generalize.h"
+#include "penstock/graph/tools/graph_file.h"
+#include "penstock/graph/ir/rewrite.h"
+#include "penstock/models/transformer/transformer.h"
+#include "penstock/torch/dispatch/mode.h"
 #include "tests/graph/call_trace.h"
 #include "tests/graph/random_program.h"
 #include "tests/has_text.h"

@@ -13,13 +13,13 @@
 #include <string>
 #include <vector>
 
-#include "penstock/graph/capture.h"
-#include "penstock/graph/draw.h"
-#include "penstock/graph/fold.h"
-#include "penstock/graph/functionalize.h"
-#include "penstock/graph/module_state.h"
-#include "penstock/models/loss.h"
-#include "penstock/models/transformer.h"
+#include "penstock/graph/trace/capture.h"
+#include "penstock/graph/tools/draw.h"
+#include "penstock/graph/tools/fold.h"
+#include "penstock/graph/ir/functionalize.h"
+#include "penstock/graph/run/module_state.h"
+#include "penstock/models/transformer/loss.h"
+#include "penstock/models/transformer/transformer.h"
 #include "tests/has_text.h"
 
 namespace penstock::graph {

@@ -7,8 +7,8 @@
 #include <set>
 #include <utility>
 
-#include "penstock/graph/compiled.h"
-#include "penstock/graph/input_plan.h"
+#include "penstock/graph/run/compiled.h"
+#include "penstock/graph/run/input_plan.h"
 #include "tests/golden_data.h"
 #include "tests/graph/program.h"
 

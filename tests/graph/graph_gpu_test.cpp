@@ -5,12 +5,12 @@
 #include <cstdlib>
 #include <string>
 
-#include "penstock/graph/compiled_module.h"
-#include "penstock/models/initialize.h"
-#include "penstock/models/loss.h"
-#include "penstock/models/transformer.h"
-#include "penstock/torch/autocast_scope.h"
-#include "penstock/torch/device_memory.h"
+#include "penstock/graph/run/compiled_module.h"
+#include "penstock/models/transformer/initialize.h"
+#include "penstock/models/transformer/loss.h"
+#include "penstock/models/transformer/transformer.h"
+#include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/torch/compat/device_memory.h"
 
 namespace penstock::graph {
 namespace graph_gpu_test {

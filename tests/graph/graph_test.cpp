@@ -1,13 +1,13 @@
-#include "penstock/graph/graph.h"
+#include "penstock/graph/ir/graph.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include "penstock/base/errors.h"
-#include "penstock/graph/execute.h"
-#include "penstock/graph/metadata.h"
-#include "penstock/graph/tracer.h"
-#include "penstock/torch/fake.h"
+#include "penstock/graph/run/execute.h"
+#include "penstock/graph/ir/metadata.h"
+#include "penstock/graph/trace/tracer.h"
+#include "penstock/torch/fake/fake.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

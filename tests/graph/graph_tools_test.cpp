@@ -16,13 +16,13 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/graph/compiled_module.h"
-#include "penstock/graph/constant_value.h"
-#include "penstock/graph/draw.h"
-#include "penstock/graph/execute.h"
-#include "penstock/graph/graph_file.h"
-#include "penstock/graph/rewrite.h"
-#include "penstock/graph/signature.h"
+#include "penstock/graph/run/compiled_module.h"
+#include "penstock/graph/ir/constant_value.h"
+#include "penstock/graph/tools/draw.h"
+#include "penstock/graph/run/execute.h"
+#include "penstock/graph/tools/graph_file.h"
+#include "penstock/graph/ir/rewrite.h"
+#include "penstock/graph/tools/signature.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/graph/subclass_record.h"
+#include "penstock/graph/ir/subclass_record.h"
 #include "tests/torch/sample_wrappers.h"
 
 namespace penstock::test {

@@ -2,11 +2,11 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "penstock/graph/capture.h"
-#include "penstock/graph/compiled.h"
-#include "penstock/graph/execute.h"
-#include "penstock/torch/autocast_scope.h"
-#include "penstock/torch/cpu_memory.h"
+#include "penstock/graph/trace/capture.h"
+#include "penstock/graph/run/compiled.h"
+#include "penstock/graph/run/execute.h"
+#include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/torch/compat/cpu_memory.h"
 #include "tests/graph/call_trace.h"
 
 namespace penstock::graph {

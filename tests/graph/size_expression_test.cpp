@@ -1,5 +1,5 @@
 // Expressions of sizes, found from their values.
-#include "penstock/graph/size_expression.h"
+#include "penstock/graph/ir/size_expression.h"
 
 #include <gtest/gtest.h>
 #ifdef PENSTOCK_HAVE_RAPIDCHECK

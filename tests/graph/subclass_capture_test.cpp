@@ -9,9 +9,9 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/base/warnings.h"
-#include "penstock/graph/compiled_module.h"
-#include "penstock/graph/graph_file.h"
-#include "penstock/graph/graph_report.h"
+#include "penstock/graph/run/compiled_module.h"
+#include "penstock/graph/tools/graph_file.h"
+#include "penstock/graph/tools/graph_report.h"
 #include "tests/graph/registered_wrappers.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

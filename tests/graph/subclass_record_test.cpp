@@ -1,5 +1,5 @@
 // Records of tensor subclasses: taking apart, counting, rebuilding and comparing.
-#include "penstock/graph/subclass_record.h"
+#include "penstock/graph/ir/subclass_record.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -7,7 +7,7 @@
 #include <random>
 
 #include "penstock/base/errors.h"
-#include "penstock/torch/fake.h"
+#include "penstock/torch/fake/fake.h"
 #include "tests/graph/registered_wrappers.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

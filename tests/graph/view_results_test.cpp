@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/graph/compiled.h"
-#include "penstock/graph/graph_file.h"
-#include "penstock/graph/saving_node.h"
+#include "penstock/graph/run/compiled.h"
+#include "penstock/graph/tools/graph_file.h"
+#include "penstock/graph/run/saving_node.h"
 #include "tests/graph/call_trace.h"
 #include "tests/graph/random_program.h"
 #include "tests/has_text.h"

@@ -1,4 +1,4 @@
-#include "penstock/models/generate.h"
+#include "penstock/models/transformer/generate.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/models/kv_cache.h"
+#include "penstock/models/blocks/kv_cache.h"
 #include "tests/has_text.h"
 #include "tests/models/small_model.h"
 #include "tests/throws.h"

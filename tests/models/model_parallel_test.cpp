@@ -10,12 +10,12 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/comm/world.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/models/generate.h"
-#include "penstock/models/loss.h"
-#include "penstock/models/parallel_plan.h"
-#include "penstock/pipeline/schedules.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/models/transformer/generate.h"
+#include "penstock/models/transformer/loss.h"
+#include "penstock/models/transformer/parallel_plan.h"
+#include "penstock/pipeline/runtime/schedules.h"
 #include "tests/has_text.h"
 #include "tests/models/small_model.h"
 #include "tests/throws.h"

@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/models/options.h"
-#include "penstock/models/pattern.h"
-#include "penstock/models/stage_parts.h"
-#include "penstock/plan/partition.h"
+#include "penstock/models/plan/options.h"
+#include "penstock/models/plan/pattern.h"
+#include "penstock/models/plan/stage_parts.h"
+#include "penstock/plan/cost/partition.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

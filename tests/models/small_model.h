@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/models/initialize.h"
-#include "penstock/models/transformer.h"
+#include "penstock/models/transformer/initialize.h"
+#include "penstock/models/transformer/transformer.h"
 
 namespace penstock::models::test {
 

@@ -1,4 +1,4 @@
-#include "penstock/models/transformer.h"
+#include "penstock/models/transformer/transformer.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -12,13 +12,13 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/models/initialize.h"
-#include "penstock/models/loss.h"
-#include "penstock/torch/fake.h"
-#include "penstock/torch/fused_attention.h"
-#include "penstock/torch/keyed_random.h"
-#include "penstock/torch/rms_norm.h"
-#include "penstock/torch/step_context.h"
+#include "penstock/models/transformer/initialize.h"
+#include "penstock/models/transformer/loss.h"
+#include "penstock/torch/fake/fake.h"
+#include "penstock/torch/kernels/fused_attention.h"
+#include "penstock/torch/random/keyed_random.h"
+#include "penstock/torch/kernels/rms_norm.h"
+#include "penstock/torch/random/step_context.h"
 #include "tests/has_text.h"
 #include "tests/models/small_model.h"
 #include "tests/throws.h"

@@ -13,11 +13,11 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/comm/mesh_groups.h"
-#include "penstock/comm/world.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/optim/clip.h"
-#include "penstock/optim/gradients.h"
+#include "penstock/comm/group/mesh_groups.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/optim/update/clip.h"
+#include "penstock/optim/update/gradients.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

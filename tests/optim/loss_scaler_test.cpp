@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/comm/mesh_groups.h"
-#include "penstock/comm/world.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/optim/adamw.h"
-#include "penstock/optim/loss_scaler.h"
+#include "penstock/comm/group/mesh_groups.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/optim/update/adamw.h"
+#include "penstock/optim/update/loss_scaler.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

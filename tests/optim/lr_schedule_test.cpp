@@ -9,7 +9,7 @@
 #include <limits>
 
 #include "penstock/base/errors.h"
-#include "penstock/optim/lr_schedule.h"
+#include "penstock/optim/schedule/lr_schedule.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

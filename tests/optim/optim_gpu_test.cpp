@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "penstock/optim/adamw.h"
-#include "penstock/optim/clip.h"
-#include "penstock/optim/loss_scaler.h"
-#include "penstock/optim/sgd.h"
+#include "penstock/optim/update/adamw.h"
+#include "penstock/optim/update/clip.h"
+#include "penstock/optim/update/loss_scaler.h"
+#include "penstock/optim/update/sgd.h"
 
 namespace penstock::optim {
 namespace optim_gpu_test {

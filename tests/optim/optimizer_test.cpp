@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/comm/mesh_groups.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/optim/adamw.h"
-#include "penstock/optim/gradients.h"
-#include "penstock/optim/sgd.h"
+#include "penstock/comm/group/mesh_groups.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/optim/update/adamw.h"
+#include "penstock/optim/update/gradients.h"
+#include "penstock/optim/update/sgd.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

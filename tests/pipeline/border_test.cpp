@@ -7,11 +7,11 @@
 #include <set>
 
 #include "penstock/base/errors.h"
-#include "penstock/comm/mesh_groups.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/pipeline/channel_groups.h"
-#include "penstock/torch/dense_layout.h"
-#include "penstock/torch/step_context.h"
+#include "penstock/comm/group/mesh_groups.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/pipeline/runtime/channel_groups.h"
+#include "penstock/torch/tree/dense_layout.h"
+#include "penstock/torch/random/step_context.h"
 #include "tests/pipeline/parity_check.h"
 
 namespace penstock {

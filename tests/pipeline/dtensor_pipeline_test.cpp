@@ -6,9 +6,9 @@
 #include <mutex>
 
 #include "penstock/base/errors.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/pipeline/schedules.h"
-#include "penstock/torch/step_context.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/torch/random/step_context.h"
 #include "tests/has_text.h"
 
 namespace penstock {

@@ -6,9 +6,9 @@
 #include <map>
 #include <mutex>
 
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/pipeline/schedules.h"
-#include "penstock/shard/fully_shard.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/shard/state/fully_shard.h"
 #include "tests/golden_data.h"
 
 namespace penstock {

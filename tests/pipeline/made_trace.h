@@ -5,9 +5,9 @@
 #include <cmath>
 #include <string>
 
-#include "penstock/pipeline/step_trace.h"
-#include "penstock/plan/simulator.h"
-#include "penstock/schedule/generators.h"
+#include "penstock/pipeline/report/step_trace.h"
+#include "penstock/plan/simulate/simulator.h"
+#include "penstock/schedule/generate/generators.h"
 
 namespace penstock::test {
 

@@ -1,5 +1,5 @@
 // Splitting and merging of batches, against reference data and by hand.
-#include "penstock/pipeline/microbatch.h"
+#include "penstock/pipeline/stage/microbatch.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/pipeline/schedules.h"
-#include "penstock/plan/simulator.h"
+#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/plan/simulate/simulator.h"
 #include "tests/pipeline/parity_scenarios.h"
 
 namespace penstock::test {

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/pipeline/deferred_linear.h"
-#include "penstock/pipeline/runtime.h"
+#include "penstock/pipeline/backward/deferred_linear.h"
+#include "penstock/pipeline/runtime/runtime.h"
 
 namespace penstock::test {
 

@@ -5,9 +5,9 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/base/warnings.h"
-#include "penstock/pipeline/schedules.h"
-#include "penstock/schedule/validate.h"
-#include "penstock/torch/step_context.h"
+#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/schedule/check/validate.h"
+#include "penstock/torch/random/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
 

@@ -8,9 +8,9 @@
 #include <thread>
 #include <vector>
 
-#include "penstock/pipeline/deferred_linear.h"
-#include "penstock/pipeline/schedules.h"
-#include "penstock/torch/streams.h"
+#include "penstock/pipeline/backward/deferred_linear.h"
+#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/torch/compat/streams.h"
 #include "tests/pipeline/parity_scenarios.h"
 
 namespace penstock {

@@ -1,8 +1,8 @@
 // What a plan holds for: a trial is made again when something has changed that its result may depend on.
 #include <gtest/gtest.h>
 
-#include "penstock/pipeline/schedules.h"
-#include "penstock/torch/autocast_scope.h"
+#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/torch/dispatch/autocast_scope.h"
 #include "tests/pipeline/parity_scenarios.h"
 #include "tests/pipeline/trial_kinds.h"
 

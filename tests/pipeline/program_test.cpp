@@ -1,6 +1,6 @@
 // Programs of all schedules, executed by threads without Torch: every action finds its data, transfers match in order without tags, and
 // nobody waits for ever. Also the race detector's view of the loop and of those who watch it.
-#include "penstock/pipeline/program.h"
+#include "penstock/pipeline/program/program.h"
 
 #include <gtest/gtest.h>
 
@@ -14,11 +14,11 @@
 #include <thread>
 
 #include "penstock/base/errors.h"
-#include "penstock/pipeline/executor.h"
-#include "penstock/schedule/generators.h"
-#include "penstock/schedule/lower.h"
-#include "penstock/schedule/text.h"
-#include "penstock/schedule/validate.h"
+#include "penstock/pipeline/program/executor.h"
+#include "penstock/schedule/generate/generators.h"
+#include "penstock/schedule/lower/lower.h"
+#include "penstock/schedule/ir/text.h"
+#include "penstock/schedule/check/validate.h"
 #include "tests/has_text.h"
 
 namespace penstock::pipeline {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/pipeline/split_backward.h"
+#include "penstock/pipeline/backward/split_backward.h"
 
 namespace penstock::test {
 

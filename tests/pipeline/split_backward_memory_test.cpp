@@ -9,8 +9,8 @@
 #include <cstring>
 #include <new>
 
-#include "penstock/pipeline/deferred_linear.h"
-#include "penstock/pipeline/split_backward.h"
+#include "penstock/pipeline/backward/deferred_linear.h"
+#include "penstock/pipeline/backward/split_backward.h"
 
 namespace penstock {
 namespace split_backward_memory_test {

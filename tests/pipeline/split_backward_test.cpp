@@ -1,5 +1,5 @@
 // The backward of a stage at once and in halves, against that of autograd: same bits, hooks once, memory freed.
-#include "penstock/pipeline/split_backward.h"
+#include "penstock/pipeline/backward/split_backward.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -9,8 +9,8 @@
 #include <thread>
 
 #include "penstock/base/errors.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/torch/cpu_bfloat16.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/torch/compat/cpu_bfloat16.h"
 #include "tests/pipeline/split_backward_check.h"
 
 #ifdef PENSTOCK_HAVE_RAPIDCHECK

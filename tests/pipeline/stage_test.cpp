@@ -5,10 +5,10 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/base/warnings.h"
-#include "penstock/pipeline/schedules.h"
-#include "penstock/pipeline/stage_runner.h"
-#include "penstock/torch/keyed_dropout.h"
-#include "penstock/torch/step_context.h"
+#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline/runtime/stage_runner.h"
+#include "penstock/torch/random/keyed_dropout.h"
+#include "penstock/torch/random/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
 

@@ -7,10 +7,10 @@
 #include <random>
 
 #include "penstock/base/errors.h"
-#include "penstock/pipeline/schedules.h"
-#include "penstock/torch/autocast_scope.h"
-#include "penstock/torch/fake.h"
-#include "penstock/torch/step_context.h"
+#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/torch/fake/fake.h"
+#include "penstock/torch/random/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
 #include "tests/pipeline/trial_kinds.h"

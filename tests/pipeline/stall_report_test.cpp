@@ -3,8 +3,8 @@
 
 #include <nlohmann/json.hpp>
 
-#include "penstock/pipeline/stall_report.h"
-#include "penstock/schedule/generators.h"
+#include "penstock/pipeline/report/stall_report.h"
+#include "penstock/schedule/generate/generators.h"
 #include "tests/has_text.h"
 
 namespace penstock::pipeline {

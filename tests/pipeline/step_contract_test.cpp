@@ -7,10 +7,10 @@
 #include <set>
 
 #include "penstock/base/errors.h"
-#include "penstock/comm/recorder.h"
-#include "penstock/pipeline/schedules.h"
-#include "penstock/shard/fully_shard.h"
-#include "penstock/torch/step_context.h"
+#include "penstock/comm/record/recorder.h"
+#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/shard/state/fully_shard.h"
+#include "penstock/torch/random/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
 #include "tests/throws.h"

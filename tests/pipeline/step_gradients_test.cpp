@@ -1,5 +1,5 @@
 // Steps that accumulate: what they add up to, in how much memory, and copies of a model that differ in which gradients they have.
-#include "penstock/pipeline/step_gradients.h"
+#include "penstock/pipeline/backward/step_gradients.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -9,12 +9,12 @@
 #include <set>
 
 #include "penstock/base/errors.h"
-#include "penstock/comm/mesh_groups.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/pipeline/copy_gradients.h"
-#include "penstock/pipeline/gradient_sync.h"
-#include "penstock/pipeline/schedules.h"
-#include "penstock/torch/cpu_memory.h"
+#include "penstock/comm/group/mesh_groups.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/pipeline/backward/copy_gradients.h"
+#include "penstock/pipeline/stage/gradient_sync.h"
+#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/torch/compat/cpu_memory.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
 

@@ -2,8 +2,8 @@
 #include <gtest/gtest.h>
 
 #include "penstock/base/errors.h"
-#include "penstock/pipeline/schedules.h"
-#include "penstock/torch/keyed_dropout.h"
+#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/torch/random/keyed_dropout.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
 

@@ -6,9 +6,9 @@
 #include <nlohmann/json.hpp>
 
 #include "penstock/base/errors.h"
-#include "penstock/pipeline/step_trace.h"
-#include "penstock/pipeline/trace_comparison.h"
-#include "penstock/schedule/generators.h"
+#include "penstock/pipeline/report/step_trace.h"
+#include "penstock/pipeline/report/trace_comparison.h"
+#include "penstock/schedule/generate/generators.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/made_trace.h"
 

@@ -15,9 +15,9 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/base/files.h"
-#include "penstock/pipeline/schedules.h"
-#include "penstock/pipeline/trace_comparison.h"
-#include "penstock/torch/step_context.h"
+#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline/report/trace_comparison.h"
+#include "penstock/torch/random/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
 

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/comm/recorder.h"
-#include "penstock/pipeline/schedules.h"
+#include "penstock/comm/record/recorder.h"
+#include "penstock/pipeline/runtime/schedules.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
 

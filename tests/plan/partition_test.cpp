@@ -1,4 +1,4 @@
-#include "penstock/plan/partition.h"
+#include "penstock/plan/cost/partition.h"
 
 #include <gtest/gtest.h>
 

@@ -7,13 +7,13 @@
 #include <set>
 #include <string_view>
 
-#include "penstock/plan/cost_text.h"
-#include "penstock/plan/draw_grid.h"
-#include "penstock/plan/draw_html.h"
-#include "penstock/plan/draw_perfetto.h"
-#include "penstock/plan/draw_svg.h"
-#include "penstock/plan/simulation_report.h"
-#include "penstock/schedule/lower.h"
+#include "penstock/plan/cost/cost_text.h"
+#include "penstock/plan/draw/draw_grid.h"
+#include "penstock/plan/draw/draw_html.h"
+#include "penstock/plan/draw/draw_perfetto.h"
+#include "penstock/plan/draw/draw_svg.h"
+#include "penstock/plan/simulate/simulation_report.h"
+#include "penstock/schedule/lower/lower.h"
 #include "tests/plan/shapes.h"
 
 namespace penstock::plan::test {

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/plan/cost_model.h"
-#include "penstock/schedule/generators.h"
+#include "penstock/plan/cost/cost_model.h"
+#include "penstock/schedule/generate/generators.h"
 
 namespace penstock::plan::test {
 

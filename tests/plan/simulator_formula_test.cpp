@@ -4,9 +4,9 @@
 
 #include <algorithm>
 
-#include "penstock/plan/simulator.h"
-#include "penstock/schedule/lower.h"
-#include "penstock/schedule/virtual_pipeline.h"
+#include "penstock/plan/simulate/simulator.h"
+#include "penstock/schedule/lower/lower.h"
+#include "penstock/schedule/generate/virtual_pipeline.h"
 #include "tests/plan/shapes.h"
 
 namespace penstock::plan::test {

@@ -7,12 +7,12 @@
 #include <map>
 
 #include "penstock/base/errors.h"
-#include "penstock/schedule/dry_run.h"
-#include "penstock/schedule/generators.h"
-#include "penstock/schedule/lower.h"
-#include "penstock/schedule/text.h"
-#include "penstock/schedule/validate.h"
-#include "penstock/schedule/virtual_pipeline.h"
+#include "penstock/schedule/check/dry_run.h"
+#include "penstock/schedule/generate/generators.h"
+#include "penstock/schedule/lower/lower.h"
+#include "penstock/schedule/ir/text.h"
+#include "penstock/schedule/check/validate.h"
+#include "penstock/schedule/generate/virtual_pipeline.h"
 
 namespace penstock::schedule {
 namespace schedule_property_test {

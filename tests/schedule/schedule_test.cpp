@@ -3,10 +3,10 @@
 #include <gtest/gtest.h>
 
 #include "penstock/base/errors.h"
-#include "penstock/schedule/generators.h"
-#include "penstock/schedule/lower.h"
-#include "penstock/schedule/text.h"
-#include "penstock/schedule/virtual_pipeline.h"
+#include "penstock/schedule/generate/generators.h"
+#include "penstock/schedule/lower/lower.h"
+#include "penstock/schedule/ir/text.h"
+#include "penstock/schedule/generate/virtual_pipeline.h"
 #include "tests/throws.h"
 
 namespace penstock::schedule {

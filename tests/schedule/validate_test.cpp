@@ -4,11 +4,11 @@
 #include <gtest/gtest.h>
 
 #include "penstock/base/errors.h"
-#include "penstock/schedule/dry_run.h"
-#include "penstock/schedule/generators.h"
-#include "penstock/schedule/lower.h"
-#include "penstock/schedule/text.h"
-#include "penstock/schedule/validate.h"
+#include "penstock/schedule/check/dry_run.h"
+#include "penstock/schedule/generate/generators.h"
+#include "penstock/schedule/lower/lower.h"
+#include "penstock/schedule/ir/text.h"
+#include "penstock/schedule/check/validate.h"
 
 namespace penstock::schedule {
 namespace validate_test {

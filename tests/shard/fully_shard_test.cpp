@@ -1,5 +1,5 @@
 // Training on shards is training in one process.
-#include "penstock/shard/fully_shard.h"
+#include "penstock/shard/state/fully_shard.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -8,8 +8,8 @@
 #include <mutex>
 
 #include "penstock/base/errors.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/shard/forward_scope.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/shard/state/forward_scope.h"
 #include "tests/has_text.h"
 #include "tests/shard/sharded_training.h"
 #include "tests/throws.h"

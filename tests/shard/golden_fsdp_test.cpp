@@ -14,12 +14,12 @@
 #include <set>
 
 #include "penstock/base/errors.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/dtensor/parallel_style.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor/tensor/parallel_style.h"
 #include "penstock/mesh/local_shard.h"
-#include "penstock/optim/clip.h"
-#include "penstock/shard/forward_scope.h"
-#include "penstock/shard/fully_shard.h"
+#include "penstock/optim/update/clip.h"
+#include "penstock/shard/state/forward_scope.h"
+#include "penstock/shard/state/fully_shard.h"
 #include "tests/golden_data.h"
 
 namespace penstock {

@@ -1,11 +1,11 @@
 // Between whole tensors and the rows of collectives, and the memory these lie in.
-#include "penstock/shard/piece_copy.h"
+#include "penstock/shard/pieces/piece_copy.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include "penstock/base/errors.h"
-#include "penstock/shard/buffer_pool.h"
+#include "penstock/shard/pieces/buffer_pool.h"
 
 namespace penstock {
 namespace piece_copy_test {

@@ -15,10 +15,10 @@
 #include <random>
 
 #include "penstock/base/errors.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/dtensor/parallel_style.h"
-#include "penstock/shard/fully_shard.h"
-#include "penstock/torch/wrapper.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor/tensor/parallel_style.h"
+#include "penstock/shard/state/fully_shard.h"
+#include "penstock/torch/dispatch/wrapper.h"
 #include "tests/has_text.h"
 #include "tests/shard/recomputed.h"
 #include "tests/throws.h"

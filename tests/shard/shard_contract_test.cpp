@@ -3,9 +3,9 @@
 #include <torch/torch.h>
 
 #include "penstock/base/errors.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/shard/forward_scope.h"
-#include "penstock/shard/fully_shard.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/shard/state/forward_scope.h"
+#include "penstock/shard/state/fully_shard.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

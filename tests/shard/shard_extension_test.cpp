@@ -1,17 +1,17 @@
 // What shards become on their way: 8-bit gathers, and extensions that do not fit.
-#include "penstock/shard/int8_gather.h"
+#include "penstock/shard/pieces/int8_gather.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include "penstock/base/errors.h"
-#include "penstock/comm/recorder.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/shard/encoded_parameter.h"
-#include "penstock/shard/forward_scope.h"
-#include "penstock/shard/fully_shard.h"
-#include "penstock/shard/piece_copy.h"
-#include "penstock/torch/wrapper_call.h"
+#include "penstock/comm/record/recorder.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/shard/pieces/encoded_parameter.h"
+#include "penstock/shard/state/forward_scope.h"
+#include "penstock/shard/state/fully_shard.h"
+#include "penstock/shard/pieces/piece_copy.h"
+#include "penstock/torch/dispatch/wrapper_call.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

@@ -7,15 +7,15 @@
 #include <map>
 #include <string>
 
-#include "penstock/comm/backend.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/shard/encoded_parameter.h"
-#include "penstock/shard/forward_scope.h"
-#include "penstock/shard/fully_shard.h"
-#include "penstock/shard/int8_gather.h"
-#include "penstock/torch/deferred_init.h"
-#include "penstock/torch/keyed_init.h"
-#include "penstock/torch/streams.h"
+#include "penstock/comm/backend/backend.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/shard/pieces/encoded_parameter.h"
+#include "penstock/shard/state/forward_scope.h"
+#include "penstock/shard/state/fully_shard.h"
+#include "penstock/shard/pieces/int8_gather.h"
+#include "penstock/torch/fake/deferred_init.h"
+#include "penstock/torch/random/keyed_init.h"
+#include "penstock/torch/compat/streams.h"
 #include "tests/shard/sharded_training.h"
 
 namespace penstock {

@@ -1,5 +1,5 @@
 // The cut of a tensor over ranks: exhaustively for small shapes.
-#include "penstock/shard/shard_layout.h"
+#include "penstock/shard/layout/shard_layout.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // States and transitions, what they cost in memory and bytes, and what is refused.
-#include "penstock/shard/shard_state.h"
+#include "penstock/shard/state/shard_state.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -7,12 +7,12 @@
 #include <sstream>
 
 #include "penstock/base/errors.h"
-#include "penstock/comm/recorder.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/shard/forward_scope.h"
-#include "penstock/shard/fully_shard.h"
-#include "penstock/torch/deferred_init.h"
-#include "penstock/torch/keyed_init.h"
+#include "penstock/comm/record/recorder.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/shard/state/forward_scope.h"
+#include "penstock/shard/state/fully_shard.h"
+#include "penstock/torch/fake/deferred_init.h"
+#include "penstock/torch/random/keyed_init.h"
 #include "tests/has_text.h"
 #include "tests/shard/sharded_training.h"
 #include "tests/throws.h"

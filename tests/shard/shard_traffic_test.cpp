@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/recorder.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/dtensor/parallel_style.h"
-#include "penstock/shard/fully_shard.h"
-#include "penstock/shard/int8_gather.h"
+#include "penstock/comm/record/recorder.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor/tensor/parallel_style.h"
+#include "penstock/shard/state/fully_shard.h"
+#include "penstock/shard/pieces/int8_gather.h"
 
 namespace penstock {
 namespace shard_traffic_test {

@@ -5,9 +5,9 @@
 #include <functional>
 #include <vector>
 
-#include "penstock/comm/recorder.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/shard/fully_shard.h"
+#include "penstock/comm/record/recorder.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/shard/state/fully_shard.h"
 
 namespace penstock {
 namespace shard_use_test {

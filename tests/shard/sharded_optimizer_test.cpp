@@ -6,15 +6,15 @@
 #include <mutex>
 #include <string>
 
-#include "penstock/checkpoint/load.h"
-#include "penstock/checkpoint/reader.h"
-#include "penstock/checkpoint/world_meeting.h"
-#include "penstock/checkpoint/writer.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/optim/adamw.h"
-#include "penstock/optim/clip.h"
-#include "penstock/optim/sgd.h"
-#include "penstock/shard/fully_shard.h"
+#include "penstock/checkpoint/tensors/load.h"
+#include "penstock/checkpoint/files/reader.h"
+#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/writer.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/optim/update/adamw.h"
+#include "penstock/optim/update/clip.h"
+#include "penstock/optim/update/sgd.h"
+#include "penstock/shard/state/fully_shard.h"
 #include "tests/checkpoint/file_ranks.h"
 #include "tests/shard/sharded_training.h"
 

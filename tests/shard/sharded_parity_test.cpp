@@ -8,11 +8,11 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/dtensor/parallel_style.h"
-#include "penstock/optim/clip.h"
-#include "penstock/optim/sgd.h"
-#include "penstock/shard/fully_shard.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor/tensor/parallel_style.h"
+#include "penstock/optim/update/clip.h"
+#include "penstock/optim/update/sgd.h"
+#include "penstock/shard/state/fully_shard.h"
 #include "tests/has_text.h"
 #include "tests/shard/sharded_training.h"
 #include "tests/throws.h"

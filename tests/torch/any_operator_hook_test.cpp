@@ -1,5 +1,5 @@
 // One hook above all operators: what it sees, in which order, and what it does not cost others.
-#include "penstock/torch/any_operator_hook.h"
+#include "penstock/torch/dispatch/any_operator_hook.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/torch/operator_hook.h"
+#include "penstock/torch/dispatch/operator_hook.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/torch/sample_wrappers.h"

@@ -1,5 +1,5 @@
 // Memory of the CPU, counted by whoever asks for it.
-#include "penstock/torch/cpu_memory.h"
+#include "penstock/torch/compat/cpu_memory.h"
 
 #include <gtest/gtest.h>
 #include <c10/core/CPUAllocator.h>

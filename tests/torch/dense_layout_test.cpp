@@ -3,7 +3,7 @@
 #include <torch/torch.h>
 
 #include "penstock/base/errors.h"
-#include "penstock/torch/dense_layout.h"
+#include "penstock/torch/tree/dense_layout.h"
 
 namespace penstock {
 namespace dense_layout_test {

@@ -7,8 +7,8 @@
 #include <mutex>
 #include <set>
 
-#include "penstock/torch/fake.h"
-#include "penstock/torch/wrapper.h"
+#include "penstock/torch/fake/fake.h"
+#include "penstock/torch/dispatch/wrapper.h"
 #include "tests/has_text.h"
 #include "tests/torch/operator_zoo.h"
 

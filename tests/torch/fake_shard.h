@@ -9,8 +9,8 @@
 #include <set>
 #include <utility>
 
-#include "penstock/torch/distributed_type.h"
-#include "penstock/torch/tensor_meta.h"
+#include "penstock/torch/tree/distributed_type.h"
+#include "penstock/torch/tree/tensor_meta.h"
 
 namespace penstock::test {
 

@@ -1,5 +1,5 @@
 // The operators of fused_math.h against LibTorch's, on the CPU and, where there is one, on a GPU.
-#include "penstock/torch/fused_math.h"
+#include "penstock/torch/kernels/fused_math.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/torch/mode.h"
+#include "penstock/torch/dispatch/mode.h"
 
 namespace penstock {
 namespace fused_math_test {

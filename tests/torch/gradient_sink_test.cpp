@@ -1,5 +1,5 @@
 // Gradients of leaves that go to a sink, and the end of a backward.
-#include "penstock/torch/gradient_sink.h"
+#include "penstock/torch/dispatch/gradient_sink.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

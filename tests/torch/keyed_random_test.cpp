@@ -1,4 +1,4 @@
-#include "penstock/torch/keyed_random.h"
+#include "penstock/torch/random/keyed_random.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "penstock/base/errors.h"
-#include "penstock/torch/philox.h"
+#include "penstock/base/philox.h"
 #include "tests/has_text.h"
 #include "tests/torch/random_cases.h"
 

@@ -1,4 +1,4 @@
-#include "penstock/torch/mode.h"
+#include "penstock/torch/dispatch/mode.h"
 
 #include <ATen/ThreadLocalState.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 // Hooks before autograd: who calls them, and what they refuse.
-#include "penstock/torch/operator_hook.h"
+#include "penstock/torch/dispatch/operator_hook.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -4,7 +4,7 @@
 
 #include <tuple>
 
-#include "penstock/torch/cpu_bfloat16.h"
+#include "penstock/torch/compat/cpu_bfloat16.h"
 
 namespace penstock::zoo {
 namespace {

@@ -1,4 +1,4 @@
-#include "penstock/torch/philox.h"
+#include "penstock/base/philox.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "penstock/torch/philox_words.h"
+#include "penstock/torch/random/philox_words.h"
 
 namespace penstock {
 namespace philox_test {

@@ -1,4 +1,4 @@
-#include "penstock/torch/pytree.h"
+#include "penstock/torch/tree/pytree.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@
 #endif
 
 #include "penstock/base/errors.h"
-#include "penstock/torch/pytree_convert.h"
+#include "penstock/torch/tree/pytree_convert.h"
 #include "tests/throws.h"
 
 namespace penstock {

@@ -8,9 +8,9 @@
 #include <thread>
 
 #include "penstock/base/errors.h"
-#include "penstock/torch/cuda_kernel.h"
-#include "penstock/torch/keyed_init.h"
-#include "penstock/torch/keyed_random.h"
+#include "penstock/torch/compat/cuda_kernel.h"
+#include "penstock/torch/random/keyed_init.h"
+#include "penstock/torch/random/keyed_random.h"
 #include "tests/has_text.h"
 #include "tests/torch/random_cases.h"
 

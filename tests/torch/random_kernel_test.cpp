@@ -1,11 +1,11 @@
 // The text of the CUDA kernels, run thread after thread on the host, and the vector loops of the processor: each against the plain
 // scalar one. Compiled with -ffp-contract=off.
-#include "penstock/torch/random_kernel.h"
+#include "penstock/torch/random/random_kernel.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "penstock/torch/random_arguments.h"
+#include "penstock/torch/random/random_arguments.h"
 #include "tests/torch/random_cases.h"
 
 namespace penstock::random {

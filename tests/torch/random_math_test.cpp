@@ -1,5 +1,5 @@
 // The functions from words to values against the exact ones. Compiled with -ffp-contract=off.
-#include "penstock/torch/random_math.h"
+#include "penstock/torch/random/random_math.h"
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>

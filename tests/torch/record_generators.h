@@ -9,9 +9,9 @@
 #include <rapidcheck.h>
 #endif
 
-#include "penstock/torch/dtype.h"
-#include "penstock/torch/stage_meta.h"
-#include "penstock/torch/tensor_meta.h"
+#include "penstock/torch/compat/dtype.h"
+#include "penstock/pipeline/contract/stage_meta.h"
+#include "penstock/torch/tree/tensor_meta.h"
 
 namespace penstock::test {
 

@@ -1,4 +1,4 @@
-#include "penstock/torch/stage_meta.h"
+#include "penstock/pipeline/contract/stage_meta.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -6,7 +6,7 @@
 
 #include "penstock/base/errors.h"
 #include "penstock/base/warnings.h"
-#include "penstock/torch/record_checks.h"
+#include "penstock/pipeline/contract/record_checks.h"
 #include "tests/throws.h"
 #include "tests/torch/fake_shard.h"
 #include "tests/torch/record_generators.h"

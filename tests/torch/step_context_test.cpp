@@ -1,4 +1,4 @@
-#include "penstock/torch/step_context.h"
+#include "penstock/torch/random/step_context.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "penstock/base/errors.h"
-#include "penstock/torch/keyed_dropout.h"
+#include "penstock/torch/random/keyed_dropout.h"
 #include "tests/has_text.h"
 #include "tests/torch/random_cases.h"
 

@@ -1,5 +1,5 @@
 // A leaf that becomes another tensor and back, with graphs, hooks and optimizers holding it.
-#include "penstock/torch/switch_data.h"
+#include "penstock/torch/dispatch/switch_data.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

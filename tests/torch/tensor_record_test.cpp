@@ -1,4 +1,4 @@
-#include "penstock/torch/tensor_record.h"
+#include "penstock/torch/tree/tensor_record.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -16,8 +16,8 @@
 #endif
 
 #include "penstock/base/errors.h"
-#include "penstock/torch/dtype.h"
-#include "penstock/torch/tensor_meta.h"
+#include "penstock/torch/compat/dtype.h"
+#include "penstock/torch/tree/tensor_meta.h"
 #include "tests/throws.h"
 #include "tests/torch/fake_shard.h"
 #include "tests/torch/record_generators.h"

@@ -15,8 +15,8 @@
 #endif
 
 #include "penstock/base/errors.h"
-#include "penstock/train/config.h"
-#include "penstock/train/config_fields.h"
+#include "penstock/train/config/config.h"
+#include "penstock/train/config/config_fields.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/scratch_folder.h"

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/comm/world.h"
-#include "penstock/train/configured_data.h"
-#include "penstock/train/trainer.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/train/job/configured_data.h"
+#include "penstock/train/job/trainer.h"
 #include "tests/has_text.h"
 #include "tests/train/scratch_folder.h"
 #include "tests/train/token_file_bytes.h"

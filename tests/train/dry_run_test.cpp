@@ -1,5 +1,5 @@
 // What a dry run says of a configuration.
-#include "penstock/train/dry_run.h"
+#include "penstock/train/plan/dry_run.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/models/options.h"
-#include "penstock/train/model_stages.h"
-#include "penstock/train/token_shard_writer.h"
+#include "penstock/models/plan/options.h"
+#include "penstock/train/job/model_stages.h"
+#include "penstock/train/data/token_shard_writer.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/small_training.h"

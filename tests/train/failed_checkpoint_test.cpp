@@ -13,10 +13,10 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/checkpoint/folder.h"
-#include "penstock/comm/world.h"
-#include "penstock/train/metrics_file.h"
-#include "penstock/train/trainer.h"
+#include "penstock/checkpoint/files/folder.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/train/report/metrics_file.h"
+#include "penstock/train/job/trainer.h"
 #include "tests/has_text.h"
 #include "tests/train/folder_state.h"
 #include "tests/train/small_training.h"

@@ -4,8 +4,8 @@
 #include <string>
 
 #include "penstock/base/errors.h"
-#include "penstock/train/host_check.h"
-#include "penstock/train/process_memory.h"
+#include "penstock/train/job/host_check.h"
+#include "penstock/train/job/process_memory.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

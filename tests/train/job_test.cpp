@@ -1,5 +1,5 @@
 // Training in every layout against one process: losses, gradient norms, and continuing under another layout.
-#include "penstock/train/job.h"
+#include "penstock/train/job/job.h"
 
 #include <gtest/gtest.h>
 
@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/checkpoint/reader.h"
-#include "penstock/checkpoint/world_meeting.h"
-#include "penstock/checkpoint/writer.h"
+#include "penstock/checkpoint/files/reader.h"
+#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/writer.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/scratch_folder.h"

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/pipeline/step_trace.h"
-#include "penstock/train/metrics_file.h"
+#include "penstock/pipeline/report/step_trace.h"
+#include "penstock/train/report/metrics_file.h"
 #include "tests/pipeline/made_trace.h"
 
 namespace penstock::test {

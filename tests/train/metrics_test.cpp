@@ -1,5 +1,5 @@
 // metrics.jsonl: written, read, resumed, damaged.
-#include "penstock/train/metrics.h"
+#include "penstock/train/report/metrics.h"
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>
@@ -16,8 +16,8 @@
 #endif
 
 #include "penstock/base/errors.h"
-#include "penstock/train/config_fields.h"
-#include "penstock/train/metrics_file.h"
+#include "penstock/train/config/config_fields.h"
+#include "penstock/train/report/metrics_file.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/made_run.h"

@@ -1,5 +1,5 @@
 // NaN and infinities stop a run, and the message says where they began: the same on every rank.
-#include "penstock/train/not_finite.h"
+#include "penstock/train/report/not_finite.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -14,11 +14,11 @@
 #include <string>
 #include <vector>
 
-#include "penstock/checkpoint/folder.h"
-#include "penstock/checkpoint/reader.h"
-#include "penstock/train/find_not_finite.h"
-#include "penstock/train/job.h"
-#include "penstock/train/trainer.h"
+#include "penstock/checkpoint/files/folder.h"
+#include "penstock/checkpoint/files/reader.h"
+#include "penstock/train/job/find_not_finite.h"
+#include "penstock/train/job/job.h"
+#include "penstock/train/job/trainer.h"
 #include "tests/has_text.h"
 #include "tests/train/scratch_folder.h"
 #include "tests/train/small_training.h"

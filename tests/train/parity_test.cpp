@@ -1,5 +1,5 @@
 // Training in layouts against one process, tensor by tensor; and that a wrong gradient is found.
-#include "penstock/train/parity.h"
+#include "penstock/train/job/parity.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -9,8 +9,8 @@
 #include <thread>
 
 #include "penstock/base/errors.h"
-#include "penstock/train/prefetcher.h"
-#include "penstock/train/token_shard_writer.h"
+#include "penstock/train/data/prefetcher.h"
+#include "penstock/train/data/token_shard_writer.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/scratch_folder.h"

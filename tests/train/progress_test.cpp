@@ -1,5 +1,5 @@
 // What a user sees while training, letter by letter.
-#include "penstock/train/progress.h"
+#include "penstock/train/report/progress.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

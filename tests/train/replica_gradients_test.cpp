@@ -1,5 +1,5 @@
 // Replicas that differ in which gradients they have: against one process that sees the whole batch.
-#include "penstock/train/replica_gradients.h"
+#include "penstock/train/job/replica_gradients.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -12,11 +12,11 @@
 #include <set>
 
 #include "penstock/base/errors.h"
-#include "penstock/comm/world.h"
-#include "penstock/optim/adamw.h"
-#include "penstock/optim/sgd.h"
-#include "penstock/torch/distributed_type.h"
-#include "penstock/train/gradient_sync.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/optim/update/adamw.h"
+#include "penstock/optim/update/sgd.h"
+#include "penstock/torch/tree/distributed_type.h"
+#include "penstock/train/job/gradient_sync.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/small_training.h"

@@ -6,7 +6,7 @@
 #include <filesystem>
 #include <string>
 
-#include "penstock/train/report_page.h"
+#include "penstock/train/report/report_page.h"
 #include "tests/command.h"
 #include "tests/has_text.h"
 #include "tests/train/made_run.h"

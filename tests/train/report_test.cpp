@@ -1,5 +1,5 @@
 // The report page: whole, self-contained, with the numbers of the run, and honest about what is missing.
-#include "penstock/train/report_page.h"
+#include "penstock/train/report/report_page.h"
 
 #include <gtest/gtest.h>
 
@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/train/report_chart.h"
-#include "penstock/train/report_timeline.h"
+#include "penstock/train/report/report_chart.h"
+#include "penstock/train/report/report_timeline.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/made_run.h"

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/train/run_config.h"
+#include "penstock/train/config/run_config.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/scratch_folder.h"

@@ -14,9 +14,9 @@
 #endif
 
 #include "penstock/base/errors.h"
-#include "penstock/train/keyed_permutation.h"
-#include "penstock/train/sampler.h"
-#include "penstock/train/token_shard_writer.h"
+#include "penstock/train/data/keyed_permutation.h"
+#include "penstock/train/data/sampler.h"
+#include "penstock/train/data/token_shard_writer.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/scratch_folder.h"

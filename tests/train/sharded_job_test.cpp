@@ -6,13 +6,13 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/checkpoint/reader.h"
-#include "penstock/checkpoint/world_meeting.h"
-#include "penstock/checkpoint/writer.h"
-#include "penstock/comm/world.h"
-#include "penstock/dtensor/dtensor.h"
-#include "penstock/shard/fully_shard.h"
-#include "penstock/train/job.h"
+#include "penstock/checkpoint/files/reader.h"
+#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/writer.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/shard/state/fully_shard.h"
+#include "penstock/train/job/job.h"
 #include "tests/train/scratch_folder.h"
 #include "tests/train/small_training.h"
 

@@ -5,11 +5,11 @@
 #include <string>
 #include <vector>
 
-#include "penstock/train/config.h"
-#include "penstock/train/job.h"
-#include "penstock/train/make_shards.h"
-#include "penstock/train/sampler.h"
-#include "penstock/train/token_dataset.h"
+#include "penstock/train/config/config.h"
+#include "penstock/train/job/job.h"
+#include "penstock/train/data/make_shards.h"
+#include "penstock/train/data/sampler.h"
+#include "penstock/train/data/token_dataset.h"
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::test {

@@ -12,12 +12,12 @@
 #include <vector>
 
 #include "penstock/base/errors.h"
-#include "penstock/train/bin_tokens.h"
-#include "penstock/train/checksum.h"
-#include "penstock/train/data_files.h"
-#include "penstock/train/document_split.h"
-#include "penstock/train/sampler.h"
-#include "penstock/train/token_dataset.h"
+#include "penstock/train/data/bin_tokens.h"
+#include "penstock/train/data/checksum.h"
+#include "penstock/train/data/data_files.h"
+#include "penstock/train/data/document_split.h"
+#include "penstock/train/data/sampler.h"
+#include "penstock/train/data/token_dataset.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/scratch_folder.h"

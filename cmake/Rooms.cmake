@@ -1,0 +1,117 @@
+# penstock_room(<room> SOURCES <files of that folder> [LINKS <targets>] [PRIVATE <targets>])
+#
+# One static library per room, a folder of penstock/ with sources: comm/group is penstock_comm_group. What a room may use of other
+# rooms is said in penstock/arrows.txt, which is read here: links follow the arrows. Rooms below its line "LibTorch" link LibTorch and
+# share one precompiled header.
+#   LINKS     other libraries that its headers need
+#   PRIVATE   other libraries that its sources need
+
+set(PENSTOCK_ROOMS "" CACHE INTERNAL "")
+
+# Most of the time of a translation unit goes into headers. Several files as one unit build the library in a third of the time; a change of
+# one file then compiles its neighbours again.
+option(PENSTOCK_UNITY "Compile the files of a folder several at a time; OFF is better for working on them" ON)
+
+function(penstock_use_unity target)
+  if(PENSTOCK_UNITY)
+    # In a unit of many files each of them counts as included, and classes with members of local types would be warned of.
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 8)
+    target_compile_options(${target} PRIVATE -Wno-subobject-linkage)
+  endif()
+endfunction()
+
+# Reads the arrows into PENSTOCK_LINKS_OF_<room> and PENSTOCK_TORCH_ROOMS.
+set_property(DIRECTORY ${PROJECT_SOURCE_DIR} APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/penstock/arrows.txt)
+file(STRINGS ${PROJECT_SOURCE_DIR}/penstock/arrows.txt penstock_arrows REGEX "^[^#]")
+set(PENSTOCK_KNOWN_ROOMS)
+set(PENSTOCK_TORCH_ROOMS)
+set(penstock_below OFF)
+foreach(line IN LISTS penstock_arrows)
+  if(line MATCHES "^LibTorch")
+    set(penstock_below ON)
+  elseif(line MATCHES "^([a-z/]+) +<-(.*)$")
+    set(room ${CMAKE_MATCH_1})
+    string(REGEX MATCHALL "[a-z/]+" links "${CMAKE_MATCH_2}")
+    set(PENSTOCK_LINKS_OF_${room} ${links})
+    list(APPEND PENSTOCK_KNOWN_ROOMS ${room})
+    if(penstock_below)
+      list(APPEND PENSTOCK_TORCH_ROOMS ${room})
+    endif()
+  else()
+    message(FATAL_ERROR "penstock/arrows.txt: cannot read \"${line}\"; a line is \"room <- rooms\"")
+  endif()
+endforeach()
+
+function(penstock_room room)
+  cmake_parse_arguments(arg "" "" "SOURCES;LINKS;PRIVATE" ${ARGN})
+  if(NOT room IN_LIST PENSTOCK_KNOWN_ROOMS)
+    message(FATAL_ERROR "penstock_room(${room}): penstock/arrows.txt has no line for it; add one that says what it may include")
+  endif()
+  string(REPLACE "/" "_" name ${room})
+  set(target penstock_${name})
+  list(TRANSFORM arg_SOURCES PREPEND ${PROJECT_SOURCE_DIR}/penstock/${room}/ REGEX "^[^/]")
+  add_library(${target} STATIC ${arg_SOURCES})
+  target_include_directories(${target} PUBLIC ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR} ${PROJECT_BINARY_DIR}/generated)
+  target_compile_features(${target} PUBLIC cxx_std_20)
+  foreach(link IN LISTS PENSTOCK_LINKS_OF_${room})
+    string(REPLACE "/" "_" link ${link})
+    target_link_libraries(${target} PUBLIC penstock_${link})
+  endforeach()
+  target_link_libraries(${target} PUBLIC ${arg_LINKS} PRIVATE penstock_flags ${arg_PRIVATE})
+  penstock_use_unity(${target})
+  if(room IN_LIST PENSTOCK_TORCH_ROOMS)
+    target_link_libraries(${target} PUBLIC penstock_libtorch)
+    penstock_use_torch_library_header(${target})
+  endif()
+  set(PENSTOCK_ROOMS ${PENSTOCK_ROOMS} ${target} CACHE INTERNAL "")
+  # All rooms of a folder together, for tests and programs of this tree.
+  string(REGEX REPLACE "/.*" "" folder ${room})
+  if(NOT folder STREQUAL room)
+    if(NOT TARGET penstock_${folder})
+      add_library(penstock_${folder} INTERFACE)
+    endif()
+    target_link_libraries(penstock_${folder} INTERFACE ${target})
+  endif()
+endfunction()
+
+# Precompiled Torch headers, each built once. A translation unit costs 13 s without; what it costs with one depends on how many
+# templates the header leaves to be instantiated at the end of every unit: 3 s with what the library needs (tensors, dispatcher,
+# autograd functions), 7 s with all of torch/torch.h (modules, optimizers), which programs and tests use. Tests are compiled
+# without optimization, which halves what they cost; the library they test is not.
+function(penstock_use_torch_header target)
+  penstock_precompiled(${target} penstock_torch_header <torch/torch.h> <torch/library.h>
+                       <torch/csrc/distributed/c10d/Store.hpp> <fmt/format.h> <spdlog/spdlog.h>)
+endfunction()
+
+function(penstock_use_torch_test_header target)
+  penstock_precompiled(${target} penstock_torch_test_header <torch/torch.h> <torch/library.h>
+                       <torch/csrc/distributed/c10d/Store.hpp> <fmt/format.h> <spdlog/spdlog.h> <gtest/gtest.h>)
+  foreach(user IN ITEMS penstock_torch_test_header ${target})
+    target_link_libraries(${user} PRIVATE GTest::gtest)  # g++ refuses a precompiled header made under other definitions
+  endforeach()
+  set_property(TARGET penstock_torch_test_header APPEND PROPERTY COMPILE_OPTIONS -O0)
+  target_compile_options(${target} PRIVATE -O0)
+endfunction()
+
+function(penstock_use_torch_library_header target)
+  penstock_precompiled(${target} penstock_torch_library_header <ATen/ATen.h> <torch/library.h> <torch/csrc/autograd/custom_function.h>
+                       <torch/csrc/distributed/c10d/Store.hpp> <fmt/format.h> <spdlog/spdlog.h>)
+endfunction()
+
+function(penstock_precompiled target header)
+  if(NOT TARGET ${header})
+    file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/generated/${header}.cpp CONTENT "// Carries a precompiled header.\n")  # only written when it differs
+    add_library(${header} OBJECT ${PROJECT_BINARY_DIR}/generated/${header}.cpp)
+    target_link_libraries(${header} PRIVATE penstock_flags penstock_libtorch fmt::fmt spdlog::spdlog)
+    target_precompile_headers(${header} PRIVATE ${ARGN})
+  endif()
+  # CMake compiles executables with -fPIE and libraries with -fPIC, and g++ refuses a precompiled header made under the
+  # other flag; so everything that shares it is compiled as for a library.
+  get_target_property(type ${target} TYPE)
+  if(type STREQUAL "EXECUTABLE")
+    set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
+    target_compile_options(${target} PRIVATE -fPIC)
+  endif()
+  target_link_libraries(${target} PRIVATE fmt::fmt spdlog::spdlog)
+  target_precompile_headers(${target} REUSE_FROM ${header})
+endfunction()

@@ -1,0 +1,175 @@
+#include "penstock/checkpoint/files/meeting.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <exception>
+#include <limits>
+#include <thread>
+#include <utility>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/exception_text.h"
+#include "penstock/base/text.h"
+#include "penstock/checkpoint/files/checkpoint_error.h"
+#include "penstock/comm/message/message.h"
+
+namespace penstock::checkpoint {
+
+namespace {
+
+constexpr comm::MessageKind kOutcome{"CKPO"};
+constexpr comm::MessageKind kWord{"CKPW"};
+constexpr std::size_t kMaxWordBytes = std::size_t{1} << 30;
+// Rank 0 judges and the others wait for its word: so much longer that it arrives before their own deadline.
+constexpr std::chrono::seconds kVerdictSlack{3};
+// A step that stands for "this rank is no longer in that round".
+constexpr std::uint64_t kGone = std::numeric_limits<std::uint64_t>::max();
+
+struct Outcome {
+  bool good = true;
+  bool config_error = false;  // what was thrown was a ConfigError
+  std::string error;
+  Bytes bytes;
+};
+
+Bytes to_bytes(const Outcome& outcome) {
+  return comm::MessageWriter(kOutcome, 1, kMaxWordBytes).write(outcome.good).write(outcome.config_error).write(outcome.error).write(outcome.bytes).finish();
+}
+
+Outcome outcome_of(const Bytes& bytes) {
+  comm::MessageReader reader(bytes, kOutcome, {1, 1}, kMaxWordBytes);
+  Outcome outcome;
+  reader.read(outcome.good).read(outcome.config_error).read(outcome.error).read(outcome.bytes);
+  reader.expect_end();
+  return outcome;
+}
+
+template <class Work>
+Outcome attempt(Work&& work) {
+  try {
+    return {true, false, "", work()};
+  } catch (const ConfigError& error) {
+    return {false, true, error.what(), {}};
+  } catch (const std::exception& error) {
+    return {false, false, without_backtrace(error.what()), {}};
+  }
+}
+
+// What the ranks that failed say, each text once. Throws a ConfigError where all of them had one. What all ranks say, and what rank 0
+// says of a configuration, on which it works for all, needs no rank.
+void throw_errors(const std::vector<Outcome>& outcomes) {
+  std::vector<std::pair<std::string, std::vector<int>>> texts;
+  bool config_errors = true;
+  for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
+    if (outcomes[rank].good) continue;
+    config_errors = config_errors && outcomes[rank].config_error;
+    auto same = std::find_if(texts.begin(), texts.end(), [&](const auto& text) { return text.first == outcomes[rank].error; });
+    if (same == texts.end()) same = texts.insert(texts.end(), {outcomes[rank].error, {}});
+    same->second.push_back(static_cast<int>(rank));
+  }
+  if (texts.empty()) return;
+  std::string errors;
+  for (const auto& [text, ranks] : texts) {
+    const bool of_all = ranks.size() == outcomes.size() || (config_errors && texts.size() == 1 && ranks.front() == 0);
+    errors += fmt::format("{}{}{}", errors.empty() ? "" : "\n", of_all ? "" : fmt::format("rank{} {}: ", ranks.size() > 1 ? "s" : "", format_list(ranks)), text);
+  }
+  if (config_errors) throw ConfigError(errors);
+  throw CheckpointError(errors);
+}
+
+}  // namespace
+
+Bytes Meeting::agree(const std::string& topic, const std::function<Bytes()>& work,
+                     const std::function<Bytes(const std::vector<Bytes>&)>& judge) {
+  const Bytes own = to_bytes(attempt(work));
+  const Bytes verdict = exchange(topic, own, [&](std::vector<Bytes> words) {
+    return to_bytes(attempt([&] {
+      std::vector<Outcome> outcomes;
+      for (const Bytes& word : words) outcomes.push_back(outcome_of(word));
+      throw_errors(outcomes);
+      std::vector<Bytes> said;
+      for (Outcome& outcome : outcomes) said.push_back(std::move(outcome.bytes));
+      return judge(said);
+    }));
+  });
+  Outcome outcome = outcome_of(verdict);
+  if (!outcome.good && outcome.config_error) throw ConfigError(outcome.error);
+  if (!outcome.good) throw CheckpointError(outcome.error);
+  return std::move(outcome.bytes);
+}
+
+void Meeting::agree(const std::string& topic, const std::function<void()>& work) {
+  agree(topic, [&] { work(); return Bytes{}; }, [](const std::vector<Bytes>&) { return Bytes{}; });
+}
+
+Bytes LoneMeeting::exchange(const std::string&, Bytes own, const std::function<Bytes(std::vector<Bytes>)>& judge) {
+  return judge({std::move(own)});
+}
+
+void BoardMeeting::begin_round(std::chrono::steady_clock::time_point deadline) {
+  deadline_ = deadline;
+  ++round_;
+  step_ = 0;
+}
+
+void BoardMeeting::leave(const Bytes& word) {
+  const Bytes bytes = comm::MessageWriter(kWord, 1, kMaxWordBytes).write(round_).write(step_).write(word).finish();
+  board_.leave(std::string(bytes.begin(), bytes.end()));
+}
+
+std::optional<Bytes> BoardMeeting::await(int rank, const std::string& topic) {
+  auto pause = std::chrono::microseconds(100);
+  for (;;) {
+    if (given_up_) throw CheckpointError(fmt::format("checkpoint: rank {} gave it up ({})", board_.rank(), topic));
+    if (const auto text = board_.word_of(rank)) {
+      const Bytes bytes(text->begin(), text->end());
+      comm::MessageReader reader(bytes, kWord, {1, 1}, kMaxWordBytes);
+      const auto round = reader.read<std::uint64_t>(), step = reader.read<std::uint64_t>();
+      auto word = reader.read<Bytes>();
+      reader.expect_end();
+      if (round == round_ && step == step_) return word;
+      if (round > round_ || (round == round_ && step > step_))
+        throw CheckpointError(fmt::format("checkpoint: rank {} has given it up while rank {} was at \"{}\"", rank, board_.rank(), topic));
+    }
+    if (std::chrono::steady_clock::now() > deadline_ + (rank == 0 ? kVerdictSlack : std::chrono::seconds(0))) return std::nullopt;
+    std::this_thread::sleep_for(pause);
+    pause = std::min(pause * 2, std::chrono::microseconds(10'000));
+  }
+}
+
+Bytes BoardMeeting::exchange(const std::string& topic, Bytes own, const std::function<Bytes(std::vector<Bytes>)>& judge) {
+  try {
+    ++step_;
+    if (board_.rank() != 0) {
+      leave(own);
+      auto verdict = await(0, topic);
+      if (!verdict) throw CheckpointError(fmt::format("checkpoint: \"{}\" was not agreed on before the deadline: rank 0 did not answer; give more time, or look at what its disk is doing", topic));
+      return *std::move(verdict);
+    }
+    std::vector<Bytes> words{std::move(own)};
+    std::vector<int> missing;
+    for (int rank = 1; rank < board_.size(); ++rank) {
+      auto word = await(rank, topic);
+      if (!word) missing.push_back(rank);
+      words.push_back(word ? *std::move(word) : Bytes{});
+    }
+    // Rank 0 says so itself: the others then do not wait for their own deadline.
+    Bytes verdict = missing.empty() ? judge(std::move(words))
+                                    : to_bytes({false, false, fmt::format("checkpoint: \"{}\" was not agreed on before the deadline: rank{} {} did not come; give more time, "
+                                                                   "or look at what {} disk{} {} doing", topic, missing.size() > 1 ? "s" : "", format_list(missing),
+                                                                   missing.size() > 1 ? "their" : "its", missing.size() > 1 ? "s" : "", missing.size() > 1 ? "are" : "is"), {}});
+    leave(verdict);
+    return verdict;
+  } catch (...) {
+    step_ = kGone;
+    try {
+      leave({});
+    } catch (const std::exception&) {
+      // The board itself is gone, then so is everybody who could read the word; what ended this rank is the error that counts.
+    }
+    throw;
+  }
+}
+
+}  // namespace penstock::checkpoint

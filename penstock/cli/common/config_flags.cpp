@@ -1,0 +1,63 @@
+// How commands that take a configuration read it from their command line.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/quote.h"
+#include "penstock/base/text.h"
+#include "penstock/cli/common/commands.h"
+
+namespace penstock::cli {
+
+namespace {
+
+// What is no flag of the command is taken for a key of the configuration; a misspelt flag is told as what it is.
+void refuse_near_flags(const CLI::App& command, const std::vector<std::string>& arguments) {
+  std::vector<std::string> names, flags;
+  for (const std::string& key : train::config_keys()) {
+    names.push_back("--" + key);
+    names.push_back("--" + key.substr(key.find('.') + 1));
+  }
+  for (const CLI::Option* option : command.get_options())
+    if (!option->get_group().empty())
+      for (const std::string& name : option->get_lnames()) flags.push_back("--" + name);
+  std::vector<std::string> all = flags;
+  all.insert(all.end(), names.begin(), names.end());
+  for (const std::string& argument : arguments) {
+    if (!argument.starts_with("--")) continue;
+    const std::string flag = argument.substr(0, argument.find('='));
+    std::string key = flag;
+    std::replace(key.begin() + 2, key.end(), '-', '_');
+    if (std::find(names.begin(), names.end(), key) != names.end() || flag == "--data") continue;
+    const std::string meant = nearest_name(flag, all);
+    if (std::find(flags.begin(), flags.end(), meant) != flags.end())
+      throw ConfigError(describe("unknown flag", quote(flag), "", fmt::format("did you mean {}?", meant)));
+  }
+}
+
+}  // namespace
+
+bool trains_without_a_run(const std::string& key) { return !key.starts_with("checkpoint.") && !key.starts_with("output."); }
+
+void refuse_keys(const train::ResolvedConfig& resolved, const std::string& command, const std::function<bool(const std::string& key)>& used) {
+  for (const auto& [key, origin] : resolved.origins)
+    if (origin.starts_with("--") && !used(key)) throw ConfigError(fmt::format("{}: {} has no meaning for penstock {}; leave it out", origin, key, command));
+}
+
+train::ConfigSources config_sources(const CLI::App& command) {
+  train::ConfigSources sources;
+  std::vector<std::string> rest = command.remaining();
+  if (!rest.empty() && !rest.front().starts_with("-")) {
+    sources.file = rest.front();
+    rest.erase(rest.begin());
+  }
+  refuse_near_flags(command, rest);
+  sources.arguments = rest;
+  return sources;
+}
+
+}  // namespace penstock::cli

@@ -1,0 +1,85 @@
+// The PENSTOCK_ variables, checked before any command runs. The library reads them where it needs them, which may be in the middle of
+// a run, on one rank, or never.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "penstock/base/env.h"
+#include "penstock/base/text.h"
+#include "penstock/cli/common/commands.h"
+#include "penstock/comm/launch/launch_env.h"
+
+namespace penstock::cli {
+
+namespace {
+
+constexpr std::string_view kPrefix = "PENSTOCK_";
+
+struct Variable {
+  const char* name;
+  void (*check)(const char* name);
+};
+
+void any_text(const char*) {}
+
+const std::vector<Variable>& variables() {
+  static const std::vector<Variable> kVariables = {
+      {"PENSTOCK_TIMEOUT_S", [](const char*) { default_timeout(); }},
+      {"PENSTOCK_DEBUG", [](const char*) { debug_level(); }},
+      {"PENSTOCK_LOG", [](const char* name) { env_choice(name, {"trace", "debug", "info", "warn", "error", "off"}, "info"); }},
+      {"PENSTOCK_P2P", [](const char* name) { env_choice(name, {"gloo", "ucx"}, "gloo"); }},
+      {"PENSTOCK_TRACE_TRANSFERS", [](const char* name) { env_choice(name, {"0", "1"}, "0"); }},
+      {"PENSTOCK_RECORDER_SIZE", [](const char* name) { env_int(name, 1, 1 << 20); }},
+      {"PENSTOCK_UCX_SPIN_US", [](const char* name) { env_int(name, 0, 10'000'000); }},
+      {"PENSTOCK_PROGRESS_TTY", [](const char* name) { env_int(name, 0, 1 << 20); }},
+      {"PENSTOCK_RESTART_COUNT", [](const char* name) { env_int(name, 0, 1'000'000); }},
+      {"PENSTOCK_RENDEZVOUS",
+       [](const char* name) {
+         comm::parse_launch_env([&](const char* asked) { return std::string_view(asked) == name ? env_text(name) : std::nullopt; });
+       }},
+      {"PENSTOCK_RECORDER_DIR", any_text},
+      {"PENSTOCK_LOG_DIR", any_text},
+      {"PENSTOCK_STALL_DIR", any_text},
+      {"PENSTOCK_NVRTC", any_text},
+      {"PENSTOCK_LAUNCH_ID", any_text},
+      {"PENSTOCK_RANK_ERRORS", any_text},
+      {"PENSTOCK_RESTARTED_TO_COMPUTE", any_text},
+  };
+  return kVariables;
+}
+
+// Names of others (PENSTOCK_HOME, ...) are theirs; one that is nearly one of ours is a mistake.
+void warn_of_misspelt_names() {
+  std::vector<std::string> endings;
+  for (const Variable& variable : variables()) endings.emplace_back(std::string_view(variable.name).substr(kPrefix.size()));
+  for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
+    std::string_view name = *entry;
+    name = name.substr(0, name.find('='));
+    if (!name.starts_with(kPrefix) || name.size() == kPrefix.size()) continue;
+    const std::string ending(name.substr(kPrefix.size()));
+    std::string meant;
+    for (const std::string& known : endings) {
+      if (known == ending) {
+        meant.clear();
+        break;
+      }
+      if (meant.empty() && (known.starts_with(ending + "_") || ending.starts_with(known + "_"))) meant = known;
+    }
+    if (meant.empty()) meant = nearest_name(ending, endings);
+    if (!meant.empty() && meant != ending) fmt::print(stderr, "penstock: environment variable {} is not read; did you mean {}{}?\n", name, kPrefix, meant);
+  }
+}
+
+}  // namespace
+
+void check_environment() {
+  for (const Variable& variable : variables()) variable.check(variable.name);
+  if (!env_text("PENSTOCK_LAUNCH_ID")) warn_of_misspelt_names();  // once, not once a rank
+}
+
+}  // namespace penstock::cli

@@ -1,0 +1,98 @@
+// penstock launch: starts a program as several ranks on this host.
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "penstock/base/errors.h"
+#include "penstock/cli/common/commands.h"
+#include "penstock/cli/common/number_options.h"
+#include "penstock/comm/launch/launcher.h"
+
+namespace penstock::cli {
+
+namespace {
+
+constexpr const char* kExamples =
+    "Examples:\n"
+    "  penstock launch -n 4 -- ./train --config model.toml\n"
+    "  penstock launch -n 8 --restarts 2 --log-dir logs -- ./train --resume\n"
+    "\n"
+    "Every rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and\n"
+    "PENSTOCK_RESTART_COUNT, and OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and MKL_NUM_THREADS where they are "
+    "not set.\n"
+    "\n"
+    "Exit code: that of the rank that failed first (128 + signal if it was killed); 0 when all ranks ended "
+    "well;\n"
+    "126 or 127 when the program cannot be executed or does not exist; 2 for a usage error.";
+
+struct LaunchFlags {
+  comm::LaunchOptions options;
+  double grace_s = 10;
+  bool no_prefix = false;
+  bool no_color = false;
+  std::string first_word;
+  std::vector<std::string> further_words;  // as many as could be given
+};
+
+class LaunchFormatter : public CLI::Formatter {
+ public:
+  std::string make_usage(const CLI::App*, std::string name) const override {
+    return "Usage: " + name + " -n N [OPTIONS] -- program [arguments...]\n";
+  }
+};
+
+void run(CLI::App& command, LaunchFlags& flags, Outcome& outcome) {
+  const auto usage = [](const std::string& problem) {
+    return ConfigError("launch: " + problem + "; for example: penstock launch -n 4 -- ./train --steps 100");
+  };
+  if (command.count("program") > 0) flags.options.command = {flags.first_word};
+  for (std::size_t i = 0;
+       i < flags.further_words.size() && command.count("argument" + std::to_string(i + 1)) > 0; ++i)
+    flags.options.command.push_back(flags.further_words[i]);
+  const std::vector<std::string> rest = command.remaining();
+  const bool separated = std::find(rest.begin(), rest.end(), "--") != rest.end();
+  if (flags.options.command.empty()) throw usage("no program is given; write it after --");
+  // Without it an option of the program could be taken for one of ours, and the other way round.
+  if (!separated) throw usage("-- is missing before the program \"" + flags.options.command.front() + "\"");
+  if (command.count("-n") == 0) throw usage("the number of ranks is not given; set it by -n");
+  flags.options.grace = std::chrono::milliseconds(static_cast<long long>(flags.grace_s * 1000));
+  flags.options.prefix = !flags.no_prefix;
+  if (flags.no_color) flags.options.color = comm::LaunchOptions::Color::Never;
+  outcome.exit_code = comm::launch(flags.options).exit_code;
+}
+
+}  // namespace
+
+void add_launch_command(CLI::App& app, Outcome& outcome) {
+  CLI::App* command = app.add_subcommand("launch", "Start a program as several ranks on this host");
+  const auto flags = std::make_shared<LaunchFlags>();
+  comm::LaunchOptions& options = flags->options;
+  add_whole(*command, "-n,--ranks", options.ranks, 1, comm::kMaxLocalRanks, "Number of ranks");
+  add_whole(*command, "--restarts", options.restarts, 0, 1'000'000, "Start all ranks again up to this often when one fails");
+  add_number(*command, "--grace", flags->grace_s, {.low = 0, .high = 86'400},
+             "Seconds the other ranks have to end on their own after one failed, and all after a signal")
+      ->type_name("S");
+  command
+      ->add_option("--log-dir", options.log_dir,
+                   "Also write each rank's output to DIR/attempt<k>/rank<r>.log")
+      ->type_name("DIR");
+  add_whole(*command, "--port", options.port, 0, 65535, "MASTER_PORT; 0, the default: a free port, picked anew for every attempt");
+  command->add_flag("--no-prefix", flags->no_prefix, "Do not put [rank r] in front of lines");
+  command->add_flag("--no-color", flags->no_color, "Do not colour the prefix (also: set NO_COLOR)");
+  command->add_option("program", flags->first_word, "Program to run, then its arguments, after --")
+      ->type_name("");
+  // One option for every further word. A single option that takes a list would take an argument such as [a,b]
+  // apart.
+  command->preparse_callback([command, flags](std::size_t words) {
+    flags->further_words.resize(words);
+    for (std::size_t i = 0; i < words; ++i)
+      command->add_option("argument" + std::to_string(i + 1), flags->further_words[i])->group("");
+  });
+  command->formatter(std::make_shared<LaunchFormatter>());
+  command->footer(kExamples);
+  command->callback([command, flags, &outcome] { run(*command, *flags, outcome); });
+}
+
+}  // namespace penstock::cli

@@ -1,0 +1,33 @@
+// penstock trace: the measured times of a step beside those that its schedule would take.
+#include <memory>
+#include <string>
+
+#include "penstock/cli/common/commands.h"
+#include "penstock/cli/plain/schedule_flags.h"
+#include "penstock/pipeline/report/trace_comparison.h"
+
+namespace penstock::cli {
+
+void add_trace_command(CLI::App& app, Outcome&) {
+  struct TraceFlags {
+    std::string file;
+    bool csv = false;
+  };
+  CLI::App* command = app.add_subcommand("trace", "Measured beside simulated time of a step, per action and per rank");
+  const auto flags = std::make_shared<TraceFlags>();
+  command->add_option("file", flags->file, "Trace of a step, as PipelineRuntime::write_trace writes it")->required()->type_name("FILE.json");
+  command->add_flag("--csv", flags->csv, "Every action in a line: rank,action,begin,end,simulated begin,simulated end,delay");
+  command->footer(
+      "The schedule in the trace is simulated under the times that were measured (medians per stage and kind of action).\n"
+      "Efficiency is simulated / measured time. The file itself opens in ui.perfetto.dev.\n"
+      "Examples:\n"
+      "  penstock trace step.json\n"
+      "  penstock trace step.json --csv > actions.csv\n"
+      "Exit codes: 0 ok, 2 the file cannot be read.");
+  command->callback([flags] {
+    const pipeline::TraceComparison comparison = pipeline::compare_with_simulation(pipeline::read_trace(flags->file));
+    write_text("", flags->csv ? to_csv(comparison) : to_text(comparison));
+  });
+}
+
+}  // namespace penstock::cli

@@ -1,0 +1,237 @@
+// penstock train: trains a model in the configured layout, starting its own ranks on this host.
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/files.h"
+#include "penstock/base/log.h"
+#include "penstock/base/printable.h"
+#include "penstock/checkpoint/files/checkpoint_error.h"
+#include "penstock/cli/common/commands.h"
+#include "penstock/cli/common/number_options.h"
+#include "penstock/cli/common/rank_errors.h"
+#include "penstock/cli/tensor/train_run.h"
+#include "penstock/cli/common/wait_line.h"
+#include "penstock/cli/common/work_folder.h"
+#include "penstock/comm/launch/compute_environment.h"
+#include "penstock/comm/launch/launch_env.h"
+#include "penstock/comm/launch/launcher.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/train/job/configured_data.h"
+#include "penstock/train/plan/dry_run.h"
+#include "penstock/train/job/host_check.h"
+#include "penstock/train/job/job.h"
+#include "penstock/train/report/not_finite.h"
+#include "penstock/train/report/metrics_file.h"
+#include "penstock/train/report/progress.h"
+#include "penstock/train/report/report_page.h"
+#include "penstock/train/config/run_config.h"
+#include "penstock/train/job/run_folder.h"
+#include "penstock/train/job/trainer.h"
+
+namespace penstock::cli {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+// What the process that starts the ranks and the ranks themselves pass to each other, in a folder of their own: the run folder must not
+// change before the start is accepted.
+constexpr const char* kHandedConfig = "config.toml";
+constexpr const char* kAccepted = "accepted";
+
+void stop_on_signal(int) { train::request_stop(); }
+
+// Ends the run after its current step; a second signal ends the process as usual.
+void catch_signals() {
+  struct sigaction action {};
+  action.sa_handler = stop_on_signal;
+  action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
+  ::sigaction(SIGTERM, &action, nullptr);
+  ::sigaction(SIGINT, &action, nullptr);
+}
+
+// A page that cannot be written is no failure of the training.
+void report(const fs::path& folder) {
+  try {
+    fmt::print("report: {}\n", printable(train::write_report(folder).string()));
+  } catch (const ConfigError& error) {
+    fmt::print(stderr, "penstock: no report: {}; write it later: penstock report {}\n", printable(error.what()), printable(folder.string()));
+  }
+}
+
+std::chrono::milliseconds milliseconds(double seconds) { return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000)); }
+
+comm::World world_of(const train::TrainConfig& config) {
+  comm::WorldOptions options;
+  options.timeout = milliseconds(config.launch.timeout_s);
+  return comm::World::from_env(options);
+}
+
+int train_all_steps(const comm::World& world, const train::ResolvedConfig& resolved, const fs::path& folder, const std::function<void()>& accepted) {
+  try {
+    const train::TrainConfig config = train::continuing_config(resolved.config, folder);
+    train::Progress progress(world.rank() == 0 ? train::progress_options(config.output) : train::ProgressOptions{});
+    train::MetricsFile metrics;
+    train::TrainerOptions options;
+    options.accepted = [&] {
+      train::write_run_config(folder, resolved);
+      accepted();
+    };
+    std::optional<train::Trainer> trainer;
+    try {
+      trainer.emplace(world, config, folder, std::vector<train::Observer*>{&metrics, &progress}, options);
+    } catch (const checkpoint::CheckpointError& error) {
+      throw ConfigError(error.what());  // the start is refused
+    }
+    return trainer->run() == train::RunEnd::NotSaved ? kNotSaved : 0;
+  } catch (const train::NotFiniteError&) {
+    if (world.rank() == 0) throw;
+    return 1;  // all ranks have the same to say: once is enough
+  }
+}
+
+// One of the ranks that start_ranks started.
+int run_rank(const fs::path& folder, const fs::path& handed) {
+  catch_signals();
+  const train::ResolvedConfig resolved = train::read_written_config(handed / kHandedConfig);
+  const comm::World world = world_of(resolved.config);
+  return train_all_steps(world, resolved, folder, [&] { std::ofstream(handed / kAccepted).flush(); });
+}
+
+// Ranks that somebody else started: rank 0 makes the folder and tells the others where it is.
+int run_foreign_rank(const train::RunPlan& plan) {
+  catch_signals();
+  const comm::World world = world_of(plan.resolved.config);
+  std::unique_ptr<train::RunFolder> held;
+  const fs::path folder = train::agree_on_run_folder(world, plan, held);
+  const int exit_code = train_all_steps(world, train::with_absolute_paths(plan.resolved, folder), folder, [] {});
+  if (world.rank() == 0) report(folder);
+  return exit_code;
+}
+
+void show_dry_run(const train::TrainConfig& config) {
+  std::string text;
+  {
+    WaitLine line("dry run");
+    text = train::to_text(train::dry_run(config, [&](const std::string& what, double share) { line.show(what, share); }));
+  }
+  fmt::print("{}", text);
+}
+
+int start_ranks(const train::RunPlan& plan, const TrainFlags& flags) {
+  // Said once here instead of by every rank, and before any folder is made.
+  train::check_host(plan.resolved.config, plan.resolved.config.layout.ranks);
+  train::check_data(plan.resolved.config, train::DataCheck::Opening);
+  const train::RunFolder held(plan);
+  const fs::path& folder = held.path();
+  const train::ResolvedConfig resolved = train::with_absolute_paths(plan.resolved, folder);
+  const WorkFolder handed("train");
+  std::ofstream config(handed.path() / kHandedConfig);
+  config << train::to_toml(resolved);
+  config.close();
+  if (!config) throw ConfigError(describe("temporary folder", handed.path().string(), "a place with room for a file", "set TMPDIR"));
+  fmt::print("{}\n", printable(folder.string()));
+  std::fflush(stdout);
+  comm::LaunchOptions options;
+  options.ranks = static_cast<int>(resolved.config.layout.ranks);
+  options.command = {fs::read_symlink("/proc/self/exe").string(), "train", "--worker", folder.string(), "--handed", handed.path().string()};
+  options.restarts = flags.restarts;
+  options.final_exit_codes = {2, kNotSaved};
+  options.grace = milliseconds(resolved.config.launch.grace_s);
+  options.stop_grace = milliseconds(resolved.config.launch.stop_grace_s);
+  options.prefix = false;
+  winsize size{};
+  const bool terminal = ::isatty(STDERR_FILENO) == 1 && ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0;
+  options.environment.emplace_back("PENSTOCK_PROGRESS_TTY", std::to_string(terminal ? size.ws_col : 0));
+  const RankErrors errors;
+  errors.listen(options);
+  const int exit_code = comm::launch(options).exit_code;
+  errors.print();
+  if (!fs::exists(handed.path() / kAccepted)) return exit_code;  // refused: the folder is as it was
+  if (file_exists(folder / train::MetricsFile::kName)) report(folder);
+  // Tokens of another program's tokenizer are no text here.
+  if (exit_code == 0 && resolved.config.output.sample_tokens > 0 && !train::tokens_have_no_text(resolved.config.data)) {
+    fmt::print("\nA sample of the model (penstock generate {}):\n\n", folder.string());
+    print_sample(folder.string());
+  }
+  return exit_code;
+}
+
+int run(const CLI::App& command, const TrainFlags& flags) {
+  if (!flags.worker.empty()) return tell_parent([&] { return run_rank(flags.worker, flags.handed); });
+  const train::ConfigSources sources = config_sources(command);
+  return train_run(command, flags, sources, [&] { return train::plan_run(sources); });
+}
+
+}  // namespace
+
+int train_run(const CLI::App& command, const TrainFlags& flags, const train::ConfigSources& sources, const std::function<train::RunPlan()>& plan_of) {
+  const comm::LaunchEnv env = comm::launch_env();
+  const bool own_ranks = env.launcher == "none";
+  train::RunPlan plan;
+  try {
+    plan = plan_of();
+  } catch (const ConfigError&) {
+    // Ranks that somebody else started all read the same configuration: rank 0 says what is wrong with it.
+    const bool readable = !sources.file || ::access(sources.file->c_str(), R_OK) == 0;
+    if (own_ranks || env.rank == 0 || !readable) throw;
+    return 2;
+  }
+  if (own_ranks) train::check_local_ranks(plan.resolved.config.layout);
+  if (flags.dry_run) {
+    if (plan.continues && env.rank == 0) train::RunFolder held(plan);  // refuses a folder that is in use, and changes nothing in it
+    if (env.rank == 0) show_dry_run(plan.resolved.config);  // all ranks of another launcher have the same to say
+    return 0;
+  }
+  if (own_ranks) return start_ranks(plan, flags);
+  refuse_options(command, {"--restarts"}, fmt::format("for ranks that {} has started", env.launcher), "let it start them again");
+  comm::restart_with_compute_environment(env.local_world_size);
+  return run_foreign_rank(plan);
+}
+
+void add_train_flags(CLI::App& command, TrainFlags& flags) {
+  add_whole(command, "--restarts", flags.restarts, 0, 1000, "Start all ranks again up to this often when one fails, from the last checkpoint");
+  command.add_flag("--dry-run", flags.dry_run, "Show mesh, partition, schedule, memory and predicted step time, and train nothing");
+  command.allow_extras();
+}
+
+void add_train_command(CLI::App& app, Outcome& outcome) {
+  CLI::App* command = app.add_subcommand("train", "Train a model; the ranks of the layout are started on this host");
+  command->footer(
+      std::string("Usage: penstock train [CONFIG.toml] [--section.key value ...]\n\n"
+      "Examples:\n"
+      "  penstock train\n"
+      "  penstock train --data input.txt\n"
+      "  penstock train --preset small --pp 2 --schedule ZBVZeroBubble --steps 500\n"
+      "  penstock train --pp 4 --dry-run\n"
+      "  penstock train my.toml --resume runs/tiny-1/checkpoints/step-00000100 --restarts 2\n\n"
+      "Under mpirun, srun or torchrun the ranks that they started are used.\n"
+      "With the --run_folder of a run that exists the run continues, with its own configuration where nothing else is given (see penstock resume).\n"
+      "Ends with a checkpoint on SIGTERM and Ctrl-C; a second one ends at once.\n"
+      "Exit codes: 0 ok, 1 a rank failed, 2 the start was refused, 3 the last checkpoint could not be written.\n\n") +
+      train::configuration_help());
+  const auto flags = std::make_shared<TrainFlags>();
+  add_train_flags(*command, *flags);
+  command->add_option("--worker", flags->worker, "Internal: run as one of the ranks")->group("");
+  command->add_option("--handed", flags->handed, "Internal: folder of what the ranks are told")->group("");
+  command->callback([command, flags, &outcome] { outcome.exit_code = run(*command, *flags); });
+}
+
+}  // namespace penstock::cli

@@ -1,0 +1,81 @@
+// What a communication library must offer to a Group: raw, contiguous, unchecked operations that start and return a
+// Transfer. Group adds checks, deadlines, records, staging and the compositions for what a backend lacks.
+//
+// Ranks here are positions within the group. Collectives must be started in the same order on every member.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "penstock/comm/backend/reduce_op.h"
+#include "penstock/comm/rendezvous/store.h"
+#include "penstock/comm/transport/transfer.h"
+
+namespace penstock::comm {
+
+using TransferPtr = std::shared_ptr<Transfer>;
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual std::string name() const = 0;
+
+  // Whether the operation is done by the backend itself; asked once, when a group is made. Otherwise Group composes it.
+  struct Abilities {
+    bool all_gather = false;        // into one tensor
+    bool reduce_scatter = false;    // with a result that does not depend on timing
+    bool average = false;           // ReduceOp::Avg
+    bool half_sums = false;         // float16 and bfloat16 sums accumulated in float32 or better
+    bool self_transfer = false;     // send to and receive from oneself within one batch
+    bool needs_batch = false;       // several point-to-point operations must be bracketed by begin_batch/end_batch
+  };
+  virtual Abilities abilities() const = 0;
+
+  // Transfers match by (peer, key) in order. NCCL matches by peer alone.
+  virtual TransferPtr send(const at::Tensor& tensor, int peer, std::uint64_t key) = 0;
+  virtual TransferPtr recv(const at::Tensor& tensor, int peer, std::uint64_t key) = 0;
+  virtual void begin_batch() {}
+  virtual TransferPtr end_batch() { return nullptr; }
+
+  virtual TransferPtr all_reduce(const at::Tensor& tensor, ReduceOp op) = 0;
+  virtual TransferPtr broadcast(const at::Tensor& tensor, int source) = 0;
+  virtual TransferPtr all_gather(const at::Tensor& output, const at::Tensor& input) = 0;
+  virtual TransferPtr reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) = 0;
+  // Splits count elements of dim 0, one entry per member.
+  virtual TransferPtr all_to_all(const at::Tensor& output, const at::Tensor& input, std::vector<std::int64_t> output_splits,
+                                 std::vector<std::int64_t> input_splits) = 0;
+  virtual TransferPtr barrier() = 0;
+
+  // Called once, after a failure: nothing that is still running may be waited for, not even by the destructor.
+  virtual void abandon() noexcept {}
+};
+
+struct BackendOptions {
+  int axis_rank = 0;
+  int size = 1;
+  std::chrono::milliseconds timeout{};
+  bool loopback_only = true;
+  int device_index = 0;  // NCCL: the GPU of this rank
+};
+
+// Gloo, for CPU tensors. Collective over the members of the group whose store this is.
+bool gloo_available();
+std::shared_ptr<Backend> make_gloo_backend(const Store& store, const BackendOptions& options);
+
+// NCCL, for CUDA tensors, one GPU per rank.
+bool nccl_available();
+std::string nccl_version();
+// Which GPU the rank with this local rank uses: its index in this process, and an identity that no other GPU of the host
+// has. Empty when there is none.
+std::string gpu_identity(int local_rank, int& index);
+std::shared_ptr<Backend> make_nccl_backend(const Store& store, const BackendOptions& options);
+
+// No peers at all: transfers end at once. A gather sees copies of the own input, a reduction the own input alone, a
+// receive leaves its buffer as it is.
+std::shared_ptr<Backend> make_fake_backend(const BackendOptions& options);
+
+}  // namespace penstock::comm

@@ -1,0 +1,14 @@
+// Compiled instead of gloo_backend.cpp where Gloo's headers are missing.
+#include "penstock/base/errors.h"
+#include "penstock/comm/backend/backend.h"
+
+namespace penstock::comm {
+
+bool gloo_available() { return false; }
+
+std::shared_ptr<Backend> make_gloo_backend(const Store&, const BackendOptions&) {
+  throw ConfigError("this build has no Gloo backend, which CPU tensors need; install libgloo-dev or name its headers by "
+                    "PENSTOCK_EXTRA_INCLUDE, and build again");
+}
+
+}  // namespace penstock::comm

@@ -1,0 +1,189 @@
+// Gloo behind c10d. Facts that shape this file: a send's wait returns only when the receive is posted; a wait that times out
+// closes the connection and ends the group; Gloo's destructor waits for its running collectives; a receive larger than the
+// send is silently accepted, so sizes must be part of what transfers are matched by.
+//
+// Reductions, broadcasts and barriers go through c10d. Point-to-point, and with it gathers, uses the connections that c10d made,
+// with Gloo's own 64-bit slots: c10d's 31-bit tags leave no room for the contract of a transfer.
+#include <gloo/transport/unbound_buffer.h>
+#include <sched.h>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <future>
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "penstock/base/env.h"
+#include "penstock/comm/backend/c10d_backend.h"
+
+namespace penstock::comm {
+
+namespace {
+
+std::chrono::milliseconds milliseconds_until(Clock::time_point deadline) {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+  return std::max(left, std::chrono::milliseconds(1));  // zero would mean "no limit" to c10d
+}
+
+// Opens what c10d keeps to itself: its connections.
+class OpenGloo final : public c10d::ProcessGroupGloo {
+ public:
+  using ProcessGroupGloo::ProcessGroupGloo;
+  gloo::Context& context() { return *contexts_.front(); }
+};
+
+class GlooPointToPoint final : public Transfer {
+ public:
+  // The tensor lives as long as the transfer: Gloo reads or writes its memory.
+  GlooPointToPoint(gloo::Context& context, at::Tensor tensor, bool sends)
+      : tensor_(std::move(tensor)), buffer_(context.createUnboundBuffer(tensor_.data_ptr(), tensor_.nbytes())), sends_(sends) {}
+
+  void start(int peer, std::uint64_t slot) {
+    if (sends_) {
+      buffer_->send(peer, slot);
+    } else {
+      buffer_->recv(peer, slot);
+    }
+  }
+
+  WaitResult wait(Clock::time_point deadline) override {
+    if (done_) return WaitResult::Done;
+    if (interrupted_.load()) return WaitResult::Interrupted;
+    try {
+      const auto left = milliseconds_until(deadline);
+      if (!(sends_ ? buffer_->waitSend(left) : buffer_->waitRecv(left))) return WaitResult::Interrupted;
+    } catch (const std::exception&) {
+      if (Clock::now() >= deadline) return WaitResult::TimedOut;
+      throw;
+    }
+    done_ = true;
+    return WaitResult::Done;
+  }
+
+  bool done() override { return done_; }  // Gloo cannot tell without waiting
+  bool resumable() const override { return false; }
+
+  void interrupt() noexcept override {
+    interrupted_.store(true);
+    try {
+      sends_ ? buffer_->abortWaitSend() : buffer_->abortWaitRecv();
+    } catch (...) {
+      // Nothing more can be done from here: the waiting thread then ends at its deadline.
+    }
+  }
+
+ private:
+  at::Tensor tensor_;
+  std::unique_ptr<gloo::transport::UnboundBuffer> buffer_;
+  bool sends_;
+  bool done_ = false;
+  std::atomic<bool> interrupted_{false};
+};
+
+class GlooCollective final : public Transfer {
+ public:
+  explicit GlooCollective(C10dWorkPtr work) : work_(std::move(work)) {}
+
+  WaitResult wait(Clock::time_point deadline) override {
+    if (interrupted_.load() && !work_->isCompleted()) return WaitResult::Interrupted;
+    try {
+      work_->wait(milliseconds_until(deadline));
+    } catch (const std::exception&) {
+      if (!work_->isCompleted()) return WaitResult::TimedOut;
+      // It failed, or it ended between the time-out and the question: what is complete answers at once, with its own error if it has one.
+      work_->wait(std::chrono::milliseconds(1));
+    }
+    return WaitResult::Done;
+  }
+
+  bool done() override { return work_->isCompleted(); }
+  void interrupt() noexcept override { interrupted_.store(true); }
+
+ private:
+  C10dWorkPtr work_;
+  std::atomic<bool> interrupted_{false};
+};
+
+class GlooBackend final : public C10dBackend {
+ public:
+  explicit GlooBackend(c10::intrusive_ptr<OpenGloo> gloo) : C10dBackend(gloo), context_(gloo->context()) {}
+
+  std::string name() const override { return "gloo"; }
+
+  // Gathers are composed of transfers: those start without c10d's worker, which would have to be woken first. So are reduce-scatters:
+  // summed in rank order they give the same bits everywhere.
+  Abilities abilities() const override { return {}; }
+
+  TransferPtr send(const at::Tensor& tensor, int peer, std::uint64_t key) override { return start(tensor, true, peer, key); }
+  TransferPtr recv(const at::Tensor& tensor, int peer, std::uint64_t key) override { return start(tensor, false, peer, key); }
+
+  void abandon() noexcept override {
+    // Its destructor would wait for collectives that can no longer end; the process is about to fail anyway, so the
+    // group stays alive until exit.
+    group_.release();
+  }
+
+ protected:
+  TransferPtr collective(C10dWorkPtr work) override { return std::make_shared<GlooCollective>(std::move(work)); }
+
+ private:
+  TransferPtr start(const at::Tensor& tensor, bool sends, int peer, std::uint64_t key) {
+    auto transfer = std::make_shared<GlooPointToPoint>(context_, tensor, sends);
+    // The highest byte keeps these apart from the slots of Gloo's own collectives, which use small numbers there.
+    transfer->start(peer, 0x70ull << 56 | key);
+    return transfer;
+  }
+
+  gloo::Context& context_;
+};
+
+std::shared_ptr<gloo::transport::Device> make_device(const std::string& interface, bool loopback_only) {
+  using Gloo = c10d::ProcessGroupGloo;
+  if (!interface.empty()) return Gloo::createDeviceForInterface(interface);
+  return loopback_only ? Gloo::createDeviceForHostname("127.0.0.1") : Gloo::createDefaultDevice();
+}
+
+// The device whose thread serves the sockets of every group of this process.
+//
+// Whoever sends holds a lock that this thread needs, and without it the thread asks again and again instead of waiting. So when a send
+// wakes it on the sender's own core, and it takes that core over at once, sender and thread stand still until the clock next interrupts
+// them: 4 ms for a message of 100 us. Hence a thread that does not push a running one aside (SCHED_BATCH): it runs when the sender waits,
+// or on another core. And hence a single one: with two the scheduler is asked to choose anew as soon as the second one is woken.
+std::shared_ptr<gloo::transport::Device> shared_device(const std::string& interface, bool loopback_only) {
+  static std::mutex mutex;
+  static std::map<std::tuple<pid_t, std::string, bool>, std::weak_ptr<gloo::transport::Device>> devices;  // a forked process has no thread
+  const std::lock_guard lock(mutex);
+  auto& known = devices[{getpid(), interface, loopback_only}];
+  if (auto device = known.lock()) return device;
+  // What a thread starts runs under its policy, which is then its own: the caller's stays as it is.
+  auto device = std::async(std::launch::async, [&] {
+                  if (sched_getscheduler(0) == SCHED_OTHER) {
+                    const sched_param none{};
+                    sched_setscheduler(0, SCHED_BATCH, &none);  // forbidden in some sandboxes: slower, and right
+                  }
+                  return make_device(interface, loopback_only);
+                }).get();
+  known = device;
+  return device;
+}
+
+}  // namespace
+
+bool gloo_available() { return true; }
+
+std::shared_ptr<Backend> make_gloo_backend(const Store& store, const BackendOptions& options) {
+  auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
+  // One collective at a time and in order; a second worker would only compete for the cores that compute.
+  gloo->threads = 1;
+  gloo->devices.push_back(shared_device(env_text("GLOO_SOCKET_IFNAME").value_or(""), options.loopback_only));
+  auto c10d_store = store.for_c10d();
+  c10d_store->setTimeout(options.timeout);
+  return std::make_shared<GlooBackend>(
+      c10::make_intrusive<OpenGloo>(c10d_store, options.axis_rank, options.size, gloo));
+}
+
+}  // namespace penstock::comm

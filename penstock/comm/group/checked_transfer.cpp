@@ -1,0 +1,64 @@
+#include "penstock/comm/group/checked_transfer.h"
+
+#include <fmt/format.h>
+
+#include "penstock/base/errors.h"
+
+namespace penstock::comm {
+
+namespace {
+
+Backend& cpu_backend(GroupState& group) {
+  if (!group.cpu)
+    throw StateError(fmt::format("group {} cannot move CPU tensors: this build has no Gloo; install libgloo-dev and build again", group.name));
+  return *group.cpu;
+}
+
+void receive_by_ucx(WorkState& work, const at::Tensor& data, const Contract& expected, int position) {
+  // UCX reports size and kind of what arrived.
+  const int source = work.group().ranks[static_cast<std::size_t>(position)];
+  auto transfer = work.group().ucx->recv(data.data_ptr(), data.nbytes(), position, static_cast<std::uint32_t>(expected.tag));
+  work.add(transfer);
+  work.then([transfer, expected, source](WorkState& self) {
+    Contract sent = expected;
+    sent.dtype = static_cast<std::int8_t>(transfer->arrival().kind);
+    sent.bytes = transfer->arrival().bytes;
+    if (sent.matches(expected)) return;
+    const bool known = sent.dtype >= 0 && sent.dtype < static_cast<int>(at::ScalarType::NumOptions);
+    sent.dims = 1;
+    sent.shape[0] = static_cast<std::int64_t>(sent.bytes / (known ? c10::elementSize(static_cast<at::ScalarType>(sent.dtype)) : 1));
+    throw PipeliningMetadataError(describe_mismatch(source, sent, self.group().own_rank(), expected, self.label()));
+  });
+}
+
+}  // namespace
+
+std::string describe_mismatch(int sender, const Contract& sent, int receiver, const Contract& expected, const std::string& label) {
+  return fmt::format("transfer mismatch: rank {} sent {} with tag {}, rank {} expected {} with tag {}{}; make both sides agree on dtype and size",
+                     sender, sent.describe(), sent.tag, receiver, expected.describe(), expected.tag, label.empty() ? "" : fmt::format(" (label \"{}\")", label));
+}
+
+void start_send(WorkState& work, const at::Tensor& data, int position, int tag) {
+  GroupState& group = work.group();
+  if (group.world->fake) return;  // nobody is there
+  const Contract contract = Contract::of(data, tag, group.next_number(true, position, tag));
+  work.keep(data);
+  if (group.ucx) {
+    work.add(group.ucx->send(data.data_ptr(), data.nbytes(), position, static_cast<std::uint32_t>(tag), static_cast<std::uint16_t>(contract.dtype)));
+  } else {
+    work.add(cpu_backend(group).send(data, position, contract.key()));
+    work.promise({true, position, contract});
+  }
+}
+
+void start_receive(WorkState& work, const at::Tensor& data, int position, int tag) {
+  GroupState& group = work.group();
+  if (group.world->fake) return;  // leaves the buffer as it is
+  const Contract contract = Contract::of(data, tag, group.next_number(false, position, tag));
+  work.keep(data);
+  if (group.ucx) return receive_by_ucx(work, data, contract, position);
+  work.add(cpu_backend(group).recv(data, position, contract.key()));
+  work.promise({false, position, contract});
+}
+
+}  // namespace penstock::comm

@@ -1,0 +1,96 @@
+#include "penstock/comm/group/mesh_groups.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <mutex>
+#include <optional>
+
+#include "penstock/base/errors.h"
+#include "penstock/torch/random/step_context.h"
+
+namespace penstock::comm {
+
+namespace {
+
+void check(const World& world, const DeviceMesh& mesh) {
+  if (mesh.this_rank().value() != world.rank())
+    throw ValueError(describe("groups of a mesh", fmt::format("the mesh of rank {} on rank {}", mesh.this_rank().value(), world.rank()),
+                              "the mesh as this rank has it", "give world.rank() when the mesh is made, or use as_rank()"));
+  const std::vector<int>& ranks = mesh.universe();
+  if (const int last = *std::max_element(ranks.begin(), ranks.end()); last >= world.size())
+    throw ValueError(describe("groups of a mesh", fmt::format("rank {} in {}", last, mesh.to_string()),
+                              fmt::format("ranks of the world of {}", world.size()), "start more ranks or shrink the mesh"));
+}
+
+}  // namespace
+
+struct MeshGroups::State {
+  State(World world, DeviceMesh mesh, std::uint64_t id)
+      : world(std::move(world)), mesh(std::move(mesh)), shape(this->mesh.shape()),
+        coordinate(this->mesh.coordinate().value_or(std::vector<std::int64_t>())), id(id), axes(shape.size()) {}
+
+  // Equal ones are one object: found here as long as somebody holds it.
+  static std::shared_ptr<State> intern(World world, DeviceMesh mesh) {
+    static std::mutex& mutex = *new std::mutex;
+    static auto& known = *new std::vector<std::weak_ptr<State>>;
+    static std::uint64_t next_id = 1;
+    // Outlives the lock: dropping the last holder of a World takes locks of its own.
+    std::vector<std::shared_ptr<State>> held;
+    const std::lock_guard lock(mutex);
+    std::erase_if(known, [](const std::weak_ptr<State>& state) { return state.expired(); });
+    for (const std::weak_ptr<State>& weak : known) {
+      held.push_back(weak.lock());
+      if (held.back() && held.back()->world.is(world) && held.back()->mesh == mesh) return held.back();
+    }
+    auto state = std::make_shared<State>(std::move(world), std::move(mesh), next_id++);
+    known.push_back(state);
+    return state;
+  }
+
+  const World world;
+  const DeviceMesh mesh;
+  const std::vector<std::int64_t> shape, coordinate;
+  const std::uint64_t id;
+  std::mutex mutex;
+  std::vector<std::optional<Group>> axes;  // those asked for so far
+};
+
+MeshGroups::MeshGroups(World world, DeviceMesh mesh) {
+  check(world, mesh);
+  state_ = State::intern(std::move(world), std::move(mesh));
+}
+
+const DeviceMesh& MeshGroups::mesh() const { return state_->mesh; }
+const World& MeshGroups::world() const { return state_->world; }
+const std::vector<std::int64_t>& MeshGroups::shape() const { return state_->shape; }
+const std::vector<std::int64_t>& MeshGroups::coordinate() const { return state_->coordinate; }
+std::uint64_t MeshGroups::id() const { return state_->id; }
+
+Group MeshGroups::group(int axis) const {
+  const bool known = axis >= 0 && static_cast<std::size_t>(axis) < state_->axes.size();
+  if (known) {
+    const std::lock_guard lock(state_->mutex);
+    if (const auto& group = state_->axes[static_cast<std::size_t>(axis)]) return *group;
+  }
+  // Not under the lock: making a group waits for its members.
+  const Group group = state_->world.group_of(state_->mesh.rank_list(axis));
+  if (StepContext::current()->trial) return group;  // it may be one for the trial run alone
+  const std::lock_guard lock(state_->mutex);
+  state_->axes[static_cast<std::size_t>(axis)] = group;
+  return group;
+}
+
+Group MeshGroups::group(std::string_view name) const { return group_of(state_->mesh[name]); }
+
+Group MeshGroups::group_of(const DeviceMesh& part) const {
+  check(state_->world, part);
+  if (!part.contains(part.this_rank()))
+    throw ValueError(describe("group of a mesh", fmt::format("{} on rank {}", part.to_string(), state_->world.rank()),
+                              "a mesh with this rank in it", "ask contains(rank) first"));
+  return state_->world.group_of(part.ranks());
+}
+
+MeshGroups MeshGroups::with_mesh(const DeviceMesh& mesh) const { return {state_->world, mesh}; }
+
+}  // namespace penstock::comm

@@ -1,0 +1,429 @@
+#include "penstock/comm/group/work_state.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/log.h"
+#include "penstock/base/text.h"
+#include "penstock/base/warnings.h"
+#include "penstock/comm/group/checked_transfer.h"
+#include "penstock/comm/group/group.h"
+#include "penstock/comm/record/recorder.h"
+#include "penstock/comm/record/recorder_dump.h"
+#include "penstock/comm/group/stall_watch.h"
+
+namespace penstock::comm {
+
+namespace {
+
+// A transport notices a closed connection a moment before the monitor can say whose; this long the blame may take.
+constexpr auto kBlameTime = std::chrono::seconds(3);
+// How long a wait runs before it looks again at who is alive, on transports whose waits can be resumed.
+constexpr auto kSlice = std::chrono::milliseconds(250);
+// How long a rank that timed out waits for the others to say where they are.
+constexpr auto kRollCallTime = std::chrono::milliseconds(1500);
+// Ranks that still wait say it before their time is up, after this part of it: one that is slow to wake up is not silent then.
+constexpr int kToldAfterShare = 4;
+// A rank that left in order may still have data on the way; this long a wait for it goes on.
+constexpr auto kFarewellTime = std::chrono::seconds(5);
+// How long a point-to-point wait lasts before its contract is held against the other side's.
+constexpr auto kPatience = std::chrono::milliseconds(300);
+
+std::string message_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& known) {
+    return known.what();
+  } catch (...) {
+    return "unknown error";
+  }
+}
+
+std::string place_text(const WorkState& work) { return fmt::format("{}{}", work.operation(), work.label().empty() ? "" : " \"" + work.label() + "\""); }
+
+// c10 appends where it was thrown, with a backtrace; the first line is what a reader needs.
+std::string first_line(std::string text) { return text.substr(0, text.find('\n')); }
+
+}  // namespace
+
+void WorldCore::fail(const std::string& reason) noexcept {
+  if (monitor) {
+    monitor->fail(reason);
+  } else if (!fake && env.world_size > 1) {
+    liveness->report({env.rank, RankState::Failed, reason});  // a world of threads shares one board
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------- WorkState
+
+WorkState::WorkState(std::shared_ptr<GroupState> group, const char* operation, std::string label, std::optional<int> peer,
+                     std::uint64_t bytes, std::optional<std::chrono::milliseconds> timeout, int tag)
+    : group_(std::move(group)),
+      operation_(operation),
+      label_(std::move(label)),
+      peer_(peer),
+      timeout_(timeout.value_or(group_->timeout)),
+      deadline_(begin_ + timeout_) {
+  group_->check_usable(operation);
+  record_ = Recorder::global().begin({.operation = operation_, .group = std::string_view(group_->name), .label = std::string_view(label_), .tag = tag, .sequence = group_->operations++, .bytes = bytes, .peer = peer_});
+}
+
+WorkState::~WorkState() {
+  if (finished_) return;
+  // Dropped without a wait: the transport may still read or write the memory, so it goes to the group.
+  try {
+    group_->bury(transfers_, kept_);
+    warn_once("comm", fmt::format("a {} on group {} was dropped without wait(); its memory is held until the group ends", operation_, group_->name));
+  } catch (const std::exception& error) {
+    log().error("comm: an unfinished {} could not be kept alive: {}", operation_, error.what());
+  }
+  Recorder::global().end(record_, OperationState::Failed);
+}
+
+CommContext WorkState::context() const {
+  CommContext context;
+  context.rank = group_->own_rank();
+  context.peer = peer_;
+  context.operation = operation_;
+  context.group = group_->name;
+  context.label = label_;
+  context.elapsed_s = std::chrono::duration<double>(Clock::now() - begin_).count();
+  return context;
+}
+
+void WorkState::wait(std::chrono::milliseconds timeout) {
+  if (finished_) {
+    if (error_) std::rethrow_exception(error_);
+    return;
+  }
+  deadline_ = Clock::now() + timeout;
+  try {
+    std::size_t arrived = 0;
+    const auto settle = [&] {
+      for (; arrived < transfers_.size(); ++arrived) group_->wait_for(*TransferPtr(transfers_[arrived]), *this, deadline_);
+    };
+    settle();
+    for (std::size_t i = 0; i < steps_.size(); ++i) {
+      steps_[i](*this);
+      settle();
+    }
+  } catch (...) {
+    const auto error = std::current_exception();
+    timed_out_ = Clock::now() >= deadline_;
+    group_->fail(fmt::format("{} on group {}{}: {}", operation_, group_->name, label_.empty() ? "" : " (" + label_ + ")", first_line(message_of(error))), error);
+    finish(error);
+    std::rethrow_exception(error);
+  }
+  finish(nullptr);
+  group_->take_back_word();
+}
+
+bool WorkState::done() {
+  if (finished_) return true;
+  return std::all_of(transfers_.begin(), transfers_.end(), [](const auto& transfer) { return transfer->done(); });
+}
+
+void WorkState::wait_for(Transfer& transfer) { group_->wait_for(transfer, *this, deadline_); }
+
+void WorkState::finish(std::exception_ptr error) noexcept {
+  finished_ = true;
+  error_ = std::move(error);
+  Recorder::global().end(record_, !error_ ? OperationState::Done : timed_out_ ? OperationState::TimedOut : OperationState::Failed);
+  steps_.clear();
+  promises_.clear();
+  if (error_) {
+    group_->bury(transfers_, kept_);
+  } else {
+    transfers_.clear();
+    kept_.clear();
+  }
+}
+
+// --------------------------------------------------------------------------------------------------------- GroupState
+
+GroupState::GroupState(std::shared_ptr<WorldCore> world_core, std::string group_name, std::vector<int> members,
+                       std::chrono::milliseconds group_timeout)
+    : world(std::move(world_core)), name(std::move(group_name)), ranks(std::move(members)), timeout(group_timeout) {
+  const auto found = std::find(ranks.begin(), ranks.end(), world->env.rank);
+  if (found != ranks.end()) axis_rank = static_cast<int>(found - ranks.begin());
+}
+
+void GroupState::follow_liveness() {
+  // On a loss every wait of this group ends, whoever was lost: a run that misses a rank cannot go on. Held weakly: the
+  // reporting thread may be in the call while the group's last owner lets go.
+  listener_ = world->liveness->listen([weak = weak_from_this()](const RankEvent&) {
+    const auto self = weak.lock();
+    if (!self) return;
+    std::lock_guard lock(self->mutex_);
+    for (const Wait& wait : self->waiting_) wait.transfer->interrupt();
+  });
+}
+
+GroupState::~GroupState() {
+  listener_.reset();
+  if (error_ || !buried_transfers_.empty()) {
+    if (cpu) cpu->abandon();
+    if (cuda) cuda->abandon();
+  }
+}
+
+void GroupState::check_usable(const char* operation) const {
+  std::exception_ptr error;
+  {
+    std::lock_guard lock(mutex_);
+    error = error_;
+  }
+  if (error) std::rethrow_exception(error);
+  if (const auto failure = world->liveness->first_failure()) {
+    CommContext context;
+    context.rank = own_rank();
+    context.lost_rank = failure->rank;
+    context.operation = operation;
+    context.group = name;
+    throw PeerLostError(failure->describe(), context);
+  }
+}
+
+void GroupState::wait_for(Transfer& transfer, WorkState& work, Clock::time_point deadline) {
+  struct Registration {
+    Registration(GroupState& state, Wait wait) : group(state) {
+      std::lock_guard lock(group.mutex_);
+      place = group.waiting_.insert(group.waiting_.end(), std::move(wait));
+    }
+    ~Registration() {
+      std::lock_guard lock(group.mutex_);
+      group.waiting_.erase(place);
+    }
+    GroupState& group;
+    std::list<Wait>::iterator place;
+  } registration(*this, {&transfer, Clock::now(), Clock::now() + (deadline - Clock::now()) / kToldAfterShare, &work});
+  // A loss that was reported before this transfer was registered did not interrupt it.
+  if (world->liveness->first_failure()) transfer.interrupt();
+
+  std::optional<Clock::time_point> farewell;
+  for (;;) {
+    const auto now = Clock::now();
+    const auto until = transfer.resumable() ? std::min(deadline, now + kSlice) : deadline;
+    WaitResult result;
+    try {
+      result = transfer.wait(until);
+    } catch (const PipeliningMetadataError&) {
+      throw;
+    } catch (const std::exception& error) {
+      raise(first_line(error.what()), work, false);
+    }
+    switch (result) {
+      case WaitResult::Done: return;
+      case WaitResult::Interrupted: raise("interrupted", work, false);
+      case WaitResult::TimedOut: break;
+    }
+    if (Clock::now() >= deadline || !transfer.resumable()) raise("timed out", work, true);
+    if (world->liveness->first_failure()) raise("interrupted", work, false);
+    if (work.peer() && world->liveness->state_of(*work.peer()).state == RankState::Left) {
+      if (!farewell) farewell = Clock::now() + kFarewellTime;
+      if (Clock::now() >= *farewell) raise("the peer has left", work, false);
+    }
+  }
+}
+
+void GroupState::raise(const std::string& transport_words, WorkState& work, bool timed_out) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!mismatch_.empty()) throw PipeliningMetadataError(mismatch_);
+  }
+  CommContext context = work.context();
+  auto failure = world->liveness->first_failure();
+  if (!failure && !timed_out) failure = world->liveness->await_failure(Clock::now() + kBlameTime);
+  if (failure) {
+    context.lost_rank = failure->rank;
+    throw PeerLostError(failure->describe(), context);
+  }
+  for (const int rank : ranks)
+    if (rank != own_rank() && world->liveness->state_of(rank).state == RankState::Left) {
+      context.lost_rank = rank;
+      throw PeerLostError(fmt::format("rank {} has left the world while this operation still needed it; every rank must start the same "
+                                      "operations before it leaves",
+                                      rank),
+                          context);
+    }
+  if (timed_out) {
+    const std::string missing = who_is_missing(work);
+    throw TimeoutError(fmt::format("timed out{}; a larger PENSTOCK_TIMEOUT_S allows slower ranks; {}", missing, dump_for_error("time-out")), context);
+  }
+  throw CommError(fmt::format("the transport failed: {}", transport_words), context);
+}
+
+std::string GroupState::word_key(int position) const { return fmt::format("stall/{}/{}", common_name(), position); }
+
+void GroupState::tell_of_long_wait() {
+  if (word_left_) return;
+  const std::lock_guard word(word_mutex_);
+  std::string text;
+  {
+    // Marked while the wait cannot end, so that it takes the word back when it does.
+    const std::lock_guard lock(mutex_);
+    const auto now = Clock::now();
+    for (const Wait& wait : waiting_)
+      if (now >= wait.tell_at && text.empty()) text = place_text(*wait.work);
+    word_left_ = !text.empty();
+  }
+  if (!text.empty()) world->store.set(word_key(axis_rank), text);
+}
+
+void GroupState::take_back_word() {
+  if (!word_left_) [[likely]]
+    return;
+  const std::lock_guard word(word_mutex_);
+  try {
+    world->store.set(word_key(axis_rank), "");
+    word_left_ = false;  // other waits of this group that go on are told again
+  } catch (const std::exception& error) {
+    log().debug("comm: the store does not take back where this rank was: {}", error.what());  // what was waited for is there
+  }
+}
+
+std::string GroupState::who_is_missing(WorkState& work) {
+  // Every rank that times out says where it stands; who stays silent is the one to look at.
+  try {
+    world->store.set(word_key(axis_rank), place_text(work));
+    std::vector<std::string> words(ranks.size());
+    std::vector<int> silent;
+    for (const auto until = Clock::now() + kRollCallTime;;) {
+      silent.clear();
+      for (std::size_t i = 0; i < ranks.size(); ++i) {
+        if (words[i].empty()) words[i] = world->store.try_get(word_key(static_cast<int>(i))).value_or("");
+        if (words[i].empty()) silent.push_back(ranks[i]);
+      }
+      if (silent.empty() || Clock::now() >= until) break;
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    }
+    std::string text;
+    if (!silent.empty()) text += fmt::format("; no word from rank{} {} (busy elsewhere or stopped)", silent.size() > 1 ? "s" : "", format_list(silent));
+    for (std::size_t i = 0; i < ranks.size() && i < 16; ++i)
+      if (!words[i].empty() && static_cast<int>(i) != axis_rank) text += fmt::format("; rank {} is in {}", ranks[i], words[i]);
+    return text;
+  } catch (const std::exception& error) {
+    return fmt::format("; the store does not answer either ({})", first_line(error.what()));
+  }
+}
+
+void GroupState::fail(const std::string& reason, std::exception_ptr error) noexcept {
+  {
+    std::lock_guard lock(mutex_);
+    if (error_) return;
+    error_ = std::move(error);
+  }
+  // A rank that only echoes another's failure adds nothing.
+  if (!world->liveness->first_failure()) world->fail(reason);
+}
+
+void GroupState::bury(c10::ArrayRef<TransferPtr> transfers, c10::ArrayRef<at::Tensor> tensors) {
+  std::lock_guard lock(mutex_);
+  buried_transfers_.insert(buried_transfers_.end(), transfers.begin(), transfers.end());
+  buried_tensors_.insert(buried_tensors_.end(), tensors.begin(), tensors.end());
+}
+
+void GroupState::started(WorkState& work, const std::function<void()>& start) {
+  try {
+    try {
+      start();
+    } catch (const std::logic_error&) {  // bad arguments, found before anything moved
+      throw;
+    } catch (const PipeliningMetadataError&) {
+      throw;
+    } catch (const CommError&) {
+      throw;
+    } catch (const StateError&) {
+      throw;
+    } catch (const std::exception& error) {
+      raise(first_line(error.what()), work, false);
+    }
+  } catch (const std::logic_error&) {
+    throw;
+  } catch (const std::exception& error) {
+    fail(fmt::format("{} on group {}: {}", work.operation(), name, first_line(error.what())), std::current_exception());
+    throw;
+  }
+}
+
+std::uint32_t GroupState::next_number(bool sends, int position, int tag) {
+  std::lock_guard lock(numbers_mutex_);
+  return numbers_[static_cast<std::uint64_t>(position) << 33 | static_cast<std::uint64_t>(static_cast<std::uint32_t>(tag)) << 1 | (sends ? 1 : 0)]++;
+}
+
+std::string GroupState::find_mismatch(const Promise& promise, const std::string& label) const {
+  const int other = ranks[static_cast<std::size_t>(promise.position)];
+  const int sender = promise.sends ? own_rank() : other, receiver = promise.sends ? other : own_rank();
+  const auto key = [&](bool sends) {
+    return fmt::format("p2p/{}/{}-{}/{}.{}/{}", common_name(), sender, receiver, promise.contract.tag, promise.contract.number, sends ? "send" : "recv");
+  };
+  world->store.set(key(promise.sends), promise.contract.to_bytes());
+  const auto word = world->store.try_get(key(!promise.sends));
+  if (!word) return {};  // the other side is not there yet, or is not waiting
+  const Contract theirs = Contract::from_bytes(*word);
+  if (theirs.matches(promise.contract)) return {};
+  return promise.sends ? describe_mismatch(sender, promise.contract, receiver, theirs, label) : describe_mismatch(sender, theirs, receiver, promise.contract, label);
+}
+
+void GroupState::look_at_waits() {
+  try {
+    tell_of_long_wait();
+  } catch (const std::exception&) {
+    return;  // as below
+  }
+  std::vector<std::pair<Promise, std::string>> lasting;
+  {
+    std::lock_guard lock(mutex_);
+    for (const Wait& wait : waiting_)
+      if (Clock::now() - wait.since > kPatience)
+        for (const Promise& promise : wait.work->promises()) lasting.emplace_back(promise, wait.work->label());
+  }
+  for (const auto& [promise, label] : lasting) {
+    std::string found;
+    try {
+      found = find_mismatch(promise, label);
+    } catch (const std::exception&) {
+      return;  // a store that does not answer: the waits themselves will say who was lost
+    }
+    if (found.empty()) continue;
+    std::lock_guard lock(mutex_);
+    mismatch_ = found;
+    for (const Wait& wait : waiting_) wait.transfer->interrupt();
+    return;
+  }
+}
+
+int GroupState::internal_tag(std::uint32_t operation, int phase) const {
+  // The bit above the tags of users keeps these apart; the counter may wrap long after its operations have ended.
+  static_assert(Group::kMaxTag == (1 << 28) - 1);
+  return (1 << 28) | static_cast<int>((operation & 0x3ffffffu) << 2) | phase;
+}
+
+// --------------------------------------------------------------------------------------------------------------- Work
+
+void Work::wait() {
+  if (state_) state_->wait();
+}
+
+void Work::wait(std::chrono::milliseconds timeout) {
+  if (state_) state_->wait(timeout);
+}
+
+bool Work::done() { return !state_ || state_->done(); }
+
+void wait_all(std::vector<Work>& works) {
+  std::exception_ptr first;
+  for (Work& work : works) {
+    try {
+      work.wait();
+    } catch (...) {
+      if (!first) first = std::current_exception();
+    }
+  }
+  if (first) std::rethrow_exception(first);
+}
+
+}  // namespace penstock::comm

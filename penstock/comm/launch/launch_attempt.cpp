@@ -1,0 +1,440 @@
+#include "penstock/comm/launch/launch_attempt.h"
+
+#include <fmt/format.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <set>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/text.h"
+
+namespace penstock::comm {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Channel = Terminal::Channel;
+using namespace std::chrono_literals;
+
+// How long a pipe may stay open after its rank ended, because a process the rank left behind holds it; and
+// again after that process's group was killed.
+constexpr auto kDrainTime = 500ms;
+// Runners such as `timeout` signal a process and then its whole group: two signals at once are one wish.
+constexpr auto kSameWish = 250ms;
+constexpr auto kStuckNotice = 10s;
+
+struct Stream {
+  Fd fd;
+  Channel channel;
+  LineSplitter lines{kMaxShownLine};
+};
+
+// Alive -> Ended (a zombie: its process group cannot become another's) -> GroupKilled -> Gone (reaped, pipes
+// closed).
+enum class Phase { Alive, Ended, GroupKilled, Gone };
+
+struct RankState {
+  Phase phase = Phase::Alive;
+  RankOutcome outcome;
+  Stream streams[2] = {{{}, Channel::Out}, {{}, Channel::Err}};
+  LogFile log;
+  Clock::time_point started, drain_until;
+
+  bool drained() const { return !streams[0].fd && !streams[1].fd; }
+};
+
+// What is done to ranks that are still alive, and when the next step comes.
+enum class Ending { None, Grace, Interrupted, Terminated, Killed };
+
+class Attempt {
+ public:
+  Attempt(const LaunchContext& context, int attempt)
+      : context_(context), options_(context.options), attempt_(attempt) {}
+  ~Attempt() { kill_everything(); }
+
+  AttemptResult run();
+
+ private:
+  bool start();
+  void loop();
+  void take_signals();
+  void pass_on(int signal);
+  void take_exits();
+  void take_output();
+  bool take_output(RankState& rank, Stream& stream);  // true: there may be more
+  void show(RankState& rank, Channel channel, const LineSplitter::Line& line);
+  void let_go(RankState& rank);
+  void next_step();
+  void on_first_failure(const RankState& rank);
+  void send(int signal);
+  void kill_everything();
+  int alive() const;
+  std::chrono::milliseconds stop_grace() const { return options_.stop_grace.value_or(options_.grace); }
+  std::optional<Clock::time_point> next_deadline() const;
+  void summarize();
+
+  const LaunchContext& context_;
+  const LaunchOptions& options_;
+  const int attempt_;
+  std::vector<RankState> ranks_;
+  AttemptResult result_;
+  Ending ending_ = Ending::None;
+  std::optional<Clock::time_point> step_at_;
+  Clock::time_point stopped_at_;
+  std::set<int> passed_on_;
+  bool color_[2] = {false, false};
+  bool cleaned_ = false;
+  bool explained_ = false;  // why the first rank failed; see LaunchOptions
+};
+
+std::string elapsed(double seconds) {
+  return fmt::format("{:.1f} s", seconds);
+}
+
+std::string count_ranks(int count) {
+  return count == 1 ? "1 rank" : fmt::format("{} ranks", count);
+}
+
+bool Attempt::start() {
+  const int port = options_.port != 0 ? options_.port : free_port();
+  ranks_.reserve(static_cast<std::size_t>(options_.ranks));
+  std::vector<LogFile> logs;
+  for (int rank = 0; rank < options_.ranks && !options_.log_dir.empty(); ++rank)
+    logs.emplace_back(fmt::format("{}/attempt{}/rank{}.log", options_.log_dir, attempt_, rank));
+  for (int rank = 0; rank < options_.ranks; ++rank) {
+    const auto started = Clock::now();
+    SpawnedRank spawned = spawn_rank(context_.program_path, options_.command,
+                                     rank_environment(context_, attempt_, rank, port), context_.guard);
+    if (spawned.exec_errno != 0) {
+      const int error = spawned.exec_errno;
+      result_.start_code = error == ENOENT ? 127 : 126;
+      const char* remedy =
+          error == ENOEXEC
+              ? "it is no program for this machine; a script needs a first line such as #!/bin/sh"
+          : error == ENOENT
+              ? "the file exists, so its interpreter or loader is missing: look at its #! line or `file`"
+          : error == E2BIG ? "shorten the arguments or the environment"
+                           : "check the file, its permissions and the mount options";
+      result_.error = fmt::format("program \"{}\" cannot be executed: {}; {}", context_.program_path,
+                                  std::strerror(error), remedy);
+      return false;
+    }
+    RankState& state = ranks_.emplace_back();
+    state.started = started;
+    state.outcome.rank = rank;
+    state.outcome.pid = spawned.pid;
+    state.streams[0].fd = std::move(spawned.out);
+    state.streams[1].fd = std::move(spawned.err);
+    if (!logs.empty()) state.log = std::move(logs[static_cast<std::size_t>(rank)]);
+  }
+  return true;
+}
+
+AttemptResult Attempt::run() {
+  const char* no_color = std::getenv("NO_COLOR");
+  const char* term = std::getenv("TERM");
+  const bool allowed =
+      (no_color == nullptr || *no_color == '\0') && !(term != nullptr && std::strcmp(term, "dumb") == 0);
+  for (const Channel channel : {Channel::Out, Channel::Err})
+    color_[static_cast<int>(channel)] =
+        options_.color == LaunchOptions::Color::Always ||
+        (options_.color == LaunchOptions::Color::Auto && allowed && context_.terminal.is_tty(channel));
+  if (!start()) {
+    kill_everything();
+    return result_;
+  }
+  loop();
+  kill_everything();
+  for (const RankState& rank : ranks_) result_.ranks.push_back(rank.outcome);
+  summarize();
+  return result_;
+}
+
+void Attempt::loop() {
+  const auto all_gone = [&] {
+    return std::all_of(ranks_.begin(), ranks_.end(),
+                       [](const RankState& r) { return r.phase == Phase::Gone; });
+  };
+  std::vector<pollfd> list;
+  while (true) {
+    context_.signals.clear();
+    take_signals();
+    take_exits();
+    take_output();
+    for (RankState& rank : ranks_) let_go(rank);
+    context_.terminal.pump();
+    next_step();
+    if (all_gone()) return;
+
+    list.assign(1, {context_.signals.wake_fd(), POLLIN, 0});
+    for (const RankState& rank : ranks_)
+      for (const Stream& stream : rank.streams)
+        if (stream.fd && !context_.terminal.congested(stream.channel))
+          list.push_back({stream.fd.get(), POLLIN, 0});
+    context_.terminal.add_to_poll(list);
+    int wait_ms = -1;
+    if (const auto deadline = next_deadline()) {
+      // One more millisecond than the rest, which is rounded down: else the loop would spin until the
+      // deadline.
+      const auto rest =
+          std::chrono::duration_cast<std::chrono::milliseconds>(*deadline - Clock::now()).count() + 1;
+      wait_ms = static_cast<int>(std::clamp<long long>(rest, 0, 60'000));
+    }
+    poll(list.data(), list.size(), wait_ms);
+  }
+}
+
+void Attempt::take_signals() {
+  while (const int signal = context_.signals.take_stop()) {
+    const auto now = Clock::now();
+    if (result_.stopped_by == 0) {
+      result_.stopped_by = signal;
+      stopped_at_ = now;
+      say(context_.terminal,
+          fmt::format("{} received: passed on to {}, killed if still there in {}; {}", signal_name(signal),
+                      count_ranks(alive()), elapsed(std::chrono::duration<double>(stop_grace()).count()),
+                      "a second SIGINT kills at once"));
+      pass_on(signal);
+      if (ending_ != Ending::Terminated && ending_ != Ending::Killed) {
+        ending_ = Ending::Interrupted;
+        step_at_ = now + stop_grace();
+      }
+    } else if (signal == SIGINT && now - stopped_at_ > kSameWish && ending_ != Ending::Killed) {
+      say(context_.terminal, fmt::format("second SIGINT: killing {}", count_ranks(alive())));
+      ending_ = Ending::Interrupted;
+      step_at_ = now;
+    } else {
+      pass_on(signal);  // a SIGTERM after a SIGINT may be the one the ranks listen to
+    }
+  }
+  if (context_.terminal.reader_gone() && result_.stopped_by == 0) {
+    result_.stopped_by = SIGPIPE;
+    stopped_at_ = Clock::now();
+    send(SIGTERM);
+    ending_ = Ending::Interrupted;
+    step_at_ = stopped_at_ + stop_grace();
+  }
+}
+
+// Each kind once: the ranks must not take a doubled signal for a second wish either.
+void Attempt::pass_on(int signal) {
+  if (ending_ == Ending::Killed || !passed_on_.insert(signal).second) return;
+  send(signal);
+}
+
+void Attempt::take_exits() {
+  const RankState* first = nullptr;
+  for (RankState& rank : ranks_) {
+    if (rank.phase != Phase::Alive) continue;
+    siginfo_t info = {};
+    // WNOWAIT leaves the zombie, so that its number stays its own until the group has been killed.
+    if (waitid(P_PID, static_cast<id_t>(rank.outcome.pid), &info, WEXITED | WNOHANG | WNOWAIT) != 0) {
+      if (errno == EINTR) continue;
+      // ECHILD: other code of this process waited for all children. The rank is gone and how is unknown: a
+      // failure.
+    } else if (info.si_pid == 0) {
+      continue;
+    } else if (info.si_code == CLD_EXITED) {
+      rank.outcome.exit_code = info.si_status;
+    } else {
+      rank.outcome.signal = info.si_status;
+      rank.outcome.core_dumped = info.si_code == CLD_DUMPED;
+    }
+    rank.phase = Phase::Ended;
+    rank.outcome.elapsed_s = std::chrono::duration<double>(Clock::now() - rank.started).count();
+    rank.drain_until = Clock::now() + kDrainTime;
+    // Its last words are shown before ours about it. A pipe holds 64 KiB as a rule, so this ends even if
+    // others write.
+    for (Stream& stream : rank.streams)
+      for (int reads = 0; reads < 16 && take_output(rank, stream); ++reads) {
+      }
+    if (rank.outcome.ok()) continue;
+    // Of ranks found dead together a killed one is the likelier cause: those that lose a peer exit by
+    // themselves.
+    if (first == nullptr || (first->outcome.signal == 0 && rank.outcome.signal != 0)) first = &rank;
+  }
+  if (first != nullptr && !result_.first_failed_rank) on_first_failure(*first);
+}
+
+void Attempt::on_first_failure(const RankState& rank) {
+  result_.first_failed_rank = rank.outcome.rank;
+  if (result_.stopped_by != 0) return;  // it was asked to end; the summary tells how it did
+  const int others = alive();
+  std::string text = fmt::format("rank {} failed first: {} after {}", rank.outcome.rank,
+                                 rank.outcome.describe(), elapsed(rank.outcome.elapsed_s));
+  if (rank.outcome.signal == SIGKILL) text += "; if nobody sent it, the kernel was out of memory (see dmesg)";
+  if (others > 0)
+    text += fmt::format("; {} still running, ended by SIGTERM if still there in {}", count_ranks(others),
+                        elapsed(std::chrono::duration<double>(options_.grace).count()));
+  explained_ = options_.explained && options_.explained(rank.outcome.rank);
+  if (!explained_) say(context_.terminal, text);
+  ending_ = Ending::Grace;
+  step_at_ = Clock::now() + options_.grace;
+}
+
+void Attempt::take_output() {
+  for (RankState& rank : ranks_)
+    for (Stream& stream : rank.streams) take_output(rank, stream);
+}
+
+bool Attempt::take_output(RankState& rank, Stream& stream) {
+  if (!stream.fd) return false;
+  if (context_.terminal.congested(stream.channel)) {
+    // Nobody reads what we show. What the rank wrote waits in its pipe, and the time to empty that has not
+    // begun.
+    rank.drain_until = std::max(rank.drain_until, Clock::now() + kDrainTime);
+    return false;
+  }
+  const auto emit = [&](const LineSplitter::Line& line) { show(rank, stream.channel, line); };
+  char bytes[64 * 1024];
+  const ssize_t got = read(stream.fd.get(), bytes, sizeof bytes);
+  if (got > 0) {
+    stream.lines.feed({bytes, static_cast<std::size_t>(got)}, emit);
+    // It may have more: the end of the pipe is only reached at EAGAIN or end of file.
+    if (rank.phase != Phase::Alive) rank.drain_until = std::max(rank.drain_until, Clock::now() + 50ms);
+  } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
+    stream.fd.reset();
+    stream.lines.finish(emit);
+  }
+  return got > 0;
+}
+
+void Attempt::show(RankState& rank, Channel channel, const LineSplitter::Line& line) {
+  std::string text(line.text);
+  if (line.newline) text += '\n';
+  if (const std::string failure = rank.log.append(text); !failure.empty()) say(context_.terminal, failure);
+  if (line.continued && line.text.empty()) return;  // only the newline of a line that was shown in full
+  if (!line.newline) text += '\n';
+  if (options_.prefix) text.insert(0, line_prefix(rank.outcome.rank, color_[static_cast<int>(channel)]));
+  context_.terminal.write(channel, std::move(text));
+}
+
+// Moves a rank that ended towards Gone as far as its pipes and the time allow.
+void Attempt::let_go(RankState& rank) {
+  const auto now = Clock::now();
+  if (rank.phase == Phase::Ended && (rank.drained() || now >= rank.drain_until)) {
+    kill(-rank.outcome.pid, SIGKILL);
+    rank.phase = Phase::GroupKilled;
+    rank.drain_until = now + kDrainTime;
+  }
+  if (rank.phase != Phase::GroupKilled || !(rank.drained() || now >= rank.drain_until)) return;
+  for (Stream& stream : rank.streams) {
+    if (!stream.fd) continue;
+    stream.fd.reset();
+    stream.lines.finish([&](const LineSplitter::Line& line) { show(rank, stream.channel, line); });
+  }
+  context_.guard.forget(rank.outcome.pid);
+  // The rank itself, and whoever of its group became our child. The killed ones may need a moment to be
+  // zombies; those are taken by kill_everything.
+  while (waitpid(-rank.outcome.pid, nullptr, WNOHANG) > 0) {
+  }
+  rank.phase = Phase::Gone;
+}
+
+void Attempt::send(int signal) {
+  for (RankState& rank : ranks_) {
+    if (rank.phase != Phase::Alive) continue;
+    rank.outcome.sent_signal = signal;
+    kill(-rank.outcome.pid, signal);
+  }
+}
+
+void Attempt::next_step() {
+  const auto now = Clock::now();
+  if (!step_at_ || now < *step_at_) return;
+  const int count = alive();
+  step_at_.reset();
+  if (count == 0) return;
+  if (ending_ == Ending::Grace) {
+    say(context_.terminal, fmt::format("{} still running: sending SIGTERM", count_ranks(count)));
+    send(SIGTERM);
+    ending_ = Ending::Terminated;
+    step_at_ = now + options_.kill_after;
+  } else if (ending_ == Ending::Interrupted || ending_ == Ending::Terminated) {
+    say(context_.terminal, fmt::format("{} still running: sending SIGKILL", count_ranks(count)));
+    send(SIGKILL);
+    ending_ = Ending::Killed;
+    step_at_ = now + kStuckNotice;
+  } else {
+    say(context_.terminal, fmt::format("{} not ended by SIGKILL yet: stuck in the kernel, often on a file "
+                                       "system or a device that does not answer",
+                                       count_ranks(count)));
+  }
+}
+
+// Also the way out of an exception: whatever is left is killed and reaped, without looking at its output any
+// more.
+void Attempt::kill_everything() {
+  if (cleaned_) return;
+  cleaned_ = true;
+  for (RankState& rank : ranks_) {
+    if (rank.phase != Phase::Gone) {
+      kill(-rank.outcome.pid, SIGKILL);
+      context_.guard.forget(rank.outcome.pid);
+      rank.phase = Phase::Gone;
+    }
+    while (true) {
+      const pid_t reaped = waitpid(-rank.outcome.pid, nullptr, WNOHANG);
+      if (reaped < 0 && errno != EINTR) break;  // ECHILD: no child of ours is in that group any more
+      if (reaped != 0) continue;
+      kill(-rank.outcome.pid, SIGKILL);  // a living child of ours is in it, so the group is still the rank's
+      waitpid(-rank.outcome.pid, nullptr, 0);
+    }
+  }
+  kill_strays("PENSTOCK_LAUNCH_ID=" + context_.launch_id);
+}
+
+int Attempt::alive() const {
+  return static_cast<int>(std::count_if(ranks_.begin(), ranks_.end(),
+                                        [](const RankState& r) { return r.phase == Phase::Alive; }));
+}
+
+std::optional<Clock::time_point> Attempt::next_deadline() const {
+  std::optional<Clock::time_point> nearest = step_at_;
+  for (const RankState& rank : ranks_)
+    if ((rank.phase == Phase::Ended || rank.phase == Phase::GroupKilled) &&
+        (!nearest || rank.drain_until < *nearest))
+      nearest = rank.drain_until;
+  return nearest;
+}
+
+// One line for every way of ending, unless all went well.
+void Attempt::summarize() {
+  if (!result_.first_failed_rank && result_.stopped_by == 0) return;
+  if (explained_ && result_.stopped_by == 0) return;
+  std::map<std::string, std::vector<const RankOutcome*>> ways;
+  for (const RankOutcome& rank : result_.ranks) ways[rank.describe()].push_back(&rank);
+  for (const auto& [way, ranks] : ways) {
+    std::vector<int> numbers;
+    double low = ranks.front()->elapsed_s, high = low;
+    for (const RankOutcome* rank : ranks) {
+      numbers.push_back(rank->rank);
+      low = std::min(low, rank->elapsed_s);
+      high = std::max(high, rank->elapsed_s);
+    }
+    say(context_.terminal,
+        fmt::format(
+            "summary: {} {}: {}, after {}", ranks.size() == 1 ? "rank" : "ranks", format_list(numbers), way,
+            elapsed(low) == elapsed(high) ? elapsed(low) : fmt::format("{:.1f} to {}", low, elapsed(high))));
+  }
+}
+
+}  // namespace
+
+void say(Terminal& terminal, const std::string& text) {
+  terminal.write(Channel::Err, "[launch] " + text + "\n");
+}
+
+AttemptResult run_attempt(const LaunchContext& context, int attempt) {
+  return Attempt(context, attempt).run();
+}
+
+}  // namespace penstock::comm

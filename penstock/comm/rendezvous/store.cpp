@@ -1,0 +1,257 @@
+#include "penstock/comm/rendezvous/store.h"
+
+#include <fmt/format.h>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <thread>
+#include <type_traits>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/exception_text.h"
+#include "penstock/comm/transport/patient_caller.h"
+#include "penstock/comm/transport/tcp_listen.h"
+#include "penstock/torch/compat/version.h"
+
+namespace penstock::comm {
+
+namespace {
+
+using Bytes = std::vector<std::uint8_t>;
+
+// How long a call of the store may take, whatever the time-out of the run is. Its host answers from a thread that does nothing else.
+constexpr std::chrono::milliseconds kShortestAnswer{1000}, kLongestAnswer{15000};
+
+double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
+}  // namespace
+
+// A c10d store whose waits poll, so that they can end early. c10d's own TCPStore cannot be waited on with a short
+// time-out: its connection is out of step afterwards.
+class Store::Interruptible final : public c10d::Store {
+ public:
+  // `caller`: for a store in another process, which may be stopped. Calls own what they use, because they may be given up.
+  Interruptible(c10::intrusive_ptr<c10d::Store> inner, std::string prefix, std::shared_ptr<PatientCaller> caller = nullptr)
+      : inner_(std::move(inner)), prefix_(std::move(prefix)), caller_(std::move(caller)) {
+    timeout_ = inner_->getTimeout();
+  }
+
+  void set(const std::string& key, const Bytes& value) override {
+    asked([inner = inner_, key = prefix_ + key, value] { return inner->set(key, value); });
+  }
+  Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override {
+    return asked([inner = inner_, key = prefix_ + key, expected, desired] { return inner->compareSet(key, expected, desired); });
+  }
+  Bytes get(const std::string& key) override {
+    wait({key}, timeout_);
+    return get_now(key);
+  }
+  Bytes get_now(const std::string& key) {
+    return asked([inner = inner_, key = prefix_ + key] { return inner->get(key); });
+  }
+  std::int64_t add(const std::string& key, std::int64_t value) override {
+    return asked([inner = inner_, key = prefix_ + key, value] { return inner->add(key, value); });
+  }
+  bool deleteKey(const std::string& key) override {
+    return asked([inner = inner_, key = prefix_ + key] { return inner->deleteKey(key); });
+  }
+  bool check(const std::vector<std::string>& keys) override {
+    std::vector<std::string> full;
+    for (const auto& key : keys) full.push_back(prefix_ + key);
+    return asked([inner = inner_, full] { return inner->check(full); });
+  }
+  std::int64_t getNumKeys() override {
+    return asked([inner = inner_] { return inner->getNumKeys(); });
+  }
+  void wait(const std::vector<std::string>& keys) override { wait(keys, timeout_); }
+  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override {
+    await(keys, Clock::now() + (timeout == kNoTimeout ? timeout_ : timeout), fmt::format("key {}", keys.front()));
+  }
+#if PENSTOCK_TORCH_AT_LEAST(2, 8)
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    // A connection of its own, so a caller of its own.
+    auto copy = c10::make_intrusive<Interruptible>(inner_->clone(), prefix_, caller_ ? std::make_shared<PatientCaller>() : nullptr);
+    copy->liveness_ = liveness_;
+    copy->own_rank_ = own_rank_;
+    return copy;
+  }
+  bool hasExtendedApi() const override { return false; }
+#endif
+
+  void await(const std::vector<std::string>& keys, Clock::time_point deadline, const std::string& waiting_for) {
+    const auto begin = Clock::now();
+    auto pause = std::chrono::microseconds(200);
+    while (!check(keys)) {
+      CommContext context;
+      context.rank = own_rank_;
+      context.operation = "store wait";
+      context.elapsed_s = seconds_since(begin);
+      if (liveness_)
+        if (const auto failure = liveness_->first_failure()) {
+          context.lost_rank = failure->rank;
+          throw PeerLostError(fmt::format("{}, while waiting for {}", failure->describe(), waiting_for), context);
+        }
+      if (Clock::now() >= deadline)
+        throw TimeoutError(fmt::format("timed out waiting for {}", waiting_for), context);
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 2, std::chrono::microseconds(20000));
+    }
+  }
+
+  template <class Call>
+  std::invoke_result_t<Call> answered(Call call) {
+    using Result = std::invoke_result_t<Call>;
+    if (!caller_) return call();
+    const auto limit = std::clamp<std::chrono::milliseconds>(timeout_, kShortestAnswer, kLongestAnswer);
+    const auto run = [&](std::function<void()> work) {
+      if (caller_->run(std::move(work), limit)) return;
+      CommContext context;
+      context.rank = own_rank_;
+      context.operation = "store";
+      context.elapsed_s = std::chrono::duration<double>(limit).count();
+      throw TimeoutError("the rendezvous store does not answer; the process that hosts it, usually rank 0, is stopped or cut off", context);
+    };
+    if constexpr (std::is_void_v<Result>) {
+      run(std::move(call));
+    } else {
+      const auto result = std::make_shared<std::optional<Result>>();
+      run([result, call = std::move(call)] { *result = call(); });
+      return std::move(**result);
+    }
+  }
+
+  // A store that does not answer lives in a process that is stopped or gone; the monitor may know who failed first.
+  template <class Call>
+  std::invoke_result_t<Call> asked(Call call) {
+    try {
+      return answered(std::move(call));
+    } catch (const TimeoutError&) {
+      throw;
+    } catch (const std::exception& error) {
+      const std::string words = error.what();
+      CommContext context;
+      context.rank = own_rank_;
+      context.operation = "store";
+      const auto failure = liveness_ ? liveness_->await_failure(Clock::now() + std::chrono::seconds(1)) : std::nullopt;
+      context.lost_rank = failure ? failure->rank : 0;
+      throw PeerLostError(failure ? failure->describe()
+                                  : fmt::format("the rendezvous store does not answer ({}); the process that hosts it, usually rank 0, has ended",
+                                                words.substr(0, words.find('\n'))),
+                          context);
+    }
+  }
+
+  c10::intrusive_ptr<c10d::Store> inner_;
+  std::string prefix_;
+  std::shared_ptr<PatientCaller> caller_;
+  std::shared_ptr<const Liveness> liveness_;
+  int own_rank_ = -1;
+};
+
+Store::Store(c10::intrusive_ptr<Interruptible> store) : store_(std::move(store)) {}
+
+c10::intrusive_ptr<Store::Interruptible> Store::typed() const {
+  return c10::static_intrusive_pointer_cast<Interruptible>(store_);
+}
+
+Store Store::connect(const LaunchEnv& env, Clock::time_point deadline) {
+  const auto begin = Clock::now();
+  const Rendezvous& place = env.rendezvous;
+  const auto left = std::max(std::chrono::milliseconds(1),
+                             std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()));
+  const std::string prefix = "penstock/" + place.prefix + "/";
+  if (place.kind == Rendezvous::Kind::None) return in_process();
+  if (place.kind == Rendezvous::Kind::File) {
+    // c10d would wait until the deadline for a file that nobody can make.
+    if (const std::string folder = std::filesystem::path(place.path).parent_path().string(); ::access(folder.c_str(), W_OK | X_OK) != 0)
+      throw ConfigError(fmt::format("rendezvous at {}: {}: {}; set PENSTOCK_RENDEZVOUS to a file in a folder that all ranks can write", place.describe(), folder, std::strerror(errno)));
+    auto file = c10::make_intrusive<c10d::FileStore>(place.path, env.world_size);
+    file->setTimeout(left);
+    return Store(c10::make_intrusive<Interruptible>(std::move(file), prefix));
+  }
+  // c10d would ask for the name again and again until the deadline, with a warning each time.
+  require_known_host(place.host, deadline, "set MASTER_ADDR (or PENSTOCK_RENDEZVOUS) to the name or address of rank 0's host");
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(place.port);
+  options.isServer = place.hosted_by_rank0 && env.rank == 0;
+  options.waitWorkers = false;
+  options.timeout = left;
+#if PENSTOCK_TORCH_AT_LEAST(2, 4)
+  options.useLibUV = false;  // not every LibTorch is built with libuv
+#endif
+  CommContext context;
+  context.rank = env.rank;
+  context.operation = "rendezvous";
+  ListeningSocket listener;
+  if (options.isServer) {
+    // Bound by us first: a taken port is then told apart from any other failure, and the socket listens only where the
+    // other ranks can be.
+    listener = ListeningSocket::bind(place.loopback_only() ? ListenOn::Loopback : ListenOn::AllInterfaces, place.port,
+                                     "set MASTER_PORT to a free port, or end the process that holds it");
+#if PENSTOCK_TORCH_AT_LEAST(2, 2)
+    options.masterListenFd = listener.release();
+#else
+    listener.close();  // this LibTorch opens its own socket
+#endif
+  } else {
+    await_listening(place.host, place.port, deadline, context);
+  }
+  try {
+    auto store = c10::make_intrusive<c10d::TCPStore>(place.host, options);
+#if !PENSTOCK_TORCH_AT_LEAST(2, 2)
+    if (options.isServer && place.loopback_only()) restrict_to_loopback(place.port);
+#endif
+    return Store(c10::make_intrusive<Interruptible>(std::move(store), prefix, options.isServer ? nullptr : std::make_shared<PatientCaller>()));
+  } catch (const std::exception& error) {
+    context.elapsed_s = seconds_since(begin);
+    throw CommError(fmt::format("rendezvous at {} failed: {}; check MASTER_ADDR and MASTER_PORT", place.describe(), without_backtrace(error.what())),
+                    context);
+  }
+}
+
+Store Store::in_process() {
+  return Store(c10::make_intrusive<Interruptible>(c10::make_intrusive<c10d::HashStore>(), ""));
+}
+
+Store Store::with_prefix(const std::string& prefix) const {
+  const auto mine = typed();
+  auto sub = c10::make_intrusive<Interruptible>(mine->inner_, mine->prefix_ + prefix + "/", mine->caller_);
+  sub->liveness_ = mine->liveness_;
+  sub->own_rank_ = mine->own_rank_;
+  sub->setTimeout(mine->getTimeout());
+  return Store(std::move(sub));
+}
+
+void Store::watch(std::shared_ptr<const Liveness> liveness, int own_rank) {
+  typed()->liveness_ = std::move(liveness);
+  typed()->own_rank_ = own_rank;
+}
+
+void Store::set(const std::string& key, const std::string& value) const {
+  store_->set(key, Bytes(value.begin(), value.end()));
+}
+
+bool Store::has(const std::string& key) const { return store_->check({key}); }
+
+std::int64_t Store::add(const std::string& key, std::int64_t amount) const { return store_->add(key, amount); }
+
+std::string Store::get(const std::string& key, Clock::time_point deadline, const std::string& waiting_for) const {
+  typed()->await({key}, deadline, waiting_for);
+  return *try_get(key);
+}
+
+std::optional<std::string> Store::try_get(const std::string& key) const {
+  if (!has(key)) return std::nullopt;
+  const Bytes value = typed()->get_now(key);
+  return std::string(value.begin(), value.end());
+}
+
+}  // namespace penstock::comm

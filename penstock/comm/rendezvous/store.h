@@ -1,0 +1,53 @@
+// The key-value store that ranks meet in, over c10d's TCPStore, FileStore and HashStore.
+//
+// Every wait has a deadline and ends early when a rank of the world is known to be gone. Used for rendezvous, group
+// agreement and diagnosis; never on a hot path. Thread safe.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "penstock/comm/launch/launch_env.h"
+#include "penstock/comm/transport/liveness.h"
+
+namespace penstock::comm {
+
+class Store {
+ public:
+  // Takes part in the rendezvous: hosts the TCP store when it is this rank's to host, else connects. Throws
+  // ConfigError when the port is taken or the host unknown, TimeoutError when the host does not answer within the deadline.
+  static Store connect(const LaunchEnv& env, Clock::time_point deadline);
+
+  // A store inside this process, for worlds of threads and of one rank.
+  static Store in_process();
+
+  // The same store under `prefix`.
+  Store with_prefix(const std::string& prefix) const;
+
+  // From now on waits of this handle and its copies end with PeerLostError once `liveness` knows of a failure.
+  void watch(std::shared_ptr<const Liveness> liveness, int own_rank);
+
+  void set(const std::string& key, const std::string& value) const;
+  bool has(const std::string& key) const;
+  // Adds to a counter and returns the new value.
+  std::int64_t add(const std::string& key, std::int64_t amount) const;
+  // Waits for the key. Throws TimeoutError that names `waiting_for`.
+  std::string get(const std::string& key, Clock::time_point deadline, const std::string& waiting_for) const;
+  // The value if it is there.
+  std::optional<std::string> try_get(const std::string& key) const;
+
+  // For c10d's own constructors; its waits are interruptible too.
+  c10::intrusive_ptr<c10d::Store> for_c10d() const { return store_; }
+
+ private:
+  class Interruptible;
+  explicit Store(c10::intrusive_ptr<Interruptible> store);
+  c10::intrusive_ptr<Interruptible> typed() const;
+  c10::intrusive_ptr<c10d::Store> store_;
+};
+
+}  // namespace penstock::comm

@@ -1,0 +1,63 @@
+// What this process knows about the ranks of its world: running, left in order, failed with a reason, or lost.
+//
+// The monitor (or, in a world of threads, the runner) reports; everyone who waits asks. The first failure wins and never
+// changes, so that all errors of a process name the same culprit. Thread safe.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "penstock/comm/transport/transfer.h"
+
+namespace penstock::comm {
+
+enum class RankState {
+  Running,
+  Left,    // closed its world in order
+  Failed,  // reported an error of its own
+  Lost     // vanished without a word: killed, crashed, or its host is unreachable
+};
+
+struct RankEvent {
+  int rank = 0;
+  RankState state = RankState::Running;
+  std::string reason;
+
+  // "rank 2 was lost: its connection closed without a goodbye", "rank 1 failed: ..."
+  std::string describe() const;
+};
+
+class Liveness {
+ public:
+  explicit Liveness(int world_size);
+
+  // The first report about a rank that is not Running stands; later ones are dropped.
+  void report(const RankEvent& event);
+
+  // The first Failed or Lost rank.
+  std::optional<RankEvent> first_failure() const;
+  RankEvent state_of(int rank) const;
+
+  // Waits until a failure is known or the deadline passes: a transport often notices a closed connection a moment
+  // before the monitor can say whose.
+  std::optional<RankEvent> await_failure(Clock::time_point deadline) const;
+
+  // Calls `listener` on the reporting thread for each Failed or Lost event, until the token is destroyed. The listener
+  // must be quick and must not call back into this object.
+  using Listener = std::function<void(const RankEvent&)>;
+  std::shared_ptr<void> listen(Listener listener);
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  std::vector<RankEvent> ranks_;
+  std::optional<RankEvent> first_failure_;
+  std::vector<std::weak_ptr<Listener>> listeners_;
+};
+
+}  // namespace penstock::comm

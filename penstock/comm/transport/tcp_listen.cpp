@@ -1,0 +1,191 @@
+#include "penstock/comm/transport/tcp_listen.h"
+
+#include <arpa/inet.h>
+#include <dirent.h>
+#include <fmt/format.h>
+#include <linux/filter.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+#include <thread>
+#include <utility>
+
+#include "penstock/base/warnings.h"
+
+namespace penstock::comm {
+
+namespace {
+
+std::string errno_text() { return std::strerror(errno); }
+
+int port_of(int fd) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof address;
+  if (getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) return -1;
+  if (address.ss_family == AF_INET) return ntohs(reinterpret_cast<sockaddr_in&>(address).sin_port);
+  if (address.ss_family == AF_INET6) return ntohs(reinterpret_cast<sockaddr_in6&>(address).sin6_port);
+  return -1;
+}
+
+bool is_listening(int fd) {
+  int listening = 0;
+  socklen_t length = sizeof listening;
+  return getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &length) == 0 && listening == 1;
+}
+
+}  // namespace
+
+ListeningSocket& ListeningSocket::operator=(ListeningSocket&& other) noexcept {
+  if (this != &other) {
+    close();
+    fd_ = other.release();
+  }
+  return *this;
+}
+
+ListeningSocket ListeningSocket::bind(ListenOn where, int port, const std::string& remedy) {
+  ListeningSocket result;
+  result.fd_ = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (result.fd_ < 0) throw StateError(fmt::format("cannot open a TCP socket: {}", errno_text()));
+  const int on = 1;
+  setsockopt(result.fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<std::uint16_t>(port));
+  address.sin_addr.s_addr = htonl(where == ListenOn::Loopback ? INADDR_LOOPBACK : INADDR_ANY);
+  if (::bind(result.fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 || listen(result.fd_, 1024) != 0)
+    throw ConfigError(fmt::format("cannot listen on TCP port {}: {}; {}", port, errno_text(), remedy));
+  return result;
+}
+
+int ListeningSocket::port() const { return port_of(fd_); }
+
+int ListeningSocket::release() noexcept { return std::exchange(fd_, -1); }
+
+void ListeningSocket::close() noexcept {
+  if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+}
+
+void restrict_to_loopback(int port) {
+  // The filter sees a packet before the connection exists: at a negative offset from SKF_NET_OFF lies the IP header.
+  // IPv4: source address 127.x. IPv6: ::1.
+  constexpr std::uint32_t kNet = static_cast<std::uint32_t>(SKF_NET_OFF);
+  sock_filter program[] = {
+      BPF_STMT(BPF_LD | BPF_B | BPF_ABS, kNet + 0),       // version and header length
+      BPF_STMT(BPF_ALU | BPF_RSH | BPF_K, 4),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 4, 0, 2),       // IPv6: skip to the word compares
+      BPF_STMT(BPF_LD | BPF_B | BPF_ABS, kNet + 12),      // first byte of the source address
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 127, 8, 9),     // accept or drop
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, kNet + 8),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 0, 0, 7),
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, kNet + 12),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 0, 0, 5),
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, kNet + 16),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 0, 0, 3),
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, kNet + 20),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 1, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, 0xffffffff),              // accept
+      BPF_STMT(BPF_RET | BPF_K, 0),                       // drop
+  };
+  sock_fprog filter{static_cast<unsigned short>(std::size(program)), program};
+  bool found = false;
+  if (DIR* folder = opendir("/proc/self/fd")) {
+    while (const dirent* entry = readdir(folder)) {
+      const int fd = std::atoi(entry->d_name);
+      if (!is_listening(fd) || port_of(fd) != port) continue;
+      if (setsockopt(fd, SOL_SOCKET, SO_ATTACH_FILTER, &filter, sizeof filter) == 0) found = true;
+    }
+    closedir(folder);
+  }
+  if (!found)
+    warn_once("comm", fmt::format("the rendezvous store on port {} listens on all interfaces, and this kernel refused to restrict it to "
+                                  "loopback; close the port in the firewall",
+                                  port));
+}
+
+std::string own_host_name() {
+  char name[256] = {};
+  gethostname(name, sizeof name - 1);
+  return name;
+}
+
+int connect_to(const std::string& host, int port) {
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) {
+    errno = EHOSTUNREACH;
+    return -1;
+  }
+  int fd = -1;
+  for (const addrinfo* at = found; at != nullptr && fd < 0; at = at->ai_next) {
+    fd = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (fd < 0) continue;
+    const timeval limit{2, 0};  // bounds the connect; the caller retries until its own deadline
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+    if (connect(fd, at->ai_addr, at->ai_addrlen) != 0) {
+      const int error = errno;
+      close(fd);
+      fd = -1;
+      errno = error;
+    }
+  }
+  freeaddrinfo(found);
+  if (fd >= 0) {
+    const timeval none{0, 0};
+    const int on = 1;
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &none, sizeof none);
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  }
+  return fd;
+}
+
+void require_known_host(const std::string& host, Clock::time_point deadline, const std::string& remedy) {
+  constexpr std::chrono::seconds kPatience{3};
+  const auto last = std::min(deadline, Clock::now() + kPatience);
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  for (;;) {
+    addrinfo* found = nullptr;
+    const int error = getaddrinfo(host.c_str(), nullptr, &hints, &found);
+    if (error == 0) {
+      freeaddrinfo(found);
+      return;
+    }
+    if (error != EAI_AGAIN || Clock::now() >= last)
+      throw ConfigError(fmt::format("rendezvous: the host \"{}\" cannot be resolved ({}); {}", host, error == EAI_SYSTEM ? errno_text() : gai_strerror(error), remedy));
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  }
+}
+
+void await_listening(const std::string& host, int port, Clock::time_point deadline, CommContext context) {
+  const auto begin = Clock::now();
+  for (;;) {
+    const int fd = connect_to(host, port);
+    if (fd >= 0) {
+      close(fd);
+      return;
+    }
+    const std::string why = errno_text();
+    if (Clock::now() >= deadline) {
+      context.elapsed_s = std::chrono::duration<double>(Clock::now() - begin).count();
+      throw TimeoutError(fmt::format("no answer from the rendezvous at {}:{} ({}); check that rank 0 is running and that MASTER_ADDR "
+                                     "and MASTER_PORT name its host and port",
+                                     host, port, why),
+                         context);
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+}
+
+}  // namespace penstock::comm

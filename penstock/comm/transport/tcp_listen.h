@@ -1,0 +1,52 @@
+// TCP sockets that listen no wider than they must: on loopback unless ranks of other hosts have to reach them.
+#pragma once
+
+#include <string>
+
+#include "penstock/base/errors.h"
+#include "penstock/comm/transport/transfer.h"
+
+namespace penstock::comm {
+
+enum class ListenOn { Loopback, AllInterfaces };
+
+// Owns a listening socket.
+class ListeningSocket {
+ public:
+  ListeningSocket() = default;
+  ~ListeningSocket() { close(); }
+  ListeningSocket(ListeningSocket&& other) noexcept : fd_(other.release()) {}
+  ListeningSocket& operator=(ListeningSocket&& other) noexcept;
+
+  // Port 0: any free port. Throws ConfigError ending in `remedy` when the port is taken.
+  static ListeningSocket bind(ListenOn where, int port, const std::string& remedy);
+
+  int port() const;
+  int fd() const { return fd_; }
+  int release() noexcept;
+  void close() noexcept;
+
+ private:
+  int fd_ = -1;
+};
+
+// Makes the socket of this process that already listens on `port` drop connections that do not come from this host. For
+// LibTorch versions whose store insists on opening its own socket on all interfaces. A kernel that refuses socket
+// filters gives a warning, not an error.
+void restrict_to_loopback(int port);
+
+// Throws ConfigError ending in `remedy` unless the host name can be resolved. An answer that there is no such host is final; a name server that
+// does not answer is asked again for a moment, at most until the deadline.
+void require_known_host(const std::string& host, Clock::time_point deadline, const std::string& remedy);
+
+// Waits until something accepts connections at host:port. Throws TimeoutError with `context` at the deadline: c10d would
+// otherwise retry with messages that do not name the remedy.
+void await_listening(const std::string& host, int port, Clock::time_point deadline, CommContext context);
+
+// The name by which other hosts know this one.
+std::string own_host_name();
+
+// Connects, or returns -1 with errno set when refused or unreachable.
+int connect_to(const std::string& host, int port);
+
+}  // namespace penstock::comm

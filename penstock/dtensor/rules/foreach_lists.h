@@ -1,0 +1,38 @@
+// The tensors of an operator on lists, position by position: what rules_foreach.cpp works on. Private to this folder.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "penstock/dtensor/tensor/dtensor_payload.h"
+#include "penstock/dtensor/tensor/sharding_rule.h"
+
+namespace penstock::detail {
+
+// Takes the arguments off the stack and brings the tensors of every position to the layout of the first list's.
+class ForeachCall {
+ public:
+  // `terms_fit`: the operator is linear in all its lists, so terms of a sum may stay terms.
+  ForeachCall(const c10::OperatorHandle& op, Stack* stack, bool terms_fit);
+
+  const std::vector<at::Tensor>& first_list() const { return first_; }
+  // The layout that a position is worked in; null for plain tensors.
+  const SpecPtr& spec(std::size_t position) const { return specs_[position]; }
+  const comm::MeshGroups& mesh(std::size_t position) const { return dtensor_payload(first_[position])->mesh; }
+
+  // Local arguments: to be called with.
+  Stack local;
+
+  // A local result of a position as a distributed tensor.
+  at::Tensor wrap(const at::Tensor& result, std::size_t position) const;
+
+ private:
+  at::Tensor localize(const at::Tensor& tensor, std::size_t position, bool written, bool may_be_lost);
+
+  const OperatorTraits& traits_;
+  std::vector<at::Tensor> first_;
+  std::vector<SpecPtr> specs_;
+};
+
+}  // namespace penstock::detail

@@ -1,0 +1,31 @@
+// Norms of tensors of which several ranks hold parts: each rank's term, how terms add up, and the norm from them. Private to this
+// folder.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "penstock/comm/group/mesh_groups.h"
+
+namespace penstock::detail {
+
+// Terms are in float32, or float64 for float64 values.
+class NormTerms {
+ public:
+  explicit NormTerms(double order) : order_(order) {}
+
+  // Over `dims`, which stay as dims of size 1. Without elements: what changes nothing.
+  at::Tensor of(const at::Tensor& local, const std::vector<std::int64_t>& dims) const;
+  // Over all ranks along the axes given, one collective each. In place.
+  void reduce(const comm::MeshGroups& mesh, const std::vector<int>& axes, at::Tensor& terms) const;
+  at::Tensor norm(const at::Tensor& terms) const;
+
+ private:
+  bool largest() const;
+  bool smallest() const;
+  double order_;
+};
+
+}  // namespace penstock::detail

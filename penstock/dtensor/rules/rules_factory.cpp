@@ -1,0 +1,35 @@
+// Tensors made after the model of another: the values of the model do not matter, its layout is taken over where it fits.
+#include <ATen/ATen.h>
+
+#include "penstock/dtensor/tensor/rule_helpers.h"
+#include "penstock/dtensor/tensor/rule_registry.h"
+
+namespace penstock::detail {
+namespace {
+
+// Of a given size: laid out as the model where the shape is the same, else whole on every rank.
+Sharding sized(const ShardingCall& call) {
+  Sharding sharding;
+  if (call.outputs[0].shape == call.inputs[0].whole.shape) {
+    sharding = like_model(call);
+  } else {
+    sharding.inputs = {call.inputs[0].placements};
+    sharding.outputs = {Placements(call.axes())};
+  }
+  const auto shape = local_shape(call, call.outputs[0].shape, sharding.outputs[0]);
+  sharding.arguments.push_back({call.argument_index("size"), c10::IValue(shape)});
+  if (call.has_argument("stride"))
+    sharding.arguments.push_back({call.argument_index("stride"), c10::IValue(dense_stride(shape, call.outputs[0].stride))});
+  return sharding;
+}
+
+}  // namespace
+
+void add_factory_rules(RuleTable& table) {
+  table.add({"empty_like", "zeros_like", "ones_like", "full_like"}, like_model);
+  table.add({"new_empty", "new_zeros", "new_empty_strided", "new_ones", "new_full"}, sized);
+  // A number out of a tensor: of the whole one, the same on every rank.
+  table.add({"_local_scalar_dense", "equal", "is_nonzero"}, replicate_all, {.numbers_matter = false, .shape_known = false});
+}
+
+}  // namespace penstock::detail

@@ -1,0 +1,264 @@
+#include "penstock/graph/ir/graph.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <mutex>
+#include <set>
+#include <string_view>
+
+#include "penstock/base/errors.h"
+#include "penstock/graph/ir/symbolic_table.h"
+#include "penstock/torch/dispatch/operator_traits.h"
+
+namespace penstock::graph {
+namespace {
+
+// Operators that write arguments without saying so in their schema, when their argument `training` is set.
+struct HiddenWrites {
+  std::string_view op;
+  std::array<std::size_t, 2> written;
+  std::size_t training;
+};
+constexpr std::array kHiddenWrites = {
+    HiddenWrites{"aten::native_batch_norm", {3, 4}, 5},
+    HiddenWrites{"aten::cudnn_batch_norm", {3, 4}, 5},
+    HiddenWrites{"aten::miopen_batch_norm", {3, 4}, 5},
+};
+
+const HiddenWrites* hidden_writes(const Node& node) {
+  const std::string& name = node.op.operator_name().name;
+  if (name.size() < 15 || !name.ends_with("_batch_norm")) return nullptr;
+  for (const HiddenWrites& entry : kHiddenWrites)
+    if (name == entry.op && node.op.operator_name().overload_name.empty()) return &entry;
+  return nullptr;
+}
+
+bool is_true(const Operand& operand) {
+  return operand.kind == Operand::Kind::Constant && operand.constant.isBool() && operand.constant.toBool();
+}
+
+// Operators with side effects by name, overloads left out. The collectives of this library are known from the start, and with them the wait for one
+// whose result nobody uses: it gives up what the collective holds.
+struct SideEffects {
+  std::mutex mutex;
+  std::set<std::string, std::less<>> names{"penstock::all_reduce", "penstock::all_gather_into_tensor", "penstock::reduce_scatter_tensor",
+                                           "penstock::all_to_all_single", "penstock::broadcast", "penstock::all_gather_flat",
+                                           "penstock::reduce_scatter_flat", "penstock::wait_tensor"};
+  static SideEffects& instance() {
+    static SideEffects& effects = *new SideEffects;
+    return effects;
+  }
+};
+
+[[noreturn]] void malformed(const Graph& graph, std::size_t node, const std::string& why) {
+  throw InvariantError(fmt::format("graph: node {} is malformed: {}; it reads {}", node, why, to_text(graph, graph.nodes[node])));
+}
+
+class Verifier {
+ public:
+  explicit Verifier(const Graph& graph) : graph_(graph), defined_(graph.values.size(), 0) {}
+
+  void run() {
+    for (const Placeholder& input : graph_.inputs) define(input.value, fmt::format("input '{}'", input.name));
+    for (const ConstantTensor& constant : graph_.constants) {
+      define(constant.value, "a constant");
+      PENSTOCK_INVARIANT(constant.tensor.defined(), "a constant of the graph has no tensor");
+      check_symbols(constant.symbolic, &SymbolicTable::tensors, "a constant");
+    }
+    for (std::size_t i = 0; i < graph_.nodes.size(); ++i) check(i);
+    for (std::size_t i = 0; i < graph_.outputs.size(); ++i)
+      for (const ValueId value : graph_.outputs[i].values)
+        if (value != kNoValue && !is_defined(value))
+          throw InvariantError(fmt::format("graph: output {} is %{}, which no node defines", i, index_of(value)));
+  }
+
+ private:
+  bool in_range(ValueId value) const { return static_cast<std::int32_t>(value) >= 0 && index_of(value) < defined_.size(); }
+  bool is_defined(ValueId value) const { return in_range(value) && defined_[index_of(value)]; }
+
+  template <class Entries>
+  void check_symbols(SymbolicId symbolic, Entries SymbolicTable::* entries, const std::string& who) const {
+    if (symbolic == kNotSymbolic) return;
+    const std::size_t known = graph_.table ? (*graph_.table.*entries).size() : 0;
+    if (symbolic < 0 || static_cast<std::size_t>(symbolic) >= known)
+      throw InvariantError(fmt::format("graph: {} refers to entry {} of the table of symbols, which has {}", who, symbolic, known));
+  }
+
+  void define(ValueId value, const std::string& who) {
+    if (!in_range(value)) throw InvariantError(fmt::format("graph: {} has no value", who));
+    if (defined_[index_of(value)]) throw InvariantError(fmt::format("graph: {} defines %{} again", who, index_of(value)));
+    if (index_of(graph_[value].storage) >= static_cast<std::size_t>(graph_.storages))
+      throw InvariantError(fmt::format("graph: %{} lies in storage {}, of {} in all", index_of(value), index_of(graph_[value].storage),
+                                       graph_.storages));
+    check_symbols(graph_[value].geometry.symbolic, &SymbolicTable::geometries, who);
+    defined_[index_of(value)] = 1;
+  }
+
+  void check(std::size_t position) {
+    const Node& node = graph_.nodes[position];
+    const OperatorTraits& traits = traits_of(node.op);
+    if (node.arguments.size() != traits.arguments.size())
+      malformed(graph_, position, fmt::format("it has {} arguments, the schema {}", node.arguments.size(), traits.arguments.size()));
+    if (node.results.size() != traits.returns.size())
+      malformed(graph_, position, fmt::format("it has {} results, the schema {}", node.results.size(), traits.returns.size()));
+    for_each_value(node.arguments, [&](ValueId value) {
+      if (!is_defined(value)) malformed(graph_, position, fmt::format("%{} is used before it is defined", static_cast<std::int32_t>(value)));
+    });
+    for (const Operand& operand : node.arguments)
+      if (operand.symbolic != kNotSymbolic) check_symbols(operand.symbolic, &SymbolicTable::constants, fmt::format("node {}", position));
+    for (std::size_t i = 0; i < node.results.size(); ++i) check_result(position, node, traits.returns[i], i);
+  }
+
+  void check_result(std::size_t position, const Node& node, const ReturnAlias& alias, std::size_t result) {
+    const Operand* source = alias.kind == ReturnAlias::Kind::Fresh ? nullptr : &node.arguments[static_cast<std::size_t>(alias.argument)];
+    const Operand& operand = node.results[result];
+    for (std::size_t i = 0; i < operand.values.size(); ++i) {
+      const ValueId value = operand.values[i];
+      if (value == kNoValue) continue;
+      if (source && alias.kind == ReturnAlias::Kind::Same && i < source->values.size() && source->values[i] == value) continue;
+      define(value, fmt::format("node {}", position));
+      if (source && source->kind == Operand::Kind::Tensor && source->values[0] != kNoValue &&
+          graph_[source->values[0]].storage != graph_[value].storage)
+        malformed(graph_, position, fmt::format("%{} should share the memory of %{}", index_of(value), index_of(source->values[0])));
+    }
+  }
+
+  const Graph& graph_;
+  std::vector<char> defined_;
+};
+
+}  // namespace
+
+std::int64_t Geometry::numel() const {
+  std::int64_t count = 1;
+  for (const std::int64_t size : sizes) count *= size;
+  return count;
+}
+
+Geometry geometry_of(const at::Tensor& tensor) {
+  Geometry geometry;
+  geometry.sizes.append(tensor.sizes().begin(), tensor.sizes().end());
+  geometry.strides.append(tensor.strides().begin(), tensor.strides().end());
+  geometry.storage_offset = tensor.storage_offset();
+  geometry.dtype = tensor.scalar_type();
+  geometry.device = tensor.device();
+  geometry.conjugated = tensor.is_conj();
+  geometry.negated = tensor.is_neg();
+  return geometry;
+}
+
+bool has_geometry(const at::Tensor& tensor, const Geometry& geometry) {
+  return tensor.sizes() == at::IntArrayRef(geometry.sizes) && tensor.strides() == at::IntArrayRef(geometry.strides) &&
+         tensor.storage_offset() == geometry.storage_offset && tensor.scalar_type() == geometry.dtype &&
+         tensor.device() == geometry.device && tensor.is_conj() == geometry.conjugated && tensor.is_neg() == geometry.negated;
+}
+
+bool overlaps_itself(const Geometry& geometry) {
+  // From the innermost dim outwards, each step must be longer than all that lies inside.
+  c10::SmallVector<std::pair<std::int64_t, std::int64_t>, 5> dims;  // stride, size
+  for (std::size_t i = 0; i < geometry.sizes.size(); ++i) {
+    if (geometry.sizes[i] == 0) return false;
+    if (geometry.sizes[i] > 1) dims.emplace_back(geometry.strides[i], geometry.sizes[i]);
+  }
+  std::sort(dims.begin(), dims.end());
+  std::int64_t reach = 0;
+  bool nested = true;
+  for (const auto& [stride, size] : dims) {
+    if (stride == 0) return true;
+    nested &= stride > reach;
+    reach += stride * (size - 1);
+  }
+  if (nested) return false;
+  constexpr std::int64_t kExactLimit = 1 << 20;
+  if (geometry.numel() > kExactLimit || reach > 64 * kExactLimit || geometry.numel() > reach + 1) return true;
+  std::vector<std::int64_t> places{0};
+  for (const auto& [stride, size] : dims) {
+    const std::size_t inside = places.size();
+    for (std::int64_t i = 1; i < size; ++i)
+      for (std::size_t j = 0; j < inside; ++j) places.push_back(places[j] + i * stride);
+  }
+  std::sort(places.begin(), places.end());
+  return std::adjacent_find(places.begin(), places.end()) != places.end();
+}
+
+ValueId Graph::new_value(Geometry geometry, StorageId storage) {
+  values.push_back({std::move(geometry), storage});
+  return ValueId{static_cast<std::int32_t>(values.size() - 1)};
+}
+
+std::vector<std::size_t> written_arguments(const Node& node) {
+  std::vector<std::size_t> written;
+  const OperatorTraits& traits = traits_of(node.op);
+  if (traits.mutates)
+    for (std::size_t i = 0; i < traits.arguments.size(); ++i)
+      if (traits.arguments[i].written) written.push_back(i);
+  if (const HiddenWrites* hidden = hidden_writes(node); hidden && is_true(node.arguments[hidden->training]))
+    for (const std::size_t argument : hidden->written)
+      if (node.arguments[argument].value() != kNoValue) written.push_back(argument);
+  return written;
+}
+
+bool writes(const Node& node) { return traits_of(node.op).mutates || !written_arguments(node).empty(); }
+
+bool has_side_effect(const Node& node) {
+  const OperatorTraits& traits = traits_of(node.op);
+  if (traits.returns.empty()) return !traits.mutates;
+  const std::string& name = node.op.operator_name().name;
+  if (name.starts_with("aten::")) return false;
+  SideEffects& effects = SideEffects::instance();
+  const std::lock_guard lock(effects.mutex);
+  return effects.names.contains(name);
+}
+
+void register_side_effect(const std::string& op) {
+  SideEffects& effects = SideEffects::instance();
+  const std::lock_guard lock(effects.mutex);
+  effects.names.insert(op);
+}
+
+bool is_random(const Node& node) { return node.op.hasTag(at::Tag::nondeterministic_seeded); }
+
+std::size_t count_writes(const Graph& graph) {
+  return static_cast<std::size_t>(std::count_if(graph.nodes.begin(), graph.nodes.end(), [](const Node& node) { return writes(node); }));
+}
+
+void verify(const Graph& graph) { Verifier(graph).run(); }
+
+std::size_t remove_dead_nodes(Graph& graph) {
+  // A write is seen through any value of its storage that is used later, so what lives is storages as well as values.
+  std::vector<char> value_lives(graph.values.size(), 0), storage_lives(static_cast<std::size_t>(graph.storages), 0);
+  const auto use = [&](ValueId value) {
+    value_lives[index_of(value)] = 1;
+    storage_lives[index_of(graph[value].storage)] = 1;
+  };
+  for (const Placeholder& input : graph.inputs) storage_lives[index_of(graph[input.value].storage)] = 1;
+  for (const ConstantTensor& constant : graph.constants) storage_lives[index_of(graph[constant.value].storage)] = 1;
+  for_each_value(graph.outputs, use);
+  std::vector<char> keep(graph.nodes.size(), 0);
+  for (std::size_t i = graph.nodes.size(); i-- > 0;) {
+    const Node& node = graph.nodes[i];
+    bool lives = must_run(node);
+    for_each_value(node.results, [&](ValueId value) { lives |= value_lives[index_of(value)] != 0; });
+    if (!lives)
+      for (const std::size_t argument : written_arguments(node))
+        for (const ValueId value : node.arguments[argument].values)
+          lives |= value != kNoValue && storage_lives[index_of(graph[value].storage)] != 0;
+    if (!lives) continue;
+    keep[i] = 1;
+    for_each_value(node.arguments, use);
+  }
+  std::size_t kept = 0;
+  for (std::size_t i = 0; i < graph.nodes.size(); ++i)
+    if (keep[i]) {
+      if (kept != i) graph.nodes[kept] = std::move(graph.nodes[i]);
+      ++kept;
+    }
+  const std::size_t removed = graph.nodes.size() - kept;
+  graph.nodes.erase(graph.nodes.begin() + static_cast<std::ptrdiff_t>(kept), graph.nodes.end());
+  return removed;
+}
+
+}  // namespace penstock::graph

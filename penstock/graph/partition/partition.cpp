@@ -1,0 +1,179 @@
+#include "penstock/graph/partition/partition.h"
+
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+
+#include "penstock/base/errors.h"
+
+namespace penstock::graph {
+namespace {
+
+// A part of a graph as a graph of its own: some nodes in their order, with values as inputs that others compute.
+class PartOfGraph {
+ public:
+  explicit PartOfGraph(const Graph& from)
+      : from_(from), new_ids_(from.values.size(), kNoValue), new_storages_(static_cast<std::size_t>(from.storages), -1) {
+    for (const ConstantTensor& constant : from.constants) constants_.emplace(constant.value, constant);
+    to_.table = from.table;
+  }
+
+  void add_input(ValueId old, std::string name) { to_.inputs.push_back({map(old), std::move(name)}); }
+  void add_node(const Node& node) {
+    Node copied{node.op, map(node.arguments), {}, node.phase, node.grad_enabled};
+    copied.results = map(node.results);
+    to_.nodes.push_back(std::move(copied));
+  }
+  // Of a node that is computed again, what is at hand already is dropped.
+  void add_node(const Node& node, const std::vector<char>& at_hand) {
+    Node copied = node;
+    for (Operand& result : copied.results)
+      for (ValueId& value : result.values)
+        if (value != kNoValue && at_hand[index_of(value)]) value = kNoValue;
+    add_node(copied);
+  }
+  void add_output(const Operand& output) { to_.outputs.push_back(map(output)); }
+
+  Graph finish() {
+    verify(to_);
+    return std::move(to_);
+  }
+
+ private:
+  ValueId map(ValueId old) {
+    ValueId& value = new_ids_[index_of(old)];
+    if (value == kNoValue) {
+      std::int32_t& storage = new_storages_[index_of(from_[old].storage)];
+      if (storage < 0) storage = static_cast<std::int32_t>(to_.new_storage());
+      value = to_.new_value(from_[old].geometry, StorageId{storage});
+      if (const auto constant = constants_.find(old); constant != constants_.end()) to_.constants.push_back({value, constant->second.tensor, constant->second.symbolic});
+    }
+    return value;
+  }
+  Operand map(const Operand& operand) {
+    Operand result = operand;
+    for (ValueId& value : result.values)
+      if (value != kNoValue) value = map(value);
+    return result;
+  }
+  std::vector<Operand> map(const std::vector<Operand>& operands) {
+    std::vector<Operand> result;
+    result.reserve(operands.size());
+    for (const Operand& operand : operands) result.push_back(map(operand));
+    return result;
+  }
+
+  const Graph& from_;
+  Graph to_;
+  std::vector<ValueId> new_ids_;
+  std::vector<std::int32_t> new_storages_;
+  std::map<ValueId, ConstantTensor> constants_;
+};
+
+}  // namespace
+
+std::size_t Partition::saved_bytes(const Graph& joint) const {
+  std::size_t bytes = 0;
+  for (const ValueId value : saved)
+    bytes += static_cast<std::size_t>(joint[value].geometry.numel()) * c10::elementSize(joint[value].geometry.dtype);
+  return bytes;
+}
+
+std::vector<std::size_t> Partition::donated(const JointGraph& joint) const {
+  const Graph& graph = joint.graph;
+  std::vector<char> held(static_cast<std::size_t>(graph.storages), 0);
+  const auto hold = [&](ValueId value) { held[index_of(graph[value].storage)] = 1; };
+  for (const Placeholder& input : graph.inputs) hold(input.value);
+  for (const ConstantTensor& constant : graph.constants) hold(constant.value);
+  for_each_value(graph.outputs, hold);
+  std::vector<std::size_t> places;
+  for (std::size_t i = 0; i < saved.size(); ++i)
+    if (!held[index_of(graph[saved[i]].storage)]) places.push_back(i);
+  return places;
+}
+
+namespace detail {
+
+Halves halves_of(const JointGraph& joint) {
+  const Graph& graph = joint.graph;
+  if (const std::size_t writing = count_writes(graph); writing > 0)
+    throw ValueError(fmt::format("graph: {} nodes write memory, expected none; functionalize the graph before it is split", writing));
+  Halves halves{std::vector<char>(graph.nodes.size(), 0), std::vector<char>(graph.values.size(), 0), std::vector<char>(graph.values.size(), 0)};
+  std::vector<char> needed(graph.values.size(), 0);
+  for (std::size_t i = 0; i < joint.forward_outputs; ++i)
+    for (const ValueId value : graph.outputs[i].values)
+      if (value != kNoValue) needed[index_of(value)] = 1;
+  for (std::size_t i = graph.nodes.size(); i-- > 0;) {
+    const Node& node = graph.nodes[i];
+    bool needs = must_run(node) && node.phase == Phase::Forward;
+    for_each_value(node.results, [&](ValueId value) { needs |= needed[index_of(value)] != 0; });
+    if (!needs) continue;
+    halves.in_forward[i] = 1;
+    for_each_value(node.results, [&](ValueId value) { halves.from_forward[index_of(value)] = 1; });
+    for_each_value(node.arguments, [&](ValueId value) { needed[index_of(value)] = 1; });
+  }
+  for (std::size_t i = 0; i < joint.primals; ++i) halves.from_forward[index_of(graph.inputs[i].value)] = 1;
+  for (const ConstantTensor& constant : graph.constants) halves.is_constant[index_of(constant.value)] = 1;
+  return halves;
+}
+
+std::vector<char> used_by_backward(const JointGraph& joint, const Halves& halves) {
+  const Graph& graph = joint.graph;
+  std::vector<char> wanted(graph.values.size(), 0);
+  for (std::size_t i = joint.forward_outputs; i < graph.outputs.size(); ++i)
+    for (const ValueId value : graph.outputs[i].values)
+      if (value != kNoValue) wanted[index_of(value)] = 1;
+  for (std::size_t i = graph.nodes.size(); i-- > 0;) {
+    if (halves.in_forward[i]) continue;
+    bool needs = must_run(graph.nodes[i]);
+    for_each_value(graph.nodes[i].results, [&](ValueId value) { needs |= wanted[index_of(value)] != 0; });
+    if (needs) for_each_value(graph.nodes[i].arguments, [&](ValueId value) { wanted[index_of(value)] = 1; });
+  }
+  for (std::size_t i = 0; i < wanted.size(); ++i) wanted[i] = wanted[i] && halves.from_forward[i];
+  return wanted;
+}
+
+Partition split(const JointGraph& joint, const Halves& halves, const std::vector<char>& is_saved) {
+  const Graph& graph = joint.graph;
+  std::vector<char> wanted(graph.values.size(), 0), in_backward(graph.nodes.size(), 0);
+  for (std::size_t i = joint.forward_outputs; i < graph.outputs.size(); ++i)
+    for (const ValueId value : graph.outputs[i].values)
+      if (value != kNoValue) wanted[index_of(value)] = 1;
+  for (std::size_t i = graph.nodes.size(); i-- > 0;) {
+    bool needs = must_run(graph.nodes[i]) && !halves.in_forward[i];
+    for_each_value(graph.nodes[i].results, [&](ValueId value) { needs |= wanted[index_of(value)] && !is_saved[index_of(value)]; });
+    if (!needs) continue;
+    in_backward[i] = 1;
+    for_each_value(graph.nodes[i].arguments, [&](ValueId value) { wanted[index_of(value)] = 1; });
+  }
+
+  Partition result;
+  for (std::size_t i = 0; i < graph.values.size(); ++i)
+    if (is_saved[i] && wanted[i]) result.saved.push_back(ValueId{static_cast<std::int32_t>(i)});
+  PartOfGraph forward(graph), backward(graph);
+  for (std::size_t i = 0; i < joint.primals; ++i) forward.add_input(graph.inputs[i].value, graph.inputs[i].name);
+  for (const ValueId value : result.saved) backward.add_input(value, fmt::format("saved_{}", index_of(value)));
+  for (std::size_t i = joint.primals; i < graph.inputs.size(); ++i) backward.add_input(graph.inputs[i].value, graph.inputs[i].name);
+  for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
+    if (halves.in_forward[i]) forward.add_node(graph.nodes[i]);
+    if (in_backward[i]) backward.add_node(graph.nodes[i], is_saved);
+  }
+  for (std::size_t i = 0; i < joint.forward_outputs; ++i) forward.add_output(graph.outputs[i]);
+  for (const ValueId value : result.saved) forward.add_output(Operand::of(value));
+  for (std::size_t i = joint.forward_outputs; i < graph.outputs.size(); ++i) backward.add_output(graph.outputs[i]);
+  result.forward = forward.finish();
+  result.backward = backward.finish();
+  return result;
+}
+
+}  // namespace detail
+
+Partition partition_default(const JointGraph& joint) {
+  const detail::Halves halves = detail::halves_of(joint);
+  return detail::split(joint, halves, detail::used_by_backward(joint, halves));
+}
+
+}  // namespace penstock::graph

@@ -1,0 +1,171 @@
+#include <boost/graph/adjacency_list.hpp>
+#include <boost/graph/boykov_kolmogorov_max_flow.hpp>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "penstock/graph/partition/partition.h"
+#include "penstock/torch/dispatch/operator_traits.h"
+
+namespace penstock::graph {
+namespace {
+
+using EdgeOfFlow = boost::adjacency_list_traits<boost::vecS, boost::vecS, boost::directedS>::edge_descriptor;
+using FlowGraph = boost::adjacency_list<
+    boost::vecS, boost::vecS, boost::directedS,
+    boost::property<boost::vertex_color_t, boost::default_color_type,
+                    boost::property<boost::vertex_distance_t, long, boost::property<boost::vertex_predecessor_t, EdgeOfFlow>>>,
+    boost::property<boost::edge_capacity_t, std::int64_t,
+                    boost::property<boost::edge_residual_capacity_t, std::int64_t, boost::property<boost::edge_reverse_t, EdgeOfFlow>>>>;
+
+// Large, yet many of them can be added up.
+constexpr std::int64_t kUnlimited = std::numeric_limits<std::int64_t>::max() / (1 << 20);
+
+// Pointwise operators, reductions and what makes constants: one pass over memory, no more than reading what would have been saved.
+constexpr std::array kCheap = std::to_array<std::string_view>(
+    {"aten::_to_copy", "aten::_unsafe_view", "aten::abs", "aten::acos", "aten::add", "aten::addcdiv", "aten::addcmul", "aten::all", "aten::amax",
+     "aten::amin", "aten::any", "aten::arange", "aten::argmax", "aten::argmin", "aten::asin", "aten::atan", "aten::atan2", "aten::bitwise_and",
+     "aten::bitwise_not", "aten::bitwise_or", "aten::bitwise_xor", "aten::ceil", "aten::clamp", "aten::clamp_max", "aten::clamp_min",
+     "aten::clone", "aten::cos", "aten::cosh", "aten::div", "aten::empty", "aten::empty_like", "aten::eq", "aten::erf", "aten::erfc", "aten::exp",
+     "aten::expm1", "aten::fill", "aten::floor", "aten::fmod", "aten::frac", "aten::full", "aten::full_like", "aten::gather", "aten::ge",
+     "aten::gelu", "aten::gelu_backward", "aten::gt", "aten::hardtanh", "aten::index", "aten::isinf", "aten::isnan", "aten::le",
+     "aten::leaky_relu", "aten::lerp", "aten::lgamma", "aten::log", "aten::log10", "aten::log1p", "aten::log2", "aten::logical_and",
+     "aten::logical_not", "aten::logical_or", "aten::logical_xor", "aten::lt", "aten::masked_fill", "aten::max", "aten::maximum", "aten::mean",
+     "aten::min", "aten::minimum", "aten::mul", "aten::ne", "aten::neg", "aten::new_empty", "aten::new_full", "aten::new_ones", "aten::new_zeros",
+     "aten::ones", "aten::ones_like", "aten::pow", "aten::reciprocal", "aten::relu", "aten::remainder", "aten::round", "aten::rsqrt", "aten::rsub",
+     "aten::scalar_tensor", "aten::sigmoid", "aten::sigmoid_backward", "aten::sign", "aten::silu", "aten::sin", "aten::sinh", "aten::softplus",
+     "aten::sqrt", "aten::square", "aten::std", "aten::sub", "aten::sum", "aten::tan", "aten::tanh", "aten::tanh_backward", "aten::threshold",
+     "aten::threshold_backward", "aten::tril", "aten::triu", "aten::trunc", "aten::var", "aten::var_mean", "aten::where", "aten::zero",
+     "aten::zeros", "aten::zeros_like"});
+
+bool may_be_computed_again(const Node& node) {
+  if (is_random(node)) return false;
+  if (traits_of(node.op).pure_view) return true;
+  const std::string& name = node.op.operator_name().name;
+  return std::find(kCheap.begin(), kCheap.end(), name) != kCheap.end();
+}
+
+// Nodes of backward that need no gradient of a result: forward may run them too, where what they make is smaller than what they take.
+std::vector<char> nodes_without_tangents(const JointGraph& joint, const detail::Halves& halves) {
+  const Graph& graph = joint.graph;
+  std::vector<char> early(graph.nodes.size(), 0), depends(graph.values.size(), 0);
+  for (std::size_t i = joint.primals; i < graph.inputs.size(); ++i) depends[index_of(graph.inputs[i].value)] = 1;
+  for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
+    const Node& node = graph.nodes[i];
+    if (halves.in_forward[i]) continue;
+    bool tied = must_run(node) || is_random(node);
+    for_each_value(node.arguments, [&](ValueId value) { tied |= depends[index_of(value)] != 0; });
+    if (tied) for_each_value(node.results, [&](ValueId value) { depends[index_of(value)] = 1; });
+    early[i] = !tied;
+  }
+  return early;
+}
+
+// Each value of forward is two vertices joined by an edge as wide as saving it costs; whoever uses it hangs on the second.
+class CutOfSaved {
+ public:
+  CutOfSaved(const JointGraph& joint, const detail::Halves& halves, const std::vector<char>& early)
+      : joint_(joint), halves_(halves), early_(early), flow_(2 * joint.graph.values.size() + 2), source_(2 * joint.graph.values.size()), sink_(source_ + 1) {}
+
+  std::vector<char> run() {
+    const Graph& graph = joint_.graph;
+    const std::vector<char> used = detail::used_by_backward(joint_, halves_);
+    for (std::size_t i = 0; i < graph.values.size(); ++i) {
+      if (!halves_.from_forward[i]) continue;
+      const Geometry& geometry = graph.values[i].geometry;
+      // One more than its bytes: of equal cuts the one with fewer tensors.
+      connect(before(i), after(i), geometry.numel() * static_cast<std::int64_t>(c10::elementSize(geometry.dtype)) + 1);
+      if (used[i]) connect(after(i), sink_, kUnlimited);
+    }
+    for (std::size_t i = 0; i < joint_.primals; ++i) connect(source_, before(index_of(graph.inputs[i].value)), kUnlimited);
+    for (std::size_t i = 0; i < graph.nodes.size(); ++i)
+      if (halves_.in_forward[i]) connect_node(graph.nodes[i], early_[i] != 0);
+    boost::boykov_kolmogorov_max_flow(flow_, source_, sink_);
+    const std::vector<char> reached = reach();
+    std::vector<char> saved(graph.values.size(), 0);
+    for (std::size_t i = 0; i < graph.values.size(); ++i)
+      saved[i] = halves_.from_forward[i] && reached[before(i)] && !reached[after(i)];
+    return saved;
+  }
+
+ private:
+  using Vertex = std::size_t;
+  static Vertex before(std::size_t value) { return 2 * value; }
+  static Vertex after(std::size_t value) { return 2 * value + 1; }
+
+  void connect(Vertex from, Vertex to, std::int64_t capacity) {
+    const EdgeOfFlow there = boost::add_edge(from, to, flow_).first, back = boost::add_edge(to, from, flow_).first;
+    boost::put(boost::edge_capacity, flow_, there, capacity);
+    boost::put(boost::edge_capacity, flow_, back, 0);
+    boost::put(boost::edge_reverse, flow_, there, back);
+    boost::put(boost::edge_reverse, flow_, back, there);
+  }
+
+  // `early`: backward computes it for the first time, if forward does not.
+  void connect_node(const Node& node, bool early) {
+    const bool again = early || may_be_computed_again(node);
+    for_each_value(node.results, [&](ValueId result) {
+      if (!again) return connect(source_, before(index_of(result)), kUnlimited);
+      for_each_value(node.arguments, [&](ValueId argument) {
+        if (!halves_.is_constant[index_of(argument)]) connect(after(index_of(argument)), before(index_of(result)), kUnlimited);
+      });
+    });
+  }
+
+  // What the source still reaches when the flow is at its largest.
+  std::vector<char> reach() const {
+    std::vector<char> reached(boost::num_vertices(flow_), 0);
+    std::vector<Vertex> open{source_};
+    reached[source_] = 1;
+    while (!open.empty()) {
+      const Vertex from = open.back();
+      open.pop_back();
+      for (auto [edge, end] = boost::out_edges(from, flow_); edge != end; ++edge) {
+        const Vertex to = boost::target(*edge, flow_);
+        if (reached[to] || boost::get(boost::edge_residual_capacity, flow_, *edge) <= 0) continue;
+        reached[to] = 1;
+        open.push_back(to);
+      }
+    }
+    return reached;
+  }
+
+  const JointGraph& joint_;
+  const detail::Halves& halves_;
+  const std::vector<char>& early_;
+  FlowGraph flow_;
+  Vertex source_, sink_;
+};
+
+}  // namespace
+
+Partition partition_min_cut(const JointGraph& joint) {
+  const Graph& graph = joint.graph;
+  detail::Halves halves = detail::halves_of(joint);
+  const std::vector<char> early = nodes_without_tangents(joint, halves);
+  detail::Halves widest = halves;
+  for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
+    if (!early[i]) continue;
+    widest.in_forward[i] = 1;
+    for_each_value(graph.nodes[i].results, [&](ValueId value) { widest.from_forward[index_of(value)] = 1; });
+  }
+  const std::vector<char> saved = CutOfSaved(joint, widest, early).run();
+  // Forward runs those of them that make something to be saved, and what these need.
+  std::vector<char> needed = saved;
+  for (std::size_t i = graph.nodes.size(); i-- > 0;) {
+    bool needs = false;
+    for_each_value(graph.nodes[i].results, [&](ValueId value) { needs |= needed[index_of(value)] != 0; });
+    if (!early[i] || !needs) continue;
+    halves.in_forward[i] = 1;
+    for_each_value(graph.nodes[i].results, [&](ValueId value) { halves.from_forward[index_of(value)] = 1; });
+    for_each_value(graph.nodes[i].arguments, [&](ValueId value) { needed[index_of(value)] = 1; });
+  }
+  return detail::split(joint, halves, saved);
+}
+
+}  // namespace penstock::graph

@@ -1,0 +1,10 @@
+#include "penstock/base/errors.h"
+#include "penstock/graph/partition/partition.h"
+
+namespace penstock::graph {
+
+Partition partition_min_cut(const JointGraph&) {
+  throw NotImplemented("graph: this build has no minimum-cut partition; install Boost.Graph's headers and build again, or use partition_default");
+}
+
+}  // namespace penstock::graph

@@ -1,0 +1,73 @@
+// Whether a capture holds for a call: what is compared, and what differs.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "penstock/graph/trace/analyze.h"
+#include "penstock/graph/ir/subclass_record.h"
+#include "penstock/graph/ir/symbolic_table.h"
+#include "penstock/torch/dispatch/autocast_scope.h"
+
+namespace penstock::graph {
+
+class CallGuard {
+ public:
+  CallGuard(const Values& inputs, const Convention& convention);
+
+  bool inputs_share_memory() const { return any_sharing_; }
+  // The first input in whose memory an input lies: itself, or an earlier one.
+  std::size_t shares_with(std::size_t input) const { return inputs_[input].shares_with; }
+  std::size_t same_as(std::size_t input) const { return inputs_[input].same_as; }
+  // Whether the capture holds: about 50 ns an input. `sizes`: what the symbols of a capture with dynamic dims are in this call.
+  bool holds(const Values& inputs, const BoundSizes* sizes = nullptr) const;
+  // Empty when the capture holds; otherwise what differs: "input 1 has sizes [2, 4], in the capture [3, 4]".
+  std::string difference(const Values& inputs, const BoundSizes* sizes = nullptr, const SymbolicTable* table = nullptr) const;
+  // Whether nothing differs but sizes, strides and offsets.
+  bool same_kind(const Values& inputs) const;
+  bool same_kind(const CallGuard& other) const;
+
+  // Calls `visit(number of the input, Geometry&)` for each tensor.
+  template <class Visit>
+  void for_each_geometry(Visit&& visit) {
+    for (std::size_t i = 0; i < inputs_.size(); ++i)
+      if (inputs_[i].tensor) visit(i, *inputs_[i].tensor);
+  }
+  template <class Visit>
+  void for_each_geometry(Visit&& visit) const {
+    for (std::size_t i = 0; i < inputs_.size(); ++i)
+      if (inputs_[i].tensor) visit(i, *inputs_[i].tensor);
+  }
+
+ private:
+  struct Input {
+    std::optional<Geometry> tensor;
+    std::shared_ptr<const TensorRecord> subclass;   // of a tensor that is one: kind, context and what it holds are compared, too
+    c10::IValue value;              // of what is not a tensor
+    bool requires_grad = false, is_leaf = true, is_view = false;
+    std::size_t same_as = 0;        // the first input that is the same tensor
+    std::size_t shares_with = 0;    // the first input that lies in the same memory
+  };
+  enum class Records { Make, None };
+  static std::vector<Input> describe_all(const Values& inputs, Records records);
+  static bool same_kind(const std::vector<Input>& a, const std::vector<Input>& b);
+
+  std::vector<Input> inputs_;
+  std::vector<std::string> names_;
+  bool any_sharing_ = false;
+
+  // What holds for a whole call: of the thread, and of the process.
+  struct Modes {
+    bool grad = true, inference = false, deterministic = false;
+    AutocastState autocast;
+    friend bool operator==(const Modes&, const Modes&) = default;
+  };
+  static Modes current_modes();
+  static std::string difference(const Modes& is, const Modes& was);
+  Modes modes_;
+};
+
+}  // namespace penstock::graph

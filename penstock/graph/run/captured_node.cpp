@@ -1,0 +1,69 @@
+#include "penstock/graph/run/captured_node.h"
+
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "penstock/base/errors.h"
+#include "penstock/torch/dispatch/wrapper.h"
+
+namespace penstock::graph {
+namespace {
+
+using torch::autograd::variable_list;
+
+// Laid out as when backward was captured: it may view it. A result that nobody used has no gradient: zeros.
+at::Tensor tangent(const at::Tensor& gradient, const Geometry& geometry, const BoundSizes* sizes) {
+  const LayoutInCall layout = layout_in_call(geometry, sizes);
+  if (!gradient.defined())
+    return at::empty_strided(layout.sizes, layout.strides, at::dtype(geometry.dtype).device(geometry.device)).zero_();
+  if (is_wrapper(gradient))
+    throw TypeError(describe("graph: a gradient of a captured function", "a tensor of kind " + std::string(payload_of(gradient)->kind()), "a plain tensor",
+                             "give backward a gradient like the result"));
+  if (gradient.sizes() != layout.sizes || gradient.scalar_type() != geometry.dtype)
+    throw ValueError(fmt::format("graph: a gradient has {} elements of {}, expected {} of {}; give backward gradients like the results",
+                                 gradient.numel(), c10::toString(gradient.scalar_type()), c10::multiply_integers(layout.sizes),
+                                 c10::toString(geometry.dtype)));
+  // Backward was captured for a gradient that is no lazy conjugate or negative.
+  if (gradient.strides() == layout.strides && !gradient.is_conj() && !gradient.is_neg()) return gradient;
+  return at::empty_strided(layout.sizes, layout.strides, gradient.options()).copy_(gradient);
+}
+
+}  // namespace
+
+void CapturedNode::save_all(const std::vector<c10::IValue>& values, const std::vector<at::Tensor>& primals, const std::vector<at::Tensor>& results) {
+  for (std::size_t i = 0; i < call_->saved.size(); ++i) {
+    const CapturedCall::Saved& how = call_->saved[i];
+    at::Tensor tensor = values[call_->joint.forward_outputs + i].toTensor();
+    if (how.how == CapturedCall::Saved::How::Copied) {
+      const at::NoGradGuard no_grad;
+      tensor = copy_keeping_bits(tensor.detach());
+    }
+    if (how.how == CapturedCall::Saved::How::Unwatched) tensor = tensor.variable_data();
+    save(tensor);
+    if (how.watch_primal) watch(primals[*how.watch_primal]);
+    if (how.watch_output) watch(results[*how.watch_output]);
+  }
+}
+
+variable_list CapturedNode::apply(variable_list&& gradients) {
+  std::vector<at::Tensor> inputs = unpack();
+  for (std::size_t i = 0; i < gradients.size(); ++i) inputs.push_back(tangent(gradients[i], call_->joint.tangents[i].geometry, sizes_.get()));
+  gradients.clear();
+  // What backward writes it computed from what forward saw.
+  for (std::size_t i = 0; i < written_.size(); ++i)
+    if (static_cast<std::int64_t>(written_[i].tensor._version()) != written_[i].version)
+      throw StateError(fmt::format("graph: {}, which backward writes, was written since forward ran; run backward before the next write, and once",
+                                   call_->joint.graph.inputs[call_->joint.written_in_backward[i]].name));
+  give_up();
+  variable_list results;
+  for (const c10::IValue& gradient : (*call_->backward)(std::move(inputs), sizes_.get()))
+    results.push_back(gradient.isTensor() ? gradient.toTensor() : at::Tensor());
+  const std::size_t gradients_end = results.size() - written_.size();
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < written_.size(); ++i) written_[i].tensor.copy_(results[gradients_end + i]);
+  results.resize(gradients_end);
+  return results;
+}
+
+}  // namespace penstock::graph

@@ -1,0 +1,39 @@
+// The node of autograd that stands for a whole captured function: holds what forward saved, and runs the backward graph.
+//
+// Made by CapturedCall. Its gradients come in the order of the capture's tangents.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "penstock/graph/run/captured_call.h"
+#include "penstock/graph/run/saving_node.h"
+
+namespace penstock::graph {
+
+class CapturedNode final : public SavingNode {
+ public:
+  // `sizes`: of dynamic dims, as they were in forward.
+  CapturedNode(c10::intrusive_ptr<CapturedCall> call, c10::intrusive_ptr<BoundSizes> sizes) : call_(std::move(call)), sizes_(std::move(sizes)) {}
+
+  // After the results have their history. `values`: what the forward graph gave; `results`: by place among the forward outputs.
+  void save_all(const std::vector<c10::IValue>& values, const std::vector<at::Tensor>& primals, const std::vector<at::Tensor>& results);
+
+  // An input that backward writes. It needs no gradient, so that holding it holds no graph of autograd.
+  void write_in_backward(const at::Tensor& input) { written_.push_back({input, input._version()}); }
+
+ protected:
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
+
+ private:
+  c10::intrusive_ptr<CapturedCall> call_;
+  c10::intrusive_ptr<BoundSizes> sizes_;
+  struct Written {
+    at::Tensor tensor;
+    std::int64_t version = 0;   // as forward saw it
+  };
+  std::vector<Written> written_;
+};
+
+}  // namespace penstock::graph

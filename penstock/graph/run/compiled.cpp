@@ -1,0 +1,125 @@
+#include "penstock/graph/run/compiled.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/warnings.h"
+#include "penstock/graph/run/captured_call.h"
+#include "penstock/graph/run/generalize.h"
+
+namespace penstock::graph {
+namespace {
+
+// Why a capture does not hold for a call.
+std::string difference_of(CapturedCall& call, const Values& inputs) {
+  if (!call.dynamic) return call.guard.difference(inputs);
+  std::string why;
+  const auto sizes = call.dynamic->bind(inputs, &why);
+  return why.empty() ? call.guard.difference(inputs, sizes.get(), &call.dynamic->table()) : why;
+}
+
+}  // namespace
+
+struct Compiled::Refused {
+  CallGuard kind;
+  std::string why;
+};
+
+Compiled::Compiled(Function function, const CompileOptions& options, Convention convention)
+    : function_(std::move(function)), options_(options), convention_(std::move(convention)) {}
+Compiled::~Compiled() = default;
+Compiled::Compiled(Compiled&&) noexcept = default;
+Compiled& Compiled::operator=(Compiled&&) noexcept = default;
+
+Values Compiled::operator()(const Values& inputs) {
+  // The last ones first: sizes that have a capture of their own were captured after the one for all sizes.
+  for (auto it = calls_.rbegin(); it != calls_.rend(); ++it) {
+    CapturedCall& call = **it;
+    if (!call.dynamic) {
+      if (call.guard.holds(inputs)) return call.run(inputs);
+      continue;
+    }
+    const auto sizes = call.dynamic->bind(inputs);
+    if (!sizes || !call.guard.holds(inputs, sizes.get())) continue;
+    return call.dynamic->needs_check(*sizes) ? check_and_run(call, inputs, sizes) : call.run(inputs, sizes);
+  }
+  if (!calls_.empty() && !options_.recapture)
+    throw StateError(fmt::format("graph: the capture does not hold for this call: {}; call it as it was captured, or set recapture",
+                                 difference_of(*calls_.back(), inputs)));
+  return capture(inputs);
+}
+
+Values Compiled::check_and_run(CapturedCall& call, const Values& inputs, const c10::intrusive_ptr<BoundSizes>& sizes) {
+  auto fixed = c10::make_intrusive<CapturedCall>(function_, inputs, convention_);
+  const std::string difference = difference_at(call, *fixed, *sizes);
+  if (difference.empty()) {
+    call.dynamic->mark_checked(*sizes);
+    return call.run(inputs, sizes);
+  }
+  if (!options_.recapture)
+    throw StateError(fmt::format("graph: the capture for all sizes does not hold for {}: there {}; call it with other sizes, or set recapture",
+                                 call.dynamic->table().text_of(sizes->values), difference));
+  fixed->make_ready(options_.partitioner);
+  calls_.push_back(fixed);
+  return fixed->run(inputs);
+}
+
+Values Compiled::capture(const Values& inputs) {
+  if (!options_.dynamic.dims.empty())
+    if (const auto call = capture_dynamic(inputs)) {
+      calls_.push_back(call);
+      return check_and_run(*call, inputs, call->dynamic->bind(inputs));
+    }
+  auto call = c10::make_intrusive<CapturedCall>(function_, inputs, convention_);
+  call->make_ready(options_.partitioner);
+  calls_.push_back(call);
+  return call->run(inputs);
+}
+
+c10::intrusive_ptr<CapturedCall> Compiled::capture_dynamic(const Values& inputs) {
+  std::vector<DynamicSymbol> symbols = symbols_of(options_.dynamic, inputs, convention_);
+  if (symbols.empty()) return {};
+  const auto refuse = [&](const std::string& why) {
+    if (!options_.recapture)
+      throw StateError(fmt::format("graph: the function cannot be captured for all sizes: {}; change it, mark other dims, or set recapture", why));
+  };
+  // Sizes outside of what was asked for say nothing about the others; nor does a tensor without elements, which has no order of dims.
+  const SymbolValues sizes = sizes_of(symbols, inputs);
+  for (std::size_t i = 0; i < symbols.size(); ++i)
+    if (!symbols[i].allows(sizes[i]) || sizes[i] == 0) {
+      refuse(fmt::format("{} is {} in the first call, expected {}", symbols[i].name, sizes[i],
+                         symbols[i].allows(sizes[i]) ? "1 or more" : symbols[i].range_text()));
+      return {};
+    }
+  for (const Refused& refused : refused_)
+    if (refused.kind.same_kind(inputs)) return {};
+  // Nor do sizes for which there is a graph with symbols that has no form for them.
+  for (const auto& call : calls_)
+    if (call->dynamic && call->guard.same_kind(inputs) && !call->dynamic->bind(inputs)) return {};
+  Generalized all = capture_for_all_sizes(function_, inputs, options_, convention_, std::move(symbols));
+  if (all.call) {
+    const auto bound = all.call->dynamic->bind(inputs, &all.refused);
+    if (bound) all.refused = all.call->guard.difference(inputs, bound.get(), &all.call->dynamic->table());
+    if (all.refused.empty()) return all.call;
+  }
+  refuse(all.refused);
+  warn("graph", fmt::format("dynamic dims: the function is captured for each size by itself: {}", all.refused));
+  refused_.push_back({CallGuard(inputs, convention_), std::move(all.refused)});
+  return {};
+}
+
+const ViewAndMutationMeta& Compiled::meta(std::size_t capture) const { return calls_.at(capture)->user_meta; }
+const ViewAndMutationMeta& Compiled::inner_meta(std::size_t capture) const { return calls_.at(capture)->meta; }
+const JointGraph& Compiled::joint(std::size_t capture) const { return calls_.at(capture)->joint; }
+const Partition& Compiled::partition(std::size_t capture) const { return calls_.at(capture)->halves; }
+bool Compiled::is_dynamic(std::size_t capture) const { return calls_.at(capture)->dynamic.has_value(); }
+std::size_t Compiled::checked_sizes(std::size_t capture) const {
+  const CapturedCall& call = *calls_.at(capture);
+  return call.dynamic ? call.dynamic->checked() : 0;
+}
+std::string Compiled::dynamic_refused() const { return refused_.empty() ? std::string() : refused_.back().why; }
+
+}  // namespace penstock::graph

@@ -1,0 +1,10 @@
+#include "penstock/base/errors.h"
+#include "penstock/graph/tools/graph_file.h"
+
+namespace penstock::graph::detail {
+
+std::uint64_t graph_checksum(std::span<const std::uint8_t>) {
+  throw ConfigError("graph files: this build has no xxHash; install its header (Debian: libxxhash-dev) and build again");
+}
+
+}  // namespace penstock::graph::detail

@@ -1,0 +1,167 @@
+#include "penstock/graph/tools/signature.h"
+
+#include <fmt/format.h>
+
+#include <iterator>
+#include <unordered_map>
+
+#include "penstock/base/errors.h"
+
+namespace penstock::graph {
+namespace {
+
+// The outputs of the graph by name, each once.
+std::vector<GraphOutput> names_of_outputs(const Graph& graph) {
+  std::vector<GraphOutput> names;
+  std::unordered_map<std::string, std::size_t> times;
+  for (const Operand& output : graph.outputs) {
+    std::string name = to_text(output);
+    const std::size_t before = times[name]++;
+    if (before > 0) name += fmt::format(".{}", before);
+    names.emplace_back(std::move(name));
+  }
+  return names;
+}
+
+class SignatureMaker {
+ public:
+  SignatureMaker(const JointGraph& joint, const ViewAndMutationMeta& meta, const SignatureOptions& options)
+      : joint_(joint), meta_(meta), options_(options), outputs_(names_of_outputs(joint.graph)) {}
+
+  GraphSignature run() {
+    if (joint_.subclasses)
+      throw ValueError("graph: some inputs or results are tensor subclasses, several tensors each, which no signature can say; capture the function over plain tensors");
+    if (!joint_.written_in_backward.empty())
+      throw ValueError(fmt::format("graph: backward writes {}, which no signature can say; write it in forward", joint_.graph.inputs[joint_.written_in_backward[0]].name));
+    signature_.in_spec = options_.in_spec;
+    signature_.out_spec = options_.out_spec;
+    add_inputs();
+    add_mutations();
+    add_results();
+    if (!joint_.tangents.empty()) add_gradients();
+    return std::move(signature_);
+  }
+
+ private:
+  std::size_t parameters() const { return options_.state ? options_.state->parameters : 0; }
+  std::size_t state_size() const { return options_.state ? options_.state->names.size() : 0; }
+
+  void add_inputs() {
+    if (state_size() > joint_.primals)
+      throw ValueError(fmt::format("graph: the module has {} parameters and buffers, the graph {} inputs; make the signature of a capture of this module",
+                                   state_size(), joint_.primals));
+    if (joint_.graph.inputs.size() != joint_.primals + joint_.tangents.size())
+      throw ValueError(fmt::format("graph: {} inputs, of which {} are the function's and {} gradients; nobody knows what the rest is",
+                                   joint_.graph.inputs.size(), joint_.primals, joint_.tangents.size()));
+    for (std::size_t i = 0; i < joint_.primals; ++i) {
+      const GraphInput name(joint_.graph.inputs[i].name);
+      inputs_.push_back(name);
+      if (i >= state_size()) {
+        signature_.user_inputs.push_back(name);
+        continue;
+      }
+      const Qualified qualified(options_.state->names[i]);
+      (i < parameters() ? signature_.parameters : signature_.buffers).push_back(qualified);
+      (i < parameters() ? signature_.inputs_to_parameters : signature_.inputs_to_buffers).emplace(name, qualified);
+    }
+  }
+
+  void add_mutations() {
+    std::size_t primal = 0, written = 0;
+    for (std::size_t i = 0; i < meta_.inputs.size(); ++i) {
+      const InputInfo& info = meta_.inputs[i];
+      const std::size_t place = primal;
+      primal += info.is_tensor ? 1 : 0;
+      if (info.mutation_type() == MutationType::NotMutated) continue;
+      const std::string who = place < inputs_.size() ? inputs_[place].text : fmt::format("input {}", i);
+      if (info.mutation_type() == MutationType::MutatedInGraph)
+        throw ValueError(fmt::format("graph: {} is written inside of the graph, which no signature can say; capture without keep_input_mutations", who));
+      if (!info.mutates_data)
+        throw ValueError(fmt::format("graph: only the shape of {} is changed, which no signature can say; change a view of it", who));
+      if (!joint_.tangents.empty() && place < parameters())
+        throw ValueError(fmt::format("graph: parameter {} is written in a graph with backward; write buffers only, or capture under no_grad", who));
+      const GraphOutput& output = outputs_[written++];
+      if (place < parameters())
+        signature_.parameters_to_mutate.emplace(output, Qualified(options_.state->names[place]));
+      else if (place < state_size())
+        signature_.buffers_to_mutate.emplace(output, Qualified(options_.state->names[place]));
+      else
+        signature_.user_inputs_to_mutate.emplace(output, inputs_[place]);
+    }
+    PENSTOCK_INVARIANT(written == meta_.mutated_at_run_time().size(), "written inputs do not add up");
+  }
+
+  void add_results() {
+    const std::size_t first = meta_.mutated_at_run_time().size();
+    if (options_.hidden_outputs > meta_.outputs.size())
+      throw ValueError(fmt::format("graph: {} hidden results of {}", options_.hidden_outputs, meta_.outputs.size()));
+    if (meta_.intermediate_bases > 0)
+      throw ValueError("graph: results are views of one tensor inside of the graph, which no signature can say; return clones of them");
+    for (std::size_t i = 0; i + options_.hidden_outputs < meta_.outputs.size(); ++i) {
+      if (meta_.outputs[i].type == OutputType::Tensor && !is_fresh(meta_.outputs[i].kind))
+        throw ValueError(fmt::format("graph: result {} is made at run time ({}), which no signature can say; return a clone of it", i,
+                                     to_text(meta_.outputs[i].kind)));
+      signature_.user_outputs.push_back(outputs_.at(first + i));
+    }
+  }
+
+  void add_gradients() {
+    BackwardSignature backward;
+    if (outputs_.size() != joint_.forward_outputs + joint_.primals)
+      throw ValueError(fmt::format("graph: {} outputs, of which {} are forward's; expected one gradient for each of {} inputs", outputs_.size(),
+                                   joint_.forward_outputs, joint_.primals));
+    for (std::size_t i = 0; i < joint_.primals; ++i) {
+      const std::size_t output = joint_.forward_outputs + i;
+      if (joint_.graph.outputs[output].value() == kNoValue) continue;
+      if (i < parameters())
+        backward.gradients_to_parameters.emplace(outputs_[output], Qualified(options_.state->names[i]));
+      else
+        backward.gradients_to_user_inputs.emplace(outputs_[output], inputs_[i]);
+    }
+    std::optional<std::size_t> loss = options_.loss_index;
+    for (std::size_t i = 0; i < meta_.outputs.size() && !loss; ++i)
+      if (meta_.outputs[i].requires_grad) loss = i;
+    if (!loss || *loss >= signature_.user_outputs.size())
+      throw ValueError(describe("graph: the result that is the loss", loss ? std::to_string(*loss) : "none",
+                                fmt::format("one of {} results", signature_.user_outputs.size()), "give loss_index"));
+    backward.loss_output = signature_.user_outputs[*loss];
+    signature_.backward = std::move(backward);
+  }
+
+  const JointGraph& joint_;
+  const ViewAndMutationMeta& meta_;
+  const SignatureOptions& options_;
+  const std::vector<GraphOutput> outputs_;
+  std::vector<GraphInput> inputs_;
+  GraphSignature signature_;
+};
+
+template <class Map>
+void append_map(std::string& text, const char* title, const Map& map) {
+  for (const auto& [from, to] : map) fmt::format_to(std::back_inserter(text), "  {} {} -> {}\n", title, from.text, to.text);
+}
+
+}  // namespace
+
+GraphSignature make_signature(const JointGraph& joint, const ViewAndMutationMeta& meta, const SignatureOptions& options) {
+  return SignatureMaker(joint, meta, options).run();
+}
+
+std::string to_text(const GraphSignature& signature) {
+  std::string text = "signature\n";
+  append_map(text, "parameter", signature.inputs_to_parameters);
+  append_map(text, "buffer", signature.inputs_to_buffers);
+  for (const GraphInput& input : signature.user_inputs) text += "  input " + input.text + "\n";
+  append_map(text, "writes buffer", signature.buffers_to_mutate);
+  append_map(text, "writes parameter", signature.parameters_to_mutate);
+  append_map(text, "writes input", signature.user_inputs_to_mutate);
+  for (const GraphOutput& output : signature.user_outputs) text += "  result " + output.text + "\n";
+  if (signature.backward) {
+    text += "  loss " + signature.backward->loss_output.text + "\n";
+    append_map(text, "gradient", signature.backward->gradients_to_parameters);
+    append_map(text, "gradient", signature.backward->gradients_to_user_inputs);
+  }
+  return text;
+}
+
+}  // namespace penstock::graph

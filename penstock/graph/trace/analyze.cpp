@@ -1,0 +1,356 @@
+#include "penstock/graph/trace/analyze.h"
+
+#include <c10/core/GradMode.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <string>
+#include <unordered_map>
+
+#include "penstock/base/errors.h"
+#include "penstock/graph/trace/function_trace.h"
+#include "penstock/torch/fake/fake.h"
+
+namespace penstock::graph {
+namespace {
+
+// Writes that change how memory is looked at and not the memory: transpose_, squeeze_, ...
+bool writes_metadata_only(const Node& node) { return node.op.hasTag(at::Tag::inplace_view); }
+
+// Outputs of operators that return several views at once (split, unbind) and views of those: autograd allows no write on them.
+std::vector<char> multi_output_views(const Graph& graph) {
+  std::vector<char> is_one(graph.values.size(), 0);
+  for (const Node& node : graph.nodes) {
+    const OperatorTraits& traits = traits_of(node.op);
+    for (std::size_t i = 0; i < node.results.size(); ++i) {
+      const ReturnAlias& alias = traits.returns[i];
+      if (alias.kind == ReturnAlias::Kind::Fresh) continue;
+      const Operand& viewed = node.arguments[static_cast<std::size_t>(alias.argument)];
+      const bool several = alias.kind == ReturnAlias::Kind::View && node.results[i].kind == Operand::Kind::TensorList;
+      const bool inherited = viewed.value() != kNoValue && is_one[index_of(viewed.value())];
+      if (several || inherited)
+        for (const ValueId value : node.results[i].values)
+          if (value != kNoValue) is_one[index_of(value)] = 1;
+    }
+  }
+  return is_one;
+}
+
+bool is_custom_function(const torch::autograd::Node& node) { return node.name().starts_with("torch::autograd::CppNode<"); }
+
+// A user's autograd function made this view or one that it is a view of: the view could not be made again from its base with the same
+// gradient. Views have one tensor to be made from, so the way back is a line.
+bool made_by_custom_function(const at::Tensor& view) {
+  if (!view.is_view()) return view.grad_fn() && is_custom_function(*view.grad_fn());
+  const torch::autograd::Node* base = view._base().grad_fn().get();
+  for (const torch::autograd::Node* node = view.grad_fn().get(); node != nullptr && node != base;
+       node = node->num_outputs() == 1 ? node->next_edge(0).function.get() : nullptr)
+    if (is_custom_function(*node)) return true;
+  return false;
+}
+
+OutputType type_of_output(const c10::IValue& value) {
+  if (value.isTensor()) return value.toTensor().defined() ? OutputType::Tensor : OutputType::None;
+  if (value.isInt()) return OutputType::Int;
+  if (value.isDouble()) return OutputType::Float;
+  if (value.isBool()) return OutputType::Bool;
+  if (value.isNone()) return OutputType::None;
+  if (value.isString()) return OutputType::String;
+  return OutputType::Other;
+}
+
+class Analysis {
+ public:
+  Analysis(FunctionTrace& trace, const AnalyzeOptions& options)
+      : trace_(trace), options_(options), tracer_(trace.tracer), inputs_(trace.inputs), outputs_(trace.outputs) {}
+
+  ViewAndMutationMeta run() {
+    meta_.grad_mode_after = trace_.grad_mode_after;
+    meta_.keep_input_mutations = options_.keep_input_mutations;
+    describe_inputs();
+    describe_outputs();
+    describe_tangents();
+    return std::move(meta_);
+  }
+
+ private:
+  static bool is_tensor(const c10::IValue& value) { return FunctionTrace::is_tensor(value); }
+
+  void describe_inputs() {
+    // What was written, by storage.
+    struct Written {
+      bool touched = false, data = false, with_grad = false, replaced = false;
+    };
+    std::vector<Written> written(static_cast<std::size_t>(tracer_.graph.storages));
+    // Inputs themselves, as opposed to views of them: a change of shape is one of the tensor, not of its memory.
+    std::set<ValueId> is_input;
+    for (const Placeholder& input : tracer_.graph.inputs) is_input.insert(input.value);
+    for (const Node& node : tracer_.graph.nodes)
+      for (const std::size_t argument : written_arguments(node))
+        for (const ValueId value : node.arguments[argument].values) {
+          if (value == kNoValue) continue;
+          Written& storage = written[index_of(tracer_.graph[value].storage)];
+          if (node.op.operator_name().name == "aten::set_") storage.replaced = true;
+          if (writes_metadata_only(node)) {
+            if (!is_input.contains(value)) continue;
+            storage.touched = true;
+            for_each_value(node.results, [&](ValueId result) { is_input.insert(result); });
+            continue;
+          }
+          storage.touched = storage.data = true;
+          storage.with_grad |= node.grad_enabled;
+        }
+    for (std::size_t i = 0; i < inputs_.size(); ++i) {
+      InputInfo info;
+      info.keep_input_mutations = options_.keep_input_mutations;
+      if (!is_tensor(inputs_[i])) {
+        info.mutations_hidden_from_autograd = false;
+        info.is_tensor = false;
+        meta_.inputs.push_back(info);
+        continue;
+      }
+      const at::Tensor& fake = inputs_[i].toTensor();
+      Written storage;
+      for (const at::Tensor& part : trace_.parts[i]) {
+        const Written& one = written[index_of(tracer_.storage_of(part))];
+        storage = {storage.touched || one.touched, storage.data || one.data, storage.with_grad || one.with_grad, storage.replaced || one.replaced};
+      }
+      if (is_subclass(fake)) check_subclass_input(i, fake, storage.replaced);
+      info.is_leaf = trace_.is_leaf[i] != 0;
+      info.is_touched = storage.touched;
+      info.mutates_data = storage.data && !storage.replaced;
+      info.mutates_metadata = storage.replaced || !has_geometry(fake, trace_.before[i]);
+      info.mutations_hidden_from_autograd = !storage.data;
+      info.mutations_under_no_grad = storage.data && !storage.with_grad;
+      info.mutates_storage_metadata = storage.replaced;
+      info.requires_grad = fake.requires_grad();
+      info.validate(i);
+      if (!is_subclass(fake)) check_overlapping_write(i, info);
+      meta_.inputs.push_back(info);
+    }
+  }
+
+  // Which of the values that are written to one place would stay is nobody's to say, and a gradient of one element would be divided among all that are
+  // there.
+  void check_overlapping_write(std::size_t input, const InputInfo& info) const {
+    if (!info.mutates_data && !(info.mutates_metadata && info.requires_grad)) return;
+    if (overlaps_itself(trace_.before[input]))
+      throw NotImplemented(fmt::format("graph: {} has elements that share memory (expand, unfold), and the function {}; give the function a contiguous copy",
+                                       options_.convention.name_of(input), info.mutates_data ? "writes it" : "changes its shape in place"));
+  }
+
+  // A subclass is written back as a whole: what it is may not change.
+  void check_subclass_input(std::size_t input, const at::Tensor& fake, bool replaced) {
+    std::size_t primal = 0;
+    for (std::size_t i = 0; i < input; ++i) primal += is_tensor(inputs_[i]) ? 1 : 0;
+    const bool same = !replaced && trace_.records[primal].matches(fake);
+    if (!same)
+      throw NotImplemented(fmt::format("graph: {}, {}, changes its shape, layout or memory in place (transpose_, set_ ...), which cannot be written back "
+                                       "into a subclass; take a view of it",
+                                       options_.convention.name_of(input), type_text(fake)));
+  }
+
+  // Outputs by storage: how many there are, how many of them are one of several views made at once.
+  struct Aliases {
+    std::size_t outputs = 0, multi_output_views = 0;
+    std::size_t others() const { return outputs - multi_output_views; }
+  };
+
+  void describe_outputs() {
+    for (std::size_t i = 0; i < inputs_.size(); ++i)
+      if (is_tensor(inputs_[i]))
+        for (const at::Tensor& part : trace_.parts[i]) {
+          if (is_subclass(inputs_[i].toTensor()))
+            subclass_storages_.insert(tracer_.storage_of(part));
+          else
+            input_of_storage_[tracer_.storage_of(part)] = i;
+        }
+    for (std::size_t i = 0; i < outputs_.size(); ++i)
+      if (is_tensor(outputs_[i])) {
+        for (const at::Tensor& part : plain_parts(outputs_[i].toTensor())) tracer_.value_of(part);  // an output may be a constant
+        output_of_tensor_[outputs_[i].toTensor().unsafeGetTensorImpl()] = i;
+      }
+    const std::vector<char> multi = multi_output_views(tracer_.graph);
+    for (const c10::IValue& output : outputs_)
+      if (is_tensor(output) && !is_subclass(output.toTensor())) {
+        Aliases& aliases = aliases_[tracer_.storage_of(output.toTensor())];
+        ++aliases.outputs;
+        aliases.multi_output_views += multi[index_of(tracer_.value_of(output.toTensor()))] ? 1 : 0;
+      }
+    for (std::size_t i = 0; i < outputs_.size(); ++i) {
+      const c10::IValue& output = outputs_[i];
+      OutputInfo info;
+      info.type = type_of_output(output);
+      if (is_tensor(output)) {
+        if (!describe_with_subclasses(output.toTensor(), &info)) describe_tensor(output.toTensor(), &info);
+        info.has_view_replay = replays_view(info);
+        describe_view(i, output.toTensor(), &info);
+        for (std::size_t j = 0; j < i && !info.same_as; ++j)
+          if (is_tensor(outputs_[j]) && outputs_[j].toTensor().is_same(output.toTensor())) info.same_as = j;
+      }
+      meta_.outputs.push_back(std::move(info));
+    }
+    meta_.intermediate_bases = bases_.size();
+  }
+
+  static void describe_gradient(const at::Tensor& output, OutputInfo* info) {
+    info->requires_grad = output.requires_grad();
+    // A view taken under no_grad says that it needs a gradient when its base does, but nothing leads back from it.
+    info->requires_grad_for_backward = info->requires_grad && (!output.is_view() || output.grad_fn());
+    info->geometry = geometry_of(output);
+  }
+
+  bool replays_view(const OutputInfo& info) const {
+    if (is_fresh(info.kind) || info.kind == OutputKind::IsInput) return false;
+    return info.kind != OutputKind::AliasOfInput || !meta_.inputs[*info.base_index].mutates_metadata;
+  }
+
+  // How the result is made from its base at run time.
+  void describe_view(std::size_t output, const at::Tensor& tensor, OutputInfo* info) {
+    if (is_fresh(info->kind) || info->kind == OutputKind::IsInput) return;
+    const auto base_of = [&]() -> at::Tensor {
+      if (info->kind == OutputKind::AliasOfInput) return inputs_[*info->base_index].toTensor();
+      if (info->kind == OutputKind::AliasOfIntermediateBaseIsUserOutput) return outputs_[*info->base_index].toTensor();
+      return bases_[*info->base_index];
+    };
+    const at::Tensor base = base_of();
+    auto replay = find_view_replay(tracer_.graph, tracer_.value_of(base), tracer_.value_of(tensor));
+    if (replay && !replay->steps.empty()) {
+      info->view = std::move(*replay);
+      return;
+    }
+    // The base has another shape after the call than when the view was made of it. Its geometry is all that is known then, which is enough where the
+    // memory is looked at in the same way and a gradient has one place to go to.
+    info->by_geometry = true;
+    const Geometry geometry = geometry_of(base);
+    if (geometry.dtype != info->geometry.dtype || geometry.conjugated != info->geometry.conjugated || geometry.negated != info->geometry.negated ||
+        (info->requires_grad_for_backward && overlaps_itself(geometry)))
+      throw NotImplemented(fmt::format("graph: result {} is a view of another dtype, a conjugate, or a view of an expanded tensor, and the shape of what it is a "
+                                       "view of is changed in place (transpose_ ...) besides; return a clone of it",
+                                       output));
+  }
+
+  // A subclass, and a plain tensor in the memory of one, is an input or comes out of the graph: what it shares with inputs and other results it
+  // shares there too, unseen by autograd. False for all others.
+  bool describe_with_subclasses(const at::Tensor& output, OutputInfo* info) {
+    if (!is_subclass(output) && !subclass_storages_.contains(tracer_.storage_of(output))) return false;
+    describe_gradient(output, info);
+    for (std::size_t i = 0; i < inputs_.size(); ++i)
+      if (is_tensor(inputs_[i]) && inputs_[i].toTensor().is_same(output)) {
+        info->kind = OutputKind::IsInput;
+        info->base_index = i;
+        return true;
+      }
+    info->kind = OutputKind::NonAlias;
+    return true;
+  }
+
+  void describe_tensor(const at::Tensor& output, OutputInfo* info) {
+    describe_gradient(output, info);
+    const StorageId storage = tracer_.storage_of(output);
+    const Aliases& aliases = aliases_[storage];
+    if (const auto input = input_of_storage_.find(storage); input != input_of_storage_.end()) {
+      if (made_by_custom_function(output)) {
+        info->kind = OutputKind::CustomFunctionView;
+        return;
+      }
+      info->base_index = input->second;
+      // Only views that autograd lets nobody write: the aliasing may be concealed from it.
+      if (output.grad_fn() && aliases.others() == 0)
+        info->kind = OutputKind::NonAlias;
+      else
+        info->kind = is_an_input(output) ? OutputKind::IsInput : OutputKind::AliasOfInput;
+      // x.detach().copy_(y): the memory of x with the gradient of y. A view of x made at run time would have the gradient of x.
+      if (info->kind == OutputKind::AliasOfInput && output.requires_grad() &&
+          !(output.is_view() && output._base().is_same(inputs_[input->second].toTensor())))
+        throw NotImplemented(fmt::format("graph: a result lies in the memory of input {} without being a view of it to autograd, and needs a "
+                                         "gradient; return a clone of it",
+                                         input->second));
+      return;
+    }
+    if (output.is_view() && aliases.outputs > 1 && made_by_custom_function(output))
+      info->kind = OutputKind::CustomFunctionView;
+    else if (output.is_view() && output.requires_grad() && output._base().requires_grad())
+      describe_intermediate_view(output, aliases, info);
+    else if (!output.requires_grad() && aliases.outputs > 1)
+      describe_detached_twin(output, info);
+  }
+
+  void describe_intermediate_view(const at::Tensor& output, const Aliases& aliases, OutputInfo* info) {
+    if (aliases.outputs == 1 || aliases.others() <= 1) {
+      info->kind = OutputKind::UnsafeViewAlias;
+      return;
+    }
+    const c10::TensorImpl* base = output._base().unsafeGetTensorImpl();
+    if (const auto existing = output_of_tensor_.find(base); existing != output_of_tensor_.end()) {
+      info->kind = OutputKind::AliasOfIntermediateBaseIsUserOutput;
+      info->base_index = existing->second;
+      return;
+    }
+    const auto [entry, is_new] = base_of_tensor_.try_emplace(base, bases_.size());
+    if (is_new) bases_.emplace_back(output._base());
+    info->kind = is_new ? OutputKind::AliasOfIntermediateSaveAsOutput : OutputKind::AliasOfIntermediate;
+    info->base_index = entry->second;
+  }
+
+  // (y, y.detach()): made from y at run time, so that both go on sharing memory.
+  void describe_detached_twin(const at::Tensor& output, OutputInfo* info) {
+    for (const c10::IValue& other : outputs_) {
+      if (!is_tensor(other) || !other.toTensor().requires_grad() || other.toTensor().is_same(output)) continue;
+      if (tracer_.storage_of(other.toTensor()) != tracer_.storage_of(output) || !has_geometry(other.toTensor(), info->geometry)) continue;
+      info->kind = OutputKind::AliasOfIntermediateBaseIsUserOutput;
+      info->base_index = output_of_tensor_.at(other.toTensor().unsafeGetTensorImpl());
+      return;
+    }
+  }
+
+  bool is_an_input(const at::Tensor& output) const {
+    return std::any_of(inputs_.begin(), inputs_.end(),
+                       [&](const c10::IValue& input) { return is_tensor(input) && input.toTensor().is_same(output); });
+  }
+
+  void describe_tangents() {
+    using Kind = TangentInfo::Kind;
+    for (std::size_t i = 0; i < inputs_.size(); ++i) {
+      const InputInfo& info = meta_.inputs[i];
+      if (info.mutation_type() == MutationType::MutatedOutOfGraph && info.mutates_data && info.requires_grad)
+        meta_.tangents.push_back({Kind::MutatedInput, i, of_gradient(geometry_of(inputs_[i].toTensor()))});
+    }
+    for (std::size_t i = 0; i < outputs_.size(); ++i)
+      if (is_fresh(meta_.outputs[i].kind) && meta_.outputs[i].requires_grad_for_backward)
+        meta_.tangents.push_back({Kind::Output, i, of_gradient(meta_.outputs[i].geometry)});
+    for (std::size_t i = 0; i < bases_.size(); ++i) meta_.tangents.push_back({Kind::IntermediateBase, i, of_gradient(geometry_of(bases_[i]))});
+  }
+  // The gradient of a lazy conjugate is none.
+  static Geometry of_gradient(Geometry result) {
+    result.conjugated = result.negated = false;
+    return result;
+  }
+
+  FunctionTrace& trace_;
+  const AnalyzeOptions& options_;
+  Tracer& tracer_;
+  const Values &inputs_, &outputs_;
+  ViewAndMutationMeta meta_;
+  std::map<StorageId, std::size_t> input_of_storage_;                            // the last one, of the plain ones
+  std::set<StorageId> subclass_storages_;                                        // of those that are a subclass
+  std::unordered_map<const c10::TensorImpl*, std::size_t> output_of_tensor_;     // the last one
+  std::map<StorageId, Aliases> aliases_;
+  std::unordered_map<const c10::TensorImpl*, std::size_t> base_of_tensor_;
+  std::vector<at::Tensor> bases_;
+};
+
+}  // namespace
+
+ViewAndMutationMeta analyze(FunctionTrace& trace, const AnalyzeOptions& options) { return Analysis(trace, options).run(); }
+
+ViewAndMutationMeta analyze(const Function& function, const Values& inputs, const AnalyzeOptions& options) {
+  FunctionTrace trace(function, inputs, options.convention, FunctionTrace::Leaves::AsTheyAre);
+  return analyze(trace, options);
+}
+
+}  // namespace penstock::graph

@@ -1,0 +1,333 @@
+#include "penstock/graph/trace/capture.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "penstock/base/errors.h"
+#include "penstock/graph/trace/function_trace.h"
+#include "penstock/torch/fake/fake.h"
+
+namespace penstock::graph {
+namespace {
+
+bool holds_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
+
+// Calls `seen` with all gradients that the nodes behind some results hand on, when they do.
+class GradientWatch final : public torch::autograd::FunctionPostHook {
+ public:
+  using Seen = std::function<void(const at::Tensor&)>;
+  explicit GradientWatch(const Seen& seen) : seen_(seen) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) override {
+    for (const at::Tensor& gradient : outputs)
+      if (gradient.defined()) seen_(gradient);
+    return outputs;
+  }
+
+  // `seen` must live until backward is over. The nodes are those of the capture, which nobody runs again.
+  static void attach(const torch::autograd::variable_list& results, const Seen& seen) {
+    std::vector<torch::autograd::Node*> open;
+    std::set<torch::autograd::Node*> known;
+    const auto visit = [&](torch::autograd::Node* node) {
+      // A leaf hands nothing on, and belongs to the tensor, not to the capture.
+      if (node && node->num_outputs() > 0 && known.insert(node).second) open.push_back(node);
+    };
+    for (const at::Tensor& result : results) visit(result.grad_fn().get());
+    while (!open.empty()) {
+      torch::autograd::Node* node = open.back();
+      open.pop_back();
+      node->add_post_hook(std::make_unique<GradientWatch>(seen));
+      for (const torch::autograd::Edge& edge : node->next_edges()) visit(edge.function.get());
+    }
+  }
+
+ private:
+  const Seen& seen_;
+};
+
+// A fake tensor that stands where a gradient of a result will stand.
+at::Tensor fake_tangent(const Geometry& geometry) {
+  return make_fake_strided(geometry.sizes, geometry.strides, at::dtype(geometry.dtype).device(geometry.device));
+}
+
+c10::SmallVector<std::int64_t, 5> contiguous_strides(const c10::SmallVector<std::int64_t, 5>& sizes) {
+  c10::SmallVector<std::int64_t, 5> strides(sizes.size(), 1);
+  for (std::size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<std::int64_t>(sizes[i], 1);
+  return strides;
+}
+
+class JointCapture {
+ public:
+  JointCapture(FunctionTrace& trace, const ViewAndMutationMeta& meta)
+      : trace_(trace), meta_(meta), tracer_(trace.tracer), inputs_(trace.inputs), outputs_(trace.outputs), primals_(trace.primals) {}
+
+  JointGraph run() {
+    if (outputs_.size() != meta_.outputs.size())
+      throw StateError(describe("graph: number of results of the captured function", std::to_string(outputs_.size()),
+                                std::to_string(meta_.outputs.size()) + " as when it was analyzed",
+                                "make the function do the same on every call"));
+    const ModeGuard below(trace_.fake_mode);
+    const ModeGuard on(tracer_);
+    result_.primals = tracer_.graph.inputs.size();
+    for (const TensorRecord& record : trace_.records) layout_.inputs.push_back(note(record));
+    collect_bases();
+    find_written_memory();
+    return_forward();
+    differentiate();
+    if (any_subclass_) result_.subclasses = std::make_shared<const SubclassLayout>(std::move(layout_));
+    result_.graph = std::move(tracer_.graph);
+    verify(result_.graph);
+    return std::move(result_);
+  }
+
+ private:
+  void collect_bases() {
+    bases_.resize(meta_.intermediate_bases);
+    for (std::size_t i = 0; i < outputs_.size(); ++i)
+      if (meta_.outputs[i].kind == OutputKind::AliasOfIntermediateSaveAsOutput)
+        bases_[*meta_.outputs[i].base_index] = at::Tensor(outputs_[i].toTensor()._base());
+  }
+
+  // Inputs of the graph whose memory the function writes.
+  void find_written_memory() {
+    std::size_t primal = 0;
+    for (std::size_t i = 0; i < inputs_.size(); ++i) {
+      if (!holds_tensor(inputs_[i])) continue;
+      const std::size_t first = trace_.records[primal++].first_flat();
+      if (!meta_.inputs[i].mutates_data) continue;
+      for (std::size_t part = 0; part < trace_.parts[i].size(); ++part) written_memory_.emplace(tracer_.storage_of(trace_.parts[i][part]), first + part);
+    }
+  }
+
+  // Of a result that comes out of the graph.
+  TensorRecord return_result(const c10::IValue& value) {
+    TensorRecord record = return_value(value);
+    layout_.in_written_input.resize(tracer_.graph.outputs.size());
+    for (std::size_t i = record.first_flat(); i < tracer_.graph.outputs.size(); ++i)
+      if (const ValueId part = tracer_.graph.outputs[i].value(); part != kNoValue)
+        if (const auto input = written_memory_.find(tracer_.graph[part].storage); input != written_memory_.end()) layout_.in_written_input[i] = input->second;
+    return record;
+  }
+
+  // Adds a tensor to the outputs of the graph, or whatever else is returned.
+  // `before`: outputs that do not count, of the other half.
+  TensorRecord return_value(const c10::IValue& value, std::size_t before = 0) {
+    std::vector<Operand>& returned = tracer_.graph.outputs;
+    const std::size_t first = returned.size() - before;
+    if (!holds_tensor(value)) {
+      returned.push_back(tracer_.operand_of(value));
+      return PlainTensorMeta{first, std::nullopt};
+    }
+    for (const at::Tensor& part : plain_parts(value.toTensor())) returned.push_back(Operand::of(tracer_.value_of(part)));
+    return note(TensorRecord::of(value.toTensor(), first));
+  }
+
+  TensorRecord note(TensorRecord record) {
+    any_subclass_ |= record.is_subclass();
+    return record;
+  }
+
+  void return_forward() {
+    std::vector<TensorRecord>& records = layout_.forward_outputs;
+    for (const std::size_t i : meta_.mutated_at_run_time()) records.push_back(return_value(inputs_[i]));
+    for (std::size_t i = 0; i < outputs_.size(); ++i)
+      records.push_back(return_result(is_fresh(meta_.outputs[i].kind) ? outputs_[i] : c10::IValue(at::Tensor())));
+    for (const at::Tensor& base : bases_) records.push_back(return_value(base));
+    result_.forward_outputs = tracer_.graph.outputs.size();
+    layout_.in_written_input.resize(result_.forward_outputs);
+  }
+
+  // What stands for the gradient of a result, as inputs of the graph.
+  at::Tensor add_tangent(const TangentInfo& tangent, const at::Tensor& result) {
+    const std::size_t first = result_.tangents.size();
+    const auto add = [&](const Geometry& geometry) {
+      result_.tangents.push_back({tangent.kind, tangent.index, geometry});
+      return tracer_.add_input(fake_tangent(geometry), fmt::format("tangents_{}", result_.tangents.size()));
+    };
+    at::Tensor made = rebuild_tangent(result, add);
+    layout_.tangents.push_back(note(TensorRecord::of(made, first)));
+    return made;
+  }
+
+  // Dense in the order of the result's strides; in a row where the result has gaps or an element at several places (expand).
+  template <class Add>
+  static at::Tensor rebuild_tangent(const at::Tensor& result, const Add& add) {
+    if (!is_subclass(result)) {
+      Geometry geometry = geometry_of(result);
+      geometry.storage_offset = 0;
+      geometry.conjugated = geometry.negated = false;
+      if (!result.is_non_overlapping_and_dense()) geometry.strides = contiguous_strides(geometry.sizes);
+      return add(geometry);
+    }
+    std::vector<at::Tensor> inner;
+    for (const auto& [name, part] : payload_of(result)->inner_tensors()) inner.push_back(rebuild_tangent(part, add));
+    return payload_of(result)->rebuild_gradient(inner, penstock::geometry_of(result));
+  }
+
+  const at::Tensor& result_of(const TangentInfo& tangent) const {
+    switch (tangent.kind) {
+      case TangentInfo::Kind::MutatedInput: return inputs_[tangent.index].toTensor();
+      case TangentInfo::Kind::Output: return outputs_[tangent.index].toTensor();
+      case TangentInfo::Kind::IntermediateBase: return bases_[tangent.index];
+    }
+    throw InvariantError("graph: a tangent of unknown kind");
+  }
+
+  // Autograd does not see the write when it is applied to the input, so that no gradient ever comes this way.
+  bool is_written_unseen(std::size_t input) const {
+    return meta_.inputs[input].mutations_under_no_grad || trace_.is_leaf_with_grad[input] != 0;
+  }
+
+  void differentiate() {
+    torch::autograd::variable_list roots, tangents, leaves;
+    for (const TangentInfo& tangent : meta_.tangents) {
+      if (tangent.kind == TangentInfo::Kind::MutatedInput && is_written_unseen(tangent.index)) continue;
+      const at::Tensor& result = result_of(tangent);
+      // The same tensor returned twice has one gradient.
+      bool again = false;
+      for (const at::Tensor& root : roots) again |= root.is_same(result);
+      if (again) continue;
+      PENSTOCK_INVARIANT(result.requires_grad(), "a result that needed a gradient when the function was analyzed needs none now");
+      roots.push_back(result);
+      tangents.push_back(add_tangent(tangent, result));
+    }
+    for (const at::Tensor& primal : primals_)
+      if (primal.requires_grad()) leaves.push_back(primal);
+    torch::autograd::variable_list gradients(leaves.size());
+    tracer_.phase = Phase::Backward;
+    const std::size_t first_node = tracer_.graph.nodes.size();
+    for (std::size_t i = result_.primals; i < tracer_.graph.inputs.size(); ++i) handed_on_[tracer_.graph[tracer_.graph.inputs[i].value].storage] = first_node;
+    const GradientWatch::Seen seen = [&](const at::Tensor& gradient) {
+      for (const at::Tensor& part : plain_parts(gradient))
+        if (is_fake(part)) handed_on_.try_emplace(tracer_.storage_of(part), tracer_.graph.nodes.size());
+    };
+    // Backward follows what forward did, and is usually run outside of the scope that casts.
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    if (!roots.empty() && !leaves.empty()) {
+      GradientWatch::attach(roots, seen);
+      gradients = torch::autograd::grad(roots, leaves, tangents, /*retain_graph=*/c10::nullopt, /*create_graph=*/false, /*allow_unused=*/true);
+    }
+    std::size_t next = 0;
+    for (const at::Tensor& primal : primals_) {
+      const at::Tensor gradient = primal.requires_grad() ? gradients[next++] : at::Tensor();
+      layout_.input_gradients.push_back(return_value(gradient, result_.forward_outputs));
+    }
+    return_written_in_backward(first_node);
+  }
+
+  // What backward writes besides tensors of its own: a user's autograd function, or a hook, does such things.
+  void return_written_in_backward(std::size_t first_node) {
+    std::map<StorageId, std::size_t> primals;
+    for (std::size_t i = 0; i < result_.primals; ++i) primals.emplace(tracer_.graph[tracer_.graph.inputs[i].value].storage, i);
+    std::set<StorageId> returned;
+    for (const c10::IValue& output : outputs_)
+      if (holds_tensor(output))
+        for (const at::Tensor& part : plain_parts(output.toTensor())) returned.insert(tracer_.storage_of(part));
+    std::set<std::size_t> written;
+    for (std::size_t i = first_node; i < tracer_.graph.nodes.size(); ++i) {
+      const Node& node = tracer_.graph.nodes[i];
+      for (const std::size_t argument : written_arguments(node))
+        for (const ValueId value : node.arguments[argument].values) {
+          if (value == kNoValue) continue;
+          const StorageId storage = tracer_.graph[value].storage;
+          const std::string op = c10::toString(node.op.operator_name());
+          if (const auto primal = primals.find(storage); primal != primals.end()) {
+            check_written_in_backward(primal->second, node, op);
+            written.insert(primal->second);
+          } else if (returned.contains(storage)) {
+            throw NotImplemented(fmt::format("graph: backward writes a tensor that forward returned ({}); write a clone of it", op));
+          } else if (const auto handed = handed_on_.find(storage); handed != handed_on_.end() && handed->second <= i) {
+            throw NotImplemented(fmt::format("graph: backward writes a gradient that it was given ({}), which others may hold; make a new tensor of it in the "
+                                             "function's backward or in the hook",
+                                             op));
+          }
+        }
+    }
+    for (const std::size_t primal : written) {
+      result_.written_in_backward.push_back(primal);
+      tracer_.graph.outputs.push_back(Operand::of(tracer_.graph.inputs[primal].value));
+    }
+  }
+
+  void check_written_in_backward(std::size_t primal, const Node& node, const std::string& op) const {
+    const std::string& name = tracer_.graph.inputs[primal].name;
+    if (any_subclass_)
+      throw NotImplemented(fmt::format("graph: backward writes {} ({}), in a function over tensor subclasses; write it in forward", name, op));
+    std::size_t input = 0;
+    for (std::size_t tensors = 0; input < inputs_.size(); ++input)
+      if (holds_tensor(inputs_[input]) && tensors++ == primal) break;
+    const InputInfo& info = meta_.inputs.at(input);
+    if (primals_[primal].requires_grad() || info.requires_grad)
+      throw NotImplemented(fmt::format("graph: backward writes {} ({}), which needs a gradient; write a clone of it", name, op));
+    if (node.op.hasTag(at::Tag::inplace_view))
+      throw NotImplemented(fmt::format("graph: backward changes the shape of {} in place ({}); take a view of it", name, op));
+    if (info.mutation_type() != MutationType::NotMutated)
+      throw NotImplemented(fmt::format("graph: forward and backward both write {} ({}); write it in one of them", name, op));
+  }
+
+  FunctionTrace& trace_;
+  const ViewAndMutationMeta& meta_;
+  Tracer& tracer_;
+  const Values &inputs_, &outputs_;
+  const std::vector<at::Tensor>& primals_;
+  std::vector<at::Tensor> bases_;
+  SubclassLayout layout_;
+  std::map<StorageId, std::size_t> written_memory_;
+  std::map<StorageId, std::size_t> handed_on_;   // memory of gradients: how many nodes there were when another node of autograd was given one
+  bool any_subclass_ = false;
+  JointGraph result_;
+};
+
+}  // namespace
+
+Graph capture_forward(const Function& function, const Values& inputs) {
+  FakeMode fake_mode;
+  Tracer tracer;
+  Values fakes;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (holds_tensor(inputs[i]) && is_subclass(inputs[i].toTensor()))
+      throw TypeError(describe(fmt::format("graph: input {}", i), type_text(inputs[i].toTensor()), "a plain tensor",
+                               "hand over what it holds, or capture with capture_joint, which takes subclasses apart"));
+    fakes.push_back(holds_tensor(inputs[i]) ? c10::IValue(tracer.add_input(to_fake(inputs[i].toTensor().detach()), fmt::format("input{}", i)))
+                                            : inputs[i]);
+  }
+  const c10::AutoGradMode no_gradients(false);
+  const ModeGuard below(fake_mode);
+  const ModeGuard on(tracer);
+  for (const c10::IValue& output : function(fakes)) tracer.graph.outputs.push_back(tracer.operand_of(output));
+  verify(tracer.graph);
+  return std::move(tracer.graph);
+}
+
+JointGraph capture_joint(FunctionTrace& trace, const ViewAndMutationMeta& meta) { return JointCapture(trace, meta).run(); }
+
+JointGraph capture_joint(const Function& function, const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention) {
+  if (inputs.size() != meta.inputs.size())
+    throw ValueError(describe("graph: number of inputs", std::to_string(inputs.size()), std::to_string(meta.inputs.size()),
+                              "analyze the function with the inputs it is captured with"));
+  FunctionTrace trace(function, inputs, convention, FunctionTrace::Leaves::Writable);
+  return capture_joint(trace, meta);
+}
+
+AnalyzedCapture analyze_and_capture(const Function& function, const Values& inputs, const Convention& convention) {
+  AnalyzedCapture result;
+  FunctionTrace trace(function, inputs, convention, FunctionTrace::Leaves::AsTheyAre);
+  result.meta = analyze(trace, {.convention = convention});
+  bool writes_leaf = false;
+  for (const InputInfo& input : result.meta.inputs) writes_leaf |= input.is_touched && input.is_leaf && input.requires_grad;
+  if (!writes_leaf) result.joint = capture_joint(trace, result.meta);
+  return result;
+}
+
+}  // namespace penstock::graph

@@ -1,0 +1,55 @@
+#include "penstock/graph/trace/fake_in_place.h"
+
+#include <mutex>
+
+#include "penstock/base/errors.h"
+#include "penstock/graph/ir/subclass_record.h"
+#include "penstock/torch/fake/fake.h"
+#include "penstock/torch/dispatch/wrapper.h"
+
+namespace penstock::graph {
+namespace {
+
+WeakNodePtr accumulator_of(const at::Tensor& tensor) {
+  auto* autograd = torch::autograd::impl::get_autograd_meta(tensor);
+  if (!autograd) return WeakNodePtr(NodePtr());
+  const std::lock_guard lock(autograd->mutex_);
+  return autograd->grad_accumulator_;
+}
+
+}  // namespace
+
+FakeInPlace::FakeInPlace(const std::vector<at::Tensor>& tensors) {
+  replaced_.reserve(tensors.size());
+  try {
+    for (const at::Tensor& tensor : tensors) {
+      for (const at::Tensor& part : plain_parts(tensor))
+        if (is_fake(part))
+          throw TypeError(describe("graph: a parameter or buffer", "a fake tensor", "a real one, or a subclass of real ones",
+                                   "materialize the module before it is captured"));
+      Replaced replaced{tensor, tensor.variable_data(), accumulator_of(tensor), {}};
+      replace_data(tensor, to_fake_parts(replaced.real));
+      if (auto* autograd = torch::autograd::impl::get_autograd_meta(tensor)) replaced.hooks.swap(autograd->hooks_);
+      replaced_.push_back(std::move(replaced));
+    }
+  } catch (...) {
+    restore();
+    throw;
+  }
+}
+
+FakeInPlace::~FakeInPlace() { restore(); }
+
+void FakeInPlace::restore() noexcept {
+  for (Replaced& replaced : replaced_) {
+    replace_data(replaced.tensor, replaced.real);
+    if (auto* autograd = torch::autograd::impl::get_autograd_meta(replaced.tensor)) {
+      const std::lock_guard lock(autograd->mutex_);
+      autograd->grad_accumulator_ = replaced.accumulator;
+      autograd->hooks_.swap(replaced.hooks);
+    }
+  }
+  replaced_.clear();
+}
+
+}  // namespace penstock::graph

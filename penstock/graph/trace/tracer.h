@@ -1,0 +1,80 @@
+// Records what a function does to tensors: a mode over fake tensors that writes each operator down as a node.
+//
+//   FakeMode fake;
+//   Tracer tracer;
+//   const at::Tensor x = tracer.add_input(to_fake(real), "x");
+//   {
+//     const ModeGuard below(fake);
+//     const ModeGuard on(tracer);
+//     const at::Tensor y = x.relu().sum();
+//     tracer.graph.outputs.push_back(Operand::of(tracer.value_of(y)));
+//   }
+//
+// Recording happens below autograd and autocast: composite operators arrive as their parts, views and in-place operators as they
+// are, backward as further operators. Nothing is computed. Real tensors that a recorded operator takes become constants of the
+// graph, and one of them that needs a gradient is a StateError; numbers that became tensors stay numbers. Operators on real tensors alone are run and not recorded, unless they write:
+// what they give is as constant as what they were given.
+//
+// A tensor subclass is taken apart: its handler runs, and what it calls is recorded.
+//
+// Tensors are known by what they carry, not by handle: the copies that autograd saves are the same value.
+// Thread rule: operators must come from one thread at a time, as they do when backward runs for one device.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "penstock/graph/ir/graph.h"
+#include "penstock/torch/fake/fake_note.h"
+#include "penstock/torch/dispatch/mode.h"
+#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/torch/dispatch/wrapper.h"
+
+namespace penstock::graph {
+
+class Tracer final : public Mode {
+ public:
+  // A fake tensor that nothing recorded so far has made. Throws TypeError for another.
+  at::Tensor add_input(at::Tensor fake, std::string name);
+
+  // The value of a tensor; a real one that is not known yet becomes a constant. Throws StateError for a fake tensor that came
+  // from outside.
+  ValueId value_of(const at::Tensor& tensor);
+  // The memory of a tensor that has a value.
+  StorageId storage_of(const at::Tensor& tensor);
+  // A tensor, or any other value as it is.
+  Operand operand_of(const c10::IValue& value);
+
+  void dispatch(const c10::OperatorHandle& op, Stack* stack) override;
+  bool records() const override { return true; }
+
+  Graph graph;
+  Phase phase = Phase::Forward;  // what nodes are marked with from here on
+
+ private:
+  Operand argument_of(ArgumentTraits::Kind kind, const c10::IValue& value);
+  void check_constant(const at::Tensor& tensor) const;
+  void check_subclass_constant(const at::Tensor& tensor) const;
+  Operand record_result(const ReturnAlias& alias, const c10::IValue& value, const Node& node);
+  ValueId define(const at::Tensor& tensor, StorageId storage);
+  ValueId rewritten(const at::Tensor& tensor);
+  StorageId new_storage(const at::Tensor& tensor);
+  StorageId storage_of_result(const at::Tensor& tensor, const Node& node);
+  Payload* subclass_in(c10::ArrayRef<c10::IValue> arguments) const;
+  void run_below(const c10::OperatorHandle& op, Stack* stack);
+
+  // A fake tensor carries a note with its value, so nothing is held that the function lets go. Others are held, so that no address is given
+  // to another object during the recording.
+  const std::uint64_t note_owner_ = new_note_owner();
+  std::unordered_map<const void*, ValueId> others_;
+  std::unordered_map<const c10::StorageImpl*, StorageId> storages_of_others_;
+  std::vector<PayloadPtr> held_payloads_;
+  std::vector<at::Tensor> held_tensors_;
+  std::vector<c10::Storage> held_storages_;
+  std::size_t first_result_ = 0;                          // of the node that is recorded now
+  std::vector<const c10::StorageImpl*> storage_address_;  // by StorageId; of a storage that may be gone
+};
+
+}  // namespace penstock::graph

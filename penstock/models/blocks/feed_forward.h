@@ -1,0 +1,26 @@
+// The feed-forward half of a block, SwiGLU: down(silu(gate(x)) * up(x)), without biases.
+#pragma once
+
+#include <torch/nn/cloneable.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
+#include "penstock/models/plan/options.h"
+
+namespace penstock::models {
+
+class FeedForwardImpl : public torch::nn::Cloneable<FeedForwardImpl> {
+ public:
+  explicit FeedForwardImpl(const TransformerOptions& options);
+  void reset() override;
+  // [batch, length, width]
+  at::Tensor forward(const at::Tensor& x);
+
+  torch::nn::Linear gate{nullptr}, up{nullptr}, down{nullptr};
+
+ private:
+  TransformerOptions options_;
+};
+TORCH_MODULE(FeedForward);
+
+}  // namespace penstock::models

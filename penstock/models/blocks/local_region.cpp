@@ -1,0 +1,97 @@
+#include "penstock/models/blocks/local_region.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstddef>
+
+#include "penstock/base/errors.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+
+namespace penstock::models {
+
+LocalRegion::LocalRegion(const at::Tensor& x, const at::Tensor& weight, Rows rows) {
+  plain_input_ = !is_dtensor(x);
+  if (!is_dtensor(weight)) {
+    if (!plain_input_)
+      throw TypeError(describe("a distributed activation", describe_dtensor(x), "a plain one, because the parameters are plain",
+                               "distribute the parameters with parallelize_transformer() or distribute_module()"));
+    return;
+  }
+  mesh_ = mesh_of(weight);
+  const Placements& own = placements_of(weight);
+  for (const Placement& placement : own) split_.push_back(placement.splits());
+  shape_ = x.sizes().vec();
+  if (plain_input_) {
+    if (own.size() != 1)
+      throw TypeError(describe("an activation of a tensor parallel model", "a plain tensor", fmt::format("a distributed tensor of {}", mesh_->mesh().to_string()),
+                               "make it one with from_local(), or parallelize on the slice of the mesh that is tensor parallel"));
+    inside_ = Placements(1);
+    return;
+  }
+  if (!(mesh_of(x) == *mesh_))
+    throw TypeError(describe("a distributed activation", describe_dtensor(x), fmt::format("one of the parameters' mesh {}", mesh_->mesh().to_string())));
+  inside_ = placements_of(x);
+  const std::int64_t kept = rows == Rows::Batch ? 1 : x.dim() - 1;
+  for (std::size_t axis = 0; axis < inside_.size(); ++axis) {
+    bool stays = !split_[axis] && inside_[axis].splits();
+    for (std::int64_t dim = kept; dim < x.dim(); ++dim) stays = stays && !inside_[axis].splits(dim);
+    if (!stays) inside_[axis] = Replicate{};
+  }
+}
+
+at::Tensor LocalRegion::enter(const at::Tensor& x) const {
+  if (!mesh_) return x;
+  const bool whole = std::none_of(split_.begin(), split_.end(), [](bool split) { return split; });
+  if (plain_input_ && whole) return x;
+  // Every rank of a splitting axis uses all of it for its own columns: the gradients are terms.
+  Placements gradients = inside_;
+  for (std::size_t axis = 0; axis < split_.size(); ++axis)
+    if (split_[axis]) gradients[axis] = Partial{};
+  return to_local(plain_input_ ? from_local(x, *mesh_, inside_, {.check = false}) : redistribute(x, inside_), {.grad_placements = gradients});
+}
+
+at::Tensor LocalRegion::weight(const at::Tensor& parameter) const {
+  if (!mesh_) {
+    if (is_dtensor(parameter))
+      throw ValueError(describe("a parameter of a model", describe_dtensor(parameter), "a plain one, as the others are", "use parallelize_transformer()"));
+    return parameter;
+  }
+  if (!is_dtensor(parameter))
+    throw ValueError(describe("a parameter of a tensor parallel model", "a plain tensor", fmt::format("distributed over {}", mesh_->mesh().to_string()),
+                              "use parallelize_transformer(), or distribute_module() behind parallelize_module()"));
+  Placements gradients = placements_of(parameter);
+  for (std::size_t axis = 0; axis < gradients.size(); ++axis) {
+    if (gradients[axis].splits() != split_[axis])
+      throw ValueError(describe("a parameter of a tensor parallel model", describe_dtensor(parameter), "split along the axes along which its neighbours are",
+                                "use tensor_parallel_plan(): column parallel for query, key, value, gate and up needs row parallel for output and down"));
+    if (inside_[axis].splits()) gradients[axis] = Partial{};  // other rows on every rank
+  }
+  return to_local(parameter, {.grad_placements = gradients});
+}
+
+at::Tensor LocalRegion::leave_sum(const at::Tensor& local) const {
+  if (!mesh_) return local;
+  const bool whole = std::none_of(split_.begin(), split_.end(), [](bool split) { return split; });
+  if (plain_input_ && whole) return local;
+  Placements terms = inside_;
+  for (std::size_t axis = 0; axis < split_.size(); ++axis)
+    if (split_[axis]) terms[axis] = Partial{};
+  at::Tensor sum = from_local(local, *mesh_, terms, {.shape = shape_, .check = false});
+  if (!whole) sum = redistribute(sum, inside_);
+  return plain_input_ ? to_local(sum) : sum;
+}
+
+at::Tensor LocalRegion::leave_split(const at::Tensor& local, std::int64_t columns) const {
+  if (!mesh_) return local;
+  const bool whole = std::none_of(split_.begin(), split_.end(), [](bool split) { return split; });
+  if (plain_input_ && whole) return local;
+  Placements placements = inside_;
+  std::vector<std::int64_t> shape = shape_;
+  shape.back() = columns;
+  for (std::size_t axis = 0; axis < split_.size(); ++axis)
+    if (split_[axis]) placements[axis] = Shard{static_cast<std::int64_t>(shape.size()) - 1};
+  return from_local(local, *mesh_, placements, {.shape = shape, .check = false});
+}
+
+}  // namespace penstock::models

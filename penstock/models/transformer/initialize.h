@@ -1,0 +1,23 @@
+// Initial values: a function of (seed, name of the parameter, element), so the same bits in every layout, on every device, in one process
+// or many. Matrices are normal; those that write into the residual stream (attention.output, feed.down) get a deviation smaller by
+// sqrt(2 * layers), so that the stream does not grow with depth. Norms are 1.
+//
+//   initialize(*stage, {.seed = 42});               // plain or distributed parameters; each rank computes its own part
+#pragma once
+
+#include <cstdint>
+
+#include "penstock/models/transformer/transformer.h"
+
+namespace penstock::models {
+
+struct InitOptions {
+  std::uint64_t seed = 0;
+  double deviation = 0.02;
+  bool scale_residual = true;
+};
+
+// Throws ValueError for a deviation that is not positive.
+void initialize(TransformerStageImpl& stage, const InitOptions& how = {});
+
+}  // namespace penstock::models

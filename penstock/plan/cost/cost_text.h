@@ -1,0 +1,36 @@
+// Costs and limits as short text, for commands and configuration: "F=1,I=1,W=1,send=0.1".
+//
+// Entries are separated by commas, each `name=value`; names in any case. Where a value is given per stage,
+// the numbers of the stages are separated by colons: "F=1:1:2:1". A single number holds for all stages. Bytes
+// take the suffixes K, M, G and T (powers of 1024).
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "penstock/plan/cost/cost_model.h"
+
+namespace penstock::plan {
+
+// Sets what the text names, leaves the rest as it is. Throws ConfigError that names the entry, and the
+// nearest name for an unknown one.
+//   F, I, W, B        time of an action; B only where it differs from I + W            per stage
+//   send              time of a transfer, whatever its size
+//   bytes, bandwidth  size of a transfer (per stage) and bytes per unit of time, on top of `send`
+//   unshard, reduce   time of UNSHARD and REDUCE_GRAD                                  per stage
+//   overlap           share of the shorter member of an overlapped pair that is hidden
+void apply_cost_text(CostModel& model, std::string_view text);
+
+//   params, unsharded, grads   bytes of a stage                                        per stage
+//   act                        bytes of one microbatch from F to B or I                per stage
+//   split                      bytes of one microbatch from I to W                     per stage
+void apply_memory_text(CostModel& model, std::string_view text);
+
+// "overlapped" or "blocking".
+Communication parse_communication(std::string_view text);
+
+// "4" or "4:3:2:1"; bytes with suffixes.
+std::vector<std::int64_t> parse_bytes_list(std::string_view what, std::string_view text);
+
+}  // namespace penstock::plan

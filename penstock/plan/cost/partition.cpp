@@ -1,0 +1,233 @@
+#include "penstock/plan/cost/partition.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <string>
+
+#include "penstock/base/errors.h"
+
+namespace penstock::plan {
+namespace {
+
+constexpr double kImpossible = std::numeric_limits<double>::infinity();
+
+void check_counts(int layers, int stages, int most) {
+  if (stages < 1) throw ValueError(describe("partition: stages", fmt::format("{}", stages), "at least 1"));
+  if (stages > most)
+    throw ValueError(describe("partition: stages", fmt::format("{}", stages), fmt::format("at most {} for {} layers", most, layers),
+                              "use fewer stages or more layers"));
+}
+
+double cost_between(const std::vector<double>& sums, int begin, int end) {
+  return sums[static_cast<std::size_t>(end)] - sums[static_cast<std::size_t>(begin)];
+}
+
+// Costs in units of their mean: equal ones become exactly 1, so that even splits tie exactly, whatever the unit was.
+struct Scaled {
+  std::vector<double> sums;  // of the first i layers
+  double first = 0, last = 0;
+};
+
+Scaled scaled(const std::vector<double>& costs, const PartitionEnds& ends) {
+  const double total = std::accumulate(costs.begin(), costs.end(), 0.0);
+  const double mean = total > 0 ? total / static_cast<double>(costs.size()) : 1;
+  Scaled result{{0}, ends.first / mean, ends.last / mean};
+  const bool equal = std::adjacent_find(costs.begin(), costs.end(), std::not_equal_to<>()) == costs.end();
+  // Layers that cost nothing at all are split by their number.
+  for (const double cost : costs) result.sums.push_back(result.sums.back() + (equal ? 1.0 : cost / mean));
+  return result;
+}
+
+// The splits whose stages all cost at most a limit.
+class Splits {
+ public:
+  Splits(const Scaled& costs, int layers, int stages, bool empty_first, bool empty_last)
+      : costs_(costs), layers_(layers), stages_(stages), empty_first_(empty_first), empty_last_(empty_last) {
+    for (int layer = 0; layer < layers; ++layer) most_of_one_ = std::max(most_of_one_, cost_between(costs_.sums, layer, layer + 1));
+  }
+
+  // The least limit that leaves a split: by halving, down to neighbouring numbers, so it is exactly the cost of a stage.
+  double least_limit() {
+    double low = 0, high = costs_.sums.back() + costs_.first + costs_.last;
+    while (true) {
+      const double middle = low + (high - low) / 2;
+      if (middle <= low || middle >= high) return high;
+      (find_begins(middle) ? high : low) = middle;
+    }
+  }
+
+  // The split with the least sum of squares.
+  std::vector<LayerRange> most_even(double limit) {
+    const bool possible = find_begins(limit);
+    PENSTOCK_INVARIANT(possible, "the limit leaves a split");
+    // Of the layers from each possible begin of a stage on; of the stage, and of the one behind it.
+    std::vector<double> value, behind;
+    std::vector<std::vector<int>> cut(static_cast<std::size_t>(stages_));
+    for (int stage = stages_ - 1; stage >= 0; --stage) {
+      const Begins& here = begins_[static_cast<std::size_t>(stage)];
+      value.assign(static_cast<std::size_t>(here.high - here.low + 1), kImpossible);
+      std::vector<int>& ends = cut[static_cast<std::size_t>(stage)];
+      ends.assign(value.size(), layers_);
+      for (int begin = here.low; begin <= here.high; ++begin) {
+        const auto place = static_cast<std::size_t>(begin - here.low);
+        if (stage == stages_ - 1) {
+          const double mine = cost(stage, begin, layers_);
+          value[place] = mine * mine;
+          continue;
+        }
+        const Begins& next = begins_[static_cast<std::size_t>(stage) + 1];
+        // The longest first: only what is better replaces it.
+        for (int end = std::min(next.high, farthest(stage, begin, limit)); end >= std::max(next.low, begin + shortest(stage)); --end) {
+          const double mine = cost(stage, begin, end);
+          const double whole = mine * mine + behind[static_cast<std::size_t>(end - next.low)];
+          if (whole < value[place]) {
+            value[place] = whole;
+            ends[place] = end;
+          }
+        }
+      }
+      behind.swap(value);
+    }
+    std::vector<LayerRange> parts;
+    int begin = 0;
+    for (int stage = 0; stage < stages_; ++stage) {
+      const int end = cut[static_cast<std::size_t>(stage)][static_cast<std::size_t>(begin - begins_[static_cast<std::size_t>(stage)].low)];
+      parts.push_back({begin, end});
+      begin = end;
+    }
+    return parts;
+  }
+
+ private:
+  // The layers that a stage can begin with: these and all between.
+  struct Begins {
+    int low = 0, high = 0;
+  };
+
+  int shortest(int stage) const { return (stage == 0 && empty_first_) || (stage == stages_ - 1 && empty_last_) ? 0 : 1; }
+  double cost(int stage, int begin, int end) const {
+    return cost_between(costs_.sums, begin, end) + ((stage == 0 ? costs_.first : 0) + (stage == stages_ - 1 ? costs_.last : 0));
+  }
+  // The greatest end within the limit; before `begin` where there is none. Costs rise with the end.
+  int farthest(int stage, int begin, double limit) const {
+    int low = begin - 1, high = layers_;
+    while (low < high) {
+      const int middle = low + (high - low + 1) / 2;
+      if (cost(stage, begin, middle) <= limit) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return low;
+  }
+  // The least begin within the limit; after `end` where there is none.
+  int nearest(int stage, int end, double limit) const {
+    int low = 0, high = end + 1;
+    while (low < high) {
+      const int middle = low + (high - low) / 2;
+      if (cost(stage, middle, end) <= limit) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    return low;
+  }
+
+  // Begins of each stage that the stages before it can reach and from which those behind it reach the end. They have no gaps: a limit that
+  // each layer alone is within lets every stage end one layer earlier or later. False: the limit leaves no split.
+  bool find_begins(double limit) {
+    begins_.assign(static_cast<std::size_t>(stages_), {});
+    if (limit < most_of_one_) return false;
+    const auto at = [&](int stage) -> Begins& { return begins_[static_cast<std::size_t>(stage)]; };
+    const int last = stages_ - 1;
+    at(last) = {nearest(last, layers_, limit), layers_ - shortest(last)};
+    for (int stage = last - 1; stage >= 0; --stage) {
+      const Begins next = at(stage + 1);
+      if (next.low > next.high) return false;
+      at(stage) = {nearest(stage, std::max(next.low, stage == 0 ? shortest(0) : 0), limit), next.high - shortest(stage)};
+    }
+    if (at(0).low > 0 || at(0).high < 0) return false;
+    at(0) = {0, 0};
+    for (int stage = 0; stage < last; ++stage) {
+      const Begins here = at(stage);
+      Begins& next = at(stage + 1);
+      next.low = std::max(next.low, here.low + shortest(stage));
+      next.high = std::min(next.high, farthest(stage, here.high, limit));
+      if (next.low > next.high) return false;
+    }
+    return true;
+  }
+
+  const Scaled& costs_;
+  int layers_, stages_;
+  bool empty_first_, empty_last_;
+  double most_of_one_ = 0;
+  std::vector<Begins> begins_;  // by stage
+};
+
+void check_cost(double cost, const std::string& what) {
+  if (!(cost >= 0) || std::isinf(cost)) throw ValueError(describe("partition: cost of " + what, fmt::format("{}", cost), "a number from 0 on"));
+}
+
+}  // namespace
+
+std::vector<LayerRange> partition_by_count(int layers, int stages) {
+  check_counts(layers, stages, layers);
+  std::vector<LayerRange> parts;
+  int begin = 0;
+  for (int stage = 0; stage < stages; ++stage) {
+    const int end = begin + layers / stages + (stage < layers % stages ? 1 : 0);
+    parts.push_back({begin, end});
+    begin = end;
+  }
+  return parts;
+}
+
+std::vector<LayerRange> partition_at(int layers, const std::vector<int>& boundaries) {
+  if (layers < 1) throw ValueError(describe("partition: layers", fmt::format("{}", layers), "at least 1"));
+  std::vector<LayerRange> parts;
+  int begin = 0;
+  for (const int boundary : boundaries) {
+    if (boundary <= begin || boundary >= layers)
+      throw ValueError(describe("partition: boundaries", fmt::format("{}", fmt::join(boundaries, " ")),
+                                fmt::format("rising numbers from 1 to {}, where stages 1, 2, ... begin", layers - 1)));
+    parts.push_back({begin, boundary});
+    begin = boundary;
+  }
+  parts.push_back({begin, layers});
+  return parts;
+}
+
+std::vector<LayerRange> partition_by_cost(const std::vector<double>& costs, int stages, const PartitionEnds& ends) {
+  const int layers = static_cast<int>(costs.size());
+  for (std::size_t i = 0; i < costs.size(); ++i) check_cost(costs[i], fmt::format("layer {}", i));
+  check_cost(ends.first, "the first stage's own work");
+  check_cost(ends.last, "the last stage's own work");
+  const bool empty_first = ends.may_be_empty && ends.first > 0 && stages > 1, empty_last = ends.may_be_empty && ends.last > 0 && stages > 1;
+  check_counts(layers, stages, layers + (empty_first ? 1 : 0) + (empty_last ? 1 : 0));
+  const Scaled own = scaled(costs, ends);
+  Splits splits(own, layers, stages, empty_first, empty_last);
+  // Sums of the same layers from different ends round differently.
+  return splits.most_even(splits.least_limit() * (1 + 1e-12));
+}
+
+double heaviest(const std::vector<LayerRange>& parts, const std::vector<double>& costs, const PartitionEnds& ends) {
+  double most = 0;
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    double cost = (i == 0 ? ends.first : 0) + (i + 1 == parts.size() ? ends.last : 0);
+    for (int layer = parts[i].begin; layer < parts[i].end; ++layer) cost += costs[static_cast<std::size_t>(layer)];
+    most = std::max(most, cost);
+  }
+  return most;
+}
+
+}  // namespace penstock::plan

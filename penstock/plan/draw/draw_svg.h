@@ -1,0 +1,20 @@
+// A schedule over time as a picture: a row per rank, a coloured cell per action, axis, legend and totals.
+#pragma once
+
+#include <string>
+
+#include "penstock/plan/draw/drawing.h"
+
+namespace penstock::plan {
+
+struct SvgOptions {
+  // Hover text as <title> children, which every viewer shows; off: as data-tip, with the microbatch as
+  // data-m, for the script of the page around the picture.
+  bool titles = true;
+  // Name, shape and totals above the rows.
+  bool heading = true;
+};
+
+std::string draw_svg(const Drawing& drawing, const SvgOptions& options = {});
+
+}  // namespace penstock::plan

@@ -1,0 +1,19 @@
+// The eight phases of a DualPipe row, shared by the V-shaped and the bidirectional schedule.
+#pragma once
+
+#include "penstock/schedule/ir/schedule.h"
+
+namespace penstock::schedule {
+
+// The two stages of one rank. "Near" is the one whose microbatches enter the pipeline close to this rank,
+// "far" the other.
+struct DualPipeSide {
+  int stage;
+  int first_microbatch;
+};
+
+// `depth` = ranks on one arm of the pipeline, `position` = this rank's place on it (0 = where microbatches
+// enter near), `microbatches` = how many each side runs. Needs microbatches >= 2 * depth.
+Row dual_pipe_row(int depth, int position, int microbatches, DualPipeSide near, DualPipeSide far);
+
+}  // namespace penstock::schedule

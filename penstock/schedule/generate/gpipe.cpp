@@ -1,0 +1,21 @@
+// GPipe: all forwards, then all backwards, both in the order of the microbatches. Holds every activation at
+// once.
+#include "penstock/schedule/generate/generators.h"
+
+namespace penstock::schedule {
+
+Schedule gpipe(const PipelineShape& shape) {
+  check_shape(ScheduleKind::GPipe, shape);
+  Schedule schedule(StageMap::make(Placement::Loop, shape.ranks, shape.ranks, shape.microbatches));
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    Row& row = schedule.row(rank);
+    row.reserve(2 * static_cast<std::size_t>(shape.microbatches));
+    for (int microbatch = 0; microbatch < shape.microbatches; ++microbatch)
+      row.push(forward(rank, microbatch));
+    for (int microbatch = 0; microbatch < shape.microbatches; ++microbatch)
+      row.push(backward(rank, microbatch));
+  }
+  return schedule;
+}
+
+}  // namespace penstock::schedule

@@ -1,0 +1,33 @@
+// What the files of ParameterGroup share. Private to this folder.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+
+#include <cstdint>
+
+#include "penstock/dtensor/tensor/dtensor_payload.h"
+#include "penstock/torch/dispatch/any_operator_hook.h"
+#include "penstock/torch/dispatch/operator_hook.h"
+
+namespace penstock::detail {
+
+// Operators on parts must neither be recorded nor be seen by hooks.
+struct Quiet {
+  NoAnyHookGuard no_any_hook;
+  NoHooksGuard no_hooks;
+  at::NoGradGuard no_grad;
+};
+
+inline std::int64_t item_size(at::ScalarType dtype) { return static_cast<std::int64_t>(c10::elementSize(dtype)); }
+
+// This rank's part of a distributed tensor; a plain one as it is.
+inline at::Tensor local_of(const at::Tensor& tensor) {
+  const DTensorPayload* payload = dtensor_payload(tensor);
+  return payload ? payload->local() : tensor;
+}
+
+// This rank's part of a whole tensor that it has, as the spec says, written into `local`.
+void copy_part(const at::Tensor& whole, const DTensorSpec& spec, const at::Tensor& local);
+
+}  // namespace penstock::detail

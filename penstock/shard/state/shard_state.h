@@ -1,0 +1,110 @@
+// What fully_shard knows of a module: its group of parameters, its place among other sharded modules, and what may be set.
+//
+//   std::shared_ptr<ShardState> state = fully_shard(*model, mesh);    // or shard_state_of(*model) later
+//   state->set_requires_gradient_sync(false);                         // accumulate: gradients stay whole on this rank
+//   ...
+//   state->set_requires_gradient_sync(true);                          // the next backward reduces the sum
+//
+// A state lives as long as the parameters of its module, whoever else holds it. Flags apply to the module and, unless told
+// otherwise, to all sharded modules inside it.
+// Thread rule: as for the module.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <c10/core/Stream.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/shard_times.h"
+
+namespace penstock {
+
+class ShardState : public std::enable_shared_from_this<ShardState> {
+ public:
+  ~ShardState();
+  ShardState(const ShardState&) = delete;
+  ShardState& operator=(const ShardState&) = delete;
+
+  // Null when other sharded modules inside hold all parameters. The first of several groups.
+  ParameterGroup* group() const { return groups_.empty() ? nullptr : groups_.front().get(); }
+  // The module's own: one, or one for each mesh that ShardOptions::shard_placement has chosen.
+  std::vector<ParameterGroup*> groups() const;
+  // The outermost sharded module that this one lies in, or this one.
+  ShardState& root();
+  bool contains(const ShardState& other) const;  // whether `other` is a sharded module inside this one
+  // This one and all inside it, modules in the order they were registered.
+  const std::vector<ShardState*>& all_states() const { return subtree_; }
+  std::vector<ParameterGroup*> all_groups() const;
+
+  // ---- by hand; of this module's own groups ----
+  // [collective] Starts the gather, and with async = false ends it. wait_for_unshard or the first use ends it otherwise.
+  void unshard(bool async = false);
+  void wait_for_unshard();
+  void reshard();
+
+  // ---- backward ----
+  // False: gradients are kept whole and added up; the next backward with true reduces the sum.
+  void set_requires_gradient_sync(bool value, bool recurse = true);
+  // False: HSDP adds up shards reduced over the shard axis alone; the next backward with true reduces over replicas.
+  void set_requires_all_reduce(bool value, bool recurse = true);
+  // False: parameters stay gathered after backward, for the next forward.
+  void set_reshard_after_backward(bool value, bool recurse = true);
+  void set_reshard_after_forward(bool value, bool recurse = true);
+  // False: backward ends without waiting for its reductions; the next one does.
+  void set_is_last_backward(bool value);
+  // Gradients are summed over the data-parallel ranks and divided by this, instead of by their number. A parameter that is distributed
+  // over the data-parallel axes, too, has one gradient, that of the whole distributed batch: it is divided by this.
+  void set_gradient_divide_factor(double factor, bool recurse = true);
+  // [collective] What the schedule of a pipeline does in the place of backward: every group under this module reshards and reduces,
+  // then final_callback waits for all of it.
+  void post_backward();
+  void final_callback();
+
+  // ---- gathering ahead; both lists are of other modules under the same root ----
+  void set_modules_to_forward_prefetch(const std::vector<ShardState*>& states);
+  void set_modules_to_backward_prefetch(const std::vector<ShardState*>& states);
+  // Whether the order of the last forward decides where no list is given. On by default; for the whole root.
+  void set_automatic_prefetch(bool value);
+
+  // Whether gathers and reductions run on CUDA streams of their own, beside the computation. On by default; for the whole root.
+  void set_own_streams(bool value);
+  // Those streams, for profilers and tests; none on the CPU, before the first forward and when they are off.
+  std::optional<c10::Stream> gather_stream();
+  std::optional<c10::Stream> reduce_stream();
+
+  // Of the whole root. Nothing before the first forward.
+  std::int64_t peak_gathered_bytes();
+  void reset_peak();
+  std::size_t pool_allocations();
+  ShardTimes times();
+  void reset_times();
+
+ private:
+  friend std::shared_ptr<ShardState> make_shard_state(torch::nn::Module&, const ShardMesh&, const ShardOptions&);
+  ShardState() = default;
+  template <class Set>
+  void for_groups(bool recurse, Set&& set);
+
+  bool holds_module(const torch::nn::Module& module) const;
+  ShardContext* root_context();  // null before the first forward
+
+  // Addresses, only compared.
+  const torch::nn::Module* module_ = nullptr;
+  std::vector<const torch::nn::Module*> inner_modules_;
+  std::string name_;
+  std::vector<std::unique_ptr<ParameterGroup>> groups_;
+  ShardState* parent_ = nullptr;
+  std::vector<ShardState*> subtree_;
+};
+
+std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const ShardMesh& mesh, const ShardOptions& options);
+std::shared_ptr<ShardState> find_shard_state(const torch::nn::Module& module);
+// The same, also when every parameter of the module has been replaced by another object of its name and shape.
+std::shared_ptr<ShardState> find_replaced_shard_state(const torch::nn::Module& module);
+
+}  // namespace penstock

@@ -1,0 +1,281 @@
+#include "penstock/shard/state/trigger.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/SmallVector.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <iterator>
+#include <string_view>
+
+#include "penstock/base/errors.h"
+#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor/tensor/dtensor_payload.h"
+#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/registry.h"
+#include "penstock/shard/state/shard_context.h"
+#include "penstock/torch/dispatch/any_operator_hook.h"
+#include "penstock/torch/dispatch/gradient_sink.h"
+#include "penstock/torch/dispatch/operator_traits.h"
+
+namespace penstock {
+namespace {
+
+// A marked tensor among the arguments.
+struct Use {
+  detail::Membership member;
+  at::Tensor tensor;
+  bool written = false;
+};
+using Uses = c10::SmallVector<Use, 4>;
+
+// These only ask about a tensor, make another handle of it, or another tensor that lies as it does: state of an optimizer.
+constexpr std::array<std::string_view, 20> kHandleOperators{
+    "aten::detach",       "aten::detach_",      "aten::alias",     "aten::requires_grad_", "aten::retain_grad", "aten::retains_grad", "aten::is_leaf",
+    "aten::output_nr",    "aten::_version",     "aten::set_data",  "aten::data",           "aten::size.int",    "aten::stride.int",   "aten::is_same_size",
+    "aten::empty_like",   "aten::zeros_like",   "aten::ones_like", "aten::full_like",      "aten::is_floating_point", "aten::is_complex"};
+
+// What set_data, which is no operator, asks before it exchanges the data of its first argument for that of the second.
+constexpr std::string_view kBeforeSetData = "aten::_has_compatible_shallow_copy_type";
+
+// How torch::load puts values into a parameter.
+constexpr std::string_view kSet = "aten::set_.source_Tensor";
+
+enum class Role : signed char { Unknown, Computes, Casts, Handles, Replaces, Sets };
+
+Role role_of(const c10::OperatorHandle& op, const OperatorTraits& traits) {
+  thread_local std::vector<Role> known;
+  const std::size_t index = operator_index(op);
+  if (index >= known.size()) known.resize(index + 64, Role::Unknown);
+  if (known[index] == Role::Unknown) {
+    const bool handles = std::find(kHandleOperators.begin(), kHandleOperators.end(), traits.name) != kHandleOperators.end();
+    known[index] = traits.name == kBeforeSetData ? Role::Replaces : traits.name == kSet ? Role::Sets : handles ? Role::Handles : traits.name.starts_with("aten::to.") ? Role::Casts : Role::Computes;
+  }
+  return known[index];
+}
+
+// Of one of the operators `to`.
+std::optional<at::ScalarType> asked_dtype(const c10::OperatorHandle& op, const Stack& stack, std::size_t base) {
+  const auto& arguments = op.schema().arguments();
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const c10::IValue& value = stack[base + i];
+    if (arguments[i].name() == "dtype" && !value.isNone()) return value.toScalarType();
+    if (arguments[i].name() == "other") return value.toTensor().scalar_type();
+  }
+  return std::nullopt;
+}
+
+// The mark goes with the data that set_data puts into the parameter: with it the next use is seen.
+void note_replacement(const at::Tensor& self, const at::Tensor& data) {
+  const detail::Membership member = detail::find_parameter(self);
+  if (!member.group || !member.group->materialized()) return;
+  member.group->note_replaced(static_cast<std::size_t>(member.parameter), data);
+  mark_for_any_hook(data);
+}
+
+void adopt_replacements(const OperatorTraits& traits, const Stack& stack, std::size_t base) {
+  for (std::size_t i = 0; i < traits.arguments.size(); ++i)
+    if (traits.arguments[i].kind != ArgumentTraits::Kind::Other)
+      for_each_tensor(stack[base + i], [&](const at::Tensor& tensor) {
+        const detail::Membership member = detail::find_parameter(tensor);
+        if (member.group && member.group->is_replaced(static_cast<std::size_t>(member.parameter))) member.group->adopt_replaced();
+      });
+}
+
+// Whether a tensor beside the parameter can only be an activation.
+bool is_activation(const at::Tensor& tensor, const Uses& uses) {
+  if (tensor.dim() == 0) return false;
+  const detail::DTensorPayload* payload = detail::dtensor_payload(tensor);
+  if (!payload) return true;
+  return std::none_of(uses.begin(), uses.end(), [&](const Use& use) {
+    const detail::DTensorPayload* shard = detail::dtensor_payload(use.tensor);
+    return shard && shard->spec->mesh_id() == payload->spec->mesh_id() && shard->spec->placements() == payload->spec->placements() && use.tensor.sizes() == tensor.sizes();
+  });
+}
+
+[[noreturn]] void refuse_write(const Use& use, const OperatorTraits& traits) {
+  const ParameterGroup& group = *use.member.group;
+  const std::string name = use.member.parameter >= 0 ? group.parameters()[static_cast<std::size_t>(use.member.parameter)].to_string() : fmt::format("a part of '{}'", group.name());
+  throw StateError(describe(fmt::format("{}: it writes {}", traits.name, name), "a gathered parameter, of which only the shards would count", "a sharded one",
+                            "call ensure_sharded(parameters) before an optimizer steps, or write inside an UnshardedScope"));
+}
+
+// A detached handle of a shard that is to be computed with: the same handle of the gathered parameter.
+at::Tensor gathered_handle(const Use& use) {
+  const detail::DTensorPayload* payload = detail::dtensor_payload(use.tensor);
+  if (!payload || use.member.parameter >= 0) return use.tensor;
+  const bool trial = use.member.group->in_trial();
+  for (const ShardedParameter& p : use.member.group->parameters()) {
+    const detail::DTensorPayload* shard = detail::dtensor_payload(p.sharded);
+    if (payload->spec != shard->spec || is_wrapper(payload->local()) || payload->local().data_ptr() != shard->local().data_ptr()) continue;
+    return trial ? p.parameter().detach() : p.unsharded.detach();
+  }
+  if (trial) return use.tensor;
+  // Not a handle of a shard: a tensor-parallel view of the gathered parameter.
+  if (payload->local().storage().unsafeGetStorageImpl() == use.member.group->parameters().front().whole.storage().unsafeGetStorageImpl()) return use.tensor;
+  throw StateError(describe("an activation met a view of a sharded parameter", describe_dtensor(use.tensor), "the parameter itself, or a view of the gathered one",
+                            "take the view in the forward that uses it"));
+}
+
+[[noreturn]] void refuse_stale(const Use& use, const OperatorTraits& traits) {
+  throw StateError(describe(fmt::format("{}: it uses what was saved of a gathered parameter of '{}'", traits.name, use.member.group->name()), "the parameters have had another dtype since",
+                            "the dtype of the forward that saved it", "run backward before Module::to or set_data change the dtype of sharded parameters"));
+}
+
+// Whether a tensor beside what was derived from shards cannot be computed with together with it.
+bool meets_activation(const at::Tensor& tensor, const Uses& derived) {
+  if (tensor.dim() == 0) return false;
+  const detail::DTensorPayload* payload = detail::dtensor_payload(tensor);
+  return !payload || std::any_of(derived.begin(), derived.end(), [&](const Use& use) { return detail::dtensor_payload(use.tensor)->spec->mesh_id() != payload->spec->mesh_id(); });
+}
+
+// What was derived from shards, as the same computation on gathered parameters would have given it. [collective]
+at::Tensor gathered_result(const Use& use) {
+  const Placements& placements = placements_of(use.tensor);
+  for (const ShardedParameter& p : use.member.group->parameters()) {
+    const ParameterPlacement& placed = p.placement;
+    if (placed.sharded->mesh_id() != detail::dtensor_payload(use.tensor)->spec->mesh_id()) continue;
+    if (!placed.original) return full_tensor(use.tensor);
+    Placements wanted = placements;
+    if (!placed.data_axes.empty()) {
+      for (const int axis : placed.data_axes) wanted[static_cast<std::size_t>(axis)] = Replicate{};
+      return redistribute(use.tensor, wanted);
+    }
+    // The joint mesh is the data-parallel one, then the parameter's own.
+    const auto first = static_cast<std::ptrdiff_t>(use.member.group->mesh().mesh().shape().size());
+    std::fill(wanted.begin(), wanted.begin() + first, Placement(Replicate{}));
+    const at::Tensor whole = redistribute(use.tensor, wanted);
+    return from_local(to_local(whole), *placed.original_mesh, Placements(wanted.begin() + first, wanted.end()), {.shape = whole.sizes().vec(), .stride = whole.strides().vec(), .check = false});
+  }
+  throw StateError(describe("an activation met what was computed from shards", describe_dtensor(use.tensor), fmt::format("a tensor on the mesh of a parameter of '{}'", use.member.group->name()),
+                            "compute it inside of a forward that records gradients, or in an UnshardedScope"));
+}
+
+// False, with the arguments on the stack as they were, for an operator that distributed tensors do not have. One that writes must not
+// fall back to gathered parameters: what it writes would be lost.
+bool runs_on_shards(const c10::OperatorHandle& op, const OperatorTraits& traits, Stack* stack, std::size_t base) {
+  if (traits.mutates) {
+    op.callBoxed(stack);
+    return true;
+  }
+  Stack arguments(stack->begin() + static_cast<std::ptrdiff_t>(base), stack->end());
+  try {
+    op.callBoxed(stack);
+    return true;
+  } catch (const NotImplemented&) {
+    stack->resize(base);
+    stack->insert(stack->end(), std::make_move_iterator(arguments.begin()), std::make_move_iterator(arguments.end()));
+    return false;
+  }
+}
+
+void on_operator(const c10::OperatorHandle& op, Stack* stack) {
+  const NoAnyHookGuard off;
+  const OperatorTraits& traits = traits_of(op);
+  const std::size_t base = stack->size() - traits.arguments.size();
+  const Role role = role_of(op, traits);
+  if (role == Role::Replaces)
+    note_replacement((*stack)[base].toTensor(), (*stack)[base + 1].toTensor());
+  else if (detail::replacements_pending())
+    adopt_replacements(traits, *stack, base);
+  if (role == Role::Sets)
+    if (const at::Tensor self = (*stack)[base].toTensor(); const ParameterGroup* group = detail::find_parameter(self).group)
+      if (group->materialized()) {
+        // The memory of a parameter is its group's: as with set_data, the next use takes the values over.
+        const at::Tensor source = (*stack)[base + 1].toTensor();
+        note_replacement(self, source);
+        self.set_data(source);
+        stack->resize(base);
+        stack->emplace_back(self);
+        return;
+      }
+  if (role == Role::Handles || role == Role::Replaces) return op.callBoxed(stack);
+  Uses uses, derived;
+  for (std::size_t i = 0; i < traits.arguments.size(); ++i)
+    if (traits.arguments[i].kind != ArgumentTraits::Kind::Other)
+      for_each_tensor((*stack)[base + i], [&](const at::Tensor& tensor) {
+        if (!is_marked_for_any_hook(tensor)) return;
+        const detail::Membership member = detail::find_member(tensor);
+        if (!member.group) return;
+        const Use use{member, tensor, traits.arguments[i].written};
+        if (member.parameter == detail::kStale) refuse_stale(use, traits);
+        (member.parameter == detail::kDerived ? derived : uses).push_back(use);
+      });
+  if (uses.empty() && derived.empty()) return op.callBoxed(stack);
+
+  const bool backward = in_backward();
+  const bool recording = at::GradMode::is_enabled();
+  bool compute = !uses.empty() && (backward || recording || traits.pure_view);
+  // Of several groups some are gathered: what is whole and what is a shard do not go together.
+  const auto gathered = [](const Use& use) { return use.member.group->state() == GroupState::Unsharded; };
+  const bool some_gathered = std::any_of(uses.begin(), uses.end(), gathered);
+  compute = compute || (some_gathered && !(derived.empty() && std::all_of(uses.begin(), uses.end(), gathered)));
+  if (!compute)
+    for (std::size_t i = 0; i < traits.arguments.size() && !compute; ++i)
+      if (traits.arguments[i].kind != ArgumentTraits::Kind::Other)
+        for_each_tensor((*stack)[base + i], [&](const at::Tensor& tensor) {
+          if (compute || is_marked_for_any_hook(tensor)) return;
+          compute = uses.empty() ? meets_activation(tensor, derived) : is_activation(tensor, uses);
+        });
+  if (!compute) {
+    for (const Use& use : uses) {
+      if (!use.written) continue;
+      if (use.member.group->state() == GroupState::Unsharded && !use.member.group->writable()) refuse_write(use, traits);
+      use.member.group->before_shards_change();
+    }
+    if (runs_on_shards(op, traits, stack, base)) {
+      // Results of shards alone are remembered: an activation that meets them wants them whole.
+      if (!traits.mutates && !some_gathered)
+        for (std::size_t i = stack->size() - traits.returns.size(); i < stack->size(); ++i)
+          for_each_tensor((*stack)[i], [&](const at::Tensor& tensor) { detail::register_derived(tensor, *(uses.empty() ? derived : uses)[0].member.group); });
+      return;
+    }
+  }
+
+  for (const Use& use : uses) {
+    if (!use.member.group->in_trial()) use.member.group->context().before_use(*use.member.group);
+    if (use.written && !use.member.group->writable()) refuse_write(use, traits);
+  }
+  bool handles = !derived.empty();
+  for (const Use& use : uses) handles = handles || (use.member.parameter < 0 && detail::dtensor_payload(use.tensor));
+  if (handles)
+    map_arguments(op, stack, [&](const at::Tensor& tensor) {
+      for (const Use& use : uses)
+        if (use.tensor.is_same(tensor)) return gathered_handle(use);
+      for (const Use& use : derived)
+        if (use.tensor.is_same(tensor)) return gathered_result(use);
+      return tensor;
+    });
+
+  const MixedPrecision& precision = (uses.empty() ? derived : uses)[0].member.group->options().mixed_precision;
+  if (!backward && precision.param_dtype && precision.cast_forward_inputs) {
+    for (std::size_t i = 0; i < traits.arguments.size(); ++i) {
+      if (traits.arguments[i].kind == ArgumentTraits::Kind::Other || traits.arguments[i].written) continue;
+      c10::IValue& value = (*stack)[base + i];
+      value = map_tensors(value, [&](const at::Tensor& tensor) {
+        const bool cast = tensor.dim() > 0 && at::isFloatingType(tensor.scalar_type()) && tensor.scalar_type() != *precision.param_dtype && !is_marked_for_any_hook(tensor);
+        return cast ? tensor.to(*precision.param_dtype) : tensor;
+      });
+    }
+  }
+  // The graph holds what is made here as soon as the operator has run. In a backward, too, operators may be recorded: where a forward is
+  // run again. And a custom function computes without recording when the graph holds its parameters already.
+  c10::SmallVector<AccumulatorPtr, 4> accumulators;
+  for (const Use& use : uses)
+    if (use.member.parameter >= 0 && use.tensor.requires_grad() && !use.member.group->in_trial() && (recording || awaits_gradient(use.tensor))) {
+      const auto slot = static_cast<std::size_t>(use.member.parameter);
+      use.member.group->note_use();
+      accumulators.push_back(send_gradient_to(use.tensor, *use.member.group, slot));
+    }
+  const std::optional<at::ScalarType> cast_to = role == Role::Casts ? asked_dtype(op, *stack, base) : std::nullopt;
+  op.callBoxed(stack);
+  if (role == Role::Casts && uses.size() == 1 && uses[0].member.parameter >= 0)
+    uses[0].member.group->note_cast(static_cast<std::size_t>(uses[0].member.parameter), stack->back().toTensor(), cast_to);
+}
+
+}  // namespace
+
+void install_trigger() { set_any_operator_hook(&on_operator); }
+
+}  // namespace penstock

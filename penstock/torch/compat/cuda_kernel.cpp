@@ -1,0 +1,229 @@
+#include "penstock/torch/compat/cuda_kernel.h"
+
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <dlfcn.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <filesystem>
+
+#include "penstock/base/env.h"
+#include "penstock/base/errors.h"
+
+namespace penstock {
+
+namespace {
+
+// The few functions of NVRTC and of the driver that are used, as their C interfaces declare them. LibTorch ships neither header.
+using Program = struct ProgramTag*;
+using Module = struct ModuleTag*;
+using Function = struct FunctionTag*;
+using Context = struct ContextTag*;
+
+struct Nvrtc {
+  const char* (*error_text)(int);
+  int (*create)(Program*, const char* text, const char* name, int headers, const char* const* texts, const char* const* names);
+  int (*destroy)(Program*);
+  int (*compile)(Program, int options, const char* const*);
+  int (*log_size)(Program, std::size_t*);
+  int (*log)(Program, char*);
+  int (*ptx_size)(Program, std::size_t*);
+  int (*ptx)(Program, char*);
+  int (*cubin_size)(Program, std::size_t*);
+  int (*cubin)(Program, char*);
+  int (*capability_count)(int*);
+  int (*capabilities)(int*);
+};
+
+struct Driver {
+  int (*error_text)(int, const char**);
+  int (*current_context)(Context*);
+  int (*load)(Module*, const void* image);
+  int (*function)(Function*, Module, const char* name);
+  int (*launch)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, cudaStream_t, void**, void**);
+};
+
+// Folder of the library of LibTorch that holds its CUDA code.
+std::filesystem::path torch_folder() {
+  Dl_info info{};
+  if (dladdr(reinterpret_cast<void*>(&at::cuda::getCurrentDeviceProperties), &info) == 0 || info.dli_fname == nullptr) return {};
+  return std::filesystem::path(info.dli_fname).parent_path();
+}
+
+// The first of the files that can be loaded. The dynamic linker finds names without a folder as it finds every library; a library
+// stays loaded.
+void* load_first(const char* what, const std::vector<std::string>& files, const char* remedy) {
+  std::string reasons;
+  for (const auto& file : files) {
+    if (void* library = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL)) return library;
+    const char* reason = dlerror();
+    reasons += fmt::format("\n  {}", reason != nullptr ? reason : file.c_str());
+  }
+  throw ConfigError(fmt::format("{} cannot be loaded; {}. Tried:{}", what, remedy, reasons));
+}
+
+template <class Pointer>
+void resolve(void* library, const char* name, Pointer& pointer) {
+  pointer = reinterpret_cast<Pointer>(dlsym(library, name));
+  if (pointer == nullptr) throw ConfigError(describe("CUDA library", fmt::format("no function {}", name), "CUDA 11.2 or later", "install a newer CUDA"));
+}
+
+std::vector<std::string> nvrtc_files() {
+  // A path given by the user is meant: no other is tried.
+  if (const auto given = env_text("PENSTOCK_NVRTC")) return {*given};
+  const std::string major = std::to_string(CUDART_VERSION / 1000);
+  const std::string name = "libnvrtc.so." + (major == "11" ? "11.2" : major);
+  const std::filesystem::path torch = torch_folder();
+  return {
+      name,
+      // LibTorch's own stub depends on the NVRTC that LibTorch was built with; a symbol is found through it.
+      (torch / "libcaffe2_nvrtc.so").string(),
+      (torch / ".." / ".." / "nvidia" / ("cu" + major) / "lib" / name).string(),      // Python packages from CUDA 13 on
+      (torch / ".." / ".." / "nvidia" / "cuda_nvrtc" / "lib" / name).string(),        // and before
+      "/usr/local/cuda/lib64/" + name,
+  };
+}
+
+const Nvrtc& nvrtc() {
+  static const Nvrtc functions = [] {
+    void* library = load_first("NVRTC, which compiles CUDA kernels,", nvrtc_files(), "install it or set PENSTOCK_NVRTC to the path of libnvrtc");
+    Nvrtc f{};
+    resolve(library, "nvrtcGetErrorString", f.error_text);
+    resolve(library, "nvrtcCreateProgram", f.create);
+    resolve(library, "nvrtcDestroyProgram", f.destroy);
+    resolve(library, "nvrtcCompileProgram", f.compile);
+    resolve(library, "nvrtcGetProgramLogSize", f.log_size);
+    resolve(library, "nvrtcGetProgramLog", f.log);
+    resolve(library, "nvrtcGetPTXSize", f.ptx_size);
+    resolve(library, "nvrtcGetPTX", f.ptx);
+    resolve(library, "nvrtcGetCUBINSize", f.cubin_size);
+    resolve(library, "nvrtcGetCUBIN", f.cubin);
+    resolve(library, "nvrtcGetNumSupportedArchs", f.capability_count);
+    resolve(library, "nvrtcGetSupportedArchs", f.capabilities);
+    return f;
+  }();
+  return functions;
+}
+
+const Driver& driver() {
+  static const Driver functions = [] {
+    void* library = load_first("the CUDA driver", {"libcuda.so.1"}, "install the NVIDIA driver");
+    Driver f{};
+    resolve(library, "cuGetErrorString", f.error_text);
+    resolve(library, "cuCtxGetCurrent", f.current_context);
+    resolve(library, "cuModuleLoadData", f.load);
+    resolve(library, "cuModuleGetFunction", f.function);
+    resolve(library, "cuLaunchKernel", f.launch);
+    return f;
+  }();
+  return functions;
+}
+
+void check_nvrtc(int result, const char* call, const std::string& kernel) {
+  if (result != 0) throw StateError(fmt::format("CUDA kernel {}: {} failed: {}", kernel, call, nvrtc().error_text(result)));
+}
+
+void check_driver(int result, const char* call, const std::string& kernel, int device) {
+  if (result == 0) return;
+  const char* text = nullptr;
+  if (driver().error_text(result, &text) != 0 || text == nullptr) text = "unknown error";
+  throw StateError(fmt::format("CUDA kernel {} on device {}: {} failed: {} (error {})", kernel, device, call, text, result));
+}
+
+class ProgramHolder {
+ public:
+  explicit ProgramHolder(const CudaText& text) {
+    std::vector<const char*> names, texts;
+    for (const auto& [name, content] : text.headers) {
+      names.push_back(name.c_str());
+      texts.push_back(content.c_str());
+    }
+    check_nvrtc(nvrtc().create(&program_, text.text.c_str(), (text.name + ".cu").c_str(), static_cast<int>(names.size()), texts.data(), names.data()),
+                "nvrtcCreateProgram", text.name);
+  }
+  ~ProgramHolder() { nvrtc().destroy(&program_); }
+  ProgramHolder(const ProgramHolder&) = delete;
+  ProgramHolder& operator=(const ProgramHolder&) = delete;
+  Program get() const { return program_; }
+
+ private:
+  Program program_ = nullptr;
+};
+
+std::string read(int (*size_of)(Program, std::size_t*), int (*read_into)(Program, char*), Program program, const char* call, const std::string& kernel) {
+  std::size_t size = 0;
+  check_nvrtc(size_of(program, &size), call, kernel);
+  std::string bytes(size, '\0');
+  if (size > 0) check_nvrtc(read_into(program, bytes.data()), call, kernel);
+  return bytes;
+}
+
+// What NVRTC compiles for: the device itself, or PTX of the newest capability below it that NVRTC knows.
+std::string architecture_for(int capability, const std::string& kernel, bool& machine_code) {
+  int count = 0;
+  check_nvrtc(nvrtc().capability_count(&count), "nvrtcGetNumSupportedArchs", kernel);
+  std::vector<int> known(static_cast<std::size_t>(std::max(count, 0)));
+  if (!known.empty()) check_nvrtc(nvrtc().capabilities(known.data()), "nvrtcGetSupportedArchs", kernel);
+  int best = 0;
+  for (const int one : known)
+    if (one <= capability) best = std::max(best, one);
+  if (best == 0)
+    throw ConfigError(describe(fmt::format("CUDA kernel {}: compute capability of the device", kernel), fmt::format("{}.{}", capability / 10, capability % 10),
+                               fmt::format("one of {}", fmt::join(known, ", ")), "use a CUDA version that supports the device"));
+  machine_code = best == capability;
+  return fmt::format("--gpu-architecture={}_{}", machine_code ? "sm" : "compute", best);
+}
+
+}  // namespace
+
+std::string compile_cuda(const CudaText& text, int capability) {
+  bool machine_code = false;
+  std::vector<std::string> options = {architecture_for(capability, text.name, machine_code), "--std=c++17", "--fmad=false", "--ftz=false",
+                                      "--prec-div=true", "--prec-sqrt=true"};
+  for (const auto& [name, value] : text.macros) options.push_back(fmt::format("--define-macro={}={}", name, value));
+  std::vector<const char*> pointers;
+  for (const auto& option : options) pointers.push_back(option.c_str());
+
+  const ProgramHolder program(text);
+  const int result = nvrtc().compile(program.get(), static_cast<int>(pointers.size()), pointers.data());
+  if (result != 0)
+    throw StateError(fmt::format("CUDA kernel {} cannot be compiled: {}; options {}; log:\n{}", text.name, nvrtc().error_text(result), fmt::join(options, " "),
+                                 read(nvrtc().log_size, nvrtc().log, program.get(), "nvrtcGetProgramLog", text.name).c_str()));
+  return machine_code ? read(nvrtc().cubin_size, nvrtc().cubin, program.get(), "nvrtcGetCUBIN", text.name)
+                      : read(nvrtc().ptx_size, nvrtc().ptx, program.get(), "nvrtcGetPTX", text.name);
+}
+
+void* CudaKernel::function_for(int device) {
+  const std::lock_guard lock(mutex_);
+  if (const auto found = functions_.find(device); found != functions_.end()) return found->second;
+  const auto* properties = at::cuda::getDeviceProperties(static_cast<c10::DeviceIndex>(device));
+  const int capability = 10 * properties->major + properties->minor;
+  auto image = images_.find(capability);
+  if (image == images_.end()) image = images_.emplace(capability, compile_cuda(text_, capability)).first;
+  Module module = nullptr;
+  check_driver(driver().load(&module, image->second.data()), "cuModuleLoadData", text_.name, device);
+  Function function = nullptr;
+  check_driver(driver().function(&function, module, text_.name.c_str()), "cuModuleGetFunction", text_.name, device);
+  functions_.emplace(device, function);
+  return function;
+}
+
+void CudaKernel::launch_pointers(int device, unsigned blocks, unsigned threads, void** arguments) {
+  if (blocks == 0) return;
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  // The driver needs a context, which the runtime gives a thread at its first call there: autograd's worker threads may not
+  // have made one.
+  Context context = nullptr;
+  check_driver(driver().current_context(&context), "cuCtxGetCurrent", text_.name, device);
+  if (context == nullptr) C10_CUDA_CHECK(cudaFree(nullptr));
+  const auto function = static_cast<Function>(function_for(device));
+  const auto stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device));
+  check_driver(driver().launch(function, blocks, 1, 1, threads, 1, 1, 0, stream.stream(), arguments, nullptr), "cuLaunchKernel", text_.name, device);
+}
+
+int multiprocessors(int device) { return at::cuda::getDeviceProperties(static_cast<c10::DeviceIndex>(device))->multiProcessorCount; }
+
+}  // namespace penstock

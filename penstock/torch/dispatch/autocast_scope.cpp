@@ -1,0 +1,79 @@
+#include "penstock/torch/dispatch/autocast_scope.h"
+
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+
+#include <exception>
+
+#include "penstock/torch/compat/cpu_bfloat16.h"
+#include "penstock/torch/compat/version.h"
+
+namespace penstock {
+
+namespace {
+
+#if PENSTOCK_TORCH_AT_LEAST(2, 4)
+bool is_enabled(at::DeviceType device) { return at::autocast::is_autocast_enabled(device); }
+void set_enabled(at::DeviceType device, bool enabled) { at::autocast::set_autocast_enabled(device, enabled); }
+at::ScalarType dtype_of(at::DeviceType device) { return at::autocast::get_autocast_dtype(device); }
+void set_dtype(at::DeviceType device, at::ScalarType dtype) { at::autocast::set_autocast_dtype(device, dtype); }
+#else
+bool is_enabled(at::DeviceType device) { return device == at::kCUDA ? at::autocast::is_enabled() : at::autocast::is_cpu_enabled(); }
+void set_enabled(at::DeviceType device, bool enabled) { device == at::kCUDA ? at::autocast::set_enabled(enabled) : at::autocast::set_cpu_enabled(enabled); }
+at::ScalarType dtype_of(at::DeviceType device) { return device == at::kCUDA ? at::autocast::get_autocast_gpu_dtype() : at::autocast::get_autocast_cpu_dtype(); }
+void set_dtype(at::DeviceType device, at::ScalarType dtype) {
+  device == at::kCUDA ? at::autocast::set_autocast_gpu_dtype(dtype) : at::autocast::set_autocast_cpu_dtype(dtype);
+}
+#endif
+
+}  // namespace
+
+AutocastScope::AutocastScope(at::DeviceType device, std::optional<at::ScalarType> dtype) : device_(device), active_(dtype.has_value()) {
+  if (!active_) return;
+  if (device_ == at::kCPU && dtype == at::kBFloat16) ensure_cpu_bfloat16();
+  was_enabled_ = is_enabled(device_);
+  was_dtype_ = dtype_of(device_);
+  set_dtype(device_, *dtype);
+  set_enabled(device_, true);
+  at::autocast::increment_nesting();
+}
+
+AutocastScope::~AutocastScope() {
+  if (!active_) return;
+  if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+  set_enabled(device_, was_enabled_);
+  set_dtype(device_, was_dtype_);
+}
+
+bool can_autocast(at::DeviceType device, at::ScalarType dtype) {
+  try {
+    const AutocastScope scope(device, dtype);
+    if (device != at::kCPU || dtype != at::kHalf) return true;
+    // LibTorch 2 can be asked for it on every processor, but its matrix products exist on some only. Of a size for which oneDNN is used.
+    const at::Tensor rows = at::ones({4, 64, 64});
+    at::matmul(at::linear(rows, rows[0]), rows);
+    return true;
+  } catch (const std::exception&) {  // c10::Error when it is switched on, oneDNN's own type in a product: the answer is no
+    return false;
+  }
+}
+
+AutocastState autocast_state() {
+  AutocastState state;
+  state.cpu = is_enabled(at::kCPU);
+  state.cuda = is_enabled(at::kCUDA);
+  if (state.cpu) state.cpu_dtype = dtype_of(at::kCPU);
+  if (state.cuda) state.cuda_dtype = dtype_of(at::kCUDA);
+  return state;
+}
+
+OwnAutocastCache::OwnAutocastCache() { at::autocast::clear_cache(); }
+OwnAutocastCache::~OwnAutocastCache() { at::autocast::clear_cache(); }
+
+at::Tensor cast_once(const at::Tensor& tensor) {
+  const at::DeviceType device = tensor.device().type();
+  const bool known = device == at::kCPU || device == at::kCUDA;
+  return known && tensor.scalar_type() == at::kFloat && is_enabled(device) ? tensor.to(dtype_of(device)) : tensor;
+}
+
+}  // namespace penstock

@@ -1,0 +1,31 @@
+#include "penstock/torch/dispatch/switch_data.h"
+
+#include <memory>
+#include <typeinfo>
+#include <utility>
+
+#include "penstock/base/errors.h"
+#include "penstock/torch/dispatch/dispatch_kernel.h"
+#include "penstock/torch/dispatch/wrapper_impl.h"
+
+namespace penstock {
+
+void switch_data(const at::Tensor& self, const at::Tensor& other) {
+  PENSTOCK_INVARIANT(self.sizes() == other.sizes(), "a tensor is switched to one of the same sizes");
+  c10::TensorImpl* impl = self.unsafeGetTensorImpl();
+  if (typeid(*impl) == typeid(c10::TensorImpl) && is_wrapper(other)) {
+    detail::install_dispatch_kernel();
+    detail::AdoptedImpl::adopt(impl);
+  }
+  impl->shallow_copy_from(other.getIntrusivePtr());
+}
+
+// As a hook of the tensor's gradient that leaves it alone: hooks live as long as their tensor.
+void tie_lifetime(const at::Tensor& tensor, std::shared_ptr<void> object) {
+  const bool requires_grad = tensor.requires_grad();
+  tensor.set_requires_grad(true);  // hooks are only for tensors that do
+  tensor.register_hook([object = std::move(object)](const at::Tensor&) {});
+  tensor.set_requires_grad(requires_grad);
+}
+
+}  // namespace penstock

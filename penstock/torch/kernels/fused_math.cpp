@@ -1,0 +1,151 @@
+#include "penstock/torch/kernels/fused_math.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/Reduction.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "penstock/torch/fake/fake.h"
+#include "penstock/torch/kernels/fused_math_kernels.h"
+#include "penstock/torch/dispatch/wrapper.h"
+
+namespace penstock {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+bool fits(const at::Tensor& tensor) {
+  return tensor.is_cuda() && tensor.numel() > 0 && (!is_wrapper(tensor) || is_fake(tensor)) && detail::has_fused_math(tensor);
+}
+
+// ---- operators: contiguous tensors of one device. On the meta device they give the shape ----
+
+bool computes(const at::Tensor& tensor) { return !tensor.is_meta(); }
+
+std::tuple<at::Tensor, at::Tensor> cross_entropy_rows(const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored) {
+  at::Tensor losses = at::empty({logits.size(0)}, logits.options().dtype(at::kFloat)), log_sums = at::empty_like(losses);
+  if (computes(logits)) detail::launch_cross_entropy(logits, targets, ignored, losses, log_sums);
+  return {losses, log_sums};
+}
+at::Tensor cross_entropy_rows_backward(const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored, const at::Tensor& log_sums, const at::Tensor& scale) {
+  at::Tensor result = at::empty_like(logits);
+  if (computes(logits)) detail::launch_cross_entropy_backward(logits, targets, ignored, log_sums, scale, result);
+  return result;
+}
+at::Tensor rotate_pairs_by(const at::Tensor& x, const at::Tensor& turns, bool back) {
+  at::Tensor result = at::empty_like(x);
+  if (computes(x)) detail::launch_rotate_pairs(x, turns, back, result);
+  return result;
+}
+at::Tensor silu_product_forward(const at::Tensor& gate, const at::Tensor& up) {
+  at::Tensor result = at::empty_like(gate);
+  if (computes(gate)) detail::launch_silu_product(gate, up, result);
+  return result;
+}
+std::tuple<at::Tensor, at::Tensor> silu_product_backward(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& gradient) {
+  at::Tensor gate_gradient = at::empty_like(gate), up_gradient = at::empty_like(up);
+  if (computes(gate)) detail::launch_silu_product_backward(gate, up, gradient, gate_gradient, up_gradient);
+  return {gate_gradient, up_gradient};
+}
+
+// Through the dispatcher, so that modes see them.
+template <class Signature>
+auto operator_named(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// ---- their derivatives ----
+
+struct CrossEntropySum : torch::autograd::Function<CrossEntropySum> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored) {
+    static const auto op = operator_named<decltype(cross_entropy_rows)>("penstock::cross_entropy_rows");
+    const at::Tensor rows = logits.contiguous(), wanted = targets.contiguous();
+    const auto [losses, log_sums] = op.call(rows, wanted, ignored);
+    context->save_for_backward({rows, wanted, log_sums});
+    context->saved_data["ignored"] = ignored;
+    return losses.sum();
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    static const auto op = operator_named<decltype(cross_entropy_rows_backward)>("penstock::cross_entropy_rows_backward");
+    const variable_list saved = context->get_saved_variables();
+    return {op.call(saved[0], saved[1], context->saved_data["ignored"].toInt(), saved[2], gradients[0].to(at::kFloat).contiguous()), at::Tensor(), at::Tensor()};
+  }
+};
+
+struct RotatePairs : torch::autograd::Function<RotatePairs> {
+  static at::Tensor rotated(const at::Tensor& x, const at::Tensor& numbers, bool back) {
+    static const auto op = operator_named<decltype(rotate_pairs_by)>("penstock::rotate_pairs");
+    return op.call(x.contiguous(), numbers, back);
+  }
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& turns) {
+    const at::Tensor numbers = at::view_as_real(turns).contiguous();
+    context->save_for_backward({numbers});
+    return rotated(x, numbers, false);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    return {rotated(gradients[0], context->get_saved_variables()[0], true), at::Tensor()};
+  }
+};
+
+struct SiluProduct : torch::autograd::Function<SiluProduct> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& gate, const at::Tensor& up) {
+    static const auto op = operator_named<decltype(silu_product_forward)>("penstock::silu_product");
+    const at::Tensor a = gate.contiguous(), b = up.contiguous();
+    context->save_for_backward({a, b});
+    return op.call(a, b);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    static const auto op = operator_named<decltype(silu_product_backward)>("penstock::silu_product_backward");
+    const variable_list saved = context->get_saved_variables();
+    const auto [gate, up] = op.call(saved[0], saved[1], gradients[0].contiguous());
+    return {gate, up};
+  }
+};
+
+void add_operators(torch::Library& library) {
+  library.impl("cross_entropy_rows", &cross_entropy_rows);
+  library.impl("cross_entropy_rows_backward", &cross_entropy_rows_backward);
+  library.impl("rotate_pairs", &rotate_pairs_by);
+  library.impl("silu_product", &silu_product_forward);
+  library.impl("silu_product_backward", &silu_product_backward);
+}
+
+}  // namespace
+
+at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored) {
+  if (fits(logits) && logits.dim() == 2 && targets.dim() == 1 && targets.scalar_type() == at::kLong && targets.device() == logits.device())
+    return CrossEntropySum::apply(logits, targets, ignored);
+  const auto dtype = logits.scalar_type();
+  const at::Tensor wide = dtype == at::kHalf || dtype == at::kBFloat16 ? logits.to(at::kFloat) : logits;
+  return at::cross_entropy_loss(wide, targets, {}, at::Reduction::Sum, ignored);
+}
+
+at::Tensor rotate_pairs(const at::Tensor& x, const at::Tensor& turns) {
+  if (fits(x) && x.dim() == 4 && turns.scalar_type() == at::kComplexFloat && turns.device() == x.device()) return RotatePairs::apply(x, turns);
+  const at::ScalarType dtype = turns.scalar_type() == at::kComplexDouble ? at::kDouble : at::kFloat;
+  const at::Tensor wide = x.to(dtype);
+  // A part that begins in the middle of a pair of its memory cannot be viewed as points.
+  const at::Tensor points = at::view_as_complex((wide.storage_offset() % 2 == 0 ? wide : wide.clone()).view({x.size(0), x.size(1), x.size(2), x.size(3) / 2, 2}));
+  return at::view_as_real(points * turns).view(x.sizes()).to(x.scalar_type());
+}
+
+at::Tensor silu_product(const at::Tensor& gate, const at::Tensor& up) {
+  if (fits(gate) && fits(up) && gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type() && gate.device() == up.device()) return SiluProduct::apply(gate, up);
+  return at::silu(gate) * up;
+}
+
+TORCH_LIBRARY_FRAGMENT(penstock, library) {
+  library.def("cross_entropy_rows(Tensor logits, Tensor targets, int ignored) -> (Tensor, Tensor)");
+  library.def("cross_entropy_rows_backward(Tensor logits, Tensor targets, int ignored, Tensor log_sums, Tensor scale) -> Tensor");
+  library.def("rotate_pairs(Tensor x, Tensor turns, bool back) -> Tensor");
+  library.def("silu_product(Tensor gate, Tensor up) -> Tensor");
+  library.def("silu_product_backward(Tensor gate, Tensor up, Tensor gradient) -> (Tensor, Tensor)");
+}
+TORCH_LIBRARY_IMPL(penstock, CUDA, library) { add_operators(library); }
+TORCH_LIBRARY_IMPL(penstock, Meta, library) { add_operators(library); }
+
+}  // namespace penstock

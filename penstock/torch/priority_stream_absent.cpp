@@ -1,8 +1,0 @@
-// A LibTorch without CUDA has no streams to choose from.
-#include "penstock/torch/streams.h"
-
-namespace penstock {
-
-std::optional<c10::Stream> priority_stream(c10::Device) { return std::nullopt; }
-
-}  // namespace penstock

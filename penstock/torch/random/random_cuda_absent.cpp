@@ -1,0 +1,11 @@
+// Compiled instead of random_cuda.cpp where LibTorch has no CUDA.
+#include "penstock/base/errors.h"
+#include "penstock/torch/random/random_job.h"
+
+namespace penstock::random {
+
+void run_on_cuda(const Job&, int) {
+  throw ConfigError("random numbers on a CUDA tensor: this build has no CUDA kernels; build against a LibTorch with CUDA");
+}
+
+}  // namespace penstock::random

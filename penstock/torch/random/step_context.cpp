@@ -1,0 +1,90 @@
+#include "penstock/torch/random/step_context.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <utility>
+
+#include "penstock/base/errors.h"
+
+namespace penstock {
+
+namespace {
+
+class StepInfo final : public c10::DebugInfoBase {
+ public:
+  explicit StepInfo(std::shared_ptr<const StepContext> context) : context(std::move(context)) {}
+  const std::shared_ptr<const StepContext> context;
+};
+
+void check(const StepContext& context) {
+  if (!context.running)
+    throw ValueError("step context: got the context outside of any step; set `running` or make a new StepContext");
+  if (context.microbatches < 1)
+    throw ValueError(describe("step context: number of microbatches", fmt::format("{}", context.microbatches), "1 or more"));
+  if (context.microbatch && (*context.microbatch < 0 || *context.microbatch >= context.microbatches))
+    throw ValueError(describe("step context: microbatch", fmt::format("{}", *context.microbatch), fmt::format("0 to {}", context.microbatches - 1),
+                              "set `microbatches` to the number of this step"));
+  if (!(context.loss_scale > 0) || !std::isfinite(context.loss_scale))
+    throw ValueError(describe("step context: loss scale", fmt::format("{}", context.loss_scale), "a finite number above 0"));
+  if (const auto& rows = context.rows; rows && (rows->first < 0 || rows->count < 1 || rows->first > rows->global - rows->count))
+    throw ValueError(describe("step context: rows", fmt::format("{} from {}", rows->count, rows->first), fmt::format("a part of the {} rows of the microbatch", rows->global)));
+}
+
+std::shared_ptr<c10::DebugInfoBase> info_of(std::shared_ptr<const StepContext> context) {
+  if (context == nullptr) throw ValueError("step context: got a null pointer; give a snapshot from StepContext::current()");
+  check(*context);
+  return std::make_shared<StepInfo>(std::move(context));
+}
+
+}  // namespace
+
+std::shared_ptr<const StepContext> StepContext::current() {
+  if (const c10::DebugInfoBase* info = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PRODUCER_INFO)) {
+    if (const auto* step = dynamic_cast<const StepInfo*>(info)) return step->context;
+    // The context of an outer scope may be hidden behind it; to go on without would change random numbers.
+    throw StateError("step context: other code has put its own PRODUCER_INFO into c10::ThreadLocalDebugInfo; it must use another kind");
+  }
+  static const std::shared_ptr<const StepContext> outside = [] {
+    auto context = std::make_shared<StepContext>();
+    context->running = false;
+    return context;
+  }();
+  return outside;
+}
+
+RandomKey StepContext::key(std::int64_t layer, std::int64_t purpose) const {
+  if (!running)
+    throw StateError(
+        "step context: random numbers were asked for outside of any step, where every call would give the same ones; run under a StepGuard, or "
+        "give a RandomKey of your own");
+  if (recorded)
+    throw StateError(describe("random numbers of a step", "asked for while it is recorded, so that every replay would draw the same", "a step that the host runs each time",
+                              "turn PipelineOptions::device_graph off, or keyed dropout"));
+  return {.seed = seed, .step = step, .microbatch = microbatch.value_or(-1), .layer = layer, .purpose = purpose};
+}
+
+StepContext StepContext::recomputation() const {
+  StepContext again = *this;
+  again.recompute = true;
+  return again;
+}
+
+GlobalBox StepContext::box_of(at::IntArrayRef sizes) const {
+  if (!rows) return {};
+  if (sizes.empty() || sizes[0] % rows->count != 0)
+    throw ValueError(describe("step context: dim 0 of a tensor that is split by rows of the microbatch",
+                              sizes.empty() ? std::string("none") : fmt::format("{}", sizes[0]),
+                              fmt::format("a multiple of the {} rows here", rows->count), "give the GlobalBox of this tensor"));
+  const std::int64_t per_row = sizes[0] / rows->count;
+  GlobalBox box{sizes.vec(), std::vector<std::int64_t>(sizes.size(), 0)};
+  box.global_shape[0] = rows->global * per_row;
+  box.offset[0] = rows->first * per_row;
+  return box;
+}
+
+StepGuard::StepGuard(StepContext context) : StepGuard(std::make_shared<const StepContext>(std::move(context))) {}
+
+StepGuard::StepGuard(std::shared_ptr<const StepContext> context) : guard_(c10::DebugInfoKind::PRODUCER_INFO, info_of(std::move(context))) {}
+
+}  // namespace penstock

@@ -1,0 +1,95 @@
+// Records of distributed tensors, and the one type that covers both kinds.
+//
+//   TensorMeta meta = meta_of(tensor);                     // by dynamic type
+//   const TensorRecord& buffer = local_record(meta);       // what travels, for both kinds
+//   if (const auto* record = std::get_if<DistributedRecord>(&meta)) find_mesh(record->mesh_key());
+//
+// A DistributedRecord describes the local part by a plain record and adds what makes it a piece of a whole:
+// global shape and stride, placements, and the key by which the receiving side finds its mesh. The mesh
+// itself is never stored: it belongs to a process, and a record travels. The key names a mesh only among
+// processes whose meshes come from the same list of ranks (see MeshKey). Immutable values; equality and hash
+// as for plain records.
+//
+// Dynamic types come from the registration in distributed_type.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "penstock/mesh/mesh_key.h"
+#include "penstock/mesh/placement.h"
+#include "penstock/torch/tree/tensor_record.h"
+
+namespace penstock {
+
+class DistributedRecord {
+ public:
+  DistributedRecord() = default;  // no dims, no placements, no mesh
+
+  // Throws ValueError for parts that cannot belong together: another number of dims than the local part has,
+  // a number of placements that is not that of the mesh's axes, a shard of a dim that is not there. Whether
+  // the local shape is the piece that this rank holds is not checked here: the record does not know the rank.
+  DistributedRecord(TensorRecord local, std::vector<std::int64_t> global_shape,
+                    std::vector<std::int64_t> global_stride, Placements placements, MeshKey mesh_key);
+
+  const TensorRecord& local() const { return local_; }
+  const std::vector<std::int64_t>& global_shape() const { return global_shape_; }
+  const std::vector<std::int64_t>& global_stride() const { return global_stride_; }
+  const Placements& placements() const { return placements_; }
+  const MeshKey& mesh_key() const { return mesh_key_; }
+  bool requires_grad() const { return local_.requires_grad(); }
+
+  DistributedRecord with_requires_grad(bool requires_grad) const;
+  bool operator==(const DistributedRecord&) const = default;
+  std::size_t hash() const;
+
+ private:
+  TensorRecord local_;
+  std::vector<std::int64_t> global_shape_;
+  std::vector<std::int64_t> global_stride_;
+  Placements placements_;
+  MeshKey mesh_key_;
+};
+
+using TensorMeta = std::variant<TensorRecord, DistributedRecord>;
+using TensorMetas = std::vector<TensorMeta>;
+using OptionalTensorMetas = std::vector<std::optional<TensorMeta>>;  // of gradients: an entry may be missing
+
+// By dynamic type. Throws PipeliningMetadataError for tensors without a record (see record_of).
+TensorMeta meta_of(const at::Tensor& tensor);
+// Throws PipeliningMetadataError for a plain tensor (ask record_of or meta_of).
+DistributedRecord distributed_record_of(const at::Tensor& tensor);
+
+bool is_distributed(const TensorMeta& meta);
+const TensorRecord& local_record(const TensorMeta& meta);
+bool requires_grad(const TensorMeta& meta);
+
+// The tensor of this layout on this device: for a distributed record its local part (wrapping it needs a
+// mesh).
+at::Tensor make_raw_tensor(const TensorMeta& meta, at::Device device);
+
+// As for plain records; of distributed ones also global shape, global stride, placements, mesh axes and mesh
+// layout. One of each kind: the differences of the local parts and one line for the kind.
+std::vector<std::string> differences(const DistributedRecord& expected, const DistributedRecord& actual);
+std::vector<std::string> differences(const TensorMeta& expected, const TensorMeta& actual);
+std::vector<std::string> requires_grad_differences(const TensorMeta& expected, const TensorMeta& actual);
+
+// "a plain tensor", "a distributed tensor".
+std::string kind_text(const TensorMeta& meta);
+
+// "float32[2, 3] of [4, 3], placements [S(0)], mesh ('tp') (2):(1)"
+std::string to_string(const DistributedRecord& record);
+std::string to_string(const TensorMeta& meta);
+std::string to_string(const std::optional<TensorMeta>& meta);  // "nothing" when empty
+
+}  // namespace penstock
+
+template <>
+struct std::hash<penstock::DistributedRecord> {
+  std::size_t operator()(const penstock::DistributedRecord& record) const { return record.hash(); }
+};

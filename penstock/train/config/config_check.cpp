@@ -1,0 +1,332 @@
+// What is derived from other fields, and whether all of them fit together.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/files.h"
+#include "penstock/base/quote.h"
+#include "penstock/base/text.h"
+#include "penstock/schedule/generate/generators.h"
+#include "penstock/schedule/ir/text.h"
+#include "penstock/schedule/check/validate.h"
+#include "penstock/train/config/config_fields.h"
+
+namespace penstock::train {
+
+namespace {
+
+class Completion {
+ public:
+  explicit Completion(ResolvedConfig& resolved) : resolved_(resolved), config_(resolved.config) {}
+
+  void run() {
+    pattern();
+    model();
+    ranks();
+    schedule();
+    stages();
+    tensor_parallel();
+    batch();
+    training();
+    data();
+    without_effect();
+    if (problems_.empty()) return;
+    if (problems_.size() == 1) throw ConfigError(problems_.front());
+    throw ConfigError(fmt::format("{} things do not fit:\n  {}", problems_.size(), fmt::join(problems_, "\n  ")));
+  }
+
+ private:
+  // "layout.pp = 4 (train.toml:7)"
+  std::string said(std::string_view name) const {
+    const ConfigField& field = find_field(name, "configuration");
+    const auto origin = resolved_.origins.find(field.name());
+    return fmt::format("{} = {} ({})", name, to_toml(field.get(config_)),
+                       origin == resolved_.origins.end() ? "default" : origin->second);
+  }
+  bool given(const std::string& name) const {
+    const auto origin = resolved_.origins.find(name);
+    return origin != resolved_.origins.end() && !origin->second.starts_with("preset ");
+  }
+  template <class T>
+  void derive(const std::string& name, T& place, T value) {
+    if (place == value) return;
+    place = std::move(value);
+    resolved_.origins[name] = "derived";
+  }
+  void problem(std::string text) { problems_.push_back(std::move(text)); }
+
+  void pattern() {
+    ModelConfig& model = config_.model;
+    if (model.pattern.empty()) return;
+    std::int64_t blocks = 0;
+    bool block_before = false;
+    for (const char c : model.pattern) {
+      if (c == '|') {
+        if (!block_before) return problem(describe(said("model.pattern"), "a stage without blocks", "at least one between two |"));
+        block_before = false;
+        continue;
+      }
+      if (c == 'M' || c == 'E')
+        return problem(describe(said("model.pattern"), fmt::format("block {}", c), "A", "blocks M and E are not built yet"));
+      if (c != 'A') return problem(describe(said("model.pattern"), fmt::format("'{}'", c), "A for a block, | for the end of a stage"));
+      ++blocks;
+      block_before = true;
+    }
+    if (!block_before) return problem(describe(said("model.pattern"), "a stage without blocks", "at least one after the last |"));
+    if (given("model.layers") && model.layers != blocks)
+      return problem(fmt::format("{} has {}, but {}; leave out one of the two", said("model.pattern"), count_of(blocks, "block"), said("model.layers")));
+    derive("model.layers", model.layers, blocks);
+  }
+
+  void model() {
+    ModelConfig& model = config_.model;
+    if (model.key_value_heads == 0) derive("model.key_value_heads", model.key_value_heads, model.heads);
+    if (model.feed_width == 0) derive("model.feed_width", model.feed_width, (model.width * 8 + 95) / 96 * 32);
+    if (model.width % model.heads != 0) {
+      problem(fmt::format("{} is not a multiple of {}; set model.width to {}", said("model.width"), said("model.heads"),
+                          (model.width / model.heads + 1) * model.heads));
+    } else if (model.width / model.heads % 2 != 0) {
+      problem(fmt::format("{} over {} gives heads of {}, but rotary positions need an even number; set model.width to {}",
+                          said("model.width"), said("model.heads"), model.width / model.heads, model.width + model.heads));
+    }
+    if (model.heads % model.key_value_heads != 0)
+      problem(fmt::format("{} is not a multiple of {}; each key and value serves a whole number of heads", said("model.heads"),
+                          said("model.key_value_heads")));
+  }
+
+  void ranks() {
+    LayoutConfig& layout = config_.layout;
+    if (layout.dp % layout.shard != 0)
+      problem(fmt::format("{} is not a multiple of {}; data-parallel ranks share parameters in groups of layout.shard: set layout.dp to {}, or layout.shard to {}", said("layout.dp"),
+                          said("layout.shard"), (layout.dp / layout.shard + 1) * layout.shard, layout.dp == 1 ? std::string("1") : fmt::format("1 or {}", layout.dp)));
+    const std::int64_t product = layout.pp * layout.dp * layout.tp;
+    if (product > 65536)
+      return problem(fmt::format("{}, {}, {} make {} ranks; at most 65536 are supported", said("layout.pp"), said("layout.dp"),
+                                 said("layout.tp"), product));
+    if (layout.ranks == 0) return derive("layout.ranks", layout.ranks, product);
+    if (layout.ranks == product) return;
+    // What dp would have to be is the likeliest answer.
+    const std::int64_t rest = layout.pp * layout.tp;
+    problem(fmt::format("{} is not pp * dp * tp = {} * {} * {} = {}; {}", said("layout.ranks"), layout.pp, layout.dp, layout.tp,
+                        product, layout.ranks % rest == 0
+                            ? fmt::format("set layout.dp to {}, or leave layout.ranks out", layout.ranks / rest)
+                            : fmt::format("set layout.ranks to {} or leave it out", product)));
+  }
+
+  void schedule() {
+    LayoutConfig& layout = config_.layout;
+    const bool file = layout.schedule.find('/') != std::string::npos || to_lower(layout.schedule).ends_with(".csv");
+    try {
+      if (file) {
+        from_file();
+      } else {
+        from_kind();
+      }
+    } catch (const ValueError& error) {
+      problem(fmt::format("{}: {}", said("layout.schedule"), error.what()));
+    }
+  }
+
+  // The schedule with the smallest bubble that fits: one that splits backward and needs no more memory than 1F1B, on two stages a rank.
+  schedule::ScheduleKind automatic_kind() const {
+    const LayoutConfig& layout = config_.layout;
+    constexpr auto kBest = schedule::ScheduleKind::ZBVZeroBubble;
+    const std::int64_t parts = 2 * layout.pp;
+    const auto cuts = std::count(config_.model.pattern.begin(), config_.model.pattern.end(), '|');
+    const bool fits = layout.pp > 1 && layout.virtual_stages % 2 == 0 && layout.virtual_stages <= 2 && parts <= config_.model.layers && (cuts == 0 || cuts + 1 == parts);
+    try {
+      schedule::PipelineShape shape;
+      shape.ranks = static_cast<int>(layout.pp);
+      shape.stages_per_rank = 2;
+      shape.microbatches = static_cast<int>(layout.microbatches);
+      check_shape(kBest, shape);
+      if (fits) return kBest;
+    } catch (const ValueError&) {
+      // Too few microbatches for it.
+    }
+    return layout.virtual_stages > 1 ? schedule::ScheduleKind::Interleaved1F1B : schedule::ScheduleKind::OneFOneB;
+  }
+
+  void from_kind() {
+    LayoutConfig& layout = config_.layout;
+    if (to_lower(layout.schedule) == "auto") derive("layout.schedule", layout.schedule, std::string(to_text(automatic_kind())));
+    const schedule::ScheduleKind kind = schedule::schedule_kind(layout.schedule);
+    layout.schedule = std::string(to_text(kind));
+    const std::optional<int> required = required_stages_per_rank(kind);
+    fixed_stages_ = required.has_value();
+    if (layout.virtual_stages == 0)
+      derive<std::int64_t>("layout.virtual_stages", layout.virtual_stages, default_stages_per_rank(kind));
+    if (required && layout.virtual_stages != *required)
+      return problem(fmt::format("{} needs {} on each rank, but {}; set layout.virtual_stages to {} or leave it out",
+                                 said("layout.schedule"), count_of(*required, "stage"), said("layout.virtual_stages"), *required));
+    schedule::PipelineShape shape;
+    shape.ranks = static_cast<int>(layout.pp);
+    shape.stages_per_rank = static_cast<int>(layout.virtual_stages);
+    shape.microbatches = static_cast<int>(layout.microbatches);
+    try {
+      check_shape(kind, shape);
+    } catch (const ValueError& error) {
+      problem(fmt::format("{} with {}, {}, {}: {}", said("layout.schedule"), said("layout.pp"), said("layout.virtual_stages"),
+                          said("layout.microbatches"), error.what()));
+    }
+    // Two copies of the model run in opposite directions: each rank has two stages of the same half as many parts.
+    if (placement_of(kind) == schedule::Placement::Bidirectional) copies_ = 2;
+  }
+
+  void from_file() {
+    LayoutConfig& layout = config_.layout;
+    const std::string text = penstock::read_file(layout.schedule, "schedule", "give the name of a kind, or a path from where the command is started");
+    const schedule::Schedule schedule = schedule::parse_schedule(text);
+    schedule::ValidateOptions options;
+    options.sends = schedule::SendModel::Posted;
+    schedule::validate(schedule, options);
+    const int stages = schedule.stages().stages();
+    if (schedule.ranks() != layout.pp)
+      problem(fmt::format("{} has {}, but {}; set layout.pp to {}", said("layout.schedule"), count_of(schedule.ranks(), "rank"),
+                          said("layout.pp"), schedule.ranks()));
+    if (schedule.microbatches() != layout.microbatches)
+      problem(fmt::format("{} has {}, but {}; set layout.microbatches to {}", said("layout.schedule"),
+                          count_of(schedule.microbatches(), "microbatch", "microbatches"), said("layout.microbatches"), schedule.microbatches()));
+    if (stages % schedule.ranks() != 0)
+      return problem(fmt::format("{} has {} stages on {} ranks; each rank must have equally many", said("layout.schedule"),
+                                 stages, schedule.ranks()));
+    const std::int64_t per_rank = stages / schedule.ranks();
+    if (layout.virtual_stages == 0) return derive("layout.virtual_stages", layout.virtual_stages, per_rank);
+    if (layout.virtual_stages != per_rank)
+      problem(fmt::format("{} has {} on each rank, but {}; set layout.virtual_stages to {} or leave it out",
+                          said("layout.schedule"), count_of(per_rank, "stage"), said("layout.virtual_stages"), per_rank));
+  }
+
+  void stages() {
+    const std::int64_t parts = config_.layout.pp * std::max<std::int64_t>(config_.layout.virtual_stages, 1) / copies_;
+    if (parts > config_.model.layers)
+      problem(fmt::format("{} and {} make {} stages of the model, but {}: each stage needs a block; raise model.layers or lower layout.pp{}",
+                          said("layout.pp"), said("layout.virtual_stages"), parts, said("model.layers"), config_.layout.virtual_stages > 1 && !fixed_stages_ ? " or layout.virtual_stages" : ""));
+    const auto cuts = std::count(config_.model.pattern.begin(), config_.model.pattern.end(), '|');
+    if (cuts > 0 && cuts + 1 != parts)
+      problem(fmt::format("{} has {}, but {} and {} make {}; write {} (|) or none", said("model.pattern"), count_of(cuts + 1, "stage"),
+                          said("layout.pp"), said("layout.virtual_stages"), parts, count_of(parts - 1, "cut")));
+  }
+
+  void tensor_parallel() {
+    const std::int64_t tp = config_.layout.tp;
+    if (tp == 1) return;
+    const auto divides = [&](const char* name, std::int64_t value) {
+      if (value % tp != 0)
+        problem(fmt::format("{} is not a multiple of {}: each rank takes whole heads and equal parts", said(name), said("layout.tp")));
+    };
+    divides("model.heads", config_.model.heads);
+    divides("model.key_value_heads", config_.model.key_value_heads);
+    divides("model.feed_width", config_.model.feed_width);
+  }
+
+  void batch() {
+    const LayoutConfig& layout = config_.layout;
+    TrainingConfig& training = config_.training;
+    const std::int64_t round = layout.dp * layout.microbatches * layout.microbatch_size;
+    constexpr std::int64_t kMostSamples = std::int64_t{1} << 40;  // products of what is allowed alone could overflow
+    if (round > kMostSamples / std::max<std::int64_t>(training.accumulation, 1))
+      return problem(fmt::format("{}, {}, {} and {} make too many samples of a step; at most 2^40 are supported", said("layout.dp"),
+                                 said("layout.microbatches"), said("layout.microbatch_size"), said("training.accumulation")));
+    if (training.global_batch == 0) {
+      if (training.accumulation == 0) derive<std::int64_t>("training.accumulation", training.accumulation, 1);
+      return derive("training.global_batch", training.global_batch, round * training.accumulation);
+    }
+    const std::string one = fmt::format("one run of the schedule takes dp * microbatches * microbatch_size = {} * {} * {} = {} samples",
+                                        layout.dp, layout.microbatches, layout.microbatch_size, round);
+    if (training.global_batch % round != 0) {
+      const std::int64_t below = training.global_batch / round * round;
+      return problem(fmt::format("{} is not a multiple of {}: {}; set training.global_batch to {}, or change layout.microbatches or "
+                                 "layout.microbatch_size",
+                                 said("training.global_batch"), round, one,
+                                 below == 0 ? fmt::format("{}", round) : fmt::format("{} or {}", below, below + round)));
+    }
+    const std::int64_t runs = training.global_batch / round;
+    if (training.accumulation == 0) return derive("training.accumulation", training.accumulation, runs);
+    if (training.accumulation != runs)
+      problem(fmt::format("{} needs {} of the schedule, but {} ({}); leave one of the two out", said("training.global_batch"),
+                          count_of(runs, "run"), said("training.accumulation"), one));
+  }
+
+  void training() {
+    const TrainingConfig& training = config_.training;
+    // A rate that falls needs a step to fall in.
+    if (training.warmup_steps > training.steps || (training.warmup_steps == training.steps && training.decay != "constant")) {
+      // A short run of a preset is no mistake; a warm-up that was asked for is kept to.
+      if (given("training.warmup_steps")) {
+        problem(fmt::format("{} leaves nothing of {}; lower training.warmup_steps", said("training.warmup_steps"), said("training.steps")));
+      } else {
+        derive("training.warmup_steps", config_.training.warmup_steps, training.steps / 10);
+      }
+    }
+    if (training.precision != "fp16" && training.loss_scale != 0)
+      problem(fmt::format("{} has no meaning with {}; set training.precision to \"fp16\" or leave loss_scale out",
+                          said("training.loss_scale"), said("training.precision")));
+    if (config_.layout.transport == "nccl" && config_.layout.device == "cpu")
+      problem(fmt::format("{} carries tensors of GPUs only, but {}; set layout.transport to \"auto\"", said("layout.transport"),
+                          said("layout.device")));
+  }
+
+  void data() {
+    const DataConfig& data = config_.data;
+    if (!data.shards.empty() && !data.sources.empty())
+      problem(fmt::format("{} and {}: one of the two; leave the other out", said("data.sources"), said("data.shards")));
+    if (!data.shards.empty() && !data.extensions.empty())
+      problem(fmt::format("{} chooses among sources, but {}; leave data.extensions out", said("data.extensions"), said("data.shards")));
+    if (!data.shards.empty() && (data.format != "auto" || data.end_of_document >= 0))
+      problem(fmt::format("{} is for sources, but {}; leave {} out", said(data.format != "auto" ? "data.format" : "data.end_of_document"), said("data.shards"), data.format != "auto" ? "data.format" : "data.end_of_document"));
+    if (data.sources.empty() && data.format == "uint16") problem(fmt::format("{} needs files; name them in data.sources (--data)", said("data.format")));
+    // The cap is for the headers of this machine; what somebody names is meant as a whole.
+    if (!data.sources.empty() && !given("data.cap_bytes")) derive<std::int64_t>("data.cap_bytes", config_.data.cap_bytes, 0);
+    if (data.validation_fraction == 0 && config_.training.validate_every > 0)
+      problem(fmt::format("{} leaves nothing for {}; set training.validate_every to 0 or raise data.validation_fraction",
+                          said("data.validation_fraction"), said("training.validate_every")));
+    if (config_.output.sample_prompt.empty() && config_.output.sample_tokens > 0)
+      problem(fmt::format("{} gives nothing to continue for {}; write at least one byte, or set output.sample_tokens to 0", said("output.sample_prompt"), said("output.sample_tokens")));
+    if (config_.checkpoint.resume.empty())
+      problem(describe(said("checkpoint.resume"), "", "auto, never or the path of a checkpoint"));
+  }
+
+  // Keys given on the command line that the others leave without effect. Files may have them: that of a run has all keys. What belongs to
+  // something that is switched off (validate_batches with validate_every = 0) is no mistake.
+  void without_effect() {
+    const auto idle = [&](bool is_idle, const char* name, const std::string& why) {
+      const auto origin = resolved_.origins.find(name);
+      if (is_idle && origin != resolved_.origins.end() && origin->second.starts_with("--"))
+        problem(fmt::format("{} has no effect with {}; leave it out", said(name), why));
+    };
+    const TrainingConfig& training = config_.training;
+    idle(training.optimizer != "sgd", "training.momentum", said("training.optimizer"));
+    idle(training.optimizer != "adamw", "training.betas", said("training.optimizer"));
+    idle(training.optimizer != "adamw", "training.epsilon", said("training.optimizer"));
+    idle(training.decay == "constant", "training.min_lr_ratio", said("training.decay"));
+    idle(!config_.data.shards.empty(), "data.cap_bytes", said("data.shards"));
+    idle(!config_.data.shards.empty(), "data.skip_bad_files", said("data.shards"));
+    idle(config_.model.pattern.find('|') != std::string::npos, "layout.partition", said("model.pattern"));
+    idle(config_.layout.pp == 1 && config_.layout.transport == "ucx", "layout.transport", said("layout.pp") + ", as ucx carries transfers between stages only");
+  }
+
+  ResolvedConfig& resolved_;
+  TrainConfig& config_;
+  std::int64_t copies_ = 1;
+  bool fixed_stages_ = true;  // the schedule demands its number of stages a rank
+  std::vector<std::string> problems_;
+};
+
+}  // namespace
+
+void complete_config(ResolvedConfig& resolved) {
+  Completion(resolved).run();
+}
+
+}  // namespace penstock::train

@@ -1,0 +1,15 @@
+// In the place of config_file.cpp where toml++ is missing.
+#include <fmt/format.h>
+
+#include "penstock/base/errors.h"
+#include "penstock/train/config/config_fields.h"
+
+namespace penstock::train {
+
+std::vector<ConfigSetting> parse_toml(std::string_view, std::string_view name) {
+  throw ConfigError(describe(fmt::format("{}: configuration file", name), "a build without toml++", "",
+                             "install libtomlplusplus-dev (or set PENSTOCK_EXTRA_INCLUDE) and build again, or give the "
+                             "values as --section.key value"));
+}
+
+}  // namespace penstock::train

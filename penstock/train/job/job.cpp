@@ -1,0 +1,435 @@
+#include "penstock/train/job/job.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <torch/cuda.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <exception>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <span>
+#include <utility>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/log.h"
+#include "penstock/checkpoint/tensors/load.h"
+#include "penstock/checkpoint/tensors/tensor_part.h"
+#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/comm/backend/backend.h"
+#include "penstock/comm/transport/ucx_transport.h"
+#include "penstock/models/transformer/loss.h"
+#include "penstock/optim/update/adamw.h"
+#include "penstock/optim/update/clip.h"
+#include "penstock/optim/update/gradients.h"
+#include "penstock/optim/update/loss_scaler.h"
+#include "penstock/optim/schedule/lr_schedule.h"
+#include "penstock/optim/update/sgd.h"
+#include "penstock/torch/dispatch/mode.h"
+#include "penstock/train/report/elapsed.h"
+#include "penstock/train/job/find_not_finite.h"
+#include "penstock/train/job/gradient_sync.h"
+#include "penstock/train/report/not_finite.h"
+#include "penstock/train/data/prefetcher.h"
+
+namespace penstock::train {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+std::unique_ptr<optim::Optimizer> make_optimizer(const std::vector<optim::NamedParameter>& parameters, const TrainingConfig& config) {
+  if (config.optimizer == "sgd")
+    return std::make_unique<optim::SGD>(optim::decay_groups(parameters), optim::SGDOptions{.lr = config.lr, .momentum = config.momentum, .nesterov = false, .weight_decay = config.weight_decay, .decoupled = false, .kernels = optim::Kernels::Auto});
+  return std::make_unique<optim::AdamW>(optim::decay_groups(parameters), optim::AdamWOptions{.lr = config.lr, .beta1 = config.betas.at(0), .beta2 = config.betas.at(1), .eps = config.epsilon, .weight_decay = config.weight_decay, .kernels = optim::Kernels::Auto});
+}
+
+optim::LossScalerOptions scaler_options(const TrainingConfig& config) {
+  optim::LossScalerOptions options;
+  options.enabled = config.precision == "fp16";
+  if (config.loss_scale > 0) {  // a fixed one
+    options.initial_scale = options.min_scale = options.max_scale = config.loss_scale;
+  }
+  return options;
+}
+
+optim::LrSchedule lr_schedule(const TrainingConfig& config) {
+  return {.peak = config.lr, .floor = config.lr * config.min_lr_ratio, .warmup_steps = config.warmup_steps, .total_steps = config.steps, .decay = optim::parse_decay(config.decay)};
+}
+
+at::Tensor as_tensor(const std::vector<std::int64_t>& values, std::int64_t rows, std::int64_t columns, at::Device device) {
+  const at::Tensor view = at::from_blob(const_cast<std::int64_t*>(values.data()), {rows, columns}, at::kLong);
+  return device.is_cpu() ? view.clone() : view.pin_memory().to(device, /*non_blocking=*/true);
+}
+
+std::int64_t count_targets(const std::vector<std::int64_t>& targets) {
+  std::int64_t counted = 0;
+  for (const std::int64_t target : targets) counted += target != kIgnored;
+  return counted;
+}
+
+}  // namespace
+
+namespace {
+
+// A transport that cannot carry the tensors of the device would be ignored, and another one used.
+void check_transport(const LayoutConfig& config, bool gpu) {
+  const auto refuse = [&](const char* what, const char* remedy) {
+    throw ConfigError(describe("layout.transport", fmt::format("{}, which {}", config.transport, what), "one that fits layout.device", remedy));
+  };
+  if (config.transport == "nccl" && !gpu) refuse("carries tensors of GPUs only, but the model runs on the CPU", "set layout.transport to auto, gloo or ucx");
+  if (config.transport == "nccl" && !comm::nccl_available()) refuse("this LibTorch was built without", "set layout.transport to auto, or layout.device to cpu");
+  if ((config.transport == "gloo" || config.transport == "ucx") && gpu) refuse("carries tensors of the CPU, but the model runs on GPUs", "set layout.transport to auto or nccl");
+  if (config.transport == "ucx" && !comm::ucx_available()) refuse("this build lacks", "set layout.transport to auto or gloo");
+}
+
+}  // namespace
+
+at::Device configured_device(const LayoutConfig& config, const comm::World& world) {
+  const int gpus = torch::cuda::is_available() ? static_cast<int>(torch::cuda::device_count()) : 0;
+  const bool own_gpu = gpus >= world.local_size();
+  const bool cpu = config.device == "cpu" || (config.device == "auto" && !own_gpu);
+  if (cpu || own_gpu) check_transport(config, !cpu);
+  if (cpu) return at::kCPU;
+  if (!own_gpu)
+    throw ConfigError(describe("layout.device", fmt::format("cuda, with {} GPUs for {} ranks on this host", gpus, world.local_size()), "a GPU of its own for every rank", "start fewer ranks, or set layout.device to cpu"));
+  return at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank()));
+}
+
+struct TrainingJob::Impl {
+  Impl(const comm::World& the_world, const TrainConfig& the_config, TrainingData the_data)
+      : world(the_world),
+        config(the_config),
+        data(std::move(the_data)),
+        layout(world, config.layout),
+        device(configured_device(config.layout, world)),
+        schedule(configured_schedule(config.layout)),
+        model(layout, config, schedule, device),
+        sync(layout, model, config.training.accumulation == 1),
+        pipeline(model.stages(), schedule, loss(), pipeline_options()),
+        optimizer(make_optimizer(model.parameters(), config.training)),
+        scaler(scaler_options(config.training)),
+        rates(lr_schedule(config.training)) {
+    optim::check(rates);
+    if (static_cast<std::int64_t>(data.training->dataset().vocabulary()) > config.model.vocabulary)
+      throw ConfigError(describe("model.vocabulary", std::to_string(config.model.vocabulary), fmt::format("at least the {} of the data", data.training->dataset().vocabulary()), "raise it, or use other data"));
+    if (config.layout.pp > 1) step_groups.push_back(layout.mesh().group("pp"));
+    last_stage_here = schedule.stages().rank_of(StageId{schedule.stages().stages() - 1}) == layout.pp();
+    prefetch(0);
+  }
+
+  std::int64_t positions_of_microbatch() const { return config.layout.microbatch_size * config.model.context; }
+  std::int64_t samples_of_run() const { return config.layout.microbatches * config.layout.microbatch_size; }  // of one replica
+  std::int64_t positions_of_step() const { return samples_of_run() * config.layout.dp * config.training.accumulation * config.model.context; }
+
+  // A sum divided by a fixed number of positions: means over microbatches and replicas, and sums over runs, add up to the whole.
+  PipelineLoss loss() const {
+    const double each = static_cast<double>(positions_of_microbatch() * config.training.accumulation);
+    return PipelineLoss([each](const at::Tensor& logits, const at::Tensor& targets) { return models::token_loss(logits, targets, each); });
+  }
+
+  PipelineOptions pipeline_options() {
+    PipelineOptions options{world};
+    options.ranks = layout.pipeline_ranks();
+    options.seed = static_cast<std::uint64_t>(config.training.seed);
+    options.return_outputs = false;
+    // Runs that add up are reduced once, by finish(); without the callback the pipeline adds them in one buffer (step_gradients.h).
+    if (config.training.accumulation == 1) options.gradients_done = [this](int stage) { sync.stage_done(stage); };
+    const std::int64_t rows = config.layout.microbatch_size;
+    if (config.layout.dp > 1) options.rows = BatchRows{.global = rows * config.layout.dp, .first = rows * layout.dp(), .count = rows};
+    if (config.layout.transport == "gloo") options.p2p = comm::P2PTransport::Gloo;
+    if (config.layout.transport == "ucx") options.p2p = comm::P2PTransport::Ucx;
+    return options;
+  }
+
+  void prefetch(std::uint64_t position) {
+    const std::int64_t round = samples_of_run() * config.layout.dp;
+    batches = std::make_unique<Prefetcher>([this](std::uint64_t first, Batch& filled) { fill_share(*data.training, first, filled); },
+                                           PrefetchOptions{.first = position, .stride = static_cast<std::uint64_t>(round), .share = {0, round}, .depth = 4});
+  }
+
+  // This replica's samples of the round that begins at global sample `first`. The replicas share every microbatch: its rows are theirs in
+  // order, so that a row's number in the whole microbatch, by which dropout goes, does not depend on how many replicas there are.
+  void fill_share(const Sampler& sampler, std::uint64_t first, Batch& filled) const {
+    const std::int64_t rows = config.layout.microbatch_size, context = config.model.context;
+    filled.position = first;
+    filled.samples = samples_of_run();
+    filled.context = context;
+    for (auto* values : {&filled.tokens, &filled.targets, &filled.documents}) values->resize(static_cast<std::size_t>(filled.samples * context));
+    for (std::int64_t sample = 0; sample < filled.samples; ++sample) {
+      const std::int64_t global = (sample / rows * config.layout.dp + layout.dp()) * rows + sample % rows;
+      const auto place = [&](std::vector<std::int64_t>& values) { return std::span(values).subspan(static_cast<std::size_t>(sample * context), static_cast<std::size_t>(context)); };
+      sampler.sample(first + static_cast<std::uint64_t>(global), place(filled.tokens), place(filled.targets), place(filled.documents));
+    }
+  }
+
+  struct Inputs {
+    Tree args, kwargs, target;
+  };
+  Inputs inputs_of(const Batch& batch) const {
+    const auto tensor = [&](const std::vector<std::int64_t>& values) { return as_tensor(values, batch.samples, batch.context, device); };
+    return {Tree::tuple({tensor(batch.tokens)}), config.data.document_mask ? Tree::dict({{"documents", tensor(batch.documents)}}) : Tree(), Tree(tensor(batch.targets))};
+  }
+
+  // Sum of the losses of runs over their tokens, as it was before the division; only the last stage has some. Waits for the device, once.
+  double loss_sum(const std::vector<at::Tensor>& losses) const {
+    if (losses.empty()) return 0;
+    const at::Tensor all = at::stack(losses).to(at::kDouble).cpu();
+    double sum = 0;
+    for (std::int64_t i = 0; i < all.numel(); ++i) sum += all.data_ptr<double>()[i];
+    return sum * static_cast<double>(positions_of_microbatch() * config.training.accumulation);
+  }
+
+  // Sums over all ranks that are the first of their tensor-parallel group; the others have the same numbers.
+  std::vector<double> sum_over_world(std::vector<double> numbers, std::size_t counted) const {
+    if (layout.tp() != 0) std::fill(numbers.begin(), numbers.begin() + static_cast<std::ptrdiff_t>(counted), 0.0);
+    if (world.size() == 1) return numbers;
+    at::Tensor all = at::tensor(numbers, at::kDouble).to(device);
+    world.group().all_reduce(all, comm::ReduceOp::Sum, {.label = "numbers of the step", .timeout = {}}).wait();
+    all = all.cpu();
+    return {all.data_ptr<double>(), all.data_ptr<double>() + all.numel()};
+  }
+
+  StepOutcome train_step(bool stop) {
+    const auto begin = Clock::now();
+    StepOutcome outcome;
+    outcome.lr = optim::lr_at(rates, steps_done);
+    outcome.loss_scale = scaler.scale();
+    outcome.tokens = positions_of_step();
+    optimizer->set_lr(outcome.lr);
+    optimizer->zero_grad();
+    clear_second_leaf();
+    pipeline.set_loss_scale(scaler.scale());
+    std::vector<at::Tensor> losses;
+    double counted = 0;
+    for (std::int64_t run = 0; run < config.training.accumulation; ++run) {
+      auto now = Clock::now();
+      batches->next(batch);
+      const Inputs inputs = inputs_of(batch);
+      outcome.times.data += seconds_since(now);
+      now = Clock::now();
+      pipeline.set_step(steps_done * config.training.accumulation + run);
+      const StepResult result = pipeline.step(inputs.args, inputs.kwargs, inputs.target);
+      if (last_stage_here) {
+        losses.insert(losses.end(), result.losses.begin(), result.losses.end());
+        counted += static_cast<double>(count_targets(batch.targets));
+      }
+      outcome.times.schedule += seconds_since(now);
+    }
+    auto now = Clock::now();
+    sync.finish();
+    outcome.times.sync = seconds_since(now);
+    now = Clock::now();
+    const optim::ClipResult clipped = clip(outcome);  // begun before anything waits for the device
+    outcome.times.update = seconds_since(now);
+    now = Clock::now();
+    const double sum = loss_sum(losses);
+    outcome.times.schedule += seconds_since(now);  // on a GPU its work ends here
+    now = Clock::now();
+    const std::vector<double> all = sum_over_world({sum, counted, stop ? 1.0 : 0.0}, 2);
+    outcome.loss = all[1] > 0 ? all[0] / all[1] : 0;
+    outcome.stop = all[2] > 0;
+    outcome.times.sync += seconds_since(now);
+    now = Clock::now();
+    update(outcome, clipped);
+    outcome.times.update += seconds_since(now);
+    ++steps_done;
+    outcome.step = steps_done;
+    outcome.times.total = seconds_since(begin);
+    return outcome;
+  }
+
+  void clear_second_leaf() {
+    if (at::Tensor head = model.tied().head; head.defined()) head.mutable_grad() = at::Tensor();
+  }
+
+  // Norm of the gradients, and the gradients clipped to it; nothing in a step that fp16 skips. Does not wait for the device otherwise.
+  optim::ClipResult clip(StepOutcome& outcome) {
+    if (scaler.enabled()) {
+      outcome.skipped = !scaler.unscale(optimizer->parameters(), {.groups = step_groups, .device = device});
+      scaler.update();
+    }
+    if (outcome.skipped) return {};
+    if (gradient_hook) {
+      optim::settle_gradients(optimizer->parameters());
+      gradient_hook(optimizer->parameters());
+    }
+    const double limit = config.training.clip_norm > 0 ? config.training.clip_norm : std::numeric_limits<double>::infinity();
+    return optim::clip_grad_norm(optimizer->parameters(), limit,
+                                 {.order = 2, .groups = step_groups, .counts = [&](const optim::NamedParameter& each) { return model.counts(each); }, .non_finite = optim::NonFinite::Leave, .device = device});
+  }
+
+  void update(StepOutcome& outcome, const optim::ClipResult& clipped) {
+    if (outcome.skipped) return;
+    outcome.grad_norm = clipped.value();
+    if (!std::isfinite(outcome.loss) || !std::isfinite(outcome.grad_norm)) throw_not_finite(outcome);
+    optimizer->step();
+    ++updates_done;
+    model.share_tied();
+  }
+
+  [[noreturn]] void throw_not_finite(const StepOutcome& outcome) {
+    std::string began;
+    try {
+      const std::optional<BadPlace> place = first_bad();
+      began = place ? place->what : "where it began is not to be found: parameters, the forwards done again and gradients are finite";
+    } catch (const std::exception& error) {
+      began = fmt::format("where it began is not known, looking for it failed: {}", error.what());
+    }
+    const auto shown = [](double value) { return std::isnan(value) ? std::string("nan") : fmt::format("{}", value); };  // without its sign
+    throw NotFiniteError(fmt::format("step {}: loss {}, gradient norm {}: {}; checkpoints are as they were: resume from the last one with a lower training.lr, a longer training.warmup_steps or a smaller training.clip_norm",
+                                     steps_done + 1, shown(outcome.loss), shown(outcome.grad_norm), began));
+  }
+
+  // What was bad before the step; else the first operator that made it so; else the first gradient. Dropout falls otherwise in the
+  // forwards done again, so what it alone brings about may not be found.
+  std::optional<BadPlace> first_bad() {
+    if (const auto place = earliest(world, bad_parameter(layout, model))) return place;
+    OperatorWatch watch(layout, model);
+    const std::int64_t runs = config.training.accumulation, round = samples_of_run() * config.layout.dp;
+    Batch again;
+    for (std::int64_t run = 0; run < runs; ++run) {
+      fill_share(*data.training, batches->position() - static_cast<std::uint64_t>((runs - run) * round), again);
+      const Inputs inputs = inputs_of(again);
+      watch.begin_run(run, runs);
+      const ModeGuard watching(watch);
+      pipeline.eval(inputs.args, inputs.kwargs, inputs.target);
+    }
+    if (const auto place = earliest(world, watch.found())) return place;
+    return earliest(world, bad_gradient(layout, model));
+  }
+
+  double validate() {
+    if (!data.validation) throw StateError("validation: there is no validation data; raise data.validation_fraction");
+    model.set_training(false);
+    std::vector<at::Tensor> losses;
+    double counted = 0;
+    const std::int64_t round = samples_of_run() * config.layout.dp;
+    Batch held;
+    for (std::int64_t i = 0; i < config.training.validate_batches; ++i) {
+      fill_share(*data.validation, static_cast<std::uint64_t>(i * round), held);
+      const Inputs inputs = inputs_of(held);
+      const StepResult result = pipeline.eval(inputs.args, inputs.kwargs, inputs.target);
+      if (!last_stage_here) continue;
+      losses.insert(losses.end(), result.losses.begin(), result.losses.end());
+      counted += static_cast<double>(count_targets(held.targets));
+    }
+    model.set_training(true);
+    const std::vector<double> all = sum_over_world({loss_sum(losses), counted}, 2);
+    return all[1] > 0 ? all[0] / all[1] : 0;
+  }
+
+  std::vector<checkpoint::TensorPart> model_parts() const {
+    std::vector<checkpoint::TensorPart> parts;
+    for (const optim::NamedParameter& parameter : model.parameters()) parts.push_back(checkpoint::tensor_part(parameter.name, parameter.tensor));
+    return parts;
+  }
+
+  // Also of parameters that have had no gradient yet: whoever loads expects the state of all of them.
+  std::vector<checkpoint::TensorPart> optimizer_parts() const {
+    optimizer->ensure_state();
+    std::vector<checkpoint::TensorPart> parts;
+    for (const optim::NamedTensor& entry : optimizer->state().tensors) parts.push_back(checkpoint::tensor_part(entry.name, entry.tensor));
+    return parts;
+  }
+
+  // A parameter is stepped where it has a gradient: usually in every update, so one number (optimizer_steps) serves all. The count of
+  // one that has been left out is written beside its state.
+  std::vector<checkpoint::TensorPart> differing_steps() const {
+    std::vector<checkpoint::TensorPart> parts;
+    if (optimizer->state().tensors.empty()) return parts;  // of SGD without momentum: the count decides nothing
+    for (const optim::NamedSteps& entry : optimizer->state().steps)
+      if (entry.steps != updates_done) parts.push_back(checkpoint::tensor_part(entry.name, at::full({1}, entry.steps, at::kLong)));
+    return parts;
+  }
+
+  std::vector<checkpoint::TensorPart> saved_optimizer_parts() const {
+    std::vector<checkpoint::TensorPart> parts = optimizer_parts();
+    for (checkpoint::TensorPart& part : differing_steps()) parts.push_back(std::move(part));
+    return parts;
+  }
+
+  std::string state_json() const {
+    const optim::LossScalerState scale = scaler.state();
+    return nlohmann::json{{"step", steps_done},
+                          {"optimizer_steps", updates_done},
+                          {"data", {{"position", batches->position()}, {"fingerprint", fmt::format("{:016x}", data.training->dataset().fingerprint())}}},
+                          {"loss_scaler", {{"scale", scale.scale}, {"good_steps", scale.good_steps}}},
+                          {"seed", config.training.seed}}
+        .dump(1);
+  }
+
+  void load(const checkpoint::Checkpoint& checkpoint, OtherData other_data) {
+    checkpoint::WorldMeeting meeting(world);
+    checkpoint::load_into(meeting, checkpoint, checkpoint::Section::Model, model_parts());
+    model.share_tied();
+    std::vector<checkpoint::TensorPart> parts = optimizer_parts();
+    const nlohmann::json state = nlohmann::json::parse(checkpoint.state_json());
+    steps_done = state.at("step").get<std::int64_t>();
+    updates_done = state.at("optimizer_steps").get<std::int64_t>();
+    std::vector<optim::NamedSteps> counts = optimizer->state().steps;
+    std::vector<std::pair<std::size_t, at::Tensor>> own_counts;  // of parameters that some updates have left out
+    for (std::size_t i = 0; i < counts.size(); ++i) {
+      counts[i].steps = updates_done;
+      if (!checkpoint.tensors(checkpoint::Section::Optimizer).contains(counts[i].name)) continue;
+      own_counts.emplace_back(i, at::zeros({1}, at::kLong));
+      parts.push_back(checkpoint::tensor_part(counts[i].name, own_counts.back().second));
+    }
+    checkpoint::load_into(meeting, checkpoint, checkpoint::Section::Optimizer, parts);
+    for (const auto& [i, count] : own_counts) counts[i].steps = count.item<std::int64_t>();
+    optimizer->set_steps(counts);
+    scaler.load_state({.scale = state.at("loss_scaler").at("scale").get<double>(), .good_steps = state.at("loss_scaler").at("good_steps").get<std::int64_t>()});
+    std::uint64_t position = state.at("data").at("position").get<std::uint64_t>();
+    const std::string fingerprint = fmt::format("{:016x}", data.training->dataset().fingerprint());
+    if (const auto former = state.at("data").at("fingerprint").get<std::string>(); former != fingerprint) {
+      if (other_data == OtherData::Refuse)
+        throw ConfigError(describe("data of the run", fmt::format("tokens with the fingerprint {}", fingerprint), fmt::format("those of its checkpoint {}: {}", checkpoint.path().string(), former),
+                                   "put the former data back, or train on the new ones in a new run: another --run_folder, with --resume and the path of this checkpoint"));
+      log().warn("train: the data differ from those of the checkpoint {}; training begins with their first sample", checkpoint.path().string());
+      position = 0;
+    }
+    prefetch(position);
+  }
+
+  comm::World world;
+  TrainConfig config;
+  TrainingData data;
+  RankLayout layout;
+  at::Device device;
+  schedule::Schedule schedule;
+  ModelStages model;
+  GradientSync sync;
+  PipelineRuntime pipeline;
+  std::unique_ptr<optim::Optimizer> optimizer;
+  optim::LossScaler scaler;
+  optim::LrSchedule rates;
+  std::vector<comm::Group> step_groups;
+  GradientHook gradient_hook;
+  bool last_stage_here = false;
+  std::int64_t steps_done = 0;
+  std::int64_t updates_done = 0;  // steps of the optimizer: all but those that fp16 has skipped
+  Batch batch;
+  std::unique_ptr<Prefetcher> batches;
+};
+
+TrainingJob::TrainingJob(const comm::World& world, const TrainConfig& config, TrainingData data) : impl_(std::make_unique<Impl>(world, config, std::move(data))) {}
+TrainingJob::~TrainingJob() = default;
+
+StepOutcome TrainingJob::train_step(bool stop) { return impl_->train_step(stop); }
+void TrainingJob::set_gradient_hook(GradientHook hook) { impl_->gradient_hook = std::move(hook); }
+double TrainingJob::validate() { return impl_->validate(); }
+std::int64_t TrainingJob::steps_done() const { return impl_->steps_done; }
+std::uint64_t TrainingJob::position() const { return impl_->batches->position(); }
+std::int64_t TrainingJob::tokens_per_step() const { return impl_->positions_of_step(); }
+checkpoint::CheckpointContents TrainingJob::contents() const { return {impl_->model_parts(), impl_->saved_optimizer_parts(), impl_->state_json()}; }
+void TrainingJob::load(const checkpoint::Checkpoint& checkpoint, OtherData other_data) { impl_->load(checkpoint, other_data); }
+HeldMemory TrainingJob::held_memory() const { return train::held_memory(impl_->model, *impl_->optimizer, impl_->sync); }
+const RankLayout& TrainingJob::layout() const { return impl_->layout; }
+const ModelStages& TrainingJob::model() const { return impl_->model; }
+PipelineRuntime& TrainingJob::pipeline() { return impl_->pipeline; }
+at::Device TrainingJob::device() const { return impl_->device; }
+
+}  // namespace penstock::train

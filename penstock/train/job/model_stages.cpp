@@ -1,0 +1,165 @@
+#include "penstock/train/job/model_stages.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <fstream>
+#include <optional>
+#include <sstream>
+#include <utility>
+
+#include "penstock/base/errors.h"
+#include "penstock/models/transformer/initialize.h"
+#include "penstock/models/transformer/parallel_plan.h"
+#include "penstock/pipeline/stage/stage_module.h"
+#include "penstock/schedule/generate/generators.h"
+#include "penstock/schedule/ir/text.h"
+#include "penstock/shard/state/fully_shard.h"
+#include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/train/job/stage_scope.h"
+
+namespace penstock::train {
+
+namespace {
+
+bool is_file(const std::string& schedule) { return schedule.find('/') != std::string::npos || schedule.ends_with(".csv"); }
+
+schedule::Schedule schedule_from_file(const LayoutConfig& config) {
+  std::ifstream file(config.schedule);
+  std::stringstream text;
+  text << file.rdbuf();
+  if (!file) throw ConfigError(describe("layout.schedule", config.schedule, "a file that can be read, or the name of a schedule", "penstock schedule --help lists the names"));
+  schedule::Schedule read = schedule::parse_schedule(text.str());
+  const auto expect = [&](const char* field, std::int64_t found, std::int64_t wanted) {
+    if (found != wanted)
+      throw ConfigError(describe(fmt::format("{} of the schedule in {}", field, config.schedule), std::to_string(found), std::to_string(wanted), fmt::format("set layout.{} to {}", field, found)));
+  };
+  expect("pp", read.ranks(), config.pp);
+  expect("virtual_stages", read.stages().stages() / read.ranks(), config.virtual_stages);
+  expect("microbatches", read.microbatches(), config.microbatches);
+  return read;
+}
+
+std::optional<at::ScalarType> autocast_dtype(const std::string& precision) {
+  if (precision == "bf16") return at::kBFloat16;
+  if (precision == "fp16") return at::kHalf;
+  return std::nullopt;
+}
+
+StageModule stage_module(models::TransformerStage stage, at::Device device, std::optional<at::ScalarType> autocast) {
+  return StageModule(
+      [stage, device, autocast](at::Tensor x, Tree more) mutable {
+        const StageScope place(stage->part().index);
+        const AutocastScope scope(device.type(), autocast);
+        return stage->forward_with(x, more);
+      },
+      {stage.ptr()});
+}
+
+}  // namespace
+
+models::TransformerOptions transformer_options(const ModelConfig& config) {
+  return models::TransformerOptions{.vocabulary = config.vocabulary,
+                                    .width = config.width,
+                                    .layers = config.layers,
+                                    .heads = config.heads,
+                                    .key_value_heads = config.key_value_heads,
+                                    .feed_width = config.feed_width,
+                                    .context = config.context,
+                                    .rope_theta = config.rope_theta,
+                                    .norm_epsilon = config.norm_epsilon,
+                                    .tie_head = config.tie_head,
+                                    .dropout = config.dropout}
+      .resolved();
+}
+
+schedule::Schedule configured_schedule(const LayoutConfig& config) {
+  if (is_file(config.schedule)) return schedule_from_file(config);
+  return schedule::generate(schedule::schedule_kind(config.schedule), {.ranks = static_cast<int>(config.pp), .stages_per_rank = static_cast<int>(config.virtual_stages), .microbatches = static_cast<int>(config.microbatches), .group_size = {}});
+}
+
+std::vector<models::StagePart> configured_parts(const TrainConfig& config, int stages) {
+  return models::partition_model(transformer_options(config.model), stages,
+                                 {.balance = config.layout.partition == "cost" ? models::Balance::Cost : models::Balance::Count, .pattern = config.model.pattern, .costs = {}});
+}
+
+void check_stages(const TrainConfig& config, const schedule::Schedule& schedule) {
+  if (schedule.stages().chains().size() > 1)
+    throw ConfigError(describe("layout.schedule", config.layout.schedule, "a schedule with one copy of the model", "a bidirectional schedule holds two; choose DualPipeV, which needs one"));
+  if (config.layout.tp > 1) models::check_tensor_parallel(transformer_options(config.model), static_cast<int>(config.layout.tp));
+}
+
+ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config, const schedule::Schedule& schedule, at::Device device)
+    : options_(transformer_options(config.model)), parts_(configured_parts(config, schedule.stages().stages())) {
+  const schedule::StageMap& map = schedule.stages();
+  check_stages(config, schedule);
+  for (const int index : map.stages_of(layout.pp())) {
+    models::TransformerStage module(options_, parts_[static_cast<std::size_t>(index)]);
+    module->to(device);
+    if (layout.tp_size() > 1) models::parallelize_transformer(*module, layout.tensor_mesh());
+    models::initialize(*module, {.seed = static_cast<std::uint64_t>(config.training.seed)});
+    modules_.push_back(module);
+  }
+  if (options_.tie_head) tie(layout, map);
+  if (layout.shard_size() > 1)
+    for (models::TransformerStage& module : modules_) {
+      for (models::Block block : module->blocks()) fully_shard(*block, layout.shard_mesh());
+      fully_shard(*module, layout.shard_mesh());
+    }
+  for (std::size_t i = 0; i < modules_.size(); ++i) {
+    stages_.emplace_back(stage_module(modules_[i], device, autocast_dtype(config.training.precision)), parts_[static_cast<std::size_t>(map.stages_of(layout.pp())[i])].index, map.stages(), device);
+    for (const auto& entry : modules_[i]->named_parameters())
+      if (!is_second_leaf(entry.value())) parameters_.push_back({entry.key(), entry.value()});
+  }
+}
+
+// The weight's two uses are two leaves of autograd with one memory where both are on this rank, and two copies where they are not. Each
+// gathers its own gradient over the microbatches and the two are added at the end: so the sum is the same bits in every layout.
+void ModelStages::tie(const RankLayout& layout, const schedule::StageMap& map) {
+  models::TransformerStage *first = nullptr, *last = nullptr;
+  for (models::TransformerStage& module : modules_) {
+    if (module->part().has_embed()) first = &module;
+    if (module->part().has_head()) last = &module;
+  }
+  if (first) tied_.embed = (*first)->embed->weight;
+  if (first && last) {
+    const bool sharded = layout.shard_size() > 1;
+    if (first == last) {
+      if (sharded) return;  // one sharded parameter for both uses: autograd adds them up
+      (*last)->separate_head();
+    } else if (!sharded) {
+      (*last)->embed->weight.set_data(tied_.embed);
+    }
+    // Two sharded stages gather, free and reduce each what is theirs: each has a shard of its own.
+  }
+  if (last) tied_.head = (*last)->head_weight();
+  const int first_rank = map.rank_of(StageId{0}), last_rank = map.rank_of(StageId{map.stages() - 1});
+  if (first_rank != last_rank && (first || last)) tied_.peer = first ? last_rank : first_rank;
+}
+
+std::vector<optim::NamedParameter> ModelStages::parameters_of(int stage) const {
+  std::vector<optim::NamedParameter> result;
+  for (const models::TransformerStage& module : modules_)
+    if (module->part().index == stage)
+      for (const auto& entry : module->named_parameters()) result.push_back({entry.key(), entry.value()});
+  return result;
+}
+
+bool ModelStages::is_second_leaf(const at::Tensor& parameter) const { return tied_.embed.defined() && tied_.head.defined() && parameter.is_same(tied_.head); }
+
+bool ModelStages::is_tied(const at::Tensor& parameter) const { return (tied_.embed.defined() && parameter.is_same(tied_.embed)) || (tied_.head.defined() && parameter.is_same(tied_.head)); }
+
+bool ModelStages::counts(const optim::NamedParameter& parameter) const { return !(tied_.peer >= 0 && tied_.head.defined() && parameter.tensor.is_same(tied_.head)); }
+
+void ModelStages::share_tied() {
+  if (!tied_.embed.defined() || !tied_.head.defined() || !shard_of(tied_.head)) return;
+  ensure_sharded({tied_.embed, tied_.head});
+  const at::NoGradGuard no_grad;
+  tied_.head.copy_(tied_.embed);
+}
+
+void ModelStages::set_training(bool training) {
+  for (models::TransformerStage& module : modules_) module->train(training);
+}
+
+}  // namespace penstock::train

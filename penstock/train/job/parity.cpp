@@ -1,0 +1,233 @@
+#include "penstock/train/job/parity.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <iterator>
+#include <limits>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string_view>
+#include <utility>
+
+#include "penstock/base/errors.h"
+#include "penstock/checkpoint/files/checkpoint_error.h"
+#include "penstock/checkpoint/files/folder.h"
+#include "penstock/checkpoint/files/reader.h"
+#include "penstock/checkpoint/tensors/tensor_part.h"
+#include "penstock/checkpoint/tensors/writer.h"
+#include "penstock/train/job/model_stages.h"
+
+namespace penstock::train {
+
+namespace {
+
+namespace fs = std::filesystem;
+using checkpoint::Checkpoint;
+using checkpoint::Section;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr std::size_t kRowsShown = 12;
+// Behind the name of a tensor that is a copy of it. No parameter has a space in its name.
+constexpr std::string_view kCopyBegins = " (";
+
+// Whether a stage's weight gradients are added up in the order of the microbatches, as one process does.
+bool keeps_order(const schedule::Schedule& schedule) {
+  std::map<int, int> last;  // microbatch by stage
+  for (const schedule::Row& row : schedule.rows()) {
+    for (const schedule::Slot slot : row) {
+      for (const schedule::Action& action : slot) {
+        if (action.kind() != schedule::ActionKind::Backward && action.kind() != schedule::ActionKind::BackwardWeight) continue;
+        const int microbatch = action.microbatch()->value();
+        const auto [place, is_first] = last.try_emplace(action.stage().value(), microbatch);
+        if (!is_first && microbatch < place->second) return false;
+        place->second = microbatch;
+      }
+    }
+  }
+  return true;
+}
+
+std::string copy_text(const TrainingJob& job, const optim::NamedParameter& parameter) {
+  std::string text;
+  if (!job.model().counts(parameter)) text += " (at the head)";
+  if (job.layout().replica() > 0) text += fmt::format(" (replica {})", job.layout().replica());
+  return text;
+}
+
+std::string original_name(const std::string& name) { return name.substr(0, name.find(kCopyBegins)); }
+
+at::Tensor read_whole(const Checkpoint& side, Section section, const std::string& name) {
+  const checkpoint::TensorEntry& entry = *side.tensors(section).at(name).entry;
+  const auto dtype = checkpoint::to_scalar_type(entry.dtype);
+  if (!dtype) throw checkpoint::CheckpointError(describe(fmt::format("{} of {}", name, side.path().string()), std::string(checkpoint::dtype_code(entry.dtype)), "an element type that this LibTorch has"));
+  at::Tensor values = at::empty(entry.shape, *dtype);
+  side.read(section, name, checkpoint::Slice::whole(entry.shape), {static_cast<std::uint8_t*>(values.data_ptr()), values.nbytes()});
+  return values;
+}
+
+void judge(ParityRow& row) {
+  if (std::isnan(row.difference)) row.difference = kInfinity;
+  if (!(row.relative < kInfinity)) row.relative = row.difference == 0 ? 0 : kInfinity;
+  row.ok = row.note.empty() && row.relative <= row.tolerance;
+}
+
+// `least`: what a tensor counts as large as, at least.
+ParityRow compare_tensors(ParityRow row, const at::Tensor& expected, const at::Tensor& actual, double least) {
+  if (expected.sizes() != actual.sizes() || expected.scalar_type() != actual.scalar_type()) {
+    row.difference = row.relative = kInfinity;
+    row.note = "another shape or element type";
+  } else if (expected.numel() > 0 && std::memcmp(expected.data_ptr(), actual.data_ptr(), expected.nbytes()) != 0) {
+    const at::Tensor a = expected.to(at::kDouble), b = actual.to(at::kDouble);
+    row.difference = (a - b).abs().max().item<double>();
+    row.relative = row.difference / std::max(a.abs().max().item<double>(), least);
+  }
+  judge(row);
+  return row;
+}
+
+// JSON has no NaN: a loss that is none is null.
+double loss_of(const Checkpoint& side) {
+  const nlohmann::json loss = nlohmann::json::parse(side.state_json()).at("loss");
+  return loss.is_number() ? loss.get<double>() : std::numeric_limits<double>::quiet_NaN();
+}
+
+ParityRow compare_losses(int step, const Checkpoint& one, const Checkpoint& layout, double tolerance) {
+  ParityRow row{.step = step, .kind = ParityRow::Kind::Loss, .tensor = "loss", .difference = 0, .relative = 0, .tolerance = tolerance, .note = {}, .ok = true};
+  const double expected = loss_of(one), actual = loss_of(layout);
+  row.difference = std::abs(expected - actual);
+  row.relative = row.difference == 0 ? 0 : row.difference / std::abs(expected);
+  judge(row);
+  return row;
+}
+
+void compare_section(ParityReport& report, int step, const Checkpoint& one, const Checkpoint& layout, Section section, double tolerance) {
+  const auto row_of = [&](const std::string& name) {
+    return ParityRow{.step = step, .kind = section == Section::Model ? ParityRow::Kind::Parameter : ParityRow::Kind::Gradient, .tensor = name, .difference = 0, .relative = 0, .tolerance = tolerance, .note = {}, .ok = true};
+  };
+  const auto on_one_side = [&](const std::string& name, const char* note) {
+    ParityRow row = row_of(name);
+    row.difference = row.relative = kInfinity;
+    row.note = note;
+    row.ok = false;
+    report.rows.push_back(std::move(row));
+  };
+  // A gradient that is zero but for rounding has no size of its own to compare with.
+  constexpr double kRounding = 1e-6;
+  double largest = 0;
+  for (const auto& [name, place] : one.tensors(section)) {
+    const at::Tensor whole = read_whole(one, section, name);
+    if (whole.numel() > 0) largest = std::max(largest, whole.abs().max().to(at::kDouble).item<double>());
+  }
+  const double least = std::isfinite(largest) ? kRounding * largest : 0;
+  for (const auto& [name, place] : layout.tensors(section)) {
+    const std::string original = original_name(name);
+    if (one.tensors(section).contains(original)) {
+      report.rows.push_back(compare_tensors(row_of(name), read_whole(one, section, original), read_whole(layout, section, name), least));
+    } else {
+      on_one_side(name, "only in the layout");
+    }
+  }
+  for (const auto& [name, place] : one.tensors(section))
+    if (!layout.tensors(section).contains(name)) on_one_side(name, "only in one process");
+}
+
+const char* kind_text(ParityRow::Kind kind) { return kind == ParityRow::Kind::Loss ? "loss" : kind == ParityRow::Kind::Gradient ? "gradient" : "parameter"; }
+
+}  // namespace
+
+TrainConfig one_process(const TrainConfig& config) {
+  TrainConfig one = config;
+  one.layout.ranks = one.layout.pp = one.layout.dp = one.layout.shard = one.layout.tp = one.layout.virtual_stages = 1;
+  one.layout.schedule = "1F1B";
+  one.layout.microbatch_size = config.layout.microbatch_size * config.layout.dp;
+  std::erase(one.model.pattern, '|');
+  return one;
+}
+
+bool expects_same_bits(const TrainConfig& config) { return config.layout.dp == 1 && config.layout.tp == 1 && config.layout.device != "cuda" && keeps_order(configured_schedule(config.layout)); }
+
+ParityTolerance parity_tolerance(const TrainConfig& config) {
+  if (expects_same_bits(config)) return {};
+  const double gradients = config.training.precision == "fp32" ? 1e-4 : config.training.precision == "fp16" ? 5e-3 : 3e-2;
+  return {.gradients = gradients, .parameters = 10 * gradients};
+}
+
+void record_side(const comm::World& world, const TrainConfig& config, TrainingData data, const fs::path& folder, int steps, TrainingJob::GradientHook before) {
+  TrainingJob job(world, config, std::move(data));
+  std::vector<checkpoint::TensorPart> gradients;
+  job.set_gradient_hook([&](const std::vector<optim::NamedParameter>& parameters) {
+    if (before) before(parameters);
+    for (const optim::NamedParameter& parameter : parameters) {
+      if (!parameter.tensor.grad().defined()) continue;
+      checkpoint::TensorPart part = checkpoint::tensor_part(parameter.name + copy_text(job, parameter), parameter.tensor.grad());
+      part.local = part.local.clone();  // clipping writes in place
+      gradients.push_back(std::move(part));
+    }
+  });
+  checkpoint::WriterOptions options;
+  options.files.keep_last = 0;
+  checkpoint::CheckpointWriter writer(world, folder, options);
+  for (int step = 1; step <= steps; ++step) {
+    gradients.clear();
+    const StepOutcome outcome = job.train_step();
+    checkpoint::CheckpointContents contents;
+    for (const optim::NamedParameter& parameter : job.model().parameters()) contents.model.push_back(checkpoint::tensor_part(parameter.name + copy_text(job, parameter), parameter.tensor));
+    contents.optimizer = gradients;
+    contents.state_json = nlohmann::json{{"loss", outcome.loss}}.dump();
+    writer.save(step, contents);
+  }
+  writer.wait();
+}
+
+bool ParityReport::ok() const {
+  return !rows.empty() && std::all_of(rows.begin(), rows.end(), [](const ParityRow& row) { return row.ok; });
+}
+
+ParityReport compare_sides(const fs::path& one, const fs::path& layout, int steps, const ParityTolerance& tolerance) {
+  ParityReport report;
+  for (int step = 1; step <= steps; ++step) {
+    const Checkpoint expected(one / checkpoint::step_folder_name(step)), actual(layout / checkpoint::step_folder_name(step));
+    report.rows.push_back(compare_losses(step, expected, actual, tolerance.gradients));
+    compare_section(report, step, expected, actual, Section::Optimizer, tolerance.gradients);
+    compare_section(report, step, expected, actual, Section::Model, tolerance.parameters);
+  }
+  // Failures first, by size; of equals the earliest step, where a cause is nearer.
+  std::stable_sort(report.rows.begin(), report.rows.end(), [](const ParityRow& a, const ParityRow& b) {
+    if (a.ok != b.ok) return !a.ok;
+    if (!a.ok && a.step != b.step) return a.step < b.step;
+    return a.relative > b.relative;
+  });
+  return report;
+}
+
+std::string to_text(const ParityReport& report, bool all) {
+  std::string text;
+  const auto out = std::back_inserter(text);
+  const std::size_t shown = all ? report.rows.size() : std::min(report.rows.size(), kRowsShown);
+  std::size_t width = std::string_view("tensor").size(), failed = 0, steps = 0;
+  for (std::size_t i = 0; i < shown; ++i) width = std::max(width, report.rows[i].tensor.size());
+  std::map<ParityRow::Kind, std::pair<std::size_t, double>> kinds;  // how many, and the largest relative difference
+  for (const ParityRow& row : report.rows) {
+    failed += !row.ok;
+    steps = std::max(steps, static_cast<std::size_t>(row.step));
+    auto& [count, largest] = kinds[row.kind];
+    ++count;
+    largest = std::max(largest, row.relative);
+  }
+  fmt::format_to(out, "{:>4}  {:<9}  {:<{}}  {:>12}  {:>12}  result\n", "step", "what", "tensor", width, "difference", "relative");
+  for (std::size_t i = 0; i < shown; ++i) {
+    const ParityRow& row = report.rows[i];
+    fmt::format_to(out, "{:>4}  {:<9}  {:<{}}  {:>12.4g}  {:>12.4g}  {}{}\n", row.step, kind_text(row.kind), row.tensor, width, row.difference, row.relative, row.ok ? "ok" : "FAIL", row.note.empty() ? "" : ": " + row.note);
+  }
+  if (shown < report.rows.size()) fmt::format_to(out, "      ({} more; --all shows them)\n", report.rows.size() - shown);
+  for (const auto& [kind, seen] : kinds) fmt::format_to(out, "{} {}{} over {} steps, largest relative difference {:.4g}\n", seen.first, kind_text(kind), kind == ParityRow::Kind::Loss ? "es" : "s", steps, seen.second);
+  fmt::format_to(out, "{}\n", report.ok() ? std::string("parity: ok") : fmt::format("parity: FAIL, {} of {} differ by more than they may", failed, report.rows.size()));
+  return text;
+}
+
+}  // namespace penstock::train

@@ -1,0 +1,320 @@
+#include "penstock/train/job/trainer.h"
+
+#include <fmt/format.h>
+#include <torch/cuda.h>
+
+#include <algorithm>
+#include <chrono>
+#include <fstream>
+#include <optional>
+#include <sstream>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/files.h"
+#include "penstock/base/log.h"
+#include "penstock/checkpoint/files/checkpoint_error.h"
+#include "penstock/checkpoint/files/folder.h"
+#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/models/plan/options.h"
+#include "penstock/torch/compat/device_memory.h"
+#include "penstock/torch/compat/version.h"
+#include "penstock/train/report/elapsed.h"
+#include "penstock/train/data/make_shards.h"
+#include "penstock/train/job/peak_flops.h"
+#include "penstock/train/report/not_finite.h"
+#include "penstock/train/job/process_memory.h"
+#include "penstock/train/job/run_folder.h"
+
+namespace penstock::train {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+namespace fs = std::filesystem;
+
+std::atomic<bool> stop_flag{false};
+
+constexpr std::chrono::seconds kPauseBeforeLastTry{2};
+
+// Token shards that a start makes. They go again when it is refused: the folder is then as it was before.
+class NewData {
+ public:
+  NewData(const comm::World& world, const TrainConfig& config, const fs::path& folder) : path_(folder / "data") {
+    std::error_code error;
+    is_new_ = world.rank() == 0 && config.data.shards.empty() && !fs::exists(path_, error) && !error;
+  }
+  NewData(const NewData&) = delete;
+  NewData& operator=(const NewData&) = delete;
+  ~NewData() {
+    std::error_code error;
+    if (is_new_) remove_tree(path_, error);
+    if (error) log().warn("train: {} could not be removed: {}", path_.string(), error.message());
+  }
+  void keep() { is_new_ = false; }
+
+ private:
+  fs::path path_;
+  bool is_new_ = false;
+};
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::stringstream all(text);
+  for (std::string line; std::getline(all, line);) lines.push_back(line);
+  return lines;
+}
+
+}  // namespace
+
+void request_stop() noexcept { stop_flag = true; }
+bool stop_requested() noexcept { return stop_flag; }
+
+struct Trainer::Impl {
+  Impl(const comm::World& the_world, const TrainConfig& the_config, fs::path the_folder, std::vector<Observer*> the_observers, const TrainerOptions& options)
+      : world(the_world),
+        config(the_config),
+        folder(std::move(the_folder)),
+        observers(world.rank() == 0 ? std::move(the_observers) : std::vector<Observer*>{}),
+        new_data(world, config, folder),
+        data(open_data(world, config, folder)),
+        job(world, config, data),
+        checkpoints(checkpoint_folder(config, folder)) {
+    resume();
+    checkpoint::WorldMeeting(world).agree("accept the start", [&] {
+      if (world.rank() != 0) return;
+      // Another run may keep its checkpoints there: that is told before anything changes.
+      if (file_exists(checkpoints / checkpoint::FolderLock::kName)) checkpoint::FolderLock{checkpoints};
+      if (options.accepted) options.accepted();
+    });
+    new_data.keep();
+    writer = std::make_unique<checkpoint::CheckpointWriter>(
+        world, checkpoints,
+        checkpoint::WriterOptions{.files = {.max_file_bytes = std::uint64_t{5} << 30, .block_bytes = std::uint64_t{4} << 20, .keep_last = static_cast<int>(config.checkpoint.keep), .at_phase = {}, .fault = options.write_fault}, .timeout = std::chrono::minutes(10)});
+    describe_run();
+  }
+
+  template <class Call>
+  void tell(Call call) {
+    for (Observer* observer : observers) call(*observer);
+  }
+
+  void resume() {
+    if (config.checkpoint.resume == "never") return;
+    checkpoint::WorldMeeting meeting(world);
+    const checkpoint::OpenPolicy policy{.verify = true, .allow_fallback = config.checkpoint.fallback};
+    if (config.checkpoint.resume != "auto") {
+      const checkpoint::Checkpoint opened = checkpoint::open_checkpoint(meeting, config.checkpoint.resume, policy);
+      std::error_code error;
+      const bool own = fs::equivalent(opened.path().parent_path(), checkpoints, error);
+      job.load(opened, own ? OtherData::Refuse : OtherData::FromTheStart);
+      resumed_from = opened.path().string();
+    } else if (const auto opened = checkpoint::open_latest(meeting, checkpoints, policy)) {
+      for (const std::string& skipped : opened->skipped)
+        if (world.rank() == 0) log().warn("train: {}; an older checkpoint is used", skipped);
+      job.load(opened->checkpoint, OtherData::Refuse);
+      resumed_from = opened->checkpoint.path().string();
+    }
+    if (!resumed_from.empty() && world.rank() == 0) log().info("train: continues after step {} from {}", job.steps_done(), resumed_from);
+  }
+
+  void describe_run() {
+    const models::TransformerOptions options = transformer_options(config.model);
+    description.config = config;
+    description.folder = folder;
+    description.ranks = world.size();
+    description.device = job.device().str();
+    description.libtorch = torch_version();
+    description.parameters = models::parameter_count(options);
+    description.flops_per_token = models::training_flops_per_token(options, options.context);
+    description.peak_flops = peak_flops(world, job.device(), config.training.precision);
+    description.partition = lines_of(models::describe_parts(job.model().parts(), options));
+    description.tokens_per_step = job.tokens_per_step();
+    description.training_tokens = data.training->dataset().tokens();
+    description.validation_tokens = data.validation ? data.validation->dataset().tokens() : 0;
+    description.first_step = job.steps_done();
+    // In a run that moves with its checkpoints the path within it stays true.
+    const fs::path within = fs::path(resumed_from).lexically_relative(folder);
+    description.resumed_from = within.empty() || *within.begin() == ".." ? resumed_from : within.generic_string();
+  }
+
+  // [collective] Begins a save; the one before is settled first.
+  void save() {
+    settle();
+    const std::int64_t step = job.steps_done();
+    try {
+      stall = writer->save(step, job.contents());
+      saving = step;
+    } catch (const checkpoint::CheckpointError& error) {  // of the plan, and the same on every rank
+      failed(step, error.what());
+    }
+  }
+
+  // [collective] Waits for the save that is going on. One rank's failure is everybody's: whether a checkpoint counts is the same on all of them.
+  void settle() {
+    if (!saving) return;
+    const std::int64_t step = *saving;
+    try {
+      checkpoint::WorldMeeting(world).agree(fmt::format("checkpoint of step {}", step), [&] { writer->wait(); });
+      saved = step;
+    } catch (const checkpoint::CheckpointError&) {
+      // Told by announce(), with its reason.
+    }
+    announce();
+    saving.reset();
+  }
+
+  // Tells of saves that have ended since the last time. No communication.
+  void announce() {
+    for (const checkpoint::SaveOutcome& outcome : writer->ended()) {
+      if (!outcome.error.empty())
+        failed(outcome.step, outcome.error);
+      else
+        tell([&](Observer& each) { each.on_checkpoint(outcome.step, stall); });
+    }
+  }
+
+  void failed(std::int64_t step, const std::string& error) {
+    if (world.rank() != 0) return;
+    const bool older = !resumed_from.empty() || !checkpoint::find_checkpoints(checkpoints).empty();
+    gives_up = config.checkpoint.on_failure == "stop" || (config.checkpoint.on_failure == "auto" && !older);
+    const char* next = job.steps_done() >= config.training.steps ? "the run ends without it unless a further try succeeds"
+                       : !gives_up                               ? "training continues, and tries again at the next checkpoint and at the end"
+                       : older                                   ? "the run ends (checkpoint.on_failure)"
+                                                                 : "there is no older checkpoint: the run ends unless the next try succeeds";
+    log().error("train: {}; {}", error, next);
+    tell([&](Observer& each) { each.on_checkpoint_failed(step, error); });
+  }
+
+  // [collective] Whether a rank was.
+  bool was_asked_to_end(bool here) const {
+    const checkpoint::Bytes verdict = checkpoint::WorldMeeting(world).agree(
+        "whether the run was asked to end", [&] { return checkpoint::Bytes{static_cast<std::uint8_t>(here)}; },
+        [](const std::vector<checkpoint::Bytes>& said) {
+          const bool any = std::any_of(said.begin(), said.end(), [](const checkpoint::Bytes& each) { return each.at(0) != 0; });
+          return checkpoint::Bytes{static_cast<std::uint8_t>(any)};
+        });
+    return verdict.at(0) != 0;
+  }
+
+  // [collective] The present state gets to the disk, or this is false. A disk may be full for a moment only: once more after a pause.
+  bool save_last() {
+    settle();
+    for (int attempt = 0; attempt < 2 && saved != job.steps_done() && job.steps_done() > description.first_step; ++attempt) {
+      if (attempt > 0) std::this_thread::sleep_for(kPauseBeforeLastTry);
+      save();
+      settle();
+    }
+    return saved == job.steps_done() || job.steps_done() == description.first_step;
+  }
+
+  void validate() {
+    const auto begin = Clock::now();
+    const double loss = job.validate();
+    validated = job.steps_done();
+    tell([&](Observer& each) { each.on_validation(job.steps_done(), loss, seconds_since(begin)); });
+  }
+
+  void trace() {
+    const fs::path path = folder / "traces" / fmt::format("step-{:08}.json", job.steps_done());
+    std::error_code missing;  // told by the attempt to write there
+    if (world.rank() == 0) fs::create_directories(path.parent_path(), missing);
+    // Of one replica: the pipeline of the first rank, which writes the file when the others have done their part. A timeline that
+    // cannot be written is no reason to end a run.
+    try {
+      if (job.layout().dp() == 0 && job.layout().tp() == 0) job.pipeline().write_trace(path.string());
+    } catch (const ConfigError& error) {
+      std::error_code ignored;  // what is there of it is of no use
+      fs::remove(path, ignored);
+      log().warn("train: no timeline of step {}: {}", job.steps_done(), error.what());
+      return;
+    }
+    tell([&](Observer& each) { each.on_trace(job.steps_done(), path); });
+  }
+
+  static bool is_due(std::int64_t step, std::int64_t every) { return every > 0 && step % every == 0; }
+
+  StepExtras extras_of(const StepOutcome& outcome) {
+    constexpr double kWeightOfLast = 0.2;  // of the pace that the estimate goes by
+    pace = pace == 0 ? outcome.times.total : (1 - kWeightOfLast) * pace + kWeightOfLast * outcome.times.total;
+    StepExtras extras;
+    extras.tokens_per_second = static_cast<double>(outcome.tokens) / outcome.times.total;
+    extras.seconds_left = pace * static_cast<double>(config.training.steps - outcome.step);
+    extras.resident_bytes = resident_bytes();
+    extras.device_bytes = peak_device_bytes(job.device());
+    return extras;
+  }
+
+  RunEnd run() {
+    try {
+      return train();
+    } catch (const NotFiniteError&) {
+      settle();  // all ranks stop alike: what is being saved is from before
+      throw;
+    }
+  }
+
+  RunEnd train() {
+    const auto begin = Clock::now();
+    tell([&](Observer& each) { each.on_start(description); });
+    RunEnd end = RunEnd::Finished;
+    if (job.steps_done() == 0 && data.validation && config.training.validate_every > 0) validate();
+    while (job.steps_done() < config.training.steps) {
+      const bool out_of_time = config.training.time_limit_s > 0 && seconds_since(begin) > config.training.time_limit_s;
+      const StepOutcome outcome = job.train_step(stop_requested() || out_of_time || gives_up);
+      announce();
+      const StepExtras extras = extras_of(outcome);
+      if (is_due(outcome.step, config.output.metrics_every) || outcome.step == config.training.steps) tell([&](Observer& each) { each.on_step(outcome, extras); });
+      for (const std::int64_t step : config.output.trace_steps)
+        if (step == outcome.step) trace();
+      if (data.validation && is_due(outcome.step, config.training.validate_every)) validate();
+      if (is_due(outcome.step, config.checkpoint.every)) save();
+      if (outcome.stop) {
+        // Nobody asked for an end: a checkpoint failed. If it can be written now, training continues.
+        if (!was_asked_to_end(stop_requested() || out_of_time) && config.checkpoint.on_failure == "auto") {
+          if (save_last()) {
+            gives_up = false;
+            continue;
+          }
+          end = RunEnd::NotSaved;
+          break;
+        }
+        end = stop_requested() || !out_of_time ? RunEnd::Stopped : RunEnd::TimeLimit;
+        break;
+      }
+    }
+    if (data.validation && config.training.validate_every > 0 && validated != job.steps_done() && end == RunEnd::Finished) validate();
+    if (end != RunEnd::NotSaved && !save_last()) end = RunEnd::NotSaved;
+    tell([&](Observer& each) { each.on_end(end, job.steps_done()); });
+    return end;
+  }
+
+  comm::World world;
+  TrainConfig config;
+  fs::path folder;
+  std::vector<Observer*> observers;
+  NewData new_data;
+  TrainingData data;
+  TrainingJob job;
+  fs::path checkpoints;
+  std::unique_ptr<checkpoint::CheckpointWriter> writer;
+  RunDescription description;
+  std::string resumed_from;
+  std::int64_t saved = -1;               // the newest step that is on the disk since the start, the same on all ranks
+  std::optional<std::int64_t> saving;    // the step that is being saved
+  checkpoint::SaveStall stall;           // of that
+  bool gives_up = false;                 // rank 0: a checkpoint could not be written and the run is to end
+  std::int64_t validated = -1;
+  double pace = 0;
+};
+
+Trainer::Trainer(const comm::World& world, const TrainConfig& config, fs::path folder, std::vector<Observer*> observers, TrainerOptions options)
+    : impl_(std::make_unique<Impl>(world, config, std::move(folder), std::move(observers), options)) {}
+Trainer::~Trainer() = default;
+RunEnd Trainer::run() { return impl_->run(); }
+TrainingJob& Trainer::job() { return impl_->job; }
+const RunDescription& Trainer::description() const { return impl_->description; }
+
+}  // namespace penstock::train

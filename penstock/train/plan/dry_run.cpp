@@ -1,0 +1,248 @@
+#include "penstock/train/plan/dry_run.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <iterator>
+#include <sstream>
+#include <utility>
+
+#include "penstock/base/errors.h"
+#include "penstock/base/quote.h"
+#include "penstock/base/text.h"
+#include "penstock/comm/launch/launch_cores.h"
+#include "penstock/comm/launch/launch_env.h"
+#include "penstock/comm/launch/launcher.h"
+#include "penstock/comm/group/world.h"
+#include "penstock/models/plan/options.h"
+#include "penstock/plan/draw/draw_grid.h"
+#include "penstock/train/job/host_check.h"
+#include "penstock/train/job/job.h"
+#include "penstock/train/job/model_stages.h"
+#include "penstock/train/job/process_memory.h"
+
+namespace penstock::train {
+
+namespace {
+
+constexpr std::int64_t kRanksListed = 8;  // larger worlds by ranges
+constexpr std::size_t kSlotsDrawn = 40;
+constexpr int kRanksDrawn = 8;
+// Between processes of a host, by its memory.
+constexpr double kLatency = 20e-6;
+constexpr double kBandwidth = 4e9;
+
+// How much of a rank's time the cores give it when there are more ranks than cores.
+double slowdown(const DryRun& run) {
+  if (run.device != "cpu") return 1;
+  return std::max(1.0, static_cast<double>(run.config.layout.ranks) / run.cores);
+}
+
+plan::CostModel cost_model(const DryRun& run) {
+  plan::CostModel model;
+  model.stages.clear();
+  model.memory.clear();
+  model.latency = kLatency;
+  model.bandwidth = kBandwidth;
+  const double share = slowdown(run) / static_cast<double>(run.config.layout.tp);
+  const PartMeasurements& measured = run.measured;
+  for (const models::StagePart& part : run.parts) {
+    const auto blocks = static_cast<double>(part.blocks());
+    double forward = blocks * measured.block.forward, backward = blocks * measured.block.backward;
+    std::int64_t kept = part.blocks() * measured.block.kept + measured.kept_by_stage;
+    if (part.has_embed()) {
+      forward += measured.embed.forward;
+      backward += measured.embed.backward;
+      kept += measured.embed.kept;
+    } else {
+      kept += measured.border;  // the input
+    }
+    if (part.has_head()) {
+      forward += measured.head.forward;
+      backward += measured.head.backward;
+      kept += measured.head.kept;
+    }
+    plan::StageCost cost;
+    cost.forward = forward * share;
+    cost.backward = backward * share;
+    cost.backward_input = cost.backward_weight = backward * share / 2;
+    cost.output_bytes = static_cast<double>(measured.border);
+    model.stages.push_back(cost);
+    plan::StageMemory memory;
+    memory.activation = kept;
+    model.memory.push_back(memory);
+  }
+  return model;
+}
+
+std::string bytes_text(std::int64_t bytes) { return format_bytes(static_cast<std::uint64_t>(bytes)); }
+
+std::string time_text(double seconds) {
+  if (seconds < 1) return fmt::format("{:.3g} ms", seconds * 1e3);
+  if (seconds < 120) return fmt::format("{:.3g} s", seconds);
+  const auto minutes = static_cast<std::int64_t>(seconds / 60 + 0.5);
+  return minutes < 120 ? fmt::format("{} min", minutes) : fmt::format("{} h {} min", minutes / 60, minutes % 60);
+}
+
+using Lines = std::vector<std::string>;
+
+// "3", "3-7"
+std::string range_text(std::int64_t first, std::int64_t last) { return first == last ? fmt::format("{}", first) : fmt::format("{}-{}", first, last); }
+
+std::string mesh_text(const DryRun& run) {
+  const LayoutConfig& layout = run.config.layout;
+  return fmt::format("mesh: {} = pp {} x dp {}{} x tp {}, on {}{}", count_of(layout.ranks, "rank"), layout.pp, layout.dp, layout.shard > 1 ? fmt::format(" (shard {})", layout.shard) : std::string(), layout.tp, run.device,
+                     run.device == "cpu" ? fmt::format(" ({}, {} a rank)", count_of(run.cores, "core"), count_of(run.measured.threads, "thread")) : std::string());
+}
+
+// A line for each rank of a small world, else one for all ranks at a place of the pipeline.
+Lines rank_lines(const DryRun& run) {
+  const LayoutConfig& layout = run.config.layout;
+  const std::int64_t each = layout.dp * layout.tp;
+  const auto stages = [&](std::int64_t pp) { return format_list(run.schedule.stages().stages_of(static_cast<int>(pp))); };
+  Lines lines;
+  if (layout.ranks <= kRanksListed) {
+    for (std::int64_t rank = 0; rank < layout.ranks; ++rank)
+      lines.push_back(fmt::format("rank {}: pp {}, dp {}, tp {}; stages {}", rank, rank / each, rank / layout.tp % layout.dp, rank % layout.tp, stages(rank / each)));
+    return lines;
+  }
+  for (std::int64_t pp = 0; pp < layout.pp; ++pp)
+    lines.push_back(fmt::format("rank{} {}: pp {}, dp {}, tp {}; stages {}", each == 1 ? "" : "s", range_text(pp * each, (pp + 1) * each - 1), pp, range_text(0, layout.dp - 1), range_text(0, layout.tp - 1), stages(pp)));
+  return lines;
+}
+
+std::string schedule_text(const DryRun& run) {
+  const schedule::Schedule& schedule = run.schedule;
+  return fmt::format("schedule: {}, {} stage{}, {} microbatches of {} rows{}; bubble {:.1f} % of the run", run.config.layout.schedule, schedule.stages().stages(), schedule.stages().stages() == 1 ? "" : "s", schedule.microbatches(), run.config.layout.microbatch_size,
+                     run.config.training.accumulation > 1 ? fmt::format(", {} runs a step", run.config.training.accumulation) : std::string(), 100 * run.simulation.bubble);
+}
+
+Lines grid_lines(const schedule::Schedule& schedule) {
+  std::size_t longest = 0;
+  for (const schedule::Row& row : schedule.rows()) longest = std::max(longest, row.size());
+  if (schedule.ranks() > kRanksDrawn || longest > kSlotsDrawn) return {"(too long to draw here: penstock schedule draws it)"};
+  Lines all;
+  std::stringstream grid(plan::draw_grid(schedule));
+  for (std::string line; std::getline(grid, line);) all.push_back(line);
+  return all;
+}
+
+Lines memory_lines(const DryRun& run) {
+  Lines lines;
+  const auto row = [&](const RankMemory& memory) {
+    return fmt::format("{:>11}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}   {} live at most", bytes_text(memory.parameters), bytes_text(memory.gathered), bytes_text(memory.gradients), bytes_text(memory.optimizer), bytes_text(memory.activations),
+                       bytes_text(memory.total()), memory.live);
+  };
+  for (std::size_t begin = 0; begin < run.memory.size();) {
+    const std::string text = row(run.memory[begin]);
+    std::size_t end = begin + 1;
+    while (end < run.memory.size() && row(run.memory[end]) == text) ++end;
+    lines.push_back(fmt::format("{:>9}  {}", range_text(static_cast<std::int64_t>(begin), static_cast<std::int64_t>(end) - 1), text));
+    begin = end;
+  }
+  return lines;
+}
+
+// The most that a rank needs, for worlds of which not all lines are shown.
+std::string largest_text(const DryRun& run) {
+  const auto largest = std::max_element(run.memory.begin(), run.memory.end(), [](const RankMemory& a, const RankMemory& b) { return a.total() < b.total(); });
+  return fmt::format("the most is {} at pp {}", bytes_text(largest->total()), largest - run.memory.begin());
+}
+
+// At most `room` lines: the first ones and the last one, and between them how many there are.
+void shorten(Lines& lines, std::size_t room, const std::string& what) {
+  if (lines.size() <= room) return;
+  const std::size_t first = room - 2;
+  const std::string between = fmt::format("... {} more lines{}{}", lines.size() - first - 1, what.empty() ? "" : "; ", what);
+  lines.erase(lines.begin() + static_cast<std::ptrdiff_t>(first), lines.end() - 1);
+  lines.insert(lines.end() - 1, between);
+}
+
+void write_time(std::string& text, const DryRun& run) {
+  const auto out = std::back_inserter(text);
+  const auto part = [](const PartMeasurement& each) { return fmt::format("{} + {}", time_text(each.forward), time_text(each.backward)); };
+  const LayoutConfig& layout = run.config.layout;
+  fmt::format_to(out, "measured here, forward + backward of a microbatch: block {}, embedding {}, head with loss {}{}\n", part(run.measured.block), part(run.measured.embed), part(run.measured.head),
+                 run.measured.measured_rows < layout.microbatch_size ? ", multiplied from one row" : "");
+  std::vector<std::string> assumed;
+  if (layout.tp > 1) assumed.push_back(fmt::format("each of {} tensor-parallel ranks does its share", layout.tp));
+  if (slowdown(run) > 1) assumed.push_back(fmt::format("{} ranks share {} cores", layout.ranks, run.cores));
+  assumed.push_back(fmt::format("transfers of {} at {:g} GB/s", bytes_text(run.measured.border), kBandwidth / 1e9));
+  fmt::format_to(out, "assumed: {}; without sums over ranks, optimizer and data\n", fmt::join(assumed, ", "));
+  fmt::format_to(out, "predicted: {} a step of {} tokens, {:.0f} tokens/s, {} for {}\n", time_text(run.step_seconds), run.tokens_per_step, static_cast<double>(run.tokens_per_step) / run.step_seconds,
+                 time_text(run.step_seconds * static_cast<double>(run.config.training.steps)), count_of(run.config.training.steps, "step"));
+}
+
+}  // namespace
+
+void check_local_ranks(const LayoutConfig& layout) {
+  if (layout.ranks > comm::kMaxLocalRanks)
+    throw ConfigError(describe("layout.ranks", std::to_string(layout.ranks), fmt::format("at most {}, which penstock train starts on one host", comm::kMaxLocalRanks),
+                               "start the ranks with mpirun, srun or torchrun on several hosts, or lower layout.pp, layout.dp or layout.tp"));
+}
+
+void check_launched_ranks(const LayoutConfig& layout, int launched) {
+  if (layout.ranks != launched)
+    throw ConfigError(describe("ranks", std::to_string(launched), fmt::format("pp * dp * tp = {} * {} * {} = {}", layout.pp, layout.dp, layout.tp, layout.ranks), "start that many, or change the layout"));
+}
+
+DryRun dry_run(const TrainConfig& config, const LookProgress& progress) {
+  const auto now = [&](const char* what) {
+    if (progress) progress(what, -1);
+  };
+  if (const comm::LaunchEnv env = comm::launch_env(); env.launcher == "none") {
+    check_local_ranks(config.layout);
+  } else {
+    check_launched_ranks(config.layout, env.world_size);
+  }
+  now("making the schedule");
+  schedule::Schedule schedule = configured_schedule(config.layout);
+  check_stages(config, schedule);
+  const at::Device device = configured_device(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
+  require_precision(config, device);
+  if (device.is_cpu()) require_memory(least_need_of_parts(config), machine_memory_bytes());
+  const int stages = schedule.stages().stages();
+  std::vector<models::StagePart> parts = configured_parts(config, stages);
+  std::string data = check_data(config, DataCheck::Reading, progress);
+  now("measuring an embedding, a block and a head");
+  DryRun run{.config = config, .device = device.is_cpu() ? "cpu" : "cuda", .data = std::move(data), .cores = comm::available_cores(), .schedule = std::move(schedule), .parts = std::move(parts), .measured = measure_parts(config, device),
+             .simulation = {}, .memory = {}, .step_seconds = 0, .tokens_per_step = config.training.global_batch * config.model.context};
+  now("simulating a step");
+  run.simulation = plan::simulate(run.schedule, cost_model(run));
+  now("planning memory");
+  run.memory = plan_memory(config, run.schedule, run.parts, run.simulation);
+  run.step_seconds = run.simulation.time * static_cast<double>(config.training.accumulation);
+  return run;
+}
+
+std::string to_text(const DryRun& run) {
+  const models::TransformerOptions options = transformer_options(run.config.model);
+  std::string text = fmt::format("model: {} of width {}, {:.3f} M parameters, context {}, {}\ndata: {}\n", count_of(options.layers, "block"), options.width, static_cast<double>(models::parameter_count(options)) / 1e6, options.context, run.config.training.precision, run.data);
+  Lines ranks = rank_lines(run), parts = models::summarize_parts(run.parts, options), memory = memory_lines(run);
+  const Lines grid = grid_lines(run.schedule);
+  constexpr std::size_t kFixedLines = 11;  // model, data, mesh, partition, schedule, memory (3), time (3)
+  const std::size_t room = kDryRunLines - kFixedLines - grid.size();
+  // Where not all fit, each gets a third, or what the shorter ones leave.
+  for (Lines* lines : {&ranks, &parts, &memory}) {
+    const std::size_t others = ranks.size() + parts.size() + memory.size() - lines->size();
+    shorten(*lines, std::max(room / 3, others < room ? room - others : 0), lines == &memory ? largest_text(run) : lines == &ranks ? "tp fastest, then dp, then pp" : "");
+  }
+  const auto add = [&](const Lines& lines) {
+    for (const std::string& line : lines) text += "  " + line + "\n";
+  };
+  text += mesh_text(run) + "\n";
+  add(ranks);
+  text += "partition:\n";
+  add(parts);
+  text += schedule_text(run) + "\n";
+  add(grid);
+  fmt::format_to(std::back_inserter(text), "memory of a rank, by its place along the pipeline:\n  {:>9}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}\n", "pp", "parameters", "gathered", "gradients", "optimizer", "activations", "together");
+  add(memory);
+  fmt::format_to(std::back_inserter(text), "  activations: measured on real parts, one microbatch keeps {} in a block and {} at the head{}\n", bytes_text(run.measured.block.kept), bytes_text(run.measured.head.kept),
+                 run.config.layout.tp > 1 ? "; tensor parallelism splits a part of them, which is not subtracted" : "");
+  write_time(text, run);
+  return text;
+}
+
+}  // namespace penstock::train

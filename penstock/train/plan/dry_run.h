@@ -1,0 +1,54 @@
+// What a configuration would do, without doing it: mesh, partition, schedule, memory, predicted time. No rank is started.
+//
+//   std::puts(to_text(dry_run(config)).c_str());
+//
+// What training refuses is refused: everything that the configuration and the data decide, including damage in what the run would read.
+// Takes time in proportion to the layers and to what is read. The text is at most kDryRunLines lines, whatever the ranks and layers: equal
+// neighbours are one line, and of too many lines some in the middle are left out.
+//
+// Times are measured on one block, an embedding and a head on this machine (part_costs.h) and put together by the simulator. Not in it:
+// sums over replicas and tensor-parallel ranks, the optimizer's update, reading data. What memory counts: memory_plan.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "penstock/models/plan/stage_parts.h"
+#include "penstock/plan/simulate/simulator.h"
+#include "penstock/schedule/ir/schedule.h"
+#include "penstock/train/config/config.h"
+#include "penstock/train/job/configured_data.h"
+#include "penstock/train/plan/memory_plan.h"
+#include "penstock/train/plan/part_costs.h"
+
+namespace penstock::train {
+
+struct DryRun {
+  TrainConfig config;
+  std::string device;
+  std::string data;                       // what there is to train on
+  int cores = 1;                          // of this machine, for all ranks
+  schedule::Schedule schedule;
+  std::vector<models::StagePart> parts;   // by stage
+  PartMeasurements measured;
+  plan::Simulation simulation;            // of one run of the schedule, in seconds
+  std::vector<RankMemory> memory;         // by rank along the pipeline
+  double step_seconds = 0;
+  std::int64_t tokens_per_step = 0;
+};
+
+// Throws ConfigError for more ranks than `penstock train` starts on one host.
+void check_local_ranks(const LayoutConfig& layout);
+// Throws ConfigError unless another launcher has started as many as the layout has. How many these are is not limited.
+void check_launched_ranks(const LayoutConfig& layout, int launched);
+
+// Throws ConfigError for what training would refuse. `progress` is told what is being done, on this thread; it may be empty.
+DryRun dry_run(const TrainConfig& config, const LookProgress& progress = {});
+
+inline constexpr std::size_t kDryRunLines = 40;
+
+std::string to_text(const DryRun& run);
+
+}  // namespace penstock::train

@@ -1,0 +1,34 @@
+// How much memory training steps take on this rank, counted while they run.
+//
+//   count_cpu_memory();                                                  // before anything is made (torch/cpu_memory.h)
+//   const MeasuredMemory measured = measure_memory(world, config, data, 3);
+//
+// Two steps come first, unseen: optimizer state is made, buffers find their sizes. Then memory is looked at behind every instruction of
+// the schedule, between kernels, so that activations are what microbatches keep and not what a kernel needs for a moment; that is in
+// `together`. Peaks of different columns need not have come at the same moment.
+//
+// The rank must be a process of its own where it computes on the CPU: the count is that of the process.
+#pragma once
+
+#include <cstdint>
+
+#include "penstock/comm/group/world.h"
+#include "penstock/train/config/config.h"
+#include "penstock/train/job/job.h"
+
+namespace penstock::train {
+
+// Bytes, each at most.
+struct MeasuredMemory {
+  std::int64_t parameters = 0;
+  std::int64_t gathered = 0;
+  std::int64_t gradients = 0;
+  std::int64_t optimizer = 0;
+  std::int64_t activations = 0;
+  std::int64_t together = 0;  // of all tensors of the process on the device, at one time, also within kernels
+};
+
+// [collective] Throws StateError on the CPU unless count_cpu_memory() was called.
+MeasuredMemory measure_memory(const comm::World& world, const TrainConfig& config, TrainingData data, int steps);
+
+}  // namespace penstock::train

@@ -1,0 +1,182 @@
+#include "penstock/train/plan/part_costs.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/cuda.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <limits>
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "penstock/comm/launch/launch_cores.h"
+#include "penstock/models/transformer/initialize.h"
+#include "penstock/models/transformer/loss.h"
+#include "penstock/models/transformer/transformer.h"
+#include "penstock/pipeline/backward/graph_node.h"
+#include "penstock/torch/dispatch/autocast_scope.h"
+#include "penstock/torch/dispatch/mode.h"
+#include "penstock/torch/random/step_context.h"
+#include "penstock/torch/compat/thread_count.h"
+#include "penstock/train/report/elapsed.h"
+#include "penstock/train/job/model_stages.h"
+
+namespace penstock::train {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kRepeats = 3;
+constexpr double kBudget = 0.3;  // seconds for a part
+
+// The memory that operators have made and that somebody still holds.
+class LiveMemory final : public Mode {
+ public:
+  void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
+    op.callBoxed(stack);
+    const std::size_t results = op.schema().returns().size();
+    for (std::size_t i = stack->size() - results; i < stack->size(); ++i) {
+      for_each_tensor((*stack)[i], [&](const at::Tensor& tensor) {
+        if (!tensor.has_storage()) return;
+        const c10::Storage& storage = tensor.storage();
+        seen_.insert_or_assign(storage.unsafeGetStorageImpl(), Held{storage.getWeakStorageImpl(), static_cast<std::int64_t>(storage.nbytes())});
+      });
+    }
+  }
+  // Memory of the tensors given does not count.
+  std::int64_t bytes_without(const std::vector<at::Tensor>& others) const {
+    std::int64_t bytes = 0;
+    for (const auto& [storage, held] : seen_) {
+      const bool is_other = std::any_of(others.begin(), others.end(), [&](const at::Tensor& each) { return each.storage().unsafeGetStorageImpl() == storage; });
+      if (!held.storage.expired() && !is_other) bytes += held.bytes;
+    }
+    return bytes;
+  }
+
+ private:
+  struct Held {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    std::int64_t bytes;
+  };
+  std::map<const void*, Held> seen_;
+};
+
+// One part of the model with a microbatch to run through it.
+class Trial {
+ public:
+  Trial(const TrainConfig& config, const models::StagePart& part, at::Device device, std::int64_t rows) : config_(config), device_(device), stage_(transformer_options(config.model), part) {
+    stage_->to(device);
+    models::initialize(*stage_, {.seed = static_cast<std::uint64_t>(config.training.seed)});
+    const std::int64_t length = config.model.context;
+    const at::TensorOptions numbers = at::TensorOptions().dtype(at::kLong).device(device);
+    documents_ = at::zeros({rows, length}, numbers);
+    targets_ = at::randint(config.model.vocabulary, {rows, length}, numbers);
+    input_ = part.has_embed() ? targets_ : at::randn({rows, length, config.model.width}, at::TensorOptions().device(device)).requires_grad_(true);
+  }
+
+  // What the backward starts from: the loss at the head, else hidden states.
+  at::Tensor forward() {
+    StepContext context;
+    context.microbatch = 0;
+    const StepGuard step(context);
+    const AutocastScope scope(device_.type(), autocast());
+    at::Tensor output = stage_->forward(input_, documents_);
+    return stage_->part().has_head() ? models::token_loss(output, targets_, static_cast<double>(targets_.numel())) : output;
+  }
+  void backward(const at::Tensor& output) {
+    StepContext context;
+    context.microbatch = 0;
+    const StepGuard step(context);
+    output.backward(at::ones_like(output));
+    if (input_.requires_grad()) input_.mutable_grad() = at::Tensor();
+  }
+
+  PartMeasurement time(int repeats) {
+    PartMeasurement best{.forward = std::numeric_limits<double>::infinity(), .backward = std::numeric_limits<double>::infinity(), .kept = 0};
+    for (int i = 0; i < repeats; ++i) {
+      auto begin = Clock::now();
+      const at::Tensor output = forward();
+      finish();
+      best.forward = std::min(best.forward, seconds_since(begin));
+      begin = Clock::now();
+      backward(output);
+      finish();
+      best.backward = std::min(best.backward, seconds_since(begin));
+    }
+    return best;
+  }
+
+  // Between forward and backward, without the output, which goes to the next stage. The input of a middle stage is kept, too.
+  std::int64_t kept() {
+    LiveMemory memory;
+    NodePtr graph;
+    {
+      const ModeGuard guard(memory);
+      graph = forward().grad_fn();
+    }
+    std::vector<at::Tensor> others = stage_->parameters();
+    others.insert(others.end(), {documents_, targets_, input_});
+    return memory.bytes_without(others);
+  }
+
+ private:
+  std::optional<at::ScalarType> autocast() const {
+    if (config_.training.precision == "bf16") return at::kBFloat16;
+    if (config_.training.precision == "fp16") return at::kHalf;
+    return std::nullopt;
+  }
+  void finish() const {
+    if (device_.is_cuda()) torch::cuda::synchronize();
+  }
+
+  const TrainConfig& config_;
+  at::Device device_;
+  models::TransformerStage stage_;
+  at::Tensor documents_, targets_, input_;
+};
+
+}  // namespace
+
+PartMeasurements measure_parts(const TrainConfig& config, at::Device device) {
+  const std::int64_t rows = config.layout.microbatch_size;
+  PartMeasurements result;
+  result.measured_rows = rows;
+  result.threads = comm::threads_per_rank(comm::available_cores(), static_cast<int>(config.layout.ranks));
+  result.border = rows * config.model.context * config.model.width * static_cast<std::int64_t>(sizeof(float));
+  const ThreadCountScope threads(result.threads);
+
+  const auto measure = [&](const models::StagePart& part) {
+    Trial one(config, part, device, 1);
+    one.time(1);  // kernels are loaded, memory is taken
+    PartMeasurement measured = one.time(1);
+    const double all_rows = (measured.forward + measured.backward) * static_cast<double>(rows);
+    if (rows == 1 || all_rows * kRepeats > kBudget) {
+      result.measured_rows = 1;
+      measured.forward *= static_cast<double>(rows);
+      measured.backward *= static_cast<double>(rows);
+    } else {
+      measured = Trial(config, part, device, rows).time(kRepeats);
+    }
+    measured.kept = one.kept() * rows;
+    return measured;
+  };
+  // Of three stages: the embedding alone, one block alone, the head alone.
+  const std::int64_t layers = config.model.layers;
+  result.embed = measure({.index = 0, .count = 3, .first_block = 0, .end_block = 0});
+  result.block = measure({.index = 1, .count = 3, .first_block = 0, .end_block = 1});
+  result.head = measure({.index = 2, .count = 3, .first_block = layers, .end_block = layers});
+  // What blocks share is found by a second one.
+  if (layers > 1) {
+    const std::int64_t two = Trial(config, {.index = 1, .count = 3, .first_block = 0, .end_block = 2}, device, 1).kept() * rows;
+    result.kept_by_stage = std::max<std::int64_t>(0, 2 * result.block.kept - two);
+    result.block.kept -= result.kept_by_stage;
+  }
+  return result;
+}
+
+}  // namespace penstock::train

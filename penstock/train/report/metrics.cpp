@@ -1,0 +1,301 @@
+#include "penstock/train/report/metrics.h"
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <limits>
+#include <string_view>
+#include <system_error>
+#include <variant>
+
+#include "penstock/base/errors.h"
+#include "penstock/train/config/config_fields.h"
+
+namespace penstock::train {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string line_of(const Json& json) {
+  // Paths may hold bytes that are no UTF-8; JSON may not.
+  return json.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
+}
+
+Json config_json(const TrainConfig& config) {
+  Json all = Json::object();
+  for (const ConfigField& field : config_fields())
+    std::visit([&](const auto& value) { all[std::string(field.section)][std::string(field.key)] = value; }, field.get(config));
+  return all;
+}
+
+// A value of the configuration as it is shown: as TOML writes it.
+std::string value_text(const Json& value) {
+  if (!value.is_array()) return value.dump(-1, ' ', false, Json::error_handler_t::replace);
+  std::string text = "[";
+  for (const Json& each : value) text += (text.size() > 1 ? ", " : "") + each.dump(-1, ' ', false, Json::error_handler_t::replace);
+  return text + "]";
+}
+
+// One line of the file; what is wrong with it is told by its number.
+class Line {
+ public:
+  Line(const std::string& text, const std::filesystem::path& path, std::size_t number) : where_(fmt::format("{}:{}", path.string(), number)) {
+    json_ = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+    if (json_.is_discarded() || !json_.is_object()) fail(text.substr(0, 60), "one JSON object");
+  }
+
+  [[noreturn]] void fail(std::string_view actual, std::string_view expected) const {
+    throw ConfigError(describe(where_, actual, expected, "use a file that was not changed, or remove the line"));
+  }
+
+  const Json& at(std::string_view key) const { return at(json_, key); }
+  const Json& at(const Json& object, std::string_view key) const {
+    const auto found = object.is_object() ? object.find(std::string(key)) : object.end();
+    if (!object.is_object() || found == object.end()) fail(fmt::format("no key \"{}\"", key), "the format of docs/metrics.md");
+    return *found;
+  }
+
+  std::string text(std::string_view key) const {
+    const Json& value = at(key);
+    if (!value.is_string()) fail(fmt::format("\"{}\": {}", key, short_text(value)), "a text");
+    return value.get<std::string>();
+  }
+  // null stands for what is not finite.
+  double number(std::string_view key) const { return number(json_, key); }
+  double number(const Json& object, std::string_view key) const {
+    const Json& value = at(object, key);
+    if (value.is_null()) return std::numeric_limits<double>::quiet_NaN();
+    if (!value.is_number()) fail(fmt::format("\"{}\": {}", key, short_text(value)), "a number");
+    return value.get<double>();
+  }
+  std::int64_t count(std::string_view key) const {
+    const Json& value = at(key);
+    if (!value.is_number_integer() || (value.is_number_unsigned() && value.get<std::uint64_t>() > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) || value.get<std::int64_t>() < 0)
+      fail(fmt::format("\"{}\": {}", key, short_text(value)), "a whole number from 0 on");
+    return value.get<std::int64_t>();
+  }
+  bool flag(std::string_view key) const {
+    const Json& value = at(key);
+    if (!value.is_boolean()) fail(fmt::format("\"{}\": {}", key, short_text(value)), "true or false");
+    return value.get<bool>();
+  }
+
+ private:
+  static std::string short_text(const Json& value) { return value.dump(-1, ' ', false, Json::error_handler_t::replace).substr(0, 60); }
+
+  std::string where_;
+  Json json_;
+};
+
+StartMetrics start_of(const Line& line) {
+  StartMetrics start;
+  start.time = line.number("time");
+  const Json& config = line.at("config");
+  if (!config.is_object()) line.fail("\"config\"", "an object of sections");
+  for (const auto& section : config.items()) {
+    if (!section.value().is_object()) line.fail(fmt::format("\"config\": {}", section.key()), "an object of fields");
+    for (const auto& field : section.value().items()) start.config.emplace_back(section.key() + "." + field.key(), value_text(field.value()));
+  }
+  start.steps = line.count("steps");
+  start.ranks = static_cast<int>(std::min<std::int64_t>(line.count("ranks"), std::numeric_limits<int>::max()));
+  start.device = line.text("device");
+  start.libtorch = line.text("libtorch");
+  start.parameters = line.count("parameters");
+  start.flops_per_token = line.number("flops_per_token");
+  start.peak_flops = line.number("peak_flops");
+  const Json& partition = line.at("partition");
+  if (!partition.is_array()) line.fail("\"partition\"", "a list of texts");
+  for (const Json& stage : partition) {
+    if (!stage.is_string()) line.fail("\"partition\"", "a list of texts");
+    start.partition.push_back(stage.get<std::string>());
+  }
+  start.tokens_per_step = line.count("tokens_per_step");
+  start.training_tokens = static_cast<std::uint64_t>(line.count("training_tokens"));
+  start.validation_tokens = static_cast<std::uint64_t>(line.count("validation_tokens"));
+  start.first_step = line.count("first_step");
+  start.resumed_from = line.text("resumed_from");
+  return start;
+}
+
+StepMetrics step_of(const Line& line) {
+  StepMetrics step;
+  step.time = line.number("time");
+  step.outcome.step = line.count("step");
+  step.outcome.loss = line.number("loss");
+  step.outcome.grad_norm = line.number("grad_norm");
+  step.outcome.lr = line.number("lr");
+  step.outcome.loss_scale = line.number("loss_scale");
+  step.outcome.skipped = line.flag("skipped");
+  step.outcome.tokens = line.count("tokens");
+  step.tokens_per_second = line.number("tokens_per_second");
+  const Json& times = line.at("times");
+  step.outcome.times = {.data = line.number(times, "data"), .schedule = line.number(times, "schedule"), .sync = line.number(times, "sync"), .update = line.number(times, "update"), .total = line.number(times, "total")};
+  step.resident_bytes = line.count("resident_bytes");
+  step.device_bytes = line.count("device_bytes");
+  return step;
+}
+
+EndMetrics end_of(const Line& line) {
+  EndMetrics end{.time = line.number("time"), .step = line.count("step")};
+  const std::string how = line.text("end");
+  for (const RunEnd each : {RunEnd::Finished, RunEnd::Stopped, RunEnd::TimeLimit, RunEnd::NotSaved})
+    if (how == to_text(each)) {
+      end.end = each;
+      return end;
+    }
+  line.fail(fmt::format("\"end\": \"{}\"", how), "finished, stopped, time limit or not saved");
+}
+
+std::int64_t step_number(const StepMetrics& step) { return step.outcome.step; }
+template <class Entry>
+std::int64_t step_number(const Entry& entry) {
+  return entry.step;
+}
+
+// What was said of steps after `step`; returns how many lines that were.
+template <class Entry>
+std::int64_t drop_after(std::vector<Entry>& entries, std::int64_t step) {
+  const auto first = std::find_if(entries.begin(), entries.end(), [&](const Entry& entry) { return step_number(entry) > step; });
+  const std::int64_t dropped = entries.end() - first;
+  entries.erase(first, entries.end());
+  return dropped;
+}
+
+// Keeps the entries ascending: the later line counts.
+template <class Entry>
+std::int64_t put(std::vector<Entry>& entries, Entry entry) {
+  const std::int64_t dropped = drop_after(entries, step_number(entry) - 1);
+  entries.push_back(std::move(entry));
+  return dropped;
+}
+
+void add(RunMetrics& metrics, const Line& line) {
+  const std::string type = line.text("type");
+  if (type == "start") {
+    StartMetrics start = start_of(line);
+    metrics.repeated_steps += drop_after(metrics.steps, start.first_step);
+    // The validation before the first step is done again by a run that begins anew.
+    drop_after(metrics.validations, start.resumed_from.empty() ? -1 : start.first_step);
+    drop_after(metrics.checkpoints, start.first_step);
+    drop_after(metrics.failed_checkpoints, start.first_step);
+    drop_after(metrics.traces, start.first_step);
+    metrics.end.reset();
+    metrics.starts.push_back(std::move(start));
+  } else if (type == "step") {
+    metrics.repeated_steps += put(metrics.steps, step_of(line));
+  } else if (type == "validation") {
+    put(metrics.validations, {.time = line.number("time"), .step = line.count("step"), .loss = line.number("loss"), .seconds = line.number("seconds")});
+  } else if (type == "checkpoint") {
+    put(metrics.checkpoints, {.time = line.number("time"), .step = line.count("step"), .stall = {.waiting = line.number("waiting"), .planning = line.number("planning"), .copying = line.number("copying")}});
+  } else if (type == "checkpoint_failed") {
+    metrics.failed_checkpoints.push_back({.time = line.number("time"), .step = line.count("step"), .error = line.text("error")});
+  } else if (type == "missing") {
+    metrics.missing_lines += line.count("lines");
+  } else if (type == "trace") {
+    put(metrics.traces, {.time = line.number("time"), .step = line.count("step"), .path = line.text("path")});
+  } else if (type == "end") {
+    metrics.end = end_of(line);
+  }
+}
+
+}  // namespace
+
+std::string StartMetrics::value(std::string_view name) const {
+  for (const auto& [key, text] : config)
+    if (key == name) return text;
+  return {};
+}
+
+std::string_view to_text(RunEnd end) {
+  switch (end) {
+    case RunEnd::Finished:
+      return "finished";
+    case RunEnd::Stopped:
+      return "stopped";
+    case RunEnd::TimeLimit:
+      return "time limit";
+    case RunEnd::NotSaved:
+      return "not saved";
+  }
+  return "";
+}
+
+std::string start_line(const RunDescription& run, double time) {
+  return line_of({{"type", "start"},
+                  {"time", time},
+                  {"steps", run.config.training.steps},
+                  {"first_step", run.first_step},
+                  {"resumed_from", run.resumed_from},
+                  {"ranks", run.ranks},
+                  {"device", run.device},
+                  {"libtorch", run.libtorch},
+                  {"parameters", run.parameters},
+                  {"flops_per_token", run.flops_per_token},
+                  {"peak_flops", run.peak_flops},
+                  {"partition", run.partition},
+                  {"tokens_per_step", run.tokens_per_step},
+                  {"training_tokens", run.training_tokens},
+                  {"validation_tokens", run.validation_tokens},
+                  {"config", config_json(run.config)}});
+}
+
+std::string step_line(const StepOutcome& outcome, const StepExtras& extras, double time) {
+  return line_of({{"type", "step"},
+                  {"step", outcome.step},
+                  {"loss", outcome.loss},
+                  {"grad_norm", outcome.grad_norm},
+                  {"lr", outcome.lr},
+                  {"loss_scale", outcome.loss_scale},
+                  {"skipped", outcome.skipped},
+                  {"tokens", outcome.tokens},
+                  {"tokens_per_second", extras.tokens_per_second},
+                  {"times", {{"data", outcome.times.data}, {"schedule", outcome.times.schedule}, {"sync", outcome.times.sync}, {"update", outcome.times.update}, {"total", outcome.times.total}}},
+                  {"resident_bytes", extras.resident_bytes},
+                  {"device_bytes", extras.device_bytes},
+                  {"time", time}});
+}
+
+std::string validation_line(const ValidationMetrics& validation) {
+  return line_of({{"type", "validation"}, {"step", validation.step}, {"loss", validation.loss}, {"seconds", validation.seconds}, {"time", validation.time}});
+}
+
+std::string checkpoint_line(const CheckpointMetrics& checkpoint) {
+  const checkpoint::SaveStall& stall = checkpoint.stall;
+  return line_of({{"type", "checkpoint"}, {"step", checkpoint.step}, {"waiting", stall.waiting}, {"planning", stall.planning}, {"copying", stall.copying}, {"time", checkpoint.time}});
+}
+
+std::string failed_checkpoint_line(const FailedCheckpointMetrics& failed) { return line_of({{"type", "checkpoint_failed"}, {"step", failed.step}, {"error", failed.error}, {"time", failed.time}}); }
+
+std::string missing_line(std::int64_t lines, double time) { return line_of({{"type", "missing"}, {"lines", lines}, {"time", time}}); }
+
+std::string trace_line(const TraceMetrics& trace) { return line_of({{"type", "trace"}, {"step", trace.step}, {"path", trace.path}, {"time", trace.time}}); }
+
+std::string end_line(const EndMetrics& end) { return line_of({{"type", "end"}, {"step", end.step}, {"end", to_text(end.end)}, {"time", end.time}}); }
+
+RunMetrics read_metrics(const std::filesystem::path& path) {
+  std::error_code error;
+  const std::uint64_t bytes = std::filesystem::file_size(path, error);
+  std::ifstream file(path, std::ios::binary);
+  if (error || !file) throw ConfigError(describe("metrics", path.string(), "a file that can be read", "give the folder of a run of penstock train"));
+  if (bytes > kMostMetricsBytes) throw ConfigError(describe(path.string(), fmt::format("{} bytes", bytes), fmt::format("at most {}", kMostMetricsBytes), "raise output.metrics_every"));
+  RunMetrics metrics;
+  std::string text;
+  for (std::size_t number = 1; std::getline(file, text); ++number) {
+    if (text.size() > kMostLineBytes)
+      throw ConfigError(describe(fmt::format("{}:{}", path.string(), number), fmt::format("{} bytes", text.size()), fmt::format("a line of at most {}", kMostLineBytes), "use a file that was not changed"));
+    // Without a newline it is the last one, and perhaps not whole.
+    if (file.eof() && !Json::accept(text)) {
+      metrics.truncated = true;
+      break;
+    }
+    add(metrics, Line(text, path, number));
+  }
+  if (metrics.starts.empty()) throw ConfigError(describe(path.string(), metrics.steps.empty() ? "no line of a run" : "no start line", "metrics that penstock train wrote", "give the folder of a run"));
+  return metrics;
+}
+
+}  // namespace penstock::train

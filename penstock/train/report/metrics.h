@@ -1,0 +1,120 @@
+// What metrics.jsonl of a run folder says: the numbers of a run as they happened, one JSON object a line (docs/metrics.md).
+//
+//   const RunMetrics metrics = read_metrics("runs/first/metrics.jsonl");
+//   metrics.steps.back().loss
+//   if (!metrics.end) ...                       // killed, failed, or still running
+//
+// A run that was resumed goes on in the same file. Its start line says after which step it continued; what lines before it say of later
+// steps has happened again since, and the later lines count. The writer is MetricsFile (metrics_file.h). Plain values; knows nothing of
+// Torch.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "penstock/checkpoint/files/save_stall.h"
+#include "penstock/train/report/observer.h"
+#include "penstock/train/report/step_outcome.h"
+
+namespace penstock::train {
+
+// Times are unix seconds.
+struct StartMetrics {
+  double time = 0;
+  std::vector<std::pair<std::string, std::string>> config;  // "layout.pp" -> "2": all fields, values as TOML writes them
+  std::int64_t steps = 0;                                   // that the run is to do
+  int ranks = 1;
+  std::string device;
+  std::string libtorch;
+  std::int64_t parameters = 0;
+  double flops_per_token = 0;
+  double peak_flops = 0;  // 0: not known
+  std::vector<std::string> partition;
+  std::int64_t tokens_per_step = 0;
+  std::uint64_t training_tokens = 0;
+  std::uint64_t validation_tokens = 0;
+  std::int64_t first_step = 0;
+  std::string resumed_from;
+
+  // Value of a field; empty when there is none of that name.
+  std::string value(std::string_view name) const;
+};
+
+struct StepMetrics {
+  double time = 0;
+  StepOutcome outcome;
+  double tokens_per_second = 0;
+  std::int64_t resident_bytes = 0;
+  std::int64_t device_bytes = 0;
+};
+
+struct ValidationMetrics {
+  double time = 0;
+  std::int64_t step = 0;
+  double loss = 0;
+  double seconds = 0;
+};
+
+struct CheckpointMetrics {
+  double time = 0;
+  std::int64_t step = 0;
+  checkpoint::SaveStall stall;
+};
+
+struct FailedCheckpointMetrics {
+  double time = 0;
+  std::int64_t step = 0;
+  std::string error;
+};
+
+struct TraceMetrics {
+  double time = 0;
+  std::int64_t step = 0;
+  std::string path;  // relative to the run folder
+};
+
+struct EndMetrics {
+  double time = 0;
+  std::int64_t step = 0;
+  RunEnd end = RunEnd::Finished;
+};
+// "finished", "stopped", "time limit", "not saved".
+std::string_view to_text(RunEnd end);
+
+struct RunMetrics {
+  std::vector<StartMetrics> starts;           // more than one: the run was resumed
+  std::vector<StepMetrics> steps;             // ascending; each step once
+  std::vector<ValidationMetrics> validations;
+  std::vector<CheckpointMetrics> checkpoints;
+  std::vector<FailedCheckpointMetrics> failed_checkpoints;
+  std::vector<TraceMetrics> traces;
+  std::optional<EndMetrics> end;              // of the last start
+  std::int64_t repeated_steps = 0;            // lines that a resumed run replaced
+  std::int64_t missing_lines = 0;             // that could not be written
+  bool truncated = false;                     // the last line was cut off, as happens when a run is killed
+};
+
+// One line each, with its newline. Numbers that are not finite become null.
+std::string start_line(const RunDescription& run, double time);
+std::string step_line(const StepOutcome& outcome, const StepExtras& extras, double time);
+std::string validation_line(const ValidationMetrics& validation);
+std::string checkpoint_line(const CheckpointMetrics& checkpoint);
+std::string failed_checkpoint_line(const FailedCheckpointMetrics& failed);
+std::string missing_line(std::int64_t lines, double time);
+std::string trace_line(const TraceMetrics& trace);
+std::string end_line(const EndMetrics& end);
+
+// A cut last line is left out and told by `truncated`; lines of unknown type are passed over. Throws ConfigError with the number of the
+// line for anything else, and for files beyond the limits below.
+RunMetrics read_metrics(const std::filesystem::path& path);
+
+inline constexpr std::uint64_t kMostMetricsBytes = std::uint64_t{4} << 30;
+inline constexpr std::size_t kMostLineBytes = std::size_t{16} << 20;
+
+}  // namespace penstock::train

@@ -25,10 +25,10 @@
 #include "penstock/base/files.h"
 #include "penstock/checkpoint/tensors/load.h"
 #include "penstock/checkpoint/tensors/world_meeting.h"
-#include "penstock/checkpoint/tensors/writer.h"
+#include "penstock/checkpoint.h"
 #include "penstock/comm/launch/launch_env.h"
-#include "penstock/comm/group/world.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/world.h"
+#include "penstock/dtensor.h"
 
 namespace {
 

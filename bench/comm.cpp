@@ -20,7 +20,7 @@
 #include "penstock/comm/launch/launcher.h"
 #include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/comm/rendezvous/store.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 #include "penstock/torch/compat/version.h"
 
 namespace {

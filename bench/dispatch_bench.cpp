@@ -15,7 +15,7 @@
 #include <cstring>
 #include <functional>
 
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 #include "penstock/torch/compat/version.h"
 #include "tests/torch/sample_wrappers.h"
 

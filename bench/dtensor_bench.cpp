@@ -18,7 +18,7 @@
 #include <map>
 #include <thread>
 
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor.h"
 #include "penstock/torch/compat/version.h"
 
 namespace {

@@ -24,12 +24,12 @@
 
 #include "bench/block.h"
 #include "bench/figures.h"
-#include "penstock/graph/run/compiled_module.h"
+#include "penstock/compile.h"
 #include "penstock/graph/trace/fake_in_place.h"
 #include "penstock/graph/ir/functionalize.h"
 #include "penstock/torch/compat/cpu_memory.h"
 #include "penstock/torch/compat/device_memory.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 #include "penstock/torch/compat/version.h"
 
 namespace {

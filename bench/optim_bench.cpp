@@ -15,7 +15,7 @@
 
 #include "bench/figures.h"
 #include "penstock/optim/update/adamw.h"
-#include "penstock/optim/update/clip.h"
+#include "penstock/clip_gradients.h"
 #include "penstock/optim/update/sgd.h"
 
 namespace {

@@ -5,9 +5,9 @@
 #include <ctime>
 #include <string>
 
-#include "penstock/plan/simulate/simulator.h"
-#include "penstock/schedule/generate/generators.h"
-#include "penstock/schedule/lower/lower.h"
+#include "penstock/simulator.h"
+#include "penstock/generators.h"
+#include "penstock/lower.h"
 
 namespace {
 

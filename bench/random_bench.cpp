@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/torch/random/keyed_random.h"
+#include "penstock/random.h"
 
 namespace {
 

@@ -9,9 +9,9 @@
 #include <ctime>
 #include <string>
 
-#include "penstock/schedule/generate/generators.h"
-#include "penstock/schedule/lower/lower.h"
-#include "penstock/schedule/check/validate.h"
+#include "penstock/generators.h"
+#include "penstock/lower.h"
+#include "penstock/validate.h"
 
 namespace {
 

@@ -24,13 +24,13 @@
 #include "bench/block.h"
 #include "bench/figures.h"
 #include "penstock/base/env.h"
-#include "penstock/comm/group/mesh_groups.h"
+#include "penstock/mesh_groups.h"
 #include "penstock/comm/record/recorder.h"
 #include "penstock/comm/transport/ucx_transport.h"
-#include "penstock/comm/group/world.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/world.h"
+#include "penstock/dtensor.h"
 #include "penstock/optim/update/adamw.h"
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/fully_shard.h"
 #include "penstock/torch/compat/version.h"
 
 namespace {

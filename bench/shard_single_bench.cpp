@@ -14,13 +14,13 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/group/mesh_groups.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 #include "penstock/models/transformer/initialize.h"
 #include "penstock/models/transformer/loss.h"
-#include "penstock/models/transformer/transformer.h"
+#include "penstock/transformer.h"
 #include "penstock/optim/update/adamw.h"
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/fully_shard.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/compat/device_memory.h"
 #include "penstock/torch/compat/version.h"

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "bench/figures.h"
-#include "penstock/pipeline/backward/deferred_linear.h"
+#include "penstock/deferred_linear.h"
 #include "penstock/pipeline/backward/split_backward.h"
 #include "penstock/torch/compat/version.h"
 

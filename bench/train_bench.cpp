@@ -28,7 +28,7 @@
 #include "penstock/base/env.h"
 #include "penstock/base/files.h"
 #include "penstock/comm/launch/launcher.h"
-#include "penstock/train/job/trainer.h"
+#include "penstock/trainer.h"
 
 namespace {
 

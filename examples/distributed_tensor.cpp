@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "examples/failure.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_drawing.h"
 #include "penstock/dtensor/plan/redistribute_plan.h"
 

@@ -28,8 +28,8 @@
 #include <vector>
 
 #include "examples/failure.h"
-#include "penstock/torch/fake/fake.h"
-#include "penstock/torch/dispatch/mode.h"
+#include "penstock/fake.h"
+#include "penstock/mode.h"
 
 using namespace penstock;
 using torch::Tensor;

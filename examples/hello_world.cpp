@@ -4,7 +4,7 @@
 #include <torch/torch.h>
 
 #include "examples/failure.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 
 int main() try {
   auto world = penstock::comm::World::from_env();

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "examples/failure.h"
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/dispatch/wrapper_call.h"
 
 using namespace penstock;

@@ -4,8 +4,8 @@
 #include <cstdio>
 
 #include "examples/failure.h"
-#include "penstock/dtensor/tensor/dtensor.h"
-#include "penstock/dtensor/tensor/parallel_style.h"
+#include "penstock/dtensor.h"
+#include "penstock/tensor_parallel.h"
 
 int main() try {
   using namespace penstock;

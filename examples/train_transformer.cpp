@@ -11,12 +11,12 @@
 #include <sstream>
 
 #include "examples/failure.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 #include "penstock/models/transformer/initialize.h"
 #include "penstock/models/transformer/loss.h"
-#include "penstock/models/transformer/transformer.h"
+#include "penstock/transformer.h"
 #include "penstock/optim/update/adamw.h"
-#include "penstock/optim/update/clip.h"
+#include "penstock/clip_gradients.h"
 #include "penstock/pipeline/runtime/schedules.h"
 
 using namespace penstock;

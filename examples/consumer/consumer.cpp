@@ -3,7 +3,7 @@
 #include <exception>
 #include <iostream>
 
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 
 int main() try {
   auto world = penstock::comm::World::from_env();

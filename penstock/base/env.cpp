@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <memory>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <system_error>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/quote.h"
 
 namespace penstock {

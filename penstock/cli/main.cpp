@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/printable.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"

@@ -1,4 +1,4 @@
-#include "penstock/mesh/device_mesh.h"
+#include "penstock/device_mesh.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -9,7 +9,7 @@
 #include <set>
 #include <unordered_map>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/hash.h"
 #include "penstock/base/text.h"
 

@@ -1,11 +1,11 @@
-#include "penstock/mesh/layout.h"
+#include "penstock/mesh_layout.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/hash.h"
 
 namespace penstock {

@@ -21,8 +21,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "penstock/mesh/device_mesh.h"
-#include "penstock/mesh/placement.h"
+#include "penstock/device_mesh.h"
+#include "penstock/placement.h"
 
 namespace penstock {
 

@@ -1,11 +1,11 @@
-#include "penstock/mesh/placement.h"
+#include "penstock/placement.h"
 
 #include <fmt/format.h>
 
 #include <array>
 #include <charconv>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/hash.h"
 
 namespace penstock {

@@ -9,9 +9,9 @@
 #include <unordered_set>
 
 #include "penstock/base/env.h"
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/files.h"
-#include "penstock/base/ids.h"
+#include "penstock/ids.h"
 #include "penstock/base/text.h"
 #include "penstock/base/warnings.h"
 #include "tests/throws.h"

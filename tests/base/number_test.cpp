@@ -4,7 +4,7 @@
 #include <limits>
 #include <string>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
 #include "tests/has_text.h"

@@ -11,7 +11,7 @@
 #include "tests/mesh/generate.h"
 #endif
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/checkpoint/files/blocks.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "tests/checkpoint/file_ranks.h"

@@ -7,13 +7,13 @@
 #include <mutex>
 #include <set>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/checkpoint/tensors/load.h"
 #include "penstock/checkpoint/tensors/world_meeting.h"
-#include "penstock/checkpoint/tensors/writer.h"
-#include "penstock/comm/group/world.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/checkpoint.h"
+#include "penstock/world.h"
+#include "penstock/dtensor.h"
 #include "tests/checkpoint/file_ranks.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

@@ -10,7 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/checkpoint/files/mapped_file.h"
 #include "tests/checkpoint/file_ranks.h"

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/cli/common/commands.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

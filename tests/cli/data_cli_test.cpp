@@ -6,7 +6,7 @@
 #include <filesystem>
 #include <string>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/cli/common/commands.h"
 #include "tests/command.h"
 #include "tests/has_text.h"

@@ -4,7 +4,7 @@
 #include <fstream>
 #include <string>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/cli/tensor/doctor_threads.h"
 #include "tests/has_text.h"
 

@@ -8,9 +8,9 @@
 #include <string>
 #include <thread>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/cli/common/failure.h"
-#include "penstock/pipeline/stage/stage.h"
+#include "penstock/stage.h"
 #include "tests/has_text.h"
 
 namespace penstock::test {

@@ -7,8 +7,8 @@
 #include <mutex>
 #include <set>
 
-#include "penstock/base/errors.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/errors.h"
+#include "penstock/world.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

@@ -2,12 +2,12 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
 #include "penstock/comm/backend/backend.h"
 #include "penstock/comm/group/operators.h"
 #include "penstock/comm/group/self_test.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 #include "tests/has_text.h"
 
 namespace penstock::comm {

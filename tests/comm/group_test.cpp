@@ -9,13 +9,13 @@
 #include <filesystem>
 #include <mutex>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
 #include "penstock/comm/record/recorder.h"
 #include "penstock/comm/group/self_test.h"
-#include "penstock/comm/group/world.h"
-#include "penstock/torch/fake/fake.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/world.h"
+#include "penstock/fake.h"
+#include "penstock/step_context.h"
 #include "tests/has_text.h"
 
 namespace penstock::comm {

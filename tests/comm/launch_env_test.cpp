@@ -4,7 +4,7 @@
 
 #include <map>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 namespace launch_env_test {

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/comm/launch/compute_environment.h"
 

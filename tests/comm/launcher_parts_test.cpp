@@ -12,7 +12,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/launch/compute_environment.h"
 #include "penstock/comm/launch/launch_attempt.h"
 #include "penstock/comm/launch/launch_cores.h"

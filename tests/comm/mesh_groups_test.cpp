@@ -1,5 +1,5 @@
 // Groups along the axes of a mesh, over worlds of threads: who asks for what in which order must not matter.
-#include "penstock/comm/group/mesh_groups.h"
+#include "penstock/mesh_groups.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -10,9 +10,9 @@
 #include <random>
 #include <thread>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/group/member_groups.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

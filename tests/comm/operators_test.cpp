@@ -3,8 +3,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "penstock/base/errors.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/errors.h"
+#include "penstock/world.h"
 
 namespace penstock::comm {
 namespace operators_test {

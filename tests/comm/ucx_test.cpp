@@ -13,7 +13,7 @@
 #include <future>
 
 #include "forked_ranks.h"
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 namespace ucx_test {

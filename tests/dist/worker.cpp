@@ -12,15 +12,15 @@
 #include <thread>
 
 #include "penstock/base/env.h"
-#include "penstock/base/errors.h"
-#include "penstock/comm/group/mesh_groups.h"
+#include "penstock/errors.h"
+#include "penstock/mesh_groups.h"
 #include "penstock/comm/group/self_test.h"
-#include "penstock/comm/group/world.h"
-#include "penstock/dtensor/tensor/dtensor.h"
-#include "penstock/dtensor/tensor/parallel_style.h"
+#include "penstock/world.h"
+#include "penstock/dtensor.h"
+#include "penstock/tensor_parallel.h"
 #include "penstock/pipeline/runtime/schedules.h"
-#include "penstock/shard/state/fully_shard.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/fully_shard.h"
+#include "penstock/step_context.h"
 #include "tests/pipeline/soak.h"
 
 namespace {

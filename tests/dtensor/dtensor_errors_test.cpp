@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/sharding_rule.h"
 #include "tests/dtensor/rule_checker.h"
 #include "tests/has_text.h"

@@ -7,8 +7,8 @@
 #include <mutex>
 
 #include "penstock/comm/backend/backend.h"
-#include "penstock/dtensor/tensor/dtensor.h"
-#include "penstock/dtensor/tensor/parallel_style.h"
+#include "penstock/dtensor.h"
+#include "penstock/tensor_parallel.h"
 #include "tests/dtensor/small_transformer.h"
 
 namespace penstock {

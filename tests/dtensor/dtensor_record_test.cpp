@@ -6,10 +6,10 @@
 
 #include <future>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
 #include "penstock/pipeline/contract/record_messages.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor.h"
 #include "penstock/torch/tree/distributed_type.h"
 #include "penstock/pipeline/contract/record_checks.h"
 #include "tests/dtensor/rule_checker.h"

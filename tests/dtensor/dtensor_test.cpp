@@ -1,5 +1,5 @@
 // Distributed tensors: making, leaving and moving them, their gradients, and what is sent for it.
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -7,7 +7,7 @@
 #include <mutex>
 #include <random>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
 #include "penstock/dtensor/plan/redistribute_plan.h"
 #include "penstock/dtensor/tensor/sharding_rule.h"

@@ -7,8 +7,8 @@
 #include <functional>
 #include <mutex>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "tests/golden_data.h"
 
 namespace penstock {

@@ -1,5 +1,5 @@
 // A transformer of two blocks, trained with tensor, sequence and data parallelism, against one process.
-#include "penstock/dtensor/tensor/parallel_style.h"
+#include "penstock/tensor_parallel.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -7,9 +7,9 @@
 #include <map>
 #include <mutex>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor.h"
 #include "tests/dtensor/rule_checker.h"
 #include "tests/dtensor/small_transformer.h"
 #include "tests/has_text.h"

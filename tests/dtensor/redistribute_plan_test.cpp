@@ -6,7 +6,7 @@
 #include <limits>
 #include <set>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/mesh/local_shard.h"
 
 namespace penstock {

@@ -11,7 +11,7 @@
 #include <random>
 #include <set>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/dtensor/tensor/rule_registry.h"
 #include "penstock/mesh/local_shard.h"
 

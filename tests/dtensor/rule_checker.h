@@ -14,8 +14,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/group/mesh_groups.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/mesh_groups.h"
+#include "penstock/dtensor.h"
 
 namespace penstock::test {
 

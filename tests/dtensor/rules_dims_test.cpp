@@ -1,7 +1,7 @@
 // Operators that move, cut and join dims, against one process: forward, backward and in place.
 #include <gtest/gtest.h>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "tests/dtensor/operator_call.h"
 #include "tests/dtensor/rule_checker.h"
 

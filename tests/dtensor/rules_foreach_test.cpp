@@ -6,7 +6,7 @@
 #include <limits>
 #include <map>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/dtensor/tensor/sharding_rule.h"
 #include "penstock/torch/dispatch/stack_tensors.h"
 #include "tests/dtensor/rule_checker.h"

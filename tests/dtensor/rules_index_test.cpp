@@ -1,7 +1,7 @@
 // Reading and writing by index, against one process.
 #include <gtest/gtest.h>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "tests/dtensor/operator_call.h"
 #include "tests/dtensor/rule_checker.h"
 

@@ -9,8 +9,8 @@
 #include <limits>
 #include <string>
 
-#include "penstock/base/errors.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/errors.h"
+#include "penstock/world.h"
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {

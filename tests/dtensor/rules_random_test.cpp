@@ -3,9 +3,9 @@
 
 #include <map>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/dtensor/tensor/dtensor_random.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/step_context.h"
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {

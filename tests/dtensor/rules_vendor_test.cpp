@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 #include "tests/dtensor/operator_call.h"
 #include "tests/dtensor/rule_checker.h"
 

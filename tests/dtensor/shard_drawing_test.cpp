@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/dtensor/plan/shard_grid.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

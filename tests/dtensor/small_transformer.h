@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/dtensor/tensor/dtensor.h"
-#include "penstock/dtensor/tensor/parallel_style.h"
+#include "penstock/dtensor.h"
+#include "penstock/tensor_parallel.h"
 
 namespace penstock::test {
 

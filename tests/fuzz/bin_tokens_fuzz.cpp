@@ -11,7 +11,7 @@
 #include <memory>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/train/data/bin_tokens.h"
 
 namespace {

@@ -8,11 +8,11 @@
 #include <cstdlib>
 #include <string_view>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/schedule/check/dry_run.h"
-#include "penstock/schedule/lower/lower.h"
-#include "penstock/schedule/ir/text.h"
-#include "penstock/schedule/check/validate.h"
+#include "penstock/lower.h"
+#include "penstock/schedule_text.h"
+#include "penstock/validate.h"
 
 namespace {
 

@@ -12,7 +12,7 @@
 #include <span>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/train/data/checksum.h"
 #include "penstock/train/data/token_shard.h"
 

@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/graph/run/compiled.h"
-#include "penstock/graph/run/compiled_module.h"
+#include "penstock/compile.h"
 #include "penstock/graph/run/execute.h"
 #include "penstock/graph/ir/functionalize.h"
 #include "penstock/graph/tools/signature.h"

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/group/operators.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/execute.h"
 #include "penstock/graph/ir/rewrite.h"

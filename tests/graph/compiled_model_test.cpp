@@ -2,9 +2,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "penstock/graph/run/compiled_module.h"
+#include "penstock/compile.h"
 #include "penstock/models/transformer/loss.h"
-#include "penstock/models/transformer/transformer.h"
+#include "penstock/transformer.h"
 #include "tests/models/small_model.h"
 
 namespace penstock::graph {

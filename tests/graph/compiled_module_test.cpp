@@ -1,4 +1,4 @@
-#include "penstock/graph/run/compiled_module.h"
+#include "penstock/compile.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -8,9 +8,9 @@
 #include <tuple>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

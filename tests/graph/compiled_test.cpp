@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/graph/ir/functionalize.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "tests/graph/call_trace.h"

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "tests/graph/dtensor_compare.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/group/world.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/world.h"
+#include "penstock/dtensor.h"
 #include "penstock/graph/run/compiled.h"
 #include "tests/graph/registered_wrappers.h"
 

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "penstock/comm/record/recorder.h"
-#include "penstock/dtensor/tensor/parallel_style.h"
-#include "penstock/graph/run/compiled_module.h"
+#include "penstock/tensor_parallel.h"
+#include "penstock/compile.h"
 #include "tests/dtensor/small_transformer.h"
 #include "tests/graph/dtensor_compare.h"
 

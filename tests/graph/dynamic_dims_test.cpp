@@ -12,15 +12,15 @@
 #include <tuple>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
-#include "penstock/graph/run/compiled_module.h"
+#include "penstock/compile.h"
 #include "penstock/graph/run/execute.h"
 #include "penstock/graph/run/generalize.h"
 #include "penstock/graph/tools/graph_file.h"
 #include "penstock/graph/ir/rewrite.h"
-#include "penstock/models/transformer/transformer.h"
-#include "penstock/torch/dispatch/mode.h"
+#include "penstock/transformer.h"
+#include "penstock/mode.h"
 #include "tests/graph/call_trace.h"
 #include "tests/graph/random_program.h"
 #include "tests/has_text.h"

@@ -19,7 +19,7 @@
 #include "penstock/graph/ir/functionalize.h"
 #include "penstock/graph/run/module_state.h"
 #include "penstock/models/transformer/loss.h"
-#include "penstock/models/transformer/transformer.h"
+#include "penstock/transformer.h"
 #include "tests/has_text.h"
 
 namespace penstock::graph {

@@ -5,10 +5,10 @@
 #include <cstdlib>
 #include <string>
 
-#include "penstock/graph/run/compiled_module.h"
+#include "penstock/compile.h"
 #include "penstock/models/transformer/initialize.h"
 #include "penstock/models/transformer/loss.h"
-#include "penstock/models/transformer/transformer.h"
+#include "penstock/transformer.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/compat/device_memory.h"
 

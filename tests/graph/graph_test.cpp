@@ -3,11 +3,11 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/graph/run/execute.h"
 #include "penstock/graph/ir/metadata.h"
 #include "penstock/graph/trace/tracer.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
-#include "penstock/graph/run/compiled_module.h"
+#include "penstock/errors.h"
+#include "penstock/compile.h"
 #include "penstock/graph/ir/constant_value.h"
 #include "penstock/graph/tools/draw.h"
 #include "penstock/graph/run/execute.h"

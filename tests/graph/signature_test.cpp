@@ -9,7 +9,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/run/execute.h"
 #include "penstock/graph/ir/functionalize.h"

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "tests/throws.h"
 
 namespace penstock::graph {

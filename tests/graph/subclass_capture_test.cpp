@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
-#include "penstock/graph/run/compiled_module.h"
+#include "penstock/compile.h"
 #include "penstock/graph/tools/graph_file.h"
 #include "penstock/graph/tools/graph_report.h"
 #include "tests/graph/registered_wrappers.h"

@@ -6,8 +6,8 @@
 
 #include <random>
 
-#include "penstock/base/errors.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/errors.h"
+#include "penstock/fake.h"
 #include "tests/graph/registered_wrappers.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/graph/run/compiled.h"
 #include "penstock/graph/tools/graph_file.h"
 #include "penstock/graph/run/saving_node.h"

@@ -1,11 +1,11 @@
-#include "penstock/mesh/device_mesh.h"
+#include "penstock/device_mesh.h"
 
 #include <gtest/gtest.h>
 
 #include <thread>
 #include <unordered_set>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

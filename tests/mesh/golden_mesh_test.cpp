@@ -10,8 +10,8 @@
 #include <set>
 #include <sstream>
 
-#include "penstock/base/errors.h"
-#include "penstock/mesh/device_mesh.h"
+#include "penstock/errors.h"
+#include "penstock/device_mesh.h"
 #include "penstock/mesh/local_shard.h"
 #include "tests/golden_data.h"
 

@@ -1,11 +1,11 @@
-#include "penstock/mesh/layout.h"
+#include "penstock/mesh_layout.h"
 
 #include <gtest/gtest.h>
 
 #include <limits>
 #include <unordered_set>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

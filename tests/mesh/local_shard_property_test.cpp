@@ -5,7 +5,7 @@
 #include <map>
 #include <numeric>
 
-#include "penstock/mesh/layout.h"
+#include "penstock/mesh_layout.h"
 #include "penstock/mesh/local_shard.h"
 #include "tests/mesh/generate.h"
 

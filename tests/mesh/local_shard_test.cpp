@@ -4,7 +4,7 @@
 
 #include <limits>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

@@ -7,9 +7,9 @@
 #include <numeric>
 #include <set>
 
-#include "penstock/base/errors.h"
-#include "penstock/mesh/device_mesh.h"
-#include "penstock/mesh/layout.h"
+#include "penstock/errors.h"
+#include "penstock/device_mesh.h"
+#include "penstock/mesh_layout.h"
 #include "tests/mesh/generate.h"
 
 namespace penstock {

@@ -1,10 +1,10 @@
-#include "penstock/mesh/placement.h"
+#include "penstock/placement.h"
 
 #include <gtest/gtest.h>
 
 #include <unordered_set>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

@@ -1,4 +1,4 @@
-#include "penstock/models/transformer/generate.h"
+#include "penstock/generate.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/models/blocks/kv_cache.h"
 #include "tests/has_text.h"
 #include "tests/models/small_model.h"

@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
-#include "penstock/comm/group/world.h"
-#include "penstock/dtensor/tensor/dtensor.h"
-#include "penstock/models/transformer/generate.h"
+#include "penstock/errors.h"
+#include "penstock/world.h"
+#include "penstock/dtensor.h"
+#include "penstock/generate.h"
 #include "penstock/models/transformer/loss.h"
 #include "penstock/models/transformer/parallel_plan.h"
 #include "penstock/pipeline/runtime/schedules.h"

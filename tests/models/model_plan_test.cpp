@@ -5,11 +5,11 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/models/plan/options.h"
 #include "penstock/models/plan/pattern.h"
 #include "penstock/models/plan/stage_parts.h"
-#include "penstock/plan/cost/partition.h"
+#include "penstock/partition.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "penstock/models/transformer/initialize.h"
-#include "penstock/models/transformer/transformer.h"
+#include "penstock/transformer.h"
 
 namespace penstock::models::test {
 

@@ -1,4 +1,4 @@
-#include "penstock/models/transformer/transformer.h"
+#include "penstock/transformer.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -11,14 +11,14 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/models/transformer/initialize.h"
 #include "penstock/models/transformer/loss.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 #include "penstock/torch/kernels/fused_attention.h"
-#include "penstock/torch/random/keyed_random.h"
+#include "penstock/random.h"
 #include "penstock/torch/kernels/rms_norm.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/models/small_model.h"
 #include "tests/throws.h"

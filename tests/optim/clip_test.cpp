@@ -12,11 +12,11 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
-#include "penstock/comm/group/mesh_groups.h"
-#include "penstock/comm/group/world.h"
-#include "penstock/dtensor/tensor/dtensor.h"
-#include "penstock/optim/update/clip.h"
+#include "penstock/errors.h"
+#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
+#include "penstock/dtensor.h"
+#include "penstock/clip_gradients.h"
 #include "penstock/optim/update/gradients.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

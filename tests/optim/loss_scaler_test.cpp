@@ -8,12 +8,12 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
-#include "penstock/comm/group/mesh_groups.h"
-#include "penstock/comm/group/world.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
+#include "penstock/dtensor.h"
 #include "penstock/optim/update/adamw.h"
-#include "penstock/optim/update/loss_scaler.h"
+#include "penstock/loss_scaler.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

@@ -8,8 +8,8 @@
 #include <cmath>
 #include <limits>
 
-#include "penstock/base/errors.h"
-#include "penstock/optim/schedule/lr_schedule.h"
+#include "penstock/errors.h"
+#include "penstock/lr_schedule.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "penstock/optim/update/adamw.h"
-#include "penstock/optim/update/clip.h"
-#include "penstock/optim/update/loss_scaler.h"
+#include "penstock/clip_gradients.h"
+#include "penstock/loss_scaler.h"
 #include "penstock/optim/update/sgd.h"
 
 namespace penstock::optim {

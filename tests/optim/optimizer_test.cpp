@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
-#include "penstock/comm/group/mesh_groups.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/mesh_groups.h"
+#include "penstock/dtensor.h"
 #include "penstock/optim/update/adamw.h"
 #include "penstock/optim/update/gradients.h"
 #include "penstock/optim/update/sgd.h"

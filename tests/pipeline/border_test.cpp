@@ -6,12 +6,12 @@
 #include <random>
 #include <set>
 
-#include "penstock/base/errors.h"
-#include "penstock/comm/group/mesh_groups.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/mesh_groups.h"
+#include "penstock/dtensor.h"
 #include "penstock/pipeline/runtime/channel_groups.h"
 #include "penstock/torch/tree/dense_layout.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/step_context.h"
 #include "tests/pipeline/parity_check.h"
 
 namespace penstock {

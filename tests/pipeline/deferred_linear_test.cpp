@@ -1,5 +1,5 @@
 // Linear layers whose weight gradients wait, against torch::nn::Linear: same numbers at the start, same bits after a backward.
-#include "penstock/pipeline/backward/deferred_linear.h"
+#include "penstock/deferred_linear.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -8,7 +8,7 @@
 #include <sstream>
 #include <thread>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline/backward/split_backward.h"
 #include "penstock/torch/compat/cpu_bfloat16.h"
 #include "tests/pipeline/split_backward_check.h"

@@ -4,10 +4,10 @@
 #include <map>
 #include <mutex>
 
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor.h"
 #include "penstock/pipeline/runtime/schedules.h"
-#include "penstock/shard/state/fully_shard.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fully_shard.h"
+#include "penstock/fake.h"
 #include "tests/pipeline/parity_scenarios.h"
 #include "tests/pipeline/trial_kinds.h"
 

@@ -5,10 +5,10 @@
 #include <map>
 #include <mutex>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/pipeline/runtime/schedules.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/step_context.h"
 #include "tests/has_text.h"
 
 namespace penstock {

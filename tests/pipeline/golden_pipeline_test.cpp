@@ -6,9 +6,9 @@
 #include <map>
 #include <mutex>
 
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor.h"
 #include "penstock/pipeline/runtime/schedules.h"
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/fully_shard.h"
 #include "tests/golden_data.h"
 
 namespace penstock {

@@ -6,8 +6,8 @@
 #include <string>
 
 #include "penstock/pipeline/report/step_trace.h"
-#include "penstock/plan/simulate/simulator.h"
-#include "penstock/schedule/generate/generators.h"
+#include "penstock/simulator.h"
+#include "penstock/generators.h"
 
 namespace penstock::test {
 

@@ -1,10 +1,10 @@
 // Splitting and merging of batches, against reference data and by hand.
-#include "penstock/pipeline/stage/microbatch.h"
+#include "penstock/microbatch.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "tests/golden_data.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

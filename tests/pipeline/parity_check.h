@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "penstock/pipeline/runtime/schedules.h"
-#include "penstock/plan/simulate/simulator.h"
+#include "penstock/simulator.h"
 #include "tests/pipeline/parity_scenarios.h"
 
 namespace penstock::test {

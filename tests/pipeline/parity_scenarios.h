@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/pipeline/backward/deferred_linear.h"
-#include "penstock/pipeline/runtime/runtime.h"
+#include "penstock/deferred_linear.h"
+#include "penstock/pipeline.h"
 
 namespace penstock::test {
 

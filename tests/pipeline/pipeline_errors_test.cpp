@@ -3,11 +3,11 @@
 
 #include <mutex>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
 #include "penstock/pipeline/runtime/schedules.h"
-#include "penstock/schedule/check/validate.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/validate.h"
+#include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
 

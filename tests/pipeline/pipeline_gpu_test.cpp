@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "penstock/pipeline/backward/deferred_linear.h"
+#include "penstock/deferred_linear.h"
 #include "penstock/pipeline/runtime/schedules.h"
 #include "penstock/torch/compat/streams.h"
 #include "tests/pipeline/parity_scenarios.h"

@@ -13,12 +13,12 @@
 #include <set>
 #include <thread>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline/program/executor.h"
-#include "penstock/schedule/generate/generators.h"
-#include "penstock/schedule/lower/lower.h"
-#include "penstock/schedule/ir/text.h"
-#include "penstock/schedule/check/validate.h"
+#include "penstock/generators.h"
+#include "penstock/lower.h"
+#include "penstock/schedule_text.h"
+#include "penstock/validate.h"
 #include "tests/has_text.h"
 
 namespace penstock::pipeline {

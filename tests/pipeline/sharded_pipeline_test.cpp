@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "penstock/dtensor/tensor/dtensor.h"
-#include "penstock/optim/update/clip.h"
+#include "penstock/dtensor.h"
+#include "penstock/clip_gradients.h"
 #include "penstock/optim/update/sgd.h"
 #include "penstock/pipeline/runtime/schedules.h"
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/fully_shard.h"
 #include "tests/pipeline/parity_scenarios.h"
 
 namespace penstock {

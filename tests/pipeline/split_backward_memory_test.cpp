@@ -9,7 +9,7 @@
 #include <cstring>
 #include <new>
 
-#include "penstock/pipeline/backward/deferred_linear.h"
+#include "penstock/deferred_linear.h"
 #include "penstock/pipeline/backward/split_backward.h"
 
 namespace penstock {

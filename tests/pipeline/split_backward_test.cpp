@@ -8,8 +8,8 @@
 #include <map>
 #include <thread>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/torch/compat/cpu_bfloat16.h"
 #include "tests/pipeline/split_backward_check.h"
 

@@ -8,12 +8,12 @@
 #include <set>
 #include <sstream>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/base/warnings.h"
 #include "penstock/pipeline/stage/gradient_sync.h"
 #include "penstock/pipeline/runtime/schedules.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/step_context.h"
 #include "penstock/torch/compat/streams.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"

@@ -3,12 +3,12 @@
 
 #include <mutex>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
 #include "penstock/pipeline/runtime/schedules.h"
 #include "penstock/pipeline/runtime/stage_runner.h"
 #include "penstock/torch/random/keyed_dropout.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
 

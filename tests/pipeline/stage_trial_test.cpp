@@ -6,11 +6,11 @@
 #include <mutex>
 #include <random>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline/runtime/schedules.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
-#include "penstock/torch/fake/fake.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/fake.h"
+#include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
 #include "tests/pipeline/trial_kinds.h"

@@ -4,7 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "penstock/pipeline/report/stall_report.h"
-#include "penstock/schedule/generate/generators.h"
+#include "penstock/generators.h"
 #include "tests/has_text.h"
 
 namespace penstock::pipeline {

@@ -6,11 +6,11 @@
 #include <mutex>
 #include <set>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
 #include "penstock/pipeline/runtime/schedules.h"
-#include "penstock/shard/state/fully_shard.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/fully_shard.h"
+#include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
 #include "tests/throws.h"

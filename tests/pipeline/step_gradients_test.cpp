@@ -8,9 +8,9 @@
 #include <mutex>
 #include <set>
 
-#include "penstock/base/errors.h"
-#include "penstock/comm/group/mesh_groups.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/mesh_groups.h"
+#include "penstock/dtensor.h"
 #include "penstock/pipeline/backward/copy_gradients.h"
 #include "penstock/pipeline/stage/gradient_sync.h"
 #include "penstock/pipeline/runtime/schedules.h"

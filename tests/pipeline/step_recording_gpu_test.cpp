@@ -1,7 +1,7 @@
 // Steps that a GPU replays: the same losses, outputs, gradients, buffers and weights as steps that the host runs.
 #include <gtest/gtest.h>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline/runtime/schedules.h"
 #include "penstock/torch/random/keyed_dropout.h"
 #include "tests/has_text.h"

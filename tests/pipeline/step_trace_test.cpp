@@ -5,10 +5,10 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline/report/step_trace.h"
 #include "penstock/pipeline/report/trace_comparison.h"
-#include "penstock/schedule/generate/generators.h"
+#include "penstock/generators.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/made_trace.h"
 

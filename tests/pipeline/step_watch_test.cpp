@@ -13,11 +13,11 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/pipeline/runtime/schedules.h"
 #include "penstock/pipeline/report/trace_comparison.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
 

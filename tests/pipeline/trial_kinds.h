@@ -1,7 +1,7 @@
 // The kinds of trial runs, for tests that hold for all of them.
 #pragma once
 
-#include "penstock/pipeline/stage/stage.h"
+#include "penstock/stage.h"
 
 namespace penstock::test {
 

@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
 #include "penstock/pipeline/runtime/schedules.h"
 #include "tests/has_text.h"

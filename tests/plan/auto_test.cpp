@@ -2,10 +2,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "penstock/plan/search/auto_schedule.h"
+#include "penstock/auto_schedule.h"
 #include "penstock/plan/search/critical_swaps.h"
-#include "penstock/schedule/lower/lower.h"
-#include "penstock/schedule/check/validate.h"
+#include "penstock/lower.h"
+#include "penstock/validate.h"
 #include "tests/plan/shapes.h"
 
 namespace penstock::plan::test {

@@ -1,4 +1,4 @@
-#include "penstock/plan/cost/partition.h"
+#include "penstock/partition.h"
 
 #include <gtest/gtest.h>
 
@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

@@ -13,7 +13,7 @@
 #include "penstock/plan/draw/draw_perfetto.h"
 #include "penstock/plan/draw/draw_svg.h"
 #include "penstock/plan/simulate/simulation_report.h"
-#include "penstock/schedule/lower/lower.h"
+#include "penstock/lower.h"
 #include "tests/plan/shapes.h"
 
 namespace penstock::plan::test {

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
-#include "penstock/plan/cost/cost_model.h"
-#include "penstock/schedule/generate/generators.h"
+#include "penstock/errors.h"
+#include "penstock/cost_model.h"
+#include "penstock/generators.h"
 
 namespace penstock::plan::test {
 

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "penstock/plan/simulate/simulator.h"
-#include "penstock/schedule/lower/lower.h"
+#include "penstock/simulator.h"
+#include "penstock/lower.h"
 #include "penstock/schedule/generate/virtual_pipeline.h"
 #include "tests/plan/shapes.h"
 

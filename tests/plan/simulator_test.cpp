@@ -1,6 +1,6 @@
 // The simulator against small independent counts: time by relaxation, memory by looking at every pair after
 // every slot.
-#include "penstock/plan/simulate/simulator.h"
+#include "penstock/simulator.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -8,9 +8,9 @@
 #include <map>
 #include <utility>
 
-#include "penstock/schedule/lower/lower.h"
-#include "penstock/schedule/ir/text.h"
-#include "penstock/schedule/check/validate.h"
+#include "penstock/lower.h"
+#include "penstock/schedule_text.h"
+#include "penstock/validate.h"
 #include "tests/plan/shapes.h"
 
 namespace penstock::plan::test {

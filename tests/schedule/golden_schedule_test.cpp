@@ -9,12 +9,12 @@
 #include <set>
 #include <sstream>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/schedule/check/dry_run.h"
-#include "penstock/schedule/generate/generators.h"
-#include "penstock/schedule/lower/lower.h"
-#include "penstock/schedule/ir/text.h"
-#include "penstock/schedule/check/validate.h"
+#include "penstock/generators.h"
+#include "penstock/lower.h"
+#include "penstock/schedule_text.h"
+#include "penstock/validate.h"
 
 namespace penstock::schedule {
 namespace golden_schedule_test {

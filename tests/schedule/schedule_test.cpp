@@ -2,10 +2,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "penstock/base/errors.h"
-#include "penstock/schedule/generate/generators.h"
-#include "penstock/schedule/lower/lower.h"
-#include "penstock/schedule/ir/text.h"
+#include "penstock/errors.h"
+#include "penstock/generators.h"
+#include "penstock/lower.h"
+#include "penstock/schedule_text.h"
 #include "penstock/schedule/generate/virtual_pipeline.h"
 #include "tests/throws.h"
 

@@ -1,5 +1,5 @@
 // Training on shards is training in one process.
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/fully_shard.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -7,8 +7,8 @@
 
 #include <mutex>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/shard/state/forward_scope.h"
 #include "tests/has_text.h"
 #include "tests/shard/sharded_training.h"

@@ -13,13 +13,13 @@
 #include <mutex>
 #include <set>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
-#include "penstock/dtensor/tensor/parallel_style.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
+#include "penstock/tensor_parallel.h"
 #include "penstock/mesh/local_shard.h"
-#include "penstock/optim/update/clip.h"
+#include "penstock/clip_gradients.h"
 #include "penstock/shard/state/forward_scope.h"
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/fully_shard.h"
 #include "tests/golden_data.h"
 
 namespace penstock {

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/shard/pieces/buffer_pool.h"
 
 namespace penstock {

@@ -14,11 +14,11 @@
 #include <numeric>
 #include <random>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
-#include "penstock/dtensor/tensor/parallel_style.h"
-#include "penstock/shard/state/fully_shard.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
+#include "penstock/tensor_parallel.h"
+#include "penstock/fully_shard.h"
+#include "penstock/tensor_subclass.h"
 #include "tests/has_text.h"
 #include "tests/shard/recomputed.h"
 #include "tests/throws.h"

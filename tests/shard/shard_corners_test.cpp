@@ -7,14 +7,14 @@
 #include <map>
 #include <string>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
-#include "penstock/dtensor/tensor/parallel_style.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
+#include "penstock/tensor_parallel.h"
 #include "penstock/shard/state/forward_scope.h"
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/fully_shard.h"
 #include "penstock/shard/pieces/int8_gather.h"
 #include "penstock/torch/compat/cpu_bfloat16.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 #include "tests/has_text.h"
 #include "tests/shard/recomputed.h"
 #include "tests/shard/sharded_training.h"

@@ -4,12 +4,12 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor.h"
 #include "penstock/shard/pieces/encoded_parameter.h"
 #include "penstock/shard/state/forward_scope.h"
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/fully_shard.h"
 #include "penstock/shard/pieces/piece_copy.h"
 #include "penstock/torch/dispatch/wrapper_call.h"
 #include "tests/has_text.h"

@@ -8,12 +8,12 @@
 #include <string>
 
 #include "penstock/comm/backend/backend.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor.h"
 #include "penstock/shard/pieces/encoded_parameter.h"
 #include "penstock/shard/state/forward_scope.h"
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/fully_shard.h"
 #include "penstock/shard/pieces/int8_gather.h"
-#include "penstock/torch/fake/deferred_init.h"
+#include "penstock/deferred_init.h"
 #include "penstock/torch/random/keyed_init.h"
 #include "penstock/torch/compat/streams.h"
 #include "tests/shard/sharded_training.h"

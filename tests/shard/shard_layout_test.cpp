@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/mesh/local_shard.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

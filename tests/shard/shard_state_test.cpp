@@ -6,12 +6,12 @@
 
 #include <sstream>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor.h"
 #include "penstock/shard/state/forward_scope.h"
-#include "penstock/shard/state/fully_shard.h"
-#include "penstock/torch/fake/deferred_init.h"
+#include "penstock/fully_shard.h"
+#include "penstock/deferred_init.h"
 #include "penstock/torch/random/keyed_init.h"
 #include "tests/has_text.h"
 #include "tests/shard/sharded_training.h"

@@ -2,10 +2,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
-#include "penstock/dtensor/tensor/parallel_style.h"
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
+#include "penstock/tensor_parallel.h"
+#include "penstock/fully_shard.h"
 #include "tests/has_text.h"
 #include "tests/shard/sharded_training.h"
 #include "tests/throws.h"

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "penstock/comm/record/recorder.h"
-#include "penstock/dtensor/tensor/dtensor.h"
-#include "penstock/dtensor/tensor/parallel_style.h"
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/dtensor.h"
+#include "penstock/tensor_parallel.h"
+#include "penstock/fully_shard.h"
 #include "penstock/shard/pieces/int8_gather.h"
 
 namespace penstock {

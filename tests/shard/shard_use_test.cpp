@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "penstock/comm/record/recorder.h"
-#include "penstock/dtensor/tensor/dtensor.h"
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/dtensor.h"
+#include "penstock/fully_shard.h"
 
 namespace penstock {
 namespace shard_use_test {

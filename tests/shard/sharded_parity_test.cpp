@@ -7,12 +7,12 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
-#include "penstock/dtensor/tensor/parallel_style.h"
-#include "penstock/optim/update/clip.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
+#include "penstock/tensor_parallel.h"
+#include "penstock/clip_gradients.h"
 #include "penstock/optim/update/sgd.h"
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/fully_shard.h"
 #include "tests/has_text.h"
 #include "tests/shard/sharded_training.h"
 #include "tests/throws.h"

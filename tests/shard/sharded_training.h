@@ -10,7 +10,7 @@
 #include <mutex>
 #include <string>
 
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/fully_shard.h"
 #include "tests/dtensor/small_transformer.h"
 
 namespace penstock::test {

@@ -7,10 +7,10 @@
 #include <mutex>
 #include <random>
 
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor.h"
 #include "penstock/optim/update/adamw.h"
 #include "penstock/optim/update/sgd.h"
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/fully_shard.h"
 
 namespace penstock {
 namespace uneven_gradients_test {

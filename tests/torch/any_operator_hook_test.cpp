@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/dispatch/operator_hook.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

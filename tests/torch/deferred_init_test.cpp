@@ -1,4 +1,4 @@
-#include "penstock/torch/fake/deferred_init.h"
+#include "penstock/deferred_init.h"
 
 #include <gtest/gtest.h>
 

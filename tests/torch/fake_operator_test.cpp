@@ -7,8 +7,8 @@
 #include <mutex>
 #include <set>
 
-#include "penstock/torch/fake/fake.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/fake.h"
+#include "penstock/tensor_subclass.h"
 #include "tests/has_text.h"
 #include "tests/torch/operator_zoo.h"
 

@@ -1,12 +1,12 @@
 // Fake tensors: what a run in shape only says is what the real run gives.
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 
 #include "penstock/torch/fake/fake_parts.h"
 #include "penstock/torch/fake/fake_watch.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 #include "tests/has_text.h"
 #include "tests/torch/module_zoo.h"
 #include "tests/torch/sample_wrappers.h"

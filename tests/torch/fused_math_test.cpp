@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/torch/dispatch/mode.h"
+#include "penstock/mode.h"
 
 namespace penstock {
 namespace fused_math_test {

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 namespace gradient_sink_test {

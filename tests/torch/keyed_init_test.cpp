@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "tests/torch/random_cases.h"
 
 namespace penstock {

@@ -1,4 +1,4 @@
-#include "penstock/torch/random/keyed_random.h"
+#include "penstock/random.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -8,7 +8,7 @@
 #include <limits>
 #include <thread>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/philox.h"
 #include "tests/has_text.h"
 #include "tests/torch/random_cases.h"

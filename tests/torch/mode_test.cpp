@@ -1,4 +1,4 @@
-#include "penstock/torch/dispatch/mode.h"
+#include "penstock/mode.h"
 
 #include <ATen/ThreadLocalState.h>
 #include <gtest/gtest.h>
@@ -7,7 +7,7 @@
 #include <map>
 #include <thread>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "tests/torch/sample_wrappers.h"
 
 namespace penstock {

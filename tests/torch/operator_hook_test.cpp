@@ -6,7 +6,7 @@
 
 #include <atomic>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/torch/sample_wrappers.h"

@@ -1,4 +1,4 @@
-#include "penstock/torch/tree/pytree.h"
+#include "penstock/pytree.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 #include <rapidcheck/gtest.h>
 #endif
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/tree/pytree_convert.h"
 #include "tests/throws.h"
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/torch/random/keyed_random.h"
+#include "penstock/random.h"
 
 namespace penstock::test {
 

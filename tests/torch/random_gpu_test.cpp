@@ -7,10 +7,10 @@
 #include <limits>
 #include <thread>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/compat/cuda_kernel.h"
 #include "penstock/torch/random/keyed_init.h"
-#include "penstock/torch/random/keyed_random.h"
+#include "penstock/random.h"
 #include "tests/has_text.h"
 #include "tests/torch/random_cases.h"
 

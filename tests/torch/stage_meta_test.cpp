@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
 #include "penstock/pipeline/contract/record_checks.h"
 #include "tests/throws.h"

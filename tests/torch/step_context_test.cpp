@@ -1,4 +1,4 @@
-#include "penstock/torch/random/step_context.h"
+#include "penstock/step_context.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
@@ -8,7 +8,7 @@
 #include <future>
 #include <thread>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/random/keyed_dropout.h"
 #include "tests/has_text.h"
 #include "tests/torch/random_cases.h"

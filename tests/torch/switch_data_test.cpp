@@ -6,7 +6,7 @@
 
 #include <memory>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "tests/torch/sample_wrappers.h"
 
 namespace penstock {

@@ -15,7 +15,7 @@
 #include <rapidcheck/gtest.h>
 #endif
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/compat/dtype.h"
 #include "penstock/torch/tree/tensor_meta.h"
 #include "tests/throws.h"

@@ -8,9 +8,9 @@
 #include <set>
 #include <thread>
 
-#include "penstock/torch/fake/deferred_init.h"
-#include "penstock/torch/fake/fake.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/deferred_init.h"
+#include "penstock/fake.h"
+#include "penstock/tensor_subclass.h"
 #include "tests/torch/module_zoo.h"
 #include "tests/torch/sample_wrappers.h"
 

@@ -1,5 +1,5 @@
 // Tensor subclasses: every module of the zoo gives the same bits through wrappers as without them.
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -7,7 +7,7 @@
 
 #include <thread>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/compat/version.h"
 #include "tests/has_text.h"
 #include "tests/torch/module_zoo.h"

@@ -14,8 +14,8 @@
 #include <rapidcheck/gtest.h>
 #endif
 
-#include "penstock/base/errors.h"
-#include "penstock/train/config/config.h"
+#include "penstock/errors.h"
+#include "penstock/train_config.h"
 #include "penstock/train/config/config_fields.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

@@ -8,10 +8,10 @@
 #include <thread>
 #include <vector>
 
-#include "penstock/base/errors.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/errors.h"
+#include "penstock/world.h"
 #include "penstock/train/job/configured_data.h"
-#include "penstock/train/job/trainer.h"
+#include "penstock/trainer.h"
 #include "tests/has_text.h"
 #include "tests/train/scratch_folder.h"
 #include "tests/train/token_file_bytes.h"

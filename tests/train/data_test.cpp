@@ -17,7 +17,7 @@
 #include <rapidcheck/gtest.h>
 #endif
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/train/data/byte_tokenizer.h"
 #include "penstock/train/data/checksum.h"
 #include "penstock/train/data/make_shards.h"

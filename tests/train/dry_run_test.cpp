@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/models/plan/options.h"
 #include "penstock/train/job/model_stages.h"
 #include "penstock/train/data/token_shard_writer.h"

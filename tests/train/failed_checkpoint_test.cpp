@@ -12,11 +12,11 @@
 #include <thread>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/checkpoint/files/folder.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 #include "penstock/train/report/metrics_file.h"
-#include "penstock/train/job/trainer.h"
+#include "penstock/trainer.h"
 #include "tests/has_text.h"
 #include "tests/train/folder_state.h"
 #include "tests/train/small_training.h"

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/process_memory.h"
 #include "tests/has_text.h"

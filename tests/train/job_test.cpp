@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/checkpoint/tensors/world_meeting.h"
-#include "penstock/checkpoint/tensors/writer.h"
+#include "penstock/checkpoint.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/scratch_folder.h"

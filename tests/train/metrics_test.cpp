@@ -15,7 +15,7 @@
 #include <rapidcheck/gtest.h>
 #endif
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/train/config/config_fields.h"
 #include "penstock/train/report/metrics_file.h"
 #include "tests/has_text.h"

@@ -18,7 +18,7 @@
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/train/job/find_not_finite.h"
 #include "penstock/train/job/job.h"
-#include "penstock/train/job/trainer.h"
+#include "penstock/trainer.h"
 #include "tests/has_text.h"
 #include "tests/train/scratch_folder.h"
 #include "tests/train/small_training.h"

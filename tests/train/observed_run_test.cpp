@@ -6,12 +6,12 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 #include "penstock/train/report/metrics_file.h"
 #include "penstock/train/job/peak_flops.h"
 #include "penstock/train/report/progress.h"
 #include "penstock/train/report/report_page.h"
-#include "penstock/train/job/trainer.h"
+#include "penstock/trainer.h"
 #include "tests/has_text.h"
 #include "tests/train/markup_check.h"
 #include "tests/train/scratch_folder.h"

@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/train/data/prefetcher.h"
 #include "penstock/train/data/token_shard_writer.h"
 #include "tests/has_text.h"

@@ -14,7 +14,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "tests/has_text.h"
 #include "tests/pseudo_terminal.h"
 #include "tests/throws.h"

@@ -11,8 +11,8 @@
 #include <random>
 #include <set>
 
-#include "penstock/base/errors.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/errors.h"
+#include "penstock/world.h"
 #include "penstock/optim/update/adamw.h"
 #include "penstock/optim/update/sgd.h"
 #include "penstock/torch/tree/distributed_type.h"

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/train/report/report_chart.h"
 #include "penstock/train/report/report_timeline.h"
 #include "tests/has_text.h"

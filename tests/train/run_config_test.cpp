@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/train/config/run_config.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

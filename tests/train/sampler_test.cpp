@@ -13,7 +13,7 @@
 #include <rapidcheck/gtest.h>
 #endif
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/train/data/keyed_permutation.h"
 #include "penstock/train/data/sampler.h"
 #include "penstock/train/data/token_shard_writer.h"

@@ -5,13 +5,13 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/checkpoint/tensors/world_meeting.h"
-#include "penstock/checkpoint/tensors/writer.h"
-#include "penstock/comm/group/world.h"
-#include "penstock/dtensor/tensor/dtensor.h"
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/checkpoint.h"
+#include "penstock/world.h"
+#include "penstock/dtensor.h"
+#include "penstock/fully_shard.h"
 #include "penstock/train/job/job.h"
 #include "tests/train/scratch_folder.h"
 #include "tests/train/small_training.h"

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/train/config/config.h"
+#include "penstock/train_config.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/data/make_shards.h"
 #include "penstock/train/data/sampler.h"

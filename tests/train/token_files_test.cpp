@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/train/data/bin_tokens.h"
 #include "penstock/train/data/checksum.h"
 #include "penstock/train/data/data_files.h"

@@ -1,5 +1,5 @@
 // Compiled instead of checksum.cpp where the build found no xxHash. Another checksum would make files that other builds refuse.
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/checkpoint/files/checksum.h"
 
 namespace penstock::checkpoint {

@@ -12,7 +12,7 @@
 #include <system_error>
 
 #include "penstock/base/files.h"
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/checkpoint/files/output_file.h"
 

@@ -8,7 +8,7 @@
 #include <thread>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/text.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"

@@ -8,7 +8,7 @@
 #include <system_error>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/blocks.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"

@@ -11,7 +11,7 @@
 #include <set>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 
 namespace penstock::checkpoint {

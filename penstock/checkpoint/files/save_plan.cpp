@@ -10,7 +10,7 @@
 #include <tuple>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/comm/message/message.h"
 

@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "penstock/base/files.h"
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/blocks.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"

@@ -9,7 +9,7 @@
 #include <span>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/comm/message/message.h"

@@ -7,10 +7,10 @@
 #include <string_view>
 #include <utility>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/mesh/local_shard.h"
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/fully_shard.h"
 #include "penstock/torch/compat/dtype.h"
 
 namespace penstock::checkpoint {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "penstock/checkpoint/files/meeting.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 
 namespace penstock::checkpoint {
 

@@ -1,4 +1,4 @@
-#include "penstock/checkpoint/tensors/writer.h"
+#include "penstock/checkpoint.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
@@ -13,7 +13,7 @@
 #include <thread>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/checkpoint/files/folder.h"

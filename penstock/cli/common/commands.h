@@ -8,7 +8,7 @@
 #include <functional>
 #include <string>
 
-#include "penstock/train/config/config.h"
+#include "penstock/train_config.h"
 
 namespace penstock::cli {
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/common/commands.h"

@@ -9,12 +9,12 @@
 #include <new>
 #include <string>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/log.h"
 #include "penstock/base/printable.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
-#include "penstock/pipeline/stage/stage.h"
+#include "penstock/stage.h"
 #include "penstock/torch/compat/out_of_memory.h"
 #include "penstock/train/report/not_finite.h"
 

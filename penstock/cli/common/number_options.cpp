@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::cli {
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "penstock/base/env.h"
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"

@@ -5,7 +5,7 @@
 
 #include <system_error>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/log.h"
 

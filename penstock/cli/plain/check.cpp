@@ -5,13 +5,13 @@
 #include <memory>
 #include <optional>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/printable.h"
 #include "penstock/base/quote.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/plain/schedule_flags.h"
-#include "penstock/schedule/ir/text.h"
-#include "penstock/schedule/check/validate.h"
+#include "penstock/schedule_text.h"
+#include "penstock/validate.h"
 
 namespace penstock::cli {
 

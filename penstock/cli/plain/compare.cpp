@@ -6,11 +6,11 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/plain/schedule_flags.h"
-#include "penstock/plan/simulate/simulator.h"
+#include "penstock/simulator.h"
 
 namespace penstock::cli {
 

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/printable.h"
 #include "penstock/base/quote.h"

@@ -6,7 +6,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
 #include "penstock/cli/plain/schedule_flags.h"
@@ -14,10 +14,10 @@
 #include "penstock/plan/draw/draw_html.h"
 #include "penstock/plan/draw/draw_perfetto.h"
 #include "penstock/plan/draw/draw_svg.h"
-#include "penstock/plan/simulate/simulator.h"
-#include "penstock/schedule/lower/lower.h"
-#include "penstock/schedule/ir/text.h"
-#include "penstock/schedule/check/validate.h"
+#include "penstock/simulator.h"
+#include "penstock/lower.h"
+#include "penstock/schedule_text.h"
+#include "penstock/validate.h"
 
 namespace penstock::cli {
 

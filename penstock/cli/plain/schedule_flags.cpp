@@ -12,7 +12,7 @@
 #include <memory>
 #include <system_error>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"

@@ -6,9 +6,9 @@
 #include <optional>
 #include <string>
 
-#include "penstock/plan/search/auto_schedule.h"
-#include "penstock/plan/cost/cost_model.h"
-#include "penstock/schedule/generate/generators.h"
+#include "penstock/auto_schedule.h"
+#include "penstock/cost_model.h"
+#include "penstock/generators.h"
 
 namespace penstock::cli {
 

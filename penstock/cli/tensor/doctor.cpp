@@ -10,7 +10,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/tensor/doctor_threads.h"
@@ -20,7 +20,7 @@
 #include "penstock/comm/launch/launcher.h"
 #include "penstock/comm/group/self_test.h"
 #include "penstock/comm/transport/ucx_transport.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 #include "penstock/torch/compat/thread_count.h"
 #include "penstock/torch/compat/version.h"
 

@@ -7,7 +7,7 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::cli {
 

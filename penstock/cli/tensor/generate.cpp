@@ -11,13 +11,13 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/printable.h"
 #include "penstock/base/quote.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
 #include "penstock/cli/tensor/use_available_cores.h"
-#include "penstock/models/transformer/generate.h"
+#include "penstock/generate.h"
 #include "penstock/train/data/byte_tokenizer.h"
 #include "penstock/train/job/configured_data.h"
 #include "penstock/train/job/load_model.h"

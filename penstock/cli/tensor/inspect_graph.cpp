@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/printable.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
@@ -20,7 +20,7 @@
 #include "penstock/graph/run/module_state.h"
 #include "penstock/graph/partition/partition.h"
 #include "penstock/models/transformer/loss.h"
-#include "penstock/models/transformer/transformer.h"
+#include "penstock/transformer.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/model_stages.h"
 #include "penstock/train/job/process_memory.h"

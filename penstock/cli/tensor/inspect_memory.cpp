@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/common/commands.h"
@@ -21,12 +21,12 @@
 #include "penstock/cli/common/rank_errors.h"
 #include "penstock/cli/common/work_folder.h"
 #include "penstock/comm/launch/launcher.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 #include "penstock/torch/compat/cpu_memory.h"
 #include "penstock/train/plan/dry_run.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/plan/measure_memory.h"
-#include "penstock/train/job/trainer.h"
+#include "penstock/trainer.h"
 
 namespace penstock::cli {
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/quote.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
@@ -18,10 +18,10 @@
 #include "penstock/cli/common/work_folder.h"
 #include "penstock/comm/launch/launch_cores.h"
 #include "penstock/comm/launch/launcher.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/parity.h"
-#include "penstock/train/job/trainer.h"
+#include "penstock/trainer.h"
 
 namespace penstock::cli {
 

@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/quote.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/tensor/train_run.h"

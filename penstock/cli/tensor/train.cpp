@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/log.h"
 #include "penstock/base/printable.h"
@@ -32,7 +32,7 @@
 #include "penstock/comm/launch/compute_environment.h"
 #include "penstock/comm/launch/launch_env.h"
 #include "penstock/comm/launch/launcher.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 #include "penstock/train/job/configured_data.h"
 #include "penstock/train/plan/dry_run.h"
 #include "penstock/train/job/host_check.h"
@@ -43,7 +43,7 @@
 #include "penstock/train/report/report_page.h"
 #include "penstock/train/config/run_config.h"
 #include "penstock/train/job/run_folder.h"
-#include "penstock/train/job/trainer.h"
+#include "penstock/trainer.h"
 
 namespace penstock::cli {
 

@@ -1,5 +1,5 @@
 // Compiled instead of gloo_backend.cpp where Gloo's headers are missing.
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/backend/backend.h"
 
 namespace penstock::comm {

@@ -1,5 +1,5 @@
 // Compiled instead of nccl_backend.cpp where LibTorch has no CUDA.
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/backend/backend.h"
 
 namespace penstock::comm {

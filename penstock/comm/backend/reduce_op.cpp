@@ -1,6 +1,6 @@
 #include "penstock/comm/backend/reduce_op.h"
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 

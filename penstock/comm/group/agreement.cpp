@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 

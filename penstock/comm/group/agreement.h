@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "penstock/comm/group/group.h"
+#include "penstock/group.h"
 
 namespace penstock::comm {
 

@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 

@@ -7,10 +7,10 @@
 #include <cstring>
 #include <numeric>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/checked_transfer.h"
-#include "penstock/comm/group/group.h"
+#include "penstock/group.h"
 #include "penstock/comm/group/staging.h"
 #include "penstock/comm/group/trial_run.h"
 #include "penstock/comm/group/work_state.h"

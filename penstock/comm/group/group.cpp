@@ -1,8 +1,8 @@
-#include "penstock/comm/group/group.h"
+#include "penstock/group.h"
 
 #include <fmt/format.h>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/work_state.h"
 

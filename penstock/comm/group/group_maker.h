@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "penstock/comm/transport/transfer.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 
 namespace penstock::comm {
 

@@ -7,12 +7,12 @@
 #include <sstream>
 #include <thread>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/group_maker.h"
 #include "penstock/comm/group/work_state.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/step_context.h"
 
 namespace penstock::comm {
 

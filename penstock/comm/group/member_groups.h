@@ -27,7 +27,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 
 namespace penstock::comm {
 

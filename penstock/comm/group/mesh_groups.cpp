@@ -1,4 +1,4 @@
-#include "penstock/comm/group/mesh_groups.h"
+#include "penstock/mesh_groups.h"
 
 #include <fmt/format.h>
 
@@ -6,8 +6,8 @@
 #include <mutex>
 #include <optional>
 
-#include "penstock/base/errors.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/errors.h"
+#include "penstock/step_context.h"
 
 namespace penstock::comm {
 

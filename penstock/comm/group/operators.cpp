@@ -9,8 +9,8 @@
 #include <numeric>
 #include <unordered_map>
 
-#include "penstock/base/errors.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/errors.h"
+#include "penstock/world.h"
 
 namespace penstock::comm {
 

@@ -20,7 +20,7 @@
 
 #include <vector>
 
-#include "penstock/comm/group/group.h"
+#include "penstock/group.h"
 
 namespace penstock::comm {
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <functional>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/comm/transport/transfer.h"
 #include "penstock/torch/compat/version.h"

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/group/group.h"
+#include "penstock/group.h"
 
 namespace penstock::comm {
 

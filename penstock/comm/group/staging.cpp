@@ -2,8 +2,8 @@
 
 #include <fmt/format.h>
 
-#include "penstock/base/errors.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/errors.h"
+#include "penstock/tensor_subclass.h"
 
 #include "penstock/base/warnings.h"
 

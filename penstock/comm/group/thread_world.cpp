@@ -7,10 +7,10 @@
 #include <mutex>
 #include <thread>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/group/operators.h"
 #include "penstock/comm/group/work_state.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 
 namespace penstock::comm {
 namespace {

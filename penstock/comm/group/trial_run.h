@@ -5,7 +5,7 @@
 
 #include <ATen/ATen.h>
 
-#include "penstock/torch/random/step_context.h"
+#include "penstock/step_context.h"
 
 namespace penstock::comm {
 

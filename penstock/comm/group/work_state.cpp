@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <thread>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/base/text.h"
 #include "penstock/base/warnings.h"
 #include "penstock/comm/group/checked_transfer.h"
-#include "penstock/comm/group/group.h"
+#include "penstock/group.h"
 #include "penstock/comm/record/recorder.h"
 #include "penstock/comm/record/recorder_dump.h"
 #include "penstock/comm/group/stall_watch.h"

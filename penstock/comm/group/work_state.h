@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "penstock/base/env.h"
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/backend/backend.h"
 #include "penstock/comm/group/contract.h"
 #include "penstock/comm/transport/liveness.h"

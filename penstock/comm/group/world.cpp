@@ -1,4 +1,4 @@
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 
 #include <fmt/format.h>
 #include <sys/statvfs.h>
@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "penstock/base/env.h"
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/group_maker.h"

@@ -10,7 +10,7 @@
 #include <fstream>
 #include <system_error>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/launch/launch_cores.h"
 
 namespace penstock::comm {

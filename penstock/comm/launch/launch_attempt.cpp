@@ -13,7 +13,7 @@
 #include <map>
 #include <set>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/text.h"
 
 namespace penstock::comm {

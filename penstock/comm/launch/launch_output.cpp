@@ -11,7 +11,7 @@
 #include <filesystem>
 #include <iterator>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 

@@ -20,7 +20,7 @@
 #include <fstream>
 #include <iterator>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/launch/launch_signals.h"
 #include "penstock/comm/launch/launcher.h"
 

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <string>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 

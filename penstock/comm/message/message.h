@@ -37,8 +37,8 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/errors.h"
-#include "penstock/base/ids.h"
+#include "penstock/errors.h"
+#include "penstock/ids.h"
 
 namespace penstock::comm {
 

@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "penstock/base/env.h"
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::comm {
 

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "penstock/base/env.h"
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
 
 namespace penstock::comm {

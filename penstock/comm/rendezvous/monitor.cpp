@@ -20,7 +20,7 @@
 #include <random>
 #include <sstream>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/comm/transport/tcp_listen.h"
 

@@ -15,7 +15,7 @@
 #include <thread>
 #include <type_traits>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/comm/transport/patient_caller.h"
 #include "penstock/comm/transport/tcp_listen.h"

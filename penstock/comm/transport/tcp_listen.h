@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/transport/transfer.h"
 
 namespace penstock::comm {

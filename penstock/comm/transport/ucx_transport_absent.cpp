@@ -1,5 +1,5 @@
 // Compiled instead of the transport where the build found no UCX.
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/transport/ucx_transport.h"
 
 namespace penstock::comm {

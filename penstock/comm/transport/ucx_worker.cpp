@@ -13,7 +13,7 @@
 #include <random>
 
 #include "penstock/base/env.h"
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/log.h"
 
 namespace penstock::comm {

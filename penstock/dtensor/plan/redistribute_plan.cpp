@@ -11,7 +11,7 @@
 #include <tuple>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/dtensor/plan/split_order.h"
 
 namespace penstock {

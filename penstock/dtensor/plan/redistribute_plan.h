@@ -16,7 +16,7 @@
 #include <string_view>
 #include <vector>
 
-#include "penstock/mesh/placement.h"
+#include "penstock/placement.h"
 
 namespace penstock {
 

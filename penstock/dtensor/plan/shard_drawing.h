@@ -26,8 +26,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/mesh/device_mesh.h"
-#include "penstock/mesh/placement.h"
+#include "penstock/device_mesh.h"
+#include "penstock/placement.h"
 
 namespace penstock {
 

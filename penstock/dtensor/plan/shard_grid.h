@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/mesh/device_mesh.h"
+#include "penstock/device_mesh.h"
 #include "penstock/mesh/local_shard.h"
-#include "penstock/mesh/placement.h"
+#include "penstock/placement.h"
 
 namespace penstock::detail {
 

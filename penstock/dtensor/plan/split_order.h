@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/mesh/placement.h"
+#include "penstock/placement.h"
 
 namespace penstock::detail {
 

@@ -6,8 +6,8 @@
 
 #include <iterator>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/rule_helpers.h"
 
 namespace penstock::detail {

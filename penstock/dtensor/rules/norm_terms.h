@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "penstock/comm/group/mesh_groups.h"
+#include "penstock/mesh_groups.h"
 
 namespace penstock::detail {
 

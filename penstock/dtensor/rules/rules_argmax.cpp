@@ -9,7 +9,7 @@
 #include "penstock/dtensor/tensor/rule_helpers.h"
 #include "penstock/dtensor/tensor/rule_registry.h"
 #include "penstock/mesh/local_shard.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock::detail {
 namespace {

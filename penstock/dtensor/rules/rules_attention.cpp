@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/dtensor/tensor/rule_helpers.h"
 #include "penstock/dtensor/tensor/rule_registry.h"
 #include "penstock/dtensor/tensor/strategy_builder.h"

@@ -11,7 +11,7 @@
 #include <set>
 #include <string>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/dtensor/rules/foreach_lists.h"
 #include "penstock/dtensor/rules/norm_terms.h"
 #include "penstock/dtensor/tensor/rule_helpers.h"

@@ -5,8 +5,8 @@
 #include <fmt/format.h>
 #include <torch/library.h>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/torch/dispatch/stack_tensors.h"
 
 namespace penstock::detail {

@@ -7,14 +7,14 @@
 
 #include <bit>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/dtensor/tensor/decision_cache.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 #include "penstock/dtensor/tensor/rule_helpers.h"
 #include "penstock/dtensor/tensor/rule_registry.h"
 #include "penstock/torch/compat/dtype.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 
 namespace penstock::detail {
 namespace {

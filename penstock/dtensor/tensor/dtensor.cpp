@@ -1,4 +1,4 @@
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -7,14 +7,14 @@
 #include <algorithm>
 
 #include "penstock/base/env.h"
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/dtensor/tensor/composites.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 #include "penstock/mesh/local_shard.h"
 #include "penstock/torch/compat/dtype.h"
-#include "penstock/torch/dispatch/mode.h"
+#include "penstock/mode.h"
 #include "penstock/torch/dispatch/operator_hook.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/step_context.h"
 
 namespace penstock {
 namespace {

@@ -9,10 +9,10 @@
 #include <string_view>
 #include <utility>
 
-#include "penstock/comm/group/mesh_groups.h"
+#include "penstock/mesh_groups.h"
 #include "penstock/dtensor/tensor/local_transfer.h"
 #include "penstock/dtensor/tensor/spec.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock {
 struct ModuleBoundary;

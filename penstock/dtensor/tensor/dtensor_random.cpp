@@ -9,9 +9,9 @@
 #include <tuple>
 #include <unordered_map>
 
-#include "penstock/base/errors.h"
-#include "penstock/torch/dispatch/mode.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/errors.h"
+#include "penstock/mode.h"
+#include "penstock/step_context.h"
 
 namespace penstock {
 namespace {

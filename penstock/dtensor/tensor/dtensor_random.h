@@ -7,14 +7,14 @@
 //
 // The value of an element depends on the seed, on how many random operators went before, and on where the element stands in the
 // whole tensor: not on the placements, the mesh or the number of ranks. So a run on one rank, or with everything replicated,
-// has the same numbers. They are those of penstock/torch/random/keyed_random.h, not those of a Generator; operators with a Generator
+// has the same numbers. They are those of penstock/random.h, not those of a Generator; operators with a Generator
 // argument are refused. Operators on plain tensors are not affected.
 //
 // The seed
 // - Outside of a step: that of the mesh, from manual_seed. Without it, the first random operator on the mesh takes the seed of
 //   the default CPU generator of the mesh's first rank (torch::manual_seed, or one drawn by the system) and tells all others,
 //   which is a collective; it is kept from then on.
-// - Within a step (penstock/torch/random/step_context.h): that of the run, with the step and the microbatch. Operators are counted
+// - Within a step (penstock/step_context.h): that of the run, with the step and the microbatch. Operators are counted
 //   anew for each microbatch. Meshes that work on different layers of one model, as pipeline stages do, count for themselves
 //   and would draw the same numbers: give each another number with manual_seed, it counts within steps as well.
 //
@@ -30,8 +30,8 @@
 
 #include <cstdint>
 
-#include "penstock/comm/group/mesh_groups.h"
-#include "penstock/torch/random/keyed_random.h"
+#include "penstock/mesh_groups.h"
+#include "penstock/random.h"
 
 namespace penstock {
 

@@ -5,8 +5,8 @@
 
 #include <utility>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 #include "penstock/dtensor/tensor/mesh_cache.h"
 #include "penstock/torch/tree/distributed_type.h"

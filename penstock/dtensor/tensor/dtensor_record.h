@@ -17,7 +17,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
-#include "penstock/comm/group/mesh_groups.h"
+#include "penstock/mesh_groups.h"
 #include "penstock/torch/tree/tensor_meta.h"
 
 namespace penstock {

@@ -4,7 +4,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor.h"
 
 namespace penstock {
 

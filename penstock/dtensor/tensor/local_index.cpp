@@ -3,8 +3,8 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
-#include "penstock/base/errors.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/errors.h"
+#include "penstock/fake.h"
 
 namespace penstock::detail {
 namespace {

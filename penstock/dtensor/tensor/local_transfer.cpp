@@ -8,9 +8,9 @@
 #include <numeric>
 #include <tuple>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/group/operators.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock::detail {
 namespace {

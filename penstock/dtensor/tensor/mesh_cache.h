@@ -21,8 +21,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "penstock/comm/group/mesh_groups.h"
-#include "penstock/mesh/mesh_key.h"
+#include "penstock/mesh_groups.h"
+#include "penstock/mesh_key.h"
 
 namespace penstock {
 

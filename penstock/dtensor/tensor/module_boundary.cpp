@@ -3,10 +3,10 @@
 
 #include <mutex>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
-#include "penstock/dtensor/tensor/parallel_style.h"
+#include "penstock/tensor_parallel.h"
 #include "penstock/torch/dispatch/operator_hook.h"
 #include "penstock/torch/dispatch/operator_traits.h"
 

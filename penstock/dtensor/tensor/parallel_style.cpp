@@ -1,4 +1,4 @@
-#include "penstock/dtensor/tensor/parallel_style.h"
+#include "penstock/tensor_parallel.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -9,8 +9,8 @@
 
 #include <algorithm>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
 

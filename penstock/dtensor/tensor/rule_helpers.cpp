@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <limits>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/group/operators.h"
 #include "penstock/mesh/local_shard.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock::detail {
 

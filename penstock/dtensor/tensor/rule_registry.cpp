@@ -6,7 +6,7 @@
 #include <mutex>
 #include <set>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 namespace detail {

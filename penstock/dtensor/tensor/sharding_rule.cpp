@@ -7,7 +7,7 @@
 #include <limits>
 #include <optional>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 namespace {

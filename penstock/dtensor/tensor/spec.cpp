@@ -10,7 +10,7 @@
 #include <numeric>
 #include <unordered_map>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/mesh/local_shard.h"
 #include "penstock/torch/compat/dtype.h"
 

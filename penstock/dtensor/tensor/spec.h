@@ -14,8 +14,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/group/mesh_groups.h"
-#include "penstock/mesh/placement.h"
+#include "penstock/mesh_groups.h"
+#include "penstock/placement.h"
 
 namespace penstock {
 

@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/graph/ir/shape_run.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 #include "penstock/torch/dispatch/operator_traits.h"
 
 namespace penstock::graph {

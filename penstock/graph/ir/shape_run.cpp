@@ -2,7 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 #include "penstock/torch/dispatch/operator_traits.h"
 
 namespace penstock::graph {

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <sstream>
 
-#include "penstock/base/errors.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/errors.h"
+#include "penstock/fake.h"
 #include "penstock/torch/fake/fake_parts.h"
 
 namespace penstock::graph {

@@ -4,7 +4,7 @@
 //   record.flatten(dtensor, flat);                                // those tensors, at the end of a list
 //   at::Tensor again = record.rebuild(flat);                      // a wrapper of the same kind and context, from flat[3] on
 //
-// A plain tensor is one entry of the list. A subclass (penstock/torch/dispatch/wrapper.h) is as many as it holds, in the order of its inner_tensors(), those
+// A plain tensor is one entry of the list. A subclass (penstock/tensor_subclass.h) is as many as it holds, in the order of its inner_tensors(), those
 // of subclasses inside of it among them. A record holds no memory and nothing of autograd: what a subclass has besides its tensors (a DTensor's mesh
 // and placements) is kept as a payload around fake tensors, so a record may live as long as the capture.
 //
@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "penstock/graph/ir/graph.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock::graph {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/graph/ir/constant_value.h"
 #include "penstock/graph/ir/functionalize.h"
 #include "penstock/graph/ir/symbolic_table.h"

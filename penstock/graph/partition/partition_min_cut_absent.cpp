@@ -1,4 +1,4 @@
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/graph/partition/partition.h"
 
 namespace penstock::graph {

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/graph/run/captured_node.h"
 #include "penstock/graph/ir/functionalize.h"
 

@@ -4,8 +4,8 @@
 
 #include <utility>
 
-#include "penstock/base/errors.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/errors.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock::graph {
 namespace {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
 #include "penstock/graph/run/captured_call.h"
 #include "penstock/graph/run/generalize.h"

@@ -1,11 +1,11 @@
-#include "penstock/graph/run/compiled_module.h"
+#include "penstock/compile.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <ostream>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::graph {
 namespace {

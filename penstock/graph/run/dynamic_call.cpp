@@ -7,7 +7,7 @@
 #include <numeric>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::graph {
 namespace {

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <unordered_map>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::graph {
 namespace {

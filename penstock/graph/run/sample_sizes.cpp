@@ -5,10 +5,10 @@
 #include <set>
 #include <unordered_map>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/graph/trace/fake_inputs.h"
 #include "penstock/graph/run/generalize.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 
 namespace penstock::graph {
 namespace {

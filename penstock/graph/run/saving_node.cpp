@@ -5,7 +5,7 @@
 
 #include <mutex>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::graph {
 

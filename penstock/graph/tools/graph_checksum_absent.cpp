@@ -1,4 +1,4 @@
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/graph/tools/graph_file.h"
 
 namespace penstock::graph::detail {

@@ -9,7 +9,7 @@
 #include <limits>
 #include <map>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/graph/tools/byte_stream.h"
 #include "penstock/torch/compat/dtype.h"

@@ -5,7 +5,7 @@
 #include <iterator>
 #include <unordered_map>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::graph {
 namespace {

@@ -11,9 +11,9 @@
 #include <string>
 #include <unordered_map>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/graph/trace/function_trace.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 
 namespace penstock::graph {
 namespace {

@@ -15,9 +15,9 @@
 #include <string>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/graph/trace/function_trace.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 
 namespace penstock::graph {
 namespace {

@@ -2,10 +2,10 @@
 
 #include <mutex>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/graph/ir/subclass_record.h"
-#include "penstock/torch/fake/fake.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/fake.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock::graph {
 namespace {

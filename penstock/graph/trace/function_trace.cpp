@@ -7,7 +7,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/graph/trace/fake_inputs.h"
 
 namespace penstock::graph {

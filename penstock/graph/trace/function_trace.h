@@ -11,7 +11,7 @@
 #include "penstock/graph/ir/subclass_record.h"
 #include "penstock/graph/trace/tracer.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 
 namespace penstock::graph {
 

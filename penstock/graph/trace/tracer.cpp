@@ -8,9 +8,9 @@
 #include <typeinfo>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/graph/ir/subclass_record.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 
 namespace penstock::graph {
 namespace {

@@ -28,9 +28,9 @@
 
 #include "penstock/graph/ir/graph.h"
 #include "penstock/torch/fake/fake_note.h"
-#include "penstock/torch/dispatch/mode.h"
+#include "penstock/mode.h"
 #include "penstock/torch/dispatch/operator_traits.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock::graph {
 

@@ -5,7 +5,7 @@
 
 #include <tuple>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/models/blocks/local_region.h"
 #include "penstock/models/blocks/rotary.h"
 #include "penstock/torch/dispatch/autocast_scope.h"

@@ -3,11 +3,11 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/shard/state/forward_scope.h"
-#include "penstock/torch/random/keyed_random.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/random.h"
+#include "penstock/step_context.h"
 
 namespace penstock::models {
 

@@ -18,7 +18,7 @@ class BlockImpl : public torch::nn::Cloneable<BlockImpl> {
   // `number`: in the whole model; dropout masks and the cache go by it.
   BlockImpl(const TransformerOptions& options, std::int64_t number);
   void reset() override;
-  // [batch, length, width]. With dropout in training mode only within a step (penstock/torch/random/step_context.h).
+  // [batch, length, width]. With dropout in training mode only within a step (penstock/step_context.h).
   at::Tensor forward(const at::Tensor& x, const AttentionContext& context);
 
   std::int64_t number() const { return number_; }

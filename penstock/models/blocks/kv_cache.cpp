@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::models {
 

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 
 namespace penstock::models {
 

@@ -16,8 +16,8 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/comm/group/mesh_groups.h"
-#include "penstock/mesh/placement.h"
+#include "penstock/mesh_groups.h"
+#include "penstock/placement.h"
 
 namespace penstock::models {
 

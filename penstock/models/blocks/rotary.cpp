@@ -6,10 +6,10 @@
 
 #include <tuple>
 
-#include "penstock/base/errors.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/errors.h"
+#include "penstock/fake.h"
 #include "penstock/torch/kernels/fused_math.h"
-#include "penstock/torch/dispatch/mode.h"
+#include "penstock/mode.h"
 
 namespace penstock::models {
 namespace {

@@ -6,7 +6,7 @@
 #include <numeric>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::models {
 namespace {

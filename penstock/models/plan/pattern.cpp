@@ -5,7 +5,7 @@
 #include <cctype>
 #include <cstddef>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::models {
 

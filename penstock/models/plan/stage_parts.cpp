@@ -8,10 +8,10 @@
 #include <system_error>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/models/plan/pattern.h"
-#include "penstock/plan/cost/partition.h"
+#include "penstock/partition.h"
 
 namespace penstock::models {
 namespace {

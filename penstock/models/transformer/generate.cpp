@@ -1,4 +1,4 @@
-#include "penstock/models/transformer/generate.h"
+#include "penstock/generate.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <limits>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 
 namespace penstock::models {
 namespace {

@@ -7,10 +7,10 @@
 #include <cmath>
 #include <string>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/mesh/local_shard.h"
-#include "penstock/torch/random/keyed_random.h"
+#include "penstock/random.h"
 
 namespace penstock::models {
 namespace {

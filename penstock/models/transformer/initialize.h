@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "penstock/models/transformer/transformer.h"
+#include "penstock/transformer.h"
 
 namespace penstock::models {
 

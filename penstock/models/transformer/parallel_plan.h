@@ -13,9 +13,9 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/comm/group/mesh_groups.h"
-#include "penstock/dtensor/tensor/parallel_style.h"
-#include "penstock/models/transformer/transformer.h"
+#include "penstock/mesh_groups.h"
+#include "penstock/tensor_parallel.h"
+#include "penstock/transformer.h"
 
 namespace penstock::models {
 

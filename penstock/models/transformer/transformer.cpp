@@ -1,4 +1,4 @@
-#include "penstock/models/transformer/transformer.h"
+#include "penstock/transformer.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -10,11 +10,11 @@
 #include <string>
 #include <utility>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/models/blocks/local_region.h"
 #include "penstock/shard/state/forward_scope.h"
-#include "penstock/torch/random/keyed_random.h"
+#include "penstock/random.h"
 
 namespace penstock::models {
 namespace {

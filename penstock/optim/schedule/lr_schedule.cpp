@@ -1,11 +1,11 @@
-#include "penstock/optim/schedule/lr_schedule.h"
+#include "penstock/lr_schedule.h"
 
 #include <fmt/format.h>
 
 #include <cmath>
 #include <numbers>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::optim {
 

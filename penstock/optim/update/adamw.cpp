@@ -6,7 +6,7 @@
 #include <cmath>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/kernels/fused_steps.h"
 
 namespace penstock::optim {

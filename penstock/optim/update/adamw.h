@@ -8,7 +8,7 @@
 
 #include <vector>
 
-#include "penstock/optim/update/optimizer.h"
+#include "penstock/optimizer.h"
 
 namespace penstock::optim {
 

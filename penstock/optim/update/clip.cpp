@@ -1,4 +1,4 @@
-#include "penstock/optim/update/clip.h"
+#include "penstock/clip_gradients.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -10,7 +10,7 @@
 #include <limits>
 #include <string>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/optim/update/rank_reduction.h"
 #include "penstock/torch/tree/distributed_type.h"
 #include "penstock/torch/kernels/fused_steps.h"

@@ -11,9 +11,9 @@
 #include <set>
 #include <string>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
+#include "penstock/fully_shard.h"
 #include "penstock/torch/tree/distributed_type.h"
 
 namespace penstock::optim {

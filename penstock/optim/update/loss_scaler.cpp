@@ -1,4 +1,4 @@
-#include "penstock/optim/update/loss_scaler.h"
+#include "penstock/loss_scaler.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/optim/update/gradients.h"
 #include "penstock/optim/update/rank_reduction.h"
 #include "penstock/torch/tree/distributed_type.h"

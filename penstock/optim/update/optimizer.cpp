@@ -1,4 +1,4 @@
-#include "penstock/optim/update/optimizer.h"
+#include "penstock/optimizer.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -15,8 +15,8 @@
 #include <string_view>
 #include <utility>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/optim/update/gradients.h"
 #include "penstock/torch/tree/distributed_type.h"
 

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::optim {
 

@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 
 namespace penstock::optim {
 namespace {

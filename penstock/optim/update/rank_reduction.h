@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/group/group.h"
+#include "penstock/group.h"
 #include "penstock/optim/update/parameters.h"
 
 namespace penstock::optim {

@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/kernels/fused_steps.h"
 
 namespace penstock::optim {

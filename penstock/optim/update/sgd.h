@@ -10,7 +10,7 @@
 
 #include <vector>
 
-#include "penstock/optim/update/optimizer.h"
+#include "penstock/optimizer.h"
 
 namespace penstock::optim {
 

@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <string>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/group/agreement.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/layout_text.h"
 #include "penstock/torch/tree/distributed_type.h"
 

@@ -3,9 +3,9 @@
 
 #include <vector>
 
-#include "penstock/comm/group/world.h"
-#include "penstock/pipeline/stage/stage.h"
-#include "penstock/schedule/ir/placement.h"
+#include "penstock/world.h"
+#include "penstock/stage.h"
+#include "penstock/stage_placement.h"
 
 namespace penstock::pipeline {
 

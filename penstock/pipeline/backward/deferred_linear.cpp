@@ -1,4 +1,4 @@
-#include "penstock/pipeline/backward/deferred_linear.h"
+#include "penstock/deferred_linear.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -13,11 +13,11 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline/backward/graph_node.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
-#include "penstock/torch/dispatch/mode.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/mode.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock {
 

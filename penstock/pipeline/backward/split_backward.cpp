@@ -10,10 +10,10 @@
 #include <string>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline/backward/backward_plan.h"
 #include "penstock/pipeline/backward/graph_node.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock {
 

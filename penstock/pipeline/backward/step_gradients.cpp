@@ -8,9 +8,9 @@
 #include <unordered_set>
 #include <utility>
 
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor.h"
 #include "penstock/pipeline/stage/gradient_sync.h"
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/fully_shard.h"
 #include "penstock/torch/tree/distributed_type.h"
 
 namespace penstock::pipeline {

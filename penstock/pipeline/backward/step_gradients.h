@@ -14,7 +14,7 @@
 #include <map>
 #include <vector>
 
-#include "penstock/pipeline/stage/stage.h"
+#include "penstock/stage.h"
 
 namespace penstock::pipeline {
 

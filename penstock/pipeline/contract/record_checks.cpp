@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
 
 namespace penstock {

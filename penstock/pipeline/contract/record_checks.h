@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/torch/tree/pytree.h"
+#include "penstock/pytree.h"
 #include "penstock/torch/tree/tensor_meta.h"
 
 namespace penstock {

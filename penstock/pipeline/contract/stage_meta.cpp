@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/warnings.h"
 
 namespace penstock {

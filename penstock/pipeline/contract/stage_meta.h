@@ -14,7 +14,7 @@
 #include <string>
 #include <utility>
 
-#include "penstock/base/ids.h"
+#include "penstock/ids.h"
 #include "penstock/torch/tree/tensor_meta.h"
 
 namespace penstock {

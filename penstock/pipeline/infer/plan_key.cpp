@@ -6,7 +6,7 @@
 
 #include <string>
 
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/tree/tensor_meta.h"
 

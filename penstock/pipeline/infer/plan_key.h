@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "penstock/base/hash.h"
-#include "penstock/pipeline/stage/stage.h"
+#include "penstock/stage.h"
 
 namespace penstock::pipeline {
 

@@ -8,7 +8,7 @@
 #include <iterator>
 #include <optional>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/hash.h"
 #include "penstock/base/log.h"

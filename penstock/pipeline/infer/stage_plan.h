@@ -18,10 +18,10 @@
 #include <unordered_map>
 #include <vector>
 
-#include "penstock/comm/group/group.h"
+#include "penstock/group.h"
 #include "penstock/pipeline/stage/pipeline_loss.h"
-#include "penstock/pipeline/stage/stage.h"
-#include "penstock/schedule/ir/placement.h"
+#include "penstock/stage.h"
+#include "penstock/stage_placement.h"
 #include "penstock/pipeline/contract/stage_meta.h"
 
 namespace penstock::pipeline {

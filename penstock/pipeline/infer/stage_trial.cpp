@@ -9,7 +9,7 @@
 #include <exception>
 #include <optional>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/log.h"
 #include "penstock/pipeline/stage/gradient_sync.h"
@@ -19,14 +19,14 @@
 #include "penstock/pipeline/infer/trial_watch.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
-#include "penstock/torch/fake/deferred_init.h"
+#include "penstock/deferred_init.h"
 #include "penstock/torch/tree/dense_layout.h"
 #include "penstock/torch/tree/distributed_type.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 #include "penstock/torch/fake/fake_parts.h"
 #include "penstock/torch/fake/fake_watch.h"
 #include "penstock/pipeline/contract/record_checks.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/step_context.h"
 #include "penstock/torch/dispatch/switch_data.h"
 
 namespace penstock::pipeline {

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "penstock/pipeline/stage/pipeline_loss.h"
-#include "penstock/pipeline/stage/stage.h"
+#include "penstock/stage.h"
 #include "penstock/pipeline/contract/stage_meta.h"
 
 namespace penstock::pipeline {

@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <optional>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/fake/fake_parts.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock::pipeline {
 namespace {

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/pipeline/stage/stage.h"
+#include "penstock/stage.h"
 
 namespace penstock::pipeline {
 

@@ -2,9 +2,9 @@
 
 #include <ATen/ATen.h>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/dispatch/operator_traits.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock::pipeline {
 namespace {

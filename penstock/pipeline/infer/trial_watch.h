@@ -17,7 +17,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "penstock/torch/dispatch/mode.h"
+#include "penstock/mode.h"
 
 namespace penstock::pipeline {
 

@@ -6,9 +6,9 @@
 #include <map>
 #include <utility>
 
-#include "penstock/base/errors.h"
-#include "penstock/schedule/lower/lower.h"
-#include "penstock/schedule/check/validate.h"
+#include "penstock/errors.h"
+#include "penstock/lower.h"
+#include "penstock/validate.h"
 
 namespace penstock::pipeline {
 

@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/schedule/ir/schedule.h"
+#include "penstock/schedule.h"
 
 namespace penstock::pipeline {
 

@@ -11,10 +11,10 @@
 #include <tuple>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/files.h"
-#include "penstock/schedule/ir/text.h"
+#include "penstock/schedule_text.h"
 
 namespace penstock::pipeline {
 

@@ -18,7 +18,7 @@
 
 #include "penstock/pipeline/program/executor.h"
 #include "penstock/pipeline/program/program.h"
-#include "penstock/schedule/ir/schedule.h"
+#include "penstock/schedule.h"
 
 namespace penstock::pipeline {
 

@@ -10,9 +10,9 @@
 #include <tuple>
 #include <utility>
 
-#include "penstock/base/errors.h"
-#include "penstock/plan/simulate/simulator.h"
-#include "penstock/schedule/check/validate.h"
+#include "penstock/errors.h"
+#include "penstock/simulator.h"
+#include "penstock/validate.h"
 
 namespace penstock::pipeline {
 

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "penstock/pipeline/report/step_trace.h"
-#include "penstock/plan/cost/cost_model.h"
+#include "penstock/cost_model.h"
 
 namespace penstock::pipeline {
 

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::pipeline {
 

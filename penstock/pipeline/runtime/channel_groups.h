@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 #include "penstock/pipeline/program/program.h"
-#include "penstock/schedule/ir/placement.h"
+#include "penstock/stage_placement.h"
 
 namespace penstock::pipeline {
 

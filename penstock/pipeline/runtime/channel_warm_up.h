@@ -13,8 +13,8 @@
 
 #include "penstock/pipeline/runtime/channel_groups.h"
 #include "penstock/pipeline/program/program.h"
-#include "penstock/pipeline/stage/stage.h"
-#include "penstock/schedule/ir/placement.h"
+#include "penstock/stage.h"
+#include "penstock/stage_placement.h"
 
 namespace penstock::pipeline {
 

@@ -1,4 +1,4 @@
-#include "penstock/pipeline/runtime/runtime.h"
+#include "penstock/pipeline.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -9,7 +9,7 @@
 #include <exception>
 #include <numeric>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/text.h"
 #include "penstock/pipeline/runtime/channel_groups.h"

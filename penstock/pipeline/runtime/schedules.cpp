@@ -2,8 +2,8 @@
 
 #include <fmt/format.h>
 
-#include "penstock/base/errors.h"
-#include "penstock/schedule/ir/text.h"
+#include "penstock/errors.h"
+#include "penstock/schedule_text.h"
 
 namespace penstock {
 

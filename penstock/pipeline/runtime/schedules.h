@@ -13,8 +13,8 @@
 #include <string_view>
 #include <vector>
 
-#include "penstock/pipeline/runtime/runtime.h"
-#include "penstock/schedule/generate/generators.h"
+#include "penstock/pipeline.h"
+#include "penstock/generators.h"
 
 namespace penstock {
 

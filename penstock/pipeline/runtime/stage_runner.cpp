@@ -7,12 +7,12 @@
 #include <exception>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/warnings.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/mesh_cache.h"
-#include "penstock/pipeline/backward/deferred_linear.h"
+#include "penstock/deferred_linear.h"
 #include "penstock/torch/tree/dense_layout.h"
 #include "penstock/torch/tree/distributed_type.h"
 #include "penstock/pipeline/contract/record_checks.h"

@@ -22,14 +22,14 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/pipeline/backward/deferred_linear.h"
+#include "penstock/deferred_linear.h"
 #include "penstock/pipeline/stage/gradient_sync.h"
 #include "penstock/pipeline/stage/pipeline_loss.h"
 #include "penstock/pipeline/stage/sharded_modules.h"
 #include "penstock/pipeline/backward/split_backward.h"
-#include "penstock/pipeline/stage/stage.h"
+#include "penstock/stage.h"
 #include "penstock/pipeline/infer/stage_plan.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/step_context.h"
 
 namespace penstock::pipeline {
 

@@ -3,7 +3,7 @@
 
 #include <exception>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/pipeline/runtime/step_watch.h"
 
 namespace penstock::pipeline {

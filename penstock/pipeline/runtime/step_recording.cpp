@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <unordered_set>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::pipeline {
 

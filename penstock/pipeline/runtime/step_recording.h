@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/pipeline/stage/stage.h"
+#include "penstock/stage.h"
 #include "penstock/pipeline/runtime/step_result.h"
 #include "penstock/torch/compat/device_graph.h"
 

@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/torch/tree/pytree.h"
+#include "penstock/pytree.h"
 
 namespace penstock {
 

@@ -16,7 +16,7 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 #include "penstock/pipeline/report/stall_report.h"
 
 namespace penstock::pipeline {

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <limits>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/message/message.h"
 
 namespace penstock::pipeline {

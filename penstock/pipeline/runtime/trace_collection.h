@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/comm/group/group.h"
+#include "penstock/group.h"
 #include "penstock/pipeline/program/executor.h"
 #include "penstock/pipeline/program/program.h"
 #include "penstock/pipeline/report/step_trace.h"

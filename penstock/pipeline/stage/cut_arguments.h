@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/torch/tree/pytree.h"
+#include "penstock/pytree.h"
 
 namespace penstock::pipeline {
 

@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/pipeline/stage/stage_module.h"
+#include "penstock/stage_module.h"
 
 namespace penstock {
 

@@ -1,4 +1,4 @@
-#include "penstock/pipeline/stage/microbatch.h"
+#include "penstock/microbatch.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/ivalue.h>
@@ -11,7 +11,7 @@
 #include <optional>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 namespace {

@@ -8,7 +8,7 @@
 #include <functional>
 #include <utility>
 
-#include "penstock/pipeline/stage/stage_module.h"
+#include "penstock/stage_module.h"
 
 namespace penstock {
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/fully_shard.h"
 
 namespace penstock::pipeline {
 

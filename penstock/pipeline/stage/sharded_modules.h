@@ -8,7 +8,7 @@
 
 #include <vector>
 
-#include "penstock/pipeline/stage/stage_module.h"
+#include "penstock/stage_module.h"
 #include "penstock/shard/state/shard_state.h"
 
 namespace penstock::pipeline {

@@ -1,11 +1,11 @@
-#include "penstock/pipeline/stage/stage.h"
+#include "penstock/stage.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
 #include "penstock/base/env.h"
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/pipeline/contract/record_checks.h"
 
 namespace penstock {

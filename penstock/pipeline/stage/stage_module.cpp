@@ -1,11 +1,11 @@
-#include "penstock/pipeline/stage/stage_module.h"
+#include "penstock/stage_module.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <unordered_set>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 

@@ -1,11 +1,11 @@
-#include "penstock/plan/cost/cost_model.h"
+#include "penstock/cost_model.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::plan {
 

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "penstock/plan/cost/cost_model.h"
+#include "penstock/cost_model.h"
 
 namespace penstock::plan {
 

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "penstock/plan/cost/cost_model.h"
+#include "penstock/cost_model.h"
 
 namespace penstock::plan {
 

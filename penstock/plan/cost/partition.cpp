@@ -1,4 +1,4 @@
-#include "penstock/plan/cost/partition.h"
+#include "penstock/partition.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -11,7 +11,7 @@
 #include <numeric>
 #include <string>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::plan {
 namespace {

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <iterator>
 
-#include "penstock/plan/draw/drawing.h"
-#include "penstock/plan/simulate/simulator.h"
+#include "penstock/draw.h"
+#include "penstock/simulator.h"
 #include "penstock/schedule/check/dry_run.h"
 
 namespace penstock::plan {

@@ -7,7 +7,7 @@
 
 #include <string>
 
-#include "penstock/schedule/ir/schedule.h"
+#include "penstock/schedule.h"
 
 namespace penstock::plan {
 

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "penstock/plan/draw/drawing.h"
+#include "penstock/draw.h"
 
 namespace penstock::plan {
 

@@ -1,4 +1,4 @@
-#include "penstock/plan/draw/drawing.h"
+#include "penstock/draw.h"
 
 #include <fmt/format.h>
 

@@ -1,15 +1,15 @@
-#include "penstock/plan/search/auto_schedule.h"
+#include "penstock/auto_schedule.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <random>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/plan/search/critical_swaps.h"
-#include "penstock/schedule/lower/lower.h"
-#include "penstock/schedule/check/validate.h"
+#include "penstock/lower.h"
+#include "penstock/validate.h"
 #include "penstock/schedule/generate/virtual_pipeline.h"
 
 namespace penstock::plan {

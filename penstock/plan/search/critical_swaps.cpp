@@ -4,8 +4,8 @@
 #include <random>
 #include <utility>
 
-#include "penstock/plan/search/auto_schedule.h"
-#include "penstock/schedule/check/validate.h"
+#include "penstock/auto_schedule.h"
+#include "penstock/validate.h"
 
 namespace penstock::plan {
 

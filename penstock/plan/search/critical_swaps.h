@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "penstock/plan/search/list_scheduler.h"
-#include "penstock/plan/simulate/simulator.h"
+#include "penstock/simulator.h"
 
 namespace penstock::plan {
 

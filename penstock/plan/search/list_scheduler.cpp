@@ -4,7 +4,7 @@
 #include <limits>
 #include <queue>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/plan/cost/memory_ledger.h"
 
 namespace penstock::plan {

@@ -10,8 +10,8 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/plan/cost/cost_model.h"
-#include "penstock/schedule/ir/schedule.h"
+#include "penstock/cost_model.h"
+#include "penstock/schedule.h"
 
 namespace penstock::plan {
 

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "penstock/plan/simulate/simulator.h"
+#include "penstock/simulator.h"
 
 namespace penstock::plan {
 

@@ -1,4 +1,4 @@
-#include "penstock/plan/simulate/simulator.h"
+#include "penstock/simulator.h"
 
 #include <fmt/format.h>
 
@@ -8,9 +8,9 @@
 #include <optional>
 #include <tuple>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/plan/cost/memory_ledger.h"
-#include "penstock/schedule/check/validate.h"
+#include "penstock/validate.h"
 #include "penstock/schedule/check/work_set.h"
 
 namespace penstock::plan {

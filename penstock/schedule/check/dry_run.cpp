@@ -4,7 +4,7 @@
 #include <array>
 #include <vector>
 
-#include "penstock/schedule/check/validate.h"
+#include "penstock/validate.h"
 #include "penstock/schedule/check/work_set.h"
 
 namespace penstock::schedule {

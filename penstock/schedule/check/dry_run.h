@@ -6,7 +6,7 @@
 // send never waits.
 #pragma once
 
-#include "penstock/schedule/ir/schedule.h"
+#include "penstock/schedule.h"
 
 namespace penstock::schedule {
 

@@ -1,4 +1,4 @@
-#include "penstock/schedule/check/validate.h"
+#include "penstock/validate.h"
 
 #include <fmt/format.h>
 

@@ -1,7 +1,7 @@
 // The parts that `check` is made of.
 #pragma once
 
-#include "penstock/schedule/check/validate.h"
+#include "penstock/validate.h"
 
 namespace penstock::schedule {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "penstock/schedule/ir/schedule.h"
+#include "penstock/schedule.h"
 
 namespace penstock::schedule {
 

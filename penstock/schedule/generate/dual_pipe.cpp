@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "penstock/schedule/generate/dual_pipe_row.h"
-#include "penstock/schedule/generate/generators.h"
+#include "penstock/generators.h"
 
 namespace penstock::schedule {
 

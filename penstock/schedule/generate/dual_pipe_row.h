@@ -1,7 +1,7 @@
 // The eight phases of a DualPipe row, shared by the V-shaped and the bidirectional schedule.
 #pragma once
 
-#include "penstock/schedule/ir/schedule.h"
+#include "penstock/schedule.h"
 
 namespace penstock::schedule {
 

@@ -1,8 +1,8 @@
-#include "penstock/schedule/generate/generators.h"
+#include "penstock/generators.h"
 
 #include <fmt/format.h>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/schedule/generate/shape_check.h"
 

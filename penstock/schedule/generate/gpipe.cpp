@@ -1,6 +1,6 @@
 // GPipe: all forwards, then all backwards, both in the order of the microbatches. Holds every activation at
 // once.
-#include "penstock/schedule/generate/generators.h"
+#include "penstock/generators.h"
 
 namespace penstock::schedule {
 

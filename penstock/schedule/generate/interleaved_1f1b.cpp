@@ -6,7 +6,7 @@
 // still run a forward.
 #include <algorithm>
 
-#include "penstock/schedule/generate/generators.h"
+#include "penstock/generators.h"
 #include "penstock/schedule/generate/interleaved_order.h"
 #include "penstock/schedule/generate/shape_check.h"
 

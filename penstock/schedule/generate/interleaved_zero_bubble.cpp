@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "penstock/schedule/generate/generators.h"
+#include "penstock/generators.h"
 #include "penstock/schedule/generate/interleaved_order.h"
 #include "penstock/schedule/generate/shape_check.h"
 

@@ -1,7 +1,7 @@
 // Looped breadth-first: each chunk runs all microbatches forward before the next chunk starts; backward takes
 // chunks and microbatches in reverse. Idle slots show the pipeline filling and the first backward coming
 // back.
-#include "penstock/schedule/generate/generators.h"
+#include "penstock/generators.h"
 
 namespace penstock::schedule {
 

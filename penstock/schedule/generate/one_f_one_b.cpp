@@ -2,7 +2,7 @@
 // left. So it never holds more than P - r microbatches, however many there are.
 #include <algorithm>
 
-#include "penstock/schedule/generate/generators.h"
+#include "penstock/generators.h"
 #include "penstock/schedule/generate/virtual_pipeline.h"
 
 namespace penstock::schedule {

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/schedule/generate/virtual_pipeline.h"
 
 namespace penstock::schedule {

@@ -1,7 +1,7 @@
 // Shape checks shared by the generators; each throws ValueError naming the schedule.
 #pragma once
 
-#include "penstock/schedule/generate/generators.h"
+#include "penstock/generators.h"
 
 namespace penstock::schedule {
 

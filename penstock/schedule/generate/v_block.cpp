@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::schedule {
 

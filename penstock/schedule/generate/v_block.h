@@ -9,7 +9,7 @@
 
 #include <span>
 
-#include "penstock/schedule/generate/generators.h"
+#include "penstock/generators.h"
 
 namespace penstock::schedule {
 

@@ -7,7 +7,7 @@
 // waits for.
 #include <vector>
 
-#include "penstock/schedule/generate/generators.h"
+#include "penstock/generators.h"
 
 namespace penstock::schedule {
 

@@ -5,7 +5,7 @@
 // With fewer than 2P - 1 microbatches the pattern is made for 2P - 1 and the surplus becomes idle slots.
 #include <algorithm>
 
-#include "penstock/schedule/generate/generators.h"
+#include "penstock/generators.h"
 
 namespace penstock::schedule {
 

@@ -1,10 +1,10 @@
-#include "penstock/schedule/ir/action.h"
+#include "penstock/action.h"
 
 #include <fmt/format.h>
 
 #include <charconv>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::schedule {
 

@@ -1,10 +1,10 @@
-#include "penstock/schedule/ir/placement.h"
+#include "penstock/stage_placement.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/text.h"
 
 namespace penstock::schedule {

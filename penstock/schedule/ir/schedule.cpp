@@ -1,10 +1,10 @@
-#include "penstock/schedule/ir/schedule.h"
+#include "penstock/schedule.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::schedule {
 

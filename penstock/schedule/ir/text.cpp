@@ -1,11 +1,11 @@
-#include "penstock/schedule/ir/text.h"
+#include "penstock/schedule_text.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
 

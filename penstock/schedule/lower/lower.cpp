@@ -1,4 +1,4 @@
-#include "penstock/schedule/lower/lower.h"
+#include "penstock/lower.h"
 
 #include <fmt/format.h>
 
@@ -7,8 +7,8 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/base/errors.h"
-#include "penstock/schedule/check/validate.h"
+#include "penstock/errors.h"
+#include "penstock/validate.h"
 #include "penstock/schedule/check/work_set.h"
 
 namespace penstock::schedule {

@@ -5,8 +5,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "penstock/base/errors.h"
-#include "penstock/schedule/lower/lower.h"
+#include "penstock/errors.h"
+#include "penstock/lower.h"
 
 namespace penstock::schedule {
 

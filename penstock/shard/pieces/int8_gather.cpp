@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/shard/pieces/piece_copy.h"
 
 namespace penstock {

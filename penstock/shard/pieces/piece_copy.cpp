@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 namespace {

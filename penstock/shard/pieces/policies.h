@@ -11,8 +11,8 @@
 #include <variant>
 #include <vector>
 
-#include "penstock/comm/group/mesh_groups.h"
-#include "penstock/mesh/placement.h"
+#include "penstock/mesh_groups.h"
+#include "penstock/placement.h"
 #include "penstock/shard/pieces/extension.h"
 
 namespace penstock {

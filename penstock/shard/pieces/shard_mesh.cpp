@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 
 namespace penstock {

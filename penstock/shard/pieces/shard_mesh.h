@@ -13,9 +13,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/group/mesh_groups.h"
+#include "penstock/mesh_groups.h"
 #include "penstock/dtensor/tensor/spec.h"
-#include "penstock/mesh/placement.h"
+#include "penstock/placement.h"
 #include "penstock/shard/pieces/policies.h"
 #include "penstock/shard/layout/shard_layout.h"
 

@@ -2,8 +2,8 @@
 
 #include <ATen/ATen.h>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/shard/state/shard_context.h"
 
 namespace penstock {

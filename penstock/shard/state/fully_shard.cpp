@@ -1,4 +1,4 @@
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/fully_shard.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 #include "penstock/shard/state/group_parts.h"
 #include "penstock/shard/state/registry.h"

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/shard/state/group_parts.h"
 #include "penstock/shard/state/parameter_group.h"
 #include "penstock/shard/pieces/piece_copy.h"

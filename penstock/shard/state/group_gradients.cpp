@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/shard/state/group_parts.h"
 #include "penstock/shard/state/parameter_group.h"
 #include "penstock/shard/state/shard_context.h"

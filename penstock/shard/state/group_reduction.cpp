@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 #include "penstock/shard/pieces/piece_copy.h"
 #include "penstock/shard/state/shard_times.h"

@@ -9,8 +9,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/mesh/local_shard.h"
 #include "penstock/shard/state/group_parts.h"
 #include "penstock/shard/state/parameter_group.h"
@@ -18,7 +18,7 @@
 #include "penstock/shard/state/registry.h"
 #include "penstock/torch/compat/cpu_bfloat16.h"
 #include "penstock/torch/compat/dtype.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 #include "penstock/torch/dispatch/switch_data.h"
 
 namespace penstock {

@@ -1,11 +1,11 @@
 // A group in a trial run: parameters of the gathered shape, without their values and without a gather.
 #include <ATen/ATen.h>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/shard/state/group_parts.h"
 #include "penstock/shard/state/parameter_group.h"
 #include "penstock/shard/state/registry.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 #include "penstock/torch/dispatch/switch_data.h"
 
 namespace penstock {

@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <numeric>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 #include "penstock/mesh/local_shard.h"
 #include "penstock/shard/state/group_parts.h"
@@ -19,10 +19,10 @@
 #include "penstock/torch/dispatch/any_operator_hook.h"
 #include "penstock/torch/compat/cpu_bfloat16.h"
 #include "penstock/torch/compat/dtype.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 #include "penstock/torch/dispatch/operator_hook.h"
 #include "penstock/torch/dispatch/switch_data.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock {
 

@@ -37,7 +37,7 @@
 #include "penstock/shard/pieces/policies.h"
 #include "penstock/shard/pieces/shard_mesh.h"
 #include "penstock/torch/dispatch/gradient_sink.h"
-#include "penstock/torch/random/keyed_random.h"
+#include "penstock/random.h"
 
 namespace penstock {
 

@@ -8,7 +8,7 @@
 
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 
 namespace penstock::detail {
 namespace {

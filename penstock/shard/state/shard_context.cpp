@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <map>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/shard/state/shard_state.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
 #include "penstock/torch/dispatch/operator_hook.h"

@@ -9,8 +9,8 @@
 #include <iterator>
 #include <string_view>
 
-#include "penstock/base/errors.h"
-#include "penstock/dtensor/tensor/dtensor.h"
+#include "penstock/errors.h"
+#include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 #include "penstock/shard/state/parameter_group.h"
 #include "penstock/shard/state/registry.h"

@@ -11,7 +11,7 @@
 #include <filesystem>
 
 #include "penstock/base/env.h"
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 

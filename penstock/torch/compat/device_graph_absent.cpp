@@ -1,5 +1,5 @@
 // In place of device_graph_cuda.cpp in builds without CUDA.
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/compat/device_graph.h"
 
 namespace penstock {

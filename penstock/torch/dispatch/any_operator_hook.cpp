@@ -5,7 +5,7 @@
 #include <atomic>
 #include <mutex>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 namespace {

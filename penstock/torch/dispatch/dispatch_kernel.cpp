@@ -5,10 +5,10 @@
 
 #include <mutex>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/dispatch/mode_stack.h"
 #include "penstock/torch/dispatch/operator_traits.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 #include "penstock/torch/dispatch/wrapper_impl.h"
 
 namespace penstock::detail {

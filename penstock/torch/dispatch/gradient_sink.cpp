@@ -8,7 +8,7 @@
 
 #include <memory>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/compat/version.h"
 
 namespace penstock {

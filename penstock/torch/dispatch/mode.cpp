@@ -1,4 +1,4 @@
-#include "penstock/torch/dispatch/mode.h"
+#include "penstock/mode.h"
 
 #include "penstock/torch/dispatch/dispatch_kernel.h"
 #include "penstock/torch/dispatch/mode_stack.h"

@@ -8,7 +8,7 @@
 
 #include <memory>
 
-#include "penstock/torch/dispatch/mode.h"
+#include "penstock/mode.h"
 
 namespace penstock::detail {
 

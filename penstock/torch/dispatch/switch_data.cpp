@@ -4,7 +4,7 @@
 #include <typeinfo>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/dispatch/dispatch_kernel.h"
 #include "penstock/torch/dispatch/wrapper_impl.h"
 

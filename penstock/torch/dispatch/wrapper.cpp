@@ -1,4 +1,4 @@
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 
 #include <ATen/EmptyTensor.h>
 #include <fmt/format.h>
@@ -7,7 +7,7 @@
 #include <map>
 #include <mutex>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/dispatch/dispatch_kernel.h"
 #include "penstock/torch/dispatch/wrapper_call.h"
 #include "penstock/torch/dispatch/wrapper_impl.h"

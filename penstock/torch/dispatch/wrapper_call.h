@@ -16,7 +16,7 @@
 #pragma once
 
 #include "penstock/torch/dispatch/operator_traits.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock {
 

@@ -9,8 +9,8 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 
-#include "penstock/base/errors.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/errors.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock::detail {
 

@@ -1,4 +1,4 @@
-#include "penstock/torch/fake/deferred_init.h"
+#include "penstock/deferred_init.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/enum_tag.h>

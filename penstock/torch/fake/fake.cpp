@@ -1,4 +1,4 @@
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -12,7 +12,7 @@
 #include "penstock/torch/fake/fake_watch.h"
 #include "penstock/torch/dispatch/operator_traits.h"
 #include "penstock/torch/fake/shape_helpers.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/step_context.h"
 
 namespace penstock {
 namespace detail {

@@ -2,10 +2,10 @@
 
 #include <ATen/ATen.h>
 
-#include "penstock/torch/fake/fake.h"
-#include "penstock/torch/dispatch/mode.h"
+#include "penstock/fake.h"
+#include "penstock/mode.h"
 #include "penstock/torch/dispatch/switch_data.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock {
 namespace {

@@ -7,9 +7,9 @@
 #include <string>
 #include <string_view>
 
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 #include "penstock/torch/fake/fake_note.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock::detail {
 

@@ -3,7 +3,7 @@
 #include <memory>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/fake/fake_payload.h"
 
 namespace penstock {

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 #include "penstock/torch/compat/version.h"
 
 namespace penstock::detail {

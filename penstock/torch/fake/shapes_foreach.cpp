@@ -3,7 +3,7 @@
 
 #include <string_view>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/dispatch/operator_traits.h"
 #include "penstock/torch/fake/shape_functions.h"
 #include "penstock/torch/fake/shape_helpers.h"

@@ -7,9 +7,9 @@
 
 #include <tuple>
 
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 #include "penstock/torch/kernels/fused_math_kernels.h"
-#include "penstock/torch/dispatch/wrapper.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock {
 

@@ -1,5 +1,5 @@
 // In place of fused_math_cuda.cpp in builds without CUDA.
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/kernels/fused_math_kernels.h"
 
 namespace penstock::detail {

@@ -5,8 +5,8 @@
 #include <limits>
 #include <ostream>
 
-#include "penstock/base/errors.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/errors.h"
+#include "penstock/step_context.h"
 
 namespace penstock {
 

@@ -24,7 +24,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "penstock/torch/random/keyed_random.h"
+#include "penstock/random.h"
 
 namespace penstock {
 

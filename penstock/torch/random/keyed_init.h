@@ -13,7 +13,7 @@
 
 #include <cstdint>
 
-#include "penstock/torch/random/keyed_random.h"
+#include "penstock/random.h"
 
 namespace penstock {
 

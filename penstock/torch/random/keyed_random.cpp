@@ -1,4 +1,4 @@
-#include "penstock/torch/random/keyed_random.h"
+#include "penstock/random.h"
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -9,7 +9,7 @@
 #include <functional>
 #include <string>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/random/random_arguments.h"
 
 namespace penstock {

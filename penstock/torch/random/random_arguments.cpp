@@ -7,7 +7,7 @@
 #include <limits>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::random {
 

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::random {
 

@@ -1,5 +1,5 @@
 // Compiled instead of random_cuda.cpp where LibTorch has no CUDA.
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/random/random_job.h"
 
 namespace penstock::random {

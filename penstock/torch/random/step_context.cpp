@@ -1,11 +1,11 @@
-#include "penstock/torch/random/step_context.h"
+#include "penstock/step_context.h"
 
 #include <fmt/format.h>
 
 #include <cmath>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 

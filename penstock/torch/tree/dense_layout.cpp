@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/tree/tensor_text.h"
 
 namespace penstock {

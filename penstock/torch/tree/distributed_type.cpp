@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/tree/tensor_meta.h"
 
 namespace penstock {

@@ -1,4 +1,4 @@
-#include "penstock/torch/tree/pytree.h"
+#include "penstock/pytree.h"
 
 #include <fmt/format.h>
 
@@ -6,7 +6,7 @@
 #include <iterator>
 #include <set>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/torch/tree/pytree_convert.h"
 #include "penstock/torch/tree/tensor_text.h"

@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/torch/tree/pytree.h"
+#include "penstock/pytree.h"
 
 namespace penstock {
 

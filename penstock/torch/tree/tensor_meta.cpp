@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/hash.h"
 #include "penstock/torch/tree/distributed_type.h"
 #include "penstock/torch/tree/tensor_text.h"

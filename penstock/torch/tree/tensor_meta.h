@@ -21,8 +21,8 @@
 #include <variant>
 #include <vector>
 
-#include "penstock/mesh/mesh_key.h"
-#include "penstock/mesh/placement.h"
+#include "penstock/mesh_key.h"
+#include "penstock/placement.h"
 #include "penstock/torch/tree/tensor_record.h"
 
 namespace penstock {

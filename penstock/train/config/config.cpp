@@ -1,4 +1,4 @@
-#include "penstock/train/config/config.h"
+#include "penstock/train_config.h"
 
 #include <fmt/format.h>
 #include <sys/stat.h>
@@ -8,7 +8,7 @@
 #include <cstring>
 #include <memory>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/train/config/config_fields.h"
 
 namespace penstock::train {

@@ -12,13 +12,13 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
-#include "penstock/schedule/generate/generators.h"
-#include "penstock/schedule/ir/text.h"
-#include "penstock/schedule/check/validate.h"
+#include "penstock/generators.h"
+#include "penstock/schedule_text.h"
+#include "penstock/validate.h"
 #include "penstock/train/config/config_fields.h"
 
 namespace penstock::train {

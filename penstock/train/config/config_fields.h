@@ -15,7 +15,7 @@
 #include <variant>
 #include <vector>
 
-#include "penstock/train/config/config.h"
+#include "penstock/train_config.h"
 
 namespace penstock::train {
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/train/config/config_fields.h"
 

@@ -14,7 +14,7 @@
 #include <filesystem>
 #include <string>
 
-#include "penstock/train/config/config.h"
+#include "penstock/train_config.h"
 
 namespace penstock::train {
 

@@ -4,7 +4,7 @@
 
 #include <cstddef>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::train::byte_tokenizer {
 

@@ -10,7 +10,7 @@
 #include <system_error>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/text.h"
 #include "penstock/train/data/byte_tokenizer.h"

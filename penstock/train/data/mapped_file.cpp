@@ -10,7 +10,7 @@
 #include <cstring>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 
 namespace penstock::train {
 

@@ -14,7 +14,7 @@
 #include <system_error>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/train/data/checksum.h"
 

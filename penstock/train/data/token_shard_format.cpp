@@ -6,7 +6,7 @@
 #include <bit>
 #include <cstring>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/train/data/checksum.h"
 
 namespace penstock::train {

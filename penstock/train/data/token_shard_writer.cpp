@@ -11,7 +11,7 @@
 #include <system_error>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/train/data/checksum.h"
 
 namespace penstock::train {

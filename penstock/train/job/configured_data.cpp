@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/text.h"
 #include "penstock/checkpoint/tensors/world_meeting.h"

@@ -11,8 +11,8 @@
 #include <optional>
 #include <string>
 
-#include "penstock/comm/group/world.h"
-#include "penstock/train/config/config.h"
+#include "penstock/world.h"
+#include "penstock/train_config.h"
 #include "penstock/train/data/data_files.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/data/source_files.h"

@@ -14,9 +14,9 @@
 
 #include "penstock/checkpoint/tensors/world_meeting.h"
 #include "penstock/torch/tree/distributed_type.h"
-#include "penstock/torch/fake/fake.h"
+#include "penstock/fake.h"
 #include "penstock/torch/dispatch/operator_traits.h"
-#include "penstock/torch/random/step_context.h"
+#include "penstock/step_context.h"
 #include "penstock/train/job/stage_scope.h"
 
 namespace penstock::train {

@@ -25,9 +25,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 #include "penstock/optim/update/parameters.h"
-#include "penstock/torch/dispatch/mode.h"
+#include "penstock/mode.h"
 #include "penstock/train/job/layout.h"
 #include "penstock/train/job/model_stages.h"
 

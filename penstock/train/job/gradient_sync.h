@@ -17,7 +17,7 @@
 #include <map>
 #include <optional>
 
-#include "penstock/comm/group/group.h"
+#include "penstock/group.h"
 #include "penstock/train/job/layout.h"
 #include "penstock/train/job/model_stages.h"
 #include "penstock/train/job/replica_gradients.h"

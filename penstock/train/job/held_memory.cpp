@@ -6,7 +6,7 @@
 #include <map>
 #include <set>
 
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/fully_shard.h"
 #include "penstock/shard/state/shard_context.h"
 #include "penstock/torch/tree/distributed_type.h"
 #include "penstock/train/job/gradient_sync.h"

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "penstock/optim/update/optimizer.h"
+#include "penstock/optimizer.h"
 
 namespace penstock::train {
 

@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <limits>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/text.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 #include "penstock/models/plan/options.h"
 #include "penstock/torch/kernels/attention_scores.h"
 #include "penstock/torch/dispatch/autocast_scope.h"

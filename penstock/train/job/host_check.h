@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/train/config/config.h"
+#include "penstock/train_config.h"
 
 namespace penstock::train {
 

@@ -14,7 +14,7 @@
 #include <span>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/tensors/load.h"
 #include "penstock/checkpoint/tensors/tensor_part.h"
@@ -23,12 +23,12 @@
 #include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/models/transformer/loss.h"
 #include "penstock/optim/update/adamw.h"
-#include "penstock/optim/update/clip.h"
+#include "penstock/clip_gradients.h"
 #include "penstock/optim/update/gradients.h"
-#include "penstock/optim/update/loss_scaler.h"
-#include "penstock/optim/schedule/lr_schedule.h"
+#include "penstock/loss_scaler.h"
+#include "penstock/lr_schedule.h"
 #include "penstock/optim/update/sgd.h"
-#include "penstock/torch/dispatch/mode.h"
+#include "penstock/mode.h"
 #include "penstock/train/report/elapsed.h"
 #include "penstock/train/job/find_not_finite.h"
 #include "penstock/train/job/gradient_sync.h"

@@ -21,11 +21,11 @@
 #include <vector>
 
 #include "penstock/checkpoint/files/reader.h"
-#include "penstock/checkpoint/tensors/writer.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/checkpoint.h"
+#include "penstock/world.h"
 #include "penstock/optim/update/parameters.h"
-#include "penstock/pipeline/runtime/runtime.h"
-#include "penstock/train/config/config.h"
+#include "penstock/pipeline.h"
+#include "penstock/train_config.h"
 #include "penstock/train/job/held_memory.h"
 #include "penstock/train/job/layout.h"
 #include "penstock/train/job/model_stages.h"

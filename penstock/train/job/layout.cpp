@@ -2,8 +2,8 @@
 
 #include <fmt/format.h>
 
-#include "penstock/base/errors.h"
-#include "penstock/mesh/device_mesh.h"
+#include "penstock/errors.h"
+#include "penstock/device_mesh.h"
 
 namespace penstock::train {
 

@@ -11,8 +11,8 @@
 
 #include <vector>
 
-#include "penstock/comm/group/mesh_groups.h"
-#include "penstock/train/config/config.h"
+#include "penstock/mesh_groups.h"
+#include "penstock/train_config.h"
 
 namespace penstock::train {
 

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/tensors/load.h"

@@ -4,8 +4,8 @@
 #include <filesystem>
 #include <optional>
 
-#include "penstock/models/transformer/transformer.h"
-#include "penstock/train/config/config.h"
+#include "penstock/transformer.h"
+#include "penstock/train_config.h"
 
 namespace penstock::train {
 

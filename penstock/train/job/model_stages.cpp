@@ -8,13 +8,13 @@
 #include <sstream>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/models/transformer/initialize.h"
 #include "penstock/models/transformer/parallel_plan.h"
-#include "penstock/pipeline/stage/stage_module.h"
-#include "penstock/schedule/generate/generators.h"
-#include "penstock/schedule/ir/text.h"
-#include "penstock/shard/state/fully_shard.h"
+#include "penstock/stage_module.h"
+#include "penstock/generators.h"
+#include "penstock/schedule_text.h"
+#include "penstock/fully_shard.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/train/job/stage_scope.h"
 

@@ -12,11 +12,11 @@
 #include <vector>
 
 #include "penstock/models/plan/stage_parts.h"
-#include "penstock/models/transformer/transformer.h"
+#include "penstock/transformer.h"
 #include "penstock/optim/update/parameters.h"
-#include "penstock/pipeline/stage/stage.h"
-#include "penstock/schedule/ir/schedule.h"
-#include "penstock/train/config/config.h"
+#include "penstock/stage.h"
+#include "penstock/schedule.h"
+#include "penstock/train_config.h"
 #include "penstock/train/job/layout.h"
 
 namespace penstock::train {

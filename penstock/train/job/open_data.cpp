@@ -4,7 +4,7 @@
 #include <atomic>
 #include <chrono>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/log.h"
 #include "penstock/base/quote.h"
@@ -12,7 +12,7 @@
 #include "penstock/checkpoint/tensors/world_meeting.h"
 #include "penstock/train/job/configured_data.h"
 #include "penstock/train/data/make_shards.h"
-#include "penstock/train/job/trainer.h"
+#include "penstock/trainer.h"
 
 namespace penstock::train {
 

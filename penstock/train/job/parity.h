@@ -20,8 +20,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/group/world.h"
-#include "penstock/train/config/config.h"
+#include "penstock/world.h"
+#include "penstock/train_config.h"
 #include "penstock/train/job/job.h"
 
 namespace penstock::train {

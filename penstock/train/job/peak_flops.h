@@ -8,7 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 
 namespace penstock::train {
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/comm/group/agreement.h"
 #include "penstock/dtensor/tensor/layout_text.h"
 #include "penstock/optim/update/gradients.h"

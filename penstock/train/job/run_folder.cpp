@@ -13,7 +13,7 @@
 #include <iterator>
 #include <system_error>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/checkpoint/files/folder.h"

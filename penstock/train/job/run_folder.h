@@ -19,8 +19,8 @@
 #include <filesystem>
 #include <memory>
 
-#include "penstock/comm/group/world.h"
-#include "penstock/train/config/config.h"
+#include "penstock/world.h"
+#include "penstock/train_config.h"
 
 namespace penstock::train {
 

@@ -1,4 +1,4 @@
-#include "penstock/train/job/trainer.h"
+#include "penstock/trainer.h"
 
 #include <fmt/format.h>
 #include <torch/cuda.h>
@@ -12,7 +12,7 @@
 #include <thread>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"

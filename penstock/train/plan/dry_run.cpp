@@ -8,13 +8,13 @@
 #include <sstream>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/launch/launch_cores.h"
 #include "penstock/comm/launch/launch_env.h"
 #include "penstock/comm/launch/launcher.h"
-#include "penstock/comm/group/world.h"
+#include "penstock/world.h"
 #include "penstock/models/plan/options.h"
 #include "penstock/plan/draw/draw_grid.h"
 #include "penstock/train/job/host_check.h"

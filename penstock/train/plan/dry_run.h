@@ -16,9 +16,9 @@
 #include <vector>
 
 #include "penstock/models/plan/stage_parts.h"
-#include "penstock/plan/simulate/simulator.h"
-#include "penstock/schedule/ir/schedule.h"
-#include "penstock/train/config/config.h"
+#include "penstock/simulator.h"
+#include "penstock/schedule.h"
+#include "penstock/train_config.h"
 #include "penstock/train/job/configured_data.h"
 #include "penstock/train/plan/memory_plan.h"
 #include "penstock/train/plan/part_costs.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/torch/compat/cpu_memory.h"
 #include "penstock/torch/compat/device_memory.h"
 

@@ -12,8 +12,8 @@
 
 #include <cstdint>
 
-#include "penstock/comm/group/world.h"
-#include "penstock/train/config/config.h"
+#include "penstock/world.h"
+#include "penstock/train_config.h"
 #include "penstock/train/job/job.h"
 
 namespace penstock::train {

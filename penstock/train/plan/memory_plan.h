@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "penstock/models/plan/stage_parts.h"
-#include "penstock/plan/simulate/simulator.h"
-#include "penstock/schedule/ir/schedule.h"
-#include "penstock/train/config/config.h"
+#include "penstock/simulator.h"
+#include "penstock/schedule.h"
+#include "penstock/train_config.h"
 
 namespace penstock::train {
 

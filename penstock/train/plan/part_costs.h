@@ -12,7 +12,7 @@
 
 #include <cstdint>
 
-#include "penstock/train/config/config.h"
+#include "penstock/train_config.h"
 
 namespace penstock::train {
 

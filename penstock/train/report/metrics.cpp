@@ -11,7 +11,7 @@
 #include <system_error>
 #include <variant>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/train/config/config_fields.h"
 
 namespace penstock::train {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "penstock/checkpoint/files/save_stall.h"
-#include "penstock/train/config/config.h"
+#include "penstock/train_config.h"
 #include "penstock/train/report/step_outcome.h"
 
 namespace penstock::train {

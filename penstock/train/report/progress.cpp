@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/text.h"
 #include "penstock/train/report/metrics.h"

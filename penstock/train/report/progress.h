@@ -23,7 +23,7 @@
 #include <optional>
 #include <string>
 
-#include "penstock/train/config/config.h"
+#include "penstock/train_config.h"
 #include "penstock/train/report/observer.h"
 
 namespace penstock::train {

@@ -13,10 +13,10 @@
 #include <system_error>
 #include <utility>
 
-#include "penstock/base/errors.h"
+#include "penstock/errors.h"
 #include "penstock/base/markup.h"
 #include "penstock/base/text.h"
-#include "penstock/plan/draw/drawing.h"
+#include "penstock/draw.h"
 #include "penstock/train/report/progress.h"
 #include "penstock/train/report/report_chart.h"
 #include "penstock/train/report/report_style.h"

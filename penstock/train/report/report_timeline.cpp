@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "penstock/base/markup.h"
-#include "penstock/plan/draw/drawing.h"
+#include "penstock/draw.h"
 
 namespace penstock::train {
 

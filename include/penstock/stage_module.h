@@ -1,0 +1,201 @@
+// What a stage computes: any module or function of tensors, behind one interface.
+//
+//   StageModule a(torch::nn::Linear(16, 16));                                        // a module
+//   StageModule b(my_block);                                                         // forward(Tensor x, Tensor mask) -> tuple<Tensor, Tensor>
+//   StageModule c([=](at::Tensor x) { return head->forward(norm->forward(x)); }, {norm.ptr(), head.ptr()});   // a function and its modules
+//   StageModule d = StageModule::chain({block0, block1, block2});                    // one after the other
+//
+// The arguments of `forward` are the stage's positional inputs in order: tensors, or numbers and Trees at the first stage; missing
+// trailing tensors are undefined. If its last parameter is a Tree, that one gets the keyword arguments as a dictionary. A function of
+// two Trees gets all arguments as a tuple, and the keyword arguments. A result may be whatever converts to a Tree: a tensor, a
+// std::tuple, a vector. Other forms of `forward` (overloaded, a template) are wrapped in a function.
+//
+// The modules say which parameters and buffers belong to the stage. A chain passes the results of one block to the next; keyword
+// arguments go to every block that takes them. The runtime may interleave the blocks of a chain with those of another one.
+// A handle: copies share the modules.
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <concepts>
+#include <functional>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "penstock/pytree.h"
+
+namespace penstock {
+
+namespace detail {
+
+[[noreturn]] void refuse_argument_count(std::size_t given, std::size_t taken);
+[[noreturn]] void refuse_kwargs(const Tree& kwargs);
+
+// An argument of `forward` out of a leaf.
+template <class T>
+std::decay_t<T> argument_as(const Tree& value) {
+  using Plain = std::decay_t<T>;
+  if constexpr (std::same_as<Plain, Tree>) {
+    return value;
+  } else if constexpr (std::same_as<Plain, at::Tensor>) {
+    return value.is_none() ? at::Tensor() : value.tensor();
+  } else if constexpr (std::same_as<Plain, bool>) {
+    return value.boolean();
+  } else if constexpr (std::integral<Plain>) {
+    return static_cast<Plain>(value.integer());
+  } else if constexpr (std::floating_point<Plain>) {
+    return static_cast<Plain>(value.number());
+  } else if constexpr (std::same_as<Plain, std::string>) {
+    return value.text();
+  } else {
+    static_assert(std::same_as<Plain, Tree>,
+                  "a stage's forward takes tensors, numbers, texts and Trees; wrap others in a function of (const Tree& args, const Tree& kwargs)");
+  }
+}
+
+template <class... Parameters>
+struct ParameterList {
+  static constexpr std::size_t kCount = sizeof...(Parameters);
+  template <std::size_t i>
+  using At = std::tuple_element_t<i, std::tuple<Parameters...>>;
+  static constexpr bool takes_kwargs() {
+    if constexpr (kCount == 0) {
+      return false;
+    } else {
+      return std::same_as<std::decay_t<At<kCount - 1>>, Tree>;
+    }
+  }
+  static constexpr bool takes_trees() {
+    if constexpr (kCount != 2) {
+      return false;
+    } else {
+      return std::same_as<std::decay_t<At<0>>, Tree> && std::same_as<std::decay_t<At<1>>, Tree>;
+    }
+  }
+  static constexpr std::size_t kPositional = kCount - (takes_kwargs() ? 1 : 0);
+};
+
+template <class Signature>
+struct ParametersOf;
+template <class Class, class Result, class... Parameters>
+struct ParametersOf<Result (Class::*)(Parameters...)> : ParameterList<Parameters...> {};
+template <class Class, class Result, class... Parameters>
+struct ParametersOf<Result (Class::*)(Parameters...) const> : ParameterList<Parameters...> {};
+template <class Result, class... Parameters>
+struct ParametersOf<Result (*)(Parameters...)> : ParameterList<Parameters...> {};
+
+// Calls `function` with the arguments that its parameter list asks for.
+template <class Parameters, class Function>
+Tree call_with_trees(Function& function, const Tree& args, const Tree& kwargs) {
+  if constexpr (Parameters::takes_trees()) {
+    return Tree(function(args, kwargs));
+  } else {
+    const auto& given = args.entries();
+    if (given.size() > Parameters::kPositional) refuse_argument_count(given.size(), Parameters::kPositional);
+    const Tree none;
+    const auto call = [&]<std::size_t... i>(std::index_sequence<i...>) {
+      if constexpr (Parameters::takes_kwargs()) {
+        return Tree(function(argument_as<typename Parameters::template At<i>>(i < given.size() ? given[i] : none)..., kwargs));
+      } else {
+        if (kwargs.size() > 0) refuse_kwargs(kwargs);
+        return Tree(function(argument_as<typename Parameters::template At<i>>(i < given.size() ? given[i] : none)...));
+      }
+    };
+    return call(std::make_index_sequence<Parameters::kPositional>{});
+  }
+}
+
+template <class Module>
+concept HasOneForward = requires { &Module::forward; };
+
+}  // namespace detail
+
+class StageModule {
+ public:
+  using Function = std::function<Tree(const Tree& args, const Tree& kwargs)>;
+  using Modules = std::vector<std::shared_ptr<torch::nn::Module>>;
+
+  template <std::derived_from<torch::nn::Module> Module>
+  StageModule(std::shared_ptr<Module> module) : StageModule(function_of(module), Modules{module}, takes_kwargs_of<Module>()) {}
+  template <class Module>
+  StageModule(const torch::nn::ModuleHolder<Module>& holder) : StageModule(holder.ptr()) {}
+  // TORCH_MODULE makes types of their own.
+  template <class Holder>
+    requires std::derived_from<Holder, torch::nn::ModuleHolder<typename Holder::ContainedType>>
+  StageModule(const Holder& holder) : StageModule(holder.ptr()) {}
+
+  template <class Callable>
+    requires(!std::derived_from<std::decay_t<Callable>, StageModule> && requires { &std::decay_t<Callable>::operator(); })
+  StageModule(Callable function, Modules modules)
+      : StageModule(Function([function = std::move(function)](const Tree& args, const Tree& kwargs) mutable {
+                      return detail::call_with_trees<detail::ParametersOf<decltype(&std::decay_t<Callable>::operator())>>(function, args, kwargs);
+                    }),
+                    std::move(modules), takes_kwargs_of_call<std::decay_t<Callable>>()) {}
+
+  static StageModule chain(std::vector<StageModule> blocks);
+
+  Tree forward(const Tree& args, const Tree& kwargs) const { return function_(args, kwargs); }
+  bool takes_kwargs() const { return takes_kwargs_; }
+
+  // What runs one after the other; a module that is no chain is its only block.
+  const std::vector<StageModule>& blocks() const { return *blocks_; }
+  std::size_t block_count() const { return blocks_->empty() ? 1 : blocks_->size(); }
+  const StageModule& block(std::size_t index) const { return blocks_->empty() ? *this : (*blocks_)[index]; }
+
+  const Modules& modules() const { return modules_; }
+  // Of all modules, each tensor once.
+  std::vector<at::Tensor> parameters() const;
+  std::vector<at::Tensor> buffers() const;
+
+ private:
+  StageModule(Function function, Modules modules, bool takes_kwargs)
+      : function_(std::move(function)), modules_(std::move(modules)), takes_kwargs_(takes_kwargs),
+        blocks_(std::make_shared<const std::vector<StageModule>>()) {}
+
+  template <class Parameters>
+  static constexpr bool takes_kwargs_in() {
+    return Parameters::takes_kwargs() || Parameters::takes_trees();
+  }
+  template <class Callable>
+  static constexpr bool takes_kwargs_of_call() {
+    return takes_kwargs_in<detail::ParametersOf<decltype(&Callable::operator())>>();
+  }
+  template <class Module>
+  static constexpr bool takes_kwargs_of() {
+    if constexpr (detail::HasOneForward<Module>) {
+      return takes_kwargs_in<detail::ParametersOf<decltype(&Module::forward)>>();
+    } else {
+      return false;
+    }
+  }
+
+  template <class Module>
+  static Function function_of(const std::shared_ptr<Module>& module) {
+    if constexpr (detail::HasOneForward<Module>) {
+      using Parameters = detail::ParametersOf<decltype(&Module::forward)>;
+      return [module](const Tree& args, const Tree& kwargs) {
+        const auto forward = [&](auto&&... each) { return module->forward(std::forward<decltype(each)>(each)...); };
+        return detail::call_with_trees<Parameters>(forward, args, kwargs);
+      };
+    } else {
+      static_assert(requires(at::Tensor x) { { module->forward(x) } -> std::convertible_to<at::Tensor>; },
+                    "forward of this module is overloaded or a template: pass a function that calls it, and the module");
+      return [module](const Tree& args, const Tree& kwargs) {
+        const auto forward = [&](const at::Tensor& x) -> at::Tensor { return module->forward(x); };
+        return detail::call_with_trees<detail::ParameterList<at::Tensor>>(forward, args, kwargs);
+      };
+    }
+  }
+
+  Function function_;
+  Modules modules_;
+  bool takes_kwargs_ = false;
+  std::shared_ptr<const std::vector<StageModule>> blocks_;  // of a chain; else empty
+};
+
+}  // namespace penstock

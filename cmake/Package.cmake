@@ -24,6 +24,7 @@ set(package_folder ${CMAKE_INSTALL_LIBDIR}/cmake/penstock)
 install(TARGETS penstock_library EXPORT penstock_targets ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(EXPORT penstock_targets NAMESPACE penstock:: DESTINATION ${package_folder})
 install(TARGETS penstock RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+install(TARGETS penstock-tensor RUNTIME DESTINATION ${CMAKE_INSTALL_LIBEXECDIR}/penstock)
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/penstock DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
 
 configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/penstockConfig.cmake.in ${PROJECT_BINARY_DIR}/penstockConfig.cmake

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <system_error>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/quote.h"
 

@@ -9,6 +9,7 @@
 #include <set>
 #include <unordered_map>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/hash.h"
 #include "penstock/base/text.h"

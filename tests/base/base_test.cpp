@@ -9,6 +9,7 @@
 #include <unordered_set>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/ids.h"
@@ -22,11 +23,11 @@ namespace base_test {
 using test::message_of;
 
 TEST(Errors, KindsAreDistinctAndKeepTheStandardBase) {
-  EXPECT_THROW(throw ConfigError("x"), std::invalid_argument);
-  EXPECT_THROW(throw ValueError("x"), std::invalid_argument);
-  EXPECT_THROW(throw PipeliningMetadataError("x"), std::runtime_error);
-  EXPECT_THROW(throw StateError("x"), std::runtime_error);
-  EXPECT_THROW(throw InvariantError("x"), std::logic_error);
+  EXPECT_THROW(throw ConfigError("x"), ValueError);
+  EXPECT_THROW(throw ValueError("x"), Error);
+  EXPECT_THROW(throw PipeliningMetadataError("x"), MismatchError);
+  EXPECT_THROW(throw StateError("x"), Error);
+  EXPECT_THROW(throw InvariantError("x"), Error);
   EXPECT_FALSE((std::is_base_of_v<ValueError, TypeError>));
   EXPECT_FALSE((std::is_base_of_v<PipeliningMetadataError, CommError>));
 }

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "penstock/base/files.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/blocks.h"

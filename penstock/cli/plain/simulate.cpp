@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"

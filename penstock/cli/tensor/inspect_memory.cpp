@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::comm {

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/checked_transfer.h"

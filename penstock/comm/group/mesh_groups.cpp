@@ -6,6 +6,7 @@
 #include <mutex>
 #include <optional>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/step_context.h"
 

@@ -9,6 +9,7 @@
 #include <numeric>
 #include <unordered_map>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/world.h"
 

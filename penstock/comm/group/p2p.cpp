@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/checked_transfer.h"

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <torch/library.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/torch/dispatch/stack_tensors.h"

@@ -7,6 +7,7 @@
 
 #include <bit>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor/tensor/decision_cache.h"
 #include "penstock/dtensor.h"

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor/tensor/composites.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <tuple>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/comm/group/operators.h"
 #include "penstock/tensor_subclass.h"

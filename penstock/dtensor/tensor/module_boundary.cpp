@@ -3,6 +3,7 @@
 
 #include <mutex>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <set>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {

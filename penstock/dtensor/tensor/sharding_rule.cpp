@@ -7,6 +7,7 @@
 #include <limits>
 #include <optional>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {

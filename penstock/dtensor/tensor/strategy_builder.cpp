@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor/tensor/rule_helpers.h"
 #include "penstock/fake.h"

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/ir/shape_run.h"
 #include "penstock/fake.h"

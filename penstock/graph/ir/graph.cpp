@@ -9,6 +9,7 @@
 #include <set>
 #include <string_view>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/ir/symbolic_table.h"
 #include "penstock/torch/dispatch/operator_traits.h"

@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/hash.h"
 #include "penstock/graph/ir/constant_value.h"

@@ -10,6 +10,7 @@
 #include <numeric>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::graph {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <sstream>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/fake.h"
 #include "penstock/torch/fake/fake_parts.h"

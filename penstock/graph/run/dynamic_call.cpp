@@ -7,6 +7,7 @@
 #include <numeric>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::graph {

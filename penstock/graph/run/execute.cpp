@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/ir/symbolic_table.h"
 #include "penstock/torch/dispatch/stack_tensors.h"

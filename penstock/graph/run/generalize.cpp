@@ -9,6 +9,7 @@
 #include <map>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/ir/constant_value.h"
 #include "penstock/tensor_subclass.h"

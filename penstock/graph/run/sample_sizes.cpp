@@ -5,6 +5,7 @@
 #include <set>
 #include <unordered_map>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/trace/fake_inputs.h"
 #include "penstock/graph/run/generalize.h"

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/run/saving_node.h"
 #include "penstock/torch/compat/dtype.h"

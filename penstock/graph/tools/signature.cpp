@@ -5,6 +5,7 @@
 #include <iterator>
 #include <unordered_map>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::graph {

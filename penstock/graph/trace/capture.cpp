@@ -15,6 +15,7 @@
 #include <string>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/trace/function_trace.h"
 #include "penstock/fake.h"

@@ -2,6 +2,7 @@
 
 #include <mutex>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/ir/subclass_record.h"
 #include "penstock/fake.h"

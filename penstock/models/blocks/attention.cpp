@@ -5,6 +5,7 @@
 
 #include <tuple>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/models/blocks/local_region.h"
 #include "penstock/models/blocks/rotary.h"

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::models {

@@ -6,6 +6,7 @@
 
 #include <tuple>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/fake.h"
 #include "penstock/torch/kernels/fused_math.h"

@@ -5,6 +5,7 @@
 #include <cctype>
 #include <cstddef>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::models {

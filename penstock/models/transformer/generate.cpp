@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 

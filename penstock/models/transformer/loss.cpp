@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/torch/kernels/fused_math.h"

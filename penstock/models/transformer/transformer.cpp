@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/models/blocks/local_region.h"

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <numbers>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::optim {

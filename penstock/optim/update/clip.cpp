@@ -10,6 +10,7 @@
 #include <limits>
 #include <string>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/optim/update/rank_reduction.h"
 #include "penstock/torch/tree/distributed_type.h"

@@ -11,6 +11,7 @@
 #include <set>
 #include <string>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/fully_shard.h"

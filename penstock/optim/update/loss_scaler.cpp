@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/optim/update/gradients.h"
 #include "penstock/optim/update/rank_reduction.h"

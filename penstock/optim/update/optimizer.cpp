@@ -15,6 +15,7 @@
 #include <string_view>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/optim/update/gradients.h"

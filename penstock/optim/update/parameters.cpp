@@ -8,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::optim {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 

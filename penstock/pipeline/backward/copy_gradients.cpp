@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <string>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/comm/group/agreement.h"
 #include "penstock/dtensor.h"

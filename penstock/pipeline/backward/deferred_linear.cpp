@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/pipeline/backward/graph_node.h"
 #include "penstock/torch/dispatch/autocast_scope.h"

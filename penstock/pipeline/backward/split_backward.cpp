@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/pipeline/backward/backward_plan.h"
 #include "penstock/pipeline/backward/graph_node.h"

@@ -9,6 +9,7 @@
 
 #include "penstock/torch/compat/dtype.h"
 #include "penstock/torch/compat/version.h"
+#include "penstock/base/describe.h"
 
 namespace penstock::comm {
 

@@ -8,6 +8,7 @@
 #include <iterator>
 #include <optional>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/hash.h"

@@ -9,6 +9,7 @@
 #include <exception>
 #include <optional>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/log.h"

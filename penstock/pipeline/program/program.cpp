@@ -6,6 +6,7 @@
 #include <map>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/lower.h"
 #include "penstock/validate.h"

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/files.h"

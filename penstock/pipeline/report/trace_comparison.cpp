@@ -10,6 +10,7 @@
 #include <tuple>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/simulator.h"
 #include "penstock/validate.h"

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::pipeline {

@@ -9,6 +9,7 @@
 #include <exception>
 #include <numeric>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/text.h"

@@ -7,6 +7,7 @@
 #include <exception>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/warnings.h"

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/torch/tree/dense_layout.h"

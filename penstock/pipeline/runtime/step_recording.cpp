@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <unordered_set>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::pipeline {

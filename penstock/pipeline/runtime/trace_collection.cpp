@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/comm/message/message.h"
 

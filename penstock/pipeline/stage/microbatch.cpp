@@ -11,6 +11,7 @@
 #include <optional>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {

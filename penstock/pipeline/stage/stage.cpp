@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/pipeline/contract/record_checks.h"

@@ -5,6 +5,7 @@
 
 #include <unordered_set>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::plan {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <random>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/plan/search/critical_swaps.h"

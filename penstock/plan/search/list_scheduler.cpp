@@ -4,6 +4,7 @@
 #include <limits>
 #include <queue>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/plan/cost/memory_ledger.h"
 

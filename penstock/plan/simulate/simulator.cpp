@@ -8,6 +8,7 @@
 #include <optional>
 #include <tuple>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/plan/cost/memory_ledger.h"
 #include "penstock/validate.h"

@@ -10,6 +10,7 @@
 
 #include "penstock/schedule/check/validate_parts.h"
 #include "penstock/schedule/check/work_set.h"
+#include "penstock/base/describe.h"
 
 namespace penstock::schedule {
 

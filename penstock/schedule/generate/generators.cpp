@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/schedule/generate/shape_check.h"

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/validate.h"
 #include "penstock/schedule/check/work_set.h"

@@ -5,6 +5,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/lower.h"
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"

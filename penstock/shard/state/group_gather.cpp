@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/shard/state/group_parts.h"
 #include "penstock/shard/state/parameter_group.h"

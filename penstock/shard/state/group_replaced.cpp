@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/mesh/local_shard.h"

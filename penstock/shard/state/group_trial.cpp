@@ -1,6 +1,7 @@
 // A group in a trial run: parameters of the gathered shape, without their values and without a gather.
 #include <ATen/ATen.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/shard/state/group_parts.h"
 #include "penstock/shard/state/parameter_group.h"

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <map>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/shard/state/shard_state.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"

@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/shard/state/registry.h"
 #include "penstock/shard/state/shard_context.h"

@@ -11,6 +11,7 @@
 #include <filesystem>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {

@@ -6,6 +6,7 @@
 
 #include <optional>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/compat/device_graph.h"
 #include "penstock/torch/compat/streams.h"

@@ -8,6 +8,7 @@
 
 #include <memory>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/compat/version.h"
 

@@ -7,6 +7,7 @@
 #include <set>
 #include <typeinfo>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/dispatch/wrapper_impl.h"
 

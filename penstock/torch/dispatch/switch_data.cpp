@@ -4,6 +4,7 @@
 #include <typeinfo>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/dispatch/dispatch_kernel.h"
 #include "penstock/torch/dispatch/wrapper_impl.h"

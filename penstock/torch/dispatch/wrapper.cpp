@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/dispatch/dispatch_kernel.h"
 #include "penstock/torch/dispatch/wrapper_call.h"

@@ -1,4 +1,5 @@
 #include "penstock/torch/dispatch/wrapper_impl.h"
+#include "penstock/base/describe.h"
 
 #include <cstring>
 #include <typeinfo>

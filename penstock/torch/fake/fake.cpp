@@ -13,6 +13,7 @@
 #include "penstock/torch/dispatch/operator_traits.h"
 #include "penstock/torch/fake/shape_helpers.h"
 #include "penstock/step_context.h"
+#include "penstock/base/describe.h"
 
 namespace penstock {
 namespace detail {

@@ -3,6 +3,7 @@
 #include <memory>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/fake/fake_payload.h"
 

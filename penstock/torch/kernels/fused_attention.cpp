@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/kernels/attention_scores.h"
 #include "penstock/torch/compat/version.h"

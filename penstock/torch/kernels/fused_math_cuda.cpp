@@ -10,6 +10,7 @@
 #include <string>
 #include <tuple>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/compat/cuda_kernel.h"
 #include "penstock/torch/kernels/fused_math_kernels.h"

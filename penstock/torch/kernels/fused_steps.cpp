@@ -8,6 +8,7 @@
 #include <initializer_list>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/kernels/fused_steps_cpu.h"
 #include "penstock/torch/compat/version.h"

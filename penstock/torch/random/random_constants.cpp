@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::random {

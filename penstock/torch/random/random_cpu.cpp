@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/random/philox_words.h"
 #include "penstock/torch/random/random_job.h"

@@ -7,6 +7,7 @@
 #include <string>
 #include <tuple>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/compat/cuda_kernel.h"
 #include "penstock/torch/random/random_job.h"

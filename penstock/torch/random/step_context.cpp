@@ -5,6 +5,7 @@
 #include <cmath>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/tree/tensor_meta.h"
 

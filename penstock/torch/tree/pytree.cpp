@@ -6,6 +6,7 @@
 #include <iterator>
 #include <set>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/torch/tree/pytree_convert.h"

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/hash.h"
 #include "penstock/torch/tree/distributed_type.h"

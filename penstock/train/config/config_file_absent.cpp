@@ -1,6 +1,7 @@
 // In the place of config_file.cpp where toml++ is missing.
 #include <fmt/format.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/train/config/config_fields.h"
 

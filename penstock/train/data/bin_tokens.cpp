@@ -9,6 +9,7 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/train/data/checksum.h"
 #include "penstock/train/data/token_bytes.h"

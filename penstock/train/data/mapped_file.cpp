@@ -10,6 +10,7 @@
 #include <cstring>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::train {

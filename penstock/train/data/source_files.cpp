@@ -14,6 +14,7 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/train/data/checksum.h"

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/train/data/checksum.h"
 #include "penstock/train/data/token_bytes.h"

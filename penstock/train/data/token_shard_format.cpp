@@ -6,6 +6,7 @@
 #include <bit>
 #include <cstring>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/train/data/checksum.h"
 

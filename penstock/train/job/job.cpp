@@ -14,6 +14,7 @@
 #include <span>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/tensors/load.h"

@@ -8,6 +8,7 @@
 #include <sstream>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/models/transformer/initialize.h"
 #include "penstock/models/transformer/parallel_plan.h"

@@ -14,6 +14,7 @@
 #include <string_view>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/checkpoint/files/folder.h"

@@ -13,6 +13,7 @@
 #include <iterator>
 #include <system_error>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
@@ -191,6 +192,8 @@ void write_run_config(const fs::path& folder, const ResolvedConfig& resolved) {
     }
     fs::rename(draft, path);
     checkpoint::sync_folder(folder);
+  } catch (const ConfigError&) {
+    throw;
   } catch (const std::runtime_error& error) {  // of the file system or of a file
     std::error_code ignored;                  // what matters is told below
     fs::remove(draft, ignored);

@@ -8,6 +8,7 @@
 #include <sstream>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"

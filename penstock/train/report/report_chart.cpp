@@ -11,6 +11,7 @@
 #include <string_view>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/markup.h"
 #include "penstock/base/text.h"

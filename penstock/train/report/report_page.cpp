@@ -13,6 +13,7 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/markup.h"
 #include "penstock/base/text.h"

@@ -8,7 +8,6 @@
 #include <string_view>
 #include <vector>
 
-#include "penstock/ids.h"
 
 namespace penstock::schedule {
 
@@ -61,23 +60,22 @@ class StageMap {
   const std::vector<Chain>& chains() const { return chains_; }
   const std::vector<int>& stage_to_rank() const { return stage_to_rank_; }
 
-  bool has_stage(StageId stage) const { return stage.value() >= 0 && stage.value() < stages(); }
-  int rank_of(StageId stage) const { return stage_to_rank_[static_cast<std::size_t>(stage.value())]; }
-  const Chain& chain_of(StageId stage) const {
+  bool has_stage(int stage) const { return stage >= 0 && stage < stages(); }
+  int rank_of(int stage) const { return stage_to_rank_[static_cast<std::size_t>(stage)]; }
+  const Chain& chain_of(int stage) const {
     std::size_t i = chains_.size() - 1;
-    while (i > 0 && stage.value() < chains_[i].first_stage) --i;
+    while (i > 0 && stage < chains_[i].first_stage) --i;
     return chains_[i];
   }
-  bool is_first(StageId stage) const { return chain_of(stage).first_stage == stage.value(); }
-  bool is_last(StageId stage) const {
+  bool is_first(int stage) const { return chain_of(stage).first_stage == stage; }
+  bool is_last(int stage) const {
     const Chain& chain = chain_of(stage);
-    return chain.first_stage + chain.stages - 1 == stage.value();
+    return chain.first_stage + chain.stages - 1 == stage;
   }
   // Whether this stage runs this microbatch at all.
-  bool runs(StageId stage, MicrobatchId microbatch) const {
+  bool runs(int stage, int microbatch) const {
     const Chain& chain = chain_of(stage);
-    return microbatch.value() >= chain.first_microbatch &&
-           microbatch.value() < chain.first_microbatch + chain.microbatches;
+    return microbatch >= chain.first_microbatch && microbatch < chain.first_microbatch + chain.microbatches;
   }
   // Stages of one rank, ascending.
   std::vector<int> stages_of(int rank) const;

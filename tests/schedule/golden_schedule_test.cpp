@@ -368,11 +368,11 @@ TEST(GoldenSchedules, ActionParse) {
     if (action.at("sub").is_null()) {
       EXPECT_EQ(is_compute(members[0].kind()), action.at("is_compute").get<bool>());
       ASSERT_EQ(members.size(), 1u);
-      EXPECT_EQ(members[0].stage().value(), action.at("stage").get<int>());
+      EXPECT_EQ(members[0].stage(), action.at("stage").get<int>());
       EXPECT_EQ(to_text(members[0].kind()), action.at("type").get<std::string>());
       EXPECT_EQ(members[0].has_microbatch(), !action.at("microbatch").is_null());
       if (members[0].has_microbatch()) {
-        EXPECT_EQ(members[0].microbatch()->value(), action.at("microbatch").get<int>());
+        EXPECT_EQ(*members[0].microbatch(), action.at("microbatch").get<int>());
       }
     } else {
       ASSERT_EQ(members.size(), action.at("sub").size());

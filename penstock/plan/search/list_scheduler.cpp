@@ -56,7 +56,7 @@ class ListScheduler {
       : map_(map), model_(model), limits_(limits), rules_(rules), result_(map) {
     std::vector<std::vector<int>> stages_of(static_cast<std::size_t>(map.ranks()));
     for (int stage = 0; stage < map.stages(); ++stage)
-      stages_of[at(map.rank_of(StageId{stage}))].push_back(stage);
+      stages_of[at(map.rank_of(stage))].push_back(stage);
     place_.resize(at(map.stages()));
     left_.assign(at(map.ranks()), 0);
     link_free_.assign(2 * at(map.stages()), 0);
@@ -91,14 +91,14 @@ class ListScheduler {
 
   void add_stage(int rank, int stage) {
     RankState& state = ranks_[at(rank)];
-    const Chain& chain = map_.chain_of(StageId{stage});
+    const Chain& chain = map_.chain_of(stage);
     for (StageState& before : state.stages) {
       ++before.later_stages;
       before.later_bytes += model_.memory_of(stage).activation;
     }
     state.gradients_to_come += model_.memory_of(stage).gradients;
     place_[at(stage)] = {rank, state.stages.size()};
-    const bool first = map_.is_first(StageId{stage});
+    const bool first = map_.is_first(stage);
     StageState fresh{stage, chain.first_microbatch, chain.microbatches};
     fresh.activation.assign(at(chain.microbatches), first ? 0 : kUnknown);
     fresh.gradient.assign(at(chain.microbatches), kUnknown);
@@ -166,7 +166,7 @@ class ListScheduler {
     const int number = kind == ActionKind::Forward         ? stage.forwards
                        : kind == ActionKind::BackwardInput ? stage.inputs
                                                            : stage.weights;
-    const Action action(kind, StageId{stage.stage}, MicrobatchId{stage.first_microbatch + number});
+    const Action action(kind, stage.stage, stage.first_microbatch + number);
     result_.row(rank).push(action);
     state.ledger.begin(action);
     state.ledger.end(action);
@@ -176,7 +176,7 @@ class ListScheduler {
     switch (kind) {
       case ActionKind::Forward:
         ++stage.forwards;
-        if (map_.is_last(StageId{stage.stage})) {
+        if (map_.is_last(stage.stage)) {
           stage.gradient[at(number)] = end;
         } else {
           hand_on(rank, state, stage.stage, stage.stage + 1, number, end);
@@ -185,7 +185,7 @@ class ListScheduler {
       case ActionKind::BackwardInput:
         ++stage.inputs;
         ++state.open_weights;
-        if (!map_.is_first(StageId{stage.stage}))
+        if (!map_.is_first(stage.stage))
           hand_on(rank, state, stage.stage, stage.stage - 1, number, end);
         break;
       default:

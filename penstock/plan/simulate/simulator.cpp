@@ -68,7 +68,7 @@ class Simulator {
     ledgers_.reserve(ranks_.size());
     std::vector<std::vector<int>> stages_of(ranks_.size());
     for (int stage = 0; stage < map_.stages(); ++stage)
-      stages_of[at(map_.rank_of(StageId{stage}))].push_back(stage);
+      stages_of[at(map_.rank_of(stage))].push_back(stage);
     for (int rank = 0; rank < map_.ranks(); ++rank) {
       ledgers_.emplace_back(model_, stages_of[at(rank)]);
       result_.slots[at(rank)].resize(schedule.row(rank).size());
@@ -124,9 +124,9 @@ class Simulator {
       return found->second;
     };
     for (int stage = 0; stage + 1 < map_.stages(); ++stage) {
-      const int from = map_.rank_of(StageId{stage});
-      const int to = map_.rank_of(StageId{stage + 1});
-      if (map_.is_last(StageId{stage}) || from == to) continue;
+      const int from = map_.rank_of(stage);
+      const int to = map_.rank_of(stage + 1);
+      if (map_.is_last(stage) || from == to) continue;
       forward_channel_[at(stage)] = name(from, to, true);
       backward_channel_[at(stage)] = name(to, from, false);
     }
@@ -164,8 +164,8 @@ class Simulator {
     double start = state.clock;
     Cause cause = previous(rank, state);
     for (const Action& action : slot) {
-      const int stage = action.stage().value();
-      const int microbatch = action.microbatch()->value();
+      const int stage = action.stage();
+      const int microbatch = *action.microbatch();
       const Arrival* need = nullptr;
       switch (action.kind()) {
         case ActionKind::Forward:
@@ -210,14 +210,14 @@ class Simulator {
   // The result of F, B or I goes to the neighbouring stage: at once on the same rank, by a transfer of its
   // own in a compute-only schedule; in a lowered one a SEND takes it.
   void hand_on(int rank, RankState& state, const Action& action, double end) {
-    const int stage = action.stage().value();
-    const int microbatch = action.microbatch()->value();
+    const int stage = action.stage();
+    const int microbatch = *action.microbatch();
     if (action.kind() == ActionKind::BackwardWeight) return;
     const bool is_forward = action.kind() == ActionKind::Forward;
     (is_forward ? forwards_ : inputs_).insert(stage, microbatch);
     if (is_forward ? map_.is_last(action.stage()) : map_.is_first(action.stage())) return;
     const int to = is_forward ? stage + 1 : stage - 1;
-    const int to_rank = map_.rank_of(StageId{to});
+    const int to_rank = map_.rank_of(to);
     Arrival arrival = {end, rank, static_cast<std::uint32_t>(state.position)};
     if (to_rank != rank) {
       if (lowered_) return;
@@ -233,7 +233,7 @@ class Simulator {
   }
 
   void collective(int rank, RankState& state, const Action& action, TimedSlot& timed) {
-    const int stage = action.stage().value();
+    const int stage = action.stage();
     const double time = model_.time_of(action.kind(), stage);
     const auto slot = static_cast<std::uint32_t>(state.position);
     timed.start = state.clock;
@@ -259,7 +259,7 @@ class Simulator {
   }
 
   bool transfer(int rank, RankState& state, const Action& action) {
-    const int stage = action.stage().value();
+    const int stage = action.stage();
     const bool is_forward =
         action.kind() == ActionKind::SendForward || action.kind() == ActionKind::RecvForward;
     const bool sending = is_send(action.kind());
@@ -268,7 +268,7 @@ class Simulator {
         border < 0 ? -1 : (is_forward ? forward_channel_ : backward_channel_)[at(border)];
     if (channel_index < 0) return false;  // nothing is exchanged there: `stalled` says so
     Channel& channel = channels_[at(channel_index)];
-    if (sending && !(is_forward ? forwards_ : inputs_).contains(stage, action.microbatch()->value()))
+    if (sending && !(is_forward ? forwards_ : inputs_).contains(stage, *action.microbatch()))
       return false;
     const Place here = {rank, state.position};
     auto& own = sending ? channel.sends : channel.receives;
@@ -292,7 +292,7 @@ class Simulator {
     const Action& sent = schedule_.row(send.at.rank)[send.at.slot][0];
     const Action& received = schedule_.row(receive.at.rank)[receive.at.slot][0];
     if (sent.microbatch() != received.microbatch() ||
-        sent.stage().value() + (is_forward ? 1 : -1) != received.stage().value()) {
+        sent.stage() + (is_forward ? 1 : -1) != received.stage()) {
       stalled(send.at.rank);
     }
     const auto because = [](Cause::Kind kind, const Place& place) {
@@ -315,7 +315,7 @@ class Simulator {
     result_.slots[at(send.at.rank)][send.at.slot] = at_sender;
     result_.slots[at(receive.at.rank)][receive.at.slot] = at_receiver;
     (is_forward ? activations_
-                : gradients_)[key(received.stage().value(), received.microbatch()->value())] = {
+                : gradients_)[key(received.stage(), *received.microbatch())] = {
         end, receive.at.rank, static_cast<std::uint32_t>(receive.at.slot)};
     if (!blocking_) return;
     for (const Place& place : {send.at, receive.at}) {

@@ -137,7 +137,7 @@ Schedule v_block_schedule(const PipelineShape& shape, std::span<const VBlockOffs
       for (const Stream& stream : streams) {
         const int microbatch = period - stream.start / kPeriod;
         if (microbatch < 0 || microbatch >= shape.microbatches) continue;
-        row.push(Action(stream.kind, StageId{stream.stage}, MicrobatchId{microbatch}));
+        row.push(Action(stream.kind, stream.stage, microbatch));
       }
     }
   }

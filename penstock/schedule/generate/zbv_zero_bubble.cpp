@@ -37,7 +37,7 @@ class RowWriter {
 
   void push(ActionKind kind, int chunk, int microbatch) {
     if (microbatch < microbatches_) {
-      row_.push(Action(kind, StageId{chunks_[chunk].stage}, MicrobatchId{microbatch}));
+      row_.push(Action(kind, chunks_[chunk].stage, microbatch));
     } else {
       row_.push_idle();
     }

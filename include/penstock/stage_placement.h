@@ -14,21 +14,21 @@ namespace penstock::schedule {
 //   Loop           stage s on rank s mod P                         4 ranks: 0 1 2 3 0 1 2 3
 //   V              up, then down, staying at each border           4 ranks: 0 1 2 3 3 2 1 0
 //   Bidirectional  two copies of P stages in opposite directions   4 ranks: 0 1 2 3 3 2 1 0, two chains
-enum class Placement { Loop, V, Bidirectional };
+enum class StagePlacement { Loop, V, Bidirectional };
 
 // "loop", "v", "bidirectional"; any case. Throws ValueError for another name.
-Placement parse_placement(std::string_view name);
-std::string_view to_text(Placement placement);
+StagePlacement parse_stage_placement(std::string_view name);
+std::string_view to_text(StagePlacement placement);
 
 // V with a stage count that is not a multiple of the rank count: refused by default; `Allow` lets the last
 // leg stop short, so that some ranks hold one stage fewer.
 enum class PartialLeg { Refuse, Allow };
 
 // Rank of each stage. Throws ValueError for counts below 1 and for a refused partial leg.
-std::vector<int> stage_to_rank(Placement placement, int ranks, int stages,
+std::vector<int> stage_to_rank(StagePlacement placement, int ranks, int stages,
                                PartialLeg partial = PartialLeg::Refuse);
 // Stages of each rank, ascending; every rank has an entry, possibly empty.
-std::vector<std::vector<int>> rank_to_stages(Placement placement, int ranks, int stages,
+std::vector<std::vector<int>> rank_to_stages(StagePlacement placement, int ranks, int stages,
                                              PartialLeg partial = PartialLeg::Refuse);
 
 // A run of consecutive stages that microbatches pass from the first to the last one. Most schedules have one
@@ -51,7 +51,7 @@ class StageMap {
   // Several chains; they must cover the stages in order without gaps, and no microbatch twice.
   StageMap(int ranks, std::vector<int> stage_to_rank, std::vector<Chain> chains);
   // The map of a placement; for Bidirectional `stages` must be twice `ranks` and `microbatches` even.
-  static StageMap make(Placement placement, int ranks, int stages, int microbatches);
+  static StageMap make(StagePlacement placement, int ranks, int stages, int microbatches);
 
   int ranks() const { return ranks_; }
   int stages() const { return static_cast<int>(stage_to_rank_.size()); }

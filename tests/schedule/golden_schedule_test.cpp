@@ -402,10 +402,10 @@ TEST(GoldenMapping, StageMaps) {
     const int ranks = item.at("pp_size").get<int>();
     const int stages = item.at("num_stages").get<int>();
     const auto map = [&] {
-      return stage_to_rank(parse_placement(item.at("style").get<std::string>()), ranks, stages);
+      return stage_to_rank(parse_stage_placement(item.at("style").get<std::string>()), ranks, stages);
     };
     const auto inverse = [&] {
-      return rank_to_stages(parse_placement(item.at("style").get<std::string>()), ranks, stages);
+      return rank_to_stages(parse_stage_placement(item.at("style").get<std::string>()), ranks, stages);
     };
     if (item.contains("error_type")) {
       ASSERT_EQ(item.at("error_type"), "ValueError");

@@ -126,24 +126,24 @@ TEST(ScheduleText, LimitsAreEnforced) {
 TEST(ScheduleText, PlacementIsReadOffOrGiven) {
   EXPECT_THAT(parse_schedule("0F0,3F0\n1F0,2F0\n").stages().stage_to_rank(), ElementsAre(0, 1, 1, 0));
   EXPECT_THAT(parse_schedule("1F0\n0F0\n").stages().stage_to_rank(), ElementsAre(1, 0));
-  EXPECT_THAT(parse_schedule("1F0\n0F0\n", Placement::Loop).stages().stage_to_rank(), ElementsAre(0, 1));
+  EXPECT_THAT(parse_schedule("1F0\n0F0\n", StagePlacement::Loop).stages().stage_to_rank(), ElementsAre(0, 1));
   EXPECT_THROW(parse_schedule("0F0,2F0\n"), ConfigError);
   EXPECT_THROW(parse_schedule(",,\n"), ConfigError);
   EXPECT_THROW(parse_schedule("16000000F0\n"), ConfigError) << "must not make a table of that size";
 }
 
-TEST(Placement, PartialLastLegOfAVCanBeAllowed) {
-  EXPECT_THROW(stage_to_rank(Placement::V, 3, 7), ValueError);
-  EXPECT_THAT(stage_to_rank(Placement::V, 3, 7, PartialLeg::Allow), ElementsAre(0, 1, 2, 2, 1, 0, 0));
-  EXPECT_THAT(stage_to_rank(Placement::V, 4, 6, PartialLeg::Allow), ElementsAre(0, 1, 2, 3, 3, 2));
-  EXPECT_THAT(rank_to_stages(Placement::V, 3, 4, PartialLeg::Allow),
+TEST(StagePlacement, PartialLastLegOfAVCanBeAllowed) {
+  EXPECT_THROW(stage_to_rank(StagePlacement::V, 3, 7), ValueError);
+  EXPECT_THAT(stage_to_rank(StagePlacement::V, 3, 7, PartialLeg::Allow), ElementsAre(0, 1, 2, 2, 1, 0, 0));
+  EXPECT_THAT(stage_to_rank(StagePlacement::V, 4, 6, PartialLeg::Allow), ElementsAre(0, 1, 2, 3, 3, 2));
+  EXPECT_THAT(rank_to_stages(StagePlacement::V, 3, 4, PartialLeg::Allow),
               ElementsAre(ElementsAre(0), ElementsAre(1), ElementsAre(2, 3)));
-  EXPECT_THROW(stage_to_rank(Placement::Loop, 0, 4), ValueError);
-  EXPECT_THROW(stage_to_rank(Placement::Bidirectional, 4, 6), ValueError);
+  EXPECT_THROW(stage_to_rank(StagePlacement::Loop, 0, 4), ValueError);
+  EXPECT_THROW(stage_to_rank(StagePlacement::Bidirectional, 4, 6), ValueError);
 }
 
-TEST(Placement, BidirectionalHasTwoChains) {
-  const StageMap map = StageMap::make(Placement::Bidirectional, 4, 8, 16);
+TEST(StagePlacement, BidirectionalHasTwoChains) {
+  const StageMap map = StageMap::make(StagePlacement::Bidirectional, 4, 8, 16);
   EXPECT_THAT(map.stage_to_rank(), ElementsAre(0, 1, 2, 3, 3, 2, 1, 0));
   EXPECT_TRUE(map.is_last(3));
   EXPECT_TRUE(map.is_first(4));

@@ -86,7 +86,7 @@ Schedule interleaved_zero_bubble(const PipelineShape& shape) {
   check_shape(ScheduleKind::InterleavedZeroBubble, shape);
   const int group = checked_group_size(ScheduleKind::InterleavedZeroBubble, shape);
   Schedule tight(
-      StageMap::make(Placement::Loop, shape.ranks, shape.ranks * shape.stages_per_rank, shape.microbatches));
+      StageMap::make(StagePlacement::Loop, shape.ranks, shape.ranks * shape.stages_per_rank, shape.microbatches));
   for (int rank = 0; rank < shape.ranks; ++rank) tight.row(rank) = split_backward_row(shape, rank, group);
   return delay_forwards(tight);
 }

@@ -112,7 +112,7 @@ Schedule v_block_schedule(const PipelineShape& shape, std::span<const VBlockOffs
   const int ranks = shape.ranks;
   const int stages = 2 * ranks;
   const Block block = best_block(candidates, ranks);
-  Schedule schedule(StageMap::make(Placement::V, ranks, stages, shape.microbatches));
+  Schedule schedule(StageMap::make(StagePlacement::V, ranks, stages, shape.microbatches));
   for (int rank = 0; rank < ranks; ++rank) {
     const BlockTimes times = *block_times(block.offsets, block.turns, ranks, rank);
     const int chunk0 = rank;

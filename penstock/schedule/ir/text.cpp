@@ -236,7 +236,7 @@ std::string to_csv(const Schedule& schedule) {
   return to_csv(schedule.rows());
 }
 
-Schedule schedule_from_rows(std::vector<Row> rows, std::optional<Placement> placement) {
+Schedule schedule_from_rows(std::vector<Row> rows, std::optional<StagePlacement> placement) {
   if (rows.empty()) throw ConfigError(describe("schedule text", "no line", "one line a rank"));
   std::int32_t last_stage = -1;
   std::int32_t last_microbatch = -1;
@@ -283,7 +283,7 @@ Schedule schedule_from_rows(std::vector<Row> rows, std::optional<Placement> plac
   return Schedule(StageMap(ranks, std::move(map), microbatches), std::move(rows));
 }
 
-Schedule parse_schedule(std::string_view csv, std::optional<Placement> placement, const TextLimits& limits) {
+Schedule parse_schedule(std::string_view csv, std::optional<StagePlacement> placement, const TextLimits& limits) {
   return schedule_from_rows(parse_rows(csv, limits), placement);
 }
 

@@ -21,7 +21,7 @@ constexpr double kUnknown = std::numeric_limits<double>::infinity();
 // missed.
 constexpr double kInstant = 1e-9;
 
-struct StageState {
+struct StageProgress {
   int stage;
   int first_microbatch;
   int microbatches;
@@ -34,8 +34,8 @@ struct StageState {
   std::vector<double> gradient;
 };
 
-struct RankState {
-  std::vector<StageState> stages;
+struct RankProgress {
+  std::vector<StageProgress> stages;
   MemoryLedger ledger;
   double free = 0;
   double wakes = kUnknown;  // the decision that is scheduled
@@ -45,7 +45,7 @@ struct RankState {
 
 // What a rank could do next on one of its stages.
 struct Option {
-  StageState* state = nullptr;
+  StageProgress* state = nullptr;
   double time = kUnknown;
 };
 
@@ -73,7 +73,7 @@ class ListScheduler {
     while (!decisions_.empty()) {
       const auto [time, rank] = decisions_.top();
       decisions_.pop();
-      RankState& state = ranks_[at(rank)];
+      RankProgress& state = ranks_[at(rank)];
       if (time != state.wakes) continue;  // replaced by an earlier one
       state.wakes = kUnknown;
       decide(rank, state, time);
@@ -90,16 +90,16 @@ class ListScheduler {
   static std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
   void add_stage(int rank, int stage) {
-    RankState& state = ranks_[at(rank)];
+    RankProgress& state = ranks_[at(rank)];
     const Chain& chain = map_.chain_of(stage);
-    for (StageState& before : state.stages) {
+    for (StageProgress& before : state.stages) {
       ++before.later_stages;
       before.later_bytes += model_.memory_of(stage).activation;
     }
     state.gradients_to_come += model_.memory_of(stage).gradients;
     place_[at(stage)] = {rank, state.stages.size()};
     const bool first = map_.is_first(stage);
-    StageState fresh{stage, chain.first_microbatch, chain.microbatches};
+    StageProgress fresh{stage, chain.first_microbatch, chain.microbatches};
     fresh.activation.assign(at(chain.microbatches), first ? 0 : kUnknown);
     fresh.gradient.assign(at(chain.microbatches), kUnknown);
     state.stages.push_back(std::move(fresh));
@@ -107,7 +107,7 @@ class ListScheduler {
   }
 
   void schedule_decision(int rank, double time) {
-    RankState& state = ranks_[at(rank)];
+    RankProgress& state = ranks_[at(rank)];
     const double when = std::max(time, state.free);
     if (when >= state.wakes) return;
     state.wakes = when;
@@ -117,7 +117,7 @@ class ListScheduler {
   // Whether memory and rule let another F of this stage start. A place is kept for each later stage of the
   // rank: otherwise the forwards of its first stage could fill the memory that the last one needs to ever
   // free any.
-  bool forward_allowed(int rank, const RankState& state, const StageState& stage) const {
+  bool forward_allowed(int rank, const RankProgress& state, const StageProgress& stage) const {
     const int in_flight = state.ledger.activations() + 1 + stage.later_stages;
     if (in_flight > std::max(rules_[at(rank)].in_flight, static_cast<int>(state.stages.size()))) return false;
     const MemoryLimit& limit = limits_[at(rank)];
@@ -128,9 +128,9 @@ class ListScheduler {
            *limit.bytes;
   }
 
-  void decide(int rank, RankState& state, double now) {
+  void decide(int rank, RankProgress& state, double now) {
     Option forward, input, weight;
-    for (StageState& stage : state.stages) {
+    for (StageProgress& stage : state.stages) {
       // Later stages first at equal times: their microbatches are closest to giving memory back.
       if (stage.forwards < stage.microbatches) {
         const double time = std::max(now, stage.activation[at(stage.forwards)]);
@@ -162,7 +162,7 @@ class ListScheduler {
     // Else the rank sleeps until a neighbour sends something.
   }
 
-  void perform(int rank, RankState& state, StageState& stage, ActionKind kind, double now) {
+  void perform(int rank, RankProgress& state, StageProgress& stage, ActionKind kind, double now) {
     const int number = kind == ActionKind::Forward         ? stage.forwards
                        : kind == ActionKind::BackwardInput ? stage.inputs
                                                            : stage.weights;
@@ -197,7 +197,7 @@ class ListScheduler {
     if (left_[at(rank)] > 0) schedule_decision(rank, state.free);
   }
 
-  void hand_on(int rank, RankState& state, int from, int to, int number, double end) {
+  void hand_on(int rank, RankProgress& state, int from, int to, int number, double end) {
     const auto [to_rank, index] = place_[at(to)];
     double arrival = end;
     if (to_rank != rank) {
@@ -208,7 +208,7 @@ class ListScheduler {
       arrival = start + model_.transfer_time(border);
       if (model_.communication == Communication::Blocking) state.free = arrival;
     }
-    StageState& target = ranks_[at(to_rank)].stages[index];
+    StageProgress& target = ranks_[at(to_rank)].stages[index];
     (to > from ? target.activation : target.gradient)[at(number)] = arrival;
     // The neighbour decides anew when this arrives, unless it has something to do before.
     if (to_rank != rank && left_[at(to_rank)] > 0) schedule_decision(to_rank, std::max(arrival, end));
@@ -227,7 +227,7 @@ class ListScheduler {
   const std::vector<MemoryLimit>& limits_;
   const std::vector<RankRule>& rules_;
   schedule::Schedule result_;
-  std::vector<RankState> ranks_;
+  std::vector<RankProgress> ranks_;
   std::vector<std::pair<int, std::size_t>> place_;  // [stage]: its rank and its index there
   std::vector<int> left_;                           // [rank]: actions to do
   std::vector<double> link_free_;                   // [border, direction]

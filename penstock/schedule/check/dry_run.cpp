@@ -11,9 +11,9 @@ namespace penstock::schedule {
 
 namespace {
 
-class DryRun {
+class DryRunner {
  public:
-  explicit DryRun(const Schedule& schedule)
+  explicit DryRunner(const Schedule& schedule)
       : source_(schedule),
         map_(schedule.stages()),
         lowered_(schedule.has_transfers()),
@@ -124,7 +124,7 @@ Schedule dry_run(const Schedule& schedule) {
   check_numbers(schedule);
   check_density(schedule);
   const Schedule packed = without_idle(schedule);
-  return DryRun(packed).run();
+  return DryRunner(packed).run();
 }
 
 }  // namespace penstock::schedule

@@ -64,7 +64,7 @@ class ProgressCheck {
 
  private:
   // One communicator: both ends' next transfer.
-  struct Channel {
+  struct ChannelState {
     std::optional<Place> sender_at;    // a sender that waits (blocking sends)
     std::optional<Place> receiver_at;  // a receiver that waits
     std::deque<Place> posted;          // sends that were reached and not yet received (posted sends)
@@ -90,7 +90,7 @@ class ProgressCheck {
     }
   }
 
-  Channel& channel_of(const Action& transfer) {
+  ChannelState& channel_of(const Action& transfer) {
     const auto stage = static_cast<std::size_t>(transfer.stage());
     switch (transfer.kind()) {
       case ActionKind::SendForward: return channels_[static_cast<std::size_t>(forward_channel_[stage])];
@@ -159,7 +159,7 @@ class ProgressCheck {
   }
 
   bool send(const Place& here, const Action& action) {
-    Channel& channel = channel_of(action);
+    ChannelState& channel = channel_of(action);
     if (posted_sends_) {
       if (channel.receiver_at && meet(here, *channel.receiver_at)) {
         pass(*channel.receiver_at);
@@ -180,7 +180,7 @@ class ProgressCheck {
   }
 
   bool receive(const Place& here, const Action& action) {
-    Channel& channel = channel_of(action);
+    ChannelState& channel = channel_of(action);
     if (!channel.posted.empty()) {
       if (!meet(channel.posted.front(), here)) return false;
       channel.posted.pop_front();
@@ -326,7 +326,7 @@ class ProgressCheck {
   std::vector<bool> queued_;
   std::deque<int> runnable_;
   std::vector<std::optional<Action>> waits_for_;
-  std::vector<Channel> channels_;
+  std::vector<ChannelState> channels_;
   std::vector<std::int32_t> forward_channel_;   // of stage s to s+1
   std::vector<std::int32_t> backward_channel_;  // of stage s+1 to s
   std::vector<int> stuck_;

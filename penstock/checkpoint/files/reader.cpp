@@ -9,10 +9,10 @@
 #include <utility>
 
 #include "penstock/errors.h"
+#include "penstock/base/checksum.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/blocks.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
-#include "penstock/checkpoint/files/checksum.h"
 #include "penstock/checkpoint/files/output_file.h"
 #include "penstock/comm/message/message.h"
 
@@ -70,7 +70,8 @@ std::vector<Damage> own_damage(const fs::path& path, bool blocks, int rank, int 
       if (std::any_of(damages.begin(), damages.end(), [&](const Damage& known) { return known.file == file.name && known.what.starts_with("cannot"); })) return;
       if (!read.error.empty())
         damages.push_back({file.name, read.begin, read.end, fmt::format("cannot be read: {}", read.error)});
-      else if (read.bytes.size() == read.end - read.begin && checksum(read.bytes) != file.checksums.at(read.begin / index.block_bytes))
+      else if (read.bytes.size() == read.end - read.begin &&
+               xxh3_checksum64(read.bytes, "checkpoints") != file.checksums.at(read.begin / index.block_bytes))
         damages.push_back({file.name, read.begin, read.end, "the checksum differs: these bytes are not those that were written"});
     });
   if (damages.empty()) {

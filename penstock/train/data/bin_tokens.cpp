@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "penstock/errors.h"
-#include "penstock/train/data/checksum.h"
+#include "penstock/base/checksum.h"
 #include "penstock/train/data/token_bytes.h"
 
 namespace penstock::train {

@@ -15,8 +15,8 @@
 #include <utility>
 
 #include "penstock/errors.h"
+#include "penstock/base/checksum.h"
 #include "penstock/base/text.h"
-#include "penstock/train/data/checksum.h"
 
 namespace penstock::train {
 

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "penstock/errors.h"
-#include "penstock/train/data/checksum.h"
+#include "penstock/base/checksum.h"
 
 namespace penstock::train {
 

@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "penstock/errors.h"
-#include "penstock/train/data/checksum.h"
+#include "penstock/base/checksum.h"
 
 namespace penstock::train {
 

@@ -1,4 +1,4 @@
-#include "penstock/train/data/checksum.h"
+#include "penstock/base/checksum.h"
 
 #include <bit>
 #include <cstddef>
@@ -7,9 +7,13 @@
 #ifdef PENSTOCK_HAVE_XXHASH
 #define XXH_INLINE_ALL  // nothing to link
 #include <xxhash.h>
+#else
+#include <fmt/format.h>
+
+#include "penstock/errors.h"
 #endif
 
-namespace penstock::train {
+namespace penstock {
 
 namespace {
 
@@ -80,4 +84,27 @@ std::uint64_t checksum64(std::string_view text) {
   return checksum64({reinterpret_cast<const std::uint8_t*>(text.data()), text.size()});
 }
 
-}  // namespace penstock::train
+#ifdef PENSTOCK_HAVE_XXHASH
+
+std::uint64_t xxh3_checksum64(std::span<const std::uint8_t> bytes, std::string_view) {
+  return XXH3_64bits(bytes.data(), bytes.size());
+}
+
+void require_xxhash(std::string_view) {}
+
+#else
+
+// No other checksum stands in for XXH3: it would make files that other builds refuse.
+std::uint64_t xxh3_checksum64(std::span<const std::uint8_t>, std::string_view user) {
+  require_xxhash(user);
+  return 0;
+}
+
+void require_xxhash(std::string_view user) {
+  throw ConfigError(fmt::format(
+      "{}: this build has no xxHash; install its header (Debian: libxxhash-dev) and build again", user));
+}
+
+#endif
+
+}  // namespace penstock

@@ -27,7 +27,7 @@ constexpr comm::MessageKind kFound{"CKPF"};
 constexpr std::size_t kDamagesShown = 8;
 
 Index read_index(const fs::path& path) {
-  const MappedFile file(path / "index.json");
+  const MappedFile file = map_checkpoint_file(path / "index.json");
   return parse_index({reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()}, (path / "index.json").string());
 }
 
@@ -105,7 +105,7 @@ Checkpoint::Checkpoint(const fs::path& path) : path_(path), index_(read_index(pa
     if (bytes != file.bytes)
       throw CheckpointError(fmt::format("{}: {} bytes, the index says {}; it is truncated or damaged", place.string(), bytes, file.bytes));
     if (file.section == "state") {
-      const MappedFile state(place);
+      const MappedFile state = map_checkpoint_file(place);
       state_.assign(state.bytes().begin(), state.bytes().end());
     } else if (file.section == "model" || file.section == "optimizer") {
       files_.push_back(std::make_unique<SafetensorsFile>(place));

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #ifdef PENSTOCK_HAVE_XXHASH
-#define XXH_INLINE_ALL  // nothing to link
+#define XXH_INLINE_ALL  // header-only: no library to link
 #include <xxhash.h>
 #else
 #include <fmt/format.h>
@@ -23,7 +23,7 @@ constexpr std::uint64_t kPrime3 = 0x165667B19E3779F9ULL;
 constexpr std::uint64_t kPrime4 = 0x85EBCA77C2B2AE63ULL;
 constexpr std::uint64_t kPrime5 = 0x27D4EB2F165667C5ULL;
 
-static_assert(std::endian::native == std::endian::little, "files are little-endian and mapped as they are");
+static_assert(std::endian::native == std::endian::little, "files are little-endian and mapped unconverted");
 
 template <class T>
 T load(const std::uint8_t* from) {
@@ -94,7 +94,7 @@ void require_xxhash(std::string_view) {}
 
 #else
 
-// No other checksum stands in for XXH3: it would make files that other builds refuse.
+// There is no fallback for XXH3: another checksum would produce files that other builds reject.
 std::uint64_t xxh3_checksum64(std::span<const std::uint8_t>, std::string_view user) {
   require_xxhash(user);
   return 0;

@@ -28,7 +28,7 @@ class MapFileError : public std::runtime_error {
 
 class MappedFile {
  public:
-  // Without bytes.
+  // Maps no file: bytes() is empty.
   MappedFile() = default;
   // An empty file has no bytes. Throws MapFileError if the file cannot be read or is not a plain file.
   explicit MappedFile(const std::filesystem::path& path);

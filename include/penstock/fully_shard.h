@@ -2,7 +2,7 @@
 // while they are computed with.
 //
 //   auto world = comm::World::from_env();
-//   comm::MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size()));
+//   comm::MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size()));
 //   auto model = std::make_shared<Model>();
 //   for (const auto& block : *model->blocks) fully_shard(*block, mesh);     // inner modules first: a group of parameters each
 //   fully_shard(*model, mesh);                                              // what is left

@@ -1,6 +1,6 @@
 // Tensor parallel modules: unmodified torch::nn modules whose parameters become distributed tensors.
 //
-//   comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 4}, {"dp", "tp"}, Rank{world.rank()}, world.size()));
+//   comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 4}, {"dp", "tp"}, world.rank(), world.size()));
 //   parallelize_module(*model, mesh,
 //                      {{"blocks.*.attention.w[qkv]", colwise_parallel()},
 //                       {"blocks.*.attention.wo", rowwise_parallel({.output = Shard{1}})},      // sequence parallel around it

@@ -31,7 +31,7 @@ std::string describe(std::string_view what, std::string_view actual, std::string
   if (!actual.empty()) text += fmt::format(": got {}", actual);
   if (!expected.empty()) text += fmt::format("{} expected {}", actual.empty() ? ":" : ",", expected);
   if (!remedy.empty()) text += fmt::format("; {}", remedy);
-  return printable(text);  // what users gave may be binary
+  return printable(text);  // user input may be binary
 }
 
 void invariant_failed(const char* condition, const char* file, int line, std::string_view why) {

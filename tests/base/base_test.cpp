@@ -5,14 +5,11 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <sstream>
-#include <unordered_set>
 
 #include "penstock/base/env.h"
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/files.h"
-#include "penstock/ids.h"
 #include "penstock/base/text.h"
 #include "penstock/base/warnings.h"
 #include "tests/throws.h"
@@ -55,17 +52,6 @@ TEST(Errors, InvariantStaysOnInReleaseBuilds) {
   const auto text = message_of<InvariantError>([] { PENSTOCK_INVARIANT(1 + 1 == 3, "sums hold"); });
   EXPECT_NE(text.find("sums hold"), std::string::npos);
   EXPECT_NE(text.find("1 + 1 == 3"), std::string::npos);
-}
-
-TEST(Ids, AreOrderedHashableAndDistinct) {
-  EXPECT_LT(Rank{1}, Rank{2});
-  std::unordered_set<StageId> stages = {StageId{1}, StageId{1}, StageId{2}};
-  EXPECT_EQ(stages.size(), 2u);
-  EXPECT_FALSE((std::is_convertible_v<int, Rank>));
-  EXPECT_FALSE((std::is_convertible_v<Rank, StageId>));
-  std::ostringstream out;
-  out << MicrobatchId{7};
-  EXPECT_EQ(out.str(), "7");
 }
 
 TEST(Text, NearestNameFindsTyposAndRefusesStrangers) {

@@ -43,7 +43,7 @@ at::Tensor call(const char* name, const std::vector<at::Tensor>& arguments) {
 }
 
 comm::MeshGroups mesh_on(comm::World& world, const Numbers& shape, const std::vector<std::string>& names = {}) {
-  return {world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", shape, names, world.rank(), world.size())};
 }
 
 // The message of each rank's own error. A rank that throws stays until all have: nobody learns of the error by its leaving.

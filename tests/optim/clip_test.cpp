@@ -131,7 +131,7 @@ TEST(ClipGradNorm, PipelineAndTensorParallelAgainstOneProcess) {
         std::mutex mutex;
         std::set<std::uint64_t> bits;
         comm::run_ranks(4, 60s, [&](comm::World& world) {
-          DeviceMesh whole = init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{world.rank()}, 4);
+          DeviceMesh whole = init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), 4);
           const comm::MeshGroups mesh(world, whole);
           const comm::MeshGroups tp = mesh.with_mesh(whole["tp"]);
           const int stage = world.rank() / 2;
@@ -155,7 +155,7 @@ TEST(ClipGradNorm, PipelineAndTensorParallelAgainstOneProcess) {
 // Nothing is split, and the group of all ranks holds two copies of everything.
 TEST(ClipGradNorm, CopiesAlongAnAxisCountOnce) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
     at::Tensor p = distribute_tensor(at::zeros({4}), mesh, {Replicate{}}).set_requires_grad(true);
     p.mutable_grad() = distribute_tensor(at::full({4}, 3.0), mesh, {Replicate{}});
     EXPECT_EQ(clip_grad_norm({{"p", p}}, kInfinity).value(), 6);
@@ -169,8 +169,8 @@ TEST(ClipGradNorm, CopiesAlongAnAxisCountOnce) {
 
 TEST(SettleGradients, AGradientOnOtherRanksIsRefusedWhateverItsPlacements) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, 4));
-    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, Rank{world.rank()}));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), 4));
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, world.rank()));
     for (const Placement& placement : {Placement(Shard{0}), Placement(Replicate{})}) {
       at::Tensor parameter = distribute_tensor(at::ones({4}), mesh, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt});
       parameter.mutable_grad() = distribute_tensor(at::ones({4}), other, {Replicate{}, placement}, {.source_axis_rank = std::nullopt});
@@ -235,7 +235,7 @@ TEST(SettleGradients, RanksThatHaveOthersAreRefusedByName) {
   std::set<std::string> texts;
   std::mutex mutex;
   comm::run_ranks(2, 20s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
     std::vector<NamedParameter> parameters;
     for (const char* name : {"a", "b"}) parameters.push_back({name, distribute_tensor(at::zeros({3}), mesh, {Replicate{}}).detach().set_requires_grad(true)});
     const auto give = [&](std::size_t which) { parameters[which].tensor.mutable_grad() = from_local(at::ones({3}), mesh, {Partial{}}); };

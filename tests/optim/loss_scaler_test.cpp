@@ -115,7 +115,7 @@ TEST(LossScaler, RanksAgree) {
 // The shards of a parameter need no group: their mesh is known.
 TEST(LossScaler, RanksOfAMeshAgree) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
     at::Tensor split = distribute_tensor(at::zeros({4}), mesh, {Shard{0}}).set_requires_grad(true), terms = distribute_tensor(at::zeros({2}), mesh, {Replicate{}}).set_requires_grad(true);
     for (const bool bad : {false, true}) {
       LossScaler scaler({.initial_scale = 2});

@@ -370,7 +370,7 @@ TEST(DistributedOptimizer, TwoRanksAgainstOneProcess) {
       }
       const OptimizerState expected = one->state();
       comm::run_ranks(2, 60s, [&](comm::World& world) {
-        const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+        const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
         std::vector<NamedParameter> parameters;
         for (std::size_t i = 0; i < layouts.size(); ++i)
           parameters.push_back({"p" + std::to_string(i), distribute_tensor(numbers(layouts[i].shape, static_cast<int>(i)), mesh, layouts[i].parameter).set_requires_grad(true)});
@@ -412,7 +412,7 @@ TEST(DistributedOptimizer, TwoRanksAgainstOneProcess) {
 
 TEST(DistributedOptimizer, Mistakes) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
     at::Tensor p = distribute_tensor(numbers({4, 2}, 0), mesh, {Shard{0}}).set_requires_grad(true), plain = numbers({4, 2}, 0).set_requires_grad(true);
     AdamW adamw({NamedParameter{"split", p}}), alone({NamedParameter{"plain", plain}});
     // .grad() checks only size, dtype and device of what it is given.

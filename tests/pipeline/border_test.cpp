@@ -413,7 +413,7 @@ TEST(Borders, LocalPartsOfDistributedTensorsKeepTheirStrides) {
     std::mutex mutex;
     const at::Tensor x = test::values({8, kWidth}, 21);
     comm::run_ranks(4, 30s, [&](comm::World& world) {
-      const comm::MeshGroups whole(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{world.rank()}, world.size()));
+      const comm::MeshGroups whole(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), world.size()));
       const comm::MeshGroups columns = whole.with_mesh(whole.mesh()["tp"]);
       const int stage = world.rank() / 2, column = world.rank() % 2;
       StageOptions options;

@@ -27,7 +27,7 @@ using test::with;
 TEST(DistributedTrial, ADistributedArgumentAtAPlainStage) {
   for (const TrialRun trial : kTrials)
     comm::run_ranks(4, 30s, [&](comm::World& world) {
-      const comm::MeshGroups all(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{world.rank()}, world.size()));
+      const comm::MeshGroups all(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), world.size()));
       const comm::MeshGroups tp = all.with_mesh(all.mesh()["tp"]);
       const int stage = world.rank() / 2;
       StageOptions stage_options = with(trial);
@@ -75,7 +75,7 @@ void train_replicas(TrialRun trial, int pipeline_ranks, bool reads_values) {
   std::mutex mutex;
   std::map<int, at::Tensor> found;
   comm::run_ranks(pipeline_ranks * kReplicas, 30s, [&](comm::World& world) {
-    const comm::MeshGroups all(world, init_device_mesh("cpu", {pipeline_ranks, kReplicas}, {"pp", "dp"}, Rank{world.rank()}, world.size()));
+    const comm::MeshGroups all(world, init_device_mesh("cpu", {pipeline_ranks, kReplicas}, {"pp", "dp"}, world.rank(), world.size()));
     const int stage = world.rank() / kReplicas, replica = world.rank() % kReplicas;
     ShardedPart module(stage, reads_values);
     fully_shard(*module, all.with_mesh(all.mesh()["dp"]));
@@ -123,7 +123,7 @@ TEST(DistributedTrial, ReplicasWhoseMicrobatchesDiffer) {
 TEST(DistributedTrial, ShardedStagesCastInTheirTrial) {
   for (const TrialRun trial : kTrials)
     comm::run_ranks(2, 30s, [&](comm::World& world) {
-      const comm::MeshGroups dp(world, init_device_mesh("cpu", {2}, {"dp"}, Rank{world.rank()}, world.size()));
+      const comm::MeshGroups dp(world, init_device_mesh("cpu", {2}, {"dp"}, world.rank(), world.size()));
       torch::nn::Linear linear(kWidth, kWidth);
       fully_shard(*linear, dp, {.mixed_precision = {.param_dtype = at::kBFloat16}});
       PipelineOptions options{world};
@@ -143,7 +143,7 @@ TEST(DistributedTrial, ShardedStagesCastInTheirTrial) {
 TEST(DistributedTrial, TensorParallelRanksWhoseShapesDiffer) {
   for (const TrialRun trial : kTrials)
     comm::run_ranks(2, 30s, [&](comm::World& world) {
-      const comm::MeshGroups tp(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, world.size()));
+      const comm::MeshGroups tp(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), world.size()));
       struct RowsImpl : torch::nn::Module {
         explicit RowsImpl(const comm::MeshGroups& groups) : mesh(groups) {
           weight = register_parameter("weight", distribute_tensor(values({kWidth, kWidth}, 5), mesh, {Shard{0}}));
@@ -177,7 +177,7 @@ TEST(DistributedTrial, TensorParallelStagesOfOneRank) {
     for (const bool reads_values : {false, true}) {
       if (reads_values && trial == TrialRun::Fake) continue;
       comm::run_ranks(2, 30s, [&](comm::World& world) {
-        const comm::MeshGroups tp(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, world.size()));
+        const comm::MeshGroups tp(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), world.size()));
         struct SharedImpl : torch::nn::Module {
           SharedImpl(int number, at::Tensor the_weight, const comm::MeshGroups& groups) : stage(number), mesh(groups), weight(register_parameter("weight", std::move(the_weight))) {
             factor = register_buffer("factor", distribute_tensor(at::linspace(0.5, 1.5, kWidth), mesh, {Replicate{}}));

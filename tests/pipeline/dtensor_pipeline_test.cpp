@@ -64,7 +64,7 @@ void expect_parity(ScheduleKind kind, int pipeline_ranks, TrialRun trial) {
   std::vector<at::Tensor> losses;
   std::mutex mutex;
   comm::run_ranks(pipeline_ranks * kTensorParallel, 60s, [&](comm::World& world) {
-    const comm::MeshGroups whole(world, init_device_mesh("cpu", {pipeline_ranks, kTensorParallel}, {"pp", "tp"}, Rank{world.rank()}, world.size()));
+    const comm::MeshGroups whole(world, init_device_mesh("cpu", {pipeline_ranks, kTensorParallel}, {"pp", "tp"}, world.rank(), world.size()));
     const comm::MeshGroups tensor_parallel = whole.with_mesh(whole.mesh()["tp"]);
     PipelineOptions options{world};
     for (int i = 0; i < pipeline_ranks; ++i) options.ranks.push_back(i * kTensorParallel + world.rank() % kTensorParallel);
@@ -126,7 +126,7 @@ TEST(DistributedOutputs, OnAnotherMeshThanAgreedAreRefused) {
   std::string refused;  // by the stage that made it; the others hear of it in various ways
   const auto body = [&](comm::World& world) {
     const auto mesh_of_axis = [&](const char* name) {
-      const comm::MeshGroups whole(world, init_device_mesh("cpu", {2, 2}, {"pp", name}, Rank{world.rank()}, 4));
+      const comm::MeshGroups whole(world, init_device_mesh("cpu", {2, 2}, {"pp", name}, world.rank(), 4));
       return whole.with_mesh(whole.mesh()[name]);
     };
     const comm::MeshGroups agreed = mesh_of_axis("tp"), other = mesh_of_axis("cp");

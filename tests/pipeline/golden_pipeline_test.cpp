@@ -220,7 +220,7 @@ std::vector<RunRecord> sharded_run(const json& definition, const Case& config, i
   std::vector<RunRecord> records(static_cast<std::size_t>(dp), RunRecord(kSteps));
   std::mutex mutex;
   comm::run_ranks(config.world, 60s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {pp, dp}, {"pp", "dp"}, Rank{world.rank()}, config.world));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {pp, dp}, {"pp", "dp"}, world.rank(), config.world));
     const int place = world.rank() / dp, twin = world.rank() % dp;
     const auto kind = schedule::schedule_kind(config.schedule);
     const auto map = schedule::rank_to_stages(schedule::placement_of(kind), pp, count);

@@ -71,11 +71,11 @@ class Tokens final : public StepActions {
     for (const Instruction& each : unit) run(each.action);
   }
   void post(const Instruction& instruction, const Channel& channel) override {
-    posted_[{instruction.channel, instruction.action.microbatch()->value()}] = next_[instruction.channel]++;
+    posted_[{instruction.channel, *instruction.action.microbatch()}] = next_[instruction.channel]++;
     if (channel.to_rank != program_.rank) complain("a receive of somebody else's channel", instruction);
   }
   void await(const Instruction& instruction, const Channel& channel) override {
-    const int microbatch = instruction.action.microbatch()->value();
+    const int microbatch = *instruction.action.microbatch();
     const auto at = posted_.find({instruction.channel, microbatch});
     if (at == posted_.end()) return complain("waits for what was not posted", instruction);
     if (wires_.receive(channel, at->second) != microbatch) return complain("another microbatch arrived, or none", instruction);
@@ -83,11 +83,11 @@ class Tokens final : public StepActions {
   }
   void send(const Instruction& instruction, const Channel& channel) override {
     check_made(instruction, channel);
-    wires_.send(channel, instruction.action.microbatch()->value());
+    wires_.send(channel, *instruction.action.microbatch());
   }
   void pass(const Instruction& instruction, const Channel& channel) override {
     check_made(instruction, channel);
-    arrive(channel, instruction.action.microbatch()->value());
+    arrive(channel, *instruction.action.microbatch());
   }
   void stage_wide(const Instruction& instruction) override { ++stage_wide_[instruction.action.kind()]; }
   void finish() override { finished_ = true; }
@@ -112,7 +112,7 @@ class Tokens final : public StepActions {
   }
 
   void run(const Action& action) {
-    const int stage = action.stage().value(), microbatch = action.microbatch()->value();
+    const int stage = action.stage(), microbatch = *action.microbatch();
     const Work work{action.kind(), {stage, microbatch}};
     if (map_.rank_of(action.stage()) != program_.rank) complaints_.push_back("on the wrong rank: " + schedule::to_text(action));
     if (!done_.insert(work).second) complaints_.push_back("twice: " + schedule::to_text(action));
@@ -124,7 +124,7 @@ class Tokens final : public StepActions {
     if (action.kind() == ActionKind::BackwardWeight && !has(ActionKind::BackwardInput, stage, microbatch)) complaints_.push_back("without I: " + schedule::to_text(action));
   }
   void check_made(const Instruction& instruction, const Channel& channel) {
-    const int microbatch = instruction.action.microbatch()->value();
+    const int microbatch = *instruction.action.microbatch();
     const bool made = channel.kind == Channel::Kind::Activation
                           ? has(ActionKind::Forward, channel.from_stage, microbatch)
                           : has(ActionKind::Backward, channel.from_stage, microbatch) || has(ActionKind::BackwardInput, channel.from_stage, microbatch);

@@ -105,8 +105,8 @@ void check(const Layout& layout) {
   comm::run_ranks(kPipeline * layout.dp, 120s, [&](comm::World& world) {
     SCOPED_TRACE(fmt::format("{}, dp {}, mode {}", layout.schedule, layout.dp, static_cast<int>(layout.mode)));
     const bool both = layout.mode == Mode::Both;
-    const comm::MeshGroups all(world, both ? init_device_mesh("cpu", {kPipeline, 2, layout.dp / 2}, {"pp", "replicas", "shards"}, Rank{world.rank()}, world.size())
-                                           : init_device_mesh("cpu", {kPipeline, layout.dp}, {"pp", "dp"}, Rank{world.rank()}, world.size()));
+    const comm::MeshGroups all(world, both ? init_device_mesh("cpu", {kPipeline, 2, layout.dp / 2}, {"pp", "replicas", "shards"}, world.rank(), world.size())
+                                           : init_device_mesh("cpu", {kPipeline, layout.dp}, {"pp", "dp"}, world.rank(), world.size()));
     const comm::MeshGroups dp = all.with_mesh(both ? all.mesh().slice({"replicas", "shards"}) : all.mesh()["dp"]);
     const int own = world.rank() / layout.dp, replica = world.rank() % layout.dp;
     const schedule::Schedule schedule = schedule::generate(schedule::schedule_kind(layout.schedule), {.ranks = kPipeline, .stages_per_rank = layout.per_rank, .microbatches = kMicrobatches, .group_size = {}});

@@ -383,7 +383,7 @@ TEST_F(SplitBackward, DistributedTensors) {
   const Tensors whole{at::randn({16, 16}), at::randn({16}), at::randn({16, 16}), at::randn({16}), at::randn({16}), at::randn({16})};
   const auto inputs = random_inputs({{4, 16}});
   comm::run_ranks(2, 60s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
     const auto spread = [&](const at::Tensor& tensor, const Placement& placement) { return distribute_tensor(tensor.detach(), mesh, {placement}).requires_grad_(true); };
     const Tensors weights{spread(whole[0], Shard{0}), spread(whole[1], Shard{0}), spread(whole[2], Shard{1}), spread(whole[3], Replicate{}),
                           spread(whole[4], Replicate{}), spread(whole[5], Replicate{})};

@@ -91,7 +91,7 @@ TEST(GradientSync, OncePerStepInEverySchedule) {
         std::int64_t last = -1;
         for (const schedule::Slot slot : whole.row(world.rank()))
           for (const schedule::Action& action : slot)
-            if (action.stage().value() == stages[i].index() && (action.kind() == schedule::ActionKind::Backward || action.kind() == schedule::ActionKind::BackwardWeight)) last = action.microbatch()->value();
+            if (action.stage() == stages[i].index() && (action.kind() == schedule::ActionKind::Backward || action.kind() == schedule::ActionKind::BackwardWeight)) last = *action.microbatch();
         EXPECT_EQ(module.forwards_with_sync, std::set<std::int64_t>{last});
         EXPECT_EQ(module.reduced_with, last);
         EXPECT_FALSE(module.trial_with_sync);

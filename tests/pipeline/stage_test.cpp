@@ -156,7 +156,7 @@ TEST(Stage, AWeightStepOfOnesOwn) {
       for (const schedule::Slot slot : pipeline.schedule().row(world.rank()))
         for (const schedule::Action& action : slot) {
           if (!schedule::is_compute(action.kind())) continue;
-          const auto microbatch = std::to_string(action.microbatch()->value());
+          const auto microbatch = std::to_string(*action.microbatch());
           if (action.kind() == schedule::ActionKind::Backward || action.kind() == schedule::ActionKind::BackwardInput) expected.push_back("b" + microbatch);
           if (action.kind() == schedule::ActionKind::Backward || action.kind() == schedule::ActionKind::BackwardWeight) {
             waits = waits || expected.back() != "b" + microbatch;

@@ -408,7 +408,7 @@ TEST(StageTrial, TheLastStageOfEitherChainMayReturnAnything) {
     int ends = 0;
     for (const int index : order.stages().stages_of(world.rank())) {
       Block block(index % 2);
-      const bool last = order.stages().is_last(StageId{index});
+      const bool last = order.stages().is_last(index);
       ends += last;
       own.emplace_back(StageModule([block, last](at::Tensor x) mutable {
         const at::Tensor h = block->forward(x);

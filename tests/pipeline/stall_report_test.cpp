@@ -94,7 +94,7 @@ TEST(StallReport, PlacesComeFromThePrograms) {
     EXPECT_EQ(place.stage, 1);
     EXPECT_EQ(place.microbatch.has_value(), each.action.has_microbatch());
     if (place.microbatch) {
-      EXPECT_EQ(*place.microbatch, each.action.microbatch()->value());
+      EXPECT_EQ(*place.microbatch, *each.action.microbatch());
     }
     EXPECT_EQ(place.kind, schedule::to_text(each.action.kind()));
     EXPECT_EQ(place.instruction, to_text(program, each));

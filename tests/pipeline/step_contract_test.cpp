@@ -206,7 +206,7 @@ struct ShardedWorld {
 };
 
 ShardedWorld two_by_two(comm::World& world) {
-  const comm::MeshGroups all(world, init_device_mesh("cpu", {2, 2}, {"pp", "dp"}, Rank{world.rank()}, world.size()));
+  const comm::MeshGroups all(world, init_device_mesh("cpu", {2, 2}, {"pp", "dp"}, world.rank(), world.size()));
   return {all.with_mesh(all.mesh()["dp"]), {world.rank() % 2, 2 + world.rank() % 2}};
 }
 
@@ -236,7 +236,7 @@ TEST(StepContract, AShardedStageReducesOnceAStep) {
 TEST(StepContract, ReshardFreesWhatTheScheduleNoLongerNeeds) {
   static constexpr int kStages = 6;  // on the one rank of each pipeline; a lowered schedule gathers at most three at a time
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"dp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"dp"}, world.rank(), 2));
     std::vector<PipelineStage> stages;
     std::vector<ParameterGroup*> groups;
     for (int stage = 0; stage < kStages; ++stage) {

@@ -311,7 +311,7 @@ TEST(CopyGradients, TermsOfASumAndCopiesWithoutThem) {
   for (const bool summed : {false, true}) {
     SCOPED_TRACE(summed ? "the other has the sum" : "the other has nothing");
     comm::run_ranks(4, 60s, [&](comm::World& world) {
-      const comm::MeshGroups grid(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{world.rank()}, 4));
+      const comm::MeshGroups grid(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), 4));
       const comm::MeshGroups tp = grid.with_mesh(grid.mesh()["tp"]);
       const int place = world.rank() / 2, twin = world.rank() % 2;
       const schedule::Schedule whole = schedule_of(ScheduleKind::DualPipe, 2, 4);

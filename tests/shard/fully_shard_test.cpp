@@ -21,7 +21,7 @@ using namespace std::chrono_literals;
 using namespace penstock::test;
 
 comm::MeshGroups line(comm::World& world) {
-  return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())};
 }
 
 class Worlds : public testing::TestWithParam<int> {};
@@ -38,7 +38,7 @@ TEST_P(Worlds, TrainLikeOneProcess) {
 }
 
 comm::MeshGroups grid(comm::World& world, std::vector<std::int64_t> shape, std::vector<std::string> names) {
-  return {world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", shape, names, world.rank(), world.size())};
 }
 
 TEST(FullyShard, OneGroupForEverything) {

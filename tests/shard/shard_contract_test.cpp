@@ -17,7 +17,7 @@ namespace nn = torch::nn;
 using test::has_text;
 using test::message_of;
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
 
 struct OneImpl : nn::Module {
   explicit OneImpl(std::int64_t rows = 4) { weight = register_parameter("weight", at::ones({rows, 3})); }

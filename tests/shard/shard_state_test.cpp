@@ -23,7 +23,7 @@ namespace shard_state_test {
 using namespace std::chrono_literals;
 using namespace penstock::test;
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
 
 struct Two : nn::Module {
   Two() {
@@ -379,14 +379,14 @@ TEST(DeferredShards, AreThePartsOfWhatOneProcessWouldHave) {
 TEST(ShardErrors, SayWhatToChange) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const auto grid = [&](std::vector<std::int64_t> shape, std::vector<std::string> names) {
-      return comm::MeshGroups(world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, 4));
+      return comm::MeshGroups(world, init_device_mesh("cpu", shape, names, world.rank(), 4));
     };
     const comm::MeshGroups mesh = line(world);
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), grid({1, 2, 2}, {"a", "b", "c"})); }), "shard_axes"));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), mesh, {.shard_axes = {"dp", "dp"}}); }), "every axis once"));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), mesh, {.shard_axes = {"tp"}}); }), "tp"));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), grid({2, 2}, {}), {.shard_axes = {"dp"}}); }), "dp")) << "a mesh without names";
-    const comm::MeshGroups gpus(world, init_device_mesh("cuda", {4}, {"dp"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups gpus(world, init_device_mesh("cuda", {4}, {"dp"}, world.rank(), 4));
     DeferredInit deferred;
     std::shared_ptr<Two> later;
     {

@@ -15,7 +15,7 @@ namespace shard_use_test {
 using namespace std::chrono_literals;
 namespace nn = torch::nn;
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
 
 struct TwoBranches : nn::Module {
   TwoBranches() {

@@ -291,11 +291,11 @@ TEST(DeriveGradients, RefusesDistributedTensorsThatNeedOne) {
 TEST(GradientContract, AcceptsWhatIsRight) {
   const WarningCapture capture;
   DistributedRecord other_placement = test::distributed_variants()[10];  // a partial gradient
-  check_gradient_contract(StageId{1}, StageSide::Input,
+  check_gradient_contract(1, StageSide::Input,
                           {plain({1}, true), plain({2}), distributed(true), distributed(false)},
                           {plain({1}), std::nullopt, other_placement, std::nullopt});
-  check_gradient_contract(StageId{1}, StageSide::Input, {}, {});
-  check_gradient_contract(StageId{1}, StageSide::Output, {plain({1}, true)},
+  check_gradient_contract(1, StageSide::Input, {}, {});
+  check_gradient_contract(1, StageSide::Output, {plain({1}, true)},
                           {distributed()});  // as the contract says, not more
   EXPECT_THAT(capture.warnings(), IsEmpty());
 }
@@ -303,7 +303,7 @@ TEST(GradientContract, AcceptsWhatIsRight) {
 TEST(GradientContract, EachViolationNamesStageSideAndIndex) {
   const auto refused = [](StageSide side, const TensorMetas& tensors, const OptionalTensorMetas& grads) {
     return message_of<PipeliningMetadataError>(
-        [&] { check_gradient_contract(StageId{3}, side, tensors, grads); });
+        [&] { check_gradient_contract(3, side, tensors, grads); });
   };
   EXPECT_THAT(refused(StageSide::Input, {plain({1})}, {}),
               HasSubstr("stage 3: input gradients: got 0, expected 1"));
@@ -319,7 +319,7 @@ TEST(GradientContract, EachViolationNamesStageSideAndIndex) {
 
 TEST(GradientContract, AMissingGradientOnlyWarns) {
   const WarningCapture capture;
-  check_gradient_contract(StageId{0}, StageSide::Input, {plain({1}, true), distributed(true)},
+  check_gradient_contract(0, StageSide::Input, {plain({1}, true), distributed(true)},
                           {std::nullopt, std::nullopt});
   ASSERT_THAT(capture.warnings(), SizeIs(2));
   EXPECT_THAT(capture.warnings()[0].message,

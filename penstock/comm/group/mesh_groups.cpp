@@ -15,8 +15,8 @@ namespace penstock::comm {
 namespace {
 
 void check(const World& world, const DeviceMesh& mesh) {
-  if (mesh.this_rank().value() != world.rank())
-    throw ValueError(describe("groups of a mesh", fmt::format("the mesh of rank {} on rank {}", mesh.this_rank().value(), world.rank()),
+  if (mesh.this_rank() != world.rank())
+    throw ValueError(describe("groups of a mesh", fmt::format("the mesh of rank {} on rank {}", mesh.this_rank(), world.rank()),
                               "the mesh as this rank has it", "give world.rank() when the mesh is made, or use as_rank()"));
   const std::vector<int>& ranks = mesh.universe();
   if (const int last = *std::max_element(ranks.begin(), ranks.end()); last >= world.size())

@@ -1,6 +1,6 @@
 // Which rank holds which part of a tensor, as text and as a picture.
 //
-//   DeviceMesh mesh = init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{0}, 4);
+//   DeviceMesh mesh = init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, 0, 4);
 //   fmt::print("{}", draw_sharding_text({5, 4}, mesh, {Shard{0}, Replicate{}}));
 //
 //     [5, 4] as [S(0), R] on dp=2 x tp=2

@@ -125,7 +125,7 @@ void check_plain(const at::Tensor& tensor, std::string_view function) {
 
 void check_member(const comm::MeshGroups& mesh, std::string_view function) {
   if (mesh.coordinate().empty() && !mesh.shape().empty())
-    throw ValueError(describe(function, fmt::format("rank {}, which is not in {}", mesh.mesh().this_rank().value(), mesh.mesh().to_string()),
+    throw ValueError(describe(function, fmt::format("rank {}, which is not in {}", mesh.mesh().this_rank(), mesh.mesh().to_string()),
                               "a rank of the mesh", "ask mesh.contains(rank) first"));
 }
 

@@ -10,11 +10,17 @@
 #include <map>
 
 #include "penstock/errors.h"
+#include "penstock/base/checksum.h"
 #include "penstock/base/files.h"
 #include "penstock/graph/tools/byte_stream.h"
 #include "penstock/torch/compat/dtype.h"
 
 namespace penstock::graph {
+
+std::uint64_t detail::graph_checksum(std::span<const std::uint8_t> bytes) {
+  require_xxhash("graph files");
+  return checksum64(bytes);
+}
 
 void ByteReader::fail(const std::string& why) const {
   throw ValueError(fmt::format("graph file {}: byte {}: {}; write the file again with save_graph", name_, at_, why));

@@ -37,10 +37,10 @@ CopyGradients::CopyGradients(const comm::World& world, const std::vector<int>& r
                                 "use a schedule that runs the model once, or in both directions"));
   for (int part = 0; part < first.stages; ++part) {
     for (const PipelineStage& stage : stages) {
-      const schedule::Chain& chain = map.chain_of(StageId{stage.index()});
+      const schedule::Chain& chain = map.chain_of(stage.index());
       if (stage.index() - chain.first_stage != part) continue;
       std::vector<int> pair;
-      for (const schedule::Chain& each : map.chains()) pair.push_back(ranks[static_cast<std::size_t>(map.rank_of(StageId{each.first_stage + part}))]);
+      for (const schedule::Chain& each : map.chains()) pair.push_back(ranks[static_cast<std::size_t>(map.rank_of(each.first_stage + part))]);
       const int lower_stage = first.first_stage + part;
       if (pair[0] == pair[1])
         throw ValueError(describe(fmt::format("copies of part {} of the model", part), fmt::format("both on rank {}", pair[0]), "two ranks", "use an even number of ranks"));

@@ -14,7 +14,6 @@
 #include <string>
 #include <utility>
 
-#include "penstock/ids.h"
 #include "penstock/torch/tree/tensor_meta.h"
 
 namespace penstock {
@@ -77,7 +76,7 @@ enum class StageSide { Input, Output };
 //   - a distributed tensor that needs one has a distributed one, whose placements may differ.
 // Each violation is a PipeliningMetadataError that names stage, side and index. A tensor that needs a
 // gradient and has none is only a warning: at the ends of a pipeline that is legal.
-void check_gradient_contract(StageId stage, StageSide side, const TensorMetas& tensors,
+void check_gradient_contract(int stage, StageSide side, const TensorMetas& tensors,
                              const OptionalTensorMetas& gradients);
 
 }  // namespace penstock

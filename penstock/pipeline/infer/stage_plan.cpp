@@ -149,9 +149,9 @@ struct StagePlanner::Negotiation {
 
   // Channel 0: neighbours; 1 + k: skip k. Each word takes two tags, one for its size.
   int tag(int channel, int from, bool backward) const { return ((1 + channel) * planner.map_.stages() + from) * 4 + (backward ? 2 : 0); }
-  int rank_of(int stage) const { return planner.map_.rank_of(StageId{stage}); }
+  int rank_of(int stage) const { return planner.map_.rank_of(stage); }
   bool stays_here(int to) const { return rank_of(to) == planner.own_; }
-  Rank global_rank_of(int stage) const { return Rank{planner.ranks_[static_cast<std::size_t>(rank_of(stage))]}; }
+  int global_rank_of(int stage) const { return planner.ranks_[static_cast<std::size_t>(rank_of(stage))]; }
 
   void send_bytes(const std::vector<std::uint8_t>& bytes, int to_stage, int tag) {
     at::Tensor size = at::empty({1}, at::kLong);
@@ -203,8 +203,8 @@ struct StagePlanner::Negotiation {
     for (std::size_t k = 0; k < planner.skips_.size(); ++k)
       if (planner.skips_[k].from == stage) visit(static_cast<int>(k) + 1, planner.skips_[k]);
   }
-  bool is_first(int stage) const { return planner.map_.is_first(StageId{stage}); }
-  bool is_last(int stage) const { return planner.map_.is_last(StageId{stage}); }
+  bool is_first(int stage) const { return planner.map_.is_first(stage); }
+  bool is_last(int stage) const { return planner.map_.is_last(stage); }
 
   void forward(const PipelineStage& stage);
   bool take_inputs(const PipelineStage& stage, StagePlan& plan);
@@ -359,11 +359,11 @@ std::uint64_t StagePlanner::hash_of(const StepDescription& step, std::size_t mic
   HashBuilder hash;
   hash.add(step.has_backward);
   for (const PipelineStage& stage : stages_) {
-    if (!map_.runs(StageId{stage.index()}, MicrobatchId{static_cast<int>(microbatch)})) continue;
+    if (!map_.runs(stage.index(), static_cast<int>(microbatch))) continue;
     hash.add(stage.index());
-    if (map_.is_first(StageId{stage.index()})) add_arguments(hash, step.args[microbatch]);
+    if (map_.is_first(stage.index())) add_arguments(hash, step.args[microbatch]);
     add_arguments(hash, step.kwargs[microbatch]);
-    if (map_.is_last(StageId{stage.index()}) && step.has_backward) add_arguments(hash, step.targets[microbatch]);
+    if (map_.is_last(stage.index()) && step.has_backward) add_arguments(hash, step.targets[microbatch]);
   }
   return hash.value();
 }
@@ -444,7 +444,7 @@ std::vector<std::shared_ptr<const MicrobatchPlan>> StagePlanner::agree(const Ste
   for (std::size_t m = 0; m < step.microbatches(); ++m) {
     // Which chain a microbatch passes is part of what it is.
     HashBuilder microbatch_key;
-    for (const schedule::Chain& chain : map_.chains()) microbatch_key.add(map_.runs(StageId{chain.first_stage}, MicrobatchId{static_cast<int>(m)}));
+    for (const schedule::Chain& chain : map_.chains()) microbatch_key.add(map_.runs(chain.first_stage, static_cast<int>(m)));
     for (const auto& row : all_hashes) microbatch_key.add(row[m]);
     std::shared_ptr<const MicrobatchPlan>& plan = plans_[microbatch_key.value()];
     if (!plan) plan = negotiate(step, m);
@@ -458,7 +458,7 @@ std::shared_ptr<const MicrobatchPlan> StagePlanner::negotiate(const StepDescript
   Negotiation negotiation(*this, step, microbatch);
   std::vector<PipelineStage> taking_part;
   for (const PipelineStage& stage : stages_)
-    if (map_.runs(StageId{stage.index()}, MicrobatchId{static_cast<int>(microbatch)})) taking_part.push_back(stage);
+    if (map_.runs(stage.index(), static_cast<int>(microbatch))) taking_part.push_back(stage);
   for (const PipelineStage& stage : taking_part) negotiation.forward(stage);
   if (step.has_backward)
     for (auto stage = taking_part.rbegin(); stage != taking_part.rend(); ++stage) negotiation.backward(*stage);

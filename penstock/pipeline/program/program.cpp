@@ -56,8 +56,8 @@ namespace {
 void check_skips(const StageMap& map, const std::vector<SkipConnection>& skips) {
   for (std::size_t i = 0; i < skips.size(); ++i) {
     const SkipConnection& skip = skips[i];
-    const bool inside = map.has_stage(StageId{skip.from}) && map.has_stage(StageId{skip.to});
-    if (!inside || skip.to <= skip.from || &map.chain_of(StageId{skip.from}) != &map.chain_of(StageId{skip.to}))
+    const bool inside = map.has_stage(skip.from) && map.has_stage(skip.to);
+    if (!inside || skip.to <= skip.from || &map.chain_of(skip.from) != &map.chain_of(skip.to))
       throw ValueError(describe(fmt::format("skip connection {}", i), fmt::format("from stage {} to stage {}", skip.from, skip.to),
                                 fmt::format("from an earlier to a later one of the {} stages, both of one chain", map.stages()),
                                 "declare it from the stage that makes the tensor to the later one that takes it"));
@@ -90,8 +90,8 @@ class Compiler {
   int here() const { return program_.rank; }
 
   void add_channel(Channel::Kind kind, int from, int to, int skip) {
-    const int from_rank = map_.rank_of(StageId{from});
-    const int to_rank = map_.rank_of(StageId{to});
+    const int from_rank = map_.rank_of(from);
+    const int to_rank = map_.rank_of(to);
     if (from_rank != here() && to_rank != here()) return;
     program_.channels.push_back({kind, from, to, skip, from_rank, to_rank});
   }
@@ -103,7 +103,7 @@ class Compiler {
 
   void find_channels() {
     for (int stage = 0; stage < map_.stages(); ++stage)
-      if (!map_.is_last(StageId{stage})) add_both(stage, stage + 1, -1);
+      if (!map_.is_last(stage)) add_both(stage, stage + 1, -1);
     for (std::size_t i = 0; i < skips_.size(); ++i) add_both(skips_[i].from, skips_[i].to, static_cast<int>(i));
   }
 
@@ -114,11 +114,11 @@ class Compiler {
     const bool forward = channel.kind == Channel::Kind::Activation;
     for (const Slot slot : schedule_.row(channel.from_rank)) {
       for (const Action& action : slot) {
-        if (action.stage().value() != channel.from_stage) continue;
+        if (action.stage() != channel.from_stage) continue;
         const ActionKind kind = action.kind();
         const bool sends = channel.skip < 0 ? kind == (forward ? ActionKind::SendForward : ActionKind::SendBackward)
                                             : (forward ? kind == ActionKind::Forward : schedule::gives_input_gradient(kind));
-        if (sends) order.push_back(action.microbatch()->value());
+        if (sends) order.push_back(*action.microbatch());
       }
     }
     return order;
@@ -131,7 +131,7 @@ class Compiler {
   static Action transfer(bool forward, bool receive, int stage, int microbatch) {
     const ActionKind kind = forward ? (receive ? ActionKind::RecvForward : ActionKind::SendForward)
                                     : (receive ? ActionKind::RecvBackward : ActionKind::SendBackward);
-    return {kind, StageId{stage}, MicrobatchId{microbatch}};
+    return {kind, stage, microbatch};
   }
   bool is_forward(int channel) const { return program_.channels[static_cast<std::size_t>(channel)].kind == Channel::Kind::Activation; }
 
@@ -164,21 +164,21 @@ class Compiler {
   void add_awaits(const Action& action) {
     const bool forward = action.kind() == ActionKind::Forward;
     if (!forward && !schedule::gives_input_gradient(action.kind())) return;
-    const int microbatch = action.microbatch()->value();
+    const int microbatch = *action.microbatch();
     std::vector<int> needed;
-    for_channels_into(action.stage().value(), forward ? Channel::Kind::Activation : Channel::Kind::Gradient,
+    for_channels_into(action.stage(), forward ? Channel::Kind::Activation : Channel::Kind::Gradient,
                       [&](int index, const Channel& channel) {
                         if (!channel.local()) needed.push_back(index);
                       });
     for (const int channel : needed) ensure_posted(channel, microbatch);
-    for (const int channel : needed) emit(Instruction::Kind::Await, transfer(forward, true, action.stage().value(), microbatch), channel);
+    for (const int channel : needed) emit(Instruction::Kind::Await, transfer(forward, true, action.stage(), microbatch), channel);
   }
 
   void add_handing_on(const Action& action) {
     const bool forward = action.kind() == ActionKind::Forward;
     if (!forward && !schedule::gives_input_gradient(action.kind())) return;
-    const int stage = action.stage().value();
-    const Action made = transfer(forward, false, stage, action.microbatch()->value());
+    const int stage = action.stage();
+    const Action made = transfer(forward, false, stage, *action.microbatch());
     std::vector<std::pair<Instruction::Kind, int>> found;
     for_channels_from(stage, forward ? Channel::Kind::Activation : Channel::Kind::Gradient, [&](int index, const Channel& channel) {
       if (channel.local())
@@ -210,8 +210,8 @@ class Compiler {
   }
 
   void add_transfer(const Action& action) {
-    const int stage = action.stage().value();
-    const int microbatch = action.microbatch()->value();
+    const int stage = action.stage();
+    const int microbatch = *action.microbatch();
     switch (action.kind()) {
       case ActionKind::RecvForward: return ensure_posted(channel_of(Channel::Kind::Activation, stage - 1, stage), microbatch);
       case ActionKind::RecvBackward: return ensure_posted(channel_of(Channel::Kind::Gradient, stage + 1, stage), microbatch);

@@ -209,8 +209,8 @@ RankPlace place_of(const StepProgress::Now& now, const Program& program, const s
     place.instruction = to_text(program, instruction);
     for (std::size_t member = 1; instruction.kind == Instruction::Kind::Compute && member < static_cast<std::size_t>(instruction.members); ++member)
       place.instruction += "|" + schedule::to_text(program.instructions[at + member].action);
-    place.stage = instruction.action.stage().value();
-    if (instruction.action.has_microbatch()) place.microbatch = instruction.action.microbatch()->value();
+    place.stage = instruction.action.stage();
+    if (instruction.action.has_microbatch()) place.microbatch = *instruction.action.microbatch();
     place.kind = schedule::to_text(instruction.action.kind());
     if (place.state == State::Waiting) place.waits_for = {global(program.channels[static_cast<std::size_t>(instruction.channel)].from_rank)};
   }

@@ -67,7 +67,7 @@ double microseconds(std::int64_t ns) {
 using TransferKey = std::tuple<Channel::Kind, int, int, int, int>;
 TransferKey transfer_key(const TraceEvent& event) {
   const Channel& channel = *event.channel;
-  return {channel.kind, channel.from_stage, channel.to_stage, channel.skip, event.actions.front().microbatch()->value()};
+  return {channel.kind, channel.from_stage, channel.to_stage, channel.skip, *event.actions.front().microbatch()};
 }
 
 Json metadata(const char* what, int rank, int track, Json args) {
@@ -161,9 +161,9 @@ Channel read_channel(const Json& value, const schedule::StageMap& map) {
   value.at("to_stage").get_to(channel.to_stage);
   value.at("skip").get_to(channel.skip);
   for (const int stage : {channel.from_stage, channel.to_stage})
-    if (!map.has_stage(StageId{stage})) refuse(fmt::format("a channel of stage {}, of {} stages", stage, map.stages()));
-  channel.from_rank = map.rank_of(StageId{channel.from_stage});
-  channel.to_rank = map.rank_of(StageId{channel.to_stage});
+    if (!map.has_stage(stage)) refuse(fmt::format("a channel of stage {}, of {} stages", stage, map.stages()));
+  channel.from_rank = map.rank_of(channel.from_stage);
+  channel.to_rank = map.rank_of(channel.to_stage);
   return channel;
 }
 

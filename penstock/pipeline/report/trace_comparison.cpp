@@ -44,7 +44,7 @@ using CostKey = std::pair<int, ActionKind>;
 using Samples = std::map<CostKey, std::vector<double>>;
 
 CostKey key_of(const Action& action) {
-  return {action.stage().value(), action.kind()};
+  return {action.stage(), action.kind()};
 }
 
 // A backward computes about twice what a forward does; only the proportion counts.
@@ -118,7 +118,7 @@ struct TransferTimes {
 TransferTimes transfer_times(const StepTrace& trace) {
   using TransferKey = std::tuple<Channel::Kind, int, int, int, int>;
   const auto key = [](const TraceEvent& event) {
-    return TransferKey{event.channel->kind, event.channel->from_stage, event.channel->to_stage, event.channel->skip, event.actions.front().microbatch()->value()};
+    return TransferKey{event.channel->kind, event.channel->from_stage, event.channel->to_stage, event.channel->skip, *event.actions.front().microbatch()};
   };
   std::map<TransferKey, const TraceEvent*> sends;
   for (const auto& events : trace.ranks)
@@ -148,7 +148,7 @@ std::map<std::pair<CostKey, int>, std::uint32_t> slots_of(const schedule::Row& r
   std::map<std::pair<CostKey, int>, std::uint32_t> slots;
   for (std::size_t slot = 0; slot < row.size(); ++slot)
     for (const Action& action : row[slot])
-      if (schedule::is_compute(action.kind())) slots[{key_of(action), action.microbatch()->value()}] = static_cast<std::uint32_t>(slot);
+      if (schedule::is_compute(action.kind())) slots[{key_of(action), *action.microbatch()}] = static_cast<std::uint32_t>(slot);
   return slots;
 }
 
@@ -224,7 +224,7 @@ TraceComparison compare_with_simulation(const StepTrace& trace) {
       if (event.kind != Kind::Compute) continue;
       row.busy_ms += duration_ms(event);
       const Action& first = event.actions.front();
-      const auto slot = slots.find({key_of(first), first.microbatch()->value()});
+      const auto slot = slots.find({key_of(first), *first.microbatch()});
       if (slot == slots.end())
         throw ConfigError(describe(fmt::format("event of rank {} in the trace", rank), action_text(event), "an action of its schedule", "use a file that was not changed"));
       comparison.actions.push_back({static_cast<int>(rank), action_text(event), milliseconds(event.begin_ns), milliseconds(event.end_ns), timed[slot->second].start, timed[slot->second].end});

@@ -22,7 +22,7 @@ class ChannelGroups {
   const comm::Group& group_of(const Channel& channel) const;
   // For words about the step; of all ranks of the pipeline.
   const comm::Group& control() const { return control_; }
-  Rank global_rank(int pipeline_rank) const { return Rank{ranks_[static_cast<std::size_t>(pipeline_rank)]}; }
+  int global_rank(int pipeline_rank) const { return ranks_[static_cast<std::size_t>(pipeline_rank)]; }
   const std::vector<int>& ranks() const { return ranks_; }
 
   // Tags within a group. Channels of one kind and direction share a group, so a tag is the pair of a sending stage and a number, written

@@ -80,8 +80,8 @@ std::optional<int> last_backward(const Program& program, int stage) {
   std::optional<int> found;
   for (const auto& each : program.instructions) {
     const schedule::ActionKind kind = each.action.kind();
-    if (each.kind == pipeline::Instruction::Kind::Compute && each.action.stage().value() == stage && (kind == schedule::ActionKind::Backward || kind == schedule::ActionKind::BackwardWeight))
-      found = each.action.microbatch()->value();
+    if (each.kind == pipeline::Instruction::Kind::Compute && each.action.stage() == stage && (kind == schedule::ActionKind::Backward || kind == schedule::ActionKind::BackwardWeight))
+      found = *each.action.microbatch();
   }
   return found;
 }
@@ -146,14 +146,14 @@ struct PipelineRuntime::Impl {
     std::vector<pipeline::StageRunner> made;
     const bool by_blocks = has_overlaps(training);
     for (const PipelineStage& stage : stages)
-      made.emplace_back(stage, lowered.stages().is_first(StageId{stage.index()}), lowered.stages().is_last(StageId{stage.index()}), loss, by_blocks,
+      made.emplace_back(stage, lowered.stages().is_first(stage.index()), lowered.stages().is_last(stage.index()), loss, by_blocks,
                         last_backward(training, stage.index()));
     for (pipeline::StageRunner& runner : made) runner.set_keeps_results(options.return_outputs);
     return made;
   }
 
-  bool holds(bool (schedule::StageMap::*end)(StageId) const) const {
-    return std::any_of(stages.begin(), stages.end(), [&](const PipelineStage& stage) { return (lowered.stages().*end)(StageId{stage.index()}); });
+  bool holds(bool (schedule::StageMap::*end)(int) const) const {
+    return std::any_of(stages.begin(), stages.end(), [&](const PipelineStage& stage) { return (lowered.stages().*end)(stage.index()); });
   }
 
   pipeline::StepDescription describe_step(bool has_backward, const Tree& args, const Tree& kwargs, const Tree& target) const {
@@ -345,8 +345,8 @@ struct PipelineRuntime::Impl {
     std::vector<Tree> outputs;
     for (int m = 0; m < lowered.microbatches(); ++m)
       for (const pipeline::StageRunner& runner : runners) {
-        const StageId stage{runner.stage().index()};
-        if (!lowered.stages().is_last(stage) || !lowered.stages().runs(stage, MicrobatchId{m})) continue;
+        const int stage = runner.stage().index();
+        if (!lowered.stages().is_last(stage) || !lowered.stages().runs(stage, m)) continue;
         if (options.return_outputs) outputs.push_back(runner.result(m));
         if (runner.loss(m).defined()) result.losses.push_back(runner.loss(m));
       }

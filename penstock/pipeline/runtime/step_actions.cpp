@@ -151,15 +151,15 @@ TorchStepActions::Agreed TorchStepActions::agreed_by(const Channel& channel, int
 
 StepContext TorchStepActions::context_of(const Action& action) const {
   StepContext context = context_;
-  context.microbatch = action.microbatch()->value();
+  context.microbatch = *action.microbatch();
   return context;
 }
 
 // On the stream of its pair, which is the caller's unless its forward ran in an overlapped unit.
 void TorchStepActions::run_alone(const Action& action) {
   if (!streams_) return run_action(action);
-  const int stage = action.stage().value();
-  const int microbatch = action.microbatch()->value();
+  const int stage = action.stage();
+  const int microbatch = *action.microbatch();
   const c10::Stream stream = streams_->of_pair(stage, microbatch);
   runner(stage).record_stream(microbatch, stream);
   if (!streams_->is_second(stream)) return run_action(action);
@@ -173,9 +173,9 @@ void TorchStepActions::run_alone(const Action& action) {
 
 void TorchStepActions::run_action(const Action& action) {
   if (log().should_log(spdlog::level::debug)) [[unlikely]]
-    log().debug("pipeline: stage {} runs {}", action.stage().value(), schedule::to_text(action));
-  StageRunner& stage = runner(action.stage().value());
-  const int microbatch = action.microbatch()->value();
+    log().debug("pipeline: stage {} runs {}", action.stage(), schedule::to_text(action));
+  StageRunner& stage = runner(action.stage());
+  const int microbatch = *action.microbatch();
   const auto m = static_cast<std::size_t>(microbatch);
   const StepContext context = context_of(action);
   switch (action.kind()) {
@@ -195,8 +195,8 @@ void TorchStepActions::compute(std::span<const Instruction> unit) {
 
 std::optional<c10::Stream> TorchStepActions::stream_for(const Action& action, const std::optional<c10::Stream>& of_backward) {
   if (!streams_) return std::nullopt;
-  const int stage = action.stage().value();
-  const int microbatch = action.microbatch()->value();
+  const int stage = action.stage();
+  const int microbatch = *action.microbatch();
   if (action.kind() == ActionKind::Forward && of_backward) streams_->set_pair(stage, microbatch, streams_->other(*of_backward));
   const c10::Stream stream = streams_->of_pair(stage, microbatch);
   runner(stage).record_stream(microbatch, stream);
@@ -226,7 +226,7 @@ void TorchStepActions::run_unit(std::span<const Instruction> unit) {
   std::optional<c10::Stream> of_backward;
   if (streams_) {
     for (const Instruction& each : unit)
-      if (each.action.kind() != ActionKind::Forward && !of_backward) of_backward = streams_->of_pair(each.action.stage().value(), each.action.microbatch()->value());
+      if (each.action.kind() != ActionKind::Forward && !of_backward) of_backward = streams_->of_pair(each.action.stage(), *each.action.microbatch());
     streams_->fork();
   }
   std::vector<Part> forwards, backwards;
@@ -234,8 +234,8 @@ void TorchStepActions::run_unit(std::span<const Instruction> unit) {
   pieces_.clear();
   for (int member = 0; member < static_cast<int>(unit.size()); ++member) {
     const Action& action = unit[static_cast<std::size_t>(member)].action;
-    StageRunner& stage = runner(action.stage().value());
-    const int microbatch = action.microbatch()->value();
+    StageRunner& stage = runner(action.stage());
+    const int microbatch = *action.microbatch();
     const auto m = static_cast<std::size_t>(microbatch);
     const std::optional<c10::Stream> stream = stream_for(action, of_backward);
     if (stream) (streams_->is_second(*stream) ? on_second : on_first) = true;
@@ -277,7 +277,7 @@ void TorchStepActions::receive(Arrival& arrival, at::Tensor tensor, const Channe
 // Posts the tensors of a channel, now that their sizes are known. A tensor travels as its memory, so it arrives with its strides.
 void TorchStepActions::start_receive(Arrival& arrival, const Instruction& instruction, const Channel& channel, int microbatch) {
   const std::string label = schedule::to_text(instruction.action);
-  const int peer = groups_.global_rank(channel.from_rank).value();
+  const int peer = groups_.global_rank(channel.from_rank);
   std::vector<LoggedTransfer> logged;
   const bool logs = transfer_log_.on();
   StageRunner& stage = runner(channel.to_stage);
@@ -304,19 +304,19 @@ void TorchStepActions::start_receive(Arrival& arrival, const Instruction& instru
 }
 
 void TorchStepActions::post(const Instruction& instruction, const Channel& channel) {
-  const int microbatch = instruction.action.microbatch()->value();
+  const int microbatch = *instruction.action.microbatch();
   const Agreed agreed = agreed_by(channel, microbatch, false);
   Arrival& arrival = arrivals_[{instruction.channel, microbatch}];
   if (!agreed.announced) return start_receive(arrival, instruction, channel, microbatch);
   arrival.announcement = at::empty({static_cast<std::int64_t>(agreed.span.count), kRow}, at::kLong);
   receive(arrival, arrival.announcement, channel, groups_.announcement_tag(channel), schedule::to_text(instruction.action));
   if (transfer_log_.on())
-    transfer_log_.batch("post announcement of", instruction, channel, {{LoggedTransfer::Type::Receive, groups_.global_rank(channel.from_rank).value(), arrival.announcement, false}});
+    transfer_log_.batch("post announcement of", instruction, channel, {{LoggedTransfer::Type::Receive, groups_.global_rank(channel.from_rank), arrival.announcement, false}});
   waiting_for_sizes_[instruction.channel].push_back(microbatch);
 }
 
 void TorchStepActions::await(const Instruction& instruction, const Channel& channel) {
-  const int microbatch = instruction.action.microbatch()->value();
+  const int microbatch = *instruction.action.microbatch();
   const bool forward = channel.kind == Channel::Kind::Activation;
   // What was announced is received in the order of the announcements, as it is sent.
   if (auto& waiting = waiting_for_sizes_[instruction.channel]; !waiting.empty()) {
@@ -344,7 +344,7 @@ void TorchStepActions::await(const Instruction& instruction, const Channel& chan
 }
 
 void TorchStepActions::send(const Instruction& instruction, const Channel& channel) {
-  const int microbatch = instruction.action.microbatch()->value();
+  const int microbatch = *instruction.action.microbatch();
   const Agreed agreed = agreed_by(channel, microbatch, true);
   const Span span = agreed.span;
   StageRunner& stage = runner(channel.from_stage);
@@ -352,7 +352,7 @@ void TorchStepActions::send(const Instruction& instruction, const Channel& chann
   if (agreed.announced) made = stage.made_metas(microbatch, agreed.forward, span.first, span.count);
   const std::vector<at::Tensor> tensors = agreed.forward ? stage.give_outputs(microbatch, span.first, span.count) : stage.give_input_grads(microbatch, span.first, span.count);
   const comm::Group& group = groups_.group_of(channel);
-  const Rank peer = groups_.global_rank(channel.to_rank);
+  const int peer = groups_.global_rank(channel.to_rank);
   const std::string label = schedule::to_text(instruction.action);
   const bool logs = transfer_log_.on();
   std::vector<LoggedTransfer> logged;
@@ -360,7 +360,7 @@ void TorchStepActions::send(const Instruction& instruction, const Channel& chann
     for (auto& meta : made)
       if (meta) meta = dense_meta(*meta);
     const at::Tensor announcement = announce(made);
-    if (logs) logged.push_back({LoggedTransfer::Type::Send, peer.value(), announcement, false});
+    if (logs) logged.push_back({LoggedTransfer::Type::Send, peer, announcement, false});
     sends_.push_back(group.isend(announcement, peer, {.tag = groups_.announcement_tag(channel), .label = label, .timeout = {}}));
   }
   for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -369,7 +369,7 @@ void TorchStepActions::send(const Instruction& instruction, const Channel& chann
     const TensorRecord& record = local_record(agreed.varies(i) ? *made[i] : *agreed.meta(i));
     const bool fits = tensors[i].strides() == at::IntArrayRef(record.stride()) && tensors[i].is_contiguous() && !tensors[i].is_conj() && !tensors[i].is_neg();
     const at::Tensor sent = fits ? tensors[i] : in_layout(tensors[i], dense_strides(record.shape(), record.stride()));
-    if (logs) logged.push_back({LoggedTransfer::Type::Send, peer.value(), sent, agreed.needs_grad(i)});
+    if (logs) logged.push_back({LoggedTransfer::Type::Send, peer, sent, agreed.needs_grad(i)});
     sends_.push_back(group.isend(memory_of(sent), peer, {.tag = groups_.tag(channel, i), .label = label, .timeout = {}}));
   }
   if (logs) transfer_log_.batch("send", instruction, channel, logged);
@@ -377,7 +377,7 @@ void TorchStepActions::send(const Instruction& instruction, const Channel& chann
 
 // As they are: with their strides, and without a copy.
 void TorchStepActions::pass(const Instruction& instruction, const Channel& channel) {
-  const int microbatch = instruction.action.microbatch()->value();
+  const int microbatch = *instruction.action.microbatch();
   StageRunner& from = runner(channel.from_stage);
   StageRunner& to = runner(channel.to_stage);
   const Agreed out = agreed_by(channel, microbatch, true);
@@ -388,7 +388,7 @@ void TorchStepActions::pass(const Instruction& instruction, const Channel& chann
   if (transfer_log_.on()) {
     std::vector<LoggedTransfer> logged;
     for (std::size_t i = 0; i < tensors.size(); ++i)
-      if (tensors[i].defined()) logged.push_back({LoggedTransfer::Type::HandOver, groups_.global_rank(channel.to_rank).value(), tensors[i], out.needs_grad(i)});
+      if (tensors[i].defined()) logged.push_back({LoggedTransfer::Type::HandOver, groups_.global_rank(channel.to_rank), tensors[i], out.needs_grad(i)});
     transfer_log_.batch("pass", instruction, channel, logged);
   }
   for (std::size_t i = 0; i < made.size(); ++i)
@@ -401,7 +401,7 @@ void TorchStepActions::pass(const Instruction& instruction, const Channel& chann
 }
 
 void TorchStepActions::stage_wide(const Instruction& instruction) {
-  const int stage = instruction.action.stage().value();
+  const int stage = instruction.action.stage();
   StageRunner& of = runner(stage);
   switch (instruction.action.kind()) {
     case ActionKind::Unshard: of.sharded().unshard(); break;

@@ -27,10 +27,10 @@ void harvest(MeshCache& meshes, const std::optional<std::vector<at::Tensor>>& te
   if (tensors) meshes.harvest(*tensors);
 }
 
-void check_examples(StageId stage, const StageMeta& meta) {
+void check_examples(int stage, const StageMeta& meta) {
   const auto check = [&](StageSide side, const std::optional<TensorMetas>& tensors, const std::optional<OptionalTensorMetas>& gradients) {
     if (gradients && !tensors)
-      throw ValueError(describe(fmt::format("examples of stage {}", stage.value()), side == StageSide::Input ? "input_grads alone" : "output_grads alone",
+      throw ValueError(describe(fmt::format("examples of stage {}", stage), side == StageSide::Input ? "input_grads alone" : "output_grads alone",
                                 "gradients together with their tensors", side == StageSide::Input ? "give input_args too" : "give output_args too"));
     if (tensors && gradients) check_gradient_contract(stage, side, *tensors, *gradients);
   };
@@ -51,7 +51,7 @@ PipelineStage::PipelineStage(StageModule module, int index, int count, at::Devic
   meta.outputs = metas_of(given.output_args);
   meta.input_grads = optional_metas_of(given.input_grads);
   meta.output_grads = optional_metas_of(given.output_grads);
-  check_examples(StageId{index}, meta);
+  check_examples(index, meta);
   for (const auto* tensors : {&given.input_args, &given.output_args, &given.input_grads, &given.output_grads}) harvest(state_->meshes, *tensors);
   state_->meshes.harvest(state_->module.parameters());
 }

@@ -26,7 +26,7 @@ Schedule zb2p(const PipelineShape& shape) {
   const int ranks = shape.ranks;
   const int microbatches = shape.microbatches;
   const int limit = 2 * ranks - 1;
-  Schedule schedule(StageMap::make(Placement::Loop, ranks, ranks, microbatches));
+  Schedule schedule(StageMap::make(StagePlacement::Loop, ranks, ranks, microbatches));
   for (int rank = 0; rank < ranks; ++rank) {
     schedule.row(rank).reserve(3 * static_cast<std::size_t>(microbatches) + static_cast<std::size_t>(rank));
   }

@@ -25,8 +25,8 @@ void check_equal(const comm::Group& group, std::uint64_t fingerprint, const std:
   const auto* values = all.data_ptr<std::int64_t>();
   for (int i = 1; i < group.size(); ++i)
     if (values[i] != values[0])
-      throw ValueError(describe(fmt::format("fully_shard of '{}': names, shapes, dtypes, placements and requires_grad of the parameters on rank {}", name, group.rank_at(i).value()),
-                                "others", fmt::format("those of rank {}", group.rank_at(0).value()), "build the same module and call fully_shard with the same options on all ranks"));
+      throw ValueError(describe(fmt::format("fully_shard of '{}': names, shapes, dtypes, placements and requires_grad of the parameters on rank {}", name, group.rank_at(i)),
+                                "others", fmt::format("those of rank {}", group.rank_at(0)), "build the same module and call fully_shard with the same options on all ranks"));
 }
 
 }  // namespace

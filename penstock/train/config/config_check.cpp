@@ -181,7 +181,7 @@ class Completion {
                           said("layout.microbatches"), error.what()));
     }
     // Two copies of the model run in opposite directions: each rank has two stages of the same half as many parts.
-    if (placement_of(kind) == schedule::Placement::Bidirectional) copies_ = 2;
+    if (placement_of(kind) == schedule::StagePlacement::Bidirectional) copies_ = 2;
   }
 
   void from_file() {

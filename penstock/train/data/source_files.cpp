@@ -16,8 +16,8 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/base/checksum.h"
 #include "penstock/base/text.h"
-#include "penstock/train/data/checksum.h"
 
 namespace penstock::train {
 

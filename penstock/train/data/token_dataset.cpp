@@ -10,7 +10,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/train/data/checksum.h"
+#include "penstock/base/checksum.h"
 
 namespace penstock::train {
 

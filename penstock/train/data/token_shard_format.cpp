@@ -8,7 +8,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/train/data/checksum.h"
+#include "penstock/base/checksum.h"
 
 namespace penstock::train {
 

@@ -118,7 +118,7 @@ struct TrainingJob::Impl {
     if (static_cast<std::int64_t>(data.training->dataset().vocabulary()) > config.model.vocabulary)
       throw ConfigError(describe("model.vocabulary", std::to_string(config.model.vocabulary), fmt::format("at least the {} of the data", data.training->dataset().vocabulary()), "raise it, or use other data"));
     if (config.layout.pp > 1) step_groups.push_back(layout.mesh().group("pp"));
-    last_stage_here = schedule.stages().rank_of(StageId{schedule.stages().stages() - 1}) == layout.pp();
+    last_stage_here = schedule.stages().rank_of(schedule.stages().stages() - 1) == layout.pp();
     prefetch(0);
   }
 

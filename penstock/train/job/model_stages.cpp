@@ -134,7 +134,7 @@ void ModelStages::tie(const RankLayout& layout, const schedule::StageMap& map) {
     // Two sharded stages gather, free and reduce each what is theirs: each has a shard of its own.
   }
   if (last) tied_.head = (*last)->head_weight();
-  const int first_rank = map.rank_of(StageId{0}), last_rank = map.rank_of(StageId{map.stages() - 1});
+  const int first_rank = map.rank_of(0), last_rank = map.rank_of(map.stages() - 1);
   if (first_rank != last_rank && (first || last)) tied_.peer = first ? last_rank : first_rank;
 }
 

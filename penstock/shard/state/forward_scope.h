@@ -51,7 +51,7 @@ class UnshardedScope {
 
  private:
   std::shared_ptr<ShardState> state_;
-  std::vector<ParameterGroup*> groups_;
+  std::vector<ShardGroup*> groups_;
 };
 
 }  // namespace penstock

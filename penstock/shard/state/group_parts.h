@@ -1,4 +1,4 @@
-// What the files of ParameterGroup share. Private to this folder.
+// What the files of ShardGroup share. Private to this folder.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -30,9 +30,9 @@ namespace penstock {
 class GroupReduction {
  public:
   // Takes the gradients of the group and starts.
-  explicit GroupReduction(ParameterGroup& group);
+  explicit GroupReduction(ShardGroup& group);
 
-  ParameterGroup& group() const { return *group_; }
+  ShardGroup& group() const { return *group_; }
   // Ends the first step and starts the second.
   void wait_for_shards();
   // Ends what is communicated. Gradients are on the parameters then, unless they are being copied to the CPU.
@@ -56,7 +56,7 @@ class GroupReduction {
   void divide(Bucket& bucket) const;
   void write(const Bucket& bucket) const;
 
-  ParameterGroup* group_;
+  ShardGroup* group_;
   std::vector<Bucket> buckets_;
   comm::ReduceOp op_;
   bool all_reduce_;  // as it was when the gradients came

@@ -45,8 +45,8 @@ class ShardContext;
 class ShardState;
 struct ShardTimes;
 
-enum class GroupState { Sharded, ShardedPostForward, Unsharded };
-std::string_view to_text(GroupState state);
+enum class ShardGroupState { Sharded, ShardedPostForward, Unsharded };
+std::string_view to_text(ShardGroupState state);
 
 // One parameter of a group. Tensors here are templates that share memory with the parameter.
 struct ShardedParameter {
@@ -86,7 +86,7 @@ struct ShardedParameter {
   std::string to_string() const;      // "'blocks.0.weight' float32[12, 5] as [S(0)]", with the whole size, for errors
 };
 
-struct NamedParameter {
+struct ShardGroupParameter {
   std::string name;
   at::Tensor tensor;
   Shard shard{0};
@@ -100,16 +100,16 @@ struct BackwardFlags {
   bool last = true;                   // wait for reductions at the end of backward
 };
 
-class ParameterGroup final : public GradientSink {
+class ShardGroup final : public GradientSink {
  public:
   // Shards the parameters where they stand. Fake ones get their layout and wait for materialize().
-  ParameterGroup(std::string name, ShardMesh mesh, ShardOptions options, std::vector<NamedParameter> parameters);
-  ~ParameterGroup() override;
-  ParameterGroup(const ParameterGroup&) = delete;
-  ParameterGroup& operator=(const ParameterGroup&) = delete;
+  ShardGroup(std::string name, ShardMesh mesh, ShardOptions options, std::vector<ShardGroupParameter> parameters);
+  ~ShardGroup() override;
+  ShardGroup(const ShardGroup&) = delete;
+  ShardGroup& operator=(const ShardGroup&) = delete;
 
   const std::string& name() const { return name_; }
-  GroupState state() const { return state_; }
+  ShardGroupState state() const { return state_; }
   const std::vector<ShardedParameter>& parameters() const { return parameters_; }
   const ShardMesh& mesh() const { return mesh_; }
   const ShardOptions& options() const { return options_; }
@@ -237,7 +237,7 @@ class ParameterGroup final : public GradientSink {
   ReshardAfterForward reshard_after_forward_ = true;
   bool reshard_is_default_ = true;
   std::vector<ShardedParameter> parameters_;
-  GroupState state_ = GroupState::Sharded;
+  ShardGroupState state_ = ShardGroupState::Sharded;
   at::Device device_ = at::kCPU;
 
   at::Tensor flat_;                     // bytes: every padded shard, by item size

@@ -10,7 +10,7 @@
 
 namespace penstock {
 
-class ParameterGroup;
+class ShardGroup;
 
 namespace detail {
 
@@ -20,15 +20,15 @@ constexpr int kDerived = -2;       // a distributed tensor computed from shards,
 constexpr int kStale = -3;         // shares memory that the group had before the dtype of its parameters changed
 
 struct Membership {
-  ParameterGroup* group = nullptr;
+  ShardGroup* group = nullptr;
   int parameter = kSharesMemory;  // position in the group, or one of the above
 };
 
 void register_member(const void* key, Membership member);
 void unregister_member(const void* key);
 // Marks a distributed tensor for the trigger and remembers it, as long as its memory lives and the group does.
-void register_derived(const at::Tensor& tensor, ParameterGroup& group);
-void unregister_derived(const ParameterGroup& group);
+void register_derived(const at::Tensor& tensor, ShardGroup& group);
+void unregister_derived(const ShardGroup& group);
 
 // How many parameters of the process have been given other data and are not taken over yet: none, almost always.
 void count_replacements(int change);

@@ -31,15 +31,15 @@ class ShardState : public std::enable_shared_from_this<ShardState> {
   ShardState& operator=(const ShardState&) = delete;
 
   // Null when other sharded modules inside hold all parameters. The first of several groups.
-  ParameterGroup* group() const { return groups_.empty() ? nullptr : groups_.front().get(); }
+  ShardGroup* group() const { return groups_.empty() ? nullptr : groups_.front().get(); }
   // The module's own: one, or one for each mesh that ShardOptions::shard_placement has chosen.
-  std::vector<ParameterGroup*> groups() const;
+  std::vector<ShardGroup*> groups() const;
   // The outermost sharded module that this one lies in, or this one.
   ShardState& root();
   bool contains(const ShardState& other) const;  // whether `other` is a sharded module inside this one
   // This one and all inside it, modules in the order they were registered.
   const std::vector<ShardState*>& all_states() const { return subtree_; }
-  std::vector<ParameterGroup*> all_groups() const;
+  std::vector<ShardGroup*> all_groups() const;
 
   // ---- by hand; of this module's own groups ----
   // [collective] Starts the gather, and with async = false ends it. wait_for_unshard or the first use ends it otherwise.
@@ -97,7 +97,7 @@ class ShardState : public std::enable_shared_from_this<ShardState> {
   const torch::nn::Module* module_ = nullptr;
   std::vector<const torch::nn::Module*> inner_modules_;
   std::string name_;
-  std::vector<std::unique_ptr<ParameterGroup>> groups_;
+  std::vector<std::unique_ptr<ShardGroup>> groups_;
   ShardState* parent_ = nullptr;
   std::vector<ShardState*> subtree_;
 };

@@ -31,7 +31,7 @@ void collect(const at::Tensor& tensor, std::vector<at::Tensor>& parts) {
   for (const auto& [name, inner] : payload_of(tensor)->inner_tensors()) collect(inner, parts);
 }
 
-void collect_names(const TensorRecord& record, const std::string& prefix, std::vector<std::string>& names) {
+void collect_names(const FlattenRecord& record, const std::string& prefix, std::vector<std::string>& names) {
   if (!record.is_subclass()) {
     names.push_back(prefix);
     return;
@@ -58,7 +58,7 @@ bool SubclassMeta::operator==(const SubclassMeta& other) const {
          attributes == other.attributes;
 }
 
-TensorRecord TensorRecord::of(const at::Tensor& tensor, std::size_t first_flat) {
+FlattenRecord FlattenRecord::of(const at::Tensor& tensor, std::size_t first_flat) {
   if (!graph::is_subclass(tensor)) return PlainTensorMeta{first_flat, geometry_of(tensor)};
   SubclassMeta meta;
   meta.first_flat = first_flat;
@@ -75,7 +75,7 @@ TensorRecord TensorRecord::of(const at::Tensor& tensor, std::size_t first_flat) 
   return meta;
 }
 
-bool TensorRecord::matches(const at::Tensor& tensor) const {
+bool FlattenRecord::matches(const at::Tensor& tensor) const {
   if (!is_subclass()) return !graph::is_subclass(tensor) && plain().geometry && has_geometry(tensor, *plain().geometry);
   const Payload* payload = graph::is_subclass(tensor) ? payload_of(tensor) : nullptr;
   const SubclassMeta& meta = subclass();
@@ -87,7 +87,7 @@ bool TensorRecord::matches(const at::Tensor& tensor) const {
   return true;
 }
 
-std::string TensorRecord::difference(const at::Tensor& tensor) const {
+std::string FlattenRecord::difference(const at::Tensor& tensor) const {
   if (matches(tensor)) return {};
   const std::string now = type_text(tensor), expected = is_subclass() ? subclass().to_text() : "a plain tensor";
   if (now != expected) return fmt::format("{}, in the capture {}", now, expected);
@@ -99,7 +99,7 @@ std::string TensorRecord::difference(const at::Tensor& tensor) const {
   return fmt::format("{} of another mesh, geometry or context than in the capture", now);
 }
 
-void TensorRecord::flatten(const at::Tensor& tensor, std::vector<at::Tensor>& flat) const {
+void FlattenRecord::flatten(const at::Tensor& tensor, std::vector<at::Tensor>& flat) const {
   const std::size_t before = flat.size();
   if (is_subclass())
     collect(tensor, flat);
@@ -108,7 +108,7 @@ void TensorRecord::flatten(const at::Tensor& tensor, std::vector<at::Tensor>& fl
   PENSTOCK_INVARIANT(flat.size() - before == count(), "a subclass holds another number of tensors than its record");
 }
 
-at::Tensor TensorRecord::rebuild(const std::vector<at::Tensor>& flat) const {
+at::Tensor FlattenRecord::rebuild(const std::vector<at::Tensor>& flat) const {
   if (first_flat() + count() > flat.size())
     throw ValueError(describe("graph: tensors to rebuild a tensor of", std::to_string(flat.size()),
                               fmt::format("at least {}, numbers {} to {} of which are its own", first_flat() + count(), first_flat(), first_flat() + count() - 1)));
@@ -122,7 +122,7 @@ at::Tensor TensorRecord::rebuild(const std::vector<at::Tensor>& flat) const {
   return subclass().like->rebuild(inner, subclass().outer);
 }
 
-std::vector<std::string> TensorRecord::plain_names() const {
+std::vector<std::string> FlattenRecord::plain_names() const {
   std::vector<std::string> names;
   collect_names(*this, "", names);
   return names;

@@ -1,6 +1,6 @@
 // How tensors that a function takes and gives lie in the flat list of plain tensors that its graph takes and gives.
 //
-//   const TensorRecord record = TensorRecord::of(dtensor, 3);     // its inner tensors are numbers 3 ... 3 + record.count() - 1
+//   const FlattenRecord record = FlattenRecord::of(dtensor, 3);     // its inner tensors are numbers 3 ... 3 + record.count() - 1
 //   record.flatten(dtensor, flat);                                // those tensors, at the end of a list
 //   at::Tensor again = record.rebuild(flat);                      // a wrapper of the same kind and context, from flat[3] on
 //
@@ -43,12 +43,12 @@ struct PlainTensorMeta {
   bool operator==(const PlainTensorMeta&) const = default;
 };
 
-class TensorRecord;
+class FlattenRecord;
 
 struct SubclassMeta {
   std::size_t first_flat = 0;
   std::size_t count = 0;                                               // of plain tensors, those of inner subclasses among them
-  std::vector<std::pair<std::string, TensorRecord>> attributes;        // in the order of inner_tensors()
+  std::vector<std::pair<std::string, FlattenRecord>> attributes;        // in the order of inner_tensors()
   WrapperGeometry outer;                                               // what the wrapper shows
   PayloadPtr like;                                                     // kind and context, around fake tensors
 
@@ -58,13 +58,13 @@ struct SubclassMeta {
   bool operator==(const SubclassMeta& other) const;
 };
 
-class TensorRecord {
+class FlattenRecord {
  public:
-  TensorRecord() = default;
-  TensorRecord(PlainTensorMeta plain) : meta_(std::move(plain)) {}
-  TensorRecord(SubclassMeta subclass) : meta_(std::move(subclass)) {}
+  FlattenRecord() = default;
+  FlattenRecord(PlainTensorMeta plain) : meta_(std::move(plain)) {}
+  FlattenRecord(SubclassMeta subclass) : meta_(std::move(subclass)) {}
   // Of a real or fake tensor; its first plain tensor has the number `first_flat`.
-  static TensorRecord of(const at::Tensor& tensor, std::size_t first_flat);
+  static FlattenRecord of(const at::Tensor& tensor, std::size_t first_flat);
 
   bool is_subclass() const { return std::holds_alternative<SubclassMeta>(meta_); }
   const SubclassMeta& subclass() const { return std::get<SubclassMeta>(meta_); }
@@ -91,7 +91,7 @@ class TensorRecord {
   // The names of the plain tensors: ".local", ".a.inner"; an empty one for a plain tensor.
   std::vector<std::string> plain_names() const;
 
-  bool operator==(const TensorRecord&) const = default;
+  bool operator==(const FlattenRecord&) const = default;
 
  private:
   std::variant<PlainTensorMeta, SubclassMeta> meta_;
@@ -102,13 +102,13 @@ std::string type_text(const at::Tensor& tensor);
 
 // The records of a captured call. Only where some tensor is a subclass: without them each tensor is one entry.
 struct SubclassLayout {
-  std::vector<TensorRecord> inputs;            // the tensors among the inputs, of the function with duplicates removed
-  std::vector<TensorRecord> forward_outputs;   // written inputs, results, intermediate bases: without what is saved for backward
+  std::vector<FlattenRecord> inputs;            // the tensors among the inputs, of the function with duplicates removed
+  std::vector<FlattenRecord> forward_outputs;   // written inputs, results, intermediate bases: without what is saved for backward
   // For each plain tensor among the forward outputs: the input of the graph in whose memory a result lies that the function writes. The graph gives it
   // memory of its own; it is made again as a view of the input.
   std::vector<std::optional<std::size_t>> in_written_input;
-  std::vector<TensorRecord> tangents;          // as backward expects them, counted without what is saved
-  std::vector<TensorRecord> input_gradients;   // what backward returns, one for each of `inputs`; may be a subclass where the input is none, and the other way round
+  std::vector<FlattenRecord> tangents;          // as backward expects them, counted without what is saved
+  std::vector<FlattenRecord> input_gradients;   // what backward returns, one for each of `inputs`; may be a subclass where the input is none, and the other way round
 
   bool operator==(const SubclassLayout&) const = default;
 };

@@ -64,7 +64,7 @@ std::vector<CallGuard::Input> CallGuard::describe_all(const Values& inputs, Reco
       };
       share(storage_behind(tensor));
       if (is_subclass(tensor)) {
-        if (records == Records::Make) input.subclass = std::make_shared<const TensorRecord>(TensorRecord::of(tensor, 0));
+        if (records == Records::Make) input.subclass = std::make_shared<const FlattenRecord>(FlattenRecord::of(tensor, 0));
         for (const at::Tensor& part : plain_parts(tensor)) share(storage_behind(part));
       }
       // Only inputs that share memory may be merged, and how depends on what they are views of.

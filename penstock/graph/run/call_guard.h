@@ -45,7 +45,7 @@ class CallGuard {
  private:
   struct Input {
     std::optional<Geometry> tensor;
-    std::shared_ptr<const TensorRecord> subclass;   // of a tensor that is one: kind, context and what it holds are compared, too
+    std::shared_ptr<const FlattenRecord> subclass;   // of a tensor that is one: kind, context and what it holds are compared, too
     c10::IValue value;              // of what is not a tensor
     bool requires_grad = false, is_leaf = true, is_view = false;
     std::size_t same_as = 0;        // the first input that is the same tensor

@@ -33,7 +33,7 @@ at::Tensor laid_out(const at::Tensor& gradient, const Geometry& geometry, const 
 }
 
 // The plain tensors in a gradient, brought to what the record says.
-void flatten_gradient(const TensorRecord& record, const at::Tensor& gradient, const std::string& name, std::vector<at::Tensor>& flat) {
+void flatten_gradient(const FlattenRecord& record, const at::Tensor& gradient, const std::string& name, std::vector<at::Tensor>& flat) {
   const Payload* payload = is_subclass(gradient) ? payload_of(gradient) : nullptr;
   const auto refuse = [&] {
     throw TypeError(describe("graph: the gradient of " + name, type_text(gradient), record.is_subclass() ? record.subclass().to_text() : "a plain tensor",
@@ -125,18 +125,18 @@ void SubclassCall::plan_returned(const Context& context) {
   const Graph& graph = context.joint.graph;
   const std::size_t mutated = context.meta.mutated_at_run_time().size(), results = context.meta.outputs.size();
   for (std::size_t i = 0; i < layout->forward_outputs.size(); ++i) {
-    const TensorRecord& record = layout->forward_outputs[i];
+    const FlattenRecord& record = layout->forward_outputs[i];
     const ValueId value = graph.outputs[record.first_flat()].value();
     if (value == kNoValue || (i >= mutated && i < mutated + results && context.meta.outputs[i - mutated].same_as)) continue;
     Returned item{i, Returned::How::AsIs};
     // A plain tensor that something else holds: a tensor of its own to autograd. What lies in a subclass shares its memory, as it would have.
     if (!record.is_subclass()) {
-      for (const TensorRecord& input : layout->inputs)
+      for (const FlattenRecord& input : layout->inputs)
         input.for_each_plain([&](const PlainTensorMeta& plain) {
           if (graph.inputs[plain.flat_index].value == value) item.how = input.is_subclass() ? Returned::How::Unshared : Returned::How::Copied;
         });
       for (std::size_t other = 0; other < layout->forward_outputs.size(); ++other) {
-        const TensorRecord& theirs = layout->forward_outputs[other];
+        const FlattenRecord& theirs = layout->forward_outputs[other];
         if (other == i || (!theirs.is_subclass() && other > i)) continue;
         theirs.for_each_plain([&](const PlainTensorMeta& plain) {
           if (graph.outputs[plain.flat_index].value() == value && item.how != Returned::How::Copied)
@@ -150,7 +150,7 @@ void SubclassCall::plan_returned(const Context& context) {
 
 void SubclassCall::plan_views(const Context& context) {
   const Graph& graph = context.joint.graph;
-  for (const TensorRecord& record : layout->forward_outputs)
+  for (const FlattenRecord& record : layout->forward_outputs)
     record.for_each_plain([&](const PlainTensorMeta& plain) {
       const auto& input = layout->in_written_input[plain.flat_index];
       if (!input) return;
@@ -163,7 +163,7 @@ void SubclassCall::plan_views(const Context& context) {
 }
 
 void SubclassCall::plan_tangents(const Context& context) {
-  for (const TensorRecord& record : layout->tangents) {
+  for (const FlattenRecord& record : layout->tangents) {
     const TangentInfo& tangent = context.joint.tangents[record.first_flat()];
     const std::size_t place = context.meta.forward_place(tangent);
     const auto found = std::find_if(returned.begin(), returned.end(), [&](const Returned& item) { return item.place == place; });
@@ -174,7 +174,7 @@ void SubclassCall::plan_tangents(const Context& context) {
 
 void SubclassCall::plan_saved(const Context& context) {
   const Graph& graph = context.joint.graph;
-  const auto lies_in = [&](const TensorRecord& record, const auto& value_at, StorageId storage) {
+  const auto lies_in = [&](const FlattenRecord& record, const auto& value_at, StorageId storage) {
     bool found = false;
     record.for_each_plain([&](const PlainTensorMeta& plain) {
       const ValueId value = value_at(plain.flat_index);
@@ -232,7 +232,7 @@ std::vector<at::Tensor> SubclassCall::rebuild_returned(const std::vector<c10::IV
 }
 
 void SubclassCall::flatten_tangent(std::size_t tangent, const at::Tensor& gradient, std::vector<at::Tensor>& flat) const {
-  const TensorRecord& record = layout->tangents[tangent];
+  const FlattenRecord& record = layout->tangents[tangent];
   const std::string& name = tangents[tangent].name;
   if (!gradient.defined()) {
     record.for_each_plain([&](const PlainTensorMeta& plain) {
@@ -247,7 +247,7 @@ void SubclassCall::flatten_tangent(std::size_t tangent, const at::Tensor& gradie
 std::vector<at::Tensor> SubclassCall::rebuild_gradients(const std::vector<c10::IValue>& results) const {
   const std::vector<at::Tensor> flat = tensors_of(results, 0, results.size());
   std::vector<at::Tensor> gradients;
-  for (const TensorRecord& record : layout->input_gradients) gradients.push_back(record.rebuild(flat));
+  for (const FlattenRecord& record : layout->input_gradients) gradients.push_back(record.rebuild(flat));
   return gradients;
 }
 

@@ -142,7 +142,7 @@ class GraphReport {
       if (info.same_as) memory += fmt::format(", the same as result {}", *info.same_as);
       std::string type = info.type == OutputType::Tensor ? to_text(info.geometry, graph_.table.get()) : std::string(to_text(info.type));
       if (file_.joint.subclasses)
-        if (const TensorRecord& record = file_.joint.subclasses->forward_outputs.at(file_.meta.mutated_at_run_time().size() + i); record.is_subclass())
+        if (const FlattenRecord& record = file_.joint.subclasses->forward_outputs.at(file_.meta.mutated_at_run_time().size() + i); record.is_subclass())
           type += ", " + record.subclass().to_text();
       table.add({std::to_string(i), std::move(type),
                  info.requires_grad ? "yes" : "no", memory});

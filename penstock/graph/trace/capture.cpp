@@ -80,7 +80,7 @@ class JointCapture {
     const ModeGuard below(trace_.fake_mode);
     const ModeGuard on(tracer_);
     result_.primals = tracer_.graph.inputs.size();
-    for (const TensorRecord& record : trace_.records) layout_.inputs.push_back(note(record));
+    for (const FlattenRecord& record : trace_.records) layout_.inputs.push_back(note(record));
     collect_bases();
     find_written_memory();
     return_forward();
@@ -111,8 +111,8 @@ class JointCapture {
   }
 
   // Of a result that comes out of the graph.
-  TensorRecord return_result(const c10::IValue& value) {
-    TensorRecord record = return_value(value);
+  FlattenRecord return_result(const c10::IValue& value) {
+    FlattenRecord record = return_value(value);
     layout_.in_written_input.resize(tracer_.graph.outputs.size());
     for (std::size_t i = record.first_flat(); i < tracer_.graph.outputs.size(); ++i)
       if (const ValueId part = tracer_.graph.outputs[i].value(); part != kNoValue)
@@ -122,7 +122,7 @@ class JointCapture {
 
   // Adds a tensor to the outputs of the graph, or whatever else is returned.
   // `before`: outputs that do not count, of the other half.
-  TensorRecord return_value(const c10::IValue& value, std::size_t before = 0) {
+  FlattenRecord return_value(const c10::IValue& value, std::size_t before = 0) {
     std::vector<Operand>& returned = tracer_.graph.outputs;
     const std::size_t first = returned.size() - before;
     if (!holds_tensor(value)) {
@@ -130,16 +130,16 @@ class JointCapture {
       return PlainTensorMeta{first, std::nullopt};
     }
     for (const at::Tensor& part : plain_parts(value.toTensor())) returned.push_back(Operand::of(tracer_.value_of(part)));
-    return note(TensorRecord::of(value.toTensor(), first));
+    return note(FlattenRecord::of(value.toTensor(), first));
   }
 
-  TensorRecord note(TensorRecord record) {
+  FlattenRecord note(FlattenRecord record) {
     any_subclass_ |= record.is_subclass();
     return record;
   }
 
   void return_forward() {
-    std::vector<TensorRecord>& records = layout_.forward_outputs;
+    std::vector<FlattenRecord>& records = layout_.forward_outputs;
     for (const std::size_t i : meta_.mutated_at_run_time()) records.push_back(return_value(inputs_[i]));
     for (std::size_t i = 0; i < outputs_.size(); ++i)
       records.push_back(return_result(is_fresh(meta_.outputs[i].kind) ? outputs_[i] : c10::IValue(at::Tensor())));
@@ -156,7 +156,7 @@ class JointCapture {
       return tracer_.add_input(fake_tangent(geometry), fmt::format("tangents_{}", result_.tangents.size()));
     };
     at::Tensor made = rebuild_tangent(result, add);
-    layout_.tangents.push_back(note(TensorRecord::of(made, first)));
+    layout_.tangents.push_back(note(FlattenRecord::of(made, first)));
     return made;
   }
 

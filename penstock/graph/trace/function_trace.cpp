@@ -54,7 +54,7 @@ void FunctionTrace::make_inputs(const Values& real_inputs, const Convention& con
     const bool finds = i < convention.found;
     std::string name = i < convention.names.size() ? convention.names[i] : fmt::format("primals_{}", primals.size() + 1);
     primals.push_back(finds ? real : to_fake_parts(real));
-    records.push_back(TensorRecord::of(primals.back(), tracer.graph.inputs.size()));
+    records.push_back(FlattenRecord::of(primals.back(), tracer.graph.inputs.size()));
     const std::vector<std::string> suffixes = records.back().plain_names();
     const std::vector<at::Tensor> added = plain_parts(primals.back());
     for (std::size_t part = 0; part < added.size(); ++part) tracer.add_input(added[part], name + suffixes[part]);

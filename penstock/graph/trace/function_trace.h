@@ -32,7 +32,7 @@ class FunctionTrace {
   Tracer tracer;
   Values inputs, outputs;                   // of the function, fake
   std::vector<at::Tensor> primals;          // one for each tensor among the inputs: what gradients are taken of
-  std::vector<TensorRecord> records;        // of the primals: which inputs of the graph they are
+  std::vector<FlattenRecord> records;        // of the primals: which inputs of the graph they are
   std::vector<std::vector<at::Tensor>> parts;   // for each input, the plain tensors in it as they were before the call
   std::vector<char> is_leaf;                // of the inputs, in earnest
   std::vector<char> is_leaf_with_grad;      // of the inputs, in earnest, before the call: a write may give one a gradient

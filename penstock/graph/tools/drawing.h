@@ -10,8 +10,8 @@
 
 namespace penstock::graph {
 
-struct Drawing {
-  Drawing(const Graph& graph, const DrawOptions& options);
+struct GraphDrawing {
+  GraphDrawing(const Graph& graph, const DrawOptions& options);
 
   enum class Kind : std::uint8_t { Input, Constant, Forward, Backward, Output };
   struct Box {

@@ -35,18 +35,18 @@ Partition partition_min_cut(const JointGraph& joint);
 namespace detail {
 
 // What is known of a joint graph before it is split.
-struct Halves {
+struct ForwardBackwardSplit {
   std::vector<char> in_forward;     // by node: the forward results need it
   std::vector<char> from_forward;   // by value: a primal, or made by such a node
   std::vector<char> is_constant;    // by value
 };
-Halves halves_of(const JointGraph& joint);
+ForwardBackwardSplit halves_of(const JointGraph& joint);
 
 // The values of forward that backward uses, when it computes none of forward's nodes again.
-std::vector<char> used_by_backward(const JointGraph& joint, const Halves& halves);
+std::vector<char> used_by_backward(const JointGraph& joint, const ForwardBackwardSplit& halves);
 
 // Backward is what the gradients need, down to the values in `is_saved`.
-Partition split(const JointGraph& joint, const Halves& halves, const std::vector<char>& is_saved);
+Partition split(const JointGraph& joint, const ForwardBackwardSplit& halves, const std::vector<char>& is_saved);
 
 }  // namespace detail
 

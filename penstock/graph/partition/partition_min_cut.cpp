@@ -51,7 +51,7 @@ bool may_be_computed_again(const Node& node) {
 }
 
 // Nodes of backward that need no gradient of a result: forward may run them too, where what they make is smaller than what they take.
-std::vector<char> nodes_without_tangents(const JointGraph& joint, const detail::Halves& halves) {
+std::vector<char> nodes_without_tangents(const JointGraph& joint, const detail::ForwardBackwardSplit& halves) {
   const Graph& graph = joint.graph;
   std::vector<char> early(graph.nodes.size(), 0), depends(graph.values.size(), 0);
   for (std::size_t i = joint.primals; i < graph.inputs.size(); ++i) depends[index_of(graph.inputs[i].value)] = 1;
@@ -69,7 +69,7 @@ std::vector<char> nodes_without_tangents(const JointGraph& joint, const detail::
 // Each value of forward is two vertices joined by an edge as wide as saving it costs; whoever uses it hangs on the second.
 class CutOfSaved {
  public:
-  CutOfSaved(const JointGraph& joint, const detail::Halves& halves, const std::vector<char>& early)
+  CutOfSaved(const JointGraph& joint, const detail::ForwardBackwardSplit& halves, const std::vector<char>& early)
       : joint_(joint), halves_(halves), early_(early), flow_(2 * joint.graph.values.size() + 2), source_(2 * joint.graph.values.size()), sink_(source_ + 1) {}
 
   std::vector<char> run() {
@@ -136,7 +136,7 @@ class CutOfSaved {
   }
 
   const JointGraph& joint_;
-  const detail::Halves& halves_;
+  const detail::ForwardBackwardSplit& halves_;
   const std::vector<char>& early_;
   FlowGraph flow_;
   Vertex source_, sink_;
@@ -146,9 +146,9 @@ class CutOfSaved {
 
 Partition partition_min_cut(const JointGraph& joint) {
   const Graph& graph = joint.graph;
-  detail::Halves halves = detail::halves_of(joint);
+  detail::ForwardBackwardSplit halves = detail::halves_of(joint);
   const std::vector<char> early = nodes_without_tangents(joint, halves);
-  detail::Halves widest = halves;
+  detail::ForwardBackwardSplit widest = halves;
   for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
     if (!early[i]) continue;
     widest.in_forward[i] = 1;

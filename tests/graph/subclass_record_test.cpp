@@ -106,7 +106,7 @@ TEST(SubclassRecord, SaysWhatIsMissing) {
   test::register_sample_kinds();
   const at::Tensor x = at::ones({2});
   const FlattenRecord record = FlattenRecord::of(Two::make(x, x), 1);
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { record.rebuild({x, x}); }), "at least 3, numbers 1 to 2"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { record.rebuild({x, x}); }), "at least 3, of which it uses indices 1 to 2"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { record.rebuild({x, x, at::Tensor()}); }), "tensor b of a Two is undefined"));
   EXPECT_FALSE(FlattenRecord::of(x, 0).rebuild({at::Tensor()}).defined());
 }

@@ -67,10 +67,11 @@ FlattenRecord FlattenRecord::of(const at::Tensor& tensor, std::size_t first_flat
     meta.attributes.emplace_back(name, of(inner, first_flat + meta.count));
     meta.count += meta.attributes.back().second.count();
   }
-  // A payload of its own: that of the tensor may hold real memory, and operators that change the tensor in place change it.
+  // A separate payload: the tensor's own may hold real memory, and in-place operators on the tensor modify
+  // it.
   const at::Tensor sample = to_fake_parts(tensor);
   PENSTOCK_INVARIANT(graph::is_subclass(sample) && payload_of(sample)->kind() == payload_of(tensor)->kind(),
-                     "a subclass that is rebuilt is of another kind than it was");
+                     "a rebuilt subclass has a different kind");
   meta.like = PayloadPtr::reclaim_copy(payload_of(sample));
   return meta;
 }
@@ -96,7 +97,7 @@ std::string FlattenRecord::difference(const at::Tensor& tensor) const {
   for (std::size_t i = 0; i < std::min(inner.size(), subclass().attributes.size()); ++i)
     if (const std::string inside = subclass().attributes[i].second.difference(inner[i].second); !inside.empty())
       return fmt::format("{} with {} {}", now, inner[i].first, inside);
-  return fmt::format("{} of another mesh, geometry or context than in the capture", now);
+  return fmt::format("{} with a different mesh, geometry or context than in the capture", now);
 }
 
 void FlattenRecord::flatten(const at::Tensor& tensor, std::vector<at::Tensor>& flat) const {
@@ -105,19 +106,19 @@ void FlattenRecord::flatten(const at::Tensor& tensor, std::vector<at::Tensor>& f
     collect(tensor, flat);
   else
     flat.push_back(tensor);
-  PENSTOCK_INVARIANT(flat.size() - before == count(), "a subclass holds another number of tensors than its record");
+  PENSTOCK_INVARIANT(flat.size() - before == count(), "a subclass contains a different number of tensors than its record");
 }
 
 at::Tensor FlattenRecord::rebuild(const std::vector<at::Tensor>& flat) const {
   if (first_flat() + count() > flat.size())
-    throw ValueError(describe("graph: tensors to rebuild a tensor of", std::to_string(flat.size()),
-                              fmt::format("at least {}, numbers {} to {} of which are its own", first_flat() + count(), first_flat(), first_flat() + count() - 1)));
+    throw ValueError(describe("graph: number of tensors to rebuild a tensor from", std::to_string(flat.size()),
+                              fmt::format("at least {}, of which it uses indices {} to {}", first_flat() + count(), first_flat(), first_flat() + count() - 1)));
   if (!is_subclass()) return flat[plain().flat_index];
   std::vector<at::Tensor> inner;
   for (const auto& [name, attribute] : subclass().attributes) {
     inner.push_back(attribute.rebuild(flat));
     if (!inner.back().defined())
-      throw ValueError(fmt::format("graph: tensor {} of a {} is undefined; give all or none", name, subclass().kind()));
+      throw ValueError(fmt::format("graph: tensor {} of a {} is undefined; pass all of them or none", name, subclass().kind()));
   }
   return subclass().like->rebuild(inner, subclass().outer);
 }

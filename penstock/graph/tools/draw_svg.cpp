@@ -58,7 +58,7 @@ class LayeredPicture {
   }
 
  private:
-  // Each box near the middle of what it is joined to: a few passes down and up.
+  // Moves each box near the centre of its neighbours, in a few passes down and up.
   void order_layers() {
     std::vector<std::vector<std::size_t>> above(drawing_.boxes.size()), below(drawing_.boxes.size());
     for (const GraphDrawing::Arrow& arrow : drawing_.arrows) {

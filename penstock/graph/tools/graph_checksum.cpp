@@ -1,4 +1,4 @@
-#define XXH_INLINE_ALL  // nothing to link
+#define XXH_INLINE_ALL  // header-only, nothing to link
 #include <xxhash.h>
 
 #include "penstock/graph/tools/graph_file.h"

@@ -242,7 +242,7 @@ std::vector<RunRecord> sharded_run(const json& definition, const Case& config, i
       const StepResult result = pipeline.step(Tree::tuple({batch.args[0].tensor().narrow(0, twin * rows, rows)}), {}, batch.target.narrow(0, twin * rows, rows));
       StepRecord mine;  // gathered before anything is locked
       for (const Part& part : parts) {
-        for (const at::Tensor& parameter : part->parameters()) EXPECT_EQ(shard_of(parameter)->state(), GroupState::Sharded);
+        for (const at::Tensor& parameter : part->parameters()) EXPECT_EQ(shard_of(parameter)->state(), ShardGroupState::Sharded);
         note_parameters(part, mine, true);
         sgd(part, config.lr);
         note_parameters(part, mine, false);

@@ -238,7 +238,7 @@ TEST(StepContract, ReshardFreesWhatTheScheduleNoLongerNeeds) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"dp"}, world.rank(), 2));
     std::vector<PipelineStage> stages;
-    std::vector<ParameterGroup*> groups;
+    std::vector<ShardGroup*> groups;
     for (int stage = 0; stage < kStages; ++stage) {
       Block block(stage);
       groups.push_back(fully_shard(*block, mesh)->group());
@@ -252,7 +252,7 @@ TEST(StepContract, ReshardFreesWhatTheScheduleNoLongerNeeds) {
     std::size_t most = 0;
     pipeline.set_instruction_observer([&] {
       std::size_t gathered = 0;
-      for (const ParameterGroup* group : groups) gathered += group->state() == GroupState::Unsharded;
+      for (const ShardGroup* group : groups) gathered += group->state() == ShardGroupState::Unsharded;
       most = std::max(most, gathered);
     });
     pipeline.step(batch.args, {}, batch.target);

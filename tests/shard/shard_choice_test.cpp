@@ -134,7 +134,7 @@ TEST(ShardChoice, GroupsOfOneModuleAreGatheredAndFreedTogether) {
     const auto state = fully_shard(model, all, {.reshard_after_forward = true, .shard_placement = [&](const std::string& name, const at::Tensor&) { return name == "dense" ? ShardChoice(Shard{0}, grid) : ShardChoice(); }});
     const auto states = [&] {
       std::vector<std::string> texts;
-      for (const ParameterGroup* group : state->groups()) texts.emplace_back(to_text(group->state()));
+      for (const ShardGroup* group : state->groups()) texts.emplace_back(to_text(group->state()));
       return texts;
     };
     model.forward(batch(0, 0));

@@ -125,7 +125,7 @@ TEST(ShardContract, TheNextGroupIsGatheredAhead) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     Watched model;
     const comm::MeshGroups mesh = line(world);
-    std::vector<ParameterGroup*> groups;
+    std::vector<ShardGroup*> groups;
     for (nn::Linear& layer : model.layers) groups.push_back(fully_shard(*layer, mesh)->group());
     fully_shard(model, mesh);
     model.forward(at::ones({2, 4})).sum().backward();  // the order is known after the first step

@@ -253,7 +253,7 @@ TEST(ShardState, AtMostTwoGroupsAreGatheredAndBuffersAreUsedAgain) {
         EXPECT_EQ(root->pool_allocations(), allocations);
       }
     }
-    for (ParameterGroup* group : root->all_groups()) EXPECT_EQ(to_text(group->state()), "Sharded");
+    for (ShardGroup* group : root->all_groups()) EXPECT_EQ(to_text(group->state()), "Sharded");
   });
 }
 
@@ -274,13 +274,13 @@ TEST(ShardState, BytesOfAStep) {
     meet();
     // Blocks are gathered twice, the outermost group once; every group is reduced once.
     std::uint64_t gathers = 0, reductions = 0;
-    for (ParameterGroup* group : shard_state_of(*model)->all_groups()) {
+    for (ShardGroup* group : shard_state_of(*model)->all_groups()) {
       gathers += group == shard_state_of(*model)->group() ? 1 : 2;
       reductions += 1;
     }
     EXPECT_EQ(totals.at("all_gather").operations, 2 * gathers) << "of both ranks";
     EXPECT_EQ(totals.at("reduce_scatter").operations, 2 * reductions);
-    for (ParameterGroup* group : shard_state_of(*model)->all_groups()) EXPECT_FALSE(group->unshard_pending()) << "nothing is gathered in vain";
+    for (ShardGroup* group : shard_state_of(*model)->all_groups()) EXPECT_FALSE(group->unshard_pending()) << "nothing is gathered in vain";
   });
 }
 

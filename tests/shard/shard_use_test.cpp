@@ -48,7 +48,7 @@ TEST(UseOverSteps, AGroupDoesNotWaitForAParameterOfAnEarlierStep) {
     BottomAndTop model;
     const comm::MeshGroups mesh = line(world);
     fully_shard(*model.bottom, mesh);
-    ParameterGroup& group = *fully_shard(*model.top, mesh)->group();
+    ShardGroup& group = *fully_shard(*model.top, mesh)->group();
     fully_shard(model, mesh);
     for (const bool both : {true, false, true, false}) {
       clear_gradients(model);

@@ -44,7 +44,7 @@ class ShardedTrial {
 
  private:
   void end();
-  std::vector<ParameterGroup*> groups_;
+  std::vector<ShardGroup*> groups_;
 };
 
 }  // namespace penstock::pipeline

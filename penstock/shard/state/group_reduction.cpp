@@ -16,7 +16,7 @@
 
 namespace penstock {
 
-GroupReduction::GroupReduction(ParameterGroup& group)
+GroupReduction::GroupReduction(ShardGroup& group)
     : group_(&group), op_(group.gradient_divide_factor ? comm::ReduceOp::Sum : comm::ReduceOp::Avg), all_reduce_(group.flags.all_reduce) {
   stream_ = group.context().reduce_stream(group.device());
   auto& parameters = group.mutable_parameters();

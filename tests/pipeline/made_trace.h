@@ -33,7 +33,7 @@ inline pipeline::StepTrace made_trace(const std::string& kind, int ranks, int mi
   const auto ns = [](double ms) { return static_cast<std::int64_t>(std::llround(ms * 1e6)); };
   pipeline::StepTrace trace{.step = 3, .schedule = lowered};
   for (int rank = 0; rank < ranks; ++rank) {
-    const pipeline::Program program = pipeline::compile(lowered, rank);
+    const pipeline::Program program = pipeline::compile_program(lowered, rank);
     const schedule::Row& row = lowered.row(rank);
     const auto start_of = [&](const schedule::Action& action) {
       for (std::size_t slot = 0; slot < row.size(); ++slot)

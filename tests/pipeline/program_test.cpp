@@ -144,12 +144,12 @@ class Tokens final : public StepActions {
   bool finished_ = false;
 };
 
-void execute_everywhere(const Schedule& lowered, const std::vector<SkipConnection>& skips, const CompileOptions& options) {
+void execute_everywhere(const Schedule& lowered, const std::vector<SkipConnection>& skips, const ProgramOptions& options) {
   Wires wires;
   std::vector<Program> programs;
   std::deque<StepProgress> progress(static_cast<std::size_t>(lowered.ranks()));
   std::deque<Tokens> ranks;
-  for (int rank = 0; rank < lowered.ranks(); ++rank) programs.push_back(compile(lowered, rank, skips, options));
+  for (int rank = 0; rank < lowered.ranks(); ++rank) programs.push_back(compile_program(lowered, rank, skips, options));
   for (const Program& program : programs) ranks.emplace_back(program, lowered.stages(), wires);
   std::atomic<bool> stop = false;
   std::thread watcher([&] {
@@ -234,7 +234,7 @@ TEST(Program, PostsComeEarlierAndKeepTheirOrder) {
   const Schedule lowered = executable(schedule::generate(ScheduleKind::OneFOneB, {.ranks = 2, .stages_per_rank = 1, .microbatches = 4, .group_size = {}}));
   const auto posts_before_first_compute = [&](int ahead) {
     int posts = 0;
-    for (const Instruction& each : compile(lowered, 1, {}, {.post_ahead = ahead}).instructions) {
+    for (const Instruction& each : compile_program(lowered, 1, {}, {.post_ahead = ahead}).instructions) {
       if (each.kind == Instruction::Kind::Compute) break;
       posts += each.kind == Instruction::Kind::Post;
     }
@@ -248,7 +248,7 @@ TEST(Program, PostsComeEarlierAndKeepTheirOrder) {
 TEST(Program, OverlapsAreUnits) {
   const Schedule lowered = executable(schedule::generate(ScheduleKind::DualPipeV, {.ranks = 2, .stages_per_rank = 2, .microbatches = 6, .group_size = {}}));
   int units = 0;
-  const Program program = compile(lowered, 0);
+  const Program program = compile_program(lowered, 0);
   for (std::size_t i = 0; i < program.instructions.size(); ++i) {
     const Instruction& each = program.instructions[i];
     if (each.kind != Instruction::Kind::Compute || each.members < 2) continue;
@@ -263,7 +263,7 @@ TEST(Program, OverlapsAreUnits) {
 
 TEST(Program, Text) {
   const Schedule lowered = executable(schedule::generate(ScheduleKind::OneFOneB, {.ranks = 2, .stages_per_rank = 1, .microbatches = 2, .group_size = {}}));
-  const Program program = compile(lowered, 1, {{0, 1}});
+  const Program program = compile_program(lowered, 1, {{0, 1}});
   std::string all;
   for (const Instruction& each : program.instructions) all += to_text(program, each) + "\n";
   EXPECT_TRUE(test::has_text(all, "await 1RECV_F0 (activation of stage 0 to stage 1)"));
@@ -274,15 +274,15 @@ TEST(Program, Text) {
 
 TEST(Program, BadInput) {
   const Schedule lowered = executable(schedule::generate(ScheduleKind::OneFOneB, {.ranks = 2, .stages_per_rank = 1, .microbatches = 2, .group_size = {}}));
-  EXPECT_THROW(compile(lowered, 2), ValueError);
-  EXPECT_THROW(compile(lowered, -1), ValueError);
-  EXPECT_THROW(compile(lowered, 0, {{1, 0}}), ValueError);
-  EXPECT_THROW(compile(lowered, 0, {{0, 0}}), ValueError);
-  EXPECT_THROW(compile(lowered, 0, {{0, 2}}), ValueError);
-  EXPECT_THROW(compile(lowered, 0, {}, {.post_ahead = -1}), ValueError);
+  EXPECT_THROW(compile_program(lowered, 2), ValueError);
+  EXPECT_THROW(compile_program(lowered, -1), ValueError);
+  EXPECT_THROW(compile_program(lowered, 0, {{1, 0}}), ValueError);
+  EXPECT_THROW(compile_program(lowered, 0, {{0, 0}}), ValueError);
+  EXPECT_THROW(compile_program(lowered, 0, {{0, 2}}), ValueError);
+  EXPECT_THROW(compile_program(lowered, 0, {}, {.post_ahead = -1}), ValueError);
   EXPECT_THROW(executable(schedule::parse_schedule("0F0,0B0\n1F0\n")), schedule::ScheduleError);
   const Schedule two_chains = executable(schedule::generate(ScheduleKind::DualPipe, {.ranks = 2, .stages_per_rank = 2, .microbatches = 4, .group_size = {}}));
-  EXPECT_THROW(compile(two_chains, 0, {{0, 3}}), ValueError);
+  EXPECT_THROW(compile_program(two_chains, 0, {{0, 3}}), ValueError);
 }
 
 // An action that fails leaves the place where it happened for whoever asks.
@@ -297,7 +297,7 @@ TEST(Program, AFailureLeavesItsPlace) {
     void finish() override {}
   } actions;
   const Schedule lowered = executable(schedule::generate(ScheduleKind::GPipe, {.ranks = 2, .stages_per_rank = 1, .microbatches = 2, .group_size = {}}));
-  const Program program = compile(lowered, 0);
+  const Program program = compile_program(lowered, 0);
   StepProgress progress;
   EXPECT_THROW(execute(program, actions, progress), ValueError);
   const auto at = progress.read().instruction;

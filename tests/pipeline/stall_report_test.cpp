@@ -81,7 +81,7 @@ TEST(StallCause, AFailureOfOnesOwn) {
 
 TEST(StallReport, PlacesComeFromThePrograms) {
   const schedule::Schedule lowered = executable(schedule::generate(schedule::schedule_kind("1F1B"), {.ranks = 2, .microbatches = 3}));
-  const Program program = compile(lowered, 1);
+  const Program program = compile_program(lowered, 1);
   const std::vector<int> ranks = {5, 8};
   constexpr std::int64_t kNow = 10'000'000'000;
   int awaits = 0;
@@ -119,7 +119,7 @@ TEST(StallReport, PlacesComeFromThePrograms) {
 
 TEST(StallReport, AnOverlappedUnitIsNamedAsAWhole) {
   const schedule::Schedule lowered = executable(schedule::generate(schedule::schedule_kind("DualPipeV"), {.ranks = 2, .stages_per_rank = 2, .microbatches = 8}));
-  const Program program = compile(lowered, 0);
+  const Program program = compile_program(lowered, 0);
   for (std::size_t i = 0; i < program.instructions.size(); ++i) {
     if (program.instructions[i].members < 2) continue;
     const RankPlace place = place_of({.step = 1, .instruction = static_cast<std::int64_t>(i)}, program, {0, 1}, 0);

@@ -65,7 +65,7 @@ void check_skips(const StageMap& map, const std::vector<SkipConnection>& skips) 
 
 class Compiler {
  public:
-  Compiler(const Schedule& schedule, int rank, const std::vector<SkipConnection>& skips, const CompileOptions& options)
+  Compiler(const Schedule& schedule, int rank, const std::vector<SkipConnection>& skips, const ProgramOptions& options)
       : schedule_(schedule), map_(schedule.stages()), skips_(skips), options_(options) {
     program_.rank = rank;
     program_.has_backward = options.has_backward;
@@ -253,14 +253,14 @@ class Compiler {
   const Schedule& schedule_;
   const StageMap& map_;
   const std::vector<SkipConnection>& skips_;
-  const CompileOptions options_;
+  const ProgramOptions options_;
   Program program_;
   std::vector<Incoming> incoming_;  // by channel
 };
 
 }  // namespace
 
-Program compile(const Schedule& lowered, int rank, const std::vector<SkipConnection>& skips, const CompileOptions& options) {
+Program compile_program(const Schedule& lowered, int rank, const std::vector<SkipConnection>& skips, const ProgramOptions& options) {
   if (rank < 0 || rank >= lowered.ranks())
     throw ValueError(describe("pipeline rank", std::to_string(rank), fmt::format("0 to {}", lowered.ranks() - 1), "use a schedule made for as many ranks as the pipeline has"));
   if (options.post_ahead < 0)

@@ -1,6 +1,6 @@
 // What one rank does in a step, instruction by instruction. Made once from a lowered schedule; executed every step.
 //
-//   Program program = compile(lowered, rank, skips);
+//   Program program = compile_program(lowered, rank, skips);
 //   for (const Instruction& each : program.instructions) ...           // executor.h does that
 //
 // A schedule says when data is received and sent. A program says more: when a receive is posted (ahead of its place in the row, so
@@ -73,7 +73,7 @@ struct Program {
 // "await 3F1 (activation of stage 2 to stage 3)".
 std::string to_text(const Program& program, const Instruction& instruction);
 
-struct CompileOptions {
+struct ProgramOptions {
   bool has_backward = true;
   // How many compute actions ahead of its place in the row a receive is posted. Each costs a buffer.
   int post_ahead = 2;
@@ -82,7 +82,7 @@ struct CompileOptions {
 // `lowered` is a schedule with transfers that `validate` accepts; rows without backward are compiled with has_backward = false. Throws
 // ValueError for a rank or a skip connection outside the schedule, for one that does not lead to a later stage of its chain, and for
 // a negative post_ahead.
-Program compile(const schedule::Schedule& lowered, int rank, const std::vector<SkipConnection>& skips = {}, const CompileOptions& options = {});
+Program compile_program(const schedule::Schedule& lowered, int rank, const std::vector<SkipConnection>& skips = {}, const ProgramOptions& options = {});
 
 // The forward half of a schedule, lowered: what evaluation runs. Takes compute-only and lowered schedules.
 schedule::Schedule forward_only(const schedule::Schedule& schedule);

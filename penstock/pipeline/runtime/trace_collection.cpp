@@ -124,7 +124,7 @@ std::optional<StepTrace> collect_trace(const comm::Group& control, const TraceRe
     if (found.step != request.step || found.has_backward != request.compile.has_backward)
       throw PipeliningMetadataError(describe(fmt::format("last step of rank {}", rank), fmt::format("step {}, {}", found.step, found.has_backward ? "training" : "evaluation"),
                                              fmt::format("step {}, {}, as on rank 0", request.step, request.compile.has_backward ? "training" : "evaluation"), "ask for a trace at the same place on all ranks"));
-    trace.ranks.push_back(trace_events(compile(request.lowered, rank, request.skips, request.compile), found.times, found.clock.offset_ns));
+    trace.ranks.push_back(trace_events(compile_program(request.lowered, rank, request.skips, request.compile), found.times, found.clock.offset_ns));
     trace.clock_error_ns.push_back(found.clock.error_ns);
   }
   start_at_zero(trace);

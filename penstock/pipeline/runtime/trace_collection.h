@@ -27,7 +27,7 @@ ClockOffset align_clock(const comm::Group& control);
 struct TraceRequest {
   const schedule::Schedule& lowered;            // as executed
   const std::vector<SkipConnection>& skips;
-  CompileOptions compile;
+  ProgramOptions compile;
   std::uint64_t step = 0;
   const std::vector<TimedInstruction>& times;   // of this rank
   ClockOffset clock;

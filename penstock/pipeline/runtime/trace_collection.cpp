@@ -20,7 +20,7 @@ constexpr int kTimesTag = kClockTag + 2;
 constexpr comm::MessageKind kTimes("STEP");
 constexpr std::uint16_t kTimesVersion = 2;
 
-struct RankTimes {
+struct RankStepTimes {
   std::uint64_t step = 0;
   bool has_backward = false;
   ClockOffset clock;
@@ -43,9 +43,9 @@ std::vector<std::uint8_t> to_bytes(const TraceRequest& request) {
   return writer.finish();
 }
 
-RankTimes from_bytes(const std::vector<std::uint8_t>& bytes) {
+RankStepTimes from_bytes(const std::vector<std::uint8_t>& bytes) {
   comm::MessageReader reader(bytes, kTimes, {kTimesVersion, kTimesVersion});
-  RankTimes found;
+  RankStepTimes found;
   reader.read(found.step).read(found.has_backward).read(found.clock.offset_ns).read(found.clock.error_ns);
   const auto times = reader.read<std::vector<std::int64_t>>();
   const auto pieces = reader.read<std::vector<std::int64_t>>();
@@ -115,7 +115,7 @@ std::optional<StepTrace> collect_trace(const comm::Group& control, const TraceRe
   }
   StepTrace trace{.step = request.step, .schedule = request.lowered};
   for (int rank = 0; rank < request.lowered.ranks(); ++rank) {
-    RankTimes found;
+    RankStepTimes found;
     if (rank == 0) {
       found = {request.step, request.compile.has_backward, request.clock, request.times};
     } else {

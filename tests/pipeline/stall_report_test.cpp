@@ -105,7 +105,7 @@ TEST(StallReport, PlacesComeFromThePrograms) {
     } else {
       EXPECT_EQ(place.state, State::Computing);
     }
-    EXPECT_EQ(from_word(to_word(place)), place);
+    EXPECT_EQ(decode_place(encode_place(place)), place);
   }
   EXPECT_EQ(awaits, 3);
   const RankPlace finishing = place_of({.step = 2, .instruction = StepProgress::kFinishing}, program, ranks, kNow);
@@ -130,7 +130,7 @@ TEST(StallReport, AnOverlappedUnitIsNamedAsAWhole) {
 }
 
 TEST(StallReport, AWordThatCannotBeReadIsNone) {
-  for (const char* word : {"", "x", "{}", "[1]", R"({"state":"asleep","rank":0})", R"({"rank":"a"})"}) EXPECT_FALSE(from_word(word)) << word;
+  for (const char* word : {"", "x", "{}", "[1]", R"({"state":"asleep","rank":0})", R"({"rank":"a"})"}) EXPECT_FALSE(decode_place(word)) << word;
 }
 
 TEST(StallReport, TextAndJson) {
@@ -156,7 +156,7 @@ TEST(StallReport, TextAndJson) {
   RankPlace odd = place(0, State::Computing);
   odd.error = "bad \xff byte";
   EXPECT_TRUE(nlohmann::json::parse(make_stall_report(0, {odd}).to_json()).is_object());
-  EXPECT_TRUE(from_word(to_word(odd)));
+  EXPECT_TRUE(decode_place(encode_place(odd)));
 }
 
 }  // namespace stall_report_test

@@ -34,36 +34,36 @@ constexpr std::size_t kMostSteps = 4096;
 constexpr std::size_t kMostPlans = 16384;
 
 // What one stage tells another about the tensors it will send.
-struct ForwardWord {
+struct ForwardMessage {
   static constexpr bool kBackward = false;
   bool is_static = false;  // examples hold for this microbatch
   bool varies = false;     // shapes may be others each time
   TensorMetas metas;
 };
-struct BackwardWord {
+struct BackwardMessage {
   static constexpr bool kBackward = true;
   OptionalTensorMetas metas;
 };
 
-std::vector<std::uint8_t> to_bytes(const ForwardWord& word) {
+std::vector<std::uint8_t> to_bytes(const ForwardMessage& message) {
   comm::MessageWriter writer(kForwardKind, kVersion);
-  writer.write(word.is_static).write(word.varies).write(StageForwardMeta(word.metas));
+  writer.write(message.is_static).write(message.varies).write(StageForwardMeta(message.metas));
   return writer.finish();
 }
-std::vector<std::uint8_t> to_bytes(const BackwardWord& word) {
+std::vector<std::uint8_t> to_bytes(const BackwardMessage& message) {
   comm::MessageWriter writer(kBackwardKind, kVersion);
-  writer.write(StageBackwardMeta(word.metas));
+  writer.write(StageBackwardMeta(message.metas));
   return writer.finish();
 }
-void from_bytes(const std::vector<std::uint8_t>& bytes, ForwardWord& word) {
+void from_bytes(const std::vector<std::uint8_t>& bytes, ForwardMessage& message) {
   comm::MessageReader reader(bytes, kForwardKind, {kVersion, kVersion});
-  reader.read(word.is_static).read(word.varies);
-  word.metas = reader.read<StageForwardMeta>().outputs();
+  reader.read(message.is_static).read(message.varies);
+  message.metas = reader.read<StageForwardMeta>().outputs();
   reader.expect_end();
 }
-void from_bytes(const std::vector<std::uint8_t>& bytes, BackwardWord& word) {
+void from_bytes(const std::vector<std::uint8_t>& bytes, BackwardMessage& message) {
   comm::MessageReader reader(bytes, kBackwardKind, {kVersion, kVersion});
-  word.metas = reader.read<StageBackwardMeta>().input_grads();
+  message.metas = reader.read<StageBackwardMeta>().input_grads();
   reader.expect_end();
 }
 
@@ -111,14 +111,14 @@ OptionalTensorMetas in_layout_of(const TensorMetas& tensors, OptionalTensorMetas
   return gradients;
 }
 
-// Texts of at most `words` numbers, for exchanges of rows.
-std::vector<std::int64_t> text_words(std::string text, std::size_t words) {
-  text.resize(words * sizeof(std::int64_t), '\0');
-  std::vector<std::int64_t> row(words);
+// Packs a text into a row of `count` numbers, for exchanges of rows; unpack_text reverses it.
+std::vector<std::int64_t> pack_text(std::string text, std::size_t count) {
+  text.resize(count * sizeof(std::int64_t), '\0');
+  std::vector<std::int64_t> row(count);
   std::memcpy(row.data(), text.data(), text.size());
   return row;
 }
-std::string words_text(const std::vector<std::int64_t>& row) {
+std::string unpack_text(const std::vector<std::int64_t>& row) {
   std::string text(row.size() * sizeof(std::int64_t), '\0');
   std::memcpy(text.data(), row.data(), text.size());
   return text.substr(0, text.find('\0'));
@@ -141,12 +141,12 @@ struct StagePlanner::Negotiation {
   const std::size_t microbatch;
   std::shared_ptr<MicrobatchPlan> plans = std::make_shared<MicrobatchPlan>();
   std::map<int, std::unique_ptr<StageTrial>> trials;
-  std::map<int, std::vector<std::uint8_t>> words_here;  // by tag: those between stages of this rank
+  std::map<int, std::vector<std::uint8_t>> local_messages;  // by tag: those between stages of this rank
   std::vector<comm::Work> sends;
 
-  // ---- words ----
+  // ---- messages ----
 
-  // Channel 0: neighbours; 1 + k: skip k. Each word takes two tags, one for its size.
+  // Channel 0: neighbours; 1 + k: skip k. Each message takes two tags, one for its size.
   int tag(int channel, int from, bool backward) const { return ((1 + channel) * planner.map_.stages() + from) * 4 + (backward ? 2 : 0); }
   int rank_of(int stage) const { return planner.map_.rank_of(StageId{stage}); }
   bool stays_here(int to) const { return rank_of(to) == planner.own_; }
@@ -173,21 +173,21 @@ struct StagePlanner::Negotiation {
     return {data, data + count};
   }
 
-  template <class Word>
-  void tell(int channel, int from, int to, const Word& word) {
-    const int where = tag(channel, from, Word::kBackward);
+  template <class Message>
+  void send(int channel, int from, int to, const Message& message) {
+    const int where = tag(channel, from, Message::kBackward);
     if (stays_here(to)) {
-      words_here[where] = to_bytes(word);
+      local_messages[where] = to_bytes(message);
     } else {
-      send_bytes(to_bytes(word), to, where);
+      send_bytes(to_bytes(message), to, where);
     }
   }
-  template <class Word>
-  Word hear(int channel, int from) {
-    const int where = tag(channel, from, Word::kBackward);
-    Word word;
-    from_bytes(rank_of(from) == planner.own_ ? words_here.at(where) : receive_bytes(from, where), word);
-    return word;
+  template <class Message>
+  Message receive(int channel, int from) {
+    const int where = tag(channel, from, Message::kBackward);
+    Message message;
+    from_bytes(rank_of(from) == planner.own_ ? local_messages.at(where) : receive_bytes(from, where), message);
+    return message;
   }
 
   // ---- stages ----
@@ -208,7 +208,7 @@ struct StagePlanner::Negotiation {
   void forward(const PipelineStage& stage);
   bool take_inputs(const PipelineStage& stage, StagePlan& plan);
   void find_outputs(const PipelineStage& stage, StagePlan& plan, bool is_static);
-  void tell_outputs(int stage, StagePlan& plan, bool is_static);
+  void announce_outputs(int stage, StagePlan& plan, bool is_static);
 
   void backward(const PipelineStage& stage);
   void take_output_grads(const PipelineStage& stage, StagePlan& plan);
@@ -219,7 +219,7 @@ void StagePlanner::Negotiation::forward(const PipelineStage& stage) {
   StagePlan& plan = (*plans)[stage.index()];
   const bool is_static = take_inputs(stage, plan);
   find_outputs(stage, plan, is_static);
-  tell_outputs(stage.index(), plan, is_static);
+  announce_outputs(stage.index(), plan, is_static);
 }
 
 // Whether examples hold for this microbatch: so says the first stage, and hands it on.
@@ -230,18 +230,18 @@ bool StagePlanner::Negotiation::take_inputs(const PipelineStage& stage, StagePla
     plan.meta.inputs = metas_of(tensors_of(step.args[microbatch]));
     is_static = is_static && check_metas("", *stage.example_meta().inputs, *plan.meta.inputs, OnMismatch::Collect).empty();
   } else {
-    ForwardWord word = hear<ForwardWord>(0, s - 1);
-    is_static = word.is_static;
-    plan.meta.inputs = std::move(word.metas);
-    plan.varying_inputs.assign(plan.meta.inputs->size(), word.varies);
+    ForwardMessage message = receive<ForwardMessage>(0, s - 1);
+    is_static = message.is_static;
+    plan.meta.inputs = std::move(message.metas);
+    plan.varying_inputs.assign(plan.meta.inputs->size(), message.varies);
   }
   plan.checked = planner.checked_;
   plan.main_inputs = plan.meta.inputs->size();
   plan.varying_inputs.resize(plan.main_inputs, false);
   skips_into(s, [&](int channel, const SkipTensor& skip) {
-    const ForwardWord word = hear<ForwardWord>(channel, skip.from);
-    plan.meta.inputs->insert(plan.meta.inputs->end(), word.metas.begin(), word.metas.end());
-    plan.varying_inputs.resize(plan.meta.inputs->size(), word.varies);
+    const ForwardMessage message = receive<ForwardMessage>(channel, skip.from);
+    plan.meta.inputs->insert(plan.meta.inputs->end(), message.metas.begin(), message.metas.end());
+    plan.varying_inputs.resize(plan.meta.inputs->size(), message.varies);
   });
   return is_static;
 }
@@ -273,7 +273,7 @@ void StagePlanner::Negotiation::find_outputs(const PipelineStage& stage, StagePl
   plan.varying_outputs.assign(plan.meta.outputs->size(), varies);
 }
 
-void StagePlanner::Negotiation::tell_outputs(int s, StagePlan& plan, bool is_static) {
+void StagePlanner::Negotiation::announce_outputs(int s, StagePlan& plan, bool is_static) {
   std::size_t skipped = 0;
   skips_from(s, [&](int, const SkipTensor&) { ++skipped; });
   const std::size_t made = plan.meta.outputs->size();
@@ -285,10 +285,10 @@ void StagePlanner::Negotiation::tell_outputs(int s, StagePlan& plan, bool is_sta
   if (is_last(s)) return;
   const bool varies = plan.varying_outputs.front();
   const TensorMetas& all = *plan.meta.outputs;
-  const auto say = [&](int channel, int to, TensorMetas metas) { tell(channel, s, to, ForwardWord{is_static, varies, stays_here(to) ? std::move(metas) : as_sent(std::move(metas))}); };
+  const auto announce = [&](int channel, int to, TensorMetas metas) { send(channel, s, to, ForwardMessage{is_static, varies, stays_here(to) ? std::move(metas) : as_sent(std::move(metas))}); };
   std::size_t next = plan.main_outputs;
-  skips_from(s, [&](int channel, const SkipTensor& skip) { say(channel, skip.to, {all[next++]}); });
-  say(0, s + 1, {all.begin(), all.begin() + static_cast<std::ptrdiff_t>(plan.main_outputs)});
+  skips_from(s, [&](int channel, const SkipTensor& skip) { announce(channel, skip.to, {all[next++]}); });
+  announce(0, s + 1, {all.begin(), all.begin() + static_cast<std::ptrdiff_t>(plan.main_outputs)});
 }
 
 void StagePlanner::Negotiation::backward(const PipelineStage& stage) {
@@ -301,18 +301,18 @@ void StagePlanner::Negotiation::backward(const PipelineStage& stage) {
   }
   plan.meta.input_grads = find_input_grads(stage, plan);
   const OptionalTensorMetas& all = *plan.meta.input_grads;
-  const auto say = [&](int channel, int to, OptionalTensorMetas metas) { tell(channel, s, to, BackwardWord{stays_here(to) ? std::move(metas) : as_sent(std::move(metas))}); };
+  const auto announce = [&](int channel, int to, OptionalTensorMetas metas) { send(channel, s, to, BackwardMessage{stays_here(to) ? std::move(metas) : as_sent(std::move(metas))}); };
   std::size_t next = plan.main_inputs;
-  skips_into(s, [&](int channel, const SkipTensor& skip) { say(channel, skip.from, {all[next++]}); });
-  say(0, s - 1, {all.begin(), all.begin() + static_cast<std::ptrdiff_t>(plan.main_inputs)});
+  skips_into(s, [&](int channel, const SkipTensor& skip) { announce(channel, skip.from, {all[next++]}); });
+  announce(0, s - 1, {all.begin(), all.begin() + static_cast<std::ptrdiff_t>(plan.main_inputs)});
 }
 
 void StagePlanner::Negotiation::take_output_grads(const PipelineStage& stage, StagePlan& plan) {
   const int s = stage.index();
-  plan.meta.output_grads = hear<BackwardWord>(0, s + 1).metas;
+  plan.meta.output_grads = receive<BackwardMessage>(0, s + 1).metas;
   skips_from(s, [&](int channel, const SkipTensor& skip) {
-    const BackwardWord word = hear<BackwardWord>(channel, skip.to);
-    plan.meta.output_grads->insert(plan.meta.output_grads->end(), word.metas.begin(), word.metas.end());
+    const BackwardMessage message = receive<BackwardMessage>(channel, skip.to);
+    plan.meta.output_grads->insert(plan.meta.output_grads->end(), message.metas.begin(), message.metas.end());
   });
   if (plan.meta.output_grads->size() != plan.meta.outputs->size())
     throw PipeliningMetadataError(describe(fmt::format("gradients that come back to stage {}", s), fmt::format("{}", plan.meta.output_grads->size()),
@@ -390,11 +390,11 @@ void StagePlanner::refuse(const std::vector<std::vector<std::int64_t>>& rows, co
       text = current_exception_text();
     }
   }
-  const auto texts = gather(text_words(text.substr(0, kRefusalBytes - 1), kRefusalBytes / sizeof(std::int64_t)));
+  const auto texts = gather(pack_text(text.substr(0, kRefusalBytes - 1), kRefusalBytes / sizeof(std::int64_t)));
   if (own) throw StepRefusal{own};
   std::string quoted;
   for (std::size_t rank = 0; rank < rows.size(); ++rank)
-    if (rows[rank][kRefusedField] != 0) quoted += fmt::format("{}rank {} refused it: {}", quoted.empty() ? "" : "; ", ranks_[rank], words_text(texts[rank]));
+    if (rows[rank][kRefusedField] != 0) quoted += fmt::format("{}rank {} refused it: {}", quoted.empty() ? "" : "; ", ranks_[rank], unpack_text(texts[rank]));
   throw StepRefusal{std::make_exception_ptr(ValueError(fmt::format("a step of the pipeline did not begin: {}", quoted)))};
 }
 

@@ -216,11 +216,11 @@ RankPlace place_of(const StepProgress::Now& now, const Program& program, const s
   return place;
 }
 
-std::string to_word(const RankPlace& place) {
+std::string encode_place(const RankPlace& place) {
   return to_json_value(place).dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
-std::optional<RankPlace> from_word(std::string_view word) {
+std::optional<RankPlace> decode_place(std::string_view word) {
   try {
     const Json value = Json::parse(word);
     RankPlace place;

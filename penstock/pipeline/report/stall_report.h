@@ -58,8 +58,8 @@ std::string to_text(const RankPlace& place);
 RankPlace place_of(const StepProgress::Now& now, const Program& program, const std::vector<int>& ranks, std::int64_t now_ns);
 
 // How a place travels, as JSON. A word that cannot be read (another build, damage) is no word.
-std::string to_word(const RankPlace& place);
-std::optional<RankPlace> from_word(std::string_view word);
+std::string encode_place(const RankPlace& place);
+std::optional<RankPlace> decode_place(std::string_view word);
 
 // What is wrong, as far as the places tell.
 struct StallCause {

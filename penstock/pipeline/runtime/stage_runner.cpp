@@ -140,16 +140,16 @@ OptionalTensorMetas StageRunner::made_metas(int microbatch, bool outputs, std::s
 
 std::string StageRunner::at_microbatch(int microbatch) const { return fmt::format("stage {}, microbatch {}", stage_.index(), microbatch); }
 
-void StageRunner::check_announced(int microbatch, bool inputs, std::size_t place, const TensorMeta& told, bool varies) const {
+void StageRunner::check_announced(int microbatch, bool inputs, std::size_t place, const TensorMeta& announced, bool varies) const {
   check_chunk(microbatch, "announcement");
   const StageMeta& meta = chunks_[static_cast<std::size_t>(microbatch)]->plan->meta;
   const TensorMeta& agreed = inputs ? (*meta.inputs)[place] : *(*meta.output_grads)[place];
-  const TensorRecord &got = local_record(told), &expected = local_record(agreed);
-  bool fits = is_distributed(told) == is_distributed(agreed) && got.dtype() == expected.dtype() && (varies || got.shape() == expected.shape());
+  const TensorRecord &got = local_record(announced), &expected = local_record(agreed);
+  bool fits = is_distributed(announced) == is_distributed(agreed) && got.dtype() == expected.dtype() && (varies || got.shape() == expected.shape());
   // Where the parts of a distributed gradient lie in memory follows no rule that a trial run would show.
-  if (fits && validates() && !varies && (inputs || !is_distributed(told))) fits = differences(comparable_meta(agreed), comparable_meta(told)).empty();
+  if (fits && validates() && !varies && (inputs || !is_distributed(announced))) fits = differences(comparable_meta(agreed), comparable_meta(announced)).empty();
   if (!fits)
-    throw PipeliningMetadataError(describe(fmt::format("{} {} of {}, as it was received", inputs ? "input" : "gradient of output", place, at_microbatch(microbatch)), to_string(told), to_string(agreed),
+    throw PipeliningMetadataError(describe(fmt::format("{} {} of {}, as it was received", inputs ? "input" : "gradient of output", place, at_microbatch(microbatch)), to_string(announced), to_string(agreed),
                                            "give the stages examples like the tensors that flow, or none and let a trial run find out"));
 }
 
@@ -334,8 +334,8 @@ std::unique_ptr<StageRunner::Forward> StageRunner::start_forward(int microbatch,
 }
 
 // Names the stage for what users' code throws in a backward. Communication that failed keeps its type: whoever waits knows more.
-template <class Words, class Body>
-void StageRunner::in_backward(int microbatch, const Words& what, const Body& body) const {
+template <class Describe, class Body>
+void StageRunner::in_backward(int microbatch, const Describe& what, const Body& body) const {
   try {
     body();
   } catch (const CommError&) {

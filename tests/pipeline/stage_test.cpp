@@ -334,7 +334,7 @@ TEST(Stage, ExamplesOfOutputGradientsAreCompared) {
   other = rows;
   other.output_grads = {at::empty({2, kWidth})};
   EXPECT_EQ(validation_error(-1, other, rows, as_is), "");
-  const std::string where = "0: example gradients of the outputs of stage 0 and what comes back to it[0]: ";
+  const std::string where = "0: example gradients of the outputs of stage 0 and what is sent back to it[0]: ";
   other.output_grads = {at::empty({3, kWidth})};
   EXPECT_TRUE(has_text(validation_error(-1, other, rows, as_is), where + "shape: got [2, 6], expected [3, 6]"));
   other.output_grads = {at::empty({2, kWidth}, at::kDouble)};

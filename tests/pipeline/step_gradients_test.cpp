@@ -360,7 +360,7 @@ TEST(CopyGradients, CopiesThatDifferAreNamedOnBothRanks) {
   };
   EXPECT_THROW(comm::run_ranks(2, 60s, body), PipeliningMetadataError);
   ASSERT_EQ(texts.size(), 1U);
-  EXPECT_TRUE(has_text(*texts.begin(), "stage 0 and its twin"));
+  EXPECT_TRUE(has_text(*texts.begin(), "stage 0 and its copy"));
   EXPECT_TRUE(has_text(*texts.begin(), "parameter 2: Float[6], frozen"));
   EXPECT_TRUE(has_text(*texts.begin(), "parameter 2: Float[6], trainable"));
 }

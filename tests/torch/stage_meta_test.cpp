@@ -124,7 +124,7 @@ TEST(CheckMeta, RaisesWithAllDifferences) {
   });
   EXPECT_THAT(text, AllOf(HasSubstr("stage 1 input: shape: got [3, 2], expected [2, 3]; stride: got [2, 1], "
                                     "expected [3, 1]; dtype: got int64, expected float32; "),
-                          HasSubstr("give the stage examples")));
+                          HasSubstr("pass examples that match")));
   EXPECT_THAT(check_meta("x", plain({2}), at::ones({2}), OnMismatch::Raise), IsEmpty());
 }
 

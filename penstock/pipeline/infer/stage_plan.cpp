@@ -27,17 +27,17 @@ constexpr comm::MessageKind kForwardKind{"PFWD"};
 constexpr comm::MessageKind kBackwardKind{"PBWD"};
 constexpr std::uint16_t kVersion = 2;
 constexpr std::int64_t kRowVersion = 2;
-constexpr std::size_t kRefusedField = 5;      // of a row
+constexpr std::size_t kRefusedField = 5;      // index in a row
 constexpr std::size_t kValidatesField = 6;
-constexpr std::size_t kRefusalBytes = 2048;  // of the text that other ranks see
+constexpr std::size_t kRefusalBytes = 2048;  // maximum length of the text that other ranks see
 constexpr std::size_t kMostSteps = 4096;
 constexpr std::size_t kMostPlans = 16384;
 
 // What one stage tells another about the tensors it will send.
 struct ForwardMessage {
   static constexpr bool kBackward = false;
-  bool is_static = false;  // examples hold for this microbatch
-  bool varies = false;     // shapes may be others each time
+  bool is_static = false;  // the examples apply to this microbatch
+  bool varies = false;     // shapes may change each time
   TensorMetas metas;
 };
 struct BackwardMessage {
@@ -67,7 +67,8 @@ void from_bytes(const std::vector<std::uint8_t>& bytes, BackwardMessage& message
   reader.expect_end();
 }
 
-// Examples none of which requires grad were made without a thought of it: floating point ones then stand for tensors that need it.
+// If no example requires grad, the caller did not specify it: floating-point examples then represent tensors
+// that need gradients.
 TensorMetas with_default_grads(TensorMetas metas, bool has_backward) {
   if (!has_backward || std::any_of(metas.begin(), metas.end(), [](const TensorMeta& meta) { return requires_grad(meta); })) return metas;
   for (TensorMeta& meta : metas) {
@@ -77,7 +78,7 @@ TensorMetas with_default_grads(TensorMetas metas, bool has_backward) {
   return metas;
 }
 
-// What arrives on another rank: dense, in the order of the sender's strides.
+// Returns what arrives on another rank: dense, in the order of the sender's strides.
 TensorMetas as_sent(TensorMetas metas) {
   for (TensorMeta& meta : metas) meta = dense_meta(meta);
   return metas;
@@ -98,8 +99,8 @@ OptionalTensorMetas comparable(OptionalTensorMetas metas) {
   return metas;
 }
 
-// Autograd gives the gradient of a leaf in the layout of the leaf where that is dense, and contiguous otherwise. Those of distributed
-// tensors stay as they were found.
+// Autograd produces the gradient of a leaf in the layout of the leaf if that is dense, and contiguous
+// otherwise. Gradients of distributed tensors are left unchanged.
 OptionalTensorMetas in_layout_of(const TensorMetas& tensors, OptionalTensorMetas gradients) {
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     if (!gradients[i] || is_distributed(*gradients[i]) || is_distributed(tensors[i])) continue;
@@ -126,12 +127,12 @@ std::string unpack_text(const std::vector<std::int64_t>& row) {
 
 }  // namespace
 
-// One negotiation, about one microbatch: the stages of this rank tell their neighbours, on other ranks or on this one, what they will
-// send. Forward in ascending, backward in descending order of stages, so that whoever listens waits for a stage that does not wait
-// for it.
+// One negotiation about one microbatch: the stages of this rank tell their neighbours, on this or other
+// ranks, what they will send. Forward in ascending, backward in descending order of stages, so that a
+// receiver always waits for a stage that does not wait for it.
 struct StagePlanner::Negotiation {
   Negotiation(StagePlanner& owner, const StepDescription& description, std::size_t which) : planner(owner), step(description), microbatch(which) {}
-  // Trials put back what they found when they began: the last to begin ends first.
+  // Trials restore the state from when they began, so they must end in reverse order.
   ~Negotiation() {
     while (!trials.empty()) trials.erase(std::prev(trials.end()));
   }
@@ -141,7 +142,7 @@ struct StagePlanner::Negotiation {
   const std::size_t microbatch;
   std::shared_ptr<MicrobatchPlan> plans = std::make_shared<MicrobatchPlan>();
   std::map<int, std::unique_ptr<StageTrial>> trials;
-  std::map<int, std::vector<std::uint8_t>> local_messages;  // by tag: those between stages of this rank
+  std::map<int, std::vector<std::uint8_t>> local_messages;  // messages between stages of this rank, by tag
   std::vector<comm::Work> sends;
 
   // ---- messages ----
@@ -222,7 +223,8 @@ void StagePlanner::Negotiation::forward(const PipelineStage& stage) {
   announce_outputs(stage.index(), plan, is_static);
 }
 
-// Whether examples hold for this microbatch: so says the first stage, and hands it on.
+// Returns whether the examples apply to this microbatch: the first stage decides, and each stage passes it
+// on.
 bool StagePlanner::Negotiation::take_inputs(const PipelineStage& stage, StagePlan& plan) {
   const int s = stage.index();
   bool is_static = planner.static_;
@@ -315,11 +317,11 @@ void StagePlanner::Negotiation::take_output_grads(const PipelineStage& stage, St
     plan.meta.output_grads->insert(plan.meta.output_grads->end(), message.metas.begin(), message.metas.end());
   });
   if (plan.meta.output_grads->size() != plan.meta.outputs->size())
-    throw PipeliningMetadataError(describe(fmt::format("gradients that come back to stage {}", s), fmt::format("{}", plan.meta.output_grads->size()),
-                                           fmt::format("{}, one for each output", plan.meta.outputs->size()), "let the next stage take every output"));
-  // Examples hold where nothing was tried.
+    throw PipeliningMetadataError(describe(fmt::format("gradients sent back to stage {}", s), fmt::format("{}", plan.meta.output_grads->size()),
+                                           fmt::format("{}, one for each output", plan.meta.outputs->size()), "make the next stage take every output"));
+  // Without a trial run the examples are binding.
   if (const auto& examples = stage.example_meta().output_grads)
-    check_metas(fmt::format("example gradients of the outputs of stage {} and what comes back to it", s), comparable(*examples), comparable(*plan.meta.output_grads),
+    check_metas(fmt::format("example gradients of the outputs of stage {} and what is sent back to it", s), comparable(*examples), comparable(*plan.meta.output_grads),
                 trials.contains(s) ? OnMismatch::Warn : OnMismatch::Raise);
 }
 
@@ -337,9 +339,10 @@ OptionalTensorMetas StagePlanner::Negotiation::find_input_grads(const PipelineSt
     throw;
   } catch (...) {
     const std::string why = current_exception_text();
-    // A loss that reads values cannot be tried on fake tensors; plain gradients are like their tensors.
+    // A loss that reads values cannot be run on fake tensors; gradients of plain tensors have the records of
+    // their tensors.
     if (!is_last(s) || plan.meta.has_distributed()) std::throw_with_nested(StageBackwardError(fmt::format("stage {} failed in its trial backward: {}", s, why)));
-    log().debug("pipeline: the loss of stage {} cannot be tried: {}", s, why);
+    log().debug("pipeline: the loss of stage {} cannot run on fake tensors: {}", s, why);
     found = derive_gradient_metas(*plan.meta.inputs);
   }
   found = in_layout_of(*plan.meta.inputs, std::move(found));
@@ -409,7 +412,7 @@ std::vector<std::shared_ptr<const MicrobatchPlan>> StagePlanner::agree(const Ste
       whole.add(hashes.back());
     }
   } catch (...) {
-    refusal = std::current_exception();  // an argument that has no record
+    refusal = std::current_exception();  // for example an argument that has no record
   }
   const bool vote = std::none_of(stages_.begin(), stages_.end(), [&](const PipelineStage& stage) { return stage.needs_trial(step.has_backward); });
   const auto rows = gather({kRowVersion, step.has_backward ? 1 : 0, static_cast<std::int64_t>(step.microbatches()), vote ? 1 : 0, static_cast<std::int64_t>(whole.value()),
@@ -426,7 +429,7 @@ std::vector<std::shared_ptr<const MicrobatchPlan>> StagePlanner::agree(const Ste
         throw StepRefusal{std::make_exception_ptr(
             PipeliningMetadataError(describe(fmt::format("ranks of a pipeline disagree: {}", kNames[field]), fmt::format("{} on rank {}", rows[rank][field], ranks_[rank]),
                                              fmt::format("{}, as on rank {}", rows[0][field], ranks_[0]),
-                                             "call step or eval on all ranks of the pipeline, with batches that split into as many microbatches")))};
+                                             "call step or eval on all ranks of the pipeline, with batches that split into the same number of microbatches")))};
     all_static = all_static && rows[rank][3] == 1;
     combined.add(rows[rank][4]);
   }
@@ -435,13 +438,14 @@ std::vector<std::shared_ptr<const MicrobatchPlan>> StagePlanner::agree(const Ste
   if (known != steps_.end()) return known->second;
 
   static_ = all_static;
-  // Bounded where shapes never repeat. Every rank has met the same combinations in the same order, so all forget at once.
+  // Limits memory if shapes never repeat. Every rank has seen the same combinations in the same order, so all
+  // clear at the same time.
   if (steps_.size() >= kMostSteps) steps_.clear();
   if (plans_.size() >= kMostPlans) plans_.clear();
   const auto all_hashes = gather(hashes);
   std::vector<std::shared_ptr<const MicrobatchPlan>> plans;
   for (std::size_t m = 0; m < step.microbatches(); ++m) {
-    // Which chain a microbatch passes is part of what it is.
+    // The chain that a microbatch runs through is part of its key.
     HashBuilder microbatch_key;
     for (const schedule::Chain& chain : map_.chains()) microbatch_key.add(map_.runs(StageId{chain.first_stage}, MicrobatchId{static_cast<int>(m)}));
     for (const auto& row : all_hashes) microbatch_key.add(row[m]);

@@ -226,7 +226,7 @@ TEST(Microbatch, ReducersFoldWhatMicrobatchesReturn) {
   EXPECT_THROW(merge_microbatches({Tree("a")}, sum_reducer()), TypeError);
   EXPECT_THROW(reducer(Tree(), nullptr), ValueError);
   EXPECT_THROW(merge_microbatches({Tree(1)}, Tree::object(c10::IValue(at::Device(at::kCPU)))), ValueError);
-  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(Tree::tuple({at::ones({2})}), {}, 2, {.args = Tree::tuple({sum_reducer()}), .kwargs = {}}); }), "merge_microbatches alone"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(Tree::tuple({at::ones({2})}), {}, 2, {.args = Tree::tuple({sum_reducer()}), .kwargs = {}}); }), "only with merge_microbatches"));
 }
 
 TEST(Microbatch, SaysWhatIsWrong) {
@@ -238,7 +238,7 @@ TEST(Microbatch, SaysWhatIsWrong) {
   EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(Tree::tuple({at::ones({0, 2})}), {}, 2); }), "at least one row"));
   EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { merge_microbatches({}); }), "no microbatches"));
   EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { merge_microbatches({Tree::tuple({x, 3}), Tree::tuple({x, 4})}); }), "output[1] of microbatch 1"));
-  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { merge_microbatches({Tree::tuple({x}), Tree::tuple({x, x})}); }), "another structure"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { merge_microbatches({Tree::tuple({x}), Tree::tuple({x, x})}); }), "differs in structure"));
 }
 
 }  // namespace microbatch_test

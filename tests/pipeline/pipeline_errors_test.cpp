@@ -105,7 +105,7 @@ TEST(PipelineErrors, ExamplesThatContradictEachOther) {
     EXPECT_EQ(end_of(given({{needs}}, {{plain}})), "");
     EXPECT_EQ(end_of(given({{needs, plain}}, {{plain, at::Tensor()}})), "");
     EXPECT_EQ(end_of(given({{plain}}, std::nullopt)), "");
-    EXPECT_TRUE(has_text(end_of(given(std::nullopt, {{plain}})), input ? "ValueError: examples of stage 0: got input_grads alone" : "ValueError: examples of stage 0: got output_grads alone"));
+    EXPECT_TRUE(has_text(end_of(given(std::nullopt, {{plain}})), input ? "ValueError: examples of stage 0: got only input_grads" : "ValueError: examples of stage 0: got only output_grads"));
     EXPECT_TRUE(has_text(end_of(given({{needs}}, {{plain, plain}})), "PipeliningMetadataError: "));
     EXPECT_TRUE(has_text(end_of(given({{needs, needs}}, {{plain}})), "PipeliningMetadataError: "));
     EXPECT_TRUE(has_text(end_of(given({{needs, plain}}, {{plain, plain}})), "PipeliningMetadataError: "));

@@ -58,8 +58,8 @@ void check_skips(const StageMap& map, const std::vector<SkipConnection>& skips) 
     const bool inside = map.has_stage(StageId{skip.from}) && map.has_stage(StageId{skip.to});
     if (!inside || skip.to <= skip.from || &map.chain_of(StageId{skip.from}) != &map.chain_of(StageId{skip.to}))
       throw ValueError(describe(fmt::format("skip connection {}", i), fmt::format("from stage {} to stage {}", skip.from, skip.to),
-                                fmt::format("from an earlier to a later one of the {} stages, both of one chain", map.stages()),
-                                "declare it from the stage that makes the tensor to the later one that takes it"));
+                                fmt::format("from an earlier to a later one of the {} stages, both in the same chain", map.stages()),
+                                "declare it from the stage that makes the tensor to the later stage that takes it"));
   }
 }
 
@@ -80,7 +80,8 @@ class Compiler {
   }
 
  private:
-  // Microbatches of a channel that ends on this rank, in the order of its sends, and how many of them are posted.
+  // Microbatches of a channel that ends on this rank, in the order of its sends, and how many of them are
+  // posted.
   struct Incoming {
     std::vector<int> order;
     std::size_t posted = 0;
@@ -106,7 +107,7 @@ class Compiler {
     for (std::size_t i = 0; i < skips_.size(); ++i) add_both(skips_[i].from, skips_[i].to, static_cast<int>(i));
   }
 
-  // Skip connections send as soon as the data is made; neighbours where the schedule says so.
+  // Skip connections are sent as soon as the data is made; data for neighbours where the schedule says so.
   std::vector<int> order_of_sends(const Channel& channel) const {
     std::vector<int> order;
     if (channel.local() || channel.to_rank != here()) return order;
@@ -140,7 +141,7 @@ class Compiler {
     emit(Instruction::Kind::Post, transfer(is_forward(channel), true, program_.channels[static_cast<std::size_t>(channel)].to_stage, microbatch), channel);
   }
 
-  // Receives are posted in the order of the sends, so those before this one go first.
+  // Receives are posted in the order of the sends, so earlier ones are posted first.
   void ensure_posted(int channel, int microbatch) {
     Incoming& incoming = incoming_[static_cast<std::size_t>(channel)];
     const auto begin = incoming.order.begin();
@@ -225,11 +226,11 @@ class Compiler {
     return found;
   }
 
-  // Every post moves up past the same number of compute units, so posts keep their order among each other.
+  // Every post moves up past the same number of compute units, so posts keep their relative order.
   void post_earlier() {
     std::vector<Instruction> others, posts;
     std::vector<std::size_t> unit_starts;             // positions in `others`
-    std::multimap<std::size_t, Instruction> posts_at;  // before which of `others`
+    std::multimap<std::size_t, Instruction> posts_at;  // by position in `others` before which they go
     for (const Instruction& each : program_.instructions) {
       if (each.kind == Instruction::Kind::Post) {
         const std::size_t ahead = static_cast<std::size_t>(options_.post_ahead);

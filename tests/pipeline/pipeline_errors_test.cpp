@@ -138,7 +138,7 @@ TEST(PipelineErrors, ARecordingNeedsACudaDeviceAndOneRank) {
   const auto ends = ends_of(1, [](comm::World& world) {
     PipelineRuntime({PipelineStage(block_module(0), 0, 1, at::kCPU)}, schedule::generate(schedule::ScheduleKind::OneFOneB, {.ranks = 1, .microbatches = 2}), test::square_loss(), {.world = world, .device_graph = true});
   });
-  EXPECT_TRUE(has_text(ends[0], "ValueError: device of stage 0 of 1, for steps that are recorded: got cpu"));
+  EXPECT_TRUE(has_text(ends[0], "ValueError: device of stage 0 of 1, for recorded steps: got cpu"));
   const auto two = ends_of(2, [](comm::World& world) {
     PipelineRuntime({PipelineStage(block_module(0), world.rank(), 2, at::kCPU)}, schedule::generate(schedule::ScheduleKind::OneFOneB, {.ranks = 2, .microbatches = 2}), test::square_loss(),
                     {.world = world, .device_graph = true});
@@ -335,7 +335,7 @@ TEST(PipelineErrors, ArgumentsThatAreMissing) {
 
 TEST(PipelineErrors, FewerRowsThanMicrobatches) {
   const test::Batch batch = test::plain_batch(0, 8), few = test::plain_batch(0, 3);
-  const auto words = [](const char* what) { return std::string("microbatches that the ") + what + " of a step make: got 3, expected 4, as the schedule has; pass a batch of at least as many rows"; };
+  const auto words = [](const char* what) { return std::string("microbatches that the ") + what + " of a step make: got 3, expected 4, as in the schedule; pass a batch of at least as many rows"; };
   for (const bool trains : {true, false}) {
     const auto call = [&](PipelineRuntime& pipeline, const Tree& args, const Tree& kwargs, const Tree& target) { trains ? pipeline.step(args, kwargs, target) : pipeline.eval(args, kwargs, target); };
     expect_refused(0, words("arguments"), [&](PipelineRuntime& pipeline) { call(pipeline, few.args, {}, batch.target); });

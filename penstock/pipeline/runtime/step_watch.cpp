@@ -19,22 +19,22 @@ namespace {
 using namespace std::chrono_literals;
 using SteadyClock = std::chrono::steady_clock;
 
-constexpr auto kPeriod = 250ms;         // between two looks
-constexpr auto kRenewal = 1s;           // of the word of a rank that stands still
-constexpr auto kPollPause = 50ms;       // between two questions of a roll call
+constexpr auto kPeriod = 250ms;         // between two checks of the progress
+constexpr auto kRenewal = 1s;           // of the status of a rank that makes no progress
+constexpr auto kPollPause = 50ms;       // between two reads of a roll call
 constexpr auto kStoreSlack = 500ms;     // for the store to answer, beyond the time of a roll call
-constexpr auto kHostLingers = 500ms;    // the host of the store, for the others to leave their words
+constexpr auto kHostLingers = 500ms;    // the host of the store, for the others to post their statuses
 constexpr auto kReadingTime = 200ms;    // and to read them
-constexpr double kFreshForS = 2.0;      // a word that is younger needs no renewal
+constexpr double kFreshForS = 2.0;      // a more recent status needs no renewal
 constexpr int kStoreHost = 0;
 const char* const kKey = "pipeline.progress";
 
-// Clocks of different hosts are compared here, to a fraction of a second.
+// Used to compare clocks of different hosts, to a fraction of a second.
 std::int64_t wall_now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-// On the wire: the time, "now" or "last", the place.
+// Format: the time, "now" or "last", the place.
 std::string encode_status(const RankPlace& place, bool last) {
   return fmt::format("{} {} {}", wall_now_ns(), last ? "last" : "now", encode_place(place));
 }
@@ -80,9 +80,10 @@ struct StepWatch::State {
           post_progress(lock);
         }
       } catch (const std::exception& error) {
-        // The store is gone, and with it everything that could be told or places; the waits of the step say who was lost.
+        // The store is gone, so nothing can be posted or read any more; the waits of the step report which
+        // rank was lost.
         if (!lock.owns_lock()) lock.lock();
-        log().debug("pipeline: no word could be left or read: {}", error.what());
+        log().debug("pipeline: the status of ranks could not be posted or read: {}", error.what());
         store_failed = true;
       }
       if (question) {
@@ -124,7 +125,7 @@ struct StepWatch::State {
         if (rank == options.world.rank()) continue;
         const auto text = options.world.word_of(rank, kKey);
         const auto status = text ? decode_status(*text) : std::nullopt;
-        // The host of the store stays until everybody else has said all there is to say.
+        // The host of the store stays until all others have posted their last status.
         const bool enough = status && (status->last || (!host && status->place.said_s_ago <= kFreshForS));
         if (rank != asked.lost && !enough) all_read = false;
         const double too_old_s = std::chrono::duration<double>(stalled_after).count() + kFreshForS;
@@ -142,7 +143,7 @@ struct StepWatch::State {
     if (host && all_read) wake.wait_for(lock, kReadingTime, [&] { return stop; });
   }
 
-  // Needs the lock.
+  // Requires the lock.
   void note(const RankPlace& place, int rank) {
     const auto at = std::find_if(places.begin(), places.end(), [&](const RankPlace& each) { return each.rank == rank; });
     if (at != places.end()) *at = place;
@@ -179,7 +180,7 @@ StepWatch::~StepWatch() {
   if (ended) {
     thread_->thread.join();
   } else {
-    thread_->thread.detach();  // in a store that does not answer; it touches nothing but its own state any more
+    thread_->thread.detach();  // blocked in a store that does not answer; from now on it touches only its own state
   }
 }
 
@@ -210,7 +211,7 @@ std::vector<RankPlace> StepWatch::ask(const RankPlace& own, std::optional<int> l
   std::vector<RankPlace> places = state.places;
   for (RankPlace& place : places) {
     if (place.rank == lost) place.state = RankPlace::State::Lost;
-    // Only the host of a store that does not answer is to blame for that.
+    // Only the host of an unresponsive store is to blame for it.
     if (place.state == RankPlace::State::NoWord && !answered && place.rank != kStoreHost) place.error = fmt::format("the store, which rank {} hosts, does not answer", kStoreHost);
   }
   return places;

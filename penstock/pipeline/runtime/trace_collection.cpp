@@ -86,11 +86,11 @@ std::vector<std::uint8_t> receive_bytes(const comm::Group& control, int position
 ClockOffset align_clock(const comm::Group& control) {
   if (!control) return {};
   const auto options = [] { return comm::P2POptions{.tag = kClockTag, .label = "alignment of clocks", .timeout = {}}; };
-  at::Tensor word = number(0);
+  at::Tensor remote_time = number(0);
   if (control.axis_rank() == 0) {
     for (int position = 1; position < control.size(); ++position)
       for (int round = 0; round < kRounds; ++round) {
-        control.recv(word, control.rank_at(position), options());
+        control.recv(remote_time, control.rank_at(position), options());
         control.send(number(steady_now_ns()), control.rank_at(position), options());
       }
     return {};
@@ -98,12 +98,13 @@ ClockOffset align_clock(const comm::Group& control) {
   ClockOffset best{0, std::numeric_limits<std::int64_t>::max()};
   for (int round = 0; round < kRounds; ++round) {
     const std::int64_t asked = steady_now_ns();
-    control.send(word, control.rank_at(0), options());
-    control.recv(word, control.rank_at(0), options());
+    control.send(remote_time, control.rank_at(0), options());
+    control.recv(remote_time, control.rank_at(0), options());
     const std::int64_t half = (steady_now_ns() - asked) / 2;
-    if (half < best.error_ns) best = {*word.data_ptr<std::int64_t>() - (asked + half), half};
+    if (half < best.error_ns) best = {*remote_time.data_ptr<std::int64_t>() - (asked + half), half};
   }
-  // Processes of one host share the steady clock; the clocks of two hosts, counted from their start, are never that close.
+  // Processes of one host share the steady clock; the steady clocks of two hosts, which count from their
+  // boot, are never that close.
   if (best.offset_ns >= -best.error_ns && best.offset_ns <= best.error_ns) best.offset_ns = 0;
   return best;
 }
@@ -123,7 +124,7 @@ std::optional<StepTrace> collect_trace(const comm::Group& control, const TraceRe
     }
     if (found.step != request.step || found.has_backward != request.compile.has_backward)
       throw PipeliningMetadataError(describe(fmt::format("last step of rank {}", rank), fmt::format("step {}, {}", found.step, found.has_backward ? "training" : "evaluation"),
-                                             fmt::format("step {}, {}, as on rank 0", request.step, request.compile.has_backward ? "training" : "evaluation"), "ask for a trace at the same place on all ranks"));
+                                             fmt::format("step {}, {}, as on rank 0", request.step, request.compile.has_backward ? "training" : "evaluation"), "request a trace after the same step on all ranks"));
     trace.ranks.push_back(trace_events(compile_program(request.lowered, rank, request.skips, request.compile), found.times, found.clock.offset_ns));
     trace.clock_error_ns.push_back(found.clock.error_ns);
   }

@@ -30,7 +30,7 @@ TEST(TransformerOptions, EachMistakeNamesItsField) {
   const auto message = [](TransformerOptions options) { return message_of<ConfigError>([&] { options.check(); }); };
   EXPECT_TRUE(has_text(message({.vocabulary = 0}), "model.vocabulary"));
   EXPECT_TRUE(has_text(message({.width = 130, .heads = 4}), "a multiple of heads, 4"));
-  EXPECT_TRUE(has_text(message({.width = 12, .heads = 4}), "take a multiple of 8"));
+  EXPECT_TRUE(has_text(message({.width = 12, .heads = 4}), "use a multiple of 8"));
   EXPECT_TRUE(has_text(message({.layers = -1}), "model.layers"));
   EXPECT_TRUE(has_text(message({.heads = 0}), "model.heads"));
   EXPECT_TRUE(has_text(message({.heads = 4, .key_value_heads = 3}), "a divisor of heads, 4"));
@@ -112,7 +112,7 @@ TEST(StageParts, PatternsGoFirst) {
   const auto parts = partition_model(layers(5), 3, {.balance = Balance::Cost, .pattern = "A|A|AAA"});
   EXPECT_EQ(parts[2], (StagePart{2, 3, 2, 5}));
   EXPECT_EQ(partition_model(layers(5), 3, {.pattern = "AAAAA"}), partition_model(layers(5), 3));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { partition_model(layers(5), 2, {.pattern = "A|A|AAA"}); }), "2, as the layout has"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { partition_model(layers(5), 2, {.pattern = "A|A|AAA"}); }), "2, as in the layout"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { partition_model(layers(4), 3, {.pattern = "A|A|AAA"}); }), "model.layers"));
   EXPECT_THROW(partition_model(layers(2), 3), ValueError);
 }

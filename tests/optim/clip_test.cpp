@@ -174,7 +174,7 @@ TEST(SettleGradients, AGradientOnOtherRanksIsRefusedWhateverItsPlacements) {
     for (const Placement& placement : {Placement(Shard{0}), Placement(Replicate{})}) {
       at::Tensor parameter = distribute_tensor(at::ones({4}), mesh, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt});
       parameter.mutable_grad() = distribute_tensor(at::ones({4}), other, {Replicate{}, placement}, {.source_axis_rank = std::nullopt});
-      EXPECT_TRUE(has_text(message_of<ValueError>([&] { settle_gradients({{"p", parameter}}); }), "on one mesh"));
+      EXPECT_TRUE(has_text(message_of<ValueError>([&] { settle_gradients({{"p", parameter}}); }), "over one mesh"));
     }
   });
 }
@@ -251,8 +251,8 @@ TEST(SettleGradients, RanksThatHaveOthersAreRefusedByName) {
     texts.insert(text);
   });
   ASSERT_EQ(texts.size(), 2U);
-  EXPECT_TRUE(has_text(*texts.begin(), "on this rank those of a"));
-  EXPECT_TRUE(has_text(*texts.rbegin(), "on this rank those of b"));
+  EXPECT_TRUE(has_text(*texts.begin(), "those of a on this rank"));
+  EXPECT_TRUE(has_text(*texts.rbegin(), "those of b on this rank"));
 }
 
 }  // namespace clip_test

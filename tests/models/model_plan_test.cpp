@@ -68,7 +68,7 @@ TEST(Pattern, BadInput) {
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern(""); }), "no blocks"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("|AA"); }), "character 1"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("AA||A"); }), "character 4"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("AA|"); }), "behind '|'"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("AA|"); }), "after '|'"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("AAx"); }), "'x'"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("aa"); }), "'a'"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("A\n"); }), "\\x0a"));

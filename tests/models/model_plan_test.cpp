@@ -101,8 +101,8 @@ TEST(StageParts, ALargeHeadTakesBlocksFromTheLastStage) {
   EXPECT_EQ(small.back().blocks(), 2);
   const auto large = partition_model(layers(8, 4000), 4, {.balance = Balance::Cost});
   EXPECT_EQ(large.back().blocks(), 0);
-  EXPECT_EQ(large.front().blocks(), 2);  // the embedding costs something, too
-  // Measured costs go before estimated ones.
+  EXPECT_EQ(large.front().blocks(), 2);  // the embedding has a cost, too
+  // Measured costs override estimated ones.
   const auto measured = partition_model(layers(4), 2, {.balance = Balance::Cost, .costs = PartCosts{.blocks = {5, 1, 1, 1}, .embed = 0, .head = 0}});
   EXPECT_EQ(measured[0].blocks(), 1);
   EXPECT_THROW(partition_model(layers(4), 2, {.balance = Balance::Cost, .costs = PartCosts{.blocks = {1, 1}, .embed = 0, .head = 0}}), ValueError);
@@ -117,7 +117,7 @@ TEST(StageParts, PatternsGoFirst) {
   EXPECT_THROW(partition_model(layers(2), 3), ValueError);
 }
 
-TEST(StageParts, WhoHoldsAParameter) {
+TEST(StageParts, StagesOfAParameter) {
   TransformerOptions options = layers(4);
   const auto parts = partition_model(options, 2);
   EXPECT_EQ(stages_of_parameter(parts, options, "embed.weight"), (std::vector<int>{0}));
@@ -153,7 +153,7 @@ TEST(StageParts, ReportsWhatEveryStageHolds) {
   EXPECT_EQ(report_parts(options, 3, {.pattern = "AA|AA|A"})[2], expected[2]);
   EXPECT_EQ(report_parts({whole_model(options)}, options)[0].parameters, parameter_count(options));
   options.tie_head = false;
-  // By cost unless somebody says otherwise; a stage may have no blocks then.
+  // By cost by default; a stage may then have no blocks.
   options.vocabulary = 100000;
   const std::vector<PartReport> by_cost = report_parts(options, 3);
   const std::vector<StagePart> parts = partition_model(options, 3, {.balance = Balance::Cost});
@@ -167,7 +167,7 @@ TEST(StageParts, ReportsWhatEveryStageHolds) {
   }
   EXPECT_EQ(by_cost[2].blocks, 0);
   EXPECT_EQ(by_cost[2].parameters, kLastNorm + 100000 * 16);
-  // A model of a size at which it matters: 6.74 thousand million parameters are 12.5 GiB.
+  // A model of realistic size: 6.74 billion parameters are 12.5 GiB.
   const TransformerOptions large{.vocabulary = 32000, .width = 4096, .layers = 32, .heads = 32, .feed_width = 11008, .context = 2048};
   const PartReport whole = report_parts({whole_model(large)}, large.resolved())[0];
   EXPECT_EQ(whole.parameters, 6738415616);

@@ -1,4 +1,4 @@
-// What goes wrong in a pipeline: the right error, on every rank, within the deadline.
+// Errors in a pipeline: every rank reports the right error within the deadline.
 #include <gtest/gtest.h>
 
 #include <mutex>
@@ -53,7 +53,7 @@ std::vector<std::string> ends_of(int ranks, const std::function<void(comm::World
       }
     });
   } catch (const std::exception&) {
-    // Every rank has noted its own.
+    // Every rank has recorded its own error.
   }
   return ends;
 }
@@ -64,7 +64,7 @@ StageModule keyword_module(int stage) {
   return StageModule([block](at::Tensor x, const Tree&) mutable { return block->forward(x); }, {block.ptr()});
 }
 
-// A 1F1B pipeline of one stage per rank; `module` may be a bad one.
+// A 1F1B pipeline with one stage per rank; `module` may be faulty.
 PipelineRuntime pipeline_of(comm::World& world, const std::function<StageModule(int)>& module, const StageOptions& options = {}, int microbatches = 4) {
   const PipelineStage stage(module(world.rank()), world.rank(), world.size(), at::kCPU, options);
   return Schedule1F1B(stage, microbatches, test::square_loss(), {world});
@@ -199,7 +199,7 @@ TEST(PipelineErrors, AModuleThatFailsInItsTrialRun) {
 }
 
 TEST(PipelineErrors, OutputsThatChange) {
-  // A row more in one microbatch, without a word.
+  // One microbatch returns an additional row, unannounced.
   const auto drift = ends_of(2, [](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, [](int stage) {
       Block block(stage);
@@ -275,7 +275,8 @@ TEST(PipelineErrors, ExamplesOfSomeStagesAreOnlyCompared) {
   EXPECT_TRUE(has_text(capture.warnings()[0].message, "example outputs of stage 0"));
 }
 
-// What a call that does not begin says on this rank, with its type; then a step that is right must work.
+// Returns the type and message of the error of a call that does not begin; a correct step must work
+// afterwards.
 template <class Call>
 std::string refusal_of(PipelineRuntime& pipeline, const Call& call) {
   std::string said;
@@ -307,12 +308,13 @@ TEST(PipelineErrors, RanksThatDoDifferentThings) {
     PipelineRuntime pipeline = pipeline_of(world, block_module, {}, world.rank() == 0 ? 4 : 8);
     plain_step(pipeline);
   });
-  // Both see it; who hears of the other's error first quotes it.
+  // Both detect it; the one that receives the other's error first quotes it.
   for (const std::string& end : counts) EXPECT_TRUE(has_text(end, "ranks of a pipeline disagree: number of microbatches"));
   EXPECT_TRUE(counts[0].starts_with("PipeliningMetadataError") || counts[1].starts_with("PipeliningMetadataError")) << counts[0];
 }
 
-// Each rank calls with these arguments; `where` refuses them, the others quote it, and the pipeline goes on.
+// Each rank calls with these arguments; `where` refuses them, the others quote it, and the pipeline stays
+// usable.
 void expect_refused(int where, const std::string& what, const std::function<void(PipelineRuntime&)>& call, const char* type = "ValueError: ") {
   comm::run_ranks(3, 20s, [&](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, world.rank() == 2 ? block_module : keyword_module);
@@ -396,7 +398,7 @@ TEST(PipelineErrors, AFailedPipelineStaysFailed) {
 
 // --------------------------------------------------------------------------------------------------- exceptions of users' code
 
-struct Complaint {};  // no std::exception
+struct Complaint {};  // not a std::exception
 
 bool nests_complaint(const std::exception& error) {
   try {
@@ -418,7 +420,7 @@ struct FailsInBackward : torch::autograd::Function<FailsInBackward> {
 
 enum class Place { Forward, Metadata, Loss, Trial, TrialHook, Backward, WeightStep, GradientsDone };
 
-// Stage 1 of two fails at this place; what its rank says.
+// Stage 1 of two fails at this place; returns the error of its rank.
 std::string failure_at(Place place, bool& nested, bool told = true) {
   const auto ends = ends_of(2, [&](comm::World& world) {
     StageOptions options;
@@ -472,7 +474,7 @@ TEST(PipelineErrors, WhateverUsersThrowNamesStageAndArguments) {
   EXPECT_TRUE(has_text(failure_at(Place::Backward, nested), "StageBackwardError: stage 1, microbatch 0: backward failed with gradients (float32[],): steep"));
   EXPECT_TRUE(has_text(failure_at(Place::WeightStep, nested), "StageBackwardError: stage 1, microbatch 0: the weight step of the stage failed: " + kind));
   EXPECT_TRUE(nested);
-  // Its rank has sent everything that the other one waits for: that may end well.
+  // Its rank has sent everything that the other one waits for, so the other rank's step may succeed.
   EXPECT_TRUE(has_text(failure_at(Place::GradientsDone, nested, false), "StageBackwardError: stage 1: gradients_done failed: " + kind));
   EXPECT_TRUE(nested);
 }
@@ -482,7 +484,7 @@ TEST(PipelineErrors, NoLoss) {
     const PipelineStage stage(block_module(0), 0, 1, at::kCPU);
     ScheduleGPipe pipeline(stage, 2, {}, {world});
     EXPECT_THROW(plain_step(pipeline), StateError);
-    const StepResult result = pipeline.eval(test::plain_batch(0, 8).args);  // the pipeline goes on
+    const StepResult result = pipeline.eval(test::plain_batch(0, 8).args);  // the pipeline stays usable
     EXPECT_TRUE(result.losses.empty());
     EXPECT_EQ(result.output->tensor().size(0), 8);
   });

@@ -1,5 +1,6 @@
-// Programs of all schedules, executed by threads without Torch: every action finds its data, transfers match in order without tags, and
-// nobody waits for ever. Also the race detector's view of the loop and of those who watch it.
+// Programs of all schedules, executed by threads without Torch: every action finds its data, transfers match
+// in order without tags, and no rank waits forever. Also lets the race detector check the loop and its
+// observers.
 #include "penstock/pipeline/program/program.h"
 
 #include <gtest/gtest.h>
@@ -31,7 +32,7 @@ using schedule::Schedule;
 using schedule::ScheduleKind;
 using namespace std::chrono_literals;
 
-// Between ranks: per channel a queue without tags, the n-th send meets the n-th receive.
+// Between ranks: a queue without tags per channel; the n-th send matches the n-th receive.
 class Wires {
  public:
   using Key = std::tuple<Channel::Kind, int, int, int>;
@@ -42,13 +43,13 @@ class Wires {
     queues_[key(channel)].push_back(microbatch);
     arrived_.notify_all();
   }
-  // What came as the n-th; -1 when nothing came in time.
+  // Returns what arrived n-th; -1 if nothing arrived in time.
   int receive(const Channel& channel, std::size_t nth) {
     std::unique_lock lock(mutex_);
     auto& queue = queues_[key(channel)];
     return arrived_.wait_for(lock, 20s, [&] { return queue.size() > nth; }) ? queue[nth] : -1;
   }
-  // Sent on every channel in all.
+  // Total number of sends on every channel.
   std::size_t sent() const {
     const std::lock_guard lock(mutex_);
     std::size_t count = 0;
@@ -62,7 +63,7 @@ class Wires {
   std::map<Key, std::deque<int>> queues_;
 };
 
-// Executes instructions on tokens and notes every action that did not find what it needs.
+// Executes instructions on tokens and records every action that did not find what it needs.
 class Tokens final : public StepActions {
  public:
   Tokens(const Program& program, const schedule::StageMap& map, Wires& wires) : program_(program), map_(map), wires_(wires) {}
@@ -72,12 +73,12 @@ class Tokens final : public StepActions {
   }
   void post(const Instruction& instruction, const Channel& channel) override {
     posted_[{instruction.channel, instruction.action.microbatch()->value()}] = next_[instruction.channel]++;
-    if (channel.to_rank != program_.rank) complain("a receive of somebody else's channel", instruction);
+    if (channel.to_rank != program_.rank) complain("receives on another rank's channel", instruction);
   }
   void await(const Instruction& instruction, const Channel& channel) override {
     const int microbatch = instruction.action.microbatch()->value();
     const auto at = posted_.find({instruction.channel, microbatch});
-    if (at == posted_.end()) return complain("waits for what was not posted", instruction);
+    if (at == posted_.end()) return complain("waits for a receive that was not posted", instruction);
     if (wires_.receive(channel, at->second) != microbatch) return complain("another microbatch arrived, or none", instruction);
     arrive(channel, microbatch);
   }
@@ -128,7 +129,7 @@ class Tokens final : public StepActions {
     const bool made = channel.kind == Channel::Kind::Activation
                           ? has(ActionKind::Forward, channel.from_stage, microbatch)
                           : has(ActionKind::Backward, channel.from_stage, microbatch) || has(ActionKind::BackwardInput, channel.from_stage, microbatch);
-    if (!made) complain("hands on what it has not made", instruction);
+    if (!made) complain("sends what it has not made", instruction);
   }
   void complain(const std::string& what, const Instruction& instruction) { complaints_.push_back(what + ": " + to_text(program_, instruction)); }
 
@@ -223,7 +224,7 @@ TEST(Program, ReceivesAreDeferredAsTheUserWroteThem) {
   execute_everywhere(executable(schedule::lower(compute, {.defer_receives = true, .unshard = false})), {}, {});
 }
 
-// On one rank a lowered schedule has no transfers; it is executed as it is all the same.
+// On one rank a lowered schedule has no transfers; it is executed unchanged.
 TEST(Program, ALoweredScheduleOfOneRankIsNotLoweredAgain) {
   const Schedule lowered = schedule::lower(schedule::generate(ScheduleKind::OneFOneB, {.ranks = 1, .stages_per_rank = 1, .microbatches = 3, .group_size = {}}));
   EXPECT_EQ(executable(lowered, false), lowered);
@@ -285,7 +286,7 @@ TEST(Program, BadInput) {
   EXPECT_THROW(compile_program(two_chains, 0, {{0, 3}}), ValueError);
 }
 
-// An action that fails leaves the place where it happened for whoever asks.
+// An action that fails leaves its place in `progress`.
 TEST(Program, AFailureLeavesItsPlace) {
   struct Failing final : StepActions {
     void compute(std::span<const Instruction>) override { throw ValueError("no"); }

@@ -398,12 +398,12 @@ TEST(PipelineErrors, AFailedPipelineStaysFailed) {
 
 // --------------------------------------------------------------------------------------------------- exceptions of users' code
 
-struct Complaint {};  // not a std::exception
+struct ForeignException {};  // not a std::exception
 
-bool nests_complaint(const std::exception& error) {
+bool nests_foreign_exception(const std::exception& error) {
   try {
     std::rethrow_if_nested(error);
-  } catch (const Complaint&) {
+  } catch (const ForeignException&) {
     return true;
   } catch (...) {
   }
@@ -426,28 +426,28 @@ std::string failure_at(Place place, bool& nested, bool told = true) {
     StageOptions options;
     const bool fails = world.rank() == 1;
     const auto here = [place, fails](Place wanted) { return fails && place == wanted; };
-    if (here(Place::TrialHook)) options.trial_hooks.forward = [](const StageModule&, const Tree&, const Tree&) -> Tree { throw Complaint(); };
-    if (here(Place::WeightStep)) options.weight_step_builder = []() -> std::function<void()> { throw Complaint(); };
+    if (here(Place::TrialHook)) options.trial_hooks.forward = [](const StageModule&, const Tree&, const Tree&) -> Tree { throw ForeignException(); };
+    if (here(Place::WeightStep)) options.weight_step_builder = []() -> std::function<void()> { throw ForeignException(); };
     Block block(world.rank());
     const StageModule module([block, here](at::Tensor x, const Tree&) mutable -> at::Tensor {
       const bool trial = StepContext::current()->trial;
-      if (here(Place::Trial)) throw Complaint();
-      if (here(Place::Forward) && !trial) throw Complaint();
+      if (here(Place::Trial)) throw ForeignException();
+      if (here(Place::Forward) && !trial) throw ForeignException();
       if (here(Place::Metadata) && !trial) throw PipeliningMetadataError("a mesh is missing");
       return block->forward(here(Place::Backward) ? FailsInBackward::apply(x) : x);
     }, {block.ptr()});
     const PipelineLoss loss([place](const at::Tensor& output, const at::Tensor& target) -> at::Tensor {
-      if (place == Place::Loss) throw Complaint();
+      if (place == Place::Loss) throw ForeignException();
       return (output - target).pow(2).mean();
     });
     PipelineOptions pipeline_options{world};
-    if (here(Place::GradientsDone)) pipeline_options.gradients_done = [](int) { throw Complaint(); };
+    if (here(Place::GradientsDone)) pipeline_options.gradients_done = [](int) { throw ForeignException(); };
     Schedule1F1B pipeline(PipelineStage(module, world.rank(), 2, at::kCPU, options), 4, loss, pipeline_options);
     const test::Batch batch = test::plain_batch(0, 8);
     try {
       pipeline.step(batch.args, Tree::dict({{"gain", 2.5}}), batch.target);
     } catch (const std::exception& error) {
-      if (fails) nested = nests_complaint(error);
+      if (fails) nested = nests_foreign_exception(error);
       throw;
     }
   });
@@ -459,7 +459,7 @@ std::string failure_at(Place place, bool& nested, bool told = true) {
 }
 
 TEST(PipelineErrors, WhateverUsersThrowNamesStageAndArguments) {
-  const std::string kind = "an exception of type penstock::pipeline_errors_test::Complaint";
+  const std::string kind = "an exception of type penstock::pipeline_errors_test::ForeignException";
   const std::string args = "args (float32[2, 6],), kwargs {'gain': 2.5}: ";
   bool nested = false;
   EXPECT_TRUE(has_text(failure_at(Place::Forward, nested), "StageForwardError: stage 1, microbatch 0: forward failed with " + args + kind));

@@ -73,13 +73,13 @@ class Tokens final : public StepActions {
   }
   void post(const Instruction& instruction, const Channel& channel) override {
     posted_[{instruction.channel, instruction.action.microbatch()->value()}] = next_[instruction.channel]++;
-    if (channel.to_rank != program_.rank) complain("receives on another rank's channel", instruction);
+    if (channel.to_rank != program_.rank) report("receives on another rank's channel", instruction);
   }
   void await(const Instruction& instruction, const Channel& channel) override {
     const int microbatch = instruction.action.microbatch()->value();
     const auto at = posted_.find({instruction.channel, microbatch});
-    if (at == posted_.end()) return complain("waits for a receive that was not posted", instruction);
-    if (wires_.receive(channel, at->second) != microbatch) return complain("another microbatch arrived, or none", instruction);
+    if (at == posted_.end()) return report("waits for a receive that was not posted", instruction);
+    if (wires_.receive(channel, at->second) != microbatch) return report("another microbatch arrived, or none", instruction);
     arrive(channel, microbatch);
   }
   void send(const Instruction& instruction, const Channel& channel) override {
@@ -93,7 +93,7 @@ class Tokens final : public StepActions {
   void stage_wide(const Instruction& instruction) override { ++stage_wide_[instruction.action.kind()]; }
   void finish() override { finished_ = true; }
 
-  const std::vector<std::string>& complaints() const { return complaints_; }
+  const std::vector<std::string>& problems() const { return problems_; }
   bool finished() const { return finished_; }
   std::size_t done(ActionKind kind) const {
     std::size_t count = 0;
@@ -115,23 +115,23 @@ class Tokens final : public StepActions {
   void run(const Action& action) {
     const int stage = action.stage().value(), microbatch = action.microbatch()->value();
     const Work work{action.kind(), {stage, microbatch}};
-    if (map_.rank_of(action.stage()) != program_.rank) complaints_.push_back("on the wrong rank: " + schedule::to_text(action));
-    if (!done_.insert(work).second) complaints_.push_back("twice: " + schedule::to_text(action));
+    if (map_.rank_of(action.stage()) != program_.rank) problems_.push_back("on the wrong rank: " + schedule::to_text(action));
+    if (!done_.insert(work).second) problems_.push_back("twice: " + schedule::to_text(action));
     const bool backward = action.kind() == ActionKind::Backward || action.kind() == ActionKind::BackwardInput;
     if (action.kind() == ActionKind::Forward && (here_[{Channel::Kind::Activation, {stage, microbatch}}] != needed(Channel::Kind::Activation, stage)))
-      complaints_.push_back("without all of its inputs: " + schedule::to_text(action));
+      problems_.push_back("without all of its inputs: " + schedule::to_text(action));
     if (backward && (!has(ActionKind::Forward, stage, microbatch) || here_[{Channel::Kind::Gradient, {stage, microbatch}}] != needed(Channel::Kind::Gradient, stage)))
-      complaints_.push_back("without forward or gradients: " + schedule::to_text(action));
-    if (action.kind() == ActionKind::BackwardWeight && !has(ActionKind::BackwardInput, stage, microbatch)) complaints_.push_back("without I: " + schedule::to_text(action));
+      problems_.push_back("without forward or gradients: " + schedule::to_text(action));
+    if (action.kind() == ActionKind::BackwardWeight && !has(ActionKind::BackwardInput, stage, microbatch)) problems_.push_back("without I: " + schedule::to_text(action));
   }
   void check_made(const Instruction& instruction, const Channel& channel) {
     const int microbatch = instruction.action.microbatch()->value();
     const bool made = channel.kind == Channel::Kind::Activation
                           ? has(ActionKind::Forward, channel.from_stage, microbatch)
                           : has(ActionKind::Backward, channel.from_stage, microbatch) || has(ActionKind::BackwardInput, channel.from_stage, microbatch);
-    if (!made) complain("sends what it has not made", instruction);
+    if (!made) report("sends what it has not made", instruction);
   }
-  void complain(const std::string& what, const Instruction& instruction) { complaints_.push_back(what + ": " + to_text(program_, instruction)); }
+  void report(const std::string& what, const Instruction& instruction) { problems_.push_back(what + ": " + to_text(program_, instruction)); }
 
   const Program& program_;
   const schedule::StageMap& map_;
@@ -141,7 +141,7 @@ class Tokens final : public StepActions {
   std::map<std::pair<int, int>, std::size_t> posted_;
   std::map<int, std::size_t> next_;
   std::map<ActionKind, int> stage_wide_;
-  std::vector<std::string> complaints_;
+  std::vector<std::string> problems_;
   bool finished_ = false;
 };
 
@@ -175,7 +175,7 @@ void execute_everywhere(const Schedule& lowered, const std::vector<SkipConnectio
   std::size_t forwards = 0, transfers = 0;
   for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
     EXPECT_TRUE(ranks[rank].finished());
-    EXPECT_EQ(ranks[rank].complaints(), std::vector<std::string>{}) << "rank " << rank;
+    EXPECT_EQ(ranks[rank].problems(), std::vector<std::string>{}) << "rank " << rank;
     EXPECT_EQ(progress[rank].read().instruction, StepProgress::kNone);
     ASSERT_EQ(times[rank].size(), programs[rank].instructions.size() + 1);
     for (std::size_t i = 1; i < times[rank].size(); ++i) EXPECT_GE(times[rank][i].end_ns, times[rank][i - 1].begin_ns);

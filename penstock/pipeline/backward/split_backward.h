@@ -25,10 +25,13 @@
 // Weights are computed in the first half if deferring them would save nothing or could change bits. They are
 // deferred in groups: weights that meet in one operator, or in the computation of another weight, stay
 // together, so that all gradients of a weight are summed in one pass. A group is not deferred if
-//   - all weights of the group have at most one dim (as in normalizations): they cost less than what they would keep alive;
-//   - only custom functions lead to the group: these compute all their gradients in one call, in the first half;
-//   - the graph sums three gradients or more for one weight (a weight tied three times) and either several threads built it, or
-//     it has views that were read again after their base was written: the order of the additions could not be kept otherwise.
+//   - all weights of the group have at most one dim (as in normalizations): they cost less than what they
+//     would keep alive;
+//   - only custom functions lead to the group: these compute all their gradients in one call, in the first
+//     half;
+//   - the graph sums three gradients or more for one weight (a weight tied three times) and either several
+//     threads built it, or it has views that were read again after their base was written: the order of the
+//     additions could not be kept otherwise.
 // If the backward of a function adds to .grad() by itself, as activation checkpointing does, the addition
 // happens when it runs, in the first half. If such a weight is also used outside of the function, the order
 // of these two additions may change.

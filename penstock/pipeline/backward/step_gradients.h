@@ -7,7 +7,8 @@
 // are rounded twice, which is acceptable in float32 and float64.
 //
 // With a second buffer otherwise: .grad() is set aside and added back at the end. This is used for
-//   - steps whose gradients are used alone before they are added (`alone`; modules that reduce their own, gradient_sync.h),
+//   - steps whose gradients are used alone before they are added (`alone`; modules that reduce their own,
+//     gradient_sync.h),
 //   - float16, where the product could overflow, and bfloat16 unless the divisor is a power of two,
 //   - gradients with a replicated placement, to which autograd could not add terms of a sum without communication.
 #pragma once

@@ -2,9 +2,10 @@
 // are not registered.
 //
 // - The values of a tensor that existed before are saved before its first write, and restored at the end.
-// - A tensor that the run made and that outlives it is correct if a real run would have made the same. It is wrong if it was
-//   computed from a stand-in (zeros for activations and for sharded parameters), or from a tensor that no longer exists: then it
-//   is the next state of something (`count = count + 1`), and a real run must not find that state advanced.
+// - A tensor that the run made and that outlives it is correct if a real run would have made the same. It is
+//   wrong if it was computed from a stand-in (zeros for activations and for sharded parameters), or from a
+//   tensor that no longer exists: then it is the next state of something (`count = count + 1`), and a real
+//   run must not find that state advanced.
 // Kernels that write arguments which their schema declares read-only (running statistics of normalization)
 // are not observed; buffers are copied anyway (trial_scope.h).
 // Thread safety: a mode; autograd's worker threads may call it.

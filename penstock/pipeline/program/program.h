@@ -56,9 +56,9 @@ struct Instruction {
     Stage,    // UNSHARD, RESHARD, REDUCE_GRAD
   };
   Kind kind = Kind::Compute;
-  schedule::Action action;       // the action; for a transfer the compute action that produces or needs the data
+  schedule::Action action;       // for a transfer the compute action that produces or needs the data
   std::int32_t channel = -1;     // for Post, Await, Send and Pass
-  std::int32_t members = 1;      // for Compute: number of instructions in the unit, including this one; 0 for the others of a unit
+  std::int32_t members = 1;      // for Compute: size of the unit at its first instruction, 0 at the others
   friend bool operator==(const Instruction&, const Instruction&) = default;
 };
 std::string_view to_text(Instruction::Kind kind);
@@ -84,7 +84,8 @@ struct ProgramOptions {
 // `lowered` is a schedule with transfers that `validate` accepts; compile rows without backward with
 // has_backward = false. Throws ValueError for a rank or a skip connection outside the schedule, for a skip
 // connection that does not lead to a later stage of its chain, and for a negative post_ahead.
-Program compile_program(const schedule::Schedule& lowered, int rank, const std::vector<SkipConnection>& skips = {}, const ProgramOptions& options = {});
+Program compile_program(const schedule::Schedule& lowered, int rank, const std::vector<SkipConnection>& skips = {},
+                        const ProgramOptions& options = {});
 
 // Returns the forward part of a schedule, lowered, as evaluation runs it. Accepts compute-only and lowered
 // schedules.

@@ -45,8 +45,8 @@ struct RankPlace {
   std::optional<int> stage, microbatch;
   std::string kind;               // of the action: "F", "RECV_B", ...
   std::vector<int> waits_for;     // Waiting: the one rank; Finishing: the ranks it has sent to
-  std::string error;              // first line of the error that ended its step, if any; for NoWord why it could not be asked
-  bool own_error = false;         // the error arose on that rank and is not the consequence of another rank's failure
+  std::string error;              // first line of what ended its step; for NoWord why it could not be asked
+  bool own_error = false;         // the error arose on that rank, not as a consequence of another failure
 
   friend bool operator==(const RankPlace&, const RankPlace&) = default;
 };

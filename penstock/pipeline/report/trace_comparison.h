@@ -2,7 +2,7 @@
 //
 //   TraceComparison comparison = compare_with_simulation(read_trace("step.json"));
 //   fmt::print("{}", to_text(comparison));
-//   comparison.efficiency();                    // simulated / measured time: 1 if the runtime adds no overhead to modules and links
+//   comparison.efficiency();      // simulated / measured time: 1 if the runtime adds no overhead
 //
 // Costs are medians over the step, per stage and kind of action, so the simulation shows how long the
 // schedule would take if every action took its usual time, transfers ran beside the computation, and nothing
@@ -60,7 +60,7 @@ struct TraceComparison {
 
   plan::CostModel model;                   // times in milliseconds
   int transfers = 0;                       // between ranks
-  int measured_transfers = 0;              // those whose time is known: the receiver was already waiting when they were sent
+  int measured_transfers = 0;              // with a known time: the receiver was already waiting
   std::vector<ActionCost> costs;           // by stage, then kind
   std::vector<RankComparison> ranks;
   std::vector<ActionComparison> actions;   // by rank, in the order of execution

@@ -4,7 +4,7 @@
 //   runner.begin_step(has_backward, microbatches);
 //   runner.take_inputs(m, 0, activations);          // from the previous stage; then the skip tensors
 //   runner.forward(m, context, args, kwargs);
-//   send(runner.give_outputs(m, 0, n));             // each output is handed out once: the stage does not keep it
+//   send(runner.give_outputs(m, 0, n));             // each output once: the stage does not keep it
 //   ...
 //   runner.take_output_grads(m, 0, gradients);
 //   runner.backward(m, ...);                        // or backward_input, and later backward_weight
@@ -61,7 +61,8 @@ class StageRunner {
   // plan: kind and dtype always, shape unless it varies, and the layout if the stage validates. Throws
   // PipeliningMetadataError.
   OptionalTensorMetas made_metas(int microbatch, bool outputs, std::size_t first, std::size_t count) const;
-  void check_announced(int microbatch, bool inputs, std::size_t place, const TensorMeta& announced, bool varies) const;
+  void check_announced(int microbatch, bool inputs, std::size_t place, const TensorMeta& announced,
+                       bool varies) const;
 
   // Records that the tensors taken for the microbatch will be used on this stream, whichever stream their
   // memory belongs to.
@@ -130,7 +131,7 @@ class StageRunner {
   bool keeps_results_ = true;
   GradientSyncs syncs_;
   ShardedModules sharded_;
-  bool reduces_ = false;                  // gradients of sharded modules still have to be reduced in this step
+  bool reduces_ = false;                  // gradients of sharded modules are not yet reduced in this step
   bool has_backward_ = false;
   std::vector<std::unique_ptr<Chunk>> chunks_;
   int live_ = 0;

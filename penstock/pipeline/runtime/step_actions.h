@@ -99,12 +99,12 @@ class TorchStepActions final : public StepActions {
   StepContext context_;
   std::function<void(int)> reduce_;
   std::map<std::pair<int, int>, Arrival> arrivals_;         // by channel and microbatch
-  std::map<int, std::deque<int>> waiting_for_sizes_;        // by channel: microbatches announced and not yet received
+  std::map<int, std::deque<int>> waiting_for_sizes_;        // by channel: announced microbatches
   std::deque<comm::Work> sends_;
   int peak_live_ = 0;
   std::optional<OverlapStreams> streams_;
   int units_on_two_streams_ = 0;
-  std::vector<UnitPiece> pieces_;  // of the last unit; on CUDA the times during which the host enqueued the work
+  std::vector<UnitPiece> pieces_;  // of the last unit; on CUDA the times of enqueueing the work
   TransferLog transfer_log_;
 };
 

@@ -49,7 +49,7 @@ class StepRecording {
     std::vector<at::Tensor> gradients;  // of parameters_, undefined where the step computes none
     std::optional<Tree> output;
     at::Tensor losses;
-    std::vector<std::pair<const void*, bool>> state;  // of the model's tensors: address, and whether it requires gradients
+    std::vector<std::pair<const void*, bool>> state;  // of the model's tensors: address, requires_grad
     std::uint64_t last_use = 0;
   };
 

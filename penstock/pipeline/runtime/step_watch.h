@@ -57,7 +57,7 @@ class StepWatch {
  private:
   struct State;
   std::vector<RankPlace> ask(const RankPlace& own, std::optional<int> lost, bool wait_for_others, std::chrono::milliseconds limit);
-  std::shared_ptr<State> state_;  // shared with the thread, which may be using the store when the watch is destroyed
+  std::shared_ptr<State> state_;  // shared with the thread, which may outlive the watch
   struct Thread;
   std::unique_ptr<Thread> thread_;
 };

@@ -25,7 +25,7 @@ struct TransformerOptions {
   double rope_theta = 10000;          // base of the rotary frequencies
   double norm_epsilon = 1e-5;
   bool tie_head = false;              // the head uses the weight of the embedding
-  double dropout = 0;                 // on the embedding and the output of each half of a block, in training mode
+  double dropout = 0;                 // on the embedding and each half of a block, in training mode
 
   bool operator==(const TransformerOptions&) const = default;
 

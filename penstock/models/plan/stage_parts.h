@@ -1,6 +1,6 @@
 // Assigns the blocks of a model to stages: by a pattern with cuts, by number of blocks, or by cost.
 //
-//   auto parts = partition_model(options, 4);                               // as even as possible by block count
+//   auto parts = partition_model(options, 4);                               // even by number of blocks
 //   auto parts = partition_model(options, 4, {.balance = Balance::Cost});   // includes embedding and head
 //   auto parts = partition_model(options, 3, {.pattern = "AA|AA|A"});
 //   for (const StagePart& part : parts) ... TransformerStage(options, part);
@@ -81,7 +81,7 @@ struct PartReport {
   std::int64_t last_block = -1;                   // inclusive; first_block - 1 if there are no blocks
   std::int64_t blocks = 0;
   std::int64_t block_parameters = 0;              // of the blocks only
-  std::int64_t parameters = 0;                    // with embedding, final norm and head; a tied weight counts twice
+  std::int64_t parameters = 0;                    // with embedding, norm, head; both copies of a tied weight
   double gib = 0;                                 // of the parameters, at 2 bytes each
   std::map<std::string, std::int64_t> block_kinds = {};  // number of blocks of each kind: {"attention": 3}
   bool operator==(const PartReport&) const = default;

@@ -84,8 +84,8 @@ struct ProgramOptions {
 // `lowered` is a schedule with transfers that `validate` accepts; compile rows without backward with
 // has_backward = false. Throws ValueError for a rank or a skip connection outside the schedule, for a skip
 // connection that does not lead to a later stage of its chain, and for a negative post_ahead.
-Program compile_program(const schedule::Schedule& lowered, int rank, const std::vector<SkipConnection>& skips = {},
-                        const ProgramOptions& options = {});
+Program compile_program(const schedule::Schedule& lowered, int rank,
+                        const std::vector<SkipConnection>& skips = {}, const ProgramOptions& options = {});
 
 // Returns the forward part of a schedule, lowered, as evaluation runs it. Accepts compute-only and lowered
 // schedules.

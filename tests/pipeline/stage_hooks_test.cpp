@@ -120,7 +120,7 @@ TEST(GradientSync, IsRestoredWhenAModuleThrows) {
   EXPECT_TRUE(module->enabled);
 }
 
-// -------------------------------------------------------------------------------------------------- arguments with a graph behind
+// ---------------------------------------------------------------------------------------- arguments with a graph
 
 TEST(Arguments, ThoseThatAreNoLeavesRetainTheirGradient) {
   const test::Batch batch = test::plain_batch(0, 8);
@@ -227,7 +227,7 @@ TEST(TrialHooks, AnotherNumberOfGradientsIsRefused) {
   EXPECT_TRUE(has_text(said, "gradients from trial_hooks.input_grads of stage 1: got 0"));
 }
 
-// --------------------------------------------------------------------------------------------------------- what a front end knows
+// ------------------------------------------------------------------------------------------------------- PipeInfo
 
 TEST(PipeInfo, IsComparedWithTheSchedule) {
   const auto generate = [](ScheduleKind kind, int ranks, int each) { return schedule::generate(kind, {.ranks = ranks, .stages_per_rank = each, .microbatches = 8, .group_size = {}}); };

@@ -21,7 +21,7 @@ std::string to_string(Decay decay) {
 Decay parse_decay(std::string_view text) {
   for (const Decay decay : {Decay::Constant, Decay::Cosine, Decay::Linear})
     if (text == to_string(decay)) return decay;
-  throw ValueError(describe("decay of the learning rate", fmt::format("\"{}\"", text), "constant, cosine or linear", "use one of these words"));
+  throw ValueError(describe("decay of the learning rate", fmt::format("\"{}\"", text), "constant, cosine or linear", "use one of these names"));
 }
 
 void check(const LrSchedule& schedule) {

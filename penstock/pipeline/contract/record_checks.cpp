@@ -46,7 +46,7 @@ std::string presence(const std::optional<TensorMeta>& meta) {
                "everything else as a keyword argument"));
 }
 
-std::string words(Tree::Kind kind) {
+std::string kind_name(Tree::Kind kind) {
   switch (kind) {
     case Tree::Kind::None:
       return "None";
@@ -115,13 +115,13 @@ std::optional<std::vector<at::Tensor>> stage_arguments(const Tree& args, Missing
   if (args.is_none()) return std::nullopt;
   if (args.is_tensor()) return std::vector<at::Tensor>{args.tensor()};
   if (args.kind() != Tree::Kind::Tuple && args.kind() != Tree::Kind::List)
-    refuse_argument(name, words(args.kind()), "a tensor, or a tuple or list of tensors");
+    refuse_argument(name, kind_name(args.kind()), "a tensor, or a tuple or list of tensors");
   std::vector<at::Tensor> tensors;
   tensors.reserve(args.size());
   for (const Tree& entry : args.entries()) {
     const bool allowed = entry.is_tensor() || (entry.is_none() && missing == Missing::Allow);
     if (!allowed)
-      refuse_argument(fmt::format("{}[{}]", name, tensors.size()), words(entry.kind()), "a tensor");
+      refuse_argument(fmt::format("{}[{}]", name, tensors.size()), kind_name(entry.kind()), "a tensor");
     tensors.push_back(entry.is_none() ? at::Tensor() : entry.tensor());
   }
   return tensors;

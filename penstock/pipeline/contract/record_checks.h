@@ -49,7 +49,7 @@ std::optional<std::vector<at::Tensor>> stage_arguments(const Tree& args, Missing
 enum class OnMismatch {
   Raise,    // PipeliningMetadataError
   Warn,     // a warning that the dynamically inferred record is used, and the list
-  Collect,  // the list alone
+  Collect,  // only the list
 };
 
 // Returns the differences, empty for a match. A plain record compared with a distributed one is a single

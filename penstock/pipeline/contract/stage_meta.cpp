@@ -53,15 +53,15 @@ OptionalTensorMetas derive_gradient_metas(const TensorMetas& metas) {
 
 void check_gradient_contract(StageId stage, StageSide side, const TensorMetas& tensors,
                              const OptionalTensorMetas& gradients) {
-  const char* const word = side == StageSide::Input ? "input" : "output";
+  const char* const side_name = side == StageSide::Input ? "input" : "output";
   if (tensors.size() != gradients.size())
     throw PipeliningMetadataError(
-        describe(fmt::format("stage {}: {} gradients", stage.value(), word), std::to_string(gradients.size()),
+        describe(fmt::format("stage {}: {} gradients", stage.value(), side_name), std::to_string(gradients.size()),
                  std::to_string(tensors.size()),
-                 fmt::format("pass one gradient for each {}, an empty one where none is needed", word)));
+                 fmt::format("pass one gradient for each {}, an empty one where none is needed", side_name)));
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const auto& gradient = gradients[i];
-    const std::string where = fmt::format("stage {}: gradient of {}[{}]", stage.value(), word, i);
+    const std::string where = fmt::format("stage {}: gradient of {}[{}]", stage.value(), side_name, i);
     if (!requires_grad(tensors[i])) {
       if (gradient)
         throw PipeliningMetadataError(

@@ -332,7 +332,7 @@ void write_trace(const StepTrace& trace, const std::string& path) {
 }
 
 StepTrace read_trace(const std::string& path) {
-  const std::string text = read_file(path, "trace file", "give a file that penstock train or write_trace of a pipeline has written");
+  const std::string text = read_file(path, "trace file", "pass a file that penstock train or write_trace of a pipeline has written");
   try {
     return parse_trace(text);
   } catch (const ConfigError& error) {

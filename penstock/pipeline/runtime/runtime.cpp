@@ -169,7 +169,7 @@ struct PipelineRuntime::Impl {
     for (const PipelineStage& stage : stages)
       if (kwargs.size() > 0 && !stage.module().takes_kwargs())
         throw ValueError(describe(fmt::format("keyword arguments of a step, for stage {}", stage.index()), fmt::format("'{}'", fmt::join(kwargs.keys(), "', '")), "none, because its forward takes none",
-                                  "give forward a last parameter `const penstock::Tree& kwargs`, or pass them only on ranks whose stages take them"));
+                                  "add to forward a last parameter `const penstock::Tree& kwargs`, or pass them only on ranks whose stages take them"));
     step.args = std::move(parts.args);
     step.kwargs = std::move(parts.kwargs);
     if (last && loss && has_backward && target.is_none())

@@ -430,7 +430,7 @@ std::unique_ptr<StageRunner::Backward> StageRunner::start_backward(int microbatc
 void StageRunner::finish_backward(Chunk& chunk, int microbatch, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> input_grads) {
   if (begins_) return;
   const OptionalTensorMetas& metas = *chunk.plan->meta.input_grads;
-  PENSTOCK_INVARIANT(input_grads.size() == metas.size(), "a backward gives one gradient for each input");
+  PENSTOCK_INVARIANT(input_grads.size() == metas.size(), "a backward returns one gradient for each input");
   const bool announces = any_announced(*chunk.plan);
   for (std::size_t i = 0; i < metas.size(); ++i) {
     const at::Tensor& gradient = input_grads[i];

@@ -18,7 +18,7 @@ void refuse_argument_count(std::size_t given, std::size_t taken) {
 
 void refuse_kwargs(const Tree& kwargs) {
   throw ValueError(describe("keyword arguments of a stage", fmt::format("'{}'", fmt::join(kwargs.keys(), "', '")), "none, because its forward takes none",
-                            "give forward a last parameter `const penstock::Tree& kwargs`"));
+                            "add to forward a last parameter `const penstock::Tree& kwargs`"));
 }
 
 }  // namespace detail

@@ -28,7 +28,7 @@ using namespace test;
 using penstock::test::has_text;
 using penstock::test::message_of;
 
-// Sums over ranks are taken in another order; in float64 that is a few units in the last place.
+// Sums over ranks are in another order; in float64 that is a few units in the last place.
 constexpr double kTolerance = 1e-12;
 
 struct Expected {
@@ -111,7 +111,7 @@ TEST(ModelTensorParallel, DistributedInputsOnTwoByTwo) {
     EXPECT_NEAR(loss.item<double>(), expected.loss, kTolerance);
     loss.backward();
     expect_gradients(*model, expected.gradients, "2 x 2, ");
-    EXPECT_THROW(model->forward(inputs(options)), TypeError);  // which rows are these?
+    EXPECT_THROW(model->forward(inputs(options)), TypeError);  // plain inputs do not say which rows they are
   });
 }
 
@@ -140,7 +140,7 @@ TEST(ModelTensorParallel, GeneratesTheSameTokens) {
   });
 }
 
-TEST(ModelTensorParallel, WhatDoesNotFitSaysWhatToChange) {
+TEST(ModelTensorParallel, MismatchesNameTheRemedy) {
   EXPECT_NO_THROW(check_tensor_parallel(small(), 2));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { check_tensor_parallel(small(), 4); }), "model.key_value_heads"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { check_tensor_parallel(small(), 3); }), "model.heads"));
@@ -190,7 +190,7 @@ TEST(ModelPipeline, LossesAndGradientsAreThoseOfOneProcess) {
   });
 }
 
-// Two stages a rank in a V, and gradients of weights apart from those of inputs.
+// Two stages per rank in a V, and weight gradients separate from input gradients.
 TEST(ModelPipeline, SplitBackward) {
   TransformerOptions options = small();
   options.layers = 4;

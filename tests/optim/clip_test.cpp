@@ -87,8 +87,8 @@ TEST(ClipGradNorm, TiesCountOnceAndInfinityOnlyMeasures) {
   EXPECT_EQ(clip_grad_norm({}, 1).value(), 0);
 }
 
-// pp x tp = 2 x 2. Stage 0: the embedding (split), a norm whose gradient is terms, a plain number; stage 1: a matrix (split along the other dim), a norm
-// and its copy of the embedding, which is counted on stage 0.
+// pp x tp = 2 x 2. Stage 0: the embedding (split), a norm with a Partial gradient, a plain parameter; stage
+// 1: a matrix (split along the other dim), a norm and its copy of the embedding, which is counted on stage 0.
 struct Part {
   const char* name;
   std::vector<std::int64_t> shape;
@@ -160,7 +160,7 @@ TEST(ClipGradNorm, CopiesAlongAnAxisCountOnce) {
     p.mutable_grad() = distribute_tensor(at::full({4}, 3.0), mesh, {Replicate{}});
     EXPECT_EQ(clip_grad_norm({{"p", p}}, kInfinity).value(), 6);
     EXPECT_EQ(clip_grad_norm({{"p", p}}, kInfinity, {.groups = {world.group()}}).value(), 6);
-    // A plain one beside one that is split is a copy, too.
+    // A plain parameter beside a split one is a copy, too.
     at::Tensor split = distribute_tensor(at::zeros({4}), mesh, {Shard{0}}).set_requires_grad(true);
     split.mutable_grad() = distribute_tensor(at::full({4}, 4.0), mesh, {Shard{0}});
     EXPECT_EQ(clip_grad_norm({{"p", p}, with_gradient("plain", at::full({4}, 6.0)), {"split", split}}, kInfinity).value(), std::sqrt(36.0 + 144 + 64));
@@ -174,7 +174,7 @@ TEST(SettleGradients, AGradientOnOtherRanksIsRefusedWhateverItsPlacements) {
     for (const Placement& placement : {Placement(Shard{0}), Placement(Replicate{})}) {
       at::Tensor parameter = distribute_tensor(at::ones({4}), mesh, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt});
       parameter.mutable_grad() = distribute_tensor(at::ones({4}), other, {Replicate{}, placement}, {.source_axis_rank = std::nullopt});
-      EXPECT_TRUE(has_text(message_of<ValueError>([&] { settle_gradients({{"p", parameter}}); }), "on one mesh"));
+      EXPECT_TRUE(has_text(message_of<ValueError>([&] { settle_gradients({{"p", parameter}}); }), "over one mesh"));
     }
   });
 }
@@ -230,8 +230,8 @@ TEST(ClipGradNorm, BadInput) {
   });
 }
 
-// Of the same size, so that nothing but a comparison can tell that other gradients were added up.
-TEST(SettleGradients, RanksThatHaveOthersAreRefusedByName) {
+// Of the same size, so that only a comparison can detect that different gradients were summed.
+TEST(SettleGradients, RanksWithDifferentGradientsAreNamed) {
   std::set<std::string> texts;
   std::mutex mutex;
   comm::run_ranks(2, 20s, [&](comm::World& world) {
@@ -251,8 +251,8 @@ TEST(SettleGradients, RanksThatHaveOthersAreRefusedByName) {
     texts.insert(text);
   });
   ASSERT_EQ(texts.size(), 2U);
-  EXPECT_TRUE(has_text(*texts.begin(), "on this rank those of a"));
-  EXPECT_TRUE(has_text(*texts.rbegin(), "on this rank those of b"));
+  EXPECT_TRUE(has_text(*texts.begin(), "those of a on this rank"));
+  EXPECT_TRUE(has_text(*texts.rbegin(), "those of b on this rank"));
 }
 
 }  // namespace clip_test

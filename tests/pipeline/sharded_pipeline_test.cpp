@@ -1,4 +1,5 @@
-// Pipelines whose stages are sharded or replicated, clipped over everything: what one process gives.
+// Pipelines whose stages are sharded or replicated, with clipping over all parameters, compared with one
+// process.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -21,10 +22,10 @@ using namespace std::chrono_literals;
 using test::kWidth;
 
 constexpr int kSteps = 3, kMicrobatches = 4;
-constexpr std::int64_t kRows = 16;  // of a step, over all replicas
+constexpr std::int64_t kRows = 16;  // per step, over all replicas
 constexpr double kLimit = 0.05;     // every step is clipped
 
-// A block with buffers, one of which backward needs as it was.
+// A block with buffers; backward needs the old values of one of them.
 struct BufferedImpl : torch::nn::Module {
   explicit BufferedImpl(int number) : block(register_module("block", test::Block(number))) {
     factor = register_buffer("factor", 1 + 0.25 * test::values({kWidth}, 300 + number));
@@ -83,7 +84,7 @@ struct Layout {
   int per_rank;
   Mode mode;
   int dp;
-  TrialRun trial = TrialRun::Fake;  // one that cannot do without real tensors would fail
+  TrialRun trial = TrialRun::Fake;  // a trial that needs real tensors would fail
 };
 
 void wrap(const StageModule& module, const comm::MeshGroups& mesh, Mode mode) {

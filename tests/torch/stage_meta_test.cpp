@@ -95,7 +95,7 @@ TEST(StageArguments, EveryRefusalNamesPlaceAndType) {
       refused(Tree::tuple({x, Tree()})),
       AllOf(HasSubstr("stage 2 args[1]: got None, expected a tensor"), HasSubstr("keyword argument")));
   EXPECT_THAT(refused(Tree::tuple({x, 3})), HasSubstr("stage 2 args[1]: got an int"));
-  EXPECT_THAT(refused(Tree::list({"s"}), Missing::Allow), HasSubstr("stage 2 args[0]: got a text"));
+  EXPECT_THAT(refused(Tree::list({"s"}), Missing::Allow), HasSubstr("stage 2 args[0]: got a string"));
   EXPECT_THAT(refused(Tree::tuple({x, Tree::tuple({x})})), HasSubstr("stage 2 args[1]: got a tuple"));
   EXPECT_THAT(refused(Tree::tuple({x, Tree::object(c10::Device(at::kCPU))})),
               HasSubstr("args[1]: got an object"));
@@ -124,7 +124,7 @@ TEST(CheckMeta, RaisesWithAllDifferences) {
   });
   EXPECT_THAT(text, AllOf(HasSubstr("stage 1 input: shape: got [3, 2], expected [2, 3]; stride: got [2, 1], "
                                     "expected [3, 1]; dtype: got int64, expected float32; "),
-                          HasSubstr("give the stage examples")));
+                          HasSubstr("pass examples that match")));
   EXPECT_THAT(check_meta("x", plain({2}), at::ones({2}), OnMismatch::Raise), IsEmpty());
 }
 

@@ -59,14 +59,14 @@ void check_skips(const StageMap& map, const std::vector<SkipConnection>& skips) 
     const bool inside = map.has_stage(skip.from) && map.has_stage(skip.to);
     if (!inside || skip.to <= skip.from || &map.chain_of(skip.from) != &map.chain_of(skip.to))
       throw ValueError(describe(fmt::format("skip connection {}", i), fmt::format("from stage {} to stage {}", skip.from, skip.to),
-                                fmt::format("from an earlier to a later one of the {} stages, both of one chain", map.stages()),
-                                "declare it from the stage that makes the tensor to the later one that takes it"));
+                                fmt::format("from an earlier to a later one of the {} stages, both in the same chain", map.stages()),
+                                "declare it from the stage that makes the tensor to the later stage that takes it"));
   }
 }
 
 class Compiler {
  public:
-  Compiler(const Schedule& schedule, int rank, const std::vector<SkipConnection>& skips, const CompileOptions& options)
+  Compiler(const Schedule& schedule, int rank, const std::vector<SkipConnection>& skips, const ProgramOptions& options)
       : schedule_(schedule), map_(schedule.stages()), skips_(skips), options_(options) {
     program_.rank = rank;
     program_.has_backward = options.has_backward;
@@ -81,7 +81,8 @@ class Compiler {
   }
 
  private:
-  // Microbatches of a channel that ends on this rank, in the order of its sends, and how many of them are posted.
+  // Microbatches of a channel that ends on this rank, in the order of its sends, and how many of them are
+  // posted.
   struct Incoming {
     std::vector<int> order;
     std::size_t posted = 0;
@@ -107,7 +108,7 @@ class Compiler {
     for (std::size_t i = 0; i < skips_.size(); ++i) add_both(skips_[i].from, skips_[i].to, static_cast<int>(i));
   }
 
-  // Skip connections send as soon as the data is made; neighbours where the schedule says so.
+  // Skip connections are sent as soon as the data is made; data for neighbours where the schedule says so.
   std::vector<int> order_of_sends(const Channel& channel) const {
     std::vector<int> order;
     if (channel.local() || channel.to_rank != here()) return order;
@@ -141,7 +142,7 @@ class Compiler {
     emit(Instruction::Kind::Post, transfer(is_forward(channel), true, program_.channels[static_cast<std::size_t>(channel)].to_stage, microbatch), channel);
   }
 
-  // Receives are posted in the order of the sends, so those before this one go first.
+  // Receives are posted in the order of the sends, so earlier ones are posted first.
   void ensure_posted(int channel, int microbatch) {
     Incoming& incoming = incoming_[static_cast<std::size_t>(channel)];
     const auto begin = incoming.order.begin();
@@ -226,11 +227,11 @@ class Compiler {
     return found;
   }
 
-  // Every post moves up past the same number of compute units, so posts keep their order among each other.
+  // Every post moves up past the same number of compute units, so posts keep their relative order.
   void post_earlier() {
     std::vector<Instruction> others, posts;
     std::vector<std::size_t> unit_starts;             // positions in `others`
-    std::multimap<std::size_t, Instruction> posts_at;  // before which of `others`
+    std::multimap<std::size_t, Instruction> posts_at;  // by position in `others` before which they go
     for (const Instruction& each : program_.instructions) {
       if (each.kind == Instruction::Kind::Post) {
         const std::size_t ahead = static_cast<std::size_t>(options_.post_ahead);
@@ -254,14 +255,14 @@ class Compiler {
   const Schedule& schedule_;
   const StageMap& map_;
   const std::vector<SkipConnection>& skips_;
-  const CompileOptions options_;
+  const ProgramOptions options_;
   Program program_;
   std::vector<Incoming> incoming_;  // by channel
 };
 
 }  // namespace
 
-Program compile(const Schedule& lowered, int rank, const std::vector<SkipConnection>& skips, const CompileOptions& options) {
+Program compile_program(const Schedule& lowered, int rank, const std::vector<SkipConnection>& skips, const ProgramOptions& options) {
   if (rank < 0 || rank >= lowered.ranks())
     throw ValueError(describe("pipeline rank", std::to_string(rank), fmt::format("0 to {}", lowered.ranks() - 1), "use a schedule made for as many ranks as the pipeline has"));
   if (options.post_ahead < 0)

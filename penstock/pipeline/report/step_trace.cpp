@@ -63,7 +63,7 @@ double microseconds(std::int64_t ns) {
   return static_cast<double>(ns) / 1000;
 }
 
-// What a send and the wait that it ends have in common.
+// The key that a send and the wait that it ends have in common.
 using TransferKey = std::tuple<Channel::Kind, int, int, int, int>;
 TransferKey transfer_key(const TraceEvent& event) {
   const Channel& channel = *event.channel;
@@ -100,7 +100,8 @@ Json slice(int rank, const TraceEvent& event) {
           {"args", std::move(args)}};
 }
 
-// Within the slice of its unit: on the same track, and not before or after it. For the eye alone; read back is what the unit's slice says.
+// Within the slice of its unit: on the same track, and not outside its time. Only for display; parse_trace
+// reads the pieces from the unit's slice.
 Json piece_slice(int rank, const TraceEvent& event, const UnitPiece& piece) {
   return {{"name", schedule::to_text(event.actions[static_cast<std::size_t>(piece.member)])},
           {"cat", kPieceCategory},
@@ -124,7 +125,8 @@ void add_arrows(const StepTrace& trace, Json& events) {
       if (at == waits.end()) continue;
       const auto& [receiver, wait] = at->second;
       events.push_back({{"name", "data"}, {"cat", "data"}, {"ph", "s"}, {"id", arrows}, {"pid", rank}, {"tid", kTransferTrack}, {"ts", microseconds(event.begin_ns)}});
-      // An arrow ends in the slice that encloses its point, so it points just before the end of the wait.
+      // A viewer attaches an arrow to the slice that encloses its point, so it ends just before the end of
+      // the wait.
       events.push_back({{"name", "data"}, {"cat", "data"}, {"ph", "f"}, {"bp", "e"}, {"id", arrows++}, {"pid", receiver}, {"tid", kWaitTrack},
                         {"ts", microseconds(std::max(wait->begin_ns, wait->end_ns - 1))}});
     }
@@ -331,7 +333,7 @@ void write_trace(const StepTrace& trace, const std::string& path) {
 }
 
 StepTrace read_trace(const std::string& path) {
-  const std::string text = read_file(path, "trace file", "give a file that penstock train or write_trace of a pipeline has written");
+  const std::string text = read_file(path, "trace file", "pass a file that penstock train or write_trace of a pipeline has written");
   try {
     return parse_trace(text);
   } catch (const ConfigError& error) {

@@ -52,7 +52,7 @@ std::size_t ChannelGroups::most_tensors() const {
 int ChannelGroups::tag(const Channel& channel, std::size_t tensor) const {
   if (tensor >= most_tensors())
     throw ValueError(describe(fmt::format("tensors of {}", to_text(channel)), fmt::format("more than {}", tensor), fmt::format("at most {} in a pipeline of {} stages", most_tensors(), stages_),
-                              "join tensors before they leave the stage, for example with torch::cat"));
+                              "concatenate tensors before they leave the stage, for example with torch::cat"));
   return numbered_tag(channel, static_cast<int>(tensor) + 2);
 }
 

@@ -20,39 +20,39 @@ using schedule::ActionKind;
 
 namespace {
 
-// An announcement: for each tensor a row of numbers: element type, number of dims, sizes and strides of the local part, sizes and
-// strides of the whole. All zeros where no gradient comes.
+// An announcement has one row of numbers per tensor: element type, number of dims, sizes and strides of the
+// local part, sizes and strides of the global tensor. A row is all zeros if no gradient is sent.
 constexpr std::int64_t kMaxDims = 25;
 constexpr std::int64_t kRow = 2 + 4 * kMaxDims;
 
 at::Tensor announce(const OptionalTensorMetas& metas) {
-  at::Tensor words = at::zeros({static_cast<std::int64_t>(metas.size()), kRow}, at::kLong);
-  auto* word = words.data_ptr<std::int64_t>();
+  at::Tensor rows = at::zeros({static_cast<std::int64_t>(metas.size()), kRow}, at::kLong);
+  auto* row = rows.data_ptr<std::int64_t>();
   for (const auto& meta : metas) {
     if (meta) {
       const TensorRecord& local = local_record(*meta);
       const auto dims = static_cast<std::int64_t>(local.shape().size());
       if (dims > kMaxDims)
         throw PipeliningMetadataError(describe("dims of a tensor whose shape is announced", std::to_string(dims), fmt::format("at most {}", kMaxDims), "reshape it before it leaves the stage"));
-      word[0] = *dtype_number(local.dtype());
-      word[1] = dims;
+      row[0] = *dtype_number(local.dtype());
+      row[1] = dims;
       const auto* whole = std::get_if<DistributedRecord>(&*meta);
       const std::vector<std::int64_t>* parts[] = {&local.shape(), &local.stride(), whole != nullptr ? &whole->global_shape() : nullptr, whole != nullptr ? &whole->global_stride() : nullptr};
       for (std::int64_t i = 0; i < 4; ++i)
-        if (parts[i] != nullptr) std::copy(parts[i]->begin(), parts[i]->end(), word + 2 + i * kMaxDims);
+        if (parts[i] != nullptr) std::copy(parts[i]->begin(), parts[i]->end(), row + 2 + i * kMaxDims);
     }
-    word += kRow;
+    row += kRow;
   }
-  return words;
+  return rows;
 }
 
-// What was announced, for a tensor of which `agreed` is known.
-TensorMeta announced_meta(const at::Tensor& words, std::size_t tensor, const TensorMeta& agreed) {
-  const auto* word = words.data_ptr<std::int64_t>() + static_cast<std::int64_t>(tensor) * kRow;
-  const DtypeEntry* dtype = word[0] >= 0 && word[0] <= 255 ? find_dtype(static_cast<std::uint8_t>(word[0])) : nullptr;
-  if (dtype == nullptr || !dtype->here || word[1] < 0 || word[1] > kMaxDims)
-    throw PipeliningMetadataError(describe("an announced tensor", fmt::format("element type {}, {} dims", word[0], word[1]), fmt::format("a known type and 0 to {} dims", kMaxDims), "run the same build on all ranks"));
-  const auto part = [&](std::int64_t i) { return std::vector<std::int64_t>(word + 2 + i * kMaxDims, word + 2 + i * kMaxDims + word[1]); };
+// Returns the announced record of a tensor whose record in the plan is `agreed`.
+TensorMeta announced_meta(const at::Tensor& rows, std::size_t tensor, const TensorMeta& agreed) {
+  const auto* row = rows.data_ptr<std::int64_t>() + static_cast<std::int64_t>(tensor) * kRow;
+  const DtypeEntry* dtype = row[0] >= 0 && row[0] <= 255 ? find_dtype(static_cast<std::uint8_t>(row[0])) : nullptr;
+  if (dtype == nullptr || !dtype->here || row[1] < 0 || row[1] > kMaxDims)
+    throw PipeliningMetadataError(describe("an announced tensor", fmt::format("element type {}, {} dims", row[0], row[1]), fmt::format("a known type and 0 to {} dims", kMaxDims), "run the same build on all ranks"));
+  const auto part = [&](std::int64_t i) { return std::vector<std::int64_t>(row + 2 + i * kMaxDims, row + 2 + i * kMaxDims + row[1]); };
   const bool differentiable = at::isFloatingType(*dtype->here) || at::isComplexType(*dtype->here);
   TensorRecord local(part(0), part(1), *dtype->here, differentiable && requires_grad(agreed));
   const auto* whole = std::get_if<DistributedRecord>(&agreed);
@@ -60,7 +60,7 @@ TensorMeta announced_meta(const at::Tensor& words, std::size_t tensor, const Ten
   return DistributedRecord(std::move(local), part(2), part(3), whole->placements(), whole->mesh_key());
 }
 
-// A second stream is of use where overlapped units run on one device that has it.
+// A second stream is useful if overlapped units run on one device that supports it.
 std::optional<OverlapStreams> streams_of(const std::vector<StageRunner>& runners, bool overlaps) {
   if (!overlaps || runners.empty()) return std::nullopt;
   const at::Device device = runners.front().stage().device();
@@ -155,7 +155,8 @@ StepContext TorchStepActions::context_of(const Action& action) const {
   return context;
 }
 
-// On the stream of its pair, which is the caller's unless its forward ran in an overlapped unit.
+// Runs the action on the stream of its pair, which is the caller's unless its forward ran in an overlapped
+// unit.
 void TorchStepActions::run_alone(const Action& action) {
   if (!streams_) return run_action(action);
   const int stage = action.stage();
@@ -210,7 +211,8 @@ void TorchStepActions::timed_piece(int member, const Body& body) {
   pieces_.push_back({member, begin, steady_now_ns()});
 }
 
-// Block by block in turns: on CPU so that one's transfers can start before the other is through, on CUDA so that both streams have work.
+// Runs the members block by block, in turns: on CPU so that the transfers of one can start before the other
+// is done, on CUDA so that both streams have work.
 void TorchStepActions::run_unit(std::span<const Instruction> unit) {
   struct Part {
     int member;
@@ -274,7 +276,8 @@ void TorchStepActions::receive(Arrival& arrival, at::Tensor tensor, const Channe
   arrival.works.push_back(groups_.group_of(channel).irecv(tensor, groups_.global_rank(channel.from_rank), {.tag = tag, .label = label, .timeout = {}}));
 }
 
-// Posts the tensors of a channel, now that their sizes are known. A tensor travels as its memory, so it arrives with its strides.
+// Posts the receives of a channel, now that the sizes are known. A tensor is sent as its memory, so it
+// arrives with its strides.
 void TorchStepActions::start_receive(Arrival& arrival, const Instruction& instruction, const Channel& channel, int microbatch) {
   const std::string label = schedule::to_text(instruction.action);
   const int peer = groups_.global_rank(channel.from_rank);
@@ -318,7 +321,8 @@ void TorchStepActions::post(const Instruction& instruction, const Channel& chann
 void TorchStepActions::await(const Instruction& instruction, const Channel& channel) {
   const int microbatch = *instruction.action.microbatch();
   const bool forward = channel.kind == Channel::Kind::Activation;
-  // What was announced is received in the order of the announcements, as it is sent.
+  // Announced tensors are received in the order of the announcements, which is the order in which they are
+  // sent.
   if (auto& waiting = waiting_for_sizes_[instruction.channel]; !waiting.empty()) {
     while (!arrivals_[{instruction.channel, microbatch}].started && !waiting.empty()) {
       const int next = waiting.front();
@@ -365,7 +369,7 @@ void TorchStepActions::send(const Instruction& instruction, const Channel& chann
   }
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].defined()) continue;
-    // In the layout that the receiver expects, whatever was made.
+    // Sent in the layout that the receiver expects, whatever the stage made.
     const TensorRecord& record = local_record(agreed.varies(i) ? *made[i] : *agreed.meta(i));
     const bool fits = tensors[i].strides() == at::IntArrayRef(record.stride()) && tensors[i].is_contiguous() && !tensors[i].is_conj() && !tensors[i].is_neg();
     const at::Tensor sent = fits ? tensors[i] : in_layout(tensors[i], dense_strides(record.shape(), record.stride()));
@@ -375,7 +379,7 @@ void TorchStepActions::send(const Instruction& instruction, const Channel& chann
   if (logs) transfer_log_.batch("send", instruction, channel, logged);
 }
 
-// As they are: with their strides, and without a copy.
+// Passed on unchanged: with their strides, and without a copy.
 void TorchStepActions::pass(const Instruction& instruction, const Channel& channel) {
   const int microbatch = *instruction.action.microbatch();
   StageRunner& from = runner(channel.from_stage);
@@ -415,14 +419,14 @@ void TorchStepActions::stage_wide(const Instruction& instruction) {
   }
 }
 
-// Sends that have ended free their tensors.
+// Frees the tensors of completed sends.
 void TorchStepActions::reap() {
   for (; !sends_.empty() && sends_.front().done(); sends_.pop_front()) sends_.front().wait();
 }
 
 void TorchStepActions::finish() {
   for (StageRunner& each : runners_) {
-    // Of a schedule without REDUCE_GRAD.
+    // For a schedule without REDUCE_GRAD.
     each.run_joined_weights();
     each.reduce_gradients();
     each.sharded().end_step();

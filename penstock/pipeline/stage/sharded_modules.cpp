@@ -8,7 +8,7 @@ namespace penstock::pipeline {
 
 namespace {
 
-// Those that lie in no other of the stage.
+// Returns the sharded modules that are not inside another sharded module of the stage.
 std::vector<ShardState*> outermost_states(const StageModule& module) {
   std::vector<ShardState*> found;
   for (const auto& outer : module.modules())

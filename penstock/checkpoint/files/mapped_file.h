@@ -1,8 +1,8 @@
 // A file mapped into memory for reading, and a safetensors file read through one.
 //
-// The mapping stays valid when the file is deleted meanwhile. A file that another program cuts while it is mapped ends the
-// process when the missing part is touched (SIGBUS); checkpoints are never changed once they have their name.
-// Thread rule: any number of threads may read.
+// The mapping stays valid if the file is deleted. If another program truncates the file while it is mapped,
+// accessing the missing part ends the process (SIGBUS); checkpoints are never changed once they have their
+// final name. Thread safety: any number of threads may read.
 #pragma once
 
 #include <cstddef>
@@ -31,11 +31,11 @@ class MappedFile {
 
 class SafetensorsFile {
  public:
-  // Checks the header; the values are whatever they are.
+  // Checks the header, not the values.
   explicit SafetensorsFile(const std::filesystem::path& path);
 
   const Header& header() const { return header_; }
-  // Of an entry of this header.
+  // Returns the bytes of an entry of this header.
   std::span<const std::uint8_t> data(const TensorEntry& entry) const {
     return file_.bytes().subspan(header_.data_begin + entry.begin, entry.end - entry.begin);
   }

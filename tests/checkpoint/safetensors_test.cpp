@@ -146,7 +146,7 @@ TEST(Safetensors, BadNamesAreNotWritten) {
 
 TEST(Safetensors, AFileThatCannotBeReadIsNamed) {
   EXPECT_TRUE(has_text(message_of<CheckpointError>([] { MappedFile("/nowhere/x"); }), "cannot read /nowhere/x: No such file"));
-  EXPECT_TRUE(has_text(message_of<CheckpointError>([] { MappedFile("/"); }), "not a plain file"));
+  EXPECT_TRUE(has_text(message_of<CheckpointError>([] { MappedFile("/"); }), "not a regular file"));
 }
 
 // The files of a checkpoint, read by the published description alone, and by Python's own library where it is installed.

@@ -19,7 +19,7 @@ struct SizedFile {
 struct BlockRead {
   std::size_t file = 0;
   std::uint64_t begin = 0, end = 0;        // in the file
-  std::span<const std::uint8_t> bytes;     // valid during the call; fewer than end - begin if the file ends early
+  std::span<const std::uint8_t> bytes;     // valid during the call; shorter if the file ends early
   std::string error;                       // set if the block could not be read
 };
 

@@ -24,7 +24,7 @@ struct FoundCheckpoint {
 };
 
 std::string step_folder_name(std::int64_t step);                         // at least eight digits
-std::optional<std::int64_t> step_of_folder_name(std::string_view name);  // the inverse; std::nullopt for other names
+std::optional<std::int64_t> step_of_folder_name(std::string_view name);  // std::nullopt for other names
 
 std::filesystem::path writing_path(const std::filesystem::path& folder, std::int64_t step);
 

@@ -33,7 +33,7 @@ MappedFile::MappedFile(const std::filesystem::path& path) {
   }
   if (!S_ISREG(facts.st_mode)) {
     ::close(file);
-    throw CheckpointError(fmt::format("cannot read {}: it is not a plain file", path.string()));
+    throw CheckpointError(fmt::format("cannot read {}: it is not a regular file", path.string()));
   }
   size_ = static_cast<std::size_t>(facts.st_size);
   if (size_ > 0) {

@@ -1,6 +1,6 @@
 // Opens checkpoints: finds the newest one, checks it, and reads any part of any of its tensors.
 //
-//   auto opened = open_latest(meeting, folder, {.allow_fallback = true});        // std::nullopt if there is none
+//   auto opened = open_latest(meeting, folder, {.allow_fallback = true});        // nullopt if there is none
 //   opened->checkpoint.read(Section::Model, "head.weight", slice, bytes);
 //
 // Checking reads every block and compares its checksum; the ranks share the blocks. Damage is reported by

@@ -41,7 +41,7 @@ struct GlobalTensor {
 
 struct SavePlan {
   std::vector<GlobalTensor> tensors;             // by section and name
-  std::vector<std::vector<std::uint8_t>> writes;  // per rank and announced tensor: 1 if that rank writes its part
+  std::vector<std::vector<std::uint8_t>> writes;  // per rank and announced tensor: 1 if the rank writes it
 };
 
 // Runs on rank 0. Throws a CheckpointError that lists every problem: a tensor with two shapes or dtypes,

@@ -217,8 +217,8 @@ TEST(Group, SubgroupsAreMadeInOrderAndKeepGlobalRanks) {
 
 TEST(Group, ListsThatDifferOrAreBadAreAnErrorOnEveryRank) {
   for (const auto& message : errors_of<ValueError>(3, [](World& world) { world.new_group(world.rank() == 2 ? std::vector<int>{0, 2} : std::vector<int>{0, 1}); })) {
-    EXPECT_TRUE(has_text(message, "rank 0 asked for"));
-    EXPECT_TRUE(has_text(message, "rank 2 for"));
+    EXPECT_TRUE(has_text(message, "rank 0 requested"));
+    EXPECT_TRUE(has_text(message, "rank 2 requested"));
   }
   for (const auto& message : errors_of<ValueError>(3, [](World& world) { world.new_group({0, 1, 1}); })) EXPECT_TRUE(has_text(message, "rank 1 is listed twice"));
   for (const auto& message : errors_of<ValueError>(3, [](World& world) { world.new_group({0, 3}); })) EXPECT_TRUE(has_text(message, "rank 3 is outside the world of 3"));
@@ -233,8 +233,8 @@ TEST(Group, ARankThatDoesNotComeIsNamedOnEveryOther) {
     }
     world.new_group({0, 1, 2}, {.timeout = 1s});
   });
-  EXPECT_TRUE(has_text(messages[0], "rank 1 of 3 did not come"));
-  EXPECT_TRUE(has_text(messages[2], "rank 1 of 3 did not come"));
+  EXPECT_TRUE(has_text(messages[0], "rank 1 of 3 did not join"));
+  EXPECT_TRUE(has_text(messages[2], "rank 1 of 3 did not join"));
 }
 
 TEST(Group, TimeOutSaysWhoIsMissingAndEndsTheGroup) {
@@ -259,7 +259,7 @@ TEST(Group, TimeOutSaysWhoIsMissingAndEndsTheGroup) {
     FAIL() << "no error";
   } catch (const TimeoutError&) {
   }
-  EXPECT_TRUE(has_text(on_rank0, "no word from rank 1"));
+  EXPECT_TRUE(has_text(on_rank0, "no status from rank 1"));
   EXPECT_TRUE(has_text(on_rank0, "recorder-rank"));
 }
 
@@ -452,7 +452,7 @@ TEST(Group, ARankThatStillWaitsIsNotSilent) {
     }
   };
   EXPECT_THROW(run_ranks(3, 30s, body), TimeoutError);
-  EXPECT_NE(said.find("no word from rank 1 ("), std::string::npos) << said;
+  EXPECT_NE(said.find("no status from rank 1 ("), std::string::npos) << said;
   EXPECT_NE(said.find("rank 2 is in all_reduce \"later\""), std::string::npos) << said;
 }
 

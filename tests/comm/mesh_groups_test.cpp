@@ -151,7 +151,7 @@ TEST(MeshGroups, AMemberThatNeverAsksIsNamed) {
                          }),
                TimeoutError);
   for (const int rank : {0, 3}) {
-    EXPECT_TRUE(has_text(messages[static_cast<std::size_t>(rank)], "rank 2 did not ask for it in time"));
+    EXPECT_TRUE(has_text(messages[static_cast<std::size_t>(rank)], "rank 2 did not request it in time"));
     EXPECT_TRUE(has_text(messages[static_cast<std::size_t>(rank)], "ranks[0,2-3]"));
   }
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 20s);
@@ -228,7 +228,7 @@ TEST(MeshGroups, BadRequestsSayWhatToChange) {
     EXPECT_TRUE(has_text(ask({}), "at least one rank"));
     EXPECT_TRUE(has_text(ask({world.rank(), world.rank()}), "listed twice"));
     EXPECT_TRUE(has_text(ask({world.rank(), 2}), "outside the world of 2"));
-    EXPECT_TRUE(has_text(ask({1 - world.rank()}), "ask on members only"));
+    EXPECT_TRUE(has_text(ask({1 - world.rank()}), "call it on members only"));
     const DeviceMesh mesh = mesh_of(world, {2}, {"dp"});
     const MeshGroups groups(world, mesh);
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { groups.group("tp"); }), "\"dp\""));

@@ -173,7 +173,7 @@ TEST(WarmUp, ARankThatDoesNotCome) {
   for (const std::size_t rank : {0, 1}) {
     EXPECT_TRUE(ends[rank].starts_with("TimeoutError: ") || ends[rank].starts_with("PeerLostError: ")) << ends[rank];
     EXPECT_TRUE(has_text(ends[rank], "warm-up of the pipeline"));
-    EXPECT_TRUE(has_text(ends[rank], "no word from rank 2"));
+    EXPECT_TRUE(has_text(ends[rank], "no status from rank 2"));
   }
   EXPECT_TRUE(has_text(ends[2], "PeerLostError: "));
 }

@@ -1,4 +1,4 @@
-// Point-to-point transfers of Group: checked on arrival, on every backend.
+// Point-to-point transfers of Group, checked on arrival on every backend.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -23,16 +23,16 @@ int position_of(const GroupState& group, int peer, int tag, const char* operatio
   for (std::size_t i = 0; i < group.ranks.size(); ++i)
     if (group.ranks[i] == peer) {
       if (static_cast<int>(i) == group.axis_rank && !self_allowed)
-        throw ValueError(fmt::format("{}: rank {} cannot exchange with itself; hand the tensor over in the program", operation, peer));
+        throw ValueError(fmt::format("{}: rank {} cannot exchange with itself; use the tensor directly", operation, peer));
       return static_cast<int>(i);
     }
   throw ValueError(describe(fmt::format("{}: peer", operation), fmt::format("rank {}", peer),
                             fmt::format("a member of group {} (ranks {})", group.name, format_list(group.ranks)),
-                            "give a global rank of this group"));
+                            "pass a global rank of this group"));
 }
 
-// The contract of a (peer, tag) over NCCL, where data carries no type and size: told through the store by the sender,
-// checked by the receiver. Once, or per transfer at debug level detail.
+// Exchanges the contract of a (peer, tag) over NCCL, where data carries no type and size: the sender posts it
+// in the store, the receiver checks it. Once, or per transfer at debug level "detail".
 void exchange_contract(GroupState& group, const Contract& own, bool sender, int peer, WorkState& work) {
   if (own.number > 0 && group.debug != DebugLevel::Detail) return;
   const int from = sender ? group.own_rank() : peer;
@@ -46,7 +46,7 @@ void exchange_contract(GroupState& group, const Contract& own, bool sender, int 
   if (!sent.matches(own)) throw PipeliningMetadataError(describe_mismatch(from, sent, to, own, work.label()));
 }
 
-// One transfer, checked and announced, but not yet started.
+// One transfer, checked and announced but not yet started.
 struct Prepared {
   std::shared_ptr<WorkState> work;
   int position = 0;
@@ -62,12 +62,13 @@ Prepared prepare(const std::shared_ptr<GroupState>& group, const P2POp& op, bool
                                   prepared.on_device ? group->cuda_can.self_transfer && in_batch : group->cpu_can.self_transfer);
   check_transferable(op.tensor, operation);
   if (prepared.on_device && !sends && !op.tensor.is_contiguous())
-    throw ValueError("recv: a CUDA tensor must be contiguous to be received into; give a contiguous buffer");
+    throw ValueError("recv: a CUDA tensor must be contiguous to receive into; pass a contiguous buffer");
   prepared.work = std::make_shared<WorkState>(group, operation, op.options.label, op.peer, op.tensor.nbytes(), op.options.timeout, op.options.tag);
   return prepared;
 }
 
-// Tells or checks what will be moved, before anything of a batch has started: a mismatch must not leave half a batch behind.
+// Posts or checks the contracts before any transfer of a batch has started: a mismatch must not leave half a
+// batch behind.
 void announce(const Prepared& prepared, const P2POp& op) {
   GroupState& group = prepared.work->group();
   if (!prepared.on_device || group.world->fake) return;
@@ -131,8 +132,8 @@ std::vector<Work> Group::batch_isend_irecv(const std::vector<P2POp>& ops) const 
                        std::any_of(ops.begin(), ops.end(), [](const P2POp& op) { return op.tensor.defined() && op.tensor.is_cuda(); });
   std::vector<Prepared> prepared;
   for (const P2POp& op : ops) prepared.push_back(prepare(state_, op, bracket));
-  // Receives first, so that data finds its buffer. NCCL knows no tags, only the order within the batch: there both sides
-  // order by tag.
+  // Receives first, so that data finds its buffer. NCCL has no tags, only the order within the batch, so both
+  // sides order by tag.
   std::vector<std::size_t> order(ops.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
@@ -140,7 +141,7 @@ std::vector<Work> Group::batch_isend_irecv(const std::vector<P2POp>& ops) const 
     if (a_sends != b_sends) return b_sends;
     return bracket && ops[a].options.tag < ops[b].options.tag;
   });
-  // All is told before anything is asked for, so that two ranks that exchange do not wait for each other.
+  // Posts all contracts before it checks any, so that two ranks that exchange do not wait for each other.
   for (const auto kind : {P2POp::Kind::Send, P2POp::Kind::Recv})
     for (const std::size_t i : order)
       if (ops[i].kind == kind) group.started(*prepared[i].work, [&] { announce(prepared[i], ops[i]); });

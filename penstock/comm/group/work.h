@@ -1,7 +1,8 @@
-// Communication that has started. Keeps its tensors alive, is waited for with a deadline, and reports its first error.
+// A communication operation in flight. Keeps its tensors alive, is waited for with a deadline, and reports
+// its first error.
 //
-// Thread rule: one thread at a time uses a Work. For CUDA tensors on NCCL `wait` orders the current CUDA stream behind the
-// transfer and returns at once; for everything else it blocks the calling thread.
+// Thread safety: use a Work from one thread at a time. For CUDA tensors on NCCL, `wait` makes the current
+// CUDA stream wait for the transfer and returns at once; in all other cases it blocks the calling thread.
 #pragma once
 
 #include <chrono>
@@ -17,23 +18,24 @@ class [[nodiscard]] Work {
   Work() = default;  // nothing to wait for
   explicit Work(std::shared_ptr<WorkState> state) : state_(std::move(state)) {}
 
-  // Waits at most the time-out of the operation, else of its group. Throws
+  // Waits at most for the timeout of the operation, or of its group if it has none. Throws
   //   PeerLostError            a rank died, failed or left; names it
-  //   TimeoutError             the deadline passed; the group is unusable afterwards, and every rank is told
-  //   PipeliningMetadataError  what arrived is not what was expected; names both sides
-  //   CommError                anything else, in the backend's words
-  // Waiting again returns, or throws the same error, at once.
+  //   TimeoutError             the deadline passed; the group becomes unusable, and every rank is notified
+  //   PipeliningMetadataError  the received data does not match what was expected; names both sides
+  //   CommError                any other failure, with the backend's message
+  // Later calls return, or throw the same error, at once.
   void wait();
   void wait(std::chrono::milliseconds timeout);
 
-  // Whether `wait` would return without blocking. May be false for a finished transfer on backends that cannot tell.
+  // Returns whether `wait` would return without blocking. May be false for a completed transfer on backends
+  // that cannot tell.
   bool done();
 
  private:
   std::shared_ptr<WorkState> state_;
 };
 
-// Waits for all, then throws the first error in the order given.
+// Waits for all, then throws the first error in the given order.
 void wait_all(std::vector<Work>& works);
 
 }  // namespace penstock::comm

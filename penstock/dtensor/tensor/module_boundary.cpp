@@ -68,7 +68,7 @@ void at_border(const c10::OperatorHandle& op, Stack* stack, int input_argument, 
   op.callBoxed(stack);
   at::Tensor output = stack->back().toTensor();
   if (border->output) output = along_axis(output, border->axis, *border->output);
-  const bool local = border->kind == OutputKind::Local || (border->kind == OutputKind::AsInput && plain);
+  const bool local = border->kind == BoundaryOutput::Local || (border->kind == BoundaryOutput::AsInput && plain);
   stack->back() = local ? detail::take_local(output) : output;
 }
 

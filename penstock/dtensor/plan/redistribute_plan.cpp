@@ -17,7 +17,7 @@
 namespace penstock {
 namespace {
 
-using detail::Split;
+using detail::AxisSplit;
 using detail::SplitOrder;
 
 // Reading and writing memory costs, too, though far less than sending: it makes the search slice before it sends.
@@ -135,7 +135,7 @@ class Planner {
   // the target has can be written as placements.
   std::vector<SplitOrder> with_split(const SplitOrder& state, int axis, const SplitOrder& target) const {
     std::vector<SplitOrder> result;
-    const auto add = [&](std::size_t dim, Split split) {
+    const auto add = [&](std::size_t dim, AxisSplit split) {
       SplitOrder more = state;
       more.splits[dim].push_back(split);
       result.push_back(std::move(more));
@@ -143,7 +143,7 @@ class Planner {
     for (std::size_t dim = 0; dim < state.splits.size(); ++dim) {
       const auto& held = state.splits[dim];
       const auto& wanted = target.splits[dim];
-      const bool literal = std::any_of(held.begin(), held.end(), [](const Split& split) { return split.literal_factor != 0; });
+      const bool literal = std::any_of(held.begin(), held.end(), [](const AxisSplit& split) { return split.literal_factor != 0; });
       if (!literal) add(dim, {axis, 0});
       if (held.size() < wanted.size() && wanted[held.size()].axis == axis && (literal || wanted[held.size()].literal_factor != 0) &&
           std::equal(held.begin(), held.end(), wanted.begin()))
@@ -157,7 +157,7 @@ class Planner {
     std::int64_t bytes = tensor_.element_bytes;
     for (std::size_t dim = 0; dim < state.splits.size(); ++dim) {
       std::int64_t length = tensor_.shape[dim];
-      for (const Split& split : state.splits[dim]) {
+      for (const AxisSplit& split : state.splits[dim]) {
         const std::int64_t pieces = std::max<std::int64_t>(split.literal_factor, 1);
         const std::int64_t piece = (length + pieces - 1) / pieces;
         length = pieces * ((piece + size(split.axis) - 1) / size(split.axis));

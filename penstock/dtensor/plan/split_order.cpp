@@ -31,7 +31,7 @@ Placements SplitOrder::placements(const std::vector<std::int64_t>& mesh_shape) c
     if (partial[axis]) result[axis] = Partial{*partial[axis]};
   for (std::size_t dim = 0; dim < splits.size(); ++dim)
     for (std::size_t i = 0; i < splits[dim].size(); ++i) {
-      const Split& split = splits[dim][i];
+      const AxisSplit& split = splits[dim][i];
       std::int64_t factor = std::max<std::int64_t>(split.literal_factor, 1);
       if (split.literal_factor == 0)
         for (std::size_t before = 0; before < i; ++before)
@@ -48,7 +48,7 @@ Placements SplitOrder::placements(const std::vector<std::int64_t>& mesh_shape) c
 
 std::optional<std::size_t> SplitOrder::dim_of(int axis) const {
   for (std::size_t dim = 0; dim < splits.size(); ++dim)
-    for (const Split& split : splits[dim])
+    for (const AxisSplit& split : splits[dim])
       if (split.axis == axis) return dim;
   return std::nullopt;
 }

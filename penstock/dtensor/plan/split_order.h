@@ -13,18 +13,18 @@
 
 namespace penstock::detail {
 
-struct Split {
+struct AxisSplit {
   int axis = 0;
   // A StridedShard whose factor is not the product of axes to its right: it stands for itself, where its axis stands.
   std::int64_t literal_factor = 0;
-  friend auto operator<=>(const Split&, const Split&) = default;
+  friend auto operator<=>(const AxisSplit&, const AxisSplit&) = default;
 };
 
 struct SplitOrder {
   // Per axis: nothing, or the reduction that is still to be done.
   std::vector<std::optional<PartialOp>> partial;
   // Per tensor dim: who splits it, first to last.
-  std::vector<std::vector<Split>> splits;
+  std::vector<std::vector<AxisSplit>> splits;
 
   SplitOrder(const Placements& placements, const std::vector<std::int64_t>& mesh_shape, std::size_t tensor_ndim);
   Placements placements(const std::vector<std::int64_t>& mesh_shape) const;

@@ -30,7 +30,7 @@ auto find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>();
 }
 
-void run(const random::Job& job, const at::Device& device) {
+void run(const random::RandomJob& job, const at::Device& device) {
   if (job.walk.rows == 0) return;
   if (device.is_cuda()) {
     random::run_on_cuda(job, device.index());

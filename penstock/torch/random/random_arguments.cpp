@@ -115,8 +115,8 @@ void check_dtype(const Place& place, Kind kind, at::ScalarType dtype, bool in_do
                              "draw in single precision"));
 }
 
-Job make_job(const Place& place, Kind kind, const AnyConstants& constants, const at::Tensor& out, const at::Tensor& in) {
-  Job job;
+RandomJob make_job(const Place& place, Kind kind, const AnyConstants& constants, const at::Tensor& out, const at::Tensor& in) {
+  RandomJob job;
   job.kind = kind;
   job.element = element_of(out.scalar_type());
   job.constants = constants;

@@ -23,6 +23,6 @@ void check_dtype(const Place& place, Kind kind, at::ScalarType dtype, bool in_do
 
 // The job that fills `out` (reading `in`, for dropout). Both must have the same sizes and dtype; the arguments have been checked.
 // Dims that continue each other in the global tensor and in memory are walked as one.
-Job make_job(const Place& place, Kind kind, const AnyConstants& constants, const at::Tensor& out, const at::Tensor& in = {});
+RandomJob make_job(const Place& place, Kind kind, const AnyConstants& constants, const at::Tensor& out, const at::Tensor& in = {});
 
 }  // namespace penstock::random

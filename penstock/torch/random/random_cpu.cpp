@@ -68,7 +68,7 @@ PENSTOCK_ALWAYS_INLINE void fill_run(const philox::Stream& stream, const Constan
 
 // The elements [begin, end) of the box, in the order of the walk.
 template <CpuPath path, Kind kind, class Real, class Word, class Element>
-PENSTOCK_ALWAYS_INLINE void fill_range(const Job& job, i64 begin, i64 end) {
+PENSTOCK_ALWAYS_INLINE void fill_range(const RandomJob& job, i64 begin, i64 end) {
   const BoxWalk& walk = job.walk;
   const auto& constants = std::get<Constants<Real, Word>>(job.constants);
   while (begin < end) {
@@ -85,22 +85,22 @@ PENSTOCK_ALWAYS_INLINE void fill_range(const Job& job, i64 begin, i64 end) {
 }
 
 template <Kind kind, class Real, class Word, class Element>
-void fill_portable(const Job& job, i64 begin, i64 end) {
+void fill_portable(const RandomJob& job, i64 begin, i64 end) {
   fill_range<CpuPath::Portable, kind, Real, Word, Element>(job, begin, end);
 }
 
 #ifdef __x86_64__
 template <Kind kind, class Real, class Word, class Element>
-__attribute__((target("avx2"))) void fill_avx2(const Job& job, i64 begin, i64 end) {
+__attribute__((target("avx2"))) void fill_avx2(const RandomJob& job, i64 begin, i64 end) {
   fill_range<CpuPath::Avx2, kind, Real, Word, Element>(job, begin, end);
 }
 template <Kind kind, class Real, class Word, class Element>
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) void fill_avx512(const Job& job, i64 begin, i64 end) {
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) void fill_avx512(const RandomJob& job, i64 begin, i64 end) {
   fill_range<CpuPath::Avx512, kind, Real, Word, Element>(job, begin, end);
 }
 #endif
 
-using Fill = void (*)(const Job&, i64, i64);
+using Fill = void (*)(const RandomJob&, i64, i64);
 
 template <Kind kind, class Real, class Word, class Element>
 Fill fill_for(CpuPath path) {
@@ -116,7 +116,7 @@ Fill fill_for(CpuPath path) {
 
 }  // namespace
 
-void run_on_cpu(const Job& job, CpuPath path) {
+void run_on_cpu(const RandomJob& job, CpuPath path) {
   if (job.walk.rows == 0) return;
   Fill fill = nullptr;
   with_types(job, [&]<Kind kind, class Real, class Word, class Element>() { fill = fill_for<kind, Real, Word, Element>(path); });

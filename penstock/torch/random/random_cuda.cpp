@@ -55,7 +55,7 @@ CudaKernel& kernel_for() {
 
 }  // namespace
 
-void run_on_cuda(const Job& job, int device) {
+void run_on_cuda(const RandomJob& job, int device) {
   if (job.walk.rows == 0) return;
   const i64 blocks = (job.walk.rows * job.walk.blocks_per_row + kThreads - 1) / kThreads;
   const auto grid = static_cast<unsigned>(std::min<i64>(blocks, multiprocessors(device) * kBlocksPerMultiprocessor));

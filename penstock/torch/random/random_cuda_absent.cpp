@@ -4,7 +4,7 @@
 
 namespace penstock::random {
 
-void run_on_cuda(const Job&, int) {
+void run_on_cuda(const RandomJob&, int) {
   throw ConfigError("random numbers on a CUDA tensor: this build has no CUDA kernels; build against a LibTorch with CUDA");
 }
 

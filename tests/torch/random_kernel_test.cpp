@@ -89,13 +89,13 @@ TEST(RandomKernel, DeviceThreadsAndVectorsComputeTheDefinition) {
         if (one.kind == Kind::Dropout) keyed_normal_(given, {.seed = 5}, 0, 1);
         const at::Tensor expected = by_definition(one, box, given, stream);
         for (const auto memory : test::kMemories) {
-          const Place place{"test", key, box.global, box.offset};
+          const DrawArguments draw_arguments{"test", key, box.global, box.offset};
           const at::Tensor in = one.kind == Kind::Dropout ? make_tensor(box.sizes, dtype, memory).copy_(given) : at::Tensor();
           // Output in another memory format than the input.
           const auto out_memory = static_cast<test::Memory>((static_cast<int>(memory) + (one.kind == Kind::Dropout && runs % 2 == 0 ? 1 : 0)) % 4);
           const auto run = [&](const char* how, const std::function<void(const RandomJob&)>& go) {
             at::Tensor out = make_tensor(box.sizes, dtype, out_memory).fill_(dtype == at::kBool ? 1 : 99);
-            go(make_job(place, one.kind, one.constants, out, in));
+            go(make_job(draw_arguments, one.kind, one.constants, out, in));
             EXPECT_TRUE(same_bits(out, expected)) << one.name << " " << dtype << " global " << at::IntArrayRef(box.global) << " part " << at::IntArrayRef(box.sizes)
                                                   << " memory " << static_cast<int>(memory) << ", " << how;
             ++runs;

@@ -20,7 +20,7 @@ using at::IntArrayRef;
 using at::Tensor;
 using random::AnyConstants;
 using random::Kind;
-using random::Place;
+using random::DrawArguments;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Ints = std::vector<std::int64_t>;
@@ -64,17 +64,17 @@ struct FillOperator {
     return handle.call(self, key, shape, offset, arguments...);
   }
 
-  static AnyConstants checked(const Place& place, const Tensor& self, Arguments... arguments) {
-    random::check_place(place, self.sizes());
-    random::check_dtype(place, Draw::kKind, self.scalar_type(), Draw::in_double(arguments...));
+  static AnyConstants checked(const DrawArguments& given, const Tensor& self, Arguments... arguments) {
+    random::check_draw_arguments(given, self.sizes());
+    random::check_dtype(given, Draw::kKind, self.scalar_type(), Draw::in_double(arguments...));
     return Draw::constants(arguments...);
   }
 
   static Tensor& kernel(Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, Arguments... arguments) {
-    const Place place{Draw::kName, key, shape, offset};
-    const AnyConstants constants = checked(place, self, arguments...);
+    const DrawArguments given{Draw::kName, key, shape, offset};
+    const AnyConstants constants = checked(given, self, arguments...);
     at::assert_no_internal_overlap(self);
-    run(random::make_job(place, Draw::kKind, constants, self), self.device());
+    run(random::make_job(given, Draw::kKind, constants, self), self.device());
     return self;
   }
 
@@ -157,17 +157,17 @@ using Bernoulli = FillOperator<BernoulliDraw, double>;
 
 constexpr const char* kDropoutName = "penstock::keyed_dropout";
 
-AnyConstants checked_dropout(const Place& place, const Tensor& input, double p) {
-  random::check_place(place, input.sizes());
-  random::check_dtype(place, Kind::Dropout, input.scalar_type(), false);
+AnyConstants checked_dropout(const DrawArguments& given, const Tensor& input, double p) {
+  random::check_draw_arguments(given, input.sizes());
+  random::check_dtype(given, Kind::Dropout, input.scalar_type(), false);
   return random::dropout_constants(p, input.scalar_type() == at::kDouble);
 }
 
 Tensor dropout_kernel(const Tensor& input, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, double p) {
-  const Place place{kDropoutName, key, shape, offset};
-  const AnyConstants constants = checked_dropout(place, input, p);
+  const DrawArguments given{kDropoutName, key, shape, offset};
+  const AnyConstants constants = checked_dropout(given, input, p);
   Tensor output = at::empty_like(input);
-  run(random::make_job(place, Kind::Dropout, constants, output, input), input.device());
+  run(random::make_job(given, Kind::Dropout, constants, output, input), input.device());
   return output;
 }
 
@@ -214,9 +214,9 @@ void for_each_fill(Member&& member) {
 }
 
 void define(torch::Library& library, const std::string& name, const std::string& arguments) {
-  const std::string place = "int[] key, int[] global_shape, int[] offset, ";
-  library.def((name + "_(Tensor(a!) self, " + place + arguments + ") -> Tensor(a!)").c_str());
-  library.def((name + "(Tensor self, " + place + arguments + ") -> Tensor").c_str());
+  const std::string key_and_box = "int[] key, int[] global_shape, int[] offset, ";
+  library.def((name + "_(Tensor(a!) self, " + key_and_box + arguments + ") -> Tensor(a!)").c_str());
+  library.def((name + "(Tensor self, " + key_and_box + arguments + ") -> Tensor").c_str());
 }
 
 void register_kernels(torch::Library& library) {

@@ -1,4 +1,4 @@
-// Whether an exception says that memory ran out, whoever allocated: LibTorch's allocators, CUDA's, operator new.
+// Recognizes out-of-memory exceptions of LibTorch's allocators, CUDA and operator new.
 #pragma once
 
 #include <exception>
@@ -7,8 +7,8 @@
 
 namespace penstock {
 
-// What could not be had ("281.5 TB on the CPU"), without backtrace; std::nullopt for an exception of another kind. An exception that is nested
-// in one of ours counts, too.
+// Returns what could not be allocated ("281.5 TB on the CPU"), without a backtrace, or std::nullopt for other
+// exceptions. Also checks exceptions nested in a Penstock exception.
 std::optional<std::string> out_of_memory(const std::exception& error);
 
 }  // namespace penstock

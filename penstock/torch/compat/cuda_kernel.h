@@ -27,7 +27,7 @@ namespace penstock {
 
 // Source text: a file, the headers it may include, and macros.
 struct CudaText {
-  std::string name;                                           // of the extern "C" entry point; also used in errors
+  std::string name;                                           // extern "C" entry point; also in errors
   std::string text;
   std::vector<std::pair<std::string, std::string>> headers;  // name as in #include "...", and text
   std::vector<std::pair<std::string, std::string>> macros;   // name, value

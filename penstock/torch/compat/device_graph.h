@@ -3,7 +3,7 @@
 //   DeviceGraph graph(device);
 //   graph.warm_up([&] { step(); });              // runs on the recording stream, for lazy initialization
 //   graph.record([&] { step(); });               // runs on the host only; the device executes nothing
-//   x.copy_(next), graph.replay();               // repeats the device work on the same memory, in the current stream
+//   x.copy_(next), graph.replay();               // repeats the device work on the same memory
 //
 // The graph records kernel launches with the addresses they read and write: inputs must be copied to the same
 // addresses, and results appear at the same addresses; both keep the values of the last replay. Memory

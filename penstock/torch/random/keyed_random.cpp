@@ -41,7 +41,8 @@ void run(const random::RandomJob& job, const at::Device& device) {
 
 // --------------------------------------------------------------------------------- operators that fill a tensor
 
-// The graph sees a tensor overwritten by constants: its derivative with respect to what it held before is zero.
+// Autograd sees a tensor overwritten by constants: the derivative with respect to its previous contents is
+// zero.
 struct OverwriteFunction : torch::autograd::Function<OverwriteFunction> {
   static Tensor forward(AutogradContext* context, Tensor self, const std::function<void(Tensor&)>* overwrite) {
     at::AutoDispatchBelowAutograd below;
@@ -52,8 +53,8 @@ struct OverwriteFunction : torch::autograd::Function<OverwriteFunction> {
   static variable_list backward(AutogradContext*, variable_list gradients) { return {at::zeros_like(gradients[0]), Tensor()}; }
 };
 
-// All kernels of one kind of draw. Draw gives the names, the constants from the operator's own arguments, and whether they ask for
-// float64.
+// All kernels of one kind of draw. Draw provides the names, the constants computed from the operator's own
+// arguments, and whether float64 is requested.
 template <class Draw, class... Arguments>
 struct FillOperator {
   using InPlace = Tensor&(Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, Arguments...);
@@ -83,7 +84,7 @@ struct FillOperator {
     return self;
   }
 
-  // Autograd's record that the memory changed; kernels write without telling it.
+  // Records the write for autograd; the kernels themselves do not bump the version.
   static Tensor& in_place_or_view(Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, Arguments... arguments) {
     {
       at::AutoDispatchBelowADInplaceOrView below;
@@ -94,7 +95,8 @@ struct FillOperator {
   }
 
   static Tensor& autograd(Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, Arguments... arguments) {
-    // Without derivatives there is nothing to record. Tangents of forward differentiation go the long way, which refuses them.
+    // Without derivatives there is nothing to record. Tangents of forward-mode AD take the slow path, which
+    // rejects them.
     if (!(at::GradMode::is_enabled() && self.requires_grad()) && !self._fw_grad(0).defined()) {
       at::AutoDispatchBelowAutograd below;
       return call(self, key, shape, offset, arguments...);
@@ -104,7 +106,7 @@ struct FillOperator {
     return self;
   }
 
-  // A new tensor like self, of which only the sizes, dtype and device matter.
+  // Returns a new tensor like self, of which only the sizes, dtype and device matter.
   static Tensor functional(const Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, Arguments... arguments) {
     Tensor result = at::empty_like(self);
     call(result, key, shape, offset, arguments...);
@@ -181,7 +183,8 @@ Tensor call_dropout(const Tensor& input, IntArrayRef key, IntArrayRef shape, Int
   return handle.call(input, key, shape, offset, p);
 }
 
-// Dropout with a given mask is linear and its own transpose: the derivative is the same operator, with the same key.
+// Dropout with a given mask is linear and its own transpose, so the derivative is the same operator with the
+// same key.
 struct DropoutFunction : torch::autograd::Function<DropoutFunction> {
   static Tensor forward(AutogradContext* context, const Tensor& input, Ints key, Ints shape, Ints offset, double p) {
     at::AutoDispatchBelowADInplaceOrView below;

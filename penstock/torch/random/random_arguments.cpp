@@ -32,7 +32,7 @@ philox::Stream stream_of(at::IntArrayRef key) {
   return philox::derive(part(0), part(1), part(2), part(3), part(4));
 }
 
-// One step outwards for each of the strides that a walk follows.
+// A dim with the strides that a walk follows.
 struct Dim {
   std::int64_t size, global_stride, out_stride, in_stride;
 };
@@ -62,12 +62,12 @@ BoxWalk make_walk(const DrawArguments& given, const at::Tensor& out, const at::T
   }
   if (dims.empty()) dims.push_back({1, 1, 1, 1});
   if (dims.size() > BoxWalk::kMaxDims)
-    throw ValueError(describe(fmt::format("{}: dims of the tensor that neither the global shape nor memory continues", given.operation),
+    throw ValueError(describe(fmt::format("{}: dims that cannot be merged in the global shape and in memory", given.operation),
                               fmt::format("{}", dims.size()), fmt::format("at most {}", int{BoxWalk::kMaxDims}),
-                              "give a contiguous tensor or a box that is whole in the inner dims"));
+                              "pass a contiguous tensor, or a box that covers the inner dims completely"));
   walk.dims = static_cast<int>(dims.size());
   walk.rows = 1;
-  bool same_phase = true;  // every row begins at the same place of a block
+  bool same_phase = true;  // every row starts at the same position within a block
   for (std::size_t d = 0; d < dims.size(); ++d) {
     walk.size[d] = dims[d].size;
     walk.global_stride[d] = dims[d].global_stride;
@@ -92,14 +92,14 @@ void check_draw_arguments(const DrawArguments& given, at::IntArrayRef sizes) {
   if (given.global_shape.size() != sizes.size() || given.offset.size() != sizes.size())
     throw ValueError(describe(fmt::format("{}: box", given.operation),
                               fmt::format("global shape {}, offset {}", text_of(given.global_shape), text_of(given.offset)),
-                              fmt::format("{} numbers each, as the tensor has dims", sizes.size()),
-                              "give both, or none where the tensor is the whole global one"));
+                              fmt::format("{} numbers each, one for each dim of the tensor", sizes.size()),
+                              "pass both, or neither if the tensor is the whole global tensor"));
   std::int64_t elements = 1;
   for (std::size_t d = 0; d < sizes.size(); ++d) {
     const std::int64_t global = given.global_shape[d], offset = given.offset[d];
     if (offset < 0 || global < 0 || offset > global || sizes[d] > global - offset)
       throw ValueError(describe(fmt::format("{}: box in dim {}", given.operation, d), fmt::format("offset {} and size {}", offset, sizes[d]),
-                                fmt::format("a part of the global size {}", global), "give the offset and the global shape of this tensor"));
+                                fmt::format("a part of the global size {}", global), "pass the offset and the global shape of this tensor"));
     if (global > 0 && __builtin_mul_overflow(elements, global, &elements))
       throw ValueError(describe(fmt::format("{}: global shape", given.operation), text_of(given.global_shape), "fewer than 2^63 elements"));
   }

@@ -1,4 +1,4 @@
-// Compiled instead of random_cuda.cpp where LibTorch has no CUDA.
+// Replaces random_cuda.cpp in builds without CUDA.
 #include "penstock/errors.h"
 #include "penstock/torch/random/random_job.h"
 

@@ -1,7 +1,9 @@
-// One filling of one tensor with random values, ready to run on a device: what the operators of keyed_random.h become.
+// A request to fill one tensor with random values, ready to run on a device: what the operators of
+// keyed_random.h build.
 //
-// The arguments have been checked and everything that does not depend on the element is computed: the Philox stream, the walk over
-// the box, the constants of the draw. Internal to penstock/torch; tests use it to run a job in more than one way.
+// The arguments have been checked, and everything that does not depend on the element is computed: the Philox
+// stream, the walk over the box, the constants of the draw. Internal to penstock/torch; tests use it to run
+// the same job in several ways.
 #pragma once
 
 #include <cstdint>

@@ -20,7 +20,8 @@ namespace {
 using detail::AxisSplit;
 using detail::SplitOrder;
 
-// Reading and writing memory costs, too, though far less than sending: it makes the search slice before it sends.
+// Reading and writing memory has a cost too, though far less than sending: it makes the search slice before
+// it sends.
 constexpr double kLocalBytesPerSecond = 50e9;
 constexpr double kLocalLatency = 1e-6;
 
@@ -50,7 +51,7 @@ class Planner {
     };
     std::map<SplitOrder, Reached> reached{{from, {0, 0, std::nullopt}}};
     std::set<SplitOrder> settled;
-    // Equal costs are told apart by the number of steps and then by the placements: every rank must find the same plan.
+    // Ties are broken by the number of steps and then by the placements: every rank must find the same plan.
     using Entry = std::tuple<double, std::size_t, SplitOrder>;
     std::priority_queue<Entry, std::vector<Entry>, std::greater<>> queue;
     queue.emplace(0, 0, from);
@@ -93,10 +94,10 @@ class Planner {
     if (*to.partial[at] == PartialOp::Sum && from.dim_of(axis)) return;
     throw ValueError(describe(fmt::format("redistribute to {} on mesh axis {}", Placement(Partial{*to.partial[at]}).to_string(), axis),
                               from.placements(mesh_shape_)[at].to_string(), "the same Partial, or a shard for P(sum)",
-                              "redistribute to Replicate or Shard instead; terms of a sum come from operators"));
+                              "redistribute to Replicate or Shard instead; partial values are created by operators"));
   }
 
-  // Steps from a state. Partial is made only where the target wants it.
+  // Steps from a state. Partial is created only if the target has it.
   std::vector<Edge> edges(const SplitOrder& state, const SplitOrder& target) const {
     std::vector<Edge> result;
     for (int axis = 0; axis < static_cast<int>(mesh_shape_.size()); ++axis) {
@@ -131,8 +132,8 @@ class Planner {
     return result;
   }
 
-  // The states in which `axis` splits one dim more, last. After a literal strided shard, and for one, only the order that
-  // the target has can be written as placements.
+  // The states in which `axis` splits one more dim, last. After a literal strided shard, and for one, only
+  // the order of the target can be written as placements.
   std::vector<SplitOrder> with_split(const SplitOrder& state, int axis, const SplitOrder& target) const {
     std::vector<SplitOrder> result;
     const auto add = [&](std::size_t dim, AxisSplit split) {

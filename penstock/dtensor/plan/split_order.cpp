@@ -6,8 +6,8 @@ namespace penstock::detail {
 
 SplitOrder::SplitOrder(const Placements& placements, const std::vector<std::int64_t>& mesh_shape, std::size_t tensor_ndim)
     : partial(placements.size()), splits(tensor_ndim) {
-  // From the right: the axes to the right of a strided shard are in their order already, and its factor says how many of
-  // them went before it.
+  // From the right: the axes to the right of a strided shard are already in order, and its factor tells how
+  // many of them come before it.
   for (std::size_t axis = placements.size(); axis-- > 0;) {
     const Placement& placement = placements[axis];
     if (placement.is_partial()) partial[axis] = placement.partial_op();

@@ -240,7 +240,7 @@ TEST(ParallelizeModule, SaysWhatIsWrong) {
     EXPECT_FALSE(is_dtensor(model->up->weight));
     distribute_parameter(model->up->weight, mesh, {Shard{0}});
     distribute_parameter(model->up->weight, mesh, {Shard{0}});
-    EXPECT_TRUE(has_text(message_of<StateError>([&] { distribute_parameter(model->up->weight, mesh, {Shard{1}}); }), "laid out alike"));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { distribute_parameter(model->up->weight, mesh, {Shard{1}}); }), "same layout"));
   });
 }
 

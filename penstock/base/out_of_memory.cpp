@@ -15,7 +15,7 @@ namespace penstock {
 
 namespace {
 
-// LibTorch's CPU allocator throws an exception that only its text tells from others.
+// The CPU allocator throws a plain c10::Error, which can only be recognized by its text.
 std::optional<std::string> of_cpu_allocator(std::string_view text) {
   constexpr std::string_view kMark = "DefaultCPUAllocator: ", kAmount = "you tried to allocate ";
   if (text.find("Storage size calculation overflowed") != std::string_view::npos) return "more bytes than 64 bits can count";

@@ -46,7 +46,7 @@ TEST(MeshCache, ErrorsSayWhatToDo) {
   MeshCache cache;
   const std::string nobody = message_of<PipeliningMetadataError>([&] { cache.get(root.mesh().key()); });
   EXPECT_TRUE(has_text(nobody, root.mesh().key().to_string()));
-  EXPECT_TRUE(has_text(nobody, "give a callback"));
+  EXPECT_TRUE(has_text(nobody, "pass a callback"));
   const std::string nothing = message_of<PipeliningMetadataError>([&] { cache.get(root.mesh().key(), [](const MeshKey&) { return std::nullopt; }); });
   EXPECT_TRUE(has_text(nothing, "no mesh for [dp, tp]"));
   EXPECT_TRUE(has_text(nothing, "one universe"));

@@ -240,7 +240,7 @@ TEST(ParallelizeModule, SaysWhatIsWrong) {
     EXPECT_FALSE(is_dtensor(model->up->weight));
     distribute_parameter(model->up->weight, mesh, {Shard{0}});
     distribute_parameter(model->up->weight, mesh, {Shard{0}});
-    EXPECT_TRUE(has_text(message_of<StateError>([&] { distribute_parameter(model->up->weight, mesh, {Shard{1}}); }), "laid out alike"));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { distribute_parameter(model->up->weight, mesh, {Shard{1}}); }), "same layout"));
   });
 }
 
@@ -292,14 +292,14 @@ TEST(PrepareModule, KindsOfOutputs) {
     const at::Tensor x = sample({2, 4, 6});
     nn::LayerNorm norm(nn::LayerNormOptions({6}));
     const at::Tensor expected = norm->forward(x).detach();
-    parallelize_module(*norm, mesh, {{"", prepare_module({.plain_input = Replicate{}, .desired_input = Shard{1}, .kind = OutputKind::Distributed})}});
+    parallelize_module(*norm, mesh, {{"", prepare_module({.plain_input = Replicate{}, .desired_input = Shard{1}, .kind = BoundaryOutput::Distributed})}});
     const at::Tensor distributed = norm->forward(x);
     ASSERT_TRUE(is_dtensor(distributed));
     EXPECT_EQ(placements_of(distributed), (Placements{Shard{1}}));
     EXPECT_TRUE(at::allclose(full_tensor(distributed), expected, 1e-5, 1e-6));
 
     nn::LayerNorm other(nn::LayerNormOptions({6}));
-    parallelize_module(*other, mesh, {{"", prepare_module({.desired_input = Shard{0}, .kind = OutputKind::Local})}});
+    parallelize_module(*other, mesh, {{"", prepare_module({.desired_input = Shard{0}, .kind = BoundaryOutput::Local})}});
     const at::Tensor local = other->forward(distribute_tensor(x, mesh, {Replicate{}}));
     EXPECT_FALSE(is_dtensor(local));
     EXPECT_TRUE(at::allclose(local, expected.narrow(0, mesh.coordinate()[0], 1), 1e-5, 1e-6));

@@ -293,7 +293,7 @@ TEST_F(SubclassCapture, WhatCannotBeTakenApartIsNamed) {
   };
   const at::Tensor x = numbers({3}, 1);
   Compiled compiled([](const Values& in) -> Values { return {in[0].toTensor() * 2}; });
-  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled({make_wrapper_like(c10::make_intrusive<Closed>(x), x)}); }), "tensor subclass Closed: it cannot be taken apart"));
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled({make_wrapper_like(c10::make_intrusive<Closed>(x), x)}); }), "tensor subclass Closed: it cannot be flattened"));
   // One that nobody has handed over.
   const at::Tensor outside = Boxed::make(x).set_requires_grad(true);
   Compiled closure([outside](const Values& in) -> Values { return {in[0].toTensor() * outside}; });

@@ -334,7 +334,7 @@ TEST(StageTrial, AKeptTensorWithoutValuesIsNamed) {
     for (const int keeper : {0, 1}) {
       const std::string said = end_of_keeping(kept, TrialRun::Auto, keeper);
       EXPECT_TRUE(has_text(said, fmt::format("without values: stage {} of 2 made it in a trial run and kept it", keeper)));
-      EXPECT_TRUE(has_text(said, "make it in the module's constructor"));
+      EXPECT_TRUE(has_text(said, "create it in the module's constructor"));
     }
   // On real tensors the first stage is tried with its arguments, so that what it keeps of them is right; the
   // second one gets zeros.

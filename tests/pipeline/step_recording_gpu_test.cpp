@@ -180,7 +180,7 @@ TEST(RecordedSteps, WhatCannotBeRecordedIsReported) {
   });
   comm::run_ranks(1, 60s, [&](comm::World& world) {
     const at::Tensor x = at::ones({4, kWidth}, at::kCUDA);
-    EXPECT_TRUE(has_text(error_of_module(world, [](const at::Tensor& y) { return keyed_dropout(y, 0.5, StepContext::current()->key(1, 1)); }, x), "while it is recorded"));
+    EXPECT_TRUE(has_text(error_of_module(world, [](const at::Tensor& y) { return keyed_dropout(y, 0.5, StepContext::current()->key(1, 1)); }, x), "while the step is recorded"));
   });
 }
 

@@ -34,7 +34,7 @@ void add_over(const comm::Group& pair, const at::Tensor& weight) {
 
 }  // namespace
 
-GradientSync::GradientSync(const RankLayout& layout, const ModelStages& stages, bool overlap) : stages_(stages), overlap_(overlap) {
+ReplicaGradientSync::ReplicaGradientSync(const RankLayout& layout, const ModelStages& stages, bool overlap) : stages_(stages), overlap_(overlap) {
   const bool sharded = layout.shard_size() > 1;
   if (!sharded && layout.dp_size() > 1) {
     std::vector<ReplicaGradients::Part> parts;
@@ -61,11 +61,11 @@ GradientSync::GradientSync(const RankLayout& layout, const ModelStages& stages, 
   }
 }
 
-void GradientSync::stage_done(int stage) {
+void ReplicaGradientSync::stage_done(int stage) {
   if (overlap_ && replicas_) replicas_->begin(part_of_.at(stage));
 }
 
-void GradientSync::add_tied() {
+void ReplicaGradientSync::add_tied() {
   const ModelStages::TiedWeight& tied = stages_.tied();
   if (tied.embed.defined() && tied.head.defined()) {
     optim::settle_gradients({{"embed.weight", tied.embed}, {"head.weight", tied.head}});
@@ -82,9 +82,9 @@ void GradientSync::add_tied() {
   }
 }
 
-std::int64_t GradientSync::buffer_bytes() const { return replicas_ ? replicas_->buffer_bytes() : 0; }
+std::int64_t ReplicaGradientSync::buffer_bytes() const { return replicas_ ? replicas_->buffer_bytes() : 0; }
 
-void GradientSync::finish() {
+void ReplicaGradientSync::finish() {
   const at::NoGradGuard no_grad;
   add_tied();
   if (replicas_) replicas_->finish();

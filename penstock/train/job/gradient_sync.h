@@ -1,7 +1,7 @@
 // What happens to the gradients of a step before they are used: means over data-parallel replicas, and sums over the two uses of a
 // tied weight.
 //
-//   GradientSync sync(layout, stages, true);
+//   ReplicaGradientSync sync(layout, stages, true);
 //   ... pipeline.step(), which calls sync.stage_done(stage) where the schedule has REDUCE_GRAD ...
 //   sync.finish();                         // waits; .grad() is that of the whole batch on every rank
 //
@@ -24,11 +24,11 @@
 
 namespace penstock::train {
 
-class GradientSync {
+class ReplicaGradientSync {
  public:
   // [collective over the replicas, and over the two ranks of a tied weight] Without `overlap` finish() does all of it: for gradients that
   // several runs of the schedule add up. Throws ValueError, on every rank, that names the first parameter in which the ranks differ.
-  GradientSync(const RankLayout& layout, const ModelStages& stages, bool overlap);
+  ReplicaGradientSync(const RankLayout& layout, const ModelStages& stages, bool overlap);
 
   void stage_done(int stage);
   void finish();

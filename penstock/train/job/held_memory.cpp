@@ -35,7 +35,7 @@ void reset_gathered_peaks(const ModelStages& model) {
     if (group->has_context()) group->context().reset_peak();
 }
 
-HeldMemory held_memory(const ModelStages& model, const optim::Optimizer& optimizer, const GradientSync& sync) {
+HeldMemory held_memory(const ModelStages& model, const optim::Optimizer& optimizer, const ReplicaGradientSync& sync) {
   HeldMemory held;
   std::int64_t reduced = 0;
   for (const optim::NamedParameter& parameter : model.parameters()) {

@@ -8,7 +8,7 @@
 
 namespace penstock::train {
 
-class GradientSync;
+class ReplicaGradientSync;
 class ModelStages;
 
 struct HeldMemory {
@@ -24,7 +24,7 @@ struct HeldMemory {
 };
 
 // No communication. Local parts of distributed tensors count.
-HeldMemory held_memory(const ModelStages& model, const optim::Optimizer& optimizer, const GradientSync& sync);
+HeldMemory held_memory(const ModelStages& model, const optim::Optimizer& optimizer, const ReplicaGradientSync& sync);
 
 // Of the sharded modules of this rank. Nothing before their first use.
 void reset_gathered_peaks(const ModelStages& model);

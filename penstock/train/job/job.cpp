@@ -401,7 +401,7 @@ struct TrainingJob::Impl {
   at::Device device;
   schedule::Schedule schedule;
   ModelStages model;
-  GradientSync sync;
+  ReplicaGradientSync sync;
   PipelineRuntime pipeline;
   std::unique_ptr<optim::Optimizer> optimizer;
   optim::LossScaler scaler;

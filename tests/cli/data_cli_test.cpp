@@ -22,7 +22,7 @@ Ended penstock(const std::string& arguments) {
   CLI::App app{"Penstock"};
   app.name("penstock");
   app.require_subcommand(1);
-  cli::Outcome outcome;
+  cli::CommandOutcome outcome;
   cli::add_data_command(app, outcome);
   Ended ended;
   ::testing::internal::CaptureStdout();

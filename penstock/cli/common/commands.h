@@ -13,34 +13,34 @@
 namespace penstock::cli {
 
 // Exit code of the command that ran; set by its callback.
-struct Outcome {
+struct CommandOutcome {
   int exit_code = 0;
 };
 
-void add_doctor_command(CLI::App& app, Outcome& outcome);
-void add_launch_command(CLI::App& app, Outcome& outcome);
-void add_schedule_command(CLI::App& app, Outcome& outcome);
-void add_check_command(CLI::App& app, Outcome& outcome);
-void add_simulate_command(CLI::App& app, Outcome& outcome);
-void add_compare_command(CLI::App& app, Outcome& outcome);
-void add_trace_command(CLI::App& app, Outcome& outcome);
-void add_data_command(CLI::App& app, Outcome& outcome);
-void add_train_command(CLI::App& app, Outcome& outcome);
-void add_resume_command(CLI::App& app, Outcome& outcome);
-void add_generate_command(CLI::App& app, Outcome& outcome);
-void add_parity_command(CLI::App& app, Outcome& outcome);
-void add_inspect_command(CLI::App& app, Outcome& outcome);
+void add_doctor_command(CLI::App& app, CommandOutcome& outcome);
+void add_launch_command(CLI::App& app, CommandOutcome& outcome);
+void add_schedule_command(CLI::App& app, CommandOutcome& outcome);
+void add_check_command(CLI::App& app, CommandOutcome& outcome);
+void add_simulate_command(CLI::App& app, CommandOutcome& outcome);
+void add_compare_command(CLI::App& app, CommandOutcome& outcome);
+void add_trace_command(CLI::App& app, CommandOutcome& outcome);
+void add_data_command(CLI::App& app, CommandOutcome& outcome);
+void add_train_command(CLI::App& app, CommandOutcome& outcome);
+void add_resume_command(CLI::App& app, CommandOutcome& outcome);
+void add_generate_command(CLI::App& app, CommandOutcome& outcome);
+void add_parity_command(CLI::App& app, CommandOutcome& outcome);
+void add_inspect_command(CLI::App& app, CommandOutcome& outcome);
 
 // All of them, in the order of the help.
-void add_all_commands(CLI::App& app, Outcome& outcome);
+void add_all_commands(CLI::App& app, CommandOutcome& outcome);
 
 // Throws ConfigError for a value of a PENSTOCK_ variable that makes no sense, whether or not the command would have read it, and
 // warns of names that look like a misspelt one.
 void check_environment();
 
 // The subcommands of `inspect`.
-void add_inspect_memory_command(CLI::App& inspect, Outcome& outcome);
-void add_inspect_graph_command(CLI::App& inspect, Outcome& outcome);
+void add_inspect_memory_command(CLI::App& inspect, CommandOutcome& outcome);
+void add_inspect_graph_command(CLI::App& inspect, CommandOutcome& outcome);
 
 // What stands behind a command that takes a configuration: CONFIG.toml if it comes first, then --key value.
 train::ConfigSources config_sources(const CLI::App& command);
@@ -53,6 +53,6 @@ bool trains_without_a_run(const std::string& key);
 
 // Text from the newest checkpoint of a run, as `generate` prints it.
 void print_sample(const std::string& run_folder);
-void add_report_command(CLI::App& app, Outcome& outcome);
+void add_report_command(CLI::App& app, CommandOutcome& outcome);
 
 }  // namespace penstock::cli

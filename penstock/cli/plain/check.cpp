@@ -24,7 +24,7 @@ struct CheckFlags {
   bool all = false;
 };
 
-void run(const CheckFlags& flags, Outcome& outcome) {
+void run(const CheckFlags& flags, CommandOutcome& outcome) {
   std::optional<schedule::Placement> placement;
   if (!flags.placement.empty())
     placement =
@@ -62,7 +62,7 @@ void run(const CheckFlags& flags, Outcome& outcome) {
 
 }  // namespace
 
-void add_check_command(CLI::App& app, Outcome& outcome) {
+void add_check_command(CLI::App& app, CommandOutcome& outcome) {
   CLI::App* command = app.add_subcommand("check", "Check a schedule: complete, in order, free of deadlock");
   const auto flags = std::make_shared<CheckFlags>();
   command->add_option("file", flags->file, "Schedule as CSV, one line a rank; - for standard input")

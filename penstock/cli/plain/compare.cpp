@@ -176,7 +176,7 @@ void run(const CompareFlags& flags) {
 
 }  // namespace
 
-void add_compare_command(CLI::App& app, Outcome&) {
+void add_compare_command(CLI::App& app, CommandOutcome&) {
   CLI::App* command = app.add_subcommand("compare", "All schedules side by side, fastest first");
   const auto flags = std::make_shared<CompareFlags>();
   add_size_flags(*command, flags->shape, "Of the kinds that leave it open (default 2; auto: 1)");

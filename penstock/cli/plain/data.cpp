@@ -122,7 +122,7 @@ std::vector<ShownFile> shown_files(const ShowFlags& flags) {
   return files;
 }
 
-void show(const ShowFlags& flags, Outcome& outcome) {
+void show(const ShowFlags& flags, CommandOutcome& outcome) {
   const std::vector<ShownFile> files = shown_files(flags);
   fmt::print("{:<28} {:>10} {:>14} {:>6} {:>10}  {}\n", "file", "documents", "tokens", "bytes", "vocabulary", "contents");
   std::uint64_t documents = 0;
@@ -171,7 +171,7 @@ void show(const ShowFlags& flags, Outcome& outcome) {
 
 }  // namespace
 
-void add_data_command(CLI::App& app, Outcome& outcome) {
+void add_data_command(CLI::App& app, CommandOutcome& outcome) {
   CLI::App* command = app.add_subcommand("data", "Make token shards from files, or show what shards and token files hold");
   command->require_subcommand(1);
   command->footer(

@@ -43,7 +43,7 @@ class LaunchFormatter : public CLI::Formatter {
   }
 };
 
-void run(CLI::App& command, LaunchFlags& flags, Outcome& outcome) {
+void run(CLI::App& command, LaunchFlags& flags, CommandOutcome& outcome) {
   const auto usage = [](const std::string& problem) {
     return ConfigError("launch: " + problem + "; for example: penstock launch -n 4 -- ./train --steps 100");
   };
@@ -65,7 +65,7 @@ void run(CLI::App& command, LaunchFlags& flags, Outcome& outcome) {
 
 }  // namespace
 
-void add_launch_command(CLI::App& app, Outcome& outcome) {
+void add_launch_command(CLI::App& app, CommandOutcome& outcome) {
   CLI::App* command = app.add_subcommand("launch", "Start a program as several ranks on this host");
   const auto flags = std::make_shared<LaunchFlags>();
   comm::LaunchOptions& options = flags->options;

@@ -31,7 +31,7 @@ void report(const ReportFlags& flags) {
 
 }  // namespace
 
-void add_report_command(CLI::App& app, Outcome&) {
+void add_report_command(CLI::App& app, CommandOutcome&) {
   CLI::App* command = app.add_subcommand("report", "The page about a run, or about several compared");
   const auto flags = std::make_shared<ReportFlags>();
   command->add_option("runs", flags->runs, "Folders of runs of penstock train")->required()->type_name("RUN");

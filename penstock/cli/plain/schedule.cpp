@@ -97,7 +97,7 @@ void run(const CLI::App& command, const ScheduleFlags& flags) {
 
 }  // namespace
 
-void add_schedule_command(CLI::App& app, Outcome&) {
+void add_schedule_command(CLI::App& app, CommandOutcome&) {
   CLI::App* command = app.add_subcommand("schedule", "Print or draw a pipeline schedule");
   const auto flags = std::make_shared<ScheduleFlags>();
   add_shape_flags(*command, flags->shape);

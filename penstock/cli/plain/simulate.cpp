@@ -75,7 +75,7 @@ void run(const CLI::App& command, const SimulateFlags& flags) {
 
 }  // namespace
 
-void add_simulate_command(CLI::App& app, Outcome&) {
+void add_simulate_command(CLI::App& app, CommandOutcome&) {
   CLI::App* command =
       app.add_subcommand("simulate", "Time, bubble and memory of a schedule under given costs");
   const auto flags = std::make_shared<SimulateFlags>();

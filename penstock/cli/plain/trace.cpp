@@ -8,7 +8,7 @@
 
 namespace penstock::cli {
 
-void add_trace_command(CLI::App& app, Outcome&) {
+void add_trace_command(CLI::App& app, CommandOutcome&) {
   struct TraceFlags {
     std::string file;
     bool csv = false;

@@ -204,7 +204,7 @@ int run_doctor(bool all_rows, int timeout_s) {
 
 }  // namespace
 
-void add_doctor_command(CLI::App& app, Outcome& outcome) {
+void add_doctor_command(CLI::App& app, CommandOutcome& outcome) {
   struct Flags {
     bool verbose = false;
     int timeout_s = 60;

@@ -105,7 +105,7 @@ void print_sample(const std::string& run_folder) {
   run(flags);
 }
 
-void add_generate_command(CLI::App& app, Outcome&) {
+void add_generate_command(CLI::App& app, CommandOutcome&) {
   CLI::App* command = app.add_subcommand("generate", "Text from a model that penstock train has made");
   command->footer("Example: penstock generate runs/tiny-20270131-093005 --prompt '#include <' --tokens 200");
   const auto flags = std::make_shared<GenerateFlags>();

@@ -3,7 +3,7 @@
 
 namespace penstock::cli {
 
-void add_inspect_command(CLI::App& app, Outcome& outcome) {
+void add_inspect_command(CLI::App& app, CommandOutcome& outcome) {
   CLI::App* command = app.add_subcommand("inspect", "Look into what a configuration makes: memory of the ranks, the graph of the model");
   command->require_subcommand(1);
   command->footer("Examples: penstock inspect memory my.toml\n          penstock inspect graph --preset tiny --html model.html\nEach has its own --help.");

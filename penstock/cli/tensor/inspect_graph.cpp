@@ -105,7 +105,7 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
 
 }  // namespace
 
-void add_inspect_graph_command(CLI::App& inspect, Outcome&) {
+void add_inspect_graph_command(CLI::App& inspect, CommandOutcome&) {
   CLI::App* command = inspect.add_subcommand("graph", "Nodes, aliases, writes and saved bytes of a captured graph");
   const auto flags = std::make_shared<InspectFlags>();
   command->add_option("--html", flags->html, "Write a page for a browser: repeated blocks are one box, and a click opens it")->type_name("FILE.html");

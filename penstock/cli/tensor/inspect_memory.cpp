@@ -167,7 +167,7 @@ int run(const CLI::App& command, const InspectMemoryFlags& flags) {
 
 }  // namespace
 
-void add_inspect_memory_command(CLI::App& inspect, Outcome& outcome) {
+void add_inspect_memory_command(CLI::App& inspect, CommandOutcome& outcome) {
   CLI::App* command = inspect.add_subcommand("memory", "Memory of every rank: parameters, gathered ones, gradients, optimizer, activations; predicted beside measured");
   command->footer(
       "Usage: penstock inspect memory [CONFIG.toml] [--section.key value ...]\n\n"

@@ -116,7 +116,7 @@ int run(const CLI::App& command, const ParityFlags& flags) {
 
 }  // namespace
 
-void add_parity_command(CLI::App& app, Outcome& outcome) {
+void add_parity_command(CLI::App& app, CommandOutcome& outcome) {
   CLI::App* command = app.add_subcommand("parity", "Compare training in a layout with training in one process: losses, gradients, parameters");
   command->footer(
       "Usage: penstock parity [CONFIG.toml] [--section.key value ...] [--steps N]\n\n"

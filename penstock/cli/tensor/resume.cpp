@@ -13,7 +13,7 @@
 
 namespace penstock::cli {
 
-void add_resume_command(CLI::App& app, Outcome& outcome) {
+void add_resume_command(CLI::App& app, CommandOutcome& outcome) {
   CLI::App* command = app.add_subcommand("resume", "Continue a run from its newest checkpoint");
   command->footer(
       "Usage: penstock resume RUN [--section.key value ...]\n\n"

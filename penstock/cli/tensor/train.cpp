@@ -212,7 +212,7 @@ void add_train_flags(CLI::App& command, TrainFlags& flags) {
   command.allow_extras();
 }
 
-void add_train_command(CLI::App& app, Outcome& outcome) {
+void add_train_command(CLI::App& app, CommandOutcome& outcome) {
   CLI::App* command = app.add_subcommand("train", "Train a model; the ranks of the layout are started on this host");
   command->footer(
       std::string("Usage: penstock train [CONFIG.toml] [--section.key value ...]\n\n"

@@ -108,11 +108,11 @@ std::string check_text(const TrainConfig& config, DataCheck check, const LookPro
   for (const SourceFile& file : good) validation += split.validation_tokens(file.bytes + 1, file.key);
   check_room_for_shards((config.output.run_folder.empty() ? fs::path("runs/new") : fs::path(config.output.run_folder)) / "data", bytes, good.size());
   const std::string of = good.size() == 1 ? good.front().path.string() : fmt::format("{} files", good.size());
-  const auto check_side = [&](Split side, std::uint64_t tokens) {
+  const auto check_side = [&](DataSplit side, std::uint64_t tokens) {
     check_enough_tokens({.name = fmt::format("{} tokens of {}", to_text(side), of), .split = side, .tokens = tokens, .of_tokens = split.tokens()}, config.model.context);
   };
-  check_side(validates(config) ? Split::Training : Split::All, split.tokens() - validation);
-  if (validates(config)) check_side(Split::Validation, validation);
+  check_side(validates(config) ? DataSplit::Training : DataSplit::All, split.tokens() - validation);
+  if (validates(config)) check_side(DataSplit::Validation, validation);
   std::string text = fmt::format("{}, {}, to be made byte tokens: {} to train on", of, format_bytes(bytes), split.tokens() - validation);
   if (validates(config)) text += fmt::format(" and {} for validation{}", validation, split.cuts() ? ", cut inside documents" : "");
   return text + fmt::format(", {} samples an epoch", (split.tokens() - validation) / static_cast<std::uint64_t>(config.model.context));
@@ -164,13 +164,13 @@ std::optional<TokenSources> open_configured_tokens(const TrainConfig& config) {
 }
 
 TrainingData make_samplers(const TrainConfig& config, const TokenSources& sources) {
-  const auto sampler = [&](Split split) {
+  const auto sampler = [&](DataSplit split) {
     return std::make_shared<const Sampler>(std::make_shared<const TokenDataset>(sources, split, config.data.validation_fraction),
-                                           SamplerOptions{.context = config.model.context, .seed = static_cast<std::uint64_t>(config.training.seed), .shuffle = split != Split::Validation});
+                                           SamplerOptions{.context = config.model.context, .seed = static_cast<std::uint64_t>(config.training.seed), .shuffle = split != DataSplit::Validation});
   };
   TrainingData data;
-  data.training = sampler(validates(config) ? Split::Training : Split::All);
-  if (validates(config)) data.validation = sampler(Split::Validation);
+  data.training = sampler(validates(config) ? DataSplit::Training : DataSplit::All);
+  if (validates(config)) data.validation = sampler(DataSplit::Validation);
   return data;
 }
 

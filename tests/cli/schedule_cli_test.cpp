@@ -166,7 +166,7 @@ TEST_F(ScheduleCli, FlagsWithoutEffectAreRefused) {
   const auto refuses = [](const std::string& arguments, const std::string& flag) {
     const Ended ended = penstock(arguments);
     EXPECT_EQ(ended.exit_code, 2) << arguments << "\n" << ended.output;
-    EXPECT_THAT(ended.output, HasSubstr(flag + " has no meaning")) << arguments;
+    EXPECT_THAT(ended.output, HasSubstr(flag + " has no effect")) << arguments;
   };
   refuses("simulate " + file + " --ranks 3", "--ranks");
   refuses("simulate " + file + " --microbatches 3", "--microbatches");

@@ -272,7 +272,7 @@ class Completion {
       }
     }
     if (training.precision != "fp16" && training.loss_scale != 0)
-      problem(fmt::format("{} has no meaning with {}; set training.precision to \"fp16\" or leave loss_scale out",
+      problem(fmt::format("{} has no effect with {}; set training.precision to \"fp16\" or leave loss_scale out",
                           said("training.loss_scale"), said("training.precision")));
     if (config_.layout.transport == "nccl" && config_.layout.device == "cpu")
       problem(fmt::format("{} supports CUDA tensors only, but {}; set layout.transport to \"auto\"", said("layout.transport"),

@@ -160,7 +160,7 @@ TEST_F(TrainCli, GenerateDoesWhatItIsAskedOrSaysWhyNot) {
   ASSERT_EQ(trained.exit_code, 0) << trained.output;
   const Ended empty = penstock("generate '" + run + "' --prompt ''");
   EXPECT_EQ(empty.exit_code, 2) << empty.output;
-  EXPECT_TRUE(has_text(empty.output, "--prompt: got an empty text"));
+  EXPECT_TRUE(has_text(empty.output, "--prompt: got an empty prompt"));
   // The context is 16: the text goes on beyond it.
   const Ended longer = penstock("generate '" + run + "' --prompt 'int ' --tokens 60 --temperature 0 --device cpu");
   EXPECT_EQ(longer.exit_code, 0) << longer.output;

@@ -118,7 +118,7 @@ TEST(Progress, LinesWithoutATerminal) {
   EXPECT_EQ(shown.count("\r"), 0u);
   EXPECT_EQ(shown.count("\x1b"), 0u);
   EXPECT_TRUE(has_text(shown.text, "step 10: timeline in traces/step-00000010.json\n"));
-  EXPECT_TRUE(has_text(shown.text, "step 100: checkpoint saved, training stood still for 13 ms\n"));
+  EXPECT_TRUE(has_text(shown.text, "step 100: checkpoint saved, training paused for 13 ms\n"));
   // Every fifth second, and the validated steps.
   EXPECT_EQ(shown.count("step  50/200"), 1u);
   EXPECT_EQ(shown.count("step 100/200"), 1u);

@@ -235,7 +235,7 @@ TEST_F(ScheduleCli, CompareIsSortedByTime) {
     }
   }
   const Ended text = penstock("compare --ranks 3 --microbatches 6");
-  EXPECT_THAT(text.output, HasSubstr("not for this shape: DualPipe"));
+  EXPECT_THAT(text.output, HasSubstr("not available for this shape: DualPipe"));
 }
 
 TEST_F(ScheduleCli, DrawsToFiles) {

@@ -257,7 +257,7 @@ TEST(Fields, NamesOfOtherTrainersLeadToOurs) {
   EXPECT_TRUE(has_text(message("--learning_rate"), "did you mean training.lr?"));
   EXPECT_TRUE(has_text(message("--learning-rate"), "did you mean training.lr?"));
   EXPECT_TRUE(has_text(message("--training.learning_rate"), "did you mean training.lr?"));
-  EXPECT_TRUE(has_text(message("--batch_size"), "did you mean training.global_batch (samples of a step) or layout.microbatch_size (samples of a microbatch)?"));
+  EXPECT_TRUE(has_text(message("--batch_size"), "did you mean training.global_batch (samples per step) or layout.microbatch_size (samples per microbatch)?"));
   EXPECT_TRUE(has_text(message("--block_size"), "did you mean model.context?"));
   EXPECT_TRUE(has_text(message("--n_layer"), "did you mean model.layers?"));
   EXPECT_TRUE(has_text(message("--max_iters"), "did you mean training.steps?"));

@@ -97,7 +97,7 @@ TEST(ReportPage, SeveralRuns) {
   EXPECT_EQ(count_of(page, "<td><code>layout.pp</code></td>"), 0u);
   EXPECT_TRUE(page_has(page, "<td>speed relative to the first</td><td class=\"n\">1.00 x</td><td class=\"n\">0.50 x</td><td class=\"n\">1.00 x</td>"));
   EXPECT_TRUE(page_has(page, "<td>end</td><td class=\"n\">finished</td><td class=\"n\">finished</td><td class=\"n\">unfinished</td>"));
-  EXPECT_TRUE(page_has(page, "Worth knowing of third"));
+  EXPECT_TRUE(page_has(page, "Notes of third"));
   EXPECT_EQ(count_of(page, "<path class=\"curve c3\""), 6u);  // loss, lr, norm, speed, time, memory
   EXPECT_EQ(count_of(page, "<path class=\"curve c3 dotted\""), 1u);
   EXPECT_EQ(count_of(page, "<path class=\"curve c1\" style=\"stroke-width:5\""), 3u);  // seen where the others lie on it

@@ -1,4 +1,4 @@
-// Where numbers ceased to be numbers: what a run that stops on NaN or infinity says about the first bad tensor.
+// Finds where NaN or infinity first appeared, for the error message of a run that stops because of them.
 //
 //   std::optional<BadPlace> place = earliest(world, bad_parameter(layout, model));           // the same on every rank
 //   if (!place) {
@@ -12,11 +12,13 @@
 //   }
 //   if (!place) place = earliest(world, bad_gradient(layout, model));
 //
-// An operator is named when its result holds NaN or an infinity that its inputs do not explain. Minus infinities that are written on
-// purpose (attention masks: fill, masked_fill, where) are no fault, and a NaN that comes of nothing else than those is one. What came from
-// another stage bad is that stage's matter, so of all ranks' finds the earliest along the pipeline is where it began.
+// An operator is reported if its result contains NaN or an infinity that its inputs do not explain. Minus
+// infinities that are written on purpose (attention masks: fill, masked_fill, where) are accepted, but a NaN
+// that results only from them is reported. Bad values received from another stage are attributed to that
+// stage: the origin is the finding of any rank that comes earliest in the pipeline.
 //
-// The functions wait for the device. Thread rule: one thread; a watch sees the operators of the thread that has entered it.
+// The functions wait for the device. Thread safety: one thread; a watch sees the operators of the thread that
+// has entered it.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +38,7 @@ namespace penstock::train {
 struct BadPlace {
   // When in a step: run of the schedule, microbatch, stage, and what comes first within it.
   std::int64_t run = 0, microbatch = 0, stage = 0, order = 0;
-  std::string what;  // for people
+  std::string what;  // message text
 
   bool is_before(const BadPlace& other) const;
 };
@@ -72,12 +74,12 @@ class OperatorWatch final : public Mode {
   void enter(std::int64_t microbatch, std::int64_t stage);
   std::string place_text(const std::string& own_parameter) const;
 
-  std::map<const void*, std::string> parameters_;  // by their memory
-  std::string replica_;                            // ", replica 1"; empty where there is one
+  std::map<const void*, std::string> parameters_;  // by address of their memory
+  std::string replica_;                            // ", replica 1"; empty if there is only one
   int stages_;
   std::int64_t run_ = 0, runs_ = 1;
   std::int64_t microbatch_ = -1, stage_ = -1, order_ = 0;
-  std::string last_parameter_;                     // that an operator of this forward has used
+  std::string last_parameter_;                     // last one used by an operator in this forward
   std::optional<BadPlace> found_;
 };
 

@@ -1,5 +1,5 @@
-// Whether this machine can do what a configuration asks for, found out before ranks are started, folders are made or memory is taken:
-// GPUs, a precision that the device computes in, memory.
+// Checks whether this machine can run a configuration before ranks are started, folders are created or memory
+// is allocated: GPUs, a precision that the device supports, memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,7 +25,7 @@ struct LeastNeed {
 
 // Of training by `ranks` processes of the layout on one machine, on the CPU.
 LeastNeed least_need(const TrainConfig& config, std::int64_t ranks);
-// Of one row of data through one part of the model, as a dry run measures it.
+// For training with `ranks` processes of the layout on one machine, on the CPU.
 LeastNeed least_need_of_parts(const TrainConfig& config);
 
 // Of one process that holds the whole model and runs nothing, as a capture does.

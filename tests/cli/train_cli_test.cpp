@@ -148,7 +148,7 @@ TEST_F(TrainCli, NcclIsRefusedOnTheCpu) {
   for (const char* what : {" --run_folder nccl", " --dry-run"}) {
     const Ended ended = run_command("cd '" + folder_.string() + "' && CUDA_VISIBLE_DEVICES= '" + environment("PENSTOCK_BIN") + "/penstock' train train.toml --pp 2 --device auto --transport nccl" + what);
     EXPECT_EQ(ended.exit_code, 2) << ended.output;
-    EXPECT_TRUE(has_text(ended.output, "layout.transport: got nccl, which carries tensors of GPUs only"));
+    EXPECT_TRUE(has_text(ended.output, "layout.transport: got nccl, which supports CUDA tensors only"));
     EXPECT_EQ(times(ended.output, "penstock: "), 1u) << ended.output;
   }
   EXPECT_FALSE(fs::exists(folder_ / "nccl"));

@@ -120,7 +120,7 @@ TEST_F(Runs, OneProcessTrainsInAFolder) {
                                              penstock(), path("run"), path("first.log")),
                                  100s);
   EXPECT_EQ(both.exit_code, 2) << both.output;
-  EXPECT_TRUE(has_text(both.output, "another process trains there"));
+  EXPECT_TRUE(has_text(both.output, "another process is training in it"));
   EXPECT_TRUE(has_text(both.output, "the same"));
   EXPECT_TRUE(has_text(both.output, "first ended with 0"));
   // A lock of a process that was killed is none.
@@ -165,7 +165,7 @@ TEST_F(Runs, ResumeOfWhatIsNoRunIsAnError) {
   const Ended none = run("resume '" + path("text") + "'");
   EXPECT_EQ(none.exit_code, 2);
   EXPECT_TRUE(has_text(none.output, "the folder of a run, with its config.toml"));
-  EXPECT_TRUE(has_text(run("resume /nowhere/step-00000004").output, "run folder above the checkpoint"));
+  EXPECT_TRUE(has_text(run("resume /nowhere/step-00000004").output, "run folder that contains the checkpoint"));
   EXPECT_TRUE(has_text(run("resume --help").output, "penstock resume runs/tiny-20270131-093005 --steps 500"));
 }
 

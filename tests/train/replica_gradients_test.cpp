@@ -110,7 +110,7 @@ TEST(ReplicaGradients, FreezingLaterIsRefusedByName) {
     EXPECT_TRUE(has_text(message_of<StateError>([&] { replicas.finish(); }), "gradient of c"));
     parameters[2].tensor.mutable_grad() = at::Tensor();
     replicas.begin(0);
-    EXPECT_TRUE(has_text(message_of<StateError>([&] { replicas.begin(0); }), "already on their way"));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { replicas.begin(0); }), "already in flight"));
     EXPECT_NO_THROW(replicas.finish());
     EXPECT_NO_THROW(replicas.finish());
   });

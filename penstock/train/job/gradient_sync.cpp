@@ -17,7 +17,7 @@ namespace {
 
 at::Tensor local_gradient(const at::Tensor& parameter) { return local_if_distributed(parameter.grad(), kDetach); }
 
-// Sums the gradient with that of the rank that has the weight's other use. One that both lack stays undefined.
+// Adds the gradient of the rank that has the weight's other use. A gradient that both lack stays undefined.
 void add_over(const comm::Group& pair, const at::Tensor& weight) {
   at::Tensor& gradient = weight.mutable_grad();
   const bool present = gradient.defined();
@@ -28,7 +28,7 @@ void add_over(const comm::Group& pair, const at::Tensor& weight) {
   at::Tensor sum = local.contiguous();
   pair.all_reduce(sum, comm::ReduceOp::Sum, {.label = "gradient of the tied weight", .timeout = {}}).wait();
   if (!sum.is_same(local)) local.copy_(sum);
-  // Whoever has a gradient need not wait for the device to know that there is one.
+  // A rank that has a gradient itself need not wait for the device to know that there is one.
   if (!present && mark.item<double>() == 0) gradient.reset();
 }
 
@@ -45,7 +45,7 @@ ReplicaGradientSync::ReplicaGradientSync(const RankLayout& layout, const ModelSt
       for (const optim::NamedParameter& parameter : stages.parameters_of(stage.index()))
         if (!stages.is_tied(parameter.tensor)) part.parameters.push_back(parameter);
     }
-    // Complete only when both uses are: after the last stage.
+    // Complete only after both uses, which is after the last stage.
     ReplicaGradients::Part& tied = parts.emplace_back();
     tied.name = "tied weight";
     for (const optim::NamedParameter& parameter : stages.parameters())

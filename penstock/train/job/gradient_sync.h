@@ -12,6 +12,7 @@
 // stays undefined (replica_gradients.h). The same holds for the two uses of a tied weight.
 // Thread safety: one thread. [collective] over the replicas and the two ranks of a tied weight, in the same
 // order on all ranks.
+#pragma once
 
 #include <cstddef>
 #include <cstdint>

@@ -20,9 +20,9 @@ std::int64_t local_bytes(const at::Tensor& tensor) {
   return tensor.defined() ? static_cast<std::int64_t>(local_if_distributed(tensor, kDetach).nbytes()) : 0;
 }
 
-// Of the parameters of this rank, as far as they are sharded.
-std::set<ShardGroup*> groups_of(const ModelStages& model) {
-  std::set<ShardGroup*> groups;
+// Sharded parameters of this rank.
+std::set<ParameterGroup*> groups_of(const ModelStages& model) {
+  std::set<ParameterGroup*> groups;
   for (const optim::NamedParameter& parameter : model.parameters())
     if (const auto info = shard_of(parameter.tensor)) groups.insert(info->group);
   return groups;
@@ -35,7 +35,7 @@ void reset_gathered_peaks(const ModelStages& model) {
     if (group->has_context()) group->context().reset_peak();
 }
 
-HeldMemory held_memory(const ModelStages& model, const optim::Optimizer& optimizer, const GradientSync& sync) {
+HeldMemory held_memory(const ModelStages& model, const optim::Optimizer& optimizer, const ReplicaGradientSync& sync) {
   HeldMemory held;
   std::int64_t reduced = 0;
   for (const optim::NamedParameter& parameter : model.parameters()) {
@@ -46,7 +46,7 @@ HeldMemory held_memory(const ModelStages& model, const optim::Optimizer& optimiz
       held.gradients += local_bytes(parameter.tensor.grad());
     }
   }
-  // The second leaf of a tied weight: its gradient; its shard, if it has one, is that of its group.
+  // The second leaf of a tied weight has its own gradient; its shard, if any, belongs to its group.
   const ModelStages::TiedWeight& tied = model.tied();
   if (tied.embed.defined() && tied.head.defined()) (shard_of(tied.head) ? reduced : held.gradients) += local_bytes(tied.head.grad());
   held.gradients += sync.buffer_bytes();

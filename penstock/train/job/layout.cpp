@@ -14,7 +14,7 @@ DeviceMesh mesh_of(const comm::World& world, const LayoutConfig& config) {
   const std::int64_t needed = config.pp * config.dp * config.tp;
   if (needed != world.size())
     throw ConfigError(describe("ranks", std::to_string(world.size()), fmt::format("pp * dp * tp = {} * {} * {} = {}", config.pp, config.dp, config.tp, needed),
-                               "start that many, or change the layout"));
+                               "start that many ranks, or change the layout"));
   return init_device_mesh("cpu", {config.pp, config.dp / config.shard, config.shard, config.tp}, {"pp", "replicas", "shard", "tp"}, world.rank(), world.size());
 }
 

@@ -1,4 +1,4 @@
-// A training step whose numbers are no numbers any more: where that began.
+// Thrown when a training step produces NaN or infinity; the message says where they first appeared.
 #pragma once
 
 #include "penstock/errors.h"

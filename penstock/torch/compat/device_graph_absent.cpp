@@ -1,4 +1,5 @@
 // Replaces device_graph_cuda.cpp in builds without CUDA.
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/compat/device_graph.h"
 

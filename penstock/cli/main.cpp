@@ -43,7 +43,7 @@ int become_tensor_program(char** argv) {
 
 int main(int argc, char** argv) {
   if (argc > 1 && needs_tensors(argv[1])) return become_tensor_program(argv);
-  return penstock::cli::run_command_line(argc, argv, [](CLI::App& app, penstock::cli::Outcome& outcome) {
+  return penstock::cli::run_command_line(argc, argv, [](CLI::App& app, penstock::cli::CommandOutcome& outcome) {
     penstock::cli::add_plain_commands(app, outcome);
     // For --help and for suggestions; they never run here.
     for (const auto& command : penstock::cli::tensor_commands()) penstock::cli::add_tensor_subcommand(app, command.name);

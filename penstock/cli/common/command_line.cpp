@@ -61,12 +61,12 @@ std::string usage_message(const CLI::App* app, const CLI::Error& error) {
 
 const std::vector<TensorCommand>& tensor_commands() {
   static const std::vector<TensorCommand> commands = {
-      {"doctor", "Show what this machine has, how fast its threads compute, and try every operation between two ranks"},
-      {"train", "Train a model; the ranks of the layout are started on this host"},
+      {"doctor", "Show hardware, libraries and thread speed of this machine, and test every operation between two ranks"},
+      {"train", "Train a model; starts the ranks of the layout on this host"},
       {"resume", "Continue a run from its newest checkpoint"},
-      {"generate", "Generate text with a model that penstock train has trained"},
+      {"generate", "Generate text with a model trained by penstock train"},
       {"parity", "Compare training in a layout with training in one process: losses, gradients, parameters"},
-      {"inspect", "Show what a configuration results in: memory of the ranks, the graph of the model"},
+      {"inspect", "Inspect a configuration: memory of the ranks, graph of the model"},
   };
   return commands;
 }
@@ -78,7 +78,7 @@ CLI::App* add_tensor_subcommand(CLI::App& app, std::string_view name) {
   return app.add_subcommand(found->name, found->description);
 }
 
-int run_command_line(int argc, char** argv, const std::function<void(CLI::App&, Outcome&)>& add_commands) {
+int run_command_line(int argc, char** argv, const std::function<void(CLI::App&, CommandOutcome&)>& add_commands) {
   report_failure_on_terminate();
   std::signal(SIGXFSZ, SIG_IGN);  // exceeding the file size limit is an error of the write, not the end of the process
   CLI::App app{"Penstock: distributed training from pure C++"};
@@ -90,7 +90,7 @@ int run_command_line(int argc, char** argv, const std::function<void(CLI::App&, 
       "Exit codes: 0 ok, 1 a check or a run failed, 2 usage or parse error, 3 the last checkpoint of a run was not saved, 70 a "
       "defect of Penstock.");
   app.failure_message(usage_message);
-  Outcome outcome;
+  CommandOutcome outcome;
   add_commands(app, outcome);
   try {
     check_environment();

@@ -24,6 +24,6 @@ const std::vector<TensorCommand>& tensor_commands();
 CLI::App* add_tensor_subcommand(CLI::App& app, std::string_view name);
 
 // Runs the command that the arguments name and returns the exit code of the process. `add_commands` adds the subcommands.
-int run_command_line(int argc, char** argv, const std::function<void(CLI::App&, Outcome&)>& add_commands);
+int run_command_line(int argc, char** argv, const std::function<void(CLI::App&, CommandOutcome&)>& add_commands);
 
 }  // namespace penstock::cli

@@ -25,7 +25,7 @@ struct CheckFlags {
 };
 
 void run(const CheckFlags& flags, CommandOutcome& outcome) {
-  std::optional<schedule::Placement> placement;
+  std::optional<schedule::StagePlacement> placement;
   if (!flags.placement.empty())
     placement =
         schedule::parse_stage_placement(one_of("--placement", flags.placement, {"loop", "v", "bidirectional"}));

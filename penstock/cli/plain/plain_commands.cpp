@@ -12,7 +12,7 @@ void keep_lines(Formatter& formatter) {
 
 }  // namespace
 
-void add_plain_commands(CLI::App& app, Outcome& outcome) {
+void add_plain_commands(CLI::App& app, CommandOutcome& outcome) {
   keep_lines(*app.get_formatter());  // the commands share it
   add_launch_command(app, outcome);
   add_schedule_command(app, outcome);

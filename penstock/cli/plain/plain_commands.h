@@ -7,6 +7,6 @@
 
 namespace penstock::cli {
 
-void add_plain_commands(CLI::App& app, Outcome& outcome);
+void add_plain_commands(CLI::App& app, CommandOutcome& outcome);
 
 }  // namespace penstock::cli

@@ -3,7 +3,7 @@
 
 namespace penstock::cli {
 
-void add_all_commands(CLI::App& app, Outcome& outcome) {
+void add_all_commands(CLI::App& app, CommandOutcome& outcome) {
   add_plain_commands(app, outcome);
   add_doctor_command(app, outcome);
   add_train_command(app, outcome);

@@ -119,7 +119,7 @@ int run(const CLI::App& command, const ParityFlags& flags) {
 }  // namespace
 
 void add_parity_command(CLI::App& app, CommandOutcome& outcome) {
-  CLI::App* command = app.add_subcommand("parity", "Compare training in a layout with training in one process: losses, gradients, parameters");
+  CLI::App* command = add_tensor_subcommand(app, "parity");
   command->footer(
       "Usage: penstock parity [CONFIG.toml] [--section.key value ...] [--steps N]\n\n"
       "penstock train --help lists the keys; those of [checkpoint] and [output] have no effect here.\n"

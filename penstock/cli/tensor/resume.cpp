@@ -16,7 +16,7 @@
 namespace penstock::cli {
 
 void add_resume_command(CLI::App& app, CommandOutcome& outcome) {
-  CLI::App* command = app.add_subcommand("resume", "Continue a run from its newest checkpoint");
+  CLI::App* command = add_tensor_subcommand(app, "resume");
   command->footer(
       "Usage: penstock resume RUN [--section.key value ...]\n\n"
       "Examples:\n"

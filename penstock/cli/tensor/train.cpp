@@ -215,7 +215,7 @@ void add_train_flags(CLI::App& command, TrainFlags& flags) {
 }
 
 void add_train_command(CLI::App& app, CommandOutcome& outcome) {
-  CLI::App* command = app.add_subcommand("train", "Train a model; starts the ranks of the layout on this host");
+  CLI::App* command = add_tensor_subcommand(app, "train");
   command->footer(
       std::string("Usage: penstock train [CONFIG.toml] [--section.key value ...]\n\n"
       "Examples:\n"

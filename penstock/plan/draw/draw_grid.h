@@ -1,8 +1,8 @@
-// A schedule as a table of text: a row per rank, a column per step.
+// Draws a schedule as a text table: a row per rank, a column per step.
 //
-// In every step each rank executes one slot, whatever it costs, if what it needs happened in an earlier step;
-// a dot is a step without work. Lowered schedules are laid out as by dry_run.h, where a transfer may take
-// both its slots in one step.
+// In every step each rank executes one slot, whatever its cost, if its inputs were computed in an earlier
+// step; a dot is a step without work. Lowered schedules are laid out by dry_run.h, where both sides of a
+// transfer may happen in the same step.
 #pragma once
 
 #include <string>
@@ -12,7 +12,7 @@
 namespace penstock::plan {
 
 struct GridOptions {
-  bool colour = false;  // escape sequences of a terminal: the background tells the kind
+  bool colour = false;  // terminal escape sequences: the background shows the kind
 };
 
 // Throws ScheduleError for a schedule whose ranks wait for each other.

@@ -1,5 +1,5 @@
-// A schedule as a page of its own: the picture with zoom and hover, memory over time, a table of the ranks.
-// One file without references to anything outside.
+// Draws a schedule as an HTML page: the picture with zoom and hover, memory over time, a table of the ranks.
+// The page is self-contained, without external references.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace penstock::plan {
 
-// Draws memory over time where the simulation has its curve.
+// Includes memory over time if the simulation has the curve.
 std::string draw_html(const Drawing& drawing);
 
 }  // namespace penstock::plan

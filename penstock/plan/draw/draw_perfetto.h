@@ -1,8 +1,8 @@
-// A simulated schedule as a trace: trace-event JSON, read by Perfetto (ui.perfetto.dev) and chrome://tracing.
+// Writes a simulated schedule as trace-event JSON, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 //
-// One process per rank with a thread for computation, one for transfers and one for collectives, arrows for
-// what came from another rank, and counters of memory where the simulation has its curve. One unit of time is
-// shown as one millisecond.
+// One process per rank with a thread each for computation, transfers and collectives; arrows for data from
+// another rank; and memory counters if the simulation has the curve. One unit of time is shown as one
+// millisecond.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// A schedule over time as a picture: a row per rank, a coloured cell per action, axis, legend and totals.
+// Draws a schedule over time as SVG: a row per rank, a coloured cell per action, axis, legend and totals.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 namespace penstock::plan {
 
 struct SvgOptions {
-  // Hover text as <title> children, which every viewer shows; off: as data-tip, with the microbatch as
-  // data-m, for the script of the page around the picture.
+  // Hover text as <title> children, which every viewer shows; if false, as data-tip, with the microbatch as
+  // data-m, for the script of the surrounding page.
   bool titles = true;
   // Name, shape and totals above the rows.
   bool heading = true;

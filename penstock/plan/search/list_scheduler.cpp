@@ -116,8 +116,7 @@ class ListScheduler {
 
   // Returns whether memory and rule allow another F of this stage. Space is reserved for each later stage of
   // the rank: otherwise the forwards of its first stage could fill the memory that the last one needs in
-  // order to
-  // free any.
+  // order to free any.
   bool forward_allowed(int rank, const RankProgress& state, const StageProgress& stage) const {
     const int in_flight = state.ledger.activations() + 1 + stage.later_stages;
     if (in_flight > std::max(rules_[at(rank)].in_flight, static_cast<int>(state.stages.size()))) return false;

@@ -1,6 +1,5 @@
 // Builds a compute-only schedule by list scheduling: whenever a rank is free, it picks the next F, I or W by
-// a
-// rule.
+// a rule.
 //
 // A rule is a few numbers per rank, so that `auto` can search over them. Decisions are made in the order of
 // time under the cost model, with the information available at that moment: what has arrived and what is in

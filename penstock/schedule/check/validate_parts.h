@@ -6,9 +6,8 @@
 namespace penstock::schedule {
 
 // Executes all rows in parallel under the communication model of validate.h. Requires a schedule without
-// other
-// violations. Adds a Deadlock (with its cycle) or TransferOrder violation to the report if they cannot run to
-// completion.
+// other violations. Adds a Deadlock (with its cycle) or TransferOrder violation to the report if they cannot
+// run to completion.
 void check_progress(const Schedule& schedule, SendModel sends, Report& report);
 
 // Renders the rows around the given places. `waiting` is marked >2F0<, `wanted` [2F0].

@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "penstock/errors.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/tensor_subclass.h"
 
 namespace penstock::pipeline {

@@ -18,6 +18,7 @@
 #include "penstock/base/markup.h"
 #include "penstock/base/text.h"
 #include "penstock/draw.h"
+#include "penstock/plan/draw/drawing.h"
 #include "penstock/train/report/progress.h"
 #include "penstock/train/report/report_chart.h"
 #include "penstock/train/report/report_style.h"

@@ -11,6 +11,7 @@
 
 #include "penstock/base/markup.h"
 #include "penstock/draw.h"
+#include "penstock/plan/draw/drawing.h"
 
 namespace penstock::train {
 

@@ -29,15 +29,9 @@ Schedule zb2p(const PipelineShape& shape) {
   for (int rank = 0; rank < ranks; ++rank) {
     schedule.row(rank).reserve(3 * static_cast<std::size_t>(microbatches) + static_cast<std::size_t>(rank));
   }
-<<<<<<< HEAD
-  // What each rank has done before the present step: within a step the ranks run side by side.
+  // What each rank had done before the current step: within a step all ranks run in parallel.
   std::vector<RankProgress> before(static_cast<std::size_t>(ranks));
   std::vector<RankProgress> now = before;
-=======
-  // What each rank had done before the current step: within a step all ranks run in parallel.
-  std::vector<Progress> before(static_cast<std::size_t>(ranks));
-  std::vector<Progress> now = before;
->>>>>>> 45addb3c206de41651725ac59bc09e9f459f4076
   for (int unfinished = ranks; unfinished > 0;) {
     for (int rank = 0; rank < ranks; ++rank) {
       const auto r = static_cast<std::size_t>(rank);

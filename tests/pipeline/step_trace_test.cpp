@@ -12,7 +12,7 @@
 #include "tests/has_text.h"
 #include "tests/pipeline/made_trace.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 namespace step_trace_test {
 
 using nlohmann::json;
@@ -190,4 +190,4 @@ TEST(TraceComparison, EventsOfAnotherScheduleAreRefused) {
 }
 
 }  // namespace step_trace_test
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -17,8 +17,8 @@ namespace penstock::train {
 
 namespace {
 
-using pipeline::ActionComparison;
-using pipeline::TraceEvent;
+using ActionComparison;
+using TraceEvent;
 using schedule::Action;
 using schedule::ActionKind;
 

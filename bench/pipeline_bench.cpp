@@ -26,9 +26,10 @@
 #include "penstock/base/env.h"
 #include "penstock/compile.h"
 #include "penstock/deferred_linear.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/pipeline/report/trace_comparison.h"
 #include "penstock/torch/compat/version.h"
+#include "penstock/pipeline/runtime/last_trace.h"
 
 namespace {
 
@@ -159,7 +160,7 @@ int run_rank(const Config& config) {
     world.group().barrier().wait();
     if (step < kWarmup) continue;
     times.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count());
-    if (const auto trace = pipeline.trace_last_step()) efficiencies.push_back(compare_with_simulation(*trace).efficiency());
+    if (const auto trace = trace_last_step(pipeline)) efficiencies.push_back(compare_with_simulation(*trace).efficiency());
   }
   if (!config.trace.empty()) pipeline.write_trace(config.trace);
   at::Tensor sums = at::zeros({2}, at::kDouble);

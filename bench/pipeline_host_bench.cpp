@@ -10,7 +10,7 @@
 #include <chrono>
 #include <cstring>
 
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/torch/compat/version.h"
 
 namespace {

@@ -4,7 +4,7 @@
 #include <cstdio>
 
 #include "examples/failure.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 
 int main() try {
   using namespace penstock;

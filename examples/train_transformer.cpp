@@ -17,7 +17,7 @@
 #include "penstock/transformer.h"
 #include "penstock/optimizer.h"
 #include "penstock/clip_gradients.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 
 using namespace penstock;
 

@@ -9,6 +9,7 @@
 #include "tests/command.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/made_trace.h"
+#include "penstock/pipeline/report/step_trace.h"
 
 namespace penstock::test {
 namespace trace_cli_test {

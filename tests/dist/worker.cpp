@@ -18,11 +18,12 @@
 #include "penstock/world.h"
 #include "penstock/dtensor.h"
 #include "penstock/tensor_parallel.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/fully_shard.h"
 #include "penstock/step_context.h"
 #include "tests/pipeline/soak.h"
 #include "penstock/comm/launch/launch_env.h"
+#include "penstock/pipeline/report/step_trace.h"
 
 namespace {
 

@@ -11,7 +11,7 @@
 #include "penstock/dtensor.h"
 #include "penstock/clip_gradients.h"
 #include "penstock/optimizer.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/fully_shard.h"
 #include "tests/pipeline/parity_scenarios.h"
 

@@ -12,7 +12,7 @@
 #include "penstock/base/log.h"
 #include "penstock/base/warnings.h"
 #include "penstock/pipeline/stage/gradient_sync.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/step_context.h"
 #include "penstock/torch/compat/streams.h"
 #include "tests/has_text.h"

@@ -6,12 +6,13 @@
 
 #include "penstock/errors.h"
 #include "penstock/base/warnings.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/pipeline/runtime/stage_runner.h"
 #include "penstock/torch/random/keyed_dropout.h"
 #include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
+#include "penstock/pipeline/stage/stage_state.h"
 
 namespace penstock {
 namespace stage_test {
@@ -100,7 +101,7 @@ TEST(Stage, StaticPipelinesMakeNoTrial) {
     StageOptions options;
     options.input_args = options.output_args = {at::empty({2, kWidth})};
     const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU, options);
-    EXPECT_FALSE(stage.needs_trial(true));
+    EXPECT_FALSE(needs_trial(stage, true));
     Schedule1F1B pipeline(stage, 4, test::square_loss(), {world});
     const test::Batch batch = test::plain_batch(0, 8);
     pipeline.step(batch.args, {}, batch.target);
@@ -117,7 +118,7 @@ TEST(Stage, StaticPipelinesMakeNoTrial) {
 TEST(Stage, EvaluationAndTrainingAreTriedOnceEach) {
   comm::run_ranks(2, 20s, [](comm::World& world) {
     const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU);
-    EXPECT_TRUE(stage.needs_trial(false));
+    EXPECT_TRUE(needs_trial(stage, false));
     Schedule1F1B pipeline(stage, 4, test::square_loss(), {world});
     const test::Batch batch = test::plain_batch(0, 8);
     for (int i = 0; i < 3; ++i) {

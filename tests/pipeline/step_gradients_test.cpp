@@ -13,7 +13,7 @@
 #include "penstock/dtensor.h"
 #include "penstock/pipeline/backward/copy_gradients.h"
 #include "penstock/pipeline/stage/gradient_sync.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/torch/compat/cpu_memory.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"

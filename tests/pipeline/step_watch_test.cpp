@@ -15,11 +15,12 @@
 
 #include "penstock/errors.h"
 #include "penstock/base/files.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/pipeline/report/trace_comparison.h"
 #include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
+#include "penstock/pipeline/runtime/last_trace.h"
 
 namespace penstock {
 namespace step_watch_test {
@@ -107,10 +108,10 @@ TEST(PipelineTrace, HasEveryActionOfEveryRankOnOneClock) {
     SCOPED_TRACE(setting.schedule);
     comm::run_ranks(3, 60s, [&](comm::World& world) {
       PipelineRuntime pipeline = pipeline_of(world, setting);
-      EXPECT_THROW(pipeline.trace_last_step(), StateError);
+      EXPECT_THROW(trace_last_step(pipeline), StateError);
       for (int step = 1; step <= 2; ++step) {
         run_step(pipeline, setting.microbatches);
-        const auto trace = pipeline.trace_last_step(step == 2);
+        const auto trace = trace_last_step(pipeline, step == 2);
         ASSERT_EQ(trace.has_value(), world.rank() == 0);
         if (!trace) continue;
         EXPECT_EQ(trace->step, static_cast<std::uint64_t>(step));
@@ -155,7 +156,7 @@ TEST(PipelineTrace, OverlappedUnitsTakeTurns) {
     PipelineRuntime pipeline = make_pipeline("DualPipeV", stages, 6, test::square_loss(), {world});
     const test::Batch batch = test::plain_batch(0, 12);
     pipeline.step(batch.args, {}, batch.target);
-    const auto trace = pipeline.trace_last_step();
+    const auto trace = trace_last_step(pipeline);
     if (!trace) return;
     for (const auto& events : trace->ranks) {
       int units = 0;
@@ -183,7 +184,7 @@ TEST(PipelineTrace, OneRankNeedsNobody) {
   comm::run_ranks(1, 60s, [&](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, {});
     run_step(pipeline, 4);
-    const auto trace = pipeline.trace_last_step();
+    const auto trace = trace_last_step(pipeline);
     ASSERT_TRUE(trace);
     expect_whole_trace(*trace, pipeline.schedule());
     EXPECT_GT(compare_with_simulation(*trace).efficiency(), 0.1);

@@ -25,6 +25,7 @@
 
 #include "penstock/mesh_groups.h"
 #include "penstock/mesh_layout.h"
+#include "penstock/dtensor/tensor/mesh_cache.h"
 
 namespace penstock {
 

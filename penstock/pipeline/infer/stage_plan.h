@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "penstock/group.h"
-#include "penstock/pipeline/stage/pipeline_loss.h"
+#include "penstock/stage_module.h"
 #include "penstock/stage.h"
 #include "penstock/stage_placement.h"
 #include "penstock/pipeline/contract/stage_meta.h"

@@ -29,6 +29,7 @@
 #include "penstock/pipeline/contract/record_checks.h"
 #include "penstock/step_context.h"
 #include "penstock/torch/dispatch/switch_data.h"
+#include "penstock/pipeline/stage/stage_state.h"
 
 namespace penstock {
 
@@ -172,7 +173,7 @@ void StageTrial::end_run() {
 void StageTrial::try_forward(std::vector<at::Tensor> given) {
   for (const at::Tensor& tensor : tensors_of(kwargs_)) given.push_back(tensor);
   given_ = std::move(given);
-  stage_.meshes().harvest(given_);
+  state_of(stage_).meshes.harvest(given_);
   const TrialRun wanted = stage_.options().trial;
   std::exception_ptr why_not_fake;
   if (wanted != TrialRun::Real) {

@@ -20,7 +20,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/pipeline/stage/pipeline_loss.h"
+#include "penstock/stage_module.h"
 #include "penstock/stage.h"
 #include "penstock/pipeline/contract/stage_meta.h"
 

@@ -27,6 +27,10 @@
 #include "penstock/pipeline/runtime/step_recording.h"
 #include "penstock/pipeline/runtime/step_watch.h"
 #include "penstock/pipeline/runtime/trace_collection.h"
+#include "penstock/pipeline/runtime/last_trace.h"
+#include "penstock/pipeline/runtime/pipe_info.h"
+#include "penstock/pipeline/program/program.h"
+#include "penstock/pipeline/report/step_trace.h"
 
 namespace penstock {
 
@@ -400,9 +404,8 @@ const schedule::Schedule& PipelineRuntime::schedule() const { return impl_->lowe
 int PipelineRuntime::rank() const { return impl_->own; }
 std::vector<PipelineStage>& PipelineRuntime::stages() { return impl_->stages; }
 StepReport PipelineRuntime::report() const { return impl_->last; }
-std::optional<StepTrace> PipelineRuntime::trace_last_step(bool align_again) { return impl_->trace(align_again); }
 void PipelineRuntime::write_trace(const std::string& path) {
-  if (const auto trace = impl_->trace(false)) write_trace(*trace, path);
+  if (const auto trace = impl_->trace(false)) penstock::write_trace(*trace, path);
 }
 void PipelineRuntime::set_instruction_observer(std::function<void()> observer) { impl_->observer = std::move(observer); }
 void PipelineRuntime::set_loss_scale(double scale) { impl_->options.loss_scale = scale; }
@@ -411,5 +414,11 @@ double PipelineRuntime::loss_scale() const { return impl_->options.loss_scale; }
 void PipelineRuntime::record_again() {
   if (impl_->recording) impl_->recording->forget();
 }
+
+struct PipelineInternals {
+  static std::optional<StepTrace> trace(PipelineRuntime& pipeline, bool align_again) { return pipeline.impl_->trace(align_again); }
+};
+
+std::optional<StepTrace> trace_last_step(PipelineRuntime& pipeline, bool align_again) { return PipelineInternals::trace(pipeline, align_again); }
 
 }  // namespace penstock

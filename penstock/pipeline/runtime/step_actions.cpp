@@ -12,6 +12,7 @@
 #include "penstock/base/log.h"
 #include "penstock/torch/tree/dense_layout.h"
 #include "penstock/torch/compat/dtype.h"
+#include "penstock/pipeline/contract/stage_meta.h"
 
 namespace penstock {
 

@@ -15,6 +15,7 @@
 #include "penstock/pipeline/infer/stage_plan.h"
 #include "penstock/pipeline/runtime/stage_runner.h"
 #include "penstock/pipeline/runtime/transfer_log.h"
+#include "penstock/pipeline/contract/stage_meta.h"
 
 namespace penstock {
 

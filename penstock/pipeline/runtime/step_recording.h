@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "penstock/stage.h"
-#include "penstock/pipeline/runtime/step_result.h"
+#include "penstock/pipeline.h"
 #include "penstock/torch/compat/device_graph.h"
 
 namespace penstock {

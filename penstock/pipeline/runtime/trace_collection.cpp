@@ -9,6 +9,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/comm/message/message.h"
+#include "penstock/pipeline/report/step_trace.h"
 
 namespace penstock {
 

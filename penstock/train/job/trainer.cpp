@@ -27,6 +27,7 @@
 #include "penstock/train/report/not_finite.h"
 #include "penstock/train/job/process_memory.h"
 #include "penstock/train/job/run_folder.h"
+#include "penstock/pipeline/report/step_trace.h"
 
 namespace penstock::train {
 

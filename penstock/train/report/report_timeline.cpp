@@ -12,6 +12,7 @@
 #include "penstock/base/markup.h"
 #include "penstock/draw.h"
 #include "penstock/plan/draw/drawing.h"
+#include "penstock/pipeline/report/step_trace.h"
 
 namespace penstock::train {
 

@@ -16,6 +16,7 @@
 #include "penstock/base/text.h"
 #include "penstock/train/report/metrics_file.h"
 #include "penstock/train/report/progress.h"
+#include "penstock/pipeline/report/step_trace.h"
 
 namespace penstock::train {
 

@@ -1,4 +1,4 @@
-#include "penstock/pipeline/stage/pipe_info.h"
+#include "penstock/pipeline/runtime/pipe_info.h"
 
 #include <fmt/format.h>
 

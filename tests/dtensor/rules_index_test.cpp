@@ -24,7 +24,7 @@ TEST(IndexRules, Gather) {
 }
 
 TEST(IndexRules, Scatter) {
-  const auto distinct = at::tensor(std::vector<std::int64_t>{0, 3, 2, 1, 4, 0}).view({3, 2});  // no two of a row are equal
+  const auto distinct = at::tensor(std::vector<std::int64_t>{0, 3, 2, 1, 4, 0}).view({3, 2});  // distinct within a row
   check_rules({
       {.name = "scatter_add", .inputs = {sample({5, 3}), sample_index({4, 3}, 5), sample({4, 3}, 1)}, .body = [](const Tensors& in) { return Tensors{in[0].scatter_add(0, in[1], in[2])}; }, .most = 20},
       {.name = "scatter", .inputs = {sample({3, 5}), distinct, sample({3, 2}, 1)}, .body = [](const Tensors& in) { return Tensors{in[0].scatter(1, in[1], in[2])}; }, .most = 20},
@@ -79,12 +79,12 @@ TEST(IndexRules, WriteBack) {
   });
 }
 
-TEST(IndexRules, CompositesThatMakeTensorsOfTheirOwn) {
+TEST(IndexRules, CompositesThatCreatePlainTensors) {
   check_rules({
       {.name = "one_hot", .inputs = {sample_index({5, 2}, 4)}, .body = [](const Tensors& in) { return Tensors{at::one_hot(in[0], 6), at::one_hot(in[0])}; }, .most = 12},
       {.name = "repeat_interleave", .inputs = {sample({3, 4})}, .body = [](const Tensors& in) { return Tensors{in[0].repeat_interleave(2, 1), in[0].repeat_interleave(3, 0), in[0].repeat_interleave(2)}; }, .most = 12},
   });
-  // Plain tensors go their own way.
+  // Plain tensors use the original kernel.
   EXPECT_TRUE(at::equal(at::one_hot(sample_index({3}, 4), 5).argmax(1), sample_index({3}, 4)));
   EXPECT_EQ(sample({3}).repeat_interleave(2).numel(), 6);
 }

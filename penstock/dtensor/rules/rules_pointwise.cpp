@@ -88,8 +88,7 @@ Sharding filling(const ShardingCall& call) {
   return choose(call, std::move(strategies));
 }
 
-// If partial, the first rank along the axis fills in the value and the others the neutral one, so that it
-// counts once.
+// Of a partial sum, the first rank along the axis fills in the value and the others zero, so it counts once.
 Sharding masked_fill(const ShardingCall& call) {
   auto strategies = elementwise_strategies(call);
   for (const PartialOp kind : partial_kinds(call)) {

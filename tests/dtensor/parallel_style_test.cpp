@@ -331,7 +331,7 @@ TEST(PrepareLayout, AlongOneAxis) {
     EXPECT_TRUE(at::equal(full_tensor(whole.detach()), value));
     whole.square().sum().backward();
     EXPECT_TRUE(at::equal(mine.grad(), 2 * mine.detach()));
-    // A distributed tensor keeps its placements; dims may be counted from the end.
+    // A distributed tensor starts from its own placements; dims may be counted from the end.
     const at::Tensor split = prepare_layout(distribute_tensor(value, mesh, {Shard{0}}), mesh, Replicate{}, Shard{-1}, "tp");
     EXPECT_EQ(placements_of(split), (Placements{Shard{1}}));
     EXPECT_TRUE(at::equal(full_tensor(split), value));

@@ -42,7 +42,7 @@ at::Tensor prepared(const at::Tensor& input, int axis, const Placement& wanted) 
   return result;
 }
 
-void at_border(const c10::OperatorHandle& op, Stack* stack, int input_argument, int weight_argument) {
+void redistribute_at_boundary(const c10::OperatorHandle& op, Stack* stack, int input_argument, int weight_argument) {
   const NoHooksGuard off;
   const std::size_t base = stack->size() - traits_of(op).arguments.size();
   const at::Tensor weight = (*stack)[base + static_cast<std::size_t>(weight_argument)].isTensor() ? (*stack)[base + static_cast<std::size_t>(weight_argument)].toTensor() : at::Tensor();
@@ -99,7 +99,7 @@ void install_hooks() {
   static std::once_flag once;
   std::call_once(once, [] {
     const auto at = [](const char* name, int input, int weight) {
-      register_operator_hook(name, [input, weight](const c10::OperatorHandle& op, Stack* stack) { at_border(op, stack, input, weight); });
+      register_operator_hook(name, [input, weight](const c10::OperatorHandle& op, Stack* stack) { redistribute_at_boundary(op, stack, input, weight); });
     };
     at("aten::linear", 0, 1);
     at("aten::addmm", 1, 2);

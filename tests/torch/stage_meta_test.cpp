@@ -104,7 +104,7 @@ TEST(StageArguments, EveryRefusalNamesPlaceAndType) {
   EXPECT_THAT(refused(5), HasSubstr("got an int"));
 }
 
-// ---- validation of one ----
+// ---- validation of one record ----
 
 TEST(CheckMeta, ReturnsDifferencesByDefault) {
   const TensorMeta expected = plain({2, 3});
@@ -207,7 +207,7 @@ TEST(CheckMetas, CollectsEverythingElse) {
   EXPECT_THAT(capture.warnings(), SizeIs(4));
 }
 
-TEST(CheckMetas, RequiresGradIsAQuestionOfItsOwn) {
+TEST(CheckMetas, RequiresGradIsComparedSeparately) {
   const OptionalTensorMetas expected = {plain({1}, true), std::nullopt, plain({1}), plain({1}, true)};
   const OptionalTensorMetas actual = {plain({1}), plain({1}, true), plain({1}), std::nullopt};
   EXPECT_THAT(requires_grad_differences(expected, actual),
@@ -226,7 +226,7 @@ TEST(StageMeta, Queries) {
   EXPECT_FALSE(meta.complete_for_forward());
   EXPECT_FALSE(meta.has_distributed());
   meta.inputs = TensorMetas{};
-  EXPECT_TRUE(meta.has_any());  // known to be none is known
+  EXPECT_TRUE(meta.has_any());  // known to be empty counts as known
   EXPECT_FALSE(meta.complete_for_forward());
   meta.outputs = TensorMetas{plain({1})};
   EXPECT_TRUE(meta.complete_for_forward());
@@ -234,7 +234,7 @@ TEST(StageMeta, Queries) {
   StageMeta grads;
   grads.input_grads = OptionalTensorMetas{distributed(), std::nullopt};
   EXPECT_TRUE(grads.has_any());
-  EXPECT_FALSE(grads.has_distributed());  // gradients are not looked at
+  EXPECT_FALSE(grads.has_distributed());  // gradients are not considered
   grads.output_grads = OptionalTensorMetas{distributed()};
   EXPECT_FALSE(grads.has_distributed());
   StageMeta only_grads;
@@ -288,7 +288,7 @@ TEST(DeriveGradients, RefusesDistributedTensorsThatNeedOne) {
 
 // ---- the contract of static mode ----
 
-TEST(GradientContract, AcceptsWhatIsRight) {
+TEST(GradientContract, AcceptsValidGradients) {
   const WarningCapture capture;
   DistributedRecord other_placement = test::distributed_variants()[10];  // a partial gradient
   check_gradient_contract(1, StageSide::Input,
@@ -296,7 +296,7 @@ TEST(GradientContract, AcceptsWhatIsRight) {
                           {plain({1}), std::nullopt, other_placement, std::nullopt});
   check_gradient_contract(1, StageSide::Input, {}, {});
   check_gradient_contract(1, StageSide::Output, {plain({1}, true)},
-                          {distributed()});  // as the contract says, not more
+                          {distributed()});  // exactly what the contract requires
   EXPECT_THAT(capture.warnings(), IsEmpty());
 }
 

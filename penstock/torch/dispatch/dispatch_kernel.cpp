@@ -108,8 +108,8 @@ void dispatch_kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack
   op.callBoxed(stack);
 }
 
-// LibTorch allows one fallback per key and lets only its owner remove it. Explicit instantiation may name
-// private members.
+// LibTorch allows one fallback per key, and its function to remove one is private. Explicit instantiation may
+// name private members.
 template <class Tag, typename Tag::Type member>
 struct PrivateMember {
   friend typename Tag::Type reveal(Tag) { return member; }

@@ -270,7 +270,7 @@ class FakeCall {
         FakePayload::Compared{self.detach(), (*stack_)[base_ + 1].toScalar(), static_cast<std::uint32_t>(self._version())});
   }
 
-  // `real == number`: the result is known because the real tensor's values are.
+  // nonzero() of `real == number`: known, because the values of the real tensor are.
   bool find_known_equals() {
     const FakePayload* fake = fake_of((*stack_)[base_].toTensor());
     if (!fake || !fake->compared || fake->compared->version != static_cast<std::uint32_t>(fake->compared->real._version())) return false;

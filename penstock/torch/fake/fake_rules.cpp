@@ -126,7 +126,7 @@ void mark_for_decomposition(const c10::OperatorHandle& op) {
 void add_shape_function(const std::string& op, c10::KernelFunction kernel, int arguments) {
   if (const auto handle = find_operator(op); handle && arguments >= 0)
     if (const auto expected = static_cast<int>(handle->schema().arguments().size()); arguments != expected)
-      throw TypeError(fmt::format("register_shape_function: the function for {} takes {} arguments, its schema has {}: {}; give the function "
+      throw TypeError(fmt::format("register_shape_function: the function for {} takes {} arguments, its schema has {}: {}; declare the function with "
                                   "the arguments of the schema",
                                   op, arguments, expected, c10::toString(handle->schema())));
   Registry& registry = Registry::instance();

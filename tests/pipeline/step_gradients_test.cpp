@@ -22,7 +22,6 @@ namespace penstock {
 namespace step_gradients_test {
 
 using namespace std::chrono_literals;
-using StepGradients;
 using schedule::ScheduleKind;
 using test::Block;
 using test::has_text;

@@ -26,8 +26,6 @@ namespace penstock {
 namespace step_watch_test {
 
 using namespace std::chrono_literals;
-using StepTrace;
-using TraceEvent;
 using test::has_text;
 
 constexpr std::int64_t kWidth = 4;

@@ -36,8 +36,6 @@ namespace penstock {
 
 namespace {
 
-using Program;
-using SkipConnection;
 
 std::vector<int> pipeline_ranks(const PipelineOptions& options) {
   if (!options.ranks.empty()) return options.ranks;

@@ -183,7 +183,7 @@ class Completion {
     }
     // Two copies of the model run in opposite directions: each rank has two stages, of a model that is cut
     // into half as many parts.
-    if (placement_of(kind) == schedule::Placement::Bidirectional) copies_ = 2;
+    if (placement_of(kind) == schedule::StagePlacement::Bidirectional) copies_ = 2;
   }
 
   void from_file() {

@@ -21,8 +21,8 @@ std::int64_t local_bytes(const at::Tensor& tensor) {
 }
 
 // Sharded parameters of this rank.
-std::set<ParameterGroup*> groups_of(const ModelStages& model) {
-  std::set<ParameterGroup*> groups;
+std::set<ShardGroup*> groups_of(const ModelStages& model) {
+  std::set<ShardGroup*> groups;
   for (const optim::NamedParameter& parameter : model.parameters())
     if (const auto info = shard_of(parameter.tensor)) groups.insert(info->group);
   return groups;

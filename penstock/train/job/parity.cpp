@@ -31,7 +31,7 @@ namespace fs = std::filesystem;
 using checkpoint::Checkpoint;
 using checkpoint::Section;
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kInfinite = std::numeric_limits<double>::infinity();
 constexpr std::size_t kRowsShown = 12;
 // Begins the suffix of a copy of a tensor. Parameter names have no spaces.
 constexpr std::string_view kCopyBegins = " (";
@@ -72,15 +72,15 @@ at::Tensor read_whole(const Checkpoint& side, Section section, const std::string
 }
 
 void judge(ParityRow& row) {
-  if (std::isnan(row.difference)) row.difference = kInfinity;
-  if (!(row.relative < kInfinity)) row.relative = row.difference == 0 ? 0 : kInfinity;
+  if (std::isnan(row.difference)) row.difference = kInfinite;
+  if (!(row.relative < kInfinite)) row.relative = row.difference == 0 ? 0 : kInfinite;
   row.ok = row.note.empty() && row.relative <= row.tolerance;
 }
 
 // `least`: lower bound of the magnitude that differences are relative to.
 ParityRow compare_tensors(ParityRow row, const at::Tensor& expected, const at::Tensor& actual, double least) {
   if (expected.sizes() != actual.sizes() || expected.scalar_type() != actual.scalar_type()) {
-    row.difference = row.relative = kInfinity;
+    row.difference = row.relative = kInfinite;
     row.note = "different shape or element type";
   } else if (expected.numel() > 0 && std::memcmp(expected.data_ptr(), actual.data_ptr(), expected.nbytes()) != 0) {
     const at::Tensor a = expected.to(at::kDouble), b = actual.to(at::kDouble);
@@ -112,7 +112,7 @@ void compare_section(ParityReport& report, int step, const Checkpoint& one, cons
   };
   const auto on_one_side = [&](const std::string& name, const char* note) {
     ParityRow row = row_of(name);
-    row.difference = row.relative = kInfinity;
+    row.difference = row.relative = kInfinite;
     row.note = note;
     row.ok = false;
     report.rows.push_back(std::move(row));

@@ -18,8 +18,6 @@ namespace penstock::train {
 
 namespace {
 
-using ActionComparison;
-using TraceEvent;
 using schedule::Action;
 using schedule::ActionKind;
 

@@ -79,7 +79,7 @@ TEST(Crash, BetweenAnyTwoPhasesLeavesAWholeCheckpoint) {
 }
 
 // A rank that fails anywhere ends the save on all ranks, with its words.
-TEST(Failure, OfOneRankIsEverybodys) {
+TEST(Failure, OfOneRankFailsAllRanks) {
   for (const int bad : {0, 1})
     for (const WritePhase phase : {WritePhase::FolderMade, WritePhase::PartsWritten, WritePhase::Checked, WritePhase::IndexWritten}) {
       if (bad == 1 && (phase == WritePhase::FolderMade || phase == WritePhase::IndexWritten)) continue;  // rank 0's alone
@@ -156,20 +156,20 @@ TEST(FullDisk, AsTheSystemReportsIt) {
   EXPECT_EQ(code, 0);
 }
 
-TEST(Failure, AFolderThatCannotBeMade) {
+TEST(Failure, AFolderThatCannotBeCreated) {
   const TemporaryFolder folder;
   write_text(folder.path() / "file", "x");
   EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { save_alone(folder.path() / "file" / "x", 1); }), "Not a directory"));
 }
 
-TEST(Failure, StateThatIsNoJson) {
+TEST(Failure, StateThatIsNotJson) {
   const TemporaryFolder folder;
   LoneMeeting meeting;
   const SavePlan plan = agree_on_plan(meeting, 1, [] { return std::vector<AnnouncedTensor>{}; });
   EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { write_checkpoint(meeting, folder.path(), 1, plan, {}, "{oops", small_blocks()); }), "text that is not JSON"));
 }
 
-TEST(Meeting, ARankThatDoesNotComeIsNamedAtTheDeadline) {
+TEST(Meeting, AMissingRankIsNamedAtTheDeadline) {
   const auto errors = errors_on_ranks(
       3, [&](Meeting& meeting) { if (meeting.rank() != 1) meeting.agree("plan", [] {}); }, 200ms);
   EXPECT_TRUE(has_text(errors[0], "\"plan\" was not agreed on before the deadline: rank 1 did not join"));
@@ -181,7 +181,7 @@ TEST(Meeting, ARankThatDoesNotComeIsNamedAtTheDeadline) {
 }
 
 // A round that one rank has given up ends at once for the others, and the next one is whole again.
-TEST(Meeting, GivingUpIsHeardAndPasses) {
+TEST(Meeting, AnAbandonedRoundIsNoticedAndTheNextSucceeds) {
   Words words;
   const auto begin = std::chrono::steady_clock::now();
   std::vector<std::string> heard(2);
@@ -207,7 +207,7 @@ TEST(Meeting, GivingUpIsHeardAndPasses) {
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 30s);
 }
 
-TEST(Meeting, RoundsAfterAFailureAreWhole) {
+TEST(Meeting, RoundsAfterAFailureSucceed) {
   Words words;
   std::vector<int> good(3, 0);
   std::vector<std::thread> threads;

@@ -52,7 +52,7 @@ void expect_same_error(const std::vector<std::string>& errors, const std::string
   }
 }
 
-TEST(Slice, RunsAreLongAsTheyCanBe) {
+TEST(Slice, RunsAreMaximal) {
   const auto runs = [](const Slice& slice) {
     std::vector<std::array<std::uint64_t, 3>> all;
     for_each_run(slice, 4, [&](ByteRun run) { all.push_back({run.global, run.local, run.bytes}); });
@@ -66,7 +66,7 @@ TEST(Slice, RunsAreLongAsTheyCanBe) {
   EXPECT_EQ(runs({{2, 6}, {2, 3}, local_boxes({2, 6}, {2}, {1}, {Shard{1}})}), (Runs{{12, 0, 12}, {36, 12, 12}}));
 }
 
-TEST(Slice, WhatNoTensorCanBeIsSeen) {
+TEST(Slice, InvalidSlicesAreDetected) {
   EXPECT_EQ(complaint_about(Slice::whole({2, 3})), "");
   EXPECT_EQ(complaint_about({{2, 3}, {0}, {}}), "");
   EXPECT_NE(complaint_about({{2}, {2}, {{{1}, {2}, {0}}}}), "");
@@ -157,7 +157,7 @@ TEST(SavePlan, SeveralFilesAreReadAsOne) {
   EXPECT_TRUE(is_sample(open_latest(meeting, folder.path())->checkpoint));
 }
 
-TEST(SavePlan, WhatDoesNotFitTogetherIsListed) {
+TEST(SavePlan, InconsistentPartsAreListed) {
   const auto tensor = [](const std::string& name, Numbers shape, std::vector<ShardBox> boxes, Numbers local, Dtype dtype = Dtype::F32) {
     return AnnouncedTensor{Section::Model, name, dtype, {std::move(shape), std::move(local), std::move(boxes)}};
   };
@@ -179,7 +179,7 @@ TEST(SavePlan, AllRanksSaveTheSameStep) {
   expect_same_error(errors_on_ranks(2, [&](Meeting& meeting) { save(meeting, folder.path(), 5 + meeting.rank(), layouts()[0]); }), "rank 0 saves step 5, but rank 1 saves step 6");
 }
 
-TEST(Index, AnyChangedBitIsSeen) {
+TEST(Index, AnyChangedBitIsDetected) {
   const Index index{120, 256, {{"model.safetensors", "model", 300, {1, 0xffffffffffffffffu}}, {"state.json", "state", 2, {3}}}};
   const std::string text = to_text(index);
   EXPECT_EQ(parse_index(text, "index.json"), index);
@@ -196,7 +196,7 @@ TEST(Index, AnyChangedBitIsSeen) {
   EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { parse_index(newer, "index.json"); }), "format version 2, this build reads 1"));
 }
 
-TEST(Blocks, AreSharedOutWithoutGapOrOverlap) {
+TEST(Blocks, AreDistributedWithoutGapOrOverlap) {
   const TemporaryFolder folder;
   write_text(folder.path() / "a", std::string(1000, 'a'));
   write_text(folder.path() / "b", std::string(10, 'b'));
@@ -314,7 +314,7 @@ TEST(OpenLatest, ANewerFormatIsNotDamage) {
   EXPECT_EQ(message_of<CheckpointError>([&] { open_checkpoint(meeting, folder.path() / "step-00000200"); }).find("damaged"), std::string::npos);
 }
 
-TEST(Agreement, WhatAllRanksSayIsSaidOnce) {
+TEST(Agreement, AnErrorOfAllRanksIsReportedOnce) {
   const auto all = errors_on_ranks(3, [](Meeting& meeting) { meeting.agree("x", [] { throw ConfigError("too little data"); }); });
   for (const std::string& error : all) EXPECT_EQ(error, "too little data");
   const auto first = errors_on_ranks(3, [](Meeting& meeting) { meeting.agree("x", [&] { if (meeting.rank() == 0) throw ConfigError("no such file"); }); });

@@ -175,7 +175,7 @@ TEST(Checkpoint, AParameterIsLoadedInPlace) {
   EXPECT_TRUE(loaded->weight.requires_grad() && loaded->weight.is_leaf());
 }
 
-TEST(Load, WhatDoesNotFitIsListedOnEveryRank) {
+TEST(Load, MismatchesAreListedOnEveryRank) {
   const TemporaryFolder folder;
   std::mutex mutex;
   std::set<std::string> errors;
@@ -211,7 +211,7 @@ TEST(Load, WhatDoesNotFitIsListedOnEveryRank) {
     EXPECT_TRUE(has_text(*errors.begin(), part));
 }
 
-TEST(TensorPart, TermsAreRefused) {
+TEST(TensorPart, PartialPlacementsAreRefused) {
   on_mesh({2}, [](comm::World&, const comm::MeshGroups& mesh) {
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { tensor_part("grad", from_local(at::ones({2}), mesh, {Partial{}})); }), "redistribute it first"));
   });
@@ -317,7 +317,7 @@ TEST(CheckpointWriter, ADeadlineThatPassesDisturbsNothingElse) {
   EXPECT_TRUE(find_checkpoints(folder.path()).empty());
 }
 
-TEST(CheckpointWriter, CleansUpAtTheStartAndKeepsASecondOneOut) {
+TEST(CheckpointWriter, CleansUpAtTheStartAndExcludesASecondWriter) {
   const TemporaryFolder folder;
   std::filesystem::create_directories(folder.path() / ".step-00000009.writing");
   comm::run_ranks(2, 120s, [&](comm::World& world) {
@@ -327,7 +327,7 @@ TEST(CheckpointWriter, CleansUpAtTheStartAndKeepsASecondOneOut) {
   });
 }
 
-TEST(CheckpointWriter, DestroyedInTheMiddleItGivesUp) {
+TEST(CheckpointWriter, AbandonsTheSaveWhenDestroyed) {
   const TemporaryFolder folder;
   comm::run_ranks(2, 120s, [&](comm::World& world) {
     WriterOptions options;

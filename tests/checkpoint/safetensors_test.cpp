@@ -96,7 +96,7 @@ TEST(Safetensors, AnEmptyFileHasAHeaderAndNothingElse) {
   EXPECT_TRUE(header.entries.empty());
 }
 
-TEST(Safetensors, WhatIsUnsoundIsRefused) {
+TEST(Safetensors, InvalidFilesAreRefused) {
   const std::string good = R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})";
   EXPECT_EQ(parse(file_of(good, 8)).entries.size(), 1u);
   EXPECT_EQ(parse(file_of(good + "    ", 8)).entries.size(), 1u);

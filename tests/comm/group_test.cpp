@@ -126,7 +126,7 @@ TEST(Group, StridedTensorsAndOtherTypes) {
   });
 }
 
-TEST(Group, TagsMatchInAnyOrderAndOneTagInItsOwn) {
+TEST(Group, TagsMatchInAnyOrderAndEqualTagsInOrder) {
   run_ranks(2, 60s, [](World& world) {
     Group group = world.group();
     if (world.rank() == 0) {
@@ -225,7 +225,7 @@ TEST(Group, ListsThatDifferOrAreBadAreAnErrorOnEveryRank) {
   for (const auto& message : errors_of<ValueError>(2, [](World& world) { world.new_group({}); })) EXPECT_TRUE(has_text(message, "empty"));
 }
 
-TEST(Group, ARankThatDoesNotComeIsNamedOnEveryOther) {
+TEST(Group, AMissingRankIsNamedOnEveryOther) {
   const auto messages = errors_of<TimeoutError>(3, [](World& world) {
     if (world.rank() == 1) {
       std::this_thread::sleep_for(5s);
@@ -237,7 +237,7 @@ TEST(Group, ARankThatDoesNotComeIsNamedOnEveryOther) {
   EXPECT_TRUE(has_text(messages[2], "rank 1 of 3 did not join"));
 }
 
-TEST(Group, TimeOutSaysWhoIsMissingAndEndsTheGroup) {
+TEST(Group, TimeoutNamesTheMissingRankAndEndsTheGroup) {
   std::string on_rank0;
   try {
     run_ranks(2, 60s, [&](World& world) {
@@ -362,7 +362,7 @@ int threads_under(int policy) {
   return count;
 }
 
-TEST(Group, OneThreadThatWaitsForItsTurnServesTheSocketsOfAllGroups) {
+TEST(Group, OneBatchThreadServesTheSocketsOfAllGroups) {
   ASSERT_EQ(sched_getscheduler(0), SCHED_OTHER);
   const int before = threads_under(SCHED_BATCH);  // groups that failed stay until the process ends, and their thread with them
   std::atomic<int> most = 0;
@@ -396,7 +396,7 @@ TEST(Group, TensorsWhoseMemoryIsNotTheirValuesAreRefused) {
   });
 }
 
-TEST(Group, AnEmptyBatchIsNoWork) {
+TEST(Group, AnEmptyBatchDoesNothing) {
   run_ranks(2, 60s, [](World& world) { EXPECT_TRUE(world.group().batch_isend_irecv({}).empty()); });
 }
 

@@ -242,7 +242,7 @@ TEST(LaunchInProcess, RunsThisProgramThroughProcSelfExe) {
 
 extern "C" void own_handler(int) {}
 
-TEST(LaunchInProcess, PutsSignalsBackAndGivesRanksCleanOnes) {
+TEST(LaunchInProcess, RestoresSignalsAndGivesRanksCleanOnes) {
   struct sigaction own = {};
   own.sa_handler = own_handler;
   std::map<int, struct sigaction> originals;
@@ -283,7 +283,7 @@ TEST(LaunchInProcess, PutsSignalsBackAndGivesRanksCleanOnes) {
   EXPECT_EQ(std::stoull(job.shown().substr(at + 8, 16), nullptr, 16) & 0x1800u, 0u);
 }
 
-TEST(LaunchInProcess, WorksBesideBusyThreadsAndLeavesOtherChildrenAlone) {
+TEST(LaunchInProcess, WorksWithBusyThreadsAndOtherChildren) {
   std::atomic<bool> stop{false};
   std::vector<std::thread> busy;
   for (int i = 0; i < 3; ++i)

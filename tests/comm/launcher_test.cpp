@@ -29,7 +29,7 @@ std::map<std::string, std::string> variables_of(const std::string& text, int ran
   return variables;
 }
 
-TEST(LauncherEnvironment, TellsEachRankWhoItIs) {
+TEST(LauncherEnvironment, SetsTheRankOfEachProcess) {
   Launcher run({"-n", "3", "--", "env"},
                {{"RANK", "9"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}, {"KEPT", "yes"}});
   ASSERT_EQ(run.wait(), 0) << run.err();
@@ -68,7 +68,7 @@ TEST(LauncherEnvironment, KeepsTheUsersThreadsAndPort) {
 }
 
 // As ranks of mpirun do: the variables must be there before the libraries that read them are loaded.
-TEST(LauncherEnvironment, ARankOfAnotherLauncherStartsItselfAgain) {
+TEST(LauncherEnvironment, ARankOfAnotherLauncherRestartsItself) {
   const std::string driver = std::getenv("PENSTOCK_LAUNCHER_DRIVER");
   const std::vector<std::string> command = {"-n", "1", "--no-prefix", "--", "env", "-u", "PENSTOCK_LAUNCH_ID", "-u", "OMP_NUM_THREADS", "-u", "MKL_NUM_THREADS", "-u", "GOMP_SPINCOUNT", driver, "rank", "a b", "c"};
   Launcher run(command);
@@ -102,7 +102,7 @@ TEST(LauncherFailure, LetsTheOthersEndOnTheirOwn) {
   EXPECT_THAT(run.err(), Not(HasSubstr("sending SIGTERM")));
 }
 
-TEST(LauncherFailure, LastWordsOfARankComeBeforeTheLaunchersLine) {
+TEST(LauncherFailure, LastOutputOfARankPrecedesTheLaunchersLine) {
   Launcher run(script({"-n", "1"}, "echo last words >&2; exit 1"));
   EXPECT_EQ(run.wait(), 1);
   EXPECT_LT(run.err().find("last words"), run.err().find("failed first")) << run.err();
@@ -182,7 +182,7 @@ TEST_P(LauncherSignal, IsPassedOnToEveryRank) {
 
 INSTANTIATE_TEST_SUITE_P(Stops, LauncherSignal, ::testing::Values(SIGINT, SIGTERM, SIGHUP));
 
-TEST(LauncherStop, RanksThatEndWellMakeItEndWell) {
+TEST(LauncherStop, SucceedsIfAllRanksSucceed) {
   Launcher run(script({"-n", "2"}, "trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done"));
   ASSERT_TRUE(run.shows("ready", 2));
   run.send(SIGTERM);
@@ -214,7 +214,7 @@ TEST(LauncherStop, SecondInterruptKillsAtOnceButADoubledOneDoesNot) {
   EXPECT_TRUE(run.nothing_left());
 }
 
-TEST(LauncherRestart, StopsAtTheFirstAttemptThatEndsWell) {
+TEST(LauncherRestart, StopsAtTheFirstSuccessfulAttempt) {
   Launcher run(script({"-n", "2", "--restarts", "5", "--grace", "0.2"},
                       "echo attempt $PENSTOCK_RESTART_COUNT port=$MASTER_PORT; [ $RANK = 0 ] || [ "
                       "$PENSTOCK_RESTART_COUNT -ge 2 ]"));

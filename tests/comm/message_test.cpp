@@ -173,7 +173,7 @@ TEST(Message, GarbageFails) {
   }
 }
 
-TEST(Message, WhatIsNoMessageIsNamed) {
+TEST(Message, BytesThatAreNotAMessageAreNamed) {
   Bytes http = {'H', 'T', 'T', 'P'};
   http.resize(40);
   const std::string text = message_of<PipeliningMetadataError>([&] { MessageReader(std::span(http), kShapes, {1, 1}); });

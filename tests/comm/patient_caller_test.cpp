@@ -52,7 +52,7 @@ TEST(PatientCaller, GivesUp) {
 }
 
 // Whoever waits behind a stuck call gives up, too, and is never run.
-TEST(PatientCaller, WaitersBehindAStuckCall) {
+TEST(PatientCaller, WaitersAfterAStuckCallGiveUp) {
   PatientCaller caller;
   const auto release = std::make_shared<std::promise<void>>();
   const auto ran = std::make_shared<std::atomic<bool>>(false);
@@ -71,7 +71,7 @@ TEST(PatientCaller, WaitersBehindAStuckCall) {
   EXPECT_FALSE(*ran);
 }
 
-TEST(PatientCaller, GoesWithACallStuck) {
+TEST(PatientCaller, IsDestroyedWithACallStuck) {
   const auto release = std::make_shared<std::promise<void>>();
   {
     PatientCaller caller;

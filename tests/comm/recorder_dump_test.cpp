@@ -130,7 +130,7 @@ TEST_F(RecorderDump, TerminationIsLeftAloneUnlessAskedFor) {
   EXPECT_TRUE(death.dump.is_null());
 }
 
-TEST_F(RecorderDump, TheHandlerThatWasThereRunsAfterwards) {
+TEST_F(RecorderDump, ThePreviousHandlerRunsAfterwards) {
   before_install_ = [] {
     std::signal(SIGABRT, [](int) { std::_Exit(42); });
     std::signal(SIGSEGV, [](int) { std::_Exit(43); });

@@ -36,7 +36,7 @@ TEST(ShortText, IsCutAtItsSizeAndAtNul) {
   EXPECT_EQ(ShortText<8>("").view(), "");
 }
 
-TEST(Recorder, KeepsWhatItWasTold) {
+TEST(Recorder, KeepsAllFields) {
   Recorder recorder(8);
   const std::uint64_t id = recorder.begin(send(512, "2F0 -> stage 3"));
   auto entries = recorder.snapshot();
@@ -199,7 +199,7 @@ TEST(Recorder, ReadersSeeWholeEntriesWhileThreadsWrite) {
   EXPECT_EQ(totals.at("odd").bytes + totals.at("even").bytes, kAll * (kAll - 1) / 2);
 }
 
-TEST(Recorder, JsonHasTheWholeStory) {
+TEST(Recorder, JsonHasAllFields) {
   Recorder recorder(8);
   json dump = json::parse(recorder.to_json("nothing yet"));
   EXPECT_EQ(dump["rank"], nullptr);

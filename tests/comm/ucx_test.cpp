@@ -250,7 +250,7 @@ TEST_P(Ucx, WaitingSleepsAndWakesForTheMessage) {
 }
 
 // The receiver stays away while the sender fills its queue: the sender must neither burn its core nor lose anything.
-TEST_P(Ucx, ASenderWaitsForASlowReceiverWithoutBurning) {
+TEST_P(Ucx, ASenderWaitsForASlowReceiverWithoutSpinning) {
   const auto ended = run_ranks(2, 60s, [](int rank, const FileStore& store) {
     UcxTransport transport = make(rank, 2, store);
     constexpr std::uint32_t kCount = 300;

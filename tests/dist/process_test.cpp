@@ -386,7 +386,7 @@ TEST_F(Processes, NobodyAtTheMaster) {
   EXPECT_TRUE(has_text(ended.output, "MASTER_ADDR"));
 }
 
-TEST_F(Processes, ARankThatNeverComesIsNamedOnEveryOther) {
+TEST_F(Processes, AMissingRankIsNamedOnEveryOther) {
   const Ended ended = launch(3, "stays_away", "PENSTOCK_TIMEOUT_S=3", 40s);
   EXPECT_NE(ended.exit_code, 0);
   for (const int rank : {0, 1}) EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 2 of 3 did not join in time")) << ended.output;

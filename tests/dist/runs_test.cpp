@@ -160,7 +160,7 @@ TEST_F(Runs, TheFolderAloneIsEnoughToContinue) {
   EXPECT_TRUE(has_text(after, "width = 32  # --width")) << "what the run had keeps its origin";
 }
 
-TEST_F(Runs, ResumeOfWhatIsNoRunIsAnError) {
+TEST_F(Runs, ResumingAFolderWithoutARunIsAnError) {
   EXPECT_EQ(run("resume").exit_code, 2);
   const Ended none = run("resume '" + path("text") + "'");
   EXPECT_EQ(none.exit_code, 2);
@@ -221,7 +221,7 @@ TEST_F(Runs, AConfigurationThatNamesItsFormerPlaceIsUnderstood) {
 // ------------------------------------------------------------------------------------------------------ full disks
 
 // A limit on the size of files stops the checkpoint and nothing else: its model takes more than 100 KiB, everything else less.
-TEST_F(Runs, ACheckpointThatCannotBeWrittenIsSaidAndTriedAgain) {
+TEST_F(Runs, ACheckpointThatCannotBeWrittenIsReportedAndRetried) {
   ASSERT_EQ(train("run", 4).exit_code, 0);
   const FolderState before = state_of(folder / "run/checkpoints", false);
   const Ended ended = run_command(fmt::format("bash -c \"ulimit -f 100; exec {} resume '{}' --steps 8\"", penstock(), path("run")), 100s);

@@ -111,7 +111,7 @@ TEST_F(Train, MpirunGivesTheSameLosses) {
   EXPECT_EQ(losses("mpi"), losses("own"));
 }
 
-TEST_F(Train, DamageIsNamedAndTheOneBeforeIsUsedIfAllowed) {
+TEST_F(Train, DamageIsNamedAndThePreviousCheckpointIsUsedIfAllowed) {
   ASSERT_EQ(train("run", "", 8).exit_code, 0);
   const fs::path file = folder / "run" / "checkpoints" / "step-00000008" / "model.safetensors";
   std::vector<std::uint8_t> bytes = read_bytes(file);

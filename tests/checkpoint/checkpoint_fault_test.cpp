@@ -1,4 +1,4 @@
-// Full disks, crashes and ranks that do not come: the last good checkpoint is always there, and the error says why.
+// Full disks, crashes and missing ranks: the last good checkpoint always survives, and the error says why.
 #include <gtest/gtest.h>
 #include <sched.h>
 #include <sys/mount.h>
@@ -30,7 +30,8 @@ Spread on_two() {
   return {{2}, placements};
 }
 
-// Runs in a process of its own; what it returns is the exit code. It has one thread and ends without cleaning up.
+// Runs in a separate process and returns the exit code. The process has one thread and ends without cleaning
+// up.
 int in_process(const std::function<int()>& body) {
   std::fflush(nullptr);
   const pid_t child = fork();
@@ -74,15 +75,15 @@ TEST(Crash, BetweenAnyTwoPhasesLeavesAWholeCheckpoint) {
     }
     EXPECT_EQ(clean_leftovers(folder.path()).size(), named ? 0u : 1u);
     save_alone(folder.path(), 3, options, 3);
-    EXPECT_EQ(contents_of(folder.path()).size(), 1u) << "the next save finds everything in order";
+    EXPECT_EQ(contents_of(folder.path()).size(), 1u) << "the next save succeeds";
   }
 }
 
-// A rank that fails anywhere ends the save on all ranks, with its words.
+// A rank that fails anywhere ends the save on all ranks, with its message.
 TEST(Failure, OfOneRankFailsAllRanks) {
   for (const int bad : {0, 1})
     for (const WritePhase phase : {WritePhase::FolderMade, WritePhase::PartsWritten, WritePhase::Checked, WritePhase::IndexWritten}) {
-      if (bad == 1 && (phase == WritePhase::FolderMade || phase == WritePhase::IndexWritten)) continue;  // rank 0's alone
+      if (bad == 1 && (phase == WritePhase::FolderMade || phase == WritePhase::IndexWritten)) continue;  // only on rank 0
       const TemporaryFolder folder;
       save_alone(folder.path(), 1, small_blocks(), 1);
       WriteOptions options = small_blocks();
@@ -113,7 +114,7 @@ TEST(FullDisk, InTheMiddleOfARanksParts) {
   EXPECT_TRUE(is_sample(open_latest(meeting, folder.path())->checkpoint, 1));
 }
 
-// The real thing: a file system of 64 KiB where a user may mount one, else a limit of file sizes.
+// A real full disk: a file system of 64 KiB if the user may mount one, else a file size limit.
 TEST(FullDisk, AsTheSystemReportsIt) {
   const TemporaryFolder folder;
   const int code = in_process([&] {
@@ -124,7 +125,7 @@ TEST(FullDisk, AsTheSystemReportsIt) {
     WriteOptions options = small_blocks();
     save_alone(folder.path(), 1, options, 1);
     if (mounted) {
-      // What is left is not enough for a second one.
+      // The remaining space is not enough for a second checkpoint.
       int step = 2;
       std::string error;
       options.keep_last = 0;
@@ -180,7 +181,7 @@ TEST(Meeting, AMissingRankIsNamedAtTheDeadline) {
   EXPECT_TRUE(has_text(without_first[1], "rank 0 did not answer"));
 }
 
-// A round that one rank has given up ends at once for the others, and the next one is whole again.
+// A round that one rank has abandoned ends at once for the others, and the next one succeeds.
 TEST(Meeting, AnAbandonedRoundIsNoticedAndTheNextSucceeds) {
   Words words;
   const auto begin = std::chrono::steady_clock::now();

@@ -1,4 +1,5 @@
-// Checkpoints as files: what every layout writes is the same, any layout can read it, and damage anywhere is found and named.
+// Checkpoints as files: every layout writes the same bytes, any layout can read them, and damage anywhere is
+// found and named.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -87,9 +88,9 @@ TEST(CheckpointFiles, EveryLayoutWritesTheSameBytesAndReadsThemAll) {
     EXPECT_EQ(contents.size(), 4u);
     if (i == 0) first = contents;
     EXPECT_EQ(contents, first) << "layout " << i;
-    EXPECT_EQ(contents_of(place).size(), 1u) << "nothing else is left";
+    EXPECT_EQ(contents_of(place).size(), 1u) << "nothing else is left behind";
   }
-  // Written by one, read by all the others.
+  // Written with one layout, read with all others.
   for (const Spread& spread : all)
     expect_no_errors(errors_on_ranks(ranks_of(spread.mesh), [&](Meeting& meeting) {
       const auto opened = open_latest(meeting, folder.path() / "3");
@@ -169,7 +170,7 @@ TEST(SavePlan, InconsistentPartsAreListed) {
   for (const char* part : {"4 problems", "shape: F32[2] on rank 0, but F32[3] on rank 1", "dtype: F32[2] on rank 0, but F16[2]", "half: the ranks hold 2 of 4", "cut: ranks 0 and 1 hold parts that overlap"})
     EXPECT_TRUE(has_text(error, part));
   EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { make_save_plan({{whole("a", {1}), whole("a", {1})}}); }), "a: occurs twice on rank 0"));
-  // Copies are written once, by the first that holds them.
+  // Replicas are written once, by the first rank that holds them.
   const SavePlan plan = make_save_plan({{}, {whole("a", {2})}, {whole("a", {2})}});
   EXPECT_EQ(plan.writes, (std::vector<std::vector<std::uint8_t>>{{}, {1}, {0}}));
 }
@@ -287,7 +288,7 @@ TEST(OpenLatest, FallsBackOnlyIfAllowedAndSaysSoEverywhere) {
   }));
   EXPECT_EQ(reasons.size(), 1u);
   EXPECT_TRUE(has_text(*reasons.begin(), "model.safetensors bytes"));
-  // Without reading the blocks it goes unseen: that is what was asked for.
+  // Damage is not detected without reading the blocks, as requested.
   LoneMeeting meeting;
   EXPECT_EQ(open_latest(meeting, folder.path(), {.verify = false})->checkpoint.step(), 200);
   EXPECT_THROW(open_checkpoint(meeting, folder.path() / "step-00000200"), CheckpointError);
@@ -308,7 +309,7 @@ TEST(OpenLatest, ANewerFormatIsNotDamage) {
     const auto errors = errors_on_ranks(3, [&](Meeting& meeting) { open_latest(meeting, folder.path(), {.allow_fallback = fallback}); });
     expect_same_error(errors, "index.json: format version 2, this build reads 1; it was written by a newer version of Penstock");
     EXPECT_EQ(errors[0].find("damaged"), std::string::npos) << errors[0];
-    EXPECT_EQ(errors[0].find("rank"), std::string::npos) << "all of them say the same: " << errors[0];
+    EXPECT_EQ(errors[0].find("rank"), std::string::npos) << "all ranks report the same error:  " << errors[0];
   }
   LoneMeeting meeting;
   EXPECT_EQ(message_of<CheckpointError>([&] { open_checkpoint(meeting, folder.path() / "step-00000200"); }).find("damaged"), std::string::npos);
@@ -347,7 +348,7 @@ TEST(Folder, TheLastOnesAreKept) {
   const TemporaryFolder folder;
   WriteOptions options = small_blocks();
   options.keep_last = 2;
-  save_alone(folder.path(), 900, options);  // of a later step: another run's
+  save_alone(folder.path(), 900, options);  // a later step, of another run
   for (const std::int64_t step : {10, 20, 30, 40}) save_alone(folder.path(), step, options);
   std::vector<std::int64_t> steps;
   for (const FoundCheckpoint& found : find_checkpoints(folder.path())) steps.push_back(found.step);
@@ -378,7 +379,7 @@ TEST(Folder, LeftoversAreRecognised) {
   EXPECT_EQ(clean_leftovers(folder.path()), (std::vector<std::string>{".step-00000004.removing", ".step-00000005.replaced", ".step-00000006.writing"}));
   LoneMeeting meeting;
   EXPECT_TRUE(is_sample(open_latest(meeting, folder.path())->checkpoint)) << "it has its name again";
-  EXPECT_TRUE(fs::exists(folder.path() / ".mine.writing")) << "what is not ours stays";
+  EXPECT_TRUE(fs::exists(folder.path() / ".mine.writing")) << "foreign files are kept";
 }
 
 TEST(Folder, OneWriterAtATime) {
@@ -390,7 +391,7 @@ TEST(Folder, OneWriterAtATime) {
   const FolderLock again(folder.path() / "run");
 }
 
-// Readers come and go while checkpoints are written and removed: each one sees a whole checkpoint or none.
+// Readers open checkpoints while others are written and removed: each one sees a whole checkpoint or none.
 TEST(Folder, ReadersBesideAWriter) {
   const TemporaryFolder folder;
   WriteOptions options = small_blocks();
@@ -408,10 +409,10 @@ TEST(Folder, ReadersBesideAWriter) {
         try {
           checkpoint.emplace(found.back().path);
         } catch (const CheckpointError& error) {
-          ASSERT_TRUE(has_text(error.what(), "No such file")) << "it was removed meanwhile";
+          ASSERT_TRUE(has_text(error.what(), "No such file")) << "it was removed in between";
           continue;
         }
-        // Open, it stays readable.
+        // Once open, it stays readable.
         EXPECT_TRUE(is_sample(*checkpoint, static_cast<unsigned>(checkpoint->step())));
         ++reads;
       }

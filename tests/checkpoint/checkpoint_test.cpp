@@ -46,7 +46,7 @@ std::vector<Named> model() {
           {"scalar", values({}, 5).to(at::kDouble)}};
 }
 
-// Every tensor that has dims in these placements; the others plain.
+// Puts every tensor that has dims in these placements; the others stay plain.
 std::vector<TensorPart> spread(const std::vector<Named>& tensors, const comm::MeshGroups& mesh, const Placements& placements) {
   std::vector<TensorPart> parts;
   for (const Named& tensor : tensors) {
@@ -105,7 +105,7 @@ TEST(Checkpoint, AnyLayoutWritesTheSameAndLoadsIntoAnyOther) {
     });
 }
 
-// Stages of a pipeline hold different names, two copies of each stage hold the same ones.
+// Pipeline stages hold different names; two replicas of each stage hold the same ones.
 TEST(Checkpoint, StagesAndReplicas) {
   const TemporaryFolder folder;
   const auto stage_of = [](const Named& tensor) { return tensor.name < "f" ? 0 : 1; };
@@ -217,7 +217,7 @@ TEST(TensorPart, PartialPlacementsAreRefused) {
   });
 }
 
-// The values are those at the time of the call, however long the writing takes.
+// The values are those at the time of the call, however long writing takes.
 TEST(CheckpointWriter, ReturnsBeforeItIsWritten) {
   const TemporaryFolder folder;
   std::mutex mutex;
@@ -232,7 +232,7 @@ TEST(CheckpointWriter, ReturnsBeforeItIsWritten) {
     CheckpointWriter writer(world, folder.path(), options);
     at::Tensor weight = at::full({3}, 1.0);
     writer.save(1, {.model = {tensor_part("w", weight)}});
-    weight.fill_(2.0);  // training goes on, and so does its communication
+    weight.fill_(2.0);  // training and its communication continue
     world.group().all_reduce(weight).wait();
     EXPECT_TRUE(find_checkpoints(folder.path()).empty());
     world.group().barrier().wait();

@@ -1,4 +1,4 @@
-// The launcher as a user meets it: real processes, real signals, every run under a deadline.
+// The launcher as users run it: real processes, real signals, every run under a deadline.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/ioctl.h>
@@ -52,7 +52,7 @@ TEST(LauncherEnvironment, SetsTheRankOfEachProcess) {
   }
   ASSERT_EQ(ports.size(), 1u);
   EXPECT_GE(std::stoi(*ports.begin()), 1024);
-  EXPECT_EQ(count_of(run.out(), "] RANK="), 3) << "a variable must not be there twice";
+  EXPECT_EQ(count_of(run.out(), "] RANK="), 3) << "a variable must not occur twice";
 }
 
 TEST(LauncherEnvironment, KeepsTheUsersThreadsAndPort) {
@@ -67,7 +67,7 @@ TEST(LauncherEnvironment, KeepsTheUsersThreadsAndPort) {
   EXPECT_EQ(env["MASTER_PORT"], "15999");
 }
 
-// As ranks of mpirun do: the variables must be there before the libraries that read them are loaded.
+// Like ranks of mpirun: the variables must be set before the libraries that read them are loaded.
 TEST(LauncherEnvironment, ARankOfAnotherLauncherRestartsItself) {
   const std::string driver = std::getenv("PENSTOCK_LAUNCHER_DRIVER");
   const std::vector<std::string> command = {"-n", "1", "--no-prefix", "--", "env", "-u", "PENSTOCK_LAUNCH_ID", "-u", "OMP_NUM_THREADS", "-u", "MKL_NUM_THREADS", "-u", "GOMP_SPINCOUNT", driver, "rank", "a b", "c"};
@@ -94,7 +94,7 @@ TEST(LauncherFailure, ReportsTheFirstFailedRankAndEndsTheOthers) {
 }
 
 TEST(LauncherFailure, LetsTheOthersEndOnTheirOwn) {
-  // Rank 0 fails later with another code: what counts is who was first.
+  // Rank 0 fails later with another code: the first failure counts.
   Launcher run(script({"-n", "2"}, "[ $RANK = 1 ] && exit 5; sleep 0.5; echo lost rank 1; exit 3"));
   EXPECT_EQ(run.wait(), 5);
   EXPECT_THAT(run.out(), HasSubstr("[rank 0] lost rank 1\n"));

@@ -37,7 +37,8 @@ TEST(PatientCaller, ThrowsWhatTheCallThrows) {
   EXPECT_TRUE(caller.run([] {}, 60s));
 }
 
-// Given up, then all others at once; usable again when the stuck one returns after all.
+// The call is abandoned, then all further ones fail at once; usable again when the stuck call returns after
+// all.
 TEST(PatientCaller, GivesUp) {
   PatientCaller caller;
   const auto release = std::make_shared<std::promise<void>>();
@@ -51,7 +52,7 @@ TEST(PatientCaller, GivesUp) {
   EXPECT_TRUE(ran);
 }
 
-// Whoever waits behind a stuck call gives up, too, and is never run.
+// A caller that waits after a stuck call also gives up, and its call is never run.
 TEST(PatientCaller, WaitersAfterAStuckCallGiveUp) {
   PatientCaller caller;
   const auto release = std::make_shared<std::promise<void>>();

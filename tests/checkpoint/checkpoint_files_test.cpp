@@ -309,7 +309,7 @@ TEST(OpenLatest, ANewerFormatIsNotDamage) {
     const auto errors = errors_on_ranks(3, [&](Meeting& meeting) { open_latest(meeting, folder.path(), {.allow_fallback = fallback}); });
     expect_same_error(errors, "index.json: format version 2, this build reads 1; it was written by a newer version of Penstock");
     EXPECT_EQ(errors[0].find("damaged"), std::string::npos) << errors[0];
-    EXPECT_EQ(errors[0].find("rank"), std::string::npos) << "all ranks report the same error:  " << errors[0];
+    EXPECT_EQ(errors[0].find("rank"), std::string::npos) << "all ranks report the same error: " << errors[0];
   }
   LoneMeeting meeting;
   EXPECT_EQ(message_of<CheckpointError>([&] { open_checkpoint(meeting, folder.path() / "step-00000200"); }).find("damaged"), std::string::npos);

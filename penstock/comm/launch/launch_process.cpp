@@ -197,8 +197,8 @@ Pipe make_pipe() {
   return {above_standard_streams(std::move(read_end)), above_standard_streams(std::move(write_end))};
 }
 
-Program find_program(const std::string& name, const std::string& search_path) {
-  Program program;
+LaunchedProgram find_program(const std::string& name, const std::string& search_path) {
+  LaunchedProgram program;
   const auto refuse = [&](int exit_code, std::string why) {
     program.exit_code = exit_code;
     program.error = std::move(why);

@@ -189,7 +189,7 @@ LaunchResult launch(const LaunchOptions& options) {
   const auto given = std::find_if(options.environment.rbegin(), options.environment.rend(),
                                   [](const auto& entry) { return entry.first == "PATH"; });
   const char* inherited = std::getenv("PATH");
-  const Program program =
+  const LaunchedProgram program =
       find_program(options.command.front(), given != options.environment.rend() ? given->second
                                             : inherited                         ? inherited
                                                                                 : "");

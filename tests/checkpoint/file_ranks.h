@@ -49,11 +49,11 @@ class TemporaryFolder {
 
 class Words {
  public:
-  void leave(int rank, const std::string& word) {
+  void post(int rank, const std::string& word) {
     std::lock_guard lock(mutex_);
     words_[rank] = word;
   }
-  std::optional<std::string> word_of(int rank) {
+  std::optional<std::string> status_of(int rank) {
     std::lock_guard lock(mutex_);
     const auto found = words_.find(rank);
     return found == words_.end() ? std::nullopt : std::optional(found->second);
@@ -69,8 +69,8 @@ class ThreadBoard final : public WordBoard {
   ThreadBoard(Words& words, int rank, int size) : words_(words), rank_(rank), size_(size) {}
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  void leave(const std::string& word) override { words_.leave(rank_, word); }
-  std::optional<std::string> word_of(int rank) override { return words_.word_of(rank); }
+  void post(const std::string& word) override { words_.post(rank_, word); }
+  std::optional<std::string> status_of(int rank) override { return words_.status_of(rank); }
 
  private:
   Words& words_;

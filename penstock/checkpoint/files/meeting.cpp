@@ -115,16 +115,16 @@ void BoardMeeting::begin_round(std::chrono::steady_clock::time_point deadline) {
   step_ = 0;
 }
 
-void BoardMeeting::leave(const Bytes& word) {
+void BoardMeeting::post(const Bytes& word) {
   const Bytes bytes = comm::MessageWriter(kWord, 1, kMaxWordBytes).write(round_).write(step_).write(word).finish();
-  board_.leave(std::string(bytes.begin(), bytes.end()));
+  board_.post(std::string(bytes.begin(), bytes.end()));
 }
 
 std::optional<Bytes> BoardMeeting::await(int rank, const std::string& topic) {
   auto pause = std::chrono::microseconds(100);
   for (;;) {
     if (given_up_) throw CheckpointError(fmt::format("checkpoint: rank {} abandoned it ({})", board_.rank(), topic));
-    if (const auto text = board_.word_of(rank)) {
+    if (const auto text = board_.status_of(rank)) {
       const Bytes bytes(text->begin(), text->end());
       comm::MessageReader reader(bytes, kWord, {1, 1}, kMaxWordBytes);
       const auto round = reader.read<std::uint64_t>(), step = reader.read<std::uint64_t>();
@@ -144,7 +144,7 @@ Bytes BoardMeeting::exchange(const std::string& topic, Bytes own, const std::fun
   try {
     ++step_;
     if (board_.rank() != 0) {
-      leave(own);
+      post(own);
       auto verdict = await(0, topic);
       if (!verdict) throw CheckpointError(fmt::format("checkpoint: \"{}\" was not agreed on before the deadline: rank 0 did not answer; allow more time, or check its disk", topic));
       return *std::move(verdict);
@@ -169,12 +169,12 @@ Bytes BoardMeeting::exchange(const std::string& topic, Bytes own, const std::fun
                                       several ? "s" : ""),
                           {}});
     }
-    leave(verdict);
+    post(verdict);
     return verdict;
   } catch (...) {
     step_ = kGone;
     try {
-      leave({});
+      post({});
     } catch (const std::exception&) {
       // The board itself is gone, and so are the ranks that could read it; the original error is the one to
       // report.

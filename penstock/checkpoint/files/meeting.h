@@ -60,8 +60,8 @@ class WordBoard {
   virtual ~WordBoard() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  virtual void leave(const std::string& word) = 0;
-  virtual std::optional<std::string> word_of(int rank) = 0;
+  virtual void post(const std::string& word) = 0;
+  virtual std::optional<std::string> status_of(int rank) = 0;
 };
 
 // Agreement over a board: polls instead of waiting in a collective, so that it does not interfere with other
@@ -90,7 +90,7 @@ class BoardMeeting final : public Meeting {
   // Waits for the status of `rank` for this step. Returns std::nullopt if it did not arrive in time. Throws
   // if that rank has given up.
   std::optional<Bytes> await(int rank, const std::string& topic);
-  void leave(const Bytes& word);
+  void post(const Bytes& word);
 
   WordBoard& board_;
   std::chrono::steady_clock::time_point deadline_{};

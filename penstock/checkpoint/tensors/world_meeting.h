@@ -36,8 +36,8 @@ class WorldBoard final : public WordBoard {
 
   int rank() const override { return world_.rank(); }
   int size() const override { return world_.size(); }
-  void leave(const std::string& word) override { world_.leave_word(key_, word); }
-  std::optional<std::string> word_of(int rank) override { return world_.word_of(rank, key_); }
+  void post(const std::string& word) override { world_.post_status(key_, word); }
+  std::optional<std::string> status_of(int rank) override { return world_.status_of(rank, key_); }
 
  private:
   comm::World world_;

@@ -227,11 +227,11 @@ P2PTransport World::low_latency_transport() const {
   return P2PTransport::Ucx;
 }
 
-void World::leave_word(const std::string& key, const std::string& word) const {
+void World::post_status(const std::string& key, const std::string& word) const {
   core_->store.set(fmt::format("word/{}/{}", core_->env.rank, key), word);
 }
 
-std::optional<std::string> World::word_of(int rank, const std::string& key) const {
+std::optional<std::string> World::status_of(int rank, const std::string& key) const {
   return core_->store.try_get(fmt::format("word/{}/{}", rank, key));
 }
 

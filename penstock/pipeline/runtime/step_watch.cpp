@@ -106,7 +106,7 @@ struct StepWatch::State {
     told = place;
     told_at = SteadyClock::now();
     lock.unlock();
-    options.world.leave_word(kKey, envelope(*place, false));
+    options.world.post_status(kKey, envelope(*place, false));
     lock.lock();
   }
 
@@ -115,14 +115,14 @@ struct StepWatch::State {
     if (store_failed) return;
     said_last = true;
     lock.unlock();
-    options.world.leave_word(kKey, envelope(asked.own, true));
+    options.world.post_status(kKey, envelope(asked.own, true));
     const bool host = options.world.rank() == kStoreHost;
     bool all_read = false;
     while (!all_read) {
       all_read = true;
       for (const int rank : options.ranks) {
         if (rank == options.world.rank()) continue;
-        const auto text = options.world.word_of(rank, kKey);
+        const auto text = options.world.status_of(rank, kKey);
         const auto word = text ? open_envelope(*text) : std::nullopt;
         // The host of the store stays until everybody else has said all there is to say.
         const bool enough = word && (word->last || (!host && word->place.said_s_ago <= kFreshForS));

@@ -183,13 +183,13 @@ TEST(Meeting, AMissingRankIsNamedAtTheDeadline) {
 
 // A round that one rank has abandoned ends at once for the others, and the next one succeeds.
 TEST(Meeting, AnAbandonedRoundIsNoticedAndTheNextSucceeds) {
-  Words words;
+  Statuses statuses;
   const auto begin = std::chrono::steady_clock::now();
   std::vector<std::string> heard(2);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank)
     threads.emplace_back([&, rank] {
-      ThreadBoard board(words, rank, 2);
+      ThreadBoard board(statuses, rank, 2);
       {
         BoardMeeting meeting(board);
         meeting.begin_round(begin + 60s);
@@ -209,12 +209,12 @@ TEST(Meeting, AnAbandonedRoundIsNoticedAndTheNextSucceeds) {
 }
 
 TEST(Meeting, RoundsAfterAFailureSucceed) {
-  Words words;
+  Statuses statuses;
   std::vector<int> good(3, 0);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 3; ++rank)
     threads.emplace_back([&, rank] {
-      ThreadBoard board(words, rank, 3);
+      ThreadBoard board(statuses, rank, 3);
       BoardMeeting meeting(board);
       for (int round = 0; round < 20; ++round) {
         meeting.begin_round(std::chrono::steady_clock::now() + 30s);
@@ -226,9 +226,9 @@ TEST(Meeting, RoundsAfterAFailureSucceed) {
                 if (fails && rank == round % 3) throw CheckpointError("no");
                 return Bytes{static_cast<std::uint8_t>(rank + round)};
               },
-              [](const std::vector<Bytes>& said) {
+              [](const std::vector<Bytes>& results) {
                 Bytes total{0};
-                for (const Bytes& one : said) total[0] = static_cast<std::uint8_t>(total[0] + one.at(0));
+                for (const Bytes& one : results) total[0] = static_cast<std::uint8_t>(total[0] + one.at(0));
                 return total;
               });
           if (!fails && sum == Bytes{static_cast<std::uint8_t>(3 + 3 * round)}) ++good[static_cast<std::size_t>(rank)];

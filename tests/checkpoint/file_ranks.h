@@ -47,44 +47,44 @@ class TemporaryFolder {
   fs::path path_;
 };
 
-class Words {
+class Statuses {
  public:
-  void post(int rank, const std::string& word) {
+  void post(int rank, const std::string& status) {
     std::lock_guard lock(mutex_);
-    words_[rank] = word;
+    statuses_[rank] = status;
   }
   std::optional<std::string> status_of(int rank) {
     std::lock_guard lock(mutex_);
-    const auto found = words_.find(rank);
-    return found == words_.end() ? std::nullopt : std::optional(found->second);
+    const auto found = statuses_.find(rank);
+    return found == statuses_.end() ? std::nullopt : std::optional(found->second);
   }
 
  private:
   std::mutex mutex_;
-  std::map<int, std::string> words_;
+  std::map<int, std::string> statuses_;
 };
 
 class ThreadBoard final : public WordBoard {
  public:
-  ThreadBoard(Words& words, int rank, int size) : words_(words), rank_(rank), size_(size) {}
+  ThreadBoard(Statuses& statuses, int rank, int size) : statuses_(statuses), rank_(rank), size_(size) {}
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  void post(const std::string& word) override { words_.post(rank_, word); }
-  std::optional<std::string> status_of(int rank) override { return words_.status_of(rank); }
+  void post(const std::string& status) override { statuses_.post(rank_, status); }
+  std::optional<std::string> status_of(int rank) override { return statuses_.status_of(rank); }
 
  private:
-  Words& words_;
+  Statuses& statuses_;
   int rank_, size_;
 };
 
 // The message of the exception on each rank; "" for none.
 inline std::vector<std::string> errors_on_ranks(int size, const std::function<void(Meeting&)>& body, std::chrono::milliseconds limit = std::chrono::seconds(30)) {
-  Words words;
+  Statuses statuses;
   std::vector<std::string> errors(static_cast<std::size_t>(size));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank)
     threads.emplace_back([&, rank] {
-      ThreadBoard board(words, rank, size);
+      ThreadBoard board(statuses, rank, size);
       BoardMeeting meeting(board);
       meeting.begin_round(std::chrono::steady_clock::now() + limit);
       try {

@@ -60,7 +60,7 @@ class WordBoard {
   virtual ~WordBoard() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  virtual void post(const std::string& word) = 0;
+  virtual void post(const std::string& status) = 0;
   virtual std::optional<std::string> status_of(int rank) = 0;
 };
 
@@ -90,7 +90,7 @@ class BoardMeeting final : public Meeting {
   // Waits for the status of `rank` for this step. Returns std::nullopt if it did not arrive in time. Throws
   // if that rank has given up.
   std::optional<Bytes> await(int rank, const std::string& topic);
-  void post(const Bytes& word);
+  void post(const Bytes& message);
 
   WordBoard& board_;
   std::chrono::steady_clock::time_point deadline_{};

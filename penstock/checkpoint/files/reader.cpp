@@ -124,7 +124,7 @@ void Checkpoint::read(Section section, std::string_view name, const Slice& slice
   const TensorEntry& entry = *found->second.entry;
   if (entry.shape != slice.global_shape)
     throw CheckpointError(fmt::format("{}: \"{}\" is {}, not {}", path_.string(), name, tensor_text(entry.dtype, entry.shape), tensor_text(entry.dtype, slice.global_shape)));
-  if (const std::string complaint = complaint_about(slice); !complaint.empty()) throw ValueError(fmt::format("slice of {}: {}", name, complaint));
+  if (const std::string problem = complaint_about(slice); !problem.empty()) throw ValueError(fmt::format("slice of {}: {}", name, problem));
   const std::uint64_t item = item_bytes(entry.dtype);
   if (local.size() != static_cast<std::uint64_t>(slice.held()) * item)
     throw ValueError(describe(fmt::format("memory for {}", name), fmt::format("{} bytes", local.size()), fmt::format("{}", static_cast<std::uint64_t>(slice.held()) * item)));
@@ -142,9 +142,9 @@ std::vector<Damage> find_damage(Meeting& meeting, const fs::path& path, bool blo
   const auto write = [](const std::vector<Damage>& damages) { return comm::MessageWriter(kDamages, 1, kMaxMessageBytes).write(damages).finish(); };
   return read(meeting.agree(
       fmt::format("check {}", path.string()), [&] { return write(own_damage(path, blocks, meeting.rank(), meeting.size())); },
-      [&](const std::vector<Bytes>& said) {
+      [&](const std::vector<Bytes>& results) {
         std::vector<Damage> all;
-        for (const Bytes& bytes : said)
+        for (const Bytes& bytes : results)
           for (Damage& damage : read(bytes))
             if (std::find(all.begin(), all.end(), damage) == all.end()) all.push_back(std::move(damage));
         return write(all);
@@ -160,7 +160,7 @@ std::optional<OpenedCheckpoint> open_latest(Meeting& meeting, const fs::path& fo
           for (const FoundCheckpoint& found : find_checkpoints(folder)) steps.push_back(found.step);
         return comm::MessageWriter(kFound, 1, kMaxMessageBytes).write(steps).finish();
       },
-      [](const std::vector<Bytes>& said) { return said.front(); });
+      [](const std::vector<Bytes>& results) { return results.front(); });
   comm::MessageReader reader(verdict, kFound, {1, 1}, kMaxMessageBytes);
   const auto steps = reader.read<std::vector<std::int64_t>>();
   reader.expect_end();

@@ -67,7 +67,7 @@ class Writing {
 
   void make_folder() {
     const Bytes made = meeting_.agree(
-        "create the folder", [&] { return meeting_.rank() == 0 ? make_files() : Bytes{}; }, [](const std::vector<Bytes>& said) { return said.front(); });
+        "create the folder", [&] { return meeting_.rank() == 0 ? make_files() : Bytes{}; }, [](const std::vector<Bytes>& results) { return results.front(); });
     comm::MessageReader reader(made, kMade, {1, 1}, kMaxMessageBytes);
     reader.read(token_).read(state_bytes_);
     reader.expect_end();
@@ -145,9 +145,9 @@ class Writing {
       done(WritePhase::Checked);
       return comm::MessageWriter(kChecksums, 1, kMaxMessageBytes).write(sums).finish();
     };
-    const auto judge = [&](const std::vector<Bytes>& said) {
+    const auto judge = [&](const std::vector<Bytes>& results) {
       std::vector<std::uint64_t> all;
-      for (const Bytes& bytes : said) {
+      for (const Bytes& bytes : results) {
         comm::MessageReader reader(bytes, kChecksums, {1, 1}, kMaxMessageBytes);
         const auto sums = reader.read<std::vector<std::uint64_t>>();
         reader.expect_end();

@@ -36,7 +36,7 @@ class WorldBoard final : public WordBoard {
 
   int rank() const override { return world_.rank(); }
   int size() const override { return world_.size(); }
-  void post(const std::string& word) override { world_.post_status(key_, word); }
+  void post(const std::string& status) override { world_.post_status(key_, status); }
   std::optional<std::string> status_of(int rank) override { return world_.status_of(rank, key_); }
 
  private:

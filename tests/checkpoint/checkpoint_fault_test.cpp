@@ -66,9 +66,9 @@ TEST(Crash, BetweenAnyTwoPhasesLeavesAWholeCheckpoint) {
     });
     ASSERT_EQ(code, -SIGKILL);
     const bool named = phase == WritePhase::Renamed || phase == WritePhase::OldRemoved;
-    LoneMeeting meeting;
+    LoneMeeting agreement;
     {
-      const auto opened = open_latest(meeting, folder.path());
+      const auto opened = open_latest(agreement, folder.path());
       ASSERT_TRUE(opened);
       EXPECT_EQ(opened->checkpoint.step(), named ? 2 : 1) << "phase " << static_cast<int>(phase);
       EXPECT_TRUE(is_sample(opened->checkpoint, named ? 2 : 1));
@@ -90,12 +90,12 @@ TEST(Failure, OfOneRankFailsAllRanks) {
       options.at_phase = [&](WritePhase now, int rank) {
         if (now == phase && rank == bad) throw std::runtime_error("struck by lightning");
       };
-      const auto errors = errors_on_ranks(2, [&](Meeting& meeting) { save(meeting, folder.path(), 2, on_two(), options); });
+      const auto errors = errors_on_ranks(2, [&](Meeting& agreement) { save(agreement, folder.path(), 2, on_two(), options); });
       EXPECT_EQ(errors[0], "rank " + std::to_string(bad) + ": struck by lightning");
       EXPECT_EQ(errors[1], errors[0]);
       EXPECT_EQ(contents_of(folder.path()).size(), 1u) << "the temporary folder is gone";
-      LoneMeeting meeting;
-      EXPECT_TRUE(is_sample(open_latest(meeting, folder.path())->checkpoint, 1));
+      LoneMeeting agreement;
+      EXPECT_TRUE(is_sample(open_latest(agreement, folder.path())->checkpoint, 1));
     }
 }
 
@@ -105,13 +105,13 @@ TEST(FullDisk, InTheMiddleOfARanksParts) {
   WriteOptions options = small_blocks();
   std::atomic<int> writes{0};
   options.fault = [&](const fs::path& path, std::uint64_t offset, std::uint64_t) { return path.filename() == "model.safetensors" && offset > 0 && ++writes == 3 ? ENOSPC : 0; };
-  const auto errors = errors_on_ranks(2, [&](Meeting& meeting) { save(meeting, folder.path(), 2, on_two(), options); });
+  const auto errors = errors_on_ranks(2, [&](Meeting& agreement) { save(agreement, folder.path(), 2, on_two(), options); });
   EXPECT_EQ(errors[0], errors[1]);
   EXPECT_TRUE(has_text(errors[0], "model.safetensors: No space left on device; free space there"));
   EXPECT_TRUE(has_text(errors[0], (folder.path() / ".step-00000002.writing").string()));
   EXPECT_EQ(contents_of(folder.path()).size(), 1u);
-  LoneMeeting meeting;
-  EXPECT_TRUE(is_sample(open_latest(meeting, folder.path())->checkpoint, 1));
+  LoneMeeting agreement;
+  EXPECT_TRUE(is_sample(open_latest(agreement, folder.path())->checkpoint, 1));
 }
 
 // A real full disk: a file system of 64 KiB if the user may mount one, else a file size limit.
@@ -151,8 +151,8 @@ TEST(FullDisk, AsTheSystemReportsIt) {
     }
     for (const auto& entry : fs::directory_iterator(folder.path()))
       if (entry.path().filename().string().front() == '.') return 5;
-    LoneMeeting meeting;
-    return is_sample(open_latest(meeting, folder.path())->checkpoint, 1) ? 0 : 6;
+    LoneMeeting agreement;
+    return is_sample(open_latest(agreement, folder.path())->checkpoint, 1) ? 0 : 6;
   });
   EXPECT_EQ(code, 0);
 }
@@ -165,19 +165,19 @@ TEST(Failure, AFolderThatCannotBeCreated) {
 
 TEST(Failure, StateThatIsNotJson) {
   const TemporaryFolder folder;
-  LoneMeeting meeting;
-  const SavePlan plan = agree_on_plan(meeting, 1, [] { return std::vector<AnnouncedTensor>{}; });
-  EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { write_checkpoint(meeting, folder.path(), 1, plan, {}, "{oops", small_blocks()); }), "text that is not JSON"));
+  LoneMeeting agreement;
+  const SavePlan plan = agree_on_plan(agreement, 1, [] { return std::vector<AnnouncedTensor>{}; });
+  EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { write_checkpoint(agreement, folder.path(), 1, plan, {}, "{oops", small_blocks()); }), "text that is not JSON"));
 }
 
 TEST(Meeting, AMissingRankIsNamedAtTheDeadline) {
   const auto errors = errors_on_ranks(
-      3, [&](Meeting& meeting) { if (meeting.rank() != 1) meeting.agree("plan", [] {}); }, 200ms);
+      3, [&](Meeting& agreement) { if (agreement.rank() != 1) agreement.agree("plan", [] {}); }, 200ms);
   EXPECT_TRUE(has_text(errors[0], "\"plan\" was not agreed on before the deadline: rank 1 did not join"));
   EXPECT_EQ(errors[1], "");
   EXPECT_EQ(errors[2], errors[0]);
   const auto without_first = errors_on_ranks(
-      2, [&](Meeting& meeting) { if (meeting.rank() != 0) meeting.agree("plan", [] {}); }, 200ms);
+      2, [&](Meeting& agreement) { if (agreement.rank() != 0) agreement.agree("plan", [] {}); }, 200ms);
   EXPECT_TRUE(has_text(without_first[1], "rank 0 did not answer"));
 }
 
@@ -191,11 +191,11 @@ TEST(Meeting, AnAbandonedRoundIsNoticedAndTheNextSucceeds) {
     threads.emplace_back([&, rank] {
       ThreadBoard board(statuses, rank, 2);
       {
-        BoardMeeting meeting(board);
-        meeting.begin_round(begin + 60s);
-        if (rank == 1) meeting.give_up();
+        BoardMeeting agreement(board);
+        agreement.begin_round(begin + 60s);
+        if (rank == 1) agreement.give_up();
         try {
-          for (int i = 0; i < 2; ++i) meeting.agree("first", [] {});
+          for (int i = 0; i < 2; ++i) agreement.agree("first", [] {});
         } catch (const CheckpointError& error) {
           heard[static_cast<std::size_t>(rank)] = error.what();
         }
@@ -215,12 +215,12 @@ TEST(Meeting, RoundsAfterAFailureSucceed) {
   for (int rank = 0; rank < 3; ++rank)
     threads.emplace_back([&, rank] {
       ThreadBoard board(statuses, rank, 3);
-      BoardMeeting meeting(board);
+      BoardMeeting agreement(board);
       for (int round = 0; round < 20; ++round) {
-        meeting.begin_round(std::chrono::steady_clock::now() + 30s);
+        agreement.begin_round(std::chrono::steady_clock::now() + 30s);
         const bool fails = round % 2 == 0;
         try {
-          const Bytes sum = meeting.agree(
+          const Bytes sum = agreement.agree(
               "count",
               [&] {
                 if (fails && rank == round % 3) throw CheckpointError("no");

@@ -85,10 +85,10 @@ inline std::vector<std::string> errors_on_ranks(int size, const std::function<vo
   for (int rank = 0; rank < size; ++rank)
     threads.emplace_back([&, rank] {
       ThreadBoard board(statuses, rank, size);
-      BoardMeeting meeting(board);
-      meeting.begin_round(std::chrono::steady_clock::now() + limit);
+      BoardMeeting agreement(board);
+      agreement.begin_round(std::chrono::steady_clock::now() + limit);
       try {
-        body(meeting);
+        body(agreement);
       } catch (const std::exception& error) {
         errors[static_cast<std::size_t>(rank)] = error.what();
       }
@@ -189,22 +189,22 @@ inline WriteOptions small_blocks() {
   return options;
 }
 
-inline void save(Meeting& meeting, const fs::path& folder, std::int64_t step, const Spread& spread, const WriteOptions& options = small_blocks(), unsigned seed = 0) {
-  const OwnedParts own = parts_of(spread, meeting.rank(), seed);
-  const SavePlan plan = agree_on_plan(meeting, step, [&] {
+inline void save(Meeting& agreement, const fs::path& folder, std::int64_t step, const Spread& spread, const WriteOptions& options = small_blocks(), unsigned seed = 0) {
+  const OwnedParts own = parts_of(spread, agreement.rank(), seed);
+  const SavePlan plan = agree_on_plan(agreement, step, [&] {
     std::vector<AnnouncedTensor> announced;
     for (const HostPart& part : own.parts) announced.push_back(part.tensor);
     return announced;
   });
-  write_checkpoint(meeting, folder, step, plan, own.parts, R"({"step": )" + std::to_string(step) + "}", options);
+  write_checkpoint(agreement, folder, step, plan, own.parts, R"({"step": )" + std::to_string(step) + "}", options);
 }
 
 // Saves everything on one rank.
 inline Spread alone() { return {{1}, std::vector<Placements>(sample_tensors().size(), Placements{Replicate{}})}; }
 
 inline void save_alone(const fs::path& folder, std::int64_t step, const WriteOptions& options = small_blocks(), unsigned seed = 0) {
-  LoneMeeting meeting;
-  save(meeting, folder, step, alone(), options, seed);
+  LoneMeeting agreement;
+  save(agreement, folder, step, alone(), options, seed);
 }
 
 inline std::string read_text(const fs::path& path) {

@@ -135,8 +135,8 @@ SavePlan make_save_plan(const std::vector<std::vector<AnnouncedTensor>>& ranks) 
   return plan;
 }
 
-SavePlan agree_on_plan(Meeting& meeting, std::int64_t step, const std::function<std::vector<AnnouncedTensor>()>& own) {
-  const Bytes verdict = meeting.agree(
+SavePlan agree_on_plan(Meeting& agreement, std::int64_t step, const std::function<std::vector<AnnouncedTensor>()>& own) {
+  const Bytes verdict = agreement.agree(
       "plan", [&] { return comm::MessageWriter(kAnnouncement, 1, kMaxMessageBytes).write(step).write(own()).finish(); },
       [step](const std::vector<Bytes>& results) {
         std::vector<std::vector<AnnouncedTensor>> ranks;
@@ -154,7 +154,7 @@ SavePlan agree_on_plan(Meeting& meeting, std::int64_t step, const std::function<
   SavePlan plan;
   reader.read(plan.tensors).read(plan.writes);
   reader.expect_end();
-  PENSTOCK_INVARIANT(plan.writes.size() == static_cast<std::size_t>(meeting.size()), "the plan has a list for every rank");
+  PENSTOCK_INVARIANT(plan.writes.size() == static_cast<std::size_t>(agreement.size()), "the plan has a list for every rank");
   return plan;
 }
 

@@ -106,8 +106,8 @@ void fill(const Checkpoint& checkpoint, Section section, const TensorPart& part)
 
 }  // namespace
 
-LoadReport load_into(Meeting& meeting, const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts, const LoadOptions& options) {
-  const Bytes verdict = meeting.agree(
+LoadReport load_into(Meeting& agreement, const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts, const LoadOptions& options) {
+  const Bytes verdict = agreement.agree(
       "compare with the checkpoint", [&] { return to_bytes(requests_of(checkpoint, section, parts)); },
       [&](const std::vector<Bytes>& results) {
         const LoadReport report = judge(checkpoint, section, results, options);
@@ -117,7 +117,7 @@ LoadReport load_into(Meeting& meeting, const Checkpoint& checkpoint, Section sec
   LoadReport report;
   reader.read(report.missing).read(report.extra).read(report.cast);
   reader.expect_end();
-  meeting.agree("load", [&] {
+  agreement.agree("load", [&] {
     at::NoGradGuard no_grad;
     for (const TensorPart& part : parts)
       if (checkpoint.tensors(section).contains(part.name)) fill(checkpoint, section, part);

@@ -68,13 +68,13 @@ TEST(Slice, RunsAreMaximal) {
 }
 
 TEST(Slice, InvalidSlicesAreDetected) {
-  EXPECT_EQ(complaint_about(Slice::whole({2, 3})), "");
-  EXPECT_EQ(complaint_about({{2, 3}, {0}, {}}), "");
-  EXPECT_NE(complaint_about({{2}, {2}, {{{1}, {2}, {0}}}}), "");
-  EXPECT_NE(complaint_about({{4}, {2}, {{{0}, {3}, {0}}}}), "");
-  EXPECT_NE(complaint_about({{4}, {3}, {{{0}, {2}, {0}}}}), "");
-  EXPECT_NE(complaint_about({{4}, {4}, {{{0}, {2}, {0}}, {{1}, {2}, {2}}}}), "");
-  EXPECT_NE(complaint_about({{4}, {2, 2}, {{{0}, {4}, {0}}}}), "");
+  EXPECT_EQ(validation_error(Slice::whole({2, 3})), "");
+  EXPECT_EQ(validation_error({{2, 3}, {0}, {}}), "");
+  EXPECT_NE(validation_error({{2}, {2}, {{{1}, {2}, {0}}}}), "");
+  EXPECT_NE(validation_error({{4}, {2}, {{{0}, {3}, {0}}}}), "");
+  EXPECT_NE(validation_error({{4}, {3}, {{{0}, {2}, {0}}}}), "");
+  EXPECT_NE(validation_error({{4}, {4}, {{{0}, {2}, {0}}, {{1}, {2}, {2}}}}), "");
+  EXPECT_NE(validation_error({{4}, {2, 2}, {{{0}, {4}, {0}}}}), "");
 }
 
 TEST(CheckpointFiles, EveryLayoutWritesTheSameBytesAndReadsThemAll) {
@@ -121,7 +121,7 @@ RC_GTEST_PROP(Slice, RunsCutAndJoinAnyShards, ()) {
   std::vector<std::uint8_t> joined(whole.size(), 0);
   for (int rank = 0; rank < ranks_of(mesh); ++rank) {
     const Slice slice = slice_of(tensor, mesh, rank, placements);
-    RC_ASSERT(complaint_about(slice) == "");
+    RC_ASSERT(validation_error(slice) == "");
     const auto part = cut_bytes(whole, slice, 2);
     std::vector<std::uint8_t> read(part.size(), 0);
     for_each_run(slice, 2, [&](ByteRun run) {

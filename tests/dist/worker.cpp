@@ -29,7 +29,7 @@ using namespace penstock;
 using namespace penstock::comm;
 using namespace std::chrono_literals;
 
-void say(const std::string& line) {
+void print_line(const std::string& line) {
   fmt::print("{}\n", line);
   std::fflush(stdout);
 }
@@ -51,10 +51,10 @@ int everything() {
   bool ok = true;
   for (const auto& result : self_test(world.group(), at::kCPU))
     if (!result.ok) {
-      say(fmt::format("{}: {}", result.operation, result.error));
+      print_line(fmt::format("{}: {}", result.operation, result.error));
       ok = false;
     }
-  say(fmt::format("rank {} of {} over {}", world.rank(), world.size(), world.group().describe_backends()));
+  print_line(fmt::format("rank {} of {} over {}", world.rank(), world.size(), world.group().describe_backends()));
   return ok ? 0 : 1;
 }
 
@@ -148,7 +148,7 @@ int mismatch() {
 
 int connects() {
   World world = World::from_env();
-  say("connected");
+  print_line("connected");
   return 0;
 }
 
@@ -156,7 +156,7 @@ int connects() {
 int lingers() {
   World world = World::from_env();
   world.group().barrier().wait();
-  if (world.rank() == 0) say(fmt::format("pid {}", getpid()));
+  if (world.rank() == 0) print_line(fmt::format("pid {}", getpid()));
   std::this_thread::sleep_for(3s);
   world.group().barrier().wait();
   return 0;
@@ -174,10 +174,10 @@ int mesh_axes() {
   for (const char* axis : {"dp", "tp"})
     for (const auto& result : self_test(groups.group(axis), at::kCPU))
       if (!result.ok) {
-        say(fmt::format("{} over {}: {}", result.operation, axis, result.error));
+        print_line(fmt::format("{} over {}: {}", result.operation, axis, result.error));
         ok = false;
       }
-  say(fmt::format("rank {}: dp {}, tp {}", world.rank(), groups.group("dp").name(), groups.group("tp").name()));
+  print_line(fmt::format("rank {}: dp {}, tp {}", world.rank(), groups.group("dp").name(), groups.group("tp").name()));
   return ok ? 0 : 1;
 }
 
@@ -226,7 +226,7 @@ int distributed_training() {
     return distributed ? full_tensor(loss.detach()).item<double>() : loss.item<double>();
   };
   const double expected = train(false), actual = train(true);
-  say(fmt::format("rank {}: loss {:.9f}, of one process {:.9f}", world.rank(), actual, expected));
+  print_line(fmt::format("rank {}: loss {:.9f}, of one process {:.9f}", world.rank(), actual, expected));
   return std::abs(actual - expected) < 1e-10 ? 0 : 1;
 }
 
@@ -274,7 +274,7 @@ int killed_sharded(const std::vector<std::int64_t>& shape, bool in_gather) {
   };
   const at::Tensor x = at::ones({4, 64});
   model->forward(x).sum().backward();
-  say(fmt::format("rank {}: one step", world.rank()));
+  print_line(fmt::format("rank {}: one step", world.rank()));
   if (in_gather) die();
   const at::Tensor loss = model->forward(x).sum();
   if (!in_gather) die();
@@ -331,7 +331,7 @@ int pipeline_soak() {
   World world = World::from_env();
   at::set_num_threads(1);
   const std::string wrong = test::soak(world, 200, 21);
-  say(fmt::format("rank {}: {}", world.rank(), wrong.empty() ? "200 steps as in one process" : wrong));
+  print_line(fmt::format("rank {}: {}", world.rank(), wrong.empty() ? "200 steps as in one process" : wrong));
   return wrong.empty() ? 0 : 1;
 }
 

@@ -124,7 +124,7 @@ void Checkpoint::read(Section section, std::string_view name, const Slice& slice
   const TensorEntry& entry = *found->second.entry;
   if (entry.shape != slice.global_shape)
     throw CheckpointError(fmt::format("{}: \"{}\" is {}, not {}", path_.string(), name, tensor_text(entry.dtype, entry.shape), tensor_text(entry.dtype, slice.global_shape)));
-  if (const std::string problem = complaint_about(slice); !problem.empty()) throw ValueError(fmt::format("slice of {}: {}", name, problem));
+  if (const std::string problem = validation_error(slice); !problem.empty()) throw ValueError(fmt::format("slice of {}: {}", name, problem));
   const std::uint64_t item = item_bytes(entry.dtype);
   if (local.size() != static_cast<std::uint64_t>(slice.held()) * item)
     throw ValueError(describe(fmt::format("memory for {}", name), fmt::format("{} bytes", local.size()), fmt::format("{}", static_cast<std::uint64_t>(slice.held()) * item)));

@@ -80,7 +80,7 @@ SavePlan make_save_plan(const std::vector<std::vector<AnnouncedTensor>>& ranks) 
       const AnnouncedTensor& tensor = ranks[rank][place];
       auto& list = holders[{tensor.section, tensor.name}];
       if (!list.empty() && list.back().rank == rank) problems.push_back(fmt::format("{}: occurs twice on rank {}", tensor.name, rank));
-      if (const std::string problem = complaint_about(tensor.slice); !problem.empty())
+      if (const std::string problem = validation_error(tensor.slice); !problem.empty())
         problems.push_back(fmt::format("{}: rank {} has {}", tensor.name, rank, problem));
       list.push_back({rank, place, &tensor});
     }

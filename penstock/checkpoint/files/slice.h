@@ -30,7 +30,7 @@ struct Slice {
 
 // Returns what is wrong with a slice (boxes outside of either shape, overlapping in the local one, or not
 // filling it), or "" if it is valid.
-std::string complaint_about(const Slice& slice);
+std::string validation_error(const Slice& slice);
 
 struct ByteRun {
   std::uint64_t global = 0, local = 0, bytes = 0;

@@ -90,6 +90,6 @@ class Subreaper {
 
 // Kills and reaps the children of this process whose environment holds `entry` ("NAME=value"), and then their
 // children, which become children of this process, until none is left. Returns how many were killed.
-int kill_strays(const std::string& entry);
+int kill_stray_processes(const std::string& entry);
 
 }  // namespace penstock::comm

@@ -1,4 +1,4 @@
-#include "penstock/comm/transport/patient_caller.h"
+#include "penstock/comm/transport/call_with_timeout.h"
 
 #include <gtest/gtest.h>
 
@@ -9,12 +9,12 @@
 #include <vector>
 
 namespace penstock::comm {
-namespace patient_caller_test {
+namespace call_with_timeout_test {
 
 using namespace std::chrono_literals;
 
-TEST(PatientCaller, RunsOneAfterTheOther) {
-  PatientCaller caller;
+TEST(CallWithTimeout, RunsOneAfterTheOther) {
+  CallWithTimeout caller;
   std::atomic<int> inside = 0, most = 0, runs = 0;
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; ++i)
@@ -31,16 +31,16 @@ TEST(PatientCaller, RunsOneAfterTheOther) {
   EXPECT_EQ(most, 1);
 }
 
-TEST(PatientCaller, ThrowsWhatTheCallThrows) {
-  PatientCaller caller;
+TEST(CallWithTimeout, ThrowsWhatTheCallThrows) {
+  CallWithTimeout caller;
   EXPECT_THROW((void)caller.run([] { throw std::out_of_range("gone"); }, 60s), std::out_of_range);
   EXPECT_TRUE(caller.run([] {}, 60s));
 }
 
 // The call is abandoned, then all further ones fail at once; usable again when the stuck call returns after
 // all.
-TEST(PatientCaller, GivesUp) {
-  PatientCaller caller;
+TEST(CallWithTimeout, GivesUp) {
+  CallWithTimeout caller;
   const auto release = std::make_shared<std::promise<void>>();
   EXPECT_FALSE(caller.run([release] { release->get_future().wait(); }, 50ms));
   const auto begin = std::chrono::steady_clock::now();
@@ -53,8 +53,8 @@ TEST(PatientCaller, GivesUp) {
 }
 
 // A caller that waits after a stuck call also gives up, and its call is never run.
-TEST(PatientCaller, WaitersAfterAStuckCallGiveUp) {
-  PatientCaller caller;
+TEST(CallWithTimeout, WaitersAfterAStuckCallGiveUp) {
+  CallWithTimeout caller;
   const auto release = std::make_shared<std::promise<void>>();
   const auto ran = std::make_shared<std::atomic<bool>>(false);
   std::promise<void> started;
@@ -72,14 +72,14 @@ TEST(PatientCaller, WaitersAfterAStuckCallGiveUp) {
   EXPECT_FALSE(*ran);
 }
 
-TEST(PatientCaller, IsDestroyedWithACallStuck) {
+TEST(CallWithTimeout, IsDestroyedWithACallStuck) {
   const auto release = std::make_shared<std::promise<void>>();
   {
-    PatientCaller caller;
+    CallWithTimeout caller;
     EXPECT_FALSE(caller.run([release] { release->get_future().wait(); }, 20ms));
   }
   release->set_value();
 }
 
-}  // namespace patient_caller_test
+}  // namespace call_with_timeout_test
 }  // namespace penstock::comm

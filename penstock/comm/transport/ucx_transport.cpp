@@ -69,7 +69,7 @@ class UcxTransport::Core {
     int peer = 0;
     void* request = nullptr;  // null when UCX has finished with it
     bool dropped = false;     // the handle is destroyed: nobody will read the result
-    WakeEvent* wake_event = nullptr;     // of the wait that sleeps for it
+    WakeEvent* wake_event = nullptr;  // of the wait that sleeps for it
     ucs_status_t status = UCS_INPROGRESS;
     Arrival arrival;
     std::atomic<bool> done = false;  // set last: status and arrival may be read once it is seen
@@ -141,7 +141,7 @@ class UcxTransport::Core {
   const microseconds spin_;
   std::atomic<int> turns_ = 0;  // callers that wait for the mutex
   std::atomic<int> unfinished_ = 0, unfinished_sends_ = 0;  // with UCX; changed under the mutex
-  std::atomic<bool> sends_may_never_finish_ = false;                      // a peer is lost or the transport closed: sends may never finish
+  std::atomic<bool> sends_may_never_finish_ = false;        // a peer is lost or the transport is closed
   std::mutex mutex_;            // guards the members below
   UcxWorker worker_;
   bool closed_ = false;

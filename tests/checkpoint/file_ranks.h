@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "penstock/base/files.h"
-#include "penstock/checkpoint/files/meeting.h"
+#include "penstock/checkpoint/files/rank_agreement.h"
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/checkpoint/files/write.h"
 #include "penstock/mesh/local_shard.h"

@@ -21,7 +21,7 @@
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/files/index.h"
 #include "penstock/checkpoint/files/mapped_file.h"
-#include "penstock/checkpoint/files/meeting.h"
+#include "penstock/checkpoint/files/rank_agreement.h"
 #include "penstock/checkpoint/files/save_plan.h"
 #include "penstock/checkpoint/files/slice.h"
 

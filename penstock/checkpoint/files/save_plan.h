@@ -13,7 +13,7 @@
 #include <string_view>
 #include <vector>
 
-#include "penstock/checkpoint/files/meeting.h"
+#include "penstock/checkpoint/files/rank_agreement.h"
 #include "penstock/checkpoint/files/safetensors.h"
 #include "penstock/checkpoint/files/slice.h"
 

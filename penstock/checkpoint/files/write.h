@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/checkpoint/files/meeting.h"
+#include "penstock/checkpoint/files/rank_agreement.h"
 #include "penstock/checkpoint/files/output_file.h"
 #include "penstock/checkpoint/files/save_plan.h"
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/checkpoint/files/meeting.h"
+#include "penstock/checkpoint/files/rank_agreement.h"
 #include "penstock/world.h"
 
 namespace penstock::checkpoint {

@@ -1,4 +1,4 @@
-#include "penstock/checkpoint/files/meeting.h"
+#include "penstock/checkpoint/files/rank_agreement.h"
 
 #include <fmt/format.h>
 

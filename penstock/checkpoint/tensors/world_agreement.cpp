@@ -1,4 +1,4 @@
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>

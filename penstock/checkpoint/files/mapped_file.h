@@ -2,7 +2,8 @@
 //
 // The mapping stays valid if the file is deleted. If another program truncates the file while it is mapped,
 // accessing the missing part ends the process (SIGBUS); checkpoints are never changed once they have their
-// final name. Thread safety: any number of threads may read.
+// final name.
+// Thread safety: any number of threads may read.
 #pragma once
 
 #include <cstddef>

@@ -5,8 +5,8 @@
 //
 // If one rank fails, all fail: when a rank's work throws, or rank 0's `judge` does, every rank throws the
 // same CheckpointError, which names the ranks that failed and their reasons, each reason once. It is a
-// ConfigError if all of those ranks threw one. No rank is left waiting for a rank that has failed. Thread
-// safety: one thread per rank at a time.
+// ConfigError if all of those ranks threw one. No rank is left waiting for a rank that has failed.
+// Thread safety: one thread per rank at a time.
 #pragma once
 
 #include <atomic>

@@ -70,7 +70,7 @@ int run_rank(const Config& config, bool sharded) {
   at::set_num_threads(1);
   const comm::World world = comm::World::from_env();
   Model model(config);
-  const comm::MeshGroups mesh(world, init_device_mesh("cpu", {kWorld}, {"dp"}, Rank{world.rank()}, kWorld));
+  const comm::MeshGroups mesh(world, init_device_mesh("cpu", {kWorld}, {"dp"}, world.rank(), kWorld));
   std::shared_ptr<ShardState> state;
   if (sharded) {
     ShardOptions options;

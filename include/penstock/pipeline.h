@@ -55,7 +55,7 @@ struct PipelineOptions {
   std::uint64_t seed = 0;        // of StepContext
   double loss_scale = 1.0;
   comm::P2PTransport p2p = comm::P2PTransport::Auto;  // World::low_latency_transport(): UCX between processes of one host
-  int post_ahead = 2;            // see CompileOptions
+  int post_ahead = 2;            // see ProgramOptions
   std::optional<PipeInfo> info = {};  // of the front end that cut the model; compared with the schedule
   bool return_outputs = true;    // false: StepResult has losses alone, and what the last stage returns is freed with its graph
   std::optional<BatchRows> rows = {};  // of StepContext: which rows of a microbatch these are, where replicas share it

@@ -9,6 +9,7 @@
 #include <set>
 #include <unordered_map>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/hash.h"
 #include "penstock/base/text.h"
@@ -105,7 +106,7 @@ struct DeviceMesh::Root {
 };
 
 DeviceMesh::DeviceMesh(const std::string& device_type, const std::vector<std::int64_t>& shape,
-                       std::vector<int> ranks, std::vector<std::string> names, Rank this_rank)
+                       std::vector<int> ranks, std::vector<std::string> names, int this_rank)
     : layout_(shape), this_rank_(this_rank) {
   if (shape.empty())
     throw ValueError(describe("shape of a mesh", "no axes", "at least one", "give {1} for a single rank"));
@@ -114,22 +115,22 @@ DeviceMesh::DeviceMesh(const std::string& device_type, const std::vector<std::in
         describe("mesh", fmt::format("{} ranks for the shape {}", ranks.size(), fmt::join(shape, " x ")),
                  fmt::format("{} ranks", layout_.size()), "change the shape or the list of ranks"));
   check_names(names, layout_.ndim());
-  if (this_rank.value() < 0)
+  if (this_rank < 0)
     throw ValueError(
-        describe("own rank of a mesh", fmt::format("{}", this_rank.value()), "a rank from 0 on"));
+        describe("own rank of a mesh", fmt::format("{}", this_rank), "a rank from 0 on"));
   names_ = names;
   root_ = std::make_shared<Root>(checked_device_type(device_type), layout_, checked_ranks(std::move(ranks)),
                                  std::move(names));
 }
 
 DeviceMesh::DeviceMesh(std::shared_ptr<Root> root, MeshLayout layout, std::vector<std::string> names,
-                       Rank this_rank)
+                       int this_rank)
     : root_(std::move(root)), layout_(std::move(layout)), names_(std::move(names)), this_rank_(this_rank) {
-  const auto own = root_->index_of.find(this_rank.value());
+  const auto own = root_->index_of.find(this_rank);
   if (own != root_->index_of.end()) {
     origin_ = layout_.origin(own->second);
   } else if (layout_.size() != static_cast<std::int64_t>(root_->ranks.size())) {
-    throw ValueError(describe("part of a mesh", fmt::format("rank {}", this_rank.value()),
+    throw ValueError(describe("part of a mesh", fmt::format("rank {}", this_rank),
                               fmt::format("one of the mesh's ranks {}", format_list(root_->ranks)),
                               "ask contains(rank) first; a rank outside has no part"));
   }
@@ -147,7 +148,7 @@ bool DeviceMesh::is_root() const {
 DeviceMesh DeviceMesh::root() const {
   return DeviceMesh(root_, root_->layout, root_->names, this_rank_);
 }
-DeviceMesh DeviceMesh::as_rank(Rank rank) const {
+DeviceMesh DeviceMesh::as_rank(int rank) const {
   return DeviceMesh(root_, layout_, names_, rank);
 }
 
@@ -165,26 +166,26 @@ std::vector<int> DeviceMesh::ranks() const {
   return ranks;
 }
 
-std::optional<std::vector<std::int64_t>> DeviceMesh::coordinate(Rank rank) const {
-  const auto found = root_->index_of.find(rank.value());
+std::optional<std::vector<std::int64_t>> DeviceMesh::coordinate(int rank) const {
+  const auto found = root_->index_of.find(rank);
   if (found == root_->index_of.end()) return std::nullopt;
   return layout_.coordinate(found->second - origin_);
 }
 
-int DeviceMesh::axis_rank(int axis, Rank rank) const {
+int DeviceMesh::axis_rank(int axis, int rank) const {
   layout_.axis_layout(axis);
   const auto where = coordinate(rank);
   if (!where)
-    throw ValueError(describe("position on a mesh axis", fmt::format("rank {}", rank.value()),
+    throw ValueError(describe("position on a mesh axis", fmt::format("rank {}", rank),
                               fmt::format("one of the mesh's ranks {}", format_list(ranks())),
                               "ask contains(rank) first"));
   return static_cast<int>((*where)[static_cast<std::size_t>(axis)]);
 }
 
-std::vector<int> DeviceMesh::rank_list(int axis, Rank rank) const {
+std::vector<int> DeviceMesh::rank_list(int axis, int rank) const {
   const int position = axis_rank(axis, rank);
   const AxisLayout& along = layout_.axis_layout(axis);
-  const std::int64_t first = root_->index_of.at(rank.value()) - along.offset(position);
+  const std::int64_t first = root_->index_of.at(rank) - along.offset(position);
   std::vector<int> list;
   for (std::int64_t i = 0; i < along.size(); ++i)
     list.push_back(root_->ranks[static_cast<std::size_t>(first + along.offset(i))]);
@@ -198,7 +199,7 @@ std::vector<std::vector<int>> DeviceMesh::rank_lists(int axis) const {
     if (other != axis) others.push_back(other);
   std::vector<std::vector<int>> lists;
   for (const std::int64_t index : layout_.slice(others).indices())
-    lists.push_back(rank_list(axis, Rank{root_->ranks[static_cast<std::size_t>(origin_ + index)]}));
+    lists.push_back(rank_list(axis, root_->ranks[static_cast<std::size_t>(origin_ + index)]));
   return lists;
 }
 
@@ -375,9 +376,9 @@ bool operator==(const DeviceMesh& a, const DeviceMesh& b) {
 }
 
 DeviceMesh init_device_mesh(const std::string& device_type, const std::vector<std::int64_t>& shape,
-                            const std::vector<std::string>& names, Rank rank, int world_size) {
-  if (rank.value() < 0 || rank.value() >= world_size)
-    throw ValueError(describe("own rank of a mesh", fmt::format("{}", rank.value()),
+                            const std::vector<std::string>& names, int rank, int world_size) {
+  if (rank < 0 || rank >= world_size)
+    throw ValueError(describe("own rank of a mesh", fmt::format("{}", rank),
                               fmt::format("0 to {}", world_size - 1)));
   const std::int64_t size = MeshLayout(shape).size();
   if (size > world_size)

@@ -5,6 +5,7 @@
 #include <array>
 #include <charconv>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/hash.h"
 

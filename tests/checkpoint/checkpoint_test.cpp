@@ -58,7 +58,7 @@ std::vector<TensorPart> spread(const std::vector<Named>& tensors, const comm::Me
 
 void on_mesh(const Numbers& shape, const std::function<void(comm::World&, const comm::MeshGroups&)>& body) {
   const int size = test::ranks_of(shape);
-  comm::run_ranks(size, 120s, [&](comm::World& world) { body(world, {world, init_device_mesh("cpu", shape, {}, Rank{world.rank()}, size)}); });
+  comm::run_ranks(size, 120s, [&](comm::World& world) { body(world, {world, init_device_mesh("cpu", shape, {}, world.rank(), size)}); });
 }
 
 std::vector<Named> zeros_like(const std::vector<Named>& tensors) {

@@ -13,7 +13,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
-#include "penstock/checkpoint/files/mapped_file.h"
+#include "penstock/checkpoint/files/safetensors_file.h"
 #include "tests/checkpoint/file_ranks.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -146,8 +146,8 @@ TEST(Safetensors, BadNamesAreNotWritten) {
 }
 
 TEST(Safetensors, AFileThatCannotBeReadIsNamed) {
-  EXPECT_TRUE(has_text(message_of<CheckpointError>([] { MappedFile("/nowhere/x"); }), "cannot read /nowhere/x: No such file"));
-  EXPECT_TRUE(has_text(message_of<CheckpointError>([] { MappedFile("/"); }), "not a regular file"));
+  EXPECT_TRUE(has_text(message_of<CheckpointError>([] { map_checkpoint_file("/nowhere/x"); }), "cannot read /nowhere/x: No such file"));
+  EXPECT_TRUE(has_text(message_of<CheckpointError>([] { map_checkpoint_file("/"); }), "not a plain file"));
 }
 
 // Reads the files of a checkpoint using only the published specification, and with Python's own library if it

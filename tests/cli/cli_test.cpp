@@ -55,7 +55,7 @@ TEST(Cli, LaunchPassesTheExitCodeOn) {
 TEST(Cli, DoctorFindsThisMachineWell) {
   const Ended ended = run_command("'" + environment("PENSTOCK_BIN") + "/penstock' doctor", std::chrono::seconds(110));
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
-  EXPECT_TRUE(has_text(ended.output, "all well"));
+  EXPECT_TRUE(has_text(ended.output, "all checks passed"));
   EXPECT_TRUE(has_text(ended.output, "1 thread ")) << ended.output;
 }
 

@@ -68,7 +68,7 @@ class AllCommands {
   }
 
   CLI::App app_{"penstock"};
-  cli::Outcome outcome_;
+  cli::CommandOutcome outcome_;
   std::vector<Leaf> leaves_;
 };
 

@@ -22,7 +22,7 @@ Ended penstock(const std::string& arguments) {
   CLI::App app{"Penstock"};
   app.name("penstock");
   app.require_subcommand(1);
-  cli::Outcome outcome;
+  cli::CommandOutcome outcome;
   cli::add_data_command(app, outcome);
   Ended ended;
   ::testing::internal::CaptureStdout();
@@ -95,7 +95,7 @@ TEST(DataCli, MakesAndShows) {
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "shard-00000.tokens"));
   EXPECT_TRUE(has_text(ended.output, "ok"));
-  EXPECT_TRUE(has_text(ended.output, "1 in all"));
+  EXPECT_TRUE(has_text(ended.output, "1 in total"));
   ended = penstock(make);
   EXPECT_EQ(ended.exit_code, 2);
   EXPECT_TRUE(has_text(ended.output, "--overwrite"));
@@ -121,7 +121,7 @@ TEST(DataCli, ShowsTokenFiles) {
   Ended ended = penstock("data show " + quoted("gpt2.bin"));
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "50257  ok"));
-  EXPECT_TRUE(has_text(ended.output, "for validation at a fraction of 0.05: 50 tokens, the ends of 1 document\n"));
+  EXPECT_TRUE(has_text(ended.output, "validation at a fraction of 0.05: 50 tokens, the ends of 1 document\n"));
   EXPECT_EQ(penstock("data show " + quoted("gpt*.bin")).exit_code, 0);
   ended = penstock("data show " + quoted("bare.bin"));
   EXPECT_EQ(ended.exit_code, 2);

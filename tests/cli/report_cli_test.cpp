@@ -38,7 +38,7 @@ TEST(ReportCli, SeveralRuns) {
   make_run_folder(folder / "second", {.last_step = 60, .ends = false});
   const Ended ended = penstock("report '" + (folder / "first").string() + "' '" + (folder / "second").string() + "' --out '" + (folder / "both.html").string() + "'");
   EXPECT_EQ(ended.exit_code, 0);
-  EXPECT_TRUE(has_text(ended.output, "second: no end: killed, failed or still running, 60 of 200 steps"));
+  EXPECT_TRUE(has_text(ended.output, "second: unfinished (killed, failed or still running), 60 of 200 steps"));
   EXPECT_TRUE(std::filesystem::exists(folder / "both.html"));
   EXPECT_FALSE(std::filesystem::exists(folder / "first/report.html"));
 }

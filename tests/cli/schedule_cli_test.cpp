@@ -166,7 +166,7 @@ TEST_F(ScheduleCli, FlagsWithoutEffectAreRefused) {
   const auto refuses = [](const std::string& arguments, const std::string& flag) {
     const Ended ended = penstock(arguments);
     EXPECT_EQ(ended.exit_code, 2) << arguments << "\n" << ended.output;
-    EXPECT_THAT(ended.output, HasSubstr(flag + " has no meaning")) << arguments;
+    EXPECT_THAT(ended.output, HasSubstr(flag + " has no effect")) << arguments;
   };
   refuses("simulate " + file + " --ranks 3", "--ranks");
   refuses("simulate " + file + " --microbatches 3", "--microbatches");
@@ -235,7 +235,7 @@ TEST_F(ScheduleCli, CompareIsSortedByTime) {
     }
   }
   const Ended text = penstock("compare --ranks 3 --microbatches 6");
-  EXPECT_THAT(text.output, HasSubstr("not for this shape: DualPipe"));
+  EXPECT_THAT(text.output, HasSubstr("not available for this shape: DualPipe"));
 }
 
 TEST_F(ScheduleCli, DrawsToFiles) {

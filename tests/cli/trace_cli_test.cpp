@@ -37,7 +37,7 @@ TEST_F(TraceCli, ShowsMeasuredBesideSimulated) {
   EXPECT_TRUE(has_text(ended.output, "efficiency 100.0 %"));
   EXPECT_TRUE(has_text(ended.output, "    1           B      4      2.500      2.500      2.500      2.500      2.500\n"));
   EXPECT_TRUE(has_text(ended.output, "transfer: 0.100 ms"));
-  EXPECT_TRUE(has_text(ended.output, "began latest behind the simulation:"));
+  EXPECT_TRUE(has_text(ended.output, "greatest delays relative to the simulation:"));
 }
 
 TEST_F(TraceCli, CsvHasALinePerAction) {

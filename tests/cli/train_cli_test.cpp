@@ -117,9 +117,9 @@ TEST_F(TrainCli, WhatHasNoMeaningHereIsRefused) {
     EXPECT_EQ(ended.exit_code, 2) << arguments << "\n" << ended.output;
     EXPECT_TRUE(has_text(ended.output, words)) << arguments;
   };
-  refuses("parity " + config() + " --resume never", "checkpoint.resume has no meaning for penstock parity");
-  refuses("inspect memory " + config() + " --predict-only --steps 2", "--steps has no meaning");
-  refuses("inspect graph " + config() + " --precision bf16", "training.precision has no meaning for penstock inspect graph");
+  refuses("parity " + config() + " --resume never", "checkpoint.resume has no effect in penstock parity");
+  refuses("inspect memory " + config() + " --predict-only --steps 2", "--steps has no effect");
+  refuses("inspect graph " + config() + " --precision bf16", "training.precision has no effect in penstock inspect graph");
   refuses("train " + config() + " --dryrun", "did you mean --dry-run?");
   refuses("train " + config() + " --learning_rate 3", "did you mean training.lr?");
 }
@@ -148,7 +148,7 @@ TEST_F(TrainCli, NcclIsRefusedOnTheCpu) {
   for (const char* what : {" --run_folder nccl", " --dry-run"}) {
     const Ended ended = run_command("cd '" + folder_.string() + "' && CUDA_VISIBLE_DEVICES= '" + environment("PENSTOCK_BIN") + "/penstock' train train.toml --pp 2 --device auto --transport nccl" + what);
     EXPECT_EQ(ended.exit_code, 2) << ended.output;
-    EXPECT_TRUE(has_text(ended.output, "layout.transport: got nccl, which carries tensors of GPUs only"));
+    EXPECT_TRUE(has_text(ended.output, "layout.transport: got nccl, which supports CUDA tensors only"));
     EXPECT_EQ(times(ended.output, "penstock: "), 1u) << ended.output;
   }
   EXPECT_FALSE(fs::exists(folder_ / "nccl"));
@@ -160,14 +160,14 @@ TEST_F(TrainCli, GenerateDoesWhatItIsAskedOrSaysWhyNot) {
   ASSERT_EQ(trained.exit_code, 0) << trained.output;
   const Ended empty = penstock("generate '" + run + "' --prompt ''");
   EXPECT_EQ(empty.exit_code, 2) << empty.output;
-  EXPECT_TRUE(has_text(empty.output, "--prompt: got an empty text"));
+  EXPECT_TRUE(has_text(empty.output, "--prompt: got an empty prompt"));
   // The context is 16: the text goes on beyond it.
   const Ended longer = penstock("generate '" + run + "' --prompt 'int ' --tokens 60 --temperature 0 --device cpu");
   EXPECT_EQ(longer.exit_code, 0) << longer.output;
   EXPECT_GE(longer.output.size(), 4u + 60u) << longer.output;
   const Ended prompt = penstock("generate '" + run + "' --prompt '0123456789012345678901234567890' --tokens 2 --temperature 0 --device cpu");
   EXPECT_EQ(prompt.exit_code, 0) << prompt.output;
-  EXPECT_TRUE(has_text(prompt.output, "the model sees the last 16, its context"));
+  EXPECT_TRUE(has_text(prompt.output, "the model uses only the last 16, its context"));
 
   // A checkpoint of a newer format.
   const fs::path index = fs::path(run) / "checkpoints" / "step-00000002" / "index.json";
@@ -241,10 +241,10 @@ TEST_F(TrainCli, TokenFilesMakeNoText) {
   EXPECT_TRUE(has_text(penstock("train " + there + " --dry-run").output, "data.format = \"uint16\""));
   const Ended ended = penstock("train " + there + " --data.format uint16 --pp 1 --steps 3 --run_folder '" + run + "'");
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
-  EXPECT_FALSE(has_text(ended.output, "A sample of the model"));
+  EXPECT_FALSE(has_text(ended.output, "Sample from the model"));
   const Ended text = penstock("generate '" + run + "'");
   EXPECT_EQ(text.exit_code, 2);
-  EXPECT_TRUE(has_text(text.output, "its tokenizer is not known"));
+  EXPECT_TRUE(has_text(text.output, "does not know the tokenizer"));
 }
 
 }  // namespace train_cli_test

@@ -16,7 +16,7 @@ int main(int argc, char** argv) {
   // A test run may itself be in the background of a shell that ignores these signals; the tests send them.
   for (const int signal : {SIGINT, SIGTERM, SIGHUP}) ::signal(signal, SIG_DFL);
   CLI::App app("test driver of the launcher");
-  penstock::cli::Outcome outcome;
+  penstock::cli::CommandOutcome outcome;
   penstock::cli::add_launch_command(app, outcome);
   // A rank that another launcher started with three more on this host: prints its environment after its
   // restart.

@@ -84,10 +84,10 @@ TEST_F(Runs, ARefusedStartChangesNothing) {
   ASSERT_EQ(train("run", 4).exit_code, 0);
   const std::string resume = "resume '" + path("run") + "' ";
   expect_refused("run", "train " + flags("run", 8) + " --layers 6", {});  // twice the same key
-  expect_refused("run", "train --run_folder '" + path("run") + "' --width 64 --feed_width 128", {"model.width = 64 (--width), but the run has 32", "model.feed_width = 128", "--run_folder"});
-  expect_refused("run", resume + "--context 64", {"model.context = 64 (--context), but the run has 32"});
-  expect_refused("run", resume + "--data '" + path("other") + "'", {"data.sources = [\"" + path("other") + "\"] (--data), but the run has [\"" + path("text") + "\"]", "--resume"});
-  expect_refused("run", resume + "--seed 7", {"training.seed = 7 (--seed), but the run has 1"});
+  expect_refused("run", "train --run_folder '" + path("run") + "' --width 64 --feed_width 128", {"model.width = 64 (--width), but the run was started with 32", "model.feed_width = 128", "--run_folder"});
+  expect_refused("run", resume + "--context 64", {"model.context = 64 (--context), but the run was started with 32"});
+  expect_refused("run", resume + "--data '" + path("other") + "'", {"data.sources = [\"" + path("other") + "\"] (--data), but the run was started with [\"" + path("text") + "\"]", "--resume"});
+  expect_refused("run", resume + "--seed 7", {"training.seed = 7 (--seed), but the run was started with 1"});
   expect_refused("run", resume + "--optimizer sgd", {"training.optimizer"});
   expect_refused("run", resume + "--resume never", {"checkpoint.resume", "the newest of step 4"});
   expect_refused("run", resume + "--resume '" + path("run/checkpoints/step-00000002") + "'", {"checkpoint.resume", "another --run_folder"});
@@ -120,7 +120,7 @@ TEST_F(Runs, OneProcessTrainsInAFolder) {
                                              penstock(), path("run"), path("first.log")),
                                  100s);
   EXPECT_EQ(both.exit_code, 2) << both.output;
-  EXPECT_TRUE(has_text(both.output, "another process trains there"));
+  EXPECT_TRUE(has_text(both.output, "another process is training in it"));
   EXPECT_TRUE(has_text(both.output, "the same"));
   EXPECT_TRUE(has_text(both.output, "first ended with 0"));
   // The lock of a killed process does not count.
@@ -165,7 +165,7 @@ TEST_F(Runs, ResumingAFolderWithoutARunIsAnError) {
   const Ended none = run("resume '" + path("text") + "'");
   EXPECT_EQ(none.exit_code, 2);
   EXPECT_TRUE(has_text(none.output, "the folder of a run, with its config.toml"));
-  EXPECT_TRUE(has_text(run("resume /nowhere/step-00000004").output, "run folder above the checkpoint"));
+  EXPECT_TRUE(has_text(run("resume /nowhere/step-00000004").output, "run folder that contains the checkpoint"));
   EXPECT_TRUE(has_text(run("resume --help").output, "penstock resume runs/tiny-20270131-093005 --steps 500"));
 }
 
@@ -230,7 +230,7 @@ TEST_F(Runs, ACheckpointThatCannotBeWrittenIsReportedAndRetried) {
   EXPECT_TRUE(has_text(ended.output, "File too large"));
   EXPECT_TRUE(has_text(ended.output, "training continues"));
   EXPECT_FALSE(has_text(ended.output, "step 6: checkpoint saved"));
-  EXPECT_TRUE(has_text(ended.output, "ended without its last checkpoint after step 8 of 8"));
+  EXPECT_TRUE(has_text(ended.output, "ended without saving the last checkpoint after step 8 of 8"));
   EXPECT_EQ(difference(before, state_of(folder / "run/checkpoints", false)), "") << "failed checkpoints are removed, older ones are intact";
   EXPECT_EQ(steps_of("run", "checkpoint"), (std::vector<int>{2, 4}));
   EXPECT_EQ(steps_of("run", "checkpoint_failed"), (std::vector<int>{6, 8, 8, 8}));

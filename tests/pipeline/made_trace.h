@@ -1,4 +1,4 @@
-// A trace of a step that went exactly as the simulator has it: stages of different costs, transfers of 0.1 ms.
+// A trace of a step that ran exactly as simulated: stages of different costs, transfers of 0.1 ms.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ inline pipeline::StepTrace made_trace(const std::string& kind, int ranks, int mi
   const auto ns = [](double ms) { return static_cast<std::int64_t>(std::llround(ms * 1e6)); };
   pipeline::StepTrace trace{.step = 3, .schedule = lowered};
   for (int rank = 0; rank < ranks; ++rank) {
-    const pipeline::Program program = pipeline::compile(lowered, rank);
+    const pipeline::Program program = pipeline::compile_program(lowered, rank);
     const schedule::Row& row = lowered.row(rank);
     const auto start_of = [&](const schedule::Action& action) {
       for (std::size_t slot = 0; slot < row.size(); ++slot)
@@ -41,7 +41,8 @@ inline pipeline::StepTrace made_trace(const std::string& kind, int ranks, int mi
           if (each == action) return simulation.slots[static_cast<std::size_t>(rank)][slot];
       return plan::TimedSlot{};
     };
-    // Awaits fill the time until the action that needs them; everything that only starts something takes no time.
+    // Awaits fill the time until the action that needs them; instructions that only start something take no
+    // time.
     std::vector<pipeline::TimedInstruction> times;
     std::int64_t now = 0;
     for (std::size_t i = 0; i < program.instructions.size(); ++i) {

@@ -1,4 +1,4 @@
-// Steps in a world of threads: their traces, and what is told about one that stalls or fails.
+// Steps in a world of threads: their traces, and the reports about stalled or failed steps.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -31,7 +31,7 @@ using test::has_text;
 
 constexpr std::int64_t kWidth = 4;
 
-// A layer whose forward of one microbatch does something unexpected, in training alone.
+// A layer whose forward of one microbatch does something unexpected, only in training.
 StageModule layer(int microbatch, std::function<void()> surprise) {
   torch::nn::Linear linear(kWidth, kWidth);
   return StageModule(
@@ -124,7 +124,7 @@ TEST(PipelineTrace, HasEveryActionOfEveryRankOnOneClock) {
   }
 }
 
-TEST(PipelineTrace, OfEvaluationHasForwardsAlone) {
+TEST(PipelineTrace, OfEvaluationHasOnlyForwards) {
   const std::string path = (std::filesystem::temp_directory_path() / ("penstock-trace-" + std::to_string(::getpid()) + ".json")).string();
   comm::run_ranks(2, 60s, [&](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, {});
@@ -143,7 +143,7 @@ TEST(PipelineTrace, OfEvaluationHasForwardsAlone) {
   std::filesystem::remove(path);
 }
 
-// A unit's forward and backward run block by block in turns, and the trace of every rank says so.
+// A unit's forward and backward run block by block in turns, and the trace of every rank shows it.
 TEST(PipelineTrace, OverlappedUnitsTakeTurns) {
   comm::run_ranks(2, 60s, [&](comm::World& world) {
     std::vector<PipelineStage> stages;
@@ -208,12 +208,13 @@ std::map<int, std::string> errors_of(int ranks, std::chrono::milliseconds timeou
       }
     });
   } catch (const std::exception&) {
-    // Every rank's own is looked at.
+    // The error of every rank is checked.
   }
   return errors;
 }
 
-// A module that does not come back: the waiting ranks say where, for whom and since when, and who holds them up.
+// A module that does not return: the waiting ranks report where they wait, for which rank and how long, and
+// which rank holds them up.
 TEST(PipelineStall, AModuleThatHangsIsNamedOnTheWaitingRanks) {
   const std::string folder = (std::filesystem::temp_directory_path() / ("penstock-stall-" + std::to_string(::getpid()))).string();
   ::setenv("PENSTOCK_STALL_DIR", folder.c_str(), 1);
@@ -241,7 +242,7 @@ TEST(PipelineStall, AModuleThatHangsIsNamedOnTheWaitingRanks) {
   remove_tree(folder);
 }
 
-// A rank that stays away from a step is found in it, too.
+// A rank that does not enter a step is found, too.
 TEST(PipelineStall, ARankThatDoesNotComeToAStep) {
   std::string text;
   try {
@@ -257,14 +258,14 @@ TEST(PipelineStall, ARankThatDoesNotComeToAStep) {
       }
     });
   } catch (const std::exception&) {
-    // Rank 0's is looked at.
+    // The error of rank 0 is checked.
   }
   EXPECT_TRUE(has_text(text, "rank 0  step 2"));
   EXPECT_TRUE(has_text(text, "agrees with all ranks on the step"));
   EXPECT_TRUE(has_text(text, "rank 1 is not in the step that the others are in and holds up rank 0: after step 1"));
 }
 
-// A failure of one rank: the others quote it and say where they were; nobody is kept waiting.
+// A failure of one rank: the others quote it and report where they were; no rank is kept waiting.
 TEST(PipelineStall, AFailureIsQuotedAndDoesNotTakeLong) {
   const auto begin = std::chrono::steady_clock::now();
   const auto errors = errors_of(3, 60s, {.surprised_stage = 1, .surprised_microbatch = 1, .surprise = [] { throw std::runtime_error("no more memory"); }});
@@ -278,7 +279,8 @@ TEST(PipelineStall, AFailureIsQuotedAndDoesNotTakeLong) {
   }
 }
 
-// Steps that go well leave no trace of the watch: no error, no wait, any number of pipelines one after the other.
+// After successful steps the watch leaves no trace: no error, no wait, any number of pipelines one after the
+// other.
 TEST(PipelineStall, PipelinesComeAndGo) {
   const auto begin = std::chrono::steady_clock::now();
   comm::run_ranks(2, 60s, [&](comm::World& world) {

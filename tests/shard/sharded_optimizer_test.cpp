@@ -26,7 +26,7 @@ using namespace penstock::test;
 
 constexpr double kLimit = 0.2;  // small enough that every step is clipped
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
 
 std::vector<optim::NamedParameter> named(const Model& model) {
   std::vector<optim::NamedParameter> result;

@@ -97,7 +97,7 @@ void check(Kind kind, int ranks, int cases) {
   comm::run_ranks(ranks, 120s, [&](comm::World& world) {
     const std::vector<std::int64_t> shape = kind == Kind::Hybrid ? std::vector<std::int64_t>{2, ranks / 2} : std::vector<std::int64_t>{ranks};
     const std::vector<std::string> names = kind == Kind::Hybrid ? std::vector<std::string>{"replicas", "shards"} : std::vector<std::string>{"dp"};
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, ranks));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", shape, names, world.rank(), ranks));
     for (int c = 0; c < cases; ++c) {
       RandomModel model(static_cast<std::uint64_t>(1000 * ranks + c), ranks);
       const auto state = kind == Kind::Replicate ? replicate(model, mesh) : fully_shard(model, mesh);

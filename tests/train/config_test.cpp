@@ -139,7 +139,7 @@ TEST(Config, BadArguments) {
       {{"--width", "0"}, {"got 0", "from 1 to 1048576"}},
       {{"--width", "-4"}, {"got -4"}},
       {{"--width", "99999999999999999999999"}, {"model.width"}},
-      {{"--width", "192", "--model.width", "192"}, {"a second time"}},
+      {{"--width", "192", "--model.width", "192"}, {"given twice"}},
       {{"width", "3"}, {"\"width\"", "--key value"}},
       {{"--width", "192", "5"}, {"\"5\""}},
       {{"--"}, {"--key value"}},
@@ -165,10 +165,10 @@ TEST(Config, WhatDoesNotFitTogetherSaysWhatToChange) {
       {{"--ranks", "3"}, {"layout.ranks = 3 (--ranks)", "2 * 1 * 1 = 2", "set layout.ranks to 2"}},
       {{"--ranks", "8"}, {"set layout.dp to 4"}},
       {{"--width", "200"}, {"model.width = 200 (--width) is not a multiple of model.heads = 6 (default)", "set model.width to 204"}},
-      {{"--width", "6"}, {"even number", "set model.width to 12"}},
+      {{"--width", "6"}, {"even width", "set model.width to 12"}},
       {{"--key_value_heads", "4"}, {"model.heads = 6", "model.key_value_heads = 4"}},
       {{"--tp", "4"}, {"model.heads = 6", "layout.tp = 4"}},
-      {{"--pp", "8"}, {"8 stages of the model", "model.layers = 4"}},
+      {{"--pp", "8"}, {"8 model stages", "model.layers = 4"}},
       {{"--pp", "70000"}, {"from 1 to 65536"}},
       {{"--pp", "60000", "--dp", "60000"}, {"at most 65536"}},
       {{"--schedule", "1F2B"}, {"layout.schedule", "1F1B"}},
@@ -185,13 +185,13 @@ TEST(Config, WhatDoesNotFitTogetherSaysWhatToChange) {
       {{"--transport", "nccl", "--device", "cpu"}, {"layout.transport", "auto"}},
       {{"--data", "src", "--shards", "data"}, {"one of the two"}},
       {{"--validation_fraction", "0"}, {"validate_every to 0"}},
-      {{"--pattern", "AAMA"}, {"not built yet"}},
+      {{"--pattern", "AAMA"}, {"not implemented yet"}},
       {{"--pattern", "AAXA"}, {"'X'"}},
       {{"--pattern", "|AA"}, {"a stage without blocks"}},
       {{"--pattern", "AA|"}, {"a stage without blocks"}},
       {{"--pattern", "A|A|A"}, {"has 3 stages", "make 2"}},
       {{"--pattern", "AA|A", "--layers", "4"}, {"has 3 blocks"}},
-      {{"--preset", "small", "--context", "64", "--ranks", "7", "--global_batch", "3"}, {"2 things do not fit", "layout.ranks", "training.global_batch"}},
+      {{"--preset", "small", "--context", "64", "--ranks", "7", "--global_batch", "3"}, {"2 problems in the configuration", "layout.ranks", "training.global_batch"}},
   };
   for (const Bad& item : cases) {
     const std::string message = message_of<ConfigError>([&] { (void)with(item.arguments); });
@@ -257,7 +257,7 @@ TEST(Fields, NamesOfOtherTrainersLeadToOurs) {
   EXPECT_TRUE(has_text(message("--learning_rate"), "did you mean training.lr?"));
   EXPECT_TRUE(has_text(message("--learning-rate"), "did you mean training.lr?"));
   EXPECT_TRUE(has_text(message("--training.learning_rate"), "did you mean training.lr?"));
-  EXPECT_TRUE(has_text(message("--batch_size"), "did you mean training.global_batch (samples of a step) or layout.microbatch_size (samples of a microbatch)?"));
+  EXPECT_TRUE(has_text(message("--batch_size"), "did you mean training.global_batch (samples per step) or layout.microbatch_size (samples per microbatch)?"));
   EXPECT_TRUE(has_text(message("--block_size"), "did you mean model.context?"));
   EXPECT_TRUE(has_text(message("--n_layer"), "did you mean model.layers?"));
   EXPECT_TRUE(has_text(message("--max_iters"), "did you mean training.steps?"));
@@ -368,8 +368,8 @@ TEST(ConfigFile, BadFiles) {
       {"[modle]\nwidth = 3\n", {"train.toml:1", "unknown section", "[model]"}},
       {"[zzzzzzzzzzzzzz]\n", {"unknown section"}},
       {"[layout]\nlr = 3\n", {"train.toml:2", "did you mean training.lr?"}},
-      {"width = 3\n", {"train.toml:1", "outside of a section", "below [model]"}},
-      {"[model]\nwidth = \"3\"\n", {"train.toml:2: model.width", "the text \"3\"", "a whole number"}},
+      {"width = 3\n", {"train.toml:1", "outside any section", "under [model]"}},
+      {"[model]\nwidth = \"3\"\n", {"train.toml:2: model.width", "the string \"3\"", "a whole number"}},
       {"[model]\nwidth = 3.0\n", {"a whole number"}},
       {"[model]\nwidth = true\n", {"got true"}},
       {"[model]\nwidth = 0\n", {"train.toml:2: model.width: got 0"}},

@@ -18,8 +18,8 @@
 #endif
 
 #include "penstock/errors.h"
+#include "penstock/base/checksum.h"
 #include "penstock/train/data/byte_tokenizer.h"
-#include "penstock/train/data/checksum.h"
 #include "penstock/train/data/make_shards.h"
 #include "penstock/train/data/source_files.h"
 #include "penstock/train/data/token_dataset.h"
@@ -230,7 +230,7 @@ TEST(TokenDataset, JoinsShardsAndSplitsByKey) {
   const ScratchFolder folder;
   write_shard(folder / "b.tokens", {{5}, {6, 7}}, {.vocabulary = 257, .end_of_document = 256});
   write_shard(folder / "a.tokens", {{1, 2}, {3}}, {.vocabulary = 257, .end_of_document = 256});
-  const auto dataset = TokenDataset::open(folder.path(), Split::All, 0);
+  const auto dataset = TokenDataset::open(folder.path(), DataSplit::All, 0);
   EXPECT_EQ(dataset->documents(), 4U);
   std::vector<std::int64_t> tokens(10);
   std::vector<std::int64_t> documents(10);
@@ -243,29 +243,29 @@ TEST(TokenDataset, JoinsShardsAndSplitsByKey) {
   EXPECT_EQ(documents[1], 2);
   EXPECT_THROW(dataset->read(9, std::span(tokens).first(2), std::span(documents).first(2)), ValueError);
   // Keys as small as these are the lowest of all: by them everything would be for validation. So documents are cut.
-  const auto training = TokenDataset::open(folder.path(), Split::Training, 0.3);
-  const auto validation = TokenDataset::open(folder.path(), Split::Validation, 0.3);
+  const auto training = TokenDataset::open(folder.path(), DataSplit::Training, 0.3);
+  const auto validation = TokenDataset::open(folder.path(), DataSplit::Validation, 0.3);
   EXPECT_EQ(training->tokens(), 7U);
   EXPECT_EQ(validation->tokens(), 3U);
   EXPECT_EQ(validation->tokens_of_all_splits(), 10U);
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), Split::Training, 1); }), "lower data.validation_fraction"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), Split::Validation, 0.01); }), "raise data.validation_fraction"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), Split::Validation, 0); }), "raise data.validation_fraction"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::Training, 1); }), "lower data.validation_fraction"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::Validation, 0.01); }), "raise data.validation_fraction"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::Validation, 0); }), "raise data.validation_fraction"));
   EXPECT_NE(dataset->fingerprint(), validation->fingerprint());
-  EXPECT_NE(TokenDataset::open(folder.path(), Split::Validation, 0.4)->fingerprint(), validation->fingerprint());
-  EXPECT_EQ(dataset->fingerprint(), TokenDataset::open(folder.path(), Split::All, 0)->fingerprint());
+  EXPECT_NE(TokenDataset::open(folder.path(), DataSplit::Validation, 0.4)->fingerprint(), validation->fingerprint());
+  EXPECT_EQ(dataset->fingerprint(), TokenDataset::open(folder.path(), DataSplit::All, 0)->fingerprint());
 }
 
 TEST(TokenDataset, FoldersThatAreNone) {
   const ScratchFolder folder;
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), Split::All, 0); }), "penstock data make"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder / "no", Split::All, 0); }), "No such file"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::All, 0); }), "penstock data make"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder / "no", DataSplit::All, 0); }), "No such file"));
   write_shard(folder / "a.tokens", {{1}}, {.vocabulary = 257, .end_of_document = 256});
   write_shard(folder / "b.tokens", {{1}}, {.vocabulary = 300, .end_of_document = 256});
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), Split::All, 0); }), "b.tokens: vocabulary"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::All, 0); }), "b.tokens: vocabulary"));
 }
 
-TEST(Split, IsMonotoneInTheFraction) {
+TEST(DataSplit, IsMonotoneInTheFraction) {
   for (const std::uint64_t key : {0ULL, 1ULL << 40, 1ULL << 63, ~0ULL}) {
     EXPECT_FALSE(is_validation(key, 0));
     EXPECT_TRUE(is_validation(key, 1));
@@ -409,7 +409,7 @@ TEST(MakeShards, FilesBecomeDocuments) {
   EXPECT_EQ(made.shards, 2U);
   EXPECT_EQ(made.documents, 3U);
   EXPECT_EQ(made.tokens, 6U + 7 + 1 + 3);
-  const auto dataset = TokenDataset::open(folder / "out", Split::All, 0);
+  const auto dataset = TokenDataset::open(folder / "out", DataSplit::All, 0);
   std::vector<std::int64_t> tokens(dataset->tokens());
   std::vector<std::int64_t> documents(dataset->tokens());
   dataset->read(0, tokens, documents);
@@ -444,7 +444,7 @@ TEST(MakeShards, ALargeFileGoesThroughInPieces) {
   ASSERT_EQ(bytes.size(), 2U);  // inside the file, too
   EXPECT_LT(bytes[0], bytes[1]);
   EXPECT_EQ(bytes[1], text.size());
-  const auto dataset = TokenDataset::open(folder / "out", Split::All, 0);
+  const auto dataset = TokenDataset::open(folder / "out", DataSplit::All, 0);
   std::vector<std::int64_t> tokens(dataset->tokens()), documents(dataset->tokens());
   dataset->read(0, tokens, documents);
   EXPECT_TRUE(byte_tokenizer::decode(tokens) == text);
@@ -496,9 +496,9 @@ TEST(MakeShards, TheSplitIsByFileAndDoesNotDependOnOthers) {
   MakeShardsOptions options;
   options.sources.paths = {folder / "src"};
   make_shards(folder / "all", options);
-  const auto all = TokenDataset::open(folder / "all", Split::All, 0.2);
-  const auto training = TokenDataset::open(folder / "all", Split::Training, 0.2);
-  const auto validation = TokenDataset::open(folder / "all", Split::Validation, 0.2);
+  const auto all = TokenDataset::open(folder / "all", DataSplit::All, 0.2);
+  const auto training = TokenDataset::open(folder / "all", DataSplit::Training, 0.2);
+  const auto validation = TokenDataset::open(folder / "all", DataSplit::Validation, 0.2);
   EXPECT_EQ(training->documents() + validation->documents(), 200U);
   EXPECT_EQ(training->tokens() + validation->tokens(), all->tokens());
   EXPECT_GT(validation->documents(), 20U);
@@ -520,8 +520,8 @@ TEST(MakeShards, TheSplitIsByFileAndDoesNotDependOnOthers) {
   const auto before = texts(*validation);
   for (int i = 0; i < 200; i += 2) fs::remove(folder / ("src/f" + std::to_string(i) + ".h"));
   make_shards(folder / "half", options);
-  for (const std::string& text : texts(*TokenDataset::open(folder / "half", Split::Validation, 0.2))) EXPECT_TRUE(before.contains(text));
-  for (const std::string& text : texts(*TokenDataset::open(folder / "half", Split::Training, 0.2))) EXPECT_FALSE(before.contains(text));
+  for (const std::string& text : texts(*TokenDataset::open(folder / "half", DataSplit::Validation, 0.2))) EXPECT_TRUE(before.contains(text));
+  for (const std::string& text : texts(*TokenDataset::open(folder / "half", DataSplit::Training, 0.2))) EXPECT_FALSE(before.contains(text));
 }
 
 #ifdef PENSTOCK_HAVE_RAPIDCHECK

@@ -55,7 +55,7 @@ TEST(DryRun, OnePipeline) {
   EXPECT_TRUE(has_text(text, "schedule: 1F1B, 2 stages, 4 microbatches of 2 rows; bubble "));
   EXPECT_TRUE(has_text(text, "0F0"));
   EXPECT_TRUE(has_text(text, "predicted: "));
-  EXPECT_TRUE(has_text(text, "a step of 128 tokens"));
+  EXPECT_TRUE(has_text(text, "per step of 128 tokens"));
   EXPECT_TRUE(has_text(text, "for 20 steps"));
 
   // 1F1B: the first rank holds two microbatches, the last one.
@@ -77,8 +77,8 @@ TEST(DryRun, ReplicasTensorParallelRanksAndVirtualStages) {
   const std::string text = to_text(run);
   EXPECT_TRUE(has_text(text, "mesh: 8 ranks = pp 2 x dp 2 x tp 2"));
   EXPECT_TRUE(has_text(text, "rank 5: pp 1, dp 0, tp 1; stages 1, 2\n"));
-  EXPECT_TRUE(has_text(text, "2 runs a step"));
-  EXPECT_TRUE(has_text(text, "each of 2 tensor-parallel ranks does its share"));
+  EXPECT_TRUE(has_text(text, "2 runs per step"));
+  EXPECT_TRUE(has_text(text, "each of 2 tensor-parallel ranks does an equal share"));
   EXPECT_EQ(run.memory[0].optimizer, 0);
   EXPECT_EQ(run.memory[0].gradients, 2 * run.memory[0].parameters);
   EXPECT_DOUBLE_EQ(run.step_seconds, 2 * run.simulation.time);
@@ -135,7 +135,7 @@ TEST(DryRun, TellsWhatItDoes) {
     if (told.empty() || told.back() != what) told.push_back(what);
   });
   const std::string all = fmt::format("{}", fmt::join(told, "; "));
-  for (const char* what : {"making the schedule", "opening the data", "reading the training tokens", "measuring", "simulating", "planning memory"}) EXPECT_TRUE(has_text(all, what));
+  for (const char* what : {"generating the schedule", "opening the data", "reading the training tokens", "measuring", "simulating", "planning memory"}) EXPECT_TRUE(has_text(all, what));
 }
 
 std::string refusal(const TrainConfig& config) {
@@ -158,7 +158,7 @@ TEST(DryRun, TooLittleText) {
   };
   EXPECT_TRUE(has_text(refusal(config("short")), "got 6, expected more than the context of 16"));
   EXPECT_TRUE(has_text(refusal(config(std::string(200, 'a'))), "raise data.validation_fraction to 0.085"));
-  EXPECT_TRUE(has_text(dry_run(config(std::string(200, 'a'), {"--validation_fraction", "0.085"})).data, "184 to train on and 17 for validation, cut inside documents, 11 samples an epoch"));
+  EXPECT_TRUE(has_text(dry_run(config(std::string(200, 'a'), {"--validation_fraction", "0.085"})).data, "184 for training and 17 for validation, cut inside documents, 11 samples per epoch"));
   std::string binary(300, 'a');
   binary[250] = '\0';
   EXPECT_TRUE(has_text(refusal(config(binary)), "zero byte at 250"));

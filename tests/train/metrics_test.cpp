@@ -218,11 +218,11 @@ TEST(Metrics, OtherDamageIsNamedByItsLine) {
   EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"step\",\"step\":1}\n"), "bad.jsonl:2: got no key \"time\""));
   EXPECT_TRUE(has_text(error_of(start + "\n"), "bad.jsonl:2"));
   EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"end\",\"step\":1,\"time\":1,\"end\":\"lost\"}\n"), "expected finished, stopped, time limit or not saved"));
-  EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"trace\",\"step\":-1,\"time\":1,\"path\":\"a\"}\n"), "\"step\": -1, expected a whole number from 0 on"));
+  EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"trace\",\"step\":-1,\"time\":1,\"path\":\"a\"}\n"), "\"step\": -1, expected a whole number of at least 0"));
   EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"trace\",\"step\":18446744073709551615,\"time\":1,\"path\":\"a\"}\n"), "expected a whole number"));
   EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"validation\",\"step\":1,\"time\":\"now\"}\n"), "\"time\": \"now\", expected a number"));
-  EXPECT_TRUE(has_text(error_of(step), "no start line"));
-  EXPECT_TRUE(has_text(error_of(""), "no line of a run"));
+  EXPECT_TRUE(has_text(error_of(step), "no start record"));
+  EXPECT_TRUE(has_text(error_of(""), "no records"));
   EXPECT_TRUE(has_text(error_of(start + std::string(100, '\0') + "\n"), "bad.jsonl:2"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] { read_metrics(folder / "absent.jsonl"); }), "absent.jsonl, expected a file that can be read"));
   // A type of a later version is no damage.

@@ -83,7 +83,7 @@ TEST(NotFinite, ABadParameterIsNamed) {
       change_parameter(job, "blocks.3.feed.up.weight", [](at::Tensor& values) { values.fill_(kNan); });
     });
     EXPECT_TRUE(has_text(said, "step 2: loss nan"));
-    EXPECT_TRUE(has_text(said, "parameter blocks.2.feed.up.weight has 1 values of 512"));
+    EXPECT_TRUE(has_text(said, "parameter blocks.2.feed.up.weight has 1 of 512 values"));
     EXPECT_TRUE(has_text(said, "stage " + std::to_string(stage_of_block(layout, 2))));
     EXPECT_TRUE(has_text(said, "resume"));
   }
@@ -125,7 +125,7 @@ TEST(NotFinite, AnOverflowThatDependsOnTheDataIsNamedByOperatorAndMicrobatch) {
     });
     EXPECT_TRUE(has_text(said, "microbatch " + std::to_string(microbatch) + " of 4"));
     EXPECT_TRUE(has_text(said, "aten::mul"));
-    EXPECT_TRUE(has_text(said, "in stage " + std::to_string(stage_of_block(layout, 1)) + ", block 1, behind blocks.1.feed."));
+    EXPECT_TRUE(has_text(said, "in stage " + std::to_string(stage_of_block(layout, 1)) + ", block 1, after blocks.1.feed."));
   }
 }
 
@@ -139,7 +139,7 @@ TEST(NotFinite, AGradientAloneIsNamed) {
       });
     });
     EXPECT_TRUE(has_text(said, "gradient norm"));
-    EXPECT_TRUE(has_text(said, "the gradient of blocks.1.attention.key.weight has 256 values of 256"));
+    EXPECT_TRUE(has_text(said, "the gradient of blocks.1.attention.key.weight has 256 of 256 values"));
   }
 }
 
@@ -149,7 +149,7 @@ TEST(NotFinite, TensorParallelRanksAgree) {
     for (const char* name : {"blocks.1.feed.gate.weight", "blocks.1.feed.up.weight"}) change_parameter(job, name, [](at::Tensor& values) { values.mul_(1e25); });
   });
   EXPECT_TRUE(has_text(forward, "microbatch 0 of 4: aten::mul"));
-  EXPECT_TRUE(has_text(forward, "in stage 0, block 1, behind blocks.1.feed."));
+  EXPECT_TRUE(has_text(forward, "in stage 0, block 1, after blocks.1.feed."));
   const std::string backward = failure(config, [](TrainingJob& job) {
     job.set_gradient_hook([](const std::vector<optim::NamedParameter>& parameters) {
       for (const optim::NamedParameter& parameter : parameters)

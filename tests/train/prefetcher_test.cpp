@@ -111,7 +111,7 @@ TEST(Prefetcher, ARankGetsItsShareAndARunContinuesUnderAnotherLayout) {
     writer.add_document(document, 1);
     writer.finish();
   }
-  const auto dataset = TokenDataset::open(folder.path(), Split::All, 0);
+  const auto dataset = TokenDataset::open(folder.path(), DataSplit::All, 0);
   const auto sampler = std::make_shared<const Sampler>(dataset, SamplerOptions{.context = 9, .seed = 4});
   Batch whole;
   sampler->fill(0, 40, whole);

@@ -117,8 +117,8 @@ TEST(Progress, LinesWithoutATerminal) {
             "step   1/200  loss 5.4798  15.7 ktok/s  0:50 left  MFU 39.3 %  300.0 MiB\n");
   EXPECT_EQ(shown.count("\r"), 0u);
   EXPECT_EQ(shown.count("\x1b"), 0u);
-  EXPECT_TRUE(has_text(shown.text, "step 10: timeline in traces/step-00000010.json\n"));
-  EXPECT_TRUE(has_text(shown.text, "step 100: checkpoint saved, training stood still for 13 ms\n"));
+  EXPECT_TRUE(has_text(shown.text, "step 10: timeline written to traces/step-00000010.json\n"));
+  EXPECT_TRUE(has_text(shown.text, "step 100: checkpoint saved, training paused for 13 ms\n"));
   // Every fifth second, and the validated steps.
   EXPECT_EQ(shown.count("step  50/200"), 1u);
   EXPECT_EQ(shown.count("step 100/200"), 1u);

@@ -110,7 +110,7 @@ TEST(ReplicaGradients, FreezingLaterIsRefusedByName) {
     EXPECT_TRUE(has_text(message_of<StateError>([&] { replicas.finish(); }), "gradient of c"));
     parameters[2].tensor.mutable_grad() = at::Tensor();
     replicas.begin(0);
-    EXPECT_TRUE(has_text(message_of<StateError>([&] { replicas.begin(0); }), "already on their way"));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { replicas.begin(0); }), "already in flight"));
     EXPECT_NO_THROW(replicas.finish());
     EXPECT_NO_THROW(replicas.finish());
   });
@@ -126,7 +126,7 @@ void with_model(const Layout& layout, const std::vector<std::string>& more, cons
     const RankLayout place(world, config.layout);
     const schedule::Schedule schedule = configured_schedule(config.layout);
     ModelStages stages(place, config, schedule, at::kCPU);
-    GradientSync sync(place, stages, true);
+    ReplicaGradientSync sync(place, stages, true);
     const auto& tied = stages.tied();
     const auto is_head = [&](const at::Tensor& tensor) { return tied.head.defined() && tensor.is_same(tied.head); };
     for (const PipelineStage& stage : stages.stages()) {
@@ -148,7 +148,7 @@ void expect_grad(const NamedParameter& parameter, std::optional<double> value) {
   }
 }
 
-TEST(GradientSync, AStageWithoutSomeGradientsOnSomeReplicas) {
+TEST(ReplicaGradientSync, AStageWithoutSomeGradientsOnSomeReplicas) {
   for (const Layout& layout : {Layout{.name = "dp2", .dp = 2}, Layout{.name = "pp2 dp2", .pp = 2, .dp = 2}, Layout{.name = "dp2 tp2", .dp = 2, .tp = 2}}) {
     SCOPED_TRACE(layout.name);
     const auto has = [](int replica, const std::string& name, bool) {
@@ -163,7 +163,7 @@ TEST(GradientSync, AStageWithoutSomeGradientsOnSomeReplicas) {
   }
 }
 
-TEST(GradientSync, ATiedWeightWithoutOneOfItsGradients) {
+TEST(ReplicaGradientSync, ATiedWeightWithoutOneOfItsGradients) {
   // One rank for both uses, two ranks for them.
   for (const Layout& layout : {Layout{.name = "dp2", .dp = 2}, Layout{.name = "pp2 dp2", .pp = 2, .dp = 2}})
     for (int mask = 0; mask < 16; ++mask) {

@@ -95,9 +95,9 @@ TEST(ReportPage, SeveralRuns) {
   EXPECT_TRUE(page_has(page, "<tr><td><code>training.lr</code></td><td class=\"n\"><code>0.002</code></td><td class=\"n\"><code>0.25</code></td><td class=\"n\"><code>0.002</code></td></tr>"));
   EXPECT_TRUE(page_has(page, "<td><code>layout.schedule</code></td>"));
   EXPECT_EQ(count_of(page, "<td><code>layout.pp</code></td>"), 0u);
-  EXPECT_TRUE(page_has(page, "<td>speed beside the first</td><td class=\"n\">1.00 x</td><td class=\"n\">0.50 x</td><td class=\"n\">1.00 x</td>"));
-  EXPECT_TRUE(page_has(page, "<td>end</td><td class=\"n\">finished</td><td class=\"n\">finished</td><td class=\"n\">no end</td>"));
-  EXPECT_TRUE(page_has(page, "Worth knowing of third"));
+  EXPECT_TRUE(page_has(page, "<td>speed relative to the first</td><td class=\"n\">1.00 x</td><td class=\"n\">0.50 x</td><td class=\"n\">1.00 x</td>"));
+  EXPECT_TRUE(page_has(page, "<td>end</td><td class=\"n\">finished</td><td class=\"n\">finished</td><td class=\"n\">unfinished</td>"));
+  EXPECT_TRUE(page_has(page, "Notes of third"));
   EXPECT_EQ(count_of(page, "<path class=\"curve c3\""), 6u);  // loss, lr, norm, speed, time, memory
   EXPECT_EQ(count_of(page, "<path class=\"curve c3 dotted\""), 1u);
   EXPECT_EQ(count_of(page, "<path class=\"curve c1\" style=\"stroke-width:5\""), 3u);  // seen where the others lie on it
@@ -121,12 +121,12 @@ TEST(ReportPage, SaysWhatIsMissing) {
   const auto path = folder / "killed/metrics.jsonl";
   std::filesystem::resize_file(path, std::filesystem::file_size(path) - 20);
   const RunReport run = load_run(folder / "killed");
-  EXPECT_EQ(run.state(), "no end: killed, failed or still running, 29 of 200 steps");
+  EXPECT_EQ(run.state(), "unfinished (killed, failed or still running), 29 of 200 steps");
   const std::string page = report_page({run});
   EXPECT_EQ(markup_problem(page), "");
-  for (const char* missing : {"The run has no end", "was cut off", "There was no validation", "No checkpoint was written.", "No step was traced", "The peak of this machine was not measured", "does not say how the model was divided", "No trace of a step can be shown"})
+  for (const char* missing : {"The run is unfinished", "is incomplete", "There was no validation", "No checkpoint was written.", "No step was traced", "The peak performance of this machine was not measured", "did not record the partition", "There is no step trace"})
     EXPECT_TRUE(page_has(page, missing));
-  EXPECT_TRUE(page_has(page, "<span class=\"state open\">no end</span>"));
+  EXPECT_TRUE(page_has(page, "<span class=\"state open\">unfinished</span>"));
   EXPECT_TRUE(has_text(summary_text(run), "note        No step was traced"));
 }
 
@@ -135,8 +135,8 @@ TEST(ReportPage, ARunWithoutAnyStep) {
   make_run_folder(folder / "begun", {.last_step = 0, .ends = false, .validates = false});
   const std::string page = report_page({load_run(folder / "begun")});
   EXPECT_EQ(markup_problem(page), "");
-  EXPECT_TRUE(page_has(page, "No step was recorded"));
-  EXPECT_TRUE(page_has(page, "nothing was recorded"));
+  EXPECT_TRUE(page_has(page, "No steps were recorded"));
+  EXPECT_TRUE(page_has(page, "no data recorded"));
   EXPECT_EQ(count_of(page, "<svg class=\"chart\""), 0u);
   EXPECT_EQ(count_of(body_of(page), "nan"), 0u);
 }
@@ -222,7 +222,7 @@ TEST(Timeline, EveryKindOfSchedule) {
 
 TEST(ChartText, CurvesAxesAndGaps) {
   Chart chart{.title = "a < b", .series = {}};
-  EXPECT_TRUE(has_text(draw_chart(chart), "nothing was recorded"));
+  EXPECT_TRUE(has_text(draw_chart(chart), "no data recorded"));
   const double nan = std::numeric_limits<double>::quiet_NaN();
   chart.series.push_back({.name = "one", .colour = 9, .look = ChartSeries::Look::Line, .x = {1, 2, 3, 4, 5}, .y = {1, 2, nan, 4, 5}});
   const std::string picture = draw_chart(chart);

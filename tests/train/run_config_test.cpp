@@ -75,7 +75,7 @@ TEST(RunConfig, WhatIsNotGivenIsTheRunsOwn) {
 TEST(RunConfig, WhatTheRunDependsOnCannotChange) {
   const ScratchFolder scratch;
   const fs::path folder = make_run(scratch, "run", {"--data", "/text", "--width", "96"});
-  EXPECT_TRUE(has_text(refusal(folder, {"--width", "192", "--layers", "6"}), "these cannot change when it continues: model.width = 192 (--width), but the run has 96; model.layers = 6 (--layers), but the run has 4; leave it out"));
+  EXPECT_TRUE(has_text(refusal(folder, {"--width", "192", "--layers", "6"}), "these cannot change when it continues: model.width = 192 (--width), but the run was started with 96; model.layers = 6 (--layers), but the run was started with 4; leave it out"));
   for (const std::vector<std::string>& change : std::vector<std::vector<std::string>>{{"--preset", "small"}, {"--vocabulary", "300"}, {"--context", "512"}, {"--rope_theta", "500"}, {"--tie_head", "false"}, {"--heads", "3", "--key_value_heads", "3"},
            {"--seed", "2"}, {"--optimizer", "sgd"}, {"--data", "/else"}, {"--extensions", ".h"}, {"--validation_fraction", "0.5"}, {"--cap_bytes", "17"}, {"--checkpoint.folder", "/else"}})
     EXPECT_TRUE(has_text(refusal(folder, change), "cannot change when it continues")) << change.front();

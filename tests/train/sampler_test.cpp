@@ -120,7 +120,7 @@ std::unique_ptr<Made> make_dataset(const std::vector<int>& lengths) {
     }
     writer.finish();
   }
-  made->dataset = TokenDataset::open(made->folder.path(), Split::All, 0);
+  made->dataset = TokenDataset::open(made->folder.path(), DataSplit::All, 0);
   return made;
 }
 

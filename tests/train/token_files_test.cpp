@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "penstock/errors.h"
+#include "penstock/base/checksum.h"
 #include "penstock/train/data/bin_tokens.h"
-#include "penstock/train/data/checksum.h"
 #include "penstock/train/data/data_files.h"
 #include "penstock/train/data/document_split.h"
 #include "penstock/train/data/sampler.h"
@@ -146,7 +146,7 @@ TEST(BinTokens, ABadTokenOfALargeFileIsFoundWhenItIsRead) {
 TEST(BinTokens, DocumentsEndWhereTheTokensSay) {
   const Bytes bytes = gpt2_file({50256, 1, 2, 50256, 3, 50256, 50256, 4});
   const Bytes more = gpt2_file({5, 6});
-  const TokenDataset dataset({BinTokens::over(bytes, "a.bin", {}), BinTokens::over(more, "b.bin", {})}, Split::All, 0);
+  const TokenDataset dataset({BinTokens::over(bytes, "a.bin", {}), BinTokens::over(more, "b.bin", {})}, DataSplit::All, 0);
   std::vector<std::int64_t> tokens(10), documents(10);
   dataset.read(0, tokens, documents);
   const auto same = [&](std::size_t a, std::size_t b) { return documents[a] == documents[b]; };
@@ -250,7 +250,7 @@ class Numbered final : public TokenSource {
   std::vector<Document> documents_;
 };
 
-std::vector<std::int64_t> tokens_of(const TokenSources& sources, Split split, double fraction) {
+std::vector<std::int64_t> tokens_of(const TokenSources& sources, DataSplit split, double fraction) {
   try {
     const TokenDataset dataset(sources, split, fraction);
     std::vector<std::int64_t> tokens(dataset.tokens()), documents(dataset.tokens());
@@ -289,7 +289,7 @@ TEST(SplitProperty, EveryTokenIsOnOneSide) {
       sources.push_back(std::make_shared<Numbered>(part(lengths), part(keys), first));
       first += sources.back()->tokens();
     }
-    const std::vector<std::int64_t> training = tokens_of(sources, Split::Training, fraction), validation = tokens_of(sources, Split::Validation, fraction);
+    const std::vector<std::int64_t> training = tokens_of(sources, DataSplit::Training, fraction), validation = tokens_of(sources, DataSplit::Validation, fraction);
     std::vector<std::int64_t> both = training;
     both.insert(both.end(), validation.begin(), validation.end());
     std::sort(both.begin(), both.end());
@@ -308,15 +308,15 @@ TEST(SplitProperty, EveryTokenIsOnOneSide) {
       EXPECT_GE(got, wanted / 2) << "trial " << trial;
       EXPECT_LE(got, wanted * 2) << "trial " << trial;
     }
-    EXPECT_EQ(tokens_of(sources, Split::Validation, fraction), validation);
+    EXPECT_EQ(tokens_of(sources, DataSplit::Validation, fraction), validation);
   }
   EXPECT_GT(cut, 100);
   EXPECT_GT(whole, 100);
 }
 
-TEST(Split, OneDocumentIsCutAtItsEnd) {
+TEST(DataSplit, OneDocumentIsCutAtItsEnd) {
   const TokenSources sources{std::make_shared<Numbered>(std::vector<std::uint64_t>{1000}, std::vector<std::uint64_t>{0}, 0)};
-  const TokenDataset training(sources, Split::Training, 0.05), validation(sources, Split::Validation, 0.05);
+  const TokenDataset training(sources, DataSplit::Training, 0.05), validation(sources, DataSplit::Validation, 0.05);
   EXPECT_EQ(training.tokens(), 950u);
   EXPECT_EQ(validation.tokens(), 50u);
   EXPECT_NE(training.fingerprint(), validation.fingerprint());
@@ -325,17 +325,17 @@ TEST(Split, OneDocumentIsCutAtItsEnd) {
   EXPECT_EQ(token[0], 950);
 }
 
-TEST(Split, TooLittleForASampleSaysWhichFractionWouldDo) {
+TEST(DataSplit, TooLittleForASampleSaysWhichFractionWouldDo) {
   const TokenSources sources{std::make_shared<Numbered>(std::vector<std::uint64_t>{1000}, std::vector<std::uint64_t>{0}, 0)};
   const auto sampler = [&](std::int64_t context) {
-    (void)Sampler(std::make_shared<const TokenDataset>(sources, Split::Validation, 0.05), {.context = context, .seed = 1});
+    (void)Sampler(std::make_shared<const TokenDataset>(sources, DataSplit::Validation, 0.05), {.context = context, .seed = 1});
   };
   sampler(49);
   const std::string message = message_of<ConfigError>([&] { sampler(64); });
   EXPECT_TRUE(has_text(message, "validation tokens of numbered: got 50, expected more than the context of 64"));
   EXPECT_TRUE(has_text(message, "raise data.validation_fraction to 0.065"));
   // And that one does.
-  (void)Sampler(std::make_shared<const TokenDataset>(sources, Split::Validation, 0.065), {.context = 64, .seed = 1});
+  (void)Sampler(std::make_shared<const TokenDataset>(sources, DataSplit::Validation, 0.065), {.context = 64, .seed = 1});
 }
 
 // Samples ----------------------------------------------------------------------------------------------------------------
@@ -358,13 +358,13 @@ TEST(TokenFileSamples, AreTheSameAfterAnotherStart) {
     std::int64_t end;
   };
   for (const Case& each : {Case{"gpt2.bin", "auto", 50256}, Case{"llama.bin", "auto", 128000}, Case{"bare.dat", "uint16", -1}}) {
-    const auto sampler = [&](Split split) {
+    const auto sampler = [&](DataSplit split) {
       const TokenSources sources = open_token_files(find_data_files({.paths = {folder / each.file}, .format = each.format}), 50304, {});
-      return Sampler(std::make_shared<const TokenDataset>(sources, split, 0.1), {.context = 32, .seed = 9, .shuffle = split == Split::Training});
+      return Sampler(std::make_shared<const TokenDataset>(sources, split, 0.1), {.context = 32, .seed = 9, .shuffle = split == DataSplit::Training});
     };
-    const Sampler before = sampler(Split::Training), after = sampler(Split::Training);
+    const Sampler before = sampler(DataSplit::Training), after = sampler(DataSplit::Training);
     EXPECT_EQ(before.dataset().fingerprint(), after.dataset().fingerprint());
-    EXPECT_NE(before.dataset().fingerprint(), sampler(Split::Validation).dataset().fingerprint());
+    EXPECT_NE(before.dataset().fingerprint(), sampler(DataSplit::Validation).dataset().fingerprint());
     Batch whole, part;
     before.fill(0, 300, whole);  // more than an epoch
     for (std::uint64_t position = 0; position < 300; position += 50) {

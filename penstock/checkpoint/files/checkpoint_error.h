@@ -3,13 +3,13 @@
 // same message.
 #pragma once
 
-#include <stdexcept>
+#include "penstock/errors.h"
 
 namespace penstock::checkpoint {
 
-class CheckpointError : public std::runtime_error {
+class CheckpointError : public Error {
  public:
-  using std::runtime_error::runtime_error;
+  using Error::Error;
 };
 
 // A checkpoint that is intact, as far as this build can tell, but has an unknown format. Not treated as

@@ -12,6 +12,7 @@
 #include <system_error>
 
 #include "penstock/base/files.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/checkpoint/files/output_file.h"

@@ -7,10 +7,11 @@
 #include <cstddef>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <span>
 
+#include "penstock/base/checksum.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
-#include "penstock/checkpoint/files/checksum.h"
 
 namespace penstock::checkpoint {
 
@@ -58,7 +59,8 @@ std::uint64_t block_count(std::uint64_t bytes, std::uint64_t block_bytes) {
 
 std::string to_text(const Index& index) {
   const std::string text = text_with(index, kNoChecksum);
-  return text_with(index, fmt::format("{:016x}", checksum({reinterpret_cast<const std::uint8_t*>(text.data()), text.size()})));
+  const std::span bytes(reinterpret_cast<const std::uint8_t*>(text.data()), text.size());
+  return text_with(index, fmt::format("{:016x}", xxh3_checksum64(bytes, "checkpoints")));
 }
 
 Index parse_index(std::string_view text, const std::string& where) {

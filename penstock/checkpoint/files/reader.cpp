@@ -8,11 +8,12 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/base/checksum.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/blocks.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
-#include "penstock/checkpoint/files/checksum.h"
 #include "penstock/checkpoint/files/output_file.h"
 #include "penstock/comm/message/message.h"
 
@@ -27,7 +28,7 @@ constexpr comm::MessageKind kFound{"CKPF"};
 constexpr std::size_t kDamagesShown = 8;
 
 Index read_index(const fs::path& path) {
-  const MappedFile file(path / "index.json");
+  const MappedFile file = map_checkpoint_file(path / "index.json");
   return parse_index({reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()}, (path / "index.json").string());
 }
 
@@ -70,7 +71,7 @@ std::vector<Damage> own_damage(const fs::path& path, bool blocks, int rank, int 
       if (std::any_of(damages.begin(), damages.end(), [&](const Damage& known) { return known.file == file.name && known.what.starts_with("cannot"); })) return;
       if (!read.error.empty())
         damages.push_back({file.name, read.begin, read.end, fmt::format("cannot be read: {}", read.error)});
-      else if (read.bytes.size() == read.end - read.begin && checksum(read.bytes) != file.checksums.at(read.begin / index.block_bytes))
+      else if (read.bytes.size() == read.end - read.begin && xxh3_checksum64(read.bytes, "checkpoints") != file.checksums.at(read.begin / index.block_bytes))
         damages.push_back({file.name, read.begin, read.end, "the checksum differs: these bytes are not the ones that were written"});
     });
   if (damages.empty()) {
@@ -104,7 +105,7 @@ Checkpoint::Checkpoint(const fs::path& path) : path_(path), index_(read_index(pa
     if (bytes != file.bytes)
       throw CheckpointError(fmt::format("{}: {} bytes, but the index says {}; it is truncated or damaged", place.string(), bytes, file.bytes));
     if (file.section == "state") {
-      const MappedFile state(place);
+      const MappedFile state = map_checkpoint_file(place);
       state_.assign(state.bytes().begin(), state.bytes().end());
     } else if (file.section == "model" || file.section == "optimizer") {
       files_.push_back(std::make_unique<SafetensorsFile>(place));

@@ -20,8 +20,8 @@
 
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/files/index.h"
-#include "penstock/checkpoint/files/mapped_file.h"
 #include "penstock/checkpoint/files/rank_agreement.h"
+#include "penstock/checkpoint/files/safetensors_file.h"
 #include "penstock/checkpoint/files/save_plan.h"
 #include "penstock/checkpoint/files/slice.h"
 

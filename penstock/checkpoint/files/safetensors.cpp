@@ -11,6 +11,7 @@
 #include <set>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 

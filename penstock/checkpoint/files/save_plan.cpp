@@ -10,6 +10,7 @@
 #include <tuple>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/comm/message/message.h"

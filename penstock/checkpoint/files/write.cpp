@@ -13,12 +13,13 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/checksum.h"
 #include "penstock/base/files.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/blocks.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
-#include "penstock/checkpoint/files/checksum.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/files/index.h"
 #include "penstock/comm/message/message.h"
@@ -140,7 +141,7 @@ class Writing {
         if (!read.error.empty() || read.bytes.size() != read.end - read.begin)
           throw CheckpointError(fmt::format("cannot read bytes {}-{} of {} back: {}", read.begin, read.end, (draft_ / sized[read.file].name).string(),
                                             read.error.empty() ? "the file ends early" : read.error));
-        sums.push_back(checksum(read.bytes));
+        sums.push_back(xxh3_checksum64(read.bytes, "checkpoints"));
       });
       done(WritePhase::Checked);
       return comm::MessageWriter(kChecksums, 1, kMaxMessageBytes).write(sums).finish();

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/mesh/local_shard.h"

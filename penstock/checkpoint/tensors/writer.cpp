@@ -13,6 +13,7 @@
 #include <thread>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"

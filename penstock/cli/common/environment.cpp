@@ -1,5 +1,5 @@
-// The PENSTOCK_ variables, checked before any command runs. The library reads them where it needs them, which may be in the middle of
-// a run, on one rank, or never.
+// Checks the PENSTOCK_ variables before a command runs. The library reads them where it needs them, which may
+// be in the middle of a run, on one rank, or never.
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -53,7 +53,8 @@ const std::vector<Variable>& variables() {
   return kVariables;
 }
 
-// Names of others (PENSTOCK_HOME, ...) are theirs; one that is nearly one of ours is a mistake.
+// Other variables with this prefix (PENSTOCK_HOME, ...) may be someone else's; a name that nearly matches a
+// known one is probably a typo.
 void warn_of_misspelt_names() {
   std::vector<std::string> endings;
   for (const Variable& variable : variables()) endings.emplace_back(std::string_view(variable.name).substr(kPrefix.size()));

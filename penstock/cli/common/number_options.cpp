@@ -21,7 +21,7 @@ CLI::Option* add_read_option(CLI::App& command, const std::string& names, const 
 
 std::string whole_help(const std::string& help, std::int64_t low, std::int64_t high, std::int64_t now) {
   const std::string range = high == std::numeric_limits<std::int64_t>::max() ? fmt::format("at least {}", low) : fmt::format("{} to {}", low, high);
-  // Help that tells the default itself needs no number.
+  // Help texts that state the default themselves need no second one.
   const bool told = help.find("default") != std::string::npos;
   return fmt::format("{} ({}{})", help, range, now >= low && now <= high && !told ? fmt::format(", default {}", now) : std::string());
 }
@@ -39,7 +39,7 @@ CLI::Option* add_bytes(CLI::App& command, const std::string& names, std::uint64_
 
 void refuse_options(const CLI::App& command, std::initializer_list<const char*> names, const std::string& why, const std::string& remedy) {
   for (const char* name : names)
-    if (command.count(name) > 0) throw ConfigError(fmt::format("{} has no meaning {}; {}", name, why, remedy));
+    if (command.count(name) > 0) throw ConfigError(fmt::format("{} has no effect {}; {}", name, why, remedy));
 }
 
 }  // namespace penstock::cli

@@ -44,7 +44,7 @@ struct WaitLine::Impl {
   bool shown = false;
   std::string doing = "starting";
   double share = -1;
-  std::thread writer;  // last: it uses all others
+  std::thread writer;  // last member: the thread uses all others
 };
 
 WaitLine::WaitLine(std::string what) : impl_(std::make_unique<Impl>(std::move(what))) {}

@@ -1,10 +1,10 @@
-// Says on standard error what a command is doing, once it has taken longer than a second: a line that is written over on a terminal, a line now and
-// then elsewhere. Nothing for work that is done at once.
+// Shows on standard error what a command is doing, once it has taken longer than a second. On a terminal, one
+// line is overwritten; elsewhere, a line is printed now and then. Prints nothing for short work.
 //
 //   WaitLine line("dry run");
 //   line.show("reading shards", 0.25);       // "dry run: reading shards, 25 %, 3 s"
 //
-// A thread of its own writes, so that one long call shows, too. Thread rule: any thread may call show().
+// A separate thread writes, so that one long call is shown, too. Thread safety: any thread may call show().
 #pragma once
 
 #include <memory>
@@ -20,7 +20,7 @@ class WaitLine {
   WaitLine(const WaitLine&) = delete;
   WaitLine& operator=(const WaitLine&) = delete;
 
-  // Share from 0 to 1; negative where it is not known.
+  // Share from 0 to 1; negative if unknown.
   void show(const std::string& doing, double share);
 
  private:

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::comm {
@@ -68,7 +69,7 @@ void require_agreement(const Group& group, std::string_view what, const std::vec
   const std::vector<std::string> expected = lines_of(texts[0]), actual = lines_of(texts[static_cast<std::size_t>(other)]);
   const auto first = static_cast<std::size_t>(std::mismatch(expected.begin(), expected.end(), actual.begin(), actual.end()).first - expected.begin());
   const auto line = [&](const std::vector<std::string>& of) { return first < of.size() ? of[first] : fmt::format("no entry (there are only {})", of.size()); };
-  throw ValueError(describe(fmt::format("{}: entry {} on rank {}", what, first, group.rank_at(other).value()), line(actual), fmt::format("{}, as on rank {}", line(expected), group.rank_at(0).value()), remedy));
+  throw ValueError(describe(fmt::format("{}: entry {} on rank {}", what, first, group.rank_at(other)), line(actual), fmt::format("{}, as on rank {}", line(expected), group.rank_at(0)), remedy));
 }
 
 }  // namespace penstock::comm

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/checked_transfer.h"
@@ -338,15 +339,15 @@ Work Group::all_reduce_coalesced(const std::vector<at::Tensor>& tensors, ReduceO
   return Work(std::move(parent));
 }
 
-Work Group::broadcast(const at::Tensor& tensor, Rank from, const OpOptions& options) const {
+Work Group::broadcast(const at::Tensor& tensor, int from, const OpOptions& options) const {
   GroupState& group = member("broadcast");
   if (skipped_in_trial()) return {};
   check_transferable(tensor, "broadcast");
-  const auto found = std::find(group.ranks.begin(), group.ranks.end(), from.value());
-  require(found != group.ranks.end(), "broadcast", "source", fmt::format("rank {}", from.value()), fmt::format("a member of group {} (ranks {})", group.name, format_list(group.ranks)));
+  const auto found = std::find(group.ranks.begin(), group.ranks.end(), from);
+  require(found != group.ranks.end(), "broadcast", "source", fmt::format("rank {}", from), fmt::format("a member of group {} (ranks {})", group.name, format_list(group.ranks)));
   const int source = static_cast<int>(found - group.ranks.begin());
   return started(begin(state_, "broadcast", tensor.nbytes(), options), [&](WorkState& work) {
-    check_agreement(work, signature("broadcast", tensor, fmt::format("from {}", from.value())));
+    check_agreement(work, signature("broadcast", tensor, fmt::format("from {}", from)));
     if (tensor.numel() == 0) return;
     if (on_device(group, tensor)) {
       const at::Tensor data = tensor.contiguous();

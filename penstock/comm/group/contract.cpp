@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/message/message.h"

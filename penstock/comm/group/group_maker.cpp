@@ -7,6 +7,7 @@
 #include <set>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/text.h"

@@ -7,6 +7,7 @@
 #include <sstream>
 #include <thread>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/base/text.h"

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <optional>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/step_context.h"
 
@@ -14,8 +15,8 @@ namespace penstock::comm {
 namespace {
 
 void check(const World& world, const DeviceMesh& mesh) {
-  if (mesh.this_rank().value() != world.rank())
-    throw ValueError(describe("groups of a mesh", fmt::format("the mesh of rank {} on rank {}", mesh.this_rank().value(), world.rank()),
+  if (mesh.this_rank() != world.rank())
+    throw ValueError(describe("groups of a mesh", fmt::format("the mesh of rank {} on rank {}", mesh.this_rank(), world.rank()),
                               "the mesh of this rank",
                               "pass world.rank() when creating the mesh, or use as_rank()"));
   const std::vector<int>& ranks = mesh.universe();

@@ -9,6 +9,7 @@
 #include <numeric>
 #include <unordered_map>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/world.h"
 
@@ -131,7 +132,7 @@ Tensor reduce_scatter_flat_kernel(const Tensor& input, std::string op, Ints coun
 
 Tensor broadcast_kernel(const Tensor& input, std::int64_t source, std::string group) {
   Tensor output = input.contiguous().clone();
-  unfinished().put(output, find_group(group).broadcast(output, Rank{static_cast<std::int32_t>(source)}, {.label = "operator", .timeout = {}}));
+  unfinished().put(output, find_group(group).broadcast(output, static_cast<int>(source), {.label = "operator", .timeout = {}}));
   return output;
 }
 
@@ -306,7 +307,7 @@ struct BroadcastFunction : torch::autograd::Function<BroadcastFunction> {
     const std::string group = context->saved_data["group"].toStringRef();
     const Tensor sum = call_wait(call_all_reduce(gradients[0], "sum", group));
     const Group members = find_group(group);
-    const bool source = members.rank_at(members.axis_rank()).value() == context->saved_data["source"].toInt();
+    const bool source = members.rank_at(members.axis_rank()) == context->saved_data["source"].toInt();
     return {source ? sum : at::zeros_like(sum), Tensor(), Tensor()};
   }
 };
@@ -395,7 +396,7 @@ Tensor reduce_scatter_flat(const Tensor& input, ReduceOp op, const std::vector<s
 Tensor all_to_all(const Tensor& input, const std::vector<std::int64_t>& output_splits, const std::vector<std::int64_t>& input_splits, const Group& group) {
   return call_all_to_all(input, output_splits, input_splits, group.name());
 }
-Tensor broadcast(const Tensor& input, Rank source, const Group& group) { return call_broadcast(input, source.value(), group.name()); }
+Tensor broadcast(const Tensor& input, int source, const Group& group) { return call_broadcast(input, source, group.name()); }
 Tensor wait_tensor(const Tensor& input) { return call_wait(input); }
 
 }  // namespace functional

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/checked_transfer.h"
@@ -16,16 +17,16 @@ namespace penstock::comm {
 
 namespace {
 
-int position_of(const GroupState& group, Rank peer, int tag, const char* operation, bool self_allowed) {
+int position_of(const GroupState& group, int peer, int tag, const char* operation, bool self_allowed) {
   if (tag < 0 || tag > Group::kMaxTag)
     throw ValueError(describe(fmt::format("{}: tag", operation), fmt::format("{}", tag), fmt::format("0 to {}", Group::kMaxTag)));
   for (std::size_t i = 0; i < group.ranks.size(); ++i)
-    if (group.ranks[i] == peer.value()) {
+    if (group.ranks[i] == peer) {
       if (static_cast<int>(i) == group.axis_rank && !self_allowed)
-        throw ValueError(fmt::format("{}: rank {} cannot exchange with itself; use the tensor directly", operation, peer.value()));
+        throw ValueError(fmt::format("{}: rank {} cannot exchange with itself; use the tensor directly", operation, peer));
       return static_cast<int>(i);
     }
-  throw ValueError(describe(fmt::format("{}: peer", operation), fmt::format("rank {}", peer.value()),
+  throw ValueError(describe(fmt::format("{}: peer", operation), fmt::format("rank {}", peer),
                             fmt::format("a member of group {} (ranks {})", group.name, format_list(group.ranks)),
                             "pass a global rank of this group"));
 }
@@ -62,7 +63,7 @@ Prepared prepare(const std::shared_ptr<GroupState>& group, const P2POp& op, bool
   check_transferable(op.tensor, operation);
   if (prepared.on_device && !sends && !op.tensor.is_contiguous())
     throw ValueError("recv: a CUDA tensor must be contiguous to receive into; pass a contiguous buffer");
-  prepared.work = std::make_shared<WorkState>(group, operation, op.options.label, op.peer.value(), op.tensor.nbytes(), op.options.timeout, op.options.tag);
+  prepared.work = std::make_shared<WorkState>(group, operation, op.options.label, op.peer, op.tensor.nbytes(), op.options.timeout, op.options.tag);
   return prepared;
 }
 
@@ -73,7 +74,7 @@ void announce(const Prepared& prepared, const P2POp& op) {
   if (!prepared.on_device || group.world->fake) return;
   const bool sends = op.kind == P2POp::Kind::Send;
   const Contract contract = Contract::of(op.tensor, op.options.tag, group.next_number(sends, prepared.position, op.options.tag));
-  exchange_contract(group, contract, sends, op.peer.value(), *prepared.work);
+  exchange_contract(group, contract, sends, op.peer, *prepared.work);
 }
 
 void post(const Prepared& prepared, const P2POp& op, bool in_batch) {
@@ -104,21 +105,21 @@ Work start(const std::shared_ptr<GroupState>& group, const P2POp& op) {
 
 }  // namespace
 
-Work Group::isend(const at::Tensor& tensor, Rank to, const P2POptions& options) const {
+Work Group::isend(const at::Tensor& tensor, int to, const P2POptions& options) const {
   member("send");
   if (skipped_in_trial()) return {};
   return start(state_, P2POp::send(tensor, to, options));
 }
 
-Work Group::irecv(const at::Tensor& tensor, Rank from, const P2POptions& options) const {
+Work Group::irecv(const at::Tensor& tensor, int from, const P2POptions& options) const {
   member("recv");
   if (skipped_in_trial({tensor})) return {};
   return start(state_, P2POp::recv(tensor, from, options));
 }
 
-void Group::send(const at::Tensor& tensor, Rank to, const P2POptions& options) const { isend(tensor, to, options).wait(); }
+void Group::send(const at::Tensor& tensor, int to, const P2POptions& options) const { isend(tensor, to, options).wait(); }
 
-void Group::recv(const at::Tensor& tensor, Rank from, const P2POptions& options) const { irecv(tensor, from, options).wait(); }
+void Group::recv(const at::Tensor& tensor, int from, const P2POptions& options) const { irecv(tensor, from, options).wait(); }
 
 std::vector<Work> Group::batch_isend_irecv(const std::vector<P2POp>& ops) const {
   GroupState& group = member("batch");

@@ -85,7 +85,7 @@ class Probe {
     const bool alone = size_ == 1;
     if (alone && !options_.device().is_cuda()) return;  // no peer
     const int peer = own_ == 0 ? size_ - 1 : 0;
-    const Rank other = group_.rank_at(alone ? 0 : peer);
+    const int other = group_.rank_at(alone ? 0 : peer);
     const bool takes_part = alone || own_ == 0 || own_ == size_ - 1;
     const auto ping = [&](std::int64_t count) {
       const at::Tensor out = mine(count);

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <thread>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/comm/group/operators.h"
 #include "penstock/comm/group/work_state.h"

@@ -46,7 +46,13 @@ std::string message_of(const std::exception_ptr& error) {
 
 std::string place_text(const WorkState& work) { return fmt::format("{}{}", work.operation(), work.label().empty() ? "" : " \"" + work.label() + "\""); }
 
-// c10 appends the source location and a backtrace; only the first line is useful to users.
+// Errors of the caller, found before anything moved: the group stays usable.
+bool is_misuse(const std::exception& error) {
+  const auto is_one_of = [&]<class... Types>() { return ((dynamic_cast<const Types*>(&error) != nullptr) || ...); };
+  return is_one_of.operator()<ValueError, TypeError, NotImplemented, InvariantError, std::logic_error>();
+}
+
+// c10 appends where it was thrown, with a backtrace; the first line is what a reader needs.
 std::string first_line(std::string text) { return text.substr(0, text.find('\n')); }
 
 }  // namespace
@@ -332,24 +338,19 @@ void GroupState::adopt_abandoned(c10::ArrayRef<TransferPtr> transfers, c10::Arra
 
 void GroupState::started(WorkState& work, const std::function<void()>& start) {
   try {
-    try {
-      start();
-    } catch (const std::logic_error&) {  // invalid arguments, found before any transfer
-      throw;
-    } catch (const PipeliningMetadataError&) {
-      throw;
-    } catch (const CommError&) {
-      throw;
-    } catch (const StateError&) {
-      throw;
-    } catch (const std::exception& error) {
-      raise(first_line(error.what()), work, false);
-    }
-  } catch (const std::logic_error&) {
-    throw;
+    start();
   } catch (const std::exception& error) {
-    fail(fmt::format("{} on group {}: {}", work.operation(), name, first_line(error.what())), std::current_exception());
-    throw;
+    if (is_misuse(error)) throw;
+    std::exception_ptr cause = std::current_exception();
+    if (dynamic_cast<const Error*>(&error) == nullptr) {  // of the backend
+      try {
+        raise(first_line(error.what()), work, false);
+      } catch (const std::exception&) {
+        cause = std::current_exception();
+      }
+    }
+    fail(fmt::format("{} on group {}: {}", work.operation(), name, first_line(message_of(cause))), cause);
+    std::rethrow_exception(cause);
   }
 }
 

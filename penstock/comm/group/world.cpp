@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/base/text.h"

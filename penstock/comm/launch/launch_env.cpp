@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"

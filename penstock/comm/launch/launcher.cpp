@@ -14,6 +14,7 @@
 #include <cstring>
 #include <random>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/comm/launch/compute_environment.h"
 #include "penstock/comm/launch/launch_attempt.h"

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "penstock/base/text.h"
+#include "penstock/base/describe.h"
 
 namespace penstock::comm {
 

@@ -10,7 +10,7 @@
 //   ...
 //   reader.expect_end();
 //
-// Supported types: integers of fixed width, bool, float, double, text, StrongId, and vectors, optionals and
+// Supported types: integers of fixed width, bool, float, double, text, and vectors, optionals and
 // pairs of supported types. Add a struct by defining two functions in its own namespace:
 //
 //   void encode(comm::MessageWriter& writer, const Shape& shape) { writer.write(shape.sizes).write(shape.dtype); }
@@ -39,8 +39,8 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/ids.h"
 
 namespace penstock::comm {
 
@@ -192,15 +192,6 @@ void decode(MessageReader& reader, double& value);
 
 void encode(MessageWriter& writer, std::string_view text);  // any bytes; UTF-8 by convention, not checked
 void decode(MessageReader& reader, std::string& text);
-
-template <class Tag>
-void encode(MessageWriter& writer, StrongId<Tag> id) {
-  encode(writer, id.value());
-}
-template <class Tag>
-void decode(MessageReader& reader, StrongId<Tag>& id) {
-  id = StrongId<Tag>(reader.read<std::int32_t>());
-}
 
 template <class First, class Second>
 void encode(MessageWriter& writer, const std::pair<First, Second>& value) {

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::comm {

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
 

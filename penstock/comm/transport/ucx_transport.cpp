@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/comm/transport/ucx_wake_event.h"

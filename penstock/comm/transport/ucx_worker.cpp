@@ -13,6 +13,7 @@
 #include <random>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 

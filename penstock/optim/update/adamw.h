@@ -1,4 +1,4 @@
-// AdamW: Adam with weight decay apart from the gradient (Loshchilov and Hutter, 2019).
+// AdamW: Adam with decoupled weight decay (Loshchilov and Hutter, 2019).
 //
 //   m = beta1 m + (1 - beta1) g            v = beta2 v + (1 - beta2) g^2
 //   p = p (1 - lr weight_decay) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
@@ -17,7 +17,7 @@ struct AdamWOptions {
   double beta1 = 0.9;           // 0 .. 1, less than 1
   double beta2 = 0.999;
   double eps = 1e-8;
-  double weight_decay = 0.01;   // of groups that do not say
+  double weight_decay = 0.01;   // for groups without their own value
   Kernels kernels = Kernels::Auto;
 };
 

@@ -1,11 +1,11 @@
-// Parameters by name, in groups that share their options.
+// Named parameters, in groups that share their options.
 //
 //   std::vector<NamedParameter> all;
 //   for (const auto& item : module.named_parameters()) all.push_back({item.key(), item.value()});
 //   AdamW optimizer(decay_groups(all), {.lr = 3e-4, .weight_decay = 0.1});
 //
-// Names are those of the whole model, the same in every layout; a rank lists the parameters that it holds. A tensor may be plain
-// or distributed. Thread rule: as for tensors.
+// Names are those of the whole model, the same in every layout; a rank lists the parameters that it holds. A
+// tensor may be plain or distributed. Thread safety: as for tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,18 +23,20 @@ struct NamedParameter {
 
 struct ParameterGroup {
   std::vector<NamedParameter> parameters;
-  double lr_scale = 1;                 // times the optimizer's rate; 0 holds the parameters still
+  double lr_scale = 1;                 // multiplies the optimizer's learning rate; 0 freezes the parameters
   std::optional<double> weight_decay;  // instead of the optimizer's
 };
 
-// Whether a parameter is usually left out of weight decay: at most one dim, or "bias" or a "norm" in its path.
+// Returns whether a parameter is usually excluded from weight decay: at most one dim, or "bias" or "norm" in
+// its path.
 bool is_usually_undecayed(const NamedParameter& parameter);
 
-// Two groups: those with the optimizer's decay and those with none, in the order given. An empty group is left out.
+// Two groups: parameters with the optimizer's decay and parameters without, in the order given. An empty
+// group is omitted.
 std::vector<ParameterGroup> decay_groups(const std::vector<NamedParameter>& parameters);
 
-// Every tensor once: of a tied one the first name stays. Throws ValueError for a name that two tensors have, an empty name and an
-// undefined tensor.
+// Returns every tensor once: a tied one under its first name. Throws ValueError for a name shared by two
+// tensors, an empty name and an undefined tensor.
 std::vector<NamedParameter> without_ties(const std::vector<NamedParameter>& parameters);
 
 }  // namespace penstock::optim

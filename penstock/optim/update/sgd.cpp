@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/kernels/fused_steps.h"
 

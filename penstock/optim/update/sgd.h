@@ -1,11 +1,11 @@
 // Stochastic gradient descent with momentum.
 //
-//   g = g + weight_decay p                 (coupled decay: what torch::optim::SGD does)
+//   g = g + weight_decay p                 (coupled decay, as in torch::optim::SGD)
 //   m = momentum m + g
 //   p = p - lr (nesterov ? g + momentum m : m)
 //
-// With decoupled decay, p = p (1 - lr weight_decay) comes first and g stays as it is, as in AdamW. State: momentum (m), none where
-// the momentum is 0. See optimizer.h for everything else.
+// With decoupled decay, p = p (1 - lr weight_decay) comes first and g is unchanged, as in AdamW. State:
+// momentum (m), none if the momentum is 0. See optimizer.h for everything else.
 #pragma once
 
 #include <vector>
@@ -18,7 +18,7 @@ struct SGDOptions {
   double lr = 1e-2;
   double momentum = 0;        // 0 .. 1, less than 1
   bool nesterov = false;      // needs momentum
-  double weight_decay = 0;    // of groups that do not say
+  double weight_decay = 0;    // for groups without their own value
   bool decoupled = false;
   Kernels kernels = Kernels::Auto;
 };

@@ -22,7 +22,7 @@ void add_value(HashBuilder& hash, const Tree& leaf) {
     case Tree::Kind::Double: hash.add(leaf.number()); break;
     case Tree::Kind::String: hash.add(leaf.text()); break;
     case Tree::Kind::Object:
-      // Of objects only the kind is known.
+      // For objects only the kind is known.
       hash.add(leaf.ivalue().isDevice() ? leaf.ivalue().toDevice().str() : leaf.ivalue().tagKind());
       break;
     case Tree::Kind::None:
@@ -32,7 +32,8 @@ void add_value(HashBuilder& hash, const Tree& leaf) {
   }
 }
 
-// As meta_of, but cheap: there may be thousands, and strides of parameters decide nothing about borders.
+// Like meta_of, but cheap: there may be thousands of parameters, and their strides do not affect what stages
+// exchange.
 void add_state(HashBuilder& hash, const at::Tensor& tensor) {
   hash.add(static_cast<int>(tensor.scalar_type())).add(tensor.requires_grad()).add(tensor.dim());
   for (const std::int64_t size : tensor.sizes()) hash.add(size);

@@ -27,7 +27,7 @@ std::int64_t bytes_spanned(const at::Tensor& tensor) {
   return elements * static_cast<std::int64_t>(tensor.element_size());
 }
 
-// What a subclass holds; nothing for one that cannot be taken apart.
+// The inner tensors of a subclass; std::nullopt for one that cannot be unwrapped.
 std::optional<std::vector<at::Tensor>> parts_of(const Payload& payload) {
   std::vector<at::Tensor> parts;
   try {

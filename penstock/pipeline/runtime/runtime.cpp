@@ -9,6 +9,7 @@
 #include <exception>
 #include <numeric>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/text.h"
@@ -44,7 +45,7 @@ std::vector<int> pipeline_ranks(const PipelineOptions& options) {
 int position_in(const std::vector<int>& ranks, int rank) {
   const auto at = std::find(ranks.begin(), ranks.end(), rank);
   if (at == ranks.end())
-    throw ValueError(describe("ranks of the pipeline", fmt::format("[{}] on rank {}", format_list(ranks), rank), "a list with the own rank in it", "give each pipeline to its own ranks"));
+    throw ValueError(describe("ranks of the pipeline", fmt::format("[{}] on rank {}", format_list(ranks), rank), "a list that contains this rank", "create each pipeline only on its own ranks"));
   return static_cast<int>(at - ranks.begin());
 }
 
@@ -54,7 +55,7 @@ std::vector<SkipConnection> connections(const std::vector<SkipTensor>& skips) {
   return found;
 }
 
-// Ascending, and exactly those that the schedule has on this rank.
+// Sorts the stages and checks that they are exactly those that the schedule has on this rank.
 std::vector<PipelineStage> checked_stages(std::vector<PipelineStage> stages, const schedule::StageMap& map, int rank) {
   std::sort(stages.begin(), stages.end(), [](const PipelineStage& a, const PipelineStage& b) { return a.index() < b.index(); });
   std::vector<int> given;
@@ -62,11 +63,11 @@ std::vector<PipelineStage> checked_stages(std::vector<PipelineStage> stages, con
     given.push_back(stage.index());
     if (stage.count() != map.stages())
       throw ValueError(describe(fmt::format("number of stages of the pipeline, at stage {}", stage.index()), std::to_string(stage.count()),
-                                fmt::format("{}, as the schedule has", map.stages()), "make stages and schedule for the same pipeline"));
+                                fmt::format("{}, as in the schedule", map.stages()), "make stages and schedule for the same pipeline"));
   }
   if (const std::vector<int> expected = map.stages_of(rank); given != expected)
     throw ValueError(describe(fmt::format("stages on rank {} of the pipeline", rank), fmt::format("[{}]", format_list(given)), fmt::format("[{}]", format_list(expected)),
-                              "give every rank the stages that the schedule puts there"));
+                              "pass to every rank the stages that the schedule places there"));
   return stages;
 }
 
@@ -74,13 +75,13 @@ bool has_overlaps(const Program& program) {
   return std::any_of(program.instructions.begin(), program.instructions.end(), [](const auto& each) { return each.members > 1; });
 }
 
-// The microbatch whose weight gradients the stage computes last.
+// Returns the microbatch whose weight gradients the stage computes last.
 std::optional<int> last_backward(const Program& program, int stage) {
   std::optional<int> found;
   for (const auto& each : program.instructions) {
     const schedule::ActionKind kind = each.action.kind();
-    if (each.kind == pipeline::Instruction::Kind::Compute && each.action.stage().value() == stage && (kind == schedule::ActionKind::Backward || kind == schedule::ActionKind::BackwardWeight))
-      found = each.action.microbatch()->value();
+    if (each.kind == pipeline::Instruction::Kind::Compute && each.action.stage() == stage && (kind == schedule::ActionKind::Backward || kind == schedule::ActionKind::BackwardWeight))
+      found = *each.action.microbatch();
   }
   return found;
 }
@@ -91,7 +92,7 @@ bool any_sharded(const std::vector<PipelineStage>& stages) {
 
 schedule::Schedule fitting(schedule::Schedule schedule, std::size_t ranks, const std::optional<PipeInfo>& info, bool has_loss, bool unshard) {
   if (schedule.ranks() != static_cast<int>(ranks))
-    throw ValueError(describe("ranks of the schedule", std::to_string(schedule.ranks()), fmt::format("{}, as the pipeline has", ranks), "generate it for the ranks of this pipeline"));
+    throw ValueError(describe("ranks of the schedule", std::to_string(schedule.ranks()), fmt::format("{}, as in the pipeline", ranks), "generate it for the ranks of this pipeline"));
   if (info) check_pipe_info(*info, schedule, has_loss);
   return pipeline::executable(std::move(schedule), unshard);
 }
@@ -111,8 +112,8 @@ struct PipelineRuntime::Impl {
         lowered(fitting(std::move(wanted), ranks.size(), options.info, static_cast<bool>(the_loss), any_sharded(given))),
         stages(checked_stages(std::move(given), lowered.stages(), own)),
         loss(std::move(the_loss)),
-        training(pipeline::compile(lowered, own, connections(options.skips), {.has_backward = true, .post_ahead = options.post_ahead})),
-        evaluation(pipeline::compile(pipeline::forward_only(lowered), own, connections(options.skips), {.has_backward = false, .post_ahead = options.post_ahead})),
+        training(pipeline::compile_program(lowered, own, connections(options.skips), {.has_backward = true, .post_ahead = options.post_ahead})),
+        evaluation(pipeline::compile_program(pipeline::forward_only(lowered), own, connections(options.skips), {.has_backward = false, .post_ahead = options.post_ahead})),
         groups(options.world, ranks, lowered.stages(), connections(options.skips), options.p2p),
         planner(stages, lowered.stages(), options.skips, loss, groups.control(), ranks, own),
         runners(make_runners()),
@@ -126,8 +127,8 @@ struct PipelineRuntime::Impl {
       throw ValueError(describe(what, actual, expected, "turn PipelineOptions::device_graph off"));
     };
     if (ranks.size() > 1) refuse("ranks of a pipeline whose steps are recorded", std::to_string(ranks.size()), "1: what others send cannot be recorded");
-    if (any_sharded(stages)) refuse("stages of a pipeline whose steps are recorded", "sharded ones", "whole parameters");
-    if (options.gradients_done) refuse("gradients_done of a pipeline whose steps are recorded", "set", "none: the host is not asked during a replay");
+    if (any_sharded(stages)) refuse("stages of a pipeline whose steps are recorded", "sharded stages", "unsharded parameters");
+    if (options.gradients_done) refuse("gradients_done of a pipeline whose steps are recorded", "set", "none: the host runs no code during a replay");
     recording = std::make_unique<pipeline::StepRecording>(stages, [this](const Tree& args, const Tree& kwargs, const Tree& target) { return run(true, args, kwargs, target); });
   }
 
@@ -137,7 +138,7 @@ struct PipelineRuntime::Impl {
     const std::int64_t number = steps_done;
     StepResult result = recording->step(args, kwargs, target, options.loss_scale);
     last.replayed = recording->last_was_replayed();
-    steps_done = number + 1;  // recording one is no step
+    steps_done = number + 1;  // making the recording does not count as a step
     return result;
   }
 
@@ -145,14 +146,14 @@ struct PipelineRuntime::Impl {
     std::vector<pipeline::StageRunner> made;
     const bool by_blocks = has_overlaps(training);
     for (const PipelineStage& stage : stages)
-      made.emplace_back(stage, lowered.stages().is_first(StageId{stage.index()}), lowered.stages().is_last(StageId{stage.index()}), loss, by_blocks,
+      made.emplace_back(stage, lowered.stages().is_first(stage.index()), lowered.stages().is_last(stage.index()), loss, by_blocks,
                         last_backward(training, stage.index()));
     for (pipeline::StageRunner& runner : made) runner.set_keeps_results(options.return_outputs);
     return made;
   }
 
-  bool holds(bool (schedule::StageMap::*end)(StageId) const) const {
-    return std::any_of(stages.begin(), stages.end(), [&](const PipelineStage& stage) { return (lowered.stages().*end)(StageId{stage.index()}); });
+  bool holds(bool (schedule::StageMap::*end)(int) const) const {
+    return std::any_of(stages.begin(), stages.end(), [&](const PipelineStage& stage) { return (lowered.stages().*end)(stage.index()); });
   }
 
   pipeline::StepDescription describe_step(bool has_backward, const Tree& args, const Tree& kwargs, const Tree& target) const {
@@ -161,15 +162,15 @@ struct PipelineRuntime::Impl {
     const int wanted = lowered.microbatches();
     const bool first = holds(&schedule::StageMap::is_first);
     const bool last = holds(&schedule::StageMap::is_last);
-    if (has_backward && !loss) throw StateError(describe("a training step", "the pipeline has no loss", "one, to go backward from", "give the schedule a loss, or call eval"));
+    if (has_backward && !loss) throw StateError(describe("a training step", "the pipeline has no loss", "a loss to run backward from", "pass a loss to the schedule, or call eval"));
     if (first && step_arguments(args).size() == 0 && kwargs.size() == 0)
       throw ValueError(describe("arguments of a step on the rank of the first stage", "none", "those of the first stage", "pass the batch on this rank"));
     Microbatches parts = split_microbatches(first ? step_arguments(args) : Tree::tuple({}), kwargs, wanted, first ? options.split : SplitSpecs{{}, options.split.kwargs});
     check_count(parts.count(), "arguments");
     for (const PipelineStage& stage : stages)
       if (kwargs.size() > 0 && !stage.module().takes_kwargs())
-        throw ValueError(describe(fmt::format("keyword arguments of a step, for stage {}", stage.index()), fmt::format("'{}'", fmt::join(kwargs.keys(), "', '")), "none, for its forward takes none",
-                                  "give forward a last parameter `const penstock::Tree& kwargs`, or pass them only on ranks whose stages take them"));
+        throw ValueError(describe(fmt::format("keyword arguments of a step, for stage {}", stage.index()), fmt::format("'{}'", fmt::join(kwargs.keys(), "', '")), "none, because its forward takes none",
+                                  "add to forward a last parameter `const penstock::Tree& kwargs`, or pass them only on ranks whose stages take them"));
     step.args = std::move(parts.args);
     step.kwargs = std::move(parts.kwargs);
     if (last && loss && has_backward && target.is_none())
@@ -185,7 +186,7 @@ struct PipelineRuntime::Impl {
 
   void check_count(std::size_t count, const char* what) const {
     if (count != static_cast<std::size_t>(lowered.microbatches()))
-      throw ValueError(describe(fmt::format("microbatches that the {} of a step make", what), std::to_string(count), fmt::format("{}, as the schedule has", lowered.microbatches()),
+      throw ValueError(describe(fmt::format("microbatches that the {} of a step make", what), std::to_string(count), fmt::format("{}, as in the schedule", lowered.microbatches()),
                                 "pass a batch of at least as many rows, or make a schedule for fewer microbatches"));
   }
 
@@ -194,8 +195,8 @@ struct PipelineRuntime::Impl {
     running = has_backward ? &training : &evaluation;
     progress.begin_step();
     return guarded([&] {
-      // What this rank can see alone comes before it talks to others, and is told to them: nothing has been sent, so the step ends on all
-      // ranks and the pipeline goes on.
+      // What this rank can check alone comes before any communication, and is then reported to the others:
+      // nothing has been sent, so the step ends on all ranks and the pipeline stays usable.
       pipeline::CutArguments cuts;
       pipeline::StepDescription step;
       try {
@@ -258,7 +259,7 @@ struct PipelineRuntime::Impl {
 
   void check_usable() const {
     if (!failure.empty())
-      throw StateError(describe("a step of a pipeline", "an earlier one failed: " + failure, "a pipeline whose steps have succeeded", "build the pipeline again, or restart from a checkpoint"));
+      throw StateError(describe("a step of a pipeline", "an earlier one failed: " + failure, "a pipeline without a failed step", "build the pipeline again, or restart from a checkpoint"));
   }
 
   void connect() {
@@ -268,7 +269,7 @@ struct PipelineRuntime::Impl {
     connected = true;
   }
 
-  // A step, or what belongs to one: watched, and when it fails, the end of this pipeline on all ranks.
+  // Runs a step or a part of one under the watch; if it fails, the pipeline is unusable on all ranks.
   template <class Body>
   StepResult guarded(const Body& body) {
     watch_steps();
@@ -327,7 +328,7 @@ struct PipelineRuntime::Impl {
     if (last.replayed)
       throw StateError(describe("trace of the last step", "it was replayed by the device", "a step that the host ran", "call record_again before it, or turn PipelineOptions::device_graph off"));
     if (!failure.empty() || times.empty())
-      throw StateError(describe("trace of the last step", failure.empty() ? "no step has run, or the last one did not begin" : "it failed: " + failure, "a step that has ended well", "run a step first"));
+      throw StateError(describe("trace of the last step", failure.empty() ? "no step has run, or the last one did not begin" : "it failed: " + failure, "a completed step", "run a step first"));
     if (!clock || align_again) clock = pipeline::align_clock(groups.control());
     const bool trained = running == &training;
     return pipeline::collect_trace(groups.control(), {.lowered = trained ? lowered : pipeline::forward_only(lowered),
@@ -344,8 +345,8 @@ struct PipelineRuntime::Impl {
     std::vector<Tree> outputs;
     for (int m = 0; m < lowered.microbatches(); ++m)
       for (const pipeline::StageRunner& runner : runners) {
-        const StageId stage{runner.stage().index()};
-        if (!lowered.stages().is_last(stage) || !lowered.stages().runs(stage, MicrobatchId{m})) continue;
+        const int stage = runner.stage().index();
+        if (!lowered.stages().is_last(stage) || !lowered.stages().runs(stage, m)) continue;
         if (options.return_outputs) outputs.push_back(runner.result(m));
         if (runner.loss(m).defined()) result.losses.push_back(runner.loss(m));
       }
@@ -372,11 +373,11 @@ struct PipelineRuntime::Impl {
   bool connected = false;
   std::string failure;
   StepReport last;
-  std::unique_ptr<pipeline::StepRecording> recording;  // with device_graph
+  std::unique_ptr<pipeline::StepRecording> recording;  // only with device_graph
   std::function<void()> observer;
-  std::atomic<const Program*> running = &training;  // in this step, or the last one
+  std::atomic<const Program*> running = &training;  // the program of the current or the last step
   std::optional<pipeline::ClockOffset> clock;
-  std::unique_ptr<pipeline::StepWatch> watch;  // the first to go: it looks at the others
+  std::unique_ptr<pipeline::StepWatch> watch;  // destroyed first: it reads the members above
 };
 
 PipelineRuntime::PipelineRuntime(std::vector<PipelineStage> stages, schedule::Schedule schedule, PipelineLoss loss, PipelineOptions options)

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::plan {
@@ -40,7 +41,7 @@ double CostModel::time_of(schedule::Slot slot) const {
   double sum = 0;
   double longest = 0;
   for (const schedule::Action& action : slot) {
-    const double time = time_of(action.kind(), action.stage().value());
+    const double time = time_of(action.kind(), action.stage());
     sum += time;
     longest = std::max(longest, time);
   }
@@ -98,7 +99,7 @@ void CostModel::check(const schedule::StageMap& map, int microbatches) const {
   for (int stage = 0; stage < map.stages(); ++stage) {
     const StageMemory& bytes = memory_of(stage);
     const auto kept = static_cast<double>(std::max(bytes.activation, bytes.between_input_and_weight.value_or(0)));
-    double& rank = most[static_cast<std::size_t>(map.rank_of(StageId{stage}))];
+    double& rank = most[static_cast<std::size_t>(map.rank_of(stage))];
     rank += static_cast<double>(bytes.parameters) + static_cast<double>(bytes.unsharded) + static_cast<double>(bytes.gradients) + kept * microbatches;
     if (rank >= 0x1p62)
       throw ValueError(describe(fmt::format("cost model: memory of a rank with {} microbatches", microbatches),

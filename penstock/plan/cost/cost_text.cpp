@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"

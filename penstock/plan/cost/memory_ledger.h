@@ -22,7 +22,7 @@ class MemoryLedger {
   }
 
   void begin(const schedule::Action& action) {
-    const int stage = action.stage().value();
+    const int stage = action.stage();
     const StageMemory& memory = model_->memory_of(stage);
     switch (action.kind()) {
       case schedule::ActionKind::Forward:
@@ -49,7 +49,7 @@ class MemoryLedger {
   }
 
   void end(const schedule::Action& action) {
-    const StageMemory& memory = model_->memory_of(action.stage().value());
+    const StageMemory& memory = model_->memory_of(action.stage());
     switch (action.kind()) {
       case schedule::ActionKind::Backward:
         --activations_;

@@ -11,6 +11,7 @@
 #include <numeric>
 #include <string>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::plan {

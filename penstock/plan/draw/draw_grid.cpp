@@ -88,7 +88,7 @@ std::string draw_grid(const schedule::Schedule& schedule, const GridOptions& opt
       const std::string cell = members.empty() ? "." : to_text(members);
       if (options.colour && !members.empty()) {
         const auto [background, foreground] = terminal_colours(
-            members[0].kind(), chunk[static_cast<std::size_t>(members[0].stage().value())] > 0);
+            members[0].kind(), chunk[static_cast<std::size_t>(members[0].stage())] > 0);
         fmt::format_to(out, " \x1b[48;5;{}m\x1b[38;5;{}m{:<{}}\x1b[0m", background, foreground, cell,
                        widths[slot]);
       } else if (slot + 1 == row.size()) {

@@ -46,8 +46,8 @@ std::string draw_perfetto(const Drawing& drawing) {
       const schedule::Action& action = row[slot][0];
       const TimedSlot& timed = drawing.simulation.slots[static_cast<std::size_t>(rank)][slot];
       const double start = timed.start * kMicrosecondsPerUnit;
-      Json args = {{"stage", action.stage().value()}};
-      if (action.has_microbatch()) args["microbatch"] = action.microbatch()->value();
+      Json args = {{"stage", action.stage()}};
+      if (action.has_microbatch()) args["microbatch"] = *action.microbatch();
       args["waited_for"] = waited_for(drawing.schedule, drawing.simulation, timed.cause, timed.start);
       const int thread = thread_of(action.kind());
       events.push_back({{"name", to_text(row[slot])},

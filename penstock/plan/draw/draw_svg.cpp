@@ -193,7 +193,7 @@ class SvgWriter {
     const double drawn = std::max(width - (width > 4 ? 1 : 0.3), 0.3);
     const double top = compute ? y : y + kCell + 2;
     const double height = (compute ? kCell : kStrip) / static_cast<double>(members.size());
-    const int microbatch = members[0].has_microbatch() ? members[0].microbatch()->value() : -1;
+    const int microbatch = members[0].has_microbatch() ? *members[0].microbatch() : -1;
     const std::string hover = escape_xml(hover_words(drawing_, rank, slot));
     if (options_.titles) {
       print("<g class=\"cell\"><title>{}</title>", hover);
@@ -203,12 +203,12 @@ class SvgWriter {
     for (std::size_t i = 0; i < members.size(); ++i) {
       const Action& action = members[i];
       const std::string name =
-          class_of(action.kind(), chunk_[static_cast<std::size_t>(action.stage().value())]);
+          class_of(action.kind(), chunk_[static_cast<std::size_t>(action.stage())]);
       const double member_top = top + static_cast<double>(i) * height;
       print("<rect class=\"{}\" x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{:.1f}\" rx=\"{}\"/>",
             name, x, member_top, drawn, height - (i + 1 < members.size() ? 0.6 : 0), width > 8 ? 2 : 0);
       const std::string number =
-          action.has_microbatch() ? fmt::format("{}", action.microbatch()->value()) : "";
+          action.has_microbatch() ? fmt::format("{}", *action.microbatch()) : "";
       if (compute && drawn >= 7.2 * static_cast<double>(number.size()) + 2) {
         print("<text class=\"number{} t{}\" x=\"{:.2f}\" y=\"{:.1f}\">{}</text>",
               members.size() > 1 ? " small" : "", name, x + drawn / 2,

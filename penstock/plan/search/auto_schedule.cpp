@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <random>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/plan/search/critical_swaps.h"
@@ -16,7 +17,7 @@ namespace penstock::plan {
 
 namespace {
 
-using schedule::Placement;
+using schedule::StagePlacement;
 using schedule::Schedule;
 using schedule::ScheduleKind;
 using schedule::StageMap;
@@ -171,7 +172,7 @@ void check_request(const AutoRequest& request) {
 [[noreturn]] void nothing_fits(const AutoRequest& request) {
   // One microbatch after the other holds least.
   CostModel model = request.model;
-  Schedule serial(StageMap::make(Placement::Loop, request.shape.ranks,
+  Schedule serial(StageMap::make(StagePlacement::Loop, request.shape.ranks,
                                  request.shape.ranks * request.shape.stages_per_rank,
                                  request.shape.microbatches));
   for (int rank = 0; rank < request.shape.ranks; ++rank) {
@@ -217,9 +218,10 @@ AutoResult auto_schedule(const AutoRequest& asked) {
       std::clamp<std::int64_t>(kActionsTried / actions, kLeastTrials, std::max(asked.trials, kLeastTrials)));
   request.trials = std::min(request.trials, asked.trials);
   const schedule::PipelineShape& shape = request.shape;
-  std::vector<Placement> placements;
-  for (const Placement placement : request.placements) {
-    if (placement == Placement::Bidirectional || (placement == Placement::V && shape.stages_per_rank != 2))
+  std::vector<StagePlacement> placements;
+  for (const StagePlacement placement : request.placements) {
+    if (placement == StagePlacement::Bidirectional ||
+        (placement == StagePlacement::V && shape.stages_per_rank != 2))
       continue;
     placements.push_back(placement);
   }
@@ -245,7 +247,7 @@ AutoResult auto_schedule(const AutoRequest& asked) {
     best_fixed = kind;
   }
   const double fixed_time = best.time;
-  for (const Placement placement : placements) {
+  for (const StagePlacement placement : placements) {
     RuleSearch(request, StageMap::make(placement, shape.ranks, shape.ranks * shape.stages_per_rank,
                                        shape.microbatches))
         .run(best);

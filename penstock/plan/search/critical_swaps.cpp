@@ -23,7 +23,7 @@ bool may_change_places(Slot before, Slot after) {
     for (const Action& b : after) {
       // F, I and W of one microbatch on one stage need each other; neighbouring stages on one rank hand data
       // on.
-      if (a.microbatch() == b.microbatch() && std::abs(a.stage().value() - b.stage().value()) <= 1)
+      if (a.microbatch() == b.microbatch() && std::abs(a.stage() - b.stage()) <= 1)
         return false;
     }
   }

@@ -4,6 +4,7 @@
 #include <limits>
 #include <queue>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/plan/cost/memory_ledger.h"
 
@@ -21,7 +22,7 @@ constexpr double kUnknown = std::numeric_limits<double>::infinity();
 // missed.
 constexpr double kInstant = 1e-9;
 
-struct StageState {
+struct StageProgress {
   int stage;
   int first_microbatch;
   int microbatches;
@@ -34,8 +35,8 @@ struct StageState {
   std::vector<double> gradient;
 };
 
-struct RankState {
-  std::vector<StageState> stages;
+struct RankProgress {
+  std::vector<StageProgress> stages;
   MemoryLedger ledger;
   double free = 0;
   double wakes = kUnknown;  // the decision that is scheduled
@@ -45,7 +46,7 @@ struct RankState {
 
 // What a rank could do next on one of its stages.
 struct Option {
-  StageState* state = nullptr;
+  StageProgress* state = nullptr;
   double time = kUnknown;
 };
 
@@ -56,7 +57,7 @@ class ListScheduler {
       : map_(map), model_(model), limits_(limits), rules_(rules), result_(map) {
     std::vector<std::vector<int>> stages_of(static_cast<std::size_t>(map.ranks()));
     for (int stage = 0; stage < map.stages(); ++stage)
-      stages_of[at(map.rank_of(StageId{stage}))].push_back(stage);
+      stages_of[at(map.rank_of(stage))].push_back(stage);
     place_.resize(at(map.stages()));
     left_.assign(at(map.ranks()), 0);
     link_free_.assign(2 * at(map.stages()), 0);
@@ -73,7 +74,7 @@ class ListScheduler {
     while (!decisions_.empty()) {
       const auto [time, rank] = decisions_.top();
       decisions_.pop();
-      RankState& state = ranks_[at(rank)];
+      RankProgress& state = ranks_[at(rank)];
       if (time != state.wakes) continue;  // replaced by an earlier one
       state.wakes = kUnknown;
       decide(rank, state, time);
@@ -90,16 +91,16 @@ class ListScheduler {
   static std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
   void add_stage(int rank, int stage) {
-    RankState& state = ranks_[at(rank)];
-    const Chain& chain = map_.chain_of(StageId{stage});
-    for (StageState& before : state.stages) {
+    RankProgress& state = ranks_[at(rank)];
+    const Chain& chain = map_.chain_of(stage);
+    for (StageProgress& before : state.stages) {
       ++before.later_stages;
       before.later_bytes += model_.memory_of(stage).activation;
     }
     state.gradients_to_come += model_.memory_of(stage).gradients;
     place_[at(stage)] = {rank, state.stages.size()};
-    const bool first = map_.is_first(StageId{stage});
-    StageState fresh{stage, chain.first_microbatch, chain.microbatches};
+    const bool first = map_.is_first(stage);
+    StageProgress fresh{stage, chain.first_microbatch, chain.microbatches};
     fresh.activation.assign(at(chain.microbatches), first ? 0 : kUnknown);
     fresh.gradient.assign(at(chain.microbatches), kUnknown);
     state.stages.push_back(std::move(fresh));
@@ -107,7 +108,7 @@ class ListScheduler {
   }
 
   void schedule_decision(int rank, double time) {
-    RankState& state = ranks_[at(rank)];
+    RankProgress& state = ranks_[at(rank)];
     const double when = std::max(time, state.free);
     if (when >= state.wakes) return;
     state.wakes = when;
@@ -117,7 +118,7 @@ class ListScheduler {
   // Whether memory and rule let another F of this stage start. A place is kept for each later stage of the
   // rank: otherwise the forwards of its first stage could fill the memory that the last one needs to ever
   // free any.
-  bool forward_allowed(int rank, const RankState& state, const StageState& stage) const {
+  bool forward_allowed(int rank, const RankProgress& state, const StageProgress& stage) const {
     const int in_flight = state.ledger.activations() + 1 + stage.later_stages;
     if (in_flight > std::max(rules_[at(rank)].in_flight, static_cast<int>(state.stages.size()))) return false;
     const MemoryLimit& limit = limits_[at(rank)];
@@ -128,9 +129,9 @@ class ListScheduler {
            *limit.bytes;
   }
 
-  void decide(int rank, RankState& state, double now) {
+  void decide(int rank, RankProgress& state, double now) {
     Option forward, input, weight;
-    for (StageState& stage : state.stages) {
+    for (StageProgress& stage : state.stages) {
       // Later stages first at equal times: their microbatches are closest to giving memory back.
       if (stage.forwards < stage.microbatches) {
         const double time = std::max(now, stage.activation[at(stage.forwards)]);
@@ -162,11 +163,11 @@ class ListScheduler {
     // Else the rank sleeps until a neighbour sends something.
   }
 
-  void perform(int rank, RankState& state, StageState& stage, ActionKind kind, double now) {
+  void perform(int rank, RankProgress& state, StageProgress& stage, ActionKind kind, double now) {
     const int number = kind == ActionKind::Forward         ? stage.forwards
                        : kind == ActionKind::BackwardInput ? stage.inputs
                                                            : stage.weights;
-    const Action action(kind, StageId{stage.stage}, MicrobatchId{stage.first_microbatch + number});
+    const Action action(kind, stage.stage, stage.first_microbatch + number);
     result_.row(rank).push(action);
     state.ledger.begin(action);
     state.ledger.end(action);
@@ -176,7 +177,7 @@ class ListScheduler {
     switch (kind) {
       case ActionKind::Forward:
         ++stage.forwards;
-        if (map_.is_last(StageId{stage.stage})) {
+        if (map_.is_last(stage.stage)) {
           stage.gradient[at(number)] = end;
         } else {
           hand_on(rank, state, stage.stage, stage.stage + 1, number, end);
@@ -185,7 +186,7 @@ class ListScheduler {
       case ActionKind::BackwardInput:
         ++stage.inputs;
         ++state.open_weights;
-        if (!map_.is_first(StageId{stage.stage}))
+        if (!map_.is_first(stage.stage))
           hand_on(rank, state, stage.stage, stage.stage - 1, number, end);
         break;
       default:
@@ -197,7 +198,7 @@ class ListScheduler {
     if (left_[at(rank)] > 0) schedule_decision(rank, state.free);
   }
 
-  void hand_on(int rank, RankState& state, int from, int to, int number, double end) {
+  void hand_on(int rank, RankProgress& state, int from, int to, int number, double end) {
     const auto [to_rank, index] = place_[at(to)];
     double arrival = end;
     if (to_rank != rank) {
@@ -208,7 +209,7 @@ class ListScheduler {
       arrival = start + model_.transfer_time(border);
       if (model_.communication == Communication::Blocking) state.free = arrival;
     }
-    StageState& target = ranks_[at(to_rank)].stages[index];
+    StageProgress& target = ranks_[at(to_rank)].stages[index];
     (to > from ? target.activation : target.gradient)[at(number)] = arrival;
     // The neighbour decides anew when this arrives, unless it has something to do before.
     if (to_rank != rank && left_[at(to_rank)] > 0) schedule_decision(to_rank, std::max(arrival, end));
@@ -227,7 +228,7 @@ class ListScheduler {
   const std::vector<MemoryLimit>& limits_;
   const std::vector<RankRule>& rules_;
   schedule::Schedule result_;
-  std::vector<RankState> ranks_;
+  std::vector<RankProgress> ranks_;
   std::vector<std::pair<int, std::size_t>> place_;  // [stage]: its rank and its index there
   std::vector<int> left_;                           // [rank]: actions to do
   std::vector<double> link_free_;                   // [border, direction]

@@ -96,7 +96,7 @@ class RowChecks {
   }
 
   bool done(ActionKind kind, std::int32_t stage, const Action& action) const {
-    return done_[static_cast<std::size_t>(kind)].contains(stage, action.microbatch()->value());
+    return done_[static_cast<std::size_t>(kind)].contains(stage, *action.microbatch());
   }
   bool gradient_done(std::int32_t stage, const Action& action) const {
     return done(ActionKind::Backward, stage, action) || done(ActionKind::BackwardInput, stage, action);
@@ -134,14 +134,14 @@ class RowChecks {
     if (map_.rank_of(action.stage()) != place.rank) {
       violate(ViolationKind::WrongRank, place, action,
               fmt::format("stage {} belongs to rank {}; move the action there or change the placement",
-                          action.stage().value(), map_.rank_of(action.stage())));
+                          action.stage(), map_.rank_of(action.stage())));
       return false;
     }
     return true;
   }
 
   void order(const Place& place, const Action& action) {
-    const std::int32_t stage = action.stage().value();
+    const std::int32_t stage = action.stage();
     const auto needs = [&](bool met, const char* what) {
       if (!met)
         violate(ViolationKind::Order, place, action, fmt::format("needs {} before it on this rank", what));
@@ -180,16 +180,16 @@ class RowChecks {
   // In a compute-only schedule inputs from other ranks are the business of the deadlock check.
   bool activation_here(const Action& action) const {
     if (map_.is_first(action.stage())) return true;
-    const std::int32_t previous = action.stage().value() - 1;
-    if (map_.rank_of(StageId{previous}) == map_.rank_of(action.stage()))
+    const std::int32_t previous = action.stage() - 1;
+    if (map_.rank_of(previous) == map_.rank_of(action.stage()))
       return done(ActionKind::Forward, previous, action);
-    return !lowered_ || done(ActionKind::RecvForward, action.stage().value(), action);
+    return !lowered_ || done(ActionKind::RecvForward, action.stage(), action);
   }
   bool gradient_here(const Action& action) const {
     if (map_.is_last(action.stage())) return true;
-    const std::int32_t next = action.stage().value() + 1;
-    if (map_.rank_of(StageId{next}) == map_.rank_of(action.stage())) return gradient_done(next, action);
-    return !lowered_ || done(ActionKind::RecvBackward, action.stage().value(), action);
+    const std::int32_t next = action.stage() + 1;
+    if (map_.rank_of(next) == map_.rank_of(action.stage())) return gradient_done(next, action);
+    return !lowered_ || done(ActionKind::RecvBackward, action.stage(), action);
   }
 
   void gathered(const Place& place, const Action& action) {
@@ -202,7 +202,7 @@ class RowChecks {
     if (options_.as_reference) return;
     if (!has_neighbour) {
       violate(ViolationKind::TransferOrder, place, action, "there is no stage on the other side; remove it");
-    } else if (map_.rank_of(StageId{neighbour}) == place.rank) {
+    } else if (map_.rank_of(neighbour) == place.rank) {
       violate(ViolationKind::TransferOrder, place, action,
               fmt::format("stage {} is on the same rank, nothing is transferred; remove it", neighbour));
     }
@@ -233,13 +233,13 @@ class RowChecks {
   }
 
   StageAccount& account(const Action& action) {
-    return stages_[static_cast<std::size_t>(action.stage().value())];
+    return stages_[static_cast<std::size_t>(action.stage())];
   }
 
   void record(const Place& place, const Action& action) {
     if (is_stage_wide(action.kind())) return;
-    const std::int32_t stage = action.stage().value();
-    bool twice = !done_[static_cast<std::size_t>(action.kind())].insert(stage, action.microbatch()->value());
+    const std::int32_t stage = action.stage();
+    bool twice = !done_[static_cast<std::size_t>(action.kind())].insert(stage, *action.microbatch());
     if (!twice) ++account(action).counts[static_cast<std::size_t>(action.kind())];
     if (options_.as_reference) return;
     if (action.kind() == ActionKind::Backward)
@@ -252,7 +252,7 @@ class RowChecks {
   }
 
   void completeness(std::int32_t stage) {
-    Chain chain = map_.chain_of(StageId{stage});
+    Chain chain = map_.chain_of(stage);
     // The reference counts distinct microbatches and never looks at their numbers.
     if (options_.as_reference && options_.expected) chain.microbatches = options_.expected->microbatches;
     const auto count = [&](ActionKind kind) {
@@ -269,9 +269,9 @@ class RowChecks {
     if (options_.as_reference) return;
     if (lowered_) {
       const bool next_elsewhere =
-          !map_.is_last(StageId{stage}) && map_.rank_of(StageId{stage + 1}) != map_.rank_of(StageId{stage});
+          !map_.is_last(stage) && map_.rank_of(stage + 1) != map_.rank_of(stage);
       const bool previous_elsewhere =
-          !map_.is_first(StageId{stage}) && map_.rank_of(StageId{stage - 1}) != map_.rank_of(StageId{stage});
+          !map_.is_first(stage) && map_.rank_of(stage - 1) != map_.rank_of(stage);
       const auto expect_transfer = [&](bool crosses, ActionKind kind) {
         if (!crosses) return;
         expect_all(stage, chain, to_text(kind), count(kind),
@@ -307,7 +307,7 @@ class RowChecks {
              ? fmt::format("stage {} runs {} for {} microbatches, {} are expected", stage, what, count,
                            chain.microbatches)
              : fmt::format("stage {} on rank {} does not run {} for microbatch {} ({} of {} are there)",
-                           stage, map_.rank_of(StageId{stage}), what, missing, count, chain.microbatches),
+                           stage, map_.rank_of(stage), what, missing, count, chain.microbatches),
          {}});
   }
 

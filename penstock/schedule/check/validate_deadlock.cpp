@@ -10,6 +10,7 @@
 
 #include "penstock/schedule/check/validate_parts.h"
 #include "penstock/schedule/check/work_set.h"
+#include "penstock/base/describe.h"
 
 namespace penstock::schedule {
 
@@ -19,13 +20,13 @@ constexpr std::int32_t kNoChannel = -1;
 
 // The stage and kind on the other side of a transfer.
 Action counterpart(const Action& transfer) {
-  const std::int32_t stage = transfer.stage().value();
-  const MicrobatchId microbatch = *transfer.microbatch();
+  const std::int32_t stage = transfer.stage();
+  const int microbatch = *transfer.microbatch();
   switch (transfer.kind()) {
-    case ActionKind::SendForward: return Action(ActionKind::RecvForward, StageId{stage + 1}, microbatch);
-    case ActionKind::RecvForward: return Action(ActionKind::SendForward, StageId{stage - 1}, microbatch);
-    case ActionKind::SendBackward: return Action(ActionKind::RecvBackward, StageId{stage - 1}, microbatch);
-    case ActionKind::RecvBackward: return Action(ActionKind::SendBackward, StageId{stage + 1}, microbatch);
+    case ActionKind::SendForward: return Action(ActionKind::RecvForward, stage + 1, microbatch);
+    case ActionKind::RecvForward: return Action(ActionKind::SendForward, stage - 1, microbatch);
+    case ActionKind::SendBackward: return Action(ActionKind::RecvBackward, stage - 1, microbatch);
+    case ActionKind::RecvBackward: return Action(ActionKind::SendBackward, stage + 1, microbatch);
     default: break;
   }
   PENSTOCK_INVARIANT(false, "only transfers have a counterpart");
@@ -64,7 +65,7 @@ class ProgressCheck {
 
  private:
   // One communicator: both ends' next transfer.
-  struct Channel {
+  struct ChannelState {
     std::optional<Place> sender_at;    // a sender that waits (blocking sends)
     std::optional<Place> receiver_at;  // a receiver that waits
     std::deque<Place> posted;          // sends that were reached and not yet received (posted sends)
@@ -74,7 +75,7 @@ class ProgressCheck {
 
   void name_channels() {
     std::map<std::tuple<int, int, bool>, std::int32_t> known;
-    const auto name = [&](StageId from, StageId to, bool is_forward) -> std::int32_t {
+    const auto name = [&](int from, int to, bool is_forward) -> std::int32_t {
       if (map_.rank_of(from) == map_.rank_of(to)) return kNoChannel;
       const auto [found, fresh] = known.try_emplace({map_.rank_of(from), map_.rank_of(to), is_forward},
                                                     static_cast<std::int32_t>(channels_.size()));
@@ -84,14 +85,14 @@ class ProgressCheck {
     forward_channel_.assign(static_cast<std::size_t>(map_.stages()), kNoChannel);
     backward_channel_ = forward_channel_;
     for (int stage = 0; stage + 1 < map_.stages(); ++stage) {
-      if (map_.is_last(StageId{stage})) continue;
-      forward_channel_[static_cast<std::size_t>(stage)] = name(StageId{stage}, StageId{stage + 1}, true);
-      backward_channel_[static_cast<std::size_t>(stage)] = name(StageId{stage + 1}, StageId{stage}, false);
+      if (map_.is_last(stage)) continue;
+      forward_channel_[static_cast<std::size_t>(stage)] = name(stage, stage + 1, true);
+      backward_channel_[static_cast<std::size_t>(stage)] = name(stage + 1, stage, false);
     }
   }
 
-  Channel& channel_of(const Action& transfer) {
-    const auto stage = static_cast<std::size_t>(transfer.stage().value());
+  ChannelState& channel_of(const Action& transfer) {
+    const auto stage = static_cast<std::size_t>(transfer.stage());
     switch (transfer.kind()) {
       case ActionKind::SendForward: return channels_[static_cast<std::size_t>(forward_channel_[stage])];
       case ActionKind::RecvForward: return channels_[static_cast<std::size_t>(forward_channel_[stage - 1])];
@@ -131,14 +132,14 @@ class ProgressCheck {
 
   // What a compute action of a compute-only schedule still waits for.
   std::optional<Action> unmet_need(const Action& action) const {
-    const std::int32_t stage = action.stage().value();
+    const std::int32_t stage = action.stage();
     if (action.kind() == ActionKind::Forward && !map_.is_first(action.stage())) {
-      if (!forwards_.contains(stage - 1, action.microbatch()->value())) {
-        return Action(ActionKind::Forward, StageId{stage - 1}, *action.microbatch());
+      if (!forwards_.contains(stage - 1, *action.microbatch())) {
+        return Action(ActionKind::Forward, stage - 1, *action.microbatch());
       }
     } else if (gives_input_gradient(action.kind()) && !map_.is_last(action.stage())) {
-      if (!gradients_.contains(stage + 1, action.microbatch()->value())) {
-        return Action(ActionKind::Backward, StageId{stage + 1}, *action.microbatch());
+      if (!gradients_.contains(stage + 1, *action.microbatch())) {
+        return Action(ActionKind::Backward, stage + 1, *action.microbatch());
       }
     }
     return std::nullopt;
@@ -146,12 +147,12 @@ class ProgressCheck {
 
   void complete(const Action& action) {
     if (!is_compute(action.kind()) || action.kind() == ActionKind::BackwardWeight) return;
-    const std::int32_t stage = action.stage().value();
+    const std::int32_t stage = action.stage();
     const bool is_forward = action.kind() == ActionKind::Forward;
-    (is_forward ? forwards_ : gradients_).insert(stage, action.microbatch()->value());
+    (is_forward ? forwards_ : gradients_).insert(stage, *action.microbatch());
     const bool at_border = is_forward ? map_.is_last(action.stage()) : map_.is_first(action.stage());
     if (at_border) return;
-    const int neighbour = map_.rank_of(StageId{is_forward ? stage + 1 : stage - 1});
+    const int neighbour = map_.rank_of(is_forward ? stage + 1 : stage - 1);
     const auto& waits_for = waits_for_[index(neighbour)];
     if (waits_for && waits_for->stage() == action.stage() && waits_for->microbatch() == action.microbatch()) {
       enqueue(neighbour);
@@ -159,7 +160,7 @@ class ProgressCheck {
   }
 
   bool send(const Place& here, const Action& action) {
-    Channel& channel = channel_of(action);
+    ChannelState& channel = channel_of(action);
     if (posted_sends_) {
       if (channel.receiver_at && meet(here, *channel.receiver_at)) {
         pass(*channel.receiver_at);
@@ -180,7 +181,7 @@ class ProgressCheck {
   }
 
   bool receive(const Place& here, const Action& action) {
-    Channel& channel = channel_of(action);
+    ChannelState& channel = channel_of(action);
     if (!channel.posted.empty()) {
       if (!meet(channel.posted.front(), here)) return false;
       channel.posted.pop_front();
@@ -326,7 +327,7 @@ class ProgressCheck {
   std::vector<bool> queued_;
   std::deque<int> runnable_;
   std::vector<std::optional<Action>> waits_for_;
-  std::vector<Channel> channels_;
+  std::vector<ChannelState> channels_;
   std::vector<std::int32_t> forward_channel_;   // of stage s to s+1
   std::vector<std::int32_t> backward_channel_;  // of stage s+1 to s
   std::vector<int> stuck_;

@@ -5,6 +5,7 @@
 #include <map>
 
 #include "penstock/schedule/check/validate_parts.h"
+#include "penstock/base/describe.h"
 
 namespace penstock::schedule {
 

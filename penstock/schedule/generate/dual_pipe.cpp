@@ -13,7 +13,7 @@ Schedule dual_pipe(const PipelineShape& shape) {
   check_shape(ScheduleKind::DualPipe, shape);
   const int ranks = shape.ranks;
   const int half = shape.microbatches / 2;
-  Schedule schedule(StageMap::make(Placement::Bidirectional, ranks, 2 * ranks, shape.microbatches));
+  Schedule schedule(StageMap::make(StagePlacement::Bidirectional, ranks, 2 * ranks, shape.microbatches));
   for (int rank = 0; rank < ranks; ++rank) {
     const DualPipeSide up = {rank, 0};
     const DualPipeSide down = {2 * ranks - 1 - rank, half};

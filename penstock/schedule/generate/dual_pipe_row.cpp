@@ -44,10 +44,10 @@ class DualPipeWriter {
   };
 
   Action next_forward(int side) {
-    return Action(ActionKind::Forward, StageId{sides_[side].stage}, MicrobatchId{sides_[side].forwards++});
+    return Action(ActionKind::Forward, sides_[side].stage, sides_[side].forwards++);
   }
   Action next_backward(int side, ActionKind kind) {
-    return Action(kind, StageId{sides_[side].stage}, MicrobatchId{sides_[side].backwards++});
+    return Action(kind, sides_[side].stage, sides_[side].backwards++);
   }
 
   Row& row_;

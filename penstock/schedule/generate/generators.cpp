@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/schedule/generate/shape_check.h"
@@ -113,19 +114,19 @@ void check_shape(ScheduleKind kind, const PipelineShape& shape) {
   PENSTOCK_INVARIANT(false, "every schedule kind has a shape check");
 }
 
-Placement placement_of(ScheduleKind kind) {
+StagePlacement placement_of(ScheduleKind kind) {
   switch (kind) {
     case ScheduleKind::GPipe:
     case ScheduleKind::OneFOneB:
     case ScheduleKind::Interleaved1F1B:
     case ScheduleKind::LoopedBFS:
     case ScheduleKind::InterleavedZeroBubble:
-    case ScheduleKind::ZB2P: return Placement::Loop;
+    case ScheduleKind::ZB2P: return StagePlacement::Loop;
     case ScheduleKind::ZBVZeroBubble:
     case ScheduleKind::DualPipeV:
     case ScheduleKind::VHalf:
-    case ScheduleKind::VMin: return Placement::V;
-    case ScheduleKind::DualPipe: return Placement::Bidirectional;
+    case ScheduleKind::VMin: return StagePlacement::V;
+    case ScheduleKind::DualPipe: return StagePlacement::Bidirectional;
   }
   PENSTOCK_INVARIANT(false, "every schedule kind has a placement");
 }

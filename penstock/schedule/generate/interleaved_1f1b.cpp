@@ -18,7 +18,7 @@ Schedule interleaved_1f1b(const PipelineShape& shape) {
   const int chunks = shape.stages_per_rank;
   const int group = checked_group_size(ScheduleKind::Interleaved1F1B, shape);
   const InterleavedOrder order(shape.microbatches, chunks, group);
-  Schedule schedule(StageMap::make(Placement::Loop, ranks, ranks * chunks, shape.microbatches));
+  Schedule schedule(StageMap::make(StagePlacement::Loop, ranks, ranks * chunks, shape.microbatches));
   for (int rank = 0; rank < ranks; ++rank) {
     Row& row = schedule.row(rank);
     const WarmUp counts = warm_up_counts(rank, ranks, chunks, shape.microbatches, group);

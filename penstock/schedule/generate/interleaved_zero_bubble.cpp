@@ -25,7 +25,7 @@ Row split_backward_row(const PipelineShape& shape, int rank, int group) {
   const auto push = [&](ActionKind kind, int step) {
     const TableEntry entry = order[step];
     const int chunk = kind == ActionKind::Forward ? entry.chunk : backward_chunk(entry.chunk, chunks);
-    row.push(Action(kind, StageId{rank + chunk * ranks}, MicrobatchId{entry.microbatch}));
+    row.push(Action(kind, rank + chunk * ranks, entry.microbatch));
   };
   row.push_idle(static_cast<std::size_t>(rank));
   for (int step = 0; step < warm_up; ++step) push(ActionKind::Forward, step);
@@ -63,8 +63,8 @@ Schedule delay_forwards(const Schedule& tight) {
       running = true;
       const Slot slot = row[position];
       if (!slot.empty() && slot[0].kind() == ActionKind::Forward) {
-        const int stage = slot[0].stage().value();
-        const int microbatch = slot[0].microbatch()->value();
+        const int stage = slot[0].stage();
+        const int microbatch = *slot[0].microbatch();
         if (stage > 0 && forwards_done[static_cast<std::size_t>(stage - 1)] <= microbatch) {
           result.row(rank).push_idle();
           continue;
@@ -86,7 +86,7 @@ Schedule interleaved_zero_bubble(const PipelineShape& shape) {
   check_shape(ScheduleKind::InterleavedZeroBubble, shape);
   const int group = checked_group_size(ScheduleKind::InterleavedZeroBubble, shape);
   Schedule tight(
-      StageMap::make(Placement::Loop, shape.ranks, shape.ranks * shape.stages_per_rank, shape.microbatches));
+      StageMap::make(StagePlacement::Loop, shape.ranks, shape.ranks * shape.stages_per_rank, shape.microbatches));
   for (int rank = 0; rank < shape.ranks; ++rank) tight.row(rank) = split_backward_row(shape, rank, group);
   return delay_forwards(tight);
 }

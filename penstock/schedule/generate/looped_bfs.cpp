@@ -8,7 +8,7 @@ namespace penstock::schedule {
 Schedule looped_bfs(const PipelineShape& shape) {
   check_shape(ScheduleKind::LoopedBFS, shape);
   const int stages = shape.ranks * shape.stages_per_rank;
-  Schedule schedule(StageMap::make(Placement::Loop, shape.ranks, stages, shape.microbatches));
+  Schedule schedule(StageMap::make(StagePlacement::Loop, shape.ranks, stages, shape.microbatches));
   for (int rank = 0; rank < shape.ranks; ++rank) {
     Row& row = schedule.row(rank);
     const int until_backward = 2 * (shape.ranks - 1 - rank);

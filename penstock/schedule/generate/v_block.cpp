@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::schedule {
@@ -68,20 +69,20 @@ std::optional<BlockTimes> block_times(const VBlockOffsets& offsets, const Turns&
   return best;
 }
 
-struct Block {
+struct VBlock {
   VBlockOffsets offsets;
   Turns turns;
 };
 
 // Of all blocks free of collisions on every rank the one that holds least, then the shortest.
-Block best_block(std::span<const VBlockOffsets> candidates, int ranks) {
+VBlock best_block(std::span<const VBlockOffsets> candidates, int ranks) {
   // Collisions repeat with the period. What a rank holds does so too, but for a part that grows evenly along
   // the ranks and is greatest at one of the ends; so both ends are looked at.
   std::vector<int> sample;
   for (int rank = 0; rank < ranks; ++rank) {
     if (rank < 2 * kPeriod || rank >= ranks - 2 * kPeriod) sample.push_back(rank);
   }
-  std::optional<Block> best;
+  std::optional<VBlock> best;
   std::pair<int, int> best_cost;
   for (const VBlockOffsets& offsets : candidates) {
     for (int code = 0; code < kPeriod * kPeriod * kPeriod; ++code) {
@@ -97,7 +98,7 @@ Block best_block(std::span<const VBlockOffsets> candidates, int ranks) {
         cost.first = std::max(cost.first, held_chunks(*times));
       }
       if (possible && (!best || cost < best_cost)) {
-        best = Block{offsets, turns};
+        best = VBlock{offsets, turns};
         best_cost = cost;
       }
     }
@@ -111,8 +112,8 @@ Block best_block(std::span<const VBlockOffsets> candidates, int ranks) {
 Schedule v_block_schedule(const PipelineShape& shape, std::span<const VBlockOffsets> candidates) {
   const int ranks = shape.ranks;
   const int stages = 2 * ranks;
-  const Block block = best_block(candidates, ranks);
-  Schedule schedule(StageMap::make(Placement::V, ranks, stages, shape.microbatches));
+  const VBlock block = best_block(candidates, ranks);
+  Schedule schedule(StageMap::make(StagePlacement::V, ranks, stages, shape.microbatches));
   for (int rank = 0; rank < ranks; ++rank) {
     const BlockTimes times = *block_times(block.offsets, block.turns, ranks, rank);
     const int chunk0 = rank;
@@ -137,7 +138,7 @@ Schedule v_block_schedule(const PipelineShape& shape, std::span<const VBlockOffs
       for (const Stream& stream : streams) {
         const int microbatch = period - stream.start / kPeriod;
         if (microbatch < 0 || microbatch >= shape.microbatches) continue;
-        row.push(Action(stream.kind, StageId{stream.stage}, MicrobatchId{microbatch}));
+        row.push(Action(stream.kind, stream.stage, microbatch));
       }
     }
   }

@@ -13,7 +13,7 @@ namespace penstock::schedule {
 
 namespace {
 
-struct Progress {
+struct RankProgress {
   int forwards = 0;
   int inputs = 0;
   int weights = 0;
@@ -26,17 +26,17 @@ Schedule zb2p(const PipelineShape& shape) {
   const int ranks = shape.ranks;
   const int microbatches = shape.microbatches;
   const int limit = 2 * ranks - 1;
-  Schedule schedule(StageMap::make(Placement::Loop, ranks, ranks, microbatches));
+  Schedule schedule(StageMap::make(StagePlacement::Loop, ranks, ranks, microbatches));
   for (int rank = 0; rank < ranks; ++rank) {
     schedule.row(rank).reserve(3 * static_cast<std::size_t>(microbatches) + static_cast<std::size_t>(rank));
   }
   // What each rank has done before the present step: within a step the ranks run side by side.
-  std::vector<Progress> before(static_cast<std::size_t>(ranks));
-  std::vector<Progress> now = before;
+  std::vector<RankProgress> before(static_cast<std::size_t>(ranks));
+  std::vector<RankProgress> now = before;
   for (int unfinished = ranks; unfinished > 0;) {
     for (int rank = 0; rank < ranks; ++rank) {
       const auto r = static_cast<std::size_t>(rank);
-      Progress& mine = now[r];
+      RankProgress& mine = now[r];
       if (mine.weights == microbatches) continue;
       const int gradients_here = rank == ranks - 1 ? mine.forwards : before[r + 1].inputs;
       const int activations_here = rank == 0 ? microbatches : before[r - 1].forwards;

@@ -37,7 +37,7 @@ class RowWriter {
 
   void push(ActionKind kind, int chunk, int microbatch) {
     if (microbatch < microbatches_) {
-      row_.push(Action(kind, StageId{chunks_[chunk].stage}, MicrobatchId{microbatch}));
+      row_.push(Action(kind, chunks_[chunk].stage, microbatch));
     } else {
       row_.push_idle();
     }
@@ -55,7 +55,7 @@ Schedule zbv_zero_bubble(const PipelineShape& shape) {
   const int ranks = shape.ranks;
   const int stages = 2 * ranks;
   const int microbatches = std::max(2 * ranks - 1, shape.microbatches);
-  Schedule schedule(StageMap::make(Placement::V, ranks, stages, shape.microbatches));
+  Schedule schedule(StageMap::make(StagePlacement::V, ranks, stages, shape.microbatches));
   for (int rank = 0; rank < ranks; ++rank) {
     Row& row = schedule.row(rank);
     row.reserve(static_cast<std::size_t>(rank) + 6 * static_cast<std::size_t>(microbatches));

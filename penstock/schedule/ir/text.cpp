@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
@@ -113,10 +114,10 @@ class Reader {
       fail(position_, fmt::format("\"{}\" does not start with a stage number", excerpt(position_)),
            "write <stage><kind><microbatch>, for example 2F0");
     }
-    const StageId stage{number("stage", limits_.stage)};
+    const int stage = number("stage", limits_.stage);
     const ActionKind what = kind();
     if (at_end() || !is_digit(peek())) return Action(what, stage);
-    return Action(what, stage, MicrobatchId{number("microbatch", limits_.microbatch)});
+    return Action(what, stage, number("microbatch", limits_.microbatch));
   }
 
   void overlap(std::vector<Action>& members) {
@@ -236,7 +237,7 @@ std::string to_csv(const Schedule& schedule) {
   return to_csv(schedule.rows());
 }
 
-Schedule schedule_from_rows(std::vector<Row> rows, std::optional<Placement> placement) {
+Schedule schedule_from_rows(std::vector<Row> rows, std::optional<StagePlacement> placement) {
   if (rows.empty()) throw ConfigError(describe("schedule text", "no line", "one line a rank"));
   std::int32_t last_stage = -1;
   std::int32_t last_microbatch = -1;
@@ -245,9 +246,9 @@ Schedule schedule_from_rows(std::vector<Row> rows, std::optional<Placement> plac
     for (const Slot slot : row) {
       for (const Action& action : slot) {
         ++actions;
-        last_stage = std::max(last_stage, action.stage().value());
+        last_stage = std::max(last_stage, action.stage());
         if (const auto microbatch = action.microbatch())
-          last_microbatch = std::max(last_microbatch, microbatch->value());
+          last_microbatch = std::max(last_microbatch, *microbatch);
       }
     }
   }
@@ -269,7 +270,7 @@ Schedule schedule_from_rows(std::vector<Row> rows, std::optional<Placement> plac
   for (int rank = 0; rank < ranks; ++rank) {
     for (const Slot slot : rows[static_cast<std::size_t>(rank)]) {
       for (const Action& action : slot) {
-        int& owner = map[static_cast<std::size_t>(action.stage().value())];
+        int& owner = map[static_cast<std::size_t>(action.stage())];
         if (owner < 0) owner = rank;
       }
     }
@@ -283,7 +284,7 @@ Schedule schedule_from_rows(std::vector<Row> rows, std::optional<Placement> plac
   return Schedule(StageMap(ranks, std::move(map), microbatches), std::move(rows));
 }
 
-Schedule parse_schedule(std::string_view csv, std::optional<Placement> placement, const TextLimits& limits) {
+Schedule parse_schedule(std::string_view csv, std::optional<StagePlacement> placement, const TextLimits& limits) {
   return schedule_from_rows(parse_rows(csv, limits), placement);
 }
 

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/validate.h"
 #include "penstock/schedule/check/work_set.h"
@@ -25,16 +26,16 @@ struct Peers {
         backward(static_cast<std::size_t>(map.stages()), kStays) {
     for (int stage = 0; stage < map.stages(); ++stage) {
       const auto s = static_cast<std::size_t>(stage);
-      const int here = map.rank_of(StageId{stage});
-      if (!map.is_last(StageId{stage}) && map.rank_of(StageId{stage + 1}) != here)
-        forward[s] = map.rank_of(StageId{stage + 1});
-      if (!map.is_first(StageId{stage}) && map.rank_of(StageId{stage - 1}) != here)
-        backward[s] = map.rank_of(StageId{stage - 1});
+      const int here = map.rank_of(stage);
+      if (!map.is_last(stage) && map.rank_of(stage + 1) != here)
+        forward[s] = map.rank_of(stage + 1);
+      if (!map.is_first(stage) && map.rank_of(stage - 1) != here)
+        backward[s] = map.rank_of(stage - 1);
     }
   }
 
   int of(const Action& action) const {
-    const auto stage = static_cast<std::size_t>(action.stage().value());
+    const auto stage = static_cast<std::size_t>(action.stage());
     if (action.kind() == ActionKind::Forward) return forward[stage];
     return gives_input_gradient(action.kind()) ? backward[stage] : kStays;
   }
@@ -140,12 +141,12 @@ class TransferInserter {
 
   // What an action still lacks: the work of a neighbouring stage on the same microbatch.
   std::optional<Need> unmet_need(const Action& action) const {
-    const std::int32_t stage = action.stage().value();
+    const std::int32_t stage = action.stage();
     if (action.kind() == ActionKind::Forward && !map_.is_first(action.stage())) {
-      const std::int32_t microbatch = action.microbatch()->value();
+      const std::int32_t microbatch = *action.microbatch();
       if (!forwards_.contains(stage - 1, microbatch)) return Need{true, stage - 1, microbatch};
     } else if (gives_input_gradient(action.kind()) && !map_.is_last(action.stage())) {
-      const std::int32_t microbatch = action.microbatch()->value();
+      const std::int32_t microbatch = *action.microbatch();
       if (!gradients_.contains(stage + 1, microbatch)) return Need{false, stage + 1, microbatch};
     }
     return std::nullopt;
@@ -170,18 +171,18 @@ class TransferInserter {
   // waits for it.
   void complete(int rank, const Action& action) {
     const bool is_forward = action.kind() == ActionKind::Forward;
-    const std::int32_t stage = action.stage().value();
-    const MicrobatchId microbatch = *action.microbatch();
-    (is_forward ? forwards_ : gradients_).insert(stage, microbatch.value());
+    const std::int32_t stage = action.stage();
+    const int microbatch = *action.microbatch();
+    (is_forward ? forwards_ : gradients_).insert(stage, microbatch);
     const int peer = peers_.of(action);
     if (peer == kStays) return;  // a user on the same rank comes later in the same row
-    const StageId receiver{is_forward ? stage + 1 : stage - 1};
+    const int receiver = is_forward ? stage + 1 : stage - 1;
     result_.row(rank).push(
         Action(is_forward ? ActionKind::SendForward : ActionKind::SendBackward, action.stage(), microbatch));
     result_.row(peer).push(
         Action(is_forward ? ActionKind::RecvForward : ActionKind::RecvBackward, receiver, microbatch));
     auto& waits_for = waits_for_[static_cast<std::size_t>(peer)];
-    if (waits_for && *waits_for == Need{is_forward, stage, microbatch.value()}) {
+    if (waits_for && *waits_for == Need{is_forward, stage, microbatch}) {
       waits_for.reset();
       (peer > rank ? now_ : later_).add(peer);
     }
@@ -224,9 +225,9 @@ Row with_deferred_receives(const Row& row, int rank, const StageMap& map) {
   for (const Slot slot : row) {
     for (const Action& action : slot) {
       const ActionKind kind = action.kind();
-      const std::int32_t stage = action.stage().value();
+      const std::int32_t stage = action.stage();
       if (is_send(kind)) {
-        const int peer = map.rank_of(StageId{kind == ActionKind::SendForward ? stage + 1 : stage - 1});
+        const int peer = map.rank_of(kind == ActionKind::SendForward ? stage + 1 : stage - 1);
         if (peer > rank) release([&](const Pending& entry) { return entry.peer == peer; });
       } else if (kind == ActionKind::Forward || gives_input_gradient(kind)) {
         const ActionKind receive =
@@ -238,9 +239,9 @@ Row with_deferred_receives(const Row& row, int rank, const StageMap& map) {
       }
     }
     if (slot.size() == 1 && is_receive(slot[0].kind())) {
-      const std::int32_t stage = slot[0].stage().value();
+      const std::int32_t stage = slot[0].stage();
       const bool is_forward = slot[0].kind() == ActionKind::RecvForward;
-      pending.push_back({slot[0], map.rank_of(StageId{is_forward ? stage - 1 : stage + 1})});
+      pending.push_back({slot[0], map.rank_of(is_forward ? stage - 1 : stage + 1)});
     } else if (!slot.empty()) {
       result.push_slot(slot);
     }
@@ -254,7 +255,7 @@ Row with_reduce_grad(const Row& row, MicrobatchesOf microbatches_of) {
   Row result;
   result.reserve(row.size() + 8);
   struct Left {
-    StageId stage;
+    int stage;
     int microbatches;
   };
   std::vector<Left> lefts;  // the stages of one rank are few, and the last one is the likeliest
@@ -282,11 +283,11 @@ Row with_reduce_grad(const Row& row, MicrobatchesOf microbatches_of) {
 }  // namespace
 
 Row add_reduce_grad(const Row& row, int microbatches) {
-  return with_reduce_grad(row, [&](StageId) { return microbatches; });
+  return with_reduce_grad(row, [&](int) { return microbatches; });
 }
 
 Row add_reduce_grad(const Row& row, const StageMap& stages) {
-  return with_reduce_grad(row, [&](StageId stage) { return stages.chain_of(stage).microbatches; });
+  return with_reduce_grad(row, [&](int stage) { return stages.chain_of(stage).microbatches; });
 }
 
 Row merge_backward(const Row& row) {

@@ -5,6 +5,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/lower.h"
 
@@ -115,7 +116,7 @@ class Lookahead {
     std::size_t last = 0;  // rows stay on a stage or two for long
     for (std::size_t slot = 0; slot < row.size(); ++slot) {
       for (const Action& action : row[slot]) {
-        const int stage = action.stage().value();
+        const int stage = action.stage();
         if (uses_.empty() || uses_[last].stage != stage) {
           const auto [found, fresh] = known.try_emplace(stage, uses_.size());
           last = found->second;
@@ -160,7 +161,7 @@ class Lookahead {
   void insert(std::size_t slot, std::size_t stage) {
     const Slot members = row_[slot];
     const auto found = std::ranges::find_if(
-        members, [&](const Action& a) { return a.stage().value() == uses_[stage].stage; });
+        members, [&](const Action& a) { return a.stage() == uses_[stage].stage; });
     const Upcoming entry = {slot, static_cast<std::size_t>(found - members.begin()), stage};
     const auto before = [](const Upcoming& a, const Upcoming& b) {
       return a.slot != b.slot ? a.slot < b.slot : a.member < b.member;
@@ -193,20 +194,20 @@ Row add_unshard_reshard(const Row& row, int max_active_stages) {
       for (const int stage : active.in_order()) {
         if (std::ranges::find(wanted, stage) != wanted.end()) continue;
         active.remove(stage);
-        result.push(Action(ActionKind::Reshard, StageId{stage}));
+        result.push(Action(ActionKind::Reshard, stage));
       }
     }
     if (wanted_and_active < wanted.size()) {
       for (const int stage : wanted) {
         if (active.contains(stage)) continue;
         active.add(stage);
-        result.push(Action(ActionKind::Unshard, StageId{stage}));
+        result.push(Action(ActionKind::Unshard, stage));
       }
     }
     result.push_slot(row[slot]);
     lookahead.leave(slot);
   }
-  for (const int stage : active.in_order()) result.push(Action(ActionKind::Reshard, StageId{stage}));
+  for (const int stage : active.in_order()) result.push(Action(ActionKind::Reshard, stage));
   return result;
 }
 

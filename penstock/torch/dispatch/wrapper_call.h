@@ -1,4 +1,5 @@
-// One operator call on wrappers that hold tensors of their own shape: the inner calls and the way back.
+// One operator call on wrappers whose inner tensors have the wrapper's shape: runs the inner calls and wraps
+// the results.
 //
 //   void Two::dispatch(const c10::OperatorHandle& op, Stack* stack) {
 //     WrapperCall<Two> call(op, stack);
@@ -9,10 +10,10 @@
 //     });
 //   }
 //
-// Results that are an argument (in-place, out=) come back as that argument, with its geometry brought up to date; views
-// share the storage object of what they view; numbers and other values pass as they are.
-// Tensors that are not wrappers of P are handed to the inner calls as they are, but may not be written: a plain tensor
-// cannot hold what a wrapper holds. That is a TypeError.
+// Results that are an argument (in-place, out=) are returned as that argument, with updated geometry; views
+// share the storage object of their base; numbers and other values are passed through. Tensors that are not
+// wrappers of P are passed to the inner calls unchanged, but writing them throws TypeError: a plain tensor
+// cannot hold what a wrapper holds.
 #pragma once
 
 #include "penstock/torch/dispatch/operator_traits.h"
@@ -20,7 +21,7 @@
 
 namespace penstock {
 
-// Which result, and which element of it when it is a list (-1 otherwise).
+// Identifies a result, and the element if it is a list (-1 otherwise).
 struct ResultPlace {
   std::size_t result = 0;
   int element = -1;
@@ -38,7 +39,7 @@ namespace detail {
 template <class P>
 class WrapperCall {
  public:
-  // Takes the arguments off the stack.
+  // Pops the arguments off the stack.
   WrapperCall(const c10::OperatorHandle& op, Stack* stack) : op_(op), traits_(traits_of(op)), stack_(stack) {
     const auto first = stack->end() - static_cast<std::ptrdiff_t>(traits_.arguments.size());
     arguments_.assign(std::make_move_iterator(first), std::make_move_iterator(stack->end()));
@@ -49,7 +50,7 @@ class WrapperCall {
   const OperatorTraits& traits() const { return traits_; }
   const std::vector<c10::IValue>& arguments() const { return arguments_; }
 
-  // Calls the operator with `inner(payload)` in the place of every wrapper of P.
+  // Calls the operator with every wrapper of P replaced by `inner(payload)`.
   template <class Inner>
   Stack run(Inner&& inner) const {
     Stack inner_stack;
@@ -64,7 +65,7 @@ class WrapperCall {
     return inner_stack;
   }
 
-  // Pushes the results: `wrap(inner, place, viewed)` makes the wrapper of a tensor in `inner_results`;
+  // Pushes the results: `wrap(inner, place, viewed)` returns the wrapper for a tensor in `inner_results`;
   // `viewed` is the argument that it is a view of, or null.
   template <class Wrap>
   void finish(const Stack& inner_results, Wrap&& wrap) {

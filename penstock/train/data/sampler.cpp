@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/philox.h"  // plain integers: nothing of Torch in it
 #include "penstock/train/data/keyed_permutation.h"
@@ -24,7 +25,7 @@ void check_enough_tokens(const TokenAmount& amount, std::int64_t context) {
   std::string remedy = "give more text or lower model.context";
   // The least fraction that would do, in thousandths.
   const std::uint64_t thousandths = amount.of_tokens == 0 ? 1000 : (1000 * least + amount.of_tokens - 1) / amount.of_tokens;
-  if (amount.split == Split::Validation && thousandths <= 500)
+  if (amount.split == DataSplit::Validation && thousandths <= 500)
     remedy = fmt::format("raise data.validation_fraction to {}, or train without validation (--validation_fraction 0 --validate_every 0)", static_cast<double>(thousandths) / 1000);
   throw ConfigError(describe(amount.name, fmt::format("{}", amount.tokens), fmt::format("more than the context of {}", context), remedy));
 }

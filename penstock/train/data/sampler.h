@@ -52,7 +52,7 @@ struct SamplerOptions {
 // So many tokens of `of_tokens` are on one side of a split.
 struct TokenAmount {
   std::string name;  // for messages: "validation tokens of input.txt"
-  Split split = Split::All;
+  DataSplit split = DataSplit::All;
   std::uint64_t tokens = 0;
   std::uint64_t of_tokens = 0;
 };

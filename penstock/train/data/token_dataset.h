@@ -1,6 +1,6 @@
 // The documents of many token sources as one sequence of tokens, either those for training or those for validation.
 //
-//   const auto training = TokenDataset::open("data", Split::Training, 0.05);
+//   const auto training = TokenDataset::open("data", DataSplit::Training, 0.05);
 //   training->tokens();                               // of the training documents, end to end
 //   training->read(0, tokens, documents);             // tokens and, for each, its document
 //
@@ -23,9 +23,9 @@
 
 namespace penstock::train {
 
-enum class Split { All, Training, Validation };
+enum class DataSplit { All, Training, Validation };
 
-const char* to_text(Split split);
+const char* to_text(DataSplit split);
 
 // What shards are called; sorted by name, they are read in that order.
 inline constexpr const char* kShardExtension = ".tokens";
@@ -40,12 +40,12 @@ TokenSources open_shards(const std::filesystem::path& folder);
 class TokenDataset {
  public:
   // Throws ConfigError for damaged sources, sources of different vocabularies and a split without tokens.
-  TokenDataset(TokenSources sources, Split split, double validation_fraction);
+  TokenDataset(TokenSources sources, DataSplit split, double validation_fraction);
   // Of a folder of token shards.
-  static std::shared_ptr<const TokenDataset> open(const std::filesystem::path& folder, Split split,
+  static std::shared_ptr<const TokenDataset> open(const std::filesystem::path& folder, DataSplit split,
                                                   double validation_fraction);
 
-  Split split() const { return split_; }
+  DataSplit split() const { return split_; }
   // "training tokens of data/shard-00000.tokens", for messages.
   std::string name() const;
   std::uint64_t tokens() const { return tokens_; }
@@ -70,7 +70,7 @@ class TokenDataset {
     std::uint64_t source;
   };
   TokenSources sources_;
-  Split split_;
+  DataSplit split_;
   std::vector<Span> spans_;  // of each document, in order
   std::uint64_t tokens_ = 0;
   std::uint64_t all_tokens_ = 0;

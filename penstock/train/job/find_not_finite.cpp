@@ -45,17 +45,17 @@ std::optional<BadPlace> first_of(const RankLayout& layout, const ModelStages& mo
       const at::Tensor tensor = look(parameter);
       const std::int64_t bad = tensor.defined() ? not_finite_values(tensor) : 0;
       if (bad > 0)
-        return BadPlace{.run = 0, .microbatch = 0, .stage = part.index, .order = order, .what = fmt::format("{} {} has {} values of {} that are NaN or infinite (stage {}{})", kind, parameter.name, bad, tensor.numel(), part.index, replica_text(layout))};
+        return BadPlace{.run = 0, .microbatch = 0, .stage = part.index, .order = order, .what = fmt::format("{} {} has {} of {} values that are NaN or infinite (stage {}{})", kind, parameter.name, bad, tensor.numel(), part.index, replica_text(layout))};
       ++order;
     }
   }
   return std::nullopt;
 }
 
-// Results are memory that nobody has written yet.
+// The results are uninitialized memory.
 bool gives_no_values(std::string_view name) { return name.find("empty") != std::string_view::npos || name.find("resize") != std::string_view::npos; }
 
-// Writes a number that the caller has chosen; infinities are meant.
+// Writes a value chosen by the caller; infinities are intended.
 bool writes_chosen_values(std::string_view name) {
   constexpr std::array<std::string_view, 5> kNames = {"aten::fill", "aten::masked_fill", "aten::where", "aten::full", "aten::new_full"};
   for (const std::string_view each : kNames)
@@ -63,10 +63,10 @@ bool writes_chosen_values(std::string_view name) {
   return false;
 }
 
-// What an argument that is written held before does not count.
+// The former contents of a written argument do not count.
 bool overwrites(std::string_view name) { return name.starts_with("aten::copy_") || name.starts_with("aten::zero_") || name.starts_with("aten::fill_") || name.ends_with("out"); }
 
-// Further results of fused attention (log-sum-exp, seeds) are no numbers of the model.
+// Further results of fused attention (log-sum-exp, seeds) are not model values.
 bool only_first_result_counts(std::string_view name) { return name.find("attention") != std::string_view::npos; }
 
 }  // namespace
@@ -148,13 +148,13 @@ std::string OperatorWatch::place_text(const std::string& own_parameter) const {
   constexpr std::string_view kBlocks = "blocks.";
   if (near.starts_with(kBlocks)) text += fmt::format(", block {}", near.substr(kBlocks.size(), near.find('.', kBlocks.size()) - kBlocks.size()));
   if (!own_parameter.empty()) return text + fmt::format(", with {}", own_parameter);
-  return text + (near.empty() ? std::string(", before any of its weights") : fmt::format(", behind {}", near));
+  return text + (near.empty() ? std::string(", before any of its weights") : fmt::format(", after {}", near));
 }
 
 void OperatorWatch::dispatch(const c10::OperatorHandle& op, Stack* stack) {
   const auto context = StepContext::current();
   if (!context->running || context->trial || !context->microbatch) return op.callBoxed(stack);
-  // The loss is computed behind the last stage.
+  // The loss is computed after the last stage.
   enter(*context->microbatch, StageScope::current().value_or(stages_));
   const BadPlace here{.run = run_, .microbatch = microbatch_, .stage = stage_, .order = order_++, .what = {}};
   if (found_ && !here.is_before(*found_)) return op.callBoxed(stack);
@@ -175,7 +175,7 @@ void OperatorWatch::dispatch(const c10::OperatorHandle& op, Stack* stack) {
     for_each_tensor(inputs[i], [&](const at::Tensor& tensor) {
       any_input = true;
       if (std::string name = parameter_name(tensor); !name.empty()) own_parameter = std::move(name);
-      if (traits.arguments[i].written && !overwrites(traits.name)) look_at(tensor);  // gone after the call
+      if (traits.arguments[i].written && !overwrites(traits.name)) look_at(tensor);  // overwritten by the call
     });
   }
   op.callBoxed(stack);
@@ -198,7 +198,7 @@ void OperatorWatch::dispatch(const c10::OperatorHandle& op, Stack* stack) {
     const bool begins = !before.bad && !writes_chosen_values(traits.name) && (after.bad || (after.minus && !before.minus));
     if (begins) {
       found_ = here;
-      found_->what = fmt::format("microbatch {} of {}{}{}: {} {} gave {} values of {} that are NaN or infinite, from inputs that are not", microbatch_, context->microbatches, runs_ > 1 ? fmt::format(" in run {} of {}", run_, runs_) : std::string(), replica_,
+      found_->what = fmt::format("microbatch {} of {}{}{}: {} {} produced {} of {} values that are NaN or infinite from finite inputs", microbatch_, context->microbatches, runs_ > 1 ? fmt::format(" in run {} of {}", run_, runs_) : std::string(), replica_,
                                  traits.name, place_text(own_parameter), not_finite_values(worst), worst.numel());
     }
   }

@@ -17,7 +17,7 @@ namespace {
 
 at::Tensor local_gradient(const at::Tensor& parameter) { return local_if_distributed(parameter.grad(), kDetach); }
 
-// Sums the gradient with that of the rank that has the weight's other use. One that both lack stays undefined.
+// Adds the gradient of the rank that has the weight's other use. A gradient that both lack stays undefined.
 void add_over(const comm::Group& pair, const at::Tensor& weight) {
   at::Tensor& gradient = weight.mutable_grad();
   const bool present = gradient.defined();
@@ -28,13 +28,13 @@ void add_over(const comm::Group& pair, const at::Tensor& weight) {
   at::Tensor sum = local.contiguous();
   pair.all_reduce(sum, comm::ReduceOp::Sum, {.label = "gradient of the tied weight", .timeout = {}}).wait();
   if (!sum.is_same(local)) local.copy_(sum);
-  // Whoever has a gradient need not wait for the device to know that there is one.
+  // A rank that has a gradient itself need not wait for the device to know that there is one.
   if (!present && mark.item<double>() == 0) gradient.reset();
 }
 
 }  // namespace
 
-GradientSync::GradientSync(const RankLayout& layout, const ModelStages& stages, bool overlap) : stages_(stages), overlap_(overlap) {
+ReplicaGradientSync::ReplicaGradientSync(const RankLayout& layout, const ModelStages& stages, bool overlap) : stages_(stages), overlap_(overlap) {
   const bool sharded = layout.shard_size() > 1;
   if (!sharded && layout.dp_size() > 1) {
     std::vector<ReplicaGradients::Part> parts;
@@ -45,7 +45,7 @@ GradientSync::GradientSync(const RankLayout& layout, const ModelStages& stages, 
       for (const optim::NamedParameter& parameter : stages.parameters_of(stage.index()))
         if (!stages.is_tied(parameter.tensor)) part.parameters.push_back(parameter);
     }
-    // Complete only when both uses are: after the last stage.
+    // Complete only after both uses, which is after the last stage.
     ReplicaGradients::Part& tied = parts.emplace_back();
     tied.name = "tied weight";
     for (const optim::NamedParameter& parameter : stages.parameters())
@@ -61,11 +61,11 @@ GradientSync::GradientSync(const RankLayout& layout, const ModelStages& stages, 
   }
 }
 
-void GradientSync::stage_done(int stage) {
+void ReplicaGradientSync::stage_done(int stage) {
   if (overlap_ && replicas_) replicas_->begin(part_of_.at(stage));
 }
 
-void GradientSync::add_tied() {
+void ReplicaGradientSync::add_tied() {
   const ModelStages::TiedWeight& tied = stages_.tied();
   if (tied.embed.defined() && tied.head.defined()) {
     optim::settle_gradients({{"embed.weight", tied.embed}, {"head.weight", tied.head}});
@@ -82,9 +82,9 @@ void GradientSync::add_tied() {
   }
 }
 
-std::int64_t GradientSync::buffer_bytes() const { return replicas_ ? replicas_->buffer_bytes() : 0; }
+std::int64_t ReplicaGradientSync::buffer_bytes() const { return replicas_ ? replicas_->buffer_bytes() : 0; }
 
-void GradientSync::finish() {
+void ReplicaGradientSync::finish() {
   const at::NoGradGuard no_grad;
   add_tied();
   if (replicas_) replicas_->finish();

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/checkpoint/files/folder.h"
@@ -26,7 +27,7 @@ checkpoint::Checkpoint open_newest(const fs::path& run, const TrainConfig& confi
   const fs::path folder = checkpoint_folder(config, run);
   checkpoint::LoneMeeting alone;
   auto opened = checkpoint::open_latest(alone, folder, {.verify = true, .allow_fallback = config.checkpoint.fallback});
-  if (!opened) throw ConfigError(describe("checkpoints of the run", folder.string(), "at least one", "train first, or name a checkpoint"));
+  if (!opened) throw ConfigError(describe("checkpoints of the run", folder.string(), "at least one checkpoint", "train first, or give the path of a checkpoint"));
   return std::move(opened->checkpoint);
 }
 
@@ -36,7 +37,7 @@ LoadedModel load_model(const fs::path& path, at::Device device) {
   const bool is_checkpoint = checkpoint::step_of_folder_name(path.filename().string()).has_value();
   const fs::path run = is_checkpoint ? fs::absolute(path).parent_path().parent_path() : path;
   if (!holds_run(run))
-    throw ConfigError(describe("run folder", run.string(), "a folder with a config.toml", "name the folder of a run (runs/...) or a checkpoint in it"));
+    throw ConfigError(describe("run folder", run.string(), "a folder with a config.toml", "give the folder of a run (runs/...) or a checkpoint in it"));
   const TrainConfig config = load_run_config(run).config;
   checkpoint::LoneMeeting alone;
   const checkpoint::Checkpoint opened = is_checkpoint ? checkpoint::open_checkpoint(alone, path) : open_newest(run, config);

@@ -13,6 +13,7 @@
 #include <iterator>
 #include <system_error>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
@@ -33,10 +34,10 @@ std::string stamp() {
 }
 
 [[noreturn]] void refuse(const fs::path& folder, const std::string& why) {
-  throw ConfigError(describe("run folder", fmt::format("{}: {}", folder.string(), why), "a folder that can be made and written", "set output.run_folder"));
+  throw ConfigError(describe("run folder", fmt::format("{}: {}", folder.string(), why), "a folder that can be created and written", "set output.run_folder"));
 }
 
-// A name that is not taken: runs that begin in the same second get numbers.
+// Returns an unused name: runs started in the same second get numbers.
 fs::path new_folder(const std::string& preset) {
   const fs::path base = fs::absolute(fs::path("runs")) / fmt::format("{}-{}", preset, stamp());
   fs::create_directories(base.parent_path());
@@ -62,7 +63,8 @@ fs::path absolute_folder(const fs::path& given) {
   return whole.has_filename() ? whole : whole.parent_path();
 }
 
-// A start from elsewhere, in a folder that has come further, would leave two histories in one place: the next start would continue the wrong one.
+// Starting from elsewhere in a folder that has its own checkpoints would mix two histories: the next start
+// would continue the wrong one.
 void check_start(const fs::path& folder, const ResolvedConfig& resolved, const std::string& former) {
   const std::string& wanted = resolved.config.checkpoint.resume;
   if (wanted == "auto" || (wanted == former && wanted != "never")) return;
@@ -71,7 +73,7 @@ void check_start(const fs::path& folder, const ResolvedConfig& resolved, const s
   std::error_code error;
   if (wanted != "never" && fs::equivalent(wanted, own.back().path, error)) return;
   throw ConfigError(describe(fmt::format("checkpoint.resume in run folder {}", folder.string()), fmt::format("\"{}\"", wanted),
-                             fmt::format("auto: the run has checkpoints of its own, the newest of step {}", own.back().step), "leave it out to continue the run, or start a new one in another --run_folder"));
+                             fmt::format("auto: the run has its own checkpoints, the newest of step {}", own.back().step), "leave it out to continue the run, or start a new run in another --run_folder"));
 }
 
 RunPlan plan_continued(const fs::path& given, const ConfigSources& sources) {
@@ -99,7 +101,7 @@ RunPlan plan_run(const ConfigSources& sources) {
   const fs::path folder = named.empty() ? named : absolute_folder(named);
   RunPlan plan{.resolved = with_absolute_paths(load_config(sources), folder), .folder = folder, .continues = false};
   std::error_code error;
-  // Data of unknown origin would be trained on in place of what was asked for.
+  // Data of unknown origin would replace the requested data.
   if (!folder.empty() && plan.resolved.config.data.shards.empty() && fs::exists(folder / "data", error))
     throw ConfigError(describe("run folder", fmt::format("{}, which has data/ but no {}", folder.string(), kRunConfigName), "a run, or a folder without data/", "remove data/, or set another output.run_folder"));
   return plan;
@@ -110,7 +112,7 @@ RunPlan plan_resume(const fs::path& given, const ConfigSources& sources) {
   if (!holds_run(folder)) {
     const bool is_checkpoint = checkpoint::step_of_folder_name(folder.filename().string()).has_value();
     throw ConfigError(describe("resume", given.string(), fmt::format("the folder of a run, with its {}", kRunConfigName),
-                               is_checkpoint ? "name the run folder above the checkpoint; its newest checkpoint is used" : "penstock train starts a new run"));
+                               is_checkpoint ? "give the run folder that contains the checkpoint; its newest checkpoint is used" : "penstock train starts a new run"));
   }
   return plan_continued(folder, sources);
 }
@@ -144,16 +146,16 @@ void RunFolder::lock() {
   }
   const int reason = errno;
   if (reason != EWOULDBLOCK) {
-    log().warn("train: {} cannot be locked ({}); make sure that no other process trains there", path_.string(), std::strerror(reason));
+    log().warn("train: {} cannot be locked ({}); make sure that no other process trains in it", path_.string(), std::strerror(reason));
     return;
   }
   ::close(file_);
-  throw ConfigError(fmt::format("run folder {}: another process trains there; wait until it has ended or end it, or set another output.run_folder", path_.string()));
+  throw ConfigError(fmt::format("run folder {}: another process is training in it; wait until it has ended, stop it, or set another output.run_folder", path_.string()));
 }
 
 RunFolder::~RunFolder() {
   if (file_ >= 0) ::close(file_);
-  // Only what is empty can be removed like this, so a run that has begun stays.
+  // Only empty folders are removed, so that a run that has started stays.
   std::error_code error;
   for (fs::path at = path_; !made_.empty() && fs::remove(at, error) && at != made_;) at = at.parent_path();
 }
@@ -191,8 +193,10 @@ void write_run_config(const fs::path& folder, const ResolvedConfig& resolved) {
     }
     fs::rename(draft, path);
     checkpoint::sync_folder(folder);
-  } catch (const std::runtime_error& error) {  // of the file system or of a file
-    std::error_code ignored;                  // what matters is told below
+  } catch (const ConfigError&) {
+    throw;
+  } catch (const std::runtime_error& error) {  // from the file system or from writing
+    std::error_code ignored;                  // the error below is reported instead
     fs::remove(draft, ignored);
     throw ConfigError(describe(path.string(), error.what(), "a file that can be written", "free space there, or set another output.run_folder"));
   }

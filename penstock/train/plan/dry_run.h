@@ -1,13 +1,16 @@
-// What a configuration would do, without doing it: mesh, partition, schedule, memory, predicted time. No rank is started.
+// Reports what a configuration would do without training: mesh, partition, schedule, memory, predicted time.
+// Starts no ranks.
 //
 //   std::puts(to_text(dry_run(config)).c_str());
 //
-// What training refuses is refused: everything that the configuration and the data decide, including damage in what the run would read.
-// Takes time in proportion to the layers and to what is read. The text is at most kDryRunLines lines, whatever the ranks and layers: equal
-// neighbours are one line, and of too many lines some in the middle are left out.
+// Throws for everything that training would refuse because of the configuration or the data, including damage
+// in the data to be read. Takes time in proportion to the layers and to the data. The text has at most
+// kDryRunLines lines, whatever the number of ranks and layers: equal neighbours are merged, and lines in the
+// middle are omitted if there are too many.
 //
-// Times are measured on one block, an embedding and a head on this machine (part_costs.h) and put together by the simulator. Not in it:
-// sums over replicas and tensor-parallel ranks, the optimizer's update, reading data. What memory counts: memory_plan.h.
+// Times are measured on one block, an embedding and a head on this machine (part_costs.h) and combined by the
+// simulator. Not included: sums over replicas and tensor-parallel ranks, the optimizer update, reading data.
+// See memory_plan.h for what memory includes.
 #pragma once
 
 #include <cstddef>

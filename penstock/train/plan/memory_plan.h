@@ -1,10 +1,11 @@
-// How much memory each rank of a configuration will need, from the plan alone.
+// Predicts how much memory each rank of a configuration needs, from the plan alone.
 //
 //   const std::vector<RankMemory> memory = plan_memory(config, schedule, parts, simulation);     // by rank along the pipeline
 //
-// Counted: parameters, gradients, optimizer state (float32, also where computation is not), gathered parameters in the order in which the
-// schedule gathers and frees stages, and what it lets microbatches keep for their backwards. Not counted: LibTorch itself, the scratch
-// space of kernels, buffers of reductions, batches. Tensor-parallel ranks split every tensor but the norms; activations are not divided by them.
+// Included: parameters, gradients, optimizer state (float32, even if the computation is not), gathered
+// parameters in the order in which the schedule gathers and frees stages, and what microbatches keep for
+// their backward. Not included: LibTorch itself, temporary memory of kernels, reduction buffers, batches.
+// Tensor-parallel ranks split every tensor except norms; activations are not divided by them.
 #pragma once
 
 #include <cstdint>

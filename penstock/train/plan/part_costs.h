@@ -1,11 +1,12 @@
-// What the parts of a model cost on this machine: time and memory of an embedding, of a block and of a head, for one microbatch.
+// Measures time and memory of an embedding, a block and a head of the model on this machine, for one
+// microbatch.
 //
 //   const PartMeasurements measured = measure_parts(config, device);
 //   measured.block.forward                    // seconds
 //   measured.block.kept                       // bytes that one microbatch keeps until its backward
 //
-// Real forwards and backwards of one block each, on the device, with the threads of a rank. Takes about a second: where all rows of a
-// microbatch would take longer, one row is measured and multiplied.
+// Runs real forwards and backwards of one block each, on the device, with the threads of a rank. Takes about
+// a second: if all rows of a microbatch would take longer, one row is measured and the result multiplied.
 #pragma once
 
 #include <c10/core/Device.h>

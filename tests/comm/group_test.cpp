@@ -162,7 +162,8 @@ TEST_P(MismatchTest, IsAnErrorOnBothSidesThatNamesBoth) {
                            try {
                              if (world.rank() == 0) {
                                world.group().send(at::zeros({c.sent}, c.sent_type), 1, {.tag = 7, .label = "2F0"});
-                               // A short message may be sent before the other side reports the error: the next one fails.
+                               // A short message may be sent before the other side reports the error: the
+                               // next one fails.
                                world.group().recv(at::zeros({1}), 1, {.tag = 8});
                              } else {
                                world.group().recv(at::zeros({c.expected}, c.expected_type), 0, {.tag = 7, .label = "2F0"});

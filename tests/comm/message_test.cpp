@@ -107,7 +107,8 @@ TEST(Message, FloatingPointTravelsBitByBit) {
   EXPECT_NE(to_bytes(0.0), to_bytes(-0.0));
 }
 
-// The bytes were computed by another program from docs/messages.md. If this fails, the format number must change.
+// The bytes were computed by another program from docs/messages.md. If this fails, the format number must
+// change.
 TEST(Message, BytesAreStable) {
   const Bytes expected = {0x50, 0x4e, 0x53, 0x4b, 0x01, 0x00, 0x02, 0x00, 0x53, 0x48, 0x41, 0x50, 0x25,
                           0x00, 0x00, 0x00, 0x38, 0x2b, 0x79, 0xf5, 0x0f, 0x2b, 0xb7, 0x6b, 0xfe, 0xff,

@@ -148,7 +148,7 @@ TEST_F(Processes, ListensOnLoopbackOnly) {
   job.join();
 }
 
-// ------------------------------------------------------------------------------------------------------------- deaths
+// ---------------------------------------------------------------------------------------------------- deaths
 
 // One of 4 ranks dies; the others must end by themselves, non-zero, within the deadline, naming it.
 void expect_death_is_told(const std::string& scenario, const std::string& variables, int victim = 2, double limit_s = 15) {
@@ -236,7 +236,7 @@ TEST_F(Processes, AMemberThatNeverAsksIsNamedOnEveryOther) {
   for (const int rank : {0, 1, 3}) EXPECT_TRUE(has_text(lines_of(ended, rank), "group of ranks[3,2,1,0]: rank 2 did not request it in time")) << ended.output;
 }
 
-// -------------------------------------------------------------------------------------------------- distributed tensors
+// --------------------------------------------------------------------------------------- distributed tensors
 
 TEST_F(Processes, DistributedTraining) {
   const Ended ended = launch(4, "distributed_training");
@@ -265,7 +265,7 @@ TEST_F(Processes, AnErrorInAnOperatorOfOneRankReachesAll) {
   for (const int rank : {0, 2}) EXPECT_TRUE(has_text(lines_of(ended, rank), "PeerLostError")) << ended.output;
 }
 
-// --------------------------------------------------------------------------------------------------- sharded parameters
+// ---------------------------------------------------------------------------------------- sharded parameters
 
 // Every surviving rank reports which rank was lost and in which operation it needed it.
 void expect_sharded_death_is_told(const std::string& scenario, const std::map<int, std::string>& operations) {
@@ -292,7 +292,7 @@ TEST_F(Processes, KillInReductionOfShards) { expect_sharded_death_is_told("kille
 TEST_F(Processes, KillInGatherOfReplicatedShards) { expect_sharded_death_is_told("killed_in_gather_with_replicas", {{0, kOverReplicas}, {1, kOverReplicas}, {3, kInGather}}); }
 TEST_F(Processes, KillInReductionOfReplicatedShards) { expect_sharded_death_is_told("killed_in_reduction_with_replicas", {{0, kOverReplicas}, {1, kOverReplicas}, {3, kInReduction}}); }
 
-// ----------------------------------------------------------------------------------------------------------- pipelines
+// ------------------------------------------------------------------------------------------------- pipelines
 
 // The report of each surviving rank names the lost one, and its neighbours report what they needed from it.
 TEST_F(Processes, KillInPipeline) {
@@ -363,7 +363,7 @@ TEST_F(Processes, TraceOfAPipeline) {
   unlink(path.c_str());
 }
 
-// --------------------------------------------------------------------------------------------------------- rendezvous
+// ------------------------------------------------------------------------------------------------ rendezvous
 
 TEST_F(Processes, PortInUse) {
   const int port = free_port();

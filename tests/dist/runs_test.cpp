@@ -218,7 +218,7 @@ TEST_F(Runs, AConfigurationThatNamesItsFormerPlaceIsUnderstood) {
   EXPECT_EQ(difference(original, state_of(folder / "run")), "");
 }
 
-// ------------------------------------------------------------------------------------------------------ full disks
+// ------------------------------------------------------------------------------------------------ full disks
 
 // A file size limit stops only the checkpoint: its model takes more than 100 KiB, everything else less.
 TEST_F(Runs, ACheckpointThatCannotBeWrittenIsReportedAndRetried) {
@@ -266,7 +266,7 @@ TEST_F(Runs, AFullDiskIsSurvived) {
   for (std::string line; std::getline(metrics, line);) EXPECT_TRUE(nlohmann::json::accept(line)) << "only complete lines: " << line;
 }
 
-// ------------------------------------------------------------------------------------------------------ ranks that do not answer
+// ---------------------------------------------------------------------------------- ranks that do not answer
 
 TEST_F(Runs, AStoppedRankCostsTheDeadlineAndSeconds) {
   const Ended ended = run_command(fmt::format("{} train {} --timeout_s 5 >'{}' 2>&1 & run=$!; for i in $(seq 300); do grep -q '\"step\":3,' '{}/metrics.jsonl' 2>/dev/null && break; sleep 0.1; done; "

@@ -287,8 +287,8 @@ int killed_in_reduction() { return killed_sharded({4}, false); }
 int killed_in_gather_with_replicas() { return killed_sharded({2, 2}, true); }
 int killed_in_reduction_with_replicas() { return killed_sharded({2, 2}, false); }
 
-// A pipeline of one stage per rank. In the second step, in the forward of microbatch 1, the victim gets a signal, once what it sent
-// before has arrived and the others certainly wait.
+// A pipeline of one stage per rank. In the second step, in the forward of microbatch 1, the victim gets a
+// signal, once what it sent before has arrived and the others certainly wait.
 int pipeline_with_signal(int signal) {
   World world = World::from_env();
   const int stage = world.rank();

@@ -1,7 +1,7 @@
 // Agreement between the ranks that write or read a checkpoint together.
 //
 //   Bytes verdict = agreement.agree("write", [&] { write_my_parts(); return Bytes{}; },
-//                                   [](const std::vector<Bytes>& results) { return Bytes{}; });    // on rank 0
+//                                   [](const std::vector<Bytes>& results) { return Bytes{}; });  // on rank 0
 //
 // If one rank fails, all fail: when a rank's work throws, or rank 0's `judge` does, every rank throws the
 // same CheckpointError, which names the ranks that failed and their reasons, each reason once. It is a

@@ -1,11 +1,11 @@
 // Opens checkpoints: finds the newest one, checks it, and reads any part of any of its tensors.
 //
-//   auto opened = open_latest(agreement, folder, {.allow_fallback = true});        // nullopt if there is none
+//   auto opened = open_latest(agreement, folder, {.allow_fallback = true});  // nullopt if there is none
 //   opened->checkpoint.read(Section::Model, "head.weight", slice, bytes);
 //
-// Checking reads every block and compares its checksum; the ranks share the blocks. Damage is reported by file
-// and byte range. All ranks get the same checkpoint or the same error. Independent of Torch; load.h fills
-// tensors.
+// Checking reads every block and compares its checksum; the ranks share the blocks. Damage is reported by
+// file and byte range. All ranks get the same checkpoint or the same error. Independent of Torch; load.h
+// fills tensors.
 // Thread safety: any number of threads may read an open checkpoint, even while it is being deleted.
 #pragma once
 

@@ -131,7 +131,7 @@ Work started(State work, Start start) {
   return Work(std::move(work));
 }
 
-// ---------------------------------------------------------------------------------------------------------- all_reduce
+// ------------------------------------------------------------------------------------------------ all_reduce
 
 void reduce_halves_directly(WorkState& work, const at::Tensor& host, ReduceOp op) {
   GroupState& group = work.group();
@@ -195,7 +195,7 @@ void start_all_reduce(WorkState& work, const at::Tensor& tensor, ReduceOp op) {
   if (copy.copied()) work.then([copy](WorkState&) { copy.write_back(); });
 }
 
-// ----------------------------------------------------------------------------------------------------- gather, scatter
+// ------------------------------------------------------------------------------------------- gather, scatter
 
 void start_all_gather_uneven(WorkState& work, const Tensors& outputs, const at::Tensor& input) {
   GroupState& group = work.group();

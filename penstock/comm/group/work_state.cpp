@@ -65,7 +65,7 @@ void WorldCore::fail(const std::string& reason) noexcept {
   }
 }
 
-// ---------------------------------------------------------------------------------------------------------- WorkState
+// ------------------------------------------------------------------------------------------------- WorkState
 
 WorkState::WorkState(std::shared_ptr<GroupState> group, const char* operation, std::string label, std::optional<int> peer,
                      std::uint64_t bytes, std::optional<std::chrono::milliseconds> timeout, int tag)
@@ -150,7 +150,7 @@ void WorkState::finish(std::exception_ptr error) noexcept {
   }
 }
 
-// --------------------------------------------------------------------------------------------------------- GroupState
+// ------------------------------------------------------------------------------------------------ GroupState
 
 GroupState::GroupState(std::shared_ptr<WorldCore> world_core, std::string group_name, std::vector<int> members,
                        std::chrono::milliseconds group_timeout)
@@ -408,7 +408,7 @@ int GroupState::internal_tag(std::uint32_t operation, int phase) const {
   return (1 << 28) | static_cast<int>((operation & 0x3ffffffu) << 2) | phase;
 }
 
-// --------------------------------------------------------------------------------------------------------------- Work
+// ------------------------------------------------------------------------------------------------------ Work
 
 void Work::wait() {
   if (state_) state_->wait();

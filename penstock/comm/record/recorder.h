@@ -1,7 +1,8 @@
 // Flight recorder: keeps the last operations of this process for diagnosis: what ran, with which peer, since
 // when.
 //
-//   const auto id = recorder.begin({.operation = "send", .group = "pp.forward", .label = "2F0", .bytes = n, .peer = 3});
+//   const auto id = recorder.begin(
+//       {.operation = "send", .group = "pp.forward", .label = "2F0", .bytes = n, .peer = 3});
 //   ...
 //   recorder.end(id, OperationState::Done);
 //
@@ -9,9 +10,9 @@
 // entry costs about as much as reading the clock twice. Totals per kind of operation are kept separately and
 // never wrap.
 //
-// Thread safety: every function may be called from any thread at any time. `write_from_signal_handler` may also run in
-// a signal handler. Readers see whole entries: each slot has a version that is odd while the slot is being
-// written.
+// Thread safety: every function may be called from any thread at any time. `write_from_signal_handler` may
+// also run in a signal handler. Readers see whole entries: each slot has a version that is odd while the slot
+// is being written.
 #pragma once
 
 #include <array>

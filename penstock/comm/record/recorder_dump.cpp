@@ -158,7 +158,8 @@ void dump_once(const char* reason) {
 // Returns whether returning from the handler raises the same fault again, now for the previous handler and
 // with its true address.
 bool repeats(const NamedSignal& signal, const siginfo_t& info) {
-  // si_code <= 0: sent by raise, abort or kill. BUS_MCEERR_AO: bad memory that no instruction has touched yet.
+  // si_code <= 0: sent by raise, abort or kill. BUS_MCEERR_AO: bad memory that no instruction has touched
+  // yet.
   return signal.fault && info.si_code > 0 && !(signal.number == SIGBUS && info.si_code == BUS_MCEERR_AO);
 }
 

@@ -22,6 +22,7 @@
 #include "penstock/comm/rendezvous/store.h"
 #include "penstock/world.h"
 #include "penstock/torch/compat/version.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace {
 

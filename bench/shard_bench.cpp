@@ -29,7 +29,7 @@
 #include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/world.h"
 #include "penstock/dtensor.h"
-#include "penstock/optim/update/adamw.h"
+#include "penstock/optimizer.h"
 #include "penstock/fully_shard.h"
 #include "penstock/torch/compat/version.h"
 

@@ -19,7 +19,7 @@
 #include "penstock/models/transformer/initialize.h"
 #include "penstock/models/transformer/loss.h"
 #include "penstock/transformer.h"
-#include "penstock/optim/update/adamw.h"
+#include "penstock/optimizer.h"
 #include "penstock/fully_shard.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/compat/device_memory.h"

@@ -107,7 +107,7 @@ class PipelineRuntime {
   // What all ranks did in the last step, and when. Collective over the pipeline: its first rank gets the trace, the others nothing.
   // Clocks are compared the first time; `align_again` repeats that, for runs so long that they drift. Throws StateError before the
   // first step, after one that failed, and after one that was replayed.
-  std::optional<pipeline::StepTrace> trace_last_step(bool align_again = false);
+  std::optional<StepTrace> trace_last_step(bool align_again = false);
   // The same, written by the first rank to a file that Perfetto and `penstock trace` read. ConfigError there if that fails.
   void write_trace(const std::string& path);
 

@@ -22,6 +22,7 @@
 #include "penstock/fully_shard.h"
 #include "penstock/step_context.h"
 #include "tests/pipeline/soak.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace {
 

@@ -101,7 +101,7 @@ TEST(DeviceMesh, FlattenedNamesThatClash) {
   EXPECT_TRUE(has_text(message_of<ValueError>([&] {
                          mesh.flatten({"dp", "tp"}, "outer");
                        }),
-                       "no other axes were flattened under"));
+                       "not used for other flattened axes"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] {
                          mesh.flatten({"dp", "tp"}, "pp");
                        }),
@@ -223,7 +223,7 @@ TEST(DeviceMesh, MeshErrorsSayWhatToChange) {
   EXPECT_TRUE(has_text(make({2, 2}, {0, 1, 2}), "3 ranks for the shape 2 x 2, expected 4 ranks"));
   EXPECT_TRUE(has_text(make({2}, {1, 1}), "rank 1 twice"));
   EXPECT_TRUE(has_text(make({2}, {1, -1}), "rank -1"));
-  EXPECT_TRUE(has_text(make({2}, {0, 1}, "cuda:0"), "leave out the device's number"));
+  EXPECT_TRUE(has_text(make({2}, {0, 1}, "cuda:0"), "leave out the device index"));
   EXPECT_TRUE(has_text(make({2}, {0, 1}, ""), "cpu or cuda"));
   EXPECT_TRUE(has_text(make({2}, {0, 1}, "cpu", -1), "own rank"));
 }

@@ -10,7 +10,7 @@
 
 #include "penstock/dtensor.h"
 #include "penstock/clip_gradients.h"
-#include "penstock/optim/update/sgd.h"
+#include "penstock/optimizer.h"
 #include "penstock/pipeline/runtime/schedules.h"
 #include "penstock/fully_shard.h"
 #include "tests/pipeline/parity_scenarios.h"

@@ -247,7 +247,7 @@ TEST(PipeInfo, IsComparedWithTheSchedule) {
   EXPECT_TRUE(has_text(refusal({"embed | head", 2, true}, gpipe, true), "stages of a pipeline, cut as 'embed | head': got 4 in the schedule, expected 2"));
   EXPECT_TRUE(has_text(refusal({"graph", 4, true}, gpipe, false), "loss of a pipeline, cut as 'graph': got none"));
   EXPECT_TRUE(has_text(refusal({"graph", 4, false}, gpipe, true), "loss of a pipeline, cut as 'graph': got one"));
-  EXPECT_TRUE(has_text(refusal({"graph", 4, true}, pipeline::forward_only(gpipe), true), "schedule of a pipeline, cut as 'graph': got only forwards"));
+  EXPECT_TRUE(has_text(refusal({"graph", 4, true}, forward_only(gpipe), true), "schedule of a pipeline, cut as 'graph': got only forwards"));
   // A whole graph would obscure the message.
   EXPECT_LT(refusal({std::string(100'000, 'x'), 3, true}, gpipe, true).size(), 1000U);
 }

@@ -241,11 +241,11 @@ TEST(Stage, ModulesAskAboutTheStep) {
 
 TEST(Stage, ActionsOutOfOrderAreRefused) {
   const PipelineStage stage(StageModule(Block(0)), 0, 1, at::kCPU);
-  pipeline::StageRunner runner(stage, true, true, test::square_loss(), false);
+  StageRunner runner(stage, true, true, test::square_loss(), false);
   const at::Tensor x = test::values({2, kWidth}, 1);
   const StepContext context;
   EXPECT_THROW(runner.forward(0, context, Tree::tuple({x}), {}, x), StateError);  // no step has begun
-  pipeline::StagePlan plan;
+  StagePlan plan;
   plan.meta.inputs = plan.meta.outputs = TensorMetas{meta_of(x)};
   plan.main_inputs = plan.main_outputs = 1;
   runner.begin_step(true, {&plan});

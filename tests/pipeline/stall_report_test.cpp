@@ -7,7 +7,7 @@
 #include "penstock/generators.h"
 #include "tests/has_text.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 namespace stall_report_test {
 
 using State = RankPlace::State;
@@ -160,4 +160,4 @@ TEST(StallReport, TextAndJson) {
 }
 
 }  // namespace stall_report_test
-}  // namespace penstock::pipeline
+}  // namespace penstock

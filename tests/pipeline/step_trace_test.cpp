@@ -12,7 +12,7 @@
 #include "tests/has_text.h"
 #include "tests/pipeline/made_trace.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 namespace step_trace_test {
 
 using nlohmann::json;
@@ -102,7 +102,7 @@ TEST(StepTrace, DamageIsNamed) {
   EXPECT_TRUE(has_text(refused(changed), "trace of a step"));
   changed = good;
   changed["penstock"]["schedule"] = "0F0,0Q0\n1F0\n";
-  EXPECT_TRUE(has_text(refused(changed), "\"Q0\" is no kind of action"));
+  EXPECT_TRUE(has_text(refused(changed), "\"Q0\" is not an action kind"));
   const auto first_slice = [](json& document) -> json& {
     for (json& event : document["traceEvents"])
       if (event.at("ph") == "X" && event.at("cat") == "compute") return event;
@@ -190,4 +190,4 @@ TEST(TraceComparison, EventsOfAnotherScheduleAreRefused) {
 }
 
 }  // namespace step_trace_test
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -25,8 +25,8 @@ namespace penstock {
 namespace step_watch_test {
 
 using namespace std::chrono_literals;
-using pipeline::StepTrace;
-using pipeline::TraceEvent;
+using StepTrace;
+using TraceEvent;
 using test::has_text;
 
 constexpr std::int64_t kWidth = 4;
@@ -115,8 +115,8 @@ TEST(PipelineTrace, HasEveryActionOfEveryRankOnOneClock) {
         if (!trace) continue;
         EXPECT_EQ(trace->step, static_cast<std::uint64_t>(step));
         expect_whole_trace(*trace, pipeline.schedule());
-        EXPECT_EQ(pipeline::parse_trace(to_chrome_json(*trace)), *trace);
-        const pipeline::TraceComparison comparison = compare_with_simulation(*trace);
+        EXPECT_EQ(parse_trace(to_chrome_json(*trace)), *trace);
+        const TraceComparison comparison = compare_with_simulation(*trace);
         EXPECT_GT(comparison.simulated_ms, 0);
         EXPECT_GT(comparison.measured_ms, 0);
       }
@@ -131,8 +131,8 @@ TEST(PipelineTrace, OfEvaluationHasOnlyForwards) {
     pipeline.eval(Tree::tuple({at::ones({8, kWidth})}));
     pipeline.write_trace(path);
     if (world.rank() != 0) return;
-    const StepTrace trace = pipeline::read_trace(path);
-    EXPECT_EQ(trace.schedule, pipeline::forward_only(pipeline.schedule()));
+    const StepTrace trace = read_trace(path);
+    EXPECT_EQ(trace.schedule, forward_only(pipeline.schedule()));
     for (const auto& events : trace.ranks)
       for (const TraceEvent& event : events)
         if (event.kind == TraceEvent::Kind::Compute) {
@@ -175,7 +175,7 @@ TEST(PipelineTrace, OverlappedUnitsTakeTurns) {
       }
       EXPECT_GT(units, 0);
     }
-    EXPECT_EQ(pipeline::parse_trace(to_chrome_json(*trace)), *trace);
+    EXPECT_EQ(parse_trace(to_chrome_json(*trace)), *trace);
   });
 }
 

@@ -11,7 +11,7 @@
 #include "penstock/shard/state/forward_scope.h"
 #include "penstock/fully_shard.h"
 #include "penstock/shard/pieces/piece_copy.h"
-#include "penstock/torch/dispatch/wrapper_call.h"
+#include "penstock/tensor_subclass.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

@@ -14,7 +14,7 @@
 #include "penstock/fully_shard.h"
 #include "penstock/shard/pieces/int8_gather.h"
 #include "penstock/deferred_init.h"
-#include "penstock/torch/random/keyed_init.h"
+#include "penstock/random.h"
 #include "penstock/torch/compat/streams.h"
 #include "tests/shard/sharded_training.h"
 

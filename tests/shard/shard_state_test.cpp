@@ -12,7 +12,7 @@
 #include "penstock/shard/state/forward_scope.h"
 #include "penstock/fully_shard.h"
 #include "penstock/deferred_init.h"
-#include "penstock/torch/random/keyed_init.h"
+#include "penstock/random.h"
 #include "tests/has_text.h"
 #include "tests/shard/sharded_training.h"
 #include "tests/throws.h"

@@ -11,7 +11,7 @@
 #include "penstock/dtensor.h"
 #include "penstock/tensor_parallel.h"
 #include "penstock/clip_gradients.h"
-#include "penstock/optim/update/sgd.h"
+#include "penstock/optimizer.h"
 #include "penstock/fully_shard.h"
 #include "tests/has_text.h"
 #include "tests/shard/sharded_training.h"

@@ -8,8 +8,7 @@
 #include <random>
 
 #include "penstock/dtensor.h"
-#include "penstock/optim/update/adamw.h"
-#include "penstock/optim/update/sgd.h"
+#include "penstock/optimizer.h"
 #include "penstock/fully_shard.h"
 
 namespace penstock {

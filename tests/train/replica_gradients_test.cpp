@@ -13,8 +13,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/world.h"
-#include "penstock/optim/update/adamw.h"
-#include "penstock/optim/update/sgd.h"
+#include "penstock/optimizer.h"
 #include "penstock/torch/tree/distributed_type.h"
 #include "penstock/train/job/gradient_sync.h"
 #include "tests/has_text.h"

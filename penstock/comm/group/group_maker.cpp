@@ -13,6 +13,7 @@
 #include "penstock/base/text.h"
 #include "penstock/comm/group/stall_watch.h"
 #include "penstock/comm/group/work_state.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::comm {
 

@@ -24,6 +24,7 @@
 #include "penstock/comm/rendezvous/monitor.h"
 #include "penstock/comm/rendezvous/store.h"
 #include "penstock/comm/transport/ucx_transport.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::comm {
 

@@ -23,6 +23,7 @@
 #include "penstock/comm/transport/tcp_listen.h"
 #include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/comm/group/work_state.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::comm {
 
@@ -30,7 +31,7 @@ namespace {
 
 // Rank 0 decides and the others wait for its answer. They wait this much longer, so that its reason arrives
 // before they time out themselves.
-constexpr auto kVerdictSlack = std::chrono::seconds(3);
+constexpr auto kAnswerSlack = std::chrono::seconds(3);
 // Rank 0 hosts the store: before it ends after a negative verdict, it waits at most this long for the others
 // to read it.
 constexpr auto kVerdictReadTime = std::chrono::seconds(2);
@@ -72,7 +73,7 @@ std::string agree(const WorldCore& core, const std::string& topic, const std::st
   }
   std::string verdict;
   try {
-    verdict = core.store.get(verdict_key, deadline + kVerdictSlack, fmt::format("rank 0's answer on {}", topic));
+    verdict = core.store.get(verdict_key, deadline + kAnswerSlack, fmt::format("rank 0's answer on {}", topic));
   } catch (const TimeoutError&) {
     std::vector<int> missing;
     for (int rank = 0; rank < size; ++rank)

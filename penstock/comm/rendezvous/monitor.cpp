@@ -23,6 +23,7 @@
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/comm/transport/tcp_listen.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::comm {
 

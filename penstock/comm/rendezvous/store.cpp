@@ -20,6 +20,7 @@
 #include "penstock/comm/transport/call_with_timeout.h"
 #include "penstock/comm/transport/tcp_listen.h"
 #include "penstock/torch/compat/version.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::comm {
 

@@ -24,7 +24,7 @@
 #include <vector>
 
 #include "penstock/mesh_groups.h"
-#include "penstock/mesh_key.h"
+#include "penstock/mesh_layout.h"
 
 namespace penstock {
 

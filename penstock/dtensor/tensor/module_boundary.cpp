@@ -9,7 +9,7 @@
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 #include "penstock/tensor_parallel.h"
 #include "penstock/torch/dispatch/operator_hook.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock {
 namespace {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "penstock/graph/ir/functionalize.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 namespace {

@@ -12,7 +12,7 @@
 #include "penstock/errors.h"
 #include "penstock/graph/ir/shape_run.h"
 #include "penstock/fake.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 namespace {

@@ -3,7 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include "penstock/fake.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 

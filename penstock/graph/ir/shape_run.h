@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "penstock/graph/ir/graph.h"
-#include "penstock/torch/dispatch/stack_tensors.h"
+#include "penstock/stack_tensors.h"
 
 namespace penstock::graph {
 

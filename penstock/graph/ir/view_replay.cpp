@@ -7,7 +7,7 @@
 #include "penstock/graph/ir/constant_value.h"
 #include "penstock/graph/ir/functionalize.h"
 #include "penstock/graph/ir/symbolic_table.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 namespace {

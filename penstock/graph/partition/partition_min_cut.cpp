@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "penstock/graph/partition/partition.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 namespace {

@@ -13,7 +13,7 @@
 #include "penstock/fully_shard.h"
 #include "penstock/torch/tree/distributed_type.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -113,4 +113,4 @@ void StepGradients::add_earlier() {
   }
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -20,7 +20,7 @@
 #include "penstock/torch/tree/dense_layout.h"
 #include "penstock/pipeline/contract/record_checks.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -470,4 +470,4 @@ std::shared_ptr<const MicrobatchPlan> StagePlanner::negotiate(const StepDescript
   return negotiation.plans;
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

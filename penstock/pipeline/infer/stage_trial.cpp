@@ -30,7 +30,7 @@
 #include "penstock/step_context.h"
 #include "penstock/torch/dispatch/switch_data.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -312,4 +312,4 @@ void StageTrial::backward_of_loss(const PipelineLoss& loss, const Tree& target) 
   });
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -24,7 +24,7 @@
 #include "penstock/stage.h"
 #include "penstock/pipeline/contract/stage_meta.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class StageTrial {
  public:
@@ -78,4 +78,4 @@ class StageTrial {
   bool data_dependent_ = false;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -7,7 +7,7 @@
 
 #include <mutex>
 
-namespace penstock::pipeline {
+namespace penstock {
 
 KeptBuffers::KeptBuffers(const StageModule& module, bool values) {
   const at::NoGradGuard no_grad;
@@ -53,4 +53,4 @@ KeptGenerators::~KeptGenerators() {
   }
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

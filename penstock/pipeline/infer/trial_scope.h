@@ -13,7 +13,7 @@
 
 #include "penstock/stage.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 // Restores buffers: values, geometry and autograd history. A run on fake tensors writes no values, but what
 // it computes may become part of a buffer's history.
@@ -46,4 +46,4 @@ class KeptGenerators {
   std::vector<std::pair<at::Generator, at::Tensor>> states_;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

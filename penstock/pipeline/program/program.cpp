@@ -11,7 +11,7 @@
 #include "penstock/lower.h"
 #include "penstock/validate.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 using schedule::Action;
 using schedule::ActionKind;
@@ -286,4 +286,4 @@ Schedule executable(Schedule schedule, bool unshard) {
   return schedule::lower(schedule::validate(std::move(schedule)), {.unshard = unshard});
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

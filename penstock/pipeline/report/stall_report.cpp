@@ -12,7 +12,7 @@
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 using Json = nlohmann::ordered_json;
 using State = RankPlace::State;
@@ -296,4 +296,4 @@ std::string StallReport::to_json() const {
   return document.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -23,7 +23,7 @@
 #include "penstock/pipeline/program/executor.h"
 #include "penstock/pipeline/program/program.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 // What one rank is doing.
 struct RankPlace {
@@ -97,4 +97,4 @@ struct StallReport {
 };
 StallReport make_stall_report(int seen_from, std::vector<RankPlace> places);
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

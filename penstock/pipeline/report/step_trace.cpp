@@ -17,7 +17,7 @@
 #include "penstock/base/files.h"
 #include "penstock/schedule_text.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 using Json = nlohmann::ordered_json;
 using Kind = TraceEvent::Kind;
@@ -341,4 +341,4 @@ StepTrace read_trace(const std::string& path) {
   }
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -20,7 +20,7 @@
 #include "penstock/pipeline/program/program.h"
 #include "penstock/schedule.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 struct TraceEvent {
   enum class Kind : std::uint8_t {
@@ -71,4 +71,4 @@ StepTrace parse_trace(std::string_view json);
 void write_trace(const StepTrace& trace, const std::string& path);
 StepTrace read_trace(const std::string& path);
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -18,7 +18,7 @@
 #include "penstock/torch/tree/distributed_type.h"
 #include "penstock/pipeline/contract/record_checks.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 // The state of one microbatch in the stage.
 struct StageRunner::Chunk {
@@ -530,4 +530,4 @@ const at::Tensor& StageRunner::loss(int microbatch) const {
   return chunks_[static_cast<std::size_t>(microbatch)]->loss;
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -33,7 +33,7 @@
 #include "penstock/pipeline/infer/stage_plan.h"
 #include "penstock/step_context.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class StageRunner {
  public:
@@ -163,4 +163,4 @@ class StageRunner::Backward {
   std::unique_ptr<State> state_;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

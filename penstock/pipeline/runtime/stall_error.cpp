@@ -12,7 +12,7 @@
 #include "penstock/base/env.h"
 #include "penstock/base/log.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -84,4 +84,4 @@ void leave_last_word(const std::exception& error, RankPlace own, StepWatch* watc
   watch->last_word(own);
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -13,7 +13,7 @@
 #include "penstock/torch/tree/dense_layout.h"
 #include "penstock/torch/compat/dtype.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 using schedule::Action;
 using schedule::ActionKind;
@@ -434,4 +434,4 @@ void TorchStepActions::finish() {
   for (; !sends_.empty(); sends_.pop_front()) sends_.front().wait();
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -16,7 +16,7 @@
 #include "penstock/pipeline/runtime/stage_runner.h"
 #include "penstock/pipeline/runtime/transfer_log.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class TorchStepActions final : public StepActions {
  public:
@@ -108,4 +108,4 @@ class TorchStepActions final : public StepActions {
   TransferLog transfer_log_;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

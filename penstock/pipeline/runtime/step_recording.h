@@ -24,7 +24,7 @@
 #include "penstock/pipeline/runtime/step_result.h"
 #include "penstock/torch/compat/device_graph.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class StepRecording {
  public:
@@ -66,4 +66,4 @@ class StepRecording {
   bool replayed_ = false;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -12,7 +12,7 @@
 
 #include "penstock/base/log.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -225,4 +225,4 @@ void StepWatch::last_word(const RankPlace& own) {
   ask(own, std::nullopt, false, kHostLingers);
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

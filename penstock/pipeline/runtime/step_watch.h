@@ -21,7 +21,7 @@
 #include "penstock/world.h"
 #include "penstock/pipeline/report/stall_report.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class StepWatch {
  public:
@@ -62,4 +62,4 @@ class StepWatch {
   std::unique_ptr<Thread> thread_;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -10,7 +10,7 @@
 #include "penstock/errors.h"
 #include "penstock/comm/message/message.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -133,4 +133,4 @@ std::optional<StepTrace> collect_trace(const comm::Group& control, const TraceRe
   return trace;
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -8,7 +8,7 @@
 
 #include "penstock/base/warnings.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 Tree CutArguments::cut(const Tree& tree, const char* what) {
   const std::vector<at::Tensor> tensors = tensors_of(tree);
@@ -35,4 +35,4 @@ void CutArguments::give_gradients() {
   }
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -14,7 +14,7 @@
 
 #include "penstock/pytree.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class CutArguments {
  public:
@@ -28,4 +28,4 @@ class CutArguments {
   std::vector<std::pair<at::Tensor, at::Tensor>> cuts_;  // the original tensor, and the leaf
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

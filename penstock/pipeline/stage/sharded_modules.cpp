@@ -4,7 +4,7 @@
 
 #include "penstock/fully_shard.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -81,4 +81,4 @@ void ShardedTrial::end() {
   groups_.clear();
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

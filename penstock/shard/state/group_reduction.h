@@ -23,7 +23,7 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/comm/group/work.h"
+#include "penstock/group.h"
 #include "penstock/shard/state/parameter_group.h"
 
 namespace penstock {

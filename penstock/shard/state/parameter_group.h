@@ -36,7 +36,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/comm/group/work.h"
+#include "penstock/group.h"
 #include "penstock/shard/pieces/buffer_pool.h"
 #include "penstock/shard/pieces/policies.h"
 #include "penstock/shard/pieces/shard_mesh.h"

@@ -7,7 +7,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/torch/dispatch/mode_stack.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/tensor_subclass.h"
 #include "penstock/torch/dispatch/wrapper_impl.h"
 

@@ -10,7 +10,6 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/dispatch/dispatch_kernel.h"
-#include "penstock/torch/dispatch/wrapper_call.h"
 #include "penstock/torch/dispatch/wrapper_impl.h"
 
 namespace penstock {

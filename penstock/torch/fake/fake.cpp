@@ -10,7 +10,7 @@
 
 #include "penstock/torch/fake/fake_payload.h"
 #include "penstock/torch/fake/fake_watch.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/torch/fake/shape_helpers.h"
 #include "penstock/step_context.h"
 #include "penstock/base/describe.h"

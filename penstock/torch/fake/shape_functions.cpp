@@ -5,7 +5,7 @@
 #include <unordered_map>
 
 #include "penstock/torch/fake/fake_payload.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/torch/fake/shape_helpers.h"
 
 namespace penstock::detail {

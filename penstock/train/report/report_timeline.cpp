@@ -11,13 +11,14 @@
 
 #include "penstock/base/markup.h"
 #include "penstock/draw.h"
+#include "penstock/plan/draw/drawing.h"
 
 namespace penstock::train {
 
 namespace {
 
-using pipeline::ActionComparison;
-using pipeline::TraceEvent;
+using ActionComparison;
+using TraceEvent;
 using schedule::Action;
 using schedule::ActionKind;
 

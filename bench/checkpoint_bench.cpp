@@ -24,7 +24,7 @@
 #include "bench/figures.h"
 #include "penstock/base/files.h"
 #include "penstock/checkpoint/tensors/load.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/checkpoint.h"
 #include "penstock/comm/launch/launch_env.h"
 #include "penstock/world.h"

@@ -1,4 +1,4 @@
-// CUDA tensors: NCCL with one rank, and host memory where ranks share a GPU. Needs a GPU; fails without one.
+// CUDA tensors: NCCL with one rank, and host memory if ranks share a GPU. Needs a GPU; fails without one.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -37,7 +37,7 @@ TEST(Gpu, OperatorsOnCudaTensors) {
 }
 
 TEST(Gpu, RanksThatShareAGpuGoThroughHostMemoryWithOneWarning) {
-  if (!gloo_available()) return;  // said at configuration
+  if (!gloo_available()) return;  // reported at configuration
   WarningCapture capture;
   run_ranks(2, 120s, [](World& world) {
     for (const auto& result : self_test(world.group(), at::Device(at::kCUDA, 0))) EXPECT_TRUE(result.ok) << result.operation << ": " << result.error;

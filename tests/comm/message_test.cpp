@@ -22,7 +22,7 @@ using ::testing::HasSubstr;
 
 constexpr MessageKind kShapes("SHAP");
 
-// A struct as a user would add one, with everything nested.
+// A struct as a user would add one, with all kinds of nesting.
 struct Parameter {
   std::string name;
   std::vector<std::int64_t> sizes;
@@ -70,7 +70,7 @@ Plan example() {
   return plan;
 }
 
-// A frame whose checksum is right although its payload is arbitrary, to reach the checks of the fields.
+// A frame with a correct checksum over an arbitrary payload, to reach the checks of the fields.
 Bytes framed(const Bytes& payload) {
   MessageWriter writer(kShapes, 1);
   writer.append(payload);
@@ -107,7 +107,8 @@ TEST(Message, FloatingPointTravelsBitByBit) {
   EXPECT_NE(to_bytes(0.0), to_bytes(-0.0));
 }
 
-// The bytes were computed by another program from docs/messages.md. If this fails, the format number must change.
+// The bytes were computed by another program from docs/messages.md. If this fails, the format number must
+// change.
 TEST(Message, BytesAreStable) {
   const Bytes expected = {0x50, 0x4e, 0x53, 0x4b, 0x01, 0x00, 0x02, 0x00, 0x53, 0x48, 0x41, 0x50, 0x25,
                           0x00, 0x00, 0x00, 0x38, 0x2b, 0x79, 0xf5, 0x0f, 0x2b, 0xb7, 0x6b, 0xfe, 0xff,
@@ -124,7 +125,7 @@ TEST(Message, BytesAreStable) {
 
 TEST(Message, EqualValuesGiveEqualBytes) {
   Plan other = example();
-  other.blob.reserve(1000);  // capacity is no part of the value
+  other.blob.reserve(1000);  // capacity is not part of the value
   other.parameters[0].name = std::string(100, 'x');
   other.parameters[0].name = "weight";
   EXPECT_EQ(to_bytes(example()), to_bytes(other));
@@ -163,7 +164,7 @@ TEST(Message, GarbageFails) {
     Bytes garbage(random() % 100);
     for (auto& byte : garbage) byte = static_cast<std::uint8_t>(random());
     EXPECT_THROW(MessageReader(std::span(garbage), kShapes, {0, 65535}), PipeliningMetadataError);
-    // Behind a valid header garbage may be a valid value by chance, but then it encodes to the same bytes.
+    // After a valid header garbage may be a valid value by chance, but then it encodes to the same bytes.
     const Bytes message = framed(garbage);
     try {
       EXPECT_EQ(to_bytes(from_bytes<Plan>(message)), message);
@@ -172,7 +173,7 @@ TEST(Message, GarbageFails) {
   }
 }
 
-TEST(Message, WhatIsNoMessageIsNamed) {
+TEST(Message, BytesThatAreNotAMessageAreNamed) {
   Bytes http = {'H', 'T', 'T', 'P'};
   http.resize(40);
   const std::string text = message_of<PipeliningMetadataError>([&] { MessageReader(std::span(http), kShapes, {1, 1}); });
@@ -238,7 +239,7 @@ TEST(Message, HugeCountsFailBeforeMemoryIsTaken) {
   EXPECT_THROW(from_bytes<std::vector<Plan>>(all_ones), PipeliningMetadataError);
 }
 
-// Large in memory, one byte on the wire.
+// Large in memory, one byte in the message.
 struct Wide {
   std::uint8_t value = 0;
   std::array<std::uint8_t, 4095> rest{};
@@ -249,7 +250,7 @@ void decode(MessageReader& reader, Wide& wide) {
 }
 
 TEST(Message, MemoryIsNotReservedOnTrust) {
-  // 8192 elements are possible in 8192 bytes, but would take 32 MiB; the second one is bad.
+  // 8192 elements are possible in 8192 bytes, but would take 32 MiB; the second one is invalid.
   Bytes payload = {0, 32, 0, 0, 1, 255};
   payload.resize(4 + 8192);
   const Bytes bytes = framed(payload);

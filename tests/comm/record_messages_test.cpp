@@ -29,7 +29,7 @@ T there_and_back(const T& value) {
   return from_message<T>(to_message(value));
 }
 
-// The payload of a message under a right header, to reach the checks of the fields.
+// A payload with a correct header, to reach the checks of the fields.
 Bytes framed(const Bytes& payload, MessageKind kind = RecordMessage<TensorMeta>::kKind,
              std::uint16_t version = kRecordVersion) {
   MessageWriter writer(kind, version);

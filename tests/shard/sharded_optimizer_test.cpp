@@ -8,7 +8,7 @@
 
 #include "penstock/checkpoint/tensors/load.h"
 #include "penstock/checkpoint/files/reader.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/checkpoint.h"
 #include "penstock/dtensor.h"
 #include "penstock/optimizer.h"

@@ -11,7 +11,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/checkpoint/files/reader.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/checkpoint.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

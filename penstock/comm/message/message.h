@@ -5,7 +5,7 @@
 //   writer.write(rank).write(shape).write(name);
 //   std::vector<std::uint8_t> bytes = writer.finish();
 //
-//   MessageReader reader(bytes, kShapes, {1, 2});           // throws on damage, another kind, an unknown version
+//   MessageReader reader(bytes, kShapes, {1, 2});           // throws on damage, wrong kind or version
 //   const auto rank = reader.read<std::int32_t>();
 //   ...
 //   reader.expect_end();
@@ -13,7 +13,9 @@
 // Supported types: integers of fixed width, bool, float, double, text, and vectors, optionals and
 // pairs of supported types. Add a struct by defining two functions in its own namespace:
 //
-//   void encode(comm::MessageWriter& writer, const Shape& shape) { writer.write(shape.sizes).write(shape.dtype); }
+//   void encode(comm::MessageWriter& writer, const Shape& shape) {
+//     writer.write(shape.sizes).write(shape.dtype);
+//   }
 //   void decode(comm::MessageReader& reader, Shape& shape) { reader.read(shape.sizes).read(shape.dtype); }
 //
 // Equal values give equal bytes on every machine, so the bytes may be used as a key. Floating-point values

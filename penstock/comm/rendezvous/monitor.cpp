@@ -98,7 +98,8 @@ bool send_all(int fd, const std::string& bytes) noexcept {
 
 }  // namespace
 
-// State of the monitor's thread. On rank 0 `peers_` holds a connection per other rank; elsewhere one, to rank 0.
+// State of the monitor's thread. On rank 0 `peers_` holds a connection per other rank; elsewhere one, to rank
+// 0.
 class Monitor::Loop {
  public:
   Loop(int rank, int size, std::shared_ptr<Liveness> liveness) : rank_(rank), size_(size), liveness_(std::move(liveness)) {

@@ -79,9 +79,10 @@ class UcxTransport {
   // Blocks until the key is published, or throws if it gives up.
   using Fetch = std::function<std::string(const std::string& key)>;
 
-  // Every member constructs it; returns when all members have published. Keys start with "ucx/": two transports must not
-  // share a key space. Throws ConfigError if UCX is missing, if members use different UCX versions, or if a
-  // member cannot be reached through shared memory. Exceptions of `publish` and `fetch` are not caught.
+  // Every member constructs it; returns when all members have published. Keys start with "ucx/": two
+  // transports must not share a key space. Throws ConfigError if UCX is missing, if members use different UCX
+  // versions, or if a member cannot be reached through shared memory. Exceptions of `publish` and `fetch` are
+  // not caught.
   UcxTransport(int axis_rank, int size, const Publish& publish, const Fetch& fetch, UcxOptions options = {});
   ~UcxTransport();
   UcxTransport(const UcxTransport&) = delete;

@@ -13,7 +13,7 @@
 #include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/text.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/train/data/byte_tokenizer.h"
 #include "penstock/train/data/make_shards.h"
 #include "penstock/train/data/sampler.h"

@@ -12,7 +12,7 @@
 #include <tuple>
 #include <utility>
 
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/torch/tree/distributed_type.h"
 #include "penstock/fake.h"
 #include "penstock/operator_traits.h"

@@ -19,7 +19,7 @@
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/tensors/load.h"
 #include "penstock/checkpoint/tensors/tensor_part.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/comm/backend/backend.h"
 #include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/models/transformer/loss.h"

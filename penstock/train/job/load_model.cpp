@@ -10,7 +10,7 @@
 #include "penstock/base/files.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/tensors/load.h"
-#include "penstock/checkpoint/files/meeting.h"
+#include "penstock/checkpoint/files/rank_agreement.h"
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/checkpoint/tensors/tensor_part.h"
 #include "penstock/train/job/model_stages.h"

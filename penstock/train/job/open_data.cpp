@@ -9,7 +9,7 @@
 #include "penstock/base/log.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/train/job/configured_data.h"
 #include "penstock/train/data/make_shards.h"
 #include "penstock/trainer.h"

@@ -19,7 +19,7 @@
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/files/output_file.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/train/config/run_config.h"
 
 namespace penstock::train {

@@ -13,19 +13,19 @@
 namespace penstock::comm {
 
 // Wakes one sleeping wait.
-class Bell {
+class WakeEvent {
  public:
-  Bell() : fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+  WakeEvent() : fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     if (fd_ < 0)
       throw std::runtime_error(fmt::format(
           "UCX transport: cannot create an event descriptor: {}; raise the limit of open files", std::strerror(errno)));
   }
-  ~Bell() { ::close(fd_); }
-  Bell(const Bell&) = delete;
-  Bell& operator=(const Bell&) = delete;
+  ~WakeEvent() { ::close(fd_); }
+  WakeEvent(const WakeEvent&) = delete;
+  WakeEvent& operator=(const WakeEvent&) = delete;
 
   int fd() const { return fd_; }
-  void ring() noexcept {
+  void notify() noexcept {
     const std::uint64_t one = 1;
     // The write fails only if the counter is full, and then the sleeper wakes anyway.
     [[maybe_unused]] const ssize_t written = write(fd_, &one, sizeof one);

@@ -1,4 +1,4 @@
-#include "penstock/comm/transport/patient_caller.h"
+#include "penstock/comm/transport/call_with_timeout.h"
 
 #include <algorithm>
 #include <condition_variable>
@@ -21,7 +21,7 @@ struct Job {
 }  // namespace
 
 // Shared with the thread, which may outlive the owner.
-struct PatientCaller::State {
+struct CallWithTimeout::State {
   std::mutex mutex;
   std::condition_variable work, answer;
   std::deque<std::shared_ptr<Job>> jobs;  // the first one is running
@@ -52,17 +52,17 @@ struct PatientCaller::State {
   }
 };
 
-PatientCaller::PatientCaller() : state_(std::make_shared<State>()) {
+CallWithTimeout::CallWithTimeout() : state_(std::make_shared<State>()) {
   std::thread([state = state_] { state->serve(); }).detach();
 }
 
-PatientCaller::~PatientCaller() {
+CallWithTimeout::~CallWithTimeout() {
   const std::lock_guard lock(state_->mutex);
   state_->ending = true;
   state_->work.notify_all();
 }
 
-bool PatientCaller::run(std::function<void()> call, std::chrono::milliseconds limit) {
+bool CallWithTimeout::run(std::function<void()> call, std::chrono::milliseconds limit) {
   const auto job = std::make_shared<Job>(Job{std::move(call), false, nullptr});
   std::unique_lock lock(state_->mutex);
   if (state_->stuck) return false;

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/checkpoint/files/meeting.h"
+#include "penstock/checkpoint/files/rank_agreement.h"
 #include "penstock/world.h"
 
 namespace penstock::checkpoint {
@@ -36,8 +36,8 @@ class WorldBoard final : public WordBoard {
 
   int rank() const override { return world_.rank(); }
   int size() const override { return world_.size(); }
-  void leave(const std::string& word) override { world_.leave_word(key_, word); }
-  std::optional<std::string> word_of(int rank) override { return world_.word_of(rank, key_); }
+  void post(const std::string& status) override { world_.post_status(key_, status); }
+  std::optional<std::string> status_of(int rank) override { return world_.status_of(rank, key_); }
 
  private:
   comm::World world_;

@@ -1,12 +1,12 @@
 // Agreement between the ranks that write or read a checkpoint together.
 //
-//   Bytes verdict = meeting.agree("write", [&] { write_my_parts(); return Bytes{}; },
-//                                 [](const std::vector<Bytes>& results) { return Bytes{}; });    // on rank 0
+//   Bytes verdict = agreement.agree("write", [&] { write_my_parts(); return Bytes{}; },
+//                                   [](const std::vector<Bytes>& results) { return Bytes{}; });  // on rank 0
 //
 // If one rank fails, all fail: when a rank's work throws, or rank 0's `judge` does, every rank throws the
 // same CheckpointError, which names the ranks that failed and their reasons, each reason once. It is a
-// ConfigError if all of those ranks threw one. No rank is left waiting for a rank that has failed. Thread
-// safety: one thread per rank at a time.
+// ConfigError if all of those ranks threw one. No rank is left waiting for a rank that has failed.
+// Thread safety: one thread per rank at a time.
 #pragma once
 
 #include <atomic>
@@ -60,8 +60,8 @@ class WordBoard {
   virtual ~WordBoard() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  virtual void leave(const std::string& word) = 0;
-  virtual std::optional<std::string> word_of(int rank) = 0;
+  virtual void post(const std::string& status) = 0;
+  virtual std::optional<std::string> status_of(int rank) = 0;
 };
 
 // Agreement over a board: polls instead of waiting in a collective, so that it does not interfere with other
@@ -90,7 +90,7 @@ class BoardMeeting final : public Meeting {
   // Waits for the status of `rank` for this step. Returns std::nullopt if it did not arrive in time. Throws
   // if that rank has given up.
   std::optional<Bytes> await(int rank, const std::string& topic);
-  void leave(const Bytes& word);
+  void post(const Bytes& message);
 
   WordBoard& board_;
   std::chrono::steady_clock::time_point deadline_{};

@@ -1,7 +1,7 @@
 // Runs calls that may never return, one at a time on a separate thread; the caller stops waiting after a time
 // limit.
 //
-//   PatientCaller caller;
+//   CallWithTimeout caller;
 //   caller.run([store, key] { store->set(key, "x"); }, 2s);      // false if it has not returned by then
 //
 // An abandoned call keeps running, so it must own everything it uses. While it is stuck, every further call
@@ -15,13 +15,13 @@
 
 namespace penstock::comm {
 
-class PatientCaller {
+class CallWithTimeout {
  public:
-  PatientCaller();
+  CallWithTimeout();
   // Does not wait for a stuck call.
-  ~PatientCaller();
-  PatientCaller(const PatientCaller&) = delete;
-  PatientCaller& operator=(const PatientCaller&) = delete;
+  ~CallWithTimeout();
+  CallWithTimeout(const CallWithTimeout&) = delete;
+  CallWithTimeout& operator=(const CallWithTimeout&) = delete;
 
   // Returns false if the call was abandoned or another one is stuck. Rethrows what the call throws.
   [[nodiscard]] bool run(std::function<void()> call, std::chrono::milliseconds limit);

@@ -1,4 +1,4 @@
-#include "penstock/comm/transport/patient_caller.h"
+#include "penstock/comm/transport/call_with_timeout.h"
 
 #include <gtest/gtest.h>
 
@@ -9,12 +9,12 @@
 #include <vector>
 
 namespace penstock::comm {
-namespace patient_caller_test {
+namespace call_with_timeout_test {
 
 using namespace std::chrono_literals;
 
-TEST(PatientCaller, RunsOneAfterTheOther) {
-  PatientCaller caller;
+TEST(CallWithTimeout, RunsOneAfterTheOther) {
+  CallWithTimeout caller;
   std::atomic<int> inside = 0, most = 0, runs = 0;
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; ++i)
@@ -31,15 +31,16 @@ TEST(PatientCaller, RunsOneAfterTheOther) {
   EXPECT_EQ(most, 1);
 }
 
-TEST(PatientCaller, ThrowsWhatTheCallThrows) {
-  PatientCaller caller;
+TEST(CallWithTimeout, ThrowsWhatTheCallThrows) {
+  CallWithTimeout caller;
   EXPECT_THROW((void)caller.run([] { throw std::out_of_range("gone"); }, 60s), std::out_of_range);
   EXPECT_TRUE(caller.run([] {}, 60s));
 }
 
-// Given up, then all others at once; usable again when the stuck one returns after all.
-TEST(PatientCaller, GivesUp) {
-  PatientCaller caller;
+// The call is abandoned, then all further ones fail at once; usable again when the stuck call returns after
+// all.
+TEST(CallWithTimeout, GivesUp) {
+  CallWithTimeout caller;
   const auto release = std::make_shared<std::promise<void>>();
   EXPECT_FALSE(caller.run([release] { release->get_future().wait(); }, 50ms));
   const auto begin = std::chrono::steady_clock::now();
@@ -51,9 +52,9 @@ TEST(PatientCaller, GivesUp) {
   EXPECT_TRUE(ran);
 }
 
-// Whoever waits behind a stuck call gives up, too, and is never run.
-TEST(PatientCaller, WaitersBehindAStuckCall) {
-  PatientCaller caller;
+// A caller that waits after a stuck call also gives up, and its call is never run.
+TEST(CallWithTimeout, WaitersAfterAStuckCallGiveUp) {
+  CallWithTimeout caller;
   const auto release = std::make_shared<std::promise<void>>();
   const auto ran = std::make_shared<std::atomic<bool>>(false);
   std::promise<void> started;
@@ -71,14 +72,14 @@ TEST(PatientCaller, WaitersBehindAStuckCall) {
   EXPECT_FALSE(*ran);
 }
 
-TEST(PatientCaller, GoesWithACallStuck) {
+TEST(CallWithTimeout, IsDestroyedWithACallStuck) {
   const auto release = std::make_shared<std::promise<void>>();
   {
-    PatientCaller caller;
+    CallWithTimeout caller;
     EXPECT_FALSE(caller.run([release] { release->get_future().wait(); }, 20ms));
   }
   release->set_value();
 }
 
-}  // namespace patient_caller_test
+}  // namespace call_with_timeout_test
 }  // namespace penstock::comm

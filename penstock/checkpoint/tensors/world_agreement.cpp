@@ -1,4 +1,4 @@
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -30,14 +30,14 @@ Bytes WorldMeeting::exchange(const std::string& topic, Bytes own, const std::fun
   const comm::OpOptions label{.label = "checkpoint: " + topic};
   const at::Tensor sizes = at::empty({group_.size()}, at::kLong);
   group_.all_gather(sizes, at::full({1}, static_cast<std::int64_t>(own.size()), at::kLong), label).wait();
-  std::vector<at::Tensor> words;
-  for (int rank = 0; rank < group_.size(); ++rank) words.push_back(at::empty({sizes.data_ptr<std::int64_t>()[rank]}, at::kByte));
-  group_.all_gather_uneven(words, tensor_of(own), label).wait();
+  std::vector<at::Tensor> messages;
+  for (int rank = 0; rank < group_.size(); ++rank) messages.push_back(at::empty({sizes.data_ptr<std::int64_t>()[rank]}, at::kByte));
+  group_.all_gather_uneven(messages, tensor_of(own), label).wait();
   Bytes verdict;
   if (rank_ == 0) {
-    std::vector<Bytes> said;
-    for (const at::Tensor& word : words) said.push_back(bytes_of(word));
-    verdict = judge(std::move(said));
+    std::vector<Bytes> results;
+    for (const at::Tensor& message : messages) results.push_back(bytes_of(message));
+    verdict = judge(std::move(results));
   }
   const at::Tensor size = at::full({1}, static_cast<std::int64_t>(verdict.size()), at::kLong);
   group_.broadcast(size, 0, label).wait();

@@ -310,7 +310,7 @@ TEST(Sources, BadFilesAreErrorsWithTheirNamesUnlessSkipped) {
     const char* name;
     const char* why;
   };
-  for (const Case& item : {Case{"empty.h", "an empty file"}, Case{"gone.h", "No such file"}, Case{"pipe.h", "not a plain file"}}) {
+  for (const Case& item : {Case{"empty.h", "an empty file"}, Case{"gone.h", "No such file"}, Case{"pipe.h", "not a regular file"}}) {
     const ScratchFolder folder;
     folder.write("good.h", "g");
     if (item.name == std::string("empty.h")) folder.write("empty.h", "");
@@ -467,7 +467,7 @@ TEST(MakeShards, NothingIsBegunWithoutRoom) {
   const ScratchFolder folder;
   check_room_for_shards(folder / "not/there/yet", 1000, 1);
   const std::string message = message_of<ConfigError>([&] { check_room_for_shards(folder / "not/there/yet", std::uint64_t{1} << 60, 1); });
-  EXPECT_TRUE(has_text(message, "there/yet: room for token shards"));
+  EXPECT_TRUE(has_text(message, "there/yet: free space for token shards"));
   EXPECT_TRUE(has_text(message, "data.cap_bytes"));
   EXPECT_TRUE(fs::is_empty(folder.path()));
 }

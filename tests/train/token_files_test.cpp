@@ -90,15 +90,15 @@ TEST(BinTokens, DamagedFilesAreRefusedByName) {
   Bytes odd = bare_file({1, 2, 3});
   odd.pop_back();
   for (const Case& each : std::vector<Case>{
-           {"too few tokens", llmc_file(20240520, 1, 5, bare_file({1, 2, 3, 4})), "cut short"},
+           {"too few tokens", llmc_file(20240520, 1, 5, bare_file({1, 2, 3, 4})), "truncated"},
            {"too many tokens", llmc_file(20240520, 1, 3, bare_file({1, 2, 3, 4})), "size of the file: got 1032 bytes, expected 1030"},
-           {"none", llmc_file(20240520, 1, 0, {}), "tokens by the header: got 0"},
-           {"fewer than none", llmc_file(20240520, 1, -1, bare_file({1})), "tokens by the header: got -1"},
+           {"none", llmc_file(20240520, 1, 0, {}), "number of tokens in the header: got 0"},
+           {"fewer than none", llmc_file(20240520, 1, -1, bare_file({1})), "number of tokens in the header: got -1"},
            {"another version", llmc_file(20240520, 2, 1, bare_file({1})), "version of the token file: got 2, expected 1"},
            {"the version of the other kind", llmc_file(20240801, 1, 1, bare_file({1, 0})), "version of the token file: got 1, expected 7"},
-           {"an evaluation file", llmc_file(20240522, 1, 1, bare_file({1})), "evaluation file"},
+           {"an llm.c evaluation file", llmc_file(20240522, 1, 1, bare_file({1})), "evaluation file"},
            {"another magic number", llmc_file(20240326, 1, 1, bare_file({1})), "data.format = \"uint16\""},
-           {"half a token", llmc_file(20240801, 7, 1, bare_file({1})), "cut short"},
+           {"half a token", llmc_file(20240801, 7, 1, bare_file({1})), "truncated"},
            {"a token of no vocabulary", gpt2_file({1, 50257}), "token 1: got 50257, expected a number below the vocabulary of 50257"},
            {"a large token of no vocabulary", llama3_file({128256}), "token 0: got 128256"},
            {"no bytes", {}, "0 bytes"},

@@ -1,6 +1,6 @@
-// The checksum of everything that the trainer keeps in files: XXH64 with seed 0 (xxhash.com), as `xxhsum -H1` prints it.
+// The checksum of all files of the trainer: XXH64 with seed 0 (xxhash.com), as printed by `xxhsum -H1`.
 //
-// It guards against damage and mix-ups, not against an adversary. Pure functions; any thread.
+// It detects damage and mix-ups, not deliberate changes. Pure functions. Thread safety: any thread.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace penstock::train {
 std::uint64_t checksum64(std::span<const std::uint8_t> bytes);
 std::uint64_t checksum64(std::string_view text);
 
-// The same function written out here: used where xxHash's header is missing, and compared with it by the tests.
+// Own implementation of the same function: used if xxHash's header is missing, and compared with it in tests.
 std::uint64_t plain_checksum64(std::span<const std::uint8_t> bytes);
 
 }  // namespace penstock::train

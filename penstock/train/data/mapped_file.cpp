@@ -30,15 +30,15 @@ MappedFile MappedFile::open(const std::filesystem::path& path, std::string_view 
     throw ConfigError(describe(fmt::format("{}: {}", path.string(), what), std::strerror(errno),
                                fmt::format("{} that can be read", expected), "see penstock data --help"));
   };
-  // Not blocking: a named pipe would wait for a writer.
+  // Non-blocking: opening a named pipe would wait for a writer.
   const Descriptor file{::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
   if (file.number < 0) refuse("cannot be opened");
   struct ::stat status {};
   if (::fstat(file.number, &status) != 0) refuse("cannot be examined");
-  if (!S_ISREG(status.st_mode)) throw ConfigError(describe(path.string(), "something that is not a plain file", expected));
+  if (!S_ISREG(status.st_mode)) throw ConfigError(describe(path.string(), "something that is not a regular file", expected));
   MappedFile mapped;
   mapped.size_ = static_cast<std::size_t>(status.st_size);
-  if (mapped.size_ == 0) return mapped;  // cannot be mapped
+  if (mapped.size_ == 0) return mapped;  // an empty file cannot be mapped
   void* address = ::mmap(nullptr, mapped.size_, PROT_READ, MAP_SHARED, file.number, 0);
   if (address == MAP_FAILED) {
     mapped.size_ = 0;

@@ -3,8 +3,8 @@
 //   const MappedFile file = MappedFile::open("train.bin", "a token file");
 //   file.bytes()[0]
 //
-// Immutable; any number of threads may read. The file must not be cut short while it is mapped (the kernel would end the process): replace
-// files by rename.
+// Immutable; any number of threads may read. The file must not be truncated while it is mapped (the kernel
+// would kill the process): replace files by rename.
 #pragma once
 
 #include <cstddef>
@@ -17,10 +17,10 @@ namespace penstock::train {
 
 class MappedFile {
  public:
-  // Without bytes.
+  // An empty file.
   MappedFile() = default;
-  // `expected` is for messages: "a token shard". Throws ConfigError that names the file when it cannot be opened or is not a plain file. An
-  // empty file has no bytes.
+  // `expected` is for messages: "a token shard". Throws ConfigError that names the file if it cannot be
+  // opened or is not a regular file. An empty file has no bytes.
   static MappedFile open(const std::filesystem::path& path, std::string_view expected);
   ~MappedFile();
   MappedFile(MappedFile&& other) noexcept;

@@ -69,7 +69,7 @@ int main(int argc, char** argv) {
 
   std::vector<double> plain_s, ours_s, stall_s, copy_s, load_s, ratio;
   const auto measure = [&](comm::World& world) {
-    comm::MeshGroups mesh(world, init_device_mesh("cpu", {ranks}, {}, Rank{world.rank()}, ranks));
+    comm::MeshGroups mesh(world, init_device_mesh("cpu", {ranks}, {}, world.rank(), ranks));
     std::vector<TensorPart> parts;
     for (std::int64_t i = 0; i < tensors; ++i) {
       const Placements placements{Shard{i % 2}};

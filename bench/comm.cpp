@@ -22,6 +22,7 @@
 #include "penstock/comm/rendezvous/store.h"
 #include "penstock/world.h"
 #include "penstock/torch/compat/version.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace {
 
@@ -92,7 +93,7 @@ class Bench {
   void add_group(const std::string& name, P2PTransport p2p) {
     groups_.push_back(world_.new_group({0, 1}, {.name = name, .p2p = p2p}));
     const Group group = groups_.back();
-    const Rank peer{1 - world_.rank()};
+    const int peer = 1 - world_.rank();
     ways_.push_back({name, [=](const at::Tensor& t) { group.send(t, peer); }, [=](const at::Tensor& t) { group.recv(t, peer); },
                      [=, this](const at::Tensor& t, int count) {
                        std::vector<Work> all;

@@ -63,7 +63,7 @@ std::map<std::string, Figure> run(int world_size, bool grad) {
     CPU_ZERO(&cores);
     CPU_SET(static_cast<unsigned>(world.rank()) % std::max(1u, std::thread::hardware_concurrency()), &cores);
     sched_setaffinity(0, sizeof cores, &cores);
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {world_size}, {"tp"}, Rank{world.rank()}, world_size));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {world_size}, {"tp"}, world.rank(), world_size));
     const auto spread = [&](const at::Tensor& tensor, Placement placement) { return distribute_tensor(tensor, mesh, {placement}).requires_grad_(grad); };
     const auto local = [&](const at::Tensor& tensor) { return to_local(tensor.detach()).clone().requires_grad_(grad); };
     const at::Tensor x = spread(at::randn({16, 16}), Shard{0}), y = spread(at::randn({16, 16}), Shard{0});

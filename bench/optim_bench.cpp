@@ -14,9 +14,8 @@
 #include <vector>
 
 #include "bench/figures.h"
-#include "penstock/optim/update/adamw.h"
+#include "penstock/optimizer.h"
 #include "penstock/clip_gradients.h"
-#include "penstock/optim/update/sgd.h"
 
 namespace {
 

@@ -159,7 +159,7 @@ int run_rank(const Config& config) {
     world.group().barrier().wait();
     if (step < kWarmup) continue;
     times.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count());
-    if (const auto trace = pipeline.trace_last_step()) efficiencies.push_back(pipeline::compare_with_simulation(*trace).efficiency());
+    if (const auto trace = pipeline.trace_last_step()) efficiencies.push_back(compare_with_simulation(*trace).efficiency());
   }
   if (!config.trace.empty()) pipeline.write_trace(config.trace);
   at::Tensor sums = at::zeros({2}, at::kDouble);

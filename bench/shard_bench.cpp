@@ -29,7 +29,7 @@
 #include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/world.h"
 #include "penstock/dtensor.h"
-#include "penstock/optim/update/adamw.h"
+#include "penstock/optimizer.h"
 #include "penstock/fully_shard.h"
 #include "penstock/torch/compat/version.h"
 
@@ -70,7 +70,7 @@ int run_rank(const Config& config, bool sharded) {
   at::set_num_threads(1);
   const comm::World world = comm::World::from_env();
   Model model(config);
-  const comm::MeshGroups mesh(world, init_device_mesh("cpu", {kWorld}, {"dp"}, Rank{world.rank()}, kWorld));
+  const comm::MeshGroups mesh(world, init_device_mesh("cpu", {kWorld}, {"dp"}, world.rank(), kWorld));
   std::shared_ptr<ShardState> state;
   if (sharded) {
     ShardOptions options;

@@ -19,7 +19,7 @@
 #include "penstock/models/transformer/initialize.h"
 #include "penstock/models/transformer/loss.h"
 #include "penstock/transformer.h"
-#include "penstock/optim/update/adamw.h"
+#include "penstock/optimizer.h"
 #include "penstock/fully_shard.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/compat/device_memory.h"
@@ -40,7 +40,7 @@ class Trained {
     model_->to(device);
     models::initialize(*model_, {.seed = 1});
     if (sharded) {
-      const comm::MeshGroups mesh(world, init_device_mesh(device.is_cuda() ? "cuda" : "cpu", {1}, {"dp"}, Rank{0}, 1));
+      const comm::MeshGroups mesh(world, init_device_mesh(device.is_cuda() ? "cuda" : "cpu", {1}, {"dp"}, 0, 1));
       ShardOptions how;
       how.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .output_dtype = {}};
       for (models::Block block : model_->blocks()) fully_shard(*block, mesh, how);

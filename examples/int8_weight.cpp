@@ -17,7 +17,7 @@
 
 #include "examples/failure.h"
 #include "penstock/errors.h"
-#include "penstock/torch/dispatch/wrapper_call.h"
+#include "penstock/tensor_subclass.h"
 
 using namespace penstock;
 

@@ -15,7 +15,7 @@
 #include "penstock/models/transformer/initialize.h"
 #include "penstock/models/transformer/loss.h"
 #include "penstock/transformer.h"
-#include "penstock/optim/update/adamw.h"
+#include "penstock/optimizer.h"
 #include "penstock/clip_gradients.h"
 #include "penstock/pipeline/runtime/schedules.h"
 

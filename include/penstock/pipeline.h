@@ -55,7 +55,7 @@ struct PipelineOptions {
   std::uint64_t seed = 0;        // of StepContext
   double loss_scale = 1.0;
   comm::P2PTransport p2p = comm::P2PTransport::Auto;  // World::low_latency_transport(): UCX between processes of one host
-  int post_ahead = 2;            // see CompileOptions
+  int post_ahead = 2;            // see ProgramOptions
   std::optional<PipeInfo> info = {};  // of the front end that cut the model; compared with the schedule
   bool return_outputs = true;    // false: StepResult has losses alone, and what the last stage returns is freed with its graph
   std::optional<BatchRows> rows = {};  // of StepContext: which rows of a microbatch these are, where replicas share it
@@ -107,7 +107,7 @@ class PipelineRuntime {
   // What all ranks did in the last step, and when. Collective over the pipeline: its first rank gets the trace, the others nothing.
   // Clocks are compared the first time; `align_again` repeats that, for runs so long that they drift. Throws StateError before the
   // first step, after one that failed, and after one that was replayed.
-  std::optional<pipeline::StepTrace> trace_last_step(bool align_again = false);
+  std::optional<StepTrace> trace_last_step(bool align_again = false);
   // The same, written by the first rank to a file that Perfetto and `penstock trace` read. ConfigError there if that fails.
   void write_trace(const std::string& path);
 

@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "penstock/dtensor/tensor/mesh_cache.h"
+#include "penstock/errors.h"
 #include "penstock/stage_module.h"
 #include "penstock/pipeline/contract/stage_meta.h"
 
@@ -86,14 +87,14 @@ struct StageOptions {
 
 // A module, a loss or a hook of the user failed in a forward, for real or in a trial run: with stage, microbatch and a summary of the
 // arguments. The cause, whatever its type, is nested (std::rethrow_if_nested).
-class StageForwardError : public std::runtime_error {
+class StageForwardError : public Error {
  public:
-  using std::runtime_error::runtime_error;
+  using Error::Error;
 };
 // The same for what runs in a backward: autograd functions, hooks of tensors, weight steps of one's own.
-class StageBackwardError : public std::runtime_error {
+class StageBackwardError : public Error {
  public:
-  using std::runtime_error::runtime_error;
+  using Error::Error;
 };
 
 struct StageState;

@@ -16,11 +16,12 @@
 #include <vector>
 
 #include "penstock/group.h"
-#include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::comm {
 
+struct LaunchEnv;
 class MemberGroups;
+class MeshGroups;
 struct WorldCore;
 
 // What carries point-to-point transfers of CPU tensors.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <system_error>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/quote.h"
 
@@ -34,7 +35,7 @@ double take_scale(std::string_view& text) {
   if (binary) rest.remove_suffix(1);
   const std::size_t power = rest.empty() ? std::string_view::npos : kLetters.find(lower(rest.back()));
   if (power == std::string_view::npos) {
-    if (bytes && !binary) text = rest;  // "512B"; "512iB" stays as it is and is refused
+    if (bytes && !binary) text = rest;  // accepts "512B"; "512iB" is left unchanged and refused
     return 1;
   }
   rest.remove_suffix(1);
@@ -61,7 +62,7 @@ std::optional<double> parse_scaled(std::string_view text) {
 }
 
 std::optional<std::int64_t> parse_bytes(std::string_view text) {
-  // Exact where a double would not be.
+  // Integers are exact where a double would not be.
   if (const auto whole = parse_whole(text)) return *whole >= 0 ? whole : std::nullopt;
   std::string_view digits = text;
   const double scale = take_scale(digits);

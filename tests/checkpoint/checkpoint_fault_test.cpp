@@ -172,7 +172,7 @@ TEST(Failure, StateThatIsNoJson) {
 TEST(Meeting, ARankThatDoesNotComeIsNamedAtTheDeadline) {
   const auto errors = errors_on_ranks(
       3, [&](Meeting& meeting) { if (meeting.rank() != 1) meeting.agree("plan", [] {}); }, 200ms);
-  EXPECT_TRUE(has_text(errors[0], "\"plan\" was not agreed on before the deadline: rank 1 did not come"));
+  EXPECT_TRUE(has_text(errors[0], "\"plan\" was not agreed on before the deadline: rank 1 did not join"));
   EXPECT_EQ(errors[1], "");
   EXPECT_EQ(errors[2], errors[0]);
   const auto without_first = errors_on_ranks(
@@ -199,11 +199,11 @@ TEST(Meeting, GivingUpIsHeardAndPasses) {
           heard[static_cast<std::size_t>(rank)] = error.what();
         }
         if (rank == 1) return;
-        EXPECT_TRUE(has_text(heard[0], "rank 1 has given it up"));
+        EXPECT_TRUE(has_text(heard[0], "rank 1 has abandoned it"));
       }
     });
   for (std::thread& thread : threads) thread.join();
-  EXPECT_TRUE(has_text(heard[1], "rank 1 gave it up"));
+  EXPECT_TRUE(has_text(heard[1], "rank 1 abandoned it"));
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 30s);
 }
 

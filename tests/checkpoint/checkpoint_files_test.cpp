@@ -166,9 +166,9 @@ TEST(SavePlan, WhatDoesNotFitTogetherIsListed) {
     make_save_plan({{whole("shape", {2}), whole("dtype", {2}), tensor("half", {4}, {{{0}, {2}, {0}}}, {2}), tensor("cut", {4}, {{{0}, {3}, {0}}}, {3})},
                     {whole("shape", {3}), whole("dtype", {2}, Dtype::F16), tensor("cut", {4}, {{{2}, {2}, {0}}}, {2})}});
   });
-  for (const char* part : {"4 problems", "shape: F32[2] on rank 0, but F32[3] on rank 1", "dtype: F32[2] on rank 0, but F16[2]", "half: the ranks hold 2 of 4", "cut: ranks 0 and 1 hold some elements both"})
+  for (const char* part : {"4 problems", "shape: F32[2] on rank 0, but F32[3] on rank 1", "dtype: F32[2] on rank 0, but F16[2]", "half: the ranks hold 2 of 4", "cut: ranks 0 and 1 hold parts that overlap"})
     EXPECT_TRUE(has_text(error, part));
-  EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { make_save_plan({{whole("a", {1}), whole("a", {1})}}); }), "a: named twice on rank 0"));
+  EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { make_save_plan({{whole("a", {1}), whole("a", {1})}}); }), "a: occurs twice on rank 0"));
   // Copies are written once, by the first that holds them.
   const SavePlan plan = make_save_plan({{}, {whole("a", {2})}, {whole("a", {2})}});
   EXPECT_EQ(plan.writes, (std::vector<std::vector<std::uint8_t>>{{}, {1}, {0}}));
@@ -176,7 +176,7 @@ TEST(SavePlan, WhatDoesNotFitTogetherIsListed) {
 
 TEST(SavePlan, AllRanksSaveTheSameStep) {
   const TemporaryFolder folder;
-  expect_same_error(errors_on_ranks(2, [&](Meeting& meeting) { save(meeting, folder.path(), 5 + meeting.rank(), layouts()[0]); }), "rank 0 saves step 5, rank 1 step 6");
+  expect_same_error(errors_on_ranks(2, [&](Meeting& meeting) { save(meeting, folder.path(), 5 + meeting.rank(), layouts()[0]); }), "rank 0 saves step 5, but rank 1 saves step 6");
 }
 
 TEST(Index, AnyChangedBitIsSeen) {
@@ -385,7 +385,7 @@ TEST(Folder, OneWriterAtATime) {
   const TemporaryFolder folder;
   {
     const FolderLock lock(folder.path() / "run");
-    EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { FolderLock(folder.path() / "run"); }), "another run writes its checkpoints there"));
+    EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { FolderLock(folder.path() / "run"); }), "another run is writing its checkpoints there"));
   }
   const FolderLock again(folder.path() / "run");
 }

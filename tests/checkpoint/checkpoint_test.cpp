@@ -58,7 +58,7 @@ std::vector<TensorPart> spread(const std::vector<Named>& tensors, const comm::Me
 
 void on_mesh(const Numbers& shape, const std::function<void(comm::World&, const comm::MeshGroups&)>& body) {
   const int size = test::ranks_of(shape);
-  comm::run_ranks(size, 120s, [&](comm::World& world) { body(world, {world, init_device_mesh("cpu", shape, {}, Rank{world.rank()}, size)}); });
+  comm::run_ranks(size, 120s, [&](comm::World& world) { body(world, {world, init_device_mesh("cpu", shape, {}, world.rank(), size)}); });
 }
 
 std::vector<Named> zeros_like(const std::vector<Named>& tensors) {
@@ -309,7 +309,7 @@ TEST(CheckpointWriter, ADeadlineThatPassesDisturbsNothingElse) {
     };
     CheckpointWriter writer(world, folder.path(), options);
     writer.save(1, {.model = {tensor_part("w" + std::to_string(world.rank()), at::ones({4}))}});
-    EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { writer.wait(); }), "rank 1 did not come"));
+    EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { writer.wait(); }), "rank 1 did not join"));
     at::Tensor sum = at::ones({1});
     world.group().all_reduce(sum).wait();
     EXPECT_EQ(sum.item<double>(), 2);
@@ -323,7 +323,7 @@ TEST(CheckpointWriter, CleansUpAtTheStartAndKeepsASecondOneOut) {
   comm::run_ranks(2, 120s, [&](comm::World& world) {
     CheckpointWriter writer(world, folder.path());
     EXPECT_FALSE(std::filesystem::exists(folder.path() / ".step-00000009.writing"));
-    EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { CheckpointWriter second(world, folder.path()); }), "another run writes"));
+    EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { CheckpointWriter second(world, folder.path()); }), "another run is writing"));
   });
 }
 

@@ -12,7 +12,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
-#include "penstock/checkpoint/files/mapped_file.h"
+#include "penstock/checkpoint/files/safetensors_file.h"
 #include "tests/checkpoint/file_ranks.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -145,8 +145,8 @@ TEST(Safetensors, BadNamesAreNotWritten) {
 }
 
 TEST(Safetensors, AFileThatCannotBeReadIsNamed) {
-  EXPECT_TRUE(has_text(message_of<CheckpointError>([] { MappedFile("/nowhere/x"); }), "cannot read /nowhere/x: No such file"));
-  EXPECT_TRUE(has_text(message_of<CheckpointError>([] { MappedFile("/"); }), "not a plain file"));
+  EXPECT_TRUE(has_text(message_of<CheckpointError>([] { map_checkpoint_file("/nowhere/x"); }), "cannot read /nowhere/x: No such file"));
+  EXPECT_TRUE(has_text(message_of<CheckpointError>([] { map_checkpoint_file("/"); }), "not a plain file"));
 }
 
 // The files of a checkpoint, read by the published description alone, and by Python's own library where it is installed.

@@ -8,6 +8,7 @@
 #include <string>
 #include <thread>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/cli/common/failure.h"
 #include "penstock/stage.h"

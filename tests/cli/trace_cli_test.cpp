@@ -30,18 +30,18 @@ TEST_F(TraceCli, HelpHasAnExample) {
 }
 
 TEST_F(TraceCli, ShowsMeasuredBesideSimulated) {
-  pipeline::write_trace(made_trace("1F1B", 2, 4), path_);
+  write_trace(made_trace("1F1B", 2, 4), path_);
   const Ended ended = penstock("trace '" + path_ + "'");
   EXPECT_EQ(ended.exit_code, 0);
   // 2 stages of 1 and 1.25 ms forward, twice that backward, 0.1 ms between them.
   EXPECT_TRUE(has_text(ended.output, "efficiency 100.0 %"));
   EXPECT_TRUE(has_text(ended.output, "    1           B      4      2.500      2.500      2.500      2.500      2.500\n"));
   EXPECT_TRUE(has_text(ended.output, "transfer: 0.100 ms"));
-  EXPECT_TRUE(has_text(ended.output, "began latest behind the simulation:"));
+  EXPECT_TRUE(has_text(ended.output, "greatest delays relative to the simulation:"));
 }
 
 TEST_F(TraceCli, CsvHasALinePerAction) {
-  pipeline::write_trace(made_trace("1F1B", 2, 4), path_);
+  write_trace(made_trace("1F1B", 2, 4), path_);
   const Ended ended = penstock("trace --csv '" + path_ + "'");
   EXPECT_EQ(ended.exit_code, 0);
   EXPECT_EQ(std::count(ended.output.begin(), ended.output.end(), '\n'), 1 + 2 * 8);

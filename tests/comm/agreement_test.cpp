@@ -54,7 +54,7 @@ TEST(Agreement, ALineThatIsMissingDiffers) {
   const auto shorter = messages({{"a", "b"}, {"a"}});
   ASSERT_EQ(shorter.size(), 1U);
   EXPECT_TRUE(has_text(*shorter.begin(), "entry 1 on rank 1"));
-  EXPECT_TRUE(has_text(*shorter.begin(), "nothing, after 1 entries"));
+  EXPECT_TRUE(has_text(*shorter.begin(), "no entry (there are only 1)"));
   const auto none = messages({{}, {"a"}});
   ASSERT_EQ(none.size(), 1U);
   EXPECT_TRUE(has_text(*none.begin(), "entry 0 on rank 1"));

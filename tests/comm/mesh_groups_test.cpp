@@ -25,7 +25,7 @@ using test::message_of;
 using Ranks = std::vector<int>;
 
 DeviceMesh mesh_of(const World& world, const std::vector<std::int64_t>& shape, const std::vector<std::string>& names) {
-  return init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size());
+  return init_device_mesh("cpu", shape, names, world.rank(), world.size());
 }
 
 // The sum of the ranks over a group, by communication and by its list.
@@ -90,8 +90,8 @@ TEST(MeshGroups, CrosswiseRequests) {
     const Group ahead = world.group_of({world.rank(), next});
     const Group behind = world.group_of({previous, world.rank()});
     at::Tensor sent = at::full({1}, world.rank()), got = at::zeros({1}, at::kLong);
-    Work work = behind.irecv(got, Rank{previous});
-    ahead.send(sent, Rank{next});
+    Work work = behind.irecv(got, previous);
+    ahead.send(sent, next);
     work.wait();
     EXPECT_EQ(got.item<std::int64_t>(), previous);
   });
@@ -151,7 +151,7 @@ TEST(MeshGroups, AMemberThatNeverAsksIsNamed) {
                          }),
                TimeoutError);
   for (const int rank : {0, 3}) {
-    EXPECT_TRUE(has_text(messages[static_cast<std::size_t>(rank)], "rank 2 did not ask for it in time"));
+    EXPECT_TRUE(has_text(messages[static_cast<std::size_t>(rank)], "rank 2 did not request it in time"));
     EXPECT_TRUE(has_text(messages[static_cast<std::size_t>(rank)], "ranks[0,2-3]"));
   }
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 20s);
@@ -228,14 +228,14 @@ TEST(MeshGroups, BadRequestsSayWhatToChange) {
     EXPECT_TRUE(has_text(ask({}), "at least one rank"));
     EXPECT_TRUE(has_text(ask({world.rank(), world.rank()}), "listed twice"));
     EXPECT_TRUE(has_text(ask({world.rank(), 2}), "outside the world of 2"));
-    EXPECT_TRUE(has_text(ask({1 - world.rank()}), "ask on members only"));
+    EXPECT_TRUE(has_text(ask({1 - world.rank()}), "call it on members only"));
     const DeviceMesh mesh = mesh_of(world, {2}, {"dp"});
     const MeshGroups groups(world, mesh);
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { groups.group("tp"); }), "\"dp\""));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { groups.group(1); }), "mesh axis"));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { MeshGroups(world, mesh.as_rank(Rank{1 - world.rank()})); }), "as_rank"));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { MeshGroups(world, init_device_mesh("cpu", {4}, {}, Rank{world.rank()}, 4)); }), "start more ranks"));
-    const MeshGroups half(world, init_device_mesh("cpu", {1}, {"dp"}, Rank{world.rank()}, 2));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { MeshGroups(world, mesh.as_rank(1 - world.rank())); }), "as_rank"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { MeshGroups(world, init_device_mesh("cpu", {4}, {}, world.rank(), 4)); }), "start more ranks"));
+    const MeshGroups half(world, init_device_mesh("cpu", {1}, {"dp"}, world.rank(), 2));
     if (world.rank() == 1) {
       EXPECT_TRUE(has_text(message_of<ValueError>([&] { half.group("dp"); }), "rank 1"));
       EXPECT_TRUE(has_text(message_of<ValueError>([&] { half.group(0); }), "rank 1"));
@@ -279,7 +279,7 @@ TEST(MeshGroups, ATrialRunOpensNoGroup) {
     }
     while (ended < 3) std::this_thread::sleep_for(1ms);
     std::this_thread::sleep_for(100ms);
-    const MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{0}, 4));
+    const MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, 0, 4));
     StepContext context;
     context.trial = true;
     const StepGuard guard(context);
@@ -294,7 +294,7 @@ TEST(MeshGroups, ATrialRunOpensNoGroup) {
 // What a trial run used is not kept for later.
 TEST(MeshGroups, AGroupAskedForInATrialRunIsOpenedByItsFirstUse) {
   run_ranks(4, 20s, [](World& world) {
-    const MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{world.rank()}, 4));
+    const MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), 4));
     {
       StepContext context;
       context.trial = true;

@@ -114,7 +114,7 @@ TEST(Operators, ReduceScatterFlatDerivative) {
 }
 
 TEST(Operators, BroadcastDerivative) {
-  check_gradient([](const at::Tensor& x, Group& group) { return functional::broadcast(x, Rank{1}, group); },
+  check_gradient([](const at::Tensor& x, Group& group) { return functional::broadcast(x, 1, group); },
                  [](const std::vector<at::Tensor>& x) { return std::vector<at::Tensor>(3, x[1] + 0 * (x[0] + x[2])); });
 }
 
@@ -137,7 +137,7 @@ TEST(Operators, ShapeOnlyKernelsNeedNoGroup) {
   EXPECT_EQ(functional::all_to_all(x, {1, 2, 3, 4}, {2, 2, 2, 2}, group).sizes(), (std::vector<std::int64_t>{10, 3}));
   EXPECT_EQ(functional::all_gather_flat(x.view({-1}), {24, 1, 2, 3}, group).sizes(), (std::vector<std::int64_t>{30}));
   EXPECT_EQ(functional::reduce_scatter_flat(x.view({-1}), ReduceOp::Sum, {5, 6, 6, 7}, group).sizes(), (std::vector<std::int64_t>{5}));
-  EXPECT_EQ(functional::broadcast(x, Rank{2}, group).scalar_type(), at::kHalf);
+  EXPECT_EQ(functional::broadcast(x, 2, group).scalar_type(), at::kHalf);
   EXPECT_TRUE(wait_tensor(x).is_meta());
 }
 

@@ -180,7 +180,7 @@ TEST_F(Processes, KillInRendezvous) {
 TEST_F(Processes, StoppedRankIsNamedByTheTimeOut) {
   const Ended ended = launch(3, "stopped_rank", "PENSTOCK_TIMEOUT_S=3 PENSTOCK_TEST_VICTIM=1", 40s);
   EXPECT_EQ(ended.exit_code, 3) << ended.output;
-  EXPECT_TRUE(has_text(ended.output, "no word from rank 1")) << ended.output;
+  EXPECT_TRUE(has_text(ended.output, "no status from rank 1")) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "after the stop"));
 }
 
@@ -188,7 +188,7 @@ TEST_F(Processes, AnExceptionOnOneRankReachesAll) {
   const Ended ended = launch(3, "throws", "PENSTOCK_TIMEOUT_S=60", 40s);
   EXPECT_EQ(ended.exit_code, 3);
   EXPECT_LT(ended.seconds, 15);
-  for (const int rank : {0, 1}) EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 2 failed: an exception ended its program")) << ended.output;
+  for (const int rank : {0, 1}) EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 2 failed: an exception ended the program")) << ended.output;
 }
 
 TEST_F(Processes, LeavingEarlyIsNamed) {
@@ -230,7 +230,7 @@ TEST_F(Processes, KillOfAMemberBeforeItAsks) { expect_death_is_told("killed_befo
 TEST_F(Processes, AMemberThatNeverAsksIsNamedOnEveryOther) {
   const Ended ended = launch(4, "never_asks", "PENSTOCK_TIMEOUT_S=3 PENSTOCK_TEST_VICTIM=2", 60s);
   EXPECT_EQ(ended.exit_code, 3) << ended.output;
-  for (const int rank : {0, 1, 3}) EXPECT_TRUE(has_text(lines_of(ended, rank), "group of ranks[3,2,1,0]: rank 2 did not ask for it in time")) << ended.output;
+  for (const int rank : {0, 1, 3}) EXPECT_TRUE(has_text(lines_of(ended, rank), "group of ranks[3,2,1,0]: rank 2 did not request it in time")) << ended.output;
 }
 
 // -------------------------------------------------------------------------------------------------- distributed tensors
@@ -389,7 +389,7 @@ TEST_F(Processes, NobodyAtTheMaster) {
 TEST_F(Processes, ARankThatNeverComesIsNamedOnEveryOther) {
   const Ended ended = launch(3, "stays_away", "PENSTOCK_TIMEOUT_S=3", 40s);
   EXPECT_NE(ended.exit_code, 0);
-  for (const int rank : {0, 1}) EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 2 of 3 did not come in time")) << ended.output;
+  for (const int rank : {0, 1}) EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 2 of 3 did not join in time")) << ended.output;
 }
 
 }  // namespace process_test

@@ -22,6 +22,7 @@
 #include "penstock/fully_shard.h"
 #include "penstock/step_context.h"
 #include "tests/pipeline/soak.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace {
 
@@ -68,7 +69,7 @@ int killed_in_all_reduce() {
 int killed_in_batch() {
   World world = World::from_env();
   die_later(world, 700ms);
-  const Rank next{(world.rank() + 1) % world.size()}, previous{(world.rank() + world.size() - 1) % world.size()};
+  const int next = (world.rank() + 1) % world.size(), previous = (world.rank() + world.size() - 1) % world.size();
   const at::Tensor out = at::ones({1 << 18});
   at::Tensor in = at::zeros({1 << 18});
   for (;;) {
@@ -83,7 +84,7 @@ int killed_elsewhere() {
   die_later(world, 700ms);
   if (world.rank() == victim()) std::this_thread::sleep_for(60s);
   at::Tensor in = at::zeros({4});
-  world.group().recv(in, Rank{world.rank() == 0 ? 1 : 0}, {.label = "from a living rank"});
+  world.group().recv(in, world.rank() == 0 ? 1 : 0, {.label = "from a living rank"});
   return 0;
 }
 
@@ -134,10 +135,10 @@ int leaves_early() {
 int mismatch() {
   World world = World::from_env();
   if (world.rank() == 0) {
-    world.group().send(at::zeros({1 << 20}), Rank{1}, {.tag = 3, .label = "1F0"});
+    world.group().send(at::zeros({1 << 20}), 1, {.tag = 3, .label = "1F0"});
   } else if (world.rank() == 1) {
     at::Tensor in = at::zeros({8}, at::kInt);
-    world.group().recv(in, Rank{0}, {.tag = 3, .label = "1F0"});
+    world.group().recv(in, 0, {.tag = 3, .label = "1F0"});
   } else {
     world.group().barrier().wait();
   }
@@ -163,7 +164,7 @@ int lingers() {
 // 4 ranks as 2 x 2 ask for the groups of their axes crosswise: each waits for one that waits for another.
 int mesh_axes() {
   World world = World::from_env();
-  const DeviceMesh mesh = init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, world.size());
+  const DeviceMesh mesh = init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), world.size());
   const MeshGroups groups(world, mesh);
   const bool dp_first = world.rank() == 0 || world.rank() == 3;
   groups.group(dp_first ? "dp" : "tp");
@@ -200,7 +201,7 @@ int never_asks() {
 // A sequence of layers trained as distributed tensors on a mesh of all ranks; the loss must be that of one process.
 int distributed_training() {
   World world = World::from_env();
-  const MeshGroups mesh(world, init_device_mesh("cpu", {2, world.size() / 2}, {"dp", "tp"}, Rank{world.rank()}, world.size()));
+  const MeshGroups mesh(world, init_device_mesh("cpu", {2, world.size() / 2}, {"dp", "tp"}, world.rank(), world.size()));
   const at::Device device(env_choice("PENSTOCK_TEST_DEVICE", {"cpu", "cuda"}, "cpu"));
   const auto train = [&](bool distributed) {
     torch::manual_seed(3);
@@ -230,7 +231,7 @@ int distributed_training() {
 int killed_in_redistribute() {
   World world = World::from_env();
   die_later(world, 700ms);
-  const MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, Rank{world.rank()}, world.size()));
+  const MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, world.rank(), world.size()));
   at::Tensor x = distribute_tensor(at::ones({64, 64}), mesh, {Shard{0}});
   for (;;) x = redistribute(redistribute(x, {Shard{1}}), {Shard{0}});
 }
@@ -238,7 +239,7 @@ int killed_in_redistribute() {
 // One rank's part has another size: all of them hear of it.
 int parts_disagree() {
   World world = World::from_env();
-  const MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, Rank{world.rank()}, world.size()));
+  const MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, world.rank(), world.size()));
   from_local(at::ones({world.rank() == 1 ? 5 : 4, 3}), mesh, {Shard{0}}, {.check = true});
   return 0;
 }
@@ -246,7 +247,7 @@ int parts_disagree() {
 // One rank fails by itself, in the middle of what the others wait for.
 int one_rank_throws_in_operator() {
   World world = World::from_env();
-  const MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, Rank{world.rank()}, world.size()));
+  const MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, world.rank(), world.size()));
   const at::Tensor x = distribute_tensor(at::ones({8, 8}), mesh, {Shard{0}});
   if (world.rank() == victim()) x + at::ones({8, 8});
   full_tensor(x.sum());
@@ -258,7 +259,7 @@ int one_rank_throws_in_operator() {
 int killed_sharded(const std::vector<std::int64_t>& shape, bool in_gather) {
   World world = World::from_env();
   const std::vector<std::string> names = shape.size() == 1 ? std::vector<std::string>{"shards"} : std::vector<std::string>{"replicas", "shards"};
-  const MeshGroups mesh(world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size()));
+  const MeshGroups mesh(world, init_device_mesh("cpu", shape, names, world.rank(), world.size()));
   torch::nn::Sequential model(torch::nn::Linear(64, 64), torch::nn::Tanh(), torch::nn::Linear(64, 64));
   for (const auto& child : model->children())
     if (!child->parameters().empty()) fully_shard(*child, mesh, {.reshard_after_forward = in_gather});

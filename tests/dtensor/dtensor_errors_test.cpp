@@ -43,7 +43,7 @@ at::Tensor call(const char* name, const std::vector<at::Tensor>& arguments) {
 }
 
 comm::MeshGroups mesh_on(comm::World& world, const Numbers& shape, const std::vector<std::string>& names = {}) {
-  return {world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", shape, names, world.rank(), world.size())};
 }
 
 // The message of each rank's own error. A rank that throws stays until all have: nobody learns of the error by its leaving.
@@ -152,7 +152,7 @@ TEST(DTensorErrors, FromLocalWithoutTheCheckLooksAtThisRank) {
     const auto refuse = [&](const FromLocalOptions& options) { return message_of<ValueError>([&] { from_local(sample({2, 3}), mesh, {Shard{0}}, options); }); };
     const std::string shape = refuse({.shape = Numbers{8, 3}, .check = false});
     EXPECT_TRUE(has_text(shape, "got [2, 3], expected [4, 3]"));
-    EXPECT_TRUE(has_text(shape, "give `shape`"));
+    EXPECT_TRUE(has_text(shape, "pass the global `shape`"));
     EXPECT_TRUE(has_text(refuse({.shape = Numbers{8}, .check = false}), "2 numbers each"));
     EXPECT_TRUE(has_text(refuse({.shape = Numbers{4, 3, 1}, .check = false}), "2 numbers each"));
     EXPECT_TRUE(has_text(refuse({.stride = Numbers{1}, .check = false}), "2 numbers each"));
@@ -194,7 +194,7 @@ TEST(DTensorErrors, PlainTensorsAreRefused) {
 }
 
 TEST(DTensorErrors, WritingAPlainTensor) {
-  expect_everywhere<TypeError>(2, {"aten::add_.Tensor", "the tensor that is written", "not in place"}, [](comm::World& world) {
+  expect_everywhere<TypeError>(2, {"aten::add_.Tensor", "the tensor that is written", "out-of-place"}, [](comm::World& world) {
     const at::Tensor tensor = distribute_tensor(sample({4, 3}), mesh_on(world, {2}), {Shard{0}});
     const ImplicitReplicationGuard guard;
     at::Tensor plain = sample({4, 3});

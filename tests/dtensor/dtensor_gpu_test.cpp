@@ -24,7 +24,7 @@ void check_training(int ranks, const Plan& plan) {
   for (int rank = 0; rank < ranks; ++rank) models.push_back(make_model(device));
   std::mutex mutex;
   comm::run_ranks(ranks, 120s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {ranks}, {"tp"}, Rank{world.rank()}, ranks));
+    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {ranks}, {"tp"}, world.rank(), ranks));
     Model model = models[static_cast<std::size_t>(world.rank())];
     parallelize_module(*model, mesh, plan);
     distribute_module(*model, mesh);
@@ -44,7 +44,7 @@ TEST(DTensorGpu, EveryRedistribution) {
   const at::Device device(at::kCUDA, 0);
   const int ranks = comm::gloo_available() ? 2 : 1;
   comm::run_ranks(ranks, 120s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {ranks}, {"tp"}, Rank{world.rank()}, ranks));
+    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {ranks}, {"tp"}, world.rank(), ranks));
     const at::Tensor whole = at::arange(15, at::TensorOptions(device).dtype(at::kFloat)).view({5, 3});
     const std::vector<Placement> all{Replicate{}, Shard{0}, Shard{1}, StridedShard{0, 2}};
     for (const Placement& from : all)

@@ -23,7 +23,7 @@ using namespace std::chrono_literals;
 using Numbers = std::vector<std::int64_t>;
 
 comm::MeshGroups mesh_on(comm::World& world, const Numbers& shape, const std::vector<std::string>& names) {
-  return {world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", shape, names, world.rank(), world.size())};
 }
 
 std::vector<Placements> some_placements() {

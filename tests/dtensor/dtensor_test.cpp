@@ -25,7 +25,7 @@ using Numbers = std::vector<std::int64_t>;
 void on_mesh(const Numbers& shape, const std::vector<std::string>& names, const std::function<void(const comm::MeshGroups&)>& body) {
   int size = 1;
   for (const std::int64_t n : shape) size *= static_cast<int>(n);
-  comm::run_ranks(size, 120s, [&](comm::World& world) { body({world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, size)}); });
+  comm::run_ranks(size, 120s, [&](comm::World& world) { body({world, init_device_mesh("cpu", shape, names, world.rank(), size)}); });
 }
 
 // The part of a whole tensor that a rank holds.
@@ -158,11 +158,11 @@ TEST(DTensor, SendsWhatThePlanNeeds) {
       const at::Tensor x = spread(sample({8, 8}), mesh, step.from);
       for (int axis = 0; axis < 2; ++axis) mesh.group(axis).barrier().wait();
       for (int axis = 0; axis < 2; ++axis) mesh.group(axis).barrier().wait();
-      if (mesh.mesh().this_rank().value() == 0) recorder.reset_totals();
+      if (mesh.mesh().this_rank() == 0) recorder.reset_totals();
       for (int axis = 0; axis < 2; ++axis) mesh.group(axis).barrier().wait();
       const at::Tensor y = redistribute(x, step.to);
       for (int axis = 0; axis < 2; ++axis) mesh.group(axis).barrier().wait();
-      if (mesh.mesh().this_rank().value() == 0) {
+      if (mesh.mesh().this_rank() == 0) {
         const std::lock_guard lock(mutex);
         totals = recorder.totals();
       }

@@ -61,7 +61,7 @@ void run_by_mesh(const std::string& kind, const std::function<void(const json&, 
   for (const auto& [text, cases] : by_mesh) {
     const MeshText shape(json::parse(text));
     comm::run_ranks(static_cast<int>(shape.ranks.size()), 120s, [&](comm::World& world) {
-      const comm::MeshGroups mesh(world, DeviceMesh("cpu", shape.shape, shape.ranks, {}, Rank{world.rank()}));
+      const comm::MeshGroups mesh(world, DeviceMesh("cpu", shape.shape, shape.ranks, {}, world.rank()));
       for (const json& item : cases) body(item, mesh, world.rank());
     });
     run += cases.size();

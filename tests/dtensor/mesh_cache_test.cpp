@@ -17,7 +17,7 @@ using namespace std::chrono_literals;
 
 // Meshes need no communication: a world without peers does.
 comm::MeshGroups mesh_of_four(const std::vector<std::string>& names = {"dp", "tp"}) {
-  return {comm::World::fake(1, 4), init_device_mesh("cpu", {2, 2}, names, Rank{1}, 4)};
+  return {comm::World::fake(1, 4), init_device_mesh("cpu", {2, 2}, names, 1, 4)};
 }
 
 TEST(MeshCache, AsksTheCallbackOnce) {
@@ -46,7 +46,7 @@ TEST(MeshCache, ErrorsSayWhatToDo) {
   MeshCache cache;
   const std::string nobody = message_of<PipeliningMetadataError>([&] { cache.get(root.mesh().key()); });
   EXPECT_TRUE(has_text(nobody, root.mesh().key().to_string()));
-  EXPECT_TRUE(has_text(nobody, "give a callback"));
+  EXPECT_TRUE(has_text(nobody, "pass a callback"));
   const std::string nothing = message_of<PipeliningMetadataError>([&] { cache.get(root.mesh().key(), [](const MeshKey&) { return std::nullopt; }); });
   EXPECT_TRUE(has_text(nothing, "no mesh for [dp, tp]"));
   EXPECT_TRUE(has_text(nothing, "one universe"));
@@ -91,7 +91,7 @@ TEST(MeshCache, HarvestKeepsWhatIsThere) {
 // Both would be found under one key: a record cannot tell which it means.
 TEST(MeshCache, HarvestRefusesOtherRanksUnderOneKey) {
   const comm::MeshGroups first = mesh_of_four();
-  const comm::MeshGroups second = first.with_mesh(DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, Rank{1}));
+  const comm::MeshGroups second = first.with_mesh(DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, 1));
   ASSERT_EQ(first.mesh().key(), second.mesh().key());
   const DistributeOptions equal{.source_axis_rank = {}};
   MeshCache cache;
@@ -105,7 +105,7 @@ TEST(MeshCache, HarvestRefusesOtherRanksUnderOneKey) {
 // Stage 0 on ranks 0 and 1 tells stage 1 on ranks 2 and 3 what comes; both have a mesh called tp, each its own.
 TEST(MeshCache, TheReceiverFindsItsOwnMesh) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
-    const comm::MeshGroups root(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups root(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), 4));
     const comm::MeshGroups tp = root.with_mesh(root.mesh()["tp"]);
     const DistributedRecord record = record_of_dtensor(distribute_tensor(at::ones({6, 2}), tp, {Shard{0}}));
     MeshCache cache;

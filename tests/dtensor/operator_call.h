@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/torch/dispatch/stack_tensors.h"
+#include "penstock/stack_tensors.h"
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {

@@ -41,7 +41,7 @@ void check_training(const std::vector<std::int64_t>& mesh_shape, const std::vect
   for (const std::int64_t n : mesh_shape) size *= static_cast<int>(n);
   for (int rank = 0; rank < size; ++rank) models.push_back(make_model());
   comm::run_ranks(size, 120s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", mesh_shape, names, Rank{world.rank()}, size));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", mesh_shape, names, world.rank(), size));
     Model model = models[static_cast<std::size_t>(world.rank())];
     parallelize_module(*model, mesh, plan, {.axis = "tp"});
     distribute_module(*model, mesh);
@@ -81,7 +81,7 @@ std::map<std::string, comm::OperationTotals> totals_of(const comm::MeshGroups& m
 }
 
 void on_two(const std::function<void(const comm::MeshGroups&)>& body) {
-  comm::run_ranks(2, 60s, [&](comm::World& world) { body({world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2)}); });
+  comm::run_ranks(2, 60s, [&](comm::World& world) { body({world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2)}); });
 }
 
 struct MlpImpl : nn::Module {
@@ -214,8 +214,8 @@ TEST(LossParallel, SendsNoLogits) {
 // An axis of the border is a position in its own mesh, which another mesh may not even have.
 TEST(ParallelizeModule, InputsOnAnotherMeshAreRefused) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, 4));
-    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, Rank{world.rank()}));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), 4));
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, world.rank()));
     Mlp model;
     parallelize_module(*model, mesh, {{"up", colwise_parallel()}, {"down", rowwise_parallel()}}, {.axis = "tp"});
     const at::Tensor x = at::ones({4, model->up->weight.size(1)}, model->up->weight.scalar_type());
@@ -240,7 +240,7 @@ TEST(ParallelizeModule, SaysWhatIsWrong) {
     EXPECT_FALSE(is_dtensor(model->up->weight));
     distribute_parameter(model->up->weight, mesh, {Shard{0}});
     distribute_parameter(model->up->weight, mesh, {Shard{0}});
-    EXPECT_TRUE(has_text(message_of<StateError>([&] { distribute_parameter(model->up->weight, mesh, {Shard{1}}); }), "laid out alike"));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { distribute_parameter(model->up->weight, mesh, {Shard{1}}); }), "same layout"));
   });
 }
 
@@ -292,14 +292,14 @@ TEST(PrepareModule, KindsOfOutputs) {
     const at::Tensor x = sample({2, 4, 6});
     nn::LayerNorm norm(nn::LayerNormOptions({6}));
     const at::Tensor expected = norm->forward(x).detach();
-    parallelize_module(*norm, mesh, {{"", prepare_module({.plain_input = Replicate{}, .desired_input = Shard{1}, .kind = OutputKind::Distributed})}});
+    parallelize_module(*norm, mesh, {{"", prepare_module({.plain_input = Replicate{}, .desired_input = Shard{1}, .kind = BoundaryOutput::Distributed})}});
     const at::Tensor distributed = norm->forward(x);
     ASSERT_TRUE(is_dtensor(distributed));
     EXPECT_EQ(placements_of(distributed), (Placements{Shard{1}}));
     EXPECT_TRUE(at::allclose(full_tensor(distributed), expected, 1e-5, 1e-6));
 
     nn::LayerNorm other(nn::LayerNormOptions({6}));
-    parallelize_module(*other, mesh, {{"", prepare_module({.desired_input = Shard{0}, .kind = OutputKind::Local})}});
+    parallelize_module(*other, mesh, {{"", prepare_module({.desired_input = Shard{0}, .kind = BoundaryOutput::Local})}});
     const at::Tensor local = other->forward(distribute_tensor(x, mesh, {Replicate{}}));
     EXPECT_FALSE(is_dtensor(local));
     EXPECT_TRUE(at::allclose(local, expected.narrow(0, mesh.coordinate()[0], 1), 1e-5, 1e-6));
@@ -335,7 +335,7 @@ TEST(PrepareLayout, AlongOneAxis) {
     EXPECT_TRUE(at::equal(full_tensor(split), value));
   });
   comm::run_ranks(4, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), 4));
     const at::Tensor value = sample({4, 6});
     const at::Tensor moved = prepare_layout(distribute_tensor(value, mesh, {Shard{0}, Replicate{}}), mesh, Replicate{}, Shard{1}, "tp");
     EXPECT_EQ(placements_of(moved), (Placements{Shard{0}, Shard{1}}));
@@ -349,8 +349,8 @@ TEST(PrepareLayout, AlongOneAxis) {
 
 TEST(SetBoundary, AnAxisOfTheParametersMesh) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, 4));
-    const comm::MeshGroups line(world, init_device_mesh("cpu", {4}, {"tp"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), 4));
+    const comm::MeshGroups line(world, init_device_mesh("cpu", {4}, {"tp"}, world.rank(), 4));
     const at::Tensor parameter = distribute_tensor(sample({4, 4}), mesh, {Replicate{}, Shard{0}});
     const auto refuse = [&](const comm::MeshGroups& other, int axis) { return message_of<ValueError>([&] { set_boundary(parameter, {.mesh = other, .axis = axis}); }); };
     EXPECT_TRUE(has_text(refuse(line, 0), "an axis of the parameter's mesh"));

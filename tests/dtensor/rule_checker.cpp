@@ -123,7 +123,7 @@ void check_on(const RuleCase& rule_case, const std::vector<std::int64_t>& mesh_s
   for (const std::int64_t n : mesh_shape) size *= static_cast<int>(n);
   std::mutex mutex;
   comm::run_ranks(size, 240s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", mesh_shape, {}, Rank{world.rank()}, size));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", mesh_shape, {}, world.rank(), size));
     for (const Combination& combination : combinations(rule_case, mesh_shape.size(), mesh_shape)) {
       std::string where = fmt::format("{} on a mesh of ({}):", rule_case.name, fmt::join(mesh_shape, ", "));
       for (const Placements& placements : combination) where += " " + to_string(placements);

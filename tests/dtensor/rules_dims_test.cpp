@@ -73,7 +73,7 @@ TEST(DimRules, WritesIntoViews) {
 // Where a view cuts a split dim, its part is a copy; writing into it is refused, on every rank.
 TEST(DimRules, WritesIntoCopiedViewsAreRefused) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     const at::Tensor x = distribute_tensor(sample({4, 3}), mesh, {Shard{0}});
     EXPECT_THROW(x.select(0, 1).add_(1), StateError);
     // Nor is a copy read after what it views has changed.

@@ -92,7 +92,7 @@ TEST(IndexRules, CompositesThatMakeTensorsOfTheirOwn) {
 // Errors name the operator and what to do instead.
 TEST(IndexRules, ShapesThatDependOnValues) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     const at::Tensor x = distribute_tensor(sample({4, 3}), mesh, {Shard{0}});
     const auto refuses = [&](const std::string& name, const std::function<void()>& call) {
       try {
@@ -113,7 +113,7 @@ TEST(IndexRules, ShapesThatDependOnValues) {
 // An index out of range is an error on every rank, also where each holds a part of the dim.
 TEST(IndexRules, OutOfRange) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     const at::Tensor x = distribute_tensor(sample({4, 3}), mesh, {Shard{0}});
     const at::Tensor index = distribute_tensor(at::tensor(std::vector<std::int64_t>{0, 4}), mesh, {Replicate{}});
     EXPECT_THROW(x.index_select(0, index), ValueError);
@@ -163,7 +163,7 @@ TEST(IndexRules, ByName) {
 TEST(IndexRules, UnknownShapes) {
   const RulesChecked checked;
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     const at::Tensor x = distribute_tensor(sample_index({6}, 3), mesh, {Shard{0}});
     for (const OperatorRow& row : std::vector<OperatorRow>{{"nonzero"}, {"_unique"}, {"_unique2"}, {"unique_dim", {{"dim", 0}}}, {"unique_consecutive"}, {"unique_dim_consecutive", {{"dim", 0}}}, {"bincount"},
                                                            {"repeat_interleave.Tensor"}}) {

@@ -65,7 +65,7 @@ std::vector<at::Tensor> results_on(const comm::MeshGroups& mesh, const Placement
 std::vector<at::Tensor> reference() {
   std::vector<at::Tensor> results;
   comm::run_ranks(1, 60s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {1}, {}, Rank{0}, 1));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {1}, {}, 0, 1));
     results = results_on(mesh, {Replicate{}});
   });
   return results;
@@ -78,7 +78,7 @@ TEST(RandomRules, DoNotDependOnTheLayout) {
     int size = 1;
     for (const std::int64_t n : mesh_shape) size *= static_cast<int>(n);
     comm::run_ranks(size, 120s, [&](comm::World& world) {
-      const comm::MeshGroups mesh(world, init_device_mesh("cpu", mesh_shape, {}, Rank{world.rank()}, size));
+      const comm::MeshGroups mesh(world, init_device_mesh("cpu", mesh_shape, {}, world.rank(), size));
       for (const Placements& placements : layouts) {
         const auto actual = results_on(mesh, placements);
         for (std::size_t i = 0; i < actual.size(); ++i) {
@@ -103,7 +103,7 @@ TEST(RandomRules, DifferFromCallToCall) {
 // Means and bounds of many draws.
 TEST(RandomRules, HaveTheRightDistributions) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     manual_seed(mesh, 5);
     const at::Tensor x = distribute_tensor(at::zeros({200, 100}), mesh, {Shard{0}});
     const auto mean = [](const at::Tensor& t) { return full_tensor(t).to(at::kDouble).mean().item<double>(); };
@@ -125,7 +125,7 @@ TEST(RandomRules, HaveTheRightDistributions) {
 TEST(RandomRules, GradientsOfDropoutUseTheSameMask) {
   const RulesChecked checked;
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     for (const Placement& placement : {Placement(Shard{0}), Placement(Shard{1}), Placement(Replicate{})}) {
       at::Tensor x = distribute_tensor(at::ones({5, 4}).set_requires_grad(true), mesh, {placement});
       const at::Tensor y = at::dropout(x, 0.5, true);
@@ -142,7 +142,7 @@ TEST(RandomRules, GradientsOfDropoutUseTheSameMask) {
 
 TEST(RandomRules, SeedsOfMeshesAndSteps) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     const at::Tensor x = distribute_tensor(at::zeros({4, 3}), mesh, {Shard{0}});
     const auto draw = [&] { return full_tensor(at::rand_like(x)); };
     // Ranks whose generators differ agree on the first one's seed.
@@ -195,7 +195,7 @@ TEST(RandomRules, SeedsOfMeshesAndSteps) {
 
 TEST(RandomRules, GeneratorsAreRefused) {
   comm::run_ranks(1, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {1}, {}, Rank{0}, 1));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {1}, {}, 0, 1));
     at::Tensor x = distribute_tensor(at::zeros({4}), mesh, {Shard{0}});
     try {
       x.uniform_(0, 1, at::detail::createCPUGenerator(5));

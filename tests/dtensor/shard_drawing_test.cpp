@@ -21,7 +21,7 @@ using Numbers = std::vector<std::int64_t>;
 DeviceMesh mesh_of(const Numbers& shape, const std::vector<std::string>& names = {}) {
   std::int64_t size = 1;
   for (const std::int64_t n : shape) size *= n;
-  return init_device_mesh("cpu", shape, names, Rank{0}, static_cast<int>(size));
+  return init_device_mesh("cpu", shape, names, 0, static_cast<int>(size));
 }
 
 DeviceMesh two_by_two() { return mesh_of({2, 2}, {"dp", "tp"}); }
@@ -172,7 +172,7 @@ rank  at   dim 0    dim 1
    1  (1)  nothing  2-3
 the tensor has no elements
 )");
-  EXPECT_EQ(draw_sharding_text({2}, DeviceMesh("cpu", {1}, {7}, {}, Rank{7}), {Shard{0}}), R"([2] as [S(0)] on 1 rank
+  EXPECT_EQ(draw_sharding_text({2}, DeviceMesh("cpu", {1}, {7}, {}, 7), {Shard{0}}), R"([2] as [S(0)] on 1 rank
 dim 0 to the right; cells name ranks
 
   0-1

@@ -61,7 +61,7 @@ constexpr std::unique_ptr<Field> (*kFields[])(MessageReader&) = {
     make<std::optional<std::string>>,
     make<std::vector<std::optional<std::uint16_t>>>,
     make<std::pair<std::string, std::vector<double>>>,
-    make<std::vector<std::vector<std::pair<Rank, std::string>>>>,
+    make<std::vector<std::vector<std::pair<int, std::string>>>>,
     make<Point>,
     make<std::vector<Point>>,
 };

@@ -65,7 +65,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   }
   require(parse_rows(to_csv(rows)) == rows, "text reads back as the same rows");
   for (const auto placement :
-       {std::optional<Placement>(), std::optional(Placement::V), std::optional(Placement::Bidirectional)}) {
+       {std::optional<StagePlacement>(), std::optional(StagePlacement::V),
+        std::optional(StagePlacement::Bidirectional)}) {
     try {
       use(schedule_from_rows(rows, placement));
     } catch (const ValueError&) {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "penstock/errors.h"
-#include "penstock/train/data/checksum.h"
+#include "penstock/base/checksum.h"
 #include "penstock/train/data/token_shard.h"
 
 namespace {

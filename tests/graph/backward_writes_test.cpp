@@ -139,10 +139,10 @@ TEST(BackwardWrites, WhatOthersWouldNoticeIsRefused) {
   };
   const auto applied = [](const Tensors& in, const Halves* halves) { return Tensors{UsersFunction::apply(in[0], halves) * 3}; };
   const Halves in_gradient{doubled, [](AutogradContext*, at::Tensor gradient) { return gradient.mul_(2); }};
-  EXPECT_TRUE(has_text(refusal(in_gradient, applied, {leaf({3})}), "backward writes a gradient that it was given (aten::mul_"));
+  EXPECT_TRUE(has_text(refusal(in_gradient, applied, {leaf({3})}), "backward writes a gradient that was passed to it (aten::mul_"));
   // The gradient of w, too, would show it or not, as autograd's order has it.
   const auto shared = [](const Tensors& in, const Halves* halves) { return Tensors{UsersFunction::apply(in[0], halves) + in[1]}; };
-  EXPECT_TRUE(has_text(refusal(in_gradient, shared, {leaf({3}), leaf({3})}), "backward writes a gradient that it was given"));
+  EXPECT_TRUE(has_text(refusal(in_gradient, shared, {leaf({3}), leaf({3})}), "backward writes a gradient that was passed to it"));
   const Halves in_result{[](AutogradContext* context, at::Tensor x) {
                            const at::Tensor y = x.exp();
                            context->saved_data["y"] = y;
@@ -165,7 +165,7 @@ TEST(BackwardWrites, WhatOthersWouldNoticeIsRefused) {
     held = in[1];
     return Tensors{UsersFunction::apply(in[0], halves) * in[1]};
   };
-  EXPECT_TRUE(has_text(refusal(in_held, holding, {leaf({3}), leaf({3})}), "which needs a gradient"));
+  EXPECT_TRUE(has_text(refusal(in_held, holding, {leaf({3}), leaf({3})}), "which requires a gradient"));
   const auto writing = [](const Tensors& in, const Halves* halves) {
     held = in[1].add_(1);
     return Tensors{UsersFunction::apply(in[0], halves)};
@@ -176,7 +176,7 @@ TEST(BackwardWrites, WhatOthersWouldNoticeIsRefused) {
     return Tensors{UsersFunction::apply(in[0], halves) * 2};
   };
   const at::Tensor buffer = torch::ones({3});
-  EXPECT_TRUE(has_text(refusal(in_held, unread, {leaf({3}), buffer, buffer.view({3})}), "backward writes primals_2, which shares its memory with primals_3"));
+  EXPECT_TRUE(has_text(refusal(in_held, unread, {leaf({3}), buffer, buffer.view({3})}), "backward writes primals_2, which shares memory with primals_3"));
   EXPECT_TRUE(has_text(refusal(in_held, unread, {leaf({3}), torch::ones({4}).unfold(0, 2, 1)}), "primals_2 has elements that share memory (expand, unfold), and backward writes it"));
   held = at::Tensor();
   // A tensor that is no input at all.
@@ -186,7 +186,7 @@ TEST(BackwardWrites, WhatOthersWouldNoticeIsRefused) {
                             return gradient;
                           }};
   Compiled compiled(over_tensors([&](const Tensors& in) { return Tensors{UsersFunction::apply(in[0], &in_outside)}; }));
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({leaf({3})}); }), "hand the tensor over as an input"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({leaf({3})}); }), "pass the tensor as an input"));
   EXPECT_TRUE(torch::equal(outside, torch::ones({3})));
 }
 
@@ -196,7 +196,7 @@ TEST(BackwardWrites, HooksMayNotWriteGradientsEither) {
     y.register_hook([](at::Tensor gradient) { return gradient.mul_(2); });
     return Tensors{y.sin()};
   }));
-  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled({leaf({3})}); }), "make a new tensor of it in the function's backward or in the hook"));
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled({leaf({3})}); }), "create a new tensor in the function's backward or in the hook"));
 }
 
 TEST(BackwardWrites, ABufferThatChangedInBetweenIsAnError) {

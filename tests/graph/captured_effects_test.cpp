@@ -37,7 +37,7 @@ TEST(CapturedCollectives, RunAsInThePlainFunction) {
     const comm::Group group = world.group();
     const Function function = [&](const Values& in) -> Values {
       const at::Tensor x = in[0].toTensor(), w = in[1].toTensor();
-      functional::broadcast(x.detach() * 3, Rank{0}, group);  // nobody here uses it, but the others take part
+      functional::broadcast(x.detach() * 3, 0, group);  // nobody here uses it, but the others take part
       const at::Tensor sum = functional::wait_tensor(functional::all_reduce(x * w, ReduceOp::Sum, group));
       return {functional::wait_tensor(functional::all_gather(sum.sin(), group)).pow(2).sum()};
     };

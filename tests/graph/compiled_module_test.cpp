@@ -313,7 +313,7 @@ TEST(CompiledModule, OtherCallsAreCapturedAgainOrRefused) {
   EXPECT_TRUE(has_text(message_of<StateError>([&] { once->forward(x); }), "the training flags of the submodules"));
   once->train();
   net->parameters()[0].set_requires_grad(false);
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { once->forward(x); }), "0.weight needs no a gradient"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { once->forward(x); }), "0.weight does not require a gradient"));
 }
 
 TEST(CompiledModule, HooksAndGradientsOfParametersStay) {

@@ -297,7 +297,7 @@ TEST(Compiled, AnotherCallIsCapturedAgainOrRefused) {
   EXPECT_TRUE(has_text(refusal(torch::ones({3})), "input 0 has sizes [3], in the capture [2]"));
   EXPECT_TRUE(has_text(refusal(torch::ones({2}, torch::kDouble)), "dtype Double"));
   EXPECT_TRUE(has_text(refusal(torch::ones({4}).slice(0, 0, 4, 2)), "strides [2]"));
-  EXPECT_TRUE(has_text(refusal(torch::ones({2}).set_requires_grad(true)), "needs a gradient"));
+  EXPECT_TRUE(has_text(refusal(torch::ones({2}).set_requires_grad(true)), "requires a gradient"));
   {
     const at::NoGradGuard no_grad;
     EXPECT_TRUE(has_text(refusal(torch::ones({2})), "grad mode is not on, in the capture it is"));
@@ -355,7 +355,7 @@ TEST(Compiled, WritingWhatIsNotAnInputIsAnError) {
     outside.add_(in[0]);
     return Tensors{outside * 2};
   }));
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({torch::ones({3})}); }), "hand the tensor over as an input"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({torch::ones({3})}); }), "pass the tensor as an input"));
   EXPECT_TRUE(torch::equal(outside, torch::ones({3})));
 }
 

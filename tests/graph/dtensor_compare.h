@@ -21,7 +21,7 @@ using namespace std::chrono_literals;
 using test::same_tensor;
 
 inline void on_ranks(int size, const std::function<void(const comm::MeshGroups&)>& body) {
-  comm::run_ranks(size, 120s, [&](comm::World& world) { body({world, init_device_mesh("cpu", {size}, {"tp"}, Rank{world.rank()}, size)}); });
+  comm::run_ranks(size, 120s, [&](comm::World& world) { body({world, init_device_mesh("cpu", {size}, {"tp"}, world.rank(), size)}); });
 }
 
 inline at::Tensor numbers(at::IntArrayRef sizes, int seed) {

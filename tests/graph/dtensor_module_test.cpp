@@ -138,7 +138,7 @@ TEST(DTensorModule, TransformerOnTwoAxes) {
   std::vector<std::pair<test::Model, test::Model>> models;
   for (int rank = 0; rank < 4; ++rank) models.emplace_back(test::make_model(), test::make_model());
   comm::run_ranks(4, 120s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), 4));
     auto& [eager, captured] = models[static_cast<std::size_t>(world.rank())];
     for (test::Model model : {eager, captured}) {
       parallelize_module(*model, mesh, test::tensor_plan(), {.axis = "tp"});

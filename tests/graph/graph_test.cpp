@@ -157,7 +157,7 @@ TEST(Graph, ValueDependentStepsNameTheOperator) {
 TEST(Metadata, FlagsThatContradictEachOtherNameTheInput) {
   InputInfo other_memory;
   other_memory.mutates_storage_metadata = true;
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { other_memory.validate(3); }), "input 3 is said to get other memory (set_) but to keep its metadata"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { other_memory.validate(3); }), "input 3 is marked as getting other memory (set_) but keeping its metadata"));
   other_memory.mutates_metadata = true;
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { other_memory.validate(3); }), "only the graph itself can do"));
   other_memory.keep_input_mutations = true;

@@ -188,7 +188,7 @@ TEST(Signature, CountsThatDoNotFitAreErrors) {
     spoil(spoiled);
     return spoiled.refusal();
   };
-  EXPECT_TRUE(has_text(refusal([](Captured& c) { c.joint.graph.inputs.push_back(c.joint.graph.inputs[0]); }), "8 inputs, of which 5 are the function's and 2 gradients"));
+  EXPECT_TRUE(has_text(refusal([](Captured& c) { c.joint.graph.inputs.push_back(c.joint.graph.inputs[0]); }), "8 inputs, of which 5 belong to the function and 2 are gradients"));
   EXPECT_TRUE(has_text(refusal([](Captured& c) { c.joint.graph.outputs.push_back(c.joint.graph.outputs[0]); }), "expected one gradient for each of 5 inputs"));
   EXPECT_TRUE(has_text(refusal([](Captured& c) { c.joint.graph.outputs.pop_back(); }), "expected one gradient for each of 5 inputs"));
   EXPECT_TRUE(has_text(refusal([](Captured& c) { c.state.names.assign(6, "n"); }), "the module has 6 parameters and buffers, the graph 5 inputs"));
@@ -232,7 +232,7 @@ TEST(Signature, WrittenParameters) {
 TEST(Signature, WritesThatNoSignatureCanSay) {
   const at::NoGradGuard no_grad;
   const OverTensors write = [](const Tensors& in) { return Tensors{in[0].mul_(2) + 1}; };
-  EXPECT_TRUE(has_text(Captured(write, {torch::ones({2})}, {}, {}, /*keep=*/true).refusal(), "args[0] is written inside of the graph"));
+  EXPECT_TRUE(has_text(Captured(write, {torch::ones({2})}, {}, {}, /*keep=*/true).refusal(), "args[0] is written inside the graph"));
   EXPECT_TRUE(has_text(Captured([](const Tensors& in) { return Tensors{in[0].t_() + 1}; }, {torch::ones({2, 3})}).refusal(), "only the shape of args[0] is changed"));
   EXPECT_TRUE(has_text(Captured([](const Tensors& in) { return Tensors{in[0].view({6})}; }, {torch::ones({2, 3})}).refusal(), "result 0 is made at run time"));
 }

@@ -87,7 +87,7 @@ TEST(GoldenMesh, DeviceMeshes) {
     for (const auto& [rank_text, expected] : item.at("per_rank").items()) {
       SCOPED_TRACE("rank " + rank_text);
       const DeviceMesh mesh =
-          init_device_mesh("cpu", shape, names, Rank{std::stoi(rank_text)}, item.at("world").get<int>());
+          init_device_mesh("cpu", shape, names, std::stoi(rank_text), item.at("world").get<int>());
       for (const auto& [question, answers] : expected.items()) {
         SCOPED_TRACE(question);
         if (question == "coordinate") {

@@ -127,14 +127,14 @@ TEST(LocalShard, BoxesOfAStridedShardAlone) {
 
 TEST(LocalShard, OfAMesh) {
   const auto shard = [](int rank) {
-    return local_shape_and_offset({8, 6}, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{rank}, 8),
+    return local_shape_and_offset({8, 6}, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, rank, 8),
                                   {Shard{0}, Shard{1}});
   };
   EXPECT_EQ(shard(2), (LocalShard{{4, 3}, {4, 0}}));
   EXPECT_EQ(shard(5), (LocalShard{{0}, {}}));
-  const DeviceMesh outside = init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{5}, 8);
+  const DeviceMesh outside = init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, 5, 8);
   EXPECT_TRUE(local_boxes({8, 6}, outside, {Shard{0}, Shard{1}}).empty());
-  EXPECT_EQ(local_boxes({8, 6}, outside.as_rank(Rank{3}), {Shard{0}, Shard{1}}),
+  EXPECT_EQ(local_boxes({8, 6}, outside.as_rank(3), {Shard{0}, Shard{1}}),
             (std::vector<ShardBox>{{{4, 3}, {4, 3}, {0, 0}}}));
 }
 

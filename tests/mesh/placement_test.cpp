@@ -61,7 +61,7 @@ TEST(Placement, TextThatIsNoneIsRefused) {
     EXPECT_THROW(parse_placement(text), ConfigError) << text;
   for (const char* text : {"", "R", "[R", "R]", "[R,]", "[,R]", "[R R]", "[R]]", "[[R]]"})
     EXPECT_THROW(parse_placements(text), ConfigError) << text;
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_placement("S(0)junk"); }), "look at \"junk\""));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_placement("S(0)junk"); }), "check \"junk\""));
 }
 
 TEST(Placement, Predicates) {

@@ -1,4 +1,4 @@
-// A trace of a step that went exactly as the simulator has it: stages of different costs, transfers of 0.1 ms.
+// A trace of a step that ran exactly as simulated: stages of different costs, transfers of 0.1 ms.
 #pragma once
 
 #include <algorithm>
@@ -16,10 +16,10 @@ inline double made_cost(int stage, schedule::ActionKind kind) {
   return kind == schedule::ActionKind::Backward ? 2 * forward : forward;
 }
 
-inline pipeline::StepTrace made_trace(const std::string& kind, int ranks, int microbatches, double overlap_saving = 0) {
+inline StepTrace made_trace(const std::string& kind, int ranks, int microbatches, double overlap_saving = 0) {
   const bool is_v = kind == "ZBVZeroBubble" || kind == "DualPipeV";
   const schedule::Schedule lowered =
-      pipeline::executable(schedule::generate(schedule::schedule_kind(kind), {.ranks = ranks, .stages_per_rank = is_v ? 2 : 1, .microbatches = microbatches}));
+      executable(schedule::generate(schedule::schedule_kind(kind), {.ranks = ranks, .stages_per_rank = is_v ? 2 : 1, .microbatches = microbatches}));
   plan::CostModel model;
   model.stages.clear();
   for (int stage = 0; stage < lowered.stages().stages(); ++stage) {
@@ -31,9 +31,9 @@ inline pipeline::StepTrace made_trace(const std::string& kind, int ranks, int mi
   const plan::Simulation simulation = plan::simulate(lowered, model);
 
   const auto ns = [](double ms) { return static_cast<std::int64_t>(std::llround(ms * 1e6)); };
-  pipeline::StepTrace trace{.step = 3, .schedule = lowered};
+  StepTrace trace{.step = 3, .schedule = lowered};
   for (int rank = 0; rank < ranks; ++rank) {
-    const pipeline::Program program = pipeline::compile(lowered, rank);
+    const Program program = compile_program(lowered, rank);
     const schedule::Row& row = lowered.row(rank);
     const auto start_of = [&](const schedule::Action& action) {
       for (std::size_t slot = 0; slot < row.size(); ++slot)
@@ -41,19 +41,20 @@ inline pipeline::StepTrace made_trace(const std::string& kind, int ranks, int mi
           if (each == action) return simulation.slots[static_cast<std::size_t>(rank)][slot];
       return plan::TimedSlot{};
     };
-    // Awaits fill the time until the action that needs them; everything that only starts something takes no time.
-    std::vector<pipeline::TimedInstruction> times;
+    // Awaits fill the time until the action that needs them; instructions that only start something take no
+    // time.
+    std::vector<TimedInstruction> times;
     std::int64_t now = 0;
     for (std::size_t i = 0; i < program.instructions.size(); ++i) {
-      const pipeline::Instruction& each = program.instructions[i];
+      const Instruction& each = program.instructions[i];
       std::int64_t end = now;
-      if (each.kind == pipeline::Instruction::Kind::Compute) {
+      if (each.kind == Instruction::Kind::Compute) {
         const plan::TimedSlot timed = start_of(each.action);
         now = ns(timed.start);
         end = ns(timed.end);
-      } else if (each.kind == pipeline::Instruction::Kind::Await) {
+      } else if (each.kind == Instruction::Kind::Await) {
         for (std::size_t next = i + 1; next < program.instructions.size(); ++next)
-          if (program.instructions[next].kind == pipeline::Instruction::Kind::Compute) {
+          if (program.instructions[next].kind == Instruction::Kind::Compute) {
             end = std::max(end, ns(start_of(program.instructions[next].action).start));
             break;
           }
@@ -62,7 +63,7 @@ inline pipeline::StepTrace made_trace(const std::string& kind, int ranks, int mi
       now = end;
     }
     times.push_back({now, now});
-    trace.ranks.push_back(pipeline::trace_events(program, times, 0));
+    trace.ranks.push_back(trace_events(program, times, 0));
     trace.clock_error_ns.push_back(rank * 10);
   }
   return trace;

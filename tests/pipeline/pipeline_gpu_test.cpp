@@ -1,4 +1,5 @@
-// Pipelines on a GPU: all stages on one rank, every schedule that allows it, equal to a plain loop on the same device.
+// Pipelines on a GPU: all stages on one rank, every schedule that allows it, compared with a plain loop on
+// the same device.
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -83,8 +84,8 @@ struct WideImpl : torch::nn::Module {
 };
 TORCH_MODULE(Wide);
 
-// The two stages of a DualPipeV pipeline of one rank, several steps of it, against a plain loop in the order of its backwards.
-// Rows differ from step to step, so that memory is freed and taken again.
+// Several steps of the two stages of a DualPipeV pipeline on one rank, compared with a plain loop in the
+// order of its backwards. Rows differ from step to step, so that memory is freed and reused.
 void expect_what_one_process_gives(const c10::Device& device, bool deferred) {
   comm::run_ranks(1, 120s, [&](comm::World& world) {
     std::vector<Wide> blocks, copies;
@@ -122,7 +123,7 @@ void expect_what_one_process_gives(const c10::Device& device, bool deferred) {
         const auto ours = blocks[i]->parameters(), plain = copies[i]->parameters();
         for (std::size_t k = 0; k < ours.size(); ++k) {
           const at::Tensor wanted = plain[k].grad() / kMany;
-          // A deferred layer may add its weight gradients up by other kernels.
+          // A deferred layer may sum its weight gradients with other kernels.
           EXPECT_TRUE(deferred ? at::allclose(ours[k].grad(), wanted, 1e-4, 1e-5) : ours[k].grad().equal(wanted)) << "step " << step << ", block " << i << ", parameter " << k << ", off by "
                                                                      << (ours[k].grad() - wanted).abs().max().item<float>();
           ours[k].mutable_grad() = at::Tensor();

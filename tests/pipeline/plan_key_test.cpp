@@ -1,4 +1,4 @@
-// What a plan holds for: a trial is made again when something has changed that its result may depend on.
+// A trial is repeated if something changed that its result may depend on.
 #include <gtest/gtest.h>
 
 #include "penstock/pipeline/runtime/schedules.h"

@@ -1,4 +1,4 @@
-// Traces of steps without running any: made from simulated times, written, read, damaged, compared.
+// Traces without running steps: made from simulated times, written, read, damaged, compared.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 #include "tests/has_text.h"
 #include "tests/pipeline/made_trace.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 namespace step_trace_test {
 
 using nlohmann::json;
@@ -102,7 +102,7 @@ TEST(StepTrace, DamageIsNamed) {
   EXPECT_TRUE(has_text(refused(changed), "trace of a step"));
   changed = good;
   changed["penstock"]["schedule"] = "0F0,0Q0\n1F0\n";
-  EXPECT_TRUE(has_text(refused(changed), "\"Q0\" is no kind of action"));
+  EXPECT_TRUE(has_text(refused(changed), "\"Q0\" is not an action kind"));
   const auto first_slice = [](json& document) -> json& {
     for (json& event : document["traceEvents"])
       if (event.at("ph") == "X" && event.at("cat") == "compute") return event;
@@ -127,7 +127,7 @@ TEST(StepTrace, FilesThatCannotBeUsedAreNamed) {
   EXPECT_THROW(write_trace(made_trace("GPipe", 2, 2), "/nonexistent/step.json"), ConfigError);
 }
 
-// A step that went exactly as simulated is as efficient as can be.
+// A step that ran exactly as simulated has an efficiency of 1.
 TEST(TraceComparison, AStepAsSimulatedHasFullEfficiency) {
   for (const char* kind : {"1F1B", "GPipe", "ZBVZeroBubble"}) {
     SCOPED_TRACE(kind);
@@ -152,7 +152,7 @@ TEST(TraceComparison, CostsAreThoseOfTheStages) {
   }
 }
 
-// Everything after one slow action is late by what it took longer.
+// Everything after one slow action is late by its excess time.
 TEST(TraceComparison, ADelayIsFound) {
   StepTrace trace = made_trace("1F1B", 2, 4);
   constexpr std::int64_t kLonger = 7'000'000;
@@ -190,4 +190,4 @@ TEST(TraceComparison, EventsOfAnotherScheduleAreRefused) {
 }
 
 }  // namespace step_trace_test
-}  // namespace penstock::pipeline
+}  // namespace penstock

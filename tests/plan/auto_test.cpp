@@ -11,7 +11,7 @@
 namespace penstock::plan::test {
 namespace auto_test {
 
-using schedule::Placement;
+using schedule::StagePlacement;
 using schedule::ScheduleKind;
 using ::testing::HasSubstr;
 
@@ -90,7 +90,7 @@ TEST(ListScheduler, KeepsEveryLimitAndNeverLosesWork) {
   for (int trial = 0; trial < 60; ++trial) {
     const int ranks = 1 + trial % 5;
     const int chunks = 1 + trial % 2;
-    const auto placement = chunks == 2 && trial % 4 == 1 ? Placement::V : Placement::Loop;
+    const auto placement = chunks == 2 && trial % 4 == 1 ? StagePlacement::V : StagePlacement::Loop;
     const auto map = schedule::StageMap::make(placement, ranks, ranks * chunks, 7);
     const CostModel model = random_costs(random, ranks * chunks, 0.2, 2);
     const std::vector<MemoryLimit> limits(static_cast<std::size_t>(ranks),
@@ -128,12 +128,12 @@ TEST(Auto, UsesTwoStagesPerRankInEitherPlacement) {
   request.shape = shape(4, 2, 8);
   request.model = random_costs(random, 8, 0.5, 1.5);
   request.limits = {{6, std::nullopt}};
-  request.placements = {Placement::V};
+  request.placements = {StagePlacement::V};
   request.trials = 60;
   const AutoResult only_v = auto_schedule(request);
   EXPECT_LE(only_v.simulation.peak_activations(), 6);
   EXPECT_EQ(only_v.schedule.stages().stage_to_rank(), (std::vector<int>{0, 1, 2, 3, 3, 2, 1, 0}));
-  request.placements = {Placement::Loop, Placement::V};
+  request.placements = {StagePlacement::Loop, StagePlacement::V};
   EXPECT_LE(auto_schedule(request).simulation.time, only_v.simulation.time + 1e-9);
 }
 
@@ -159,7 +159,7 @@ TEST(Auto, RefusesWhatCannotBeMet) {
   request.limits.resize(3);
   EXPECT_THROW(auto_schedule(request), ValueError);
   request = uneven_case(0);
-  request.placements = {Placement::V};
+  request.placements = {StagePlacement::V};
   EXPECT_THROW(auto_schedule(request), ValueError);
 }
 

@@ -8,10 +8,7 @@
 #include <string_view>
 
 #include "penstock/plan/cost/cost_text.h"
-#include "penstock/plan/draw/draw_grid.h"
-#include "penstock/plan/draw/draw_html.h"
-#include "penstock/plan/draw/draw_perfetto.h"
-#include "penstock/plan/draw/draw_svg.h"
+#include "penstock/draw.h"
 #include "penstock/plan/simulate/simulation_report.h"
 #include "penstock/lower.h"
 #include "tests/plan/shapes.h"

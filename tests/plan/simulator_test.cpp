@@ -34,7 +34,7 @@ double relaxed_time(const Schedule& schedule, const CostModel& model) {
       start[{rank, slot}] = 0;
       for (const Action& action : schedule.row(rank)[slot]) {
         if (action.kind() == ActionKind::BackwardWeight) continue;
-        maker[{action.kind() == ActionKind::Forward, action.stage().value(), action.microbatch()->value()}] =
+        maker[{action.kind() == ActionKind::Forward, action.stage(), *action.microbatch()}] =
             {rank, slot};
       }
     }
@@ -48,14 +48,14 @@ double relaxed_time(const Schedule& schedule, const CostModel& model) {
     for (auto& [place, time] : start) {
       double earliest = place.second == 0 ? 0 : end_of({place.first, place.second - 1});
       for (const Action& action : schedule.row(place.first)[place.second]) {
-        const int stage = action.stage().value();
+        const int stage = action.stage();
         const bool is_forward = action.kind() == ActionKind::Forward;
         if (action.kind() == ActionKind::BackwardWeight) continue;
         if (is_forward ? schedule.stages().is_first(action.stage())
                        : schedule.stages().is_last(action.stage()))
           continue;
         const auto from =
-            maker.at({is_forward, is_forward ? stage - 1 : stage + 1, action.microbatch()->value()});
+            maker.at({is_forward, is_forward ? stage - 1 : stage + 1, *action.microbatch()});
         const bool remote = from.first != place.first;
         earliest = std::max(earliest, end_of(from) + (remote ? model.latency : 0));
       }
@@ -96,12 +96,12 @@ Held brute_force_peak(const Schedule& schedule, int rank, const CostModel& model
   for (int slot = 0; slot < static_cast<int>(row.size()); ++slot) {
     for (const Action& action : row[static_cast<std::size_t>(slot)]) {
       if (!is_compute(action.kind())) continue;
-      Marks& marks = pairs[{action.stage().value(), action.microbatch()->value()}];
+      Marks& marks = pairs[{action.stage(), *action.microbatch()}];
       if (action.kind() == ActionKind::Forward) marks.forward = slot;
       if (gives_input_gradient(action.kind())) marks.input = slot;
       if (gives_weight_gradient(action.kind())) {
         marks.weight = slot;
-        first_weight.try_emplace(action.stage().value(), slot);
+        first_weight.try_emplace(action.stage(), slot);
       }
     }
   }

@@ -368,11 +368,11 @@ TEST(GoldenSchedules, ActionParse) {
     if (action.at("sub").is_null()) {
       EXPECT_EQ(is_compute(members[0].kind()), action.at("is_compute").get<bool>());
       ASSERT_EQ(members.size(), 1u);
-      EXPECT_EQ(members[0].stage().value(), action.at("stage").get<int>());
+      EXPECT_EQ(members[0].stage(), action.at("stage").get<int>());
       EXPECT_EQ(to_text(members[0].kind()), action.at("type").get<std::string>());
       EXPECT_EQ(members[0].has_microbatch(), !action.at("microbatch").is_null());
       if (members[0].has_microbatch()) {
-        EXPECT_EQ(members[0].microbatch()->value(), action.at("microbatch").get<int>());
+        EXPECT_EQ(*members[0].microbatch(), action.at("microbatch").get<int>());
       }
     } else {
       ASSERT_EQ(members.size(), action.at("sub").size());
@@ -402,10 +402,10 @@ TEST(GoldenMapping, StageMaps) {
     const int ranks = item.at("pp_size").get<int>();
     const int stages = item.at("num_stages").get<int>();
     const auto map = [&] {
-      return stage_to_rank(parse_placement(item.at("style").get<std::string>()), ranks, stages);
+      return stage_to_rank(parse_stage_placement(item.at("style").get<std::string>()), ranks, stages);
     };
     const auto inverse = [&] {
-      return rank_to_stages(parse_placement(item.at("style").get<std::string>()), ranks, stages);
+      return rank_to_stages(parse_stage_placement(item.at("style").get<std::string>()), ranks, stages);
     };
     if (item.contains("error_type")) {
       ASSERT_EQ(item.at("error_type"), "ValueError");

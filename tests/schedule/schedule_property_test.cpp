@@ -90,14 +90,14 @@ std::vector<int> idle_within_span(const Schedule& schedule) {
         int length = 0;
         bool ready = true;
         for (const Action& action : slot) {
-          const int stage = action.stage().value();
+          const int stage = action.stage();
           length += action.kind() == ActionKind::Backward ? 2 : 1;
           const bool is_forward = action.kind() == ActionKind::Forward;
           const bool needs = is_forward ? !map.is_first(action.stage())
                                         : gives_input_gradient(action.kind()) && !map.is_last(action.stage());
           if (!needs) continue;
           const auto found =
-              made.find({is_forward, is_forward ? stage - 1 : stage + 1, action.microbatch()->value()});
+              made.find({is_forward, is_forward ? stage - 1 : stage + 1, *action.microbatch()});
           if (found == made.end()) {
             ready = false;
           } else {
@@ -112,7 +112,7 @@ std::vector<int> idle_within_span(const Schedule& schedule) {
         busy[r] += length;
         for (const Action& action : slot) {
           if (action.kind() == ActionKind::BackwardWeight) continue;
-          made[{action.kind() == ActionKind::Forward, action.stage().value(), action.microbatch()->value()}] =
+          made[{action.kind() == ActionKind::Forward, action.stage(), *action.microbatch()}] =
               clock[r];
         }
       }
@@ -164,9 +164,9 @@ RC_GTEST_PROP(EveryRow, RoundTripsThroughText, ()) {
       const int count = *rc::gen::inRange(0, 4);
       for (int k = 0; k < count; ++k) {
         const auto kind = static_cast<ActionKind>(*rc::gen::inRange(0, kActionKinds));
-        const StageId stage{*rc::gen::inRange(0, kMaxStage)};
+        const int stage = *rc::gen::inRange(0, kMaxStage);
         if (*rc::gen::arbitrary<bool>()) {
-          members.emplace_back(kind, stage, MicrobatchId{*rc::gen::inRange(0, kMaxMicrobatch)});
+          members.emplace_back(kind, stage, *rc::gen::inRange(0, kMaxMicrobatch));
         } else {
           members.emplace_back(kind, stage);
         }

@@ -26,13 +26,13 @@ PipelineShape shape(int ranks, int stages_per_rank, int microbatches) {
 }
 
 TEST(Action, HoldsItsPartsInEightBytes) {
-  const Action action(ActionKind::RecvBackward, StageId{kMaxStage}, MicrobatchId{kMaxMicrobatch});
+  const Action action(ActionKind::RecvBackward, kMaxStage, kMaxMicrobatch);
   EXPECT_EQ(sizeof action, 8u);
   EXPECT_EQ(action.kind(), ActionKind::RecvBackward);
-  EXPECT_EQ(action.stage(), StageId{kMaxStage});
-  EXPECT_EQ(action.microbatch(), MicrobatchId{kMaxMicrobatch});
-  EXPECT_EQ(Action(ActionKind::Unshard, StageId{3}).microbatch(), std::nullopt);
-  EXPECT_NE(Action(ActionKind::Forward, StageId{3}), forward(3, 0));
+  EXPECT_EQ(action.stage(), kMaxStage);
+  EXPECT_EQ(action.microbatch(), kMaxMicrobatch);
+  EXPECT_EQ(Action(ActionKind::Unshard, 3).microbatch(), std::nullopt);
+  EXPECT_NE(Action(ActionKind::Forward, 3), forward(3, 0));
   EXPECT_THROW(forward(-1, 0), ValueError);
   EXPECT_THROW(forward(0, -1), ValueError);
   EXPECT_THROW(forward(kMaxStage + 1, 0), ValueError);
@@ -40,8 +40,8 @@ TEST(Action, HoldsItsPartsInEightBytes) {
 
 TEST(ActionText, EveryKindRoundTrips) {
   for (int kind = 0; kind < kActionKinds; ++kind) {
-    const Action with(static_cast<ActionKind>(kind), StageId{12}, MicrobatchId{3});
-    const Action without(static_cast<ActionKind>(kind), StageId{7});
+    const Action with(static_cast<ActionKind>(kind), 12, 3);
+    const Action without(static_cast<ActionKind>(kind), 7);
     EXPECT_EQ(parse_action(to_text(with)), with) << to_text(with);
     EXPECT_EQ(parse_action(to_text(without)), without) << to_text(without);
   }
@@ -126,30 +126,30 @@ TEST(ScheduleText, LimitsAreEnforced) {
 TEST(ScheduleText, PlacementIsReadOffOrGiven) {
   EXPECT_THAT(parse_schedule("0F0,3F0\n1F0,2F0\n").stages().stage_to_rank(), ElementsAre(0, 1, 1, 0));
   EXPECT_THAT(parse_schedule("1F0\n0F0\n").stages().stage_to_rank(), ElementsAre(1, 0));
-  EXPECT_THAT(parse_schedule("1F0\n0F0\n", Placement::Loop).stages().stage_to_rank(), ElementsAre(0, 1));
+  EXPECT_THAT(parse_schedule("1F0\n0F0\n", StagePlacement::Loop).stages().stage_to_rank(), ElementsAre(0, 1));
   EXPECT_THROW(parse_schedule("0F0,2F0\n"), ConfigError);
   EXPECT_THROW(parse_schedule(",,\n"), ConfigError);
   EXPECT_THROW(parse_schedule("16000000F0\n"), ConfigError) << "must not make a table of that size";
 }
 
-TEST(Placement, PartialLastLegOfAVCanBeAllowed) {
-  EXPECT_THROW(stage_to_rank(Placement::V, 3, 7), ValueError);
-  EXPECT_THAT(stage_to_rank(Placement::V, 3, 7, PartialLeg::Allow), ElementsAre(0, 1, 2, 2, 1, 0, 0));
-  EXPECT_THAT(stage_to_rank(Placement::V, 4, 6, PartialLeg::Allow), ElementsAre(0, 1, 2, 3, 3, 2));
-  EXPECT_THAT(rank_to_stages(Placement::V, 3, 4, PartialLeg::Allow),
+TEST(StagePlacement, PartialLastLegOfAVCanBeAllowed) {
+  EXPECT_THROW(stage_to_rank(StagePlacement::V, 3, 7), ValueError);
+  EXPECT_THAT(stage_to_rank(StagePlacement::V, 3, 7, PartialLeg::Allow), ElementsAre(0, 1, 2, 2, 1, 0, 0));
+  EXPECT_THAT(stage_to_rank(StagePlacement::V, 4, 6, PartialLeg::Allow), ElementsAre(0, 1, 2, 3, 3, 2));
+  EXPECT_THAT(rank_to_stages(StagePlacement::V, 3, 4, PartialLeg::Allow),
               ElementsAre(ElementsAre(0), ElementsAre(1), ElementsAre(2, 3)));
-  EXPECT_THROW(stage_to_rank(Placement::Loop, 0, 4), ValueError);
-  EXPECT_THROW(stage_to_rank(Placement::Bidirectional, 4, 6), ValueError);
+  EXPECT_THROW(stage_to_rank(StagePlacement::Loop, 0, 4), ValueError);
+  EXPECT_THROW(stage_to_rank(StagePlacement::Bidirectional, 4, 6), ValueError);
 }
 
-TEST(Placement, BidirectionalHasTwoChains) {
-  const StageMap map = StageMap::make(Placement::Bidirectional, 4, 8, 16);
+TEST(StagePlacement, BidirectionalHasTwoChains) {
+  const StageMap map = StageMap::make(StagePlacement::Bidirectional, 4, 8, 16);
   EXPECT_THAT(map.stage_to_rank(), ElementsAre(0, 1, 2, 3, 3, 2, 1, 0));
-  EXPECT_TRUE(map.is_last(StageId{3}));
-  EXPECT_TRUE(map.is_first(StageId{4}));
-  EXPECT_FALSE(map.is_first(StageId{5}));
-  EXPECT_TRUE(map.runs(StageId{4}, MicrobatchId{8}));
-  EXPECT_FALSE(map.runs(StageId{3}, MicrobatchId{8}));
+  EXPECT_TRUE(map.is_last(3));
+  EXPECT_TRUE(map.is_first(4));
+  EXPECT_FALSE(map.is_first(5));
+  EXPECT_TRUE(map.runs(4, 8));
+  EXPECT_FALSE(map.runs(3, 8));
   EXPECT_EQ(map.microbatches(), 16);
 }
 
@@ -289,9 +289,9 @@ TEST(VirtualPipeline, HelpersAgreeWithTheSchedule) {
               const bool is_forward = slot[0].kind() == ActionKind::Forward;
               const TableEntry& entry = table[is_forward ? forwards : backwards];
               const int chunk = is_forward ? entry.chunk : backward_chunk(entry.chunk, chunks);
-              ASSERT_EQ(slot[0].stage().value(),
+              ASSERT_EQ(slot[0].stage(),
                         virtual_stages_of_rank(rank, ranks, chunks)[static_cast<std::size_t>(chunk)]);
-              ASSERT_EQ(slot[0].microbatch()->value(), entry.microbatch);
+              ASSERT_EQ(*slot[0].microbatch(), entry.microbatch);
               if (!is_forward && backwards == 0) before_first_backward = forwards;
               ++(is_forward ? forwards : backwards);
             }

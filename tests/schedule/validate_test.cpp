@@ -49,7 +49,7 @@ TEST(Validate, FindsPlantedFaultsOfEachKind) {
   expect_first("(0F0;1F0)OVERLAP_F_B,1B0,0B0\n", ViolationKind::Order,
                "needs the activation of the previous stage");
   expect_first("0UNSHARD,0F0,0RESHARD,0B0\n1UNSHARD,1F0,1B0\n", ViolationKind::Sharding, "not gathered");
-  expect_first("0UNSHARD,0UNSHARD,0F0,0B0\n1UNSHARD,1F0,1B0\n", ViolationKind::Sharding, "gathered already");
+  expect_first("0UNSHARD,0UNSHARD,0F0,0B0\n1UNSHARD,1F0,1B0\n", ViolationKind::Sharding, "already gathered");
   expect_first("0RESHARD,0F0,0B0\n1F0,1B0\n", ViolationKind::Sharding, "not gathered");
   expect_first("0F0,0REDUCE_GRAD,0B0\n1F0,1B0,1REDUCE_GRAD\n", ViolationKind::Sharding,
                "0 of 1 weight gradients");
@@ -72,7 +72,7 @@ TEST(Validate, FindsFaultsOfTransfers) {
   expect_first(
       "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
       "1RECV_F1,1F1,1RECV_F0,1F0,1B0,1SEND_B0,1B1,1SEND_B1\n",
-      ViolationKind::TransferOrder, "rank 0, slot 1 (0SEND_F0) meets rank 1, slot 0 (1RECV_F1)");
+      ViolationKind::TransferOrder, "rank 0, slot 1 (0SEND_F0) is paired with rank 1, slot 0 (1RECV_F1)");
 }
 
 TEST(Validate, FindsTheCrossRankDeadlockOfAComputeSchedule) {

@@ -21,7 +21,7 @@ using namespace std::chrono_literals;
 using namespace penstock::test;
 
 comm::MeshGroups line(comm::World& world) {
-  return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())};
 }
 
 class Worlds : public testing::TestWithParam<int> {};
@@ -38,7 +38,7 @@ TEST_P(Worlds, TrainLikeOneProcess) {
 }
 
 comm::MeshGroups grid(comm::World& world, std::vector<std::int64_t> shape, std::vector<std::string> names) {
-  return {world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", shape, names, world.rank(), world.size())};
 }
 
 TEST(FullyShard, OneGroupForEverything) {
@@ -90,9 +90,9 @@ TEST(FullyShard, ReshardingToFewerRanksAndNotAtAll) {
       const at::Tensor out = model->forward(tokens);
       ShardState* first = shard_state_of(*model->blocks[0]);
       ASSERT_NE(first, nullptr);
-      const GroupState expected = std::holds_alternative<ReshardTo>(choice) ? GroupState::ShardedPostForward : std::get<bool>(choice) ? GroupState::Sharded : GroupState::Unsharded;
+      const ShardGroupState expected = std::holds_alternative<ReshardTo>(choice) ? ShardGroupState::ShardedPostForward : std::get<bool>(choice) ? ShardGroupState::Sharded : ShardGroupState::Unsharded;
       EXPECT_EQ(to_text(first->group()->state()), to_text(expected));
-      EXPECT_EQ(is_dtensor(model->blocks[0]->as<BlockImpl>()->up->weight), expected != GroupState::Unsharded) << "the module sees the shard";
+      EXPECT_EQ(is_dtensor(model->blocks[0]->as<BlockImpl>()->up->weight), expected != ShardGroupState::Unsharded) << "the module sees the shard";
       out.sum().backward();
       EXPECT_EQ(to_text(first->group()->state()), "Sharded");
       model->zero_grad();
@@ -118,7 +118,7 @@ TEST(FullyShard, Accumulation) {
         state.set_requires_all_reduce(how.all_reduce_each || last);
         state.set_is_last_backward(last || how.all_reduce_each);
         if (micro > 0) {
-          const bool gathered = state.group()->state() == GroupState::Unsharded;
+          const bool gathered = state.group()->state() == ShardGroupState::Unsharded;
           EXPECT_EQ(gathered, !how.reshard);
           if (step == 0) {
             EXPECT_EQ(model->head->weight.grad().defined(), how.reduce_each && how.all_reduce_each);

@@ -81,9 +81,9 @@ int world_of(const json& item) { return item.contains("world") ? item.at("world"
 comm::MeshGroups mesh_of_case(comm::World& world, const json& item) {
   if (item.contains("mesh")) {
     const Grid grid(item.at("mesh"));
-    return {world, DeviceMesh("cpu", grid.shape, grid.ranks, item.value("mesh_dims", std::vector<std::string>{"dp", "tp"}), Rank{world.rank()})};
+    return {world, DeviceMesh("cpu", grid.shape, grid.ranks, item.value("mesh_dims", std::vector<std::string>{"dp", "tp"}), world.rank())};
   }
-  return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())};
 }
 
 void expect_layout(const ShardInfo& info, const json& expected, const at::Tensor& sharded) {
@@ -340,7 +340,7 @@ void run_trajectory(const json& item, const json& definition) {
   const int microbatches = item.value("microbatches", 1);
   comm::run_ranks(ranks, 60s, [&](comm::World& world) {
     Perceptron model(definition.at("initial_params"));
-    const DeviceMesh grid = init_device_mesh("cpu", shape, shape.size() == 2 ? std::vector<std::string>{"replicate", "shard"} : std::vector<std::string>{"dp"}, Rank{world.rank()}, ranks);
+    const DeviceMesh grid = init_device_mesh("cpu", shape, shape.size() == 2 ? std::vector<std::string>{"replicate", "shard"} : std::vector<std::string>{"dp"}, world.rank(), ranks);
     const comm::MeshGroups mesh(world, grid);
     ShardOptions options;
     options.mixed_precision = {dtype_of(precision, "param_dtype"), dtype_of(precision, "reduce_dtype"), dtype_of(precision, "output_dtype")};

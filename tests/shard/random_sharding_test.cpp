@@ -303,7 +303,7 @@ void run_case(comm::World& world, const Case& c, const Outcome& expected) {
     for (const int axis : axes) chosen.push_back(names[static_cast<std::size_t>(axis)]);
     return chosen;
   };
-  const comm::MeshGroups mesh(world, DeviceMesh("cpu", c.mesh_shape, c.order, names, Rank{world.rank()}));
+  const comm::MeshGroups mesh(world, DeviceMesh("cpu", c.mesh_shape, c.order, names, world.rank()));
   std::vector<int> data_axes = c.shard_axes;
   data_axes.insert(data_axes.end(), c.replicate_axes.begin(), c.replicate_axes.end());
   std::sort(data_axes.begin(), data_axes.end());
@@ -370,7 +370,7 @@ void run_case(comm::World& world, const Case& c, const Outcome& expected) {
     options.replicate_axes = named(c.replicate_axes);
     distribute(mesh, [&](std::size_t axis) { return std::find(data_axes.begin(), data_axes.end(), static_cast<int>(axis)) != data_axes.end(); });
     way.place = [&c, mesh](const at::Tensor& rows) { return distribute_tensor(rows, mesh, c.batch, {.source_axis_rank = std::nullopt}); };
-    if (!c.other_order.empty()) data = comm::MeshGroups(world, DeviceMesh("cpu", c.mesh_shape, c.other_order, names, Rank{world.rank()}));
+    if (!c.other_order.empty()) data = comm::MeshGroups(world, DeviceMesh("cpu", c.mesh_shape, c.other_order, names, world.rank()));
   }
 
   const auto shard = [&](nn::Module& module) {

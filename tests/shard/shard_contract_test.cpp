@@ -17,7 +17,7 @@ namespace nn = torch::nn;
 using test::has_text;
 using test::message_of;
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
 
 struct OneImpl : nn::Module {
   explicit OneImpl(std::int64_t rows = 4) { weight = register_parameter("weight", at::ones({rows, 3})); }
@@ -125,7 +125,7 @@ TEST(ShardContract, TheNextGroupIsGatheredAhead) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     Watched model;
     const comm::MeshGroups mesh = line(world);
-    std::vector<ParameterGroup*> groups;
+    std::vector<ShardGroup*> groups;
     for (nn::Linear& layer : model.layers) groups.push_back(fully_shard(*layer, mesh)->group());
     fully_shard(model, mesh);
     model.forward(at::ones({2, 4})).sum().backward();  // the order is known after the first step

@@ -26,9 +26,9 @@ namespace shard_corners_test {
 using namespace std::chrono_literals;
 using namespace penstock::test;
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
 comm::MeshGroups grid(comm::World& world, std::vector<std::int64_t> shape, std::vector<std::string> names) {
-  return {world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", shape, names, world.rank(), world.size())};
 }
 
 at::Tensor numbers(std::vector<std::int64_t> shape, std::uint64_t seed) { return at::randn(shape, at::detail::createCPUGenerator(seed), at::TensorOptions(at::kDouble)); }
@@ -180,7 +180,7 @@ TEST(ReplacedData, WhatDoesNotFitIsRefusedAtTheNextUse) {
     EXPECT_THROW(ensure_sharded(layer->weight), ValueError);
     layer->weight.set_data(distribute_tensor(value, mesh, {Shard{0}, Shard{0}}, {.source_axis_rank = std::nullopt}));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { layer(x); }), "[S(0), S(0)]"));
-    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"replicas", "shards"}, Rank{world.rank()}));
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"replicas", "shards"}, world.rank()));
     layer->weight.set_data(distribute_tensor(value, other, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt}));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { layer(x); }), "on the same mesh"));
     layer->weight.set_data(value.clone());
@@ -395,7 +395,7 @@ TEST(ReplacedData, IsTakenOverBeforeATrial) {
 TEST(MeshesOfEqualNames, OtherRanksAreRefused) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
-    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, Rank{world.rank()}));
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, world.rank()));
     const auto shard_on = [&](const comm::MeshGroups& data, const ShardOptions& options) {
       Dense layer(4, 6);
       for (const at::Tensor& p : layer->parameters()) distribute_parameter(p, mesh, {Replicate{}, Shard{0}});
@@ -407,13 +407,13 @@ TEST(MeshesOfEqualNames, OtherRanksAreRefused) {
     EXPECT_TRUE(has_text(message, "[0, 1]")) << "those of fully_shard";
     EXPECT_THROW(shard_on(other.with_mesh(other.mesh()["dp"]), {}), ValueError);
     // Another order of the same ranks is another cut.
-    const comm::MeshGroups turned(world, DeviceMesh("cpu", {2, 2}, {2, 3, 0, 1}, {"dp", "tp"}, Rank{world.rank()}));
+    const comm::MeshGroups turned(world, DeviceMesh("cpu", {2, 2}, {2, 3, 0, 1}, {"dp", "tp"}, world.rank()));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { shard_on(turned, {.shard_axes = {"dp"}}); }), "axis 'dp'"));
     // Slices, and meshes made anew of the same ranks, are the same axes.
     shard_on(mesh.with_mesh(mesh.mesh()["dp"]), {});
     shard_on(grid(world, {2, 2}, {"dp", "tp"}), {.shard_axes = {"dp"}});
     const std::vector<int> column{world.rank() % 2, world.rank() % 2 + 2};
-    shard_on(comm::MeshGroups(world, DeviceMesh("cpu", {2}, column, {"dp"}, Rank{world.rank()})), {});
+    shard_on(comm::MeshGroups(world, DeviceMesh("cpu", {2}, column, {"dp"}, world.rank())), {});
     // Axes that cannot be put together: the parameter is named.
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { shard_on(mesh.with_mesh(mesh.mesh().flatten({}, "all")), {}); }), "'weight'"));
   });
@@ -422,7 +422,7 @@ TEST(MeshesOfEqualNames, OtherRanksAreRefused) {
 TEST(MeshesOfEqualNames, AValueOnOtherRanksIsNoShard) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh = grid(world, {2, 2}, {"replicas", "shards"});
-    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"replicas", "shards"}, Rank{world.rank()}));
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"replicas", "shards"}, world.rank()));
     Dense layer(4, 6);
     fully_shard(*layer, mesh);
     layer->weight.set_data(distribute_tensor(numbers({6, 4}, 3), other, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt}));
@@ -433,7 +433,7 @@ TEST(MeshesOfEqualNames, AValueOnOtherRanksIsNoShard) {
 TEST(MeshesOfEqualNames, AGradientOnOtherRanksIsRefused) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
-    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, Rank{world.rank()}));
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, world.rank()));
     Dense layer(4, 6);
     for (const at::Tensor& p : layer->parameters()) make_distributed(p, mesh, {Replicate{}, Shard{0}});
     fully_shard(*layer, mesh, {.shard_axes = {"dp"}});
@@ -461,7 +461,7 @@ TEST(MeshesOfEqualNames, EveryGroupMayHaveItsOwn) {
     const auto on = [&](std::vector<std::int64_t> shape, std::vector<int> ranks) {
       std::vector<std::string> names{"replicas", "shards"};
       if (shape.size() == 1) names = {"shards"};
-      return comm::MeshGroups(world, DeviceMesh("cpu", shape, std::move(ranks), names, Rank{world.rank()}));
+      return comm::MeshGroups(world, DeviceMesh("cpu", shape, std::move(ranks), names, world.rank()));
     };
     auto model = std::make_shared<Chain>();
     fully_shard(*model->first, on({2, 2}, {0, 1, 2, 3}));

@@ -11,7 +11,7 @@
 #include "penstock/shard/state/forward_scope.h"
 #include "penstock/fully_shard.h"
 #include "penstock/shard/pieces/piece_copy.h"
-#include "penstock/torch/dispatch/wrapper_call.h"
+#include "penstock/tensor_subclass.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -22,7 +22,7 @@ using namespace std::chrono_literals;
 using test::has_text;
 using test::message_of;
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
 
 TEST(Int8Gather, IsOffByHalfAStepOfItsBlock) {
   torch::manual_seed(1);
@@ -243,7 +243,7 @@ TEST(KeptEncoded, AsASubclassOfOnesOwn) {
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*other, line(world), with(std::make_shared<Elsewhere>())); }), "memory of its own"));
     torch::nn::Linear distributed(4, 6);
     distribute_parameter(distributed->weight, line(world), {Shard{0}});
-    const comm::MeshGroups one(world, init_device_mesh("cpu", {2, 1}, {"a", "b"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups one(world, init_device_mesh("cpu", {2, 1}, {"a", "b"}, world.rank(), 2));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*distributed, one.with_mesh(one.mesh()["b"]), with(std::make_shared<HalfGather>())); }), "keeps the gathered parameter encoded"));
   });
 }

@@ -14,7 +14,7 @@
 #include "penstock/fully_shard.h"
 #include "penstock/shard/pieces/int8_gather.h"
 #include "penstock/deferred_init.h"
-#include "penstock/torch/random/keyed_init.h"
+#include "penstock/random.h"
 #include "penstock/torch/compat/streams.h"
 #include "tests/shard/sharded_training.h"
 
@@ -36,8 +36,8 @@ Losses train(comm::World& world, bool sharded, const ShardOptions& options, int 
   Model model = same_model();
   model->to(at::kFloat);
   model->to(kDevice);
-  const comm::MeshGroups mesh(world, replicas == 1 ? init_device_mesh("cuda", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())
-                                                   : init_device_mesh("cuda", {replicas, world.size() / replicas}, {"replicas", "dp"}, Rank{world.rank()}, world.size()));
+  const comm::MeshGroups mesh(world, replicas == 1 ? init_device_mesh("cuda", {world.size()}, {"dp"}, world.rank(), world.size())
+                                                   : init_device_mesh("cuda", {replicas, world.size() / replicas}, {"replicas", "dp"}, world.rank(), world.size()));
   if (sharded) shard_by_blocks(model, mesh, options);
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   Losses seen;
@@ -82,7 +82,7 @@ TEST(ShardOnAGpu, LowPrecisionAndOffload) {
 // Each group's gradients travel while backward goes on; when it has ended they are there, in page-locked memory, and add up over backwards.
 TEST(ShardOnAGpu, OffloadedGradientsAreThereWhenBackwardEnds) {
   comm::run_ranks(1, 120s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, Rank{0}, 1));
+    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, 0, 1));
     for (const bool pinned : {true, false}) {
       Model model = same_model(), plain = same_model();
       for (Model* each : {&model, &plain}) {
@@ -126,7 +126,7 @@ void fill_by_key(const std::string& name, const at::Tensor& shard, const GlobalB
 
 TEST(ShardOnAGpu, DeferredOffloadedShardsArePinned) {
   comm::run_ranks(1, 120s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, Rank{0}, 1));
+    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, 0, 1));
     Layers plain;
     {
       const at::NoGradGuard no_grad;
@@ -161,7 +161,7 @@ TEST(ShardOnAGpu, DeferredOffloadedShardsArePinned) {
 
 TEST(ShardOnAGpu, PinnedShardsStayWhereTheyAreAfterALoad) {
   comm::run_ranks(1, 120s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, Rank{0}, 1));
+    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, 0, 1));
     Layers model;
     model.to(kDevice);
     const auto state = fully_shard(model, mesh, {.offload = {.to_cpu = true}});
@@ -195,7 +195,7 @@ constexpr std::int64_t kWide = 8192;  // a weight of 256 MiB: copies and product
 // The copy of an offloaded group to the device runs while the computing stream has nothing to do with it.
 TEST(ShardOnAGpu, GathersRunBesideTheComputation) {
   comm::run_ranks(1, 120s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, Rank{0}, 1));
+    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, 0, 1));
     nn::Linear layer(nn::LinearOptions(kWide, kWide).bias(false));
     layer->to(kDevice);
     const at::Tensor value = layer->weight.detach().clone();
@@ -226,7 +226,7 @@ TEST(ShardOnAGpu, GathersRunBesideTheComputation) {
 // The host is far ahead of the device when backward returns. What is given to the computing stream then sees the gradients nevertheless.
 TEST(ShardOnAGpu, ReductionsRunBesideTheComputation) {
   comm::run_ranks(1, 120s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, Rank{0}, 1));
+    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, 0, 1));
     nn::Sequential model, plain;
     for (int i = 0; i < 3; ++i) {
       model->push_back(nn::Linear(nn::LinearOptions(kWide, kWide).bias(false)));
@@ -261,7 +261,7 @@ TEST(ShardOnAGpu, ReductionsRunBesideTheComputation) {
 // The device reads offloaded shards some time after the host has asked for it; a write on the host comes later nevertheless.
 TEST(ShardOnAGpu, WritesOfOffloadedShardsWaitForGathersThatReadThem) {
   comm::run_ranks(1, 120s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, Rank{0}, 1));
+    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, 0, 1));
     const at::NoGradGuard no_grad;
     nn::Linear layer(nn::LinearOptions(1024, 1024).bias(false));
     layer->to(kDevice);

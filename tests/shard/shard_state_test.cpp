@@ -12,7 +12,7 @@
 #include "penstock/shard/state/forward_scope.h"
 #include "penstock/fully_shard.h"
 #include "penstock/deferred_init.h"
-#include "penstock/torch/random/keyed_init.h"
+#include "penstock/random.h"
 #include "tests/has_text.h"
 #include "tests/shard/sharded_training.h"
 #include "tests/throws.h"
@@ -23,7 +23,7 @@ namespace shard_state_test {
 using namespace std::chrono_literals;
 using namespace penstock::test;
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
 
 struct Two : nn::Module {
   Two() {
@@ -253,7 +253,7 @@ TEST(ShardState, AtMostTwoGroupsAreGatheredAndBuffersAreUsedAgain) {
         EXPECT_EQ(root->pool_allocations(), allocations);
       }
     }
-    for (ParameterGroup* group : root->all_groups()) EXPECT_EQ(to_text(group->state()), "Sharded");
+    for (ShardGroup* group : root->all_groups()) EXPECT_EQ(to_text(group->state()), "Sharded");
   });
 }
 
@@ -274,13 +274,13 @@ TEST(ShardState, BytesOfAStep) {
     meet();
     // Blocks are gathered twice, the outermost group once; every group is reduced once.
     std::uint64_t gathers = 0, reductions = 0;
-    for (ParameterGroup* group : shard_state_of(*model)->all_groups()) {
+    for (ShardGroup* group : shard_state_of(*model)->all_groups()) {
       gathers += group == shard_state_of(*model)->group() ? 1 : 2;
       reductions += 1;
     }
     EXPECT_EQ(totals.at("all_gather").operations, 2 * gathers) << "of both ranks";
     EXPECT_EQ(totals.at("reduce_scatter").operations, 2 * reductions);
-    for (ParameterGroup* group : shard_state_of(*model)->all_groups()) EXPECT_FALSE(group->unshard_pending()) << "nothing is gathered in vain";
+    for (ShardGroup* group : shard_state_of(*model)->all_groups()) EXPECT_FALSE(group->unshard_pending()) << "nothing is gathered in vain";
   });
 }
 
@@ -379,14 +379,14 @@ TEST(DeferredShards, AreThePartsOfWhatOneProcessWouldHave) {
 TEST(ShardErrors, SayWhatToChange) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const auto grid = [&](std::vector<std::int64_t> shape, std::vector<std::string> names) {
-      return comm::MeshGroups(world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, 4));
+      return comm::MeshGroups(world, init_device_mesh("cpu", shape, names, world.rank(), 4));
     };
     const comm::MeshGroups mesh = line(world);
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), grid({1, 2, 2}, {"a", "b", "c"})); }), "shard_axes"));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), mesh, {.shard_axes = {"dp", "dp"}}); }), "every axis once"));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), mesh, {.shard_axes = {"tp"}}); }), "tp"));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), grid({2, 2}, {}), {.shard_axes = {"dp"}}); }), "dp")) << "a mesh without names";
-    const comm::MeshGroups gpus(world, init_device_mesh("cuda", {4}, {"dp"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups gpus(world, init_device_mesh("cuda", {4}, {"dp"}, world.rank(), 4));
     DeferredInit deferred;
     std::shared_ptr<Two> later;
     {

@@ -17,7 +17,7 @@ using namespace std::chrono_literals;
 using namespace penstock::test;
 
 comm::MeshGroups grid(comm::World& world, std::vector<std::int64_t> shape, std::vector<std::string> names) {
-  return {world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", shape, names, world.rank(), world.size())};
 }
 
 // The tensor-parallel axis is a mesh of its own; each data-parallel rank has its rows.

@@ -28,8 +28,8 @@ nn::Sequential layers() {
 }
 
 comm::MeshGroups mesh_of(comm::World& world, int replicas) {
-  if (replicas == 1) return {world, init_device_mesh("cpu", {world.size()}, {"shards"}, Rank{world.rank()}, world.size())};
-  return {world, init_device_mesh("cpu", {replicas, world.size() / replicas}, {"replicas", "shards"}, Rank{world.rank()}, world.size())};
+  if (replicas == 1) return {world, init_device_mesh("cpu", {world.size()}, {"shards"}, world.rank(), world.size())};
+  return {world, init_device_mesh("cpu", {replicas, world.size() / replicas}, {"replicas", "shards"}, world.rank(), world.size())};
 }
 
 // Bytes that one rank gives to the collectives of a step, by kind: the output of a gather, the input of a reduction.
@@ -132,7 +132,7 @@ TEST(Traffic, OfLowPrecisionIsHalfAndOfInt8AQuarter) {
 // nothing of their size is summed before it.
 TEST(Traffic, OfTermsOfASumIsTheReductionAlone) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 1}, {"dp", "tp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 1}, {"dp", "tp"}, world.rank(), 2));
     nn::Linear layer(nn::LinearOptions(kWidth, kWidth).bias(false));
     distribute_parameter(layer->weight, mesh, {Replicate{}, Replicate{}});
     fully_shard(*layer, mesh, {.shard_axes = {"dp"}});

@@ -15,7 +15,7 @@ namespace shard_use_test {
 using namespace std::chrono_literals;
 namespace nn = torch::nn;
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
 
 struct TwoBranches : nn::Module {
   TwoBranches() {
@@ -48,7 +48,7 @@ TEST(UseOverSteps, AGroupDoesNotWaitForAParameterOfAnEarlierStep) {
     BottomAndTop model;
     const comm::MeshGroups mesh = line(world);
     fully_shard(*model.bottom, mesh);
-    ParameterGroup& group = *fully_shard(*model.top, mesh)->group();
+    ShardGroup& group = *fully_shard(*model.top, mesh)->group();
     fully_shard(model, mesh);
     for (const bool both : {true, false, true, false}) {
       clear_gradients(model);

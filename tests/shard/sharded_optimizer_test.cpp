@@ -11,9 +11,8 @@
 #include "penstock/checkpoint/tensors/world_meeting.h"
 #include "penstock/checkpoint.h"
 #include "penstock/dtensor.h"
-#include "penstock/optim/update/adamw.h"
+#include "penstock/optimizer.h"
 #include "penstock/clip_gradients.h"
-#include "penstock/optim/update/sgd.h"
 #include "penstock/fully_shard.h"
 #include "tests/checkpoint/file_ranks.h"
 #include "tests/shard/sharded_training.h"
@@ -26,7 +25,7 @@ using namespace penstock::test;
 
 constexpr double kLimit = 0.2;  // small enough that every step is clipped
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
 
 std::vector<optim::NamedParameter> named(const Model& model) {
   std::vector<optim::NamedParameter> result;

@@ -11,7 +11,7 @@
 #include "penstock/dtensor.h"
 #include "penstock/tensor_parallel.h"
 #include "penstock/clip_gradients.h"
-#include "penstock/optim/update/sgd.h"
+#include "penstock/optimizer.h"
 #include "penstock/fully_shard.h"
 #include "tests/has_text.h"
 #include "tests/shard/sharded_training.h"
@@ -24,7 +24,7 @@ using namespace std::chrono_literals;
 using namespace penstock::test;
 
 comm::MeshGroups grid(comm::World& world, std::vector<std::int64_t> shape, std::vector<std::string> names) {
-  return {world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", shape, names, world.rank(), world.size())};
 }
 
 std::vector<optim::NamedParameter> named(const Model& model) {

@@ -8,8 +8,7 @@
 #include <random>
 
 #include "penstock/dtensor.h"
-#include "penstock/optim/update/adamw.h"
-#include "penstock/optim/update/sgd.h"
+#include "penstock/optimizer.h"
 #include "penstock/fully_shard.h"
 
 namespace penstock {
@@ -97,7 +96,7 @@ void check(Kind kind, int ranks, int cases) {
   comm::run_ranks(ranks, 120s, [&](comm::World& world) {
     const std::vector<std::int64_t> shape = kind == Kind::Hybrid ? std::vector<std::int64_t>{2, ranks / 2} : std::vector<std::int64_t>{ranks};
     const std::vector<std::string> names = kind == Kind::Hybrid ? std::vector<std::string>{"replicas", "shards"} : std::vector<std::string>{"dp"};
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, ranks));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", shape, names, world.rank(), ranks));
     for (int c = 0; c < cases; ++c) {
       RandomModel model(static_cast<std::uint64_t>(1000 * ranks + c), ranks);
       const auto state = kind == Kind::Replicate ? replicate(model, mesh) : fully_shard(model, mesh);

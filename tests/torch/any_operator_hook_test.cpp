@@ -66,7 +66,7 @@ TEST(AnyOperatorHookFirst, NothingCanBeMarkedWithoutOne) {
 
 TEST_F(AnyOperatorHook, OneForTheProcess) {
   set_any_operator_hook(&note);  // the same again
-  EXPECT_TRUE(has_text(message_of<StateError>([] { set_any_operator_hook([](const c10::OperatorHandle& op, Stack* stack) { op.callBoxed(stack); }); }), "a process has one"));
+  EXPECT_TRUE(has_text(message_of<StateError>([] { set_any_operator_hook([](const c10::OperatorHandle& op, Stack* stack) { op.callBoxed(stack); }); }), "a process can have only one"));
 }
 
 TEST_F(AnyOperatorHook, SeesEveryOperatorOnMarkedTensorsAndNoOther) {

@@ -9,6 +9,7 @@
 
 #include "penstock/fake.h"
 #include "penstock/tensor_subclass.h"
+#include "penstock/base/describe.h"
 #include "tests/has_text.h"
 #include "tests/torch/operator_zoo.h"
 

@@ -331,7 +331,7 @@ TEST(FakeWatch, KnowsWhatIsStillHeld) {
   EXPECT_TRUE(found[0].is_same(kept) && found[1].is_same(view));
   mark_leftover(kept, "somebody kept it");
   const std::string message = message_of<StateError>([&] { at::ones({2, 2}) + kept; });
-  EXPECT_TRUE(has_text(message, "aten::add.Tensor: an argument: got a tensor [2, 2] without values: somebody kept it"));
+  EXPECT_TRUE(has_text(message, "aten::add.Tensor: an argument: got a fake tensor [2, 2] without values: somebody kept it"));
   // In shape only it can still be used.
   FakeMode mode;
   const ModeGuard guard(mode);

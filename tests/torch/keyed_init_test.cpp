@@ -1,4 +1,4 @@
-#include "penstock/torch/random/keyed_init.h"
+#include "penstock/random.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -79,7 +79,7 @@ TEST(Tree, WrongAccessIsNamed) {
   EXPECT_THAT(message_of<TypeError>([&] { (void)tree["mask"].tensor(); }),
               HasSubstr("got the int 3, expected a tensor"));
   EXPECT_THAT(message_of<TypeError>([&] { (void)tree["bias"].text(); }),
-              HasSubstr("got a list of 2, expected a text"));
+              HasSubstr("got a list of 2, expected a string"));
   EXPECT_THAT(message_of<TypeError>([&] { (void)tree["mask"][0]; }),
               HasSubstr("got the int 3, expected a tuple or a list"));
   EXPECT_THAT(message_of<ValueError>([&] { (void)tree["bias"][2]; }), HasSubstr("2 into a list of 2"));
@@ -239,7 +239,7 @@ TEST(TreeTo, NamesThePlaceThatDoesNotFit) {
   const Tree tree = Tree::tuple({at::ones({2}), Tree::dict({{"mask", Tree::list({1, "two"})}})});
   using Wanted = std::tuple<at::Tensor, std::map<std::string, std::vector<int>>>;
   EXPECT_THAT(message_of<TypeError>([&] { tree_to<Wanted>(tree); }),
-              HasSubstr("args[1]['mask'][1]: got the text 'two', expected an int"));
+              HasSubstr("args[1]['mask'][1]: got the string 'two', expected an int"));
   EXPECT_THAT(message_of<TypeError>([&] { tree_to<std::vector<at::Tensor>>(tree, "kwargs"); }),
               HasSubstr("kwargs[1]: got a dictionary with key 'mask', expected a tensor"));
   EXPECT_THAT(message_of<TypeError>([&] { tree_to<std::tuple<Tree>>(tree); }),

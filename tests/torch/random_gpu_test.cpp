@@ -9,7 +9,6 @@
 
 #include "penstock/errors.h"
 #include "penstock/torch/compat/cuda_kernel.h"
-#include "penstock/torch/random/keyed_init.h"
 #include "penstock/random.h"
 #include "tests/has_text.h"
 #include "tests/torch/random_cases.h"

@@ -1,7 +1,7 @@
 // Two small tensor subclasses for tests and benchmarks.
 #pragma once
 
-#include "penstock/torch/dispatch/wrapper_call.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock::sample {
 

@@ -18,8 +18,8 @@
 #endif
 
 #include "penstock/errors.h"
+#include "penstock/base/checksum.h"
 #include "penstock/train/data/byte_tokenizer.h"
-#include "penstock/train/data/checksum.h"
 #include "penstock/train/data/make_shards.h"
 #include "penstock/train/data/source_files.h"
 #include "penstock/train/data/token_dataset.h"

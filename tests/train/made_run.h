@@ -89,15 +89,15 @@ inline void make_run_folder(const std::filesystem::path& folder, const MadeRun& 
     extras.tokens_per_second /= made.slower;
     file.on_step(outcome, extras);
     if (made.traces && (step == 10 || step == 100)) {
-      pipeline::StepTrace trace = made_trace(made.schedule, 2, 8);
+      StepTrace trace = made_trace(made.schedule, 2, 8);
       std::uint64_t state = 7;
       std::vector<std::int64_t> late(trace.ranks.size(), 0);
       // Everything on a rank shifts by the extra time of its actions; waits absorb what they can.
       for (std::size_t rank = 0; rank < trace.ranks.size(); ++rank)
-        for (pipeline::TraceEvent& event : trace.ranks[rank]) {
+        for (TraceEvent& event : trace.ranks[rank]) {
           event.begin_ns = 7 * event.begin_ns + late[rank];
           event.end_ns = 7 * event.end_ns + late[rank];
-          if (event.kind != pipeline::TraceEvent::Kind::Compute) continue;
+          if (event.kind != TraceEvent::Kind::Compute) continue;
           state = state * 6364136223846793005u + 1442695040888963407u;
           const std::int64_t longer = (event.end_ns - event.begin_ns) / 100 * static_cast<std::int64_t>(state >> 60);
           event.end_ns += longer;
@@ -106,7 +106,7 @@ inline void make_run_folder(const std::filesystem::path& folder, const MadeRun& 
       trace.step = static_cast<std::uint64_t>(step);
       const std::filesystem::path path = folder / "traces" / ("step-" + std::to_string(step) + ".json");
       std::filesystem::create_directories(path.parent_path());
-      pipeline::write_trace(trace, path.string());
+      write_trace(trace, path.string());
       file.on_trace(step, path);
     }
     if (made.validates && step % 50 == 0) file.on_validation(step, made_loss(step) + 0.1, 0.8);

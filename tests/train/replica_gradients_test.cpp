@@ -13,8 +13,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/world.h"
-#include "penstock/optim/update/adamw.h"
-#include "penstock/optim/update/sgd.h"
+#include "penstock/optimizer.h"
 #include "penstock/torch/tree/distributed_type.h"
 #include "penstock/train/job/gradient_sync.h"
 #include "tests/has_text.h"
@@ -95,7 +94,7 @@ TEST(ReplicaGradients, DifferentParametersAreNamedOnEveryRank) {
   EXPECT_TRUE(has_text(refusal([](auto& parameters) { parameters[2].tensor = at::zeros({3, 2}).set_requires_grad(true); }), "c: Float[3, 2]"));
   EXPECT_TRUE(has_text(refusal([](auto& parameters) { parameters[0].tensor = at::zeros({2, 3}, at::kDouble).set_requires_grad(true); }), "a: Double[2, 3]"));
   EXPECT_TRUE(has_text(refusal([](auto& parameters) { std::swap(parameters[0], parameters[1]); }), "entry 0 on rank 1"));
-  EXPECT_TRUE(has_text(refusal([](auto& parameters) { parameters.pop_back(); }), "nothing, after 2 entries"));
+  EXPECT_TRUE(has_text(refusal([](auto& parameters) { parameters.pop_back(); }), "no entry (there are only 2)"));
 }
 
 TEST(ReplicaGradients, FreezingLaterIsRefusedByName) {

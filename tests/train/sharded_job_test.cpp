@@ -49,7 +49,7 @@ Numbers run(const Layout& layout, int shard, int steps, std::vector<std::string>
         const auto info = shard_of(parameter.tensor);
         ASSERT_EQ(info.has_value(), shard > 1) << parameter.name;
         if (!info) continue;
-        EXPECT_EQ(info->state(), GroupState::Sharded) << parameter.name;
+        EXPECT_EQ(info->state(), ShardGroupState::Sharded) << parameter.name;
       }
       const std::lock_guard lock(mutex);
       if (world.rank() != 0) continue;

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "penstock/errors.h"
+#include "penstock/base/checksum.h"
 #include "penstock/train/data/bin_tokens.h"
-#include "penstock/train/data/checksum.h"
 #include "penstock/train/data/data_files.h"
 #include "penstock/train/data/document_split.h"
 #include "penstock/train/data/sampler.h"

@@ -21,14 +21,15 @@ namespace {
 constexpr comm::MessageKind kOutcome{"CKPO"};
 constexpr comm::MessageKind kWord{"CKPW"};
 constexpr std::size_t kMaxWordBytes = std::size_t{1} << 30;
-// Rank 0 judges and the others wait for its word: so much longer that it arrives before their own deadline.
+// Rank 0 decides and the others wait for its verdict: this much longer, so that it arrives before their own
+// deadline.
 constexpr std::chrono::seconds kVerdictSlack{3};
-// A step that stands for "this rank is no longer in that round".
+// Step number for "this rank has left the round".
 constexpr std::uint64_t kGone = std::numeric_limits<std::uint64_t>::max();
 
 struct Outcome {
   bool good = true;
-  bool config_error = false;  // what was thrown was a ConfigError
+  bool config_error = false;  // the work threw a ConfigError
   std::string error;
   Bytes bytes;
 };
@@ -56,8 +57,9 @@ Outcome attempt(Work&& work) {
   }
 }
 
-// What the ranks that failed say, each text once. Throws a ConfigError where all of them had one. What all ranks say, and what rank 0
-// says of a configuration, on which it works for all, needs no rank.
+// Throws the errors of the ranks that failed, each text once; a ConfigError if all of them were ConfigErrors.
+// Ranks are not named for an error that all ranks report, nor for a configuration error of rank 0, which
+// checks it on behalf of all.
 void throw_errors(const std::vector<Outcome>& outcomes) {
   std::vector<std::pair<std::string, std::vector<int>>> texts;
   bool config_errors = true;
@@ -121,7 +123,7 @@ void BoardMeeting::leave(const Bytes& word) {
 std::optional<Bytes> BoardMeeting::await(int rank, const std::string& topic) {
   auto pause = std::chrono::microseconds(100);
   for (;;) {
-    if (given_up_) throw CheckpointError(fmt::format("checkpoint: rank {} gave it up ({})", board_.rank(), topic));
+    if (given_up_) throw CheckpointError(fmt::format("checkpoint: rank {} abandoned it ({})", board_.rank(), topic));
     if (const auto text = board_.word_of(rank)) {
       const Bytes bytes(text->begin(), text->end());
       comm::MessageReader reader(bytes, kWord, {1, 1}, kMaxWordBytes);
@@ -130,7 +132,7 @@ std::optional<Bytes> BoardMeeting::await(int rank, const std::string& topic) {
       reader.expect_end();
       if (round == round_ && step == step_) return word;
       if (round > round_ || (round == round_ && step > step_))
-        throw CheckpointError(fmt::format("checkpoint: rank {} has given it up while rank {} was at \"{}\"", rank, board_.rank(), topic));
+        throw CheckpointError(fmt::format("checkpoint: rank {} has abandoned it while rank {} was at \"{}\"", rank, board_.rank(), topic));
     }
     if (std::chrono::steady_clock::now() > deadline_ + (rank == 0 ? kVerdictSlack : std::chrono::seconds(0))) return std::nullopt;
     std::this_thread::sleep_for(pause);
@@ -144,7 +146,7 @@ Bytes BoardMeeting::exchange(const std::string& topic, Bytes own, const std::fun
     if (board_.rank() != 0) {
       leave(own);
       auto verdict = await(0, topic);
-      if (!verdict) throw CheckpointError(fmt::format("checkpoint: \"{}\" was not agreed on before the deadline: rank 0 did not answer; give more time, or look at what its disk is doing", topic));
+      if (!verdict) throw CheckpointError(fmt::format("checkpoint: \"{}\" was not agreed on before the deadline: rank 0 did not answer; allow more time, or check its disk", topic));
       return *std::move(verdict);
     }
     std::vector<Bytes> words{std::move(own)};
@@ -154,11 +156,19 @@ Bytes BoardMeeting::exchange(const std::string& topic, Bytes own, const std::fun
       if (!word) missing.push_back(rank);
       words.push_back(word ? *std::move(word) : Bytes{});
     }
-    // Rank 0 says so itself: the others then do not wait for their own deadline.
-    Bytes verdict = missing.empty() ? judge(std::move(words))
-                                    : to_bytes({false, false, fmt::format("checkpoint: \"{}\" was not agreed on before the deadline: rank{} {} did not come; give more time, "
-                                                                   "or look at what {} disk{} {} doing", topic, missing.size() > 1 ? "s" : "", format_list(missing),
-                                                                   missing.size() > 1 ? "their" : "its", missing.size() > 1 ? "s" : "", missing.size() > 1 ? "are" : "is"), {}});
+    // Rank 0 reports the missing ranks, so that the others do not wait for their own deadline.
+    Bytes verdict;
+    if (missing.empty()) {
+      verdict = judge(std::move(words));
+    } else {
+      const bool several = missing.size() > 1;
+      verdict = to_bytes({false, false,
+                          fmt::format("checkpoint: \"{}\" was not agreed on before the deadline: rank{} {} did not join; "
+                                      "allow more time, or check {} disk{}",
+                                      topic, several ? "s" : "", format_list(missing), several ? "their" : "its",
+                                      several ? "s" : ""),
+                          {}});
+    }
     leave(verdict);
     return verdict;
   } catch (...) {
@@ -166,7 +176,8 @@ Bytes BoardMeeting::exchange(const std::string& topic, Bytes own, const std::fun
     try {
       leave({});
     } catch (const std::exception&) {
-      // The board itself is gone, then so is everybody who could read the word; what ended this rank is the error that counts.
+      // The board itself is gone, and so are the ranks that could read it; the original error is the one to
+      // report.
     }
     throw;
   }

@@ -8,11 +8,12 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/base/checksum.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/blocks.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
-#include "penstock/checkpoint/files/checksum.h"
 #include "penstock/checkpoint/files/output_file.h"
 #include "penstock/comm/message/message.h"
 
@@ -27,7 +28,7 @@ constexpr comm::MessageKind kFound{"CKPF"};
 constexpr std::size_t kDamagesShown = 8;
 
 Index read_index(const fs::path& path) {
-  const MappedFile file(path / "index.json");
+  const MappedFile file = map_checkpoint_file(path / "index.json");
   return parse_index({reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()}, (path / "index.json").string());
 }
 
@@ -38,11 +39,11 @@ std::string summary(const std::vector<Damage>& damages) {
   return text;
 }
 
-// One rank's share of what is wrong.
+// Returns the damage in one rank's share of the blocks.
 std::vector<Damage> own_damage(const fs::path& path, bool blocks, int rank, int size) {
   std::error_code error;
   if (!fs::is_directory(path, error))
-    throw CheckpointError(fmt::format("{} is not there; all ranks must see the same folder: use one on a shared file system", path.string()));
+    throw CheckpointError(fmt::format("{} does not exist; all ranks must see the same folder: use one on a shared file system", path.string()));
   Index index;
   try {
     index = read_index(path);
@@ -61,17 +62,17 @@ std::vector<Damage> own_damage(const fs::path& path, bool blocks, int rank, int 
     else if (bytes < file.bytes)
       damages.push_back({file.name, bytes, file.bytes, fmt::format("missing: the file has {} of {} bytes", bytes, file.bytes)});
     else if (bytes > file.bytes)
-      damages.push_back({file.name, file.bytes, bytes, fmt::format("too much: the file has {} bytes, it was written with {}", bytes, file.bytes)});
+      damages.push_back({file.name, file.bytes, bytes, fmt::format("too large: the file has {} bytes, it was written with {}", bytes, file.bytes)});
   }
   if (blocks)
     read_blocks(path, sized, index.block_bytes, rank, size, [&](const BlockRead& read) {
       const IndexedFile& file = index.files[read.file];
-      // A file that is gone or short has been named as a whole.
+      // A file that is missing or unreadable has been reported as a whole.
       if (std::any_of(damages.begin(), damages.end(), [&](const Damage& known) { return known.file == file.name && known.what.starts_with("cannot"); })) return;
       if (!read.error.empty())
         damages.push_back({file.name, read.begin, read.end, fmt::format("cannot be read: {}", read.error)});
-      else if (read.bytes.size() == read.end - read.begin && checksum(read.bytes) != file.checksums.at(read.begin / index.block_bytes))
-        damages.push_back({file.name, read.begin, read.end, "the checksum differs: these bytes are not those that were written"});
+      else if (read.bytes.size() == read.end - read.begin && xxh3_checksum64(read.bytes, "checkpoints") != file.checksums.at(read.begin / index.block_bytes))
+        damages.push_back({file.name, read.begin, read.end, "the checksum differs: these bytes are not the ones that were written"});
     });
   if (damages.empty()) {
     try {
@@ -102,18 +103,18 @@ Checkpoint::Checkpoint(const fs::path& path) : path_(path), index_(read_index(pa
     const std::uint64_t bytes = fs::file_size(place, error);
     if (error) throw_file_error("read", place, error.value());
     if (bytes != file.bytes)
-      throw CheckpointError(fmt::format("{}: {} bytes, the index says {}; it is truncated or damaged", place.string(), bytes, file.bytes));
+      throw CheckpointError(fmt::format("{}: {} bytes, but the index says {}; it is truncated or damaged", place.string(), bytes, file.bytes));
     if (file.section == "state") {
-      const MappedFile state(place);
+      const MappedFile state = map_checkpoint_file(place);
       state_.assign(state.bytes().begin(), state.bytes().end());
     } else if (file.section == "model" || file.section == "optimizer") {
       files_.push_back(std::make_unique<SafetensorsFile>(place));
       Table& table = file.section == "model" ? model_ : optimizer_;
       for (const TensorEntry& entry : files_.back()->header().entries)
         if (!table.emplace(entry.name, Place{files_.back().get(), &entry}).second)
-          throw CheckpointError(fmt::format("{}: tensor \"{}\" is in another file of the checkpoint, too; it is damaged", place.string(), entry.name));
+          throw CheckpointError(fmt::format("{}: tensor \"{}\" is also in another file of the checkpoint; it is damaged", place.string(), entry.name));
     } else {
-      throw CheckpointFormatError(fmt::format("{}: section \"{}\" is unknown to this build; it was written by a newer version of Penstock: use that one, or another checkpoint", place.string(), file.section));
+      throw CheckpointFormatError(fmt::format("{}: section \"{}\" is unknown to this build; it was written by a newer version of Penstock: use that version, or another checkpoint", place.string(), file.section));
     }
   }
 }

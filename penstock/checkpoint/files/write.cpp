@@ -13,12 +13,13 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/checksum.h"
 #include "penstock/base/files.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/blocks.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
-#include "penstock/checkpoint/files/checksum.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/files/index.h"
 #include "penstock/comm/message/message.h"
@@ -53,7 +54,7 @@ class Writing {
       const Index index = take_checksums();
       meeting_.agree("finish", [&] { if (meeting_.rank() == 0) finish(index); });
     } catch (...) {
-      // The ranks have met, or this one has given up: in either case the folder is of no use to anybody.
+      // The ranks have agreed, or this one has given up: in either case the folder is useless.
       if (meeting_.rank() == 0 && !committed_) remove_draft();
       throw;
     }
@@ -67,7 +68,7 @@ class Writing {
 
   void make_folder() {
     const Bytes made = meeting_.agree(
-        "make the folder", [&] { return meeting_.rank() == 0 ? make_files() : Bytes{}; }, [](const std::vector<Bytes>& said) { return said.front(); });
+        "create the folder", [&] { return meeting_.rank() == 0 ? make_files() : Bytes{}; }, [](const std::vector<Bytes>& said) { return said.front(); });
     comm::MessageReader reader(made, kMade, {1, 1}, kMaxMessageBytes);
     reader.read(token_).read(state_bytes_);
     reader.expect_end();
@@ -78,7 +79,7 @@ class Writing {
     std::error_code error;
     fs::create_directories(folder_, error);
     if (error) throw_file_error("create", folder_, error.value());
-    remove_tree(draft_, error);  // of a save of the same step that failed
+    remove_tree(draft_, error);  // left by a failed save of the same step
     if (error) throw_file_error("remove", draft_, error.value());
     fs::create_directory(draft_, error);
     if (error) throw_file_error("create", draft_, error.value());
@@ -88,7 +89,7 @@ class Writing {
       file.write(0, {reinterpret_cast<const std::uint8_t*>(planned.first_bytes.data()), planned.first_bytes.size()});
     }
     write_file(draft_ / kState, state_, options_.fault);
-    // What no folder of another host can hold by chance.
+    // A value that a folder of another host cannot contain by chance.
     std::random_device random;
     const std::string token = fmt::format("{:08x}{:08x}{:08x}", random(), random(), random());
     write_file(draft_ / kToken, token);
@@ -98,7 +99,7 @@ class Writing {
 
   void write_parts() const {
     if (read_text(draft_ / kToken) != token_)
-      throw CheckpointError(fmt::format("{} is not the folder that rank 0 has made; all ranks must see the same folder: use one on a shared file system", draft_.string()));
+      throw CheckpointError(fmt::format("{} is not the folder that rank 0 created; all ranks must see the same folder: use one on a shared file system", draft_.string()));
     struct Place {
       std::size_t file;
       const TensorEntry* entry;
@@ -122,7 +123,7 @@ class Writing {
     done(WritePhase::PartsWritten);
   }
 
-  // The index is rank 0's; the others get one without checksums.
+  // Rank 0 returns the index; the others return one without checksums.
   Index take_checksums() {
     Index index;
     index.step = step_;
@@ -139,8 +140,8 @@ class Writing {
       read_blocks(draft_, sized, options_.block_bytes, meeting_.rank(), meeting_.size(), [&](const BlockRead& read) {
         if (!read.error.empty() || read.bytes.size() != read.end - read.begin)
           throw CheckpointError(fmt::format("cannot read bytes {}-{} of {} back: {}", read.begin, read.end, (draft_ / sized[read.file].name).string(),
-                                            read.error.empty() ? "the file ends before" : read.error));
-        sums.push_back(checksum(read.bytes));
+                                            read.error.empty() ? "the file ends early" : read.error));
+        sums.push_back(xxh3_checksum64(read.bytes, "checkpoints"));
       });
       done(WritePhase::Checked);
       return comm::MessageWriter(kChecksums, 1, kMaxMessageBytes).write(sums).finish();
@@ -164,7 +165,7 @@ class Writing {
   }
 
   void finish(const Index& index) {
-    // Every rank has flushed what it wrote; what is left is rank 0's own: headers, state and index.
+    // Every rank has flushed what it wrote; only rank 0's headers, state and index remain.
     write_file(draft_ / "index.json", to_text(index), options_.fault);
     for (const IndexedFile& file : index.files) sync_file(draft_ / file.name);
     sync_file(draft_ / "index.json");
@@ -177,12 +178,12 @@ class Writing {
     done(WritePhase::Renamed);
   }
 
-  // Old checkpoints that cannot be deleted cost room, not the new one.
+  // A failure to delete an old checkpoint only costs space; the new one stays valid.
   void remove_outdated() const {
     try {
       for (const FoundCheckpoint& old : outdated(find_checkpoints(folder_), step_, options_.keep_last)) remove_checkpoint(folder_, old.step);
     } catch (const CheckpointError& error) {
-      log().warn("checkpoint: an old one was not removed: {}", error.what());
+      log().warn("checkpoint: an old checkpoint could not be removed: {}", error.what());
     }
     done(WritePhase::OldRemoved);
   }

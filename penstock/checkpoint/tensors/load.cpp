@@ -24,7 +24,7 @@ constexpr std::size_t kProblemsShown = 40;
 
 std::vector<std::string> joined(const std::set<std::string>& names) { return {names.begin(), names.end()}; }
 
-// What a rank asks for and cannot get.
+// The tensors that a rank requests, and what it cannot get.
 struct Wishes {
   std::vector<std::string> names, missing, cast, problems;
 };
@@ -45,7 +45,7 @@ Wishes wishes_of(const Checkpoint& checkpoint, Section section, const std::vecto
       wishes.problems.push_back(fmt::format("{}: {} in the checkpoint, {} here", part.name, tensor_text(entry.dtype, entry.shape),
                                             tensor_text(dtype.value_or(entry.dtype), part.slice.global_shape)));
     else if (!to_scalar_type(entry.dtype))
-      wishes.problems.push_back(fmt::format("{}: {} in the checkpoint, which this LibTorch does not have", part.name, dtype_code(entry.dtype)));
+      wishes.problems.push_back(fmt::format("{}: {} in the checkpoint, which this LibTorch does not support", part.name, dtype_code(entry.dtype)));
     else if (dtype != entry.dtype)
       wishes.cast.push_back(fmt::format("{}: {} in the checkpoint, {} here", part.name, dtype_code(entry.dtype), dtype ? dtype_code(*dtype) : "another type"));
   }
@@ -80,12 +80,12 @@ LoadReport judge(const Checkpoint& checkpoint, Section section, const std::vecto
   if (!options.allow_extra)
     for (const std::string& name : extra) problems.insert(name + ": in the checkpoint, but no rank has it");
   if (!problems.empty()) {
-    std::string text = fmt::format("{} (section {}) does not fit the {} tensors here:", checkpoint.path().string(), to_text(section), names.size());
+    std::string text = fmt::format("{} (section {}) does not match the {} tensors here:", checkpoint.path().string(), to_text(section), names.size());
     std::size_t shown = 0;
     for (const std::string& problem : problems)
       if (shown++ < kProblemsShown) text += "\n  " + problem;
     if (problems.size() > kProblemsShown) text += fmt::format("\n  and {} more", problems.size() - kProblemsShown);
-    throw CheckpointError(text + "\nuse the configuration that wrote it, or allow what may differ");
+    throw CheckpointError(text + "\nuse the configuration that wrote it, or allow the differences");
   }
   return {joined(missing), joined(extra), joined(cast)};
 }

@@ -40,9 +40,9 @@ Bytes WorldMeeting::exchange(const std::string& topic, Bytes own, const std::fun
     verdict = judge(std::move(said));
   }
   const at::Tensor size = at::full({1}, static_cast<std::int64_t>(verdict.size()), at::kLong);
-  group_.broadcast(size, Rank{0}, label).wait();
+  group_.broadcast(size, 0, label).wait();
   at::Tensor bytes = rank_ == 0 ? tensor_of(verdict) : at::empty({size.item<std::int64_t>()}, at::kByte);
-  group_.broadcast(bytes, Rank{0}, label).wait();
+  group_.broadcast(bytes, 0, label).wait();
   return bytes_of(bytes);
 }
 
@@ -52,7 +52,7 @@ WorldBoard::WorldBoard(const comm::World& world) : world_(world) {
     std::random_device random;
     number.fill_(static_cast<std::int64_t>((std::uint64_t{random()} << 31) ^ random()));
   }
-  if (world.size() > 1) world.group().broadcast(number, Rank{0}, {.label = "checkpoint writer"}).wait();
+  if (world.size() > 1) world.group().broadcast(number, 0, {.label = "checkpoint writer"}).wait();
   key_ = fmt::format("checkpoint/{:x}", static_cast<std::uint64_t>(number.item<std::int64_t>()));
 }
 

@@ -1,4 +1,4 @@
-// Meetings of the ranks of a World.
+// Agreement between the ranks of a World.
 #pragma once
 
 #include <functional>
@@ -11,7 +11,7 @@
 
 namespace penstock::checkpoint {
 
-// By collectives of the world's own group: for work that the caller waits for, such as opening and loading.
+// Uses collectives of the world's own group: for work that the caller waits for, such as opening and loading.
 class WorldMeeting final : public Meeting {
  public:
   explicit WorldMeeting(const comm::World& world) : group_(world.group()), rank_(world.rank()) {}
@@ -27,10 +27,11 @@ class WorldMeeting final : public Meeting {
   int rank_;
 };
 
-// By words in the world's store: for work in the background. Thread rule: any thread, one at a time.
+// Uses the world's store: for background work. Thread safety: any thread, one at a time.
 class WorldBoard final : public WordBoard {
  public:
-  // [collective] Every board is one of a kind: words of an earlier one are not seen.
+  // [collective] Every board has a unique key: texts of an earlier board are not visible.
+
   explicit WorldBoard(const comm::World& world);
 
   int rank() const override { return world_.rank(); }

@@ -25,10 +25,10 @@ struct CheckFlags {
 };
 
 void run(const CheckFlags& flags, CommandOutcome& outcome) {
-  std::optional<schedule::Placement> placement;
+  std::optional<schedule::StagePlacement> placement;
   if (!flags.placement.empty())
     placement =
-        schedule::parse_placement(one_of("--placement", flags.placement, {"loop", "v", "bidirectional"}));
+        schedule::parse_stage_placement(one_of("--placement", flags.placement, {"loop", "v", "bidirectional"}));
   schedule::ValidateOptions options;
   if (one_of("--sends", flags.sends, {"blocking", "posted"}) == "posted")
     options.sends = schedule::SendModel::Posted;

@@ -83,7 +83,7 @@ class Comparison {
     request.shape.group_size.reset();
     request.model = model_for(per_rank_, request.shape.stages_per_rank);
     request.limits = stage_limits(request.shape.stages_per_rank);
-    request.placements = {schedule::Placement::Loop, schedule::Placement::V};
+    request.placements = {schedule::StagePlacement::Loop, schedule::StagePlacement::V};
     try {
       add("auto", request.shape.stages_per_rank, plan::auto_schedule(request).schedule);
     } catch (const ValueError& error) {

@@ -12,6 +12,7 @@
 #include <memory>
 #include <system_error>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/quote.h"
@@ -160,7 +161,7 @@ schedule::Schedule schedule_of(const ShapeFlags& flags, const CostFlags& costs) 
     request.shape = shape;
     request.model = cost_model(costs);
     request.limits = memory_limits(costs, shape.ranks, shape.microbatches);
-    request.placements = {schedule::Placement::Loop, schedule::Placement::V};
+    request.placements = {schedule::StagePlacement::Loop, schedule::StagePlacement::V};
     return plan::auto_schedule(request).schedule;
   } catch (const ConfigError&) {
     throw;

@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
@@ -27,10 +28,10 @@ struct SimulateFlags {
 };
 
 schedule::Schedule read_schedule(const SimulateFlags& flags) {
-  std::optional<schedule::Placement> placement;
+  std::optional<schedule::StagePlacement> placement;
   if (!flags.placement.empty())
     placement =
-        schedule::parse_placement(one_of("--placement", flags.placement, {"loop", "v", "bidirectional"}));
+        schedule::parse_stage_placement(one_of("--placement", flags.placement, {"loop", "v", "bidirectional"}));
   const std::string text = read_text(flags.file);
   try {
     return schedule::parse_schedule(text, placement);

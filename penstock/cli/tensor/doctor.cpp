@@ -10,8 +10,10 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
+#include "penstock/cli/common/command_line.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/tensor/doctor_threads.h"
 #include "penstock/cli/common/number_options.h"
@@ -212,7 +214,7 @@ void add_doctor_command(CLI::App& app, CommandOutcome& outcome) {
     std::string probe, report;
   };
   auto flags = std::make_shared<Flags>();
-  CLI::App* command = app.add_subcommand("doctor", "Show hardware, libraries and thread speed of this machine, and test every operation between two ranks");
+  CLI::App* command = add_tensor_subcommand(app, "doctor");
   command->footer("Example: penstock doctor --verbose\nExit code 1 if an operation returns wrong values or fails; slow threads are a warning.");
   command->add_flag("-v,--verbose", flags->verbose, "List every operation, not only the timed ones");
   add_whole(*command, "--timeout", flags->timeout_s, 1, 3600, "Time limit per backend in seconds")->type_name("S");

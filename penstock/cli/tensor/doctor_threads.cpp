@@ -7,6 +7,7 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::cli {

@@ -11,9 +11,11 @@
 #include <string>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/printable.h"
 #include "penstock/base/quote.h"
+#include "penstock/cli/common/command_line.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
 #include "penstock/cli/tensor/use_available_cores.h"
@@ -107,7 +109,7 @@ void print_sample(const std::string& run_folder) {
 }
 
 void add_generate_command(CLI::App& app, CommandOutcome&) {
-  CLI::App* command = app.add_subcommand("generate", "Generate text with a model trained by penstock train");
+  CLI::App* command = add_tensor_subcommand(app, "generate");
   command->footer("Example: penstock generate runs/tiny-20270131-093005 --prompt '#include <' --tokens 200");
   const auto flags = std::make_shared<GenerateFlags>();
   command->add_option("run", flags->run, "Folder of a run, or one of its checkpoints")->required();

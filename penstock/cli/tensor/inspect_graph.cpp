@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/printable.h"
 #include "penstock/cli/common/commands.h"

@@ -10,8 +10,10 @@
 #include <string>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/quote.h"
+#include "penstock/cli/common/command_line.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
 #include "penstock/cli/common/rank_errors.h"
@@ -117,7 +119,7 @@ int run(const CLI::App& command, const ParityFlags& flags) {
 }  // namespace
 
 void add_parity_command(CLI::App& app, CommandOutcome& outcome) {
-  CLI::App* command = app.add_subcommand("parity", "Compare training in a layout with training in one process: losses, gradients, parameters");
+  CLI::App* command = add_tensor_subcommand(app, "parity");
   command->footer(
       "Usage: penstock parity [CONFIG.toml] [--section.key value ...] [--steps N]\n\n"
       "penstock train --help lists the keys; those of [checkpoint] and [output] have no effect here.\n"

@@ -4,8 +4,10 @@
 #include <memory>
 #include <string>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/quote.h"
+#include "penstock/cli/common/command_line.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/tensor/train_run.h"
 #include "penstock/train/config/run_config.h"
@@ -14,7 +16,7 @@
 namespace penstock::cli {
 
 void add_resume_command(CLI::App& app, CommandOutcome& outcome) {
-  CLI::App* command = app.add_subcommand("resume", "Continue a run from its newest checkpoint");
+  CLI::App* command = add_tensor_subcommand(app, "resume");
   command->footer(
       "Usage: penstock resume RUN [--section.key value ...]\n\n"
       "Examples:\n"

@@ -18,11 +18,13 @@
 #include <string>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/log.h"
 #include "penstock/base/printable.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
+#include "penstock/cli/common/command_line.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
 #include "penstock/cli/common/rank_errors.h"
@@ -213,7 +215,7 @@ void add_train_flags(CLI::App& command, TrainFlags& flags) {
 }
 
 void add_train_command(CLI::App& app, CommandOutcome& outcome) {
-  CLI::App* command = app.add_subcommand("train", "Train a model; starts the ranks of the layout on this host");
+  CLI::App* command = add_tensor_subcommand(app, "train");
   command->footer(
       std::string("Usage: penstock train [CONFIG.toml] [--section.key value ...]\n\n"
       "Examples:\n"

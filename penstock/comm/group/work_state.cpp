@@ -19,17 +19,19 @@ namespace penstock::comm {
 
 namespace {
 
-// A transport notices a closed connection a moment before the monitor can say whose; this long the blame may take.
+// A transport may notice a closed connection before the monitor knows whose it was; wait this long for the
+// monitor.
 constexpr auto kBlameTime = std::chrono::seconds(3);
-// How long a wait runs before it looks again at who is alive, on transports whose waits can be resumed.
+// On transports with resumable waits, how long a wait runs before it checks again which ranks are alive.
 constexpr auto kSlice = std::chrono::milliseconds(250);
-// How long a rank that timed out waits for the others to say where they are.
+// How long a rank that timed out waits for the others to report what they are doing.
 constexpr auto kRollCallTime = std::chrono::milliseconds(1500);
-// Ranks that still wait say it before their time is up, after this part of it: one that is slow to wake up is not silent then.
+// Waiting ranks post their status after this fraction (1/n) of the timeout, so that a rank that is slow to
+// wake up still has posted one.
 constexpr int kToldAfterShare = 4;
-// A rank that left in order may still have data on the way; this long a wait for it goes on.
+// A rank that left normally may still have data in flight; a wait for it continues this long.
 constexpr auto kFarewellTime = std::chrono::seconds(5);
-// How long a point-to-point wait lasts before its contract is held against the other side's.
+// How long a point-to-point wait lasts before its contract is compared with the other side's.
 constexpr auto kPatience = std::chrono::milliseconds(300);
 
 std::string message_of(const std::exception_ptr& error) {
@@ -44,6 +46,12 @@ std::string message_of(const std::exception_ptr& error) {
 
 std::string place_text(const WorkState& work) { return fmt::format("{}{}", work.operation(), work.label().empty() ? "" : " \"" + work.label() + "\""); }
 
+// Errors of the caller, found before anything moved: the group stays usable.
+bool is_misuse(const std::exception& error) {
+  const auto is_one_of = [&]<class... Types>() { return ((dynamic_cast<const Types*>(&error) != nullptr) || ...); };
+  return is_one_of.operator()<ValueError, TypeError, NotImplemented, InvariantError, std::logic_error>();
+}
+
 // c10 appends where it was thrown, with a backtrace; the first line is what a reader needs.
 std::string first_line(std::string text) { return text.substr(0, text.find('\n')); }
 
@@ -53,7 +61,7 @@ void WorldCore::fail(const std::string& reason) noexcept {
   if (monitor) {
     monitor->fail(reason);
   } else if (!fake && env.world_size > 1) {
-    liveness->report({env.rank, RankState::Failed, reason});  // a world of threads shares one board
+    liveness->report({env.rank, RankState::Failed, reason});  // a thread world shares one Liveness
   }
 }
 
@@ -73,10 +81,10 @@ WorkState::WorkState(std::shared_ptr<GroupState> group, const char* operation, s
 
 WorkState::~WorkState() {
   if (finished_) return;
-  // Dropped without a wait: the transport may still read or write the memory, so it goes to the group.
+  // Dropped without a wait: the transport may still access the memory, so the group takes ownership of it.
   try {
     group_->bury(transfers_, kept_);
-    warn_once("comm", fmt::format("a {} on group {} was dropped without wait(); its memory is held until the group ends", operation_, group_->name));
+    warn_once("comm", fmt::format("a {} on group {} was dropped without wait(); its memory is kept until the group is destroyed", operation_, group_->name));
   } catch (const std::exception& error) {
     log().error("comm: an unfinished {} could not be kept alive: {}", operation_, error.what());
   }
@@ -152,8 +160,9 @@ GroupState::GroupState(std::shared_ptr<WorldCore> world_core, std::string group_
 }
 
 void GroupState::follow_liveness() {
-  // On a loss every wait of this group ends, whoever was lost: a run that misses a rank cannot go on. Held weakly: the
-  // reporting thread may be in the call while the group's last owner lets go.
+  // After a loss every wait of this group ends, whichever rank was lost: a run cannot continue without a
+  // rank. Held weakly:
+  // the reporting thread may be in the call while the last owner of the group releases it.
   listener_ = world->liveness->listen([weak = weak_from_this()](const RankEvent&) {
     const auto self = weak.lock();
     if (!self) return;
@@ -200,7 +209,7 @@ void GroupState::wait_for(Transfer& transfer, WorkState& work, Clock::time_point
     GroupState& group;
     std::list<Wait>::iterator place;
   } registration(*this, {&transfer, Clock::now(), Clock::now() + (deadline - Clock::now()) / kToldAfterShare, &work});
-  // A loss that was reported before this transfer was registered did not interrupt it.
+  // A loss reported before this transfer was registered did not interrupt it.
   if (world->liveness->first_failure()) transfer.interrupt();
 
   std::optional<Clock::time_point> farewell;
@@ -251,7 +260,7 @@ void GroupState::raise(const std::string& transport_words, WorkState& work, bool
     }
   if (timed_out) {
     const std::string missing = who_is_missing(work);
-    throw TimeoutError(fmt::format("timed out{}; a larger PENSTOCK_TIMEOUT_S allows slower ranks; {}", missing, dump_for_error("time-out")), context);
+    throw TimeoutError(fmt::format("timed out{}; set a larger PENSTOCK_TIMEOUT_S if ranks are slow; {}", missing, dump_for_error("time-out")), context);
   }
   throw CommError(fmt::format("the transport failed: {}", transport_words), context);
 }
@@ -263,7 +272,7 @@ void GroupState::tell_of_long_wait() {
   const std::lock_guard word(word_mutex_);
   std::string text;
   {
-    // Marked while the wait cannot end, so that it takes the word back when it does.
+    // Set while the wait cannot end, so that it withdraws the status when it does.
     const std::lock_guard lock(mutex_);
     const auto now = Clock::now();
     for (const Wait& wait : waiting_)
@@ -279,14 +288,15 @@ void GroupState::take_back_word() {
   const std::lock_guard word(word_mutex_);
   try {
     world->store.set(word_key(axis_rank), "");
-    word_left_ = false;  // other waits of this group that go on are told again
+    word_left_ = false;  // posted again for other waits of this group that continue
   } catch (const std::exception& error) {
-    log().debug("comm: the store does not take back where this rank was: {}", error.what());  // what was waited for is there
+    // The wait itself succeeded.
+    log().debug("comm: cannot withdraw this rank's status from the store: {}", error.what());
   }
 }
 
 std::string GroupState::who_is_missing(WorkState& work) {
-  // Every rank that times out says where it stands; who stays silent is the one to look at.
+  // Every rank that times out posts what it is doing; a rank that posts nothing is the one to investigate.
   try {
     world->store.set(word_key(axis_rank), place_text(work));
     std::vector<std::string> words(ranks.size());
@@ -301,7 +311,7 @@ std::string GroupState::who_is_missing(WorkState& work) {
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
     }
     std::string text;
-    if (!silent.empty()) text += fmt::format("; no word from rank{} {} (busy elsewhere or stopped)", silent.size() > 1 ? "s" : "", format_list(silent));
+    if (!silent.empty()) text += fmt::format("; no status from rank{} {} (busy elsewhere or stopped)", silent.size() > 1 ? "s" : "", format_list(silent));
     for (std::size_t i = 0; i < ranks.size() && i < 16; ++i)
       if (!words[i].empty() && static_cast<int>(i) != axis_rank) text += fmt::format("; rank {} is in {}", ranks[i], words[i]);
     return text;
@@ -316,7 +326,7 @@ void GroupState::fail(const std::string& reason, std::exception_ptr error) noexc
     if (error_) return;
     error_ = std::move(error);
   }
-  // A rank that only echoes another's failure adds nothing.
+  // A rank that failed only because of another's failure reports nothing.
   if (!world->liveness->first_failure()) world->fail(reason);
 }
 
@@ -328,24 +338,19 @@ void GroupState::bury(c10::ArrayRef<TransferPtr> transfers, c10::ArrayRef<at::Te
 
 void GroupState::started(WorkState& work, const std::function<void()>& start) {
   try {
-    try {
-      start();
-    } catch (const std::logic_error&) {  // bad arguments, found before anything moved
-      throw;
-    } catch (const PipeliningMetadataError&) {
-      throw;
-    } catch (const CommError&) {
-      throw;
-    } catch (const StateError&) {
-      throw;
-    } catch (const std::exception& error) {
-      raise(first_line(error.what()), work, false);
-    }
-  } catch (const std::logic_error&) {
-    throw;
+    start();
   } catch (const std::exception& error) {
-    fail(fmt::format("{} on group {}: {}", work.operation(), name, first_line(error.what())), std::current_exception());
-    throw;
+    if (is_misuse(error)) throw;
+    std::exception_ptr cause = std::current_exception();
+    if (dynamic_cast<const Error*>(&error) == nullptr) {  // of the backend
+      try {
+        raise(first_line(error.what()), work, false);
+      } catch (const std::exception&) {
+        cause = std::current_exception();
+      }
+    }
+    fail(fmt::format("{} on group {}: {}", work.operation(), name, first_line(message_of(cause))), cause);
+    std::rethrow_exception(cause);
   }
 }
 
@@ -362,7 +367,7 @@ std::string GroupState::find_mismatch(const Promise& promise, const std::string&
   };
   world->store.set(key(promise.sends), promise.contract.to_bytes());
   const auto word = world->store.try_get(key(!promise.sends));
-  if (!word) return {};  // the other side is not there yet, or is not waiting
+  if (!word) return {};  // the other side has not arrived, or is not waiting
   const Contract theirs = Contract::from_bytes(*word);
   if (theirs.matches(promise.contract)) return {};
   return promise.sends ? describe_mismatch(sender, promise.contract, receiver, theirs, label) : describe_mismatch(sender, theirs, receiver, promise.contract, label);
@@ -372,7 +377,7 @@ void GroupState::look_at_waits() {
   try {
     tell_of_long_wait();
   } catch (const std::exception&) {
-    return;  // as below
+    return;  // for the reason given below
   }
   std::vector<std::pair<Promise, std::string>> lasting;
   {
@@ -386,7 +391,7 @@ void GroupState::look_at_waits() {
     try {
       found = find_mismatch(promise, label);
     } catch (const std::exception&) {
-      return;  // a store that does not answer: the waits themselves will say who was lost
+      return;  // the store does not answer: the waits themselves will report which rank was lost
     }
     if (found.empty()) continue;
     std::lock_guard lock(mutex_);
@@ -397,7 +402,8 @@ void GroupState::look_at_waits() {
 }
 
 int GroupState::internal_tag(std::uint32_t operation, int phase) const {
-  // The bit above the tags of users keeps these apart; the counter may wrap long after its operations have ended.
+  // The bit above the user tags separates these; the counter may wrap, but only long after its operations
+  // have ended.
   static_assert(Group::kMaxTag == (1 << 28) - 1);
   return (1 << 28) | static_cast<int>((operation & 0x3ffffffu) << 2) | phase;
 }

@@ -20,12 +20,12 @@ struct Job {
 
 }  // namespace
 
-// Shared with the thread, which may outlive its owner.
+// Shared with the thread, which may outlive the owner.
 struct PatientCaller::State {
   std::mutex mutex;
   std::condition_variable work, answer;
-  std::deque<std::shared_ptr<Job>> jobs;  // the first one is under way
-  bool stuck = false;                     // somebody has given up on it
+  std::deque<std::shared_ptr<Job>> jobs;  // the first one is running
+  bool stuck = false;                     // a caller has abandoned it
   bool ending = false;
 
   void serve() {
@@ -41,7 +41,7 @@ struct PatientCaller::State {
       } catch (...) {
         error = std::current_exception();
       }
-      job->call = nullptr;  // what it owns may take time to go
+      job->call = nullptr;  // destroying what it owns may take time
       lock.lock();
       job->error = std::move(error);
       job->done = true;

@@ -1,10 +1,12 @@
-// Runs calls that may never return, on a thread of their own, one after the other: whoever calls gives up after a while.
+// Runs calls that may never return, one at a time on a separate thread; the caller stops waiting after a time
+// limit.
 //
 //   PatientCaller caller;
-//   caller.run([store, key] { store->set(key, "x"); }, 2s);      // false when it has not returned by then
+//   caller.run([store, key] { store->set(key, "x"); }, 2s);      // false if it has not returned by then
 //
-// A call that was given up goes on, if it ever does; so it must own whatever it uses. While it is stuck every further call fails at once.
-// No Torch. Thread safe; calls of several threads wait for each other, and that counts.
+// An abandoned call keeps running, so it must own everything it uses. While it is stuck, every further call
+// fails at once. Thread safe; calls from several threads wait for each other, and that time counts towards
+// their limits. No Torch.
 #pragma once
 
 #include <chrono>
@@ -16,12 +18,12 @@ namespace penstock::comm {
 class PatientCaller {
  public:
   PatientCaller();
-  // Leaves a stuck call behind.
+  // Does not wait for a stuck call.
   ~PatientCaller();
   PatientCaller(const PatientCaller&) = delete;
   PatientCaller& operator=(const PatientCaller&) = delete;
 
-  // False: it was given up, or another one is stuck. What the call throws is thrown here.
+  // Returns false if the call was abandoned or another one is stuck. Rethrows what the call throws.
   [[nodiscard]] bool run(std::function<void()> call, std::chrono::milliseconds limit);
 
  private:

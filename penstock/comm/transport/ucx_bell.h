@@ -1,4 +1,4 @@
-// A descriptor by which one thread wakes another out of poll. Internal to ucx_transport.cpp.
+// An event descriptor that one thread uses to wake another from poll. Internal to ucx_transport.cpp.
 #pragma once
 
 #include <fmt/format.h>
@@ -16,7 +16,9 @@ namespace penstock::comm {
 class Bell {
  public:
   Bell() : fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
-    if (fd_ < 0) throw std::runtime_error(fmt::format("UCX transport: no event descriptor: {}; raise the limit of open files", std::strerror(errno)));
+    if (fd_ < 0)
+      throw std::runtime_error(fmt::format(
+          "UCX transport: cannot create an event descriptor: {}; raise the limit of open files", std::strerror(errno)));
   }
   ~Bell() { ::close(fd_); }
   Bell(const Bell&) = delete;
@@ -25,12 +27,12 @@ class Bell {
   int fd() const { return fd_; }
   void ring() noexcept {
     const std::uint64_t one = 1;
-    // The only way to fail is a counter that is full, and then the sleeper wakes anyway.
+    // The write fails only if the counter is full, and then the sleeper wakes anyway.
     [[maybe_unused]] const ssize_t written = write(fd_, &one, sizeof one);
   }
   void reset() noexcept {
     std::uint64_t count = 0;
-    [[maybe_unused]] const ssize_t got = read(fd_, &count, sizeof count);  // EAGAIN: it had not rung
+    [[maybe_unused]] const ssize_t got = read(fd_, &count, sizeof count);  // EAGAIN: it was not signalled
   }
 
  private:

@@ -6,6 +6,7 @@
 
 #include <iterator>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/rule_helpers.h"

@@ -11,6 +11,7 @@
 #include <set>
 #include <string>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor/rules/foreach_lists.h"
 #include "penstock/dtensor/rules/norm_terms.h"

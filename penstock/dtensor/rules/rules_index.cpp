@@ -138,7 +138,7 @@ void write_held(const LocalContext& context, const c10::OperatorHandle& op, Stac
   }
 }
 
-bool any_kind(PartialOp) { return true; }
+bool any_partial(PartialOp) { return true; }
 bool no_kind(PartialOp) { return false; }
 
 // `linear`: of which kind self and source may be terms.
@@ -187,7 +187,7 @@ Sharding scatter(const ShardingCall& call) {
       continue;
     strategies.push_back(std::move(strategy));
   }
-  return write(call, std::move(strategies), reduces ? no_kind : adds ? sums : any_kind);
+  return write(call, std::move(strategies), reduces ? no_kind : adds ? sums : any_partial);
 }
 
 // Whole slices: self[index[i]] (op)= source[i] for dim 0.
@@ -211,7 +211,7 @@ Sharding index_write(const ShardingCall& call) {
     }
     strategies.push_back(std::move(strategy));
   }
-  return write(call, std::move(strategies), adds ? sums : any_kind);
+  return write(call, std::move(strategies), adds ? sums : any_partial);
 }
 
 // ---- others ----

@@ -6,6 +6,7 @@
 #include <numbers>
 #include <optional>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor/tensor/dtensor_random.h"
 #include "penstock/dtensor/tensor/rule_helpers.h"

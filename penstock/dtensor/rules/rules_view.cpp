@@ -73,7 +73,7 @@ class ViewLayout {
   std::int64_t ranks(int axis) const { return call_.mesh_shape[static_cast<std::size_t>(axis)]; }
   std::int64_t from(std::int64_t dim) const { return from_[static_cast<std::size_t>(dim)]; }
   std::int64_t to(std::int64_t dim) const { return to_[static_cast<std::size_t>(dim)]; }
-  const std::vector<Split>& splits(std::int64_t dim) const { return order_.splits[static_cast<std::size_t>(dim)]; }
+  const std::vector<AxisSplit>& splits(std::int64_t dim) const { return order_.splits[static_cast<std::size_t>(dim)]; }
 
   Numbers all_dims() const {
     Numbers dims;
@@ -83,7 +83,7 @@ class ViewLayout {
 
   void replicate_dims(const Numbers& dims) {
     for (const std::int64_t dim : dims)
-      for (const Split& split : splits(dim)) in_[static_cast<std::size_t>(split.axis)] = Replicate{};
+      for (const AxisSplit& split : splits(dim)) in_[static_cast<std::size_t>(split.axis)] = Replicate{};
   }
 
   // The placement of an axis, moved to another dim.
@@ -95,7 +95,7 @@ class ViewLayout {
   // Splits of `dim`, without literal strided ones: how many pieces they make; 0 when there is such a one.
   std::int64_t plain_pieces(std::int64_t dim) const {
     std::int64_t pieces = 1;
-    for (const Split& split : splits(dim)) {
+    for (const AxisSplit& split : splits(dim)) {
       if (split.literal_factor != 0) return 0;
       pieces *= ranks(split.axis);
     }
@@ -103,7 +103,7 @@ class ViewLayout {
   }
 
   void move_all(std::int64_t dim, std::int64_t to_dim) {
-    for (const Split& split : splits(dim)) out_[static_cast<std::size_t>(split.axis)] = moved(in_[static_cast<std::size_t>(split.axis)], to_dim);
+    for (const AxisSplit& split : splits(dim)) out_[static_cast<std::size_t>(split.axis)] = moved(in_[static_cast<std::size_t>(split.axis)], to_dim);
   }
 
   void map_group(const DimGroup& group) {
@@ -123,7 +123,7 @@ class ViewLayout {
   // [B, T] split along T, joined to [B * T]: each of B pieces is split.
   bool map_inner_to_strided(const DimGroup& group, std::int64_t pieces) {
     std::int64_t inner = 0;
-    const Split* split = nullptr;
+    const AxisSplit* split = nullptr;
     for (std::size_t k = 1; k < group.from.size(); ++k) {
       const auto& here = splits(group.from[k]);
       if (here.empty()) continue;
@@ -132,7 +132,7 @@ class ViewLayout {
       inner = static_cast<std::int64_t>(k);
     }
     if (!split) return false;
-    for (const Split& outer : splits(group.from[0]))
+    for (const AxisSplit& outer : splits(group.from[0]))
       if (outer.axis > split->axis) return false;  // it would have to split after what stands to its left
     std::int64_t factor = from(group.from[0]) / pieces, below = 1;
     for (std::size_t k = 1; k < group.from.size(); ++k) {
@@ -149,7 +149,7 @@ class ViewLayout {
   bool map_strided_to_inner(const DimGroup& group) {
     const auto& order = splits(group.from[0]);
     if (order.back().literal_factor == 0) return false;
-    const Split& strided = order.back();
+    const AxisSplit& strided = order.back();
     std::int64_t pieces = 1;
     for (std::size_t i = 0; i + 1 < order.size(); ++i) {
       if (order[i].literal_factor != 0 || order[i].axis > strided.axis) return false;

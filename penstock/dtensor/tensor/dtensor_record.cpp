@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
@@ -41,7 +42,7 @@ at::Tensor make_dtensor_from_record(const DistributedRecord& record, at::Device 
     throw PipeliningMetadataError(describe(fmt::format("{}: the mesh", kFunction), mesh.mesh().key().to_string(), record.mesh_key().to_string(),
                                            "find it by record.mesh_key(), in a MeshCache or with DeviceMesh::find"));
   if (!mesh.mesh().coordinate())
-    throw PipeliningMetadataError(describe(kFunction, fmt::format("rank {}, which is not in {}", mesh.mesh().this_rank().value(), mesh.mesh().to_string()),
+    throw PipeliningMetadataError(describe(kFunction, fmt::format("rank {}, which is not in {}", mesh.mesh().this_rank(), mesh.mesh().to_string()),
                                            "a rank of the mesh", "send the record only to ranks of it"));
   at::Tensor local = make_raw_tensor(record.local(), device);
   const SpecPtr spec =

@@ -1,14 +1,15 @@
-// What happens where the operator of a parallelized module takes its weight.
+// Redistributes inputs and outputs of a parallelized module, at the operator that takes its weight.
 #include <fmt/format.h>
 
 #include <mutex>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 #include "penstock/tensor_parallel.h"
 #include "penstock/torch/dispatch/operator_hook.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock {
 namespace {
@@ -23,8 +24,8 @@ at::Tensor along_axis(const at::Tensor& tensor, int axis, const Placement& wante
   return redistribute(tensor, placements);
 }
 
-// The same input often goes to several modules (query, key and value): while the first result lives, it serves all of them,
-// and their gradients meet before they are reduced.
+// The same input is often used by several modules (query, key and value): while the first result lives, all
+// of them use it, and their gradients are added before they are reduced.
 at::Tensor prepared(const at::Tensor& input, int axis, const Placement& wanted) {
   DTensorPayload& payload = *detail::dtensor_payload(input);
   Placements placements = payload.spec->placements();
@@ -56,10 +57,10 @@ void at_border(const c10::OperatorHandle& op, Stack* stack, int input_argument, 
     if (!border->plain_input || border->mesh.shape().size() != 1)
       throw TypeError(describe(fmt::format("the input of a parallelized module ({})", op.operator_name().name), "a plain tensor",
                                fmt::format("a distributed tensor of {}", border->mesh.mesh().to_string()),
-                               "make it one with from_local() or distribute_tensor(), or parallelize on the slice of the mesh that is tensor parallel"));
+                               "convert it with from_local() or distribute_tensor(), or parallelize on the tensor-parallel slice of the mesh"));
     input = from_local(input, border->mesh, {counted_from_front(*border->plain_input, input.dim())});
   }
-  // The axis of the border is a position in its own mesh.
+  // The boundary's axis is a position in its own mesh.
   if (!(mesh_of(input) == border->mesh))
     throw ValueError(describe(fmt::format("the input of a parallelized module ({})", op.operator_name().name), describe_dtensor(input),
                               fmt::format("a distributed tensor of {}", border->mesh.mesh().to_string()), "distribute it on the mesh that the module was parallelized on"));
@@ -68,12 +69,12 @@ void at_border(const c10::OperatorHandle& op, Stack* stack, int input_argument, 
   op.callBoxed(stack);
   at::Tensor output = stack->back().toTensor();
   if (border->output) output = along_axis(output, border->axis, *border->output);
-  const bool local = border->kind == OutputKind::Local || (border->kind == OutputKind::AsInput && plain);
+  const bool local = border->kind == BoundaryOutput::Local || (border->kind == BoundaryOutput::AsInput && plain);
   stack->back() = local ? detail::take_local(output) : output;
 }
 
-// A bias that is added to a module's plain output is its local part. Where the output holds other rows on every rank, so does
-// the gradient of the bias.
+// A bias that is added to a module's plain output must be its local part. If the output has different rows on
+// every rank, so has the gradient of the bias.
 void add_bias(const c10::OperatorHandle& op, Stack* stack) {
   const NoHooksGuard off;
   const std::size_t base = stack->size() - traits_of(op).arguments.size();
@@ -94,7 +95,7 @@ void add_bias(const c10::OperatorHandle& op, Stack* stack) {
   op.callBoxed(stack);
 }
 
-// torch::nn::Linear multiplies with the transposed weight, by one operator or several.
+// torch::nn::Linear multiplies by the transposed weight, with one operator or several.
 void install_hooks() {
   static std::once_flag once;
   std::call_once(once, [] {

@@ -114,15 +114,15 @@ c10::Scalar least_of(at::ScalarType dtype) {
 }
 
 void refuse_unknown_shape(const OperatorTraits& traits) {
-  throw ValueError(fmt::format("{}: the shape of the result depends on the values of a distributed tensor, so no rank can know its part; compute it on full_tensor(), "
-                               "or on to_local() for the part of each rank; where a mask selects elements, where() and masked_fill() keep the shape",
+  throw ValueError(fmt::format("{}: the shape of the result depends on the values of a distributed tensor, so no rank knows its part; compute it on full_tensor(), "
+                               "or on to_local() for the part of each rank; for masks, where() and masked_fill() keep the shape",
                                traits.name));
 }
 
 void reduce_over(const comm::MeshGroups& mesh, const std::vector<int>& axes, const at::Tensor& tensor, comm::ReduceOp op) {
   for (const int axis : axes) {
     if (mesh.shape()[static_cast<std::size_t>(axis)] == 1) continue;
-    // What has no memory of its own is reduced by an operator, which others see.
+    // A tensor without memory of its own is reduced by an operator, which tracers see.
     if (is_wrapper(tensor))
       tensor.copy_(comm::functional::wait_tensor(comm::functional::all_reduce(tensor, op, mesh.group(axis))));
     else

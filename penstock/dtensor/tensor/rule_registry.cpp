@@ -6,6 +6,7 @@
 #include <mutex>
 #include <set>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {
@@ -22,8 +23,8 @@ void RuleTable::handle(const std::vector<std::string>& names, const ShardingHand
 void RuleTable::put(const std::string& op, RegisteredRule rule, bool replace) {
   auto& known = rules_[op];
   if (!known.empty() && !replace)
-    throw StateError(fmt::format("sharding rule of {}: there is one already{}", op,
-                                 known.back()->built_in ? "; replace_sharding_rule takes its place" : "; register each operator once"));
+    throw StateError(fmt::format("sharding rule of {}: already registered{}", op,
+                                 known.back()->built_in ? "; use replace_sharding_rule to replace it" : "; register each operator once"));
   rule.name = op;
   known.push_back(std::make_unique<RegisteredRule>(std::move(rule)));
 }

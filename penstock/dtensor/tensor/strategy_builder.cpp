@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor/tensor/rule_helpers.h"
 #include "penstock/fake.h"
@@ -118,11 +119,11 @@ std::vector<Segment> held_segments(const LocalContext& context, const std::vecto
 void check_indices(const at::Tensor& indices, const at::Tensor& counts, std::int64_t size, std::string_view what) {
   at::Tensor bad = indices.lt(0).logical_or_(indices.ge(size));
   if (counts.defined()) bad.logical_and_(counts);
-  // The values of a tensor that is captured are looked at when the graph runs.
+  // The values of a captured tensor are checked when the graph runs.
   if (!indices.is_cpu() || is_fake(indices)) return at::_assert_async(bad.any().logical_not());
   if (!bad.any().item<bool>()) return;
   throw ValueError(describe(what, fmt::format("{}", indices.masked_select(bad)[0].item<std::int64_t>()), fmt::format("0 to {}", size - 1),
-                            "check where the indices come from, and the size of what they select from"));
+                            "check how the indices are computed, and the size of the dim they select from"));
 }
 
 }  // namespace penstock::detail

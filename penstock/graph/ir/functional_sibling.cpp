@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "penstock/graph/ir/functionalize.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 namespace {
@@ -42,10 +42,10 @@ c10::optional<c10::OperatorHandle> find_sibling(const c10::OperatorHandle& op) {
   const std::vector<const c10::Argument*> wanted = read_arguments(op);
   c10::optional<c10::OperatorHandle> found;
   for (const c10::OperatorName& other : dispatcher.getAllOpNames()) {
-    // Some have their sibling under another name: `normal` draws with tensors of means, `rrelu_with_noise` writes its noise itself;
-    // batch norm has none but ours, and that of copy_ gives back the source itself where it can.
+    // Some counterparts have other names: `normal` draws with tensors of means, `rrelu_with_noise` writes its
+    // noise itself; batch norm has only ours, and that of copy_ may return the source itself.
     if (other.name != bare && other.name != bare + "_functional" && other.name != ours) continue;
-    if (other == op.operator_name()) continue;  // its schema may conceal that it writes
+    if (other == op.operator_name()) continue;  // its schema may hide that it writes
     const auto candidate = dispatcher.findSchema(other);
     if (!candidate || !fits(*candidate, wanted)) continue;
     if (other.name == ours) return candidate;
@@ -55,10 +55,11 @@ c10::optional<c10::OperatorHandle> find_sibling(const c10::OperatorHandle& op) {
   return found;
 }
 
-// The source in memory of its own, laid out and typed like what it would have been copied to.
+// The source in new memory, with the layout and dtype of the tensor it would have been copied to.
 at::Tensor copy_functional(const at::Tensor& self, const at::Tensor& src, bool non_blocking) { return at::empty_like(self).copy_(src, non_blocking); }
 
-// Batch norm that returns the running statistics it would have written, behind its other results. `norm`: with the statistics to write.
+// Batch norm that returns the running statistics it would have written, after its other results. `norm`:
+// takes the statistics to write.
 template <class Norm>
 auto with_statistics(const c10::optional<at::Tensor>& running_mean, const c10::optional<at::Tensor>& running_var, const Norm& norm) {
   const auto copy = [](const c10::optional<at::Tensor>& tensor) { return tensor && tensor->defined() ? tensor->clone() : at::Tensor(); };

@@ -3,7 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include "penstock/fake.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 
@@ -44,14 +44,18 @@ std::vector<Operand> results_in_shape(Graph& graph, const Node& node) {
   const Stack shapes = run_in_shape(graph, node.op, node.arguments);
   std::vector<Operand> results;
   for (std::size_t i = 0; i < shapes.size(); ++i) {
-    c10::optional<StorageId> storage;
+    StorageId storage = {};
+    bool is_view = false;
     if (traits.returns[i].kind == ReturnAlias::Kind::View) {
       const ValueId viewed = node.arguments[static_cast<std::size_t>(traits.returns[i].argument)].value();
-      if (viewed != kNoValue) storage = graph[viewed].storage;
+      if (viewed != kNoValue) {
+        storage = graph[viewed].storage;
+        is_view = true;
+      }
     }
     const auto add = [&](const at::Tensor& tensor) {
       if (!tensor.defined()) return kNoValue;
-      return storage ? graph.new_value(geometry_of(tensor), *storage) : graph.new_value(geometry_of(tensor));
+      return is_view ? graph.new_value(geometry_of(tensor), storage) : graph.new_value(geometry_of(tensor));
     };
     if (shapes[i].isTensor()) {
       results.push_back(Operand::of(add(shapes[i].toTensor())));

@@ -1,4 +1,4 @@
-// The folded pictures of a graph: an overview that fits a screen, and a page in which each of its boxes opens.
+// Folded pictures of a graph: an overview that fits a screen, and a page in which each box can be opened.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -41,7 +41,7 @@ std::string amount(double bytes) { return format_bytes(static_cast<std::uint64_t
 
 std::string counted(std::size_t count, std::string_view thing) { return fmt::format("{} {}{}", count, thing, count == 1 ? "" : "s"); }
 
-// What stretches of nodes use and make.
+// The inputs and results of node sequences.
 class Stretches {
  public:
   Stretches(const Graph& graph, const DrawOptions& options) : graph_(graph), maker_(graph.values.size(), kOutside), input_(graph.values.size(), kOutside), saved_(graph.values.size(), 0) {
@@ -106,7 +106,7 @@ class Stretches {
   std::vector<char> saved_;
 };
 
-// Where a box leads to: an address within the page, or nowhere.
+// The target of a box: an anchor within the page; absent for boxes that do not open.
 using Links = std::map<const Fold*, std::string>;
 
 struct Placed {
@@ -118,10 +118,10 @@ class FoldedWriter {
  public:
   FoldedWriter(const Stretches& stretches, const Links& links) : stretches_(stretches), links_(links) {}
 
-  // A picture of its own; `times`: how often the graph has what it shows.
+  // A complete picture; `times`: how often its contents occur in the graph.
   std::string picture(const std::vector<Fold>& parts, const std::string& id, const std::string& heading, const std::string& sub, std::size_t times) {
     out_.clear();
-    arrow_ = "arrow-" + id;  // a marker of a picture that is not shown is not drawn: each has its own
+    arrow_ = "arrow-" + id;  // a marker of a hidden picture is not drawn, so each picture has its own
     const auto border = std::find_if(parts.begin(), parts.end(), [](const Fold& part) { return part.phase == Phase::Backward; });
     const bool two_columns = border != parts.begin() && border != parts.end() && std::none_of(border, parts.end(), [](const Fold& part) { return part.phase == Phase::Forward; }) &&
                              std::any_of(parts.begin(), parts.end(), [](const Fold& part) { return !part.is_node(); });
@@ -130,7 +130,7 @@ class FoldedWriter {
     } else if (!parts.empty()) {
       layers(parts);
     } else {
-      height_ = 110;  // no nodes: inputs that are returned
+      height_ = 110;  // no nodes: the graph returns its inputs
     }
     return fmt::format(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" role=\"img\" viewBox=\"0 0 {0:.0f} {1:.0f}\" width=\"{0:.0f}\" height=\"{1:.0f}\" data-times=\"{2}\" font-family=\"Inter, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif\">\n"
@@ -219,7 +219,7 @@ class FoldedWriter {
     if (!label.empty()) add("<text class=\"small\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text>\n", from.middle() + 10, (from.y + from.height + to.y) / 2 + 4, escape_xml(label));
   }
 
-  // ---- forward on the left, downwards; backward on the right, upwards; what is kept from the one for the other between them ----
+  // ---- forward on the left, downwards; backward on the right, upwards; saved tensors between them ----
 
   void overview(const std::vector<Fold>& parts, std::size_t forwards) {
     const std::size_t backwards = parts.size() - forwards, rows = std::max(forwards, backwards);
@@ -270,7 +270,7 @@ class FoldedWriter {
       if (text.empty()) continue;
       if (i < forwards) {
         Placed to = places[i + 1];
-        if (parts[i + 1].count > 1) to.y -= 10;  // the cards behind a box stand out above it
+        if (parts[i + 1].count > 1) to.y -= 10;  // the stacked cards of a box extend above it
         down(places[i], to, text);
       } else {  // upwards
         add("<path class=\"flow\" marker-end=\"url(#{6})\" d=\"M{0:.1f} {1:.1f}L{0:.1f} {2:.1f}\"/><text class=\"small\" x=\"{3:.1f}\" y=\"{4:.1f}\">{5}</text>\n", places[i].middle(), places[i].y - (parts[i].count > 1 ? 10 : 0), places[i + 1].y + places[i + 1].height + 3, places[i].middle() + 10,
@@ -323,7 +323,7 @@ class FoldedWriter {
     }
   }
 
-  // ---- layers from above to below, in as many columns as fill a screen best ----
+  // ---- layers from top to bottom, in the number of columns that fills a screen best ----
 
   void layers(const std::vector<Fold>& parts) {
     const std::size_t count = parts.size();
@@ -337,7 +337,8 @@ class FoldedWriter {
         if (maker == kOutside || maker < begin || maker >= end || owner[maker - begin] == i) return;
         arrows.emplace(owner[maker - begin], i);
       });
-    for (const auto& [from, to] : arrows) layer[to] = std::max(layer[to], layer[from] + 1);  // by `from`, in order: all before it are done
+    // Sorted by `from`: all earlier layers are final.
+    for (const auto& [from, to] : arrows) layer[to] = std::max(layer[to], layer[from] + 1);
     for (std::size_t pass = 0; pass < count; ++pass) {
       bool changed = false;
       for (const auto& [from, to] : arrows)
@@ -360,7 +361,7 @@ class FoldedWriter {
       for (const std::size_t part : row) height = std::max(height, height_of(parts[part]));
       return height + kBetween;
     };
-    // The number of columns at which the picture is largest on a screen.
+    // The number of columns that maximizes the scale of the picture on a screen.
     std::vector<std::size_t> column_of(rows.size(), 0);
     double best = 0;
     for (std::size_t columns = 1; columns <= std::min<std::size_t>(rows.size(), 8); ++columns) {
@@ -393,7 +394,7 @@ class FoldedWriter {
         left += column_widths_[column_of[r - 1]] + 60;
         y = kHead;
       }
-      // Each near what it uses.
+      // Places each box near its operands.
       std::stable_sort(rows[r].begin(), rows[r].end(), [&](std::size_t a, std::size_t b) { return pull(a, arrows, places) < pull(b, arrows, places); });
       double x = left + (column_widths_[column_of[r]] - width_of_row(rows[r])) / 2;
       for (const std::size_t part : rows[r]) {
@@ -435,7 +436,7 @@ std::string summary_of(const Graph& graph, const DrawOptions& options) {
   return text;
 }
 
-// A page: a picture for the whole and for each part that holds others.
+// A page with a picture for the whole graph and for each part that contains others.
 class FoldedPage {
  public:
   FoldedPage(const Graph& graph, const DrawOptions& options) : options_(options), stretches_(graph, options), whole_(fold_graph(graph)) { number(whole_); }
@@ -460,7 +461,7 @@ class FoldedPage {
     }
   }
 
-  // The whole comes last: a part that is the target of the address hides it, without a script.
+  // The whole graph comes last, so that CSS alone can hide it when a part is the target of the address.
   void view(const std::vector<Fold>& parts, const std::string& id, const std::string& heading, const std::string& sub, const std::vector<std::pair<std::string, std::string>>& path, std::size_t times, std::string& views) {
     auto deeper = path;
     deeper.emplace_back(id, heading);

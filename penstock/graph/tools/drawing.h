@@ -1,4 +1,4 @@
-// What both pictures of a graph show: boxes and the arrows between them.
+// The boxes and arrows that the DOT and the SVG picture of a graph show.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 namespace penstock::graph {
 
-struct Drawing {
-  Drawing(const Graph& graph, const DrawOptions& options);
+struct GraphDrawing {
+  GraphDrawing(const Graph& graph, const DrawOptions& options);
 
   enum class Kind : std::uint8_t { Input, Constant, Forward, Backward, Output };
   struct Box {
@@ -23,11 +23,11 @@ struct Drawing {
   struct Arrow {
     std::size_t from = 0, to = 0;
   };
-  std::vector<Box> boxes;      // those that an arrow comes from stand before those it goes to
+  std::vector<Box> boxes;      // sorted: an arrow always leads to a later box
   std::vector<Arrow> arrows;
 };
 
-// The overview of a graph that has too many nodes to show each.
+// An overview of a graph with too many nodes to show each.
 std::string draw_folded_svg(const Graph& graph, const DrawOptions& options);
 
 }  // namespace penstock::graph

@@ -7,7 +7,7 @@
 
 #include <mutex>
 
-namespace penstock::pipeline {
+namespace penstock {
 
 KeptBuffers::KeptBuffers(const StageModule& module, bool values) {
   const at::NoGradGuard no_grad;
@@ -29,7 +29,8 @@ KeptBuffers::~KeptBuffers() {
     }
     if (!buffer.copy.defined()) continue;
     if (buffer.tensor.sizes() != buffer.copy.sizes() || !buffer.tensor.is_alias_of(buffer.before)) buffer.tensor.set_data(buffer.before);
-    // Through a handle with a version counter of its own: graphs that have saved the buffer are none the wiser.
+    // Through a handle with a version counter of its own, so that graphs that have saved the buffer see no
+    // change.
     buffer.tensor.variable_data().copy_(buffer.copy);
   }
 }
@@ -52,4 +53,4 @@ KeptGenerators::~KeptGenerators() {
   }
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

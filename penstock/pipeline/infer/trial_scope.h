@@ -1,7 +1,7 @@
-// What a trial run of a stage must not leave behind, put back when it ends.
+// Restores the state that a trial run of a stage must not change, when the trial ends.
 //
-// One scope lasts from the trial forward to the end of the trial backward: what autograd has saved of a buffer must still be what it was.
-// Scopes of several stages of a rank end in reverse order.
+// One scope lasts from the trial forward to the end of the trial backward: a buffer that autograd has saved
+// must not change in between. Scopes of several stages of a rank end in reverse order.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -13,10 +13,10 @@
 
 #include "penstock/stage.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
-// Buffers: values, geometry and place in autograd. A run on fake tensors writes no values, but what it computes may become part of a
-// buffer's history.
+// Restores buffers: values, geometry and autograd history. A run on fake tensors writes no values, but what
+// it computes may become part of a buffer's history.
 class KeptBuffers {
  public:
   KeptBuffers(const StageModule& module, bool values);
@@ -33,7 +33,7 @@ class KeptBuffers {
   std::vector<Buffer> buffers_;
 };
 
-// The default generators of the CPU and of the stage's device.
+// Restores the default generators of the CPU and of the stage's device.
 class KeptGenerators {
  public:
   explicit KeptGenerators(at::Device device);
@@ -46,4 +46,4 @@ class KeptGenerators {
   std::vector<std::pair<at::Generator, at::Tensor>> states_;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

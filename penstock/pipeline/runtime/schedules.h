@@ -1,4 +1,4 @@
-// Pipeline schedules under the names that people know: thin faces of the one runtime (runtime.h).
+// Pipeline schedules under their common names: thin wrappers of the one runtime (runtime.h).
 //
 //   Schedule1F1B schedule(stage, 8, loss, {world});
 //   auto result = schedule.step(Tree::tuple({x}), {}, y);
@@ -7,7 +7,8 @@
 //   auto any = make_pipeline("ZBVZeroBubble", {first, last}, 8, loss, {world});
 //   auto own = pipeline_from_csv(text, {stage}, loss, {world});                         // a schedule of your own, compute-only or lowered
 //
-// The stages given are those of this rank; how many ranks and stages per rank there are follows from the options and the stages' count.
+// The stages given are those of this rank; the number of ranks and of stages per rank follows from the
+// options and the number of stages.
 #pragma once
 
 #include <string_view>
@@ -18,7 +19,8 @@
 
 namespace penstock {
 
-// The schedule of this kind for the pipeline that these stages are part of. Throws ValueError for shapes that the kind does not have.
+// Returns the schedule of this kind for the pipeline that these stages are part of. Throws ValueError for
+// shapes that the kind does not support.
 schedule::Schedule schedule_for(schedule::ScheduleKind kind, const std::vector<PipelineStage>& stages, int n_microbatches, const PipelineOptions& options);
 
 template <schedule::ScheduleKind kind>
@@ -42,9 +44,9 @@ using ScheduleVHalf = PipelineSchedule<schedule::ScheduleKind::VHalf>;
 using ScheduleVMin = PipelineSchedule<schedule::ScheduleKind::VMin>;
 using ScheduleDualPipe = PipelineSchedule<schedule::ScheduleKind::DualPipe>;
 
-// By name, any case; see resolve_schedule_name.
+// By name, case-insensitive; see resolve_schedule_name.
 PipelineRuntime make_pipeline(std::string_view schedule_name, const std::vector<PipelineStage>& stages, int n_microbatches, PipelineLoss loss, const PipelineOptions& options);
-// From the text form of a schedule. Throws ConfigError for text that is none.
+// From the text form of a schedule. Throws ConfigError for malformed text.
 PipelineRuntime pipeline_from_csv(std::string_view csv, const std::vector<PipelineStage>& stages, PipelineLoss loss, const PipelineOptions& options);
 
 }  // namespace penstock

@@ -1,4 +1,4 @@
-// What a step of a pipeline returns.
+// The result of a pipeline step.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +11,8 @@
 namespace penstock {
 
 struct StepResult {
-  // On ranks with a last stage: the results of the microbatches joined, and their losses in order. Without graphs.
+  // On ranks with a last stage: the merged results of the microbatches, and their losses in order. Without
+  // graphs.
   std::optional<Tree> output;
   std::vector<at::Tensor> losses;
 };

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {
@@ -28,10 +29,10 @@ void check_pipe_info(const PipeInfo& info, const schedule::Schedule& schedule, b
   const int parts = schedule.stages().chains().front().stages;
   if (info.stages != parts)
     refuse("stages", fmt::format("{} in the schedule", parts), fmt::format("{}, as the model was cut", info.stages), "generate the schedule for the number of stages of the model, or cut the model again");
-  if (info.has_loss_and_backward && !has_loss) refuse("loss", "none", "one, for the model was cut for training", "give the pipeline its loss");
+  if (info.has_loss_and_backward && !has_loss) refuse("loss", "none", "one, because the model was cut for training", "pass a loss to the pipeline");
   if (info.has_loss_and_backward && !has_backward(schedule))
-    refuse("schedule", "forwards alone", "one with backwards, for the model was cut for training", "use a training schedule; evaluation is eval() of the same pipeline");
-  if (!info.has_loss_and_backward && has_loss) refuse("loss", "one", "none, for the model was cut without loss and backward", "cut the model for training, or give no loss and call eval()");
+    refuse("schedule", "only forwards", "one with backwards, because the model was cut for training", "use a training schedule; evaluation is eval() of the same pipeline");
+  if (!info.has_loss_and_backward && has_loss) refuse("loss", "one", "none, because the model was cut without loss and backward", "cut the model for training, or pass no loss and call eval()");
 }
 
 }  // namespace penstock

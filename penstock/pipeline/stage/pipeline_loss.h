@@ -1,4 +1,4 @@
-// The loss of one microbatch: a function of what the last stage returned and of the target.
+// The loss of one microbatch: a function of the last stage's result and the target.
 //
 //   PipelineLoss mean([](at::Tensor output, at::Tensor target) { return torch::mse_loss(output, target); });
 //   PipelineLoss two([](const Tree& output, const Tree& target) { return loss_of(output[0].tensor(), output[1].tensor(), target["y"].tensor()); });
@@ -14,7 +14,7 @@ namespace penstock {
 
 class PipelineLoss {
  public:
-  PipelineLoss() = default;  // none: the pipeline only runs forward
+  PipelineLoss() = default;  // no loss: the pipeline only runs forward
   template <class Callable>
     requires(!std::derived_from<std::decay_t<Callable>, PipelineLoss> && !std::is_null_pointer_v<Callable>)
   PipelineLoss(Callable function) : function_(wrap(std::move(function))) {}

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/pipeline/contract/record_checks.h"
@@ -26,11 +27,11 @@ void harvest(MeshCache& meshes, const std::optional<std::vector<at::Tensor>>& te
   if (tensors) meshes.harvest(*tensors);
 }
 
-void check_examples(StageId stage, const StageMeta& meta) {
+void check_examples(int stage, const StageMeta& meta) {
   const auto check = [&](StageSide side, const std::optional<TensorMetas>& tensors, const std::optional<OptionalTensorMetas>& gradients) {
     if (gradients && !tensors)
-      throw ValueError(describe(fmt::format("examples of stage {}", stage.value()), side == StageSide::Input ? "input_grads alone" : "output_grads alone",
-                                "gradients together with their tensors", side == StageSide::Input ? "give input_args too" : "give output_args too"));
+      throw ValueError(describe(fmt::format("examples of stage {}", stage), side == StageSide::Input ? "only input_grads" : "only output_grads",
+                                "gradients together with their tensors", side == StageSide::Input ? "pass input_args too" : "pass output_args too"));
     if (tensors && gradients) check_gradient_contract(stage, side, *tensors, *gradients);
   };
   check(StageSide::Input, meta.inputs, meta.input_grads);
@@ -50,7 +51,7 @@ PipelineStage::PipelineStage(StageModule module, int index, int count, at::Devic
   meta.outputs = metas_of(given.output_args);
   meta.input_grads = optional_metas_of(given.input_grads);
   meta.output_grads = optional_metas_of(given.output_grads);
-  check_examples(StageId{index}, meta);
+  check_examples(index, meta);
   for (const auto* tensors : {&given.input_args, &given.output_args, &given.input_grads, &given.output_grads}) harvest(state_->meshes, *tensors);
   state_->meshes.harvest(state_->module.parameters());
 }
@@ -78,8 +79,8 @@ std::string to_text(const PipelineStage& stage) {
 
 std::vector<at::Tensor> stage_outputs(const Tree& result, int stage) {
   const auto refuse = [&](const std::string& what) {
-    throw PipeliningMetadataError(describe(fmt::format("output of stage {}", stage), what, "a tensor, or a tuple or list of tensors, for it is sent to the next stage",
-                                           "return tensors only, and give other values as keyword arguments on the rank that needs them"));
+    throw PipeliningMetadataError(describe(fmt::format("output of stage {}", stage), what, "a tensor, or a tuple or list of tensors, because it is sent to the next stage",
+                                           "return only tensors, and pass other values as keyword arguments on the rank that needs them"));
   };
   std::vector<at::Tensor> tensors;
   const auto add = [&](const Tree& entry, const std::string& place) {

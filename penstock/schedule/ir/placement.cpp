@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 
@@ -18,32 +19,32 @@ void check_counts(int ranks, int stages) {
 
 }  // namespace
 
-Placement parse_placement(std::string_view name) {
+StagePlacement parse_stage_placement(std::string_view name) {
   const std::string lower = to_lower(name);
-  if (lower == "loop") return Placement::Loop;
-  if (lower == "v") return Placement::V;
-  if (lower == "bidirectional") return Placement::Bidirectional;
+  if (lower == "loop") return StagePlacement::Loop;
+  if (lower == "v") return StagePlacement::V;
+  if (lower == "bidirectional") return StagePlacement::Bidirectional;
   throw ValueError(describe("stage placement", fmt::format("\"{}\"", name), "loop, v or bidirectional"));
 }
 
-std::string_view to_text(Placement placement) {
+std::string_view to_text(StagePlacement placement) {
   switch (placement) {
-    case Placement::Loop: return "loop";
-    case Placement::V: return "v";
-    case Placement::Bidirectional: return "bidirectional";
+    case StagePlacement::Loop: return "loop";
+    case StagePlacement::V: return "v";
+    case StagePlacement::Bidirectional: return "bidirectional";
   }
   PENSTOCK_INVARIANT(false, "every placement has a text");
 }
 
-std::vector<int> stage_to_rank(Placement placement, int ranks, int stages, PartialLeg partial) {
+std::vector<int> stage_to_rank(StagePlacement placement, int ranks, int stages, PartialLeg partial) {
   check_counts(ranks, stages);
   const bool uneven = stages % ranks != 0;
-  if (placement == Placement::V && uneven && partial == PartialLeg::Refuse) {
+  if (placement == StagePlacement::V && uneven && partial == PartialLeg::Refuse) {
     throw ValueError(describe(fmt::format("V placement over {} ranks", ranks),
                               fmt::format("{} stages", stages), fmt::format("a multiple of {}", ranks),
                               "change the stage count or allow a partial last leg"));
   }
-  if (placement == Placement::Bidirectional && stages != 2 * ranks) {
+  if (placement == StagePlacement::Bidirectional && stages != 2 * ranks) {
     throw ValueError(describe(fmt::format("bidirectional placement over {} ranks", ranks),
                               fmt::format("{} stages", stages), fmt::format("{} (two copies)", 2 * ranks)));
   }
@@ -51,13 +52,13 @@ std::vector<int> stage_to_rank(Placement placement, int ranks, int stages, Parti
   for (int stage = 0; stage < stages; ++stage) {
     const int leg = stage / ranks;
     const int step = stage % ranks;
-    const bool down = placement != Placement::Loop && leg % 2 == 1;
+    const bool down = placement != StagePlacement::Loop && leg % 2 == 1;
     map[static_cast<std::size_t>(stage)] = down ? ranks - 1 - step : step;
   }
   return map;
 }
 
-std::vector<std::vector<int>> rank_to_stages(Placement placement, int ranks, int stages, PartialLeg partial) {
+std::vector<std::vector<int>> rank_to_stages(StagePlacement placement, int ranks, int stages, PartialLeg partial) {
   const std::vector<int> map = stage_to_rank(placement, ranks, stages, partial);
   std::vector<std::vector<int>> result(static_cast<std::size_t>(ranks));
   for (int stage = 0; stage < stages; ++stage) {
@@ -101,9 +102,9 @@ StageMap::StageMap(int ranks, std::vector<int> stage_to_rank, std::vector<Chain>
   }
 }
 
-StageMap StageMap::make(Placement placement, int ranks, int stages, int microbatches) {
+StageMap StageMap::make(StagePlacement placement, int ranks, int stages, int microbatches) {
   std::vector<int> map = penstock::schedule::stage_to_rank(placement, ranks, stages);
-  if (placement != Placement::Bidirectional) return StageMap(ranks, std::move(map), microbatches);
+  if (placement != StagePlacement::Bidirectional) return StageMap(ranks, std::move(map), microbatches);
   if (microbatches % 2 != 0) {
     throw ValueError(describe("microbatches of a bidirectional schedule", fmt::format("{}", microbatches),
                               "an even number, half of them for each direction"));

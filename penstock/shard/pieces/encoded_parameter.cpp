@@ -9,7 +9,7 @@
 
 #include "penstock/shard/pieces/piece_copy.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/tensor_subclass.h"
 
 namespace penstock {

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/shard/pieces/piece_copy.h"
 

@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
@@ -41,23 +42,23 @@ void check_same_axes(const std::string& name, const DeviceMesh& data, const Devi
     const int at = position[static_cast<std::size_t>(axis)];
     const auto refuse = [&](int rank) {
       throw ValueError(describe(fmt::format("fully_shard: axis '{}' of the mesh of parameter '{}'", data.names()[static_cast<std::size_t>(axis)], name),
-                                fmt::format("ranks [{}] from rank {}, in {}", fmt::join(own.as_rank(Rank{rank}).rank_list(at), ", "), rank, own.to_string()),
-                                fmt::format("ranks [{}], as in the mesh of fully_shard, {}", fmt::join(data.as_rank(Rank{rank}).rank_list(axis), ", "), data.to_string()),
+                                fmt::format("ranks [{}] from rank {}, in {}", fmt::join(own.as_rank(rank).rank_list(at), ", "), rank, own.to_string()),
+                                fmt::format("ranks [{}], as in the mesh of fully_shard, {}", fmt::join(data.as_rank(rank).rank_list(axis), ", "), data.to_string()),
                                 "distribute the parameter and shard the module on one mesh and its slices"));
     };
     // Of one universe layouts tell for all ranks at once, so that all ranks decide alike.
     if (data.universe() == own.universe()) {
       if (!(data.layout().axis_layout(axis) == own.layout().axis_layout(at))) {
         const std::vector<int> ranks = own.ranks();
-        const auto differs = [&](int rank) { return data.as_rank(Rank{rank}).rank_list(axis) != own.as_rank(Rank{rank}).rank_list(at); };
+        const auto differs = [&](int rank) { return data.as_rank(rank).rank_list(axis) != own.as_rank(rank).rank_list(at); };
         const auto found = std::find_if(ranks.begin(), ranks.end(), differs);
-        refuse(found == ranks.end() ? data.this_rank().value() : *found);
+        refuse(found == ranks.end() ? data.this_rank() : *found);
       }
       continue;
     }
     for (const int rank : own.ranks()) {
       if (std::find(data.universe().begin(), data.universe().end(), rank) == data.universe().end()) continue;
-      if (data.as_rank(Rank{rank}).rank_list(axis) != own.as_rank(Rank{rank}).rank_list(at)) refuse(rank);
+      if (data.as_rank(rank).rank_list(axis) != own.as_rank(rank).rank_list(at)) refuse(rank);
     }
   }
 }
@@ -73,7 +74,7 @@ ShardMesh::ShardMesh(comm::MeshGroups mesh, std::vector<int> shard_axes, std::ve
   std::sort(shard_axes_.begin(), shard_axes_.end());
   std::sort(replicate_axes_.begin(), replicate_axes_.end());
   if (mesh_.coordinate().empty())
-    throw ValueError(describe("the mesh of fully_shard", fmt::format("{}, which does not hold rank {}", mesh_.mesh().to_string(), mesh_.mesh().this_rank().value()),
+    throw ValueError(describe("the mesh of fully_shard", fmt::format("{}, which does not hold rank {}", mesh_.mesh().to_string(), mesh_.mesh().this_rank()),
                               "a mesh that this rank is in", "call fully_shard on the ranks of the mesh alone"));
   for (const int axis : shard_axes_) {
     const auto at = static_cast<std::size_t>(axis);

@@ -17,7 +17,7 @@ at::Tensor cast(const at::Tensor& tensor, const std::optional<at::ScalarType>& d
 
 ForwardScope::ForwardScope(const torch::nn::Module& module) : state_(find_shard_state(module)) {
   if (!state_ || !state_->group()) return;
-  for (ParameterGroup* group : state_->groups()) {
+  for (ShardGroup* group : state_->groups()) {
     if (group->in_trial()) continue;
     group->context().before_use(*group);
     if (!at::GradMode::is_enabled()) continue;  // inside a backward it is enabled where a forward is run again
@@ -33,7 +33,7 @@ ForwardScope::ForwardScope(const torch::nn::Module& module) : state_(find_shard_
 
 ForwardScope::~ForwardScope() {
   if (!state_) return;
-  for (ParameterGroup* group : state_->groups())
+  for (ShardGroup* group : state_->groups())
     if (!group->in_trial()) group->context().after_forward(*group);
 }
 
@@ -49,7 +49,7 @@ at::Tensor ForwardScope::output(const at::Tensor& tensor) const {
 
 UnshardedScope::UnshardedScope(const torch::nn::Module& module) : state_(find_shard_state(module)) {
   if (!state_) throw StateError("UnshardedScope: the module was not given to fully_shard; give the one that was");
-  for (ParameterGroup* group : state_->all_groups()) {
+  for (ShardGroup* group : state_->all_groups()) {
     if (group->in_trial()) continue;
     group->context();
     group->begin_writes();
@@ -58,7 +58,7 @@ UnshardedScope::UnshardedScope(const torch::nn::Module& module) : state_(find_sh
 }
 
 UnshardedScope::~UnshardedScope() {
-  for (ParameterGroup* group : groups_) {
+  for (ShardGroup* group : groups_) {
     group->end_writes();
     group->reshard();
   }

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 #include "penstock/shard/state/group_parts.h"
@@ -41,7 +42,7 @@ void ensure_sharded(const std::vector<at::Tensor>& parameters) {
 void ensure_sharded(const at::Tensor& parameter) {
   const auto info = shard_of(parameter);
   if (!info) return;
-  if (info->state() != GroupState::Sharded) info->group->reshard();
+  if (info->state() != ShardGroupState::Sharded) info->group->reshard();
   info->group->before_shards_change();
 }
 
@@ -52,7 +53,7 @@ void adopt_new_objects(const torch::nn::Module& module) {
   const std::shared_ptr<ShardState> state = find_replaced_shard_state(module);
   if (!state) return;
   const auto table = module.named_parameters(/*recurse=*/true);
-  for (ParameterGroup* group : state->groups())
+  for (ShardGroup* group : state->groups())
     for (std::size_t i = 0; i < group->parameters().size(); ++i) {
       const ShardedParameter& p = group->parameters()[i];
       const at::Tensor* now = table.find(p.name);
@@ -80,8 +81,8 @@ void load_whole(const at::Tensor& parameter, const at::Tensor& whole) {
   detail::copy_part(whole, *info->parameter().placement.sharded, detail::dtensor_payload(info->parameter().sharded)->local());
 }
 
-void materialize_shards(torch::nn::Module& module, const ParameterGroup::ShardInitializer& fill, std::optional<at::Device> device) {
-  std::vector<ParameterGroup*> done;
+void materialize_shards(torch::nn::Module& module, const ShardGroup::ShardInitializer& fill, std::optional<at::Device> device) {
+  std::vector<ShardGroup*> done;
   for (const at::Tensor& parameter : module.parameters())
     if (const auto info = shard_of(parameter); info && std::find(done.begin(), done.end(), info->group) == done.end()) {
       done.push_back(info->group);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/shard/state/group_parts.h"
 #include "penstock/shard/state/parameter_group.h"
@@ -18,14 +19,14 @@ namespace penstock {
 using detail::item_size;
 using detail::Quiet;
 
-ShardTimes* ParameterGroup::times() const { return context_ ? &context_->times : nullptr; }
+ShardTimes* ShardGroup::times() const { return context_ ? &context_->times : nullptr; }
 
-void ParameterGroup::check_materialized() const {
+void ShardGroup::check_materialized() const {
   if (!materialized_)
     throw StateError(fmt::format("the parameters of '{}' are fake: they have no memory; call materialize_shards() before the first forward", name_));
 }
 
-void ParameterGroup::before_shards_change() {
+void ShardGroup::before_shards_change() {
   if (gather_) {
     end_gather(*gather_);
     gather_.reset();
@@ -35,7 +36,7 @@ void ParameterGroup::before_shards_change() {
   reads_.reset();
 }
 
-void ParameterGroup::fill_row(const at::Tensor& row) {
+void ShardGroup::fill_row(const at::Tensor& row) {
   if (flat_.device() != row.device()) reads_ = current_stream(row.device());
   const at::Tensor source = flat_.device() == row.device() ? flat_ : flat_.to(row.device(), /*non_blocking=*/true);
   const ShardedParameter& first = parameters_.front();
@@ -56,17 +57,17 @@ void ParameterGroup::fill_row(const at::Tensor& row) {
   }
 }
 
-void ParameterGroup::unshard() {
+void ShardGroup::unshard() {
   if (in_trial()) return;
   if (replaced_) adopt_replaced();
-  if (state_ == GroupState::Unsharded || gather_) return;
+  if (state_ == ShardGroupState::Unsharded || gather_) return;
   check_materialized();
   const Quiet quiet;
   Gather gather;
   if (context_ && !whole_is_flat_) gather.stream = context_->gather_stream(device_);
   // Every use of the stream begins after what the computing one has been given: so memory that it gave back is not read there any more.
   const SideStreamScope beside(gather.stream);
-  if (state_ == GroupState::ShardedPostForward) {
+  if (state_ == ShardGroupState::ShardedPostForward) {
     const int ranks = std::get<ReshardTo>(reshard_after_forward_).ranks;
     gather.from_slice = true;
     gather.sent = slice_;
@@ -92,7 +93,7 @@ void ParameterGroup::unshard() {
   gather_ = std::move(gather);
 }
 
-void ParameterGroup::allocate_whole() {
+void ShardGroup::allocate_whole() {
   if (whole_is_flat_) {
     // Not owned: the flat buffer lives as long as what looks at it.
     auto* keep = new at::Tensor(flat_);
@@ -103,12 +104,12 @@ void ParameterGroup::allocate_whole() {
   whole_->set_nbytes(static_cast<std::size_t>(whole_bytes_));
 }
 
-void ParameterGroup::free_whole() {
+void ShardGroup::free_whole() {
   whole_->set_data_ptr(at::DataPtr(nullptr, device_));
   whole_->set_nbytes(0);
 }
 
-void ParameterGroup::copy_out(const at::Tensor& received) {
+void ShardGroup::copy_out(const at::Tensor& received) {
   at::Tensor typed;  // mostly all parameters are of one dtype
   for (const ShardedParameter& p : parameters_) {
     if (!p.extension) {
@@ -129,7 +130,7 @@ void ParameterGroup::copy_out(const at::Tensor& received) {
 }
 
 // What follows on the computing stream sees what was received, and the memory of that is not given away before it has.
-void ParameterGroup::end_gather(Gather& gather) {
+void ShardGroup::end_gather(Gather& gather) {
   gather.work.wait();
   if (!gather.stream) return;
   const c10::Stream computing = current_stream(device_);
@@ -137,10 +138,10 @@ void ParameterGroup::end_gather(Gather& gather) {
   if (gather.received.defined()) gather.received.record_stream(computing);
 }
 
-void ParameterGroup::wait_for_unshard() {
+void ShardGroup::wait_for_unshard() {
   if (in_trial()) return;
   if (replaced_) adopt_replaced();
-  if (state_ == GroupState::Unsharded) return;
+  if (state_ == ShardGroupState::Unsharded) return;
   unshard();
   const Quiet quiet;
   Gather gather = std::move(*gather_);
@@ -165,15 +166,15 @@ void ParameterGroup::wait_for_unshard() {
   if (context_) context_->note_peak(gather.received.defined() ? static_cast<std::int64_t>(gather.received.nbytes()) : 0);
   slice_.reset();
   switch_all(true);
-  state_ = GroupState::Unsharded;
+  state_ = ShardGroupState::Unsharded;
 }
 
-void ParameterGroup::switch_all(bool to_unsharded) {
+void ShardGroup::switch_all(bool to_unsharded) {
   for (const ShardedParameter& p : parameters_)
     if (const at::Tensor parameter = p.parameter(); parameter.defined()) switch_data(parameter, to_unsharded ? p.unsharded : p.sharded);
 }
 
-void ParameterGroup::reshard() {
+void ShardGroup::reshard() {
   if (in_trial()) return;
   if (replaced_ && !writable_) adopt_replaced();
   if (gather_) {
@@ -182,21 +183,21 @@ void ParameterGroup::reshard() {
     end_gather(*gather_);
     gather_.reset();
   }
-  if (state_ == GroupState::ShardedPostForward) slice_.reset();
-  if (state_ == GroupState::Unsharded) {
+  if (state_ == ShardGroupState::ShardedPostForward) slice_.reset();
+  if (state_ == ShardGroupState::Unsharded) {
     if (writable_)
       throw StateError(fmt::format("reshard of '{}': its gathered parameters are being written; end the UnshardedScope first", name_));
     const Quiet quiet;
     switch_all(false);
     free_whole();
   }
-  state_ = GroupState::Sharded;
+  state_ = ShardGroupState::Sharded;
 }
 
-void ParameterGroup::reshard_after_forward() {
+void ShardGroup::reshard_after_forward() {
   if (in_trial()) return;
   if (replaced_ && !writable_) adopt_replaced();
-  if (state_ != GroupState::Unsharded || writable_) return;
+  if (state_ != ShardGroupState::Unsharded || writable_) return;
   if (const bool* free = std::get_if<bool>(&reshard_after_forward_)) {
     if (*free) reshard();
     return;
@@ -209,16 +210,16 @@ void ParameterGroup::reshard_after_forward() {
   slice_.copy_(all.narrow(0, bytes * (mesh_.shard_rank() % ranks), bytes));
   switch_all(false);
   free_whole();
-  state_ = GroupState::ShardedPostForward;
+  state_ = ShardGroupState::ShardedPostForward;
 }
 
-bool ParameterGroup::reshards_after_forward() const {
+bool ShardGroup::reshards_after_forward() const {
   if (held_) return false;
   const bool* free = std::get_if<bool>(&reshard_after_forward_);
   return free == nullptr || *free;
 }
 
-void ParameterGroup::set_reshard_after_forward(ReshardAfterForward value) {
+void ShardGroup::set_reshard_after_forward(ReshardAfterForward value) {
   if (const auto* to = std::get_if<ReshardTo>(&value)) {
     if (to->ranks < 1 || mesh_.shard_ranks() % to->ranks != 0)
       throw ValueError(describe(fmt::format("reshard_after_forward of '{}'", name_), fmt::format("{} ranks", to->ranks),

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/shard/state/group_parts.h"
@@ -17,7 +18,7 @@ namespace penstock {
 using detail::local_of;
 using detail::Quiet;
 
-at::Tensor ParameterGroup::local_gradient(const ShardedParameter& p, const at::Tensor& gradient) const {
+at::Tensor ShardGroup::local_gradient(const ShardedParameter& p, const at::Tensor& gradient) const {
   const at::Tensor detached = gradient.detach();
   if (!p.placement.original) {
     if (is_dtensor(detached))
@@ -47,7 +48,7 @@ at::Tensor ParameterGroup::local_gradient(const ShardedParameter& p, const at::T
   return terms == 1 ? local : local * terms;
 }
 
-void ParameterGroup::take(std::size_t slot, at::Tensor gradient) {
+void ShardGroup::take(std::size_t slot, at::Tensor gradient) {
   const Quiet quiet;
   context().note_backward();
   ShardedParameter& p = parameters_[slot];
@@ -72,7 +73,7 @@ void ParameterGroup::take(std::size_t slot, at::Tensor gradient) {
   if (complete) post_backward();
 }
 
-void ParameterGroup::post_backward() {
+void ShardGroup::post_backward() {
   const Quiet quiet;
   for (ShardedParameter& p : parameters_) {
     p.arrived = false;
@@ -112,7 +113,7 @@ void ParameterGroup::post_backward() {
       }
 }
 
-void ParameterGroup::forget_gradients() {
+void ShardGroup::forget_gradients() {
   for (ShardedParameter& p : parameters_) {
     p.gradient.reset();
     p.gradient_owned = p.arrived = false;
@@ -120,11 +121,11 @@ void ParameterGroup::forget_gradients() {
   recorded_ = false;
 }
 
-bool ParameterGroup::has_arrivals() const {
+bool ShardGroup::has_arrivals() const {
   return std::any_of(parameters_.begin(), parameters_.end(), [](const ShardedParameter& p) { return p.arrived; });
 }
 
-bool ParameterGroup::has_trainable() const {
+bool ShardGroup::has_trainable() const {
   return std::any_of(parameters_.begin(), parameters_.end(), [](const ShardedParameter& p) {
     const at::Tensor parameter = p.parameter();
     return parameter.defined() && parameter.requires_grad();

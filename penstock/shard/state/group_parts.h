@@ -1,4 +1,4 @@
-// What the files of ParameterGroup share. Private to this folder.
+// Helpers shared by the files of ShardGroup. Private to this folder.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,13 +21,13 @@ struct Quiet {
 
 inline std::int64_t item_size(at::ScalarType dtype) { return static_cast<std::int64_t>(c10::elementSize(dtype)); }
 
-// This rank's part of a distributed tensor; a plain one as it is.
+// This rank's part of a distributed tensor; a plain tensor is returned unchanged.
 inline at::Tensor local_of(const at::Tensor& tensor) {
   const DTensorPayload* payload = dtensor_payload(tensor);
   return payload ? payload->local() : tensor;
 }
 
-// This rank's part of a whole tensor that it has, as the spec says, written into `local`.
+// Copies this rank's part of a whole tensor, according to the spec, into `local`.
 void copy_part(const at::Tensor& whole, const DTensorSpec& spec, const at::Tensor& local);
 
 }  // namespace penstock::detail

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
@@ -15,7 +16,7 @@
 
 namespace penstock {
 
-GroupReduction::GroupReduction(ParameterGroup& group)
+GroupReduction::GroupReduction(ShardGroup& group)
     : group_(&group), op_(group.gradient_divide_factor ? comm::ReduceOp::Sum : comm::ReduceOp::Avg), all_reduce_(group.flags.all_reduce) {
   stream_ = group.context().reduce_stream(group.device());
   auto& parameters = group.mutable_parameters();

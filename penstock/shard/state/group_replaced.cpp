@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/mesh/local_shard.h"
@@ -50,7 +51,7 @@ SpecPtr with_dtype(const SpecPtr& spec, at::ScalarType dtype) {
 
 }  // namespace
 
-void ParameterGroup::note_replaced(std::size_t slot, const at::Tensor& data) {
+void ShardGroup::note_replaced(std::size_t slot, const at::Tensor& data) {
   ShardedParameter& p = parameters_[slot];
   const bool is_cast = p.cast && p.cast->result._unsafe_get_target() == data.unsafeGetTensorImpl() && !data.is_inference() && p.cast->version == data._version();
   p.recast = is_cast ? std::optional(p.cast->dtype) : std::nullopt;
@@ -60,7 +61,7 @@ void ParameterGroup::note_replaced(std::size_t slot, const at::Tensor& data) {
   detail::count_replacements(1);
 }
 
-void ParameterGroup::note_cast(std::size_t slot, const at::Tensor& result, std::optional<at::ScalarType> dtype) {
+void ShardGroup::note_cast(std::size_t slot, const at::Tensor& result, std::optional<at::ScalarType> dtype) {
   ShardedParameter& p = parameters_[slot];
   // Otherwise a gathered parameter has the very values of its shard.
   const bool exact = p.dtype == p.compute_dtype && !p.extension;
@@ -68,12 +69,12 @@ void ParameterGroup::note_cast(std::size_t slot, const at::Tensor& result, std::
   p.cast = ShardedParameter::Cast{c10::weak_intrusive_ptr<c10::TensorImpl>(result.getIntrusivePtr()), static_cast<std::uint32_t>(result._version()), dtype.value_or(p.dtype)};
 }
 
-at::Tensor ParameterGroup::own_shard(const ShardedParameter& p) const {
+at::Tensor ShardGroup::own_shard(const ShardedParameter& p) const {
   const int rank = mesh_.shard_rank();
   return p.padded.narrow(0, 0, p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank));
 }
 
-bool ParameterGroup::holds_own_data(const ShardedParameter& p, const at::Tensor& tensor) const {
+bool ShardGroup::holds_own_data(const ShardedParameter& p, const at::Tensor& tensor) const {
   // A gathered parameter that stays encoded, or a handle of it: over the same rows.
   if (p.keeps_encoded && is_wrapper(tensor) && !is_dtensor(tensor) && !is_fake(tensor)) {
     const auto parts = payload_of(tensor)->inner_tensors();
@@ -87,7 +88,7 @@ bool ParameterGroup::holds_own_data(const ShardedParameter& p, const at::Tensor&
   return memory == whole_.get() && local.storage_offset() == p.whole.storage_offset() && local.sizes() == p.whole.sizes() && local.strides() == p.whole.strides();
 }
 
-void ParameterGroup::check_replacement(const ShardedParameter& p, const at::Tensor& tensor) const {
+void ShardGroup::check_replacement(const ShardedParameter& p, const at::Tensor& tensor) const {
   const std::string what = fmt::format("parameter '{}', which was given other data (set_data, Module::to) after fully_shard", p.name);
   const detail::DTensorPayload* payload = detail::dtensor_payload(tensor);
   const at::Tensor local = detail::local_of(tensor);
@@ -100,7 +101,7 @@ void ParameterGroup::check_replacement(const ShardedParameter& p, const at::Tens
     throw ValueError(describe(what, fmt::format("data on {}", local.device().str()), fmt::format("on {}", device_.str()), "move the module before fully_shard"));
   if (payload && !lies_as(*payload, *p.placement.sharded) && !(p.placement.original && lies_as(*payload, *p.placement.original)))
     throw ValueError(describe(what, describe_dtensor(tensor), p.to_string() + ", as it was sharded", "distribute the value with the same placements on the same mesh, or give it whole"));
-  if (local.storage().unsafeGetStorageImpl() == whole_.get() && state_ != GroupState::Unsharded)
+  if (local.storage().unsafeGetStorageImpl() == whole_.get() && state_ != ShardGroupState::Unsharded)
     throw ValueError(describe(what, "a view of gathered memory that was freed", "a tensor with memory of its own", "clone() it"));
   if (writable_ && p.keeps_encoded)
     throw StateError(describe(what, "it is gathered in encoded form inside an UnshardedScope", "a parameter that may be written there", "call load_whole() outside of the scope"));
@@ -110,7 +111,7 @@ void ParameterGroup::check_replacement(const ShardedParameter& p, const at::Tens
                               writable_ ? "change the dtype outside of an UnshardedScope" : "reduce the gradients that are kept first (set_requires_all_reduce)"));
 }
 
-void ParameterGroup::adopt_replaced() {
+void ShardGroup::adopt_replaced() {
   if (!replaced_) return;
   const Quiet quiet;
   struct Value {
@@ -129,7 +130,7 @@ void ParameterGroup::adopt_replaced() {
       continue;
     }
     if (holds_own_data(p, parameter)) {
-      switch_data(parameter, state_ == GroupState::Unsharded ? p.unsharded : p.sharded);
+      switch_data(parameter, state_ == ShardGroupState::Unsharded ? p.unsharded : p.sharded);
       continue;
     }
     check_replacement(p, parameter);
@@ -179,7 +180,7 @@ void ParameterGroup::adopt_replaced() {
 }
 
 // New memory for all of it. What autograd saved of the gathered parameters looks at the old one, which is never filled again.
-void ParameterGroup::change_dtypes(const std::vector<std::pair<ShardedParameter*, at::ScalarType>>& dtypes) {
+void ShardGroup::change_dtypes(const std::vector<std::pair<ShardedParameter*, at::ScalarType>>& dtypes) {
   std::vector<at::Tensor> before;
   for (const ShardedParameter& p : parameters_) before.push_back(p.padded);
   const auto& precision = options_.mixed_precision.param_dtype;

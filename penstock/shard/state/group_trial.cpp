@@ -1,6 +1,7 @@
 // A group in a trial run: parameters of the gathered shape, without their values and without a gather.
 #include <ATen/ATen.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/shard/state/group_parts.h"
 #include "penstock/shard/state/parameter_group.h"
@@ -27,7 +28,7 @@ at::Tensor tensor_for_trial(const ShardedParameter& p, at::Device device, bool f
 
 }  // namespace
 
-void ParameterGroup::begin_trial(bool fake) {
+void ShardGroup::begin_trial(bool fake) {
   check_materialized();
   if (replaced_ && trials_.empty()) adopt_replaced();  // else the end of the trial would put the old data back
   const Quiet quiet;
@@ -50,7 +51,7 @@ void ParameterGroup::begin_trial(bool fake) {
   }
 }
 
-void ParameterGroup::end_trial() {
+void ShardGroup::end_trial() {
   PENSTOCK_INVARIANT(!trials_.empty(), "a trial ends once");
   const Quiet quiet;
   const std::vector<at::Tensor> ended = std::move(trials_.back());
@@ -59,7 +60,7 @@ void ParameterGroup::end_trial() {
     const ShardedParameter& p = parameters_[i];
     const at::Tensor parameter = p.parameter();
     if (!parameter.defined()) continue;
-    switch_data(parameter, !trials_.empty() ? trials_.back()[i] : state_ == GroupState::Unsharded ? p.unsharded : p.sharded);
+    switch_data(parameter, !trials_.empty() ? trials_.back()[i] : state_ == ShardGroupState::Unsharded ? p.unsharded : p.sharded);
   }
   if (!trials_.empty()) return;
   for (const void* memory : trial_memory_) detail::unregister_member(memory);

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
@@ -57,11 +58,11 @@ void check_kept(const ShardedParameter& p) {
 
 }  // namespace
 
-std::string_view to_text(GroupState state) {
+std::string_view to_text(ShardGroupState state) {
   switch (state) {
-    case GroupState::Sharded: return "Sharded";
-    case GroupState::ShardedPostForward: return "ShardedPostForward";
-    case GroupState::Unsharded: return "Unsharded";
+    case ShardGroupState::Sharded: return "Sharded";
+    case ShardGroupState::ShardedPostForward: return "ShardedPostForward";
+    case ShardGroupState::Unsharded: return "Unsharded";
   }
   return "?";
 }
@@ -77,7 +78,7 @@ std::string ShardedParameter::to_string() const {
 
 // ---- construction ----
 
-ParameterGroup::ParameterGroup(std::string name, ShardMesh mesh, ShardOptions options, std::vector<NamedParameter> parameters)
+ShardGroup::ShardGroup(std::string name, ShardMesh mesh, ShardOptions options, std::vector<ShardGroupParameter> parameters)
     : name_(std::move(name)), mesh_(std::move(mesh)), options_(std::move(options)) {
   const Quiet quiet;
   if (options_.reshard_after_forward) set_reshard_after_forward(*options_.reshard_after_forward);
@@ -86,7 +87,7 @@ ParameterGroup::ParameterGroup(std::string name, ShardMesh mesh, ShardOptions op
   device_ = parameters.front().tensor.device();
   if (!is_fake(parameters.front().tensor)) check_device("fully_shard", parameters.front().name, device_, mesh_);
   if (device_.is_cpu() && precision.param_dtype == at::kBFloat16) ensure_cpu_bfloat16();
-  for (const NamedParameter& named : parameters) {
+  for (const ShardGroupParameter& named : parameters) {
     const at::Tensor& tensor = named.tensor;
     if (tensor.device() != device_)
       throw ValueError(describe(fmt::format("fully_shard: the device of parameter '{}'", named.name), tensor.device().str(),
@@ -134,12 +135,12 @@ ParameterGroup::ParameterGroup(std::string name, ShardMesh mesh, ShardOptions op
   make_templates();
 }
 
-void ParameterGroup::allocate_shards() {
+void ShardGroup::allocate_shards() {
   const bool to_cpu = options_.offload.to_cpu;
   flat_ = at::zeros({flat_bytes_}, at::TensorOptions(at::kByte).device(to_cpu ? at::Device(at::kCPU) : device_).pinned_memory(to_cpu && options_.offload.pin_memory && device_.is_cuda()));
 }
 
-ParameterGroup::~ParameterGroup() {
+ShardGroup::~ShardGroup() {
   for (const ShardedParameter& p : parameters_) detail::unregister_member(p.handle._unsafe_get_target());
   if (flat_.defined()) detail::unregister_member(flat_.storage().unsafeGetStorageImpl());
   if (whole_) detail::unregister_member(whole_.get());
@@ -149,7 +150,7 @@ ParameterGroup::~ParameterGroup() {
   detail::unregister_derived(*this);
 }
 
-void ParameterGroup::plan_memory() {
+void ShardGroup::plan_memory() {
   const int ranks = mesh_.shard_ranks();
   std::int64_t widest = 1;
   bool casts = false, extends = false;
@@ -181,7 +182,7 @@ void ParameterGroup::plan_memory() {
   if (const auto* to = std::get_if<ReshardTo>(&reshard_after_forward_)) whole_bytes_ = round_up(whole_bytes_, to->ranks * kAlignment);
 }
 
-void ParameterGroup::make_templates() {
+void ShardGroup::make_templates() {
   const int rank = mesh_.shard_rank();
   // Views need a storage of full size; memory comes with the first gather.
   whole_ = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<std::size_t>(whole_bytes_), at::DataPtr(nullptr, device_), nullptr,
@@ -229,7 +230,7 @@ void ParameterGroup::make_templates() {
   detail::register_member(whole_.get(), {this, -1});
 }
 
-void ParameterGroup::materialize(const ShardInitializer& fill, at::Device device) {
+void ShardGroup::materialize(const ShardInitializer& fill, at::Device device) {
   if (materialized_) return;
   check_device("materialize_shards", parameters_.front().name, device, mesh_);
   const Quiet quiet;
@@ -258,14 +259,14 @@ void ParameterGroup::materialize(const ShardInitializer& fill, at::Device device
 
 // ---- writes and loads ----
 
-void ParameterGroup::begin_writes() {
+void ShardGroup::begin_writes() {
   wait_for_unshard();
   writable_ = true;
 }
 
-void ParameterGroup::end_writes() {
+void ShardGroup::end_writes() {
   if (!writable_) throw StateError(fmt::format("end_writes of '{}': begin_writes was not called", name_));
-  PENSTOCK_INVARIANT(state_ == GroupState::Unsharded, "a group that is written is unsharded");
+  PENSTOCK_INVARIANT(state_ == ShardGroupState::Unsharded, "a group that is written is unsharded");
   const Quiet quiet;
   writable_ = false;
   if (whole_is_flat_) return;
@@ -275,9 +276,9 @@ void ParameterGroup::end_writes() {
       p.padded.narrow(0, 0, p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank)).copy_(piece_of(p.whole, p.layout(), rank));
 }
 
-void ParameterGroup::reset_sharded_parameter(std::size_t index) {
+void ShardGroup::reset_sharded_parameter(std::size_t index) {
   ShardedParameter& p = parameters_.at(index);
-  if (state_ != GroupState::Sharded)
+  if (state_ != ShardGroupState::Sharded)
     throw StateError(describe(fmt::format("reset_sharded_parameter of '{}'", p.name), std::string(to_text(state_)), "Sharded", "call reshard() before values are loaded"));
   if (!materialized_) return;
   const at::Tensor parameter = p.parameter();
@@ -295,12 +296,12 @@ void ParameterGroup::reset_sharded_parameter(std::size_t index) {
   switch_data(parameter, p.sharded);
 }
 
-void ParameterGroup::adopt_object(std::size_t index, const at::Tensor& object) {
+void ShardGroup::adopt_object(std::size_t index, const at::Tensor& object) {
   ShardedParameter& p = parameters_.at(index);
   const auto refuse = [&](const std::string& actual, const std::string& expected) {
     throw ValueError(describe(fmt::format("reset_sharded_parameters: the new tensor in the place of parameter {}", p.to_string()), actual, expected, "put a whole value of the parameter's shape there, or its shard"));
   };
-  if (state_ != GroupState::Sharded)
+  if (state_ != ShardGroupState::Sharded)
     throw StateError(describe(fmt::format("reset_sharded_parameters: '{}'", p.path), std::string(to_text(state_)), "Sharded", "call reshard() before values are loaded"));
   check_materialized();
   if (object.sizes() != p.sharded.sizes()) refuse(fmt::format("[{}]", fmt::join(object.sizes(), ", ")), fmt::format("[{}]", fmt::join(p.sharded.sizes(), ", ")));
@@ -330,7 +331,7 @@ void ParameterGroup::adopt_object(std::size_t index, const at::Tensor& object) {
 
 // ---- what others ask ----
 
-std::uint64_t ParameterGroup::fingerprint() const {
+std::uint64_t ShardGroup::fingerprint() const {
   std::uint64_t hash = 1469598103934665603ull;
   const auto add = [&](std::uint64_t value) { hash = (hash ^ value) * 1099511628211ull; };
   for (const ShardedParameter& p : parameters_) {
@@ -346,12 +347,12 @@ std::uint64_t ParameterGroup::fingerprint() const {
   return hash;
 }
 
-ShardContext& ParameterGroup::context() {
+ShardContext& ShardGroup::context() {
   if (!context_) ShardContext::prepare(*this);
   return *context_;
 }
 
-std::int64_t ParameterGroup::gathered_bytes() const {
+std::int64_t ShardGroup::gathered_bytes() const {
   std::int64_t bytes = slice_.defined() ? static_cast<std::int64_t>(slice_.nbytes()) : 0;
   if (whole_is_flat_) return bytes;
   if (whole_) bytes += static_cast<std::int64_t>(whole_->nbytes());
@@ -359,7 +360,7 @@ std::int64_t ParameterGroup::gathered_bytes() const {
   return bytes;
 }
 
-ParameterGroup::Memory ParameterGroup::memory() const {
+ShardGroup::Memory ShardGroup::memory() const {
   Memory memory{.shards = flat_.defined() ? static_cast<std::int64_t>(flat_.nbytes()) : 0, .gathered = gathered_bytes()};
   for (const ShardedParameter& p : parameters_)
     if (p.gradient.defined()) memory.gradients += static_cast<std::int64_t>(p.gradient.nbytes());

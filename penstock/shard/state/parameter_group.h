@@ -1,22 +1,26 @@
 // Parameters that are gathered and reduced together, in one collective each.
 //
-// States of a group, and so of each of its parameters (which stay the same tensor objects through all of them):
+// States of a group and of each of its parameters (which remain the same tensor objects in all states):
 //
-//   Sharded             the parameter is a distributed tensor; this rank holds its shard. Nothing else takes memory.
-//   Unsharded           the parameter is the whole tensor (or the tensor-parallel one it was), in the compute dtype.
-//   ShardedPostForward  as Sharded; beside it this rank keeps a slice of the gathered bytes, for a gather among fewer ranks.
+//   Sharded             the parameter is a distributed tensor; this rank holds its shard and nothing else.
+//   Unsharded           the parameter is the whole tensor (or the original tensor-parallel one), in the
+//   compute dtype.
+//   ShardedPostForward  like Sharded, but this rank also keeps a slice of the gathered bytes, for a gather
+//   among
+//                       fewer ranks.
 //
 //            unshard, wait_for_unshard                     reshard
 //   Sharded ---------------------------> Unsharded -------------------> Sharded
 //   ShardedPostForward ----------------> Unsharded -- reshard_after_forward(ReshardTo) --> ShardedPostForward
 //
-// Memory. The shards of a group lie in one flat buffer, each padded to the size of the first rank's; an all-gather sends that
-// buffer as it is unless dtypes are cast. The gathered parameters lie in one storage, which is filled and emptied, never replaced:
-// what autograd saved of them is valid again after the next gather. Who uses such a saved tensor triggers the gather (trigger.cpp).
+// Memory. The shards of a group are stored in one flat buffer, each padded to the size of the first rank's;
+// an all-gather sends that buffer directly unless dtypes are cast. The gathered parameters are stored in one
+// storage, which is filled and released but never replaced: tensors that autograd saved are valid again after
+// the next gather. Using such a saved tensor triggers the gather (trigger.cpp).
 //
-// Gradients come from autograd as whole tensors and are held here until they are reduced; `grad()` of a parameter is always its
-// sharded gradient.
-// Thread rule: one thread at a time; backward may run on another thread than forward.
+// Gradients come from autograd as whole tensors and are held here until they are reduced; `grad()` of a
+// parameter is always its sharded gradient.
+// Thread safety: one thread at a time; backward may run on a different thread than forward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,7 +36,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/comm/group/work.h"
+#include "penstock/group.h"
 #include "penstock/shard/pieces/buffer_pool.h"
 #include "penstock/shard/pieces/policies.h"
 #include "penstock/shard/pieces/shard_mesh.h"
@@ -45,48 +49,53 @@ class ShardContext;
 class ShardState;
 struct ShardTimes;
 
-enum class GroupState { Sharded, ShardedPostForward, Unsharded };
-std::string_view to_text(GroupState state);
+enum class ShardGroupState { Sharded, ShardedPostForward, Unsharded };
+std::string_view to_text(ShardGroupState state);
 
-// One parameter of a group. Tensors here are templates that share memory with the parameter.
+// One parameter of a group. The tensors here are templates that share memory with the parameter.
 struct ShardedParameter {
   std::string name;                   // in the module that was sharded
-  std::string path;                   // in the outermost module that was sharded around it
+  std::string path;                   // in the outermost sharded module that contains it
   c10::weak_intrusive_ptr<c10::TensorImpl> handle;
   ParameterPlacement placement;
   at::ScalarType dtype;               // of the shard
   at::ScalarType compute_dtype;       // of the gathered parameter
   std::shared_ptr<const AllGatherExtension> extension;
-  bool keeps_encoded = false;         // gathered in the form of the extension
+  bool keeps_encoded = false;         // stays in the encoding of the extension when gathered
 
-  std::int64_t shard_byte = 0;        // where its padded shard begins in the flat buffer
+  std::int64_t shard_byte = 0;        // offset of its padded shard in the flat buffer
   std::int64_t row_byte = 0, row_bytes = 0;  // its part of what a rank sends
-  std::int64_t whole_byte = 0;        // where it begins in the gathered storage
+  std::int64_t whole_byte = 0;        // offset in the gathered storage
 
   at::Tensor padded;                  // [padded_numel], a view of the flat buffer
   at::Tensor sharded;                 // distributed
-  at::Tensor whole;                   // plain, over the gathered storage; of a kept encoding: [ranks, row_bytes] bytes
-  at::Tensor unsharded;               // `whole`, or distributed as the parameter was, or what the extension makes of the bytes
+  // Plain, over the gathered storage; for a kept encoding: [ranks, row_bytes] bytes.
+  at::Tensor whole;
+  // `whole`, or distributed like the original parameter, or what the extension makes of the bytes.
+  at::Tensor unsharded;
 
-  at::Tensor gradient;                // whole, of the backwards since the last reduction
-  bool gradient_owned = false;        // made here, so it may be added to in place
-  bool arrived = false;               // in the backward that runs
-  bool replaced = false;              // set_data gave the parameter other data, which is not taken over yet
-  // The gathered parameter cast by `to`, where that rounds otherwise than a cast of the shard would: Module::to is about to set it.
+  at::Tensor gradient;                // whole, accumulated since the last reduction
+  bool gradient_owned = false;        // allocated here, so it may be accumulated into in place
+  bool arrived = false;               // in the current backward
+  bool replaced = false;              // set_data gave the parameter other data, which is not adopted yet
+  // The gathered parameter cast by `to`, if that rounds differently than a cast of the shard: Module::to is
+  // about to set it as the parameter's data.
   struct Cast {
     c10::weak_intrusive_ptr<c10::TensorImpl> result;
-    std::uint32_t version;            // of the result: who writes it means other values
-    at::ScalarType dtype;             // asked for; the shard's if none was
+    std::uint32_t version;            // of the result: a later write means that it holds other values
+    at::ScalarType dtype;             // requested; the shard's if none was
   };
   std::optional<Cast> cast;
-  std::optional<at::ScalarType> recast;  // what replaced it is such a cast: the shard takes this dtype and keeps its values
+  // The replacement is such a cast: the shard takes this dtype and keeps its values.
+  std::optional<at::ScalarType> recast;
 
-  at::Tensor parameter() const;       // undefined when the module is gone
+  at::Tensor parameter() const;       // undefined if the module no longer exists
   const ShardLayout& layout() const { return placement.layout; }
-  std::string to_string() const;      // "'blocks.0.weight' float32[12, 5] as [S(0)]", with the whole size, for errors
+  // "'blocks.0.weight' float32[12, 5] as [S(0)]", with the whole size, for errors.
+  std::string to_string() const;
 };
 
-struct NamedParameter {
+struct ShardGroupParameter {
   std::string name;
   at::Tensor tensor;
   Shard shard{0};
@@ -94,37 +103,38 @@ struct NamedParameter {
 
 // What backward does with gradients; all on by default.
 struct BackwardFlags {
-  bool reduce = true;                 // else gradients stay whole and are added up
-  bool all_reduce = true;             // over replicas (HSDP); else the reduced shards are added up on this rank
+  bool reduce = true;                 // otherwise gradients stay whole and are accumulated
+  // Over replicas (HSDP); otherwise the reduced shards are accumulated on this rank.
+  bool all_reduce = true;
   bool reshard = true;                // after backward
   bool last = true;                   // wait for reductions at the end of backward
 };
 
-class ParameterGroup final : public GradientSink {
+class ShardGroup final : public GradientSink {
  public:
-  // Shards the parameters where they stand. Fake ones get their layout and wait for materialize().
-  ParameterGroup(std::string name, ShardMesh mesh, ShardOptions options, std::vector<NamedParameter> parameters);
-  ~ParameterGroup() override;
-  ParameterGroup(const ParameterGroup&) = delete;
-  ParameterGroup& operator=(const ParameterGroup&) = delete;
+  // Shards the parameters in place. Fake ones get their layout and wait for materialize().
+  ShardGroup(std::string name, ShardMesh mesh, ShardOptions options, std::vector<ShardGroupParameter> parameters);
+  ~ShardGroup() override;
+  ShardGroup(const ShardGroup&) = delete;
+  ShardGroup& operator=(const ShardGroup&) = delete;
 
   const std::string& name() const { return name_; }
-  GroupState state() const { return state_; }
+  ShardGroupState state() const { return state_; }
   const std::vector<ShardedParameter>& parameters() const { return parameters_; }
   const ShardMesh& mesh() const { return mesh_; }
   const ShardOptions& options() const { return options_; }
 
-  // [collective over the shard axis] Starts the gather; nothing to do where it runs or has been done.
+  // [collective over the shard axis] Starts the gather; does nothing if it is running or done.
   void unshard();
-  // Ends it: parameters are whole afterwards. Starts it where nobody has.
+  // Waits for the gather, and starts it if necessary: the parameters are whole afterwards.
   void wait_for_unshard();
   bool unshard_pending() const { return gather_.has_value(); }
-  // Frees the gathered memory. Nothing to do in a sharded state. A gather that is on its way is waited for.
+  // Frees the gathered memory. Does nothing in a sharded state. Waits for a gather that is in progress.
   void reshard();
-  // As the options say: free, keep, or keep a slice.
+  // Frees, keeps, or keeps a slice, according to the options.
   void reshard_after_forward();
-  // [collective] What follows when all gradients of a backward are there: reshard, and reduce or keep. Called by backward itself;
-  // a pipeline calls it by hand.
+  // [collective] Called when all gradients of a backward have arrived: reshards, and reduces or keeps the
+  // gradients. Backward calls it itself; a pipeline calls it explicitly.
   void post_backward();
 
   BackwardFlags flags;
@@ -133,58 +143,65 @@ class ParameterGroup final : public GradientSink {
   bool reshards_after_forward() const;
   void set_reshard_after_forward(ReshardAfterForward value);
 
-  // While it is held forward does not free it: who holds it says when (the schedule of a pipeline).
+  // While held, the group is not freed by forward: the holder decides when (the schedule of a pipeline).
   void set_held(bool held) { held_ = held; }
-  // Gives up the gradients of backwards that are not reduced yet, and what is known of their uses.
+  // Discards gradients that are not reduced yet, and the record of which forwards used the group.
   void forget_gradients();
 
   // ---- trial runs (StepContext::trial) ----
-  // Until end_trial the parameters have the shape, dtype and placements of gathered ones but not their values: they are fake, or else zeros.
-  // Inputs are cast as in a real run; nothing is gathered, freed or reduced, and no gradient is taken. Trials nest.
+  // Until end_trial the parameters have the shape, dtype and placements of gathered ones but not their
+  // values: they are fake or zeros. Inputs are cast as in a real run; nothing is gathered, freed or reduced,
+  // and gradients are ignored. Trials can be nested.
   void begin_trial(bool fake);
   void end_trial();
   bool in_trial() const { return !trials_.empty(); }
 
-  // Writes into gathered parameters are kept (else they are refused): between, the group is Unsharded.
+  // Between the two calls the group is Unsharded and writes into gathered parameters are kept; otherwise they
+  // are rejected.
   void begin_writes();
-  void end_writes();  // takes this rank's part of what was written
+  void end_writes();  // copies this rank's part of the written values
   bool writable() const { return writable_; }
 
-  // After the shard of a parameter was replaced from outside (a load that set new data): takes it over. Nothing to do where the
-  // parameter still holds this group's memory.
+  // Adopts the shard of a parameter that was replaced from outside (a load that set new data). Does nothing
+  // if the parameter still holds this group's memory.
   void reset_sharded_parameter(std::size_t index);
-  // Makes another tensor object the parameter: it is sharded where it stands, with its own value. The old object is a parameter no more.
+  // Makes another tensor object the parameter: it is sharded in place, with its own value. The old object is
+  // no longer a parameter.
   void adopt_object(std::size_t index, const at::Tensor& object);
 
-  // Somebody calls set_data on a parameter (so does Module::to): the next use of it takes the data over.
+  // Called when someone calls set_data on a parameter (as Module::to does): the next use of it adopts the
+  // data.
   void note_replaced(std::size_t slot, const at::Tensor& data);
-  // `result` is what casting the gathered parameter gave. `dtype`: asked for.
+  // `result` is the gathered parameter after a cast. `dtype`: the requested one.
   void note_cast(std::size_t slot, const at::Tensor& result, std::optional<at::ScalarType> dtype);
   bool is_replaced(std::size_t slot) const { return parameters_[slot].replaced; }
-  // Takes over what set_data put in the place of parameters: whole values, equal on all ranks, or distributed ones that lie as the
-  // shard or as the parameter before fully_shard did. A dtype that changed is the parameter's from now on. The group is Sharded afterwards,
-  // unless it is being written. Throws ValueError for another shape, layout or device: such a parameter cannot be used.
+  // Adopts data that set_data put in the place of parameters: whole values, equal on all ranks, or
+  // distributed ones placed like the shard or like the parameter before fully_shard. A changed dtype becomes
+  // the parameter's dtype. The group is Sharded afterwards, unless it is being written. Throws ValueError for
+  // another shape, layout or device: such a parameter cannot be used.
   void adopt_replaced();
 
   bool materialized() const { return materialized_; }
-  // Memory for shards of fake parameters, then `fill(parameter, piece, box)` for each: no rank ever holds a whole parameter.
+  // Allocates shards of fake parameters, then calls `fill(parameter, piece, box)` for each: no rank ever
+  // holds a whole parameter.
   using ShardInitializer = std::function<void(const std::string& name, const at::Tensor& shard, const GlobalBox& box)>;
   void materialize(const ShardInitializer& fill, at::Device device);
 
-  // Bytes that the group takes now: shards, gathered parameters and buffers, whole gradients.
+  // The group's current bytes: shards, gathered parameters and buffers, whole gradients.
   struct Memory {
     std::int64_t shards = 0, gathered = 0, gradients = 0;
   };
   Memory memory() const;
   std::int64_t gathered_bytes() const;
 
-  // Before somebody writes shards: gives up a gather that was started ahead, as its values will be old, and waits until the device
-  // has read offloaded shards, which it does from CPU memory while the CPU continues.
+  // Called before shards are written: cancels a gather that was started ahead, because its values will be
+  // outdated, and waits until the device has read offloaded shards, which it does from CPU memory while the
+  // CPU continues.
   void before_shards_change();
 
   // ---- for the other parts of this folder ----
   void take(std::size_t slot, at::Tensor gradient) override;
-  // A forward that records gradients uses the group.
+  // Called when a forward that records gradients uses the group.
   void note_use() { recorded_ = true; }
   void forget_use() { recorded_ = false; }
   ShardContext& context();
@@ -198,12 +215,13 @@ class ParameterGroup final : public GradientSink {
   at::Device device() const { return device_; }
   std::vector<ShardedParameter>& mutable_parameters() { return parameters_; }
   bool has_trainable() const;
-  bool recorded() const { return recorded_; }  // whether one has, since the last backward ended
-  bool has_arrivals() const;  // gradients that post_backward has not seen
-  // Whether nobody has chosen what happens after forward; then the place of the module decides.
+  bool recorded() const { return recorded_; }  // since the last backward ended
+  bool has_arrivals() const;  // gradients that post_backward has not processed
+  // Whether the behaviour after forward was not chosen explicitly; it then depends on the position of the
+  // module.
   bool reshard_is_default() const { return reshard_is_default_; }
   void set_reshard_default(bool value) { reshard_after_forward_ = value; }
-  // Says what all ranks must have alike.
+  // A hash of everything that must be the same on all ranks.
   std::uint64_t fingerprint() const;
   std::vector<at::Tensor> partial_reductions;  // reduced over shards, not yet over replicas
 
@@ -212,7 +230,7 @@ class ParameterGroup final : public GradientSink {
     at::Tensor sent, received;  // bytes; received: [ranks, row bytes]
     comm::Work work;
     bool from_slice = false;
-    std::optional<c10::Stream> stream;  // that it was started on, if not the computing one
+    std::optional<c10::Stream> stream;  // it was started on, if not the compute stream
   };
 
   void plan_memory();
@@ -237,7 +255,7 @@ class ParameterGroup final : public GradientSink {
   ReshardAfterForward reshard_after_forward_ = true;
   bool reshard_is_default_ = true;
   std::vector<ShardedParameter> parameters_;
-  GroupState state_ = GroupState::Sharded;
+  ShardGroupState state_ = ShardGroupState::Sharded;
   at::Device device_ = at::kCPU;
 
   at::Tensor flat_;                     // bytes: every padded shard, by item size
@@ -247,13 +265,14 @@ class ParameterGroup final : public GradientSink {
   c10::intrusive_ptr<c10::StorageImpl> whole_;
   at::Tensor slice_;                    // of the gathered bytes, in ShardedPostForward
   std::optional<Gather> gather_;
-  // What the parameters are in a trial, one list for each that has begun.
+  // The parameters during trials, one list for each trial that has begun.
   std::vector<std::vector<at::Tensor>> trials_;
   std::vector<const void*> trial_memory_;  // registered as this group's until the last trial ends
-  std::vector<c10::intrusive_ptr<c10::StorageImpl>> retired_;  // gathered storages of earlier dtypes: graphs may still look at them
+  // Gathered storages of earlier dtypes, which autograd graphs may still refer to.
+  std::vector<c10::intrusive_ptr<c10::StorageImpl>> retired_;
   std::optional<c10::Stream> reads_;    // on which shards may still be read from CPU memory
   bool writable_ = false;
-  bool replaced_ = false;               // some parameter is
+  bool replaced_ = false;               // whether some parameter is replaced
   bool held_ = false;
   bool recorded_ = false;
   bool materialized_ = true;

@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/shard/state/registry.h"
 #include "penstock/shard/state/shard_context.h"
@@ -35,7 +36,7 @@ std::shared_ptr<ShardState> state_at(const torch::nn::Module& module) {
 bool holds_any(const torch::nn::Module& module, const ShardState& state) {
   std::unordered_set<const void*> own;
   for (const at::Tensor& parameter : module.parameters()) own.insert(parameter.unsafeGetTensorImpl());
-  for (const ParameterGroup* group : state.all_groups())
+  for (const ShardGroup* group : state.all_groups())
     for (const ShardedParameter& p : group->parameters())
       if (own.contains(p.handle._unsafe_get_target())) return true;
   return false;
@@ -44,7 +45,7 @@ bool holds_any(const torch::nn::Module& module, const ShardState& state) {
 // Parameters that share a group.
 struct Part {
   ShardMesh mesh;
-  std::vector<NamedParameter> parameters;
+  std::vector<ShardGroupParameter> parameters;
 };
 
 // The part that a parameter belongs to by what ShardOptions::shard_placement says of it.
@@ -67,7 +68,7 @@ std::shared_ptr<ShardState> find_replaced_shard_state(const torch::nn::Module& m
   const std::shared_ptr<ShardState> state = state_at(module);
   if (!state || holds_any(module, *state)) return state;
   const auto table = module.named_parameters(/*recurse=*/true);
-  for (const ParameterGroup* group : state->groups())
+  for (const ShardGroup* group : state->groups())
     for (const ShardedParameter& p : group->parameters())
       if (const at::Tensor* now = table.find(p.name); !now || now->sizes() != c10::IntArrayRef(p.placement.sharded->shape())) return nullptr;
   return state;
@@ -115,7 +116,7 @@ std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const Sh
     if (part.parameters.empty()) continue;
     std::string name = state->name_;
     if (&part != &parts.front()) name += fmt::format(" on {}", part.mesh.mesh().mesh().to_string());
-    state->groups_.push_back(std::make_unique<ParameterGroup>(std::move(name), std::move(part.mesh), options, std::move(part.parameters)));
+    state->groups_.push_back(std::make_unique<ShardGroup>(std::move(name), std::move(part.mesh), options, std::move(part.parameters)));
     state->groups_.back()->set_owner(state.get());
   }
   for (const auto& known : inside) {
@@ -155,14 +156,14 @@ bool ShardState::contains(const ShardState& other) const {
   return false;
 }
 
-std::vector<ParameterGroup*> ShardState::groups() const {
-  std::vector<ParameterGroup*> groups;
+std::vector<ShardGroup*> ShardState::groups() const {
+  std::vector<ShardGroup*> groups;
   for (const auto& group : groups_) groups.push_back(group.get());
   return groups;
 }
 
-std::vector<ParameterGroup*> ShardState::all_groups() const {
-  std::vector<ParameterGroup*> groups;
+std::vector<ShardGroup*> ShardState::all_groups() const {
+  std::vector<ShardGroup*> groups;
   for (const ShardState* state : subtree_)
     for (const auto& group : state->groups_) groups.push_back(group.get());
   return groups;
@@ -193,44 +194,44 @@ void ShardState::reshard() {
 }
 
 void ShardState::set_requires_gradient_sync(bool value, bool recurse) {
-  for_groups(recurse, [&](ParameterGroup& group) { group.flags.reduce = value; });
+  for_groups(recurse, [&](ShardGroup& group) { group.flags.reduce = value; });
 }
 void ShardState::set_requires_all_reduce(bool value, bool recurse) {
-  for_groups(recurse, [&](ParameterGroup& group) { group.flags.all_reduce = value; });
+  for_groups(recurse, [&](ShardGroup& group) { group.flags.all_reduce = value; });
 }
 void ShardState::set_reshard_after_backward(bool value, bool recurse) {
-  for_groups(recurse, [&](ParameterGroup& group) { group.flags.reshard = value; });
+  for_groups(recurse, [&](ShardGroup& group) { group.flags.reshard = value; });
 }
 void ShardState::set_reshard_after_forward(bool value, bool recurse) {
-  for_groups(recurse, [&](ParameterGroup& group) { group.set_reshard_after_forward(value); });
+  for_groups(recurse, [&](ShardGroup& group) { group.set_reshard_after_forward(value); });
 }
 void ShardState::set_is_last_backward(bool value) {
-  for_groups(true, [&](ParameterGroup& group) { group.flags.last = value; });
+  for_groups(true, [&](ShardGroup& group) { group.flags.last = value; });
 }
 void ShardState::set_gradient_divide_factor(double factor, bool recurse) {
   if (!(factor > 0)) throw ValueError(describe("set_gradient_divide_factor", fmt::format("{}", factor), "a number above 0"));
-  for_groups(recurse, [&](ParameterGroup& group) { group.gradient_divide_factor = factor; });
+  for_groups(recurse, [&](ShardGroup& group) { group.gradient_divide_factor = factor; });
 }
 
 void ShardState::post_backward() {
-  const std::vector<ParameterGroup*> groups = all_groups();
+  const std::vector<ShardGroup*> groups = all_groups();
   for (auto group = groups.rbegin(); group != groups.rend(); ++group) (*group)->post_backward();
 }
 
 void ShardState::final_callback() {
-  const std::vector<ParameterGroup*> groups = all_groups();
+  const std::vector<ShardGroup*> groups = all_groups();
   if (!groups.empty()) groups.front()->context().final_callback();
 }
 
 namespace {
 
-std::vector<ParameterGroup*> groups_of(const ShardState& self, ShardState& root, const std::vector<ShardState*>& states, const char* function) {
+std::vector<ShardGroup*> groups_of(const ShardState& self, ShardState& root, const std::vector<ShardState*>& states, const char* function) {
   if (!self.group()) throw StateError(fmt::format("{}: the module has no parameters of its own to gather", function));
-  std::vector<ParameterGroup*> groups;
+  std::vector<ShardGroup*> groups;
   for (ShardState* state : states) {
     if (!state || &state->root() != &root)
       throw ValueError(describe(function, state ? "a module under another root" : "a null state", "sharded modules under the same outermost module"));
-    for (ParameterGroup* group : state->groups()) groups.push_back(group);
+    for (ShardGroup* group : state->groups()) groups.push_back(group);
   }
   return groups;
 }
@@ -248,17 +249,17 @@ void ShardState::set_modules_to_backward_prefetch(const std::vector<ShardState*>
 }
 
 void ShardState::set_automatic_prefetch(bool value) {
-  const std::vector<ParameterGroup*> groups = root().all_groups();
+  const std::vector<ShardGroup*> groups = root().all_groups();
   if (!groups.empty()) groups.front()->context().prefetch = value;
 }
 
 ShardContext* ShardState::root_context() {
-  const std::vector<ParameterGroup*> groups = root().all_groups();
+  const std::vector<ShardGroup*> groups = root().all_groups();
   return groups.empty() || !groups.front()->has_context() ? nullptr : &groups.front()->context();
 }
 
 void ShardState::set_own_streams(bool value) {
-  const std::vector<ParameterGroup*> groups = root().all_groups();
+  const std::vector<ShardGroup*> groups = root().all_groups();
   if (!groups.empty()) groups.front()->context().own_streams = value;
 }
 

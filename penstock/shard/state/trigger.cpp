@@ -9,6 +9,7 @@
 #include <iterator>
 #include <string_view>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
@@ -17,7 +18,7 @@
 #include "penstock/shard/state/shard_context.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
 #include "penstock/torch/dispatch/gradient_sink.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock {
 namespace {
@@ -95,7 +96,7 @@ bool is_activation(const at::Tensor& tensor, const Uses& uses) {
 }
 
 [[noreturn]] void refuse_write(const Use& use, const OperatorTraits& traits) {
-  const ParameterGroup& group = *use.member.group;
+  const ShardGroup& group = *use.member.group;
   const std::string name = use.member.parameter >= 0 ? group.parameters()[static_cast<std::size_t>(use.member.parameter)].to_string() : fmt::format("a part of '{}'", group.name());
   throw StateError(describe(fmt::format("{}: it writes {}", traits.name, name), "a gathered parameter, of which only the shards would count", "a sharded one",
                             "call ensure_sharded(parameters) before an optimizer steps, or write inside an UnshardedScope"));
@@ -180,7 +181,7 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   else if (detail::replacements_pending())
     adopt_replacements(traits, *stack, base);
   if (role == Role::Sets)
-    if (const at::Tensor self = (*stack)[base].toTensor(); const ParameterGroup* group = detail::find_parameter(self).group)
+    if (const at::Tensor self = (*stack)[base].toTensor(); const ShardGroup* group = detail::find_parameter(self).group)
       if (group->materialized()) {
         // The memory of a parameter is its group's: as with set_data, the next use takes the values over.
         const at::Tensor source = (*stack)[base + 1].toTensor();
@@ -208,7 +209,7 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   const bool recording = at::GradMode::is_enabled();
   bool compute = !uses.empty() && (backward || recording || traits.pure_view);
   // Of several groups some are gathered: what is whole and what is a shard do not go together.
-  const auto gathered = [](const Use& use) { return use.member.group->state() == GroupState::Unsharded; };
+  const auto gathered = [](const Use& use) { return use.member.group->state() == ShardGroupState::Unsharded; };
   const bool some_gathered = std::any_of(uses.begin(), uses.end(), gathered);
   compute = compute || (some_gathered && !(derived.empty() && std::all_of(uses.begin(), uses.end(), gathered)));
   if (!compute)
@@ -221,7 +222,7 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   if (!compute) {
     for (const Use& use : uses) {
       if (!use.written) continue;
-      if (use.member.group->state() == GroupState::Unsharded && !use.member.group->writable()) refuse_write(use, traits);
+      if (use.member.group->state() == ShardGroupState::Unsharded && !use.member.group->writable()) refuse_write(use, traits);
       use.member.group->before_shards_change();
     }
     if (runs_on_shards(op, traits, stack, base)) {

@@ -8,6 +8,7 @@
 
 #include <memory>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/compat/version.h"
 
@@ -16,7 +17,7 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// Gives the gradient away and leaves the accumulator nothing to do.
+// Passes the gradient to the sink and an undefined one to the accumulator, which then does nothing.
 struct Taker final : torch::autograd::FunctionPreHook {
   Taker(torch::autograd::Node* node, GradientSink& sink, std::size_t slot) : node(node), sink(&sink), slot(slot) {}
 
@@ -24,7 +25,7 @@ struct Taker final : torch::autograd::FunctionPreHook {
     at::Tensor gradient = gradients.at(0);
     if (!gradient.defined()) return gradients;
 #if !PENSTOCK_TORCH_AT_LEAST(2, 0)
-    // Here the accumulator itself calls the hooks of its leaf, too late for us.
+    // In this version the accumulator itself calls the hooks of its leaf, which would be too late.
     gradient = torch::autograd::AccumulateGrad::callHooks(static_cast<torch::autograd::AccumulateGrad*>(node)->variable, gradient);
 #endif
     if (gradient.defined()) sink->take(slot, std::move(gradient));

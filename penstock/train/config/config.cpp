@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/train/config/config_fields.h"
 

@@ -1,6 +1,7 @@
 // Replaces config_file.cpp in builds without toml++.
 #include <fmt/format.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/train/config/config_fields.h"
 

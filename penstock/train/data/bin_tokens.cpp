@@ -9,8 +9,10 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/train/data/checksum.h"
+#include "penstock/base/checksum.h"
+#include "penstock/train/data/map_data_file.h"
 #include "penstock/train/data/token_bytes.h"
 
 namespace penstock::train {
@@ -68,7 +70,7 @@ bool BinTokens::has_magic(const std::filesystem::path& path) {
 }
 
 std::shared_ptr<const BinTokens> BinTokens::open(const std::filesystem::path& path, const BinTokensOptions& options) {
-  MappedFile file = MappedFile::open(path, "a token file");
+  MappedFile file = map_data_file(path, "a token file");
   const std::span<const std::uint8_t> bytes = file.bytes();
   return std::shared_ptr<const BinTokens>(new BinTokens(std::move(file), bytes, path.string(), options));
 }

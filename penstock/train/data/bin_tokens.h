@@ -22,7 +22,7 @@
 #include <span>
 #include <string>
 
-#include "penstock/train/data/mapped_file.h"
+#include "penstock/base/mapped_file.h"
 #include "penstock/train/data/token_source.h"
 
 namespace penstock::train {

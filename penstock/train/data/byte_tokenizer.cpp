@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::train::byte_tokenizer {

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/philox.h"  // plain integers: nothing of Torch in it
 #include "penstock/train/data/keyed_permutation.h"

@@ -14,9 +14,10 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/base/checksum.h"
 #include "penstock/base/text.h"
-#include "penstock/train/data/checksum.h"
 
 namespace penstock::train {
 

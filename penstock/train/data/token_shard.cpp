@@ -7,8 +7,10 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/train/data/checksum.h"
+#include "penstock/base/checksum.h"
+#include "penstock/train/data/map_data_file.h"
 #include "penstock/train/data/token_bytes.h"
 
 namespace penstock::train {
@@ -20,7 +22,7 @@ constexpr const char* kRemedy = "make the shards again with penstock data make";
 }  // namespace
 
 std::shared_ptr<const TokenShard> TokenShard::open(const std::filesystem::path& path) {
-  MappedFile file = MappedFile::open(path, "a token shard");
+  MappedFile file = map_data_file(path, "a token shard");
   const std::span<const std::uint8_t> bytes = file.bytes();
   return std::shared_ptr<const TokenShard>(new TokenShard(std::move(file), bytes, path.string()));
 }

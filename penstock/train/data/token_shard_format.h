@@ -17,8 +17,8 @@
 //
 // Document d consists of the tokens [end of d-1, end of d); no document is empty, and the last one ends at
 // the number of tokens. The key is the checksum of the document's path; it decides between training and
-// validation. Nothing follows the table: a file of another size is refused. The checksum is that of
-// checksum.h.
+// validation. Nothing follows the table: a file of another size is refused. All checksums are
+// checksum64() of penstock/base/checksum.h.
 #pragma once
 
 #include <cstddef>

@@ -15,7 +15,7 @@
 #include "penstock/checkpoint/tensors/world_meeting.h"
 #include "penstock/torch/tree/distributed_type.h"
 #include "penstock/fake.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/step_context.h"
 #include "penstock/train/job/stage_scope.h"
 

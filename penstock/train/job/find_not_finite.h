@@ -28,7 +28,7 @@
 #include <vector>
 
 #include "penstock/world.h"
-#include "penstock/optim/update/parameters.h"
+#include "penstock/optimizer.h"
 #include "penstock/mode.h"
 #include "penstock/train/job/layout.h"
 #include "penstock/train/job/model_stages.h"

@@ -31,7 +31,7 @@ std::set<ParameterGroup*> groups_of(const ModelStages& model) {
 }  // namespace
 
 void reset_gathered_peaks(const ModelStages& model) {
-  for (ParameterGroup* group : groups_of(model))
+  for (ShardGroup* group : groups_of(model))
     if (group->has_context()) group->context().reset_peak();
 }
 
@@ -51,8 +51,8 @@ HeldMemory held_memory(const ModelStages& model, const optim::Optimizer& optimiz
   if (tied.embed.defined() && tied.head.defined()) (shard_of(tied.head) ? reduced : held.gradients) += local_bytes(tied.head.grad());
   held.gradients += sync.buffer_bytes();
   std::map<ShardContext*, std::int64_t> by_context;  // gathered now
-  for (ParameterGroup* group : groups_of(model)) {
-    const ParameterGroup::Memory memory = group->memory();
+  for (ShardGroup* group : groups_of(model)) {
+    const ShardGroup::Memory memory = group->memory();
     held.parameters += memory.shards;
     held.gathered += memory.gathered;
     held.gradients += memory.gradients;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/world.h"

@@ -14,6 +14,7 @@
 #include <span>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/tensors/load.h"
@@ -22,12 +23,10 @@
 #include "penstock/comm/backend/backend.h"
 #include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/models/transformer/loss.h"
-#include "penstock/optim/update/adamw.h"
+#include "penstock/optimizer.h"
 #include "penstock/clip_gradients.h"
-#include "penstock/optim/update/gradients.h"
 #include "penstock/loss_scaler.h"
 #include "penstock/lr_schedule.h"
-#include "penstock/optim/update/sgd.h"
 #include "penstock/mode.h"
 #include "penstock/train/report/elapsed.h"
 #include "penstock/train/job/find_not_finite.h"
@@ -117,7 +116,7 @@ struct TrainingJob::Impl {
     if (static_cast<std::int64_t>(data.training->dataset().vocabulary()) > config.model.vocabulary)
       throw ConfigError(describe("model.vocabulary", std::to_string(config.model.vocabulary), fmt::format("at least the {} of the data", data.training->dataset().vocabulary()), "raise it, or use other data"));
     if (config.layout.pp > 1) step_groups.push_back(layout.mesh().group("pp"));
-    last_stage_here = schedule.stages().rank_of(StageId{schedule.stages().stages() - 1}) == layout.pp();
+    last_stage_here = schedule.stages().rank_of(schedule.stages().stages() - 1) == layout.pp();
     prefetch(0);
   }
 

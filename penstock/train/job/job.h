@@ -24,7 +24,7 @@
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/checkpoint.h"
 #include "penstock/world.h"
-#include "penstock/optim/update/parameters.h"
+#include "penstock/optimizer.h"
 #include "penstock/pipeline.h"
 #include "penstock/train_config.h"
 #include "penstock/train/job/held_memory.h"

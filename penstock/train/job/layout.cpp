@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/device_mesh.h"
 
@@ -14,7 +15,7 @@ DeviceMesh mesh_of(const comm::World& world, const LayoutConfig& config) {
   if (needed != world.size())
     throw ConfigError(describe("ranks", std::to_string(world.size()), fmt::format("pp * dp * tp = {} * {} * {} = {}", config.pp, config.dp, config.tp, needed),
                                "start that many ranks, or change the layout"));
-  return init_device_mesh("cpu", {config.pp, config.dp / config.shard, config.shard, config.tp}, {"pp", "replicas", "shard", "tp"}, Rank{world.rank()}, world.size());
+  return init_device_mesh("cpu", {config.pp, config.dp / config.shard, config.shard, config.tp}, {"pp", "replicas", "shard", "tp"}, world.rank(), world.size());
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <sstream>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/models/transformer/initialize.h"
 #include "penstock/models/transformer/parallel_plan.h"
@@ -134,7 +135,7 @@ void ModelStages::tie(const RankLayout& layout, const schedule::StageMap& map) {
     // Two sharded stages gather, free and reduce their own parameters: each has its own shard.
   }
   if (last) tied_.head = (*last)->head_weight();
-  const int first_rank = map.rank_of(StageId{0}), last_rank = map.rank_of(StageId{map.stages() - 1});
+  const int first_rank = map.rank_of(0), last_rank = map.rank_of(map.stages() - 1);
   if (first_rank != last_rank && (first || last)) tied_.peer = first ? last_rank : first_rank;
 }
 

@@ -14,7 +14,7 @@
 
 #include "penstock/models/plan/stage_parts.h"
 #include "penstock/transformer.h"
-#include "penstock/optim/update/parameters.h"
+#include "penstock/optimizer.h"
 #include "penstock/stage.h"
 #include "penstock/schedule.h"
 #include "penstock/train_config.h"

@@ -14,6 +14,7 @@
 #include <string_view>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/checkpoint/files/folder.h"
@@ -42,8 +43,8 @@ bool keeps_order(const schedule::Schedule& schedule) {
     for (const schedule::Slot slot : row) {
       for (const schedule::Action& action : slot) {
         if (action.kind() != schedule::ActionKind::Backward && action.kind() != schedule::ActionKind::BackwardWeight) continue;
-        const int microbatch = action.microbatch()->value();
-        const auto [place, is_first] = last.try_emplace(action.stage().value(), microbatch);
+        const int microbatch = *action.microbatch();
+        const auto [place, is_first] = last.try_emplace(action.stage(), microbatch);
         if (!is_first && microbatch < place->second) return false;
         place->second = microbatch;
       }

@@ -13,6 +13,7 @@
 #include <iterator>
 #include <system_error>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
@@ -192,6 +193,8 @@ void write_run_config(const fs::path& folder, const ResolvedConfig& resolved) {
     }
     fs::rename(draft, path);
     checkpoint::sync_folder(folder);
+  } catch (const ConfigError&) {
+    throw;
   } catch (const std::runtime_error& error) {  // from the file system or from writing
     std::error_code ignored;                  // the error below is reported instead
     fs::remove(draft, ignored);

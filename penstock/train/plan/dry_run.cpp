@@ -8,6 +8,7 @@
 #include <sstream>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
@@ -16,7 +17,7 @@
 #include "penstock/comm/launch/launcher.h"
 #include "penstock/world.h"
 #include "penstock/models/plan/options.h"
-#include "penstock/plan/draw/draw_grid.h"
+#include "penstock/draw.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/model_stages.h"

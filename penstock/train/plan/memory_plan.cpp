@@ -50,10 +50,10 @@ class GatheredPeaks {
       for (const schedule::Action& action : slot) {
         if (action.kind() == schedule::ActionKind::Unshard) {
           driven = true;
-          now += whole(action.stage().value());
-          peak = std::max(peak, now + largest(action.stage().value()));
+          now += whole(action.stage());
+          peak = std::max(peak, now + largest(action.stage()));
         } else if (action.kind() == schedule::ActionKind::Reshard) {
-          now -= whole(action.stage().value());
+          now -= whole(action.stage());
         }
       }
     if (driven) return peak;
@@ -100,7 +100,7 @@ std::vector<RankMemory> plan_memory(const TrainConfig& config, const schedule::S
     const Sizes size = sizes_of(parameter, config.layout);
     std::vector<int> ranks;
     for (const int stage : stages_of.of(parameter.name)) {
-      ranks.push_back(map.rank_of(StageId{stage}));
+      ranks.push_back(map.rank_of(stage));
       gathered.add(stage, group_of(parameter.name), size.whole);
     }
     // Both uses of a tied weight accumulate their own gradient, even if they share memory; a sharded weight
@@ -121,7 +121,7 @@ std::vector<RankMemory> plan_memory(const TrainConfig& config, const schedule::S
     }
   }
   if (sharded) {
-    const schedule::Schedule lowered = pipeline::executable(schedule, /*unshard=*/true);
+    const schedule::Schedule lowered = executable(schedule, /*unshard=*/true);
     for (int rank = 0; rank < map.ranks(); ++rank) memory[static_cast<std::size_t>(rank)].gathered = gathered.of(lowered.row(rank), map.stages_of(rank));
   }
   for (std::size_t rank = 0; rank < memory.size(); ++rank) {

@@ -11,6 +11,7 @@
 #include <system_error>
 #include <variant>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/train/config/config_fields.h"
 

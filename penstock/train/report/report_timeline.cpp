@@ -11,13 +11,14 @@
 
 #include "penstock/base/markup.h"
 #include "penstock/draw.h"
+#include "penstock/plan/draw/drawing.h"
 
 namespace penstock::train {
 
 namespace {
 
-using pipeline::ActionComparison;
-using pipeline::TraceEvent;
+using ActionComparison;
+using TraceEvent;
 using schedule::Action;
 using schedule::ActionKind;
 
@@ -124,15 +125,15 @@ class TimelineWriter {
     const double x = kTimelineLeft + begin * scale_;
     const double drawn = std::max(width - (width > 4 ? 1 : 0.3), 0.3);
     const Action& first = actions.front();
-    print("<g class=\"cell{}\" data-m=\"{}\" data-tip=\"{}\">", measured ? "" : " simulated", first.has_microbatch() ? first.microbatch()->value() : -1, escape_xml(tip));
+    print("<g class=\"cell{}\" data-m=\"{}\" data-tip=\"{}\">", measured ? "" : " simulated", first.has_microbatch() ? *first.microbatch() : -1, escape_xml(tip));
     const double each = height / static_cast<double>(actions.size());
     for (std::size_t i = 0; i < actions.size(); ++i) {
       const Action& action = actions[i];
       kinds_.insert(action.kind());
-      const std::string fill = plan::fill_colour(action.kind(), chunk_.at(static_cast<std::size_t>(action.stage().value())), chunks_);
+      const std::string fill = plan::fill_colour(action.kind(), chunk_.at(static_cast<std::size_t>(action.stage())), chunks_);
       const double top = y + static_cast<double>(i) * each;
       print("<rect fill=\"{}\" x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{:.1f}\" rx=\"{}\"/>", fill, x, top, drawn, each - (i + 1 < actions.size() ? 0.6 : 0), width > 8 ? 2 : 0);
-      const std::string number = action.has_microbatch() ? fmt::format("{}", action.microbatch()->value()) : "";
+      const std::string number = action.has_microbatch() ? fmt::format("{}", *action.microbatch()) : "";
       if (each >= 13 && drawn >= 7 * static_cast<double>(number.size()) + 3)
         print("<text class=\"number\" fill=\"{}\" x=\"{:.2f}\" y=\"{:.1f}\">{}</text>", plan::text_colour(fill), x + drawn / 2, top + each / 2 + 4, number);
     }

@@ -7,6 +7,7 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/files.h"
@@ -100,7 +101,7 @@ void add_notes(RunReport& run) {
 void load_traces(RunReport& run) {
   for (const TraceMetrics& trace : run.metrics.traces) {
     try {
-      TraceReport report = report_trace(pipeline::read_trace((run.folder / trace.path).string()));
+      TraceReport report = report_trace(read_trace((run.folder / trace.path).string()));
       report.step = trace.step;
       report.path = trace.path;
       run.traces.push_back(std::move(report));
@@ -141,16 +142,16 @@ std::vector<double> smoothed(const std::vector<double>& values, std::size_t span
   return out;
 }
 
-TraceReport report_trace(pipeline::StepTrace source) {
-  using Kind = pipeline::TraceEvent::Kind;
+TraceReport report_trace(StepTrace source) {
+  using Kind = TraceEvent::Kind;
   TraceReport report{.trace = std::move(source)};
-  const pipeline::StepTrace& trace = report.trace;
-  report.comparison = pipeline::compare_with_simulation(trace);
+  const StepTrace& trace = report.trace;
+  report.comparison = compare_with_simulation(trace);
   const double duration = milliseconds(trace.duration_ns());
   double busy = 0, simulated = 0;
   for (std::size_t rank = 0; rank < trace.ranks.size(); ++rank) {
     RankTimes times;
-    for (const pipeline::TraceEvent& event : trace.ranks[rank]) {
+    for (const TraceEvent& event : trace.ranks[rank]) {
       const double length = milliseconds(event.end_ns - event.begin_ns);
       if (event.kind == Kind::Compute)
         times.compute += length;

@@ -1,9 +1,9 @@
-// Facts about an operator that a handler needs on every call, read from its schema once and kept.
+// Facts about an operator that handlers need on every call, derived from its schema once and cached.
 //
 //   const OperatorTraits& traits = traits_of(op);
 //   if (traits.returns[0].kind == ReturnAlias::Kind::Same) ...   // in-place or out=: the result IS that argument
 //
-// Thread rule: `traits_of` may be called from any thread; what it returns lives as long as the process.
+// Thread safety: `traits_of` may be called from any thread; its result lives until the process ends.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -37,7 +37,7 @@ struct OperatorTraits {
   std::string name;                      // "aten::add.Tensor"
   std::vector<ArgumentTraits> arguments;
   std::vector<ReturnAlias> returns;
-  bool composite = false;                // made of other operators, which autograd sees instead of it
+  bool composite = false;                // decomposed into other operators, which autograd sees instead
   bool mutates = false;                  // writes at least one argument
   bool any_alias = false;                // some result is Same or View
   bool pure_view = false;                // every result is a View, nothing is written
@@ -47,7 +47,7 @@ struct OperatorTraits {
 
 const OperatorTraits& traits_of(const c10::OperatorHandle& op);
 
-// Small integers, one per operator in the order of first use: keys of per-operator tables.
+// Small consecutive integers, one per operator in the order of first use: keys for per-operator tables.
 std::size_t operator_index(const c10::OperatorHandle& op);
 
 }  // namespace penstock

@@ -1,4 +1,4 @@
-// Walking the tensors inside an operator's arguments: a tensor, a list of tensors, a list of optional tensors.
+// Visits the tensors inside an operator's arguments: a tensor, a list of tensors, a list of optional tensors.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -22,7 +22,8 @@ void for_each_tensor(const c10::IValue& value, Visit&& visit) {
   }
 }
 
-// `value` with every defined tensor replaced by `map(const at::Tensor&)`. Other values are returned as they are.
+// Returns `value` with every defined tensor replaced by `map(const at::Tensor&)`. Other values are returned
+// unchanged.
 template <class Map>
 c10::IValue map_tensors(const c10::IValue& value, Map&& map) {
   if (value.isTensor()) {

@@ -1,15 +1,19 @@
-#include "penstock/train/data/checksum.h"
+#include "penstock/base/checksum.h"
 
 #include <bit>
 #include <cstddef>
 #include <cstring>
 
 #ifdef PENSTOCK_HAVE_XXHASH
-#define XXH_INLINE_ALL  // nothing to link
+#define XXH_INLINE_ALL  // header-only: no library to link
 #include <xxhash.h>
+#else
+#include <fmt/format.h>
+
+#include "penstock/errors.h"
 #endif
 
-namespace penstock::train {
+namespace penstock {
 
 namespace {
 
@@ -19,7 +23,7 @@ constexpr std::uint64_t kPrime3 = 0x165667B19E3779F9ULL;
 constexpr std::uint64_t kPrime4 = 0x85EBCA77C2B2AE63ULL;
 constexpr std::uint64_t kPrime5 = 0x27D4EB2F165667C5ULL;
 
-static_assert(std::endian::native == std::endian::little, "files are little-endian and mapped as they are");
+static_assert(std::endian::native == std::endian::little, "files are little-endian and mapped unconverted");
 
 template <class T>
 T load(const std::uint8_t* from) {
@@ -80,4 +84,27 @@ std::uint64_t checksum64(std::string_view text) {
   return checksum64({reinterpret_cast<const std::uint8_t*>(text.data()), text.size()});
 }
 
-}  // namespace penstock::train
+#ifdef PENSTOCK_HAVE_XXHASH
+
+std::uint64_t xxh3_checksum64(std::span<const std::uint8_t> bytes, std::string_view) {
+  return XXH3_64bits(bytes.data(), bytes.size());
+}
+
+void require_xxhash(std::string_view) {}
+
+#else
+
+// There is no fallback for XXH3: another checksum would produce files that other builds reject.
+std::uint64_t xxh3_checksum64(std::span<const std::uint8_t>, std::string_view user) {
+  require_xxhash(user);
+  return 0;
+}
+
+void require_xxhash(std::string_view user) {
+  throw ConfigError(fmt::format(
+      "{}: this build has no xxHash; install its header (Debian: libxxhash-dev) and build again", user));
+}
+
+#endif
+
+}  // namespace penstock

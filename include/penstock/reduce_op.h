@@ -1,4 +1,4 @@
-// How values of several ranks become one.
+// Reduction operators: how values of several ranks are combined into one.
 #pragma once
 
 #include <string>

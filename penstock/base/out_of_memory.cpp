@@ -1,6 +1,5 @@
-#include "penstock/torch/compat/out_of_memory.h"
+#include "penstock/base/out_of_memory.h"
 
-#include <c10/util/Exception.h>
 #include <fmt/format.h>
 
 #include <charconv>
@@ -8,13 +7,15 @@
 #include <new>
 #include <string_view>
 
+#include "penstock/base/exception_text.h"
 #include "penstock/base/text.h"
+#include "penstock/errors.h"
 
 namespace penstock {
 
 namespace {
 
-// The CPU allocator throws a plain c10::Error, which only its text tells from others.
+// The CPU allocator throws a plain c10::Error, which can only be recognized by its text.
 std::optional<std::string> of_cpu_allocator(std::string_view text) {
   constexpr std::string_view kMark = "DefaultCPUAllocator: ", kAmount = "you tried to allocate ";
   if (text.find("Storage size calculation overflowed") != std::string_view::npos) return "more bytes than 64 bits can count";
@@ -27,9 +28,10 @@ std::optional<std::string> of_cpu_allocator(std::string_view text) {
   return error == std::errc() && end != number.data() ? fmt::format("{} on the CPU", format_bytes(bytes)) : "memory on the CPU";
 }
 
-// "CUDA out of memory. Tried to allocate 20.00 GiB (GPU 0; ...)": the amount and where, up to the advice about PyTorch's settings.
-std::string of_device_allocator(std::string_view text) {
-  constexpr std::string_view kAmount = "Tried to allocate ";
+// "CUDA out of memory. Tried to allocate 20.00 GiB (GPU 0; ...)": the amount, without the advice about PyTorch's settings.
+std::optional<std::string> of_device_allocator(std::string_view text) {
+  constexpr std::string_view kMark = "CUDA out of memory", kAmount = "Tried to allocate ";
+  if (text.find(kMark) == std::string_view::npos) return std::nullopt;
   const std::size_t at = text.find(kAmount);
   if (at == std::string_view::npos) return "memory of the GPU";
   const std::string_view amount = text.substr(at + kAmount.size());
@@ -41,8 +43,11 @@ std::string of_device_allocator(std::string_view text) {
 
 std::optional<std::string> out_of_memory(const std::exception& error) {
   if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) return "memory of the process";
-  if (const auto* device = dynamic_cast<const c10::OutOfMemoryError*>(&error)) return of_device_allocator(device->what_without_backtrace());
-  if (const auto* other = dynamic_cast<const c10::Error*>(&error)) return of_cpu_allocator(other->what_without_backtrace());
+  if (dynamic_cast<const Error*>(&error) == nullptr) {  // Penstock's own errors may quote others
+    const std::string text = without_backtrace(error.what());
+    if (auto what = of_device_allocator(text)) return what;
+    if (auto what = of_cpu_allocator(text)) return what;
+  }
   try {
     std::rethrow_if_nested(error);
   } catch (const std::exception& inner) {

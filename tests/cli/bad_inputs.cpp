@@ -406,8 +406,8 @@ BadInput make_bad_input(const std::string& program, const CommandHelp& command, 
 
 std::string objection(const std::string& command, const Ended& ended) {
   const bool launches = command == "launch";
-  if (ended.exit_code == Ended::kTimedOut) return "no end within the deadline";
-  if (ended.exit_code == 70) return "an error that nobody explained (exit code 70)";
+  if (ended.exit_code == Ended::kTimedOut) return "did not end within the deadline";
+  if (ended.exit_code == 70) return "an unexplained error (exit code 70)";
   // 3: the last checkpoint could not be written. launch also returns the codes of programs that cannot be
   // started.
   const std::set<int> allowed = launches ? std::set<int>{0, 1, 2, 126, 127} : command == "train" || command == "resume" ? std::set<int>{0, 1, 2, 3} : std::set<int>{0, 1, 2};
@@ -416,7 +416,7 @@ std::string objection(const std::string& command, const Ended& ended) {
   for (const char* forbidden : {"terminate called", "c10::", "at::", "frame #", "std::", "what():", "Exception raised from", "json.exception", "filesystem error", "basic_", "_M_", "vector::", "stoi", "bad_alloc", "internal error",
                                 "defect of Penstock", "Segmentation fault", "core dumped", "Sanitizer", "enforce fail", "INTERNAL ASSERT", "CLI::"})
     if (output.find(forbidden) != std::string::npos) return "\"" + std::string(forbidden) + "\" in its output";
-  if (printable(output) != output) return "bytes in its output that are no text";
+  if (printable(output) != output) return "bytes in its output that are not text";
   if (ended.exit_code != 0) {
     static const std::regex ours("(^|\n)(penstock: |\\[launch\\] |skipped )");
     if (output.empty()) return "no message";

@@ -162,7 +162,7 @@ TEST(BinTokens, DocumentsEndWhereTheTokensSay) {
   for (const std::int64_t number : documents) EXPECT_LT(number, dataset.document_numbers());
 }
 
-// Kinds of sources -------------------------------------------------------------------------------------------
+// Kinds of sources ------------------------------------------------------------------------------------------
 
 std::string refused_sources(const DataFilesOptions& options) {
   return message_of<ConfigError>([&] { (void)find_data_files(options); });

@@ -1,7 +1,7 @@
 // Token files of other programs: llm.c files, and headerless files of 16-bit tokens as written by nanoGPT.
 // All little-endian.
 //
-//   const auto train = BinTokens::open("fineweb_train_000001.bin", {});                                  // llm.c, detected by its header
+//   const auto train = BinTokens::open("fineweb_train_000001.bin", {});      // llm.c, detected by its header
 //   const auto bare = BinTokens::open("train.bin", {.headerless = true, .vocabulary = 50304});
 //
 //   llm.c   256 32-bit numbers (magic number, version, number of tokens, ...), then the tokens

@@ -3,7 +3,7 @@
 //   DocumentSplit split(0.05);
 //   for (each document) split.count(tokens, key);
 //   split.decide();
-//   for (each document, in the same order) validation = split.validation_tokens(tokens, key);   // the last tokens; the others are for training
+//   for (each document, in the same order) validation = split.validation_tokens(tokens, key);  // at its end
 //
 // If possible, documents are assigned as a whole: a document is for validation if the upper half of its key,
 // as a fraction of 2^32, is below the validation fraction. Adding files later then moves nothing between the

@@ -1,6 +1,6 @@
 // Measures how much memory training steps use on this rank.
 //
-//   count_cpu_memory();                                                  // before any allocation (torch/cpu_memory.h)
+//   count_cpu_memory();                                         // before any allocation (torch/cpu_memory.h)
 //   const MeasuredMemory measured = measure_memory(world, config, data, 3);
 //
 // Two unmeasured steps come first: they create optimizer state and size the buffers. Then memory is read

@@ -1,4 +1,4 @@
-// `penstock trace` as a user meets it.
+// Tests of the command `penstock trace`.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -49,7 +49,7 @@ TEST_F(TraceCli, CsvHasALinePerAction) {
   EXPECT_TRUE(has_text(ended.output, "rank,action,begin_ms,end_ms,simulated_begin_ms,simulated_end_ms,delay_ms\n0,0F0,0.000000,1.000000,0.000000,1.000000,0.000000\n"));
 }
 
-TEST_F(TraceCli, AFileThatIsNoTraceIsAUsageError) {
+TEST_F(TraceCli, AFileWithoutATraceIsAUsageError) {
   std::ofstream(path_) << "{\"traceEvents\": []}";
   const Ended ended = penstock("trace '" + path_ + "'");
   EXPECT_EQ(ended.exit_code, 2);

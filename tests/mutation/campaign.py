@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Breaks the library in many places, one at a time, and shows which tests notice.
+"""Mutation testing: breaks the library in many places, one at a time, and shows which tests detect it.
 
     tests/mutation/campaign.py                       all folders, table on standard output
     tests/mutation/campaign.py --folder shard        one folder
-    tests/mutation/campaign.py --check               only whether every mutant still fits the sources
+    tests/mutation/campaign.py --check               only check that every mutant still matches the sources
 
-A mutant is a few lines of a source and what replaces them (tests/mutation/<folder>.mutants; the format is described there). All
-mutants are compiled into one build, in a copy of the tree; the environment variable PENSTOCK_MUTANT chooses the one that
-is awake, so that sixty mutants cost one build. For each mutant the tests of its folder run, shortest first, until a file of them fails.
-A file that takes ten times as long as without a mutant counts as failed: it hangs.
+A mutant is a few lines of a source file and their replacement (tests/mutation/<folder>.mutants; pipeline.mutants describes the
+format). All mutants are compiled into one build, in a copy of the tree; the environment variable PENSTOCK_MUTANT selects the active
+one, so that all mutants need only one build. For each mutant the tests of its folder run, shortest first, until a test file fails.
+A file that takes ten times as long as without a mutant counts as hanging and has failed.
 """
 import argparse
 import concurrent.futures
@@ -60,7 +60,7 @@ def strip(lines):
 
 
 def apply(mutants, tree):
-    """Writes all mutants into the sources under `tree`; returns those that do not fit exactly one place."""
+    """Writes all mutants into the sources under `tree`; returns those that do not match exactly once."""
     unfit = []
     for file in sorted({m.file for m in mutants}):
         path = tree / file
@@ -84,7 +84,7 @@ def copy_tree(into):
 
 
 def tests_of(build, folder):
-    """Names, commands and environments of the tests of a folder, without those for a GPU and the long ones."""
+    """Returns names, commands and environments of the tests of a folder, except GPU and long tests."""
     shown = json.loads(subprocess.run(["ctest", "--test-dir", str(build), "--show-only=json-v1"], check=True, capture_output=True, text=True).stdout)
     found = []
     for test in shown["tests"]:
@@ -96,7 +96,7 @@ def tests_of(build, folder):
 
 
 def run_test(test, mutant, limit_s):
-    """Whether the test passed, the tests in it that failed, and the seconds it took."""
+    """Returns whether the test passed, the failed tests in it, and the seconds it took."""
     _, command, environment = test
     begin = time.monotonic()
     process = subprocess.Popen(command, env={**os.environ, **environment, "PENSTOCK_MUTANT": str(mutant)}, stdout=subprocess.PIPE,
@@ -126,11 +126,11 @@ def judge(mutant, tests, seconds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", action="append", choices=FOLDERS, help="only this folder (may be repeated)")
-    parser.add_argument("--only", type=int, action="append", help="only the mutant of this number (may be repeated)")
-    parser.add_argument("--check", action="store_true", help="only check that every mutant fits exactly one place")
+    parser.add_argument("--only", type=int, action="append", help="only the mutant with this number (may be repeated)")
+    parser.add_argument("--check", action="store_true", help="only check that every mutant matches exactly one place")
     parser.add_argument("--work", type=pathlib.Path, default=ROOT / "build/mutation", help="folder for the copy of the tree and its build")
     parser.add_argument("--cmake", action="append", default=[], help="further arguments for CMake, e.g. --cmake=-DTorch_DIR=...")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2, help="mutants tried at a time")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2, help="number of mutants to test in parallel")
     parser.add_argument("--table", type=pathlib.Path, help="file for the table (default: standard output)")
     options = parser.parse_args()
     options.work = options.work.resolve()
@@ -142,7 +142,7 @@ def main():
     copy_tree(tree)
     unfit = apply(mutants, tree)
     for mutant, places in unfit:
-        print(f"{mutant.number} {mutant.file}: {mutant.title}: fits {places} places instead of one", file=sys.stderr)
+        print(f"{mutant.number} {mutant.file}: {mutant.title}: matches {places} places instead of one", file=sys.stderr)
     if options.check or unfit:
         return 1 if unfit else 0
 
@@ -158,7 +158,7 @@ def main():
         for test, (passed, failed, took) in zip(everything, pool.map(lambda t: run_test(t, 0, 600), everything)):
             seconds[test[0]] = took
             if not passed:
-                print(f"{test[0]} fails without a mutant and is left out: {', '.join(failed)}", file=sys.stderr)
+                print(f"{test[0]} fails without a mutant and is skipped: {', '.join(failed)}", file=sys.stderr)
                 for folder in folders:
                     tests[folder] = [t for t in tests[folder] if t is not test]
         for folder in folders:

@@ -1,4 +1,4 @@
-// What this machine cannot do is known before it is tried.
+// Checks of what this machine cannot do, before it is tried.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -33,15 +33,15 @@ TEST(HostCheck, NeedsAreLowerBoundsOfWhatIsPredicted) {
   EXPECT_LT(least_need_of_capture(small).bytes(), 0.2 * kGibibyte);
 }
 
-TEST(HostCheck, MoreThanThereIsIsRefusedByTheLargestPart) {
+TEST(HostCheck, TooLittleMemoryNamesTheLargestNeed) {
   const TrainConfig config = config_of({"--pp", "1", "--context", "16777216"});
   EXPECT_NO_THROW(require_memory(least_need(config_of({}), 2), machine_memory_bytes()));
-  EXPECT_NO_THROW(require_memory(least_need(config, 1), 0));  // not known
+  EXPECT_NO_THROW(require_memory(least_need(config, 1), 0));  // unknown memory
   const std::string text = message_of<ConfigError>([&] { require_memory(least_need(config, 1), 8LL << 30); });
   EXPECT_TRUE(has_text(text, "memory: got a need of at least "));
   EXPECT_TRUE(has_text(text, "of model.context = 16777216, expected at most the 8.0 GiB of this machine"));
   EXPECT_TRUE(has_text(text, "lower model.context"));
-  // Products of the greatest sizes overflow 64 bits.
+  // Products of the largest sizes overflow 64 bits.
   const TrainConfig huge = config_of({"--pp", "1", "--width", "1048576", "--heads", "65536", "--key_value_heads", "65536", "--layers", "65536", "--vocabulary", "4294967296", "--context", "16777216", "--microbatch_size", "1048576", "--microbatches", "1"});
   for (const LeastNeed& need : {least_need(huge, 1), least_need_of_parts(huge), least_need_of_capture(huge)}) EXPECT_TRUE(has_text(message_of<ConfigError>([&] { require_memory(need, 8LL << 30); }), "TiB"));
 }

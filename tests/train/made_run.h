@@ -1,4 +1,4 @@
-// A run that never was: what an observer would have been told, and the folder that it would have left.
+// A synthetic run: the events of an observer, and the resulting run folder.
 #pragma once
 
 #include <cmath>
@@ -33,7 +33,7 @@ inline train::RunDescription made_description(const std::filesystem::path& folde
   return run;
 }
 
-// Losses fall from 5.6 towards 2, with some noise that depends on the step alone.
+// Losses decrease from 5.6 towards 2, with noise that depends only on the step.
 inline double made_loss(std::int64_t step) {
   const auto at = static_cast<double>(step);
   return 2 + 3.6 * std::exp(-at / 40) + 0.08 * std::sin(at * 12.9898) * std::cos(at * 78.233);
@@ -55,7 +55,7 @@ inline train::StepExtras made_extras(std::int64_t step) {
   return {.tokens_per_second = 4096 / made_step(step).times.total, .seconds_left = 0.25 * static_cast<double>(200 - step), .resident_bytes = (std::int64_t{300} << 20) + step * 4096, .device_bytes = 0};
 }
 
-// Tells an observer of steps `first` + 1 to `last`, with a validation every 50 and a checkpoint every 100.
+// Sends an observer steps `first` + 1 to `last`, with a validation every 50 steps and a checkpoint every 100.
 inline void tell_steps(train::Observer& observer, std::int64_t first, std::int64_t last) {
   for (std::int64_t step = first + 1; step <= last; ++step) {
     observer.on_step(made_step(step), made_extras(step));
@@ -73,7 +73,7 @@ struct MadeRun {
   double slower = 1;
 };
 
-// The folder of a run: metrics and traces of the steps 10 and 100, whose actions took up to a fifth longer than usual.
+// A run folder: metrics, and traces of steps 10 and 100, whose actions took up to a fifth longer than usual.
 inline void make_run_folder(const std::filesystem::path& folder, const MadeRun& made, const std::function<void(train::RunDescription&)>& change = {}) {
   double now = 1.7e9;
   train::MetricsFile file([&] { return now += 0.2; });
@@ -92,7 +92,7 @@ inline void make_run_folder(const std::filesystem::path& folder, const MadeRun& 
       StepTrace trace = made_trace(made.schedule, 2, 8);
       std::uint64_t state = 7;
       std::vector<std::int64_t> late(trace.ranks.size(), 0);
-      // Everything of a rank moves by what its actions took longer; the waits absorb what they can.
+      // Everything on a rank shifts by the extra time of its actions; waits absorb what they can.
       for (std::size_t rank = 0; rank < trace.ranks.size(); ++rank)
         for (TraceEvent& event : trace.ranks[rank]) {
           event.begin_ns = 7 * event.begin_ns + late[rank];

@@ -248,10 +248,10 @@ fs::path named_run_folder(const ConfigSources& sources) {
   if (!named.empty() || in_file.empty()) return named;
   // A config.toml of an earlier version, given as the file, continues its run in the folder of the file, even
   // if the run has been moved.
-  const fs::path beside = normal(*sources.file).parent_path();
+  const fs::path file_folder = normal(*sources.file).parent_path();
   std::error_code error;
-  const bool of_a_run = sources.file->filename() == kRunConfigName && fs::path(in_file).is_absolute() && (fs::exists(beside / "metrics.jsonl", error) || fs::exists(beside / "checkpoints", error));
-  return of_a_run ? beside : fs::path(in_file);
+  const bool of_a_run = sources.file->filename() == kRunConfigName && fs::path(in_file).is_absolute() && (fs::exists(file_folder / "metrics.jsonl", error) || fs::exists(file_folder / "checkpoints", error));
+  return of_a_run ? file_folder : fs::path(in_file);
 }
 
 ResolvedConfig with_absolute_paths(ResolvedConfig resolved, const fs::path& folder) {

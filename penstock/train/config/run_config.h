@@ -1,6 +1,6 @@
 // The configuration in a run folder, and what may change when the run continues.
 //
-//   const ResolvedConfig own = load_run_config("runs/first");                                        // what it was trained with
+//   const ResolvedConfig own = load_run_config("runs/first");                     // what it was trained with
 //   const ResolvedConfig longer = continue_run_config("runs/first", {.arguments = {"--steps", "500"}});
 //
 // runs/first/config.toml is complete and does not contain the location of the folder: a moved or copied run

@@ -205,7 +205,7 @@ void run_on_first_rank(const comm::World& world, const std::string& topic, std::
           if (ready) running.done.get();
           return checkpoint::Bytes{static_cast<std::uint8_t>(ready)};
         },
-        [](const std::vector<checkpoint::Bytes>& said) { return said.at(0); });
+        [](const std::vector<checkpoint::Bytes>& answers) { return answers.at(0); });
     done = verdict.at(0) != 0;
   }
 }

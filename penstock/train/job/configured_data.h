@@ -2,8 +2,8 @@
 // on them.
 //
 //   data.shards     a folder of token shards
-//   data.sources    text, which is converted to token shards in the run folder, or token files of other programs
-//                   (data_files.h), which are read in place
+//   data.sources    text, which is converted to token shards in the run folder, or token files of other
+//                   programs (data_files.h), which are read in place
 #pragma once
 
 #include <atomic>

@@ -53,7 +53,7 @@ std::optional<BadPlace> first_of(const RankLayout& layout, const ModelStages& mo
 }
 
 // The results are uninitialized memory.
-bool gives_no_values(std::string_view name) { return name.find("empty") != std::string_view::npos || name.find("resize") != std::string_view::npos; }
+bool returns_uninitialized_memory(std::string_view name) { return name.find("empty") != std::string_view::npos || name.find("resize") != std::string_view::npos; }
 
 // Writes a value chosen by the caller; infinities are intended.
 bool writes_chosen_values(std::string_view name) {
@@ -85,9 +85,9 @@ std::optional<BadPlace> earliest(const comm::World& world, const std::optional<B
   checkpoint::WorldMeeting meeting(world);
   const auto read = [](const checkpoint::Bytes& bytes) -> std::optional<BadPlace> {
     if (bytes.empty()) return std::nullopt;
-    const nlohmann::json said = nlohmann::json::parse(bytes.begin(), bytes.end());
-    const auto number = [&](const char* key) { return said.at(key).get<std::int64_t>(); };
-    return BadPlace{.run = number("run"), .microbatch = number("microbatch"), .stage = number("stage"), .order = number("order"), .what = said.at("what").get<std::string>()};
+    const nlohmann::json finding = nlohmann::json::parse(bytes.begin(), bytes.end());
+    const auto number = [&](const char* key) { return finding.at(key).get<std::int64_t>(); };
+    return BadPlace{.run = number("run"), .microbatch = number("microbatch"), .stage = number("stage"), .order = number("order"), .what = finding.at("what").get<std::string>()};
   };
   const checkpoint::Bytes verdict = meeting.agree(
       "finding the first bad tensor",
@@ -96,9 +96,9 @@ std::optional<BadPlace> earliest(const comm::World& world, const std::optional<B
         const std::string text = nlohmann::json{{"run", own->run}, {"microbatch", own->microbatch}, {"stage", own->stage}, {"order", own->order}, {"what", own->what}}.dump();
         return checkpoint::Bytes(text.begin(), text.end());
       },
-      [&](const std::vector<checkpoint::Bytes>& said) {
+      [&](const std::vector<checkpoint::Bytes>& findings) {
         checkpoint::Bytes first;
-        for (const checkpoint::Bytes& each : said)
+        for (const checkpoint::Bytes& each : findings)
           if (const auto place = read(each); place && (first.empty() || place->is_before(*read(first)))) first = each;
         return first;
       });
@@ -179,7 +179,7 @@ void OperatorWatch::dispatch(const c10::OperatorHandle& op, Stack* stack) {
     });
   }
   op.callBoxed(stack);
-  if (!any_input || gives_no_values(traits.name)) return;
+  if (!any_input || returns_uninitialized_memory(traits.name)) return;
 
   Seen after;
   at::Tensor worst;

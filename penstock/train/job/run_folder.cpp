@@ -171,7 +171,7 @@ fs::path agree_on_run_folder(const comm::World& world, const RunPlan& plan, std:
           const std::string made = held->path().string();
           return checkpoint::Bytes(made.begin(), made.end());
         },
-        [](const std::vector<checkpoint::Bytes>& said) { return said.at(0); });
+        [](const std::vector<checkpoint::Bytes>& answers) { return answers.at(0); });
     return std::string(path.begin(), path.end());
   } catch (const checkpoint::CheckpointError& error) {
     throw ConfigError(error.what());

@@ -194,8 +194,8 @@ struct Trainer::Impl {
   bool was_asked_to_end(bool here) const {
     const checkpoint::Bytes verdict = checkpoint::WorldMeeting(world).agree(
         "whether the run was asked to end", [&] { return checkpoint::Bytes{static_cast<std::uint8_t>(here)}; },
-        [](const std::vector<checkpoint::Bytes>& said) {
-          const bool any = std::any_of(said.begin(), said.end(), [](const checkpoint::Bytes& each) { return each.at(0) != 0; });
+        [](const std::vector<checkpoint::Bytes>& answers) {
+          const bool any = std::any_of(answers.begin(), answers.end(), [](const checkpoint::Bytes& each) { return each.at(0) != 0; });
           return checkpoint::Bytes{static_cast<std::uint8_t>(any)};
         });
     return verdict.at(0) != 0;

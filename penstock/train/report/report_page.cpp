@@ -422,15 +422,15 @@ std::string report_page(const std::vector<RunReport>& runs) {
 }
 
 void write_page(const std::filesystem::path& path, const std::string& page) {
-  const std::filesystem::path beside = path.string() + ".tmp";
-  std::ofstream file(beside, std::ios::binary | std::ios::trunc);
+  const std::filesystem::path temporary = path.string() + ".tmp";
+  std::ofstream file(temporary, std::ios::binary | std::ios::trunc);
   file << page;
   file.close();
   std::error_code error;
-  if (file) std::filesystem::rename(beside, path, error);
+  if (file) std::filesystem::rename(temporary, path, error);
   if (!file || error) {
     std::error_code ignored;  // the error below is reported instead
-    std::filesystem::remove(beside, ignored);
+    std::filesystem::remove(temporary, ignored);
     throw ConfigError(describe("report page", path.string(), "a file that can be written", "give another path with --out"));
   }
 }

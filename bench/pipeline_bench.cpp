@@ -1,7 +1,7 @@
 // A training step of an eight-block transformer over two ranks, each a process on its own core: Penstock, and
 // optionally Python.
 //
-//   pipeline_bench                                                    all schedules, d = 32 and 256
+//   pipeline_bench                                                    several schedules, d = 32 and 256
 //   pipeline_bench --peer "python3 bench/pipeline_peer.py"            compared with the peer: medians, ratios, loss and gradient norm
 //   pipeline_bench --d 256 --schedule ZBVZeroBubble --repeats 5 --p2p ucx
 //   pipeline_bench --d 256 --schedule 1F1B --trace step.json          also writes the last step, for penstock trace and Perfetto

@@ -1,4 +1,4 @@
-// What exceptions of any type say.
+// Messages of exceptions of any type.
 #include <gtest/gtest.h>
 
 #include <stdexcept>
@@ -26,7 +26,7 @@ TEST(ExceptionText, OfAnyType) {
   EXPECT_EQ(current_exception_text(), "no exception");
 }
 
-TEST(ExceptionText, TheInnerOneWhereOneIsHandledInsideAnother) {
+TEST(ExceptionText, DescribesTheInnerOfTwoNestedExceptions) {
   try {
     throw std::runtime_error("outer");
   } catch (...) {

@@ -1,4 +1,4 @@
-// Numbers from text, and text of others in messages.
+// Parsing of numbers, and quoting of foreign text in messages.
 #include <gtest/gtest.h>
 
 #include <limits>

@@ -36,7 +36,7 @@ TEST(Placement, TextIsReadBack) {
   EXPECT_EQ(std::unordered_set<Placement>(all.begin(), all.end()).size(), all.size());
 }
 
-TEST(Placement, TextThatIsNoneIsRefused) {
+TEST(Placement, MalformedTextIsRefused) {
   for (const char* text : {"",
                            "r",
                            "S",

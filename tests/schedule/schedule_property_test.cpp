@@ -52,7 +52,7 @@ Case legal_case(const std::vector<ScheduleKind>& kinds) {
   return *rc::gen::suchThat(any_case, is_legal);
 }
 
-// Most chunks held at once on each rank, by counting.
+// Maximum number of chunks held at once on each rank, by counting.
 std::vector<int> held_chunks(const Schedule& schedule) {
   std::vector<int> result;
   for (const Row& row : schedule.rows()) {
@@ -177,7 +177,7 @@ RC_GTEST_PROP(EveryRow, RoundTripsThroughText, ()) {
   RC_ASSERT(parse_rows(to_csv(rows)) == rows);
 }
 
-// What the table in generators.h says a rank holds at most, in chunks.
+// Maximum number of chunks that a rank holds, from the table in generators.h.
 int held_at_most(const Case& item, int rank) {
   const int ranks = item.shape.ranks;
   const int chunks = item.shape.stages_per_rank;
@@ -226,7 +226,7 @@ RC_GTEST_PROP(Bubbles, ZbvLeavesNoGap, ()) {
 }
 
 // The published table of DualPipe: (P/2 - 1)(F&B + B - 3W) steps of bubble.
-RC_GTEST_PROP(Bubbles, DualPipeKeepsItsTable, ()) {
+RC_GTEST_PROP(Bubbles, DualPipeMatchesItsTable, ()) {
   const Case item = legal_case({ScheduleKind::DualPipe});
   const Schedule schedule = generate(item.kind, item.shape);
   for (const int idle : idle_within_span(schedule))

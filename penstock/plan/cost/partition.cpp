@@ -71,7 +71,7 @@ class Splits {
     PENSTOCK_INVARIANT(possible, "the limit allows a split");
     // Least sums for the layers from each possible begin of a stage on: of this stage and of the one after
     // it.
-    std::vector<double> value, behind;
+    std::vector<double> value, after;
     std::vector<std::vector<int>> cut(static_cast<std::size_t>(stages_));
     for (int stage = stages_ - 1; stage >= 0; --stage) {
       const Begins& here = begins_[static_cast<std::size_t>(stage)];
@@ -89,14 +89,14 @@ class Splits {
         // Longest stage first: it is replaced only by a strictly better one.
         for (int end = std::min(next.high, farthest(stage, begin, limit)); end >= std::max(next.low, begin + shortest(stage)); --end) {
           const double mine = cost(stage, begin, end);
-          const double whole = mine * mine + behind[static_cast<std::size_t>(end - next.low)];
+          const double whole = mine * mine + after[static_cast<std::size_t>(end - next.low)];
           if (whole < value[place]) {
             value[place] = whole;
             ends[place] = end;
           }
         }
       }
-      behind.swap(value);
+      after.swap(value);
     }
     std::vector<LayerRange> parts;
     int begin = 0;

@@ -42,13 +42,13 @@ const char* words_of(ActionKind kind) {
     case ActionKind::BackwardWeight:
       return "W weight gradient";
     case ActionKind::SendForward:
-      return "activation on its way";
+      return "activation in transit";
     case ActionKind::RecvForward:
-      return "activation on its way";
+      return "activation in transit";
     case ActionKind::SendBackward:
-      return "gradient on its way";
+      return "gradient in transit";
     case ActionKind::RecvBackward:
-      return "gradient on its way";
+      return "gradient in transit";
     case ActionKind::Unshard:
       return "unshard";
     case ActionKind::Reshard:

@@ -180,14 +180,14 @@ class ListScheduler {
         if (map_.is_last(stage.stage)) {
           stage.gradient[at(number)] = end;
         } else {
-          hand_on(rank, state, stage.stage, stage.stage + 1, number, end);
+          deliver(rank, state, stage.stage, stage.stage + 1, number, end);
         }
         break;
       case ActionKind::BackwardInput:
         ++stage.inputs;
         ++state.open_weights;
         if (!map_.is_first(stage.stage))
-          hand_on(rank, state, stage.stage, stage.stage - 1, number, end);
+          deliver(rank, state, stage.stage, stage.stage - 1, number, end);
         break;
       default:
         if (stage.weights == 0) state.gradients_to_come -= model_.memory_of(stage.stage).gradients;
@@ -198,7 +198,7 @@ class ListScheduler {
     if (left_[at(rank)] > 0) schedule_decision(rank, state.free);
   }
 
-  void hand_on(int rank, RankProgress& state, int from, int to, int number, double end) {
+  void deliver(int rank, RankProgress& state, int from, int to, int number, double end) {
     const auto [to_rank, index] = place_[at(to)];
     double arrival = end;
     if (to_rank != rank) {

@@ -31,7 +31,7 @@ struct Availability {
   double time = -1;
   std::int32_t rank = -1;
   std::uint32_t slot = 0;
-  bool there() const { return rank >= 0; }
+  bool is_known() const { return rank >= 0; }
 };
 
 // One communicator: one direction between two ranks.
@@ -183,7 +183,7 @@ class Simulator {
         default:
           break;
       }
-      if (need != nullptr && !need->there()) return false;
+      if (need != nullptr && !need->is_known()) return false;
       for (const Availability* arrival : {need, static_cast<const Availability*>(&gathered_[at(stage)])}) {
         if (arrival == nullptr || arrival->time <= start) continue;
         start = arrival->time;
@@ -204,13 +204,13 @@ class Simulator {
     if (options_.memory_curve) note_memory(rank, start);
     for (const Action& action : slot) ledger.end(action);
     if (options_.memory_curve) note_memory(rank, end);
-    for (const Action& action : slot) hand_on(rank, state, action, end);
+    for (const Action& action : slot) deliver(rank, state, action, end);
     return true;
   }
 
   // Delivers the result of F, B or I to the adjacent stage: immediately on the same rank, by an implicit
   // transfer in a compute-only schedule; in a lowered schedule a SEND delivers it.
-  void hand_on(int rank, SimulatedRank& state, const Action& action, double end) {
+  void deliver(int rank, SimulatedRank& state, const Action& action, double end) {
     const int stage = action.stage();
     const int microbatch = *action.microbatch();
     if (action.kind() == ActionKind::BackwardWeight) return;
@@ -279,14 +279,14 @@ class Simulator {
     own.push_back({here, state.clock, previous(rank, state)});
     if (other.empty()) return !blocking_;
     const int peer = other.front().at.rank;
-    meet(channel, border, is_forward);
+    match(channel, border, is_forward);
     if (blocking_) ++ranks_[at(peer)].position;  // the peer was waiting in its side of the transfer
     wake(peer);
     return true;
   }
 
   // Matches the first send and the first receive of the communicator.
-  void meet(SimulatedChannel& channel, int border, bool is_forward) {
+  void match(SimulatedChannel& channel, int border, bool is_forward) {
     const SimulatedChannel::Post send = channel.sends.front();
     const SimulatedChannel::Post receive = channel.receives.front();
     channel.sends.pop_front();

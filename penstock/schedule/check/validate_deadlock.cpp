@@ -162,7 +162,7 @@ class ProgressCheck {
   bool send(const Place& here, const Action& action) {
     ChannelState& channel = channel_of(action);
     if (posted_sends_) {
-      if (channel.receiver_at && meet(here, *channel.receiver_at)) {
+      if (channel.receiver_at && matches(here, *channel.receiver_at)) {
         pass(*channel.receiver_at);
         channel.receiver_at.reset();
       } else {
@@ -171,7 +171,7 @@ class ProgressCheck {
       return true;
     }
     if (channel.receiver_at) {
-      if (!meet(here, *channel.receiver_at)) return false;
+      if (!matches(here, *channel.receiver_at)) return false;
       pass(*channel.receiver_at);
       channel.receiver_at.reset();
       return true;
@@ -183,12 +183,12 @@ class ProgressCheck {
   bool receive(const Place& here, const Action& action) {
     ChannelState& channel = channel_of(action);
     if (!channel.posted.empty()) {
-      if (!meet(channel.posted.front(), here)) return false;
+      if (!matches(channel.posted.front(), here)) return false;
       channel.posted.pop_front();
       return true;
     }
     if (channel.sender_at) {
-      if (!meet(*channel.sender_at, here)) return false;
+      if (!matches(*channel.sender_at, here)) return false;
       pass(*channel.sender_at);
       channel.sender_at.reset();
       return true;
@@ -204,7 +204,7 @@ class ProgressCheck {
   }
 
   // Without tags the next send of a communicator is paired with its next receive, even if they do not match.
-  bool meet(const Place& send, const Place& receive) {
+  bool matches(const Place& send, const Place& receive) {
     if (counterpart(action_at(send)) == action_at(receive)) return true;
     report_.violations.push_back(
         {ViolationKind::TransferOrder,

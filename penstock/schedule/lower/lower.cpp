@@ -254,23 +254,23 @@ template <class MicrobatchesOf>
 Row with_reduce_grad(const Row& row, MicrobatchesOf microbatches_of) {
   Row result;
   result.reserve(row.size() + 8);
-  struct Left {
+  struct Remaining {
     int stage;
     int microbatches;
   };
-  std::vector<Left> lefts;  // a rank has few stages; the most recently used one is first
+  std::vector<Remaining> remaining;  // a rank has few stages; the most recently used one is first
   for (const Slot slot : row) {
     if (slot.empty()) continue;
     result.push_slot(slot);
     for (const Action& action : slot) {
       if (!gives_weight_gradient(action.kind())) continue;
-      auto found = std::find_if(lefts.begin(), lefts.end(),
-                                [&](const Left& left) { return left.stage == action.stage(); });
-      if (found == lefts.end())
-        found = lefts.insert(lefts.end(), {action.stage(), microbatches_of(action.stage())});
-      if (found != lefts.begin()) {
-        std::iter_swap(found, lefts.begin());
-        found = lefts.begin();
+      auto found = std::find_if(remaining.begin(), remaining.end(),
+                                [&](const Remaining& entry) { return entry.stage == action.stage(); });
+      if (found == remaining.end())
+        found = remaining.insert(remaining.end(), {action.stage(), microbatches_of(action.stage())});
+      if (found != remaining.begin()) {
+        std::iter_swap(found, remaining.begin());
+        found = remaining.begin();
       }
       if (--found->microbatches == 0) {
         result.push(Action(ActionKind::ReduceGrad, action.stage()));

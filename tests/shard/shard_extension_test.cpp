@@ -240,7 +240,7 @@ TEST(KeptEncoded, AsASubclassOfOnesOwn) {
     torch::nn::Linear other(4, 6);
     const auto with = [](auto extension) { return ShardOptions{.extension = [extension](const std::string&, const at::Tensor& p) { return p.dim() == 2 ? extension : nullptr; }}; };
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*other, line(world), with(std::make_shared<Plain>())); }), "'weight': make_gathered"));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*other, line(world), with(std::make_shared<Elsewhere>())); }), "memory of its own"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*other, line(world), with(std::make_shared<Elsewhere>())); }), "tensors with their own memory"));
     torch::nn::Linear distributed(4, 6);
     distribute_parameter(distributed->weight, line(world), {Shard{0}});
     const comm::MeshGroups one(world, init_device_mesh("cpu", {2, 1}, {"a", "b"}, Rank{world.rank()}, 2));

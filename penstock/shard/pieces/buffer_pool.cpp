@@ -21,7 +21,8 @@ struct BufferPool::Shelf {
 
 namespace {
 
-// What the deleter of lent memory gets: where it came from. The shelf lives as long as anything of it is lent.
+// Passed to the deleter of lent memory: where it came from. The shelf lives as long as any of its memory is
+// lent.
 struct Loan {
   std::shared_ptr<BufferPool::Shelf> shelf;
   std::size_t bytes;
@@ -34,7 +35,7 @@ void give_back(void* context) {
   loan->shelf->free[loan->bytes].push_back(std::move(loan->memory));
 }
 
-constexpr std::size_t kStep = 64;  // sizes that differ by less share their memory
+constexpr std::size_t kStep = 64;  // sizes in the same step share memory
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// The cut of a tensor over ranks: exhaustively for small shapes.
+// How a tensor is cut over ranks: exhaustively for small shapes.
 #include "penstock/shard/layout/shard_layout.h"
 
 #include <gtest/gtest.h>

@@ -80,7 +80,7 @@ std::size_t shown(const std::vector<Fold>& parts) {
 
 // A sequence as text that does not depend on its position: values by the node that made them, others by their
 // geometry.
-std::string stretch_text(const Graph& graph, std::size_t first, std::size_t length) {
+std::string sequence_text(const Graph& graph, std::size_t first, std::size_t length) {
   std::map<ValueId, std::string> names;
   std::string text;
   for (std::size_t i = 0; i < length; ++i) {
@@ -112,7 +112,7 @@ void expect_good(const Graph& graph, const std::vector<Fold>& parts, std::size_t
       EXPECT_FALSE(part.name.empty()) << why;
       for (std::size_t i = part.first; i < part.end(); ++i) EXPECT_EQ(graph.nodes[i].phase, part.phase) << why;
       for (std::size_t k = 1; k < part.count; ++k)
-        EXPECT_EQ(stretch_text(graph, part.first, part.length), stretch_text(graph, part.first + k * part.length, part.length)) << why << ", instance " << k << " of " << part.name;
+        EXPECT_EQ(sequence_text(graph, part.first, part.length), sequence_text(graph, part.first + k * part.length, part.length)) << why << ", instance " << k << " of " << part.name;
       if (!part.is_node()) look(part.parts);
     }
   };
@@ -123,7 +123,7 @@ TEST(Fold, RandomChainsOfBlocksLoseNothing) {
   for (std::uint64_t seed = 1; seed <= 300; ++seed) {
     std::mt19937_64 chance(seed);
     std::string kinds;
-    for (std::size_t stretches = 1 + chance() % 5; stretches > 0; --stretches) {
+    for (std::size_t sequences = 1 + chance() % 5; sequences > 0; --sequences) {
       std::string unit;
       for (std::size_t length = 1 + chance() % 3; length > 0; --length) unit += static_cast<char>('A' + chance() % 6);
       for (std::size_t times = 1 + chance() % 6; times > 0; --times) kinds += unit;

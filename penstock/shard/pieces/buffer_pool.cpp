@@ -29,7 +29,7 @@ struct Loan {
   at::DataPtr memory;
 };
 
-void give_back(void* context) {
+void return_memory(void* context) {
   std::unique_ptr<Loan> loan(static_cast<Loan*>(context));
   const std::lock_guard lock(loan->shelf->mutex);
   loan->shelf->free[loan->bytes].push_back(std::move(loan->memory));
@@ -59,7 +59,7 @@ at::DataPtr BufferPool::memory(std::int64_t count, at::Device device) const {
   }
   if (!loan->memory) loan->memory = c10::GetCPUAllocator()->allocate(bytes);
   void* data = loan->memory.get();
-  return at::DataPtr(data, loan.release(), &give_back, device);
+  return at::DataPtr(data, loan.release(), &return_memory, device);
 }
 
 at::Tensor BufferPool::bytes(std::int64_t count, at::Device device) const {

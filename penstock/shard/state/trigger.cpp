@@ -58,7 +58,7 @@ Role role_of(const c10::OperatorHandle& op, const OperatorTraits& traits) {
 }
 
 // The dtype requested by one of the `to` operators.
-std::optional<at::ScalarType> asked_dtype(const c10::OperatorHandle& op, const Stack& stack, std::size_t base) {
+std::optional<at::ScalarType> requested_dtype(const c10::OperatorHandle& op, const Stack& stack, std::size_t base) {
   const auto& arguments = op.schema().arguments();
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     const c10::IValue& value = stack[base + i];
@@ -126,7 +126,7 @@ at::Tensor gathered_handle(const Use& use) {
 }
 
 // Whether a tensor cannot be combined with results derived from shards.
-bool meets_activation(const at::Tensor& tensor, const Uses& derived) {
+bool cannot_combine(const at::Tensor& tensor, const Uses& derived) {
   if (tensor.dim() == 0) return false;
   const detail::DTensorPayload* payload = detail::dtensor_payload(tensor);
   return !payload || std::any_of(derived.begin(), derived.end(), [&](const Use& use) { return detail::dtensor_payload(use.tensor)->spec->mesh_id() != payload->spec->mesh_id(); });
@@ -219,7 +219,7 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
       if (traits.arguments[i].kind != ArgumentTraits::Kind::Other)
         for_each_tensor((*stack)[base + i], [&](const at::Tensor& tensor) {
           if (compute || is_marked_for_any_hook(tensor)) return;
-          compute = uses.empty() ? meets_activation(tensor, derived) : is_activation(tensor, uses);
+          compute = uses.empty() ? cannot_combine(tensor, derived) : is_activation(tensor, uses);
         });
   if (!compute) {
     for (const Use& use : uses) {
@@ -273,7 +273,7 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
       use.member.group->note_use();
       accumulators.push_back(send_gradient_to(use.tensor, *use.member.group, slot));
     }
-  const std::optional<at::ScalarType> cast_to = role == Role::Casts ? asked_dtype(op, *stack, base) : std::nullopt;
+  const std::optional<at::ScalarType> cast_to = role == Role::Casts ? requested_dtype(op, *stack, base) : std::nullopt;
   op.callBoxed(stack);
   if (role == Role::Casts && uses.size() == 1 && uses[0].member.parameter >= 0)
     uses[0].member.group->note_cast(static_cast<std::size_t>(uses[0].member.parameter), stack->back().toTensor(), cast_to);

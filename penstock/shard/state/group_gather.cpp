@@ -16,7 +16,7 @@
 namespace penstock {
 
 using detail::item_size;
-using detail::Quiet;
+using detail::NoHooksOrGradScope;
 
 ShardTimes* ShardGroup::times() const { return context_ ? &context_->times : nullptr; }
 
@@ -61,7 +61,7 @@ void ShardGroup::unshard() {
   if (replaced_) adopt_replaced();
   if (state_ == ShardGroupState::Unsharded || gather_) return;
   check_materialized();
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   Gather gather;
   if (context_ && !whole_is_flat_) gather.stream = context_->gather_stream(device_);
   // Every use of the stream begins after the work enqueued on the compute stream, so memory that the compute
@@ -144,7 +144,7 @@ void ShardGroup::wait_for_unshard() {
   if (replaced_) adopt_replaced();
   if (state_ == ShardGroupState::Unsharded) return;
   unshard();
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   Gather gather = std::move(*gather_);
   gather_.reset();
   {
@@ -188,7 +188,7 @@ void ShardGroup::reshard() {
   if (state_ == ShardGroupState::Unsharded) {
     if (writable_)
       throw StateError(fmt::format("reshard of '{}': its gathered parameters are being written; end the UnshardedScope first", name_));
-    const Quiet quiet;
+    const NoHooksOrGradScope quiet;
     switch_all(false);
     free_whole();
   }
@@ -203,7 +203,7 @@ void ShardGroup::reshard_after_forward() {
     if (*free) reshard();
     return;
   }
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   const int ranks = std::get<ReshardTo>(reshard_after_forward_).ranks;
   const std::int64_t bytes = whole_bytes_ / ranks;
   slice_ = pool_.bytes(bytes, device_);

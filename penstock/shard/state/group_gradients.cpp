@@ -15,7 +15,7 @@
 namespace penstock {
 
 using detail::local_of;
-using detail::Quiet;
+using detail::NoHooksOrGradScope;
 
 at::Tensor ShardGroup::local_gradient(const ShardedParameter& p, const at::Tensor& gradient) const {
   const at::Tensor detached = gradient.detach();
@@ -48,7 +48,7 @@ at::Tensor ShardGroup::local_gradient(const ShardedParameter& p, const at::Tenso
 }
 
 void ShardGroup::take(std::size_t slot, at::Tensor gradient) {
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   context().note_backward();
   ShardedParameter& p = parameters_[slot];
   at::Tensor local = local_gradient(p, gradient);
@@ -74,7 +74,7 @@ void ShardGroup::take(std::size_t slot, at::Tensor gradient) {
 }
 
 void ShardGroup::post_backward() {
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   for (ShardedParameter& p : parameters_) {
     p.arrived = false;
     // A whole gradient that was set on the parameter itself.

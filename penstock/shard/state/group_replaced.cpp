@@ -24,7 +24,7 @@
 
 namespace penstock {
 
-using detail::Quiet;
+using detail::NoHooksOrGradScope;
 
 void detail::copy_part(const at::Tensor& whole, const DTensorSpec& spec, const at::Tensor& local) {
   for (const ShardBox& box : local_boxes(spec.shape(), spec.mesh_shape(), spec.coordinate(), spec.placements())) {
@@ -113,7 +113,7 @@ void ShardGroup::check_replacement(const ShardedParameter& p, const at::Tensor& 
 
 void ShardGroup::adopt_replaced() {
   if (!replaced_) return;
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   struct Value {
     ShardedParameter* p;
     at::Tensor parameter, value;

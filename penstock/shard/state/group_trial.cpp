@@ -10,7 +10,7 @@
 
 namespace penstock {
 
-using detail::Quiet;
+using detail::NoHooksOrGradScope;
 
 namespace {
 
@@ -31,7 +31,7 @@ void ShardGroup::begin_trial(bool fake) {
   check_materialized();
   // Otherwise the end of the trial would restore the old data.
   if (replaced_ && trials_.empty()) adopt_replaced();
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   const NoModesGuard no_modes;
   std::vector<at::Tensor> made;
   for (const ShardedParameter& p : parameters_) made.push_back(tensor_for_trial(p, device_, fake));
@@ -53,7 +53,7 @@ void ShardGroup::begin_trial(bool fake) {
 
 void ShardGroup::end_trial() {
   PENSTOCK_INVARIANT(!trials_.empty(), "end_trial without begin_trial");
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   const std::vector<at::Tensor> ended = std::move(trials_.back());
   trials_.pop_back();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {

@@ -28,7 +28,7 @@ namespace penstock {
 
 using detail::item_size;
 using detail::local_of;
-using detail::Quiet;
+using detail::NoHooksOrGradScope;
 
 namespace {
 
@@ -79,7 +79,7 @@ std::string ShardedParameter::to_string() const {
 
 ShardGroup::ShardGroup(std::string name, ShardMesh mesh, ShardOptions options, std::vector<ShardGroupParameter> parameters)
     : name_(std::move(name)), mesh_(std::move(mesh)), options_(std::move(options)) {
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   if (options_.reshard_after_forward) set_reshard_after_forward(*options_.reshard_after_forward);
   PENSTOCK_INVARIANT(!parameters.empty(), "a group must have parameters");
   const MixedPrecision& precision = options_.mixed_precision;
@@ -234,7 +234,7 @@ void ShardGroup::make_templates() {
 void ShardGroup::materialize(const ShardInitializer& fill, at::Device device) {
   if (materialized_) return;
   check_device("materialize_shards", parameters_.front().name, device, mesh_);
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   device_ = device;
   allocate_shards();
   const int rank = mesh_.shard_rank();
@@ -268,7 +268,7 @@ void ShardGroup::begin_writes() {
 void ShardGroup::end_writes() {
   if (!writable_) throw StateError(fmt::format("end_writes of '{}': begin_writes was not called", name_));
   PENSTOCK_INVARIANT(state_ == ShardGroupState::Unsharded, "a group being written must be unsharded");
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   writable_ = false;
   if (whole_is_flat_) return;
   const int rank = mesh_.shard_rank();
@@ -284,7 +284,7 @@ void ShardGroup::reset_sharded_parameter(std::size_t index) {
   if (!materialized_) return;
   const at::Tensor parameter = p.parameter();
   if (!parameter.defined()) return;
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   const detail::DTensorPayload* payload = detail::dtensor_payload(parameter);
   const int rank = mesh_.shard_rank();
   const at::Tensor mine = p.padded.narrow(0, 0, p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank));
@@ -307,7 +307,7 @@ void ShardGroup::adopt_object(std::size_t index, const at::Tensor& object) {
   check_materialized();
   if (object.sizes() != p.sharded.sizes()) refuse(fmt::format("[{}]", fmt::join(object.sizes(), ", ")), fmt::format("[{}]", fmt::join(p.sharded.sizes(), ", ")));
   if (object.requires_grad() && !object.is_leaf()) refuse("the result of a differentiable operation", "a leaf");
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   const at::Tensor value = object.detach();  // shares the memory that the object gives up
   const detail::DTensorPayload* payload = detail::dtensor_payload(value);
   const auto lies_as = [&](const SpecPtr& spec) { return spec && payload && payload->spec->mesh_id() == spec->mesh_id() && payload->spec->placements() == spec->placements(); };

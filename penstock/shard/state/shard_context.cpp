@@ -76,8 +76,8 @@ void ShardContext::note_peak(std::int64_t more) {
   peak_ = std::max(peak_, now);
 }
 
-bool ShardContext::ask_ahead(const ShardGroup& group, const std::vector<Ahead>& chosen) {
-  const auto found = std::find_if(chosen.begin(), chosen.end(), [&](const Ahead& ahead) { return ahead.group == &group; });
+bool ShardContext::ask_ahead(const ShardGroup& group, const std::vector<Prefetch>& chosen) {
+  const auto found = std::find_if(chosen.begin(), chosen.end(), [&](const Prefetch& entry) { return entry.group == &group; });
   if (found == chosen.end()) return false;
   for (ShardGroup* next : found->next) next->unshard();
   return true;
@@ -263,11 +263,11 @@ void ShardContext::remove(ShardGroup& group) {
   std::erase(order_, &group);
   std::erase(last_order_, &group);
   std::erase(open_, &group);
-  const auto named = [&](const Ahead& ahead) { return ahead.group == &group; };
+  const auto named = [&](const Prefetch& entry) { return entry.group == &group; };
   std::erase_if(forward_ahead_, named);
   std::erase_if(backward_ahead_, named);
-  for (std::vector<Ahead>* list : {&forward_ahead_, &backward_ahead_})
-    for (Ahead& ahead : *list) std::erase(ahead.next, &group);
+  for (std::vector<Prefetch>* list : {&forward_ahead_, &backward_ahead_})
+    for (Prefetch& entry : *list) std::erase(entry.next, &group);
   if (scattering_ && &scattering_->group() == &group) scattering_.reset();
   if (replicating_ && &replicating_->group() == &group) replicating_.reset();
   std::erase_if(copying_, [&](const auto& reduction) { return &reduction->group() == &group; });
@@ -276,12 +276,12 @@ void ShardContext::remove(ShardGroup& group) {
 }
 
 void ShardContext::set_forward_prefetch(ShardGroup& group, std::vector<ShardGroup*> next) {
-  std::erase_if(forward_ahead_, [&](const Ahead& ahead) { return ahead.group == &group; });
+  std::erase_if(forward_ahead_, [&](const Prefetch& entry) { return entry.group == &group; });
   forward_ahead_.push_back({&group, std::move(next)});
 }
 
 void ShardContext::set_backward_prefetch(ShardGroup& group, std::vector<ShardGroup*> next) {
-  std::erase_if(backward_ahead_, [&](const Ahead& ahead) { return ahead.group == &group; });
+  std::erase_if(backward_ahead_, [&](const Prefetch& entry) { return entry.group == &group; });
   backward_ahead_.push_back({&group, std::move(next)});
 }
 

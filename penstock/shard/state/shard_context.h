@@ -69,7 +69,7 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   bool own_streams = true;
 
  private:
-  struct Ahead {
+  struct Prefetch {
     ShardGroup* group;
     std::vector<ShardGroup*> next;
   };
@@ -83,7 +83,7 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   ShardGroup* follower_of(const ShardGroup& group) const;
   void use_in_backward(ShardGroup& group);
   // Prefetches the groups chosen for this group; returns false if none were.
-  static bool ask_ahead(const ShardGroup& group, const std::vector<Ahead>& chosen);
+  static bool ask_ahead(const ShardGroup& group, const std::vector<Prefetch>& chosen);
   void start_reduction(ShardGroup& group);
   void finish(std::unique_ptr<GroupReduction>& reduction);
   void plan_reductions();
@@ -95,7 +95,7 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   bool backward_ended_ = false;          // and no forward has begun since
   std::vector<ShardGroup*> open_;    // gathered by the current forward
   ShardGroup* current_ = nullptr;
-  std::vector<Ahead> forward_ahead_, backward_ahead_;
+  std::vector<Prefetch> forward_ahead_, backward_ahead_;
   bool callback_queued_ = false;
   std::vector<ShardGroup*> to_gather_;  // by the current backward, in this order
   std::size_t gathered_ = 0;             // how many of them were started

@@ -125,7 +125,7 @@ void ShardGroup::adopt_replaced() {
     if (!parameter.defined()) continue;
     if (p.recast) {
       if (writable_)
-        throw StateError(describe(fmt::format("parameter '{}' was cast (Module::to)", p.name), "inside an UnshardedScope", "outside of one"));
+        throw StateError(describe(fmt::format("parameter '{}' was cast (Module::to)", p.name), "inside an UnshardedScope", "outside an UnshardedScope"));
       values.push_back({&p, parameter, at::Tensor()});
       continue;
     }

@@ -1,13 +1,13 @@
 // State shared by the groups under one outermost module: the order of gathers and reductions.
 //
 // - Forward: a group is gathered at its first use. Other groups that are finished are freed at that point,
-// and the one that followed last time is prefetched, so that at most two are gathered at once.
+//   and the one that followed last time is prefetched, so that at most two are gathered at once.
 // - Backward: every group that was used by the forwards since the last backward is gathered again, in the
-// reverse order of forward. A group is freed and reduced as soon as all its gradients have arrived;
-// reductions run while backward continues. They start in the same order.
+//   reverse order of forward. A group is freed and reduced as soon as all its gradients have arrived;
+//   reductions run while backward continues. They start in the same order.
 // - Both orders are independent of what a rank has used: what it has not needed is gathered and reduced (as
-// zeros) at the end of its backward, and later groups wait for that. So ranks may differ in which gradients
-// they compute.
+//   zeros) at the end of its backward, and later groups wait for that. So ranks may differ in which gradients
+//   they compute.
 // - End of backward: everything that remains is completed.
 // Private to this folder; others use ShardState. Thread safety: that of ShardGroup.
 #pragma once

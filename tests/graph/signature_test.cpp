@@ -194,7 +194,7 @@ TEST(Signature, CountsThatDoNotFitAreErrors) {
   EXPECT_TRUE(has_text(refusal([](Captured& c) { c.state.names.assign(6, "n"); }), "the module has 6 parameters and buffers, the graph 5 inputs"));
   SignatureOptions options;
   options.hidden_outputs = 3;
-  EXPECT_TRUE(has_text(captured.refusal(options), "3 hidden results of 2"));
+  EXPECT_TRUE(has_text(captured.refusal(options), "hidden_outputs is 3, but there are only 2 results"));
 }
 
 TEST(Signature, WrittenParameters) {

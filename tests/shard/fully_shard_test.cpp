@@ -219,8 +219,8 @@ TEST(FullyShard, RanksThatUseDifferentParameters) {
       model->last(world.rank() == 0 ? s : s.detach()).sum().backward();
       const at::Tensor grad = model->second->weight.grad();
       ASSERT_TRUE(grad.defined()) << "rank 0 has one";
-      // `last` has weights 0.5: each output of `second` counts 4 * 0.5; inputs are 2.5; two rows; averaged over
-      // two ranks.
+      // `last` has weights 0.5: each output of `second` counts 4 * 0.5; inputs are 2.5; two rows; averaged
+      // over two ranks.
       EXPECT_TRUE(at::allclose(full_tensor(grad), at::full({4, 4}, 2.0 * 2.5 * 2 / 2)));
       EXPECT_TRUE(model->first->weight.grad().defined());
       EXPECT_FALSE(model->third->weight.grad().defined());

@@ -2,7 +2,7 @@
 // the function itself.
 //
 //   Compiled step(function);
-//   Values results = step({x, w});         // captured: analyzed, functionalized, split into forward and backward
+//   Values results = step({x, w});         // captured: analyzed, functionalized, split in two
 //   results[0].toTensor().sum().backward();
 //   step({x2, w2});                        // replayed
 //

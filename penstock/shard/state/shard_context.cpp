@@ -20,12 +20,12 @@ void check_equal(const comm::Group& group, std::uint64_t fingerprint, const std:
   at::Tensor mine = at::empty({1}, at::kLong);
   mine[0] = static_cast<std::int64_t>(fingerprint);
   at::Tensor all = at::empty({group.size()}, at::kLong);
-  group.all_gather(all, mine, {.label = "fully_shard: do all ranks have the same parameters"}).wait();
+  group.all_gather(all, mine, {.label = "fully_shard: compare the parameters of all ranks"}).wait();
   const auto* values = all.data_ptr<std::int64_t>();
   for (int i = 1; i < group.size(); ++i)
     if (values[i] != values[0])
       throw ValueError(describe(fmt::format("fully_shard of '{}': names, shapes, dtypes, placements and requires_grad of the parameters on rank {}", name, group.rank_at(i).value()),
-                                "others", fmt::format("those of rank {}", group.rank_at(0).value()), "build the same module and call fully_shard with the same options on all ranks"));
+                                "different ones", fmt::format("those of rank {}", group.rank_at(0).value()), "build the same module and call fully_shard with the same options on all ranks"));
 }
 
 }  // namespace

@@ -121,7 +121,7 @@ at::Tensor gathered_handle(const Use& use) {
 }
 
 [[noreturn]] void refuse_stale(const Use& use, const OperatorTraits& traits) {
-  throw StateError(describe(fmt::format("{}: it uses what was saved of a gathered parameter of '{}'", traits.name, use.member.group->name()), "the dtype of the parameters has changed since",
+  throw StateError(describe(fmt::format("{}: it uses a tensor saved from a gathered parameter of '{}'", traits.name, use.member.group->name()), "the dtype of the parameters has changed since",
                             "the dtype of the forward that saved it", "run backward before Module::to or set_data change the dtype of sharded parameters"));
 }
 

@@ -203,8 +203,7 @@ void ShardGroup::make_templates() {
     p.placement.sharded = DTensorSpec::get(p.placement.mesh, p.placement.sharded->placements(), geometry);
     p.sharded = detail::make_dtensor(local, p.placement.sharded, p.placement.mesh);
     const std::vector<std::int64_t> stride = contiguous_stride(p.layout().shape());
-    // Has the original dtype if this is not the first call: the hook at the boundary of its module is on that
-    // tensor.
+    // When the templates are rebuilt for a new dtype, the boundary of the module is on the previous template.
     const at::Tensor bounded = p.unsharded.defined() ? p.unsharded : parameter;
     if (!p.keeps_encoded) {
       p.whole = at::empty({0}, at::TensorOptions(p.compute_dtype).device(device_)).set_(c10::Storage(whole_), p.whole_byte / item_size(p.compute_dtype), p.layout().shape(), stride);

@@ -106,7 +106,7 @@ TEST(Rewrite, PatternsAreReplaced) {
   const auto function = [](const Tensors& in) {
     const at::Tensor a = in[0] * in[0].sigmoid();             // here
     const at::Tensor b = a.t() * a.t().sigmoid();             // two views: not the same value
-    const at::Tensor gate = b.sigmoid(), c = b * gate;        // the gate is used once more
+    const at::Tensor gate = b.sigmoid(), c = b * gate;        // the gate is used again
     const at::Tensor d = c.t().view({12}), e = (d * d.sigmoid()).view({3, 4});  // and here
     return Tensors{e, gate};
   };
@@ -152,7 +152,7 @@ struct Small {
   GraphFile file() const { return {compiled().joint(0), compiled().inner_meta(0), compiled().partition(0).saved, signature()}; }
 };
 
-// An input, a result and a view of a result are held by others; what lies between is backward's alone.
+// Others hold the inputs, the results and views of results; tensors in between belong to backward alone.
 TEST(Partition, DonatedTensorsBelongToNobodyElse) {
   Compiled compiled([](const Values& in) -> Values {
     const at::Tensor hidden = in[0].toTensor().mm(in[1].toTensor()).relu();
@@ -283,7 +283,8 @@ std::vector<std::uint8_t> with_new_checksum(std::vector<std::uint8_t> bytes) {
   return bytes;
 }
 
-// Flipped, cut and lengthened: always a ValueError. Where even the checksum was made to fit, an error or another graph that is sound.
+// Flipped bits, truncation and appended bytes: always a ValueError. With a corrected checksum, an error or
+// another valid graph.
 TEST(GraphFiles, DamageIsAnErrorNeverACrash) {
   const std::vector<std::uint8_t> bytes = encode_graph(Small().file());
   std::mt19937 random(5);

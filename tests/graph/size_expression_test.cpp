@@ -1,4 +1,4 @@
-// Expressions of sizes, found from their values.
+// Expressions of sizes, fitted to their values.
 #include "penstock/graph/ir/size_expression.h"
 
 #include <gtest/gtest.h>
@@ -76,7 +76,7 @@ TEST(SizeExpression, ExactQuotients) {
 }
 
 TEST(SizeExpression, WholePartsOfQuotients) {
-  // A convolution with kernel 3 and stride 2, twice, and what is made of its length.
+  // A convolution with kernel 3 and stride 2, twice, and expressions of its length.
   const auto length = [](std::int64_t t) { return (t - 3) / 2 + 1; };
   SizeFitter fitter({"T"}, {{21}, {20}, {19}, {18}, {17}});
   Numbers once, twice, flat;
@@ -127,7 +127,7 @@ TEST(SizeExpression, PointsThatSayTooLittle) {
 
 #ifdef PENSTOCK_HAVE_RAPIDCHECK
 
-// Up to three monomials with coefficients as strides and offsets have them.
+// Up to three monomials with coefficients typical of strides and offsets.
 SizeExpression random_polynomial(std::size_t symbols) {
   std::vector<SizeExpression::Term> terms;
   const int count = *rc::gen::inRange(1, 4);
@@ -172,7 +172,7 @@ RC_GTEST_PROP(SizeExpressionLaws, WhatIsFoundForValuesAtRandomIsRightAtThePoints
   SizeFitter fitter = two_symbols();
   const auto values = *rc::gen::container<Numbers>(kPoints.size(), rc::gen::inRange<std::int64_t>(0, std::int64_t{1} << 40));
   const auto found = fitter.fit(values);
-  // Usually there is nothing: seven numbers are seldom the values of a polynomial with four terms.
+  // Usually there is none: seven random numbers are rarely the values of a polynomial with four terms.
   if (found)
     for (std::size_t i = 0; i < kPoints.size(); ++i) RC_ASSERT(found->at(kPoints[i]) == values[i]);
 }

@@ -1,4 +1,4 @@
-// Optimizers, clipping and checkpoints on shards: what one process has, whatever the ranks.
+// Optimizers, clipping and checkpoints on shards: equal to one process, for any number of ranks.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -100,7 +100,7 @@ TEST(ShardedOptimizer, CheckpointsFromShardsIntoOtherShards) {
     return all;
   };
   std::mutex mutex;
-  std::vector<double> wanted;  // losses of the steps that follow
+  std::vector<double> wanted;  // losses of the following steps
   comm::run_ranks(3, 60s, [&](comm::World& world) {
     Model model = same_model();
     shard_by_blocks(model, line(world));

@@ -2,7 +2,7 @@
 // replace a call of it by a call of a graph that writes nothing and returns only fresh tensors.
 //
 //   const ViewAndMutationMeta meta = analyze(function, inputs);       // penstock/graph/trace/analyze.h
-//   for (const std::size_t i : meta.mutated_at_run_time()) ...         // inputs to be written after the graph has run
+//   for (const std::size_t i : meta.mutated_at_run_time()) ...   // inputs to be written after a run
 //
 // Indices are positions among the inputs and outputs of the function as it is called.
 #pragma once

@@ -24,7 +24,7 @@ std::vector<at::Tensor> tensors_among(const Values& values) {
 }
 
 // Another tensor over the same memory, sharing the version counter.
-at::Tensor once_more(const at::Tensor& tensor) {
+at::Tensor share_storage(const at::Tensor& tensor) {
   const auto& impl = tensor.unsafeGetTensorImpl();
   return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
 }
@@ -32,7 +32,7 @@ at::Tensor once_more(const at::Tensor& tensor) {
 }  // namespace
 
 CapturedCall::CapturedCall(const Function& function, const Values& inputs, const Convention& convention)
-    : guard(inputs, convention), user_meta(first_look(function, inputs, convention)), plan(inputs, user_meta, convention) {
+    : guard(inputs, convention), user_meta(initial_analysis(function, inputs, convention)), plan(inputs, user_meta, convention) {
   const Function inner = plan.inner_function(function);
   const Values inner_inputs = plan.inner_inputs(inputs);
   meta = plan.is_identity() ? user_meta : analyze(inner, inner_inputs, {.convention = plan.inner_convention()});
@@ -99,7 +99,7 @@ void CapturedCall::count_symbols_for_backward() {
   user_meta.symbols_for_backward = meta.symbols_for_backward = count;
 }
 
-ViewAndMutationMeta CapturedCall::first_look(const Function& function, const Values& inputs, const Convention& convention) {
+ViewAndMutationMeta CapturedCall::initial_analysis(const Function& function, const Values& inputs, const Convention& convention) {
   if (guard.inputs_share_memory()) {
     ViewAndMutationMeta shared = analyze(function, inputs, {.convention = convention});
     refuse_shared_writes(inputs, shared, convention);
@@ -191,7 +191,7 @@ std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>&
     for (const Returned& item : returned) {
       at::Tensor result = values[item.output].toTensor();
       if (item.shares)
-        result = once_more(results[*item.shares]);
+        result = share_storage(results[*item.shares]);
       else if (item.copied)
         result = copy_keeping_bits(result);
       else if (std::any_of(primals.begin(), primals.end(), [&](const at::Tensor& primal) { return primal.is_same(result); }))

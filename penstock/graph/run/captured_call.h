@@ -47,7 +47,7 @@ class CapturedCall final : public torch::CustomClassHolder {
 
  private:
   std::optional<JointGraph> early_joint_;   // if one run of the function was enough
-  ViewAndMutationMeta first_look(const Function& function, const Values& inputs, const Convention& convention);
+  ViewAndMutationMeta initial_analysis(const Function& function, const Values& inputs, const Convention& convention);
 
  public:
   ViewAndMutationMeta user_meta;

@@ -1,8 +1,8 @@
-// A function that runs as a graph: captured on its first call, replayed after that, with the same results as the function itself.
+// A function that runs as a graph: captured on its first call, replayed after that, with the same results as
+// the function itself.
 //
 //   Compiled step(function);
-//   Values results = step({x, w});         // captured: analysis, joint graph, functionalization, forward and
-//   backward
+//   Values results = step({x, w});         // captured: analyzed, functionalized, split in two
 //   results[0].toTensor().sum().backward();
 //   step({x2, w2});                        // replayed
 //

@@ -25,7 +25,7 @@ std::vector<at::Tensor> tensors_of(const std::vector<c10::IValue>& values, std::
 }
 
 // Has the layout for which backward was captured, because backward may view it.
-at::Tensor laid_out(const at::Tensor& gradient, const Geometry& geometry, const std::string& name) {
+at::Tensor with_layout(const at::Tensor& gradient, const Geometry& geometry, const std::string& name) {
   if (gradient.sizes() != at::IntArrayRef(geometry.sizes) || gradient.scalar_type() != geometry.dtype)
     throw ValueError(describe("graph: the gradient of " + name, fmt::format("{}[{}]", dtype_name(gradient.scalar_type()), fmt::join(gradient.sizes(), ", ")),
                               fmt::format("{}[{}]", dtype_name(geometry.dtype), fmt::join(geometry.sizes, ", ")), "pass gradients that match the results"));
@@ -42,7 +42,7 @@ void flatten_gradient(const FlattenRecord& record, const at::Tensor& gradient, c
   };
   if ((payload != nullptr) != record.is_subclass()) refuse();
   if (!payload) {
-    flat.push_back(laid_out(gradient, *record.plain().geometry, name));
+    flat.push_back(with_layout(gradient, *record.plain().geometry, name));
     return;
   }
   const SubclassMeta& meta = record.subclass();
@@ -176,7 +176,7 @@ void SubclassCall::plan_tangents(const Context& context) {
 
 void SubclassCall::plan_saved(const Context& context) {
   const Graph& graph = context.joint.graph;
-  const auto lies_in = [&](const FlattenRecord& record, const auto& value_at, StorageId storage) {
+  const auto uses_storage = [&](const FlattenRecord& record, const auto& value_at, StorageId storage) {
     bool found = false;
     record.for_each_plain([&](const PlainTensorMeta& plain) {
       const ValueId value = value_at(plain.flat_index);
@@ -192,7 +192,7 @@ void SubclassCall::plan_saved(const Context& context) {
     Saved how;
     bool unwatched = false;
     for (std::size_t i = 0; i < layout->inputs.size(); ++i) {
-      if (!lies_in(layout->inputs[i], [&](std::size_t flat) { return graph.inputs[flat].value; }, storage)) continue;
+      if (!uses_storage(layout->inputs[i], [&](std::size_t flat) { return graph.inputs[flat].value; }, storage)) continue;
       // Written by this call itself, after the graph has run.
       if (context.written[i]) how.how = Saved::How::Copied;
       unwatched |= context.written[i] || context.shares_changed[i];
@@ -201,7 +201,7 @@ void SubclassCall::plan_saved(const Context& context) {
     if (how.how == Saved::How::AsIs && !unwatched)
       for (std::size_t i = 0; i < returned.size(); ++i)
         if (returned[i].how != Returned::How::Copied &&
-            lies_in(layout->forward_outputs[returned[i].place], [&](std::size_t flat) { return graph.outputs[flat].value(); }, storage))
+            uses_storage(layout->forward_outputs[returned[i].place], [&](std::size_t flat) { return graph.outputs[flat].value(); }, storage))
           add(watched.returned, i);
     saved.push_back(how);
   }

@@ -41,10 +41,12 @@ class AllGatherExtension {
   // The number of bytes for a padded shard of `numel` elements; the same on every rank.
   virtual std::int64_t encoded_bytes(std::int64_t numel, at::ScalarType dtype) const = 0;
 
-  // `shard`: [numel], the padded shard in the parameter's own dtype. `bytes`: [encoded_bytes], to be filled completely.
+  // `shard`: [numel], the padded shard in the parameter's own dtype. `bytes`: [encoded_bytes], to be filled
+  // completely.
   virtual void encode(const at::Tensor& shard, const at::Tensor& bytes) const = 0;
 
-  // `bytes`: what one rank encoded. `piece`: [numel] elements of the gathered parameter's dtype; padding is cut off afterwards.
+  // `bytes`: what one rank encoded. `piece`: [numel] elements of the gathered parameter's dtype; padding is
+  // cut off afterwards.
   virtual void decode(const at::Tensor& bytes, const at::Tensor& piece) const = 0;
 
   // Whether the gathered parameter keeps the received bytes. The same on every rank. Not for distributed

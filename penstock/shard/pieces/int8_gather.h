@@ -2,7 +2,9 @@
 // those of bfloat16.
 //
 //   auto int8 = int8_gather();
-//   fully_shard(*block, mesh, {.extension = [int8](const std::string&, const at::Tensor& p) { return p.dim() >= 2 ? int8 : nullptr; }});
+//   fully_shard(*block, mesh, {.extension = [int8](const std::string&, const at::Tensor& p) {
+//     return p.dim() >= 2 ? int8 : nullptr;
+//   }});
 //
 // A block of values v is sent as round(v / s) with s = max|v| / 127 in float32: the error of the gathered
 // parameter is at most s/2. The shard itself, and so the optimizer, stays exact. Every rank computes with the

@@ -20,8 +20,10 @@ ForwardScope::ForwardScope(const torch::nn::Module& module) : state_(find_shard_
   for (ShardGroup* group : state_->groups()) {
     if (group->in_trial()) continue;
     group->context().before_use(*group);
-    if (!at::GradMode::is_enabled()) continue;  // inside a backward it is enabled where a forward is run again
-    // Parameters that are distributed may be used by what is no operator (to_local): their gradients are to come here all the same.
+    // Inside a backward it is enabled where a forward is recomputed.
+    if (!at::GradMode::is_enabled()) continue;
+    // Distributed parameters may be used by something that is not an operator (to_local): their gradients
+    // must arrive here as well.
     for (std::size_t slot = 0; slot < group->parameters().size(); ++slot) {
       const at::Tensor parameter = group->parameters()[slot].parameter();
       if (!parameter.defined() || !parameter.requires_grad() || !is_dtensor(parameter)) continue;
@@ -48,7 +50,7 @@ at::Tensor ForwardScope::output(const at::Tensor& tensor) const {
 }
 
 UnshardedScope::UnshardedScope(const torch::nn::Module& module) : state_(find_shard_state(module)) {
-  if (!state_) throw StateError("UnshardedScope: the module was not given to fully_shard; give the one that was");
+  if (!state_) throw StateError("UnshardedScope: the module was not passed to fully_shard; pass the one that was");
   for (ShardGroup* group : state_->all_groups()) {
     if (group->in_trial()) continue;
     group->context();

@@ -13,7 +13,7 @@
 namespace penstock::detail {
 
 // Operators on parts must neither be recorded nor be seen by hooks.
-struct Quiet {
+struct NoHooksOrGradScope {
   NoAnyHookGuard no_any_hook;
   NoHooksGuard no_hooks;
   at::NoGradGuard no_grad;

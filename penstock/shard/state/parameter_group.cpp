@@ -29,21 +29,21 @@ namespace penstock {
 
 using detail::item_size;
 using detail::local_of;
-using detail::Quiet;
+using detail::NoHooksOrGradScope;
 
 namespace {
 
-constexpr std::int64_t kAlignment = 64;  // of parameters in gathered memory: vector units and caches
+constexpr std::int64_t kAlignment = 64;  // of parameters in gathered memory, for vector units and caches
 
 std::int64_t round_up(std::int64_t value, std::int64_t step) { return (value + step - 1) / step * step; }
 
-// A mesh of CPU ranks says nothing of where they compute; one of GPUs does.
+// A mesh of CPU ranks does not determine where they compute; one of GPUs does.
 void check_device(const char* function, const std::string& name, at::Device device, const ShardMesh& mesh) {
   if (device.is_cpu() && mesh.mesh().mesh().device_type() == "cuda")
-    throw ValueError(describe(fmt::format("{}: the device of parameter '{}'", function, name), device.str(), "a CUDA device, as the mesh is of", "move the module to its device first"));
+    throw ValueError(describe(fmt::format("{}: the device of parameter '{}'", function, name), device.str(), "a CUDA device, like the mesh", "move the module to its device first"));
 }
 
-// What an extension made to be the gathered parameter.
+// Checks the gathered parameter that an extension made.
 void check_kept(const ShardedParameter& p) {
   const at::Tensor& made = p.unsharded;
   const Payload* payload = made.defined() ? payload_of(made) : nullptr;
@@ -53,7 +53,7 @@ void check_kept(const ShardedParameter& p) {
                               fmt::format("a tensor subclass of {}[{}]", dtype_name(p.compute_dtype), fmt::join(p.layout().shape(), ", "))));
   const auto parts = payload->inner_tensors();
   if (parts.empty() || !parts.front().second.is_alias_of(p.whole))
-    throw ValueError(describe(fmt::format("the extension of '{}': inner_tensors() of what make_gathered returns", p.name), "memory of its own", "parts of GatheredBytes::rows, which gathers fill"));
+    throw ValueError(describe(fmt::format("the extension of '{}': inner_tensors() of the result of make_gathered", p.name), "tensors with their own memory", "parts of GatheredBytes::rows, which gathers fill"));
 }
 
 }  // namespace
@@ -80,9 +80,9 @@ std::string ShardedParameter::to_string() const {
 
 ShardGroup::ShardGroup(std::string name, ShardMesh mesh, ShardOptions options, std::vector<ShardGroupParameter> parameters)
     : name_(std::move(name)), mesh_(std::move(mesh)), options_(std::move(options)) {
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   if (options_.reshard_after_forward) set_reshard_after_forward(*options_.reshard_after_forward);
-  PENSTOCK_INVARIANT(!parameters.empty(), "a group has parameters");
+  PENSTOCK_INVARIANT(!parameters.empty(), "a group must have parameters");
   const MixedPrecision& precision = options_.mixed_precision;
   device_ = parameters.front().tensor.device();
   if (!is_fake(parameters.front().tensor)) check_device("fully_shard", parameters.front().name, device_, mesh_);
@@ -91,7 +91,7 @@ ShardGroup::ShardGroup(std::string name, ShardMesh mesh, ShardOptions options, s
     const at::Tensor& tensor = named.tensor;
     if (tensor.device() != device_)
       throw ValueError(describe(fmt::format("fully_shard: the device of parameter '{}'", named.name), tensor.device().str(),
-                                fmt::format("{}, as '{}' is", device_.str(), parameters.front().name), "move the module to one device first"));
+                                fmt::format("{}, like '{}'", device_.str(), parameters.front().name), "move the module to one device first"));
     if (tensor.layout() != at::kStrided) throw TypeError(describe(fmt::format("fully_shard: parameter '{}'", named.name), "a sparse tensor", "a dense one"));
     const bool floating = at::isFloatingType(tensor.scalar_type());
     ShardedParameter parameter{.name = named.name,
@@ -108,7 +108,7 @@ ShardGroup::ShardGroup(std::string name, ShardMesh mesh, ShardOptions options, s
     materialized_ = materialized_ && !is_fake(tensor);
     parameters_.push_back(std::move(parameter));
   }
-  // Larger items first, what is encoded last: everything lies at a multiple of its own size.
+  // Larger items first, encoded ones last: everything is aligned to its own item size.
   std::stable_sort(parameters_.begin(), parameters_.end(), [](const ShardedParameter& a, const ShardedParameter& b) {
     const auto rank = [](const ShardedParameter& p) { return std::make_tuple(p.extension != nullptr, -item_size(p.dtype), -item_size(p.compute_dtype)); };
     return rank(a) < rank(b);
@@ -119,7 +119,7 @@ ShardGroup::ShardGroup(std::string name, ShardMesh mesh, ShardOptions options, s
       const at::Tensor parameter = parameters_[i].parameter();
       if (!is_fake(parameter))
         throw ValueError(describe(fmt::format("fully_shard: parameter '{}'", parameters_[i].name), "a tensor with memory among fake ones", "all fake or none",
-                                  "call fully_shard before anything is materialized, or materialize the module first"));
+                                  "call fully_shard before materializing anything, or materialize the module first"));
       mark_for_any_hook(parameter);
       detail::register_member(parameter.unsafeGetTensorImpl(), {this, static_cast<int>(i)});
     }
@@ -158,7 +158,7 @@ void ShardGroup::plan_memory() {
     const std::int64_t padded = p.layout().padded_numel();
     p.shard_byte = round_up(flat_bytes_, item_size(p.dtype));
     flat_bytes_ = p.shard_byte + padded * item_size(p.dtype);
-    // What is encoded may hold numbers of any size.
+    // Encoded data may contain numbers of any size.
     const std::int64_t item = p.extension ? 8 : item_size(p.compute_dtype);
     p.row_byte = round_up(row_bytes_, item);
     p.row_bytes = p.extension ? p.extension->encoded_bytes(padded, p.dtype) : padded * item;
@@ -171,7 +171,7 @@ void ShardGroup::plan_memory() {
     casts = casts || p.dtype != p.compute_dtype;
     extends = extends || p.extension;
   }
-  row_bytes_ = round_up(row_bytes_, widest);  // rows of several ranks follow each other
+  row_bytes_ = round_up(row_bytes_, widest);  // the rows of the ranks are adjacent
   flat_bytes_ = std::max(flat_bytes_, row_bytes_);
   row_is_flat_ = !casts && !extends && !options_.offload.to_cpu;
   whole_is_flat_ = row_is_flat_ && ranks == 1;
@@ -184,13 +184,13 @@ void ShardGroup::plan_memory() {
 
 void ShardGroup::make_templates() {
   const int rank = mesh_.shard_rank();
-  // Views need a storage of full size; memory comes with the first gather.
+  // Views need a storage of full size; memory is allocated by the first gather.
   whole_ = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<std::size_t>(whole_bytes_), at::DataPtr(nullptr, device_), nullptr,
                                                  /*resizable=*/false);
-  // What users' code makes may be refused: before any parameter changes.
+  // User code may fail the checks, so it runs before any parameter changes.
   for (ShardedParameter& p : parameters_) {
     if (!p.keeps_encoded) continue;
-    // Rows begin at multiples of 8, as in what is received.
+    // Rows begin at multiples of 8, as in the receive buffer.
     p.whole = at::empty({0}, at::TensorOptions(at::kByte).device(device_)).set_(c10::Storage(whole_), p.whole_byte, {mesh_.shard_ranks(), p.row_bytes}, {round_up(p.row_bytes, 8), 1});
     p.unsharded = p.extension->make_gathered({p.whole, p.layout(), p.compute_dtype, p.extension});
     check_kept(p);
@@ -204,7 +204,7 @@ void ShardGroup::make_templates() {
     p.placement.sharded = DTensorSpec::get(p.placement.mesh, p.placement.sharded->placements(), geometry);
     p.sharded = detail::make_dtensor(local, p.placement.sharded, p.placement.mesh);
     const std::vector<std::int64_t> stride = contiguous_stride(p.layout().shape());
-    // Of the dtype it had, if this is not the first time: the boundary of its module is there.
+    // When the templates are rebuilt for a new dtype, the boundary of the module is on the previous template.
     const at::Tensor bounded = p.unsharded.defined() ? p.unsharded : parameter;
     if (!p.keeps_encoded) {
       p.whole = at::empty({0}, at::TensorOptions(p.compute_dtype).device(device_)).set_(c10::Storage(whole_), p.whole_byte / item_size(p.compute_dtype), p.layout().shape(), stride);
@@ -221,7 +221,8 @@ void ShardGroup::make_templates() {
     }
     mark_for_any_hook(p.sharded);
     mark_for_any_hook(p.unsharded);
-    if (!p.keeps_encoded) mark_for_any_hook(p.whole);  // the local part of a distributed one: what to_local gives and autograd saves of it
+    // The local part of a distributed parameter: what to_local returns and autograd saves.
+    if (!p.keeps_encoded) mark_for_any_hook(p.whole);
     detail::register_member(parameter.unsafeGetTensorImpl(), {this, static_cast<int>(i)});
     replace_data(parameter, p.sharded);
   }
@@ -233,7 +234,7 @@ void ShardGroup::make_templates() {
 void ShardGroup::materialize(const ShardInitializer& fill, at::Device device) {
   if (materialized_) return;
   check_device("materialize_shards", parameters_.front().name, device, mesh_);
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   device_ = device;
   allocate_shards();
   const int rank = mesh_.shard_rank();
@@ -266,31 +267,31 @@ void ShardGroup::begin_writes() {
 
 void ShardGroup::end_writes() {
   if (!writable_) throw StateError(fmt::format("end_writes of '{}': begin_writes was not called", name_));
-  PENSTOCK_INVARIANT(state_ == ShardGroupState::Unsharded, "a group that is written is unsharded");
-  const Quiet quiet;
+  PENSTOCK_INVARIANT(state_ == ShardGroupState::Unsharded, "a group being written must be unsharded");
+  const NoHooksOrGradScope quiet;
   writable_ = false;
   if (whole_is_flat_) return;
   const int rank = mesh_.shard_rank();
   for (const ShardedParameter& p : parameters_)
-    if (!p.keeps_encoded)  // which nobody can have written
+    if (!p.keeps_encoded)  // which cannot have been written
       p.padded.narrow(0, 0, p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank)).copy_(piece_of(p.whole, p.layout(), rank));
 }
 
 void ShardGroup::reset_sharded_parameter(std::size_t index) {
   ShardedParameter& p = parameters_.at(index);
   if (state_ != ShardGroupState::Sharded)
-    throw StateError(describe(fmt::format("reset_sharded_parameter of '{}'", p.name), std::string(to_text(state_)), "Sharded", "call reshard() before values are loaded"));
+    throw StateError(describe(fmt::format("reset_sharded_parameter of '{}'", p.name), std::string(to_text(state_)), "Sharded", "call reshard() before loading values"));
   if (!materialized_) return;
   const at::Tensor parameter = p.parameter();
   if (!parameter.defined()) return;
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   const detail::DTensorPayload* payload = detail::dtensor_payload(parameter);
   const int rank = mesh_.shard_rank();
   const at::Tensor mine = p.padded.narrow(0, 0, p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank));
   if (payload && payload->local().is_alias_of(p.padded)) return;
   if (!payload || payload->spec->mesh_id() != p.placement.sharded->mesh_id() || payload->spec->placements() != p.placement.sharded->placements() || parameter.sizes() != p.sharded.sizes())
     throw ValueError(describe(fmt::format("reset_sharded_parameter: '{}' after a load", p.name), payload ? describe_dtensor(parameter) : "a plain tensor",
-                              p.to_string() + ", as it was sharded", "load into the sharded parameter, or distribute the value with the same placements"));
+                              p.to_string() + ", like the shard", "load into the sharded parameter, or distribute the value with the same placements"));
   before_shards_change();
   mine.copy_(payload->local());
   switch_data(parameter, p.sharded);
@@ -299,15 +300,15 @@ void ShardGroup::reset_sharded_parameter(std::size_t index) {
 void ShardGroup::adopt_object(std::size_t index, const at::Tensor& object) {
   ShardedParameter& p = parameters_.at(index);
   const auto refuse = [&](const std::string& actual, const std::string& expected) {
-    throw ValueError(describe(fmt::format("reset_sharded_parameters: the new tensor in the place of parameter {}", p.to_string()), actual, expected, "put a whole value of the parameter's shape there, or its shard"));
+    throw ValueError(describe(fmt::format("reset_sharded_parameters: the tensor that replaced parameter {}", p.to_string()), actual, expected, "use a whole value of the parameter's shape, or its shard"));
   };
   if (state_ != ShardGroupState::Sharded)
-    throw StateError(describe(fmt::format("reset_sharded_parameters: '{}'", p.path), std::string(to_text(state_)), "Sharded", "call reshard() before values are loaded"));
+    throw StateError(describe(fmt::format("reset_sharded_parameters: '{}'", p.path), std::string(to_text(state_)), "Sharded", "call reshard() before loading values"));
   check_materialized();
   if (object.sizes() != p.sharded.sizes()) refuse(fmt::format("[{}]", fmt::join(object.sizes(), ", ")), fmt::format("[{}]", fmt::join(p.sharded.sizes(), ", ")));
   if (object.requires_grad() && !object.is_leaf()) refuse("the result of a differentiable operation", "a leaf");
-  const Quiet quiet;
-  const at::Tensor value = object.detach();  // shares the memory that the object leaves
+  const NoHooksOrGradScope quiet;
+  const at::Tensor value = object.detach();  // shares the memory that the object gives up
   const detail::DTensorPayload* payload = detail::dtensor_payload(value);
   const auto lies_as = [&](const SpecPtr& spec) { return spec && payload && payload->spec->mesh_id() == spec->mesh_id() && payload->spec->placements() == spec->placements(); };
   const int rank = mesh_.shard_rank();
@@ -317,7 +318,7 @@ void ShardGroup::adopt_object(std::size_t index, const at::Tensor& object) {
   else if (lies_as(p.placement.original) || (!payload && !p.placement.original))
     piece = piece_of(local_of(value), p.layout(), rank);
   else
-    refuse(payload ? describe_dtensor(value) : "a plain tensor", p.placement.original ? to_string(p.placement.original->placements()) + ", as the parameter was before fully_shard" : "a plain tensor");
+    refuse(payload ? describe_dtensor(value) : "a plain tensor", p.placement.original ? to_string(p.placement.original->placements()) + ", like the parameter before fully_shard" : "a plain tensor");
   before_shards_change();
   p.padded.narrow(0, 0, p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank)).copy_(piece);
   detail::unregister_member(p.handle._unsafe_get_target());
@@ -329,7 +330,7 @@ void ShardGroup::adopt_object(std::size_t index, const at::Tensor& object) {
   if (owner_ && at::isFloatingType(p.dtype)) tie_lifetime(object, owner_->shared_from_this());
 }
 
-// ---- what others ask ----
+// ---- queries ----
 
 std::uint64_t ShardGroup::fingerprint() const {
   std::uint64_t hash = 1469598103934665603ull;

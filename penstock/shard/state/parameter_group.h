@@ -4,10 +4,9 @@
 //
 //   Sharded             the parameter is a distributed tensor; this rank holds its shard and nothing else.
 //   Unsharded           the parameter is the whole tensor (or the original tensor-parallel one), in the
-//   compute dtype.
+//                       compute dtype.
 //   ShardedPostForward  like Sharded, but this rank also keeps a slice of the gathered bytes, for a gather
-//   among
-//                       fewer ranks.
+//                       among fewer ranks.
 //
 //            unshard, wait_for_unshard                     reshard
 //   Sharded ---------------------------> Unsharded -------------------> Sharded

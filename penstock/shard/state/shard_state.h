@@ -2,9 +2,9 @@
 // settings.
 //
 //   std::shared_ptr<ShardState> state = fully_shard(*model, mesh);    // or shard_state_of(*model) later
-//   state->set_requires_gradient_sync(false);                         // accumulate: gradients stay whole on this rank
+//   state->set_requires_gradient_sync(false);                     // accumulate: gradients stay whole here
 //   ...
-//   state->set_requires_gradient_sync(true);                          // the next backward reduces the sum
+//   state->set_requires_gradient_sync(true);                      // the next backward reduces the sum
 //
 // A state lives as long as the parameters of its module, regardless of who else holds it. Flags apply to the
 // module and, unless specified otherwise, to all sharded modules inside it.

@@ -79,7 +79,7 @@ int main(int argc, char** argv) {
     }
     for (TensorPart& part : parts) part.local = part.local.contiguous();
     CheckpointWriter writer(world, folder / "checkpoints", {.files = {.keep_last = 1}});
-    WorldMeeting meeting(world);
+    WorldAgreement agreement(world);
     const auto timed = [&](const auto& work) {
       world.group().barrier().wait();
       const auto begin = Clock::now();
@@ -95,7 +95,7 @@ int main(int argc, char** argv) {
         stall = writer.save(round, {.model = parts});
         writer.wait();
       });
-      const double load = timed([&] { load_into(meeting, open_latest(meeting, folder / "checkpoints")->checkpoint, Section::Model, parts); });
+      const double load = timed([&] { load_into(agreement, open_latest(agreement, folder / "checkpoints")->checkpoint, Section::Model, parts); });
       if (world.rank() != 0 || round == 0) continue;  // the first round allocates buffers
       plain_s.push_back(plain);
       ours_s.push_back(ours);

@@ -66,7 +66,7 @@ TEST(Crash, BetweenAnyTwoPhasesLeavesAWholeCheckpoint) {
     });
     ASSERT_EQ(code, -SIGKILL);
     const bool named = phase == WritePhase::Renamed || phase == WritePhase::OldRemoved;
-    LoneMeeting agreement;
+    SingleRankAgreement agreement;
     {
       const auto opened = open_latest(agreement, folder.path());
       ASSERT_TRUE(opened);
@@ -90,11 +90,11 @@ TEST(Failure, OfOneRankFailsAllRanks) {
       options.at_phase = [&](WritePhase now, int rank) {
         if (now == phase && rank == bad) throw std::runtime_error("struck by lightning");
       };
-      const auto errors = errors_on_ranks(2, [&](Meeting& agreement) { save(agreement, folder.path(), 2, on_two(), options); });
+      const auto errors = errors_on_ranks(2, [&](RankAgreement& agreement) { save(agreement, folder.path(), 2, on_two(), options); });
       EXPECT_EQ(errors[0], "rank " + std::to_string(bad) + ": struck by lightning");
       EXPECT_EQ(errors[1], errors[0]);
       EXPECT_EQ(contents_of(folder.path()).size(), 1u) << "the temporary folder is gone";
-      LoneMeeting agreement;
+      SingleRankAgreement agreement;
       EXPECT_TRUE(is_sample(open_latest(agreement, folder.path())->checkpoint, 1));
     }
 }
@@ -105,12 +105,12 @@ TEST(FullDisk, InTheMiddleOfARanksParts) {
   WriteOptions options = small_blocks();
   std::atomic<int> writes{0};
   options.fault = [&](const fs::path& path, std::uint64_t offset, std::uint64_t) { return path.filename() == "model.safetensors" && offset > 0 && ++writes == 3 ? ENOSPC : 0; };
-  const auto errors = errors_on_ranks(2, [&](Meeting& agreement) { save(agreement, folder.path(), 2, on_two(), options); });
+  const auto errors = errors_on_ranks(2, [&](RankAgreement& agreement) { save(agreement, folder.path(), 2, on_two(), options); });
   EXPECT_EQ(errors[0], errors[1]);
   EXPECT_TRUE(has_text(errors[0], "model.safetensors: No space left on device; free space there"));
   EXPECT_TRUE(has_text(errors[0], (folder.path() / ".step-00000002.writing").string()));
   EXPECT_EQ(contents_of(folder.path()).size(), 1u);
-  LoneMeeting agreement;
+  SingleRankAgreement agreement;
   EXPECT_TRUE(is_sample(open_latest(agreement, folder.path())->checkpoint, 1));
 }
 
@@ -151,7 +151,7 @@ TEST(FullDisk, AsTheSystemReportsIt) {
     }
     for (const auto& entry : fs::directory_iterator(folder.path()))
       if (entry.path().filename().string().front() == '.') return 5;
-    LoneMeeting agreement;
+    SingleRankAgreement agreement;
     return is_sample(open_latest(agreement, folder.path())->checkpoint, 1) ? 0 : 6;
   });
   EXPECT_EQ(code, 0);
@@ -165,24 +165,24 @@ TEST(Failure, AFolderThatCannotBeCreated) {
 
 TEST(Failure, StateThatIsNotJson) {
   const TemporaryFolder folder;
-  LoneMeeting agreement;
+  SingleRankAgreement agreement;
   const SavePlan plan = agree_on_plan(agreement, 1, [] { return std::vector<AnnouncedTensor>{}; });
   EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { write_checkpoint(agreement, folder.path(), 1, plan, {}, "{oops", small_blocks()); }), "text that is not JSON"));
 }
 
-TEST(Meeting, AMissingRankIsNamedAtTheDeadline) {
+TEST(RankAgreement, AMissingRankIsNamedAtTheDeadline) {
   const auto errors = errors_on_ranks(
-      3, [&](Meeting& agreement) { if (agreement.rank() != 1) agreement.agree("plan", [] {}); }, 200ms);
+      3, [&](RankAgreement& agreement) { if (agreement.rank() != 1) agreement.agree("plan", [] {}); }, 200ms);
   EXPECT_TRUE(has_text(errors[0], "\"plan\" was not agreed on before the deadline: rank 1 did not join"));
   EXPECT_EQ(errors[1], "");
   EXPECT_EQ(errors[2], errors[0]);
   const auto without_first = errors_on_ranks(
-      2, [&](Meeting& agreement) { if (agreement.rank() != 0) agreement.agree("plan", [] {}); }, 200ms);
+      2, [&](RankAgreement& agreement) { if (agreement.rank() != 0) agreement.agree("plan", [] {}); }, 200ms);
   EXPECT_TRUE(has_text(without_first[1], "rank 0 did not answer"));
 }
 
 // A round that one rank has abandoned ends at once for the others, and the next one succeeds.
-TEST(Meeting, AnAbandonedRoundIsNoticedAndTheNextSucceeds) {
+TEST(RankAgreement, AnAbandonedRoundIsNoticedAndTheNextSucceeds) {
   Statuses statuses;
   const auto begin = std::chrono::steady_clock::now();
   std::vector<std::string> heard(2);
@@ -191,7 +191,7 @@ TEST(Meeting, AnAbandonedRoundIsNoticedAndTheNextSucceeds) {
     threads.emplace_back([&, rank] {
       ThreadBoard board(statuses, rank, 2);
       {
-        BoardMeeting agreement(board);
+        StatusBoardAgreement agreement(board);
         agreement.begin_round(begin + 60s);
         if (rank == 1) agreement.give_up();
         try {
@@ -208,14 +208,14 @@ TEST(Meeting, AnAbandonedRoundIsNoticedAndTheNextSucceeds) {
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 30s);
 }
 
-TEST(Meeting, RoundsAfterAFailureSucceed) {
+TEST(RankAgreement, RoundsAfterAFailureSucceed) {
   Statuses statuses;
   std::vector<int> good(3, 0);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 3; ++rank)
     threads.emplace_back([&, rank] {
       ThreadBoard board(statuses, rank, 3);
-      BoardMeeting agreement(board);
+      StatusBoardAgreement agreement(board);
       for (int round = 0; round < 20; ++round) {
         agreement.begin_round(std::chrono::steady_clock::now() + 30s);
         const bool fails = round % 2 == 0;

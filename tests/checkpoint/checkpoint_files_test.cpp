@@ -83,7 +83,7 @@ TEST(CheckpointFiles, EveryLayoutWritesTheSameBytesAndReadsThemAll) {
   const auto all = layouts();
   for (std::size_t i = 0; i < all.size(); ++i) {
     const auto place = folder.path() / std::to_string(i);
-    expect_no_errors(errors_on_ranks(ranks_of(all[i].mesh), [&](Meeting& agreement) { save(agreement, place, 120, all[i]); }));
+    expect_no_errors(errors_on_ranks(ranks_of(all[i].mesh), [&](RankAgreement& agreement) { save(agreement, place, 120, all[i]); }));
     const auto contents = contents_of(place / "step-00000120");
     EXPECT_EQ(contents.size(), 4u);
     if (i == 0) first = contents;
@@ -92,7 +92,7 @@ TEST(CheckpointFiles, EveryLayoutWritesTheSameBytesAndReadsThemAll) {
   }
   // Written with one layout, read with all others.
   for (const Spread& spread : all)
-    expect_no_errors(errors_on_ranks(ranks_of(spread.mesh), [&](Meeting& agreement) {
+    expect_no_errors(errors_on_ranks(ranks_of(spread.mesh), [&](RankAgreement& agreement) {
       const auto opened = open_latest(agreement, folder.path() / "3");
       EXPECT_TRUE(opened && opened->skipped.empty());
       EXPECT_EQ(opened->checkpoint.state_json(), R"({"step": 120})");
@@ -152,9 +152,9 @@ TEST(SavePlan, SeveralFilesAreReadAsOne) {
   const TemporaryFolder folder;
   WriteOptions options = small_blocks();
   options.max_file_bytes = 250;
-  expect_no_errors(errors_on_ranks(4, [&](Meeting& agreement) { save(agreement, folder.path(), 7, layouts()[3], options); }));
+  expect_no_errors(errors_on_ranks(4, [&](RankAgreement& agreement) { save(agreement, folder.path(), 7, layouts()[3], options); }));
   EXPECT_TRUE(fs::exists(folder.path() / "step-00000007" / "model-00001-of-00002.safetensors"));
-  LoneMeeting agreement;
+  SingleRankAgreement agreement;
   EXPECT_TRUE(is_sample(open_latest(agreement, folder.path())->checkpoint));
 }
 
@@ -177,7 +177,7 @@ TEST(SavePlan, InconsistentPartsAreListed) {
 
 TEST(SavePlan, AllRanksSaveTheSameStep) {
   const TemporaryFolder folder;
-  expect_same_error(errors_on_ranks(2, [&](Meeting& agreement) { save(agreement, folder.path(), 5 + agreement.rank(), layouts()[0]); }), "rank 0 saves step 5, but rank 1 saves step 6");
+  expect_same_error(errors_on_ranks(2, [&](RankAgreement& agreement) { save(agreement, folder.path(), 5 + agreement.rank(), layouts()[0]); }), "rank 0 saves step 5, but rank 1 saves step 6");
 }
 
 TEST(Index, AnyChangedBitIsDetected) {
@@ -218,7 +218,7 @@ TEST(Damage, OfAnyByteIsFoundAndNamed) {
   const TemporaryFolder folder;
   save_alone(folder.path(), 3);
   const auto path = folder.path() / "step-00000003";
-  LoneMeeting agreement;
+  SingleRankAgreement agreement;
   ASSERT_TRUE(find_damage(agreement, path).empty());
   std::mt19937 random(5);
   for (const auto& [name, content] : contents_of(path))
@@ -240,7 +240,7 @@ TEST(Damage, ByTruncationAtAnyLength) {
   const TemporaryFolder folder;
   save_alone(folder.path(), 3);
   const auto path = folder.path() / "step-00000003";
-  LoneMeeting agreement;
+  SingleRankAgreement agreement;
   std::mt19937 random(6);
   for (const auto& [name, content] : contents_of(path)) {
     std::set<std::size_t> lengths{0, 1, 7, 8, content.size() - 1};
@@ -266,7 +266,7 @@ TEST(Damage, ByTruncationAtAnyLength) {
 TEST(OpenLatest, FallsBackOnlyIfAllowedAndSaysSoEverywhere) {
   const TemporaryFolder folder;
   {
-    LoneMeeting agreement;
+    SingleRankAgreement agreement;
     EXPECT_FALSE(open_latest(agreement, folder.path() / "nothing"));
   }
   save_alone(folder.path(), 100, small_blocks(), 1);
@@ -275,10 +275,10 @@ TEST(OpenLatest, FallsBackOnlyIfAllowedAndSaysSoEverywhere) {
   std::string content = read_text(file);
   content.back() ^= 1;
   write_text(file, content);
-  expect_same_error(errors_on_ranks(3, [&](Meeting& agreement) { open_latest(agreement, folder.path()); }), "allow the use of the previous one (step 100)");
+  expect_same_error(errors_on_ranks(3, [&](RankAgreement& agreement) { open_latest(agreement, folder.path()); }), "allow the use of the previous one (step 100)");
   std::mutex mutex;
   std::set<std::string> reasons;
-  expect_no_errors(errors_on_ranks(3, [&](Meeting& agreement) {
+  expect_no_errors(errors_on_ranks(3, [&](RankAgreement& agreement) {
     const auto opened = open_latest(agreement, folder.path(), {.allow_fallback = true});
     EXPECT_EQ(opened->checkpoint.step(), 100);
     EXPECT_TRUE(is_sample(opened->checkpoint, 1));
@@ -289,12 +289,12 @@ TEST(OpenLatest, FallsBackOnlyIfAllowedAndSaysSoEverywhere) {
   EXPECT_EQ(reasons.size(), 1u);
   EXPECT_TRUE(has_text(*reasons.begin(), "model.safetensors bytes"));
   // Damage is not detected without reading the blocks, as requested.
-  LoneMeeting agreement;
+  SingleRankAgreement agreement;
   EXPECT_EQ(open_latest(agreement, folder.path(), {.verify = false})->checkpoint.step(), 200);
   EXPECT_THROW(open_checkpoint(agreement, folder.path() / "step-00000200"), CheckpointError);
   EXPECT_EQ(open_checkpoint(agreement, folder.path() / "step-00000100").step(), 100);
   fs::remove(folder.path() / "step-00000100" / "index.json");
-  expect_same_error(errors_on_ranks(2, [&](Meeting& other) { open_latest(other, folder.path(), {.allow_fallback = true}); }), "every checkpoint in");
+  expect_same_error(errors_on_ranks(2, [&](RankAgreement& other) { open_latest(other, folder.path(), {.allow_fallback = true}); }), "every checkpoint in");
 }
 
 TEST(OpenLatest, ANewerFormatIsNotDamage) {
@@ -306,23 +306,23 @@ TEST(OpenLatest, ANewerFormatIsNotDamage) {
   text.replace(text.find("\"version\": 1"), 12, "\"version\": 2");
   write_text(index, text);
   for (const bool fallback : {false, true}) {
-    const auto errors = errors_on_ranks(3, [&](Meeting& agreement) { open_latest(agreement, folder.path(), {.allow_fallback = fallback}); });
+    const auto errors = errors_on_ranks(3, [&](RankAgreement& agreement) { open_latest(agreement, folder.path(), {.allow_fallback = fallback}); });
     expect_same_error(errors, "index.json: format version 2, this build reads 1; it was written by a newer version of Penstock");
     EXPECT_EQ(errors[0].find("damaged"), std::string::npos) << errors[0];
     EXPECT_EQ(errors[0].find("rank"), std::string::npos) << "all ranks report the same error: " << errors[0];
   }
-  LoneMeeting agreement;
+  SingleRankAgreement agreement;
   EXPECT_EQ(message_of<CheckpointError>([&] { open_checkpoint(agreement, folder.path() / "step-00000200"); }).find("damaged"), std::string::npos);
 }
 
 TEST(Agreement, AnErrorOfAllRanksIsReportedOnce) {
-  const auto all = errors_on_ranks(3, [](Meeting& agreement) { agreement.agree("x", [] { throw ConfigError("too little data"); }); });
+  const auto all = errors_on_ranks(3, [](RankAgreement& agreement) { agreement.agree("x", [] { throw ConfigError("too little data"); }); });
   for (const std::string& error : all) EXPECT_EQ(error, "too little data");
-  const auto first = errors_on_ranks(3, [](Meeting& agreement) { agreement.agree("x", [&] { if (agreement.rank() == 0) throw ConfigError("no such file"); }); });
+  const auto first = errors_on_ranks(3, [](RankAgreement& agreement) { agreement.agree("x", [&] { if (agreement.rank() == 0) throw ConfigError("no such file"); }); });
   for (const std::string& error : first) EXPECT_EQ(error, "no such file");
-  const auto some = errors_on_ranks(4, [](Meeting& agreement) { agreement.agree("x", [&] { if (agreement.rank() > 1) throw std::runtime_error("full disk"); }); });
+  const auto some = errors_on_ranks(4, [](RankAgreement& agreement) { agreement.agree("x", [&] { if (agreement.rank() > 1) throw std::runtime_error("full disk"); }); });
   for (const std::string& error : some) EXPECT_EQ(error, "ranks 2, 3: full disk");
-  LoneMeeting alone;
+  SingleRankAgreement alone;
   EXPECT_THROW(alone.agree("x", [] { throw ConfigError("x"); }), ConfigError);
   EXPECT_THROW(alone.agree("x", [] { throw std::runtime_error("x"); }), CheckpointError);
 }
@@ -330,8 +330,8 @@ TEST(Agreement, AnErrorOfAllRanksIsReportedOnce) {
 TEST(OpenLatest, RanksThatSeeAnotherFolderAreNamed) {
   const TemporaryFolder folder, other;
   save_alone(folder.path(), 100);
-  expect_same_error(errors_on_ranks(3, [&](Meeting& agreement) { open_latest(agreement, agreement.rank() == 2 ? other.path() : folder.path()); }), "rank 2: ");
-  expect_same_error(errors_on_ranks(3, [&](Meeting& agreement) { save(agreement, agreement.rank() == 1 ? other.path() : folder.path(), 200, layouts()[2]); }), "rank 1: ");
+  expect_same_error(errors_on_ranks(3, [&](RankAgreement& agreement) { open_latest(agreement, agreement.rank() == 2 ? other.path() : folder.path()); }), "rank 2: ");
+  expect_same_error(errors_on_ranks(3, [&](RankAgreement& agreement) { save(agreement, agreement.rank() == 1 ? other.path() : folder.path(), 200, layouts()[2]); }), "rank 1: ");
   EXPECT_EQ(find_checkpoints(folder.path()).size(), 1u);
   EXPECT_EQ(contents_of(folder.path()).size(), 1u) << "the temporary folder is gone";
 }
@@ -362,7 +362,7 @@ TEST(Folder, AStepThatIsWrittenAgainIsReplaced) {
   const TemporaryFolder folder;
   save_alone(folder.path(), 5, small_blocks(), 1);
   save_alone(folder.path(), 5, small_blocks(), 2);
-  LoneMeeting agreement;
+  SingleRankAgreement agreement;
   EXPECT_TRUE(is_sample(open_latest(agreement, folder.path())->checkpoint, 2));
   EXPECT_EQ(contents_of(folder.path()).size(), 1u);
 }
@@ -377,7 +377,7 @@ TEST(Folder, LeftoversAreRecognised) {
   fs::create_directories(folder.path() / ".mine.writing");
   EXPECT_TRUE(find_checkpoints(folder.path()).empty());
   EXPECT_EQ(clean_leftovers(folder.path()), (std::vector<std::string>{".step-00000004.removing", ".step-00000005.replaced", ".step-00000006.writing"}));
-  LoneMeeting agreement;
+  SingleRankAgreement agreement;
   EXPECT_TRUE(is_sample(open_latest(agreement, folder.path())->checkpoint)) << "it has its name again";
   EXPECT_TRUE(fs::exists(folder.path() / ".mine.writing")) << "foreign files are kept";
 }

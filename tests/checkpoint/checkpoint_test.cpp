@@ -94,7 +94,7 @@ TEST(Checkpoint, AnyLayoutWritesTheSameAndLoadsIntoAnyOther) {
   }
   for (const Case& target : cases)
     on_mesh(target.mesh, [&](comm::World& world, const comm::MeshGroups& mesh) {
-      WorldMeeting agreement(world);
+      WorldAgreement agreement(world);
       const auto opened = open_latest(agreement, folder.path() / "1");
       ASSERT_TRUE(opened);
       EXPECT_EQ(opened->checkpoint.state_json(), R"({"data": 7})");
@@ -118,7 +118,7 @@ TEST(Checkpoint, StagesAndReplicas) {
     writer.wait();
   });
   comm::run_ranks(2, 120s, [&](comm::World& world) {  // the other way round
-    WorldMeeting agreement(world);
+    WorldAgreement agreement(world);
     const auto opened = open_latest(agreement, folder.path());
     std::vector<TensorPart> parts;
     for (const Named& tensor : zeros_like(model()))
@@ -135,7 +135,7 @@ TEST(Checkpoint, StagesAndReplicas) {
 TEST(Checkpoint, EveryElementTypeAndMemoryLayout) {
   const TemporaryFolder folder;
   const auto world = comm::World::connect({});
-  WorldMeeting agreement(world);
+  WorldAgreement agreement(world);
   std::vector<TensorPart> parts;
   const at::Tensor base = at::arange(24, at::kFloat).reshape({4, 6}) - 7;
   for (const auto type : {at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf, at::kFloat, at::kDouble, at::kBool, at::kBFloat16, at::kComplexFloat})
@@ -160,7 +160,7 @@ TEST(Checkpoint, EveryElementTypeAndMemoryLayout) {
 TEST(Checkpoint, AParameterIsLoadedInPlace) {
   const TemporaryFolder folder;
   const auto world = comm::World::connect({});
-  WorldMeeting agreement(world);
+  WorldAgreement agreement(world);
   torch::nn::Linear saved(4, 3), loaded(4, 3);
   const auto parts = [](torch::nn::Linear& module) {
     std::vector<TensorPart> all;
@@ -180,7 +180,7 @@ TEST(Load, MismatchesAreListedOnEveryRank) {
   std::mutex mutex;
   std::set<std::string> errors;
   comm::run_ranks(2, 120s, [&](comm::World& world) {
-    WorldMeeting agreement(world);
+    WorldAgreement agreement(world);
     CheckpointWriter writer(world, folder.path());
     writer.save(5, {.model = {tensor_part("same", at::ones({2})), tensor_part("shape", at::ones({2})), tensor_part("dtype", at::full({2}, 2.5)), tensor_part("weihgt", at::ones({1}))}});
     writer.wait();
@@ -243,7 +243,7 @@ TEST(CheckpointWriter, ReturnsBeforeItIsWritten) {
     changed.notify_all();
     writer.save(2, {.model = {tensor_part("w", weight)}});
     writer.wait();
-    WorldMeeting agreement(world);
+    WorldAgreement agreement(world);
     for (const std::int64_t step : {1, 2}) {
       at::Tensor read = at::zeros({3});
       load_into(agreement, open_checkpoint(agreement, folder.path() / step_folder_name(step)), Section::Model, {tensor_part("w", read)});
@@ -274,7 +274,7 @@ TEST(CheckpointWriter, AnErrorComesUpAtTheNextCallOnEveryRank) {
     EXPECT_EQ(find_checkpoints(folder.path()).size(), 1u) << "the last good one, and nothing of step 3";
     writer.save(4, contents());  // it can be used again
     writer.wait();
-    WorldMeeting agreement(world);
+    WorldAgreement agreement(world);
     EXPECT_EQ(open_latest(agreement, folder.path())->checkpoint.step(), 4);
   });
   ASSERT_EQ(errors.size(), 1u);

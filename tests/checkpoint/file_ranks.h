@@ -64,7 +64,7 @@ class Statuses {
   std::map<int, std::string> statuses_;
 };
 
-class ThreadBoard final : public WordBoard {
+class ThreadBoard final : public StatusBoard {
  public:
   ThreadBoard(Statuses& statuses, int rank, int size) : statuses_(statuses), rank_(rank), size_(size) {}
   int rank() const override { return rank_; }
@@ -78,14 +78,14 @@ class ThreadBoard final : public WordBoard {
 };
 
 // The message of the exception on each rank; "" for none.
-inline std::vector<std::string> errors_on_ranks(int size, const std::function<void(Meeting&)>& body, std::chrono::milliseconds limit = std::chrono::seconds(30)) {
+inline std::vector<std::string> errors_on_ranks(int size, const std::function<void(RankAgreement&)>& body, std::chrono::milliseconds limit = std::chrono::seconds(30)) {
   Statuses statuses;
   std::vector<std::string> errors(static_cast<std::size_t>(size));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank)
     threads.emplace_back([&, rank] {
       ThreadBoard board(statuses, rank, size);
-      BoardMeeting agreement(board);
+      StatusBoardAgreement agreement(board);
       agreement.begin_round(std::chrono::steady_clock::now() + limit);
       try {
         body(agreement);
@@ -189,7 +189,7 @@ inline WriteOptions small_blocks() {
   return options;
 }
 
-inline void save(Meeting& agreement, const fs::path& folder, std::int64_t step, const Spread& spread, const WriteOptions& options = small_blocks(), unsigned seed = 0) {
+inline void save(RankAgreement& agreement, const fs::path& folder, std::int64_t step, const Spread& spread, const WriteOptions& options = small_blocks(), unsigned seed = 0) {
   const OwnedParts own = parts_of(spread, agreement.rank(), seed);
   const SavePlan plan = agree_on_plan(agreement, step, [&] {
     std::vector<AnnouncedTensor> announced;
@@ -203,7 +203,7 @@ inline void save(Meeting& agreement, const fs::path& folder, std::int64_t step, 
 inline Spread alone() { return {{1}, std::vector<Placements>(sample_tensors().size(), Placements{Replicate{}})}; }
 
 inline void save_alone(const fs::path& folder, std::int64_t step, const WriteOptions& options = small_blocks(), unsigned seed = 0) {
-  LoneMeeting agreement;
+  SingleRankAgreement agreement;
   save(agreement, folder, step, alone(), options, seed);
 }
 

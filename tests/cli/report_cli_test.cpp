@@ -6,7 +6,7 @@
 
 #include "tests/command.h"
 #include "tests/has_text.h"
-#include "tests/train/made_run.h"
+#include "tests/train/synthetic_run.h"
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::test {

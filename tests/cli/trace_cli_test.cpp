@@ -8,7 +8,7 @@
 
 #include "tests/command.h"
 #include "tests/has_text.h"
-#include "tests/pipeline/made_trace.h"
+#include "tests/pipeline/simulated_trace.h"
 #include "penstock/pipeline/report/step_trace.h"
 
 namespace penstock::test {
@@ -31,7 +31,7 @@ TEST_F(TraceCli, HelpHasAnExample) {
 }
 
 TEST_F(TraceCli, ShowsMeasuredBesideSimulated) {
-  write_trace(made_trace("1F1B", 2, 4), path_);
+  write_trace(simulated_trace("1F1B", 2, 4), path_);
   const Ended ended = penstock("trace '" + path_ + "'");
   EXPECT_EQ(ended.exit_code, 0);
   // 2 stages of 1 and 1.25 ms forward, twice that backward, 0.1 ms between them.
@@ -42,7 +42,7 @@ TEST_F(TraceCli, ShowsMeasuredBesideSimulated) {
 }
 
 TEST_F(TraceCli, CsvHasALinePerAction) {
-  write_trace(made_trace("1F1B", 2, 4), path_);
+  write_trace(simulated_trace("1F1B", 2, 4), path_);
   const Ended ended = penstock("trace --csv '" + path_ + "'");
   EXPECT_EQ(ended.exit_code, 0);
   EXPECT_EQ(std::count(ended.output.begin(), ended.output.end(), '\n'), 1 + 2 * 8);

@@ -186,13 +186,13 @@ const ::testing::Environment* const write_checked = ::testing::AddGlobalTestEnvi
 }  // namespace
 
 RulesChecked::RulesChecked() {
-  if (scopes_open++ == 0) penstock::detail::take_asked_rules();
+  if (scopes_open++ == 0) penstock::detail::take_used_rules();
 }
 
 RulesChecked::~RulesChecked() {
   --scopes_open;
   if (::testing::Test::HasFailure()) return;
-  for (const std::string& name : penstock::detail::take_asked_rules()) checked_rules().insert(name);
+  for (const std::string& name : penstock::detail::take_used_rules()) checked_rules().insert(name);
 }
 
 at::Tensor sample(at::IntArrayRef shape, int seed) {

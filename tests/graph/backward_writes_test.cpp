@@ -134,7 +134,7 @@ TEST(BackwardWrites, ASavedTensorOfItsOwn) {
   }
 }
 
-TEST(BackwardWrites, WhatOthersWouldNoticeIsRefused) {
+TEST(BackwardWrites, VisibleWritesAreRejected) {
   const auto refusal = [](const Halves& halves, const std::function<Tensors(const Tensors&, const Halves*)>& function, const Tensors& inputs) {
     Compiled compiled(over_tensors([&](const Tensors& in) { return function(in, &halves); }));
     return message_of<NotImplemented>([&] { compiled(values_of(inputs)); });

@@ -77,7 +77,7 @@ TEST(CapturedCollectives, AreNeitherDroppedNorMerged) {
   EXPECT_EQ(count_of(graph, "penstock::all_reduce"), 3u);
 }
 
-TEST(CapturedSubclasses, MadeInsideAreTakenApart) {
+TEST(CapturedSubclasses, MadeInsideAreFlattened) {
   using sample::Boxed;
   using sample::Two;
   const Function function = [](const Values& in) -> Values {

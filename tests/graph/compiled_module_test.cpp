@@ -344,7 +344,7 @@ struct HidingImpl : nn::Module {
 };
 TORCH_MODULE(Hiding);
 
-TEST(CompiledModule, WhatCannotBeCapturedIsAnErrorAndLeavesTheModuleAsItWas) {
+TEST(CompiledModule, FailedCapturesLeaveTheModuleUnchanged) {
   Looking looking;
   auto fast = compile(looking);
   EXPECT_TRUE(has_text(message_of<DataDependentError>([&] { fast->forward(torch::ones({3})); }), "aten::_local_scalar_dense"));

@@ -363,7 +363,7 @@ TEST(Compiled, WritingWhatIsNotAnInputIsAnError) {
 
 TEST(Functionalize, Siblings) {
   const auto sibling = [](const char* name, const char* overload) {
-    const auto found = functional_sibling(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload));
+    const auto found = functional_counterpart(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload));
     return found ? c10::toString(found->operator_name()) : std::string("none");
   };
   EXPECT_EQ(sibling("aten::mul_", "Tensor"), "aten::mul.Tensor");

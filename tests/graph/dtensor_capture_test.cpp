@@ -59,7 +59,7 @@ TEST(DTensorCapture, Redistributions) {
 }
 
 // Plain inputs that become distributed inside, and vice versa.
-TEST(DTensorCapture, BordersInsideOfTheFunction) {
+TEST(DTensorCapture, BoundariesInsideTheFunction) {
   on_ranks(2, [&](const comm::MeshGroups& mesh) {
     check(mesh, "from_local", [&](const Values& in) -> Values { return {from_local(in[0].toTensor(), mesh, {Shard{0}}).sin()}; },
           [&](int step) { return std::vector<at::Tensor>{numbers({2, 3}, step).requires_grad_()}; });
@@ -90,7 +90,7 @@ TEST(DTensorCapture, TheGraphHoldsPlainTensorsAndCollectives) {
   });
 }
 
-TEST(DTensorCapture, GradientsInOtherPlacementsAreBroughtOver) {
+TEST(DTensorCapture, GradientsInOtherPlacementsAreRedistributed) {
   on_ranks(2, [&](const comm::MeshGroups& mesh) {
     Compiled compiled([](const Values& in) -> Values { return {in[0].toTensor().sin()}; });
     const at::Tensor whole = numbers({4, 4}, 1), seed = numbers({4, 4}, 2);

@@ -80,10 +80,10 @@ void expect_one_capture(const Tensorwise& function, const Maker& make, const Dyn
         Compiled fixed(over_tensors(function), {.partitioner = partitioner});
         expect_same_trace(actual, trace_of([&](const Values& inputs) { return fixed(inputs); }, leaves, prepare));
       }
-    EXPECT_EQ(compiled.captures(), 1u) << compiled.dynamic_refused();
-    ASSERT_TRUE(compiled.is_dynamic(0)) << compiled.dynamic_refused();
+    EXPECT_EQ(compiled.captures(), 1u) << compiled.why_not_dynamic();
+    ASSERT_TRUE(compiled.is_dynamic(0)) << compiled.why_not_dynamic();
     EXPECT_EQ(compiled.checked_sizes(0), all_sizes.size());
-    EXPECT_EQ(compiled.dynamic_refused(), "");
+    EXPECT_EQ(compiled.why_not_dynamic(), "");
     EXPECT_EQ(count_writes(compiled.joint(0).graph), 0u);
   }
 }
@@ -357,8 +357,8 @@ void expect_right(const Tensorwise& function, const Maker& make, const DynamicOp
       const Trace expected = trace_of(over_tensors(function), leaves, as_they_are);
       expect_same_trace(trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, as_they_are), expected);
     }
-  EXPECT_EQ(compiled.captures(), captures) << compiled.dynamic_refused();
-  EXPECT_TRUE(compiled.is_dynamic(0)) << compiled.dynamic_refused();
+  EXPECT_EQ(compiled.captures(), captures) << compiled.why_not_dynamic();
+  EXPECT_TRUE(compiled.is_dynamic(0)) << compiled.why_not_dynamic();
 }
 
 TEST(DynamicDims, SizesZeroAndOne) {
@@ -391,7 +391,7 @@ TEST(DynamicDims, EverySmallSizeIsRight) {
       expect_same_trace(trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, as_they_are),
                         trace_of(over_tensors(function), leaves, as_they_are), Compare::Closely);
     }
-  EXPECT_TRUE(compiled.is_dynamic(0)) << compiled.dynamic_refused();
+  EXPECT_TRUE(compiled.is_dynamic(0)) << compiled.why_not_dynamic();
   EXPECT_LE(compiled.captures(), 1u + 8u + 3u);   // 0 and 1 rows of each length, and each number of rows of length 1
 }
 
@@ -491,19 +491,19 @@ Compiled refused_function(bool recapture) {
                   {.recapture = recapture, .dynamic = over_batch});
 }
 
-TEST(DynamicDims, WhatIsNoExpressionIsCapturedForEachSize) {
+TEST(DynamicDims, SizesWithoutExpressionAreCapturedSeparately) {
   Compiled compiled = refused_function(true);
   WarningCapture warnings;
   for (const std::int64_t batch : {4, 5, 4, 5}) EXPECT_EQ(compiled({torch::ones({batch})})[0].toTensor()[0].item<float>(), static_cast<float>(batch % 3));
   EXPECT_EQ(compiled.captures(), 2u);
   EXPECT_FALSE(compiled.is_dynamic(0) || compiled.is_dynamic(1));
-  EXPECT_TRUE(has_text(compiled.dynamic_refused(), "argument 'other' of node 0 (aten::mul."));
-  EXPECT_TRUE(has_text(compiled.dynamic_refused(), "at B = 3 and "));
+  EXPECT_TRUE(has_text(compiled.why_not_dynamic(), "argument 'other' of node 0 (aten::mul."));
+  EXPECT_TRUE(has_text(compiled.why_not_dynamic(), "at B = 3 and "));
   ASSERT_EQ(warnings.warnings().size(), 1u);
   EXPECT_TRUE(has_text(warnings.warnings()[0].message, "captured separately for each size: argument 'other'"));
 }
 
-TEST(DynamicDims, WhatIsNoExpressionIsAnErrorWithoutRecapture) {
+TEST(DynamicDims, SizesWithoutExpressionAreAnErrorWithoutRecapture) {
   Compiled compiled = refused_function(false);
   const std::string message = message_of<StateError>([&] { compiled({torch::ones({4})}); });
   EXPECT_TRUE(has_text(message, "cannot be captured for all sizes: argument 'other' of node 0 (aten::mul."));
@@ -563,7 +563,7 @@ TEST(DynamicDims, TensorsThatTheFunctionFinds) {
                    {.dynamic = over_batch});
   WarningCapture warnings;
   for (const std::int64_t batch : {4, 7}) EXPECT_EQ(by_hand({torch::ones({batch})})[0].toTensor().sum().item<float>(), static_cast<float>(2 * batch));
-  EXPECT_TRUE(has_text(by_hand.dynamic_refused(), "the function creates tensors of 3 and 2 elements"));
+  EXPECT_TRUE(has_text(by_hand.why_not_dynamic(), "the function creates tensors of 3 and 2 elements"));
 }
 
 TEST(DynamicDims, CodeThatDoesSomethingElseAtEachSize) {
@@ -579,7 +579,7 @@ TEST(DynamicDims, CodeThatDoesSomethingElseAtEachSize) {
     EXPECT_TRUE(torch::equal(compiled({x})[0].toTensor(), unrolled({x})[0]));
   }
   EXPECT_EQ(compiled.captures(), 2u);
-  EXPECT_TRUE(has_text(compiled.dynamic_refused(), "it behaves differently at B = 2 than at B = 3: "));
+  EXPECT_TRUE(has_text(compiled.why_not_dynamic(), "it behaves differently at B = 2 than at B = 3: "));
 }
 
 TEST(DynamicDims, InputsThatShareMemory) {
@@ -592,7 +592,7 @@ TEST(DynamicDims, InputsThatShareMemory) {
   WarningCapture warnings;
   EXPECT_EQ(compiled({memory.slice(0, 0, 10), memory.slice(0, 5, 15)})[0].toTensor().sum().item<float>(), 30);
   EXPECT_FALSE(compiled.is_dynamic(0));
-  EXPECT_TRUE(has_text(compiled.dynamic_refused(), "input 0 has a dynamic dim and shares memory with input 1"));
+  EXPECT_TRUE(has_text(compiled.why_not_dynamic(), "input 0 has a dynamic dim and shares memory with input 1"));
 }
 
 // ---- guards and options ----
@@ -764,8 +764,8 @@ void expect_same_training(Module plain, Module original, const DynamicOptions& d
     }
     for (std::size_t i = 0; i < plain->buffers().size(); ++i) EXPECT_TRUE(torch::equal(original->buffers()[i], plain->buffers()[i]));
   }
-  EXPECT_EQ(fast->compiled(0).captures(), 1u) << fast->compiled(0).dynamic_refused();
-  EXPECT_TRUE(fast->compiled(0).is_dynamic(0)) << fast->compiled(0).dynamic_refused();
+  EXPECT_EQ(fast->compiled(0).captures(), 1u) << fast->compiled(0).why_not_dynamic();
+  EXPECT_TRUE(fast->compiled(0).is_dynamic(0)) << fast->compiled(0).why_not_dynamic();
 }
 
 nn::Sequential classifier() {

@@ -101,13 +101,13 @@ std::string sequence_text(const Graph& graph, std::size_t first, std::size_t len
   return text;
 }
 
-void expect_good(const Graph& graph, const std::vector<Fold>& parts, std::size_t most_parts, const std::string& why) {
+void expect_good(const Graph& graph, const std::vector<Fold>& parts, std::size_t max_parts, const std::string& why) {
   std::vector<std::size_t> nodes, all(graph.nodes.size());
   expand(parts, 0, nodes);
   for (std::size_t i = 0; i < all.size(); ++i) all[i] = i;
   EXPECT_EQ(nodes, all) << why;
   const std::function<void(const std::vector<Fold>&)> look = [&](const std::vector<Fold>& some) {
-    EXPECT_LE(some.size(), most_parts) << why;
+    EXPECT_LE(some.size(), max_parts) << why;
     for (const Fold& part : some) {
       EXPECT_FALSE(part.name.empty()) << why;
       for (std::size_t i = part.first; i < part.end(); ++i) EXPECT_EQ(graph.nodes[i].phase, part.phase) << why;
@@ -128,9 +128,9 @@ TEST(Fold, RandomChainsOfBlocksLoseNothing) {
       for (std::size_t length = 1 + chance() % 3; length > 0; --length) unit += static_cast<char>('A' + chance() % 6);
       for (std::size_t times = 1 + chance() % 6; times > 0; --times) kinds += unit;
     }
-    const FoldOptions options{.most_parts = 4 + chance() % 30};
+    const FoldOptions options{.max_parts = 4 + chance() % 30};
     const Graph graph = captured(kinds, chance() % 2 == 0);
-    expect_good(graph, fold_graph(graph, options), std::max<std::size_t>(options.most_parts, 2 * options.most_of_phase), "seed " + std::to_string(seed) + ", " + kinds);
+    expect_good(graph, fold_graph(graph, options), std::max<std::size_t>(options.max_parts, 2 * options.max_parts_per_phase), "seed " + std::to_string(seed) + ", " + kinds);
   }
 }
 

@@ -138,7 +138,7 @@ void expect_eager(const Case& item, const std::function<std::vector<c10::IValue>
     EXPECT_TRUE(matches(gradients.leaves[i], eager.at("leaf_grads").at(i), values)) << "gradient of leaf " << i;
 }
 
-TEST(GoldenAot, ProgramsGiveWhatThePlainRunGave) {
+TEST(GoldenAot, ProgramsMatchThePlainRun) {
   for (const Case& item : all_cases()) {
     const Program program(item.data.at("program"));
     expect_eager(item, [&](const auto& inputs) { return program(inputs); });
@@ -278,8 +278,8 @@ void expect_compiled(Partitioner partitioner) {
   }
 }
 
-TEST(GoldenAot, CompiledFunctionsGiveWhatThePlainRunGave) { expect_compiled(Partitioner::Default); }
-TEST(GoldenAot, CompiledFunctionsCutByCostGiveWhatThePlainRunGave) { expect_compiled(Partitioner::MinCut); }
+TEST(GoldenAot, CompiledFunctionsMatchThePlainRun) { expect_compiled(Partitioner::Default); }
+TEST(GoldenAot, MinCutFunctionsMatchThePlainRun) { expect_compiled(Partitioner::MinCut); }
 
 // A tensor that is passed twice and written is one input and one result of the graph: it has one tangent,
 // however the caller uses its two names.

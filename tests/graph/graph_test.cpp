@@ -86,7 +86,7 @@ TEST(Graph, InPlaceOperatorsWriteTheInput) {
   EXPECT_EQ(actual.strides(), expected.strides());
 }
 
-TEST(Graph, WhatTheFunctionFindsBecomesAConstant) {
+TEST(Graph, TensorsFromOutsideBecomeConstants) {
   const at::Tensor weight = torch::randn({4});
   const Graph graph = traced({torch::ones({4})}, [&](const auto& in) { return std::vector<at::Tensor>{in[0] * weight.view({2, 2}).view(-1)}; });
   ASSERT_EQ(graph.constants.size(), 1u);
@@ -95,7 +95,7 @@ TEST(Graph, WhatTheFunctionFindsBecomesAConstant) {
   EXPECT_TRUE(torch::equal(Executor(graph)({torch::full({4}, 2.)})[0].toTensor(), weight * 2));
 }
 
-TEST(Graph, DeadNodesGoAndWritesThatAreSeenStay) {
+TEST(Graph, DeadNodesAreRemovedAndVisibleWritesKept) {
   Graph graph = traced({torch::ones({4})}, [](const auto& in) {
     in[0].exp().sin();
     at::Tensor inside = in[0] + 1;

@@ -195,7 +195,7 @@ TEST(Signature, NamesOfAModule) {
   EXPECT_TRUE(has_text(to_text(signature), "parameter 0.weight -> 0.weight"));
 }
 
-TEST(Signature, WhatItCannotSayIsAnError) {
+TEST(Signature, UnsupportedGraphsAreErrors) {
   const auto message = [](const std::function<Tensors(const Tensors&)>& function, const at::Tensor& input) {
     const Function over = [&](const Values& in) {
       const Tensors results = function({in[0].toTensor()});
@@ -212,7 +212,7 @@ TEST(Signature, WhatItCannotSayIsAnError) {
 TEST(Drawing, DotAndSvg) {
   const Small small;
   const Graph& graph = small.compiled().joint(0).graph;
-  const DrawOptions options{.title = "a <small> net", .saved = small.compiled().partition(0).saved, .most_boxes = 1000};
+  const DrawOptions options{.title = "a <small> net", .saved = small.compiled().partition(0).saved, .max_boxes = 1000};
   const std::string dot = to_dot(graph, options), svg = to_svg(graph, options);
   EXPECT_TRUE(has_text(dot, "aten::addmm"));
   EXPECT_TRUE(has_text(dot, "penwidth=3"));
@@ -225,12 +225,12 @@ TEST(Drawing, DotAndSvg) {
   for (const Operand& output : graph.outputs) outputs += output.value() != kNoValue;
   EXPECT_EQ(boxes, graph.inputs.size() + graph.constants.size() + graph.nodes.size() + outputs);
   // With fewer boxes it is folded.
-  const std::string folded = to_svg(graph, {.title = "a <small> net", .most_boxes = 3});
+  const std::string folded = to_svg(graph, {.title = "a <small> net", .max_boxes = 3});
   EXPECT_EQ(folded.find("<rect class=\"box"), std::string::npos);
   EXPECT_TRUE(has_text(folded, "<g class=\"part "));
 }
 
-TEST(GraphFiles, ComeBackAsTheyWere) {
+TEST(GraphFiles, FilesRoundTrip) {
   const Small small;
   const GraphFile file = small.file();
   const std::vector<std::uint8_t> bytes = encode_graph(file);

@@ -81,7 +81,7 @@ const OverTensors kStep = [](const Tensors& in) {
 Tensors step_inputs() { return {leaf({3}), leaf({3}), leaf({3}, false), leaf({2, 3}), torch::full({1}, 4.f)}; }
 
 // Every name refers to the tensor that the signature says.
-TEST(Signature, NamesLeadToWhatTheGraphComputes) {
+TEST(Signature, NamesMatchWhatTheGraphComputes) {
   torch::manual_seed(1);
   const Tensors inputs = step_inputs();
   const Captured captured(kStep, cloned(inputs), state_of({"up.weight", "up.bias"}, {"mean"}));
@@ -227,7 +227,7 @@ TEST(Signature, WrittenParameters) {
   EXPECT_TRUE(has_text(Captured(trained, {leaf({3}), leaf({3})}, state_of({"w"}, {})).refusal(), "parameter w is written in a graph with backward"));
 }
 
-TEST(Signature, WritesThatNoSignatureCanSay) {
+TEST(Signature, UnsupportedWritesAreErrors) {
   const at::NoGradGuard no_grad;
   const OverTensors write = [](const Tensors& in) { return Tensors{in[0].mul_(2) + 1}; };
   EXPECT_TRUE(has_text(Captured(write, {torch::ones({2})}, {}, {}, /*keep=*/true).refusal(), "args[0] is written inside the graph"));

@@ -59,7 +59,7 @@ TEST(SizeExpression, Polynomials) {
   EXPECT_EQ(fitted([](auto b, auto t) { return b * t * (std::int64_t{1} << 40); }), "B*T*1099511627776");
 }
 
-TEST(SizeExpression, WhatIsNoPolynomialIsRefused) {
+TEST(SizeExpression, NonPolynomialsAreRejected) {
   EXPECT_EQ(fitted([](auto b, auto t) { return b % 3 + t; }), "none");
   EXPECT_EQ(fitted([](auto b, auto t) { return b > 5 ? t : t + 1; }), "none");
   EXPECT_EQ(fitted([](auto b, auto) { return std::int64_t{1} << b; }), "none");
@@ -111,7 +111,7 @@ TEST(SizeExpression, Numbers) {
   EXPECT_EQ(fitted_number([](double, double t) { return 0.001 * t; }), "0.001*T");
 }
 
-TEST(SizeExpression, NumbersOutOfRangeAreNone) {
+TEST(SizeExpression, OutOfRangeNumbersHaveNoValue) {
   SizeFitter fitter = two_symbols();
   Numbers values;
   for (const SymbolValues& point : kPoints) values.push_back(point[0] * point[1] * point[1]);
@@ -120,7 +120,7 @@ TEST(SizeExpression, NumbersOutOfRangeAreNone) {
   EXPECT_EQ(expression->at(Numbers{std::int64_t{1} << 40, std::int64_t{1} << 40}), std::nullopt);
 }
 
-TEST(SizeExpression, PointsThatSayTooLittle) {
+TEST(SizeExpression, TooFewPoints) {
   EXPECT_THROW(SizeFitter({"B"}, {{3}}), ValueError);
   EXPECT_THROW(SizeFitter({"B", "T"}, {{3, 4}, {5}}), ValueError);
 }
@@ -168,7 +168,7 @@ RC_GTEST_PROP(SizeExpressionLaws, APolynomialIsFoundFromItsValues, ()) {
   }
 }
 
-RC_GTEST_PROP(SizeExpressionLaws, WhatIsFoundForValuesAtRandomIsRightAtThePoints, ()) {
+RC_GTEST_PROP(SizeExpressionLaws, ExpressionsForRandomValuesMatchThePoints, ()) {
   SizeFitter fitter = two_symbols();
   const auto values = *rc::gen::container<Numbers>(kPoints.size(), rc::gen::inRange<std::int64_t>(0, std::int64_t{1} << 40));
   const auto found = fitter.fit(values);

@@ -110,8 +110,8 @@ TEST_F(SubclassCapture, HaveNoDynamicDims) {
   }
   EXPECT_EQ(of_input.captures(), 2u);
   EXPECT_EQ(of_result.captures(), 2u);
-  EXPECT_TRUE(has_text(of_input.dynamic_refused(), "input 0 is a tensor of kind"));
-  EXPECT_TRUE(has_text(of_result.dynamic_refused(), "one of its results or their gradients"));
+  EXPECT_TRUE(has_text(of_input.why_not_dynamic(), "input 0 is a tensor of kind"));
+  EXPECT_TRUE(has_text(of_result.why_not_dynamic(), "one of its results or their gradients"));
   Compiled strict(boxed, {.recapture = false, .dynamic = options.dynamic});
   EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({numbers({3, 2}, 1)}); }), "one of its results or their gradients"));
 }
@@ -284,7 +284,7 @@ TEST_F(SubclassCapture, WritingWhatIsSavedIsAnError) {
   EXPECT_THROW(again.sum().backward(), c10::Error);  // its saved tensors are freed
 }
 
-TEST_F(SubclassCapture, WhatCannotBeTakenApartIsNamed) {
+TEST_F(SubclassCapture, UnsupportedSubclassesAreNamed) {
   class Closed final : public Payload {
    public:
     explicit Closed(at::Tensor inner) : inner(std::move(inner)) {}
@@ -305,7 +305,7 @@ TEST_F(SubclassCapture, WhatCannotBeTakenApartIsNamed) {
   EXPECT_TRUE(same_tensor(constants({Boxed::make(x)})[0].toTensor(), Boxed::make(x * x)));
 }
 
-TEST_F(SubclassCapture, FilesAndSignaturesSaySo) {
+TEST_F(SubclassCapture, FilesAndSignaturesRejectThem) {
   Compiled compiled([](const Values& in) -> Values { return {in[0].toTensor() * 2}; });
   compiled({Boxed::make(at::ones({3}))});
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { encode_graph({compiled.joint(0), compiled.inner_meta(0), {}, {}}); }), "tensor subclasses"));

@@ -36,7 +36,7 @@ std::size_t leaves(const at::Tensor& tensor) {
   return 1;
 }
 
-TEST(SubclassRecord, RandomNestingsComeBack) {
+TEST(SubclassRecord, RandomNestingsRoundTrip) {
   test::register_sample_kinds();
   std::mt19937 random(7);
   std::size_t nested = 0;

@@ -73,7 +73,7 @@ TEST(ViewResults, LazyConjugates) {
   expect_as_eager([](const Tensors& in) { return Tensors{in[0]._neg_view().select(0, 1)}; }, {leaf({3, 2})});
 }
 
-TEST(ViewResults, OfWhatIsComputedInside) {
+TEST(ViewResults, OfIntermediateTensors) {
   torch::manual_seed(4);
   expect_as_eager(
       [](const Tensors& in) {
@@ -279,13 +279,13 @@ TEST(ViewResults, DynamicDims) {
     EXPECT_TRUE(results[0].toTensor().is_alias_of(x));
   }
   EXPECT_EQ(compiled.captures(), 1u);
-  EXPECT_TRUE(compiled.is_dynamic(0)) << compiled.dynamic_refused();
+  EXPECT_TRUE(compiled.is_dynamic(0)) << compiled.why_not_dynamic();
 }
 
 TEST(ViewResults, CopiesStayLazy) {
   const at::Tensor z = torch::randn({3}, torch::kComplexFloat);
   for (const at::Tensor& tensor : {z, z.conj(), z._neg_view(), z.conj()._neg_view()}) {
-    const at::Tensor copy = copy_keeping_bits(tensor);
+    const at::Tensor copy = copy_keeping_lazy_bits(tensor);
     EXPECT_TRUE(torch::equal(copy, tensor));
     EXPECT_FALSE(copy.is_alias_of(tensor));
     EXPECT_EQ(copy.is_conj(), tensor.is_conj());

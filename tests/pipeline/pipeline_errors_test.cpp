@@ -147,7 +147,7 @@ TEST(PipelineErrors, ARecordingNeedsACudaDeviceAndOneRank) {
   for (const std::string& end : two) EXPECT_TRUE(has_text(end, "ValueError: ranks of a pipeline whose steps are recorded: got 2"));
 }
 
-TEST(PipelineErrors, AModuleThatThrowsIsToldToEveryRank) {
+TEST(PipelineErrors, AModuleThatThrowsIsReportedOnEveryRank) {
   const auto ends = ends_of(4, [](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, [](int stage) {
       Block block(stage);

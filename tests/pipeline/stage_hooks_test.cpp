@@ -122,7 +122,7 @@ TEST(GradientSync, IsRestoredWhenAModuleThrows) {
 
 // ---------------------------------------------------------------------------------------- arguments with a graph
 
-TEST(Arguments, ThoseThatAreNoLeavesRetainTheirGradient) {
+TEST(Arguments, NonLeavesRetainTheirGradient) {
   const test::Batch batch = test::plain_batch(0, 8);
   const at::Tensor seed = batch.args[0].tensor();
   // In one process, from a leaf.
@@ -340,7 +340,7 @@ TEST(TransferLog, OffByDefault) {
 
 // ------------------------------------------------------------------------------------------------------------------------ streams
 
-TEST(Streams, TheCpuHasNoSecondOne) {
+TEST(Streams, TheCpuHasNoSecondStream) {
   EXPECT_FALSE(priority_stream(at::kCPU).has_value());
   const c10::Stream only = current_stream(at::kCPU);
   EXPECT_NO_THROW(order_after(only, only));

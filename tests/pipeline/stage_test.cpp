@@ -133,7 +133,7 @@ TEST(Stage, EvaluationAndTrainingAreTriedOnceEach) {
   });
 }
 
-TEST(Stage, AWeightStepOfOnesOwn) {
+TEST(Stage, CustomWeightStep) {
   for (const char* name : {"1F1B", "ZB2P"}) {
     SCOPED_TRACE(name);
     comm::run_ranks(2, 20s, [&](comm::World& world) {
@@ -221,7 +221,7 @@ TEST(Stage, ModulesOfManyForms) {
 }
 
 // Dropout keyed by the step is the same in a pipeline and in one process.
-TEST(Stage, ModulesAskAboutTheStep) {
+TEST(Stage, ModulesReadTheStepContext) {
   std::vector<std::int64_t> seen;
   comm::run_ranks(1, 20s, [&](comm::World& world) {
     const StageModule module([&](at::Tensor x) {

@@ -98,8 +98,8 @@ Held brute_force_peak(const Schedule& schedule, int rank, const CostModel& model
       if (!is_compute(action.kind())) continue;
       Marks& marks = pairs[{action.stage(), *action.microbatch()}];
       if (action.kind() == ActionKind::Forward) marks.forward = slot;
-      if (gives_input_gradient(action.kind())) marks.input = slot;
-      if (gives_weight_gradient(action.kind())) {
+      if (produces_input_gradient(action.kind())) marks.input = slot;
+      if (produces_weight_gradient(action.kind())) {
         marks.weight = slot;
         first_weight.try_emplace(action.stage(), slot);
       }

@@ -252,12 +252,12 @@ TEST(GoldenSchedules, Validation) {
   for (const json& item : section("schedules").at("validation")) {
     SCOPED_TRACE(item.at("id").get<std::string>());
     const int microbatches = item.at("n_microbatches").get<int>();
-    ValidateOptions as_reference;
-    as_reference.as_reference = true;
-    as_reference.expected = ValidateOptions::Extent{item.at("pp_size").get<int>(),
+    ValidateOptions as_pytorch;
+    as_pytorch.as_pytorch = true;
+    as_pytorch.expected = ValidateOptions::Extent{item.at("pp_size").get<int>(),
                                                     item.at("num_stages").get<int>(), microbatches};
     const auto validated = [&] {
-      return validate(schedule_from_rows(rows_of(item.at("rows"))), as_reference);
+      return validate(schedule_from_rows(rows_of(item.at("rows"))), as_pytorch);
     };
     const auto lowered = [&] {
       const Schedule schedule = validated();
@@ -274,8 +274,8 @@ TEST(GoldenSchedules, Validation) {
       // What PyTorch 2.14 refuses is refused in the strict mode as well.
       EXPECT_THROW(
           {
-            ValidateOptions strict = as_reference;
-            strict.as_reference = false;
+            ValidateOptions strict = as_pytorch;
+            strict.as_pytorch = false;
             validate(schedule_from_rows(rows_of(item.at("rows"))), strict);
           },
           ValueError);
@@ -293,7 +293,7 @@ TEST(GoldenSchedules, Validation) {
       EXPECT_THROW(validate(schedule_from_rows(rows_of(item.at("rows"))),
                             [&] {
                               ValidateOptions strict;
-                              strict.expected = as_reference.expected;
+                              strict.expected = as_pytorch.expected;
                               return strict;
                             }()),
                    ValueError);

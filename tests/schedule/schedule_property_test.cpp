@@ -63,7 +63,7 @@ std::vector<int> held_chunks(const Schedule& schedule) {
         if (action.kind() == ActionKind::Forward) most = std::max(most, ++held);
       }
       for (const Action& action : slot) {
-        if (gives_weight_gradient(action.kind())) --held;
+        if (produces_weight_gradient(action.kind())) --held;
       }
     }
     EXPECT_EQ(held, 0);
@@ -94,7 +94,7 @@ std::vector<int> idle_within_span(const Schedule& schedule) {
           length += action.kind() == ActionKind::Backward ? 2 : 1;
           const bool is_forward = action.kind() == ActionKind::Forward;
           const bool needs = is_forward ? !map.is_first(action.stage())
-                                        : gives_input_gradient(action.kind()) && !map.is_last(action.stage());
+                                        : produces_input_gradient(action.kind()) && !map.is_last(action.stage());
           if (!needs) continue;
           const auto found =
               made.find({is_forward, is_forward ? stage - 1 : stage + 1, *action.microbatch()});

@@ -71,7 +71,7 @@ TEST(BufferPool, MemoryIsUsedAgain) {
 }
 
 // Lent memory may outlive the pool.
-TEST(BufferPool, GoesAfterTheLastTensor) {
+TEST(BufferPool, LentMemoryMayOutliveThePool) {
   at::Tensor kept;
   {
     const BufferPool pool;

@@ -423,7 +423,7 @@ TEST(MeshesOfEqualNames, OtherRanksAreRefused) {
   });
 }
 
-TEST(MeshesOfEqualNames, AValueOnOtherRanksIsNoShard) {
+TEST(MeshesOfEqualNames, AValueOnOtherRanksIsNotAShard) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh = grid(world, {2, 2}, {"replicas", "shards"});
     const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"replicas", "shards"}, world.rank()));
@@ -523,7 +523,7 @@ TORCH_MODULE(Chain);
 
 at::Tensor chunk_of(comm::World& world, const at::Tensor& x) { return x.chunk(world.size())[static_cast<std::size_t>(world.rank())]; }
 
-TEST(RecomputedForward, GradientsAreAveragedAlsoWhereZerosStand) {
+TEST(RecomputedForward, GradientsAreAveragedAlsoWithZeros) {
   for (const bool grouped : {false, true})
     check_recomputed(
         2, [] { return Chain(); },

@@ -198,7 +198,7 @@ struct HalfGather : AllGatherExtension {
   at::Tensor make_gathered(const GatheredBytes& gathered) const override { return Halves::make(typed_part(gathered.rows.view({-1}), 0, at::kBFloat16, gathered.layout.shape())); }
 };
 
-TEST(KeptEncoded, AsASubclassOfOnesOwn) {
+TEST(KeptEncoded, AsAUserDefinedSubclass) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     torch::nn::Linear layer(4, 6), plain(4, 6);
     {
@@ -263,7 +263,7 @@ struct Uneven final : AllGatherExtension {
   int rank;
 };
 
-TEST(Extensions, ErrorsAreThoseOfAllRanks) {
+TEST(Extensions, ErrorsReachAllRanks) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     torch::nn::Linear layer(4, 4), other(4, 4);
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*layer, line(world), {.extension = [](const std::string&, const at::Tensor&) { return std::make_shared<Broken>(); }}); }),

@@ -285,7 +285,7 @@ TEST(ShardState, BytesOfAStep) {
   });
 }
 
-TEST(ShardState, GatheringAheadAsTold) {
+TEST(ShardState, ExplicitPrefetch) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     Model model = same_model();
     shard_by_blocks(model, line(world));
@@ -355,7 +355,7 @@ void fill_by_key(const std::string& name, const at::Tensor& shard, const GlobalB
   keyed_uniform_(shard, {.seed = 11, .layer = layer_from_name(name), .purpose = purpose::kInit}, -1, 1, box);
 }
 
-TEST(DeferredShards, AreThePartsOfWhatOneProcessWouldHave) {
+TEST(DeferredShards, EqualThePartsOfOneProcess) {
   comm::run_ranks(3, 60s, [](comm::World& world) {
     DeferredInit deferred;
     std::shared_ptr<Scoped> model;
@@ -416,7 +416,7 @@ TEST(ShardErrors, SayWhatToChange) {
 
 // Whatever differs on rank 1, every rank gets an error that names it at the first use, not a wrong result or
 // a hang.
-TEST(FirstUse, RanksWithDifferentParametersAllHearOfIt) {
+TEST(FirstUse, DifferentParametersAreAnErrorOnAllRanks) {
   struct Named : nn::Module {
     Named(const std::string& name, at::IntArrayRef shape, at::ScalarType dtype) { weight = register_parameter(name, at::ones(shape, dtype)); }
     at::Tensor weight;
@@ -524,7 +524,7 @@ TEST(FirstUse, ParametersPrintTheirPathAndWholeSize) {
 }
 
 // A state is destroyed with the parameters of its module; a new module at the same address gets a new state.
-TEST(ShardState, GoesWithItsModule) {
+TEST(ShardState, IsDestroyedWithItsModule) {
   comm::run_ranks(1, 60s, [](comm::World& world) {
     std::weak_ptr<ShardState> seen;
     {

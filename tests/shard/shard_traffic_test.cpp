@@ -191,7 +191,7 @@ TEST(Traffic, OfAccumulationIsThatOfOneBackward) {
 
 // For every layout: after two steps the buffers of gathers and reductions come from the pool, and at most two
 // groups are gathered at once.
-TEST(StepMemory, NothingIsAskedOfTheSystemAfterTheSecondStep) {
+TEST(StepMemory, NothingIsAllocatedAfterTheSecondStep) {
   const auto int8 = int8_gather();
   const std::vector<Layout> layouts{
       {.name = "shards", .ranks = 2},

@@ -125,11 +125,11 @@ TEST(ShardedOptimizer, CheckpointsFromShardsIntoOtherShards) {
       if (ranks > 1) shard_by_blocks(model, line(world));
       const auto optimizer = make(true, model);
       optimizer->ensure_state();
-      checkpoint::WorldMeeting meeting(world);
-      const checkpoint::Checkpoint read = checkpoint::open_checkpoint(meeting, folder.path() / "step-00000002");
+      checkpoint::WorldAgreement agreement(world);
+      const checkpoint::Checkpoint read = checkpoint::open_checkpoint(agreement, folder.path() / "step-00000002");
       const auto into = contents(named(model), *optimizer);
-      checkpoint::load_into(meeting, read, checkpoint::Section::Model, into.model);
-      checkpoint::load_into(meeting, read, checkpoint::Section::Optimizer, into.optimizer);
+      checkpoint::load_into(agreement, read, checkpoint::Section::Model, into.model);
+      checkpoint::load_into(agreement, read, checkpoint::Section::Optimizer, into.optimizer);
       auto steps = optimizer->state().steps;
       for (auto& each : steps) each.steps = 2;
       optimizer->set_steps(steps);

@@ -265,7 +265,7 @@ TEST(Fields, NamesOfOtherTrainersSuggestOurKeys) {
   EXPECT_TRUE(has_text(message("--quux"), "penstock train --help lists all keys"));
   // All suggested keys exist.
   for (const char* name : {"learning_rate", "batch_size", "block_size", "vocab_size", "n_head", "d_model", "grad_clip", "warmup_iters", "out_dir", "save_every", "fsdp", "dtype", "resume_from"}) {
-    const std::string key = key_known_as(name);
+    const std::string key = key_for_synonym(name);
     EXPECT_EQ(find_field(key.substr(0, key.find(' ')), "test").name(), key.substr(0, key.find(' ')));
   }
 }

@@ -404,7 +404,7 @@ TEST(MakeShards, FilesBecomeDocuments) {
   options.shard_tokens = 8;
   std::uint64_t calls = 0;
   options.progress = [&](const MakeShardsProgress& progress) { EXPECT_EQ(progress.files, ++calls); };
-  const MadeShards made = make_shards(folder / "out/", options);
+  const MakeShardsResult made = make_shards(folder / "out/", options);
   EXPECT_EQ(calls, 3U);
   EXPECT_EQ(made.shards, 2U);
   EXPECT_EQ(made.documents, 3U);
@@ -438,7 +438,7 @@ TEST(MakeShards, ALargeFileIsReadInPieces) {
   options.sources.paths = {folder / "large.txt"};
   std::vector<std::uint64_t> bytes;
   options.progress = [&](const MakeShardsProgress& progress) { bytes.push_back(progress.bytes); };
-  const MadeShards made = make_shards(folder / "out", options);
+  const MakeShardsResult made = make_shards(folder / "out", options);
   EXPECT_EQ(made.documents, 1U);
   EXPECT_EQ(made.tokens, text.size() + 1);
   ASSERT_EQ(bytes.size(), 2U);  // progress is also reported inside the file
@@ -458,15 +458,15 @@ TEST(MakeShards, ALargeFileIsReadInPieces) {
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] { make_shards(folder / "none", options); }), "zero byte at " + std::to_string(text.size() - 5)));
   EXPECT_FALSE(fs::exists(folder / "none"));
   options.sources.skip_bad_files = true;
-  const MadeShards rest = make_shards(folder / "rest", options);
+  const MakeShardsResult rest = make_shards(folder / "rest", options);
   EXPECT_EQ(rest.documents, 1U);
   EXPECT_EQ(rest.tokens, 6U);
 }
 
 TEST(MakeShards, NothingIsStartedWithoutDiskSpace) {
   const ScratchFolder folder;
-  check_room_for_shards(folder / "not/there/yet", 1000, 1);
-  const std::string message = message_of<ConfigError>([&] { check_room_for_shards(folder / "not/there/yet", std::uint64_t{1} << 60, 1); });
+  check_space_for_shards(folder / "not/there/yet", 1000, 1);
+  const std::string message = message_of<ConfigError>([&] { check_space_for_shards(folder / "not/there/yet", std::uint64_t{1} << 60, 1); });
   EXPECT_TRUE(has_text(message, "there/yet: free space for token shards"));
   EXPECT_TRUE(has_text(message, "data.cap_bytes"));
   EXPECT_TRUE(fs::is_empty(folder.path()));
@@ -484,7 +484,7 @@ TEST(MakeShards, ABinaryFileLeavesNoFolderBehind) {
   EXPECT_FALSE(fs::exists(folder / "out"));
   EXPECT_EQ(std::distance(fs::directory_iterator(folder.path()), fs::directory_iterator()), 1);
   options.sources.skip_bad_files = true;
-  const MadeShards made = make_shards(folder / "out", options);
+  const MakeShardsResult made = make_shards(folder / "out", options);
   EXPECT_EQ(made.documents, 1U);
   ASSERT_EQ(made.bad.size(), 1U);
   EXPECT_TRUE(has_text(made.bad[0].path.string(), "b.h"));

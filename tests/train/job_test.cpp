@@ -127,8 +127,8 @@ TEST(Job, ContinuesUnderAnotherLayout) {
     std::vector<double> losses;
     comm::run_ranks(layout.pp * layout.dp * layout.tp, 120s, [&](comm::World& world) {
       TrainingJob job(world, config, small_data().open(config));
-      checkpoint::WorldMeeting meeting(world);
-      job.load(checkpoint::open_latest(meeting, scratch.path())->checkpoint);
+      checkpoint::WorldAgreement agreement(world);
+      job.load(checkpoint::open_latest(agreement, scratch.path())->checkpoint);
       EXPECT_EQ(job.steps_done(), 3);
       while (job.steps_done() < 5) {
         const StepOutcome outcome = job.train_step();
@@ -164,8 +164,8 @@ TEST(Job, ASkippedParameterKeepsItsOwnCount) {
       TrainingJob job(world, config, small_data().open(config));
       leave_out(job);
       if (from != nullptr) {
-        checkpoint::WorldMeeting meeting(world);
-        job.load(checkpoint::open_latest(meeting, from->path())->checkpoint);
+        checkpoint::WorldAgreement agreement(world);
+        job.load(checkpoint::open_latest(agreement, from->path())->checkpoint);
       }
       while (job.steps_done() < steps) {
         const StepOutcome outcome = job.train_step();
@@ -201,8 +201,8 @@ TEST(Job, AJobCanBeSavedBeforeItsFirstStep) {
     saver.wait();
     const double loss = job.train_step().loss;
     TrainingJob later(world, config, small_data().open(config));
-    checkpoint::WorldMeeting meeting(world);
-    later.load(checkpoint::open_latest(meeting, scratch.path())->checkpoint);
+    checkpoint::WorldAgreement agreement(world);
+    later.load(checkpoint::open_latest(agreement, scratch.path())->checkpoint);
     EXPECT_EQ(later.train_step().loss, loss);
   });
 }

@@ -20,7 +20,7 @@
 #include "penstock/train/report/metrics_file.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
-#include "tests/train/made_run.h"
+#include "tests/train/synthetic_run.h"
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::test {

@@ -197,7 +197,7 @@ TEST(NotFinite, TheLastCheckpointStays) {
   const auto found = checkpoint::find_checkpoints(scratch / "run" / "checkpoints");
   ASSERT_EQ(found.size(), 2u);
   EXPECT_EQ(found.back().step, 2);
-  checkpoint::LoneMeeting alone;
+  checkpoint::SingleRankAgreement alone;
   EXPECT_TRUE(checkpoint::find_damage(alone, found.back().path).empty());
 }
 

@@ -18,7 +18,7 @@
 #include "tests/has_text.h"
 #include "tests/pseudo_terminal.h"
 #include "tests/throws.h"
-#include "tests/train/made_run.h"
+#include "tests/train/synthetic_run.h"
 
 namespace penstock::test {
 namespace progress_test {
@@ -67,11 +67,11 @@ TEST(ProgressText, UnknownValuesAreOmitted) {
 TEST(ProgressChoice, TheParentKnowsTheTerminal) {
   EXPECT_EQ(choose_progress("auto", "132", 0).kind, ProgressKind::Bar);
   EXPECT_EQ(choose_progress("auto", "132", 0).columns, 132);
-  EXPECT_TRUE(choose_progress("auto", "132", 0).past_the_launcher);
+  EXPECT_TRUE(choose_progress("auto", "132", 0).bypasses_launcher);
   EXPECT_EQ(choose_progress("auto", nullptr, 0).kind, ProgressKind::Lines);
   EXPECT_EQ(choose_progress("auto", "", 0).kind, ProgressKind::Lines);
   EXPECT_EQ(choose_progress("auto", nullptr, 90).kind, ProgressKind::Bar);
-  EXPECT_FALSE(choose_progress("auto", nullptr, 90).past_the_launcher);
+  EXPECT_FALSE(choose_progress("auto", nullptr, 90).bypasses_launcher);
   EXPECT_EQ(choose_progress("auto", "0", 90).kind, ProgressKind::Lines);
   EXPECT_EQ(choose_progress("lines", "132", 90).kind, ProgressKind::Lines);
   EXPECT_EQ(choose_progress("bar", nullptr, 0).kind, ProgressKind::Bar);

@@ -15,7 +15,7 @@
 #include "penstock/world.h"
 #include "penstock/optimizer.h"
 #include "penstock/torch/tree/distributed_type.h"
-#include "penstock/train/job/gradient_sync.h"
+#include "penstock/train/job/replica_gradient_sync.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/small_training.h"

@@ -9,7 +9,7 @@
 #include "penstock/train/report/report_page.h"
 #include "tests/command.h"
 #include "tests/has_text.h"
-#include "tests/train/made_run.h"
+#include "tests/train/synthetic_run.h"
 #include "tests/train/markup_check.h"
 #include "tests/train/scratch_folder.h"
 

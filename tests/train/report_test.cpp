@@ -16,7 +16,7 @@
 #include "penstock/train/report/report_timeline.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
-#include "tests/train/made_run.h"
+#include "tests/train/synthetic_run.h"
 #include "tests/train/markup_check.h"
 #include "tests/train/scratch_folder.h"
 
@@ -193,7 +193,7 @@ TEST(ReportPage, IsWrittenIntoTheFolder) {
 
 TEST(TraceReport, PartsOfEveryRankAddUpToTheStep) {
   for (const char* kind : {"1F1B", "GPipe", "ZBVZeroBubble", "DualPipeV"}) {
-    const TraceReport report = report_trace(made_trace(kind, 2, 8));
+    const TraceReport report = report_trace(simulated_trace(kind, 2, 8));
     const double step = static_cast<double>(report.trace.duration_ns()) / 1e6;
     double compute = 0;
     for (const RankTimes& rank : report.ranks) {
@@ -204,7 +204,7 @@ TEST(TraceReport, PartsOfEveryRankAddUpToTheStep) {
     EXPECT_NEAR(report.bubble, 1 - compute / (2 * step), 1e-9) << kind;
   }
   // A step that runs as simulated has the simulated bubble: 2 stages of 3 and 3.75 ms per microbatch.
-  const TraceReport report = report_trace(made_trace("1F1B", 2, 8));
+  const TraceReport report = report_trace(simulated_trace("1F1B", 2, 8));
   EXPECT_NEAR(report.bubble, report.simulated_bubble, 1e-6);
   EXPECT_NEAR(report.ranks[0].compute, 8 * 3.0, 1e-6);
   EXPECT_NEAR(report.ranks[1].compute, 8 * 3.75, 1e-6);
@@ -212,12 +212,12 @@ TEST(TraceReport, PartsOfEveryRankAddUpToTheStep) {
 
 TEST(Timeline, EveryKindOfSchedule) {
   for (const char* kind : {"1F1B", "ZBVZeroBubble", "DualPipeV"}) {
-    const std::string picture = draw_timeline(report_trace(made_trace(kind, 4, 16)));
+    const std::string picture = draw_timeline(report_trace(simulated_trace(kind, 4, 16)));
     EXPECT_EQ(markup_problem(picture), "") << kind;
     EXPECT_EQ(count_of(picture, "class=\"label end\""), 4u);
     EXPECT_GT(count_of(picture, "<b class=\"lane\">"), 0u);
   }
-  EXPECT_TRUE(has_text(draw_timeline(report_trace(made_trace("ZBVZeroBubble", 2, 4))).substr(0, 900), "W weight gradient"));
+  EXPECT_TRUE(has_text(draw_timeline(report_trace(simulated_trace("ZBVZeroBubble", 2, 4))).substr(0, 900), "W weight gradient"));
 }
 
 TEST(ChartText, CurvesAxesAndGaps) {

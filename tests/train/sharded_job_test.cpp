@@ -40,8 +40,8 @@ Numbers run(const Layout& layout, int shard, int steps, std::vector<std::string>
   comm::run_ranks(layout.pp * layout.dp * layout.tp, 120s, [&](comm::World& world) {
     TrainingJob job(world, config, small_data().open(config));
     if (from != nullptr) {
-      checkpoint::WorldMeeting meeting(world);
-      job.load(checkpoint::open_latest(meeting, from->path())->checkpoint);
+      checkpoint::WorldAgreement agreement(world);
+      job.load(checkpoint::open_latest(agreement, from->path())->checkpoint);
     }
     for (int step = 0; step < steps; ++step) {
       const StepOutcome outcome = job.train_step();

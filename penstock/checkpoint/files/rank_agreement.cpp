@@ -82,7 +82,7 @@ void throw_errors(const std::vector<RankResult>& rank_results) {
 
 }  // namespace
 
-Bytes Meeting::agree(const std::string& topic, const std::function<Bytes()>& work,
+Bytes RankAgreement::agree(const std::string& topic, const std::function<Bytes()>& work,
                      const std::function<Bytes(const std::vector<Bytes>&)>& judge) {
   const Bytes own = to_bytes(attempt(work));
   const Bytes verdict = exchange(topic, own, [&](std::vector<Bytes> messages) {
@@ -101,26 +101,26 @@ Bytes Meeting::agree(const std::string& topic, const std::function<Bytes()>& wor
   return std::move(outcome.bytes);
 }
 
-void Meeting::agree(const std::string& topic, const std::function<void()>& work) {
+void RankAgreement::agree(const std::string& topic, const std::function<void()>& work) {
   agree(topic, [&] { work(); return Bytes{}; }, [](const std::vector<Bytes>&) { return Bytes{}; });
 }
 
-Bytes LoneMeeting::exchange(const std::string&, Bytes own, const std::function<Bytes(std::vector<Bytes>)>& judge) {
+Bytes SingleRankAgreement::exchange(const std::string&, Bytes own, const std::function<Bytes(std::vector<Bytes>)>& judge) {
   return judge({std::move(own)});
 }
 
-void BoardMeeting::begin_round(std::chrono::steady_clock::time_point deadline) {
+void StatusBoardAgreement::begin_round(std::chrono::steady_clock::time_point deadline) {
   deadline_ = deadline;
   ++round_;
   step_ = 0;
 }
 
-void BoardMeeting::post(const Bytes& message) {
+void StatusBoardAgreement::post(const Bytes& message) {
   const Bytes bytes = comm::MessageWriter(kStatus, 1, kMaxStatusBytes).write(round_).write(step_).write(message).finish();
   board_.post(std::string(bytes.begin(), bytes.end()));
 }
 
-std::optional<Bytes> BoardMeeting::await(int rank, const std::string& topic) {
+std::optional<Bytes> StatusBoardAgreement::await(int rank, const std::string& topic) {
   auto pause = std::chrono::microseconds(100);
   for (;;) {
     if (given_up_) throw CheckpointError(fmt::format("checkpoint: rank {} abandoned it ({})", board_.rank(), topic));
@@ -140,7 +140,7 @@ std::optional<Bytes> BoardMeeting::await(int rank, const std::string& topic) {
   }
 }
 
-Bytes BoardMeeting::exchange(const std::string& topic, Bytes own, const std::function<Bytes(std::vector<Bytes>)>& judge) {
+Bytes StatusBoardAgreement::exchange(const std::string& topic, Bytes own, const std::function<Bytes(std::vector<Bytes>)>& judge) {
   try {
     ++step_;
     if (board_.rank() != 0) {

@@ -25,9 +25,9 @@ inline constexpr std::size_t kMaxMessageBytes = std::size_t{1} << 29;
 
 using Bytes = std::vector<std::uint8_t>;
 
-class Meeting {
+class RankAgreement {
  public:
-  virtual ~Meeting() = default;
+  virtual ~RankAgreement() = default;
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
@@ -45,7 +45,7 @@ class Meeting {
 };
 
 // For a single process.
-class LoneMeeting final : public Meeting {
+class SingleRankAgreement final : public RankAgreement {
  public:
   int rank() const override { return 0; }
   int size() const override { return 1; }
@@ -55,9 +55,9 @@ class LoneMeeting final : public Meeting {
 };
 
 // A status text per rank that every rank can read; a new status replaces the previous one of the same rank.
-class WordBoard {
+class StatusBoard {
  public:
-  virtual ~WordBoard() = default;
+  virtual ~StatusBoard() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual void post(const std::string& status) = 0;
@@ -69,9 +69,9 @@ class WordBoard {
 //
 // Exchanges are numbered by rounds (one checkpoint) and steps within them. A rank that gives up a round posts
 // that, and the others, at whatever step of that round, end with an error.
-class BoardMeeting final : public Meeting {
+class StatusBoardAgreement final : public RankAgreement {
  public:
-  explicit BoardMeeting(WordBoard& board) : board_(board) {}
+  explicit StatusBoardAgreement(StatusBoard& board) : board_(board) {}
 
   // Every rank begins the same rounds in the same order. If a step is not agreed on by the deadline, throws a
   // CheckpointError that names the missing ranks. The others wait a little longer than rank 0, for its
@@ -92,7 +92,7 @@ class BoardMeeting final : public Meeting {
   std::optional<Bytes> await(int rank, const std::string& topic);
   void post(const Bytes& message);
 
-  WordBoard& board_;
+  StatusBoard& board_;
   std::chrono::steady_clock::time_point deadline_{};
   std::uint64_t round_ = 0, step_ = 0;
   std::atomic<bool> given_up_{false};

@@ -133,7 +133,7 @@ void Checkpoint::read(Section section, std::string_view name, const Slice& slice
   for_each_run(slice, item, [&](ByteRun run) { std::memcpy(local.data() + run.local, data.data() + run.global, run.bytes); });
 }
 
-std::vector<Damage> find_damage(Meeting& agreement, const fs::path& path, bool blocks) {
+std::vector<Damage> find_damage(RankAgreement& agreement, const fs::path& path, bool blocks) {
   const auto read = [](const Bytes& bytes) {
     comm::MessageReader reader(bytes, kDamages, {1, 1}, kMaxMessageBytes);
     auto damages = reader.read<std::vector<Damage>>();
@@ -152,7 +152,7 @@ std::vector<Damage> find_damage(Meeting& agreement, const fs::path& path, bool b
       }));
 }
 
-std::optional<OpenedCheckpoint> open_latest(Meeting& agreement, const fs::path& folder, const OpenPolicy& policy) {
+std::optional<OpenedCheckpoint> open_latest(RankAgreement& agreement, const fs::path& folder, const OpenPolicy& policy) {
   const Bytes verdict = agreement.agree(
       "find checkpoints",
       [&] {
@@ -184,7 +184,7 @@ std::optional<OpenedCheckpoint> open_latest(Meeting& agreement, const fs::path& 
   throw CheckpointError(fmt::format("every checkpoint in {} is damaged; remove them to start from the beginning{}", folder.string(), all));
 }
 
-Checkpoint open_checkpoint(Meeting& agreement, const fs::path& path, const OpenPolicy& policy) {
+Checkpoint open_checkpoint(RankAgreement& agreement, const fs::path& path, const OpenPolicy& policy) {
   if (const auto damages = find_damage(agreement, path, policy.verify); !damages.empty())
     throw CheckpointError(fmt::format("checkpoint {} is damaged:{}\nuse another one", path.string(), summary(damages)));
   return Checkpoint(path);

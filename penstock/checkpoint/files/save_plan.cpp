@@ -136,7 +136,7 @@ SavePlan make_save_plan(const std::vector<std::vector<AnnouncedTensor>>& ranks) 
   return plan;
 }
 
-SavePlan agree_on_plan(Meeting& agreement, std::int64_t step, const std::function<std::vector<AnnouncedTensor>()>& own) {
+SavePlan agree_on_plan(RankAgreement& agreement, std::int64_t step, const std::function<std::vector<AnnouncedTensor>()>& own) {
   const Bytes verdict = agreement.agree(
       "plan", [&] { return comm::MessageWriter(kAnnouncement, 1, kMaxMessageBytes).write(step).write(own()).finish(); },
       [step](const std::vector<Bytes>& results) {

@@ -42,7 +42,7 @@ std::string read_text(const fs::path& path) {
 
 class Writing {
  public:
-  Writing(Meeting& agreement, const fs::path& folder, std::int64_t step, const SavePlan& plan, const std::vector<HostPart>& parts,
+  Writing(RankAgreement& agreement, const fs::path& folder, std::int64_t step, const SavePlan& plan, const std::vector<HostPart>& parts,
           const std::string& state, const WriteOptions& options)
       : agreement_(agreement), folder_(folder), draft_(writing_path(folder, step)), step_(step), plan_(plan), parts_(parts), state_(state), options_(options),
         files_(plan_files(plan.tensors, options.max_file_bytes)) {}
@@ -195,7 +195,7 @@ class Writing {
     if (error) log().warn("checkpoint: cannot remove {}: {}; it is removed at the next start", draft_.string(), error.message());
   }
 
-  Meeting& agreement_;
+  RankAgreement& agreement_;
   const fs::path folder_, draft_;
   const std::int64_t step_;
   const SavePlan& plan_;
@@ -210,7 +210,7 @@ class Writing {
 
 }  // namespace
 
-void write_checkpoint(Meeting& agreement, const fs::path& folder, std::int64_t step, const SavePlan& plan, const std::vector<HostPart>& parts,
+void write_checkpoint(RankAgreement& agreement, const fs::path& folder, std::int64_t step, const SavePlan& plan, const std::vector<HostPart>& parts,
                       const std::string& state_json, const WriteOptions& options) {
   if (options.block_bytes == 0) throw ValueError(describe("checkpoint block_bytes", "0", "at least 1"));
   Writing(agreement, folder, step, plan, parts, state_json, options).run();

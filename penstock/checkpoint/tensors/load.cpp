@@ -106,7 +106,7 @@ void fill(const Checkpoint& checkpoint, Section section, const TensorPart& part)
 
 }  // namespace
 
-LoadReport load_into(Meeting& agreement, const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts, const LoadOptions& options) {
+LoadReport load_into(RankAgreement& agreement, const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts, const LoadOptions& options) {
   const Bytes verdict = agreement.agree(
       "compare with the checkpoint", [&] { return to_bytes(requests_of(checkpoint, section, parts)); },
       [&](const std::vector<Bytes>& results) {

@@ -1,6 +1,6 @@
 // Loads a checkpoint into tensors of any layout.
 //
-//   WorldMeeting agreement(world);
+//   WorldAgreement agreement(world);
 //   auto opened = open_latest(agreement, folder);
 //   load_into(agreement, opened->checkpoint, Section::Model, parts);
 //
@@ -31,7 +31,7 @@ struct LoadReport {
 // [collective] Every rank must call it, even without parts: only all of them together know which tensors
 // nobody requests. Throws a CheckpointError listing all tensors that are missing, extra, or of another shape
 // or dtype.
-LoadReport load_into(Meeting& agreement, const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts,
+LoadReport load_into(RankAgreement& agreement, const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts,
                      const LoadOptions& options = {});
 
 }  // namespace penstock::checkpoint

@@ -25,7 +25,7 @@ Bytes bytes_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-Bytes WorldMeeting::exchange(const std::string& topic, Bytes own, const std::function<Bytes(std::vector<Bytes>)>& judge) {
+Bytes WorldAgreement::exchange(const std::string& topic, Bytes own, const std::function<Bytes(std::vector<Bytes>)>& judge) {
   if (group_.size() == 1) return judge({std::move(own)});
   const comm::OpOptions label{.label = "checkpoint: " + topic};
   const at::Tensor sizes = at::empty({group_.size()}, at::kLong);
@@ -46,7 +46,7 @@ Bytes WorldMeeting::exchange(const std::string& topic, Bytes own, const std::fun
   return bytes_of(bytes);
 }
 
-WorldBoard::WorldBoard(const comm::World& world) : world_(world) {
+WorldStatusBoard::WorldStatusBoard(const comm::World& world) : world_(world) {
   at::Tensor number = at::zeros({1}, at::kLong);
   if (world.rank() == 0) {
     std::random_device random;

@@ -12,9 +12,9 @@
 namespace penstock::checkpoint {
 
 // Uses collectives of the world's own group: for work that the caller waits for, such as opening and loading.
-class WorldMeeting final : public Meeting {
+class WorldAgreement final : public RankAgreement {
  public:
-  explicit WorldMeeting(const comm::World& world) : group_(world.group()), rank_(world.rank()) {}
+  explicit WorldAgreement(const comm::World& world) : group_(world.group()), rank_(world.rank()) {}
 
   int rank() const override { return rank_; }
   int size() const override { return group_.size(); }
@@ -28,11 +28,11 @@ class WorldMeeting final : public Meeting {
 };
 
 // Uses the world's store: for background work. Thread safety: any thread, one at a time.
-class WorldBoard final : public WordBoard {
+class WorldStatusBoard final : public StatusBoard {
  public:
   // [collective] Every board has a unique key: texts of an earlier board are not visible.
 
-  explicit WorldBoard(const comm::World& world);
+  explicit WorldStatusBoard(const comm::World& world);
 
   int rank() const override { return world_.rank(); }
   int size() const override { return world_.size(); }

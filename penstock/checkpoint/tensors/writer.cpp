@@ -35,7 +35,7 @@ class CheckpointWriter::Impl {
  public:
   Impl(const comm::World& world, std::filesystem::path folder, WriterOptions options)
       : folder_(std::move(folder)), options_(std::move(options)), board_(world), agreement_(board_) {
-    WorldMeeting(world).agree("open the folder", [&] {
+    WorldAgreement(world).agree("open the folder", [&] {
       if (world.rank() != 0) return;
       lock_.emplace(folder_);
       for (const std::string& name : clean_leftovers(folder_)) log().info("checkpoint: removed {}, left by a run that was interrupted", (folder_ / name).string());
@@ -202,8 +202,8 @@ class CheckpointWriter::Impl {
 
   const std::filesystem::path folder_;
   const WriterOptions options_;
-  WorldBoard board_;
-  BoardMeeting agreement_;  // used by the caller while job_ is empty, else by the thread
+  WorldStatusBoard board_;
+  StatusBoardAgreement agreement_;  // used by the caller while job_ is empty, else by the thread
   std::optional<FolderLock> lock_;
   std::vector<at::Tensor> buffers_;
 

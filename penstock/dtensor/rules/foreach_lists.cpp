@@ -37,7 +37,7 @@ at::Tensor whole_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-ForeachCall::ForeachCall(const c10::OperatorHandle& op, Stack* stack, bool terms_fit) : traits_(traits_of(op)) {
+ForeachCall::ForeachCall(const c10::OperatorHandle& op, Stack* stack, bool partial_allowed) : traits_(traits_of(op)) {
   const auto base = stack->end() - static_cast<std::ptrdiff_t>(traits_.arguments.size());
   const std::vector<c10::IValue> arguments(std::make_move_iterator(base), std::make_move_iterator(stack->end()));
   stack->erase(base, stack->end());
@@ -46,7 +46,7 @@ ForeachCall::ForeachCall(const c10::OperatorHandle& op, Stack* stack, bool terms
   for (const at::Tensor& tensor : first_) {
     const DTensorPayload* payload = dtensor_payload(tensor);
     SpecPtr spec = payload ? payload->spec : nullptr;
-    if (spec && spec->has_partial() && !(terms_fit && sums_only(spec->placements()))) spec = spec->with_placements(without_terms(spec->placements()));
+    if (spec && spec->has_partial() && !(partial_allowed && sums_only(spec->placements()))) spec = spec->with_placements(without_terms(spec->placements()));
     specs_.push_back(std::move(spec));
   }
   const bool scaled = [&] {

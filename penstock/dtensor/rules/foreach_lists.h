@@ -14,8 +14,8 @@ namespace penstock::detail {
 // first list's.
 class ForeachCall {
  public:
-  // `terms_fit`: the operator is linear in all its lists, so partial sums may stay partial.
-  ForeachCall(const c10::OperatorHandle& op, Stack* stack, bool terms_fit);
+  // `partial_allowed`: the operator is linear in all its lists, so partial sums may stay partial.
+  ForeachCall(const c10::OperatorHandle& op, Stack* stack, bool partial_allowed);
 
   const std::vector<at::Tensor>& first_list() const { return first_; }
   // The spec that a position is computed in; null for plain tensors.

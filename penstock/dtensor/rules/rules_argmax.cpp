@@ -24,7 +24,7 @@ Extreme extreme_here(const LocalContext& context, const at::Tensor& local, std::
   if (local.size(dim) == 0) {
     std::vector<std::int64_t> shape = local.sizes().vec();
     shape[static_cast<std::size_t>(dim)] = 1;
-    return {local.new_full(shape, largest ? least_of(local.scalar_type()) : greatest_of(local.scalar_type())), local.new_full(shape, kNowhere, local.options().dtype(at::kLong))};
+    return {local.new_full(shape, largest ? lowest_value(local.scalar_type()) : highest_value(local.scalar_type())), local.new_full(shape, kNowhere, local.options().dtype(at::kLong))};
   }
   auto [value, position] = largest ? at::max(local, dim, true) : at::min(local, dim, true);
   // From positions in the local part to positions in the whole tensor.

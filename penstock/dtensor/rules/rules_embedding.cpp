@@ -20,7 +20,7 @@ void local_lookup(const LocalContext& context, const c10::OperatorHandle&, Stack
   at::Tensor result = weight.new_zeros(result_shape);
   if (weight.size(0) > 0)
     result = weight.index_select(0, found.position.reshape({-1})).view(result_shape).masked_fill_(found.held.logical_not().unsqueeze(-1), 0);
-  give_results(context, stack, {result});
+  store_results(context, stack, {result});
 }
 
 Sharding embedding(const ShardingCall& call) {

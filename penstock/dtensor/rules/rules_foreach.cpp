@@ -23,7 +23,7 @@ namespace penstock::detail {
 namespace {
 
 // Linear in all its lists together: each rank may apply it to its partial sums.
-bool terms_fit(const std::string& name) {
+bool partial_allowed(const std::string& name) {
   static const std::set<std::string, std::less<>> linear{"mul.Scalar", "mul.ScalarList", "mul.Tensor", "div.Scalar", "div.ScalarList", "div.Tensor", "neg", "zero",
                                                          "add.List",   "sub.List",       "copy",       "lerp.Scalar"};
   std::string bare = name.substr(std::string("aten::_foreach_").size());
@@ -49,7 +49,7 @@ void push_results(const OperatorTraits& traits, const ForeachCall& call, Stack* 
 
 void on_lists(const c10::OperatorHandle& op, Stack* stack) {
   const OperatorTraits& traits = traits_of(op);
-  ForeachCall call(op, stack, terms_fit(traits.name));
+  ForeachCall call(op, stack, partial_allowed(traits.name));
   op.callBoxed(&call.local);
   push_results(traits, call, stack);
 }

@@ -65,7 +65,7 @@ void local_likelihood(const LocalContext& context, const c10::OperatorHandle&, S
   if (reduction == kNone) {
     losses = losses.contiguous();
     reduce_over(context.mesh, class_axes, losses, comm::ReduceOp::Sum);
-    return give_results(context, stack, {losses.to(dtype), losses.new_zeros({}, losses.options().dtype(dtype))});
+    return store_results(context, stack, {losses.to(dtype), losses.new_zeros({}, losses.options().dtype(dtype))});
   }
   const at::Tensor totals = at::stack({losses.sum(), lookup.weights.sum()});
   std::vector<int> axes;
@@ -75,7 +75,7 @@ void local_likelihood(const LocalContext& context, const c10::OperatorHandle&, S
   reduce_over(context.mesh, axes, totals, comm::ReduceOp::Sum);
   const at::Tensor total_weight = totals.select(0, 1).clone();
   const at::Tensor loss = reduction == kMean ? totals.select(0, 0) / total_weight : totals.select(0, 0).clone();
-  give_results(context, stack, {loss.to(dtype), total_weight.to(context.call.outputs[1].dtype)});
+  store_results(context, stack, {loss.to(dtype), total_weight.to(context.call.outputs[1].dtype)});
 }
 
 void local_likelihood_backward(const LocalContext& context, const c10::OperatorHandle&, Stack* stack) {
@@ -85,7 +85,7 @@ void local_likelihood_backward(const LocalContext& context, const c10::OperatorH
   const at::Tensor values = (lookup.weights * gradient).neg_().masked_fill_(lookup.missing, 0);
   at::Tensor result = lookup.self.new_zeros(lookup.self.sizes());
   if (lookup.self.size(lookup.dim) > 0) result.scatter_(lookup.dim, lookup.position, values.to(result.scalar_type()).unsqueeze(lookup.dim));
-  give_results(context, stack, {result});
+  store_results(context, stack, {result});
 }
 
 Sharding likelihood(const ShardingCall& call, bool backward) {

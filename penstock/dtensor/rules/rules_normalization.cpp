@@ -159,7 +159,7 @@ void local_batch_norm(const LocalContext& context, const c10::OperatorHandle&, S
   if (bias.defined()) result = result + channels.column(bias);
   std::vector<at::Tensor> results{channels.restored(result, channels.input), mean.to(call.outputs[1].dtype), inverse.to(call.outputs[2].dtype)};
   for (std::size_t i = 3; i < call.outputs.size(); ++i) results.push_back(channels.input.new_empty(call.outputs[i].shape, channels.input.options().dtype(call.outputs[i].dtype)));
-  give_results(context, stack, results);
+  store_results(context, stack, results);
 }
 
 void local_batch_norm_backward(const LocalContext& context, const c10::OperatorHandle&, Stack* stack) {
@@ -180,7 +180,7 @@ void local_batch_norm_backward(const LocalContext& context, const c10::OperatorH
   if (mask[0]) results[0] = channels.restored(result, channels.input);
   if (mask[1]) results[1] = product.to(call.outputs[static_cast<std::size_t>(place[1])].dtype);
   if (mask[2]) results[2] = sum.to(call.outputs[static_cast<std::size_t>(place[2])].dtype);
-  give_results(context, stack, results);
+  store_results(context, stack, results);
 }
 
 bool splits_anything(const Placements& placements) {

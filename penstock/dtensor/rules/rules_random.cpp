@@ -90,7 +90,7 @@ LocalCall filling_with(Filler filler) {
 ShardingRule drawing(Filler filler, bool model_only) {
   return [filler, model_only](const ShardingCall& call) {
     refuse_generator(call);
-    Sharding sharding = model_only && !call.inputs[0].written ? like_model(call) : choose(call, elementwise_strategies(call));
+    Sharding sharding = model_only && !call.inputs[0].written ? placed_like_first_input(call) : choose(call, elementwise_strategies(call));
     sharding.local = filling_with(filler);
     return sharding;
   };

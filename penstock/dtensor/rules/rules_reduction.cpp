@@ -117,7 +117,7 @@ Sharding extreme(const ShardingCall& call, PartialOp kind) {
     if (local.numel() > 0) return op.callBoxed(stack);
     const auto shape = local_shape(context.call, context.call.outputs[0].shape, context.outputs[0]);
     stack->clear();
-    stack->push_back(local.new_full(shape, kind == PartialOp::Max ? least_of(local.scalar_type()) : greatest_of(local.scalar_type())));
+    stack->push_back(local.new_full(shape, kind == PartialOp::Max ? lowest_value(local.scalar_type()) : highest_value(local.scalar_type())));
   };
   return sharding;
 }

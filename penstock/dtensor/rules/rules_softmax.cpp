@@ -44,7 +44,7 @@ Sharding softmax(const ShardingCall& call, bool logarithm) {
     rows = rows - row_maximum(context, rows, dim, axes);
     const at::Tensor powers = rows.exp();
     const at::Tensor sum = row_sum(context, powers, dim, axes);
-    give_results(context, stack, {(logarithm ? rows - sum.log() : powers / sum).to(context.call.outputs[0].dtype)});
+    store_results(context, stack, {(logarithm ? rows - sum.log() : powers / sum).to(context.call.outputs[0].dtype)});
   };
   return sharding;
 }
@@ -71,7 +71,7 @@ Sharding softmax_backward(const ShardingCall& call, bool logarithm) {
       const at::Tensor weighted = gradient * output;
       result = weighted - output * row_sum(context, weighted, dim, axes);
     }
-    give_results(context, stack, {result.to(context.call.outputs[0].dtype)});
+    store_results(context, stack, {result.to(context.call.outputs[0].dtype)});
   };
   return sharding;
 }

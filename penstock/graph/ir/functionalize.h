@@ -33,6 +33,6 @@ Graph functionalize(Graph&& graph, std::size_t forward_outputs = 0);
 
 // The operator that computes what `op` writes: the same name without the underscore, or the overload without
 // `out`, with the same other arguments. Returns nullopt if there is no such operator.
-c10::optional<c10::OperatorHandle> functional_sibling(const c10::OperatorHandle& op);
+c10::optional<c10::OperatorHandle> functional_counterpart(const c10::OperatorHandle& op);
 
 }  // namespace penstock::graph

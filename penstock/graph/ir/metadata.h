@@ -116,7 +116,7 @@ struct ViewAndMutationMeta {
   // outputs, intermediate bases.
   std::size_t forward_returns() const { return mutated_at_run_time().size() + outputs.size() + intermediate_bases; }
   // The index, among the forward returns, of the value that a tangent is the gradient of.
-  std::size_t forward_place(const TangentInfo& tangent) const;
+  std::size_t forward_return_of(const TangentInfo& tangent) const;
   // Whether some result has a gradient.
   bool needs_autograd() const;
   // Whether some result has a size that depends on symbols.

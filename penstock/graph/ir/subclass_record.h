@@ -117,7 +117,7 @@ struct SubclassLayout {
   // For each plain tensor among the forward outputs: the graph input in whose memory the result is, if the
   // function writes that input. The graph returns it in its own memory; it is recreated as a view of the
   // input.
-  std::vector<std::optional<std::size_t>> in_written_input;
+  std::vector<std::optional<std::size_t>> in_mutated_input;
   std::vector<FlattenRecord> tangents;          // as backward expects them; does not count saved tensors
   // What backward returns, one for each of `inputs`; may be a subclass where the input is plain, and vice
   // versa.

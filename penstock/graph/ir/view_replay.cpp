@@ -30,7 +30,7 @@ std::optional<FoundStep> step_to(const Node& node, ValueId view) {
     if (node.arguments[viewed].value() == kNoValue) return std::nullopt;
     c10::OperatorHandle op = node.op;
     if (alias.kind == ReturnAlias::Kind::Same) {
-      const auto sibling = functional_sibling(op);
+      const auto sibling = functional_counterpart(op);
       if (!sibling || !traits_of(*sibling).pure_view) return std::nullopt;
       op = *sibling;
     }

@@ -149,7 +149,7 @@ class SavedValuesCut {
 
 Partition partition_min_cut(const JointGraph& joint) {
   const Graph& graph = joint.graph;
-  detail::ForwardBackwardSplit halves = detail::halves_of(joint);
+  detail::ForwardBackwardSplit halves = detail::forward_backward_split(joint);
   const std::vector<char> early = nodes_without_tangents(joint, halves);
   detail::ForwardBackwardSplit widest = halves;
   for (std::size_t i = 0; i < graph.nodes.size(); ++i) {

@@ -65,7 +65,7 @@ class CapturedCall final : public torch::CustomClassHolder {
   std::optional<Executor> forward, backward;
   std::vector<Saved> saved;
   std::vector<Returned> returned;
-  std::vector<std::size_t> tangent_place;   // index into `returned`, for each tangent
+  std::vector<std::size_t> returned_of_tangent;   // index into `returned`, for each tangent
 
  private:
   void check_written_in_backward(std::size_t primal, const std::vector<at::Tensor>& primals) const;

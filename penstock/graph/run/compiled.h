@@ -68,7 +68,7 @@ class Compiled {
   // the most recent kind of call without such a capture could not get one (empty if there is none).
   bool is_dynamic(std::size_t capture) const;
   std::size_t checked_sizes(std::size_t capture) const;
-  std::string dynamic_refused() const;
+  std::string why_not_dynamic() const;
 
  private:
   struct Refused;   // a kind of call that is captured for each of its sizes, and the reason

@@ -278,7 +278,7 @@ at::Tensor InputPlan::base_tensor(const Base& base, const Values& inputs) {
   throw InvariantError("graph: synthetic base without a view");
 }
 
-bool InputPlan::works_like(const InputPlan& other) const {
+bool InputPlan::same_routing(const InputPlan& other) const {
   return identity_ == other.identity_ && bases_ == other.bases_ && others_ == other.others_ && convention_.found == other.convention_.found &&
          std::equal(sources_.begin(), sources_.end(), other.sources_.begin(), other.sources_.end(), [](const Source& a, const Source& b) {
            return a.inner == b.inner && a.view.has_value() == b.view.has_value() && a.conjugated == b.conjugated && a.negated == b.negated;

@@ -65,7 +65,7 @@ class SubclassNode final : public SavingNode {
       const at::Tensor& tensor = values[call_->forward_outputs + i].toTensor();
       const at::NoGradGuard no_grad;
       // With its own version counter: any write to it is also a write to one of the watched tensors.
-      save(call_->saved[i].how == SubclassCall::Saved::How::Copied ? copy_keeping_bits(tensor.detach()) : tensor.variable_data());
+      save(call_->saved[i].how == SubclassCall::Saved::How::Copied ? copy_keeping_lazy_bits(tensor.detach()) : tensor.variable_data());
     }
     for (const std::size_t input : call_->watched.inputs) watch(inputs[input]);
     for (const std::size_t output : call_->watched.returned) watch(outputs[output]);
@@ -95,7 +95,7 @@ std::string name_of(const TangentInfo& tangent, const Convention& convention) {
 
 }  // namespace
 
-void refuse_shared_writes(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention) {
+void reject_shared_writes(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention) {
   const auto tensor_at = [&](std::size_t i) { return inputs[i].isTensor() ? inputs[i].toTensor() : at::Tensor(); };
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const at::Tensor written = tensor_at(i);
@@ -154,7 +154,7 @@ void SubclassCall::plan_views(const Context& context) {
   const Graph& graph = context.joint.graph;
   for (const FlattenRecord& record : layout->forward_outputs)
     record.for_each_plain([&](const PlainTensorMeta& plain) {
-      const auto& input = layout->in_written_input[plain.flat_index];
+      const auto& input = layout->in_mutated_input[plain.flat_index];
       if (!input) return;
       const Geometry& written = graph[graph.inputs[*input].value].geometry;
       if (written.dtype != plain.geometry->dtype || written.conjugated != plain.geometry->conjugated || written.negated != plain.geometry->negated)
@@ -167,7 +167,7 @@ void SubclassCall::plan_views(const Context& context) {
 void SubclassCall::plan_tangents(const Context& context) {
   for (const FlattenRecord& record : layout->tangents) {
     const TangentInfo& tangent = context.joint.tangents[record.first_flat()];
-    const std::size_t place = context.meta.forward_place(tangent);
+    const std::size_t place = context.meta.forward_return_of(tangent);
     const auto found = std::find_if(returned.begin(), returned.end(), [&](const Returned& item) { return item.place == place; });
     PENSTOCK_INVARIANT(found != returned.end(), "a tangent belongs to a result that is not returned");
     tangents.push_back({static_cast<std::size_t>(found - returned.begin()), name_of(tangent, context.convention)});

@@ -14,7 +14,7 @@
 #include "penstock/base/markup.h"
 #include "penstock/base/text.h"
 #include "penstock/graph/tools/draw.h"
-#include "penstock/graph/tools/drawing.h"
+#include "penstock/graph/tools/graph_drawing.h"
 #include "penstock/graph/tools/fold.h"
 
 namespace penstock::graph {

@@ -93,13 +93,13 @@ class Folder {
 
   std::vector<Fold> fold() const {
     std::vector<Fold> parts = repeats(0, graph_.nodes.size());
-    if (parts.size() <= options_.most_parts) return parts;
+    if (parts.size() <= options_.max_parts) return parts;
     parts = grouped(std::move(parts));
     // Forward and backward are drawn side by side: few parts of each.
     const auto border = std::find_if(parts.begin(), parts.end(), [](const Fold& part) { return part.phase == Phase::Backward; });
     std::vector<Fold> forward(std::make_move_iterator(parts.begin()), std::make_move_iterator(border)), backward(std::make_move_iterator(border), std::make_move_iterator(parts.end()));
-    forward = merged(std::move(forward), options_.most_of_phase);
-    for (Fold& part : merged(std::move(backward), options_.most_of_phase)) forward.push_back(std::move(part));
+    forward = merged(std::move(forward), options_.max_parts_per_phase);
+    for (Fold& part : merged(std::move(backward), options_.max_parts_per_phase)) forward.push_back(std::move(part));
     return limited(std::move(forward));
   }
 
@@ -157,7 +157,7 @@ class Folder {
           ++equal;
           continue;
         }
-        if (const std::size_t saved = equal / length * length; saved >= options_.least_saved) found.push_back({saved, length, i - equal, equal});
+        if (const std::size_t saved = equal / length * length; saved >= options_.min_nodes_saved) found.push_back({saved, length, i - equal, equal});
         equal = 0;
       }
     }
@@ -213,7 +213,7 @@ class Folder {
     for (const Candidate& candidate : candidates(begin, end)) {
       if (++tries > kTries) break;
       const Repeat repeat = verified(candidate);
-      if (repeat.count < 2 || (repeat.count - 1) * repeat.length < options_.least_saved) continue;
+      if (repeat.count < 2 || (repeat.count - 1) * repeat.length < options_.min_nodes_saved) continue;
       std::vector<Fold> parts = repeats(begin, repeat.first);
       Fold fold{{}, graph_.nodes[repeat.first].phase, repeat.first, repeat.length, repeat.count, {}};
       if (repeat.length > 1) {
@@ -236,7 +236,7 @@ class Folder {
   // Parts of the same module become one. Modules are distinguished by the name component after their common
   // prefix.
   std::vector<Fold> grouped(std::vector<Fold> parts) const {
-    if (parts.size() <= options_.most_parts) return parts;
+    if (parts.size() <= options_.max_parts) return parts;
     const std::size_t common = common_prefix(parts.front().first, parts.back().end());
     // Large repeats stay separate.
     std::size_t all = 0;
@@ -265,11 +265,11 @@ class Folder {
     return fold;
   }
 
-  // At most most_parts, each of one phase.
+  // At most max_parts, each of one phase.
   std::vector<Fold> limited(std::vector<Fold> parts) const {
-    while (parts.size() > options_.most_parts) {
-      const std::size_t each = (parts.size() + options_.most_parts - 1) / options_.most_parts;
-      const std::size_t chunk = std::max<std::size_t>({each, 2, options_.most_parts / 2});
+    while (parts.size() > options_.max_parts) {
+      const std::size_t each = (parts.size() + options_.max_parts - 1) / options_.max_parts;
+      const std::size_t chunk = std::max<std::size_t>({each, 2, options_.max_parts / 2});
       std::vector<Fold> chunks;
       for (std::size_t i = 0; i < parts.size();) {
         std::size_t j = i;
@@ -406,7 +406,7 @@ class Folder {
 
 std::vector<Fold> fold_graph(const Graph& graph, const FoldOptions& options) { return Folder(graph, options).fold(); }
 
-bool equal_stretches(const Graph& graph, std::size_t first, std::size_t second, std::size_t length) {
+bool equal_sequences(const Graph& graph, std::size_t first, std::size_t second, std::size_t length) {
   for (std::size_t i = 0; i < length; ++i)
     if (node_key(graph, graph.nodes[first + i]) != node_key(graph, graph.nodes[second + i])) return false;
   return used_alike(graph, makers_of(graph), first, second, length);

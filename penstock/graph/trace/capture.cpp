@@ -114,10 +114,10 @@ class JointCapture {
   // For a result that is an output of the graph.
   FlattenRecord return_result(const c10::IValue& value) {
     FlattenRecord record = return_value(value);
-    layout_.in_written_input.resize(tracer_.graph.outputs.size());
+    layout_.in_mutated_input.resize(tracer_.graph.outputs.size());
     for (std::size_t i = record.first_flat(); i < tracer_.graph.outputs.size(); ++i)
       if (const ValueId part = tracer_.graph.outputs[i].value(); part != kNoValue)
-        if (const auto input = written_memory_.find(tracer_.graph[part].storage); input != written_memory_.end()) layout_.in_written_input[i] = input->second;
+        if (const auto input = written_memory_.find(tracer_.graph[part].storage); input != written_memory_.end()) layout_.in_mutated_input[i] = input->second;
     return record;
   }
 
@@ -146,7 +146,7 @@ class JointCapture {
       records.push_back(return_result(is_fresh(meta_.outputs[i].kind) ? outputs_[i] : c10::IValue(at::Tensor())));
     for (const at::Tensor& base : bases_) records.push_back(return_value(base));
     result_.forward_outputs = tracer_.graph.outputs.size();
-    layout_.in_written_input.resize(result_.forward_outputs);
+    layout_.in_mutated_input.resize(result_.forward_outputs);
   }
 
   // Adds graph inputs that represent the gradient of a result.

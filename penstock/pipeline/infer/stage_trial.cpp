@@ -85,8 +85,8 @@ struct StageTrial::Run {
   const bool fake;
   // A trial of another stage that has not ended may have made shared parameters fake.
   const std::unique_ptr<RealLeaves> real;
-  const KeptBuffers buffers;
-  std::optional<KeptGenerators> generators;
+  const SavedBuffers buffers;
+  std::optional<SavedGenerators> generators;
   const ShardedTrial sharded;
   std::optional<FakeLeaves> distributed;
   // Both modes record what is computed, for tensors that the module keeps.

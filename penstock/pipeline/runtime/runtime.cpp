@@ -227,7 +227,7 @@ struct PipelineRuntime::Impl {
         gradients.divide_all();
         copies.sum();
         gradients.add_earlier();
-        cuts.give_gradients();
+        cuts.add_leaf_gradients();
         ++steps_done;
       }
       StepResult result = collect();
@@ -295,7 +295,7 @@ struct PipelineRuntime::Impl {
     } catch (const std::exception& error) {
       const RankPlace where = place();
       give_up(without_backtrace(error.what()));
-      leave_last_word(error, where, watch.get());
+      post_last_status(error, where, watch.get());
       throw;
     } catch (...) {
       give_up(current_exception_text());

@@ -17,6 +17,6 @@ namespace penstock {
 [[noreturn]] void throw_with_report(const PeerLostError& error, RankPlace own, StepWatch* watch);
 
 // Posts, for the reports of the other ranks, that this rank failed with an error of its own.
-void leave_last_word(const std::exception& error, RankPlace own, StepWatch* watch);
+void post_last_status(const std::exception& error, RankPlace own, StepWatch* watch);
 
 }  // namespace penstock

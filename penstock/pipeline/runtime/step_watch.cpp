@@ -212,7 +212,7 @@ std::vector<RankPlace> StepWatch::ask(const RankPlace& own, std::optional<int> l
   for (RankPlace& place : places) {
     if (place.rank == lost) place.state = RankPlace::State::Lost;
     // Only the host of an unresponsive store is to blame for it.
-    if (place.state == RankPlace::State::NoWord && !answered && place.rank != kStoreHost) place.error = fmt::format("the store, which rank {} hosts, does not answer", kStoreHost);
+    if (place.state == RankPlace::State::NoStatus && !answered && place.rank != kStoreHost) place.error = fmt::format("the store, which rank {} hosts, does not answer", kStoreHost);
   }
   return places;
 }
@@ -221,7 +221,7 @@ std::vector<RankPlace> StepWatch::roll_call(const RankPlace& own, std::optional<
   return ask(own, lost, true, kRollCallTime);
 }
 
-void StepWatch::last_word(const RankPlace& own) {
+void StepWatch::post_last_place(const RankPlace& own) {
   ask(own, std::nullopt, false, kHostLingers);
 }
 

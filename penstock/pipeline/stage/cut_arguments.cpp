@@ -25,7 +25,7 @@ Tree CutArguments::cut(const Tree& tree, const char* what) {
   });
 }
 
-void CutArguments::give_gradients() {
+void CutArguments::add_leaf_gradients() {
   const at::NoGradGuard no_grad;
   for (const auto& [given, leaf] : cuts_) {
     if (!leaf.grad().defined()) continue;

@@ -117,10 +117,10 @@ class RowChecks {
         return;
       }
       if (!admissible(place, action)) return;
-      if (!options_.as_reference) order(place, action);
+      if (!options_.as_pytorch) order(place, action);
     }
     for (const Action& action : members) {
-      if (options_.as_reference) order(place, action);
+      if (options_.as_pytorch) order(place, action);
       record(place, action);
     }
   }
@@ -148,13 +148,13 @@ class RowChecks {
     };
     switch (action.kind()) {
       case ActionKind::Forward:
-        if (!options_.as_reference) needs(activation_here(action), "the activation of the previous stage");
+        if (!options_.as_pytorch) needs(activation_here(action), "the activation of the previous stage");
         gathered(place, action);
         return;
       case ActionKind::Backward:
       case ActionKind::BackwardInput:
         needs(done(ActionKind::Forward, stage, action), "the forward of the same microbatch");
-        if (!options_.as_reference) needs(gradient_here(action), "the gradient of the next stage");
+        if (!options_.as_pytorch) needs(gradient_here(action), "the gradient of the next stage");
         gathered(place, action);
         return;
       case ActionKind::BackwardWeight:
@@ -193,13 +193,13 @@ class RowChecks {
   }
 
   void gathered(const Place& place, const Action& action) {
-    if (!has_unshard_ || options_.as_reference || account(action).gathered) return;
+    if (!has_unshard_ || options_.as_pytorch || account(action).gathered) return;
     violate(ViolationKind::Sharding, place, action,
             "the stage's parameters are not gathered; put UNSHARD before it");
   }
 
   void crosses(const Place& place, const Action& action, bool has_neighbour, std::int32_t neighbour) {
-    if (options_.as_reference) return;
+    if (options_.as_pytorch) return;
     if (!has_neighbour) {
       violate(ViolationKind::TransferOrder, place, action,
               "there is no stage on the other side; remove the transfer");
@@ -210,7 +210,7 @@ class RowChecks {
   }
 
   void stage_wide(const Place& place, const Action& action) {
-    if (options_.as_reference) return;
+    if (options_.as_pytorch) return;
     StageAccount& mine = account(action);
     if (action.kind() == ActionKind::Unshard) {
       if (mine.gathered) violate(ViolationKind::Sharding, place, action, "the stage is already gathered");
@@ -242,7 +242,7 @@ class RowChecks {
     const std::int32_t stage = action.stage();
     bool twice = !done_[static_cast<std::size_t>(action.kind())].insert(stage, *action.microbatch());
     if (!twice) ++account(action).counts[static_cast<std::size_t>(action.kind())];
-    if (options_.as_reference) return;
+    if (options_.as_pytorch) return;
     if (action.kind() == ActionKind::Backward)
       twice = twice || done(ActionKind::BackwardInput, stage, action);
     if (action.kind() == ActionKind::BackwardInput)
@@ -255,7 +255,7 @@ class RowChecks {
   void completeness(std::int32_t stage) {
     Chain chain = map_.chain_of(stage);
     // PyTorch 2.14 counts distinct microbatches and ignores their numbers.
-    if (options_.as_reference && options_.expected) chain.microbatches = options_.expected->microbatches;
+    if (options_.as_pytorch && options_.expected) chain.microbatches = options_.expected->microbatches;
     const auto count = [&](ActionKind kind) {
       return stages_[static_cast<std::size_t>(stage)].counts[static_cast<std::size_t>(kind)];
     };
@@ -267,7 +267,7 @@ class RowChecks {
                [&](const Action& a) {
                  return done(ActionKind::Backward, stage, a) || done(ActionKind::BackwardWeight, stage, a);
                });
-    if (options_.as_reference) return;
+    if (options_.as_pytorch) return;
     if (lowered_) {
       const bool next_elsewhere =
           !map_.is_last(stage) && map_.rank_of(stage + 1) != map_.rank_of(stage);
@@ -333,7 +333,7 @@ void check_extent(const Schedule& schedule, const ValidateOptions& options, Repo
   };
   compare("ranks", schedule.ranks(), expected.ranks);
   compare("stages", schedule.stages().stages(), expected.stages);
-  if (!options.as_reference) compare("microbatches", schedule.microbatches(), expected.microbatches);
+  if (!options.as_pytorch) compare("microbatches", schedule.microbatches(), expected.microbatches);
 }
 
 }  // namespace
@@ -384,7 +384,7 @@ Report check(const Schedule& schedule, const ValidateOptions& options) {
     report.grid = marked_grid(schedule, places, {});
     return report;
   }
-  if (!options.as_reference) check_progress(schedule, options.sends, report);
+  if (!options.as_pytorch) check_progress(schedule, options.sends, report);
   return report;
 }
 

@@ -137,7 +137,7 @@ class ProgressCheck {
       if (!forwards_.contains(stage - 1, *action.microbatch())) {
         return Action(ActionKind::Forward, stage - 1, *action.microbatch());
       }
-    } else if (gives_input_gradient(action.kind()) && !map_.is_last(action.stage())) {
+    } else if (produces_input_gradient(action.kind()) && !map_.is_last(action.stage())) {
       if (!gradients_.contains(stage + 1, *action.microbatch())) {
         return Action(ActionKind::Backward, stage + 1, *action.microbatch());
       }
@@ -279,7 +279,7 @@ class ProgressCheck {
     for (std::size_t slot = position_[index(rank)]; slot < row.size(); ++slot) {
       for (const Action& action : row[slot]) {
         const bool same_work = action.kind() == need.kind() ||
-                               (gives_input_gradient(need.kind()) && gives_input_gradient(action.kind()));
+                               (produces_input_gradient(need.kind()) && produces_input_gradient(action.kind()));
         if (same_work && action.stage() == need.stage() && action.microbatch() == need.microbatch())
           return {rank, slot};
       }

@@ -73,7 +73,7 @@ class Reader {
     const std::size_t start = position_;
     while (!at_end() && is_digit(peek())) ++position_;
     const std::string_view digits = text_.substr(start, position_ - start);
-    const std::optional<std::int64_t> value = parse_whole(digits);
+    const std::optional<std::int64_t> value = parse_integer(digits);
     if (!value || *value > limit) {
       fail(start, fmt::format("{} {} is out of range", what, excerpt(start)),
            fmt::format("at most {} is allowed", limit));

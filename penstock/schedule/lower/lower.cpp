@@ -37,7 +37,7 @@ struct Peers {
   int of(const Action& action) const {
     const auto stage = static_cast<std::size_t>(action.stage());
     if (action.kind() == ActionKind::Forward) return forward[stage];
-    return gives_input_gradient(action.kind()) ? backward[stage] : kStays;
+    return produces_input_gradient(action.kind()) ? backward[stage] : kStays;
   }
 
   std::vector<int> forward;
@@ -145,7 +145,7 @@ class TransferInserter {
     if (action.kind() == ActionKind::Forward && !map_.is_first(action.stage())) {
       const std::int32_t microbatch = *action.microbatch();
       if (!forwards_.contains(stage - 1, microbatch)) return Need{true, stage - 1, microbatch};
-    } else if (gives_input_gradient(action.kind()) && !map_.is_last(action.stage())) {
+    } else if (produces_input_gradient(action.kind()) && !map_.is_last(action.stage())) {
       const std::int32_t microbatch = *action.microbatch();
       if (!gradients_.contains(stage + 1, microbatch)) return Need{false, stage + 1, microbatch};
     }
@@ -162,7 +162,7 @@ class TransferInserter {
     if (slot.empty()) return true;
     result_.row(rank).push_slot(slot);
     for (const Action& action : slot) {
-      if (action.kind() == ActionKind::Forward || gives_input_gradient(action.kind())) complete(rank, action);
+      if (action.kind() == ActionKind::Forward || produces_input_gradient(action.kind())) complete(rank, action);
     }
     return true;
   }
@@ -229,7 +229,7 @@ Row with_deferred_receives(const Row& row, int rank, const StageMap& map) {
       if (is_send(kind)) {
         const int peer = map.rank_of(kind == ActionKind::SendForward ? stage + 1 : stage - 1);
         if (peer > rank) release([&](const Pending& entry) { return entry.peer == peer; });
-      } else if (kind == ActionKind::Forward || gives_input_gradient(kind)) {
+      } else if (kind == ActionKind::Forward || produces_input_gradient(kind)) {
         const ActionKind receive =
             kind == ActionKind::Forward ? ActionKind::RecvForward : ActionKind::RecvBackward;
         release([&](const Pending& entry) {
@@ -263,7 +263,7 @@ Row with_reduce_grad(const Row& row, MicrobatchesOf microbatches_of) {
     if (slot.empty()) continue;
     result.push_slot(slot);
     for (const Action& action : slot) {
-      if (!gives_weight_gradient(action.kind())) continue;
+      if (!produces_weight_gradient(action.kind())) continue;
       auto found = std::find_if(remaining.begin(), remaining.end(),
                                 [&](const Remaining& entry) { return entry.stage == action.stage(); });
       if (found == remaining.end())

@@ -9,7 +9,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
-#include "penstock/shard/state/group_parts.h"
+#include "penstock/shard/state/group_internal.h"
 #include "penstock/shard/state/registry.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
 

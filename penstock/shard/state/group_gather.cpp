@@ -7,8 +7,8 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/shard/state/group_parts.h"
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/group_internal.h"
+#include "penstock/shard/state/shard_group.h"
 #include "penstock/shard/pieces/piece_copy.h"
 #include "penstock/shard/state/shard_context.h"
 #include "penstock/torch/compat/streams.h"

@@ -9,8 +9,8 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/shard/state/group_parts.h"
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/group_internal.h"
+#include "penstock/shard/state/shard_group.h"
 #include "penstock/shard/state/shard_context.h"
 
 namespace penstock {
@@ -114,7 +114,7 @@ void ShardGroup::post_backward() {
       }
 }
 
-void ShardGroup::forget_gradients() {
+void ShardGroup::discard_gradients() {
   for (ShardedParameter& p : parameters_) {
     p.gradient.reset();
     p.gradient_owned = p.arrived = false;
@@ -122,7 +122,7 @@ void ShardGroup::forget_gradients() {
   recorded_ = false;
 }
 
-bool ShardGroup::has_arrivals() const {
+bool ShardGroup::has_unprocessed_gradients() const {
   return std::any_of(parameters_.begin(), parameters_.end(), [](const ShardedParameter& p) { return p.arrived; });
 }
 

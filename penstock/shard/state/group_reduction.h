@@ -24,7 +24,7 @@
 #include <vector>
 
 #include "penstock/group.h"
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/shard_group.h"
 
 namespace penstock {
 

@@ -3,8 +3,8 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/shard/state/group_parts.h"
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/group_internal.h"
+#include "penstock/shard/state/shard_group.h"
 #include "penstock/shard/state/registry.h"
 #include "penstock/fake.h"
 #include "penstock/torch/dispatch/switch_data.h"

@@ -77,7 +77,7 @@ void ShardContext::note_peak(std::int64_t more) {
   peak_ = std::max(peak_, now);
 }
 
-bool ShardContext::ask_ahead(const ShardGroup& group, const std::vector<Prefetch>& chosen) {
+bool ShardContext::prefetch_chosen(const ShardGroup& group, const std::vector<Prefetch>& chosen) {
   const auto found = std::find_if(chosen.begin(), chosen.end(), [&](const Prefetch& entry) { return entry.group == &group; });
   if (found == chosen.end()) return false;
   for (ShardGroup* next : found->next) next->unshard();
@@ -88,10 +88,10 @@ void ShardContext::begin_forward() {
   backward_ended_ = false;
   last_order_ = std::move(order_);
   order_.clear();
-  for (ShardGroup* group : groups_) group->forget_use();
+  for (ShardGroup* group : groups_) group->clear_use();
 }
 
-ShardGroup* ShardContext::follower_of(const ShardGroup& group) const {
+ShardGroup* ShardContext::group_after(const ShardGroup& group) const {
   for (const std::vector<ShardGroup*>* order : {&last_order_, &order_})
     if (const auto found = std::find(order->begin(), order->end(), &group); found != order->end()) return found + 1 == order->end() ? nullptr : *(found + 1);
   return nullptr;
@@ -116,8 +116,8 @@ void ShardContext::use_in_forward(ShardGroup& group) {
   if (std::find(open_.begin(), open_.end(), &group) == open_.end()) open_.push_back(&group);
   current_ = &group;
   // A group that stayed gathered, like the outermost one at the end of forward, may be the last to be used.
-  if (!ask_ahead(group, forward_ahead_) && prefetch && !kept) {
-    if (ShardGroup* next = follower_of(group)) next->unshard();
+  if (!prefetch_chosen(group, forward_prefetch_) && prefetch && !kept) {
+    if (ShardGroup* next = group_after(group)) next->unshard();
   }
   note_peak();
 }
@@ -131,7 +131,7 @@ void ShardContext::use_in_backward(ShardGroup& group) {
     for (const auto end = static_cast<std::size_t>(here - to_gather_.begin()) + 1; gathered_ < end; ++gathered_) to_gather_[gathered_]->unshard();
   group.wait_for_unshard();
   current_ = &group;
-  if (!ask_ahead(group, backward_ahead_) && prefetch && gathered_ < to_gather_.size()) to_gather_[gathered_++]->unshard();
+  if (!prefetch_chosen(group, backward_prefetch_) && prefetch && gathered_ < to_gather_.size()) to_gather_[gathered_++]->unshard();
   note_peak();
 }
 
@@ -221,7 +221,7 @@ void ShardContext::final_callback() {
   const std::vector<ShardGroup*> order = to_reduce_;
   for (ShardGroup* group : order) {
     // A forward recomputed inside backward may produce gradients for a group after it was settled.
-    if (!settled_[position_of(*group)] || group->has_arrivals())
+    if (!settled_[position_of(*group)] || group->has_unprocessed_gradients())
       group->post_backward();
     else if (group->flags.reshard && !group->writable())
       group->reshard();
@@ -265,9 +265,9 @@ void ShardContext::remove(ShardGroup& group) {
   std::erase(last_order_, &group);
   std::erase(open_, &group);
   const auto named = [&](const Prefetch& entry) { return entry.group == &group; };
-  std::erase_if(forward_ahead_, named);
-  std::erase_if(backward_ahead_, named);
-  for (std::vector<Prefetch>* list : {&forward_ahead_, &backward_ahead_})
+  std::erase_if(forward_prefetch_, named);
+  std::erase_if(backward_prefetch_, named);
+  for (std::vector<Prefetch>* list : {&forward_prefetch_, &backward_prefetch_})
     for (Prefetch& entry : *list) std::erase(entry.next, &group);
   if (scattering_ && &scattering_->group() == &group) scattering_.reset();
   if (replicating_ && &replicating_->group() == &group) replicating_.reset();
@@ -277,13 +277,13 @@ void ShardContext::remove(ShardGroup& group) {
 }
 
 void ShardContext::set_forward_prefetch(ShardGroup& group, std::vector<ShardGroup*> next) {
-  std::erase_if(forward_ahead_, [&](const Prefetch& entry) { return entry.group == &group; });
-  forward_ahead_.push_back({&group, std::move(next)});
+  std::erase_if(forward_prefetch_, [&](const Prefetch& entry) { return entry.group == &group; });
+  forward_prefetch_.push_back({&group, std::move(next)});
 }
 
 void ShardContext::set_backward_prefetch(ShardGroup& group, std::vector<ShardGroup*> next) {
-  std::erase_if(backward_ahead_, [&](const Prefetch& entry) { return entry.group == &group; });
-  backward_ahead_.push_back({&group, std::move(next)});
+  std::erase_if(backward_prefetch_, [&](const Prefetch& entry) { return entry.group == &group; });
+  backward_prefetch_.push_back({&group, std::move(next)});
 }
 
 }  // namespace penstock

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "penstock/shard/state/group_reduction.h"
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/shard_group.h"
 #include "penstock/shard/state/shard_times.h"
 
 namespace penstock {
@@ -80,10 +80,10 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   // Called at the first use that records gradients after a backward: discards what earlier steps used.
   void begin_forward();
   // The group that followed this one in the last forward, or follows in the current one; null if none did.
-  ShardGroup* follower_of(const ShardGroup& group) const;
+  ShardGroup* group_after(const ShardGroup& group) const;
   void use_in_backward(ShardGroup& group);
   // Prefetches the groups chosen for this group; returns false if none were.
-  static bool ask_ahead(const ShardGroup& group, const std::vector<Prefetch>& chosen);
+  static bool prefetch_chosen(const ShardGroup& group, const std::vector<Prefetch>& chosen);
   void start_reduction(ShardGroup& group);
   void finish(std::unique_ptr<GroupReduction>& reduction);
   void plan_reductions();
@@ -95,7 +95,7 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   bool backward_ended_ = false;          // and no forward has begun since
   std::vector<ShardGroup*> open_;    // gathered by the current forward
   ShardGroup* current_ = nullptr;
-  std::vector<Prefetch> forward_ahead_, backward_ahead_;
+  std::vector<Prefetch> forward_prefetch_, backward_prefetch_;
   bool callback_queued_ = false;
   std::vector<ShardGroup*> to_gather_;  // by the current backward, in this order
   std::size_t gathered_ = 0;             // how many of them were started

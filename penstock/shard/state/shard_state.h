@@ -20,7 +20,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/shard_group.h"
 #include "penstock/shard/state/shard_times.h"
 
 namespace penstock {

@@ -13,7 +13,7 @@
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/shard_group.h"
 #include "penstock/shard/state/registry.h"
 #include "penstock/shard/state/shard_context.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"

@@ -52,7 +52,7 @@ bool depends_on_data(const c10::OperatorHandle& op) {
 // Returns a function derived from the operator's kind or from its functional overload, or null.
 const c10::KernelFunction* derived_function(const c10::OperatorHandle& op, Registry& registry) {
   static const auto& nothing = *new c10::KernelFunction(c10::KernelFunction::makeFromBoxedFunction<write_only>());
-  static const auto& functional = *new c10::KernelFunction(c10::KernelFunction::makeFromBoxedFunction<through_functional>());
+  static const auto& functional = *new c10::KernelFunction(c10::KernelFunction::makeFromBoxedFunction<shape_of_functional>());
   const OperatorTraits& traits = traits_of(op);
   if (traits.mutates && traits.returns.empty() && traits.name.rfind("aten::", 0) == 0) return &nothing;
   const auto overload = functional_overload(op);

@@ -108,7 +108,7 @@ OwnSettings read_settings(const fs::path& file) {
 // Returns the settings of a run at its current location.
 OwnSettings read_run(const fs::path& given) {
   const fs::path folder = normal(given);
-  if (!holds_run(folder))
+  if (!contains_run(folder))
     throw ConfigError(describe("run folder", folder.string(), fmt::format("a folder with a {}", kRunConfigName), "give the folder of a penstock train run (runs/...)"));
   OwnSettings own = read_settings(folder / kRunConfigName);
   fs::path former;  // run folder according to a file of an earlier version
@@ -216,7 +216,7 @@ std::vector<ConfigSetting> file_settings(const ConfigSources& sources) {
 
 }  // namespace
 
-bool holds_run(const fs::path& folder) {
+bool contains_run(const fs::path& folder) {
   std::error_code error;  // errors are reported when the file is opened
   return fs::exists(folder / kRunConfigName, error);
 }

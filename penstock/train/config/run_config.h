@@ -21,7 +21,7 @@ namespace penstock::train {
 inline constexpr const char* kRunConfigName = "config.toml";
 
 // Returns whether the folder contains a run: it has a config.toml.
-bool holds_run(const std::filesystem::path& folder);
+bool contains_run(const std::filesystem::path& folder);
 
 // Throws ConfigError for a folder without config.toml and for a file that cannot be read.
 ResolvedConfig load_run_config(const std::filesystem::path& folder);

@@ -82,7 +82,7 @@ class TemporaryFolder {
 
 }  // namespace
 
-void check_room_for_shards(const fs::path& folder, std::uint64_t text_bytes, std::uint64_t files) {
+void check_space_for_shards(const fs::path& folder, std::uint64_t text_bytes, std::uint64_t files) {
   constexpr std::uint64_t kTokenBytes = 2, kEntryBytes = 18;  // a document's entry and its end token
   const std::uint64_t needed = kTokenBytes * text_bytes + kEntryBytes * files;
   std::error_code error;
@@ -94,7 +94,7 @@ void check_room_for_shards(const fs::path& folder, std::uint64_t text_bytes, std
                              "free some space, choose another disk (output.run_folder, --out), or use less text (data.cap_bytes, --cap-bytes)"));
 }
 
-MadeShards make_shards(const fs::path& given, const MakeShardsOptions& options) {
+MakeShardsResult make_shards(const fs::path& given, const MakeShardsOptions& options) {
   if (options.shard_tokens < 1)
     throw ValueError(describe("tokens per shard", "0", "at least 1"));
   // "data/" means "data": the temporary folder is next to it.
@@ -102,14 +102,14 @@ MadeShards make_shards(const fs::path& given, const MakeShardsOptions& options) 
   if (folder.empty()) throw ConfigError(describe("folder for token shards", "nothing", "a name"));
   check_target(folder, options.overwrite);
   SourceList sources = find_sources(options.sources);
-  MadeShards made;
+  MakeShardsResult made;
   made.bad = std::move(sources.bad);
   made.max_file_bytes = sources.max_file_bytes;
   made.too_large = sources.too_large;
   made.beyond_cap = sources.beyond_cap;
   for (const SourceFile& file : sources.files)
     if (file.cut) made.cut.push_back(file.path);
-  check_room_for_shards(folder, sources.bytes, sources.files.size());
+  check_space_for_shards(folder, sources.bytes, sources.files.size());
 
   const TemporaryFolder temporary(folder);
   std::optional<TokenShardWriter> writer;

@@ -2,7 +2,7 @@
 //
 //   MakeShardsOptions options;
 //   options.sources.paths = {"src"};
-//   const MadeShards made = make_shards("data", options);
+//   const MakeShardsResult made = make_shards("data", options);
 //
 // The folder is created completely or not at all: everything is written to a temporary folder next to it,
 // which is then renamed. Each file is one document of byte tokens (byte_tokenizer.h). The same files produce
@@ -33,7 +33,7 @@ struct MakeShardsOptions {
   std::function<void(const MakeShardsProgress&)> progress;  // after every file and every 16 MiB; may be empty
 };
 
-struct MadeShards {
+struct MakeShardsResult {
   std::uint64_t shards = 0;
   std::uint64_t documents = 0;
   std::uint64_t tokens = 0;
@@ -47,10 +47,10 @@ struct MadeShards {
 
 // Throws ConfigError if the folder's disk has too little space for shards of this much text. If the space is
 // unknown, writing reports the error.
-void check_room_for_shards(const std::filesystem::path& folder, std::uint64_t text_bytes, std::uint64_t files);
+void check_space_for_shards(const std::filesystem::path& folder, std::uint64_t text_bytes, std::uint64_t files);
 
 // Throws ConfigError for bad sources (see source_files.h), for a folder that is not empty, and for file
 // system errors. `overwrite` replaces a folder only if it contains nothing but shards.
-MadeShards make_shards(const std::filesystem::path& folder, const MakeShardsOptions& options);
+MakeShardsResult make_shards(const std::filesystem::path& folder, const MakeShardsOptions& options);
 
 }  // namespace penstock::train

@@ -9,7 +9,7 @@
 #include "penstock/fully_shard.h"
 #include "penstock/shard/state/shard_context.h"
 #include "penstock/torch/tree/distributed_type.h"
-#include "penstock/train/job/gradient_sync.h"
+#include "penstock/train/job/replica_gradient_sync.h"
 #include "penstock/train/job/model_stages.h"
 
 namespace penstock::train {

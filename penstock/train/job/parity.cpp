@@ -62,7 +62,7 @@ std::string copy_text(const TrainingJob& job, const optim::NamedParameter& param
 
 std::string original_name(const std::string& name) { return name.substr(0, name.find(kCopyBegins)); }
 
-at::Tensor read_whole(const Checkpoint& side, Section section, const std::string& name) {
+at::Tensor read_integer(const Checkpoint& side, Section section, const std::string& name) {
   const checkpoint::TensorEntry& entry = *side.tensors(section).at(name).entry;
   const auto dtype = checkpoint::to_scalar_type(entry.dtype);
   if (!dtype) throw checkpoint::CheckpointError(describe(fmt::format("{} of {}", name, side.path().string()), std::string(checkpoint::dtype_code(entry.dtype)), "an element type that this LibTorch has"));
@@ -121,14 +121,14 @@ void compare_section(ParityReport& report, int step, const Checkpoint& one, cons
   constexpr double kRounding = 1e-6;
   double largest = 0;
   for (const auto& [name, place] : one.tensors(section)) {
-    const at::Tensor whole = read_whole(one, section, name);
+    const at::Tensor whole = read_integer(one, section, name);
     if (whole.numel() > 0) largest = std::max(largest, whole.abs().max().to(at::kDouble).item<double>());
   }
   const double least = std::isfinite(largest) ? kRounding * largest : 0;
   for (const auto& [name, place] : layout.tensors(section)) {
     const std::string original = original_name(name);
     if (one.tensors(section).contains(original)) {
-      report.rows.push_back(compare_tensors(row_of(name), read_whole(one, section, original), read_whole(layout, section, name), least));
+      report.rows.push_back(compare_tensors(row_of(name), read_integer(one, section, original), read_integer(layout, section, name), least));
     } else {
       on_one_side(name, "only in the layout");
     }

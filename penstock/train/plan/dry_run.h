@@ -50,7 +50,7 @@ void check_launched_ranks(const LayoutConfig& layout, int launched);
 
 // Throws ConfigError for what training would refuse. `progress` is called on this thread with the current
 // activity; it may be empty.
-DryRun dry_run(const TrainConfig& config, const LookProgress& progress = {});
+DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress = {});
 
 inline constexpr std::size_t kDryRunLines = 40;
 

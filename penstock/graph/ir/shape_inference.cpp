@@ -1,4 +1,4 @@
-#include "penstock/graph/ir/shape_run.h"
+#include "penstock/graph/ir/shape_inference.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
@@ -7,7 +7,7 @@
 
 namespace penstock::graph {
 
-Stack run_in_shape(const Graph& graph, const c10::OperatorHandle& op, const std::vector<Operand>& arguments) {
+Stack run_on_fake_arguments(const Graph& graph, const c10::OperatorHandle& op, const std::vector<Operand>& arguments) {
   const auto fake = [&](ValueId value) {
     const Geometry& geometry = graph[value].geometry;
     at::Tensor made = make_fake_strided(geometry.sizes, geometry.strides, at::dtype(geometry.dtype).device(geometry.device));
@@ -39,9 +39,9 @@ Stack run_in_shape(const Graph& graph, const c10::OperatorHandle& op, const std:
   return stack;
 }
 
-std::vector<Operand> results_in_shape(Graph& graph, const Node& node) {
+std::vector<Operand> infer_results(Graph& graph, const Node& node) {
   const OperatorTraits& traits = traits_of(node.op);
-  const Stack shapes = run_in_shape(graph, node.op, node.arguments);
+  const Stack shapes = run_on_fake_arguments(graph, node.op, node.arguments);
   std::vector<Operand> results;
   for (std::size_t i = 0; i < shapes.size(); ++i) {
     StorageId storage = {};

@@ -1,4 +1,4 @@
-#include "penstock/train/job/gradient_sync.h"
+#include "penstock/train/job/replica_gradient_sync.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>

@@ -87,7 +87,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
 
 }  // namespace
 
-c10::optional<c10::OperatorHandle> functional_sibling(const c10::OperatorHandle& op) {
+c10::optional<c10::OperatorHandle> functional_counterpart(const c10::OperatorHandle& op) {
   static std::mutex& mutex = *new std::mutex;
   static auto& known = *new std::unordered_map<std::string, c10::optional<c10::OperatorHandle>>;
   const std::lock_guard lock(mutex);

@@ -1,4 +1,4 @@
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/shard_group.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -12,7 +12,7 @@
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 #include "penstock/mesh/local_shard.h"
-#include "penstock/shard/state/group_parts.h"
+#include "penstock/shard/state/group_internal.h"
 #include "penstock/shard/pieces/piece_copy.h"
 #include "penstock/shard/state/registry.h"
 #include "penstock/shard/state/shard_context.h"

@@ -10,7 +10,7 @@
 
 #include "penstock/pipeline/report/step_trace.h"
 #include "penstock/train/report/metrics_file.h"
-#include "tests/pipeline/made_trace.h"
+#include "tests/pipeline/simulated_trace.h"
 
 namespace penstock::test {
 
@@ -89,7 +89,7 @@ inline void make_run_folder(const std::filesystem::path& folder, const MadeRun& 
     extras.tokens_per_second /= made.slower;
     file.on_step(outcome, extras);
     if (made.traces && (step == 10 || step == 100)) {
-      StepTrace trace = made_trace(made.schedule, 2, 8);
+      StepTrace trace = simulated_trace(made.schedule, 2, 8);
       std::uint64_t state = 7;
       std::vector<std::int64_t> late(trace.ranks.size(), 0);
       // Everything on a rank shifts by the extra time of its actions; waits absorb what they can.

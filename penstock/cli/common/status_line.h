@@ -1,7 +1,7 @@
 // Shows on standard error what a command is doing, once it has taken longer than a second. On a terminal, one
 // line is overwritten; elsewhere, a line is printed now and then. Prints nothing for short work.
 //
-//   WaitLine line("dry run");
+//   StatusLine line("dry run");
 //   line.show("reading shards", 0.25);       // "dry run: reading shards, 25 %, 3 s"
 //
 // A separate thread writes, so that one long call is shown, too. Thread safety: any thread may call show().
@@ -12,13 +12,13 @@
 
 namespace penstock::cli {
 
-class WaitLine {
+class StatusLine {
  public:
-  explicit WaitLine(std::string what);
+  explicit StatusLine(std::string what);
   // Removes the line from a terminal.
-  ~WaitLine();
-  WaitLine(const WaitLine&) = delete;
-  WaitLine& operator=(const WaitLine&) = delete;
+  ~StatusLine();
+  StatusLine(const StatusLine&) = delete;
+  StatusLine& operator=(const StatusLine&) = delete;
 
   // Share from 0 to 1; negative if unknown.
   void show(const std::string& doing, double share);

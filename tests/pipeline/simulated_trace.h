@@ -16,7 +16,7 @@ inline double made_cost(int stage, schedule::ActionKind kind) {
   return kind == schedule::ActionKind::Backward ? 2 * forward : forward;
 }
 
-inline StepTrace made_trace(const std::string& kind, int ranks, int microbatches, double overlap_saving = 0) {
+inline StepTrace simulated_trace(const std::string& kind, int ranks, int microbatches, double overlap_saving = 0) {
   const bool is_v = kind == "ZBVZeroBubble" || kind == "DualPipeV";
   const schedule::Schedule lowered =
       executable(schedule::generate(schedule::schedule_kind(kind), {.ranks = ranks, .stages_per_rank = is_v ? 2 : 1, .microbatches = microbatches}));

@@ -1,4 +1,4 @@
-#include "penstock/cli/common/wait_line.h"
+#include "penstock/cli/common/status_line.h"
 
 #include <fmt/format.h>
 #include <unistd.h>
@@ -12,7 +12,7 @@
 
 namespace penstock::cli {
 
-struct WaitLine::Impl {
+struct StatusLine::Impl {
   explicit Impl(std::string the_what) : what(std::move(the_what)), writer([this] { write(); }) {}
   ~Impl() {
     {
@@ -47,10 +47,10 @@ struct WaitLine::Impl {
   std::thread writer;  // last member: the thread uses all others
 };
 
-WaitLine::WaitLine(std::string what) : impl_(std::make_unique<Impl>(std::move(what))) {}
-WaitLine::~WaitLine() = default;
+StatusLine::StatusLine(std::string what) : impl_(std::make_unique<Impl>(std::move(what))) {}
+StatusLine::~StatusLine() = default;
 
-void WaitLine::show(const std::string& doing, double share) {
+void StatusLine::show(const std::string& doing, double share) {
   const std::lock_guard lock(impl_->mutex);
   impl_->doing = doing;
   impl_->share = share;

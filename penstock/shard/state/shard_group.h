@@ -145,7 +145,7 @@ class ShardGroup final : public GradientSink {
   // While held, the group is not freed by forward: the holder decides when (the schedule of a pipeline).
   void set_held(bool held) { held_ = held; }
   // Discards gradients that are not reduced yet, and the record of which forwards used the group.
-  void forget_gradients();
+  void discard_gradients();
 
   // ---- trial runs (StepContext::trial) ----
   // Until end_trial the parameters have the shape, dtype and placements of gathered ones but not their
@@ -202,7 +202,7 @@ class ShardGroup final : public GradientSink {
   void take(std::size_t slot, at::Tensor gradient) override;
   // Called when a forward that records gradients uses the group.
   void note_use() { recorded_ = true; }
-  void forget_use() { recorded_ = false; }
+  void clear_use() { recorded_ = false; }
   ShardContext& context();
   bool has_context() const { return context_ != nullptr; }
   ShardTimes* times() const;  // null before the first use
@@ -215,7 +215,7 @@ class ShardGroup final : public GradientSink {
   std::vector<ShardedParameter>& mutable_parameters() { return parameters_; }
   bool has_trainable() const;
   bool recorded() const { return recorded_; }  // since the last backward ended
-  bool has_arrivals() const;  // gradients that post_backward has not processed
+  bool has_unprocessed_gradients() const;  // gradients that post_backward has not processed
   // Whether the behaviour after forward was not chosen explicitly; it then depends on the position of the
   // module.
   bool reshard_is_default() const { return reshard_is_default_; }

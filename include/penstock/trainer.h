@@ -26,7 +26,7 @@
 #include "penstock/world.h"
 #include "penstock/train_config.h"
 #include "penstock/train/job/job.h"
-#include "penstock/train/report/observer.h"
+#include "penstock/observer.h"
 
 namespace penstock::train {
 

@@ -33,9 +33,9 @@
 #include "penstock/models/blocks/block.h"
 #include "penstock/models/blocks/kv_cache.h"
 #include "penstock/models/blocks/norm.h"
-#include "penstock/models/plan/options.h"
+#include "penstock/transformer_options.h"
 #include "penstock/models/blocks/rotary.h"
-#include "penstock/models/plan/stage_parts.h"
+#include "penstock/model_partition.h"
 #include "penstock/pytree.h"
 
 namespace penstock::models {

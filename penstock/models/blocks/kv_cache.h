@@ -16,7 +16,7 @@
 #include <map>
 #include <utility>
 
-#include "penstock/models/plan/options.h"
+#include "penstock/transformer_options.h"
 
 namespace penstock::models {
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/checkpoint/files/save_stall.h"
+#include "penstock/save_stall.h"
 #include "penstock/train_config.h"
 #include "penstock/train/report/step_outcome.h"
 

@@ -1,4 +1,4 @@
-#include "penstock/models/plan/stage_parts.h"
+#include "penstock/model_partition.h"
 
 #include <fmt/format.h>
 

@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/models/plan/options.h"
+#include "penstock/transformer_options.h"
 
 namespace penstock::models {
 

@@ -4,6 +4,7 @@
 #include <map>
 #include <string>
 
+#include "penstock/models/plan/parameter_stages.h"
 #include "penstock/transformer_options.h"
 #include "penstock/pipeline/program/program.h"
 #include "penstock/train/job/model_stages.h"

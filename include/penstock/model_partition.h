@@ -29,7 +29,7 @@ struct StagePart {
   std::int64_t end_block = 0;    // one past the last block
 
   bool has_embed() const { return index == 0; }                    // whether the embedding is here
-  bool has_head() const { return index == count - 1; }             // whether the final norm and the head are here
+  bool has_head() const { return index == count - 1; }             // whether final norm and head are here
   std::int64_t blocks() const { return end_block - first_block; }  // number of blocks
   bool operator==(const StagePart&) const = default;               // compares all fields
 };

@@ -22,7 +22,7 @@
 #include "penstock/checkpoint/tensors/world_meeting.h"
 #include "penstock/comm/backend/backend.h"
 #include "penstock/comm/transport/ucx_transport.h"
-#include "penstock/models/transformer/loss.h"
+#include "penstock/transformer.h"
 #include "penstock/optim/update/adamw.h"
 #include "penstock/clip_gradients.h"
 #include "penstock/optim/update/gradients.h"

@@ -33,7 +33,7 @@
 #include "penstock/train/report/elapsed.h"
 #include "penstock/train/job/find_not_finite.h"
 #include "penstock/train/job/gradient_sync.h"
-#include "penstock/train/report/not_finite.h"
+#include "penstock/observer.h"
 #include "penstock/train/data/prefetcher.h"
 
 namespace penstock::train {

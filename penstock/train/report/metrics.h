@@ -20,7 +20,6 @@
 
 #include "penstock/save_stall.h"
 #include "penstock/observer.h"
-#include "penstock/train/report/step_outcome.h"
 
 namespace penstock::train {
 

@@ -23,7 +23,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/checkpoint/files/save_stall.h"
+#include "penstock/save_stall.h"
 #include "penstock/checkpoint/tensors/tensor_part.h"
 #include "penstock/checkpoint/files/write.h"
 #include "penstock/world.h"

@@ -3,7 +3,6 @@
 #include <torch/torch.h>
 
 #include "penstock/compile.h"
-#include "penstock/models/transformer/loss.h"
 #include "penstock/transformer.h"
 #include "tests/models/small_model.h"
 

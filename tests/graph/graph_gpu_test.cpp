@@ -7,8 +7,6 @@
 #include <string>
 
 #include "penstock/compile.h"
-#include "penstock/models/transformer/initialize.h"
-#include "penstock/models/transformer/loss.h"
 #include "penstock/transformer.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/compat/device_memory.h"

@@ -17,7 +17,7 @@
 #include "penstock/comm/launch/launcher.h"
 #include "penstock/world.h"
 #include "penstock/transformer_options.h"
-#include "penstock/plan/draw/draw_grid.h"
+#include "penstock/draw.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/model_stages.h"

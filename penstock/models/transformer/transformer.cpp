@@ -14,7 +14,7 @@
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/models/blocks/local_region.h"
-#include "penstock/shard/state/forward_scope.h"
+#include "penstock/forward_scope.h"
 #include "penstock/random.h"
 
 namespace penstock::models {

@@ -15,7 +15,7 @@
 #include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/log.h"
-#include "penstock/checkpoint/files/checkpoint_error.h"
+#include "penstock/checkpoint_error.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/tensors/world_meeting.h"
 #include "penstock/models/plan/options.h"

@@ -2,8 +2,8 @@
 // the public form.
 //
 //   CheckpointWriter writer(world, run_folder / "checkpoints", {.files = {.keep_last = 3}});
-//   writer.save(step, {.model = model_parts, .state_json = state}); // copies, returns
-//   writer.wait();                                                        // at the end
+//   writer.save(step, {.model = model_parts, .state_json = state});  // copies, returns
+//   writer.wait();                                                   // at the end
 //
 // save() waits for an earlier save that is not finished, agrees with the other ranks on the plan, copies
 // the parts that this rank writes into its own buffers (kept for the next save), and returns. A thread does

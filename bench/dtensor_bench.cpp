@@ -1,11 +1,13 @@
-// What an operator on distributed tensors costs over the same operator on plain ones, its decision already known.
+// The overhead of an operator on distributed tensors over the same operator on plain ones, with its decision
+// cached.
 //
 //   dtensor_bench                                                 the figures of this library, two ranks
-//   dtensor_bench --peer "python3 bench/dtensor_peer.py"          and Python's DTensor in the same run, with the ratios
+//   dtensor_bench --peer "python3 bench/dtensor_peer.py"          also Python's DTensor, with the ratios
 //   dtensor_bench --world 1 --grad                                one rank; recording a graph
 //
-// Local tensors are 8 x 16, so that the work is the dispatch. Distributed and plain calls alternate in short blocks on one
-// core per rank; the difference within a block counts, the median over the blocks is shown. No operator here communicates.
+// Local tensors are 8 x 16, so that dispatch dominates. Distributed and plain calls alternate in short blocks
+// on one core per rank; the difference is taken within a block, and the median over the blocks is shown. No
+// operator communicates.
 #include <fmt/format.h>
 #include <sched.h>
 #include <torch/torch.h>

@@ -1,4 +1,4 @@
-// Ranks find each other and add something up.
+// The ranks connect and compute a sum.
 //   penstock launch -n 4 -- hello_world
 #include <fmt/format.h>
 #include <torch/torch.h>

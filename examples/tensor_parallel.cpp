@@ -1,4 +1,4 @@
-// An ordinary module, trained with its layers split over all ranks: penstock launch -n 2 -- tensor_parallel
+// Trains an ordinary module with its layers split over all ranks: penstock launch -n 2 -- tensor_parallel
 #include <torch/torch.h>
 
 #include <cstdio>

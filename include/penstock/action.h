@@ -100,11 +100,11 @@ constexpr bool is_compute(ActionKind kind) {
   return kind <= ActionKind::BackwardWeight;
 }
 // B or I: produces the gradient that the previous stage waits for.
-constexpr bool gives_input_gradient(ActionKind kind) {
+constexpr bool produces_input_gradient(ActionKind kind) {
   return kind == ActionKind::Backward || kind == ActionKind::BackwardInput;
 }
 // B or W: adds to the gradients of the weights.
-constexpr bool gives_weight_gradient(ActionKind kind) {
+constexpr bool produces_weight_gradient(ActionKind kind) {
   return kind == ActionKind::Backward || kind == ActionKind::BackwardWeight;
 }
 constexpr bool is_send(ActionKind kind) {

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/plan/search/list_scheduler.h"
+#include "penstock/cost_model.h"
 #include "penstock/simulator.h"
 #include "penstock/generators.h"
 

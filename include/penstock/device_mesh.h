@@ -34,7 +34,6 @@
 #include <vector>
 
 #include "penstock/mesh_layout.h"
-#include "penstock/mesh_key.h"
 
 namespace penstock {
 

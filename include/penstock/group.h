@@ -10,7 +10,7 @@
 // - Thread rule: one thread starts operations on a group; other threads may wait for Works.
 //
 // A point-to-point transfer is matched by everything both sides must agree on: peer, tag, order, dtype and size. One that
-// does not fit never moves a byte; within about a second of waiting it is a PipeliningMetadataError naming both sides, on
+// does not fit never moves a byte; within about a second of waiting it is a MismatchError naming both sides, on
 // both sides (at once over UCX). Nothing extra travels: the data goes from tensor to tensor in one message. On NCCL the
 // contract of each (peer, tag) is exchanged once, and per transfer at debug level detail.
 //
@@ -25,12 +25,42 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/backend/reduce_op.h"
-#include "penstock/comm/group/work.h"
+#include "penstock/reduce_op.h"
 
 namespace penstock::comm {
 
 class GroupState;
+class WorkState;
+
+// A communication operation in flight. Keeps its tensors alive, is waited for with a deadline, and reports
+// its first error.
+//
+// Thread safety: use a Work from one thread at a time. For CUDA tensors on NCCL, `wait` makes the current
+// CUDA stream wait for the transfer and returns at once; in all other cases it blocks the calling thread.
+class [[nodiscard]] Work {
+ public:
+  Work() = default;  // nothing to wait for
+  explicit Work(std::shared_ptr<WorkState> state) : state_(std::move(state)) {}
+
+  // Waits at most for the timeout of the operation, or of its group if it has none. Throws
+  //   PeerLostError            a rank died, failed or left; names it
+  //   TimeoutError             the deadline passed; the group becomes unusable, and every rank is notified
+  //   MismatchError  the received data does not match what was expected; names both sides
+  //   CommError                any other failure, with the backend's message
+  // Later calls return, or throw the same error, at once.
+  void wait();
+  void wait(std::chrono::milliseconds timeout);
+
+  // Returns whether `wait` would return without blocking. May be false for a completed transfer on backends
+  // that cannot tell.
+  bool done();
+
+ private:
+  std::shared_ptr<WorkState> state_;
+};
+
+// Waits for all, then throws the first error in the given order.
+void wait_all(std::vector<Work>& works);
 
 struct OpOptions {
   std::string label;                                 // the caller's words, for errors and records

@@ -16,6 +16,6 @@ std::string current_exception_text();
 std::string without_backtrace(std::string_view text);
 
 // The message of a nlohmann::json exception without its tag "[json.exception.parse_error.101] ".
-std::string without_tag(std::string_view text);
+std::string without_json_tag(std::string_view text);
 
 }  // namespace penstock

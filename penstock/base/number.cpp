@@ -50,7 +50,7 @@ std::optional<double> parse_number(std::string_view text) {
   return value && std::isfinite(*value) ? value : std::nullopt;
 }
 
-std::optional<std::int64_t> parse_whole(std::string_view text) { return parse<std::int64_t>(text); }
+std::optional<std::int64_t> parse_integer(std::string_view text) { return parse<std::int64_t>(text); }
 
 std::optional<std::uint64_t> parse_unsigned(std::string_view text) { return parse<std::uint64_t>(text); }
 
@@ -63,7 +63,7 @@ std::optional<double> parse_scaled(std::string_view text) {
 
 std::optional<std::int64_t> parse_bytes(std::string_view text) {
   // Integers are exact where a double would not be.
-  if (const auto whole = parse_whole(text)) return *whole >= 0 ? whole : std::nullopt;
+  if (const auto whole = parse_integer(text)) return *whole >= 0 ? whole : std::nullopt;
   std::string_view digits = text;
   const double scale = take_scale(digits);
   const std::optional<double> value = parse_number(digits);
@@ -91,9 +91,9 @@ double read_number(std::string_view what, std::string_view text, const NumberRan
   return *value;
 }
 
-std::int64_t read_whole(std::string_view what, std::string_view text, std::int64_t low, std::int64_t high,
+std::int64_t read_integer(std::string_view what, std::string_view text, std::int64_t low, std::int64_t high,
                         std::string_view remedy) {
-  const std::optional<std::int64_t> value = parse_whole(text);
+  const std::optional<std::int64_t> value = parse_integer(text);
   if (!value || *value < low || *value > high)
     throw ConfigError(describe(what, quote(text), high == std::numeric_limits<std::int64_t>::max() ? fmt::format("a whole number of at least {}", low) : fmt::format("a whole number from {} to {}", low, high), remedy));
   return *value;

@@ -17,7 +17,7 @@ namespace penstock {
 
 // Return std::nullopt for malformed text.
 std::optional<double> parse_number(std::string_view text);
-std::optional<std::int64_t> parse_whole(std::string_view text);
+std::optional<std::int64_t> parse_integer(std::string_view text);
 std::optional<std::uint64_t> parse_unsigned(std::string_view text);
 // A number with an optional suffix K, M, G, T, P or E (powers of 1024), KB, KiB, ..., or B, in any case.
 std::optional<double> parse_scaled(std::string_view text);
@@ -37,7 +37,7 @@ struct NumberRange {
 
 // Throw ConfigError: "WHAT: got "TEXT", expected a number from LOW to HIGH; REMEDY".
 double read_number(std::string_view what, std::string_view text, const NumberRange& range, std::string_view remedy = {});
-std::int64_t read_whole(std::string_view what, std::string_view text, std::int64_t low, std::int64_t high,
+std::int64_t read_integer(std::string_view what, std::string_view text, std::int64_t low, std::int64_t high,
                         std::string_view remedy = {});
 std::int64_t read_bytes(std::string_view what, std::string_view text, std::int64_t low = 0, std::string_view remedy = {});
 

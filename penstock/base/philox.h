@@ -24,10 +24,10 @@
 #pragma once
 
 #ifdef __CUDACC__
-#define PENSTOCK_DEVICE_TEXT __host__ __device__ __forceinline__
+#define PENSTOCK_HOST_DEVICE __host__ __device__ __forceinline__
 #else
 // Always inlined, so that callers compiled for wider vectors vectorize this code too.
-#define PENSTOCK_DEVICE_TEXT inline __attribute__((always_inline))
+#define PENSTOCK_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
 namespace penstock::philox {
@@ -40,11 +40,11 @@ struct Block {
   u32 word[4];
 };
 
-PENSTOCK_DEVICE_TEXT u32 low(u64 value) { return static_cast<u32>(value); }
-PENSTOCK_DEVICE_TEXT u32 high(u64 value) { return static_cast<u32>(value >> 32); }
+PENSTOCK_HOST_DEVICE u32 low(u64 value) { return static_cast<u32>(value); }
+PENSTOCK_HOST_DEVICE u32 high(u64 value) { return static_cast<u32>(value >> 32); }
 
 // Philox4x32-10 (Salmon, Moraes, Dror and Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011).
-PENSTOCK_DEVICE_TEXT Block philox4x32(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1) {
+PENSTOCK_HOST_DEVICE Block philox4x32(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1) {
 #ifdef __CUDACC__
 #pragma unroll
 #else
@@ -69,14 +69,14 @@ struct Stream {
   u32 counter[2];
 };
 
-PENSTOCK_DEVICE_TEXT Stream derive(u64 seed, u64 step, u64 microbatch, u64 layer, u64 purpose) {
+PENSTOCK_HOST_DEVICE Stream derive(u64 seed, u64 step, u64 microbatch, u64 layer, u64 purpose) {
   const Block a = philox4x32(low(step), high(step), low(microbatch), high(microbatch), low(seed), high(seed));
   const Block b = philox4x32(a.word[0] ^ low(layer), a.word[1] ^ high(layer), a.word[2] ^ low(purpose),
                              a.word[3] ^ high(purpose), low(seed), high(seed));
   return {{b.word[0], b.word[1]}, {b.word[2], b.word[3]}};
 }
 
-PENSTOCK_DEVICE_TEXT Block numbers(const Stream& stream, u64 block) {
+PENSTOCK_HOST_DEVICE Block numbers(const Stream& stream, u64 block) {
   return philox4x32(low(block), high(block), stream.counter[0], stream.counter[1], stream.key[0], stream.key[1]);
 }
 

@@ -14,7 +14,7 @@ namespace {
 using Numbers = std::vector<std::int64_t>;
 using Segments = std::vector<Segment>;
 
-// The part of n indices that goes to one of `parts` ranks.
+// The part of n indices assigned to one of `parts` ranks.
 Segment part_of(std::int64_t n, std::int64_t parts, std::int64_t part) {
   const std::int64_t step = n / parts + (n % parts == 0 ? 0 : 1);
   if (n == 0 || part > (n - 1) / step) return {n, 0};
@@ -52,11 +52,11 @@ Segments select(const Segments& segments, Segment window) {
 struct AxisSplit {
   std::int64_t parts = 1;   // size of the mesh axis
   std::int64_t part = 0;    // this rank's coordinate on it
-  std::int64_t pieces = 1;  // above 1: every one of that many pieces is split, the literal strided shard
+  std::int64_t pieces = 1;  // above 1: a literal strided shard, which splits each of this many pieces
 };
 
-// From the right axis to the left one: a shard applies before the axes to its right, a strided shard after
-// those that make as many pieces as its split factor says.
+// Visits the axes from right to left: a shard applies before the axes to its right, a strided shard after the
+// axes that make as many pieces as its split factor.
 std::vector<AxisSplit> splits_of(std::int64_t dim, const Numbers& mesh_shape, const Numbers& coordinate,
                                  const Placements& placements) {
   std::vector<AxisSplit> order;

@@ -1,4 +1,4 @@
-// `penstock report` as a user meets it.
+// Tests of the command `penstock report`.
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -6,7 +6,7 @@
 
 #include "tests/command.h"
 #include "tests/has_text.h"
-#include "tests/train/made_run.h"
+#include "tests/train/synthetic_run.h"
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::test {
@@ -43,7 +43,7 @@ TEST(ReportCli, SeveralRuns) {
   EXPECT_FALSE(std::filesystem::exists(folder / "first/report.html"));
 }
 
-TEST(ReportCli, WhatIsNoRunIsAUsageError) {
+TEST(ReportCli, AFolderWithoutARunIsAUsageError) {
   const ScratchFolder folder;
   EXPECT_EQ(penstock("report").exit_code, 2);
   const Ended ended = penstock("report '" + folder.path().string() + "'");

@@ -1,4 +1,4 @@
-// Groups over worlds of threads: values, checks, errors. Real processes are tested in tests/dist.
+// Groups over thread worlds: values, checks, errors. Real processes are tested in tests/dist.
 #include <gtest/gtest.h>
 #include <sched.h>
 #include <torch/torch.h>
@@ -126,7 +126,7 @@ TEST(Group, StridedTensorsAndOtherTypes) {
   });
 }
 
-TEST(Group, TagsMatchInAnyOrderAndOneTagInItsOwn) {
+TEST(Group, TagsMatchInAnyOrderAndEqualTagsInOrder) {
   run_ranks(2, 60s, [](World& world) {
     Group group = world.group();
     if (world.rank() == 0) {
@@ -162,7 +162,8 @@ TEST_P(MismatchTest, IsAnErrorOnBothSidesThatNamesBoth) {
                            try {
                              if (world.rank() == 0) {
                                world.group().send(at::zeros({c.sent}, c.sent_type), 1, {.tag = 7, .label = "2F0"});
-                               // A short message may be gone before the other side complains: the next one fails.
+                               // A short message may be sent before the other side reports the error: the
+                               // next one fails.
                                world.group().recv(at::zeros({1}), 1, {.tag = 8});
                              } else {
                                world.group().recv(at::zeros({c.expected}, c.expected_type), 0, {.tag = 7, .label = "2F0"});
@@ -225,7 +226,7 @@ TEST(Group, ListsThatDifferOrAreBadAreAnErrorOnEveryRank) {
   for (const auto& message : errors_of<ValueError>(2, [](World& world) { world.new_group({}); })) EXPECT_TRUE(has_text(message, "empty"));
 }
 
-TEST(Group, ARankThatDoesNotComeIsNamedOnEveryOther) {
+TEST(Group, AMissingRankIsNamedOnEveryOther) {
   const auto messages = errors_of<TimeoutError>(3, [](World& world) {
     if (world.rank() == 1) {
       std::this_thread::sleep_for(5s);
@@ -237,7 +238,7 @@ TEST(Group, ARankThatDoesNotComeIsNamedOnEveryOther) {
   EXPECT_TRUE(has_text(messages[2], "rank 1 of 3 did not join"));
 }
 
-TEST(Group, TimeOutSaysWhoIsMissingAndEndsTheGroup) {
+TEST(Group, TimeoutNamesTheMissingRankAndEndsTheGroup) {
   std::string on_rank0;
   try {
     run_ranks(2, 60s, [&](World& world) {
@@ -252,7 +253,7 @@ TEST(Group, TimeOutSaysWhoIsMissingAndEndsTheGroup) {
       } catch (const TimeoutError& error) {
         on_rank0 = error.what();
         EXPECT_EQ(error.context().label, "step 3");
-        EXPECT_THROW(small.barrier().wait(), TimeoutError) << "the first error must stay";
+        EXPECT_THROW(small.barrier().wait(), TimeoutError) << "the first error must be kept";
         throw;
       }
     });
@@ -309,7 +310,7 @@ TEST(Group, WrongArgumentsSayWhatToChange) {
     EXPECT_TRUE(has_text(message([&] { group.all_to_all(at::zeros({4}), at::zeros({4}), world.rank() == 0 ? std::vector<std::int64_t>{1, 3} : std::vector<std::int64_t>{3, 1}, {2, 2}).wait(); }), "rows kept"));
     EXPECT_TRUE(has_text(message([&] { group.all_gather_uneven({at::zeros({1})}, at::zeros({1})).wait(); }), "one per member"));
     EXPECT_THROW(group.send(at::Tensor(), 1 - world.rank()), TypeError);
-    group.barrier().wait();  // still usable: nothing had moved
+    group.barrier().wait();  // still usable: nothing was transferred
   });
 }
 
@@ -321,12 +322,12 @@ TEST(Group, SplitsThatDisagreeAreAnErrorNotWrongData) {
                            at::Tensor out = at::zeros({4, 3});
                            world.group().all_to_all(out, at::ones({4, 3}), splits, splits).wait();
                          }),
-               PipeliningMetadataError);
+               MismatchError);
 }
 
 TEST(Group, DetailLevelComparesCollectivesBeforeTheyMove) {
   setenv("PENSTOCK_DEBUG", "detail", 1);
-  const auto messages = errors_of<PipeliningMetadataError>(2, [](World& world) {
+  const auto messages = errors_of<MismatchError>(2, [](World& world) {
     at::Tensor tensor = at::zeros({world.rank() == 0 ? 4 : 5});
     world.group().all_reduce(tensor).wait();
   });
@@ -354,7 +355,7 @@ TEST(Group, DroppedWorkIsKeptAliveAndWarnedAbout) {
   EXPECT_TRUE(has_text(capture.warnings()[0].message, "dropped without wait()"));
 }
 
-// How many threads of this process run under the policy.
+// Returns the number of threads of this process with this scheduling policy.
 int threads_under(int policy) {
   int count = 0;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task"))
@@ -362,9 +363,9 @@ int threads_under(int policy) {
   return count;
 }
 
-TEST(Group, OneThreadThatWaitsForItsTurnServesTheSocketsOfAllGroups) {
+TEST(Group, OneBatchThreadServesTheSocketsOfAllGroups) {
   ASSERT_EQ(sched_getscheduler(0), SCHED_OTHER);
-  const int before = threads_under(SCHED_BATCH);  // groups that failed stay until the process ends, and their thread with them
+  const int before = threads_under(SCHED_BATCH);  // failed groups and their thread live until exit
   std::atomic<int> most = 0;
   run_ranks(3, 60s, [&](World& world) {
     const Group pair = world.new_group({0, 1}), all = world.new_group({0, 1, 2});
@@ -375,7 +376,7 @@ TEST(Group, OneThreadThatWaitsForItsTurnServesTheSocketsOfAllGroups) {
     all.barrier().wait();
   });
   EXPECT_EQ(most, 1);
-  EXPECT_EQ(threads_under(SCHED_BATCH), before);  // gone with the last group
+  EXPECT_EQ(threads_under(SCHED_BATCH), before);  // ended with the last group
 }
 
 TEST(Group, TensorsWhoseMemoryIsNotTheirValuesAreRefused) {
@@ -391,12 +392,12 @@ TEST(Group, TensorsWhoseMemoryIsNotTheirValuesAreRefused) {
     EXPECT_THROW((void)group.all_gather(torch::empty({4}, at::kComplexFloat), lazy), ValueError);
     EXPECT_THROW((void)group.broadcast(torch::ones({2}).to_sparse(), 0), TypeError);
     at::Tensor sum = torch::ones({2});
-    group.all_reduce(sum).wait();  // the group is none the worse
+    group.all_reduce(sum).wait();  // the group is still usable
     EXPECT_TRUE(at::equal(sum, torch::full({2}, 2.0)));
   });
 }
 
-TEST(Group, AnEmptyBatchIsNoWork) {
+TEST(Group, AnEmptyBatchDoesNothing) {
   run_ranks(2, 60s, [](World& world) { EXPECT_TRUE(world.group().batch_isend_irecv({}).empty()); });
 }
 
@@ -432,12 +433,13 @@ TEST(FakeWorld, AnyRankAndSizeWithoutPeers) {
   EXPECT_THROW(World::fake(4, 4), ValueError);
 }
 
-// One rank times out long before another one that waits as well: only the rank that does not wait is silent.
+// One rank times out long before another one that also waits: only the rank that does not wait is reported as
+// silent.
 TEST(Group, ARankThatStillWaitsIsNotSilent) {
   std::string said;
   const auto body = [&](World& world) {
     at::Tensor tensor = at::ones({8});
-    // A wait that lasts and ends well leaves nothing behind.
+    // A long wait that succeeds leaves nothing behind.
     if (world.rank() == 2) std::this_thread::sleep_for(1s);
     world.group().all_reduce(tensor, ReduceOp::Sum, {.label = "earlier", .timeout = 3s}).wait();
     if (world.rank() == 1) {
@@ -456,7 +458,7 @@ TEST(Group, ARankThatStillWaitsIsNotSilent) {
   EXPECT_NE(said.find("rank 2 is in all_reduce \"later\""), std::string::npos) << said;
 }
 
-// One rank alone calls them all; nobody answers.
+// One rank alone calls all operations; no other rank answers.
 TEST(Group, CommunicatesNothingInATrialRun) {
   run_ranks(2, 20s, [](World& world) {
     const Group group = world.group();

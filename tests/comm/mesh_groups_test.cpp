@@ -1,4 +1,4 @@
-// Groups along the axes of a mesh, over worlds of threads: who asks for what in which order must not matter.
+// Groups along the axes of a mesh, over thread worlds: the order of requests must not matter.
 #include "penstock/mesh_groups.h"
 
 #include <gtest/gtest.h>
@@ -28,7 +28,7 @@ DeviceMesh mesh_of(const World& world, const std::vector<std::int64_t>& shape, c
   return init_device_mesh("cpu", shape, names, world.rank(), world.size());
 }
 
-// The sum of the ranks over a group, by communication and by its list.
+// Compares the sum of the ranks over a group, computed by communication, with the sum of its list.
 void expect_sum(const Group& group) {
   at::Tensor sum = at::full({1}, group.ranks()[static_cast<std::size_t>(group.axis_rank())]);
   group.all_reduce(sum).wait();
@@ -67,14 +67,14 @@ TEST(MeshGroups, EqualListsAreOneGroup) {
     const Group alone = again.group("b");
     EXPECT_EQ(alone.ranks(), Ranks{world.rank()});
     expect_sum(alone);
-    // The same ranks in another order are another group.
+    // The same ranks in another order are a different group.
     const Group turned = world.group_of({3, 2, 1, 0});
     EXPECT_EQ(turned.axis_rank(), 3 - world.rank());
     expect_sum(turned);
   });
 }
 
-// Every rank waits for a group whose other member waits for the next one, all the way round.
+// Every rank waits for a group whose other member waits for the next one, in a cycle.
 TEST(MeshGroups, CrosswiseRequests) {
   run_ranks(4, 60s, [](World& world) {
     const MeshGroups groups(world, mesh_of(world, {2, 2}, {"dp", "tp"}));
@@ -196,7 +196,8 @@ TEST(MeshGroups, AFailureElsewhereEndsTheWait) {
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 20s);
 }
 
-// A rank that opened a group for others' sake and ends without asking for it: the others hear of it, nobody hangs.
+// A rank that opened a group on behalf of others ends without requesting it: the others are notified, and
+// nobody hangs.
 TEST(MeshGroups, AHelperThatLeaves) {
   std::string message;
   std::atomic<bool> asked = false, told = false;
@@ -240,7 +241,7 @@ TEST(MeshGroups, BadRequestsSayWhatToChange) {
       EXPECT_TRUE(has_text(message_of<ValueError>([&] { half.group("dp"); }), "rank 1"));
       EXPECT_TRUE(has_text(message_of<ValueError>([&] { half.group(0); }), "rank 1"));
     }
-    world.group().barrier().wait();  // nothing of this has harmed the world
+    world.group().barrier().wait();  // the world is still usable
   });
 }
 
@@ -269,7 +270,8 @@ TEST(MeshGroups, NamesOfLists) {
   EXPECT_EQ(rank_list_text({0, 3, 4}), "0,3-4");
 }
 
-// Ranks do not agree on when they make a trial run, so it cannot rely on the other members of a group: here the other one has ended.
+// Ranks do not agree on when they make a trial run, so it cannot rely on the other members of a group: here
+// the other member has ended.
 TEST(MeshGroups, ATrialRunOpensNoGroup) {
   std::atomic<int> ended{0};
   run_ranks(4, 20s, [&](World& world) {

@@ -30,7 +30,7 @@ void check_gradient(const OnRank& on_rank, const OnOne& on_one) {
   at::Tensor loss = at::zeros({}, at::kDouble);
   for (int rank = 0; rank < kRanks; ++rank) loss = loss + (outputs[static_cast<std::size_t>(rank)] * value(rank, outputs[static_cast<std::size_t>(rank)], 2)).sum();
   loss.backward();
-  std::vector<at::Tensor> expected;  // values alone: the ranks' threads share nothing of the graph above
+  std::vector<at::Tensor> expected;  // values only: the ranks' threads do not share the graph above
   for (const auto& output : outputs) expected.push_back(output.detach().clone());
 
   run_ranks(kRanks, 60s, [&](World& world) {
@@ -94,7 +94,7 @@ TEST(Operators, AllToAllDerivative) {
       });
 }
 
-// Of parts of different sizes, one of them empty.
+// With parts of different sizes, one of them empty.
 TEST(Operators, AllGatherFlatDerivative) {
   const std::vector<std::int64_t> counts{4, 0, 12};
   const auto part = [&](const at::Tensor& x, std::size_t rank) { return x.reshape({-1}).narrow(0, 0, counts[rank]); };

@@ -1,5 +1,5 @@
-// One rank of the tests with real processes: runs the scenario named on its command line. The test starts it through the
-// launcher, mpirun or by itself, and judges by exit codes and output.
+// One rank of the tests with real processes: runs the scenario named on its command line. The test starts it
+// with the launcher, with mpirun or directly, and checks exit codes and output.
 #include <fmt/format.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -18,10 +18,12 @@
 #include "penstock/world.h"
 #include "penstock/dtensor.h"
 #include "penstock/tensor_parallel.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/fully_shard.h"
 #include "penstock/step_context.h"
 #include "tests/pipeline/soak.h"
+#include "penstock/comm/launch/launch_env.h"
+#include "penstock/pipeline/report/step_trace.h"
 
 namespace {
 
@@ -29,15 +31,15 @@ using namespace penstock;
 using namespace penstock::comm;
 using namespace std::chrono_literals;
 
-void say(const std::string& line) {
+void print_line(const std::string& line) {
   fmt::print("{}\n", line);
   std::fflush(stdout);
 }
 
-// The rank that dies, stops or stays away.
+// The rank that dies, stops or is absent.
 int victim() { return static_cast<int>(env_int("PENSTOCK_TEST_VICTIM", 0, 1 << 20).value_or(2)); }
 
-// Ends this process as kill -9 from outside does, after the others are surely inside the operation.
+// Ends this process like kill -9 from outside, once the others are certainly inside the operation.
 void die_later(World& world, std::chrono::milliseconds delay) {
   if (world.rank() == victim())
     std::thread([delay] {
@@ -51,10 +53,10 @@ int everything() {
   bool ok = true;
   for (const auto& result : self_test(world.group(), at::kCPU))
     if (!result.ok) {
-      say(fmt::format("{}: {}", result.operation, result.error));
+      print_line(fmt::format("{}: {}", result.operation, result.error));
       ok = false;
     }
-  say(fmt::format("rank {} of {} over {}", world.rank(), world.size(), world.group().describe_backends()));
+  print_line(fmt::format("rank {} of {} over {}", world.rank(), world.size(), world.group().describe_backends()));
   return ok ? 0 : 1;
 }
 
@@ -77,7 +79,8 @@ int killed_in_batch() {
   }
 }
 
-// Everybody else waits for a message from a rank that is alive but waits too: only the monitor can tell.
+// All other ranks wait for a message from a rank that is alive but waits too: only the monitor can detect the
+// loss.
 int killed_elsewhere() {
   World world = World::from_env();
   die_later(world, 700ms);
@@ -88,7 +91,8 @@ int killed_elsewhere() {
 }
 
 int killed_in_rendezvous() {
-  // Dies after it has joined the store and before the group is complete: no world yet to say it in.
+  // Dies after it has joined the store and before the group is complete: there is no world yet that could
+  // report it.
   const LaunchEnv env = launch_env();
   if (env.rank == victim()) {
     std::thread([] {
@@ -146,21 +150,21 @@ int mismatch() {
 
 int connects() {
   World world = World::from_env();
-  say("connected");
+  print_line("connected");
   return 0;
 }
 
-// Traffic while a test looks at the sockets.
+// Traffic while a test inspects the sockets.
 int lingers() {
   World world = World::from_env();
   world.group().barrier().wait();
-  if (world.rank() == 0) say(fmt::format("pid {}", getpid()));
+  if (world.rank() == 0) print_line(fmt::format("pid {}", getpid()));
   std::this_thread::sleep_for(3s);
   world.group().barrier().wait();
   return 0;
 }
 
-// 4 ranks as 2 x 2 ask for the groups of their axes crosswise: each waits for one that waits for another.
+// 4 ranks as 2 x 2 request the groups of their axes crosswise: each waits for a rank that waits for another.
 int mesh_axes() {
   World world = World::from_env();
   const DeviceMesh mesh = init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), world.size());
@@ -172,10 +176,10 @@ int mesh_axes() {
   for (const char* axis : {"dp", "tp"})
     for (const auto& result : self_test(groups.group(axis), at::kCPU))
       if (!result.ok) {
-        say(fmt::format("{} over {}: {}", result.operation, axis, result.error));
+        print_line(fmt::format("{} over {}: {}", result.operation, axis, result.error));
         ok = false;
       }
-  say(fmt::format("rank {}: dp {}, tp {}", world.rank(), groups.group("dp").name(), groups.group("tp").name()));
+  print_line(fmt::format("rank {}: dp {}, tp {}", world.rank(), groups.group("dp").name(), groups.group("tp").name()));
   return ok ? 0 : 1;
 }
 
@@ -197,7 +201,8 @@ int never_asks() {
   return 0;
 }
 
-// A sequence of layers trained as distributed tensors on a mesh of all ranks; the loss must be that of one process.
+// Trains a sequence of layers as distributed tensors on a mesh of all ranks; the loss must equal that of one
+// process.
 int distributed_training() {
   World world = World::from_env();
   const MeshGroups mesh(world, init_device_mesh("cpu", {2, world.size() / 2}, {"dp", "tp"}, world.rank(), world.size()));
@@ -223,7 +228,7 @@ int distributed_training() {
     return distributed ? full_tensor(loss.detach()).item<double>() : loss.item<double>();
   };
   const double expected = train(false), actual = train(true);
-  say(fmt::format("rank {}: loss {:.9f}, of one process {:.9f}", world.rank(), actual, expected));
+  print_line(fmt::format("rank {}: loss {:.9f}, of one process {:.9f}", world.rank(), actual, expected));
   return std::abs(actual - expected) < 1e-10 ? 0 : 1;
 }
 
@@ -235,7 +240,7 @@ int killed_in_redistribute() {
   for (;;) x = redistribute(redistribute(x, {Shard{1}}), {Shard{0}});
 }
 
-// One rank's part has another size: all of them hear of it.
+// One rank's part has another size: all ranks report it.
 int parts_disagree() {
   World world = World::from_env();
   const MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, world.rank(), world.size()));
@@ -243,7 +248,7 @@ int parts_disagree() {
   return 0;
 }
 
-// One rank fails by itself, in the middle of what the others wait for.
+// One rank fails by itself, during an operation that the others wait for.
 int one_rank_throws_in_operator() {
   World world = World::from_env();
   const MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, world.rank(), world.size()));
@@ -253,8 +258,9 @@ int one_rank_throws_in_operator() {
   return 0;
 }
 
-// Ranks that share parameters train a step together. In the second one the victim dies where the others need it: before its gathers, or
-// between its forward, for which everything is gathered and stays so, and the reduction of its gradients.
+// Ranks that share parameters train a step together. In the second step the victim dies where the others need
+// it: before its gathers, or between its forward, for which everything is gathered and kept, and the
+// reduction of its gradients.
 int killed_sharded(const std::vector<std::int64_t>& shape, bool in_gather) {
   World world = World::from_env();
   const std::vector<std::string> names = shape.size() == 1 ? std::vector<std::string>{"shards"} : std::vector<std::string>{"replicas", "shards"};
@@ -265,12 +271,12 @@ int killed_sharded(const std::vector<std::int64_t>& shape, bool in_gather) {
   fully_shard(*model, mesh);
   const auto die = [&] {
     if (world.rank() != victim()) return;
-    std::this_thread::sleep_for(700ms);  // the others surely wait
+    std::this_thread::sleep_for(700ms);  // the others certainly wait
     kill(getpid(), SIGKILL);
   };
   const at::Tensor x = at::ones({4, 64});
   model->forward(x).sum().backward();
-  say(fmt::format("rank {}: one step", world.rank()));
+  print_line(fmt::format("rank {}: one step", world.rank()));
   if (in_gather) die();
   const at::Tensor loss = model->forward(x).sum();
   if (!in_gather) die();
@@ -283,8 +289,8 @@ int killed_in_reduction() { return killed_sharded({4}, false); }
 int killed_in_gather_with_replicas() { return killed_sharded({2, 2}, true); }
 int killed_in_reduction_with_replicas() { return killed_sharded({2, 2}, false); }
 
-// A pipeline of one stage per rank. In the second step, in the forward of microbatch 1, the victim gets a signal, once what it sent
-// before has arrived and the others surely wait.
+// A pipeline of one stage per rank. In the second step, in the forward of microbatch 1, the victim gets a
+// signal, once what it sent before has arrived and the others certainly wait.
 int pipeline_with_signal(int signal) {
   World world = World::from_env();
   const int stage = world.rank();
@@ -321,12 +327,13 @@ int traced_pipeline() {
   return 0;
 }
 
-// Random schedules, shapes and evaluations, each step compared with one process.
+// Runs random schedules, shapes and evaluations, and compares each step with one process.
+
 int pipeline_soak() {
   World world = World::from_env();
   at::set_num_threads(1);
   const std::string wrong = test::soak(world, 200, 21);
-  say(fmt::format("rank {}: {}", world.rank(), wrong.empty() ? "200 steps as in one process" : wrong));
+  print_line(fmt::format("rank {}: {}", world.rank(), wrong.empty() ? "200 steps as in one process" : wrong));
   return wrong.empty() ? 0 : 1;
 }
 

@@ -1,4 +1,4 @@
-// The picture of a distributed tensor is that of its mesh and placements.
+// The drawing of a distributed tensor is that of its mesh and placements.
 #include "penstock/dtensor/tensor/dtensor_drawing.h"
 
 #include <gtest/gtest.h>

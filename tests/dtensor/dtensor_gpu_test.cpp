@@ -1,6 +1,7 @@
-// Distributed tensors on a GPU: training on one rank, redistribution also between two that share it through host memory. Ranks
-// that are threads cannot go backward together: autograd has one thread per GPU in a process, and a rank that waits in it for
-// another keeps it from coming. Ranks that are processes: process_test.
+// Distributed tensors on a GPU: training on one rank, redistribution also between two that share it through
+// host memory. Ranks that are threads cannot run backward together: autograd has one thread per GPU in a
+// process, and a rank that waits in it for another blocks that other rank. For ranks that are processes, see
+// process_test.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 

@@ -1,4 +1,4 @@
-// Meshes found by what a record says of them.
+// Finding meshes by the keys of records.
 #include "penstock/dtensor/tensor/mesh_cache.h"
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@ namespace mesh_cache_test {
 
 using namespace std::chrono_literals;
 
-// Meshes need no communication: a world without peers does.
+// Meshes need no communication, so a world without peers suffices.
 comm::MeshGroups mesh_of_four(const std::vector<std::string>& names = {"dp", "tp"}) {
   return {comm::World::fake(1, 4), init_device_mesh("cpu", {2, 2}, names, 1, 4)};
 }
@@ -58,7 +58,7 @@ TEST(MeshCache, ErrorsSayWhatToDo) {
   EXPECT_EQ(cache.size(), 0u);
 }
 
-TEST(MeshCache, InsertTakesThePlace) {
+TEST(MeshCache, InsertReplaces) {
   const comm::MeshGroups first = mesh_of_four(), second = mesh_of_four();  // two worlds
   ASSERT_NE(first, second);
   MeshCache cache;
@@ -67,7 +67,7 @@ TEST(MeshCache, InsertTakesThePlace) {
   cache.insert(second.mesh().key(), second);
   EXPECT_EQ(cache.get(first.mesh().key()), second);
   EXPECT_EQ(cache.size(), 1u);
-  // Names alone are a key of their own.
+  // Names alone are a separate key.
   cache.insert({{"dp", "tp"}, std::nullopt}, first);
   EXPECT_EQ(cache.size(), 2u);
   EXPECT_EQ(cache.get({{"dp", "tp"}, std::nullopt}), first);
@@ -88,7 +88,7 @@ TEST(MeshCache, HarvestKeepsWhatIsThere) {
   EXPECT_EQ(cache.size(), 2u);
 }
 
-// Both would be found under one key: a record cannot tell which it means.
+// Both would be found under one key: a record would be ambiguous.
 TEST(MeshCache, HarvestRefusesOtherRanksUnderOneKey) {
   const comm::MeshGroups first = mesh_of_four();
   const comm::MeshGroups second = first.with_mesh(DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, 1));
@@ -102,7 +102,8 @@ TEST(MeshCache, HarvestRefusesOtherRanksUnderOneKey) {
   EXPECT_TRUE(has_text(message, "[[0,1],[2,3]]"));
 }
 
-// Stage 0 on ranks 0 and 1 tells stage 1 on ranks 2 and 3 what comes; both have a mesh called tp, each its own.
+// Stage 0 on ranks 0 and 1 tells stage 1 on ranks 2 and 3 what it will send; both have their own mesh called
+// tp.
 TEST(MeshCache, TheReceiverFindsItsOwnMesh) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const comm::MeshGroups root(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), 4));

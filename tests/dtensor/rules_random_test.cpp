@@ -1,4 +1,4 @@
-// Random operators: the same values in every layout, other ones with every call.
+// Random operators: the same values for all placements, different ones for every call.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -83,7 +83,7 @@ TEST(RandomRules, DoNotDependOnTheLayout) {
         const auto actual = results_on(mesh, placements);
         for (std::size_t i = 0; i < actual.size(); ++i) {
           const Draw draw = draws()[i / 2];
-          // Terms of a sum are added before and after; everything else is exact.
+          // Partial sums are added before and after; everything else is exact.
           EXPECT_EQ(actual[i].scalar_type(), expected[i].scalar_type()) << draw.name;
           EXPECT_TRUE(at::allclose(actual[i].to(at::kDouble), expected[i].to(at::kDouble), 1e-6, 1e-6)) << draw.name << " as " << to_string(placements);
         }
@@ -158,7 +158,7 @@ TEST(RandomRules, SeedsOfMeshesAndSteps) {
     manual_seed(mesh, 2);
     EXPECT_FALSE(at::equal(draw(), first));
 
-    // Within a step, by step and microbatch; coming back to a microbatch goes on where it was left.
+    // Within a step, by step and microbatch; returning to a microbatch continues its counter.
     StepContext step;
     step.seed = 9, step.step = 3, step.microbatches = 2;
     const auto in = [&](std::int64_t number, std::int64_t microbatch, auto&& body) {
@@ -171,9 +171,9 @@ TEST(RandomRules, SeedsOfMeshesAndSteps) {
     EXPECT_FALSE(at::equal(a, b));
     EXPECT_FALSE(at::equal(a, c));
     EXPECT_FALSE(at::equal(a, d));
-    EXPECT_TRUE(at::equal(in(3, 0, draw), a)) << "a step that is started again draws the same";
+    EXPECT_TRUE(at::equal(in(3, 0, draw), a)) << "a restarted step draws the same";
 
-    // A recomputation starts where the first time did and leaves no trace.
+    // A recomputation starts with the counter of the first time and restores the counter afterwards.
     in(5, 0, [&] {
       draw();
       const RandomCursor start = random_cursor(mesh);
@@ -187,7 +187,7 @@ TEST(RandomRules, SeedsOfMeshesAndSteps) {
       EXPECT_EQ(random_cursor(mesh), end);
       return forward;
     });
-    // A mesh with a number of its own draws its own.
+    // A mesh with a different number draws different values.
     manual_seed(mesh, 3);
     EXPECT_FALSE(at::equal(in(3, 0, draw), a));
   });

@@ -1,4 +1,4 @@
-// Records of tensor subclasses: taking apart, counting, rebuilding and comparing.
+// Records of tensor subclasses: flattening, counting, rebuilding and comparing.
 #include "penstock/graph/ir/subclass_record.h"
 
 #include <gtest/gtest.h>
@@ -29,14 +29,14 @@ at::Tensor random_nesting(std::mt19937& random, int depth) {
   }
 }
 
-// The number of plain tensors, counted in another way.
+// The number of plain tensors, counted independently.
 std::size_t leaves(const at::Tensor& tensor) {
   if (const auto* boxed = payload_as<Boxed>(tensor)) return leaves(boxed->inner);
   if (const auto* two = payload_as<Two>(tensor)) return leaves(two->a) + leaves(two->b);
   return 1;
 }
 
-TEST(SubclassRecord, RandomNestingsComeBack) {
+TEST(SubclassRecord, RandomNestingsRoundTrip) {
   test::register_sample_kinds();
   std::mt19937 random(7);
   std::size_t nested = 0;
@@ -51,7 +51,7 @@ TEST(SubclassRecord, RandomNestingsComeBack) {
       records.back().flatten(tensors.back(), flat);
       nested += records.back().count() > 2 ? 1 : 0;
     }
-    // In order: each plain tensor has the number of its place.
+    // In order: each plain tensor has the index of its position.
     std::size_t next = 0;
     for (const FlattenRecord& record : records)
       record.for_each_plain([&](const PlainTensorMeta& plain) { EXPECT_EQ(plain.flat_index, next++); });
@@ -85,7 +85,7 @@ TEST(SubclassRecord, TellsKindsContextsAndGeometriesApart) {
   EXPECT_NE(record, FlattenRecord::of(Two::make(Boxed::make(x), x), 4));
   EXPECT_EQ(record, FlattenRecord::of(Two::make(Boxed::make(x + 1), x), 5));
   EXPECT_NE(FlattenRecord::of(x, 0), FlattenRecord::of(x.t(), 0));
-  // A wrapper of another shape outside.
+  // A wrapper with another outer shape.
   EXPECT_NE(record, FlattenRecord::of(Two::make(Boxed::make(x.t()), x.t()), 5));
 }
 

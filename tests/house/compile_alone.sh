@@ -8,7 +8,8 @@ set -euo pipefail
 build=$1
 source=$2
 which=$3
-flags=$(cat "$build/alone.flags")
+# The system's own folder must not be named: its headers are found by include_next.
+flags=$(sed -E 's#-isystem (/usr/include|/usr/lib/../include)( |$)# #g; s#-isystem (/usr/include|/usr/lib/../include)( |$)# #g' "$build/alone.flags")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$source"

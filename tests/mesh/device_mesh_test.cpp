@@ -25,7 +25,7 @@ DeviceMesh grid_2x2x2(int rank) {
   return init_device_mesh("cpu", {2, 2, 2}, {"pp", "dp", "tp"}, rank, 8);
 }
 
-TEST(DeviceMesh, Questions) {
+TEST(DeviceMesh, Queries) {
   const DeviceMesh mesh = grid_2x4(5);
   EXPECT_EQ(mesh.device_type(), "cpu");
   EXPECT_EQ(mesh.ndim(), 2);
@@ -48,7 +48,7 @@ TEST(DeviceMesh, Questions) {
   EXPECT_EQ(mesh.to_string(), "DeviceMesh(cpu, dp=2 x tp=4, ranks [[0,1,2,3],[4,5,6,7]])");
 }
 
-TEST(DeviceMesh, SlicesAreTheOnesOfTheOwnRank) {
+TEST(DeviceMesh, SlicesContainTheOwnRank) {
   EXPECT_EQ(grid_2x4(5)["tp"].ranks(), (Ranks{4, 5, 6, 7}));
   EXPECT_EQ(grid_2x4(5)["dp"].ranks(), (Ranks{1, 5}));
   EXPECT_EQ(grid_2x4(5)["dp"].coordinate(), Numbers{1});
@@ -88,7 +88,7 @@ TEST(DeviceMesh, Flatten) {
   EXPECT_EQ(mesh["all"].names(), Names{"all"});
   EXPECT_EQ(mesh["tp"].flatten(), mesh["tp"]);
   EXPECT_EQ(mesh["tp"].flatten({}, "model").ranks(), mesh["tp"].ranks());
-  // Copies of the mesh share what was flattened; a mesh made anew does not.
+  // Copies of the mesh share flattened axes; a newly created mesh does not.
   EXPECT_EQ(DeviceMesh(mesh)["pp_dp"], flat);
   EXPECT_EQ(mesh.as_rank(0)["pp_dp"].ranks(), (Ranks{0, 2, 4, 6}));
   EXPECT_THROW(grid_2x2x2(3)["pp_dp"], ValueError);
@@ -101,7 +101,7 @@ TEST(DeviceMesh, FlattenedNamesThatClash) {
   EXPECT_TRUE(has_text(message_of<ValueError>([&] {
                          mesh.flatten({"dp", "tp"}, "outer");
                        }),
-                       "no other axes were flattened under"));
+                       "not used for other flattened axes"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] {
                          mesh.flatten({"dp", "tp"}, "pp");
                        }),
@@ -109,7 +109,8 @@ TEST(DeviceMesh, FlattenedNamesThatClash) {
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { mesh["tp"].flatten({}, "dp"); }), "\"dp\""));
 }
 
-// As PyTorch, where axes of one rank have no order; but it also takes one of them twice, and then two axes have one name.
+// As in PyTorch, axes of size 1 have no order. PyTorch also accepts one of them twice, and then two axes
+// share a name.
 TEST(DeviceMesh, AxesOfOneRankHaveNoOrder) {
   const DeviceMesh mesh = init_device_mesh("cpu", {4, 1, 2}, {"dp", "cp", "tp"}, 3, 8);
   EXPECT_EQ(mesh.slice({"cp", "dp"}).to_string(), "DeviceMesh(cpu, cp=1 x dp=4, ranks [[1,3,5,7]])");
@@ -223,7 +224,7 @@ TEST(DeviceMesh, MeshErrorsSayWhatToChange) {
   EXPECT_TRUE(has_text(make({2, 2}, {0, 1, 2}), "3 ranks for the shape 2 x 2, expected 4 ranks"));
   EXPECT_TRUE(has_text(make({2}, {1, 1}), "rank 1 twice"));
   EXPECT_TRUE(has_text(make({2}, {1, -1}), "rank -1"));
-  EXPECT_TRUE(has_text(make({2}, {0, 1}, "cuda:0"), "leave out the device's number"));
+  EXPECT_TRUE(has_text(make({2}, {0, 1}, "cuda:0"), "leave out the device index"));
   EXPECT_TRUE(has_text(make({2}, {0, 1}, ""), "cpu or cuda"));
   EXPECT_TRUE(has_text(make({2}, {0, 1}, "cpu", -1), "own rank"));
 }

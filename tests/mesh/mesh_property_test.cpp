@@ -1,4 +1,4 @@
-// Laws of layouts and meshes on random grids, each against a plain enumeration.
+// Laws of layouts and meshes on random grids, checked by enumeration.
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
@@ -73,7 +73,7 @@ RC_GTEST_PROP(MeshLayoutLaws, FlattenAndUnflatten, ()) {
   RC_ASSERT(std::hash<MeshLayout>{}(flat.unflatten(0, part.shape())) == std::hash<MeshLayout>{}(part));
 }
 
-// Equal if and only if they map alike.
+// Layouts are equal if and only if their maps are equal.
 RC_GTEST_PROP(MeshLayoutLaws, EqualityIsEqualMaps, ()) {
   const auto random_layout = [] {
     MeshLayout layout(random_shape(3, 3));
@@ -97,7 +97,7 @@ RC_GTEST_PROP(MeshLayoutLaws, OriginsPartitionTheUniverse, ()) {
   }
 }
 
-// A slice against its definition: the ranks that agree with the own rank in every axis that is left out.
+// A slice matches its definition: the ranks with the own rank's coordinates in all axes that are left out.
 RC_GTEST_PROP(DeviceMeshLaws, SliceFlattenConcatenate, ()) {
   const Numbers shape = random_shape();
   const std::int64_t size = MeshLayout(shape).size();

@@ -15,7 +15,7 @@
 #include "penstock/generate.h"
 #include "penstock/models/transformer/loss.h"
 #include "penstock/models/transformer/parallel_plan.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "tests/has_text.h"
 #include "tests/models/small_model.h"
 #include "tests/throws.h"

@@ -108,7 +108,7 @@ TEST(StageParts, ALargeHeadTakesBlocksFromTheLastStage) {
   EXPECT_THROW(partition_model(layers(4), 2, {.balance = Balance::Cost, .costs = PartCosts{.blocks = {1, 1}, .embed = 0, .head = 0}}), ValueError);
 }
 
-TEST(StageParts, PatternsGoFirst) {
+TEST(StageParts, PatternsOverrideTheBalance) {
   const auto parts = partition_model(layers(5), 3, {.balance = Balance::Cost, .pattern = "A|A|AAA"});
   EXPECT_EQ(parts[2], (StagePart{2, 3, 2, 5}));
   EXPECT_EQ(partition_model(layers(5), 3, {.pattern = "AAAAA"}), partition_model(layers(5), 3));

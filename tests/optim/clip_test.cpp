@@ -17,7 +17,6 @@
 #include "penstock/world.h"
 #include "penstock/dtensor.h"
 #include "penstock/clip_gradients.h"
-#include "penstock/optim/update/gradients.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

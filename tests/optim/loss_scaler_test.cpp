@@ -12,7 +12,7 @@
 #include "penstock/mesh_groups.h"
 #include "penstock/world.h"
 #include "penstock/dtensor.h"
-#include "penstock/optim/update/adamw.h"
+#include "penstock/optimizer.h"
 #include "penstock/loss_scaler.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

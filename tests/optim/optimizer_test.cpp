@@ -14,9 +14,8 @@
 #include "penstock/errors.h"
 #include "penstock/mesh_groups.h"
 #include "penstock/dtensor.h"
-#include "penstock/optim/update/adamw.h"
-#include "penstock/optim/update/gradients.h"
-#include "penstock/optim/update/sgd.h"
+#include "penstock/optimizer.h"
+#include "penstock/clip_gradients.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

@@ -450,11 +450,11 @@ TEST(Borders, LocalPartsOfDistributedTensorsKeepTheirStrides) {
 TEST(Borders, TagsNeverCollide) {
   comm::run_ranks(1, 20s, [](comm::World& world) {
     const schedule::StageMap map = schedule::generate(ScheduleKind::Interleaved1F1B, {.ranks = 1, .stages_per_rank = 7, .microbatches = 4, .group_size = {}}).stages();
-    const pipeline::ChannelGroups groups(world, {0}, map, {}, comm::P2PTransport::Auto);
+    const ChannelGroups groups(world, {0}, map, {}, comm::P2PTransport::Auto);
     std::set<int> tags;
     std::size_t count = 0;
     for (int stage = 0; stage < 7; ++stage) {
-      const pipeline::Channel channel{pipeline::Channel::Kind::Activation, stage, stage + 1, -1, 0, 1};
+      const Channel channel{Channel::Kind::Activation, stage, stage + 1, -1, 0, 1};
       for (std::size_t tensor = 0; tensor < 3000; ++tensor, ++count) tags.insert(groups.tag(channel, tensor));
       tags.insert(groups.announcement_tag(channel));
       tags.insert(groups.warm_up_tag(channel));

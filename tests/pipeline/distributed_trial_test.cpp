@@ -5,7 +5,7 @@
 #include <mutex>
 
 #include "penstock/dtensor.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/fully_shard.h"
 #include "penstock/fake.h"
 #include "tests/pipeline/parity_scenarios.h"

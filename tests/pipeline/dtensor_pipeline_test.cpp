@@ -8,7 +8,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/step_context.h"
 #include "tests/has_text.h"
 

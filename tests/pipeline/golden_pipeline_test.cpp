@@ -8,7 +8,7 @@
 #include <mutex>
 
 #include "penstock/dtensor.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/fully_shard.h"
 #include "penstock/shard/state/shard_info.h"
 #include "tests/golden_data.h"

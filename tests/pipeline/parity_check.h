@@ -9,9 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/simulator.h"
 #include "tests/pipeline/parity_scenarios.h"
+#include "penstock/pipeline/stage/stage_state.h"
 
 namespace penstock::test {
 

@@ -5,11 +5,12 @@
 
 #include "penstock/errors.h"
 #include "penstock/base/warnings.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/validate.h"
 #include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
+#include "penstock/pipeline/runtime/last_trace.h"
 
 namespace penstock {
 namespace pipeline_errors_test {
@@ -146,7 +147,7 @@ TEST(PipelineErrors, ARecordingNeedsACudaDeviceAndOneRank) {
   for (const std::string& end : two) EXPECT_TRUE(has_text(end, "ValueError: ranks of a pipeline whose steps are recorded: got 2"));
 }
 
-TEST(PipelineErrors, AModuleThatThrowsIsToldToEveryRank) {
+TEST(PipelineErrors, AModuleThatThrowsIsReportedOnEveryRank) {
   const auto ends = ends_of(4, [](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, [](int stage) {
       Block block(stage);
@@ -289,7 +290,7 @@ std::string refusal_of(PipelineRuntime& pipeline, const Call& call) {
   } catch (const ValueError& error) {
     said = std::string("ValueError: ") + error.what();
   }
-  EXPECT_THROW(pipeline.trace_last_step(), StateError);
+  EXPECT_THROW(trace_last_step(pipeline), StateError);
   const StepResult result = plain_step(pipeline);
   if (pipeline.stages().back().is_last()) {
     EXPECT_EQ(result.losses.size(), 4U);

@@ -10,9 +10,10 @@
 #include <vector>
 
 #include "penstock/deferred_linear.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/torch/compat/streams.h"
 #include "tests/pipeline/parity_scenarios.h"
+#include "penstock/pipeline/runtime/last_trace.h"
 
 namespace penstock {
 namespace pipeline_gpu_test {
@@ -107,7 +108,7 @@ void expect_what_one_process_gives(const c10::Device& device, bool deferred) {
       const at::Tensor x = test::values({rows, kWide}, 5 + step).to(device), target = test::values({rows, kWide}, 50 + step).to(device);
       const StepResult result = pipeline.step(Tree::tuple({x}), {}, target);
       EXPECT_GT(pipeline.report().units_on_two_streams, 0);
-      const auto trace = pipeline.trace_last_step();
+      const auto trace = trace_last_step(pipeline);
       std::size_t overlapped = 0;
       for (const auto& event : trace->ranks[0]) overlapped += event.actions.size() > 1;
       EXPECT_EQ(overlapped, static_cast<std::size_t>(pipeline.report().units_on_two_streams));

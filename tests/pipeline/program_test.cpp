@@ -22,7 +22,7 @@
 #include "penstock/validate.h"
 #include "tests/has_text.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 namespace program_test {
 
 using schedule::Action;
@@ -307,4 +307,4 @@ TEST(Program, AFailureLeavesItsPlace) {
 }
 
 }  // namespace program_test
-}  // namespace penstock::pipeline
+}  // namespace penstock

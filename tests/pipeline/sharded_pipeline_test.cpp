@@ -10,8 +10,8 @@
 
 #include "penstock/dtensor.h"
 #include "penstock/clip_gradients.h"
-#include "penstock/optim/update/sgd.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/optimizer.h"
+#include "penstock/pipeline.h"
 #include "penstock/fully_shard.h"
 #include "tests/pipeline/parity_scenarios.h"
 

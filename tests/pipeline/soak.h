@@ -8,7 +8,7 @@
 #include <random>
 #include <string>
 
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "tests/pipeline/parity_scenarios.h"
 
 namespace penstock::test {

@@ -12,7 +12,7 @@
 #include "penstock/base/log.h"
 #include "penstock/base/warnings.h"
 #include "penstock/pipeline/stage/gradient_sync.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/step_context.h"
 #include "penstock/torch/compat/streams.h"
 #include "tests/has_text.h"
@@ -122,7 +122,7 @@ TEST(GradientSync, IsRestoredWhenAModuleThrows) {
 
 // ---------------------------------------------------------------------------------------- arguments with a graph
 
-TEST(Arguments, ThoseThatAreNoLeavesRetainTheirGradient) {
+TEST(Arguments, NonLeavesRetainTheirGradient) {
   const test::Batch batch = test::plain_batch(0, 8);
   const at::Tensor seed = batch.args[0].tensor();
   // In one process, from a leaf.
@@ -247,7 +247,7 @@ TEST(PipeInfo, IsComparedWithTheSchedule) {
   EXPECT_TRUE(has_text(refusal({"embed | head", 2, true}, gpipe, true), "stages of a pipeline, cut as 'embed | head': got 4 in the schedule, expected 2"));
   EXPECT_TRUE(has_text(refusal({"graph", 4, true}, gpipe, false), "loss of a pipeline, cut as 'graph': got none"));
   EXPECT_TRUE(has_text(refusal({"graph", 4, false}, gpipe, true), "loss of a pipeline, cut as 'graph': got one"));
-  EXPECT_TRUE(has_text(refusal({"graph", 4, true}, pipeline::forward_only(gpipe), true), "schedule of a pipeline, cut as 'graph': got only forwards"));
+  EXPECT_TRUE(has_text(refusal({"graph", 4, true}, forward_only(gpipe), true), "schedule of a pipeline, cut as 'graph': got only forwards"));
   // A whole graph would obscure the message.
   EXPECT_LT(refusal({std::string(100'000, 'x'), 3, true}, gpipe, true).size(), 1000U);
 }
@@ -340,7 +340,7 @@ TEST(TransferLog, OffByDefault) {
 
 // ------------------------------------------------------------------------------------------------------------------------ streams
 
-TEST(Streams, TheCpuHasNoSecondOne) {
+TEST(Streams, TheCpuHasNoSecondStream) {
   EXPECT_FALSE(priority_stream(at::kCPU).has_value());
   const c10::Stream only = current_stream(at::kCPU);
   EXPECT_NO_THROW(order_after(only, only));

@@ -6,12 +6,13 @@
 
 #include "penstock/errors.h"
 #include "penstock/base/warnings.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/pipeline/runtime/stage_runner.h"
 #include "penstock/torch/random/keyed_dropout.h"
 #include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
+#include "penstock/pipeline/stage/stage_state.h"
 
 namespace penstock {
 namespace stage_test {
@@ -100,7 +101,7 @@ TEST(Stage, StaticPipelinesMakeNoTrial) {
     StageOptions options;
     options.input_args = options.output_args = {at::empty({2, kWidth})};
     const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU, options);
-    EXPECT_FALSE(stage.needs_trial(true));
+    EXPECT_FALSE(needs_trial(stage, true));
     Schedule1F1B pipeline(stage, 4, test::square_loss(), {world});
     const test::Batch batch = test::plain_batch(0, 8);
     pipeline.step(batch.args, {}, batch.target);
@@ -117,7 +118,7 @@ TEST(Stage, StaticPipelinesMakeNoTrial) {
 TEST(Stage, EvaluationAndTrainingAreTriedOnceEach) {
   comm::run_ranks(2, 20s, [](comm::World& world) {
     const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU);
-    EXPECT_TRUE(stage.needs_trial(false));
+    EXPECT_TRUE(needs_trial(stage, false));
     Schedule1F1B pipeline(stage, 4, test::square_loss(), {world});
     const test::Batch batch = test::plain_batch(0, 8);
     for (int i = 0; i < 3; ++i) {
@@ -132,7 +133,7 @@ TEST(Stage, EvaluationAndTrainingAreTriedOnceEach) {
   });
 }
 
-TEST(Stage, AWeightStepOfOnesOwn) {
+TEST(Stage, CustomWeightStep) {
   for (const char* name : {"1F1B", "ZB2P"}) {
     SCOPED_TRACE(name);
     comm::run_ranks(2, 20s, [&](comm::World& world) {
@@ -220,7 +221,7 @@ TEST(Stage, ModulesOfManyForms) {
 }
 
 // Dropout keyed by the step is the same in a pipeline and in one process.
-TEST(Stage, ModulesAskAboutTheStep) {
+TEST(Stage, ModulesReadTheStepContext) {
   std::vector<std::int64_t> seen;
   comm::run_ranks(1, 20s, [&](comm::World& world) {
     const StageModule module([&](at::Tensor x) {
@@ -241,11 +242,11 @@ TEST(Stage, ModulesAskAboutTheStep) {
 
 TEST(Stage, ActionsOutOfOrderAreRefused) {
   const PipelineStage stage(StageModule(Block(0)), 0, 1, at::kCPU);
-  pipeline::StageRunner runner(stage, true, true, test::square_loss(), false);
+  StageRunner runner(stage, true, true, test::square_loss(), false);
   const at::Tensor x = test::values({2, kWidth}, 1);
   const StepContext context;
   EXPECT_THROW(runner.forward(0, context, Tree::tuple({x}), {}, x), StateError);  // no step has begun
-  pipeline::StagePlan plan;
+  StagePlan plan;
   plan.meta.inputs = plan.meta.outputs = TensorMetas{meta_of(x)};
   plan.main_inputs = plan.main_outputs = 1;
   runner.begin_step(true, {&plan});

@@ -7,7 +7,7 @@
 #include <random>
 
 #include "penstock/errors.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/fake.h"
 #include "penstock/step_context.h"

@@ -7,7 +7,7 @@
 #include "penstock/generators.h"
 #include "tests/has_text.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 namespace stall_report_test {
 
 using State = RankPlace::State;
@@ -41,13 +41,13 @@ TEST(StallCause, ARankThatComputesWhileAllWait) {
 }
 
 TEST(StallCause, ASilentRank) {
-  expect_cause({place(0, State::Waiting, {1}), place(1, State::NoWord), place(2, State::Waiting, {0})}, StallCause::Kind::SilentRank, {1}, {0, 2});
+  expect_cause({place(0, State::Waiting, {1}), place(1, State::NoStatus), place(2, State::Waiting, {0})}, StallCause::Kind::SilentRank, {1}, {0, 2});
 }
 
 TEST(StallCause, ARankThatCouldNotBeAskedIsNotToBlame) {
-  RankPlace unasked = place(2, State::NoWord);
+  RankPlace unasked = place(2, State::NoStatus);
   unasked.error = "the store does not answer";
-  expect_cause({place(0, State::NoWord), place(1, State::Waiting, {0}), unasked}, StallCause::Kind::SilentRank, {0}, {1});
+  expect_cause({place(0, State::NoStatus), place(1, State::Waiting, {0}), unasked}, StallCause::Kind::SilentRank, {0}, {1});
   EXPECT_EQ(to_text(unasked), "no word: the store does not answer");
 }
 
@@ -137,7 +137,7 @@ TEST(StallReport, TextAndJson) {
   RankPlace waiting = place(0, State::Waiting, {1});
   waiting.instruction = "await 0RECV_B0 (gradient of stage 1 to stage 0)";
   waiting.stage = 0, waiting.microbatch = 0, waiting.kind = "RECV_B";
-  const StallReport report = make_stall_report(0, {waiting, place(1, State::NoWord), place(2, State::Waiting, {1})});
+  const StallReport report = make_stall_report(0, {waiting, place(1, State::NoStatus), place(2, State::Waiting, {1})});
   RankPlace gave_up = waiting;
   gave_up.error = "timed out";
   EXPECT_EQ(to_text(gave_up), to_text(waiting));  // every rank times out in the end; only the cause matters
@@ -160,4 +160,4 @@ TEST(StallReport, TextAndJson) {
 }
 
 }  // namespace stall_report_test
-}  // namespace penstock::pipeline
+}  // namespace penstock

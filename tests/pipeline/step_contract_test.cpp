@@ -8,7 +8,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/fully_shard.h"
 #include "penstock/shard/state/shard_state.h"
 #include "penstock/step_context.h"

@@ -13,7 +13,7 @@
 #include "penstock/dtensor.h"
 #include "penstock/pipeline/backward/copy_gradients.h"
 #include "penstock/pipeline/stage/gradient_sync.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/torch/compat/cpu_memory.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
@@ -22,7 +22,6 @@ namespace penstock {
 namespace step_gradients_test {
 
 using namespace std::chrono_literals;
-using pipeline::StepGradients;
 using schedule::ScheduleKind;
 using test::Block;
 using test::has_text;
@@ -329,7 +328,7 @@ TEST(CopyGradients, TermsOfASumAndCopiesWithoutThem) {
         else if (summed)
           parameters[index].mutable_grad() = from_local(at::full({3}, 10.f), tp, {Replicate{}});
       }
-      pipeline::CopyGradients copies(world, {twin, 2 + twin}, whole.stages(), stages);
+      CopyGradients copies(world, {twin, 2 + twin}, whole.stages(), stages);
       copies.sum();
       for (const auto& [index, parameter] : parameters) {
         ASSERT_TRUE(parameter.grad().defined()) << "stage " << index;

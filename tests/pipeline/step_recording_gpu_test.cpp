@@ -2,10 +2,11 @@
 #include <gtest/gtest.h>
 
 #include "penstock/errors.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/torch/random/keyed_dropout.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
+#include "penstock/pipeline/runtime/last_trace.h"
 
 namespace penstock {
 namespace step_recording_gpu_test {
@@ -97,7 +98,7 @@ TEST(RecordedSteps, EqualThoseOfTheHost) {
         if (step == 10) recorded.runtime->record_again();
       }
       EXPECT_EQ(replayed, 14 - 2 * 2);  // for each kind of batch the host runs the first step, and the first one after `record_again`
-      EXPECT_THROW(recorded.runtime->trace_last_step(), StateError);
+      EXPECT_THROW(trace_last_step(*recorded.runtime), StateError);
     });
   }
 }

@@ -15,18 +15,17 @@
 
 #include "penstock/errors.h"
 #include "penstock/base/files.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/pipeline/report/trace_comparison.h"
 #include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
+#include "penstock/pipeline/runtime/last_trace.h"
 
 namespace penstock {
 namespace step_watch_test {
 
 using namespace std::chrono_literals;
-using pipeline::StepTrace;
-using pipeline::TraceEvent;
 using test::has_text;
 
 constexpr std::int64_t kWidth = 4;
@@ -107,16 +106,16 @@ TEST(PipelineTrace, HasEveryActionOfEveryRankOnOneClock) {
     SCOPED_TRACE(setting.schedule);
     comm::run_ranks(3, 60s, [&](comm::World& world) {
       PipelineRuntime pipeline = pipeline_of(world, setting);
-      EXPECT_THROW(pipeline.trace_last_step(), StateError);
+      EXPECT_THROW(trace_last_step(pipeline), StateError);
       for (int step = 1; step <= 2; ++step) {
         run_step(pipeline, setting.microbatches);
-        const auto trace = pipeline.trace_last_step(step == 2);
+        const auto trace = trace_last_step(pipeline, step == 2);
         ASSERT_EQ(trace.has_value(), world.rank() == 0);
         if (!trace) continue;
         EXPECT_EQ(trace->step, static_cast<std::uint64_t>(step));
         expect_whole_trace(*trace, pipeline.schedule());
-        EXPECT_EQ(pipeline::parse_trace(to_chrome_json(*trace)), *trace);
-        const pipeline::TraceComparison comparison = compare_with_simulation(*trace);
+        EXPECT_EQ(parse_trace(to_chrome_json(*trace)), *trace);
+        const TraceComparison comparison = compare_with_simulation(*trace);
         EXPECT_GT(comparison.simulated_ms, 0);
         EXPECT_GT(comparison.measured_ms, 0);
       }
@@ -131,8 +130,8 @@ TEST(PipelineTrace, OfEvaluationHasOnlyForwards) {
     pipeline.eval(Tree::tuple({at::ones({8, kWidth})}));
     pipeline.write_trace(path);
     if (world.rank() != 0) return;
-    const StepTrace trace = pipeline::read_trace(path);
-    EXPECT_EQ(trace.schedule, pipeline::forward_only(pipeline.schedule()));
+    const StepTrace trace = read_trace(path);
+    EXPECT_EQ(trace.schedule, forward_only(pipeline.schedule()));
     for (const auto& events : trace.ranks)
       for (const TraceEvent& event : events)
         if (event.kind == TraceEvent::Kind::Compute) {
@@ -155,7 +154,7 @@ TEST(PipelineTrace, OverlappedUnitsTakeTurns) {
     PipelineRuntime pipeline = make_pipeline("DualPipeV", stages, 6, test::square_loss(), {world});
     const test::Batch batch = test::plain_batch(0, 12);
     pipeline.step(batch.args, {}, batch.target);
-    const auto trace = pipeline.trace_last_step();
+    const auto trace = trace_last_step(pipeline);
     if (!trace) return;
     for (const auto& events : trace->ranks) {
       int units = 0;
@@ -175,7 +174,7 @@ TEST(PipelineTrace, OverlappedUnitsTakeTurns) {
       }
       EXPECT_GT(units, 0);
     }
-    EXPECT_EQ(pipeline::parse_trace(to_chrome_json(*trace)), *trace);
+    EXPECT_EQ(parse_trace(to_chrome_json(*trace)), *trace);
   });
 }
 
@@ -183,7 +182,7 @@ TEST(PipelineTrace, OneRankNeedsNobody) {
   comm::run_ranks(1, 60s, [&](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, {});
     run_step(pipeline, 4);
-    const auto trace = pipeline.trace_last_step();
+    const auto trace = trace_last_step(pipeline);
     ASSERT_TRUE(trace);
     expect_whole_trace(*trace, pipeline.schedule());
     EXPECT_GT(compare_with_simulation(*trace).efficiency(), 0.1);

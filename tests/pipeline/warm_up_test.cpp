@@ -12,7 +12,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
 

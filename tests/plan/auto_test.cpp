@@ -1,4 +1,4 @@
-// `auto` over 200 seeded cases of uneven costs, and its edges.
+// `auto` on 200 seeded cases with uneven costs, and edge cases.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -36,7 +36,7 @@ TEST(Auto, NeverSlowerThanTheBestFixedAndOftenFaster) {
   for (unsigned seed = 0; seed < kCases; ++seed) {
     const AutoRequest request = uneven_case(seed);
     const AutoResult result = auto_schedule(request);
-    // What is promised is measured here again, by the simulator alone.
+    // Check the reported result independently with the simulator.
     const Simulation simulation = simulate(result.schedule, request.model);
     ASSERT_TRUE(fits(simulation, request.limits)) << "seed " << seed;
     double best_fixed = -1;
@@ -103,10 +103,10 @@ TEST(ListScheduler, KeepsEveryLimitAndNeverLosesWork) {
       rule.open_weights = 1 + static_cast<int>(random() % 5);
     }
     const auto made = list_schedule(map, model, limits, rules);
-    ASSERT_TRUE(made.has_value()) << "a place for each later stage is always kept";
+    ASSERT_TRUE(made.has_value()) << "space for each later stage is always reserved";
     EXPECT_TRUE(schedule::check(made->schedule).ok());
     const Simulation simulation = simulate(made->schedule, model);
-    EXPECT_NEAR(simulation.time, made->time, 1e-6) << "both keep the same clock";
+    EXPECT_NEAR(simulation.time, made->time, 1e-6) << "both agree on the time";
     EXPECT_TRUE(fits(simulation, limits));
   }
 }
@@ -151,7 +151,7 @@ TEST(Auto, RefusesWhatCannotBeMet) {
   request.limits = {{0, std::nullopt}};
   try {
     auto_schedule(request);
-    FAIL() << "no schedule holds nothing";
+    FAIL() << "no schedule can hold nothing";
   } catch (const ValueError& error) {
     EXPECT_THAT(error.what(), HasSubstr("at least 1 activations"));
   }

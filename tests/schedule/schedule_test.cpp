@@ -1,4 +1,4 @@
-// Values, text form, placement, names, shapes and the arithmetic of the virtual pipeline.
+// Schedule values, text form, placement, names, shapes and the arithmetic of the virtual pipeline.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -102,7 +102,7 @@ TEST(ScheduleText, CommentsAndAByteOrderMarkAreSkipped) {
   EXPECT_EQ(parse_rows("\xef\xbb\xbf# Excel\r\n0F0,0B0\r\n1F0,1B0\r\n"), rows);
   EXPECT_EQ(parse_rows("0F0\n\n").size(), 2u) << "an empty line is a rank, a comment is not";
   EXPECT_THAT(message_of<ConfigError>([] { parse_rows("# one\n# two\n0F0,0Q0\n"); }), HasSubstr("line 3, column 6"));
-  EXPECT_THROW(parse_rows("0F0\xef\xbb\xbf\n"), ConfigError) << "elsewhere it is junk";
+  EXPECT_THROW(parse_rows("0F0\xef\xbb\xbf\n"), ConfigError) << "a byte order mark must come first";
 }
 
 TEST(ScheduleText, LimitsAreEnforced) {
@@ -129,7 +129,7 @@ TEST(ScheduleText, PlacementIsReadOffOrGiven) {
   EXPECT_THAT(parse_schedule("1F0\n0F0\n", StagePlacement::Loop).stages().stage_to_rank(), ElementsAre(0, 1));
   EXPECT_THROW(parse_schedule("0F0,2F0\n"), ConfigError);
   EXPECT_THROW(parse_schedule(",,\n"), ConfigError);
-  EXPECT_THROW(parse_schedule("16000000F0\n"), ConfigError) << "must not make a table of that size";
+  EXPECT_THROW(parse_schedule("16000000F0\n"), ConfigError) << "must not allocate a table of that size";
 }
 
 TEST(StagePlacement, PartialLastLegOfAVCanBeAllowed) {
@@ -182,7 +182,7 @@ TEST(Names, WordsMayBeJoinedByUnderscores) {
   EXPECT_THROW(schedule_kind(""), ValueError);
 }
 
-TEST(Shapes, MessagesSayWhatWouldDo) {
+TEST(Shapes, ErrorsSuggestValidShapes) {
   EXPECT_THAT(message_of<ValueError>([] { one_f_one_b(shape(4, 1, 2)); }),
               AllOf(HasSubstr("1F1B"), HasSubstr("got 2"), HasSubstr("at least 4")));
   EXPECT_THAT(
@@ -253,7 +253,7 @@ TEST(VirtualPipeline, WarmUp) {
   EXPECT_TRUE(forward_only.all_warm_up);
 }
 
-// The round equals the rank count exactly when the microbatches are a multiple of it.
+// The group size equals the rank count if and only if the microbatches are a multiple of it.
 TEST(VirtualPipeline, MicrobatchesPerRound) {
   EXPECT_EQ(microbatches_per_round(5, 4), 5);
   for (int ranks = 1; ranks <= 9; ++ranks) {
@@ -311,7 +311,7 @@ TEST(VirtualPipeline, BubbleShareDividesTheBubblesTimeByTheChunks) {
   EXPECT_DOUBLE_EQ(bubble_share(1, 4, 8), 0);
 }
 
-// Not one microbatch in flight, and not the whole pipeline either: P - rank.
+// P - rank microbatches are in flight, neither one nor P.
 TEST(OneFOneB, HoldsRanksMinusRankMicrobatches) {
   for (int ranks = 1; ranks <= 6; ++ranks) {
     for (int microbatches = ranks; microbatches <= 3 * ranks; ++microbatches) {
@@ -329,7 +329,7 @@ TEST(OneFOneB, HoldsRanksMinusRankMicrobatches) {
   }
 }
 
-TEST(Lower, OptionsLeaveOutWhatIsNotWanted) {
+TEST(Lower, OptionsDisableSinglePasses) {
   LowerOptions plain;
   plain.unshard = false;
   plain.reduce_grad = false;
@@ -341,8 +341,8 @@ TEST(Lower, OptionsLeaveOutWhatIsNotWanted) {
   EXPECT_THROW(lower(lower(gpipe(shape(2, 1, 1)))), ValueError);
 }
 
-// As PyTorch refuses them, with the place; it does not look into overlaps.
-TEST(Lower, WhatIsNoComputationIsRefusedByName) {
+// As in PyTorch, but with the place in the message; PyTorch does not check inside overlaps.
+TEST(Lower, NonComputeActionsAreRefusedByName) {
   const auto message = [](const char* csv) {
     try {
       lower(parse_schedule(csv));
@@ -361,7 +361,7 @@ TEST(Lower, WhatIsNoComputationIsRefusedByName) {
   EXPECT_TRUE(is_compute_only(gpipe(shape(2, 1, 1))));
 }
 
-// What PyTorch 2.14 makes of the same text is in the comment.
+// The comments show what PyTorch 2.14 does with the same text.
 TEST(ActionText, MalformedOverlapsAreRefused) {
   for (const char* text : {
            "(0F0",                                   // refused

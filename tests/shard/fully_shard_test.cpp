@@ -1,4 +1,4 @@
-// Training on shards is training in one process.
+// Training on shards equals training in one process.
 #include "penstock/fully_shard.h"
 
 #include <fmt/format.h>
@@ -71,7 +71,8 @@ TEST(FullyShard, Replicate) {
   });
 }
 
-// Every parameter with two dims along its last one, which no number of ranks here divides evenly everywhere.
+// Every parameter with two dims is sharded along its last one, which no number of ranks here divides evenly
+// for all of them.
 TEST(FullyShard, AnyDimUnevenly) {
   comm::run_ranks(3, 60s, [](comm::World& world) {
     Model model = same_model();
@@ -191,7 +192,7 @@ TEST(FullyShard, TiedFrozenAndUnusedParametersWithReplicas) {
   check_tied(4, [](comm::World& world) { return grid(world, {2, 2}, {"replicas", "shards"}); });
 }
 
-// A rank without a gradient counts as one with zeros, also where a whole group is not used on it.
+// A rank without a gradient contributes zeros, also if it does not use the group at all.
 TEST(FullyShard, RanksThatUseDifferentParameters) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     struct Branches : nn::Module {
@@ -214,13 +215,14 @@ TEST(FullyShard, RanksThatUseDifferentParameters) {
     const at::Tensor x = at::ones({2, 4});
     for (int step = 0; step < 2; ++step) {
       model->zero_grad();
-      // Both ranks gather `second`, but only rank 0 lets a gradient through; nobody touches `third`.
+      // Both ranks gather `second`, but only rank 0 lets a gradient through; neither uses `third`.
       const at::Tensor h = model->first(x);
       const at::Tensor s = model->second(h);
       model->last(world.rank() == 0 ? s : s.detach()).sum().backward();
       const at::Tensor grad = model->second->weight.grad();
       ASSERT_TRUE(grad.defined()) << "rank 0 has one";
-      // last has weights 0.5: each output of `second` counts 4 * 0.5; inputs are 2.5; two rows; averaged over two ranks.
+      // `last` has weights 0.5: each output of `second` counts 4 * 0.5; inputs are 2.5; two rows; averaged
+      // over two ranks.
       EXPECT_TRUE(at::allclose(full_tensor(grad), at::full({4, 4}, 2.0 * 2.5 * 2 / 2)));
       EXPECT_TRUE(model->first->weight.grad().defined());
       EXPECT_FALSE(model->third->weight.grad().defined());
@@ -258,8 +260,8 @@ TEST(FullyShard, MixedPrecisionIsThatOfACastModel) {
   });
 }
 
-// Gradients in bfloat16, added up over microbatches and averaged over shards and replicas: bit for bit what one process makes of
-// the same parts, rounding where the documentation says.
+// Gradients in bfloat16, accumulated over microbatches and averaged over shards and replicas: bitwise equal
+// to one process with the same parts, rounding where the documentation says.
 TEST(FullyShard, HalfPrecisionAccumulationBitForBit) {
   const auto make = [] {
     nn::Linear layer(6, 5);
@@ -312,7 +314,7 @@ TEST(FullyShard, IgnoredAndStridedParameters) {
     EXPECT_FALSE(is_dtensor(ignored));
     EXPECT_FALSE(shard_of(ignored).has_value());
     const auto before = [&](int) {
-      // What is not sharded is the user's to average.
+      // Parameters that are not sharded must be averaged by the user.
       at::Tensor grad = ignored.grad();
       world.group().all_reduce(grad, comm::ReduceOp::Avg).wait();
     };

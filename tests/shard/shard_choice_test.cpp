@@ -1,4 +1,5 @@
-// Parameters of one module that are shared by different ranks: ShardOptions::shard_placement chooses a mesh for each.
+// Parameters of one module that are shared by different ranks: ShardOptions::shard_placement chooses a mesh
+// for each.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -39,7 +40,8 @@ at::Tensor batch(int rank, int step) { return drawn({3, 5}, static_cast<std::uin
 
 using Values = std::map<std::string, at::Tensor>;
 
-// Steps of plain SGD of all ranks in one process. `experts[rank]`: which expert a rank has; ranks with the same one average its gradient.
+// Plain SGD steps of all ranks in one process. `experts[rank]`: the expert of a rank; ranks with the same
+// expert average its gradient.
 std::vector<Values> plain_steps(const std::vector<int>& experts, int steps) {
   std::vector<std::shared_ptr<ExpertModel>> models;
   for (const int expert : experts) models.push_back(std::make_shared<ExpertModel>(static_cast<std::uint64_t>(10 + expert)));
@@ -82,7 +84,7 @@ void train_sharded(ExpertModel& model, int rank, int steps) {
   }
 }
 
-// Experts of pairs of ranks beside parameters that all four share.
+// Experts of pairs of ranks next to parameters that all four ranks share.
 TEST(ShardChoice, ExpertsAreSharedByFewerRanks) {
   const std::vector<Values> expected = plain_steps({0, 0, 1, 1}, 3);
   for (const std::int64_t dim : {0, 1})
@@ -111,7 +113,7 @@ TEST(ShardChoice, ExpertsAreSharedByFewerRanks) {
     });
 }
 
-// One parameter repeated over an axis that shards the others.
+// One parameter is replicated over an axis that shards the others.
 TEST(ShardChoice, AMeshWithReplicas) {
   const std::vector<Values> expected = plain_steps({0, 0, 0, 0}, 2);
   comm::run_ranks(4, 60s, [&](comm::World& world) {
@@ -126,7 +128,8 @@ TEST(ShardChoice, AMeshWithReplicas) {
   });
 }
 
-// The groups of a module are used side by side: the use of one does not free the other, the end of its scope frees both.
+// The groups of a module are used side by side: using one does not free the other; the end of the scope frees
+// both.
 TEST(ShardChoice, GroupsOfOneModuleAreGatheredAndFreedTogether) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     const comm::MeshGroups all(world, init_device_mesh("cpu", {2}, {"dp"}, world.rank(), 2));

@@ -1,5 +1,6 @@
-// Sharded parameters in the hands of code that does more than forward, backward and step: batches placed in any way, data that is
-// exchanged, meshes that only look alike, forwards that are run again inside backward, weights that are derived from parameters.
+// Sharded parameters in code that does more than forward, backward and step: batches with any placements,
+// replaced data, meshes that only look alike, forwards recomputed inside backward, weights derived from
+// parameters.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -44,7 +45,8 @@ struct DenseImpl : nn::Module {
 };
 TORCH_MODULE(Dense);
 
-// A leaf whose gradient keeps the placements that operators give it: distribute_parameter would make it whole.
+// A leaf whose gradient keeps the placements that operators produce: distribute_parameter would make it
+// whole.
 void make_distributed(const at::Tensor& parameter, const comm::MeshGroups& mesh, const Placements& placements) {
   const at::Tensor value = distribute_tensor(parameter.detach(), mesh, placements, {.source_axis_rank = std::nullopt});
   parameter.set_requires_grad(false);
@@ -77,7 +79,7 @@ TEST(DistributedBatch, GradientsDoNotDependOnItsPlacements) {
   });
 }
 
-// ---- data that is exchanged ----
+// ---- replaced data ----
 
 TEST(ReplacedData, ValuesSetFromOutsideAreTakenOver) {
   const at::Tensor x = numbers({3, 5}, 4), value = numbers({7, 5}, 5);
@@ -122,7 +124,7 @@ TEST(ReplacedData, AnOptimizerOrACheckpointMayComeFirst) {
     EXPECT_TRUE(is_dtensor(layer->weight));
     layer->weight.set_data(value.clone());
     EXPECT_TRUE(is_dtensor(layer->weight.detach()));
-    // Data of its own is nothing new.
+    // Its own data is not a replacement.
     layer->weight.set_data(layer->weight.detach());
     EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), value));
     {
@@ -221,7 +223,8 @@ TEST(ReplacedData, AModuleThatIsCastComputesAndTrainsInItsNewDtype) {
       for (at::Tensor p : model->parameters()) {
         EXPECT_EQ(p.scalar_type(), dtype);
         EXPECT_EQ(p.grad().scalar_type(), dtype);
-        p.sub_(p.grad(), 0.125);  // exact, so that kernels round once, whether an element is in a vector or behind the last one
+        // Exact, so that kernels round once, whether or not an element is in the vectorized part.
+        p.sub_(p.grad(), 0.125);
         if (step == 0 || zero)
           p.grad().zero_();
         else
@@ -229,7 +232,7 @@ TEST(ReplacedData, AModuleThatIsCastComputesAndTrainsInItsNewDtype) {
       }
     }
   };
-  // By one process, in a thread as the ranks are: Module::to leaves gradients in their old dtype there.
+  // One process, in a thread like the ranks: Module::to leaves gradients in their old dtype there.
   std::map<at::ScalarType, std::map<std::string, at::Tensor>> expected;
   const auto dtypes = {at::kFloat, at::kBFloat16, at::kDouble};
   comm::run_ranks(1, 60s, [&](comm::World&) {
@@ -247,7 +250,7 @@ TEST(ReplacedData, AModuleThatIsCastComputesAndTrainsInItsNewDtype) {
           shard_by_blocks(model, line(world));
         else
           fully_shard(*model, line(world));
-        model->forward(tokens);  // something is gathered already
+        model->forward(tokens);  // some groups are already gathered
         for (const at::ScalarType dtype : dtypes) {
           if (no_grad) {
             const at::NoGradGuard guard;
@@ -255,7 +258,7 @@ TEST(ReplacedData, AModuleThatIsCastComputesAndTrainsInItsNewDtype) {
           }
           train(model, dtype, grouped != no_grad);
           ensure_sharded(model->parameters());
-          // Both ranks have the same rows, so nothing is rounded differently.
+          // Both ranks have the same rows, so rounding is the same.
           for (const auto& item : model->named_parameters())
             EXPECT_TRUE(at::equal(full_tensor(item.value().detach()), expected.at(dtype).at(item.key()))) << item.key() << " in " << c10::toString(dtype);
         }
@@ -263,7 +266,8 @@ TEST(ReplacedData, AModuleThatIsCastComputesAndTrainsInItsNewDtype) {
   });
 }
 
-// The borders of parallelized modules stay with their parameters: plain inputs go in, plain outputs come out.
+// The hooks at the boundaries of parallelized modules stay with their parameters: inputs and outputs are
+// plain.
 TEST(ReplacedData, ATensorParallelModuleThatIsCast) {
   struct Pair : nn::Module {
     Pair() {
@@ -328,7 +332,7 @@ TEST(ReplacedData, WithMixedPrecisionShardsChangeAndComputationDoesNot) {
       layer->to(at::kFloat);
     }
     EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), plain->weight.detach()));
-    // A cast that was written to since is a new value.
+    // A cast that was modified afterwards is a new value.
     {
       const at::NoGradGuard no_grad;
       at::Tensor value = layer->weight.to(at::kDouble);
@@ -344,7 +348,7 @@ TEST(ReplacedData, WithMixedPrecisionShardsChangeAndComputationDoesNot) {
   });
 }
 
-// What is gathered in 8 bits is off; casting a module must not make that its value.
+// Parameters gathered in 8 bits are inexact; casting a module must not store that error.
 TEST(ReplacedData, CastsOfEncodedParametersAreThoseOfTheirShards) {
   comm::run_ranks(2, 60s, [&](comm::World& world) {
     for (const bool keep_encoded : {false, true}) {
@@ -365,7 +369,7 @@ TEST(ReplacedData, CastsOfEncodedParametersAreThoseOfTheirShards) {
       layer->to(at::kFloat);
       EXPECT_TRUE(at::equal(whole_weight(), weight.to(at::kFloat)));
       EXPECT_TRUE(at::allclose(layer(x.to(at::kFloat)), at::linear(x, weight, Dense(5, 7)->bias).to(at::kFloat), 0.1, 0.1));
-      // Data of its own is nothing new, in whatever form it is gathered.
+      // Its own data is not a replacement, however it is gathered.
       layer->weight.set_data(layer->weight.detach());
       EXPECT_TRUE(at::equal(whole_weight(), weight.to(at::kFloat)));
       layer->weight.set_data(value.clone());
@@ -374,7 +378,7 @@ TEST(ReplacedData, CastsOfEncodedParametersAreThoseOfTheirShards) {
   });
 }
 
-// A trial run of a pipeline lends the parameters other data and gives them back.
+// A trial run of a pipeline temporarily replaces the data of the parameters.
 TEST(ReplacedData, IsTakenOverBeforeATrial) {
   comm::run_ranks(2, 60s, [&](comm::World& world) {
     Dense layer(5, 7);
@@ -407,20 +411,20 @@ TEST(MeshesOfEqualNames, OtherRanksAreRefused) {
     EXPECT_TRUE(has_text(message, "[0, 2]")) << "the parameter's";
     EXPECT_TRUE(has_text(message, "[0, 1]")) << "those of fully_shard";
     EXPECT_THROW(shard_on(other.with_mesh(other.mesh()["dp"]), {}), ValueError);
-    // Another order of the same ranks is another cut.
+    // Another order of the same ranks is a different sharding.
     const comm::MeshGroups turned(world, DeviceMesh("cpu", {2, 2}, {2, 3, 0, 1}, {"dp", "tp"}, world.rank()));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { shard_on(turned, {.shard_axes = {"dp"}}); }), "axis 'dp'"));
-    // Slices, and meshes made anew of the same ranks, are the same axes.
+    // Slices, and new meshes of the same ranks, have the same axes.
     shard_on(mesh.with_mesh(mesh.mesh()["dp"]), {});
     shard_on(grid(world, {2, 2}, {"dp", "tp"}), {.shard_axes = {"dp"}});
     const std::vector<int> column{world.rank() % 2, world.rank() % 2 + 2};
     shard_on(comm::MeshGroups(world, DeviceMesh("cpu", {2}, column, {"dp"}, world.rank())), {});
-    // Axes that cannot be put together: the parameter is named.
+    // Axes that cannot be joined: the error names the parameter.
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { shard_on(mesh.with_mesh(mesh.mesh().flatten({}, "all")), {}); }), "'weight'"));
   });
 }
 
-TEST(MeshesOfEqualNames, AValueOnOtherRanksIsNoShard) {
+TEST(MeshesOfEqualNames, AValueOnOtherRanksIsNotAShard) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh = grid(world, {2, 2}, {"replicas", "shards"});
     const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"replicas", "shards"}, world.rank()));
@@ -444,7 +448,7 @@ TEST(MeshesOfEqualNames, AGradientOnOtherRanksIsRefused) {
   });
 }
 
-// Groups of one module on meshes of other ranks each: nothing of the one says anything of the other.
+// Groups of one module on meshes with different ranks are independent of each other.
 TEST(MeshesOfEqualNames, EveryGroupMayHaveItsOwn) {
   struct Chain : nn::Module {
     Chain() {
@@ -475,7 +479,7 @@ TEST(MeshesOfEqualNames, EveryGroupMayHaveItsOwn) {
   });
 }
 
-// ---- forwards that are run again inside backward ----
+// ---- forwards recomputed inside backward ----
 
 // Trains with zeroed gradients and compares every gradient with that of one process.
 template <class Make, class Forward>
@@ -520,7 +524,7 @@ TORCH_MODULE(Chain);
 
 at::Tensor chunk_of(comm::World& world, const at::Tensor& x) { return x.chunk(world.size())[static_cast<std::size_t>(world.rank())]; }
 
-TEST(RecomputedForward, GradientsAreAveragedAlsoWhereZerosStand) {
+TEST(RecomputedForward, GradientsAreAveragedAlsoWithZeros) {
   for (const bool grouped : {false, true})
     check_recomputed(
         2, [] { return Chain(); },
@@ -535,7 +539,8 @@ TEST(RecomputedForward, GradientsAreAveragedAlsoWhereZerosStand) {
         chunk_of);
 }
 
-// One group in two segments: what the first brings comes after the group was reduced for the second, and not completely.
+// One group in two segments: the gradients of the first arrive after the group was reduced for the second,
+// incompletely.
 TEST(RecomputedForward, AParameterOfTwoSegments) {
   check_recomputed(
       2, [] { return Chain(); }, [](Chain& model, comm::World& world) { fully_shard(*model, line(world)); },
@@ -570,7 +575,7 @@ TEST(RecomputedForward, TensorParallelParameters) {
         });
 }
 
-// A parameter that is used as its local part is seen by a scope alone.
+// A parameter that is used through its local part is only seen by a scope.
 TEST(RecomputedForward, LocalPartsInAScope) {
   check_recomputed(
       4, [] { return Dense(6, 6); },
@@ -589,7 +594,8 @@ TEST(RecomputedForward, LocalPartsInAScope) {
       [](comm::World& world, const at::Tensor& x) { return x.chunk(2)[static_cast<std::size_t>(world.rank() / 2)]; });
 }
 
-// A gradient that autograd or a user left on the parameter itself, laid out as the parameter was before fully_shard.
+// A gradient that autograd or a user left on the parameter itself, laid out like the parameter before
+// fully_shard.
 TEST(RecomputedForward, GradientsLeftOnATensorParallelParameterAreReduced) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
@@ -649,7 +655,7 @@ struct AdaptedImpl : nn::Module {
 };
 TORCH_MODULE(Adapted);
 
-// InferenceMode(false) would switch gradients on.
+// InferenceMode(false) would enable gradients.
 struct NoGradients {
   explicit NoGradients(bool inference) {
     if (inference) mode.emplace();
@@ -718,13 +724,13 @@ TEST(MixedPrecisionEvaluation, DerivedWeights) {
     const at::Tensor y = model(x);
     EXPECT_EQ(y.scalar_type(), at::kBFloat16);
     EXPECT_TRUE(at::allclose(y.to(at::kFloat), expected.to(at::kFloat), 0.05, 0.05));
-    // An operator that takes the derived weight alone casts as one that takes a parameter.
+    // An operator that takes only the derived weight casts like one that takes a parameter.
     shard_state_of(*model)->reshard();
     EXPECT_EQ(at::matmul(x, (model->b.matmul(model->a)).t()).scalar_type(), at::kBFloat16);
   });
 }
 
-// An operator that distributed tensors do not have works on the gathered parameter.
+// An operator that distributed tensors do not support works on the gathered parameter.
 TEST_P(Evaluation, DerivedWeightsByAnyOperator) {
   const at::Tensor x = numbers({3, 6}, 9);
   const auto forward = [&](Dense& model) { return at::linear(x, at::renorm(model->weight * 2, 2, 0, 1.5) + at::renorm(model->weight, 2, 0, 0.5), model->bias); };

@@ -1,4 +1,4 @@
-// Hooks before autograd: who calls them, and what they refuse.
+// Hooks before autograd: when they are called, and which arguments are refused.
 #include "penstock/torch/dispatch/operator_hook.h"
 
 #include <gtest/gtest.h>
@@ -45,13 +45,13 @@ TEST(OperatorHook, MarkedTensorsCallIt) {
     EXPECT_TRUE(at::equal(inner_of(at::linear(input, marked)), at::linear(x, weight)));
   }
   EXPECT_EQ(calls, 2);
-  // What a hook does is differentiated.
+  // The operators of a hook are differentiated.
   input.set_requires_grad(true);
   at::linear(input, marked).sum().backward();
   EXPECT_TRUE(at::allclose(inner_of(input.grad()), 2 * weight.sum(0).expand({2, 3})));
 }
 
-TEST(OperatorHook, SaysWhatIsWrong) {
+TEST(OperatorHook, ErrorsSayWhatIsWrong) {
   const auto nothing = [](const c10::OperatorHandle& op, Stack* stack) {
     const NoHooksGuard off;
     op.callBoxed(stack);

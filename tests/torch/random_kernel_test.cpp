@@ -1,5 +1,5 @@
-// The text of the CUDA kernels, run thread after thread on the host, and the vector loops of the processor: each against the plain
-// scalar one. Compiled with -ffp-contract=off.
+// The text of the CUDA kernels, run thread by thread on the host, and the CPU's vector loops, each compared
+// with the plain scalar definition. Compiled with -ffp-contract=off.
 #include "penstock/torch/random/random_kernel.h"
 
 #include <gtest/gtest.h>
@@ -38,7 +38,7 @@ std::vector<Case> all_cases() {
   };
 }
 
-// Element after element, straight from the definition: no walk, no blocks, no vectors.
+// Element by element, straight from the definition: no walk, no blocks, no vectors.
 at::Tensor by_definition(const Case& one, const test::BoxCase& box, const at::Tensor& in, const philox::Stream& stream) {
   at::Tensor out = at::zeros(box.sizes, in.options());
   const at::Tensor from = in.contiguous();
@@ -110,7 +110,7 @@ TEST(RandomKernel, DeviceThreadsAndVectorsComputeTheDefinition) {
   EXPECT_GT(runs, 1000);
 }
 
-// Rows that begin at different places of a block, and more of them than 32 bits count.
+// Rows that start at different positions of a block, and more of them than fit in 32 bits.
 TEST(RandomKernel, RowsOfAWalk) {
   BoxWalk walk;
   walk.dims = 3;

@@ -1,4 +1,4 @@
-// What a dry run says of a configuration.
+// The output of a dry run.
 #include "penstock/train/plan/dry_run.h"
 
 #include <fmt/format.h>
@@ -62,7 +62,7 @@ TEST(DryRun, OnePipeline) {
   ASSERT_EQ(run.memory.size(), 2u);
   EXPECT_EQ(run.memory[0].live, 2);
   EXPECT_EQ(run.memory[1].live, 1);
-  EXPECT_GT(run.measured.block.kept, 2 * 16 * 16 * 4);  // more than its output
+  EXPECT_GT(run.measured.block.kept, 2 * 16 * 16 * 4);  // more than the block's output
   EXPECT_GE(run.memory[0].activations, 2 * 2 * run.measured.block.kept);
   // A tied weight is on both ranks; AdamW has two tensors of a parameter's size.
   const models::TransformerOptions options = transformer_options(run.config.model);
@@ -87,7 +87,7 @@ TEST(DryRun, ReplicasTensorParallelRanksAndVirtualStages) {
 
 std::size_t lines_of(const std::string& text) { return static_cast<std::size_t>(std::count(text.begin(), text.end(), '\n')); }
 
-TEST(DryRun, AScreenWhateverTheLayout) {
+TEST(DryRun, FitsOnAScreenInAnyLayout) {
   for (const std::vector<std::string>& more : std::vector<std::vector<std::string>>{
            {},
            {"--layers", "1000"},
@@ -119,7 +119,7 @@ TEST(DryRun, EqualNeighboursAreOneLine) {
   EXPECT_TRUE(has_text(longer, "rank 99: pp 99"));
 }
 
-// 27 seconds were spent on names of parameters.
+// Regression: 27 seconds were spent on parameter names.
 TEST(DryRun, ManyLayersTakeLittleTime) {
   const auto begin = std::chrono::steady_clock::now();
   const DryRun run = dry_run(small_config({"--layers", "8000"}));
@@ -128,7 +128,7 @@ TEST(DryRun, ManyLayersTakeLittleTime) {
   EXPECT_EQ(run.memory[0].parameters, 4 * models::parameter_count(options));
 }
 
-TEST(DryRun, TellsWhatItDoes) {
+TEST(DryRun, ReportsItsProgress) {
   std::vector<std::string> told;
   (void)dry_run(with_data({.name = "one"}), [&](const std::string& what, double share) {
     EXPECT_LE(share, 1);
@@ -164,7 +164,7 @@ TEST(DryRun, TooLittleText) {
   EXPECT_TRUE(has_text(refusal(config(binary)), "zero byte at 250"));
 }
 
-// What only reading finds: as far as the run would read.
+// Damage that only reading finds, within the data that the run would read.
 TEST(DryRun, DamagedData) {
   const test::ScratchFolder folder;
   {

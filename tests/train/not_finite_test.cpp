@@ -1,4 +1,4 @@
-// NaN and infinities stop a run, and the message says where they began: the same on every rank.
+// NaN and infinities stop a run, and the message names their origin, the same on every rank.
 #include "penstock/train/report/not_finite.h"
 
 #include <ATen/ATen.h>
@@ -45,7 +45,8 @@ void change_parameter(TrainingJob& job, const std::string& name, const std::func
   }
 }
 
-// One good step, then `change` on every rank, then one that fails. What the ranks said, which must be one message.
+// Runs one good step, then `change` on every rank, then a step that fails. Returns the error, which must be
+// the same on all ranks.
 std::string failure(const TrainConfig& config, const Change& change) {
   std::set<std::string> said;
   std::mutex mutex;
@@ -99,7 +100,7 @@ std::set<std::int64_t> tokens_of(const TrainConfig& config, std::int64_t microba
   return {batch.tokens.begin(), batch.tokens.end()};
 }
 
-// Only where a certain token is, the products of a feed-forward overflow.
+// The products of a feed-forward layer overflow only for a certain token.
 TEST(NotFinite, AnOverflowThatDependsOnTheDataIsNamedByOperatorAndMicrobatch) {
   for (const Layout& layout : layouts()) {
     SCOPED_TRACE(layout.name);
@@ -168,7 +169,7 @@ TEST(NotFinite, TheRunOfAnAccumulatedStepIsNamed) {
   EXPECT_TRUE(has_text(said, "in stage 1, block 3"));
 }
 
-// Masks write minus infinities on purpose; a good forward has nothing to report.
+// Masks write minus infinities on purpose; nothing is reported for a good forward.
 TEST(NotFinite, AWatchFindsNothingInAGoodForward) {
   const TrainConfig config = config_of({.name = "one"});
   comm::run_ranks(1, 60s, [&](comm::World& world) {
@@ -196,7 +197,7 @@ TEST(NotFinite, TheLastCheckpointStays) {
   const auto found = checkpoint::find_checkpoints(scratch / "run" / "checkpoints");
   ASSERT_EQ(found.size(), 2u);
   EXPECT_EQ(found.back().step, 2);
-  checkpoint::LoneMeeting alone;
+  checkpoint::SingleRankAgreement alone;
   EXPECT_TRUE(checkpoint::find_damage(alone, found.back().path).empty());
 }
 

@@ -1,4 +1,4 @@
-// A model and data so small that a training run takes a fraction of a second, in any layout.
+// A model and data so small that a training run takes a fraction of a second in any layout.
 #pragma once
 
 #include <memory>

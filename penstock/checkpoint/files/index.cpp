@@ -96,7 +96,7 @@ Index parse_index(std::string_view text, const std::string& where) {
       index.files.push_back(std::move(file));
     }
   } catch (const nlohmann::json::exception& error) {
-    refuse(fmt::format("cannot be read as an index ({})", without_tag(error.what())));
+    refuse(fmt::format("cannot be read as an index ({})", without_json_tag(error.what())));
   }
   if (to_text(index) != text) refuse("its text does not match its own checksum");
   return index;

@@ -125,7 +125,7 @@ void Checkpoint::read(Section section, std::string_view name, const Slice& slice
   const TensorEntry& entry = *found->second.entry;
   if (entry.shape != slice.global_shape)
     throw CheckpointError(fmt::format("{}: \"{}\" is {}, not {}", path_.string(), name, tensor_text(entry.dtype, entry.shape), tensor_text(entry.dtype, slice.global_shape)));
-  if (const std::string complaint = complaint_about(slice); !complaint.empty()) throw ValueError(fmt::format("slice of {}: {}", name, complaint));
+  if (const std::string problem = validation_error(slice); !problem.empty()) throw ValueError(fmt::format("slice of {}: {}", name, problem));
   const std::uint64_t item = item_bytes(entry.dtype);
   if (local.size() != static_cast<std::uint64_t>(slice.held()) * item)
     throw ValueError(describe(fmt::format("memory for {}", name), fmt::format("{} bytes", local.size()), fmt::format("{}", static_cast<std::uint64_t>(slice.held()) * item)));
@@ -133,7 +133,7 @@ void Checkpoint::read(Section section, std::string_view name, const Slice& slice
   for_each_run(slice, item, [&](ByteRun run) { std::memcpy(local.data() + run.local, data.data() + run.global, run.bytes); });
 }
 
-std::vector<Damage> find_damage(Meeting& meeting, const fs::path& path, bool blocks) {
+std::vector<Damage> find_damage(RankAgreement& agreement, const fs::path& path, bool blocks) {
   const auto read = [](const Bytes& bytes) {
     comm::MessageReader reader(bytes, kDamages, {1, 1}, kMaxMessageBytes);
     auto damages = reader.read<std::vector<Damage>>();
@@ -141,27 +141,27 @@ std::vector<Damage> find_damage(Meeting& meeting, const fs::path& path, bool blo
     return damages;
   };
   const auto write = [](const std::vector<Damage>& damages) { return comm::MessageWriter(kDamages, 1, kMaxMessageBytes).write(damages).finish(); };
-  return read(meeting.agree(
-      fmt::format("check {}", path.string()), [&] { return write(own_damage(path, blocks, meeting.rank(), meeting.size())); },
-      [&](const std::vector<Bytes>& said) {
+  return read(agreement.agree(
+      fmt::format("check {}", path.string()), [&] { return write(own_damage(path, blocks, agreement.rank(), agreement.size())); },
+      [&](const std::vector<Bytes>& results) {
         std::vector<Damage> all;
-        for (const Bytes& bytes : said)
+        for (const Bytes& bytes : results)
           for (Damage& damage : read(bytes))
             if (std::find(all.begin(), all.end(), damage) == all.end()) all.push_back(std::move(damage));
         return write(all);
       }));
 }
 
-std::optional<OpenedCheckpoint> open_latest(Meeting& meeting, const fs::path& folder, const OpenPolicy& policy) {
-  const Bytes verdict = meeting.agree(
+std::optional<OpenedCheckpoint> open_latest(RankAgreement& agreement, const fs::path& folder, const OpenPolicy& policy) {
+  const Bytes verdict = agreement.agree(
       "find checkpoints",
       [&] {
         std::vector<std::int64_t> steps;
-        if (meeting.rank() == 0)
+        if (agreement.rank() == 0)
           for (const FoundCheckpoint& found : find_checkpoints(folder)) steps.push_back(found.step);
         return comm::MessageWriter(kFound, 1, kMaxMessageBytes).write(steps).finish();
       },
-      [](const std::vector<Bytes>& said) { return said.front(); });
+      [](const std::vector<Bytes>& results) { return results.front(); });
   comm::MessageReader reader(verdict, kFound, {1, 1}, kMaxMessageBytes);
   const auto steps = reader.read<std::vector<std::int64_t>>();
   reader.expect_end();
@@ -170,7 +170,7 @@ std::optional<OpenedCheckpoint> open_latest(Meeting& meeting, const fs::path& fo
   std::vector<std::string> skipped;
   for (std::size_t i = steps.size(); i-- > 0;) {
     const fs::path path = folder / step_folder_name(steps[i]);
-    const std::vector<Damage> damages = find_damage(meeting, path, policy.verify);
+    const std::vector<Damage> damages = find_damage(agreement, path, policy.verify);
     if (damages.empty()) return OpenedCheckpoint{Checkpoint(path), std::move(skipped)};
     const std::string text = fmt::format("checkpoint {} is damaged:{}", path.string(), summary(damages));
     if (!policy.allow_fallback)
@@ -184,8 +184,8 @@ std::optional<OpenedCheckpoint> open_latest(Meeting& meeting, const fs::path& fo
   throw CheckpointError(fmt::format("every checkpoint in {} is damaged; remove them to start from the beginning{}", folder.string(), all));
 }
 
-Checkpoint open_checkpoint(Meeting& meeting, const fs::path& path, const OpenPolicy& policy) {
-  if (const auto damages = find_damage(meeting, path, policy.verify); !damages.empty())
+Checkpoint open_checkpoint(RankAgreement& agreement, const fs::path& path, const OpenPolicy& policy) {
+  if (const auto damages = find_damage(agreement, path, policy.verify); !damages.empty())
     throw CheckpointError(fmt::format("checkpoint {} is damaged:{}\nuse another one", path.string(), summary(damages)));
   return Checkpoint(path);
 }

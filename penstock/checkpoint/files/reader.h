@@ -1,12 +1,12 @@
 // Opens checkpoints: finds the newest one, checks it, and reads any part of any of its tensors.
 //
-//   auto opened = open_latest(meeting, folder, {.allow_fallback = true});        // nullopt if there is none
+//   auto opened = open_latest(agreement, folder, {.allow_fallback = true});  // nullopt if there is none
 //   opened->checkpoint.read(Section::Model, "head.weight", slice, bytes);
 //
 // Checking reads every block and compares its checksum; the ranks share the blocks. Damage is reported by
 // file and byte range. All ranks get the same checkpoint or the same error. Independent of Torch; load.h
-// fills tensors. Thread safety: any number of threads may read an open checkpoint, even while it is being
-// deleted.
+// fills tensors.
+// Thread safety: any number of threads may read an open checkpoint, even while it is being deleted.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@
 
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/files/index.h"
-#include "penstock/checkpoint/files/meeting.h"
+#include "penstock/checkpoint/files/rank_agreement.h"
 #include "penstock/checkpoint/files/safetensors_file.h"
 #include "penstock/checkpoint/files/save_plan.h"
 #include "penstock/checkpoint/files/slice.h"
@@ -79,14 +79,14 @@ struct OpenedCheckpoint {
 
 // [collective] Returns all damage of a checkpoint; empty if it is intact. Throws if a rank cannot see the
 // checkpoint.
-std::vector<Damage> find_damage(Meeting& meeting, const std::filesystem::path& path, bool blocks = true);
+std::vector<Damage> find_damage(RankAgreement& agreement, const std::filesystem::path& path, bool blocks = true);
 
 // [collective] Opens the newest intact checkpoint of those in rank 0's folder. Returns std::nullopt if there
 // is none. Throws CheckpointError, the same on every rank, if the newest is damaged and fallback is not
 // allowed, if all are damaged, or if it has a newer format than this build reads.
-std::optional<OpenedCheckpoint> open_latest(Meeting& meeting, const std::filesystem::path& folder, const OpenPolicy& policy = {});
+std::optional<OpenedCheckpoint> open_latest(RankAgreement& agreement, const std::filesystem::path& folder, const OpenPolicy& policy = {});
 
 // [collective] Opens a specific checkpoint.
-Checkpoint open_checkpoint(Meeting& meeting, const std::filesystem::path& path, const OpenPolicy& policy = {});
+Checkpoint open_checkpoint(RankAgreement& agreement, const std::filesystem::path& path, const OpenPolicy& policy = {});
 
 }  // namespace penstock::checkpoint

@@ -1,7 +1,8 @@
 // The safetensors format: named tensors in one file that can be mapped into memory.
 //
 //   bytes 0-7    length n of the header, little-endian
-//   then n       JSON: {"__metadata__": {text: text}, name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}}
+//   then n       JSON: {"__metadata__": {text: text},
+//                       name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}}
 //   the rest     values, row-major, little-endian; offsets count from here
 //
 //   Header header = lay_out({{"w", Dtype::F32, {2, 3}}, {"b", Dtype::BF16, {3}}});
@@ -67,7 +68,8 @@ Header lay_out(std::vector<TensorEntry> entries);
 // for a name that is not UTF-8 and for a header beyond the limit.
 std::string header_bytes(const Header& header);
 
-// `bytes`: the beginning of a file of `file_bytes`, at least the whole header. `where` names the file in errors.
+// `bytes`: the beginning of a file of `file_bytes`, at least the whole header. `where` names the file in
+// errors.
 Header parse_header(std::span<const std::uint8_t> bytes, std::uint64_t file_bytes, const std::string& where);
 
 }  // namespace penstock::checkpoint

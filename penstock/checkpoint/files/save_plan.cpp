@@ -81,8 +81,8 @@ SavePlan make_save_plan(const std::vector<std::vector<AnnouncedTensor>>& ranks) 
       const AnnouncedTensor& tensor = ranks[rank][place];
       auto& list = holders[{tensor.section, tensor.name}];
       if (!list.empty() && list.back().rank == rank) problems.push_back(fmt::format("{}: occurs twice on rank {}", tensor.name, rank));
-      if (const std::string complaint = complaint_about(tensor.slice); !complaint.empty())
-        problems.push_back(fmt::format("{}: rank {} has {}", tensor.name, rank, complaint));
+      if (const std::string problem = validation_error(tensor.slice); !problem.empty())
+        problems.push_back(fmt::format("{}: rank {} has {}", tensor.name, rank, problem));
       list.push_back({rank, place, &tensor});
     }
   }
@@ -136,12 +136,12 @@ SavePlan make_save_plan(const std::vector<std::vector<AnnouncedTensor>>& ranks) 
   return plan;
 }
 
-SavePlan agree_on_plan(Meeting& meeting, std::int64_t step, const std::function<std::vector<AnnouncedTensor>()>& own) {
-  const Bytes verdict = meeting.agree(
+SavePlan agree_on_plan(RankAgreement& agreement, std::int64_t step, const std::function<std::vector<AnnouncedTensor>()>& own) {
+  const Bytes verdict = agreement.agree(
       "plan", [&] { return comm::MessageWriter(kAnnouncement, 1, kMaxMessageBytes).write(step).write(own()).finish(); },
-      [step](const std::vector<Bytes>& said) {
+      [step](const std::vector<Bytes>& results) {
         std::vector<std::vector<AnnouncedTensor>> ranks;
-        for (const Bytes& bytes : said) {
+        for (const Bytes& bytes : results) {
           comm::MessageReader reader(bytes, kAnnouncement, {1, 1}, kMaxMessageBytes);
           if (const auto other = reader.read<std::int64_t>(); other != step)
             throw CheckpointError(fmt::format("checkpoint: rank 0 saves step {}, but rank {} saves step {}; all ranks must save the same step", step, ranks.size(), other));
@@ -155,7 +155,7 @@ SavePlan agree_on_plan(Meeting& meeting, std::int64_t step, const std::function<
   SavePlan plan;
   reader.read(plan.tensors).read(plan.writes);
   reader.expect_end();
-  PENSTOCK_INVARIANT(plan.writes.size() == static_cast<std::size_t>(meeting.size()), "the plan has a list for every rank");
+  PENSTOCK_INVARIANT(plan.writes.size() == static_cast<std::size_t>(agreement.size()), "the plan has a list for every rank");
   return plan;
 }
 

@@ -13,7 +13,7 @@
 #include <string_view>
 #include <vector>
 
-#include "penstock/checkpoint/files/meeting.h"
+#include "penstock/checkpoint/files/rank_agreement.h"
 #include "penstock/checkpoint/files/safetensors.h"
 #include "penstock/checkpoint/files/slice.h"
 
@@ -50,7 +50,7 @@ SavePlan make_save_plan(const std::vector<std::vector<AnnouncedTensor>>& ranks);
 
 // [collective] Returns the plan on every rank. If `own` throws, or if ranks save different steps, all ranks
 // throw.
-SavePlan agree_on_plan(Meeting& meeting, std::int64_t step, const std::function<std::vector<AnnouncedTensor>()>& own);
+SavePlan agree_on_plan(RankAgreement& agreement, std::int64_t step, const std::function<std::vector<AnnouncedTensor>()>& own);
 
 // One file of tensors: "model.safetensors", or "model-00002-of-00003.safetensors" if there are several.
 struct PlannedFile {

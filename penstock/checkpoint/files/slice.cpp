@@ -49,7 +49,7 @@ std::int64_t Slice::held() const {
   return count;
 }
 
-std::string complaint_about(const Slice& slice) {
+std::string validation_error(const Slice& slice) {
   const std::size_t dims = slice.global_shape.size();
   for (const std::int64_t size : slice.global_shape)
     if (size < 0) return "a negative size";

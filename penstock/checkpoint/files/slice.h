@@ -2,7 +2,7 @@
 // the local tensor.
 //
 //   Slice slice{{4, 6}, {2, 6}, local_boxes({4, 6}, {2}, {1}, {Shard{0}})};      // rows 2-3
-//   for_each_run(slice, 4, [](ByteRun run) { ... });                             // one: 48 bytes at byte 48, local byte 0
+//   for_each_run(slice, 4, [](ByteRun run) { ... });                 // one: 48 bytes at byte 48, local byte 0
 //
 // Both tensors are row-major. Pure arithmetic.
 #pragma once
@@ -30,7 +30,7 @@ struct Slice {
 
 // Returns what is wrong with a slice (boxes outside of either shape, overlapping in the local one, or not
 // filling it), or "" if it is valid.
-std::string complaint_about(const Slice& slice);
+std::string validation_error(const Slice& slice);
 
 struct ByteRun {
   std::uint64_t global = 0, local = 0, bytes = 0;

@@ -42,33 +42,33 @@ std::string read_text(const fs::path& path) {
 
 class Writing {
  public:
-  Writing(Meeting& meeting, const fs::path& folder, std::int64_t step, const SavePlan& plan, const std::vector<HostPart>& parts,
+  Writing(RankAgreement& agreement, const fs::path& folder, std::int64_t step, const SavePlan& plan, const std::vector<HostPart>& parts,
           const std::string& state, const WriteOptions& options)
-      : meeting_(meeting), folder_(folder), draft_(writing_path(folder, step)), step_(step), plan_(plan), parts_(parts), state_(state), options_(options),
+      : agreement_(agreement), folder_(folder), draft_(writing_path(folder, step)), step_(step), plan_(plan), parts_(parts), state_(state), options_(options),
         files_(plan_files(plan.tensors, options.max_file_bytes)) {}
 
   void run() {
     try {
       make_folder();
-      meeting_.agree("write the parts", [&] { write_parts(); });
+      agreement_.agree("write the parts", [&] { write_parts(); });
       const Index index = take_checksums();
-      meeting_.agree("finish", [&] { if (meeting_.rank() == 0) finish(index); });
+      agreement_.agree("finish", [&] { if (agreement_.rank() == 0) finish(index); });
     } catch (...) {
       // The ranks have agreed, or this one has given up: in either case the folder is useless.
-      if (meeting_.rank() == 0 && !committed_) remove_draft();
+      if (agreement_.rank() == 0 && !committed_) remove_draft();
       throw;
     }
-    if (meeting_.rank() == 0) remove_outdated();
+    if (agreement_.rank() == 0) remove_outdated();
   }
 
  private:
   void done(WritePhase phase) const {
-    if (options_.at_phase) options_.at_phase(phase, meeting_.rank());
+    if (options_.at_phase) options_.at_phase(phase, agreement_.rank());
   }
 
   void make_folder() {
-    const Bytes made = meeting_.agree(
-        "create the folder", [&] { return meeting_.rank() == 0 ? make_files() : Bytes{}; }, [](const std::vector<Bytes>& said) { return said.front(); });
+    const Bytes made = agreement_.agree(
+        "create the folder", [&] { return agreement_.rank() == 0 ? make_files() : Bytes{}; }, [](const std::vector<Bytes>& results) { return results.front(); });
     comm::MessageReader reader(made, kMade, {1, 1}, kMaxMessageBytes);
     reader.read(token_).read(state_bytes_);
     reader.expect_end();
@@ -107,7 +107,7 @@ class Writing {
     std::map<std::pair<Section, std::string_view>, Place> places;
     for (std::size_t i = 0; i < files_.size(); ++i)
       for (const TensorEntry& entry : files_[i].header.entries) places[{files_[i].section, entry.name}] = {i, &entry};
-    const auto& writes = plan_.writes.at(static_cast<std::size_t>(meeting_.rank()));
+    const auto& writes = plan_.writes.at(static_cast<std::size_t>(agreement_.rank()));
     std::vector<std::unique_ptr<OutputFile>> open(files_.size());
     for (std::size_t i = 0; i < parts_.size(); ++i) {
       if (writes.at(i) == 0) continue;
@@ -137,7 +137,7 @@ class Writing {
     index.files.push_back({kState, "state", state_bytes_, {}});
     const auto work = [&] {
       std::vector<std::uint64_t> sums;
-      read_blocks(draft_, sized, options_.block_bytes, meeting_.rank(), meeting_.size(), [&](const BlockRead& read) {
+      read_blocks(draft_, sized, options_.block_bytes, agreement_.rank(), agreement_.size(), [&](const BlockRead& read) {
         if (!read.error.empty() || read.bytes.size() != read.end - read.begin)
           throw CheckpointError(fmt::format("cannot read bytes {}-{} of {} back: {}", read.begin, read.end, (draft_ / sized[read.file].name).string(),
                                             read.error.empty() ? "the file ends early" : read.error));
@@ -146,9 +146,9 @@ class Writing {
       done(WritePhase::Checked);
       return comm::MessageWriter(kChecksums, 1, kMaxMessageBytes).write(sums).finish();
     };
-    const auto judge = [&](const std::vector<Bytes>& said) {
+    const auto judge = [&](const std::vector<Bytes>& results) {
       std::vector<std::uint64_t> all;
-      for (const Bytes& bytes : said) {
+      for (const Bytes& bytes : results) {
         comm::MessageReader reader(bytes, kChecksums, {1, 1}, kMaxMessageBytes);
         const auto sums = reader.read<std::vector<std::uint64_t>>();
         reader.expect_end();
@@ -160,7 +160,7 @@ class Writing {
       PENSTOCK_INVARIANT(next == all.size(), "the ranks took every block's checksum once");
       return Bytes{};
     };
-    meeting_.agree("take checksums", work, judge);
+    agreement_.agree("take checksums", work, judge);
     return index;
   }
 
@@ -195,7 +195,7 @@ class Writing {
     if (error) log().warn("checkpoint: cannot remove {}: {}; it is removed at the next start", draft_.string(), error.message());
   }
 
-  Meeting& meeting_;
+  RankAgreement& agreement_;
   const fs::path folder_, draft_;
   const std::int64_t step_;
   const SavePlan& plan_;
@@ -210,10 +210,10 @@ class Writing {
 
 }  // namespace
 
-void write_checkpoint(Meeting& meeting, const fs::path& folder, std::int64_t step, const SavePlan& plan, const std::vector<HostPart>& parts,
+void write_checkpoint(RankAgreement& agreement, const fs::path& folder, std::int64_t step, const SavePlan& plan, const std::vector<HostPart>& parts,
                       const std::string& state_json, const WriteOptions& options) {
   if (options.block_bytes == 0) throw ValueError(describe("checkpoint block_bytes", "0", "at least 1"));
-  Writing(meeting, folder, step, plan, parts, state_json, options).run();
+  Writing(agreement, folder, step, plan, parts, state_json, options).run();
 }
 
 }  // namespace penstock::checkpoint

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/checkpoint/files/meeting.h"
+#include "penstock/checkpoint/files/rank_agreement.h"
 #include "penstock/checkpoint/files/output_file.h"
 #include "penstock/checkpoint/files/save_plan.h"
 
@@ -40,7 +40,7 @@ struct HostPart {
 };
 
 // [collective] `plan` describes these parts in this order. Uses the `state_json` of rank 0.
-void write_checkpoint(Meeting& meeting, const std::filesystem::path& folder, std::int64_t step, const SavePlan& plan,
+void write_checkpoint(RankAgreement& agreement, const std::filesystem::path& folder, std::int64_t step, const SavePlan& plan,
                       const std::vector<HostPart>& parts, const std::string& state_json, const WriteOptions& options);
 
 }  // namespace penstock::checkpoint

@@ -10,7 +10,7 @@
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/checkpoint/tensors/load.h"
 #include "penstock/checkpoint/tensors/tensor_part.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/checkpoint/tensors/writer.h"
 
 namespace penstock::checkpoint {
@@ -33,10 +33,10 @@ std::vector<TensorPart> parts_of(const NamedTensors& tensors) {
 }
 
 // [collective] A tensor that cannot be saved or loaded is an error on every rank.
-CheckpointContents contents_of(Meeting& meeting, const CheckpointData& data) {
+CheckpointContents contents_of(RankAgreement& agreement, const CheckpointData& data) {
   CheckpointContents contents;
   contents.state_json = data.state_json;
-  meeting.agree("collect the tensors", [&] {
+  agreement.agree("collect the tensors", [&] {
     contents.model = parts_of(data.model);
     contents.optimizer = parts_of(data.optimizer);
   });
@@ -51,9 +51,9 @@ void append(std::vector<std::string>& all, std::vector<std::string> more) {
 
 struct AsyncCheckpointer::Impl {
   Impl(const comm::World& world, std::filesystem::path folder, const CheckpointOptions& options)
-      : meeting(world), writer(world, std::move(folder), writer_options(options)) {}
+      : agreement(world), writer(world, std::move(folder), writer_options(options)) {}
 
-  WorldMeeting meeting;
+  WorldAgreement agreement;
   CheckpointWriter writer;
 };
 
@@ -63,7 +63,7 @@ AsyncCheckpointer::AsyncCheckpointer(const comm::World& world, std::filesystem::
 AsyncCheckpointer::~AsyncCheckpointer() = default;
 
 void AsyncCheckpointer::save(std::int64_t step, const CheckpointData& data) {
-  impl_->writer.save(step, contents_of(impl_->meeting, data));
+  impl_->writer.save(step, contents_of(impl_->agreement, data));
 }
 
 void AsyncCheckpointer::wait() { impl_->writer.wait(); }
@@ -81,10 +81,10 @@ void save_checkpoint(const comm::World& world, const std::filesystem::path& fold
 
 std::optional<LoadedCheckpoint> load_checkpoint(const comm::World& world, const std::filesystem::path& folder,
                                                 const CheckpointData& data, const LoadOptions& options) {
-  WorldMeeting meeting(world);
-  const CheckpointContents contents = contents_of(meeting, data);
+  WorldAgreement agreement(world);
+  const CheckpointContents contents = contents_of(agreement, data);
   const auto opened =
-      open_latest(meeting, folder, {.verify = options.verify, .allow_fallback = options.allow_fallback});
+      open_latest(agreement, folder, {.verify = options.verify, .allow_fallback = options.allow_fallback});
   if (!opened) return std::nullopt;
   const Checkpoint& checkpoint = opened->checkpoint;
   LoadedCheckpoint loaded{.step = checkpoint.step(),
@@ -99,7 +99,7 @@ std::optional<LoadedCheckpoint> load_checkpoint(const comm::World& world, const 
                           .allow_extra = options.allow_extra};
   for (const auto& [section, parts] :
        {std::pair(Section::Model, &contents.model), std::pair(Section::Optimizer, &contents.optimizer)}) {
-    LoadReport report = load_into(meeting, checkpoint, section, *parts, policy);
+    LoadReport report = load_into(agreement, checkpoint, section, *parts, policy);
     append(loaded.missing, std::move(report.missing));
     append(loaded.extra, std::move(report.extra));
     append(loaded.cast, std::move(report.cast));

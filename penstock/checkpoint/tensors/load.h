@@ -1,8 +1,8 @@
 // Loads a checkpoint into tensors of any layout.
 //
-//   WorldMeeting meeting(world);
-//   auto opened = open_latest(meeting, folder);
-//   load_into(meeting, opened->checkpoint, Section::Model, parts);
+//   WorldAgreement agreement(world);
+//   auto opened = open_latest(agreement, folder);
+//   load_into(agreement, opened->checkpoint, Section::Model, parts);
 //
 // Each rank reads only what its parts need, from the mapped files. All mismatches are reported in one error,
 // the same on every rank, before any tensor has changed.
@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/checkpoint/files/meeting.h"
+#include "penstock/checkpoint/files/rank_agreement.h"
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/checkpoint/tensors/tensor_part.h"
 
@@ -31,7 +31,7 @@ struct LoadReport {
 // [collective] Every rank must call it, even without parts: only all of them together know which tensors
 // nobody requests. Throws a CheckpointError listing all tensors that are missing, extra, or of another shape
 // or dtype.
-LoadReport load_into(Meeting& meeting, const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts,
+LoadReport load_into(RankAgreement& agreement, const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts,
                      const LoadPolicy& options = {});
 
 }  // namespace penstock::checkpoint

@@ -1,7 +1,8 @@
 // A rank's part of a named tensor, for saving and loading.
 //
 //   std::vector<TensorPart> parts;
-//   for (auto& parameter : module->named_parameters()) parts.push_back(tensor_part(parameter.key(), parameter.value()));
+//   for (auto& parameter : module->named_parameters())
+//     parts.push_back(tensor_part(parameter.key(), parameter.value()));
 //
 // For a distributed tensor, the part that this rank holds, in any placements; a plain tensor is held whole,
 // possibly on several ranks. Names are global: the same in every layout. Parts share memory with their

@@ -18,7 +18,7 @@
 #include "penstock/base/log.h"
 #include "penstock/checkpoint_error.h"
 #include "penstock/checkpoint/files/folder.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/torch/compat/streams.h"
 
 namespace penstock::checkpoint {
@@ -34,8 +34,8 @@ double seconds_since(Clock::time_point begin) { return std::chrono::duration<dou
 class CheckpointWriter::Impl {
  public:
   Impl(const comm::World& world, std::filesystem::path folder, WriterOptions options)
-      : folder_(std::move(folder)), options_(std::move(options)), board_(world), meeting_(board_) {
-    WorldMeeting(world).agree("open the folder", [&] {
+      : folder_(std::move(folder)), options_(std::move(options)), board_(world), agreement_(board_) {
+    WorldAgreement(world).agree("open the folder", [&] {
       if (world.rank() != 0) return;
       lock_.emplace(folder_);
       for (const std::string& name : clean_leftovers(folder_)) log().info("checkpoint: removed {}, left by a run that was interrupted", (folder_ / name).string());
@@ -50,7 +50,7 @@ class CheckpointWriter::Impl {
       if (error_) log().error("checkpoint: a save failed and its error was not read: call wait() before the end");
       ending_ = true;
     }
-    meeting_.give_up();
+    agreement_.give_up();
     changed_.notify_all();
     thread_.join();
   }
@@ -68,8 +68,8 @@ class CheckpointWriter::Impl {
     job->state = contents.state_json;
     std::vector<AnnouncedTensor> announced;
     std::vector<at::Tensor> locals;
-    meeting_.begin_round(Clock::now() + options_.timeout);
-    job->plan = agree_on_plan(meeting_, step, [&] {
+    agreement_.begin_round(Clock::now() + options_.timeout);
+    job->plan = agree_on_plan(agreement_, step, [&] {
       step_folder_name(step);  // throws for an invalid step
       for (const auto& [section, parts] : {std::pair(Section::Model, &contents.model), std::pair(Section::Optimizer, &contents.optimizer)})
         for (const TensorPart& part : *parts) {
@@ -184,7 +184,7 @@ class CheckpointWriter::Impl {
       SaveOutcome outcome{job->step, {}};
       try {
         fetch(*job);
-        write_checkpoint(meeting_, folder_, job->step, job->plan, job->parts, job->state, options_.files);
+        write_checkpoint(agreement_, folder_, job->step, job->plan, job->parts, job->state, options_.files);
       } catch (const std::exception& failure) {
         outcome.error = fmt::format("checkpoint of step {} was not saved: {}", job->step, failure.what());
         error = std::make_exception_ptr(CheckpointError(outcome.error));
@@ -202,8 +202,8 @@ class CheckpointWriter::Impl {
 
   const std::filesystem::path folder_;
   const WriterOptions options_;
-  WorldBoard board_;
-  BoardMeeting meeting_;  // used by the caller while job_ is empty, else by the thread
+  WorldStatusBoard board_;
+  StatusBoardAgreement agreement_;  // used by the caller while job_ is empty, else by the thread
   std::optional<FolderLock> lock_;
   std::vector<at::Tensor> buffers_;
 

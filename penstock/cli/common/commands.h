@@ -52,7 +52,7 @@ void refuse_keys(const train::ResolvedConfig& resolved, const std::string& comma
 
 // For commands that train a few steps and keep nothing: returns whether a key has an effect. Checkpoint and
 // output keys have none.
-bool trains_without_a_run(const std::string& key);
+bool has_effect_without_run(const std::string& key);
 
 // Prints text generated from the newest checkpoint of a run, like `generate`.
 void print_sample(const std::string& run_folder);

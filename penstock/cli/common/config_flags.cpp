@@ -43,7 +43,7 @@ void refuse_near_flags(const CLI::App& command, const std::vector<std::string>& 
 
 }  // namespace
 
-bool trains_without_a_run(const std::string& key) { return !key.starts_with("checkpoint.") && !key.starts_with("output."); }
+bool has_effect_without_run(const std::string& key) { return !key.starts_with("checkpoint.") && !key.starts_with("output."); }
 
 void refuse_keys(const train::ResolvedConfig& resolved, const std::string& command, const std::function<bool(const std::string& key)>& used) {
   for (const auto& [key, origin] : resolved.origins)

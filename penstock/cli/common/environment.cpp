@@ -55,7 +55,7 @@ const std::vector<Variable>& variables() {
 
 // Other variables with this prefix (PENSTOCK_HOME, ...) may be someone else's; a name that nearly matches a
 // known one is probably a typo.
-void warn_of_misspelt_names() {
+void warn_about_misspelled_names() {
   std::vector<std::string> endings;
   for (const Variable& variable : variables()) endings.emplace_back(std::string_view(variable.name).substr(kPrefix.size()));
   for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
@@ -80,7 +80,7 @@ void warn_of_misspelt_names() {
 
 void check_environment() {
   for (const Variable& variable : variables()) variable.check(variable.name);
-  if (!env_text("PENSTOCK_LAUNCH_ID")) warn_of_misspelt_names();  // once, not once a rank
+  if (!env_text("PENSTOCK_LAUNCH_ID")) warn_about_misspelled_names();  // once, not once per rank
 }
 
 }  // namespace penstock::cli

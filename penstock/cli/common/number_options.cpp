@@ -22,13 +22,13 @@ CLI::Option* add_read_option(CLI::App& command, const std::string& names, const 
 std::string whole_help(const std::string& help, std::int64_t low, std::int64_t high, std::int64_t now) {
   const std::string range = high == std::numeric_limits<std::int64_t>::max() ? fmt::format("at least {}", low) : fmt::format("{} to {}", low, high);
   // Help texts that state the default themselves need no second one.
-  const bool told = help.find("default") != std::string::npos;
-  return fmt::format("{} ({}{})", help, range, now >= low && now <= high && !told ? fmt::format(", default {}", now) : std::string());
+  const bool states_default = help.find("default") != std::string::npos;
+  return fmt::format("{} ({}{})", help, range, now >= low && now <= high && !states_default ? fmt::format(", default {}", now) : std::string());
 }
 
 CLI::Option* add_number(CLI::App& command, const std::string& names, double& place, const NumberRange& range, const std::string& help) {
-  const bool told = help.find("default") != std::string::npos;
-  const std::string shown = fmt::format("{} ({}{})", help, range.text(), range.contains(place) && !told ? fmt::format(", default {}", place) : std::string());
+  const bool states_default = help.find("default") != std::string::npos;
+  const std::string shown = fmt::format("{} ({}{})", help, range.text(), range.contains(place) && !states_default ? fmt::format(", default {}", place) : std::string());
   return add_read_option(command, names, "X", shown, [&place, range](const std::string& name, const std::string& text) { place = read_number(name, text, range); });
 }
 

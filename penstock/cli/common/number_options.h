@@ -27,7 +27,7 @@ std::string whole_help(const std::string& help, std::int64_t low, std::int64_t h
 template <std::integral T>
 CLI::Option* add_whole(CLI::App& command, const std::string& names, T& place, std::int64_t low, std::int64_t high, const std::string& help) {
   return add_read_option(command, names, "N", whole_help(help, low, high, static_cast<std::int64_t>(place)),
-                         [&place, low, high](const std::string& name, const std::string& text) { place = static_cast<T>(read_whole(name, text, low, high)); });
+                         [&place, low, high](const std::string& name, const std::string& text) { place = static_cast<T>(read_integer(name, text, low, high)); });
 }
 
 CLI::Option* add_number(CLI::App& command, const std::string& names, double& place, const NumberRange& range, const std::string& help);

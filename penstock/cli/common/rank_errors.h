@@ -5,7 +5,7 @@
 //   const int code = comm::launch(options).exit_code;
 //   errors.print();
 //
-//   return tell_parent([&] { ...; return 0; }); // in each rank
+//   return report_to_parent([&] { ...; return 0; }); // in each rank
 //
 // All ranks detect an invalid configuration or checkpoint in the same way. They pass the message to the
 // command that started them, which prints each message once, and the launcher then does not report which rank
@@ -32,6 +32,6 @@ class RankErrors {
 
 // Runs `body` and returns its exit code. Returns 2 for a ConfigError and 1 for a CheckpointError; rethrows
 // both if no parent listens.
-int tell_parent(const std::function<int()>& body);
+int report_to_parent(const std::function<int()>& body);
 
 }  // namespace penstock::cli

@@ -73,7 +73,7 @@ void make(const MakeFlags& flags) {
   options.sources.skip_bad_files = flags.skip_bad_files;
   options.shard_tokens = flags.shard_tokens;
   options.overwrite = flags.overwrite;
-  train::MadeShards made;
+  train::MakeShardsResult made;
   {
     ProgressLine line;
     options.progress = [&](const train::MakeShardsProgress& progress) { line.show(progress); };

@@ -107,7 +107,7 @@ std::vector<plan::MemoryLimit> memory_limits(const CostFlags& flags, int ranks, 
     std::vector<int> values;
     for (std::size_t begin = 0; begin <= flags.max_activations.size();) {
       const std::size_t end = std::min(flags.max_activations.find(':', begin), flags.max_activations.size());
-      values.push_back(static_cast<int>(read_whole("--max-activations", flags.max_activations.substr(begin, end - begin), 0, 1 << 30)));
+      values.push_back(static_cast<int>(read_integer("--max-activations", flags.max_activations.substr(begin, end - begin), 0, 1 << 30)));
       begin = end + 1;
     }
     widen("--max-activations", values.size());

@@ -25,7 +25,7 @@ void add_trace_command(CLI::App& app, CommandOutcome&) {
       "  penstock trace step.json --csv > actions.csv\n"
       "Exit codes: 0 ok, 2 the file cannot be read.");
   command->callback([flags] {
-    const pipeline::TraceComparison comparison = pipeline::compare_with_simulation(pipeline::read_trace(flags->file));
+    const TraceComparison comparison = compare_with_simulation(read_trace(flags->file));
     write_text("", flags->csv ? to_csv(comparison) : to_text(comparison));
   });
 }

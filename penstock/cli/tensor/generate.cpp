@@ -74,7 +74,7 @@ void run(const GenerateFlags& flags) {
   use_available_cores();
   const at::Device device = flags.device == "cuda" || (flags.device == "auto" && torch::cuda::is_available()) ? at::kCUDA : at::kCPU;
   train::LoadedModel loaded = train::load_model(flags.run, device);
-  if (train::tokens_have_no_text(loaded.config.data))
+  if (train::tokenizer_is_unknown(loaded.config.data))
     throw ConfigError(describe(fmt::format("{}: generate", flags.run), "a model trained on token files", "a model trained on text", "Penstock does not know the tokenizer of token files; its own tokenizer has one token per byte"));
   const std::string prompt = flags.prompt.value_or(loaded.config.output.sample_prompt);
   if (prompt.empty())

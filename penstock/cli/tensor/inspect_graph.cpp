@@ -88,7 +88,7 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
     const train::ResolvedConfig resolved = train::load_config(config_sources(command));
     refuse_keys(resolved, "inspect graph", [](const std::string& key) { return key.starts_with("model.") || key.starts_with("layout."); });
     // Nothing is computed, but the parameters are allocated.
-    train::require_memory(train::least_need_of_capture(resolved.config), train::machine_memory_bytes());
+    train::require_memory(train::minimum_memory_of_capture(resolved.config), train::machine_memory_bytes());
     file = capture_model(resolved.config, flags.min_cut);
     title = fmt::format("model {}, one microbatch of {} x {} tokens", resolved.config.model.preset, resolved.config.layout.microbatch_size,
                         resolved.config.model.context);

@@ -148,9 +148,9 @@ std::string to_json(const train::DryRun& plan, const std::vector<RankRows>& rank
 }
 
 int run(const CLI::App& command, const InspectMemoryFlags& flags) {
-  if (!flags.worker.empty()) return tell_parent([&] { return run_rank(flags); });
+  if (!flags.worker.empty()) return report_to_parent([&] { return run_rank(flags); });
   const train::ResolvedConfig resolved = train::load_config(config_sources(command));
-  refuse_keys(resolved, "inspect memory", trains_without_a_run);
+  refuse_keys(resolved, "inspect memory", has_effect_without_run);
   if (flags.predict_only) refuse_options(command, {"--steps"}, "with --predict-only, which runs no steps");
   const train::LayoutConfig& layout = resolved.config.layout;
   const train::DryRun plan = train::dry_run(resolved.config);

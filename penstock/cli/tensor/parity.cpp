@@ -86,9 +86,9 @@ std::string layout_words(const train::LayoutConfig& layout) {
 }
 
 int run(const CLI::App& command, const ParityFlags& flags) {
-  if (!flags.worker.empty()) return tell_parent([&] { return run_rank(flags); });
+  if (!flags.worker.empty()) return report_to_parent([&] { return run_rank(flags); });
   train::ResolvedConfig layout = train::load_config(config_sources(command));
-  refuse_keys(layout, "parity", trains_without_a_run);
+  refuse_keys(layout, "parity", has_effect_without_run);
   layout.config.layout.device = common_device(layout.config.layout);
   train::check_host(layout.config, layout.config.layout.ranks);
   train::ResolvedConfig one = layout;

@@ -34,9 +34,9 @@ void add_resume_command(CLI::App& app, CommandOutcome& outcome) {
   add_train_flags(*command, *flags);
   command->callback([command, flags, &outcome] {
     // Values of keys cannot be distinguished from a run folder, so the run must come first.
-    if (!train::holds_run(flags->run))
+    if (!train::contains_run(flags->run))
       for (const std::string& word : command->remaining())
-        if (!word.starts_with("-") && train::holds_run(word))
+        if (!word.starts_with("-") && train::contains_run(word))
           throw ConfigError(describe("resume", quote(flags->run), "the folder of the run as the first argument", fmt::format("penstock resume {} --section.key value ...", word)));
     const train::ConfigSources sources = config_sources(*command);
     if (sources.file) throw ConfigError(describe("resume", quote(sources.file->string()), "RUN and --section.key value", "the run's own configuration is used"));

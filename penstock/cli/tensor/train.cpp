@@ -29,7 +29,7 @@
 #include "penstock/cli/common/number_options.h"
 #include "penstock/cli/common/rank_errors.h"
 #include "penstock/cli/tensor/train_run.h"
-#include "penstock/cli/common/wait_line.h"
+#include "penstock/cli/common/status_line.h"
 #include "penstock/cli/common/work_folder.h"
 #include "penstock/comm/launch/compute_environment.h"
 #include "penstock/comm/launch/launch_env.h"
@@ -131,7 +131,7 @@ int run_foreign_rank(const train::RunPlan& plan) {
 void show_dry_run(const train::TrainConfig& config) {
   std::string text;
   {
-    WaitLine line("dry run");
+    StatusLine line("dry run");
     text = train::to_text(train::dry_run(config, [&](const std::string& what, double share) { line.show(what, share); }));
   }
   fmt::print("{}", text);
@@ -169,7 +169,7 @@ int start_ranks(const train::RunPlan& plan, const TrainFlags& flags) {
   if (!fs::exists(handed.path() / kAccepted)) return exit_code;  // refused: the folder is unchanged
   if (file_exists(folder / train::MetricsFile::kName)) report(folder);
   // Token files have no known tokenizer, so that there is no text to sample.
-  if (exit_code == 0 && resolved.config.output.sample_tokens > 0 && !train::tokens_have_no_text(resolved.config.data)) {
+  if (exit_code == 0 && resolved.config.output.sample_tokens > 0 && !train::tokenizer_is_unknown(resolved.config.data)) {
     fmt::print("\nSample from the model (penstock generate {}):\n\n", folder.string());
     print_sample(folder.string());
   }
@@ -177,7 +177,7 @@ int start_ranks(const train::RunPlan& plan, const TrainFlags& flags) {
 }
 
 int run(const CLI::App& command, const TrainFlags& flags) {
-  if (!flags.worker.empty()) return tell_parent([&] { return run_rank(flags.worker, flags.handed); });
+  if (!flags.worker.empty()) return report_to_parent([&] { return run_rank(flags.worker, flags.handed); });
   const train::ConfigSources sources = config_sources(command);
   return train_run(command, flags, sources, [&] { return train::plan_run(sources); });
 }

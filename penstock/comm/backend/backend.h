@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/backend/reduce_op.h"
+#include "penstock/reduce_op.h"
 #include "penstock/comm/rendezvous/store.h"
 #include "penstock/comm/transport/transfer.h"
 

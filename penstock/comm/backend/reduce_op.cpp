@@ -1,4 +1,4 @@
-#include "penstock/comm/backend/reduce_op.h"
+#include "penstock/reduce_op.h"
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"

@@ -27,7 +27,7 @@ void receive_by_ucx(WorkState& work, const at::Tensor& data, const Contract& exp
     const bool known = sent.dtype >= 0 && sent.dtype < static_cast<int>(at::ScalarType::NumOptions);
     sent.dims = 1;
     sent.shape[0] = static_cast<std::int64_t>(sent.bytes / (known ? c10::elementSize(static_cast<at::ScalarType>(sent.dtype)) : 1));
-    throw PipeliningMetadataError(describe_mismatch(source, sent, self.group().own_rank(), expected, self.label()));
+    throw MismatchError(describe_mismatch(source, sent, self.group().own_rank(), expected, self.label()));
   });
 }
 
@@ -47,7 +47,7 @@ void start_send(WorkState& work, const at::Tensor& data, int position, int tag) 
     work.add(group.ucx->send(data.data_ptr(), data.nbytes(), position, static_cast<std::uint32_t>(tag), static_cast<std::uint16_t>(contract.dtype)));
   } else {
     work.add(cpu_backend(group).send(data, position, contract.key()));
-    work.promise({true, position, contract});
+    work.expect({true, position, contract});
   }
 }
 
@@ -58,7 +58,7 @@ void start_receive(WorkState& work, const at::Tensor& data, int position, int ta
   work.keep(data);
   if (group.ucx) return receive_by_ucx(work, data, contract, position);
   work.add(cpu_backend(group).recv(data, position, contract.key()));
-  work.promise({false, position, contract});
+  work.expect({false, position, contract});
 }
 
 }  // namespace penstock::comm

@@ -99,20 +99,20 @@ void check_agreement(WorkState& work, const std::string& description) {
   constexpr std::int64_t kBytes = 256;
   at::Tensor own = at::zeros({kBytes}, at::kByte);
   std::memcpy(own.data_ptr(), description.data(), std::min<std::size_t>(description.size(), kBytes - 1));
-  Tensors words(group.ranks.size());
-  for (auto& word : words) word = at::empty({kBytes}, at::kByte);
-  words[static_cast<std::size_t>(group.axis_rank)] = own;
+  Tensors descriptions(group.ranks.size());
+  for (auto& description : descriptions) description = at::empty({kBytes}, at::kByte);
+  descriptions[static_cast<std::size_t>(group.axis_rank)] = own;
   auto check = std::make_shared<WorkState>(group.shared_from_this(), "agreement", work.label(), std::nullopt, kBytes, std::nullopt);
-  exchange(*check, Tensors(words.size(), own), words, group.internal_tag(group.sequence++, 3));
+  exchange(*check, Tensors(descriptions.size(), own), descriptions, group.internal_tag(group.sequence++, 3));
   check->wait();
   std::string report;
   bool differ = false;
-  for (std::size_t i = 0; i < words.size(); ++i) {
-    const std::string word(static_cast<const char*>(words[i].data_ptr()));
-    differ = differ || word != std::string(static_cast<const char*>(own.data_ptr()));
-    report += fmt::format("{}rank {}: {}", i > 0 ? "; " : "", group.ranks[i], word);
+  for (std::size_t i = 0; i < descriptions.size(); ++i) {
+    const std::string theirs(static_cast<const char*>(descriptions[i].data_ptr()));
+    differ = differ || theirs != std::string(static_cast<const char*>(own.data_ptr()));
+    report += fmt::format("{}rank {}: {}", i > 0 ? "; " : "", group.ranks[i], theirs);
   }
-  if (differ) throw PipeliningMetadataError(fmt::format("the members of group {} started different collectives: {}", group.name, report));
+  if (differ) throw MismatchError(fmt::format("the members of group {} started different collectives: {}", group.name, report));
 }
 
 std::string signature(const char* operation, const at::Tensor& tensor, const std::string& more = {}) {
@@ -131,7 +131,7 @@ Work started(State work, Start start) {
   return Work(std::move(work));
 }
 
-// ---------------------------------------------------------------------------------------------------------- all_reduce
+// ------------------------------------------------------------------------------------------------ all_reduce
 
 void reduce_halves_directly(WorkState& work, const at::Tensor& host, ReduceOp op) {
   GroupState& group = work.group();
@@ -195,7 +195,7 @@ void start_all_reduce(WorkState& work, const at::Tensor& tensor, ReduceOp op) {
   if (copy.copied()) work.then([copy](WorkState&) { copy.write_back(); });
 }
 
-// ----------------------------------------------------------------------------------------------------- gather, scatter
+// ------------------------------------------------------------------------------------------- gather, scatter
 
 void start_all_gather_uneven(WorkState& work, const Tensors& outputs, const at::Tensor& input) {
   GroupState& group = work.group();

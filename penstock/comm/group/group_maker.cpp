@@ -13,6 +13,7 @@
 #include "penstock/base/text.h"
 #include "penstock/comm/group/stall_watch.h"
 #include "penstock/comm/group/work_state.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::comm {
 
@@ -71,7 +72,7 @@ void open_backends(GroupState& group, P2PTransport p2p, const std::string& key, 
 
 }  // namespace
 
-std::string complaint_about(const std::vector<int>& ranks, int world_size) {
+std::string validation_error(const std::vector<int>& ranks, int world_size) {
   if (ranks.empty()) return "the list is empty; give at least one rank";
   std::set<int> seen;
   for (const int rank : ranks) {

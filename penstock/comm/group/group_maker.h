@@ -25,7 +25,7 @@ struct GroupRecipe {
 
 // Returns what is wrong with a list of ranks (empty, a duplicate, a rank outside the world), or "" if it is
 // valid.
-std::string complaint_about(const std::vector<int>& ranks, int world_size);
+std::string validation_error(const std::vector<int>& ranks, int world_size);
 
 // Returns the transport for point-to-point transfers of a group with this setting: "gloo" or "ucx".
 std::string p2p_transport_name(P2PTransport wanted = P2PTransport::Auto);

@@ -57,10 +57,10 @@ struct MemberGroups::Opening {
   std::string here(int rank) const { return fmt::format("{}/here/{}", name, rank); }
 
   // The notice to the other members: "0,1,2;0;purpose".
-  std::string to_word() const { return fmt::format("{};{};{}", fmt::join(ranks, ","), static_cast<int>(p2p), purpose); }
-  static Key parse_word(const std::string& word) {
+  std::string to_notice() const { return fmt::format("{};{};{}", fmt::join(ranks, ","), static_cast<int>(p2p), purpose); }
+  static Key parse_notice(const std::string& notice) {
     Key key;
-    std::stringstream parts(word);
+    std::stringstream parts(notice);
     std::string list, transport;
     std::getline(parts, list, ';');
     std::getline(parts, transport, ';');
@@ -98,7 +98,7 @@ MemberGroups::~MemberGroups() {
 
 Group MemberGroups::get(const std::vector<int>& ranks, const MemberGroupOptions& options) {
   const int own = core_->env.rank;
-  if (const std::string bad = complaint_about(ranks, core_->env.world_size); !bad.empty())
+  if (const std::string bad = validation_error(ranks, core_->env.world_size); !bad.empty())
     throw ValueError(fmt::format("group of ranks [{}]: {}", format_list(ranks), bad));
   if (std::find(ranks.begin(), ranks.end(), own) == ranks.end())
     throw ValueError(describe("group of ranks", fmt::format("[{}] on rank {}", format_list(ranks), own), "a list that contains the own rank",
@@ -115,7 +115,7 @@ Group MemberGroups::get(const std::vector<int>& ranks, const MemberGroupOptions&
     name = opening.name;
     if (!opening.ended && ranks.size() > 1) {
       lock.unlock();
-      tell_members(opening);
+      notify_members(opening);
       lock.lock();
     }
     for (Pause pause; !opening.ended;) {
@@ -123,7 +123,7 @@ Group MemberGroups::get(const std::vector<int>& ranks, const MemberGroupOptions&
       lock.unlock();
       read_inbox();
       const auto now = Clock::now();
-      look_for_missing(opening, now >= deadline, now >= deadline + kVerdictSlack);
+      check_missing(opening, now >= deadline, now >= deadline + kVerdictSlack);
       lock.lock();
     }
     if (opening.error) std::rethrow_exception(opening.error);
@@ -241,12 +241,12 @@ std::string MemberGroups::await_verdict(const Opening& opening) {
 }
 
 std::string MemberGroups::judge(const Opening& opening) const {
-  const auto word = [&](int rank) { return core_->store.try_get(opening.here(rank)).value_or(""); };
+  const auto report = [&](int rank) { return core_->store.try_get(opening.here(rank)).value_or(""); };
   const int first = opening.ranks.front();
   for (const int rank : opening.ranks)
-    if (word(rank) != word(first))
+    if (report(rank) != report(first))
       return fmt::format("error group of {}: rank {} uses {} for point-to-point transfers, rank {} uses {}; set PENSTOCK_P2P to the same value on all ranks",
-                         opening.name, first, word(first), rank, word(rank));
+                         opening.name, first, report(first), rank, report(rank));
   return "ok";
 }
 
@@ -254,14 +254,14 @@ void MemberGroups::decide(const Opening& opening, const std::string& verdict) co
   if (core_->store.add(opening.key("decided"), 1) == 1) core_->store.set(opening.key("verdict"), verdict);
 }
 
-void MemberGroups::tell_members(const Opening& opening) const {
+void MemberGroups::notify_members(const Opening& opening) const {
   const Store& store = core_->store;
   if (store.add(opening.key("asked"), 1) != 1) return;
-  const std::string word = opening.to_word();
+  const std::string notice = opening.to_notice();
   for (const int rank : opening.ranks) {
     if (rank == core_->env.rank) continue;
     const std::int64_t number = store.add(fmt::format("inbox/{}/count", rank), 1);
-    store.set(fmt::format("inbox/{}/{}", rank, number), word);
+    store.set(fmt::format("inbox/{}/{}", rank, number), notice);
   }
 }
 
@@ -271,15 +271,15 @@ void MemberGroups::read_inbox() {
   const int own = core_->env.rank;
   const std::int64_t count = store.add(fmt::format("inbox/{}/count", own), 0);
   while (inbox_read_ < count) {
-    const auto word = store.try_get(fmt::format("inbox/{}/{}", own, inbox_read_ + 1));
-    if (!word) return;  // counted, but not written yet
+    const auto notice = store.try_get(fmt::format("inbox/{}/{}", own, inbox_read_ + 1));
+    if (!notice) return;  // counted, but not written yet
     ++inbox_read_;
     std::lock_guard lock(mutex_);
-    begin(Opening::parse_word(*word));
+    begin(Opening::parse_notice(*notice));
   }
 }
 
-void MemberGroups::look_for_missing(const Opening& opening, bool deadline_passed, bool slack_passed) const {
+void MemberGroups::check_missing(const Opening& opening, bool deadline_passed, bool slack_passed) const {
   for (const int rank : opening.ranks)
     if (core_->liveness->state_of(rank).state == RankState::Left && !core_->store.has(opening.here(rank)))
       decide(opening, fmt::format("left {}", rank));

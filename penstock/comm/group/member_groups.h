@@ -65,11 +65,11 @@ class MemberGroups {
   std::string judge(const Opening& opening) const;
   // Writes the verdict unless one exists.
   void decide(const Opening& opening, const std::string& verdict) const;
-  void tell_members(const Opening& opening) const;
+  void notify_members(const Opening& opening) const;
   void read_inbox();
   // Called periodically while an opening is pending: gives up on members that left, and on all missing
   // members once the deadline has passed.
-  void look_for_missing(const Opening& opening, bool deadline_passed, bool slack_passed) const;
+  void check_missing(const Opening& opening, bool deadline_passed, bool slack_passed) const;
 
   const std::shared_ptr<WorldCore> core_;
   std::atomic<bool> closing_{false};

@@ -70,7 +70,7 @@ std::int64_t rows_per_member(const Tensor& input, std::int64_t size) {
 
 std::int64_t sum_of(const Ints& values) { return std::accumulate(values.begin(), values.end(), std::int64_t{0}); }
 
-// ------------------------------------------------------------------------------- kernels that communicate (CPU, CUDA)
+// ---------------------------------------------------------------------- kernels that communicate (CPU, CUDA)
 
 Tensor all_reduce_kernel(const Tensor& input, std::string op, std::string group) {
   Tensor output = input.contiguous().clone();
@@ -141,7 +141,7 @@ Tensor wait_kernel(const Tensor& input) {
   return input;
 }
 
-// -------------------------------------------------------------------------------------------- shape-only kernels (Meta)
+// --------------------------------------------------------------------------------- shape-only kernels (Meta)
 
 Tensor same_shape_meta(const Tensor& input) { return at::empty(input.sizes(), input.options()); }
 Tensor all_reduce_meta(const Tensor& input, std::string, std::string) { return same_shape_meta(input); }
@@ -164,7 +164,7 @@ Tensor reduce_scatter_flat_meta(const Tensor& input, std::string, Ints counts, s
 Tensor broadcast_meta(const Tensor& input, std::int64_t, std::string) { return same_shape_meta(input); }
 Tensor wait_meta(const Tensor& input) { return input; }
 
-// ------------------------------------------------------------------------------------------------------ typed callers
+// --------------------------------------------------------------------------------------------- typed callers
 
 template <class Signature>
 auto find_operator(const char* name) {
@@ -204,7 +204,7 @@ Tensor call_wait(const Tensor& input) {
   return handle.call(input);
 }
 
-// -------------------------------------------------------------------------------------------------------- derivatives
+// ----------------------------------------------------------------------------------------------- derivatives
 
 struct AllReduceFunction : torch::autograd::Function<AllReduceFunction> {
   static Tensor forward(AutogradContext* context, const Tensor& input, std::string op, std::string group) {

@@ -12,8 +12,9 @@
 //   reduce_scatter_tensor(Tensor, str op, int size, str group) all_gather, divided by size for avg
 //   all_to_all_single(Tensor, int[] out, int[] in, str group)  all_to_all with the splits exchanged
 //   all_gather_flat(Tensor, int[] counts, str group)           reduce_scatter_flat (sum)
-//   reduce_scatter_flat(Tensor, str op, int[] counts, int position, str group)   all_gather_flat, divided by size for avg
-//   broadcast(Tensor, int source, str group)                   sum of all gradients on the source, zero elsewhere
+//   reduce_scatter_flat(Tensor, str op, int[] counts,          all_gather_flat, divided by size for avg
+//                       int position, str group)
+//   broadcast(Tensor, int source, str group)                   sum of gradients on the source, else zero
 //   wait_tensor(Tensor)                                        identity
 #pragma once
 

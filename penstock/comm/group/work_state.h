@@ -24,6 +24,7 @@
 #include "penstock/comm/rendezvous/monitor.h"
 #include "penstock/comm/rendezvous/store.h"
 #include "penstock/comm/transport/ucx_transport.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::comm {
 
@@ -48,7 +49,7 @@ struct WorldCore {
 };
 
 // One point-to-point transfer of an operation, as seen by this side.
-struct Promise {
+struct ExpectedTransfer {
   bool sends = false;
   int position = 0;  // of the other side in the group
   Contract contract;
@@ -70,7 +71,7 @@ class WorkState {
   void add(TransferPtr transfer) { transfers_.push_back(std::move(transfer)); }
   void keep(at::Tensor tensor) { kept_.push_back(std::move(tensor)); }
   // Records the contract of the transfer just added, for the stall watch.
-  void promise(const Promise& promise) { promises_.push_back(promise); }
+  void expect(const ExpectedTransfer& expected) { expected_transfers_.push_back(expected); }
   // Adds a step that runs on the waiting thread once everything has arrived, after the steps added before:
   // checks, copies out, sums. A step may add transfers and further steps (a second phase), which are waited
   // for and run in turn.
@@ -83,7 +84,7 @@ class WorkState {
   const std::string& label() const { return label_; }
   const char* operation() const { return operation_; }
   std::optional<int> peer() const { return peer_; }
-  const c10::SmallVector<Promise, 1>& promises() const { return promises_; }
+  const c10::SmallVector<ExpectedTransfer, 1>& expected_transfers() const { return expected_transfers_; }
 
  private:
   void finish(std::exception_ptr error) noexcept;
@@ -99,7 +100,7 @@ class WorkState {
   // Inline storage for the usual one or two, so that a transfer allocates no more often than c10d's own.
   c10::SmallVector<TransferPtr, 2> transfers_;
   c10::SmallVector<at::Tensor, 2> kept_;
-  c10::SmallVector<Promise, 1> promises_;
+  c10::SmallVector<ExpectedTransfer, 1> expected_transfers_;
   std::deque<std::function<void(WorkState&)>> steps_;  // a deque: a running step may add more
   bool finished_ = false;
   bool timed_out_ = false;
@@ -129,17 +130,17 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   void fail(const std::string& reason, std::exception_ptr error) noexcept;
 
   // Takes ownership of memory that an abandoned operation may still write to.
-  void bury(c10::ArrayRef<TransferPtr> transfers, c10::ArrayRef<at::Tensor> tensors);
+  void adopt_abandoned(c10::ArrayRef<TransferPtr> transfers, c10::ArrayRef<at::Tensor> tensors);
 
   // Returns the sequence number of the next transfer with this (member, tag, direction).
   std::uint32_t next_number(bool sends, int position, int tag);
 
   // Called periodically by the stall watch: compares long waits with what the other side reports. A
   // difference ends the wait with an error that names both sides. The store is not accessed otherwise.
-  void look_at_waits();
+  void check_waits();
 
   // Called after a successful wait: withdraws the status that the stall watch posted about it.
-  void take_back_word();
+  void withdraw_status();
 
   int own_rank() const { return world->env.rank; }
   // Returns the name without the suffix that distinguishes the ranks of one process: the same on every
@@ -163,30 +164,30 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::atomic<std::uint32_t> sequence{0};   // number of composed collectives started
 
  private:
-  std::string find_mismatch(const Promise& promise, const std::string& label) const;
-  [[noreturn]] void raise(const std::string& transport_words, WorkState& work, bool timed_out);
-  std::string who_is_missing(WorkState& work);
-  void tell_of_long_wait();
-  std::string word_key(int position) const;
+  std::string find_mismatch(const ExpectedTransfer& expected, const std::string& label) const;
+  [[noreturn]] void raise(const std::string& transport_error, WorkState& work, bool timed_out);
+  std::string describe_missing_ranks(WorkState& work);
+  void post_long_wait();
+  std::string status_key(int position) const;
 
   mutable std::mutex mutex_;  // guards the members below
   std::exception_ptr error_;
   struct Wait {
     Transfer* transfer;
     Clock::time_point since;
-    Clock::time_point tell_at;  // when to start notifying the other ranks
+    Clock::time_point post_at;  // when to start notifying the other ranks
     const WorkState* work;  // not modified while it waits
   };
   std::list<Wait> waiting_;
   std::string mismatch_;  // found by the stall watch
-  std::vector<TransferPtr> buried_transfers_;
-  std::vector<at::Tensor> buried_tensors_;
+  std::vector<TransferPtr> abandoned_transfers_;
+  std::vector<at::Tensor> abandoned_tensors_;
   std::shared_ptr<void> listener_;
 
   // Whether this rank's status is in the store, for ranks whose wait has failed. Changed under mutex_;
-  // word_mutex_ is held while the status is written.
-  std::atomic<bool> word_left_ = false;
-  std::mutex word_mutex_;
+  // status_mutex_ is held while the status is written.
+  std::atomic<bool> status_posted_ = false;
+  std::mutex status_mutex_;
 
   std::mutex numbers_mutex_;
   std::unordered_map<std::uint64_t, std::uint32_t> numbers_;  // transfers started, by direction, member and tag

@@ -23,6 +23,7 @@
 #include "penstock/comm/transport/tcp_listen.h"
 #include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/comm/group/work_state.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::comm {
 
@@ -30,15 +31,15 @@ namespace {
 
 // Rank 0 decides and the others wait for its answer. They wait this much longer, so that its reason arrives
 // before they time out themselves.
-constexpr auto kVerdictSlack = std::chrono::seconds(3);
+constexpr auto kAnswerSlack = std::chrono::seconds(3);
 // Rank 0 hosts the store: before it ends after a negative verdict, it waits at most this long for the others
 // to read it.
-constexpr auto kHearingTime = std::chrono::seconds(2);
+constexpr auto kVerdictReadTime = std::chrono::seconds(2);
 
 // Every rank posts a text; rank 0 reads them all and posts a verdict for all ranks. `judge` runs on rank 0
 // and returns the verdict, or sets an error text that becomes a ValueError on every rank. If ranks post
 // nothing by the deadline, every rank throws a TimeoutError that names them.
-std::string agree(const WorldCore& core, const std::string& topic, const std::string& own_word, Clock::time_point deadline,
+std::string agree(const WorldCore& core, const std::string& topic, const std::string& own_text, Clock::time_point deadline,
                   const std::function<std::string(const std::vector<std::string>&, std::string& error)>& judge) {
   const int size = core.env.world_size;
   const auto key = [&](int rank) { return fmt::format("{}/{}", topic, rank); };
@@ -50,29 +51,29 @@ std::string agree(const WorldCore& core, const std::string& topic, const std::st
     where.elapsed_s = std::chrono::duration<double>(Clock::now() - begin).count();
     return where;
   };
-  core.store.set(key(core.env.rank), own_word);
+  core.store.set(key(core.env.rank), own_text);
   const std::string verdict_key = topic + "/verdict";
   if (core.env.rank == 0) {
-    std::vector<std::string> words(static_cast<std::size_t>(size));
+    std::vector<std::string> texts(static_cast<std::size_t>(size));
     std::vector<int> missing;
     for (int rank = 0; rank < size; ++rank) {
       try {
-        words[static_cast<std::size_t>(rank)] = core.store.get(key(rank), deadline, fmt::format("rank {} to join {}", rank, topic));
+        texts[static_cast<std::size_t>(rank)] = core.store.get(key(rank), deadline, fmt::format("rank {} to join {}", rank, topic));
       } catch (const TimeoutError&) {
         missing.push_back(rank);
       }
     }
     std::string error;
-    const std::string verdict = missing.empty() ? judge(words, error) : "";
+    const std::string verdict = missing.empty() ? judge(texts, error) : "";
     const bool bad = !missing.empty() || !error.empty();
     core.store.set(verdict_key, !missing.empty() ? "missing " + format_list(missing) : !error.empty() ? "error " + error : "ok " + verdict);
     const auto present = size - 1 - static_cast<std::int64_t>(missing.size());
-    for (const auto until = Clock::now() + kHearingTime; bad && Clock::now() < until && core.store.add(topic + "/heard", 0) < present;)
+    for (const auto until = Clock::now() + kVerdictReadTime; bad && Clock::now() < until && core.store.add(topic + "/heard", 0) < present;)
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   std::string verdict;
   try {
-    verdict = core.store.get(verdict_key, deadline + kVerdictSlack, fmt::format("rank 0's answer on {}", topic));
+    verdict = core.store.get(verdict_key, deadline + kAnswerSlack, fmt::format("rank 0's answer on {}", topic));
   } catch (const TimeoutError&) {
     std::vector<int> missing;
     for (int rank = 0; rank < size; ++rank)
@@ -96,14 +97,14 @@ void survive_broken_pipes() {
 }
 
 // Exchanges the facts that ranks need to know about each other: one host or several, GPUs.
-void meet(WorldCore& core, Clock::time_point deadline) {
+void exchange_host_facts(WorldCore& core, Clock::time_point deadline) {
   const std::string gpu = nccl_available() ? gpu_identity(core.env.local_rank, core.gpu_index) : "";
-  const std::string verdict = agree(core, "rendezvous", own_host_name() + " " + (gpu.empty() ? "-" : gpu), deadline, [](const auto& words, std::string&) {
+  const std::string verdict = agree(core, "rendezvous", own_host_name() + " " + (gpu.empty() ? "-" : gpu), deadline, [](const auto& texts, std::string&) {
     std::set<std::string> hosts, gpus;
     bool every_gpu = true;
-    for (const std::string& word : words) {
-      hosts.insert(word.substr(0, word.find(' ')));
-      every_gpu = every_gpu && !word.ends_with(" -") && gpus.insert(word).second;
+    for (const std::string& text : texts) {
+      hosts.insert(text.substr(0, text.find(' ')));
+      every_gpu = every_gpu && !text.ends_with(" -") && gpus.insert(text).second;
     }
     return fmt::format("{} {}", hosts.size() == 1 ? 1 : 0, every_gpu ? 1 : 0);
   });
@@ -153,7 +154,7 @@ World World::connect(const LaunchEnv& env, const WorldOptions& options) {
     core->monitor = std::make_unique<Monitor>(env, core->store, core->liveness, deadline);
     core->store.watch(core->liveness, env.rank);
   }
-  meet(*core, deadline);
+  exchange_host_facts(*core, deadline);
   return World(std::move(core), options.p2p);
 }
 
@@ -183,25 +184,25 @@ Group World::new_group(const std::vector<int>& ranks, const GroupOptions& option
   const std::string base = options.name.empty() ? key : options.name;
   const auto timeout = options.timeout.count() > 0 ? options.timeout : core.timeout;
   const auto deadline = Clock::now() + timeout;
-  const std::string own_word = fmt::format("{} [{}]", base, format_list(ranks, ranks.size()));
-  const auto judge = [&](const std::vector<std::string>& words, std::string& error) -> std::string {
-    for (std::size_t rank = 1; rank < words.size(); ++rank)
-      if (words[rank] != words[0])
-        error = fmt::format("new_group: rank 0 requested {}, rank {} requested {}; every rank must create the same groups in the same order", words[0], rank, words[rank]);
-    if (const std::string bad = complaint_about(ranks, core.env.world_size); error.empty() && !bad.empty()) error = fmt::format("new_group {}: {}", own_word, bad);
+  const std::string own_text = fmt::format("{} [{}]", base, format_list(ranks, ranks.size()));
+  const auto judge = [&](const std::vector<std::string>& texts, std::string& error) -> std::string {
+    for (std::size_t rank = 1; rank < texts.size(); ++rank)
+      if (texts[rank] != texts[0])
+        error = fmt::format("new_group: rank 0 requested {}, rank {} requested {}; every rank must create the same groups in the same order", texts[0], rank, texts[rank]);
+    if (const std::string bad = validation_error(ranks, core.env.world_size); error.empty() && !bad.empty()) error = fmt::format("new_group {}: {}", own_text, bad);
     return "";
   };
   try {
     if (core.fake || core.env.world_size == 1) {
       std::string error;
-      judge({own_word}, error);
+      judge({own_text}, error);
       if (!error.empty()) throw ValueError(error);
     } else {
-      agree(core, "new_group " + key, own_word, deadline, judge);
+      agree(core, "new_group " + key, own_text, deadline, judge);
     }
     return Group(make_group(core_, {.name = base, .key = key, .ranks = ranks, .timeout = timeout, .p2p = options.p2p}, deadline));
   } catch (...) {
-    rethrow_as_group_error(core, base, "new_group " + own_word);
+    rethrow_as_group_error(core, base, "new_group " + own_text);
   }
 }
 
@@ -228,11 +229,11 @@ P2PTransport World::low_latency_transport() const {
   return P2PTransport::Ucx;
 }
 
-void World::leave_word(const std::string& key, const std::string& word) const {
-  core_->store.set(fmt::format("word/{}/{}", core_->env.rank, key), word);
+void World::post_status(const std::string& key, const std::string& status) const {
+  core_->store.set(fmt::format("word/{}/{}", core_->env.rank, key), status);
 }
 
-std::optional<std::string> World::word_of(int rank, const std::string& key) const {
+std::optional<std::string> World::status_of(int rank, const std::string& key) const {
   return core_->store.try_get(fmt::format("word/{}/{}", rank, key));
 }
 

@@ -5,7 +5,7 @@
 // Threads: LibTorch runs on OpenMP threads. Debian's OpenBLAS exists in a build with its own threads and in
 // one that uses OpenMP's. With two pools, waiting threads of one pool keep the cores from the other: with one
 // busy neighbour per core, two threads then train at a quarter of the speed of one. The variables therefore
-//   - select the OpenMP build of OpenBLAS where the system has it but prefers the other one (LD_LIBRARY_PATH),
+//   - select the OpenMP build of OpenBLAS if the system has it but prefers the other one (LD_LIBRARY_PATH),
 //   - let OpenMP threads that wait spin for microseconds instead of milliseconds (GOMP_SPINCOUNT), and
 //   - give every library the same number of threads (OMP_NUM_THREADS, OPENBLAS_NUM_THREADS, MKL_NUM_THREADS).
 //

@@ -29,7 +29,7 @@ using namespace std::chrono_literals;
 constexpr auto kDrainTime = 500ms;
 // Programs such as `timeout` signal a process and then its whole group: two signals within this time count as
 // one request.
-constexpr auto kSameWish = 250ms;
+constexpr auto kSameRequestTime = 250ms;
 constexpr auto kStuckNotice = 10s;
 
 struct Stream {
@@ -72,7 +72,7 @@ class Attempt {
   void take_output();
   bool take_output(RankState& rank, Stream& stream);  // returns whether there may be more
   void show(RankState& rank, Channel channel, const LineSplitter::Line& line);
-  void let_go(RankState& rank);
+  void advance_ended_rank(RankState& rank);
   void next_step();
   void on_first_failure(const RankState& rank);
   void send(int signal);
@@ -170,7 +170,7 @@ void Attempt::loop() {
     take_signals();
     take_exits();
     take_output();
-    for (RankState& rank : ranks_) let_go(rank);
+    for (RankState& rank : ranks_) advance_ended_rank(rank);
     context_.terminal.pump();
     next_step();
     if (all_gone()) return;
@@ -199,7 +199,7 @@ void Attempt::take_signals() {
     if (result_.stopped_by == 0) {
       result_.stopped_by = signal;
       stopped_at_ = now;
-      say(context_.terminal,
+      print_launcher_line(context_.terminal,
           fmt::format("{} received: passed on to {}, killed if still running in {}; {}", signal_name(signal),
                       count_ranks(alive()), elapsed(std::chrono::duration<double>(stop_grace()).count()),
                       "a second SIGINT kills at once"));
@@ -208,8 +208,8 @@ void Attempt::take_signals() {
         ending_ = Ending::Interrupted;
         step_at_ = now + stop_grace();
       }
-    } else if (signal == SIGINT && now - stopped_at_ > kSameWish && ending_ != Ending::Killed) {
-      say(context_.terminal, fmt::format("second SIGINT: killing {}", count_ranks(alive())));
+    } else if (signal == SIGINT && now - stopped_at_ > kSameRequestTime && ending_ != Ending::Killed) {
+      print_launcher_line(context_.terminal, fmt::format("second SIGINT: killing {}", count_ranks(alive())));
       ending_ = Ending::Interrupted;
       step_at_ = now;
     } else {
@@ -276,7 +276,7 @@ void Attempt::on_first_failure(const RankState& rank) {
     text += fmt::format("; {} still running, ended by SIGTERM if still running in {}", count_ranks(others),
                         elapsed(std::chrono::duration<double>(options_.grace).count()));
   explained_ = options_.explained && options_.explained(rank.outcome.rank);
-  if (!explained_) say(context_.terminal, text);
+  if (!explained_) print_launcher_line(context_.terminal, text);
   ending_ = Ending::Grace;
   step_at_ = Clock::now() + options_.grace;
 }
@@ -311,7 +311,7 @@ bool Attempt::take_output(RankState& rank, Stream& stream) {
 void Attempt::show(RankState& rank, Channel channel, const LineSplitter::Line& line) {
   std::string text(line.text);
   if (line.newline) text += '\n';
-  if (const std::string failure = rank.log.append(text); !failure.empty()) say(context_.terminal, failure);
+  if (const std::string failure = rank.log.append(text); !failure.empty()) print_launcher_line(context_.terminal, failure);
   if (line.continued && line.text.empty()) return;  // only the newline of a line already shown in full
   if (!line.newline) text += '\n';
   if (options_.prefix) text.insert(0, line_prefix(rank.outcome.rank, color_[static_cast<int>(channel)]));
@@ -319,7 +319,7 @@ void Attempt::show(RankState& rank, Channel channel, const LineSplitter::Line& l
 }
 
 // Advances a rank that ended towards Gone as far as its pipes and the time allow.
-void Attempt::let_go(RankState& rank) {
+void Attempt::advance_ended_rank(RankState& rank) {
   const auto now = Clock::now();
   if (rank.phase == Phase::Ended && (rank.drained() || now >= rank.drain_until)) {
     kill(-rank.outcome.pid, SIGKILL);
@@ -355,17 +355,17 @@ void Attempt::next_step() {
   step_at_.reset();
   if (count == 0) return;
   if (ending_ == Ending::Grace) {
-    say(context_.terminal, fmt::format("{} still running: sending SIGTERM", count_ranks(count)));
+    print_launcher_line(context_.terminal, fmt::format("{} still running: sending SIGTERM", count_ranks(count)));
     send(SIGTERM);
     ending_ = Ending::Terminated;
     step_at_ = now + options_.kill_after;
   } else if (ending_ == Ending::Interrupted || ending_ == Ending::Terminated) {
-    say(context_.terminal, fmt::format("{} still running: sending SIGKILL", count_ranks(count)));
+    print_launcher_line(context_.terminal, fmt::format("{} still running: sending SIGKILL", count_ranks(count)));
     send(SIGKILL);
     ending_ = Ending::Killed;
     step_at_ = now + kStuckNotice;
   } else {
-    say(context_.terminal, fmt::format("{} not ended by SIGKILL yet: stuck in the kernel, often because of a file "
+    print_launcher_line(context_.terminal, fmt::format("{} not ended by SIGKILL yet: stuck in the kernel, often because of a file "
                                        "system or a device that does not answer",
                                        count_ranks(count)));
   }
@@ -390,7 +390,7 @@ void Attempt::kill_everything() {
       waitpid(-rank.outcome.pid, nullptr, 0);
     }
   }
-  kill_strays("PENSTOCK_LAUNCH_ID=" + context_.launch_id);
+  kill_stray_processes("PENSTOCK_LAUNCH_ID=" + context_.launch_id);
 }
 
 int Attempt::alive() const {
@@ -421,7 +421,7 @@ void Attempt::summarize() {
       low = std::min(low, rank->elapsed_s);
       high = std::max(high, rank->elapsed_s);
     }
-    say(context_.terminal,
+    print_launcher_line(context_.terminal,
         fmt::format(
             "summary: {} {}: {}, after {}", ranks.size() == 1 ? "rank" : "ranks", format_list(numbers), way,
             elapsed(low) == elapsed(high) ? elapsed(low) : fmt::format("{:.1f} to {}", low, elapsed(high))));
@@ -430,7 +430,7 @@ void Attempt::summarize() {
 
 }  // namespace
 
-void say(Terminal& terminal, const std::string& text) {
+void print_launcher_line(Terminal& terminal, const std::string& text) {
   terminal.write(Channel::Err, "[launch] " + text + "\n");
 }
 

@@ -32,7 +32,7 @@ struct AttemptResult {
 };
 
 // Writes a line of the launcher itself to standard error.
-void say(Terminal& terminal, const std::string& text);
+void print_launcher_line(Terminal& terminal, const std::string& text);
 
 // Returns when every rank has ended, its process group is gone and its output has been read. Throws like
 // `launch`; nothing is left running in that case either.

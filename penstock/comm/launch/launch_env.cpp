@@ -17,7 +17,7 @@ namespace {
 using Get = std::function<std::optional<std::string>(const char*)>;
 
 int to_int(const std::string& name, const std::string& text, int low, int high) {
-  return static_cast<int>(read_whole(fmt::format("environment variable {}", name), text, low, high, "let the launcher set it, or unset it to run one rank"));
+  return static_cast<int>(read_integer(fmt::format("environment variable {}", name), text, low, high, "let the launcher set it, or unset it to run one rank"));
 }
 
 std::optional<int> get_int(const Get& get, const char* name, int low, int high) {

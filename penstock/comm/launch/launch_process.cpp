@@ -31,7 +31,7 @@ namespace {
 // fork runs handlers that libraries registered, and OpenBLAS's handler stops its threads in the parent. The
 // child calls nothing that they protect, so they are skipped if the C library can do so. The thread sanitizer
 // must see the fork.
-pid_t fork_plainly() {
+pid_t fork_without_handlers() {
 #if defined(__GLIBC__) && !defined(__SANITIZE_THREAD__)
 #if __GLIBC_PREREQ(2, 34)
   return _Fork();
@@ -197,8 +197,8 @@ Pipe make_pipe() {
   return {above_standard_streams(std::move(read_end)), above_standard_streams(std::move(write_end))};
 }
 
-Program find_program(const std::string& name, const std::string& search_path) {
-  Program program;
+LaunchedProgram find_program(const std::string& name, const std::string& search_path) {
+  LaunchedProgram program;
   const auto refuse = [&](int exit_code, std::string why) {
     program.exit_code = exit_code;
     program.error = std::move(why);
@@ -242,7 +242,7 @@ Program find_program(const std::string& name, const std::string& search_path) {
 OrphanGuard::OrphanGuard() {
   Pipe pipe = make_pipe();
   const AllSignalsBlocked blocked;
-  pid_ = fork_plainly();
+  pid_ = fork_without_handlers();
   if (pid_ == 0) guard_main(pipe.read.get());
   if (pid_ < 0)
     throw StateError(
@@ -282,7 +282,7 @@ SpawnedRank spawn_rank(const std::string& path, const std::vector<std::string>& 
   SpawnedRank rank;
   {
     const AllSignalsBlocked blocked;
-    rank.pid = fork_plainly();
+    rank.pid = fork_without_handlers();
     if (rank.pid == 0) child_main(plan);
   }
   if (rank.pid < 0)
@@ -317,7 +317,7 @@ Subreaper::~Subreaper() {
   prctl(PR_SET_CHILD_SUBREAPER, before_);
 }
 
-int kill_strays(const std::string& entry) {
+int kill_stray_processes(const std::string& entry) {
   int killed = 0;
   while (true) {
     const std::vector<pid_t> strays = children_with(entry);

@@ -36,14 +36,14 @@ struct Pipe {
 Pipe make_pipe();
 
 // The file to execute, or why there is none.
-struct Program {
+struct LaunchedProgram {
   std::string path;
   int exit_code = 0;  // 0: permissions allow executing it; else 126 or 127, as in shells
   std::string error;  // names the program and the remedy
 };
 
 // Looks up a name without '/' in `search_path` (the text of PATH); other names are used unchanged.
-Program find_program(const std::string& name, const std::string& search_path);
+LaunchedProgram find_program(const std::string& name, const std::string& search_path);
 
 // Guards against the launching process dying without cleanup, as after SIGKILL: the guard then kills every
 // process group that was reported to it. It is a forked process that holds nothing but a pipe.
@@ -90,6 +90,6 @@ class Subreaper {
 
 // Kills and reaps the children of this process whose environment holds `entry` ("NAME=value"), and then their
 // children, which become children of this process, until none is left. Returns how many were killed.
-int kill_strays(const std::string& entry);
+int kill_stray_processes(const std::string& entry);
 
 }  // namespace penstock::comm

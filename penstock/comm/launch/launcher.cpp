@@ -190,14 +190,14 @@ LaunchResult launch(const LaunchOptions& options) {
   const auto given = std::find_if(options.environment.rbegin(), options.environment.rend(),
                                   [](const auto& entry) { return entry.first == "PATH"; });
   const char* inherited = std::getenv("PATH");
-  const Program program =
+  const LaunchedProgram program =
       find_program(options.command.front(), given != options.environment.rend() ? given->second
                                             : inherited                         ? inherited
                                                                                 : "");
   if (program.exit_code != 0) {
     result.exit_code = program.exit_code;
     result.error = program.error;
-    say(terminal, program.error);
+    print_launcher_line(terminal, program.error);
     drain(terminal, signals);
     return result;
   }
@@ -220,7 +220,7 @@ LaunchResult launch(const LaunchOptions& options) {
     result.stopped_by = ended.stopped_by;
     result.error = ended.error;
     result.exit_code = ended.start_code;
-    if (!result.error.empty()) say(terminal, result.error);
+    if (!result.error.empty()) print_launcher_line(terminal, result.error);
     if (!result.first_failed_rank) break;
 
     const RankOutcome& first = result.ranks[static_cast<std::size_t>(*result.first_failed_rank)];
@@ -231,13 +231,13 @@ LaunchResult launch(const LaunchOptions& options) {
     const std::string why =
         fmt::format("rank {}, {} after {:.1f} s", first.rank, first.describe(), first.elapsed_s);
     if (attempt == options.restarts) {
-      say(terminal, fmt::format("attempt {} of {} failed ({}); no restart is left", attempt + 1,
+      print_launcher_line(terminal, fmt::format("attempt {} of {} failed ({}); no restart is left", attempt + 1,
                                 options.restarts + 1, why));
       break;
     }
     if ((result.stopped_by = signals.take_stop()) != 0)
       break;  // it came while the attempt was being cleaned up
-    say(terminal, fmt::format("attempt {} of {} failed ({}); starting attempt {}", attempt + 1,
+    print_launcher_line(terminal, fmt::format("attempt {} of {} failed ({}); starting attempt {}", attempt + 1,
                               options.restarts + 1, why, attempt + 2));
   }
   if (result.stopped_by == SIGPIPE) result.exit_code = 128 + SIGPIPE;

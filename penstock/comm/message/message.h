@@ -5,7 +5,7 @@
 //   writer.write(rank).write(shape).write(name);
 //   std::vector<std::uint8_t> bytes = writer.finish();
 //
-//   MessageReader reader(bytes, kShapes, {1, 2});           // throws on damage, another kind, an unknown version
+//   MessageReader reader(bytes, kShapes, {1, 2});           // throws on damage, wrong kind or version
 //   const auto rank = reader.read<std::int32_t>();
 //   ...
 //   reader.expect_end();
@@ -13,14 +13,16 @@
 // Supported types: integers of fixed width, bool, float, double, text, and vectors, optionals and
 // pairs of supported types. Add a struct by defining two functions in its own namespace:
 //
-//   void encode(comm::MessageWriter& writer, const Shape& shape) { writer.write(shape.sizes).write(shape.dtype); }
+//   void encode(comm::MessageWriter& writer, const Shape& shape) {
+//     writer.write(shape.sizes).write(shape.dtype);
+//   }
 //   void decode(comm::MessageReader& reader, Shape& shape) { reader.read(shape.sizes).read(shape.dtype); }
 //
 // Equal values give equal bytes on every machine, so the bytes may be used as a key. Floating-point values
 // are copied bit by bit: 0.0 and -0.0 differ, and NaNs keep their payload. The format is specified in
 // docs/messages.md.
 //
-// Every error of the sender or the wire is a PipeliningMetadataError that names the byte offset. Reading
+// Every error of the sender or the wire is a MismatchError that names the byte offset. Reading
 // never touches memory outside the message and never allocates more in advance than the message has bytes.
 // Thread safety: use a writer or reader from one thread.
 #pragma once

@@ -32,7 +32,8 @@ class OperationTotalsTable {
   // Operations that start during the call may or may not be counted.
   void reset() noexcept;
 
-  // Calls `seen(std::string_view kind, OperationTotals)` for each kind that was counted, in no particular order.
+  // Calls `seen(std::string_view kind, OperationTotals)` for each kind that was counted, in no particular
+  // order.
   template <class Seen>
   void visit(Seen seen) const {
     for (const Row& row : rows_) {

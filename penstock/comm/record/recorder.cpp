@@ -24,7 +24,7 @@ constexpr std::size_t kMostEntries = std::size_t{1} << 20;
 
 // Number of attempts to read a slot. In a signal handler the writer may be this very thread, interrupted in
 // the middle.
-constexpr int kPatient = 1'000'000;
+constexpr int kReadAttempts = 1'000'000;
 constexpr int kInSignalHandler = 100;
 
 // clock_gettime rather than std::chrono, because signal handlers may call it.
@@ -164,7 +164,7 @@ std::vector<OperationRecord> Recorder::snapshot() const {
   std::vector<OperationRecord> records;
   records.reserve(entries_);
   // Writers hold a slot for some nanoseconds; readers wait for nothing else.
-  visit(kPatient, [&](const OperationRecord& record) { records.push_back(record); });
+  visit(kReadAttempts, [&](const OperationRecord& record) { records.push_back(record); });
   return records;
 }
 
@@ -236,7 +236,7 @@ std::string Recorder::to_json(std::string_view reason) const {
   return std::move(sink.text);
 }
 
-void Recorder::write_last_words(ByteSink& sink, std::string_view reason) {
+void Recorder::write_from_signal_handler(ByteSink& sink, std::string_view reason) {
   frozen_.store(true, std::memory_order_relaxed);
   write_json(sink, reason, [&](auto seen) { return visit(kInSignalHandler, seen); });
   frozen_.store(false, std::memory_order_relaxed);

@@ -1,7 +1,8 @@
 // Flight recorder: keeps the last operations of this process for diagnosis: what ran, with which peer, since
 // when.
 //
-//   const auto id = recorder.begin({.operation = "send", .group = "pp.forward", .label = "2F0", .bytes = n, .peer = 3});
+//   const auto id = recorder.begin(
+//       {.operation = "send", .group = "pp.forward", .label = "2F0", .bytes = n, .peer = 3});
 //   ...
 //   recorder.end(id, OperationState::Done);
 //
@@ -9,9 +10,9 @@
 // entry costs about as much as reading the clock twice. Totals per kind of operation are kept separately and
 // never wrap.
 //
-// Thread safety: every function may be called from any thread at any time. `write_last_words` may also run in
-// a signal handler. Readers see whole entries: each slot has a version that is odd while the slot is being
-// written.
+// Thread safety: every function may be called from any thread at any time. `write_from_signal_handler` may
+// also run in a signal handler. Readers see whole entries: each slot has a version that is odd while the slot
+// is being written.
 #pragma once
 
 #include <array>
@@ -91,7 +92,7 @@ class Recorder {
   void dump(const std::string& path, std::string_view reason) const;
   // Writes the same object from a signal handler, without allocation or locks. While it runs, operations of
   // other threads are counted but not recorded, so that they do not overwrite what led to the signal.
-  void write_last_words(ByteSink& sink, std::string_view reason);
+  void write_from_signal_handler(ByteSink& sink, std::string_view reason);
 
  private:
   static constexpr std::size_t kWords = sizeof(Operation) / sizeof(std::uint64_t);

@@ -108,7 +108,7 @@ class PathBuffer {
   std::size_t used_ = 0;
 };
 
-void say(std::string_view text) {
+void write_stderr(std::string_view text) {
   // Nothing can be done about a closed standard error here.
   [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, text.data(), text.size());
 }
@@ -124,16 +124,16 @@ void dump_now(const Target& where, const char* reason) {
   const int file = ::open(partial.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (file >= 0) {
     FileSink sink(file);
-    where.recorder->write_last_words(sink, reason);
+    where.recorder->write_from_signal_handler(sink, reason);
     written = sink.flush();
     ::close(file);
     written = written && ::rename(partial.c_str(), path.c_str()) == 0;
   }
   PathBuffer line;
   line.add("penstock: ").add(reason).add(written ? ": recorder dump in " : ": could not write the recorder dump ");
-  say(line.c_str());
-  say(path.c_str());
-  say("\n");
+  write_stderr(line.c_str());
+  write_stderr(path.c_str());
+  write_stderr("\n");
 }
 
 // Allows one dump at a time. A second thread that crashes meanwhile waits briefly for it instead of ending
@@ -158,7 +158,8 @@ void dump_once(const char* reason) {
 // Returns whether returning from the handler raises the same fault again, now for the previous handler and
 // with its true address.
 bool repeats(const NamedSignal& signal, const siginfo_t& info) {
-  // si_code <= 0: sent by raise, abort or kill. BUS_MCEERR_AO: bad memory that no instruction has touched yet.
+  // si_code <= 0: sent by raise, abort or kill. BUS_MCEERR_AO: bad memory that no instruction has touched
+  // yet.
   return signal.fault && info.si_code > 0 && !(signal.number == SIGBUS && info.si_code == BUS_MCEERR_AO);
 }
 
@@ -179,7 +180,7 @@ extern "C" void penstock_on_fatal_signal(int number, siginfo_t* info, void*) {
 
 // Gives the calling thread a stack for signal handlers. Mapped and never unmapped: it must outlive every
 // destructor of the thread.
-void give_signal_stack() {
+void set_signal_stack() {
   constexpr std::size_t kBytes = 64 * 1024;
   stack_t present{};
   if (::sigaltstack(nullptr, &present) == 0 && (present.ss_flags & SS_DISABLE) == 0) return;
@@ -241,7 +242,7 @@ void install_fatal_signal_dump(const std::string& directory, int rank, FatalSign
   target.store(next.get(), std::memory_order_release);
   targets.push_back(std::move(next));
 
-  give_signal_stack();
+  set_signal_stack();
   for (std::size_t i = 0; i < std::size(kSignals); ++i) {
     if (!kSignals[i].crash && signals == FatalSignals::Crashes) continue;
     if (installed[i].active.load()) continue;

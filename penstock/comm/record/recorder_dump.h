@@ -13,9 +13,9 @@ namespace penstock::comm {
 // Returns std::nullopt if neither variable is set; fatal signals then leave no file.
 std::optional<std::string> recorder_directory();
 
-// Dumps the recorder of this process for an error that is about to be thrown, and returns a sentence for its message:
-// where the dump is, or why it could not be written (a failed dump must not hide the error itself). Without a
-// configured folder the dump is written to the temporary folder.
+// Dumps the recorder of this process for an error that is about to be thrown, and returns a sentence for its
+// message: where the dump is, or why it could not be written (a failed dump must not hide the error itself).
+// Without a configured folder the dump is written to the temporary folder.
 std::string dump_for_error(std::string_view reason);
 
 enum class FatalSignals {

@@ -23,6 +23,7 @@
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/comm/transport/tcp_listen.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::comm {
 
@@ -57,7 +58,7 @@ bool decode(std::string& buffer, Notice& notice) {
   std::memcpy(fields, buffer.data() + 1, sizeof fields);
   const std::uint32_t length = ntohl(fields[1]);
   const auto kind = static_cast<std::uint8_t>(buffer[0]);
-  if (kind < 1 || kind > 4 || length > kMaxText) throw PipeliningMetadataError("monitor: received bytes that are not a notice");
+  if (kind < 1 || kind > 4 || length > kMaxText) throw MismatchError("monitor: received bytes that are not a notice");
   if (buffer.size() < kHeaderBytes + length) return false;
   notice.kind = static_cast<NoticeKind>(kind);
   notice.rank = static_cast<int>(ntohl(fields[0]));
@@ -97,7 +98,8 @@ bool send_all(int fd, const std::string& bytes) noexcept {
 
 }  // namespace
 
-// State of the monitor's thread. On rank 0 `peers_` holds a connection per other rank; elsewhere one, to rank 0.
+// State of the monitor's thread. On rank 0 `peers_` holds a connection per other rank; elsewhere one, to rank
+// 0.
 class Monitor::Loop {
  public:
   Loop(int rank, int size, std::shared_ptr<Liveness> liveness) : rank_(rank), size_(size), liveness_(std::move(liveness)) {
@@ -205,7 +207,7 @@ class Monitor::Loop {
     peer.buffer.append(bytes, static_cast<std::size_t>(n));
     try {
       for (Notice notice; peers_.count(fd) != 0 && decode(peer.buffer, notice);) take(fd, notice);
-    } catch (const PipeliningMetadataError&) {
+    } catch (const MismatchError&) {
       drop(fd, "it sent bytes that are not a notice");
     }
   }

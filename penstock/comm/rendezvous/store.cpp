@@ -17,9 +17,10 @@
 
 #include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
-#include "penstock/comm/transport/patient_caller.h"
+#include "penstock/comm/transport/call_with_timeout.h"
 #include "penstock/comm/transport/tcp_listen.h"
 #include "penstock/torch/compat/version.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::comm {
 
@@ -41,7 +42,7 @@ class Store::Interruptible final : public c10d::Store {
  public:
   // `caller`: for a store in another process, which may be stopped. Calls own what they use, because they may
   // be abandoned.
-  Interruptible(c10::intrusive_ptr<c10d::Store> inner, std::string prefix, std::shared_ptr<PatientCaller> caller = nullptr)
+  Interruptible(c10::intrusive_ptr<c10d::Store> inner, std::string prefix, std::shared_ptr<CallWithTimeout> caller = nullptr)
       : inner_(std::move(inner)), prefix_(std::move(prefix)), caller_(std::move(caller)) {
     timeout_ = inner_->getTimeout();
   }
@@ -80,7 +81,7 @@ class Store::Interruptible final : public c10d::Store {
 #if PENSTOCK_TORCH_AT_LEAST(2, 8)
   c10::intrusive_ptr<c10d::Store> clone() override {
     // It has its own connection, so it needs its own caller.
-    auto copy = c10::make_intrusive<Interruptible>(inner_->clone(), prefix_, caller_ ? std::make_shared<PatientCaller>() : nullptr);
+    auto copy = c10::make_intrusive<Interruptible>(inner_->clone(), prefix_, caller_ ? std::make_shared<CallWithTimeout>() : nullptr);
     copy->liveness_ = liveness_;
     copy->own_rank_ = own_rank_;
     return copy;
@@ -154,7 +155,7 @@ class Store::Interruptible final : public c10d::Store {
 
   c10::intrusive_ptr<c10d::Store> inner_;
   std::string prefix_;
-  std::shared_ptr<PatientCaller> caller_;
+  std::shared_ptr<CallWithTimeout> caller_;
   std::shared_ptr<const Liveness> liveness_;
   int own_rank_ = -1;
 };
@@ -212,7 +213,7 @@ Store Store::connect(const LaunchEnv& env, Clock::time_point deadline) {
 #if !PENSTOCK_TORCH_AT_LEAST(2, 2)
     if (options.isServer && place.loopback_only()) restrict_to_loopback(place.port);
 #endif
-    return Store(c10::make_intrusive<Interruptible>(std::move(store), prefix, options.isServer ? nullptr : std::make_shared<PatientCaller>()));
+    return Store(c10::make_intrusive<Interruptible>(std::move(store), prefix, options.isServer ? nullptr : std::make_shared<CallWithTimeout>()));
   } catch (const std::exception& error) {
     context.elapsed_s = seconds_since(begin);
     throw CommError(fmt::format("rendezvous at {} failed: {}; check MASTER_ADDR and MASTER_PORT", place.describe(), without_backtrace(error.what())),

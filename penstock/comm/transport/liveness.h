@@ -1,4 +1,5 @@
-// What this process knows about the ranks of its world: running, left in order, failed with a reason, or lost.
+// What this process knows about the ranks of its world: running, left in order, failed with a reason, or
+// lost.
 //
 // The monitor (or, in a thread world, the runner) reports events; waiting operations query them. The first
 // failure is kept and never changes, so that all errors of a process name the same rank. Thread safe.
@@ -47,8 +48,8 @@ class Liveness {
   // before the monitor can say which rank it belonged to.
   std::optional<RankEvent> await_failure(Clock::time_point deadline) const;
 
-  // Calls `listener` on the reporting thread for each Failed or Lost event, until the token is destroyed. The listener
-  // must be quick and must not call back into this object.
+  // Calls `listener` on the reporting thread for each Failed or Lost event, until the token is destroyed. The
+  // listener must be quick and must not call back into this object.
   using Listener = std::function<void(const RankEvent&)>;
   std::shared_ptr<void> listen(Listener listener);
 

@@ -151,8 +151,8 @@ int connect_to(const std::string& host, int port) {
 }
 
 void require_known_host(const std::string& host, Clock::time_point deadline, const std::string& remedy) {
-  constexpr std::chrono::seconds kPatience{3};
-  const auto last = std::min(deadline, Clock::now() + kPatience);
+  constexpr std::chrono::seconds kRetryTime{3};
+  const auto last = std::min(deadline, Clock::now() + kRetryTime);
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;

@@ -19,8 +19,9 @@ class Transfer {
  public:
   virtual ~Transfer() = default;
 
-  // Blocks until the transfer is done, the deadline passes, or `interrupt` was called. After TimedOut or Interrupted
-  // the transfer may still be running: its memory must stay valid until the transport is destroyed.
+  // Blocks until the transfer is done, the deadline passes, or `interrupt` was called. After TimedOut or
+  // Interrupted the transfer may still be running: its memory must stay valid until the transport is
+  // destroyed.
   virtual WaitResult wait(Clock::time_point deadline) = 0;
 
   // Returns whether `wait` would return Done at once. May drive progress; never blocks.

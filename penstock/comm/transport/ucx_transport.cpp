@@ -20,7 +20,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
-#include "penstock/comm/transport/ucx_bell.h"
+#include "penstock/comm/transport/ucx_wake_event.h"
 #include "penstock/comm/transport/ucx_worker.h"
 
 namespace penstock::comm {
@@ -70,7 +70,7 @@ class UcxTransport::Core {
     int peer = 0;
     void* request = nullptr;  // null when UCX has finished with it
     bool dropped = false;     // the handle is destroyed: nobody will read the result
-    Bell* bell = nullptr;     // of the wait that sleeps for it
+    WakeEvent* wake_event = nullptr;  // of the wait that sleeps for it
     ucs_status_t status = UCS_INPROGRESS;
     Arrival arrival;
     std::atomic<bool> done = false;  // set last: status and arrival may be read once it is seen
@@ -111,8 +111,8 @@ class UcxTransport::Core {
 
   // Calls UCX progress once unless another thread is doing so; returns the number of events.
   unsigned try_progress();
-  // Sleeps until any transport has something to do, the operation's bell rings, or `nap` or the deadline
-  // passes.
+  // Sleeps until any transport has something to do, the operation's wake event is signalled, or `nap` or the
+  // deadline passes.
   Sleep sleep(Operation& operation, const std::atomic<bool>& interrupted, Clock::time_point deadline, microseconds nap);
   // Called when a wait that had slept ends: another sleeper must take over listening.
   void pass_on() noexcept;
@@ -120,7 +120,7 @@ class UcxTransport::Core {
 
   // Any thread may call, without a Turn.
   bool has_unfinished() const { return unfinished_.load(std::memory_order_relaxed) > 0; }
-  bool has_unfinished_sends() const { return unfinished_sends_.load(std::memory_order_relaxed) > 0 && !hopeless_.load(std::memory_order_relaxed); }
+  bool has_unfinished_sends() const { return unfinished_sends_.load(std::memory_order_relaxed) > 0 && !sends_may_never_finish_.load(std::memory_order_relaxed); }
   // Like try_progress, for callers that have other work if another thread is making progress.
   unsigned help() noexcept;
 
@@ -142,14 +142,14 @@ class UcxTransport::Core {
   const microseconds spin_;
   std::atomic<int> turns_ = 0;  // callers that wait for the mutex
   std::atomic<int> unfinished_ = 0, unfinished_sends_ = 0;  // with UCX; changed under the mutex
-  std::atomic<bool> hopeless_ = false;                      // a peer is lost or the transport closed: sends may never finish
+  std::atomic<bool> sends_may_never_finish_ = false;        // a peer is lost or the transport is closed
   std::mutex mutex_;            // guards the members below
   UcxWorker worker_;
   bool closed_ = false;
   std::deque<Operation> operations_;  // a deque keeps addresses stable
   std::vector<Operation*> free_;
-  std::vector<Bell*> sleepers_;
-  std::vector<std::unique_ptr<Bell>> spare_bells_;
+  std::vector<WakeEvent*> sleepers_;
+  std::vector<std::unique_ptr<WakeEvent>> spare_wake_events_;
 };
 
 // All transports of this process, and the thread that completes their sends. Never destroyed: the thread may
@@ -259,7 +259,7 @@ UcxTransport::Core::Operation* UcxTransport::Core::started(Operation* operation,
     wake_mover();
   }
   // A send that waits for room in the peer's queue causes no event: wake a sleeper so that it polls.
-  if (!operation->receives && !sleepers_.empty()) sleepers_.front()->ring();
+  if (!operation->receives && !sleepers_.empty()) sleepers_.front()->notify();
   return operation;
 }
 
@@ -325,7 +325,7 @@ void UcxTransport::Core::finish(Operation& operation, ucs_status_t status) noexc
 
 void UcxTransport::Core::report(Operation& operation, ucs_status_t status) noexcept {
   operation.status = status;
-  if (operation.bell != nullptr) operation.bell->ring();
+  if (operation.wake_event != nullptr) operation.wake_event->notify();
   operation.done.store(true, std::memory_order_release);
 }
 
@@ -363,7 +363,7 @@ unsigned UcxTransport::Core::try_progress() {
 
 UcxTransport::Core::Sleep UcxTransport::Core::sleep(Operation& operation, const std::atomic<bool>& interrupted,
                                                     Clock::time_point deadline, microseconds nap) {
-  std::unique_ptr<Bell> bell;
+  std::unique_ptr<WakeEvent> wake_event;
   bool armed = false;
   pollfd waits[3] = {};
   {
@@ -375,15 +375,15 @@ UcxTransport::Core::Sleep UcxTransport::Core::sleep(Operation& operation, const 
         throw std::runtime_error(fmt::format("UCX transport: axis rank {} cannot wait for events: {}", axis_rank_, ucs_status_string(status)));
       armed = status == UCS_OK;
     }
-    if (spare_bells_.empty()) {
-      bell = std::make_unique<Bell>();
+    if (spare_wake_events_.empty()) {
+      wake_event = std::make_unique<WakeEvent>();
     } else {
-      bell = std::move(spare_bells_.back());
-      spare_bells_.pop_back();
+      wake_event = std::move(spare_wake_events_.back());
+      spare_wake_events_.pop_back();
     }
-    sleepers_.push_back(bell.get());
-    operation.bell = bell.get();
-    waits[0] = {bell->fd(), POLLIN, 0};
+    sleepers_.push_back(wake_event.get());
+    operation.wake_event = wake_event.get();
+    waits[0] = {wake_event->fd(), POLLIN, 0};
     waits[1] = {armed ? worker_.event_fd() : -1, POLLIN, 0};  // poll ignores negative descriptors
     waits[2] = {worker_.is_lost(operation.peer) ? -1 : worker_.process_fd(operation.peer), POLLIN, 0};
   }
@@ -395,10 +395,10 @@ UcxTransport::Core::Sleep UcxTransport::Core::sleep(Operation& operation, const 
   const int ready = ppoll(waits, std::size(waits), &timeout, nullptr);
   const int failure = ready < 0 ? errno : 0;
   const Turn turn(*this);
-  operation.bell = nullptr;
-  std::erase(sleepers_, bell.get());
-  bell->reset();
-  spare_bells_.push_back(std::move(bell));
+  operation.wake_event = nullptr;
+  std::erase(sleepers_, wake_event.get());
+  wake_event->reset();
+  spare_wake_events_.push_back(std::move(wake_event));
   if (failure != 0 && failure != EINTR)
     throw std::runtime_error(fmt::format("UCX transport: axis rank {} cannot wait for events: {}", axis_rank_, std::strerror(failure)));
   if (ready > 0 && waits[2].revents != 0) lose(operation.peer);
@@ -409,7 +409,7 @@ void UcxTransport::Core::lose(int peer) noexcept {
   // What the peer sent before it ended is complete in the local queue: take it first.
   for (int round = 0; round < kLastRounds; ++round) progress();
   worker_.set_lost(peer);
-  hopeless_ = true;
+  sends_may_never_finish_ = true;
   if (closed_) return;
   for (Operation& operation : operations_) {
     if (operation.request == nullptr || operation.peer != peer || operation.dropped) continue;
@@ -422,7 +422,7 @@ void UcxTransport::Core::lose(int peer) noexcept {
 
 void UcxTransport::Core::pass_on() noexcept {
   const Turn turn(*this);
-  if (!sleepers_.empty()) sleepers_.front()->ring();
+  if (!sleepers_.empty()) sleepers_.front()->notify();
 }
 
 std::size_t UcxTransport::Core::running() const {
@@ -447,7 +447,7 @@ void UcxTransport::Core::close() noexcept {
   if (left > 0) log().debug("UCX transport: axis rank {} closes with {} unfinished transfers; its worker is leaked", axis_rank_, left);
   worker_.close(left > 0);
   closed_ = true;
-  hopeless_ = true;
+  sends_may_never_finish_ = true;
   for (Operation& operation : operations_)
     if (operation.request != nullptr) finish(operation, UCS_ERR_CANCELED);
 }
@@ -482,7 +482,7 @@ class UcxTransport::Handle final : public UcxTransfer {
   void interrupt() noexcept override {
     interrupted_.store(true);
     const Core::Turn turn(*core_);
-    if (operation_ != nullptr && operation_->bell != nullptr) operation_->bell->ring();
+    if (operation_ != nullptr && operation_->wake_event != nullptr) operation_->wake_event->notify();
   }
 
   Arrival arrival() const override {
@@ -527,7 +527,7 @@ class UcxTransport::Handle final : public UcxTransfer {
 WaitResult UcxTransport::Handle::result() const {
   if (status_ == UCS_OK) return WaitResult::Done;
   if (status_ == UCS_ERR_MESSAGE_TRUNCATED)
-    throw PipeliningMetadataError(describe(
+    throw MismatchError(describe(
         fmt::format("UCX transport: message from axis rank {} with tag {} is longer than its receive (at axis rank {})", peer_, tag_, core_->axis_rank()),
         arrival_.bytes > bytes_ ? fmt::format("{} bytes", arrival_.bytes) : std::string("more"), fmt::format("at most {} bytes", bytes_),
         "make both sides agree on shape and dtype, or receive into a larger buffer"));

@@ -28,7 +28,7 @@ struct Arrival {
 };
 
 // Failures of a transfer are thrown by `wait`:
-//   PipeliningMetadataError   the message is longer than the receive (names sender, tag and capacity)
+//   MismatchError   the message is longer than the receive (names sender, tag and capacity)
 //   StateError                the transport was closed during the transfer
 //   std::runtime_error        UCX could not move the message (names the peer)
 // A failed transfer counts as `done()`, so that polling callers see the exception instead of polling forever.
@@ -79,9 +79,10 @@ class UcxTransport {
   // Blocks until the key is published, or throws if it gives up.
   using Fetch = std::function<std::string(const std::string& key)>;
 
-  // Every member constructs it; returns when all members have published. Keys start with "ucx/": two transports must not
-  // share a key space. Throws ConfigError if UCX is missing, if members use different UCX versions, or if a
-  // member cannot be reached through shared memory. Exceptions of `publish` and `fetch` are not caught.
+  // Every member constructs it; returns when all members have published. Keys start with "ucx/": two
+  // transports must not share a key space. Throws ConfigError if UCX is missing, if members use different UCX
+  // versions, or if a member cannot be reached through shared memory. Exceptions of `publish` and `fetch` are
+  // not caught.
   UcxTransport(int axis_rank, int size, const Publish& publish, const Fetch& fetch, UcxOptions options = {});
   ~UcxTransport();
   UcxTransport(const UcxTransport&) = delete;

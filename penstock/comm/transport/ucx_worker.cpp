@@ -204,7 +204,8 @@ void UcxWorker::open(bool use_cma, int size) {
 
   ucp_worker_params_t worker{};
   worker.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
-  // The transport's mutex serializes (UCX's own locking costs the same, and completions need the mutex anyway).
+  // The transport's mutex serializes (UCX's own locking costs the same, and completions need the mutex
+  // anyway).
   worker.thread_mode = UCS_THREAD_MODE_SERIALIZED;
   check(ucp_worker_create(context_, &worker, &worker_), "creating a worker", "check that /dev/shm has room");
   check(ucp_worker_get_efd(worker_, &event_fd_), "getting the event descriptor", "leave UCX_TLS unset");

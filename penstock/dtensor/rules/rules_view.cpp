@@ -1,4 +1,5 @@
-// Views that split and join dims. A local part must stay a box of whole rows of the new shape, or strided rows of it.
+// Views that split and join dims. A local part must remain a box of whole rows of the new shape, or strided
+// rows of it.
 #include <algorithm>
 
 #include "penstock/dtensor/tensor/rule_helpers.h"
@@ -10,7 +11,7 @@ namespace {
 
 using Numbers = std::vector<std::int64_t>;
 
-// Dims of the old shape that become dims of the new one; dims of size 1 are left out.
+// Dims of the old shape that become dims of the new one; dims of size 1 are omitted.
 struct DimGroup {
   Numbers from, to;
 };
@@ -57,7 +58,7 @@ class ViewLayout {
         map_group(group);
         grouped.insert(grouped.end(), group.from.begin(), group.from.end());
       }
-      // Splits of dims of size 1 leave some ranks with nothing; no dim of the new shape can say so.
+      // Splits of dims of size 1 leave some ranks empty, which no dim of the new shape can express.
       Numbers rest;
       for (const std::int64_t dim : all_dims())
         if (std::find(grouped.begin(), grouped.end(), dim) == grouped.end()) rest.push_back(dim);
@@ -92,7 +93,7 @@ class ViewLayout {
     return Shard{dim};
   }
 
-  // Splits of `dim`, without literal strided ones: how many pieces they make; 0 when there is such a one.
+  // The number of pieces that the splits of `dim` make; 0 if one of them is a literal strided split.
   std::int64_t plain_pieces(std::int64_t dim) const {
     std::int64_t pieces = 1;
     for (const AxisSplit& split : splits(dim)) {
@@ -133,7 +134,7 @@ class ViewLayout {
     }
     if (!split) return false;
     for (const AxisSplit& outer : splits(group.from[0]))
-      if (outer.axis > split->axis) return false;  // it would have to split after what stands to its left
+      if (outer.axis > split->axis) return false;  // it would have to split after the axes to its left
     std::int64_t factor = from(group.from[0]) / pieces, below = 1;
     for (std::size_t k = 1; k < group.from.size(); ++k) {
       if (static_cast<std::int64_t>(k) < inner) factor *= from(group.from[k]);
@@ -145,7 +146,7 @@ class ViewLayout {
     return true;
   }
 
-  // And back.
+  // The reverse.
   bool map_strided_to_inner(const DimGroup& group) {
     const auto& order = splits(group.from[0]);
     if (order.back().literal_factor == 0) return false;
@@ -175,7 +176,7 @@ class ViewLayout {
   const SplitOrder order_;
 };
 
-// The local part in its new shape; a copy where its strides do not allow a view.
+// The local part in its new shape; a copy if its strides do not allow a view.
 void reshape_local(const LocalContext& context, const c10::OperatorHandle&, Stack* stack) {
   const Numbers shape = local_shape(context.call, context.call.outputs[0].shape, context.outputs[0]);
   at::Tensor result = (*stack)[0].toTensor().reshape(shape);

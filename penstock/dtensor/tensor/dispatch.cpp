@@ -47,7 +47,7 @@ const OperatorInfo& info_of(const c10::OperatorHandle& op, const OperatorTraits&
     decided_by = generation;
     info.generation = generation;
     info.rule = find_rule(traits.name);
-    if (info.rule && info.rule->handler) note_asked(*info.rule);
+    if (info.rule && info.rule->handler) record_rule_use(*info.rule);
     info.ignored.clear();
     for (const c10::Argument& argument : op.schema().arguments())
       info.ignored.push_back(is_number(argument.type()) && !(info.rule && info.rule->options.numbers_matter));
@@ -231,7 +231,7 @@ std::unique_ptr<Decision> decide(const c10::OperatorHandle& op, const OperatorTr
   } catch (const DataDependentError&) {
     refuse_unknown_shape(traits);
   }
-  note_asked(*info.rule);
+  record_rule_use(*info.rule);
   Sharding& sharding = decision->sharding = info.rule->rule(call);
   PENSTOCK_INVARIANT(sharding.inputs.size() == call.inputs.size() && sharding.outputs.size() == call.outputs.size(),
                      fmt::format("the sharding rule of {} must return placements for {} inputs and {} outputs", traits.name, call.inputs.size(), call.outputs.size()));

@@ -12,12 +12,13 @@
 // affected.
 //
 // Seeds:
-// - Outside of a step: the seed of the mesh, set by manual_seed. Without it, the first random operator on the mesh takes the
-//   seed of the default CPU generator of the mesh's first rank (torch::manual_seed, or one drawn by the system) and
-//   broadcasts it, which is a collective; it is kept from then on.
-// - Within a step (penstock/step_context.h): the seed of the run, with the step and the microbatch. Operators are counted from
-//   zero in each microbatch. Meshes that work on different layers of one model, such as pipeline stages, have separate
-//   counters and would draw the same numbers: give each a different number with manual_seed, which also applies in steps.
+// - Outside of a step: the seed of the mesh, set by manual_seed. Without it, the first random operator on the
+//   mesh takes the seed of the default CPU generator of the mesh's first rank (torch::manual_seed, or one drawn
+//   by the system) and broadcasts it, which is a collective; it is kept from then on.
+// - Within a step (penstock/step_context.h): the seed of the run, with the step and the microbatch. Operators are
+//   counted from zero in each microbatch. Meshes that work on different layers of one model, such as pipeline
+//   stages, have separate counters and would draw the same numbers: give each a different number with
+//   manual_seed, which also applies in steps.
 //
 // Recomputing a forward, as activation checkpointing does, must start with the same counter as the first
 // time:

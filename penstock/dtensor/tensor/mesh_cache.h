@@ -24,7 +24,8 @@
 #include <vector>
 
 #include "penstock/mesh_groups.h"
-#include "penstock/mesh_key.h"
+#include "penstock/mesh_layout.h"
+#include "penstock/dtensor/tensor/mesh_cache.h"
 
 namespace penstock {
 

@@ -62,9 +62,9 @@ class Colwise final : public ParallelStyle {
       refuse(target, "colwise_parallel", "torch::nn::Linear or torch::nn::Embedding");
     }
     // Otherwise an operator might find it cheaper to gather the weight; the requested layout is guaranteed.
-    const ModuleBoundary border{target.mesh, target.axis, options_.input, options_.desired_input, options_.output.value_or(Placement(Shard{-1})), options_.kind};
-    set_boundary(weight_of(target.module), border);
-    if (bias.defined()) set_boundary(bias, border);
+    const ModuleBoundary boundary{target.mesh, target.axis, options_.input, options_.desired_input, options_.output.value_or(Placement(Shard{-1})), options_.kind};
+    set_boundary(weight_of(target.module), boundary);
+    if (bias.defined()) set_boundary(bias, boundary);
   }
 
  private:
@@ -78,9 +78,9 @@ class Rowwise final : public ParallelStyle {
     if (auto* linear = target.module.as<torch::nn::LinearImpl>()) {
       distribute_parameter(linear->weight, target.mesh, on_axis(target, Shard{1}));
       if (linear->bias.defined()) distribute_parameter(linear->bias, target.mesh, on_axis(target, Replicate{}));
-      const ModuleBoundary border{target.mesh, target.axis, options_.input, Shard{-1}, options_.output, options_.kind};
-      set_boundary(linear->weight, border);
-      if (linear->bias.defined()) set_boundary(linear->bias, border);
+      const ModuleBoundary boundary{target.mesh, target.axis, options_.input, Shard{-1}, options_.output, options_.kind};
+      set_boundary(linear->weight, boundary);
+      if (linear->bias.defined()) set_boundary(linear->bias, boundary);
     } else if (auto* embedding = target.module.as<torch::nn::EmbeddingImpl>()) {
       distribute_parameter(embedding->weight, target.mesh, on_axis(target, Shard{0}));
       set_boundary(embedding->weight, {target.mesh, target.axis, Replicate{}, Replicate{}, options_.output, options_.kind});
@@ -119,12 +119,12 @@ class Prepare final : public ParallelStyle {
       throw TypeError(describe(fmt::format("prepare_module on module '{}'", target.name), target.module.name(), "Linear, Embedding or LayerNorm with a weight",
                                "call prepare_layout in the code that calls the module"));
     replicate_parameters(target.module, target.mesh, true);
-    ModuleBoundary border{target.mesh, target.axis, options_.plain_input, options_.desired_input, options_.output, options_.kind};
-    set_boundary(weight, border);
+    ModuleBoundary boundary{target.mesh, target.axis, options_.plain_input, options_.desired_input, options_.output, options_.kind};
+    set_boundary(weight, boundary);
     if (auto* linear = target.module.as<torch::nn::LinearImpl>(); linear && linear->bias.defined()) {
       // Rows of the output are placed like those of the input, and the bias is added to them.
-      if (!border.output) border.output = border.desired_input ? border.desired_input : border.plain_input;
-      set_boundary(linear->bias, border);
+      if (!boundary.output) boundary.output = boundary.desired_input ? boundary.desired_input : boundary.plain_input;
+      set_boundary(linear->bias, boundary);
     }
   }
 

@@ -42,11 +42,11 @@ std::vector<int> axes_splitting(const Placements& placements, const std::set<std
 
 // Results are placed like the model tensor (input 0). If the model is Partial, the result is replicated, so
 // that what is written into it counts once.
-Sharding like_model(const ShardingCall& call);
+Sharding placed_like_first_input(const ShardingCall& call);
 
 // The value of a dtype that no maximum (or minimum) depends on.
-c10::Scalar least_of(at::ScalarType dtype);
-c10::Scalar greatest_of(at::ScalarType dtype);
+c10::Scalar lowest_value(at::ScalarType dtype);
+c10::Scalar highest_value(at::ScalarType dtype);
 
 // Returns whether partial values of this kind are added up.
 inline bool sums(PartialOp kind) { return kind == PartialOp::Sum || kind == PartialOp::Avg; }

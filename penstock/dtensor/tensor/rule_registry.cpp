@@ -110,13 +110,13 @@ const RegisteredRule* find_rule(const std::string& op) {
 
 std::uint64_t rule_generation() { return Registry::instance().generation.load(std::memory_order_relaxed); }
 
-void note_asked(const RegisteredRule& rule) {
+void record_rule_use(const RegisteredRule& rule) {
   Registry& registry = Registry::instance();
   const std::lock_guard lock(registry.mutex);
   registry.asked.insert(rule.name);
 }
 
-std::vector<std::string> take_asked_rules() {
+std::vector<std::string> take_used_rules() {
   Registry& registry = Registry::instance();
   const std::lock_guard lock(registry.mutex);
   std::vector<std::string> names(registry.asked.begin(), registry.asked.end());

@@ -44,9 +44,9 @@ std::uint64_t rule_generation();
 
 // Records that a rule was used. Called when a decision is made, and once per thread for a handler, not for
 // every call.
-void note_asked(const RegisteredRule& rule);
+void record_rule_use(const RegisteredRule& rule);
 // The names recorded since the last call by any thread, sorted: tests use it to find unused rules.
-std::vector<std::string> take_asked_rules();
+std::vector<std::string> take_used_rules();
 
 // One function per file.
 void add_pointwise_rules(RuleTable& table);

@@ -30,8 +30,8 @@
 #include <vector>
 
 #include "penstock/dtensor/tensor/spec.h"
-#include "penstock/torch/dispatch/operator_traits.h"
-#include "penstock/torch/dispatch/stack_tensors.h"
+#include "penstock/operator_traits.h"
+#include "penstock/stack_tensors.h"
 
 namespace penstock {
 

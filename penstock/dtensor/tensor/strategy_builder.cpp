@@ -78,7 +78,7 @@ void skip_where_empty(const ShardingCall& call, Sharding& sharding, std::initial
       results[i] = at::zeros(local_shape(context.call, whole.shape, context.outputs[output]), at::TensorOptions(whole.dtype).device(whole.device));
       ++output;
     }
-    give_results(context, stack, results);
+    store_results(context, stack, results);
   };
 }
 
@@ -98,7 +98,7 @@ std::vector<int> axes_of(const LocalContext& context, std::string_view argument,
   return axes_splitting(decided(context, argument), dim);
 }
 
-void give_results(const LocalContext& context, Stack* stack, const std::vector<at::Tensor>& results) {
+void store_results(const LocalContext& context, Stack* stack, const std::vector<at::Tensor>& results) {
   Stack given;
   for (std::size_t i = 0; i < results.size(); ++i) {
     const ReturnAlias& alias = context.call.traits.returns[i];

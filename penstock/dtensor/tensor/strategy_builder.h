@@ -63,7 +63,7 @@ Placements decided(const LocalContext& context, std::string_view argument);
 std::vector<int> axes_of(const LocalContext& context, std::string_view argument, std::int64_t dim);
 
 // Replaces the arguments on the stack by `results`; those of out= forms are copied into their tensors.
-void give_results(const LocalContext& context, Stack* stack, const std::vector<at::Tensor>& results);
+void store_results(const LocalContext& context, Stack* stack, const std::vector<at::Tensor>& results);
 
 // Half precision is accumulated in float.
 at::ScalarType accumulation_type(at::ScalarType dtype);

@@ -10,9 +10,9 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/graph/ir/shape_run.h"
+#include "penstock/graph/ir/shape_inference.h"
 #include "penstock/fake.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 namespace {
@@ -359,7 +359,7 @@ class Functionalizer {
   void translate_write(const Node& node, const std::vector<std::size_t>& written) {
     const OperatorTraits& traits = traits_of(node.op);
     const std::string& name = node.op.operator_name().name;
-    const auto sibling = functional_sibling(node.op);
+    const auto sibling = functional_counterpart(node.op);
     if (!sibling || name == "aten::set_" || name == "aten::resize_" || name == "aten::resize_as_")
       throw NotImplemented(fmt::format("graph: {} writes memory and has no functional counterpart; remove it from the captured function",
                                        traits.name));
@@ -370,7 +370,7 @@ class Functionalizer {
     }
     if (traits_of(*sibling).pure_view) return translate_metadata_write(node, *sibling, std::move(arguments));
 
-    const Stack shapes = run_in_shape(to_, *sibling, arguments);
+    const Stack shapes = run_on_fake_arguments(to_, *sibling, arguments);
     Node pure{*sibling, std::move(arguments), {}, node.phase, node.grad_enabled};
     for (const IValue& shape : shapes) pure.results.push_back(new_results(shape));
     const std::vector<Operand> results = pure.results;

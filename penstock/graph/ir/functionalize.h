@@ -3,7 +3,8 @@
 //   Graph pure = functionalize(joint.graph);
 //   count_writes(pure);                        // 0
 //
-// `y = x + 1; y[0].mul_(2); return y` becomes `y = x + 1; v = y[0]; w = v * 2; y' = as_strided_scatter(y, w, ...); return y'`.
+// `y = x + 1; y[0].mul_(2); return y` becomes
+// `y = x + 1; v = y[0]; w = v * 2; y' = as_strided_scatter(y, w, ...); return y'`.
 // An in-place or out= operator becomes its functional counterpart. Its result goes into a new version of the
 // memory, and values of that memory are taken from the new version at their next use. The results are bit for
 // bit those of the graph with writes.
@@ -32,6 +33,6 @@ Graph functionalize(Graph&& graph, std::size_t forward_outputs = 0);
 
 // The operator that computes what `op` writes: the same name without the underscore, or the overload without
 // `out`, with the same other arguments. Returns nullopt if there is no such operator.
-c10::optional<c10::OperatorHandle> functional_sibling(const c10::OperatorHandle& op);
+c10::optional<c10::OperatorHandle> functional_counterpart(const c10::OperatorHandle& op);
 
 }  // namespace penstock::graph

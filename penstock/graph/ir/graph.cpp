@@ -12,7 +12,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/ir/symbolic_table.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 namespace {

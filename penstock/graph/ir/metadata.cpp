@@ -112,7 +112,7 @@ bool ViewAndMutationMeta::dynamic_outputs() const {
   return std::any_of(outputs.begin(), outputs.end(), [](const OutputInfo& info) { return !info.dynamic_dims.empty(); });
 }
 
-std::size_t ViewAndMutationMeta::forward_place(const TangentInfo& tangent) const {
+std::size_t ViewAndMutationMeta::forward_return_of(const TangentInfo& tangent) const {
   const std::vector<std::size_t> mutated = mutated_at_run_time();
   switch (tangent.kind) {
     case TangentInfo::Kind::MutatedInput:

@@ -2,7 +2,7 @@
 // replace a call of it by a call of a graph that writes nothing and returns only fresh tensors.
 //
 //   const ViewAndMutationMeta meta = analyze(function, inputs);       // penstock/graph/trace/analyze.h
-//   for (const std::size_t i : meta.mutated_at_run_time()) ...         // inputs to be written after the graph has run
+//   for (const std::size_t i : meta.mutated_at_run_time()) ...   // inputs to be written after a run
 //
 // Indices are positions among the inputs and outputs of the function as it is called.
 #pragma once
@@ -116,7 +116,7 @@ struct ViewAndMutationMeta {
   // outputs, intermediate bases.
   std::size_t forward_returns() const { return mutated_at_run_time().size() + outputs.size() + intermediate_bases; }
   // The index, among the forward returns, of the value that a tangent is the gradient of.
-  std::size_t forward_place(const TangentInfo& tangent) const;
+  std::size_t forward_return_of(const TangentInfo& tangent) const;
   // Whether some result has a gradient.
   bool needs_autograd() const;
   // Whether some result has a size that depends on symbols.

@@ -14,7 +14,7 @@
 #include "penstock/errors.h"
 #include "penstock/base/hash.h"
 #include "penstock/graph/ir/constant_value.h"
-#include "penstock/graph/ir/shape_run.h"
+#include "penstock/graph/ir/shape_inference.h"
 
 namespace penstock::graph {
 namespace {
@@ -157,7 +157,7 @@ class Replacing {
       for (Operand& operand : copied.arguments)
         for (ValueId& value : operand.values)
           if (value != kNoValue) value = values[index_of(value)];
-      copied.results = results_in_shape(graph_, copied);
+      copied.results = infer_results(graph_, copied);
       for (std::size_t i = 0; i < node.results.size(); ++i) {
         PENSTOCK_INVARIANT(node.results[i].values.size() == copied.results[i].values.size(), "an operator returns a different number of tensors than in the rule");
         for (std::size_t j = 0; j < node.results[i].values.size(); ++j)

@@ -3,8 +3,11 @@
 //   merge_common_subexpressions(graph);
 //
 //   Rule rule;                                     // x * sigmoid(x) becomes silu(x)
-//   rule.pattern = capture_forward([](const Values& in) -> Values { at::Tensor x = in[0].toTensor(); return {x * x.sigmoid()}; }, {example});
-//   rule.replacement = capture_forward([](const Values& in) -> Values { return {at::silu(in[0].toTensor())}; }, {example});
+//   rule.pattern = capture_forward(
+//       [](const Values& in) -> Values { return {in[0].toTensor() * in[0].toTensor().sigmoid()}; },
+//       {example});
+//   rule.replacement = capture_forward(
+//       [](const Values& in) -> Values { return {at::silu(in[0].toTensor())}; }, {example});
 //   std::size_t places = rewrite(graph, rule);
 //
 // Both throw ValueError for a graph that writes. Thread safety: that of a standard container.

@@ -1,10 +1,9 @@
 // How the tensors that a function takes and returns are placed in the flat list of plain tensors of its
 // graph.
 //
-//   const FlattenRecord record = FlattenRecord::of(dtensor, 3);   // its inner tensors have indices 3 ... 3 +
-//   record.count() - 1
-//   record.flatten(dtensor, flat);                                // appends those tensors to a list
-//   at::Tensor again = record.rebuild(flat);                      // a wrapper of the same kind and context, from flat[3] on
+//   const FlattenRecord record = FlattenRecord::of(dtensor, 3);   // the indices 3 ... 3 + record.count() - 1
+//   record.flatten(dtensor, flat);                                // appends the inner tensors to a list
+//   at::Tensor again = record.rebuild(flat);                      // from flat[3] on; same kind and context
 //
 // A plain tensor is one entry of the list. A subclass (penstock/tensor_subclass.h) takes one entry for each
 // plain tensor inside it, in the order of its inner_tensors(), including those of nested subclasses. A record
@@ -118,7 +117,7 @@ struct SubclassLayout {
   // For each plain tensor among the forward outputs: the graph input in whose memory the result is, if the
   // function writes that input. The graph returns it in its own memory; it is recreated as a view of the
   // input.
-  std::vector<std::optional<std::size_t>> in_written_input;
+  std::vector<std::optional<std::size_t>> in_mutated_input;
   std::vector<FlattenRecord> tangents;          // as backward expects them; does not count saved tensors
   // What backward returns, one for each of `inputs`; may be a subclass where the input is plain, and vice
   // versa.

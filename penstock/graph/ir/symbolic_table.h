@@ -3,7 +3,7 @@
 //
 //   const SymbolicTable& table = *compiled.joint(0).graph.table;
 //   table.symbols.names();                                   // {"B", "T"}
-//   const Graph fixed = bind(compiled.joint(0).graph, {8, 128});      // the graph for B = 8, T = 128, without symbols
+//   const Graph fixed = bind(compiled.joint(0).graph, {8, 128});   // for B = 8, T = 128, without symbols
 //
 // Entries are referenced by the SymbolicId of a Geometry or an Operand. Values inside a graph may have sizes
 // without an expression ("?"); these are not needed to run it.

@@ -7,7 +7,7 @@
 #include "penstock/graph/ir/constant_value.h"
 #include "penstock/graph/ir/functionalize.h"
 #include "penstock/graph/ir/symbolic_table.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 namespace {
@@ -30,7 +30,7 @@ std::optional<FoundStep> step_to(const Node& node, ValueId view) {
     if (node.arguments[viewed].value() == kNoValue) return std::nullopt;
     c10::OperatorHandle op = node.op;
     if (alias.kind == ReturnAlias::Kind::Same) {
-      const auto sibling = functional_sibling(op);
+      const auto sibling = functional_counterpart(op);
       if (!sibling || !traits_of(*sibling).pure_view) return std::nullopt;
       op = *sibling;
     }

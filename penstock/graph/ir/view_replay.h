@@ -1,8 +1,7 @@
 // How a view was made from its base: the operators in order, with all their non-tensor arguments.
 //
 //   const auto replay = find_view_replay(graph, value_of_base, value_of_view);
-//   const at::Tensor view = replay->apply(base);       // for any tensor with the geometry of the original
-//   base
+//   const at::Tensor view = replay->apply(base);   // for any tensor with the geometry of the original base
 //
 // The steps are the function's own operators (transpose, view_as_real, conj, view with a dtype ...), so that
 // the resulting view interprets the memory in the same way and autograd differentiates it in the same way,

@@ -98,7 +98,7 @@ std::vector<std::size_t> Partition::donated(const JointGraph& joint) const {
 
 namespace detail {
 
-ForwardBackwardSplit halves_of(const JointGraph& joint) {
+ForwardBackwardSplit forward_backward_split(const JointGraph& joint) {
   const Graph& graph = joint.graph;
   if (const std::size_t writing = count_writes(graph); writing > 0)
     throw ValueError(fmt::format("graph: {} nodes write memory, expected none; functionalize the graph before splitting it", writing));
@@ -173,7 +173,7 @@ Partition split(const JointGraph& joint, const ForwardBackwardSplit& halves, con
 }  // namespace detail
 
 Partition partition_default(const JointGraph& joint) {
-  const detail::ForwardBackwardSplit halves = detail::halves_of(joint);
+  const detail::ForwardBackwardSplit halves = detail::forward_backward_split(joint);
   return detail::split(joint, halves, detail::used_by_backward(joint, halves));
 }
 

@@ -44,7 +44,7 @@ struct ForwardBackwardSplit {
   std::vector<char> from_forward;   // by value: a primal, or made by such a node
   std::vector<char> is_constant;    // by value
 };
-ForwardBackwardSplit halves_of(const JointGraph& joint);
+ForwardBackwardSplit forward_backward_split(const JointGraph& joint);
 
 // The values of forward that backward uses if it recomputes none of forward's nodes.
 std::vector<char> used_by_backward(const JointGraph& joint, const ForwardBackwardSplit& halves);

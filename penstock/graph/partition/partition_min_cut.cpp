@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "penstock/graph/partition/partition.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 namespace {
@@ -44,7 +44,7 @@ constexpr std::array kCheap = std::to_array<std::string_view>(
      "aten::threshold_backward", "aten::tril", "aten::triu", "aten::trunc", "aten::var", "aten::var_mean", "aten::where", "aten::zero",
      "aten::zeros", "aten::zeros_like"});
 
-bool may_be_computed_again(const Node& node) {
+bool is_recomputable(const Node& node) {
   if (is_random(node)) return false;
   if (traits_of(node.op).pure_view) return true;
   const std::string& name = node.op.operator_name().name;
@@ -70,9 +70,9 @@ std::vector<char> nodes_without_tangents(const JointGraph& joint, const detail::
 
 // Each value of forward becomes two vertices joined by an edge whose capacity is the cost of saving it; users
 // are connected to the second.
-class CutOfSaved {
+class SavedValuesCut {
  public:
-  CutOfSaved(const JointGraph& joint, const detail::ForwardBackwardSplit& halves, const std::vector<char>& early)
+  SavedValuesCut(const JointGraph& joint, const detail::ForwardBackwardSplit& halves, const std::vector<char>& early)
       : joint_(joint), halves_(halves), early_(early), flow_(2 * joint.graph.values.size() + 2), source_(2 * joint.graph.values.size()), sink_(source_ + 1) {}
 
   std::vector<char> run() {
@@ -111,7 +111,7 @@ class CutOfSaved {
 
   // `early`: backward is the first to compute it, if forward does not.
   void connect_node(const Node& node, bool early) {
-    const bool again = early || may_be_computed_again(node);
+    const bool again = early || is_recomputable(node);
     for_each_value(node.results, [&](ValueId result) {
       if (!again) return connect(source_, before(index_of(result)), kUnlimited);
       for_each_value(node.arguments, [&](ValueId argument) {
@@ -149,7 +149,7 @@ class CutOfSaved {
 
 Partition partition_min_cut(const JointGraph& joint) {
   const Graph& graph = joint.graph;
-  detail::ForwardBackwardSplit halves = detail::halves_of(joint);
+  detail::ForwardBackwardSplit halves = detail::forward_backward_split(joint);
   const std::vector<char> early = nodes_without_tangents(joint, halves);
   detail::ForwardBackwardSplit widest = halves;
   for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
@@ -157,7 +157,7 @@ Partition partition_min_cut(const JointGraph& joint) {
     widest.in_forward[i] = 1;
     for_each_value(graph.nodes[i].results, [&](ValueId value) { widest.from_forward[index_of(value)] = 1; });
   }
-  const std::vector<char> saved = CutOfSaved(joint, widest, early).run();
+  const std::vector<char> saved = SavedValuesCut(joint, widest, early).run();
   // Forward runs those that produce saved values, and what these need.
   std::vector<char> needed = saved;
   for (std::size_t i = graph.nodes.size(); i-- > 0;) {

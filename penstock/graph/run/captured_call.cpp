@@ -24,7 +24,7 @@ std::vector<at::Tensor> tensors_among(const Values& values) {
 }
 
 // Another tensor over the same memory, sharing the version counter.
-at::Tensor once_more(const at::Tensor& tensor) {
+at::Tensor share_storage(const at::Tensor& tensor) {
   const auto& impl = tensor.unsafeGetTensorImpl();
   return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
 }
@@ -32,7 +32,7 @@ at::Tensor once_more(const at::Tensor& tensor) {
 }  // namespace
 
 CapturedCall::CapturedCall(const Function& function, const Values& inputs, const Convention& convention)
-    : guard(inputs, convention), user_meta(first_look(function, inputs, convention)), plan(inputs, user_meta, convention) {
+    : guard(inputs, convention), user_meta(initial_analysis(function, inputs, convention)), plan(inputs, user_meta, convention) {
   const Function inner = plan.inner_function(function);
   const Values inner_inputs = plan.inner_inputs(inputs);
   meta = plan.is_identity() ? user_meta : analyze(inner, inner_inputs, {.convention = plan.inner_convention()});
@@ -99,10 +99,10 @@ void CapturedCall::count_symbols_for_backward() {
   user_meta.symbols_for_backward = meta.symbols_for_backward = count;
 }
 
-ViewAndMutationMeta CapturedCall::first_look(const Function& function, const Values& inputs, const Convention& convention) {
+ViewAndMutationMeta CapturedCall::initial_analysis(const Function& function, const Values& inputs, const Convention& convention) {
   if (guard.inputs_share_memory()) {
     ViewAndMutationMeta shared = analyze(function, inputs, {.convention = convention});
-    refuse_shared_writes(inputs, shared, convention);
+    reject_shared_writes(inputs, shared, convention);
     return shared;
   }
   // What the inputs become is known only after analyzing the function (input_plan.h).
@@ -117,7 +117,7 @@ ViewAndMutationMeta CapturedCall::first_look(const Function& function, const Val
 void CapturedCall::plan_returned() {
   const std::size_t mutated = meta.mutated_at_run_time().size();
   std::vector<char> differentiated(joint.forward_outputs, 0);
-  for (const TangentInfo& tangent : joint.tangents) differentiated[meta.forward_place(tangent)] = 1;
+  for (const TangentInfo& tangent : joint.tangents) differentiated[meta.forward_return_of(tangent)] = 1;
   for (std::size_t i = 0; i < joint.forward_outputs; ++i) {
     const ValueId value = joint.graph.outputs[i].value();
     if (value == kNoValue) continue;
@@ -133,10 +133,10 @@ void CapturedCall::plan_returned() {
     returned.push_back({i, differentiated[i] != 0, held_twice, shares});
   }
   for (const TangentInfo& tangent : joint.tangents) {
-    const std::size_t output = meta.forward_place(tangent);
+    const std::size_t output = meta.forward_return_of(tangent);
     const auto place = std::find_if(returned.begin(), returned.end(), [&](const Returned& item) { return item.output == output; });
     PENSTOCK_INVARIANT(place != returned.end(), "a tangent belongs to a result that is not returned");
-    tangent_place.push_back(static_cast<std::size_t>(place - returned.begin()));
+    returned_of_tangent.push_back(static_cast<std::size_t>(place - returned.begin()));
   }
 }
 
@@ -191,9 +191,9 @@ std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>&
     for (const Returned& item : returned) {
       at::Tensor result = values[item.output].toTensor();
       if (item.shares)
-        result = once_more(results[*item.shares]);
+        result = share_storage(results[*item.shares]);
       else if (item.copied)
-        result = copy_keeping_bits(result);
+        result = copy_keeping_lazy_bits(result);
       else if (std::any_of(primals.begin(), primals.end(), [&](const at::Tensor& primal) { return primal.is_same(result); }))
         // A kernel returned its argument: an input must not become a result of the function.
         result = result.variable_data();
@@ -211,7 +211,7 @@ std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>&
     const at::AutoDispatchBelowADInplaceOrView below;
     keep(values);
   }
-  for (std::size_t i = 0; i < tangent_place.size(); ++i) torch::autograd::set_history(results[returned[tangent_place[i]].output], NodePtr(node));
+  for (std::size_t i = 0; i < returned_of_tangent.size(); ++i) torch::autograd::set_history(results[returned[returned_of_tangent[i]].output], NodePtr(node));
   node->save_all(values, primals, results);
   for (const std::size_t primal : joint.written_in_backward) node->write_in_backward(primals[primal]);
   return results;

@@ -47,7 +47,7 @@ class CapturedCall final : public torch::CustomClassHolder {
 
  private:
   std::optional<JointGraph> early_joint_;   // if one run of the function was enough
-  ViewAndMutationMeta first_look(const Function& function, const Values& inputs, const Convention& convention);
+  ViewAndMutationMeta initial_analysis(const Function& function, const Values& inputs, const Convention& convention);
 
  public:
   ViewAndMutationMeta user_meta;
@@ -65,7 +65,7 @@ class CapturedCall final : public torch::CustomClassHolder {
   std::optional<Executor> forward, backward;
   std::vector<Saved> saved;
   std::vector<Returned> returned;
-  std::vector<std::size_t> tangent_place;   // index into `returned`, for each tangent
+  std::vector<std::size_t> returned_of_tangent;   // index into `returned`, for each tangent
 
  private:
   void check_written_in_backward(std::size_t primal, const std::vector<at::Tensor>& primals) const;

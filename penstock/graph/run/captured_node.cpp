@@ -39,7 +39,7 @@ void CapturedNode::save_all(const std::vector<c10::IValue>& values, const std::v
     at::Tensor tensor = values[call_->joint.forward_outputs + i].toTensor();
     if (how.how == CapturedCall::Saved::How::Copied) {
       const at::NoGradGuard no_grad;
-      tensor = copy_keeping_bits(tensor.detach());
+      tensor = copy_keeping_lazy_bits(tensor.detach());
     }
     if (how.how == CapturedCall::Saved::How::Unwatched) tensor = tensor.variable_data();
     save(tensor);

@@ -121,6 +121,6 @@ std::size_t Compiled::checked_sizes(std::size_t capture) const {
   const CapturedCall& call = *calls_.at(capture);
   return call.dynamic ? call.dynamic->checked() : 0;
 }
-std::string Compiled::dynamic_refused() const { return refused_.empty() ? std::string() : refused_.back().why; }
+std::string Compiled::why_not_dynamic() const { return refused_.empty() ? std::string() : refused_.back().why; }
 
 }  // namespace penstock::graph

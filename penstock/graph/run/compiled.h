@@ -1,8 +1,8 @@
-// A function that runs as a graph: captured on its first call, replayed after that, with the same results as the function itself.
+// A function that runs as a graph: captured on its first call, replayed after that, with the same results as
+// the function itself.
 //
 //   Compiled step(function);
-//   Values results = step({x, w});         // captured: analysis, joint graph, functionalization, forward and
-//   backward
+//   Values results = step({x, w});         // captured: analyzed, functionalized, split in two
 //   results[0].toTensor().sum().backward();
 //   step({x2, w2});                        // replayed
 //
@@ -68,7 +68,7 @@ class Compiled {
   // the most recent kind of call without such a capture could not get one (empty if there is none).
   bool is_dynamic(std::size_t capture) const;
   std::size_t checked_sizes(std::size_t capture) const;
-  std::string dynamic_refused() const;
+  std::string why_not_dynamic() const;
 
  private:
   struct Refused;   // a kind of call that is captured for each of its sizes, and the reason

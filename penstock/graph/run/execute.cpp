@@ -10,7 +10,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/ir/symbolic_table.h"
-#include "penstock/torch/dispatch/stack_tensors.h"
+#include "penstock/stack_tensors.h"
 
 namespace penstock::graph {
 namespace {

@@ -19,7 +19,7 @@ namespace {
 
 // ---- the structure of a capture, without sizes ----
 
-void forget_sizes(Geometry& geometry) {
+void clear_sizes(Geometry& geometry) {
   std::fill(geometry.sizes.begin(), geometry.sizes.end(), 0);
   std::fill(geometry.strides.begin(), geometry.strides.end(), 0);
   geometry.storage_offset = 0;
@@ -28,13 +28,13 @@ void forget_sizes(Geometry& geometry) {
 
 ViewAndMutationMeta without_sizes(ViewAndMutationMeta meta) {
   for (OutputInfo& output : meta.outputs) {
-    forget_sizes(output.geometry);
+    clear_sizes(output.geometry);
     for (ViewStep& step : output.view.steps)
       for (Operand& operand : step.arguments)
         if (operand.kind == Operand::Kind::Constant && numbers_of(operand.constant)) operand = Operand::of(c10::IValue());
     output.dynamic_dims.clear();
   }
-  for (TangentInfo& tangent : meta.tangents) forget_sizes(tangent.geometry);
+  for (TangentInfo& tangent : meta.tangents) clear_sizes(tangent.geometry);
   meta.symbols_for_backward = 0;
   return meta;
 }
@@ -78,12 +78,12 @@ class StructureComparison {
     if (x_.nodes.size() != y_.nodes.size()) return fmt::format("there are {} and {} nodes", x_.nodes.size(), y_.nodes.size());
     if (without_sizes(a_.user_meta) != without_sizes(b_.user_meta) || without_sizes(a_.meta) != without_sizes(b_.meta))
       return "the results alias each other or the inputs differently, or different inputs are written";
-    if (!a_.plan.works_like(b_.plan) || a_.primal_written != b_.primal_written || a_.primal_shares_changed != b_.primal_shares_changed)
+    if (!a_.plan.same_routing(b_.plan) || a_.primal_written != b_.primal_written || a_.primal_shares_changed != b_.primal_shares_changed)
       return "the inputs share memory differently";
     if (a_.joint.primals != b_.joint.primals || a_.joint.forward_outputs != b_.joint.forward_outputs || a_.joint.tangents.size() != b_.joint.tangents.size() ||
         a_.geometry_after.size() != b_.geometry_after.size() || a_.joint.written_in_backward != b_.joint.written_in_backward)
       return "different results require gradients, or backward writes different inputs";
-    return compare_surroundings();
+    return compare_interface();
   }
 
  private:
@@ -115,7 +115,7 @@ class StructureComparison {
   }
 
   // Compares inputs, constants and outputs of the graph.
-  std::string compare_surroundings() const {
+  std::string compare_interface() const {
     if (x_.inputs.size() != y_.inputs.size() || x_.constants.size() != y_.constants.size() || x_.outputs.size() != y_.outputs.size())
       return "the graph has different inputs, constants or outputs";
     for (std::size_t i = 0; i < x_.inputs.size(); ++i)
@@ -387,7 +387,7 @@ class Generalization {
 };
 
 // Strides of dims of size 1, and of empty tensors, are ignored.
-bool same_where_it_counts(const LayoutInCall& a, const Geometry& b) {
+bool equivalent_layout(const LayoutInCall& a, const Geometry& b) {
   if (a.sizes != at::IntArrayRef(b.sizes)) return false;
   if (b.numel() == 0) return true;
   for (std::size_t dim = 0; dim < b.sizes.size(); ++dim)
@@ -477,7 +477,7 @@ std::string difference_at(const CapturedCall& dynamic, const CapturedCall& fixed
         if (!difference.empty() || role == Role::Input || role == Role::Inner) return;
         const LayoutInCall layout = layout_in_call(geometry, &sizes);
         const bool is_made_by_call = role == Role::WrittenInput || (role == Role::Output && !(is_fresh(dynamic.meta.outputs[number].kind) && is_fresh(dynamic.user_meta.outputs[number].kind)));
-        const bool same = same_where_it_counts(layout, actual) &&
+        const bool same = equivalent_layout(layout, actual) &&
                           (!is_made_by_call || (layout.strides == at::IntArrayRef(actual.strides) && layout.storage_offset == actual.storage_offset));
         if (!same)
           difference = fmt::format("{} is {}, expected {}", name_of_geometry(role, number), to_text(actual), to_text(geometry, table));

@@ -63,7 +63,7 @@ namespace {
 
 // The test of PyTorch 2.14, which recognizes that adjacent rows and columns of one matrix are disjoint and
 // treats other interleaved tensors as overlapping. Never false for tensors with a common element.
-bool taken_for_overlapping(const at::Tensor& a, const at::Tensor& b) {
+bool treated_as_overlapping(const at::Tensor& a, const at::Tensor& b) {
   if (a.numel() == 0 || b.numel() == 0) return false;
   if (a.scalar_type() != b.scalar_type()) return overlap(a, b);
   const at::Tensor &first = a.storage_offset() <= b.storage_offset() ? a : b, &second = a.storage_offset() <= b.storage_offset() ? b : a;
@@ -144,7 +144,7 @@ void InputPlan::merge_overlapping(const Values& inputs, const ViewAndMutationMet
           if (test(inputs[members[a]].toTensor(), inputs[members[b]].toTensor())) return true;
       return false;
     };
-    if (!written || !any_two(taken_for_overlapping)) continue;
+    if (!written || !any_two(treated_as_overlapping)) continue;
     Base base{members, /*whole_memory=*/true};
     for (const std::size_t member : members) base.whole_memory &= !inputs[member].toTensor().is_view();
     if (const auto why = why_not_merged(base, inputs, meta)) {
@@ -278,7 +278,7 @@ at::Tensor InputPlan::base_tensor(const Base& base, const Values& inputs) {
   throw InvariantError("graph: synthetic base without a view");
 }
 
-bool InputPlan::works_like(const InputPlan& other) const {
+bool InputPlan::same_routing(const InputPlan& other) const {
   return identity_ == other.identity_ && bases_ == other.bases_ && others_ == other.others_ && convention_.found == other.convention_.found &&
          std::equal(sources_.begin(), sources_.end(), other.sources_.begin(), other.sources_.end(), [](const Source& a, const Source& b) {
            return a.inner == b.inner && a.view.has_value() == b.view.has_value() && a.conjugated == b.conjugated && a.negated == b.negated;

@@ -43,7 +43,7 @@ class InputPlan {
   // use that.
   ViewAndMutationMeta derived_meta(const ViewAndMutationMeta& user, const Values& inputs) const;
   // Whether both plans send inputs to the same places, regardless of sizes.
-  bool works_like(const InputPlan& other) const;
+  bool same_routing(const InputPlan& other) const;
 
  private:
   // Where an input of the function comes from.

@@ -11,7 +11,7 @@ namespace penstock::graph {
 
 using torch::autograd::SavedVariable;
 
-at::Tensor copy_keeping_bits(const at::Tensor& tensor) {
+at::Tensor copy_keeping_lazy_bits(const at::Tensor& tensor) {
   at::Tensor copy = tensor.is_neg() ? tensor._neg_view() : tensor;
   copy = (tensor.is_conj() ? copy.conj() : copy).clone();
   if (tensor.is_conj()) copy = copy.conj();

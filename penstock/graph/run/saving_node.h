@@ -18,7 +18,7 @@ namespace penstock::graph {
 
 // Copies to new memory, keeping the lazy conjugate and negative bits: the operators after it were captured
 // for those.
-at::Tensor copy_keeping_bits(const at::Tensor& tensor);
+at::Tensor copy_keeping_lazy_bits(const at::Tensor& tensor);
 
 class SavingNode : public torch::autograd::Node {
  public:

@@ -25,7 +25,7 @@ std::vector<at::Tensor> tensors_of(const std::vector<c10::IValue>& values, std::
 }
 
 // Has the layout for which backward was captured, because backward may view it.
-at::Tensor laid_out(const at::Tensor& gradient, const Geometry& geometry, const std::string& name) {
+at::Tensor with_layout(const at::Tensor& gradient, const Geometry& geometry, const std::string& name) {
   if (gradient.sizes() != at::IntArrayRef(geometry.sizes) || gradient.scalar_type() != geometry.dtype)
     throw ValueError(describe("graph: the gradient of " + name, fmt::format("{}[{}]", dtype_name(gradient.scalar_type()), fmt::join(gradient.sizes(), ", ")),
                               fmt::format("{}[{}]", dtype_name(geometry.dtype), fmt::join(geometry.sizes, ", ")), "pass gradients that match the results"));
@@ -42,7 +42,7 @@ void flatten_gradient(const FlattenRecord& record, const at::Tensor& gradient, c
   };
   if ((payload != nullptr) != record.is_subclass()) refuse();
   if (!payload) {
-    flat.push_back(laid_out(gradient, *record.plain().geometry, name));
+    flat.push_back(with_layout(gradient, *record.plain().geometry, name));
     return;
   }
   const SubclassMeta& meta = record.subclass();
@@ -65,7 +65,7 @@ class SubclassNode final : public SavingNode {
       const at::Tensor& tensor = values[call_->forward_outputs + i].toTensor();
       const at::NoGradGuard no_grad;
       // With its own version counter: any write to it is also a write to one of the watched tensors.
-      save(call_->saved[i].how == SubclassCall::Saved::How::Copied ? copy_keeping_bits(tensor.detach()) : tensor.variable_data());
+      save(call_->saved[i].how == SubclassCall::Saved::How::Copied ? copy_keeping_lazy_bits(tensor.detach()) : tensor.variable_data());
     }
     for (const std::size_t input : call_->watched.inputs) watch(inputs[input]);
     for (const std::size_t output : call_->watched.returned) watch(outputs[output]);
@@ -95,7 +95,7 @@ std::string name_of(const TangentInfo& tangent, const Convention& convention) {
 
 }  // namespace
 
-void refuse_shared_writes(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention) {
+void reject_shared_writes(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention) {
   const auto tensor_at = [&](std::size_t i) { return inputs[i].isTensor() ? inputs[i].toTensor() : at::Tensor(); };
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const at::Tensor written = tensor_at(i);
@@ -154,7 +154,7 @@ void SubclassCall::plan_views(const Context& context) {
   const Graph& graph = context.joint.graph;
   for (const FlattenRecord& record : layout->forward_outputs)
     record.for_each_plain([&](const PlainTensorMeta& plain) {
-      const auto& input = layout->in_written_input[plain.flat_index];
+      const auto& input = layout->in_mutated_input[plain.flat_index];
       if (!input) return;
       const Geometry& written = graph[graph.inputs[*input].value].geometry;
       if (written.dtype != plain.geometry->dtype || written.conjugated != plain.geometry->conjugated || written.negated != plain.geometry->negated)
@@ -167,7 +167,7 @@ void SubclassCall::plan_views(const Context& context) {
 void SubclassCall::plan_tangents(const Context& context) {
   for (const FlattenRecord& record : layout->tangents) {
     const TangentInfo& tangent = context.joint.tangents[record.first_flat()];
-    const std::size_t place = context.meta.forward_place(tangent);
+    const std::size_t place = context.meta.forward_return_of(tangent);
     const auto found = std::find_if(returned.begin(), returned.end(), [&](const Returned& item) { return item.place == place; });
     PENSTOCK_INVARIANT(found != returned.end(), "a tangent belongs to a result that is not returned");
     tangents.push_back({static_cast<std::size_t>(found - returned.begin()), name_of(tangent, context.convention)});
@@ -176,7 +176,7 @@ void SubclassCall::plan_tangents(const Context& context) {
 
 void SubclassCall::plan_saved(const Context& context) {
   const Graph& graph = context.joint.graph;
-  const auto lies_in = [&](const FlattenRecord& record, const auto& value_at, StorageId storage) {
+  const auto uses_storage = [&](const FlattenRecord& record, const auto& value_at, StorageId storage) {
     bool found = false;
     record.for_each_plain([&](const PlainTensorMeta& plain) {
       const ValueId value = value_at(plain.flat_index);
@@ -192,7 +192,7 @@ void SubclassCall::plan_saved(const Context& context) {
     Saved how;
     bool unwatched = false;
     for (std::size_t i = 0; i < layout->inputs.size(); ++i) {
-      if (!lies_in(layout->inputs[i], [&](std::size_t flat) { return graph.inputs[flat].value; }, storage)) continue;
+      if (!uses_storage(layout->inputs[i], [&](std::size_t flat) { return graph.inputs[flat].value; }, storage)) continue;
       // Written by this call itself, after the graph has run.
       if (context.written[i]) how.how = Saved::How::Copied;
       unwatched |= context.written[i] || context.shares_changed[i];
@@ -201,7 +201,7 @@ void SubclassCall::plan_saved(const Context& context) {
     if (how.how == Saved::How::AsIs && !unwatched)
       for (std::size_t i = 0; i < returned.size(); ++i)
         if (returned[i].how != Returned::How::Copied &&
-            lies_in(layout->forward_outputs[returned[i].place], [&](std::size_t flat) { return graph.outputs[flat].value(); }, storage))
+            uses_storage(layout->forward_outputs[returned[i].place], [&](std::size_t flat) { return graph.outputs[flat].value(); }, storage))
           add(watched.returned, i);
     saved.push_back(how);
   }

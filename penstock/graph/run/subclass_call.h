@@ -25,7 +25,7 @@ namespace penstock::graph {
 
 // Throws NotImplemented, naming both inputs, if an input is written and shares memory with another one and
 // either is a subclass. A tensor passed twice counts as one.
-void refuse_shared_writes(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention);
+void reject_shared_writes(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention);
 
 class SubclassCall final : public torch::CustomClassHolder {
  public:

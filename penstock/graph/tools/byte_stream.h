@@ -62,7 +62,7 @@ class ByteReader {
   template <class Enum>
   Enum choice(Enum last) {
     const auto value = number<std::uint8_t>();
-    if (value > static_cast<std::uint8_t>(last)) fail("a choice that does not exist");
+    if (value > static_cast<std::uint8_t>(last)) fail("invalid enumerator");
     return static_cast<Enum>(value);
   }
   std::string text() {
@@ -71,7 +71,7 @@ class ByteReader {
     return {reinterpret_cast<const char*>(from.data()), from.size()};
   }
   std::span<const std::uint8_t> take(std::size_t size) {
-    if (size > remaining()) fail("it ends too early");
+    if (size > remaining()) fail("unexpected end of file");
     const std::span<const std::uint8_t> taken = bytes_.subspan(at_, size);
     at_ += size;
     return taken;

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "penstock/graph/tools/drawing.h"
+#include "penstock/graph/tools/graph_drawing.h"
 
 namespace penstock::graph {
 namespace {

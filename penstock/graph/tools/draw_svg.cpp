@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "penstock/base/markup.h"
-#include "penstock/graph/tools/drawing.h"
+#include "penstock/graph/tools/graph_drawing.h"
 
 namespace penstock::graph {
 namespace {
@@ -131,9 +131,9 @@ class LayeredPicture {
 }  // namespace
 
 std::string to_svg(const Graph& graph, const DrawOptions& options) {
-  if (graph.nodes.size() > options.most_boxes) return draw_folded_svg(graph, options);
+  if (graph.nodes.size() > options.max_boxes) return draw_folded_svg(graph, options);
   GraphDrawing drawing(graph, options);
-  return drawing.boxes.size() > options.most_boxes ? draw_folded_svg(graph, options) : LayeredPicture(std::move(drawing)).write(options.title);
+  return drawing.boxes.size() > options.max_boxes ? draw_folded_svg(graph, options) : LayeredPicture(std::move(drawing)).write(options.title);
 }
 
 }  // namespace penstock::graph

@@ -34,7 +34,7 @@ std::vector<Maker> makers_of(const Graph& graph) {
 }
 
 // Everything about a node except where its arguments come from.
-std::string look_of(const Graph& graph, const Node& node) {
+std::string node_key(const Graph& graph, const Node& node) {
   std::string text = fmt::format("{}{}{}", c10::toString(node.op.operator_name()), node.phase == Phase::Forward ? 'F' : 'B', node.grad_enabled ? '+' : '-');
   const auto add = [&](const std::vector<Operand>& operands) {
     for (const Operand& operand : operands) {
@@ -76,7 +76,7 @@ std::string module_of(const std::string& parameter) {
 }
 
 // Whether the node returns the same values in another order or dtype.
-bool only_turns(const Node& node) {
+bool only_reorders(const Node& node) {
   static const std::set<std::string_view> kNames{"aten::t", "aten::transpose", "aten::permute", "aten::view", "aten::_reshape_alias", "aten::reshape", "aten::_unsafe_view", "aten::expand", "aten::detach", "aten::alias", "aten::_to_copy", "aten::to"};
   return kNames.contains(node.op.operator_name().name);
 }
@@ -87,19 +87,19 @@ class Folder {
  public:
   Folder(const Graph& graph, const FoldOptions& options) : graph_(graph), options_(options), makers_(makers_of(graph)) {
     std::unordered_map<std::string, std::size_t> numbers;
-    for (const Node& node : graph.nodes) looks_.push_back(numbers.try_emplace(look_of(graph, node), numbers.size()).first->second);
+    for (const Node& node : graph.nodes) looks_.push_back(numbers.try_emplace(node_key(graph, node), numbers.size()).first->second);
     find_modules();
   }
 
   std::vector<Fold> fold() const {
     std::vector<Fold> parts = repeats(0, graph_.nodes.size());
-    if (parts.size() <= options_.most_parts) return parts;
+    if (parts.size() <= options_.max_parts) return parts;
     parts = grouped(std::move(parts));
     // Forward and backward are drawn side by side: few parts of each.
     const auto border = std::find_if(parts.begin(), parts.end(), [](const Fold& part) { return part.phase == Phase::Backward; });
     std::vector<Fold> forward(std::make_move_iterator(parts.begin()), std::make_move_iterator(border)), backward(std::make_move_iterator(border), std::make_move_iterator(parts.end()));
-    forward = merged(std::move(forward), options_.most_of_phase);
-    for (Fold& part : merged(std::move(backward), options_.most_of_phase)) forward.push_back(std::move(part));
+    forward = merged(std::move(forward), options_.max_parts_per_phase);
+    for (Fold& part : merged(std::move(backward), options_.max_parts_per_phase)) forward.push_back(std::move(part));
     return limited(std::move(forward));
   }
 
@@ -119,7 +119,7 @@ class Folder {
     for (const Placeholder& input : graph_.inputs) name[index_of(input.value)] = module_of(input.name);
     // A weight that was only transposed or viewed is still that weight, also in backward.
     for (const Node& node : graph_.nodes) {
-      if (!only_turns(node)) continue;
+      if (!only_reorders(node)) continue;
       std::string module;
       for_each_value(node.arguments, [&](ValueId value) { module = name[index_of(value)]; });
       for_each_value(node.results, [&](ValueId value) { name[index_of(value)] = module; });
@@ -157,7 +157,7 @@ class Folder {
           ++equal;
           continue;
         }
-        if (const std::size_t saved = equal / length * length; saved >= options_.least_saved) found.push_back({saved, length, i - equal, equal});
+        if (const std::size_t saved = equal / length * length; saved >= options_.min_nodes_saved) found.push_back({saved, length, i - equal, equal});
         equal = 0;
       }
     }
@@ -167,7 +167,7 @@ class Folder {
   }
 
   // The number of results of one sequence that the next one uses: few at module boundaries.
-  std::size_t handed_on(std::size_t first, std::size_t length) const {
+  std::size_t passed_on(std::size_t first, std::size_t length) const {
     std::set<std::size_t> values;
     for (std::size_t i = first + length; i < first + 2 * length; ++i)
       for_each_value(graph_.nodes[i].arguments, [&](ValueId value) {
@@ -184,7 +184,7 @@ class Folder {
     std::vector<std::tuple<std::size_t, std::size_t, std::size_t>> starts;
     for (std::size_t shift = 0; shift <= slack; ++shift) {
       const std::size_t first = candidate.begin + shift;
-      starts.emplace_back(handed_on(first, candidate.length), strangers(first, first + candidate.length), first);
+      starts.emplace_back(passed_on(first, candidate.length), nodes_of_other_modules(first, first + candidate.length), first);
     }
     std::stable_sort(starts.begin(), starts.end());
     Repeat best;
@@ -213,7 +213,7 @@ class Folder {
     for (const Candidate& candidate : candidates(begin, end)) {
       if (++tries > kTries) break;
       const Repeat repeat = verified(candidate);
-      if (repeat.count < 2 || (repeat.count - 1) * repeat.length < options_.least_saved) continue;
+      if (repeat.count < 2 || (repeat.count - 1) * repeat.length < options_.min_nodes_saved) continue;
       std::vector<Fold> parts = repeats(begin, repeat.first);
       Fold fold{{}, graph_.nodes[repeat.first].phase, repeat.first, repeat.length, repeat.count, {}};
       if (repeat.length > 1) {
@@ -236,7 +236,7 @@ class Folder {
   // Parts of the same module become one. Modules are distinguished by the name component after their common
   // prefix.
   std::vector<Fold> grouped(std::vector<Fold> parts) const {
-    if (parts.size() <= options_.most_parts) return parts;
+    if (parts.size() <= options_.max_parts) return parts;
     const std::size_t common = common_prefix(parts.front().first, parts.back().end());
     // Large repeats stay separate.
     std::size_t all = 0;
@@ -265,11 +265,11 @@ class Folder {
     return fold;
   }
 
-  // At most most_parts, each of one phase.
+  // At most max_parts, each of one phase.
   std::vector<Fold> limited(std::vector<Fold> parts) const {
-    while (parts.size() > options_.most_parts) {
-      const std::size_t each = (parts.size() + options_.most_parts - 1) / options_.most_parts;
-      const std::size_t chunk = std::max<std::size_t>({each, 2, options_.most_parts / 2});
+    while (parts.size() > options_.max_parts) {
+      const std::size_t each = (parts.size() + options_.max_parts - 1) / options_.max_parts;
+      const std::size_t chunk = std::max<std::size_t>({each, 2, options_.max_parts / 2});
       std::vector<Fold> chunks;
       for (std::size_t i = 0; i < parts.size();) {
         std::size_t j = i;
@@ -359,7 +359,7 @@ class Folder {
   }
   // The number of nodes outside the module given by the first two components of the most frequent path:
   // "blocks.1".
-  std::size_t strangers(std::size_t begin, std::size_t end) const {
+  std::size_t nodes_of_other_modules(std::size_t begin, std::size_t end) const {
     std::map<std::string, std::size_t> times;
     std::size_t most = 0;
     for (std::size_t i = begin; i < end; ++i) {
@@ -384,7 +384,7 @@ class Folder {
     }
     if (names.empty()) {
       std::map<std::string, std::size_t> times;
-      for (std::size_t i = fold.first; i < fold.first + fold.length; ++i) times[graph_.nodes[i].op.operator_name().name] += only_turns(graph_.nodes[i]) ? 0 : 1;
+      for (std::size_t i = fold.first; i < fold.first + fold.length; ++i) times[graph_.nodes[i].op.operator_name().name] += only_reorders(graph_.nodes[i]) ? 0 : 1;
       for (const auto& [name, count] : times) names.push_back(name);
       std::stable_sort(names.begin(), names.end(), [&](const std::string& a, const std::string& b) { return times[a] > times[b]; });
       for (std::string& name : names) name = name.substr(name.find("::") == std::string::npos ? 0 : name.find("::") + 2);
@@ -406,9 +406,9 @@ class Folder {
 
 std::vector<Fold> fold_graph(const Graph& graph, const FoldOptions& options) { return Folder(graph, options).fold(); }
 
-bool equal_stretches(const Graph& graph, std::size_t first, std::size_t second, std::size_t length) {
+bool equal_sequences(const Graph& graph, std::size_t first, std::size_t second, std::size_t length) {
   for (std::size_t i = 0; i < length; ++i)
-    if (look_of(graph, graph.nodes[first + i]) != look_of(graph, graph.nodes[second + i])) return false;
+    if (node_key(graph, graph.nodes[first + i]) != node_key(graph, graph.nodes[second + i])) return false;
   return used_alike(graph, makers_of(graph), first, second, length);
 }
 

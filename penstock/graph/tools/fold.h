@@ -31,10 +31,10 @@ struct Fold {
 };
 
 struct FoldOptions {
-  std::size_t most_parts = 32;   // in one part, and at the top level; more are grouped into sub-parts
-  // At the top level, in forward and in backward, if there are more than most_parts.
-  std::size_t most_of_phase = 7;
-  std::size_t least_saved = 4;   // the fewest nodes that folding must save
+  std::size_t max_parts = 32;   // in one part, and at the top level; more are grouped into sub-parts
+  // At the top level, in forward and in backward, if there are more than max_parts.
+  std::size_t max_parts_per_phase = 7;
+  std::size_t min_nodes_saved = 4;   // the fewest nodes that folding must save
 };
 
 // Returns the parts in the order of the nodes; each node is in exactly one part. O(nodes * longest repeated
@@ -42,6 +42,6 @@ struct FoldOptions {
 std::vector<Fold> fold_graph(const Graph& graph, const FoldOptions& options = {});
 
 // Whether two sequences of `length` nodes are equal in the sense above.
-bool equal_stretches(const Graph& graph, std::size_t first, std::size_t second, std::size_t length);
+bool equal_sequences(const Graph& graph, std::size_t first, std::size_t second, std::size_t length);
 
 }  // namespace penstock::graph

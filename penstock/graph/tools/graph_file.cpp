@@ -214,13 +214,13 @@ class GraphReader {
       file.joint.written_in_backward.push_back(bounded(file.joint.primals));
       if (file.joint.written_in_backward.back() == file.joint.primals) in_.fail("an input that does not exist is written in backward");
     });
-    if (file.joint.forward_outputs + file.joint.written_in_backward.size() > file.joint.graph.outputs.size()) in_.fail("outputs do not add up");
+    if (file.joint.forward_outputs + file.joint.written_in_backward.size() > file.joint.graph.outputs.size()) in_.fail("inconsistent number of outputs");
     list(10, [&] { file.joint.tangents.push_back(tangent()); });
-    if (file.joint.primals + file.joint.tangents.size() != file.joint.graph.inputs.size()) in_.fail("inputs and tangents do not add up");
+    if (file.joint.primals + file.joint.tangents.size() != file.joint.graph.inputs.size()) in_.fail("inconsistent number of inputs and tangents");
     meta(&file.meta);
     list(4, [&] { file.saved.push_back(id(file.joint.graph)); });
     if (in_.flag()) file.signature = signature();
-    if (in_.remaining() != 0) in_.fail(fmt::format("{} bytes too many", in_.remaining()));
+    if (in_.remaining() != 0) in_.fail(fmt::format("{} trailing bytes", in_.remaining()));
     try {
       verify(file.joint.graph);
     } catch (const std::exception& error) {
@@ -261,18 +261,18 @@ class GraphReader {
     try {
       return at::Device(text);
     } catch (const c10::Error&) {
-      in_.fail("no device is called '" + text + "'");
+      in_.fail("unknown device '" + text + "'");
     }
   }
 
   std::size_t dims() {
     const std::size_t count = in_.count(8);
-    if (count > kMostDims) in_.fail(fmt::format("a tensor of {} dims", count));
+    if (count > kMostDims) in_.fail(fmt::format("a tensor with {} dims, which is too many", count));
     return count;
   }
   std::int64_t natural() {
     const auto value = in_.number<std::int64_t>();
-    if (value < 0 || value > (std::int64_t{1} << 48)) in_.fail(fmt::format("a size of {}", value));
+    if (value < 0 || value > (std::int64_t{1} << 48)) in_.fail(fmt::format("invalid size {}", value));
     return value;
   }
 
@@ -294,7 +294,7 @@ class GraphReader {
     geometry.device = device();
     geometry.conjugated = in_.flag();
     geometry.negated = in_.flag();
-    if (geometry.conjugated && !c10::isComplexType(geometry.dtype)) in_.fail("a conjugate of what is not complex");
+    if (geometry.conjugated && !c10::isComplexType(geometry.dtype)) in_.fail("a conjugate of a tensor that is not complex");
     return geometry;
   }
 
@@ -353,7 +353,7 @@ class GraphReader {
       case ConstantKind::Undefined: return at::Tensor();
       case ConstantKind::Number: {
         at::Tensor number = tensor();
-        if (number.dim() != 0) in_.fail("a number with dims");
+        if (number.dim() != 0) in_.fail("a number that is not a 0-dim tensor");
         number.unsafeGetTensorImpl()->set_wrapped_number(true);
         return number;
       }
@@ -378,7 +378,7 @@ class GraphReader {
     list(40, [&] {
       Value value{geometry(), {}};
       value.storage = StorageId{in_.number<std::int32_t>()};
-      if (static_cast<std::int32_t>(value.storage) < 0 || static_cast<std::int32_t>(value.storage) >= graph->storages) in_.fail("a storage that does not exist");
+      if (static_cast<std::int32_t>(value.storage) < 0 || static_cast<std::int32_t>(value.storage) >= graph->storages) in_.fail("invalid storage");
       graph->values.push_back(std::move(value));
     });
     // Memory is allocated per storage later, so their number is limited by the number of values.
@@ -482,7 +482,7 @@ class GraphReader {
     meta->keep_input_mutations = in_.flag();
     list(10, [&] { meta->tangents.push_back(tangent()); });
     const auto grad_mode = in_.number<std::uint8_t>();
-    if (grad_mode > 2) in_.fail("a grad mode that does not exist");
+    if (grad_mode > 2) in_.fail("invalid grad mode");
     if (grad_mode > 0) meta->grad_mode_after = grad_mode == 2;
   }
 
@@ -540,7 +540,7 @@ GraphFile decode_graph(std::span<const std::uint8_t> bytes, const std::string& n
     header.fail(fmt::format("version {}, expected {}{}", version, kGraphFileVersion, version > kGraphFileVersion ? "; it was written by a newer version of Penstock, which is needed to read it" : "; write it again with this version of Penstock"));
   const auto size = header.number<std::uint64_t>();
   const auto checksum = header.number<std::uint64_t>();
-  if (size != header.remaining()) header.fail(fmt::format("{} bytes follow, expected {}", header.remaining(), size));
+  if (size != header.remaining()) header.fail(fmt::format("{} bytes follow the header, expected {}", header.remaining(), size));
   const std::span<const std::uint8_t> fields = bytes.subspan(kHeaderBytes);
   if (detail::graph_checksum(fields) != checksum) header.fail("checksum mismatch: the file is damaged");
   return GraphReader(fields, name).read();

@@ -95,7 +95,7 @@ class SignatureMaker {
   void add_results() {
     const std::size_t first = meta_.mutated_at_run_time().size();
     if (options_.hidden_outputs > meta_.outputs.size())
-      throw ValueError(fmt::format("graph: {} hidden results of {}", options_.hidden_outputs, meta_.outputs.size()));
+      throw ValueError(fmt::format("graph: hidden_outputs is {}, but there are only {} results", options_.hidden_outputs, meta_.outputs.size()));
     if (meta_.intermediate_bases > 0)
       throw ValueError("graph: several results are views of one internal tensor, which a signature cannot describe; return clones of them");
     for (std::size_t i = 0; i + options_.hidden_outputs < meta_.outputs.size(); ++i) {
@@ -109,7 +109,7 @@ class SignatureMaker {
   void add_gradients() {
     BackwardSignature backward;
     if (outputs_.size() != joint_.forward_outputs + joint_.primals)
-      throw ValueError(fmt::format("graph: {} outputs, of which {} are forward's; expected one gradient for each of {} inputs", outputs_.size(),
+      throw ValueError(fmt::format("graph: {} outputs, of which {} belong to forward; expected one gradient for each of {} inputs", outputs_.size(),
                                    joint_.forward_outputs, joint_.primals));
     for (std::size_t i = 0; i < joint_.primals; ++i) {
       const std::size_t output = joint_.forward_outputs + i;

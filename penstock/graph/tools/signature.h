@@ -5,8 +5,7 @@
 //   fast->forward(x);
 //   const Compiled& compiled = fast->compiled(0);
 //   SignatureOptions options{.state = &fast->state()};
-//   options.hidden_outputs = 1;                     // a compiled module returns the structure of its results
-//   as an extra result
+//   options.hidden_outputs = 1;   // a compiled module returns the structure of its results as well
 //   const GraphSignature signature = make_signature(compiled.joint(0), compiled.inner_meta(0), options);
 //   signature.inputs_to_parameters.at(GraphInput("0.weight"));      // Qualified("0.weight")
 //

@@ -1,6 +1,9 @@
 // Determines which inputs a function mutates and how its outputs alias, by running it once on fake tensors.
 //
-//   Function step = [](const Values& in) -> Values { in[0].toTensor().mul_(2); return {in[0].toTensor() + in[1].toTensor()}; };
+//   Function step = [](const Values& in) -> Values {
+//     in[0].toTensor().mul_(2);
+//     return {in[0].toTensor() + in[1].toTensor()};
+//   };
 //   const ViewAndMutationMeta meta = analyze(step, {x, y});
 //   meta.inputs[0].mutates_data;        // true; x itself is untouched
 //

@@ -114,10 +114,10 @@ class JointCapture {
   // For a result that is an output of the graph.
   FlattenRecord return_result(const c10::IValue& value) {
     FlattenRecord record = return_value(value);
-    layout_.in_written_input.resize(tracer_.graph.outputs.size());
+    layout_.in_mutated_input.resize(tracer_.graph.outputs.size());
     for (std::size_t i = record.first_flat(); i < tracer_.graph.outputs.size(); ++i)
       if (const ValueId part = tracer_.graph.outputs[i].value(); part != kNoValue)
-        if (const auto input = written_memory_.find(tracer_.graph[part].storage); input != written_memory_.end()) layout_.in_written_input[i] = input->second;
+        if (const auto input = written_memory_.find(tracer_.graph[part].storage); input != written_memory_.end()) layout_.in_mutated_input[i] = input->second;
     return record;
   }
 
@@ -146,7 +146,7 @@ class JointCapture {
       records.push_back(return_result(is_fresh(meta_.outputs[i].kind) ? outputs_[i] : c10::IValue(at::Tensor())));
     for (const at::Tensor& base : bases_) records.push_back(return_value(base));
     result_.forward_outputs = tracer_.graph.outputs.size();
-    layout_.in_written_input.resize(result_.forward_outputs);
+    layout_.in_mutated_input.resize(result_.forward_outputs);
   }
 
   // Adds graph inputs that represent the gradient of a result.
@@ -209,10 +209,10 @@ class JointCapture {
     torch::autograd::variable_list gradients(leaves.size());
     tracer_.phase = Phase::Backward;
     const std::size_t first_node = tracer_.graph.nodes.size();
-    for (std::size_t i = result_.primals; i < tracer_.graph.inputs.size(); ++i) handed_on_[tracer_.graph[tracer_.graph.inputs[i].value].storage] = first_node;
+    for (std::size_t i = result_.primals; i < tracer_.graph.inputs.size(); ++i) passed_on_[tracer_.graph[tracer_.graph.inputs[i].value].storage] = first_node;
     const GradientWatch::Seen seen = [&](const at::Tensor& gradient) {
       for (const at::Tensor& part : plain_parts(gradient))
-        if (is_fake(part)) handed_on_.try_emplace(tracer_.storage_of(part), tracer_.graph.nodes.size());
+        if (is_fake(part)) passed_on_.try_emplace(tracer_.storage_of(part), tracer_.graph.nodes.size());
     };
     // Backward follows what forward did, and usually runs outside the autocast scope.
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
@@ -250,7 +250,7 @@ class JointCapture {
             written.insert(primal->second);
           } else if (returned.contains(storage)) {
             throw NotImplemented(fmt::format("graph: backward writes a tensor that forward returned ({}); write to a clone of it", op));
-          } else if (const auto handed = handed_on_.find(storage); handed != handed_on_.end() && handed->second <= i) {
+          } else if (const auto handed = passed_on_.find(storage); handed != passed_on_.end() && handed->second <= i) {
             throw NotImplemented(fmt::format("graph: backward writes a gradient that was passed to it ({}), which others may hold; create a new tensor in the "
                                              "function's backward or in the hook",
                                              op));
@@ -288,7 +288,7 @@ class JointCapture {
   SubclassLayout layout_;
   std::map<StorageId, std::size_t> written_memory_;
   // Per gradient storage: the number of nodes when another autograd node received it.
-  std::map<StorageId, std::size_t> handed_on_;
+  std::map<StorageId, std::size_t> passed_on_;
   bool any_subclass_ = false;
   JointGraph result_;
 };

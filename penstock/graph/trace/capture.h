@@ -11,7 +11,7 @@
 // outputs are
 //   the mutated inputs with their new values (meta.mutated_at_run_time());
 //   the function's results; those that are made from something else at run time (aliases) are omitted as
-//   kNoValue;
+//     kNoValue;
 //   the intermediate bases;
 //   one gradient for each tensor among the inputs, kNoValue for those that have none;
 //   the inputs that backward writes (in a user-defined autograd function), with their new values.

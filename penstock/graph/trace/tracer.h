@@ -31,7 +31,7 @@
 #include "penstock/graph/ir/graph.h"
 #include "penstock/torch/fake/fake_note.h"
 #include "penstock/mode.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/tensor_subclass.h"
 
 namespace penstock::graph {

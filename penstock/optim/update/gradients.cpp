@@ -1,4 +1,4 @@
-#include "penstock/optim/update/gradients.h"
+#include "penstock/clip_gradients.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

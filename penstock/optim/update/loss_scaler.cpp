@@ -9,7 +9,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/optim/update/gradients.h"
+#include "penstock/clip_gradients.h"
 #include "penstock/optim/update/rank_reduction.h"
 #include "penstock/torch/tree/distributed_type.h"
 

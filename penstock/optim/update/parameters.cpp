@@ -1,4 +1,4 @@
-#include "penstock/optim/update/parameters.h"
+#include "penstock/optimizer.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>

@@ -1,4 +1,4 @@
-#include "penstock/optim/update/sgd.h"
+#include "penstock/optimizer.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>

@@ -13,7 +13,7 @@
 #include "penstock/dtensor/tensor/layout_text.h"
 #include "penstock/torch/tree/distributed_type.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -90,4 +90,4 @@ void CopyGradients::sum() {
   }
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -8,7 +8,7 @@
 #include "penstock/stage.h"
 #include "penstock/stage_placement.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class CopyGradients {
  public:
@@ -34,4 +34,4 @@ class CopyGradients {
   std::vector<Pair> pairs_;  // in the order of the parts
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

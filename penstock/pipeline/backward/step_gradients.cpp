@@ -14,7 +14,7 @@
 #include "penstock/shard/state/shard_info.h"
 #include "penstock/torch/tree/distributed_type.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -114,4 +114,4 @@ void StepGradients::add_earlier() {
   }
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

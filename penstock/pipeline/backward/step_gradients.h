@@ -18,7 +18,7 @@
 
 #include "penstock/stage.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class StepGradients {
  public:
@@ -52,4 +52,4 @@ class StepGradients {
   std::map<int, std::vector<std::size_t>> by_stage_;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "penstock/comm/message/message.h"
-#include "penstock/mesh_key.h"
+#include "penstock/mesh_layout.h"
 #include "penstock/placement.h"
 #include "penstock/pipeline/contract/stage_meta.h"
 #include "penstock/torch/tree/tensor_meta.h"

@@ -10,7 +10,7 @@
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/tree/tensor_meta.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 namespace {
 
 void add_value(HashBuilder& hash, const Tree& leaf) {
@@ -61,4 +61,4 @@ std::uint64_t state_key(const std::vector<PipelineStage>& stages) {
   return hash.value();
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

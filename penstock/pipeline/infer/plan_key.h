@@ -7,7 +7,7 @@
 #include "penstock/base/hash.h"
 #include "penstock/stage.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 // Adds the structure, the records of tensors (not their values), and plain values: an integer may be a size.
 void add_arguments(HashBuilder& hash, const Tree& tree);
@@ -17,4 +17,4 @@ void add_arguments(HashBuilder& hash, const Tree& tree);
 // change between steps.
 std::uint64_t state_key(const std::vector<PipelineStage>& stages);
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -19,8 +19,9 @@
 #include "penstock/pipeline/infer/stage_trial.h"
 #include "penstock/torch/tree/dense_layout.h"
 #include "penstock/pipeline/contract/record_checks.h"
+#include "penstock/pipeline/stage/stage_state.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -231,7 +232,7 @@ bool StagePlanner::Negotiation::take_inputs(const PipelineStage& stage, StagePla
   bool is_static = planner.static_;
   if (is_first(s)) {
     plan.meta.inputs = metas_of(tensors_of(step.args[microbatch]));
-    is_static = is_static && check_metas("", *stage.example_meta().inputs, *plan.meta.inputs, OnMismatch::Collect).empty();
+    is_static = is_static && check_metas("", *state_of(stage).examples.inputs, *plan.meta.inputs, OnMismatch::Collect).empty();
   } else {
     ForwardMessage message = receive<ForwardMessage>(0, s - 1);
     is_static = message.is_static;
@@ -251,7 +252,7 @@ bool StagePlanner::Negotiation::take_inputs(const PipelineStage& stage, StagePla
 
 void StagePlanner::Negotiation::find_outputs(const PipelineStage& stage, StagePlan& plan, bool is_static) {
   const int s = stage.index();
-  const StageMeta& examples = stage.example_meta();
+  const StageMeta& examples = state_of(stage).examples;
   bool varies = stage.options().announce_shapes || std::find(plan.varying_inputs.begin(), plan.varying_inputs.end(), true) != plan.varying_inputs.end();
   if (is_static) {
     if (!is_first(s)) check_metas(fmt::format("example inputs of stage {} and what stage {} sends", s, s - 1), comparable(*examples.inputs), comparable(*plan.meta.inputs));
@@ -321,14 +322,14 @@ void StagePlanner::Negotiation::take_output_grads(const PipelineStage& stage, St
     throw PipeliningMetadataError(describe(fmt::format("gradients sent back to stage {}", s), fmt::format("{}", plan.meta.output_grads->size()),
                                            fmt::format("{}, one for each output", plan.meta.outputs->size()), "make the next stage take every output"));
   // Without a trial run the examples are binding.
-  if (const auto& examples = stage.example_meta().output_grads)
+  if (const auto& examples = state_of(stage).examples.output_grads)
     check_metas(fmt::format("example gradients of the outputs of stage {} and what is sent back to it", s), comparable(*examples), comparable(*plan.meta.output_grads),
                 trials.contains(s) ? OnMismatch::Warn : OnMismatch::Raise);
 }
 
 OptionalTensorMetas StagePlanner::Negotiation::find_input_grads(const PipelineStage& stage, const StagePlan& plan) {
   const int s = stage.index();
-  const StageMeta& examples = stage.example_meta();
+  const StageMeta& examples = state_of(stage).examples;
   const auto at = trials.find(s);
   if (at == trials.end()) return examples.input_grads ? as_sent(*examples.input_grads) : in_layout_of(*plan.meta.inputs, derive_gradient_metas(*plan.meta.inputs));
   StageTrial& trial = *at->second;
@@ -356,7 +357,7 @@ StagePlanner::StagePlanner(std::vector<PipelineStage> stages, schedule::StageMap
                            comm::Group control, std::vector<int> ranks, int own)
     : stages_(std::move(stages)), map_(std::move(map)), skips_(std::move(skips)), loss_(std::move(loss)), control_(std::move(control)),
       ranks_(std::move(ranks)), own_(own),
-      validates_(std::any_of(stages_.begin(), stages_.end(), [](const PipelineStage& stage) { return stage.validates(); })) {}
+      validates_(std::any_of(stages_.begin(), stages_.end(), [](const PipelineStage& stage) { return validates(stage); })) {}
 
 std::uint64_t StagePlanner::hash_of(const StepDescription& step, std::size_t microbatch) const {
   HashBuilder hash;
@@ -415,7 +416,7 @@ std::vector<std::shared_ptr<const MicrobatchPlan>> StagePlanner::agree(const Ste
   } catch (...) {
     refusal = std::current_exception();  // for example an argument that has no record
   }
-  const bool vote = std::none_of(stages_.begin(), stages_.end(), [&](const PipelineStage& stage) { return stage.needs_trial(step.has_backward); });
+  const bool vote = std::none_of(stages_.begin(), stages_.end(), [&](const PipelineStage& stage) { return needs_trial(stage, step.has_backward); });
   const auto rows = gather({kRowVersion, step.has_backward ? 1 : 0, static_cast<std::int64_t>(step.microbatches()), vote ? 1 : 0, static_cast<std::int64_t>(whole.value()),
                             refusal ? 1 : 0, validates_ ? 1 : 0});
   if (std::any_of(rows.begin(), rows.end(), [](const auto& row) { return row[kRefusedField] != 0; })) refuse(rows, refusal);
@@ -470,4 +471,4 @@ std::shared_ptr<const MicrobatchPlan> StagePlanner::negotiate(const StepDescript
   return negotiation.plans;
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

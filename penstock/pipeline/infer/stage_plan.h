@@ -21,12 +21,12 @@
 #include <vector>
 
 #include "penstock/group.h"
-#include "penstock/pipeline/stage/pipeline_loss.h"
+#include "penstock/stage_module.h"
 #include "penstock/stage.h"
 #include "penstock/stage_placement.h"
 #include "penstock/pipeline/contract/stage_meta.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 // The plan for one stage and one kind of microbatch.
 struct StagePlan {
@@ -105,4 +105,4 @@ class StagePlanner {
   std::unordered_map<std::uint64_t, std::shared_ptr<const MicrobatchPlan>> plans_;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

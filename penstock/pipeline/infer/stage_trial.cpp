@@ -29,8 +29,9 @@
 #include "penstock/pipeline/contract/record_checks.h"
 #include "penstock/step_context.h"
 #include "penstock/torch/dispatch/switch_data.h"
+#include "penstock/pipeline/stage/stage_state.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -84,8 +85,8 @@ struct StageTrial::Run {
   const bool fake;
   // A trial of another stage that has not ended may have made shared parameters fake.
   const std::unique_ptr<RealLeaves> real;
-  const KeptBuffers buffers;
-  std::optional<KeptGenerators> generators;
+  const SavedBuffers buffers;
+  std::optional<SavedGenerators> generators;
   const ShardedTrial sharded;
   std::optional<FakeLeaves> distributed;
   // Both modes record what is computed, for tensors that the module keeps.
@@ -172,7 +173,7 @@ void StageTrial::end_run() {
 void StageTrial::try_forward(std::vector<at::Tensor> given) {
   for (const at::Tensor& tensor : tensors_of(kwargs_)) given.push_back(tensor);
   given_ = std::move(given);
-  stage_.meshes().harvest(given_);
+  state_of(stage_).meshes.harvest(given_);
   const TrialRun wanted = stage_.options().trial;
   std::exception_ptr why_not_fake;
   if (wanted != TrialRun::Real) {
@@ -312,4 +313,4 @@ void StageTrial::backward_of_loss(const PipelineLoss& loss, const Tree& target) 
   });
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -20,11 +20,11 @@
 #include <string>
 #include <vector>
 
-#include "penstock/pipeline/stage/pipeline_loss.h"
+#include "penstock/stage_module.h"
 #include "penstock/stage.h"
 #include "penstock/pipeline/contract/stage_meta.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class StageTrial {
  public:
@@ -78,4 +78,4 @@ class StageTrial {
   bool data_dependent_ = false;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

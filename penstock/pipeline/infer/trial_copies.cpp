@@ -9,7 +9,7 @@
 #include "penstock/torch/fake/fake_parts.h"
 #include "penstock/tensor_subclass.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 namespace {
 
 constexpr std::int64_t kAlignment = 16;  // a multiple of every element size
@@ -93,4 +93,4 @@ at::Tensor TrialCopies::of(const at::Tensor& tensor) {
   return made;
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

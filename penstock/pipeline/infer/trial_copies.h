@@ -15,7 +15,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class TrialCopies {
  public:
@@ -41,4 +41,4 @@ class TrialCopies {
   std::vector<at::Tensor> originals_;                         // keep their addresses from being reused
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -13,16 +13,16 @@
 
 #include "penstock/stage.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 // Restores buffers: values, geometry and autograd history. A run on fake tensors writes no values, but what
 // it computes may become part of a buffer's history.
-class KeptBuffers {
+class SavedBuffers {
  public:
-  KeptBuffers(const StageModule& module, bool values);
-  ~KeptBuffers();
-  KeptBuffers(const KeptBuffers&) = delete;
-  KeptBuffers& operator=(const KeptBuffers&) = delete;
+  SavedBuffers(const StageModule& module, bool values);
+  ~SavedBuffers();
+  SavedBuffers(const SavedBuffers&) = delete;
+  SavedBuffers& operator=(const SavedBuffers&) = delete;
 
  private:
   struct Buffer {
@@ -34,16 +34,16 @@ class KeptBuffers {
 };
 
 // Restores the default generators of the CPU and of the stage's device.
-class KeptGenerators {
+class SavedGenerators {
  public:
-  explicit KeptGenerators(at::Device device);
-  ~KeptGenerators();
-  KeptGenerators(const KeptGenerators&) = delete;
-  KeptGenerators& operator=(const KeptGenerators&) = delete;
+  explicit SavedGenerators(at::Device device);
+  ~SavedGenerators();
+  SavedGenerators(const SavedGenerators&) = delete;
+  SavedGenerators& operator=(const SavedGenerators&) = delete;
 
  private:
   void add(at::Generator generator);
   std::vector<std::pair<at::Generator, at::Tensor>> states_;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

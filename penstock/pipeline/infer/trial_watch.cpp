@@ -3,10 +3,10 @@
 #include <ATen/ATen.h>
 
 #include "penstock/errors.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/tensor_subclass.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 namespace {
 
 const void* key_of(const at::Tensor& part) { return part.storage().unsafeGetStorageImpl(); }
@@ -144,4 +144,4 @@ std::vector<at::Tensor> TrialWatch::wrong_survivors() const {
   return found;
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

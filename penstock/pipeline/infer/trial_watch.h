@@ -22,7 +22,7 @@
 
 #include "penstock/mode.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class TrialWatch final : public Mode {
  public:
@@ -62,4 +62,4 @@ class TrialWatch final : public Mode {
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> tensors_;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -16,7 +16,7 @@
 
 #include "penstock/pipeline/program/program.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 // A part of one member of an overlapped unit: one block of its stage. The members of a unit take turns.
 struct UnitPiece {
@@ -82,4 +82,4 @@ std::int64_t steady_now_ns();
 // after each instruction; its time is not counted in any instruction.
 void execute(const Program& program, StepActions& actions, StepProgress& progress, std::vector<TimedInstruction>* times = nullptr, const std::function<void()>& after = {});
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -11,7 +11,7 @@
 #include "penstock/lower.h"
 #include "penstock/validate.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 using schedule::Action;
 using schedule::ActionKind;
@@ -118,7 +118,7 @@ class Compiler {
         if (action.stage() != channel.from_stage) continue;
         const ActionKind kind = action.kind();
         const bool sends = channel.skip < 0 ? kind == (forward ? ActionKind::SendForward : ActionKind::SendBackward)
-                                            : (forward ? kind == ActionKind::Forward : schedule::gives_input_gradient(kind));
+                                            : (forward ? kind == ActionKind::Forward : schedule::produces_input_gradient(kind));
         if (sends) order.push_back(*action.microbatch());
       }
     }
@@ -164,7 +164,7 @@ class Compiler {
 
   void add_awaits(const Action& action) {
     const bool forward = action.kind() == ActionKind::Forward;
-    if (!forward && !schedule::gives_input_gradient(action.kind())) return;
+    if (!forward && !schedule::produces_input_gradient(action.kind())) return;
     const int microbatch = *action.microbatch();
     std::vector<int> needed;
     for_channels_into(action.stage(), forward ? Channel::Kind::Activation : Channel::Kind::Gradient,
@@ -177,7 +177,7 @@ class Compiler {
 
   void add_handing_on(const Action& action) {
     const bool forward = action.kind() == ActionKind::Forward;
-    if (!forward && !schedule::gives_input_gradient(action.kind())) return;
+    if (!forward && !schedule::produces_input_gradient(action.kind())) return;
     const int stage = action.stage();
     const Action made = transfer(forward, false, stage, *action.microbatch());
     std::vector<std::pair<Instruction::Kind, int>> found;
@@ -286,4 +286,4 @@ Schedule executable(Schedule schedule, bool unshard) {
   return schedule::lower(schedule::validate(std::move(schedule)), {.unshard = unshard});
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

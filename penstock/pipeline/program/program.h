@@ -23,7 +23,7 @@
 
 #include "penstock/schedule.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 // A tensor that a stage sends directly to a later one, past the stages between them.
 struct SkipConnection {
@@ -95,4 +95,4 @@ schedule::Schedule forward_only(const schedule::Schedule& schedule);
 // lowered one. Throws ScheduleError.
 schedule::Schedule executable(schedule::Schedule schedule, bool unshard = false);
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

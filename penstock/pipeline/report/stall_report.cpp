@@ -12,14 +12,14 @@
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 using Json = nlohmann::ordered_json;
 using State = RankPlace::State;
 
 namespace {
 
-constexpr State kStates[] = {State::NoWord, State::Lost, State::Between, State::Agreeing, State::Computing, State::Waiting, State::Finishing};
+constexpr State kStates[] = {State::NoStatus, State::Lost, State::Between, State::Agreeing, State::Computing, State::Waiting, State::Finishing};
 
 std::string ranks_text(const std::vector<int>& ranks) {
   return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", format_list(ranks));
@@ -40,7 +40,7 @@ Json to_json_value(const RankPlace& place) {
 std::vector<int> waits_of(const RankPlace& place, const std::vector<RankPlace>& places) {
   std::vector<int> found;
   switch (place.state) {
-    case State::NoWord:
+    case State::NoStatus:
     case State::Lost:
     case State::Between:
     case State::Computing: break;
@@ -48,14 +48,14 @@ std::vector<int> waits_of(const RankPlace& place, const std::vector<RankPlace>& 
     case State::Agreeing:
       for (const RankPlace& other : places) {
         const bool there = other.step > place.step || (other.step == place.step && other.state == State::Agreeing);
-        if (other.rank != place.rank && (!there || other.state == State::NoWord || other.state == State::Lost)) found.push_back(other.rank);
+        if (other.rank != place.rank && (!there || other.state == State::NoStatus || other.state == State::Lost)) found.push_back(other.rank);
       }
       break;
     case State::Finishing:
       for (const RankPlace& other : places) {
         const bool receives = std::find(place.waits_for.begin(), place.waits_for.end(), other.rank) != place.waits_for.end();
         const bool through = other.step > place.step || (other.step == place.step && (other.state == State::Finishing || other.state == State::Between));
-        if (receives && (!through || other.state == State::NoWord || other.state == State::Lost)) found.push_back(other.rank);
+        if (receives && (!through || other.state == State::NoStatus || other.state == State::Lost)) found.push_back(other.rank);
       }
       break;
   }
@@ -142,7 +142,7 @@ std::string cause_text(const StallReport& report) {
 
 std::string_view to_text(State state) {
   switch (state) {
-    case State::NoWord: return "no word";
+    case State::NoStatus: return "no word";
     case State::Lost: return "lost";
     case State::Between: return "between steps";
     case State::Agreeing: return "agreeing";
@@ -157,7 +157,7 @@ std::string to_text(const RankPlace& place) {
   std::string text;
   const std::string when = fmt::format("step {}, for {:.1f} s", place.step, place.for_s);
   switch (place.state) {
-    case State::NoWord: return place.error.empty() ? "no word" : "no word: " + place.error;
+    case State::NoStatus: return place.error.empty() ? "no word" : "no word: " + place.error;
     case State::Lost: text = place.instruction.empty() ? "lost" : fmt::format("lost; last status in step {}: {}", place.step, place.instruction); break;
     case State::Between: text = place.step == 0 ? "no step begun" : fmt::format("after step {}, for {:.1f} s", place.step, place.for_s); break;
     case State::Agreeing: text = when + ": agrees with all ranks on the step"; break;
@@ -259,7 +259,7 @@ StallCause find_cause(const std::vector<RankPlace>& places) {
   // The first failure causes the others; if several are reported, any of them serves.
   if (auto failed = all([](const RankPlace& place) { return place.own_error; }); !failed.empty()) return caused_by(StallCause::Kind::Failure, {failed.front()});
   if (auto cycle = waits.cycle(); !cycle.empty()) return caused_by(StallCause::Kind::Cycle, std::move(cycle));
-  if (auto silent = all([](const RankPlace& place) { return place.state == State::NoWord && place.error.empty(); }); !silent.empty()) return caused_by(StallCause::Kind::SilentRank, std::move(silent));
+  if (auto silent = all([](const RankPlace& place) { return place.state == State::NoStatus && place.error.empty(); }); !silent.empty()) return caused_by(StallCause::Kind::SilentRank, std::move(silent));
   // Among ranks that wait for nobody: the one that holds up most ranks, then the one that has been in its
   // place longest.
   StallCause best;
@@ -296,4 +296,4 @@ std::string StallReport::to_json() const {
   return document.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -23,12 +23,12 @@
 #include "penstock/pipeline/program/executor.h"
 #include "penstock/pipeline/program/program.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 // What one rank is doing.
 struct RankPlace {
   enum class State : std::uint8_t {
-    NoWord,     // no status received: stopped, or cut off
+    NoStatus,     // no status received: stopped, or cut off
     Lost,       // the process is gone; the other fields are its last status
     Between,    // not in a step
     Agreeing,   // agreeing on the step with all other ranks; includes the trial runs of stages
@@ -36,7 +36,7 @@ struct RankPlace {
     Waiting,    // waiting for data
     Finishing,  // waiting until what it sent has been received
   };
-  State state = State::NoWord;
+  State state = State::NoStatus;
   int rank = 0;
   std::uint64_t step = 0;         // counted from 1; 0 before the first step
   double for_s = 0;               // time in this place, when the status was posted
@@ -45,7 +45,7 @@ struct RankPlace {
   std::optional<int> stage, microbatch;
   std::string kind;               // of the action: "F", "RECV_B", ...
   std::vector<int> waits_for;     // Waiting: the one rank; Finishing: the ranks it has sent to
-  std::string error;              // first line of what ended its step; for NoWord why it could not be asked
+  std::string error;              // first line of what ended its step; for NoStatus why it could not be asked
   bool own_error = false;         // the error arose on that rank, not as a consequence of another failure
 
   friend bool operator==(const RankPlace&, const RankPlace&) = default;
@@ -97,4 +97,4 @@ struct StallReport {
 };
 StallReport make_stall_report(int seen_from, std::vector<RankPlace> places);
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -17,7 +17,7 @@
 #include "penstock/base/files.h"
 #include "penstock/schedule_text.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 using Json = nlohmann::ordered_json;
 using Kind = TraceEvent::Kind;
@@ -317,7 +317,7 @@ StepTrace parse_trace(std::string_view json) {
   try {
     return read_document(Json::parse(json));
   } catch (const Json::exception& error) {
-    refuse(without_tag(error.what()));
+    refuse(without_json_tag(error.what()));
   } catch (const ConfigError&) {
     throw;
   } catch (const ValueError& error) {  // a stage map that contradicts itself, an action out of bounds
@@ -341,4 +341,4 @@ StepTrace read_trace(const std::string& path) {
   }
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -1,7 +1,7 @@
 // The trace of one executed step: what each rank did and when, on one clock. It can be written as a
 // trace-event file, which Perfetto (ui.perfetto.dev) and chrome://tracing display, and read back.
 //
-//   if (auto trace = pipeline.trace_last_step()) write_trace(*trace, "step.json");     // on rank 0 of the pipeline
+//   if (auto trace = trace_last_step(pipeline)) write_trace(*trace, "step.json");     // on rank 0 of the pipeline
 //   StepTrace trace = read_trace("step.json");
 //   TraceComparison comparison = compare_with_simulation(trace);                        // trace_comparison.h
 //
@@ -20,7 +20,7 @@
 #include "penstock/pipeline/program/program.h"
 #include "penstock/schedule.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 struct TraceEvent {
   enum class Kind : std::uint8_t {
@@ -71,4 +71,4 @@ StepTrace parse_trace(std::string_view json);
 void write_trace(const StepTrace& trace, const std::string& path);
 StepTrace read_trace(const std::string& path);
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -15,7 +15,7 @@
 #include "penstock/simulator.h"
 #include "penstock/validate.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 using Kind = TraceEvent::Kind;
 using schedule::Action;
@@ -276,4 +276,4 @@ std::string to_csv(const TraceComparison& comparison) {
   return text;
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

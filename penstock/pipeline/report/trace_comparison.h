@@ -18,7 +18,7 @@
 #include "penstock/pipeline/report/step_trace.h"
 #include "penstock/cost_model.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 // Measured times of one kind of action of one stage. Members of an overlapped unit are excluded, because
 // their individual times are unknown.
@@ -83,4 +83,4 @@ std::string to_text(const TraceComparison& comparison);
 // One line per action, after a header line: rank, action, begin, end, simulated begin, simulated end, delay.
 std::string to_csv(const TraceComparison& comparison);
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -7,7 +7,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -61,4 +61,4 @@ const comm::Group& ChannelGroups::group_of(const Channel& channel) const {
   return channel.skip >= 0 ? skips_[k][static_cast<std::size_t>(channel.skip)] : neighbours_[k][channel.to_rank > channel.from_rank];
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -11,7 +11,7 @@
 #include "penstock/pipeline/program/program.h"
 #include "penstock/stage_placement.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class ChannelGroups {
  public:
@@ -46,4 +46,4 @@ class ChannelGroups {
   std::vector<comm::Group> skips_[2];  // [kind]
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -8,7 +8,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -82,4 +82,4 @@ int warm_up_channels(const ChannelGroups& groups, const Program& program, const 
   return static_cast<int>(works.size());
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

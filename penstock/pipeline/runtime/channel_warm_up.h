@@ -18,7 +18,7 @@
 #include "penstock/stage.h"
 #include "penstock/stage_placement.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 // Collective over the pipeline. `program` is the one with backward, `stages` are those of this rank. Returns
 // the number of transfers that this rank took part in. Throws PipeliningMetadataError on every rank if the
@@ -27,4 +27,4 @@ namespace penstock::pipeline {
 int warm_up_channels(const ChannelGroups& groups, const Program& program, const schedule::StageMap& map, const std::vector<SkipConnection>& skips,
                      const std::vector<PipelineStage>& stages);
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -21,7 +21,7 @@
 #include <optional>
 #include <utility>
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class OverlapStreams {
  public:
@@ -49,4 +49,4 @@ class OverlapStreams {
   std::map<std::pair<int, int>, c10::Stream> pairs_;  // pairs on the second stream
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

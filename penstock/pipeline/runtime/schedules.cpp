@@ -1,4 +1,4 @@
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 
 #include <fmt/format.h>
 

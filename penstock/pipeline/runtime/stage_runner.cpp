@@ -17,8 +17,9 @@
 #include "penstock/torch/tree/dense_layout.h"
 #include "penstock/torch/tree/distributed_type.h"
 #include "penstock/pipeline/contract/record_checks.h"
+#include "penstock/pipeline/stage/stage_state.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 // The state of one microbatch in the stage.
 struct StageRunner::Chunk {
@@ -48,7 +49,7 @@ struct StageRunner::Chunk {
 
 StageRunner::StageRunner(PipelineStage stage, bool begins, bool ends, PipelineLoss loss, bool by_blocks, std::optional<int> synced)
     : stage_(std::move(stage)), begins_(begins), ends_(ends), loss_(std::move(loss)), by_blocks_(by_blocks),
-      validate_(stage_.validates()), synced_(synced), syncs_(gradient_syncs_of(stage_.module())), sharded_(stage_.module()) {}
+      validate_(penstock::validates(stage_)), synced_(synced), syncs_(gradient_syncs_of(stage_.module())), sharded_(stage_.module()) {}
 bool StageRunner::joins_weights() const { return stage_.options().join_weight_gradients; }
 
 StageRunner::~StageRunner() = default;
@@ -530,4 +531,4 @@ const at::Tensor& StageRunner::loss(int microbatch) const {
   return chunks_[static_cast<std::size_t>(microbatch)]->loss;
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

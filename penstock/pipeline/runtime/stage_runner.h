@@ -26,14 +26,15 @@
 
 #include "penstock/deferred_linear.h"
 #include "penstock/pipeline/stage/gradient_sync.h"
-#include "penstock/pipeline/stage/pipeline_loss.h"
+#include "penstock/stage_module.h"
 #include "penstock/pipeline/stage/sharded_modules.h"
 #include "penstock/pipeline/backward/split_backward.h"
 #include "penstock/stage.h"
 #include "penstock/pipeline/infer/stage_plan.h"
 #include "penstock/step_context.h"
+#include "penstock/pipeline/contract/stage_meta.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class StageRunner {
  public:
@@ -163,4 +164,4 @@ class StageRunner::Backward {
   std::unique_ptr<State> state_;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -12,7 +12,7 @@
 #include "penstock/base/env.h"
 #include "penstock/base/log.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -56,7 +56,7 @@ template <class Error>
   std::vector<RankPlace> places = watch->roll_call(own, vanished_rank(error));
   // A rank that failed and exited before it could be asked: its reason is in the error.
   for (RankPlace& place : places)
-    if (place.rank == error.context().lost_rank && place.state == RankPlace::State::NoWord) {
+    if (place.rank == error.context().lost_rank && place.state == RankPlace::State::NoStatus) {
       place.state = RankPlace::State::Lost;
       place.error = own.error;
     }
@@ -77,11 +77,11 @@ void throw_with_report(const PeerLostError& error, RankPlace own, StepWatch* wat
   report_and_throw(error, std::move(own), watch);
 }
 
-void leave_last_word(const std::exception& error, RankPlace own, StepWatch* watch) {
+void post_last_status(const std::exception& error, RankPlace own, StepWatch* watch) {
   if (watch == nullptr) return;
   own.error = first_line(error.what());
   own.own_error = dynamic_cast<const CommError*>(&error) == nullptr;
-  watch->last_word(own);
+  watch->post_last_place(own);
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -7,7 +7,7 @@
 #include "penstock/errors.h"
 #include "penstock/pipeline/runtime/step_watch.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 // Asks all ranks where they are, logs the report, writes it to PENSTOCK_STALL_DIR/stall-rank<r>.json if that
 // variable is set, and throws an error of the same type and context with the report in its text. `own` is
@@ -17,6 +17,6 @@ namespace penstock::pipeline {
 [[noreturn]] void throw_with_report(const PeerLostError& error, RankPlace own, StepWatch* watch);
 
 // Posts, for the reports of the other ranks, that this rank failed with an error of its own.
-void leave_last_word(const std::exception& error, RankPlace own, StepWatch* watch);
+void post_last_status(const std::exception& error, RankPlace own, StepWatch* watch);
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -12,8 +12,9 @@
 #include "penstock/base/log.h"
 #include "penstock/torch/tree/dense_layout.h"
 #include "penstock/torch/compat/dtype.h"
+#include "penstock/pipeline/contract/stage_meta.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 using schedule::Action;
 using schedule::ActionKind;
@@ -434,4 +435,4 @@ void TorchStepActions::finish() {
   for (; !sends_.empty(); sends_.pop_front()) sends_.front().wait();
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -15,8 +15,9 @@
 #include "penstock/pipeline/infer/stage_plan.h"
 #include "penstock/pipeline/runtime/stage_runner.h"
 #include "penstock/pipeline/runtime/transfer_log.h"
+#include "penstock/pipeline/contract/stage_meta.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class TorchStepActions final : public StepActions {
  public:
@@ -108,4 +109,4 @@ class TorchStepActions final : public StepActions {
   TransferLog transfer_log_;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -10,7 +10,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -164,4 +164,4 @@ StepResult StepRecording::replay(Kind& kind, const std::vector<at::Tensor>& inpu
   return result;
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

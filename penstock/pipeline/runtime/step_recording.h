@@ -21,10 +21,10 @@
 #include <vector>
 
 #include "penstock/stage.h"
-#include "penstock/pipeline/runtime/step_result.h"
+#include "penstock/pipeline.h"
 #include "penstock/torch/compat/device_graph.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class StepRecording {
  public:
@@ -66,4 +66,4 @@ class StepRecording {
   bool replayed_ = false;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -12,7 +12,7 @@
 
 #include "penstock/base/log.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -107,7 +107,7 @@ struct StepWatch::State {
     posted = place;
     posted_at = SteadyClock::now();
     lock.unlock();
-    options.world.leave_word(kKey, encode_status(*place, false));
+    options.world.post_status(kKey, encode_status(*place, false));
     lock.lock();
   }
 
@@ -116,14 +116,14 @@ struct StepWatch::State {
     if (store_failed) return;
     posted_last = true;
     lock.unlock();
-    options.world.leave_word(kKey, encode_status(asked.own, true));
+    options.world.post_status(kKey, encode_status(asked.own, true));
     const bool host = options.world.rank() == kStoreHost;
     bool all_read = false;
     while (!all_read) {
       all_read = true;
       for (const int rank : options.ranks) {
         if (rank == options.world.rank()) continue;
-        const auto text = options.world.word_of(rank, kKey);
+        const auto text = options.world.status_of(rank, kKey);
         const auto status = text ? decode_status(*text) : std::nullopt;
         // The host of the store stays until all others have posted their last status.
         const bool enough = status && (status->last || (!host && status->place.said_s_ago <= kFreshForS));
@@ -212,7 +212,7 @@ std::vector<RankPlace> StepWatch::ask(const RankPlace& own, std::optional<int> l
   for (RankPlace& place : places) {
     if (place.rank == lost) place.state = RankPlace::State::Lost;
     // Only the host of an unresponsive store is to blame for it.
-    if (place.state == RankPlace::State::NoWord && !answered && place.rank != kStoreHost) place.error = fmt::format("the store, which rank {} hosts, does not answer", kStoreHost);
+    if (place.state == RankPlace::State::NoStatus && !answered && place.rank != kStoreHost) place.error = fmt::format("the store, which rank {} hosts, does not answer", kStoreHost);
   }
   return places;
 }
@@ -221,8 +221,8 @@ std::vector<RankPlace> StepWatch::roll_call(const RankPlace& own, std::optional<
   return ask(own, lost, true, kRollCallTime);
 }
 
-void StepWatch::last_word(const RankPlace& own) {
+void StepWatch::post_last_place(const RankPlace& own) {
   ask(own, std::nullopt, false, kHostLingers);
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -9,7 +9,7 @@
 //
 // A module that hangs is reported by this thread; a process that is stopped posts nothing more, which shows
 // in the age of its status.
-// Thread safety: start, roll_call and last_word are called on the thread of the pipeline.
+// Thread safety: start, roll_call and post_last_place are called on the thread of the pipeline.
 #pragma once
 
 #include <chrono>
@@ -21,7 +21,7 @@
 #include "penstock/world.h"
 #include "penstock/pipeline/report/stall_report.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class StepWatch {
  public:
@@ -52,7 +52,7 @@ class StepWatch {
   std::vector<RankPlace> roll_call(const RankPlace& own, std::optional<int> lost);
 
   // Posts `own` as the last status. The rank that hosts the store waits briefly for the others to read it.
-  void last_word(const RankPlace& own);
+  void post_last_place(const RankPlace& own);
 
  private:
   struct State;
@@ -62,4 +62,4 @@ class StepWatch {
   std::unique_ptr<Thread> thread_;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -9,8 +9,9 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/comm/message/message.h"
+#include "penstock/pipeline/report/step_trace.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -133,4 +134,4 @@ std::optional<StepTrace> collect_trace(const comm::Group& control, const TraceRe
   return trace;
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -14,7 +14,7 @@
 #include "penstock/pipeline/program/program.h"
 #include "penstock/pipeline/report/step_trace.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 // What to add to a time of this rank to get the time of the first rank.
 struct ClockOffset {
@@ -37,4 +37,4 @@ struct TraceRequest {
 // differ.
 std::optional<StepTrace> collect_trace(const comm::Group& control, const TraceRequest& request);
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

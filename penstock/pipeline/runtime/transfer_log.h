@@ -17,7 +17,7 @@
 
 #include "penstock/pipeline/program/program.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 struct LoggedTransfer {
   enum class Type : std::uint8_t { Send, Receive, HandOver };
@@ -45,4 +45,4 @@ class TransferLog {
   std::uint64_t calls_ = 0;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -8,7 +8,7 @@
 
 #include "penstock/base/warnings.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 Tree CutArguments::cut(const Tree& tree, const char* what) {
   const std::vector<at::Tensor> tensors = tensors_of(tree);
@@ -25,7 +25,7 @@ Tree CutArguments::cut(const Tree& tree, const char* what) {
   });
 }
 
-void CutArguments::give_gradients() {
+void CutArguments::add_leaf_gradients() {
   const at::NoGradGuard no_grad;
   for (const auto& [given, leaf] : cuts_) {
     if (!leaf.grad().defined()) continue;
@@ -35,4 +35,4 @@ void CutArguments::give_gradients() {
   }
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

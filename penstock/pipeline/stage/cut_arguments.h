@@ -14,7 +14,7 @@
 
 #include "penstock/pytree.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class CutArguments {
  public:
@@ -22,10 +22,10 @@ class CutArguments {
   // `what` names the tree in the warning.
   Tree cut(const Tree& tree, const char* what);
   // Adds the gradients of the leaves to the .grad() of the tensors, which retain their gradients.
-  void give_gradients();
+  void add_leaf_gradients();
 
  private:
   std::vector<std::pair<at::Tensor, at::Tensor>> cuts_;  // the original tensor, and the leaf
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -5,7 +5,7 @@
 #include "penstock/fully_shard.h"
 #include "penstock/shard/state/shard_state.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -82,4 +82,4 @@ void ShardedTrial::end() {
   groups_.clear();
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

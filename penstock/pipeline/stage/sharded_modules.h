@@ -12,7 +12,7 @@
 #include "penstock/stage_module.h"
 #include "penstock/shard/state/shard_state.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class ShardedModules {
  public:
@@ -50,4 +50,4 @@ class ShardedTrial {
   std::vector<ShardGroup*> groups_;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

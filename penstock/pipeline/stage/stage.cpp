@@ -8,18 +8,9 @@
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/pipeline/contract/record_checks.h"
+#include "penstock/pipeline/stage/stage_state.h"
 
 namespace penstock {
-
-struct StageState {
-  StageModule module;
-  int index;
-  int count;
-  at::Device device;
-  StageOptions options;
-  StageMeta examples;
-  MeshCache meshes;
-};
 
 namespace {
 
@@ -61,17 +52,17 @@ int PipelineStage::count() const { return state_->count; }
 at::Device PipelineStage::device() const { return state_->device; }
 const StageModule& PipelineStage::module() const { return state_->module; }
 const StageOptions& PipelineStage::options() const { return state_->options; }
-const StageMeta& PipelineStage::example_meta() const { return state_->examples; }
-MeshCache& PipelineStage::meshes() const { return state_->meshes; }
 
-bool PipelineStage::needs_trial(bool has_backward) const {
-  const StageMeta& meta = state_->examples;
+StageState& state_of(const PipelineStage& stage) { return *stage.state_; }
+
+bool needs_trial(const PipelineStage& stage, bool has_backward) {
+  const StageMeta& meta = state_of(stage).examples;
   if (!meta.complete_for_forward()) return true;
   if (!meta.has_distributed() || !has_backward) return false;
   return !meta.input_grads || !meta.output_grads;
 }
 
-bool PipelineStage::validates() const { return options().validate.value_or(debug_level() == DebugLevel::Detail); }
+bool validates(const PipelineStage& stage) { return stage.options().validate.value_or(debug_level() == DebugLevel::Detail); }
 
 std::string to_text(const PipelineStage& stage) {
   return fmt::format("stage {} of {}", stage.index(), stage.count());
@@ -107,7 +98,7 @@ at::Tensor tensor_from_local(const PipelineStage& stage, const at::Tensor& local
   options.shape = record->global_shape();
   options.stride = record->global_stride();
   options.check = false;
-  return from_local(local, stage.meshes().get(record->mesh_key(), stage.options().find_mesh), record->placements(), options);
+  return from_local(local, state_of(stage).meshes.get(record->mesh_key(), stage.options().find_mesh), record->placements(), options);
 }
 
 }  // namespace penstock

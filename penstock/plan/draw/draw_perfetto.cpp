@@ -1,4 +1,5 @@
-#include "penstock/plan/draw/draw_perfetto.h"
+#include "penstock/draw.h"
+#include "penstock/plan/draw/drawing.h"
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
@@ -61,7 +62,7 @@ std::string draw_perfetto(const Drawing& drawing) {
       if (timed.cause.kind != Cause::Kind::Data || timed.cause.rank == rank) continue;
       const TimedSlot& maker =
           drawing.simulation.slots[static_cast<std::size_t>(timed.cause.rank)][timed.cause.slot];
-      // A flow event belongs to the slice that encloses it, so the arrow leaves inside its maker.
+      // A flow event is attached to the slice that encloses it, so the arrow starts inside its source.
       const double leaves = (maker.start + (maker.end - maker.start) * 0.99) * kMicrosecondsPerUnit;
       events.push_back({{"name", "data"},
                         {"cat", "data"},

@@ -18,20 +18,20 @@ using schedule::Chain;
 using schedule::StageMap;
 
 constexpr double kUnknown = std::numeric_limits<double>::infinity();
-// Sums of times that should be equal differ in the last digits; without this an arrival "now" would be
-// missed.
+// Tolerance for sums of times that should be equal but differ in the last digits; without it an arrival "now"
+// would be missed.
 constexpr double kInstant = 1e-9;
 
 struct StageProgress {
   int stage;
   int first_microbatch;
   int microbatches;
-  std::int64_t later_bytes = 0;  // activations of this rank's stages that come after this one
+  std::int64_t later_bytes = 0;  // activation bytes of this rank's stages after this one
   int later_stages = 0;
-  int forwards = 0;  // done so far; the next one has this number
+  int forwards = 0;  // done so far; also the number of the next one
   int inputs = 0;
   int weights = 0;
-  std::vector<double> activation;  // when the input of F, and of I, is there
+  std::vector<double> activation;  // when the input of F becomes available; `gradient`: that of I
   std::vector<double> gradient;
 };
 
@@ -39,12 +39,12 @@ struct RankProgress {
   std::vector<StageProgress> stages;
   MemoryLedger ledger;
   double free = 0;
-  double wakes = kUnknown;  // the decision that is scheduled
+  double wakes = kUnknown;  // time of the scheduled decision
   int open_weights = 0;
-  std::int64_t gradients_to_come = 0;  // bytes of stages without a weight gradient so far
+  std::int64_t gradients_to_come = 0;  // gradient bytes of stages without a weight gradient so far
 };
 
-// What a rank could do next on one of its stages.
+// A possible next action of a rank on one of its stages.
 struct Option {
   StageProgress* state = nullptr;
   double time = kUnknown;
@@ -115,9 +115,9 @@ class ListScheduler {
     decisions_.push({when, rank});
   }
 
-  // Whether memory and rule let another F of this stage start. A place is kept for each later stage of the
-  // rank: otherwise the forwards of its first stage could fill the memory that the last one needs to ever
-  // free any.
+  // Returns whether memory and rule allow another F of this stage. Space is reserved for each later stage of
+  // the rank: otherwise the forwards of its first stage could fill the memory that the last one needs in
+  // order to free any.
   bool forward_allowed(int rank, const RankProgress& state, const StageProgress& stage) const {
     const int in_flight = state.ledger.activations() + 1 + stage.later_stages;
     if (in_flight > std::max(rules_[at(rank)].in_flight, static_cast<int>(state.stages.size()))) return false;
@@ -132,7 +132,7 @@ class ListScheduler {
   void decide(int rank, RankProgress& state, double now) {
     Option forward, input, weight;
     for (StageProgress& stage : state.stages) {
-      // Later stages first at equal times: their microbatches are closest to giving memory back.
+      // Later stages first at equal times: their microbatches are closest to freeing memory.
       if (stage.forwards < stage.microbatches) {
         const double time = std::max(now, stage.activation[at(stage.forwards)]);
         if (time <= forward.time && time < kUnknown && forward_allowed(rank, state, stage))
@@ -160,7 +160,7 @@ class ListScheduler {
         return perform(rank, state, *weight.state, ActionKind::BackwardWeight, now);
     }
     if (arrival < kUnknown) schedule_decision(rank, arrival);
-    // Else the rank sleeps until a neighbour sends something.
+    // Otherwise the rank sleeps until another rank sends it something.
   }
 
   void perform(int rank, RankProgress& state, StageProgress& stage, ActionKind kind, double now) {
@@ -180,14 +180,14 @@ class ListScheduler {
         if (map_.is_last(stage.stage)) {
           stage.gradient[at(number)] = end;
         } else {
-          hand_on(rank, state, stage.stage, stage.stage + 1, number, end);
+          deliver(rank, state, stage.stage, stage.stage + 1, number, end);
         }
         break;
       case ActionKind::BackwardInput:
         ++stage.inputs;
         ++state.open_weights;
         if (!map_.is_first(stage.stage))
-          hand_on(rank, state, stage.stage, stage.stage - 1, number, end);
+          deliver(rank, state, stage.stage, stage.stage - 1, number, end);
         break;
       default:
         if (stage.weights == 0) state.gradients_to_come -= model_.memory_of(stage.stage).gradients;
@@ -198,7 +198,7 @@ class ListScheduler {
     if (left_[at(rank)] > 0) schedule_decision(rank, state.free);
   }
 
-  void hand_on(int rank, RankProgress& state, int from, int to, int number, double end) {
+  void deliver(int rank, RankProgress& state, int from, int to, int number, double end) {
     const auto [to_rank, index] = place_[at(to)];
     double arrival = end;
     if (to_rank != rank) {
@@ -211,7 +211,7 @@ class ListScheduler {
     }
     StageProgress& target = ranks_[at(to_rank)].stages[index];
     (to > from ? target.activation : target.gradient)[at(number)] = arrival;
-    // The neighbour decides anew when this arrives, unless it has something to do before.
+    // The receiving rank decides again when this arrives, unless it has something to do earlier.
     if (to_rank != rank && left_[at(to_rank)] > 0) schedule_decision(to_rank, std::max(arrival, end));
   }
 
@@ -230,7 +230,7 @@ class ListScheduler {
   schedule::Schedule result_;
   std::vector<RankProgress> ranks_;
   std::vector<std::pair<int, std::size_t>> place_;  // [stage]: its rank and its index there
-  std::vector<int> left_;                           // [rank]: actions to do
+  std::vector<int> left_;                           // [rank]: remaining actions
   std::vector<double> link_free_;                   // [border, direction]
   std::priority_queue<Decision, std::vector<Decision>, std::greater<>> decisions_;
 };

@@ -26,24 +26,24 @@ using schedule::Schedule;
 using schedule::Slot;
 using schedule::StageMap;
 
-// When something is there and which slot brought it.
+// When an input becomes available and which slot produced it.
 struct Availability {
   double time = -1;
   std::int32_t rank = -1;
   std::uint32_t slot = 0;
-  bool there() const { return rank >= 0; }
+  bool is_known() const { return rank >= 0; }
 };
 
-// One communicator: a direction between two ranks.
+// One communicator: one direction between two ranks.
 struct SimulatedChannel {
   struct Post {
     Place at;
     double time;
-    Cause cause;  // why not earlier
+    Cause cause;  // why it was not posted earlier
   };
-  std::deque<Post> sends;     // reached and not yet met
+  std::deque<Post> sends;     // posted and not yet matched
   std::deque<Post> receives;  // likewise
-  double free = 0;            // when the transfer before has left
+  double free = 0;            // when the previous transfer no longer occupies the link
   std::optional<Place> last_send;
 };
 
@@ -104,7 +104,7 @@ class Simulator {
   struct SimulatedRank {
     std::size_t position = 0;
     double clock = 0;                        // when the rank is free
-    std::optional<std::uint32_t> last_slot;  // the one that kept it busy until then
+    std::optional<std::uint32_t> last_slot;  // the slot that kept it busy until then
     double collective_free = 0;
     std::optional<std::uint32_t> last_collective;
     bool queued = false;
@@ -145,7 +145,7 @@ class Simulator {
     return {Cause::Kind::Previous, rank, *state.last_slot};
   }
 
-  // True when the slot was executed (or posted); false when the rank must wait for another one.
+  // Returns true if the slot was executed (or posted), false if the rank must wait for another rank.
   bool step(int rank, SimulatedRank& state, Slot slot) {
     TimedSlot& timed = result_.slots[at(rank)][state.position];
     if (slot.empty()) {
@@ -183,7 +183,7 @@ class Simulator {
         default:
           break;
       }
-      if (need != nullptr && !need->there()) return false;
+      if (need != nullptr && !need->is_known()) return false;
       for (const Availability* arrival : {need, static_cast<const Availability*>(&gathered_[at(stage)])}) {
         if (arrival == nullptr || arrival->time <= start) continue;
         start = arrival->time;
@@ -204,13 +204,13 @@ class Simulator {
     if (options_.memory_curve) note_memory(rank, start);
     for (const Action& action : slot) ledger.end(action);
     if (options_.memory_curve) note_memory(rank, end);
-    for (const Action& action : slot) hand_on(rank, state, action, end);
+    for (const Action& action : slot) deliver(rank, state, action, end);
     return true;
   }
 
-  // The result of F, B or I goes to the neighbouring stage: at once on the same rank, by a transfer of its
-  // own in a compute-only schedule; in a lowered one a SEND takes it.
-  void hand_on(int rank, SimulatedRank& state, const Action& action, double end) {
+  // Delivers the result of F, B or I to the adjacent stage: immediately on the same rank, by an implicit
+  // transfer in a compute-only schedule; in a lowered schedule a SEND delivers it.
+  void deliver(int rank, SimulatedRank& state, const Action& action, double end) {
     const int stage = action.stage();
     const int microbatch = *action.microbatch();
     if (action.kind() == ActionKind::BackwardWeight) return;
@@ -268,25 +268,25 @@ class Simulator {
     const int border = sending == is_forward ? stage : stage - 1;
     const int channel_index =
         border < 0 ? -1 : (is_forward ? forward_channel_ : backward_channel_)[at(border)];
-    if (channel_index < 0) return false;  // nothing is exchanged there: `stalled` says so
+    if (channel_index < 0) return false;  // nothing is transferred there: `stalled` reports it
     SimulatedChannel& channel = channels_[at(channel_index)];
     if (sending && !(is_forward ? forwards_ : inputs_).contains(stage, *action.microbatch()))
       return false;
     const Place here = {rank, state.position};
     auto& own = sending ? channel.sends : channel.receives;
     const auto& other = sending ? channel.receives : channel.sends;
-    if (blocking_ && !own.empty()) return false;  // stands here already
+    if (blocking_ && !own.empty()) return false;  // already waiting here
     own.push_back({here, state.clock, previous(rank, state)});
     if (other.empty()) return !blocking_;
     const int peer = other.front().at.rank;
-    meet(channel, border, is_forward);
-    if (blocking_) ++ranks_[at(peer)].position;  // it stood in its side of the transfer
+    match(channel, border, is_forward);
+    if (blocking_) ++ranks_[at(peer)].position;  // the peer was waiting in its side of the transfer
     wake(peer);
     return true;
   }
 
-  // The first send and the first receive of the communicator belong together.
-  void meet(SimulatedChannel& channel, int border, bool is_forward) {
+  // Matches the first send and the first receive of the communicator.
+  void match(SimulatedChannel& channel, int border, bool is_forward) {
     const SimulatedChannel::Post send = channel.sends.front();
     const SimulatedChannel::Post receive = channel.receives.front();
     channel.sends.pop_front();
@@ -331,7 +331,7 @@ class Simulator {
     options.sends = blocking_ ? schedule::SendModel::Blocking : schedule::SendModel::Posted;
     schedule::Report report = schedule::check(schedule_, options);
     PENSTOCK_INVARIANT(!report.ok(),
-                       fmt::format("rank {} cannot go on, yet the schedule passes its check", rank));
+                       fmt::format("rank {} cannot continue, yet the schedule passes its check", rank));
     throw schedule::ScheduleError(std::move(report));
   }
 
@@ -350,7 +350,7 @@ class Simulator {
     double span = 0;
     for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
       RankSummary& summary = result_.ranks[rank];
-      // Sums of many times differ from the step's time in the last digits; less than nothing is never idle.
+      // Sums of many times differ from the step's time in the last digits; idle time is never negative.
       summary.idle = std::max(0.0, result_.time - summary.busy);
       summary.peak_activations = ledgers_[rank].peak_activations();
       summary.peak_bytes = ledgers_[rank].peak_bytes();
@@ -362,7 +362,7 @@ class Simulator {
     if (span > 0) result_.span_bubble = idle_in_span / span;
   }
 
-  // Back from the slot that ends last along what each one waited for.
+  // Follows the causes backwards from the slot that ends last.
   void trace_critical_path() {
     std::optional<Cause> next;
     double latest = -1;
@@ -395,17 +395,17 @@ class Simulator {
   std::deque<int> runnable_;
   std::vector<Availability> activations_;  // [stage, microbatch]: the input of F
   std::vector<Availability> gradients_;    // [stage, microbatch]: the input of B or I
-  std::vector<Availability> gathered_;     // [stage]: its parameters, where the schedule gathers them
+  std::vector<Availability> gathered_;     // [stage]: its parameters, if the schedule gathers them
   std::vector<SimulatedChannel> channels_;
-  std::vector<int> forward_channel_;   // of stage s to s+1; -1 where both share a rank
-  std::vector<int> backward_channel_;  // of stage s+1 to s
+  std::vector<int> forward_channel_;   // [s]: from stage s to s+1; -1 if both are on the same rank
+  std::vector<int> backward_channel_;  // [s]: from stage s+1 to s
   std::vector<MemoryLedger> ledgers_;
   schedule::WorkSet forwards_;
   schedule::WorkSet inputs_;
   Simulation result_;
 };
 
-// What the simulator takes for granted when it looks things up.
+// Checks what the simulator's lookups rely on.
 void check_places(const Schedule& schedule) {
   schedule::check_numbers(schedule);
   schedule::check_density(schedule);
@@ -415,7 +415,7 @@ void check_places(const Schedule& schedule) {
       for (const Action& action : slot) {
         if (schedule.stages().rank_of(action.stage()) != rank || !(alone || is_compute(action.kind()))) {
           schedule::Report report = schedule::check(schedule);
-          PENSTOCK_INVARIANT(!report.ok(), fmt::format("{} cannot stand on rank {}", to_text(action), rank));
+          PENSTOCK_INVARIANT(!report.ok(), fmt::format("{} cannot be on rank {}", to_text(action), rank));
           throw schedule::ScheduleError(std::move(report));
         }
       }

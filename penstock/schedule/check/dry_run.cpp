@@ -51,8 +51,8 @@ class DryRunner {
     return done_[event].contains(stage, *action.microbatch());
   }
 
-  // The input of a compute action: received, or made by the neighbouring stage on the same rank; in a
-  // compute-only schedule made anywhere.
+  // Whether the input of a compute action is available: received, or computed by the adjacent stage on the
+  // same rank; in a compute-only schedule, computed on any rank.
   bool input_there(const Action& action, Event received, Event made, std::int32_t neighbour) const {
     if (!lowered_ || map_.rank_of(neighbour) == map_.rank_of(action.stage()))
       return done(made, neighbour, action);

@@ -1,5 +1,5 @@
-// Whether the rows of a schedule can run to their end side by side; if not, the shortest cycle of ranks that
-// wait for each other.
+// Checks whether the rows of a schedule can all run to completion in parallel; if not, finds the shortest
+// cycle of ranks that wait for each other.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -64,11 +64,11 @@ class ProgressCheck {
   }
 
  private:
-  // One communicator: both ends' next transfer.
+  // One communicator: the next transfer at both ends.
   struct ChannelState {
-    std::optional<Place> sender_at;    // a sender that waits (blocking sends)
-    std::optional<Place> receiver_at;  // a receiver that waits
-    std::deque<Place> posted;          // sends that were reached and not yet received (posted sends)
+    std::optional<Place> sender_at;    // a waiting sender (blocking sends)
+    std::optional<Place> receiver_at;  // a waiting receiver
+    std::deque<Place> posted;          // sends that were posted and not yet received (posted sends)
   };
 
   static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
@@ -111,14 +111,14 @@ class ProgressCheck {
 
   const Action& action_at(const Place& place) const { return schedule_.row(place.rank)[place.slot][0]; }
 
-  // True when the slot at the rank's position was executed.
+  // Returns true if the slot at the rank's position was executed.
   bool step(int rank) {
     const Place here = {rank, position_[index(rank)]};
     const Slot slot = schedule_.row(rank)[here.slot];
     if (slot.empty()) return true;
     if (is_send(slot[0].kind())) return send(here, slot[0]);
     if (is_receive(slot[0].kind())) return receive(here, slot[0]);
-    if (lowered_) return true;  // its inputs come before it in its own row, or `check` would have said so
+    if (lowered_) return true;  // its inputs come earlier in its own row, or `check` would have reported it
     for (const Action& action : slot) {
       if (const auto need = unmet_need(action)) {
         waits_for_[index(rank)] = need;
@@ -137,7 +137,7 @@ class ProgressCheck {
       if (!forwards_.contains(stage - 1, *action.microbatch())) {
         return Action(ActionKind::Forward, stage - 1, *action.microbatch());
       }
-    } else if (gives_input_gradient(action.kind()) && !map_.is_last(action.stage())) {
+    } else if (produces_input_gradient(action.kind()) && !map_.is_last(action.stage())) {
       if (!gradients_.contains(stage + 1, *action.microbatch())) {
         return Action(ActionKind::Backward, stage + 1, *action.microbatch());
       }
@@ -162,7 +162,7 @@ class ProgressCheck {
   bool send(const Place& here, const Action& action) {
     ChannelState& channel = channel_of(action);
     if (posted_sends_) {
-      if (channel.receiver_at && meet(here, *channel.receiver_at)) {
+      if (channel.receiver_at && matches(here, *channel.receiver_at)) {
         pass(*channel.receiver_at);
         channel.receiver_at.reset();
       } else {
@@ -171,7 +171,7 @@ class ProgressCheck {
       return true;
     }
     if (channel.receiver_at) {
-      if (!meet(here, *channel.receiver_at)) return false;
+      if (!matches(here, *channel.receiver_at)) return false;
       pass(*channel.receiver_at);
       channel.receiver_at.reset();
       return true;
@@ -183,12 +183,12 @@ class ProgressCheck {
   bool receive(const Place& here, const Action& action) {
     ChannelState& channel = channel_of(action);
     if (!channel.posted.empty()) {
-      if (!meet(channel.posted.front(), here)) return false;
+      if (!matches(channel.posted.front(), here)) return false;
       channel.posted.pop_front();
       return true;
     }
     if (channel.sender_at) {
-      if (!meet(*channel.sender_at, here)) return false;
+      if (!matches(*channel.sender_at, here)) return false;
       pass(*channel.sender_at);
       channel.sender_at.reset();
       return true;
@@ -197,28 +197,27 @@ class ProgressCheck {
     return false;
   }
 
-  // The rank that waited in a transfer goes on behind it.
+  // The rank that waited in a transfer continues after it.
   void pass(const Place& waiting) {
     position_[index(waiting.rank)] = waiting.slot + 1;
     enqueue(waiting.rank);
   }
 
-  // Without tags the next send of a communicator meets its next receive, whether they belong together or not.
-  bool meet(const Place& send, const Place& receive) {
+  // Without tags the next send of a communicator is paired with its next receive, even if they do not match.
+  bool matches(const Place& send, const Place& receive) {
     if (counterpart(action_at(send)) == action_at(receive)) return true;
     report_.violations.push_back(
         {ViolationKind::TransferOrder,
-         fmt::format("{} meets {}: the communicator from rank {} to rank {} pairs sends and receives in the "
-                     "order in which "
-                     "they are written; write both in the same order",
+         fmt::format("{} is paired with {}: the communicator from rank {} to rank {} pairs sends and "
+                     "receives in the order in which they are written; write both in the same order",
                      place_text(schedule_, send), place_text(schedule_, receive), send.rank, receive.rank),
          {send, receive}});
     report_.grid = marked_grid(schedule_, {send, receive}, {});
     return false;
   }
 
-  // Everything that the slot at which a rank is stuck waits for; each of it stands in some rank's row, as
-  // nothing is missing.
+  // Everything that the slot of a stuck rank waits for. All of it appears in some rank's row, since no action
+  // is missing.
   std::vector<Action> needs_of(int rank) const {
     const Slot slot = schedule_.row(rank)[position_[index(rank)]];
     if (is_send(slot[0].kind()) || is_receive(slot[0].kind())) return {counterpart(slot[0])};
@@ -234,8 +233,8 @@ class ProgressCheck {
     Action need;
   };
 
-  // Breadth-first from every stuck rank, never deeper than the best cycle known. A rank waits for one or two
-  // others, so almost always the first walk ends in a cycle at once.
+  // Breadth-first search from every stuck rank, never deeper than the best cycle found so far. A rank waits
+  // for one or two others, so the first search almost always finds a cycle immediately.
   std::vector<std::pair<int, Action>> shortest_cycle() const {
     std::map<int, std::vector<Edge>> edges;
     for (const int rank : stuck_) {
@@ -243,7 +242,7 @@ class ProgressCheck {
     }
     std::vector<std::pair<int, Action>> best;
     for (const int start : stuck_) {
-      std::map<int, std::pair<int, Action>> reached_from;  // rank -> (rank before, what that one waits for)
+      std::map<int, std::pair<int, Action>> reached_from;  // rank -> (previous rank, what that one waits for)
       std::deque<std::pair<int, std::size_t>> frontier = {{start, 1}};
       bool found = false;
       while (!frontier.empty() && !found) {
@@ -269,7 +268,7 @@ class ProgressCheck {
       } while (at != start);
       std::reverse(cycle.begin(), cycle.end());
       if (best.empty() || cycle.size() < best.size()) best = std::move(cycle);
-      if (best.size() <= 2) break;  // a rank that waits for itself was reported as wrong order
+      if (best.size() <= 2) break;  // a rank that waits for itself was already reported as an order violation
     }
     return best;
   }
@@ -280,12 +279,12 @@ class ProgressCheck {
     for (std::size_t slot = position_[index(rank)]; slot < row.size(); ++slot) {
       for (const Action& action : row[slot]) {
         const bool same_work = action.kind() == need.kind() ||
-                               (gives_input_gradient(need.kind()) && gives_input_gradient(action.kind()));
+                               (produces_input_gradient(need.kind()) && produces_input_gradient(action.kind()));
         if (same_work && action.stage() == need.stage() && action.microbatch() == need.microbatch())
           return {rank, slot};
       }
     }
-    PENSTOCK_INVARIANT(false, "what a stuck rank waits for stands ahead in the row of its rank");
+    PENSTOCK_INVARIANT(false, "an action that a stuck rank waits for is still to come in its own row");
   }
 
   void report_deadlock() {
@@ -299,7 +298,7 @@ class ProgressCheck {
       report_.cycle.push_back({at, waiting_member(slot, need), need, needs_at});
       violation.places.push_back(at);
       wanted.push_back(needs_at);
-      words += fmt::format(" {} waits for {} of {}, which stands behind {};", place_text(schedule_, at),
+      words += fmt::format(" {} waits for {} of {}, which comes after {};", place_text(schedule_, at),
                            to_text(need), place_text(schedule_, needs_at),
                            place_text(schedule_, {needs_at.rank, position_[index(needs_at.rank)]}));
     }
@@ -308,7 +307,7 @@ class ProgressCheck {
     report_.violations.push_back(std::move(violation));
   }
 
-  // The member of a slot that has this need.
+  // The member of a slot that waits for `need`.
   Action waiting_member(Slot slot, const Action& need) const {
     for (const Action& action : slot) {
       if (is_send(action.kind()) || is_receive(action.kind())) return action;
@@ -328,8 +327,8 @@ class ProgressCheck {
   std::deque<int> runnable_;
   std::vector<std::optional<Action>> waits_for_;
   std::vector<ChannelState> channels_;
-  std::vector<std::int32_t> forward_channel_;   // of stage s to s+1
-  std::vector<std::int32_t> backward_channel_;  // of stage s+1 to s
+  std::vector<std::int32_t> forward_channel_;   // [s]: from stage s to s+1
+  std::vector<std::int32_t> backward_channel_;  // [s]: from stage s+1 to s
   std::vector<int> stuck_;
   WorkSet forwards_;
   WorkSet gradients_;

@@ -1,4 +1,4 @@
-// How a report reads.
+// Formats a validation report as text.
 #include <fmt/format.h>
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // Bidirectional DualPipe: two copies of the model's P parts, run from both ends at once. Half of the
-// microbatches enter at rank 0 and walk up on copy 0, the other half enter at rank P-1 and walk down on copy
-// 1; forwards of one direction overlap backwards of the other. Seen from its nearer end, a rank of either
-// half does the same.
+// microbatches enter at rank 0 and go up through copy 0, the other half enter at rank P-1 and go down through
+// copy 1; forwards of one direction overlap backwards of the other. The schedule is symmetric: ranks at the
+// same distance from their nearer end do the same.
 #include <algorithm>
 
 #include "penstock/schedule/generate/dual_pipe_row.h"

@@ -11,7 +11,7 @@ namespace penstock::schedule {
 
 namespace {
 
-// Another name of a kind, or the name of a family without a generator.
+// An alias of a kind, or the name of a family without a generator.
 struct OtherName {
   const char* name;
   std::optional<ScheduleKind> kind;
@@ -22,7 +22,7 @@ constexpr OtherName kOtherNames[] = {
     {"PipelineScheduleMulti", std::nullopt},
 };
 
-// Lower case, and words joined: "interleaved_1f1b" and "Interleaved1F1B" are one name.
+// Lower case without separators: "interleaved_1f1b" and "Interleaved1F1B" are the same name.
 std::string plain_name(std::string_view name) {
   std::string plain = to_lower(name);
   std::erase_if(plain, [](char c) { return c == '_' || c == '-'; });

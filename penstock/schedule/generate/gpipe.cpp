@@ -1,5 +1,4 @@
-// GPipe: all forwards, then all backwards, both in the order of the microbatches. Holds every activation at
-// once.
+// GPipe: all forwards, then all backwards, both in microbatch order. Holds all activations at once.
 #include "penstock/generators.h"
 
 namespace penstock::schedule {

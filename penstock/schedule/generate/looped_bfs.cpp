@@ -1,6 +1,6 @@
-// Looped breadth-first: each chunk runs all microbatches forward before the next chunk starts; backward takes
-// chunks and microbatches in reverse. Idle slots show the pipeline filling and the first backward coming
-// back.
+// Looped breadth-first: each chunk runs the forwards of all microbatches before the next chunk starts;
+// backwards take chunks and microbatches in reverse order. Idle slots mark the filling of the pipeline and
+// the wait for the first backward.
 #include "penstock/generators.h"
 
 namespace penstock::schedule {

@@ -1,5 +1,5 @@
-// 1F1B: rank r runs P - r forwards, then one backward and one forward in turn, then the backwards that are
-// left. So it never holds more than P - r microbatches, however many there are.
+// 1F1B: rank r runs P - r forwards, then alternates backwards and forwards, then runs the remaining
+// backwards. It never holds more than P - r microbatches, however many there are.
 #include <algorithm>
 
 #include "penstock/generators.h"

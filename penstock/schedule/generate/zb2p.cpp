@@ -1,10 +1,9 @@
-// ZB2P: one stage per rank, backward split into I and W, up to 2P - 1 microbatches in flight. Twice the
-// memory of 1F1B buys rows without a gap: rank r starts r steps after rank 0 and then always has something to
-// do.
+// ZB2P: one stage per rank, backward split into I and W, up to 2P - 1 microbatches in flight. At twice the
+// memory of 1F1B the rows have no gaps: rank r starts r steps after rank 0 and then is never idle.
 //
-// Made by list scheduling at equal costs, step by step: an input gradient that is ready goes first, as other
-// ranks wait for it; else a forward, while the limit allows one more; else a weight gradient, which nobody
-// waits for.
+// Built by list scheduling at equal costs, step by step: an input gradient that is ready runs first, since
+// other ranks wait for it; otherwise a forward, if the limit allows one more; otherwise a weight gradient,
+// which no rank waits for.
 #include <vector>
 
 #include "penstock/generators.h"
@@ -30,7 +29,7 @@ Schedule zb2p(const PipelineShape& shape) {
   for (int rank = 0; rank < ranks; ++rank) {
     schedule.row(rank).reserve(3 * static_cast<std::size_t>(microbatches) + static_cast<std::size_t>(rank));
   }
-  // What each rank has done before the present step: within a step the ranks run side by side.
+  // What each rank had done before the current step: within a step all ranks run in parallel.
   std::vector<RankProgress> before(static_cast<std::size_t>(ranks));
   std::vector<RankProgress> now = before;
   for (int unfinished = ranks; unfinished > 0;) {

@@ -34,8 +34,10 @@ ForwardScope::ForwardScope(const torch::nn::Module& module) {
   for (ShardGroup* group : own_groups(*impl_->state)) {
     if (group->in_trial()) continue;
     group->context().before_use(*group);
-    if (!at::GradMode::is_enabled()) continue;  // inside a backward it is enabled where a forward is run again
-    // Distributed parameters may be used by what is not an operator (to_local); their gradients must arrive here as well.
+    // Inside a backward it is enabled where a forward is recomputed.
+    if (!at::GradMode::is_enabled()) continue;
+    // Distributed parameters may be used by something that is not an operator (to_local): their gradients
+    // must arrive here as well.
     for (std::size_t slot = 0; slot < group->parameters().size(); ++slot) {
       const at::Tensor parameter = group->parameters()[slot].parameter();
       if (!parameter.defined() || !parameter.requires_grad() || !is_dtensor(parameter)) continue;
@@ -67,7 +69,7 @@ struct UnshardedScope::Impl {
 };
 
 UnshardedScope::UnshardedScope(const torch::nn::Module& module) : impl_(std::make_unique<Impl>(Impl{find_shard_state(module), {}})) {
-  if (!impl_->state) throw StateError("UnshardedScope: the module was not given to fully_shard; give the one that was");
+  if (!impl_->state) throw StateError("UnshardedScope: the module was not passed to fully_shard; pass the one that was");
   for (ShardGroup* group : all_groups(*impl_->state)) {
     if (group->in_trial()) continue;
     group->context();

@@ -9,7 +9,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
-#include "penstock/shard/state/group_parts.h"
+#include "penstock/shard/state/group_internal.h"
 #include "penstock/shard/state/registry.h"
 #include "penstock/shard/state/shard_info.h"
 #include "penstock/shard/state/shard_state.h"
@@ -23,7 +23,7 @@ std::shared_ptr<ShardState> fully_shard(torch::nn::Module& module, const comm::M
 
 std::shared_ptr<ShardState> replicate(torch::nn::Module& module, const comm::MeshGroups& mesh, const ShardOptions& options) {
   if (!options.shard_axes.empty() || options.shard_placement)
-    throw ValueError("replicate: shard_axes and shard_placement say how to cut parameters, which replicate does not do; call fully_shard, or leave them out");
+    throw ValueError("replicate: shard_axes and shard_placement are set, but replicate does not shard parameters; call fully_shard, or leave them out");
   return make_shard_state(module, ShardMesh::replicating(mesh), options);
 }
 
@@ -50,7 +50,7 @@ void ensure_sharded(const at::Tensor& parameter) {
 
 namespace {
 
-// Tensor objects that have taken the place of parameters in the table of the module that was sharded.
+// Adopts tensor objects that have replaced parameters in the parameter table of the sharded module.
 void adopt_new_objects(const torch::nn::Module& module) {
   const std::shared_ptr<ShardState> state = find_replaced_shard_state(module);
   if (!state) return;
@@ -74,7 +74,7 @@ void reset_sharded_parameters(torch::nn::Module& module) {
 
 void load_whole(const at::Tensor& parameter, const at::Tensor& whole) {
   const auto info = shard_of(parameter);
-  if (!info) throw TypeError(describe("load_whole", "a tensor that is not a sharded parameter", "a parameter of a module given to fully_shard"));
+  if (!info) throw TypeError(describe("load_whole", "a tensor that is not a sharded parameter", "a parameter of a module passed to fully_shard"));
   if (whole.sizes() != parameter.sizes())
     throw ValueError(describe(fmt::format("load_whole into {}", info->parameter().to_string()), fmt::format("[{}]", fmt::join(whole.sizes(), ", ")), fmt::format("[{}]", fmt::join(parameter.sizes(), ", "))));
   ensure_sharded(parameter);

@@ -1,4 +1,4 @@
-// How a group becomes whole and sharded again: gathers, the memory they fill, and what is kept after forward.
+// Gathering and resharding of a group: the collectives, the memory they fill, and what is kept after forward.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
@@ -7,8 +7,8 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/shard/state/group_parts.h"
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/group_internal.h"
+#include "penstock/shard/state/shard_group.h"
 #include "penstock/shard/pieces/piece_copy.h"
 #include "penstock/shard/state/shard_context.h"
 #include "penstock/shard/state/timed_part.h"
@@ -18,13 +18,13 @@
 namespace penstock {
 
 using detail::item_size;
-using detail::Quiet;
+using detail::NoHooksOrGradScope;
 
 ShardTimes* ShardGroup::times() const { return context_ ? &context_->times : nullptr; }
 
 void ShardGroup::check_materialized() const {
   if (!materialized_)
-    throw StateError(fmt::format("the parameters of '{}' are fake: they have no memory; call materialize_shards() before the first forward", name_));
+    throw StateError(fmt::format("the parameters of '{}' are fake and have no memory; call materialize_shards() before the first forward", name_));
 }
 
 void ShardGroup::before_shards_change() {
@@ -63,10 +63,11 @@ void ShardGroup::unshard() {
   if (replaced_) adopt_replaced();
   if (state_ == ShardGroupState::Unsharded || gather_) return;
   check_materialized();
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   Gather gather;
   if (context_ && !whole_is_flat_) gather.stream = context_->gather_stream(device_);
-  // Every use of the stream begins after what the computing one has been given: so memory that it gave back is not read there any more.
+  // Every use of the stream begins after the work enqueued on the compute stream, so memory that the compute
+  // stream freed is no longer read there.
   const SideStreamScope beside(gather.stream);
   if (state_ == ShardGroupState::ShardedPostForward) {
     const int ranks = std::get<ReshardTo>(reshard_after_forward_).ranks;
@@ -96,7 +97,7 @@ void ShardGroup::unshard() {
 
 void ShardGroup::allocate_whole() {
   if (whole_is_flat_) {
-    // Not owned: the flat buffer lives as long as what looks at it.
+    // Not owned: the flat buffer lives as long as its users.
     auto* keep = new at::Tensor(flat_);
     whole_->set_data_ptr(at::DataPtr(flat_.data_ptr(), keep, [](void* tensor) { delete static_cast<at::Tensor*>(tensor); }, device_));
   } else {
@@ -111,7 +112,7 @@ void ShardGroup::free_whole() {
 }
 
 void ShardGroup::copy_out(const at::Tensor& received) {
-  at::Tensor typed;  // mostly all parameters are of one dtype
+  at::Tensor typed;  // usually all parameters have one dtype
   for (const ShardedParameter& p : parameters_) {
     if (!p.extension) {
       const std::int64_t item = item_size(p.compute_dtype);
@@ -130,7 +131,8 @@ void ShardGroup::copy_out(const at::Tensor& received) {
   }
 }
 
-// What follows on the computing stream sees what was received, and the memory of that is not given away before it has.
+// Work that follows on the compute stream sees the received data, and the receive buffer is not reused before
+// that.
 void ShardGroup::end_gather(Gather& gather) {
   gather.work.wait();
   if (!gather.stream) return;
@@ -144,7 +146,7 @@ void ShardGroup::wait_for_unshard() {
   if (replaced_) adopt_replaced();
   if (state_ == ShardGroupState::Unsharded) return;
   unshard();
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   Gather gather = std::move(*gather_);
   gather_.reset();
   {
@@ -153,7 +155,7 @@ void ShardGroup::wait_for_unshard() {
   }
   if (gather.from_slice) {
     const TimedPart timed(times(), &ShardTimes::copy);
-    // The bytes are those of the gathered storage.
+    // The received bytes are those of the gathered storage.
     whole_->set_nbytes(static_cast<std::size_t>(whole_bytes_));
     at::DataPtr memory = pool_.memory(whole_bytes_, device_);
     whole_->set_data_ptr(std::move(memory));
@@ -163,7 +165,7 @@ void ShardGroup::wait_for_unshard() {
     allocate_whole();
     if (!whole_is_flat_) copy_out(gather.received);
   }
-  // Here the group is there twice, as it came and as it is used.
+  // At this point the group exists twice, as received and as used.
   if (context_) context_->note_peak(gather.received.defined() ? static_cast<std::int64_t>(gather.received.nbytes()) : 0);
   slice_.reset();
   switch_all(true);
@@ -179,7 +181,7 @@ void ShardGroup::reshard() {
   if (in_trial()) return;
   if (replaced_ && !writable_) adopt_replaced();
   if (gather_) {
-    // Nobody has used it; what was received goes.
+    // The gather was not used; discard what was received.
     const TimedPart timed(times(), &ShardTimes::gather);
     end_gather(*gather_);
     gather_.reset();
@@ -188,7 +190,7 @@ void ShardGroup::reshard() {
   if (state_ == ShardGroupState::Unsharded) {
     if (writable_)
       throw StateError(fmt::format("reshard of '{}': its gathered parameters are being written; end the UnshardedScope first", name_));
-    const Quiet quiet;
+    const NoHooksOrGradScope quiet;
     switch_all(false);
     free_whole();
   }
@@ -203,7 +205,7 @@ void ShardGroup::reshard_after_forward() {
     if (*free) reshard();
     return;
   }
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   const int ranks = std::get<ReshardTo>(reshard_after_forward_).ranks;
   const std::int64_t bytes = whole_bytes_ / ranks;
   slice_ = pool_.bytes(bytes, device_);

@@ -23,8 +23,8 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/comm/group/work.h"
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/group.h"
+#include "penstock/shard/state/shard_group.h"
 
 namespace penstock {
 

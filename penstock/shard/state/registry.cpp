@@ -13,7 +13,7 @@
 namespace penstock::detail {
 namespace {
 
-// Its memory is held weakly, so that no other storage can have this address while it is in the table.
+// Holds the memory weakly, so that no other storage can have this address while the entry is in the table.
 struct Derived {
   c10::weak_intrusive_ptr<c10::StorageImpl> memory;
   ShardGroup* group;
@@ -76,7 +76,7 @@ Membership find_parameter(const at::Tensor& tensor) {
 
 Membership find_member(const at::Tensor& tensor) {
   const DTensorPayload* payload = dtensor_payload(tensor);
-  at::Tensor part;  // of a subclass that keeps gathered memory in its own form
+  at::Tensor part;  // of a subclass that keeps gathered memory in its own encoding
   if (const Payload* wrapped = payload ? nullptr : payload_of(tensor); wrapped && !is_fake(tensor))
     if (const auto parts = wrapped->inner_tensors(); !parts.empty()) part = parts.front().second;
   const std::shared_lock lock(table().mutex);

@@ -15,14 +15,14 @@ class ShardGroup;
 namespace detail {
 
 // Values of Membership::parameter for tensors that are not parameters.
-constexpr int kSharesMemory = -1;  // shares memory with parameters of the group
+constexpr int kSharesGroupMemory = -1;  // shares memory with parameters of the group
 constexpr int kDerived = -2;       // a distributed tensor computed from shards, without gradients: W + B A of an evaluation
 // Shares memory that the group used before the dtype of its parameters changed.
 constexpr int kStale = -3;
 
 struct Membership {
   ShardGroup* group = nullptr;
-  int parameter = kSharesMemory;  // position in the group, or one of the above
+  int parameter = kSharesGroupMemory;  // position in the group, or one of the above
 };
 
 void register_member(const void* key, Membership member);

@@ -1,13 +1,13 @@
 // State shared by the groups under one outermost module: the order of gathers and reductions.
 //
 // - Forward: a group is gathered at its first use. Other groups that are finished are freed at that point,
-// and the one that followed last time is prefetched, so that at most two are gathered at once.
+//   and the one that followed last time is prefetched, so that at most two are gathered at once.
 // - Backward: every group that was used by the forwards since the last backward is gathered again, in the
-// reverse order of forward. A group is freed and reduced as soon as all its gradients have arrived;
-// reductions run while backward continues. They start in the same order.
+//   reverse order of forward. A group is freed and reduced as soon as all its gradients have arrived;
+//   reductions run while backward continues. They start in the same order.
 // - Both orders are independent of what a rank has used: what it has not needed is gathered and reduced (as
-// zeros) at the end of its backward, and later groups wait for that. So ranks may differ in which gradients
-// they compute.
+//   zeros) at the end of its backward, and later groups wait for that. So ranks may differ in which gradients
+//   they compute.
 // - End of backward: everything that remains is completed.
 // Private to this folder; others use ShardState. Thread safety: that of ShardGroup.
 #pragma once
@@ -21,7 +21,7 @@
 
 #include "penstock/fully_shard.h"
 #include "penstock/shard/state/group_reduction.h"
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/shard_group.h"
 
 namespace penstock {
 
@@ -69,7 +69,7 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   bool own_streams = true;
 
  private:
-  struct Ahead {
+  struct Prefetch {
     ShardGroup* group;
     std::vector<ShardGroup*> next;
   };
@@ -80,10 +80,10 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   // Called at the first use that records gradients after a backward: discards what earlier steps used.
   void begin_forward();
   // The group that followed this one in the last forward, or follows in the current one; null if none did.
-  ShardGroup* follower_of(const ShardGroup& group) const;
+  ShardGroup* group_after(const ShardGroup& group) const;
   void use_in_backward(ShardGroup& group);
   // Prefetches the groups chosen for this group; returns false if none were.
-  static bool ask_ahead(const ShardGroup& group, const std::vector<Ahead>& chosen);
+  static bool prefetch_chosen(const ShardGroup& group, const std::vector<Prefetch>& chosen);
   void start_reduction(ShardGroup& group);
   void finish(std::unique_ptr<GroupReduction>& reduction);
   void plan_reductions();
@@ -95,7 +95,7 @@ class ShardContext : public std::enable_shared_from_this<ShardContext> {
   bool backward_ended_ = false;          // and no forward has begun since
   std::vector<ShardGroup*> open_;    // gathered by the current forward
   ShardGroup* current_ = nullptr;
-  std::vector<Ahead> forward_ahead_, backward_ahead_;
+  std::vector<Prefetch> forward_prefetch_, backward_prefetch_;
   bool callback_queued_ = false;
   std::vector<ShardGroup*> to_gather_;  // by the current backward, in this order
   std::size_t gathered_ = 0;             // how many of them were started

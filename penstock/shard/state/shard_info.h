@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <optional>
 
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/shard_group.h"
 
 namespace penstock {
 

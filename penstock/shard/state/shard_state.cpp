@@ -44,7 +44,7 @@ struct ShardStateAccess {
 
 namespace {
 
-// Modules by address. A module may die before its parameters; an entry that does not fit is one of those.
+// Modules by address. A module may be destroyed before its parameters; such entries no longer match.
 struct Modules {
   std::mutex mutex;
   std::unordered_map<const torch::nn::Module*, std::weak_ptr<ShardState>> states;
@@ -69,13 +69,13 @@ bool holds_any(const torch::nn::Module& module, const ShardState& state) {
   return false;
 }
 
-// Parameters that share a group.
+// Parameters that form a group.
 struct Part {
   ShardMesh mesh;
   std::vector<ShardGroupParameter> parameters;
 };
 
-// The part that a parameter belongs to by what ShardOptions::shard_placement says of it.
+// The part that a parameter belongs to according to ShardOptions::shard_placement.
 Part& part_of(std::vector<Part>& parts, const ShardChoice& choice) {
   if (!choice.mesh) return parts.front();
   ShardMesh mesh(*choice.mesh, ShardOptions{});
@@ -103,7 +103,7 @@ std::shared_ptr<ShardState> find_replaced_shard_state(const torch::nn::Module& m
 
 std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const ShardMesh& mesh, const ShardOptions& options) {
   install_trigger();
-  if (find_shard_state(module)) throw StateError(fmt::format("fully_shard: module '{}' is sharded already", module.name()));
+  if (find_shard_state(module)) throw StateError(fmt::format("fully_shard: module '{}' is already sharded", module.name()));
   std::unordered_set<const void*> ignored, seen;
   for (const at::Tensor& tensor : options.ignored) ignored.insert(tensor.unsafeGetTensorImpl());
   const std::shared_ptr<ShardState> state = ShardStateAccess::make();
@@ -111,7 +111,7 @@ std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const Sh
   impl.module = &module;
   impl.name = module.name();
   for (const auto& child : module.modules(/*include_self=*/false)) impl.inner_modules.push_back(child.get());
-  // Sharded modules inside, in the order of the tree.
+  // Sharded modules inside, in tree order.
   impl.subtree.push_back(state.get());
   std::vector<std::shared_ptr<ShardState>> inside;
   for (const auto& child : module.named_modules(/*name_prefix=*/"", /*include_self=*/false))
@@ -135,9 +135,10 @@ std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const Sh
       continue;
     }
     all.push_back(parameter);
-    // A tied parameter may belong to a sharded module elsewhere; what an outer module took cannot be taken back.
+    // A tied parameter may belong to a sharded module elsewhere; a parameter taken by an outer module cannot
+    // be taken back.
     if (const ShardState* owner = member.group->owner(); owner && ShardStateAccess::of(*owner).holds_module(module))
-      throw StateError(fmt::format("fully_shard: parameter '{}' of module '{}' belongs to the module around it, which is sharded already; shard inner modules before outer ones",
+      throw StateError(fmt::format("fully_shard: parameter '{}' of module '{}' belongs to an enclosing module that is already sharded; shard inner modules before outer ones",
                                    item.key(), module.name()));
   }
   for (Part& part : parts) {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "penstock/fully_shard.h"
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/shard_group.h"
 
 namespace penstock {
 

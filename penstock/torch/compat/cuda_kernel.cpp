@@ -138,7 +138,7 @@ void check_driver(int result, const char* call, const std::string& kernel, int d
 
 class ProgramHolder {
  public:
-  explicit ProgramHolder(const CudaText& text) {
+  explicit ProgramHolder(const CudaSource& text) {
     std::vector<const char*> names, texts;
     for (const auto& [name, content] : text.headers) {
       names.push_back(name.c_str());
@@ -182,7 +182,7 @@ std::string architecture_for(int capability, const std::string& kernel, bool& ma
 
 }  // namespace
 
-std::string compile_cuda(const CudaText& text, int capability) {
+std::string compile_cuda(const CudaSource& text, int capability) {
   bool machine_code = false;
   std::vector<std::string> options = {architecture_for(capability, text.name, machine_code), "--std=c++17", "--fmad=false", "--ftz=false",
                                       "--prec-div=true", "--prec-sqrt=true"};

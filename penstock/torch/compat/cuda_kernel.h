@@ -26,7 +26,7 @@
 namespace penstock {
 
 // Source text: a file, the headers it may include, and macros.
-struct CudaText {
+struct CudaSource {
   std::string name;                                           // extern "C" entry point; also in errors
   std::string text;
   std::vector<std::pair<std::string, std::string>> headers;  // name as in #include "...", and text
@@ -34,11 +34,11 @@ struct CudaText {
 };
 
 // Returns machine code for the compute capability (90 means 9.0), or PTX if NVRTC is older than the device.
-std::string compile_cuda(const CudaText& text, int capability);
+std::string compile_cuda(const CudaSource& text, int capability);
 
 class CudaKernel {
  public:
-  explicit CudaKernel(CudaText text) : text_(std::move(text)) {}
+  explicit CudaKernel(CudaSource text) : text_(std::move(text)) {}
   CudaKernel(const CudaKernel&) = delete;
   CudaKernel& operator=(const CudaKernel&) = delete;
 
@@ -53,7 +53,7 @@ class CudaKernel {
   void launch_pointers(int device, unsigned blocks, unsigned threads, void** arguments);
   void* function_for(int device);
 
-  const CudaText text_;
+  const CudaSource text_;
   std::mutex mutex_;
   std::map<int, void*> functions_;     // by device
   std::map<int, std::string> images_;  // by compute capability

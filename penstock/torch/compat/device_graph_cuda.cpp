@@ -37,7 +37,7 @@ void finish_abandoned(c10::Device device, at::cuda::MempoolId_t pool, std::uint6
   try {
     c10::cuda::CUDACachingAllocator::endAllocateToPool(device.index(), pool);
   } catch (const c10::Error&) {
-    // The generator had entered the recording.
+    // LibTorch had already ended the allocation to the pool.
   }
   at::Generator generator = at::cuda::detail::createCUDAGenerator(device.index());
   generator.set_current_seed(seed);

@@ -7,7 +7,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/torch/dispatch/mode_stack.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/tensor_subclass.h"
 #include "penstock/torch/dispatch/wrapper_impl.h"
 
@@ -108,8 +108,8 @@ void dispatch_kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack
   op.callBoxed(stack);
 }
 
-// LibTorch allows one fallback per key and lets only its owner remove it. Explicit instantiation may name
-// private members.
+// LibTorch allows one fallback per key, and its function to remove one is private. Explicit instantiation may
+// name private members.
 template <class Tag, typename Tag::Type member>
 struct PrivateMember {
   friend typename Tag::Type reveal(Tag) { return member; }

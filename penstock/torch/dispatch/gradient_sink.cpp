@@ -18,8 +18,8 @@ namespace {
 using torch::autograd::variable_list;
 
 // Passes the gradient to the sink and an undefined one to the accumulator, which then does nothing.
-struct Taker final : torch::autograd::FunctionPreHook {
-  Taker(torch::autograd::Node* node, GradientSink& sink, std::size_t slot) : node(node), sink(&sink), slot(slot) {}
+struct SinkHook final : torch::autograd::FunctionPreHook {
+  SinkHook(torch::autograd::Node* node, GradientSink& sink, std::size_t slot) : node(node), sink(&sink), slot(slot) {}
 
   variable_list operator()(const variable_list& gradients) override {
     at::Tensor gradient = gradients.at(0);
@@ -43,8 +43,8 @@ AccumulatorPtr send_gradient_to(const at::Tensor& leaf, GradientSink& sink, std:
   AccumulatorPtr accumulator = torch::autograd::impl::grad_accumulator(leaf);
   PENSTOCK_INVARIANT(accumulator, "a leaf that requires gradients has an accumulator");
   for (const auto& hook : accumulator->pre_hooks())
-    if (dynamic_cast<const Taker*>(hook.get()) != nullptr) return accumulator;
-  accumulator->add_pre_hook(std::make_unique<Taker>(&*accumulator, sink, slot));
+    if (dynamic_cast<const SinkHook*>(hook.get()) != nullptr) return accumulator;
+  accumulator->add_pre_hook(std::make_unique<SinkHook>(&*accumulator, sink, slot));
   return accumulator;
 }
 

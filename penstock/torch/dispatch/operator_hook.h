@@ -22,7 +22,7 @@
 #include <functional>
 #include <string>
 
-#include "penstock/torch/dispatch/stack_tensors.h"
+#include "penstock/stack_tensors.h"
 
 namespace penstock {
 

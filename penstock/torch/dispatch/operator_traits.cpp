@@ -1,4 +1,4 @@
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 #include <algorithm>
 #include <deque>

@@ -10,7 +10,6 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/dispatch/dispatch_kernel.h"
-#include "penstock/torch/dispatch/wrapper_call.h"
 #include "penstock/torch/dispatch/wrapper_impl.h"
 
 namespace penstock {
@@ -115,7 +114,7 @@ void replace_data(const at::Tensor& self, const at::Tensor& other) {
     throw TypeError(fmt::format("replace_data: the {} tensor is undefined", self.defined() ? "new" : "old"));
   if (self.requires_grad() && !self.is_leaf())
     throw StateError("replace_data: the tensor is the result of a differentiable operation; only a leaf, like a parameter, can be "
-                     "replaced (detach() gives one)");
+                     "replaced (detach() returns one)");
   c10::TensorImpl* impl = self.unsafeGetTensorImpl();
   const std::type_info& type = typeid(*impl);
   const bool plain = type == typeid(c10::TensorImpl);
@@ -151,7 +150,7 @@ at::Tensor unflatten_wrapper(const FlatWrapper& flat) {
     if (found == registry.kinds.end()) {
       std::string known;
       for (const auto& [kind, _] : registry.kinds) known += (known.empty() ? "" : ", ") + kind;
-      throw TypeError(describe("unflatten_wrapper: kind", flat.kind, known.empty() ? "a registered kind (there is none)" : known,
+      throw TypeError(describe("unflatten_wrapper: kind", flat.kind, known.empty() ? "a registered kind (none is registered)" : known,
                                "call register_wrapper_kind for it at the start of the program"));
     }
     unflatten = found->second;

@@ -70,7 +70,7 @@ void WrapperImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& o
   PayloadPtr payload = theirs ? share(theirs) : PayloadPtr();
   c10::TensorImpl::shallow_copy_from(other);
   payload_ = std::move(payload);
-  // The base class keeps the key set of construction time.
+  // The base class leaves this key of the set unchanged.
   key_set_ = payload_ ? key_set_.add(c10::DispatchKey::Python) : key_set_.remove(c10::DispatchKey::Python);
 }
 

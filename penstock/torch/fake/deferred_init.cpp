@@ -8,7 +8,7 @@
 #include <unordered_set>
 
 #include "penstock/torch/fake/fake_payload.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock {
 namespace {
@@ -93,7 +93,7 @@ void DeferredInit::materialize(const std::vector<at::Tensor>& tensors, std::opti
       throw StateError(fmt::format("DeferredInit: a fake tensor of shape {} was not created under this mode; materialize it with the DeferredInit "
                                    "that it was created under, or with materialize_empty",
                                    c10::str(tensor.sizes())));
-    // Parts that are materialized later must see the tensor's current contents.
+    // Parts that are materialized later see the tensor on its new device.
     if (device && found->second.device() != *device) found->second = found->second.to(*device);
     replace_data(tensor, found->second);
   }

@@ -10,7 +10,7 @@
 
 #include "penstock/torch/fake/fake_payload.h"
 #include "penstock/torch/fake/fake_watch.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/torch/fake/shape_helpers.h"
 #include "penstock/step_context.h"
 #include "penstock/base/describe.h"
@@ -270,7 +270,7 @@ class FakeCall {
         FakePayload::Compared{self.detach(), (*stack_)[base_ + 1].toScalar(), static_cast<std::uint32_t>(self._version())});
   }
 
-  // `real == number`: the result is known because the real tensor's values are.
+  // nonzero() of `real == number`: known, because the values of the real tensor are.
   bool find_known_equals() {
     const FakePayload* fake = fake_of((*stack_)[base_].toTensor());
     if (!fake || !fake->compared || fake->compared->version != static_cast<std::uint32_t>(fake->compared->real._version())) return false;

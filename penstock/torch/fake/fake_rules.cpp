@@ -7,7 +7,7 @@
 #include <set>
 
 #include "penstock/torch/fake/fake_payload.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/torch/fake/shape_functions.h"
 #include "penstock/torch/fake/shape_helpers.h"
 
@@ -52,7 +52,7 @@ bool depends_on_data(const c10::OperatorHandle& op) {
 // Returns a function derived from the operator's kind or from its functional overload, or null.
 const c10::KernelFunction* derived_function(const c10::OperatorHandle& op, Registry& registry) {
   static const auto& nothing = *new c10::KernelFunction(c10::KernelFunction::makeFromBoxedFunction<write_only>());
-  static const auto& functional = *new c10::KernelFunction(c10::KernelFunction::makeFromBoxedFunction<through_functional>());
+  static const auto& functional = *new c10::KernelFunction(c10::KernelFunction::makeFromBoxedFunction<shape_of_functional>());
   const OperatorTraits& traits = traits_of(op);
   if (traits.mutates && traits.returns.empty() && traits.name.rfind("aten::", 0) == 0) return &nothing;
   const auto overload = functional_overload(op);
@@ -126,7 +126,7 @@ void mark_for_decomposition(const c10::OperatorHandle& op) {
 void add_shape_function(const std::string& op, c10::KernelFunction kernel, int arguments) {
   if (const auto handle = find_operator(op); handle && arguments >= 0)
     if (const auto expected = static_cast<int>(handle->schema().arguments().size()); arguments != expected)
-      throw TypeError(fmt::format("register_shape_function: the function for {} takes {} arguments, its schema has {}: {}; give the function "
+      throw TypeError(fmt::format("register_shape_function: the function for {} takes {} arguments, its schema has {}: {}; declare the function with "
                                   "the arguments of the schema",
                                   op, arguments, expected, c10::toString(handle->schema())));
   Registry& registry = Registry::instance();

@@ -25,10 +25,10 @@ void add_vendor_shapes();
 // its arguments and returns nothing, without changing shapes.
 void write_only(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 // For an in-place or out= overload: uses the shape of the functional overload.
-void through_functional(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+void shape_of_functional(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 c10::optional<c10::OperatorHandle> functional_overload(const c10::OperatorHandle& op);
 
 // Runs an operator on meta tensors by its shape function if it has one, otherwise by LibTorch's kernel.
-void call_in_shape(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+void call_shape_only(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 }  // namespace penstock::detail

@@ -4,10 +4,10 @@
 #include <string_view>
 
 #include "penstock/errors.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/torch/fake/shape_functions.h"
 #include "penstock/torch/fake/shape_helpers.h"
-#include "penstock/torch/dispatch/stack_tensors.h"
+#include "penstock/stack_tensors.h"
 
 namespace penstock::detail {
 namespace {
@@ -42,7 +42,7 @@ void for_each(const c10::OperatorHandle& op, Stack* stack) {
         single.push_back(value);
     }
     // callBoxed would not use its own shape function, if it has one, so look up the rule.
-    call_in_shape(*one, &single);
+    call_shape_only(*one, &single);
     results.push_back(single.back().toTensor());
   }
   stack->resize(base);

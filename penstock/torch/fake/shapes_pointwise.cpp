@@ -3,10 +3,10 @@
 
 #include <tuple>
 
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/torch/fake/shape_functions.h"
 #include "penstock/torch/fake/shape_helpers.h"
-#include "penstock/torch/dispatch/stack_tensors.h"
+#include "penstock/stack_tensors.h"
 
 namespace penstock::detail {
 namespace {

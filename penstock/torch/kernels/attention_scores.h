@@ -5,6 +5,6 @@ namespace penstock {
 
 // Returns whether attend() (fused_attention.h) materializes the scores of all queries and keys on the CPU:
 // before LibTorch 2.0, which has no fused kernels.
-bool attention_makes_scores();
+bool attention_materializes_scores();
 
 }  // namespace penstock

@@ -112,7 +112,7 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
 #endif
 }
 
-bool attention_makes_scores() {
+bool attention_materializes_scores() {
 #if PENSTOCK_TORCH_AT_LEAST(2, 0)
   return false;
 #else

@@ -164,7 +164,7 @@ CudaKernel& kernel_for(const char* name, const char* text, at::ScalarType dtype,
   const std::lock_guard lock(mutex);
   std::unique_ptr<CudaKernel>& kernel = kernels[{name, dtype, pack}];
   if (!kernel)
-    kernel = std::make_unique<CudaKernel>(CudaText{.name = name, .text = std::string(kElements) + text, .headers = {}, .macros = {{"ELEMENT", element_of(dtype)}, {"PACK", std::to_string(pack)}}});
+    kernel = std::make_unique<CudaKernel>(CudaSource{.name = name, .text = std::string(kElements) + text, .headers = {}, .macros = {{"ELEMENT", element_of(dtype)}, {"PACK", std::to_string(pack)}}});
   return *kernel;
 }
 

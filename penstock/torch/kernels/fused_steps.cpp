@@ -53,7 +53,7 @@ constexpr bool kLibTorchHasFused = false;
 
 }  // namespace
 
-bool fused_adamw_(at::TensorList parameters, at::TensorList gradients, at::TensorList exp_avgs, at::TensorList exp_avg_sqs, const AdamWNumbers& numbers) {
+bool fused_adamw_(at::TensorList parameters, at::TensorList gradients, at::TensorList exp_avgs, at::TensorList exp_avg_sqs, const AdamWStepOptions& numbers) {
   check_lengths(parameters, {gradients, exp_avgs, exp_avg_sqs});
   if (parameters.empty()) return true;
   const bool here = on_cpu_in_float32(parameters);
@@ -89,7 +89,7 @@ bool fused_adamw_(at::TensorList parameters, at::TensorList gradients, at::Tenso
 #endif
 }
 
-bool fused_sgd_(at::TensorList parameters, at::TensorList gradients, at::TensorList momenta, const SgdNumbers& numbers) {
+bool fused_sgd_(at::TensorList parameters, at::TensorList gradients, at::TensorList momenta, const SgdStepOptions& numbers) {
   check_lengths(parameters, {gradients});
   if (numbers.momentum != 0) check_lengths(parameters, {momenta});
   if (parameters.empty()) return true;

@@ -1,4 +1,4 @@
-#include "penstock/torch/random/keyed_init.h"
+#include "penstock/random.h"
 
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>

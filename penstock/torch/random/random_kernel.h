@@ -35,7 +35,7 @@ struct RowStart {
   i64 in;
 };
 
-PENSTOCK_DEVICE_TEXT RowStart row_start(const BoxWalk& walk, i64 row) {
+PENSTOCK_HOST_DEVICE RowStart row_start(const BoxWalk& walk, i64 row) {
   RowStart start{walk.start, 0, 0};
   for (int dim = 1; dim < walk.dims; ++dim) {
     // 64-bit division is slow on devices; few boxes have more than 2^32 rows.
@@ -60,7 +60,7 @@ inline constexpr int kPerBlock = 16 / sizeof(Word);
 
 // The word of an element of a block. Float64 draws join two words, the first one as the upper half.
 template <class Word>
-PENSTOCK_DEVICE_TEXT Word word_of(const philox::Block& block, int element) {
+PENSTOCK_HOST_DEVICE Word word_of(const philox::Block& block, int element) {
   if constexpr (sizeof(Word) == 4) {
     return block.word[element];
   } else {
@@ -69,7 +69,7 @@ PENSTOCK_DEVICE_TEXT Word word_of(const philox::Block& block, int element) {
 }
 
 template <Kind kind, class Real, class Word, class Element>
-PENSTOCK_DEVICE_TEXT void write_element(Word word, const Constants<Real, Word>& constants, Element& out, const Element* in) {
+PENSTOCK_HOST_DEVICE void write_element(Word word, const Constants<Real, Word>& constants, Element& out, const Element* in) {
   if constexpr (kind == Kind::Dropout) {
     store(dropout(word, load(*in), constants), out);
   } else {
@@ -84,13 +84,13 @@ struct alignas(sizeof(Element) * count) Pack {
 };
 
 template <class Pack>
-PENSTOCK_DEVICE_TEXT bool aligned(const void* pointer) {
+PENSTOCK_HOST_DEVICE bool aligned(const void* pointer) {
   return reinterpret_cast<unsigned long long>(pointer) % sizeof(Pack) == 0;
 }
 
 // The work of thread `thread` of `threads`: every threads-th block of the box.
 template <Kind kind, class Real, class Word, class Element>
-PENSTOCK_DEVICE_TEXT void walk_blocks(const BoxWalk& walk, const philox::Stream& stream, const Constants<Real, Word>& constants,
+PENSTOCK_HOST_DEVICE void walk_blocks(const BoxWalk& walk, const philox::Stream& stream, const Constants<Real, Word>& constants,
                                       Element* out, const Element* in, i64 thread, i64 threads) {
   constexpr int kCount = kPerBlock<Word>;
   using Whole = Pack<Element, kCount>;

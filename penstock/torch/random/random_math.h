@@ -21,32 +21,32 @@ using philox::u64;
 // ------------------------------------------------------------------------------------------------------------- bits
 
 #ifdef __CUDACC__
-PENSTOCK_DEVICE_TEXT u32 bits_of(float value) { return __float_as_uint(value); }
-PENSTOCK_DEVICE_TEXT u64 bits_of(double value) { return static_cast<u64>(__double_as_longlong(value)); }
-PENSTOCK_DEVICE_TEXT float float_of(u32 bits) { return __uint_as_float(bits); }
-PENSTOCK_DEVICE_TEXT double double_of(u64 bits) { return __longlong_as_double(static_cast<long long>(bits)); }
-PENSTOCK_DEVICE_TEXT float square_root(float value) { return __fsqrt_rn(value); }
-PENSTOCK_DEVICE_TEXT double square_root(double value) { return __dsqrt_rn(value); }
-PENSTOCK_DEVICE_TEXT u64 upper_product(u64 a, u64 b) { return __umul64hi(a, b); }
+PENSTOCK_HOST_DEVICE u32 bits_of(float value) { return __float_as_uint(value); }
+PENSTOCK_HOST_DEVICE u64 bits_of(double value) { return static_cast<u64>(__double_as_longlong(value)); }
+PENSTOCK_HOST_DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
+PENSTOCK_HOST_DEVICE double double_of(u64 bits) { return __longlong_as_double(static_cast<long long>(bits)); }
+PENSTOCK_HOST_DEVICE float square_root(float value) { return __fsqrt_rn(value); }
+PENSTOCK_HOST_DEVICE double square_root(double value) { return __dsqrt_rn(value); }
+PENSTOCK_HOST_DEVICE u64 upper_product(u64 a, u64 b) { return __umul64hi(a, b); }
 #else
-PENSTOCK_DEVICE_TEXT u32 bits_of(float value) { return __builtin_bit_cast(u32, value); }
-PENSTOCK_DEVICE_TEXT u64 bits_of(double value) { return __builtin_bit_cast(u64, value); }
-PENSTOCK_DEVICE_TEXT float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
-PENSTOCK_DEVICE_TEXT double double_of(u64 bits) { return __builtin_bit_cast(double, bits); }
-PENSTOCK_DEVICE_TEXT float square_root(float value) { return __builtin_sqrtf(value); }
-PENSTOCK_DEVICE_TEXT double square_root(double value) { return __builtin_sqrt(value); }
-PENSTOCK_DEVICE_TEXT u64 upper_product(u64 a, u64 b) {
+PENSTOCK_HOST_DEVICE u32 bits_of(float value) { return __builtin_bit_cast(u32, value); }
+PENSTOCK_HOST_DEVICE u64 bits_of(double value) { return __builtin_bit_cast(u64, value); }
+PENSTOCK_HOST_DEVICE float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
+PENSTOCK_HOST_DEVICE double double_of(u64 bits) { return __builtin_bit_cast(double, bits); }
+PENSTOCK_HOST_DEVICE float square_root(float value) { return __builtin_sqrtf(value); }
+PENSTOCK_HOST_DEVICE double square_root(double value) { return __builtin_sqrt(value); }
+PENSTOCK_HOST_DEVICE u64 upper_product(u64 a, u64 b) {
   __extension__ using u128 = unsigned __int128;
   return static_cast<u64>((static_cast<u128>(a) * b) >> 64);
 }
 #endif
-PENSTOCK_DEVICE_TEXT u32 upper_product(u32 a, u32 b) { return philox::high(u64{a} * b); }
+PENSTOCK_HOST_DEVICE u32 upper_product(u32 a, u32 b) { return philox::high(u64{a} * b); }
 
 // --------------------------------------------------------------------------------------------------------- logarithm
 
 // Natural logarithm of a positive normal number, to about one unit in the last place: the number is split
 // into 2^k * m with m in [sqrt(1/2), sqrt(2)); log m is a polynomial of Cephes (float) or fdlibm (double).
-PENSTOCK_DEVICE_TEXT float natural_log(float x) {
+PENSTOCK_HOST_DEVICE float natural_log(float x) {
   const u32 bits = bits_of(x);
   const int k = static_cast<int>(bits - 0x3f3504f3u) >> 23;
   const float f = float_of(bits - (static_cast<u32>(k) << 23)) - 1.0f;
@@ -65,7 +65,7 @@ PENSTOCK_DEVICE_TEXT float natural_log(float x) {
   return (f + y) + 0.693359375f * power;
 }
 
-PENSTOCK_DEVICE_TEXT double natural_log(double x) {
+PENSTOCK_HOST_DEVICE double natural_log(double x) {
   const u64 bits = bits_of(x);
   const long long k = static_cast<long long>(bits - 0x3fe6a09e667f3bcdull) >> 52;
   const double f = double_of(bits - (static_cast<u64>(k) << 52)) - 1.0;
@@ -88,7 +88,7 @@ PENSTOCK_DEVICE_TEXT double natural_log(double x) {
 // tail and to the centre are both computed without cancellation, so that both ends keep their relative
 // accuracy. Quotients of polynomials:
 // PPND7 of Wichura, algorithm AS 241, Applied Statistics 37 (1988). The largest value is 6.34.
-PENSTOCK_DEVICE_TEXT float normal_quantile(u32 word) {
+PENSTOCK_HOST_DEVICE float normal_quantile(u32 word) {
   const u32 upper = static_cast<u32>(static_cast<int>(word) >> 31);  // all ones in the upper half
   const u32 count = word ^ upper;
   const float tail = (static_cast<float>(static_cast<int>(count)) + 0.5f) * 0x1p-32f;
@@ -108,7 +108,7 @@ PENSTOCK_DEVICE_TEXT float normal_quantile(u32 word) {
 }
 
 // The same at (word + 1/2) / 2^64, by PPND16 of the same paper. The largest value is 9.16.
-PENSTOCK_DEVICE_TEXT double normal_quantile(u64 word) {
+PENSTOCK_HOST_DEVICE double normal_quantile(u64 word) {
   const u64 upper = static_cast<u64>(static_cast<long long>(word) >> 63);
   const u64 count = word ^ upper;
   const double tail = (static_cast<double>(static_cast<long long>(count)) + 0.5) * 0x1p-64;
@@ -147,8 +147,8 @@ PENSTOCK_DEVICE_TEXT double normal_quantile(u64 word) {
 }
 
 // [0, 1) in steps of 2^-24 or 2^-53.
-PENSTOCK_DEVICE_TEXT float unit_interval(u32 word) { return static_cast<float>(static_cast<int>(word >> 8)) * 0x1p-24f; }
-PENSTOCK_DEVICE_TEXT double unit_interval(u64 word) { return static_cast<double>(static_cast<long long>(word >> 11)) * 0x1p-53; }
+PENSTOCK_HOST_DEVICE float unit_interval(u32 word) { return static_cast<float>(static_cast<int>(word >> 8)) * 0x1p-24f; }
+PENSTOCK_HOST_DEVICE double unit_interval(u64 word) { return static_cast<double>(static_cast<long long>(word >> 11)) * 0x1p-53; }
 
 // ------------------------------------------------------------------------------------------------------------- draws
 
@@ -165,7 +165,7 @@ struct Constants {
 };
 
 template <Kind kind, class Real, class Word>
-PENSTOCK_DEVICE_TEXT Real draw(Word word, const Constants<Real, Word>& k) {
+PENSTOCK_HOST_DEVICE Real draw(Word word, const Constants<Real, Word>& k) {
   if constexpr (kind == Kind::Uniform) {  // a: low, b: width, c: the largest value
     const Real value = k.a + unit_interval(word) * k.b;
     return value < k.c ? value : k.c;
@@ -185,7 +185,7 @@ PENSTOCK_DEVICE_TEXT Real draw(Word word, const Constants<Real, Word>& k) {
 
 // a: the scale factor of kept elements. Drops the elements for which the same Bernoulli draw is 1.
 template <class Real>
-PENSTOCK_DEVICE_TEXT Real dropout(u32 word, Real value, const Constants<Real, u32>& k) {
+PENSTOCK_HOST_DEVICE Real dropout(u32 word, Real value, const Constants<Real, u32>& k) {
   return (word <= k.last ? k.any : 0u) != 0 ? Real{0} : value * k.a;
 }
 
@@ -199,16 +199,16 @@ struct Float16Bits {
   unsigned short bits;
 };
 
-PENSTOCK_DEVICE_TEXT void store(float value, float& out) { out = value; }
-PENSTOCK_DEVICE_TEXT void store(float value, double& out) { out = static_cast<double>(value); }
-PENSTOCK_DEVICE_TEXT void store(double value, double& out) { out = value; }
-PENSTOCK_DEVICE_TEXT void store(float value, bool& out) { out = value != 0; }
-PENSTOCK_DEVICE_TEXT void store(float value, BFloat16Bits& out) {
+PENSTOCK_HOST_DEVICE void store(float value, float& out) { out = value; }
+PENSTOCK_HOST_DEVICE void store(float value, double& out) { out = static_cast<double>(value); }
+PENSTOCK_HOST_DEVICE void store(double value, double& out) { out = value; }
+PENSTOCK_HOST_DEVICE void store(float value, bool& out) { out = value != 0; }
+PENSTOCK_HOST_DEVICE void store(float value, BFloat16Bits& out) {
   const u32 bits = bits_of(value);
   const u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   out.bits = static_cast<unsigned short>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
-PENSTOCK_DEVICE_TEXT void store(float value, Float16Bits& out) {
+PENSTOCK_HOST_DEVICE void store(float value, Float16Bits& out) {
   const u32 sign = bits_of(value) & 0x80000000u;
   const u32 bits = bits_of(value) ^ sign;
   // Below 2^-14 the format is fixed point: adding 1/2 moves the bits into position and rounds them.
@@ -219,10 +219,10 @@ PENSTOCK_DEVICE_TEXT void store(float value, Float16Bits& out) {
   out.bits = static_cast<unsigned short>((bits >= 0x47800000u ? special : finite) | (sign >> 16));
 }
 
-PENSTOCK_DEVICE_TEXT float load(const float& in) { return in; }
-PENSTOCK_DEVICE_TEXT double load(const double& in) { return in; }
-PENSTOCK_DEVICE_TEXT float load(const BFloat16Bits& in) { return float_of(static_cast<u32>(in.bits) << 16); }
-PENSTOCK_DEVICE_TEXT float load(const Float16Bits& in) {
+PENSTOCK_HOST_DEVICE float load(const float& in) { return in; }
+PENSTOCK_HOST_DEVICE double load(const double& in) { return in; }
+PENSTOCK_HOST_DEVICE float load(const BFloat16Bits& in) { return float_of(static_cast<u32>(in.bits) << 16); }
+PENSTOCK_HOST_DEVICE float load(const Float16Bits& in) {
   const u32 moved = (static_cast<u32>(in.bits) & 0x7fffu) << 13;
   const u32 exponent = moved & 0x0f800000u;
   const u32 special = exponent == 0x0f800000u ? 0x38000000u : 0u;  // infinity and NaN

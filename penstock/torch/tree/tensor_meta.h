@@ -21,7 +21,7 @@
 #include <variant>
 #include <vector>
 
-#include "penstock/mesh_key.h"
+#include "penstock/mesh_layout.h"
 #include "penstock/placement.h"
 #include "penstock/torch/tree/tensor_record.h"
 

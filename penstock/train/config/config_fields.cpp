@@ -246,7 +246,7 @@ const ConfigField& find_field(std::string_view name, std::string_view where, std
       if (field.key == key) meant = field.name();
     }
   }
-  if (meant.empty()) meant = key_known_as(full ? name.substr(name.rfind('.') + 1) : name);
+  if (meant.empty()) meant = key_for_synonym(full ? name.substr(name.rfind('.') + 1) : name);
   if (meant.empty()) meant = nearest_name(name, names);
   throw ConfigError(describe(fmt::format("{}: unknown key", where), quote(name), "",
                              meant.empty() ? "penstock train --help lists all keys" : fmt::format("did you mean {}?", meant)));
@@ -268,7 +268,7 @@ ConfigSetting parse_setting(const ConfigField& field, const std::vector<std::str
   const auto number = [&]<class T>(const std::string& text, T) {
     std::optional<T> value;
     if constexpr (std::is_same_v<T, double>) value = parse_number(text);
-    else value = parse_whole(text);
+    else value = parse_integer(text);
     if (!value) refuse(field, origin, quote(text));
     return *value;
   };

@@ -65,7 +65,7 @@ const ConfigField& find_field(std::string_view name, std::string_view where,
 // Returns Penstock's key for a name that other trainers use: "learning_rate" -> "training.lr". For a name
 // with several meanings, returns all of these keys as text for "did you mean ...?". Returns an empty string
 // for unknown names. '-' and '_' are equivalent.
-std::string key_known_as(std::string_view name);
+std::string key_for_synonym(std::string_view name);
 
 // One value and where it was set.
 struct ConfigSetting {

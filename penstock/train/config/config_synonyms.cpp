@@ -9,7 +9,7 @@
 
 namespace penstock::train {
 
-std::string key_known_as(std::string_view name) {
+std::string key_for_synonym(std::string_view name) {
   using Pair = std::pair<std::string_view, std::string_view>;
   static constexpr auto kNames = std::to_array<Pair>({
       {"learning_rate", "training.lr"},

@@ -108,7 +108,7 @@ OwnSettings read_settings(const fs::path& file) {
 // Returns the settings of a run at its current location.
 OwnSettings read_run(const fs::path& given) {
   const fs::path folder = normal(given);
-  if (!holds_run(folder))
+  if (!contains_run(folder))
     throw ConfigError(describe("run folder", folder.string(), fmt::format("a folder with a {}", kRunConfigName), "give the folder of a penstock train run (runs/...)"));
   OwnSettings own = read_settings(folder / kRunConfigName);
   fs::path former;  // run folder according to a file of an earlier version
@@ -216,7 +216,7 @@ std::vector<ConfigSetting> file_settings(const ConfigSources& sources) {
 
 }  // namespace
 
-bool holds_run(const fs::path& folder) {
+bool contains_run(const fs::path& folder) {
   std::error_code error;  // errors are reported when the file is opened
   return fs::exists(folder / kRunConfigName, error);
 }
@@ -248,10 +248,10 @@ fs::path named_run_folder(const ConfigSources& sources) {
   if (!named.empty() || in_file.empty()) return named;
   // A config.toml of an earlier version, given as the file, continues its run in the folder of the file, even
   // if the run has been moved.
-  const fs::path beside = normal(*sources.file).parent_path();
+  const fs::path file_folder = normal(*sources.file).parent_path();
   std::error_code error;
-  const bool of_a_run = sources.file->filename() == kRunConfigName && fs::path(in_file).is_absolute() && (fs::exists(beside / "metrics.jsonl", error) || fs::exists(beside / "checkpoints", error));
-  return of_a_run ? beside : fs::path(in_file);
+  const bool of_a_run = sources.file->filename() == kRunConfigName && fs::path(in_file).is_absolute() && (fs::exists(file_folder / "metrics.jsonl", error) || fs::exists(file_folder / "checkpoints", error));
+  return of_a_run ? file_folder : fs::path(in_file);
 }
 
 ResolvedConfig with_absolute_paths(ResolvedConfig resolved, const fs::path& folder) {

@@ -1,6 +1,6 @@
 // The configuration in a run folder, and what may change when the run continues.
 //
-//   const ResolvedConfig own = load_run_config("runs/first");                                        // what it was trained with
+//   const ResolvedConfig own = load_run_config("runs/first");                     // what it was trained with
 //   const ResolvedConfig longer = continue_run_config("runs/first", {.arguments = {"--steps", "500"}});
 //
 // runs/first/config.toml is complete and does not contain the location of the folder: a moved or copied run
@@ -21,7 +21,7 @@ namespace penstock::train {
 inline constexpr const char* kRunConfigName = "config.toml";
 
 // Returns whether the folder contains a run: it has a config.toml.
-bool holds_run(const std::filesystem::path& folder);
+bool contains_run(const std::filesystem::path& folder);
 
 // Throws ConfigError for a folder without config.toml and for a file that cannot be read.
 ResolvedConfig load_run_config(const std::filesystem::path& folder);

@@ -21,7 +21,7 @@ MappedFile map_data_file(const std::filesystem::path& path, std::string_view exp
       case MapFileError::Step::Map: refuse("cannot be mapped", error); break;
       case MapFileError::Step::CheckType: break;
     }
-    throw ConfigError(describe(path.string(), "something that is not a plain file", expected));
+    throw ConfigError(describe(path.string(), "something that is not a regular file", expected));
   }
 }
 

@@ -9,7 +9,7 @@
 namespace penstock::train {
 
 // `expected` is for messages: "a token shard". Throws ConfigError that names the file if it cannot be read or
-// is not a plain file. An empty file has no bytes.
+// is not a regular file. An empty file has no bytes.
 MappedFile map_data_file(const std::filesystem::path& path, std::string_view expected);
 
 }  // namespace penstock::train

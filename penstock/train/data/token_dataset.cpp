@@ -58,7 +58,7 @@ TokenSources open_shards(const std::filesystem::path& folder) {
 
 TokenDataset::TokenDataset(TokenSources sources, DataSplit split, double validation_fraction)
     : sources_(std::move(sources)), split_(split) {
-  if (sources_.empty()) throw ValueError(describe("dataset", "no token sources", "at least one"));
+  if (sources_.empty()) throw ValueError(describe("dataset", "no token sources", "at least one source"));
   std::string identity = fmt::format("{} {:a}", to_text(split), split == DataSplit::All ? 0.0 : validation_fraction);
   DocumentSplit cut(split == DataSplit::All ? 0 : validation_fraction);
   const auto end_text = [](const TokenSource& source) { return source.end_of_document() ? fmt::format("end of document {}", *source.end_of_document()) : std::string("no end of document"); };
@@ -90,7 +90,7 @@ TokenDataset::TokenDataset(TokenSources sources, DataSplit split, double validat
     }
   }
   if (spans_.empty())
-    throw ConfigError(describe(name(), "none", "at least one",
+    throw ConfigError(describe(name(), "none", "at least one token",
                                split == DataSplit::Validation ? "raise data.validation_fraction or give more text"
                                                           : "lower data.validation_fraction or give more text"));
   fingerprint_ = checksum64(identity);
@@ -108,8 +108,8 @@ std::string TokenDataset::name() const {
 
 void TokenDataset::read(std::uint64_t begin, std::span<std::int64_t> tokens, std::span<std::int64_t> documents) const {
   if (tokens.size() != documents.size())
-    throw ValueError(describe("room for documents", fmt::format("{}", documents.size()),
-                              fmt::format("that for tokens, {}", tokens.size())));
+    throw ValueError(describe("buffer for documents", fmt::format("{}", documents.size()),
+                              fmt::format("the size of the token buffer, {}", tokens.size())));
   if (begin > tokens_ || tokens.size() > tokens_ - begin)
     throw ValueError(describe("tokens to read", fmt::format("{} from {}", tokens.size(), begin),
                               fmt::format("a range within the {} tokens of the dataset", tokens_)));

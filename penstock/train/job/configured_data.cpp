@@ -13,7 +13,7 @@
 #include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/text.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/train/data/byte_tokenizer.h"
 #include "penstock/train/data/make_shards.h"
 #include "penstock/train/data/sampler.h"
@@ -32,7 +32,7 @@ void check_vocabulary(const TrainConfig& config, std::uint64_t of_data) {
 }
 
 // Reads like a run: the first samples of the training data, or all of them if the run repeats the data.
-void read_samples(const Sampler& sampler, std::int64_t rounds, std::int64_t round, const LookProgress& progress) {
+void read_samples(const Sampler& sampler, std::int64_t rounds, std::int64_t round, const DataCheckProgress& progress) {
   constexpr std::uint64_t kAtOnce = std::uint64_t{1} << 20;
   const std::string what = fmt::format("reading the {}", sampler.dataset().name());
   const auto tell = [&](std::uint64_t done, std::uint64_t all) {
@@ -59,7 +59,7 @@ void read_samples(const Sampler& sampler, std::int64_t rounds, std::int64_t roun
   }
 }
 
-std::string check_tokens(const TrainConfig& config, const TokenSources& sources, const std::string& where, DataCheck check, const LookProgress& progress) {
+std::string check_tokens(const TrainConfig& config, const TokenSources& sources, const std::string& where, DataCheck check, const DataCheckProgress& progress) {
   const TrainingData data = make_samplers(config, sources);
   check_vocabulary(config, data.training->dataset().vocabulary());
   const bool reads = check == DataCheck::Reading, validation_is_read = reads && data.validation && config.training.validate_every > 0;
@@ -70,7 +70,7 @@ std::string check_tokens(const TrainConfig& config, const TokenSources& sources,
 }
 
 // Returns the files that are text. Some turn out not to be text only when they are read.
-std::vector<SourceFile> text_files(const SourceList& found, bool skip, const LookProgress& progress) {
+std::vector<SourceFile> text_files(const SourceList& found, bool skip, const DataCheckProgress& progress) {
   std::vector<SourceFile> good;
   std::uint64_t seen = 0;
   for (SourceFile file : found.files) {
@@ -91,7 +91,7 @@ std::vector<SourceFile> text_files(const SourceList& found, bool skip, const Loo
   return good;
 }
 
-std::string check_text(const TrainConfig& config, DataCheck check, const LookProgress& progress) {
+std::string check_text(const TrainConfig& config, DataCheck check, const DataCheckProgress& progress) {
   check_vocabulary(config, byte_tokenizer::kVocabulary);
   const SourceOptions options = source_options(config.data);
   if (progress) progress("searching for source files", -1);
@@ -107,7 +107,7 @@ std::string check_text(const TrainConfig& config, DataCheck check, const LookPro
   split.decide();
   std::uint64_t validation = 0;
   for (const SourceFile& file : good) validation += split.validation_tokens(file.bytes + 1, file.key);
-  check_room_for_shards((config.output.run_folder.empty() ? fs::path("runs/new") : fs::path(config.output.run_folder)) / "data", bytes, good.size());
+  check_space_for_shards((config.output.run_folder.empty() ? fs::path("runs/new") : fs::path(config.output.run_folder)) / "data", bytes, good.size());
   const std::string of = good.size() == 1 ? good.front().path.string() : fmt::format("{} files", good.size());
   const auto check_side = [&](DataSplit side, std::uint64_t tokens) {
     check_enough_tokens({.name = fmt::format("{} tokens of {}", to_text(side), of), .split = side, .tokens = tokens, .of_tokens = split.tokens()}, config.model.context);
@@ -143,7 +143,7 @@ DataFiles configured_files(const DataConfig& config) {
   return found;
 }
 
-bool tokens_have_no_text(const DataConfig& config) {
+bool tokenizer_is_unknown(const DataConfig& config) {
   if (config.format == "uint16") return true;
   if (config.format == "text") return false;
   const auto is_bin = [](const std::string& source) { return to_lower(fs::path(source).extension().string()) == ".bin"; };
@@ -175,7 +175,7 @@ TrainingData make_samplers(const TrainConfig& config, const TokenSources& source
   return data;
 }
 
-std::string check_data(const TrainConfig& config, DataCheck check, const LookProgress& progress) {
+std::string check_data(const TrainConfig& config, DataCheck check, const DataCheckProgress& progress) {
   if (progress) progress("opening the data", -1);
   if (const auto sources = open_configured_tokens(config)) {
     const std::string where = config.data.shards.empty() ? (sources->size() == 1 ? sources->front()->name() : fmt::format("{} token files", sources->size())) : config.data.shards;
@@ -195,17 +195,17 @@ void run_on_first_rank(const comm::World& world, const std::string& topic, std::
     std::future<void> done;  // its destructor waits; destroyed after ~Running's body
   } running;
   if (world.rank() == 0) running.done = std::async(std::launch::async, [&] { work(running.stop); });
-  checkpoint::WorldMeeting meeting(world);
+  checkpoint::WorldAgreement agreement(world);
   const std::chrono::milliseconds turn = std::min(between, world.group().timeout() / 4);
   for (bool done = false; !done;) {
-    const checkpoint::Bytes verdict = meeting.agree(
+    const checkpoint::Bytes verdict = agreement.agree(
         topic,
         [&] {
           const bool ready = world.rank() == 0 && running.done.wait_for(turn) == std::future_status::ready;
           if (ready) running.done.get();
           return checkpoint::Bytes{static_cast<std::uint8_t>(ready)};
         },
-        [](const std::vector<checkpoint::Bytes>& said) { return said.at(0); });
+        [](const std::vector<checkpoint::Bytes>& answers) { return answers.at(0); });
     done = verdict.at(0) != 0;
   }
 }

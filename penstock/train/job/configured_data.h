@@ -2,8 +2,8 @@
 // on them.
 //
 //   data.shards     a folder of token shards
-//   data.sources    text, which is converted to token shards in the run folder, or token files of other programs
-//                   (data_files.h), which are read in place
+//   data.sources    text, which is converted to token shards in the run folder, or token files of other
+//                   programs (data_files.h), which are read in place
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ DataFiles configured_files(const DataConfig& config);
 SourceOptions source_options(const DataConfig& config);
 
 // Returns whether the tokens were made by an unknown tokenizer, so that they cannot be converted to text.
-bool tokens_have_no_text(const DataConfig& config);
+bool tokenizer_is_unknown(const DataConfig& config);
 
 // Opens data that need no conversion: shards or token files. Returns std::nullopt for text.
 std::optional<TokenSources> open_configured_tokens(const TrainConfig& config);
@@ -34,7 +34,7 @@ std::optional<TokenSources> open_configured_tokens(const TrainConfig& config);
 TrainingData make_samplers(const TrainConfig& config, const TokenSources& sources);
 
 // Called now and then with the current activity and its completed share from 0 to 1, negative if unknown.
-using LookProgress = std::function<void(const std::string& what, double share)>;
+using DataCheckProgress = std::function<void(const std::string& what, double share)>;
 
 // How thoroughly check_data checks.
 enum class DataCheck {
@@ -43,7 +43,7 @@ enum class DataCheck {
 };
 // Finds and checks the data without converting them. Throws for everything that a run would refuse. Returns
 // one line for the user.
-std::string check_data(const TrainConfig& config, DataCheck check, const LookProgress& progress = {});
+std::string check_data(const TrainConfig& config, DataCheck check, const DataCheckProgress& progress = {});
 
 // [collective] Runs `work` on rank 0 while the other ranks wait, however long it takes: the world's timeouts
 // do not apply. `stop` becomes true when the ranks cannot wait any longer because one of them is gone: the

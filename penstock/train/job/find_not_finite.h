@@ -1,6 +1,6 @@
 // Finds where NaN or infinity first appeared, for the error message of a run that stops because of them.
 //
-//   std::optional<BadPlace> place = earliest(world, bad_parameter(layout, model));           // the same on every rank
+//   std::optional<NonFiniteOrigin> place = earliest(world, bad_parameter(layout, model));  // the same on every rank
 //   if (!place) {
 //     OperatorWatch watch(layout, model);
 //     watch.begin_run(0);
@@ -28,29 +28,29 @@
 #include <vector>
 
 #include "penstock/world.h"
-#include "penstock/optim/update/parameters.h"
+#include "penstock/optimizer.h"
 #include "penstock/mode.h"
 #include "penstock/train/job/layout.h"
 #include "penstock/train/job/model_stages.h"
 
 namespace penstock::train {
 
-struct BadPlace {
+struct NonFiniteOrigin {
   // Position in a step: run of the schedule, microbatch, stage, and the order within the stage.
   std::int64_t run = 0, microbatch = 0, stage = 0, order = 0;
   std::string what;  // message text
 
-  bool is_before(const BadPlace& other) const;
+  bool is_before(const NonFiniteOrigin& other) const;
 };
 
 // Returns the first parameter, in model order, whose values on this rank are not all finite.
-std::optional<BadPlace> bad_parameter(const RankLayout& layout, const ModelStages& model);
+std::optional<NonFiniteOrigin> bad_parameter(const RankLayout& layout, const ModelStages& model);
 // The same for gradients.
-std::optional<BadPlace> bad_gradient(const RankLayout& layout, const ModelStages& model);
+std::optional<NonFiniteOrigin> bad_gradient(const RankLayout& layout, const ModelStages& model);
 
 // [collective over the world] Returns the earliest finding of all ranks, on every rank; std::nullopt if no
 // rank has one.
-std::optional<BadPlace> earliest(const comm::World& world, const std::optional<BadPlace>& own);
+std::optional<NonFiniteOrigin> earliest(const comm::World& world, const std::optional<NonFiniteOrigin>& own);
 
 // Checks the result of every operator during the microbatches of a step, except in trial runs.
 class OperatorWatch final : public Mode {
@@ -62,7 +62,7 @@ class OperatorWatch final : public Mode {
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override;
 
   // The earliest finding by microbatch and stage, over all runs.
-  const std::optional<BadPlace>& found() const { return found_; }
+  const std::optional<NonFiniteOrigin>& found() const { return found_; }
 
  private:
   struct Seen {  // in a tensor
@@ -81,7 +81,7 @@ class OperatorWatch final : public Mode {
   std::int64_t run_ = 0, runs_ = 1;
   std::int64_t microbatch_ = -1, stage_ = -1, order_ = 0;
   std::string last_parameter_;                     // last one used by an operator in this forward
-  std::optional<BadPlace> found_;
+  std::optional<NonFiniteOrigin> found_;
 };
 
 }  // namespace penstock::train

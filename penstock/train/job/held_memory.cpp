@@ -10,7 +10,7 @@
 #include "penstock/shard/state/shard_info.h"
 #include "penstock/shard/state/shard_context.h"
 #include "penstock/torch/tree/distributed_type.h"
-#include "penstock/train/job/gradient_sync.h"
+#include "penstock/train/job/replica_gradient_sync.h"
 #include "penstock/train/job/model_stages.h"
 
 namespace penstock::train {
@@ -22,8 +22,8 @@ std::int64_t local_bytes(const at::Tensor& tensor) {
 }
 
 // Sharded parameters of this rank.
-std::set<ParameterGroup*> groups_of(const ModelStages& model) {
-  std::set<ParameterGroup*> groups;
+std::set<ShardGroup*> groups_of(const ModelStages& model) {
+  std::set<ShardGroup*> groups;
   for (const optim::NamedParameter& parameter : model.parameters())
     if (const auto info = shard_of(parameter.tensor)) groups.insert(info->group);
   return groups;

@@ -14,7 +14,7 @@ namespace penstock::train {
 
 // A lower bound of the memory needed at one time, by purpose. The real need is larger; a configuration whose
 // lower bound exceeds the available memory cannot run.
-struct LeastNeed {
+struct MinimumMemory {
   struct Part {
     std::string what, remedy;  // "logits of a microbatch", "lower model.vocabulary"
     double bytes = 0;
@@ -24,15 +24,15 @@ struct LeastNeed {
 };
 
 // For training with `ranks` processes of the layout on one machine, on the CPU.
-LeastNeed least_need(const TrainConfig& config, std::int64_t ranks);
+MinimumMemory minimum_memory(const TrainConfig& config, std::int64_t ranks);
 // For one row of data through one part of the model, as a dry run measures it.
-LeastNeed least_need_of_parts(const TrainConfig& config);
+MinimumMemory minimum_memory_of_parts(const TrainConfig& config);
 
 // For one process that holds the whole model without running it, as a capture does.
-LeastNeed least_need_of_capture(const TrainConfig& config);
+MinimumMemory minimum_memory_of_capture(const TrainConfig& config);
 
 // Throws ConfigError that names the largest need if the total exceeds the available memory.
-void require_memory(const LeastNeed& need, std::int64_t available_bytes);
+void require_memory(const MinimumMemory& need, std::int64_t available_bytes);
 
 // Throws ConfigError for a precision that this LibTorch does not support on `device`.
 void require_precision(const TrainConfig& config, at::Device device);

@@ -19,20 +19,18 @@
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/tensors/load.h"
 #include "penstock/checkpoint/tensors/tensor_part.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/comm/backend/backend.h"
 #include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/models/transformer/loss.h"
-#include "penstock/optim/update/adamw.h"
+#include "penstock/optimizer.h"
 #include "penstock/clip_gradients.h"
-#include "penstock/optim/update/gradients.h"
 #include "penstock/loss_scaler.h"
 #include "penstock/lr_schedule.h"
-#include "penstock/optim/update/sgd.h"
 #include "penstock/mode.h"
 #include "penstock/train/report/elapsed.h"
 #include "penstock/train/job/find_not_finite.h"
-#include "penstock/train/job/gradient_sync.h"
+#include "penstock/train/job/replica_gradient_sync.h"
 #include "penstock/train/report/not_finite.h"
 #include "penstock/train/data/prefetcher.h"
 
@@ -280,7 +278,7 @@ struct TrainingJob::Impl {
   [[noreturn]] void throw_not_finite(const StepOutcome& outcome) {
     std::string began;
     try {
-      const std::optional<BadPlace> place = first_bad();
+      const std::optional<NonFiniteOrigin> place = first_bad();
       began = place ? place->what : "the origin could not be determined: parameters, repeated forwards and gradients are finite";
     } catch (const std::exception& error) {
       began = fmt::format("the origin could not be determined, because the search failed: {}", error.what());
@@ -292,7 +290,7 @@ struct TrainingJob::Impl {
 
   // What was bad before the step, else the first operator that produced it, else the first gradient. Dropout
   // differs in the repeated forwards, so that a problem caused by dropout alone may not be found.
-  std::optional<BadPlace> first_bad() {
+  std::optional<NonFiniteOrigin> first_bad() {
     if (const auto place = earliest(world, bad_parameter(layout, model))) return place;
     OperatorWatch watch(layout, model);
     const std::int64_t runs = config.training.accumulation, round = samples_of_run() * config.layout.dp;
@@ -368,9 +366,9 @@ struct TrainingJob::Impl {
         .dump(1);
   }
 
-  void load(const checkpoint::Checkpoint& checkpoint, OtherData other_data) {
-    checkpoint::WorldMeeting meeting(world);
-    checkpoint::load_into(meeting, checkpoint, checkpoint::Section::Model, model_parts());
+  void load(const checkpoint::Checkpoint& checkpoint, ChangedDataPolicy other_data) {
+    checkpoint::WorldAgreement agreement(world);
+    checkpoint::load_into(agreement, checkpoint, checkpoint::Section::Model, model_parts());
     model.share_tied();
     std::vector<checkpoint::TensorPart> parts = optimizer_parts();
     const nlohmann::json state = nlohmann::json::parse(checkpoint.state_json());
@@ -384,14 +382,14 @@ struct TrainingJob::Impl {
       own_counts.emplace_back(i, at::zeros({1}, at::kLong));
       parts.push_back(checkpoint::tensor_part(counts[i].name, own_counts.back().second));
     }
-    checkpoint::load_into(meeting, checkpoint, checkpoint::Section::Optimizer, parts);
+    checkpoint::load_into(agreement, checkpoint, checkpoint::Section::Optimizer, parts);
     for (const auto& [i, count] : own_counts) counts[i].steps = count.item<std::int64_t>();
     optimizer->set_steps(counts);
     scaler.load_state({.scale = state.at("loss_scaler").at("scale").get<double>(), .good_steps = state.at("loss_scaler").at("good_steps").get<std::int64_t>()});
     std::uint64_t position = state.at("data").at("position").get<std::uint64_t>();
     const std::string fingerprint = fmt::format("{:016x}", data.training->dataset().fingerprint());
     if (const auto former = state.at("data").at("fingerprint").get<std::string>(); former != fingerprint) {
-      if (other_data == OtherData::Refuse)
+      if (other_data == ChangedDataPolicy::Refuse)
         throw ConfigError(describe("data of the run", fmt::format("tokens with the fingerprint {}", fingerprint), fmt::format("the fingerprint in its checkpoint {}: {}", checkpoint.path().string(), former),
                                    "restore the former data, or train on the new data in a new run: set another --run_folder, and --resume to the path of this checkpoint"));
       log().warn("train: the data differ from those of checkpoint {}; training starts with their first sample", checkpoint.path().string());
@@ -431,7 +429,7 @@ std::int64_t TrainingJob::steps_done() const { return impl_->steps_done; }
 std::uint64_t TrainingJob::position() const { return impl_->batches->position(); }
 std::int64_t TrainingJob::tokens_per_step() const { return impl_->positions_of_step(); }
 checkpoint::CheckpointContents TrainingJob::contents() const { return {impl_->model_parts(), impl_->saved_optimizer_parts(), impl_->state_json()}; }
-void TrainingJob::load(const checkpoint::Checkpoint& checkpoint, OtherData other_data) { impl_->load(checkpoint, other_data); }
+void TrainingJob::load(const checkpoint::Checkpoint& checkpoint, ChangedDataPolicy other_data) { impl_->load(checkpoint, other_data); }
 HeldMemory TrainingJob::held_memory() const { return train::held_memory(impl_->model, *impl_->optimizer, impl_->sync); }
 const RankLayout& TrainingJob::layout() const { return impl_->layout; }
 const ModelStages& TrainingJob::model() const { return impl_->model; }

@@ -24,7 +24,7 @@
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/checkpoint/tensors/writer.h"
 #include "penstock/world.h"
-#include "penstock/optim/update/parameters.h"
+#include "penstock/optimizer.h"
 #include "penstock/pipeline.h"
 #include "penstock/train_config.h"
 #include "penstock/train/job/held_memory.h"
@@ -42,7 +42,7 @@ struct TrainingData {
 };
 
 // What to do if the data are not those that the checkpoint was trained on.
-enum class OtherData { FromTheStart, Refuse };
+enum class ChangedDataPolicy { FromTheStart, Refuse };
 
 class TrainingJob {
  public:
@@ -73,7 +73,7 @@ class TrainingJob {
   // Loads parameters, optimizer, scheduler, loss scale, random state and data position from a checkpoint of
   // any layout. Different data are either trained on from their first sample, with a warning, or refused
   // (ConfigError).
-  void load(const checkpoint::Checkpoint& checkpoint, OtherData other_data = OtherData::FromTheStart);
+  void load(const checkpoint::Checkpoint& checkpoint, ChangedDataPolicy other_data = ChangedDataPolicy::FromTheStart);
 
   // Memory held by this rank now. No communication.
   HeldMemory held_memory() const;

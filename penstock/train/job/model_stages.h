@@ -2,8 +2,8 @@
 // stages of a pipeline.
 //
 //   ModelStages stages(layout, config, device);
-//   stages.stages()                     // for PipelineRuntime
-//   stages.parameters()                 // for the optimizer and checkpoints: by full model name, each tensor once
+//   stages.stages()                   // for PipelineRuntime
+//   stages.parameters()               // for the optimizer and checkpoints: by full model name, each tensor once
 //
 // Initial values are the same in every layout. If a tied weight has copies on two ranks, both are listed
 // under the same name.
@@ -14,7 +14,7 @@
 
 #include "penstock/models/plan/stage_parts.h"
 #include "penstock/transformer.h"
-#include "penstock/optim/update/parameters.h"
+#include "penstock/optimizer.h"
 #include "penstock/stage.h"
 #include "penstock/schedule.h"
 #include "penstock/train_config.h"

@@ -9,7 +9,7 @@
 #include "penstock/base/log.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/train/job/configured_data.h"
 #include "penstock/train/data/make_shards.h"
 #include "penstock/trainer.h"
@@ -31,7 +31,7 @@ void make_data(const DataConfig& config, const fs::path& folder, const std::atom
     next = Clock::now() + std::chrono::seconds(5);
     log().info("data: tokenized {} of {}, {} of {} files", format_bytes(progress.bytes), format_bytes(progress.of_bytes), progress.files, progress.of_files);
   };
-  const MadeShards made = make_shards(folder, options);
+  const MakeShardsResult made = make_shards(folder, options);
   // Some system headers are always empty, and the user cannot fix them.
   const auto level = config.sources.empty() ? spdlog::level::debug : spdlog::level::warn;
   for (const BadFile& file : made.bad) log().log(level, "data: skipped {}: {}", file.path.string(), file.why);
@@ -46,11 +46,11 @@ void make_data(const DataConfig& config, const fs::path& folder, const std::atom
 TrainingData open_data(const comm::World& world, const TrainConfig& config, const fs::path& folder) {
   const fs::path made = folder / "data";
   std::optional<TokenSources> sources;
-  checkpoint::WorldMeeting meeting(world);
-  meeting.agree("looking at the data", [&] { sources = open_configured_tokens(config); });
+  checkpoint::WorldAgreement agreement(world);
+  agreement.agree("looking at the data", [&] { sources = open_configured_tokens(config); });
   if (!sources) run_on_first_rank(world, "making the training data", std::chrono::seconds(5), [&](const std::atomic<bool>& stop) { make_data(config.data, made, stop); });
   TrainingData data;
-  meeting.agree("opening the training data", [&] { data = make_samplers(config, sources ? *sources : open_shards(made)); });
+  agreement.agree("opening the training data", [&] { data = make_samplers(config, sources ? *sources : open_shards(made)); });
   return data;
 }
 

@@ -31,7 +31,7 @@ namespace fs = std::filesystem;
 using checkpoint::Checkpoint;
 using checkpoint::Section;
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kInfinite = std::numeric_limits<double>::infinity();
 constexpr std::size_t kRowsShown = 12;
 // Begins the suffix of a copy of a tensor. Parameter names have no spaces.
 constexpr std::string_view kCopyBegins = " (";
@@ -62,7 +62,7 @@ std::string copy_text(const TrainingJob& job, const optim::NamedParameter& param
 
 std::string original_name(const std::string& name) { return name.substr(0, name.find(kCopyBegins)); }
 
-at::Tensor read_whole(const Checkpoint& side, Section section, const std::string& name) {
+at::Tensor read_integer(const Checkpoint& side, Section section, const std::string& name) {
   const checkpoint::TensorEntry& entry = *side.tensors(section).at(name).entry;
   const auto dtype = checkpoint::to_scalar_type(entry.dtype);
   if (!dtype) throw checkpoint::CheckpointError(describe(fmt::format("{} of {}", name, side.path().string()), std::string(checkpoint::dtype_code(entry.dtype)), "an element type that this LibTorch has"));
@@ -72,15 +72,15 @@ at::Tensor read_whole(const Checkpoint& side, Section section, const std::string
 }
 
 void judge(ParityRow& row) {
-  if (std::isnan(row.difference)) row.difference = kInfinity;
-  if (!(row.relative < kInfinity)) row.relative = row.difference == 0 ? 0 : kInfinity;
+  if (std::isnan(row.difference)) row.difference = kInfinite;
+  if (!(row.relative < kInfinite)) row.relative = row.difference == 0 ? 0 : kInfinite;
   row.ok = row.note.empty() && row.relative <= row.tolerance;
 }
 
 // `least`: lower bound of the magnitude that differences are relative to.
 ParityRow compare_tensors(ParityRow row, const at::Tensor& expected, const at::Tensor& actual, double least) {
   if (expected.sizes() != actual.sizes() || expected.scalar_type() != actual.scalar_type()) {
-    row.difference = row.relative = kInfinity;
+    row.difference = row.relative = kInfinite;
     row.note = "different shape or element type";
   } else if (expected.numel() > 0 && std::memcmp(expected.data_ptr(), actual.data_ptr(), expected.nbytes()) != 0) {
     const at::Tensor a = expected.to(at::kDouble), b = actual.to(at::kDouble);
@@ -112,7 +112,7 @@ void compare_section(ParityReport& report, int step, const Checkpoint& one, cons
   };
   const auto on_one_side = [&](const std::string& name, const char* note) {
     ParityRow row = row_of(name);
-    row.difference = row.relative = kInfinity;
+    row.difference = row.relative = kInfinite;
     row.note = note;
     row.ok = false;
     report.rows.push_back(std::move(row));
@@ -121,14 +121,14 @@ void compare_section(ParityReport& report, int step, const Checkpoint& one, cons
   constexpr double kRounding = 1e-6;
   double largest = 0;
   for (const auto& [name, place] : one.tensors(section)) {
-    const at::Tensor whole = read_whole(one, section, name);
+    const at::Tensor whole = read_integer(one, section, name);
     if (whole.numel() > 0) largest = std::max(largest, whole.abs().max().to(at::kDouble).item<double>());
   }
   const double least = std::isfinite(largest) ? kRounding * largest : 0;
   for (const auto& [name, place] : layout.tensors(section)) {
     const std::string original = original_name(name);
     if (one.tensors(section).contains(original)) {
-      report.rows.push_back(compare_tensors(row_of(name), read_whole(one, section, original), read_whole(layout, section, name), least));
+      report.rows.push_back(compare_tensors(row_of(name), read_integer(one, section, original), read_integer(layout, section, name), least));
     } else {
       on_one_side(name, "only in the layout");
     }

@@ -2,7 +2,7 @@
 // gradients and parameters of every step are compared by their names in the whole model.
 //
 //   record_side(world, one_process(config), data, folder / "one", 3);                 // a world of one rank
-//   record_side(world, config, data, folder / "layout", 3);                           // all ranks of the layout
+//   record_side(world, config, data, folder / "layout", 3);                        // all ranks of the layout
 //   const ParityReport report = compare_sides(folder / "one", folder / "layout", 3, parity_tolerance(config));
 //   report.ok()
 //

@@ -19,7 +19,7 @@
 #include "penstock/checkpoint_error.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/files/output_file.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/train/config/run_config.h"
 
 namespace penstock::train {
@@ -97,7 +97,7 @@ TrainConfig continuing_config(TrainConfig config, const fs::path& run_folder) {
 
 RunPlan plan_run(const ConfigSources& sources) {
   const fs::path named = named_run_folder(sources);
-  if (!named.empty() && holds_run(named)) return plan_continued(named, sources);
+  if (!named.empty() && contains_run(named)) return plan_continued(named, sources);
   const fs::path folder = named.empty() ? named : absolute_folder(named);
   RunPlan plan{.resolved = with_absolute_paths(load_config(sources), folder), .folder = folder, .continues = false};
   std::error_code error;
@@ -109,7 +109,7 @@ RunPlan plan_run(const ConfigSources& sources) {
 
 RunPlan plan_resume(const fs::path& given, const ConfigSources& sources) {
   const fs::path folder = absolute_folder(given);
-  if (!holds_run(folder)) {
+  if (!contains_run(folder)) {
     const bool is_checkpoint = checkpoint::step_of_folder_name(folder.filename().string()).has_value();
     throw ConfigError(describe("resume", given.string(), fmt::format("the folder of a run, with its {}", kRunConfigName),
                                is_checkpoint ? "give the run folder that contains the checkpoint; its newest checkpoint is used" : "penstock train starts a new run"));
@@ -161,9 +161,9 @@ RunFolder::~RunFolder() {
 }
 
 fs::path agree_on_run_folder(const comm::World& world, const RunPlan& plan, std::unique_ptr<RunFolder>& held) {
-  checkpoint::WorldMeeting meeting(world);
+  checkpoint::WorldAgreement agreement(world);
   try {
-    const checkpoint::Bytes path = meeting.agree(
+    const checkpoint::Bytes path = agreement.agree(
         "making the run folder",
         [&] {
           if (world.rank() != 0) return checkpoint::Bytes();
@@ -171,7 +171,7 @@ fs::path agree_on_run_folder(const comm::World& world, const RunPlan& plan, std:
           const std::string made = held->path().string();
           return checkpoint::Bytes(made.begin(), made.end());
         },
-        [](const std::vector<checkpoint::Bytes>& said) { return said.at(0); });
+        [](const std::vector<checkpoint::Bytes>& answers) { return answers.at(0); });
     return std::string(path.begin(), path.end());
   } catch (const checkpoint::CheckpointError& error) {
     throw ConfigError(error.what());

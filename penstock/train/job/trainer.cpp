@@ -17,7 +17,7 @@
 #include "penstock/base/log.h"
 #include "penstock/checkpoint_error.h"
 #include "penstock/checkpoint/files/folder.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/models/plan/options.h"
 #include "penstock/torch/compat/device_memory.h"
 #include "penstock/torch/compat/version.h"
@@ -27,6 +27,7 @@
 #include "penstock/train/report/not_finite.h"
 #include "penstock/train/job/process_memory.h"
 #include "penstock/train/job/run_folder.h"
+#include "penstock/pipeline/report/step_trace.h"
 
 namespace penstock::train {
 
@@ -83,7 +84,7 @@ struct Trainer::Impl {
         job(world, config, data),
         checkpoints(checkpoint_folder(config, folder)) {
     resume();
-    checkpoint::WorldMeeting(world).agree("accept the start", [&] {
+    checkpoint::WorldAgreement(world).agree("accept the start", [&] {
       if (world.rank() != 0) return;
       // Another run may write its checkpoints to the same folder: report that before anything changes.
       if (file_exists(checkpoints / checkpoint::FolderLock::kName)) checkpoint::FolderLock{checkpoints};
@@ -103,18 +104,18 @@ struct Trainer::Impl {
 
   void resume() {
     if (config.checkpoint.resume == "never") return;
-    checkpoint::WorldMeeting meeting(world);
+    checkpoint::WorldAgreement agreement(world);
     const checkpoint::OpenPolicy policy{.verify = true, .allow_fallback = config.checkpoint.fallback};
     if (config.checkpoint.resume != "auto") {
-      const checkpoint::Checkpoint opened = checkpoint::open_checkpoint(meeting, config.checkpoint.resume, policy);
+      const checkpoint::Checkpoint opened = checkpoint::open_checkpoint(agreement, config.checkpoint.resume, policy);
       std::error_code error;
       const bool own = fs::equivalent(opened.path().parent_path(), checkpoints, error);
-      job.load(opened, own ? OtherData::Refuse : OtherData::FromTheStart);
+      job.load(opened, own ? ChangedDataPolicy::Refuse : ChangedDataPolicy::FromTheStart);
       resumed_from = opened.path().string();
-    } else if (const auto opened = checkpoint::open_latest(meeting, checkpoints, policy)) {
+    } else if (const auto opened = checkpoint::open_latest(agreement, checkpoints, policy)) {
       for (const std::string& skipped : opened->skipped)
         if (world.rank() == 0) log().warn("train: {}; using an older checkpoint", skipped);
-      job.load(opened->checkpoint, OtherData::Refuse);
+      job.load(opened->checkpoint, ChangedDataPolicy::Refuse);
       resumed_from = opened->checkpoint.path().string();
     }
     if (!resumed_from.empty() && world.rank() == 0) log().info("train: continues after step {} from {}", job.steps_done(), resumed_from);
@@ -158,7 +159,7 @@ struct Trainer::Impl {
     if (!saving) return;
     const std::int64_t step = *saving;
     try {
-      checkpoint::WorldMeeting(world).agree(fmt::format("checkpoint of step {}", step), [&] { writer->wait(); });
+      checkpoint::WorldAgreement(world).agree(fmt::format("checkpoint of step {}", step), [&] { writer->wait(); });
       saved = step;
     } catch (const checkpoint::CheckpointError&) {
       // announce() reports it with its reason.
@@ -191,10 +192,10 @@ struct Trainer::Impl {
 
   // [collective] Returns whether any rank was asked to end.
   bool was_asked_to_end(bool here) const {
-    const checkpoint::Bytes verdict = checkpoint::WorldMeeting(world).agree(
+    const checkpoint::Bytes verdict = checkpoint::WorldAgreement(world).agree(
         "whether the run was asked to end", [&] { return checkpoint::Bytes{static_cast<std::uint8_t>(here)}; },
-        [](const std::vector<checkpoint::Bytes>& said) {
-          const bool any = std::any_of(said.begin(), said.end(), [](const checkpoint::Bytes& each) { return each.at(0) != 0; });
+        [](const std::vector<checkpoint::Bytes>& answers) {
+          const bool any = std::any_of(answers.begin(), answers.end(), [](const checkpoint::Bytes& each) { return each.at(0) != 0; });
           return checkpoint::Bytes{static_cast<std::uint8_t>(any)};
         });
     return verdict.at(0) != 0;

@@ -17,7 +17,7 @@
 #include "penstock/comm/launch/launcher.h"
 #include "penstock/world.h"
 #include "penstock/models/plan/options.h"
-#include "penstock/plan/draw/draw_grid.h"
+#include "penstock/draw.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/model_stages.h"
@@ -189,7 +189,7 @@ void check_launched_ranks(const LayoutConfig& layout, int launched) {
     throw ConfigError(describe("ranks", std::to_string(launched), fmt::format("pp * dp * tp = {} * {} * {} = {}", layout.pp, layout.dp, layout.tp, layout.ranks), "start that many ranks, or change the layout"));
 }
 
-DryRun dry_run(const TrainConfig& config, const LookProgress& progress) {
+DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
   const auto now = [&](const char* what) {
     if (progress) progress(what, -1);
   };
@@ -203,7 +203,7 @@ DryRun dry_run(const TrainConfig& config, const LookProgress& progress) {
   check_stages(config, schedule);
   const at::Device device = configured_device(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
   require_precision(config, device);
-  if (device.is_cpu()) require_memory(least_need_of_parts(config), machine_memory_bytes());
+  if (device.is_cpu()) require_memory(minimum_memory_of_parts(config), machine_memory_bytes());
   const int stages = schedule.stages().stages();
   std::vector<models::StagePart> parts = configured_parts(config, stages);
   std::string data = check_data(config, DataCheck::Reading, progress);

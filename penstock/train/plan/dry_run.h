@@ -31,24 +31,26 @@ namespace penstock::train {
 struct DryRun {
   TrainConfig config;
   std::string device;
-  std::string data;                       // what there is to train on
-  int cores = 1;                          // of this machine, for all ranks
+  std::string data;                       // description of the training data
+  int cores = 1;                          // of this machine, shared by all ranks
   schedule::Schedule schedule;
   std::vector<models::StagePart> parts;   // by stage
   PartMeasurements measured;
   plan::Simulation simulation;            // of one run of the schedule, in seconds
-  std::vector<RankMemory> memory;         // by rank along the pipeline
+  std::vector<RankMemory> memory;         // by pipeline rank
   double step_seconds = 0;
   std::int64_t tokens_per_step = 0;
 };
 
 // Throws ConfigError for more ranks than `penstock train` starts on one host.
 void check_local_ranks(const LayoutConfig& layout);
-// Throws ConfigError unless another launcher has started as many as the layout has. How many these are is not limited.
+// Throws ConfigError unless another launcher has started as many ranks as the layout has. Their number is not
+// limited.
 void check_launched_ranks(const LayoutConfig& layout, int launched);
 
-// Throws ConfigError for what training would refuse. `progress` is told what is being done, on this thread; it may be empty.
-DryRun dry_run(const TrainConfig& config, const LookProgress& progress = {});
+// Throws ConfigError for what training would refuse. `progress` is called on this thread with the current
+// activity; it may be empty.
+DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress = {});
 
 inline constexpr std::size_t kDryRunLines = 40;
 

@@ -24,7 +24,7 @@ class Meter {
       reset_peak_device_bytes(device_);
   }
   // There are no activations between steps.
-  void begin_step() { floor_ = beside(job_.held_memory()) + batch_bytes_; }
+  void begin_step() { floor_ = unaccounted_bytes(job_.held_memory()) + batch_bytes_; }
 
   void look() {
     const HeldMemory held = job_.held_memory();
@@ -33,7 +33,7 @@ class Meter {
     reset_gathered_peaks(job_.model());
     seen_.gradients = std::max(seen_.gradients, held.gradients);
     seen_.optimizer = std::max(seen_.optimizer, held.optimizer);
-    seen_.activations = std::max(seen_.activations, beside(held) - floor_);
+    seen_.activations = std::max(seen_.activations, unaccounted_bytes(held) - floor_);
   }
 
   MeasuredMemory end() {
@@ -43,7 +43,7 @@ class Meter {
 
  private:
   // Live memory in none of the known categories.
-  std::int64_t beside(const HeldMemory& held) const { return (device_.is_cpu() ? cpu_memory().live : live_device_bytes(device_)) - held.in_memory; }
+  std::int64_t unaccounted_bytes(const HeldMemory& held) const { return (device_.is_cpu() ? cpu_memory().live : live_device_bytes(device_)) - held.in_memory; }
 
   TrainingJob& job_;
   at::Device device_;

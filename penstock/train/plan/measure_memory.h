@@ -1,6 +1,6 @@
 // Measures how much memory training steps use on this rank.
 //
-//   count_cpu_memory();                                                  // before anything is made (torch/cpu_memory.h)
+//   count_cpu_memory();                                         // before any allocation (torch/cpu_memory.h)
 //   const MeasuredMemory measured = measure_memory(world, config, data, 3);
 //
 // Two unmeasured steps come first: they create optimizer state and size the buffers. Then memory is read
@@ -19,14 +19,14 @@
 
 namespace penstock::train {
 
-// Bytes, each at most.
+// Peaks in bytes.
 struct MeasuredMemory {
   std::int64_t parameters = 0;
   std::int64_t gathered = 0;
   std::int64_t gradients = 0;
   std::int64_t optimizer = 0;
   std::int64_t activations = 0;
-  std::int64_t together = 0;  // of all tensors of the process on the device, at one time, also within kernels
+  std::int64_t together = 0;  // of all tensors of the process on the device, including within kernels
 };
 
 // [collective] Throws StateError on the CPU unless count_cpu_memory() was called.

@@ -121,7 +121,7 @@ std::vector<RankMemory> plan_memory(const TrainConfig& config, const schedule::S
     }
   }
   if (sharded) {
-    const schedule::Schedule lowered = pipeline::executable(schedule, /*unshard=*/true);
+    const schedule::Schedule lowered = executable(schedule, /*unshard=*/true);
     for (int rank = 0; rank < map.ranks(); ++rank) memory[static_cast<std::size_t>(rank)].gathered = gathered.of(lowered.row(rank), map.stages_of(rank));
   }
   for (std::size_t rank = 0; rank < memory.size(); ++rank) {

@@ -26,13 +26,13 @@ struct PartMeasurements {
   PartMeasurement embed;
   PartMeasurement block;
   PartMeasurement head;              // with the last norm and the loss
-  std::int64_t kept_by_stage = 0;    // bytes, besides its parts: masks, rotary turns
+  std::int64_t kept_by_stage = 0;    // bytes per stage besides its parts: masks, rotary embedding
   std::int64_t border = 0;           // bytes of the activation between two stages
-  std::int64_t measured_rows = 0;    // fewer than a microbatch has: the times are multiples
+  std::int64_t measured_rows = 0;    // if fewer than in a microbatch, times are extrapolated
   int threads = 1;
 };
 
-// Of a rank that computes all of a block, whatever tp is. Throws ConfigError as the model does.
+// For a rank that computes whole blocks, regardless of tp. Throws ConfigError like the model.
 PartMeasurements measure_parts(const TrainConfig& config, at::Device device);
 
 }  // namespace penstock::train

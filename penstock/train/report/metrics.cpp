@@ -282,12 +282,12 @@ RunMetrics read_metrics(const std::filesystem::path& path) {
   const std::uint64_t bytes = std::filesystem::file_size(path, error);
   std::ifstream file(path, std::ios::binary);
   if (error || !file) throw ConfigError(describe("metrics", path.string(), "a file that can be read", "give the folder of a penstock train run"));
-  if (bytes > kMostMetricsBytes) throw ConfigError(describe(path.string(), fmt::format("{} bytes", bytes), fmt::format("at most {}", kMostMetricsBytes), "raise output.metrics_every"));
+  if (bytes > kMaxMetricsBytes) throw ConfigError(describe(path.string(), fmt::format("{} bytes", bytes), fmt::format("at most {}", kMaxMetricsBytes), "raise output.metrics_every"));
   RunMetrics metrics;
   std::string text;
   for (std::size_t number = 1; std::getline(file, text); ++number) {
-    if (text.size() > kMostLineBytes)
-      throw ConfigError(describe(fmt::format("{}:{}", path.string(), number), fmt::format("{} bytes", text.size()), fmt::format("a line of at most {}", kMostLineBytes), "use an unmodified file"));
+    if (text.size() > kMaxLineBytes)
+      throw ConfigError(describe(fmt::format("{}:{}", path.string(), number), fmt::format("{} bytes", text.size()), fmt::format("a line of at most {}", kMaxLineBytes), "use an unmodified file"));
     // A line without a newline is the last one and may be incomplete.
     if (file.eof() && !Json::accept(text)) {
       metrics.truncated = true;

@@ -114,7 +114,7 @@ std::string end_line(const EndMetrics& end);
 // the line number for anything else, and for files larger than the limits below.
 RunMetrics read_metrics(const std::filesystem::path& path);
 
-inline constexpr std::uint64_t kMostMetricsBytes = std::uint64_t{4} << 30;
-inline constexpr std::size_t kMostLineBytes = std::size_t{16} << 20;
+inline constexpr std::uint64_t kMaxMetricsBytes = std::uint64_t{4} << 30;
+inline constexpr std::size_t kMaxLineBytes = std::size_t{16} << 20;
 
 }  // namespace penstock::train

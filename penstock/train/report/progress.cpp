@@ -126,8 +126,8 @@ ProgressChoice choose_progress(const std::string& configured, const char* variab
   ProgressChoice choice{.columns = own_columns};
   if (variable != nullptr && *variable != '\0') {
     // The columns of the terminal; 0 if there is none.
-    choice.columns = static_cast<int>(read_whole("environment variable PENSTOCK_PROGRESS_TTY", variable, 0, 1 << 20, "unset it"));
-    choice.past_the_launcher = choice.columns > 0;
+    choice.columns = static_cast<int>(read_integer("environment variable PENSTOCK_PROGRESS_TTY", variable, 0, 1 << 20, "unset it"));
+    choice.bypasses_launcher = choice.columns > 0;
   }
   if (configured == "none" || configured == "off") {
     choice.kind = ProgressKind::None;
@@ -141,7 +141,7 @@ ProgressChoice choose_progress(const std::string& configured, const char* variab
   } else {
     throw ConfigError(describe("output.progress", fmt::format("\"{}\"", configured), "auto, bar, lines or none"));
   }
-  if (choice.kind != ProgressKind::Bar) choice.past_the_launcher = false;
+  if (choice.kind != ProgressKind::Bar) choice.bypasses_launcher = false;
   return choice;
 }
 
@@ -150,7 +150,7 @@ ProgressOptions progress_options(const OutputConfig& config) {
   ProgressOptions options;
   options.kind = choice.kind;
   options.columns = choice.columns;
-  if (choice.past_the_launcher) {
+  if (choice.bypasses_launcher) {
     const int file = ::open("/dev/tty", O_WRONLY | O_CLOEXEC | O_NOCTTY);
     if (file >= 0) {
       const auto terminal = std::make_shared<ControllingTerminal>(file);

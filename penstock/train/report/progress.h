@@ -47,7 +47,7 @@ ProgressOptions progress_options(const OutputConfig& config);
 struct ProgressChoice {
   ProgressKind kind = ProgressKind::Lines;
   int columns = 0;
-  bool past_the_launcher = false;  // the bar is written to the controlling terminal
+  bool bypasses_launcher = false;  // the bar is written to the controlling terminal
 };
 ProgressChoice choose_progress(const std::string& configured, const char* variable, int own_columns);
 

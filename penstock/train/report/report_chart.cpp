@@ -16,6 +16,7 @@
 #include "penstock/base/markup.h"
 #include "penstock/base/text.h"
 #include "penstock/draw.h"
+#include "penstock/plan/draw/drawing.h"
 #include "penstock/train/report/progress.h"
 
 namespace penstock::train {

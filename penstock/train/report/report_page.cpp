@@ -18,6 +18,7 @@
 #include "penstock/base/markup.h"
 #include "penstock/base/text.h"
 #include "penstock/draw.h"
+#include "penstock/plan/draw/drawing.h"
 #include "penstock/train/report/progress.h"
 #include "penstock/train/report/report_chart.h"
 #include "penstock/train/report/report_style.h"
@@ -296,7 +297,7 @@ class PageWriter {
       return;
     }
     const TraceReport& trace = *run.trace();
-    const pipeline::TraceComparison& comparison = trace.comparison;
+    const TraceComparison& comparison = trace.comparison;
     print("<p class=\"sub\">Step {}, {}: measured {:.1f} ms, simulated {:.1f} ms under the median cost of each action. Bubble {}, simulated {}.</p>\n", trace.step, plan_words(trace), comparison.measured_ms, comparison.simulated_ms, percent(trace.bubble),
           percent(trace.simulated_bubble));
     out_ += "<h3>Timeline of the ranks, measured above simulated</h3>\n";
@@ -363,7 +364,7 @@ class PageWriter {
       print("<tr><td>{}</td><td>{}</td>", escape_xml(name), escape_xml(colon == std::string::npos ? lines[stage] : lines[stage].substr(colon + 2)));
       if (trace != nullptr) {
         std::string costs;
-        for (const pipeline::ActionCost& cost : trace->comparison.costs)
+        for (const ActionCost& cost : trace->comparison.costs)
           if (cost.stage == static_cast<int>(stage) && cost.median_ms >= 0.005) costs += fmt::format("{}{} {:.2f} ms", costs.empty() ? "" : ", ", schedule::to_text(cost.kind), cost.median_ms);
         const auto& ranks = trace->trace.schedule.stages().stage_to_rank();
         print("<td class=\"n\">{}</td><td>{}</td>", stage < ranks.size() ? std::to_string(ranks[stage]) : "?", costs);
@@ -421,15 +422,15 @@ std::string report_page(const std::vector<RunReport>& runs) {
 }
 
 void write_page(const std::filesystem::path& path, const std::string& page) {
-  const std::filesystem::path beside = path.string() + ".tmp";
-  std::ofstream file(beside, std::ios::binary | std::ios::trunc);
+  const std::filesystem::path temporary = path.string() + ".tmp";
+  std::ofstream file(temporary, std::ios::binary | std::ios::trunc);
   file << page;
   file.close();
   std::error_code error;
-  if (file) std::filesystem::rename(beside, path, error);
+  if (file) std::filesystem::rename(temporary, path, error);
   if (!file || error) {
     std::error_code ignored;  // the error below is reported instead
-    std::filesystem::remove(beside, ignored);
+    std::filesystem::remove(temporary, ignored);
     throw ConfigError(describe("report page", path.string(), "a file that can be written", "give another path with --out"));
   }
 }

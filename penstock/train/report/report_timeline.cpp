@@ -11,13 +11,13 @@
 
 #include "penstock/base/markup.h"
 #include "penstock/draw.h"
+#include "penstock/plan/draw/drawing.h"
+#include "penstock/pipeline/report/step_trace.h"
 
 namespace penstock::train {
 
 namespace {
 
-using pipeline::ActionComparison;
-using pipeline::TraceEvent;
 using schedule::Action;
 using schedule::ActionKind;
 

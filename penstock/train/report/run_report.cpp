@@ -16,6 +16,7 @@
 #include "penstock/base/text.h"
 #include "penstock/train/report/metrics_file.h"
 #include "penstock/train/report/progress.h"
+#include "penstock/pipeline/report/step_trace.h"
 
 namespace penstock::train {
 
@@ -101,7 +102,7 @@ void add_notes(RunReport& run) {
 void load_traces(RunReport& run) {
   for (const TraceMetrics& trace : run.metrics.traces) {
     try {
-      TraceReport report = report_trace(pipeline::read_trace((run.folder / trace.path).string()));
+      TraceReport report = report_trace(read_trace((run.folder / trace.path).string()));
       report.step = trace.step;
       report.path = trace.path;
       run.traces.push_back(std::move(report));
@@ -142,16 +143,16 @@ std::vector<double> smoothed(const std::vector<double>& values, std::size_t span
   return out;
 }
 
-TraceReport report_trace(pipeline::StepTrace source) {
-  using Kind = pipeline::TraceEvent::Kind;
+TraceReport report_trace(StepTrace source) {
+  using Kind = TraceEvent::Kind;
   TraceReport report{.trace = std::move(source)};
-  const pipeline::StepTrace& trace = report.trace;
-  report.comparison = pipeline::compare_with_simulation(trace);
+  const StepTrace& trace = report.trace;
+  report.comparison = compare_with_simulation(trace);
   const double duration = milliseconds(trace.duration_ns());
   double busy = 0, simulated = 0;
   for (std::size_t rank = 0; rank < trace.ranks.size(); ++rank) {
     RankTimes times;
-    for (const pipeline::TraceEvent& event : trace.ranks[rank]) {
+    for (const TraceEvent& event : trace.ranks[rank]) {
       const double length = milliseconds(event.end_ns - event.begin_ns);
       if (event.kind == Kind::Compute)
         times.compute += length;

@@ -32,14 +32,14 @@ struct RankTimes {
 struct TraceReport {
   std::int64_t step = 0;
   std::string path;  // as in the metrics
-  pipeline::StepTrace trace;
-  pipeline::TraceComparison comparison;
+  StepTrace trace;
+  TraceComparison comparison;
   std::vector<RankTimes> ranks;
   double bubble = 0;            // fraction of ranks x time without computation
   double simulated_bubble = 0;
 };
 // Throws the same exceptions as compare_with_simulation.
-TraceReport report_trace(pipeline::StepTrace trace);
+TraceReport report_trace(StepTrace trace);
 
 // Speed and times are means over all steps but the first five, which are warm-up.
 struct RunNumbers {

@@ -7,6 +7,7 @@
 #include <filesystem>
 
 #include "penstock/checkpoint/files/folder.h"
+#include "penstock/comm/launch/launch_env.h"
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/world.h"

@@ -13,6 +13,7 @@
 #include "penstock/shard/state/shard_info.h"
 #include "penstock/shard/state/shard_state.h"
 #include "penstock/shard/pieces/piece_copy.h"
+#include "penstock/tensor_parallel.h"
 #include "penstock/tensor_subclass.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "penstock/checkpoint/files/reader.h"
-#include "penstock/checkpoint.h"
+#include "penstock/checkpoint/tensors/writer.h"
 #include "penstock/world.h"
 #include "penstock/optimizer.h"
 #include "penstock/pipeline.h"

@@ -17,6 +17,7 @@
 #include "penstock/generators.h"
 #include "penstock/schedule_text.h"
 #include "penstock/fully_shard.h"
+#include "penstock/shard/state/shard_info.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/train/job/stage_scope.h"
 

@@ -9,7 +9,7 @@
 //   text      type             each rank holds
 //   R         Replicate        the whole tensor
 //   S(0)      Shard            a contiguous piece of dim 0, in order; later pieces may be smaller or empty
-//   _S(0, 2)  StridedShard     its part of each piece of dim 0 that an axis further right made first, see below
+//   _S(0, 2)  StridedShard     its part of each piece of dim 0 that an axis further right made, see below
 //   P(sum)    Partial          a term; the tensor is the sum (avg, min, max, product) of the terms
 //
 // A tensor on a mesh has one placement per axis; they apply from the leftmost axis to the rightmost. If the

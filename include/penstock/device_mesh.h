@@ -2,7 +2,7 @@
 //
 //   DeviceMesh grid = init_device_mesh("cpu", {2, 4}, {"dp", "tp"}, 5, 8);  // seen from rank 5 of 8
 //   std::vector<int> row = grid["tp"].ranks();                              // 4 5 6 7
-//   DeviceMesh flat = grid.flatten();                                       // one axis, now also grid["dp_tp"]
+//   DeviceMesh flat = grid.flatten();                                       // one axis; also grid["dp_tp"]
 //
 // Rank 5 in this mesh:
 //

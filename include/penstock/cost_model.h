@@ -109,8 +109,8 @@ CostModel split_evenly(const CostModel& model, int parts);
 
 // How much a rank may hold at once; std::nullopt: no limit.
 struct MemoryLimit {
-  std::optional<int> activations;     // for RankSummary::peak_activations
-  std::optional<std::int64_t> bytes;  // for RankSummary::peak_bytes
+  std::optional<int> activations;     // maximum of RankSummary::peak_activations
+  std::optional<std::int64_t> bytes;  // maximum of RankSummary::peak_bytes
 };
 
 }  // namespace penstock::plan

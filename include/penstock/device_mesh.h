@@ -120,7 +120,7 @@ class DeviceMesh {
 
   // Returns a mesh with one axis that runs through `axes` of this mesh, the last one fastest. Empty `axes`:
   // all of them. Empty `name`: the names joined by underscores, "dp_tp". The root remembers the axis, so that
-  // slice(name) finds it from now on. Flattening the same axes again returns an equal mesh; flattening one
+  // root()[name] returns it from now on. Flattening the same axes again returns an equal mesh; flattening one
   // axis under its own name returns that axis. Throws ValueError for a mesh without names and for a name that
   // an axis or other flattened axes already have.
   DeviceMesh flatten(const std::vector<std::string>& axes = {}, const std::string& name = "") const;

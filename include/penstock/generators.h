@@ -10,18 +10,18 @@
 // flight" is the maximum number of microbatches whose forward has run on a rank and whose weight gradient has
 // not, in units of one rank's share of the model.
 //
-//   kind                   placement      V    backward  M                         in flight at rank r
-//   GPipe                  loop           1    B         any                       M
-//   1F1B                   loop           1    B         >= P                      P - r
-//   Interleaved1F1B        loop           any  B         whole rounds, see below   (2(P-1-r) + (V-1)G + 1) / V
-//   LoopedBFS              loop           any  B         any                       M
-//   InterleavedZeroBubble  loop           any  I W       whole rounds              ((V-1)G + P) / V
-//   ZBVZeroBubble          v              2    I W       any                       P
-//   DualPipeV              v              2    B, I W    >= 2P                     P + 1/2
-//   ZB2P                   loop           1    I W       any                       2P - 1
-//   VHalf                  v              2    I W       any                       P/2 + 1
-//   VMin                   v              2    I W       any                       P/3 + 4/3
-//   DualPipe               bidirectional  2    B, I W    even, >= 2P (P even)      P + 1, weights twice
+//   kind                   placement      V    backward  M                       in flight at rank r
+//   GPipe                  loop           1    B         any                     M
+//   1F1B                   loop           1    B         >= P                    P - r
+//   Interleaved1F1B        loop           any  B         whole rounds            (2(P-1-r) + (V-1)G + 1) / V
+//   LoopedBFS              loop           any  B         any                     M
+//   InterleavedZeroBubble  loop           any  I W       whole rounds            ((V-1)G + P) / V
+//   ZBVZeroBubble          v              2    I W       any                     P
+//   DualPipeV              v              2    B, I W    >= 2P                   P + 1/2
+//   ZB2P                   loop           1    I W       any                     2P - 1
+//   VHalf                  v              2    I W       any                     P/2 + 1
+//   VMin                   v              2    I W       any                     P/3 + 4/3
+//   DualPipe               bidirectional  2    B, I W    even, >= 2P (P even)    P + 1, weights twice
 //
 // "Whole rounds" is the condition of PipelineShape::group_size.
 //
@@ -113,7 +113,7 @@ std::string_view to_text(ScheduleKind kind);
 struct ScheduleName {
   std::string name;                  // canonical spelling
   std::optional<ScheduleKind> kind;  // std::nullopt for the two families
-  bool in_reference = false;         // whether PyTorch 2.14 accepts this name, in this spelling except for case
+  bool in_reference = false;         // whether PyTorch 2.14 accepts the given spelling, in any case
 };
 // Looks up a schedule name: in any case, with or without underscores and hyphens ("interleaved_1f1b"); also
 // the short names VPP (Interleaved1F1B), ZB1P (InterleavedZeroBubble) and ZBV (ZBVZeroBubble). Throws

@@ -55,9 +55,9 @@ Row add_reduce_grad(const Row& row, const StageMap& stages);
 Row merge_backward(const Row& row);
 
 // Adds transfers: a send after the action that produces the data, and a receive where the receiving rank is
-// at that moment, or with `defer_receives` directly before its consumer. Adjacent stages on the same rank
-// need no transfer. Throws ScheduleError for ranks that wait for each other and for stages or microbatches
-// outside the schedule.
+// at that moment, or with `defer_receives` directly before its consumer (a receive from a higher rank at the
+// latest before the next send to that rank). Adjacent stages on the same rank need no transfer. Throws
+// ScheduleError for ranks that wait for each other and for stages or microbatches outside the schedule.
 Schedule add_send_receive(const Schedule& schedule, bool defer_receives = false);
 
 }  // namespace penstock::schedule

@@ -1,8 +1,8 @@
 // Splits a sequence of layers into stages: contiguous ranges, one per stage, that cover all layers.
 //
-//   plan::partition_by_count(10, 4);               // 3 3 2 2: the first stages have one layer more
-//   plan::partition_at(10, {4, 8});                // 4 4 2: where stages 1, 2, ... begin
-//   plan::partition_by_cost({10, 10, 10, 1}, 3);   // 1 1 2: no stage costs more than 11
+//   plan::partition_by_count(10, 4);              // 3 3 2 2: the first stages have one layer more
+//   plan::partition_at(10, {4, 8});               // 4 4 2: where stages 1, 2, ... begin
+//   plan::partition_by_cost({10, 10, 10, 1}, 3);  // 1 1 2: no stage costs more than 11
 //   std::vector<double> costs(24, 1.0);
 //   plan::partition_by_cost(costs, 4, {.first = 0.5, .last = 2});  // with an embedding and an output head
 //
@@ -44,9 +44,11 @@ struct PartitionEnds {
 // squares); among these, the one whose first stages are longest. With equal costs this is partition_by_count.
 // Throws ValueError for a cost that is negative, infinite or NaN, for fewer than one stage, and for more
 // stages than layers, not counting stages that may be empty.
-std::vector<LayerRange> partition_by_cost(const std::vector<double>& costs, int stages, const PartitionEnds& ends = {});
+std::vector<LayerRange> partition_by_cost(const std::vector<double>& costs, int stages,
+                                          const PartitionEnds& ends = {});
 
 // Returns the cost of the most expensive stage. `parts` must be ranges of `costs`; they are not checked.
-double heaviest(const std::vector<LayerRange>& parts, const std::vector<double>& costs, const PartitionEnds& ends = {});
+double heaviest(const std::vector<LayerRange>& parts, const std::vector<double>& costs,
+                const PartitionEnds& ends = {});
 
 }  // namespace penstock::plan

@@ -11,9 +11,9 @@
 // are supported:
 //
 //   compute-only  transfers are implied: data is sent when it is computed and arrives one transfer time later
-//   lowered       the n-th SEND of a communicator matches its n-th RECV, as in validate.h. Overlapped: both are
-//                 only posted, the data moves once both are, and its consumer waits for it. Blocking: both
-//                 ranks wait until the transfer ends.
+//   lowered       the n-th SEND of a communicator matches its n-th RECV, as in validate.h. Overlapped: both
+//                 are only posted, the data moves once both are, and its consumer waits for it. Blocking:
+//                 both ranks wait until the transfer ends
 //
 // Time and memory are linear in the number of actions. The result depends on schedule and model only, not on
 // the order in which the simulator visits the ranks.
@@ -36,7 +36,7 @@ struct Cause {
   enum class Kind : std::uint8_t {
     Begin,     // nothing: it started at the beginning of the step
     Previous,  // the rank was busy with another slot
-    Data,      // data or parameters, which another slot computed (compute-only) or received or gathered (lowered)
+    Data,      // data or parameters that another slot computed, received or gathered
     Peer,      // a transfer waited for the rank on the other side
     Link,      // a transfer or collective waited for the previous one on the same communicator
   };
@@ -83,13 +83,14 @@ struct CriticalAction {
 
 // The result of `simulate`.
 struct Simulation {
-  double time = 0;         // of the whole step, communication included
-  double bubble = 0;       // share of (ranks x time) in which ranks do not compute
-  double span_bubble = 0;  // the same share of the ranks' spans, each from its first to its last compute action
+  double time = 0;    // of the whole step, communication included
+  double bubble = 0;  // share of (ranks x time) in which ranks do not compute
+  // The same share of the ranks' spans, each from its first to its last compute action.
+  double span_bubble = 0;
   std::vector<RankSummary> ranks;                      // totals, by rank
   std::vector<std::vector<TimedSlot>> slots;           // times, by [rank][slot of the row]
   std::vector<CriticalAction> critical_path;           // in the order of time
-  std::vector<std::vector<MemoryPoint>> memory_curve;  // by rank, in the order of time; empty unless requested
+  std::vector<std::vector<MemoryPoint>> memory_curve;  // by rank; empty unless requested
 
   // Returns the maximum over the ranks.
   int peak_activations() const;

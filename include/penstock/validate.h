@@ -8,14 +8,14 @@
 // What is checked:
 //
 //   Completeness  every stage runs F once for each microbatch of its chain, and B once or I and W once each
-//   Order         on the stage's rank, F comes before B or I, and I before W; in a lowered schedule, the input of
-//                 a compute action (its RECV, or the adjacent stage on the same rank) and the data of a SEND
-//                 come before it
+//   Order         on the stage's rank, F comes before B or I, and I before W; in a lowered schedule, the
+//                 input of a compute action (its RECV, or the adjacent stage on the same rank) and the data
+//                 of a SEND come before it
 //   Place         every stage acts on one rank, that of the stage map
-//   Transfers     (lowered) each activation and gradient that changes rank is sent once and received once, and on
-//                 each communicator sends and receives have the same order
-//   Sharding      (lowered) UNSHARD and RESHARD of a stage alternate and enclose its compute actions; REDUCE_GRAD
-//                 occurs once, after the last weight gradient of its stage
+//   Transfers     (lowered) each activation and gradient that changes rank is sent once and received once,
+//                 and on each communicator sends and receives have the same order
+//   Sharding      (lowered) UNSHARD and RESHARD of a stage alternate and enclose its compute actions, and
+//                 REDUCE_GRAD occurs once, after the last weight gradient of its stage
 //   Deadlock      all rows can run to their end in parallel
 //
 // Communication is modeled as follows. Each ordered pair of ranks has one communicator for activations and

@@ -1,7 +1,7 @@
 // Which rank holds which stage, and which microbatches pass through which stages.
 //
 //   schedule::StageMap stages = schedule::StageMap::make(schedule::StagePlacement::V, 4, 8, 16);
-//   std::cout << stages.rank_of(7);                   // 0
+//   std::cout << stages.rank_of(7);                    // 0
 //   std::vector<int> of_rank_0 = stages.stages_of(0);  // 0 7
 //
 // The placements, for 4 ranks and 8 stages:

@@ -1,11 +1,17 @@
-// The text form of schedules: CSV, one line a rank, one cell a slot, an empty cell for an idle slot.
+// The text form of schedules: CSV with a line per rank and a cell per slot; an empty cell is an idle slot.
 //
-// Writing and reading are inverse to each other. Reading is strict: a cell must match as a whole; blanks
-// around a cell, around the members of an overlap and leading zeros are accepted, nothing else. Every error
-// is a ConfigError that names line and column (from 1). Rows may have different lengths. An empty line is a
-// rank without slots, a line of blanks a rank with one idle slot; the line end of the last row may be
-// missing. A '#' begins a comment up to the end of its line, a line of nothing but a comment is no rank, and a
-// byte order mark at the beginning is skipped.
+//   schedule::Schedule tiny = schedule::parse_schedule("0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n");
+//   std::cout << schedule::to_csv(tiny);
+//
+// Parsing inverts writing. Parsing is strict: a cell must match as a whole. Accepted are blanks around a cell
+// and around the members of an overlap, and leading zeros, nothing else. Rows may have different lengths. An
+// empty line is a rank without slots, a line of blanks a rank with one idle slot; the last line need not end
+// with a newline. A '#' starts a comment up to the end of its line; a line that has only a comment is not a
+// rank. A byte order mark at the beginning is skipped.
+//
+// Malformed text throws ConfigError; the message names line and column, counted from 1.
+//
+// Thread safety: pure functions; they may be called from any number of threads.
 #pragma once
 
 #include <cstddef>
@@ -18,32 +24,40 @@
 
 namespace penstock::schedule {
 
-// What the reader accepts at most; a file beyond is refused before memory is spent on it.
+// Maxima that the parser accepts, so that a hostile file cannot exhaust memory. Text beyond them is a
+// ConfigError.
 struct TextLimits {
-  std::size_t bytes = std::size_t{1} << 31;
-  std::size_t ranks = 65536;
-  std::size_t slots_per_rank = std::size_t{1} << 26;
-  std::size_t overlap_members = 64;
-  std::int32_t stage = kMaxStage;
-  std::int32_t microbatch = kMaxMicrobatch;
+  std::size_t bytes = std::size_t{1} << 31;           // size of the text
+  std::size_t ranks = 65536;                          // number of rows
+  std::size_t slots_per_rank = std::size_t{1} << 26;  // number of cells of a row
+  std::size_t overlap_members = 64;                   // number of actions of a cell
+  std::int32_t stage = kMaxStage;                     // greatest stage; at most kMaxStage
+  std::int32_t microbatch = kMaxMicrobatch;           // greatest microbatch; at most kMaxMicrobatch
 };
 
-// The actions of one cell: none (idle), one, or the members of an overlap.
+// Returns the actions of one cell: none (idle), one, or the members of an overlap. Throws ConfigError for
+// malformed text.
 std::vector<Action> parse_cell(std::string_view text, const TextLimits& limits = {});
-// Exactly one action.
+// Returns the action of a cell. Throws ConfigError for malformed text and for a cell that is not exactly one
+// action.
 Action parse_action(std::string_view text, const TextLimits& limits = {});
 
+// Returns the rows of a text, one per line. Throws ConfigError for malformed text.
 std::vector<Row> parse_rows(std::string_view csv, const TextLimits& limits = {});
+// Returns the text form of rows.
 std::string to_csv(const std::vector<Row>& rows);
+// Returns the text form of the rows of a schedule. The stage map is not part of the text.
 std::string to_csv(const Schedule& schedule);
 
-// Reads a whole schedule. The number of stages and microbatches is one more than the greatest that occurs.
-// Without a placement each stage belongs to the rank that first acts on it; with one, the map is the
-// placement's, and `validate` reports the actions that stand on another rank. Throws ConfigError when a stage
-// below the greatest never occurs and no placement tells where it belongs.
+// Reads a whole schedule. The numbers of stages and microbatches are one more than the greatest that occur.
+// Without a placement, each stage belongs to the first rank that has an action of it, and there is one chain;
+// with a placement, the map is that of the placement, and `validate` reports actions on other ranks. Throws
+// ConfigError for malformed text, for text without actions, for a greatest stage that is not below the number
+// of actions, and without a placement if a stage never occurs; ValueError for a placement that does not allow
+// these numbers.
 Schedule parse_schedule(std::string_view csv, std::optional<StagePlacement> placement = std::nullopt,
                         const TextLimits& limits = {});
-// The same from rows.
+// The same for rows that are already parsed.
 Schedule schedule_from_rows(std::vector<Row> rows, std::optional<StagePlacement> placement = std::nullopt);
 
 }  // namespace penstock::schedule

@@ -28,12 +28,13 @@
 // Thread safety: one thread at a time. All ranks of a mesh step together.
 #pragma once
 
+#include <optional>
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
+
 
 namespace penstock::optim {
 
@@ -49,7 +50,7 @@ struct NamedParameter {
 // Parameters that share their options.
 struct ParameterGroup {
   std::vector<NamedParameter> parameters;  // may be empty
-  double lr_scale = 1;                     // multiplies the optimizer's learning rate; 0 freezes the parameters
+  double lr_scale = 1;                     // multiplies the learning rate; 0 freezes the parameters
   std::optional<double> weight_decay;      // replaces the optimizer's weight decay
 };
 

@@ -1,7 +1,7 @@
 // Gradient clipping by the norm of all gradients of a model, wherever its parameters are.
 //
 //   optim::ClipOptions options;
-//   options.groups = {mesh.group("pp")};                  // the other stages of the pipeline have other parameters
+//   options.groups = {mesh.group("pp")};          // other pipeline stages have other parameters
 //   options.non_finite = optim::NonFinite::Skip;
 //   optim::ClipResult clipped = optim::clip_grad_norm(optimizer.parameters(), 1.0, options);
 //   if (!clipped.skipped) optimizer.step();

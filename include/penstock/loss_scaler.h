@@ -2,7 +2,8 @@
 // underflow.
 //
 //   optim::LossScaler scaler({.initial_scale = 1024});
-//   scaler.scaled(model->forward(x).sub(y).square().mean()).backward();  // pipelines: set_loss_scale(scaler.scale())
+//   scaler.scaled(model->forward(x).sub(y).square().mean()).backward();
+//   // or, in a pipeline: pipeline.set_loss_scale(scaler.scale());
 //   if (scaler.unscale(optimizer.parameters())) {
 //     optim::clip_grad_norm(optimizer.parameters(), 1.0);
 //     optimizer.step();
@@ -52,7 +53,7 @@ struct UnscaleOptions {
 // What a checkpoint stores; the same on all ranks.
 struct LossScalerState {
   double scale = 1;             // the current scale
-  std::int64_t good_steps = 0;  // consecutive good steps since the last decrease or growth interval
+  std::int64_t good_steps = 0;  // consecutive good steps since the scale was last adjusted
   // Compares all members.
   friend bool operator==(const LossScalerState&, const LossScalerState&) = default;
 };

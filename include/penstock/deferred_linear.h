@@ -17,7 +17,7 @@
 // the layers, and their weights wait in the queue. PipelineRuntime provides the queues itself.
 //
 // The queue is that of the guard around the forward; the graph remembers it, so the backward may run on any
-// thread. Without a guard, and if neither weight nor bias requires grad, a DeferredLinear behaves like a
+// thread. Without a guard, or if neither weight nor bias requires grad, a DeferredLinear behaves like a
 // torch::nn::Linear in every respect.
 //
 // Gradients are bitwise equal to those of torch::nn::Linear, also if several layers of a queue share a

@@ -10,7 +10,7 @@
 // - Thread rule: one thread starts operations on a group; other threads may wait for Works.
 //
 // A point-to-point transfer is matched by everything both sides must agree on: peer, tag, order, dtype and size. One that
-// does not fit never moves a byte; within about a second of waiting it is a PipeliningMetadataError naming both sides, on
+// does not fit never moves a byte; within about a second of waiting it is a MismatchError naming both sides, on
 // both sides (at once over UCX). Nothing extra travels: the data goes from tensor to tensor in one message. On NCCL the
 // contract of each (peer, tag) is exchanged once, and per transfer at debug level detail.
 //
@@ -45,7 +45,7 @@ class [[nodiscard]] Work {
   // Waits at most for the timeout of the operation, or of its group if it has none. Throws
   //   PeerLostError            a rank died, failed or left; names it
   //   TimeoutError             the deadline passed; the group becomes unusable, and every rank is notified
-  //   PipeliningMetadataError  the received data does not match what was expected; names both sides
+  //   MismatchError  the received data does not match what was expected; names both sides
   //   CommError                any other failure, with the backend's message
   // Later calls return, or throw the same error, at once.
   void wait();

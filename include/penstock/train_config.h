@@ -9,15 +9,15 @@
 //
 // A value comes from the arguments, else from the file, else from the preset (`model.preset`), else from its
 // default. Loading then derives key_value_heads, feed_width, ranks, virtual_stages, global_batch and
-// accumulation if they are 0, a schedule that is auto, and layers from a pattern, and checks everything: a
-// ResolvedConfig is consistent. Other automatic values (device, transport, folders) are chosen when the run
-// starts. Settings with a fixed set of choices hold one of the listed names, in lower case.
-// docs/configuration.md lists all keys with their defaults and ranges.
+// accumulation if they are 0, a schedule that is auto, layers from a pattern, and a shorter default warm-up
+// for a short run, and checks everything: a ResolvedConfig is consistent. Other automatic values (device,
+// transport, folders) are chosen when the run starts. Settings with a fixed set of choices hold one of the
+// listed names, in lower case. docs/configuration.md lists all keys with their defaults and ranges.
 //
 // Every error is a ConfigError that says where the value came from (file and line, flag or preset) and what
 // to change.
 //
-// Thread safety: pure functions on values.
+// Does not depend on LibTorch. Thread safety: plain values and pure functions.
 #pragma once
 
 #include <cstdint>
@@ -60,7 +60,7 @@ struct LayoutConfig {
   std::int64_t virtual_stages = 0;
   std::int64_t dp = 1;  // data-parallel ranks; each processes its share of every microbatch
   // Data-parallel ranks over which parameters, gradients and optimizer state are sharded (fully_shard); 1: no
-  // sharding, dp: full sharding, in between: replicated groups of sharded ranks.
+  // sharding, dp: full sharding, in between: replicated groups of sharded ranks. Divides dp.
   std::int64_t shard = 1;
   std::int64_t tp = 1;  // tensor-parallel ranks; they split each layer
   // Pipeline schedule (penstock schedule --help lists the kinds), or the path of a CSV file; auto:

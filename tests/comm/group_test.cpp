@@ -322,12 +322,12 @@ TEST(Group, SplitsThatDisagreeAreAnErrorNotWrongData) {
                            at::Tensor out = at::zeros({4, 3});
                            world.group().all_to_all(out, at::ones({4, 3}), splits, splits).wait();
                          }),
-               PipeliningMetadataError);
+               MismatchError);
 }
 
 TEST(Group, DetailLevelComparesCollectivesBeforeTheyMove) {
   setenv("PENSTOCK_DEBUG", "detail", 1);
-  const auto messages = errors_of<PipeliningMetadataError>(2, [](World& world) {
+  const auto messages = errors_of<MismatchError>(2, [](World& world) {
     at::Tensor tensor = at::zeros({world.rank() == 0 ? 4 : 5});
     world.group().all_reduce(tensor).wait();
   });

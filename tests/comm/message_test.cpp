@@ -137,7 +137,7 @@ TEST(Message, EveryTruncationFails) {
   const Bytes whole = to_bytes(example());
   for (std::size_t size = 0; size < whole.size(); ++size) {
     const Bytes cut(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(size));
-    EXPECT_THROW(MessageReader(std::span(cut), kShapes, {1, 1}), PipeliningMetadataError) << size;
+    EXPECT_THROW(MessageReader(std::span(cut), kShapes, {1, 1}), MismatchError) << size;
   }
 }
 
@@ -145,7 +145,7 @@ TEST(Message, EveryTruncationOfThePayloadFailsWithoutTheChecksumToo) {
   const Bytes whole = to_bytes(example());
   for (std::size_t size = kMessageHeaderBytes; size < whole.size(); ++size) {
     const Bytes cut = framed({whole.begin() + kMessageHeaderBytes, whole.begin() + static_cast<std::ptrdiff_t>(size)});
-    EXPECT_THROW(from_bytes<Plan>(cut), PipeliningMetadataError) << size;
+    EXPECT_THROW(from_bytes<Plan>(cut), MismatchError) << size;
   }
 }
 
@@ -154,7 +154,7 @@ TEST(Message, EverySingleBitFlipFails) {
   for (std::size_t bit = 0; bit < 8 * whole.size(); ++bit) {
     Bytes flipped = whole;
     flipped[bit / 8] = static_cast<std::uint8_t>(flipped[bit / 8] ^ (1u << (bit % 8)));
-    EXPECT_THROW(MessageReader(std::span(flipped), kShapes, {0, 65535}), PipeliningMetadataError) << bit;
+    EXPECT_THROW(MessageReader(std::span(flipped), kShapes, {0, 65535}), MismatchError) << bit;
   }
 }
 
@@ -163,12 +163,12 @@ TEST(Message, GarbageFails) {
   for (int i = 0; i < 20000; ++i) {
     Bytes garbage(random() % 100);
     for (auto& byte : garbage) byte = static_cast<std::uint8_t>(random());
-    EXPECT_THROW(MessageReader(std::span(garbage), kShapes, {0, 65535}), PipeliningMetadataError);
+    EXPECT_THROW(MessageReader(std::span(garbage), kShapes, {0, 65535}), MismatchError);
     // After a valid header garbage may be a valid value by chance, but then it encodes to the same bytes.
     const Bytes message = framed(garbage);
     try {
       EXPECT_EQ(to_bytes(from_bytes<Plan>(message)), message);
-    } catch (const PipeliningMetadataError&) {
+    } catch (const MismatchError&) {
     }
   }
 }
@@ -176,19 +176,19 @@ TEST(Message, GarbageFails) {
 TEST(Message, BytesThatAreNotAMessageAreNamed) {
   Bytes http = {'H', 'T', 'T', 'P'};
   http.resize(40);
-  const std::string text = message_of<PipeliningMetadataError>([&] { MessageReader(std::span(http), kShapes, {1, 1}); });
+  const std::string text = message_of<MismatchError>([&] { MessageReader(std::span(http), kShapes, {1, 1}); });
   EXPECT_EQ(text.substr(0, text.find(';')), "message \"SHAP\", byte 0: these bytes are not a message: got \"HTTP\", expected \"PNSK\"");
   const Bytes nothing;
-  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { MessageReader(std::span(nothing), kShapes, {1, 1}); }),
+  EXPECT_THAT(message_of<MismatchError>([&] { MessageReader(std::span(nothing), kShapes, {1, 1}); }),
               HasSubstr("the header is truncated: got 0 bytes, expected at least 24"));
 }
 
 TEST(Message, VersionSkewNamesBothVersionsAndTheRemedy) {
   const Bytes bytes = MessageWriter(kShapes, 5).finish();
-  EXPECT_EQ(message_of<PipeliningMetadataError>([&] { MessageReader(std::span(bytes), kShapes, {2, 4}); }),
+  EXPECT_EQ(message_of<MismatchError>([&] { MessageReader(std::span(bytes), kShapes, {2, 4}); }),
             "message \"SHAP\", byte 6: the sender's version of this message is not supported: got version 5, "
             "expected version 2 to 4; run the same build of Penstock on all ranks");
-  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { MessageReader(std::span(bytes), kShapes, {6, 6}); }), HasSubstr("expected version 6;"));
+  EXPECT_THAT(message_of<MismatchError>([&] { MessageReader(std::span(bytes), kShapes, {6, 6}); }), HasSubstr("expected version 6;"));
   for (const VersionRange range : {VersionRange{5, 5}, VersionRange{0, 5}, VersionRange{5, 65535}})
     EXPECT_EQ(MessageReader(bytes, kShapes, range).version(), 5);
   EXPECT_THROW(MessageReader(std::span(bytes), kShapes, {6, 5}), ValueError);
@@ -197,20 +197,20 @@ TEST(Message, VersionSkewNamesBothVersionsAndTheRemedy) {
 TEST(Message, AnotherFormatIsNamed) {
   Bytes bytes = to_bytes(true);
   bytes[4] = 2;
-  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { MessageReader(std::span(bytes), kShapes, {1, 1}); }),
+  EXPECT_THAT(message_of<MismatchError>([&] { MessageReader(std::span(bytes), kShapes, {1, 1}); }),
               HasSubstr("byte 4: the message format differs: got format 2, expected format 1; run the same build"));
 }
 
 TEST(Message, WrongKindIsNamed) {
   const Bytes bytes = MessageWriter(MessageKind("PLAN"), 1).finish();
-  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { MessageReader(std::span(bytes), kShapes, {1, 1}); }),
+  EXPECT_THAT(message_of<MismatchError>([&] { MessageReader(std::span(bytes), kShapes, {1, 1}); }),
               HasSubstr("byte 8: another kind of message was received: got \"PLAN\", expected \"SHAP\""));
   EXPECT_THROW(MessageKind("a b!"), ValueError);
 }
 
 TEST(Message, BadBoolIsRefused) {
-  EXPECT_THAT(message_of<PipeliningMetadataError>([] { from_bytes<bool>(framed({2})); }), HasSubstr("byte 24: this byte is not a bool: got 2, expected 0 or 1"));
-  EXPECT_THROW(from_bytes<std::optional<std::uint8_t>>(framed({255, 1})), PipeliningMetadataError);
+  EXPECT_THAT(message_of<MismatchError>([] { from_bytes<bool>(framed({2})); }), HasSubstr("byte 24: this byte is not a bool: got 2, expected 0 or 1"));
+  EXPECT_THROW(from_bytes<std::optional<std::uint8_t>>(framed({255, 1})), MismatchError);
   EXPECT_FALSE(from_bytes<bool>(framed({0})));
 }
 
@@ -218,25 +218,25 @@ TEST(Message, TrailingBytesAreRefused) {
   const Bytes bytes = framed({1, 0, 9});
   MessageReader reader(bytes, kShapes, {1, 1});
   EXPECT_EQ(reader.read<std::uint16_t>(), 1);
-  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { reader.expect_end(); }), HasSubstr("byte 26: bytes are left over after the last field: got 1, expected 0"));
+  EXPECT_THAT(message_of<MismatchError>([&] { reader.expect_end(); }), HasSubstr("byte 26: bytes are left over after the last field: got 1, expected 0"));
   EXPECT_EQ(reader.read<std::uint8_t>(), 9);
   reader.expect_end();
-  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { reader.read<std::uint32_t>(); }), HasSubstr("byte 27: a field extends past the end: got 0 bytes left, expected 4"));
+  EXPECT_THAT(message_of<MismatchError>([&] { reader.read<std::uint32_t>(); }), HasSubstr("byte 27: a field extends past the end: got 0 bytes left, expected 4"));
 }
 
 TEST(Message, AppendedBytesAreRefused) {
   Bytes bytes = to_bytes(example());
   bytes.push_back(0);
-  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { MessageReader(std::span(bytes), kShapes, {1, 1}); }), HasSubstr("the length does not match"));
+  EXPECT_THAT(message_of<MismatchError>([&] { MessageReader(std::span(bytes), kShapes, {1, 1}); }), HasSubstr("the length does not match"));
 }
 
 TEST(Message, HugeCountsFailBeforeMemoryIsTaken) {
   const Bytes all_ones = framed({255, 255, 255, 255, 1, 2, 3});
-  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { from_bytes<std::vector<std::uint64_t>>(all_ones); }),
+  EXPECT_THAT(message_of<MismatchError>([&] { from_bytes<std::vector<std::uint64_t>>(all_ones); }),
               HasSubstr("byte 24: a count is larger than the bytes that follow allow: got 4294967295 elements, expected at most 0 in 3 bytes"));
-  EXPECT_THROW(from_bytes<std::string>(all_ones), PipeliningMetadataError);
-  EXPECT_THROW(from_bytes<Bytes>(all_ones), PipeliningMetadataError);
-  EXPECT_THROW(from_bytes<std::vector<Plan>>(all_ones), PipeliningMetadataError);
+  EXPECT_THROW(from_bytes<std::string>(all_ones), MismatchError);
+  EXPECT_THROW(from_bytes<Bytes>(all_ones), MismatchError);
+  EXPECT_THROW(from_bytes<std::vector<Plan>>(all_ones), MismatchError);
 }
 
 // Large in memory, one byte in the message.
@@ -256,22 +256,22 @@ TEST(Message, MemoryIsNotReservedOnTrust) {
   const Bytes bytes = framed(payload);
   MessageReader reader(bytes, kShapes, {1, 1});
   std::vector<Wide> values;
-  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { reader.read(values); }), HasSubstr("byte 29: wide: got 255, expected less"));
+  EXPECT_THAT(message_of<MismatchError>([&] { reader.read(values); }), HasSubstr("byte 29: wide: got 255, expected less"));
   EXPECT_LE(values.capacity() * sizeof(Wide), bytes.size());
 }
 
 TEST(Message, OversizeIsRefusedOnBothSides) {
   MessageWriter writer(kShapes, 1, 100);
   writer.write(std::string(72, 'x'));  // 24 + 4 + 72
-  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { writer.write(true); }), HasSubstr("writing a message that is too large: got 101 bytes, expected at most 100"));
+  EXPECT_THAT(message_of<MismatchError>([&] { writer.write(true); }), HasSubstr("writing a message that is too large: got 101 bytes, expected at most 100"));
   const Bytes bytes = writer.finish();
   EXPECT_EQ(bytes.size(), 100u);
-  EXPECT_THAT(message_of<PipeliningMetadataError>([&] { MessageReader(std::span(bytes), kShapes, {1, 1}, 99); }),
+  EXPECT_THAT(message_of<MismatchError>([&] { MessageReader(std::span(bytes), kShapes, {1, 1}, 99); }),
               HasSubstr("the message is too large: got 100 bytes, expected at most 99"));
   EXPECT_EQ(MessageReader(bytes, kShapes, {1, 1}, 100).read<std::string>(), std::string(72, 'x'));
   EXPECT_THROW(MessageWriter(kShapes, 1, 23), ValueError);
   MessageWriter large(kShapes, 1);
-  EXPECT_THROW(large.write(Bytes(kDefaultMaxMessageBytes)), PipeliningMetadataError);
+  EXPECT_THROW(large.write(Bytes(kDefaultMaxMessageBytes)), MismatchError);
 }
 
 TEST(Message, AWriterIsUsedOnce) {
@@ -331,7 +331,7 @@ RC_GTEST_PROP(MessageProperty, DamageOfAFewBytesIsFound, ()) {
   const auto hits = *rc::gen::nonEmpty(rc::gen::arbitrary<std::vector<std::pair<std::uint32_t, std::uint8_t>>>());
   for (const auto& [at, value] : hits) bytes[at % bytes.size()] = value;
   RC_PRE(bytes != whole);
-  RC_ASSERT_THROWS_AS(MessageReader(std::span(bytes), kShapes, {1, 1}), PipeliningMetadataError);
+  RC_ASSERT_THROWS_AS(MessageReader(std::span(bytes), kShapes, {1, 1}), MismatchError);
 }
 
 #endif

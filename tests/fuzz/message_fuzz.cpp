@@ -1,5 +1,5 @@
 // Reads arbitrary bytes as a message with field types chosen by the input, and encodes the result again: the
-// bytes must be the same, and only PipeliningMetadataError may be thrown.
+// bytes must be the same, and only MismatchError may be thrown.
 //
 // Input: a byte of flags, a byte n, n bytes of field types, and the rest. Flag 1: the rest is a whole
 // message. Otherwise it is a payload, for which a valid header is made here, since a mutation would never get
@@ -95,7 +95,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     version = reader.version();
     for (const std::uint8_t type : types) fields.push_back(kFields[type % std::size(kFields)](reader));
     reader.expect_end();
-  } catch (const PipeliningMetadataError&) {
+  } catch (const MismatchError&) {
     return 0;
   }
 

@@ -1,5 +1,5 @@
 // Reads arbitrary bytes as a message of records and encodes the result again: the bytes must be the same, and
-// only PipeliningMetadataError may be thrown.
+// only MismatchError may be thrown.
 //
 // Input: a byte that selects the type, and the rest. Below 5 the rest is a payload, for which a valid header
 // is made here, since a mutation would never get the checksum right; otherwise it is a whole message.
@@ -62,7 +62,7 @@ void run(std::span<const std::uint8_t> input, bool whole) {
   std::optional<T> value;
   try {
     value = from_message<T>(message);
-  } catch (const PipeliningMetadataError&) {
+  } catch (const MismatchError&) {
     return;
   }
   use(*value);

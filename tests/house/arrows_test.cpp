@@ -128,7 +128,8 @@ TEST(Namespaces, EachFolderHasOne) {
     std::smatch first;
     if (!std::regex_search(text, first, opened)) continue;  // main.cpp, sources of CUDA kernels
     const std::string name = first[1];
-    EXPECT_TRUE(name == expected->second || name.starts_with(expected->second + "::")) << file << " opens namespace " << name << ", expected " << expected->second;
+    const std::string& outer = expected->second;
+    EXPECT_TRUE(name == outer || name == outer + "::detail" || (folder == "torch" && name == "penstock::random") || (folder == "base" && name == "penstock::philox")) << file << " opens namespace " << name << ", expected " << expected->second;
   }
 }
 

@@ -47,7 +47,7 @@ def read_mutants(folders):
                 file, title = line[2:].split(": ", 1)
                 first = 100 * (1 + FOLDERS.index(folder))
                 number = first + 1 + sum(m.folder == folder for m in mutants)
-                mutants.append(Mutant(number, folder, f"penstock/{folder}/{file}", title))
+                mutants.append(Mutant(number, folder, place_of(folder, file), title))
             elif line.startswith("- "):
                 mutants[-1].before.append(line[2:])
             elif line.startswith("+ "):
@@ -55,8 +55,16 @@ def read_mutants(folders):
     return mutants
 
 
-def strip(lines):
-    return [line.strip() for line in lines]
+def place_of(folder, file):
+    """Returns the path of a source file, whichever room of the folder it is in."""
+    found = sorted((ROOT / "penstock" / folder).rglob(file))
+    return str(found[0].relative_to(ROOT)) if len(found) == 1 else f"penstock/{folder}/{file}"
+
+
+def squeezed(text):
+    """Returns the text without white space, and where each of its characters was: line breaks do not matter to a match."""
+    kept = [(c, at) for at, c in enumerate(text) if not c.isspace()]
+    return "".join(c for c, _ in kept), [at for _, at in kept]
 
 
 def apply(mutants, tree):
@@ -64,17 +72,18 @@ def apply(mutants, tree):
     unfit = []
     for file in sorted({m.file for m in mutants}):
         path = tree / file
-        lines = path.read_text().splitlines() if path.exists() else []
+        text = path.read_text() if path.exists() else ""
         for mutant in (m for m in mutants if m.file == file):
-            wanted = strip(mutant.before)
-            places = [i for i in range(len(lines)) if strip(lines[i:i + len(wanted)]) == wanted]
-            if len(places) != 1 or not wanted:
-                unfit.append((mutant, len(places)))
+            wanted, _ = squeezed("\n".join(mutant.before))
+            dense, places = squeezed(text)
+            if not wanted or dense.count(wanted) != 1:
+                unfit.append((mutant, dense.count(wanted) if wanted else 0))
                 continue
-            new = [line.replace("MUTANT", f"penstock_mutant({mutant.number})") for line in mutant.after]
-            lines[places[0]:places[0] + len(wanted)] = new
+            at = dense.index(wanted)
+            new = "\n".join(mutant.after).replace("MUTANT", f"penstock_mutant({mutant.number})")
+            text = text[:places[at]] + new + text[places[at + len(wanted) - 1] + 1:]
         if path.exists():
-            path.write_text('#include "penstock/base/mutant.h"\n' + "\n".join(lines) + "\n")
+            path.write_text('#include "penstock/base/mutant.h"\n' + text)
     (tree / "penstock/base/mutant.h").write_text(SWITCH)
     return unfit
 

@@ -27,7 +27,7 @@ void receive_by_ucx(WorkState& work, const at::Tensor& data, const Contract& exp
     const bool known = sent.dtype >= 0 && sent.dtype < static_cast<int>(at::ScalarType::NumOptions);
     sent.dims = 1;
     sent.shape[0] = static_cast<std::int64_t>(sent.bytes / (known ? c10::elementSize(static_cast<at::ScalarType>(sent.dtype)) : 1));
-    throw PipeliningMetadataError(describe_mismatch(source, sent, self.group().own_rank(), expected, self.label()));
+    throw MismatchError(describe_mismatch(source, sent, self.group().own_rank(), expected, self.label()));
   });
 }
 

@@ -112,7 +112,7 @@ void check_agreement(WorkState& work, const std::string& description) {
     differ = differ || theirs != std::string(static_cast<const char*>(own.data_ptr()));
     report += fmt::format("{}rank {}: {}", i > 0 ? "; " : "", group.ranks[i], theirs);
   }
-  if (differ) throw PipeliningMetadataError(fmt::format("the members of group {} started different collectives: {}", group.name, report));
+  if (differ) throw MismatchError(fmt::format("the members of group {} started different collectives: {}", group.name, report));
 }
 
 std::string signature(const char* operation, const at::Tensor& tensor, const std::string& more = {}) {

@@ -43,7 +43,7 @@ void exchange_contract(GroupState& group, const Contract& own, bool sender, int 
     return;
   }
   const Contract sent = Contract::from_bytes(group.world->store.get(key, Clock::now() + group.timeout, fmt::format("rank {} to announce its transfer", peer)));
-  if (!sent.matches(own)) throw PipeliningMetadataError(describe_mismatch(from, sent, to, own, work.label()));
+  if (!sent.matches(own)) throw MismatchError(describe_mismatch(from, sent, to, own, work.label()));
 }
 
 // One transfer, checked and announced but not yet started.

@@ -219,7 +219,7 @@ void GroupState::wait_for(Transfer& transfer, WorkState& work, Clock::time_point
     WaitResult result;
     try {
       result = transfer.wait(until);
-    } catch (const PipeliningMetadataError&) {
+    } catch (const MismatchError&) {
       throw;
     } catch (const std::exception& error) {
       raise(first_line(error.what()), work, false);
@@ -241,7 +241,7 @@ void GroupState::wait_for(Transfer& transfer, WorkState& work, Clock::time_point
 void GroupState::raise(const std::string& transport_error, WorkState& work, bool timed_out) {
   {
     std::lock_guard lock(mutex_);
-    if (!mismatch_.empty()) throw PipeliningMetadataError(mismatch_);
+    if (!mismatch_.empty()) throw MismatchError(mismatch_);
   }
   CommContext context = work.context();
   auto failure = world->liveness->first_failure();

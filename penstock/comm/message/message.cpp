@@ -47,7 +47,7 @@ std::string show(std::span<const std::uint8_t> code) {
 
 [[noreturn]] void fail(MessageKind kind, std::size_t offset, std::string_view what, std::string_view actual,
                        std::string_view expected, std::string_view remedy) {
-  throw PipeliningMetadataError(
+  throw MismatchError(
       describe(fmt::format("message \"{}\", byte {}: {}", kind.code(), offset, what), actual, expected, remedy));
 }
 

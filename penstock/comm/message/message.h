@@ -22,7 +22,7 @@
 // are copied bit by bit: 0.0 and -0.0 differ, and NaNs keep their payload. The format is specified in
 // docs/messages.md.
 //
-// Every error of the sender or the wire is a PipeliningMetadataError that names the byte offset. Reading
+// Every error of the sender or the wire is a MismatchError that names the byte offset. Reading
 // never touches memory outside the message and never allocates more in advance than the message has bytes.
 // Thread safety: use a writer or reader from one thread.
 #pragma once

@@ -58,7 +58,7 @@ bool decode(std::string& buffer, Notice& notice) {
   std::memcpy(fields, buffer.data() + 1, sizeof fields);
   const std::uint32_t length = ntohl(fields[1]);
   const auto kind = static_cast<std::uint8_t>(buffer[0]);
-  if (kind < 1 || kind > 4 || length > kMaxText) throw PipeliningMetadataError("monitor: received bytes that are not a notice");
+  if (kind < 1 || kind > 4 || length > kMaxText) throw MismatchError("monitor: received bytes that are not a notice");
   if (buffer.size() < kHeaderBytes + length) return false;
   notice.kind = static_cast<NoticeKind>(kind);
   notice.rank = static_cast<int>(ntohl(fields[0]));
@@ -207,7 +207,7 @@ class Monitor::Loop {
     peer.buffer.append(bytes, static_cast<std::size_t>(n));
     try {
       for (Notice notice; peers_.count(fd) != 0 && decode(peer.buffer, notice);) take(fd, notice);
-    } catch (const PipeliningMetadataError&) {
+    } catch (const MismatchError&) {
       drop(fd, "it sent bytes that are not a notice");
     }
   }

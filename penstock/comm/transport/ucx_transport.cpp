@@ -527,7 +527,7 @@ class UcxTransport::Handle final : public UcxTransfer {
 WaitResult UcxTransport::Handle::result() const {
   if (status_ == UCS_OK) return WaitResult::Done;
   if (status_ == UCS_ERR_MESSAGE_TRUNCATED)
-    throw PipeliningMetadataError(describe(
+    throw MismatchError(describe(
         fmt::format("UCX transport: message from axis rank {} with tag {} is longer than its receive (at axis rank {})", peer_, tag_, core_->axis_rank()),
         arrival_.bytes > bytes_ ? fmt::format("{} bytes", arrival_.bytes) : std::string("more"), fmt::format("at most {} bytes", bytes_),
         "make both sides agree on shape and dtype, or receive into a larger buffer"));

@@ -28,7 +28,7 @@ struct Arrival {
 };
 
 // Failures of a transfer are thrown by `wait`:
-//   PipeliningMetadataError   the message is longer than the receive (names sender, tag and capacity)
+//   MismatchError   the message is longer than the receive (names sender, tag and capacity)
 //   StateError                the transport was closed during the transfer
 //   std::runtime_error        UCX could not move the message (names the peer)
 // A failed transfer counts as `done()`, so that polling callers see the exception instead of polling forever.

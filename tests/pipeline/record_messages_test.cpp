@@ -41,7 +41,7 @@ Bytes payload_of(const Bytes& message) {
 }
 
 std::string refusal(const Bytes& payload) {
-  return message_of<PipeliningMetadataError>([&] { from_message<TensorMeta>(framed(payload)); });
+  return message_of<MismatchError>([&] { from_message<TensorMeta>(framed(payload)); });
 }
 
 TensorMeta plain_example() {
@@ -182,7 +182,7 @@ TEST(RecordMessages, DifferentRecordsHaveDifferentBytes) {
 TEST(RecordMessages, AnotherVersionOrKindIsRefusedByName) {
   const Bytes payload = payload_of(to_message(plain_example()));
   const auto read = [](const Bytes& message) {
-    return message_of<PipeliningMetadataError>([&] { from_message<TensorMeta>(message); });
+    return message_of<MismatchError>([&] { from_message<TensorMeta>(message); });
   };
   EXPECT_THAT(read(framed(payload, RecordMessage<TensorMeta>::kKind, kRecordVersion + 1)),
               AllOf(HasSubstr("got version 2, expected version 1"),
@@ -248,7 +248,7 @@ TEST(RecordMessages, ImpossibleRecordsAreRefused) {
 TEST(RecordMessages, LayoutsHaveOneSpelling) {
   using Axes = std::vector<std::vector<std::pair<std::int64_t, std::int64_t>>>;
   const auto read = [](const Axes& axes) {
-    return message_of<PipeliningMetadataError>([&] {
+    return message_of<MismatchError>([&] {
       from_message<MeshKey>(MessageWriter(RecordMessage<MeshKey>::kKind, 1)
                                 .write(std::vector<std::string>{})
                                 .write(true)
@@ -272,12 +272,12 @@ TEST(RecordMessages, EveryTruncationIsRefused) {
     EXPECT_THROW(from_message<StageMeta>(
                      framed(Bytes(payload.begin(), payload.begin() + static_cast<std::ptrdiff_t>(size)),
                             RecordMessage<StageMeta>::kKind)),
-                 PipeliningMetadataError)
+                 MismatchError)
         << size;
   Bytes longer = payload;
   longer.push_back(0);
   EXPECT_THROW(from_message<StageMeta>(framed(longer, RecordMessage<StageMeta>::kKind)),
-               PipeliningMetadataError);
+               MismatchError);
 }
 
 #ifdef PENSTOCK_HAVE_RAPIDCHECK

@@ -122,6 +122,7 @@ class PipelineRuntime {
   // rank, and if schedule, ranks and PipelineOptions::info contradict each other; ScheduleError for a
   // schedule that cannot run.
   PipelineRuntime(std::vector<PipelineStage> stages, schedule::Schedule schedule, PipelineLoss loss, PipelineOptions options);
+  // Releases the pipeline; not collective.
   ~PipelineRuntime();
   // Moved-from runtimes can only be destroyed.
   PipelineRuntime(PipelineRuntime&&) noexcept;

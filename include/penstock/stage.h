@@ -118,6 +118,7 @@ class StageBackwardError : public Error {
   using Error::Error;
 };
 
+// Internal.
 struct StageState;
 
 // A stage of this rank. The whole pipeline has `count` stages, numbered over all ranks.

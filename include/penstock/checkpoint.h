@@ -114,7 +114,7 @@ struct LoadedCheckpoint {
   std::int64_t step = 0;             // the step it was saved at
   std::filesystem::path path;        // of the checkpoint itself
   std::string state_json;            // as it was saved
-  std::vector<std::string> skipped;  // newer, damaged checkpoints and their damage (LoadOptions::allow_fallback)
+  std::vector<std::string> skipped;  // newer checkpoints and their damage (LoadOptions::allow_fallback)
   std::vector<std::string> missing;  // tensors that were not in the checkpoint (LoadOptions::allow_missing)
   std::vector<std::string> extra;    // tensors that were ignored (LoadOptions::allow_extra)
   std::vector<std::string> cast;     // tensors that were converted, and how (LoadOptions::allow_cast)
@@ -124,9 +124,9 @@ struct LoadedCheckpoint {
 // layout wrote it, and ignores data.state_json. Each rank reads only what its tensors need. Returns
 // std::nullopt and changes nothing if the folder does not exist or has no checkpoint.
 // Throws CheckpointError, the same on every rank, if the newest checkpoint is damaged and fallback is not
-// allowed, if all are damaged, or if tensors are missing, extra, or of another shape or dtype; the message
-// lists all of them. Model tensors are compared and loaded before optimizer tensors are compared. Throws
-// CheckpointFormatError if a newer version of Penstock wrote the checkpoint.
+// allowed, if all are damaged, if it has a format that this build does not know, or if tensors are missing,
+// extra, or of another shape or dtype; the message lists all of them. Model tensors are compared and loaded
+// before optimizer tensors are compared.
 std::optional<LoadedCheckpoint> load_checkpoint(const comm::World& world, const std::filesystem::path& folder,
                                                 const CheckpointData& data, const LoadOptions& options = {});
 

@@ -6,8 +6,10 @@
 //   comm::MeshGroups mesh(world, ranks);
 //   torch::nn::Sequential model(torch::nn::Linear(8, 32), torch::nn::Linear(32, 1));
 //   for (const auto& layer : model->children()) fully_shard(*layer, mesh);  // inner modules first
-//   fully_shard(*model, mesh);                                              // the remaining parameters, if any
-//   optim::AdamW optimizer(optim::decay_groups(model->named_parameters()), {.lr = 3e-4});
+//   fully_shard(*model, mesh);                                              // the other parameters, if any
+//   std::vector<optim::NamedParameter> named;
+//   for (const auto& item : model->named_parameters()) named.push_back({item.key(), item.value()});
+//   optim::AdamW optimizer(optim::decay_groups(named), {.lr = 3e-4});
 //   model->forward(torch::randn({4, 8})).sum().backward();  // gathers layer by layer, averages the gradients
 //   optimizer.step();                                       // on the shards
 //   optimizer.zero_grad();

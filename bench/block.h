@@ -1,5 +1,5 @@
-// The transformer block that the programs of this folder train, and peer_block.py in Python with the same names and the same order of
-// parameters.
+// The transformer block that the benchmarks train. peer_block.py is the same in Python, with the same names
+// and the same order of parameters.
 #pragma once
 
 #include <torch/torch.h>

@@ -1,12 +1,13 @@
-// A checkpoint against the plain writing and flushing of the same bytes, and how long save() keeps its caller.
+// Compares a checkpoint with plain writing and flushing of the same bytes, and measures how long save()
+// blocks its caller.
 //
 //   checkpoint_bench [MiB of tensors] [ranks] [folder]            default: 512 2 (the temporary folder)
-//   penstock launch -n 2 -- checkpoint_bench ...                  the ranks are processes, as in training; else threads of this one
+//   penstock launch -n 2 -- checkpoint_bench ...                  the ranks are processes, as in training; otherwise threads
 //
-// In every round both ways write to the same disk, one after the other, each rank its half:
-// a ratio is taken within a round, and its median is shown. Half of the tensors are cut by rows, half by columns, which is the
-// hard case: every row of the file has a run from each rank.
-// The checkpoint is flushed, read back and checksummed; the plain files are written in calls of 4 MiB and flushed.
+// In every round both methods write to the same disk, one after the other, each rank its half. The ratio is
+// taken within a round, and the median is shown. Half of the tensors are sharded by rows, half by columns,
+// which is the hard case: every row of the file has a run from each rank. The checkpoint is flushed, read
+// back and checksummed; the plain files are written in calls of 4 MiB and flushed.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <torch/torch.h>
@@ -24,7 +25,7 @@
 #include "bench/figures.h"
 #include "penstock/base/files.h"
 #include "penstock/checkpoint/tensors/load.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/checkpoint.h"
 #include "penstock/comm/launch/launch_env.h"
 #include "penstock/world.h"
@@ -69,7 +70,7 @@ int main(int argc, char** argv) {
 
   std::vector<double> plain_s, ours_s, stall_s, copy_s, load_s, ratio;
   const auto measure = [&](comm::World& world) {
-    comm::MeshGroups mesh(world, init_device_mesh("cpu", {ranks}, {}, Rank{world.rank()}, ranks));
+    comm::MeshGroups mesh(world, init_device_mesh("cpu", {ranks}, {}, world.rank(), ranks));
     std::vector<TensorPart> parts;
     for (std::int64_t i = 0; i < tensors; ++i) {
       const Placements placements{Shard{i % 2}};
@@ -78,7 +79,7 @@ int main(int argc, char** argv) {
     }
     for (TensorPart& part : parts) part.local = part.local.contiguous();
     CheckpointWriter writer(world, folder / "checkpoints", {.files = {.keep_last = 1}});
-    WorldMeeting meeting(world);
+    WorldAgreement agreement(world);
     const auto timed = [&](const auto& work) {
       world.group().barrier().wait();
       const auto begin = Clock::now();
@@ -94,8 +95,8 @@ int main(int argc, char** argv) {
         stall = writer.save(round, {.model = parts});
         writer.wait();
       });
-      const double load = timed([&] { load_into(meeting, open_latest(meeting, folder / "checkpoints")->checkpoint, Section::Model, parts); });
-      if (world.rank() != 0 || round == 0) continue;  // the first one makes buffers
+      const double load = timed([&] { load_into(agreement, open_latest(agreement, folder / "checkpoints")->checkpoint, Section::Model, parts); });
+      if (world.rank() != 0 || round == 0) continue;  // the first round allocates buffers
       plain_s.push_back(plain);
       ours_s.push_back(ours);
       ratio.push_back(plain / ours);

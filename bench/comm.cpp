@@ -1,11 +1,11 @@
-// Communication through Penstock against c10d called directly, and UCX beside Gloo, measured in one run.
+// Compares communication through Penstock with direct calls of c10d, and UCX with Gloo, in one run.
 //
 //   penstock launch -n 2 -- comm_bench            (or: comm_bench, which launches its own two ranks)
 //
-// Ping-pong: one-way latency, 4 B to 8 MB. Stream: many transfers in flight, each with its own tag as the microbatches of a
-// pipeline have; bytes per second. all_reduce: time per call.
-// The ways alternate in short blocks. A column shows the median over the blocks; a ratio is taken within each block, where a
-// busy machine disturbs both sides alike, and its median is shown.
+// Ping-pong: one-way latency, 4 B to 8 MB. Stream: many transfers in flight, each with its own tag like the
+// microbatches of a pipeline; bytes per second. all_reduce: time per call. The methods alternate in short
+// blocks. Columns show the median over the blocks; ratios are taken within each block, where other load on
+// the machine affects both sides equally, and the median is shown.
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/torch.h>
@@ -22,6 +22,7 @@
 #include "penstock/comm/rendezvous/store.h"
 #include "penstock/world.h"
 #include "penstock/torch/compat/version.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace {
 
@@ -34,7 +35,7 @@ constexpr int kBlocks = 21;
 
 double seconds(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
-// Median over the blocks of what each block says.
+// Median over the blocks of a value per block.
 double ratio(const std::vector<double>& above, const std::vector<double>& below) {
   std::vector<double> ratios;
   for (std::size_t i = 0; i < above.size(); ++i) ratios.push_back(above[i] / below[i]);
@@ -55,7 +56,7 @@ struct Way {
 class Bench {
  public:
   explicit Bench(World& world) : world_(world), store_(Store::connect(with_prefix(launch_env()), Clock::now() + std::chrono::seconds(60))) {
-    // Gloo as a program would use it without Penstock: same device, same store.
+    // Gloo as used without Penstock: same device, same store.
     auto gloo = c10d::ProcessGroupGloo::Options::create(std::chrono::seconds(60));
     gloo->threads = 1;
     gloo->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
@@ -84,7 +85,7 @@ class Bench {
 
  private:
   static LaunchEnv with_prefix(LaunchEnv env) {
-    env.rendezvous.hosted_by_rank0 = false;  // the world's store is running already
+    env.rendezvous.hosted_by_rank0 = false;  // the world's store is already running
     env.rendezvous.prefix = "bench";
     return env;
   }
@@ -92,7 +93,7 @@ class Bench {
   void add_group(const std::string& name, P2PTransport p2p) {
     groups_.push_back(world_.new_group({0, 1}, {.name = name, .p2p = p2p}));
     const Group group = groups_.back();
-    const Rank peer{1 - world_.rank()};
+    const int peer = 1 - world_.rank();
     ways_.push_back({name, [=](const at::Tensor& t) { group.send(t, peer); }, [=](const at::Tensor& t) { group.recv(t, peer); },
                      [=, this](const at::Tensor& t, int count) {
                        std::vector<Work> all;
@@ -211,7 +212,8 @@ int main(int, char** argv) {
   at::set_num_threads(1);
   World world = World::from_env();
   Bench measured(world);
-  // Each rank's own thread on its own core, as compute keeps it in a real run; Gloo's threads, started above, stay free.
+  // Pin each rank's main thread to its own core, as computation would in a real run; Gloo's threads, started
+  // above, stay unpinned.
   bench::pin(world.rank());
   measured.run();
 }

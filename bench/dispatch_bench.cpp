@@ -1,10 +1,11 @@
-// What interception costs: a pass-through mode and a two-tensor subclass against plain tensors, and a run in shape only.
+// The cost of interception: a pass-through mode and a two-tensor subclass compared with plain tensors, and a
+// shape-only run.
 //
 //   dispatch_bench                                              the figures of this library
-//   dispatch_bench --peer "python3 bench/fake_peer.py"          and Python's FakeTensorMode on the same model, in the same run
+//   dispatch_bench --peer "python3 bench/fake_peer.py"          also Python's FakeTensorMode on the same model
 //
-// The ways alternate in short blocks on one core; a difference is taken within a block, where a busy machine disturbs both
-// sides alike, and the median over the blocks is shown.
+// The methods alternate in short blocks on one core; differences are taken within a block, where other load
+// on the machine affects both sides equally, and the median over the blocks is shown.
 #include <fmt/format.h>
 #include <sched.h>
 #include <torch/torch.h>
@@ -90,7 +91,7 @@ struct FakeRun {
   int operators = 0;
 };
 
-// Forward and backward of 12 blocks in shape only.
+// Forward and backward of 12 blocks with shapes only.
 FakeRun fake_transformer() {
   struct Counter final : Mode {
     void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
@@ -118,7 +119,7 @@ FakeRun fake_transformer() {
   return {median(times), counter.calls};
 }
 
-// The median milliseconds that the peer's script prints.
+// The median in milliseconds that the peer's script prints.
 double peer_milliseconds(const std::string& command) {
   std::FILE* pipe = popen(command.c_str(), "r");
   if (!pipe) throw std::runtime_error("cannot run " + command);
@@ -145,7 +146,7 @@ int main(int argc, char** argv) {
   CPU_SET(0, &one);
   sched_setaffinity(0, sizeof one, &one);
   at::set_num_threads(1);
-  fmt::print("LibTorch {}, one core, medians of {} blocks, microseconds an operator\n", torch_version(), kBlocks);
+  fmt::print("LibTorch {}, one core, medians of {} blocks, microseconds per operator\n", torch_version(), kBlocks);
   fmt::print("{:<14} {:>9} {:>14} {:>18} {:>18}\n", "", "plain", "mode adds", "1-tensor adds", "2-tensor adds *");
   {
     const at::NoGradGuard no_grad;
@@ -160,7 +161,7 @@ int main(int argc, char** argv) {
   }
   fmt::print("* beyond the two inner operators\n\n");
   const FakeRun run = fake_transformer();
-  fmt::print("run in shape only, 12-layer transformer, forward and backward: {:.2f} ms, {} operators, {:.2f} us each\n", run.milliseconds,
+  fmt::print("shape-only run, 12-layer transformer, forward and backward: {:.2f} ms, {} operators, {:.2f} us each\n", run.milliseconds,
              run.operators, run.milliseconds * 1000 / run.operators);
   if (!peer.empty()) {
     const double theirs = peer_milliseconds(peer);

@@ -1,11 +1,13 @@
-// What an operator on distributed tensors costs over the same operator on plain ones, its decision already known.
+// The overhead of an operator on distributed tensors over the same operator on plain ones, with its decision
+// cached.
 //
 //   dtensor_bench                                                 the figures of this library, two ranks
-//   dtensor_bench --peer "python3 bench/dtensor_peer.py"          and Python's DTensor in the same run, with the ratios
+//   dtensor_bench --peer "python3 bench/dtensor_peer.py"          also Python's DTensor, with the ratios
 //   dtensor_bench --world 1 --grad                                one rank; recording a graph
 //
-// Local tensors are 8 x 16, so that the work is the dispatch. Distributed and plain calls alternate in short blocks on one
-// core per rank; the difference within a block counts, the median over the blocks is shown. No operator here communicates.
+// Local tensors are 8 x 16, so that dispatch dominates. Distributed and plain calls alternate in short blocks
+// on one core per rank; the difference is taken within a block, and the median over the blocks is shown. No
+// operator communicates.
 #include <fmt/format.h>
 #include <sched.h>
 #include <torch/torch.h>
@@ -63,7 +65,7 @@ std::map<std::string, Figure> run(int world_size, bool grad) {
     CPU_ZERO(&cores);
     CPU_SET(static_cast<unsigned>(world.rank()) % std::max(1u, std::thread::hardware_concurrency()), &cores);
     sched_setaffinity(0, sizeof cores, &cores);
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {world_size}, {"tp"}, Rank{world.rank()}, world_size));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {world_size}, {"tp"}, world.rank(), world_size));
     const auto spread = [&](const at::Tensor& tensor, Placement placement) { return distribute_tensor(tensor, mesh, {placement}).requires_grad_(grad); };
     const auto local = [&](const at::Tensor& tensor) { return to_local(tensor.detach()).clone().requires_grad_(grad); };
     const at::Tensor x = spread(at::randn({16, 16}), Shard{0}), y = spread(at::randn({16, 16}), Shard{0});

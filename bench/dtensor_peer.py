@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Python's DTensor on the operators of dtensor_bench: microseconds per call, distributed and plain, one core per rank.
-Prints a line "name distributed plain" for each. Run by dtensor_bench --peer, with a Python that has PyTorch."""
+Prints a line "name distributed plain" for each. Run by dtensor_bench --peer; requires PyTorch."""
 import argparse
 import os
 import statistics

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Python's FakeTensorMode on the 12-layer transformer of dispatch_bench: forward and backward in shape only, one core.
-Prints "fake_ms <median>". Run by dispatch_bench --peer, with a Python that has PyTorch."""
+"""Python's FakeTensorMode on the 12-layer transformer of dispatch_bench: forward and backward with shapes only, one core.
+Prints "fake_ms <median>". Run by dispatch_bench --peer; requires PyTorch."""
 import os
 import statistics
 import time

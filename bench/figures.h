@@ -1,4 +1,5 @@
-// What the programs of this folder share: times, medians, a process pinned to a core, and figures that another process prints.
+// Shared by the benchmarks: timing, medians, pinning to a core, and reading the figures that another process
+// prints.
 #pragma once
 
 #include <fmt/format.h>
@@ -28,7 +29,7 @@ inline double median(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
 }
 
-// This thread, and those that it makes from now on.
+// Pins this thread and the threads it creates afterwards.
 inline void pin(int core) {
   cpu_set_t cores;
   CPU_ZERO(&cores);
@@ -39,7 +40,7 @@ inline void pin(int core) {
 // Names and numbers of one line: "step_ms 12.5 loss 0.3".
 using Figure = std::map<std::string, double>;
 
-// Runs a command and reads the last line of its output that begins with `first`.
+// Runs a command and parses the last line of its output that begins with `first`.
 inline Figure read_figure(const std::string& command, const std::string& first = "step_ms") {
   FILE* pipe = popen(command.c_str(), "r");
   if (!pipe) throw std::runtime_error("cannot start: " + command);
@@ -57,7 +58,7 @@ inline Figure read_figure(const std::string& command, const std::string& first =
   return figure;
 }
 
-// "equal" when loss and gradient norm are, up to rounding; otherwise what differs.
+// "equal" if loss and gradient norm are equal up to rounding; otherwise what differs.
 inline std::string same_training(const Figure& ours, const Figure& theirs) {
   for (const char* name : {"loss", "norm"})
     if (std::abs(ours.at(name) - theirs.at(name)) >= 1e-4 * std::abs(theirs.at(name)))
@@ -71,7 +72,8 @@ inline std::string own_path() {
   return self;
 }
 
-// A shell command that starts this program once a rank, with the variables that `penstock launch` sets, and waits for all.
+// A shell command that starts this program once per rank, with the variables that `penstock launch` sets, and
+// waits for all.
 inline std::string launch_command(int world, int port, const std::string& arguments) {
   std::string command;
   for (int rank = world - 1; rank >= 0; --rank)

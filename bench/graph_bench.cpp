@@ -1,14 +1,16 @@
-// What capture and replay cost: a transformer of 1, 4, 12 and 48 layers, microseconds per node for each stage of the way from a module to
-// a graph, and the replayed training step against the same step run eagerly and with dynamic dims; Python's ahead-of-time autograd in the same run.
+// The cost of capture and replay, for transformers of 1, 4, 12 and 48 layers: microseconds per node for each
+// step from a module to a graph, and the replayed training step compared with the same step run eagerly and
+// with dynamic dims; optionally Python's AOT autograd.
 //
 //   graph_bench                                                  width 32
-//   graph_bench --peer "python3 bench/graph_peer.py"             beside the peer's: capture, replay, equal loss and gradient norm
+//   graph_bench --peer "python3 bench/graph_peer.py"             compared with the peer: capture, replay, loss and gradient norm
 //   graph_bench --width 256 --layers 12 --repeats 20
 //   graph_bench --device cuda --width 768 --layers 12
 //
-// "In shape" is forward and backward over fake tensors with nobody recording; what a capture costs more than that is the recording.
-// Capture figures are the least of several runs for ours and the median for the peer's; steps are medians of turns with the eager step.
-// "peak" is the most memory of tensors that a step held, of a replayed step over an eager one. Export OMP_NUM_THREADS=1.
+// "In shape" is forward and backward over fake tensors without recording; the additional cost of a capture is
+// the recording. Capture figures are the minimum of several runs for Penstock and the median for the peer;
+// steps are medians, alternating with the eager step. "peak" is the peak tensor memory of a replayed step
+// relative to an eager one. Export OMP_NUM_THREADS=1.
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 #include <malloc.h>
@@ -57,7 +59,7 @@ struct ModelImpl : torch::nn::Module {
 };
 TORCH_MODULE(Model);
 
-// The least of several runs, in microseconds; `prepare` goes before each and is not counted.
+// The minimum of several runs, in microseconds; `prepare` runs before each and is not counted.
 double least_us(int runs, const std::function<void()>& work, const std::function<void()>& prepare = [] {}) {
   double best = 1e30;
   for (int i = 0; i < runs; ++i) {
@@ -79,7 +81,7 @@ class Measured {
     target_ = torch::randn({config.batch, kSequence, config.width}, generator).to(device);
   }
 
-  // Returns the whole of a capture in microseconds.
+  // Returns the total time of a capture in microseconds.
   double capture() {
     const ModuleState state(*model_);
     Values inputs(state.tensors.begin(), state.tensors.end());
@@ -115,7 +117,7 @@ class Measured {
     return all;
   }
 
-  // Loss, gradient norm and medians of the replayed step and the eager one.
+  // Loss, gradient norm, and medians of the replayed and the eager step.
   Figure steps() {
     const auto fast = compile(model_);
     const auto eager = [&] { return model_->forward(x_, target_); };
@@ -154,11 +156,11 @@ class Measured {
     const auto begin = Clock::now();
     const at::Tensor loss = call();
     loss.backward();
-    const double value = loss.item<double>();  // waits for a device
+    const double value = loss.item<double>();  // waits for the device
     return {ms_since(begin), value};
   }
 
-  // Bytes of tensors that a step had at once, besides those that were there before.
+  // Peak bytes of tensors that a step allocated, excluding those that existed before.
   double peak_of(const std::function<at::Tensor()>& call) {
     const at::Device device = x_.device();
     for (const at::Tensor& parameter : model_->parameters()) parameter.mutable_grad() = at::Tensor();
@@ -179,18 +181,19 @@ class Measured {
 
 int main(int argc, char** argv) {
   Config config;
-  CLI::App app("What capture and replay of a transformer cost", "graph_bench");
-  app.add_option("--width", config.width, "of the model; a multiple of 4")->check(CLI::PositiveNumber);
-  app.add_option("--layers", config.layers, "one or several numbers of blocks")->check(CLI::PositiveNumber);
-  app.add_option("--batch", config.batch, "sequences of 64")->check(CLI::PositiveNumber);
-  app.add_option("--repeats", config.repeats, "runs of each stage of a capture")->check(CLI::PositiveNumber);
+  CLI::App app("Measures capture and replay of a transformer", "graph_bench");
+  app.add_option("--width", config.width, "width of the model; a multiple of 4")->check(CLI::PositiveNumber);
+  app.add_option("--layers", config.layers, "one or several layer counts")->check(CLI::PositiveNumber);
+  app.add_option("--batch", config.batch, "number of sequences of 64 tokens")->check(CLI::PositiveNumber);
+  app.add_option("--repeats", config.repeats, "runs of each step of a capture")->check(CLI::PositiveNumber);
   app.add_option("--steps", config.steps, "training steps of each kind")->check(CLI::PositiveNumber);
   app.add_option("--device", config.device, "cpu or cuda");
-  app.add_option("--peer", config.peer, "how to run the peer: \"python3 bench/graph_peer.py\"");
+  app.add_option("--peer", config.peer, "command that runs the peer: \"python3 bench/graph_peer.py\"");
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
   pin(0);
-  // As in processes that `penstock launch` starts: the heap keeps what it has, and no step waits for pages of the system.
+  // As in processes that `penstock launch` starts: the heap keeps its memory, so that no step waits for pages
+  // from the system.
   mallopt(M_MMAP_THRESHOLD, 1 << 30);
   mallopt(M_TRIM_THRESHOLD, std::numeric_limits<int>::max());
   count_cpu_memory();

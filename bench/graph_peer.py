@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Python's ahead-of-time autograd on the model of graph_bench: one process on one core, a compiler that changes nothing.
-Prints "capture_us N nodes N eager_ms E step_ms S loss L norm G". Run by graph_bench --peer, with a Python that has PyTorch."""
+"""Python's AOT autograd on the model of graph_bench: one process on one core, with a no-op compiler.
+Prints "capture_us N nodes N eager_ms E step_ms S loss L norm G". Run by graph_bench --peer; requires PyTorch."""
 import argparse
 import os
 import statistics
@@ -42,7 +42,7 @@ x, target = (torch.randn(arguments.batch, SEQUENCE, arguments.width, generator=g
 
 
 def capture(model):
-    """The model as a graph, the seconds that its first call took more than the second, and the number of joint nodes."""
+    """Returns the compiled model, by how many seconds its first call exceeded the second, and the number of joint nodes."""
     seen = {}
 
     def partition(joint, inputs, **options):

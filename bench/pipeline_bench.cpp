@@ -1,17 +1,19 @@
-// A training step of an eight-block transformer over two ranks, each a process on a core of its own: ours, and Python's in the same run.
+// A training step of an eight-block transformer over two ranks, each a process on its own core: Penstock, and
+// optionally Python.
 //
-//   pipeline_bench                                                    our schedules, d = 32 and 256
-//   pipeline_bench --peer "python3 bench/pipeline_peer.py"            beside the peer's: medians, ratios, equal loss and gradient norm
+//   pipeline_bench                                                    several schedules, d = 32 and 256
+//   pipeline_bench --peer "python3 bench/pipeline_peer.py"            compared with the peer: medians, ratios, loss and gradient norm
 //   pipeline_bench --d 256 --schedule ZBVZeroBubble --repeats 5 --p2p ucx
 //   pipeline_bench --d 256 --schedule 1F1B --trace step.json          also writes the last step, for penstock trace and Perfetto
 //
 // --linear: "joined" computes the weight gradients of linear layers for all microbatches at once (StageOptions::join_weight_gradients),
 // "deferred" those of each microbatch in its weight pass, "plain" leaves them to autograd, "captured" replays stages as graphs
 // (graph::compile), whose backward is not split.
-// Efficiency is the simulated time of the step, from the medians of its own actions, over the measured one. "one process" is a plain loop
-// over the microbatches on one core.
-// Ours and the peer's run alternately; the median over the repeats of each run's median step counts. Export OMP_NUM_THREADS=1 and
-// OPENBLAS_NUM_THREADS=1. Our ranks get the variables that `penstock launch` sets. Times depend on the machine; ratios are what to read.
+// Efficiency is the simulated time of the step, from the medians of its own actions, divided by the measured
+// time. "one process" is a plain loop over the microbatches on one core. Penstock and the peer run
+// alternately; the result is the median over the repeats of each run's median step. Export OMP_NUM_THREADS=1
+// and OPENBLAS_NUM_THREADS=1. The ranks get the variables that `penstock launch` sets. Times depend on the
+// machine; compare ratios.
 #include <fmt/format.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -26,9 +28,10 @@
 #include "penstock/base/env.h"
 #include "penstock/compile.h"
 #include "penstock/deferred_linear.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/pipeline/report/trace_comparison.h"
 #include "penstock/torch/compat/version.h"
+#include "penstock/pipeline/runtime/last_trace.h"
 
 namespace {
 
@@ -47,7 +50,7 @@ struct Config {
 
 at::Tensor through_deferred(torch::nn::Linear& layer, const at::Tensor& x) { return deferred_linear(x, layer->weight, layer->bias); }
 
-// Those of a stage, as one module.
+// The blocks of a stage, as one module.
 struct BlocksImpl : torch::nn::Module {
   explicit BlocksImpl(std::vector<Block> given) : blocks(std::move(given)) {
     for (std::size_t i = 0; i < blocks.size(); ++i) register_module(std::to_string(i), blocks[i]);
@@ -132,7 +135,7 @@ int run_rank(const Config& config) {
     StageOptions how;
     how.join_weight_gradients = config.linear == "joined";
     if (config.linear == "captured") {
-      const at::Tensor example = at::empty({config.mb, kSequence, config.d});  // shapes are known: nothing is tried out
+      const at::Tensor example = at::empty({config.mb, kSequence, config.d});  // shapes are known: no trial run
       how.input_args = how.output_args = std::vector<at::Tensor>{example};
       how.output_args->front() = example.clone().requires_grad_();
       if (index > 0) how.input_args = how.output_args;
@@ -144,7 +147,7 @@ int run_rank(const Config& config) {
   PipelineOptions options{world};
   options.p2p = config.p2p == "ucx" ? comm::P2PTransport::Ucx : config.p2p == "gloo" ? comm::P2PTransport::Gloo : comm::P2PTransport::Auto;
   PipelineRuntime pipeline = make_pipeline(config.schedule, stages, config.nmb, &loss_of, options);
-  // After the groups are made: their threads stay free to run elsewhere.
+  // After the groups are created, so that their threads stay unpinned.
   pin(world.rank());
 
   const auto [x, target] = make_batch(config);
@@ -159,7 +162,7 @@ int run_rank(const Config& config) {
     world.group().barrier().wait();
     if (step < kWarmup) continue;
     times.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count());
-    if (const auto trace = pipeline.trace_last_step()) efficiencies.push_back(pipeline::compare_with_simulation(*trace).efficiency());
+    if (const auto trace = trace_last_step(pipeline)) efficiencies.push_back(compare_with_simulation(*trace).efficiency());
   }
   if (!config.trace.empty()) pipeline.write_trace(config.trace);
   at::Tensor sums = at::zeros({2}, at::kDouble);

@@ -1,8 +1,10 @@
-// What the runtime itself costs: all stages on one rank, so little work that the time is that of the host.
+// The overhead of the runtime: all stages on one rank, with so little work that host time dominates.
 //
 //   pipeline_host_bench [--device cuda] [--device-graph]      1, 2 and 4 stages of a 64-wide layer, 16 microbatches; microseconds per (stage, microbatch)
 //
-// With --device-graph the steps are recorded and replayed by the device (PipelineOptions::device_graph). Beside it the same work in a plain loop of microbatches in one process: what remains is the pipeline's.
+// With --device-graph the steps are recorded and replayed by the device (PipelineOptions::device_graph). The
+// same work in a plain loop of microbatches in one process is subtracted; the remainder is the overhead of
+// the pipeline.
 #include <fmt/format.h>
 #include <torch/torch.h>
 
@@ -10,7 +12,7 @@
 #include <chrono>
 #include <cstring>
 
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/torch/compat/version.h"
 
 namespace {

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Python's torch.distributed.pipelining on the model of pipeline_bench: two ranks, one core each, over Gloo.
-Prints "step_ms median loss L norm G". Run by pipeline_bench --peer, with a Python that has PyTorch."""
+Prints "step_ms median loss L norm G". Run by pipeline_bench --peer; requires PyTorch."""
 import argparse
 import os
 import statistics

@@ -1,6 +1,6 @@
-// Time per action of the simulator at three sizes, for a compute-only and a lowered schedule. Processor time
-// of the one thread, so that a busy machine does not blur it. Growth is linear when the times per action stay
-// level. Usage: plan_bench [kind]
+// Time per action of the simulator at three sizes, for a compute-only and a lowered schedule. Measures CPU
+// time of its single thread, so that other load does not affect it. Growth is linear if the times per action
+// stay constant. Usage: plan_bench [kind]
 #include <cstdio>
 #include <ctime>
 #include <string>

@@ -1,6 +1,6 @@
-// Keyed random numbers beside LibTorch's own generator: ns per element, and the ratio of both within short rounds of one run.
-// On the CPU this is processor time of all threads (OMP_NUM_THREADS), so that a busy machine does not blur it; on CUDA it is elapsed
-// time. Usage: random_bench [cpu|cuda] [elements]
+// Keyed random numbers compared with LibTorch's own generator: ns per element, and their ratio within short
+// rounds of one run. On the CPU this is CPU time of all threads (OMP_NUM_THREADS), so that other load does
+// not affect it; on CUDA it is elapsed time. Usage: random_bench [cpu|cuda] [elements]
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -75,7 +75,8 @@ int main(int argc, char** argv) {
     const at::Tensor gradient = at::ones_like(input);
     bench.compare("dropout and backward" + suffix, [&] { torch::autograd::grad({keyed_dropout(leaf, 0.1, key)}, {leaf}, {gradient}); },
                   [&] { torch::autograd::grad({at::dropout(leaf, 0.1, true)}, {leaf}, {gradient}); });
-    // A quarter of the columns of a matrix, as a tensor-parallel shard: rows that are short runs of the global order.
+    // A quarter of the columns of a matrix, like a tensor-parallel shard: its rows are short runs of the
+    // global order.
     const std::int64_t columns = 1024, rows = bench.elements / (columns / 4);
     at::Tensor shard = at::empty({rows, columns / 4}, options);
     bench.compare("normal, columns" + suffix, [&] { keyed_normal_(shard, key, 0, 1, {{rows, columns}, {0, columns / 4}}); }, [&] { shard.normal_(0, 1); });

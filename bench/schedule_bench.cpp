@@ -1,7 +1,6 @@
 // Time per action of generating, validating, lowering and validating again, at three sizes, and the peak
-// memory. Times are processor time of the one thread, so that a busy machine does not blur them; the total is
-// given in elapsed time too. Growth is linear when the times per action stay level. Usage: schedule_bench
-// [kind]
+// memory. Times are CPU time of the single thread, so that other load does not affect them; the total is also
+// shown as elapsed time. Growth is linear if the times per action stay constant. Usage: schedule_bench [kind]
 #include <sys/resource.h>
 
 #include <chrono>

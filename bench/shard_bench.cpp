@@ -1,17 +1,20 @@
-// A training step of a twelve-block transformer whose parameters are sharded over two ranks, each a process on a core of its own: ours,
-// and Python's over Gloo in the same run. Ours go through shared memory where UCX is built in; PENSTOCK_P2P=gloo has them over Gloo, too.
+// A training step of a twelve-block transformer whose parameters are sharded over two ranks, each a process
+// on its own core: Penstock, and optionally Python over Gloo. Penstock uses shared memory if UCX is built in;
+// set PENSTOCK_P2P=gloo to use Gloo for both.
 //
 //   shard_bench                                                  d = 32 and 256, with and without accumulation
-//   shard_bench --peer "python3 bench/shard_peer.py"             beside the peer's: medians, ratios, equal loss and gradient norm
+//   shard_bench --peer "python3 bench/shard_peer.py"             compared with the peer: medians, ratios, loss and gradient norm
 //   shard_bench --d 256 --accumulate 4 --repeats 5
 //
-// A second line splits a step of rank 0: gather and reduce are the time to start collectives and to wait for them, copies what goes between
-// parameters or gradients and the buffers of collectives, compute all the rest. The peer's are measured around the same calls.
+// A second line breaks down a step of rank 0: gather and reduce are the time to start collectives and to wait
+// for them, copies the time to copy between parameters or gradients and the buffers of collectives, compute
+// the rest. The peer is measured around the same calls.
 //
-// "ideal" is one process on half of the batch, with the whole optimizer and no communication, both cores busy with it. With accumulation
-// parameters stay gathered until the last microbatch. forward, backward and update are medians of rank 0; waiting for gathers and reductions
-// is part of them. Bytes are those of the collectives of rank 0 in a step, beside the least that the layout allows. Ours and the peer's run
-// alternately. Export OMP_NUM_THREADS=1 and OPENBLAS_NUM_THREADS=1. Ratios are what to read.
+// "ideal" is one process on half of the batch, with the whole optimizer and no communication, run on both
+// cores at once. With accumulation parameters stay gathered until the last microbatch. forward, backward and
+// update are medians of rank 0 and include waiting for gathers and reductions. Bytes are those of the
+// collectives of rank 0 in a step, next to the minimum that the layout allows. Penstock and the peer run
+// alternately. Export OMP_NUM_THREADS=1 and OPENBLAS_NUM_THREADS=1. Compare ratios.
 #include <fmt/format.h>
 #include <torch/torch.h>
 
@@ -29,7 +32,7 @@
 #include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/world.h"
 #include "penstock/dtensor.h"
-#include "penstock/optim/update/adamw.h"
+#include "penstock/optimizer.h"
 #include "penstock/fully_shard.h"
 #include "penstock/torch/compat/version.h"
 
@@ -65,12 +68,13 @@ std::uint64_t bytes_sent() {
   return bytes;
 }
 
-// One rank of one run; rank 0 prints the line that the parent reads. Without sharding: the ideal, a process that talks to nobody.
+// One rank of one run; rank 0 prints the line that the parent reads. Without sharding: the ideal, a process
+// without communication.
 int run_rank(const Config& config, bool sharded) {
   at::set_num_threads(1);
   const comm::World world = comm::World::from_env();
   Model model(config);
-  const comm::MeshGroups mesh(world, init_device_mesh("cpu", {kWorld}, {"dp"}, Rank{world.rank()}, kWorld));
+  const comm::MeshGroups mesh(world, init_device_mesh("cpu", {kWorld}, {"dp"}, world.rank(), kWorld));
   std::shared_ptr<ShardState> state;
   if (sharded) {
     ShardOptions options;
@@ -78,7 +82,7 @@ int run_rank(const Config& config, bool sharded) {
     for (Block& block : model->blocks) fully_shard(*block, mesh, options);
     state = fully_shard(*model, mesh, options);
   }
-  pin(world.rank());  // after the groups are made: their threads stay free to run elsewhere
+  pin(world.rank());  // after the groups are created, so that their threads stay unpinned
   std::vector<optim::NamedParameter> parameters;
   for (const auto& item : model->named_parameters()) parameters.push_back({item.key(), item.value()});
   optim::AdamW optimizer(parameters, {.lr = 1e-4, .weight_decay = 0.01});
@@ -152,7 +156,8 @@ std::string parts_of(const Figure& figure) {
   return fmt::format("compute {:.1f}, gather {:.1f}, reduce {:.1f}, copies {:.1f}", figure.at("step_ms") - gather - reduce - copies, gather, reduce, copies);
 }
 
-// Bytes that the collectives of a rank must give or take: whole parameters for every gather, whole gradients for the reduction.
+// Minimum bytes that the collectives of a rank transfer: whole parameters for every gather, whole gradients
+// for the reduction.
 double least_bytes(const Config& config) {
   const double block = 12.0 * config.d * config.d + 13.0 * config.d, root = 2.0 * config.d;
   const double gathers = config.accumulate > 1 ? 1 : config.reshard != 0 ? 2 : 1;

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Python's fully_shard on the model of shard_bench: two ranks, one core each, over Gloo, AdamW (foreach).
-Prints "step_ms median loss L norm G forward F backward B update U gather A reduce R copies C". Run by shard_bench --peer, with a Python that has PyTorch."""
+Prints "step_ms median loss L norm G forward F backward B update U gather A reduce R copies C". Run by shard_bench --peer; requires PyTorch."""
 import argparse
 import os
 import statistics
@@ -19,7 +19,7 @@ from peer_block import SEQUENCE, Block
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--d", type=int, default=256)
 parser.add_argument("--layers", type=int, default=12)
-parser.add_argument("--batch", type=int, default=8, help="of all ranks and microbatches")
+parser.add_argument("--batch", type=int, default=8, help="rows of all ranks and microbatches together")
 parser.add_argument("--accumulate", type=int, default=1, help="microbatches; parameters stay gathered until the last")
 parser.add_argument("--reshard", type=int, default=1)
 parser.add_argument("--steps", type=int, default=10)
@@ -29,7 +29,7 @@ WARMUP, WORLD = 3, 2
 
 
 class Spent:
-    """Time in calls, without that of calls inside them that are counted elsewhere."""
+    """Time spent in calls, excluding nested calls that are counted elsewhere."""
 
     def __init__(self):
         self.parts, self.inside = {"gather": 0.0, "reduce": 0.0, "copies": 0.0}, [0.0]

@@ -1,10 +1,12 @@
-// What sharding itself costs where nothing is to be shared: a transformer on one device, as it is and through fully_shard, in turns.
+// The overhead of sharding on a single rank: a transformer on one device, without and with fully_shard,
+// alternating.
 //
 //   shard_single_bench --device cuda                                     the sizes of gpt2-124m, 32 rows of 1024 tokens
 //   shard_single_bench --width 64 --layers 4 --rows 2 --length 128       a small one, on the CPU
 //
-// As it is: parameters in float32, autocast to bfloat16. Through fully_shard: the same parameters, gathered in bfloat16, gradients reduced
-// in float32, every block a group of its own. The same optimizer. The ratio is what to read.
+// Without fully_shard: parameters in float32, autocast to bfloat16. With fully_shard: the same parameters,
+// gathered in bfloat16, gradients reduced in float32, every block its own group. Both use the same optimizer.
+// Compare the ratio.
 #include <fmt/format.h>
 #include <torch/torch.h>
 
@@ -19,7 +21,7 @@
 #include "penstock/models/transformer/initialize.h"
 #include "penstock/models/transformer/loss.h"
 #include "penstock/transformer.h"
-#include "penstock/optim/update/adamw.h"
+#include "penstock/optimizer.h"
 #include "penstock/fully_shard.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/compat/device_memory.h"
@@ -40,7 +42,7 @@ class Trained {
     model_->to(device);
     models::initialize(*model_, {.seed = 1});
     if (sharded) {
-      const comm::MeshGroups mesh(world, init_device_mesh(device.is_cuda() ? "cuda" : "cpu", {1}, {"dp"}, Rank{0}, 1));
+      const comm::MeshGroups mesh(world, init_device_mesh(device.is_cuda() ? "cuda" : "cpu", {1}, {"dp"}, 0, 1));
       ShardOptions how;
       how.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .output_dtype = {}};
       for (models::Block block : model_->blocks()) fully_shard(*block, mesh, how);
@@ -127,7 +129,7 @@ int main(int argc, char** argv) {
         std::sort(times.begin(), times.end());
         const double ms = times[times.size() / 2];
         best[sharded] = best.contains(sharded) ? std::min(best[sharded], ms) : ms;
-        fmt::print("{:<12} {:8.2f} ms a step, {:8.1f} ktok/s, loss {:.4f}, {:.2f} GiB at most so far\n", sharded ? "fully_shard" : "as it is", ms, sizes.rows * sizes.length / ms, loss,
+        fmt::print("{:<12} {:8.2f} ms per step, {:8.1f} ktok/s, loss {:.4f}, peak so far {:.2f} GiB\n", sharded ? "fully_shard" : "plain", ms, sizes.rows * sizes.length / ms, loss,
                    static_cast<double>(peak_device_bytes(device)) / (1 << 30));
       }
     fmt::print("LibTorch {}, {}: fully_shard takes {:.3f} of the time\n", torch_version(), device.str(), best[true] / best[false]);

@@ -1,11 +1,13 @@
-// What it costs to take a backward in halves: transformer blocks of two widths, each way against one plain backward.
+// The cost of splitting a backward into halves: transformer blocks of two widths, each method compared with
+// one plain backward.
 //
 //   split_backward_bench                       8 blocks, 64 positions, widths 32 and 256
 //   split_backward_bench --blocks 4 --rounds 21
 //
-// The ways alternate, one microbatch at a time; CPU time of this thread counts, and the median over the rounds is shown. The heap keeps
-// what it once got, as in a long training; otherwise it would count which way happens to give memory back to the system. Set
-// OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1: the BLAS reads them when it is loaded.
+// The methods alternate, one microbatch at a time; measures CPU time of this thread and shows the median over
+// the rounds. The heap keeps its memory, as in a long training run; otherwise the result would depend on
+// which method happens to return memory to the system. Set OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1: the BLAS
+// reads them when it is loaded.
 #include <fmt/format.h>
 #include <malloc.h>
 #include <torch/torch.h>
@@ -113,7 +115,7 @@ int main(int argc, char** argv) {
   for (int i = 1; i + 1 < argc; i += 2) {
     if (std::strcmp(argv[i], "--blocks") == 0) blocks = std::stoi(argv[i + 1]);
     else if (std::strcmp(argv[i], "--rounds") == 0) rounds = std::stoi(argv[i + 1]);
-    else return fmt::print(stderr, "split_backward_bench: {} is not known; there are --blocks and --rounds\n", argv[i]), 2;
+    else return fmt::print(stderr, "split_backward_bench: unknown option {}; expected --blocks or --rounds\n", argv[i]), 2;
   }
   at::set_num_threads(1);
   mallopt(M_MMAP_THRESHOLD, 1 << 30);

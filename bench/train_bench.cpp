@@ -1,12 +1,13 @@
-// Training as `penstock train` does it, in several layouts of one machine, run in turns: tokens per second and what the trainer adds.
+// Training as in `penstock train`, in several layouts on one machine, run alternately: tokens per second and
+// the overhead of the trainer.
 //
 //   train_bench                                          tiny, CPU: one process on one core, one process with two threads, a pipeline of two
 //   train_bench --schedule 1F1B,ZBVZeroBubble --steps 30 a pipeline for each schedule; further flags are those of penstock train
-//   train_bench --neighbours 1                           the same beside processes that use a core all the time; nothing is pinned then
+//   train_bench --neighbours 1                           the same next to processes that keep a core busy; nothing is pinned then
 //   train_bench --device cuda --preset gpt2-124m --microbatches 1 --microbatch_size 32
 //
-// "outside" is the share of a step outside of the schedule: data, sums over ranks, clipping and the optimizer. On the CPU each rank of a
-// layout has a core of its own. Ratios are what to read; the machine moves the times.
+// "outside" is the share of a step outside the schedule: data, sums over ranks, clipping and the optimizer.
+// On the CPU each rank of a layout has its own core. Times depend on the machine; compare ratios.
 #include <fmt/format.h>
 #include <sched.h>
 #include <signal.h>
@@ -44,7 +45,8 @@ struct Setup {
   int threads = 1;
 };
 
-// The thread that computes. Called when the threads of groups have been made: those stay free to run elsewhere.
+// Pins the computing thread. Call it after the threads of groups have been created, so that those stay
+// unpinned.
 void pin(int first, int count) {
   cpu_set_t cores;
   CPU_ZERO(&cores);
@@ -52,7 +54,7 @@ void pin(int first, int count) {
   ::sched_setaffinity(0, sizeof cores, &cores);
 }
 
-// Processes that use a core each until the object is destroyed.
+// Processes that each keep a core busy until the object is destroyed.
 class Neighbours {
  public:
   explicit Neighbours(int count) {
@@ -79,7 +81,7 @@ class Neighbours {
   std::vector<pid_t> children_;
 };
 
-// One rank of a setup; the first one writes what it saw.
+// One rank of a setup; rank 0 writes the results.
 int run_rank(const std::vector<std::string>& arguments, const fs::path& folder, int threads, int steps, bool pinned, const fs::path& result) {
   const comm::World world = comm::World::from_env();
   const train::TrainConfig config = train::parse_config("", "train_bench", arguments).config;

@@ -1,9 +1,11 @@
-// One-way latency of the UCX transport between two processes of this host: half a round trip, median and best, beside
-// a plain memcpy of the same size in one process (what the memory could do at that moment).
+// One-way latency of the UCX transport between two processes of this host: half a round trip, median and
+// best, compared with a plain memcpy of the same size in one process (what the memory allowed at that
+// moment).
 //
-//   ucx_bench [--huge]     --huge: buffers on huge pages, where the kernel grants them
+//   ucx_bench [--huge]     --huge: buffers on huge pages, if the kernel provides them
 //
-// Columns: fetching (the default), pieces (UCX_TLS=posix,self), sleeping (default, but every wait goes to sleep at once).
+// Columns: fetching (the default), pieces (UCX_TLS=posix,self), sleeping (default, but every wait sleeps
+// immediately).
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -39,7 +41,7 @@ int rounds_of(std::size_t bytes) { return bytes <= 16384 ? 3000 : bytes <= 26214
 char* buffer(bool huge) {
   void* place = std::aligned_alloc(2u << 20, kLargest);
   if (place == nullptr) throw std::bad_alloc();
-  if (huge && madvise(place, kLargest, MADV_HUGEPAGE) != 0) std::fprintf(stderr, "no huge pages here\n");
+  if (huge && madvise(place, kLargest, MADV_HUGEPAGE) != 0) std::fprintf(stderr, "huge pages are not available\n");
   std::memset(place, 1, kLargest);
   return static_cast<char*>(place);
 }
@@ -60,7 +62,7 @@ void must(bool holds, const char* what) {
   if (!holds) throw std::runtime_error(what);
 }
 
-// The two ends swap what they publish over a socket, in the same order on both sides.
+// Exchanges what both ends publish over a socket, in the same order on both sides.
 class Socket {
  public:
   explicit Socket(int fd) : fd_(fd) {}
@@ -134,7 +136,7 @@ std::map<std::size_t, Timing> pair(bool huge, const char* transports, UcxOptions
     waitpid(process, &status, 0);
     well = well && status == 0;
   }
-  must(well, "a process of the pair failed");
+  must(well, "one of the two processes failed");
   std::map<std::size_t, Timing> timings;
   for (const std::size_t bytes : kSizes) must(read(results[0], &timings[bytes], sizeof(Timing)) == sizeof(Timing), "read");
   for (const int fd : {ends[0], ends[1], results[0], results[1]}) close(fd);

@@ -9,6 +9,12 @@ if(PENSTOCK_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
   message(STATUS "ccache: ${PENSTOCK_CCACHE}")
 endif()
 
+# A faster linker, where there is one: dozens of programs are linked against LibTorch.
+find_program(PENSTOCK_MOLD mold)
+if(PENSTOCK_MOLD AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 12.1)
+  add_link_options(-fuse-ld=mold)
+endif()
+
 add_library(penstock_flags INTERFACE)
 target_compile_options(penstock_flags INTERFACE -Wall -Wextra -Wpedantic -Wno-unused-parameter
   -Wno-missing-field-initializers)  # designated initializers name what matters and leave the rest at its default
@@ -21,6 +27,8 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_G
                          -Wno-maybe-uninitialized -Wno-dangling-reference)
 endif()
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  # Units are large: collecting the compiler's garbage more rarely saves a twentieth of the time for a tenth more memory.
+  target_compile_options(penstock_flags INTERFACE --param=ggc-min-heapsize=3000000)
   # -fpch-preprocess lets ccache see through the shared precompiled header.
   target_compile_options(penstock_flags INTERFACE -fpch-preprocess)
 endif()

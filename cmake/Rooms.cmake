@@ -1,8 +1,9 @@
-# penstock_room(<room> SOURCES <files of that folder> [LINKS <targets>] [PRIVATE <targets>])
+# penstock_room(<room> [COLD] SOURCES <files of that folder> [LINKS <targets>] [PRIVATE <targets>])
 #
 # One static library per room, a folder of penstock/ with sources: comm/group is penstock_comm_group. What a room may use of other
 # rooms is said in penstock/arrows.txt, which is read here: links follow the arrows. Rooms below its line "LibTorch" link LibTorch and
 # share one precompiled header.
+#   COLD      runs a few times in a run or a step at most: compiled with -O1, which takes a quarter less time
 #   LINKS     other libraries that its headers need
 #   PRIVATE   other libraries that its sources need
 
@@ -15,7 +16,7 @@ option(PENSTOCK_UNITY "Compile the files of a folder several at a time; OFF is b
 function(penstock_use_unity target)
   if(PENSTOCK_UNITY)
     # In a unit of many files each of them counts as included, and classes with members of local types would be warned of.
-    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 8)
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 16)
     target_compile_options(${target} PRIVATE -Wno-subobject-linkage)
   endif()
 endfunction()
@@ -29,6 +30,8 @@ set(penstock_below OFF)
 foreach(line IN LISTS penstock_arrows)
   if(line MATCHES "^LibTorch")
     set(penstock_below ON)
+  elseif(line MATCHES "^(header|namespace) ")
+    # for the test
   elseif(line MATCHES "^([a-z/]+) +<-(.*)$")
     set(room ${CMAKE_MATCH_1})
     string(REGEX MATCHALL "[a-z/]+" links "${CMAKE_MATCH_2}")
@@ -43,7 +46,7 @@ foreach(line IN LISTS penstock_arrows)
 endforeach()
 
 function(penstock_room room)
-  cmake_parse_arguments(arg "" "" "SOURCES;LINKS;PRIVATE" ${ARGN})
+  cmake_parse_arguments(arg "COLD" "" "SOURCES;LINKS;PRIVATE" ${ARGN})
   if(NOT room IN_LIST PENSTOCK_KNOWN_ROOMS)
     message(FATAL_ERROR "penstock_room(${room}): penstock/arrows.txt has no line for it; add one that says what it may include")
   endif()
@@ -59,6 +62,9 @@ function(penstock_room room)
   endforeach()
   target_link_libraries(${target} PUBLIC ${arg_LINKS} PRIVATE penstock_flags ${arg_PRIVATE})
   penstock_use_unity(${target})
+  if(arg_COLD AND CMAKE_BUILD_TYPE STREQUAL "Release")
+    target_compile_options(${target} PRIVATE -O1)
+  endif()
   if(room IN_LIST PENSTOCK_TORCH_ROOMS)
     target_link_libraries(${target} PUBLIC penstock_libtorch)
     penstock_use_torch_library_header(${target})
@@ -94,7 +100,7 @@ function(penstock_use_torch_test_header target)
 endfunction()
 
 function(penstock_use_torch_library_header target)
-  penstock_precompiled(${target} penstock_torch_library_header <ATen/ATen.h> <torch/library.h> <torch/csrc/autograd/custom_function.h>
+  penstock_precompiled(${target} penstock_torch_library_header <ATen/ATen.h> <torch/library.h> <torch/csrc/autograd/custom_function.h> <torch/nn/module.h>
                        <torch/csrc/distributed/c10d/Store.hpp> <fmt/format.h> <spdlog/spdlog.h>)
 endfunction()
 

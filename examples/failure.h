@@ -1,4 +1,4 @@
-// How the examples end when something fails: with a message instead of "terminate called".
+// Error handling of the examples: prints a message instead of "terminate called".
 //
 //   int main() try {
 //     ...
@@ -12,8 +12,8 @@
 #include <cstdio>
 #include <exception>
 
-// In a catch block: prints what the exception says and returns the exit code 1. LibTorch's errors carry a stack trace, which helps
-// nobody who runs an example.
+// Call it in a catch block: prints the message of the exception and returns the exit code 1. Omits the stack
+// trace that LibTorch's errors carry.
 inline int failure(const char* program) {
   try {
     throw;

@@ -1,16 +1,18 @@
-// Floating-point operations of a model, module by module, forward and backward; for a model that would not fit, too.
+// Counts the floating-point operations of a model, per module, forward and backward, even of a model that
+// does not fit in memory.
 //
 //   FlopCounter counter;
 //   ModeGuard guard(counter);
 //   model->forward(tokens).sum().backward();      // inside: FlopCounter::Scope scope("layers.0");
 //   counter.print();
 //
-// FlopCounter is a mode: it sees every operator, counts the matrix products by the shapes of their arguments, and goes on.
-// C++ modules have no hooks, so a module names itself with a Scope. Backward needs no such help: autograd numbers the nodes
-// of its graph in the order of the forward pass, a Scope notes the numbers at its borders, and an operator called by a node
-// of backward belongs to the scope that the node's number falls into.
+// FlopCounter is a mode: it sees every operator, counts matrix products by the shapes of their arguments, and
+// runs the operator. C++ modules have no hooks, so a module names itself with a Scope. Backward does not need
+// scopes: autograd numbers the nodes of its graph in the order of the forward pass, a Scope records the
+// numbers at its begin and end, and an operator called by a backward node belongs to the scope that contains
+// the node's number.
 //
-// The program checks the counts against the formula 2 * m * n * k and fails (exit code 1) when one is off.
+// The program checks the counts against the formula 2 * m * n * k and fails (exit code 1) if one is wrong.
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <fmt/format.h>
@@ -42,8 +44,8 @@ class FlopCounter final : public Mode {
     std::int64_t forward = 0, backward = 0;
   };
 
-  // What runs in its lifetime, and the backward of that, counts for `name`; inside another scope for "outer.name".
-  // Does nothing where no FlopCounter is on.
+  // Operators that run during its lifetime, and their backward, count for `name`, or for "outer.name" inside
+  // another scope. Does nothing if no FlopCounter is active.
   class Scope {
    public:
     explicit Scope(const std::string& name) : counter_(find_mode<FlopCounter>()) {
@@ -66,12 +68,12 @@ class FlopCounter final : public Mode {
     const auto found = kFormulas.find(op.operator_name().name);
     if (found == kFormulas.end()) return op.callBoxed(stack);
     const auto first = stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
-    const Stack arguments(first, stack->end());  // their place is about to be taken by the results
+    const Stack arguments(first, stack->end());  // a copy, since the results will replace them on the stack
     op.callBoxed(stack);
     const std::int64_t flops = found->second(arguments, stack->at(stack->size() - op.schema().returns().size()));
     const bool backward = !backward_nodes.empty();
     const std::string scope = scope_of(backward ? backward_nodes.back() : here());
-    const std::lock_guard lock(mutex_);  // backward on a GPU runs on a thread of its own
+    const std::lock_guard lock(mutex_);  // backward on a GPU runs on a separate thread
     Count& count = counts_[scope];
     (backward ? count.backward : count.forward) += flops;
   }
@@ -97,7 +99,7 @@ class FlopCounter final : public Mode {
   }
 
  private:
-  // A moment of a forward pass: a thread, and how many graph nodes it had made. Nodes carry both.
+  // A moment of a forward pass: a thread, and how many graph nodes it had created. Nodes carry both.
   using Moment = std::pair<std::uint64_t, std::uint64_t>;
   static Moment here() { return {at::RecordFunction::currentThreadId(), at::sequence_number::peek()}; }
 
@@ -111,7 +113,7 @@ class FlopCounter final : public Mode {
     return after == entered_.begin() || std::prev(after)->first.first != moment.first ? "" : std::prev(after)->second;
   }
 
-  // The nodes that this thread is running, outermost first. LibTorch tells its observers about each.
+  // The nodes that this thread is running, outermost first. LibTorch notifies its observers of each.
   static thread_local std::vector<Moment> backward_nodes;
   static void watch_backward() {
     [[maybe_unused]] static const auto handle = at::addGlobalCallback(
@@ -124,10 +126,10 @@ class FlopCounter final : public Mode {
             .scopes({at::RecordScope::BACKWARD_FUNCTION}));
   }
 
-  // From the arguments and the first result; a multiplication and an addition are two operations.
+  // Computed from the arguments and the first result; a multiply-add counts as two operations.
   using Formula = std::int64_t (*)(const Stack& arguments, const c10::IValue& result);
   static std::int64_t product(const Tensor& a, const Tensor& b) { return 2 * a.numel() * b.size(-1); }  // (..., m, k) x (..., k, n)
-  static std::int64_t convolution(const Tensor& weight, const Tensor& small) {  // every weight meets every position of `small`
+  static std::int64_t convolution(const Tensor& weight, const Tensor& small) {  // every weight is applied at every position of `small`
     return 2 * weight.numel() * (small.numel() / small.size(1));
   }
   static std::int64_t attention(const Tensor& query, const Tensor& key, const Tensor& value) {  // scores, then their values
@@ -159,7 +161,7 @@ const std::map<std::string, FlopCounter::Formula> FlopCounter::kFormulas = [] {
     const auto wanted = a[10].toBoolList();
     return (int{wanted[0]} + int{wanted[1]}) * convolution(a[2].toTensor(), a[7].toBool() ? a[1].toTensor() : a[0].toTensor());
   };
-  // Attention in one kernel, of LibTorch 2. Its backward computes the scores again: five products for the two of forward.
+  // Fused attention of LibTorch 2. Its backward recomputes the scores: five products for the two of forward.
   for (const char* kernel : {"flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"}) {
     const std::string name = std::string("aten::_scaled_dot_product_") + kernel;
     formulas[name] = [](const Stack& a, const c10::IValue&) { return attention(a[0].toTensor(), a[1].toTensor(), a[2].toTensor()); };
@@ -236,8 +238,8 @@ struct TransformerImpl : torch::nn::Module {
 };
 TORCH_MODULE(Transformer);
 
-// What forward must cost: four matrices of attention (qkv counts three) and two of the mlp, the two products of attention
-// in each layer, and the head.
+// The expected cost of forward: four matrices of attention (qkv counts as three) and two of the mlp, the two
+// products of attention in each layer, and the head.
 std::int64_t expected_forward(const Shape& shape, std::int64_t batch, std::int64_t time) {
   const std::int64_t rows = batch * time, width = shape.width;
   const std::int64_t layer = 2 * rows * width * (3 + 1 + 4 + 4) * width + 2 * 2 * rows * time * width;
@@ -257,7 +259,7 @@ void forward_and_backward(Transformer& model, const Shape& shape, std::int64_t b
   torch::cross_entropy_loss(model->forward(input).view({batch * time, shape.vocabulary}), target).backward();
 }
 
-// Every product of forward needs two in backward: the gradients of both factors.
+// Every product of forward has two in backward: the gradients of both factors.
 bool check_transformer(const FlopCounter::Count& total, const Shape& shape, std::int64_t batch, std::int64_t time) {
   const std::int64_t expected = expected_forward(shape, batch, time);
   return check(total.forward == expected && total.backward == 2 * expected,
@@ -280,7 +282,7 @@ bool small_transformer() {
   return good;
 }
 
-// In shape only: FakeMode first, the counter on top of it.
+// With shapes only: FakeMode first, then the counter on top of it.
 bool gpt2_without_memory() {
   const Shape shape{.vocabulary = 50257, .context = 1024, .width = 768, .heads = 12, .layers = 12};
   const std::int64_t batch = 8;
@@ -318,7 +320,7 @@ bool convolutions() {
                fmt::format("convolutions cost {} forward and {} backward", total.forward, total.backward));
 }
 
-// scaled_dot_product_attention, where this LibTorch has it: one kernel or its parts, the products are the same.
+// scaled_dot_product_attention, if this LibTorch has it: fused or not, the products are the same.
 bool fused_attention() {
   const auto op = c10::Dispatcher::singleton().findSchema({"aten::scaled_dot_product_attention", ""});
   if (!op) return true;

@@ -1,10 +1,11 @@
-// A weight that lives in int8, trained by code that knows nothing of it: torch::nn::Linear, autograd and torch::optim::SGD.
+// A weight stored as int8, trained by unmodified code: torch::nn::Linear, autograd and torch::optim::SGD.
 //
 //   replace_data(linear->weight, Int8Weight::make(linear->weight));
 //
-// Int8Weight is a tensor subclass: to the outside a float tensor, inside int8 values and one float scale for each row, a
-// quarter of the memory. Gradients and activations stay plain float tensors. The program trains a small network with float
-// and with int8 weights and fails (exit code 1) when the second does not learn as the first does.
+// Int8Weight is a tensor subclass: it appears as a float tensor, but stores int8 values and one float scale
+// per row, a quarter of the memory. Gradients and activations stay plain float tensors. The program trains a
+// small network with float and with int8 weights and fails (exit code 1) if the second does not learn as well
+// as the first.
 #include <fmt/format.h>
 #include <torch/torch.h>
 
@@ -17,7 +18,7 @@
 
 #include "examples/failure.h"
 #include "penstock/errors.h"
-#include "penstock/torch/dispatch/wrapper_call.h"
+#include "penstock/tensor_subclass.h"
 
 using namespace penstock;
 
@@ -26,7 +27,7 @@ class Int8Weight final : public Payload {
   static constexpr std::string_view kKind = "Int8Weight";
 
   // `scale` has size 1 in the dims that share a scale and the size of `data` in the others: (rows, 1), or (1, rows) in a
-  // transposed view. So views of both stay a pair that belongs together.
+  // transposed view. The same view of both therefore yields a matching pair.
   Int8Weight(at::Tensor data, at::Tensor scale) : data(std::move(data)), scale(std::move(scale)) {}
 
   // From a float matrix (rows, columns).
@@ -37,14 +38,15 @@ class Int8Weight final : public Payload {
     return wrap(made.data, made.scale);
   }
 
-  // The numbers this weight stands for, as a plain float tensor.
+  // The values of this weight as a plain float tensor.
   at::Tensor value() const { return data.to(torch::kFloat) * scale; }
 
-  // Writes new numbers. A row's scale grows when they no longer fit and never shrinks: weights that did not move then
-  // keep their value. Rounding is stochastic: most steps of an optimizer are smaller than half a unit of int8, which
-  // rounding to nearest would lose one and all; so each moves the weight with the probability it deserves.
+  // Writes new values. A row's scale grows if they no longer fit and never shrinks, so that unchanged weights
+  // keep their value. Rounding is stochastic: most optimizer steps are smaller than half a unit of int8 and
+  // would always be lost by rounding to nearest; instead each step changes the weight with a proportional
+  // probability.
   void store(const at::Tensor& numbers) const {
-    std::vector<std::int64_t> shared;  // the dims along which one scale serves all
+    std::vector<std::int64_t> shared;  // the dims that share one scale
     for (std::int64_t dim = 0; dim < scale.dim(); ++dim)
       if (scale.size(dim) == 1) shared.push_back(dim);
     const at::Tensor needed = numbers.abs().amax(shared, /*keepdim=*/true) / 127;
@@ -57,10 +59,10 @@ class Int8Weight final : public Payload {
 
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
     const auto found = kWays.find(traits_of(op).name);
-    if (found == kWays.end()) refuse(op, "add it to kWays, or call value() of the payload and go on with the plain tensor");
+    if (found == kWays.end()) refuse(op, "add it to kWays, or call value() of the payload and use the plain tensor");
     WrapperCall<Int8Weight> call(op, stack);
     switch (found->second) {
-      case Way::Parts: {  // the same operator on both parts gives another Int8Weight
+      case Way::Parts: {  // the same operator on both parts yields another Int8Weight
         const Stack datas = call.run([](const Int8Weight& weight) { return weight.data; });
         const Stack scales = call.run([](const Int8Weight& weight) { return weight.scale; });
         call.finish(datas, [&](const at::Tensor& data, ResultPlace place, const at::Tensor* viewed) {
@@ -68,7 +70,7 @@ class Int8Weight final : public Payload {
         });
         return;
       }
-      case Way::Read: {  // plain numbers in, plain results out
+      case Way::Read: {  // plain values in, plain results out
         const Stack results = call.run([](const Int8Weight& weight) { return weight.value(); });
         call.finish(results, [](const at::Tensor& plain, ResultPlace, const at::Tensor*) { return plain; });
         return;
@@ -77,7 +79,7 @@ class Int8Weight final : public Payload {
         const Stack results = call.run([](const Int8Weight& weight) { return weight.value(); });
         const at::Tensor self = call.arguments()[0].toTensor();
         const auto& weight = *payload_as<Int8Weight>(self);
-        if (found->first == "aten::copy_") weight.scale.zero_();  // all numbers are new: the scale is fitted to them
+        if (found->first == "aten::copy_") weight.scale.zero_();  // all values are new: fit the scale to them
         weight.store(results[0].toTensor());
         stack->push_back(self);
         return;
@@ -92,7 +94,7 @@ class Int8Weight final : public Payload {
 
  private:
   enum class Way { Parts, Read, Write };
-  // With the overload's name: "aten::mm" is not "aten::mm.out", which writes.
+  // With the overload name: "aten::mm" differs from "aten::mm.out", which writes.
   static inline const std::map<std::string_view, Way> kWays = {
       {"aten::t", Way::Parts},           {"aten::transpose.int", Way::Parts}, {"aten::detach", Way::Parts},
       {"aten::clone", Way::Parts},       {"aten::mm", Way::Read},             {"aten::addmm", Way::Read},
@@ -108,7 +110,7 @@ class Int8Weight final : public Payload {
   }
 };
 
-// ---- the network: nothing below knows how its weights are stored, but the two lines that replace them ----
+// ---- the network: only the two lines that replace the weights know how they are stored ----
 
 struct Outcome {
   double first_loss = 0, last_loss = 0;
@@ -163,18 +165,18 @@ int main() try {
                 "it ended where the float run did, within 0.5 % of the first loss");
   good &= check(int8.weight_bytes * 3 < plain.weight_bytes, "the weights take less than a third of the memory");
 
-  // Taken apart and put together again: what a checkpoint does.
+  // Flatten and unflatten, as a checkpoint does.
   const torch::Tensor weight = Int8Weight::make(torch::randn({4, 8}));
   const torch::Tensor again = unflatten_wrapper(flatten_wrapper(weight));
   good &= check(torch::equal(payload_as<Int8Weight>(again)->value(), payload_as<Int8Weight>(weight)->value()),
-                "flatten and unflatten give the same weight");
+                "flatten and unflatten return the same weight");
 
-  // Writes reach every view; a copy brings its own scale.
+  // Writes are visible through every view; a copy has its own scale.
   weight.t().copy_(torch::full({8, 4}, 0.01));
   good &= check(torch::allclose(payload_as<Int8Weight>(weight)->value(), torch::full({4, 8}, 0.01), 1e-2),
                 "a copy into a view of the weight writes the weight");
 
-  // An operator that the subclass does not know is an error with its name, never a silent conversion.
+  // An operator that the subclass does not handle is an error that names it, never a silent conversion.
   try {
     weight.exp();
     good &= check(false, "exp() on the weight is refused");

@@ -4,13 +4,13 @@
 #include <cstdio>
 
 #include "examples/failure.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 
 int main() try {
   using namespace penstock;
   auto world = comm::World::from_env();  // penstock launch, torchrun --no-python, mpirun or srun
 
-  // Every rank makes its own part; shapes between the parts are found out by a trial run without memory.
+  // Every rank creates its own part; a trial run with shapes only determines the shapes between the parts.
   torch::manual_seed(1 + world.rank());
   torch::nn::Sequential part(torch::nn::Linear(64, 64), torch::nn::GELU(), torch::nn::Linear(64, 64));
   PipelineStage stage(part, world.rank(), world.size(), torch::kCPU);

@@ -1,4 +1,4 @@
-// An ordinary module, trained with its layers split over all ranks: penstock launch -n 2 -- tensor_parallel
+// Trains an ordinary module with its layers split over all ranks: penstock launch -n 2 -- tensor_parallel
 #include <torch/torch.h>
 
 #include <cstdio>
@@ -10,7 +10,7 @@
 int main() try {
   using namespace penstock;
   auto world = comm::World::from_env();            // penstock launch, torchrun --no-python, mpirun or srun
-  comm::MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, Rank{world.rank()}, world.size()));
+  comm::MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, world.rank(), world.size()));
 
   torch::manual_seed(1);                           // every rank draws the same numbers
   torch::nn::Sequential mlp(torch::nn::Linear(64, 256), torch::nn::GELU(), torch::nn::Linear(256, 64));

@@ -1,5 +1,5 @@
-// Trains a transformer over a pipeline on the bytes of a file, in sixty lines: what `penstock train` does with data shards, checkpoints,
-// reports and every other layout around it.
+// Trains a transformer over a pipeline on the bytes of a file, in sixty lines. `penstock train` does the same
+// with data shards, checkpoints, reports and all other layouts.
 //
 //   ./run launch -n 2 -- build/release/bin/train_transformer README.md
 //   ./run launch -n 2 -- build/release/bin/train_transformer README.md examples/own_schedule.csv      a schedule of your own
@@ -15,9 +15,9 @@
 #include "penstock/models/transformer/initialize.h"
 #include "penstock/models/transformer/loss.h"
 #include "penstock/transformer.h"
-#include "penstock/optim/update/adamw.h"
+#include "penstock/optimizer.h"
 #include "penstock/clip_gradients.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 
 using namespace penstock;
 
@@ -32,13 +32,13 @@ int main(int argc, char** argv) try {
   if (bytes.size() <= kLength) return std::fprintf(stderr, "%s: fewer than %d bytes\n", argv[1], int(kLength) + 1), 2;
   const at::Tensor text = torch::from_blob(bytes.data(), {std::int64_t(bytes.size())}, at::kByte).to(at::kLong);
 
-  // Model: this rank makes its own blocks only, with the values that they would have in one process.
+  // Model: this rank creates only its own blocks, with the same values as in one process.
   const models::TransformerOptions options{.vocabulary = 256, .width = 64, .layers = 4, .heads = 4, .context = kLength};
   models::TransformerStage part(options, models::partition_model(options, world.size())[world.rank()]);
   models::initialize(*part, {.seed = 42});
   const PipelineStage stage(StageModule([part](const at::Tensor& x) mutable { return part->forward(x); }, {part.ptr()}), world.rank(), world.size(), at::kCPU);
 
-  // Schedule: one of the known ones, or a file with one line a rank.
+  // Schedule: a built-in one, or a file with one line per rank.
   const PipelineLoss loss([](const at::Tensor& logits, const at::Tensor& targets) { return models::token_loss(logits, targets, double(targets.numel())); });
   std::stringstream csv;
   if (argc > 2) csv << std::ifstream(argv[2]).rdbuf();

@@ -1,4 +1,4 @@
-// Running a program as a user does, with a deadline.
+// Runs a program from a shell command, with a timeout.
 #pragma once
 
 #include <chrono>
@@ -8,7 +8,7 @@
 namespace penstock::test {
 
 struct Ended {
-  int exit_code = -1;  // 128 + signal when killed by one; kTimedOut
+  int exit_code = -1;  // 128 + signal if killed by one; kTimedOut
   double seconds = 0;
   std::string output;  // both streams
 
@@ -18,7 +18,7 @@ struct Ended {
 // Runs a shell command in a process group of its own; kills the group after `limit`.
 Ended run_command(const std::string& command, std::chrono::seconds limit = std::chrono::seconds(60));
 
-// An environment variable, empty when not set.
+// An environment variable, empty if not set.
 std::string environment(const char* name);
 
 }  // namespace penstock::test

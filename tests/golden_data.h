@@ -1,5 +1,6 @@
-// Reference data: a folder with index.json, which names the sections; each section has an index of its own that lists every
-// case. Other data of the same format can be put in its place: PENSTOCK_GOLDEN, else tests/golden of the source tree.
+// Reference data: a folder with index.json, which names the sections; each section has its own index that
+// lists every case. PENSTOCK_GOLDEN selects another folder of the same format; the default is tests/golden of
+// the source tree.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -33,7 +34,8 @@ inline nlohmann::json golden_index(const std::string& section) {
   return read_json(golden_folder() / top.at("sections").at(section).get<std::string>());
 }
 
-// The cases of a kind in a section whose files are named after their kinds, by id; exactly those that the index lists.
+// The cases of one kind, by id, in a section whose files are named after their kinds; exactly those in the
+// index.
 inline std::map<std::string, nlohmann::json> golden_cases(const std::string& section, const std::string& kind) {
   const nlohmann::json top = read_json(golden_folder() / "index.json");
   const std::filesystem::path path = golden_folder() / top.at("sections").at(section).get<std::string>();

@@ -1,4 +1,4 @@
-// Whether a text contains a part; on failure the whole text is shown.
+// Asserts that a text contains a substring; a failure shows the whole text.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// The program of a folder's tests. Its files are compiled and linked together, since most of what a test costs to build is
-// LibTorch's headers; each file is a test of its own all the same, run in a process of its own:
+// The test program of a folder. Its files are compiled and linked together, since LibTorch's headers dominate
+// the build time of a test. Each file is still a separate test that runs in its own process:
 //
 //   build/release/tests/graph_tests --of=compiled_test [GoogleTest's options]
 #include <gtest/gtest.h>
@@ -34,8 +34,8 @@ Choice tests_of(const std::string& file) {
   return choice;
 }
 
-// Adds to GoogleTest's filter that the other files' tests are left out. Returns false, with the reason printed, when that would run
-// nothing or leave out a test that is wanted.
+// Extends GoogleTest's filter to exclude the tests of other files. Prints the reason and returns false if
+// that would run no test or exclude a requested one.
 bool choose(const std::string& file) {
   const Choice choice = tests_of(file);
   if (choice.wanted.empty()) {
@@ -46,7 +46,8 @@ bool choose(const std::string& file) {
   bool excludes = filter.find('-') != std::string::npos;
   for (const std::string& name : choice.others) {
     if (choice.wanted.contains(name)) {
-      std::fprintf(stderr, "--of=%s: another file has a test %s, too; give one of them another name\n", file.c_str(), name.c_str());
+      std::fprintf(stderr, "--of=%s: another file also has a test %s; rename one of them\n", file.c_str(),
+                   name.c_str());
       return false;
     }
     filter += (excludes ? ":" : "-") + name;

@@ -1,4 +1,5 @@
-// Whether this system has pseudo terminals: some containers have none. Tests that need one are skipped there.
+// Checks whether this system has pseudo terminals. Some containers have none; tests that need one are skipped
+// there.
 #pragma once
 
 #include <fcntl.h>

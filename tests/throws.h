@@ -1,4 +1,4 @@
-// The message of the exception that a call throws, for tests that check what an error says.
+// The message of the exception that a call throws, for tests of error messages.
 #pragma once
 
 #include <gtest/gtest.h>

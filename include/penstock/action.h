@@ -17,6 +17,7 @@
 //   REDUCE_GRAD  ReduceGrad       finish the stage's gradients of this step  (no microbatch)
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -25,7 +26,6 @@
 #include <string>
 #include <string_view>
 
-#include "penstock/ids.h"
 
 namespace penstock::schedule {
 
@@ -52,24 +52,23 @@ class Row;
 
 class Action {
  public:
-  // Throws ValueError when an id is negative or above its bound.
-  Action(ActionKind kind, StageId stage, MicrobatchId microbatch)
-      : head_(static_cast<std::uint32_t>(stage.value()) << 8 | kHasMicrobatch |
-              static_cast<std::uint32_t>(kind)),
-        tail_(static_cast<std::uint32_t>(microbatch.value())) {
+  // Throws ValueError when a number is negative or above its bound.
+  Action(ActionKind kind, int stage, int microbatch)
+      : head_(static_cast<std::uint32_t>(stage) << 8 | kHasMicrobatch | static_cast<std::uint32_t>(kind)),
+        tail_(static_cast<std::uint32_t>(microbatch)) {
     check(stage, microbatch);
   }
-  Action(ActionKind kind, StageId stage)
-      : head_(static_cast<std::uint32_t>(stage.value()) << 8 | static_cast<std::uint32_t>(kind)), tail_(0) {
-    check(stage, MicrobatchId{0});
+  Action(ActionKind kind, int stage)
+      : head_(static_cast<std::uint32_t>(stage) << 8 | static_cast<std::uint32_t>(kind)), tail_(0) {
+    check(stage, 0);
   }
 
   ActionKind kind() const { return static_cast<ActionKind>(head_ & 0xf); }
-  StageId stage() const { return StageId{static_cast<std::int32_t>(head_ >> 8)}; }
+  int stage() const { return static_cast<int>(head_ >> 8); }
   bool has_microbatch() const { return (head_ & kHasMicrobatch) != 0; }
-  std::optional<MicrobatchId> microbatch() const {
+  std::optional<int> microbatch() const {
     if (!has_microbatch()) return std::nullopt;
-    return MicrobatchId{static_cast<std::int32_t>(tail_)};
+    return static_cast<int>(tail_);
   }
 
   friend bool operator==(const Action&, const Action&) = default;
@@ -84,13 +83,12 @@ class Action {
   static constexpr std::uint32_t kOverlapTag = 0x40;
   Action(std::uint32_t head, std::uint32_t tail) : head_(head), tail_(tail) {}
 
-  static void check(StageId stage, MicrobatchId microbatch) {
-    const bool good = stage.value() >= 0 && stage.value() <= kMaxStage && microbatch.value() >= 0 &&
-                      microbatch.value() <= kMaxMicrobatch;
+  static void check(int stage, int microbatch) {
+    const bool good = stage >= 0 && stage <= kMaxStage && microbatch >= 0 && microbatch <= kMaxMicrobatch;
     if (!good) [[unlikely]]
       out_of_range(stage, microbatch);
   }
-  [[noreturn]] static void out_of_range(StageId stage, MicrobatchId microbatch);
+  [[noreturn]] static void out_of_range(int stage, int microbatch);
 
   std::uint32_t head_;  // kind: bits 0-3, flags: bits 4-6, stage: bits 8-31
   std::uint32_t tail_;  // microbatch, 0 when there is none
@@ -102,11 +100,11 @@ constexpr bool is_compute(ActionKind kind) {
   return kind <= ActionKind::BackwardWeight;
 }
 // B or I: produces the gradient that the previous stage waits for.
-constexpr bool gives_input_gradient(ActionKind kind) {
+constexpr bool produces_input_gradient(ActionKind kind) {
   return kind == ActionKind::Backward || kind == ActionKind::BackwardInput;
 }
 // B or W: adds to the gradients of the weights.
-constexpr bool gives_weight_gradient(ActionKind kind) {
+constexpr bool produces_weight_gradient(ActionKind kind) {
   return kind == ActionKind::Backward || kind == ActionKind::BackwardWeight;
 }
 constexpr bool is_send(ActionKind kind) {
@@ -132,16 +130,16 @@ void append_text(std::string& out, std::span<const Action> slot);
 std::ostream& operator<<(std::ostream& out, const Action& action);
 
 inline Action forward(int stage, int microbatch) {
-  return {ActionKind::Forward, StageId{stage}, MicrobatchId{microbatch}};
+  return {ActionKind::Forward, stage, microbatch};
 }
 inline Action backward(int stage, int microbatch) {
-  return {ActionKind::Backward, StageId{stage}, MicrobatchId{microbatch}};
+  return {ActionKind::Backward, stage, microbatch};
 }
 inline Action backward_input(int stage, int microbatch) {
-  return {ActionKind::BackwardInput, StageId{stage}, MicrobatchId{microbatch}};
+  return {ActionKind::BackwardInput, stage, microbatch};
 }
 inline Action backward_weight(int stage, int microbatch) {
-  return {ActionKind::BackwardWeight, StageId{stage}, MicrobatchId{microbatch}};
+  return {ActionKind::BackwardWeight, stage, microbatch};
 }
 
 }  // namespace penstock::schedule

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/plan/search/list_scheduler.h"
+#include "penstock/cost_model.h"
 #include "penstock/simulator.h"
 #include "penstock/generators.h"
 
@@ -24,7 +24,7 @@ struct AutoRequest {
   std::vector<MemoryLimit> limits;
   // Where stages may be placed. V needs two stages per rank and is left out otherwise. A bidirectional
   // placement would need a second copy of the model and is never chosen.
-  std::vector<schedule::Placement> placements = {schedule::Placement::Loop};
+  std::vector<schedule::StagePlacement> placements = {schedule::StagePlacement::Loop};
   // How many orders are tried at most: by rules for each placement, and as many exchanges from each of two
   // starting points. Large pipelines get fewer, so that the search takes seconds.
   int trials = 400;

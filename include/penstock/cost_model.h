@@ -92,4 +92,10 @@ struct CostModel {
 // crosses a border stays the same.
 CostModel split_evenly(const CostModel& model, int parts);
 
+// How much a rank may hold at once. Empty: no limit.
+struct MemoryLimit {
+  std::optional<int> activations;     // microbatches in flight
+  std::optional<std::int64_t> bytes;  // activations in bytes
+};
+
 }  // namespace penstock::plan

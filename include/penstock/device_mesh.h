@@ -1,6 +1,6 @@
 // A grid of ranks with named axes, seen from one rank.
 //
-//   DeviceMesh mesh = init_device_mesh("cpu", {2, 4}, {"dp", "tp"}, Rank{5}, 8);
+//   DeviceMesh mesh = init_device_mesh("cpu", {2, 4}, {"dp", "tp"}, 5, 8);
 //
 //              tp 0 1 2 3
 //        dp 0     0 1 2 3        mesh.coordinate()      (1, 1)
@@ -33,9 +33,7 @@
 #include <string_view>
 #include <vector>
 
-#include "penstock/ids.h"
 #include "penstock/mesh_layout.h"
-#include "penstock/mesh_key.h"
 
 namespace penstock {
 
@@ -44,7 +42,7 @@ class DeviceMesh {
   // `ranks` in row-major order of `shape`: distinct, not negative. `names`: one per axis, distinct, or none
   // at all. `device_type`: "cpu", "cuda", ...; letters only.
   DeviceMesh(const std::string& device_type, const std::vector<std::int64_t>& shape, std::vector<int> ranks,
-             std::vector<std::string> names, Rank this_rank);
+             std::vector<std::string> names, int this_rank);
 
   const std::string& device_type() const;
   const std::vector<std::string>& names() const { return names_; }  // empty when there are none
@@ -57,9 +55,9 @@ class DeviceMesh {
   // Position of a named axis. Throws for a name that is not there, with the names that are.
   int axis(std::string_view name) const;
 
-  Rank this_rank() const { return this_rank_; }
+  int this_rank() const { return this_rank_; }
   // The same mesh as that rank has it: of a slice, the slice that rank lies in.
-  DeviceMesh as_rank(Rank rank) const;
+  DeviceMesh as_rank(int rank) const;
 
   // Global ranks of this mesh, row-major.
   std::vector<int> ranks() const;
@@ -69,19 +67,19 @@ class DeviceMesh {
   bool is_root() const;
   DeviceMesh root() const;
 
-  bool contains(Rank rank) const { return coordinate(rank).has_value(); }
+  bool contains(int rank) const { return coordinate(rank).has_value(); }
   // Nothing when the rank is not in this mesh.
-  std::optional<std::vector<std::int64_t>> coordinate(Rank rank) const;
+  std::optional<std::vector<std::int64_t>> coordinate(int rank) const;
   std::optional<std::vector<std::int64_t>> coordinate() const { return coordinate(this_rank_); }
   // Position of a rank along an axis. Throws when the rank is not in this mesh.
-  int axis_rank(int axis, Rank rank) const;
+  int axis_rank(int axis, int rank) const;
   int axis_rank(int axis) const { return axis_rank(axis, this_rank_); }
   int axis_rank(std::string_view name) const { return axis_rank(axis(name), this_rank_); }
 
   // The ranks that differ in this axis alone: all such groups, in row-major order of the other axes, and the
   // one that holds a rank.
   std::vector<std::vector<int>> rank_lists(int axis) const;
-  std::vector<int> rank_list(int axis, Rank rank) const;
+  std::vector<int> rank_list(int axis, int rank) const;
   std::vector<int> rank_list(int axis) const { return rank_list(axis, this_rank_); }
 
   // The sub-mesh of these axes that this rank lies in. Names are axes of this mesh in its order; on the root
@@ -116,7 +114,7 @@ class DeviceMesh {
  private:
   struct Root;
   friend struct std::hash<DeviceMesh>;
-  DeviceMesh(std::shared_ptr<Root> root, MeshLayout layout, std::vector<std::string> names, Rank this_rank);
+  DeviceMesh(std::shared_ptr<Root> root, MeshLayout layout, std::vector<std::string> names, int this_rank);
 
   // Axes or flattened names, each once and known.
   std::vector<AxisLayout> axes_named(const std::vector<std::string>& names) const;
@@ -124,14 +122,14 @@ class DeviceMesh {
   std::shared_ptr<Root> root_;
   MeshLayout layout_;
   std::vector<std::string> names_;
-  Rank this_rank_;
+  int this_rank_ = 0;
   std::int64_t origin_ = 0;  // universe()[origin_ + layout_.index(c)] is the rank at coordinate c
 };
 
 // Ranks 0, 1, ... in row-major order. `world_size` may exceed the product of `shape`: the last ranks are then
 // outside.
 DeviceMesh init_device_mesh(const std::string& device_type, const std::vector<std::int64_t>& shape,
-                            const std::vector<std::string>& names, Rank rank, int world_size);
+                            const std::vector<std::string>& names, int rank, int world_size);
 
 // Finds the mesh that a record means; nothing when there is none. `mesh.find(key)` serves where one root
 // knows all.

@@ -1,41 +1,53 @@
-// What all drawings of a schedule share: the values drawn, the colours, and the words shown for an action.
+// Draws schedules: as a table of text, a picture, an interactive page, or a trace.
+//
+//   schedule::Schedule schedule = schedule::generate(schedule::ScheduleKind::OneFOneB, {.ranks = 4, .microbatches = 8});
+//   std::cout << plan::draw_grid(schedule);
+//   plan::Simulation simulation = plan::simulate(schedule, plan::CostModel{});
+//   std::ofstream("schedule.svg") << plan::draw_svg({schedule, simulation, "1F1B"});
 #pragma once
 
 #include <string>
-#include <string_view>
-#include <vector>
 
-#include "penstock/simulator.h"
 #include "penstock/schedule.h"
+#include "penstock/simulator.h"
 
 namespace penstock::plan {
 
 // A schedule and its simulation under some cost model. Refers to both; they must outlive it.
 struct Drawing {
-  const schedule::Schedule& schedule;
-  const Simulation& simulation;
-  std::string title;  // "1F1B"
+  const schedule::Schedule& schedule;  // compute-only or lowered
+  const Simulation& simulation;        // of this schedule
+  std::string title;                   // "1F1B"
 };
 
-// Colour of a kind of action on the `chunk`-th stage of its rank (of `chunks`): later stages are lighter.
-// "#4f7fd9".
-std::string fill_colour(schedule::ActionKind kind, int chunk, int chunks);
-// Black or white, whichever reads better on it.
-std::string_view text_colour(std::string_view fill);
+// Options of draw_grid.
+struct GridOptions {
+  bool colour = false;  // terminal escape sequences: the background colour shows the kind of action
+};
 
-// [stage]: which of its rank's stages it is, ascending from 0.
-std::vector<int> chunk_of_stages(const schedule::StageMap& stages);
-// The most stages that a rank has.
-int most_chunks(const schedule::StageMap& stages);
+// Returns a table of text: a row per rank, a column per step. In every step each rank executes one slot, whatever its cost, if what
+// it needs happened in an earlier step; a dot is a step without work. In a lowered schedule both slots of a transfer may share a
+// step. Throws ScheduleError for a schedule whose ranks wait for each other.
+std::string draw_grid(const schedule::Schedule& schedule, const GridOptions& options = {});
 
-// "4 ranks, 8 stages, 8 microbatches".
-std::string shape_words(const schedule::Schedule& schedule);
-// "time 27, bubble 11.1 %, in span 5.9 %, at most 4 activations and 2.0 GiB on a rank".
-std::string totals_words(const Simulation& simulation);
-// Lines: the action and its rank; start and end; what it waited for.
-std::string hover_words(const Drawing& drawing, int rank, std::size_t slot);
+// Options of draw_svg.
+struct SvgOptions {
+  // Hover text as <title> elements, which every viewer shows. False: as data-tip attributes (the microbatch as data-m), for a script of the
+  // surrounding page.
+  bool titles = true;
+  bool heading = true;  // name, shape and totals above the rows
+};
 
-// A distance of 1, 2 or 5 times a power of ten, so that `length` has about `count` ticks.
-double tick_distance(double length, int count);
+// Returns an SVG picture over time: a row per rank, a coloured cell per action, axis, legend and totals.
+std::string draw_svg(const Drawing& drawing, const SvgOptions& options = {});
+
+// Returns an HTML page without external references: the picture with zoom and hover, a table of the ranks, and memory over time if the
+// simulation has its curve.
+std::string draw_html(const Drawing& drawing);
+
+// Returns a trace in trace-event JSON for Perfetto (ui.perfetto.dev) and chrome://tracing: a process per rank with threads for
+// computation, transfers and collectives, arrows for data from other ranks, and memory counters if the simulation has its curve. One unit
+// of time is shown as one millisecond.
+std::string draw_perfetto(const Drawing& drawing);
 
 }  // namespace penstock::plan

@@ -2,7 +2,7 @@
 // torch::nn modules, autograd and optimizers.
 //
 //   auto world = comm::World::from_env();
-//   comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, world.size()));
+//   comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), world.size()));
 //   auto x = distribute_tensor(torch::randn({8, 16}), mesh, {Shard{0}, Replicate{}});      // rows over dp
 //   auto w = distribute_tensor(torch::randn({32, 16}), mesh, {Replicate{}, Shard{0}});     // rows over tp
 //   auto y = torch::linear(x, w);                    // [8, 32] as [S(0), S(1)]: nothing was sent

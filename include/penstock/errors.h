@@ -1,19 +1,30 @@
-// The exception types of Penstock: one type per kind of failure, so that a caller can react to a kind without reading text.
+// The exceptions of Penstock. All of them derive from penstock::Error; a type of its own for each kind of failure lets a
+// caller react without reading text.
 //
-// Every message says what happened, the actual value, the expected one and the remedy. `describe` builds such a
-// message in one shape everywhere.
+//   try {
+//     auto world = penstock::comm::World::from_env();
+//   } catch (const penstock::TimeoutError& error) {      // a rank did not come
+//     std::cerr << error.what() << "\n";
+//   } catch (const penstock::Error& error) {             // anything else that Penstock reports
+//     std::cerr << error.what() << "\n";
+//   }
 //
-//   type                      derives from            thrown for
-//   ValueError                std::invalid_argument   a bad argument value
-//   ConfigError               ValueError              a bad flag, environment variable, file or text form
-//   TypeError                 std::invalid_argument   a value of the wrong dynamic type
-//   StateError                std::runtime_error      a call that the object's state does not allow
-//   PipeliningMetadataError   std::runtime_error      tensors, messages or transfers that do not match their contract
-//   CommError                 std::runtime_error      communication that failed; carries who, what and how long
-//   TimeoutError              CommError               a deadline that passed
-//   PeerLostError             CommError               a rank that died, failed or left
-//   InvariantError            std::logic_error        a broken internal contract (checked in release builds too)
-//   NotImplemented            std::logic_error        an admitted gap
+//   type                      derives from     thrown for
+//   ValueError                Error            a bad argument value
+//   ConfigError               ValueError       a bad flag, environment variable, file or text form
+//   TypeError                 Error            a value of the wrong dynamic type
+//   StateError                Error            a call that the object's state does not allow
+//   MismatchError             Error            tensors, messages or transfers that do not match what both sides agreed on
+//   PipeliningMetadataError   MismatchError    the same, between the stages of a pipeline
+//   CommError                 Error            communication that failed; says who, what and after how long
+//   TimeoutError              CommError        a deadline that passed
+//   PeerLostError             CommError        a rank that died, failed or left
+//   NotImplemented            Error            something that Penstock does not support (yet)
+//   InvariantError            Error            a defect of Penstock; checked in release builds too
+//
+// Further types are declared next to what throws them: ScheduleError, DataDependentError, StageForwardError,
+// StageBackwardError, CheckpointError, NotFiniteError. Every message says what happened, the actual value, the expected one
+// and the remedy.
 #pragma once
 
 #include <optional>
@@ -23,9 +34,14 @@
 
 namespace penstock {
 
-class ValueError : public std::invalid_argument {
+class Error : public std::runtime_error {
  public:
-  using std::invalid_argument::invalid_argument;
+  using std::runtime_error::runtime_error;
+};
+
+class ValueError : public Error {
+ public:
+  using Error::Error;
 };
 
 class ConfigError : public ValueError {
@@ -33,43 +49,48 @@ class ConfigError : public ValueError {
   using ValueError::ValueError;
 };
 
-class TypeError : public std::invalid_argument {
+class TypeError : public Error {
  public:
-  using std::invalid_argument::invalid_argument;
+  using Error::Error;
 };
 
-class StateError : public std::runtime_error {
+class StateError : public Error {
  public:
-  using std::runtime_error::runtime_error;
+  using Error::Error;
 };
 
-class PipeliningMetadataError : public std::runtime_error {
+class MismatchError : public Error {
  public:
-  using std::runtime_error::runtime_error;
+  using Error::Error;
 };
 
-class InvariantError : public std::logic_error {
+class PipeliningMetadataError : public MismatchError {
  public:
-  using std::logic_error::logic_error;
+  using MismatchError::MismatchError;
 };
 
-class NotImplemented : public std::logic_error {
+class InvariantError : public Error {
  public:
-  using std::logic_error::logic_error;
+  using Error::Error;
 };
 
-// Who was doing what when communication failed. Unknown parts stay empty.
+class NotImplemented : public Error {
+ public:
+  using Error::Error;
+};
+
+// Who was doing what when communication failed. Unknown parts are left empty.
 struct CommContext {
-  int rank = -1;                    // global rank that reports
-  std::optional<int> peer;          // global rank on the other side, for point-to-point
-  std::optional<int> lost_rank;     // global rank that is gone, when known
-  std::string operation;            // "all_reduce", "send", ...
-  std::string group;                // name of the group
-  std::string label;                // the caller's words for this transfer, "2F0 -> stage 3"
-  double elapsed_s = 0;             // from the start of the operation to the failure
+  int rank = -1;                 // global rank that reports
+  std::optional<int> peer;       // global rank on the other side, for point-to-point transfers
+  std::optional<int> lost_rank;  // global rank that is gone, when known
+  std::string operation;         // "all_reduce", "send", ...
+  std::string group;             // name of the group
+  std::string label;             // the caller's label of this transfer, "2F0 -> stage 3"
+  double elapsed_s = 0;          // from the start of the operation to the failure
 };
 
-class CommError : public std::runtime_error {
+class CommError : public Error {
  public:
   CommError(const std::string& what_happened, CommContext context);
   const CommContext& context() const { return context_; }
@@ -88,17 +109,4 @@ class PeerLostError : public CommError {
   using CommError::CommError;
 };
 
-// "what: got ACTUAL, expected EXPECTED; REMEDY". Empty parts are left out.
-std::string describe(std::string_view what, std::string_view actual, std::string_view expected,
-                     std::string_view remedy = {});
-
-// Throws InvariantError naming the place. Stays on in release builds: a broken contract must never become wrong numbers.
-[[noreturn]] void invariant_failed(const char* condition, const char* file, int line, std::string_view why);
-
 }  // namespace penstock
-
-#define PENSTOCK_INVARIANT(condition, why)                                          \
-  do {                                                                              \
-    if (!(condition)) [[unlikely]]                                                  \
-      ::penstock::invariant_failed(#condition, __FILE__, __LINE__, (why));          \
-  } while (false)

@@ -2,7 +2,7 @@
 // while they are computed with.
 //
 //   auto world = comm::World::from_env();
-//   comm::MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size()));
+//   comm::MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size()));
 //   auto model = std::make_shared<Model>();
 //   for (const auto& block : *model->blocks) fully_shard(*block, mesh);     // inner modules first: a group of parameters each
 //   fully_shard(*model, mesh);                                              // what is left
@@ -62,11 +62,11 @@ ShardState* shard_state_of(const torch::nn::Module& module);
 
 // What is known of a parameter: its group, its specs and sizes. Nothing for a tensor that is not a sharded parameter.
 struct ShardInfo {
-  ParameterGroup* group = nullptr;
+  ShardGroup* group = nullptr;
   std::size_t index = 0;  // in the group
 
   const ShardedParameter& parameter() const { return group->parameters()[index]; }
-  GroupState state() const { return group->state(); }
+  ShardGroupState state() const { return group->state(); }
 };
 std::optional<ShardInfo> shard_of(const at::Tensor& parameter);
 
@@ -87,6 +87,6 @@ void load_whole(const at::Tensor& parameter, const at::Tensor& whole);
 // Gives memory and values to a module that was built fake (deferred_init.h) and then sharded: `fill(name, shard, box)` is called
 // for this rank's part of every parameter, which begins at box.offset of the whole; keyed_init.h gives the same values for any
 // layout. No rank holds a whole parameter at any time. `device`: where; default: as declared.
-void materialize_shards(torch::nn::Module& module, const ParameterGroup::ShardInitializer& fill, std::optional<at::Device> device = std::nullopt);
+void materialize_shards(torch::nn::Module& module, const ShardGroup::ShardInitializer& fill, std::optional<at::Device> device = std::nullopt);
 
 }  // namespace penstock

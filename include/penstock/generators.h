@@ -71,7 +71,7 @@ Schedule generate(ScheduleKind kind, const PipelineShape& shape);
 
 // Throws what `generate` would throw, in constant time.
 void check_shape(ScheduleKind kind, const PipelineShape& shape);
-Placement placement_of(ScheduleKind kind);
+StagePlacement placement_of(ScheduleKind kind);
 // Stages per rank that the kind demands; none when any number will do.
 std::optional<int> required_stages_per_rank(ScheduleKind kind);
 // Where nobody says how many: what the kind demands, else 2. On one stage a rank the interleaved kinds would

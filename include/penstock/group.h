@@ -5,12 +5,12 @@
 // - A Group is a handle; copies share the group, and `const` speaks of the handle alone. Made by World, never directly.
 // - Every operation starts at once and returns a Work; `send` and `recv` are the blocking forms.
 // - Collectives must be started in the same order by all members. Point-to-point operations match by (peer, tag) in order.
-// - Ranks in calls are global (`Rank`), whatever the group.
+// - Ranks in calls are global ranks, whatever the group.
 // - A failure of one operation is a failure of the group: later calls throw the same error, and every other rank is told.
 // - Thread rule: one thread starts operations on a group; other threads may wait for Works.
 //
 // A point-to-point transfer is matched by everything both sides must agree on: peer, tag, order, dtype and size. One that
-// does not fit never moves a byte; within about a second of waiting it is a PipeliningMetadataError naming both sides, on
+// does not fit never moves a byte; within about a second of waiting it is a MismatchError naming both sides, on
 // both sides (at once over UCX). Nothing extra travels: the data goes from tensor to tensor in one message. On NCCL the
 // contract of each (peer, tag) is exchanged once, and per transfer at debug level detail.
 //
@@ -25,13 +25,42 @@
 #include <string>
 #include <vector>
 
-#include "penstock/ids.h"
-#include "penstock/comm/backend/reduce_op.h"
-#include "penstock/comm/group/work.h"
+#include "penstock/reduce_op.h"
 
 namespace penstock::comm {
 
 class GroupState;
+class WorkState;
+
+// A communication operation in flight. Keeps its tensors alive, is waited for with a deadline, and reports
+// its first error.
+//
+// Thread safety: use a Work from one thread at a time. For CUDA tensors on NCCL, `wait` makes the current
+// CUDA stream wait for the transfer and returns at once; in all other cases it blocks the calling thread.
+class [[nodiscard]] Work {
+ public:
+  Work() = default;  // nothing to wait for
+  explicit Work(std::shared_ptr<WorkState> state) : state_(std::move(state)) {}
+
+  // Waits at most for the timeout of the operation, or of its group if it has none. Throws
+  //   PeerLostError            a rank died, failed or left; names it
+  //   TimeoutError             the deadline passed; the group becomes unusable, and every rank is notified
+  //   MismatchError  the received data does not match what was expected; names both sides
+  //   CommError                any other failure, with the backend's message
+  // Later calls return, or throw the same error, at once.
+  void wait();
+  void wait(std::chrono::milliseconds timeout);
+
+  // Returns whether `wait` would return without blocking. May be false for a completed transfer on backends
+  // that cannot tell.
+  bool done();
+
+ private:
+  std::shared_ptr<WorkState> state_;
+};
+
+// Waits for all, then throws the first error in the given order.
+void wait_all(std::vector<Work>& works);
 
 struct OpOptions {
   std::string label;                                 // the caller's words, for errors and records
@@ -49,11 +78,11 @@ struct P2POp {
   enum class Kind { Send, Recv };
   Kind kind;
   at::Tensor tensor;
-  Rank peer;
+  int peer = 0;  // global rank
   P2POptions options;
 
-  static P2POp send(at::Tensor tensor, Rank to, P2POptions options = {}) { return {Kind::Send, std::move(tensor), to, std::move(options)}; }
-  static P2POp recv(at::Tensor tensor, Rank from, P2POptions options = {}) { return {Kind::Recv, std::move(tensor), from, std::move(options)}; }
+  static P2POp send(at::Tensor tensor, int to, P2POptions options = {}) { return {Kind::Send, std::move(tensor), to, std::move(options)}; }
+  static P2POp recv(at::Tensor tensor, int from, P2POptions options = {}) { return {Kind::Recv, std::move(tensor), from, std::move(options)}; }
 };
 
 class Group {
@@ -71,23 +100,23 @@ class Group {
   const std::vector<int>& ranks() const;  // global ranks in group order
   int size() const;
   int axis_rank() const;                  // position of this rank in ranks()
-  Rank rank_at(int axis_rank) const;
+  int rank_at(int axis_rank) const;
   std::chrono::milliseconds timeout() const;
   // "gloo", "nccl", "ucx", ... for a CPU or CUDA tensor and kind of operation; for people and tests.
   std::string describe_backends() const;
 
   // Point-to-point. The tensor of a receive must be contiguous memory or it is filled through a copy.
-  void send(const at::Tensor& tensor, Rank to, const P2POptions& options = {}) const;
-  void recv(const at::Tensor& tensor, Rank from, const P2POptions& options = {}) const;
-  Work isend(const at::Tensor& tensor, Rank to, const P2POptions& options = {}) const;
-  Work irecv(const at::Tensor& tensor, Rank from, const P2POptions& options = {}) const;
+  void send(const at::Tensor& tensor, int to, const P2POptions& options = {}) const;
+  void recv(const at::Tensor& tensor, int from, const P2POptions& options = {}) const;
+  Work isend(const at::Tensor& tensor, int to, const P2POptions& options = {}) const;
+  Work irecv(const at::Tensor& tensor, int from, const P2POptions& options = {}) const;
   // Starts all at once, receives first, so that neighbours which exchange do not wait for each other. One Work per entry.
   std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& ops) const;
 
   // In place, on every member.
   Work all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::Sum, const OpOptions& options = {}) const;
   Work all_reduce_coalesced(const std::vector<at::Tensor>& tensors, ReduceOp op = ReduceOp::Sum, const OpOptions& options = {}) const;
-  Work broadcast(const at::Tensor& tensor, Rank from, const OpOptions& options = {}) const;
+  Work broadcast(const at::Tensor& tensor, int from, const OpOptions& options = {}) const;
 
   // output holds size() inputs in group order: output.numel() == size() * input.numel().
   Work all_gather(const at::Tensor& output, const at::Tensor& input, const OpOptions& options = {}) const;

@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "penstock/group.h"
-#include "penstock/optim/update/parameters.h"
+#include "penstock/optimizer.h"
 
 namespace penstock::optim {
 

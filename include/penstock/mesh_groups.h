@@ -1,6 +1,6 @@
 // The groups that the ranks of a mesh talk through: one per axis, made when it is first asked for.
 //
-//   DeviceMesh mesh = init_device_mesh("cpu", {2, 4}, {"dp", "tp"}, Rank{world.rank()}, world.size());
+//   DeviceMesh mesh = init_device_mesh("cpu", {2, 4}, {"dp", "tp"}, world.rank(), world.size());
 //   MeshGroups groups(world, mesh);
 //   groups.group("tp").all_reduce(activations).wait();      // over the row of this rank
 //   groups.group("dp").all_reduce(gradients).wait();        // over its column

@@ -104,9 +104,29 @@ class MeshLayout {
   std::vector<AxisLayout> axes_;
 };
 
+// What a record that goes to another process says about a mesh: names and layout, never ranks.
+//
+// All stages of a pipeline derive their meshes from one list of ranks, the universe. Within it a sender and a
+// receiver on different ranks have meshes of equal key (both hold "tp" with stride 1), each with its own
+// ranks; so the receiver finds its own mesh by the key. Between meshes of different universes keys mean
+// nothing.
+struct MeshKey {
+  std::vector<std::string> names;    // empty for a mesh without names
+  std::optional<MeshLayout> layout;  // nothing: the names alone must do
+  friend bool operator==(const MeshKey&, const MeshKey&) = default;
+
+  // "[dp, tp] (2, 4):(4, 1)".
+  std::string to_string() const;
+};
+
 }  // namespace penstock
 
 template <>
 struct std::hash<penstock::MeshLayout> {
   std::size_t operator()(const penstock::MeshLayout& layout) const noexcept;
+};
+
+template <>
+struct std::hash<penstock::MeshKey> {
+  std::size_t operator()(const penstock::MeshKey& key) const noexcept;
 };

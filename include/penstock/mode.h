@@ -28,7 +28,7 @@
 
 #include <memory>
 
-#include "penstock/torch/dispatch/stack_tensors.h"
+#include "penstock/stack_tensors.h"
 
 namespace penstock {
 

@@ -29,15 +29,47 @@
 // Thread rule: one thread at a time. All ranks of a mesh step together.
 #pragma once
 
+#include <optional>
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "penstock/optim/update/parameters.h"
 
 namespace penstock::optim {
+
+// Named parameters, in groups that share their options.
+//
+//   std::vector<NamedParameter> all;
+//   for (const auto& item : module.named_parameters()) all.push_back({item.key(), item.value()});
+//   AdamW optimizer(decay_groups(all), {.lr = 3e-4, .weight_decay = 0.1});
+//
+// Names are those of the whole model, the same in every layout; a rank lists the parameters that it holds. A
+// tensor may be plain or distributed. Thread safety: as for tensors.
+
+struct NamedParameter {
+  std::string name;
+  at::Tensor tensor;
+};
+
+struct ParameterGroup {
+  std::vector<NamedParameter> parameters;
+  double lr_scale = 1;                 // multiplies the optimizer's learning rate; 0 freezes the parameters
+  std::optional<double> weight_decay;  // instead of the optimizer's
+};
+
+// Returns whether a parameter is usually excluded from weight decay: at most one dim, or "bias" or "norm" in
+// its path.
+bool is_usually_undecayed(const NamedParameter& parameter);
+
+// Two groups: parameters with the optimizer's decay and parameters without, in the order given. An empty
+// group is omitted.
+std::vector<ParameterGroup> decay_groups(const std::vector<NamedParameter>& parameters);
+
+// Returns every tensor once: a tied one under its first name. Throws ValueError for a name shared by two
+// tensors, an empty name and an undefined tensor.
+std::vector<NamedParameter> without_ties(const std::vector<NamedParameter>& parameters);
 
 struct NamedTensor {
   std::string name;
@@ -130,6 +162,68 @@ class Optimizer {
   std::vector<std::string> kinds_;
   std::vector<NamedParameter> parameters_;
   std::vector<Slot> slots_;           // one for each parameter
+};
+
+// ---- AdamW ----
+//
+// AdamW: Adam with decoupled weight decay (Loshchilov and Hutter, 2019).
+//
+//   m = beta1 m + (1 - beta1) g            v = beta2 v + (1 - beta2) g^2
+//   p = p (1 - lr weight_decay) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+//
+// State: exp_avg (m), exp_avg_sq (v), in the dtype of the parameter. See optimizer.h for everything else.
+
+struct AdamWOptions {
+  double lr = 1e-3;
+  double beta1 = 0.9;           // 0 .. 1, less than 1
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0.01;   // for groups without their own value
+  Kernels kernels = Kernels::Auto;
+};
+
+class AdamW final : public Optimizer {
+ public:
+  // Throws ValueError that names the option or the parameter.
+  explicit AdamW(std::vector<ParameterGroup> groups, const AdamWOptions& options = {});
+  explicit AdamW(std::vector<NamedParameter> parameters, const AdamWOptions& options = {});
+
+ private:
+  bool update_fused(const Bucket& bucket) override;
+  void update_lists(const Bucket& bucket) override;
+  AdamWOptions options_;
+};
+
+// ---- SGD ----
+//
+// Stochastic gradient descent with momentum.
+//
+//   g = g + weight_decay p                 (coupled decay, as in torch::optim::SGD)
+//   m = momentum m + g
+//   p = p - lr (nesterov ? g + momentum m : m)
+//
+// With decoupled decay, p = p (1 - lr weight_decay) comes first and g is unchanged, as in AdamW. State:
+// momentum (m), none if the momentum is 0. See optimizer.h for everything else.
+
+struct SGDOptions {
+  double lr = 1e-2;
+  double momentum = 0;        // 0 .. 1, less than 1
+  bool nesterov = false;      // needs momentum
+  double weight_decay = 0;    // for groups without their own value
+  bool decoupled = false;
+  Kernels kernels = Kernels::Auto;
+};
+
+class SGD final : public Optimizer {
+ public:
+  // Throws ValueError that names the option or the parameter.
+  explicit SGD(std::vector<ParameterGroup> groups, const SGDOptions& options = {});
+  explicit SGD(std::vector<NamedParameter> parameters, const SGDOptions& options = {});
+
+ private:
+  bool update_fused(const Bucket& bucket) override;
+  void update_lists(const Bucket& bucket) override;
+  SGDOptions options_;
 };
 
 }  // namespace penstock::optim

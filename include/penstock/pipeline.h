@@ -1,130 +1,189 @@
-// Executes any schedule over the stages of this rank: one loop for all of them.
+// Pipelines: schedules executed over the stages of this rank.
 //
-//   PipelineRuntime pipeline({stage}, schedule::generate(schedule::ScheduleKind::OneFOneB, {.ranks = 4, .microbatches = 8}), loss, {world});
-//   auto result = pipeline.step(Tree::tuple({x}), {}, y);        // forward and backward of all microbatches; gradients are in .grad()
+//   PipelineStage stage(block, world.rank(), world.size(), at::kCPU);
+//   Schedule1F1B pipeline(stage, 8, mse_loss, {world});
+//   StepResult result = pipeline.step(Tree::tuple({x}), {}, y);  // forward and backward of 8 microbatches; see .grad()
 //   optimizer.step();
-//   auto eval = pipeline.eval(Tree::tuple({x}));                 // forward only, in any schedule
+//   StepResult evaluated = pipeline.eval(Tree::tuple({x}));      // forward only, with any schedule
 //
-// Every rank of the pipeline calls step, with the arguments of the first stage where it has one, its keyword arguments, and the target
-// where it has the last stage; what a rank does not need may be left out. Arguments are split into microbatches (microbatch.h).
+//   auto by_name = make_pipeline("ZBVZeroBubble", {stage, stage}, 8, mse_loss, {world});  // two stages on each rank
+//   auto custom = pipeline_from_csv(csv, {stage}, mse_loss, {world});                     // a schedule of your own
 //
-// What the loop does about speed: receives are posted ahead, sends are reaped late, ranks wait only for data they need now;
-// stages that share a rank hand tensors over without a copy; outputs are freed when sent, graphs after their last backward.
+// Every rank of the pipeline calls `step`: with the arguments of the first stage if it has that stage, its keyword arguments,
+// and the target if it has the last stage. Arguments are split into microbatches (microbatch.h).
 //
-// Gradients add to what .grad() holds, so steps accumulate; with scale_grads those of this step are divided by the number of
-// microbatches first, whatever was there before. In a bidirectional schedule the two copies of a part end with the same sum.
+// Gradients are added to .grad(), so steps accumulate; with scale_grads those of this step are first divided by the number of
+// microbatches. In a bidirectional schedule both copies of a part end with the same sum.
 //
-// Errors. Arguments that a rank refuses (ValueError, StateError and the like: no batch, too few rows, no target, keywords that no stage takes, no loss) and ranks that do
-// different things (PipeliningMetadataError) are found before anything is sent: the call fails on every rank, elsewhere with a ValueError
-// that quotes the cause, and the next one may be right. What goes wrong later on one rank (a module that throws, tensors that do not
-// fit, a rank that dies) ends the step on all of them within the deadline: there with the error itself, elsewhere with a PeerLostError that
-// quotes it. The pipeline is unusable then.
-// A TimeoutError or PeerLostError of a step ends with a report of where every rank is and who holds up whom (stall_report.h); with
-// PENSTOCK_STALL_DIR set, it is also in stall-rank<r>.json there.
-// Thread rule: one thread; every rank runs its steps in the same order.
+// Errors. Arguments that a rank rejects (no batch, too few rows, no target, unknown keywords, no loss) and ranks that do
+// different things are found before anything is sent: the call fails on every rank, and the next one may succeed. What goes
+// wrong later on one rank (a module throws, tensors do not fit, a rank dies) ends the step on all ranks within the deadline:
+// with the error itself there, elsewhere with a PeerLostError that quotes it. The pipeline is unusable after that. A
+// TimeoutError or PeerLostError ends with a report of where every rank is and who holds up whom; with PENSTOCK_STALL_DIR
+// set, the report is also written to stall-rank<r>.json there.
+// Thread safety: one thread; every rank runs its steps in the same order.
 #pragma once
+
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
-#include "penstock/world.h"
+#include "penstock/generators.h"
 #include "penstock/microbatch.h"
-#include "penstock/pipeline/stage/pipe_info.h"
-#include "penstock/pipeline/stage/pipeline_loss.h"
-#include "penstock/pipeline/program/program.h"
-#include "penstock/stage.h"
-#include "penstock/pipeline/runtime/step_result.h"
-#include "penstock/pipeline/report/step_trace.h"
 #include "penstock/schedule.h"
+#include "penstock/stage.h"
 #include "penstock/step_context.h"
+#include "penstock/world.h"
 
 namespace penstock {
 
+// What a front end that cuts a model into stages knows about the result; the runtime compares it with its schedule.
+struct PipeInfo {
+  std::string description;             // the outer graph, or what was cut where; quoted in errors
+  int stages = 0;                      // parts of the model; a bidirectional pipeline runs each part twice
+  bool has_loss_and_backward = false;  // whether it was cut for training
+};
+
+// Options of a pipeline. `world` has no default.
 struct PipelineOptions {
-  comm::World world;
-  std::vector<int> ranks = {};   // of the pipeline, in its order; none: all of the world
+  comm::World world;             // the processes
+  std::vector<int> ranks = {};   // ranks of the pipeline in order; empty: all ranks of the world
   bool scale_grads = true;       // divide the gradients of a step by the number of microbatches: for losses that are means
-  SplitSpecs split = {};         // of args and kwargs
-  Tree target_split = {};
-  Tree output_merge = {};        // how results of microbatches become one
-  std::vector<SkipTensor> skips = {};
-  std::uint64_t seed = 0;        // of StepContext
-  double loss_scale = 1.0;
-  comm::P2PTransport p2p = comm::P2PTransport::Auto;  // World::low_latency_transport(): UCX between processes of one host
-  int post_ahead = 2;            // see CompileOptions
-  std::optional<PipeInfo> info = {};  // of the front end that cut the model; compared with the schedule
-  bool return_outputs = true;    // false: StepResult has losses alone, and what the last stage returns is freed with its graph
-  std::optional<BatchRows> rows = {};  // of StepContext: which rows of a microbatch these are, where replicas share it
-  // Training steps are recorded on the CUDA device that all stages are on and replayed as one launch: for stages so small that the host
-  // cannot keep up with the device. Of each kind of arguments (shapes, dtypes, plain values) the first step runs as ever, the second one
-  // is recorded. What the host decides stays as it was then: branches, counters, train or eval mode (`record_again` forgets it). Tensors
-  // among the arguments must be on the device and require no gradients; .grad() of parameters lies in memory of the recording, which
-  // the next step overwrites. ValueError for pipelines over several ranks, sharded stages and `gradients_done`; modules that read
-  // values back or use keyed dropout fail in their first steps with what is wrong.
+  SplitSpecs split = {};         // how args and kwargs are split
+  Tree target_split = {};        // how the target is split
+  Tree output_merge = {};        // how the results of microbatches are merged
+  std::vector<SkipTensor> skips = {};                 // tensors that skip stages
+  std::uint64_t seed = 0;                             // StepContext::seed
+  double loss_scale = 1.0;                            // the loss is multiplied by this before backward
+  comm::P2PTransport p2p = comm::P2PTransport::Auto;  // Auto: World::low_latency_transport()
+  int post_ahead = 2;                                 // how many actions ahead receives are posted; each costs a buffer
+  std::optional<PipeInfo> info = {};                  // from the front end that cut the model
+  bool return_outputs = true;  // false: StepResult has losses only; outputs of the last stage are freed with their graphs
+  std::optional<BatchRows> rows = {};  // StepContext::rows: which rows of a microbatch these are, where replicas share it
+  // Records training steps on the CUDA device that all stages are on and replays them as one launch: for stages so small
+  // that the host cannot keep up with the device. For each kind of arguments (shapes, dtypes, plain values) the first step
+  // runs as usual and the second is recorded. Decisions of the host are fixed by the recording: branches, counters, train or
+  // eval mode (`record_again` discards it). Tensors among the arguments must be on the device and not require grad; .grad()
+  // of parameters is in memory of the recording, which the next step overwrites. Throws ValueError for pipelines over several
+  // ranks, sharded stages and `gradients_done`; modules that read values back or use keyed dropout fail in their first steps.
   bool device_graph = false;
-  // Called in a training step where the schedule has REDUCE_GRAD: .grad() of the stage's own parameters is complete and divided, except
-  // for parameters that another stage of this rank has, too, and for copies in bidirectional schedules. With earlier steps to add to,
-  // it is this step's gradient alone. It may start communication that the caller waits for after the step.
+  // Called in a training step at REDUCE_GRAD: .grad() of the stage's own parameters is complete and scaled, except for
+  // parameters shared with another stage of this rank and for copies in bidirectional schedules. If .grad() held
+  // earlier gradients, it is this step's gradient alone. It may start communication that the caller waits for after the step.
   std::function<void(int stage)> gradients_done = {};
 };
 
-struct StepReport {
-  int peak_live_microbatches = 0;  // (stage, microbatch) pairs whose forward has run and whose backward has not ended
-  int trials = 0;                  // trial runs of this rank's stages, since the beginning
-  bool is_static = false;
-  bool replayed = false;           // by the device, from a recording: what else is here was counted when it was recorded
-  int units_on_two_streams = 0;    // overlapped units whose forward and backward ran beside each other, on CUDA
+// What a step returns, without graphs.
+struct StepResult {
+  std::optional<Tree> output;      // on ranks with a last stage: the merged results of the microbatches
+  std::vector<at::Tensor> losses;  // on ranks with a last stage: one per microbatch, in order
 };
 
+// Facts about the last step.
+struct StepReport {
+  int peak_live_microbatches = 0;  // (stage, microbatch) pairs whose forward has run and whose backward has not ended
+  int trials = 0;                  // trial runs of this rank's stages since the beginning
+  bool is_static = false;          // no stage needed a trial
+  bool replayed = false;           // replayed from a recording; the other fields are from when it was recorded
+  int units_on_two_streams = 0;    // overlapped units whose forward and backward ran concurrently on CUDA
+};
+
+// Executes one schedule over the stages of this rank. The classes below name the usual schedules.
 class PipelineRuntime {
  public:
-  // Collective over the pipeline. `schedule` may be compute-only or lowered. Throws ValueError for stages that are not those which the
-  // schedule puts on this rank, and ScheduleError for a schedule that cannot run.
+  // [collective over the pipeline] `schedule` may be compute-only or lowered. Throws ValueError if the stages are not those that the
+  // schedule places on this rank, ScheduleError for a schedule that cannot run.
   PipelineRuntime(std::vector<PipelineStage> stages, schedule::Schedule schedule, PipelineLoss loss, PipelineOptions options);
   ~PipelineRuntime();
+  // Moved-from runtimes can only be destroyed.
   PipelineRuntime(PipelineRuntime&&) noexcept;
 
-  // Connects all channels of the pipeline by transfers of one element, so that no step pays for it. Collective over the pipeline. The
-  // first step does it by itself where it was not called; again: nothing. Fails as a step does.
+  // [collective over the pipeline] Connects all channels by transfers of one element, so that no step pays for it. The first step
+  // does so if this was not called; calling it again does nothing. Fails like a step.
   void warm_up();
 
-  // Needs a loss.
+  // [collective over the pipeline] Runs forward and backward of all microbatches. Needs a loss.
   StepResult step(const Tree& args = {}, const Tree& kwargs = {}, const Tree& target = {});
-  // Losses where there is a loss and a target.
+  // [collective over the pipeline] Runs forward only. Returns losses if there are a loss and a target.
   StepResult eval(const Tree& args = {}, const Tree& kwargs = {}, const Tree& target = {});
 
+  // Number of microbatches of the schedule.
   int n_microbatches() const;
-  const schedule::Schedule& schedule() const;  // lowered
-  int rank() const;                            // along the pipeline
+  // The lowered schedule.
+  const schedule::Schedule& schedule() const;
+  // Position of this rank along the pipeline.
+  int rank() const;
+  // Stages of this rank in order.
   std::vector<PipelineStage>& stages();
-  // Of the last step.
+  // Facts about the last step.
   StepReport report() const;
 
-  // What all ranks did in the last step, and when. Collective over the pipeline: its first rank gets the trace, the others nothing.
-  // Clocks are compared the first time; `align_again` repeats that, for runs so long that they drift. Throws StateError before the
-  // first step, after one that failed, and after one that was replayed.
-  std::optional<pipeline::StepTrace> trace_last_step(bool align_again = false);
-  // The same, written by the first rank to a file that Perfetto and `penstock trace` read. ConfigError there if that fails.
+  // [collective over the pipeline] Writes what all ranks did in the last step, and when, to a file on the first rank; Perfetto and
+  // `penstock trace` read it. Throws ConfigError there if writing fails; StateError before the first step, after a failed or a
+  // replayed one.
   void write_trace(const std::string& path);
 
-  // Called behind every instruction of later training steps, on the thread that runs them: for who measures. None: an empty function.
+  // Called after each instruction of later training steps, on the thread that runs them, for profilers. Pass an empty function
+  // to remove it.
   void set_instruction_observer(std::function<void()> observer);
 
+  // Loss scale of later steps.
   void set_loss_scale(double scale);
-  // The number that the next training step has in StepContext; later ones count on. 0 at the beginning.
-  void set_step(std::int64_t step);
+  // The loss scale in use.
   double loss_scale() const;
-  // With PipelineOptions::device_graph: the next step runs as ever, the one after it is recorded.
+  // Step number of the next training step in StepContext; later steps count on. Starts at 0.
+  void set_step(std::int64_t step);
+  // With PipelineOptions::device_graph: discards the recordings; the next step runs as usual, the one after it is recorded.
   void record_again();
 
  private:
-  friend class PipelineTrace;
+  friend struct PipelineInternals;
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
+
+// Returns the schedule of this kind for the pipeline that the stages are part of: ranks and stages per rank follow from the
+// options and the number of stages. Throws ValueError for a shape that the kind does not support.
+schedule::Schedule schedule_for(schedule::ScheduleKind kind, const std::vector<PipelineStage>& stages, int n_microbatches,
+                                const PipelineOptions& options);
+
+// A pipeline with the schedule of one kind.
+template <schedule::ScheduleKind kind>
+class PipelineSchedule : public PipelineRuntime {
+ public:
+  // One stage on each rank.
+  PipelineSchedule(const PipelineStage& stage, int n_microbatches, PipelineLoss loss, PipelineOptions options)
+      : PipelineSchedule(std::vector<PipelineStage>{stage}, n_microbatches, std::move(loss), std::move(options)) {}
+  // Several stages on each rank.
+  PipelineSchedule(const std::vector<PipelineStage>& stages, int n_microbatches, PipelineLoss loss, const PipelineOptions& options)
+      : PipelineRuntime(stages, schedule_for(kind, stages, n_microbatches, options), std::move(loss), options) {}
+};
+
+using ScheduleGPipe = PipelineSchedule<schedule::ScheduleKind::GPipe>;                                  // all F, then all B
+using Schedule1F1B = PipelineSchedule<schedule::ScheduleKind::OneFOneB>;                                // one F, one B
+using ScheduleInterleaved1F1B = PipelineSchedule<schedule::ScheduleKind::Interleaved1F1B>;              // several stages a rank
+using ScheduleLoopedBFS = PipelineSchedule<schedule::ScheduleKind::LoopedBFS>;                          // breadth first
+using ScheduleInterleavedZeroBubble = PipelineSchedule<schedule::ScheduleKind::InterleavedZeroBubble>;  // split backward
+using ScheduleZBVZeroBubble = PipelineSchedule<schedule::ScheduleKind::ZBVZeroBubble>;                  // V placement, split
+using ScheduleDualPipeV = PipelineSchedule<schedule::ScheduleKind::DualPipeV>;                          // V, overlapped F and B
+using ScheduleZB2P = PipelineSchedule<schedule::ScheduleKind::ZB2P>;                                    // twice the memory
+using ScheduleVHalf = PipelineSchedule<schedule::ScheduleKind::VHalf>;                                  // half the memory
+using ScheduleVMin = PipelineSchedule<schedule::ScheduleKind::VMin>;                                    // a third
+using ScheduleDualPipe = PipelineSchedule<schedule::ScheduleKind::DualPipe>;                            // bidirectional
+
+// Makes a pipeline with the schedule of this name, in any case; see schedule::schedule_kind.
+PipelineRuntime make_pipeline(std::string_view schedule_name, const std::vector<PipelineStage>& stages, int n_microbatches,
+                              PipelineLoss loss, const PipelineOptions& options);
+
+// Makes a pipeline from the text form of a schedule, compute-only or lowered. Throws ConfigError for malformed text.
+PipelineRuntime pipeline_from_csv(std::string_view csv, const std::vector<PipelineStage>& stages, PipelineLoss loss,
+                                  const PipelineOptions& options);
 
 }  // namespace penstock

@@ -41,9 +41,9 @@ std::string to_csv(const Schedule& schedule);
 // Without a placement each stage belongs to the rank that first acts on it; with one, the map is the
 // placement's, and `validate` reports the actions that stand on another rank. Throws ConfigError when a stage
 // below the greatest never occurs and no placement tells where it belongs.
-Schedule parse_schedule(std::string_view csv, std::optional<Placement> placement = std::nullopt,
+Schedule parse_schedule(std::string_view csv, std::optional<StagePlacement> placement = std::nullopt,
                         const TextLimits& limits = {});
 // The same from rows.
-Schedule schedule_from_rows(std::vector<Row> rows, std::optional<Placement> placement = std::nullopt);
+Schedule schedule_from_rows(std::vector<Row> rows, std::optional<StagePlacement> placement = std::nullopt);
 
 }  // namespace penstock::schedule

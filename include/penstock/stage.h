@@ -1,24 +1,26 @@
-// One stage of a pipeline: a part of the model, and what is known about the tensors that pass its borders.
+// One stage of a pipeline: a part of the model, and what is known about the tensors that cross its borders.
 //
-//   PipelineStage stage(block, /*index=*/1, /*count=*/4, at::kCPU);                    // shapes are found out by a trial run
-//   PipelineStage stage(block, 1, 4, at::kCPU, {.input_args = {{x}}, .output_args = {{y}}});   // shapes are given: no trial run
-//   Schedule1F1B schedule(stage, 8, mse_loss, {world});
+//   PipelineStage first(block, 0, 2, at::kCPU);                                   // shapes are inferred by a trial run
+//   PipelineStage second(block, 1, 2, at::kCPU, {.input_args = {{x}}, .output_args = {{y}}});   // shapes are given
+//   Schedule1F1B schedule(first, 8, mse_loss, {world});
 //
-// A stage takes the outputs of the stage before it as positional arguments; the first one takes the arguments of `step`. Keyword
-// arguments are those given to `step` on the same rank. Between stages travel tensors, one or a tuple of them, of any dtype, with or
-// without gradient, plain or distributed; the last stage may return anything.
+// A stage takes the outputs of the previous stage as positional arguments; the first one takes the arguments of `step`.
+// Keyword arguments are those passed to `step` on the same rank. Stages exchange tensors: one or a tuple of them, of any
+// dtype, with or without gradients, plain or distributed. The last stage may return anything.
 //
-// Examples. They stand for one microbatch. Whether an example requires grad decides which gradients flow back; where none of a stage's
-// output examples does, every one of floating point is taken to. With examples of inputs and outputs
-// on all stages the pipeline is static: nothing is tried. Else it is dynamic: every stage makes a trial run, on fake tensors where the
-// module allows it, so that parameters, buffers, random numbers and memory are untouched; else on zeros and copies of the arguments, after
-// which buffers and random state are put back. Trials communicate nothing. A module can ask StepContext::current()->trial. What the trial
-// finds counts; where examples of a part of the stages differ from it, a warning says so. A trial is repeated when something changes that its
-// result may depend on: shapes, plain values, requires_grad, train or eval mode (docs/pipeline.md).
+// Examples describe one microbatch. Whether an example requires grad decides which gradients flow back; if none of a stage's
+// output examples does, every floating-point one is assumed to. With examples of inputs and outputs on all stages the
+// pipeline is static and runs no trial. Otherwise every stage makes a trial run: on fake tensors if the module allows
+// it, so that parameters, buffers, random numbers and memory are untouched; else on zeros and copies of the arguments, after
+// which buffers and random state are restored. Trials do not communicate; a module can check
+// StepContext::current()->trial. The result of a trial takes precedence over examples, with a warning where they differ. A
+// trial is repeated when something changes that its result may depend on: shapes, plain values, requires_grad, train or
+// eval mode (docs/pipeline.md).
 //
-// A handle: copies are the same stage. One thread uses a stage.
+// A PipelineStage is a handle: copies refer to the same stage. Thread safety: one thread uses a stage.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
 #include <functional>
@@ -27,115 +29,117 @@
 #include <string>
 #include <vector>
 
-#include "penstock/dtensor/tensor/mesh_cache.h"
+#include "penstock/errors.h"
+#include "penstock/mesh_groups.h"
+#include "penstock/pytree.h"
 #include "penstock/stage_module.h"
-#include "penstock/pipeline/contract/stage_meta.h"
 
 namespace penstock {
 
-// How shapes are found out where no examples are given.
+// How shapes are inferred where no examples are given.
 enum class TrialRun {
-  Auto,  // fake, and where that is not possible (values are read, an operator has no shape function) real
+  Auto,  // fake, or real where fake is impossible (values are read, an operator has no shape function)
   Fake,  // an operator that cannot run on fake tensors is an error
-  Real,
+  Real,  // on zeros and copies
 };
 
-// What a trial run does, where that is not simply to run the module and autograd. Called within the trial: under its StepContext, on
-// its tensors, which are fake or zeros. Either may be left out.
+// Replaces parts of a trial run. Both are called within the trial: under its StepContext, on its tensors, which are fake or
+// zeros. Either may be empty.
 struct TrialHooks {
-  // Instead of the module's forward. A module that is expensive, or cannot be tried, gives tensors like its outputs here.
+  // Replaces the module's forward. A module that is expensive or cannot be tried returns tensors like its outputs here.
   std::function<Tree(const StageModule& module, const Tree& args, const Tree& kwargs)> forward;
-  // Instead of autograd: the gradients of `inputs`, which all require one, from those of `outputs`. One for each input, undefined where
-  // none comes. At the last stage the only output is the loss.
-  std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& output_grads)> input_grads;
+  // Replaces autograd: returns the gradients of `inputs`, which all require one, computed from those of `outputs`. One for each
+  // input, undefined where there is none. On the last stage the only output is the loss.
+  std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+                                        const std::vector<at::Tensor>& output_grads)>
+      input_grads;
 };
 
-// Makes the function that computes the weight gradients of the microbatch whose backward has just run; see StageOptions.
+// Returns the function that computes the weight gradients of the microbatch whose backward has just run; see StageOptions.
 using WeightStepBuilder = std::function<std::function<void()>()>;
 
-// A tensor that goes from one stage to a later one past those between. `from` gives it as its last outputs, `to` takes it as its last
-// positional inputs; where a stage has several, in the order in which they are declared.
+// Finds the mesh of this rank that a key from another rank refers to; std::nullopt if there is none.
+using FindMesh = std::function<std::optional<comm::MeshGroups>(const MeshKey& key)>;
+
+// A tensor that travels from one stage to a later one, past the stages between them. `from` returns it among its last
+// outputs, `to` takes it among its last positional inputs; several are in the order of their declaration.
 struct SkipTensor {
-  std::string name;
-  int from = 0;
-  int to = 0;
+  std::string name;  // for errors and drawings
+  int from = 0;      // index of the stage that returns it
+  int to = 0;        // index of the stage that takes it
 };
 
+// Options of a stage.
 struct StageOptions {
-  // Example tensors, or nothing. Entries of gradients may be undefined.
-  std::optional<std::vector<at::Tensor>> input_args, output_args, input_grads, output_grads;
-  TrialRun trial = TrialRun::Auto;
-  TrialHooks trial_hooks;
-  // Shapes of the outputs depend on values: each transfer of them is announced before. A trial run that finds an operator of that
-  // kind sets it by itself.
+  std::optional<std::vector<at::Tensor>> input_args;    // example inputs
+  std::optional<std::vector<at::Tensor>> output_args;   // example outputs
+  std::optional<std::vector<at::Tensor>> input_grads;   // example input gradients; entries may be undefined
+  std::optional<std::vector<at::Tensor>> output_grads;  // example output gradients; entries may be undefined
+  TrialRun trial = TrialRun::Auto;                      // how shapes are inferred without examples
+  TrialHooks trial_hooks;                               // replaces parts of the trial
+  // The shapes of outputs depend on values: every transfer of them is announced first. Set automatically by a trial that
+  // finds an operator of that kind.
   bool announce_shapes = false;
-  // The stage splits its backward itself: a whole backward runs where the schedule has B or I, then `weight_step_builder` is
-  // called; what it returns runs at once (B) or where the schedule has W.
+  // The stage splits its backward itself: a whole backward runs where the schedule has B or I, then the builder is called;
+  // what it returns runs at once (B) or where the schedule has W.
   WeightStepBuilder weight_step_builder;
-  // The weight gradients of DeferredLinear layers (deferred_linear.h) wait for the last backward of the stage in a step and are computed
-  // for all microbatches at once: one product for each weight. Faster where microbatches are small; inputs and output gradients of these
-  // layers stay in memory for it. The same value, not the same last bit.
+  // Weight gradients of DeferredLinear layers (deferred_linear.h) wait for the last backward of the stage in a step and are
+  // computed for all microbatches at once, one product per weight. Faster for small microbatches; the layers' inputs and
+  // output gradients stay in memory until then. Equal up to rounding.
   bool join_weight_gradients = false;
   // Finds the meshes of distributed activations that arrive. Those of the examples and of the parameters are known.
-  MeshGroupsCallback find_mesh;
-  // Compare every tensor that enters or leaves the stage with its record in full: dtype, shape, stride, placements. For what comes from
-  // other ranks, senders tell what they have made ahead of each transfer, in the whole pipeline as soon as one of its stages validates.
-  // Default: at debug level detail. The cheap part (number, dtype, shape) is always compared.
+  FindMesh find_mesh;
+  // Compares every tensor that enters or leaves the stage with its record in full: dtype, shape, stride, placements. Senders
+  // announce each transfer, in the whole pipeline as soon as one stage validates. Default: at debug level "detail". The
+  // cheap part (number, dtype, shape) is always compared.
   std::optional<bool> validate;
 };
 
-// A module, a loss or a hook of the user failed in a forward, for real or in a trial run: with stage, microbatch and a summary of the
-// arguments. The cause, whatever its type, is nested (std::rethrow_if_nested).
-class StageForwardError : public std::runtime_error {
+// A module, a loss or a hook of the user failed in a forward or a trial run. Names stage and microbatch and summarizes the
+// arguments. The cause, of any type, is nested (std::rethrow_if_nested).
+class StageForwardError : public Error {
  public:
-  using std::runtime_error::runtime_error;
+  using Error::Error;
 };
-// The same for what runs in a backward: autograd functions, hooks of tensors, weight steps of one's own.
-class StageBackwardError : public std::runtime_error {
+
+// The same for what runs in a backward: autograd functions, tensor hooks, weight steps.
+class StageBackwardError : public Error {
  public:
-  using std::runtime_error::runtime_error;
+  using Error::Error;
 };
 
 struct StageState;
 
+// A stage of this rank. The whole pipeline has `count` stages, numbered over all ranks.
 class PipelineStage {
  public:
-  // Throws ValueError for an index outside [0, count) and for examples that contradict each other, PipeliningMetadataError for
-  // gradients that do not fit their tensors.
+  // Throws ValueError for an index outside [0, count) and for examples that contradict each other, PipeliningMetadataError
+  // for gradients that do not fit their tensors.
   PipelineStage(StageModule module, int index, int count, at::Device device, StageOptions options = {});
 
+  // Position in the whole pipeline.
   int index() const;
+  // Number of stages of the whole pipeline.
   int count() const;
+  // Whether it takes the arguments of `step`.
   bool is_first() const { return index() == 0; }
+  // Whether it computes the loss.
   bool is_last() const { return index() == count() - 1; }
+  // Where its parameters and activations are.
   at::Device device() const;
+  // What it computes.
   const StageModule& module() const;
+  // As given to the constructor.
   const StageOptions& options() const;
-
-  // From the examples; unset where there are none.
-  const StageMeta& example_meta() const;
-  // Whether this stage alone would need a trial run (a pipeline is static only when no stage does).
-  bool needs_trial(bool has_backward) const;
-  // StageOptions::validate, or its default.
-  bool validates() const;
-
+  // Parameters of its modules, each tensor once.
   std::vector<at::Tensor> parameters() const { return module().parameters(); }
-  MeshCache& meshes() const;
 
  private:
+  friend StageState& state_of(const PipelineStage& stage);
   std::shared_ptr<StageState> state_;
 };
 
-// "stage 1 of 4".
+// Returns "stage 1 of 4".
 std::string to_text(const PipelineStage& stage);
-
-// What a stage hands on, out of what its module returned: a tensor is a tuple of one, a list a tuple. Throws
-// PipeliningMetadataError for anything that is no tensor.
-std::vector<at::Tensor> stage_outputs(const Tree& result, int stage);
-
-// What a stage computes with, out of the local part that arrived and the record that was agreed on: a distributed tensor is put
-// together on the stage's mesh, a plain one is the local part itself. Nothing is compared between ranks; no graph leads to the
-// local part. Throws PipeliningMetadataError for a local part that requires grad and for a mesh that is not known.
-at::Tensor tensor_from_local(const PipelineStage& stage, const at::Tensor& local, const TensorMeta& meta);
 
 }  // namespace penstock

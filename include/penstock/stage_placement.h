@@ -8,28 +8,27 @@
 #include <string_view>
 #include <vector>
 
-#include "penstock/ids.h"
 
 namespace penstock::schedule {
 
 //   Loop           stage s on rank s mod P                         4 ranks: 0 1 2 3 0 1 2 3
 //   V              up, then down, staying at each border           4 ranks: 0 1 2 3 3 2 1 0
 //   Bidirectional  two copies of P stages in opposite directions   4 ranks: 0 1 2 3 3 2 1 0, two chains
-enum class Placement { Loop, V, Bidirectional };
+enum class StagePlacement { Loop, V, Bidirectional };
 
 // "loop", "v", "bidirectional"; any case. Throws ValueError for another name.
-Placement parse_placement(std::string_view name);
-std::string_view to_text(Placement placement);
+StagePlacement parse_stage_placement(std::string_view name);
+std::string_view to_text(StagePlacement placement);
 
 // V with a stage count that is not a multiple of the rank count: refused by default; `Allow` lets the last
 // leg stop short, so that some ranks hold one stage fewer.
 enum class PartialLeg { Refuse, Allow };
 
 // Rank of each stage. Throws ValueError for counts below 1 and for a refused partial leg.
-std::vector<int> stage_to_rank(Placement placement, int ranks, int stages,
+std::vector<int> stage_to_rank(StagePlacement placement, int ranks, int stages,
                                PartialLeg partial = PartialLeg::Refuse);
 // Stages of each rank, ascending; every rank has an entry, possibly empty.
-std::vector<std::vector<int>> rank_to_stages(Placement placement, int ranks, int stages,
+std::vector<std::vector<int>> rank_to_stages(StagePlacement placement, int ranks, int stages,
                                              PartialLeg partial = PartialLeg::Refuse);
 
 // A run of consecutive stages that microbatches pass from the first to the last one. Most schedules have one
@@ -52,7 +51,7 @@ class StageMap {
   // Several chains; they must cover the stages in order without gaps, and no microbatch twice.
   StageMap(int ranks, std::vector<int> stage_to_rank, std::vector<Chain> chains);
   // The map of a placement; for Bidirectional `stages` must be twice `ranks` and `microbatches` even.
-  static StageMap make(Placement placement, int ranks, int stages, int microbatches);
+  static StageMap make(StagePlacement placement, int ranks, int stages, int microbatches);
 
   int ranks() const { return ranks_; }
   int stages() const { return static_cast<int>(stage_to_rank_.size()); }
@@ -61,23 +60,22 @@ class StageMap {
   const std::vector<Chain>& chains() const { return chains_; }
   const std::vector<int>& stage_to_rank() const { return stage_to_rank_; }
 
-  bool has_stage(StageId stage) const { return stage.value() >= 0 && stage.value() < stages(); }
-  int rank_of(StageId stage) const { return stage_to_rank_[static_cast<std::size_t>(stage.value())]; }
-  const Chain& chain_of(StageId stage) const {
+  bool has_stage(int stage) const { return stage >= 0 && stage < stages(); }
+  int rank_of(int stage) const { return stage_to_rank_[static_cast<std::size_t>(stage)]; }
+  const Chain& chain_of(int stage) const {
     std::size_t i = chains_.size() - 1;
-    while (i > 0 && stage.value() < chains_[i].first_stage) --i;
+    while (i > 0 && stage < chains_[i].first_stage) --i;
     return chains_[i];
   }
-  bool is_first(StageId stage) const { return chain_of(stage).first_stage == stage.value(); }
-  bool is_last(StageId stage) const {
+  bool is_first(int stage) const { return chain_of(stage).first_stage == stage; }
+  bool is_last(int stage) const {
     const Chain& chain = chain_of(stage);
-    return chain.first_stage + chain.stages - 1 == stage.value();
+    return chain.first_stage + chain.stages - 1 == stage;
   }
   // Whether this stage runs this microbatch at all.
-  bool runs(StageId stage, MicrobatchId microbatch) const {
+  bool runs(int stage, int microbatch) const {
     const Chain& chain = chain_of(stage);
-    return microbatch.value() >= chain.first_microbatch &&
-           microbatch.value() < chain.first_microbatch + chain.microbatches;
+    return microbatch >= chain.first_microbatch && microbatch < chain.first_microbatch + chain.microbatches;
   }
   // Stages of one rank, ascending.
   std::vector<int> stages_of(int rank) const;

@@ -1,6 +1,6 @@
 // Tensor parallel modules: unmodified torch::nn modules whose parameters become distributed tensors.
 //
-//   comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 4}, {"dp", "tp"}, Rank{world.rank()}, world.size()));
+//   comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 4}, {"dp", "tp"}, world.rank(), world.size()));
 //   parallelize_module(*model, mesh,
 //                      {{"blocks.*.attention.w[qkv]", colwise_parallel()},
 //                       {"blocks.*.attention.wo", rowwise_parallel({.output = Shard{1}})},      // sequence parallel around it
@@ -36,7 +36,7 @@
 
 namespace penstock {
 
-enum class OutputKind { AsInput, Local, Distributed };
+enum class BoundaryOutput { AsInput, Local, Distributed };
 
 // What happens at the module's border, along the parallel axis.
 struct ModuleBoundary {
@@ -45,7 +45,7 @@ struct ModuleBoundary {
   std::optional<Placement> plain_input;    // how a plain input lies; nothing: plain inputs are refused
   std::optional<Placement> desired_input;  // nothing: as it comes
   std::optional<Placement> output;         // nothing: as it comes out
-  OutputKind kind = OutputKind::AsInput;
+  BoundaryOutput kind = BoundaryOutput::AsInput;
 };
 
 // Where a style is to be applied.
@@ -69,7 +69,7 @@ struct ColwiseOptions {
   Placement input = Replicate{};                        // of a plain input
   std::optional<Placement> desired_input = Replicate{};
   std::optional<Placement> output = {};                 // default: as it comes, split along the last dim
-  OutputKind kind = OutputKind::AsInput;
+  BoundaryOutput kind = BoundaryOutput::AsInput;
 };
 // Linear: weight and bias split by output features. Embedding: split by embedding dim.
 ParallelStylePtr colwise_parallel(const ColwiseOptions& options = {});
@@ -77,7 +77,7 @@ ParallelStylePtr colwise_parallel(const ColwiseOptions& options = {});
 struct RowwiseOptions {
   Placement input = Shard{-1};                          // of a plain input; of an Embedding: Replicate
   std::optional<Placement> output = Replicate{};        // Shard{1}: reduce-scatter over the sequence
-  OutputKind kind = OutputKind::AsInput;
+  BoundaryOutput kind = BoundaryOutput::AsInput;
 };
 // Linear: weight split by input features, bias replicated; the products are summed over the axis. Embedding: split by
 // vocabulary.
@@ -85,7 +85,7 @@ ParallelStylePtr rowwise_parallel(const RowwiseOptions& options = {});
 
 struct SequenceOptions {
   std::int64_t dim = 1;                                 // that holds the sequence
-  OutputKind kind = OutputKind::AsInput;
+  BoundaryOutput kind = BoundaryOutput::AsInput;
 };
 // Normalizations and other modules that treat positions alike: parameters replicated, activations split along the sequence.
 // The input is brought to that layout for LayerNorm; other modules take what comes.
@@ -95,7 +95,7 @@ struct PrepareOptions {
   std::optional<Placement> plain_input = {};
   std::optional<Placement> desired_input = {};
   std::optional<Placement> output = {};
-  OutputKind kind = OutputKind::AsInput;
+  BoundaryOutput kind = BoundaryOutput::AsInput;
 };
 // Parameters replicated, input and output laid out as said. For modules that are one operator (Linear, Embedding, LayerNorm);
 // in front of a larger module call prepare_layout in the code that calls it.

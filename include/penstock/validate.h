@@ -89,7 +89,7 @@ struct ValidateOptions {
   std::optional<Extent> expected = std::nullopt;
   // Comparison with the reference validator, which counts distinct microbatches and looks at one rank at a
   // time: lets duplicates of forwards and cross-rank deadlocks through. For parity tests only.
-  bool as_reference = false;
+  bool as_pytorch = false;
 };
 
 // A schedule that must not be executed. Carries the whole report.

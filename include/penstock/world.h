@@ -16,11 +16,12 @@
 #include <vector>
 
 #include "penstock/group.h"
-#include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::comm {
 
+struct LaunchEnv;
 class MemberGroups;
+class MeshGroups;
 struct WorldCore;
 
 // What carries point-to-point transfers of CPU tensors.
@@ -89,8 +90,8 @@ class World {
   P2PTransport low_latency_transport() const;
 
   // A word that any rank can read, for diagnosis: nobody waits for it. Written over by the next one under the same key.
-  void leave_word(const std::string& key, const std::string& word) const;
-  std::optional<std::string> word_of(int rank, const std::string& key) const;
+  void post_status(const std::string& key, const std::string& word) const;
+  std::optional<std::string> status_of(int rank, const std::string& key) const;
 
   // Tells every other rank that this one failed and why; their waits then end with PeerLostError.
   void fail(const std::string& reason) noexcept;

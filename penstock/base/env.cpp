@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
@@ -22,7 +23,7 @@ std::optional<std::string> env_text(const char* name) {
 std::optional<long long> env_int(const char* name, long long low, long long high) {
   const auto text = env_text(name);
   if (!text) return std::nullopt;
-  return read_whole(fmt::format("environment variable {}", name), *text, low, high, fmt::format("set {} to such a number or unset it", name));
+  return read_integer(fmt::format("environment variable {}", name), *text, low, high, fmt::format("set {} to such a number or unset it", name));
 }
 
 std::string env_choice(const char* name, const std::vector<std::string>& choices, const std::string& fallback) {

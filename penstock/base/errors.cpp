@@ -1,3 +1,4 @@
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 #include <fmt/format.h>
@@ -22,7 +23,7 @@ std::string with_context(const std::string& what_happened, const CommContext& co
 }  // namespace
 
 CommError::CommError(const std::string& what_happened, CommContext context)
-    : std::runtime_error(with_context(what_happened, context)), context_(std::move(context)) {}
+    : Error(with_context(what_happened, context)), context_(std::move(context)) {}
 
 std::string describe(std::string_view what, std::string_view actual, std::string_view expected,
                      std::string_view remedy) {
@@ -30,7 +31,7 @@ std::string describe(std::string_view what, std::string_view actual, std::string
   if (!actual.empty()) text += fmt::format(": got {}", actual);
   if (!expected.empty()) text += fmt::format("{} expected {}", actual.empty() ? ":" : ",", expected);
   if (!remedy.empty()) text += fmt::format("; {}", remedy);
-  return printable(text);  // what users gave may be binary
+  return printable(text);  // user input may be binary
 }
 
 void invariant_failed(const char* condition, const char* file, int line, std::string_view why) {

@@ -24,14 +24,14 @@ std::string current_exception_text() {
   }
 }
 
-std::string without_tag(std::string_view text) {
+std::string without_json_tag(std::string_view text) {
   const std::size_t end = text.starts_with("[json.exception.") ? text.find("] ") : std::string_view::npos;
   return std::string(end == std::string_view::npos ? text : text.substr(end + 2));
 }
 
 std::string without_backtrace(std::string_view text) {
   std::size_t end = text.size();
-  // Of c10::Error, of checks of the allocators, and of builds that symbolize by themselves.
+  // These come from c10::Error, from allocator checks, and from builds that symbolize backtraces themselves.
   for (const std::string_view mark : {"\nException raised from ", "\nframe #", "\nC++ CapturedTraceback:"}) end = std::min(end, text.find(mark));
   while (end > 0 && text[end - 1] == '\n') --end;
   return std::string(text.substr(0, end));

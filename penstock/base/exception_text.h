@@ -1,4 +1,4 @@
-// What an exception says, whatever its type: for errors that quote the exceptions of users' code.
+// The message of an exception of any type, for errors that quote exceptions thrown by user code.
 #pragma once
 
 #include <exception>
@@ -7,14 +7,15 @@
 
 namespace penstock {
 
-// Of the exception that is being handled: its what() without a backtrace, or "an exception of type int" for one that is no std::exception.
-// To be called in a catch block.
+// Describes the exception being handled: its what() without a backtrace, or "an exception of type int" if it
+// is not a std::exception. Call it in a catch block.
 std::string current_exception_text();
 
-// `text` up to the backtrace that LibTorch appends to the messages of its own exceptions: addresses that tell a user nothing.
+// `text` without the backtrace that LibTorch appends to the messages of its exceptions; raw addresses do not
+// help a user.
 std::string without_backtrace(std::string_view text);
 
-// The message of an exception of nlohmann::json without its tag "[json.exception.parse_error.101] ".
-std::string without_tag(std::string_view text);
+// The message of a nlohmann::json exception without its tag "[json.exception.parse_error.101] ".
+std::string without_json_tag(std::string_view text);
 
 }  // namespace penstock

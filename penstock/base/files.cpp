@@ -9,6 +9,7 @@
 #include <cstring>
 #include <memory>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {

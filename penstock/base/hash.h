@@ -1,4 +1,5 @@
-// Combines the hashes of the parts of a value. Stable within a process only; nothing here goes over a wire.
+// Combines the hashes of the parts of a value. Stable within one process only; never send or store the
+// result.
 #pragma once
 
 #include <cstddef>

@@ -16,7 +16,7 @@ namespace penstock {
 
 namespace {
 
-// The message without control bytes: it may quote damaged files or text of users.
+// The message without control bytes: it may quote damaged files or user input.
 class PrintableMessage final : public spdlog::custom_flag_formatter {
  public:
   void format(const spdlog::details::log_msg& message, const std::tm&, spdlog::memory_buf_t& out) override {
@@ -33,7 +33,7 @@ void set_pattern(spdlog::logger& logger, const std::string& rank) {
 }
 
 std::shared_ptr<spdlog::logger> make_logger() {
-  // stderr: standard output belongs to results (CSV, JSON), which people pipe into files.
+  // stderr: standard output is reserved for results (CSV, JSON) that users pipe into files.
   auto logger = std::make_shared<spdlog::logger>("penstock", std::make_shared<spdlog::sinks::stderr_color_sink_mt>());
   set_pattern(*logger, "");
   const std::string level = env_choice("PENSTOCK_LOG", {"trace", "debug", "info", "warn", "error", "off"}, "info");

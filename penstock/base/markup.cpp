@@ -22,7 +22,7 @@ std::string escape_xml(std::string_view text) {
         escaped += "&#10;";
         break;
       default:
-        // XML has no way to write other control characters.
+        // XML cannot represent other control characters.
         if (static_cast<unsigned char>(letter) < 0x20 && letter != '\t' && letter != '\r')
           escaped += "\xEF\xBF\xBD";
         else

@@ -1,4 +1,4 @@
-// Text inside of SVG and HTML, for everything that draws.
+// Escapes text for SVG and HTML.
 #pragma once
 
 #include <string>
@@ -6,7 +6,8 @@
 
 namespace penstock {
 
-// Text for element content and double-quoted attributes of XML and HTML. Control characters that XML cannot hold become U+FFFD.
+// Escapes text for element content and double-quoted attributes of XML and HTML. Control characters that XML
+// cannot represent become U+FFFD.
 std::string escape_xml(std::string_view text);
 
 }  // namespace penstock

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <system_error>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/quote.h"
 
@@ -34,7 +35,7 @@ double take_scale(std::string_view& text) {
   if (binary) rest.remove_suffix(1);
   const std::size_t power = rest.empty() ? std::string_view::npos : kLetters.find(lower(rest.back()));
   if (power == std::string_view::npos) {
-    if (bytes && !binary) text = rest;  // "512B"; "512iB" stays as it is and is refused
+    if (bytes && !binary) text = rest;  // accepts "512B"; "512iB" is left unchanged and refused
     return 1;
   }
   rest.remove_suffix(1);
@@ -49,7 +50,7 @@ std::optional<double> parse_number(std::string_view text) {
   return value && std::isfinite(*value) ? value : std::nullopt;
 }
 
-std::optional<std::int64_t> parse_whole(std::string_view text) { return parse<std::int64_t>(text); }
+std::optional<std::int64_t> parse_integer(std::string_view text) { return parse<std::int64_t>(text); }
 
 std::optional<std::uint64_t> parse_unsigned(std::string_view text) { return parse<std::uint64_t>(text); }
 
@@ -61,8 +62,8 @@ std::optional<double> parse_scaled(std::string_view text) {
 }
 
 std::optional<std::int64_t> parse_bytes(std::string_view text) {
-  // Exact where a double would not be.
-  if (const auto whole = parse_whole(text)) return *whole >= 0 ? whole : std::nullopt;
+  // Integers are exact where a double would not be.
+  if (const auto whole = parse_integer(text)) return *whole >= 0 ? whole : std::nullopt;
   std::string_view digits = text;
   const double scale = take_scale(digits);
   const std::optional<double> value = parse_number(digits);
@@ -90,9 +91,9 @@ double read_number(std::string_view what, std::string_view text, const NumberRan
   return *value;
 }
 
-std::int64_t read_whole(std::string_view what, std::string_view text, std::int64_t low, std::int64_t high,
+std::int64_t read_integer(std::string_view what, std::string_view text, std::int64_t low, std::int64_t high,
                         std::string_view remedy) {
-  const std::optional<std::int64_t> value = parse_whole(text);
+  const std::optional<std::int64_t> value = parse_integer(text);
   if (!value || *value < low || *value > high)
     throw ConfigError(describe(what, quote(text), high == std::numeric_limits<std::int64_t>::max() ? fmt::format("a whole number of at least {}", low) : fmt::format("a whole number from {} to {}", low, high), remedy));
   return *value;

@@ -10,8 +10,8 @@ namespace penstock {
 
 namespace {
 
-// Bytes of the UTF-8 character at the beginning of `text`; 0 when there is none: a stray byte, a form that is too long, half of a
-// surrogate pair, a number beyond the last character.
+// Length in bytes of the UTF-8 character at the beginning of `text`; 0 if there is no valid one: a stray
+// byte, an overlong encoding, half of a surrogate pair, or a code point above U+10FFFF.
 std::size_t character_bytes(std::string_view text) {
   const auto byte = [&](std::size_t i) { return static_cast<std::uint8_t>(text[i]); };
   const std::uint8_t first = byte(0);
@@ -27,7 +27,7 @@ std::size_t character_bytes(std::string_view text) {
 bool is_control(std::string_view character) {
   const auto first = static_cast<std::uint8_t>(character[0]);
   if (character.size() == 1) return (first < 0x20 && first != '\n' && first != '\t') || first == 0x7f;
-  return character.size() == 2 && first == 0xc2 && static_cast<std::uint8_t>(character[1]) < 0xa0;  // the second set of control characters
+  return character.size() == 2 && first == 0xc2 && static_cast<std::uint8_t>(character[1]) < 0xa0;  // C1 controls
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Text that may be printed as it is, whatever it was made from: names of files, values of flags, bytes of files that are quoted in a message.
+// Makes untrusted text safe to print: file names, flag values, bytes of files that a message quotes.
 #pragma once
 
 #include <cstddef>
@@ -7,11 +7,12 @@
 
 namespace penstock {
 
-// `text` with control bytes and whatever is not UTF-8 as \x.. of their values, so that no message can move the cursor or change the
-// colours of a terminal. Newlines and tabs stay.
+// `text` with control bytes and invalid UTF-8 written as \x.., so that no message can move the cursor or
+// change the colours of a terminal. Newlines and tabs are kept.
 std::string printable(std::string_view text);
 
-// At most `most` bytes of it, cut between characters: the beginning, "...", the end and how long it was.
+// The same in at most `most` bytes, cut between characters: the beginning, "...", the end and the original
+// length.
 std::string shortened(std::string_view text, std::size_t most);
 
 }  // namespace penstock

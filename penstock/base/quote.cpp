@@ -7,7 +7,7 @@ namespace penstock {
 std::string quote(std::string_view text, std::size_t at_most) {
   const bool cut = text.size() > at_most;
   std::size_t end = cut ? at_most : text.size();
-  // Not in the middle of a character.
+  // Do not cut in the middle of a character.
   while (cut && end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
   std::string shown = "\"";
   for (const char c : printable(text.substr(0, end))) {

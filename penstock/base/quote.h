@@ -1,4 +1,4 @@
-// Text of others in messages: it may be binary, endless, or meant to steer the terminal.
+// Quotes foreign text in messages: it may be binary, very long, or contain terminal escape sequences.
 #pragma once
 
 #include <concepts>
@@ -10,10 +10,11 @@
 
 namespace penstock {
 
-// In double quotes, on one line: printable(), with \n and \t for line ends and tabs; longer texts are cut and end with "...".
+// In double quotes, on one line: printable(), with \n and \t for newlines and tabs; long text is cut and ends
+// with "...".
 std::string quote(std::string_view text, std::size_t at_most = 64);
 
-// "1 file", "3 files". `plural` for words that do not just take an s.
+// "1 file", "3 files". Pass `plural` for words whose plural is not formed with an s.
 std::string count_of(unsigned long long count, std::string_view word, std::string_view plural = {});
 template <std::signed_integral Count>
 std::string count_of(Count count, std::string_view word, std::string_view plural = {}) {

@@ -37,7 +37,7 @@ std::string to_lower(std::string_view text) {
 std::string nearest_name(std::string_view word, const std::vector<std::string>& candidates) {
   const std::string lower = to_lower(word);
   std::string best;
-  std::size_t best_distance = std::max<std::size_t>(2, word.size() / 3) + 1;  // further away is a different word
+  std::size_t best_distance = std::max<std::size_t>(2, word.size() / 3) + 1;  // beyond: another word
   for (const std::string& candidate : candidates) {
     const std::size_t distance = edit_distance(lower, to_lower(candidate));
     if (distance < best_distance) {

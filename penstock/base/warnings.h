@@ -1,6 +1,7 @@
-// Soft mismatches go through one sink: logged by default, captured by tests.
+// Warnings: logged by default, captured by tests.
 //
-// Thread safe. A capture sees every warning of the process while it lives, whichever thread raised it.
+// Thread safety: all functions are thread-safe. A capture receives the warnings of all threads of the
+// process.
 #pragma once
 
 #include <mutex>
@@ -17,11 +18,11 @@ struct Warning {
 
 void warn(std::string_view category, std::string_view message);
 
-// As `warn`, but a (category, message) pair that was already raised in this process is dropped.
+// Like `warn`, but drops a (category, message) pair that was already raised in this process.
 void warn_once(std::string_view category, std::string_view message);
 
-// While alive, warnings are collected here instead of being logged; captures nest, the innermost one wins.
-// Also forgets what `warn_once` has seen, so that a test does not depend on the tests before it.
+// While alive, collects warnings instead of logging them. Captures nest; the innermost one receives the
+// warnings. Also resets what `warn_once` has seen, so that a test does not depend on earlier tests.
 class WarningCapture {
  public:
   WarningCapture();

@@ -1,82 +1,51 @@
-// `penstock`: one command per file of this folder.
+// `penstock`: the commands that need no tensors run here; for the others the process becomes `penstock-tensor`.
 #include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <unistd.h>
 
-#include <csignal>
-#include <cstdio>
-#include <span>
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
 #include <string>
-#include <vector>
+#include <string_view>
+#include <system_error>
 
-#include "penstock/errors.h"
-#include "penstock/base/printable.h"
-#include "penstock/base/quote.h"
-#include "penstock/base/text.h"
-#include "penstock/cli/common/commands.h"
+#include "penstock/cli/common/command_line.h"
 #include "penstock/cli/common/failure.h"
+#include "penstock/cli/plain/plain_commands.h"
 
 namespace {
 
-// CLI11 reports an unknown command as a missing one; a typo deserves the name that was meant. `words`: what follows the name of `app`.
-void require_known_command(const CLI::App& app, std::span<char* const> words) {
-  const std::vector<const CLI::App*> commands = app.get_subcommands([](const CLI::App*) { return true; });
-  if (commands.empty() || words.empty() || words[0][0] == '-') return;
-  std::vector<std::string> names;
-  for (const CLI::App* command : commands) {
-    if (command->get_name() == words[0]) return require_known_command(*command, words.subspan(1));
-    names.push_back(command->get_name());
-  }
-  const std::string nearest = penstock::nearest_name(words[0], names);
-  throw penstock::ConfigError(penstock::describe(app.get_parent() == nullptr ? "command" : fmt::format("command of {}", app.get_name()), penstock::quote(words[0]), fmt::format("one of {}", fmt::join(names, ", ")),
-                                                 nearest.empty() ? "see --help" : fmt::format("did you mean {}?", nearest)));
+namespace fs = std::filesystem;
+
+bool needs_tensors(std::string_view word) {
+  const auto& commands = penstock::cli::tensor_commands();
+  return std::any_of(commands.begin(), commands.end(), [&](const auto& command) { return command.name == word; });
 }
 
-// After unexpected arguments: the flags that were meant.
-void suggest_flags(const CLI::App& app) {
-  const CLI::App* command = &app;
-  while (!command->get_subcommands().empty()) command = command->get_subcommands().front();
-  std::vector<std::string> flags;
-  for (const CLI::Option* option : command->get_options())
-    if (!option->get_group().empty())
-      for (const std::string& name : option->get_lnames()) flags.push_back("--" + name);
-  for (const std::string& argument : command->remaining()) {
-    const std::string nearest = argument.starts_with("--") ? penstock::nearest_name(argument.substr(0, argument.find('=')), flags) : std::string();
-    if (!nearest.empty()) fmt::print(stderr, "{}: did you mean {}?\n", penstock::quote(argument), nearest);
-  }
-}
-
-// As all other messages begin, and without raw values: they may hold anything. CLI11 asks the outermost App; the page to read is that of the
-// command that was given.
-std::string usage_message(const CLI::App* app, const CLI::Error& error) {
-  std::string page = app->get_name();
-  for (std::vector<CLI::App*> given = app->get_subcommands(); !given.empty(); given = given.front()->get_subcommands()) page += " " + given.front()->get_name();
-  return fmt::format("penstock: {}; see {} --help\n", penstock::printable(penstock::shortened(error.what(), 2000)), page);
+// Beside this program in a build folder, in libexec where it is installed.
+int become_tensor_program(char** argv) {
+  std::error_code error;
+  const fs::path folder = fs::read_symlink("/proc/self/exe", error).parent_path();
+  for (const fs::path& path : {folder / "penstock-tensor", folder.parent_path() / PENSTOCK_LIBEXEC / "penstock-tensor"})
+    if (fs::exists(path, error)) {
+      ::execv(path.c_str(), argv);
+      penstock::cli::print_error(fmt::format("{} could not be started: {}; install Penstock again", path.string(), std::strerror(errno)));
+      return penstock::cli::kFailed;
+    }
+  penstock::cli::print_error(fmt::format(
+      "penstock-tensor, which has the commands that need LibTorch, is neither in {} nor in {}; install Penstock as a whole",
+      folder.string(), (folder.parent_path() / PENSTOCK_LIBEXEC).string()));
+  return penstock::cli::kFailed;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  using namespace penstock;
-  cli::report_failure_on_terminate();
-  std::signal(SIGXFSZ, SIG_IGN);  // a limit on the size of files is an error of the write, not the end of the process
-  CLI::App app{"Penstock: distributed training from pure C++"};
-  app.name("penstock");
-  app.require_subcommand(1);
-  app.set_version_flag("--version", PENSTOCK_VERSION);
-  app.footer("Example: penstock launch -n 4 -- ./my_program\nExit codes: 0 ok, 1 a check or a run failed, 2 usage or parse error, 3 the last checkpoint of a run was not saved, 70 a defect of Penstock.");
-  app.failure_message(usage_message);
-  cli::Outcome outcome;
-  cli::add_all_commands(app, outcome);
-  try {
-    cli::check_environment();
-    require_known_command(app, std::span(argv, static_cast<std::size_t>(argc)).subspan(1));
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    const int code = app.exit(error);  // prints help, version or what is wrong
-    if (dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr) suggest_flags(app);
-    return code == 0 ? 0 : cli::kUsage;
-  } catch (...) {
-    return cli::report_failure();
-  }
-  return outcome.exit_code;
+  if (argc > 1 && needs_tensors(argv[1])) return become_tensor_program(argv);
+  return penstock::cli::run_command_line(argc, argv, [](CLI::App& app, penstock::cli::CommandOutcome& outcome) {
+    penstock::cli::add_plain_commands(app, outcome);
+    // For --help and for suggestions; they never run here.
+    for (const auto& command : penstock::cli::tensor_commands()) penstock::cli::add_tensor_subcommand(app, command.name);
+  });
 }

@@ -9,6 +9,7 @@
 #include <set>
 #include <unordered_map>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/hash.h"
 #include "penstock/base/text.h"
@@ -27,7 +28,7 @@ std::vector<int> checked_ranks(std::vector<int> ranks) {
   std::set<int> seen;
   for (const int rank : ranks) {
     if (rank < 0)
-      throw ValueError(describe("ranks of a mesh", fmt::format("rank {}", rank), "ranks from 0 on"));
+      throw ValueError(describe("ranks of a mesh", fmt::format("rank {}", rank), "ranks of at least 0"));
     if (!seen.insert(rank).second)
       throw ValueError(describe("ranks of a mesh", fmt::format("rank {} twice", rank), "each rank once",
                                 "list every rank once"));
@@ -53,8 +54,8 @@ std::string checked_device_type(const std::string& type) {
                                    [](char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); });
   if (type.empty() || !letters)
     throw ValueError(describe("device type of a mesh", fmt::format("\"{}\"", type),
-                              "a kind of device such as cpu or cuda",
-                              "leave out the device's number; each rank knows its own"));
+                              "a device type such as cpu or cuda",
+                              "leave out the device index; each rank selects its own"));
   return type;
 }
 
@@ -67,7 +68,7 @@ std::string checked_device_type(const std::string& type) {
   known.insert(known.end(), flattened.begin(), flattened.end());
   const std::string nearest = nearest_name(name, known);
   std::string remedy = nearest.empty() ? "" : fmt::format("did you mean \"{}\"?", nearest);
-  if (!root && nearest.empty()) remedy = "flattened names are found on the mesh they come from, see root()";
+  if (!root && nearest.empty()) remedy = "flattened axes are only known to the root mesh, see root()";
   throw ValueError(
       describe("mesh axis", fmt::format("\"{}\"", name), fmt::format("one of {}", quoted(known)), remedy));
 }
@@ -105,33 +106,33 @@ struct DeviceMesh::Root {
 };
 
 DeviceMesh::DeviceMesh(const std::string& device_type, const std::vector<std::int64_t>& shape,
-                       std::vector<int> ranks, std::vector<std::string> names, Rank this_rank)
+                       std::vector<int> ranks, std::vector<std::string> names, int this_rank)
     : layout_(shape), this_rank_(this_rank) {
   if (shape.empty())
-    throw ValueError(describe("shape of a mesh", "no axes", "at least one", "give {1} for a single rank"));
+    throw ValueError(describe("shape of a mesh", "no axes", "at least one", "use {1} for a single rank"));
   if (layout_.size() != static_cast<std::int64_t>(ranks.size()))
     throw ValueError(
         describe("mesh", fmt::format("{} ranks for the shape {}", ranks.size(), fmt::join(shape, " x ")),
                  fmt::format("{} ranks", layout_.size()), "change the shape or the list of ranks"));
   check_names(names, layout_.ndim());
-  if (this_rank.value() < 0)
+  if (this_rank < 0)
     throw ValueError(
-        describe("own rank of a mesh", fmt::format("{}", this_rank.value()), "a rank from 0 on"));
+        describe("own rank of a mesh", fmt::format("{}", this_rank), "a rank of at least 0"));
   names_ = names;
   root_ = std::make_shared<Root>(checked_device_type(device_type), layout_, checked_ranks(std::move(ranks)),
                                  std::move(names));
 }
 
 DeviceMesh::DeviceMesh(std::shared_ptr<Root> root, MeshLayout layout, std::vector<std::string> names,
-                       Rank this_rank)
+                       int this_rank)
     : root_(std::move(root)), layout_(std::move(layout)), names_(std::move(names)), this_rank_(this_rank) {
-  const auto own = root_->index_of.find(this_rank.value());
+  const auto own = root_->index_of.find(this_rank);
   if (own != root_->index_of.end()) {
     origin_ = layout_.origin(own->second);
   } else if (layout_.size() != static_cast<std::int64_t>(root_->ranks.size())) {
-    throw ValueError(describe("part of a mesh", fmt::format("rank {}", this_rank.value()),
+    throw ValueError(describe("part of a mesh", fmt::format("rank {}", this_rank),
                               fmt::format("one of the mesh's ranks {}", format_list(root_->ranks)),
-                              "ask contains(rank) first; a rank outside has no part"));
+                              "check contains(rank) first; a rank outside the mesh has no part"));
   }
 }
 
@@ -147,7 +148,7 @@ bool DeviceMesh::is_root() const {
 DeviceMesh DeviceMesh::root() const {
   return DeviceMesh(root_, root_->layout, root_->names, this_rank_);
 }
-DeviceMesh DeviceMesh::as_rank(Rank rank) const {
+DeviceMesh DeviceMesh::as_rank(int rank) const {
   return DeviceMesh(root_, layout_, names_, rank);
 }
 
@@ -165,26 +166,26 @@ std::vector<int> DeviceMesh::ranks() const {
   return ranks;
 }
 
-std::optional<std::vector<std::int64_t>> DeviceMesh::coordinate(Rank rank) const {
-  const auto found = root_->index_of.find(rank.value());
+std::optional<std::vector<std::int64_t>> DeviceMesh::coordinate(int rank) const {
+  const auto found = root_->index_of.find(rank);
   if (found == root_->index_of.end()) return std::nullopt;
   return layout_.coordinate(found->second - origin_);
 }
 
-int DeviceMesh::axis_rank(int axis, Rank rank) const {
+int DeviceMesh::axis_rank(int axis, int rank) const {
   layout_.axis_layout(axis);
   const auto where = coordinate(rank);
   if (!where)
-    throw ValueError(describe("position on a mesh axis", fmt::format("rank {}", rank.value()),
+    throw ValueError(describe("position on a mesh axis", fmt::format("rank {}", rank),
                               fmt::format("one of the mesh's ranks {}", format_list(ranks())),
-                              "ask contains(rank) first"));
+                              "check contains(rank) first"));
   return static_cast<int>((*where)[static_cast<std::size_t>(axis)]);
 }
 
-std::vector<int> DeviceMesh::rank_list(int axis, Rank rank) const {
+std::vector<int> DeviceMesh::rank_list(int axis, int rank) const {
   const int position = axis_rank(axis, rank);
   const AxisLayout& along = layout_.axis_layout(axis);
-  const std::int64_t first = root_->index_of.at(rank.value()) - along.offset(position);
+  const std::int64_t first = root_->index_of.at(rank) - along.offset(position);
   std::vector<int> list;
   for (std::int64_t i = 0; i < along.size(); ++i)
     list.push_back(root_->ranks[static_cast<std::size_t>(first + along.offset(i))]);
@@ -198,7 +199,7 @@ std::vector<std::vector<int>> DeviceMesh::rank_lists(int axis) const {
     if (other != axis) others.push_back(other);
   std::vector<std::vector<int>> lists;
   for (const std::int64_t index : layout_.slice(others).indices())
-    lists.push_back(rank_list(axis, Rank{root_->ranks[static_cast<std::size_t>(origin_ + index)]}));
+    lists.push_back(rank_list(axis, root_->ranks[static_cast<std::size_t>(origin_ + index)]));
   return lists;
 }
 
@@ -237,13 +238,13 @@ DeviceMesh DeviceMesh::slice(const std::vector<std::string>& names) const {
     throw ValueError(describe("slice of a mesh", fmt::format("{}, {}", quoted(names), what),
                               fmt::format("axes in the order {}", quoted(names_)), remedy));
   };
-  // Axes of this mesh: by their place. With flattened names among them: by strides, which also tell axes that
-  // overlap.
+  // Order is checked by position for axes of this mesh, and by strides if flattened names are among them.
+  // Strides also reveal axes that overlap.
   const auto place = [&](const std::string& name) { return std::find(names_.begin(), names_.end(), name); };
   const bool all_own = std::all_of(names.begin(), names.end(),
                                    [&](const std::string& name) { return place(name) != names_.end(); });
   if (all_own) {
-    // An axis of one rank has no place among the others: it may stand anywhere.
+    // An axis of size 1 may appear anywhere.
     std::vector<std::string> ordered;
     for (std::size_t i = 0; i < names.size(); ++i)
       if (axes[i].size() > 1) ordered.push_back(names[i]);
@@ -255,7 +256,7 @@ DeviceMesh DeviceMesh::slice(const std::vector<std::string>& names) const {
     for (const AxisLayout& axis : axes) {
       const MeshLayout next = MeshLayout::from_axes({axis});
       if (!whole.is_disjoint(next))
-        refuse("of which some share an axis", "take each axis once, flattened or not");
+        refuse("of which some share an axis", "use each axis once, flattened or not");
       whole = whole.concatenate(next);
     }
     const MeshLayout flat = whole.flatten();
@@ -263,7 +264,7 @@ DeviceMesh DeviceMesh::slice(const std::vector<std::string>& names) const {
     if (!std::is_sorted(modes.begin(), modes.end(),
                         [](const auto& a, const auto& b) { return a.stride > b.stride; }))
       refuse("not in the mesh's order",
-             "a flattened name stands where its axes stand, with no other axis between them");
+             "put a flattened name where its axes are, with no other axis between them");
   }
   return DeviceMesh(root_, MeshLayout::from_axes(axes), names, this_rank_);
 }
@@ -284,7 +285,7 @@ DeviceMesh DeviceMesh::flatten(const std::vector<std::string>& axes, const std::
   };
   if (taken(names_) || taken(root_->names))
     throw ValueError(describe("name of a flattened axis", fmt::format("\"{}\"", name),
-                              "a name that no axis has", "give another name"));
+                              "a name that no axis has", "choose another name"));
   MeshLayout flat = layout_.flatten();
   {
     std::lock_guard lock(root_->mutex);
@@ -292,7 +293,7 @@ DeviceMesh DeviceMesh::flatten(const std::vector<std::string>& axes, const std::
     if (!made && !(entry->second == flat.axes()[0]))
       throw ValueError(describe("name of a flattened axis",
                                 fmt::format("\"{}\" for {}", name, quoted(names_)),
-                                "a name that no other axes were flattened under", "give another name"));
+                                "a name not used for other flattened axes", "choose another name"));
   }
   return DeviceMesh(root_, std::move(flat), {name}, this_rank_);
 }
@@ -330,12 +331,12 @@ DeviceMesh DeviceMesh::concatenate(const std::vector<DeviceMesh>& meshes) {
                                 expected, remedy));
     };
     if (mesh.universe() != first.universe() || mesh.device_type() != first.device_type())
-      refuse("meshes that come from one mesh", "slice both from the same root");
-    if (mesh.this_rank_ != first.this_rank_) refuse("meshes as one rank has them", "use as_rank()");
+      refuse("meshes with the same root", "slice both from the same root");
+    if (mesh.this_rank_ != first.this_rank_) refuse("meshes seen from the same rank", "use as_rank()");
     if (mesh.names_.empty() != first.names_.empty())
-      refuse("names on all or on none", "name the axes of both");
+      refuse("meshes that all have names or all have none", "name the axes of both");
     if (!layout.is_disjoint(mesh.layout_))
-      refuse("axes that do not overlap", "take each axis of the root once");
+      refuse("axes that do not overlap", "use each axis of the root once");
     layout = layout.concatenate(mesh.layout_);
     names.insert(names.end(), mesh.names_.begin(), mesh.names_.end());
   }
@@ -346,7 +347,7 @@ DeviceMesh DeviceMesh::concatenate(const std::vector<DeviceMesh>& meshes) {
 DeviceMesh DeviceMesh::find(const MeshKey& key) const {
   if (!key.layout) return root().slice(key.names);
   check_names(key.names, key.layout->ndim());
-  // A layout of this universe fills it with copies of itself; anything else was made in another one.
+  // Copies of a layout of this universe fill the universe; any other layout comes from a different one.
   const auto total = static_cast<std::int64_t>(root_->ranks.size());
   bool fits = total % key.layout->size() == 0;
   for (const AxisLayout& axis : key.layout->axes())
@@ -375,9 +376,9 @@ bool operator==(const DeviceMesh& a, const DeviceMesh& b) {
 }
 
 DeviceMesh init_device_mesh(const std::string& device_type, const std::vector<std::int64_t>& shape,
-                            const std::vector<std::string>& names, Rank rank, int world_size) {
-  if (rank.value() < 0 || rank.value() >= world_size)
-    throw ValueError(describe("own rank of a mesh", fmt::format("{}", rank.value()),
+                            const std::vector<std::string>& names, int rank, int world_size) {
+  if (rank < 0 || rank >= world_size)
+    throw ValueError(describe("own rank of a mesh", fmt::format("{}", rank),
                               fmt::format("0 to {}", world_size - 1)));
   const std::int64_t size = MeshLayout(shape).size();
   if (size > world_size)

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/hash.h"
 
@@ -30,7 +31,7 @@ std::int64_t sum_of(std::int64_t a, std::int64_t b) {
   return result;
 }
 
-// Whether no index occurs twice and the modes nest, see the header. Sorts its argument.
+// Returns whether no index occurs twice and the modes nest, see the header. Sorts its argument.
 bool nests(std::vector<Mode>& modes) {
   std::sort(modes.begin(), modes.end(), [](const Mode& a, const Mode& b) { return a.stride < b.stride; });
   for (std::size_t i = 1; i < modes.size(); ++i) {
@@ -86,7 +87,7 @@ AxisLayout::AxisLayout(const std::vector<Mode>& modes) {
                                 "a size of at least 1 and a stride of at least 1"));
     if (mode.size == 1) continue;
     size_ = product_of(size_, mode.size);
-    product_of(mode.size, mode.stride);  // the end of the axis must be a number
+    product_of(mode.size, mode.stride);  // throws if the end of the axis overflows
     if (!modes_.empty() && modes_.back().stride == mode.size * mode.stride)
       modes_.back() = {modes_.back().size * mode.size, mode.stride};
     else
@@ -118,7 +119,7 @@ MeshLayout MeshLayout::from_axes(std::vector<AxisLayout> axes) {
   if (!nests(modes))
     throw ValueError(
         describe("mesh layout", layout.to_string(), "axes that do not overlap",
-                 "give every axis a stride that is a multiple of size times stride of the axes inside it"));
+                 "make every stride a multiple of size times stride of the axes inside it"));
   std::int64_t last = 1;
   for (const Mode& mode : modes) last = sum_of(last, product_of(mode.size - 1, mode.stride));
   return layout;
@@ -186,7 +187,7 @@ std::vector<std::int64_t> MeshLayout::indices() const {
 
 std::int64_t MeshLayout::origin(std::int64_t index) const {
   std::int64_t own =
-      0;  // the digits of index that belong to this layout; the modes nest, so they do not disturb each other
+      0;  // the digits of index that belong to this layout; the modes nest, so the digits are independent
   for (const AxisLayout& axis : axes_)
     for (const Mode& mode : axis.modes()) own += index / mode.stride % mode.size * mode.stride;
   return index - own;
@@ -225,7 +226,7 @@ MeshLayout MeshLayout::unflatten(int axis, const std::vector<std::int64_t>& shap
     throw ValueError(describe("unflatten", fmt::format("({}), {} positions", fmt::join(shape, ", "), product),
                               fmt::format("a product of {}, the size of axis {}", whole.size(), axis),
                               "change the sizes"));
-  // From the innermost size outwards, each takes what it needs of the modes that are left.
+  // From the innermost size outwards, each takes what it needs from the remaining modes.
   std::vector<Mode> left = whole.modes();
   std::vector<AxisLayout> parts(shape.size());
   for (std::size_t i = shape.size(); i-- > 0;) {
@@ -237,7 +238,7 @@ MeshLayout MeshLayout::unflatten(int axis, const std::vector<std::int64_t>& shap
         throw ValueError(describe(
             "unflatten",
             fmt::format("({}) of an axis laid out as {}", fmt::join(shape, ", "), slice({axis}).to_string()),
-            "sizes that come apart where the axes it was flattened from meet",
+            "sizes that split between the axes it was flattened from",
             "unflatten to those axes first"));
       taken.insert(taken.begin(), {take, mode.stride});
       wanted /= take;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {
@@ -13,7 +14,7 @@ namespace {
 using Numbers = std::vector<std::int64_t>;
 using Segments = std::vector<Segment>;
 
-// The part of n indices that goes to one of `parts` ranks.
+// The part of n indices assigned to one of `parts` ranks.
 Segment part_of(std::int64_t n, std::int64_t parts, std::int64_t part) {
   const std::int64_t step = n / parts + (n % parts == 0 ? 0 : 1);
   if (n == 0 || part > (n - 1) / step) return {n, 0};
@@ -48,20 +49,20 @@ Segments select(const Segments& segments, Segment window) {
 }
 
 // One split of a dim, in the order in which splits apply.
-struct Split {
+struct AxisSplit {
   std::int64_t parts = 1;   // size of the mesh axis
   std::int64_t part = 0;    // this rank's coordinate on it
-  std::int64_t pieces = 1;  // above 1: every one of that many pieces is split, the literal strided shard
+  std::int64_t pieces = 1;  // above 1: a literal strided shard, which splits each of this many pieces
 };
 
-// From the right axis to the left one: a shard applies before the axes to its right, a strided shard after
-// those that make as many pieces as its split factor says.
-std::vector<Split> splits_of(std::int64_t dim, const Numbers& mesh_shape, const Numbers& coordinate,
-                             const Placements& placements) {
-  std::vector<Split> order;
+// Visits the axes from right to left: a shard applies before the axes to its right, a strided shard after the
+// axes that make as many pieces as its split factor.
+std::vector<AxisSplit> splits_of(std::int64_t dim, const Numbers& mesh_shape, const Numbers& coordinate,
+                                 const Placements& placements) {
+  std::vector<AxisSplit> order;
   for (std::size_t axis = placements.size(); axis-- > 0;) {
     if (!placements[axis].splits(dim)) continue;
-    Split split{mesh_shape[axis], coordinate[axis]};
+    AxisSplit split{mesh_shape[axis], coordinate[axis]};
     auto place = order.begin();
     if (placements[axis].is_strided_shard()) {
       const std::int64_t wanted = placements[axis].split_factor();
@@ -79,7 +80,7 @@ std::vector<Split> splits_of(std::int64_t dim, const Numbers& mesh_shape, const 
   return order;
 }
 
-Segments take_part(const Segments& held, const Split& split) {
+Segments take_part(const Segments& held, const AxisSplit& split) {
   const std::int64_t length = length_of(held);
   if (split.pieces == 1) return select(held, part_of(length, split.parts, split.part));
   Segments chosen;
@@ -130,7 +131,8 @@ std::vector<std::vector<Segment>> local_segments(const Numbers& global_shape, co
   for (std::size_t dim = 0; dim < global_shape.size(); ++dim) {
     Segments held;
     append(held, {0, global_shape[dim]});
-    for (const Split& split : splits_of(static_cast<std::int64_t>(dim), mesh_shape, coordinate, normalized))
+    for (const AxisSplit& split :
+         splits_of(static_cast<std::int64_t>(dim), mesh_shape, coordinate, normalized))
       held = take_part(held, split);
     dims.push_back(std::move(held));
   }

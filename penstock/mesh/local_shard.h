@@ -1,21 +1,20 @@
-// Which part of a tensor a rank of a mesh holds: shape, offset and index ranges from placements. Arithmetic
-// only.
+// Computes which part of a tensor a rank of a mesh holds: shape, offset and index ranges from placements.
 //
 //   local_shape_and_offset({5, 3}, {2, 2}, {1, 0}, {Shard{0}, Shard{1}});   // shape (2, 2), offset (3, 0)
 //
-// A split of n indices over p ranks gives each rank ceil(n / p) of them in order, until none are left: 5 rows
-// over 4 ranks are 2, 2, 1, 0. Several axes may split one dim: the left axis splits first, the next one what
-// is left, and so on.
+// Splitting n indices over p ranks assigns ceil(n / p) of them to each rank in order, until none are left: 5
+// rows over 4 ranks are 2, 2, 1, 0. Several axes may split one dim: the left axis splits first, the next one
+// splits the resulting part, and so on.
 //
-// A StridedShard stands left of axes that split before it. Its place in that order follows from its split
-// factor: the number of pieces the axes before it make. [_S(0, 2), S(0)] on dp=3 x tp=2 splits 7 rows by tp
-// into 0-3 and 4-6, and each piece by dp: 0-1, 2-3, nothing, and 4, 5, 6. These are the shards of a
-// tensor-parallel parameter that is sharded over data-parallel ranks, also when nothing divides evenly. A
-// split factor that is not the product of axes to the right is taken literally: that many pieces, each split
-// over the axis, and a rank holds its part of every piece. Its indices are then several ranges. Indices are
-// always held in ascending order.
+// A StridedShard is to the left of axes that split before it. Its position in the order of splits follows
+// from its split factor: the number of pieces made by the axes that split before it. [_S(0, 2), S(0)] on dp=3
+// x tp=2 splits 7 rows by tp into 0-3 and 4-6, and each piece by dp: 0-1, 2-3, nothing, and 4, 5, 6. These
+// are the shards of a tensor-parallel parameter that is sharded over data-parallel ranks, even if the sizes
+// do not divide evenly. A split factor that is not the product of axes to the right is taken literally: that
+// many pieces, each split over the axis, and a rank holds its part of every piece, so its indices form
+// several ranges. Indices are always held in ascending order.
 //
-// Replicate and Partial leave the shape alone. Dims may be negative. Errors are ValueError.
+// Replicate and Partial do not change the shape. Dims may be negative. Errors are ValueError.
 #pragma once
 
 #include <cstdint>
@@ -33,18 +32,18 @@ struct Segment {
   friend bool operator==(const Segment&, const Segment&) = default;
 };
 
-// One segment per part; the empty ones stand at dim_size.
+// One segment per part; empty ones have offset dim_size.
 std::vector<Segment> split_sizes_and_offsets(std::int64_t dim_size, int parts);
 
 struct LocalShard {
   std::vector<std::int64_t> shape;
-  // Where the first element stands in the whole tensor; in a dim of which nothing is held, the size of that
+  // Position of the first element in the whole tensor; for a dim of which nothing is held, the size of the
   // dim.
   std::vector<std::int64_t> offset;
   friend bool operator==(const LocalShard&, const LocalShard&) = default;
 };
 
-// A piece of the whole tensor and where it stands in the local one.
+// A piece of the whole tensor and its position in the local tensor.
 struct ShardBox {
   std::vector<std::int64_t> offset;
   std::vector<std::int64_t> shape;
@@ -56,19 +55,19 @@ LocalShard local_shape_and_offset(const std::vector<std::int64_t>& global_shape,
                                   const std::vector<std::int64_t>& mesh_shape,
                                   const std::vector<std::int64_t>& coordinate, const Placements& placements);
 
-// Per dim, the indices held, in the order of the local tensor. None is empty, neighbours are joined.
+// Per dim, the indices held, in the order of the local tensor. No segment is empty; adjacent ones are merged.
 std::vector<std::vector<Segment>> local_segments(const std::vector<std::int64_t>& global_shape,
                                                  const std::vector<std::int64_t>& mesh_shape,
                                                  const std::vector<std::int64_t>& coordinate,
                                                  const Placements& placements);
 
-// The same as boxes: every combination of segments, the last dim fastest. None for a rank that holds nothing,
-// one unless a strided shard came apart.
+// The same as boxes: every combination of segments, the last dim varying fastest. Empty for a rank that holds
+// nothing; one box unless a strided shard holds several ranges.
 std::vector<ShardBox> local_boxes(const std::vector<std::int64_t>& global_shape,
                                   const std::vector<std::int64_t>& mesh_shape,
                                   const std::vector<std::int64_t>& coordinate, const Placements& placements);
 
-// Of the mesh's own rank. A rank outside the mesh holds nothing: shape (0), no offset, no boxes.
+// For this rank of the mesh. A rank outside the mesh holds nothing: shape (0), no offset, no boxes.
 LocalShard local_shape_and_offset(const std::vector<std::int64_t>& global_shape, const DeviceMesh& mesh,
                                   const Placements& placements);
 std::vector<ShardBox> local_boxes(const std::vector<std::int64_t>& global_shape, const DeviceMesh& mesh,

@@ -5,6 +5,7 @@
 #include <array>
 #include <charconv>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/hash.h"
 
@@ -86,7 +87,7 @@ class Reader {
     throw ConfigError(describe(
         "placement", fmt::format("\"{}\"", whole_),
         "R, S(dim), _S(dim, split factor) or P(sum|avg|min|max|product)",
-        rest_.empty() ? std::string("the text ends too early") : fmt::format("look at \"{}\"", rest_)));
+        rest_.empty() ? std::string("the text ends too early") : fmt::format("check \"{}\"", rest_)));
   }
 
   std::string_view whole_, rest_;
@@ -113,19 +114,19 @@ std::string_view to_text(PartialOp op) {
 std::int64_t Placement::dim() const {
   if (const auto* shard = std::get_if<Shard>(&value_)) return shard->dim;
   if (const auto* shard = std::get_if<StridedShard>(&value_)) return shard->dim;
-  throw StateError(describe("dim of a placement", to_string(), "a shard", "ask splits() first"));
+  throw StateError(describe("dim of a placement", to_string(), "a shard", "check splits() first"));
 }
 
 std::int64_t Placement::split_factor() const {
   if (const auto* shard = std::get_if<StridedShard>(&value_)) return shard->split_factor;
   throw StateError(describe("split factor of a placement", to_string(), "a strided shard",
-                            "ask is_strided_shard() first"));
+                            "check is_strided_shard() first"));
 }
 
 PartialOp Placement::partial_op() const {
   if (const auto* partial = std::get_if<Partial>(&value_)) return partial->op;
   throw StateError(
-      describe("operation of a placement", to_string(), "a partial one", "ask is_partial() first"));
+      describe("operation of a placement", to_string(), "a partial placement", "check is_partial() first"));
 }
 
 std::string Placement::to_string() const {
@@ -166,7 +167,7 @@ Placements normalize_placements(const Placements& placements, int mesh_ndim, std
   if (static_cast<std::int64_t>(placements.size()) != mesh_ndim)
     throw ValueError(describe(
         "placements", fmt::format("{}, {} of them", to_string(placements), placements.size()),
-        fmt::format("{}, one per mesh axis", mesh_ndim), "write R for an axis that holds the whole tensor"));
+        fmt::format("{}, one per mesh axis", mesh_ndim), "use R for an axis that holds the whole tensor"));
   Placements normalized = placements;
   for (std::size_t axis = 0; axis < normalized.size(); ++axis) {
     const Placement& placement = placements[axis];
@@ -185,7 +186,7 @@ Placements normalize_placements(const Placements& placements, int mesh_ndim, std
     if (placement.split_factor() < 1)
       throw ValueError(describe(fmt::format("placement of mesh axis {}", axis), placement.to_string(),
                                 "a split factor of at least 1",
-                                "give the number of pieces that the axes to the right make"));
+                                "use the number of pieces that the axes to the right make"));
     normalized[axis] = StridedShard{dim, placement.split_factor()};
   }
   return normalized;

@@ -5,13 +5,11 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <sstream>
-#include <unordered_set>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/files.h"
-#include "penstock/ids.h"
 #include "penstock/base/text.h"
 #include "penstock/base/warnings.h"
 #include "tests/throws.h"
@@ -22,11 +20,11 @@ namespace base_test {
 using test::message_of;
 
 TEST(Errors, KindsAreDistinctAndKeepTheStandardBase) {
-  EXPECT_THROW(throw ConfigError("x"), std::invalid_argument);
-  EXPECT_THROW(throw ValueError("x"), std::invalid_argument);
-  EXPECT_THROW(throw PipeliningMetadataError("x"), std::runtime_error);
-  EXPECT_THROW(throw StateError("x"), std::runtime_error);
-  EXPECT_THROW(throw InvariantError("x"), std::logic_error);
+  EXPECT_THROW(throw ConfigError("x"), ValueError);
+  EXPECT_THROW(throw ValueError("x"), Error);
+  EXPECT_THROW(throw PipeliningMetadataError("x"), MismatchError);
+  EXPECT_THROW(throw StateError("x"), Error);
+  EXPECT_THROW(throw InvariantError("x"), Error);
   EXPECT_FALSE((std::is_base_of_v<ValueError, TypeError>));
   EXPECT_FALSE((std::is_base_of_v<PipeliningMetadataError, CommError>));
 }
@@ -56,18 +54,7 @@ TEST(Errors, InvariantStaysOnInReleaseBuilds) {
   EXPECT_NE(text.find("1 + 1 == 3"), std::string::npos);
 }
 
-TEST(Ids, AreOrderedHashableAndDistinct) {
-  EXPECT_LT(Rank{1}, Rank{2});
-  std::unordered_set<StageId> stages = {StageId{1}, StageId{1}, StageId{2}};
-  EXPECT_EQ(stages.size(), 2u);
-  EXPECT_FALSE((std::is_convertible_v<int, Rank>));
-  EXPECT_FALSE((std::is_convertible_v<Rank, StageId>));
-  std::ostringstream out;
-  out << MicrobatchId{7};
-  EXPECT_EQ(out.str(), "7");
-}
-
-TEST(Text, NearestNameFindsTyposAndRefusesStrangers) {
+TEST(Text, NearestNameFindsTyposOnly) {
   const std::vector<std::string> names = {"ranks", "microbatches", "schedule"};
   EXPECT_EQ(nearest_name("rnaks", names), "ranks");
   EXPECT_EQ(nearest_name("MICROBATCH", names), "microbatches");
@@ -111,7 +98,7 @@ TEST(Env, DebugLevelHonoursTorchsVariable) {
   EXPECT_EQ(debug_level(), DebugLevel::Off);
 }
 
-TEST(Warnings, AreCapturedAndOnceIsOnce) {
+TEST(Warnings, AreCapturedAndWarnOnceWarnsOnce) {
   WarningCapture outer;
   warn("comm", "first");
   {
@@ -138,7 +125,7 @@ TEST(Files, ATreeIsRemovedAndLinksAreNotFollowed) {
   EXPECT_TRUE(fs::exists(kept / "file"));
   remove_tree(kept / "file");
   EXPECT_FALSE(fs::exists(kept / "file"));
-  remove_tree(top);  // not there: nothing to do
+  remove_tree(top);  // a missing path is not an error
   remove_tree(kept);
   std::error_code error;
   remove_tree("/proc/self/status", error);

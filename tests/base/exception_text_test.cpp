@@ -1,4 +1,4 @@
-// What exceptions of any type say.
+// Messages of exceptions of any type.
 #include <gtest/gtest.h>
 
 #include <stdexcept>
@@ -26,7 +26,7 @@ TEST(ExceptionText, OfAnyType) {
   EXPECT_EQ(current_exception_text(), "no exception");
 }
 
-TEST(ExceptionText, TheInnerOneWhereOneIsHandledInsideAnother) {
+TEST(ExceptionText, DescribesTheInnerOfTwoNestedExceptions) {
   try {
     throw std::runtime_error("outer");
   } catch (...) {
@@ -40,8 +40,8 @@ TEST(ExceptionText, BacktracesAndTagsOfLibrariesAreLeftOut) {
   EXPECT_EQ(without_backtrace("[enforce fail at alloc_cpu.cpp:75] no memory\nframe #0: <unknown function>"), "[enforce fail at alloc_cpu.cpp:75] no memory");
   EXPECT_EQ(without_backtrace("two\nlines"), "two\nlines");
   EXPECT_EQ(text_of(std::runtime_error("hot\n\nException raised from f at a.cpp:1")), "hot");
-  EXPECT_EQ(without_tag("[json.exception.parse_error.101] parse error at line 1"), "parse error at line 1");
-  EXPECT_EQ(without_tag("[1, 2] is no object"), "[1, 2] is no object");
+  EXPECT_EQ(without_json_tag("[json.exception.parse_error.101] parse error at line 1"), "parse error at line 1");
+  EXPECT_EQ(without_json_tag("[1, 2] is no object"), "[1, 2] is no object");
 }
 
 }  // namespace exception_text_test

@@ -1,9 +1,10 @@
-// Numbers from text, and text of others in messages.
+// Parsing of numbers, and quoting of foreign text in messages.
 #include <gtest/gtest.h>
 
 #include <limits>
 #include <string>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
@@ -22,18 +23,18 @@ TEST(Number, ReadsTheWholeTextOrNothing) {
   EXPECT_EQ(parse_number("0.25"), 0.25);
   EXPECT_EQ(parse_number("-3"), -3.0);
   EXPECT_EQ(parse_number("1e-5"), 1e-5);
-  EXPECT_EQ(parse_whole("-12"), -12);
-  EXPECT_EQ(parse_whole("9223372036854775807"), std::numeric_limits<std::int64_t>::max());
+  EXPECT_EQ(parse_integer("-12"), -12);
+  EXPECT_EQ(parse_integer("9223372036854775807"), std::numeric_limits<std::int64_t>::max());
   EXPECT_EQ(parse_unsigned("18446744073709551615"), std::numeric_limits<std::uint64_t>::max());
   for (const char* text : kNoNumbers) {
     EXPECT_EQ(parse_number(text), std::nullopt) << text;
-    EXPECT_EQ(parse_whole(text), std::nullopt) << text;
+    EXPECT_EQ(parse_integer(text), std::nullopt) << text;
     EXPECT_EQ(parse_unsigned(text), std::nullopt) << text;
     EXPECT_EQ(parse_scaled(text), std::nullopt) << text;
     EXPECT_EQ(parse_bytes(text), std::nullopt) << text;
   }
   EXPECT_EQ(parse_number("1e"), std::nullopt);
-  for (const char* text : {"3.0", "9223372036854775808", "1e3"}) EXPECT_EQ(parse_whole(text), std::nullopt) << text;
+  for (const char* text : {"3.0", "9223372036854775808", "1e3"}) EXPECT_EQ(parse_integer(text), std::nullopt) << text;
   EXPECT_EQ(parse_unsigned("-1"), std::nullopt);
 }
 
@@ -57,9 +58,9 @@ TEST(Number, ErrorsStateTheRange) {
   EXPECT_EQ(message_of<ConfigError>([] { read_number("--x", "nan", {.low = 0, .high = 1}); }), "--x: got \"nan\", expected a number from 0 to 1");
   EXPECT_EQ(message_of<ConfigError>([] { read_number("--x", "0", {.low = 0, .high = 1000, .above_low = true}); }), "--x: got \"0\", expected a number above 0 up to 1000");
   EXPECT_EQ(message_of<ConfigError>([] { read_number("--x", "-1", {}); }), "--x: got \"-1\", expected a number of at least 0");
-  EXPECT_EQ(message_of<ConfigError>([] { read_whole("--n", "3.0", 1, 10, "give it"); }), "--n: got \"3.0\", expected a whole number from 1 to 10; give it");
-  EXPECT_EQ(read_whole("--n", "10", 1, 10), 10);
-  EXPECT_THROW(read_whole("--n", "11", 1, 10), ConfigError);
+  EXPECT_EQ(message_of<ConfigError>([] { read_integer("--n", "3.0", 1, 10, "give it"); }), "--n: got \"3.0\", expected a whole number from 1 to 10; give it");
+  EXPECT_EQ(read_integer("--n", "10", 1, 10), 10);
+  EXPECT_THROW(read_integer("--n", "11", 1, 10), ConfigError);
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { read_bytes("--b", "-1"); }), "--b: got \"-1\", expected bytes, such as 512"));
   EXPECT_THROW(read_bytes("--b", "0", 1), ConfigError);
   EXPECT_FALSE(NumberRange{}.contains(std::numeric_limits<double>::quiet_NaN()));

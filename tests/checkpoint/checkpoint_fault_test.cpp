@@ -1,4 +1,4 @@
-// Full disks, crashes and ranks that do not come: the last good checkpoint is always there, and the error says why.
+// Full disks, crashes and missing ranks: the last good checkpoint always survives, and the error says why.
 #include <gtest/gtest.h>
 #include <sched.h>
 #include <sys/mount.h>
@@ -30,7 +30,8 @@ Spread on_two() {
   return {{2}, placements};
 }
 
-// Runs in a process of its own; what it returns is the exit code. It has one thread and ends without cleaning up.
+// Runs in a separate process and returns the exit code. The process has one thread and ends without cleaning
+// up.
 int in_process(const std::function<int()>& body) {
   std::fflush(nullptr);
   const pid_t child = fork();
@@ -65,36 +66,36 @@ TEST(Crash, BetweenAnyTwoPhasesLeavesAWholeCheckpoint) {
     });
     ASSERT_EQ(code, -SIGKILL);
     const bool named = phase == WritePhase::Renamed || phase == WritePhase::OldRemoved;
-    LoneMeeting meeting;
+    SingleRankAgreement agreement;
     {
-      const auto opened = open_latest(meeting, folder.path());
+      const auto opened = open_latest(agreement, folder.path());
       ASSERT_TRUE(opened);
       EXPECT_EQ(opened->checkpoint.step(), named ? 2 : 1) << "phase " << static_cast<int>(phase);
       EXPECT_TRUE(is_sample(opened->checkpoint, named ? 2 : 1));
     }
     EXPECT_EQ(clean_leftovers(folder.path()).size(), named ? 0u : 1u);
     save_alone(folder.path(), 3, options, 3);
-    EXPECT_EQ(contents_of(folder.path()).size(), 1u) << "the next save finds everything in order";
+    EXPECT_EQ(contents_of(folder.path()).size(), 1u) << "the next save succeeds";
   }
 }
 
-// A rank that fails anywhere ends the save on all ranks, with its words.
-TEST(Failure, OfOneRankIsEverybodys) {
+// A rank that fails anywhere ends the save on all ranks, with its message.
+TEST(Failure, OfOneRankFailsAllRanks) {
   for (const int bad : {0, 1})
     for (const WritePhase phase : {WritePhase::FolderMade, WritePhase::PartsWritten, WritePhase::Checked, WritePhase::IndexWritten}) {
-      if (bad == 1 && (phase == WritePhase::FolderMade || phase == WritePhase::IndexWritten)) continue;  // rank 0's alone
+      if (bad == 1 && (phase == WritePhase::FolderMade || phase == WritePhase::IndexWritten)) continue;  // only on rank 0
       const TemporaryFolder folder;
       save_alone(folder.path(), 1, small_blocks(), 1);
       WriteOptions options = small_blocks();
       options.at_phase = [&](WritePhase now, int rank) {
         if (now == phase && rank == bad) throw std::runtime_error("struck by lightning");
       };
-      const auto errors = errors_on_ranks(2, [&](Meeting& meeting) { save(meeting, folder.path(), 2, on_two(), options); });
+      const auto errors = errors_on_ranks(2, [&](RankAgreement& agreement) { save(agreement, folder.path(), 2, on_two(), options); });
       EXPECT_EQ(errors[0], "rank " + std::to_string(bad) + ": struck by lightning");
       EXPECT_EQ(errors[1], errors[0]);
       EXPECT_EQ(contents_of(folder.path()).size(), 1u) << "the temporary folder is gone";
-      LoneMeeting meeting;
-      EXPECT_TRUE(is_sample(open_latest(meeting, folder.path())->checkpoint, 1));
+      SingleRankAgreement agreement;
+      EXPECT_TRUE(is_sample(open_latest(agreement, folder.path())->checkpoint, 1));
     }
 }
 
@@ -104,16 +105,16 @@ TEST(FullDisk, InTheMiddleOfARanksParts) {
   WriteOptions options = small_blocks();
   std::atomic<int> writes{0};
   options.fault = [&](const fs::path& path, std::uint64_t offset, std::uint64_t) { return path.filename() == "model.safetensors" && offset > 0 && ++writes == 3 ? ENOSPC : 0; };
-  const auto errors = errors_on_ranks(2, [&](Meeting& meeting) { save(meeting, folder.path(), 2, on_two(), options); });
+  const auto errors = errors_on_ranks(2, [&](RankAgreement& agreement) { save(agreement, folder.path(), 2, on_two(), options); });
   EXPECT_EQ(errors[0], errors[1]);
   EXPECT_TRUE(has_text(errors[0], "model.safetensors: No space left on device; free space there"));
   EXPECT_TRUE(has_text(errors[0], (folder.path() / ".step-00000002.writing").string()));
   EXPECT_EQ(contents_of(folder.path()).size(), 1u);
-  LoneMeeting meeting;
-  EXPECT_TRUE(is_sample(open_latest(meeting, folder.path())->checkpoint, 1));
+  SingleRankAgreement agreement;
+  EXPECT_TRUE(is_sample(open_latest(agreement, folder.path())->checkpoint, 1));
 }
 
-// The real thing: a file system of 64 KiB where a user may mount one, else a limit of file sizes.
+// A real full disk: a file system of 64 KiB if the user may mount one, else a file size limit.
 TEST(FullDisk, AsTheSystemReportsIt) {
   const TemporaryFolder folder;
   const int code = in_process([&] {
@@ -124,7 +125,7 @@ TEST(FullDisk, AsTheSystemReportsIt) {
     WriteOptions options = small_blocks();
     save_alone(folder.path(), 1, options, 1);
     if (mounted) {
-      // What is left is not enough for a second one.
+      // The remaining space is not enough for a second checkpoint.
       int step = 2;
       std::string error;
       options.keep_last = 0;
@@ -150,84 +151,84 @@ TEST(FullDisk, AsTheSystemReportsIt) {
     }
     for (const auto& entry : fs::directory_iterator(folder.path()))
       if (entry.path().filename().string().front() == '.') return 5;
-    LoneMeeting meeting;
-    return is_sample(open_latest(meeting, folder.path())->checkpoint, 1) ? 0 : 6;
+    SingleRankAgreement agreement;
+    return is_sample(open_latest(agreement, folder.path())->checkpoint, 1) ? 0 : 6;
   });
   EXPECT_EQ(code, 0);
 }
 
-TEST(Failure, AFolderThatCannotBeMade) {
+TEST(Failure, AFolderThatCannotBeCreated) {
   const TemporaryFolder folder;
   write_text(folder.path() / "file", "x");
   EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { save_alone(folder.path() / "file" / "x", 1); }), "Not a directory"));
 }
 
-TEST(Failure, StateThatIsNoJson) {
+TEST(Failure, StateThatIsNotJson) {
   const TemporaryFolder folder;
-  LoneMeeting meeting;
-  const SavePlan plan = agree_on_plan(meeting, 1, [] { return std::vector<AnnouncedTensor>{}; });
-  EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { write_checkpoint(meeting, folder.path(), 1, plan, {}, "{oops", small_blocks()); }), "text that is not JSON"));
+  SingleRankAgreement agreement;
+  const SavePlan plan = agree_on_plan(agreement, 1, [] { return std::vector<AnnouncedTensor>{}; });
+  EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { write_checkpoint(agreement, folder.path(), 1, plan, {}, "{oops", small_blocks()); }), "text that is not JSON"));
 }
 
-TEST(Meeting, ARankThatDoesNotComeIsNamedAtTheDeadline) {
+TEST(RankAgreement, AMissingRankIsNamedAtTheDeadline) {
   const auto errors = errors_on_ranks(
-      3, [&](Meeting& meeting) { if (meeting.rank() != 1) meeting.agree("plan", [] {}); }, 200ms);
-  EXPECT_TRUE(has_text(errors[0], "\"plan\" was not agreed on before the deadline: rank 1 did not come"));
+      3, [&](RankAgreement& agreement) { if (agreement.rank() != 1) agreement.agree("plan", [] {}); }, 200ms);
+  EXPECT_TRUE(has_text(errors[0], "\"plan\" was not agreed on before the deadline: rank 1 did not join"));
   EXPECT_EQ(errors[1], "");
   EXPECT_EQ(errors[2], errors[0]);
   const auto without_first = errors_on_ranks(
-      2, [&](Meeting& meeting) { if (meeting.rank() != 0) meeting.agree("plan", [] {}); }, 200ms);
+      2, [&](RankAgreement& agreement) { if (agreement.rank() != 0) agreement.agree("plan", [] {}); }, 200ms);
   EXPECT_TRUE(has_text(without_first[1], "rank 0 did not answer"));
 }
 
-// A round that one rank has given up ends at once for the others, and the next one is whole again.
-TEST(Meeting, GivingUpIsHeardAndPasses) {
-  Words words;
+// A round that one rank has abandoned ends at once for the others, and the next one succeeds.
+TEST(RankAgreement, AnAbandonedRoundIsNoticedAndTheNextSucceeds) {
+  Statuses statuses;
   const auto begin = std::chrono::steady_clock::now();
   std::vector<std::string> heard(2);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank)
     threads.emplace_back([&, rank] {
-      ThreadBoard board(words, rank, 2);
+      ThreadBoard board(statuses, rank, 2);
       {
-        BoardMeeting meeting(board);
-        meeting.begin_round(begin + 60s);
-        if (rank == 1) meeting.give_up();
+        StatusBoardAgreement agreement(board);
+        agreement.begin_round(begin + 60s);
+        if (rank == 1) agreement.give_up();
         try {
-          for (int i = 0; i < 2; ++i) meeting.agree("first", [] {});
+          for (int i = 0; i < 2; ++i) agreement.agree("first", [] {});
         } catch (const CheckpointError& error) {
           heard[static_cast<std::size_t>(rank)] = error.what();
         }
         if (rank == 1) return;
-        EXPECT_TRUE(has_text(heard[0], "rank 1 has given it up"));
+        EXPECT_TRUE(has_text(heard[0], "rank 1 has abandoned it"));
       }
     });
   for (std::thread& thread : threads) thread.join();
-  EXPECT_TRUE(has_text(heard[1], "rank 1 gave it up"));
+  EXPECT_TRUE(has_text(heard[1], "rank 1 abandoned it"));
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 30s);
 }
 
-TEST(Meeting, RoundsAfterAFailureAreWhole) {
-  Words words;
+TEST(RankAgreement, RoundsAfterAFailureSucceed) {
+  Statuses statuses;
   std::vector<int> good(3, 0);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 3; ++rank)
     threads.emplace_back([&, rank] {
-      ThreadBoard board(words, rank, 3);
-      BoardMeeting meeting(board);
+      ThreadBoard board(statuses, rank, 3);
+      StatusBoardAgreement agreement(board);
       for (int round = 0; round < 20; ++round) {
-        meeting.begin_round(std::chrono::steady_clock::now() + 30s);
+        agreement.begin_round(std::chrono::steady_clock::now() + 30s);
         const bool fails = round % 2 == 0;
         try {
-          const Bytes sum = meeting.agree(
+          const Bytes sum = agreement.agree(
               "count",
               [&] {
                 if (fails && rank == round % 3) throw CheckpointError("no");
                 return Bytes{static_cast<std::uint8_t>(rank + round)};
               },
-              [](const std::vector<Bytes>& said) {
+              [](const std::vector<Bytes>& results) {
                 Bytes total{0};
-                for (const Bytes& one : said) total[0] = static_cast<std::uint8_t>(total[0] + one.at(0));
+                for (const Bytes& one : results) total[0] = static_cast<std::uint8_t>(total[0] + one.at(0));
                 return total;
               });
           if (!fails && sum == Bytes{static_cast<std::uint8_t>(3 + 3 * round)}) ++good[static_cast<std::size_t>(rank)];

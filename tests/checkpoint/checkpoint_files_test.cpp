@@ -1,4 +1,5 @@
-// Checkpoints as files: what every layout writes is the same, any layout can read it, and damage anywhere is found and named.
+// Checkpoints as files: every layout writes the same bytes, any layout can read them, and damage anywhere is
+// found and named.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -52,7 +53,7 @@ void expect_same_error(const std::vector<std::string>& errors, const std::string
   }
 }
 
-TEST(Slice, RunsAreLongAsTheyCanBe) {
+TEST(Slice, RunsAreMaximal) {
   const auto runs = [](const Slice& slice) {
     std::vector<std::array<std::uint64_t, 3>> all;
     for_each_run(slice, 4, [&](ByteRun run) { all.push_back({run.global, run.local, run.bytes}); });
@@ -66,14 +67,14 @@ TEST(Slice, RunsAreLongAsTheyCanBe) {
   EXPECT_EQ(runs({{2, 6}, {2, 3}, local_boxes({2, 6}, {2}, {1}, {Shard{1}})}), (Runs{{12, 0, 12}, {36, 12, 12}}));
 }
 
-TEST(Slice, WhatNoTensorCanBeIsSeen) {
-  EXPECT_EQ(complaint_about(Slice::whole({2, 3})), "");
-  EXPECT_EQ(complaint_about({{2, 3}, {0}, {}}), "");
-  EXPECT_NE(complaint_about({{2}, {2}, {{{1}, {2}, {0}}}}), "");
-  EXPECT_NE(complaint_about({{4}, {2}, {{{0}, {3}, {0}}}}), "");
-  EXPECT_NE(complaint_about({{4}, {3}, {{{0}, {2}, {0}}}}), "");
-  EXPECT_NE(complaint_about({{4}, {4}, {{{0}, {2}, {0}}, {{1}, {2}, {2}}}}), "");
-  EXPECT_NE(complaint_about({{4}, {2, 2}, {{{0}, {4}, {0}}}}), "");
+TEST(Slice, InvalidSlicesAreDetected) {
+  EXPECT_EQ(validation_error(Slice::whole({2, 3})), "");
+  EXPECT_EQ(validation_error({{2, 3}, {0}, {}}), "");
+  EXPECT_NE(validation_error({{2}, {2}, {{{1}, {2}, {0}}}}), "");
+  EXPECT_NE(validation_error({{4}, {2}, {{{0}, {3}, {0}}}}), "");
+  EXPECT_NE(validation_error({{4}, {3}, {{{0}, {2}, {0}}}}), "");
+  EXPECT_NE(validation_error({{4}, {4}, {{{0}, {2}, {0}}, {{1}, {2}, {2}}}}), "");
+  EXPECT_NE(validation_error({{4}, {2, 2}, {{{0}, {4}, {0}}}}), "");
 }
 
 TEST(CheckpointFiles, EveryLayoutWritesTheSameBytesAndReadsThemAll) {
@@ -82,24 +83,24 @@ TEST(CheckpointFiles, EveryLayoutWritesTheSameBytesAndReadsThemAll) {
   const auto all = layouts();
   for (std::size_t i = 0; i < all.size(); ++i) {
     const auto place = folder.path() / std::to_string(i);
-    expect_no_errors(errors_on_ranks(ranks_of(all[i].mesh), [&](Meeting& meeting) { save(meeting, place, 120, all[i]); }));
+    expect_no_errors(errors_on_ranks(ranks_of(all[i].mesh), [&](RankAgreement& agreement) { save(agreement, place, 120, all[i]); }));
     const auto contents = contents_of(place / "step-00000120");
     EXPECT_EQ(contents.size(), 4u);
     if (i == 0) first = contents;
     EXPECT_EQ(contents, first) << "layout " << i;
-    EXPECT_EQ(contents_of(place).size(), 1u) << "nothing else is left";
+    EXPECT_EQ(contents_of(place).size(), 1u) << "nothing else is left behind";
   }
-  // Written by one, read by all the others.
+  // Written with one layout, read with all others.
   for (const Spread& spread : all)
-    expect_no_errors(errors_on_ranks(ranks_of(spread.mesh), [&](Meeting& meeting) {
-      const auto opened = open_latest(meeting, folder.path() / "3");
+    expect_no_errors(errors_on_ranks(ranks_of(spread.mesh), [&](RankAgreement& agreement) {
+      const auto opened = open_latest(agreement, folder.path() / "3");
       EXPECT_TRUE(opened && opened->skipped.empty());
       EXPECT_EQ(opened->checkpoint.state_json(), R"({"step": 120})");
-      const OwnedParts own = parts_of(spread, meeting.rank());
+      const OwnedParts own = parts_of(spread, agreement.rank());
       for (std::size_t i = 0; i < own.parts.size(); ++i) {
         std::vector<std::uint8_t> bytes(own.memory[i].size());
         opened->checkpoint.read(own.parts[i].tensor.section, own.parts[i].tensor.name, own.parts[i].tensor.slice, bytes);
-        EXPECT_EQ(bytes, own.memory[i]) << own.parts[i].tensor.name << " on rank " << meeting.rank();
+        EXPECT_EQ(bytes, own.memory[i]) << own.parts[i].tensor.name << " on rank " << agreement.rank();
       }
     }));
 }
@@ -120,7 +121,7 @@ RC_GTEST_PROP(Slice, RunsCutAndJoinAnyShards, ()) {
   std::vector<std::uint8_t> joined(whole.size(), 0);
   for (int rank = 0; rank < ranks_of(mesh); ++rank) {
     const Slice slice = slice_of(tensor, mesh, rank, placements);
-    RC_ASSERT(complaint_about(slice) == "");
+    RC_ASSERT(validation_error(slice) == "");
     const auto part = cut_bytes(whole, slice, 2);
     std::vector<std::uint8_t> read(part.size(), 0);
     for_each_run(slice, 2, [&](ByteRun run) {
@@ -151,13 +152,13 @@ TEST(SavePlan, SeveralFilesAreReadAsOne) {
   const TemporaryFolder folder;
   WriteOptions options = small_blocks();
   options.max_file_bytes = 250;
-  expect_no_errors(errors_on_ranks(4, [&](Meeting& meeting) { save(meeting, folder.path(), 7, layouts()[3], options); }));
+  expect_no_errors(errors_on_ranks(4, [&](RankAgreement& agreement) { save(agreement, folder.path(), 7, layouts()[3], options); }));
   EXPECT_TRUE(fs::exists(folder.path() / "step-00000007" / "model-00001-of-00002.safetensors"));
-  LoneMeeting meeting;
-  EXPECT_TRUE(is_sample(open_latest(meeting, folder.path())->checkpoint));
+  SingleRankAgreement agreement;
+  EXPECT_TRUE(is_sample(open_latest(agreement, folder.path())->checkpoint));
 }
 
-TEST(SavePlan, WhatDoesNotFitTogetherIsListed) {
+TEST(SavePlan, InconsistentPartsAreListed) {
   const auto tensor = [](const std::string& name, Numbers shape, std::vector<ShardBox> boxes, Numbers local, Dtype dtype = Dtype::F32) {
     return AnnouncedTensor{Section::Model, name, dtype, {std::move(shape), std::move(local), std::move(boxes)}};
   };
@@ -166,20 +167,20 @@ TEST(SavePlan, WhatDoesNotFitTogetherIsListed) {
     make_save_plan({{whole("shape", {2}), whole("dtype", {2}), tensor("half", {4}, {{{0}, {2}, {0}}}, {2}), tensor("cut", {4}, {{{0}, {3}, {0}}}, {3})},
                     {whole("shape", {3}), whole("dtype", {2}, Dtype::F16), tensor("cut", {4}, {{{2}, {2}, {0}}}, {2})}});
   });
-  for (const char* part : {"4 problems", "shape: F32[2] on rank 0, but F32[3] on rank 1", "dtype: F32[2] on rank 0, but F16[2]", "half: the ranks hold 2 of 4", "cut: ranks 0 and 1 hold some elements both"})
+  for (const char* part : {"4 problems", "shape: F32[2] on rank 0, but F32[3] on rank 1", "dtype: F32[2] on rank 0, but F16[2]", "half: the ranks hold 2 of 4", "cut: ranks 0 and 1 hold parts that overlap"})
     EXPECT_TRUE(has_text(error, part));
-  EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { make_save_plan({{whole("a", {1}), whole("a", {1})}}); }), "a: named twice on rank 0"));
-  // Copies are written once, by the first that holds them.
+  EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { make_save_plan({{whole("a", {1}), whole("a", {1})}}); }), "a: occurs twice on rank 0"));
+  // Replicas are written once, by the first rank that holds them.
   const SavePlan plan = make_save_plan({{}, {whole("a", {2})}, {whole("a", {2})}});
   EXPECT_EQ(plan.writes, (std::vector<std::vector<std::uint8_t>>{{}, {1}, {0}}));
 }
 
 TEST(SavePlan, AllRanksSaveTheSameStep) {
   const TemporaryFolder folder;
-  expect_same_error(errors_on_ranks(2, [&](Meeting& meeting) { save(meeting, folder.path(), 5 + meeting.rank(), layouts()[0]); }), "rank 0 saves step 5, rank 1 step 6");
+  expect_same_error(errors_on_ranks(2, [&](RankAgreement& agreement) { save(agreement, folder.path(), 5 + agreement.rank(), layouts()[0]); }), "rank 0 saves step 5, but rank 1 saves step 6");
 }
 
-TEST(Index, AnyChangedBitIsSeen) {
+TEST(Index, AnyChangedBitIsDetected) {
   const Index index{120, 256, {{"model.safetensors", "model", 300, {1, 0xffffffffffffffffu}}, {"state.json", "state", 2, {3}}}};
   const std::string text = to_text(index);
   EXPECT_EQ(parse_index(text, "index.json"), index);
@@ -196,7 +197,7 @@ TEST(Index, AnyChangedBitIsSeen) {
   EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { parse_index(newer, "index.json"); }), "format version 2, this build reads 1"));
 }
 
-TEST(Blocks, AreSharedOutWithoutGapOrOverlap) {
+TEST(Blocks, AreDistributedWithoutGapOrOverlap) {
   const TemporaryFolder folder;
   write_text(folder.path() / "a", std::string(1000, 'a'));
   write_text(folder.path() / "b", std::string(10, 'b'));
@@ -217,14 +218,14 @@ TEST(Damage, OfAnyByteIsFoundAndNamed) {
   const TemporaryFolder folder;
   save_alone(folder.path(), 3);
   const auto path = folder.path() / "step-00000003";
-  LoneMeeting meeting;
-  ASSERT_TRUE(find_damage(meeting, path).empty());
+  SingleRankAgreement agreement;
+  ASSERT_TRUE(find_damage(agreement, path).empty());
   std::mt19937 random(5);
   for (const auto& [name, content] : contents_of(path))
     for (std::size_t at = 0; at < content.size(); ++at) {
       const char bit = static_cast<char>(1u << random() % 8);
       flip(path / name, at, bit);
-      const auto damages = find_damage(meeting, path);
+      const auto damages = find_damage(agreement, path);
       ASSERT_EQ(damages.size(), 1u) << name << " byte " << at;
       EXPECT_EQ(damages[0].file, name);
       if (name != "index.json") {
@@ -232,14 +233,14 @@ TEST(Damage, OfAnyByteIsFoundAndNamed) {
       }
       flip(path / name, at, bit);
     }
-  EXPECT_TRUE(find_damage(meeting, path).empty());
+  EXPECT_TRUE(find_damage(agreement, path).empty());
 }
 
 TEST(Damage, ByTruncationAtAnyLength) {
   const TemporaryFolder folder;
   save_alone(folder.path(), 3);
   const auto path = folder.path() / "step-00000003";
-  LoneMeeting meeting;
+  SingleRankAgreement agreement;
   std::mt19937 random(6);
   for (const auto& [name, content] : contents_of(path)) {
     std::set<std::size_t> lengths{0, 1, 7, 8, content.size() - 1};
@@ -247,7 +248,7 @@ TEST(Damage, ByTruncationAtAnyLength) {
     for (const std::size_t length : lengths) {
       if (length >= content.size()) continue;
       write_text(path / name, content.substr(0, length));
-      const auto damages = find_damage(meeting, path, random() % 2 == 0);
+      const auto damages = find_damage(agreement, path, random() % 2 == 0);
       ASSERT_EQ(damages.size(), 1u) << name << " cut to " << length;
       EXPECT_EQ(damages[0].file, name);
       if (name != "index.json") {
@@ -255,9 +256,9 @@ TEST(Damage, ByTruncationAtAnyLength) {
       }
     }
     write_text(path / name, content + "x");
-    EXPECT_EQ(find_damage(meeting, path, false).size(), 1u) << name << " with a byte more";
+    EXPECT_EQ(find_damage(agreement, path, false).size(), 1u) << name << " with a byte more";
     fs::remove(path / name);
-    EXPECT_EQ(find_damage(meeting, path).size(), 1u) << name << " removed";
+    EXPECT_EQ(find_damage(agreement, path).size(), 1u) << name << " removed";
     write_text(path / name, content);
   }
 }
@@ -265,8 +266,8 @@ TEST(Damage, ByTruncationAtAnyLength) {
 TEST(OpenLatest, FallsBackOnlyIfAllowedAndSaysSoEverywhere) {
   const TemporaryFolder folder;
   {
-    LoneMeeting meeting;
-    EXPECT_FALSE(open_latest(meeting, folder.path() / "nothing"));
+    SingleRankAgreement agreement;
+    EXPECT_FALSE(open_latest(agreement, folder.path() / "nothing"));
   }
   save_alone(folder.path(), 100, small_blocks(), 1);
   save_alone(folder.path(), 200, small_blocks(), 2);
@@ -274,11 +275,11 @@ TEST(OpenLatest, FallsBackOnlyIfAllowedAndSaysSoEverywhere) {
   std::string content = read_text(file);
   content.back() ^= 1;
   write_text(file, content);
-  expect_same_error(errors_on_ranks(3, [&](Meeting& meeting) { open_latest(meeting, folder.path()); }), "allow the use of the previous one (step 100)");
+  expect_same_error(errors_on_ranks(3, [&](RankAgreement& agreement) { open_latest(agreement, folder.path()); }), "allow the use of the previous one (step 100)");
   std::mutex mutex;
   std::set<std::string> reasons;
-  expect_no_errors(errors_on_ranks(3, [&](Meeting& meeting) {
-    const auto opened = open_latest(meeting, folder.path(), {.allow_fallback = true});
+  expect_no_errors(errors_on_ranks(3, [&](RankAgreement& agreement) {
+    const auto opened = open_latest(agreement, folder.path(), {.allow_fallback = true});
     EXPECT_EQ(opened->checkpoint.step(), 100);
     EXPECT_TRUE(is_sample(opened->checkpoint, 1));
     std::lock_guard lock(mutex);
@@ -287,13 +288,13 @@ TEST(OpenLatest, FallsBackOnlyIfAllowedAndSaysSoEverywhere) {
   }));
   EXPECT_EQ(reasons.size(), 1u);
   EXPECT_TRUE(has_text(*reasons.begin(), "model.safetensors bytes"));
-  // Without reading the blocks it goes unseen: that is what was asked for.
-  LoneMeeting meeting;
-  EXPECT_EQ(open_latest(meeting, folder.path(), {.verify = false})->checkpoint.step(), 200);
-  EXPECT_THROW(open_checkpoint(meeting, folder.path() / "step-00000200"), CheckpointError);
-  EXPECT_EQ(open_checkpoint(meeting, folder.path() / "step-00000100").step(), 100);
+  // Damage is not detected without reading the blocks, as requested.
+  SingleRankAgreement agreement;
+  EXPECT_EQ(open_latest(agreement, folder.path(), {.verify = false})->checkpoint.step(), 200);
+  EXPECT_THROW(open_checkpoint(agreement, folder.path() / "step-00000200"), CheckpointError);
+  EXPECT_EQ(open_checkpoint(agreement, folder.path() / "step-00000100").step(), 100);
   fs::remove(folder.path() / "step-00000100" / "index.json");
-  expect_same_error(errors_on_ranks(2, [&](Meeting& other) { open_latest(other, folder.path(), {.allow_fallback = true}); }), "every checkpoint in");
+  expect_same_error(errors_on_ranks(2, [&](RankAgreement& other) { open_latest(other, folder.path(), {.allow_fallback = true}); }), "every checkpoint in");
 }
 
 TEST(OpenLatest, ANewerFormatIsNotDamage) {
@@ -305,23 +306,23 @@ TEST(OpenLatest, ANewerFormatIsNotDamage) {
   text.replace(text.find("\"version\": 1"), 12, "\"version\": 2");
   write_text(index, text);
   for (const bool fallback : {false, true}) {
-    const auto errors = errors_on_ranks(3, [&](Meeting& meeting) { open_latest(meeting, folder.path(), {.allow_fallback = fallback}); });
+    const auto errors = errors_on_ranks(3, [&](RankAgreement& agreement) { open_latest(agreement, folder.path(), {.allow_fallback = fallback}); });
     expect_same_error(errors, "index.json: format version 2, this build reads 1; it was written by a newer version of Penstock");
     EXPECT_EQ(errors[0].find("damaged"), std::string::npos) << errors[0];
-    EXPECT_EQ(errors[0].find("rank"), std::string::npos) << "all of them say the same: " << errors[0];
+    EXPECT_EQ(errors[0].find("rank"), std::string::npos) << "all ranks report the same error: " << errors[0];
   }
-  LoneMeeting meeting;
-  EXPECT_EQ(message_of<CheckpointError>([&] { open_checkpoint(meeting, folder.path() / "step-00000200"); }).find("damaged"), std::string::npos);
+  SingleRankAgreement agreement;
+  EXPECT_EQ(message_of<CheckpointError>([&] { open_checkpoint(agreement, folder.path() / "step-00000200"); }).find("damaged"), std::string::npos);
 }
 
-TEST(Agreement, WhatAllRanksSayIsSaidOnce) {
-  const auto all = errors_on_ranks(3, [](Meeting& meeting) { meeting.agree("x", [] { throw ConfigError("too little data"); }); });
+TEST(Agreement, AnErrorOfAllRanksIsReportedOnce) {
+  const auto all = errors_on_ranks(3, [](RankAgreement& agreement) { agreement.agree("x", [] { throw ConfigError("too little data"); }); });
   for (const std::string& error : all) EXPECT_EQ(error, "too little data");
-  const auto first = errors_on_ranks(3, [](Meeting& meeting) { meeting.agree("x", [&] { if (meeting.rank() == 0) throw ConfigError("no such file"); }); });
+  const auto first = errors_on_ranks(3, [](RankAgreement& agreement) { agreement.agree("x", [&] { if (agreement.rank() == 0) throw ConfigError("no such file"); }); });
   for (const std::string& error : first) EXPECT_EQ(error, "no such file");
-  const auto some = errors_on_ranks(4, [](Meeting& meeting) { meeting.agree("x", [&] { if (meeting.rank() > 1) throw std::runtime_error("full disk"); }); });
+  const auto some = errors_on_ranks(4, [](RankAgreement& agreement) { agreement.agree("x", [&] { if (agreement.rank() > 1) throw std::runtime_error("full disk"); }); });
   for (const std::string& error : some) EXPECT_EQ(error, "ranks 2, 3: full disk");
-  LoneMeeting alone;
+  SingleRankAgreement alone;
   EXPECT_THROW(alone.agree("x", [] { throw ConfigError("x"); }), ConfigError);
   EXPECT_THROW(alone.agree("x", [] { throw std::runtime_error("x"); }), CheckpointError);
 }
@@ -329,8 +330,8 @@ TEST(Agreement, WhatAllRanksSayIsSaidOnce) {
 TEST(OpenLatest, RanksThatSeeAnotherFolderAreNamed) {
   const TemporaryFolder folder, other;
   save_alone(folder.path(), 100);
-  expect_same_error(errors_on_ranks(3, [&](Meeting& meeting) { open_latest(meeting, meeting.rank() == 2 ? other.path() : folder.path()); }), "rank 2: ");
-  expect_same_error(errors_on_ranks(3, [&](Meeting& meeting) { save(meeting, meeting.rank() == 1 ? other.path() : folder.path(), 200, layouts()[2]); }), "rank 1: ");
+  expect_same_error(errors_on_ranks(3, [&](RankAgreement& agreement) { open_latest(agreement, agreement.rank() == 2 ? other.path() : folder.path()); }), "rank 2: ");
+  expect_same_error(errors_on_ranks(3, [&](RankAgreement& agreement) { save(agreement, agreement.rank() == 1 ? other.path() : folder.path(), 200, layouts()[2]); }), "rank 1: ");
   EXPECT_EQ(find_checkpoints(folder.path()).size(), 1u);
   EXPECT_EQ(contents_of(folder.path()).size(), 1u) << "the temporary folder is gone";
 }
@@ -347,7 +348,7 @@ TEST(Folder, TheLastOnesAreKept) {
   const TemporaryFolder folder;
   WriteOptions options = small_blocks();
   options.keep_last = 2;
-  save_alone(folder.path(), 900, options);  // of a later step: another run's
+  save_alone(folder.path(), 900, options);  // a later step, of another run
   for (const std::int64_t step : {10, 20, 30, 40}) save_alone(folder.path(), step, options);
   std::vector<std::int64_t> steps;
   for (const FoundCheckpoint& found : find_checkpoints(folder.path())) steps.push_back(found.step);
@@ -361,8 +362,8 @@ TEST(Folder, AStepThatIsWrittenAgainIsReplaced) {
   const TemporaryFolder folder;
   save_alone(folder.path(), 5, small_blocks(), 1);
   save_alone(folder.path(), 5, small_blocks(), 2);
-  LoneMeeting meeting;
-  EXPECT_TRUE(is_sample(open_latest(meeting, folder.path())->checkpoint, 2));
+  SingleRankAgreement agreement;
+  EXPECT_TRUE(is_sample(open_latest(agreement, folder.path())->checkpoint, 2));
   EXPECT_EQ(contents_of(folder.path()).size(), 1u);
 }
 
@@ -376,21 +377,21 @@ TEST(Folder, LeftoversAreRecognised) {
   fs::create_directories(folder.path() / ".mine.writing");
   EXPECT_TRUE(find_checkpoints(folder.path()).empty());
   EXPECT_EQ(clean_leftovers(folder.path()), (std::vector<std::string>{".step-00000004.removing", ".step-00000005.replaced", ".step-00000006.writing"}));
-  LoneMeeting meeting;
-  EXPECT_TRUE(is_sample(open_latest(meeting, folder.path())->checkpoint)) << "it has its name again";
-  EXPECT_TRUE(fs::exists(folder.path() / ".mine.writing")) << "what is not ours stays";
+  SingleRankAgreement agreement;
+  EXPECT_TRUE(is_sample(open_latest(agreement, folder.path())->checkpoint)) << "it has its name again";
+  EXPECT_TRUE(fs::exists(folder.path() / ".mine.writing")) << "foreign files are kept";
 }
 
 TEST(Folder, OneWriterAtATime) {
   const TemporaryFolder folder;
   {
     const FolderLock lock(folder.path() / "run");
-    EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { FolderLock(folder.path() / "run"); }), "another run writes its checkpoints there"));
+    EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { FolderLock(folder.path() / "run"); }), "another run is writing its checkpoints there"));
   }
   const FolderLock again(folder.path() / "run");
 }
 
-// Readers come and go while checkpoints are written and removed: each one sees a whole checkpoint or none.
+// Readers open checkpoints while others are written and removed: each one sees a whole checkpoint or none.
 TEST(Folder, ReadersBesideAWriter) {
   const TemporaryFolder folder;
   WriteOptions options = small_blocks();
@@ -408,10 +409,10 @@ TEST(Folder, ReadersBesideAWriter) {
         try {
           checkpoint.emplace(found.back().path);
         } catch (const CheckpointError& error) {
-          ASSERT_TRUE(has_text(error.what(), "No such file")) << "it was removed meanwhile";
+          ASSERT_TRUE(has_text(error.what(), "No such file")) << "it was removed in between";
           continue;
         }
-        // Open, it stays readable.
+        // Once open, it stays readable.
         EXPECT_TRUE(is_sample(*checkpoint, static_cast<unsigned>(checkpoint->step())));
         ++reads;
       }

@@ -10,7 +10,7 @@
 #include "penstock/errors.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/checkpoint/tensors/load.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/checkpoint.h"
 #include "penstock/world.h"
 #include "penstock/dtensor.h"
@@ -46,7 +46,7 @@ std::vector<Named> model() {
           {"scalar", values({}, 5).to(at::kDouble)}};
 }
 
-// Every tensor that has dims in these placements; the others plain.
+// Puts every tensor that has dims in these placements; the others stay plain.
 std::vector<TensorPart> spread(const std::vector<Named>& tensors, const comm::MeshGroups& mesh, const Placements& placements) {
   std::vector<TensorPart> parts;
   for (const Named& tensor : tensors) {
@@ -58,7 +58,7 @@ std::vector<TensorPart> spread(const std::vector<Named>& tensors, const comm::Me
 
 void on_mesh(const Numbers& shape, const std::function<void(comm::World&, const comm::MeshGroups&)>& body) {
   const int size = test::ranks_of(shape);
-  comm::run_ranks(size, 120s, [&](comm::World& world) { body(world, {world, init_device_mesh("cpu", shape, {}, Rank{world.rank()}, size)}); });
+  comm::run_ranks(size, 120s, [&](comm::World& world) { body(world, {world, init_device_mesh("cpu", shape, {}, world.rank(), size)}); });
 }
 
 std::vector<Named> zeros_like(const std::vector<Named>& tensors) {
@@ -94,18 +94,18 @@ TEST(Checkpoint, AnyLayoutWritesTheSameAndLoadsIntoAnyOther) {
   }
   for (const Case& target : cases)
     on_mesh(target.mesh, [&](comm::World& world, const comm::MeshGroups& mesh) {
-      WorldMeeting meeting(world);
-      const auto opened = open_latest(meeting, folder.path() / "1");
+      WorldAgreement agreement(world);
+      const auto opened = open_latest(agreement, folder.path() / "1");
       ASSERT_TRUE(opened);
       EXPECT_EQ(opened->checkpoint.state_json(), R"({"data": 7})");
       const auto expected = spread(model(), mesh, target.placements);
       const auto parts = spread(zeros_like(model()), mesh, target.placements);
-      load_into(meeting, opened->checkpoint, Section::Model, parts);
+      load_into(agreement, opened->checkpoint, Section::Model, parts);
       for (std::size_t i = 0; i < parts.size(); ++i) EXPECT_TRUE(at::equal(parts[i].local, expected[i].local)) << parts[i].name << " on rank " << world.rank();
     });
 }
 
-// Stages of a pipeline hold different names, two copies of each stage hold the same ones.
+// Pipeline stages hold different names; two replicas of each stage hold the same ones.
 TEST(Checkpoint, StagesAndReplicas) {
   const TemporaryFolder folder;
   const auto stage_of = [](const Named& tensor) { return tensor.name < "f" ? 0 : 1; };
@@ -118,12 +118,12 @@ TEST(Checkpoint, StagesAndReplicas) {
     writer.wait();
   });
   comm::run_ranks(2, 120s, [&](comm::World& world) {  // the other way round
-    WorldMeeting meeting(world);
-    const auto opened = open_latest(meeting, folder.path());
+    WorldAgreement agreement(world);
+    const auto opened = open_latest(agreement, folder.path());
     std::vector<TensorPart> parts;
     for (const Named& tensor : zeros_like(model()))
       if (stage_of(tensor) != world.rank()) parts.push_back(tensor_part(tensor.name, tensor.whole));
-    load_into(meeting, opened->checkpoint, Section::Model, parts);
+    load_into(agreement, opened->checkpoint, Section::Model, parts);
     for (const Named& tensor : model())
       for (const TensorPart& part : parts)
         if (part.name == tensor.name) {
@@ -135,7 +135,7 @@ TEST(Checkpoint, StagesAndReplicas) {
 TEST(Checkpoint, EveryElementTypeAndMemoryLayout) {
   const TemporaryFolder folder;
   const auto world = comm::World::connect({});
-  WorldMeeting meeting(world);
+  WorldAgreement agreement(world);
   std::vector<TensorPart> parts;
   const at::Tensor base = at::arange(24, at::kFloat).reshape({4, 6}) - 7;
   for (const auto type : {at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf, at::kFloat, at::kDouble, at::kBool, at::kBFloat16, at::kComplexFloat})
@@ -146,12 +146,12 @@ TEST(Checkpoint, EveryElementTypeAndMemoryLayout) {
   CheckpointWriter writer(world, folder.path());
   writer.save(0, {.model = parts});
   writer.wait();
-  const auto opened = open_latest(meeting, folder.path());
+  const auto opened = open_latest(agreement, folder.path());
   for (const TensorPart& part : parts) {
     at::Tensor plain = at::zeros(part.local.sizes(), part.local.options());
     at::Tensor strided = at::zeros({6, 8}, part.local.options()).slice(1, 0, 8, 2);
-    load_into(meeting, opened->checkpoint, Section::Model, {tensor_part(part.name, plain)}, {.allow_extra = true});
-    load_into(meeting, opened->checkpoint, Section::Model, {tensor_part(part.name, strided)}, {.allow_extra = true});
+    load_into(agreement, opened->checkpoint, Section::Model, {tensor_part(part.name, plain)}, {.allow_extra = true});
+    load_into(agreement, opened->checkpoint, Section::Model, {tensor_part(part.name, strided)}, {.allow_extra = true});
     EXPECT_TRUE(at::equal(plain, part.local)) << part.name;
     EXPECT_TRUE(at::equal(strided, part.local)) << part.name;
   }
@@ -160,7 +160,7 @@ TEST(Checkpoint, EveryElementTypeAndMemoryLayout) {
 TEST(Checkpoint, AParameterIsLoadedInPlace) {
   const TemporaryFolder folder;
   const auto world = comm::World::connect({});
-  WorldMeeting meeting(world);
+  WorldAgreement agreement(world);
   torch::nn::Linear saved(4, 3), loaded(4, 3);
   const auto parts = [](torch::nn::Linear& module) {
     std::vector<TensorPart> all;
@@ -170,31 +170,31 @@ TEST(Checkpoint, AParameterIsLoadedInPlace) {
   CheckpointWriter writer(world, folder.path());
   writer.save(0, {.model = parts(saved)});
   writer.wait();
-  load_into(meeting, open_latest(meeting, folder.path())->checkpoint, Section::Model, parts(loaded));
+  load_into(agreement, open_latest(agreement, folder.path())->checkpoint, Section::Model, parts(loaded));
   EXPECT_TRUE(at::equal(loaded->weight, saved->weight));
   EXPECT_TRUE(loaded->weight.requires_grad() && loaded->weight.is_leaf());
 }
 
-TEST(Load, WhatDoesNotFitIsListedOnEveryRank) {
+TEST(Load, MismatchesAreListedOnEveryRank) {
   const TemporaryFolder folder;
   std::mutex mutex;
   std::set<std::string> errors;
   comm::run_ranks(2, 120s, [&](comm::World& world) {
-    WorldMeeting meeting(world);
+    WorldAgreement agreement(world);
     CheckpointWriter writer(world, folder.path());
     writer.save(5, {.model = {tensor_part("same", at::ones({2})), tensor_part("shape", at::ones({2})), tensor_part("dtype", at::full({2}, 2.5)), tensor_part("weihgt", at::ones({1}))}});
     writer.wait();
-    const auto opened = open_latest(meeting, folder.path());
+    const auto opened = open_latest(agreement, folder.path());
     std::vector<TensorPart> parts{tensor_part("same", at::zeros({2}))};
     if (world.rank() == 0) parts.push_back(tensor_part("shape", at::zeros({3})));
     if (world.rank() == 1) {
       parts.push_back(tensor_part("dtype", at::zeros({2}, at::kBFloat16)));
       parts.push_back(tensor_part("weight", at::zeros({1})));
     }
-    const std::string error = message_of<CheckpointError>([&] { load_into(meeting, opened->checkpoint, Section::Model, parts); });
+    const std::string error = message_of<CheckpointError>([&] { load_into(agreement, opened->checkpoint, Section::Model, parts); });
     EXPECT_EQ(parts[0].local.sum().item<double>(), 0) << "nothing was loaded";
     if (world.rank() == 0) parts.pop_back();
-    const LoadReport report = load_into(meeting, opened->checkpoint, Section::Model, parts, {.allow_cast = true, .allow_missing = true, .allow_extra = true});
+    const LoadReport report = load_into(agreement, opened->checkpoint, Section::Model, parts, {.allow_cast = true, .allow_missing = true, .allow_extra = true});
     EXPECT_EQ(report.missing, std::vector<std::string>{"weight"});
     EXPECT_EQ(report.extra, (std::vector<std::string>{"shape", "weihgt"}));
     EXPECT_EQ(report.cast, std::vector<std::string>{"dtype: F32 in the checkpoint, BF16 here"});
@@ -211,13 +211,13 @@ TEST(Load, WhatDoesNotFitIsListedOnEveryRank) {
     EXPECT_TRUE(has_text(*errors.begin(), part));
 }
 
-TEST(TensorPart, TermsAreRefused) {
+TEST(TensorPart, PartialPlacementsAreRefused) {
   on_mesh({2}, [](comm::World&, const comm::MeshGroups& mesh) {
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { tensor_part("grad", from_local(at::ones({2}), mesh, {Partial{}})); }), "redistribute it first"));
   });
 }
 
-// The values are those at the time of the call, however long the writing takes.
+// The values are those at the time of the call, however long writing takes.
 TEST(CheckpointWriter, ReturnsBeforeItIsWritten) {
   const TemporaryFolder folder;
   std::mutex mutex;
@@ -232,7 +232,7 @@ TEST(CheckpointWriter, ReturnsBeforeItIsWritten) {
     CheckpointWriter writer(world, folder.path(), options);
     at::Tensor weight = at::full({3}, 1.0);
     writer.save(1, {.model = {tensor_part("w", weight)}});
-    weight.fill_(2.0);  // training goes on, and so does its communication
+    weight.fill_(2.0);  // training and its communication continue
     world.group().all_reduce(weight).wait();
     EXPECT_TRUE(find_checkpoints(folder.path()).empty());
     world.group().barrier().wait();
@@ -243,10 +243,10 @@ TEST(CheckpointWriter, ReturnsBeforeItIsWritten) {
     changed.notify_all();
     writer.save(2, {.model = {tensor_part("w", weight)}});
     writer.wait();
-    WorldMeeting meeting(world);
+    WorldAgreement agreement(world);
     for (const std::int64_t step : {1, 2}) {
       at::Tensor read = at::zeros({3});
-      load_into(meeting, open_checkpoint(meeting, folder.path() / step_folder_name(step)), Section::Model, {tensor_part("w", read)});
+      load_into(agreement, open_checkpoint(agreement, folder.path() / step_folder_name(step)), Section::Model, {tensor_part("w", read)});
       EXPECT_EQ(read.sum().item<double>(), step == 1 ? 3 : 12);
     }
   });
@@ -274,8 +274,8 @@ TEST(CheckpointWriter, AnErrorComesUpAtTheNextCallOnEveryRank) {
     EXPECT_EQ(find_checkpoints(folder.path()).size(), 1u) << "the last good one, and nothing of step 3";
     writer.save(4, contents());  // it can be used again
     writer.wait();
-    WorldMeeting meeting(world);
-    EXPECT_EQ(open_latest(meeting, folder.path())->checkpoint.step(), 4);
+    WorldAgreement agreement(world);
+    EXPECT_EQ(open_latest(agreement, folder.path())->checkpoint.step(), 4);
   });
   ASSERT_EQ(errors.size(), 1u);
   EXPECT_TRUE(has_text(*errors.begin(), "checkpoint of step 2 was not saved: rank 1: cannot write bytes"));
@@ -309,7 +309,7 @@ TEST(CheckpointWriter, ADeadlineThatPassesDisturbsNothingElse) {
     };
     CheckpointWriter writer(world, folder.path(), options);
     writer.save(1, {.model = {tensor_part("w" + std::to_string(world.rank()), at::ones({4}))}});
-    EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { writer.wait(); }), "rank 1 did not come"));
+    EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { writer.wait(); }), "rank 1 did not join"));
     at::Tensor sum = at::ones({1});
     world.group().all_reduce(sum).wait();
     EXPECT_EQ(sum.item<double>(), 2);
@@ -317,17 +317,17 @@ TEST(CheckpointWriter, ADeadlineThatPassesDisturbsNothingElse) {
   EXPECT_TRUE(find_checkpoints(folder.path()).empty());
 }
 
-TEST(CheckpointWriter, CleansUpAtTheStartAndKeepsASecondOneOut) {
+TEST(CheckpointWriter, CleansUpAtTheStartAndExcludesASecondWriter) {
   const TemporaryFolder folder;
   std::filesystem::create_directories(folder.path() / ".step-00000009.writing");
   comm::run_ranks(2, 120s, [&](comm::World& world) {
     CheckpointWriter writer(world, folder.path());
     EXPECT_FALSE(std::filesystem::exists(folder.path() / ".step-00000009.writing"));
-    EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { CheckpointWriter second(world, folder.path()); }), "another run writes"));
+    EXPECT_TRUE(has_text(message_of<CheckpointError>([&] { CheckpointWriter second(world, folder.path()); }), "another run is writing"));
   });
 }
 
-TEST(CheckpointWriter, DestroyedInTheMiddleItGivesUp) {
+TEST(CheckpointWriter, AbandonsTheSaveWhenDestroyed) {
   const TemporaryFolder folder;
   comm::run_ranks(2, 120s, [&](comm::World& world) {
     WriterOptions options;

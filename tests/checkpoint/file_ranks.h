@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "penstock/base/files.h"
-#include "penstock/checkpoint/files/meeting.h"
+#include "penstock/checkpoint/files/rank_agreement.h"
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/checkpoint/files/write.h"
 #include "penstock/mesh/local_shard.h"
@@ -30,7 +30,7 @@ namespace penstock::checkpoint::test {
 using Numbers = std::vector<std::int64_t>;
 namespace fs = std::filesystem;
 
-// A folder that goes with the test.
+// A folder that is removed with the test.
 class TemporaryFolder {
  public:
   TemporaryFolder() {
@@ -47,48 +47,48 @@ class TemporaryFolder {
   fs::path path_;
 };
 
-class Words {
+class Statuses {
  public:
-  void leave(int rank, const std::string& word) {
+  void post(int rank, const std::string& status) {
     std::lock_guard lock(mutex_);
-    words_[rank] = word;
+    statuses_[rank] = status;
   }
-  std::optional<std::string> word_of(int rank) {
+  std::optional<std::string> status_of(int rank) {
     std::lock_guard lock(mutex_);
-    const auto found = words_.find(rank);
-    return found == words_.end() ? std::nullopt : std::optional(found->second);
+    const auto found = statuses_.find(rank);
+    return found == statuses_.end() ? std::nullopt : std::optional(found->second);
   }
 
  private:
   std::mutex mutex_;
-  std::map<int, std::string> words_;
+  std::map<int, std::string> statuses_;
 };
 
-class ThreadBoard final : public WordBoard {
+class ThreadBoard final : public StatusBoard {
  public:
-  ThreadBoard(Words& words, int rank, int size) : words_(words), rank_(rank), size_(size) {}
+  ThreadBoard(Statuses& statuses, int rank, int size) : statuses_(statuses), rank_(rank), size_(size) {}
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  void leave(const std::string& word) override { words_.leave(rank_, word); }
-  std::optional<std::string> word_of(int rank) override { return words_.word_of(rank); }
+  void post(const std::string& status) override { statuses_.post(rank_, status); }
+  std::optional<std::string> status_of(int rank) override { return statuses_.status_of(rank); }
 
  private:
-  Words& words_;
+  Statuses& statuses_;
   int rank_, size_;
 };
 
-// What each rank threw; empty for none.
-inline std::vector<std::string> errors_on_ranks(int size, const std::function<void(Meeting&)>& body, std::chrono::milliseconds limit = std::chrono::seconds(30)) {
-  Words words;
+// The message of the exception on each rank; "" for none.
+inline std::vector<std::string> errors_on_ranks(int size, const std::function<void(RankAgreement&)>& body, std::chrono::milliseconds limit = std::chrono::seconds(30)) {
+  Statuses statuses;
   std::vector<std::string> errors(static_cast<std::size_t>(size));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank)
     threads.emplace_back([&, rank] {
-      ThreadBoard board(words, rank, size);
-      BoardMeeting meeting(board);
-      meeting.begin_round(std::chrono::steady_clock::now() + limit);
+      ThreadBoard board(statuses, rank, size);
+      StatusBoardAgreement agreement(board);
+      agreement.begin_round(std::chrono::steady_clock::now() + limit);
       try {
-        body(meeting);
+        body(agreement);
       } catch (const std::exception& error) {
         errors[static_cast<std::size_t>(rank)] = error.what();
       }
@@ -97,10 +97,10 @@ inline std::vector<std::string> errors_on_ranks(int size, const std::function<vo
   return errors;
 }
 
-// How a model lies on the ranks of a mesh.
+// The distribution of a model over the ranks of a mesh.
 struct Spread {
   Numbers mesh;
-  // Of the tensors of sample_tensors(), in order.
+  // One per tensor of sample_tensors(), in order.
   std::vector<Placements> placements;
 };
 
@@ -121,7 +121,7 @@ inline const std::vector<SampleTensor>& sample_tensors() {
   return all;
 }
 
-// The bytes of a whole tensor: different everywhere, the same every time.
+// The bytes of a whole tensor: different at every position, and reproducible.
 inline std::vector<std::uint8_t> sample_bytes(const SampleTensor& tensor, unsigned seed = 0) {
   std::vector<std::uint8_t> bytes(tensor_bytes(tensor.dtype, tensor.shape));
   std::uint32_t state = seed * 7919 + 17;
@@ -143,7 +143,7 @@ inline Slice slice_of(const SampleTensor& tensor, const Numbers& mesh, int rank,
   return {tensor.shape, local_shape_and_offset(tensor.shape, mesh, coordinate, placements).shape, local_boxes(tensor.shape, mesh, coordinate, placements)};
 }
 
-// The part of a whole tensor's bytes, element by element: independent of for_each_run.
+// Extracts a part of a whole tensor's bytes element by element, independently of for_each_run.
 inline std::vector<std::uint8_t> cut_bytes(const std::vector<std::uint8_t>& whole, const Slice& slice, std::uint64_t item) {
   std::vector<std::uint8_t> part(static_cast<std::size_t>(slice.held()) * item);
   for (const ShardBox& box : slice.boxes) {
@@ -165,7 +165,7 @@ inline std::vector<std::uint8_t> cut_bytes(const std::vector<std::uint8_t>& whol
   return part;
 }
 
-// A rank's parts, and the memory they lie in.
+// A rank's parts, and their memory.
 struct OwnedParts {
   std::vector<HostPart> parts;
   std::vector<std::vector<std::uint8_t>> memory;
@@ -189,22 +189,22 @@ inline WriteOptions small_blocks() {
   return options;
 }
 
-inline void save(Meeting& meeting, const fs::path& folder, std::int64_t step, const Spread& spread, const WriteOptions& options = small_blocks(), unsigned seed = 0) {
-  const OwnedParts own = parts_of(spread, meeting.rank(), seed);
-  const SavePlan plan = agree_on_plan(meeting, step, [&] {
+inline void save(RankAgreement& agreement, const fs::path& folder, std::int64_t step, const Spread& spread, const WriteOptions& options = small_blocks(), unsigned seed = 0) {
+  const OwnedParts own = parts_of(spread, agreement.rank(), seed);
+  const SavePlan plan = agree_on_plan(agreement, step, [&] {
     std::vector<AnnouncedTensor> announced;
     for (const HostPart& part : own.parts) announced.push_back(part.tensor);
     return announced;
   });
-  write_checkpoint(meeting, folder, step, plan, own.parts, R"({"step": )" + std::to_string(step) + "}", options);
+  write_checkpoint(agreement, folder, step, plan, own.parts, R"({"step": )" + std::to_string(step) + "}", options);
 }
 
-// All on one rank.
+// Saves everything on one rank.
 inline Spread alone() { return {{1}, std::vector<Placements>(sample_tensors().size(), Placements{Replicate{}})}; }
 
 inline void save_alone(const fs::path& folder, std::int64_t step, const WriteOptions& options = small_blocks(), unsigned seed = 0) {
-  LoneMeeting meeting;
-  save(meeting, folder, step, alone(), options, seed);
+  SingleRankAgreement agreement;
+  save(agreement, folder, step, alone(), options, seed);
 }
 
 inline std::string read_text(const fs::path& path) {
@@ -214,7 +214,7 @@ inline std::string read_text(const fs::path& path) {
 
 inline void write_text(const fs::path& path, const std::string& text) { std::ofstream(path, std::ios::binary | std::ios::trunc) << text; }
 
-// Changes bits of one byte in place: writing the whole file anew would wait for the disk.
+// Flips bits of one byte in place: rewriting the whole file would wait for the disk.
 inline void flip(const fs::path& path, std::size_t at, char bits) {
   std::fstream file(path, std::ios::binary | std::ios::in | std::ios::out);
   file.seekg(static_cast<std::streamoff>(at));
@@ -230,7 +230,7 @@ inline std::map<std::string, std::string> contents_of(const fs::path& folder) {
   return contents;
 }
 
-// Whether every tensor of a checkpoint has the sample's values.
+// Returns whether every tensor of a checkpoint has the sample's values.
 inline bool is_sample(const Checkpoint& checkpoint, unsigned seed = 0) {
   for (const SampleTensor& tensor : sample_tensors()) {
     std::vector<std::uint8_t> bytes(tensor_bytes(tensor.dtype, tensor.shape));

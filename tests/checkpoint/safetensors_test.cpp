@@ -1,4 +1,5 @@
-// The safetensors format: what is written can be read by whoever follows its description, and nothing unsound is accepted.
+// The safetensors format: written files can be read by any implementation of its specification, and invalid
+// files are rejected.
 #include "penstock/checkpoint/files/safetensors.h"
 
 #include <gtest/gtest.h>
@@ -12,7 +13,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
-#include "penstock/checkpoint/files/mapped_file.h"
+#include "penstock/checkpoint/files/safetensors_file.h"
 #include "tests/checkpoint/file_ranks.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -39,7 +40,7 @@ std::string refused(const std::string& json, std::size_t data = 0) {
   return message_of<CheckpointError>([&] { parse(file_of(json, data)); });
 }
 
-// Reads a file by the published description alone: length, JSON, data.
+// Reads a file using only the published specification: length, JSON, data.
 std::map<std::string, std::pair<nlohmann::json, std::string>> independent_read(const std::string& file) {
   std::uint64_t length = 0;
   std::memcpy(&length, file.data(), 8);
@@ -96,7 +97,7 @@ TEST(Safetensors, AnEmptyFileHasAHeaderAndNothingElse) {
   EXPECT_TRUE(header.entries.empty());
 }
 
-TEST(Safetensors, WhatIsUnsoundIsRefused) {
+TEST(Safetensors, InvalidFilesAreRefused) {
   const std::string good = R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})";
   EXPECT_EQ(parse(file_of(good, 8)).entries.size(), 1u);
   EXPECT_EQ(parse(file_of(good + "    ", 8)).entries.size(), 1u);
@@ -121,7 +122,7 @@ TEST(Safetensors, WhatIsUnsoundIsRefused) {
   EXPECT_TRUE(has_text(refused("{\"a\":"), "not valid JSON"));
   EXPECT_TRUE(has_text(refused("{\"\xff\":{}}"), "not valid JSON"));
   EXPECT_TRUE(has_text(refused("{}x"), "not valid JSON"));
-  // However deep, it is refused at the first level that the format does not have.
+  // Nesting is rejected at the first level that the format does not have, however deep it is.
   EXPECT_TRUE(has_text(refused("{\"a\":" + std::string(1'000'000, '[')), "a list"));
 }
 
@@ -145,17 +146,18 @@ TEST(Safetensors, BadNamesAreNotWritten) {
 }
 
 TEST(Safetensors, AFileThatCannotBeReadIsNamed) {
-  EXPECT_TRUE(has_text(message_of<CheckpointError>([] { MappedFile("/nowhere/x"); }), "cannot read /nowhere/x: No such file"));
-  EXPECT_TRUE(has_text(message_of<CheckpointError>([] { MappedFile("/"); }), "not a plain file"));
+  EXPECT_TRUE(has_text(message_of<CheckpointError>([] { map_checkpoint_file("/nowhere/x"); }), "cannot read /nowhere/x: No such file"));
+  EXPECT_TRUE(has_text(message_of<CheckpointError>([] { map_checkpoint_file("/"); }), "not a plain file"));
 }
 
-// The files of a checkpoint, read by the published description alone, and by Python's own library where it is installed.
+// Reads the files of a checkpoint using only the published specification, and with Python's own library if it
+// is installed.
 TEST(Safetensors, OthersCanReadWhatACheckpointHolds) {
   const test::TemporaryFolder folder;
   try {
     test::save_alone(folder.path(), 1);
   } catch (const CheckpointError& error) {
-    ASSERT_TRUE(has_text(error.what(), "no xxHash"));  // this build writes none
+    ASSERT_TRUE(has_text(error.what(), "no xxHash"));  // this build cannot write any
     return;
   }
   const auto path = folder.path() / "step-00000001";

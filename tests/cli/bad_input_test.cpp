@@ -1,8 +1,8 @@
-// Every command with bad inputs: it ends in time, by an exit code of the documentation, with a message of ours.
+// Every command with bad inputs: it ends in time, with a documented exit code and a message of Penstock.
 //
-//   PENSTOCK_BAD_INPUTS=200 build/release/tests/cli_plain_tests --of=bad_input_test      # so many for each command; 10 without it
-//   PENSTOCK_BAD_INPUT_SEED=7                                                            # others
-//   PENSTOCK_BAD_INPUT_COMMAND='data make'                                               # of this command alone
+//   PENSTOCK_BAD_INPUTS=200 build/release/tests/cli_plain_tests --of=bad_input_test   # cases per command (10)
+//   PENSTOCK_BAD_INPUT_SEED=7                                                         # other cases
+//   PENSTOCK_BAD_INPUT_COMMAND='data make'                                            # only this command
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -41,7 +41,7 @@ struct Task {
   std::uint64_t number = 0;
 };
 
-TEST(BadInput, EveryCommandRefusesItInItsOwnWords) {
+TEST(BadInput, EveryCommandReportsItsOwnError) {
   const std::vector<CommandHelp> commands = all_commands(program());
   const std::vector<std::string> variables = own_variables(program());
   ASSERT_GE(commands.size(), 15U) << "commands of the program that --help lists";
@@ -63,7 +63,7 @@ TEST(BadInput, EveryCommandRefusesItInItsOwnWords) {
 
   std::atomic<std::size_t> next{0};
   std::mutex mutex;
-  std::map<std::string, std::map<int, int>> ends;  // how often, by command and exit code
+  std::map<std::string, std::map<int, int>> ends;  // count by command and exit code
   double slowest = 0;
   std::string slowest_command;
   const auto work = [&] {
@@ -76,7 +76,7 @@ TEST(BadInput, EveryCommandRefusesItInItsOwnWords) {
       const BadInput bad = make_bad_input(program(), *task.command, good, variables, place, chance);
       const Ended ended = run_command(bad.command, kDeadline);
       const std::string wrong = objection(task.command->name, ended);
-      std::error_code ignored;  // a folder left behind goes with the whole
+      std::error_code ignored;  // a leftover folder is removed with its parent
       remove_tree(place, ignored);
       const std::lock_guard lock(mutex);
       ++ends[task.command->name][ended.exit_code];
@@ -97,8 +97,8 @@ TEST(BadInput, EveryCommandRefusesItInItsOwnWords) {
   std::cout << "  slowest: " << slowest << " s, " << printable(shortened(slowest_command, 300)) << std::endl;
 }
 
-// The judge itself.
-TEST(BadInput, WhatIsForbiddenIsNoticed) {
+// Tests the checker itself.
+TEST(BadInput, ForbiddenOutputIsDetected) {
   const auto objects = [](int code, const std::string& output) { return !objection("train", Ended{code, 0.1, output}).empty(); };
   EXPECT_FALSE(objects(0, "all well: 1.5 information\n"));
   EXPECT_FALSE(objects(2, "penstock: model.width: got 3, expected an even number\n"));
@@ -117,10 +117,10 @@ TEST(BadInput, WhatIsForbiddenIsNoticed) {
   EXPECT_TRUE(objects(2, "penstock: " + std::string(30000, 'x')));
 }
 
-// Cases that once showed a backtrace, an exception of the standard library, or nothing.
+// Cases that once printed a backtrace, an exception of the standard library, or nothing.
 class KnownBadInput : public ::testing::Test {
  protected:
-  // Refused as usage, with these words.
+  // Refused as a usage error, with these words.
   static void expect_refused(const std::string& arguments, const std::vector<std::string>& words) {
     const Ended ended = run_command(arguments, kDeadline);
     EXPECT_EQ(ended.exit_code, 2) << arguments << "\n" << ended.output;
@@ -132,7 +132,7 @@ class KnownBadInput : public ::testing::Test {
   const ScratchFolder folder_;
 };
 
-TEST_F(KnownBadInput, SizesThatNoMemoryHolds) {
+TEST_F(KnownBadInput, SizesBeyondMemory) {
   folder_.write("text.txt", std::string(5000, 'a'));
   for (const char* command : {"train --dry-run", "train --run_folder run", "inspect memory --predict-only", "parity --steps 1"}) {
     expect_refused(here(std::string(command) + " --data.sources text.txt --device cpu --pp 1 --context 16777216"), {"penstock: memory: got a need of at least", "TiB", "of model.context = 16777216", "lower model.context"});
@@ -143,7 +143,7 @@ TEST_F(KnownBadInput, SizesThatNoMemoryHolds) {
   EXPECT_FALSE(std::filesystem::exists(folder_ / "run"));
 }
 
-TEST_F(KnownBadInput, DevicesAndPrecisionsThatAreNotThere) {
+TEST_F(KnownBadInput, UnavailableDevicesAndPrecisions) {
   folder_.write("text.txt", std::string(5000, 'a'));
   if (!std::filesystem::exists("/dev/nvidia0")) {
     for (const char* command : {"train --dry-run", "train --run_folder run", "inspect memory", "parity --steps 1"})
@@ -151,7 +151,7 @@ TEST_F(KnownBadInput, DevicesAndPrecisionsThatAreNotThere) {
     expect_refused(here("generate run --device cuda"), {"--device: got cuda"});
     expect_refused(here("doctor --probe cuda"), {"--probe: got cuda, without a GPU"});
   }
-  // LibTorch 2 has it.
+  // LibTorch 2 supports it.
   const Ended half = run_command(here("train --dry-run --data.sources text.txt --device cpu --pp 1 --context 16 --precision fp16"), kDeadline);
   EXPECT_EQ(objection("train", half), "") << half.output;
   if (half.exit_code != 0) {
@@ -179,7 +179,7 @@ TEST_F(KnownBadInput, FilesAndFoldersOfAnotherKind) {
   expect_refused(here("inspect graph /dev/zero"), {"graph file /dev/zero: got a device"});
   expect_refused(here("generate " + std::string(300, 'n')), {"a folder with a config.toml"});
   expect_refused(here("data show " + std::string(300, 'n')), {"penstock: "});
-  expect_refused(here("resume " + std::string(300, 'n')), {"the folder of a run"});
+  expect_refused(here("resume " + std::string(300, 'n')), {"the folder of a penstock train run"});
   expect_refused(here("train --dry-run --data.sources " + std::string(300, 'n')), {"penstock: "});
   expect_refused(here("train --steps 1 --data.sources text.txt --run_folder " + std::string(300, 'n')), {"penstock: "});
   expect_refused(here("data make --out made --source " + std::string(300, 'n')), {"penstock: "});

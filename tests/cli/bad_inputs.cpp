@@ -48,8 +48,9 @@ const typename Items::value_type& one_of(const Items& items, std::mt19937_64& ch
 
 bool likely(double probability, std::mt19937_64& chance) { return std::bernoulli_distribution(probability)(chance); }
 
-// The entries of a section of a help page: lines that are indented below its title, without the continued ones. CLI11 2.3 writes "Options:" and
-// indents by two columns, 2.5 writes "OPTIONS:" and has a column of its own for short names.
+// The entries of a section of a help page: the lines indented below its title, without continuation lines.
+// CLI11 2.3 writes "Options:" and indents by two columns, 2.5 writes "OPTIONS:" and has a separate column for
+// short names.
 Words section(const std::string& help, const std::string& title) {
   constexpr std::size_t kDeepest = 10;
   Words lines;
@@ -70,7 +71,8 @@ CommandOption option_of(const std::string& entry) {
   text >> names;
   const std::size_t at = names.find("--");
   const std::size_t type = names.size();
-  // "--steps INT" has one space before its type, "--all    Show" many before its meaning; a long first column is alone in its line.
+  // "--steps INT" has one space before its type, "--all    Show" several before its description; a long first
+  // column is on its own line.
   const bool typed = line.size() > type + 1 && line[type] == ' ' && line[type + 1] != ' ';
   return {at == std::string::npos ? names.substr(0, names.find(',')) : names.substr(at), typed};
 }
@@ -92,11 +94,11 @@ void add_commands(const std::string& program, const std::string& name, std::vect
 enum class Input { None, File, Folder };
 
 struct GoodLine {
-  std::function<Words(const GoodFiles&)> words;  // behind the name of the command; the place CASE/ is the folder of the case
-  Input input = Input::None;                     // of the word that is `words()[0]`
-  Words outputs;                                 // flags of what it writes
-  bool configured = false;                       // takes the keys of a configuration
-  bool extremes = true;                          // very large values, where they are allowed, cost no time
+  std::function<Words(const GoodFiles&)> words;  // after the command name; CASE/ stands for the folder of the case
+  Input input = Input::None;                     // kind of `words()[0]`
+  Words outputs;                                 // flags of its output files
+  bool configured = false;                       // accepts configuration keys
+  bool extremes = true;                          // very large valid values cost no time
 };
 
 const std::map<std::string, GoodLine>& good_lines() {
@@ -121,9 +123,9 @@ const std::map<std::string, GoodLine>& good_lines() {
   return lines;
 }
 
-// ---- spoiling ----
+// ---- corrupting ----
 
-// No number, or none that any field allows; text that is hard to print.
+// Not a number, or a number that no field allows; text that is hard to print.
 const Words& wrong_values() {
   static const Words values = {"", " ", "-1", "-0.5", "99999999999999999999999", "9223372036854775808", "-9223372036854775809", "18446744073709551616", "1e400", "nan", "-nan", "NaN",
                                "inf", "-inf", "infinity", "0x10", "1,2", "1:2:3", "3..0", "1e", "true", "none", "auto", "\xff\xfe\x80", "\x1b[31mred\x1b[0m", "a\nb", "\t", "\r\x07", "%s%n%x", "{}", "{0}",
@@ -132,7 +134,7 @@ const Words& wrong_values() {
   return values;
 }
 
-// Some are allowed somewhere.
+// Some of these are valid for some options.
 const Words& extreme_values() {
   static const Words values = {"0", "1", "1048576", "16777216", "536870912", "2147483647", "2147483648", "4294967296", "1099511627776", "1000000000000000", "9223372036854775807", "1e300", "1e-300"};
   return values;
@@ -148,12 +150,12 @@ std::string spoiled(std::string bytes, std::mt19937_64& chance) {
     case 1:
       for (std::size_t flips = 1 + below(8); flips > 0; --flips) bytes[below(bytes.size())] ^= static_cast<char>(1U << below(8));
       break;
-    case 2: {  // a stretch of noise
+    case 2: {  // a range of noise
       const std::size_t begin = below(bytes.size()), end = std::min(bytes.size(), begin + 1 + below(64));
       for (std::size_t i = begin; i < end; ++i) bytes[i] = static_cast<char>(below(256));
       break;
     }
-    case 3: {  // numbers become others
+    case 3: {  // changed numbers
       static const std::regex number("[0-9]+");
       Words::value_type value = one_of(extreme_values(), chance);
       std::vector<std::pair<std::size_t, std::size_t>> places;
@@ -171,7 +173,7 @@ std::string spoiled(std::string bytes, std::mt19937_64& chance) {
   return bytes;
 }
 
-// A copy of the good input with one file spoiled, or taken away.
+// A copy of the good input with one file corrupted or removed.
 std::string spoiled_copy(const fs::path& good, const fs::path& folder, std::mt19937_64& chance) {
   const fs::path copy = folder / ("spoiled" + good.extension().string());
   fs::copy(good, copy, fs::copy_options::recursive);
@@ -192,7 +194,7 @@ std::string spoiled_copy(const fs::path& good, const fs::path& folder, std::mt19
   return copy.string();
 }
 
-// Something of another kind where a file or a folder is read.
+// Something of another kind in place of a file or folder.
 std::string wrong_input(const GoodFiles& good, const fs::path& folder, std::mt19937_64& chance) {
   const auto made = [&](const std::string& name, const std::string& bytes) {
     write_all(folder / name, bytes);
@@ -213,7 +215,7 @@ std::string wrong_input(const GoodFiles& good, const fs::path& folder, std::mt19
       fs::create_symlink(folder / "loop", folder / "loop");
       return (folder / "loop").string();
     }
-    case 11: {  // nobody may read it; root may
+    case 11: {  // unreadable, except for root
       const std::string path = made("secret", "secret");
       fs::permissions(path, fs::perms::none);
       return path;
@@ -288,7 +290,7 @@ GoodFiles make_good_files(const std::string& program, const fs::path& folder) {
   make("schedule --kind 1F1B --ranks 2 --microbatches 4 -o schedule.csv");
   make("inspect graph good.toml --nodes 1 --layers 1 --save model.psgraph");
   for (const auto& entry : fs::recursive_directory_iterator(good.run / "traces")) good.trace = entry.path();
-  // All keys with their sections, as the run wrote them.
+  // All keys with their sections, as written by the run.
   std::istringstream config(read_all(good.run / "config.toml"));
   std::string section;
   static const std::regex title("\\[([a-z_]+)\\].*"), key("([a-z_]+) *=.*");
@@ -339,7 +341,7 @@ BadInput make_bad_input(const std::string& program, const CommandHelp& command, 
         kind = "a bad value of a flag";
         const std::string& flag = one_of(valued, chance).flag;
         extra = " " + with_value(flag, value(), chance);
-        // Behind "--" it would be the program's; twice would be another mistake.
+        // After "--" it would belong to the program; given twice it would be another mistake.
         const auto own = std::find(words.begin(), words.end(), flag);
         if (own != words.end() && own + 1 != words.end()) words.erase(own, own + 2);
         break;
@@ -376,7 +378,7 @@ BadInput make_bad_input(const std::string& program, const CommandHelp& command, 
         const Words keys{"--data.sources", "--data.shards", "--layout.schedule", "--checkpoint.resume", "--checkpoint.folder", "--output.run_folder"};
         const std::string& key = one_of(keys, chance);
         extra = " " + with_value(key, key == "--output.run_folder" ? wrong_output(good, folder, chance) : key == "--layout.schedule" ? wrong_input(good, folder, chance) + ".csv" : wrong_input(good, folder, chance), chance);
-        // Some of them are looked at by real training only; a good one of two steps takes no time.
+        // Only real training checks some of them; a good run of two steps takes no time.
         if (command.name == "train" && likely(0.5, chance)) std::erase(words, "--dry-run");
         break;
       }
@@ -393,7 +395,7 @@ BadInput make_bad_input(const std::string& program, const CommandHelp& command, 
   BadInput bad;
   bad.kind = kind;
   bad.command = "cd " + shell_word(folder.string()) + " && " + before + shell_word(program) + " " + command.name;
-  // What is spoiled comes first where the rest belongs to another program.
+  // The corrupted argument comes first if the rest belongs to another program.
   const auto end = std::find(words.begin(), words.end(), "--");
   for (auto word = words.begin(); word != end; ++word) bad.command += " " + shell_word(*word);
   bad.command += extra;
@@ -404,16 +406,17 @@ BadInput make_bad_input(const std::string& program, const CommandHelp& command, 
 
 std::string objection(const std::string& command, const Ended& ended) {
   const bool launches = command == "launch";
-  if (ended.exit_code == Ended::kTimedOut) return "no end within the deadline";
-  if (ended.exit_code == 70) return "an error that nobody explained (exit code 70)";
-  // 3: a last checkpoint that could not be written. Of launch also those of programs that cannot be started.
+  if (ended.exit_code == Ended::kTimedOut) return "did not end within the deadline";
+  if (ended.exit_code == 70) return "an unexplained error (exit code 70)";
+  // 3: the last checkpoint could not be written. launch also returns the codes of programs that cannot be
+  // started.
   const std::set<int> allowed = launches ? std::set<int>{0, 1, 2, 126, 127} : command == "train" || command == "resume" ? std::set<int>{0, 1, 2, 3} : std::set<int>{0, 1, 2};
   if (!allowed.contains(ended.exit_code)) return "exit code " + std::to_string(ended.exit_code);
   const std::string& output = ended.output;
   for (const char* forbidden : {"terminate called", "c10::", "at::", "frame #", "std::", "what():", "Exception raised from", "json.exception", "filesystem error", "basic_", "_M_", "vector::", "stoi", "bad_alloc", "internal error",
                                 "defect of Penstock", "Segmentation fault", "core dumped", "Sanitizer", "enforce fail", "INTERNAL ASSERT", "CLI::"})
     if (output.find(forbidden) != std::string::npos) return "\"" + std::string(forbidden) + "\" in its output";
-  if (printable(output) != output) return "bytes in its output that are no text";
+  if (printable(output) != output) return "bytes in its output that are not text";
   if (ended.exit_code != 0) {
     static const std::regex ours("(^|\n)(penstock: |\\[launch\\] |skipped )");
     if (output.empty()) return "no message";
@@ -421,10 +424,10 @@ std::string objection(const std::string& command, const Ended& ended) {
     if (output.size() > 20000) return "a message of " + std::to_string(output.size()) + " bytes";
   } else if (command != "generate") {
     static const std::regex no_number("(^|[^A-Za-z_=-])-?(nan|inf)($|[^A-Za-z_])");
-    // Large outputs have been asked for; their beginning tells as much, and the search is recursive.
+    // Large outputs were requested; their beginning is sufficient, and the search is recursive.
     std::istringstream lines(output.substr(0, 100000));
     for (std::string text; std::getline(lines, text);) {
-      // "NAME: ..." may name a file that is called -nan.
+      // "NAME: ..." may be the name of a file called -nan.
       if (const auto colon = text.find(": "); colon < text.find(' ')) text.erase(0, colon);
       if (text.size() < 2000 && !text.starts_with("wrote ") && !text.starts_with("report: ") && std::regex_search(text, no_number)) return "success with nan or inf: " + text;
     }

@@ -1,4 +1,4 @@
-// All commands and all of their options, walked in one process: no number is read but by the one reader.
+// Walks all commands and all of their options in one process: every number is parsed by the common parser.
 #include <CLI/CLI.hpp>
 #include <gtest/gtest.h>
 
@@ -23,7 +23,8 @@ namespace commands_test {
 
 struct Accepted {};
 
-// The leaves of the tree of commands, with the words that lead to them. None of them does anything but throw Accepted.
+// The leaves of the command tree, with the words that lead to them. All callbacks are replaced and only throw
+// Accepted.
 class AllCommands {
  public:
   AllCommands() {
@@ -37,9 +38,9 @@ class AllCommands {
   };
   const std::vector<Leaf>& leaves() const { return leaves_; }
 
-  // What parsing says; empty where the arguments were accepted.
+  // Returns the parse error, or an empty string if the arguments were accepted.
   std::string error_of(std::vector<std::string> arguments) {
-    std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes them
+    std::reverse(arguments.begin(), arguments.end());  // the order that CLI11 expects
     try {
       app_.parse(std::move(arguments));
     } catch (const CLI::ParseError& error) {
@@ -57,7 +58,7 @@ class AllCommands {
     const std::vector<CLI::App*> inner = app.get_subcommands([](CLI::App*) { return true; });
     if (inner.empty()) {
       app.parse_complete_callback([] { throw Accepted{}; });  // before the callback that runs the command
-      app.preparse_callback({});  // of launch, which adds options for every word
+      app.preparse_callback({});  // launch's callback adds an option per word
       leaves_.push_back({words, &app});
     }
     for (CLI::App* each : inner) {
@@ -68,15 +69,16 @@ class AllCommands {
   }
 
   CLI::App app_{"penstock"};
-  cli::Outcome outcome_;
+  cli::CommandOutcome outcome_;
   std::vector<Leaf> leaves_;
 };
 
-// Options that take a text. Everything else that takes a value is a number, and an option that is added to neither place fails here.
+// Options that take text. Every other option with a value is a number; an option in neither category fails
+// here.
 const std::set<std::string> kTexts = {"--kind",  "--cost",   "--memory", "--communication", "--max-activations", "--max-bytes", "--format", "--output", "--placement", "--sends", "--log-dir", "--out",
                                       "--source", "--extensions", "--prompt", "--device", "--keep", "--svg", "--dot", "--html", "--save", "--worker", "--handed", "--side", "--probe", "--report", "--help"};
 
-TEST(Commands, EveryNumberRefusesWhatIsNoFiniteNumber) {
+TEST(Commands, EveryNumberRefusesMalformedAndNonFiniteValues) {
   AllCommands all;
   std::size_t numbers = 0;
   for (const AllCommands::Leaf& leaf : all.leaves()) {
@@ -100,11 +102,11 @@ TEST(Commands, EveryNumberRefusesWhatIsNoFiniteNumber) {
       std::vector<std::string> apart = required;
       apart.insert(apart.end(), {name, "-inf"});
       EXPECT_TRUE(has_text(all.error_of(apart), name)) << leaf.command->get_name() << " " << name << " -inf";
-      // Numbers below every range of ours. There are no negative ones.
+      // A number below every range: no option accepts negative numbers.
       std::vector<std::string> negative = required;
       negative.insert(negative.end(), {name, "-1"});
       EXPECT_TRUE(has_text(all.error_of(negative), name)) << leaf.command->get_name() << " " << name << " -1";
-      // And good ones are taken.
+      // Valid numbers are accepted.
       std::vector<std::string> good = required;
       good.insert(good.end(), {name, "1"});
       EXPECT_EQ(all.error_of(good), "") << leaf.command->get_name() << " " << name;
@@ -152,7 +154,7 @@ class Variable {
   const char* name_;
 };
 
-TEST(Environment, GarbageInVariablesIsRefusedByName) {
+TEST(Environment, MalformedVariablesAreRefusedByName) {
   EXPECT_NO_THROW(cli::check_environment());
   for (const char* name : {"PENSTOCK_TIMEOUT_S", "PENSTOCK_DEBUG", "PENSTOCK_LOG", "PENSTOCK_P2P", "PENSTOCK_TRACE_TRANSFERS", "PENSTOCK_RECORDER_SIZE", "PENSTOCK_UCX_SPIN_US", "PENSTOCK_PROGRESS_TTY", "PENSTOCK_RESTART_COUNT", "PENSTOCK_RENDEZVOUS"})
     for (const char* value : {"garbage", "nan", "inf", "-1", "1e999", "5x", "\x1b[31m"}) {
@@ -163,7 +165,7 @@ TEST(Environment, GarbageInVariablesIsRefusedByName) {
     }
 }
 
-TEST(Environment, MisspeltNamesAreWarnedOf) {
+TEST(Environment, MisspelledNamesAreWarnedAbout) {
   const auto warning = [] {
     ::testing::internal::CaptureStderr();
     cli::check_environment();
@@ -181,7 +183,7 @@ TEST(Environment, MisspeltNamesAreWarnedOf) {
   EXPECT_EQ(warning(), "");
 }
 
-// A variable that the library reads and the check does not know would be read too late.
+// A variable that the library reads but the check does not know would be checked too late.
 TEST(Environment, EveryVariableOfTheLibraryIsKnownToTheCheck) {
   const std::filesystem::path source = std::filesystem::path(std::getenv("PENSTOCK_SOURCE")) / "penstock";
   const auto text_of = [](const std::filesystem::path& path) {
@@ -195,7 +197,7 @@ TEST(Environment, EveryVariableOfTheLibraryIsKnownToTheCheck) {
     if (entry.path().extension() != ".cpp") continue;
     const std::string text = text_of(entry.path());
     for (std::sregex_iterator match(text.begin(), text.end(), reads), end; match != end; ++match) {
-      if ((*match)[1].str().starts_with("PENSTOCK_RANDOM_")) continue;  // macros of a kernel that is compiled at run time
+      if ((*match)[1].str().starts_with("PENSTOCK_RANDOM_")) continue;  // macros of a kernel compiled at run time
       ++found;
       EXPECT_TRUE(known.find("\"" + (*match)[1].str() + "\"") != std::string::npos) << (*match)[1] << " in " << entry.path();
     }

@@ -1,4 +1,4 @@
-// penstock data as a user meets it.
+// Tests of the command penstock data.
 #include <gtest/gtest.h>
 
 #include <CLI/CLI.hpp>
@@ -16,13 +16,13 @@
 namespace penstock::test {
 namespace data_cli_test {
 
-// The command in this process, with the exit codes that `penstock` gives: starting the program loads all of LibTorch, which
-// takes a busy machine seconds.
+// Runs the command in this process, with the exit codes of `penstock`: starting the program loads all of
+// LibTorch, which takes seconds on a busy machine.
 Ended penstock(const std::string& arguments) {
   CLI::App app{"Penstock"};
   app.name("penstock");
   app.require_subcommand(1);
-  cli::Outcome outcome;
+  cli::CommandOutcome outcome;
   cli::add_data_command(app, outcome);
   Ended ended;
   ::testing::internal::CaptureStdout();
@@ -55,15 +55,15 @@ TEST(DataCli, HelpHasAnExample) {
   }
 }
 
-TEST(DataCli, CountsAreWords) {
+TEST(DataCli, CountsUseSingularAndPlural) {
   const ScratchFolder folder;
   folder.write("src/a.h", "int a;");
   const Ended ended = penstock("data make --out '" + (folder / "data").string() + "' --source '" + (folder / "src").string() + "'");
   EXPECT_TRUE(has_text(ended.output, "7 tokens of 1 file (6 B) in 1 shard\n"));
 }
 
-// Some headers of every system are empty; whoever made no choice of files is not told of them.
-TEST(DataCli, TheDefaultFilesAreTakenWithoutWarnings) {
+// Some headers of every system are empty; users who did not choose the files are not warned about them.
+TEST(DataCli, TheDefaultFilesAreUsedWithoutWarnings) {
   const ScratchFolder folder;
   const Ended ended = penstock("data make --out '" + (folder / "data").string() + "' --cap-bytes 200K");
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
@@ -95,13 +95,13 @@ TEST(DataCli, MakesAndShows) {
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "shard-00000.tokens"));
   EXPECT_TRUE(has_text(ended.output, "ok"));
-  EXPECT_TRUE(has_text(ended.output, "1 in all"));
+  EXPECT_TRUE(has_text(ended.output, "1 in total"));
   ended = penstock(make);
   EXPECT_EQ(ended.exit_code, 2);
   EXPECT_TRUE(has_text(ended.output, "--overwrite"));
   EXPECT_EQ(penstock(make + " --overwrite").exit_code, 0);
 
-  // A changed byte of a token: told in the table, in words and by the exit code.
+  // A changed token byte is reported in the table, in a message and by the exit code.
   const auto shard = folder / "data/shard-00000.tokens";
   auto bytes = read_bytes(shard);
   bytes[75] ^= 1;
@@ -121,7 +121,7 @@ TEST(DataCli, ShowsTokenFiles) {
   Ended ended = penstock("data show " + quoted("gpt2.bin"));
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "50257  ok"));
-  EXPECT_TRUE(has_text(ended.output, "for validation at a fraction of 0.05: 50 tokens, the ends of 1 document\n"));
+  EXPECT_TRUE(has_text(ended.output, "validation at a fraction of 0.05: 50 tokens, the ends of 1 document\n"));
   EXPECT_EQ(penstock("data show " + quoted("gpt*.bin")).exit_code, 0);
   ended = penstock("data show " + quoted("bare.bin"));
   EXPECT_EQ(ended.exit_code, 2);
@@ -133,7 +133,7 @@ TEST(DataCli, ShowsTokenFiles) {
   EXPECT_TRUE(has_text(ended.output, "token 0: got 5"));
 }
 
-TEST(DataCli, AFileAboveAMebibyteIsTaken) {
+TEST(DataCli, AFileLargerThanAMebibyteIsUsed) {
   const ScratchFolder folder;
   folder.write("input.txt", std::string(1'100'000, 'a'));
   const Ended ended = penstock("data make --out '" + (folder / "data").string() + "' --source '" + (folder / "input.txt").string() + "'");

@@ -1,4 +1,4 @@
-// What `penstock doctor` says about threads.
+// The thread report of `penstock doctor`.
 #include <gtest/gtest.h>
 
 #include <fstream>
@@ -14,7 +14,7 @@ namespace doctor_threads_test {
 using cli::ThreadSpeeds;
 using comm::BlasThreads;
 
-TEST(DoctorThreads, FasterThreadsAreNoReasonToWarn) {
+TEST(DoctorThreads, FasterThreadsDoNotWarn) {
   const std::string text = cli::describe_thread_speeds({BlasThreads::OpenMp, {{1, 10}, {2, 18}}});
   EXPECT_TRUE(has_text(text, "1.80x")) << text;
   EXPECT_FALSE(has_text(text, "warning")) << text;
@@ -28,7 +28,7 @@ TEST(DoctorThreads, SlowerThreadsAreAWarningWithTheBestCount) {
 
 TEST(DoctorThreads, TwoPoolsAreAWarningWithTheRemedy) {
   EXPECT_TRUE(has_text(cli::describe_thread_speeds({BlasThreads::OwnPool, {{1, 10}, {2, 16}}}), "install libopenblas0-openmp"));
-  EXPECT_FALSE(has_text(cli::describe_thread_speeds({BlasThreads::OwnPool, {{1, 10}}}), "warning")) << "one thread has nobody to compete with";
+  EXPECT_FALSE(has_text(cli::describe_thread_speeds({BlasThreads::OwnPool, {{1, 10}}}), "warning")) << "one thread has no competitors";
 }
 
 TEST(DoctorThreads, ReportsSurviveTheirFile) {

@@ -1,4 +1,4 @@
-// The programs of examples/ that people copy, run as their first lines say.
+// Runs the programs in examples/ as described in their first lines.
 #include <gtest/gtest.h>
 
 #include <chrono>

@@ -1,4 +1,4 @@
-// How a command that throws ends.
+// How a command ends that throws.
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
@@ -8,6 +8,7 @@
 #include <string>
 #include <thread>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/cli/common/failure.h"
 #include "penstock/stage.h"
@@ -43,7 +44,7 @@ TEST(Failure, OurOwnErrorsExplainThemselves) {
   EXPECT_EQ(state.text, "penstock: closed\n");
 }
 
-TEST(Failure, WhatNobodyExplainedIsADefect) {
+TEST(Failure, OtherExceptionsAreDefects) {
   for (const Told& end : {told([] { throw std::out_of_range("vector::_M_range_check"); }), told([] { TORCH_CHECK(false, "no such kernel"); }), told([] { throw 42; }), told([] { throw std::filesystem::filesystem_error("status", std::error_code()); }),
                           told([] { PENSTOCK_INVARIANT(1 == 2, "numbers"); })}) {
     EXPECT_EQ(end.exit_code, cli::kDefect);
@@ -53,7 +54,7 @@ TEST(Failure, WhatNobodyExplainedIsADefect) {
   }
 }
 
-TEST(Failure, MemoryThatRanOutIsNone) {
+TEST(Failure, RunningOutOfMemoryIsNotADefect) {
   const Told plain = told([] { throw std::bad_alloc(); });
   EXPECT_EQ(plain.exit_code, cli::kFailed);
   EXPECT_TRUE(has_text(plain.text, "penstock: not enough memory"));
@@ -72,7 +73,7 @@ TEST(Failure, MemoryThatRanOutIsNone) {
   EXPECT_TRUE(has_text(nested.text, "256.0 TiB on the CPU could not be allocated"));
 }
 
-TEST(Failure, MessagesAreTextAndNoMegabytes) {
+TEST(Failure, MessagesAreEscapedAndLimited) {
   EXPECT_EQ(told([] { throw ConfigError("got \x1b[2J\xff, expected caf\xc3\xa9"); }).text, "penstock: got \\x1b[2J\\xff, expected caf\xc3\xa9\n");
   const Told large = told([] { throw ConfigError("got " + std::string(1000000, 'x')); });
   EXPECT_LT(large.text.size(), 10000U);

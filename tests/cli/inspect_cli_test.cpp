@@ -1,4 +1,4 @@
-// `penstock inspect` as a user meets it.
+// Tests of the command `penstock inspect`.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -32,7 +32,7 @@ class InspectCli : public ::testing::Test {
                                           << "[data]\nvalidation_fraction = 0\nsources = [\"" << (folder_ / "text").string() << "\"]\n";
   }
   ~InspectCli() override {
-    std::error_code ignored;  // a folder left behind is no failure of what is tested
+    std::error_code ignored;  // a leftover folder is not a test failure
     remove_tree(folder_, ignored);
   }
   std::string config() const { return "'" + (folder_ / "train.toml").string() + "'"; }
@@ -59,7 +59,7 @@ TEST_F(InspectCli, HelpHasExamples) {
   EXPECT_EQ(penstock("inspect memory " + config() + " --pp 5").exit_code, 2);
 }
 
-TEST_F(InspectCli, ATableForPeople) {
+TEST_F(InspectCli, PrintsATable) {
   const Ended ended = penstock("inspect memory " + config() + " --pp 2 --steps 1");
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   for (const char* part : {"1 (pp 1, dp 0, tp 0)", "predicted", "measured", "parameters", "gathered", "gradients", "optimizer", "activations", "together", "KiB"}) EXPECT_TRUE(has_text(ended.output, part));
@@ -76,7 +76,7 @@ TEST_F(InspectCli, PredictionAlone) {
   EXPECT_EQ(all.at("ranks")[5].at("dp"), 1);
 }
 
-// What is planned is what is taken: exactly where tensors are listed, nearly where they come and go.
+// Predicted and measured memory agree: exactly for tensors that are listed, approximately for temporary ones.
 TEST_F(InspectCli, PredictedAgreesWithMeasured) {
   for (const char* layout : {"--pp 2", "--pp 1 --dp 2", "--pp 1 --dp 2 --shard 2", "--pp 2 --dp 2 --shard 2", "--pp 2 --schedule ZBVZeroBubble --dp 2 --shard 2", "--pp 2 --virtual_stages 2 --schedule Interleaved1F1B --dp 2 --shard 2"}) {
     const nlohmann::json all = memory(std::string("--steps 2 ") + layout);

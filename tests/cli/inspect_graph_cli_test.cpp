@@ -1,4 +1,4 @@
-// `penstock inspect graph` as a user meets it.
+// Tests of the command `penstock inspect graph`.
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -35,7 +35,7 @@ TEST(InspectGraph, TheTrainersModelAndItsFile) {
 
   const Ended file = penstock("inspect graph '" + save + "' --nodes 3");
   EXPECT_EQ(file.exit_code, 0);
-  // Everything but the title and the files that were written.
+  // Everything except the title and the names of written files.
   const auto body = [](const std::string& output) { return output.substr(output.find(" nodes ("), output.find("\nwrote ") - output.find(" nodes (")); };
   EXPECT_EQ(body(file.output + "\nwrote "), body(model.output) + "\n");
 }

@@ -1,4 +1,4 @@
-// `penstock report` as a user meets it.
+// Tests of the command `penstock report`.
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -6,7 +6,7 @@
 
 #include "tests/command.h"
 #include "tests/has_text.h"
-#include "tests/train/made_run.h"
+#include "tests/train/synthetic_run.h"
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::test {
@@ -38,12 +38,12 @@ TEST(ReportCli, SeveralRuns) {
   make_run_folder(folder / "second", {.last_step = 60, .ends = false});
   const Ended ended = penstock("report '" + (folder / "first").string() + "' '" + (folder / "second").string() + "' --out '" + (folder / "both.html").string() + "'");
   EXPECT_EQ(ended.exit_code, 0);
-  EXPECT_TRUE(has_text(ended.output, "second: no end: killed, failed or still running, 60 of 200 steps"));
+  EXPECT_TRUE(has_text(ended.output, "second: unfinished (killed, failed or still running), 60 of 200 steps"));
   EXPECT_TRUE(std::filesystem::exists(folder / "both.html"));
   EXPECT_FALSE(std::filesystem::exists(folder / "first/report.html"));
 }
 
-TEST(ReportCli, WhatIsNoRunIsAUsageError) {
+TEST(ReportCli, AFolderWithoutARunIsAUsageError) {
   const ScratchFolder folder;
   EXPECT_EQ(penstock("report").exit_code, 2);
   const Ended ended = penstock("report '" + folder.path().string() + "'");

@@ -1,4 +1,4 @@
-// The commands about schedules as a user meets them.
+// Tests of the schedule commands.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -30,7 +30,7 @@ class ScheduleCli : public ::testing::Test {
     std::filesystem::create_directories(folder_);
   }
   ~ScheduleCli() override {
-    std::error_code ignored;  // a folder left behind is no failure of what is tested
+    std::error_code ignored;  // a leftover folder is not a test failure
     remove_tree(folder_, ignored);
   }
   std::string path(const std::string& name) const { return (folder_ / name).string(); }
@@ -90,7 +90,7 @@ TEST_F(ScheduleCli, LoweredFormNamesTransfers) {
   EXPECT_THAT(ended.output, HasSubstr("1REDUCE_GRAD"));
 }
 
-TEST_F(ScheduleCli, EveryKindGoesThroughAFileAndIsFoundGood) {
+TEST_F(ScheduleCli, EveryKindRoundTripsThroughAFileAndIsValid) {
   for (const char* kind : {"GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
                            "ZBVZeroBubble", "DualPipeV", "ZB2P", "VHalf", "VMin", "auto"}) {
     for (const char* form : {"", " --lowered"}) {
@@ -166,7 +166,7 @@ TEST_F(ScheduleCli, FlagsWithoutEffectAreRefused) {
   const auto refuses = [](const std::string& arguments, const std::string& flag) {
     const Ended ended = penstock(arguments);
     EXPECT_EQ(ended.exit_code, 2) << arguments << "\n" << ended.output;
-    EXPECT_THAT(ended.output, HasSubstr(flag + " has no meaning")) << arguments;
+    EXPECT_THAT(ended.output, HasSubstr(flag + " has no effect")) << arguments;
   };
   refuses("simulate " + file + " --ranks 3", "--ranks");
   refuses("simulate " + file + " --microbatches 3", "--microbatches");
@@ -235,7 +235,7 @@ TEST_F(ScheduleCli, CompareIsSortedByTime) {
     }
   }
   const Ended text = penstock("compare --ranks 3 --microbatches 6");
-  EXPECT_THAT(text.output, HasSubstr("not for this shape: DualPipe"));
+  EXPECT_THAT(text.output, HasSubstr("not available for this shape: DualPipe"));
 }
 
 TEST_F(ScheduleCli, DrawsToFiles) {

@@ -1,4 +1,4 @@
-// `penstock trace` as a user meets it.
+// Tests of the command `penstock trace`.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -8,7 +8,8 @@
 
 #include "tests/command.h"
 #include "tests/has_text.h"
-#include "tests/pipeline/made_trace.h"
+#include "tests/pipeline/simulated_trace.h"
+#include "penstock/pipeline/report/step_trace.h"
 
 namespace penstock::test {
 namespace trace_cli_test {
@@ -30,25 +31,25 @@ TEST_F(TraceCli, HelpHasAnExample) {
 }
 
 TEST_F(TraceCli, ShowsMeasuredBesideSimulated) {
-  pipeline::write_trace(made_trace("1F1B", 2, 4), path_);
+  write_trace(simulated_trace("1F1B", 2, 4), path_);
   const Ended ended = penstock("trace '" + path_ + "'");
   EXPECT_EQ(ended.exit_code, 0);
   // 2 stages of 1 and 1.25 ms forward, twice that backward, 0.1 ms between them.
   EXPECT_TRUE(has_text(ended.output, "efficiency 100.0 %"));
   EXPECT_TRUE(has_text(ended.output, "    1           B      4      2.500      2.500      2.500      2.500      2.500\n"));
   EXPECT_TRUE(has_text(ended.output, "transfer: 0.100 ms"));
-  EXPECT_TRUE(has_text(ended.output, "began latest behind the simulation:"));
+  EXPECT_TRUE(has_text(ended.output, "greatest delays relative to the simulation:"));
 }
 
 TEST_F(TraceCli, CsvHasALinePerAction) {
-  pipeline::write_trace(made_trace("1F1B", 2, 4), path_);
+  write_trace(simulated_trace("1F1B", 2, 4), path_);
   const Ended ended = penstock("trace --csv '" + path_ + "'");
   EXPECT_EQ(ended.exit_code, 0);
   EXPECT_EQ(std::count(ended.output.begin(), ended.output.end(), '\n'), 1 + 2 * 8);
   EXPECT_TRUE(has_text(ended.output, "rank,action,begin_ms,end_ms,simulated_begin_ms,simulated_end_ms,delay_ms\n0,0F0,0.000000,1.000000,0.000000,1.000000,0.000000\n"));
 }
 
-TEST_F(TraceCli, AFileThatIsNoTraceIsAUsageError) {
+TEST_F(TraceCli, AFileWithoutATraceIsAUsageError) {
   std::ofstream(path_) << "{\"traceEvents\": []}";
   const Ended ended = penstock("trace '" + path_ + "'");
   EXPECT_EQ(ended.exit_code, 2);

@@ -1,4 +1,4 @@
-// `penstock parity` and `penstock train --dry-run` as a user meets them.
+// Tests of the commands `penstock parity`, `penstock train` and `penstock generate`.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -31,7 +31,7 @@ class TrainCli : public ::testing::Test {
                                           << "[data]\nvalidation_fraction = 0\nsources = [\"" << (folder_ / "text").string() << "\"]\n";
   }
   ~TrainCli() override {
-    std::error_code ignored;  // a folder left behind is no failure of what is tested
+    std::error_code ignored;  // a leftover folder is not a test failure
     remove_tree(folder_, ignored);
   }
   std::string config() const { return "'" + (folder_ / "train.toml").string() + "'"; }
@@ -52,7 +52,8 @@ TEST_F(TrainCli, ParityOfAPipeline) {
   EXPECT_TRUE(has_text(ended.output, "parity: ok"));
 }
 
-// Pipelines give the bits of one process; sums over replicas and over tensor-parallel ranks may round otherwise.
+// Pipelines produce the bits of one process; sums over replicas and tensor-parallel ranks may round
+// differently.
 TEST_F(TrainCli, ParityOfManyLayouts) {
   for (const char* layout : {
            "--pp 2 --schedule GPipe",
@@ -102,7 +103,7 @@ std::size_t times(const std::string& text, const std::string& part) {
   return count;
 }
 
-TEST_F(TrainCli, NumbersThatAreNoneAreExitCode2) {
+TEST_F(TrainCli, MalformedNumbersAreExitCode2) {
   for (const char* arguments : {"--tolerance nan", "--tolerance=-inf", "--parameter-tolerance nan", "--steps 1e3", "--lr nan", "--tolerance ''"}) {
     const Ended ended = penstock("parity " + config() + " --pp 1 " + arguments);
     EXPECT_EQ(ended.exit_code, 2) << arguments << "\n" << ended.output;
@@ -111,28 +112,28 @@ TEST_F(TrainCli, NumbersThatAreNoneAreExitCode2) {
   }
 }
 
-TEST_F(TrainCli, WhatHasNoMeaningHereIsRefused) {
+TEST_F(TrainCli, KeysAndFlagsWithoutEffectAreRefused) {
   const auto refuses = [&](const std::string& arguments, const std::string& words) {
     const Ended ended = penstock(arguments);
     EXPECT_EQ(ended.exit_code, 2) << arguments << "\n" << ended.output;
     EXPECT_TRUE(has_text(ended.output, words)) << arguments;
   };
-  refuses("parity " + config() + " --resume never", "checkpoint.resume has no meaning for penstock parity");
-  refuses("inspect memory " + config() + " --predict-only --steps 2", "--steps has no meaning");
-  refuses("inspect graph " + config() + " --precision bf16", "training.precision has no meaning for penstock inspect graph");
+  refuses("parity " + config() + " --resume never", "checkpoint.resume has no effect in penstock parity");
+  refuses("inspect memory " + config() + " --predict-only --steps 2", "--steps has no effect");
+  refuses("inspect graph " + config() + " --precision bf16", "training.precision has no effect in penstock inspect graph");
   refuses("train " + config() + " --dryrun", "did you mean --dry-run?");
   refuses("train " + config() + " --learning_rate 3", "did you mean training.lr?");
 }
 
-TEST_F(TrainCli, AVariableOfGarbageIsRefusedAtOnce) {
+TEST_F(TrainCli, AMalformedVariableIsRefusedAtOnce) {
   const Ended ended = run_command("PENSTOCK_P2P=pigeon '" + environment("PENSTOCK_BIN") + "/penstock' train " + config() + " --dry-run");
   EXPECT_EQ(ended.exit_code, 2) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "environment variable PENSTOCK_P2P: got \"pigeon\", expected one of gloo, ucx"));
 }
 
-TEST_F(TrainCli, ErrorsOfAConfigurationAreSaidOnce) {
+TEST_F(TrainCli, ConfigurationErrorsArePrintedOnce) {
   const std::string start = "cd '" + folder_.string() + "' && CUDA_VISIBLE_DEVICES= '" + environment("PENSTOCK_BIN") + "/penstock' ";
-  // Noticed by the ranks: the data does not exist, or is too little.
+  // Detected by the ranks: the data do not exist, or there is too little.
   for (const std::string arguments : {"train train.toml --pp 2 --data /nonexistent/text", "parity train.toml --pp 2 --data /nonexistent/text", "inspect memory train.toml --pp 2 --data /nonexistent/text"}) {
     const Ended ended = run_command(start + arguments, std::chrono::seconds(110));
     EXPECT_EQ(ended.exit_code, 2) << arguments << "\n" << ended.output;
@@ -143,12 +144,12 @@ TEST_F(TrainCli, ErrorsOfAConfigurationAreSaidOnce) {
   }
 }
 
-// CUDA_VISIBLE_DEVICES: the same on machines that have GPUs.
+// With CUDA_VISIBLE_DEVICES, so that machines with GPUs behave the same.
 TEST_F(TrainCli, NcclIsRefusedOnTheCpu) {
   for (const char* what : {" --run_folder nccl", " --dry-run"}) {
     const Ended ended = run_command("cd '" + folder_.string() + "' && CUDA_VISIBLE_DEVICES= '" + environment("PENSTOCK_BIN") + "/penstock' train train.toml --pp 2 --device auto --transport nccl" + what);
     EXPECT_EQ(ended.exit_code, 2) << ended.output;
-    EXPECT_TRUE(has_text(ended.output, "layout.transport: got nccl, which carries tensors of GPUs only"));
+    EXPECT_TRUE(has_text(ended.output, "layout.transport: got nccl, which supports CUDA tensors only"));
     EXPECT_EQ(times(ended.output, "penstock: "), 1u) << ended.output;
   }
   EXPECT_FALSE(fs::exists(folder_ / "nccl"));
@@ -160,16 +161,16 @@ TEST_F(TrainCli, GenerateDoesWhatItIsAskedOrSaysWhyNot) {
   ASSERT_EQ(trained.exit_code, 0) << trained.output;
   const Ended empty = penstock("generate '" + run + "' --prompt ''");
   EXPECT_EQ(empty.exit_code, 2) << empty.output;
-  EXPECT_TRUE(has_text(empty.output, "--prompt: got an empty text"));
-  // The context is 16: the text goes on beyond it.
+  EXPECT_TRUE(has_text(empty.output, "--prompt: got an empty prompt"));
+  // The context is 16: the text continues beyond it.
   const Ended longer = penstock("generate '" + run + "' --prompt 'int ' --tokens 60 --temperature 0 --device cpu");
   EXPECT_EQ(longer.exit_code, 0) << longer.output;
   EXPECT_GE(longer.output.size(), 4u + 60u) << longer.output;
   const Ended prompt = penstock("generate '" + run + "' --prompt '0123456789012345678901234567890' --tokens 2 --temperature 0 --device cpu");
   EXPECT_EQ(prompt.exit_code, 0) << prompt.output;
-  EXPECT_TRUE(has_text(prompt.output, "the model sees the last 16, its context"));
+  EXPECT_TRUE(has_text(prompt.output, "the model uses only the last 16, its context"));
 
-  // A checkpoint of a newer format.
+  // A checkpoint of a newer format version.
   const fs::path index = fs::path(run) / "checkpoints" / "step-00000002" / "index.json";
   std::ifstream in(index);
   std::string text{std::istreambuf_iterator<char>(in), {}};
@@ -215,7 +216,7 @@ TEST_F(TrainCli, ALayoutThatThisHostDoesNotStartLeavesNoFolder) {
   }
 }
 
-// Ranks of another launcher are as many as it has started; a screen is enough for all of them.
+// The number of ranks of another launcher is not limited; the output still fits on a screen.
 TEST_F(TrainCli, ADryRunOfAHugeWorld) {
   const auto dry_run = [&](const std::string& world, const std::string& layout) {
     return run_command(world + " MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 '" + environment("PENSTOCK_BIN") + "/penstock' train " + config() + " --dry-run --pp 4 --schedule GPipe " + layout);
@@ -223,7 +224,7 @@ TEST_F(TrainCli, ADryRunOfAHugeWorld) {
   const Ended ended = dry_run("RANK=0 WORLD_SIZE=65536 LOCAL_RANK=0 LOCAL_WORLD_SIZE=8", "--dp 8192 --tp 2");
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "ranks 16384-32767: pp 1, dp 0-8191, tp 0-1; stages 1\n"));
-  EXPECT_LE(std::count(ended.output.begin(), ended.output.end(), '\n'), 45);  // with lines about the time that it takes
+  EXPECT_LE(std::count(ended.output.begin(), ended.output.end(), '\n'), 45);  // including progress lines
   const Ended wrong = dry_run("RANK=0 WORLD_SIZE=8 LOCAL_RANK=0 LOCAL_WORLD_SIZE=8", "--dp 8192 --tp 2");
   EXPECT_EQ(wrong.exit_code, 2);
   EXPECT_TRUE(has_text(wrong.output, "ranks: got 8, expected pp * dp * tp = 4 * 8192 * 2 = 65536"));
@@ -232,7 +233,7 @@ TEST_F(TrainCli, ADryRunOfAHugeWorld) {
   EXPECT_EQ(other.output, "");
 }
 
-TEST_F(TrainCli, TokenFilesMakeNoText) {
+TEST_F(TrainCli, ModelsOfTokenFilesGenerateNoText) {
   std::string tokens;
   for (int i = 0; i < 4000; ++i) tokens += std::string{static_cast<char>(i % 61), '\0'};
   std::ofstream(folder_ / "train.bin", std::ios::binary) << tokens;
@@ -241,10 +242,10 @@ TEST_F(TrainCli, TokenFilesMakeNoText) {
   EXPECT_TRUE(has_text(penstock("train " + there + " --dry-run").output, "data.format = \"uint16\""));
   const Ended ended = penstock("train " + there + " --data.format uint16 --pp 1 --steps 3 --run_folder '" + run + "'");
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
-  EXPECT_FALSE(has_text(ended.output, "A sample of the model"));
+  EXPECT_FALSE(has_text(ended.output, "Sample from the model"));
   const Ended text = penstock("generate '" + run + "'");
   EXPECT_EQ(text.exit_code, 2);
-  EXPECT_TRUE(has_text(text.output, "its tokenizer is not known"));
+  EXPECT_TRUE(has_text(text.output, "does not know the tokenizer"));
 }
 
 }  // namespace train_cli_test

@@ -1,4 +1,4 @@
-// Ranks that compare what they have: agreement costs nothing more, a difference is the same error everywhere.
+// require_agreement: equal lines pass, and a difference is the same error on every rank.
 #include "penstock/comm/group/agreement.h"
 
 #include <gtest/gtest.h>
@@ -19,13 +19,13 @@ using namespace std::chrono_literals;
 using penstock::test::has_text;
 using penstock::test::message_of;
 
-// What every rank reads, when rank r passes lines[r].
+// Returns the message on each rank if rank r passes lines[r].
 std::set<std::string> messages(const std::vector<std::vector<std::string>>& lines) {
   std::set<std::string> found;
   std::mutex mutex;
   run_ranks(static_cast<int>(lines.size()), 20s, [&](World& world) {
     const std::string text = message_of<ValueError>([&] { require_agreement(world.group(), "things", lines[static_cast<std::size_t>(world.rank())], "use the same"); });
-    // The group has not failed: all took part in everything.
+    // The group has not failed: all ranks took part in every operation.
     at::Tensor one = at::ones({1});
     world.group().all_reduce(one).wait();
     EXPECT_EQ(one.item<float>(), static_cast<float>(lines.size()));
@@ -54,7 +54,7 @@ TEST(Agreement, ALineThatIsMissingDiffers) {
   const auto shorter = messages({{"a", "b"}, {"a"}});
   ASSERT_EQ(shorter.size(), 1U);
   EXPECT_TRUE(has_text(*shorter.begin(), "entry 1 on rank 1"));
-  EXPECT_TRUE(has_text(*shorter.begin(), "nothing, after 1 entries"));
+  EXPECT_TRUE(has_text(*shorter.begin(), "no entry (there are only 1)"));
   const auto none = messages({{}, {"a"}});
   ASSERT_EQ(none.size(), 1U);
   EXPECT_TRUE(has_text(*none.begin(), "entry 0 on rank 1"));

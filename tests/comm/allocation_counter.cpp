@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <new>
 
-// In a file of its own: where these are visible, the compiler takes inlined pairs of them for a mismatch.
+// In a separate file: if these are visible, the compiler reports inlined pairs of them as mismatched.
 namespace {
 std::atomic<std::uint64_t> count = 0;
 }

@@ -23,13 +23,13 @@
 
 namespace penstock::test {
 
-// Inside a forked rank GoogleTest's checks would report into a process nobody reads: throw instead.
+// Inside a forked rank GoogleTest's checks would report into a process that nobody reads: throw instead.
 #define RANK_CHECK(condition)                                                                                       \
   do {                                                                                                              \
     if (!(condition)) throw std::runtime_error(std::string(__FILE__) + ":" + std::to_string(__LINE__) + ": " #condition); \
   } while (false)
 
-// A folder as a key-value store: a key is a file, made whole under another name and then renamed.
+// A folder as a key-value store: a key is a file, written under another name and then renamed.
 class FileStore {
  public:
   explicit FileStore(std::filesystem::path folder) : folder_(std::move(folder)) {}
@@ -56,7 +56,7 @@ class FileStore {
     return FileStore(folder_ / name);
   }
 
-  // All `size` ranks meet.
+  // A barrier of all `size` ranks.
   void barrier(const std::string& name, int rank, int size) const {
     set("barrier " + name + std::to_string(rank), "");
     for (int other = 0; other < size; ++other) get("barrier " + name + std::to_string(other));
@@ -72,7 +72,8 @@ class FileStore {
   std::filesystem::path folder_;
 };
 
-// How each rank ended, as waitpid tells it: 0 for success. Ranks still there at the deadline are killed (SIGKILL).
+// How each rank ended, as reported by waitpid: 0 for success. Ranks that still run at the deadline are killed
+// (SIGKILL).
 inline std::vector<int> run_ranks(int size, std::chrono::seconds limit, const std::function<void(int, const FileStore&)>& body) {
   std::string folder = (std::filesystem::temp_directory_path() / "penstock_ranks_XXXXXX").string();
   if (mkdtemp(folder.data()) == nullptr) throw std::runtime_error("no temporary folder");

@@ -1,4 +1,4 @@
-// Groups over worlds of threads: values, checks, errors. Real processes are tested in tests/dist.
+// Groups over thread worlds: values, checks, errors. Real processes are tested in tests/dist.
 #include <gtest/gtest.h>
 #include <sched.h>
 #include <torch/torch.h>
@@ -110,34 +110,34 @@ TEST(Group, StridedTensorsAndOtherTypes) {
     // A receive into a column of a matrix.
     at::Tensor matrix = at::zeros({5, 3});
     if (world.rank() == 0) {
-      world.group().send(at::arange(5.0), Rank{1});
+      world.group().send(at::arange(5.0), 1);
     } else {
-      world.group().recv(matrix.select(1, 2).to(at::kFloat), Rank{0}, {.timeout = 10s});
+      world.group().recv(matrix.select(1, 2).to(at::kFloat), 0, {.timeout = 10s});
       matrix = at::zeros({5, 3});
     }
     if (world.rank() == 1) {
-      world.group().send(at::arange(5.0), Rank{0});
+      world.group().send(at::arange(5.0), 0);
     } else {
       const at::Tensor column = matrix.select(1, 2);
-      world.group().recv(column, Rank{1});
+      world.group().recv(column, 1);
       EXPECT_TRUE(matrix.select(1, 2).equal(at::arange(5.0)));
       EXPECT_EQ(matrix.sum().item<float>(), 10.0f);
     }
   });
 }
 
-TEST(Group, TagsMatchInAnyOrderAndOneTagInItsOwn) {
+TEST(Group, TagsMatchInAnyOrderAndEqualTagsInOrder) {
   run_ranks(2, 60s, [](World& world) {
     Group group = world.group();
     if (world.rank() == 0) {
       std::vector<Work> works;
-      for (int i = 0; i < 6; ++i) works.push_back(group.isend(at::full({i < 3 ? 10 : 50'000}, i), Rank{1}, {.tag = i % 3}));
+      for (int i = 0; i < 6; ++i) works.push_back(group.isend(at::full({i < 3 ? 10 : 50'000}, i), 1, {.tag = i % 3}));
       wait_all(works);
     } else {
       std::vector<at::Tensor> got(6);
       for (const int i : {2, 5, 0, 1, 3, 4}) {
         got[static_cast<std::size_t>(i)] = at::zeros({i < 3 ? 10 : 50'000}, at::kLong);
-        group.recv(got[static_cast<std::size_t>(i)], Rank{0}, {.tag = i % 3});
+        group.recv(got[static_cast<std::size_t>(i)], 0, {.tag = i % 3});
       }
       for (int i = 0; i < 6; ++i) EXPECT_TRUE((got[static_cast<std::size_t>(i)] == i).all().item<bool>()) << i;
     }
@@ -161,11 +161,12 @@ TEST_P(MismatchTest, IsAnErrorOnBothSidesThatNamesBoth) {
                          [&](World& world) {
                            try {
                              if (world.rank() == 0) {
-                               world.group().send(at::zeros({c.sent}, c.sent_type), Rank{1}, {.tag = 7, .label = "2F0"});
-                               // A short message may be gone before the other side complains: the next one fails.
-                               world.group().recv(at::zeros({1}), Rank{1}, {.tag = 8});
+                               world.group().send(at::zeros({c.sent}, c.sent_type), 1, {.tag = 7, .label = "2F0"});
+                               // A short message may be sent before the other side reports the error: the
+                               // next one fails.
+                               world.group().recv(at::zeros({1}), 1, {.tag = 8});
                              } else {
-                               world.group().recv(at::zeros({c.expected}, c.expected_type), Rank{0}, {.tag = 7, .label = "2F0"});
+                               world.group().recv(at::zeros({c.expected}, c.expected_type), 0, {.tag = 7, .label = "2F0"});
                              }
                            } catch (const std::exception& error) {
                              messages[static_cast<std::size_t>(world.rank())] = error.what();
@@ -204,12 +205,12 @@ TEST(Group, SubgroupsAreMadeInOrderAndKeepGlobalRanks) {
     }
     at::Tensor from_three = at::full({1}, world.rank());
     if (odd.is_member()) {
-      odd.broadcast(from_three, Rank{3}).wait();
+      odd.broadcast(from_three, 3).wait();
       EXPECT_EQ(from_three.item<std::int64_t>(), 3);
-      EXPECT_THROW(odd.broadcast(from_three, Rank{0}).wait(), ValueError);
-      EXPECT_THROW(odd.send(from_three, Rank{2}), ValueError);
-      EXPECT_THROW(odd.send(from_three, Rank{world.rank()}), ValueError);
-      EXPECT_THROW(odd.send(from_three, Rank{1}, {.tag = -1}), ValueError);
+      EXPECT_THROW(odd.broadcast(from_three, 0).wait(), ValueError);
+      EXPECT_THROW(odd.send(from_three, 2), ValueError);
+      EXPECT_THROW(odd.send(from_three, world.rank()), ValueError);
+      EXPECT_THROW(odd.send(from_three, 1, {.tag = -1}), ValueError);
     }
     world.group().barrier().wait();
   });
@@ -217,15 +218,15 @@ TEST(Group, SubgroupsAreMadeInOrderAndKeepGlobalRanks) {
 
 TEST(Group, ListsThatDifferOrAreBadAreAnErrorOnEveryRank) {
   for (const auto& message : errors_of<ValueError>(3, [](World& world) { world.new_group(world.rank() == 2 ? std::vector<int>{0, 2} : std::vector<int>{0, 1}); })) {
-    EXPECT_TRUE(has_text(message, "rank 0 asked for"));
-    EXPECT_TRUE(has_text(message, "rank 2 for"));
+    EXPECT_TRUE(has_text(message, "rank 0 requested"));
+    EXPECT_TRUE(has_text(message, "rank 2 requested"));
   }
   for (const auto& message : errors_of<ValueError>(3, [](World& world) { world.new_group({0, 1, 1}); })) EXPECT_TRUE(has_text(message, "rank 1 is listed twice"));
   for (const auto& message : errors_of<ValueError>(3, [](World& world) { world.new_group({0, 3}); })) EXPECT_TRUE(has_text(message, "rank 3 is outside the world of 3"));
   for (const auto& message : errors_of<ValueError>(2, [](World& world) { world.new_group({}); })) EXPECT_TRUE(has_text(message, "empty"));
 }
 
-TEST(Group, ARankThatDoesNotComeIsNamedOnEveryOther) {
+TEST(Group, AMissingRankIsNamedOnEveryOther) {
   const auto messages = errors_of<TimeoutError>(3, [](World& world) {
     if (world.rank() == 1) {
       std::this_thread::sleep_for(5s);
@@ -233,11 +234,11 @@ TEST(Group, ARankThatDoesNotComeIsNamedOnEveryOther) {
     }
     world.new_group({0, 1, 2}, {.timeout = 1s});
   });
-  EXPECT_TRUE(has_text(messages[0], "rank 1 of 3 did not come"));
-  EXPECT_TRUE(has_text(messages[2], "rank 1 of 3 did not come"));
+  EXPECT_TRUE(has_text(messages[0], "rank 1 of 3 did not join"));
+  EXPECT_TRUE(has_text(messages[2], "rank 1 of 3 did not join"));
 }
 
-TEST(Group, TimeOutSaysWhoIsMissingAndEndsTheGroup) {
+TEST(Group, TimeoutNamesTheMissingRankAndEndsTheGroup) {
   std::string on_rank0;
   try {
     run_ranks(2, 60s, [&](World& world) {
@@ -252,14 +253,14 @@ TEST(Group, TimeOutSaysWhoIsMissingAndEndsTheGroup) {
       } catch (const TimeoutError& error) {
         on_rank0 = error.what();
         EXPECT_EQ(error.context().label, "step 3");
-        EXPECT_THROW(small.barrier().wait(), TimeoutError) << "the first error must stay";
+        EXPECT_THROW(small.barrier().wait(), TimeoutError) << "the first error must be kept";
         throw;
       }
     });
     FAIL() << "no error";
   } catch (const TimeoutError&) {
   }
-  EXPECT_TRUE(has_text(on_rank0, "no word from rank 1"));
+  EXPECT_TRUE(has_text(on_rank0, "no status from rank 1"));
   EXPECT_TRUE(has_text(on_rank0, "recorder-rank"));
 }
 
@@ -274,7 +275,7 @@ TEST(Group, OneRanksFailureEndsTheWaitsOfAll) {
                                at::Tensor tensor = at::ones({1 << 20});
                                world.group().all_reduce(tensor).wait();
                              } else {
-                               world.group().recv(at::zeros({3}), Rank{2});
+                               world.group().recv(at::zeros({3}), 2);
                              }
                            } catch (const PeerLostError& error) {
                              EXPECT_TRUE(has_text(error.what(), "rank 2 failed: bad layer"));
@@ -308,8 +309,8 @@ TEST(Group, WrongArgumentsSayWhatToChange) {
     EXPECT_TRUE(has_text(message([&] { group.all_to_all(at::zeros({4}), at::zeros({4}), {1, 2}, {2, 2}).wait(); }), "sum of the splits"));
     EXPECT_TRUE(has_text(message([&] { group.all_to_all(at::zeros({4}), at::zeros({4}), world.rank() == 0 ? std::vector<std::int64_t>{1, 3} : std::vector<std::int64_t>{3, 1}, {2, 2}).wait(); }), "rows kept"));
     EXPECT_TRUE(has_text(message([&] { group.all_gather_uneven({at::zeros({1})}, at::zeros({1})).wait(); }), "one per member"));
-    EXPECT_THROW(group.send(at::Tensor(), Rank{1 - world.rank()}), TypeError);
-    group.barrier().wait();  // still usable: nothing had moved
+    EXPECT_THROW(group.send(at::Tensor(), 1 - world.rank()), TypeError);
+    group.barrier().wait();  // still usable: nothing was transferred
   });
 }
 
@@ -321,12 +322,12 @@ TEST(Group, SplitsThatDisagreeAreAnErrorNotWrongData) {
                            at::Tensor out = at::zeros({4, 3});
                            world.group().all_to_all(out, at::ones({4, 3}), splits, splits).wait();
                          }),
-               PipeliningMetadataError);
+               MismatchError);
 }
 
 TEST(Group, DetailLevelComparesCollectivesBeforeTheyMove) {
   setenv("PENSTOCK_DEBUG", "detail", 1);
-  const auto messages = errors_of<PipeliningMetadataError>(2, [](World& world) {
+  const auto messages = errors_of<MismatchError>(2, [](World& world) {
     at::Tensor tensor = at::zeros({world.rank() == 0 ? 4 : 5});
     world.group().all_reduce(tensor).wait();
   });
@@ -341,11 +342,11 @@ TEST(Group, DroppedWorkIsKeptAliveAndWarnedAbout) {
   WarningCapture capture;
   run_ranks(2, 60s, [](World& world) {
     if (world.rank() == 0) {
-      { const Work dropped = world.group().isend(at::full({100'000}, 3.0f), Rank{1}); }
+      { const Work dropped = world.group().isend(at::full({100'000}, 3.0f), 1); }
       world.group().barrier().wait();
     } else {
       at::Tensor got = at::zeros({100'000});
-      world.group().recv(got, Rank{0});
+      world.group().recv(got, 0);
       EXPECT_TRUE((got == 3.0f).all().item<bool>());
       world.group().barrier().wait();
     }
@@ -354,7 +355,7 @@ TEST(Group, DroppedWorkIsKeptAliveAndWarnedAbout) {
   EXPECT_TRUE(has_text(capture.warnings()[0].message, "dropped without wait()"));
 }
 
-// How many threads of this process run under the policy.
+// Returns the number of threads of this process with this scheduling policy.
 int threads_under(int policy) {
   int count = 0;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task"))
@@ -362,9 +363,9 @@ int threads_under(int policy) {
   return count;
 }
 
-TEST(Group, OneThreadThatWaitsForItsTurnServesTheSocketsOfAllGroups) {
+TEST(Group, OneBatchThreadServesTheSocketsOfAllGroups) {
   ASSERT_EQ(sched_getscheduler(0), SCHED_OTHER);
-  const int before = threads_under(SCHED_BATCH);  // groups that failed stay until the process ends, and their thread with them
+  const int before = threads_under(SCHED_BATCH);  // failed groups and their thread live until exit
   std::atomic<int> most = 0;
   run_ranks(3, 60s, [&](World& world) {
     const Group pair = world.new_group({0, 1}), all = world.new_group({0, 1, 2});
@@ -375,13 +376,13 @@ TEST(Group, OneThreadThatWaitsForItsTurnServesTheSocketsOfAllGroups) {
     all.barrier().wait();
   });
   EXPECT_EQ(most, 1);
-  EXPECT_EQ(threads_under(SCHED_BATCH), before);  // gone with the last group
+  EXPECT_EQ(threads_under(SCHED_BATCH), before);  // ended with the last group
 }
 
 TEST(Group, TensorsWhoseMemoryIsNotTheirValuesAreRefused) {
   run_ranks(2, 30s, [](World& world) {
     const Group& group = world.group();
-    const Rank peer{1 - world.rank()};
+    const int peer = 1 - world.rank();
     const at::Tensor lazy = torch::ones({2}, at::kComplexFloat).conj(), fake = make_fake({2});
     EXPECT_THROW((void)group.isend(lazy, peer), ValueError);
     EXPECT_THROW((void)group.isend(fake, peer), TypeError);
@@ -389,14 +390,14 @@ TEST(Group, TensorsWhoseMemoryIsNotTheirValuesAreRefused) {
     EXPECT_THROW((void)group.all_reduce(fake), TypeError);
     EXPECT_THROW((void)group.all_reduce(lazy), ValueError);
     EXPECT_THROW((void)group.all_gather(torch::empty({4}, at::kComplexFloat), lazy), ValueError);
-    EXPECT_THROW((void)group.broadcast(torch::ones({2}).to_sparse(), Rank{0}), TypeError);
+    EXPECT_THROW((void)group.broadcast(torch::ones({2}).to_sparse(), 0), TypeError);
     at::Tensor sum = torch::ones({2});
-    group.all_reduce(sum).wait();  // the group is none the worse
+    group.all_reduce(sum).wait();  // the group is still usable
     EXPECT_TRUE(at::equal(sum, torch::full({2}, 2.0)));
   });
 }
 
-TEST(Group, AnEmptyBatchIsNoWork) {
+TEST(Group, AnEmptyBatchDoesNothing) {
   run_ranks(2, 60s, [](World& world) { EXPECT_TRUE(world.group().batch_isend_irecv({}).empty()); });
 }
 
@@ -423,8 +424,8 @@ TEST(FakeWorld, AnyRankAndSizeWithoutPeers) {
   const at::Tensor whole = at::zeros({1024, 2});
   world.group().all_gather(whole, at::full({2}, 5.0f)).wait();
   EXPECT_TRUE((whole == 5.0f).all().item<bool>());
-  world.group().send(tensor, Rank{7});
-  world.group().recv(tensor, Rank{9});
+  world.group().send(tensor, 7);
+  world.group().recv(tensor, 9);
   Group half = world.new_group({1, 3, 5});
   EXPECT_EQ(half.axis_rank(), 1);
   EXPECT_FALSE(world.new_group({1, 5}).is_member());
@@ -432,12 +433,13 @@ TEST(FakeWorld, AnyRankAndSizeWithoutPeers) {
   EXPECT_THROW(World::fake(4, 4), ValueError);
 }
 
-// One rank times out long before another one that waits as well: only the rank that does not wait is silent.
+// One rank times out long before another one that also waits: only the rank that does not wait is reported as
+// silent.
 TEST(Group, ARankThatStillWaitsIsNotSilent) {
   std::string said;
   const auto body = [&](World& world) {
     at::Tensor tensor = at::ones({8});
-    // A wait that lasts and ends well leaves nothing behind.
+    // A long wait that succeeds leaves nothing behind.
     if (world.rank() == 2) std::this_thread::sleep_for(1s);
     world.group().all_reduce(tensor, ReduceOp::Sum, {.label = "earlier", .timeout = 3s}).wait();
     if (world.rank() == 1) {
@@ -452,11 +454,11 @@ TEST(Group, ARankThatStillWaitsIsNotSilent) {
     }
   };
   EXPECT_THROW(run_ranks(3, 30s, body), TimeoutError);
-  EXPECT_NE(said.find("no word from rank 1 ("), std::string::npos) << said;
+  EXPECT_NE(said.find("no status from rank 1 ("), std::string::npos) << said;
   EXPECT_NE(said.find("rank 2 is in all_reduce \"later\""), std::string::npos) << said;
 }
 
-// One rank alone calls them all; nobody answers.
+// One rank alone calls all operations; no other rank answers.
 TEST(Group, CommunicatesNothingInATrialRun) {
   run_ranks(2, 20s, [](World& world) {
     const Group group = world.group();
@@ -472,14 +474,14 @@ TEST(Group, CommunicatesNothingInATrialRun) {
         const at::Tensor sum = full(2), sent = full(2), all = full(4), part = full(1), got = full(2), exchanged = full(2);
         const std::vector<at::Tensor> uneven = {full(2), full(1)};
         group.all_reduce(sum).wait();
-        group.broadcast(sum, Rank{1}).wait();
+        group.broadcast(sum, 1).wait();
         group.all_gather(all, sent).wait();
         group.all_gather_uneven(uneven, sent).wait();
         group.reduce_scatter(part, sent).wait();
         group.all_to_all(exchanged, sent).wait();
-        group.send(sent, Rank{1});
-        group.recv(got, Rank{1});
-        std::vector<Work> works = group.batch_isend_irecv({P2POp::send(sent, Rank{1}), P2POp::recv(got, Rank{1})});
+        group.send(sent, 1);
+        group.recv(got, 1);
+        std::vector<Work> works = group.batch_isend_irecv({P2POp::send(sent, 1), P2POp::recv(got, 1)});
         wait_all(works);
         group.barrier().wait();
         expect_value(sum, 5.0);
@@ -496,7 +498,7 @@ TEST(Group, CommunicatesNothingInATrialRun) {
 TEST(RunRanks, ABodyThatHangsInCommunicationIsEnded) {
   EXPECT_THROW(run_ranks(2, 1s,
                          [](World& world) {
-                           if (world.rank() == 0) world.group().recv(at::zeros({1}), Rank{1}, {.timeout = 60s});
+                           if (world.rank() == 0) world.group().recv(at::zeros({1}), 1, {.timeout = 60s});
                            std::this_thread::sleep_for(2s);
                          }),
                CommError);

@@ -16,7 +16,7 @@ LaunchEnv parse(const std::map<std::string, std::string>& variables) {
   });
 }
 
-std::string complaint(const std::map<std::string, std::string>& variables) {
+std::string message_for(const std::map<std::string, std::string>& variables) {
   try {
     parse(variables);
   } catch (const ConfigError& error) {
@@ -57,7 +57,7 @@ TEST(LaunchEnv, OpenMpi) {
   auto many_hosts = base;
   many_hosts["OMPI_COMM_WORLD_LOCAL_SIZE"] = "2";
   many_hosts["OMPI_COMM_WORLD_SIZE"] = "4";
-  EXPECT_NE(complaint(many_hosts).find("MASTER_ADDR"), std::string::npos);
+  EXPECT_NE(message_for(many_hosts).find("MASTER_ADDR"), std::string::npos);
 }
 
 TEST(LaunchEnv, SlurmStepButNotBatchScript) {
@@ -84,16 +84,16 @@ TEST(LaunchEnv, RendezvousOverride) {
   EXPECT_EQ(file.rendezvous.path, "/tmp/meet");
   EXPECT_EQ(parse({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"PENSTOCK_RENDEZVOUS", "tcp://h:9"}}).rendezvous.port, 9);
   for (const char* bad : {"meet", "tcp://host", "tcp://:5", "file://relative", "tcp://h:70000", "tcp://h:x"})
-    EXPECT_NE(complaint({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"PENSTOCK_RENDEZVOUS", bad}}).find("PENSTOCK_RENDEZVOUS"), std::string::npos) << bad;
+    EXPECT_NE(message_for({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"PENSTOCK_RENDEZVOUS", bad}}).find("PENSTOCK_RENDEZVOUS"), std::string::npos) << bad;
 }
 
 TEST(LaunchEnv, BadValuesNameTheVariable) {
-  EXPECT_NE(complaint({{"RANK", "1"}}).find("WORLD_SIZE"), std::string::npos);
-  EXPECT_NE(complaint({{"WORLD_SIZE", "2"}}).find("RANK"), std::string::npos);
-  EXPECT_NE(complaint({{"RANK", "2"}, {"WORLD_SIZE", "2"}}).find("below WORLD_SIZE = 2"), std::string::npos);
-  EXPECT_NE(complaint({{"RANK", "one"}, {"WORLD_SIZE", "2"}}).find("\"one\""), std::string::npos);
-  EXPECT_NE(complaint({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "3"}, {"LOCAL_WORLD_SIZE", "2"}}).find("local rank"), std::string::npos);
-  EXPECT_NE(complaint({{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "2"}}).find("MASTER_ADDR"), std::string::npos);
+  EXPECT_NE(message_for({{"RANK", "1"}}).find("WORLD_SIZE"), std::string::npos);
+  EXPECT_NE(message_for({{"WORLD_SIZE", "2"}}).find("RANK"), std::string::npos);
+  EXPECT_NE(message_for({{"RANK", "2"}, {"WORLD_SIZE", "2"}}).find("below WORLD_SIZE = 2"), std::string::npos);
+  EXPECT_NE(message_for({{"RANK", "one"}, {"WORLD_SIZE", "2"}}).find("\"one\""), std::string::npos);
+  EXPECT_NE(message_for({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "3"}, {"LOCAL_WORLD_SIZE", "2"}}).find("local rank"), std::string::npos);
+  EXPECT_NE(message_for({{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "2"}}).find("MASTER_ADDR"), std::string::npos);
 }
 
 }  // namespace launch_env_test

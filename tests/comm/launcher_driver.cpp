@@ -1,4 +1,4 @@
-// `penstock launch` as a program of its own: the launcher as its tests see it, from outside and without
+// `penstock launch` as a separate program: the launcher as its tests see it, from outside and without
 // LibTorch.
 #include <signal.h>
 
@@ -13,12 +13,13 @@
 #include "penstock/comm/launch/compute_environment.h"
 
 int main(int argc, char** argv) {
-  // A test run may itself be in the background of a shell that ignores these; the tests send them.
+  // A test run may itself be in the background of a shell that ignores these signals; the tests send them.
   for (const int signal : {SIGINT, SIGTERM, SIGHUP}) ::signal(signal, SIG_DFL);
   CLI::App app("test driver of the launcher");
-  penstock::cli::Outcome outcome;
+  penstock::cli::CommandOutcome outcome;
   penstock::cli::add_launch_command(app, outcome);
-  // A rank that another launcher started with three more on this host: prints what it has after its restart.
+  // A rank that another launcher started with three more on this host: prints its environment after its
+  // restart.
   CLI::App* rank = app.add_subcommand("rank");
   std::vector<std::string> words;
   rank->add_option("words", words);

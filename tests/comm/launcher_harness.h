@@ -1,4 +1,4 @@
-// Runs the launcher's driver as a process of its own, with a deadline, and tells what it left behind.
+// Runs the launcher's driver as a separate process, with a deadline, and reports what it left behind.
 #pragma once
 
 #include <fcntl.h>
@@ -75,8 +75,7 @@ class TempFolder {
   fs::path path_;
 };
 
-// Living processes whose environment holds `entry`, with their command lines. Zombies have no environment
-// left.
+// Live processes whose environment holds `entry`, with their command lines. Zombies have no environment.
 inline std::vector<std::string> processes_with(const std::string& entry) {
   std::vector<std::string> found;
   for (const auto& process : fs::directory_iterator("/proc")) {
@@ -135,8 +134,7 @@ class Launcher {
   Launcher(const Launcher&) = delete;
   Launcher& operator=(const Launcher&) = delete;
 
-  // Exit code, or -signal when it was killed itself, or -1000 when it did not end in time (it is killed
-  // then).
+  // Exit code, or -signal if it was killed itself, or -1000 if it did not end in time (then it is killed).
   int wait(std::chrono::milliseconds deadline = 20s) {
     int status = 0;
     const bool ended = eventually([&] { return waitpid(pid_, &status, WNOHANG) == pid_; }, deadline);

@@ -1,5 +1,4 @@
-// The launcher's parts, and `launch` called inside a process that has threads, signals and children of its
-// own.
+// The launcher's parts, and `launch` called inside a process that has its own threads, signals and children.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
@@ -75,7 +74,7 @@ TEST(Cores, ReadsLimitsOfControlGroups) {
   const std::string mount = (folder / "").string();
   put("job/cpu.max", "300000 100000\n");
   put("job/step/cpu.max", "max 100000\n");
-  EXPECT_EQ(cgroup_cores("0::/job/step\n", mount), 3.0) << "a parent's limit binds";
+  EXPECT_EQ(cgroup_cores("0::/job/step\n", mount), 3.0) << "a parent's limit applies";
   EXPECT_EQ(cgroup_cores("0::/other\n", mount), std::nullopt);
   put("cpu/box/cpu.cfs_quota_us", "50000\n");
   put("cpu/box/cpu.cfs_period_us", "100000\n");
@@ -94,7 +93,7 @@ std::map<std::string, std::string> computed(int threads, const std::map<std::str
 
 TEST(ComputeEnvironment, EveryLibraryHasTheSameThreads) {
   for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}) EXPECT_EQ(computed(3, {})[name], "3");
-  // LibTorch obeys MKL_NUM_THREADS before OMP_NUM_THREADS: a value of ours there would undo the user's.
+  // LibTorch prefers MKL_NUM_THREADS to OMP_NUM_THREADS: setting it would override the user's value.
   EXPECT_EQ(computed(3, {{"OMP_NUM_THREADS", "1"}})["MKL_NUM_THREADS"], "1");
   EXPECT_EQ(computed(3, {{"OMP_NUM_THREADS", "1"}})["OPENBLAS_NUM_THREADS"], "1");
   EXPECT_EQ(computed(3, {{"MKL_NUM_THREADS", "5"}})["OMP_NUM_THREADS"], "5");
@@ -134,10 +133,10 @@ TEST(ComputeEnvironment, TheOpenMpBuildOfOpenBlasIsFoundBesideTheOther) {
   EXPECT_EQ(openmp_blas_folder(libraries), "") << "an incomplete build";
   install("openblas-openmp");
   choose("openblas-openmp");
-  EXPECT_EQ(openmp_blas_folder(libraries), "") << "it is the system's choice already";
+  EXPECT_EQ(openmp_blas_folder(libraries), "") << "it is already the system's choice";
   install("mkl");
   choose("mkl");
-  EXPECT_EQ(openmp_blas_folder(libraries), "") << "another BLAS that somebody chose";
+  EXPECT_EQ(openmp_blas_folder(libraries), "") << "another BLAS that the user chose";
   EXPECT_EQ(openmp_blas_folder(""), "");
 }
 
@@ -216,7 +215,8 @@ TEST(LaunchInProcess, SomeExitCodesAreFinal) {
   EXPECT_EQ(result.exit_code, 3);
 }
 
-// Ranks that save before they end get their own time after a signal; after a failure the short one counts.
+// Ranks that save before they end have a separate grace time after a signal; after a failure the short one
+// applies.
 TEST(LaunchInProcess, TheGraceAfterASignalIsItsOwn) {
   InProcess saves(1, "trap 'sleep 0.7; echo saved; exit 0' TERM; kill -TERM $PPID; while :; do sleep 0.05; done");
   saves.options.grace = 50ms;
@@ -242,7 +242,7 @@ TEST(LaunchInProcess, RunsThisProgramThroughProcSelfExe) {
 
 extern "C" void own_handler(int) {}
 
-TEST(LaunchInProcess, PutsSignalsBackAndGivesRanksCleanOnes) {
+TEST(LaunchInProcess, RestoresSignalsAndGivesRanksCleanOnes) {
   struct sigaction own = {};
   own.sa_handler = own_handler;
   std::map<int, struct sigaction> originals;
@@ -277,19 +277,19 @@ TEST(LaunchInProcess, PutsSignalsBackAndGivesRanksCleanOnes) {
   prctl(PR_GET_CHILD_SUBREAPER, &subreaper);
   EXPECT_EQ(subreaper, 0);
   EXPECT_THAT(job.shown(), HasSubstr("SigBlk:\t0000000000000000"));
-  // Bits 12 and 11 are SIGPIPE and SIGUSR2; the rest depends on who started the tests.
+  // Bits 12 and 11 are SIGPIPE and SIGUSR2; the rest depends on how the tests were started.
   const auto at = job.shown().find("SigIgn:\t");
   ASSERT_NE(at, std::string::npos);
   EXPECT_EQ(std::stoull(job.shown().substr(at + 8, 16), nullptr, 16) & 0x1800u, 0u);
 }
 
-TEST(LaunchInProcess, WorksBesideBusyThreadsAndLeavesOtherChildrenAlone) {
+TEST(LaunchInProcess, WorksWithBusyThreadsAndOtherChildren) {
   std::atomic<bool> stop{false};
   std::vector<std::thread> busy;
   for (int i = 0; i < 3; ++i)
     busy.emplace_back([&] {
-      // Holds the allocator's locks much of the time: a child that allocated after fork would hang sooner or
-      // later.
+      // Holds the allocator's locks much of the time: a child that allocated after fork would hang
+      // eventually.
       while (!stop) std::vector<std::string>(200, std::string(3000, 'x')).clear();
     });
   const pid_t other = fork();
@@ -306,7 +306,7 @@ TEST(LaunchInProcess, WorksBesideBusyThreadsAndLeavesOtherChildrenAlone) {
   stop = true;
   for (std::thread& thread : busy) thread.join();
   int status = 0;
-  EXPECT_EQ(waitpid(other, &status, 0), other) << "its status must still be there for us";
+  EXPECT_EQ(waitpid(other, &status, 0), other) << "its status must not have been reaped";
   EXPECT_EQ(WEXITSTATUS(status), 33);
   EXPECT_EQ(waitpid(-1, nullptr, WNOHANG), -1) << "ranks, orphans and the guard must all be reaped";
 }
@@ -334,7 +334,7 @@ TEST(LaunchInProcess, LeavesNoDescriptorOpen) {
   InProcess job(3, "echo x; exit 1");
   job.options.restarts = 1;
   job.options.log_dir = (job.folder / "logs").string();
-  launch(job.options);  // the first launch makes the pipe that wakes the loop, once
+  launch(job.options);  // the first launch creates the wake-up pipe, once
   const auto before = open_files();
   launch(job.options);
   EXPECT_EQ(open_files(), before);

@@ -1,4 +1,4 @@
-// The launcher as a user meets it: real processes, real signals, every run under a deadline.
+// The launcher as users run it: real processes, real signals, every run under a deadline.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/ioctl.h>
@@ -29,7 +29,7 @@ std::map<std::string, std::string> variables_of(const std::string& text, int ran
   return variables;
 }
 
-TEST(LauncherEnvironment, TellsEachRankWhoItIs) {
+TEST(LauncherEnvironment, SetsTheRankOfEachProcess) {
   Launcher run({"-n", "3", "--", "env"},
                {{"RANK", "9"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}, {"KEPT", "yes"}});
   ASSERT_EQ(run.wait(), 0) << run.err();
@@ -52,7 +52,7 @@ TEST(LauncherEnvironment, TellsEachRankWhoItIs) {
   }
   ASSERT_EQ(ports.size(), 1u);
   EXPECT_GE(std::stoi(*ports.begin()), 1024);
-  EXPECT_EQ(count_of(run.out(), "] RANK="), 3) << "a variable must not be there twice";
+  EXPECT_EQ(count_of(run.out(), "] RANK="), 3) << "a variable must not occur twice";
 }
 
 TEST(LauncherEnvironment, KeepsTheUsersThreadsAndPort) {
@@ -67,8 +67,8 @@ TEST(LauncherEnvironment, KeepsTheUsersThreadsAndPort) {
   EXPECT_EQ(env["MASTER_PORT"], "15999");
 }
 
-// As ranks of mpirun do: the variables must be there before the libraries that read them are loaded.
-TEST(LauncherEnvironment, ARankOfAnotherLauncherStartsItselfAgain) {
+// Like ranks of mpirun: the variables must be set before the libraries that read them are loaded.
+TEST(LauncherEnvironment, ARankOfAnotherLauncherRestartsItself) {
   const std::string driver = std::getenv("PENSTOCK_LAUNCHER_DRIVER");
   const std::vector<std::string> command = {"-n", "1", "--no-prefix", "--", "env", "-u", "PENSTOCK_LAUNCH_ID", "-u", "OMP_NUM_THREADS", "-u", "MKL_NUM_THREADS", "-u", "GOMP_SPINCOUNT", driver, "rank", "a b", "c"};
   Launcher run(command);
@@ -94,7 +94,7 @@ TEST(LauncherFailure, ReportsTheFirstFailedRankAndEndsTheOthers) {
 }
 
 TEST(LauncherFailure, LetsTheOthersEndOnTheirOwn) {
-  // Rank 0 fails later with another code: what counts is who was first.
+  // Rank 0 fails later with another code: the first failure counts.
   Launcher run(script({"-n", "2"}, "[ $RANK = 1 ] && exit 5; sleep 0.5; echo lost rank 1; exit 3"));
   EXPECT_EQ(run.wait(), 5);
   EXPECT_THAT(run.out(), HasSubstr("[rank 0] lost rank 1\n"));
@@ -102,7 +102,7 @@ TEST(LauncherFailure, LetsTheOthersEndOnTheirOwn) {
   EXPECT_THAT(run.err(), Not(HasSubstr("sending SIGTERM")));
 }
 
-TEST(LauncherFailure, LastWordsOfARankComeBeforeTheLaunchersLine) {
+TEST(LauncherFailure, LastOutputOfARankPrecedesTheLaunchersLine) {
   Launcher run(script({"-n", "1"}, "echo last words >&2; exit 1"));
   EXPECT_EQ(run.wait(), 1);
   EXPECT_LT(run.err().find("last words"), run.err().find("failed first")) << run.err();
@@ -182,7 +182,7 @@ TEST_P(LauncherSignal, IsPassedOnToEveryRank) {
 
 INSTANTIATE_TEST_SUITE_P(Stops, LauncherSignal, ::testing::Values(SIGINT, SIGTERM, SIGHUP));
 
-TEST(LauncherStop, RanksThatEndWellMakeItEndWell) {
+TEST(LauncherStop, SucceedsIfAllRanksSucceed) {
   Launcher run(script({"-n", "2"}, "trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done"));
   ASSERT_TRUE(run.shows("ready", 2));
   run.send(SIGTERM);
@@ -214,7 +214,7 @@ TEST(LauncherStop, SecondInterruptKillsAtOnceButADoubledOneDoesNot) {
   EXPECT_TRUE(run.nothing_left());
 }
 
-TEST(LauncherRestart, StopsAtTheFirstAttemptThatEndsWell) {
+TEST(LauncherRestart, StopsAtTheFirstSuccessfulAttempt) {
   Launcher run(script({"-n", "2", "--restarts", "5", "--grace", "0.2"},
                       "echo attempt $PENSTOCK_RESTART_COUNT port=$MASTER_PORT; [ $RANK = 0 ] || [ "
                       "$PENSTOCK_RESTART_COUNT -ge 2 ]"));

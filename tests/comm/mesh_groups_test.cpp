@@ -1,4 +1,4 @@
-// Groups along the axes of a mesh, over worlds of threads: who asks for what in which order must not matter.
+// Groups along the axes of a mesh, over thread worlds: the order of requests must not matter.
 #include "penstock/mesh_groups.h"
 
 #include <gtest/gtest.h>
@@ -25,10 +25,10 @@ using test::message_of;
 using Ranks = std::vector<int>;
 
 DeviceMesh mesh_of(const World& world, const std::vector<std::int64_t>& shape, const std::vector<std::string>& names) {
-  return init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size());
+  return init_device_mesh("cpu", shape, names, world.rank(), world.size());
 }
 
-// The sum of the ranks over a group, by communication and by its list.
+// Compares the sum of the ranks over a group, computed by communication, with the sum of its list.
 void expect_sum(const Group& group) {
   at::Tensor sum = at::full({1}, group.ranks()[static_cast<std::size_t>(group.axis_rank())]);
   group.all_reduce(sum).wait();
@@ -67,14 +67,14 @@ TEST(MeshGroups, EqualListsAreOneGroup) {
     const Group alone = again.group("b");
     EXPECT_EQ(alone.ranks(), Ranks{world.rank()});
     expect_sum(alone);
-    // The same ranks in another order are another group.
+    // The same ranks in another order are a different group.
     const Group turned = world.group_of({3, 2, 1, 0});
     EXPECT_EQ(turned.axis_rank(), 3 - world.rank());
     expect_sum(turned);
   });
 }
 
-// Every rank waits for a group whose other member waits for the next one, all the way round.
+// Every rank waits for a group whose other member waits for the next one, in a cycle.
 TEST(MeshGroups, CrosswiseRequests) {
   run_ranks(4, 60s, [](World& world) {
     const MeshGroups groups(world, mesh_of(world, {2, 2}, {"dp", "tp"}));
@@ -90,8 +90,8 @@ TEST(MeshGroups, CrosswiseRequests) {
     const Group ahead = world.group_of({world.rank(), next});
     const Group behind = world.group_of({previous, world.rank()});
     at::Tensor sent = at::full({1}, world.rank()), got = at::zeros({1}, at::kLong);
-    Work work = behind.irecv(got, Rank{previous});
-    ahead.send(sent, Rank{next});
+    Work work = behind.irecv(got, previous);
+    ahead.send(sent, next);
     work.wait();
     EXPECT_EQ(got.item<std::int64_t>(), previous);
   });
@@ -151,7 +151,7 @@ TEST(MeshGroups, AMemberThatNeverAsksIsNamed) {
                          }),
                TimeoutError);
   for (const int rank : {0, 3}) {
-    EXPECT_TRUE(has_text(messages[static_cast<std::size_t>(rank)], "rank 2 did not ask for it in time"));
+    EXPECT_TRUE(has_text(messages[static_cast<std::size_t>(rank)], "rank 2 did not request it in time"));
     EXPECT_TRUE(has_text(messages[static_cast<std::size_t>(rank)], "ranks[0,2-3]"));
   }
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 20s);
@@ -196,7 +196,8 @@ TEST(MeshGroups, AFailureElsewhereEndsTheWait) {
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 20s);
 }
 
-// A rank that opened a group for others' sake and ends without asking for it: the others hear of it, nobody hangs.
+// A rank that opened a group on behalf of others ends without requesting it: the others are notified, and
+// nobody hangs.
 TEST(MeshGroups, AHelperThatLeaves) {
   std::string message;
   std::atomic<bool> asked = false, told = false;
@@ -228,19 +229,19 @@ TEST(MeshGroups, BadRequestsSayWhatToChange) {
     EXPECT_TRUE(has_text(ask({}), "at least one rank"));
     EXPECT_TRUE(has_text(ask({world.rank(), world.rank()}), "listed twice"));
     EXPECT_TRUE(has_text(ask({world.rank(), 2}), "outside the world of 2"));
-    EXPECT_TRUE(has_text(ask({1 - world.rank()}), "ask on members only"));
+    EXPECT_TRUE(has_text(ask({1 - world.rank()}), "call it on members only"));
     const DeviceMesh mesh = mesh_of(world, {2}, {"dp"});
     const MeshGroups groups(world, mesh);
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { groups.group("tp"); }), "\"dp\""));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { groups.group(1); }), "mesh axis"));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { MeshGroups(world, mesh.as_rank(Rank{1 - world.rank()})); }), "as_rank"));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { MeshGroups(world, init_device_mesh("cpu", {4}, {}, Rank{world.rank()}, 4)); }), "start more ranks"));
-    const MeshGroups half(world, init_device_mesh("cpu", {1}, {"dp"}, Rank{world.rank()}, 2));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { MeshGroups(world, mesh.as_rank(1 - world.rank())); }), "as_rank"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { MeshGroups(world, init_device_mesh("cpu", {4}, {}, world.rank(), 4)); }), "start more ranks"));
+    const MeshGroups half(world, init_device_mesh("cpu", {1}, {"dp"}, world.rank(), 2));
     if (world.rank() == 1) {
       EXPECT_TRUE(has_text(message_of<ValueError>([&] { half.group("dp"); }), "rank 1"));
       EXPECT_TRUE(has_text(message_of<ValueError>([&] { half.group(0); }), "rank 1"));
     }
-    world.group().barrier().wait();  // nothing of this has harmed the world
+    world.group().barrier().wait();  // the world is still usable
   });
 }
 
@@ -269,7 +270,8 @@ TEST(MeshGroups, NamesOfLists) {
   EXPECT_EQ(rank_list_text({0, 3, 4}), "0,3-4");
 }
 
-// Ranks do not agree on when they make a trial run, so it cannot rely on the other members of a group: here the other one has ended.
+// Ranks do not agree on when they make a trial run, so it cannot rely on the other members of a group: here
+// the other member has ended.
 TEST(MeshGroups, ATrialRunOpensNoGroup) {
   std::atomic<int> ended{0};
   run_ranks(4, 20s, [&](World& world) {
@@ -279,7 +281,7 @@ TEST(MeshGroups, ATrialRunOpensNoGroup) {
     }
     while (ended < 3) std::this_thread::sleep_for(1ms);
     std::this_thread::sleep_for(100ms);
-    const MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{0}, 4));
+    const MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, 0, 4));
     StepContext context;
     context.trial = true;
     const StepGuard guard(context);
@@ -294,7 +296,7 @@ TEST(MeshGroups, ATrialRunOpensNoGroup) {
 // What a trial run used is not kept for later.
 TEST(MeshGroups, AGroupAskedForInATrialRunIsOpenedByItsFirstUse) {
   run_ranks(4, 20s, [](World& world) {
-    const MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{world.rank()}, 4));
+    const MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), 4));
     {
       StepContext context;
       context.trial = true;

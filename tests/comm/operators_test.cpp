@@ -30,7 +30,7 @@ void check_gradient(const OnRank& on_rank, const OnOne& on_one) {
   at::Tensor loss = at::zeros({}, at::kDouble);
   for (int rank = 0; rank < kRanks; ++rank) loss = loss + (outputs[static_cast<std::size_t>(rank)] * value(rank, outputs[static_cast<std::size_t>(rank)], 2)).sum();
   loss.backward();
-  std::vector<at::Tensor> expected;  // values alone: the ranks' threads share nothing of the graph above
+  std::vector<at::Tensor> expected;  // values only: the ranks' threads do not share the graph above
   for (const auto& output : outputs) expected.push_back(output.detach().clone());
 
   run_ranks(kRanks, 60s, [&](World& world) {
@@ -94,7 +94,7 @@ TEST(Operators, AllToAllDerivative) {
       });
 }
 
-// Of parts of different sizes, one of them empty.
+// With parts of different sizes, one of them empty.
 TEST(Operators, AllGatherFlatDerivative) {
   const std::vector<std::int64_t> counts{4, 0, 12};
   const auto part = [&](const at::Tensor& x, std::size_t rank) { return x.reshape({-1}).narrow(0, 0, counts[rank]); };
@@ -114,7 +114,7 @@ TEST(Operators, ReduceScatterFlatDerivative) {
 }
 
 TEST(Operators, BroadcastDerivative) {
-  check_gradient([](const at::Tensor& x, Group& group) { return functional::broadcast(x, Rank{1}, group); },
+  check_gradient([](const at::Tensor& x, Group& group) { return functional::broadcast(x, 1, group); },
                  [](const std::vector<at::Tensor>& x) { return std::vector<at::Tensor>(3, x[1] + 0 * (x[0] + x[2])); });
 }
 
@@ -137,7 +137,7 @@ TEST(Operators, ShapeOnlyKernelsNeedNoGroup) {
   EXPECT_EQ(functional::all_to_all(x, {1, 2, 3, 4}, {2, 2, 2, 2}, group).sizes(), (std::vector<std::int64_t>{10, 3}));
   EXPECT_EQ(functional::all_gather_flat(x.view({-1}), {24, 1, 2, 3}, group).sizes(), (std::vector<std::int64_t>{30}));
   EXPECT_EQ(functional::reduce_scatter_flat(x.view({-1}), ReduceOp::Sum, {5, 6, 6, 7}, group).sizes(), (std::vector<std::int64_t>{5}));
-  EXPECT_EQ(functional::broadcast(x, Rank{2}, group).scalar_type(), at::kHalf);
+  EXPECT_EQ(functional::broadcast(x, 2, group).scalar_type(), at::kHalf);
   EXPECT_TRUE(wait_tensor(x).is_meta());
 }
 

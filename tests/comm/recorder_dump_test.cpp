@@ -1,4 +1,5 @@
-// Dying on purpose, in forked children: the dump must be there and whole, and the child must die as it would have anyway.
+// Forked children that crash: the dump must exist and be complete, and the child must die as it would without
+// the handler.
 #include "penstock/comm/record/recorder_dump.h"
 
 #include <gmock/gmock.h>
@@ -28,7 +29,8 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 using ::testing::HasSubstr;
 
-// A page without rights instead of a null pointer, which sanitizers would catch before the processor does.
+// A page without access rights instead of a null pointer, which sanitizers would catch before the processor
+// does.
 void touch_forbidden_memory() {
   void* page = ::mmap(nullptr, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   *static_cast<volatile int*>(page) = 1;
@@ -46,7 +48,7 @@ class RecorderDump : public ::testing::Test {
 
   struct Death {
     int status = 0;
-    json dump;  // null when there is no file
+    json dump;  // null if there is no file
   };
 
   // Runs `die` in a child that has started one operation.
@@ -55,7 +57,7 @@ class RecorderDump : public ::testing::Test {
     if (child == 0) {
       const rlimit no_core = {0, 0};
       ::setrlimit(RLIMIT_CORE, &no_core);
-      // What sanitizers installed is not the subject here.
+      // Remove the handlers that sanitizers installed.
       for (const int number : {SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL}) std::signal(number, SIG_DFL);
       if (before_install_) before_install_();
       install_fatal_signal_dump(folder_, 5, signals);
@@ -130,7 +132,7 @@ TEST_F(RecorderDump, TerminationIsLeftAloneUnlessAskedFor) {
   EXPECT_TRUE(death.dump.is_null());
 }
 
-TEST_F(RecorderDump, TheHandlerThatWasThereRunsAfterwards) {
+TEST_F(RecorderDump, ThePreviousHandlerRunsAfterwards) {
   before_install_ = [] {
     std::signal(SIGABRT, [](int) { std::_Exit(42); });
     std::signal(SIGSEGV, [](int) { std::_Exit(43); });
@@ -171,7 +173,7 @@ TEST_F(RecorderDump, TheFolderMayBeRelativeAndTheProcessMayMove) {
   expect_story(death.dump, "fatal signal SIGABRT");
 }
 
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they bring stacks and handlers of their own
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // sanitizers have their own handlers
 __attribute__((noinline)) int fall(int depth) {
   volatile char room[1024];
   room[0] = static_cast<char>(depth);
@@ -196,7 +198,7 @@ TEST_F(RecorderDump, ACrashWhileOtherThreadsRecord) {
   });
   EXPECT_TRUE(WIFSIGNALED(death.status) && WTERMSIG(death.status) == SIGABRT) << death.status;
   ASSERT_TRUE(death.dump.is_object());
-  EXPECT_GT(death.dump["entries"].size(), 4000u);  // what led to it is all there, however busy the others are
+  EXPECT_GT(death.dump["entries"].size(), 4000u);  // nothing was overwritten, however busy the others are
   EXPECT_GE(death.dump["totals"]["send"]["operations"], 10000);
 }
 

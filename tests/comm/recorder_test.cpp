@@ -36,7 +36,7 @@ TEST(ShortText, IsCutAtItsSizeAndAtNul) {
   EXPECT_EQ(ShortText<8>("").view(), "");
 }
 
-TEST(Recorder, KeepsWhatItWasTold) {
+TEST(Recorder, KeepsAllFields) {
   Recorder recorder(8);
   const std::uint64_t id = recorder.begin(send(512, "2F0 -> stage 3"));
   auto entries = recorder.snapshot();
@@ -118,7 +118,7 @@ TEST(Recorder, RecordingAllocatesNothing) {
   const std::uint64_t before = test::allocations();
   for (int i = 0; i < 100; ++i) once();
   EXPECT_EQ(test::allocations(), before);
-  ::operator delete(::operator new(1));  // the counter does count
+  ::operator delete(::operator new(1));  // checks that the counter counts
   EXPECT_EQ(test::allocations(), before + 1);
 }
 
@@ -138,7 +138,7 @@ TEST(Recorder, CostIsPrinted) {
   EXPECT_EQ(recorder.totals().at("send").operations, 5u * kRounds);
 }
 
-// Every entry says the same thing in all of its fields, so that a mixture of two entries shows.
+// Every entry has the same value in all of its fields, so that a mixture of two entries is detected.
 Operation consistent(std::uint64_t n) {
   const std::string digits = std::to_string(n);
   return {.operation = n % 2 ? "odd" : "even", .group = std::string_view(digits), .label = std::string_view(digits),
@@ -161,7 +161,7 @@ void expect_consistent(const OperationRecord& entry) {
 }
 
 TEST(Recorder, ReadersSeeWholeEntriesWhileThreadsWrite) {
-  Recorder recorder(7);  // small: threads meet in the same slots all the time
+  Recorder recorder(7);  // small: threads contend for the same slots
   constexpr std::uint64_t kEach = 20000;
   constexpr std::uint64_t kThreads = 4;
   std::atomic<std::uint64_t> finished = 0;
@@ -199,7 +199,7 @@ TEST(Recorder, ReadersSeeWholeEntriesWhileThreadsWrite) {
   EXPECT_EQ(totals.at("odd").bytes + totals.at("even").bytes, kAll * (kAll - 1) / 2);
 }
 
-TEST(Recorder, JsonHasTheWholeStory) {
+TEST(Recorder, JsonHasAllFields) {
   Recorder recorder(8);
   json dump = json::parse(recorder.to_json("nothing yet"));
   EXPECT_EQ(dump["rank"], nullptr);

@@ -1,4 +1,5 @@
-// Each test runs twice: with large messages fetched out of the sender's memory, and in pieces through shared memory.
+// Each test runs twice: with large messages fetched from the sender's memory, and in pieces through shared
+// memory.
 #include "penstock/comm/transport/ucx_transport.h"
 
 #include <gtest/gtest.h>
@@ -32,7 +33,7 @@ UcxTransport make(int rank, int size, const FileStore& store, UcxOptions options
 
 Clock::time_point in(Clock::duration time) { return Clock::now() + time; }
 
-// Differs from position to position and from seed to seed, so that shifted and swapped messages are seen.
+// Differs by position and by seed, so that shifted and swapped messages are detected.
 Bytes pattern(std::size_t bytes, std::uint32_t seed) {
   Bytes data(bytes);
   std::uint32_t state = seed * 2654435761u + 12345u;
@@ -93,7 +94,7 @@ TEST_P(Ucx, SizesContentAndKindArrive) {
     for (std::uint32_t i = 0; i < sizes.size(); ++i) {
       const Bytes data = pattern(sizes[i], i);
       const auto kind = static_cast<std::uint16_t>(0xffff - i);
-      Bytes got(sizes[i] + 1, 0xee);  // one more: nothing may be written behind the message
+      Bytes got(sizes[i] + 1, 0xee);  // one more: nothing may be written past the message
       if (rank == 0) send_now(transport, data, 1, i, kind);
       const Arrival arrival = recv_now(transport, got, 1 - rank, i);
       if (rank == 1) send_now(transport, data, 0, i, kind);
@@ -130,7 +131,7 @@ TEST_P(Ucx, ManyInFlightBothWaysAndTagsOutOfOrder) {
 TEST_P(Ucx, OneTagIsFifoAcrossSizes) {
   const auto ended = run_ranks(2, 60s, [](int rank, const FileStore& store) {
     UcxTransport transport = make(rank, 2, store);
-    // Small messages behind large ones must not overtake, though they take another way.
+    // Small messages after large ones must not overtake them, although they take another path.
     const std::vector<std::size_t> sizes = {1u << 20, 8, 100'000, 0, 5000, 3u << 20, 64, 70'000};
     std::vector<Bytes> data;
     for (std::uint32_t i = 0; i < sizes.size(); ++i) data.push_back(pattern(sizes[i], i));
@@ -165,7 +166,7 @@ TEST_P(Ucx, LongerMessagesAreRefusedAndTheNextOneArrives) {
       } else {
         Bytes small(bytes, 0xee), whole(bytes);
         const auto transfer = transport.recv(small.data(), bytes - 9, 0, 77);
-        const auto text = message_of<PipeliningMetadataError>([&] { transfer->wait(in(20s)); });
+        const auto text = message_of<MismatchError>([&] { transfer->wait(in(20s)); });
         RANK_CHECK(contains(text, "axis rank 0") && contains(text, "tag 77"));
         RANK_CHECK(contains(text, "at most " + std::to_string(bytes - 9) + " bytes"));
         RANK_CHECK(transfer->done());
@@ -192,7 +193,7 @@ TEST_P(Ucx, TimeOutThenDone) {
       RANK_CHECK(!transfer->done());
       RANK_CHECK(transfer->wait(Clock::now() - 1s) == WaitResult::TimedOut);
       store.set("timed out", "");
-      RANK_CHECK(transfer->wait(in(20s)) == WaitResult::Done);  // a time-out does not end the transfer
+      RANK_CHECK(transfer->wait(in(20s)) == WaitResult::Done);  // a timeout does not end the transfer
       RANK_CHECK(got == data);
     } else {
       store.get("timed out");
@@ -219,7 +220,7 @@ TEST_P(Ucx, InterruptWakesAPresentAndAFutureWait) {
       other.get();
       store.set("interrupted", "");
       for (const auto deadline = in(20s); !transfer->done() && Clock::now() < deadline;) std::this_thread::yield();
-      RANK_CHECK(transfer->wait(in(20s)) == WaitResult::Done);  // done wins over interrupted
+      RANK_CHECK(transfer->wait(in(20s)) == WaitResult::Done);  // done takes precedence over interrupted
       RANK_CHECK(value == 42);
     } else {
       store.get("interrupted");
@@ -249,8 +250,8 @@ TEST_P(Ucx, WaitingSleepsAndWakesForTheMessage) {
   EXPECT_TRUE(all_well(ended));
 }
 
-// The receiver stays away while the sender fills its queue: the sender must neither burn its core nor lose anything.
-TEST_P(Ucx, ASenderWaitsForASlowReceiverWithoutBurning) {
+// The receiver is absent while the sender fills its queue: the sender must neither spin nor lose anything.
+TEST_P(Ucx, ASenderWaitsForASlowReceiverWithoutSpinning) {
   const auto ended = run_ranks(2, 60s, [](int rank, const FileStore& store) {
     UcxTransport transport = make(rank, 2, store);
     constexpr std::uint32_t kCount = 300;
@@ -272,8 +273,8 @@ TEST_P(Ucx, ASenderWaitsForASlowReceiverWithoutBurning) {
   EXPECT_TRUE(all_well(ended));
 }
 
-// Large messages on one transport, while both ranks wait on another one for what the peer sends only when it has them: nobody is in a call
-// of the first transport but those who also wait elsewhere.
+// Large messages on one transport, while both ranks wait on another transport for messages that the peer
+// sends only after it has received them: nobody calls the first transport except while waiting elsewhere.
 TEST_P(Ucx, AWaitForOneTransportMovesTheOthers) {
   const auto ended = run_ranks(2, 60s, [](int rank, const FileStore& store) {
     const auto other_keys = [&](const std::string& key) { return "second/" + key; };
@@ -286,7 +287,7 @@ TEST_P(Ucx, AWaitForOneTransportMovesTheOthers) {
       if (rank == 0) {
         const auto sent = first.send(out.data(), out.size(), 1, 5, 0);
         Bytes answer(1);
-        recv_now(second, answer, 1, 6);  // comes when the other has everything
+        recv_now(second, answer, 1, 6);  // sent when the other rank has received everything
         RANK_CHECK(sent->wait(in(20s)) == WaitResult::Done);
       } else {
         Bytes got(kLarge);
@@ -299,7 +300,7 @@ TEST_P(Ucx, AWaitForOneTransportMovesTheOthers) {
   EXPECT_TRUE(all_well(ended));
 }
 
-// The sender computes meanwhile: it is in no call at all.
+// The sender computes meanwhile and makes no call at all.
 TEST_P(Ucx, ALargeMessageArrivesWhileItsSenderComputes) {
   const auto ended = run_ranks(2, 60s, [](int rank, const FileStore& store) {
     UcxTransport transport = make(rank, 2, store);
@@ -307,7 +308,7 @@ TEST_P(Ucx, ALargeMessageArrivesWhileItsSenderComputes) {
     if (rank == 0) {
       const Bytes out = pattern(kLarge, 1);
       const auto sent = transport.send(out.data(), out.size(), 1, 5, 0);
-      RANK_CHECK(store.get("arrived") == "yes");  // asks the file system alone
+      RANK_CHECK(store.get("arrived") == "yes");  // uses the file system only
       RANK_CHECK(sent->wait(in(20s)) == WaitResult::Done);
     } else {
       Bytes got(kLarge);
@@ -353,7 +354,7 @@ TEST_P(Ucx, ADeadPeerEndsWaitsAndClosingIsQuick) {
   }
 }
 
-// A stopped process is the case the kernel does not tell of.
+// The kernel does not report a stopped process.
 TEST_P(Ucx, InterruptEndsAWaitForAStoppedPeer) {
   const auto ended = run_ranks(2, 60s, [&](int rank, const FileStore& store) {
     auto transport = std::make_unique<UcxTransport>(0 + rank, 2, [&](const std::string& k, const std::string& v) { store.set(k, v); },
@@ -382,7 +383,7 @@ TEST_P(Ucx, InterruptEndsAWaitForAStoppedPeer) {
   EXPECT_TRUE(killed(ended[1]));
 }
 
-// The peer announced a large message and died before it was taken.
+// The peer announced a large message and died before it was received.
 TEST_P(Ucx, AMessageOfADeadSenderIsAnError) {
   const auto ended = run_ranks(2, 60s, [](int rank, const FileStore& store) {
     auto transport = std::make_unique<UcxTransport>(0 + rank, 2, [&](const std::string& k, const std::string& v) { store.set(k, v); },
@@ -436,7 +437,7 @@ TEST_P(Ucx, AbandonedTransfersLeaveMemoryAlone) {
       }
       store.set("sent", "");
       const auto start = Clock::now();
-      transport.reset();  // with a send that nobody will take
+      transport.reset();  // with a send that nobody will receive
       RANK_CHECK(Clock::now() - start < 2s);
     }
   });
@@ -469,7 +470,7 @@ TEST_P(Ucx, FourProcessesAllToAll) {
 TEST_P(Ucx, ThreadsOfOneProcess) {
   const auto ended = run_ranks(1, 60s, [](int, const FileStore& store) {
     const auto member = [&](int rank) {
-      UcxTransport transport = make(rank, 2, store, {.spin = 20us});  // short: sleeping and waking is what is tried here
+      UcxTransport transport = make(rank, 2, store, {.spin = 20us});  // short: this tests sleeping and waking
       const auto talk = [&](std::uint32_t tag) {
         for (std::uint32_t i = 0; i < 300; ++i) {
           const Bytes data = pattern((i * 7919) % 100'000, i + tag);
@@ -511,7 +512,7 @@ TEST_P(Ucx, ClosingEndsTheWaitOfAnotherThread) {
   EXPECT_TRUE(all_well(ended));
 }
 
-// Security modules and containers forbid reading another process; UCX itself tests only writing, on itself.
+// Security modules and containers forbid reading another process; UCX itself tests only writing, to itself.
 TEST(UcxSetup, WorksWhereTheKernelForbidsReadingOtherProcesses) {
   const auto ended = run_ranks(2, 60s, [](int rank, const FileStore& store) {
     sock_filter rules[] = {

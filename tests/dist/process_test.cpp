@@ -1,5 +1,5 @@
-// Real processes: every launcher, every kind of death, every way a rendezvous can go wrong. Each test has a deadline, and
-// none may leave a process behind.
+// Real processes: every launcher, every kind of death, every way a rendezvous can fail. Each test has a
+// deadline, and none may leave a process behind.
 #include <arpa/inet.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -30,7 +30,8 @@ std::string command_line_tool() { return environment("PENSTOCK_BIN") + "/penstoc
 
 Ended run(const std::string& command, std::chrono::seconds limit = 60s) { return run_command(command, limit); }
 
-// Ranks that hang get 6 s after the first failure: all but a stopped one must end by themselves well before.
+// Ranks that hang get 6 s after the first failure: all but a stopped one must end by themselves well before
+// that.
 Ended launch(int ranks, const std::string& scenario, const std::string& variables = "", std::chrono::seconds limit = 60s) {
   return run(fmt::format("{} '{}' launch -n {} --grace 6 -- '{}' {}", variables, command_line_tool(), ranks, worker(), scenario), limit);
 }
@@ -45,7 +46,7 @@ int workers_alive() {
   return count;
 }
 
-// The lines rank r printed.
+// Returns the lines that rank r printed.
 std::string lines_of(const Ended& ended, int rank) {
   std::istringstream text(ended.output);
   std::string lines;
@@ -71,7 +72,8 @@ class Processes : public ::testing::Test {
   void TearDown() override { EXPECT_EQ(workers_alive(), 0) << "processes were left behind"; }
 };
 
-// ------------------------------------------------------------------------------------------------ ways to start and meet
+// ------------------------------------------------------------------------------------------------ ways to
+// start and rendezvous
 
 TEST_F(Processes, LauncherGloo) {
   const Ended ended = launch(4, "everything", "PENSTOCK_P2P=gloo");
@@ -80,7 +82,7 @@ TEST_F(Processes, LauncherGloo) {
 }
 
 TEST_F(Processes, LauncherUcx) {
-  if (environment("PENSTOCK_HAVE_UCX") != "1") return;  // said at configuration
+  if (environment("PENSTOCK_HAVE_UCX") != "1") return;  // reported at configuration
   const Ended ended = launch(3, "everything", "PENSTOCK_P2P=ucx");
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "point-to-point ucx"));
@@ -114,7 +116,7 @@ TEST_F(Processes, NoLauncherIsOneRank) {
   EXPECT_TRUE(has_text(ended.output, "rank 0 of 1"));
 }
 
-// Every socket of rank 0 that accepts connections does so for this host alone.
+// Every socket of rank 0 that accepts connections does so from this host only.
 TEST_F(Processes, ListensOnLoopbackOnly) {
   const int port = free_port();
   std::thread job([&] { EXPECT_EQ(run(fmt::format("'{}' launch -n 2 --port {} -- '{}' lingers", command_line_tool(), port, worker())).exit_code, 0); });
@@ -146,7 +148,7 @@ TEST_F(Processes, ListensOnLoopbackOnly) {
   job.join();
 }
 
-// ------------------------------------------------------------------------------------------------------------- deaths
+// ---------------------------------------------------------------------------------------------------- deaths
 
 // One of 4 ranks dies; the others must end by themselves, non-zero, within the deadline, naming it.
 void expect_death_is_told(const std::string& scenario, const std::string& variables, int victim = 2, double limit_s = 15) {
@@ -180,7 +182,7 @@ TEST_F(Processes, KillInRendezvous) {
 TEST_F(Processes, StoppedRankIsNamedByTheTimeOut) {
   const Ended ended = launch(3, "stopped_rank", "PENSTOCK_TIMEOUT_S=3 PENSTOCK_TEST_VICTIM=1", 40s);
   EXPECT_EQ(ended.exit_code, 3) << ended.output;
-  EXPECT_TRUE(has_text(ended.output, "no word from rank 1")) << ended.output;
+  EXPECT_TRUE(has_text(ended.output, "no status from rank 1")) << ended.output;
   EXPECT_TRUE(has_text(ended.output, "after the stop"));
 }
 
@@ -188,7 +190,7 @@ TEST_F(Processes, AnExceptionOnOneRankReachesAll) {
   const Ended ended = launch(3, "throws", "PENSTOCK_TIMEOUT_S=60", 40s);
   EXPECT_EQ(ended.exit_code, 3);
   EXPECT_LT(ended.seconds, 15);
-  for (const int rank : {0, 1}) EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 2 failed: an exception ended its program")) << ended.output;
+  for (const int rank : {0, 1}) EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 2 failed: an exception ended the program")) << ended.output;
 }
 
 TEST_F(Processes, LeavingEarlyIsNamed) {
@@ -205,7 +207,8 @@ TEST_F(Processes, MismatchIsAnErrorOnEveryRank) {
   for (int rank = 0; rank < 3; ++rank) EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 0 sent Float[1048576] (4.0 MiB) with tag 3, rank 1 expected Int[8]")) << ended.output;
 }
 
-// ---------------------------------------------------------------------------------------------- groups made by members
+// ---------------------------------------------------------------------------------------------- groups
+// created by members
 
 void expect_groups_of_axes(const std::string& variables) {
   const Ended ended = launch(4, "mesh_axes", variables);
@@ -230,10 +233,10 @@ TEST_F(Processes, KillOfAMemberBeforeItAsks) { expect_death_is_told("killed_befo
 TEST_F(Processes, AMemberThatNeverAsksIsNamedOnEveryOther) {
   const Ended ended = launch(4, "never_asks", "PENSTOCK_TIMEOUT_S=3 PENSTOCK_TEST_VICTIM=2", 60s);
   EXPECT_EQ(ended.exit_code, 3) << ended.output;
-  for (const int rank : {0, 1, 3}) EXPECT_TRUE(has_text(lines_of(ended, rank), "group of ranks[3,2,1,0]: rank 2 did not ask for it in time")) << ended.output;
+  for (const int rank : {0, 1, 3}) EXPECT_TRUE(has_text(lines_of(ended, rank), "group of ranks[3,2,1,0]: rank 2 did not request it in time")) << ended.output;
 }
 
-// -------------------------------------------------------------------------------------------------- distributed tensors
+// --------------------------------------------------------------------------------------- distributed tensors
 
 TEST_F(Processes, DistributedTraining) {
   const Ended ended = launch(4, "distributed_training");
@@ -242,7 +245,7 @@ TEST_F(Processes, DistributedTraining) {
 }
 
 TEST_F(Processes, DistributedTrainingOnAGpuThatAllShare) {
-  if (environment("PENSTOCK_HAVE_CUDA") != "1") return;  // said at configuration
+  if (environment("PENSTOCK_HAVE_CUDA") != "1") return;  // reported at configuration
   const Ended ended = launch(4, "distributed_training", "PENSTOCK_TEST_DEVICE=cuda", 120s);
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
 }
@@ -262,9 +265,9 @@ TEST_F(Processes, AnErrorInAnOperatorOfOneRankReachesAll) {
   for (const int rank : {0, 2}) EXPECT_TRUE(has_text(lines_of(ended, rank), "PeerLostError")) << ended.output;
 }
 
-// --------------------------------------------------------------------------------------------------- sharded parameters
+// ---------------------------------------------------------------------------------------- sharded parameters
 
-// Every rank that lives says who was lost and in which operation it needed it.
+// Every surviving rank reports which rank was lost and in which operation it needed it.
 void expect_sharded_death_is_told(const std::string& scenario, const std::map<int, std::string>& operations) {
   const Ended ended = launch(4, scenario, "PENSTOCK_TIMEOUT_S=60 PENSTOCK_TEST_VICTIM=2", 40s);
   EXPECT_EQ(ended.exit_code, 128 + SIGKILL) << ended.output;
@@ -284,14 +287,14 @@ constexpr const char* kOverReplicas = "operation all_reduce";
 
 TEST_F(Processes, KillInGatherOfShards) { expect_sharded_death_is_told("killed_in_gather", {{0, kInGather}, {1, kInGather}, {3, kInGather}}); }
 TEST_F(Processes, KillInReductionOfShards) { expect_sharded_death_is_told("killed_in_reduction", {{0, kInReduction}, {1, kInReduction}, {3, kInReduction}}); }
-// Rank 3 shares the victim's parameters. The others have a replica of them, which they can gather and reduce, until they need rank 2 or
-// rank 3, which waits for it.
+// Rank 3 shares the victim's parameters. The others have a replica of them, which they can gather and reduce
+// until they need rank 2 or rank 3, which waits for it.
 TEST_F(Processes, KillInGatherOfReplicatedShards) { expect_sharded_death_is_told("killed_in_gather_with_replicas", {{0, kOverReplicas}, {1, kOverReplicas}, {3, kInGather}}); }
 TEST_F(Processes, KillInReductionOfReplicatedShards) { expect_sharded_death_is_told("killed_in_reduction_with_replicas", {{0, kOverReplicas}, {1, kOverReplicas}, {3, kInReduction}}); }
 
-// ----------------------------------------------------------------------------------------------------------- pipelines
+// ------------------------------------------------------------------------------------------------- pipelines
 
-// The report of each rank that lives names the lost one, and its neighbours say what they wanted of it.
+// The report of each surviving rank names the lost one, and its neighbours report what they needed from it.
 TEST_F(Processes, KillInPipeline) {
   const Ended ended = launch(4, "killed_in_pipeline", "PENSTOCK_P2P=gloo PENSTOCK_TIMEOUT_S=60 PENSTOCK_TEST_VICTIM=2", 40s);
   EXPECT_EQ(ended.exit_code, 128 + SIGKILL) << ended.output;
@@ -307,7 +310,7 @@ TEST_F(Processes, KillInPipeline) {
   }
 }
 
-// Nobody but the stopped rank is blamed, and all others end.
+// Only the stopped rank is blamed, and all others end.
 void expect_stop_is_told(int ranks, int victim, const std::vector<std::string>& told) {
   const std::string folder = fmt::format("/tmp/penstock-stall-{}-{}", getpid(), victim);
   const Ended ended = run(fmt::format("PENSTOCK_TIMEOUT_S=2 PENSTOCK_TEST_VICTIM={} PENSTOCK_STALL_DIR='{}' '{}' launch -n {} --grace 2 -- '{}' stopped_in_pipeline", victim, folder, command_line_tool(), ranks, worker()), 40s);
@@ -329,7 +332,7 @@ TEST_F(Processes, StopInPipeline) {
   expect_stop_is_told(3, 1, {"rank 1  no word", "await 2RECV_F1 (activation of stage 1 to stage 2), waits for rank 1", "(gradient of stage 1 to stage 0), waits for rank 1"});
 }
 
-// The rank that hosts the store: nobody can be asked, but whoever waits for it knows.
+// The stopped rank hosts the store: no status can be read, but a rank that waits for it knows.
 TEST_F(Processes, StopOfTheHostInPipeline) { expect_stop_is_told(2, 0, {"rank 0  no word", "await 1RECV_F1 (activation of stage 0 to stage 1), waits for rank 0"}); }
 
 TEST_F(Processes, PipelineSoak) {
@@ -339,13 +342,13 @@ TEST_F(Processes, PipelineSoak) {
 }
 
 TEST_F(Processes, PipelineSoakUcx) {
-  if (environment("PENSTOCK_HAVE_UCX") != "1") return;  // said at configuration
+  if (environment("PENSTOCK_HAVE_UCX") != "1") return;  // reported at configuration
   const Ended ended = launch(2, "pipeline_soak", "PENSTOCK_P2P=ucx", 240s);
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
 }
 
 TEST_F(Processes, KillInPipelineUcx) {
-  if (environment("PENSTOCK_HAVE_UCX") != "1") return;  // said at configuration
+  if (environment("PENSTOCK_HAVE_UCX") != "1") return;  // reported at configuration
   expect_death_is_told("killed_in_pipeline", "PENSTOCK_P2P=ucx");
 }
 
@@ -360,7 +363,7 @@ TEST_F(Processes, TraceOfAPipeline) {
   unlink(path.c_str());
 }
 
-// --------------------------------------------------------------------------------------------------------- rendezvous
+// ------------------------------------------------------------------------------------------------ rendezvous
 
 TEST_F(Processes, PortInUse) {
   const int port = free_port();
@@ -386,10 +389,10 @@ TEST_F(Processes, NobodyAtTheMaster) {
   EXPECT_TRUE(has_text(ended.output, "MASTER_ADDR"));
 }
 
-TEST_F(Processes, ARankThatNeverComesIsNamedOnEveryOther) {
+TEST_F(Processes, AMissingRankIsNamedOnEveryOther) {
   const Ended ended = launch(3, "stays_away", "PENSTOCK_TIMEOUT_S=3", 40s);
   EXPECT_NE(ended.exit_code, 0);
-  for (const int rank : {0, 1}) EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 2 of 3 did not come in time")) << ended.output;
+  for (const int rank : {0, 1}) EXPECT_TRUE(has_text(lines_of(ended, rank), "rank 2 of 3 did not join in time")) << ended.output;
 }
 
 }  // namespace process_test

@@ -1,4 +1,4 @@
-// What happens to a run folder: starts that are refused, runs that continue, move, are copied, and whose disk is full.
+// Run folders: starts that are refused, and runs that continue, move, are copied, or run out of disk space.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -53,7 +53,7 @@ class Runs : public ::testing::Test {
     return result;
   }
 
-  // Steps of the lines of a type.
+  // The steps of the lines of one type.
   std::vector<int> steps_of(const std::string& name, const std::string& type) const {
     std::vector<int> steps;
     std::ifstream file(folder / name / "metrics.jsonl");
@@ -84,16 +84,16 @@ TEST_F(Runs, ARefusedStartChangesNothing) {
   ASSERT_EQ(train("run", 4).exit_code, 0);
   const std::string resume = "resume '" + path("run") + "' ";
   expect_refused("run", "train " + flags("run", 8) + " --layers 6", {});  // twice the same key
-  expect_refused("run", "train --run_folder '" + path("run") + "' --width 64 --feed_width 128", {"model.width = 64 (--width), but the run has 32", "model.feed_width = 128", "--run_folder"});
-  expect_refused("run", resume + "--context 64", {"model.context = 64 (--context), but the run has 32"});
-  expect_refused("run", resume + "--data '" + path("other") + "'", {"data.sources = [\"" + path("other") + "\"] (--data), but the run has [\"" + path("text") + "\"]", "--resume"});
-  expect_refused("run", resume + "--seed 7", {"training.seed = 7 (--seed), but the run has 1"});
+  expect_refused("run", "train --run_folder '" + path("run") + "' --width 64 --feed_width 128", {"model.width = 64 (--width), but the run was started with 32", "model.feed_width = 128", "--run_folder"});
+  expect_refused("run", resume + "--context 64", {"model.context = 64 (--context), but the run was started with 32"});
+  expect_refused("run", resume + "--data '" + path("other") + "'", {"data.sources = [\"" + path("other") + "\"] (--data), but the run was started with [\"" + path("text") + "\"]", "--resume"});
+  expect_refused("run", resume + "--seed 7", {"training.seed = 7 (--seed), but the run was started with 1"});
   expect_refused("run", resume + "--optimizer sgd", {"training.optimizer"});
   expect_refused("run", resume + "--resume never", {"checkpoint.resume", "the newest of step 4"});
   expect_refused("run", resume + "--resume '" + path("run/checkpoints/step-00000002") + "'", {"checkpoint.resume", "another --run_folder"});
   expect_refused("run", resume + "--no_such_key 3", {"no_such_key"});
   expect_refused("run", resume + "--pp 3 --schedule Interleaved1F1B --virtual_stages 2", {"layers"});
-  // What only the ranks can find.
+  // Errors that only the ranks can detect.
   damage(folder / "run/checkpoints/step-00000004/model.safetensors");
   expect_refused("run", resume + "--steps 8 --fallback false", {"model.safetensors"});
   damage(folder / "run/checkpoints/step-00000002/model.safetensors");
@@ -105,7 +105,7 @@ TEST_F(Runs, ADataSetThatChangedInItsPlaceIsRefused) {
   const std::string settings = flags("run", 4);
   const std::string without_data = settings.substr(settings.find("--run_folder"));
   ASSERT_EQ(run(fmt::format("train {} --shards '{}'", without_data, path("shards"))).exit_code, 0);
-  // In another place the same tokens are the same data.
+  // The same tokens in another place are the same data.
   fs::rename(folder / "shards", folder / "moved");
   const Ended moved = run(fmt::format("resume '{}' --steps 6 --shards '{}'", path("run"), path("moved")));
   EXPECT_EQ(moved.exit_code, 0) << moved.output;
@@ -120,10 +120,10 @@ TEST_F(Runs, OneProcessTrainsInAFolder) {
                                              penstock(), path("run"), path("first.log")),
                                  100s);
   EXPECT_EQ(both.exit_code, 2) << both.output;
-  EXPECT_TRUE(has_text(both.output, "another process trains there"));
+  EXPECT_TRUE(has_text(both.output, "another process is training in it"));
   EXPECT_TRUE(has_text(both.output, "the same"));
   EXPECT_TRUE(has_text(both.output, "first ended with 0"));
-  // A lock of a process that was killed is none.
+  // The lock of a killed process does not count.
   const Ended killed = run_command(fmt::format("{0} resume '{1}' --steps 100000 --checkpoint.every 100000 & first=$!; sleep 4; kill -KILL $first; wait $first; sleep 2; {0} resume '{1}' --steps 40 --checkpoint.every 100", penstock(), path("run")), 100s);
   EXPECT_EQ(killed.exit_code, 0) << killed.output;
 }
@@ -150,22 +150,22 @@ TEST_F(Runs, TheFolderAloneIsEnoughToContinue) {
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   const Ended nothing_left = run("resume '" + path("run") + "'");
   EXPECT_EQ(nothing_left.exit_code, 0) << nothing_left.output;
-  // --steps 4 bends the curve of the learning rate for a while: what counts is that every step was done.
+  // --steps 4 changes the learning rate curve for a while; the test only checks that every step was done.
   EXPECT_EQ(losses("run").size(), 8u);
   EXPECT_EQ(losses("run").at(1), losses("whole").at(1));
   EXPECT_TRUE(has_text(before, "steps = 8  # --steps"));
   const auto bytes = read_bytes(folder / "run/config.toml");
   const std::string after(bytes.begin(), bytes.end());
   EXPECT_TRUE(has_text(after, "pp = 4  # --pp"));
-  EXPECT_TRUE(has_text(after, "width = 32  # --width")) << "what the run had keeps its origin";
+  EXPECT_TRUE(has_text(after, "width = 32  # --width")) << "earlier settings keep their origin";
 }
 
-TEST_F(Runs, ResumeOfWhatIsNoRunIsAnError) {
+TEST_F(Runs, ResumingAFolderWithoutARunIsAnError) {
   EXPECT_EQ(run("resume").exit_code, 2);
   const Ended none = run("resume '" + path("text") + "'");
   EXPECT_EQ(none.exit_code, 2);
   EXPECT_TRUE(has_text(none.output, "the folder of a run, with its config.toml"));
-  EXPECT_TRUE(has_text(run("resume /nowhere/step-00000004").output, "run folder above the checkpoint"));
+  EXPECT_TRUE(has_text(run("resume /nowhere/step-00000004").output, "run folder that contains the checkpoint"));
   EXPECT_TRUE(has_text(run("resume --help").output, "penstock resume runs/tiny-20270131-093005 --steps 500"));
 }
 
@@ -198,7 +198,7 @@ TEST_F(Runs, CopiedAndMovedRunsContinueWhereTheyAre) {
   EXPECT_EQ(run("generate '" + path("deep/moved") + "' --prompt int --tokens 4").exit_code, 0);
 }
 
-// Earlier versions wrote where the folder is.
+// Earlier versions wrote the path of the folder.
 TEST_F(Runs, AConfigurationThatNamesItsFormerPlaceIsUnderstood) {
   ASSERT_EQ(train("run", 4).exit_code, 0);
   const auto bytes = read_bytes(folder / "run/config.toml");
@@ -209,7 +209,7 @@ TEST_F(Runs, AConfigurationThatNamesItsFormerPlaceIsUnderstood) {
   folder.write("run/config.toml", text);
   ASSERT_EQ(run_command("cp -r '" + path("run") + "' '" + path("copy") + "'").exit_code, 0);
   const FolderState original = state_of(folder / "run");
-  // The file itself as the configuration: its run, where the file is.
+  // The file itself as the configuration: continues its run, in the folder of the file.
   EXPECT_EQ(run("train '" + path("copy/config.toml") + "' --steps 6").exit_code, 0);
   EXPECT_EQ(losses("copy").size(), 6u);
   ASSERT_EQ(run_command("cp -r '" + path("run") + "' '" + path("second") + "'").exit_code, 0);
@@ -218,10 +218,10 @@ TEST_F(Runs, AConfigurationThatNamesItsFormerPlaceIsUnderstood) {
   EXPECT_EQ(difference(original, state_of(folder / "run")), "");
 }
 
-// ------------------------------------------------------------------------------------------------------ full disks
+// ------------------------------------------------------------------------------------------------ full disks
 
-// A limit on the size of files stops the checkpoint and nothing else: its model takes more than 100 KiB, everything else less.
-TEST_F(Runs, ACheckpointThatCannotBeWrittenIsSaidAndTriedAgain) {
+// A file size limit stops only the checkpoint: its model takes more than 100 KiB, everything else less.
+TEST_F(Runs, ACheckpointThatCannotBeWrittenIsReportedAndRetried) {
   ASSERT_EQ(train("run", 4).exit_code, 0);
   const FolderState before = state_of(folder / "run/checkpoints", false);
   const Ended ended = run_command(fmt::format("bash -c \"ulimit -f 100; exec {} resume '{}' --steps 8\"", penstock(), path("run")), 100s);
@@ -230,8 +230,8 @@ TEST_F(Runs, ACheckpointThatCannotBeWrittenIsSaidAndTriedAgain) {
   EXPECT_TRUE(has_text(ended.output, "File too large"));
   EXPECT_TRUE(has_text(ended.output, "training continues"));
   EXPECT_FALSE(has_text(ended.output, "step 6: checkpoint saved"));
-  EXPECT_TRUE(has_text(ended.output, "ended without its last checkpoint after step 8 of 8"));
-  EXPECT_EQ(difference(before, state_of(folder / "run/checkpoints", false)), "") << "nothing is left of what failed, older ones are whole";
+  EXPECT_TRUE(has_text(ended.output, "ended without saving the last checkpoint after step 8 of 8"));
+  EXPECT_EQ(difference(before, state_of(folder / "run/checkpoints", false)), "") << "failed checkpoints are removed, older ones are intact";
   EXPECT_EQ(steps_of("run", "checkpoint"), (std::vector<int>{2, 4}));
   EXPECT_EQ(steps_of("run", "checkpoint_failed"), (std::vector<int>{6, 8, 8, 8}));
   EXPECT_EQ(losses("run").size(), 8u);
@@ -249,9 +249,9 @@ TEST_F(Runs, WithoutAnOlderCheckpointTheRunEnds) {
   EXPECT_EQ(state_of(folder / "run/checkpoints").size(), 2u) << "the folder and its lock";
 }
 
-// A real full disk, where the kernel lets a test mount one.
+// A real full disk, if the kernel lets a test mount one.
 TEST_F(Runs, AFullDiskIsSurvived) {
-  if (run_command("unshare -rm sh -c 'mount -t tmpfs -o size=64k none /mnt'").exit_code != 0) GTEST_SKIP() << "no file systems of one's own here";
+  if (run_command("unshare -rm sh -c 'mount -t tmpfs -o size=64k none /mnt'").exit_code != 0) GTEST_SKIP() << "this system does not allow mounting a file system";
   ASSERT_EQ(train("run", 4).exit_code, 0);
   fs::create_directory(folder / "disk");
   const std::string script = fmt::format("mount -t tmpfs -o size=1600k none '{0}' && cp -r '{1}' '{0}/run' && {2} resume '{0}/run' --steps 8; code=$?; ls -a '{0}/run/checkpoints'; cp -r '{0}/run' '{3}'; exit $code", path("disk"),
@@ -263,10 +263,10 @@ TEST_F(Runs, AFullDiskIsSurvived) {
   for (const auto& entry : fs::directory_iterator(folder / "result/checkpoints")) EXPECT_FALSE(has_text(entry.path().filename().string(), ".writing"));
   EXPECT_TRUE(fs::exists(folder / "result/checkpoints/step-00000004/index.json"));
   std::ifstream metrics(folder / "result/metrics.jsonl");
-  for (std::string line; std::getline(metrics, line);) EXPECT_TRUE(nlohmann::json::accept(line)) << "never half a line: " << line;
+  for (std::string line; std::getline(metrics, line);) EXPECT_TRUE(nlohmann::json::accept(line)) << "only complete lines: " << line;
 }
 
-// ------------------------------------------------------------------------------------------------------ ranks that do not answer
+// ---------------------------------------------------------------------------------- ranks that do not answer
 
 TEST_F(Runs, AStoppedRankCostsTheDeadlineAndSeconds) {
   const Ended ended = run_command(fmt::format("{} train {} --timeout_s 5 >'{}' 2>&1 & run=$!; for i in $(seq 300); do grep -q '\"step\":3,' '{}/metrics.jsonl' 2>/dev/null && break; sleep 0.1; done; "

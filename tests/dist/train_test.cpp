@@ -1,4 +1,4 @@
-// `penstock train` as a user runs it: real ranks, real signals, real deaths.
+// `penstock train` as users run it: real ranks, real signals, real deaths.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -31,7 +31,7 @@ class Train : public ::testing::Test {
     }
   }
 
-  // What every run of these tests has in common; `name` is its folder.
+  // Settings common to all runs of these tests; `name` is the folder.
   std::string flags(const std::string& name, int steps = 12) const {
     return fmt::format("--data '{}' --run_folder '{}' --width 32 --layers 4 --heads 2 --key_value_heads 2 --feed_width 64 --context 32 --microbatches 4 --microbatch_size 2 --steps {} --warmup_steps 2 --validate_every 6 "
                        "--validate_batches 1 --validation_fraction 0.2 --checkpoint.every 2 --sample_tokens 16 --progress lines --device cpu",
@@ -40,10 +40,10 @@ class Train : public ::testing::Test {
   static std::string penstock() { return "'" + environment("PENSTOCK_BIN") + "/penstock'"; }
   Ended train(const std::string& name, const std::string& more = "", int steps = 12) const { return run_command(fmt::format("{} train {} {}", penstock(), flags(name, steps), more), 120s); }
 
-  // So many steps that a run can be caught in the middle.
+  // Enough steps to interrupt a run in the middle.
   static constexpr int kMany = 200;
 
-  // Step -> loss, to the last digit; of a step that ran twice the later one.
+  // Maps step to loss, exactly; for a step that ran twice, the later value.
   std::map<int, double> losses(const std::string& name) const {
     std::map<int, double> result;
     std::ifstream file(folder / name / "metrics.jsonl");
@@ -52,7 +52,7 @@ class Train : public ::testing::Test {
     return result;
   }
 
-  // A shell that waits until the run has done `step` steps, for at most 60 s.
+  // A shell command that waits until the run has done `step` steps, for at most 60 s.
   std::string wait_for_step(const std::string& name, int step) const {
     return fmt::format("for i in $(seq 600); do grep -q '\"step\":{}[,}}]' '{}' 2>/dev/null && break; sleep 0.1; done", step, (folder / name / "metrics.jsonl").string());
   }
@@ -64,18 +64,19 @@ TEST_F(Train, RunsToTheEndAndLeavesEverything) {
   const Ended ended = train("run");
   ASSERT_EQ(ended.exit_code, 0) << ended.output;
   for (const char* left : {"config.toml", "metrics.jsonl", "data", "checkpoints/step-00000012/model.safetensors", "report.html"}) EXPECT_TRUE(fs::exists(folder / "run" / left)) << left;
-  EXPECT_FALSE(fs::exists(folder / "run" / "checkpoints" / "step-00000002")) << "only the last ones are kept";
+  EXPECT_FALSE(fs::exists(folder / "run" / "checkpoints" / "step-00000002")) << "only the last checkpoints are kept";
   EXPECT_TRUE(has_text(ended.output, "#include <")) << "a sample";
   const auto seen = losses("run");
   ASSERT_EQ(seen.size(), 12u);
   EXPECT_LT(seen.at(12), seen.at(1));
-  // Once more: there is nothing left to do.
+  // Again: there is nothing left to do.
   const Ended again = train("run");
   EXPECT_EQ(again.exit_code, 0) << again.output;
   EXPECT_EQ(losses("run"), seen);
 }
 
-// One rank dies; all start again from the last checkpoint and reach the losses of a run that nobody disturbed, bit for bit.
+// One rank dies; all restart from the last checkpoint and reach the losses of an undisturbed run, bit for
+// bit.
 TEST_F(Train, AKilledRankCostsNothing) {
   ASSERT_EQ(train("whole", "", kMany).exit_code, 0);
   const Ended ended = run_command(fmt::format("{} train {} --restarts 2 & run=$!; {}; pkill -KILL -n -f 'train --worker {}'; wait $run", penstock(), flags("killed", kMany), wait_for_step("killed", 15), (folder / "killed").string()), 150s);
@@ -92,7 +93,7 @@ TEST_F(Train, SigtermSavesAndEndsWell) {
   EXPECT_TRUE(fs::exists(folder / "stopped" / "checkpoints" / fmt::format("step-{:08}", seen.rbegin()->first))) << ended.output;
 }
 
-// Stopped under one layout, continued under another: pipelines give the same bits.
+// Stopped under one layout, continued under another: pipelines produce the same bits.
 TEST_F(Train, ContinuesUnderAnotherLayout) {
   ASSERT_EQ(train("whole", "", kMany).exit_code, 0);
   const Ended begun = run_command(fmt::format("{} train {} & run=$!; {}; kill -TERM $run; wait $run", penstock(), flags("moved", kMany), wait_for_step("moved", 15)), 120s);
@@ -111,7 +112,7 @@ TEST_F(Train, MpirunGivesTheSameLosses) {
   EXPECT_EQ(losses("mpi"), losses("own"));
 }
 
-TEST_F(Train, DamageIsNamedAndTheOneBeforeIsUsedIfAllowed) {
+TEST_F(Train, DamageIsNamedAndThePreviousCheckpointIsUsedIfAllowed) {
   ASSERT_EQ(train("run", "", 8).exit_code, 0);
   const fs::path file = folder / "run" / "checkpoints" / "step-00000008" / "model.safetensors";
   std::vector<std::uint8_t> bytes = read_bytes(file);

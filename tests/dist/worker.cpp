@@ -1,5 +1,5 @@
-// One rank of the tests with real processes: runs the scenario named on its command line. The test starts it through the
-// launcher, mpirun or by itself, and judges by exit codes and output.
+// One rank of the tests with real processes: runs the scenario named on its command line. The test starts it
+// with the launcher, with mpirun or directly, and checks exit codes and output.
 #include <fmt/format.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -18,10 +18,12 @@
 #include "penstock/world.h"
 #include "penstock/dtensor.h"
 #include "penstock/tensor_parallel.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/fully_shard.h"
 #include "penstock/step_context.h"
 #include "tests/pipeline/soak.h"
+#include "penstock/comm/launch/launch_env.h"
+#include "penstock/pipeline/report/step_trace.h"
 
 namespace {
 
@@ -29,15 +31,15 @@ using namespace penstock;
 using namespace penstock::comm;
 using namespace std::chrono_literals;
 
-void say(const std::string& line) {
+void print_line(const std::string& line) {
   fmt::print("{}\n", line);
   std::fflush(stdout);
 }
 
-// The rank that dies, stops or stays away.
+// The rank that dies, stops or is absent.
 int victim() { return static_cast<int>(env_int("PENSTOCK_TEST_VICTIM", 0, 1 << 20).value_or(2)); }
 
-// Ends this process as kill -9 from outside does, after the others are surely inside the operation.
+// Ends this process like kill -9 from outside, once the others are certainly inside the operation.
 void die_later(World& world, std::chrono::milliseconds delay) {
   if (world.rank() == victim())
     std::thread([delay] {
@@ -51,10 +53,10 @@ int everything() {
   bool ok = true;
   for (const auto& result : self_test(world.group(), at::kCPU))
     if (!result.ok) {
-      say(fmt::format("{}: {}", result.operation, result.error));
+      print_line(fmt::format("{}: {}", result.operation, result.error));
       ok = false;
     }
-  say(fmt::format("rank {} of {} over {}", world.rank(), world.size(), world.group().describe_backends()));
+  print_line(fmt::format("rank {} of {} over {}", world.rank(), world.size(), world.group().describe_backends()));
   return ok ? 0 : 1;
 }
 
@@ -68,7 +70,7 @@ int killed_in_all_reduce() {
 int killed_in_batch() {
   World world = World::from_env();
   die_later(world, 700ms);
-  const Rank next{(world.rank() + 1) % world.size()}, previous{(world.rank() + world.size() - 1) % world.size()};
+  const int next = (world.rank() + 1) % world.size(), previous = (world.rank() + world.size() - 1) % world.size();
   const at::Tensor out = at::ones({1 << 18});
   at::Tensor in = at::zeros({1 << 18});
   for (;;) {
@@ -77,18 +79,20 @@ int killed_in_batch() {
   }
 }
 
-// Everybody else waits for a message from a rank that is alive but waits too: only the monitor can tell.
+// All other ranks wait for a message from a rank that is alive but waits too: only the monitor can detect the
+// loss.
 int killed_elsewhere() {
   World world = World::from_env();
   die_later(world, 700ms);
   if (world.rank() == victim()) std::this_thread::sleep_for(60s);
   at::Tensor in = at::zeros({4});
-  world.group().recv(in, Rank{world.rank() == 0 ? 1 : 0}, {.label = "from a living rank"});
+  world.group().recv(in, world.rank() == 0 ? 1 : 0, {.label = "from a living rank"});
   return 0;
 }
 
 int killed_in_rendezvous() {
-  // Dies after it has joined the store and before the group is complete: no world yet to say it in.
+  // Dies after it has joined the store and before the group is complete: there is no world yet that could
+  // report it.
   const LaunchEnv env = launch_env();
   if (env.rank == victim()) {
     std::thread([] {
@@ -134,10 +138,10 @@ int leaves_early() {
 int mismatch() {
   World world = World::from_env();
   if (world.rank() == 0) {
-    world.group().send(at::zeros({1 << 20}), Rank{1}, {.tag = 3, .label = "1F0"});
+    world.group().send(at::zeros({1 << 20}), 1, {.tag = 3, .label = "1F0"});
   } else if (world.rank() == 1) {
     at::Tensor in = at::zeros({8}, at::kInt);
-    world.group().recv(in, Rank{0}, {.tag = 3, .label = "1F0"});
+    world.group().recv(in, 0, {.tag = 3, .label = "1F0"});
   } else {
     world.group().barrier().wait();
   }
@@ -146,24 +150,24 @@ int mismatch() {
 
 int connects() {
   World world = World::from_env();
-  say("connected");
+  print_line("connected");
   return 0;
 }
 
-// Traffic while a test looks at the sockets.
+// Traffic while a test inspects the sockets.
 int lingers() {
   World world = World::from_env();
   world.group().barrier().wait();
-  if (world.rank() == 0) say(fmt::format("pid {}", getpid()));
+  if (world.rank() == 0) print_line(fmt::format("pid {}", getpid()));
   std::this_thread::sleep_for(3s);
   world.group().barrier().wait();
   return 0;
 }
 
-// 4 ranks as 2 x 2 ask for the groups of their axes crosswise: each waits for one that waits for another.
+// 4 ranks as 2 x 2 request the groups of their axes crosswise: each waits for a rank that waits for another.
 int mesh_axes() {
   World world = World::from_env();
-  const DeviceMesh mesh = init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, world.size());
+  const DeviceMesh mesh = init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), world.size());
   const MeshGroups groups(world, mesh);
   const bool dp_first = world.rank() == 0 || world.rank() == 3;
   groups.group(dp_first ? "dp" : "tp");
@@ -172,10 +176,10 @@ int mesh_axes() {
   for (const char* axis : {"dp", "tp"})
     for (const auto& result : self_test(groups.group(axis), at::kCPU))
       if (!result.ok) {
-        say(fmt::format("{} over {}: {}", result.operation, axis, result.error));
+        print_line(fmt::format("{} over {}: {}", result.operation, axis, result.error));
         ok = false;
       }
-  say(fmt::format("rank {}: dp {}, tp {}", world.rank(), groups.group("dp").name(), groups.group("tp").name()));
+  print_line(fmt::format("rank {}: dp {}, tp {}", world.rank(), groups.group("dp").name(), groups.group("tp").name()));
   return ok ? 0 : 1;
 }
 
@@ -197,10 +201,11 @@ int never_asks() {
   return 0;
 }
 
-// A sequence of layers trained as distributed tensors on a mesh of all ranks; the loss must be that of one process.
+// Trains a sequence of layers as distributed tensors on a mesh of all ranks; the loss must equal that of one
+// process.
 int distributed_training() {
   World world = World::from_env();
-  const MeshGroups mesh(world, init_device_mesh("cpu", {2, world.size() / 2}, {"dp", "tp"}, Rank{world.rank()}, world.size()));
+  const MeshGroups mesh(world, init_device_mesh("cpu", {2, world.size() / 2}, {"dp", "tp"}, world.rank(), world.size()));
   const at::Device device(env_choice("PENSTOCK_TEST_DEVICE", {"cpu", "cuda"}, "cpu"));
   const auto train = [&](bool distributed) {
     torch::manual_seed(3);
@@ -223,54 +228,55 @@ int distributed_training() {
     return distributed ? full_tensor(loss.detach()).item<double>() : loss.item<double>();
   };
   const double expected = train(false), actual = train(true);
-  say(fmt::format("rank {}: loss {:.9f}, of one process {:.9f}", world.rank(), actual, expected));
+  print_line(fmt::format("rank {}: loss {:.9f}, of one process {:.9f}", world.rank(), actual, expected));
   return std::abs(actual - expected) < 1e-10 ? 0 : 1;
 }
 
 int killed_in_redistribute() {
   World world = World::from_env();
   die_later(world, 700ms);
-  const MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, Rank{world.rank()}, world.size()));
+  const MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, world.rank(), world.size()));
   at::Tensor x = distribute_tensor(at::ones({64, 64}), mesh, {Shard{0}});
   for (;;) x = redistribute(redistribute(x, {Shard{1}}), {Shard{0}});
 }
 
-// One rank's part has another size: all of them hear of it.
+// One rank's part has another size: all ranks report it.
 int parts_disagree() {
   World world = World::from_env();
-  const MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, Rank{world.rank()}, world.size()));
+  const MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, world.rank(), world.size()));
   from_local(at::ones({world.rank() == 1 ? 5 : 4, 3}), mesh, {Shard{0}}, {.check = true});
   return 0;
 }
 
-// One rank fails by itself, in the middle of what the others wait for.
+// One rank fails by itself, during an operation that the others wait for.
 int one_rank_throws_in_operator() {
   World world = World::from_env();
-  const MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, Rank{world.rank()}, world.size()));
+  const MeshGroups mesh(world, init_device_mesh("cpu", {world.size()}, {"tp"}, world.rank(), world.size()));
   const at::Tensor x = distribute_tensor(at::ones({8, 8}), mesh, {Shard{0}});
   if (world.rank() == victim()) x + at::ones({8, 8});
   full_tensor(x.sum());
   return 0;
 }
 
-// Ranks that share parameters train a step together. In the second one the victim dies where the others need it: before its gathers, or
-// between its forward, for which everything is gathered and stays so, and the reduction of its gradients.
+// Ranks that share parameters train a step together. In the second step the victim dies where the others need
+// it: before its gathers, or between its forward, for which everything is gathered and kept, and the
+// reduction of its gradients.
 int killed_sharded(const std::vector<std::int64_t>& shape, bool in_gather) {
   World world = World::from_env();
   const std::vector<std::string> names = shape.size() == 1 ? std::vector<std::string>{"shards"} : std::vector<std::string>{"replicas", "shards"};
-  const MeshGroups mesh(world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size()));
+  const MeshGroups mesh(world, init_device_mesh("cpu", shape, names, world.rank(), world.size()));
   torch::nn::Sequential model(torch::nn::Linear(64, 64), torch::nn::Tanh(), torch::nn::Linear(64, 64));
   for (const auto& child : model->children())
     if (!child->parameters().empty()) fully_shard(*child, mesh, {.reshard_after_forward = in_gather});
   fully_shard(*model, mesh);
   const auto die = [&] {
     if (world.rank() != victim()) return;
-    std::this_thread::sleep_for(700ms);  // the others surely wait
+    std::this_thread::sleep_for(700ms);  // the others certainly wait
     kill(getpid(), SIGKILL);
   };
   const at::Tensor x = at::ones({4, 64});
   model->forward(x).sum().backward();
-  say(fmt::format("rank {}: one step", world.rank()));
+  print_line(fmt::format("rank {}: one step", world.rank()));
   if (in_gather) die();
   const at::Tensor loss = model->forward(x).sum();
   if (!in_gather) die();
@@ -283,8 +289,8 @@ int killed_in_reduction() { return killed_sharded({4}, false); }
 int killed_in_gather_with_replicas() { return killed_sharded({2, 2}, true); }
 int killed_in_reduction_with_replicas() { return killed_sharded({2, 2}, false); }
 
-// A pipeline of one stage per rank. In the second step, in the forward of microbatch 1, the victim gets a signal, once what it sent
-// before has arrived and the others surely wait.
+// A pipeline of one stage per rank. In the second step, in the forward of microbatch 1, the victim gets a
+// signal, once what it sent before has arrived and the others certainly wait.
 int pipeline_with_signal(int signal) {
   World world = World::from_env();
   const int stage = world.rank();
@@ -321,12 +327,13 @@ int traced_pipeline() {
   return 0;
 }
 
-// Random schedules, shapes and evaluations, each step compared with one process.
+// Runs random schedules, shapes and evaluations, and compares each step with one process.
+
 int pipeline_soak() {
   World world = World::from_env();
   at::set_num_threads(1);
   const std::string wrong = test::soak(world, 200, 21);
-  say(fmt::format("rank {}: {}", world.rank(), wrong.empty() ? "200 steps as in one process" : wrong));
+  print_line(fmt::format("rank {}: {}", world.rank(), wrong.empty() ? "200 steps as in one process" : wrong));
   return wrong.empty() ? 0 : 1;
 }
 

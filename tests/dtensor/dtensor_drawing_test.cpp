@@ -1,4 +1,4 @@
-// The picture of a distributed tensor is that of its mesh and placements.
+// The drawing of a distributed tensor is that of its mesh and placements.
 #include "penstock/dtensor/tensor/dtensor_drawing.h"
 
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@ namespace penstock::test {
 namespace dtensor_drawing_test {
 
 TEST(DTensorDrawing, IsThatOfItsPlacements) {
-  const comm::MeshGroups mesh(comm::World::fake(2, 4), init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{2}, 4));
+  const comm::MeshGroups mesh(comm::World::fake(2, 4), init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, 2, 4));
   const at::Tensor tensor = distribute_tensor(at::ones({5, 3}), mesh, {Shard{0}, Replicate{}}, {.source_axis_rank = {}});
   EXPECT_EQ(draw_sharding_text(tensor), draw_sharding_text({5, 3}, mesh.mesh(), {Shard{0}, Replicate{}}));
   EXPECT_EQ(draw_sharding_svg(tensor), draw_sharding_svg({5, 3}, mesh.mesh(), {Shard{0}, Replicate{}}));

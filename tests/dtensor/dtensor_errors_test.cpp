@@ -1,4 +1,4 @@
-// What distributed tensors refuse, with which error, and that every rank learns of it.
+// What distributed tensors refuse, with which error, and that every rank reports it.
 #include <gtest/gtest.h>
 #include <torch/library.h>
 #include <torch/torch.h>
@@ -14,7 +14,7 @@
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
-// Operators of a user.
+// Operators defined by a user.
 TORCH_LIBRARY_FRAGMENT(penstock_errors_test, library) {
   library.def("scale_rows(Tensor x, Tensor s) -> Tensor");
   library.def("without_rule(Tensor x) -> Tensor");
@@ -43,10 +43,11 @@ at::Tensor call(const char* name, const std::vector<at::Tensor>& arguments) {
 }
 
 comm::MeshGroups mesh_on(comm::World& world, const Numbers& shape, const std::vector<std::string>& names = {}) {
-  return {world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", shape, names, world.rank(), world.size())};
 }
 
-// The message of each rank's own error. A rank that throws stays until all have: nobody learns of the error by its leaving.
+// The message of each rank's own error. A rank that throws waits for all: no rank learns of the error by
+// another's exit.
 template <class Error>
 std::vector<std::string> errors_of(int size, const std::function<void(comm::World&)>& body) {
   std::vector<std::string> messages(static_cast<std::size_t>(size));
@@ -85,7 +86,7 @@ TEST(DTensorErrors, PlacementsOfTheWrongLength) {
   });
 }
 
-TEST(DTensorErrors, ADimThatIsNotThere) {
+TEST(DTensorErrors, ADimThatDoesNotExist) {
   comm::run_ranks(2, 30s, [](comm::World& world) {
     const auto mesh = mesh_on(world, {2});
     const at::Tensor tensor = distribute_tensor(sample({4, 3}), mesh, {Shard{0}});
@@ -103,14 +104,14 @@ TEST(DTensorErrors, ADimThatIsNotThere) {
 
 TEST(DTensorErrors, FromLocalComparesOverRanks) {
   const FromLocalOptions check{.check = true};
-  // Right: every rank passes, also with uneven shards and none at all.
+  // Valid: every rank passes, also with uneven and empty shards.
   comm::run_ranks(3, 30s, [&](comm::World& world) {
     const auto mesh = mesh_on(world, {3});
     EXPECT_EQ(from_local(sample({2, 3}), mesh, {Shard{0}}, check).sizes(), at::IntArrayRef({6, 3}));
     EXPECT_EQ(from_local(sample({world.rank() < 2 ? 1 : 0, 3}), mesh, {Shard{0}}, {.shape = Numbers{2, 3}, .check = true}).sizes(), at::IntArrayRef({2, 3}));
     EXPECT_EQ(from_local(at::ones(Numbers(10, 1)), mesh, {Shard{9}}, check).dim(), 10);
   });
-  // Wrong: all ranks say the same.
+  // Invalid: all ranks report the same.
   expect_everywhere<ValueError>(3, {"the rank at (2)", "[15, 3]", "[12, 3]", "`shape`"}, [&](comm::World& world) {
     from_local(sample({world.rank() == 2 ? 5 : 4, 3}), mesh_on(world, {3}), {Shard{0}}, check);
   });
@@ -123,21 +124,21 @@ TEST(DTensorErrors, FromLocalComparesOverRanks) {
   expect_everywhere<ValueError>(2, {"the rank at (1)", "float32[3]", "float32[2, 3]"}, [&](comm::World& world) {
     from_local(world.rank() == 1 ? sample({3}) : sample({2, 3}), mesh_on(world, {2}), {Replicate{}}, check);
   });
-  // The shapes alone would do on rank 0, and those on rank 1 too.
+  // The shapes alone would be valid on rank 0, and also on rank 1.
   expect_everywhere<ValueError>(2, {"the rank at (1)", "as [R]", "as [P(sum)]"}, [&](comm::World& world) {
     from_local(sample({2, 3}), mesh_on(world, {2}), {world.rank() == 1 ? Placement(Replicate{}) : Placement(Partial{})}, check);
   });
   expect_everywhere<ValueError>(2, {"the rank at (1)", "stride [1, 2]", "stride [3, 1]"}, [&](comm::World& world) {
     from_local(sample({2, 3}), mesh_on(world, {2}), {Replicate{}}, {.stride = world.rank() == 1 ? Numbers{1, 2} : Numbers{3, 1}, .check = true});
   });
-  // On a mesh of two axes the culprit's place is right.
+  // On a mesh of two axes the coordinate of the faulty rank is correct.
   expect_everywhere<ValueError>(4, {"the rank at (1, 0)"}, [&](comm::World& world) {
     from_local(sample({world.rank() == 2 ? 3 : 2, 3}), mesh_on(world, {2, 2}), {Shard{0}, Shard{1}}, {.shape = Numbers{4, 6}, .check = true});
   });
 }
 
-// One rank finds its own arguments bad before it could compare: the others must not wait for it.
-TEST(DTensorErrors, FromLocalTellsOfABadArgumentOfOneRank) {
+// One rank rejects its own arguments before the comparison: the others must not wait for it.
+TEST(DTensorErrors, FromLocalReportsABadArgumentOfOneRank) {
   const auto messages = errors_of<ValueError>(2, [](comm::World& world) {
     from_local(world.rank() == 1 ? sample({3}) : sample({2, 3}), mesh_on(world, {2}), {Shard{1}}, {.check = true});
   });
@@ -152,7 +153,7 @@ TEST(DTensorErrors, FromLocalWithoutTheCheckLooksAtThisRank) {
     const auto refuse = [&](const FromLocalOptions& options) { return message_of<ValueError>([&] { from_local(sample({2, 3}), mesh, {Shard{0}}, options); }); };
     const std::string shape = refuse({.shape = Numbers{8, 3}, .check = false});
     EXPECT_TRUE(has_text(shape, "got [2, 3], expected [4, 3]"));
-    EXPECT_TRUE(has_text(shape, "give `shape`"));
+    EXPECT_TRUE(has_text(shape, "pass the global `shape`"));
     EXPECT_TRUE(has_text(refuse({.shape = Numbers{8}, .check = false}), "2 numbers each"));
     EXPECT_TRUE(has_text(refuse({.shape = Numbers{4, 3, 1}, .check = false}), "2 numbers each"));
     EXPECT_TRUE(has_text(refuse({.stride = Numbers{1}, .check = false}), "2 numbers each"));
@@ -194,13 +195,13 @@ TEST(DTensorErrors, PlainTensorsAreRefused) {
 }
 
 TEST(DTensorErrors, WritingAPlainTensor) {
-  expect_everywhere<TypeError>(2, {"aten::add_.Tensor", "the tensor that is written", "not in place"}, [](comm::World& world) {
+  expect_everywhere<TypeError>(2, {"aten::add_.Tensor", "the tensor that is written", "out-of-place"}, [](comm::World& world) {
     const at::Tensor tensor = distribute_tensor(sample({4, 3}), mesh_on(world, {2}), {Shard{0}});
     const ImplicitReplicationGuard guard;
     at::Tensor plain = sample({4, 3});
     plain.add_(tensor);
   });
-  // Without the guard, and for tensors without dims, too.
+  // Also without the guard, and for tensors without dims.
   comm::run_ranks(2, 30s, [](comm::World& world) {
     const auto mesh = mesh_on(world, {2});
     at::Tensor plain = sample({4, 3}), number = at::ones({});
@@ -211,7 +212,7 @@ TEST(DTensorErrors, WritingAPlainTensor) {
   });
 }
 
-TEST(DTensorErrors, WritingWhatCannotBeWritten) {
+TEST(DTensorErrors, WritesThatAreNotPossible) {
   expect_everywhere<ValueError>(2, {"aten::relu_", "the tensor that is written", "[P(sum)]", "redistribute it first"}, [](comm::World& world) {
     at::Tensor terms = spread(sample({4, 3}), mesh_on(world, {2}), {Partial{}});
     terms.relu_();
@@ -249,7 +250,7 @@ TEST(DTensorErrors, ARankOutsideOfTheMesh) {
   });
 }
 
-TEST(DTensorErrors, ASourceThatIsNotThere) {
+TEST(DTensorErrors, ASourceThatDoesNotExist) {
   for (const int source : {-1, 2})
     expect_everywhere<ValueError>(2, {"source_axis_rank", "0 to 1"},
                                   [&](comm::World& world) { distribute_tensor(sample({4, 3}), mesh_on(world, {2}), {Shard{0}}, {.source_axis_rank = source}); });
@@ -272,7 +273,7 @@ TEST(UserRule, OfACustomOperator) {
   EXPECT_THROW(register_sharding_rule("scale_rows", replicate_all), ValueError);
   check_rule({.name = "scale_rows", .inputs = {sample({5, 3}), sample({5}, 1)},
               .body = [](const Tensors& in) { return Tensors{call("penstock_errors_test::scale_rows", in)}; }, .backward = false});
-  // What it says is what happens.
+  // The rule determines the placements.
   comm::run_ranks(2, 30s, [](comm::World& world) {
     const auto mesh = mesh_on(world, {2});
     const auto placed = [&](const Placement& x, const Placement& s) {
@@ -285,7 +286,7 @@ TEST(UserRule, OfACustomOperator) {
   });
 }
 
-TEST(UserRule, AWrongAnswerIsFound) {
+TEST(UserRule, AWrongRuleIsDetected) {
   // Columns of the parts are not rows of the whole.
   register_sharding_rule("penstock_errors_test::twice", [](const ShardingCall& call) { return choose(call, {{{Shard{1}}, {Shard{0}}}}); });
   expect_everywhere<InvariantError>(2, {"penstock_errors_test::twice", "the local result is float32[8, 2]", "is [4, 4]", "does not fit"}, [](comm::World& world) {
@@ -296,7 +297,7 @@ TEST(UserRule, AWrongAnswerIsFound) {
   expect_everywhere<InvariantError>(2, {"penstock_errors_test::twice_too", "1 inputs and 1 outputs"}, [](comm::World& world) {
     call("penstock_errors_test::twice_too", {distribute_tensor(sample({4, 4}), mesh_on(world, {2}), {Shard{1}})});
   });
-  // A better one takes its place, and kept decisions are forgotten.
+  // A better rule replaces it, and cached decisions are dropped.
   replace_sharding_rule("penstock_errors_test::twice", [](const ShardingCall& call) { return choose(call, {{{Shard{1}}, {Shard{1}}}}); });
   comm::run_ranks(2, 30s, [](comm::World& world) {
     const at::Tensor result = call("penstock_errors_test::twice", {distribute_tensor(sample({4, 4}), mesh_on(world, {2}), {Shard{1}})});

@@ -1,6 +1,7 @@
-// Distributed tensors on a GPU: training on one rank, redistribution also between two that share it through host memory. Ranks
-// that are threads cannot go backward together: autograd has one thread per GPU in a process, and a rank that waits in it for
-// another keeps it from coming. Ranks that are processes: process_test.
+// Distributed tensors on a GPU: training on one rank, redistribution also between two that share it through
+// host memory. Ranks that are threads cannot run backward together: autograd has one thread per GPU in a
+// process, and a rank that waits in it for another blocks that other rank. For ranks that are processes, see
+// process_test.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -24,7 +25,7 @@ void check_training(int ranks, const Plan& plan) {
   for (int rank = 0; rank < ranks; ++rank) models.push_back(make_model(device));
   std::mutex mutex;
   comm::run_ranks(ranks, 120s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {ranks}, {"tp"}, Rank{world.rank()}, ranks));
+    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {ranks}, {"tp"}, world.rank(), ranks));
     Model model = models[static_cast<std::size_t>(world.rank())];
     parallelize_module(*model, mesh, plan);
     distribute_module(*model, mesh);
@@ -44,7 +45,7 @@ TEST(DTensorGpu, EveryRedistribution) {
   const at::Device device(at::kCUDA, 0);
   const int ranks = comm::gloo_available() ? 2 : 1;
   comm::run_ranks(ranks, 120s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {ranks}, {"tp"}, Rank{world.rank()}, ranks));
+    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {ranks}, {"tp"}, world.rank(), ranks));
     const at::Tensor whole = at::arange(15, at::TensorOptions(device).dtype(at::kFloat)).view({5, 3});
     const std::vector<Placement> all{Replicate{}, Shard{0}, Shard{1}, StridedShard{0, 2}};
     for (const Placement& from : all)

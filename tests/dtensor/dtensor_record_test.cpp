@@ -1,4 +1,4 @@
-// Records of distributed tensors: what they say, that they travel, and the tensors made of them.
+// Records of distributed tensors: their contents, sending them, and the tensors created from them.
 #include "penstock/dtensor/tensor/dtensor_record.h"
 
 #include <gtest/gtest.h>
@@ -23,7 +23,7 @@ using namespace std::chrono_literals;
 using Numbers = std::vector<std::int64_t>;
 
 comm::MeshGroups mesh_on(comm::World& world, const Numbers& shape, const std::vector<std::string>& names) {
-  return {world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", shape, names, world.rank(), world.size())};
 }
 
 std::vector<Placements> some_placements() {
@@ -34,7 +34,7 @@ std::vector<Placements> some_placements() {
 TEST(DTensorRecord, SaysWhatTheTensorIs) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const auto mesh = mesh_on(world, {2, 2}, {"dp", "tp"});
-    // 5 rows are 3 and 2, 3 columns 2 and 1.
+    // 5 rows are split into 3 and 2, 3 columns into 2 and 1.
     const at::Tensor tensor = distribute_tensor(sample({5, 3}).requires_grad_(), mesh, {Shard{0}, Shard{1}});
     const DistributedRecord record = record_of_dtensor(tensor);
     const Numbers local{mesh.coordinate()[0] == 0 ? 3 : 2, mesh.coordinate()[1] == 0 ? 2 : 1};
@@ -45,7 +45,7 @@ TEST(DTensorRecord, SaysWhatTheTensorIs) {
     EXPECT_EQ(record.mesh_key(), (MeshKey{{"dp", "tp"}, MeshLayout({2, 2})}));
     EXPECT_FALSE(record_of_dtensor(tensor.detach()).requires_grad());
 
-    // The transposed tensor: both layouts follow.
+    // The transposed tensor: both strides change.
     const DistributedRecord transposed = record_of_dtensor(tensor.t());
     EXPECT_EQ(transposed.global_shape(), (Numbers{3, 5}));
     EXPECT_EQ(transposed.global_stride(), (Numbers{1, 3}));
@@ -65,7 +65,7 @@ TEST(DTensorRecord, AMeshWithoutNamesAndASlice) {
   });
 }
 
-TEST(DTensorRecord, TravelsAndIsMadeAgain) {
+TEST(DTensorRecord, IsSentAndRecreated) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const auto mesh = mesh_on(world, {2, 2}, {"dp", "tp"});
     for (const Placements& placements : some_placements())
@@ -84,7 +84,7 @@ TEST(DTensorRecord, TravelsAndIsMadeAgain) {
           EXPECT_EQ(mesh_of(made), mesh);
           EXPECT_TRUE(made.is_leaf());
           EXPECT_EQ(made.requires_grad(), requires_grad);
-          // The local part is a buffer to receive into, and no graph leads to it.
+          // The local part is a buffer to receive into, without a graph.
           const at::Tensor buffer = local_if_distributed(made, kDetach);
           EXPECT_FALSE(buffer.requires_grad());
           buffer.copy_(local_if_distributed(tensor, kDetach));
@@ -105,12 +105,12 @@ TEST(DTensorRecord, AMadeTensorGetsItsGradient) {
   });
 }
 
-// One rank makes the tensor, the other is there but does not come: nothing waits.
-TEST(DTensorRecord, MakingNeedsNobodyElse) {
+// One rank creates the tensor while the other does not take part: nothing waits.
+TEST(DTensorRecord, CreatingNeedsNoOtherRank) {
   std::promise<void> made;
   comm::run_ranks(2, 20s, [&](comm::World& world) {
     const auto mesh = mesh_on(world, {2}, {"tp"});
-    // Were it gone, its connections would break while the other may still be making its mesh.
+    // If it exited, its connections would break while the other may still be creating its mesh.
     if (world.rank() == 1) {
       EXPECT_EQ(made.get_future().wait_for(20s), std::future_status::ready);
       return;
@@ -121,13 +121,13 @@ TEST(DTensorRecord, MakingNeedsNobodyElse) {
   });
 }
 
-TEST(DTensorRecord, WhatCannotBeMadeSaysWhatToChange) {
+TEST(DTensorRecord, ErrorsSayWhatToChange) {
   comm::run_ranks(3, 60s, [](comm::World& world) {
     const auto root = mesh_on(world, {3}, {"tp"});
     const auto record_at = [&](std::int64_t rows) {
       return DistributedRecord(TensorRecord::contiguous({rows, 2}, at::kFloat), {5, 2}, {2, 1}, {Shard{0}}, root.mesh().key());
     };
-    // 5 rows over 3 ranks are 2, 2, 1: every rank takes the record of the other kind.
+    // 5 rows over 3 ranks are 2, 2, 1: every rank takes a record of the other size.
     const std::int64_t mine = world.rank() == 2 ? 1 : 2;
     EXPECT_NO_THROW(make_dtensor_from_record(record_at(mine), at::kCPU, root));
     const std::string shape = message_of<PipeliningMetadataError>([&] { make_dtensor_from_record(record_at(3 - mine), at::kCPU, root); });
@@ -157,7 +157,7 @@ TEST(DTensorRecord, PenstockTorchKnowsTheType) {
     EXPECT_TRUE(has_text(message_of<PipeliningMetadataError>([&] { record_of(tensor); }), "distributed_record_of"));
     EXPECT_EQ(make_raw_tensor(meta_of(tensor), at::kCPU).sizes(), at::IntArrayRef({2, 3}));
 
-    // A40: the local part, with the graph or without it.
+    // The local part, with or without the graph.
     EXPECT_TRUE(local_if_distributed(plain).is_same(plain));
     const at::Tensor local = local_if_distributed(tensor);
     EXPECT_FALSE(is_distributed_tensor(local));
@@ -167,7 +167,7 @@ TEST(DTensorRecord, PenstockTorchKnowsTheType) {
     EXPECT_FALSE(local_if_distributed(tensor, kDetach).requires_grad());
     EXPECT_FALSE(local_if_distributed(plain, kDetach).requires_grad());
 
-    // A11, A43: the local part has the shape of the plain one, and still the kind is the one difference.
+    // The local part has the shape of the plain tensor, so the kind is the only difference.
     const auto found = check_meta("stage 1 input", meta_of(plain), tensor);
     ASSERT_EQ(found.size(), 1u);
     EXPECT_TRUE(has_text(found[0], "a distributed tensor"));
@@ -193,7 +193,7 @@ TEST(DTensorRecord, AMismatchOfKindsWarns) {
   EXPECT_TRUE(has_text(capture.warnings()[0].message, "dynamically inferred"));
 }
 
-TEST(DTensorRecord, WaitsForARedistributionOnItsWay) {
+TEST(DTensorRecord, WaitsForAPendingRedistribution) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     const auto mesh = mesh_on(world, {2}, {"tp"});
     const at::Tensor tensor = distribute_tensor(sample({5, 3}), mesh, {Shard{0}});

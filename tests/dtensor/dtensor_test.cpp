@@ -1,4 +1,5 @@
-// Distributed tensors: making, leaving and moving them, their gradients, and what is sent for it.
+// Distributed tensors: creating, converting and redistributing them, their gradients, and the communication
+// involved.
 #include "penstock/dtensor.h"
 
 #include <gtest/gtest.h>
@@ -25,7 +26,7 @@ using Numbers = std::vector<std::int64_t>;
 void on_mesh(const Numbers& shape, const std::vector<std::string>& names, const std::function<void(const comm::MeshGroups&)>& body) {
   int size = 1;
   for (const std::int64_t n : shape) size *= static_cast<int>(n);
-  comm::run_ranks(size, 120s, [&](comm::World& world) { body({world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, size)}); });
+  comm::run_ranks(size, 120s, [&](comm::World& world) { body({world, init_device_mesh("cpu", shape, names, world.rank(), size)}); });
 }
 
 // The part of a whole tensor that a rank holds.
@@ -64,7 +65,7 @@ TEST(DTensor, EveryRankHoldsItsPart) {
     std::mt19937 random(3);
     for (const Placements& placements : random_placements(2, 2, random, false, 30)) {
       const at::Tensor whole = sample({5, 6});
-      // Only the source's values count.
+      // Only the source's values are used.
       const bool source = mesh.coordinate() == Numbers{1, 1};
       const at::Tensor x = distribute_tensor(source ? whole : at::zeros({5, 6}), mesh, placements, {.source_axis_rank = 1});
       EXPECT_EQ(x.sizes(), at::IntArrayRef({5, 6}));
@@ -110,29 +111,29 @@ TEST(DTensor, EveryKindOfPartial) {
 TEST(DTensor, GradientsComeBackInPlacements) {
   on_mesh({2}, {"tp"}, [](const comm::MeshGroups& mesh) {
     const at::Tensor whole = sample({4, 3});
-    // Of the parts given to from_local: plain, in the same layout.
+    // Of the parts given to from_local: plain, with the same placements.
     at::Tensor local = part_of(whole, mesh, {Shard{0}}).clone().requires_grad_();
     at::Tensor x = from_local(local, mesh, {Shard{0}});
     full_tensor(x * x).sum().backward();
     EXPECT_FALSE(is_dtensor(local.grad()));
     EXPECT_TRUE(at::equal(local.grad(), 2 * local.detach()));
-    // Of a replicated tensor whose parts go separate ways: the sum of both, if it is said so.
+    // Of a replicated tensor whose parts are used separately: the sum of both, if requested.
     at::Tensor w = distribute_tensor(sample({3}, 1), mesh, {Replicate{}}).requires_grad_();
     const auto rank = static_cast<double>(mesh.coordinate()[0]);
     (to_local(w, {.grad_placements = Placements{Partial{}}}) * (rank + 1)).sum().backward();
     EXPECT_TRUE(placements_of(w.grad())[0].is_partial());
     EXPECT_TRUE(at::equal(full_tensor(w.grad()), at::full({3}, 3.0)));
-    // Twice adds up, in the placements of the first.
+    // Two uses add up, in the placements of the first.
     (to_local(w, {.grad_placements = Placements{Partial{}}}) * (rank + 1)).sum().backward();
     EXPECT_TRUE(at::equal(full_tensor(w.grad()), at::full({3}, 6.0)));
-    // Of a term: that of the sum.
+    // Of a partial value: the gradient of the sum.
     at::Tensor term = sample({3}, 2).requires_grad_();
     full_tensor(from_local(term, mesh, {Partial{}}) * distribute_tensor(sample({3}, 3), mesh, {Replicate{}})).sum().backward();
     EXPECT_TRUE(at::equal(term.grad(), sample({3}, 3)));
   });
 }
 
-// What redistribution sends is what its plan needs: the recorder of the process sees all ranks of the world of threads.
+// Redistribution sends what its plan requires: the process's recorder sees all ranks of the world of threads.
 TEST(DTensor, SendsWhatThePlanNeeds) {
   struct Step {
     Placements from, to;
@@ -146,7 +147,7 @@ TEST(DTensor, SendsWhatThePlanNeeds) {
       {{Partial{}, Replicate{}}, {Shard{0}, Replicate{}}, "reduce_scatter", 4 * kWhole},
       {{Partial{}, Shard{0}}, {Replicate{}, Shard{0}}, "all_reduce", 2 * kWhole},
       {{Shard{0}, Replicate{}}, {Shard{1}, Replicate{}}, "all_to_all", 2 * kWhole},
-      // The slice goes first: only a quarter is reduced and scattered.
+      // The slice comes first: only a quarter is reduced and scattered.
       {{Partial{}, Replicate{}}, {Shard{0}, Shard{1}}, "reduce_scatter", 2 * kWhole},
       {{Shard{0}, Shard{1}}, {Shard{0}, Shard{1}}, "", 0},
   };
@@ -158,11 +159,11 @@ TEST(DTensor, SendsWhatThePlanNeeds) {
       const at::Tensor x = spread(sample({8, 8}), mesh, step.from);
       for (int axis = 0; axis < 2; ++axis) mesh.group(axis).barrier().wait();
       for (int axis = 0; axis < 2; ++axis) mesh.group(axis).barrier().wait();
-      if (mesh.mesh().this_rank().value() == 0) recorder.reset_totals();
+      if (mesh.mesh().this_rank() == 0) recorder.reset_totals();
       for (int axis = 0; axis < 2; ++axis) mesh.group(axis).barrier().wait();
       const at::Tensor y = redistribute(x, step.to);
       for (int axis = 0; axis < 2; ++axis) mesh.group(axis).barrier().wait();
-      if (mesh.mesh().this_rank().value() == 0) {
+      if (mesh.mesh().this_rank() == 0) {
         const std::lock_guard lock(mutex);
         totals = recorder.totals();
       }
@@ -182,7 +183,7 @@ TEST(DTensor, SendsWhatThePlanNeeds) {
 }
 
 // Operators that need no communication send nothing, and are decided once.
-TEST(DTensor, DecisionsAreKept) {
+TEST(DTensor, DecisionsAreCached) {
   on_mesh({2}, {"tp"}, [](const comm::MeshGroups& mesh) {
     const at::Tensor x = distribute_tensor(sample({4, 3}), mesh, {Shard{0}}), w = distribute_tensor(sample({3, 6}, 1), mesh, {Replicate{}});
     clear_sharding_cache();
@@ -204,7 +205,7 @@ TEST(DTensor, PendingValuesAreWaitedFor) {
     EXPECT_TRUE(at::equal(to_local(a), whole));
     (a * 2).sum().backward();
     EXPECT_TRUE(at::equal(full_tensor(x.grad()), at::full({6, 4}, 2.0)));
-    // Dropped without being used: the transfer ends all the same.
+    // Dropped without being used: the transfer completes nevertheless.
     redistribute(x, {Replicate{}}, {.async = true});
   });
 }
@@ -231,7 +232,7 @@ TEST(DTensor, OptimizersWork) {
     const at::Tensor expected = train([](const at::Tensor& t) { return t.clone(); }, optimizers[i]);
     on_mesh({2}, {"tp"}, [&](const comm::MeshGroups& mesh) {
       for (const Placement& placement : {Placement(Shard{0}), Placement(Shard{1}), Placement(Replicate{})})
-        // Nothing is summed over ranks: bit for bit.
+        // Nothing is summed over ranks: bitwise equal.
         EXPECT_TRUE(at::equal(train([&](const at::Tensor& t) { return distribute_tensor(t, mesh, {placement}); }, optimizers[i]), expected)) << i << " " << placement.to_string();
     });
   }

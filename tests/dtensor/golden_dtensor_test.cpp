@@ -1,6 +1,6 @@
-// Reference data of the section `dtensor`: redistributions, forward and backward, on worlds of threads. Values and shapes are
-// exact; strides are not compared, because a local part here is always dense, where the reference keeps the padding it
-// received with.
+// Reference data of the section `dtensor`: redistributions, forward and backward, on worlds of threads.
+// Values and shapes are exact; strides are not compared, because a local part here is always dense, while
+// PyTorch 2.14 keeps the padding it received with.
 #include <fmt/format.h>
 #include <torch/torch.h>
 
@@ -24,7 +24,7 @@ Placement placement_of(const std::string& text) {
   if (text == "P") return Partial{};
   if (text.starts_with("P")) return parse_placement("P(" + text.substr(1) + ")");
   if (text.starts_with("S")) return Shard{std::stoll(text.substr(1))};
-  throw std::runtime_error("a placement that is not known here: " + text);
+  throw std::runtime_error("unknown placement: " + text);
 }
 
 Placements placements_of_json(const json& list) {
@@ -37,7 +37,7 @@ at::Tensor tensor_of(const json& part) {
   return at::tensor(part.at("values").get<std::vector<float>>(), at::kFloat).view(part.at("shape").get<Numbers>());
 }
 
-// Shape and ranks of a mesh that is written as nested lists.
+// Shape and ranks of a mesh that is given as nested lists.
 struct MeshText {
   Numbers shape;
   std::vector<int> ranks;
@@ -53,7 +53,7 @@ struct MeshText {
   }
 };
 
-// Runs cases of one mesh on one world: making worlds takes longer than the cases.
+// Runs cases of one mesh on one world: creating worlds takes longer than the cases.
 void run_by_mesh(const std::string& kind, const std::function<void(const json&, const comm::MeshGroups&, int)>& body) {
   std::map<std::string, std::vector<json>> by_mesh;
   std::size_t run = 0;
@@ -61,7 +61,7 @@ void run_by_mesh(const std::string& kind, const std::function<void(const json&, 
   for (const auto& [text, cases] : by_mesh) {
     const MeshText shape(json::parse(text));
     comm::run_ranks(static_cast<int>(shape.ranks.size()), 120s, [&](comm::World& world) {
-      const comm::MeshGroups mesh(world, DeviceMesh("cpu", shape.shape, shape.ranks, {}, Rank{world.rank()}));
+      const comm::MeshGroups mesh(world, DeviceMesh("cpu", shape.shape, shape.ranks, {}, world.rank()));
       for (const json& item : cases) body(item, mesh, world.rank());
     });
     run += cases.size();

@@ -1,4 +1,4 @@
-// Meshes found by what a record says of them.
+// Finding meshes by the keys of records.
 #include "penstock/dtensor/tensor/mesh_cache.h"
 
 #include <gtest/gtest.h>
@@ -15,9 +15,9 @@ namespace mesh_cache_test {
 
 using namespace std::chrono_literals;
 
-// Meshes need no communication: a world without peers does.
+// Meshes need no communication, so a world without peers suffices.
 comm::MeshGroups mesh_of_four(const std::vector<std::string>& names = {"dp", "tp"}) {
-  return {comm::World::fake(1, 4), init_device_mesh("cpu", {2, 2}, names, Rank{1}, 4)};
+  return {comm::World::fake(1, 4), init_device_mesh("cpu", {2, 2}, names, 1, 4)};
 }
 
 TEST(MeshCache, AsksTheCallbackOnce) {
@@ -46,7 +46,7 @@ TEST(MeshCache, ErrorsSayWhatToDo) {
   MeshCache cache;
   const std::string nobody = message_of<PipeliningMetadataError>([&] { cache.get(root.mesh().key()); });
   EXPECT_TRUE(has_text(nobody, root.mesh().key().to_string()));
-  EXPECT_TRUE(has_text(nobody, "give a callback"));
+  EXPECT_TRUE(has_text(nobody, "pass a callback"));
   const std::string nothing = message_of<PipeliningMetadataError>([&] { cache.get(root.mesh().key(), [](const MeshKey&) { return std::nullopt; }); });
   EXPECT_TRUE(has_text(nothing, "no mesh for [dp, tp]"));
   EXPECT_TRUE(has_text(nothing, "one universe"));
@@ -58,7 +58,7 @@ TEST(MeshCache, ErrorsSayWhatToDo) {
   EXPECT_EQ(cache.size(), 0u);
 }
 
-TEST(MeshCache, InsertTakesThePlace) {
+TEST(MeshCache, InsertReplaces) {
   const comm::MeshGroups first = mesh_of_four(), second = mesh_of_four();  // two worlds
   ASSERT_NE(first, second);
   MeshCache cache;
@@ -67,7 +67,7 @@ TEST(MeshCache, InsertTakesThePlace) {
   cache.insert(second.mesh().key(), second);
   EXPECT_EQ(cache.get(first.mesh().key()), second);
   EXPECT_EQ(cache.size(), 1u);
-  // Names alone are a key of their own.
+  // Names alone are a separate key.
   cache.insert({{"dp", "tp"}, std::nullopt}, first);
   EXPECT_EQ(cache.size(), 2u);
   EXPECT_EQ(cache.get({{"dp", "tp"}, std::nullopt}), first);
@@ -88,10 +88,10 @@ TEST(MeshCache, HarvestKeepsWhatIsThere) {
   EXPECT_EQ(cache.size(), 2u);
 }
 
-// Both would be found under one key: a record cannot tell which it means.
+// Both would be found under one key: a record would be ambiguous.
 TEST(MeshCache, HarvestRefusesOtherRanksUnderOneKey) {
   const comm::MeshGroups first = mesh_of_four();
-  const comm::MeshGroups second = first.with_mesh(DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, Rank{1}));
+  const comm::MeshGroups second = first.with_mesh(DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, 1));
   ASSERT_EQ(first.mesh().key(), second.mesh().key());
   const DistributeOptions equal{.source_axis_rank = {}};
   MeshCache cache;
@@ -102,10 +102,11 @@ TEST(MeshCache, HarvestRefusesOtherRanksUnderOneKey) {
   EXPECT_TRUE(has_text(message, "[[0,1],[2,3]]"));
 }
 
-// Stage 0 on ranks 0 and 1 tells stage 1 on ranks 2 and 3 what comes; both have a mesh called tp, each its own.
+// Stage 0 on ranks 0 and 1 tells stage 1 on ranks 2 and 3 what it will send; both have their own mesh called
+// tp.
 TEST(MeshCache, TheReceiverFindsItsOwnMesh) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
-    const comm::MeshGroups root(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups root(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), 4));
     const comm::MeshGroups tp = root.with_mesh(root.mesh()["tp"]);
     const DistributedRecord record = record_of_dtensor(distribute_tensor(at::ones({6, 2}), tp, {Shard{0}}));
     MeshCache cache;

@@ -45,10 +45,10 @@ std::vector<at::Tensor> call_operator(const std::string& name, const std::vector
     } else if (argument.type()->kind() == c10::TypeKind::OptionalType) {
       stack.emplace_back();
     } else {
-      throw std::invalid_argument(name + ": nothing is given for " + argument.name());
+      throw std::invalid_argument(name + ": no value for argument " + argument.name());
     }
   }
-  if (known != named.size() || next != tensors.size()) throw std::invalid_argument(name + ": more is given than the schema has arguments for");
+  if (known != named.size() || next != tensors.size()) throw std::invalid_argument(name + ": more values than the schema has arguments");
   op->callBoxed(&stack);
   std::vector<at::Tensor> results;
   for (const c10::IValue& value : stack)
@@ -72,10 +72,10 @@ RuleCase each_of(const std::string& name, const Tensors& inputs, const std::vect
 void stand_in(const std::string& name, std::function<void(const c10::OperatorHandle&, Stack*)> kernel) {
   const auto op = find_operator(name);
   if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) return;
-  // Kept for the life of the process.
+  // Never freed.
   new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
       name_of(name), c10::DispatchKey::CPU, c10::KernelFunction::makeFromBoxedFunctor<StandIn>(std::make_unique<StandIn>(std::move(kernel))), c10::nullopt, nullptr,
-      "a stand-in of the tests"));
+      "a test replacement"));
 }
 
 c10::IValue stacked(const c10::OperatorHandle& op, const Stack& stack, const std::string& name) {

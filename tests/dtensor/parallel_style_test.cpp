@@ -1,4 +1,4 @@
-// A transformer of two blocks, trained with tensor, sequence and data parallelism, against one process.
+// A transformer of two blocks, trained with tensor, sequence and data parallelism, compared with one process.
 #include "penstock/tensor_parallel.h"
 
 #include <gtest/gtest.h>
@@ -21,7 +21,8 @@ namespace parallel_style_test {
 using namespace std::chrono_literals;
 using namespace test;
 
-// Sums are taken in another order; in float64 that is a few units in the last place, grown by AdamW's division.
+// Sums are computed in another order; in float64 that is a few units in the last place, amplified by AdamW's
+// division.
 constexpr double kTolerance = 1e-9;
 
 void expect_equal(const Training& expected, const Training& actual, double tolerance, const std::string& where) {
@@ -36,12 +37,12 @@ void expect_equal(const Training& expected, const Training& actual, double toler
 void check_training(const std::vector<std::int64_t>& mesh_shape, const std::vector<std::string>& names, const Plan& plan, const std::string& where,
                     double tolerance = kTolerance) {
   const Training expected = train(make_model(), [](const at::Tensor& tokens) { return tokens; });
-  std::vector<Model> models;  // made one after the other: the generator is the process's
+  std::vector<Model> models;  // created one after the other: the generator belongs to the process
   int size = 1;
   for (const std::int64_t n : mesh_shape) size *= static_cast<int>(n);
   for (int rank = 0; rank < size; ++rank) models.push_back(make_model());
   comm::run_ranks(size, 120s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", mesh_shape, names, Rank{world.rank()}, size));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", mesh_shape, names, world.rank(), size));
     Model model = models[static_cast<std::size_t>(world.rank())];
     parallelize_module(*model, mesh, plan, {.axis = "tp"});
     distribute_module(*model, mesh);
@@ -59,10 +60,10 @@ TEST(SequenceParallel, TwoRanks) { check_training({2}, {"tp"}, sequence_plan(), 
 TEST(SequenceParallel, FourRanksUneven) { check_training({4}, {"tp"}, sequence_plan(), "sequence parallel 4"); }
 TEST(DataAndTensorParallel, TwoByTwo) { check_training({2, 2}, {"dp", "tp"}, tensor_plan(), "2 x 2"); }
 TEST(DataAndTensorParallel, TwoByTwoWithSequence) { check_training({2, 2}, {"dp", "tp"}, sequence_plan(), "2 x 2 with sequence parallel"); }
-// Nothing is summed over ranks: bit for bit.
+// Nothing is summed over ranks: bitwise equal.
 TEST(DataParallel, AllReplicated) { check_training({2}, {"tp"}, {}, "nothing parallel", 0); }
 
-// ---- what happens at the border of a module ----
+// ---- at the boundary of a module ----
 
 // Operations of all ranks together while `body` runs on each.
 std::map<std::string, comm::OperationTotals> totals_of(const comm::MeshGroups& mesh, const std::function<void()>& body) {
@@ -81,7 +82,7 @@ std::map<std::string, comm::OperationTotals> totals_of(const comm::MeshGroups& m
 }
 
 void on_two(const std::function<void(const comm::MeshGroups&)>& body) {
-  comm::run_ranks(2, 60s, [&](comm::World& world) { body({world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2)}); });
+  comm::run_ranks(2, 60s, [&](comm::World& world) { body({world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2)}); });
 }
 
 struct MlpImpl : nn::Module {
@@ -95,7 +96,7 @@ struct MlpImpl : nn::Module {
 TORCH_MODULE(Mlp);
 
 // Plain tensors in, plain tensors out: the caller need not know.
-TEST(ModuleBorder, PlainInputsStayPlain) {
+TEST(ModuleBoundary, PlainInputsStayPlain) {
   torch::manual_seed(1);
   Mlp whole;
   const at::Tensor x = at::randn({5, 4});
@@ -127,8 +128,9 @@ TEST(ModuleBorder, PlainInputsStayPlain) {
   });
 }
 
-// The same with three dims, where torch::nn::Linear adds the bias by itself, for every layout of inputs and outputs.
-TEST(ModuleBorder, PlainInputsOfThreeDims) {
+// The same with three dims, where torch::nn::Linear adds the bias itself, for all placements of inputs and
+// outputs.
+TEST(ModuleBoundary, PlainInputsOfThreeDims) {
   struct Layout {
     ColwiseOptions up;
     RowwiseOptions down;
@@ -170,7 +172,7 @@ TEST(ModuleBorder, PlainInputsOfThreeDims) {
 }
 
 // Query, key and value take one gathered input, and its gradient is scattered once.
-TEST(ModuleBorder, OneGatherServesAll) {
+TEST(ModuleBoundary, OneGatherServesAll) {
   on_two([](const comm::MeshGroups& mesh) {
     nn::Linear q(4, 4), k(4, 4), v(4, 4);
     for (nn::Linear layer : {q, k, v}) parallelize_module(*layer, mesh, {{"", colwise_parallel()}});
@@ -211,11 +213,11 @@ TEST(LossParallel, SendsNoLogits) {
   });
 }
 
-// An axis of the border is a position in its own mesh, which another mesh may not even have.
+// The boundary's axis is a position in its own mesh, which another mesh may not have.
 TEST(ParallelizeModule, InputsOnAnotherMeshAreRefused) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, 4));
-    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, Rank{world.rank()}));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), 4));
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, world.rank()));
     Mlp model;
     parallelize_module(*model, mesh, {{"up", colwise_parallel()}, {"down", rowwise_parallel()}}, {.axis = "tp"});
     const at::Tensor x = at::ones({4, model->up->weight.size(1)}, model->up->weight.scalar_type());
@@ -235,16 +237,16 @@ TEST(ParallelizeModule, SaysWhatIsWrong) {
     EXPECT_TRUE(has_text(message_of<TypeError>([&] { parallelize_module(*model, mesh, {{"", rowwise_parallel()}}); }), "torch::nn::Linear"));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { parallelize_module(*model, mesh, {{"up", colwise_parallel()}}, {.axis = "dp"}); }), "dp"));
     EXPECT_TRUE(has_text(message_of<TypeError>([&] { parallelize_module(*model, mesh, {{"", prepare_module({})}}); }), "prepare_layout"));
-    // Nothing of a plan is done when a part of it is wrong.
+    // If a part of a plan is wrong, nothing of it is applied.
     EXPECT_THROW(parallelize_module(*model, mesh, {{"up", colwise_parallel()}, {"nowhere", colwise_parallel()}}), ValueError);
     EXPECT_FALSE(is_dtensor(model->up->weight));
     distribute_parameter(model->up->weight, mesh, {Shard{0}});
     distribute_parameter(model->up->weight, mesh, {Shard{0}});
-    EXPECT_TRUE(has_text(message_of<StateError>([&] { distribute_parameter(model->up->weight, mesh, {Shard{1}}); }), "laid out alike"));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { distribute_parameter(model->up->weight, mesh, {Shard{1}}); }), "same layout"));
   });
 }
 
-// Every layout of inputs and outputs around a module of which every rank has all.
+// All placements of inputs and outputs around a module that is replicated.
 TEST(PrepareModule, LaysOutInputsAndOutputs) {
   struct Layout {
     PrepareOptions options;
@@ -292,14 +294,14 @@ TEST(PrepareModule, KindsOfOutputs) {
     const at::Tensor x = sample({2, 4, 6});
     nn::LayerNorm norm(nn::LayerNormOptions({6}));
     const at::Tensor expected = norm->forward(x).detach();
-    parallelize_module(*norm, mesh, {{"", prepare_module({.plain_input = Replicate{}, .desired_input = Shard{1}, .kind = OutputKind::Distributed})}});
+    parallelize_module(*norm, mesh, {{"", prepare_module({.plain_input = Replicate{}, .desired_input = Shard{1}, .kind = BoundaryOutput::Distributed})}});
     const at::Tensor distributed = norm->forward(x);
     ASSERT_TRUE(is_dtensor(distributed));
     EXPECT_EQ(placements_of(distributed), (Placements{Shard{1}}));
     EXPECT_TRUE(at::allclose(full_tensor(distributed), expected, 1e-5, 1e-6));
 
     nn::LayerNorm other(nn::LayerNormOptions({6}));
-    parallelize_module(*other, mesh, {{"", prepare_module({.desired_input = Shard{0}, .kind = OutputKind::Local})}});
+    parallelize_module(*other, mesh, {{"", prepare_module({.desired_input = Shard{0}, .kind = BoundaryOutput::Local})}});
     const at::Tensor local = other->forward(distribute_tensor(x, mesh, {Replicate{}}));
     EXPECT_FALSE(is_dtensor(local));
     EXPECT_TRUE(at::allclose(local, expected.narrow(0, mesh.coordinate()[0], 1), 1e-5, 1e-6));
@@ -322,20 +324,20 @@ TEST(PrepareModule, SaysWhatIsWrong) {
 TEST(PrepareLayout, AlongOneAxis) {
   on_two([](const comm::MeshGroups& mesh) {
     const at::Tensor value = sample({4, 3});
-    // A plain one lies as `from` says, and its gradient comes back the same way.
+    // A plain tensor is placed as `from`, and its gradient returns the same way.
     at::Tensor mine = value.narrow(0, 2 * mesh.coordinate()[0], 2).clone().requires_grad_();
     const at::Tensor whole = prepare_layout(mine, mesh, Shard{0}, Replicate{});
     EXPECT_EQ(placements_of(whole), (Placements{Replicate{}}));
     EXPECT_TRUE(at::equal(full_tensor(whole.detach()), value));
     whole.square().sum().backward();
     EXPECT_TRUE(at::equal(mine.grad(), 2 * mine.detach()));
-    // A distributed one lies as it lies; dims may be counted from the end.
+    // A distributed tensor starts from its own placements; dims may be counted from the end.
     const at::Tensor split = prepare_layout(distribute_tensor(value, mesh, {Shard{0}}), mesh, Replicate{}, Shard{-1}, "tp");
     EXPECT_EQ(placements_of(split), (Placements{Shard{1}}));
     EXPECT_TRUE(at::equal(full_tensor(split), value));
   });
   comm::run_ranks(4, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), 4));
     const at::Tensor value = sample({4, 6});
     const at::Tensor moved = prepare_layout(distribute_tensor(value, mesh, {Shard{0}, Replicate{}}), mesh, Replicate{}, Shard{1}, "tp");
     EXPECT_EQ(placements_of(moved), (Placements{Shard{0}, Shard{1}}));
@@ -349,8 +351,8 @@ TEST(PrepareLayout, AlongOneAxis) {
 
 TEST(SetBoundary, AnAxisOfTheParametersMesh) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, 4));
-    const comm::MeshGroups line(world, init_device_mesh("cpu", {4}, {"tp"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), 4));
+    const comm::MeshGroups line(world, init_device_mesh("cpu", {4}, {"tp"}, world.rank(), 4));
     const at::Tensor parameter = distribute_tensor(sample({4, 4}), mesh, {Replicate{}, Shard{0}});
     const auto refuse = [&](const comm::MeshGroups& other, int axis) { return message_of<ValueError>([&] { set_boundary(parameter, {.mesh = other, .axis = axis}); }); };
     EXPECT_TRUE(has_text(refuse(line, 0), "an axis of the parameter's mesh"));

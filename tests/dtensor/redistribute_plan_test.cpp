@@ -33,7 +33,7 @@ std::vector<Placements> all_placements(const Shape& mesh, std::int64_t dims) {
     }
     result = std::move(longer);
   }
-  // A strided shard is meaningful when the axes to its right split the same dim that many times.
+  // A strided shard is meaningful if the axes to its right split the same dim that many times.
   std::erase_if(result, [&](const Placements& placements) {
     for (std::size_t axis = 0; axis < placements.size(); ++axis) {
       if (!placements[axis].is_strided_shard()) continue;
@@ -47,7 +47,8 @@ std::vector<Placements> all_placements(const Shape& mesh, std::int64_t dims) {
   return result;
 }
 
-// Single steps priced by the planner, joined by Floyd and Warshall: no plan may be dearer than the cheapest walk.
+// Single steps priced by the planner, combined by Floyd-Warshall: no plan may cost more than the cheapest
+// walk.
 void expect_optimal(const Shape& mesh, const Shape& shape) {
   const TensorSize tensor{shape, 4};
   const auto states = all_placements(mesh, static_cast<std::int64_t>(shape.size()));
@@ -98,7 +99,7 @@ std::vector<Shape> coordinates(const Shape& mesh) {
   return result;
 }
 
-// What a step makes a rank hold must come from the ranks along its axis.
+// What a rank holds after a step must come from the ranks along its axis.
 void expect_sound(const Shape& mesh, const Shape& shape) {
   const auto states = all_placements(mesh, 2);
   for (const Placements& from : states)
@@ -160,7 +161,7 @@ TEST(RedistributePlan, CountsTheBytesOfARing) {
   EXPECT_EQ(bytes({Replicate{}}, {Shard{1}}), 0);
 }
 
-TEST(RedistributePlan, RefusesToInventTerms) {
+TEST(RedistributePlan, RefusesToCreatePartialValues) {
   const TensorSize tensor{{4, 4}, 4};
   EXPECT_THROW(plan_redistribute(tensor, {2}, {Replicate{}}, {Partial{}}), ValueError);
   EXPECT_THROW(plan_redistribute(tensor, {2}, {Partial{PartialOp::Max}}, {Partial{}}), ValueError);

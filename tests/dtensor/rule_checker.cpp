@@ -27,7 +27,7 @@ std::vector<Placement> choices(const at::Tensor& tensor, bool partial) {
   return all;
 }
 
-// For every input its placements on a mesh.
+// The placements of every input on a mesh.
 using Combination = std::vector<Placements>;
 
 std::vector<Combination> combinations(const RuleCase& rule_case, std::size_t axes, const std::vector<std::int64_t>& mesh_shape) {
@@ -123,7 +123,7 @@ void check_on(const RuleCase& rule_case, const std::vector<std::int64_t>& mesh_s
   for (const std::int64_t n : mesh_shape) size *= static_cast<int>(n);
   std::mutex mutex;
   comm::run_ranks(size, 240s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", mesh_shape, {}, Rank{world.rank()}, size));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", mesh_shape, {}, world.rank(), size));
     for (const Combination& combination : combinations(rule_case, mesh_shape.size(), mesh_shape)) {
       std::string where = fmt::format("{} on a mesh of ({}):", rule_case.name, fmt::join(mesh_shape, ", "));
       for (const Placements& placements : combination) where += " " + to_string(placements);
@@ -157,13 +157,13 @@ void check_on(const RuleCase& rule_case, const std::vector<std::int64_t>& mesh_s
         report("output", i, compare(expected.outputs[i].detach(), whole(outcome.outputs[i]), rule_case), outcome.outputs[i]);
       for (std::size_t i = 0; i < expected.gradients.size(); ++i)
         report("gradient", i, compare(expected.gradients[i], whole(outcome.gradients[i]), rule_case), outcome.gradients[i]);
-      // One failing combination says enough; the ranks agree on it, because whole results are compared.
+      // One failing combination is enough; the ranks agree on it, because whole results are compared.
       if (::testing::Test::HasFailure()) return;
     }
   });
 }
 
-// The rules checked by this program, and whoever writes them down at its end.
+// The rules checked by this program; written to the file when it ends.
 std::set<std::string>& checked_rules() {
   static auto& names = *new std::set<std::string>;
   return names;
@@ -186,13 +186,13 @@ const ::testing::Environment* const write_checked = ::testing::AddGlobalTestEnvi
 }  // namespace
 
 RulesChecked::RulesChecked() {
-  if (scopes_open++ == 0) penstock::detail::take_asked_rules();
+  if (scopes_open++ == 0) penstock::detail::take_used_rules();
 }
 
 RulesChecked::~RulesChecked() {
   --scopes_open;
   if (::testing::Test::HasFailure()) return;
-  for (const std::string& name : penstock::detail::take_asked_rules()) checked_rules().insert(name);
+  for (const std::string& name : penstock::detail::take_used_rules()) checked_rules().insert(name);
 }
 
 at::Tensor sample(at::IntArrayRef shape, int seed) {
@@ -216,7 +216,7 @@ at::Tensor sample_index(at::IntArrayRef shape, std::int64_t limit, int seed) {
 }
 
 at::Tensor spread(const at::Tensor& value, const comm::MeshGroups& mesh, const Placements& placements) {
-  // First the part that this rank's shards say, then a term of it for each axis that is Partial.
+  // First this rank's shard, then a partial value of it for each axis that is Partial.
   Placements shards = placements;
   for (Placement& placement : shards)
     if (placement.is_partial()) placement = Replicate{};
@@ -224,7 +224,7 @@ at::Tensor spread(const at::Tensor& value, const comm::MeshGroups& mesh, const P
   for (std::size_t axis = 0; axis < placements.size(); ++axis) {
     if (!placements[axis].is_partial()) continue;
     const std::int64_t ranks = mesh.shape()[axis], me = mesh.coordinate()[axis];
-    // Multiples of 1/64 that add up to nothing over the axis; the last rank has the value.
+    // Multiples of 1/64 that add up to zero over the axis; the last rank has the value.
     const at::Tensor noise = sample(local.sizes(), 1000 + static_cast<int>(axis)).to(local.dtype());
     if (me + 1 < ranks)
       local = noise * static_cast<double>(me + 1);

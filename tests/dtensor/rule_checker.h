@@ -3,9 +3,9 @@
 //
 //   check_rule({.name = "softmax", .inputs = {randn({5, 7})}, .body = [](const auto& in) { return softmax(in[0], 1); }});
 //
-// Values are multiples of 1/64 of small size, so that terms of a Partial add up to them exactly. An in-place body on a
-// placement that cannot be written may throw ValueError, or StateError for a view that is a copy; `may_refuse` says so. Everything else must give the result of one
-// process.
+// Values are small multiples of 1/64, so that partial values add up to them exactly. An in-place body on a
+// placement that cannot be written may throw ValueError, or StateError for a view that is a copy;
+// `may_refuse` allows that. Everything else must produce the result of one process.
 #pragma once
 
 #include <torch/torch.h>
@@ -23,15 +23,15 @@ using Tensors = std::vector<at::Tensor>;
 
 struct RuleCase {
   std::string name;
-  Tensors inputs;  // floating point ones get gradients, where `backward`
+  Tensors inputs;  // floating-point ones get gradients, if `backward`
   std::function<Tensors(const Tensors&)> body;
   bool backward = true;
-  bool partial = true;       // also try inputs that are terms of a sum
-  bool may_refuse = false;   // ValueError and StateError are answers, too
+  bool partial = true;       // also try inputs that are partial sums
+  bool may_refuse = false;   // ValueError and StateError are allowed
   double rtol = 1e-5, atol = 1e-6;
-  // Inputs that stay replicated in all combinations (index lists and the like).
+  // Inputs that stay replicated in all combinations (for example index lists).
   std::vector<std::size_t> replicated = {};
-  // At most so many combinations are tried on each mesh, chosen at random.
+  // At most this many combinations are tried on each mesh, chosen at random.
   std::size_t most = 60;
 };
 
@@ -42,9 +42,10 @@ at::Tensor sample_positive(at::IntArrayRef shape, int seed = 0);
 // Integers in [0, limit).
 at::Tensor sample_index(at::IntArrayRef shape, std::int64_t limit, int seed = 0);
 
-// While one lives, the sharding rules that calls come to count as checked, unless the test fails meanwhile. check_rule has
-// one; a test that compares results by itself puts one around. What a program has checked it writes, a name a line, to the file
-// that PENSTOCK_RULES_CHECKED names: rule_coverage_test finds the rules that no program has.
+// While an instance lives, the sharding rules used by calls count as checked, unless the test fails
+// meanwhile. check_rule has one; a test that compares results itself creates one. The program writes the
+// names of the checked rules, one per line, to the file named by PENSTOCK_RULES_CHECKED: rule_coverage_test
+// finds the rules that no program has checked.
 class RulesChecked {
  public:
   RulesChecked();
@@ -57,7 +58,7 @@ class RulesChecked {
 void check_rule(const RuleCase& rule_case);
 void check_rules(const std::vector<RuleCase>& rule_cases);
 
-// A distributed tensor of these placements that is worth `value`: terms of a Partial differ from rank to rank.
+// A distributed tensor with these placements and the given value: partial values differ from rank to rank.
 at::Tensor spread(const at::Tensor& value, const comm::MeshGroups& mesh, const Placements& placements);
 
 }  // namespace penstock::test

@@ -1,4 +1,5 @@
-// Every sharding rule was checked by one of the programs of this folder: they leave lists, and this one reads them.
+// Every sharding rule is checked by one of the programs of this folder: they write lists, and this one reads
+// them.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -19,13 +20,14 @@ namespace rule_coverage_test {
 
 using Names = std::set<std::string>;
 
-// Whether an operator falls apart into others, which come to rules of their own. One with a kernel as well does not.
+// Whether an operator is decomposed into others, which have rules of their own. One that also has a kernel is
+// not.
 bool decomposes(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
          !op.hasKernelForDispatchKey(c10::DispatchKey::CUDA);
 }
 
-// The rules that calls can come to: an operator that this LibTorch does not have leaves its rule aside.
+// The rules that calls can reach: the rule of an operator that this LibTorch does not have is skipped.
 Names reachable_rules() {
   Names rules;
   auto& dispatcher = c10::Dispatcher::singleton();
@@ -37,7 +39,7 @@ Names reachable_rules() {
   return rules;
 }
 
-// Of the files in a list of paths, between colons.
+// Reads the files in a colon-separated list of paths.
 Names names_in(const std::string& paths) {
   Names names;
   std::stringstream all(paths);
@@ -64,12 +66,12 @@ TEST(RuleCoverage, EveryRuleIsChecked) {
   EXPECT_TRUE(unchecked.empty()) << unchecked.size() << " of " << rules.size() << " rules that no test has checked on distributed tensors:\n  " << fmt::format("{}", fmt::join(unchecked, "\n  "));
 }
 
-// The test above can fail: a rule that is new is asked for, and found missing.
+// The test above can fail: a new rule is expected, and reported as missing.
 TEST(RuleCoverage, ANewRuleIsMissing) {
   const Names before = reachable_rules();
   EXPECT_GT(before.size(), 300u);
   EXPECT_TRUE(before.count("aten::mm"));
-  EXPECT_FALSE(before.count("aten::reshape")) << "falls apart into views and copies";
+  EXPECT_FALSE(before.count("aten::reshape")) << "decomposed into views and copies";
   EXPECT_FALSE(before.count("aten::cholesky_inverse"));
   register_sharding_rule("aten::cholesky_inverse", replicate_all);
   EXPECT_EQ(missing(reachable_rules(), before), (Names{"aten::cholesky_inverse"}));

@@ -57,7 +57,7 @@ TEST(DimRules, InPlaceChangesOfShape) {
   });
 }
 
-// Autograd follows writes into views: by as_strided where it must.
+// Autograd propagates writes into views, by as_strided if necessary.
 TEST(DimRules, WritesIntoViews) {
   check_rules({
       {.name = "a column", .inputs = {sample({5, 3}), sample({5}, 1)}, .body = [](const Tensors& in) { at::Tensor y = in[0] * 2; y.select(1, 0).mul_(in[1]); return Tensors{y}; }, .partial = false, .may_refuse = true, .most = 14},
@@ -70,13 +70,13 @@ TEST(DimRules, WritesIntoViews) {
   });
 }
 
-// Where a view cuts a split dim, its part is a copy; writing into it is refused, on every rank.
+// If a view cuts a split dim, its part is a copy; writing into it is refused on every rank.
 TEST(DimRules, WritesIntoCopiedViewsAreRefused) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     const at::Tensor x = distribute_tensor(sample({4, 3}), mesh, {Shard{0}});
     EXPECT_THROW(x.select(0, 1).add_(1), StateError);
-    // Nor is a copy read after what it views has changed.
+    // A copy cannot be read after its base has changed.
     const at::Tensor row = x.select(0, 1);
     EXPECT_TRUE(at::equal(full_tensor(row), sample({4, 3}).select(0, 1)));
     x.select(1, 1).add_(1);
@@ -94,7 +94,7 @@ TEST(DimRules, WritesIntoCopiedViewsAreRefused) {
 
 using Sizes = std::vector<std::int64_t>;
 
-// Forms that copy or come from other operators; programs rarely call them.
+// Overloads that copy or are called by other operators; programs rarely call them directly.
 TEST(DimRules, ByName) {
   check_rules({
       each_of("of one tensor", {sample({4, 6})},

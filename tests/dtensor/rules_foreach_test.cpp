@@ -1,4 +1,4 @@
-// Operators on lists and norms, against one process.
+// Operators on lists, and norms, compared with one process.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/dtensor/tensor/sharding_rule.h"
-#include "penstock/torch/dispatch/stack_tensors.h"
+#include "penstock/stack_tensors.h"
 #include "tests/dtensor/rule_checker.h"
 
 namespace penstock::test {
@@ -36,7 +36,7 @@ TEST(ForeachRules, EveryOperatorOfTheDispatcherIsHandled) {
   EXPECT_GT(seen, 100u);
 }
 
-// Arguments by their type: every list is two of the tensors.
+// Arguments by their type: every list has two of the tensors.
 Tensors call_on_lists(const c10::OperatorHandle& op, const Tensors& in, bool in_place) {
   Stack stack;
   std::size_t next = 0;
@@ -65,7 +65,7 @@ Tensors call_on_lists(const c10::OperatorHandle& op, const Tensors& in, bool in_
   return out;
 }
 
-// All that this LibTorch has, the forms in place one by one, because each may be refused.
+// All that this LibTorch has; the in-place forms one by one, because each may be refused.
 TEST(ForeachRules, EveryOperatorByName) {
   const Tensors inputs{sample_positive({5, 3}), sample_positive({4}, 1), sample_positive({5, 3}, 2), sample_positive({4}, 3), sample_positive({5, 3}, 4), sample_positive({4}, 5)};
   std::map<std::size_t, std::vector<c10::OperatorHandle>> functional;
@@ -106,7 +106,7 @@ TEST(ForeachRules, ProductsOfMatrices) {
   check_rule({.name = "_foreach_mm", .inputs = {sample({5, 3}), sample({2, 4}, 1), sample({3, 4}, 2), sample({4, 5}, 3)},
               .body = [&](const Tensors& in) { return products({in[0], in[1]}, {in[2], in[3]}); }, .backward = false, .rtol = 1e-5, .most = 40});
   comm::run_ranks(2, 60s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     const at::Tensor x = distribute_tensor(sample({4, 3}), mesh, {Shard{0}});
     EXPECT_THROW(products({x, x}, {x}), ValueError);
   });
@@ -114,9 +114,9 @@ TEST(ForeachRules, ProductsOfMatrices) {
 
 TEST(ForeachRules, PlainPositionsAndMistakes) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     const at::Tensor x = distribute_tensor(sample({4, 3}), mesh, {Shard{0}});
-    // A plain tensor may stand beside, at a position of its own.
+    // A plain tensor is allowed at a position of its own.
     const Tensors out = at::_foreach_mul({x, sample({2}, 1)}, 2);
     EXPECT_TRUE(is_dtensor(out[0]));
     EXPECT_FALSE(is_dtensor(out[1]));
@@ -149,10 +149,10 @@ TEST(NormRules, AgainstOneProcess) {
   });
 }
 
-// NaN in the part of one rank is NaN for all.
+// NaN in the part of one rank is NaN on all.
 TEST(NormRules, NotANumber) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     for (const std::int64_t where : {0, 3}) {
       at::Tensor value = sample({4});
       value[where] = std::nan("");
@@ -183,7 +183,7 @@ TEST(NormRules, ClipGradNorm) {
       double expected_norm = 0;
       const Tensors expected = gradients(order, most, expected_norm);
       comm::run_ranks(4, 60s, [&](comm::World& world) {
-        const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {}, Rank{world.rank()}, 4));
+        const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {}, world.rank(), 4));
         const std::vector<Placements> layouts{{Shard{0}, Shard{1}}, {Replicate{}, Replicate{}}, {StridedShard{0, 2}, Shard{0}}, {Partial{}, Shard{0}}};
         Tensors parameters;
         for (std::size_t i = 0; i < shapes.size(); ++i) {

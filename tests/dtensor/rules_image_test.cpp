@@ -9,7 +9,7 @@ namespace rules_image_test {
 
 using Sizes = std::vector<std::int64_t>;
 
-// All rows that this LibTorch has, on one input.
+// All rows whose operator this LibTorch has, on one input.
 void check_all(const std::string& name, const at::Tensor& input, const std::vector<OperatorRow>& rows) {
   for (const OperatorRow& row : rows) {
     if (!has_operator("aten::" + row.name)) continue;

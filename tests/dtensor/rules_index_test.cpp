@@ -24,7 +24,7 @@ TEST(IndexRules, Gather) {
 }
 
 TEST(IndexRules, Scatter) {
-  const auto distinct = at::tensor(std::vector<std::int64_t>{0, 3, 2, 1, 4, 0}).view({3, 2});  // no two of a row are equal
+  const auto distinct = at::tensor(std::vector<std::int64_t>{0, 3, 2, 1, 4, 0}).view({3, 2});  // distinct within a row
   check_rules({
       {.name = "scatter_add", .inputs = {sample({5, 3}), sample_index({4, 3}, 5), sample({4, 3}, 1)}, .body = [](const Tensors& in) { return Tensors{in[0].scatter_add(0, in[1], in[2])}; }, .most = 20},
       {.name = "scatter", .inputs = {sample({3, 5}), distinct, sample({3, 2}, 1)}, .body = [](const Tensors& in) { return Tensors{in[0].scatter(1, in[1], in[2])}; }, .most = 20},
@@ -51,7 +51,7 @@ TEST(IndexRules, Advanced) {
   check_rules({
       {.name = "one index", .inputs = {sample({5, 3}), sample_index({4}, 5)}, .body = [=](const Tensors& in) { return Tensors{get(in[0], {in[1]}), get(in[0], {in[1] - 5})}; }, .most = 14},
       {.name = "of the second dim", .inputs = {sample({3, 5, 2}), sample_index({2, 3}, 5)}, .body = [=](const Tensors& in) { return Tensors{get(in[0], {Slice(), in[1]})}; }, .most = 14},
-      {.name = "two beside each other", .inputs = {sample({3, 4, 2}), sample_index({5}, 3), sample_index({5}, 4)}, .body = [=](const Tensors& in) { return Tensors{get(in[0], {in[1], in[2]})}; }, .most = 16},
+      {.name = "two adjacent", .inputs = {sample({3, 4, 2}), sample_index({5}, 3), sample_index({5}, 4)}, .body = [=](const Tensors& in) { return Tensors{get(in[0], {in[1], in[2]})}; }, .most = 16},
       {.name = "two apart", .inputs = {sample({3, 2, 4}), sample_index({5, 1}, 3), sample_index({2}, 4)}, .body = [=](const Tensors& in) { return Tensors{get(in[0], {in[1], Slice(), in[2]})}; }, .most = 16},
       {.name = "with a number and a slice", .inputs = {sample({3, 5, 4}), sample_index({4}, 5)}, .body = [=](const Tensors& in) { return Tensors{get(in[0], {1, in[1], Slice(1, 3)})}; }, .most = 20},
   });
@@ -64,7 +64,7 @@ TEST(IndexRules, AdvancedWrites) {
       {.name = "values of one row", .inputs = {sample({5, 2}), distinct, sample({2}, 1)}, .body = [](const Tensors& in) { return Tensors{in[0].index_put({in[1]}, in[2]), in[0].index_put({in[1]}, in[2], true)}; }, .most = 16},
       {.name = "in place", .inputs = {sample({5, 2}), distinct, sample({3, 2}, 1)}, .body = [](const Tensors& in) { Tensors out{in[0].clone(), in[0].clone()}; out[0].index_put_({in[1]}, in[2]); out[1].index_put_({in[1]}, 3); return out; }, .may_refuse = true, .most = 20},
       {.name = "a mask", .inputs = {sample({5, 3})}, .body = [](const Tensors& in) { Tensors out{in[0].clone(), in[0].clone()}; out[0].index_put_({in[0] > 0}, 3); out[1].index_put_({in[0].sum(1) > 0}, 3); return out; }, .may_refuse = true},
-      {.name = "two beside each other", .inputs = {sample({3, 4, 2}), at::tensor(std::vector<std::int64_t>{0, 2, 1}), at::tensor(std::vector<std::int64_t>{3, 0, 1}), sample({3, 2}, 1)}, .body = [](const Tensors& in) { return Tensors{in[0].index_put({in[1], in[2]}, in[3])}; }, .most = 16},
+      {.name = "two adjacent", .inputs = {sample({3, 4, 2}), at::tensor(std::vector<std::int64_t>{0, 2, 1}), at::tensor(std::vector<std::int64_t>{3, 0, 1}), sample({3, 2}, 1)}, .body = [](const Tensors& in) { return Tensors{in[0].index_put({in[1], in[2]}, in[3])}; }, .most = 16},
   });
 }
 
@@ -79,12 +79,12 @@ TEST(IndexRules, WriteBack) {
   });
 }
 
-TEST(IndexRules, CompositesThatMakeTensorsOfTheirOwn) {
+TEST(IndexRules, CompositesThatCreatePlainTensors) {
   check_rules({
       {.name = "one_hot", .inputs = {sample_index({5, 2}, 4)}, .body = [](const Tensors& in) { return Tensors{at::one_hot(in[0], 6), at::one_hot(in[0])}; }, .most = 12},
       {.name = "repeat_interleave", .inputs = {sample({3, 4})}, .body = [](const Tensors& in) { return Tensors{in[0].repeat_interleave(2, 1), in[0].repeat_interleave(3, 0), in[0].repeat_interleave(2)}; }, .most = 12},
   });
-  // Plain tensors go their own way.
+  // Plain tensors use the original kernel.
   EXPECT_TRUE(at::equal(at::one_hot(sample_index({3}, 4), 5).argmax(1), sample_index({3}, 4)));
   EXPECT_EQ(sample({3}).repeat_interleave(2).numel(), 6);
 }
@@ -92,7 +92,7 @@ TEST(IndexRules, CompositesThatMakeTensorsOfTheirOwn) {
 // Errors name the operator and what to do instead.
 TEST(IndexRules, ShapesThatDependOnValues) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     const at::Tensor x = distribute_tensor(sample({4, 3}), mesh, {Shard{0}});
     const auto refuses = [&](const std::string& name, const std::function<void()>& call) {
       try {
@@ -113,7 +113,7 @@ TEST(IndexRules, ShapesThatDependOnValues) {
 // An index out of range is an error on every rank, also where each holds a part of the dim.
 TEST(IndexRules, OutOfRange) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     const at::Tensor x = distribute_tensor(sample({4, 3}), mesh, {Shard{0}});
     const at::Tensor index = distribute_tensor(at::tensor(std::vector<std::int64_t>{0, 4}), mesh, {Replicate{}});
     EXPECT_THROW(x.index_select(0, index), ValueError);
@@ -163,7 +163,7 @@ TEST(IndexRules, ByName) {
 TEST(IndexRules, UnknownShapes) {
   const RulesChecked checked;
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     const at::Tensor x = distribute_tensor(sample_index({6}, 3), mesh, {Shard{0}});
     for (const OperatorRow& row : std::vector<OperatorRow>{{"nonzero"}, {"_unique"}, {"_unique2"}, {"unique_dim", {{"dim", 0}}}, {"unique_consecutive"}, {"unique_dim_consecutive", {{"dim", 0}}}, {"bincount"},
                                                            {"repeat_interleave.Tensor"}}) {

@@ -14,7 +14,7 @@ TEST(PointwiseRules, BroadcastAndPromotion) {
       {.name = "mul", .inputs = {sample({5, 3}), sample({5, 3}, 1)}, .body = [](const Tensors& in) { return Tensors{in[0] * in[1]}; }},
       {.name = "div", .inputs = {sample({5, 3}), sample({3}, 1)}, .body = [](const Tensors& in) { return Tensors{in[0] / in[1]}; }},
       {.name = "numbers", .inputs = {sample({5, 3})}, .body = [](const Tensors& in) { return Tensors{in[0] * 3 + 1, 2 - in[0], in[0] / 2, 1 / in[0]}; }},
-      {.name = "doubles meet floats", .inputs = {sample({4, 3}), sample({4, 3}, 1).to(at::kDouble)}, .body = [](const Tensors& in) { return Tensors{in[0] * in[1]}; }},
+      {.name = "doubles and floats", .inputs = {sample({4, 3}), sample({4, 3}, 1).to(at::kDouble)}, .body = [](const Tensors& in) { return Tensors{in[0] * in[1]}; }},
       {.name = "gelu, silu, tanh", .inputs = {sample({5, 3})}, .body = [](const Tensors& in) { return Tensors{at::gelu(in[0]), at::silu(in[0]), in[0].tanh(), in[0].relu()}; }},
       {.name = "where", .inputs = {sample({4, 3}), sample({4, 3}, 1)}, .body = [](const Tensors& in) { return Tensors{at::where(in[0] > 0, in[0], in[1]), in[0].masked_fill(in[1] > 0, 0.5)}; }},
       {.name = "addcmul, lerp", .inputs = {sample({4, 3}), sample({4, 3}, 1), sample({4, 3}, 2)}, .body = [](const Tensors& in) { return Tensors{at::addcmul(in[0], in[1], in[2], 0.5), at::lerp(in[0], in[1], in[2])}; }, .most = 60},

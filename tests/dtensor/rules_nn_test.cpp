@@ -116,7 +116,7 @@ TEST(LossRules, ByElement) {
 
 TEST(LossRules, ATargetOutsideOfTheClassesIsAnError) {
   comm::run_ranks(2, std::chrono::seconds(30), [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     const at::Tensor logits = distribute_tensor(sample({3, 4}), mesh, {Shard{1}});
     const at::Tensor target = distribute_tensor(at::full({3}, 4, at::kLong), mesh, {Replicate{}});
     EXPECT_THROW(F::cross_entropy(logits, target), ValueError);

@@ -74,7 +74,7 @@ TEST(PointwiseByName, ThreeTensors) {
   });
 }
 
-// The second tensor is the input, or the result where the operator is told so.
+// The second tensor is the input, or the result, depending on the operator's arguments.
 TEST(PointwiseByName, Gradients) {
   check_rules({
       each_of("of two", {sample({5, 3}), sample({5, 3}, 1).sigmoid()},
@@ -87,7 +87,7 @@ TEST(PointwiseByName, Gradients) {
       each_of("of three", {sample({4, 3}), sample({4, 3}, 1), sample_positive({4, 3}, 2)},
              {{"log_sigmoid_backward"}, {"rrelu_with_noise_backward", {{"lower", 0.1}, {"upper", 0.3}, {"training", true}, {"self_is_result", false}}}, {"_prelu_kernel_backward"}}, 16),
   });
-  // A mask of the CUDA kernel of dropout is bytes.
+  // The mask of the CUDA dropout kernel has bytes.
   stand_in("aten::_masked_scale", [](const c10::OperatorHandle& op, Stack* stack) {
     give(op, stack, {stacked(op, *stack, "self").toTensor() * stacked(op, *stack, "mask").toTensor() * stacked(op, *stack, "scale").toDouble()});
   });
@@ -100,7 +100,7 @@ TEST(PointwiseByName, Gradients) {
   });
 }
 
-// Halves of a dim beside each other: what one rank holds of the whole must hold both.
+// The two halves of a dim are combined: a rank's part must contain both.
 TEST(PointwiseByName, HalvesOfADim) {
   std::vector<RuleCase> cases;
   for (const std::int64_t dim : {0, 1})

@@ -1,4 +1,4 @@
-// Random operators: the same values in every layout, other ones with every call.
+// Random operators: the same values for all placements, different ones for every call.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -65,7 +65,7 @@ std::vector<at::Tensor> results_on(const comm::MeshGroups& mesh, const Placement
 std::vector<at::Tensor> reference() {
   std::vector<at::Tensor> results;
   comm::run_ranks(1, 60s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {1}, {}, Rank{0}, 1));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {1}, {}, 0, 1));
     results = results_on(mesh, {Replicate{}});
   });
   return results;
@@ -78,12 +78,12 @@ TEST(RandomRules, DoNotDependOnTheLayout) {
     int size = 1;
     for (const std::int64_t n : mesh_shape) size *= static_cast<int>(n);
     comm::run_ranks(size, 120s, [&](comm::World& world) {
-      const comm::MeshGroups mesh(world, init_device_mesh("cpu", mesh_shape, {}, Rank{world.rank()}, size));
+      const comm::MeshGroups mesh(world, init_device_mesh("cpu", mesh_shape, {}, world.rank(), size));
       for (const Placements& placements : layouts) {
         const auto actual = results_on(mesh, placements);
         for (std::size_t i = 0; i < actual.size(); ++i) {
           const Draw draw = draws()[i / 2];
-          // Terms of a sum are added before and after; everything else is exact.
+          // Partial sums are added before and after; everything else is exact.
           EXPECT_EQ(actual[i].scalar_type(), expected[i].scalar_type()) << draw.name;
           EXPECT_TRUE(at::allclose(actual[i].to(at::kDouble), expected[i].to(at::kDouble), 1e-6, 1e-6)) << draw.name << " as " << to_string(placements);
         }
@@ -103,7 +103,7 @@ TEST(RandomRules, DifferFromCallToCall) {
 // Means and bounds of many draws.
 TEST(RandomRules, HaveTheRightDistributions) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     manual_seed(mesh, 5);
     const at::Tensor x = distribute_tensor(at::zeros({200, 100}), mesh, {Shard{0}});
     const auto mean = [](const at::Tensor& t) { return full_tensor(t).to(at::kDouble).mean().item<double>(); };
@@ -125,7 +125,7 @@ TEST(RandomRules, HaveTheRightDistributions) {
 TEST(RandomRules, GradientsOfDropoutUseTheSameMask) {
   const RulesChecked checked;
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     for (const Placement& placement : {Placement(Shard{0}), Placement(Shard{1}), Placement(Replicate{})}) {
       at::Tensor x = distribute_tensor(at::ones({5, 4}).set_requires_grad(true), mesh, {placement});
       const at::Tensor y = at::dropout(x, 0.5, true);
@@ -142,7 +142,7 @@ TEST(RandomRules, GradientsOfDropoutUseTheSameMask) {
 
 TEST(RandomRules, SeedsOfMeshesAndSteps) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {}, world.rank(), 2));
     const at::Tensor x = distribute_tensor(at::zeros({4, 3}), mesh, {Shard{0}});
     const auto draw = [&] { return full_tensor(at::rand_like(x)); };
     // Ranks whose generators differ agree on the first one's seed.
@@ -158,7 +158,7 @@ TEST(RandomRules, SeedsOfMeshesAndSteps) {
     manual_seed(mesh, 2);
     EXPECT_FALSE(at::equal(draw(), first));
 
-    // Within a step, by step and microbatch; coming back to a microbatch goes on where it was left.
+    // Within a step, by step and microbatch; returning to a microbatch continues its counter.
     StepContext step;
     step.seed = 9, step.step = 3, step.microbatches = 2;
     const auto in = [&](std::int64_t number, std::int64_t microbatch, auto&& body) {
@@ -171,9 +171,9 @@ TEST(RandomRules, SeedsOfMeshesAndSteps) {
     EXPECT_FALSE(at::equal(a, b));
     EXPECT_FALSE(at::equal(a, c));
     EXPECT_FALSE(at::equal(a, d));
-    EXPECT_TRUE(at::equal(in(3, 0, draw), a)) << "a step that is started again draws the same";
+    EXPECT_TRUE(at::equal(in(3, 0, draw), a)) << "a restarted step draws the same";
 
-    // A recomputation starts where the first time did and leaves no trace.
+    // A recomputation starts with the counter of the first time and restores the counter afterwards.
     in(5, 0, [&] {
       draw();
       const RandomCursor start = random_cursor(mesh);
@@ -187,7 +187,7 @@ TEST(RandomRules, SeedsOfMeshesAndSteps) {
       EXPECT_EQ(random_cursor(mesh), end);
       return forward;
     });
-    // A mesh with a number of its own draws its own.
+    // A mesh with a different number draws different values.
     manual_seed(mesh, 3);
     EXPECT_FALSE(at::equal(in(3, 0, draw), a));
   });
@@ -195,7 +195,7 @@ TEST(RandomRules, SeedsOfMeshesAndSteps) {
 
 TEST(RandomRules, GeneratorsAreRefused) {
   comm::run_ranks(1, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {1}, {}, Rank{0}, 1));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {1}, {}, 0, 1));
     at::Tensor x = distribute_tensor(at::zeros({4}), mesh, {Shard{0}});
     try {
       x.uniform_(0, 1, at::detail::createCPUGenerator(5));

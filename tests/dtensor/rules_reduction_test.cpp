@@ -1,4 +1,4 @@
-// Reductions and tensors made after a model, against one process.
+// Reductions, and tensors created like another, compared with one process.
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -56,7 +56,7 @@ TEST(ReductionRules, AlongADim) {
                {"argsort.stable", {{"stable", true}, {"dim", 0}}}, {"topk", {{"k", 2}}}, {"cummax", {{"dim", 1}}}, {"cummin", {{"dim", 0}}}, {"count_nonzero.dim_IntList", {{"dim", std::vector<std::int64_t>{0}}}},
                {"var.correction"}, {"std.correction"}, {"var_mean.correction"}, {"std_mean.correction"}},
               14),
-      // Into tensors that are there.
+      // Into existing tensors.
       {.name = "max and min of a dim", .inputs = {sample({5, 3})}, .body = [](const Tensors& in) {
          const at::Tensor row = in[0].select(0, 0);
          Tensors out = call_operator("aten::max.dim_max", {in[0]}, {{"dim", 0}, {"max", at::empty_like(row)}, {"max_values", at::zeros_like(row, at::kLong)}});
@@ -66,7 +66,7 @@ TEST(ReductionRules, AlongADim) {
   });
 }
 
-TEST(FactoryRules, AfterAModel) {
+TEST(FactoryRules, LikeAnotherTensor) {
   check_rules({
       {.name = "like", .inputs = {sample({5, 3})}, .body = [](const Tensors& in) { return Tensors{at::zeros_like(in[0]), at::ones_like(in[0]), at::full_like(in[0], 3), at::empty_like(in[0]).fill_(2), at::ones_like(in[0], at::kLong)}; }, .backward = false, .most = 14},
       {.name = "new", .inputs = {sample({5, 3})}, .body = [](const Tensors& in) { return Tensors{in[0].new_zeros({5, 3}), in[0].new_ones({2, 4}), in[0].new_full({7}, 2), in[0].new_empty({5, 3}).fill_(1), in[0].new_empty_strided({3, 5}, {1, 3}).fill_(4), in[0].new_zeros({})}; }, .backward = false, .most = 14},

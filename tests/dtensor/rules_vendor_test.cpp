@@ -1,5 +1,6 @@
-// Rules of fused kernels that not every LibTorch and not every device has, against one process. Where the CPU has no kernel, a few
-// lines of arithmetic stand in for it: what distributed tensors do around the kernel is the same.
+// Rules of fused kernels that not every LibTorch and not every device has, compared with one process. If the
+// CPU has no kernel, a simple implementation replaces it: what distributed tensors do around the kernel is
+// the same.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -68,7 +69,7 @@ TEST(VendorRules, BatchNorm) {
 
 // ---- root mean square ----
 
-// The dims that it is taken over.
+// The dims that it is computed over.
 std::vector<std::int64_t> last_dims(const c10::OperatorHandle& op, const Stack& stack) {
   std::vector<std::int64_t> dims;
   for (std::int64_t dim = -static_cast<std::int64_t>(stacked(op, stack, "normalized_shape").toListRef().size()); dim < 0; ++dim) dims.push_back(dim);
@@ -122,7 +123,7 @@ struct Scores {
   double scale = 1;
 };
 
-// The results have the forms that the kernels give: a fake run knows them.
+// The results have the shapes that the kernels return, as determined by a fake run.
 void attention(const c10::OperatorHandle& op, Stack* stack) {
   const std::size_t count = op.schema().arguments().size();
   Stack forms;
@@ -139,7 +140,7 @@ void attention(const c10::OperatorHandle& op, Stack* stack) {
     const at::Tensor form = forms[i].toTensor();
     at::Tensor result = at::zeros(form.sizes(), at::TensorOptions(form.scalar_type()));
     if (i < 2 && result.numel() > 0) {
-      // Some kernels give more rows than there are queries, or one more dim.
+      // Some kernels return more rows than there are queries, or one more dim.
       at::Tensor place = result.narrow(2, 0, computed[i].size(2));
       place.copy_(computed[i].reshape(place.sizes()));
     }
@@ -203,11 +204,11 @@ TEST(VendorRules, AttentionWithABias) {
                 .rtol = 1e-4, .atol = 1e-5, .most = 8});
 }
 
-// ---- steps of optimizers ----
+// ---- optimizer steps ----
 
 c10::IValue list_of(const Tensors& tensors) { return c10::IValue(c10::List<at::Tensor>(tensors)); }
 
-// Adam, or AdamW, as the kernels do it; without amsgrad.
+// Adam, or AdamW, as the kernels compute it; without amsgrad.
 void fused_adam(const c10::OperatorHandle& op, Stack* stack) {
   const auto list = [&](const char* name) { return stacked(op, *stack, name).toTensorVector(); };
   const auto number = [&](const char* name) { return stacked(op, *stack, name).toDouble(); };
@@ -229,7 +230,7 @@ void fused_adam(const c10::OperatorHandle& op, Stack* stack) {
   give(op, stack, {});
 }
 
-// In place and not, on parameters that lie one way and gradients that lie another.
+// In place and not, on parameters and gradients with different placements.
 void check_step(const std::string& name, const std::vector<std::string>& states, bool counted, const std::map<std::string, c10::IValue>& numbers) {
   for (const bool in_place : {true, false}) {
     const std::string op = "aten::" + name + (in_place ? "_" : "");
@@ -276,7 +277,7 @@ void check_and_unscale(const c10::OperatorHandle& op, Stack* stack) {
   give(op, stack, {});
 }
 
-// One rank's infinity is known to all.
+// An infinity on one rank is reported on all.
 TEST(VendorRules, ScaledGradients) {
   const std::string name = "aten::_amp_foreach_non_finite_check_and_unscale_";
   ASSERT_TRUE(has_operator(name));

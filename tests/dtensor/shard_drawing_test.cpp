@@ -1,4 +1,4 @@
-// Pictures of shardings: the text to the letter, the SVG by its structure.
+// Drawings of shardings: the exact text, the SVG by its structure.
 #include "penstock/dtensor/plan/shard_drawing.h"
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ using Numbers = std::vector<std::int64_t>;
 DeviceMesh mesh_of(const Numbers& shape, const std::vector<std::string>& names = {}) {
   std::int64_t size = 1;
   for (const std::int64_t n : shape) size *= n;
-  return init_device_mesh("cpu", shape, names, Rank{0}, static_cast<int>(size));
+  return init_device_mesh("cpu", shape, names, 0, static_cast<int>(size));
 }
 
 DeviceMesh two_by_two() { return mesh_of({2, 2}, {"dp", "tp"}); }
@@ -63,7 +63,7 @@ dim 0 down, dim 1 to the right; cells name ranks
     +------+
 ranks with a comma between them hold the same values
 )");
-  // Four and more in a row are a range; long lists take several lines.
+  // Four or more consecutive ranks are a range; long lists take several lines.
   EXPECT_EQ(draw_sharding_text({2}, mesh_of({2, 12}), {Shard{0}, Replicate{}}), R"([2] as [S(0), R] on 2 x 12 ranks
 dim 0 to the right; cells name ranks
 
@@ -98,7 +98,7 @@ dim 0 to the right; cells name ranks
 | 0   | 2   | 1   | 3 |
 +-----+-----+-----+---+
 )");
-  // Taken literally: two pieces, each over both ranks.
+  // Literal: two pieces, each over both ranks.
   EXPECT_EQ(draw_sharding_text({4}, mesh_of({2}, {"tp"}), {StridedShard{0, 2}}), R"([4] as [_S(0, 2)] on tp=2
 dim 0 to the right; cells name ranks
 
@@ -121,7 +121,7 @@ dim 0 down, dim 1 to the right; cells name ranks
     +-------+
 P(sum) over tp: the tensor is the sum of the terms, which + joins
 )");
-  // Copies of terms, of a number.
+  // Replicas of partial values, of a scalar.
   EXPECT_EQ(draw_sharding_text({}, two_by_two(), {Replicate{}, Partial{PartialOp::Max}}), R"([] as [R, P(max)] on dp=2 x tp=2
 cells name ranks
 
@@ -172,7 +172,7 @@ rank  at   dim 0    dim 1
    1  (1)  nothing  2-3
 the tensor has no elements
 )");
-  EXPECT_EQ(draw_sharding_text({2}, DeviceMesh("cpu", {1}, {7}, {}, Rank{7}), {Shard{0}}), R"([2] as [S(0)] on 1 rank
+  EXPECT_EQ(draw_sharding_text({2}, DeviceMesh("cpu", {1}, {7}, {}, 7), {Shard{0}}), R"([2] as [S(0)] on 1 rank
 dim 0 to the right; cells name ranks
 
   0-1
@@ -180,7 +180,7 @@ dim 0 to the right; cells name ranks
 | 7   |
 +-----+
 )");
-  // Too many pieces for a grid: the table, with long lists cut.
+  // Too many pieces for a grid: the table, with long lists truncated.
   EXPECT_TRUE(has_text(draw_sharding_text({4096, 4}, mesh_of({2}), {StridedShard{0, 512}}), "0-3, 8-11, 16-19, ... 4088-4091 (512 ranges)   all"));
 }
 
@@ -195,7 +195,7 @@ TEST(ShardDrawing, BadPlacementsAreRefused) {
   }
 }
 
-// Every element of the picture has the ranks that hold it, by the arithmetic of local_boxes.
+// Every element of the picture lists the ranks that hold it according to local_boxes.
 TEST(ShardDrawing, CellsAgreeWithTheBoxesOfTheRanks) {
   const std::vector<Placement> ways{Replicate{}, Shard{0}, Shard{1}, StridedShard{0, 2}, StridedShard{1, 3}, Partial{}};
   for (const Numbers& shape : {Numbers{5, 4}, {1, 7}, {12, 3}})
@@ -225,7 +225,8 @@ TEST(ShardDrawing, CellsAgreeWithTheBoxesOfTheRanks) {
         }
 }
 
-// What is wrong with a text as XML; empty when nothing is. Knows what the drawings use: elements, attributes, references.
+// Returns what is wrong with a text as XML, or an empty string. Knows what the drawings use: elements,
+// attributes, references.
 std::string xml_fault(const std::string& text) {
   std::vector<std::string> open;
   const auto bad_reference = [&](const std::string& part) {
@@ -306,7 +307,7 @@ TEST(ShardDrawingSvg, EveryRankIsThere) {
 TEST(ShardDrawingSvg, CellsAreInProportionAndStriped) {
   const std::string svg = draw_sharding_svg({6, 4}, two_by_two(), {Shard{0}, Replicate{}});
   EXPECT_EQ(count(svg, "class=\"cell\""), 2u);
-  // Two stripes a cell, each in the legend once more.
+  // Two stripes per cell, and one more each in the legend.
   for (const char* rank : {"class=\"r0\"", "class=\"r1\"", "class=\"r2\"", "class=\"r3\""}) EXPECT_EQ(count(svg, rank), 2u);
   EXPECT_EQ(count(svg, "height=\"180.0\""), 6u);  // half of the picture: two stripes and a border for each row
   EXPECT_TRUE(has_text(svg, "rank 3 at (1, 1): dim 0: 3-5"));

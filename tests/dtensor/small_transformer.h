@@ -92,7 +92,7 @@ struct Training {
   std::map<std::string, at::Tensor> parameters;
 };
 
-// Three steps of AdamW. `place` brings tokens and targets onto the mesh.
+// Three steps of AdamW. `place` puts tokens and targets on the mesh.
 inline Training train(Model model, const std::function<at::Tensor(const at::Tensor&)>& place) {
   torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2).weight_decay(0.1));
   Training result;

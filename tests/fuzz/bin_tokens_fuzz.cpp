@@ -1,7 +1,8 @@
-// Reads arbitrary bytes as a token file of another program: nothing but ConfigError may come out, and what is accepted is consistent.
+// Reads arbitrary bytes as a token file of another program: only ConfigError may be thrown, and accepted
+// files are consistent.
 //
-// Input: a byte of flags and a file. Flag 1: without a header. Flag 2: the number of tokens in the header is not made right first, which a
-// mutation would rarely hit by chance.
+// Input: a byte of flags and a file. Flag 1: the file has no header. Flag 2: do not correct the number of
+// tokens in the header first, which a mutation would rarely get right.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -40,7 +41,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   std::vector<std::uint8_t> file(data + 1, data + size);
   const bool headerless = (data[0] & 1) != 0;
   if (!headerless && (data[0] & 2) == 0) repair(file);
-  // A copy of exactly this size: an address sanitizer then sees a read past the end.
+  // A copy of exactly this size, so that AddressSanitizer detects reads past the end.
   const auto bytes = std::make_unique<std::uint8_t[]>(file.size());
   std::copy(file.begin(), file.end(), bytes.get());
   std::shared_ptr<const BinTokens> source;
@@ -58,6 +59,6 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   for (const std::int64_t token : tokens) require(token >= 0 && static_cast<std::uint64_t>(token) < source->vocabulary(), "tokens are below the vocabulary");
   std::int64_t one = 0;
   source->read(source->tokens() - 1, {&one, 1});
-  require(one == tokens.back(), "a token reads the same alone");
+  require(one == tokens.back(), "a token read alone is the same");
   return 0;
 }

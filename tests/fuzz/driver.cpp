@@ -2,8 +2,8 @@
 //
 //   <target> [--mutations=N] [--seed=S] [--max-bytes=B] <corpus folder or file> ...
 //
-// The same seed gives the same inputs. When the target dies, the input that killed it is written to <target>.failure,
-// which can be given back as a corpus file.
+// The same seed produces the same inputs. If the target crashes, its input is written to <target>.failure,
+// which can be passed as a corpus file.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -37,7 +37,8 @@ char failure_path[4096];
 extern "C" void save_and_die(int signal_number) {
   const int file = ::open(failure_path, O_WRONLY | O_CREAT | O_TRUNC, 0644);
   const bool saved = file >= 0 && ::write(file, current_data, current_size) == static_cast<ssize_t>(current_size);
-  const char* text = saved ? "fuzz: the target died; its input is in " : "fuzz: the target died; could not write ";
+  const char* text =
+      saved ? "fuzz: the target crashed; its input is in " : "fuzz: the target crashed; could not write ";
   if (::write(STDERR_FILENO, text, std::strlen(text)) < 0 ||
       ::write(STDERR_FILENO, failure_path, std::strlen(failure_path)) < 0 || ::write(STDERR_FILENO, "\n", 1) < 0)
     std::_Exit(3);
@@ -46,7 +47,7 @@ extern "C" void save_and_die(int signal_number) {
 }
 
 void run(const Input& input) {
-  // A copy of exactly this size: an address sanitizer then sees a read past the end.
+  // A copy of exactly this size, so that AddressSanitizer detects reads past the end.
   const auto bytes = std::make_unique<std::uint8_t[]>(input.size());
   std::copy(input.begin(), input.end(), bytes.get());
   current_data = bytes.get();
@@ -66,7 +67,7 @@ void mutate_once(Input& input, const std::vector<Input>& corpus, Random& random)
     case 1:  // a random byte
       if (!input.empty()) input[at] = static_cast<std::uint8_t>(random());
       break;
-    case 2:  // a run of an odd byte, where counts and lengths hide
+    case 2:  // a run of an extreme byte, to hit counts and lengths
       for (std::size_t i = at, end = std::min(input.size(), at + 1 + below(random, 4)); i < end; ++i)
         input[i] = kOddBytes[below(random, std::size(kOddBytes))];
       break;
@@ -84,7 +85,7 @@ void mutate_once(Input& input, const std::vector<Input>& corpus, Random& random)
     case 5:  // cut
       input.resize(at);
       break;
-    case 6: {  // the head of this one and the tail of another
+    case 6: {  // the head of this input and the tail of another
       const Input& other = corpus[below(random, corpus.size())];
       const std::size_t from = below(random, other.size() + 1);
       input.resize(at);
@@ -134,9 +135,9 @@ int main(int argc, char** argv) {
       files.emplace_back(argument);
     }
   }
-  std::sort(files.begin(), files.end());  // the order of a folder differs between machines
+  std::sort(files.begin(), files.end());  // directory order differs between machines
   if (files.empty()) {
-    std::fprintf(stderr, "fuzz: no corpus; give at least one file or a folder that has one\n");
+    std::fprintf(stderr, "fuzz: no corpus; pass at least one file or a folder that contains one\n");
     return 2;
   }
 

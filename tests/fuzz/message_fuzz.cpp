@@ -1,8 +1,9 @@
-// Reads arbitrary bytes as a message with fields that the input itself chooses, and writes what was read again: the
-// bytes must be the same, and nothing but PipeliningMetadataError may come out.
+// Reads arbitrary bytes as a message with field types chosen by the input, and encodes the result again: the
+// bytes must be the same, and only MismatchError may be thrown.
 //
-// Input: a byte of flags, a byte n, n bytes of field types, and the rest. Flag 1: the rest is a whole message. Otherwise it
-// is a payload that gets a valid header here, since a mutation would never hit the checksum by chance.
+// Input: a byte of flags, a byte n, n bytes of field types, and the rest. Flag 1: the rest is a whole
+// message. Otherwise it is a payload, for which a valid header is made here, since a mutation would never get
+// the checksum right.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -29,7 +30,7 @@ struct Point {
 void encode(MessageWriter& writer, const Point& point) { writer.write(point.x).write(point.weight).write(point.names); }
 void decode(MessageReader& reader, Point& point) { reader.read(point.x).read(point.weight).read(point.names); }
 
-// One decoded value that can be written again, whatever its type.
+// One decoded value of any type that can be encoded again.
 struct Field {
   virtual ~Field() = default;
   virtual void write(MessageWriter& writer) const = 0;
@@ -61,7 +62,7 @@ constexpr std::unique_ptr<Field> (*kFields[])(MessageReader&) = {
     make<std::optional<std::string>>,
     make<std::vector<std::optional<std::uint16_t>>>,
     make<std::pair<std::string, std::vector<double>>>,
-    make<std::vector<std::vector<std::pair<Rank, std::string>>>>,
+    make<std::vector<std::vector<std::pair<int, std::string>>>>,
     make<Point>,
     make<std::vector<Point>>,
 };
@@ -94,7 +95,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     version = reader.version();
     for (const std::uint8_t type : types) fields.push_back(kFields[type % std::size(kFields)](reader));
     reader.expect_end();
-  } catch (const PipeliningMetadataError&) {
+  } catch (const MismatchError&) {
     return 0;
   }
 

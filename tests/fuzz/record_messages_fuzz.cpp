@@ -1,8 +1,8 @@
-// Reads arbitrary bytes as a message of records and writes what was read again: the bytes must be the same,
-// and nothing but PipeliningMetadataError may come out.
+// Reads arbitrary bytes as a message of records and encodes the result again: the bytes must be the same, and
+// only MismatchError may be thrown.
 //
-// Input: a byte that chooses the type (below 5 a payload that gets a valid header here, since a mutation
-// would never hit the checksum by chance; above, a whole message), and the rest.
+// Input: a byte that selects the type, and the rest. Below 5 the rest is a payload, for which a valid header
+// is made here, since a mutation would never get the checksum right; otherwise it is a whole message.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -23,7 +23,7 @@ using namespace penstock::comm;
   std::abort();
 }
 
-// What anybody does with a record that came in: none of it may fail for a record that was accepted.
+// Typical uses of a received record: none may fail for an accepted record.
 void use(const TensorMeta& meta) {
   if (to_string(meta).empty()) fail("a record without a text");
   if (!differences(meta, meta).empty()) fail("a record differs from itself");
@@ -62,13 +62,13 @@ void run(std::span<const std::uint8_t> input, bool whole) {
   std::optional<T> value;
   try {
     value = from_message<T>(message);
-  } catch (const PipeliningMetadataError&) {
+  } catch (const MismatchError&) {
     return;
   }
   use(*value);
   const auto again = to_message(*value);
   if (again != message) fail("what was read does not encode to the same bytes");
-  if (from_message<T>(again) != *value) fail("equal bytes gave different values");
+  if (from_message<T>(again) != *value) fail("equal bytes decode to different values");
 }
 
 }  // namespace

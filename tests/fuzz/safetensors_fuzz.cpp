@@ -1,9 +1,10 @@
-// Reads arbitrary bytes as a safetensors file and as the index of a checkpoint. What is accepted must be sound: tensors that lie
-// inside of the file one behind the other, and a header or index that survives being written and read again. Nothing but
-// CheckpointError may come out.
+// Reads arbitrary bytes as a safetensors file and as the index of a checkpoint. Accepted input must be
+// consistent: tensors are contiguous within the file, and a header or index is unchanged after being written
+// and read again. Only CheckpointError may be thrown.
 //
-// Input: a byte of flags, and the rest. Flag 1: the rest is a whole file. Flag 2: it is an index. Otherwise it is the JSON of a
-// header, which gets its length here and as much data as the byte after the flags says.
+// Input: a byte of flags, and the rest. Flag 1: the rest is a whole file. Flag 2: it is an index. Otherwise
+// it is the JSON of a header; its length is added here, and as many data bytes as the byte after the flags
+// specifies.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -25,7 +26,7 @@ using namespace penstock::checkpoint;
 
 void read_index(const std::string& text) {
   try {
-    if (to_text(parse_index(text, "fuzz")) != text) fail("an index that was accepted is not written the same");
+    if (to_text(parse_index(text, "fuzz")) != text) fail("an accepted index is written differently");
   } catch (const CheckpointError&) {
   }
 }
@@ -62,6 +63,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const std::string bytes = header_bytes(header);
   const std::vector<std::uint8_t> again(bytes.begin(), bytes.end());
   const Header same = parse_header(again, again.size() + header.data_bytes(), "fuzz");
-  if (same.entries != header.entries || same.metadata != header.metadata) fail("a header that is not read again as it was written");
+  if (same.entries != header.entries || same.metadata != header.metadata)
+    fail("a header differs after being written and read again");
   return 0;
 }

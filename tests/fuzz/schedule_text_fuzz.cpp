@@ -1,7 +1,7 @@
-// Fuzz target of the schedule text reader and of all that is done with what it has read.
+// Fuzz target of the schedule text parser and of what is done with its result.
 //
-// Whatever the bytes: either a ConfigError, or rows whose text reads back as the same rows. Small schedules
-// are also validated, lowered and run; a schedule that passes validation must survive both.
+// Any input either throws ConfigError or yields rows whose text parses to the same rows. Small schedules are
+// also validated, lowered and executed; a schedule that passes validation must pass both.
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -45,7 +45,7 @@ void use(const Schedule& schedule) {
     } catch (const ValueError&) {
       refused = true;
     }
-    require(refused, "what is lowered is not lowered again");
+    require(refused, "a lowered schedule cannot be lowered again");
     return;
   }
   require(check(lower(schedule)).ok(), "a valid schedule stays valid when it is lowered");
@@ -65,11 +65,12 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   }
   require(parse_rows(to_csv(rows)) == rows, "text reads back as the same rows");
   for (const auto placement :
-       {std::optional<Placement>(), std::optional(Placement::V), std::optional(Placement::Bidirectional)}) {
+       {std::optional<StagePlacement>(), std::optional(StagePlacement::V),
+        std::optional(StagePlacement::Bidirectional)}) {
     try {
       use(schedule_from_rows(rows, placement));
     } catch (const ValueError&) {
-      // no schedule of that placement
+      // not a schedule of that placement
     }
   }
   return 0;

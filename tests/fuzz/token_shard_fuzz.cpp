@@ -1,7 +1,7 @@
-// Reads arbitrary bytes as a token shard: nothing but ConfigError may come out, and what is accepted is consistent.
+// Reads arbitrary bytes as a token shard: only ConfigError may be thrown, and accepted shards are consistent.
 //
-// Input: a byte of flags and a file. Without flag 1 the checksums of header, blocks and table are made right first, since a
-// mutation would never hit them by chance.
+// Input: a byte of flags and a file. Without flag 1 the checksums of header, blocks and table are corrected
+// first, since a mutation would never get them right.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "penstock/errors.h"
-#include "penstock/train/data/checksum.h"
+#include "penstock/base/checksum.h"
 #include "penstock/train/data/token_shard.h"
 
 namespace {
@@ -31,7 +31,7 @@ void put(std::vector<std::uint8_t>& bytes, std::uint64_t offset, std::uint64_t v
   std::memcpy(bytes.data() + offset, &value, sizeof value);
 }
 
-// As far as the header's own numbers allow.
+// As far as the numbers in the header allow.
 void repair(std::vector<std::uint8_t>& bytes) {
   if (bytes.size() < kShardHeaderBytes) return;
   const auto head = [&] { put(bytes, 64, checksum64(std::span<const std::uint8_t>(bytes).first(64))); };
@@ -57,7 +57,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if (size == 0) return 0;
   std::vector<std::uint8_t> file(data + 1, data + size);
   if ((data[0] & 1) == 0) repair(file);
-  // A copy of exactly this size: an address sanitizer then sees a read past the end.
+  // A copy of exactly this size, so that AddressSanitizer detects reads past the end.
   const auto bytes = std::make_unique<std::uint8_t[]>(file.size());
   std::copy(file.begin(), file.end(), bytes.get());
   std::shared_ptr<const TokenShard> shard;
@@ -73,7 +73,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     require(shard->document_of(document.begin) == i && shard->document_of(document.end - 1) == i, "a token is in its document");
     next = document.end;
   }
-  require(next == shard->tokens(), "the documents are all of the tokens");
+  require(next == shard->tokens(), "the documents contain all tokens");
   std::vector<std::int64_t> tokens(shard->tokens());
   try {
     shard->read(0, tokens);
@@ -85,6 +85,6 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     require(token >= 0 && static_cast<std::uint64_t>(token) < shard->header().vocabulary, "tokens are below the vocabulary");
   std::int64_t one = 0;
   shard->read(shard->tokens() - 1, {&one, 1});
-  require(one == tokens.back(), "a token reads the same alone");
+  require(one == tokens.back(), "a token read alone is the same");
   return 0;
 }

@@ -1,4 +1,5 @@
-// Users' autograd functions inside of captured ones: the views they return, what they write in forward, and what they write in backward.
+// User-defined autograd functions inside captured ones: the views they return, what they write in forward,
+// and what they write in backward.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -27,7 +28,8 @@ using test::message_of;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// A user's function whose halves are given: what is not its input it holds by reference, as members and captured tensors are held.
+// An autograd function with the given forward and backward. It holds tensors that are not inputs by
+// reference, like members and captured tensors.
 struct Halves {
   std::function<at::Tensor(AutogradContext*, at::Tensor)> forward;
   std::function<at::Tensor(AutogradContext*, at::Tensor)> backward;
@@ -105,7 +107,7 @@ TEST(BackwardWrites, ABufferOfAModule) {
 }
 
 TEST(BackwardWrites, ASavedTensorOfItsOwn) {
-  // As cross entropy over a divided vocabulary does: what forward saved becomes the gradient.
+  // Like cross entropy over a sharded vocabulary: what forward saved becomes the gradient.
   const Function function = over_tensors([](const Tensors& in) {
     static const Halves halves{[](AutogradContext* context, at::Tensor x) {
                                  const at::Tensor softmax = x.softmax(-1);
@@ -132,17 +134,17 @@ TEST(BackwardWrites, ASavedTensorOfItsOwn) {
   }
 }
 
-TEST(BackwardWrites, WhatOthersWouldNoticeIsRefused) {
+TEST(BackwardWrites, VisibleWritesAreRejected) {
   const auto refusal = [](const Halves& halves, const std::function<Tensors(const Tensors&, const Halves*)>& function, const Tensors& inputs) {
     Compiled compiled(over_tensors([&](const Tensors& in) { return function(in, &halves); }));
     return message_of<NotImplemented>([&] { compiled(values_of(inputs)); });
   };
   const auto applied = [](const Tensors& in, const Halves* halves) { return Tensors{UsersFunction::apply(in[0], halves) * 3}; };
   const Halves in_gradient{doubled, [](AutogradContext*, at::Tensor gradient) { return gradient.mul_(2); }};
-  EXPECT_TRUE(has_text(refusal(in_gradient, applied, {leaf({3})}), "backward writes a gradient that it was given (aten::mul_"));
-  // The gradient of w, too, would show it or not, as autograd's order has it.
+  EXPECT_TRUE(has_text(refusal(in_gradient, applied, {leaf({3})}), "backward writes a gradient that was passed to it (aten::mul_"));
+  // Whether the gradient of w shows the write as well depends on autograd's order.
   const auto shared = [](const Tensors& in, const Halves* halves) { return Tensors{UsersFunction::apply(in[0], halves) + in[1]}; };
-  EXPECT_TRUE(has_text(refusal(in_gradient, shared, {leaf({3}), leaf({3})}), "backward writes a gradient that it was given"));
+  EXPECT_TRUE(has_text(refusal(in_gradient, shared, {leaf({3}), leaf({3})}), "backward writes a gradient that was passed to it"));
   const Halves in_result{[](AutogradContext* context, at::Tensor x) {
                            const at::Tensor y = x.exp();
                            context->saved_data["y"] = y;
@@ -154,7 +156,7 @@ TEST(BackwardWrites, WhatOthersWouldNoticeIsRefused) {
                          }};
   const auto returned = [](const Tensors& in, const Halves* halves) { return Tensors{UsersFunction::apply(in[0], halves)}; };
   EXPECT_TRUE(has_text(refusal(in_result, returned, {leaf({3})}), "backward writes a tensor that forward returned (aten::mul_"));
-  // Inputs that need gradients, that forward writes, that are given twice.
+  // Inputs that require gradients, that forward writes, or that are passed twice.
   static at::Tensor held;
   const Halves in_held{doubled, [](AutogradContext*, at::Tensor gradient) {
                          const at::NoGradGuard no_grad;
@@ -165,7 +167,7 @@ TEST(BackwardWrites, WhatOthersWouldNoticeIsRefused) {
     held = in[1];
     return Tensors{UsersFunction::apply(in[0], halves) * in[1]};
   };
-  EXPECT_TRUE(has_text(refusal(in_held, holding, {leaf({3}), leaf({3})}), "which needs a gradient"));
+  EXPECT_TRUE(has_text(refusal(in_held, holding, {leaf({3}), leaf({3})}), "which requires a gradient"));
   const auto writing = [](const Tensors& in, const Halves* halves) {
     held = in[1].add_(1);
     return Tensors{UsersFunction::apply(in[0], halves)};
@@ -176,17 +178,17 @@ TEST(BackwardWrites, WhatOthersWouldNoticeIsRefused) {
     return Tensors{UsersFunction::apply(in[0], halves) * 2};
   };
   const at::Tensor buffer = torch::ones({3});
-  EXPECT_TRUE(has_text(refusal(in_held, unread, {leaf({3}), buffer, buffer.view({3})}), "backward writes primals_2, which shares its memory with primals_3"));
+  EXPECT_TRUE(has_text(refusal(in_held, unread, {leaf({3}), buffer, buffer.view({3})}), "backward writes primals_2, which shares memory with primals_3"));
   EXPECT_TRUE(has_text(refusal(in_held, unread, {leaf({3}), torch::ones({4}).unfold(0, 2, 1)}), "primals_2 has elements that share memory (expand, unfold), and backward writes it"));
   held = at::Tensor();
-  // A tensor that is no input at all.
+  // A tensor that is not an input.
   const at::Tensor outside = torch::ones({3});
   const Halves in_outside{doubled, [&](AutogradContext*, at::Tensor gradient) {
                             outside.add_(gradient);
                             return gradient;
                           }};
   Compiled compiled(over_tensors([&](const Tensors& in) { return Tensors{UsersFunction::apply(in[0], &in_outside)}; }));
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({leaf({3})}); }), "hand the tensor over as an input"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({leaf({3})}); }), "pass the tensor as an input"));
   EXPECT_TRUE(torch::equal(outside, torch::ones({3})));
 }
 
@@ -196,7 +198,7 @@ TEST(BackwardWrites, HooksMayNotWriteGradientsEither) {
     y.register_hook([](at::Tensor gradient) { return gradient.mul_(2); });
     return Tensors{y.sin()};
   }));
-  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled({leaf({3})}); }), "make a new tensor of it in the function's backward or in the hook"));
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled({leaf({3})}); }), "create a new tensor in the function's backward or in the hook"));
 }
 
 TEST(BackwardWrites, ABufferThatChangedInBetweenIsAnError) {
@@ -218,7 +220,7 @@ TEST(BackwardWrites, ABufferThatChangedInBetweenIsAnError) {
   const std::string message = message_of<c10::Error>([&] { second.sum().backward(); });  // it was saved for backward
   EXPECT_TRUE(has_text(message, "modified by an inplace operation")) << message;
   EXPECT_TRUE(torch::equal(buffer, torch::ones({3})));
-  // Also where backward only writes over it, and whatever of it is saved.
+  // Also if backward only overwrites it, whatever part of it is saved.
   counting.backward = [](AutogradContext*, at::Tensor gradient) {
     counter.copy_(gradient);
     return gradient;
@@ -248,7 +250,7 @@ TEST(Functionalize, OutputsOfForwardAreAsBeforeBackward) {
   EXPECT_TRUE(torch::equal(results[1].toTensor(), torch::full({2}, 6.f)));
 }
 
-// ---- views that a user's function makes ----
+// ---- views made by a user-defined function ----
 
 TEST(CustomFunctionViews, AreDifferentiatedByTheFunction) {
   // A view whose backward is not that of a view.
@@ -288,7 +290,7 @@ TEST(CustomFunctionViews, AreDifferentiatedByTheFunction) {
 
 // ---- random functions ----
 
-// Halves that a number chooses. `buffer` is held by reference.
+// A forward and a backward chosen by a number. `buffer` is held by reference.
 struct RandomHalves : torch::autograd::Function<RandomHalves> {
   static at::Tensor forward(AutogradContext* context, at::Tensor x, at::Tensor buffer, std::int64_t choice) {
     context->saved_data["choice"] = choice;
@@ -316,8 +318,9 @@ struct RandomHalves : torch::autograd::Function<RandomHalves> {
       case 0: result = gradient * kept; break;
       case 1: result = kept.mul_(gradient); break;                                      // what it saved
       case 2: buffer.add_(gradient.sum(0)), result = gradient * buffer; break;          // the buffer
-      case 3: result = gradient * 2, result.select(0, 0).add_(kept.select(0, 0)); break;  // a tensor of its own
-      case 4: result = gradient.mul_(3); break;                                         // what it was given, or a copy of it
+      case 3: result = gradient * 2, result.select(0, 0).add_(kept.select(0, 0)); break;  // a new tensor
+      // The gradient passed to it, or a copy of it.
+      case 4: result = gradient.mul_(3); break;
       case 5: buffer.view({-1}).select(0, 0).add_(1), kept.add_(buffer), result = gradient * kept; break;
       default: result = gradient.t().contiguous().t(); break;
     }
@@ -368,7 +371,8 @@ TEST(BackwardWrites, RandomFunctions) {
         }
         compared += call == 0 ? 1 : 0;
       } catch (const NotImplemented& error) {
-        // Gradients that backward was given, results and buffers that both halves write are not captured; the rest is.
+        // Writes to gradients passed to backward, to results, and to buffers that forward and backward both
+        // write are not captured; everything else is.
         EXPECT_TRUE(has_text(error.what(), "backward")) << error.what();
         break;
       } catch (const std::exception& error) {

@@ -1,4 +1,4 @@
-// What a call of a function leaves behind, to compare a captured function with the function itself.
+// Records the effects of a call, to compare a captured function with the function itself.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -25,13 +25,14 @@ inline Function over_tensors(const std::function<Tensors(const Tensors&)>& funct
 
 inline Values values_of(const Tensors& tensors) { return Values(tensors.begin(), tensors.end()); }
 
-// What a call of a function leaves behind.
+// The effects of a call of a function.
 struct Trace {
   Tensors outputs, inputs, gradients;
-  bool refused = false;  // backward threw: something that it needs was written
+  bool refused = false;  // backward threw: a tensor it needs was written
 };
 
-// `leaves` are cloned, handed on through `prepare`, and differentiated through everything that the call gives or writes.
+// Clones `leaves`, passes them through `prepare`, and differentiates through everything that the call returns
+// or writes.
 inline Trace trace_of(const std::function<Values(const Values&)>& call, const Tensors& leaves, const std::function<Tensors(const Tensors&)>& prepare) {
   Tensors fresh;
   for (const at::Tensor& leaf : leaves) fresh.push_back(leaf.detach().clone().set_requires_grad(leaf.requires_grad()));
@@ -50,7 +51,8 @@ inline Trace trace_of(const std::function<Values(const Values&)>& call, const Te
   }
   for (const at::Tensor& input : inputs) {
     trace.inputs.push_back(input);
-    input.grad_fn();  // of a view whose base was written, autograd finds it when it is asked, and calls the view a leaf until then
+    // For a view whose base was written, autograd computes it when queried and reports a leaf until then.
+    input.grad_fn();
     if (!input.is_leaf()) add(input, 2.5);
   }
   try {
@@ -65,7 +67,7 @@ inline Trace trace_of(const std::function<Values(const Values&)>& call, const Te
 
 enum class Compare { Exactly, Closely };
 
-// NaNs are equal: a float that was written as an integer may be one.
+// NaNs compare equal: a float that was written as an integer may be one.
 inline bool same_numbers(const at::Tensor& actual, const at::Tensor& expected, Compare compare) {
   const auto real = [](const at::Tensor& tensor) {
     const at::Tensor plain = tensor.detach().resolve_conj().resolve_neg();
@@ -88,7 +90,7 @@ inline void expect_same(const Tensors& actual, const Tensors& expected, const ch
   }
 }
 
-// Where an element lies, and whether it lies there as it is.
+// Where an element is stored, and whether it is stored unchanged.
 inline void expect_same_look(const Tensors& actual, const Tensors& expected, const char* what) {
   ASSERT_EQ(actual.size(), expected.size());
   for (std::size_t i = 0; i < actual.size(); ++i) {
@@ -100,7 +102,8 @@ inline void expect_same_look(const Tensors& actual, const Tensors& expected, con
   }
 }
 
-// The results share memory with the inputs and with each other as in the plain run: who writes one of them writes the others. Writes all results.
+// Expects the results to share memory with the inputs and with each other as in the plain run: writing one of
+// them writes the others. Writes all results.
 inline void expect_same_memory(const Trace& actual, const Trace& expected) {
   ASSERT_EQ(actual.outputs.size(), expected.outputs.size());
   const auto shared = [](const Tensors& a, std::size_t i, const Tensors& b) {

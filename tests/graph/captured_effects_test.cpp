@@ -1,4 +1,4 @@
-// Collectives, side effects and tensor subclasses inside of captured functions, and what backward refuses.
+// Collectives, side effects and tensor subclasses inside captured functions, and what backward rejects.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -37,7 +37,7 @@ TEST(CapturedCollectives, RunAsInThePlainFunction) {
     const comm::Group group = world.group();
     const Function function = [&](const Values& in) -> Values {
       const at::Tensor x = in[0].toTensor(), w = in[1].toTensor();
-      functional::broadcast(x.detach() * 3, Rank{0}, group);  // nobody here uses it, but the others take part
+      functional::broadcast(x.detach() * 3, 0, group);  // unused here, but the other ranks take part
       const at::Tensor sum = functional::wait_tensor(functional::all_reduce(x * w, ReduceOp::Sum, group));
       return {functional::wait_tensor(functional::all_gather(sum.sin(), group)).pow(2).sum()};
     };
@@ -77,7 +77,7 @@ TEST(CapturedCollectives, AreNeitherDroppedNorMerged) {
   EXPECT_EQ(count_of(graph, "penstock::all_reduce"), 3u);
 }
 
-TEST(CapturedSubclasses, MadeInsideAreTakenApart) {
+TEST(CapturedSubclasses, MadeInsideAreFlattened) {
   using sample::Boxed;
   using sample::Two;
   const Function function = [](const Values& in) -> Values {
@@ -109,22 +109,22 @@ TEST(CapturedSubclasses, OfAnUnknownKindAreErrorsThatNameThem) {
 TEST(CapturedBackward, RefusesWhatItWasNotCapturedFor) {
   Compiled compiled([](const Values& in) -> Values { return {in[0].toTensor().sin()}; });
   const at::Tensor x = at::ones({3}).requires_grad_();
-  // Deterministic algorithms asked for between forward and backward.
+  // Deterministic algorithms enabled between forward and backward.
   const at::Tensor first = compiled({x})[0].toTensor();
   at::globalContext().setDeterministicAlgorithms(true, false);
   EXPECT_TRUE(has_text(message_of<StateError>([&] { first.sum().backward(); }), "deterministic algorithms"));
   const at::Tensor second = compiled({x})[0].toTensor();
   second.sum().backward();  // on in both
   at::globalContext().setDeterministicAlgorithms(false, false);
-  // A gradient of another kind of tensor.
+  // A gradient of another tensor kind.
   const at::Tensor third = compiled({x})[0].toTensor();
   EXPECT_TRUE(has_text(message_of<TypeError>([&] { third.backward(sample::Boxed::make(at::ones({3}))); }), "a tensor of kind Boxed"));
-  // The refusal has used nothing up.
+  // The rejected call has consumed nothing.
   x.mutable_grad() = at::Tensor();
   third.backward(at::ones({3}));
   EXPECT_TRUE(at::equal(x.grad(), x.detach().cos()));
   EXPECT_TRUE(has_text(message_of<c10::Error>([&] { third.backward(at::ones({3})); }), "second time"));
-  // Of another dtype: autograd converts it, as always.
+  // Of another dtype: autograd converts it, as usual.
   x.mutable_grad() = at::Tensor();
   compiled({x})[0].toTensor().backward(at::ones({3}, at::kDouble));
   EXPECT_TRUE(at::equal(x.grad(), x.detach().cos()));

@@ -13,7 +13,7 @@ namespace compiled_model_test {
 using namespace models;
 using namespace models::test;
 
-// Two training steps, captured and replayed, give the bits of the plain model.
+// Two training steps, captured and replayed, match the plain model bit for bit.
 void expect_same_steps(bool tied, bool with_documents) {
   TransformerStage plain = made(small(tied)), original = made(small(tied));
   auto fast = compile(original);

@@ -28,7 +28,7 @@ void collect(const std::tuple<Ts...>& values, Tensors* all) {
   std::apply([&](const Ts&... each) { (collect(each, all), ...); }, values);
 }
 
-// What a training step leaves behind.
+// The effects of a training step.
 struct Step {
   Tensors outputs, gradients, state;
 };
@@ -68,7 +68,7 @@ void expect_same(const Tensors& actual, const Tensors& expected, const char* wha
 
 int modules_checked = 0;
 
-// Three training steps of a module and of its compiled twin, bit for bit; no node of the graph writes.
+// Three training steps of a module and of its compiled twin match bit for bit; no node of the graph writes.
 template <class Make, class Call>
 void expect_module(const std::string& name, const Make& make, const Tensors& inputs, const Call& call, bool training = true) {
   SCOPED_TRACE(name);
@@ -133,7 +133,8 @@ TEST(CompiledModule, Embeddings) {
     }, {tokens(9, {3, 4})}, on_first);
 }
 
-// Casts are nodes of the graph. A replay does not cast again, and what a capture casts is not found by anybody afterwards.
+// Casts are nodes of the graph. A replay does not cast again, and casts made during the capture do not stay
+// in the cache.
 TEST(CompiledModule, Autocast) {
   torch::manual_seed(5);
   nn::Sequential plain(nn::Linear(4, 8), nn::Softmax(1), nn::Linear(8, 4));
@@ -146,7 +147,7 @@ TEST(CompiledModule, Autocast) {
     {
       const AutocastScope casts(at::kCPU, at::kBFloat16);
       expected = plain->forward(x);
-      original->forward(x);  // casts the weights, in earnest, before they are captured
+      original->forward(x);  // casts the weights for real before they are captured
       actual = fast->forward(x);
       eager_after = original->forward(x);
     }
@@ -313,7 +314,7 @@ TEST(CompiledModule, OtherCallsAreCapturedAgainOrRefused) {
   EXPECT_TRUE(has_text(message_of<StateError>([&] { once->forward(x); }), "the training flags of the submodules"));
   once->train();
   net->parameters()[0].set_requires_grad(false);
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { once->forward(x); }), "0.weight needs no a gradient"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { once->forward(x); }), "0.weight does not require a gradient"));
 }
 
 TEST(CompiledModule, HooksAndGradientsOfParametersStay) {
@@ -328,7 +329,7 @@ TEST(CompiledModule, HooksAndGradientsOfParametersStay) {
   EXPECT_TRUE(torch::equal(layer->weight.grad(), torch::full({2, 3}, 2.)));
 }
 
-// Looks at the values of a buffer.
+// Reads the values of a buffer.
 struct LookingImpl : nn::Module {
   LookingImpl() { calls = register_buffer("calls", torch::zeros({})); }
   at::Tensor forward(const at::Tensor& input) { return calls.item<float>() > 0 ? input * 2 : input * 3; }
@@ -336,20 +337,20 @@ struct LookingImpl : nn::Module {
 };
 TORCH_MODULE(Looking);
 
-// Uses a tensor that needs a gradient and is no parameter.
+// Uses a tensor that requires a gradient and is not a parameter.
 struct HidingImpl : nn::Module {
   at::Tensor forward(const at::Tensor& input) { return input * weight; }
   at::Tensor weight = torch::ones({3}).set_requires_grad(true);
 };
 TORCH_MODULE(Hiding);
 
-TEST(CompiledModule, WhatCannotBeCapturedIsAnErrorAndLeavesTheModuleAsItWas) {
+TEST(CompiledModule, FailedCapturesLeaveTheModuleUnchanged) {
   Looking looking;
   auto fast = compile(looking);
   EXPECT_TRUE(has_text(message_of<DataDependentError>([&] { fast->forward(torch::ones({3})); }), "aten::_local_scalar_dense"));
   EXPECT_FALSE(is_fake(looking->calls));
   EXPECT_TRUE(torch::equal(looking->forward(torch::ones({3})), torch::full({3}, 3.)));
-  // LibTorch compares keys and values to find out whether they are the same.
+  // LibTorch compares keys and values to check whether they are the same.
   auto attention = compile(nn::MultiheadAttention(4, 2));
   EXPECT_TRUE(has_text(message_of<DataDependentError>([&] { attention->forward(torch::ones({3, 1, 4}), torch::ones({3, 1, 4}), torch::ones({3, 1, 4})); }),
                        "aten::equal"));

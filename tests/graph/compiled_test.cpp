@@ -23,7 +23,8 @@ namespace compiled_test {
 using test::has_text;
 using test::message_of;
 
-// Bit for bit what the function itself gives: results, written inputs, gradients; captured and replayed.
+// Expects the results, mutated inputs and gradients of the function itself, bit for bit; captured and
+// replayed.
 void expect_exact(const std::function<Tensors(const Tensors&)>& function, const Tensors& leaves,
                   const std::function<Tensors(const Tensors&)>& prepare = [](const Tensors& fresh) { return fresh; },
                   Compare gradients = Compare::Exactly) {
@@ -133,7 +134,8 @@ TEST(Compiled, OverlappingInputs) {
         in[0].mul_(2);
         return Tensors{in[0] * in[1], in[2].slice(0, 1)};
       },
-      {leaf({3, 4})}, overlapping, Compare::Closely);  // gradients of the three are added up in another order
+      // The gradients of the three are summed in a different order.
+      {leaf({3, 4})}, overlapping, Compare::Closely);
   expect_exact(
       [](const Tensors& in) {
         in[0].mul_(2);
@@ -191,7 +193,7 @@ TEST(Compiled, TheSameTensorTwice) {
         return Tensors{in[0] * in[1], in[1]};
       },
       {leaf({3, 4})}, twice);
-  // Turned and turned back through its two names.
+  // Transposed and transposed back through its two names.
   expect_exact(
       [](const Tensors& in) {
         in[0].t_();
@@ -241,7 +243,7 @@ TEST(Compiled, RandomProgramsOfViewsAndWrites) {
     const Tensors leaves{torch::randint(-4, 5, {3, 4}).to(at::kFloat).set_requires_grad(true),
                          torch::randint(-4, 5, {3, 4}).to(at::kFloat).set_requires_grad(seed % 3 != 0),
                          torch::randint(-4, 5, {4}).to(at::kFloat).set_requires_grad(seed % 2 == 0)};
-    // Every fourth gets inputs that share memory.
+    // Every fourth one has inputs that share memory.
     const auto prepare = [&](const Tensors& fresh) {
       Tensors inputs = cloned(fresh);
       if (seed % 4 == 1) inputs.push_back(inputs[0].slice(0, 1));
@@ -272,9 +274,9 @@ TEST(Compiled, RandomProgramsOfViewsAndWrites) {
         ADD_FAILURE() << "the program, as it is written: " << to_text(capture_forward(function, values_of(prepare(cloned(leaves)))))
                       << "and its graph: " << to_text(compiled.joint(0).graph);
     } catch (const NotImplemented&) {
-      // An admitted gap; how many there are is bounded below.
+      // A known limitation; the number of cases is bounded below.
     } catch (const std::exception& error) {
-      // What backward of the function itself refuses cannot be captured.
+      // A function whose own backward throws cannot be captured.
       if (!expected.refused)
         ADD_FAILURE() << error.what() << "\nthe program: " << to_text(capture_forward(function, values_of(prepare(cloned(leaves)))));
     }
@@ -297,7 +299,7 @@ TEST(Compiled, AnotherCallIsCapturedAgainOrRefused) {
   EXPECT_TRUE(has_text(refusal(torch::ones({3})), "input 0 has sizes [3], in the capture [2]"));
   EXPECT_TRUE(has_text(refusal(torch::ones({2}, torch::kDouble)), "dtype Double"));
   EXPECT_TRUE(has_text(refusal(torch::ones({4}).slice(0, 0, 4, 2)), "strides [2]"));
-  EXPECT_TRUE(has_text(refusal(torch::ones({2}).set_requires_grad(true)), "needs a gradient"));
+  EXPECT_TRUE(has_text(refusal(torch::ones({2}).set_requires_grad(true)), "requires a gradient"));
   {
     const at::NoGradGuard no_grad;
     EXPECT_TRUE(has_text(refusal(torch::ones({2})), "grad mode is not on, in the capture it is"));
@@ -355,13 +357,13 @@ TEST(Compiled, WritingWhatIsNotAnInputIsAnError) {
     outside.add_(in[0]);
     return Tensors{outside * 2};
   }));
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({torch::ones({3})}); }), "hand the tensor over as an input"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({torch::ones({3})}); }), "pass the tensor as an input"));
   EXPECT_TRUE(torch::equal(outside, torch::ones({3})));
 }
 
 TEST(Functionalize, Siblings) {
   const auto sibling = [](const char* name, const char* overload) {
-    const auto found = functional_sibling(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload));
+    const auto found = functional_counterpart(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload));
     return found ? c10::toString(found->operator_name()) : std::string("none");
   };
   EXPECT_EQ(sibling("aten::mul_", "Tensor"), "aten::mul.Tensor");

@@ -1,4 +1,5 @@
-// Distributed tensors as inputs, results and gradients of captured functions, against the plain run, bit for bit, on worlds of threads.
+// Distributed tensors as inputs, results and gradients of captured functions: bitwise equal to the plain run,
+// on worlds of threads.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -43,7 +44,7 @@ TEST(DTensorCapture, PlacementsThroughOperators) {
   });
 }
 
-// Every way from one placement to another, as operators of the graph.
+// All redistributions between placements, as operators of the graph.
 TEST(DTensorCapture, Redistributions) {
   for (const int ranks : {2, 3}) on_ranks(ranks, [&](const comm::MeshGroups& mesh) {
     const std::vector<Placement> layouts{Replicate{}, Shard{0}, Shard{1}, Partial{}};
@@ -57,8 +58,8 @@ TEST(DTensorCapture, Redistributions) {
   });
 }
 
-// Plain in and distributed inside, and the other way round.
-TEST(DTensorCapture, BordersInsideOfTheFunction) {
+// Plain inputs that become distributed inside, and vice versa.
+TEST(DTensorCapture, BoundariesInsideTheFunction) {
   on_ranks(2, [&](const comm::MeshGroups& mesh) {
     check(mesh, "from_local", [&](const Values& in) -> Values { return {from_local(in[0].toTensor(), mesh, {Shard{0}}).sin()}; },
           [&](int step) { return std::vector<at::Tensor>{numbers({2, 3}, step).requires_grad_()}; });
@@ -89,7 +90,7 @@ TEST(DTensorCapture, TheGraphHoldsPlainTensorsAndCollectives) {
   });
 }
 
-TEST(DTensorCapture, GradientsInOtherPlacementsAreBroughtOver) {
+TEST(DTensorCapture, GradientsInOtherPlacementsAreRedistributed) {
   on_ranks(2, [&](const comm::MeshGroups& mesh) {
     Compiled compiled([](const Values& in) -> Values { return {in[0].toTensor().sin()}; });
     const at::Tensor whole = numbers({4, 4}, 1), seed = numbers({4, 4}, 2);
@@ -101,7 +102,7 @@ TEST(DTensorCapture, GradientsInOtherPlacementsAreBroughtOver) {
       EXPECT_TRUE(at::equal(full_tensor(x.grad()), seed * whole.cos())) << to_string(Placements{given});
     }
     EXPECT_EQ(compiled.captures(), 1u);
-    // Terms of a sum: added up first.
+    // Terms of a sum are added up first.
     const at::Tensor x = placed(whole, mesh, Shard{0});
     compiled({x})[0].toTensor().backward(placed(seed, mesh, Partial{}, false));
     EXPECT_TRUE(at::allclose(full_tensor(x.grad()), (seed * 3) * whole.cos()));
@@ -125,7 +126,7 @@ TEST(DTensorCapture, GradientsOfAnotherKindOrMeshAreErrors) {
     EXPECT_TRUE(has_text(message, "a plain tensor"));
     const comm::MeshGroups other = mesh.with_mesh(init_device_mesh("cpu", {2}, {"other"}, mesh.mesh().this_rank(), 2));
     EXPECT_TRUE(has_text(message_of<TypeError>([&] { y.backward(placed(at::ones({4, 4}), other, Shard{0}, false)); }), "the gradient of result 0"));
-    // A gradient that was refused leaves the graph as it was.
+    // A rejected gradient leaves the graph unchanged.
     y.backward(placed(at::ones({4, 4}), mesh, Shard{0}, false));
     EXPECT_TRUE(same_tensor(x.grad(), x.detach().cos()));
   });
@@ -145,7 +146,7 @@ TEST(DTensorCapture, TheGuardKnowsPlacements) {
     EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({placed(whole, mesh, Shard{1}, false)}); }), "input 0 is DTensor [S(1)], in the capture DTensor [S(0)]"));
     EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({whole}); }), "input 0 is a plain tensor, in the capture DTensor [S(0)]"));
     const comm::MeshGroups other = mesh.with_mesh(init_device_mesh("cpu", {2}, {"other"}, mesh.mesh().this_rank(), 2));
-    EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({placed(whole, other, Shard{0}, false)}); }), "input 0 is DTensor [S(0)] of another mesh"));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({placed(whole, other, Shard{0}, false)}); }), "input 0 is DTensor [S(0)] with a different mesh"));
   });
 }
 
@@ -175,7 +176,8 @@ TEST(DTensorCapture, WritesReachTheLocalParts) {
   });
 }
 
-// Parameters that the function does not use, results of one capture as inputs of another, modes without gradients, backward again.
+// Parameters that the function does not use, results of one capture as inputs of another, modes without
+// gradients, repeated backward.
 TEST(DTensorCapture, GradientsAndModes) {
   on_ranks(2, [&](const comm::MeshGroups& mesh) {
     const Function first = [](const Values& in) -> Values { return {in[0].toTensor().sin() + in[1].toTensor()}; };
@@ -226,8 +228,8 @@ TEST(DTensorCapture, LocalPartsThatAreSubclasses) {
 
 // ---- random programs ----
 
-// A function over two square distributed tensors, the same on every rank for a seed: operators, views, writes of what was computed, of an input where
-// `writes`, and redistributions.
+// A function over two square distributed tensors, the same on every rank for a given seed: operators, views,
+// writes to intermediate tensors and, if `writes`, to an input, and redistributions.
 Function random_program(std::uint32_t seed, std::int64_t width, bool writes) {
   return [=](const Values& in) -> Values {
     std::mt19937 random(seed);
@@ -275,7 +277,8 @@ TEST(DTensorCapture, RandomPrograms) {
           inputs.push_back(placed(numbers({4, 4}, static_cast<int>(seed + 100 * i) + 1000 * step), mesh, layouts[(seed * 7 + i * 3 + seed / 4) % 4], !writes));
         return inputs;
       };
-      // What a plain run refuses (a write of a sum's terms, a view that would need to be sent) is nothing to compare.
+      // Programs that the plain run rejects (a write to terms of a sum, a view that would need communication)
+      // are skipped.
       try {
         const std::vector<at::Tensor> inputs = make(0);
         function(Values(inputs.begin(), inputs.end()));

@@ -1,4 +1,4 @@
-// Distributed tensors in captured functions: what the tests of them share.
+// Helpers for tests of distributed tensors in captured functions.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ using namespace std::chrono_literals;
 using test::same_tensor;
 
 inline void on_ranks(int size, const std::function<void(const comm::MeshGroups&)>& body) {
-  comm::run_ranks(size, 120s, [&](comm::World& world) { body({world, init_device_mesh("cpu", {size}, {"tp"}, Rank{world.rank()}, size)}); });
+  comm::run_ranks(size, 120s, [&](comm::World& world) { body({world, init_device_mesh("cpu", {size}, {"tp"}, world.rank(), size)}); });
 }
 
 inline at::Tensor numbers(at::IntArrayRef sizes, int seed) {
@@ -52,7 +52,7 @@ inline std::size_t collectives_in(const Graph& graph) {
   return count;
 }
 
-// Ones that lie as backward expects them.
+// Ones with the placements that backward expects.
 inline at::Tensor seed_like(const at::Tensor& result) {
   if (!is_dtensor(result) || is_subclass(to_local(result.detach()))) return at::ones_like(result.detach());
   Placements placements = placements_of(result);
@@ -61,7 +61,8 @@ inline at::Tensor seed_like(const at::Tensor& result) {
   return distribute_tensor(at::ones(result.sizes(), result.options().requires_grad(false)), mesh_of(result), placements, {.source_axis_rank = std::nullopt});
 }
 
-// Runs the function and its capture on equal inputs, three times with other values, and compares results, gradients and what was written.
+// Runs the function and its capture on equal inputs, three times with different values, and compares results,
+// gradients and mutated inputs.
 inline void check(const comm::MeshGroups& mesh, const std::string& where, const Function& function, const std::function<std::vector<at::Tensor>(int)>& make_inputs) {
   const std::string who = where + ", rank " + std::to_string(mesh.coordinate()[0]);
   Compiled compiled(function);

@@ -1,4 +1,5 @@
-// Modules whose parameters are distributed tensors, captured and trained beside the plain run: equal bit for bit, on worlds of threads.
+// Modules whose parameters are distributed tensors, captured and trained next to the plain run: bitwise
+// equal, on worlds of threads.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -48,14 +49,15 @@ std::vector<MlpPair> make_pairs(int ranks) {
   return pairs;
 }
 
-// Distributed or plain inputs, a plain or a distributed loss; AdamW, which keeps state like the parameters.
+// Distributed or plain inputs, a plain or a distributed loss; AdamW, whose state is placed like the
+// parameters.
 void train_mlp(int ranks, bool distributed_input, const ColwiseOptions& colwise, const RowwiseOptions& rowwise) {
   std::vector<MlpPair> pairs = make_pairs(ranks);
   on_ranks(ranks, [&](const comm::MeshGroups& mesh) {
     MlpPair& pair = pairs[static_cast<std::size_t>(mesh.coordinate()[0])];
     for (Mlp model : {pair.eager, pair.captured}) {
       parallelize_module(*model, mesh, {{"up", colwise_parallel(colwise)}, {"down", rowwise_parallel(rowwise)}});
-      if (distributed_input) distribute_module(*model, mesh);  // the buffer, too
+      if (distributed_input) distribute_module(*model, mesh);  // including the buffer
     }
     auto fast = compile(pair.captured);
     torch::optim::AdamW one(pair.eager->parameters(), torch::optim::AdamWOptions(1e-2)), other(fast->parameters(), torch::optim::AdamWOptions(1e-2));
@@ -94,7 +96,7 @@ TEST(DTensorModule, MlpWithPlainInputs) { train_mlp(2, false, {}, {}); }
 TEST(DTensorModule, MlpUneven) { train_mlp(3, true, {}, {}); }
 TEST(DTensorModule, MlpWithSplitRows) { train_mlp(4, true, {.input = Shard{0}, .desired_input = Replicate{}}, {.output = Shard{0}}); }
 
-// Embedding, attention, layer norm and a loss over split classes.
+// Embedding, attention, layer norm and a loss over sharded classes.
 void train_transformer(int ranks, const test::Plan& plan) {
   std::vector<std::pair<test::Model, test::Model>> models;
   for (int rank = 0; rank < ranks; ++rank) models.emplace_back(test::make_model(), test::make_model());
@@ -138,7 +140,7 @@ TEST(DTensorModule, TransformerOnTwoAxes) {
   std::vector<std::pair<test::Model, test::Model>> models;
   for (int rank = 0; rank < 4; ++rank) models.emplace_back(test::make_model(), test::make_model());
   comm::run_ranks(4, 120s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), 4));
     auto& [eager, captured] = models[static_cast<std::size_t>(world.rank())];
     for (test::Model model : {eager, captured}) {
       parallelize_module(*model, mesh, test::tensor_plan(), {.axis = "tp"});
@@ -155,7 +157,7 @@ TEST(DTensorModule, TransformerOnTwoAxes) {
   });
 }
 
-// Nothing is sent to capture, and a replay sends what the plain run sends, by kind and bytes.
+// Capturing sends nothing, and a replay sends what the plain run sends, by kind and bytes.
 TEST(DTensorModule, ReplaysSendWhatThePlainRunSends) {
   std::vector<MlpPair> pairs = make_pairs(2);
   on_ranks(2, [&](const comm::MeshGroups& mesh) {
@@ -178,7 +180,7 @@ TEST(DTensorModule, ReplaysSendWhatThePlainRunSends) {
       totals.erase("barrier");
       return totals;
     };
-    // The gradient lies as the result: that is what backward is captured for.
+    // The gradient is placed like the result: backward is captured for that.
     const at::Tensor seed = placed(numbers({4, 8}, 2), mesh, Shard{0}, false);
     const auto expected = totals_of([&] { pair.eager->forward(x).backward(seed); });
     EXPECT_GE(expected.size(), 2u);

@@ -1,4 +1,4 @@
-// Captures that hold for all sizes of some dims.
+// Captures that are valid for all sizes of some dims.
 #include "penstock/graph/ir/dynamic_dims.h"
 
 #include <gtest/gtest.h>
@@ -44,8 +44,8 @@ const Prepare as_they_are = [](const Tensors& fresh) { return fresh; };
 const DynamicOptions over_batch{.dims = {{0, 0, "B"}}};
 const DynamicOptions over_batch_and_length{.dims = {{0, 0, "B"}, {0, 1, "T"}}};
 
-// Gradients are added up in another order where a tensor is used for several results: then they are close to those of the function, and equal to
-// those of a capture at the same sizes.
+// If a tensor is used for several results, gradients are summed in a different order: they are then close to
+// those of the function, and equal to those of a capture at the same sizes.
 void expect_same_trace(const Trace& actual, const Trace& expected, Compare gradients = Compare::Exactly) {
   expect_same(actual.outputs, expected.outputs, "output");
   expect_same(actual.inputs, expected.inputs, "input");
@@ -54,7 +54,7 @@ void expect_same_trace(const Trace& actual, const Trace& expected, Compare gradi
     EXPECT_EQ(actual.outputs[i].strides(), expected.outputs[i].strides()) << "output " << i;
 }
 
-// What is known of the graph for all sizes is what a capture at one of them knows.
+// The metadata of the graph for all sizes matches that of a capture at one size.
 void expect_bound_is_captured(const Compiled& compiled, const Function& function, const Tensors& inputs, const Sizes& sizes) {
   Compiled fixed(function);
   fixed(values_of(inputs));
@@ -62,7 +62,8 @@ void expect_bound_is_captured(const Compiled& compiled, const Function& function
   EXPECT_EQ(bind(compiled.meta(0), *compiled.joint(0).graph.table, sizes), fixed.meta(0));
 }
 
-// Bit for bit what the function gives at all sizes, the first of them the one of the first call, with one capture.
+// Expects the results of the function bit for bit at all sizes, starting with the sizes of the first call,
+// with one capture.
 void expect_one_capture(const Tensorwise& function, const Maker& make, const DynamicOptions& dynamic, const std::vector<Sizes>& all_sizes,
                         const Prepare& prepare = as_they_are, Compare gradients = Compare::Exactly) {
   for (const Partitioner partitioner : {Partitioner::Default, Partitioner::MinCut}) {
@@ -79,10 +80,10 @@ void expect_one_capture(const Tensorwise& function, const Maker& make, const Dyn
         Compiled fixed(over_tensors(function), {.partitioner = partitioner});
         expect_same_trace(actual, trace_of([&](const Values& inputs) { return fixed(inputs); }, leaves, prepare));
       }
-    EXPECT_EQ(compiled.captures(), 1u) << compiled.dynamic_refused();
-    ASSERT_TRUE(compiled.is_dynamic(0)) << compiled.dynamic_refused();
+    EXPECT_EQ(compiled.captures(), 1u) << compiled.why_not_dynamic();
+    ASSERT_TRUE(compiled.is_dynamic(0)) << compiled.why_not_dynamic();
     EXPECT_EQ(compiled.checked_sizes(0), all_sizes.size());
-    EXPECT_EQ(compiled.dynamic_refused(), "");
+    EXPECT_EQ(compiled.why_not_dynamic(), "");
     EXPECT_EQ(count_writes(compiled.joint(0).graph), 0u);
   }
 }
@@ -232,11 +233,11 @@ TEST(DynamicDims, InputsWhoseShapeIsChanged) {
 TEST(DynamicDims, StridedInputs) {
   const Tensorwise function = [](const Tensors& in) { return Tensors{in[0].view({in[0].size(0), in[0].size(1), 2, 4}).sum(2, true).expand({-1, -1, 2, -1}).reshape({-1, 8}).mm(in[1]).relu()}; };
   const auto rows_of = [](const Sizes& sizes) { return Tensors{leaf({sizes[0] + 3, 40, 16}), leaf({8, 8})}; };
-  // [T, B, 8] seen as [B, T, 8].
+  // [T, B, 8] viewed as [B, T, 8].
   expect_one_capture(
       function, [](const Sizes& sizes) { return Tensors{leaf({sizes[1], sizes[0], 8}), leaf({8, 8})}; }, over_batch_and_length, kBatchesAndLengths,
       [](const Tensors& fresh) { return Tensors{fresh[0].transpose(0, 1), fresh[1]}; });
-  // A window of a larger tensor: gaps that do not change with the sizes.
+  // A window of a larger tensor: gaps that do not depend on the sizes.
   for (const Sizes& first : kBatchesAndLengths) {
     std::vector<Sizes> sizes{first, {9, 7}, {2, 30}};
     Sizes current;
@@ -344,9 +345,9 @@ TEST(DynamicDims, WithoutGradients) {
   EXPECT_EQ(compiled.captures(), 1u);
 }
 
-// ---- sizes that are special ----
+// ---- special sizes ----
 
-// Right at all sizes, whether or not the graph for all sizes holds for them.
+// Expects correct results at all sizes, whether or not the graph for all sizes is valid for them.
 void expect_right(const Tensorwise& function, const Maker& make, const DynamicOptions& dynamic, const std::vector<Sizes>& all_sizes, std::size_t captures) {
   Compiled compiled(over_tensors(function), {.dynamic = dynamic});
   for (int round = 0; round < 2; ++round)
@@ -356,8 +357,8 @@ void expect_right(const Tensorwise& function, const Maker& make, const DynamicOp
       const Trace expected = trace_of(over_tensors(function), leaves, as_they_are);
       expect_same_trace(trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, as_they_are), expected);
     }
-  EXPECT_EQ(compiled.captures(), captures) << compiled.dynamic_refused();
-  EXPECT_TRUE(compiled.is_dynamic(0)) << compiled.dynamic_refused();
+  EXPECT_EQ(compiled.captures(), captures) << compiled.why_not_dynamic();
+  EXPECT_TRUE(compiled.is_dynamic(0)) << compiled.why_not_dynamic();
 }
 
 TEST(DynamicDims, SizesZeroAndOne) {
@@ -370,7 +371,7 @@ TEST(DynamicDims, SizesZeroAndOne) {
 }
 
 TEST(DynamicDims, SizesThatBroadcastHaveACaptureOfTheirOwn) {
-  // The gradient of something that is broadcast is summed; for a size of 1 nothing is broadcast.
+  // The gradient of a broadcast tensor is summed; for size 1 nothing is broadcast.
   const auto function = [](const Tensors& in) { return Tensors{(in[0] + in[1]).pow(2)}; };
   expect_right(function, [](const Sizes& sizes) { return Tensors{leaf({sizes[0], 4}), leaf({1, 4})}; }, over_batch, {{4}, {1}, {6}}, 2);
   expect_right(function, [](const Sizes& sizes) { return Tensors{leaf({sizes[0], 4}), leaf({1, 4})}; }, over_batch, {{1}, {4}, {6}}, 2);
@@ -390,7 +391,7 @@ TEST(DynamicDims, EverySmallSizeIsRight) {
       expect_same_trace(trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, as_they_are),
                         trace_of(over_tensors(function), leaves, as_they_are), Compare::Closely);
     }
-  EXPECT_TRUE(compiled.is_dynamic(0)) << compiled.dynamic_refused();
+  EXPECT_TRUE(compiled.is_dynamic(0)) << compiled.why_not_dynamic();
   EXPECT_LE(compiled.captures(), 1u + 8u + 3u);   // 0 and 1 rows of each length, and each number of rows of length 1
 }
 
@@ -435,7 +436,7 @@ TEST(DynamicDims, TrustedSizesAreNotChecked) {
   EXPECT_EQ(calls, before + 1) << "1 is never trusted";
 }
 
-// Programs that do other things at other sizes, too: right at all of them, whichever capture serves.
+// Includes programs that behave differently at some sizes: correct at all of them, whichever capture is used.
 TEST(DynamicDims, RandomProgramsAtAllSizes) {
   const char* asked = std::getenv("PENSTOCK_RANDOM_PROGRAMS");
   const unsigned programs = asked ? static_cast<unsigned>(std::stoul(asked)) : 150;
@@ -471,7 +472,7 @@ TEST(DynamicDims, RandomProgramsAtAllSizes) {
           if (!expected.refused) expect_same(actual.gradients, expected.gradients, "gradient", Compare::Closely);
           ++compared;
         } catch (const NotImplemented&) {
-          // An admitted gap.
+          // A known limitation.
         } catch (const std::exception& error) {
           if (!expected.refused) ADD_FAILURE() << error.what();
         }
@@ -490,19 +491,19 @@ Compiled refused_function(bool recapture) {
                   {.recapture = recapture, .dynamic = over_batch});
 }
 
-TEST(DynamicDims, WhatIsNoExpressionIsCapturedForEachSize) {
+TEST(DynamicDims, SizesWithoutExpressionAreCapturedSeparately) {
   Compiled compiled = refused_function(true);
   WarningCapture warnings;
   for (const std::int64_t batch : {4, 5, 4, 5}) EXPECT_EQ(compiled({torch::ones({batch})})[0].toTensor()[0].item<float>(), static_cast<float>(batch % 3));
   EXPECT_EQ(compiled.captures(), 2u);
   EXPECT_FALSE(compiled.is_dynamic(0) || compiled.is_dynamic(1));
-  EXPECT_TRUE(has_text(compiled.dynamic_refused(), "argument 'other' of node 0 (aten::mul."));
-  EXPECT_TRUE(has_text(compiled.dynamic_refused(), "at B = 3 and "));
+  EXPECT_TRUE(has_text(compiled.why_not_dynamic(), "argument 'other' of node 0 (aten::mul."));
+  EXPECT_TRUE(has_text(compiled.why_not_dynamic(), "at B = 3 and "));
   ASSERT_EQ(warnings.warnings().size(), 1u);
-  EXPECT_TRUE(has_text(warnings.warnings()[0].message, "captured for each size by itself: argument 'other'"));
+  EXPECT_TRUE(has_text(warnings.warnings()[0].message, "captured separately for each size: argument 'other'"));
 }
 
-TEST(DynamicDims, WhatIsNoExpressionIsAnErrorWithoutRecapture) {
+TEST(DynamicDims, SizesWithoutExpressionAreAnErrorWithoutRecapture) {
   Compiled compiled = refused_function(false);
   const std::string message = message_of<StateError>([&] { compiled({torch::ones({4})}); });
   EXPECT_TRUE(has_text(message, "cannot be captured for all sizes: argument 'other' of node 0 (aten::mul."));
@@ -518,7 +519,7 @@ TEST(DynamicDims, FunctionsThatAreNotForAllSizes) {
   EXPECT_ANY_THROW(compiled({torch::ones({7})}));
   EXPECT_EQ(compiled({torch::ones({10})})[0].toTensor().size(1), 5);
   EXPECT_EQ(compiled.captures(), 1u);
-  // What is known beforehand can be said: then the function is not tried at other sizes.
+  // Known restrictions can be declared: the function is then not tried at other sizes.
   int odd = 0;
   const auto counted = [&](const Tensors& in) {
     odd += in[0].size(0) % 2 != 0;
@@ -541,16 +542,16 @@ TEST(DynamicDims, TensorsThatTheFunctionFinds) {
   };
   const Maker make = [](const Sizes& sizes) { return Tensors{leaf({sizes[0], sizes[1], 4})}; };
   expect_one_capture(function, make, over_batch_and_length, {{4, 6}, {3, 7}, {2, 50}, {9, 2}}, as_they_are, Compare::Closely);
-  // Changed since: a capture sees it, as the function does.
+  // Changed since: a capture sees the change, like the function.
   Compiled compiled(over_tensors(function), {.dynamic = over_batch_and_length});
   const Tensors inputs = make({3, 5});
   compiled(values_of(inputs));
   table.add_(1);
   EXPECT_TRUE(torch::equal(compiled(values_of(inputs))[0].toTensor(), function(inputs)[0]));
-  // The table is at its end, and so is the graph.
+  // The table ends here, and so does the graph.
   EXPECT_ANY_THROW(compiled(values_of(make({3, 51}))));
   EXPECT_EQ(compiled.captures(), 1u);
-  // Made anew in each call, by hand.
+  // Created in each call, without operators.
   Compiled by_hand(over_tensors([](const Tensors& in) {
                      const std::vector<float> numbers(static_cast<std::size_t>(in[0].size(0)), 2);
                      const at::Tensor made = [&] {
@@ -562,7 +563,7 @@ TEST(DynamicDims, TensorsThatTheFunctionFinds) {
                    {.dynamic = over_batch});
   WarningCapture warnings;
   for (const std::int64_t batch : {4, 7}) EXPECT_EQ(by_hand({torch::ones({batch})})[0].toTensor().sum().item<float>(), static_cast<float>(2 * batch));
-  EXPECT_TRUE(has_text(by_hand.dynamic_refused(), "the function makes tensors of its own, of 3 and 2 elements"));
+  EXPECT_TRUE(has_text(by_hand.why_not_dynamic(), "the function creates tensors of 3 and 2 elements"));
 }
 
 TEST(DynamicDims, CodeThatDoesSomethingElseAtEachSize) {
@@ -578,7 +579,7 @@ TEST(DynamicDims, CodeThatDoesSomethingElseAtEachSize) {
     EXPECT_TRUE(torch::equal(compiled({x})[0].toTensor(), unrolled({x})[0]));
   }
   EXPECT_EQ(compiled.captures(), 2u);
-  EXPECT_TRUE(has_text(compiled.dynamic_refused(), "it does something else at B = 2 than at B = 3: "));
+  EXPECT_TRUE(has_text(compiled.why_not_dynamic(), "it behaves differently at B = 2 than at B = 3: "));
 }
 
 TEST(DynamicDims, InputsThatShareMemory) {
@@ -591,7 +592,7 @@ TEST(DynamicDims, InputsThatShareMemory) {
   WarningCapture warnings;
   EXPECT_EQ(compiled({memory.slice(0, 0, 10), memory.slice(0, 5, 15)})[0].toTensor().sum().item<float>(), 30);
   EXPECT_FALSE(compiled.is_dynamic(0));
-  EXPECT_TRUE(has_text(compiled.dynamic_refused(), "input 0 has a dynamic dim and shares its memory with input 1"));
+  EXPECT_TRUE(has_text(compiled.why_not_dynamic(), "input 0 has a dynamic dim and shares memory with input 1"));
 }
 
 // ---- guards and options ----
@@ -610,7 +611,7 @@ TEST(DynamicDims, GuardsNameInputAndDim) {
   EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({torch::ones({3, 5}).t(), torch::ones({3, 2}), torch::ones({5, 2})}); }),
                        "input 0 has strides [1, 5], in the capture [3, 1]"));
   EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({torch::ones({5, 3}, at::kDouble), torch::ones({3, 2}), torch::ones({5, 2})}); }),
-                       "input 0 is of dtype Double"));
+                       "input 0 has dtype Double"));
 }
 
 TEST(DynamicDims, SizesThatDifferAreAnErrorWithoutRecapture) {
@@ -618,7 +619,7 @@ TEST(DynamicDims, SizesThatDifferAreAnErrorWithoutRecapture) {
                     {.recapture = false, .dynamic = over_batch});
   compiled({torch::ones({4})});
   EXPECT_TRUE(has_text(message_of<StateError>([&] { compiled({torch::ones({100})}); }),
-                       "does not hold for B = 100: there node 0 is aten::tanh and aten::relu"));
+                       "is not valid for B = 100: there node 0 is aten::tanh and aten::relu"));
   compiled({torch::ones({5})});
 }
 
@@ -635,8 +636,8 @@ TEST(DynamicDims, OptionsThatFitNoInput) {
     Compiled compiled(over_tensors([](const Tensors& in) { return Tensors{in[0] * 2}; }), {.dynamic = {.dims = {dim, {0, 1, "T"}}}});
     return message_of<ValueError>([&] { compiled({torch::ones(sizes)}); });
   };
-  EXPECT_TRUE(has_text(refused({1, 0}), "a dynamic dim is of input: got 1, expected one of 0 to 0"));
-  EXPECT_TRUE(has_text(refused({-1, 0}), "a dynamic dim is of input: got -1, expected one of 0 to 0"));
+  EXPECT_TRUE(has_text(refused({1, 0}), "input of a dynamic dim: got 1, expected one of 0 to 0"));
+  EXPECT_TRUE(has_text(refused({-1, 0}), "input of a dynamic dim: got -1, expected one of 0 to 0"));
   EXPECT_TRUE(has_text(refused({"x", 0}), "input 'x', which this function does not have; it has inputs without names"));
   EXPECT_TRUE(has_text(refused({0, 2}), "a dynamic dim of input 0: got 2, expected a dim of sizes [4, 3]"));
   EXPECT_TRUE(has_text(refused({0, 0, "T"}), "dim 1 of input 0 has size 3, and dim 0 of input 0 has size 4, but both are T"));
@@ -662,14 +663,14 @@ TEST(DynamicDims, SamplesAreNearAndDistinct) {
       for (const std::int64_t taken : {6, 5, 4, 7}) EXPECT_NE(size, taken);
     }
   }
-  // Where a range leaves too few, those of other dims are used as well.
+  // If a range leaves too few sizes, those of other dims are used as well.
   const auto narrow = symbols_of({.dims = {{.input = 0, .dim = 0, .symbol = "B", .min = 4, .max = 7}}}, inputs, {});
   EXPECT_EQ(sample_sizes(inputs, narrow, {6}), (std::vector<SymbolValues>{{5}, {4}, {7}}));
   const auto fixed = symbols_of({.dims = {{.input = 0, .dim = 0, .symbol = "B", .min = 5, .max = 6}}}, inputs, {});
   EXPECT_TRUE(sample_sizes(inputs, fixed, {6}).empty());
 }
 
-// ---- what is known of the graph ----
+// ---- inspecting the graph ----
 
 TEST(DynamicDims, GraphsAreWrittenWithSymbols) {
   Compiled compiled(over_tensors([](const Tensors& in) { return Tensors{in[0].mm(in[1]).mean(), in[0].t()}; }), {.dynamic = over_batch});
@@ -710,14 +711,14 @@ TEST(DynamicDims, GraphsWithSymbolsNeedSizesToRun) {
   const Graph& graph = compiled.partition(0).forward;
   const Executor run(graph);
   const at::Tensor x = torch::randn({5, 3});
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { run({x}); }), "the graph has symbols, and no sizes are given for them"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { run({x}); }), "the graph has symbols, but no sizes were passed"));
   EXPECT_TRUE(torch::equal(run({x}, graph.table->at({5}).get())[0].toTensor(), x.view({-1}) * 2));
   EXPECT_TRUE(torch::equal(Executor(bind(graph, {5}))({x})[0].toTensor(), x.view({-1}) * 2));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { bind(graph, {5, 6}); }), "number of sizes to bind: got 2, expected 1 for B"));
-  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { encode_graph({compiled.joint(0), compiled.meta(0), {}, {}}); }), "files hold no symbols"));
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { encode_graph({compiled.joint(0), compiled.meta(0), {}, {}}); }), "files cannot contain symbols"));
   Graph without = graph;
   without.table.reset();
-  EXPECT_TRUE(has_text(message_of<InvariantError>([&] { verify(without); }), "refers to entry 0 of the table of symbols, which has 0"));
+  EXPECT_TRUE(has_text(message_of<InvariantError>([&] { verify(without); }), "refers to entry 0 of the symbolic table, which has 0 entries"));
 }
 
 TEST(DynamicDims, EqualNodesAreMergedOnlyWhereTheyAreEqualAtAllSizes) {
@@ -736,7 +737,7 @@ TEST(DynamicDims, EqualNodesAreMergedOnlyWhereTheyAreEqualAtAllSizes) {
 
 // ---- modules ----
 
-// Training steps at many sizes give the bits of the plain module.
+// Training steps at many sizes match the plain module bit for bit.
 template <class Module, class Make>
 void expect_same_training(Module plain, Module original, const DynamicOptions& dynamic, const std::vector<Sizes>& all_sizes, const Make& inputs_for) {
   auto fast = compile(original, {.dynamic = dynamic});
@@ -763,8 +764,8 @@ void expect_same_training(Module plain, Module original, const DynamicOptions& d
     }
     for (std::size_t i = 0; i < plain->buffers().size(); ++i) EXPECT_TRUE(torch::equal(original->buffers()[i], plain->buffers()[i]));
   }
-  EXPECT_EQ(fast->compiled(0).captures(), 1u) << fast->compiled(0).dynamic_refused();
-  EXPECT_TRUE(fast->compiled(0).is_dynamic(0)) << fast->compiled(0).dynamic_refused();
+  EXPECT_EQ(fast->compiled(0).captures(), 1u) << fast->compiled(0).why_not_dynamic();
+  EXPECT_TRUE(fast->compiled(0).is_dynamic(0)) << fast->compiled(0).why_not_dynamic();
 }
 
 nn::Sequential classifier() {

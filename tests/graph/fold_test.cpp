@@ -1,4 +1,4 @@
-// Graphs folded for a reader: nothing is lost, only what is equal is put together, and the pictures of it fit a screen.
+// Folded graphs: nothing is lost, only equal parts are merged, and the pictures fit a screen.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -28,13 +28,13 @@ namespace fold_test {
 using test::has_text;
 using Tensors = std::vector<at::Tensor>;
 
-// Blocks of different kinds on [4, 4], each with a weight of its own.
+// Blocks of different kinds on [4, 4], each with its own weight.
 at::Tensor block(char kind, const at::Tensor& x, const at::Tensor& w) {
   switch (kind) {
     case 'A': return torch::relu(x.mm(w)) + x;
     case 'B': return (x * w).tanh().exp().mm(x.t());
     case 'C': return x.sub(w, 0.5).sigmoid();
-    case 'D': return x.sub(w, 0.25).sigmoid();  // as C, with another constant
+    case 'D': return x.sub(w, 0.25).sigmoid();  // like C, with another constant
     case 'E': return x.mm(w).mm(w) - x.sum(1, true);
     default: return x + w;
   }
@@ -78,8 +78,9 @@ std::size_t shown(const std::vector<Fold>& parts) {
   return nodes;
 }
 
-// A stretch as text that does not depend on where it is: values by the place that made them, others by their geometry.
-std::string stretch_text(const Graph& graph, std::size_t first, std::size_t length) {
+// A sequence as text that does not depend on its position: values by the node that made them, others by their
+// geometry.
+std::string sequence_text(const Graph& graph, std::size_t first, std::size_t length) {
   std::map<ValueId, std::string> names;
   std::string text;
   for (std::size_t i = 0; i < length; ++i) {
@@ -100,18 +101,18 @@ std::string stretch_text(const Graph& graph, std::size_t first, std::size_t leng
   return text;
 }
 
-void expect_good(const Graph& graph, const std::vector<Fold>& parts, std::size_t most_parts, const std::string& why) {
+void expect_good(const Graph& graph, const std::vector<Fold>& parts, std::size_t max_parts, const std::string& why) {
   std::vector<std::size_t> nodes, all(graph.nodes.size());
   expand(parts, 0, nodes);
   for (std::size_t i = 0; i < all.size(); ++i) all[i] = i;
   EXPECT_EQ(nodes, all) << why;
   const std::function<void(const std::vector<Fold>&)> look = [&](const std::vector<Fold>& some) {
-    EXPECT_LE(some.size(), most_parts) << why;
+    EXPECT_LE(some.size(), max_parts) << why;
     for (const Fold& part : some) {
       EXPECT_FALSE(part.name.empty()) << why;
       for (std::size_t i = part.first; i < part.end(); ++i) EXPECT_EQ(graph.nodes[i].phase, part.phase) << why;
       for (std::size_t k = 1; k < part.count; ++k)
-        EXPECT_EQ(stretch_text(graph, part.first, part.length), stretch_text(graph, part.first + k * part.length, part.length)) << why << ", instance " << k << " of " << part.name;
+        EXPECT_EQ(sequence_text(graph, part.first, part.length), sequence_text(graph, part.first + k * part.length, part.length)) << why << ", instance " << k << " of " << part.name;
       if (!part.is_node()) look(part.parts);
     }
   };
@@ -122,14 +123,14 @@ TEST(Fold, RandomChainsOfBlocksLoseNothing) {
   for (std::uint64_t seed = 1; seed <= 300; ++seed) {
     std::mt19937_64 chance(seed);
     std::string kinds;
-    for (std::size_t stretches = 1 + chance() % 5; stretches > 0; --stretches) {
+    for (std::size_t sequences = 1 + chance() % 5; sequences > 0; --sequences) {
       std::string unit;
       for (std::size_t length = 1 + chance() % 3; length > 0; --length) unit += static_cast<char>('A' + chance() % 6);
       for (std::size_t times = 1 + chance() % 6; times > 0; --times) kinds += unit;
     }
-    const FoldOptions options{.most_parts = 4 + chance() % 30};
+    const FoldOptions options{.max_parts = 4 + chance() % 30};
     const Graph graph = captured(kinds, chance() % 2 == 0);
-    expect_good(graph, fold_graph(graph, options), std::max<std::size_t>(options.most_parts, 2 * options.most_of_phase), "seed " + std::to_string(seed) + ", " + kinds);
+    expect_good(graph, fold_graph(graph, options), std::max<std::size_t>(options.max_parts, 2 * options.max_parts_per_phase), "seed " + std::to_string(seed) + ", " + kinds);
   }
 }
 
@@ -146,8 +147,9 @@ TEST(Fold, EqualBlocksAreOne) {
 
 TEST(Fold, BlocksThatDifferInAConstantOrInWhatTheyUseAreNotEqual) {
   const Graph constants = captured("CDCDC", false);
-  for (const Fold& part : fold_graph(constants)) EXPECT_TRUE(part.count == 1 || part.length == 4) << part.name;  // C and D together, not C and D
-  // The same operators; the second one multiplies with itself.
+  // C and D together, not separately.
+  for (const Fold& part : fold_graph(constants)) EXPECT_TRUE(part.count == 1 || part.length == 4) << part.name;
+  // The same operators, but the second one multiplies by itself.
   const auto other = capture_forward([](const Values& in) -> Values {
     at::Tensor x = in[0].toTensor();
     for (int i = 0; i < 6; ++i) {
@@ -232,8 +234,8 @@ TEST(FoldedPictures, TheModelFitsAScreen) {
     EXPECT_LE(views[0].height, 1000U);
     EXPECT_GE(views[0].parts.size(), 3U);
     EXPECT_TRUE(has_text(svg, "a &lt;model&gt;"));
-    EXPECT_EQ(count_of(svg, "<a "), 0U);  // nothing to open in a picture
-    EXPECT_EQ(count_of(svg, "http"), 1U);  // the name of SVG itself
+    EXPECT_EQ(count_of(svg, "<a "), 0U);  // nothing to open in an SVG
+    EXPECT_EQ(count_of(svg, "http"), 1U);  // the SVG namespace
   }
 }
 
@@ -255,7 +257,7 @@ TEST(FoldedPictures, EveryNodeIsReachedInThePage) {
     }
     EXPECT_EQ(nodes, graph.nodes.size());
     EXPECT_EQ(opened + 1, views.size());
-    // Each link leads to a view, and each view but the whole has a link to it.
+    // Each link leads to a view, and each view except the whole has a link to it.
     std::set<std::string> ids, targets;
     static const std::regex section("<section id=\"([a-z0-9-]+)\""), link("<a href=\"#([a-z0-9-]+)\"");
     for (auto it = std::sregex_iterator(page.begin(), page.end(), section); it != std::sregex_iterator(); ++it) EXPECT_TRUE(ids.insert((*it)[1]).second);

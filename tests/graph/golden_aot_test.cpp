@@ -1,4 +1,4 @@
-// Every function of the reference data's section `aot`.
+// All functions of the reference data's section `aot`.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -40,7 +40,8 @@ const std::vector<Case>& all_cases() {
 
 bool is_random_case(const Case& item) { return !item.data.at("rng_seed").is_null(); }
 
-// Floating point as the reference data's page says: the kernels of another version round differently.
+// Tolerances for floating point as documented with the reference data: kernels of other versions round
+// differently.
 ::testing::AssertionResult matches(const at::Tensor& actual, const json& expected, bool values = true) {
   if (expected.is_null()) return actual.defined() ? ::testing::AssertionFailure() << "defined" : ::testing::AssertionSuccess();
   if (!actual.defined()) return ::testing::AssertionFailure() << "undefined";
@@ -62,7 +63,7 @@ bool is_random_case(const Case& item) { return !item.data.at("rng_seed").is_null
 
 bool shares_storage(const at::Tensor& a, const at::Tensor& b) { return a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl(); }
 
-// How often the recorded loss weighs a tensor that is passed twice: what the data says, which is one of the two.
+// How often the recorded loss counts a tensor that is passed twice: once or twice, as the data says.
 test::PassedTwice passed_twice_in(const json& eager, const std::vector<c10::IValue>& inputs) {
   for (const json& place : eager.at("cotangent_on_inputs"))
     for (std::size_t earlier = 0; earlier < place.get<std::size_t>(); ++earlier)
@@ -70,7 +71,8 @@ test::PassedTwice passed_twice_in(const json& eager, const std::vector<c10::IVal
   return test::PassedTwice::Once;
 }
 
-// The results of a call against the reference's plain run: `call` gets the arguments and may do with them what the function does.
+// Compares a call with the recorded plain run of PyTorch 2.14: `call` gets the arguments and may modify them
+// like the function.
 void expect_eager(const Case& item, const std::function<std::vector<c10::IValue>(const std::vector<c10::IValue>&)>& call) {
   SCOPED_TRACE(item.id);
   const json& eager = item.data.at("eager");
@@ -120,7 +122,7 @@ void expect_eager(const Case& item, const std::function<std::vector<c10::IValue>
     EXPECT_EQ(json(with_outputs), expected.at("shares_storage_with_outputs")) << "output " << i;
     EXPECT_EQ(json(same_objects), expected.at("is_same_object_as_outputs")) << "output " << i;
   }
-  if (!eager.at("grad_error").is_null()) {  // what backward needs was written over
+  if (!eager.at("grad_error").is_null()) {  // a tensor that backward needs was overwritten
     EXPECT_THROW(test::gradients_of(arguments, outputs), std::exception);
     return;
   }
@@ -136,7 +138,7 @@ void expect_eager(const Case& item, const std::function<std::vector<c10::IValue>
     EXPECT_TRUE(matches(gradients.leaves[i], eager.at("leaf_grads").at(i), values)) << "gradient of leaf " << i;
 }
 
-TEST(GoldenAot, ProgramsGiveWhatThePlainRunGave) {
+TEST(GoldenAot, ProgramsMatchThePlainRun) {
   for (const Case& item : all_cases()) {
     const Program program(item.data.at("program"));
     expect_eager(item, [&](const auto& inputs) { return program(inputs); });
@@ -201,7 +203,7 @@ json to_json(const ViewAndMutationMeta& meta) {
   return result;
 }
 
-// The fields that differ, one line each.
+// The differing fields, one line each.
 std::string difference(const json& actual, const json& expected) {
   std::string text;
   for (const auto& [key, value] : expected.items())
@@ -222,10 +224,10 @@ TEST(GoldenAot, MetadataOfTheFunctionAsCalled) {
     }
 }
 
-// Where derived metadata says less than a look at the inner function (InputPlan::derived_meta), or names what belongs to no input by an
-// input's place.
+// Cases where derived metadata is less precise than an analysis of the inner function
+// (InputPlan::derived_meta), or refers to an input by position for what belongs to no input.
 bool derivation_is_inexact(const ViewAndMutationMeta& user, const Values& inputs) {
-  std::set<const c10::TensorImpl*> written;  // the same tensor given twice is one
+  std::set<const c10::TensorImpl*> written;  // a tensor passed twice counts once
   bool unseen = user.grad_mode_after.has_value();
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (user.inputs[i].mutates_data) written.insert(inputs[i].toTensor().unsafeGetTensorImpl());
@@ -250,20 +252,22 @@ TEST(GoldenAot, MetadataWithInputsMadeDistinct) {
       EXPECT_EQ(plan.is_identity(), same);
       const json& wanted = same ? expected.at("meta_user") : expected.at("meta_inner");
       EXPECT_EQ(difference(to_json(plan.derived_meta(user, inputs)), wanted), "");
-      // What captured calls run with.
+      // What captured calls use.
       if (same || !derivation_is_inexact(user, inputs)) {
         EXPECT_EQ(difference(to_json(analyze(plan.inner_function(function), plan.inner_inputs(inputs), options)), wanted), "");
       }
     }
 }
 
-// Captured on the first call, replayed on the second: results, written inputs, aliasing and gradients of the plain run.
+// Captured on the first call, replayed on the second: results, mutated inputs, aliasing and gradients of the
+// plain run.
 void expect_compiled(Partitioner partitioner) {
   for (const Case& item : all_cases()) {
     SCOPED_TRACE(item.id);
     const Program program(item.data.at("program"));
     Compiled compiled([&](const Values& inputs) { return program(inputs); }, {.partitioner = partitioner});
-    if (!item.data.at("eager").at("grad_error").is_null()) {  // backward is captured with the call and found to be impossible then
+    // Backward is captured with the call and rejected there.
+    if (!item.data.at("eager").at("grad_error").is_null()) {
       const Program::Arguments arguments = program.arguments();
       EXPECT_THROW(test::gradients_of(arguments, compiled(arguments.inputs)), std::exception);
       continue;
@@ -274,10 +278,11 @@ void expect_compiled(Partitioner partitioner) {
   }
 }
 
-TEST(GoldenAot, CompiledFunctionsGiveWhatThePlainRunGave) { expect_compiled(Partitioner::Default); }
-TEST(GoldenAot, CompiledFunctionsCutByCostGiveWhatThePlainRunGave) { expect_compiled(Partitioner::MinCut); }
+TEST(GoldenAot, CompiledFunctionsMatchThePlainRun) { expect_compiled(Partitioner::Default); }
+TEST(GoldenAot, MinCutFunctionsMatchThePlainRun) { expect_compiled(Partitioner::MinCut); }
 
-// One tensor, passed twice and written, is one input of the graph and one result of it: it has one tangent, whatever the caller does with its two names.
+// A tensor that is passed twice and written is one input and one result of the graph: it has one tangent,
+// however the caller uses its two names.
 TEST(GoldenAot, ATensorPassedTwiceAndWrittenHasOneTangent) {
   std::size_t found = 0;
   for (const Case& item : all_cases()) {
@@ -301,7 +306,7 @@ TEST(GoldenAot, ATensorPassedTwiceAndWrittenHasOneTangent) {
     const auto& tangents = compiled.joint(0).tangents;
     EXPECT_EQ(std::count_if(tangents.begin(), tangents.end(), [](const TangentInfo& tangent) { return tangent.kind == TangentInfo::Kind::MutatedInput; }),
               static_cast<std::ptrdiff_t>(tensors));
-    // Weighed once or twice, gradients are those of the plain run.
+    // Counted once or twice, gradients match the plain run.
     for (const test::PassedTwice twice : {test::PassedTwice::Once, test::PassedTwice::OnceForEachPlace}) {
       const Program::Arguments plain = program.arguments(), captured = program.arguments();
       const test::Gradients expected = test::gradients_of(plain, program(plain.inputs), twice);
@@ -324,7 +329,8 @@ TEST(GoldenAot, NoMoreIsSavedForBackward) {
       const std::string variant = partitioner == Partitioner::Default ? "default" : "mincut";
       SCOPED_TRACE(item.id + " " + variant);
       const json& expected = item.data.at("variants").at(variant);
-      if (!expected.contains("num_saved") || expected.at("num_saved").is_null()) continue;  // the reference could not compile it
+      // PyTorch 2.14 could not compile it.
+      if (!expected.contains("num_saved") || expected.at("num_saved").is_null()) continue;
       const Program program(item.data.at("program"));
       Compiled compiled([&](const Values& inputs) { return program(inputs); }, {.partitioner = partitioner});
       const torch::AutoGradMode restore(true);

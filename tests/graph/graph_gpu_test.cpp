@@ -1,4 +1,5 @@
-// Captured graphs on a GPU: capture and replay of a transformer of GPT-2's size, and of modules whose kernels exist only there.
+// Captured graphs on a GPU: capture and replay of a transformer of GPT-2's size, and of modules whose kernels
+// exist only there.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -20,8 +21,8 @@ using namespace models;
 
 const at::Device kGpu(at::kCUDA, 0);
 
-// Kernels that add up in the same order each time. cuDNN's attention has one only where the mode is strict, and then cuBLAS asks for a
-// workspace of its own. `strict` refuses operators that have none at all.
+// Selects kernels that sum in a fixed order. cuDNN's attention has one only in strict mode, in which cuBLAS
+// requires a workspace setting. `strict` rejects operators without such a kernel.
 struct Deterministic {
   explicit Deterministic(bool strict) {
     setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 1);
@@ -66,7 +67,8 @@ TEST(GraphOnAGpu, TransformerOfGpt2Size) {
       ASSERT_TRUE(gradient.defined()) << name;
       EXPECT_TRUE(torch::equal(other, wanted)) << name << ": the model itself";
       EXPECT_TRUE(torch::equal(gradient, wanted)) << name;
-      const at::Tensor change = wanted * 0.1;  // the same for all, so that the next step begins alike
+      // The same for all, so that the next step begins with equal values.
+      const at::Tensor change = wanted * 0.1;
       for (const auto& model : {plain, again, original}) {
         model->parameters()[i].sub_(change);
         model->parameters()[i].mutable_grad() = at::Tensor();
@@ -79,9 +81,9 @@ TEST(GraphOnAGpu, TransformerOfGpt2Size) {
   EXPECT_GT(peak_of_fast, 0);
 }
 
-// Batch norm and recurrent layers have kernels of their own on a GPU.
+// Batch norm and recurrent layers have separate kernels on a GPU.
 TEST(GraphOnAGpu, ModulesWithTheirOwnKernels) {
-  const Deterministic deterministic(/*strict=*/false);  // max pooling has no such kernel
+  const Deterministic deterministic(/*strict=*/false);  // max pooling has no deterministic kernel
   torch::manual_seed(3);
   const auto expect_same_steps = [](const auto& plain, const auto& original, const at::Tensor& x) {
     plain->to(kGpu);

@@ -86,7 +86,7 @@ TEST(Graph, InPlaceOperatorsWriteTheInput) {
   EXPECT_EQ(actual.strides(), expected.strides());
 }
 
-TEST(Graph, WhatTheFunctionFindsBecomesAConstant) {
+TEST(Graph, TensorsFromOutsideBecomeConstants) {
   const at::Tensor weight = torch::randn({4});
   const Graph graph = traced({torch::ones({4})}, [&](const auto& in) { return std::vector<at::Tensor>{in[0] * weight.view({2, 2}).view(-1)}; });
   ASSERT_EQ(graph.constants.size(), 1u);
@@ -95,15 +95,15 @@ TEST(Graph, WhatTheFunctionFindsBecomesAConstant) {
   EXPECT_TRUE(torch::equal(Executor(graph)({torch::full({4}, 2.)})[0].toTensor(), weight * 2));
 }
 
-TEST(Graph, DeadNodesGoAndWritesThatAreSeenStay) {
+TEST(Graph, DeadNodesAreRemovedAndVisibleWritesKept) {
   Graph graph = traced({torch::ones({4})}, [](const auto& in) {
     in[0].exp().sin();
     at::Tensor inside = in[0] + 1;
-    inside.view({2, 2}).select(0, 0).mul_(2);  // seen through `inside`
+    inside.view({2, 2}).select(0, 0).mul_(2);  // visible through `inside`
     at::Tensor unseen = in[0] + 2;
     unseen.mul_(2);
-    in[0].add_(1);                             // seen by the caller
-    torch::rand({3});                          // moves the generator on
+    in[0].add_(1);                             // visible to the caller
+    torch::rand({3});                          // advances the generator
     return std::vector<at::Tensor>{inside};
   });
   remove_dead_nodes(graph);
@@ -114,7 +114,7 @@ TEST(Graph, DeadNodesGoAndWritesThatAreSeenStay) {
 }
 
 TEST(Graph, ValuesAreFreedAtTheirLastUse) {
-  // The chain's middle is dead when the end runs: the memory of a value given by move is gone, too.
+  // The middle of the chain is dead when the end runs: the memory of a value passed by move is freed as well.
   const Graph graph = traced({torch::ones({4})}, [](const auto& in) { return std::vector<at::Tensor>{in[0].exp().sin().cos()}; });
   at::Tensor x = torch::ones({4});
   const c10::weak_intrusive_ptr<c10::TensorImpl> watch(x.getIntrusivePtr());
@@ -157,7 +157,7 @@ TEST(Graph, ValueDependentStepsNameTheOperator) {
 TEST(Metadata, FlagsThatContradictEachOtherNameTheInput) {
   InputInfo other_memory;
   other_memory.mutates_storage_metadata = true;
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { other_memory.validate(3); }), "input 3 is said to get other memory (set_) but to keep its metadata"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { other_memory.validate(3); }), "input 3 is marked as getting other memory (set_) but keeping its metadata"));
   other_memory.mutates_metadata = true;
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { other_memory.validate(3); }), "only the graph itself can do"));
   other_memory.keep_input_mutations = true;

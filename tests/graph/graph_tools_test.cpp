@@ -106,7 +106,7 @@ TEST(Rewrite, PatternsAreReplaced) {
   const auto function = [](const Tensors& in) {
     const at::Tensor a = in[0] * in[0].sigmoid();             // here
     const at::Tensor b = a.t() * a.t().sigmoid();             // two views: not the same value
-    const at::Tensor gate = b.sigmoid(), c = b * gate;        // the gate is used once more
+    const at::Tensor gate = b.sigmoid(), c = b * gate;        // the gate is used again
     const at::Tensor d = c.t().view({12}), e = (d * d.sigmoid()).view({3, 4});  // and here
     return Tensors{e, gate};
   };
@@ -136,7 +136,7 @@ TEST(Rewrite, BrokenRulesAreErrors) {
   const at::Tensor held = torch::ones({2});
   Rule constant = silu_rule();
   constant.pattern = captured([&](const Tensors& in) { return Tensors{in[0] * held}; }, {torch::ones({2})});
-  EXPECT_TRUE(has_text(message_of<ValueError>([&] { rewrite(graph, constant); }), "tensors of its own"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([&] { rewrite(graph, constant); }), "tensor constants"));
 }
 
 struct Small {
@@ -152,7 +152,7 @@ struct Small {
   GraphFile file() const { return {compiled().joint(0), compiled().inner_meta(0), compiled().partition(0).saved, signature()}; }
 };
 
-// An input, a result and a view of a result are held by others; what lies between is backward's alone.
+// Others hold the inputs, the results and views of results; tensors in between belong to backward alone.
 TEST(Partition, DonatedTensorsBelongToNobodyElse) {
   Compiled compiled([](const Values& in) -> Values {
     const at::Tensor hidden = in[0].toTensor().mm(in[1].toTensor()).relu();
@@ -195,7 +195,7 @@ TEST(Signature, NamesOfAModule) {
   EXPECT_TRUE(has_text(to_text(signature), "parameter 0.weight -> 0.weight"));
 }
 
-TEST(Signature, WhatItCannotSayIsAnError) {
+TEST(Signature, UnsupportedGraphsAreErrors) {
   const auto message = [](const std::function<Tensors(const Tensors&)>& function, const at::Tensor& input) {
     const Function over = [&](const Values& in) {
       const Tensors results = function({in[0].toTensor()});
@@ -212,7 +212,7 @@ TEST(Signature, WhatItCannotSayIsAnError) {
 TEST(Drawing, DotAndSvg) {
   const Small small;
   const Graph& graph = small.compiled().joint(0).graph;
-  const DrawOptions options{.title = "a <small> net", .saved = small.compiled().partition(0).saved, .most_boxes = 1000};
+  const DrawOptions options{.title = "a <small> net", .saved = small.compiled().partition(0).saved, .max_boxes = 1000};
   const std::string dot = to_dot(graph, options), svg = to_svg(graph, options);
   EXPECT_TRUE(has_text(dot, "aten::addmm"));
   EXPECT_TRUE(has_text(dot, "penwidth=3"));
@@ -225,12 +225,12 @@ TEST(Drawing, DotAndSvg) {
   for (const Operand& output : graph.outputs) outputs += output.value() != kNoValue;
   EXPECT_EQ(boxes, graph.inputs.size() + graph.constants.size() + graph.nodes.size() + outputs);
   // With fewer boxes it is folded.
-  const std::string folded = to_svg(graph, {.title = "a <small> net", .most_boxes = 3});
+  const std::string folded = to_svg(graph, {.title = "a <small> net", .max_boxes = 3});
   EXPECT_EQ(folded.find("<rect class=\"box"), std::string::npos);
   EXPECT_TRUE(has_text(folded, "<g class=\"part "));
 }
 
-TEST(GraphFiles, ComeBackAsTheyWere) {
+TEST(GraphFiles, FilesRoundTrip) {
   const Small small;
   const GraphFile file = small.file();
   const std::vector<std::uint8_t> bytes = encode_graph(file);
@@ -283,7 +283,8 @@ std::vector<std::uint8_t> with_new_checksum(std::vector<std::uint8_t> bytes) {
   return bytes;
 }
 
-// Flipped, cut and lengthened: always a ValueError. Where even the checksum was made to fit, an error or another graph that is sound.
+// Flipped bits, truncation and appended bytes: always a ValueError. With a corrected checksum, an error or
+// another valid graph.
 TEST(GraphFiles, DamageIsAnErrorNeverACrash) {
   const std::vector<std::uint8_t> bytes = encode_graph(Small().file());
   std::mt19937 random(5);

@@ -29,7 +29,7 @@ at::MemoryFormat memory_format_named(const std::string& name) {
   return names.at(name);
 }
 
-// A number where a tensor is wanted, as LibTorch itself makes one: not by an operator that a mode would see.
+// Wraps a number in a tensor the way LibTorch does: not by an operator that a mode would see.
 at::Tensor wrapped(const at::Scalar& number) {
   at::Tensor tensor = c10::scalar_to_tensor(number);
   tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -43,14 +43,14 @@ at::Scalar scalar_of(const json& value) {
   throw std::runtime_error("not a number: " + value.dump());
 }
 
-// One run of a list of steps: names and what they are bound to.
+// One run of a list of steps: names and the values they are bound to.
 class Run {
  public:
   void bind(const std::string& name, c10::IValue value) {
     if (!names_.emplace(name, std::move(value)).second) throw std::runtime_error("bound twice: " + name);
   }
 
-  // What is not converted by the type of a slot.
+  // Values that are not converted by the type of a slot.
   c10::IValue free_value(const json& value) const {
     if (value.is_string()) return named(value.get<std::string>());
     if (value.is_null()) return {};
@@ -198,7 +198,7 @@ class Run {
   std::map<std::string, c10::IValue> names_;
 };
 
-// A user's autograd function whose halves are programs.
+// A user-defined autograd function whose forward and backward are programs.
 struct ProgramFunction : torch::autograd::Function<ProgramFunction> {
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context, const json* definition,
                                                 at::TensorList args) {

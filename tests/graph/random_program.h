@@ -1,4 +1,4 @@
-// Functions chosen by a number, to compare captured functions with plain ones.
+// Randomly generated functions, to compare captured functions with plain ones.
 #pragma once
 
 #include <torch/torch.h>
@@ -11,10 +11,10 @@
 
 namespace penstock::graph {
 
-// What a random program is made of.
+// The kinds of steps a random program consists of.
 enum class Looks {
   Floats,     // floats at different places of a memory
-  AnyDtype    // memory that is looked at as other dtypes, conjugates and negatives, and elements that share a place of it
+  AnyDtype    // memory accessed as other dtypes, conjugates and negatives, and elements that share an address
 };
 
 namespace random_steps {
@@ -34,7 +34,7 @@ inline at::Tensor as_other_dtype(const at::Tensor& x) {
 
 inline bool may_be_written(const at::Tensor& x) { return !overlaps_itself(geometry_of(x)); }
 
-// The steps that only programs over any dtype have.
+// Steps that occur only in programs over any dtype.
 inline at::Tensor look(std::size_t which, const at::Tensor& x, std::int64_t dim) {
   switch (which) {
     case 0: return x.conj();
@@ -61,7 +61,7 @@ constexpr std::size_t kLooks = 14;
 
 }  // namespace random_steps
 
-// A function made of views, writes and exact arithmetic, chosen by `seed` and by the shapes it meets.
+// A function of views, writes and exact arithmetic, determined by `seed` and the shapes it encounters.
 inline Tensors random_program(unsigned seed, const Tensors& inputs, Looks looks = Looks::Floats) {
   using namespace random_steps;
   std::mt19937 random(seed);
@@ -83,8 +83,10 @@ inline Tensors random_program(unsigned seed, const Tensors& inputs, Looks looks 
       pool.push_back(look(which - 18, x, dim));
       continue;
     }
-    if (which >= 11 && which != 14 && which != 17 && !may_be_written(x)) which = 0;  // what is written to one place twice has no value
-    // Autograd forgets transpose_ where it makes a view of another dtype or a conjugate again after a write: gradients would be those of another program.
+    // Writing one place twice is undefined.
+    if (which >= 11 && which != 14 && which != 17 && !may_be_written(x)) which = 0;
+    // Autograd ignores transpose_ when it recreates a view of another dtype or a conjugate after a write: the
+    // gradients would be those of another program.
     if (which == 17 && looks == Looks::AnyDtype && !(x.is_same(inputs[0]) || x.is_same(inputs[2]))) which = 3;
     switch (which) {
       case 0: pool.push_back(x.dim() > 0 ? x.select(dim, x.size(dim) - 1) : x.unsqueeze(0)); break;
@@ -100,7 +102,7 @@ inline Tensors random_program(unsigned seed, const Tensors& inputs, Looks looks 
       case 10: pool.push_back(x.is_complex() ? x.sub(2) : x.relu()); break;
       case 11: x.mul_(half(x)); break;
       case 12: {
-        // What is read while it is written has no value of its own in eager mode.
+        // Reading memory while writing it is undefined in eager mode.
         const at::Tensor partner = partner_of(x);
         x.add_(partner.is_alias_of(x) ? partner.clone() : partner);
         break;

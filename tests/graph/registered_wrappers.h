@@ -1,4 +1,5 @@
-// The small subclasses of tests/torch as kinds that can be rebuilt, and how tensors of any kind are compared.
+// The small subclasses of tests/torch, registered so that they can be rebuilt, and comparison of tensors of
+// any kind.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -20,7 +21,7 @@ inline void register_sample_kinds() {
   });
 }
 
-// Equal in kind, context, geometry and every bit of what they hold.
+// Equal in kind, context, geometry and every bit of the inner tensors.
 inline ::testing::AssertionResult same_tensor(const at::Tensor& a, const at::Tensor& b) {
   if (a.defined() != b.defined()) return ::testing::AssertionFailure() << "one of them is undefined";
   if (!a.defined()) return ::testing::AssertionSuccess();

@@ -1,4 +1,5 @@
-// What a replay promises beyond its numbers: the modes that kernels see, the memory it holds, what results share, which calls a capture serves.
+// Properties of a replay other than its results: the modes that kernels see, its memory use, what results
+// share, which calls a capture is valid for.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -12,7 +13,7 @@
 namespace penstock::graph {
 namespace replay_contract_test {
 
-// An operator that tells under which grad mode its kernel runs.
+// An operator that reports the grad mode under which its kernel runs.
 at::Tensor grad_mode_seen(const at::Tensor& like) { return at::full_like(like, c10::GradMode::is_enabled() ? 1.0 : 0.0); }
 
 TORCH_LIBRARY(penstock_replay_test, library) { library.def("grad_mode_seen(Tensor like) -> Tensor"); }
@@ -44,7 +45,7 @@ TEST(ReplayContract, KernelsSeeTheGradModeTheyWereRecordedWith) {
   }
 }
 
-// Casts that were wanted are nodes of the graph: a replay inside of an autocast scope adds none.
+// Casts are recorded as nodes of the graph: a replay inside an autocast scope adds none.
 TEST(ReplayContract, AutocastActsOnceOnly) {
   const AutocastScope scope(at::kCPU, at::kBFloat16);
   const auto function = [](const Tensors& in) {
@@ -70,7 +71,8 @@ TEST(ReplayContract, ATensorIsFreedAfterItsLastUse) {
   count_cpu_memory();
   const auto squares = [](const Values& in) {
     at::Tensor x = in[0].toTensor();
-    for (int i = 0; i < 16; ++i) x = x * x;  // twice among the arguments: it cannot be moved into the call
+    // Occurs twice among the arguments, so it cannot be moved into the call.
+    for (int i = 0; i < 16; ++i) x = x * x;
     return Values{x};
   };
   const Executor run(capture_forward(squares, {at::ones({kItems})}));
@@ -97,7 +99,7 @@ TEST(ReplayContract, BackwardFreesWhatForwardSavedAsItGoes) {
     reset_cpu_peak();
     const std::int64_t before = cpu_memory().live;
     loss.backward();
-    // A gradient is made for every two tensors that are freed.
+    // One gradient is allocated for every two tensors that are freed.
     EXPECT_LE(cpu_memory().peak - before, 6 * kBytes) << "call " << call;
   }
 }
@@ -119,7 +121,7 @@ TEST(ReplayContract, AResultAndItsDetachedTwinShareMemory) {
   EXPECT_EQ(compiled.meta(0).outputs[1].kind, OutputKind::AliasOfIntermediateBaseIsUserOutput);
 }
 
-// Inputs of the same shapes that now overlap are another kind of call.
+// Inputs of the same shapes that now overlap are a different kind of call.
 TEST(ReplayContract, ACaptureForSeparateInputsDoesNotServeOverlappingOnes) {
   const auto function = [](const Tensors& in) {
     in[0].add_(1);

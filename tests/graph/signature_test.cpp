@@ -1,4 +1,5 @@
-// What a signature says of a graph (E50 to E58), compared with what the graph computes; and equality of the metadata that it is made from.
+// Signatures of graphs compared with what the graphs compute, and equality of the metadata they are made
+// from.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -25,7 +26,7 @@ using test::has_text;
 using test::message_of;
 using OverTensors = std::function<Tensors(const Tensors&)>;
 
-// A function over the state of a module, its parameters first, and what the user gives.
+// A function over the state of a module, parameters first, and the user's inputs.
 struct Captured {
   Captured(const OverTensors& function, const Tensors& inputs, ModuleState module_state = {}, std::vector<std::string> names = {}, bool keep = false)
       : state(std::move(module_state)) {
@@ -43,7 +44,7 @@ struct Captured {
   std::string refusal(const SignatureOptions& options = {}) const {
     return message_of<ValueError>([&] { signature(options); });
   }
-  // The number of an output of the graph, by its name in the signature.
+  // The index of a graph output, by its name in the signature.
   std::size_t place_of(const GraphOutput& name) const {
     std::vector<std::string> seen;
     for (std::size_t i = 0; i < joint.graph.outputs.size(); ++i) {
@@ -79,8 +80,8 @@ const OverTensors kStep = [](const Tensors& in) {
 };
 Tensors step_inputs() { return {leaf({3}), leaf({3}), leaf({3}, false), leaf({2, 3}), torch::full({1}, 4.f)}; }
 
-// E50, E52 to E55: every name leads to the tensor that it is said to be.
-TEST(Signature, NamesLeadToWhatTheGraphComputes) {
+// Every name refers to the tensor that the signature says.
+TEST(Signature, NamesMatchWhatTheGraphComputes) {
   torch::manual_seed(1);
   const Tensors inputs = step_inputs();
   const Captured captured(kStep, cloned(inputs), state_of({"up.weight", "up.bias"}, {"mean"}));
@@ -96,11 +97,12 @@ TEST(Signature, NamesLeadToWhatTheGraphComputes) {
   EXPECT_EQ(signature.inputs_to_parameters, (std::map<GraphInput, Qualified>{{GraphInput("up.weight"), Qualified("up.weight")}, {GraphInput("up.bias"), Qualified("up.bias")}}));
   EXPECT_EQ(signature.inputs_to_buffers, (std::map<GraphInput, Qualified>{{GraphInput("mean"), Qualified("mean")}}));
   EXPECT_TRUE(signature.parameters_to_mutate.empty());
-  EXPECT_TRUE(signature.input_tokens.empty() && signature.output_tokens.empty());  // side effects keep their order by that of the nodes
+  // Side effects are ordered by their nodes.
+  EXPECT_TRUE(signature.input_tokens.empty() && signature.output_tokens.empty());
   EXPECT_EQ(signature.in_spec, "(*, *)");
   EXPECT_EQ(signature.out_spec, "(*, *)");
 
-  // Inputs in the order: parameters, buffers, what the user gives, tangents.
+  // Inputs in the order: parameters, buffers, user inputs, tangents.
   std::vector<std::string> names;
   for (const Placeholder& input : captured.joint.graph.inputs) names.push_back(input.name);
   EXPECT_EQ(names, (std::vector<std::string>{"up.weight", "up.bias", "mean", "args[0]", "args[1]", "tangents_1", "tangents_2"}));
@@ -118,7 +120,7 @@ TEST(Signature, NamesLeadToWhatTheGraphComputes) {
   const std::vector<c10::IValue> outputs = Executor(captured.joint.graph)(given);
   const auto output = [&](const GraphOutput& name) { return outputs[captured.place_of(name)].toTensor(); };
 
-  // Outputs in the order: written inputs, results, gradients.
+  // Outputs in the order: mutated inputs, results, gradients.
   ASSERT_EQ(signature.buffers_to_mutate.size(), 1u);
   EXPECT_EQ(signature.buffers_to_mutate.begin()->second, Qualified("mean"));
   EXPECT_EQ(captured.place_of(signature.buffers_to_mutate.begin()->first), 0u);
@@ -144,7 +146,6 @@ TEST(Signature, NamesLeadToWhatTheGraphComputes) {
   EXPECT_TRUE(torch::allclose(output(signature.backward->gradients_to_user_inputs.begin()->first), leaves[3].grad(), 1e-4, 1e-5));
 }
 
-// E51
 TEST(Signature, KindsOfNamesAreTypesOfTheirOwn) {
   static_assert(!std::is_convertible_v<GraphInput, GraphOutput> && !std::is_constructible_v<GraphOutput, GraphInput>);
   static_assert(!std::is_convertible_v<Qualified, GraphInput> && !std::is_constructible_v<GraphInput, Qualified>);
@@ -154,7 +155,7 @@ TEST(Signature, KindsOfNamesAreTypesOfTheirOwn) {
   EXPECT_LT(GraphInput("a"), GraphInput("b"));
 }
 
-// E50, E54: inference has no gradients, and the loss is the first result that needs one when nobody says.
+// Inference has no gradients, and the loss defaults to the first result that requires one.
 TEST(Signature, TheLossAndNoLoss) {
   const Tensors inputs = step_inputs();
   const Captured trained(kStep, cloned(inputs), state_of({"w", "v"}, {"b"}));
@@ -166,7 +167,7 @@ TEST(Signature, TheLossAndNoLoss) {
   EXPECT_FALSE(Captured(kStep, cloned(inputs), state_of({"w", "v"}, {"b"})).signature().backward);
 }
 
-// E54: a value that is returned twice has two names.
+// A value that is returned twice has two names.
 TEST(Signature, OutputsThatAreOneValueAreNamedApart) {
   const at::NoGradGuard no_grad;
   const Captured captured([](const Tensors& in) {
@@ -180,7 +181,6 @@ TEST(Signature, OutputsThatAreOneValueAreNamedApart) {
   EXPECT_EQ(captured.place_of(signature.user_outputs[1]), 2u);
 }
 
-// E53, E54, E58
 TEST(Signature, CountsThatDoNotFitAreErrors) {
   const Captured captured(kStep, cloned(step_inputs()), state_of({"w", "v"}, {"b"}));
   const auto refusal = [&](const std::function<void(Captured&)>& spoil) {
@@ -188,16 +188,15 @@ TEST(Signature, CountsThatDoNotFitAreErrors) {
     spoil(spoiled);
     return spoiled.refusal();
   };
-  EXPECT_TRUE(has_text(refusal([](Captured& c) { c.joint.graph.inputs.push_back(c.joint.graph.inputs[0]); }), "8 inputs, of which 5 are the function's and 2 gradients"));
+  EXPECT_TRUE(has_text(refusal([](Captured& c) { c.joint.graph.inputs.push_back(c.joint.graph.inputs[0]); }), "8 inputs, of which 5 belong to the function and 2 are gradients"));
   EXPECT_TRUE(has_text(refusal([](Captured& c) { c.joint.graph.outputs.push_back(c.joint.graph.outputs[0]); }), "expected one gradient for each of 5 inputs"));
   EXPECT_TRUE(has_text(refusal([](Captured& c) { c.joint.graph.outputs.pop_back(); }), "expected one gradient for each of 5 inputs"));
   EXPECT_TRUE(has_text(refusal([](Captured& c) { c.state.names.assign(6, "n"); }), "the module has 6 parameters and buffers, the graph 5 inputs"));
   SignatureOptions options;
   options.hidden_outputs = 3;
-  EXPECT_TRUE(has_text(captured.refusal(options), "3 hidden results of 2"));
+  EXPECT_TRUE(has_text(captured.refusal(options), "hidden_outputs is 3, but there are only 2 results"));
 }
 
-// E55
 TEST(Signature, WrittenParameters) {
   const OverTensors write = [](const Tensors& in) {
     const at::NoGradGuard no_grad;
@@ -228,16 +227,15 @@ TEST(Signature, WrittenParameters) {
   EXPECT_TRUE(has_text(Captured(trained, {leaf({3}), leaf({3})}, state_of({"w"}, {})).refusal(), "parameter w is written in a graph with backward"));
 }
 
-// E56
-TEST(Signature, WritesThatNoSignatureCanSay) {
+TEST(Signature, UnsupportedWritesAreErrors) {
   const at::NoGradGuard no_grad;
   const OverTensors write = [](const Tensors& in) { return Tensors{in[0].mul_(2) + 1}; };
-  EXPECT_TRUE(has_text(Captured(write, {torch::ones({2})}, {}, {}, /*keep=*/true).refusal(), "args[0] is written inside of the graph"));
+  EXPECT_TRUE(has_text(Captured(write, {torch::ones({2})}, {}, {}, /*keep=*/true).refusal(), "args[0] is written inside the graph"));
   EXPECT_TRUE(has_text(Captured([](const Tensors& in) { return Tensors{in[0].t_() + 1}; }, {torch::ones({2, 3})}).refusal(), "only the shape of args[0] is changed"));
   EXPECT_TRUE(has_text(Captured([](const Tensors& in) { return Tensors{in[0].view({6})}; }, {torch::ones({2, 3})}).refusal(), "result 0 is made at run time"));
 }
 
-// E57: told apart by place. The user's input has the name of a buffer.
+// Inputs are identified by position. The user's input has the name of a buffer.
 TEST(Signature, AnInputNamedLikeABufferIsNotTakenForIt) {
   const at::NoGradGuard no_grad;
   const Captured captured([](const Tensors& in) { return Tensors{in[1].add_(1) * in[0]}; }, {torch::ones({2}), torch::ones({2})}, state_of({}, {"count"}), {"count", "count"});
@@ -250,7 +248,6 @@ TEST(Signature, AnInputNamedLikeABufferIsNotTakenForIt) {
   EXPECT_TRUE(other.signature().user_inputs_to_mutate.empty());
 }
 
-// E46
 TEST(Metadata, EqualityIsThatOfEveryField) {
   const OverTensors function = [](const Tensors& in) {
     in[0].mul_(2);
@@ -296,7 +293,6 @@ TEST(Metadata, EqualityIsThatOfEveryField) {
   differs("symbols of backward", [&](auto& m) { ++m.symbols_for_backward; });
 }
 
-// E6
 TEST(Metadata, WhatAFunctionDoesToItsInputs) {
   const auto info = [](const OverTensors& function, const at::Tensor& input, bool keep = false) {
     return analyze(over_tensors(function), values_of({input}), {.keep_input_mutations = keep}).inputs.at(0);
@@ -320,7 +316,7 @@ TEST(Metadata, WhatAFunctionDoesToItsInputs) {
   EXPECT_EQ(info([](const Tensors& in) { return Tensors{in[0].add_(1)}; }, plain).mutation_type(), MutationType::MutatedOutOfGraph);
 }
 
-// E6: a graph cannot give an input other memory, and says so by name, whatever is done with the input besides.
+// A graph cannot give an input other memory; the error names the input, whatever else is done with it.
 TEST(Metadata, OtherMemoryAndOtherSizesOfMemoryAreRefused) {
   const auto refused = [](const OverTensors& function) {
     const at::Tensor input = torch::ones({2, 3});
@@ -339,7 +335,7 @@ TEST(Metadata, OtherMemoryAndOtherSizesOfMemoryAreRefused) {
   EXPECT_TRUE(has_text(refused([](const Tensors& in) { return Tensors{in[0].set_(torch::zeros({4}))}; }), "set_"));
   EXPECT_TRUE(has_text(refused([](const Tensors& in) { return Tensors{in[0].resize_({8}).zero_()}; }), "resize_"));
   EXPECT_TRUE(has_text(refused([](const Tensors& in) {
-    in[0].resize_({1, 2});  // smaller: the memory stays
+    in[0].resize_({1, 2});  // smaller: the memory stays the same
     return Tensors{in[0] * 2};
   }), "resize_"));
   EXPECT_TRUE(has_text(refused([](const Tensors& in) { return Tensors{(in[0] + 1).resize_({20}).zero_()}; }), "resize_"));

@@ -1,4 +1,4 @@
-// Expressions of sizes, found from their values.
+// Expressions of sizes, fitted to their values.
 #include "penstock/graph/ir/size_expression.h"
 
 #include <gtest/gtest.h>
@@ -59,7 +59,7 @@ TEST(SizeExpression, Polynomials) {
   EXPECT_EQ(fitted([](auto b, auto t) { return b * t * (std::int64_t{1} << 40); }), "B*T*1099511627776");
 }
 
-TEST(SizeExpression, WhatIsNoPolynomialIsRefused) {
+TEST(SizeExpression, NonPolynomialsAreRejected) {
   EXPECT_EQ(fitted([](auto b, auto t) { return b % 3 + t; }), "none");
   EXPECT_EQ(fitted([](auto b, auto t) { return b > 5 ? t : t + 1; }), "none");
   EXPECT_EQ(fitted([](auto b, auto) { return std::int64_t{1} << b; }), "none");
@@ -76,7 +76,7 @@ TEST(SizeExpression, ExactQuotients) {
 }
 
 TEST(SizeExpression, WholePartsOfQuotients) {
-  // A convolution with kernel 3 and stride 2, twice, and what is made of its length.
+  // A convolution with kernel 3 and stride 2, twice, and expressions of its length.
   const auto length = [](std::int64_t t) { return (t - 3) / 2 + 1; };
   SizeFitter fitter({"T"}, {{21}, {20}, {19}, {18}, {17}});
   Numbers once, twice, flat;
@@ -111,7 +111,7 @@ TEST(SizeExpression, Numbers) {
   EXPECT_EQ(fitted_number([](double, double t) { return 0.001 * t; }), "0.001*T");
 }
 
-TEST(SizeExpression, NumbersOutOfRangeAreNone) {
+TEST(SizeExpression, OutOfRangeNumbersHaveNoValue) {
   SizeFitter fitter = two_symbols();
   Numbers values;
   for (const SymbolValues& point : kPoints) values.push_back(point[0] * point[1] * point[1]);
@@ -120,14 +120,14 @@ TEST(SizeExpression, NumbersOutOfRangeAreNone) {
   EXPECT_EQ(expression->at(Numbers{std::int64_t{1} << 40, std::int64_t{1} << 40}), std::nullopt);
 }
 
-TEST(SizeExpression, PointsThatSayTooLittle) {
+TEST(SizeExpression, TooFewPoints) {
   EXPECT_THROW(SizeFitter({"B"}, {{3}}), ValueError);
   EXPECT_THROW(SizeFitter({"B", "T"}, {{3, 4}, {5}}), ValueError);
 }
 
 #ifdef PENSTOCK_HAVE_RAPIDCHECK
 
-// Up to three monomials with coefficients as strides and offsets have them.
+// Up to three monomials with coefficients typical of strides and offsets.
 SizeExpression random_polynomial(std::size_t symbols) {
   std::vector<SizeExpression::Term> terms;
   const int count = *rc::gen::inRange(1, 4);
@@ -168,11 +168,11 @@ RC_GTEST_PROP(SizeExpressionLaws, APolynomialIsFoundFromItsValues, ()) {
   }
 }
 
-RC_GTEST_PROP(SizeExpressionLaws, WhatIsFoundForValuesAtRandomIsRightAtThePoints, ()) {
+RC_GTEST_PROP(SizeExpressionLaws, ExpressionsForRandomValuesMatchThePoints, ()) {
   SizeFitter fitter = two_symbols();
   const auto values = *rc::gen::container<Numbers>(kPoints.size(), rc::gen::inRange<std::int64_t>(0, std::int64_t{1} << 40));
   const auto found = fitter.fit(values);
-  // Usually there is nothing: seven numbers are seldom the values of a polynomial with four terms.
+  // Usually there is none: seven random numbers are rarely the values of a polynomial with four terms.
   if (found)
     for (std::size_t i = 0; i < kPoints.size(); ++i) RC_ASSERT(found->at(kPoints[i]) == values[i]);
 }

@@ -1,4 +1,5 @@
-// Tensor subclasses as inputs, results, parameters and gradients of captured functions, against the plain run, bit for bit.
+// Tensor subclasses as inputs, results, parameters and gradients of captured functions: bitwise equal to the
+// plain run.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -60,7 +61,7 @@ TEST_F(SubclassCapture, NestedInputsResultsAndGradients) {
     expected[0].toTensor().pow(2).sum().backward();
     actual[0].toTensor().pow(2).sum().backward();
     EXPECT_TRUE(same_tensor(captured[0].grad(), eager[0].grad()));
-    // A gradient may be a subclass where the input is none.
+    // A gradient may be a subclass where the input is not.
     EXPECT_TRUE(is_subclass(captured[2].grad()));
     EXPECT_TRUE(same_tensor(captured[2].grad(), eager[2].grad()));
   }
@@ -82,7 +83,7 @@ TEST_F(SubclassCapture, NestedInputsResultsAndGradients) {
   ASSERT_EQ(layout.input_gradients.size(), 3u);
   EXPECT_TRUE(layout.input_gradients[2].is_subclass());
   EXPECT_EQ(layout.input_gradients[2].first_flat(), 3u);
-  // Nothing of a subclass is left in the graph: every value is plain and nobody is a constant.
+  // The graph contains no subclass: every value is plain and none is a constant.
   EXPECT_TRUE(joint.graph.constants.empty());
 }
 
@@ -95,7 +96,7 @@ TEST_F(SubclassCapture, MadeInsideAndReturned) {
   EXPECT_EQ(compiled.captures(), 1u);
 }
 
-// Dynamic dims are for plain tensors: a call with subclasses is captured for its sizes, or refused.
+// Dynamic dims are for plain tensors: a call with subclasses is captured for its sizes, or rejected.
 TEST_F(SubclassCapture, HaveNoDynamicDims) {
   const WarningCapture warnings;
   const Function doubled = [](const Values& in) -> Values { return {in[0].toTensor() * 2}; };
@@ -109,10 +110,10 @@ TEST_F(SubclassCapture, HaveNoDynamicDims) {
   }
   EXPECT_EQ(of_input.captures(), 2u);
   EXPECT_EQ(of_result.captures(), 2u);
-  EXPECT_TRUE(has_text(of_input.dynamic_refused(), "input 0 is a tensor of kind"));
-  EXPECT_TRUE(has_text(of_result.dynamic_refused(), "among its results"));
+  EXPECT_TRUE(has_text(of_input.why_not_dynamic(), "input 0 is a tensor of kind"));
+  EXPECT_TRUE(has_text(of_result.why_not_dynamic(), "one of its results or their gradients"));
   Compiled strict(boxed, {.recapture = false, .dynamic = options.dynamic});
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({numbers({3, 2}, 1)}); }), "among its results"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { strict({numbers({3, 2}, 1)}); }), "one of its results or their gradients"));
 }
 
 TEST_F(SubclassCapture, AnotherKindOrNestingCapturesAgain) {
@@ -152,7 +153,7 @@ TEST_F(SubclassCapture, GradientsOfAnotherKindAreErrorsThatNameTheResult) {
   EXPECT_TRUE(same_tensor(x.grad(), x.detach().cos()));
 }
 
-// A result that nothing is computed of has no gradient: zeros of what was expected.
+// A result that is not used has no gradient: zeros of the expected kind.
 TEST_F(SubclassCapture, ResultsWithoutGradient) {
   const Function function = [](const Values& in) -> Values {
     const at::Tensor x = in[0].toTensor();
@@ -178,12 +179,12 @@ TEST_F(SubclassCapture, WritesReachTheInput) {
     const at::Tensor memory = plain_parts(a)[1];
     const Values actual = compiled({a}), expected = function({b});
     EXPECT_TRUE(same_tensor(a, b));
-    EXPECT_TRUE(plain_parts(a)[1].is_same(memory));  // written, not exchanged
+    EXPECT_TRUE(plain_parts(a)[1].is_same(memory));  // written in place, not replaced
     EXPECT_TRUE(actual[1].toTensor().is_same(a));
     EXPECT_TRUE(same_tensor(actual[0].toTensor(), expected[0].toTensor()));
   }
   EXPECT_EQ(compiled.captures(), 1u);
-  // With gradients: what is written is the result of something.
+  // With gradients: the written value is the result of a computation.
   const at::Tensor a = nested(5, true), b = nested(5, true);
   const at::Tensor one = a * 1, other = b * 1;
   const at::Tensor actual = compiled({one})[0].toTensor(), expected = function({other})[0].toTensor();
@@ -225,7 +226,7 @@ TEST_F(SubclassCapture, ResultsShareMemoryWithInputs) {
   }
 }
 
-// The views of a written input show what was written, and what is written later.
+// The views of a mutated input show the write, and later writes.
 TEST_F(SubclassCapture, ResultsInWrittenInputs) {
   const Function function = [](const Values& in) -> Values {
     const at::Tensor x = in[0].toTensor(), view = x.narrow(1, 1, 2).t();
@@ -280,10 +281,10 @@ TEST_F(SubclassCapture, WritingWhatIsSavedIsAnError) {
   EXPECT_TRUE(has_text(message_of<c10::Error>([&] { result.sum().backward(); }), "modified by an inplace operation"));
   const at::Tensor again = compiled({x, y})[0].toTensor();
   again.sum().backward();
-  EXPECT_THROW(again.sum().backward(), c10::Error);  // its tensors are freed
+  EXPECT_THROW(again.sum().backward(), c10::Error);  // its saved tensors are freed
 }
 
-TEST_F(SubclassCapture, WhatCannotBeTakenApartIsNamed) {
+TEST_F(SubclassCapture, UnsupportedSubclassesAreNamed) {
   class Closed final : public Payload {
    public:
     explicit Closed(at::Tensor inner) : inner(std::move(inner)) {}
@@ -293,18 +294,18 @@ TEST_F(SubclassCapture, WhatCannotBeTakenApartIsNamed) {
   };
   const at::Tensor x = numbers({3}, 1);
   Compiled compiled([](const Values& in) -> Values { return {in[0].toTensor() * 2}; });
-  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled({make_wrapper_like(c10::make_intrusive<Closed>(x), x)}); }), "tensor subclass Closed: it cannot be taken apart"));
-  // One that nobody has handed over.
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { compiled({make_wrapper_like(c10::make_intrusive<Closed>(x), x)}); }), "tensor subclass Closed: it cannot be flattened"));
+  // A subclass that is not an input.
   const at::Tensor outside = Boxed::make(x).set_requires_grad(true);
   Compiled closure([outside](const Values& in) -> Values { return {in[0].toTensor() * outside}; });
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { closure({Boxed::make(x)}); }), "a tensor of kind Boxed and sizes [3] that needs a gradient"));
-  // Without a gradient what it holds is constant.
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { closure({Boxed::make(x)}); }), "a tensor of kind Boxed and sizes [3] that requires a gradient"));
+  // Without a gradient its inner tensors are constants.
   const at::Tensor constant = Boxed::make(x);
   Compiled constants([constant](const Values& in) -> Values { return {in[0].toTensor() * constant}; });
   EXPECT_TRUE(same_tensor(constants({Boxed::make(x)})[0].toTensor(), Boxed::make(x * x)));
 }
 
-TEST_F(SubclassCapture, FilesAndSignaturesSaySo) {
+TEST_F(SubclassCapture, FilesAndSignaturesRejectThem) {
   Compiled compiled([](const Values& in) -> Values { return {in[0].toTensor() * 2}; });
   compiled({Boxed::make(at::ones({3}))});
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { encode_graph({compiled.joint(0), compiled.inner_meta(0), {}, {}}); }), "tensor subclasses"));
@@ -319,7 +320,7 @@ TEST_F(SubclassCapture, ReportsNameEveryTensor) {
   for (const char* part : {"primals_1.a.inner", "primals_1.b.inner", "primals_2", "tangents_2", "Two two"}) EXPECT_TRUE(has_text(report, part));
 }
 
-// A module whose parameter became a subclass where it stands.
+// A module whose parameter became a subclass in place.
 TEST_F(SubclassCapture, ParametersOfModules) {
   const auto make = [] {
     torch::manual_seed(3);

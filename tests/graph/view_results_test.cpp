@@ -1,4 +1,5 @@
-// Results that look at memory in another way than what they are views of: other dtypes, lazy conjugates and negatives, elements that share a place.
+// Results that interpret memory differently than their base: other dtypes, lazy conjugates and negatives,
+// elements that share an address.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -23,7 +24,8 @@ using test::has_text;
 using test::message_of;
 using OverTensors = std::function<Tensors(const Tensors&)>;
 
-// What the function itself does: results, where they lie, written inputs, gradients; captured and replayed, trained and not.
+// Expects what the function itself does: results, their memory, mutated inputs, gradients; captured and
+// replayed, with and without gradients.
 void expect_as_eager(const OverTensors& function, const Tensors& leaves, const OverTensors& prepare = cloned) {
   for (const bool trained : {true, false}) {
     SCOPED_TRACE(trained ? "trained" : "not trained");
@@ -35,7 +37,8 @@ void expect_as_eager(const OverTensors& function, const Tensors& leaves, const O
       const Trace actual = trace_of([&](const Values& inputs) { return compiled(inputs); }, leaves, prepare);
       expect_same(actual.outputs, expected.outputs, "output");
       expect_same(actual.inputs, expected.inputs, "input");
-      expect_same(actual.gradients, expected.gradients, "gradient", Compare::Closely);  // they are added up in another order
+      // They are summed in a different order.
+      expect_same(actual.gradients, expected.gradients, "gradient", Compare::Closely);
       expect_same_look(actual.outputs, expected.outputs, "output");
       expect_same_memory(actual, expected);
     }
@@ -70,7 +73,7 @@ TEST(ViewResults, LazyConjugates) {
   expect_as_eager([](const Tensors& in) { return Tensors{in[0]._neg_view().select(0, 1)}; }, {leaf({3, 2})});
 }
 
-TEST(ViewResults, OfWhatIsComputedInside) {
+TEST(ViewResults, OfIntermediateTensors) {
   torch::manual_seed(4);
   expect_as_eager(
       [](const Tensors& in) {
@@ -105,7 +108,7 @@ TEST(ViewResults, InputsThatAreLazyConjugatesOrNegatives) {
       {complex_leaf({3, 2})}, conjugated);
   expect_as_eager([](const Tensors& in) { return Tensors{in[0] * 2, in[0].select(0, 0), in[0].resolve_neg()}; }, {leaf({3, 2})},
                   [](const Tensors& fresh) { return Tensors{fresh[0].clone()._neg_view()}; });
-  // Written through a view of it that is none, and turned after it was written.
+  // Written through a view without the lazy bit, and conjugated after it was written.
   expect_as_eager(
       [](const Tensors& in) {
         at::imag(in[0]).add_(in[1]);
@@ -119,12 +122,12 @@ TEST(ViewResults, InputsThatAreLazyConjugatesOrNegatives) {
         return Tensors{in[1] * 2};
       },
       {complex_leaf({3, 2}), leaf({3, 2})}, [](const Tensors& fresh) { return Tensors{fresh[0].clone().conj(), fresh[1].clone()}; });
-  // One that is written with something that has a gradient is no leaf any more.
+  // An input that is written with a value that has a gradient is no longer a leaf.
   Compiled copied(over_tensors([](const Tensors& in) { return Tensors{in[0].copy_(in[1])}; }));
   const at::Tensor target = torch::zeros({3}, torch::kComplexFloat).conj();
   copied({target, complex_leaf({3})});
   EXPECT_FALSE(target.is_leaf());
-  // A capture is for one of them.
+  // A capture is valid for only one of them.
   Compiled once(over_tensors([](const Tensors& in) { return Tensors{in[0].conj()}; }), {.recapture = false});
   const at::Tensor x = complex_leaf({3}, false);
   once({x});
@@ -160,7 +163,7 @@ TEST(ViewResults, InputsWrittenThroughSuchViews) {
         return Tensors{in[0].view(at::kInt), in[0].select(0, 2)};
       },
       {leaf({3, 2}, false)});
-  expect_as_eager(  // at a place where no complex number begins, of a number of floats that is odd
+  expect_as_eager(  // at an address where no complex number begins, with an odd number of floats
       [](const Tensors& in) {
         const at::Tensor pair = at::view_as_complex(in[0].slice(0, 2, 4));
         pair.mul_(2);
@@ -184,7 +187,7 @@ TEST(ViewResults, OfInputsWithElementsThatShareMemory) {
   expect_as_eager([](const Tensors& in) { return Tensors{in[0].slice(0, 1), in[0].t(), in[0] * 2}; }, {leaf({1, 2})}, expanded);
   expect_as_eager([](const Tensors& in) { return Tensors{in[0].select(0, 1), in[0].select(1, 0)}; }, {leaf({5})},
                   [](const Tensors& fresh) { return Tensors{fresh[0].clone().unfold(0, 3, 1)}; });
-  // The gradient of one element goes to that element and is not divided among all at its place.
+  // The gradient of one element goes to that element and is not divided among all at its address.
   const at::Tensor x = torch::ones({1}).set_requires_grad(true), wide = x.expand({3});
   wide.retain_grad();
   Compiled first(over_tensors([](const Tensors& in) { return Tensors{in[0].slice(0, 0, 1)}; }));
@@ -203,7 +206,7 @@ TEST(ViewResults, WritingElementsThatShareMemoryIsRefused) {
   EXPECT_TRUE(has_text(refusal([](const Tensors& in) { return Tensors{in[0].t_()}; }, leaf({1, 2}).expand({3, 2})), "changes its shape in place"));
   const at::Tensor z = torch::zeros({3}, torch::kComplexFloat);
   Compiled overlapping(over_tensors([](const Tensors& in) { return Tensors{in[0].add_(1), in[1] * 2}; }));
-  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { overlapping({at::real(z), at::real(z).slice(0, 1)}); }), "another dtype"));
+  EXPECT_TRUE(has_text(message_of<NotImplemented>([&] { overlapping({at::real(z), at::real(z).slice(0, 1)}); }), "different dtype"));
   EXPECT_TRUE(torch::equal(z, torch::zeros({3}, torch::kComplexFloat)));
 }
 
@@ -229,7 +232,7 @@ TEST(ViewResults, OfInputsThatAreMerged) {
         const at::Tensor base = fresh[0].clone();
         return Tensors{base.slice(0, 0, 3), base.slice(0, 1, 4)};
       });
-  expect_as_eager(  // one of the two that are merged has elements that share memory
+  expect_as_eager(  // one of the two merged inputs has elements that share memory
       [](const Tensors& in) {
         in[0].mul_(2);
         return Tensors{in[1].select(0, 1) * in[0], in[1].select(0, 0)};
@@ -276,13 +279,13 @@ TEST(ViewResults, DynamicDims) {
     EXPECT_TRUE(results[0].toTensor().is_alias_of(x));
   }
   EXPECT_EQ(compiled.captures(), 1u);
-  EXPECT_TRUE(compiled.is_dynamic(0)) << compiled.dynamic_refused();
+  EXPECT_TRUE(compiled.is_dynamic(0)) << compiled.why_not_dynamic();
 }
 
 TEST(ViewResults, CopiesStayLazy) {
   const at::Tensor z = torch::randn({3}, torch::kComplexFloat);
   for (const at::Tensor& tensor : {z, z.conj(), z._neg_view(), z.conj()._neg_view()}) {
-    const at::Tensor copy = copy_keeping_bits(tensor);
+    const at::Tensor copy = copy_keeping_lazy_bits(tensor);
     EXPECT_TRUE(torch::equal(copy, tensor));
     EXPECT_FALSE(copy.is_alias_of(tensor));
     EXPECT_EQ(copy.is_conj(), tensor.is_conj());
@@ -319,7 +322,7 @@ TEST(ViewReplay, GraphFilesHoldIt) {
   EXPECT_EQ(to_text(back.joint.graph), to_text(file.joint.graph));
 }
 
-// Inputs of the kinds that a seed chooses.
+// Inputs of kinds chosen by a seed.
 Tensors chosen_inputs(unsigned seed, const Tensors& fresh) {
   Tensors inputs = cloned(fresh);
   switch (seed % 7) {
@@ -372,9 +375,9 @@ TEST(ViewResults, RandomProgramsOverAnyDtype) {
         EXPECT_EQ(count_writes(compiled.joint(0).graph), 0u);
         counted = true;
       } catch (const NotImplemented&) {
-        break;  // an admitted gap; how many there are is bounded below
+        break;  // a known limitation; the number of cases is bounded below
       } catch (const std::exception& error) {
-        // What backward of the function itself refuses cannot be captured.
+        // A function whose own backward throws cannot be captured.
         if (!expected.refused) ADD_FAILURE() << error.what() << "\n" << text();
         break;
       }

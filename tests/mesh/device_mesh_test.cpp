@@ -19,13 +19,13 @@ using Ranks = std::vector<int>;
 using Names = std::vector<std::string>;
 
 DeviceMesh grid_2x4(int rank) {
-  return init_device_mesh("cpu", {2, 4}, {"dp", "tp"}, Rank{rank}, 8);
+  return init_device_mesh("cpu", {2, 4}, {"dp", "tp"}, rank, 8);
 }
 DeviceMesh grid_2x2x2(int rank) {
-  return init_device_mesh("cpu", {2, 2, 2}, {"pp", "dp", "tp"}, Rank{rank}, 8);
+  return init_device_mesh("cpu", {2, 2, 2}, {"pp", "dp", "tp"}, rank, 8);
 }
 
-TEST(DeviceMesh, Questions) {
+TEST(DeviceMesh, Queries) {
   const DeviceMesh mesh = grid_2x4(5);
   EXPECT_EQ(mesh.device_type(), "cpu");
   EXPECT_EQ(mesh.ndim(), 2);
@@ -35,24 +35,24 @@ TEST(DeviceMesh, Questions) {
   EXPECT_EQ(mesh.axis("tp"), 1);
   EXPECT_EQ(mesh.shape(), (Numbers{2, 4}));
   EXPECT_EQ(mesh.ranks(), (Ranks{0, 1, 2, 3, 4, 5, 6, 7}));
-  EXPECT_EQ(mesh.this_rank(), Rank{5});
+  EXPECT_EQ(mesh.this_rank(), 5);
   EXPECT_EQ(mesh.coordinate(), (Numbers{1, 1}));
-  EXPECT_EQ(mesh.coordinate(Rank{3}), (Numbers{0, 3}));
-  EXPECT_EQ(mesh.coordinate(Rank{8}), std::nullopt);
+  EXPECT_EQ(mesh.coordinate(3), (Numbers{0, 3}));
+  EXPECT_EQ(mesh.coordinate(8), std::nullopt);
   EXPECT_EQ(mesh.axis_rank("dp"), 1);
-  EXPECT_EQ(mesh.axis_rank(1, Rank{3}), 3);
+  EXPECT_EQ(mesh.axis_rank(1, 3), 3);
   EXPECT_EQ(mesh.rank_list(0), (Ranks{1, 5}));
-  EXPECT_EQ(mesh.rank_list(1, Rank{2}), (Ranks{0, 1, 2, 3}));
+  EXPECT_EQ(mesh.rank_list(1, 2), (Ranks{0, 1, 2, 3}));
   EXPECT_EQ(mesh.rank_lists(0), (std::vector<Ranks>{{0, 4}, {1, 5}, {2, 6}, {3, 7}}));
   EXPECT_EQ(mesh.rank_lists(1), (std::vector<Ranks>{{0, 1, 2, 3}, {4, 5, 6, 7}}));
   EXPECT_EQ(mesh.to_string(), "DeviceMesh(cpu, dp=2 x tp=4, ranks [[0,1,2,3],[4,5,6,7]])");
 }
 
-TEST(DeviceMesh, SlicesAreTheOnesOfTheOwnRank) {
+TEST(DeviceMesh, SlicesContainTheOwnRank) {
   EXPECT_EQ(grid_2x4(5)["tp"].ranks(), (Ranks{4, 5, 6, 7}));
   EXPECT_EQ(grid_2x4(5)["dp"].ranks(), (Ranks{1, 5}));
   EXPECT_EQ(grid_2x4(5)["dp"].coordinate(), Numbers{1});
-  EXPECT_EQ(grid_2x4(5)["dp"].coordinate(Rank{2}), std::nullopt);
+  EXPECT_EQ(grid_2x4(5)["dp"].coordinate(2), std::nullopt);
   EXPECT_EQ((grid_2x4(5)[{"dp", "tp"}]), grid_2x4(5));
   const DeviceMesh part = grid_2x2x2(3)[{"pp", "tp"}];
   EXPECT_EQ(part.to_string(), "DeviceMesh(cpu, pp=2 x tp=2, ranks [[2,3],[6,7]])");
@@ -65,12 +65,12 @@ TEST(DeviceMesh, SlicesAreTheOnesOfTheOwnRank) {
 }
 
 TEST(DeviceMesh, RanksInAnyOrder) {
-  const DeviceMesh mesh("cuda", {2, 3}, {50, 40, 30, 20, 10, 0}, {"a", "b"}, Rank{10});
+  const DeviceMesh mesh("cuda", {2, 3}, {50, 40, 30, 20, 10, 0}, {"a", "b"}, 10);
   EXPECT_EQ(mesh.coordinate(), (Numbers{1, 1}));
   EXPECT_EQ(mesh["a"].ranks(), (Ranks{40, 10}));
   EXPECT_EQ(mesh["b"].ranks(), (Ranks{20, 10, 0}));
-  EXPECT_EQ(mesh.as_rank(Rank{30})["b"].ranks(), (Ranks{50, 40, 30}));
-  EXPECT_EQ(mesh["b"].as_rank(Rank{30}).ranks(), (Ranks{50, 40, 30}));
+  EXPECT_EQ(mesh.as_rank(30)["b"].ranks(), (Ranks{50, 40, 30}));
+  EXPECT_EQ(mesh["b"].as_rank(30).ranks(), (Ranks{50, 40, 30}));
 }
 
 TEST(DeviceMesh, Flatten) {
@@ -88,9 +88,9 @@ TEST(DeviceMesh, Flatten) {
   EXPECT_EQ(mesh["all"].names(), Names{"all"});
   EXPECT_EQ(mesh["tp"].flatten(), mesh["tp"]);
   EXPECT_EQ(mesh["tp"].flatten({}, "model").ranks(), mesh["tp"].ranks());
-  // Copies of the mesh share what was flattened; a mesh made anew does not.
+  // Copies of the mesh share flattened axes; a newly created mesh does not.
   EXPECT_EQ(DeviceMesh(mesh)["pp_dp"], flat);
-  EXPECT_EQ(mesh.as_rank(Rank{0})["pp_dp"].ranks(), (Ranks{0, 2, 4, 6}));
+  EXPECT_EQ(mesh.as_rank(0)["pp_dp"].ranks(), (Ranks{0, 2, 4, 6}));
   EXPECT_THROW(grid_2x2x2(3)["pp_dp"], ValueError);
 }
 
@@ -101,7 +101,7 @@ TEST(DeviceMesh, FlattenedNamesThatClash) {
   EXPECT_TRUE(has_text(message_of<ValueError>([&] {
                          mesh.flatten({"dp", "tp"}, "outer");
                        }),
-                       "no other axes were flattened under"));
+                       "not used for other flattened axes"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] {
                          mesh.flatten({"dp", "tp"}, "pp");
                        }),
@@ -109,9 +109,10 @@ TEST(DeviceMesh, FlattenedNamesThatClash) {
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { mesh["tp"].flatten({}, "dp"); }), "\"dp\""));
 }
 
-// As PyTorch, where axes of one rank have no order; but it also takes one of them twice, and then two axes have one name.
+// As in PyTorch, axes of size 1 have no order. PyTorch also accepts one of them twice, and then two axes
+// share a name.
 TEST(DeviceMesh, AxesOfOneRankHaveNoOrder) {
-  const DeviceMesh mesh = init_device_mesh("cpu", {4, 1, 2}, {"dp", "cp", "tp"}, Rank{3}, 8);
+  const DeviceMesh mesh = init_device_mesh("cpu", {4, 1, 2}, {"dp", "cp", "tp"}, 3, 8);
   EXPECT_EQ(mesh.slice({"cp", "dp"}).to_string(), "DeviceMesh(cpu, cp=1 x dp=4, ranks [[1,3,5,7]])");
   EXPECT_EQ(mesh.slice({"dp", "tp", "cp"}).shape(), (Numbers{4, 2, 1}));
   EXPECT_EQ(mesh.slice({"dp", "tp", "cp"}).ranks(), mesh.ranks());
@@ -143,7 +144,7 @@ TEST(DeviceMesh, SliceErrorsSayWhatToChange) {
 }
 
 TEST(DeviceMesh, WithoutNames) {
-  const DeviceMesh mesh = init_device_mesh("cpu", {2, 2}, {}, Rank{0}, 4);
+  const DeviceMesh mesh = init_device_mesh("cpu", {2, 2}, {}, 0, 4);
   EXPECT_EQ(mesh.to_string(), "DeviceMesh(cpu, 2 x 2, ranks [[0,1],[2,3]])");
   EXPECT_EQ(mesh.rank_list(0), (Ranks{0, 2}));
   EXPECT_EQ(mesh.unflatten(1, {1, 2}, {}).shape(), (Numbers{2, 1, 2}));
@@ -153,7 +154,7 @@ TEST(DeviceMesh, WithoutNames) {
 }
 
 TEST(DeviceMesh, Unflatten) {
-  const DeviceMesh world = init_device_mesh("cpu", {8}, {"world"}, Rank{6}, 8);
+  const DeviceMesh world = init_device_mesh("cpu", {8}, {"world"}, 6, 8);
   const DeviceMesh mesh = world.unflatten("world", {2, 2, 2}, {"pp", "dp", "tp"});
   EXPECT_EQ(mesh.coordinate(), (Numbers{1, 1, 0}));
   EXPECT_EQ(mesh["dp"].ranks(), (Ranks{4, 6}));
@@ -191,12 +192,12 @@ TEST(DeviceMesh, Concatenate) {
                        }),
                        "do not overlap"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] {
-                         DeviceMesh::concatenate({mesh["dp"], grid_2x4(5)["tp"].as_rank(Rank{4})});
+                         DeviceMesh::concatenate({mesh["dp"], grid_2x4(5)["tp"].as_rank(4)});
                        }),
                        "as_rank"));
   EXPECT_TRUE(
       has_text(message_of<ValueError>([&] {
-                 DeviceMesh::concatenate({mesh["dp"], init_device_mesh("cpu", {6}, {"x"}, Rank{5}, 8)});
+                 DeviceMesh::concatenate({mesh["dp"], init_device_mesh("cpu", {6}, {"x"}, 5, 8)});
                }),
                "same root"));
   EXPECT_THROW(DeviceMesh::concatenate({}), ValueError);
@@ -206,7 +207,7 @@ TEST(DeviceMesh, Concatenate) {
 
 TEST(DeviceMesh, MeshErrorsSayWhatToChange) {
   const auto init = [](const Numbers& shape, const Names& names, int rank, int world) {
-    return message_of<ValueError>([&] { init_device_mesh("cpu", shape, names, Rank{rank}, world); });
+    return message_of<ValueError>([&] { init_device_mesh("cpu", shape, names, rank, world); });
   };
   EXPECT_TRUE(has_text(init({2, 4}, {"dp", "tp"}, 0, 4),
                        "2 x 4, 8 ranks, expected at most the 4 ranks of the world"));
@@ -218,29 +219,29 @@ TEST(DeviceMesh, MeshErrorsSayWhatToChange) {
   EXPECT_TRUE(has_text(init({2, 0}, {}, 0, 4), "size 0"));
   const auto make = [](const Numbers& shape, const Ranks& ranks, const std::string& type = "cpu",
                        int own = 0) {
-    return message_of<ValueError>([&] { DeviceMesh(type, shape, ranks, {}, Rank{own}); });
+    return message_of<ValueError>([&] { DeviceMesh(type, shape, ranks, {}, own); });
   };
   EXPECT_TRUE(has_text(make({2, 2}, {0, 1, 2}), "3 ranks for the shape 2 x 2, expected 4 ranks"));
   EXPECT_TRUE(has_text(make({2}, {1, 1}), "rank 1 twice"));
   EXPECT_TRUE(has_text(make({2}, {1, -1}), "rank -1"));
-  EXPECT_TRUE(has_text(make({2}, {0, 1}, "cuda:0"), "leave out the device's number"));
+  EXPECT_TRUE(has_text(make({2}, {0, 1}, "cuda:0"), "leave out the device index"));
   EXPECT_TRUE(has_text(make({2}, {0, 1}, ""), "cpu or cuda"));
   EXPECT_TRUE(has_text(make({2}, {0, 1}, "cpu", -1), "own rank"));
 }
 
 TEST(DeviceMesh, ARankOutside) {
-  const DeviceMesh mesh = init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{6}, 8);
+  const DeviceMesh mesh = init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, 6, 8);
   EXPECT_EQ(mesh.ranks(), (Ranks{0, 1, 2, 3}));
   EXPECT_EQ(mesh.coordinate(), std::nullopt);
-  EXPECT_FALSE(mesh.contains(Rank{6}));
-  EXPECT_EQ(mesh.as_rank(Rank{3})["dp"].ranks(), (Ranks{1, 3}));
+  EXPECT_FALSE(mesh.contains(6));
+  EXPECT_EQ(mesh.as_rank(3)["dp"].ranks(), (Ranks{1, 3}));
   EXPECT_EQ(mesh.flatten().ranks(), mesh.ranks());
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { mesh["tp"]; }),
                        "rank 6, expected one of the mesh's ranks 0, 1, 2, 3"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { mesh.axis_rank("tp"); }), "rank 6"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { mesh.rank_list(0); }), "rank 6"));
   EXPECT_TRUE(
-      has_text(message_of<ValueError>([&] { grid_2x4(0)["tp"].axis_rank(0, Rank{4}); }), "0, 1, 2, 3"));
+      has_text(message_of<ValueError>([&] { grid_2x4(0)["tp"].axis_rank(0, 4); }), "0, 1, 2, 3"));
 }
 
 TEST(DeviceMesh, EqualityAndHash) {
@@ -248,8 +249,8 @@ TEST(DeviceMesh, EqualityAndHash) {
   EXPECT_EQ(grid_2x4(3)["tp"], grid_2x4(3)["tp"]);
   EXPECT_NE(grid_2x4(3), grid_2x4(4));
   EXPECT_NE(grid_2x4(3), grid_2x2x2(3));
-  EXPECT_NE(grid_2x4(3), init_device_mesh("cuda", {2, 4}, {"dp", "tp"}, Rank{3}, 8));
-  EXPECT_NE(grid_2x4(3), init_device_mesh("cpu", {2, 4}, {}, Rank{3}, 8));
+  EXPECT_NE(grid_2x4(3), init_device_mesh("cuda", {2, 4}, {"dp", "tp"}, 3, 8));
+  EXPECT_NE(grid_2x4(3), init_device_mesh("cpu", {2, 4}, {}, 3, 8));
   std::unordered_set<DeviceMesh> seen = {grid_2x4(3), grid_2x4(3), grid_2x4(3)["tp"], grid_2x4(4)};
   EXPECT_EQ(seen.size(), 3U);
   EXPECT_TRUE(seen.contains(grid_2x4(3)["tp"]));
@@ -278,7 +279,7 @@ TEST(DeviceMesh, KeysFindTheMeshOfTheReceiver) {
 }
 
 TEST(DeviceMesh, LargeMeshesAreAbridgedInText) {
-  EXPECT_EQ(init_device_mesh("cuda", {16, 8}, {"dp", "tp"}, Rank{0}, 128).to_string(),
+  EXPECT_EQ(init_device_mesh("cuda", {16, 8}, {"dp", "tp"}, 0, 128).to_string(),
             "DeviceMesh(cuda, dp=16 x tp=8, ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, ... "
             "(128 in all))");
 }
@@ -288,7 +289,7 @@ TEST(DeviceMesh, ThreadsMayFlattenAtOnce) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 8; ++rank)
     threads.emplace_back([&mesh, rank] {
-      const DeviceMesh own = mesh.as_rank(Rank{rank});
+      const DeviceMesh own = mesh.as_rank(rank);
       for (int i = 0; i < 100; ++i) {
         const DeviceMesh flat = own.flatten({"pp", "dp"}, "outer" + std::to_string(i));
         EXPECT_EQ(own["outer" + std::to_string(i)], flat);

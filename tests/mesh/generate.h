@@ -8,7 +8,7 @@
 
 namespace penstock::test {
 
-// Evenly from the whole range: by itself the generator stays near the lower end in its first runs.
+// Uniform over the whole range: by default the generator stays near the lower end in its first runs.
 template <class Int>
 Int number(Int from, Int to) {
   return *rc::gen::resize(rc::kNominalSize, rc::gen::inRange<Int>(from, to + 1));

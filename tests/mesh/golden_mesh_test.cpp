@@ -1,5 +1,5 @@
 // Reference data of the section `dtensor`: device meshes and local shapes. Every listed case of these kinds
-// is run, and a kind or a question that is not known here fails.
+// is run; unknown kinds and queries fail.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -54,7 +54,7 @@ void expect_mesh(const DeviceMesh& mesh, const json& expected) {
 
 bool names_twice(const Names& names) { return std::set<std::string>(names.begin(), names.end()).size() < names.size(); }
 
-// PyTorch slices an axis of one rank twice, which makes its name ambiguous; we refuse that.
+// PyTorch accepts an axis of size 1 twice in a slice, which makes its name ambiguous; Penstock refuses that.
 void expect_slice(const DeviceMesh& mesh, const Names& axes, const json& expected) {
   if (names_twice(axes)) {
     EXPECT_THROW(mesh.slice(axes), ValueError);
@@ -72,7 +72,7 @@ Placement placement_of(const std::string& text) {
 }
 
 TEST(GoldenMesh, EveryKindOfCaseIsKnown) {
-  // The last two are cases of the tests of redistribution.
+  // The last two kinds belong to the tests of redistribution.
   const std::set<std::string> known = {"device_mesh", "local_shape_offset", "redistribute",
                                        "redistribute_grad"};
   const json index = test::golden_index("dtensor");
@@ -87,7 +87,7 @@ TEST(GoldenMesh, DeviceMeshes) {
     for (const auto& [rank_text, expected] : item.at("per_rank").items()) {
       SCOPED_TRACE("rank " + rank_text);
       const DeviceMesh mesh =
-          init_device_mesh("cpu", shape, names, Rank{std::stoi(rank_text)}, item.at("world").get<int>());
+          init_device_mesh("cpu", shape, names, std::stoi(rank_text), item.at("world").get<int>());
       for (const auto& [question, answers] : expected.items()) {
         SCOPED_TRACE(question);
         if (question == "coordinate") {
@@ -100,15 +100,15 @@ TEST(GoldenMesh, DeviceMeshes) {
         } else if (question == "flatten") {
           for (const auto& [axes, answer] : answers.items()) expect_mesh(mesh.flatten(split(axes)), answer);
         } else if (question == "lookup_flattened" || question == "mixed_slice") {
-          // Made by the answers of `flatten`, whatever the order of the questions.
+          // Created by the `flatten` queries, whatever their order.
           for (const auto& [axes, answer] : expected.at("flatten").items()) mesh.flatten(split(axes));
           for (const auto& [axes, answer] : answers.items()) expect_slice(mesh, split(axes), answer);
         } else if (question == "errors") {
           for (const auto& [call, type] : answers.items()) {
             SCOPED_TRACE(call);
-            // No error: an axis of one rank that is named twice.
+            // No error: an axis of size 1 that is named twice.
             EXPECT_TRUE(type.is_string() || names_twice(split(call.substr(call.find(' ') + 1)))) << "PyTorch allows it";
-            // KeyError, RuntimeError, ... are all a bad argument here.
+            // KeyError, RuntimeError, ... all mean an invalid argument here.
             if (call.starts_with("slice ")) {
               EXPECT_THROW(mesh.slice(split(call.substr(6))), ValueError) << type;
             } else if (call.starts_with("flatten ")) {

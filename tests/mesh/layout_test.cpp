@@ -118,11 +118,11 @@ TEST(MeshLayout, ErrorsSayWhatToChange) {
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { grid.unflatten(1, {-1, -3}); }), "a size of -1"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { grid.index({0}); }), "1 numbers, expected 2"));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { grid.index({0, 3}); }), "got 3, expected 0 to 2"));
-  // 2 x (2 x 3) of 2 x 2 x 3 without the middle axis: positions 0 1 2 | 6 7 8 do not come apart as 3 x 2.
+  // 2 x (2 x 3) of 2 x 2 x 3 without the middle axis: positions 0 1 2 | 6 7 8 cannot be split as 3 x 2.
   EXPECT_TRUE(has_text(message_of<ValueError>([] {
                          MeshLayout({2, 2, 3}).flatten({0, 2}).unflatten(0, {3, 2});
                        }),
-                       "come apart"));
+                       "flattened from"));
 }
 
 TEST(MeshLayout, NumbersTooBigAreRefused) {

@@ -97,7 +97,7 @@ RC_GTEST_PROP(LocalShardLaws, ShardsAreChunksFromLeftToRight, ()) {
   }
 }
 
-// Whatever the placements: the boxes of the ranks that share the other axes' coordinates hold every element
+// For any placements: the boxes of the ranks that share the other axes' coordinates contain every element
 // once, and the pieces of a rank fill its local tensor.
 RC_GTEST_PROP(LocalShardLaws, BoxesTileTheTensorOncePerReplica, ()) {
   const Numbers shape = random_sizes(6);
@@ -148,7 +148,7 @@ RC_GTEST_PROP(LocalShardLaws, StridedShardIsTheRightAxisFirst, ()) {
     }
 }
 
-// The same on three axes of which the right two split first.
+// The same on three axes, where the right two split first.
 RC_GTEST_PROP(LocalShardLaws, StridedShardAfterTwoAxes, ()) {
   const std::int64_t n = number<std::int64_t>(0, 60);
   const Numbers mesh = {number<std::int64_t>(1, 4), number<std::int64_t>(1, 4), number<std::int64_t>(1, 4)};
@@ -164,7 +164,7 @@ RC_GTEST_PROP(LocalShardLaws, StridedShardAfterTwoAxes, ()) {
   }
 }
 
-// With sizes that divide, every strided shard is the literal one: factor pieces, each split, applied from
+// If sizes divide evenly, every strided shard equals the literal one: factor pieces, each split, applied from
 // left to right.
 RC_GTEST_PROP(LocalShardLaws, StridedShardIsLiteralWhereSizesDivide, ()) {
   const std::int64_t dp = number<std::int64_t>(1, 4), tp = number<std::int64_t>(1, 4),
@@ -180,7 +180,7 @@ RC_GTEST_PROP(LocalShardLaws, StridedShardIsLiteralWhereSizesDivide, ()) {
     }
 }
 
-// Alone on its dim a strided shard is the literal one for any size.
+// A strided shard that is alone on its dim equals the literal one for any size.
 RC_GTEST_PROP(LocalShardLaws, StridedShardAlone, ()) {
   const std::int64_t n = number<std::int64_t>(0, 40), parts = number<std::int64_t>(1, 6),
                      factor = number<std::int64_t>(2, 7);

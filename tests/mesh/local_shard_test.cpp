@@ -51,7 +51,7 @@ TEST(LocalShard, SeveralAxesOnOneDim) {
   EXPECT_EQ(rows(1, 1), (Segments{{4, 1}}));
 }
 
-TEST(LocalShard, NothingHeldStandsAtTheEnd) {
+TEST(LocalShard, OffsetOfAnEmptyShardIsTheDimSize) {
   EXPECT_EQ(local_shape_and_offset({1, 4}, {3, 2}, {2, 1}, {Shard{0}, Shard{1}}),
             (LocalShard{{0, 2}, {1, 2}}));
   EXPECT_EQ(local_shape_and_offset({3, 2}, {2, 2}, {1, 1}, {Shard{0}, Shard{0}}),
@@ -70,7 +70,7 @@ TEST(LocalShard, StridedShardsAsRecorded) {
   EXPECT_EQ(rows(16, 2, 0, 1), (Segments{{8, 4}}));
   EXPECT_EQ(rows(16, 2, 1, 0), (Segments{{4, 4}}));
   EXPECT_EQ(rows(16, 2, 1, 1), (Segments{{12, 4}}));
-  // A factor that tp=2 does not explain.
+  // A factor that does not match tp=2.
   EXPECT_EQ(rows(16, 4, 0, 0), (Segments{{0, 2}, {4, 2}}));
   EXPECT_EQ(rows(16, 4, 0, 1), (Segments{{8, 2}, {12, 2}}));
   EXPECT_EQ(rows(16, 4, 1, 0), (Segments{{2, 2}, {6, 2}}));
@@ -115,26 +115,26 @@ TEST(LocalShard, OrderOfSplitsOnThreeAxes) {
 }
 
 TEST(LocalShard, BoxesOfAStridedShardAlone) {
-  // The tp axis has been gathered: rows 0-1 and 4-5 of 8, times half of the columns.
+  // The tp axis has been gathered: rows 0-1 and 4-5 of 8, and half of the columns.
   EXPECT_EQ(local_boxes({8, 6}, {2, 2}, {0, 1}, {StridedShard{0, 2}, Shard{1}}),
             (std::vector<ShardBox>{{{0, 3}, {2, 3}, {0, 0}}, {{4, 3}, {2, 3}, {2, 0}}}));
   EXPECT_EQ(local_shape_and_offset({8, 6}, {2, 2}, {0, 1}, {StridedShard{0, 2}, Shard{1}}),
             (LocalShard{{4, 3}, {0, 3}}));
-  // A factor far above the dim is no trouble.
+  // A factor far larger than the dim works.
   EXPECT_EQ(local_segments({3}, {2}, {0}, {StridedShard{0, std::int64_t{1} << 60}})[0], (Segments{{0, 3}}));
   EXPECT_EQ(local_segments({3}, {2}, {1}, {StridedShard{0, std::int64_t{1} << 60}})[0], (Segments{}));
 }
 
 TEST(LocalShard, OfAMesh) {
   const auto shard = [](int rank) {
-    return local_shape_and_offset({8, 6}, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{rank}, 8),
+    return local_shape_and_offset({8, 6}, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, rank, 8),
                                   {Shard{0}, Shard{1}});
   };
   EXPECT_EQ(shard(2), (LocalShard{{4, 3}, {4, 0}}));
   EXPECT_EQ(shard(5), (LocalShard{{0}, {}}));
-  const DeviceMesh outside = init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{5}, 8);
+  const DeviceMesh outside = init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, 5, 8);
   EXPECT_TRUE(local_boxes({8, 6}, outside, {Shard{0}, Shard{1}}).empty());
-  EXPECT_EQ(local_boxes({8, 6}, outside.as_rank(Rank{3}), {Shard{0}, Shard{1}}),
+  EXPECT_EQ(local_boxes({8, 6}, outside.as_rank(3), {Shard{0}, Shard{1}}),
             (std::vector<ShardBox>{{{4, 3}, {4, 3}, {0, 0}}}));
 }
 

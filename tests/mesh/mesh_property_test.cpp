@@ -1,4 +1,4 @@
-// Laws of layouts and meshes on random grids, each against a plain enumeration.
+// Laws of layouts and meshes on random grids, checked by enumeration.
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
@@ -73,7 +73,7 @@ RC_GTEST_PROP(MeshLayoutLaws, FlattenAndUnflatten, ()) {
   RC_ASSERT(std::hash<MeshLayout>{}(flat.unflatten(0, part.shape())) == std::hash<MeshLayout>{}(part));
 }
 
-// Equal if and only if they map alike.
+// Layouts are equal if and only if their maps are equal.
 RC_GTEST_PROP(MeshLayoutLaws, EqualityIsEqualMaps, ()) {
   const auto random_layout = [] {
     MeshLayout layout(random_shape(3, 3));
@@ -97,7 +97,7 @@ RC_GTEST_PROP(MeshLayoutLaws, OriginsPartitionTheUniverse, ()) {
   }
 }
 
-// A slice against its definition: the ranks that agree with the own rank in every axis that is left out.
+// A slice matches its definition: the ranks with the own rank's coordinates in all axes that are left out.
 RC_GTEST_PROP(DeviceMeshLaws, SliceFlattenConcatenate, ()) {
   const Numbers shape = random_shape();
   const std::int64_t size = MeshLayout(shape).size();
@@ -105,7 +105,7 @@ RC_GTEST_PROP(DeviceMeshLaws, SliceFlattenConcatenate, ()) {
   std::iota(ranks.begin(), ranks.end(), number(0, 2));
   for (std::size_t i = ranks.size(); i-- > 1;) std::swap(ranks[i], ranks[number<std::size_t>(0, i)]);
   const auto own = static_cast<std::size_t>(number<std::int64_t>(0, size - 1));
-  const DeviceMesh mesh("cpu", shape, ranks, names_of(shape.size()), Rank{ranks[own]});
+  const DeviceMesh mesh("cpu", shape, ranks, names_of(shape.size()), ranks[own]);
   const std::vector<int> axes = random_axes(mesh.ndim());
 
   const Numbers own_coordinate = digits(static_cast<std::int64_t>(own), shape);
@@ -138,8 +138,8 @@ RC_GTEST_PROP(DeviceMeshLaws, SliceFlattenConcatenate, ()) {
   RC_ASSERT(flat.unflatten(0, part.shape(), names) == part);
   RC_ASSERT(mesh.find(part.key()) == part);
   for (const int rank : expected) {
-    RC_ASSERT(part.as_rank(Rank{rank}).ranks() == expected);
-    RC_ASSERT(part.coordinate(Rank{rank}) == part.as_rank(Rank{rank}).coordinate());
+    RC_ASSERT(part.as_rank(rank).ranks() == expected);
+    RC_ASSERT(part.coordinate(rank) == part.as_rank(rank).coordinate());
   }
   for (int axis = 0; axis < part.ndim(); ++axis) {
     std::multiset<int> covered;

@@ -36,7 +36,7 @@ TEST(Placement, TextIsReadBack) {
   EXPECT_EQ(std::unordered_set<Placement>(all.begin(), all.end()).size(), all.size());
 }
 
-TEST(Placement, TextThatIsNoneIsRefused) {
+TEST(Placement, MalformedTextIsRefused) {
   for (const char* text : {"",
                            "r",
                            "S",
@@ -61,7 +61,7 @@ TEST(Placement, TextThatIsNoneIsRefused) {
     EXPECT_THROW(parse_placement(text), ConfigError) << text;
   for (const char* text : {"", "R", "[R", "R]", "[R,]", "[,R]", "[R R]", "[R]]", "[[R]]"})
     EXPECT_THROW(parse_placements(text), ConfigError) << text;
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_placement("S(0)junk"); }), "look at \"junk\""));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_placement("S(0)junk"); }), "check \"junk\""));
 }
 
 TEST(Placement, Predicates) {

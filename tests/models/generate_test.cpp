@@ -123,7 +123,8 @@ TEST(Generate, CallbackAndStopToken) {
   EXPECT_TRUE(at::equal(stopped, alone.narrow(1, 0, stopped.size(1))));
 }
 
-// Beyond the context the model sees the last tokens, as many as its context: what it says next is what it would say after a prompt of them.
+// Beyond the context the model sees only the last tokens, as many as its context: the next token is the one
+// after a prompt of these tokens.
 TEST(Generate, SlidesBeyondTheContext) {
   const TransformerOptions options = small();
   TransformerStage model = made(options);
@@ -136,7 +137,7 @@ TEST(Generate, SlidesBeyondTheContext) {
     GenerateOptions slow = how;
     slow.use_cache = false;
     EXPECT_TRUE(at::equal(all, generate(*model, prompt, slow)));
-    // Within the context it is what generation without sliding gives.
+    // Within the context the result equals generation without sliding.
     EXPECT_TRUE(at::equal(all.narrow(1, 0, context), generate(*model, prompt, {.max_tokens = context - 3, .temperature = temperature, .seed = 5})));
   }
   const at::Tensor greedy = generate(*model, prompt, {.max_tokens = more, .temperature = 0, .slide = true});
@@ -167,7 +168,7 @@ TEST(Sample, DrawsFromTheSoftmax) {
   const std::int64_t rows = 40000;
   const at::Tensor logits = torch::tensor({0.0, 1.0, 2.0, -1.0}).expand({rows, 4});
   const auto shares = [&](const SampleOptions& how) { return at::bincount(sample(logits, how, {.seed = 8}), {}, 4).to(at::kDouble) / static_cast<double>(rows); };
-  // Five deviations of a share: 5 * sqrt(0.25 / 40000).
+  // Five standard deviations of a share: 5 * sqrt(0.25 / 40000).
   EXPECT_LT(difference(shares({}), at::softmax(logits[0].to(at::kDouble), -1)), 0.0125);
   EXPECT_LT(difference(shares({.temperature = 2}), at::softmax(logits[0].to(at::kDouble) / 2, -1)), 0.0125);
   const at::Tensor best = shares({.top_k = 2});

@@ -15,7 +15,7 @@
 #include "penstock/generate.h"
 #include "penstock/models/transformer/loss.h"
 #include "penstock/models/transformer/parallel_plan.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "tests/has_text.h"
 #include "tests/models/small_model.h"
 #include "tests/throws.h"
@@ -28,7 +28,7 @@ using namespace test;
 using penstock::test::has_text;
 using penstock::test::message_of;
 
-// Sums over ranks are taken in another order; in float64 that is a few units in the last place.
+// Sums over ranks are in another order; in float64 that is a few units in the last place.
 constexpr double kTolerance = 1e-12;
 
 struct Expected {
@@ -74,7 +74,7 @@ TEST(ModelTensorParallel, TwoRanksWithPlainInputs) {
     const TransformerOptions options = small(tied);  // 19 words: the vocabulary does not divide evenly
     const Expected expected = in_one_process(options);
     comm::run_ranks(2, 60s, [&](comm::World& world) {
-      const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+      const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
       TransformerStage model = made(options);
       parallelize_transformer(*model, mesh);
       const at::Tensor logits = model->forward(inputs(options), documents());
@@ -89,7 +89,7 @@ TEST(ModelTensorParallel, TwoRanksWithPlainInputs) {
       EXPECT_NEAR(loss.item<double>(), expected.loss, kTolerance);
     });
     comm::run_ranks(2, 60s, [&](comm::World& world) {
-      const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+      const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
       TransformerStage model = made(options);
       parallelize_transformer(*model, mesh);
       token_loss(model->forward(inputs(options), documents()), targets(options), kCounted).backward();
@@ -102,7 +102,7 @@ TEST(ModelTensorParallel, DistributedInputsOnTwoByTwo) {
   const TransformerOptions options = small();
   const Expected expected = in_one_process(options);
   comm::run_ranks(4, 60s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), 4));
     TransformerStage model = made(options);
     parallelize_transformer(*model, mesh, "tp");
     const Placements rows{Shard{0}, Replicate{}};
@@ -111,7 +111,7 @@ TEST(ModelTensorParallel, DistributedInputsOnTwoByTwo) {
     EXPECT_NEAR(loss.item<double>(), expected.loss, kTolerance);
     loss.backward();
     expect_gradients(*model, expected.gradients, "2 x 2, ");
-    EXPECT_THROW(model->forward(inputs(options)), TypeError);  // which rows are these?
+    EXPECT_THROW(model->forward(inputs(options)), TypeError);  // plain inputs do not say which rows they are
   });
 }
 
@@ -119,7 +119,7 @@ TEST(ModelTensorParallel, InitialValuesAreTheSameBits) {
   const TransformerOptions options = small(true);
   TransformerStage whole = made(options, at::kFloat);
   comm::run_ranks(2, 60s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
     TransformerStage model(options);
     parallelize_transformer(*model, mesh);
     initialize(*model, {.seed = 5, .deviation = 0.3});
@@ -133,20 +133,20 @@ TEST(ModelTensorParallel, GeneratesTheSameTokens) {
   const GenerateOptions how{.max_tokens = 9, .temperature = 0.9, .top_k = 7, .seed = 4};
   const at::Tensor prompt = tokens_for(options, 2, 3), expected = generate(*made(options), prompt, how);
   comm::run_ranks(2, 60s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
     TransformerStage model = made(options);
     parallelize_transformer(*model, mesh);
     EXPECT_TRUE(at::equal(generate(*model, prompt, how), expected));
   });
 }
 
-TEST(ModelTensorParallel, WhatDoesNotFitSaysWhatToChange) {
+TEST(ModelTensorParallel, MismatchesNameTheRemedy) {
   EXPECT_NO_THROW(check_tensor_parallel(small(), 2));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { check_tensor_parallel(small(), 4); }), "model.key_value_heads"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { check_tensor_parallel(small(), 3); }), "model.heads"));
   EXPECT_THROW(check_tensor_parallel(small(), 0), ConfigError);
   comm::run_ranks(2, 60s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
     // Only half of a pair is split.
     TransformerStage half = made(small());
     parallelize_module(*half, mesh, {{"blocks.*.feed.gate", colwise_parallel()}});
@@ -190,7 +190,7 @@ TEST(ModelPipeline, LossesAndGradientsAreThoseOfOneProcess) {
   });
 }
 
-// Two stages a rank in a V, and gradients of weights apart from those of inputs.
+// Two stages per rank in a V, and weight gradients separate from input gradients.
 TEST(ModelPipeline, SplitBackward) {
   TransformerOptions options = small();
   options.layers = 4;
@@ -222,7 +222,7 @@ TEST(ModelPipeline, TimesTensorParallel) {
   const TransformerOptions options = small();
   const Expected expected = in_one_process(options);
   comm::run_ranks(4, 60s, [&](comm::World& world) {
-    const comm::MeshGroups all(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups all(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), 4));
     const comm::MeshGroups tp = all.with_mesh(all.mesh()["tp"]);
     TransformerStage stage = made(options, partition_model(options, 2)[static_cast<std::size_t>(all.coordinate()[0])]);
     parallelize_transformer(*stage, tp);

@@ -30,7 +30,7 @@ TEST(TransformerOptions, EachMistakeNamesItsField) {
   const auto message = [](TransformerOptions options) { return message_of<ConfigError>([&] { options.check(); }); };
   EXPECT_TRUE(has_text(message({.vocabulary = 0}), "model.vocabulary"));
   EXPECT_TRUE(has_text(message({.width = 130, .heads = 4}), "a multiple of heads, 4"));
-  EXPECT_TRUE(has_text(message({.width = 12, .heads = 4}), "take a multiple of 8"));
+  EXPECT_TRUE(has_text(message({.width = 12, .heads = 4}), "use a multiple of 8"));
   EXPECT_TRUE(has_text(message({.layers = -1}), "model.layers"));
   EXPECT_TRUE(has_text(message({.heads = 0}), "model.heads"));
   EXPECT_TRUE(has_text(message({.heads = 4, .key_value_heads = 3}), "a divisor of heads, 4"));
@@ -68,7 +68,7 @@ TEST(Pattern, BadInput) {
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern(""); }), "no blocks"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("|AA"); }), "character 1"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("AA||A"); }), "character 4"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("AA|"); }), "behind '|'"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("AA|"); }), "after '|'"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("AAx"); }), "'x'"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("aa"); }), "'a'"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { parse_pattern("A\n"); }), "\\x0a"));
@@ -101,23 +101,23 @@ TEST(StageParts, ALargeHeadTakesBlocksFromTheLastStage) {
   EXPECT_EQ(small.back().blocks(), 2);
   const auto large = partition_model(layers(8, 4000), 4, {.balance = Balance::Cost});
   EXPECT_EQ(large.back().blocks(), 0);
-  EXPECT_EQ(large.front().blocks(), 2);  // the embedding costs something, too
-  // Measured costs go before estimated ones.
+  EXPECT_EQ(large.front().blocks(), 2);  // the embedding has a cost, too
+  // Measured costs override estimated ones.
   const auto measured = partition_model(layers(4), 2, {.balance = Balance::Cost, .costs = PartCosts{.blocks = {5, 1, 1, 1}, .embed = 0, .head = 0}});
   EXPECT_EQ(measured[0].blocks(), 1);
   EXPECT_THROW(partition_model(layers(4), 2, {.balance = Balance::Cost, .costs = PartCosts{.blocks = {1, 1}, .embed = 0, .head = 0}}), ValueError);
 }
 
-TEST(StageParts, PatternsGoFirst) {
+TEST(StageParts, PatternsOverrideTheBalance) {
   const auto parts = partition_model(layers(5), 3, {.balance = Balance::Cost, .pattern = "A|A|AAA"});
   EXPECT_EQ(parts[2], (StagePart{2, 3, 2, 5}));
   EXPECT_EQ(partition_model(layers(5), 3, {.pattern = "AAAAA"}), partition_model(layers(5), 3));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([] { partition_model(layers(5), 2, {.pattern = "A|A|AAA"}); }), "2, as the layout has"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([] { partition_model(layers(5), 2, {.pattern = "A|A|AAA"}); }), "2, as in the layout"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { partition_model(layers(4), 3, {.pattern = "A|A|AAA"}); }), "model.layers"));
   EXPECT_THROW(partition_model(layers(2), 3), ValueError);
 }
 
-TEST(StageParts, WhoHoldsAParameter) {
+TEST(StageParts, StagesOfAParameter) {
   TransformerOptions options = layers(4);
   const auto parts = partition_model(options, 2);
   EXPECT_EQ(stages_of_parameter(parts, options, "embed.weight"), (std::vector<int>{0}));
@@ -153,7 +153,7 @@ TEST(StageParts, ReportsWhatEveryStageHolds) {
   EXPECT_EQ(report_parts(options, 3, {.pattern = "AA|AA|A"})[2], expected[2]);
   EXPECT_EQ(report_parts({whole_model(options)}, options)[0].parameters, parameter_count(options));
   options.tie_head = false;
-  // By cost unless somebody says otherwise; a stage may have no blocks then.
+  // By cost by default; a stage may then have no blocks.
   options.vocabulary = 100000;
   const std::vector<PartReport> by_cost = report_parts(options, 3);
   const std::vector<StagePart> parts = partition_model(options, 3, {.balance = Balance::Cost});
@@ -167,7 +167,7 @@ TEST(StageParts, ReportsWhatEveryStageHolds) {
   }
   EXPECT_EQ(by_cost[2].blocks, 0);
   EXPECT_EQ(by_cost[2].parameters, kLastNorm + 100000 * 16);
-  // A model of a size at which it matters: 6.74 thousand million parameters are 12.5 GiB.
+  // A model of realistic size: 6.74 billion parameters are 12.5 GiB.
   const TransformerOptions large{.vocabulary = 32000, .width = 4096, .layers = 32, .heads = 32, .feed_width = 11008, .context = 2048};
   const PartReport whole = report_parts({whole_model(large)}, large.resolved())[0];
   EXPECT_EQ(whole.parameters, 6738415616);

@@ -17,7 +17,7 @@ inline TransformerOptions small(bool tie_head = false) {
   return {.vocabulary = 19, .width = 16, .layers = 3, .heads = 4, .key_value_heads = 2, .feed_width = 24, .context = 12, .tie_head = tie_head};
 }
 
-// Larger deviations than in training, so that everything counts.
+// Larger deviations than in training, so that every part has an effect.
 inline TransformerStage made(const TransformerOptions& options, at::ScalarType dtype = at::kDouble) {
   TransformerStage model(options);
   model->to(dtype);
@@ -42,7 +42,7 @@ inline at::Tensor numbers(const std::vector<std::vector<std::int64_t>>& rows) {
 }
 
 using Gradients = std::map<std::string, at::Tensor>;
-// Added where two stages hold the same parameter.
+// Summed where two stages hold the same parameter.
 inline void collect(const torch::nn::Module& module, Gradients& all) {
   for (const auto& item : module.named_parameters()) {
     at::Tensor& mine = all[item.key()];

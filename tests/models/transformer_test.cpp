@@ -70,7 +70,7 @@ TEST(Transformer, TheFutureDoesNotChangeThePast) {
   }
 }
 
-// Documents of a row are as if each were alone in its row.
+// Each document of a row is computed as if it were alone in its row.
 TEST(Transformer, DocumentsAreSeparate) {
   TransformerStage model = made(small());
   const at::Tensor tokens = tokens_for(small(), 2, 10);
@@ -81,7 +81,7 @@ TEST(Transformer, DocumentsAreSeparate) {
   for (std::int64_t row = 0; row < 2; ++row)
     for (const auto& [begin, length] : spans[static_cast<std::size_t>(row)]) {
       const at::Tensor alone = model->forward(tokens.narrow(0, row, 1).narrow(1, begin, length));
-      // Positions differ, and only by rounding does that count.
+      // Positions differ, which matters only by rounding.
       EXPECT_LT(difference(alone, packed.narrow(0, row, 1).narrow(1, begin, length)), 1e-12) << "row " << row << " from " << begin;
     }
 }
@@ -94,7 +94,7 @@ TEST(Rotary, ProductsDependOnTheDistance) {
     for (const std::int64_t shift : {1, 9, 40}) EXPECT_NEAR(product(distance, 0), product(distance + shift, shift), 1e-12);
   EXPECT_NEAR(product(3, 3), (q * k).sum().item<double>(), 1e-12);
   EXPECT_GT(std::abs(product(5, 0) - product(0, 0)), 1e-6);
-  // Lengths stay.
+  // Rotation preserves lengths.
   EXPECT_NEAR(rotate(q, rotary.turns(37, 1, q)).norm().item<double>(), q.norm().item<double>(), 1e-12);
 }
 
@@ -104,7 +104,7 @@ TEST(Rotary, TurnsByTheFormula) {
   const at::Tensor y = rotate(x, rotary.turns(3, 1, x)).flatten();
   const std::vector<double> expected{std::cos(3.0), std::sin(3.0), -std::sin(0.3), std::cos(0.3)};
   EXPECT_LT(difference(y, torch::tensor(expected, at::kDouble)), 1e-15);
-  // 16 bits are turned in float32 and rounded once.
+  // 16-bit types are rotated in float32 and rounded once.
   const at::Tensor many = at::randn({2, 10, 3, 4});
   EXPECT_TRUE(at::equal(rotate(many.to(at::kBFloat16), rotary.turns(0, 10, many)), rotate(many.to(at::kBFloat16).to(at::kFloat), rotary.turns(0, 10, many)).to(at::kBFloat16)));
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { rotary.turns(5, 6, x); }), "0 to 9"));
@@ -233,7 +233,7 @@ TEST(Initialize, DoesNotDependOnThePartition) {
   }
 }
 
-TEST(Initialize, DeviationsAreThoseAskedFor) {
+TEST(Initialize, DeviationsAreAsRequested) {
   TransformerStage model(TransformerOptions{.vocabulary = 256, .width = 64, .layers = 8, .heads = 4});
   initialize(*model, {.seed = 3});
   const auto parameters = model->named_parameters();
@@ -271,7 +271,7 @@ TEST(Dropout, MasksAreOfTheStepAndThePlace) {
     at::Tensor x = tokens;
     for (const StagePart& part : partition_model(options, 3)) x = made(options, part)->forward(x);
     EXPECT_TRUE(at::equal(x, first));
-    // A rank that has the second row alone.
+    // A rank that has only the second row.
     StepContext rows = step;
     rows.rows = BatchRows{2, 1, 1};
     const StepGuard inner(rows);
@@ -284,7 +284,7 @@ TEST(Dropout, MasksAreOfTheStepAndThePlace) {
 TEST(TokenLoss, MicrobatchesAddUp) {
   const at::Tensor logits = at::randn({6, 5, 19}, at::kDouble).requires_grad_();
   at::Tensor targets = tokens_for(small(), 6, 5);
-  targets[0].fill_(kIgnoredTarget);  // a microbatch with fewer that count
+  targets[0].fill_(kIgnoredTarget);  // a microbatch with fewer counted targets
   targets[1].narrow(0, 0, 3).fill_(kIgnoredTarget);
   const double counted = static_cast<double>(counted_targets(targets).item<std::int64_t>());
   EXPECT_EQ(counted, 22);
@@ -295,7 +295,7 @@ TEST(TokenLoss, MicrobatchesAddUp) {
   for (std::int64_t m = 0; m < 3; ++m) mean = mean + token_loss(logits.narrow(0, 2 * m, 2), targets.narrow(0, 2 * m, 2), counted / 3) / 3;
   EXPECT_NEAR(mean.item<double>(), whole.item<double>(), 1e-12);
   EXPECT_LT(difference(torch::autograd::grad({mean}, {logits})[0], expected), 1e-14);
-  // Nothing counts: zero, not a NaN.
+  // All targets are ignored: zero, not NaN.
   EXPECT_EQ(token_loss(logits.narrow(0, 0, 1), targets.narrow(0, 0, 1), 4).item<double>(), 0);
   EXPECT_THROW(token_loss(logits, targets, 0), ValueError);
   EXPECT_THROW(token_loss(logits, targets.narrow(1, 0, 4), 4), ValueError);
@@ -311,7 +311,7 @@ TEST(TokenLoss, SixteenBitsAreSummedInFloat) {
 
 TEST(Fake, ForwardAndBackwardInShapeOnly) {
   for (const bool tied : {false, true}) {
-    // Under the mode, made there: a model that would not fit.
+    // Created under the fake mode: a model that would not fit in memory.
     FakeMode fake;
     const ModeGuard guard(fake);
     TransformerStage model(TransformerOptions{.vocabulary = 50257, .width = 8192, .layers = 2, .heads = 64, .key_value_heads = 8, .context = 4096, .tie_head = tied});
@@ -336,13 +336,13 @@ TEST(Fake, ATrialOfARealModelLeavesItAlone) {
   }
   EXPECT_TRUE(is_fake(logits));
   EXPECT_EQ(logits.sizes(), at::IntArrayRef({2, 6, 19}));
-  // Fake inputs without the mode, before the tables of a device exist; then in earnest.
+  // Fake inputs without the mode, before the tables of a device exist; then real ones.
   EXPECT_TRUE(is_fake(made(small())->forward(to_fake(tokens))));
   EXPECT_FALSE(is_fake(model->forward(tokens)));
 }
 
-// Logits of 16 bits: the loss is that of the same values in float32, the gradient is rounded once.
-TEST(TokenLoss, OfShortLogits) {
+// 16-bit logits: the loss is that of the same values in float32, the gradient is rounded once.
+TEST(TokenLoss, SixteenBitLogits) {
   for (const auto& [rows, vocabulary] : {std::pair<std::int64_t, std::int64_t>{7, 11}, {600, 300}}) {
     const at::Tensor logits = (at::rand({rows, vocabulary}) * 30 - 15).to(at::kBFloat16).requires_grad_();
     at::Tensor targets = at::randint(vocabulary, {rows}, at::kLong);

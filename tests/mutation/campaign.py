@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Breaks the library in many places, one at a time, and shows which tests notice.
+"""Mutation testing: breaks the library in many places, one at a time, and shows which tests detect it.
 
     tests/mutation/campaign.py                       all folders, table on standard output
     tests/mutation/campaign.py --folder shard        one folder
-    tests/mutation/campaign.py --check               only whether every mutant still fits the sources
+    tests/mutation/campaign.py --check               only check that every mutant still matches the sources
 
-A mutant is a few lines of a source and what replaces them (tests/mutation/<folder>.mutants; the format is described there). All
-mutants are compiled into one build, in a copy of the tree; the environment variable PENSTOCK_MUTANT chooses the one that
-is awake, so that sixty mutants cost one build. For each mutant the tests of its folder run, shortest first, until a file of them fails.
-A file that takes ten times as long as without a mutant counts as failed: it hangs.
+A mutant is a few lines of a source file and their replacement (tests/mutation/<folder>.mutants; pipeline.mutants describes the
+format). All mutants are compiled into one build, in a copy of the tree; the environment variable PENSTOCK_MUTANT selects the active
+one, so that all mutants need only one build. For each mutant the tests of its folder run, shortest first, until a test file fails.
+A file that takes ten times as long as without a mutant counts as hanging and has failed.
 """
 import argparse
 import concurrent.futures
@@ -47,7 +47,7 @@ def read_mutants(folders):
                 file, title = line[2:].split(": ", 1)
                 first = 100 * (1 + FOLDERS.index(folder))
                 number = first + 1 + sum(m.folder == folder for m in mutants)
-                mutants.append(Mutant(number, folder, f"penstock/{folder}/{file}", title))
+                mutants.append(Mutant(number, folder, place_of(folder, file), title))
             elif line.startswith("- "):
                 mutants[-1].before.append(line[2:])
             elif line.startswith("+ "):
@@ -55,26 +55,35 @@ def read_mutants(folders):
     return mutants
 
 
-def strip(lines):
-    return [line.strip() for line in lines]
+def place_of(folder, file):
+    """Returns the path of a source file, whichever room of the folder it is in."""
+    found = sorted((ROOT / "penstock" / folder).rglob(file))
+    return str(found[0].relative_to(ROOT)) if len(found) == 1 else f"penstock/{folder}/{file}"
+
+
+def squeezed(text):
+    """Returns the text without white space, and where each of its characters was: line breaks do not matter to a match."""
+    kept = [(c, at) for at, c in enumerate(text) if not c.isspace()]
+    return "".join(c for c, _ in kept), [at for _, at in kept]
 
 
 def apply(mutants, tree):
-    """Writes all mutants into the sources under `tree`; returns those that do not fit exactly one place."""
+    """Writes all mutants into the sources under `tree`; returns those that do not match exactly once."""
     unfit = []
     for file in sorted({m.file for m in mutants}):
         path = tree / file
-        lines = path.read_text().splitlines() if path.exists() else []
+        text = path.read_text() if path.exists() else ""
         for mutant in (m for m in mutants if m.file == file):
-            wanted = strip(mutant.before)
-            places = [i for i in range(len(lines)) if strip(lines[i:i + len(wanted)]) == wanted]
-            if len(places) != 1 or not wanted:
-                unfit.append((mutant, len(places)))
+            wanted, _ = squeezed("\n".join(mutant.before))
+            dense, places = squeezed(text)
+            if not wanted or dense.count(wanted) != 1:
+                unfit.append((mutant, dense.count(wanted) if wanted else 0))
                 continue
-            new = [line.replace("MUTANT", f"penstock_mutant({mutant.number})") for line in mutant.after]
-            lines[places[0]:places[0] + len(wanted)] = new
+            at = dense.index(wanted)
+            new = "\n".join(mutant.after).replace("MUTANT", f"penstock_mutant({mutant.number})")
+            text = text[:places[at]] + new + text[places[at + len(wanted) - 1] + 1:]
         if path.exists():
-            path.write_text('#include "penstock/base/mutant.h"\n' + "\n".join(lines) + "\n")
+            path.write_text('#include "penstock/base/mutant.h"\n' + text)
     (tree / "penstock/base/mutant.h").write_text(SWITCH)
     return unfit
 
@@ -84,7 +93,7 @@ def copy_tree(into):
 
 
 def tests_of(build, folder):
-    """Names, commands and environments of the tests of a folder, without those for a GPU and the long ones."""
+    """Returns names, commands and environments of the tests of a folder, except GPU and long tests."""
     shown = json.loads(subprocess.run(["ctest", "--test-dir", str(build), "--show-only=json-v1"], check=True, capture_output=True, text=True).stdout)
     found = []
     for test in shown["tests"]:
@@ -96,7 +105,7 @@ def tests_of(build, folder):
 
 
 def run_test(test, mutant, limit_s):
-    """Whether the test passed, the tests in it that failed, and the seconds it took."""
+    """Returns whether the test passed, the failed tests in it, and the seconds it took."""
     _, command, environment = test
     begin = time.monotonic()
     process = subprocess.Popen(command, env={**os.environ, **environment, "PENSTOCK_MUTANT": str(mutant)}, stdout=subprocess.PIPE,
@@ -126,11 +135,11 @@ def judge(mutant, tests, seconds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", action="append", choices=FOLDERS, help="only this folder (may be repeated)")
-    parser.add_argument("--only", type=int, action="append", help="only the mutant of this number (may be repeated)")
-    parser.add_argument("--check", action="store_true", help="only check that every mutant fits exactly one place")
+    parser.add_argument("--only", type=int, action="append", help="only the mutant with this number (may be repeated)")
+    parser.add_argument("--check", action="store_true", help="only check that every mutant matches exactly one place")
     parser.add_argument("--work", type=pathlib.Path, default=ROOT / "build/mutation", help="folder for the copy of the tree and its build")
     parser.add_argument("--cmake", action="append", default=[], help="further arguments for CMake, e.g. --cmake=-DTorch_DIR=...")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2, help="mutants tried at a time")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2, help="number of mutants to test in parallel")
     parser.add_argument("--table", type=pathlib.Path, help="file for the table (default: standard output)")
     options = parser.parse_args()
     options.work = options.work.resolve()
@@ -142,7 +151,7 @@ def main():
     copy_tree(tree)
     unfit = apply(mutants, tree)
     for mutant, places in unfit:
-        print(f"{mutant.number} {mutant.file}: {mutant.title}: fits {places} places instead of one", file=sys.stderr)
+        print(f"{mutant.number} {mutant.file}: {mutant.title}: matches {places} places instead of one", file=sys.stderr)
     if options.check or unfit:
         return 1 if unfit else 0
 
@@ -158,7 +167,7 @@ def main():
         for test, (passed, failed, took) in zip(everything, pool.map(lambda t: run_test(t, 0, 600), everything)):
             seconds[test[0]] = took
             if not passed:
-                print(f"{test[0]} fails without a mutant and is left out: {', '.join(failed)}", file=sys.stderr)
+                print(f"{test[0]} fails without a mutant and is skipped: {', '.join(failed)}", file=sys.stderr)
                 for folder in folders:
                     tests[folder] = [t for t in tests[folder] if t is not test]
         for folder in folders:

@@ -17,7 +17,6 @@
 #include "penstock/world.h"
 #include "penstock/dtensor.h"
 #include "penstock/clip_gradients.h"
-#include "penstock/optim/update/gradients.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -87,8 +86,8 @@ TEST(ClipGradNorm, TiesCountOnceAndInfinityOnlyMeasures) {
   EXPECT_EQ(clip_grad_norm({}, 1).value(), 0);
 }
 
-// pp x tp = 2 x 2. Stage 0: the embedding (split), a norm whose gradient is terms, a plain number; stage 1: a matrix (split along the other dim), a norm
-// and its copy of the embedding, which is counted on stage 0.
+// pp x tp = 2 x 2. Stage 0: the embedding (split), a norm with a Partial gradient, a plain parameter; stage
+// 1: a matrix (split along the other dim), a norm and its copy of the embedding, which is counted on stage 0.
 struct Part {
   const char* name;
   std::vector<std::int64_t> shape;
@@ -131,7 +130,7 @@ TEST(ClipGradNorm, PipelineAndTensorParallelAgainstOneProcess) {
         std::mutex mutex;
         std::set<std::uint64_t> bits;
         comm::run_ranks(4, 60s, [&](comm::World& world) {
-          DeviceMesh whole = init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{world.rank()}, 4);
+          DeviceMesh whole = init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), 4);
           const comm::MeshGroups mesh(world, whole);
           const comm::MeshGroups tp = mesh.with_mesh(whole["tp"]);
           const int stage = world.rank() / 2;
@@ -155,12 +154,12 @@ TEST(ClipGradNorm, PipelineAndTensorParallelAgainstOneProcess) {
 // Nothing is split, and the group of all ranks holds two copies of everything.
 TEST(ClipGradNorm, CopiesAlongAnAxisCountOnce) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
     at::Tensor p = distribute_tensor(at::zeros({4}), mesh, {Replicate{}}).set_requires_grad(true);
     p.mutable_grad() = distribute_tensor(at::full({4}, 3.0), mesh, {Replicate{}});
     EXPECT_EQ(clip_grad_norm({{"p", p}}, kInfinity).value(), 6);
     EXPECT_EQ(clip_grad_norm({{"p", p}}, kInfinity, {.groups = {world.group()}}).value(), 6);
-    // A plain one beside one that is split is a copy, too.
+    // A plain parameter beside a split one is a copy, too.
     at::Tensor split = distribute_tensor(at::zeros({4}), mesh, {Shard{0}}).set_requires_grad(true);
     split.mutable_grad() = distribute_tensor(at::full({4}, 4.0), mesh, {Shard{0}});
     EXPECT_EQ(clip_grad_norm({{"p", p}, with_gradient("plain", at::full({4}, 6.0)), {"split", split}}, kInfinity).value(), std::sqrt(36.0 + 144 + 64));
@@ -169,12 +168,12 @@ TEST(ClipGradNorm, CopiesAlongAnAxisCountOnce) {
 
 TEST(SettleGradients, AGradientOnOtherRanksIsRefusedWhateverItsPlacements) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{world.rank()}, 4));
-    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, Rank{world.rank()}));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, world.rank(), 4));
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, world.rank()));
     for (const Placement& placement : {Placement(Shard{0}), Placement(Replicate{})}) {
       at::Tensor parameter = distribute_tensor(at::ones({4}), mesh, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt});
       parameter.mutable_grad() = distribute_tensor(at::ones({4}), other, {Replicate{}, placement}, {.source_axis_rank = std::nullopt});
-      EXPECT_TRUE(has_text(message_of<ValueError>([&] { settle_gradients({{"p", parameter}}); }), "on one mesh"));
+      EXPECT_TRUE(has_text(message_of<ValueError>([&] { settle_gradients({{"p", parameter}}); }), "over one mesh"));
     }
   });
 }
@@ -230,12 +229,12 @@ TEST(ClipGradNorm, BadInput) {
   });
 }
 
-// Of the same size, so that nothing but a comparison can tell that other gradients were added up.
-TEST(SettleGradients, RanksThatHaveOthersAreRefusedByName) {
+// Of the same size, so that only a comparison can detect that different gradients were summed.
+TEST(SettleGradients, RanksWithDifferentGradientsAreNamed) {
   std::set<std::string> texts;
   std::mutex mutex;
   comm::run_ranks(2, 20s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
     std::vector<NamedParameter> parameters;
     for (const char* name : {"a", "b"}) parameters.push_back({name, distribute_tensor(at::zeros({3}), mesh, {Replicate{}}).detach().set_requires_grad(true)});
     const auto give = [&](std::size_t which) { parameters[which].tensor.mutable_grad() = from_local(at::ones({3}), mesh, {Partial{}}); };
@@ -251,8 +250,8 @@ TEST(SettleGradients, RanksThatHaveOthersAreRefusedByName) {
     texts.insert(text);
   });
   ASSERT_EQ(texts.size(), 2U);
-  EXPECT_TRUE(has_text(*texts.begin(), "on this rank those of a"));
-  EXPECT_TRUE(has_text(*texts.rbegin(), "on this rank those of b"));
+  EXPECT_TRUE(has_text(*texts.begin(), "those of a on this rank"));
+  EXPECT_TRUE(has_text(*texts.rbegin(), "those of b on this rank"));
 }
 
 }  // namespace clip_test

@@ -12,7 +12,7 @@
 #include "penstock/mesh_groups.h"
 #include "penstock/world.h"
 #include "penstock/dtensor.h"
-#include "penstock/optim/update/adamw.h"
+#include "penstock/optimizer.h"
 #include "penstock/loss_scaler.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -30,7 +30,7 @@ NamedParameter with_gradient(std::string name, const at::Tensor& gradient) {
   return {std::move(name), p};
 }
 
-TEST(LossScaler, ScalesAndTakesTheScaleOff) {
+TEST(LossScaler, ScalesAndUnscales) {
   LossScaler scaler({.initial_scale = 1024});
   at::Tensor w = at::full({3}, 2.0).set_requires_grad(true);
   const at::Tensor loss = scaler.scaled((w * w).sum());
@@ -71,7 +71,7 @@ TEST(LossScaler, DisabledTouchesNothing) {
   EXPECT_TRUE(p.tensor.grad().isnan().all().item<bool>());
 }
 
-TEST(LossScaler, StateGoesOn) {
+TEST(LossScaler, StateContinues) {
   LossScaler first({.initial_scale = 8, .growth_interval = 4});
   const auto step = [](LossScaler& scaler, double value) {
     scaler.unscale({with_gradient("p", at::full({2}, value))});
@@ -87,7 +87,7 @@ TEST(LossScaler, StateGoesOn) {
   EXPECT_EQ(second.state(), first.state());
 }
 
-// An infinity on one rank alone: both leave the step out and shrink, then go on together.
+// An infinity on one rank only: both skip the step and reduce the scale, then continue together.
 TEST(LossScaler, RanksAgree) {
   for (const int where : {0, 1})
     comm::run_ranks(2, 60s, [&](comm::World& world) {
@@ -115,7 +115,7 @@ TEST(LossScaler, RanksAgree) {
 // The shards of a parameter need no group: their mesh is known.
 TEST(LossScaler, RanksOfAMeshAgree) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
     at::Tensor split = distribute_tensor(at::zeros({4}), mesh, {Shard{0}}).set_requires_grad(true), terms = distribute_tensor(at::zeros({2}), mesh, {Replicate{}}).set_requires_grad(true);
     for (const bool bad : {false, true}) {
       LossScaler scaler({.initial_scale = 2});

@@ -42,7 +42,7 @@ TEST(LrSchedule, EndsAreExact) {
   }
 }
 
-TEST(LrSchedule, Words) {
+TEST(LrSchedule, ParsesNames) {
   for (const Decay decay : {Decay::Constant, Decay::Cosine, Decay::Linear}) EXPECT_EQ(parse_decay(to_string(decay)), decay);
   EXPECT_TRUE(has_text(message_of<ValueError>([] { parse_decay("cosin"); }), "constant, cosine or linear"));
   EXPECT_THROW(parse_decay("Cosine"), ValueError);

@@ -9,10 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "penstock/optim/update/adamw.h"
+#include "penstock/optimizer.h"
 #include "penstock/clip_gradients.h"
 #include "penstock/loss_scaler.h"
-#include "penstock/optim/update/sgd.h"
 
 namespace penstock::optim {
 namespace optim_gpu_test {

@@ -1,4 +1,5 @@
-// AdamW and SGD against torch::optim and on distributed parameters against one process; state by name; broken input.
+// AdamW and SGD against torch::optim, and on distributed parameters against one process; state by name;
+// invalid input.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -13,9 +14,8 @@
 #include "penstock/errors.h"
 #include "penstock/mesh_groups.h"
 #include "penstock/dtensor.h"
-#include "penstock/optim/update/adamw.h"
-#include "penstock/optim/update/gradients.h"
-#include "penstock/optim/update/sgd.h"
+#include "penstock/optimizer.h"
+#include "penstock/clip_gradients.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -39,7 +39,7 @@ std::vector<NamedParameter> make(at::ScalarType dtype = at::kFloat) {
   return result;
 }
 
-// Parameter 3 has a gradient in every third step only.
+// Parameter 3 has a gradient only in every third step.
 void set_gradients(const std::vector<NamedParameter>& parameters, int step) {
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     at::Tensor p = parameters[i].tensor;
@@ -53,7 +53,7 @@ std::vector<at::Tensor> tensors_of(const std::vector<NamedParameter>& parameters
   return result;
 }
 
-// 20 steps of both; the learning rate changes on the way.
+// 20 steps of both; the learning rate changes in between.
 void compare(Optimizer& ours, torch::optim::Optimizer& theirs, const std::vector<NamedParameter>& own, const std::vector<NamedParameter>& other, double rtol) {
   for (int step = 0; step < 20; ++step) {
     if (step == 10) {
@@ -237,7 +237,8 @@ TEST(Optimizer, ZeroGrad) {
   EXPECT_TRUE(adamw.state().tensors.empty());
 }
 
-// What is saved after 5 steps goes on for 5 more with the same bits, by load_state and by reading into the tensors.
+// State saved after 5 steps continues for 5 more with the same bits, by load_state and by reading into the
+// tensors.
 TEST(OptimizerState, ContinuesBitwise) {
   for (const bool adamw : {true, false}) {
     const auto maker = [adamw](const std::vector<NamedParameter>& parameters) -> std::unique_ptr<Optimizer> {
@@ -289,7 +290,7 @@ TEST(OptimizerState, ContinuesBitwise) {
   }
 }
 
-TEST(OptimizerState, BrokenOnesChangeNothing) {
+TEST(OptimizerState, DamagedStateChangesNothing) {
   const auto parameters = make();
   AdamW adamw(parameters);
   set_gradients(parameters, 0);
@@ -370,7 +371,7 @@ TEST(DistributedOptimizer, TwoRanksAgainstOneProcess) {
       }
       const OptimizerState expected = one->state();
       comm::run_ranks(2, 60s, [&](comm::World& world) {
-        const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+        const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
         std::vector<NamedParameter> parameters;
         for (std::size_t i = 0; i < layouts.size(); ++i)
           parameters.push_back({"p" + std::to_string(i), distribute_tensor(numbers(layouts[i].shape, static_cast<int>(i)), mesh, layouts[i].parameter).set_requires_grad(true)});
@@ -378,7 +379,7 @@ TEST(DistributedOptimizer, TwoRanksAgainstOneProcess) {
         for (int step = 0; step < 6; ++step) {
           for (std::size_t i = 0; i < parameters.size(); ++i) {
             const at::Tensor gradient = numbers(layouts[i].shape, 50 * step + static_cast<int>(i));
-            // Terms that add up exactly: all of it on one rank, in turn.
+            // Terms that add up exactly: the whole value on one rank, in turn.
             parameters[i].tensor.mutable_grad() = layouts[i].gradient[0].is_partial() ? from_local(gradient * (world.rank() == step % 2 ? 1 : 0), mesh, {Partial{}})
                                                                                        : distribute_tensor(gradient, mesh, layouts[i].gradient);
           }
@@ -394,7 +395,7 @@ TEST(DistributedOptimizer, TwoRanksAgainstOneProcess) {
           EXPECT_EQ(state.tensors[i].name, expected.tensors[i].name);
           EXPECT_TRUE(same(full_tensor(state.tensors[i].tensor), expected.tensors[i].tensor)) << state.tensors[i].name;
         }
-        // The state of one process, whole, into two ranks; then in other placements.
+        // The whole state of one process is loaded into two ranks; then with other placements.
         const auto fresh = maker(parameters);
         fresh->load_state(expected);
         EXPECT_EQ(fresh->state().steps, expected.steps);
@@ -412,10 +413,10 @@ TEST(DistributedOptimizer, TwoRanksAgainstOneProcess) {
 
 TEST(DistributedOptimizer, Mistakes) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
     at::Tensor p = distribute_tensor(numbers({4, 2}, 0), mesh, {Shard{0}}).set_requires_grad(true), plain = numbers({4, 2}, 0).set_requires_grad(true);
     AdamW adamw({NamedParameter{"split", p}}), alone({NamedParameter{"plain", plain}});
-    // .grad() checks only size, dtype and device of what it is given.
+    // .grad() checks only size, dtype and device of the gradient.
     p.mutable_grad() = numbers({4, 2}, 1);
     EXPECT_TRUE(has_text(message_of<TypeError>([&] { adamw.step(); }), "gradient of split"));
     plain.mutable_grad() = distribute_tensor(numbers({4, 2}, 1), mesh, {Shard{0}});

@@ -1,5 +1,5 @@
-// What passes the borders between stages: memory layouts, skip connections, announced shapes, thousands of tensors. Random models are
-// compared with one process.
+// What passes between stages: memory layouts, skip connections, announced shapes, thousands of tensors.
+// Random models are compared with one process.
 #include <gtest/gtest.h>
 
 #include <mutex>
@@ -28,7 +28,7 @@ using test::Outcome;
 using test::Scenario;
 using Dims = std::vector<std::int64_t>;
 
-// Random numbers that are the same on every rank that asks for the same thing.
+// Random numbers that are the same on every rank that requests the same thing.
 class Dice {
  public:
   explicit Dice(std::uint64_t seed) : engine_(seed) {}
@@ -86,7 +86,7 @@ struct SkipModel {
     Dice dice(seed);
     const int count = 1 + dice.below(4);
     for (int i = 0; i < count; ++i) {
-      // Now and then one that begins, or ends, where another one does.
+      // Sometimes one that begins or ends where another one does.
       int from = dice.below(stages - 1);
       if (i > 0 && dice.one_in(3)) from = skips.back().from;
       int to = from + 1 + dice.below(stages - 1 - from);
@@ -110,7 +110,7 @@ Scenario skip_scenario(std::uint64_t seed) {
     Block block(stage);
     return StageModule([block, stage, stages, model = SkipModel(seed, stages)](const Tree& args, const Tree&) mutable {
       at::Tensor h = args[0].tensor();
-      // Rows by their values: nobody knows their number before.
+      // Selects rows by their values: their number is not known in advance.
       if (model.selects[static_cast<std::size_t>(stage)]) h = h.index({h.select(1, 0).gt(-0.3)});
       for (std::size_t i = 1; i < args.size(); ++i) h = h + 0.1 * static_cast<double>(i) * args[i].tensor().sin().sum(0, true);
       h = block->forward(h);
@@ -190,7 +190,7 @@ struct LayoutOf {
       default: return x;
     }
   }
-  // What broadcasts against x.
+  // A tensor that broadcasts against x.
   at::Tensor read(const at::Tensor& t) const {
     switch (kind) {
       case Permuted: return t.permute(inverse(order));
@@ -206,7 +206,7 @@ struct LayoutOf {
   bool is_dense() const { return kind != Gaps && kind != Expanded && kind != Windows; }
 };
 
-// One dim, in the order of the memory. A view: fails where the memory of what should be dense is not.
+// One dim, in memory order. A view: fails if the memory of a tensor that should be dense is not.
 at::Tensor in_memory_order(const at::Tensor& t) {
   Dims dims(static_cast<std::size_t>(t.dim()));
   for (std::size_t i = 0; i < dims.size(); ++i) dims[i] = static_cast<std::int64_t>(i);
@@ -228,7 +228,7 @@ struct LayoutModel {
       if (dice.one_in(3)) each.trial = TrialRun::Real;
     }
   }
-  std::vector<std::vector<LayoutOf>> borders;  // by the stage before
+  std::vector<std::vector<LayoutOf>> borders;  // by the stage before the border
   std::vector<StageOptions> options;
 };
 
@@ -262,7 +262,7 @@ Scenario layout_scenario(std::uint64_t seed) {
           const at::Tensor& t = args[i].tensor();
           h = h + (0.3 + 0.1 * static_cast<double>(i)) * border[i].read(t);
           if (!border[i].is_dense() || t.is_complex()) continue;
-          // Another order of the memory gives another sum.
+          // Another memory order produces another sum.
           const at::Tensor flat = in_memory_order(t);
           h = h + 0.05 * (flat * at::arange(flat.numel(), at::kDouble).cos()).sum();
         }
@@ -287,7 +287,7 @@ TEST(Borders, AnyLayoutEqualsOneProcess) { expect_parity(40, layout_scenario, fa
 
 StageModule on_trial_or_real(std::function<at::Tensor(at::Tensor)> body) { return StageModule([body](at::Tensor x) { return body(x); }, {}); }
 
-// Two stages, on two ranks or on one; returns what `second` said about the inputs it got.
+// Two stages, on two ranks or on one; returns what `second` reported about its inputs.
 Tree run_two(bool one_rank, const StageOptions& options, const std::function<at::Tensor(at::Tensor)>& first, const std::function<at::Tensor(at::Tensor)>& second, const at::Tensor& x) {
   Tree output;
   std::mutex mutex;
@@ -317,14 +317,14 @@ TEST(Borders, ChannelsLastAndPermutedViewsArriveAsTheyLeft) {
     for (const StageOptions& options : {StageOptions(), announced}) EXPECT_TRUE(run_two(one_rank, options, first, second, x).tensor().equal(expected));
 }
 
-TEST(Borders, ExamplesSayTheLayout) {
-  // Static: the example of stage 0 is channels-last, so is what arrives; that of stage 1 says the same.
+TEST(Borders, ExamplesDetermineTheLayout) {
+  // Static: the example of stage 0 is channels-last, and so is what arrives; the example of stage 1 agrees.
   comm::run_ranks(2, 20s, [](comm::World& world) {
     const at::Tensor plain = at::empty({2, 3, 5, 2}), last = plain.contiguous(at::MemoryFormat::ChannelsLast);
     StageOptions options;
     options.input_args = {world.rank() == 0 ? plain : last};
     options.output_args = {world.rank() == 0 ? last : plain};
-    // What stage 0 makes is contiguous all the same: it is sent as agreed.
+    // Stage 0 nevertheless makes a contiguous output: it is sent as agreed.
     const StageModule module = world.rank() == 0 ? on_trial_or_real([](at::Tensor t) { return t * 2; }) : on_trial_or_real([](at::Tensor t) {
       EXPECT_TRUE(t.is_contiguous(at::MemoryFormat::ChannelsLast)) << t.strides();
       return t + 1;
@@ -362,7 +362,7 @@ TEST(Borders, StagesOfOneRankShareTheTensor) {
   EXPECT_EQ(made.size(), 4U);
 }
 
-TEST(Borders, WhatIsNotDenseArrivesDenseInItsOrder) {
+TEST(Borders, NonDenseTensorsArriveDenseInTheirOrder) {
   const at::Tensor x = test::values({4, 6, 4}, 3);
   const auto first = [&](at::Tensor t) { return (t * 2).narrow(1, 1, 3).transpose(1, 2).unsqueeze(1).expand({-1, 2, -1, -1}); };
   const auto second = [&](at::Tensor t) {
@@ -373,7 +373,7 @@ TEST(Borders, WhatIsNotDenseArrivesDenseInItsOrder) {
   EXPECT_TRUE(run_two(false, {}, first, second, x).tensor().equal((x * 4).narrow(1, 1, 3).transpose(1, 2)));
 }
 
-// Writes down the layout of the gradient that comes back to it.
+// Records the layout of the gradient that is sent back to it.
 struct NoteGradient : torch::autograd::Function<NoteGradient> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, std::vector<Dims>* notes) {
     context->saved_data["notes"] = reinterpret_cast<std::int64_t>(notes);
@@ -413,7 +413,7 @@ TEST(Borders, LocalPartsOfDistributedTensorsKeepTheirStrides) {
     std::mutex mutex;
     const at::Tensor x = test::values({8, kWidth}, 21);
     comm::run_ranks(4, 30s, [&](comm::World& world) {
-      const comm::MeshGroups whole(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{world.rank()}, world.size()));
+      const comm::MeshGroups whole(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), world.size()));
       const comm::MeshGroups columns = whole.with_mesh(whole.mesh()["tp"]);
       const int stage = world.rank() / 2, column = world.rank() % 2;
       StageOptions options;
@@ -421,7 +421,7 @@ TEST(Borders, LocalPartsOfDistributedTensorsKeepTheirStrides) {
       options.find_mesh = [columns](const auto&) { return columns; };
       const StageModule module = stage == 0 ? on_trial_or_real([=](at::Tensor t) {
         if (selects) t = t.index({t.select(1, 0).gt(0)});
-        // The local part lies in memory column by column.
+        // The local part is stored column by column.
         const at::Tensor local = t.narrow(1, column * kWidth / 2, kWidth / 2).t().contiguous().t();
         return from_local(local, columns, {Shard{1}});
       })
@@ -450,11 +450,11 @@ TEST(Borders, LocalPartsOfDistributedTensorsKeepTheirStrides) {
 TEST(Borders, TagsNeverCollide) {
   comm::run_ranks(1, 20s, [](comm::World& world) {
     const schedule::StageMap map = schedule::generate(ScheduleKind::Interleaved1F1B, {.ranks = 1, .stages_per_rank = 7, .microbatches = 4, .group_size = {}}).stages();
-    const pipeline::ChannelGroups groups(world, {0}, map, {}, comm::P2PTransport::Auto);
+    const ChannelGroups groups(world, {0}, map, {}, comm::P2PTransport::Auto);
     std::set<int> tags;
     std::size_t count = 0;
     for (int stage = 0; stage < 7; ++stage) {
-      const pipeline::Channel channel{pipeline::Channel::Kind::Activation, stage, stage + 1, -1, 0, 1};
+      const Channel channel{Channel::Kind::Activation, stage, stage + 1, -1, 0, 1};
       for (std::size_t tensor = 0; tensor < 3000; ++tensor, ++count) tags.insert(groups.tag(channel, tensor));
       tags.insert(groups.announcement_tag(channel));
       tags.insert(groups.warm_up_tag(channel));

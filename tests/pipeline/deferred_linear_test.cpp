@@ -1,4 +1,5 @@
-// Linear layers whose weight gradients wait, against torch::nn::Linear: same numbers at the start, same bits after a backward.
+// Linear layers with deferred weight gradients, compared with torch::nn::Linear: same initial values, same
+// bits after a backward.
 #include "penstock/deferred_linear.h"
 
 #include <gtest/gtest.h>
@@ -123,7 +124,7 @@ TEST(DeferredLinear, TiedWeightsHooksAndInPlaceOperators) {
   for (std::size_t i = 0; i < 3; ++i) EXPECT_TRUE(same(results[0][i], results[1][i])) << i;
 }
 
-TEST(DeferredLinear, TogetherWithHalves) {
+TEST(DeferredLinear, WithSplitBackward) {
   torch::manual_seed(8);
   const at::Tensor w = weight({8, 8}), b = weight({8}), v = weight({8, 8}), x = torch::randn({4, 8});
   const auto forward = [&](const at::Tensor& input) { return deferred_linear(deferred_linear(input, w, b).tanh().mm(v), w, b); };
@@ -189,7 +190,7 @@ TEST(DeferredLinear, FrozenParts) {
   EXPECT_TRUE(w.grad().defined());
 }
 
-// Several backwards of the same layers as one product; a layer of another type of input stays apart.
+// Several backwards of the same layers as one product; a layer with another input dtype stays separate.
 TEST(DeferredLinear, JoinedLayers) {
   torch::manual_seed(9);
   for (const bool with_bias : {true, false}) {
@@ -238,7 +239,7 @@ TEST(DeferredLinear, Misuse) {
   const at::Tensor h = deferred_linear(x, w, {}).clone();
   h.sum().backward();
   EXPECT_THROW(h.sum().backward(), StateError);
-  // An input that was overwritten is noticed.
+  // An overwritten input is detected.
   at::Tensor z = x * 1;
   y = deferred_linear(z, w, {}).sum();
   z.add_(1);

@@ -5,7 +5,7 @@
 #include <mutex>
 
 #include "penstock/dtensor.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/fully_shard.h"
 #include "penstock/fake.h"
 #include "tests/pipeline/parity_scenarios.h"
@@ -23,11 +23,11 @@ using test::name_of;
 using test::values;
 using test::with;
 
-// A stage without distributed parameters that is given a distributed tensor.
+// A stage without distributed parameters that gets a distributed tensor.
 TEST(DistributedTrial, ADistributedArgumentAtAPlainStage) {
   for (const TrialRun trial : kTrials)
     comm::run_ranks(4, 30s, [&](comm::World& world) {
-      const comm::MeshGroups all(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{world.rank()}, world.size()));
+      const comm::MeshGroups all(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), world.size()));
       const comm::MeshGroups tp = all.with_mesh(all.mesh()["tp"]);
       const int stage = world.rank() / 2;
       StageOptions stage_options = with(trial);
@@ -55,7 +55,7 @@ struct ShardedPartImpl : torch::nn::Module {
   }
   at::Tensor forward(const at::Tensor& x) {
     calls.add_(1);
-    // No value decides anything, but a fake tensor has none.
+    // No value decides anything, but a fake tensor has no values.
     if (reads_values) x.detach().sum().item<double>();
     const at::Tensor h = block->forward(x.to(block->weight.scalar_type()));
     // A view of a parameter in an operator of its own.
@@ -67,15 +67,16 @@ struct ShardedPartImpl : torch::nn::Module {
 };
 TORCH_MODULE(ShardedPart);
 
-// Two replicas of a pipeline share sharded stages. Their microbatches have different shapes, which are new to one of them and known to the other at
-// different steps: a trial that gathered would wait for a replica that makes none.
+// Two replicas of a pipeline share sharded stages. Their microbatches have different shapes, and a shape is
+// new to one replica and known to the other at different steps: a trial that gathered would wait for a
+// replica that makes none.
 void train_replicas(TrialRun trial, int pipeline_ranks, bool reads_values) {
   constexpr int kReplicas = 2;
   const std::vector<std::vector<std::int64_t>> rows = {{4, 6}, {4, 4}, {8, 4}, {4, 8}};  // by step and replica, of two microbatches
   std::mutex mutex;
   std::map<int, at::Tensor> found;
   comm::run_ranks(pipeline_ranks * kReplicas, 30s, [&](comm::World& world) {
-    const comm::MeshGroups all(world, init_device_mesh("cpu", {pipeline_ranks, kReplicas}, {"pp", "dp"}, Rank{world.rank()}, world.size()));
+    const comm::MeshGroups all(world, init_device_mesh("cpu", {pipeline_ranks, kReplicas}, {"pp", "dp"}, world.rank(), world.size()));
     const int stage = world.rank() / kReplicas, replica = world.rank() % kReplicas;
     ShardedPart module(stage, reads_values);
     fully_shard(*module, all.with_mesh(all.mesh()["dp"]));
@@ -119,11 +120,11 @@ TEST(DistributedTrial, ReplicasWhoseMicrobatchesDiffer) {
   train_replicas(TrialRun::Auto, 3, true);
 }
 
-// Mixed precision: inputs are cast where they meet a parameter, in a trial too.
+// Mixed precision: inputs are cast where they meet a parameter, also in a trial.
 TEST(DistributedTrial, ShardedStagesCastInTheirTrial) {
   for (const TrialRun trial : kTrials)
     comm::run_ranks(2, 30s, [&](comm::World& world) {
-      const comm::MeshGroups dp(world, init_device_mesh("cpu", {2}, {"dp"}, Rank{world.rank()}, world.size()));
+      const comm::MeshGroups dp(world, init_device_mesh("cpu", {2}, {"dp"}, world.rank(), world.size()));
       torch::nn::Linear linear(kWidth, kWidth);
       fully_shard(*linear, dp, {.mixed_precision = {.param_dtype = at::kBFloat16}});
       PipelineOptions options{world};
@@ -139,11 +140,12 @@ TEST(DistributedTrial, ShardedStagesCastInTheirTrial) {
     });
 }
 
-// Tensor-parallel stages whose ranks hold rows of their own: what is new to one rank is known to the other.
+// Tensor-parallel stages whose ranks hold different rows: a shape that is new to one rank is known to the
+// other.
 TEST(DistributedTrial, TensorParallelRanksWhoseShapesDiffer) {
   for (const TrialRun trial : kTrials)
     comm::run_ranks(2, 30s, [&](comm::World& world) {
-      const comm::MeshGroups tp(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, world.size()));
+      const comm::MeshGroups tp(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), world.size()));
       struct RowsImpl : torch::nn::Module {
         explicit RowsImpl(const comm::MeshGroups& groups) : mesh(groups) {
           weight = register_parameter("weight", distribute_tensor(values({kWidth, kWidth}, 5), mesh, {Shard{0}}));
@@ -171,13 +173,14 @@ TEST(DistributedTrial, TensorParallelRanksWhoseShapesDiffer) {
     });
 }
 
-// Dropout of a distributed tensor, a parallelized module's plain inputs, a weight that two stages of a rank share, a loss that reads values.
+// Dropout of a distributed tensor, plain inputs of a parallelized module, a weight shared by two stages of a
+// rank, a loss that reads values.
 TEST(DistributedTrial, TensorParallelStagesOfOneRank) {
   for (const TrialRun trial : kTrials)
     for (const bool reads_values : {false, true}) {
       if (reads_values && trial == TrialRun::Fake) continue;
       comm::run_ranks(2, 30s, [&](comm::World& world) {
-        const comm::MeshGroups tp(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, world.size()));
+        const comm::MeshGroups tp(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), world.size()));
         struct SharedImpl : torch::nn::Module {
           SharedImpl(int number, at::Tensor the_weight, const comm::MeshGroups& groups) : stage(number), mesh(groups), weight(register_parameter("weight", std::move(the_weight))) {
             factor = register_buffer("factor", distribute_tensor(at::linspace(0.5, 1.5, kWidth), mesh, {Replicate{}}));
@@ -216,7 +219,7 @@ TEST(DistributedTrial, TensorParallelStagesOfOneRank) {
     }
 }
 
-// A module that communicates by itself: its trial sends nothing, so nobody needs to take part.
+// A module that communicates by itself: its trial sends nothing, so no other rank needs to take part.
 TEST(DistributedTrial, CollectivesOfModulesAreNotMadeInTrials) {
   for (const TrialRun trial : kTrials)
     comm::run_ranks(2, 30s, [&](comm::World& world) {

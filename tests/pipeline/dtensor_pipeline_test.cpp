@@ -1,4 +1,5 @@
-// Pipelines whose activations are distributed tensors: pipeline x tensor parallel, every schedule, equal to one process.
+// Pipelines whose activations are distributed tensors: pipeline x tensor parallel, every schedule, compared
+// with one process.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -7,7 +8,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/step_context.h"
 #include "tests/has_text.h"
 
@@ -24,7 +25,8 @@ at::Tensor weight_of(int stage) {
   return at::randn({kWidth, kWidth}, at::detail::createCPUGenerator(static_cast<std::uint64_t>(40 + stage))) * 0.5;
 }
 
-// Even stages split their outputs over the columns, odd ones take them so and gather: placements differ from border to border.
+// Even stages split their outputs over the columns, odd ones take them split and gather: placements differ
+// from border to border.
 struct PartImpl : torch::nn::Module {
   PartImpl(int number, int count, const comm::MeshGroups* tensor_parallel) : stage(number), stages(count), mesh(tensor_parallel) {
     at::Tensor whole = weight_of(stage);
@@ -37,7 +39,7 @@ struct PartImpl : torch::nn::Module {
     if (mesh != nullptr && stage == 0) x = from_local(x, *mesh, {Replicate{}});
     x = torch::linear(x, weight);
     if (mesh != nullptr && stage % 2 == 1) x = redistribute(x, {Replicate{}});
-    // Backward of the product needs the buffer as it was.
+    // Backward of the product needs the old values of the buffer.
     x = torch::tanh(x) * factor;
     calls.add_(1);
     if (mesh != nullptr && stage == stages - 1) x = full_tensor(x);
@@ -64,7 +66,7 @@ void expect_parity(ScheduleKind kind, int pipeline_ranks, TrialRun trial) {
   std::vector<at::Tensor> losses;
   std::mutex mutex;
   comm::run_ranks(pipeline_ranks * kTensorParallel, 60s, [&](comm::World& world) {
-    const comm::MeshGroups whole(world, init_device_mesh("cpu", {pipeline_ranks, kTensorParallel}, {"pp", "tp"}, Rank{world.rank()}, world.size()));
+    const comm::MeshGroups whole(world, init_device_mesh("cpu", {pipeline_ranks, kTensorParallel}, {"pp", "tp"}, world.rank(), world.size()));
     const comm::MeshGroups tensor_parallel = whole.with_mesh(whole.mesh()["tp"]);
     PipelineOptions options{world};
     for (int i = 0; i < pipeline_ranks; ++i) options.ranks.push_back(i * kTensorParallel + world.rank() % kTensorParallel);
@@ -83,7 +85,7 @@ void expect_parity(ScheduleKind kind, int pipeline_ranks, TrialRun trial) {
     std::vector<at::Tensor> full;
     for (const Part& module : modules) {
       full.push_back(full_tensor(module->weight.grad()));
-      // Of a bidirectional pipeline every stage has half of the microbatches.
+      // In a bidirectional pipeline every stage has half of the microbatches.
       const int runs = 2 * (kind == ScheduleKind::DualPipe ? microbatches / 2 : microbatches);
       EXPECT_TRUE(to_local(module->calls).equal(at::full({2}, static_cast<double>(runs))));
       EXPECT_TRUE(to_local(module->factor).equal(at::linspace(0.5, 1.5, kWidth)));
@@ -112,7 +114,7 @@ void expect_parity(ScheduleKind kind, int pipeline_ranks, TrialRun trial) {
 
 class DistributedActivations : public testing::TestWithParam<ScheduleKind> {};
 
-// Fake: a trial run that cannot do without real tensors would fail.
+// Fake: a trial run that needs real tensors would fail.
 TEST_P(DistributedActivations, TwoByTwo) { expect_parity(GetParam(), 2, TrialRun::Fake); }
 TEST_P(DistributedActivations, TwoByTwoTriedOnRealTensors) { expect_parity(GetParam(), 2, TrialRun::Real); }
 TEST_P(DistributedActivations, FourByTwo) { expect_parity(GetParam(), 4, TrialRun::Auto); }
@@ -120,13 +122,13 @@ TEST_P(DistributedActivations, FourByTwo) { expect_parity(GetParam(), 4, TrialRu
 INSTANTIATE_TEST_SUITE_P(Schedules, DistributedActivations, testing::ValuesIn(schedule::all_schedule_kinds()),
                          [](const testing::TestParamInfo<ScheduleKind>& info) { return std::string(schedule::to_text(info.param)); });
 
-// Equal placements on another mesh than the trial run had.
+// Equal placements, but on another mesh than in the trial run.
 TEST(DistributedOutputs, OnAnotherMeshThanAgreedAreRefused) {
   std::mutex mutex;
-  std::string refused;  // by the stage that made it; the others hear of it in various ways
+  std::string refused;  // by the stage that made it; the others learn of it in various ways
   const auto body = [&](comm::World& world) {
     const auto mesh_of_axis = [&](const char* name) {
-      const comm::MeshGroups whole(world, init_device_mesh("cpu", {2, 2}, {"pp", name}, Rank{world.rank()}, 4));
+      const comm::MeshGroups whole(world, init_device_mesh("cpu", {2, 2}, {"pp", name}, world.rank(), 4));
       return whole.with_mesh(whole.mesh()[name]);
     };
     const comm::MeshGroups agreed = mesh_of_axis("tp"), other = mesh_of_axis("cp");

@@ -1,5 +1,6 @@
-// Training through every schedule against reference data and against one process: losses, gradients, parameters, outputs, evaluation.
-// Cases that the reference rejects and Penstock runs (uneven microbatches, evaluation in V schedules) are compared with one process.
+// Training through every schedule against reference data of PyTorch 2.14 and against one process: losses,
+// gradients, parameters, outputs, evaluation. Cases that PyTorch 2.14 rejects and Penstock runs (uneven
+// microbatches, evaluation in V schedules) are compared with one process.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -7,7 +8,7 @@
 #include <mutex>
 
 #include "penstock/dtensor.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/fully_shard.h"
 #include "tests/golden_data.h"
 
@@ -37,7 +38,7 @@ struct Case {
   }
 };
 
-// Consecutive blocks of the model, as the reference defines them.
+// Consecutive blocks of the model, as defined by the reference data.
 struct PartImpl : torch::nn::Module {
   PartImpl(const json& definition, const Case& config, int first_block, int block_count)
       : feature(config.feature), first(first_block), count(block_count), total(config.blocks) {
@@ -101,7 +102,7 @@ Batch batch_of(const json& definition, const Case& config, int step) {
   return batch;
 }
 
-// What a run gives in one step, by the reference's names; ranks add their parts.
+// The results of one step, under the names of the reference data; ranks add their parts.
 struct StepRecord {
   std::vector<at::Tensor> losses;
   at::Tensor output;
@@ -213,14 +214,14 @@ RunRecord pipeline_run(const json& definition, const Case& config) {
   return record;
 }
 
-// The pipeline twice, each rank and its twin with half of the rows and of every parameter. What each twin saw, gradients and parameters
-// whole.
+// Two replicas of the pipeline; each rank and its twin have half of the rows and half of every parameter.
+// Records what each twin saw, with whole gradients and parameters.
 std::vector<RunRecord> sharded_run(const json& definition, const Case& config, int pp) {
   const int dp = config.world / pp, count = pp * config.stages_per_rank;
   std::vector<RunRecord> records(static_cast<std::size_t>(dp), RunRecord(kSteps));
   std::mutex mutex;
   comm::run_ranks(config.world, 60s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {pp, dp}, {"pp", "dp"}, Rank{world.rank()}, config.world));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {pp, dp}, {"pp", "dp"}, world.rank(), config.world));
     const int place = world.rank() / dp, twin = world.rank() % dp;
     const auto kind = schedule::schedule_kind(config.schedule);
     const auto map = schedule::rank_to_stages(schedule::placement_of(kind), pp, count);
@@ -240,9 +241,9 @@ std::vector<RunRecord> sharded_run(const json& definition, const Case& config, i
     for (int step = 0; step < kSteps; ++step) {
       const Batch batch = batch_of(definition, config, step);
       const StepResult result = pipeline.step(Tree::tuple({batch.args[0].tensor().narrow(0, twin * rows, rows)}), {}, batch.target.narrow(0, twin * rows, rows));
-      StepRecord mine;  // gathered before anything is locked
+      StepRecord mine;  // gathered before the lock is taken
       for (const Part& part : parts) {
-        for (const at::Tensor& parameter : part->parameters()) EXPECT_EQ(shard_of(parameter)->state(), GroupState::Sharded);
+        for (const at::Tensor& parameter : part->parameters()) EXPECT_EQ(shard_of(parameter)->state(), ShardGroupState::Sharded);
         note_parameters(part, mine, true);
         sgd(part, config.lr);
         note_parameters(part, mine, false);
@@ -260,7 +261,8 @@ std::vector<RunRecord> sharded_run(const json& definition, const Case& config, i
 void expect_close(const at::Tensor& actual, const at::Tensor& expected, const std::string& what) {
   ASSERT_TRUE(actual.defined()) << what;
   ASSERT_EQ(actual.sizes(), expected.sizes()) << what;
-  // Relative to the largest element: small ones are differences of large ones, and carry their rounding.
+  // Relative to the largest element: small elements are differences of large ones and carry their rounding
+  // errors.
   const double allowed = 1e-6 + 1e-5 * expected.abs().max().item<double>();
   EXPECT_LE((actual - expected).abs().max().item<double>(), allowed) << what;
 }
@@ -270,7 +272,8 @@ void expect_equal(const RunRecord& actual, const RunRecord& expected) {
     const StepRecord &a = actual[step], &e = expected[step];
     const std::string at = "one process, step " + std::to_string(step) + " ";
     ASSERT_EQ(a.losses.size(), e.losses.size()) << at;
-    // The order of microbatches in a sum is the schedule's, so gradients, and what follows from them, may differ in the last bits.
+    // The schedule determines the order of microbatches in a sum, so gradients, and what follows from them,
+    // may differ in the last bits.
     for (std::size_t m = 0; m < e.losses.size(); ++m) {
       EXPECT_TRUE(step > 0 || a.losses[m].equal(e.losses[m])) << at << "loss " << m;
       expect_close(a.losses[m], e.losses[m], at + "loss " + std::to_string(m));
@@ -286,7 +289,7 @@ void expect_equal(const RunRecord& actual, const RunRecord& expected) {
   }
 }
 
-// A tensor, or an object that has it under "output", with the losses of the microbatches beside it.
+// A tensor, or an object with the tensor under "output" and the losses of the microbatches.
 void expect_evaluation(const StepRecord& actual, const json& expected) {
   for (const auto& [key, value] : expected.items())
     EXPECT_TRUE(key == "output" || key == "micro_losses" || key == "shape" || key == "values" || key == "dtype" || key == "batch") << "evaluation: " << key << " is not known here";

@@ -1,4 +1,4 @@
-// Splitting and merging of batches, against reference data and by hand.
+// Splitting and merging of batches, compared with reference data and with results computed by hand.
 #include "penstock/microbatch.h"
 
 #include <gtest/gtest.h>
@@ -40,20 +40,20 @@ Tree tree_of(const json& item) {
   if (value.is_number()) return value.get<double>();
   if (value.is_string()) return value.get<std::string>();
   if (value.is_null()) return {};
-  throw std::runtime_error("a value that is not known here: " + item.dump());
+  throw std::runtime_error("unknown value: " + item.dump());
 }
 
 Tree spec_of(const json& item) {
   if (item.is_null()) return {};
   if (item.is_string()) {
     if (item == "sum" || item == "sum_reducer") return sum_reducer();
-    if (item != "replicate") throw std::runtime_error("a spec that is not known here: " + item.dump());
+    if (item != "replicate") throw std::runtime_error("unknown spec: " + item.dump());
     return whole();
   }
-  // A reducer may be written as a text or as an object with its name.
+  // A reducer may be written as a string or as an object with its name.
   for (const char* key : {"reducer", "custom_reducer", "reduce"})
     if (item.is_object() && item.size() == 1 && item.contains(key) && item.at(key).is_string()) {
-      if (item.at(key) != "sum") throw std::runtime_error("a reducer that is not known here: " + item.dump());
+      if (item.at(key) != "sum") throw std::runtime_error("unknown reducer: " + item.dump());
       return sum_reducer();
     }
   if (item.is_array()) {
@@ -109,8 +109,9 @@ TEST(GoldenMicrobatch, Splits) {
   std::cout << index.at("splits").size() << " cases of splits\n";
 }
 
-// PyTorch's default joins every leaf along dim 0 and so refuses tensors without dims (RuntimeError) and values (TypeError). Ours joins the
-// former to one of as many elements and keeps the latter where they agree.
+// PyTorch's default concatenates every leaf along dim 0 and therefore rejects tensors without dims
+// (RuntimeError) and values (TypeError). Penstock joins the former into one tensor with one element per
+// microbatch and keeps the latter if they agree.
 template <class Merge>
 void expect_better(const json& chunks, const Merge& merge, const std::string& id) {
   std::vector<std::vector<Tree>> leaves;
@@ -123,7 +124,7 @@ void expect_better(const json& chunks, const Merge& merge, const std::string& id
       special += !chunk[leaf].is_tensor() || chunk[leaf].tensor().dim() == 0;
       differ = differ || (!chunk[leaf].is_tensor() && chunk[leaf].to_string() != leaves[0][leaf].to_string());
     }
-  ASSERT_GT(special, 0) << id << ": refused for a reason that is not known here";
+  ASSERT_GT(special, 0) << id << ": refused for an unknown reason";
   if (differ) {
     EXPECT_THROW(merge(), ValueError) << id;
     return;
@@ -154,7 +155,7 @@ TEST(GoldenMicrobatch, Merges) {
     if (item.at("spec").is_null() && (error == "RuntimeError" || error == "TypeError")) {
       expect_better(item.at("chunks"), merge, id);
     } else if (error == "ValueError" && item.at("chunks")[0].is_array() && item.at("spec").is_object() && item.at("spec").contains("chunk_dim")) {
-      EXPECT_NO_THROW(merge()) << id;  // here one entry serves all leaves of a container
+      EXPECT_NO_THROW(merge()) << id;  // Penstock accepts one entry for all leaves of a container
     } else if (!error.empty()) {
       EXPECT_THROW(merge(), ValueError) << id;
     } else {
@@ -210,7 +211,7 @@ TEST(Microbatch, ReducersFoldWhatMicrobatchesReturn) {
   EXPECT_EQ(sum({at::ones({2}, at::kLong), at::ones({2}, at::kLong)}).scalar_type(), at::kFloat);
   EXPECT_EQ(sum({at::ones({2}, at::kDouble), at::ones({2}, at::kDouble)}).scalar_type(), at::kDouble);
   EXPECT_TRUE(at::equal(sum({Tree(3), Tree(0.25)}), at::scalar_tensor(3.25f)));
-  // One leaf is reduced, others are joined.
+  // One leaf is reduced, others are concatenated.
   const Tree mixed = merge_microbatches({Tree::dict({{"y", at::ones({1, 2})}, {"loss", at::scalar_tensor(1.f)}}), Tree::dict({{"y", at::zeros({2, 2})}, {"loss", at::scalar_tensor(2.f)}})},
                                         Tree::dict({{"y", chunk_dim(0)}, {"loss", sum_reducer()}}));
   EXPECT_EQ(mixed["y"].tensor().sizes(), at::IntArrayRef({3, 2}));
@@ -218,7 +219,7 @@ TEST(Microbatch, ReducersFoldWhatMicrobatchesReturn) {
   // In the order of the microbatches, from the initial value.
   const Tree text = merge_microbatches({Tree("a"), Tree("b"), Tree("c")}, reducer(Tree(">"), [](const Tree& before, const Tree& leaf) { return Tree(before.text() + leaf.text()); }));
   EXPECT_EQ(text.text(), ">abc");
-  // Gradients pass.
+  // Gradients pass through.
   const at::Tensor x = at::ones({}).requires_grad_(), y = at::ones({}).requires_grad_();
   sum({x * 2, y * 3}).backward();
   EXPECT_EQ(x.grad().item<float>(), 2);
@@ -226,7 +227,7 @@ TEST(Microbatch, ReducersFoldWhatMicrobatchesReturn) {
   EXPECT_THROW(merge_microbatches({Tree("a")}, sum_reducer()), TypeError);
   EXPECT_THROW(reducer(Tree(), nullptr), ValueError);
   EXPECT_THROW(merge_microbatches({Tree(1)}, Tree::object(c10::IValue(at::Device(at::kCPU)))), ValueError);
-  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(Tree::tuple({at::ones({2})}), {}, 2, {.args = Tree::tuple({sum_reducer()}), .kwargs = {}}); }), "merge_microbatches alone"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(Tree::tuple({at::ones({2})}), {}, 2, {.args = Tree::tuple({sum_reducer()}), .kwargs = {}}); }), "only with merge_microbatches"));
 }
 
 TEST(Microbatch, SaysWhatIsWrong) {
@@ -238,7 +239,7 @@ TEST(Microbatch, SaysWhatIsWrong) {
   EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { split_microbatches(Tree::tuple({at::ones({0, 2})}), {}, 2); }), "at least one row"));
   EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { merge_microbatches({}); }), "no microbatches"));
   EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { merge_microbatches({Tree::tuple({x, 3}), Tree::tuple({x, 4})}); }), "output[1] of microbatch 1"));
-  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { merge_microbatches({Tree::tuple({x}), Tree::tuple({x, x})}); }), "another structure"));
+  EXPECT_TRUE(test::has_text(message_of<ValueError>([&] { merge_microbatches({Tree::tuple({x}), Tree::tuple({x, x})}); }), "differs in structure"));
 }
 
 }  // namespace microbatch_test

@@ -1,4 +1,5 @@
-// A scenario run through a pipeline and in one process, and the two compared: losses, outputs, gradients, evaluation, accumulation.
+// Runs a scenario through a pipeline and in one process and compares losses, outputs, gradients, evaluation
+// and accumulation.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -8,9 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/simulator.h"
 #include "tests/pipeline/parity_scenarios.h"
+#include "penstock/pipeline/stage/stage_state.h"
 
 namespace penstock::test {
 
@@ -31,7 +33,7 @@ inline std::vector<at::Tensor> gradients_of(const StageModule& module) {
   return found;
 }
 
-// The stages one after the other, microbatch by microbatch. Gradients of all steps accumulate.
+// Runs the stages one after the other, microbatch by microbatch. Gradients of all steps accumulate.
 class OneProcess {
  public:
   OneProcess(const Scenario& scenario, int stages) : scenario_(scenario), skips_(scenario.skips(stages)) {
@@ -117,7 +119,7 @@ struct Layout {
   int parts() const { return kind == ScheduleKind::DualPipe ? ranks : stages(); }
 };
 
-// Runs the scenario on this rank; every rank adds what it has to `outcome`.
+// Runs the scenario on this rank; every rank adds its part to `outcome`.
 inline void run_pipeline(comm::World& world, const Scenario& scenario, const Layout& layout, Outcome& outcome, std::mutex& mutex) {
   const auto kind = layout.kind;
   const schedule::Schedule whole = schedule::generate(kind, {.ranks = layout.ranks, .stages_per_rank = layout.stages_per_rank(), .microbatches = layout.microbatches(), .group_size = {}});
@@ -132,7 +134,7 @@ inline void run_pipeline(comm::World& world, const Scenario& scenario, const Lay
   for (int step = 0; step < kSteps; ++step) {
     const Batch batch = scenario.batch(step, layout.microbatches());
     const StepResult result = pipeline.step(batch.args, batch.kwargs, batch.target);
-    // Counted, not estimated: as many microbatches in flight as the simulator says.
+    // Measured: as many microbatches in flight as the simulator predicts.
     EXPECT_EQ(pipeline.report().peak_live_microbatches, plan::simulate(pipeline.schedule(), plan::CostModel{}).ranks[static_cast<std::size_t>(world.rank())].peak_activations);
     const std::lock_guard lock(mutex);
     outcome.losses.resize(kSteps);
@@ -162,7 +164,8 @@ inline void expect_close(const at::Tensor& actual, const at::Tensor& expected, c
   EXPECT_LE((actual - expected).abs().max().item<double>(), 1e-6 + 1e-5 * expected.abs().max().item<double>()) << what;
 }
 
-// Bit for bit but for gradients; or all within a tolerance, where what arrives may be summed in another order.
+// Bitwise except for gradients; or all within a tolerance, where received data may be summed in another
+// order.
 inline void expect_same(const Outcome& actual, const Outcome& expected, const Layout& layout, bool exact = true) {
   const auto same = [&](const at::Tensor& a, const at::Tensor& b) { return a.sizes() == b.sizes() && (exact ? a.equal(b) : at::allclose(a, b, 1e-10, 1e-10)); };
   for (std::size_t step = 0; step < kSteps; ++step) {
@@ -171,7 +174,7 @@ inline void expect_same(const Outcome& actual, const Outcome& expected, const La
     EXPECT_TRUE(same(actual.outputs[step], expected.outputs[step])) << "output of step " << step;
   }
   EXPECT_TRUE(same(actual.evaluation, expected.evaluation)) << "evaluation";
-  // The order of microbatches in the sums is the schedule's.
+  // The schedule determines the order of microbatches in the sums.
   for (const auto& [stage, gradients] : actual.gradients) {
     const auto& wanted = expected.gradients.at(stage % layout.parts());
     ASSERT_EQ(gradients.size(), wanted.size());

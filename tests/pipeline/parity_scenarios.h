@@ -1,5 +1,6 @@
-// Models cut into stages, with what makes pipelines hard: tuples, keyword arguments, integers, shapes that change, skip connections.
-// Each runs through a pipeline and in one process, and the two are compared.
+// Models cut into stages, with the features that make pipelines hard: tuples, keyword arguments, integers,
+// changing shapes, skip connections. Each runs through a pipeline and in one process, and the results are
+// compared.
 #pragma once
 
 #include <torch/torch.h>
@@ -15,7 +16,7 @@ namespace penstock::test {
 
 inline constexpr std::int64_t kWidth = 6;
 
-// One block with its own weights, the same wherever it is made.
+// One block with its own weights, the same wherever it is created.
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(int number) {
     auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(100 + number));
@@ -60,7 +61,7 @@ inline Batch plain_batch(int step, std::int64_t rows) {
   return {Tree::tuple({values({rows, kWidth}, 7 + step)}), {}, values({rows, kWidth}, 70 + step)};
 }
 
-// Two blocks a stage, kept apart so that schedules which overlap can interleave them.
+// Two blocks per stage, kept apart so that schedules with overlap can interleave them.
 inline StageModule two_blocks(int stage) {
   return StageModule::chain({StageModule(Block(2 * stage)), StageModule(Block(2 * stage + 1))});
 }
@@ -111,7 +112,8 @@ inline std::vector<Scenario> parity_scenarios() {
     return Batch{Tree::tuple({values({2 * m, length, kWidth}, 11 + step)}), {}, values({2 * m, length, kWidth}, 12 + step)};
   }, square_loss()});
 
-  // The first stage keeps rows by their values, so every microbatch has another shape and nobody knows it before.
+  // The first stage selects rows by their values, so every microbatch has another shape, which is not known
+  // in advance.
   all.push_back({"shapes that depend on values", [](int stage, int) {
     Block block(stage);
     return StageModule([block, stage](at::Tensor x) mutable {
@@ -140,7 +142,7 @@ inline std::vector<Scenario> parity_scenarios() {
     }, {block.ptr()});
   }, [](int step, int m) { return plain_batch(step, 2 * m); }, square_loss()});
 
-  // A layer for all microbatches of a step at once: sums over rows in another order.
+  // One layer for all microbatches of a step at once: sums over rows are in another order.
   all.push_back({"joined weight gradients", [](int stage, int) { return StageModule::chain({StageModule(JoinedBlock(2 * stage)), StageModule(JoinedBlock(2 * stage + 1))}); },
                  [](int step, int m) { return plain_batch(step, 2 * m); }, square_loss(), [](int) { return std::vector<SkipTensor>{}; },
                  [](int, int) {

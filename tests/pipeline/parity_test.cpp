@@ -1,4 +1,5 @@
-// Every schedule, on two and four ranks, gives what one process gives: losses, outputs, gradients, evaluation, accumulation.
+// Every schedule, on two and four ranks, equals one process: losses, outputs, gradients, evaluation,
+// accumulation.
 #include <gtest/gtest.h>
 
 #include <mutex>

@@ -1,15 +1,16 @@
-// What goes wrong in a pipeline: the right error, on every rank, within the deadline.
+// Errors in a pipeline: every rank reports the right error within the deadline.
 #include <gtest/gtest.h>
 
 #include <mutex>
 
 #include "penstock/errors.h"
 #include "penstock/base/warnings.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/validate.h"
 #include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
+#include "penstock/pipeline/runtime/last_trace.h"
 
 namespace penstock {
 namespace pipeline_errors_test {
@@ -53,7 +54,7 @@ std::vector<std::string> ends_of(int ranks, const std::function<void(comm::World
       }
     });
   } catch (const std::exception&) {
-    // Every rank has noted its own.
+    // Every rank has recorded its own error.
   }
   return ends;
 }
@@ -64,7 +65,7 @@ StageModule keyword_module(int stage) {
   return StageModule([block](at::Tensor x, const Tree&) mutable { return block->forward(x); }, {block.ptr()});
 }
 
-// A 1F1B pipeline of one stage per rank; `module` may be a bad one.
+// A 1F1B pipeline with one stage per rank; `module` may be faulty.
 PipelineRuntime pipeline_of(comm::World& world, const std::function<StageModule(int)>& module, const StageOptions& options = {}, int microbatches = 4) {
   const PipelineStage stage(module(world.rank()), world.rank(), world.size(), at::kCPU, options);
   return Schedule1F1B(stage, microbatches, test::square_loss(), {world});
@@ -105,7 +106,7 @@ TEST(PipelineErrors, ExamplesThatContradictEachOther) {
     EXPECT_EQ(end_of(given({{needs}}, {{plain}})), "");
     EXPECT_EQ(end_of(given({{needs, plain}}, {{plain, at::Tensor()}})), "");
     EXPECT_EQ(end_of(given({{plain}}, std::nullopt)), "");
-    EXPECT_TRUE(has_text(end_of(given(std::nullopt, {{plain}})), input ? "ValueError: examples of stage 0: got input_grads alone" : "ValueError: examples of stage 0: got output_grads alone"));
+    EXPECT_TRUE(has_text(end_of(given(std::nullopt, {{plain}})), input ? "ValueError: examples of stage 0: got only input_grads" : "ValueError: examples of stage 0: got only output_grads"));
     EXPECT_TRUE(has_text(end_of(given({{needs}}, {{plain, plain}})), "PipeliningMetadataError: "));
     EXPECT_TRUE(has_text(end_of(given({{needs, needs}}, {{plain}})), "PipeliningMetadataError: "));
     EXPECT_TRUE(has_text(end_of(given({{needs, plain}}, {{plain, plain}})), "PipeliningMetadataError: "));
@@ -138,7 +139,7 @@ TEST(PipelineErrors, ARecordingNeedsACudaDeviceAndOneRank) {
   const auto ends = ends_of(1, [](comm::World& world) {
     PipelineRuntime({PipelineStage(block_module(0), 0, 1, at::kCPU)}, schedule::generate(schedule::ScheduleKind::OneFOneB, {.ranks = 1, .microbatches = 2}), test::square_loss(), {.world = world, .device_graph = true});
   });
-  EXPECT_TRUE(has_text(ends[0], "ValueError: device of stage 0 of 1, for steps that are recorded: got cpu"));
+  EXPECT_TRUE(has_text(ends[0], "ValueError: device of stage 0 of 1, for recorded steps: got cpu"));
   const auto two = ends_of(2, [](comm::World& world) {
     PipelineRuntime({PipelineStage(block_module(0), world.rank(), 2, at::kCPU)}, schedule::generate(schedule::ScheduleKind::OneFOneB, {.ranks = 2, .microbatches = 2}), test::square_loss(),
                     {.world = world, .device_graph = true});
@@ -146,7 +147,7 @@ TEST(PipelineErrors, ARecordingNeedsACudaDeviceAndOneRank) {
   for (const std::string& end : two) EXPECT_TRUE(has_text(end, "ValueError: ranks of a pipeline whose steps are recorded: got 2"));
 }
 
-TEST(PipelineErrors, AModuleThatThrowsIsToldToEveryRank) {
+TEST(PipelineErrors, AModuleThatThrowsIsReportedOnEveryRank) {
   const auto ends = ends_of(4, [](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, [](int stage) {
       Block block(stage);
@@ -199,7 +200,7 @@ TEST(PipelineErrors, AModuleThatFailsInItsTrialRun) {
 }
 
 TEST(PipelineErrors, OutputsThatChange) {
-  // A row more in one microbatch, without a word.
+  // One microbatch returns an additional row, unannounced.
   const auto drift = ends_of(2, [](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, [](int stage) {
       Block block(stage);
@@ -275,7 +276,8 @@ TEST(PipelineErrors, ExamplesOfSomeStagesAreOnlyCompared) {
   EXPECT_TRUE(has_text(capture.warnings()[0].message, "example outputs of stage 0"));
 }
 
-// What a call that does not begin says on this rank, with its type; then a step that is right must work.
+// Returns the type and message of the error of a call that does not begin; a correct step must work
+// afterwards.
 template <class Call>
 std::string refusal_of(PipelineRuntime& pipeline, const Call& call) {
   std::string said;
@@ -288,7 +290,7 @@ std::string refusal_of(PipelineRuntime& pipeline, const Call& call) {
   } catch (const ValueError& error) {
     said = std::string("ValueError: ") + error.what();
   }
-  EXPECT_THROW(pipeline.trace_last_step(), StateError);
+  EXPECT_THROW(trace_last_step(pipeline), StateError);
   const StepResult result = plain_step(pipeline);
   if (pipeline.stages().back().is_last()) {
     EXPECT_EQ(result.losses.size(), 4U);
@@ -307,12 +309,13 @@ TEST(PipelineErrors, RanksThatDoDifferentThings) {
     PipelineRuntime pipeline = pipeline_of(world, block_module, {}, world.rank() == 0 ? 4 : 8);
     plain_step(pipeline);
   });
-  // Both see it; who hears of the other's error first quotes it.
+  // Both detect it; the one that receives the other's error first quotes it.
   for (const std::string& end : counts) EXPECT_TRUE(has_text(end, "ranks of a pipeline disagree: number of microbatches"));
   EXPECT_TRUE(counts[0].starts_with("PipeliningMetadataError") || counts[1].starts_with("PipeliningMetadataError")) << counts[0];
 }
 
-// Each rank calls with these arguments; `where` refuses them, the others quote it, and the pipeline goes on.
+// Each rank calls with these arguments; `where` refuses them, the others quote it, and the pipeline stays
+// usable.
 void expect_refused(int where, const std::string& what, const std::function<void(PipelineRuntime&)>& call, const char* type = "ValueError: ") {
   comm::run_ranks(3, 20s, [&](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, world.rank() == 2 ? block_module : keyword_module);
@@ -335,7 +338,7 @@ TEST(PipelineErrors, ArgumentsThatAreMissing) {
 
 TEST(PipelineErrors, FewerRowsThanMicrobatches) {
   const test::Batch batch = test::plain_batch(0, 8), few = test::plain_batch(0, 3);
-  const auto words = [](const char* what) { return std::string("microbatches that the ") + what + " of a step make: got 3, expected 4, as the schedule has; pass a batch of at least as many rows"; };
+  const auto words = [](const char* what) { return std::string("microbatches that the ") + what + " of a step make: got 3, expected 4, as in the schedule; pass a batch of at least as many rows"; };
   for (const bool trains : {true, false}) {
     const auto call = [&](PipelineRuntime& pipeline, const Tree& args, const Tree& kwargs, const Tree& target) { trains ? pipeline.step(args, kwargs, target) : pipeline.eval(args, kwargs, target); };
     expect_refused(0, words("arguments"), [&](PipelineRuntime& pipeline) { call(pipeline, few.args, {}, batch.target); });
@@ -396,12 +399,12 @@ TEST(PipelineErrors, AFailedPipelineStaysFailed) {
 
 // --------------------------------------------------------------------------------------------------- exceptions of users' code
 
-struct Complaint {};  // no std::exception
+struct ForeignException {};  // not a std::exception
 
-bool nests_complaint(const std::exception& error) {
+bool nests_foreign_exception(const std::exception& error) {
   try {
     std::rethrow_if_nested(error);
-  } catch (const Complaint&) {
+  } catch (const ForeignException&) {
     return true;
   } catch (...) {
   }
@@ -418,34 +421,34 @@ struct FailsInBackward : torch::autograd::Function<FailsInBackward> {
 
 enum class Place { Forward, Metadata, Loss, Trial, TrialHook, Backward, WeightStep, GradientsDone };
 
-// Stage 1 of two fails at this place; what its rank says.
+// Stage 1 of two fails at this place; returns the error of its rank.
 std::string failure_at(Place place, bool& nested, bool told = true) {
   const auto ends = ends_of(2, [&](comm::World& world) {
     StageOptions options;
     const bool fails = world.rank() == 1;
     const auto here = [place, fails](Place wanted) { return fails && place == wanted; };
-    if (here(Place::TrialHook)) options.trial_hooks.forward = [](const StageModule&, const Tree&, const Tree&) -> Tree { throw Complaint(); };
-    if (here(Place::WeightStep)) options.weight_step_builder = []() -> std::function<void()> { throw Complaint(); };
+    if (here(Place::TrialHook)) options.trial_hooks.forward = [](const StageModule&, const Tree&, const Tree&) -> Tree { throw ForeignException(); };
+    if (here(Place::WeightStep)) options.weight_step_builder = []() -> std::function<void()> { throw ForeignException(); };
     Block block(world.rank());
     const StageModule module([block, here](at::Tensor x, const Tree&) mutable -> at::Tensor {
       const bool trial = StepContext::current()->trial;
-      if (here(Place::Trial)) throw Complaint();
-      if (here(Place::Forward) && !trial) throw Complaint();
+      if (here(Place::Trial)) throw ForeignException();
+      if (here(Place::Forward) && !trial) throw ForeignException();
       if (here(Place::Metadata) && !trial) throw PipeliningMetadataError("a mesh is missing");
       return block->forward(here(Place::Backward) ? FailsInBackward::apply(x) : x);
     }, {block.ptr()});
     const PipelineLoss loss([place](const at::Tensor& output, const at::Tensor& target) -> at::Tensor {
-      if (place == Place::Loss) throw Complaint();
+      if (place == Place::Loss) throw ForeignException();
       return (output - target).pow(2).mean();
     });
     PipelineOptions pipeline_options{world};
-    if (here(Place::GradientsDone)) pipeline_options.gradients_done = [](int) { throw Complaint(); };
+    if (here(Place::GradientsDone)) pipeline_options.gradients_done = [](int) { throw ForeignException(); };
     Schedule1F1B pipeline(PipelineStage(module, world.rank(), 2, at::kCPU, options), 4, loss, pipeline_options);
     const test::Batch batch = test::plain_batch(0, 8);
     try {
       pipeline.step(batch.args, Tree::dict({{"gain", 2.5}}), batch.target);
     } catch (const std::exception& error) {
-      if (fails) nested = nests_complaint(error);
+      if (fails) nested = nests_foreign_exception(error);
       throw;
     }
   });
@@ -457,7 +460,7 @@ std::string failure_at(Place place, bool& nested, bool told = true) {
 }
 
 TEST(PipelineErrors, WhateverUsersThrowNamesStageAndArguments) {
-  const std::string kind = "an exception of type penstock::pipeline_errors_test::Complaint";
+  const std::string kind = "an exception of type penstock::pipeline_errors_test::ForeignException";
   const std::string args = "args (float32[2, 6],), kwargs {'gain': 2.5}: ";
   bool nested = false;
   EXPECT_TRUE(has_text(failure_at(Place::Forward, nested), "StageForwardError: stage 1, microbatch 0: forward failed with " + args + kind));
@@ -472,7 +475,7 @@ TEST(PipelineErrors, WhateverUsersThrowNamesStageAndArguments) {
   EXPECT_TRUE(has_text(failure_at(Place::Backward, nested), "StageBackwardError: stage 1, microbatch 0: backward failed with gradients (float32[],): steep"));
   EXPECT_TRUE(has_text(failure_at(Place::WeightStep, nested), "StageBackwardError: stage 1, microbatch 0: the weight step of the stage failed: " + kind));
   EXPECT_TRUE(nested);
-  // Its rank has sent everything that the other one waits for: that may end well.
+  // Its rank has sent everything that the other one waits for, so the other rank's step may succeed.
   EXPECT_TRUE(has_text(failure_at(Place::GradientsDone, nested, false), "StageBackwardError: stage 1: gradients_done failed: " + kind));
   EXPECT_TRUE(nested);
 }
@@ -482,7 +485,7 @@ TEST(PipelineErrors, NoLoss) {
     const PipelineStage stage(block_module(0), 0, 1, at::kCPU);
     ScheduleGPipe pipeline(stage, 2, {}, {world});
     EXPECT_THROW(plain_step(pipeline), StateError);
-    const StepResult result = pipeline.eval(test::plain_batch(0, 8).args);  // the pipeline goes on
+    const StepResult result = pipeline.eval(test::plain_batch(0, 8).args);  // the pipeline stays usable
     EXPECT_TRUE(result.losses.empty());
     EXPECT_EQ(result.output->tensor().size(0), 8);
   });

@@ -1,4 +1,5 @@
-// Pipelines on a GPU: all stages on one rank, every schedule that allows it, equal to a plain loop on the same device.
+// Pipelines on a GPU: all stages on one rank, every schedule that allows it, compared with a plain loop on
+// the same device.
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -9,9 +10,10 @@
 #include <vector>
 
 #include "penstock/deferred_linear.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/torch/compat/streams.h"
 #include "tests/pipeline/parity_scenarios.h"
+#include "penstock/pipeline/runtime/last_trace.h"
 
 namespace penstock {
 namespace pipeline_gpu_test {
@@ -83,8 +85,8 @@ struct WideImpl : torch::nn::Module {
 };
 TORCH_MODULE(Wide);
 
-// The two stages of a DualPipeV pipeline of one rank, several steps of it, against a plain loop in the order of its backwards.
-// Rows differ from step to step, so that memory is freed and taken again.
+// Several steps of the two stages of a DualPipeV pipeline on one rank, compared with a plain loop in the
+// order of its backwards. Rows differ from step to step, so that memory is freed and reused.
 void expect_what_one_process_gives(const c10::Device& device, bool deferred) {
   comm::run_ranks(1, 120s, [&](comm::World& world) {
     std::vector<Wide> blocks, copies;
@@ -106,7 +108,7 @@ void expect_what_one_process_gives(const c10::Device& device, bool deferred) {
       const at::Tensor x = test::values({rows, kWide}, 5 + step).to(device), target = test::values({rows, kWide}, 50 + step).to(device);
       const StepResult result = pipeline.step(Tree::tuple({x}), {}, target);
       EXPECT_GT(pipeline.report().units_on_two_streams, 0);
-      const auto trace = pipeline.trace_last_step();
+      const auto trace = trace_last_step(pipeline);
       std::size_t overlapped = 0;
       for (const auto& event : trace->ranks[0]) overlapped += event.actions.size() > 1;
       EXPECT_EQ(overlapped, static_cast<std::size_t>(pipeline.report().units_on_two_streams));
@@ -122,7 +124,7 @@ void expect_what_one_process_gives(const c10::Device& device, bool deferred) {
         const auto ours = blocks[i]->parameters(), plain = copies[i]->parameters();
         for (std::size_t k = 0; k < ours.size(); ++k) {
           const at::Tensor wanted = plain[k].grad() / kMany;
-          // A deferred layer may add its weight gradients up by other kernels.
+          // A deferred layer may sum its weight gradients with other kernels.
           EXPECT_TRUE(deferred ? at::allclose(ours[k].grad(), wanted, 1e-4, 1e-5) : ours[k].grad().equal(wanted)) << "step " << step << ", block " << i << ", parameter " << k << ", off by "
                                                                      << (ours[k].grad() - wanted).abs().max().item<float>();
           ours[k].mutable_grad() = at::Tensor();

@@ -1,7 +1,7 @@
-// What a plan holds for: a trial is made again when something has changed that its result may depend on.
+// A trial is repeated if something changed that its result may depend on.
 #include <gtest/gtest.h>
 
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "tests/pipeline/parity_scenarios.h"
 #include "tests/pipeline/trial_kinds.h"

@@ -1,5 +1,6 @@
-// Programs of all schedules, executed by threads without Torch: every action finds its data, transfers match in order without tags, and
-// nobody waits for ever. Also the race detector's view of the loop and of those who watch it.
+// Programs of all schedules, executed by threads without Torch: every action finds its data, transfers match
+// in order without tags, and no rank waits forever. Also lets the race detector check the loop and its
+// observers.
 #include "penstock/pipeline/program/program.h"
 
 #include <gtest/gtest.h>
@@ -21,7 +22,7 @@
 #include "penstock/validate.h"
 #include "tests/has_text.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 namespace program_test {
 
 using schedule::Action;
@@ -31,7 +32,7 @@ using schedule::Schedule;
 using schedule::ScheduleKind;
 using namespace std::chrono_literals;
 
-// Between ranks: per channel a queue without tags, the n-th send meets the n-th receive.
+// Between ranks: a queue without tags per channel; the n-th send matches the n-th receive.
 class Wires {
  public:
   using Key = std::tuple<Channel::Kind, int, int, int>;
@@ -42,13 +43,13 @@ class Wires {
     queues_[key(channel)].push_back(microbatch);
     arrived_.notify_all();
   }
-  // What came as the n-th; -1 when nothing came in time.
+  // Returns what arrived n-th; -1 if nothing arrived in time.
   int receive(const Channel& channel, std::size_t nth) {
     std::unique_lock lock(mutex_);
     auto& queue = queues_[key(channel)];
     return arrived_.wait_for(lock, 20s, [&] { return queue.size() > nth; }) ? queue[nth] : -1;
   }
-  // Sent on every channel in all.
+  // Total number of sends on every channel.
   std::size_t sent() const {
     const std::lock_guard lock(mutex_);
     std::size_t count = 0;
@@ -62,7 +63,7 @@ class Wires {
   std::map<Key, std::deque<int>> queues_;
 };
 
-// Executes instructions on tokens and notes every action that did not find what it needs.
+// Executes instructions on tokens and records every action that did not find what it needs.
 class Tokens final : public StepActions {
  public:
   Tokens(const Program& program, const schedule::StageMap& map, Wires& wires) : program_(program), map_(map), wires_(wires) {}
@@ -72,27 +73,27 @@ class Tokens final : public StepActions {
   }
   void post(const Instruction& instruction, const Channel& channel) override {
     posted_[{instruction.channel, instruction.action.microbatch()->value()}] = next_[instruction.channel]++;
-    if (channel.to_rank != program_.rank) complain("a receive of somebody else's channel", instruction);
+    if (channel.to_rank != program_.rank) report("receives on another rank's channel", instruction);
   }
   void await(const Instruction& instruction, const Channel& channel) override {
-    const int microbatch = instruction.action.microbatch()->value();
+    const int microbatch = *instruction.action.microbatch();
     const auto at = posted_.find({instruction.channel, microbatch});
-    if (at == posted_.end()) return complain("waits for what was not posted", instruction);
-    if (wires_.receive(channel, at->second) != microbatch) return complain("another microbatch arrived, or none", instruction);
+    if (at == posted_.end()) return report("waits for a receive that was not posted", instruction);
+    if (wires_.receive(channel, at->second) != microbatch) return report("another microbatch arrived, or none", instruction);
     arrive(channel, microbatch);
   }
   void send(const Instruction& instruction, const Channel& channel) override {
     check_made(instruction, channel);
-    wires_.send(channel, instruction.action.microbatch()->value());
+    wires_.send(channel, *instruction.action.microbatch());
   }
   void pass(const Instruction& instruction, const Channel& channel) override {
     check_made(instruction, channel);
-    arrive(channel, instruction.action.microbatch()->value());
+    arrive(channel, *instruction.action.microbatch());
   }
   void stage_wide(const Instruction& instruction) override { ++stage_wide_[instruction.action.kind()]; }
   void finish() override { finished_ = true; }
 
-  const std::vector<std::string>& complaints() const { return complaints_; }
+  const std::vector<std::string>& problems() const { return problems_; }
   bool finished() const { return finished_; }
   std::size_t done(ActionKind kind) const {
     std::size_t count = 0;
@@ -112,25 +113,25 @@ class Tokens final : public StepActions {
   }
 
   void run(const Action& action) {
-    const int stage = action.stage().value(), microbatch = action.microbatch()->value();
+    const int stage = action.stage(), microbatch = *action.microbatch();
     const Work work{action.kind(), {stage, microbatch}};
-    if (map_.rank_of(action.stage()) != program_.rank) complaints_.push_back("on the wrong rank: " + schedule::to_text(action));
-    if (!done_.insert(work).second) complaints_.push_back("twice: " + schedule::to_text(action));
+    if (map_.rank_of(action.stage()) != program_.rank) problems_.push_back("on the wrong rank: " + schedule::to_text(action));
+    if (!done_.insert(work).second) problems_.push_back("twice: " + schedule::to_text(action));
     const bool backward = action.kind() == ActionKind::Backward || action.kind() == ActionKind::BackwardInput;
     if (action.kind() == ActionKind::Forward && (here_[{Channel::Kind::Activation, {stage, microbatch}}] != needed(Channel::Kind::Activation, stage)))
-      complaints_.push_back("without all of its inputs: " + schedule::to_text(action));
+      problems_.push_back("without all of its inputs: " + schedule::to_text(action));
     if (backward && (!has(ActionKind::Forward, stage, microbatch) || here_[{Channel::Kind::Gradient, {stage, microbatch}}] != needed(Channel::Kind::Gradient, stage)))
-      complaints_.push_back("without forward or gradients: " + schedule::to_text(action));
-    if (action.kind() == ActionKind::BackwardWeight && !has(ActionKind::BackwardInput, stage, microbatch)) complaints_.push_back("without I: " + schedule::to_text(action));
+      problems_.push_back("without forward or gradients: " + schedule::to_text(action));
+    if (action.kind() == ActionKind::BackwardWeight && !has(ActionKind::BackwardInput, stage, microbatch)) problems_.push_back("without I: " + schedule::to_text(action));
   }
   void check_made(const Instruction& instruction, const Channel& channel) {
-    const int microbatch = instruction.action.microbatch()->value();
+    const int microbatch = *instruction.action.microbatch();
     const bool made = channel.kind == Channel::Kind::Activation
                           ? has(ActionKind::Forward, channel.from_stage, microbatch)
                           : has(ActionKind::Backward, channel.from_stage, microbatch) || has(ActionKind::BackwardInput, channel.from_stage, microbatch);
-    if (!made) complain("hands on what it has not made", instruction);
+    if (!made) report("sends what it has not made", instruction);
   }
-  void complain(const std::string& what, const Instruction& instruction) { complaints_.push_back(what + ": " + to_text(program_, instruction)); }
+  void report(const std::string& what, const Instruction& instruction) { problems_.push_back(what + ": " + to_text(program_, instruction)); }
 
   const Program& program_;
   const schedule::StageMap& map_;
@@ -140,16 +141,16 @@ class Tokens final : public StepActions {
   std::map<std::pair<int, int>, std::size_t> posted_;
   std::map<int, std::size_t> next_;
   std::map<ActionKind, int> stage_wide_;
-  std::vector<std::string> complaints_;
+  std::vector<std::string> problems_;
   bool finished_ = false;
 };
 
-void execute_everywhere(const Schedule& lowered, const std::vector<SkipConnection>& skips, const CompileOptions& options) {
+void execute_everywhere(const Schedule& lowered, const std::vector<SkipConnection>& skips, const ProgramOptions& options) {
   Wires wires;
   std::vector<Program> programs;
   std::deque<StepProgress> progress(static_cast<std::size_t>(lowered.ranks()));
   std::deque<Tokens> ranks;
-  for (int rank = 0; rank < lowered.ranks(); ++rank) programs.push_back(compile(lowered, rank, skips, options));
+  for (int rank = 0; rank < lowered.ranks(); ++rank) programs.push_back(compile_program(lowered, rank, skips, options));
   for (const Program& program : programs) ranks.emplace_back(program, lowered.stages(), wires);
   std::atomic<bool> stop = false;
   std::thread watcher([&] {
@@ -174,7 +175,7 @@ void execute_everywhere(const Schedule& lowered, const std::vector<SkipConnectio
   std::size_t forwards = 0, transfers = 0;
   for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
     EXPECT_TRUE(ranks[rank].finished());
-    EXPECT_EQ(ranks[rank].complaints(), std::vector<std::string>{}) << "rank " << rank;
+    EXPECT_EQ(ranks[rank].problems(), std::vector<std::string>{}) << "rank " << rank;
     EXPECT_EQ(progress[rank].read().instruction, StepProgress::kNone);
     ASSERT_EQ(times[rank].size(), programs[rank].instructions.size() + 1);
     for (std::size_t i = 1; i < times[rank].size(); ++i) EXPECT_GE(times[rank][i].end_ns, times[rank][i - 1].begin_ns);
@@ -223,7 +224,7 @@ TEST(Program, ReceivesAreDeferredAsTheUserWroteThem) {
   execute_everywhere(executable(schedule::lower(compute, {.defer_receives = true, .unshard = false})), {}, {});
 }
 
-// On one rank a lowered schedule has no transfers; it is executed as it is all the same.
+// On one rank a lowered schedule has no transfers; it is executed unchanged.
 TEST(Program, ALoweredScheduleOfOneRankIsNotLoweredAgain) {
   const Schedule lowered = schedule::lower(schedule::generate(ScheduleKind::OneFOneB, {.ranks = 1, .stages_per_rank = 1, .microbatches = 3, .group_size = {}}));
   EXPECT_EQ(executable(lowered, false), lowered);
@@ -234,7 +235,7 @@ TEST(Program, PostsComeEarlierAndKeepTheirOrder) {
   const Schedule lowered = executable(schedule::generate(ScheduleKind::OneFOneB, {.ranks = 2, .stages_per_rank = 1, .microbatches = 4, .group_size = {}}));
   const auto posts_before_first_compute = [&](int ahead) {
     int posts = 0;
-    for (const Instruction& each : compile(lowered, 1, {}, {.post_ahead = ahead}).instructions) {
+    for (const Instruction& each : compile_program(lowered, 1, {}, {.post_ahead = ahead}).instructions) {
       if (each.kind == Instruction::Kind::Compute) break;
       posts += each.kind == Instruction::Kind::Post;
     }
@@ -248,7 +249,7 @@ TEST(Program, PostsComeEarlierAndKeepTheirOrder) {
 TEST(Program, OverlapsAreUnits) {
   const Schedule lowered = executable(schedule::generate(ScheduleKind::DualPipeV, {.ranks = 2, .stages_per_rank = 2, .microbatches = 6, .group_size = {}}));
   int units = 0;
-  const Program program = compile(lowered, 0);
+  const Program program = compile_program(lowered, 0);
   for (std::size_t i = 0; i < program.instructions.size(); ++i) {
     const Instruction& each = program.instructions[i];
     if (each.kind != Instruction::Kind::Compute || each.members < 2) continue;
@@ -263,7 +264,7 @@ TEST(Program, OverlapsAreUnits) {
 
 TEST(Program, Text) {
   const Schedule lowered = executable(schedule::generate(ScheduleKind::OneFOneB, {.ranks = 2, .stages_per_rank = 1, .microbatches = 2, .group_size = {}}));
-  const Program program = compile(lowered, 1, {{0, 1}});
+  const Program program = compile_program(lowered, 1, {{0, 1}});
   std::string all;
   for (const Instruction& each : program.instructions) all += to_text(program, each) + "\n";
   EXPECT_TRUE(test::has_text(all, "await 1RECV_F0 (activation of stage 0 to stage 1)"));
@@ -274,18 +275,18 @@ TEST(Program, Text) {
 
 TEST(Program, BadInput) {
   const Schedule lowered = executable(schedule::generate(ScheduleKind::OneFOneB, {.ranks = 2, .stages_per_rank = 1, .microbatches = 2, .group_size = {}}));
-  EXPECT_THROW(compile(lowered, 2), ValueError);
-  EXPECT_THROW(compile(lowered, -1), ValueError);
-  EXPECT_THROW(compile(lowered, 0, {{1, 0}}), ValueError);
-  EXPECT_THROW(compile(lowered, 0, {{0, 0}}), ValueError);
-  EXPECT_THROW(compile(lowered, 0, {{0, 2}}), ValueError);
-  EXPECT_THROW(compile(lowered, 0, {}, {.post_ahead = -1}), ValueError);
+  EXPECT_THROW(compile_program(lowered, 2), ValueError);
+  EXPECT_THROW(compile_program(lowered, -1), ValueError);
+  EXPECT_THROW(compile_program(lowered, 0, {{1, 0}}), ValueError);
+  EXPECT_THROW(compile_program(lowered, 0, {{0, 0}}), ValueError);
+  EXPECT_THROW(compile_program(lowered, 0, {{0, 2}}), ValueError);
+  EXPECT_THROW(compile_program(lowered, 0, {}, {.post_ahead = -1}), ValueError);
   EXPECT_THROW(executable(schedule::parse_schedule("0F0,0B0\n1F0\n")), schedule::ScheduleError);
   const Schedule two_chains = executable(schedule::generate(ScheduleKind::DualPipe, {.ranks = 2, .stages_per_rank = 2, .microbatches = 4, .group_size = {}}));
-  EXPECT_THROW(compile(two_chains, 0, {{0, 3}}), ValueError);
+  EXPECT_THROW(compile_program(two_chains, 0, {{0, 3}}), ValueError);
 }
 
-// An action that fails leaves the place where it happened for whoever asks.
+// An action that fails leaves its place in `progress`.
 TEST(Program, AFailureLeavesItsPlace) {
   struct Failing final : StepActions {
     void compute(std::span<const Instruction>) override { throw ValueError("no"); }
@@ -297,7 +298,7 @@ TEST(Program, AFailureLeavesItsPlace) {
     void finish() override {}
   } actions;
   const Schedule lowered = executable(schedule::generate(ScheduleKind::GPipe, {.ranks = 2, .stages_per_rank = 1, .microbatches = 2, .group_size = {}}));
-  const Program program = compile(lowered, 0);
+  const Program program = compile_program(lowered, 0);
   StepProgress progress;
   EXPECT_THROW(execute(program, actions, progress), ValueError);
   const auto at = progress.read().instruction;
@@ -306,4 +307,4 @@ TEST(Program, AFailureLeavesItsPlace) {
 }
 
 }  // namespace program_test
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -1,4 +1,5 @@
-// Pipelines whose stages are sharded or replicated, clipped over everything: what one process gives.
+// Pipelines whose stages are sharded or replicated, with clipping over all parameters, compared with one
+// process.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -9,8 +10,8 @@
 
 #include "penstock/dtensor.h"
 #include "penstock/clip_gradients.h"
-#include "penstock/optim/update/sgd.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/optimizer.h"
+#include "penstock/pipeline.h"
 #include "penstock/fully_shard.h"
 #include "tests/pipeline/parity_scenarios.h"
 
@@ -21,10 +22,10 @@ using namespace std::chrono_literals;
 using test::kWidth;
 
 constexpr int kSteps = 3, kMicrobatches = 4;
-constexpr std::int64_t kRows = 16;  // of a step, over all replicas
+constexpr std::int64_t kRows = 16;  // per step, over all replicas
 constexpr double kLimit = 0.05;     // every step is clipped
 
-// A block with buffers, one of which backward needs as it was.
+// A block with buffers; backward needs the old values of one of them.
 struct BufferedImpl : torch::nn::Module {
   explicit BufferedImpl(int number) : block(register_module("block", test::Block(number))) {
     factor = register_buffer("factor", 1 + 0.25 * test::values({kWidth}, 300 + number));
@@ -83,7 +84,7 @@ struct Layout {
   int per_rank;
   Mode mode;
   int dp;
-  TrialRun trial = TrialRun::Fake;  // one that cannot do without real tensors would fail
+  TrialRun trial = TrialRun::Fake;  // a trial that needs real tensors would fail
 };
 
 void wrap(const StageModule& module, const comm::MeshGroups& mesh, Mode mode) {
@@ -105,8 +106,8 @@ void check(const Layout& layout) {
   comm::run_ranks(kPipeline * layout.dp, 120s, [&](comm::World& world) {
     SCOPED_TRACE(fmt::format("{}, dp {}, mode {}", layout.schedule, layout.dp, static_cast<int>(layout.mode)));
     const bool both = layout.mode == Mode::Both;
-    const comm::MeshGroups all(world, both ? init_device_mesh("cpu", {kPipeline, 2, layout.dp / 2}, {"pp", "replicas", "shards"}, Rank{world.rank()}, world.size())
-                                           : init_device_mesh("cpu", {kPipeline, layout.dp}, {"pp", "dp"}, Rank{world.rank()}, world.size()));
+    const comm::MeshGroups all(world, both ? init_device_mesh("cpu", {kPipeline, 2, layout.dp / 2}, {"pp", "replicas", "shards"}, world.rank(), world.size())
+                                           : init_device_mesh("cpu", {kPipeline, layout.dp}, {"pp", "dp"}, world.rank(), world.size()));
     const comm::MeshGroups dp = all.with_mesh(both ? all.mesh().slice({"replicas", "shards"}) : all.mesh()["dp"]);
     const int own = world.rank() / layout.dp, replica = world.rank() % layout.dp;
     const schedule::Schedule schedule = schedule::generate(schedule::schedule_kind(layout.schedule), {.ranks = kPipeline, .stages_per_rank = layout.per_rank, .microbatches = kMicrobatches, .group_size = {}});

@@ -8,16 +8,16 @@
 #include <random>
 #include <string>
 
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "tests/pipeline/parity_scenarios.h"
 
 namespace penstock::test {
 
-// What went wrong, or "". Every rank draws the same numbers.
+// Returns what went wrong, or "". Every rank draws the same numbers.
 inline std::string soak(comm::World& world, int steps, unsigned seed) {
   std::mt19937 random(seed);
   const auto kinds = schedule::all_schedule_kinds();
-  std::map<int, std::unique_ptr<PipelineRuntime>> pipelines;  // by kind, made when first used
+  std::map<int, std::unique_ptr<PipelineRuntime>> pipelines;  // by kind, created on first use
   std::map<int, std::vector<PipelineStage>> stages_of;
   for (int step = 0; step < steps; ++step) {
     const int which = static_cast<int>(random() % kinds.size());
@@ -51,16 +51,16 @@ inline std::string soak(comm::World& world, int steps, unsigned seed) {
       if (!evaluate) (loss / microbatches).backward();
     }
     if (!result.losses.empty()) {
-      // A bidirectional pipeline has the halves of the microbatches on two ranks.
+      // In a bidirectional pipeline the two halves of the microbatches end on two ranks.
       const std::size_t first = result.losses.size() < losses.size() && world.rank() == 0 ? losses.size() / 2 : 0;
       for (std::size_t i = 0; i < result.losses.size(); ++i)
-        if (!result.losses[i].equal(losses[first + i])) return where + ": another loss";
+        if (!result.losses[i].equal(losses[first + i])) return where + ": loss differs";
     }
     for (const PipelineStage& stage : stages_of[which]) {
       const auto parameters = stage.parameters(), wanted = model[static_cast<std::size_t>(stage.index() % parts)].parameters();
       for (std::size_t i = 0; i < wanted.size(); ++i) {
         if (evaluate ? parameters[i].grad().defined() : !at::allclose(parameters[i].grad(), wanted[i].grad(), 1e-4, 1e-6))
-          return fmt::format("{}: another gradient {} of stage {}", where, i, stage.index());
+          return fmt::format("{}: gradient {} of stage {} differs", where, i, stage.index());
       }
     }
   }

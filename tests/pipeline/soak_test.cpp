@@ -3,7 +3,7 @@
 
 #include <random>
 
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "tests/pipeline/soak.h"
 
 namespace penstock {

@@ -1,4 +1,4 @@
-// Compares the ways to go back through a stage, bit by bit.
+// Compares the ways to run the backward of a stage, bit by bit.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ enum class Way { Autograd, AtOnce, Halves };
 struct Gradients {
   std::vector<Tensors> inputs;  // by microbatch
   Tensors weights;
-  int pending = 0;  // microbatches that left something for the second half
+  int pending = 0;  // microbatches that left work for the second half
 };
 
 inline at::Tensor weight(at::IntArrayRef shape, at::ScalarType type = at::kFloat) {
@@ -33,8 +33,8 @@ inline bool same(const at::Tensor& a, const at::Tensor& b) {
   return !a.defined() || (a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() && at::equal(a, b));
 }
 
-// Three microbatches, so that weights add to gradients that are there; in halves they overlap. Gradients of outputs depend on the
-// values of these, and are left out for those that `silent` names.
+// Three microbatches, so that weights add to existing gradients; in halves they overlap. Gradients of outputs
+// depend on the values of the outputs, and are omitted for those in `silent`.
 inline Gradients run_way(Way way, const Forward& forward, const std::vector<Tensors>& microbatches, const Tensors& weights, const std::vector<std::size_t>& silent = {}) {
   for (const at::Tensor& w : weights) w.mutable_grad() = at::Tensor();
   Gradients result;
@@ -66,7 +66,7 @@ inline Gradients run_way(Way way, const Forward& forward, const std::vector<Tens
       result.inputs.push_back(std::move(half.input_grads));
       result.pending += half.weights.pending();
       waiting.push_back(std::move(half.weights));
-      if (waiting.size() > 1) {  // the half of the microbatch before
+      if (waiting.size() > 1) {  // the second half of the previous microbatch
         if (waiting.front().pending()) waiting.front().run();
         waiting.erase(waiting.begin());
       }
@@ -92,7 +92,7 @@ inline void expect_same(const Gradients& wanted, const Gradients& got, const std
 // Returns how many of the microbatches had a second half.
 inline int check(const Forward& forward, const std::vector<Tensors>& microbatches, const Tensors& weights, const std::vector<std::size_t>& silent = {}) {
   const Gradients wanted = run_way(Way::Autograd, forward, microbatches, weights, silent);
-  expect_same(wanted, run_way(Way::AtOnce, forward, microbatches, weights, silent), "at once");
+  expect_same(wanted, run_way(Way::AtOnce, forward, microbatches, weights, silent), "in one pass");
   const Gradients halves = run_way(Way::Halves, forward, microbatches, weights, silent);
   expect_same(wanted, halves, "in halves");
   return halves.pending;

@@ -1,4 +1,4 @@
-// What a split backward holds: less after its first half than before, nothing after its second.
+// Memory held by a split backward: less after its first half than before, none after its second.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
@@ -17,7 +17,8 @@ namespace split_backward_memory_test {
 
 std::atomic<std::int64_t> live_bytes{0}, peak_bytes{0};
 
-// Counts in a header before the data. LibTorch has declared allocate() with and without const: here are both.
+// Counts in a header before the data. LibTorch versions declare allocate() with or without const: both are
+// defined here.
 class CountingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) const { return take(bytes); }
@@ -65,7 +66,7 @@ class SplitBackwardMemory : public testing::Test {
     table.mutable_grad() = at::zeros_like(table);
   }
 
-  // Operators without weights keep most of the memory here, as they do in attention.
+  // Operators without weights hold most of the memory here, as they do in attention.
   at::Tensor forward(at::Tensor x) {
     for (std::size_t i = 0; i < norms.size(); ++i) {
       const at::Tensor h = at::layer_norm(x, {kWidth}, norms[i], at::Tensor());
@@ -80,7 +81,7 @@ class SplitBackwardMemory : public testing::Test {
   at::Tensor table;
 };
 
-TEST_F(SplitBackwardMemory, HalvesFree) {
+TEST_F(SplitBackwardMemory, HalvesFreeMemory) {
   for (const bool first_stage : {false, true}) {
     at::Tensor x = first_stage ? at::randint(50, {kRows}, at::kLong) : at::randn({kRows, kWidth}).requires_grad_(true);
     const std::int64_t start = live_bytes;
@@ -113,7 +114,7 @@ TEST_F(SplitBackwardMemory, AHalfThatIsDroppedFreesAll) {
   EXPECT_EQ(live_bytes - start, 0);
 }
 
-TEST_F(SplitBackwardMemory, AtOnceFrees) {
+TEST_F(SplitBackwardMemory, OnePassFreesMemory) {
   const at::Tensor x = at::randn({kRows, kWidth}).requires_grad_(true);
   const std::int64_t start = live_bytes;
   at::Tensor y = forward(x);
@@ -124,7 +125,7 @@ TEST_F(SplitBackwardMemory, AtOnceFrees) {
   EXPECT_EQ(live_bytes - start, static_cast<std::int64_t>(grad.nbytes()));
 }
 
-TEST_F(SplitBackwardMemory, QueueFrees) {
+TEST_F(SplitBackwardMemory, TheQueueFreesMemory) {
   const at::Tensor x = at::randn({kRows, kWidth}).requires_grad_(true);
   const std::int64_t start = live_bytes;
   {

@@ -1,4 +1,5 @@
-// The backward of a stage at once and in halves, against that of autograd: same bits, hooks once, memory freed.
+// The backward of a stage in one pass and in halves, compared with autograd: same bits, hooks run once,
+// memory is freed.
 #include "penstock/pipeline/backward/split_backward.h"
 
 #include <gtest/gtest.h>
@@ -96,7 +97,7 @@ TEST_F(SplitBackward, FirstStageIsCutAboveItsLowestWeights) {
   const Tensors y = stage({tokens});
   InputBackward half = stage_backward_input(OutputEdges::of(y), {torch::ones_like(y[0])}, {tokens});
   EXPECT_FALSE(half.input_grads[0].defined());
-  EXPECT_TRUE(a.grad().defined());  // what lies above the embedding is done
+  EXPECT_TRUE(a.grad().defined());  // everything above the embedding is done
   EXPECT_FALSE(E.grad().defined() || W.grad().defined());
   half.weights.run();
   EXPECT_TRUE(E.grad().defined() && W.grad().defined());
@@ -114,13 +115,13 @@ TEST_F(SplitBackward, FirstStageOfOtherKinds) {
 TEST_F(SplitBackward, TiedWeights) {
   const auto x = random_inputs({{4, 16}});
   check([&](const Tensors& x) { return Tensors{at::linear(at::linear(x[0], W, a).tanh(), W, b)}; }, x, all);
-  // Three gradients and more, where the order of the additions shows.
+  // Three gradients and more, where the order of the additions matters.
   check([&](const Tensors& x) { return Tensors{at::linear(at::linear(at::linear(at::linear(x[0], W, a).tanh(), W, b).sin(), W, a).tanh(), W, a)}; }, x, all);
-  // As it is and transposed.
+  // Used as it is and transposed.
   check([&](const Tensors& x) { return Tensors{x[0].mm(W).tanh().mm(W.t()).tanh().mm(W).tanh().mm(W.t())}; }, x, all);
-  // With the weight of an operator that one dim makes light.
+  // With the weight of an operator that has only one dim.
   check([&](const Tensors& x) { return Tensors{at::linear(at::layer_norm(at::linear(at::layer_norm(x[0], {16}, a, b), W, a), {16}, b, a), V, a) * a}; }, x, all);
-  // Of weights that are computed.
+  // Weights that are computed from others.
   check([&](const Tensors& x) {
     const at::Tensor shared = W * at::softmax(a, 0);
     return Tensors{x[0].mm(shared).tanh().mm(shared).tanh().mm(shared) + b + a};
@@ -150,7 +151,7 @@ TEST_F(SplitBackward, InPlaceOperatorsAndViews) {
     h.narrow(1, 4, 8).copy_(x[1].mm(V.narrow(0, 0, 8)).narrow(1, 0, 8));
     return Tensors{h.mm(W).tanh() * a};
   }, x, all);
-  check([&](const Tensors& x) {  // a view whose base changes, thrice tied
+  check([&](const Tensors& x) {  // a view whose base changes, tied three times
     at::Tensor h = x[0].mm(W);
     const at::Tensor view = h.view({8, 8});
     h.mul_(a);
@@ -188,7 +189,7 @@ struct TwoResults : Function<TwoResults> {
   }
 };
 
-// Computes its forward again, with a backward of its own that adds to the weights.
+// Recomputes its forward, with a backward of its own that adds to the weights.
 struct Recomputed : Function<Recomputed> {
   static at::Tensor body(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b) { return at::linear(x, w, b).tanh(); }
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w, const at::Tensor& b) {
@@ -208,8 +209,8 @@ TEST_F(SplitBackward, CustomFunctions) {
   const auto x = random_inputs({{4, 16}});
   Product::calls = 0;
   check([&](const Tensors& x) { return Tensors{Product::apply(x[0].relu(), W).sigmoid()}; }, x, all);
-  EXPECT_EQ(Product::calls, 9);  // once for each microbatch each way
-  // Together with operators that wait, in every order.
+  EXPECT_EQ(Product::calls, 9);  // once per microbatch, in each of the three ways
+  // Together with operators that are deferred, in every order.
   check([&](const Tensors& x) { return Tensors{Product::apply(Product::apply(x[0].mm(W).tanh(), W).tanh().mm(W), W).tanh().mm(W)}; }, x, all);
   check([&](const Tensors& x) { return Tensors{Product::apply(x[0], W * a).mm(W * b)}; }, x, all);
   check([&](const Tensors& x) {
@@ -287,7 +288,7 @@ TEST_F(SplitBackward, InputsOfEveryKind) {
   }
   // The third is not used.
   check([&](const Tensors& x) { return Tensors{at::linear(x[0] * x[1] + at::embedding(E, x[3]), W, a)}; }, inputs, all);
-  // Frozen weights: nothing is left over.
+  // Frozen weights: nothing is left for the second half.
   const at::Tensor frozen = W.detach();
   EXPECT_EQ(check([&](const Tensors& x) { return Tensors{at::linear(x[0], frozen, a.detach())}; }, inputs, all), 0);
   EXPECT_EQ(check([&](const Tensors& x) { return Tensors{at::linear(x[0], frozen, a).tanh().mm(frozen)}; }, inputs, all), 0);
@@ -317,7 +318,8 @@ TEST_F(SplitBackward, OtherModules) {
 }
 
 TEST_F(SplitBackward, GraphsOfSeveralThreads) {
-  // Nodes of another thread have numbers of their own: the order of the engine is not that of the numbers.
+  // Nodes of another thread have sequence numbers of their own: the engine's order is not that of the
+  // numbers.
   check([&](const Tensors& x) {
     at::Tensor h = x[0];
     for (int i = 0; i < 4; ++i)
@@ -383,7 +385,7 @@ TEST_F(SplitBackward, DistributedTensors) {
   const Tensors whole{at::randn({16, 16}), at::randn({16}), at::randn({16, 16}), at::randn({16}), at::randn({16}), at::randn({16})};
   const auto inputs = random_inputs({{4, 16}});
   comm::run_ranks(2, 60s, [&](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"tp"}, world.rank(), 2));
     const auto spread = [&](const at::Tensor& tensor, const Placement& placement) { return distribute_tensor(tensor.detach(), mesh, {placement}).requires_grad_(true); };
     const Tensors weights{spread(whole[0], Shard{0}), spread(whole[1], Shard{0}), spread(whole[2], Shard{1}), spread(whole[3], Replicate{}),
                           spread(whole[4], Replicate{}), spread(whole[5], Replicate{})};
@@ -401,7 +403,7 @@ TEST_F(SplitBackward, DistributedTensors) {
       return gradients;
     };
     const Gradients wanted = local(run_way(Way::Autograd, forward, spread_inputs, weights));
-    expect_same(wanted, local(run_way(Way::AtOnce, forward, spread_inputs, weights)), "at once");
+    expect_same(wanted, local(run_way(Way::AtOnce, forward, spread_inputs, weights)), "in one pass");
     const Gradients halves = local(run_way(Way::Halves, forward, spread_inputs, weights));
     expect_same(wanted, halves, "in halves");
     EXPECT_EQ(halves.pending, 3);
@@ -409,7 +411,8 @@ TEST_F(SplitBackward, DistributedTensors) {
 }
 
 #ifdef PENSTOCK_HAVE_RAPIDCHECK
-// A graph drawn at random: each step takes earlier values and weights, some of them tied; some values are written in place.
+// A random graph: each step takes earlier values and weights, some of them tied; some values are written in
+// place.
 TEST_F(SplitBackward, RandomGraphs) {
   struct Step {
     int kind, first, second, weight;
@@ -452,7 +455,7 @@ TEST_F(SplitBackward, RandomGraphs) {
             values.push_back(view.view({4, 16}).tanh());
             break;
           }
-          default: values.push_back(matrices[w].narrow(0, 0, 4) * vectors[1 - w]); break;  // of weights alone
+          default: values.push_back(matrices[w].narrow(0, 0, 4) * vectors[1 - w]); break;  // only from weights
         }
       }
       Tensors results;

@@ -1,5 +1,5 @@
-// Where users and front ends reach into stages: trial hooks, modules that reduce their own gradients, arguments with a graph behind
-// them, what a front end knows; and the log of transfers.
+// Extension points of stages: trial hooks, modules that reduce their own gradients, arguments with a graph,
+// PipeInfo; and the transfer log.
 #include <gtest/gtest.h>
 #include <spdlog/sinks/ostream_sink.h>
 
@@ -12,7 +12,7 @@
 #include "penstock/base/log.h"
 #include "penstock/base/warnings.h"
 #include "penstock/pipeline/stage/gradient_sync.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/step_context.h"
 #include "penstock/torch/compat/streams.h"
 #include "tests/has_text.h"
@@ -29,7 +29,7 @@ using test::kWidth;
 
 // ---------------------------------------------------------------------------------------- gradients that modules reduce themselves
 
-// As a data parallel wrapper: each backward reduces the gradient of its weight, unless it was told not to.
+// Like a data-parallel wrapper: each backward reduces the gradient of its weight, unless that is disabled.
 struct ReducedImpl : torch::nn::Module, GradientSync {
   explicit ReducedImpl(int number) : block(register_module("block", Block(number))) {
     block->weight.register_hook([this](const at::Tensor& gradient) {
@@ -59,7 +59,7 @@ struct ReducedImpl : torch::nn::Module, GradientSync {
 };
 TORCH_MODULE(Reduced);
 
-// A module that holds it.
+// A module that contains it.
 struct OuterImpl : torch::nn::Module {
   explicit OuterImpl(int number) : inner(register_module("inner", Reduced(number))) {}
   at::Tensor forward(const at::Tensor& x) { return inner->forward(x); }
@@ -87,24 +87,24 @@ TEST(GradientSync, OncePerStepInEverySchedule) {
         EXPECT_EQ(module.reductions, 1);
         EXPECT_EQ(module.additions, 5);
         EXPECT_EQ(module.forwards_without, 5);
-        // That of the last weight gradients in the row.
+        // The microbatch with the last weight gradients in the row.
         std::int64_t last = -1;
         for (const schedule::Slot slot : whole.row(world.rank()))
           for (const schedule::Action& action : slot)
-            if (action.stage().value() == stages[i].index() && (action.kind() == schedule::ActionKind::Backward || action.kind() == schedule::ActionKind::BackwardWeight)) last = action.microbatch()->value();
+            if (action.stage() == stages[i].index() && (action.kind() == schedule::ActionKind::Backward || action.kind() == schedule::ActionKind::BackwardWeight)) last = *action.microbatch();
         EXPECT_EQ(module.forwards_with_sync, std::set<std::int64_t>{last});
         EXPECT_EQ(module.reduced_with, last);
         EXPECT_FALSE(module.trial_with_sync);
         EXPECT_TRUE(module.enabled);
       }
-      // Evaluation has nothing to reduce, and changes nothing.
+      // Evaluation has nothing to reduce and changes nothing.
       pipeline.eval(batch.args);
       for (const Outer& module : modules) EXPECT_EQ(module->inner->forwards_without, 5);
     });
   }
 }
 
-TEST(GradientSync, IsPutBackWhenAModuleThrows) {
+TEST(GradientSync, IsRestoredWhenAModuleThrows) {
   Reduced module(0);
   const auto body = [&](comm::World& world) {
     const StageModule failing([module](at::Tensor x) mutable {
@@ -120,9 +120,9 @@ TEST(GradientSync, IsPutBackWhenAModuleThrows) {
   EXPECT_TRUE(module->enabled);
 }
 
-// -------------------------------------------------------------------------------------------------- arguments with a graph behind
+// ---------------------------------------------------------------------------------------- arguments with a graph
 
-TEST(Arguments, ThoseThatAreNoLeavesRetainTheirGradient) {
+TEST(Arguments, NonLeavesRetainTheirGradient) {
   const test::Batch batch = test::plain_batch(0, 8);
   const at::Tensor seed = batch.args[0].tensor();
   // In one process, from a leaf.
@@ -145,7 +145,7 @@ TEST(Arguments, ThoseThatAreNoLeavesRetainTheirGradient) {
     ASSERT_TRUE(x.grad().defined());
     EXPECT_TRUE(at::allclose(x.grad(), leaf.grad(), 1e-6, 1e-7));
     EXPECT_FALSE(root.grad().defined());
-    // Going on is the caller's.
+    // The caller continues the backward.
     x.backward(x.grad().clone());
     EXPECT_TRUE(at::allclose(root.grad(), 2 * seed * leaf.grad(), 1e-6, 1e-7));
     const at::Tensor y = root * root;
@@ -153,10 +153,10 @@ TEST(Arguments, ThoseThatAreNoLeavesRetainTheirGradient) {
     EXPECT_TRUE(at::allclose(y.grad(), leaf.grad(), 1e-6, 1e-7));
   });
   ASSERT_EQ(capture.warnings().size(), 1U);
-  EXPECT_TRUE(has_text(capture.warnings()[0].message, "no leaf of autograd (MulBackward0)"));
+  EXPECT_TRUE(has_text(capture.warnings()[0].message, "not a leaf of autograd (MulBackward0)"));
 }
 
-TEST(Arguments, LeavesGetTheirGradientWithoutAWord) {
+TEST(Arguments, LeavesGetTheirGradientWithoutAWarning) {
   const WarningCapture capture;
   comm::run_ranks(1, 20s, [&](comm::World& world) {
     const PipelineStage stage(StageModule(Block(0)), 0, 1, at::kCPU);
@@ -202,7 +202,7 @@ TEST(TrialHooks, TakeThePlaceOfForwardAndGradients) {
     const test::Batch batch = test::plain_batch(0, 8);
     pipeline.step(batch.args, {}, batch.target);
     EXPECT_EQ(forwards, 1);
-    // The arguments of the first stage require no grad: there is nothing to compute there.
+    // The arguments of the first stage require no grad: no gradient is computed there.
     EXPECT_EQ(gradients, world.rank() == 0 ? 0 : 1);
     for (const at::Tensor& parameter : stage.parameters()) EXPECT_GT(parameter.grad().abs().sum().item<float>(), 0);
   });
@@ -227,7 +227,7 @@ TEST(TrialHooks, AnotherNumberOfGradientsIsRefused) {
   EXPECT_TRUE(has_text(said, "gradients from trial_hooks.input_grads of stage 1: got 0"));
 }
 
-// --------------------------------------------------------------------------------------------------------- what a front end knows
+// ------------------------------------------------------------------------------------------------------- PipeInfo
 
 TEST(PipeInfo, IsComparedWithTheSchedule) {
   const auto generate = [](ScheduleKind kind, int ranks, int each) { return schedule::generate(kind, {.ranks = ranks, .stages_per_rank = each, .microbatches = 8, .group_size = {}}); };
@@ -247,8 +247,8 @@ TEST(PipeInfo, IsComparedWithTheSchedule) {
   EXPECT_TRUE(has_text(refusal({"embed | head", 2, true}, gpipe, true), "stages of a pipeline, cut as 'embed | head': got 4 in the schedule, expected 2"));
   EXPECT_TRUE(has_text(refusal({"graph", 4, true}, gpipe, false), "loss of a pipeline, cut as 'graph': got none"));
   EXPECT_TRUE(has_text(refusal({"graph", 4, false}, gpipe, true), "loss of a pipeline, cut as 'graph': got one"));
-  EXPECT_TRUE(has_text(refusal({"graph", 4, true}, pipeline::forward_only(gpipe), true), "schedule of a pipeline, cut as 'graph': got forwards alone"));
-  // A whole graph would bury the message.
+  EXPECT_TRUE(has_text(refusal({"graph", 4, true}, forward_only(gpipe), true), "schedule of a pipeline, cut as 'graph': got only forwards"));
+  // A whole graph would obscure the message.
   EXPECT_LT(refusal({std::string(100'000, 'x'), 3, true}, gpipe, true).size(), 1000U);
 }
 
@@ -295,7 +295,7 @@ std::size_t count_of(const std::string& text, const std::string& part) {
   return count;
 }
 
-// The first stage has no weights, so no gradient comes back to it.
+// The first stage has no weights, so no gradient is sent back to it.
 void run_one_way(comm::World& world) {
   const StageModule module = world.rank() == 0 ? StageModule([](at::Tensor x) { return std::make_tuple(x * 2, x.sum(1).to(at::kLong)); }, {})
                                                : StageModule([block = Block(1)](at::Tensor x, at::Tensor) mutable { return block->forward(x); }, {});
@@ -323,7 +323,7 @@ TEST(TransferLog, OneLinePerCall) {
   EXPECT_EQ(count_of(text, "transfers "), 12U);
 }
 
-TEST(TransferLog, EmptyBatchesAndWaitsThatAreLeftOut) {
+TEST(TransferLog, EmptyBatchesAndSkippedWaits) {
   const std::string text = logged("1", run_one_way);
   EXPECT_TRUE(has_text(text, ": send 0SEND_F0 (activation of stage 0 to stage 1): send to rank 1 float32[2, 6] on cpu, no grad; send to rank 1 int64[2] on cpu, no grad\n"));
   EXPECT_TRUE(has_text(text, ": await 1RECV_F0 (activation of stage 0 to stage 1): for 2\n"));
@@ -340,7 +340,7 @@ TEST(TransferLog, OffByDefault) {
 
 // ------------------------------------------------------------------------------------------------------------------------ streams
 
-TEST(Streams, TheCpuHasNoSecondOne) {
+TEST(Streams, TheCpuHasNoSecondStream) {
   EXPECT_FALSE(priority_stream(at::kCPU).has_value());
   const c10::Stream only = current_stream(at::kCPU);
   EXPECT_NO_THROW(order_after(only, only));

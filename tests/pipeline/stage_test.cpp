@@ -1,16 +1,18 @@
-// Stages: trial runs that leave no trace, static and dynamic pipelines, weight steps of one's own, what modules may look like.
+// Stages: trial runs that leave no trace, static and dynamic pipelines, custom weight steps, supported forms
+// of modules.
 #include <gtest/gtest.h>
 
 #include <mutex>
 
 #include "penstock/errors.h"
 #include "penstock/base/warnings.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/pipeline/runtime/stage_runner.h"
 #include "penstock/torch/random/keyed_dropout.h"
 #include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
+#include "penstock/pipeline/stage/stage_state.h"
 
 namespace penstock {
 namespace stage_test {
@@ -29,7 +31,7 @@ struct TouchyImpl : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) {
     if (!StepContext::current()->trial) ++real_runs;
     calls.add_(1);
-    // Backward of the product needs the buffer as it was.
+    // Backward of the product needs the old values of the buffer.
     return torch::dropout(linear(norm(x)) * factor, 0.5, true);
   }
   torch::nn::BatchNorm1d norm;
@@ -39,7 +41,7 @@ struct TouchyImpl : torch::nn::Module {
 };
 TORCH_MODULE(Touchy);
 
-// Three stages: the middle one is tried with a backward that comes from outside.
+// Three stages: the trial of the middle one gets its output gradients from another stage.
 void expect_untouched(TrialRun trial) {
   comm::run_ranks(3, 20s, [&](comm::World& world) {
     if (world.rank() == 0) torch::manual_seed(3);
@@ -99,7 +101,7 @@ TEST(Stage, StaticPipelinesMakeNoTrial) {
     StageOptions options;
     options.input_args = options.output_args = {at::empty({2, kWidth})};
     const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU, options);
-    EXPECT_FALSE(stage.needs_trial(true));
+    EXPECT_FALSE(needs_trial(stage, true));
     Schedule1F1B pipeline(stage, 4, test::square_loss(), {world});
     const test::Batch batch = test::plain_batch(0, 8);
     pipeline.step(batch.args, {}, batch.target);
@@ -116,7 +118,7 @@ TEST(Stage, StaticPipelinesMakeNoTrial) {
 TEST(Stage, EvaluationAndTrainingAreTriedOnceEach) {
   comm::run_ranks(2, 20s, [](comm::World& world) {
     const PipelineStage stage(StageModule(Block(world.rank())), world.rank(), 2, at::kCPU);
-    EXPECT_TRUE(stage.needs_trial(false));
+    EXPECT_TRUE(needs_trial(stage, false));
     Schedule1F1B pipeline(stage, 4, test::square_loss(), {world});
     const test::Batch batch = test::plain_batch(0, 8);
     for (int i = 0; i < 3; ++i) {
@@ -131,11 +133,12 @@ TEST(Stage, EvaluationAndTrainingAreTriedOnceEach) {
   });
 }
 
-TEST(Stage, AWeightStepOfOnesOwn) {
+TEST(Stage, CustomWeightStep) {
   for (const char* name : {"1F1B", "ZB2P"}) {
     SCOPED_TRACE(name);
     comm::run_ranks(2, 20s, [&](comm::World& world) {
-      // "b2": the builder was called in the backward of microbatch 2; "w2": what it returned ran as part of microbatch 2's W, or of its B.
+      // "b2": the builder was called in the backward of microbatch 2; "w2": the function it returned ran as
+      // part of microbatch 2's W, or of its B.
       std::vector<std::string> events;
       StageOptions options;
       options.weight_step_builder = [&] {
@@ -150,13 +153,13 @@ TEST(Stage, AWeightStepOfOnesOwn) {
       PipelineRuntime pipeline = make_pipeline(name, {stage}, 4, test::square_loss(), {world});
       const test::Batch batch = test::plain_batch(0, 8);
       pipeline.step(batch.args, {}, batch.target);
-      // Where the schedule has them: an I builds alone, its W runs later; a B does both.
+      // Where the schedule has them: an I only builds, its W runs later; a B does both.
       std::vector<std::string> expected;
       bool waits = false;
       for (const schedule::Slot slot : pipeline.schedule().row(world.rank()))
         for (const schedule::Action& action : slot) {
           if (!schedule::is_compute(action.kind())) continue;
-          const auto microbatch = std::to_string(action.microbatch()->value());
+          const auto microbatch = std::to_string(*action.microbatch());
           if (action.kind() == schedule::ActionKind::Backward || action.kind() == schedule::ActionKind::BackwardInput) expected.push_back("b" + microbatch);
           if (action.kind() == schedule::ActionKind::Backward || action.kind() == schedule::ActionKind::BackwardWeight) {
             waits = waits || expected.back() != "b" + microbatch;
@@ -165,11 +168,12 @@ TEST(Stage, AWeightStepOfOnesOwn) {
         }
       EXPECT_EQ(events, expected);
       EXPECT_EQ(events.size(), 8U);
-      // In ZB2P another action comes between an I and its W, on the first rank at least: running W at once would show.
+      // In ZB2P another action comes between an I and its W, at least on the first rank: running W
+      // immediately would be detected.
       if (name == std::string("ZB2P") && world.rank() == 0) {
         EXPECT_TRUE(waits);
       }
-      // The whole backward has run: gradients are there.
+      // The whole backward has run: gradients are defined.
       for (const at::Tensor& parameter : stage.parameters()) EXPECT_TRUE(parameter.grad().defined());
     });
   }
@@ -217,7 +221,7 @@ TEST(Stage, ModulesOfManyForms) {
 }
 
 // Dropout keyed by the step is the same in a pipeline and in one process.
-TEST(Stage, ModulesAskAboutTheStep) {
+TEST(Stage, ModulesReadTheStepContext) {
   std::vector<std::int64_t> seen;
   comm::run_ranks(1, 20s, [&](comm::World& world) {
     const StageModule module([&](at::Tensor x) {
@@ -238,11 +242,11 @@ TEST(Stage, ModulesAskAboutTheStep) {
 
 TEST(Stage, ActionsOutOfOrderAreRefused) {
   const PipelineStage stage(StageModule(Block(0)), 0, 1, at::kCPU);
-  pipeline::StageRunner runner(stage, true, true, test::square_loss(), false);
+  StageRunner runner(stage, true, true, test::square_loss(), false);
   const at::Tensor x = test::values({2, kWidth}, 1);
   const StepContext context;
   EXPECT_THROW(runner.forward(0, context, Tree::tuple({x}), {}, x), StateError);  // no step has begun
-  pipeline::StagePlan plan;
+  StagePlan plan;
   plan.meta.inputs = plan.meta.outputs = TensorMetas{meta_of(x)};
   plan.main_inputs = plan.main_outputs = 1;
   runner.begin_step(true, {&plan});
@@ -270,8 +274,8 @@ TEST(Stage, ValidationInFull) {
   });
 }
 
-// Two stages whose examples promise something else than flows. `where`: the stage that validates; -1: none. Returns the error of that
-// stage, or of any; "" when the step went well.
+// Two stages whose examples do not match what is sent. `where`: the stage that validates; -1: none. Returns
+// the error of that stage, or of any; "" if the step succeeded.
 std::string validation_error(int where, const StageOptions& first, const StageOptions& second, const std::function<at::Tensor(at::Tensor)>& between) {
   std::string said;
   std::mutex mutex;
@@ -293,7 +297,7 @@ std::string validation_error(int where, const StageOptions& first, const StageOp
       }
     });
   } catch (const std::exception&) {
-    // Noted where it happened.
+    // Recorded where it happened.
   }
   return said;
 }
@@ -334,12 +338,12 @@ TEST(Stage, ExamplesOfOutputGradientsAreCompared) {
   other = rows;
   other.output_grads = {at::empty({2, kWidth})};
   EXPECT_EQ(validation_error(-1, other, rows, as_is), "");
-  const std::string where = "0: example gradients of the outputs of stage 0 and what comes back to it[0]: ";
+  const std::string where = "0: example gradients of the outputs of stage 0 and what is sent back to it[0]: ";
   other.output_grads = {at::empty({3, kWidth})};
   EXPECT_TRUE(has_text(validation_error(-1, other, rows, as_is), where + "shape: got [2, 6], expected [3, 6]"));
   other.output_grads = {at::empty({2, kWidth}, at::kDouble)};
   EXPECT_TRUE(has_text(validation_error(-1, other, rows, as_is), where + "dtype: got float32, expected float64"));
-  // In a pipeline that is tried what was found counts, and a warning says so.
+  // If a trial runs, its result is used, and a warning is issued.
   const WarningCapture capture;
   StageOptions none;
   EXPECT_EQ(validation_error(-1, other, none, as_is), "");

@@ -7,7 +7,7 @@
 #include <random>
 
 #include "penstock/errors.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/fake.h"
 #include "penstock/step_context.h"
@@ -71,7 +71,7 @@ struct WriterImpl : torch::nn::Module {
       mean.mul_(0.75).add_(x.detach().mean(0));
       x = x + mean.clone();
     }
-    // Without no_grad the buffer becomes part of the graph: allowed as long as nobody computes with it.
+    // Without no_grad the buffer becomes part of the graph: allowed as long as nothing is computed from it.
     if (habits.keeps_mean_with_graph) last.copy_(x.mean(0));
     if (habits.builds_table) {
       if (!table.defined()) table = at::arange(kWidth, at::kFloat).mul_(0.1).cos();
@@ -85,7 +85,7 @@ struct WriterImpl : torch::nn::Module {
   Block block;
   torch::nn::BatchNorm1d norm{nullptr};
   at::Tensor calls, factor, mean, last, table;
-  at::Tensor member = at::zeros({kWidth});  // registered nowhere
+  at::Tensor member = at::zeros({kWidth});  // not registered
 };
 TORCH_MODULE(Writer);
 
@@ -208,7 +208,7 @@ TEST(StageTrial, AWrittenArgumentIsWrittenOncePerMicrobatch) {
     });
 }
 
-// Autograd in the caller's hands has saved these tensors: a trial must not raise their versions.
+// Autograd has saved these tensors for the caller: a trial must not bump their versions.
 TEST(StageTrial, VersionsOfTheCallersTensorsStay) {
   comm::run_ranks(1, 20s, [](comm::World& world) {
     const StageModule module([](at::Tensor x) { return StepContext::current()->trial ? x.add_(1) : x + 1; }, {});
@@ -240,7 +240,8 @@ TEST(StageTrial, CopiesShareMemoryAsTheOriginalsDo) {
   });
 }
 
-// A buffer that is written under autograd belongs to the graph of that forward: not to one of a trial, which is gone.
+// A buffer that is written under autograd belongs to the graph of that forward, not to the graph of a trial
+// that has ended.
 TEST(StageTrial, ABufferWrittenUnderAutogradBelongsToTheRealRun) {
   for (const TrialRun trial : kTrials)
     comm::run_ranks(2, 20s, [&](comm::World& world) {
@@ -273,7 +274,7 @@ struct LazyImpl : torch::nn::Module {
       if (kept == Kept::Activation) table = x.detach().sin();
       if (kept == Kept::Random) table = at::rand({x.size(0), kWidth});
     }
-    // The next state of something that was there before the trial.
+    // The next state of something that existed before the trial.
     if (kept == Kept::Next) table = count = count * 0.5 + 1;
     return block->forward(x + table.narrow(0, 0, x.size(0)));
   }
@@ -290,7 +291,7 @@ TEST(StageTrial, ATableBuiltInTheFirstForward) {
       const PipelineStage stage(StageModule(module), world.rank(), 2, at::kCPU, with(trial));
       ScheduleGPipe pipeline(stage, 2, test::square_loss(), {world});
       Lazy first(0, kept), second(1, kept);
-      // The second step has longer microbatches, for which the table is built anew.
+      // The second step has longer microbatches, for which the table is built again.
       for (const int rows : {4, 10}) {
         const test::Batch batch = test::plain_batch(0, rows);
         const StepResult result = pipeline.step(batch.args, {}, batch.target);
@@ -305,7 +306,7 @@ TEST(StageTrial, ATableBuiltInTheFirstForward) {
     });
 }
 
-// What a pipeline of two ranks whose second stage keeps a tensor ends with, on that rank.
+// Returns how a pipeline of two ranks ends, on the rank whose stage keeps a tensor.
 std::string end_of_keeping(LazyImpl::Kept kept, TrialRun trial, int keeper) {
   std::string said;
   try {
@@ -325,23 +326,25 @@ std::string end_of_keeping(LazyImpl::Kept kept, TrialRun trial, int keeper) {
   return said;
 }
 
-// Neither activations nor random numbers nor the next state of something can be made up afterwards: whoever uses the tensor hears of it.
+// Activations, random numbers and the next state of something cannot be recomputed after the trial: any use
+// of such a tensor is an error.
 TEST(StageTrial, AKeptTensorWithoutValuesIsNamed) {
   using Kept = LazyImpl::Kept;
   for (const auto kept : {Kept::Activation, Kept::Random, Kept::Next})
     for (const int keeper : {0, 1}) {
       const std::string said = end_of_keeping(kept, TrialRun::Auto, keeper);
       EXPECT_TRUE(has_text(said, fmt::format("without values: stage {} of 2 made it in a trial run and kept it", keeper)));
-      EXPECT_TRUE(has_text(said, "make it in the module's constructor"));
+      EXPECT_TRUE(has_text(said, "create it in the module's constructor"));
     }
-  // On real tensors the first stage is tried with its arguments, so that what it keeps of them is right; the second one is given zeros.
+  // On real tensors the first stage is tried with its arguments, so that what it keeps of them is right; the
+  // second one gets zeros.
   EXPECT_EQ(end_of_keeping(Kept::Activation, TrialRun::Real, 0), "");
   EXPECT_TRUE(has_text(end_of_keeping(Kept::Activation, TrialRun::Real, 1), "stage 1 of 2 made it in a trial run and kept it"));
   EXPECT_TRUE(has_text(end_of_keeping(Kept::Next, TrialRun::Real, 0), "stage 0 of 2 made it in a trial run and kept it"));
   EXPECT_EQ(end_of_keeping(Kept::Table, TrialRun::Real, 1), "");
 }
 
-// What is kept for others to look at, and made anew by every forward, is no error.
+// A tensor that is kept for inspection, and that every forward replaces, is not an error.
 TEST(StageTrial, AnActivationThatEveryForwardReplacesMayBeKept) {
   comm::run_ranks(1, 20s, [](comm::World& world) {
     at::Tensor last;
@@ -355,8 +358,9 @@ TEST(StageTrial, AnActivationThatEveryForwardReplacesMayBeKept) {
   });
 }
 
-// A table that depends on a buffer which the same forward writes: the trial has not written it, so its value is not known.
-TEST(StageTrial, ATableThatDependsOnAWrittenBufferIsNotMadeUp) {
+// A table that depends on a buffer which the same forward writes: the trial has not written it, so its value
+// is unknown.
+TEST(StageTrial, ATableThatDependsOnAWrittenBufferIsNotRecomputed) {
   std::string said;
   try {
     comm::run_ranks(1, 20s, [](comm::World& world) {
@@ -379,7 +383,7 @@ TEST(StageTrial, ATableThatDependsOnAWrittenBufferIsNotMadeUp) {
 }
 
 // Autocast keeps the weights that it has cast until its outermost scope ends.
-TEST(StageTrial, WeightsThatAutocastHasCastInTheTrialAreForgotten) {
+TEST(StageTrial, WeightsThatAutocastHasCastInTheTrialAreDiscarded) {
   for (const TrialRun trial : {TrialRun::Fake, TrialRun::Real})
     comm::run_ranks(1, 20s, [&](comm::World& world) {
       torch::nn::Linear linear(kWidth, kWidth), twin(kWidth, kWidth);
@@ -408,7 +412,7 @@ TEST(StageTrial, TheLastStageOfEitherChainMayReturnAnything) {
     int ends = 0;
     for (const int index : order.stages().stages_of(world.rank())) {
       Block block(index % 2);
-      const bool last = order.stages().is_last(StageId{index});
+      const bool last = order.stages().is_last(index);
       ends += last;
       own.emplace_back(StageModule([block, last](at::Tensor x) mutable {
         const at::Tensor h = block->forward(x);

@@ -1,4 +1,4 @@
-// Who is to blame for a stall, given where the ranks are.
+// The cause of a stall, given the places of the ranks.
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
@@ -7,7 +7,7 @@
 #include "penstock/generators.h"
 #include "tests/has_text.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 namespace stall_report_test {
 
 using State = RankPlace::State;
@@ -33,21 +33,21 @@ void expect_cause(const std::vector<RankPlace>& places, StallCause::Kind kind, c
 
 TEST(StallCause, ARankThatComputesWhileAllWait) {
   expect_cause({place(0, State::Waiting, {1}), place(1, State::Computing), place(2, State::Waiting, {1})}, StallCause::Kind::BusyRank, {1}, {0, 2});
-  // Through another one.
+  // Indirectly, through another rank.
   expect_cause({place(0, State::Waiting, {1}), place(1, State::Waiting, {2}), place(2, State::Waiting, {3}), place(3, State::Computing)}, StallCause::Kind::BusyRank, {3}, {0, 1, 2});
-  // Of two, the one that holds up more.
+  // Of two, the one that holds up more ranks.
   expect_cause({place(0, State::Computing, {}, 4, 9), place(1, State::Waiting, {3}), place(2, State::Waiting, {3}), place(3, State::Computing, {}, 4, 1), place(4, State::Waiting, {0})}, StallCause::Kind::BusyRank, {3},
                {1, 2});
 }
 
 TEST(StallCause, ASilentRank) {
-  expect_cause({place(0, State::Waiting, {1}), place(1, State::NoWord), place(2, State::Waiting, {0})}, StallCause::Kind::SilentRank, {1}, {0, 2});
+  expect_cause({place(0, State::Waiting, {1}), place(1, State::NoStatus), place(2, State::Waiting, {0})}, StallCause::Kind::SilentRank, {1}, {0, 2});
 }
 
 TEST(StallCause, ARankThatCouldNotBeAskedIsNotToBlame) {
-  RankPlace unasked = place(2, State::NoWord);
+  RankPlace unasked = place(2, State::NoStatus);
   unasked.error = "the store does not answer";
-  expect_cause({place(0, State::NoWord), place(1, State::Waiting, {0}), unasked}, StallCause::Kind::SilentRank, {0}, {1});
+  expect_cause({place(0, State::NoStatus), place(1, State::Waiting, {0}), unasked}, StallCause::Kind::SilentRank, {0}, {1});
   EXPECT_EQ(to_text(unasked), "no word: the store does not answer");
 }
 
@@ -61,16 +61,16 @@ TEST(StallCause, ACycle) {
 
 TEST(StallCause, ARankThatDoesNotComeToTheStep) {
   expect_cause({place(0, State::Agreeing), place(1, State::Agreeing), place(2, State::Between, {}, 3)}, StallCause::Kind::AbsentRank, {2}, {0, 1});
-  // One that is still in the step before holds up the others as well.
+  // A rank that is still in the previous step holds up the others as well.
   expect_cause({place(0, State::Agreeing), place(1, State::Agreeing), place(2, State::Computing, {}, 3)}, StallCause::Kind::BusyRank, {2}, {0, 1});
 }
 
-TEST(StallCause, AReceiverThatIsNotThrough) {
+TEST(StallCause, AReceiverThatIsNotDone) {
   expect_cause({place(0, State::Finishing, {1}), place(1, State::Computing), place(2, State::Finishing, {0})}, StallCause::Kind::BusyRank, {1}, {0});
   expect_cause({place(0, State::Finishing, {1}), place(1, State::Finishing, {0})}, StallCause::Kind::Unknown, {}, {});
 }
 
-TEST(StallCause, AFailureOfOnesOwn) {
+TEST(StallCause, AFailureOfTheRankItself) {
   RankPlace failed = place(1, State::Computing);
   failed.error = "out of memory";
   failed.own_error = true;
@@ -81,7 +81,7 @@ TEST(StallCause, AFailureOfOnesOwn) {
 
 TEST(StallReport, PlacesComeFromThePrograms) {
   const schedule::Schedule lowered = executable(schedule::generate(schedule::schedule_kind("1F1B"), {.ranks = 2, .microbatches = 3}));
-  const Program program = compile(lowered, 1);
+  const Program program = compile_program(lowered, 1);
   const std::vector<int> ranks = {5, 8};
   constexpr std::int64_t kNow = 10'000'000'000;
   int awaits = 0;
@@ -94,7 +94,7 @@ TEST(StallReport, PlacesComeFromThePrograms) {
     EXPECT_EQ(place.stage, 1);
     EXPECT_EQ(place.microbatch.has_value(), each.action.has_microbatch());
     if (place.microbatch) {
-      EXPECT_EQ(*place.microbatch, each.action.microbatch()->value());
+      EXPECT_EQ(*place.microbatch, *each.action.microbatch());
     }
     EXPECT_EQ(place.kind, schedule::to_text(each.action.kind()));
     EXPECT_EQ(place.instruction, to_text(program, each));
@@ -105,7 +105,7 @@ TEST(StallReport, PlacesComeFromThePrograms) {
     } else {
       EXPECT_EQ(place.state, State::Computing);
     }
-    EXPECT_EQ(from_word(to_word(place)), place);
+    EXPECT_EQ(decode_place(encode_place(place)), place);
   }
   EXPECT_EQ(awaits, 3);
   const RankPlace finishing = place_of({.step = 2, .instruction = StepProgress::kFinishing}, program, ranks, kNow);
@@ -119,7 +119,7 @@ TEST(StallReport, PlacesComeFromThePrograms) {
 
 TEST(StallReport, AnOverlappedUnitIsNamedAsAWhole) {
   const schedule::Schedule lowered = executable(schedule::generate(schedule::schedule_kind("DualPipeV"), {.ranks = 2, .stages_per_rank = 2, .microbatches = 8}));
-  const Program program = compile(lowered, 0);
+  const Program program = compile_program(lowered, 0);
   for (std::size_t i = 0; i < program.instructions.size(); ++i) {
     if (program.instructions[i].members < 2) continue;
     const RankPlace place = place_of({.step = 1, .instruction = static_cast<std::int64_t>(i)}, program, {0, 1}, 0);
@@ -129,18 +129,18 @@ TEST(StallReport, AnOverlappedUnitIsNamedAsAWhole) {
   FAIL() << "no overlapped unit";
 }
 
-TEST(StallReport, AWordThatCannotBeReadIsNone) {
-  for (const char* word : {"", "x", "{}", "[1]", R"({"state":"asleep","rank":0})", R"({"rank":"a"})"}) EXPECT_FALSE(from_word(word)) << word;
+TEST(StallReport, UnreadableTextIsRejected) {
+  for (const char* word : {"", "x", "{}", "[1]", R"({"state":"asleep","rank":0})", R"({"rank":"a"})"}) EXPECT_FALSE(decode_place(word)) << word;
 }
 
 TEST(StallReport, TextAndJson) {
   RankPlace waiting = place(0, State::Waiting, {1});
   waiting.instruction = "await 0RECV_B0 (gradient of stage 1 to stage 0)";
   waiting.stage = 0, waiting.microbatch = 0, waiting.kind = "RECV_B";
-  const StallReport report = make_stall_report(0, {waiting, place(1, State::NoWord), place(2, State::Waiting, {1})});
+  const StallReport report = make_stall_report(0, {waiting, place(1, State::NoStatus), place(2, State::Waiting, {1})});
   RankPlace gave_up = waiting;
   gave_up.error = "timed out";
-  EXPECT_EQ(to_text(gave_up), to_text(waiting));  // everybody does in the end; only whose fault it is counts
+  EXPECT_EQ(to_text(gave_up), to_text(waiting));  // every rank times out in the end; only the cause matters
   const std::string text = report.text();
   EXPECT_TRUE(has_text(text, "pipeline stalled, seen from rank 0"));
   EXPECT_TRUE(has_text(text, "rank 0  step 4, for 3.0 s: await 0RECV_B0 (gradient of stage 1 to stage 0), waits for rank 1"));
@@ -156,8 +156,8 @@ TEST(StallReport, TextAndJson) {
   RankPlace odd = place(0, State::Computing);
   odd.error = "bad \xff byte";
   EXPECT_TRUE(nlohmann::json::parse(make_stall_report(0, {odd}).to_json()).is_object());
-  EXPECT_TRUE(from_word(to_word(odd)));
+  EXPECT_TRUE(decode_place(encode_place(odd)));
 }
 
 }  // namespace stall_report_test
-}  // namespace penstock::pipeline
+}  // namespace penstock

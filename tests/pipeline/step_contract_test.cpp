@@ -1,5 +1,5 @@
-// What a step promises beyond its numbers: when gradients are complete, what results and evaluation keep, how often sharded stages
-// communicate. Parity tests cannot see these.
+// Guarantees of a step beyond its numbers: when gradients are complete, what results and evaluation keep, how
+// often sharded stages communicate. Parity tests cannot detect these.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -8,7 +8,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/fully_shard.h"
 #include "penstock/step_context.h"
 #include "tests/has_text.h"
@@ -78,7 +78,7 @@ TEST(StepContract, TheLossScaleMultipliesEveryGradient) {
   });
 }
 
-// Layers that can wait for W compute their weight gradients within their own microbatch unless they are told to join.
+// Deferred layers compute their weight gradients within their own microbatch unless they are set to join.
 TEST(StepContract, DeferredLayersThatAreNotJoinedGetTheirGradients) {
   for (const char* name : {"1F1B", "ZB2P"})
     comm::run_ranks(2, 20s, [&](comm::World& world) {
@@ -128,7 +128,7 @@ TEST(StepContract, ALossOfSeveralElementsIsRefused) {
     comm::run_ranks(1, 20s, [](comm::World& world) {
       const PipelineLoss per_row([](const at::Tensor& output, const at::Tensor& target) { return (output - target).pow(2).mean(1); });
       StageOptions options;
-      options.input_args = options.output_args = {at::empty({2, kWidth})};  // no trial run that would meet it first
+      options.input_args = options.output_args = {at::empty({2, kWidth})};  // no trial run that would fail first
       ScheduleGPipe pipeline(PipelineStage(StageModule(Block(0)), 0, 1, at::kCPU, options), 2, per_row, {world});
       const test::Batch batch = test::plain_batch(0, 4);
       pipeline.step(batch.args, {}, batch.target);
@@ -137,7 +137,7 @@ TEST(StepContract, ALossOfSeveralElementsIsRefused) {
   EXPECT_TRUE(has_text(message, "a tensor with one element")) << message;
 }
 
-// The trial run did not use the input; a later microbatch does, and its gradient has nowhere to go.
+// The trial run did not use the input; a later microbatch does, and its gradient cannot be sent.
 TEST(StepContract, AGradientThatTheTrialDidNotFindIsRefused) {
   const std::string message = message_of<PipeliningMetadataError>([] {
     comm::run_ranks(2, 20s, [](comm::World& world) {
@@ -155,7 +155,7 @@ TEST(StepContract, AGradientThatTheTrialDidNotFindIsRefused) {
   EXPECT_TRUE(has_text(message, "gradient of input 1 of stage 1")) << message;
 }
 
-// A bidirectional pipeline has two copies of each part. Microbatch 0 runs through one of them alone.
+// A bidirectional pipeline has two copies of each part. Microbatch 0 runs through only one of them.
 TEST(StepContract, AGradientThatOneCopyHasReachesTheOther) {
   struct Gated : torch::nn::Module {
     explicit Gated(int part) : block(register_module("block", Block(part))) { extra = register_parameter("extra", at::ones({kWidth})); }
@@ -206,7 +206,7 @@ struct ShardedWorld {
 };
 
 ShardedWorld two_by_two(comm::World& world) {
-  const comm::MeshGroups all(world, init_device_mesh("cpu", {2, 2}, {"pp", "dp"}, Rank{world.rank()}, world.size()));
+  const comm::MeshGroups all(world, init_device_mesh("cpu", {2, 2}, {"pp", "dp"}, world.rank(), world.size()));
   return {all.with_mesh(all.mesh()["dp"]), {world.rank() % 2, 2 + world.rank() % 2}};
 }
 
@@ -236,9 +236,9 @@ TEST(StepContract, AShardedStageReducesOnceAStep) {
 TEST(StepContract, ReshardFreesWhatTheScheduleNoLongerNeeds) {
   static constexpr int kStages = 6;  // on the one rank of each pipeline; a lowered schedule gathers at most three at a time
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"dp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2}, {"dp"}, world.rank(), 2));
     std::vector<PipelineStage> stages;
-    std::vector<ParameterGroup*> groups;
+    std::vector<ShardGroup*> groups;
     for (int stage = 0; stage < kStages; ++stage) {
       Block block(stage);
       groups.push_back(fully_shard(*block, mesh)->group());
@@ -252,7 +252,7 @@ TEST(StepContract, ReshardFreesWhatTheScheduleNoLongerNeeds) {
     std::size_t most = 0;
     pipeline.set_instruction_observer([&] {
       std::size_t gathered = 0;
-      for (const ParameterGroup* group : groups) gathered += group->state() == GroupState::Unsharded;
+      for (const ShardGroup* group : groups) gathered += group->state() == ShardGroupState::Unsharded;
       most = std::max(most, gathered);
     });
     pipeline.step(batch.args, {}, batch.target);

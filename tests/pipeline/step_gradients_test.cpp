@@ -1,4 +1,4 @@
-// Steps that accumulate: what they add up to, in how much memory, and copies of a model that differ in which gradients they have.
+// Gradient accumulation over steps: values, memory, and copies of a model with different sets of gradients.
 #include "penstock/pipeline/backward/step_gradients.h"
 
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@
 #include "penstock/dtensor.h"
 #include "penstock/pipeline/backward/copy_gradients.h"
 #include "penstock/pipeline/stage/gradient_sync.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/torch/compat/cpu_memory.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
@@ -22,7 +22,6 @@ namespace penstock {
 namespace step_gradients_test {
 
 using namespace std::chrono_literals;
-using pipeline::StepGradients;
 using schedule::ScheduleKind;
 using test::Block;
 using test::has_text;
@@ -55,7 +54,7 @@ StageModule wide_module() {
   }, modules);
 }
 
-// The bytes that a step takes at most beyond what was there before it: with gradients of an earlier step, or without.
+// The peak number of bytes that a step allocates: with gradients of an earlier step, or without.
 std::int64_t peak_of_a_step(ScheduleKind kind, int microbatches, bool scale, bool earlier) {
   std::int64_t taken = 0;
   comm::run_ranks(1, 60s, [&](comm::World& world) {
@@ -89,9 +88,9 @@ TEST(StepGradientsMemory, AccumulationTakesNoSecondBuffer) {
     for (const int microbatches : {4, 6}) {
       SCOPED_TRACE(std::string(schedule::to_text(kind)) + ", " + std::to_string(microbatches) + " microbatches");
       const std::int64_t stages = schedule::required_stages_per_rank(kind).value_or(1), whole = stages * kBytes;
-      // A step without earlier gradients makes them.
+      // A step without earlier gradients allocates them.
       EXPECT_GT(peak_of_a_step(kind, microbatches, true, false), whole);
-      // One with them adds to them: a weight's gradient or two are on their way at a time.
+      // A step with earlier gradients adds to them: only a weight's gradient or two exist besides at a time.
       EXPECT_LT(peak_of_a_step(kind, microbatches, true, true), whole / 2);
       EXPECT_LT(peak_of_a_step(kind, microbatches, false, true), whole / 2);
     }
@@ -99,7 +98,7 @@ TEST(StepGradientsMemory, AccumulationTakesNoSecondBuffer) {
 
 // -------------------------------------------------------------------------------------------------------------------------- values
 
-// A stage that uses one of its parameters in some steps only.
+// A stage that uses one of its parameters only in some steps.
 struct SometimesImpl : torch::nn::Module {
   explicit SometimesImpl(int number) : block(register_module("block", Block(number))), extra(register_parameter("extra", test::values({kWidth}, 50 + number))) {}
   at::Tensor forward(const at::Tensor& x) { return use_extra ? block->forward(x) * (1 + 0.1 * extra) : block->forward(x); }
@@ -169,7 +168,7 @@ TEST(StepGradients, LowPrecisionNeitherOverflowsNorRounds) {
   // 4 * 40000 is beyond float16.
   const at::Tensor half = accumulated(at::full({2}, 40000.0, at::kHalf), at::full({2}, 800.0, at::kHalf), 4);
   EXPECT_TRUE(at::equal(half.to(at::kFloat), at::full({2}, 40192.0))) << half;  // 40200, rounded to multiples of 32
-  // Three times a bfloat16 is not always one: what nothing is added to stays.
+  // Three times a bfloat16 may not be a bfloat16: a gradient to which nothing is added must not change.
   const at::Tensor before = (1 + at::arange(128, at::kFloat) / 128).to(at::kBFloat16);
   ASSERT_FALSE(at::equal(before * 3 / 3, before));
   EXPECT_TRUE(at::equal(accumulated(before.clone(), {}, 3), before));
@@ -178,7 +177,7 @@ TEST(StepGradients, LowPrecisionNeitherOverflowsNorRounds) {
 }
 
 TEST(StepGradients, GradientsThatShareMemory) {
-  // Every element is the same memory: nothing can be done in place.
+  // All elements share one memory location: nothing can be done in place.
   EXPECT_TRUE(at::equal(accumulated(at::full({1}, 8.0).expand({3}), at::ones({3}), 4), at::full({3}, 8.25)));
   torch::nn::ParameterList list;
   list->append(at::zeros({3}).set_requires_grad(true));
@@ -198,14 +197,14 @@ TEST(StepGradients, GradientsThatShareMemory) {
   }
   for (const at::Tensor& parameter : parameters) EXPECT_TRUE(at::equal(parameter.grad(), at::full({3}, 10.0))) << parameter.grad();
   parameters[0].mutable_grad() = at::full({3}, 8.0);
-  // A step that is given up leaves what was there.
+  // A step that is aborted restores the earlier gradients.
   parameters[1].mutable_grad() = at::Tensor();
   { StepGradients given_up({stage}, 4, false); }
   EXPECT_TRUE(at::equal(parameters[0].grad(), at::full({3}, 8.0)));
 }
 
-// Whoever reduces the gradients of a step must not see those of earlier ones, which are reduced already.
-TEST(StepGradients, WhoReducesSeesThisStepAlone) {
+// A reducer of a step's gradients must not see those of earlier steps, which are reduced already.
+TEST(StepGradients, ReducersSeeOnlyThisStep) {
   for (const bool scale : {true, false}) {
     SCOPED_TRACE(scale);
     comm::run_ranks(1, 30s, [&](comm::World& world) {
@@ -239,7 +238,7 @@ struct DoublingImpl : torch::nn::Module, GradientSync {
 };
 TORCH_MODULE(Doubling);
 
-TEST(StepGradients, ModulesThatReduceTheirOwnSeeThisStepAlone) {
+TEST(StepGradients, ModulesThatReduceTheirOwnSeeOnlyThisStep) {
   comm::run_ranks(1, 30s, [&](comm::World& world) {
     Doubling module;
     std::vector<at::Tensor> held;
@@ -259,18 +258,19 @@ TEST(StepGradients, ModulesThatReduceTheirOwnSeeThisStepAlone) {
 
 // -------------------------------------------------------------------------------------------------------------------------- copies
 
-// Two parameters of one size, of which a microbatch uses the one that its number says.
+// Two parameters of one size; the index of a microbatch selects the one it uses.
 struct ChoosingImpl : torch::nn::Module {
   explicit ChoosingImpl(int number) : block(register_module("block", Block(number))) {
     for (const char* name : {"a", "b", "c"}) choices.push_back(register_parameter(name, test::values({kWidth}, 60 + number)));
   }
   at::Tensor forward(const at::Tensor& x, std::int64_t microbatch) { return block->forward(x) * (1 + 0.1 * choices[microbatch < 2 ? 0 : 1]); }
   Block block;
-  std::vector<at::Tensor> choices;  // nobody uses c
+  std::vector<at::Tensor> choices;  // c is never used
 };
 TORCH_MODULE(Choosing);
 
-// Each of the two copies gets the gradients of half of the microbatches, and so lacks what only the others use.
+// Each of the two copies gets the gradients of half of the microbatches, and lacks those that only the other
+// half produces.
 TEST(CopyGradients, ACopyWithoutAGradientGetsTheOthers) {
   constexpr int kMicrobatches = 4;
   std::vector<Choosing> model{Choosing(0), Choosing(1)};
@@ -306,12 +306,13 @@ TEST(CopyGradients, ACopyWithoutAGradientGetsTheOthers) {
   });
 }
 
-// Two pipelines of two ranks that split tensors between them. One copy has the terms of a sum, the other nothing, or the sum already.
+// Two pipelines of two ranks that split tensors between them. One copy has the terms of a sum, the other
+// nothing, or the sum already.
 TEST(CopyGradients, TermsOfASumAndCopiesWithoutThem) {
   for (const bool summed : {false, true}) {
     SCOPED_TRACE(summed ? "the other has the sum" : "the other has nothing");
     comm::run_ranks(4, 60s, [&](comm::World& world) {
-      const comm::MeshGroups grid(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, Rank{world.rank()}, 4));
+      const comm::MeshGroups grid(world, init_device_mesh("cpu", {2, 2}, {"pp", "tp"}, world.rank(), 4));
       const comm::MeshGroups tp = grid.with_mesh(grid.mesh()["tp"]);
       const int place = world.rank() / 2, twin = world.rank() % 2;
       const schedule::Schedule whole = schedule_of(ScheduleKind::DualPipe, 2, 4);
@@ -327,7 +328,7 @@ TEST(CopyGradients, TermsOfASumAndCopiesWithoutThem) {
         else if (summed)
           parameters[index].mutable_grad() = from_local(at::full({3}, 10.f), tp, {Replicate{}});
       }
-      pipeline::CopyGradients copies(world, {twin, 2 + twin}, whole.stages(), stages);
+      CopyGradients copies(world, {twin, 2 + twin}, whole.stages(), stages);
       copies.sum();
       for (const auto& [index, parameter] : parameters) {
         ASSERT_TRUE(parameter.grad().defined()) << "stage " << index;
@@ -338,7 +339,7 @@ TEST(CopyGradients, TermsOfASumAndCopiesWithoutThem) {
 }
 
 TEST(CopyGradients, CopiesThatDifferAreNamedOnBothRanks) {
-  // As many elements in as many parameters, in another order.
+  // The same number of elements and parameters, in another order.
   std::set<std::string> texts;
   std::mutex mutex;
   const auto body = [&](comm::World& world) {
@@ -360,7 +361,7 @@ TEST(CopyGradients, CopiesThatDifferAreNamedOnBothRanks) {
   };
   EXPECT_THROW(comm::run_ranks(2, 60s, body), PipeliningMetadataError);
   ASSERT_EQ(texts.size(), 1U);
-  EXPECT_TRUE(has_text(*texts.begin(), "stage 0 and its twin"));
+  EXPECT_TRUE(has_text(*texts.begin(), "stage 0 and its copy"));
   EXPECT_TRUE(has_text(*texts.begin(), "parameter 2: Float[6], frozen"));
   EXPECT_TRUE(has_text(*texts.begin(), "parameter 2: Float[6], trainable"));
 }

@@ -1,11 +1,12 @@
-// Steps that a GPU replays: the same losses, outputs, gradients, buffers and weights as steps that the host runs.
+// Steps replayed on a GPU: the same losses, outputs, gradients, buffers and weights as steps run by the host.
 #include <gtest/gtest.h>
 
 #include "penstock/errors.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/torch/random/keyed_dropout.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
+#include "penstock/pipeline/runtime/last_trace.h"
 
 namespace penstock {
 namespace step_recording_gpu_test {
@@ -17,7 +18,7 @@ using test::kWidth;
 
 constexpr int kMicrobatches = 4;
 
-// Weights, statistics that each microbatch changes, and a tie that only some steps use.
+// Weights, statistics that each microbatch changes, and a tied weight that only some steps use.
 struct CountingBlockImpl : torch::nn::Module {
   explicit CountingBlockImpl(int number) : block(number), norm(torch::nn::BatchNorm1dOptions(kWidth)) {
     register_module("block", block);
@@ -77,7 +78,8 @@ TEST(RecordedSteps, EqualThoseOfTheHost) {
       int replayed = 0;
       for (int step = 0; step < 14; ++step) {
         SCOPED_TRACE(step);
-        // Two kinds of batches in turn; gradients of two steps are added up now and then; a step of evaluation in between.
+        // Two kinds of batches in turn; gradients of two steps are sometimes accumulated; an evaluation step
+        // in between.
         const test::Batch batch = test::plain_batch(step, (step % 3 == 2 ? 3 : 2) * kMicrobatches);
         const at::Tensor x = batch.args[0].tensor().cuda(), target = batch.target.tensor().cuda();
         const StepResult ours = recorded.runtime->step(Tree::tuple({x}), {}, target), wanted = plain.runtime->step(Tree::tuple({x}), {}, target);
@@ -95,8 +97,8 @@ TEST(RecordedSteps, EqualThoseOfTheHost) {
         }
         if (step == 10) recorded.runtime->record_again();
       }
-      EXPECT_EQ(replayed, 14 - 2 * 2);  // of either kind of batch the host runs the first one, and the first one after `record_again`
-      EXPECT_THROW(recorded.runtime->trace_last_step(), StateError);
+      EXPECT_EQ(replayed, 14 - 2 * 2);  // for each kind of batch the host runs the first step, and the first one after `record_again`
+      EXPECT_THROW(trace_last_step(*recorded.runtime), StateError);
     });
   }
 }
@@ -120,7 +122,7 @@ TEST(RecordedSteps, GradientsZeroedInPlaceAndOfOthers) {
   });
 }
 
-TEST(RecordedSteps, OfParametersThatMovedAreRecordedAgain) {
+TEST(RecordedSteps, MovedParametersAreRecordedAgain) {
   comm::run_ranks(1, 60s, [&](comm::World& world) {
     Pipe recorded(world, ScheduleKind::OneFOneB, true), plain(world, ScheduleKind::OneFOneB, false);
     std::vector<bool> replayed;
@@ -162,7 +164,7 @@ std::string error_of_module(comm::World& world, const std::function<at::Tensor(c
   });
 }
 
-TEST(RecordedSteps, WhatCannotBeRecordedIsSaid) {
+TEST(RecordedSteps, WhatCannotBeRecordedIsReported) {
   comm::run_ranks(1, 60s, [&](comm::World& world) {
     const at::Tensor x = at::ones({4, kWidth}, at::kCUDA);
     const auto same = [](const at::Tensor& y) { return y; };
@@ -179,7 +181,7 @@ TEST(RecordedSteps, WhatCannotBeRecordedIsSaid) {
   });
   comm::run_ranks(1, 60s, [&](comm::World& world) {
     const at::Tensor x = at::ones({4, kWidth}, at::kCUDA);
-    EXPECT_TRUE(has_text(error_of_module(world, [](const at::Tensor& y) { return keyed_dropout(y, 0.5, StepContext::current()->key(1, 1)); }, x), "while it is recorded"));
+    EXPECT_TRUE(has_text(error_of_module(world, [](const at::Tensor& y) { return keyed_dropout(y, 0.5, StepContext::current()->key(1, 1)); }, x), "while the step is recorded"));
   });
 }
 

@@ -1,4 +1,4 @@
-// Traces of steps without running any: made from simulated times, written, read, damaged, compared.
+// Traces without running steps: made from simulated times, written, read, damaged, compared.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,25 +10,25 @@
 #include "penstock/pipeline/report/trace_comparison.h"
 #include "penstock/generators.h"
 #include "tests/has_text.h"
-#include "tests/pipeline/made_trace.h"
+#include "tests/pipeline/simulated_trace.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 namespace step_trace_test {
 
 using nlohmann::json;
 using test::has_text;
-using test::made_trace;
+using test::simulated_trace;
 
 TEST(StepTrace, IsReadBackAsItWasWritten) {
   for (const char* kind : {"1F1B", "GPipe", "ZBVZeroBubble", "DualPipeV"}) {
     SCOPED_TRACE(kind);
-    const StepTrace trace = made_trace(kind, 4, 8);
+    const StepTrace trace = simulated_trace(kind, 4, 8);
     EXPECT_EQ(parse_trace(to_chrome_json(trace)), trace);
   }
 }
 
 TEST(StepTrace, HasOneTrackPerRankAndKindAndAnArrowPerTransfer) {
-  const StepTrace trace = made_trace("1F1B", 2, 3);
+  const StepTrace trace = simulated_trace("1F1B", 2, 3);
   const json document = json::parse(to_chrome_json(trace));
   int sends = 0, starts = 0, ends = 0;
   for (const json& event : document.at("traceEvents")) {
@@ -49,7 +49,7 @@ TEST(StepTrace, HasOneTrackPerRankAndKindAndAnArrowPerTransfer) {
 }
 
 TEST(StepTrace, AnOverlappedUnitShowsHowItsActionsTookTurns) {
-  StepTrace trace = made_trace("DualPipeV", 2, 8);
+  StepTrace trace = simulated_trace("DualPipeV", 2, 8);
   const auto unit = std::find_if(trace.ranks[0].begin(), trace.ranks[0].end(), [](const TraceEvent& event) { return event.actions.size() == 2; });
   ASSERT_NE(unit, trace.ranks[0].end());
   const std::int64_t quarter = (unit->end_ns - unit->begin_ns) / 4;
@@ -71,7 +71,7 @@ TEST(StepTrace, AnOverlappedUnitShowsHowItsActionsTookTurns) {
 }
 
 TEST(StepTrace, AnOverlappedUnitIsOneEvent) {
-  const StepTrace trace = made_trace("DualPipeV", 2, 8);
+  const StepTrace trace = simulated_trace("DualPipeV", 2, 8);
   bool found = false;
   for (const auto& events : trace.ranks)
     for (const TraceEvent& event : events)
@@ -83,7 +83,7 @@ TEST(StepTrace, AnOverlappedUnitIsOneEvent) {
 }
 
 TEST(StepTrace, DamageIsNamed) {
-  const json good = json::parse(to_chrome_json(made_trace("1F1B", 2, 3)));
+  const json good = json::parse(to_chrome_json(simulated_trace("1F1B", 2, 3)));
   const auto refused = [](const json& document) -> std::string {
     try {
       parse_trace(document.dump());
@@ -102,7 +102,7 @@ TEST(StepTrace, DamageIsNamed) {
   EXPECT_TRUE(has_text(refused(changed), "trace of a step"));
   changed = good;
   changed["penstock"]["schedule"] = "0F0,0Q0\n1F0\n";
-  EXPECT_TRUE(has_text(refused(changed), "\"Q0\" is no kind of action"));
+  EXPECT_TRUE(has_text(refused(changed), "\"Q0\" is not an action kind"));
   const auto first_slice = [](json& document) -> json& {
     for (json& event : document["traceEvents"])
       if (event.at("ph") == "X" && event.at("cat") == "compute") return event;
@@ -124,14 +124,14 @@ TEST(StepTrace, DamageIsNamed) {
 
 TEST(StepTrace, FilesThatCannotBeUsedAreNamed) {
   EXPECT_THROW(read_trace("/nonexistent/step.json"), ConfigError);
-  EXPECT_THROW(write_trace(made_trace("GPipe", 2, 2), "/nonexistent/step.json"), ConfigError);
+  EXPECT_THROW(write_trace(simulated_trace("GPipe", 2, 2), "/nonexistent/step.json"), ConfigError);
 }
 
-// A step that went exactly as simulated is as efficient as can be.
+// A step that ran exactly as simulated has an efficiency of 1.
 TEST(TraceComparison, AStepAsSimulatedHasFullEfficiency) {
   for (const char* kind : {"1F1B", "GPipe", "ZBVZeroBubble"}) {
     SCOPED_TRACE(kind);
-    const TraceComparison comparison = compare_with_simulation(made_trace(kind, 4, 8));
+    const TraceComparison comparison = compare_with_simulation(simulated_trace(kind, 4, 8));
     EXPECT_NEAR(comparison.efficiency(), 1.0, 1e-3);
     EXPECT_NEAR(comparison.model.latency, 0.1, 1e-3);
     for (const ActionComparison& action : comparison.actions) EXPECT_NEAR(action.delay_ms(), 0, 1e-2) << action.action;
@@ -140,7 +140,7 @@ TEST(TraceComparison, AStepAsSimulatedHasFullEfficiency) {
 }
 
 TEST(TraceComparison, CostsAreThoseOfTheStages) {
-  const TraceComparison comparison = compare_with_simulation(made_trace("1F1B", 3, 6));
+  const TraceComparison comparison = compare_with_simulation(simulated_trace("1F1B", 3, 6));
   ASSERT_EQ(comparison.costs.size(), 9u);  // F, B and REDUCE_GRAD of 3 stages
   for (const ActionCost& cost : comparison.costs) {
     if (cost.kind == schedule::ActionKind::ReduceGrad) continue;
@@ -152,9 +152,9 @@ TEST(TraceComparison, CostsAreThoseOfTheStages) {
   }
 }
 
-// Everything after one slow action is late by what it took longer.
+// Everything after one slow action is late by its excess time.
 TEST(TraceComparison, ADelayIsFound) {
-  StepTrace trace = made_trace("1F1B", 2, 4);
+  StepTrace trace = simulated_trace("1F1B", 2, 4);
   constexpr std::int64_t kLonger = 7'000'000;
   std::int64_t from = -1;
   for (const TraceEvent& event : trace.ranks[1])
@@ -175,7 +175,7 @@ TEST(TraceComparison, ADelayIsFound) {
 }
 
 TEST(TraceComparison, OverlappedUnitsAreTimedAsTheyWere) {
-  const StepTrace trace = made_trace("DualPipeV", 2, 8, 0.5);
+  const StepTrace trace = simulated_trace("DualPipeV", 2, 8, 0.5);
   const TraceComparison comparison = compare_with_simulation(trace);
   EXPECT_NEAR(comparison.model.overlap_saving, 0.5, 0.02);
   EXPECT_NEAR(comparison.efficiency(), 1.0, 0.02);
@@ -183,11 +183,11 @@ TEST(TraceComparison, OverlappedUnitsAreTimedAsTheyWere) {
 }
 
 TEST(TraceComparison, EventsOfAnotherScheduleAreRefused) {
-  StepTrace trace = made_trace("1F1B", 2, 4);
+  StepTrace trace = simulated_trace("1F1B", 2, 4);
   trace.ranks[0].front().actions = {schedule::forward(1, 0)};
   trace.ranks[0].front().kind = TraceEvent::Kind::Compute;
   EXPECT_THROW(compare_with_simulation(trace), ConfigError);
 }
 
 }  // namespace step_trace_test
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -1,4 +1,4 @@
-// Steps in a world of threads: their traces, and what is told about one that stalls or fails.
+// Steps in a world of threads: their traces, and the reports about stalled or failed steps.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -15,23 +15,22 @@
 
 #include "penstock/errors.h"
 #include "penstock/base/files.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "penstock/pipeline/report/trace_comparison.h"
 #include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
+#include "penstock/pipeline/runtime/last_trace.h"
 
 namespace penstock {
 namespace step_watch_test {
 
 using namespace std::chrono_literals;
-using pipeline::StepTrace;
-using pipeline::TraceEvent;
 using test::has_text;
 
 constexpr std::int64_t kWidth = 4;
 
-// A layer whose forward of one microbatch does something unexpected, in training alone.
+// A layer whose forward of one microbatch does something unexpected, only in training.
 StageModule layer(int microbatch, std::function<void()> surprise) {
   torch::nn::Linear linear(kWidth, kWidth);
   return StageModule(
@@ -107,16 +106,16 @@ TEST(PipelineTrace, HasEveryActionOfEveryRankOnOneClock) {
     SCOPED_TRACE(setting.schedule);
     comm::run_ranks(3, 60s, [&](comm::World& world) {
       PipelineRuntime pipeline = pipeline_of(world, setting);
-      EXPECT_THROW(pipeline.trace_last_step(), StateError);
+      EXPECT_THROW(trace_last_step(pipeline), StateError);
       for (int step = 1; step <= 2; ++step) {
         run_step(pipeline, setting.microbatches);
-        const auto trace = pipeline.trace_last_step(step == 2);
+        const auto trace = trace_last_step(pipeline, step == 2);
         ASSERT_EQ(trace.has_value(), world.rank() == 0);
         if (!trace) continue;
         EXPECT_EQ(trace->step, static_cast<std::uint64_t>(step));
         expect_whole_trace(*trace, pipeline.schedule());
-        EXPECT_EQ(pipeline::parse_trace(to_chrome_json(*trace)), *trace);
-        const pipeline::TraceComparison comparison = compare_with_simulation(*trace);
+        EXPECT_EQ(parse_trace(to_chrome_json(*trace)), *trace);
+        const TraceComparison comparison = compare_with_simulation(*trace);
         EXPECT_GT(comparison.simulated_ms, 0);
         EXPECT_GT(comparison.measured_ms, 0);
       }
@@ -124,15 +123,15 @@ TEST(PipelineTrace, HasEveryActionOfEveryRankOnOneClock) {
   }
 }
 
-TEST(PipelineTrace, OfEvaluationHasForwardsAlone) {
+TEST(PipelineTrace, OfEvaluationHasOnlyForwards) {
   const std::string path = (std::filesystem::temp_directory_path() / ("penstock-trace-" + std::to_string(::getpid()) + ".json")).string();
   comm::run_ranks(2, 60s, [&](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, {});
     pipeline.eval(Tree::tuple({at::ones({8, kWidth})}));
     pipeline.write_trace(path);
     if (world.rank() != 0) return;
-    const StepTrace trace = pipeline::read_trace(path);
-    EXPECT_EQ(trace.schedule, pipeline::forward_only(pipeline.schedule()));
+    const StepTrace trace = read_trace(path);
+    EXPECT_EQ(trace.schedule, forward_only(pipeline.schedule()));
     for (const auto& events : trace.ranks)
       for (const TraceEvent& event : events)
         if (event.kind == TraceEvent::Kind::Compute) {
@@ -143,7 +142,7 @@ TEST(PipelineTrace, OfEvaluationHasForwardsAlone) {
   std::filesystem::remove(path);
 }
 
-// A unit's forward and backward run block by block in turns, and the trace of every rank says so.
+// A unit's forward and backward run block by block in turns, and the trace of every rank shows it.
 TEST(PipelineTrace, OverlappedUnitsTakeTurns) {
   comm::run_ranks(2, 60s, [&](comm::World& world) {
     std::vector<PipelineStage> stages;
@@ -155,7 +154,7 @@ TEST(PipelineTrace, OverlappedUnitsTakeTurns) {
     PipelineRuntime pipeline = make_pipeline("DualPipeV", stages, 6, test::square_loss(), {world});
     const test::Batch batch = test::plain_batch(0, 12);
     pipeline.step(batch.args, {}, batch.target);
-    const auto trace = pipeline.trace_last_step();
+    const auto trace = trace_last_step(pipeline);
     if (!trace) return;
     for (const auto& events : trace->ranks) {
       int units = 0;
@@ -175,7 +174,7 @@ TEST(PipelineTrace, OverlappedUnitsTakeTurns) {
       }
       EXPECT_GT(units, 0);
     }
-    EXPECT_EQ(pipeline::parse_trace(to_chrome_json(*trace)), *trace);
+    EXPECT_EQ(parse_trace(to_chrome_json(*trace)), *trace);
   });
 }
 
@@ -183,7 +182,7 @@ TEST(PipelineTrace, OneRankNeedsNobody) {
   comm::run_ranks(1, 60s, [&](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, {});
     run_step(pipeline, 4);
-    const auto trace = pipeline.trace_last_step();
+    const auto trace = trace_last_step(pipeline);
     ASSERT_TRUE(trace);
     expect_whole_trace(*trace, pipeline.schedule());
     EXPECT_GT(compare_with_simulation(*trace).efficiency(), 0.1);
@@ -208,12 +207,13 @@ std::map<int, std::string> errors_of(int ranks, std::chrono::milliseconds timeou
       }
     });
   } catch (const std::exception&) {
-    // Every rank's own is looked at.
+    // The error of every rank is checked.
   }
   return errors;
 }
 
-// A module that does not come back: the waiting ranks say where, for whom and since when, and who holds them up.
+// A module that does not return: the waiting ranks report where they wait, for which rank and how long, and
+// which rank holds them up.
 TEST(PipelineStall, AModuleThatHangsIsNamedOnTheWaitingRanks) {
   const std::string folder = (std::filesystem::temp_directory_path() / ("penstock-stall-" + std::to_string(::getpid()))).string();
   ::setenv("PENSTOCK_STALL_DIR", folder.c_str(), 1);
@@ -241,7 +241,7 @@ TEST(PipelineStall, AModuleThatHangsIsNamedOnTheWaitingRanks) {
   remove_tree(folder);
 }
 
-// A rank that stays away from a step is found in it, too.
+// A rank that does not enter a step is found, too.
 TEST(PipelineStall, ARankThatDoesNotComeToAStep) {
   std::string text;
   try {
@@ -257,14 +257,14 @@ TEST(PipelineStall, ARankThatDoesNotComeToAStep) {
       }
     });
   } catch (const std::exception&) {
-    // Rank 0's is looked at.
+    // The error of rank 0 is checked.
   }
   EXPECT_TRUE(has_text(text, "rank 0  step 2"));
   EXPECT_TRUE(has_text(text, "agrees with all ranks on the step"));
   EXPECT_TRUE(has_text(text, "rank 1 is not in the step that the others are in and holds up rank 0: after step 1"));
 }
 
-// A failure of one rank: the others quote it and say where they were; nobody is kept waiting.
+// A failure of one rank: the others quote it and report where they were; no rank is kept waiting.
 TEST(PipelineStall, AFailureIsQuotedAndDoesNotTakeLong) {
   const auto begin = std::chrono::steady_clock::now();
   const auto errors = errors_of(3, 60s, {.surprised_stage = 1, .surprised_microbatch = 1, .surprise = [] { throw std::runtime_error("no more memory"); }});
@@ -278,7 +278,8 @@ TEST(PipelineStall, AFailureIsQuotedAndDoesNotTakeLong) {
   }
 }
 
-// Steps that go well leave no trace of the watch: no error, no wait, any number of pipelines one after the other.
+// After successful steps the watch leaves no trace: no error, no wait, any number of pipelines one after the
+// other.
 TEST(PipelineStall, PipelinesComeAndGo) {
   const auto begin = std::chrono::steady_clock::now();
   comm::run_ranks(2, 60s, [&](comm::World& world) {

@@ -1,4 +1,4 @@
-// Channels are connected before the first step, each once, in every placement; and what is said when that fails.
+// Channels are connected before the first step, each once, for every placement; and the errors if that fails.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
 
@@ -55,11 +55,11 @@ Seen seen_since(std::uint64_t before) {
   return seen;
 }
 
-// Both ends of every channel named.
+// Names both ends of every channel.
 std::vector<std::string> both_ends(const std::vector<std::string>& channels, int sums_of_copies = 0) {
   std::vector<std::string> all(static_cast<std::size_t>(sums_of_copies), "all_reduce warm-up of copies");
   for (const std::string& channel : channels)
-    for (const char* end : {"send", "recv"}) all.push_back(std::string(end) + " " + ("warm-up: " + channel).substr(0, 47));  // as records cut labels
+    for (const char* end : {"send", "recv"}) all.push_back(std::string(end) + " " + ("warm-up: " + channel).substr(0, 47));  // records truncate labels
   std::sort(all.begin(), all.end());
   return all;
 }
@@ -109,7 +109,7 @@ TEST(WarmUp, EveryChannelOnce) {
                             "gradient of stage 2 to stage 1", "gradient of stage 3 to stage 2"}));
 }
 
-TEST(WarmUp, WhatSharesARankNeedsNone) {
+TEST(WarmUp, StagesOfOneRankNeedNone) {
   expect_warm_up(2, ScheduleKind::ZBVZeroBubble, 2, {},
                  both_ends({"activation of stage 0 to stage 1", "activation of stage 2 to stage 3", "gradient of stage 1 to stage 0", "gradient of stage 3 to stage 2"}));
   expect_warm_up(1, ScheduleKind::OneFOneB, 1, {}, {});
@@ -169,16 +169,16 @@ TEST(WarmUp, ARankThatDoesNotCome) {
     pipeline.warm_up();
   });
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 20s);
-  // Who gives up first tells the other one; the one that came too late hears of it.
+  // The rank that gives up first notifies the other one; the one that came too late receives that.
   for (const std::size_t rank : {0, 1}) {
     EXPECT_TRUE(ends[rank].starts_with("TimeoutError: ") || ends[rank].starts_with("PeerLostError: ")) << ends[rank];
     EXPECT_TRUE(has_text(ends[rank], "warm-up of the pipeline"));
-    EXPECT_TRUE(has_text(ends[rank], "no word from rank 2"));
+    EXPECT_TRUE(has_text(ends[rank], "no status from rank 2"));
   }
   EXPECT_TRUE(has_text(ends[2], "PeerLostError: "));
 }
 
-TEST(WarmUp, RanksWithOtherPlaces) {
+TEST(WarmUp, RanksThatDisagreeAboutPlacement) {
   const auto ends = ends_of(2, 20s, [](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, world.rank() == 0 ? ScheduleKind::Interleaved1F1B : ScheduleKind::ZBVZeroBubble, 2);
     pipeline.warm_up();
@@ -186,7 +186,7 @@ TEST(WarmUp, RanksWithOtherPlaces) {
   for (const std::string& end : ends) EXPECT_TRUE(has_text(end, "ranks of a pipeline disagree: places of its stages"));
 }
 
-TEST(WarmUp, AFailedOneIsTheEnd) {
+TEST(WarmUp, AFailureIsFinal) {
   std::string second;
   ends_of(2, 20s, [&](comm::World& world) {
     PipelineRuntime pipeline = pipeline_of(world, ScheduleKind::OneFOneB, 1);

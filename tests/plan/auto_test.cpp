@@ -1,4 +1,4 @@
-// `auto` over 200 seeded cases of uneven costs, and its edges.
+// `auto` on 200 seeded cases with uneven costs, and edge cases.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@
 namespace penstock::plan::test {
 namespace auto_test {
 
-using schedule::Placement;
+using schedule::StagePlacement;
 using schedule::ScheduleKind;
 using ::testing::HasSubstr;
 
@@ -36,7 +36,7 @@ TEST(Auto, NeverSlowerThanTheBestFixedAndOftenFaster) {
   for (unsigned seed = 0; seed < kCases; ++seed) {
     const AutoRequest request = uneven_case(seed);
     const AutoResult result = auto_schedule(request);
-    // What is promised is measured here again, by the simulator alone.
+    // Check the reported result independently with the simulator.
     const Simulation simulation = simulate(result.schedule, request.model);
     ASSERT_TRUE(fits(simulation, request.limits)) << "seed " << seed;
     double best_fixed = -1;
@@ -90,7 +90,7 @@ TEST(ListScheduler, KeepsEveryLimitAndNeverLosesWork) {
   for (int trial = 0; trial < 60; ++trial) {
     const int ranks = 1 + trial % 5;
     const int chunks = 1 + trial % 2;
-    const auto placement = chunks == 2 && trial % 4 == 1 ? Placement::V : Placement::Loop;
+    const auto placement = chunks == 2 && trial % 4 == 1 ? StagePlacement::V : StagePlacement::Loop;
     const auto map = schedule::StageMap::make(placement, ranks, ranks * chunks, 7);
     const CostModel model = random_costs(random, ranks * chunks, 0.2, 2);
     const std::vector<MemoryLimit> limits(static_cast<std::size_t>(ranks),
@@ -103,10 +103,10 @@ TEST(ListScheduler, KeepsEveryLimitAndNeverLosesWork) {
       rule.open_weights = 1 + static_cast<int>(random() % 5);
     }
     const auto made = list_schedule(map, model, limits, rules);
-    ASSERT_TRUE(made.has_value()) << "a place for each later stage is always kept";
+    ASSERT_TRUE(made.has_value()) << "space for each later stage is always reserved";
     EXPECT_TRUE(schedule::check(made->schedule).ok());
     const Simulation simulation = simulate(made->schedule, model);
-    EXPECT_NEAR(simulation.time, made->time, 1e-6) << "both keep the same clock";
+    EXPECT_NEAR(simulation.time, made->time, 1e-6) << "both agree on the time";
     EXPECT_TRUE(fits(simulation, limits));
   }
 }
@@ -128,12 +128,12 @@ TEST(Auto, UsesTwoStagesPerRankInEitherPlacement) {
   request.shape = shape(4, 2, 8);
   request.model = random_costs(random, 8, 0.5, 1.5);
   request.limits = {{6, std::nullopt}};
-  request.placements = {Placement::V};
+  request.placements = {StagePlacement::V};
   request.trials = 60;
   const AutoResult only_v = auto_schedule(request);
   EXPECT_LE(only_v.simulation.peak_activations(), 6);
   EXPECT_EQ(only_v.schedule.stages().stage_to_rank(), (std::vector<int>{0, 1, 2, 3, 3, 2, 1, 0}));
-  request.placements = {Placement::Loop, Placement::V};
+  request.placements = {StagePlacement::Loop, StagePlacement::V};
   EXPECT_LE(auto_schedule(request).simulation.time, only_v.simulation.time + 1e-9);
 }
 
@@ -151,7 +151,7 @@ TEST(Auto, RefusesWhatCannotBeMet) {
   request.limits = {{0, std::nullopt}};
   try {
     auto_schedule(request);
-    FAIL() << "no schedule holds nothing";
+    FAIL() << "no schedule can hold nothing";
   } catch (const ValueError& error) {
     EXPECT_THAT(error.what(), HasSubstr("at least 1 activations"));
   }
@@ -159,7 +159,7 @@ TEST(Auto, RefusesWhatCannotBeMet) {
   request.limits.resize(3);
   EXPECT_THROW(auto_schedule(request), ValueError);
   request = uneven_case(0);
-  request.placements = {Placement::V};
+  request.placements = {StagePlacement::V};
   EXPECT_THROW(auto_schedule(request), ValueError);
 }
 

@@ -40,7 +40,7 @@ void expect_contiguous(const std::vector<LayerRange>& parts, int layers) {
   EXPECT_EQ(at, layers);
 }
 
-// By trying every split.
+// By exhaustive search.
 double least_heaviest(const std::vector<double>& costs, std::size_t begin, int stages, double first, const PartitionEnds& ends, bool may_be_empty) {
   if (stages == 1) {
     if (begin == costs.size() && !(ends.may_be_empty && ends.last > 0)) return std::numeric_limits<double>::infinity();
@@ -100,12 +100,12 @@ TEST(Partition, NoSplitIsBetter) {
       }
     const double best = least_heaviest(costs, 0, stages, ends.first, ends, ends.may_be_empty && ends.first > 0 && stages > 1);
     const bool all_equal = std::adjacent_find(costs.begin(), costs.end(), std::not_equal_to<>()) == costs.end();
-    if (all_equal && costs[0] == 0) continue;  // split by number then
+    if (all_equal && costs[0] == 0) continue;  // split by count
     EXPECT_NEAR(heaviest(parts, costs, ends), best, 1e-9 * (1 + best)) << "trial " << trial;
   }
 }
 
-// The same by dynamic programming over all splits, for the order among equals.
+// The same by dynamic programming over all splits, to check the choice among ties.
 std::vector<LayerRange> by_all_splits(const std::vector<double>& costs, int stages, const PartitionEnds& ends) {
   const int layers = static_cast<int>(costs.size());
   const bool empty_first = ends.may_be_empty && ends.first > 0 && stages > 1, empty_last = ends.may_be_empty && ends.last > 0 && stages > 1;
@@ -153,7 +153,7 @@ double squares(const std::vector<LayerRange>& parts, const std::vector<double>& 
   return sum;
 }
 
-TEST(PartitionProperty, IsThatOfAllSplits) {
+TEST(PartitionProperty, MatchesAllSplits) {
   std::mt19937 random(11);
   for (int trial = 0; trial < 2000; ++trial) {
     const int layers = 1 + static_cast<int>(random() % 24);
@@ -171,15 +171,15 @@ TEST(PartitionProperty, IsThatOfAllSplits) {
     ASSERT_EQ(parts.size(), expected.size()) << which;
     EXPECT_NEAR(heaviest(parts, costs, ends), heaviest(expected, costs, ends), 1e-9) << which;
     EXPECT_NEAR(squares(parts, costs, ends), squares(expected, costs, ends), 1e-9) << which;
-    // Sums of other costs are equal but for their rounding, which the compiler may change.
+    // Sums of other costs are equal up to rounding, which depends on the compiler.
     if (kinds == 1 && ends.first == 0 && ends.last == 0) {
       EXPECT_EQ(parts, expected) << which;
     }
   }
 }
 
-// Thousands of layers over hundreds of stages took seconds, and more layers minutes.
-TEST(Partition, ManyLayersTakeNoTime) {
+// Thousands of layers over hundreds of stages once took seconds, and more layers minutes.
+TEST(Partition, ManyLayersAreFast) {
   const auto begin = std::chrono::steady_clock::now();
   const std::vector<double> costs(20000, 1.0);
   EXPECT_EQ(partition_by_cost(costs, 1000), partition_by_count(20000, 1000));

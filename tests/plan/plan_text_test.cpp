@@ -8,10 +8,7 @@
 #include <string_view>
 
 #include "penstock/plan/cost/cost_text.h"
-#include "penstock/plan/draw/draw_grid.h"
-#include "penstock/plan/draw/draw_html.h"
-#include "penstock/plan/draw/draw_perfetto.h"
-#include "penstock/plan/draw/draw_svg.h"
+#include "penstock/draw.h"
 #include "penstock/plan/simulate/simulation_report.h"
 #include "penstock/lower.h"
 #include "tests/plan/shapes.h"
@@ -44,7 +41,7 @@ std::string test_message(Call&& call) {
   return "no error";
 }
 
-TEST(CostText, SetsWhatItNames) {
+TEST(CostText, SetsTheNamedEntries) {
   CostModel model;
   apply_cost_text(model, "F=1.5,i=2,W=0.5:1:1.5,send=0.1,overlap=0.25,bytes=64K,bandwidth=1M");
   ASSERT_EQ(model.stages.size(), 3U);
@@ -63,7 +60,7 @@ TEST(CostText, SetsWhatItNames) {
 TEST(CostText, NumbersAreFinite) {
   for (const char* name : {"F", "I", "W", "B", "send", "bytes", "bandwidth", "unshard", "reduce", "overlap"})
     for (const char* bad : {"nan", "inf", "-inf", "1e999", "", "3x", "-1", "1e300"}) {
-      if (std::string_view(bad) == "1e300" && std::string_view(name) == "bandwidth") continue;  // a fast one
+      if (std::string_view(bad) == "1e300" && std::string_view(name) == "bandwidth") continue;  // a fast link
       EXPECT_THAT(error_of(std::string(name) + "=" + bad), HasSubstr(std::string("cost: ") + name)) << bad;
     }
   for (const char* name : {"params", "unsharded", "grads", "act", "split"})
@@ -176,7 +173,7 @@ TEST_P(Drawings, SvgHasACellWithHoverForEveryAction) {
   }
 }
 
-TEST_P(Drawings, HtmlStandsAlone) {
+TEST_P(Drawings, HtmlIsSelfContained) {
   for (const Schedule& schedule : forms()) {
     const Simulation simulation = simulate(schedule, model(), {.memory_curve = true});
     const std::string html = draw_html({schedule, simulation, "name"});

@@ -1,4 +1,4 @@
-// The simulator against what the literature says of each schedule, at equal costs: F = I = W = 1, B = 2, free
+// The simulator against the published formulas of each schedule, at equal costs: F = I = W = 1, B = 2, free
 // transfers.
 #include <gtest/gtest.h>
 
@@ -20,7 +20,7 @@ Simulation at_equal_costs(ScheduleKind kind, int ranks, int chunks, int microbat
   return simulate(generate(kind, shape(ranks, chunks, microbatches)), CostModel{});
 }
 
-// Idle time of the rank that idles most; at equal costs without overlaps all ranks idle alike.
+// Idle time of the most idle rank; at equal costs without overlaps all ranks are equally idle.
 double idle_time(const Simulation& simulation) {
   double most = 0;
   for (const RankSummary& rank : simulation.ranks) most = std::max(most, rank.idle);

@@ -1,5 +1,5 @@
-// The simulator against small independent counts: time by relaxation, memory by looking at every pair after
-// every slot.
+// The simulator against simple independent computations: time by relaxation, memory by checking every pair
+// after every slot.
 #include "penstock/simulator.h"
 
 #include <gmock/gmock.h>
@@ -24,8 +24,8 @@ using ::testing::HasSubstr;
 
 constexpr double kTolerance = 1e-9;
 
-// End of the last action: start times are raised until no action starts before its rank's previous slot has
-// ended or its input has arrived.
+// End of the last action: start times are increased until no action starts before its rank's previous slot
+// has ended and its input has arrived.
 double relaxed_time(const Schedule& schedule, const CostModel& model) {
   std::map<std::pair<int, std::size_t>, double> start;
   std::map<std::tuple<bool, int, int>, std::pair<int, std::size_t>> maker;  // forward?, stage, microbatch
@@ -34,7 +34,7 @@ double relaxed_time(const Schedule& schedule, const CostModel& model) {
       start[{rank, slot}] = 0;
       for (const Action& action : schedule.row(rank)[slot]) {
         if (action.kind() == ActionKind::BackwardWeight) continue;
-        maker[{action.kind() == ActionKind::Forward, action.stage().value(), action.microbatch()->value()}] =
+        maker[{action.kind() == ActionKind::Forward, action.stage(), *action.microbatch()}] =
             {rank, slot};
       }
     }
@@ -48,14 +48,14 @@ double relaxed_time(const Schedule& schedule, const CostModel& model) {
     for (auto& [place, time] : start) {
       double earliest = place.second == 0 ? 0 : end_of({place.first, place.second - 1});
       for (const Action& action : schedule.row(place.first)[place.second]) {
-        const int stage = action.stage().value();
+        const int stage = action.stage();
         const bool is_forward = action.kind() == ActionKind::Forward;
         if (action.kind() == ActionKind::BackwardWeight) continue;
         if (is_forward ? schedule.stages().is_first(action.stage())
                        : schedule.stages().is_last(action.stage()))
           continue;
         const auto from =
-            maker.at({is_forward, is_forward ? stage - 1 : stage + 1, action.microbatch()->value()});
+            maker.at({is_forward, is_forward ? stage - 1 : stage + 1, *action.microbatch()});
         const bool remote = from.first != place.first;
         earliest = std::max(earliest, end_of(from) + (remote ? model.latency : 0));
       }
@@ -85,7 +85,7 @@ struct Held {
   std::int64_t bytes = 0;
 };
 
-// The most that a rank holds at any moment, by looking at every (stage, microbatch) during every slot.
+// The peak that a rank holds, by checking every (stage, microbatch) during every slot.
 Held brute_force_peak(const Schedule& schedule, int rank, const CostModel& model) {
   struct Marks {
     int forward = -1, input = -1, weight = -1;  // slots
@@ -96,12 +96,12 @@ Held brute_force_peak(const Schedule& schedule, int rank, const CostModel& model
   for (int slot = 0; slot < static_cast<int>(row.size()); ++slot) {
     for (const Action& action : row[static_cast<std::size_t>(slot)]) {
       if (!is_compute(action.kind())) continue;
-      Marks& marks = pairs[{action.stage().value(), action.microbatch()->value()}];
+      Marks& marks = pairs[{action.stage(), *action.microbatch()}];
       if (action.kind() == ActionKind::Forward) marks.forward = slot;
-      if (gives_input_gradient(action.kind())) marks.input = slot;
-      if (gives_weight_gradient(action.kind())) {
+      if (produces_input_gradient(action.kind())) marks.input = slot;
+      if (produces_weight_gradient(action.kind())) {
         marks.weight = slot;
-        first_weight.try_emplace(action.stage().value(), slot);
+        first_weight.try_emplace(action.stage(), slot);
       }
     }
   }
@@ -270,8 +270,8 @@ TEST(Simulator, CriticalPathIsAChainFromTheBeginningToTheEnd) {
         const CriticalAction& before = result.critical_path[i - 1];
         EXPECT_EQ(now.cause.rank, before.rank);
         EXPECT_EQ(now.cause.slot, before.slot);
-        // Two sides of one transfer share their times; anything else starts when the one before has ended, or
-        // one transfer later.
+        // Both sides of a transfer have the same times; any other action starts when the previous one has
+        // ended, or one transfer later.
         if (now.cause.kind == Cause::Kind::Peer) continue;
         EXPECT_GE(now.start, before.end - model.latency - kTolerance) << item.name();
         EXPECT_LE(now.start, before.end + model.latency + kTolerance) << item.name();
@@ -284,14 +284,14 @@ TEST(Simulator, StallNamesTheCycle) {
   const Schedule crossed = schedule::parse_schedule("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n");
   try {
     simulate(crossed, CostModel{});
-    FAIL() << "ranks that wait for each other must not simulate";
+    FAIL() << "a deadlocked schedule must not simulate";
   } catch (const schedule::ScheduleError& error) {
     EXPECT_EQ(error.report().cycle.size(), 2U) << error.what();
     EXPECT_THAT(error.what(), HasSubstr("waits for"));
   }
 }
 
-TEST(Simulator, RefusesWhatCannotBeLookedUp) {
+TEST(Simulator, RefusesInconsistentSchedules) {
   CostModel two;
   two.stages = {{}, {}};
   EXPECT_THROW(simulate(generate(ScheduleKind::GPipe, shape(4, 1, 4)), two), ValueError);
@@ -301,7 +301,7 @@ TEST(Simulator, RefusesWhatCannotBeLookedUp) {
   // Stage 0 acts on two ranks.
   const Schedule wandering = schedule::parse_schedule("0F0,0B0\n0F1,0B1\n");
   EXPECT_THROW(simulate(wandering, CostModel{}), schedule::ScheduleError);
-  // A send that no one receives, a receive of another microbatch.
+  // A send without a receive, and a receive of another microbatch.
   EXPECT_THROW(simulate(schedule::parse_schedule("0F0,0SEND_F0\n1F0\n"), CostModel{}),
                schedule::ScheduleError);
   EXPECT_THROW(simulate(schedule::parse_schedule("0F0,0F1,0SEND_F0\n1RECV_F1,1F1\n"), CostModel{}),

@@ -1,5 +1,5 @@
-// Reference data of the sections `schedules` and `mapping` (stage maps). Every case of an index is run; a
-// kind of case or of pass that is not known here fails.
+// Reference data of the sections `schedules` and `mapping` (stage maps). Every case of an index is run;
+// unknown kinds of cases or passes fail.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -118,7 +118,8 @@ Executed executed(const std::string& line) {
   return result;
 }
 
-// Transfers stand where PyTorch starts them, whatever it batches; gradients are divided where it divides them.
+// Transfers are where PyTorch starts them, regardless of batching; gradients are divided where it divides
+// them.
 void expect_executed(const Schedule& schedule, const std::string& csv) {
   LowerOptions options;
   options.defer_receives = true;
@@ -186,8 +187,8 @@ TEST(GoldenSchedules, Configs) {
       EXPECT_TRUE(deferred_report.ok()) << deferred_report.text();
     }
     if (config.contains("exec_csv")) expect_executed(schedule, read_csv(config.at("exec_csv")));
-    // The reference reports a second, partly wrong form of some schedules; whether it agrees with the
-    // executed one is recorded, and the executed one is ours.
+    // PyTorch 2.14 reports a second, partly wrong form of some schedules. The data records whether it agrees
+    // with the executed form; Penstock matches the executed one.
     if (config.contains("reported_ir_csv")) {
       std::vector<Row> with_reduce;
       for (const Row& row : schedule.rows())
@@ -233,7 +234,7 @@ TEST(GoldenSchedules, Errors) {
       const std::string name = looked_up_name(error);
       if (fails) {
         try {
-          // Names beyond the reference are the only ones that may resolve here.
+          // Only names that PyTorch 2.14 does not have may resolve here.
           EXPECT_FALSE(resolve_schedule_name(name).in_reference) << name;
         } catch (const ValueError&) {
         }
@@ -251,12 +252,12 @@ TEST(GoldenSchedules, Validation) {
   for (const json& item : section("schedules").at("validation")) {
     SCOPED_TRACE(item.at("id").get<std::string>());
     const int microbatches = item.at("n_microbatches").get<int>();
-    ValidateOptions as_reference;
-    as_reference.as_reference = true;
-    as_reference.expected = ValidateOptions::Extent{item.at("pp_size").get<int>(),
+    ValidateOptions as_pytorch;
+    as_pytorch.as_pytorch = true;
+    as_pytorch.expected = ValidateOptions::Extent{item.at("pp_size").get<int>(),
                                                     item.at("num_stages").get<int>(), microbatches};
     const auto validated = [&] {
-      return validate(schedule_from_rows(rows_of(item.at("rows"))), as_reference);
+      return validate(schedule_from_rows(rows_of(item.at("rows"))), as_pytorch);
     };
     const auto lowered = [&] {
       const Schedule schedule = validated();
@@ -270,11 +271,11 @@ TEST(GoldenSchedules, Validation) {
       EXPECT_EQ(validated().stages().stage_to_rank(), item.at("stage_to_rank").get<std::vector<int>>());
     } else {
       EXPECT_THROW(validated(), ValueError);
-      // What the reference refuses we refuse as well, without its eyes on.
+      // What PyTorch 2.14 refuses is refused in the strict mode as well.
       EXPECT_THROW(
           {
-            ValidateOptions strict = as_reference;
-            strict.as_reference = false;
+            ValidateOptions strict = as_pytorch;
+            strict.as_pytorch = false;
             validate(schedule_from_rows(rows_of(item.at("rows"))), strict);
           },
           ValueError);
@@ -288,11 +289,11 @@ TEST(GoldenSchedules, Validation) {
     } else {
       EXPECT_THROW(lowered(), ValueError);
       if (!is_compute_only(schedule_from_rows(rows_of(item.at("rows"))))) continue;
-      // The reference finds cycles between ranks only while lowering; we find them while validating.
+      // PyTorch 2.14 finds cycles between ranks only while lowering; Penstock finds them while validating.
       EXPECT_THROW(validate(schedule_from_rows(rows_of(item.at("rows"))),
                             [&] {
                               ValidateOptions strict;
-                              strict.expected = as_reference.expected;
+                              strict.expected = as_pytorch.expected;
                               return strict;
                             }()),
                    ValueError);
@@ -318,8 +319,8 @@ TEST(GoldenSchedules, Passes) {
   }
 }
 
-// Blanks and leading zeros aside, is this text the printed form of an action? The reference also takes text
-// with something behind the action, which we refuse.
+// Returns whether this text is the printed form of an action, up to blanks and leading zeros. PyTorch 2.14
+// also accepts trailing text after the action, which Penstock refuses.
 std::string canonical(const std::string& text) {
   std::string out;
   bool in_number = false;
@@ -335,8 +336,8 @@ std::string canonical(const std::string& text) {
   return out;
 }
 
-// PyTorch also takes units in parentheses of any kind, "(0F0;1B0)F", and with one member or none. We refuse them:
-// nothing could execute them as they are written.
+// PyTorch also accepts parenthesized units of any kind, "(0F0;1B0)F", and with one member or none. Penstock
+// refuses them, since they could not be executed as written.
 bool is_no_overlap(const json& action) {
   if (action.at("type") != "OVERLAP_F_B") return !action.at("sub").is_null();
   return action.at("sub").is_null() || action.at("sub").size() < 2;
@@ -358,21 +359,21 @@ TEST(GoldenSchedules, ActionParse) {
     }
     const std::string printed = action.at("printed").get<std::string>();
     if (canonical(text) != printed || is_no_overlap(action)) {
-      EXPECT_THROW(parse_cell(text), ConfigError);  // text behind the action
+      EXPECT_THROW(parse_cell(text), ConfigError);  // text after the action
       continue;
     }
     const std::vector<Action> members = parse_cell(text);
     EXPECT_EQ(to_text(members), printed);
     ASSERT_FALSE(members.empty());
-    // Of an overlap PyTorch looks at its kind, whatever its members are; we look at the members.
+    // PyTorch classifies an overlap by its kind, whatever its members; Penstock looks at the members.
     if (action.at("sub").is_null()) {
       EXPECT_EQ(is_compute(members[0].kind()), action.at("is_compute").get<bool>());
       ASSERT_EQ(members.size(), 1u);
-      EXPECT_EQ(members[0].stage().value(), action.at("stage").get<int>());
+      EXPECT_EQ(members[0].stage(), action.at("stage").get<int>());
       EXPECT_EQ(to_text(members[0].kind()), action.at("type").get<std::string>());
       EXPECT_EQ(members[0].has_microbatch(), !action.at("microbatch").is_null());
       if (members[0].has_microbatch()) {
-        EXPECT_EQ(members[0].microbatch()->value(), action.at("microbatch").get<int>());
+        EXPECT_EQ(*members[0].microbatch(), action.at("microbatch").get<int>());
       }
     } else {
       ASSERT_EQ(members.size(), action.at("sub").size());
@@ -402,10 +403,10 @@ TEST(GoldenMapping, StageMaps) {
     const int ranks = item.at("pp_size").get<int>();
     const int stages = item.at("num_stages").get<int>();
     const auto map = [&] {
-      return stage_to_rank(parse_placement(item.at("style").get<std::string>()), ranks, stages);
+      return stage_to_rank(parse_stage_placement(item.at("style").get<std::string>()), ranks, stages);
     };
     const auto inverse = [&] {
-      return rank_to_stages(parse_placement(item.at("style").get<std::string>()), ranks, stages);
+      return rank_to_stages(parse_stage_placement(item.at("style").get<std::string>()), ranks, stages);
     };
     if (item.contains("error_type")) {
       ASSERT_EQ(item.at("error_type"), "ValueError");
@@ -414,7 +415,7 @@ TEST(GoldenMapping, StageMaps) {
       continue;
     }
     EXPECT_EQ(map(), item.at("stage_to_rank").get<std::vector<int>>());
-    // The reference leaves ranks without a stage out of its map.
+    // PyTorch 2.14 omits ranks without a stage from its map.
     json occupied = json::object();
     const auto stages_of = inverse();
     for (std::size_t rank = 0; rank < stages_of.size(); ++rank) {

@@ -52,7 +52,7 @@ Case legal_case(const std::vector<ScheduleKind>& kinds) {
   return *rc::gen::suchThat(any_case, is_legal);
 }
 
-// Most chunks held at once on each rank, by counting.
+// Maximum number of chunks held at once on each rank, by counting.
 std::vector<int> held_chunks(const Schedule& schedule) {
   std::vector<int> result;
   for (const Row& row : schedule.rows()) {
@@ -63,7 +63,7 @@ std::vector<int> held_chunks(const Schedule& schedule) {
         if (action.kind() == ActionKind::Forward) most = std::max(most, ++held);
       }
       for (const Action& action : slot) {
-        if (gives_weight_gradient(action.kind())) --held;
+        if (produces_weight_gradient(action.kind())) --held;
       }
     }
     EXPECT_EQ(held, 0);
@@ -90,14 +90,14 @@ std::vector<int> idle_within_span(const Schedule& schedule) {
         int length = 0;
         bool ready = true;
         for (const Action& action : slot) {
-          const int stage = action.stage().value();
+          const int stage = action.stage();
           length += action.kind() == ActionKind::Backward ? 2 : 1;
           const bool is_forward = action.kind() == ActionKind::Forward;
           const bool needs = is_forward ? !map.is_first(action.stage())
-                                        : gives_input_gradient(action.kind()) && !map.is_last(action.stage());
+                                        : produces_input_gradient(action.kind()) && !map.is_last(action.stage());
           if (!needs) continue;
           const auto found =
-              made.find({is_forward, is_forward ? stage - 1 : stage + 1, action.microbatch()->value()});
+              made.find({is_forward, is_forward ? stage - 1 : stage + 1, *action.microbatch()});
           if (found == made.end()) {
             ready = false;
           } else {
@@ -112,7 +112,7 @@ std::vector<int> idle_within_span(const Schedule& schedule) {
         busy[r] += length;
         for (const Action& action : slot) {
           if (action.kind() == ActionKind::BackwardWeight) continue;
-          made[{action.kind() == ActionKind::Forward, action.stage().value(), action.microbatch()->value()}] =
+          made[{action.kind() == ActionKind::Forward, action.stage(), *action.microbatch()}] =
               clock[r];
         }
       }
@@ -164,9 +164,9 @@ RC_GTEST_PROP(EveryRow, RoundTripsThroughText, ()) {
       const int count = *rc::gen::inRange(0, 4);
       for (int k = 0; k < count; ++k) {
         const auto kind = static_cast<ActionKind>(*rc::gen::inRange(0, kActionKinds));
-        const StageId stage{*rc::gen::inRange(0, kMaxStage)};
+        const int stage = *rc::gen::inRange(0, kMaxStage);
         if (*rc::gen::arbitrary<bool>()) {
-          members.emplace_back(kind, stage, MicrobatchId{*rc::gen::inRange(0, kMaxMicrobatch)});
+          members.emplace_back(kind, stage, *rc::gen::inRange(0, kMaxMicrobatch));
         } else {
           members.emplace_back(kind, stage);
         }
@@ -177,7 +177,7 @@ RC_GTEST_PROP(EveryRow, RoundTripsThroughText, ()) {
   RC_ASSERT(parse_rows(to_csv(rows)) == rows);
 }
 
-// What the table in generators.h says a rank holds at most, in chunks.
+// Maximum number of chunks that a rank holds, from the table in generators.h.
 int held_at_most(const Case& item, int rank) {
   const int ranks = item.shape.ranks;
   const int chunks = item.shape.stages_per_rank;
@@ -226,7 +226,7 @@ RC_GTEST_PROP(Bubbles, ZbvLeavesNoGap, ()) {
 }
 
 // The published table of DualPipe: (P/2 - 1)(F&B + B - 3W) steps of bubble.
-RC_GTEST_PROP(Bubbles, DualPipeKeepsItsTable, ()) {
+RC_GTEST_PROP(Bubbles, DualPipeMatchesItsTable, ()) {
   const Case item = legal_case({ScheduleKind::DualPipe});
   const Schedule schedule = generate(item.kind, item.shape);
   for (const int idle : idle_within_span(schedule))

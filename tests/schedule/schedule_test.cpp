@@ -1,4 +1,4 @@
-// Values, text form, placement, names, shapes and the arithmetic of the virtual pipeline.
+// Schedule values, text form, placement, names, shapes and the arithmetic of the virtual pipeline.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -26,13 +26,13 @@ PipelineShape shape(int ranks, int stages_per_rank, int microbatches) {
 }
 
 TEST(Action, HoldsItsPartsInEightBytes) {
-  const Action action(ActionKind::RecvBackward, StageId{kMaxStage}, MicrobatchId{kMaxMicrobatch});
+  const Action action(ActionKind::RecvBackward, kMaxStage, kMaxMicrobatch);
   EXPECT_EQ(sizeof action, 8u);
   EXPECT_EQ(action.kind(), ActionKind::RecvBackward);
-  EXPECT_EQ(action.stage(), StageId{kMaxStage});
-  EXPECT_EQ(action.microbatch(), MicrobatchId{kMaxMicrobatch});
-  EXPECT_EQ(Action(ActionKind::Unshard, StageId{3}).microbatch(), std::nullopt);
-  EXPECT_NE(Action(ActionKind::Forward, StageId{3}), forward(3, 0));
+  EXPECT_EQ(action.stage(), kMaxStage);
+  EXPECT_EQ(action.microbatch(), kMaxMicrobatch);
+  EXPECT_EQ(Action(ActionKind::Unshard, 3).microbatch(), std::nullopt);
+  EXPECT_NE(Action(ActionKind::Forward, 3), forward(3, 0));
   EXPECT_THROW(forward(-1, 0), ValueError);
   EXPECT_THROW(forward(0, -1), ValueError);
   EXPECT_THROW(forward(kMaxStage + 1, 0), ValueError);
@@ -40,8 +40,8 @@ TEST(Action, HoldsItsPartsInEightBytes) {
 
 TEST(ActionText, EveryKindRoundTrips) {
   for (int kind = 0; kind < kActionKinds; ++kind) {
-    const Action with(static_cast<ActionKind>(kind), StageId{12}, MicrobatchId{3});
-    const Action without(static_cast<ActionKind>(kind), StageId{7});
+    const Action with(static_cast<ActionKind>(kind), 12, 3);
+    const Action without(static_cast<ActionKind>(kind), 7);
     EXPECT_EQ(parse_action(to_text(with)), with) << to_text(with);
     EXPECT_EQ(parse_action(to_text(without)), without) << to_text(without);
   }
@@ -102,7 +102,7 @@ TEST(ScheduleText, CommentsAndAByteOrderMarkAreSkipped) {
   EXPECT_EQ(parse_rows("\xef\xbb\xbf# Excel\r\n0F0,0B0\r\n1F0,1B0\r\n"), rows);
   EXPECT_EQ(parse_rows("0F0\n\n").size(), 2u) << "an empty line is a rank, a comment is not";
   EXPECT_THAT(message_of<ConfigError>([] { parse_rows("# one\n# two\n0F0,0Q0\n"); }), HasSubstr("line 3, column 6"));
-  EXPECT_THROW(parse_rows("0F0\xef\xbb\xbf\n"), ConfigError) << "elsewhere it is junk";
+  EXPECT_THROW(parse_rows("0F0\xef\xbb\xbf\n"), ConfigError) << "a byte order mark must come first";
 }
 
 TEST(ScheduleText, LimitsAreEnforced) {
@@ -126,30 +126,30 @@ TEST(ScheduleText, LimitsAreEnforced) {
 TEST(ScheduleText, PlacementIsReadOffOrGiven) {
   EXPECT_THAT(parse_schedule("0F0,3F0\n1F0,2F0\n").stages().stage_to_rank(), ElementsAre(0, 1, 1, 0));
   EXPECT_THAT(parse_schedule("1F0\n0F0\n").stages().stage_to_rank(), ElementsAre(1, 0));
-  EXPECT_THAT(parse_schedule("1F0\n0F0\n", Placement::Loop).stages().stage_to_rank(), ElementsAre(0, 1));
+  EXPECT_THAT(parse_schedule("1F0\n0F0\n", StagePlacement::Loop).stages().stage_to_rank(), ElementsAre(0, 1));
   EXPECT_THROW(parse_schedule("0F0,2F0\n"), ConfigError);
   EXPECT_THROW(parse_schedule(",,\n"), ConfigError);
-  EXPECT_THROW(parse_schedule("16000000F0\n"), ConfigError) << "must not make a table of that size";
+  EXPECT_THROW(parse_schedule("16000000F0\n"), ConfigError) << "must not allocate a table of that size";
 }
 
-TEST(Placement, PartialLastLegOfAVCanBeAllowed) {
-  EXPECT_THROW(stage_to_rank(Placement::V, 3, 7), ValueError);
-  EXPECT_THAT(stage_to_rank(Placement::V, 3, 7, PartialLeg::Allow), ElementsAre(0, 1, 2, 2, 1, 0, 0));
-  EXPECT_THAT(stage_to_rank(Placement::V, 4, 6, PartialLeg::Allow), ElementsAre(0, 1, 2, 3, 3, 2));
-  EXPECT_THAT(rank_to_stages(Placement::V, 3, 4, PartialLeg::Allow),
+TEST(StagePlacement, PartialLastLegOfAVCanBeAllowed) {
+  EXPECT_THROW(stage_to_rank(StagePlacement::V, 3, 7), ValueError);
+  EXPECT_THAT(stage_to_rank(StagePlacement::V, 3, 7, PartialLeg::Allow), ElementsAre(0, 1, 2, 2, 1, 0, 0));
+  EXPECT_THAT(stage_to_rank(StagePlacement::V, 4, 6, PartialLeg::Allow), ElementsAre(0, 1, 2, 3, 3, 2));
+  EXPECT_THAT(rank_to_stages(StagePlacement::V, 3, 4, PartialLeg::Allow),
               ElementsAre(ElementsAre(0), ElementsAre(1), ElementsAre(2, 3)));
-  EXPECT_THROW(stage_to_rank(Placement::Loop, 0, 4), ValueError);
-  EXPECT_THROW(stage_to_rank(Placement::Bidirectional, 4, 6), ValueError);
+  EXPECT_THROW(stage_to_rank(StagePlacement::Loop, 0, 4), ValueError);
+  EXPECT_THROW(stage_to_rank(StagePlacement::Bidirectional, 4, 6), ValueError);
 }
 
-TEST(Placement, BidirectionalHasTwoChains) {
-  const StageMap map = StageMap::make(Placement::Bidirectional, 4, 8, 16);
+TEST(StagePlacement, BidirectionalHasTwoChains) {
+  const StageMap map = StageMap::make(StagePlacement::Bidirectional, 4, 8, 16);
   EXPECT_THAT(map.stage_to_rank(), ElementsAre(0, 1, 2, 3, 3, 2, 1, 0));
-  EXPECT_TRUE(map.is_last(StageId{3}));
-  EXPECT_TRUE(map.is_first(StageId{4}));
-  EXPECT_FALSE(map.is_first(StageId{5}));
-  EXPECT_TRUE(map.runs(StageId{4}, MicrobatchId{8}));
-  EXPECT_FALSE(map.runs(StageId{3}, MicrobatchId{8}));
+  EXPECT_TRUE(map.is_last(3));
+  EXPECT_TRUE(map.is_first(4));
+  EXPECT_FALSE(map.is_first(5));
+  EXPECT_TRUE(map.runs(4, 8));
+  EXPECT_FALSE(map.runs(3, 8));
   EXPECT_EQ(map.microbatches(), 16);
 }
 
@@ -182,7 +182,7 @@ TEST(Names, WordsMayBeJoinedByUnderscores) {
   EXPECT_THROW(schedule_kind(""), ValueError);
 }
 
-TEST(Shapes, MessagesSayWhatWouldDo) {
+TEST(Shapes, ErrorsSuggestValidShapes) {
   EXPECT_THAT(message_of<ValueError>([] { one_f_one_b(shape(4, 1, 2)); }),
               AllOf(HasSubstr("1F1B"), HasSubstr("got 2"), HasSubstr("at least 4")));
   EXPECT_THAT(
@@ -253,7 +253,7 @@ TEST(VirtualPipeline, WarmUp) {
   EXPECT_TRUE(forward_only.all_warm_up);
 }
 
-// The round equals the rank count exactly when the microbatches are a multiple of it.
+// The group size equals the rank count if and only if the microbatches are a multiple of it.
 TEST(VirtualPipeline, MicrobatchesPerRound) {
   EXPECT_EQ(microbatches_per_round(5, 4), 5);
   for (int ranks = 1; ranks <= 9; ++ranks) {
@@ -289,9 +289,9 @@ TEST(VirtualPipeline, HelpersAgreeWithTheSchedule) {
               const bool is_forward = slot[0].kind() == ActionKind::Forward;
               const TableEntry& entry = table[is_forward ? forwards : backwards];
               const int chunk = is_forward ? entry.chunk : backward_chunk(entry.chunk, chunks);
-              ASSERT_EQ(slot[0].stage().value(),
+              ASSERT_EQ(slot[0].stage(),
                         virtual_stages_of_rank(rank, ranks, chunks)[static_cast<std::size_t>(chunk)]);
-              ASSERT_EQ(slot[0].microbatch()->value(), entry.microbatch);
+              ASSERT_EQ(*slot[0].microbatch(), entry.microbatch);
               if (!is_forward && backwards == 0) before_first_backward = forwards;
               ++(is_forward ? forwards : backwards);
             }
@@ -311,7 +311,7 @@ TEST(VirtualPipeline, BubbleShareDividesTheBubblesTimeByTheChunks) {
   EXPECT_DOUBLE_EQ(bubble_share(1, 4, 8), 0);
 }
 
-// Not one microbatch in flight, and not the whole pipeline either: P - rank.
+// P - rank microbatches are in flight, neither one nor P.
 TEST(OneFOneB, HoldsRanksMinusRankMicrobatches) {
   for (int ranks = 1; ranks <= 6; ++ranks) {
     for (int microbatches = ranks; microbatches <= 3 * ranks; ++microbatches) {
@@ -329,7 +329,7 @@ TEST(OneFOneB, HoldsRanksMinusRankMicrobatches) {
   }
 }
 
-TEST(Lower, OptionsLeaveOutWhatIsNotWanted) {
+TEST(Lower, OptionsDisableSinglePasses) {
   LowerOptions plain;
   plain.unshard = false;
   plain.reduce_grad = false;
@@ -341,8 +341,8 @@ TEST(Lower, OptionsLeaveOutWhatIsNotWanted) {
   EXPECT_THROW(lower(lower(gpipe(shape(2, 1, 1)))), ValueError);
 }
 
-// As PyTorch refuses them, with the place; it does not look into overlaps.
-TEST(Lower, WhatIsNoComputationIsRefusedByName) {
+// As in PyTorch, but with the place in the message; PyTorch does not check inside overlaps.
+TEST(Lower, NonComputeActionsAreRefusedByName) {
   const auto message = [](const char* csv) {
     try {
       lower(parse_schedule(csv));
@@ -361,7 +361,7 @@ TEST(Lower, WhatIsNoComputationIsRefusedByName) {
   EXPECT_TRUE(is_compute_only(gpipe(shape(2, 1, 1))));
 }
 
-// What PyTorch 2.14 makes of the same text is in the comment.
+// The comments show what PyTorch 2.14 does with the same text.
 TEST(ActionText, MalformedOverlapsAreRefused) {
   for (const char* text : {
            "(0F0",                                   // refused

@@ -1,4 +1,4 @@
-// The validator finds planted faults, names their place, and lets every good schedule through.
+// The validator finds injected faults, reports their place, and accepts every valid schedule.
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -49,7 +49,7 @@ TEST(Validate, FindsPlantedFaultsOfEachKind) {
   expect_first("(0F0;1F0)OVERLAP_F_B,1B0,0B0\n", ViolationKind::Order,
                "needs the activation of the previous stage");
   expect_first("0UNSHARD,0F0,0RESHARD,0B0\n1UNSHARD,1F0,1B0\n", ViolationKind::Sharding, "not gathered");
-  expect_first("0UNSHARD,0UNSHARD,0F0,0B0\n1UNSHARD,1F0,1B0\n", ViolationKind::Sharding, "gathered already");
+  expect_first("0UNSHARD,0UNSHARD,0F0,0B0\n1UNSHARD,1F0,1B0\n", ViolationKind::Sharding, "already gathered");
   expect_first("0RESHARD,0F0,0B0\n1F0,1B0\n", ViolationKind::Sharding, "not gathered");
   expect_first("0F0,0REDUCE_GRAD,0B0\n1F0,1B0,1REDUCE_GRAD\n", ViolationKind::Sharding,
                "0 of 1 weight gradients");
@@ -72,7 +72,7 @@ TEST(Validate, FindsFaultsOfTransfers) {
   expect_first(
       "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
       "1RECV_F1,1F1,1RECV_F0,1F0,1B0,1SEND_B0,1B1,1SEND_B1\n",
-      ViolationKind::TransferOrder, "rank 0, slot 1 (0SEND_F0) meets rank 1, slot 0 (1RECV_F1)");
+      ViolationKind::TransferOrder, "rank 0, slot 1 (0SEND_F0) is paired with rank 1, slot 0 (1RECV_F1)");
 }
 
 TEST(Validate, FindsTheCrossRankDeadlockOfAComputeSchedule) {
@@ -91,8 +91,8 @@ TEST(Validate, FindsTheCrossRankDeadlockOfAComputeSchedule) {
   EXPECT_THROW(lower(parse_schedule("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")), ScheduleError);
 }
 
-// Two ranks that both send first: fine if sends are only posted, stuck if they block.
-TEST(Validate, TellsBlockingFromPostedSends) {
+// Two ranks that both send first: valid if sends are only posted, a deadlock if they block.
+TEST(Validate, DistinguishesBlockingFromPostedSends) {
   const char* csv =
       "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
       "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n";
@@ -107,7 +107,7 @@ TEST(Validate, TellsBlockingFromPostedSends) {
   EXPECT_TRUE(report_of(csv, posted).ok());
 }
 
-TEST(Validate, ReportsTheCycleAndNotWhoWaitsBehindIt) {
+TEST(Validate, ReportsTheCycleOnly) {
   // Ranks 3 and 4 wait for each other; the other ranks wait for them.
   const char* csv =
       "0F0,0F1,5F1,5F0,5B0,5B1,0B0,0B1\n"
@@ -136,7 +136,7 @@ TEST(Validate, ReportsTheShortestOfSeveralCycles) {
 }
 
 TEST(Validate, ReportsALongCycleWhole) {
-  // Rank 0 begins with its second stage, which comes after the first one's way over all ranks.
+  // Rank 0 begins with its second stage, whose input has to pass through all ranks first.
   const Report report = report_of("3F0,0F0,3B0,0B0\n1F0,4F0,4B0,1B0\n2F0,5F0,5B0,2B0\n");
   ASSERT_FALSE(report.ok());
   ASSERT_EQ(report.cycle.size(), 3u) << report.text();
@@ -185,8 +185,8 @@ TEST(Validate, ChainsCallsAndThrowsWithTheReport) {
   }
 }
 
-// Faults planted in every kind of schedule, at every slot: dropping or doubling an action never goes
-// unnoticed; swapping two neighbours is found, or the result still runs.
+// Faults injected into every kind of schedule, at every slot: dropping or duplicating an action is always
+// found; swapping two adjacent actions is found, or the result still runs.
 TEST(Validate, FindsDroppedDoubledAndSwappedActionsEverywhere) {
   for (const ScheduleKind kind : all_schedule_kinds()) {
     SCOPED_TRACE(to_text(kind));
@@ -198,7 +198,7 @@ TEST(Validate, FindsDroppedDoubledAndSwappedActionsEverywhere) {
         for (std::size_t at = 0; at < row.size(); ++at) {
           Schedule dropped = schedule;
           dropped.row(rank).replace_idle(at);
-          // RESHARD at the very end of a row is allowed to be missing: the step is over.
+          // RESHARD at the very end of a row may be missing: the step is over.
           const bool may_miss = row[at][0].kind() == ActionKind::Reshard;
           if (!may_miss) {
             EXPECT_FALSE(check(dropped).ok()) << "dropped " << to_text(row[at]);

@@ -1,4 +1,4 @@
-// Training on shards is training in one process.
+// Training on shards equals training in one process.
 #include "penstock/fully_shard.h"
 
 #include <fmt/format.h>
@@ -21,7 +21,7 @@ using namespace std::chrono_literals;
 using namespace penstock::test;
 
 comm::MeshGroups line(comm::World& world) {
-  return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())};
 }
 
 class Worlds : public testing::TestWithParam<int> {};
@@ -38,7 +38,7 @@ TEST_P(Worlds, TrainLikeOneProcess) {
 }
 
 comm::MeshGroups grid(comm::World& world, std::vector<std::int64_t> shape, std::vector<std::string> names) {
-  return {world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", shape, names, world.rank(), world.size())};
 }
 
 TEST(FullyShard, OneGroupForEverything) {
@@ -69,7 +69,8 @@ TEST(FullyShard, Replicate) {
   });
 }
 
-// Every parameter with two dims along its last one, which no number of ranks here divides evenly everywhere.
+// Every parameter with two dims is sharded along its last one, which no number of ranks here divides evenly
+// for all of them.
 TEST(FullyShard, AnyDimUnevenly) {
   comm::run_ranks(3, 60s, [](comm::World& world) {
     Model model = same_model();
@@ -90,9 +91,9 @@ TEST(FullyShard, ReshardingToFewerRanksAndNotAtAll) {
       const at::Tensor out = model->forward(tokens);
       ShardState* first = shard_state_of(*model->blocks[0]);
       ASSERT_NE(first, nullptr);
-      const GroupState expected = std::holds_alternative<ReshardTo>(choice) ? GroupState::ShardedPostForward : std::get<bool>(choice) ? GroupState::Sharded : GroupState::Unsharded;
+      const ShardGroupState expected = std::holds_alternative<ReshardTo>(choice) ? ShardGroupState::ShardedPostForward : std::get<bool>(choice) ? ShardGroupState::Sharded : ShardGroupState::Unsharded;
       EXPECT_EQ(to_text(first->group()->state()), to_text(expected));
-      EXPECT_EQ(is_dtensor(model->blocks[0]->as<BlockImpl>()->up->weight), expected != GroupState::Unsharded) << "the module sees the shard";
+      EXPECT_EQ(is_dtensor(model->blocks[0]->as<BlockImpl>()->up->weight), expected != ShardGroupState::Unsharded) << "the module sees the shard";
       out.sum().backward();
       EXPECT_EQ(to_text(first->group()->state()), "Sharded");
       model->zero_grad();
@@ -118,7 +119,7 @@ TEST(FullyShard, Accumulation) {
         state.set_requires_all_reduce(how.all_reduce_each || last);
         state.set_is_last_backward(last || how.all_reduce_each);
         if (micro > 0) {
-          const bool gathered = state.group()->state() == GroupState::Unsharded;
+          const bool gathered = state.group()->state() == ShardGroupState::Unsharded;
           EXPECT_EQ(gathered, !how.reshard);
           if (step == 0) {
             EXPECT_EQ(model->head->weight.grad().defined(), how.reduce_each && how.all_reduce_each);
@@ -189,7 +190,7 @@ TEST(FullyShard, TiedFrozenAndUnusedParametersWithReplicas) {
   check_tied(4, [](comm::World& world) { return grid(world, {2, 2}, {"replicas", "shards"}); });
 }
 
-// A rank without a gradient counts as one with zeros, also where a whole group is not used on it.
+// A rank without a gradient contributes zeros, also if it does not use the group at all.
 TEST(FullyShard, RanksThatUseDifferentParameters) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     struct Branches : nn::Module {
@@ -212,13 +213,14 @@ TEST(FullyShard, RanksThatUseDifferentParameters) {
     const at::Tensor x = at::ones({2, 4});
     for (int step = 0; step < 2; ++step) {
       model->zero_grad();
-      // Both ranks gather `second`, but only rank 0 lets a gradient through; nobody touches `third`.
+      // Both ranks gather `second`, but only rank 0 lets a gradient through; neither uses `third`.
       const at::Tensor h = model->first(x);
       const at::Tensor s = model->second(h);
       model->last(world.rank() == 0 ? s : s.detach()).sum().backward();
       const at::Tensor grad = model->second->weight.grad();
       ASSERT_TRUE(grad.defined()) << "rank 0 has one";
-      // last has weights 0.5: each output of `second` counts 4 * 0.5; inputs are 2.5; two rows; averaged over two ranks.
+      // `last` has weights 0.5: each output of `second` counts 4 * 0.5; inputs are 2.5; two rows; averaged
+      // over two ranks.
       EXPECT_TRUE(at::allclose(full_tensor(grad), at::full({4, 4}, 2.0 * 2.5 * 2 / 2)));
       EXPECT_TRUE(model->first->weight.grad().defined());
       EXPECT_FALSE(model->third->weight.grad().defined());
@@ -256,8 +258,8 @@ TEST(FullyShard, MixedPrecisionIsThatOfACastModel) {
   });
 }
 
-// Gradients in bfloat16, added up over microbatches and averaged over shards and replicas: bit for bit what one process makes of
-// the same parts, rounding where the documentation says.
+// Gradients in bfloat16, accumulated over microbatches and averaged over shards and replicas: bitwise equal
+// to one process with the same parts, rounding where the documentation says.
 TEST(FullyShard, HalfPrecisionAccumulationBitForBit) {
   const auto make = [] {
     nn::Linear layer(6, 5);
@@ -310,7 +312,7 @@ TEST(FullyShard, IgnoredAndStridedParameters) {
     EXPECT_FALSE(is_dtensor(ignored));
     EXPECT_FALSE(shard_of(ignored).has_value());
     const auto before = [&](int) {
-      // What is not sharded is the user's to average.
+      // Parameters that are not sharded must be averaged by the user.
       at::Tensor grad = ignored.grad();
       world.group().all_reduce(grad, comm::ReduceOp::Avg).wait();
     };

@@ -1,7 +1,7 @@
 // Reference data of the section `fsdp`: layouts exactly, training trajectories within rounding.
 //
-// Where the reference refuses (dims other than 0 that do not divide, strided shards that are uneven), the layout here must be the
-// cut that the documentation promises, and gathering must give the whole back.
+// Where PyTorch 2.14 throws (dims other than 0 that do not divide, uneven strided shards), the layout here
+// must be the documented one, and gathering must return the whole tensor.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -81,9 +81,9 @@ int world_of(const json& item) { return item.contains("world") ? item.at("world"
 comm::MeshGroups mesh_of_case(comm::World& world, const json& item) {
   if (item.contains("mesh")) {
     const Grid grid(item.at("mesh"));
-    return {world, DeviceMesh("cpu", grid.shape, grid.ranks, item.value("mesh_dims", std::vector<std::string>{"dp", "tp"}), Rank{world.rank()})};
+    return {world, DeviceMesh("cpu", grid.shape, grid.ranks, item.value("mesh_dims", std::vector<std::string>{"dp", "tp"}), world.rank())};
   }
-  return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())};
 }
 
 void expect_layout(const ShardInfo& info, const json& expected, const at::Tensor& sharded) {
@@ -227,7 +227,7 @@ TEST(GoldenFsdp, TensorParallelParameters) {
   }
 }
 
-// ---- the perceptron of definition.json ----
+// ---- the multilayer perceptron of definition.json ----
 
 struct Perceptron : torch::nn::Module {
   explicit Perceptron(const json& values) {
@@ -240,7 +240,7 @@ struct Perceptron : torch::nn::Module {
   at::Tensor forward(const at::Tensor& input) {
     const ForwardScope scope(*this);
     at::Tensor x = scope.input(input);
-    // A layer that is sharded on its own has a policy of its own.
+    // A layer that is sharded separately has its own policy.
     const auto layer = [](torch::nn::Linear& linear, const at::Tensor& value) {
       const ForwardScope inner(*linear);
       return inner.output(linear(inner.input(value)));
@@ -310,7 +310,7 @@ std::unique_ptr<torch::optim::Optimizer> optimizer_of(const json& options, const
 void expect_near(const at::Tensor& ours, const at::Tensor& theirs, double relative, double absolute, const std::string& what) {
   ASSERT_EQ(ours.sizes(), theirs.sizes()) << what;
   if (ours.numel() == 0) return;
-  // Relative to the largest: what is small beside it came of sums of such numbers.
+  // Relative to the largest: small values result from sums of such numbers.
   const double most = theirs.to(at::kDouble).abs().max().item<double>();
   EXPECT_LE((ours.to(at::kDouble) - theirs.to(at::kDouble)).abs().max().item<double>(), relative * most + absolute) << what;
 }
@@ -330,8 +330,9 @@ void run_trajectory(const json& item, const json& definition) {
   const Numbers shape = grid_of(item.at("mode").get<std::string>(), ranks);
   const json precision = item.value("mixed_precision", json());
   const bool low = !precision.is_null();
-  // What the reference data state. In bfloat16 versions of LibTorch round inside their kernels as they like; that sums and averages here
-  // round exactly where they should is what FullyShard.HalfPrecisionAccumulationBitForBit shows.
+  // The tolerances of the reference data. In bfloat16, versions of LibTorch round differently inside their
+  // kernels; FullyShard.HalfPrecisionAccumulationBitForBit shows that sums and averages here round exactly
+  // where they should.
   const double relative = low ? 2e-2 : 1e-5, absolute = low ? 5e-3 : 1e-6;
   const bool layers = item.value("wrap", "root") == "layers";
   const json resharding = item.value("reshard_after_forward", json());
@@ -340,7 +341,7 @@ void run_trajectory(const json& item, const json& definition) {
   const int microbatches = item.value("microbatches", 1);
   comm::run_ranks(ranks, 60s, [&](comm::World& world) {
     Perceptron model(definition.at("initial_params"));
-    const DeviceMesh grid = init_device_mesh("cpu", shape, shape.size() == 2 ? std::vector<std::string>{"replicate", "shard"} : std::vector<std::string>{"dp"}, Rank{world.rank()}, ranks);
+    const DeviceMesh grid = init_device_mesh("cpu", shape, shape.size() == 2 ? std::vector<std::string>{"replicate", "shard"} : std::vector<std::string>{"dp"}, world.rank(), ranks);
     const comm::MeshGroups mesh(world, grid);
     ShardOptions options;
     options.mixed_precision = {dtype_of(precision, "param_dtype"), dtype_of(precision, "reduce_dtype"), dtype_of(precision, "output_dtype")};

@@ -1,4 +1,4 @@
-// Between whole tensors and the rows of collectives, and the memory these lie in.
+// Copies between whole tensors and the rows of collectives, and the memory of those rows.
 #include "penstock/shard/pieces/piece_copy.h"
 
 #include <gtest/gtest.h>
@@ -10,7 +10,8 @@
 namespace penstock {
 namespace piece_copy_test {
 
-// All dims, ranks that divide and that do not, empty pieces, other parameters beside this one in the rows, dtypes that differ.
+// All dims, ranks that divide and that do not, empty pieces, other parameters in the same rows, different
+// dtypes.
 TEST(PieceCopy, SplitAndJoinAreInverse) {
   for (const std::vector<std::int64_t>& shape : std::vector<std::vector<std::int64_t>>{{7}, {1}, {0}, {4, 6}, {5, 3}, {2, 3, 5}, {3, 0, 2}, {1, 9}})
     for (std::int64_t dim = 0; dim < static_cast<std::int64_t>(shape.size()); ++dim)
@@ -31,7 +32,7 @@ TEST(PieceCopy, SplitAndJoinAreInverse) {
           const at::Tensor back = at::zeros(shape);
           join_pieces(rows, before, layout, back);
           EXPECT_TRUE(at::equal(back, whole));
-          // A gradient may come with any strides.
+          // A gradient may have any strides.
           if (shape.size() == 2) {
             const at::Tensor strided = whole.t().contiguous().t();
             rows.fill_(-1);
@@ -69,8 +70,8 @@ TEST(BufferPool, MemoryIsUsedAgain) {
   EXPECT_EQ(pool.allocations(), 3u);
 }
 
-// What was lent may outlive the pool.
-TEST(BufferPool, GoesAfterTheLastTensor) {
+// Lent memory may outlive the pool.
+TEST(BufferPool, LentMemoryMayOutliveThePool) {
   at::Tensor kept;
   {
     const BufferPool pool;

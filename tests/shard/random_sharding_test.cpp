@@ -1,9 +1,11 @@
-// Random meshes, placements, batches and modules: training on shards is training in one process.
+// Random meshes, placements, batches and modules: training on shards equals training in one process.
 //
-// Each case is drawn from its seed: a mesh over 2 to 4 ranks (1 to 3 axes, ranks in any order, slices, flattened axes), parameters that
-// are plain, tensor parallel on a mesh beside the data-parallel one, or distributed over one mesh with it, a batch placed in any way,
-// layers of uneven sizes with derived weights (W + B A, gains), recomputation inside backward, accumulation, gradients set to none
-// or zeroed. Numbers are float64: 1e-9 is far above the rounding of a few hundred terms and far below any wrong factor.
+// Each case is generated from its seed: a mesh over 2 to 4 ranks (1 to 3 axes, ranks in any order, slices,
+// flattened axes), parameters that are plain, tensor parallel on a mesh beside the data-parallel one, or
+// distributed over one mesh with it, a batch with any placements, layers of uneven sizes with derived weights
+// (W + B A, gains), recomputation inside backward, accumulation, gradients set to none or zeroed. Numbers are
+// float64: 1e-9 is far above the rounding of a few hundred terms and far below the effect of any wrong
+// factor.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <gtest/gtest.h>
@@ -49,10 +51,12 @@ struct Case {
   std::vector<int> order;                                // of the ranks in the mesh
   std::vector<int> shard_axes, replicate_axes;           // of the mesh
   bool flatten = false, replicating = false, whole_batch = false, with_hooks = false;
-  std::vector<int> other_order;                          // OneMesh: of the mesh that fully_shard is given, if another
+  // OneMesh: of the mesh passed to fully_shard, if different.
+  std::vector<int> other_order;
   std::vector<LayerShape> layers;
   std::vector<Placement> batch;                          // OneMesh: one per axis
-  std::vector<std::int64_t> choices;                     // for whatever has many values: placements and dims of parameters
+  // For everything with many possible values: placements and dims of parameters.
+  std::vector<std::int64_t> choices;
   std::optional<ReshardAfterForward> reshard;
   int microbatches = 1;
   bool sync_each = true, all_reduce_each = true, zeroed = false, prefetch = true, inference = false;
@@ -89,7 +93,7 @@ Case draw(std::uint64_t seed, int ranks) {
   c.order.resize(static_cast<std::size_t>(ranks));
   std::iota(c.order.begin(), c.order.end(), 0);
   if (chance(60)) std::shuffle(c.order.begin(), c.order.end(), random);
-  // What each axis is for. Without data-parallel axes there is nothing to test.
+  // The purpose of each axis. Without data-parallel axes there is nothing to test.
   for (int axis = 0; axis < axes; ++axis) {
     const std::int64_t use = below(c.kind == Kind::Plain ? 2 : 3);
     if (use == 0) c.replicate_axes.push_back(axis);
@@ -109,7 +113,7 @@ Case draw(std::uint64_t seed, int ranks) {
     std::shuffle(c.other_order.begin(), c.other_order.end(), random);
   }
   for (int axis = 0; axis < axes; ++axis) c.batch.push_back(chance(50) ? Placement(Shard{0}) : Placement(Replicate{}));
-  // Several shard axes cut evenly or not at all.
+  // Several shard axes must divide evenly or not shard at all.
   const bool even = !c.flatten && c.shard_axes.size() > 1;
   const auto size = [&] { return even ? 12 * (1 + below(2)) : 1 + below(7); };
   const std::int64_t layers = 1 + below(3);
@@ -178,11 +182,11 @@ at::Tensor batch_of(const Case& c, int step) {
   return at::randn({kRows, c.layers[0].in}, at::detail::createCPUGenerator(c.seed * 31 + static_cast<std::uint64_t>(step)), at::TensorOptions(at::kDouble));
 }
 
-// ---- a training, distributed or not ----
+// ---- a training run, distributed or not ----
 
 struct Outcome {
   std::vector<double> losses;
-  std::vector<std::map<std::string, at::Tensor>> gradients;  // of every step; those that there are
+  std::vector<std::map<std::string, at::Tensor>> gradients;  // of every step; only existing ones
   std::map<std::string, at::Tensor> parameters;
   at::Tensor evaluated;
 };
@@ -202,7 +206,7 @@ Outcome train(Stack& model, const Case& c, const Way& way) {
     double loss_sum = 0;
     for (int micro = 0; micro < c.microbatches; ++micro) {
       way.before_micro(micro);
-      // A recomputed layer wants an input that requires gradients.
+      // A recomputed layer needs an input that requires gradients.
       const at::Tensor x = way.place(batch_of(c, step).chunk(c.microbatches)[static_cast<std::size_t>(micro)]).set_requires_grad(true);
       const at::Tensor loss = model(x).pow(2).mean() / c.microbatches;
       loss.backward();
@@ -254,7 +258,7 @@ void compare(const Outcome& ours, const Outcome& theirs) {
 
 // ---- the distributed side ----
 
-// What data-parallel ranks there are, and which of them this rank is: by the arithmetic of the case alone.
+// The number of data-parallel ranks, and which of them this rank is, computed from the case alone.
 std::pair<int, int> place_in_batch(const Case& c, const DeviceMesh& mesh) {
   const std::vector<std::int64_t> coordinate = *mesh.coordinate();
   int index = 0, count = 1;
@@ -279,7 +283,7 @@ std::vector<std::int64_t> coordinate_in(const std::vector<int>& order, const std
   return coordinate;
 }
 
-// Whether along the data-parallel axes both meshes join the same ranks in the same order.
+// Whether both meshes join the same ranks in the same order along the data-parallel axes.
 bool meshes_agree(const Case& c) {
   for (const std::vector<int>* axes : {&c.shard_axes, &c.replicate_axes})
     for (const int axis : *axes)
@@ -303,7 +307,7 @@ void run_case(comm::World& world, const Case& c, const Outcome& expected) {
     for (const int axis : axes) chosen.push_back(names[static_cast<std::size_t>(axis)]);
     return chosen;
   };
-  const comm::MeshGroups mesh(world, DeviceMesh("cpu", c.mesh_shape, c.order, names, Rank{world.rank()}));
+  const comm::MeshGroups mesh(world, DeviceMesh("cpu", c.mesh_shape, c.order, names, world.rank()));
   std::vector<int> data_axes = c.shard_axes;
   data_axes.insert(data_axes.end(), c.replicate_axes.begin(), c.replicate_axes.end());
   std::sort(data_axes.begin(), data_axes.end());
@@ -322,7 +326,8 @@ void run_case(comm::World& world, const Case& c, const Outcome& expected) {
           distribute_parameter(item.value(), on, placements);
           continue;
         }
-        // A leaf without the hook that makes its gradient whole: gradients come as the operators leave them.
+        // A leaf without the hook that makes its gradient whole: gradients keep the placements that operators
+        // produce.
         const at::Tensor value = distribute_tensor(item.value().detach(), on, placements, {.source_axis_rank = std::nullopt});
         const bool requires_grad = item.value().requires_grad();
         item.value().set_requires_grad(false);
@@ -370,7 +375,7 @@ void run_case(comm::World& world, const Case& c, const Outcome& expected) {
     options.replicate_axes = named(c.replicate_axes);
     distribute(mesh, [&](std::size_t axis) { return std::find(data_axes.begin(), data_axes.end(), static_cast<int>(axis)) != data_axes.end(); });
     way.place = [&c, mesh](const at::Tensor& rows) { return distribute_tensor(rows, mesh, c.batch, {.source_axis_rank = std::nullopt}); };
-    if (!c.other_order.empty()) data = comm::MeshGroups(world, DeviceMesh("cpu", c.mesh_shape, c.other_order, names, Rank{world.rank()}));
+    if (!c.other_order.empty()) data = comm::MeshGroups(world, DeviceMesh("cpu", c.mesh_shape, c.other_order, names, world.rank()));
   }
 
   const auto shard = [&](nn::Module& module) {

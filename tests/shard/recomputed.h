@@ -1,4 +1,4 @@
-// A user's checkpoint function: what a forward computes is not kept, and computed again inside backward.
+// A user-defined activation checkpoint: forward results are not kept and are recomputed inside backward.
 #pragma once
 
 #include <torch/torch.h>
@@ -36,7 +36,7 @@ struct Recompute : torch::autograd::Function<Recompute> {
   }
 };
 
-// `x` must require gradients: that is how the computation gets its own.
+// `x` must require gradients, so that the computation gets a gradient.
 inline at::Tensor recomputed(const at::Tensor& x, Computation compute) { return Recompute::apply(x, c10::make_intrusive<Recompute::Held>(std::move(compute))); }
 
 }  // namespace penstock::test

@@ -1,4 +1,5 @@
-// Parameters of one module that are shared by different ranks: ShardOptions::shard_placement chooses a mesh for each.
+// Parameters of one module that are shared by different ranks: ShardOptions::shard_placement chooses a mesh
+// for each.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -38,7 +39,8 @@ at::Tensor batch(int rank, int step) { return drawn({3, 5}, static_cast<std::uin
 
 using Values = std::map<std::string, at::Tensor>;
 
-// Steps of plain SGD of all ranks in one process. `experts[rank]`: which expert a rank has; ranks with the same one average its gradient.
+// Plain SGD steps of all ranks in one process. `experts[rank]`: the expert of a rank; ranks with the same
+// expert average its gradient.
 std::vector<Values> plain_steps(const std::vector<int>& experts, int steps) {
   std::vector<std::shared_ptr<ExpertModel>> models;
   for (const int expert : experts) models.push_back(std::make_shared<ExpertModel>(static_cast<std::uint64_t>(10 + expert)));
@@ -81,13 +83,13 @@ void train_sharded(ExpertModel& model, int rank, int steps) {
   }
 }
 
-// Experts of pairs of ranks beside parameters that all four share.
+// Experts of pairs of ranks next to parameters that all four ranks share.
 TEST(ShardChoice, ExpertsAreSharedByFewerRanks) {
   const std::vector<Values> expected = plain_steps({0, 0, 1, 1}, 3);
   for (const std::int64_t dim : {0, 1})
     comm::run_ranks(4, 60s, [&](comm::World& world) {
-      const comm::MeshGroups all(world, init_device_mesh("cpu", {4}, {"dp"}, Rank{world.rank()}, 4));
-      const comm::MeshGroups grid(world, init_device_mesh("cpu", {2, 2}, {"experts", "shards"}, Rank{world.rank()}, 4));
+      const comm::MeshGroups all(world, init_device_mesh("cpu", {4}, {"dp"}, world.rank(), 4));
+      const comm::MeshGroups grid(world, init_device_mesh("cpu", {2, 2}, {"experts", "shards"}, world.rank(), 4));
       const comm::MeshGroups pair = grid.with_mesh(grid.mesh()["shards"]);
       ExpertModel model(static_cast<std::uint64_t>(10 + world.rank() / 2));
       const auto state = fully_shard(model, all, {.shard_placement = [&](const std::string& name, const at::Tensor&) -> ShardChoice {
@@ -110,12 +112,12 @@ TEST(ShardChoice, ExpertsAreSharedByFewerRanks) {
     });
 }
 
-// One parameter repeated over an axis that shards the others.
+// One parameter is replicated over an axis that shards the others.
 TEST(ShardChoice, AMeshWithReplicas) {
   const std::vector<Values> expected = plain_steps({0, 0, 0, 0}, 2);
   comm::run_ranks(4, 60s, [&](comm::World& world) {
-    const comm::MeshGroups all(world, init_device_mesh("cpu", {4}, {"dp"}, Rank{world.rank()}, 4));
-    const comm::MeshGroups grid(world, init_device_mesh("cpu", {2, 2}, {"replicas", "shards"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups all(world, init_device_mesh("cpu", {4}, {"dp"}, world.rank(), 4));
+    const comm::MeshGroups grid(world, init_device_mesh("cpu", {2, 2}, {"replicas", "shards"}, world.rank(), 4));
     ExpertModel model(10);
     const auto state = fully_shard(model, all, {.shard_placement = [&](const std::string& name, const at::Tensor&) { return name == "dense" ? ShardChoice(Shard{1}, grid) : ShardChoice(Shard{0}, all); }});
     ASSERT_EQ(state->groups().size(), 2u) << "the mesh of fully_shard, given again, is no other";
@@ -125,16 +127,17 @@ TEST(ShardChoice, AMeshWithReplicas) {
   });
 }
 
-// The groups of a module are used side by side: the use of one does not free the other, the end of its scope frees both.
+// The groups of a module are used side by side: using one does not free the other; the end of the scope frees
+// both.
 TEST(ShardChoice, GroupsOfOneModuleAreGatheredAndFreedTogether) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups all(world, init_device_mesh("cpu", {2}, {"dp"}, Rank{world.rank()}, 2));
-    const comm::MeshGroups grid(world, init_device_mesh("cpu", {2, 1}, {"replicas", "shards"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups all(world, init_device_mesh("cpu", {2}, {"dp"}, world.rank(), 2));
+    const comm::MeshGroups grid(world, init_device_mesh("cpu", {2, 1}, {"replicas", "shards"}, world.rank(), 2));
     ExpertModel model(10);
     const auto state = fully_shard(model, all, {.reshard_after_forward = true, .shard_placement = [&](const std::string& name, const at::Tensor&) { return name == "dense" ? ShardChoice(Shard{0}, grid) : ShardChoice(); }});
     const auto states = [&] {
       std::vector<std::string> texts;
-      for (const ParameterGroup* group : state->groups()) texts.emplace_back(to_text(group->state()));
+      for (const ShardGroup* group : state->groups()) texts.emplace_back(to_text(group->state()));
       return texts;
     };
     model.forward(batch(0, 0));
@@ -154,9 +157,9 @@ TEST(ShardChoice, GroupsOfOneModuleAreGatheredAndFreedTogether) {
 
 TEST(ShardChoice, MeshesThatDoNotFitAreRefused) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups all(world, init_device_mesh("cpu", {2}, {"dp"}, Rank{world.rank()}, 2));
-    const comm::MeshGroups cube(world, init_device_mesh("cpu", {1, 1, 2}, {"a", "b", "c"}, Rank{world.rank()}, 2));
-    const comm::MeshGroups gpus(world, init_device_mesh("cuda", {2}, {"dp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups all(world, init_device_mesh("cpu", {2}, {"dp"}, world.rank(), 2));
+    const comm::MeshGroups cube(world, init_device_mesh("cpu", {1, 1, 2}, {"a", "b", "c"}, world.rank(), 2));
+    const comm::MeshGroups gpus(world, init_device_mesh("cuda", {2}, {"dp"}, world.rank(), 2));
     ExpertModel model(10);
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(model, all, {.shard_placement = [&](const std::string&, const at::Tensor&) { return ShardChoice(Shard{0}, cube); }}); }), "one axis (shard) or two"));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(model, gpus); }), "move the module to its device"));

@@ -1,4 +1,5 @@
-// What fully_shard promises beyond its numbers: when groups are gathered and freed, in which order they are reduced, whose memory is written.
+// Properties of fully_shard other than its results: when groups are gathered and freed, in which order they
+// are reduced, whose memory is written.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -17,7 +18,7 @@ namespace nn = torch::nn;
 using test::has_text;
 using test::message_of;
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
 
 struct OneImpl : nn::Module {
   explicit OneImpl(std::int64_t rows = 4) { weight = register_parameter("weight", at::ones({rows, 3})); }
@@ -43,12 +44,14 @@ TEST(ShardContract, GatheredParametersAreNotWritten) {
     One module;
     fully_shard(*module, line(world));
     const at::NoGradGuard no_grad;
-    const at::Tensor whole = at::ones({4, 3});  // a plain tensor beside the parameter: what it computes with is the whole parameter
+    // A plain tensor besides the parameter: the operator uses the whole parameter.
+    const at::Tensor whole = at::ones({4, 3});
     EXPECT_TRUE(has_text(message_of<StateError>([&] { module->weight.add_(whole); }), "call ensure_sharded(parameters)"));
   });
 }
 
-// The gradient of a sum is an expanded number: adding a second one into it would write one place many times.
+// The gradient of a sum is an expanded number: adding a second one in place would write one address many
+// times.
 TEST(ShardContract, TheFirstGradientOfAnAccumulationIsNotWritten) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     One module;
@@ -89,7 +92,7 @@ TEST(ShardContract, AGradientPutOnAGatheredParameterIsReducedToo) {
   });
 }
 
-// What each group is like while a block computes.
+// The state of each group while a block computes.
 struct Watched : nn::Module {
   Watched() {
     for (int i = 0; i < 3; ++i) layers.push_back(register_module("layer" + std::to_string(i), nn::Linear(4, 4)));
@@ -125,14 +128,15 @@ TEST(ShardContract, TheNextGroupIsGatheredAhead) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     Watched model;
     const comm::MeshGroups mesh = line(world);
-    std::vector<ParameterGroup*> groups;
+    std::vector<ShardGroup*> groups;
     for (nn::Linear& layer : model.layers) groups.push_back(fully_shard(*layer, mesh)->group());
     fully_shard(model, mesh);
     model.forward(at::ones({2, 4})).sum().backward();  // the order is known after the first step
     std::vector<bool> forward_ahead, backward_ahead;
     model.look = [&](int layer, const at::Tensor& output) {
       if (layer < 2) forward_ahead.push_back(groups[static_cast<std::size_t>(layer) + 1]->unshard_pending());
-      // The gradient of this output comes from the layer after it; the layer itself has not been used in backward yet.
+      // The gradient of this output comes from the next layer; the layer itself has not been used in backward
+      // yet.
       if (layer < 2) output.register_hook([&, layer](const at::Tensor& gradient) {
         backward_ahead.push_back(groups[static_cast<std::size_t>(layer)]->unshard_pending());
         return gradient;
@@ -145,7 +149,7 @@ TEST(ShardContract, TheNextGroupIsGatheredAhead) {
   });
 }
 
-// Gradients arrive in another order on each rank; the groups are reduced in one.
+// Gradients arrive in a different order on each rank; the groups are reduced in one order.
 TEST(ShardContract, ReductionsKeepTheOrderOfForwardOnEveryRank) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     One a(4), b(8);
@@ -156,7 +160,7 @@ TEST(ShardContract, ReductionsKeepTheOrderOfForwardOnEveryRank) {
     fully_shard(*a, mesh);
     fully_shard(*b, mesh);
     fully_shard(both, mesh);
-    // Both ranks use a, b and a again. What comes after b has its gradient first, what comes before it last.
+    // Both ranks use a, b and a again. Groups after b get their gradient first, groups before it last.
     const at::Tensor early = a->weight * 2, middle = b->weight * 3, late = a->weight * 2;
     const at::Tensor& of_a = world.rank() == 0 ? early : late;
     (of_a.sum() + middle.sum()).backward();

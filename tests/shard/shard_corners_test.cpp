@@ -1,5 +1,6 @@
-// Sharded parameters in the hands of code that does more than forward, backward and step: batches placed in any way, data that is
-// exchanged, meshes that only look alike, forwards that are run again inside backward, weights that are derived from parameters.
+// Sharded parameters in code that does more than forward, backward and step: batches with any placements,
+// replaced data, meshes that only look alike, forwards recomputed inside backward, weights derived from
+// parameters.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -26,9 +27,9 @@ namespace shard_corners_test {
 using namespace std::chrono_literals;
 using namespace penstock::test;
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
 comm::MeshGroups grid(comm::World& world, std::vector<std::int64_t> shape, std::vector<std::string> names) {
-  return {world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", shape, names, world.rank(), world.size())};
 }
 
 at::Tensor numbers(std::vector<std::int64_t> shape, std::uint64_t seed) { return at::randn(shape, at::detail::createCPUGenerator(seed), at::TensorOptions(at::kDouble)); }
@@ -43,7 +44,8 @@ struct DenseImpl : nn::Module {
 };
 TORCH_MODULE(Dense);
 
-// A leaf whose gradient keeps the placements that operators give it: distribute_parameter would make it whole.
+// A leaf whose gradient keeps the placements that operators produce: distribute_parameter would make it
+// whole.
 void make_distributed(const at::Tensor& parameter, const comm::MeshGroups& mesh, const Placements& placements) {
   const at::Tensor value = distribute_tensor(parameter.detach(), mesh, placements, {.source_axis_rank = std::nullopt});
   parameter.set_requires_grad(false);
@@ -76,7 +78,7 @@ TEST(DistributedBatch, GradientsDoNotDependOnItsPlacements) {
   });
 }
 
-// ---- data that is exchanged ----
+// ---- replaced data ----
 
 TEST(ReplacedData, ValuesSetFromOutsideAreTakenOver) {
   const at::Tensor x = numbers({3, 5}, 4), value = numbers({7, 5}, 5);
@@ -121,7 +123,7 @@ TEST(ReplacedData, AnOptimizerOrACheckpointMayComeFirst) {
     EXPECT_TRUE(is_dtensor(layer->weight));
     layer->weight.set_data(value.clone());
     EXPECT_TRUE(is_dtensor(layer->weight.detach()));
-    // Data of its own is nothing new.
+    // Its own data is not a replacement.
     layer->weight.set_data(layer->weight.detach());
     EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), value));
     {
@@ -180,7 +182,7 @@ TEST(ReplacedData, WhatDoesNotFitIsRefusedAtTheNextUse) {
     EXPECT_THROW(ensure_sharded(layer->weight), ValueError);
     layer->weight.set_data(distribute_tensor(value, mesh, {Shard{0}, Shard{0}}, {.source_axis_rank = std::nullopt}));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { layer(x); }), "[S(0), S(0)]"));
-    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"replicas", "shards"}, Rank{world.rank()}));
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"replicas", "shards"}, world.rank()));
     layer->weight.set_data(distribute_tensor(value, other, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt}));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { layer(x); }), "on the same mesh"));
     layer->weight.set_data(value.clone());
@@ -220,7 +222,8 @@ TEST(ReplacedData, AModuleThatIsCastComputesAndTrainsInItsNewDtype) {
       for (at::Tensor p : model->parameters()) {
         EXPECT_EQ(p.scalar_type(), dtype);
         EXPECT_EQ(p.grad().scalar_type(), dtype);
-        p.sub_(p.grad(), 0.125);  // exact, so that kernels round once, whether an element is in a vector or behind the last one
+        // Exact, so that kernels round once, whether or not an element is in the vectorized part.
+        p.sub_(p.grad(), 0.125);
         if (step == 0 || zero)
           p.grad().zero_();
         else
@@ -228,7 +231,7 @@ TEST(ReplacedData, AModuleThatIsCastComputesAndTrainsInItsNewDtype) {
       }
     }
   };
-  // By one process, in a thread as the ranks are: Module::to leaves gradients in their old dtype there.
+  // One process, in a thread like the ranks: Module::to leaves gradients in their old dtype there.
   std::map<at::ScalarType, std::map<std::string, at::Tensor>> expected;
   const auto dtypes = {at::kFloat, at::kBFloat16, at::kDouble};
   comm::run_ranks(1, 60s, [&](comm::World&) {
@@ -246,7 +249,7 @@ TEST(ReplacedData, AModuleThatIsCastComputesAndTrainsInItsNewDtype) {
           shard_by_blocks(model, line(world));
         else
           fully_shard(*model, line(world));
-        model->forward(tokens);  // something is gathered already
+        model->forward(tokens);  // some groups are already gathered
         for (const at::ScalarType dtype : dtypes) {
           if (no_grad) {
             const at::NoGradGuard guard;
@@ -254,7 +257,7 @@ TEST(ReplacedData, AModuleThatIsCastComputesAndTrainsInItsNewDtype) {
           }
           train(model, dtype, grouped != no_grad);
           ensure_sharded(model->parameters());
-          // Both ranks have the same rows, so nothing is rounded differently.
+          // Both ranks have the same rows, so rounding is the same.
           for (const auto& item : model->named_parameters())
             EXPECT_TRUE(at::equal(full_tensor(item.value().detach()), expected.at(dtype).at(item.key()))) << item.key() << " in " << c10::toString(dtype);
         }
@@ -262,7 +265,8 @@ TEST(ReplacedData, AModuleThatIsCastComputesAndTrainsInItsNewDtype) {
   });
 }
 
-// The borders of parallelized modules stay with their parameters: plain inputs go in, plain outputs come out.
+// The hooks at the boundaries of parallelized modules stay with their parameters: inputs and outputs are
+// plain.
 TEST(ReplacedData, ATensorParallelModuleThatIsCast) {
   struct Pair : nn::Module {
     Pair() {
@@ -327,7 +331,7 @@ TEST(ReplacedData, WithMixedPrecisionShardsChangeAndComputationDoesNot) {
       layer->to(at::kFloat);
     }
     EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), plain->weight.detach()));
-    // A cast that was written to since is a new value.
+    // A cast that was modified afterwards is a new value.
     {
       const at::NoGradGuard no_grad;
       at::Tensor value = layer->weight.to(at::kDouble);
@@ -343,7 +347,7 @@ TEST(ReplacedData, WithMixedPrecisionShardsChangeAndComputationDoesNot) {
   });
 }
 
-// What is gathered in 8 bits is off; casting a module must not make that its value.
+// Parameters gathered in 8 bits are inexact; casting a module must not store that error.
 TEST(ReplacedData, CastsOfEncodedParametersAreThoseOfTheirShards) {
   comm::run_ranks(2, 60s, [&](comm::World& world) {
     for (const bool keep_encoded : {false, true}) {
@@ -364,7 +368,7 @@ TEST(ReplacedData, CastsOfEncodedParametersAreThoseOfTheirShards) {
       layer->to(at::kFloat);
       EXPECT_TRUE(at::equal(whole_weight(), weight.to(at::kFloat)));
       EXPECT_TRUE(at::allclose(layer(x.to(at::kFloat)), at::linear(x, weight, Dense(5, 7)->bias).to(at::kFloat), 0.1, 0.1));
-      // Data of its own is nothing new, in whatever form it is gathered.
+      // Its own data is not a replacement, however it is gathered.
       layer->weight.set_data(layer->weight.detach());
       EXPECT_TRUE(at::equal(whole_weight(), weight.to(at::kFloat)));
       layer->weight.set_data(value.clone());
@@ -373,7 +377,7 @@ TEST(ReplacedData, CastsOfEncodedParametersAreThoseOfTheirShards) {
   });
 }
 
-// A trial run of a pipeline lends the parameters other data and gives them back.
+// A trial run of a pipeline temporarily replaces the data of the parameters.
 TEST(ReplacedData, IsTakenOverBeforeATrial) {
   comm::run_ranks(2, 60s, [&](comm::World& world) {
     Dense layer(5, 7);
@@ -395,7 +399,7 @@ TEST(ReplacedData, IsTakenOverBeforeATrial) {
 TEST(MeshesOfEqualNames, OtherRanksAreRefused) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
-    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, Rank{world.rank()}));
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, world.rank()));
     const auto shard_on = [&](const comm::MeshGroups& data, const ShardOptions& options) {
       Dense layer(4, 6);
       for (const at::Tensor& p : layer->parameters()) distribute_parameter(p, mesh, {Replicate{}, Shard{0}});
@@ -406,23 +410,23 @@ TEST(MeshesOfEqualNames, OtherRanksAreRefused) {
     EXPECT_TRUE(has_text(message, "[0, 2]")) << "the parameter's";
     EXPECT_TRUE(has_text(message, "[0, 1]")) << "those of fully_shard";
     EXPECT_THROW(shard_on(other.with_mesh(other.mesh()["dp"]), {}), ValueError);
-    // Another order of the same ranks is another cut.
-    const comm::MeshGroups turned(world, DeviceMesh("cpu", {2, 2}, {2, 3, 0, 1}, {"dp", "tp"}, Rank{world.rank()}));
+    // Another order of the same ranks is a different sharding.
+    const comm::MeshGroups turned(world, DeviceMesh("cpu", {2, 2}, {2, 3, 0, 1}, {"dp", "tp"}, world.rank()));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { shard_on(turned, {.shard_axes = {"dp"}}); }), "axis 'dp'"));
-    // Slices, and meshes made anew of the same ranks, are the same axes.
+    // Slices, and new meshes of the same ranks, have the same axes.
     shard_on(mesh.with_mesh(mesh.mesh()["dp"]), {});
     shard_on(grid(world, {2, 2}, {"dp", "tp"}), {.shard_axes = {"dp"}});
     const std::vector<int> column{world.rank() % 2, world.rank() % 2 + 2};
-    shard_on(comm::MeshGroups(world, DeviceMesh("cpu", {2}, column, {"dp"}, Rank{world.rank()})), {});
-    // Axes that cannot be put together: the parameter is named.
+    shard_on(comm::MeshGroups(world, DeviceMesh("cpu", {2}, column, {"dp"}, world.rank())), {});
+    // Axes that cannot be joined: the error names the parameter.
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { shard_on(mesh.with_mesh(mesh.mesh().flatten({}, "all")), {}); }), "'weight'"));
   });
 }
 
-TEST(MeshesOfEqualNames, AValueOnOtherRanksIsNoShard) {
+TEST(MeshesOfEqualNames, AValueOnOtherRanksIsNotAShard) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh = grid(world, {2, 2}, {"replicas", "shards"});
-    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"replicas", "shards"}, Rank{world.rank()}));
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"replicas", "shards"}, world.rank()));
     Dense layer(4, 6);
     fully_shard(*layer, mesh);
     layer->weight.set_data(distribute_tensor(numbers({6, 4}, 3), other, {Replicate{}, Shard{0}}, {.source_axis_rank = std::nullopt}));
@@ -433,7 +437,7 @@ TEST(MeshesOfEqualNames, AValueOnOtherRanksIsNoShard) {
 TEST(MeshesOfEqualNames, AGradientOnOtherRanksIsRefused) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
-    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, Rank{world.rank()}));
+    const comm::MeshGroups other(world, DeviceMesh("cpu", {2, 2}, {0, 2, 1, 3}, {"dp", "tp"}, world.rank()));
     Dense layer(4, 6);
     for (const at::Tensor& p : layer->parameters()) make_distributed(p, mesh, {Replicate{}, Shard{0}});
     fully_shard(*layer, mesh, {.shard_axes = {"dp"}});
@@ -443,7 +447,7 @@ TEST(MeshesOfEqualNames, AGradientOnOtherRanksIsRefused) {
   });
 }
 
-// Groups of one module on meshes of other ranks each: nothing of the one says anything of the other.
+// Groups of one module on meshes with different ranks are independent of each other.
 TEST(MeshesOfEqualNames, EveryGroupMayHaveItsOwn) {
   struct Chain : nn::Module {
     Chain() {
@@ -461,7 +465,7 @@ TEST(MeshesOfEqualNames, EveryGroupMayHaveItsOwn) {
     const auto on = [&](std::vector<std::int64_t> shape, std::vector<int> ranks) {
       std::vector<std::string> names{"replicas", "shards"};
       if (shape.size() == 1) names = {"shards"};
-      return comm::MeshGroups(world, DeviceMesh("cpu", shape, std::move(ranks), names, Rank{world.rank()}));
+      return comm::MeshGroups(world, DeviceMesh("cpu", shape, std::move(ranks), names, world.rank()));
     };
     auto model = std::make_shared<Chain>();
     fully_shard(*model->first, on({2, 2}, {0, 1, 2, 3}));
@@ -474,7 +478,7 @@ TEST(MeshesOfEqualNames, EveryGroupMayHaveItsOwn) {
   });
 }
 
-// ---- forwards that are run again inside backward ----
+// ---- forwards recomputed inside backward ----
 
 // Trains with zeroed gradients and compares every gradient with that of one process.
 template <class Make, class Forward>
@@ -519,7 +523,7 @@ TORCH_MODULE(Chain);
 
 at::Tensor chunk_of(comm::World& world, const at::Tensor& x) { return x.chunk(world.size())[static_cast<std::size_t>(world.rank())]; }
 
-TEST(RecomputedForward, GradientsAreAveragedAlsoWhereZerosStand) {
+TEST(RecomputedForward, GradientsAreAveragedAlsoWithZeros) {
   for (const bool grouped : {false, true})
     check_recomputed(
         2, [] { return Chain(); },
@@ -534,7 +538,8 @@ TEST(RecomputedForward, GradientsAreAveragedAlsoWhereZerosStand) {
         chunk_of);
 }
 
-// One group in two segments: what the first brings comes after the group was reduced for the second, and not completely.
+// One group in two segments: the gradients of the first arrive after the group was reduced for the second,
+// incompletely.
 TEST(RecomputedForward, AParameterOfTwoSegments) {
   check_recomputed(
       2, [] { return Chain(); }, [](Chain& model, comm::World& world) { fully_shard(*model, line(world)); },
@@ -569,7 +574,7 @@ TEST(RecomputedForward, TensorParallelParameters) {
         });
 }
 
-// A parameter that is used as its local part is seen by a scope alone.
+// A parameter that is used through its local part is only seen by a scope.
 TEST(RecomputedForward, LocalPartsInAScope) {
   check_recomputed(
       4, [] { return Dense(6, 6); },
@@ -588,7 +593,8 @@ TEST(RecomputedForward, LocalPartsInAScope) {
       [](comm::World& world, const at::Tensor& x) { return x.chunk(2)[static_cast<std::size_t>(world.rank() / 2)]; });
 }
 
-// A gradient that autograd or a user left on the parameter itself, laid out as the parameter was before fully_shard.
+// A gradient that autograd or a user left on the parameter itself, laid out like the parameter before
+// fully_shard.
 TEST(RecomputedForward, GradientsLeftOnATensorParallelParameterAreReduced) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh = grid(world, {2, 2}, {"dp", "tp"});
@@ -648,7 +654,7 @@ struct AdaptedImpl : nn::Module {
 };
 TORCH_MODULE(Adapted);
 
-// InferenceMode(false) would switch gradients on.
+// InferenceMode(false) would enable gradients.
 struct NoGradients {
   explicit NoGradients(bool inference) {
     if (inference) mode.emplace();
@@ -717,13 +723,13 @@ TEST(MixedPrecisionEvaluation, DerivedWeights) {
     const at::Tensor y = model(x);
     EXPECT_EQ(y.scalar_type(), at::kBFloat16);
     EXPECT_TRUE(at::allclose(y.to(at::kFloat), expected.to(at::kFloat), 0.05, 0.05));
-    // An operator that takes the derived weight alone casts as one that takes a parameter.
+    // An operator that takes only the derived weight casts like one that takes a parameter.
     shard_state_of(*model)->reshard();
     EXPECT_EQ(at::matmul(x, (model->b.matmul(model->a)).t()).scalar_type(), at::kBFloat16);
   });
 }
 
-// An operator that distributed tensors do not have works on the gathered parameter.
+// An operator that distributed tensors do not support works on the gathered parameter.
 TEST_P(Evaluation, DerivedWeightsByAnyOperator) {
   const at::Tensor x = numbers({3, 6}, 9);
   const auto forward = [&](Dense& model) { return at::linear(x, at::renorm(model->weight * 2, 2, 0, 1.5) + at::renorm(model->weight, 2, 0, 0.5), model->bias); };

@@ -1,4 +1,4 @@
-// What shards become on their way: 8-bit gathers, and extensions that do not fit.
+// Extensions of gathers: 8-bit gathers, and extensions that are invalid.
 #include "penstock/shard/pieces/int8_gather.h"
 
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@
 #include "penstock/shard/state/forward_scope.h"
 #include "penstock/fully_shard.h"
 #include "penstock/shard/pieces/piece_copy.h"
-#include "penstock/torch/dispatch/wrapper_call.h"
+#include "penstock/tensor_subclass.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -22,7 +22,7 @@ using namespace std::chrono_literals;
 using test::has_text;
 using test::message_of;
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
 
 TEST(Int8Gather, IsOffByHalfAStepOfItsBlock) {
   torch::manual_seed(1);
@@ -47,7 +47,7 @@ TEST(Int8Gather, IsOffByHalfAStepOfItsBlock) {
   EXPECT_THROW(int8_gather(0), ValueError);
 }
 
-// Also where shards are uneven, on dims 0 and 1: all ranks compute with the same values, and the shards stay exact.
+// Also for uneven shards, on dims 0 and 1: all ranks compute with the same values, and the shards stay exact.
 TEST(Int8Gather, GathersAQuarterOfTheBytes) {
   for (const std::int64_t dim : {0, 1})
     comm::run_ranks(3, 60s, [&](comm::World& world) {
@@ -119,8 +119,8 @@ Trained train_extended(comm::World& world, std::int64_t dim, const std::shared_p
   return trained;
 }
 
-// Bit for bit the same training, in a quarter of the gathered memory: also where shards are uneven, are freed after forward or kept as a slice,
-// and are computed with in another dtype.
+// Training is bitwise the same, in a quarter of the gathered memory: also if shards are uneven, are freed
+// after forward or kept as a slice, or are computed with in another dtype.
 TEST(KeptEncoded, TrainsAsDecodedInAQuarterOfTheMemory) {
   const std::vector<ShardOptions> cases{{}, {.reshard_after_forward = false}, {.mixed_precision = {.param_dtype = at::kDouble, .reduce_dtype = at::kFloat}}, {.reshard_after_forward = ReshardTo{2}}};
   for (std::size_t i = 0; i < cases.size(); ++i)
@@ -149,7 +149,7 @@ TEST(KeptEncoded, ViewsStayEncodedAndWritesAreRefused) {
     EXPECT_TRUE(at::equal(rows[3] * 2, whole[3] * 2));
     EXPECT_TRUE(at::equal(weight.view({-1}).detach() + 0, whole.view({-1})));
     EXPECT_TRUE(at::equal(at::empty({5, 6}).copy_(weight), whole)) << "into plain tensors it may be copied";
-    // What was freed comes back with the next use of a view.
+    // Freed memory is gathered again when a view is next used.
     const at::Tensor view = weight.t();
     state->reshard();
     EXPECT_TRUE(at::equal(at::mm(at::ones({1, 6}), view), at::mm(at::ones({1, 6}), whole.t())));
@@ -165,7 +165,7 @@ TEST(KeptEncoded, ViewsStayEncodedAndWritesAreRefused) {
   });
 }
 
-// A subclass of one's own: halves of 16 bits, which only the operators of a linear layer understand.
+// A user-defined subclass: 16-bit values that only the operators of a linear layer understand.
 class Halves final : public Payload {
  public:
   static constexpr std::string_view kKind = "Halves";
@@ -194,11 +194,11 @@ struct HalfGather : AllGatherExtension {
   void encode(const at::Tensor& shard, const at::Tensor& bytes) const override { typed_part(bytes, 0, at::kBFloat16, {shard.numel()}).copy_(shard); }
   void decode(const at::Tensor& bytes, const at::Tensor& piece) const override { piece.copy_(typed_part(bytes, 0, at::kBFloat16, {piece.numel()})); }
   bool keeps_encoded() const override { return true; }
-  // Rows follow each other without a gap where a row is a multiple of 8 bytes.
+  // Rows are adjacent if a row is a multiple of 8 bytes.
   at::Tensor make_gathered(const GatheredBytes& gathered) const override { return Halves::make(typed_part(gathered.rows.view({-1}), 0, at::kBFloat16, gathered.layout.shape())); }
 };
 
-TEST(KeptEncoded, AsASubclassOfOnesOwn) {
+TEST(KeptEncoded, AsAUserDefinedSubclass) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     torch::nn::Linear layer(4, 6), plain(4, 6);
     {
@@ -230,7 +230,7 @@ TEST(KeptEncoded, AsASubclassOfOnesOwn) {
       world.group().all_reduce(mean, comm::ReduceOp::Avg).wait();
       EXPECT_TRUE(at::allclose(full_tensor(layer->weight.grad()), mean));
     }
-    // What does not fit is refused by name.
+    // Invalid extensions are rejected by name.
     struct Plain : HalfGather {
       at::Tensor make_gathered(const GatheredBytes& gathered) const override { return at::empty(gathered.layout.shape()); }
     };
@@ -240,10 +240,10 @@ TEST(KeptEncoded, AsASubclassOfOnesOwn) {
     torch::nn::Linear other(4, 6);
     const auto with = [](auto extension) { return ShardOptions{.extension = [extension](const std::string&, const at::Tensor& p) { return p.dim() == 2 ? extension : nullptr; }}; };
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*other, line(world), with(std::make_shared<Plain>())); }), "'weight': make_gathered"));
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*other, line(world), with(std::make_shared<Elsewhere>())); }), "memory of its own"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*other, line(world), with(std::make_shared<Elsewhere>())); }), "tensors with their own memory"));
     torch::nn::Linear distributed(4, 6);
     distribute_parameter(distributed->weight, line(world), {Shard{0}});
-    const comm::MeshGroups one(world, init_device_mesh("cpu", {2, 1}, {"a", "b"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups one(world, init_device_mesh("cpu", {2, 1}, {"a", "b"}, world.rank(), 2));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*distributed, one.with_mesh(one.mesh()["b"]), with(std::make_shared<HalfGather>())); }), "keeps the gathered parameter encoded"));
   });
 }
@@ -254,7 +254,7 @@ struct Broken final : AllGatherExtension {
   void decode(const at::Tensor&, const at::Tensor&) const override {}
 };
 
-// Sizes that differ from rank to rank are found before anything is sent.
+// Sizes that differ between ranks are detected before anything is sent.
 struct Uneven final : AllGatherExtension {
   explicit Uneven(int rank) : rank(rank) {}
   std::int64_t encoded_bytes(std::int64_t numel, at::ScalarType) const override { return numel * 4 + rank * 8; }
@@ -263,7 +263,7 @@ struct Uneven final : AllGatherExtension {
   int rank;
 };
 
-TEST(Extensions, ErrorsAreThoseOfAllRanks) {
+TEST(Extensions, ErrorsReachAllRanks) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     torch::nn::Linear layer(4, 4), other(4, 4);
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*layer, line(world), {.extension = [](const std::string&, const at::Tensor&) { return std::make_shared<Broken>(); }}); }),

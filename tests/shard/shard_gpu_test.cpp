@@ -1,5 +1,5 @@
-// Sharded training on a GPU: by one rank, so that nothing is split, but gathered, cast, reduced and freed as with many; and by several
-// ranks that share the GPU, whose collectives go through host memory.
+// Sharded training on a GPU: with one rank, where nothing is split but gathered, cast, reduced and freed as
+// with many; and with several ranks that share the GPU, whose collectives use host memory.
 #include <gtest/gtest.h>
 #include <torch/cuda.h>
 #include <torch/torch.h>
@@ -14,7 +14,7 @@
 #include "penstock/fully_shard.h"
 #include "penstock/shard/pieces/int8_gather.h"
 #include "penstock/deferred_init.h"
-#include "penstock/torch/random/keyed_init.h"
+#include "penstock/random.h"
 #include "penstock/torch/compat/streams.h"
 #include "tests/shard/sharded_training.h"
 
@@ -31,13 +31,13 @@ struct Losses {
   std::map<std::string, at::Tensor> parameters;
 };
 
-// Sharded, every rank has its rows of the batch.
+// Sharded: every rank has its rows of the batch.
 Losses train(comm::World& world, bool sharded, const ShardOptions& options, int replicas = 1) {
   Model model = same_model();
   model->to(at::kFloat);
   model->to(kDevice);
-  const comm::MeshGroups mesh(world, replicas == 1 ? init_device_mesh("cuda", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())
-                                                   : init_device_mesh("cuda", {replicas, world.size() / replicas}, {"replicas", "dp"}, Rank{world.rank()}, world.size()));
+  const comm::MeshGroups mesh(world, replicas == 1 ? init_device_mesh("cuda", {world.size()}, {"dp"}, world.rank(), world.size())
+                                                   : init_device_mesh("cuda", {replicas, world.size() / replicas}, {"replicas", "dp"}, world.rank(), world.size()));
   if (sharded) shard_by_blocks(model, mesh, options);
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   Losses seen;
@@ -79,10 +79,11 @@ TEST(ShardOnAGpu, LowPrecisionAndOffload) {
   });
 }
 
-// Each group's gradients travel while backward goes on; when it has ended they are there, in page-locked memory, and add up over backwards.
+// Each group's gradients are copied while backward continues; when it has ended they are in page-locked
+// memory, and accumulate over backwards.
 TEST(ShardOnAGpu, OffloadedGradientsAreThereWhenBackwardEnds) {
   comm::run_ranks(1, 120s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, Rank{0}, 1));
+    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, 0, 1));
     for (const bool pinned : {true, false}) {
       Model model = same_model(), plain = same_model();
       for (Model* each : {&model, &plain}) {
@@ -126,7 +127,7 @@ void fill_by_key(const std::string& name, const at::Tensor& shard, const GlobalB
 
 TEST(ShardOnAGpu, DeferredOffloadedShardsArePinned) {
   comm::run_ranks(1, 120s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, Rank{0}, 1));
+    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, 0, 1));
     Layers plain;
     {
       const at::NoGradGuard no_grad;
@@ -161,7 +162,7 @@ TEST(ShardOnAGpu, DeferredOffloadedShardsArePinned) {
 
 TEST(ShardOnAGpu, PinnedShardsStayWhereTheyAreAfterALoad) {
   comm::run_ranks(1, 120s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, Rank{0}, 1));
+    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, 0, 1));
     Layers model;
     model.to(kDevice);
     const auto state = fully_shard(model, mesh, {.offload = {.to_cpu = true}});
@@ -192,10 +193,10 @@ TEST(ShardOnAGpu, PinnedShardsStayWhereTheyAreAfterALoad) {
 
 constexpr std::int64_t kWide = 8192;  // a weight of 256 MiB: copies and products take milliseconds, starting them microseconds
 
-// The copy of an offloaded group to the device runs while the computing stream has nothing to do with it.
+// The copy of an offloaded group to the device runs while the compute stream does unrelated work.
 TEST(ShardOnAGpu, GathersRunBesideTheComputation) {
   comm::run_ranks(1, 120s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, Rank{0}, 1));
+    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, 0, 1));
     nn::Linear layer(nn::LinearOptions(kWide, kWide).bias(false));
     layer->to(kDevice);
     const at::Tensor value = layer->weight.detach().clone();
@@ -209,7 +210,7 @@ TEST(ShardOnAGpu, GathersRunBesideTheComputation) {
     state->unshard(/*async=*/true);
     computing.synchronize();
     EXPECT_FALSE(gathers.query()) << "the copy should still be running, on the stream of gathers";
-    // What uses the group waits for it.
+    // Work that uses the group waits for it.
     const at::Tensor x = at::randn({16, kWide}, at::TensorOptions(kDevice));
     EXPECT_TRUE(at::equal(layer(x), at::linear(x, value)));
     for (int i = 0; i < 5; ++i) {
@@ -223,10 +224,11 @@ TEST(ShardOnAGpu, GathersRunBesideTheComputation) {
   });
 }
 
-// The host is far ahead of the device when backward returns. What is given to the computing stream then sees the gradients nevertheless.
+// The host is far ahead of the device when backward returns. Work enqueued on the compute stream after that
+// still sees the gradients.
 TEST(ShardOnAGpu, ReductionsRunBesideTheComputation) {
   comm::run_ranks(1, 120s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, Rank{0}, 1));
+    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, 0, 1));
     nn::Sequential model, plain;
     for (int i = 0; i < 3; ++i) {
       model->push_back(nn::Linear(nn::LinearOptions(kWide, kWide).bias(false)));
@@ -238,7 +240,7 @@ TEST(ShardOnAGpu, ReductionsRunBesideTheComputation) {
       std::uint64_t seed = 1;
       for (at::Tensor& p : (*each)->parameters()) p.copy_(at::randn(p.sizes(), at::detail::createCPUGenerator(seed++)) / 90);
     }
-    // Reduced in another dtype, so that each gradient is cast twice and divided on the stream of reductions.
+    // Reduced in another dtype, so that each gradient is cast twice and divided on the reduction stream.
     for (const auto& child : model->children()) fully_shard(*child, mesh, {.mixed_precision = {.reduce_dtype = at::kDouble}});
     const auto state = fully_shard(*model, mesh);
     state->set_gradient_divide_factor(2);
@@ -258,10 +260,11 @@ TEST(ShardOnAGpu, ReductionsRunBesideTheComputation) {
   });
 }
 
-// The device reads offloaded shards some time after the host has asked for it; a write on the host comes later nevertheless.
+// The device reads offloaded shards some time after the host enqueued it; a write on the host still happens
+// later.
 TEST(ShardOnAGpu, WritesOfOffloadedShardsWaitForGathersThatReadThem) {
   comm::run_ranks(1, 120s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, Rank{0}, 1));
+    const comm::MeshGroups mesh(world, init_device_mesh("cuda", {1}, {"dp"}, 0, 1));
     const at::NoGradGuard no_grad;
     nn::Linear layer(nn::LinearOptions(1024, 1024).bias(false));
     layer->to(kDevice);
@@ -274,11 +277,11 @@ TEST(ShardOnAGpu, WritesOfOffloadedShardsWaitForGathersThatReadThem) {
       const at::Tensor value = to_local(layer->weight.detach()).clone();
       torch::cuda::synchronize();
       for (int i = 0; i < 20; ++i) busy = at::mm(busy, busy) / kWide;
-      const at::Tensor out = layer(x);  // behind all that
+      const at::Tensor out = layer(x);  // enqueued after all of that
       state->reshard();
       if (by_optimizer) {
         ensure_sharded(layer->weight);
-        to_local(layer->weight.detach()).zero_();  // as kernels that write memory do
+        to_local(layer->weight.detach()).zero_();  // like kernels that write memory
       } else {
         layer->weight.zero_();
       }
@@ -288,7 +291,7 @@ TEST(ShardOnAGpu, WritesOfOffloadedShardsWaitForGathersThatReadThem) {
   });
 }
 
-// Gathered parameters that stay in 8 bits are computed with as decoded ones.
+// Gathered parameters that stay in 8 bits give the same results as decoded ones.
 TEST(ShardOnAGpu, ParametersThatStayEncoded) {
   comm::run_ranks(1, 120s, [](comm::World& world) {
     const auto with = [](bool keep) {

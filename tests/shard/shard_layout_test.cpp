@@ -1,4 +1,4 @@
-// The cut of a tensor over ranks: exhaustively for small shapes.
+// How a tensor is cut over ranks: exhaustively for small shapes.
 #include "penstock/shard/layout/shard_layout.h"
 
 #include <gtest/gtest.h>
@@ -39,7 +39,7 @@ TEST(ShardLayout, PiecesAreThoseOfAShardPlacement) {
 
 TEST(ShardLayout, BadInputSaysWhatToChange) {
   EXPECT_TRUE(has_text(message_of<ValueError>([] { ShardLayout({3, 4}, 2, 2); }), "-2 to 1"));
-  EXPECT_TRUE(has_text(message_of<ValueError>([] { ShardLayout({}, 0, 2); }), "without dims"));
+  EXPECT_TRUE(has_text(message_of<ValueError>([] { ShardLayout({}, 0, 2); }), "0-dim"));
   EXPECT_THROW(ShardLayout({3}, 0, 0), ValueError);
   EXPECT_EQ(ShardLayout({}, 0, 1).numel(), 1);
 }

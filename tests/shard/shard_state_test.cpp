@@ -1,4 +1,4 @@
-// States and transitions, what they cost in memory and bytes, and what is refused.
+// States and transitions, their cost in memory and bytes, and errors.
 #include "penstock/shard/state/shard_state.h"
 
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 #include "penstock/shard/state/forward_scope.h"
 #include "penstock/fully_shard.h"
 #include "penstock/deferred_init.h"
-#include "penstock/torch/random/keyed_init.h"
+#include "penstock/random.h"
 #include "tests/has_text.h"
 #include "tests/shard/sharded_training.h"
 #include "tests/throws.h"
@@ -23,7 +23,7 @@ namespace shard_state_test {
 using namespace std::chrono_literals;
 using namespace penstock::test;
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
 
 struct Two : nn::Module {
   Two() {
@@ -50,16 +50,16 @@ TEST(ShardState, TransitionsByHand) {
     EXPECT_TRUE(at::equal(module.weight.detach(), weight));
     const void* impl = module.weight.unsafeGetTensorImpl();
     const at::Tensor view = module.weight.detach().t();
-    state->unshard();  // nothing to do
+    state->unshard();  // does nothing
     state->reshard();
     EXPECT_EQ(state->group()->memory().gathered, 0);
     EXPECT_EQ(view.storage().nbytes(), 0u) << "memory goes, also where views look at it";
     EXPECT_EQ(module.weight.unsafeGetTensorImpl(), impl);
     state->reshard();
     state->unshard(true);
-    state->reshard();  // one that nobody has used
+    state->reshard();  // a gather that was not used
     EXPECT_FALSE(state->group()->unshard_pending());
-    // Using the view brings the memory back.
+    // Using the view gathers the memory again.
     EXPECT_TRUE(at::equal(view + 0, weight.t()));
     EXPECT_EQ(to_text(state->group()->state()), "Unsharded");
     state->reshard();
@@ -85,7 +85,7 @@ TEST(ShardState, OptimizersWorkOnShardsAndComputationOnWholes) {
       ensure_sharded({module.weight});
       module.weight.mul_(2);
     }
-    // A handle made of the shard may be computed with.
+    // A handle of the shard may be computed with.
     const at::Tensor handle = module.weight.detach();
     EXPECT_TRUE(is_dtensor(handle));
     EXPECT_TRUE(at::equal(at::mm(at::ones({1, 5}), handle), at::arange(15, at::kFloat).view({5, 3}).sum(0, true) * 6));
@@ -121,7 +121,7 @@ TEST(ShardState, LoadedValues) {
     EXPECT_TRUE(at::equal(full_tensor(module.weight.detach()), value));
     EXPECT_THROW(load_whole(module.weight, at::zeros({3, 5})), ValueError);
     EXPECT_THROW(load_whole(value, value), TypeError);
-    // New data in the place of the shard.
+    // New data in place of the shard.
     const at::Tensor other = distribute_tensor(value * 2, mesh, {Shard{0}}, {.source_axis_rank = std::nullopt});
     module.weight.set_data(other);
     reset_sharded_parameters(module);
@@ -135,7 +135,8 @@ TEST(ShardState, LoadedValues) {
   });
 }
 
-// torch::load puts whole values into a module; the next use takes this rank's part of each, in every state of the group.
+// torch::load writes whole values into a module; the next use takes this rank's part of each, in every state
+// of the group.
 TEST(ShardState, ValuesOfTorchLoadAreTakenOver) {
   nn::Linear saved(6, 5);
   std::stringstream stream;
@@ -159,7 +160,7 @@ TEST(ShardState, ValuesOfTorchLoadAreTakenOver) {
   });
 }
 
-// A module whose table of parameters is written by its own code.
+// A module whose parameter table is written by its own code.
 struct Replaceable : nn::Module {
   explicit Replaceable(bool second = true) {
     weight = register_parameter("weight", at::arange(15, at::kFloat).view({5, 3}));
@@ -190,7 +191,7 @@ TEST(ShardState, ReplacedObjectsBecomeTheParameters) {
       EXPECT_EQ(shard_of(module->weight)->group, state->group());
       EXPECT_FALSE(shard_of(old).has_value());
       EXPECT_TRUE(at::equal(full_tensor(module->weight.detach()), value));
-      // It is trained as the old one was, with the new value.
+      // It is trained like the old one, with the new value.
       const at::Tensor x = at::full({2, 3}, 1.0 + world.rank());
       const at::Tensor out = module->forward(x);
       EXPECT_TRUE(at::allclose(out, at::linear(x, value, second ? at::arange(5, at::kFloat) : at::Tensor())));
@@ -203,7 +204,7 @@ TEST(ShardState, ReplacedObjectsBecomeTheParameters) {
         module->weight.mul_(2);
       }
       EXPECT_TRUE(at::allclose(module->forward(x), at::linear(x, value * 2, second ? at::arange(5, at::kFloat) : at::Tensor())));
-      // Shards are taken, too; other shapes and layouts are refused.
+      // Shards are accepted as well; other shapes and layouts are rejected.
       EXPECT_TRUE(has_text(message_of<StateError>([&] {
                              const at::Tensor now = module->weight;
                              module->replace(value.clone());
@@ -253,7 +254,7 @@ TEST(ShardState, AtMostTwoGroupsAreGatheredAndBuffersAreUsedAgain) {
         EXPECT_EQ(root->pool_allocations(), allocations);
       }
     }
-    for (ParameterGroup* group : root->all_groups()) EXPECT_EQ(to_text(group->state()), "Sharded");
+    for (ShardGroup* group : root->all_groups()) EXPECT_EQ(to_text(group->state()), "Sharded");
   });
 }
 
@@ -274,17 +275,17 @@ TEST(ShardState, BytesOfAStep) {
     meet();
     // Blocks are gathered twice, the outermost group once; every group is reduced once.
     std::uint64_t gathers = 0, reductions = 0;
-    for (ParameterGroup* group : shard_state_of(*model)->all_groups()) {
+    for (ShardGroup* group : shard_state_of(*model)->all_groups()) {
       gathers += group == shard_state_of(*model)->group() ? 1 : 2;
       reductions += 1;
     }
     EXPECT_EQ(totals.at("all_gather").operations, 2 * gathers) << "of both ranks";
     EXPECT_EQ(totals.at("reduce_scatter").operations, 2 * reductions);
-    for (ParameterGroup* group : shard_state_of(*model)->all_groups()) EXPECT_FALSE(group->unshard_pending()) << "nothing is gathered in vain";
+    for (ShardGroup* group : shard_state_of(*model)->all_groups()) EXPECT_FALSE(group->unshard_pending()) << "nothing is gathered in vain";
   });
 }
 
-TEST(ShardState, GatheringAheadAsTold) {
+TEST(ShardState, ExplicitPrefetch) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     Model model = same_model();
     shard_by_blocks(model, line(world));
@@ -325,7 +326,7 @@ TEST(ShardState, AScopeFreesAtItsEndAndCasts) {
   });
 }
 
-// What a pipeline does: backward without a reduction, then the reduction as an action of its own.
+// Like a pipeline: backward without a reduction, then the reduction as a separate action.
 TEST(ShardState, ReductionByHand) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     Model model = same_model();
@@ -354,7 +355,7 @@ void fill_by_key(const std::string& name, const at::Tensor& shard, const GlobalB
   keyed_uniform_(shard, {.seed = 11, .layer = layer_from_name(name), .purpose = purpose::kInit}, -1, 1, box);
 }
 
-TEST(DeferredShards, AreThePartsOfWhatOneProcessWouldHave) {
+TEST(DeferredShards, EqualThePartsOfOneProcess) {
   comm::run_ranks(3, 60s, [](comm::World& world) {
     DeferredInit deferred;
     std::shared_ptr<Scoped> model;
@@ -374,19 +375,19 @@ TEST(DeferredShards, AreThePartsOfWhatOneProcessWouldHave) {
   });
 }
 
-// ---- what is refused ----
+// ---- errors ----
 
 TEST(ShardErrors, SayWhatToChange) {
   comm::run_ranks(4, 60s, [](comm::World& world) {
     const auto grid = [&](std::vector<std::int64_t> shape, std::vector<std::string> names) {
-      return comm::MeshGroups(world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, 4));
+      return comm::MeshGroups(world, init_device_mesh("cpu", shape, names, world.rank(), 4));
     };
     const comm::MeshGroups mesh = line(world);
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), grid({1, 2, 2}, {"a", "b", "c"})); }), "shard_axes"));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), mesh, {.shard_axes = {"dp", "dp"}}); }), "every axis once"));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), mesh, {.shard_axes = {"tp"}}); }), "tp"));
     EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Two>(), grid({2, 2}, {}), {.shard_axes = {"dp"}}); }), "dp")) << "a mesh without names";
-    const comm::MeshGroups gpus(world, init_device_mesh("cuda", {4}, {"dp"}, Rank{world.rank()}, 4));
+    const comm::MeshGroups gpus(world, init_device_mesh("cuda", {4}, {"dp"}, world.rank(), 4));
     DeferredInit deferred;
     std::shared_ptr<Two> later;
     {
@@ -403,18 +404,19 @@ TEST(ShardErrors, SayWhatToChange) {
     EXPECT_THROW(replicate(*std::make_shared<Two>(), mesh, {.shard_axes = {"dp"}}), ValueError);
     Model model = same_model();
     fully_shard(*model, mesh);
-    EXPECT_TRUE(has_text(message_of<StateError>([&] { fully_shard(*model, mesh); }), "sharded already"));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { fully_shard(*model, mesh); }), "already sharded"));
     EXPECT_TRUE(has_text(message_of<StateError>([&] { fully_shard(*model->blocks[0], mesh); }), "inner modules before outer ones"));
     EXPECT_THROW(shard_state_of(*model)->set_gradient_divide_factor(0), ValueError);
     struct Scalar : nn::Module {
       Scalar() { register_parameter("s", at::ones({})); }
     };
-    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Scalar>(), mesh); }), "without dims"));
+    EXPECT_TRUE(has_text(message_of<ValueError>([&] { fully_shard(*std::make_shared<Scalar>(), mesh); }), "0-dim"));
   });
 }
 
-// Whatever it is that rank 1 has otherwise, every rank gets an error that names it, at the first use and not as a wrong result or a hang.
-TEST(FirstUse, RanksWithDifferentParametersAllHearOfIt) {
+// Whatever differs on rank 1, every rank gets an error that names it at the first use, not a wrong result or
+// a hang.
+TEST(FirstUse, DifferentParametersAreAnErrorOnAllRanks) {
   struct Named : nn::Module {
     Named(const std::string& name, at::IntArrayRef shape, at::ScalarType dtype) { weight = register_parameter(name, at::ones(shape, dtype)); }
     at::Tensor weight;
@@ -429,7 +431,7 @@ TEST(FirstUse, RanksWithDifferentParametersAllHearOfIt) {
         return std::make_shared<Named>(other && differs("name") ? "w" : "weight", other && differs("shape") ? std::vector<std::int64_t>{6, 4} : std::vector<std::int64_t>{4, 4},
                                        !other ? at::kFloat : differs("dtype") ? at::kHalf : at::kBFloat16);
       };
-      // The second of two groups has the difference; the first is used.
+      // The second of two groups differs; the first is used.
       struct Outer : nn::Module {};
       Outer outer;
       const auto first = make(false), second = make(true);
@@ -455,7 +457,7 @@ TEST(FirstUse, RanksWithDifferentParametersAllHearOfIt) {
   }
 }
 
-// What was not chosen is decided at the first use, by the place that a module has then.
+// The default is decided at the first use, by the position of the module at that time.
 TEST(FirstUse, OnlyTheOutermostModuleStaysGatheredAfterForward) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh = line(world);
@@ -479,7 +481,7 @@ TEST(FirstUse, OnlyTheOutermostModuleStaysGatheredAfterForward) {
       const at::Tensor x = at::ones({1, 4});
       return outer.forward(x);
     };
-    // By itself the first layer is the outermost module, and so stays gathered when its forward has ended.
+    // On its own the first layer is the outermost module, and so stays gathered when its forward has ended.
     {
       const ForwardScope scope(*model->first);
       model->first(at::ones({1, 4}));
@@ -502,7 +504,7 @@ TEST(FirstUse, OnlyTheOutermostModuleStaysGatheredAfterForward) {
   });
 }
 
-// Name from the outermost module, dtype, size of the whole, placements.
+// Name from the outermost module, dtype, whole size, placements.
 TEST(FirstUse, ParametersPrintTheirPathAndWholeSize) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     const comm::MeshGroups mesh = line(world);
@@ -521,8 +523,8 @@ TEST(FirstUse, ParametersPrintTheirPathAndWholeSize) {
   });
 }
 
-// A state goes with the parameters of its module; a new module at the same address starts anew.
-TEST(ShardState, GoesWithItsModule) {
+// A state is destroyed with the parameters of its module; a new module at the same address gets a new state.
+TEST(ShardState, IsDestroyedWithItsModule) {
   comm::run_ranks(1, 60s, [](comm::World& world) {
     std::weak_ptr<ShardState> seen;
     {

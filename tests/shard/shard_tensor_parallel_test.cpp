@@ -17,10 +17,10 @@ using namespace std::chrono_literals;
 using namespace penstock::test;
 
 comm::MeshGroups grid(comm::World& world, std::vector<std::int64_t> shape, std::vector<std::string> names) {
-  return {world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", shape, names, world.rank(), world.size())};
 }
 
-// The tensor-parallel axis is a mesh of its own; each data-parallel rank has its rows.
+// The tensor-parallel axis is a separate mesh; each data-parallel rank has its rows.
 void check_two_meshes(const std::vector<std::int64_t>& shape, const Plan& plan, const ShardOptions& options = {}) {
   alone();
   comm::run_ranks(static_cast<int>(shape[0] * shape[1]), 120s, [&](comm::World& world) {
@@ -44,7 +44,7 @@ TEST(ShardedTensorParallel, AlongTheLastDim) {
 }
 TEST(ShardedTensorParallel, KeepingASliceAfterForward) { check_two_meshes({4, 2}, tensor_plan(), {.reshard_after_forward = ReshardTo{2}}); }
 
-// All on one mesh: the batch is distributed, too, and losses are those of the whole batch.
+// All on one mesh: the batch is distributed as well, and losses are those of the whole batch.
 TEST(ShardedSpmd, DataParallelAxesByName) {
   alone();
   comm::run_ranks(4, 120s, [&](comm::World& world) {

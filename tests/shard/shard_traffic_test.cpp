@@ -1,4 +1,4 @@
-// What a step costs beside its computation: bytes that travel, memory that is asked for, parameters that are gathered.
+// The cost of a step besides its computation: bytes sent, memory allocated, parameters gathered.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -19,7 +19,8 @@ namespace shard_traffic_test {
 using namespace std::chrono_literals;
 namespace nn = torch::nn;
 
-constexpr std::int64_t kWidth = 64, kLayers = 4, kParameters = kWidth * kWidth + kWidth;  // of a layer, which divide by 4
+// Of a layer, divisible by 4.
+constexpr std::int64_t kWidth = 64, kLayers = 4, kParameters = kWidth * kWidth + kWidth;
 
 nn::Sequential layers() {
   nn::Sequential model;
@@ -28,11 +29,12 @@ nn::Sequential layers() {
 }
 
 comm::MeshGroups mesh_of(comm::World& world, int replicas) {
-  if (replicas == 1) return {world, init_device_mesh("cpu", {world.size()}, {"shards"}, Rank{world.rank()}, world.size())};
-  return {world, init_device_mesh("cpu", {replicas, world.size() / replicas}, {"replicas", "shards"}, Rank{world.rank()}, world.size())};
+  if (replicas == 1) return {world, init_device_mesh("cpu", {world.size()}, {"shards"}, world.rank(), world.size())};
+  return {world, init_device_mesh("cpu", {replicas, world.size() / replicas}, {"replicas", "shards"}, world.rank(), world.size())};
 }
 
-// Bytes that one rank gives to the collectives of a step, by kind: the output of a gather, the input of a reduction.
+// Bytes that one rank passes to the collectives of a step, by kind: the output of a gather, the input of a
+// reduction.
 struct Traffic {
   std::uint64_t gathered = 0, scattered = 0, reduced = 0, others = 0;
 };
@@ -71,9 +73,10 @@ Traffic traffic_of_a_step(const Layout& layout) {
 }
 
 constexpr std::uint64_t kWhole = kParameters * 4;  // bytes of a layer in float32
-constexpr std::uint64_t kMark = 2 * 4;             // one number for each of the two parameters travels with a gradient
+// One number for each of the two parameters accompanies a gradient.
+constexpr std::uint64_t kMark = 2 * 4;
 
-// The last layer of forward is the first of backward and stays: every other is gathered twice.
+// The last layer of forward is the first of backward and stays gathered: every other is gathered twice.
 constexpr std::uint64_t kGathers = 2 * kLayers - 1;
 
 TEST(Traffic, OfShardsIsEachParameterOnce) {
@@ -90,7 +93,7 @@ TEST(Traffic, KeptParametersAreGatheredOnce) {
   EXPECT_EQ(traffic.gathered, kLayers * kWhole);
 }
 
-// Over replicas goes what the shards were reduced to, not the whole.
+// Only the reduced shards are sent over replicas, not the whole gradients.
 TEST(Traffic, OfReplicasIsAShard) {
   const Traffic traffic = traffic_of_a_step({.name = "two by two", .ranks = 4, .replicas = 2});
   EXPECT_EQ(traffic.gathered, kGathers * kWhole);
@@ -105,8 +108,8 @@ TEST(Traffic, OfReplicateIsTheGradientsAlone) {
   EXPECT_EQ(traffic.reduced, kLayers * (kWhole + kMark));
 }
 
-// With a slice kept, backward gathers the same bytes, but among two neighbours: each rank sends half of them to one other instead of a
-// quarter to three.
+// If a slice is kept, backward gathers the same bytes, but among two neighbours: each rank sends half of them
+// to one other rank instead of a quarter to three.
 TEST(Traffic, OfASliceStaysAmongNeighbours) {
   const Traffic traffic = traffic_of_a_step({.name = "slice", .ranks = 4, .options = {.reshard_after_forward = ReshardTo{2}}});
   EXPECT_EQ(traffic.scattered, kLayers * (kWhole + 4 * kMark));
@@ -124,15 +127,15 @@ TEST(Traffic, OfLowPrecisionIsHalfAndOfInt8AQuarter) {
   EXPECT_EQ(mixed.scattered, kLayers * (kWhole + 2 * kMark));
   const auto int8 = int8_gather();
   const Traffic eighth = traffic_of_a_step({.name = "int8", .ranks = 2, .options = {.extension = [int8](const std::string&, const at::Tensor& p) { return p.dim() == 2 ? int8 : nullptr; }}});
-  // One scale of float32 for 128 values; vectors travel as they are.
+  // One float32 scale for 128 values; vectors are sent unchanged.
   EXPECT_EQ(eighth.gathered, kGathers * (kWidth * kWidth + kWidth * kWidth / 128 * 4 + kWidth * 4));
 }
 
-// Of a parameter that is distributed over the data-parallel axis, too, gradients are terms of a sum there. They stay so until the reduction:
-// nothing of their size is summed before it.
+// Gradients of a parameter that is also distributed over the data-parallel axis are terms of a sum there.
+// They stay so until the reduction: nothing of their size is summed before it.
 TEST(Traffic, OfTermsOfASumIsTheReductionAlone) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 1}, {"dp", "tp"}, Rank{world.rank()}, 2));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", {2, 1}, {"dp", "tp"}, world.rank(), 2));
     nn::Linear layer(nn::LinearOptions(kWidth, kWidth).bias(false));
     distribute_parameter(layer->weight, mesh, {Replicate{}, Replicate{}});
     fully_shard(*layer, mesh, {.shard_axes = {"dp"}});
@@ -158,7 +161,7 @@ TEST(Traffic, OfTermsOfASumIsTheReductionAlone) {
   });
 }
 
-// Accumulating whole gradients costs no reduction, and kept parameters no gather.
+// Accumulating whole gradients needs no reduction, and kept parameters no gather.
 TEST(Traffic, OfAccumulationIsThatOfOneBackward) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     nn::Sequential model = layers();
@@ -186,8 +189,9 @@ TEST(Traffic, OfAccumulationIsThatOfOneBackward) {
 
 // ---- memory ----
 
-// Whatever the layout: after two steps the buffers of gathers and reductions come from the pool, and gathered at once are two groups.
-TEST(StepMemory, NothingIsAskedOfTheSystemAfterTheSecondStep) {
+// For every layout: after two steps the buffers of gathers and reductions come from the pool, and at most two
+// groups are gathered at once.
+TEST(StepMemory, NothingIsAllocatedAfterTheSecondStep) {
   const auto int8 = int8_gather();
   const std::vector<Layout> layouts{
       {.name = "shards", .ranks = 2},
@@ -222,7 +226,7 @@ TEST(StepMemory, NothingIsAskedOfTheSystemAfterTheSecondStep) {
     });
 }
 
-// Where a step's time goes: parts of it, none of them empty, and nothing of a step before.
+// The times of a step: parts of it, none of them empty, and nothing of an earlier step.
 TEST(StepTimes, OfGathersReductionsAndCopies) {
   comm::run_ranks(2, 60s, [&](comm::World& world) {
     nn::Sequential model = layers();

@@ -1,4 +1,5 @@
-// Which parameters and groups a step uses may change from step to step: what an earlier step used is neither waited for nor gathered.
+// The parameters and groups in use may change from step to step: what only an earlier step used is neither
+// waited for nor gathered.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -15,7 +16,7 @@ namespace shard_use_test {
 using namespace std::chrono_literals;
 namespace nn = torch::nn;
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
 
 struct TwoBranches : nn::Module {
   TwoBranches() {
@@ -41,14 +42,14 @@ void clear_gradients(nn::Module& module) {
   for (const at::Tensor& p : module.parameters()) p.mutable_grad().reset();
 }
 
-// When backward comes to the bottom the group above it has been freed and its gradients are on their way, also in steps that leave out a
-// parameter of it that an earlier step used.
+// When backward reaches the bottom, the group above it has been freed and its gradients are being reduced,
+// also in steps that do not use one of its parameters that an earlier step used.
 TEST(UseOverSteps, AGroupDoesNotWaitForAParameterOfAnEarlierStep) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     BottomAndTop model;
     const comm::MeshGroups mesh = line(world);
     fully_shard(*model.bottom, mesh);
-    ParameterGroup& group = *fully_shard(*model.top, mesh)->group();
+    ShardGroup& group = *fully_shard(*model.top, mesh)->group();
     fully_shard(model, mesh);
     for (const bool both : {true, false, true, false}) {
       clear_gradients(model);
@@ -73,7 +74,8 @@ TEST(UseOverSteps, AGroupDoesNotWaitForAParameterOfAnEarlierStep) {
   });
 }
 
-// A graph that is still alive may be run later, so its parameters are waited for: the gradients of two graphs at once are right.
+// A graph that is still alive may be run later, so its parameters are waited for: the gradients of two live
+// graphs are correct.
 TEST(UseOverSteps, GraphsThatOverlapAreRunOneAfterTheOther) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     BottomAndTop model;
@@ -94,7 +96,8 @@ TEST(UseOverSteps, GraphsThatOverlapAreRunOneAfterTheOther) {
   });
 }
 
-// A gradient that was kept whole is reduced by the next backward that reduces, also when that has not used its parameter.
+// A gradient that was kept whole is reduced by the next backward that reduces, even if that did not use its
+// parameter.
 TEST(UseOverSteps, KeptGradientsAreReducedByAStepThatDoesNotUseThem) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     BottomAndTop model;
@@ -108,7 +111,8 @@ TEST(UseOverSteps, KeptGradientsAreReducedByAStepThatDoesNotUseThem) {
       EXPECT_FALSE(model.top->sometimes->weight.grad().defined());
       root->set_requires_gradient_sync(true);
       model.top->forward(model.bottom(at::ones({2, 4})), false).sum().backward();
-      // Inputs of the top: 1.25 and 2.25 on the two ranks, and 1.25 again for what is always used.
+      // Inputs of the top: 1.25 and 2.25 on the two ranks, and 1.25 again for the parameters that are always
+      // used.
       ASSERT_TRUE(model.top->sometimes->weight.grad().defined());
       EXPECT_TRUE(at::allclose(full_tensor(model.top->sometimes->weight.grad()), at::full({4, 4}, 2 * 1.75)));
       EXPECT_TRUE(at::allclose(full_tensor(model.top->always->weight.grad()), at::full({4, 4}, 2 * 1.75 + 2 * 1.25)));
@@ -116,7 +120,7 @@ TEST(UseOverSteps, KeptGradientsAreReducedByAStepThatDoesNotUseThem) {
   });
 }
 
-// Three groups; the middle one is used by the first step alone.
+// Three groups; the middle one is used only by the first step.
 TEST(UseOverSteps, AGroupOfAnEarlierStepIsNotGathered) {
   std::vector<std::uint64_t> gathers;
   comm::run_ranks(2, 60s, [&](comm::World& world) {
@@ -145,13 +149,15 @@ TEST(UseOverSteps, AGroupOfAnEarlierStepIsNotGathered) {
       meet();
     }
   });
-  // The last group stays between forward and backward; every other is gathered twice. The first step also compares the parameters. The second
-  // still asks for the middle one ahead in forward, as it followed last time. In the last step it is evaluated without gradients,
-  // which frees the last one and then itself, and gathers the first, and the last ahead: backward has both, and leaves the middle one alone.
+  // The last group stays gathered between forward and backward; every other is gathered twice. The first step
+  // also compares the parameters. The second still prefetches the middle one in forward, because it followed
+  // last time. In the last step it is evaluated without gradients, which frees the last one and then itself,
+  // and gathers the first, and prefetches the last: backward has both, and does not gather the middle one.
   EXPECT_EQ(gathers, (std::vector<std::uint64_t>{6, 4, 3, 3, 5}));
 }
 
-// An evaluation that ends early leaves a gather that was asked for ahead. Whoever writes the shards then, the next use sees the new values.
+// An evaluation that ends early leaves a prefetch in progress. Whoever then writes the shards, the next use
+// sees the new values.
 TEST(UseOverSteps, AGatherAheadDoesNotOutliveAWriteOfItsShards) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     nn::Sequential model;
@@ -182,7 +188,7 @@ TEST(UseOverSteps, AGatherAheadDoesNotOutliveAWriteOfItsShards) {
       writes[i]();
       EXPECT_TRUE(at::equal(layer(1).forward(x), at::full({1, 4}, 4.0 * static_cast<double>(i + 2)))) << "write " << i;
     }
-    ensure_sharded(model->parameters());  // ends the gather that the last use asked for ahead
+    ensure_sharded(model->parameters());  // ends the prefetch of the last use
   });
 }
 

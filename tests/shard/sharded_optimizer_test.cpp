@@ -1,4 +1,4 @@
-// Optimizers, clipping and checkpoints on shards: what one process has, whatever the ranks.
+// Optimizers, clipping and checkpoints on shards: equal to one process, for any number of ranks.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -8,12 +8,11 @@
 
 #include "penstock/checkpoint/tensors/load.h"
 #include "penstock/checkpoint/files/reader.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/checkpoint.h"
 #include "penstock/dtensor.h"
-#include "penstock/optim/update/adamw.h"
+#include "penstock/optimizer.h"
 #include "penstock/clip_gradients.h"
-#include "penstock/optim/update/sgd.h"
 #include "penstock/fully_shard.h"
 #include "tests/checkpoint/file_ranks.h"
 #include "tests/shard/sharded_training.h"
@@ -26,7 +25,7 @@ using namespace penstock::test;
 
 constexpr double kLimit = 0.2;  // small enough that every step is clipped
 
-comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, Rank{world.rank()}, world.size())}; }
+comm::MeshGroups line(comm::World& world) { return {world, init_device_mesh("cpu", {world.size()}, {"dp"}, world.rank(), world.size())}; }
 
 std::vector<optim::NamedParameter> named(const Model& model) {
   std::vector<optim::NamedParameter> result;
@@ -101,7 +100,7 @@ TEST(ShardedOptimizer, CheckpointsFromShardsIntoOtherShards) {
     return all;
   };
   std::mutex mutex;
-  std::vector<double> wanted;  // losses of the steps that follow
+  std::vector<double> wanted;  // losses of the following steps
   comm::run_ranks(3, 60s, [&](comm::World& world) {
     Model model = same_model();
     shard_by_blocks(model, line(world));
@@ -126,11 +125,11 @@ TEST(ShardedOptimizer, CheckpointsFromShardsIntoOtherShards) {
       if (ranks > 1) shard_by_blocks(model, line(world));
       const auto optimizer = make(true, model);
       optimizer->ensure_state();
-      checkpoint::WorldMeeting meeting(world);
-      const checkpoint::Checkpoint read = checkpoint::open_checkpoint(meeting, folder.path() / "step-00000002");
+      checkpoint::WorldAgreement agreement(world);
+      const checkpoint::Checkpoint read = checkpoint::open_checkpoint(agreement, folder.path() / "step-00000002");
       const auto into = contents(named(model), *optimizer);
-      checkpoint::load_into(meeting, read, checkpoint::Section::Model, into.model);
-      checkpoint::load_into(meeting, read, checkpoint::Section::Optimizer, into.optimizer);
+      checkpoint::load_into(agreement, read, checkpoint::Section::Model, into.model);
+      checkpoint::load_into(agreement, read, checkpoint::Section::Optimizer, into.optimizer);
       auto steps = optimizer->state().steps;
       for (auto& each : steps) each.steps = 2;
       optimizer->set_steps(steps);

@@ -1,4 +1,4 @@
-// Combinations: whatever is chosen together, training on shards is training in one process.
+// Combinations of options: training on shards equals training in one process.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -11,7 +11,7 @@
 #include "penstock/dtensor.h"
 #include "penstock/tensor_parallel.h"
 #include "penstock/clip_gradients.h"
-#include "penstock/optim/update/sgd.h"
+#include "penstock/optimizer.h"
 #include "penstock/fully_shard.h"
 #include "tests/has_text.h"
 #include "tests/shard/sharded_training.h"
@@ -24,7 +24,7 @@ using namespace std::chrono_literals;
 using namespace penstock::test;
 
 comm::MeshGroups grid(comm::World& world, std::vector<std::int64_t> shape, std::vector<std::string> names) {
-  return {world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, world.size())};
+  return {world, init_device_mesh("cpu", shape, names, world.rank(), world.size())};
 }
 
 std::vector<optim::NamedParameter> named(const Model& model) {
@@ -49,7 +49,7 @@ at::Tensor loss_of(Model& model, const at::Tensor& tokens) {
   return nn::functional::cross_entropy(model->forward(tokens).reshape({-1, kVocabulary}), tokens.roll(1, 1).reshape({-1}));
 }
 
-// Parameters in float64, computed with in float32, by one process and by hand.
+// Parameters in float64, computed with in float32, in one process without the library.
 const Clipped& mixed_alone() {
   static const Clipped result = [] {
     Model master = make_model();
@@ -156,10 +156,10 @@ TEST(ReplicasOfShardsWithTensorParallel, AlongTheLastDim) {
 
 // ---- several axes that shard ----
 
-// The vocabulary does not divide by all ranks, the width does.
+// The vocabulary is not divisible by the number of ranks; the width is.
 std::optional<Shard> by_width(const std::string& name, const at::Tensor&) { return Shard{name == "embed.weight" || name == "head.weight" ? 1 : 0}; }
 
-// The order in which axes are named changes nothing.
+// The order in which axes are named has no effect.
 TEST(SeveralShardAxes, OfAPlainModel) {
   alone();
   for (const auto& axes : {std::vector<std::string>{"a", "b"}, std::vector<std::string>{"b", "a"}})
@@ -188,7 +188,7 @@ TEST(SeveralShardAxes, OfOneMeshWithTensorParallel) {
     });
 }
 
-// The tensor-parallel axis between the two.
+// The tensor-parallel axis is between the two.
 TEST(SeveralShardAxes, AroundTheTensorParallelOne) {
   alone();
   comm::run_ranks(8, 120s, [&](comm::World& world) {
@@ -205,7 +205,8 @@ TEST(SeveralShardAxes, AroundTheTensorParallelOne) {
 TEST(SeveralShardAxes, ReplicatingAndShardingOnesOfOneMesh) {
   alone();
   comm::run_ranks(8, 120s, [&](comm::World& world) {
-    const comm::MeshGroups mesh = grid(world, {2, 2, 2}, {"shards", "replicas", "tp"});  // not in the order of a mesh of two
+    // Not in the order of a two-axis mesh.
+    const comm::MeshGroups mesh = grid(world, {2, 2, 2}, {"shards", "replicas", "tp"});
     Model model = same_model();
     parallelize_module(*model, mesh, tensor_plan(), {.axis = "tp"});
     distribute_module(*model, mesh);

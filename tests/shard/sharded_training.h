@@ -1,4 +1,4 @@
-// The small transformer of the tests of distributed tensors, trained on a batch that data-parallel ranks share.
+// The small transformer of the distributed tensor tests, trained on a batch that data-parallel ranks share.
 #pragma once
 
 #include <torch/torch.h>
@@ -22,7 +22,7 @@ inline at::Tensor shared_tokens(int step) {
   return at::randint(0, kVocabulary, {kRows, kTokens}, generator, at::TensorOptions(at::kLong));
 }
 
-// Ranks that are threads share the generator that modules draw from.
+// Ranks that are threads share the generator that initializes modules.
 inline Model same_model() {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
@@ -38,7 +38,7 @@ struct Share {
   std::function<at::Tensor(const at::Tensor&)> place = [](const at::Tensor& tensor) { return tensor; };
 };
 
-// Steps of AdamW on this rank's rows; the loss is the mean over them.
+// AdamW steps on this rank's rows; the loss is the mean over them.
 inline Training train_share(Model model, const Share& share) {
   torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2).weight_decay(0.1));
   Training result;
@@ -64,7 +64,7 @@ inline Training train_share(Model model, const Share& share) {
   return result;
 }
 
-// The same by one process.
+// The same in one process.
 inline const Training& alone() {
   static const Training training = train_share(make_model(), {});
   return training;
@@ -79,7 +79,7 @@ inline void expect_same_parameters(const Training& ours, const Training& theirs,
   }
 }
 
-// A group for each block and one for the rest.
+// One group for each block and one for the rest.
 inline void shard_by_blocks(Model& model, const comm::MeshGroups& mesh, const ShardOptions& options = {}) {
   for (const auto& block : *model->blocks) fully_shard(*block, mesh, options);
   fully_shard(*model, mesh, options);

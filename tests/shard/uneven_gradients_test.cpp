@@ -1,5 +1,5 @@
-// Ranks that differ in which gradients they have, under replicate(), fully_shard and with replicas of shards: against one process that sees
-// all samples.
+// Ranks that differ in which gradients they have, under replicate(), fully_shard and replicas of shards,
+// compared with one process that sees all samples.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -8,8 +8,7 @@
 #include <random>
 
 #include "penstock/dtensor.h"
-#include "penstock/optim/update/adamw.h"
-#include "penstock/optim/update/sgd.h"
+#include "penstock/optimizer.h"
 #include "penstock/fully_shard.h"
 
 namespace penstock {
@@ -17,8 +16,8 @@ namespace uneven_gradients_test {
 
 using namespace std::chrono_literals;
 
-// Parameters of random shapes; a sample uses a random part of them, other ones on every rank, in every microbatch and step. The first is
-// used always, so that every rank has a backward.
+// Parameters of random shapes; a sample uses a random subset of them, different on every rank, in every
+// microbatch and step. The first is always used, so that every rank has a backward.
 struct RandomModel : torch::nn::Module {
   RandomModel(std::uint64_t seed, int the_ranks) : random(seed), ranks(the_ranks) {
     const int count = draw(2, 6);
@@ -52,7 +51,7 @@ struct RandomModel : torch::nn::Module {
   std::unique_ptr<optim::Optimizer> optimizer() const {
     std::vector<optim::NamedParameter> named;
     for (const auto& entry : named_parameters()) named.push_back({entry.key(), entry.value()});
-    // Decay shows whether a parameter was stepped, even if its gradient is zero.
+    // Weight decay shows whether a parameter was stepped, even if its gradient is zero.
     if (adam) return std::make_unique<optim::AdamW>(named, optim::AdamWOptions{.lr = 0.05, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-2, .weight_decay = 0.1, .kernels = optim::Kernels::Foreach});
     return std::make_unique<optim::SGD>(named, optim::SGDOptions{.lr = 0.1, .momentum = 0.9, .nesterov = false, .weight_decay = 0.1, .decoupled = false, .kernels = optim::Kernels::Foreach});
   }
@@ -97,7 +96,7 @@ void check(Kind kind, int ranks, int cases) {
   comm::run_ranks(ranks, 120s, [&](comm::World& world) {
     const std::vector<std::int64_t> shape = kind == Kind::Hybrid ? std::vector<std::int64_t>{2, ranks / 2} : std::vector<std::int64_t>{ranks};
     const std::vector<std::string> names = kind == Kind::Hybrid ? std::vector<std::string>{"replicas", "shards"} : std::vector<std::string>{"dp"};
-    const comm::MeshGroups mesh(world, init_device_mesh("cpu", shape, names, Rank{world.rank()}, ranks));
+    const comm::MeshGroups mesh(world, init_device_mesh("cpu", shape, names, world.rank(), ranks));
     for (int c = 0; c < cases; ++c) {
       RandomModel model(static_cast<std::uint64_t>(1000 * ranks + c), ranks);
       const auto state = kind == Kind::Replicate ? replicate(model, mesh) : fully_shard(model, mesh);
@@ -127,7 +126,7 @@ void check(Kind kind, int ranks, int cases) {
       }
     }
   });
-  // The cases are what they claim to be.
+  // Checks that the cases are what they claim to be.
   EXPECT_GT(lacking, cases);
   EXPECT_GT(nobody, cases);
 }

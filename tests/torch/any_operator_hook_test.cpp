@@ -1,4 +1,4 @@
-// One hook above all operators: what it sees, in which order, and what it does not cost others.
+// The hook for every operator: what it sees, in which order, and that it costs nothing for other tensors.
 #include "penstock/torch/dispatch/any_operator_hook.h"
 
 #include <gtest/gtest.h>
@@ -58,15 +58,15 @@ class AnyOperatorHook : public ::testing::Test {
   }
 };
 
-// The first test of the program: there is no hook yet.
-TEST(AnyOperatorHookFirst, NothingCanBeMarkedWithoutOne) {
+// Must be the first test of the program: no hook is set yet.
+TEST(AnyOperatorHookFirst, MarkingWithoutAHookIsRefused) {
   EXPECT_TRUE(has_text(message_of<StateError>([] { mark_for_any_hook(at::ones({2})); }), "set_any_operator_hook first"));
   EXPECT_THROW(mark_for_any_hook(at::Tensor()), TypeError);
 }
 
 TEST_F(AnyOperatorHook, OneForTheProcess) {
   set_any_operator_hook(&note);  // the same again
-  EXPECT_TRUE(has_text(message_of<StateError>([] { set_any_operator_hook([](const c10::OperatorHandle& op, Stack* stack) { op.callBoxed(stack); }); }), "a process has one"));
+  EXPECT_TRUE(has_text(message_of<StateError>([] { set_any_operator_hook([](const c10::OperatorHandle& op, Stack* stack) { op.callBoxed(stack); }); }), "a process can have only one"));
 }
 
 TEST_F(AnyOperatorHook, SeesEveryOperatorOnMarkedTensorsAndNoOther) {
@@ -76,12 +76,12 @@ TEST_F(AnyOperatorHook, SeesEveryOperatorOnMarkedTensorsAndNoOther) {
   EXPECT_TRUE(is_marked_for_any_hook(marked));
   EXPECT_FALSE(is_marked_for_any_hook(other));
   at::mm(other, other);
-  EXPECT_TRUE(take().empty()) << "unmarked tensors cost nothing";
+  EXPECT_TRUE(take().empty()) << "unmarked tensors do not call the hook";
   const at::Tensor product = at::mm(other, marked);
-  EXPECT_EQ(take(), std::vector<std::string>{"aten::mm"}) << "once, and nothing that is called below";
+  EXPECT_EQ(take(), std::vector<std::string>{"aten::mm"}) << "once, without the operators it calls";
   EXPECT_FALSE(is_marked_for_any_hook(product)) << "results are not marked";
   at::cat({other, marked});
-  EXPECT_EQ(take(), std::vector<std::string>{"aten::cat"}) << "in lists, too";
+  EXPECT_EQ(take(), std::vector<std::string>{"aten::cat"}) << "also in lists";
   {
     const NoAnyHookGuard off;
     EXPECT_TRUE(at::equal(at::mm(other, marked), product));
@@ -101,13 +101,13 @@ TEST_F(AnyOperatorHook, ViewsAndDetachedHandlesAreMarked) {
   EXPECT_TRUE(contains(take(), "aten::sum"));
 }
 
-// Before autograd: what the hook does is recorded, and backward calls it for what was saved.
+// Before autograd: what the hook does is recorded, and backward calls it for saved tensors.
 TEST_F(AnyOperatorHook, ComesBeforeAutogradAndSeesBackward) {
   at::Tensor weight = at::randn({4, 3}).requires_grad_(true);
   const at::Tensor x = at::randn({2, 3}).requires_grad_(true);
   mark_for_any_hook(weight);
   const at::Tensor y = at::linear(x, weight);
-  EXPECT_EQ(take(), std::vector<std::string>{"aten::linear"}) << "as the user called it, not what it is made of";
+  EXPECT_EQ(take(), std::vector<std::string>{"aten::linear"}) << "the composite operator, not its parts";
   ASSERT_TRUE(y.requires_grad());
   y.sum().backward();
   EXPECT_FALSE(take().empty()) << "the gradient of x needs the saved weight";
@@ -124,7 +124,7 @@ TEST_F(AnyOperatorHook, WorksOnOtherThreads) {
   EXPECT_EQ(take(), std::vector<std::string>{"aten::mm"});
 }
 
-// Wrappers have hooks of single operators, too: this one comes first.
+// Wrappers also have hooks for single operators: this hook comes first.
 TEST_F(AnyOperatorHook, ComesBeforeTheHooksOfWrappers) {
   static std::vector<std::string>* order = new std::vector<std::string>;
   register_operator_hook("aten::mm", [](const c10::OperatorHandle& op, Stack* stack) {
@@ -140,7 +140,7 @@ TEST_F(AnyOperatorHook, ComesBeforeTheHooksOfWrappers) {
   take();
   const at::Tensor product = at::mm(boxed, boxed);
   EXPECT_TRUE(at::equal(payload_as<Boxed>(product)->inner, inner.mm(inner)));
-  EXPECT_EQ(*order, std::vector<std::string>{"aten::mm"}) << "the hook of all had been called when that of the wrapper was";
+  EXPECT_EQ(*order, std::vector<std::string>{"aten::mm"}) << "the hook for every operator was called before that of the wrapper";
 }
 
 }  // namespace any_operator_hook_test

@@ -1,4 +1,4 @@
-// Memory of the CPU, counted by whoever asks for it.
+// CPU memory counters.
 #include "penstock/torch/compat/cpu_memory.h"
 
 #include <gtest/gtest.h>
@@ -13,11 +13,11 @@ namespace cpu_memory_test {
 
 TEST(CpuMemory, LivePeakAndTheirReset) {
   const at::Tensor before = at::ones({1 << 16});
-  EXPECT_EQ(cpu_memory().live, 0) << "nobody has asked yet";
+  EXPECT_EQ(cpu_memory().live, 0) << "counting has not started";
   count_cpu_memory();
   count_cpu_memory();
   const CpuMemory start = cpu_memory();
-  EXPECT_EQ(start.live, 0) << "what was made before is not counted";
+  EXPECT_EQ(start.live, 0) << "earlier allocations are not counted";
   {
     const at::Tensor one = at::empty({1000});
     EXPECT_EQ(cpu_memory().live - start.live, 4000);
@@ -36,7 +36,7 @@ TEST(CpuMemory, LivePeakAndTheirReset) {
   EXPECT_EQ(before.sum().item<float>(), 1 << 16);
 }
 
-// As the kernels of other libraries have it: memory by its address alone.
+// Kernels of other libraries allocate and free by address alone.
 TEST(CpuMemory, AddressesAlone) {
   count_cpu_memory();
   const std::int64_t start = cpu_memory().live;
@@ -57,10 +57,10 @@ TEST(CpuMemory, EmptyTensorsResizedOnesAndOtherThreads) {
   at::Tensor grown = at::arange(10, at::kLong);
   grown.resize_({100});
   EXPECT_EQ(cpu_memory().live - start, 800);
-  EXPECT_EQ(grown[9].item<std::int64_t>(), 9) << "values go along";
+  EXPECT_EQ(grown[9].item<std::int64_t>(), 9) << "values are kept";
   std::thread([freed = std::move(grown)]() mutable { freed.reset(); }).join();
   EXPECT_EQ(cpu_memory().live, start) << "freed elsewhere";
-  // What LibTorch makes within operators is in the peak.
+  // Temporaries of operators are included in the peak.
   const at::Tensor a = at::randn({64, 64});
   reset_cpu_peak();
   const std::int64_t before = cpu_memory().live;

@@ -11,8 +11,8 @@ namespace nn = torch::nn;
 
 class DeferredZoo : public ::testing::TestWithParam<zoo::Entry> {};
 
-// Parameters and buffers are what building the module in earnest gives, bit for bit.
-TEST_P(DeferredZoo, GivesWhatBuildingGives) {
+// Parameters and buffers equal those of a module built for real, bit for bit.
+TEST_P(DeferredZoo, EqualsBuildingForReal) {
   zoo::Case expected = GetParam().make();
   if (!expected.module) return;
   DeferredInit deferred;
@@ -22,7 +22,7 @@ TEST_P(DeferredZoo, GivesWhatBuildingGives) {
     made = GetParam().make();
   }
   for (const at::Tensor& parameter : made.module->parameters()) EXPECT_TRUE(is_fake(parameter));
-  torch::manual_seed(11);  // the seed that the zoo builds with
+  torch::manual_seed(11);  // the seed that the zoo uses
   std::vector<at::Tensor> all = made.inputs;  // drawn from the same generator
   for (const at::Tensor& parameter : made.module->parameters()) all.push_back(parameter);
   for (const at::Tensor& buffer : made.module->buffers()) all.push_back(buffer);
@@ -40,7 +40,7 @@ TEST_P(DeferredZoo, GivesWhatBuildingGives) {
   };
   compare(expected.module->parameters(), made.module->parameters());
   compare(expected.module->buffers(), made.module->buffers());
-  // And it trains like it.
+  // And it trains the same way.
   const auto run = [](zoo::Case& made, const zoo::Tensors& inputs) {
     torch::manual_seed(1);
     const at::Tensor loss = zoo::loss_of(made.forward(inputs));
@@ -58,7 +58,7 @@ struct Tied : nn::Module {
   Tied() {
     first = register_module("first", nn::Linear(4, 4));
     second = register_module("second", nn::Linear(4, 4));
-    second->weight.set_data(first->weight);  // one memory, two parameters
+    second->weight.set_data(first->weight);  // one memory block, two parameters
     scale = register_buffer("scale", torch::full({4}, 2.0) * first->weight.detach().sum(0));
   }
   nn::Linear first{nullptr}, second{nullptr};
@@ -80,7 +80,7 @@ TEST(DeferredInit, PartByPartKeepsTies) {
   EXPECT_TRUE(at::equal(model->scale, 2 * model->first->weight.detach().sum(0)));
 }
 
-TEST(DeferredInit, AHugeModelOneLayerOfIt) {
+TEST(DeferredInit, OneLayerOfAHugeModel) {
   DeferredInit deferred;
   nn::Sequential model{nullptr};
   {
@@ -133,7 +133,8 @@ TEST(DeferredInit, EmptyMemoryKeepsTies) {
   EXPECT_TRUE(model->first->weight.requires_grad());
 }
 
-// Which values a real run would give is only known without random numbers, foreign fake tensors, and real tensors that it would have written.
+// The values of a real run are only known without random numbers, foreign fake tensors, and real tensors that
+// it would have written.
 TEST(DeferredInit, WhatCanBeReplayed) {
   const at::Tensor foreign = make_fake({3}), real = at::full({3}, 2.0), written = at::ones({3});
   DeferredInit deferred;

@@ -1,4 +1,4 @@
-// Tensors as the memory they occupy.
+// Tensors as blocks of memory.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -47,7 +47,7 @@ TEST(DenseLayout, MemoryAndBack) {
     const at::Tensor dense = in_layout(t, strides);
     EXPECT_TRUE(dense.equal(t));
     EXPECT_TRUE(same_layout(t.sizes(), dense.strides(), strides));
-    // No copy of what is dense.
+    // No copy if the layout is already dense.
     EXPECT_EQ(dense.is_same(t), is_dense(t.sizes(), t.strides())) << t.sizes() << t.strides();
     const at::Tensor memory = memory_of(dense);
     EXPECT_TRUE(memory.is_contiguous());
@@ -60,7 +60,7 @@ TEST(DenseLayout, MemoryAndBack) {
   EXPECT_THROW(memory_of(at::ones({1}).expand({4})), ValueError);
 }
 
-TEST(DenseLayout, PendingConjugationsAreCarriedOut) {
+TEST(DenseLayout, PendingConjugationsAreResolved) {
   const at::Tensor z = at::complex(at::ones({2, 3}), at::arange(6, at::kFloat).view({2, 3}));
   const at::Tensor resolved = in_layout(z.conj(), z.strides());
   EXPECT_FALSE(resolved.is_conj());
@@ -71,7 +71,7 @@ TEST(DenseLayout, PendingConjugationsAreCarriedOut) {
   EXPECT_TRUE(in_layout(negated, Dims{3, 1}).equal(-at::imag(z)));
 }
 
-TEST(DenseLayout, RecordsThatMeanTheSameMemoryAreComparedAsEqual) {
+TEST(DenseLayout, RecordsOfTheSameMemoryCompareEqual) {
   const TensorRecord one({2, 1, 3}, {3, 3, 1}, at::kFloat), other({2, 1, 3}, {3, 1, 1}, at::kFloat), turned({2, 1, 3}, {1, 1, 2}, at::kFloat);
   EXPECT_EQ(comparable_meta(one), comparable_meta(other));
   EXPECT_NE(comparable_meta(one), comparable_meta(turned));

@@ -1,4 +1,4 @@
-// Operator by operator: a run in shape only gives the geometry, aliasing and gradients of the real run.
+// Operator by operator: a shape-only run has the geometry, aliasing and gradients of the real run.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 
@@ -9,6 +9,7 @@
 
 #include "penstock/fake.h"
 #include "penstock/tensor_subclass.h"
+#include "penstock/base/describe.h"
 #include "tests/has_text.h"
 #include "tests/torch/operator_zoo.h"
 
@@ -17,7 +18,7 @@ namespace fake_operator_test {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Names of the operators that came by.
+// Names of the operators that were called.
 class Counter final : public Mode {
  public:
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
@@ -33,7 +34,7 @@ class Counter final : public Mode {
   std::mutex mutex_;
 };
 
-// Everything about a tensor but its values, and which of the tensors before it share its memory.
+// Everything about a tensor except its values, and which of the tensors before it share its memory.
 std::string describe(const at::Tensor& tensor, const Tensors& before) {
   if (!tensor.defined()) return "undefined";
   const WrapperGeometry geometry = geometry_of(tensor);
@@ -72,7 +73,7 @@ std::vector<std::string> run_call(const zoo::OperatorCall& call, Tensors inputs,
       grads.push_back(gradient == Gradient::Dense ? at::ones(output.sizes(), output.options().requires_grad(false))
                                                   : at::ones({}, output.options().requires_grad(false)).expand(output.sizes()));
     }
-  // One by one, so that what differs is not hidden in a sum.
+  // One by one, so that differences are not hidden in a sum.
   for (std::size_t i = 0; i < roots.size(); ++i) {
     Tensors leaves;
     for (const at::Tensor& input : inputs)
@@ -97,7 +98,7 @@ Tensors faked(const Tensors& real) {
 
 class FakeOperator : public ::testing::TestWithParam<zoo::OperatorCall> {};
 
-TEST_P(FakeOperator, IsTheRealOneButForValues) {
+TEST_P(FakeOperator, EqualsTheRealOneExceptForValues) {
   const zoo::OperatorCall& call = GetParam();
   for (const Gradient gradient : {Gradient::Dense, Gradient::Expanded}) {
     SCOPED_TRACE(gradient == Gradient::Dense ? "dense gradient" : "expanded gradient");
@@ -106,7 +107,7 @@ TEST_P(FakeOperator, IsTheRealOneButForValues) {
       expected = run_call(call, call.inputs(), gradient, false);
     } catch (const c10::Error& error) {
       if (!call.may_be_refused) throw;
-      GTEST_SKIP() << "this LibTorch cannot run it in earnest: " << error.what_without_backtrace();
+      GTEST_SKIP() << "this LibTorch cannot run it on real tensors: " << error.what_without_backtrace();
     }
     const Tensors inputs = faked(call.inputs());
     FakeMode mode;
@@ -198,7 +199,7 @@ TEST(FakeOptimizer, FusedAdamW) {
 
 // ---- devices ----
 
-// LibTorch without CUDA refuses (Fake.CudaGradientsNeedCuda).
+// LibTorch without CUDA throws (Fake.CudaGradientsNeedCuda).
 bool cuda_can_require_grad() {
   try {
     make_fake({1}, at::device(at::kCUDA).requires_grad(true));
@@ -208,7 +209,7 @@ bool cuda_can_require_grad() {
   }
 }
 
-TEST(FakeCuda, ATransformerBlockGoesForwardAndBackward) {
+TEST(FakeCuda, ATransformerBlockForwardAndBackward) {
   if (!cuda_can_require_grad()) return;
   const auto cuda = at::device(at::kCUDA).dtype(at::kBFloat16);
   const at::Tensor x = make_fake({2, 5, 16}, cuda.requires_grad(true)), weight = make_fake({48, 16}, cuda.requires_grad(true)),
@@ -258,7 +259,7 @@ TEST(FakeOperators, MasksAreRefusedWithARemedy) {
   const at::Tensor x = make_fake({4, 4});
   try {
     x.index({make_fake({4, 4}, at::kBool)});
-    FAIL() << "a mask went through";
+    FAIL() << "a mask was accepted";
   } catch (const DataDependentError& error) {
     EXPECT_TRUE(test::has_text(error.what(), "masked_fill")) << error.what();
   }

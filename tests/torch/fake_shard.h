@@ -1,7 +1,7 @@
-// A distributed tensor for tests: any tensor that a FakeShards has made counts as one, of which this rank
-// holds the first rows.
+// A distributed tensor type for tests: any tensor created by a FakeShards counts as distributed, and this
+// rank holds its first rows.
 //
-// It is known by its storage, so views of it (a detached one, say) are distributed too.
+// It is recognized by its storage, so views of it (for example a detached one) are distributed too.
 #pragma once
 
 #include <torch/torch.h>

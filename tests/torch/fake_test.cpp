@@ -1,4 +1,4 @@
-// Fake tensors: what a run in shape only says is what the real run gives.
+// Fake tensors: a shape-only run has the results of the real run, except for values.
 #include "penstock/fake.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -19,7 +19,7 @@ using test::message_of;
 using test::has_text;
 using zoo::Tensors;
 
-// Everything about a tensor but its values.
+// Everything about a tensor except its values.
 struct Facts {
   bool defined = false;
   WrapperGeometry geometry;
@@ -91,7 +91,7 @@ TEST_P(FakeZoo, FakeParametersAndInputs) {
   expect_same(expected, run_case(made, inputs, true));
 }
 
-TEST_P(FakeZoo, RealModuleUnderTheModeIsLeftAsItWas) {
+TEST_P(FakeZoo, RealModuleUnderTheModeIsUnchanged) {
   const Outcome expected = real_run();
   zoo::Case made = GetParam().make(), untouched = GetParam().make();
   torch::manual_seed(99);
@@ -179,7 +179,7 @@ TEST(Fake, DevicesThatDiffer) {
   EXPECT_TRUE(has_text(message, "a fake tensor on cuda:0 and a real one on cpu")) << message;
   message = message_of<ValueError>([&] { gpu.mul_(make_fake({2}, at::device(at::Device(at::kCUDA, 1)))); });
   EXPECT_TRUE(has_text(message, "cuda:1")) << message;
-  EXPECT_EQ((gpu + torch::tensor(2.0)).device().type(), at::kCUDA) << "numbers may join";
+  EXPECT_EQ((gpu + torch::tensor(2.0)).device().type(), at::kCUDA) << "scalars may be mixed in";
   EXPECT_EQ(gpu.copy_(cpu).device().type(), at::kCUDA) << "copies cross devices";
 }
 
@@ -265,7 +265,7 @@ TEST(Fake, ASubclassOfFakeTensors) {
   check();
 }
 
-TEST(Fake, AnOperatorOfMine) {
+TEST(Fake, ACustomOperator) {
   static torch::Library library(torch::Library::DEF, "faketest", c10::nullopt, __FILE__, __LINE__);
   library.def("blur(Tensor image, int radius) -> Tensor");
   library.def("halve(Tensor image) -> Tensor");
@@ -294,7 +294,7 @@ TEST(FakeLeaves, AreFakeForAWhile) {
     const FakeLeaves outer({leaf, computed});
     EXPECT_TRUE(is_fake(leaf));
     EXPECT_TRUE(leaf.requires_grad() && leaf.is_leaf());
-    EXPECT_FALSE(is_fake(computed)) << "no leaf";
+    EXPECT_FALSE(is_fake(computed)) << "not a leaf";
     {
       const FakeLeaves again({leaf});
       EXPECT_TRUE(is_fake(leaf));
@@ -331,8 +331,8 @@ TEST(FakeWatch, KnowsWhatIsStillHeld) {
   EXPECT_TRUE(found[0].is_same(kept) && found[1].is_same(view));
   mark_leftover(kept, "somebody kept it");
   const std::string message = message_of<StateError>([&] { at::ones({2, 2}) + kept; });
-  EXPECT_TRUE(has_text(message, "aten::add.Tensor: an argument: got a tensor [2, 2] without values: somebody kept it"));
-  // In shape only it can still be used.
+  EXPECT_TRUE(has_text(message, "aten::add.Tensor: an argument: got a fake tensor [2, 2] without values: somebody kept it"));
+  // It can still be used in shape-only runs.
   FakeMode mode;
   const ModeGuard guard(mode);
   EXPECT_TRUE(is_fake(kept + 1));

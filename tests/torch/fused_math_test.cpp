@@ -1,4 +1,4 @@
-// The operators of fused_math.h against LibTorch's, on the CPU and, where there is one, on a GPU.
+// The operators of fused_math.h compared with LibTorch's, on the CPU and, if available, on a GPU.
 #include "penstock/torch/kernels/fused_math.h"
 
 #include <gtest/gtest.h>
@@ -83,7 +83,7 @@ TEST(FusedMath, RotatePairs) {
       const at::Tensor angles = at::arange(5 * pairs, at::kDouble).view({5, 1, pairs});
       const at::Tensor turns = at::polar(at::ones_like(angles), angles);
       const at::Tensor own = turns.to(each.dtype == at::kDouble ? at::kComplexDouble : at::kComplexFloat).to(each.device);
-      // Also a part that is not aligned and one that is not contiguous.
+      // Also unaligned and non-contiguous inputs.
       for (const int form : {0, 1, 2}) {
         at::Tensor leaf = made({2, 5, 3, 2 * pairs + (form == 0 ? 0 : 1)}, each, 2).set_requires_grad(true);
         at::Tensor exact = leaf.detach().to(at::kDouble).cpu().set_requires_grad(true);
@@ -117,7 +117,7 @@ TEST(FusedMath, SiluProduct) {
     }
 }
 
-// What watches operators sees those of LibTorch, or ours.
+// Modes see LibTorch's operators, or ours.
 TEST(FusedMath, ModesSeeOperators) {
   struct Count final : Mode {
     void dispatch(const c10::OperatorHandle& op, Stack* stack) override {

@@ -1,4 +1,4 @@
-// Gradients of leaves that go to a sink, and the end of a backward.
+// Gradients of leaves redirected to a sink, and callbacks at the end of a backward.
 #include "penstock/torch/dispatch/gradient_sink.h"
 
 #include <gtest/gtest.h>
@@ -38,11 +38,11 @@ TEST(GradientSink, TakesWhatWouldBeAccumulated) {
   y.sum().backward();
   ASSERT_EQ(sink.calls, std::vector<std::size_t>{3});
   EXPECT_TRUE(at::allclose(sink.gradients.at(3), at::ones({2, 4}).t().mm(x)));
-  EXPECT_TRUE(at::equal(weight.grad(), at::ones({4, 3}))) << "as it was";
+  EXPECT_TRUE(at::equal(weight.grad(), at::ones({4, 3}))) << "unchanged";
   EXPECT_TRUE(at::equal(bias.grad(), at::full({4}, 2.0))) << "others are accumulated";
 }
 
-// Several uses in a graph are one gradient, however often one has asked.
+// Several uses in a graph produce one gradient, however often the sink was set.
 TEST(GradientSink, OnceInABackward) {
   Collected sink;
   at::Tensor leaf = at::full({2}, 3.0).requires_grad_(true);
@@ -54,11 +54,11 @@ TEST(GradientSink, OnceInABackward) {
   EXPECT_TRUE(at::equal(sink.gradients.at(0), at::full({2}, 7.0)));
   EXPECT_FALSE(leaf.grad().defined());
   (leaf * 2).sum().backward();
-  EXPECT_EQ(sink.calls.size(), 2u) << "as long as somebody holds it";
+  EXPECT_EQ(sink.calls.size(), 2u) << "as long as the accumulator is held";
 }
 
-// Who does not ask again gets nothing, once no graph holds the accumulator.
-TEST(GradientSink, GoesWithTheLastGraph) {
+// Without a new call there is no gradient once no graph holds the accumulator.
+TEST(GradientSink, EndsWithTheLastGraph) {
   Collected sink;
   at::Tensor leaf = at::ones({2}).requires_grad_(true);
   {
@@ -88,7 +88,7 @@ TEST(GradientSink, WithoutAGradientItIsNotCalled) {
   Collected sink;
   at::Tensor leaf = at::ones({2}).requires_grad_(true), other = at::ones({2}).requires_grad_(true);
   const AccumulatorPtr hold = send_gradient_to(leaf, sink, 0);
-  // The graph has the leaf, backward does not reach it.
+  // The leaf is in the graph, but backward does not reach it.
   const at::Tensor unused = leaf * 2;
   (other * 3).sum().backward();
   EXPECT_TRUE(sink.calls.empty());
@@ -106,7 +106,7 @@ TEST(EndOfBackward, ComesAfterEverythingElse) {
   at::Tensor first = at::ones({2}).requires_grad_(true), last = at::ones({2}).requires_grad_(true);
   const AccumulatorPtr holds[] = {send_gradient_to(first, sink, 1), send_gradient_to(last, sink, 0)};
   EXPECT_FALSE(in_backward());
-  ((first * 2).exp() * last).sum().backward();  // that of `last` comes first
+  ((first * 2).exp() * last).sum().backward();  // the gradient of `last` comes first
   EXPECT_FALSE(in_backward());
   ASSERT_EQ(sink.order.size(), 3u);
   EXPECT_EQ(sink.order[0], "take");

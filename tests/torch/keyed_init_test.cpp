@@ -1,4 +1,4 @@
-#include "penstock/torch/random/keyed_init.h"
+#include "penstock/random.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -71,7 +71,7 @@ TEST(KeyedInit, AgreesWithLibTorchOnScale) {
   EXPECT_NEAR(ours.abs().max().item<double>(), theirs.abs().max().item<double>(), 1e-5);
 }
 
-TEST(KeyedInit, RefusesWhatMakesNoSense) {
+TEST(KeyedInit, RefusesInvalidArguments) {
   at::Tensor weight = at::empty({4, 3});
   EXPECT_THROW(keyed_kaiming_uniform_(weight, test_key(), {.gain = std::nan("")}), ValueError);
   EXPECT_THROW(keyed_xavier_normal_(weight, test_key(), -1), ValueError);

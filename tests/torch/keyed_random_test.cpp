@@ -43,7 +43,7 @@ TEST(KeyedRandom, ABoxHoldsItsPartOfTheWhole) {
   for (const auto& function : fill_cases())
     for (const auto dtype : function.dtypes) {
       for (const auto& one : box_cases()) {
-        if (elements(one.global) > 1 << 20) continue;  // the whole would not fit: see the next test
+        if (elements(one.global) > 1 << 20) continue;  // the whole tensor would not fit in memory: see the next test
         at::Tensor whole = at::empty(one.global, dtype);
         function.fill(whole, test_key(), {});
         for (const auto memory : test::kMemories) {
@@ -154,7 +154,7 @@ TEST(KeyedRandom, EveryPartOfTheKeyCounts) {
     for (std::size_t j = 0; j < i; ++j) EXPECT_LT(std::abs((all[i] * all[j]).mean().item<double>()), 4 / std::sqrt(2000.0)) << i << " and " << j;
 }
 
-// Pinned once. A change here changes every model that was ever started with a seed.
+// Pinned values. A change here changes every model that was ever started with a seed.
 TEST(KeyedRandom, ValuesNeverChange) {
   const auto first = [](const auto& fill, at::ScalarType dtype) {
     at::Tensor tensor = at::empty({6}, dtype);
@@ -181,7 +181,7 @@ TEST(KeyedRandom, LayersByName) {
 }
 
 #ifdef PENSTOCK_HAVE_RAPIDCHECK
-// Cut a random tensor at random places into boxes: put together they are the tensor filled at once.
+// Cut a random tensor at random positions into boxes: together they equal the tensor filled at once.
 RC_GTEST_PROP(KeyedRandomProperty, BoxesPutTogetherAreTheWhole, ()) {
   const auto dims = *rc::gen::inRange(1, 5);
   Sizes shape;
@@ -191,7 +191,7 @@ RC_GTEST_PROP(KeyedRandomProperty, BoxesPutTogetherAreTheWhole, ()) {
   const RandomKey key{.seed = *rc::gen::arbitrary<std::uint64_t>(), .step = *rc::gen::arbitrary<std::int64_t>(), .layer = *rc::gen::arbitrary<std::int64_t>()};
   at::Tensor whole = at::empty(shape, dtype), joined = at::empty(shape, dtype);
   function.fill(whole, key, {});
-  std::vector<Sizes> cuts;  // for each dim, where its pieces begin
+  std::vector<Sizes> cuts;  // for each dim, where its pieces start
   for (const auto size : shape) {
     Sizes starts = {0, *rc::gen::inRange<std::int64_t>(0, size), *rc::gen::inRange<std::int64_t>(0, size), size};
     std::sort(starts.begin(), starts.end());
@@ -215,8 +215,9 @@ RC_GTEST_PROP(KeyedRandomProperty, BoxesPutTogetherAreTheWhole, ()) {
 
 // -------------------------------------------------------------------------------------------------------- distributions
 
-// Kolmogorov's distance between a sample and a distribution function, times the root of the size: above 1.95 once in a thousand
-// samples of the right distribution. Seeds are fixed, so that a failure is a defect and not bad luck.
+// The Kolmogorov distance between a sample and a distribution function, times the root of the size: above
+// 1.95 once in a thousand samples of the correct distribution. Seeds are fixed, so a failure is a defect, not
+// chance.
 double kolmogorov(const at::Tensor& sample, const std::function<double(double)>& distribution) {
   const at::Tensor sorted = std::get<0>(sample.flatten().to(at::kDouble).sort());
   const double* values = sorted.data_ptr<double>();
@@ -266,7 +267,7 @@ TEST(Distribution, Normal) {
     EXPECT_NEAR(z.pow(2).mean().item<double>(), 1, 5 * 1.4143 / 512);
     EXPECT_NEAR(z.pow(3).mean().item<double>(), 0, 5 * 3.873 / 512);
     EXPECT_NEAR(z.pow(4).mean().item<double>(), 3, 5 * 9.798 / 512);
-    // Neighbours, in a block of Philox and across, are not related.
+    // Neighbours within a Philox block and across blocks are uncorrelated.
     for (const std::int64_t lag : {1, 2, 3, 4, 5, 128})
       EXPECT_NEAR((z.narrow(0, 0, kSample - lag) * z.narrow(0, lag, kSample - lag)).mean().item<double>(), 0, 5.0 / 512) << "lag " << lag;
   }
@@ -401,7 +402,7 @@ TEST(RandomOperators, ShapeOnly) {
   const at::Tensor plain = at::empty({4, 6}, at::kMeta);
   keyed_normal_(plain, test_key(), 0, 1);
   keyed_trunc_normal_(plain, test_key(), 0, 1, -2, 2, {{8, 6}, {4, 0}});
-  EXPECT_THROW(keyed_uniform_(plain, test_key(), 0, 1, {{8, 6}, {5, 0}}), ValueError);  // arguments are checked as for real
+  EXPECT_THROW(keyed_uniform_(plain, test_key(), 0, 1, {{8, 6}, {5, 0}}), ValueError);  // arguments are checked as in a real call
 }
 
 TEST(RandomOperators, AutogradKnowsOfTheWrite) {
@@ -417,7 +418,7 @@ TEST(RandomOperators, AutogradKnowsOfTheWrite) {
   at::Tensor loss = y.sum();
   keyed_uniform_(y.detach(), test_key(), 0, 1);
   EXPECT_THROW(loss.backward(), c10::Error);
-  // Overwritten before it is used: no gradient comes through.
+  // Overwritten before it is used: no gradient passes through.
   at::Tensor z = x * 3;
   keyed_normal_(z, test_key(), 0, 1);
   EXPECT_TRUE(z.requires_grad());
@@ -478,7 +479,7 @@ TEST(RandomErrors, SayWhatToChange) {
   expect_error<TypeError>([&] { keyed_uniform_(at::empty({3}, at::kLong), key, 0, 1); }, "float32, float64, bfloat16 or float16");
   expect_error<TypeError>([&] { keyed_normal_(x, key, 0, 1, {}, Precision::Double); }, "double precision");
   expect_error<TypeError>([&] { keyed_dropout(at::ones({3}, at::kBool), 0.5, key); }, "dtype");
-  EXPECT_THROW(keyed_uniform_(at::empty({1}).expand({5}), key, 0, 1), c10::Error);  // one place in memory for five values
+  EXPECT_THROW(keyed_uniform_(at::empty({1}).expand({5}), key, 0, 1), c10::Error);  // one memory location for five values
   auto dropout = c10::Dispatcher::singleton().findSchemaOrThrow("penstock::keyed_dropout", "").typed<Call>();
   expect_error<ValueError>([&] { dropout.call(x, {1, 2}, {}, {}, 0.5); }, "five integers: seed, step, microbatch, layer, purpose");
 }

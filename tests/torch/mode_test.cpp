@@ -39,7 +39,7 @@ TEST(ModeStack, SeesFactoriesForwardAndBackward) {
   EXPECT_EQ(counter.calls.count("aten::linear"), 0u) << "composite operators arrive as their parts";
   const auto seen = counter.order.size();
   torch::ones({2}) + 1;
-  EXPECT_EQ(counter.order.size(), seen) << "off outside of the scope";
+  EXPECT_EQ(counter.order.size(), seen) << "inactive outside of the scope";
   EXPECT_EQ(current_mode(), nullptr);
 }
 
@@ -63,7 +63,7 @@ class AddsOne final : public Mode {
   int depth_inside = -1;
 };
 
-TEST(ModeStack, NestTheInnermostFirst) {
+TEST(ModeStack, NestedModesRunInnermostFirst) {
   Counter outer;
   AddsOne inner;
   const ModeGuard first(outer);
@@ -72,12 +72,12 @@ TEST(ModeStack, NestTheInnermostFirst) {
     EXPECT_EQ(mode_depth(), 2);
     EXPECT_EQ(find_mode<Counter>(), &outer);
     const at::Tensor y = torch::full({1}, 3.0) * 2;
-    EXPECT_EQ(inner.depth_inside, 1) << "a handler runs with its own mode off";
+    EXPECT_EQ(inner.depth_inside, 1) << "a handler runs with its own mode disabled";
     const NoModesGuard off;
     EXPECT_EQ(mode_depth(), 0);
     EXPECT_EQ(y.item<float>(), 7);
   }
-  EXPECT_EQ(outer.calls["aten::add"], 1) << "what a handler calls is seen by the mode below";
+  EXPECT_EQ(outer.calls["aten::add"], 1) << "operators called by a handler are seen by the mode below";
   EXPECT_EQ(mode_depth(), 1);
 }
 
@@ -113,7 +113,7 @@ TEST(ModeStack, AThrowLeavesModesAndGuardsIntact) {
       const ModeGuard second(throws);
       EXPECT_THROW(torch::ones({1}), ValueError);
       EXPECT_EQ(current_mode(), &throws);
-      EXPECT_THROW(torch::ones({1}), ValueError) << "still on";
+      EXPECT_THROW(torch::ones({1}), ValueError) << "still active";
     }
     EXPECT_EQ(current_mode(), &counter);
     torch::ones({1}).neg();
@@ -158,7 +158,7 @@ TEST(ModeStack, ThreadLocalStateCarriesThem) {
 
 struct OtherInfo final : c10::DebugInfoBase {};
 
-TEST(ModeStack, OtherThreadInformationStaysVisibleInsideAHandler) {
+TEST(ModeStack, OtherDebugInfoStaysVisibleInsideAHandler) {
   struct Looks final : Mode {
     void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
       saw_other = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::TEST_INFO) != nullptr;

@@ -13,7 +13,7 @@ Case unary(Holder module, at::Tensor input, bool random = false) {
 
 Case function(std::function<Tensors(const Tensors&)> forward, Tensors inputs) { return {"", nullptr, std::move(forward), std::move(inputs)}; }
 
-// A block as current language models have it, written the way a user would.
+// A block of a current language model, written the way a user would.
 struct RmsNormImpl : nn::Module {
   explicit RmsNormImpl(std::int64_t width) { weight = register_parameter("weight", torch::ones({width})); }
   at::Tensor forward(const at::Tensor& x) { return x * torch::rsqrt(x.pow(2).mean(-1, true) + 1e-6) * weight; }

@@ -1,4 +1,5 @@
-// Unmodified torch::nn modules and small functions with inputs, for tests that run each of them in two ways and compare.
+// Unmodified torch::nn modules and small functions with inputs, for tests that run each of them in two ways
+// and compare.
 #pragma once
 
 #include <torch/torch.h>
@@ -17,13 +18,13 @@ struct Case {
   std::string name;
   // Built by `make`, so that a test may build it under a mode; null for plain functions.
   std::shared_ptr<torch::nn::Module> module;
-  // Everything that a caller would look at; differentiable where it is floating point.
+  // Everything that a caller would use; differentiable if it is floating point.
   std::function<Tensors(const Tensors&)> forward;
   Tensors inputs;
   bool random = false;  // draws random numbers in forward
 };
 
-// Each call builds the case anew from a fixed seed, so that two calls give equal parameters and inputs.
+// Each call rebuilds the case from a fixed seed, so that two calls have equal parameters and inputs.
 struct Entry {
   std::string name;
   std::function<Case()> make;
@@ -33,7 +34,7 @@ inline void PrintTo(const Entry& entry, std::ostream* out) { *out << entry.name;
 
 const std::vector<Entry>& all();
 
-// Sum over the floating-point outputs of (output * a fixed pattern): a loss with a gradient that is not uniform.
+// Sum over the floating-point outputs of (output * a fixed pattern): a loss with a non-uniform gradient.
 at::Tensor loss_of(const Tensors& outputs);
 
 }  // namespace penstock::zoo

@@ -1,4 +1,4 @@
-// Hooks before autograd: who calls them, and what they refuse.
+// Hooks before autograd: when they are called, and which arguments are refused.
 #include "penstock/torch/dispatch/operator_hook.h"
 
 #include <gtest/gtest.h>
@@ -45,13 +45,13 @@ TEST(OperatorHook, MarkedTensorsCallIt) {
     EXPECT_TRUE(at::equal(inner_of(at::linear(input, marked)), at::linear(x, weight)));
   }
   EXPECT_EQ(calls, 2);
-  // What a hook does is differentiated.
+  // The operators of a hook are differentiated.
   input.set_requires_grad(true);
   at::linear(input, marked).sum().backward();
   EXPECT_TRUE(at::allclose(inner_of(input.grad()), 2 * weight.sum(0).expand({2, 3})));
 }
 
-TEST(OperatorHook, SaysWhatIsWrong) {
+TEST(OperatorHook, ErrorsSayWhatIsWrong) {
   const auto nothing = [](const c10::OperatorHandle& op, Stack* stack) {
     const NoHooksGuard off;
     op.callBoxed(stack);
@@ -59,7 +59,7 @@ TEST(OperatorHook, SaysWhatIsWrong) {
   EXPECT_TRUE(has_text(message_of<ValueError>([&] { register_operator_hook("aten::no_such_operator", nothing); }), "aten::no_such_operator, expected one that exists"));
   EXPECT_THROW(register_operator_hook("aten::add", nothing), ValueError) << "it has no overload without a name";
   register_operator_hook("aten::sub.Tensor", nothing);
-  EXPECT_TRUE(has_text(message_of<StateError>([&] { register_operator_hook("aten::sub.Tensor", nothing); }), "aten::sub.Tensor has a hook already"));
+  EXPECT_TRUE(has_text(message_of<StateError>([&] { register_operator_hook("aten::sub.Tensor", nothing); }), "aten::sub.Tensor already has a hook"));
   EXPECT_TRUE(has_text(message_of<TypeError>([&] { mark_hooked(torch::ones({2})); }), "expected a wrapper"));
   EXPECT_THROW(mark_hooked(at::Tensor()), TypeError);
 }

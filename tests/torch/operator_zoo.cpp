@@ -10,7 +10,7 @@ namespace penstock::zoo {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
-using Dims = std::vector<std::int64_t>;  // braces alone could be names
+using Dims = std::vector<std::int64_t>;  // plain braces could be dimension names
 namespace F = torch::nn::functional;
 using torch::kBFloat16;
 using torch::kBool;
@@ -29,8 +29,8 @@ at::Tensor longs(at::IntArrayRef sizes, std::int64_t high) { return torch::randi
 at::Tensor bools(at::IntArrayRef sizes) { return torch::randint(0, 2, sizes, kLong).to(kBool); }
 at::Tensor channels_last(at::IntArrayRef sizes) { return randn(sizes).contiguous(at::MemoryFormat::ChannelsLast); }
 at::Tensor strided() { return randn({3, 8}).slice(1, 0, 8, 2); }          // (3, 4) with gaps
-at::Tensor turned() { return randn({4, 3}).t(); }                         // (3, 4) by columns
-at::Tensor spread() { return randn({3, 1}).expand({3, 4}); }              // (3, 4) over one column
+at::Tensor turned() { return randn({4, 3}).t(); }                         // (3, 4) column-major
+at::Tensor spread() { return randn({3, 1}).expand({3, 4}); }              // (3, 4) expanded from one column
 at::Tensor cube() { return randn({2, 3, 4}).permute({2, 0, 1}); }         // (4, 2, 3)
 at::Tensor positive(at::IntArrayRef sizes) { return torch::rand(sizes) + 0.5; }
 at::Tensor definite() {
@@ -53,18 +53,18 @@ class Table {
                        torch::manual_seed(5);
                        const at::NoGradGuard no_grad;
                        Tensors made = inputs();
-                       // Memory of their own, not views: what is compared are the results.
+                       // Tensors with their own memory, not views: only the results are compared.
                        for (at::Tensor& tensor : made) tensor = at::empty({0}, tensor.options()).set_(tensor.storage(), tensor.storage_offset(), tensor.sizes(), tensor.strides());
                        return made;
                      }, run, differentiable});
   }
-  // Older versions refuse the real call.
+  // Older versions reject the real call.
   template <class Inputs, class Run>
   void newer(const std::string& name, Inputs inputs, Run run) {
     add(name, inputs, run);
     calls.back().may_be_refused = true;
   }
-  // Without gradients: in-place and out= calls, and what has no derivative.
+  // Without gradients: in-place and out= calls, and operators without derivatives.
   template <class Inputs, class Run>
   void plain(const std::string& name, Inputs inputs, Run run) {
     add(name, inputs, run, false);
@@ -147,8 +147,8 @@ void add_binary(Table& table) {
               OUT(at::add_out(x[2], x[1], x[1]), at::mul_out(x[3], x[0], x[1]), at::where_out(x[4], x[0] > 0, x[0], x[1])));
 }
 
-// Gradients of max, min, median and prod over everything are taken for dense inputs only: LibTorch chooses their formula by
-// the values of a real tensor and by the kind of a wrapped one, and the strides differ.
+// Gradients of max, min, median and prod over everything are tested for dense inputs only: LibTorch chooses
+// their formula by the values of a real tensor and by the kind of a wrapped one, and the strides differ.
 void add_reductions(Table& table) {
   table.add("reduce_all", IN(randn({3, 4}), turned(), randn({}), cube()),
             OUT(x[0].sum(), x[1].mean(), x[2].sum(), x[0].std(), x[1].var(), x[0].max(), x[0].min(), x[0].norm(), x[3].norm(1), x[0].median(), x[1].logsumexp(Dims{0, 1}), at::nansum(x[0]), x[0].amax(), x[1].amin(), at::linalg_vector_norm(x[3]), x[0].nanmedian(), at::nanmean(x[1])));
@@ -292,7 +292,7 @@ void add_networks(Table& table) {
         out.push_back(y);
     return out;
   });
-  // The mean of smoothed labels picks by a mask, so it cannot run in shape only.
+  // The mean of smoothed labels selects by a mask, so it cannot run in shape only.
   table.add("label_smoothing", IN(randn({4, 5}), longs({4}, 5), randn({5, 4}).t()), OUT(at::cross_entropy_loss(x[0], x[1], {}, at::Reduction::Sum, -100, 0.1), at::cross_entropy_loss(x[2], x[1], {}, at::Reduction::None, -100, 0.1)));
   table.add("losses_of_images", IN(randn({2, 5, 3, 3}), longs({2, 3, 3}, 5), randn({2, 5, 6}), longs({2, 6}, 5)), OUT(at::nll_loss2d(x[0].log_softmax(1), x[1]), at::cross_entropy_loss(x[0], x[1], {}, 0), at::cross_entropy_loss(x[2], x[3])));
   table.add("ctc_loss", IN(randn({6, 2, 5}), longs({2, 3}, 4) + 1), [](Tensors& x) {
@@ -338,7 +338,7 @@ void add_lists(Table& table) {
     }
 }
 
-// What only newer versions have.
+// Operators of newer versions only.
 void add_newer(Table& table) {
   const auto named = [&](const std::string& test, const std::string& op, auto inputs, std::function<std::vector<c10::IValue>(Tensors&)> arguments) {
     if (!has_operator("aten::" + op, "")) return;

@@ -12,10 +12,10 @@ namespace penstock::zoo {
 
 struct OperatorCall {
   std::string name;
-  std::function<std::vector<at::Tensor>()> inputs;  // made anew each time, from a fixed seed
+  std::function<std::vector<at::Tensor>()> inputs;  // recreated each time, from a fixed seed
   std::function<std::vector<at::Tensor>(std::vector<at::Tensor>&)> run;
   bool differentiable = true;   // floating-point inputs require gradients, and backward runs too
-  bool may_be_refused = false;  // not every supported LibTorch can run it in earnest
+  bool may_be_refused = false;  // not every supported LibTorch can run it on real tensors
 };
 
 inline void PrintTo(const OperatorCall& call, std::ostream* out) { *out << call.name; }
@@ -23,7 +23,7 @@ inline void PrintTo(const OperatorCall& call, std::ostream* out) { *out << call.
 // Names are unique and fit a GoogleTest parameter.
 const std::vector<OperatorCall>& operator_calls();
 
-// Which of them this LibTorch has only sometimes: calls by schema name, so that older versions compile.
+// Operators that not every supported LibTorch has: called by schema name, so that older versions compile.
 at::Tensor call_by_name(const std::string& name, const std::string& overload, std::vector<c10::IValue> arguments);
 bool has_operator(const std::string& name, const std::string& overload);
 

@@ -30,7 +30,7 @@ TEST(Philox, KnownAnswers) {
             (Words{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
 }
 
-// The derivation as the documentation gives it, from Philox as the paper gives it: written a second time.
+// The documented derivation on top of Philox as in the paper: an independent second implementation.
 Words paper(Words c, std::array<u32, 2> k) {
   for (int round = 0; round < 10; ++round) {
     const std::uint64_t left = 0xD2511F53ull * c[0], right = 0xCD9E8D57ull * c[2];
@@ -52,7 +52,7 @@ TEST(Philox, StreamsAreDerivedAsDocumented) {
     EXPECT_EQ(words_of(philox::numbers(stream, n)), paper({lo(n), hi(n), b[2], b[3]}, {b[0], b[1]})) << n;
 }
 
-// Pinned once: whoever reproduces the derivation elsewhere can check against these.
+// Pinned values: other implementations of the derivation can be checked against these.
 TEST(Philox, StreamsNeverChange) {
   EXPECT_EQ(words_of(philox::numbers(philox::derive(0, 0, 0, 0, 0), 0)), (Words{0x26396fdb, 0x900547c1, 0xc36f70e7, 0x16ea3436}));
   EXPECT_EQ(words_of(philox::numbers(philox::derive(42, 7, 3, 12, 1), 5)), (Words{0x05da3db4, 0x13fa321c, 0x34066c7e, 0xb7797ed2}));
@@ -93,13 +93,13 @@ TEST(Philox, EveryInputBitMatters) {
   }
 }
 
-TEST(Philox, VectorsGiveTheNumbersOfSingleBlocks) {
+TEST(Philox, VectorsEqualSingleBlocks) {
   const philox::Stream stream = philox::derive(42, 7, 3, 12, 1);
   bool tried = false;
   for (const auto path : {random::CpuPath::Portable, random::CpuPath::Avx2, random::CpuPath::Avx512}) {
     if (!random::supported(path)) continue;
     tried = true;
-    // Around the carry into the upper half of the block's number too.
+    // Also around the carry into the upper half of the block number.
     for (const u64 first : {u64{0}, u64{1}, u64{0xffffffe7}, u64{0xffffffffffffffc0}})
       for (const long long blocks : {0, 1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 63, 64, 100}) {
         std::vector<u32> words(static_cast<std::size_t>(4 * blocks + random::kWordsSlack + 4), 0xdeadbeef);
@@ -109,7 +109,7 @@ TEST(Philox, VectorsGiveTheNumbersOfSingleBlocks) {
           for (long long i = 0; i < 4; ++i)
             ASSERT_EQ(words[static_cast<std::size_t>(4 * n + i)], block.word[i]) << "path " << static_cast<int>(path) << " first " << first << " blocks " << blocks << " at " << n;
         }
-        for (std::size_t i = static_cast<std::size_t>(4 * blocks + random::kWordsSlack); i < words.size(); ++i) ASSERT_EQ(words[i], 0xdeadbeef) << "written behind the slack";
+        for (std::size_t i = static_cast<std::size_t>(4 * blocks + random::kWordsSlack); i < words.size(); ++i) ASSERT_EQ(words[i], 0xdeadbeef) << "written after the slack";
       }
   }
   EXPECT_TRUE(tried);

@@ -23,7 +23,7 @@ using test::message_of;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-// Same structure, and leaves of the same kind and value; tensors by identity.
+// Same structure, and leaves of the same kind and value; tensors are compared by identity.
 bool same(const Tree& a, const Tree& b) {
   const auto [a_leaves, a_spec] = flatten_tree(a);
   const auto [b_leaves, b_spec] = flatten_tree(b);
@@ -79,7 +79,7 @@ TEST(Tree, WrongAccessIsNamed) {
   EXPECT_THAT(message_of<TypeError>([&] { (void)tree["mask"].tensor(); }),
               HasSubstr("got the int 3, expected a tensor"));
   EXPECT_THAT(message_of<TypeError>([&] { (void)tree["bias"].text(); }),
-              HasSubstr("got a list of 2, expected a text"));
+              HasSubstr("got a list of 2, expected a string"));
   EXPECT_THAT(message_of<TypeError>([&] { (void)tree["mask"][0]; }),
               HasSubstr("got the int 3, expected a tuple or a list"));
   EXPECT_THAT(message_of<ValueError>([&] { (void)tree["bias"][2]; }), HasSubstr("2 into a list of 2"));
@@ -107,7 +107,7 @@ TEST(Tree, FlattenKeepsTheOrderOfEntries) {
   EXPECT_THAT(spec.leaf_paths("kw"), ElementsAre("kw[0]", "kw[1]['z']", "kw[1]['a'][0]", "kw[1]['a'][1]"));
 }
 
-TEST(Tree, UnflattenWantsOneLeafEach) {
+TEST(Tree, UnflattenNeedsOneLeafEach) {
   const TreeSpec spec(Tree::tuple({1, Tree::list({2})}));
   EXPECT_EQ(unflatten_tree({Tree("a"), Tree("b")}, spec).to_string(), "('a', ['b'])");
   EXPECT_EQ(unflatten_tree({Tree::tuple({1, 2}), Tree()}, spec).to_string(), "((1, 2), [None])");  // a graft
@@ -147,7 +147,7 @@ TEST(Tree, SpecsDifferWhereStructureDoes) {
       EXPECT_EQ(first_difference(a, b).has_value(), i != j) << a.to_string() << " " << b.to_string();
     }
   EXPECT_EQ(specs.size(), different.size());
-  // Leaves are no part of it.
+  // Leaves are not part of it.
   EXPECT_EQ(TreeSpec(Tree::tuple({1, "x"})), TreeSpec(Tree::tuple({at::ones({1}), Tree()})));
 }
 
@@ -207,7 +207,7 @@ TEST(FlattenArgs, DetachMakesFreshLeavesThatKeepRequiresGrad) {
 
   (h * 2).sum().backward();
   EXPECT_TRUE(at::equal(h.grad(), at::full({2}, 2.0)));
-  EXPECT_FALSE(weight.grad().defined());  // backward stops at the border
+  EXPECT_FALSE(weight.grad().defined());  // backward stops at the boundary
 
   const auto plain = flatten_args(args);
   ASSERT_EQ(plain.size(), 7u);
@@ -239,7 +239,7 @@ TEST(TreeTo, NamesThePlaceThatDoesNotFit) {
   const Tree tree = Tree::tuple({at::ones({2}), Tree::dict({{"mask", Tree::list({1, "two"})}})});
   using Wanted = std::tuple<at::Tensor, std::map<std::string, std::vector<int>>>;
   EXPECT_THAT(message_of<TypeError>([&] { tree_to<Wanted>(tree); }),
-              HasSubstr("args[1]['mask'][1]: got the text 'two', expected an int"));
+              HasSubstr("args[1]['mask'][1]: got the string 'two', expected an int"));
   EXPECT_THAT(message_of<TypeError>([&] { tree_to<std::vector<at::Tensor>>(tree, "kwargs"); }),
               HasSubstr("kwargs[1]: got a dictionary with key 'mask', expected a tensor"));
   EXPECT_THAT(message_of<TypeError>([&] { tree_to<std::tuple<Tree>>(tree); }),

@@ -1,5 +1,5 @@
-// What the tests of keyed random numbers share: every way to fill a tensor, boxes of global tensors, memory formats, and comparison
-// bit by bit.
+// Shared by the tests of keyed random numbers: every way to fill a tensor, boxes of global tensors, memory
+// formats, and bitwise comparison.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -75,14 +75,14 @@ inline const std::vector<BoxCase>& box_cases() {
       {{3, 4, 5, 6}, {1, 1, 1, 1}, {2, 3, 4, 5}},
       {{2, 3, 4, 5, 3}, {0, 1, 1, 0, 1}, {2, 2, 3, 5, 2}},
       {{9000}, {0}, {9000}},                 // longer than a piece of the loop
-      {{3, 70001}, {1, 33333}, {2, 20011}},  // longer than what one thread takes
+      {{3, 70001}, {1, 33333}, {2, 20011}},  // longer than the work of one thread
       {{1LL << 20, 1LL << 21}, {(1LL << 20) - 3, 7}, {3, 13}},               // indices beyond 2^32
       {{1LL << 31, 1LL << 31}, {(1LL << 31) - 2, (1LL << 31) - 9}, {2, 9}},  // and up to 2^62
   };
   return cases;
 }
 
-// Tensors of the same sizes that lie differently in memory.
+// Tensors of the same sizes with different memory layouts.
 enum class Memory { Contiguous, Reversed, EveryOther, Misaligned };
 inline constexpr Memory kMemories[] = {Memory::Contiguous, Memory::Reversed, Memory::EveryOther, Memory::Misaligned};
 

@@ -1,4 +1,4 @@
-// CUDA against the CPU, bit by bit. Needs a GPU; fails without one.
+// CUDA compared with the CPU, bit by bit. Needs a GPU; fails without one.
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <gtest/gtest.h>
@@ -9,7 +9,6 @@
 
 #include "penstock/errors.h"
 #include "penstock/torch/compat/cuda_kernel.h"
-#include "penstock/torch/random/keyed_init.h"
 #include "penstock/random.h"
 #include "tests/has_text.h"
 #include "tests/torch/random_cases.h"
@@ -40,7 +39,7 @@ TEST(RandomGpu, EveryFunctionDtypeBoxAndMemory) {
       }
 }
 
-// Many more words than the boxes above, so that every branch and many roundings are met.
+// Many more words than the boxes above, to reach every branch and many roundings.
 TEST(RandomGpu, MillionsOfValues) {
   for (const auto& function : fill_cases())
     for (const auto dtype : function.dtypes) {
@@ -101,7 +100,7 @@ TEST(RandomGpu, RunsOnTheCurrentStream) {
   const c10::cuda::CUDAStreamGuard guard(stream);
   at::Tensor x = at::zeros({1 << 22}, at::kCUDA);
   keyed_normal_(x, test_key(), 0, 1);
-  at::Tensor y = x * 2;  // behind it on the same stream
+  at::Tensor y = x * 2;  // after it on the same stream
   stream.synchronize();
   EXPECT_TRUE(same_bits(y, expected * 2));
 }

@@ -1,5 +1,5 @@
-// The text of the CUDA kernels, run thread after thread on the host, and the vector loops of the processor: each against the plain
-// scalar one. Compiled with -ffp-contract=off.
+// The text of the CUDA kernels, run thread by thread on the host, and the CPU's vector loops, each compared
+// with the plain scalar definition. Compiled with -ffp-contract=off.
 #include "penstock/torch/random/random_kernel.h"
 
 #include <gtest/gtest.h>
@@ -38,11 +38,11 @@ std::vector<Case> all_cases() {
   };
 }
 
-// Element after element, straight from the definition: no walk, no blocks, no vectors.
+// Element by element, straight from the definition: no walk, no blocks, no vectors.
 at::Tensor by_definition(const Case& one, const test::BoxCase& box, const at::Tensor& in, const philox::Stream& stream) {
   at::Tensor out = at::zeros(box.sizes, in.options());
   const at::Tensor from = in.contiguous();
-  Job job;
+  RandomJob job;
   job.kind = one.kind;
   job.element = in.scalar_type() == at::kFloat      ? Element::Float32
                 : in.scalar_type() == at::kDouble   ? Element::Float64
@@ -68,7 +68,7 @@ at::Tensor by_definition(const Case& one, const test::BoxCase& box, const at::Te
 }
 
 // Runs `job` as `threads` threads of a device would.
-void run_as_device(const Job& job, i64 threads) {
+void run_as_device(const RandomJob& job, i64 threads) {
   bool ran = false;
   with_types(job, [&]<Kind kind, class Real, class Word, class Element>() {
     ran = true;
@@ -89,28 +89,28 @@ TEST(RandomKernel, DeviceThreadsAndVectorsComputeTheDefinition) {
         if (one.kind == Kind::Dropout) keyed_normal_(given, {.seed = 5}, 0, 1);
         const at::Tensor expected = by_definition(one, box, given, stream);
         for (const auto memory : test::kMemories) {
-          const Place place{"test", key, box.global, box.offset};
+          const DrawArguments draw_arguments{"test", key, box.global, box.offset};
           const at::Tensor in = one.kind == Kind::Dropout ? make_tensor(box.sizes, dtype, memory).copy_(given) : at::Tensor();
           // Output in another memory format than the input.
           const auto out_memory = static_cast<test::Memory>((static_cast<int>(memory) + (one.kind == Kind::Dropout && runs % 2 == 0 ? 1 : 0)) % 4);
-          const auto run = [&](const char* how, const std::function<void(const Job&)>& go) {
+          const auto run = [&](const char* how, const std::function<void(const RandomJob&)>& go) {
             at::Tensor out = make_tensor(box.sizes, dtype, out_memory).fill_(dtype == at::kBool ? 1 : 99);
-            go(make_job(place, one.kind, one.constants, out, in));
+            go(make_job(draw_arguments, one.kind, one.constants, out, in));
             EXPECT_TRUE(same_bits(out, expected)) << one.name << " " << dtype << " global " << at::IntArrayRef(box.global) << " part " << at::IntArrayRef(box.sizes)
                                                   << " memory " << static_cast<int>(memory) << ", " << how;
             ++runs;
           };
-          run("device, few threads", [](const Job& job) { run_as_device(job, 3); });
-          run("device, many threads", [](const Job& job) { run_as_device(job, 1000); });
+          run("device, few threads", [](const RandomJob& job) { run_as_device(job, 3); });
+          run("device, many threads", [](const RandomJob& job) { run_as_device(job, 1000); });
           for (const auto path : {CpuPath::Portable, CpuPath::Avx2, CpuPath::Avx512})
-            if (supported(path)) run(path == CpuPath::Portable ? "portable" : path == CpuPath::Avx2 ? "AVX2" : "AVX-512", [path](const Job& job) { run_on_cpu(job, path); });
+            if (supported(path)) run(path == CpuPath::Portable ? "portable" : path == CpuPath::Avx2 ? "AVX2" : "AVX-512", [path](const RandomJob& job) { run_on_cpu(job, path); });
           if (::testing::Test::HasFailure()) return;
         }
       }
   EXPECT_GT(runs, 1000);
 }
 
-// Rows that begin at different places of a block, and more of them than 32 bits count.
+// Rows that start at different positions of a block, and more of them than fit in 32 bits.
 TEST(RandomKernel, RowsOfAWalk) {
   BoxWalk walk;
   walk.dims = 3;

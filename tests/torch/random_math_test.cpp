@@ -1,4 +1,4 @@
-// The functions from words to values against the exact ones. Compiled with -ffp-contract=off.
+// The functions from words to values compared with exact ones. Compiled with -ffp-contract=off.
 #include "penstock/torch/random/random_math.h"
 
 #include <c10/util/BFloat16.h>
@@ -48,7 +48,7 @@ TEST(NormalQuantile, SingleIsWithinItsBound) {
     check(0x13333333u + word);   // where the two quotients meet: 0.075
   }
   EXPECT_LT(worst, 4.4e-7L);
-  EXPECT_GT(worst, 1e-8L);  // float32 can do no better; a smaller figure means that nothing was compared
+  EXPECT_GT(worst, 1e-8L);  // the limit of float32; a smaller value means that nothing was compared
 }
 
 TEST(NormalQuantile, DoubleIsWithinItsBound) {
@@ -94,7 +94,7 @@ TEST(UnitInterval, IsHalfOpen) {
   EXPECT_EQ(unit_interval(~0ull), 1.0 - 0x1p-53);
 }
 
-// LibTorch's own conversions are the reference. Its NaNs keep a sign; ours are the plain quiet one.
+// Compared with LibTorch's own conversions. Its NaNs keep a sign; ours are the plain quiet NaN.
 TEST(Rounding, SixteenBitFormats) {
   const auto check = [](u32 bits) {
     const float value = std::bit_cast<float>(bits);

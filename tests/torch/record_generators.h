@@ -1,4 +1,4 @@
-// Records for tests: some fixed ones that are all different, and arbitrary ones for properties.
+// Records for tests: fixed ones that are all different, and arbitrary ones for property tests.
 #pragma once
 
 #include <torch/torch.h>
@@ -15,7 +15,7 @@
 
 namespace penstock::test {
 
-// A record and variants that differ from it in one field each; the last differs in requires_grad alone.
+// A record and variants that differ from it in one field each; the last differs in requires_grad only.
 inline std::vector<DistributedRecord> distributed_variants() {
   const auto local = [](std::vector<std::int64_t> shape, at::ScalarType dtype = at::kFloat,
                         bool grad = false) {

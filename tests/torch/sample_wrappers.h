@@ -1,11 +1,11 @@
 // Two small tensor subclasses for tests and benchmarks.
 #pragma once
 
-#include "penstock/torch/dispatch/wrapper_call.h"
+#include "penstock/tensor_subclass.h"
 
 namespace penstock::sample {
 
-// One inner tensor: what every operator gives on it.
+// One inner tensor; every operator runs on it.
 class Boxed final : public Payload {
  public:
   static constexpr std::string_view kKind = "Boxed";
@@ -35,7 +35,7 @@ class Two final : public Payload {
   }
 
   std::string_view kind() const override { return kKind; }
-  int priority() const override { return 1; }  // a Two of Boxed tensors and a Boxed one meet in one call: the Two handles it
+  int priority() const override { return 1; }  // if a Two of Boxed tensors and a Boxed meet in one call, the Two handles it
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
     WrapperCall<Two> call(op, stack);
     const Stack first = call.run([](const Two& two) { return two.a; });

@@ -78,7 +78,7 @@ TEST(StepContextScope, GuardsNestAndEnd) {
     } catch (const std::runtime_error&) {
       EXPECT_EQ(step_here(), 1);
     }
-    EXPECT_THROW(StepGuard(at_step(5, 99)), ValueError);  // a guard that could not be made changes nothing
+    EXPECT_THROW(StepGuard(at_step(5, 99)), ValueError);  // a guard whose constructor throws changes nothing
     EXPECT_EQ(step_here(), 1);
   }
   EXPECT_EQ(step_here(), -1);
@@ -114,7 +114,7 @@ TEST(StepContextScope, ContradictionsAreRefused) {
 
 class ForeignInfo : public c10::DebugInfoBase {};
 
-TEST(StepContextScope, AForeignUserOfTheSameKindIsNoticed) {
+TEST(StepContextScope, AnotherUserOfTheSameDebugInfoKindIsDetected) {
   const StepGuard guard(at_step(1));
   const c10::DebugInfoGuard foreign(c10::DebugInfoKind::PRODUCER_INFO, std::make_shared<ForeignInfo>());
   EXPECT_THROW(StepContext::current(), StateError);
@@ -182,7 +182,7 @@ TEST(StepContextThreads, HooksOfBackwardSeeTheContextOfTheCaller) {
     const StepGuard backward(at_step(2, 0));
     y.backward({}, /*retain_graph=*/true);
   }
-  // From another thread, under a context of its own.
+  // From another thread, with its own context.
   std::thread([&] {
     const StepGuard backward(at_step(3, 0));
     y.backward();
@@ -226,12 +226,12 @@ TEST(StepContextThreads, CarriedToAutogradsOwnThreads) {
   const StepGuard guard(at_step(8, 0));
   y.sum().backward();
   EXPECT_EQ(steps, std::vector<std::int64_t>(151, 8));
-  EXPECT_GT(threads.size(), 1u) << "nothing ran on another thread: this test shows nothing";
+  EXPECT_GT(threads.size(), 1u) << "nothing ran on another thread, so this test is vacuous";
 }
 
 // ------------------------------------------------------------------------------------------------------------ keys, boxes
 
-TEST(StepContextKeys, FollowThePlace) {
+TEST(StepContextKeys, DependOnStepMicrobatchAndLayer) {
   const RandomKey key = at_step(7, 3).key(12, purpose::kDropout);
   EXPECT_EQ(key, (RandomKey{.seed = 42, .step = 7, .microbatch = 3, .layer = 12, .purpose = purpose::kDropout}));
   EXPECT_EQ(at_step(7).key(12, purpose::kNoise).microbatch, -1);
@@ -253,7 +253,7 @@ TEST(StepContextKeys, RowsOfTheMicrobatch) {
   context.rows = BatchRows{.global = 12, .first = 8, .count = 4};
   EXPECT_EQ(context.box_of({4, 5}).global_shape, (test::Sizes{12, 5}));
   EXPECT_EQ(context.box_of({4, 5}).offset, (test::Sizes{8, 0}));
-  EXPECT_EQ(context.box_of({40, 5}).global_shape, (test::Sizes{120, 5}));  // ten tokens a row, joined
+  EXPECT_EQ(context.box_of({40, 5}).global_shape, (test::Sizes{120, 5}));  // ten tokens per row, flattened
   EXPECT_EQ(context.box_of({40, 5}).offset, (test::Sizes{80, 0}));
   EXPECT_THROW(context.box_of({6, 5}), ValueError);
   EXPECT_THROW(context.box_of({}), ValueError);
@@ -277,7 +277,7 @@ TEST(KeyedDropoutModule, MaskOfTheStep) {
   EXPECT_TRUE(same_bits(drop->forward(x), keyed_dropout(x, 0.3, StepContext::current()->key(layer_from_name("blocks.0.drop"), purpose::kDropout))));
 }
 
-TEST(KeyedDropoutModule, UsesWithinOneForwardAreToldApart) {
+TEST(KeyedDropoutModule, UsesWithinOneForwardAreDistinguished) {
   KeyedDropout drop(KeyedDropoutOptions(0.3, 4));
   const StepGuard guard(at_step(1, 2));
   const at::Tensor x = at::ones({50, 8});
@@ -310,7 +310,8 @@ TEST(KeyedDropoutModule, DataParallelRanksHoldPartsOfOneMask) {
     context.rows = BatchRows{.global = 12, .first = 4 * rank, .count = 4};
     const StepGuard guard(context);
     EXPECT_TRUE(same_bits(drop->forward(whole_input.narrow(0, 4 * rank, 4)), whole.narrow(0, 4 * rank, 4)));
-    // The same with rows and tokens joined, and for a column of a tensor-parallel split, where the box is given.
+    // The same with rows and tokens flattened, and for a column of a tensor-parallel split with an explicit
+    // box.
     EXPECT_TRUE(same_bits(drop->forward(whole_input.narrow(0, 4 * rank, 4).reshape({40, 8})), whole.narrow(0, 4 * rank, 4).reshape({40, 8})));
     EXPECT_TRUE(same_bits(drop->forward(whole_input.narrow(0, 4 * rank, 4).narrow(2, 2, 4), {{12, 10, 8}, {4 * rank, 0, 2}}), whole.narrow(0, 4 * rank, 4).narrow(2, 2, 4)));
   }
@@ -328,7 +329,8 @@ TEST(KeyedDropoutModule, InASequentialAndCloned) {
   EXPECT_TRUE(has_text(text.str(), "KeyedDropout(p=0.5"));
 }
 
-// Activations are thrown away after forward and computed again during backward: the same mask, so the same gradients.
+// Activations are discarded after forward and recomputed during backward: the same mask, so the same
+// gradients.
 struct Recomputed : torch::autograd::Function<Recomputed> {
   using Body = std::function<at::Tensor(const at::Tensor&)>;
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, std::int64_t body) {
@@ -350,7 +352,7 @@ TEST(KeyedDropoutModule, RecomputationHasTheSameMask) {
   std::vector<bool> recomputes;
   std::shared_ptr<const StepContext> first;
   Recomputed::Body body = [&](const at::Tensor& input) {
-    // What recomputes keeps the context of the first time.
+    // Recomputation keeps the context of the first time.
     std::optional<StepGuard> guard;
     if (first) guard.emplace(first->recomputation());
     recomputes.push_back(StepContext::current()->recompute);
@@ -364,7 +366,7 @@ TEST(KeyedDropoutModule, RecomputationHasTheSameMask) {
     first = StepContext::current();
   }
   {
-    const StepGuard other(at_step(3, 5));  // backward of another microbatch is under way
+    const StepGuard other(at_step(3, 5));  // backward of another microbatch is running
     plain.sum().backward();
     recomputed.sum().backward();
   }

@@ -1,4 +1,4 @@
-// A leaf that becomes another tensor and back, with graphs, hooks and optimizers holding it.
+// A leaf that is switched to another tensor and back while graphs, hooks and optimizers hold it.
 #include "penstock/torch/dispatch/switch_data.h"
 
 #include <gtest/gtest.h>
@@ -46,7 +46,8 @@ TEST(SwitchData, BetweenPlainAndWrapperManyTimes) {
   EXPECT_TRUE(handle.requires_grad());
 }
 
-// The version is that of the leaf: what autograd saved before stays good, and writes after are noticed.
+// The version counter is that of the leaf: what autograd saved before stays valid, and later writes are
+// detected.
 TEST(SwitchData, GraphsStayValid) {
   at::Tensor leaf = at::full({3}, 2.0).requires_grad_(true);
   const at::Tensor whole = at::full({3}, 2.0), part = Boxed::make(at::zeros({3}));
@@ -84,7 +85,7 @@ TEST(SwitchData, SizesMustBeTheSame) {
   EXPECT_EQ(leaf.numel(), 2);
 }
 
-TEST(TieLifetime, AsLongAsTheTensorWhateverItBecomes) {
+TEST(TieLifetime, LastsAsLongAsTheTensor) {
   auto object = std::make_shared<int>(3);
   const std::weak_ptr<int> watch = object;
   at::Tensor leaf = at::ones({2}), frozen = at::ones({2});
@@ -93,7 +94,7 @@ TEST(TieLifetime, AsLongAsTheTensorWhateverItBecomes) {
   tie_lifetime(frozen, object);
   object.reset();
   EXPECT_TRUE(leaf.requires_grad());
-  EXPECT_FALSE(frozen.requires_grad()) << "as it was";
+  EXPECT_FALSE(frozen.requires_grad()) << "unchanged";
   {
     const at::NoGradGuard no_grad;
     switch_data(leaf, Boxed::make(at::zeros({2})));

@@ -37,7 +37,7 @@ using Sizes = std::vector<std::int64_t>;
 // ---- element types ----
 
 TEST(Dtype, NumbersAreFixed) {
-  // On the wire: a change breaks every mix of builds.
+  // Part of the wire format: a change breaks every mix of builds.
   const std::vector<std::pair<int, const char*>> expected = {{1, "uint8"},
                                                              {2, "int8"},
                                                              {3, "int16"},
@@ -110,7 +110,7 @@ TEST(Dtype, EveryTypeOfThisLibTorchHasANumberOrIsQuantized) {
 
 // ---- plain records ----
 
-// What a record must reproduce: a tensor made from it has the same record, and the memory that strides reach.
+// A tensor created from a record has the same record, and memory for everything its strides reach.
 void expect_reproduced(const at::Tensor& tensor) {
   const TensorRecord record = record_of(tensor);
   EXPECT_EQ(record.shape(), tensor.sizes().vec());
@@ -184,7 +184,7 @@ TEST(TensorRecord, MadeOnOtherDevices) {
   EXPECT_EQ(record_of(meta), record);
 }
 
-TEST(TensorRecord, WhatNoTensorCanBe) {
+TEST(TensorRecord, ImpossibleTensorsAreRefused) {
   constexpr std::int64_t kHuge = std::int64_t{1} << 62;
   EXPECT_THAT(message_of<ValueError>([] {
                 TensorRecord({2, 3}, {1}, at::kFloat);
@@ -236,7 +236,7 @@ TEST(TensorRecord, DifferencesNameEachFieldButRequiresGrad) {
                           "dtype: got float16, expected float32"));
   EXPECT_THAT(differences(a, TensorRecord({2, 3}, {1, 2}, at::kFloat, true)),
               ElementsAre("stride: got [1, 2], expected [3, 1]"));
-  // Equal for the contract, though not equal as values; the explicit question tells.
+  // Equal for the contract, though not equal as values; the separate comparison reports it.
   const TensorRecord no_grad = a.with_requires_grad(false);
   EXPECT_NE(a, no_grad);
   EXPECT_THAT(differences(a, no_grad), IsEmpty());
@@ -302,7 +302,7 @@ TEST(DistributedRecord, AskingForTheOtherKindNamesTheRightCall) {
   EXPECT_THAT(plain_asked, HasSubstr("got a distributed tensor, expected a plain one"));
   EXPECT_THAT(plain_asked, HasSubstr("distributed_record_of(tensor)"));
   EXPECT_THAT(plain_asked, HasSubstr("meta_of(tensor)"));
-  // Caught as what it derives from, too.
+  // Also catchable as its base class.
   EXPECT_THROW(record_of(whole), std::exception);
   EXPECT_EQ(record_of(local_if_distributed(whole)).shape(), (Sizes{2, 3}));
   EXPECT_THAT(message_of<PipeliningMetadataError>([&] { distributed_record_of(at::ones({2})); }),
@@ -337,12 +337,12 @@ TEST(DistributedRecord, RegistrationEndsWithItsObject) {
     FakeShards shards;
     whole = shards.make(4, 3);
     EXPECT_TRUE(is_distributed_tensor(whole));
-    FakeShards others("other");  // a second type beside it
+    FakeShards others("other");  // a second type at the same time
     const at::Tensor other = others.make(2, 2);
     EXPECT_EQ(distributed_type_of(whole)->name, "fake");
     EXPECT_EQ(distributed_type_of(other)->name, "other");
     EXPECT_THAT(message_of<ValueError>([] { FakeShards("fake"); }), HasSubstr("\"fake\" a second time"));
-    EXPECT_EQ(distributed_type_of(whole)->name, "fake");  // the refused one took nothing away
+    EXPECT_EQ(distributed_type_of(whole)->name, "fake");  // the refused one changed nothing
   }
   EXPECT_FALSE(is_distributed_tensor(whole));
   EXPECT_EQ(record_of(whole).shape(), (Sizes{4, 3}));
@@ -402,7 +402,7 @@ TEST(DistributedRecord, DifferencesNameEachField) {
               ElementsAre("requires_grad: got true, expected false"));
 }
 
-TEST(DistributedRecord, AgainstAPlainOneThereIsOneLineForTheKind) {
+TEST(DistributedRecord, ComparedWithAPlainOneOneLineNamesTheKind) {
   const DistributedRecord distributed = test::distributed_variants()[0];
   const TensorMeta plain = distributed.local();
   EXPECT_THAT(differences(TensorMeta(distributed), plain),
@@ -423,7 +423,7 @@ TEST(DistributedRecord, EqualityAndHashSeeEveryField) {
   EXPECT_EQ(all[0].hash(), test::distributed_variants()[0].hash());
 }
 
-TEST(DistributedRecord, PartsThatCannotBelongTogether) {
+TEST(DistributedRecord, InconsistentPartsAreRefused) {
   const TensorRecord local = TensorRecord::contiguous({2, 3}, at::kFloat);
   const MeshKey key{{"tp"}, MeshLayout({2})};
   const auto refused = [&](Sizes shape, Sizes stride, Placements placements, MeshKey mesh) {

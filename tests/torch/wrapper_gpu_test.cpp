@@ -64,14 +64,14 @@ TEST_P(GpuZoo, BoxedEqualsPlain) {
     auto* payload = payload_as<Boxed>(actual.values[i]);
     ASSERT_TRUE(payload) << i;
     EXPECT_TRUE(payload->inner.is_cuda());
-    // Kernels that add in the order of arrival differ from run to run also without wrappers.
+    // Kernels that add in order of arrival differ from run to run even without wrappers.
     const bool exact = same_bits(expected.values[i], again.values[i]);
     EXPECT_TRUE(exact ? same_bits(expected.values[i], payload->inner) : at::allclose(expected.values[i], payload->inner, 1e-4, 1e-5))
         << i << (exact ? ", bit for bit" : "");
   }
 }
 
-TEST_P(GpuZoo, FakeSaysWhatTheGpuGives) {
+TEST_P(GpuZoo, FakeSaysWhatTheGpuReturns) {
   if (GetParam().name == "LSTM" || GetParam().name == "GRU") return;  // cuDNN's recurrent kernels have no shape function
   zoo::Case real = on_gpu(GetParam()), shape = on_gpu(GetParam());
   const Outcome expected = run_case(real, real.inputs);
@@ -130,7 +130,7 @@ TEST(GpuMode, AThrowOnTheWorkerThreadReachesTheCaller) {
     EXPECT_EQ(current_mode(), &mode);
   }
   EXPECT_EQ(current_mode(), nullptr);
-  (x * 2).sum().backward();  // the engine goes on
+  (x * 2).sum().backward();  // the engine still works
   EXPECT_TRUE(x.grad().defined());
 }
 

@@ -1,4 +1,4 @@
-// Tensor subclasses: every module of the zoo gives the same bits through wrappers as without them.
+// Tensor subclasses: every module of the zoo computes the same bits through wrappers as without them.
 #include "penstock/tensor_subclass.h"
 
 #include <ATen/autocast_mode.h>
@@ -44,7 +44,7 @@ Outcome run_case(zoo::Case& made, Tensors inputs) {
   return run;
 }
 
-// Parameters and buffers become wrappers where they are.
+// Parameters and buffers become wrappers in place.
 template <class Wrap>
 void wrap_module(zoo::Case& made, Wrap&& wrap) {
   if (!made.module) return;
@@ -68,7 +68,7 @@ void wrap_module(zoo::Case& made, Wrap&& wrap) {
 
 class ZooTest : public ::testing::TestWithParam<zoo::Entry> {};
 
-TEST_P(ZooTest, BoxedGivesTheSameBits) {
+TEST_P(ZooTest, BoxedComputesTheSameBits) {
   zoo::Case plain = GetParam().make();
   const Outcome expected = run_case(plain, plain.inputs);
 
@@ -84,7 +84,7 @@ TEST_P(ZooTest, BoxedGivesTheSameBits) {
       ASSERT_EQ(expected[i].defined(), actual[i].defined()) << what << " " << i;
       if (!expected[i].defined()) continue;
       auto* payload = payload_as<Boxed>(actual[i]);
-      ASSERT_TRUE(payload) << what << " " << i << " is no wrapper";
+      ASSERT_TRUE(payload) << what << " " << i << " is not a wrapper";
       EXPECT_EQ(geometry_of(actual[i]), geometry_of(payload->inner)) << what << " " << i;
       EXPECT_TRUE(same_bits(expected[i], payload->inner)) << what << " " << i;
     }
@@ -372,7 +372,7 @@ TEST(Wrapper, FlattenAndUnflatten) {
   EXPECT_THROW(unflatten_wrapper({"Nobody", {}, {}, {}}), TypeError);
 }
 
-// ---- handlers that are wrong ----
+// ---- faulty handlers ----
 
 struct Faulty final : Payload {
   enum class Fault { Forgets, TooMany, TooFew, WrongType, Throws, Refuses } fault;
@@ -408,7 +408,7 @@ TEST(FaultyHandler, EveryMistakeNamesOperatorAndSubclass) {
   EXPECT_TRUE(has_text(message, "aten::add.")) << message;
 }
 
-// Lets its argument go before it makes the result, which then often lies where the argument lay.
+// Releases its argument before it creates the result, which is then often allocated at the same address.
 struct Renewed final : Payload {
   std::string_view kind() const override { return "Renewed"; }
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
@@ -419,7 +419,7 @@ struct Renewed final : Payload {
   }
 };
 
-TEST(Wrapper, AResultInThePlaceOfItsArgumentIsNotTheArgument) {
+TEST(Wrapper, AResultAtTheAddressOfItsArgumentIsNotTheArgument) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::relu", "");
   const at::AutoDispatchBelowADInplaceOrView below;  // as within a handler: autograd would hold the argument
   for (int i = 0; i < 100; ++i) {
@@ -429,7 +429,7 @@ TEST(Wrapper, AResultInThePlaceOfItsArgumentIsNotTheArgument) {
   }
 }
 
-TEST(FaultyHandler, AThrowLeavesTheThreadAsItWas) {
+TEST(FaultyHandler, AThrowRestoresTheThreadState) {
   const auto keys = [] { return c10::impl::tls_local_dispatch_key_set(); };
   const auto before = keys();
   EXPECT_THROW(Faulty::make(Faulty::Fault::Throws).relu(), ValueError);
@@ -451,7 +451,8 @@ TEST(FaultyHandler, APlainTensorCannotBeWrittenWithAWrapper) {
 TEST(FaultyHandler, SetDataOnAPlainTensorIsReported) {
   at::Tensor plain = torch::ones({2});
   plain.set_data(Boxed::make(torch::ones({2})));
-  // LibTorch leaves the key behind: the tensor is plain, with no memory. Reading it must be an error, not a crash.
+  // LibTorch leaves the dispatch key set: the tensor is plain, without memory. Reading it must be an error,
+  // not a crash.
   EXPECT_ANY_THROW(plain.data_ptr<float>());
 }
 

@@ -1,4 +1,4 @@
-// Configuration: where values come from, what is refused and how, and the texts made from the table.
+// Configuration: sources of values, rejected values, and the texts generated from the table.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -139,7 +139,7 @@ TEST(Config, BadArguments) {
       {{"--width", "0"}, {"got 0", "from 1 to 1048576"}},
       {{"--width", "-4"}, {"got -4"}},
       {{"--width", "99999999999999999999999"}, {"model.width"}},
-      {{"--width", "192", "--model.width", "192"}, {"a second time"}},
+      {{"--width", "192", "--model.width", "192"}, {"given twice"}},
       {{"width", "3"}, {"\"width\"", "--key value"}},
       {{"--width", "192", "5"}, {"\"5\""}},
       {{"--"}, {"--key value"}},
@@ -160,15 +160,15 @@ TEST(Config, BadArguments) {
   }
 }
 
-TEST(Config, WhatDoesNotFitTogetherSaysWhatToChange) {
+TEST(Config, InconsistentValuesNameTheRemedy) {
   const std::vector<Bad> cases = {
       {{"--ranks", "3"}, {"layout.ranks = 3 (--ranks)", "2 * 1 * 1 = 2", "set layout.ranks to 2"}},
       {{"--ranks", "8"}, {"set layout.dp to 4"}},
       {{"--width", "200"}, {"model.width = 200 (--width) is not a multiple of model.heads = 6 (default)", "set model.width to 204"}},
-      {{"--width", "6"}, {"even number", "set model.width to 12"}},
+      {{"--width", "6"}, {"even width", "set model.width to 12"}},
       {{"--key_value_heads", "4"}, {"model.heads = 6", "model.key_value_heads = 4"}},
       {{"--tp", "4"}, {"model.heads = 6", "layout.tp = 4"}},
-      {{"--pp", "8"}, {"8 stages of the model", "model.layers = 4"}},
+      {{"--pp", "8"}, {"8 model stages", "model.layers = 4"}},
       {{"--pp", "70000"}, {"from 1 to 65536"}},
       {{"--pp", "60000", "--dp", "60000"}, {"at most 65536"}},
       {{"--schedule", "1F2B"}, {"layout.schedule", "1F1B"}},
@@ -185,13 +185,13 @@ TEST(Config, WhatDoesNotFitTogetherSaysWhatToChange) {
       {{"--transport", "nccl", "--device", "cpu"}, {"layout.transport", "auto"}},
       {{"--data", "src", "--shards", "data"}, {"one of the two"}},
       {{"--validation_fraction", "0"}, {"validate_every to 0"}},
-      {{"--pattern", "AAMA"}, {"not built yet"}},
+      {{"--pattern", "AAMA"}, {"not implemented yet"}},
       {{"--pattern", "AAXA"}, {"'X'"}},
       {{"--pattern", "|AA"}, {"a stage without blocks"}},
       {{"--pattern", "AA|"}, {"a stage without blocks"}},
       {{"--pattern", "A|A|A"}, {"has 3 stages", "make 2"}},
       {{"--pattern", "AA|A", "--layers", "4"}, {"has 3 blocks"}},
-      {{"--preset", "small", "--context", "64", "--ranks", "7", "--global_batch", "3"}, {"2 things do not fit", "layout.ranks", "training.global_batch"}},
+      {{"--preset", "small", "--context", "64", "--ranks", "7", "--global_batch", "3"}, {"2 problems in the configuration", "layout.ranks", "training.global_batch"}},
   };
   for (const Bad& item : cases) {
     const std::string message = message_of<ConfigError>([&] { (void)with(item.arguments); });
@@ -227,8 +227,8 @@ TEST(Config, ASchedulesOwnFile) {
   EXPECT_TRUE(has_text(message({"--schedule", folder.write("order.csv", "0B0,0F0\n").string(), "--pp", "1", "--microbatches", "1"}), "order.csv"));
 }
 
-// Every numeric key, from the command line and from a file: no value that is not finite, and no junk.
-TEST(Fields, NumbersAreFiniteAndReadAsAWhole) {
+// Every numeric key, from the command line and from a file, rejects non-finite values and trailing text.
+TEST(Fields, NumbersAreFiniteWithoutTrailingText) {
   std::size_t numbers = 0;
   for (const ConfigField& field : config_fields()) {
     const FieldData value = field.get(TrainConfig{});
@@ -236,7 +236,7 @@ TEST(Fields, NumbersAreFiniteAndReadAsAWhole) {
     if (!list && !std::holds_alternative<std::int64_t>(value) && !std::holds_alternative<double>(value)) continue;
     ++numbers;
     for (const char* bad : {"nan", "-nan", "inf", "-inf", "1e999", "3x", " 3", "+3", "0x3", ""}) {
-      if (list && *bad == '\0') continue;  // an empty list of its own
+      if (list && *bad == '\0') continue;  // a valid empty list
       const std::string message = message_of<ConfigError>([&] { (void)with({"--" + field.name() + "=" + (list && field.count == 2 ? "0.5," : "") + bad}); });
       EXPECT_TRUE(has_text(message, field.name())) << bad;
       EXPECT_TRUE(has_text(message, "expected")) << bad;
@@ -252,20 +252,20 @@ TEST(Fields, NumbersAreFiniteAndReadAsAWhole) {
   EXPECT_GE(numbers, 30u);
 }
 
-TEST(Fields, NamesOfOtherTrainersLeadToOurs) {
+TEST(Fields, NamesOfOtherTrainersSuggestOurKeys) {
   const auto message = [](const std::string& flag) { return message_of<ConfigError>([&] { (void)with({flag, "3"}); }); };
   EXPECT_TRUE(has_text(message("--learning_rate"), "did you mean training.lr?"));
   EXPECT_TRUE(has_text(message("--learning-rate"), "did you mean training.lr?"));
   EXPECT_TRUE(has_text(message("--training.learning_rate"), "did you mean training.lr?"));
-  EXPECT_TRUE(has_text(message("--batch_size"), "did you mean training.global_batch (samples of a step) or layout.microbatch_size (samples of a microbatch)?"));
+  EXPECT_TRUE(has_text(message("--batch_size"), "did you mean training.global_batch (samples per step) or layout.microbatch_size (samples per microbatch)?"));
   EXPECT_TRUE(has_text(message("--block_size"), "did you mean model.context?"));
   EXPECT_TRUE(has_text(message("--n_layer"), "did you mean model.layers?"));
   EXPECT_TRUE(has_text(message("--max_iters"), "did you mean training.steps?"));
   EXPECT_TRUE(has_text(message("--microbatchs"), "did you mean microbatches?"));
   EXPECT_TRUE(has_text(message("--quux"), "penstock train --help lists all keys"));
-  // All that are led to exist.
+  // All suggested keys exist.
   for (const char* name : {"learning_rate", "batch_size", "block_size", "vocab_size", "n_head", "d_model", "grad_clip", "warmup_iters", "out_dir", "save_every", "fsdp", "dtype", "resume_from"}) {
-    const std::string key = key_known_as(name);
+    const std::string key = key_for_synonym(name);
     EXPECT_EQ(find_field(key.substr(0, key.find(' ')), "test").name(), key.substr(0, key.find(' ')));
   }
 }
@@ -278,7 +278,7 @@ TEST(Config, BinaryArgumentsAreNotEchoedRaw) {
   }
 }
 
-TEST(Config, NoChoiceBetweenOneAndTheSame) {
+TEST(Config, RemediesDoNotRepeatAValue) {
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { (void)with({"--shard", "2"}); }), "set layout.dp to 2, or layout.shard to 1") );
   EXPECT_EQ(message_of<ConfigError>([] { (void)with({"--shard", "2"}); }).find("1 or 1"), std::string::npos);
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { (void)with({"--dp", "3", "--shard", "2"}); }), "layout.shard to 1 or 3"));
@@ -368,8 +368,8 @@ TEST(ConfigFile, BadFiles) {
       {"[modle]\nwidth = 3\n", {"train.toml:1", "unknown section", "[model]"}},
       {"[zzzzzzzzzzzzzz]\n", {"unknown section"}},
       {"[layout]\nlr = 3\n", {"train.toml:2", "did you mean training.lr?"}},
-      {"width = 3\n", {"train.toml:1", "outside of a section", "below [model]"}},
-      {"[model]\nwidth = \"3\"\n", {"train.toml:2: model.width", "the text \"3\"", "a whole number"}},
+      {"width = 3\n", {"train.toml:1", "outside any section", "under [model]"}},
+      {"[model]\nwidth = \"3\"\n", {"train.toml:2: model.width", "the string \"3\"", "a whole number"}},
       {"[model]\nwidth = 3.0\n", {"a whole number"}},
       {"[model]\nwidth = true\n", {"got true"}},
       {"[model]\nwidth = 0\n", {"train.toml:2: model.width: got 0"}},
@@ -443,7 +443,7 @@ RC_GTEST_PROP(ConfigProperty, TomlRoundTrip, ()) {
   RC_ASSERT(parse_config(to_toml(resolved), "config.toml").config == resolved.config);
 }
 
-// Whatever the text: a config or a ConfigError.
+// Any text results in a config or a ConfigError.
 RC_GTEST_PROP(ConfigProperty, AnyTextIsReadOrRefused, ()) {
   std::string text = to_toml(with({}));
   const int edits = *rc::gen::inRange(1, 6);
@@ -463,7 +463,8 @@ TEST(ConfigFile, WithoutTheLibraryItSaysSo) {
 }
 #endif
 
-// The cap is for the default sources: what is named is taken as a whole, unless somebody says otherwise.
+// The cap applies to the default sources only: given sources are used completely unless data.cap_bytes is
+// set.
 TEST(Config, NamedSourcesHaveNoCap) {
   EXPECT_EQ(parse_config("", "t", {}).config.data.cap_bytes, 16 << 20);
   for (const char* preset : {"tiny", "small"}) {

@@ -1,4 +1,4 @@
-// Runs on every kind of data: they train, and go on after a restart as if there had been none.
+// Runs on every kind of data train, and continue after a restart as if uninterrupted.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -22,7 +22,7 @@ namespace data_run_test {
 using namespace train;
 using namespace std::chrono_literals;
 
-// Whatever its type: ranks give each other the errors of one of them as texts.
+// Any exception type: ranks exchange each other's errors as text.
 std::string error_of(const std::function<void()>& call) {
   try {
     call();
@@ -54,7 +54,7 @@ Seen run(const std::filesystem::path& folder, const TrainConfig& config) {
   return seen;
 }
 
-// All steps, then the last ones again from the checkpoint in the middle.
+// Trains all steps, then repeats the last ones from the checkpoint in the middle.
 void expect_same_after_restart(const ScratchFolder& folder, std::vector<std::string> arguments) {
   const Seen whole = run(folder / "whole", config_with(arguments));
   ASSERT_EQ(whole.losses.size(), 6u);
@@ -81,7 +81,7 @@ std::vector<std::uint32_t> some_tokens(std::size_t count, std::uint32_t below, s
   return tokens;
 }
 
-// More than a mebibyte, which was a limit that nobody named, and one document, which could not be divided.
+// Larger than a mebibyte and a single document: both were once rejected.
 TEST(DataRun, OneTextFileJustTrains) {
   const ScratchFolder folder;
   folder.write("input.txt", some_text(1'100'000));
@@ -95,7 +95,7 @@ TEST(DataRun, TokenFilesOfLlmC) {
   write_bytes(folder / "gpt2/a_000002.bin", gpt2_file(some_tokens(2000, 50256, 50256)));
   const std::vector<std::string> more{"--model.vocabulary", "50257", "--data", (folder / "gpt2/*.bin").string()};
   expect_same_after_restart(folder, more);
-  EXPECT_FALSE(std::filesystem::exists(folder / "whole/data"));  // they are read where they are
+  EXPECT_FALSE(std::filesystem::exists(folder / "whole/data"));  // they are read in place
 }
 
 TEST(DataRun, TokenFilesWithoutAHeader) {
@@ -113,7 +113,7 @@ TEST(DataRun, WhatIsRefusedSaysWhatToDo) {
     return error_of([&] { run(folder / "run", config_with(more)); });
   };
   EXPECT_TRUE(has_text(refusal({"--data", (folder / "train.bin").string()}), "data.format = \"uint16\""));
-  // Tokens of GPT-2 in a model for bytes.
+  // GPT-2 tokens in a model for bytes.
   EXPECT_TRUE(has_text(refusal({"--data", (folder / "train.bin").string(), "--data.format", "uint16"}), "train.bin: token 0: got 50256, expected a number below the vocabulary of 257"));
   EXPECT_TRUE(has_text(refusal({"--data", (folder / "gpt2.bin").string()}), "model.vocabulary: got 257, expected at least the 50257 of the data"));
   EXPECT_TRUE(has_text(refusal({"--data", (folder / "gpt2.bin").string(), "--cap_bytes", "1000"}), "data.cap_bytes"));
@@ -121,8 +121,8 @@ TEST(DataRun, WhatIsRefusedSaysWhatToDo) {
   EXPECT_TRUE(has_text(refusal({"--data", (folder / "input.txt").string()}), "raise data.validation_fraction to 0.057"));
 }
 
-// What the others wait for may take longer than any of their timeouts.
-TEST(LongWork, IsNoTimeoutOfTheOthers) {
+// Work that the other ranks wait for may take longer than their timeouts.
+TEST(LongWork, DoesNotTimeOutTheOtherRanks) {
   std::atomic<int> done{0};
   comm::run_ranks(3, 60s, [&](comm::World& world) {
     run_on_first_rank(world, "work", 10ms, [&](const std::atomic<bool>& stop) {
@@ -132,17 +132,17 @@ TEST(LongWork, IsNoTimeoutOfTheOthers) {
     });
     EXPECT_EQ(done, 1) << "rank " << world.rank();
   });
-  // Its error is everybody's.
+  // All ranks get its error.
   const std::string message = error_of([] {
     comm::run_ranks(2, 60s, [](comm::World& world) {
       run_on_first_rank(world, "work", 10ms, [](const std::atomic<bool>&) { throw ConfigError("no such text"); });
-      ADD_FAILURE() << "rank " << world.rank() << " goes on";
+      ADD_FAILURE() << "rank " << world.rank() << " continues";
     });
   });
   EXPECT_TRUE(has_text(message, "no such text"));
 }
 
-// A rank that leaves ends the work of the one that it waited for.
+// If a waiting rank leaves, the work is stopped.
 TEST(LongWork, IsStoppedWhenARankIsGone) {
   const auto begin = std::chrono::steady_clock::now();
   std::atomic<bool> stopped{false};

@@ -1,4 +1,4 @@
-// Checksums, tokens, shards, datasets, and the files they are made from.
+// Checksums, tokens, shards, datasets, and their source files.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -18,8 +18,8 @@
 #endif
 
 #include "penstock/errors.h"
+#include "penstock/base/checksum.h"
 #include "penstock/train/data/byte_tokenizer.h"
-#include "penstock/train/data/checksum.h"
 #include "penstock/train/data/make_shards.h"
 #include "penstock/train/data/source_files.h"
 #include "penstock/train/data/token_dataset.h"
@@ -45,7 +45,7 @@ TEST(Checksum, KnownValuesOfXxh64) {
   EXPECT_EQ(checksum64("abc"), 0x44BC2CF5AD770999ULL);
 }
 
-TEST(Checksum, OurOwnIsTheSame) {
+TEST(Checksum, OwnImplementationMatches) {
   std::vector<std::uint8_t> bytes;
   for (int size = 0; size < 200; ++size) {
     EXPECT_EQ(plain_checksum64(bytes), checksum64(bytes)) << size;
@@ -155,8 +155,8 @@ TEST(TokenShard, DamageIsFoundWhenItIsReadAndNamesThePlace) {
   EXPECT_TRUE(has_text(message, "penstock data make"));
 }
 
-// A header with its checksum, whose fields contradict the file or each other.
-TEST(TokenShard, HeadersThatLie) {
+// Headers with valid checksums whose fields contradict the file or each other.
+TEST(TokenShard, InconsistentHeadersAreRefused) {
   const ScratchFolder folder;
   const auto path = write_shard(folder / "a.tokens", {{1, 2, 3}, {9}}, {.vocabulary = 257, .end_of_document = 256});
   const auto good = read_bytes(path);
@@ -214,7 +214,7 @@ TEST(TokenShardWriter, NothingIsSeenBeforeTheEnd) {
     writer.add_document(std::vector<std::uint32_t>{1}, 0);
     EXPECT_FALSE(fs::exists(folder / "a.tokens"));
   }
-  EXPECT_TRUE(fs::is_empty(folder.path()));  // and an abandoned one leaves nothing
+  EXPECT_TRUE(fs::is_empty(folder.path()));  // an abandoned writer leaves nothing
 }
 
 TEST(TokenShard, ThreadsReadTheSame) {
@@ -230,7 +230,7 @@ TEST(TokenDataset, JoinsShardsAndSplitsByKey) {
   const ScratchFolder folder;
   write_shard(folder / "b.tokens", {{5}, {6, 7}}, {.vocabulary = 257, .end_of_document = 256});
   write_shard(folder / "a.tokens", {{1, 2}, {3}}, {.vocabulary = 257, .end_of_document = 256});
-  const auto dataset = TokenDataset::open(folder.path(), Split::All, 0);
+  const auto dataset = TokenDataset::open(folder.path(), DataSplit::All, 0);
   EXPECT_EQ(dataset->documents(), 4U);
   std::vector<std::int64_t> tokens(10);
   std::vector<std::int64_t> documents(10);
@@ -242,30 +242,30 @@ TEST(TokenDataset, JoinsShardsAndSplitsByKey) {
   EXPECT_EQ(tokens[1], 5);
   EXPECT_EQ(documents[1], 2);
   EXPECT_THROW(dataset->read(9, std::span(tokens).first(2), std::span(documents).first(2)), ValueError);
-  // Keys as small as these are the lowest of all: by them everything would be for validation. So documents are cut.
-  const auto training = TokenDataset::open(folder.path(), Split::Training, 0.3);
-  const auto validation = TokenDataset::open(folder.path(), Split::Validation, 0.3);
+  // Keys this small would put everything into validation, so documents are cut.
+  const auto training = TokenDataset::open(folder.path(), DataSplit::Training, 0.3);
+  const auto validation = TokenDataset::open(folder.path(), DataSplit::Validation, 0.3);
   EXPECT_EQ(training->tokens(), 7U);
   EXPECT_EQ(validation->tokens(), 3U);
   EXPECT_EQ(validation->tokens_of_all_splits(), 10U);
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), Split::Training, 1); }), "lower data.validation_fraction"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), Split::Validation, 0.01); }), "raise data.validation_fraction"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), Split::Validation, 0); }), "raise data.validation_fraction"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::Training, 1); }), "lower data.validation_fraction"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::Validation, 0.01); }), "raise data.validation_fraction"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::Validation, 0); }), "raise data.validation_fraction"));
   EXPECT_NE(dataset->fingerprint(), validation->fingerprint());
-  EXPECT_NE(TokenDataset::open(folder.path(), Split::Validation, 0.4)->fingerprint(), validation->fingerprint());
-  EXPECT_EQ(dataset->fingerprint(), TokenDataset::open(folder.path(), Split::All, 0)->fingerprint());
+  EXPECT_NE(TokenDataset::open(folder.path(), DataSplit::Validation, 0.4)->fingerprint(), validation->fingerprint());
+  EXPECT_EQ(dataset->fingerprint(), TokenDataset::open(folder.path(), DataSplit::All, 0)->fingerprint());
 }
 
-TEST(TokenDataset, FoldersThatAreNone) {
+TEST(TokenDataset, RefusesFoldersWithoutShards) {
   const ScratchFolder folder;
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), Split::All, 0); }), "penstock data make"));
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder / "no", Split::All, 0); }), "No such file"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::All, 0); }), "penstock data make"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder / "no", DataSplit::All, 0); }), "No such file"));
   write_shard(folder / "a.tokens", {{1}}, {.vocabulary = 257, .end_of_document = 256});
   write_shard(folder / "b.tokens", {{1}}, {.vocabulary = 300, .end_of_document = 256});
-  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), Split::All, 0); }), "b.tokens: vocabulary"));
+  EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)TokenDataset::open(folder.path(), DataSplit::All, 0); }), "b.tokens: vocabulary"));
 }
 
-TEST(Split, IsMonotoneInTheFraction) {
+TEST(DataSplit, IsMonotoneInTheFraction) {
   for (const std::uint64_t key : {0ULL, 1ULL << 40, 1ULL << 63, ~0ULL}) {
     EXPECT_FALSE(is_validation(key, 0));
     EXPECT_TRUE(is_validation(key, 1));
@@ -300,7 +300,7 @@ TEST(Sources, FoundSortedFilteredAndOnce) {
   const SourceList list = find_sources(options);
   EXPECT_EQ(names(list), (std::vector<std::string>{"a/y.H", "b.h", "plain"}));
   EXPECT_EQ(list.bytes, 3U);
-  EXPECT_EQ(list.files[1].key, checksum64("b.h"));  // not of the whole path: the same on every machine
+  EXPECT_EQ(list.files[1].key, checksum64("b.h"));  // of the relative path: the same on every machine
   options.paths = {folder / "src/readme.md"};
   EXPECT_EQ(names(find_sources(options)), (std::vector<std::string>{"readme.md"}));
 }
@@ -310,7 +310,7 @@ TEST(Sources, BadFilesAreErrorsWithTheirNamesUnlessSkipped) {
     const char* name;
     const char* why;
   };
-  for (const Case& item : {Case{"empty.h", "an empty file"}, Case{"gone.h", "No such file"}, Case{"pipe.h", "not a plain file"}}) {
+  for (const Case& item : {Case{"empty.h", "an empty file"}, Case{"gone.h", "No such file"}, Case{"pipe.h", "not a regular file"}}) {
     const ScratchFolder folder;
     folder.write("good.h", "g");
     if (item.name == std::string("empty.h")) folder.write("empty.h", "");
@@ -330,7 +330,7 @@ TEST(Sources, BadFilesAreErrorsWithTheirNamesUnlessSkipped) {
   }
 }
 
-TEST(Sources, AGivenPathMustBeThere) {
+TEST(Sources, AGivenPathMustExist) {
   SourceOptions options;
   options.paths = {"/nowhere/at/all"};
   options.skip_bad_files = true;
@@ -352,7 +352,7 @@ TEST(Sources, LimitsOfSize) {
   EXPECT_EQ(list.beyond_cap, 40U);
   EXPECT_TRUE(std::is_sorted(list.files.begin(), list.files.end(), [](const auto& a, const auto& b) { return a.relative < b.relative; }));
   EXPECT_EQ(names(find_sources(options)), names(list));
-  // Where no file fits, one is cut.
+  // If no file fits, one is truncated.
   options.cap_bytes = 10;
   const SourceList cut = find_sources(options);
   ASSERT_EQ(cut.files.size(), 1U);
@@ -364,7 +364,7 @@ TEST(Sources, LimitsOfSize) {
   EXPECT_EQ(text, std::string(10, 'a'));
 }
 
-TEST(Sources, WhatIsNamedHasNoLimit) {
+TEST(Sources, GivenSourcesHaveNoLimit) {
   const ScratchFolder folder;
   folder.write("large.txt", std::string((std::size_t{5} << 20) + 3, 'a'));
   SourceOptions options;
@@ -384,7 +384,7 @@ TEST(Sources, WhatIsNamedHasNoLimit) {
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)find_sources(options); }), "a pattern that matches nothing"));
 }
 
-TEST(Sources, TheDefaultsAreThere) {
+TEST(Sources, DefaultSourcesExist) {
   SourceOptions options;
   options.cap_bytes = 1 << 20;
   const SourceList list = find_sources(options);
@@ -404,19 +404,19 @@ TEST(MakeShards, FilesBecomeDocuments) {
   options.shard_tokens = 8;
   std::uint64_t calls = 0;
   options.progress = [&](const MakeShardsProgress& progress) { EXPECT_EQ(progress.files, ++calls); };
-  const MadeShards made = make_shards(folder / "out/", options);
+  const MakeShardsResult made = make_shards(folder / "out/", options);
   EXPECT_EQ(calls, 3U);
   EXPECT_EQ(made.shards, 2U);
   EXPECT_EQ(made.documents, 3U);
   EXPECT_EQ(made.tokens, 6U + 7 + 1 + 3);
-  const auto dataset = TokenDataset::open(folder / "out", Split::All, 0);
+  const auto dataset = TokenDataset::open(folder / "out", DataSplit::All, 0);
   std::vector<std::int64_t> tokens(dataset->tokens());
   std::vector<std::int64_t> documents(dataset->tokens());
   dataset->read(0, tokens, documents);
   EXPECT_EQ(byte_tokenizer::decode(tokens), "int a;int bb;c");
   EXPECT_EQ(documents.back(), 2);
 
-  // Not over what is there, unless told; and the same files give the same bytes.
+  // Existing shards are replaced only with overwrite; the same files produce the same bytes.
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] { make_shards(folder / "out", options); }), "--overwrite"));
   const auto before = read_bytes(folder / "out/shard-00000.tokens");
   options.overwrite = true;
@@ -427,7 +427,7 @@ TEST(MakeShards, FilesBecomeDocuments) {
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] { make_shards(folder / "out", options); }), "notes.txt"));
 }
 
-TEST(MakeShards, ALargeFileGoesThroughInPieces) {
+TEST(MakeShards, ALargeFileIsReadInPieces) {
   const ScratchFolder folder;
   std::string text;
   for (int i = 0; i < 10000; ++i) text += std::to_string(i) + "\n";
@@ -438,19 +438,19 @@ TEST(MakeShards, ALargeFileGoesThroughInPieces) {
   options.sources.paths = {folder / "large.txt"};
   std::vector<std::uint64_t> bytes;
   options.progress = [&](const MakeShardsProgress& progress) { bytes.push_back(progress.bytes); };
-  const MadeShards made = make_shards(folder / "out", options);
+  const MakeShardsResult made = make_shards(folder / "out", options);
   EXPECT_EQ(made.documents, 1U);
   EXPECT_EQ(made.tokens, text.size() + 1);
-  ASSERT_EQ(bytes.size(), 2U);  // inside the file, too
+  ASSERT_EQ(bytes.size(), 2U);  // progress is also reported inside the file
   EXPECT_LT(bytes[0], bytes[1]);
   EXPECT_EQ(bytes[1], text.size());
-  const auto dataset = TokenDataset::open(folder / "out", Split::All, 0);
+  const auto dataset = TokenDataset::open(folder / "out", DataSplit::All, 0);
   std::vector<std::int64_t> tokens(dataset->tokens()), documents(dataset->tokens());
   dataset->read(0, tokens, documents);
   EXPECT_TRUE(byte_tokenizer::decode(tokens) == text);
   EXPECT_EQ(documents.front(), documents.back());
 
-  // A zero byte far into a file: an error, or the file is left out as a whole.
+  // A zero byte far into a file is an error, or the whole file is skipped.
   text[text.size() - 5] = '\0';
   folder.write("bad/large.txt", text);
   folder.write("bad/small.txt", "small");
@@ -458,16 +458,16 @@ TEST(MakeShards, ALargeFileGoesThroughInPieces) {
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] { make_shards(folder / "none", options); }), "zero byte at " + std::to_string(text.size() - 5)));
   EXPECT_FALSE(fs::exists(folder / "none"));
   options.sources.skip_bad_files = true;
-  const MadeShards rest = make_shards(folder / "rest", options);
+  const MakeShardsResult rest = make_shards(folder / "rest", options);
   EXPECT_EQ(rest.documents, 1U);
   EXPECT_EQ(rest.tokens, 6U);
 }
 
-TEST(MakeShards, NothingIsBegunWithoutRoom) {
+TEST(MakeShards, NothingIsStartedWithoutDiskSpace) {
   const ScratchFolder folder;
-  check_room_for_shards(folder / "not/there/yet", 1000, 1);
-  const std::string message = message_of<ConfigError>([&] { check_room_for_shards(folder / "not/there/yet", std::uint64_t{1} << 60, 1); });
-  EXPECT_TRUE(has_text(message, "there/yet: room for token shards"));
+  check_space_for_shards(folder / "not/there/yet", 1000, 1);
+  const std::string message = message_of<ConfigError>([&] { check_space_for_shards(folder / "not/there/yet", std::uint64_t{1} << 60, 1); });
+  EXPECT_TRUE(has_text(message, "there/yet: free space for token shards"));
   EXPECT_TRUE(has_text(message, "data.cap_bytes"));
   EXPECT_TRUE(fs::is_empty(folder.path()));
 }
@@ -484,7 +484,7 @@ TEST(MakeShards, ABinaryFileLeavesNoFolderBehind) {
   EXPECT_FALSE(fs::exists(folder / "out"));
   EXPECT_EQ(std::distance(fs::directory_iterator(folder.path()), fs::directory_iterator()), 1);
   options.sources.skip_bad_files = true;
-  const MadeShards made = make_shards(folder / "out", options);
+  const MakeShardsResult made = make_shards(folder / "out", options);
   EXPECT_EQ(made.documents, 1U);
   ASSERT_EQ(made.bad.size(), 1U);
   EXPECT_TRUE(has_text(made.bad[0].path.string(), "b.h"));
@@ -496,9 +496,9 @@ TEST(MakeShards, TheSplitIsByFileAndDoesNotDependOnOthers) {
   MakeShardsOptions options;
   options.sources.paths = {folder / "src"};
   make_shards(folder / "all", options);
-  const auto all = TokenDataset::open(folder / "all", Split::All, 0.2);
-  const auto training = TokenDataset::open(folder / "all", Split::Training, 0.2);
-  const auto validation = TokenDataset::open(folder / "all", Split::Validation, 0.2);
+  const auto all = TokenDataset::open(folder / "all", DataSplit::All, 0.2);
+  const auto training = TokenDataset::open(folder / "all", DataSplit::Training, 0.2);
+  const auto validation = TokenDataset::open(folder / "all", DataSplit::Validation, 0.2);
   EXPECT_EQ(training->documents() + validation->documents(), 200U);
   EXPECT_EQ(training->tokens() + validation->tokens(), all->tokens());
   EXPECT_GT(validation->documents(), 20U);
@@ -520,8 +520,8 @@ TEST(MakeShards, TheSplitIsByFileAndDoesNotDependOnOthers) {
   const auto before = texts(*validation);
   for (int i = 0; i < 200; i += 2) fs::remove(folder / ("src/f" + std::to_string(i) + ".h"));
   make_shards(folder / "half", options);
-  for (const std::string& text : texts(*TokenDataset::open(folder / "half", Split::Validation, 0.2))) EXPECT_TRUE(before.contains(text));
-  for (const std::string& text : texts(*TokenDataset::open(folder / "half", Split::Training, 0.2))) EXPECT_FALSE(before.contains(text));
+  for (const std::string& text : texts(*TokenDataset::open(folder / "half", DataSplit::Validation, 0.2))) EXPECT_TRUE(before.contains(text));
+  for (const std::string& text : texts(*TokenDataset::open(folder / "half", DataSplit::Training, 0.2))) EXPECT_FALSE(before.contains(text));
 }
 
 #ifdef PENSTOCK_HAVE_RAPIDCHECK

@@ -1,4 +1,4 @@
-// What a dry run says of a configuration.
+// The output of a dry run.
 #include "penstock/train/plan/dry_run.h"
 
 #include <fmt/format.h>
@@ -55,14 +55,14 @@ TEST(DryRun, OnePipeline) {
   EXPECT_TRUE(has_text(text, "schedule: 1F1B, 2 stages, 4 microbatches of 2 rows; bubble "));
   EXPECT_TRUE(has_text(text, "0F0"));
   EXPECT_TRUE(has_text(text, "predicted: "));
-  EXPECT_TRUE(has_text(text, "a step of 128 tokens"));
+  EXPECT_TRUE(has_text(text, "per step of 128 tokens"));
   EXPECT_TRUE(has_text(text, "for 20 steps"));
 
   // 1F1B: the first rank holds two microbatches, the last one.
   ASSERT_EQ(run.memory.size(), 2u);
   EXPECT_EQ(run.memory[0].live, 2);
   EXPECT_EQ(run.memory[1].live, 1);
-  EXPECT_GT(run.measured.block.kept, 2 * 16 * 16 * 4);  // more than its output
+  EXPECT_GT(run.measured.block.kept, 2 * 16 * 16 * 4);  // more than the block's output
   EXPECT_GE(run.memory[0].activations, 2 * 2 * run.measured.block.kept);
   // A tied weight is on both ranks; AdamW has two tensors of a parameter's size.
   const models::TransformerOptions options = transformer_options(run.config.model);
@@ -77,8 +77,8 @@ TEST(DryRun, ReplicasTensorParallelRanksAndVirtualStages) {
   const std::string text = to_text(run);
   EXPECT_TRUE(has_text(text, "mesh: 8 ranks = pp 2 x dp 2 x tp 2"));
   EXPECT_TRUE(has_text(text, "rank 5: pp 1, dp 0, tp 1; stages 1, 2\n"));
-  EXPECT_TRUE(has_text(text, "2 runs a step"));
-  EXPECT_TRUE(has_text(text, "each of 2 tensor-parallel ranks does its share"));
+  EXPECT_TRUE(has_text(text, "2 runs per step"));
+  EXPECT_TRUE(has_text(text, "each of 2 tensor-parallel ranks does an equal share"));
   EXPECT_EQ(run.memory[0].optimizer, 0);
   EXPECT_EQ(run.memory[0].gradients, 2 * run.memory[0].parameters);
   EXPECT_DOUBLE_EQ(run.step_seconds, 2 * run.simulation.time);
@@ -87,7 +87,7 @@ TEST(DryRun, ReplicasTensorParallelRanksAndVirtualStages) {
 
 std::size_t lines_of(const std::string& text) { return static_cast<std::size_t>(std::count(text.begin(), text.end(), '\n')); }
 
-TEST(DryRun, AScreenWhateverTheLayout) {
+TEST(DryRun, FitsOnAScreenInAnyLayout) {
   for (const std::vector<std::string>& more : std::vector<std::vector<std::string>>{
            {},
            {"--layers", "1000"},
@@ -119,7 +119,7 @@ TEST(DryRun, EqualNeighboursAreOneLine) {
   EXPECT_TRUE(has_text(longer, "rank 99: pp 99"));
 }
 
-// 27 seconds were spent on names of parameters.
+// Regression: 27 seconds were spent on parameter names.
 TEST(DryRun, ManyLayersTakeLittleTime) {
   const auto begin = std::chrono::steady_clock::now();
   const DryRun run = dry_run(small_config({"--layers", "8000"}));
@@ -128,14 +128,14 @@ TEST(DryRun, ManyLayersTakeLittleTime) {
   EXPECT_EQ(run.memory[0].parameters, 4 * models::parameter_count(options));
 }
 
-TEST(DryRun, TellsWhatItDoes) {
+TEST(DryRun, ReportsItsProgress) {
   std::vector<std::string> told;
   (void)dry_run(with_data({.name = "one"}), [&](const std::string& what, double share) {
     EXPECT_LE(share, 1);
     if (told.empty() || told.back() != what) told.push_back(what);
   });
   const std::string all = fmt::format("{}", fmt::join(told, "; "));
-  for (const char* what : {"making the schedule", "opening the data", "reading the training tokens", "measuring", "simulating", "planning memory"}) EXPECT_TRUE(has_text(all, what));
+  for (const char* what : {"generating the schedule", "opening the data", "reading the training tokens", "measuring", "simulating", "planning memory"}) EXPECT_TRUE(has_text(all, what));
 }
 
 std::string refusal(const TrainConfig& config) {
@@ -158,13 +158,13 @@ TEST(DryRun, TooLittleText) {
   };
   EXPECT_TRUE(has_text(refusal(config("short")), "got 6, expected more than the context of 16"));
   EXPECT_TRUE(has_text(refusal(config(std::string(200, 'a'))), "raise data.validation_fraction to 0.085"));
-  EXPECT_TRUE(has_text(dry_run(config(std::string(200, 'a'), {"--validation_fraction", "0.085"})).data, "184 to train on and 17 for validation, cut inside documents, 11 samples an epoch"));
+  EXPECT_TRUE(has_text(dry_run(config(std::string(200, 'a'), {"--validation_fraction", "0.085"})).data, "184 for training and 17 for validation, cut inside documents, 11 samples per epoch"));
   std::string binary(300, 'a');
   binary[250] = '\0';
   EXPECT_TRUE(has_text(refusal(config(binary)), "zero byte at 250"));
 }
 
-// What only reading finds: as far as the run would read.
+// Damage that only reading finds, within the data that the run would read.
 TEST(DryRun, DamagedData) {
   const test::ScratchFolder folder;
   {

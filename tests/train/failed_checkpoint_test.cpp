@@ -1,4 +1,4 @@
-// Checkpoints that cannot be written: what is told, when, and how the run ends.
+// Checkpoints that cannot be written: what is reported, when, and how the run ends.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -94,7 +94,7 @@ TEST(FailedCheckpoint, AnnouncedOnlyWhenItIsOnTheDisk) {
   looks.at = folder / "run/checkpoints";
   comm::run_ranks(2, 120s, [&](comm::World& world) {
     TrainerOptions options;
-    // Slower than the steps are.
+    // Slower than the steps.
     options.write_fault = [](const std::filesystem::path&, std::uint64_t, std::uint64_t) {
       std::this_thread::sleep_for(5ms);
       return 0;
@@ -106,7 +106,7 @@ TEST(FailedCheckpoint, AnnouncedOnlyWhenItIsOnTheDisk) {
   EXPECT_EQ(told.count("saved"), 2);
 }
 
-TEST(FailedCheckpoint, WithAnOlderOneTheRunGoesOnAndEndsUnsaved) {
+TEST(FailedCheckpoint, WithAnOlderOneTheRunContinuesAndEndsUnsaved) {
   const ScratchFolder folder;
   const TrainConfig config = config_with({});
   ASSERT_EQ(run(folder, config, 2, {}).ends, (std::vector<RunEnd>{RunEnd::Finished, RunEnd::Finished}));
@@ -120,7 +120,7 @@ TEST(FailedCheckpoint, WithAnOlderOneTheRunGoesOnAndEndsUnsaved) {
   EXPECT_EQ(failed.told.count("failed 7"), 2) << "the last one is tried twice";
   EXPECT_TRUE(has_text(failed.told.errors.at(0), "No space left on device"));
   EXPECT_EQ(difference(before, state_of(folder / "run/checkpoints", false)), "");
-  // The first failure is told before the next try.
+  // The first failure is reported before the next attempt.
   const auto at = [&](const std::string& event) { return std::find(failed.told.events.begin(), failed.told.events.end(), event) - failed.told.events.begin(); };
   EXPECT_LT(at("failed 4"), at("failed 6"));
 }
@@ -158,7 +158,7 @@ TEST(FailedCheckpoint, WithoutAnOlderOneTheRunEndsEarly) {
   EXPECT_EQ(checkpoints_in(folder), std::vector<std::string>{});
 }
 
-// The first checkpoint fails, the try that follows at once does not: nothing is lost, and the run goes on.
+// The first checkpoint fails, the immediate retry succeeds: nothing is lost, and the run continues.
 TEST(FailedCheckpoint, ATransientFailureOfTheFirstOneCostsNothing) {
   const ScratchFolder folder;
   const Result result = run(folder, config_with({}), 9, [](const std::filesystem::path& path, std::uint64_t, std::uint64_t) { return path.string().find("00000002") != std::string::npos ? ENOSPC : 0; });

@@ -1,4 +1,4 @@
-// Everything that can be seen of a folder: names, bytes, times of change.
+// The visible state of a folder: names, contents, modification times.
 #pragma once
 
 #include <sys/stat.h>
@@ -11,7 +11,7 @@
 
 namespace penstock::test {
 
-// Path within the folder -> when it was changed, and its bytes. The folder itself is ".".
+// Path within the folder -> modification time and contents. The folder itself is ".".
 using FolderState = std::map<std::string, std::string>;
 
 inline FolderState state_of(const std::filesystem::path& folder, bool with_times = true) {
@@ -31,7 +31,7 @@ inline FolderState state_of(const std::filesystem::path& folder, bool with_times
   return state;
 }
 
-// The names of what differs.
+// Returns the names of what differs.
 inline std::string difference(const FolderState& before, const FolderState& after) {
   std::string names;
   for (const auto& [name, text] : before)

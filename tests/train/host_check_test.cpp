@@ -1,4 +1,4 @@
-// What this machine cannot do is known before it is tried.
+// Checks of what this machine cannot do, before it is tried.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -22,28 +22,28 @@ TrainConfig config_of(const std::vector<std::string>& arguments) { return load_c
 TEST(HostCheck, NeedsAreLowerBoundsOfWhatIsPredicted) {
   // Preset small: 24 million parameters; parameters, gradients and two states of AdamW are 0.36 GiB.
   const TrainConfig small = config_of({"--preset", "small", "--pp", "1"});
-  const LeastNeed need = least_need(small, 1);
+  const MinimumMemory need = minimum_memory(small, 1);
   EXPECT_GT(need.bytes(), 0.3 * kGibibyte);
   EXPECT_LT(need.bytes(), 0.6 * kGibibyte);
   // Replicas have copies, shards have parts.
-  const double two = least_need(config_of({"--preset", "small", "--pp", "1", "--dp", "2"}), 2).bytes(), sharded = least_need(config_of({"--preset", "small", "--pp", "1", "--dp", "2", "--shard", "2"}), 2).bytes();
+  const double two = minimum_memory(config_of({"--preset", "small", "--pp", "1", "--dp", "2"}), 2).bytes(), sharded = minimum_memory(config_of({"--preset", "small", "--pp", "1", "--dp", "2", "--shard", "2"}), 2).bytes();
   EXPECT_GT(two, 1.7 * need.bytes());
   EXPECT_LT(sharded, 1.1 * need.bytes());
-  EXPECT_LT(least_need_of_parts(small).bytes(), 0.2 * kGibibyte);
-  EXPECT_LT(least_need_of_capture(small).bytes(), 0.2 * kGibibyte);
+  EXPECT_LT(minimum_memory_of_parts(small).bytes(), 0.2 * kGibibyte);
+  EXPECT_LT(minimum_memory_of_capture(small).bytes(), 0.2 * kGibibyte);
 }
 
-TEST(HostCheck, MoreThanThereIsIsRefusedByTheLargestPart) {
+TEST(HostCheck, TooLittleMemoryNamesTheLargestNeed) {
   const TrainConfig config = config_of({"--pp", "1", "--context", "16777216"});
-  EXPECT_NO_THROW(require_memory(least_need(config_of({}), 2), machine_memory_bytes()));
-  EXPECT_NO_THROW(require_memory(least_need(config, 1), 0));  // not known
-  const std::string text = message_of<ConfigError>([&] { require_memory(least_need(config, 1), 8LL << 30); });
+  EXPECT_NO_THROW(require_memory(minimum_memory(config_of({}), 2), machine_memory_bytes()));
+  EXPECT_NO_THROW(require_memory(minimum_memory(config, 1), 0));  // unknown memory
+  const std::string text = message_of<ConfigError>([&] { require_memory(minimum_memory(config, 1), 8LL << 30); });
   EXPECT_TRUE(has_text(text, "memory: got a need of at least "));
   EXPECT_TRUE(has_text(text, "of model.context = 16777216, expected at most the 8.0 GiB of this machine"));
   EXPECT_TRUE(has_text(text, "lower model.context"));
-  // Products of the greatest sizes overflow 64 bits.
+  // Products of the largest sizes overflow 64 bits.
   const TrainConfig huge = config_of({"--pp", "1", "--width", "1048576", "--heads", "65536", "--key_value_heads", "65536", "--layers", "65536", "--vocabulary", "4294967296", "--context", "16777216", "--microbatch_size", "1048576", "--microbatches", "1"});
-  for (const LeastNeed& need : {least_need(huge, 1), least_need_of_parts(huge), least_need_of_capture(huge)}) EXPECT_TRUE(has_text(message_of<ConfigError>([&] { require_memory(need, 8LL << 30); }), "TiB"));
+  for (const MinimumMemory& need : {minimum_memory(huge, 1), minimum_memory_of_parts(huge), minimum_memory_of_capture(huge)}) EXPECT_TRUE(has_text(message_of<ConfigError>([&] { require_memory(need, 8LL << 30); }), "TiB"));
 }
 
 TEST(HostCheck, ThisMachineHasMemory) {

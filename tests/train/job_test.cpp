@@ -1,4 +1,5 @@
-// Training in every layout against one process: losses, gradient norms, and continuing under another layout.
+// Training in every layout compared with one process: losses, gradient norms, and continuing in another
+// layout.
 #include "penstock/train/job/job.h"
 
 #include <gtest/gtest.h>
@@ -11,7 +12,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/checkpoint/files/reader.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/checkpoint.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -72,7 +73,7 @@ TEST_P(TiedOrNot, PipelinesGiveTheSameBits) {
   }
 }
 
-// Sums in another order: float32 rounding alone.
+// Sums in another order: differences are float32 rounding only.
 TEST_P(TiedOrNot, ReplicasAndTensorParallelRanksAgreeWithOneProcess) {
   const Seen one = train({.name = "one", .microbatch_size = 4}, 4, more());
   for (const Layout& layout : {Layout{.name = "dp2", .dp = 2}, Layout{.name = "tp2", .tp = 2, .microbatch_size = 4}, Layout{.name = "pp2 dp2", .pp = 2, .dp = 2},
@@ -106,7 +107,7 @@ TEST(Job, DropoutIsTheSameInEveryLayout) {
   for (std::size_t i = 0; i < one.losses.size(); ++i) EXPECT_NEAR(two.losses[i], one.losses[i], 2e-5 * one.losses[i]);
 }
 
-// Saved under one layout, continued under another: the losses of the run that was never interrupted.
+// Saved in one layout, continued in another: the same losses as in an uninterrupted run.
 TEST(Job, ContinuesUnderAnotherLayout) {
   const Layout writer{.name = "pp2 dp2", .pp = 2, .dp = 2};
   const Seen whole = train(writer, 5);
@@ -126,8 +127,8 @@ TEST(Job, ContinuesUnderAnotherLayout) {
     std::vector<double> losses;
     comm::run_ranks(layout.pp * layout.dp * layout.tp, 120s, [&](comm::World& world) {
       TrainingJob job(world, config, small_data().open(config));
-      checkpoint::WorldMeeting meeting(world);
-      job.load(checkpoint::open_latest(meeting, scratch.path())->checkpoint);
+      checkpoint::WorldAgreement agreement(world);
+      job.load(checkpoint::open_latest(agreement, scratch.path())->checkpoint);
       EXPECT_EQ(job.steps_done(), 3);
       while (job.steps_done() < 5) {
         const StepOutcome outcome = job.train_step();
@@ -147,8 +148,9 @@ TEST(Job, ContinuesUnderAnotherLayout) {
   }
 }
 
-// Of one parameter every second update, of another all: AdamW's correction goes by the steps of a parameter, not of the run.
-TEST(Job, AParameterThatIsLeftOutKeepsItsOwnCount) {
+// One parameter has a gradient in every second update, another in all: AdamW's bias correction uses the steps
+// of the parameter, not of the run.
+TEST(Job, ASkippedParameterKeepsItsOwnCount) {
   const auto leave_out = [](TrainingJob& job) {
     job.set_gradient_hook([&job](const std::vector<optim::NamedParameter>& parameters) {
       for (const optim::NamedParameter& parameter : parameters)
@@ -162,8 +164,8 @@ TEST(Job, AParameterThatIsLeftOutKeepsItsOwnCount) {
       TrainingJob job(world, config, small_data().open(config));
       leave_out(job);
       if (from != nullptr) {
-        checkpoint::WorldMeeting meeting(world);
-        job.load(checkpoint::open_latest(meeting, from->path())->checkpoint);
+        checkpoint::WorldAgreement agreement(world);
+        job.load(checkpoint::open_latest(agreement, from->path())->checkpoint);
       }
       while (job.steps_done() < steps) {
         const StepOutcome outcome = job.train_step();
@@ -181,7 +183,7 @@ TEST(Job, AParameterThatIsLeftOutKeepsItsOwnCount) {
   const ScratchFolder scratch, again;
   run(writer, nullptr, &scratch, 3);
   EXPECT_EQ(run(writer, &scratch, nullptr, 7), (std::vector<double>(whole.begin() + 3, whole.end())));
-  // Saved once more by a job that has loaded it, and read in another layout.
+  // Saved again by a job that has loaded it, and read in another layout.
   run(writer, &scratch, &again, 4);
   const std::vector<double> others = run(one, &again, nullptr, 7);
   ASSERT_EQ(others.size(), 3U);
@@ -189,7 +191,7 @@ TEST(Job, AParameterThatIsLeftOutKeepsItsOwnCount) {
 }
 
 // A checkpoint from before the first update: no parameter has state yet.
-TEST(Job, AJobThatHasNotBegunCanBeSaved) {
+TEST(Job, AJobCanBeSavedBeforeItsFirstStep) {
   const TrainConfig config = config_of({.name = "one"});
   const ScratchFolder scratch;
   comm::run_ranks(1, 60s, [&](comm::World& world) {
@@ -199,13 +201,13 @@ TEST(Job, AJobThatHasNotBegunCanBeSaved) {
     saver.wait();
     const double loss = job.train_step().loss;
     TrainingJob later(world, config, small_data().open(config));
-    checkpoint::WorldMeeting meeting(world);
-    later.load(checkpoint::open_latest(meeting, scratch.path())->checkpoint);
+    checkpoint::WorldAgreement agreement(world);
+    later.load(checkpoint::open_latest(agreement, scratch.path())->checkpoint);
     EXPECT_EQ(later.train_step().loss, loss);
   });
 }
 
-// One replica has frozen a parameter: named on every rank before anything is exchanged.
+// One replica has frozen a parameter: every rank reports its name before anything is exchanged.
 TEST(Job, FreezingAParameterOnOneReplicaIsRefusedByName) {
   const TrainConfig config = config_of({.name = "dp2", .dp = 2});
   const auto train = [&](comm::World& world) {
@@ -220,7 +222,7 @@ TEST(Job, FreezingAParameterOnOneReplicaIsRefusedByName) {
   EXPECT_TRUE(penstock::test::has_text(message, "requires_grad of blocks.0.feed.up.weight")) << message;
 }
 
-TEST(Job, AnyRankCanAskForTheEnd) {
+TEST(Job, AnyRankCanRequestTheEnd) {
   const TrainConfig config = config_of({.name = "pp2", .pp = 2});
   comm::run_ranks(2, 60s, [&](comm::World& world) {
     TrainingJob job(world, config, small_data().open(config));

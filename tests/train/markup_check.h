@@ -1,4 +1,5 @@
-// Whether tags of a page are balanced, and how often an element occurs. Knows as much HTML as our own pages use.
+// Checks whether the tags of a page are balanced, and counts elements. Supports only the HTML that our pages
+// use.
 #pragma once
 
 #include <cctype>
@@ -10,7 +11,8 @@
 
 namespace penstock::test {
 
-// Empty when every element is closed in order and every attribute quoted, else what is wrong first.
+// Returns an empty string if every element is closed in order and every attribute quoted, else the first
+// problem.
 inline std::string markup_problem(std::string_view page) {
   static const std::set<std::string, std::less<>> kVoid{"meta", "!doctype", "br", "link"};
   std::vector<std::string> open;

@@ -1,4 +1,4 @@
-// metrics.jsonl: written, read, resumed, damaged.
+// metrics.jsonl: writing, reading, resuming, damage.
 #include "penstock/train/report/metrics.h"
 
 #include <gtest/gtest.h>
@@ -20,7 +20,7 @@
 #include "penstock/train/report/metrics_file.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
-#include "tests/train/made_run.h"
+#include "tests/train/synthetic_run.h"
 #include "tests/train/scratch_folder.h"
 
 namespace penstock::test {
@@ -33,7 +33,7 @@ std::string text_of(const std::filesystem::path& path) {
   return {bytes.begin(), bytes.end()};
 }
 
-// A file of 120 steps without an end.
+// A file of 120 steps without an end record.
 std::filesystem::path unfinished_run(const ScratchFolder& folder) {
   double now = 1000;
   MetricsFile file([&] { return now += 0.25; });
@@ -128,7 +128,7 @@ TEST(Metrics, LinesAsDocumented) {
   EXPECT_EQ(end_line({.time = 2, .step = 10, .end = RunEnd::Stopped}), "{\"type\":\"end\",\"step\":10,\"end\":\"stopped\",\"time\":2.0}\n");
 }
 
-TEST(Metrics, NotFiniteNumbersComeBackAsNoNumber) {
+TEST(Metrics, NonFiniteNumbersAreReadAsNaN) {
   const ScratchFolder folder;
   MetricsFile file;
   file.on_start(made_description(folder.path()));
@@ -159,7 +159,7 @@ TEST(Metrics, AResumedRunReplacesWhatItRepeats) {
     run.resumed_from = "checkpoints/step-00000100";
     file.on_start(run);
     RunMetrics between = read_metrics(path);
-    EXPECT_EQ(between.steps.size(), 100u);  // those that count so far
+    EXPECT_EQ(between.steps.size(), 100u);  // those valid so far
     EXPECT_EQ(between.checkpoints.size(), 1u);
     StepOutcome again = made_step(101);
     again.loss = 7;
@@ -178,7 +178,7 @@ TEST(Metrics, AResumedRunReplacesWhatItRepeats) {
   EXPECT_TRUE(metrics.end.has_value());
 }
 
-TEST(Metrics, ACutLastLineIsLeftOutWhereverItIsCut) {
+TEST(Metrics, AnIncompleteLastLineIsIgnored) {
   const ScratchFolder folder;
   const std::string text = text_of(unfinished_run(folder));
   const std::size_t last = text.rfind('\n', text.size() - 2) + 1;
@@ -187,13 +187,13 @@ TEST(Metrics, ACutLastLineIsLeftOutWhereverItIsCut) {
     EXPECT_TRUE(metrics.truncated) << length;
     EXPECT_EQ(metrics.steps.size(), 119u);
   }
-  // Whole but for its newline.
+  // Complete except for its newline.
   const RunMetrics metrics = read_metrics(folder.write("cut.jsonl", text.substr(0, text.size() - 1)));
   EXPECT_FALSE(metrics.truncated);
   EXPECT_EQ(metrics.steps.size(), 120u);
 }
 
-TEST(Metrics, TheWriterGoesOnAfterACutLine) {
+TEST(Metrics, TheWriterContinuesAfterAnIncompleteLine) {
   const ScratchFolder folder;
   const std::string text = text_of(unfinished_run(folder));
   folder.write("metrics.jsonl", text.substr(0, text.size() - 10));
@@ -218,14 +218,14 @@ TEST(Metrics, OtherDamageIsNamedByItsLine) {
   EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"step\",\"step\":1}\n"), "bad.jsonl:2: got no key \"time\""));
   EXPECT_TRUE(has_text(error_of(start + "\n"), "bad.jsonl:2"));
   EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"end\",\"step\":1,\"time\":1,\"end\":\"lost\"}\n"), "expected finished, stopped, time limit or not saved"));
-  EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"trace\",\"step\":-1,\"time\":1,\"path\":\"a\"}\n"), "\"step\": -1, expected a whole number from 0 on"));
+  EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"trace\",\"step\":-1,\"time\":1,\"path\":\"a\"}\n"), "\"step\": -1, expected a whole number of at least 0"));
   EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"trace\",\"step\":18446744073709551615,\"time\":1,\"path\":\"a\"}\n"), "expected a whole number"));
   EXPECT_TRUE(has_text(error_of(start + "{\"type\":\"validation\",\"step\":1,\"time\":\"now\"}\n"), "\"time\": \"now\", expected a number"));
-  EXPECT_TRUE(has_text(error_of(step), "no start line"));
-  EXPECT_TRUE(has_text(error_of(""), "no line of a run"));
+  EXPECT_TRUE(has_text(error_of(step), "no start record"));
+  EXPECT_TRUE(has_text(error_of(""), "no records"));
   EXPECT_TRUE(has_text(error_of(start + std::string(100, '\0') + "\n"), "bad.jsonl:2"));
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] { read_metrics(folder / "absent.jsonl"); }), "absent.jsonl, expected a file that can be read"));
-  // A type of a later version is no damage.
+  // A type of a later version is not damage.
   EXPECT_EQ(read_metrics(folder.write("new.jsonl", start + "{\"type\":\"weather\"}\n" + step)).steps.size(), 1u);
 }
 
@@ -242,7 +242,7 @@ TEST(Metrics, AFullDiskLosesLinesButNeverPartsOfThem) {
   file.on_start(made_description(folder.path()));
   tell_steps(file, 0, 10);
   const auto size = std::filesystem::file_size(folder / "metrics.jsonl");
-  // A limit on the size of files is what a test can have of a full disk.
+  // A file size limit simulates a full disk.
   rlimit before{};
   ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
   const auto old_handler = std::signal(SIGXFSZ, SIG_IGN);
@@ -256,7 +256,7 @@ TEST(Metrics, AFullDiskLosesLinesButNeverPartsOfThem) {
   const RunMetrics metrics = read_metrics(folder / "metrics.jsonl");
   EXPECT_EQ(metrics.steps.size(), 20u);
   EXPECT_EQ(metrics.steps[10].outcome.step, 21);
-  EXPECT_EQ(metrics.missing_lines, 10) << "told in their place";
+  EXPECT_EQ(metrics.missing_lines, 10) << "recorded in their place";
 }
 
 #ifdef PENSTOCK_HAVE_RAPIDCHECK

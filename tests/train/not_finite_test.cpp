@@ -1,4 +1,4 @@
-// NaN and infinities stop a run, and the message says where they began: the same on every rank.
+// NaN and infinities stop a run, and the message names their origin, the same on every rank.
 #include "penstock/train/report/not_finite.h"
 
 #include <ATen/ATen.h>
@@ -45,7 +45,8 @@ void change_parameter(TrainingJob& job, const std::string& name, const std::func
   }
 }
 
-// One good step, then `change` on every rank, then one that fails. What the ranks said, which must be one message.
+// Runs one good step, then `change` on every rank, then a step that fails. Returns the error, which must be
+// the same on all ranks.
 std::string failure(const TrainConfig& config, const Change& change) {
   std::set<std::string> said;
   std::mutex mutex;
@@ -83,7 +84,7 @@ TEST(NotFinite, ABadParameterIsNamed) {
       change_parameter(job, "blocks.3.feed.up.weight", [](at::Tensor& values) { values.fill_(kNan); });
     });
     EXPECT_TRUE(has_text(said, "step 2: loss nan"));
-    EXPECT_TRUE(has_text(said, "parameter blocks.2.feed.up.weight has 1 values of 512"));
+    EXPECT_TRUE(has_text(said, "parameter blocks.2.feed.up.weight has 1 of 512 values"));
     EXPECT_TRUE(has_text(said, "stage " + std::to_string(stage_of_block(layout, 2))));
     EXPECT_TRUE(has_text(said, "resume"));
   }
@@ -99,7 +100,7 @@ std::set<std::int64_t> tokens_of(const TrainConfig& config, std::int64_t microba
   return {batch.tokens.begin(), batch.tokens.end()};
 }
 
-// Only where a certain token is, the products of a feed-forward overflow.
+// The products of a feed-forward layer overflow only for a certain token.
 TEST(NotFinite, AnOverflowThatDependsOnTheDataIsNamedByOperatorAndMicrobatch) {
   for (const Layout& layout : layouts()) {
     SCOPED_TRACE(layout.name);
@@ -125,7 +126,7 @@ TEST(NotFinite, AnOverflowThatDependsOnTheDataIsNamedByOperatorAndMicrobatch) {
     });
     EXPECT_TRUE(has_text(said, "microbatch " + std::to_string(microbatch) + " of 4"));
     EXPECT_TRUE(has_text(said, "aten::mul"));
-    EXPECT_TRUE(has_text(said, "in stage " + std::to_string(stage_of_block(layout, 1)) + ", block 1, behind blocks.1.feed."));
+    EXPECT_TRUE(has_text(said, "in stage " + std::to_string(stage_of_block(layout, 1)) + ", block 1, after blocks.1.feed."));
   }
 }
 
@@ -139,7 +140,7 @@ TEST(NotFinite, AGradientAloneIsNamed) {
       });
     });
     EXPECT_TRUE(has_text(said, "gradient norm"));
-    EXPECT_TRUE(has_text(said, "the gradient of blocks.1.attention.key.weight has 256 values of 256"));
+    EXPECT_TRUE(has_text(said, "the gradient of blocks.1.attention.key.weight has 256 of 256 values"));
   }
 }
 
@@ -149,7 +150,7 @@ TEST(NotFinite, TensorParallelRanksAgree) {
     for (const char* name : {"blocks.1.feed.gate.weight", "blocks.1.feed.up.weight"}) change_parameter(job, name, [](at::Tensor& values) { values.mul_(1e25); });
   });
   EXPECT_TRUE(has_text(forward, "microbatch 0 of 4: aten::mul"));
-  EXPECT_TRUE(has_text(forward, "in stage 0, block 1, behind blocks.1.feed."));
+  EXPECT_TRUE(has_text(forward, "in stage 0, block 1, after blocks.1.feed."));
   const std::string backward = failure(config, [](TrainingJob& job) {
     job.set_gradient_hook([](const std::vector<optim::NamedParameter>& parameters) {
       for (const optim::NamedParameter& parameter : parameters)
@@ -168,7 +169,7 @@ TEST(NotFinite, TheRunOfAnAccumulatedStepIsNamed) {
   EXPECT_TRUE(has_text(said, "in stage 1, block 3"));
 }
 
-// Masks write minus infinities on purpose; a good forward has nothing to report.
+// Masks write minus infinities on purpose; nothing is reported for a good forward.
 TEST(NotFinite, AWatchFindsNothingInAGoodForward) {
   const TrainConfig config = config_of({.name = "one"});
   comm::run_ranks(1, 60s, [&](comm::World& world) {
@@ -196,7 +197,7 @@ TEST(NotFinite, TheLastCheckpointStays) {
   const auto found = checkpoint::find_checkpoints(scratch / "run" / "checkpoints");
   ASSERT_EQ(found.size(), 2u);
   EXPECT_EQ(found.back().step, 2);
-  checkpoint::LoneMeeting alone;
+  checkpoint::SingleRankAgreement alone;
   EXPECT_TRUE(checkpoint::find_damage(alone, found.back().path).empty());
 }
 

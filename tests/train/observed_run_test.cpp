@@ -1,4 +1,4 @@
-// A real run with real observers: what the trainer tells becomes metrics, progress and a page.
+// A real run with real observers: metrics, progress and a report.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -73,7 +73,7 @@ TEST(ObservedRun, MetricsProgressAndPage) {
   EXPECT_EQ(markup_problem(page), "");
   EXPECT_EQ(count_of(page, "<g class=\"cell simulated\""), 16u);  // 2 ranks x 4 microbatches x F and B
 
-  // Longer: goes on in the same file.
+  // A longer run continues in the same file.
   run(folder, small_config(folder, 10));
   const RunMetrics longer = read_metrics(folder / "run/metrics.jsonl");
   EXPECT_EQ(longer.starts.size(), 2u);

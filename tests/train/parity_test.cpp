@@ -1,4 +1,4 @@
-// Training in layouts against one process, tensor by tensor; and that a wrong gradient is found.
+// Training in layouts compared with one process, tensor by tensor; a wrong gradient is found.
 #include "penstock/train/job/parity.h"
 
 #include <ATen/ATen.h>
@@ -85,7 +85,7 @@ TEST(Parity, AWrongGradientIsFoundAndNamed) {
   const std::string text = to_text(report, false);
   EXPECT_TRUE(has_text(text, "FAIL"));
   EXPECT_TRUE(has_text(text, "parity: FAIL"));
-  // A tolerance above the fault lets it pass.
+  // A tolerance above the error accepts it.
   EXPECT_LT(worst.relative, 0.01);
 }
 

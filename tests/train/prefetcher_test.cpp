@@ -1,4 +1,4 @@
-// Batches made ahead of time.
+// Batches prepared ahead of time.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -27,7 +27,7 @@ void fill_with_round(std::uint64_t round, Batch& batch) {
   batch.tokens.assign(4, static_cast<std::int64_t>(round));
 }
 
-TEST(Prefetcher, InOrderAndThePositionIsThatOfWhatWasConsumed) {
+TEST(Prefetcher, BatchesInOrderAndPositionOfConsumedOnes) {
   Prefetcher prefetcher(fill_with_round, {.first = 100, .stride = 8, .share = {0, 8}, .depth = 3});
   EXPECT_EQ(prefetcher.position(), 100U);
   Batch batch;
@@ -39,7 +39,7 @@ TEST(Prefetcher, InOrderAndThePositionIsThatOfWhatWasConsumed) {
   }
 }
 
-TEST(Prefetcher, FetchesNotMoreThanItsDepth) {
+TEST(Prefetcher, FetchesAtMostItsDepth) {
   std::atomic<int> made{0};
   Prefetcher prefetcher(
       [&](std::uint64_t round, Batch& batch) {
@@ -70,7 +70,7 @@ TEST(Prefetcher, AnErrorComesAfterTheBatchesBeforeIt) {
   for (int again = 0; again < 3; ++again)
     EXPECT_EQ(message_of<std::runtime_error>([&] { prefetcher.next(batch); }), "round five");
   EXPECT_EQ(prefetcher.position(), 5U);
-  EXPECT_EQ(batch.position, 4U);  // what the consumer holds is untouched
+  EXPECT_EQ(batch.position, 4U);  // the consumer's batch is unchanged
 }
 
 TEST(Prefetcher, StopWakesAConsumerThatWaits) {
@@ -111,7 +111,7 @@ TEST(Prefetcher, ARankGetsItsShareAndARunContinuesUnderAnotherLayout) {
     writer.add_document(document, 1);
     writer.finish();
   }
-  const auto dataset = TokenDataset::open(folder.path(), Split::All, 0);
+  const auto dataset = TokenDataset::open(folder.path(), DataSplit::All, 0);
   const auto sampler = std::make_shared<const Sampler>(dataset, SamplerOptions{.context = 9, .seed = 4});
   Batch whole;
   sampler->fill(0, 40, whole);

@@ -1,4 +1,4 @@
-// What a user sees while training, letter by letter.
+// The progress display, character by character.
 #include "penstock/train/report/progress.h"
 
 #include <fcntl.h>
@@ -18,7 +18,7 @@
 #include "tests/has_text.h"
 #include "tests/pseudo_terminal.h"
 #include "tests/throws.h"
-#include "tests/train/made_run.h"
+#include "tests/train/synthetic_run.h"
 
 namespace penstock::test {
 namespace progress_test {
@@ -58,7 +58,7 @@ TEST(ProgressText, BarsOfEveryWidth) {
   for (int columns = 1; columns < 200; ++columns) EXPECT_LT(bar_line(state, columns).size(), static_cast<std::size_t>(std::max(columns, 2)));
 }
 
-TEST(ProgressText, WhatIsNotKnownIsLeftOut) {
+TEST(ProgressText, UnknownValuesAreOmitted) {
   EXPECT_EQ(bar_line({.step = 200, .steps = 200, .loss = 2}, 50), "[" + std::string(25, '#') + "]  200/200  loss 2.0000");
   EXPECT_EQ(plain_line({.step = 200, .steps = 200, .loss = 2, .tokens_per_second = 900}), "step 200/200  loss 2.0000  900 tok/s");
   EXPECT_EQ(plain_line({.step = 1, .steps = 20, .loss = 2, .skipped = true, .device_bytes = 1 << 30, .seconds_left = 3}), "step  1/20  loss 2.0000 (skipped)  0:03 left  device 1.0 GiB");
@@ -67,11 +67,11 @@ TEST(ProgressText, WhatIsNotKnownIsLeftOut) {
 TEST(ProgressChoice, TheParentKnowsTheTerminal) {
   EXPECT_EQ(choose_progress("auto", "132", 0).kind, ProgressKind::Bar);
   EXPECT_EQ(choose_progress("auto", "132", 0).columns, 132);
-  EXPECT_TRUE(choose_progress("auto", "132", 0).past_the_launcher);
+  EXPECT_TRUE(choose_progress("auto", "132", 0).bypasses_launcher);
   EXPECT_EQ(choose_progress("auto", nullptr, 0).kind, ProgressKind::Lines);
   EXPECT_EQ(choose_progress("auto", "", 0).kind, ProgressKind::Lines);
   EXPECT_EQ(choose_progress("auto", nullptr, 90).kind, ProgressKind::Bar);
-  EXPECT_FALSE(choose_progress("auto", nullptr, 90).past_the_launcher);
+  EXPECT_FALSE(choose_progress("auto", nullptr, 90).bypasses_launcher);
   EXPECT_EQ(choose_progress("auto", "0", 90).kind, ProgressKind::Lines);
   EXPECT_EQ(choose_progress("lines", "132", 90).kind, ProgressKind::Lines);
   EXPECT_EQ(choose_progress("bar", nullptr, 0).kind, ProgressKind::Bar);
@@ -81,7 +81,7 @@ TEST(ProgressChoice, TheParentKnowsTheTerminal) {
   EXPECT_TRUE(has_text(message_of<ConfigError>([] { choose_progress("auto", "-3", 0); }), "PENSTOCK_PROGRESS_TTY"));
 }
 
-// A run at one step a second.
+// A run at one step per second.
 struct Shown {
   explicit Shown(ProgressKind kind, std::int64_t last = 200) {
     std::chrono::steady_clock::time_point now{};
@@ -117,8 +117,8 @@ TEST(Progress, LinesWithoutATerminal) {
             "step   1/200  loss 5.4798  15.7 ktok/s  0:50 left  MFU 39.3 %  300.0 MiB\n");
   EXPECT_EQ(shown.count("\r"), 0u);
   EXPECT_EQ(shown.count("\x1b"), 0u);
-  EXPECT_TRUE(has_text(shown.text, "step 10: timeline in traces/step-00000010.json\n"));
-  EXPECT_TRUE(has_text(shown.text, "step 100: checkpoint saved, training stood still for 13 ms\n"));
+  EXPECT_TRUE(has_text(shown.text, "step 10: timeline written to traces/step-00000010.json\n"));
+  EXPECT_TRUE(has_text(shown.text, "step 100: checkpoint saved, training paused for 13 ms\n"));
   // Every fifth second, and the validated steps.
   EXPECT_EQ(shown.count("step  50/200"), 1u);
   EXPECT_EQ(shown.count("step 100/200"), 1u);
@@ -128,7 +128,7 @@ TEST(Progress, LinesWithoutATerminal) {
   EXPECT_TRUE(has_text(shown.text, "finished after step 200 of 200 in 3:20, loss 2."));
 }
 
-TEST(Progress, OneLineWrittenOverOnATerminal) {
+TEST(Progress, OneLineIsOverwrittenOnATerminal) {
   const Shown shown(ProgressKind::Bar);
   EXPECT_EQ(shown.count("\r["), 200u);
   // Start, folder, five validations, two checkpoints, the trace, the bar itself and the end.
@@ -141,9 +141,10 @@ TEST(Progress, AStoppedRunSaysSo) {
   EXPECT_TRUE(has_text(Shown(ProgressKind::Lines, 7).text, "stopped after step 7 of 200 in 0:07"));
 }
 
-TEST(Progress, NothingWhereNothingIsWanted) { EXPECT_EQ(Shown(ProgressKind::None).text, ""); }
+TEST(Progress, KindNoneWritesNothing) { EXPECT_EQ(Shown(ProgressKind::None).text, ""); }
 
-// A rank as its launcher has it: in the background of a terminal that stops such writers, with output that goes nowhere near it.
+// A rank as started by its launcher: in the background of a terminal that stops background writers, with
+// output redirected elsewhere.
 int show_as_a_rank() {
   setpgid(0, 0);
   const int nowhere = ::open("/dev/null", O_RDWR);

@@ -1,4 +1,4 @@
-// Replicas that differ in which gradients they have: against one process that sees the whole batch.
+// Replicas with different sets of gradients, compared with one process that sees the whole batch.
 #include "penstock/train/job/replica_gradients.h"
 
 #include <ATen/ATen.h>
@@ -13,10 +13,9 @@
 
 #include "penstock/errors.h"
 #include "penstock/world.h"
-#include "penstock/optim/update/adamw.h"
-#include "penstock/optim/update/sgd.h"
+#include "penstock/optimizer.h"
 #include "penstock/torch/tree/distributed_type.h"
-#include "penstock/train/job/gradient_sync.h"
+#include "penstock/train/job/replica_gradient_sync.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/small_training.h"
@@ -39,7 +38,7 @@ std::vector<NamedParameter> three_alike() {
 
 void set_grad(const at::Tensor& parameter, double value) { parameter.mutable_grad() = at::full_like(parameter.detach(), value); }
 
-// Sizes agree whatever is missing: nothing but the names tells the gradients apart.
+// All sizes agree: only the names distinguish the gradients.
 TEST(ReplicaGradients, AGradientThatARankLacksCountsAsZeros) {
   comm::run_ranks(2, 20s, [](comm::World& world) {
     const auto parameters = three_alike();
@@ -71,7 +70,7 @@ TEST(ReplicaGradients, NumbersOfGradientsMayDiffer) {
   });
 }
 
-// What all ranks read when rank 1 has changed something about its parameters.
+// The message on all ranks when rank 1 has changed something about its parameters.
 template <class Change>
 std::string refusal(const Change& change) {
   std::set<std::string> texts;
@@ -95,7 +94,7 @@ TEST(ReplicaGradients, DifferentParametersAreNamedOnEveryRank) {
   EXPECT_TRUE(has_text(refusal([](auto& parameters) { parameters[2].tensor = at::zeros({3, 2}).set_requires_grad(true); }), "c: Float[3, 2]"));
   EXPECT_TRUE(has_text(refusal([](auto& parameters) { parameters[0].tensor = at::zeros({2, 3}, at::kDouble).set_requires_grad(true); }), "a: Double[2, 3]"));
   EXPECT_TRUE(has_text(refusal([](auto& parameters) { std::swap(parameters[0], parameters[1]); }), "entry 0 on rank 1"));
-  EXPECT_TRUE(has_text(refusal([](auto& parameters) { parameters.pop_back(); }), "nothing, after 2 entries"));
+  EXPECT_TRUE(has_text(refusal([](auto& parameters) { parameters.pop_back(); }), "no entry (there are only 2)"));
 }
 
 TEST(ReplicaGradients, FreezingLaterIsRefusedByName) {
@@ -110,7 +109,7 @@ TEST(ReplicaGradients, FreezingLaterIsRefusedByName) {
     EXPECT_TRUE(has_text(message_of<StateError>([&] { replicas.finish(); }), "gradient of c"));
     parameters[2].tensor.mutable_grad() = at::Tensor();
     replicas.begin(0);
-    EXPECT_TRUE(has_text(message_of<StateError>([&] { replicas.begin(0); }), "already on their way"));
+    EXPECT_TRUE(has_text(message_of<StateError>([&] { replicas.begin(0); }), "already in flight"));
     EXPECT_NO_THROW(replicas.finish());
     EXPECT_NO_THROW(replicas.finish());
   });
@@ -118,7 +117,7 @@ TEST(ReplicaGradients, FreezingLaterIsRefusedByName) {
 
 // ------------------------------------------------------------------------------------------------------------ stages of a real model
 
-// Gradients of a model's stages, set by hand; `has` tells which: by (replica, name, at the head).
+// Gradients of a model's stages, set by hand; `has` selects which by (replica, name, at the head).
 template <class Has, class Check>
 void with_model(const Layout& layout, const std::vector<std::string>& more, const Has& has, const Check& check) {
   const TrainConfig config = config_of(layout, more);
@@ -126,7 +125,7 @@ void with_model(const Layout& layout, const std::vector<std::string>& more, cons
     const RankLayout place(world, config.layout);
     const schedule::Schedule schedule = configured_schedule(config.layout);
     ModelStages stages(place, config, schedule, at::kCPU);
-    GradientSync sync(place, stages, true);
+    ReplicaGradientSync sync(place, stages, true);
     const auto& tied = stages.tied();
     const auto is_head = [&](const at::Tensor& tensor) { return tied.head.defined() && tensor.is_same(tied.head); };
     for (const PipelineStage& stage : stages.stages()) {
@@ -134,7 +133,7 @@ void with_model(const Layout& layout, const std::vector<std::string>& more, cons
         if (has(place.dp(), stages.is_tied(parameter.tensor) ? "embed.weight" : parameter.name, is_head(parameter.tensor))) set_grad(parameter.tensor, 1 + place.dp() + (is_head(parameter.tensor) ? 10 : 0));
       sync.stage_done(stage.index());
     }
-    // The second leaf of one stage that has both uses is not among its parameters.
+    // The second leaf of a stage with both uses is not among its parameters.
     if (tied.embed.defined() && tied.head.defined() && has(place.dp(), "embed.weight", true)) set_grad(tied.head, 1 + place.dp() + 10);
     sync.finish();
     for (const NamedParameter& parameter : stages.parameters()) check(parameter);
@@ -148,7 +147,7 @@ void expect_grad(const NamedParameter& parameter, std::optional<double> value) {
   }
 }
 
-TEST(GradientSync, AStageWithoutSomeGradientsOnSomeReplicas) {
+TEST(ReplicaGradientSync, AStageWithoutSomeGradientsOnSomeReplicas) {
   for (const Layout& layout : {Layout{.name = "dp2", .dp = 2}, Layout{.name = "pp2 dp2", .pp = 2, .dp = 2}, Layout{.name = "dp2 tp2", .dp = 2, .tp = 2}}) {
     SCOPED_TRACE(layout.name);
     const auto has = [](int replica, const std::string& name, bool) {
@@ -163,8 +162,8 @@ TEST(GradientSync, AStageWithoutSomeGradientsOnSomeReplicas) {
   }
 }
 
-TEST(GradientSync, ATiedWeightWithoutOneOfItsGradients) {
-  // One rank for both uses, two ranks for them.
+TEST(ReplicaGradientSync, ATiedWeightWithoutOneOfItsGradients) {
+  // Both uses on one rank, and on two ranks.
   for (const Layout& layout : {Layout{.name = "dp2", .dp = 2}, Layout{.name = "pp2 dp2", .pp = 2, .dp = 2}})
     for (int mask = 0; mask < 16; ++mask) {
       SCOPED_TRACE(layout.name + ", uses " + std::to_string(mask));
@@ -181,7 +180,8 @@ TEST(GradientSync, ATiedWeightWithoutOneOfItsGradients) {
 
 // ------------------------------------------------------------------------------------------------------------------------ property
 
-// A model of random parameters. A sample uses a random part of them, other ones on every replica, in every run and step.
+// A model of random parameters. A sample uses a random subset, different on every replica and in every run
+// and step.
 struct Case {
   explicit Case(std::uint64_t seed, int the_replicas) : random(seed), replicas(the_replicas) {
     const int count = draw(1, 6);
@@ -209,7 +209,7 @@ struct Case {
     for (std::size_t i = 0; i < initial.size(); ++i) made.push_back({"p" + std::to_string(i), initial[i].clone().set_requires_grad(!frozen[i])});
     return made;
   }
-  // Mean over the samples of one replica in one run; undefined where nothing that is trained is used.
+  // Mean over the samples of one replica in one run; undefined if no trained parameter is used.
   at::Tensor loss(const std::vector<NamedParameter>& from, int step, int run, int replica) const {
     at::Tensor sum;
     for (int sample = 0; sample < samples; ++sample)
@@ -223,7 +223,7 @@ struct Case {
     return sum.defined() ? sum / samples : sum;
   }
   std::unique_ptr<optim::Optimizer> optimizer(const std::vector<NamedParameter>& of) const {
-    // Decay shows whether a parameter was stepped, even if its gradient is zero.
+    // Weight decay shows whether a parameter was updated, even if its gradient is zero.
     if (adam) return std::make_unique<optim::AdamW>(of, optim::AdamWOptions{.lr = 0.05, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-2, .weight_decay = 0.1, .kernels = optim::Kernels::Foreach});
     return std::make_unique<optim::SGD>(of, optim::SGDOptions{.lr = 0.1, .momentum = 0.9, .nesterov = false, .weight_decay = 0.1, .decoupled = false, .kernels = optim::Kernels::Foreach});
   }
@@ -263,7 +263,7 @@ TEST(ReplicaGradients, RandomUseOfRandomParametersIsThatOfOneProcess) {
       }
     }
     std::mutex mutex;
-    std::vector<std::vector<at::Tensor>> first(cases.size());  // what rank 0, or who came first, has after the last step
+    std::vector<std::vector<at::Tensor>> first(cases.size());  // parameters of the first rank that finished, after the last step
     comm::run_ranks(replicas, 120s, [&](comm::World& world) {
       for (std::size_t c = 0; c < cases.size(); ++c) {
         const Case& each = cases[c];
@@ -299,7 +299,7 @@ TEST(ReplicaGradients, RandomUseOfRandomParametersIsThatOfOneProcess) {
       }
     });
   }
-  // The cases are what they claim to be.
+  // The random cases cover what they are meant to.
   EXPECT_GT(missing, nobody + 200);
   EXPECT_GT(nobody, 200);
   EXPECT_GT(everybody, 1000);

@@ -1,5 +1,5 @@
-// The page in a browser without a window: its script runs, nothing reaches for the network, both colour schemes are drawn. Where no
-// browser is installed there is nothing to look at.
+// The report page in a headless browser: its script runs, nothing accesses the network, both colour schemes
+// are drawn. Skipped if no browser is installed.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -9,7 +9,7 @@
 #include "penstock/train/report/report_page.h"
 #include "tests/command.h"
 #include "tests/has_text.h"
-#include "tests/train/made_run.h"
+#include "tests/train/synthetic_run.h"
 #include "tests/train/markup_check.h"
 #include "tests/train/scratch_folder.h"
 
@@ -27,7 +27,7 @@ TEST(ReportInABrowser, TheScriptShowsValuesUnderThePointer) {
   const ScratchFolder folder;
   make_run_folder(folder / "first", {});
   std::string page = train::report_page({train::load_run(folder / "first")});
-  // Moves the pointer over the first chart and over a cell of the timeline, and writes down what the page then shows.
+  // Moves the pointer over the first chart and over a cell of the timeline, and records what the page shows.
   const std::string probe = R"(<script>
 const said=[];addEventListener('error',event=>said.push('error '+event.message));
 const over=(node,share)=>{const box=node.getBoundingClientRect();node.dispatchEvent(new PointerEvent('pointermove',{bubbles:true,clientX:box.left+box.width*share,clientY:box.top+box.height/2}));said.push(document.getElementById('tip').textContent)};
@@ -45,7 +45,7 @@ const note=document.createElement('pre');note.id='said';note.textContent=said.jo
   const std::size_t begin = ended.output.find("<pre id=\"said\">");
   ASSERT_NE(begin, std::string::npos);
   const std::string said = ended.output.substr(begin, ended.output.find("</pre>", begin) - begin);
-  EXPECT_TRUE(has_text(said, "step 9"));  // the middle of 200 steps lies at 97 or so, left of the margin
+  EXPECT_TRUE(has_text(said, "step 9"));  // the middle of 200 steps is at about 97, because of the margin
   EXPECT_TRUE(has_text(said, "training: "));
   EXPECT_TRUE(has_text(said, "validation: "));
   EXPECT_TRUE(has_text(said, "3 marks"));

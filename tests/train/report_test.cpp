@@ -1,4 +1,4 @@
-// The report page: whole, self-contained, with the numbers of the run, and honest about what is missing.
+// The report page: complete, self-contained, with the numbers of the run and notes about what is missing.
 #include "penstock/train/report/report_page.h"
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@
 #include "penstock/train/report/report_timeline.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
-#include "tests/train/made_run.h"
+#include "tests/train/synthetic_run.h"
 #include "tests/train/markup_check.h"
 #include "tests/train/scratch_folder.h"
 
@@ -25,10 +25,10 @@ namespace report_test {
 
 using namespace train;
 
-// Without the texts of style and script.
+// Without the style sheet and the script.
 std::string body_of(const std::string& page) { return page.substr(page.find("<main>"), page.find("</main>") - page.find("<main>")); }
 
-// The page is too long to be shown when something is missing from it.
+// The page is too long to be printed when something is missing from it.
 ::testing::AssertionResult page_has(const std::string& page, const std::string& part) {
   if (page.find(part) != std::string::npos) return ::testing::AssertionSuccess();
   return ::testing::AssertionFailure() << "\"" << part << "\" is not on the page";
@@ -78,7 +78,7 @@ TEST(ReportPage, NeedsNoNetwork) {
   make_run_folder(folder / "first", {});
   const std::string page = report_page({load_run(folder / "first")});
   for (const char* outside : {" src=", "href=", "@import", "url(", "https://", "fetch(", "import("}) EXPECT_EQ(count_of(page, outside), 0u) << outside;
-  EXPECT_EQ(count_of(page, "http://"), 1u);  // the name space of SVG
+  EXPECT_EQ(count_of(page, "http://"), 1u);  // the SVG namespace
   EXPECT_TRUE(page_has(page, "prefers-color-scheme:dark"));
 }
 
@@ -95,15 +95,15 @@ TEST(ReportPage, SeveralRuns) {
   EXPECT_TRUE(page_has(page, "<tr><td><code>training.lr</code></td><td class=\"n\"><code>0.002</code></td><td class=\"n\"><code>0.25</code></td><td class=\"n\"><code>0.002</code></td></tr>"));
   EXPECT_TRUE(page_has(page, "<td><code>layout.schedule</code></td>"));
   EXPECT_EQ(count_of(page, "<td><code>layout.pp</code></td>"), 0u);
-  EXPECT_TRUE(page_has(page, "<td>speed beside the first</td><td class=\"n\">1.00 x</td><td class=\"n\">0.50 x</td><td class=\"n\">1.00 x</td>"));
-  EXPECT_TRUE(page_has(page, "<td>end</td><td class=\"n\">finished</td><td class=\"n\">finished</td><td class=\"n\">no end</td>"));
-  EXPECT_TRUE(page_has(page, "Worth knowing of third"));
+  EXPECT_TRUE(page_has(page, "<td>speed relative to the first</td><td class=\"n\">1.00 x</td><td class=\"n\">0.50 x</td><td class=\"n\">1.00 x</td>"));
+  EXPECT_TRUE(page_has(page, "<td>end</td><td class=\"n\">finished</td><td class=\"n\">finished</td><td class=\"n\">unfinished</td>"));
+  EXPECT_TRUE(page_has(page, "Notes of third"));
   EXPECT_EQ(count_of(page, "<path class=\"curve c3\""), 6u);  // loss, lr, norm, speed, time, memory
   EXPECT_EQ(count_of(page, "<path class=\"curve c3 dotted\""), 1u);
-  EXPECT_EQ(count_of(page, "<path class=\"curve c1\" style=\"stroke-width:5\""), 3u);  // seen where the others lie on it
+  EXPECT_EQ(count_of(page, "<path class=\"curve c1\" style=\"stroke-width:5\""), 3u);  // visible below coinciding curves
 }
 
-TEST(ReportPage, RunsOfTheSameNameAreToldByTheirPaths) {
+TEST(ReportPage, RunsOfTheSameNameAreShownByPath) {
   const ScratchFolder folder;
   make_run_folder(folder / "a/run", {.last_step = 20});
   make_run_folder(folder / "b/run", {.last_step = 20});
@@ -121,12 +121,12 @@ TEST(ReportPage, SaysWhatIsMissing) {
   const auto path = folder / "killed/metrics.jsonl";
   std::filesystem::resize_file(path, std::filesystem::file_size(path) - 20);
   const RunReport run = load_run(folder / "killed");
-  EXPECT_EQ(run.state(), "no end: killed, failed or still running, 29 of 200 steps");
+  EXPECT_EQ(run.state(), "unfinished (killed, failed or still running), 29 of 200 steps");
   const std::string page = report_page({run});
   EXPECT_EQ(markup_problem(page), "");
-  for (const char* missing : {"The run has no end", "was cut off", "There was no validation", "No checkpoint was written.", "No step was traced", "The peak of this machine was not measured", "does not say how the model was divided", "No trace of a step can be shown"})
+  for (const char* missing : {"The run is unfinished", "is incomplete", "There was no validation", "No checkpoint was written.", "No step was traced", "The peak performance of this machine was not measured", "did not record the partition", "There is no step trace"})
     EXPECT_TRUE(page_has(page, missing));
-  EXPECT_TRUE(page_has(page, "<span class=\"state open\">no end</span>"));
+  EXPECT_TRUE(page_has(page, "<span class=\"state open\">unfinished</span>"));
   EXPECT_TRUE(has_text(summary_text(run), "note        No step was traced"));
 }
 
@@ -135,8 +135,8 @@ TEST(ReportPage, ARunWithoutAnyStep) {
   make_run_folder(folder / "begun", {.last_step = 0, .ends = false, .validates = false});
   const std::string page = report_page({load_run(folder / "begun")});
   EXPECT_EQ(markup_problem(page), "");
-  EXPECT_TRUE(page_has(page, "No step was recorded"));
-  EXPECT_TRUE(page_has(page, "nothing was recorded"));
+  EXPECT_TRUE(page_has(page, "No steps were recorded"));
+  EXPECT_TRUE(page_has(page, "no data recorded"));
   EXPECT_EQ(count_of(page, "<svg class=\"chart\""), 0u);
   EXPECT_EQ(count_of(body_of(page), "nan"), 0u);
 }
@@ -174,7 +174,7 @@ TEST(ReportPage, TextsOfARunAreEscaped) {
   }
 }
 
-TEST(ReportPage, NoRunsAndFoldersThatAreNone) {
+TEST(ReportPage, RefusesNoRunsAndFoldersWithoutARun) {
   EXPECT_TRUE(has_text(message_of<ValueError>([] { report_page({}); }), "give the folder of a run"));
   const ScratchFolder folder;
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] { load_run(folder / "absent"); }), "a folder with metrics.jsonl"));
@@ -193,7 +193,7 @@ TEST(ReportPage, IsWrittenIntoTheFolder) {
 
 TEST(TraceReport, PartsOfEveryRankAddUpToTheStep) {
   for (const char* kind : {"1F1B", "GPipe", "ZBVZeroBubble", "DualPipeV"}) {
-    const TraceReport report = report_trace(made_trace(kind, 2, 8));
+    const TraceReport report = report_trace(simulated_trace(kind, 2, 8));
     const double step = static_cast<double>(report.trace.duration_ns()) / 1e6;
     double compute = 0;
     for (const RankTimes& rank : report.ranks) {
@@ -203,8 +203,8 @@ TEST(TraceReport, PartsOfEveryRankAddUpToTheStep) {
     }
     EXPECT_NEAR(report.bubble, 1 - compute / (2 * step), 1e-9) << kind;
   }
-  // A step that went as simulated has the bubble of the simulation: 2 stages of 3 and 3.75 ms a microbatch.
-  const TraceReport report = report_trace(made_trace("1F1B", 2, 8));
+  // A step that runs as simulated has the simulated bubble: 2 stages of 3 and 3.75 ms per microbatch.
+  const TraceReport report = report_trace(simulated_trace("1F1B", 2, 8));
   EXPECT_NEAR(report.bubble, report.simulated_bubble, 1e-6);
   EXPECT_NEAR(report.ranks[0].compute, 8 * 3.0, 1e-6);
   EXPECT_NEAR(report.ranks[1].compute, 8 * 3.75, 1e-6);
@@ -212,23 +212,23 @@ TEST(TraceReport, PartsOfEveryRankAddUpToTheStep) {
 
 TEST(Timeline, EveryKindOfSchedule) {
   for (const char* kind : {"1F1B", "ZBVZeroBubble", "DualPipeV"}) {
-    const std::string picture = draw_timeline(report_trace(made_trace(kind, 4, 16)));
+    const std::string picture = draw_timeline(report_trace(simulated_trace(kind, 4, 16)));
     EXPECT_EQ(markup_problem(picture), "") << kind;
     EXPECT_EQ(count_of(picture, "class=\"label end\""), 4u);
     EXPECT_GT(count_of(picture, "<b class=\"lane\">"), 0u);
   }
-  EXPECT_TRUE(has_text(draw_timeline(report_trace(made_trace("ZBVZeroBubble", 2, 4))).substr(0, 900), "W weight gradient"));
+  EXPECT_TRUE(has_text(draw_timeline(report_trace(simulated_trace("ZBVZeroBubble", 2, 4))).substr(0, 900), "W weight gradient"));
 }
 
 TEST(ChartText, CurvesAxesAndGaps) {
   Chart chart{.title = "a < b", .series = {}};
-  EXPECT_TRUE(has_text(draw_chart(chart), "nothing was recorded"));
+  EXPECT_TRUE(has_text(draw_chart(chart), "no data recorded"));
   const double nan = std::numeric_limits<double>::quiet_NaN();
   chart.series.push_back({.name = "one", .colour = 9, .look = ChartSeries::Look::Line, .x = {1, 2, 3, 4, 5}, .y = {1, 2, nan, 4, 5}});
   const std::string picture = draw_chart(chart);
   EXPECT_EQ(markup_problem(picture), "");
   EXPECT_TRUE(has_text(picture, "a &lt; b"));
-  EXPECT_TRUE(has_text(picture, "class=\"curve c1\""));  // colours go round
+  EXPECT_TRUE(has_text(picture, "class=\"curve c1\""));  // colours wrap around
   const std::size_t path = picture.find(" d=\"");
   EXPECT_EQ(count_of(picture.substr(path, picture.find('/', path) - path), "M"), 2u);
   EXPECT_TRUE(has_text(picture, "&quot;points&quot;:[1,1,2,2,4,4,5,5]"));
@@ -259,7 +259,7 @@ TEST(Smoothing, MeansOfNeighbours) {
   std::vector<double> line, step(100, 1.0);
   for (int i = 0; i < 100; ++i) line.push_back(i);
   const std::vector<double> same = smoothed(line, 5);
-  for (int i = 0; i < 100; ++i) EXPECT_NEAR(same[static_cast<std::size_t>(i)], i, 1e-9);  // a line stays where it is
+  for (int i = 0; i < 100; ++i) EXPECT_NEAR(same[static_cast<std::size_t>(i)], i, 1e-9);  // a straight line is unchanged
   std::fill(step.begin() + 50, step.end(), 0.0);
   const auto smooth = smoothed(step, 9);
   EXPECT_DOUBLE_EQ(smooth[45], 1);

@@ -1,4 +1,4 @@
-// The configuration in a run folder: where it is read, what may change.
+// The configuration in a run folder: where it is read, and what may change.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -18,7 +18,7 @@ namespace run_config_test {
 using namespace train;
 namespace fs = std::filesystem;
 
-// A run folder as it is after a start with these arguments.
+// Makes a run folder as after a start with these arguments.
 fs::path make_run(const ScratchFolder& scratch, const std::string& name, const std::vector<std::string>& arguments = {}) {
   const fs::path folder = scratch / name;
   const ResolvedConfig resolved = with_absolute_paths(load_config({.file = {}, .arguments = arguments}), folder);
@@ -31,7 +31,7 @@ std::string refusal(const fs::path& folder, const std::vector<std::string>& argu
   return message_of<ConfigError>([&] { (void)continued(folder, arguments); });
 }
 
-TEST(RunConfig, SaysNothingAboutWhereTheFolderIs) {
+TEST(RunConfig, DoesNotContainTheFoldersLocation) {
   const ScratchFolder scratch;
   const fs::path folder = make_run(scratch, "run", {"--checkpoint.folder", (scratch / "run/saved").string(), "--data", "text"});
   const std::vector<std::uint8_t> bytes = read_bytes(folder / "config.toml");
@@ -39,7 +39,7 @@ TEST(RunConfig, SaysNothingAboutWhereTheFolderIs) {
   EXPECT_FALSE(has_text(text, scratch.path().string()));
   EXPECT_TRUE(has_text(text, "folder = \"{run}/saved\""));
   EXPECT_TRUE(has_text(text, "run_folder = \"\""));
-  EXPECT_TRUE(has_text(text, "sources = [\"" + (fs::current_path() / "text").string() + "\"]")) << "what is outside is found from any working folder";
+  EXPECT_TRUE(has_text(text, "sources = [\"" + (fs::current_path() / "text").string() + "\"]")) << "paths outside the run are absolute";
   EXPECT_EQ(load_run_config(folder).config.checkpoint.folder, (scratch / "run/saved").string());
   fs::rename(folder, scratch / "moved");
   EXPECT_EQ(load_run_config(scratch / "moved").config.checkpoint.folder, (scratch / "moved/saved").string());
@@ -57,7 +57,7 @@ TEST(RunConfig, WrittenAgainItIsTheSameText) {
   EXPECT_EQ(run_config_text(continue_run_config(folder, {.file = {}, .arguments = {"--pp", "4"}}), folder), text);
 }
 
-TEST(RunConfig, WhatIsNotGivenIsTheRunsOwn) {
+TEST(RunConfig, KeysNotGivenComeFromTheRun) {
   const ScratchFolder scratch;
   const fs::path folder = make_run(scratch, "run", {"--steps", "50", "--lr", "0.5", "--width", "96", "--dropout", "0.25"});
   const TrainConfig config = continued(folder, {"--steps", "80", "--dropout", "0.1"});
@@ -65,7 +65,7 @@ TEST(RunConfig, WhatIsNotGivenIsTheRunsOwn) {
   EXPECT_EQ(config.training.lr, 0.5);
   EXPECT_EQ(config.model.width, 96);
   EXPECT_EQ(config.model.dropout, 0.1);
-  // A file of the user's counts less than the command line and more than the run.
+  // The user's file has a lower priority than the command line and a higher one than the run.
   const fs::path file = scratch.write("my.toml", "[training]\nsteps = 90\nlr = 0.125\n");
   const TrainConfig both = continue_run_config(folder, {.file = file, .arguments = {"--steps", "70"}}).config;
   EXPECT_EQ(both.training.steps, 70);
@@ -75,13 +75,13 @@ TEST(RunConfig, WhatIsNotGivenIsTheRunsOwn) {
 TEST(RunConfig, WhatTheRunDependsOnCannotChange) {
   const ScratchFolder scratch;
   const fs::path folder = make_run(scratch, "run", {"--data", "/text", "--width", "96"});
-  EXPECT_TRUE(has_text(refusal(folder, {"--width", "192", "--layers", "6"}), "these cannot change when it continues: model.width = 192 (--width), but the run has 96; model.layers = 6 (--layers), but the run has 4; leave it out"));
+  EXPECT_TRUE(has_text(refusal(folder, {"--width", "192", "--layers", "6"}), "these cannot change when it continues: model.width = 192 (--width), but the run was started with 96; model.layers = 6 (--layers), but the run was started with 4; leave it out"));
   for (const std::vector<std::string>& change : std::vector<std::vector<std::string>>{{"--preset", "small"}, {"--vocabulary", "300"}, {"--context", "512"}, {"--rope_theta", "500"}, {"--tie_head", "false"}, {"--heads", "3", "--key_value_heads", "3"},
            {"--seed", "2"}, {"--optimizer", "sgd"}, {"--data", "/else"}, {"--extensions", ".h"}, {"--validation_fraction", "0.5"}, {"--cap_bytes", "17"}, {"--checkpoint.folder", "/else"}})
     EXPECT_TRUE(has_text(refusal(folder, change), "cannot change when it continues")) << change.front();
   EXPECT_TRUE(has_text(refusal(folder, {"--data", "/else"}), "--resume"));
   EXPECT_TRUE(has_text(refusal(folder, {"--shards", "/shards"}), "data.shards"));
-  // The same values are no change, and neither is where stages end.
+  // Equal values are not a change, and neither are stage boundaries.
   EXPECT_EQ(continued(folder, {"--width", "96", "--data", "/text", "--seed", "1", "--pattern", "AA|AA", "--pp", "2", "--schedule", "1F1B"}).model.pattern, "AA|AA");
 }
 
@@ -102,17 +102,17 @@ TEST(RunConfig, WhatWasDerivedIsDerivedForTheNewLayout) {
   EXPECT_EQ(wider.layout.ranks, 8);
   EXPECT_EQ(wider.layout.schedule, "1F1B");
   EXPECT_EQ(wider.layout.virtual_stages, 1);
-  // The batch of a run is no matter of the layout: it does not change unless that is said.
+  // The batch of a run does not belong to the layout: it changes only if requested.
   EXPECT_EQ(continued(folder, {"--microbatches", "4"}).training.accumulation, 2);
   EXPECT_EQ(continued(folder, {"--microbatches", "4"}).training.global_batch, own.training.global_batch);
   EXPECT_TRUE(has_text(refusal(folder, {"--dp", "2"}), "training.global_batch = 16"));
   EXPECT_EQ(continued(folder, {"--dp", "2", "--global_batch", "32"}).layout.ranks, 4);
-  // What the user chose is kept or refused.
+  // Values chosen by the user are kept or refused.
   const fs::path chosen = make_run(scratch, "chosen", {"--schedule", "ZBVZeroBubble"});
   EXPECT_TRUE(has_text(refusal(chosen, {"--pp", "4"}), "layout.virtual_stages = 2"));
 }
 
-TEST(RunConfig, AValueThatSomebodyWroteIntoTheFileIsKept) {
+TEST(RunConfig, AnEditedValueIsKept) {
   const ScratchFolder scratch;
   const fs::path folder = make_run(scratch, "run", {"--layers", "8"});
   const std::vector<std::uint8_t> bytes = read_bytes(folder / "config.toml");
@@ -140,7 +140,7 @@ TEST(RunConfig, FilesOfEarlierVersionsAreReadWhereTheyAre) {
   EXPECT_EQ(named_run_folder({.file = users, .arguments = {}}), "/here");
 }
 
-TEST(RunConfig, WhatIsNoRunIsNamed) {
+TEST(RunConfig, AFolderWithoutARunIsNamed) {
   const ScratchFolder scratch;
   EXPECT_TRUE(has_text(message_of<ConfigError>([&] { (void)load_run_config(scratch.path()); }), "a folder with a config.toml"));
   scratch.write("run/config.toml", "[model]\nwidth = \"wide\"\n");

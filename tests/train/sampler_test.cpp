@@ -54,7 +54,7 @@ TEST(KeyedPermutation, HugeSizes) {
 }
 
 TEST(KeyedPermutation, LooksShuffled) {
-  // Sums over the first half, and of neighbours that stay neighbours, as a random order would have them.
+  // Sums over the first half, and the number of neighbours that stay neighbours, are as in a random order.
   const std::uint64_t size = 10000;
   const KeyedPermutation order(size, 1, 2);
   double sum = 0;
@@ -63,7 +63,7 @@ TEST(KeyedPermutation, LooksShuffled) {
     sum += static_cast<double>(order(i));
     if (order(i) + 1 == order(i + 1)) ++neighbours;
   }
-  EXPECT_NEAR(sum / (size / 2.0), size / 2.0, 100);  // the deviation is 29
+  EXPECT_NEAR(sum / (size / 2.0), size / 2.0, 100);  // the standard deviation is 29
   EXPECT_LE(neighbours, 5);
 }
 
@@ -81,7 +81,7 @@ TEST(KeyedPermutation, OtherSeedsAndStreamsGiveOtherOrders) {
 }
 
 TEST(KeyedPermutation, TheOrderIsFixedForever) {
-  // A saved position means nothing if this changes.
+  // Saved positions become invalid if this changes.
   const KeyedPermutation order(10, 1, 0);
   std::string text;
   for (std::uint64_t i = 0; i < 10; ++i) text += std::to_string(order(i)) + " ";
@@ -95,7 +95,8 @@ TEST(KeyedPermutation, Refuses) {
   EXPECT_THROW((void)KeyedPermutation(3, 0, 0).inverse(3), ValueError);
 }
 
-// Documents of the given lengths (each with its end), over two shards; token values count through the dataset.
+// Documents of the given lengths (each with its end token), over two shards; token values count through the
+// dataset.
 struct Made {
   ScratchFolder folder;
   std::shared_ptr<const TokenDataset> dataset;
@@ -120,7 +121,7 @@ std::unique_ptr<Made> make_dataset(const std::vector<int>& lengths) {
     }
     writer.finish();
   }
-  made->dataset = TokenDataset::open(made->folder.path(), Split::All, 0);
+  made->dataset = TokenDataset::open(made->folder.path(), DataSplit::All, 0);
   return made;
 }
 
@@ -141,7 +142,7 @@ TEST(Sampler, InOrderWithoutShuffle) {
   EXPECT_EQ(batch.documents, (std::vector<std::int64_t>{0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 0, 0, 1}));
 }
 
-TEST(Sampler, AWindowRoundTheEndDoesNotJoinDocuments) {
+TEST(Sampler, AWindowAcrossTheEndDoesNotJoinDocuments) {
   const auto made = make_dataset({9});  // one document, ten tokens: every window but the first wraps or ends at the end
   const Sampler sampler(made->dataset, {.context = 7, .seed = 3});
   bool wrapped = false;
@@ -177,7 +178,7 @@ TEST(Sampler, EpochsDiffer) {
     phases.insert(epoch(e)[0] % 8);
   }
   EXPECT_EQ(orders.size(), 8U);
-  EXPECT_GT(phases.size(), 1U);  // cut elsewhere, not only in another order
+  EXPECT_GT(phases.size(), 1U);  // cut differently, not only in another order
   EXPECT_EQ(sampler.epoch_of(sampler.samples_per_epoch()), 1U);
 }
 
@@ -208,7 +209,8 @@ RC_GTEST_PROP(KeyedPermutationProperty, IsAPermutation, (std::uint64_t seed, std
   RC_ASSERT(is_permutation_of_range(KeyedPermutation(*rc::gen::inRange<std::uint64_t>(1, 5000), seed, stream)));
 }
 
-// Whatever the documents: an epoch is made of windows that do not overlap, with the right tokens, targets and documents.
+// For any documents, an epoch consists of windows that do not overlap, with the right tokens, targets and
+// documents.
 RC_GTEST_PROP(SamplerProperty, AnEpochIsEveryWindowOnce, (std::uint64_t seed)) {
   const auto lengths = *rc::gen::container<std::vector<int>>(*rc::gen::inRange(1, 8), rc::gen::inRange(0, 40));
   const auto made = make_dataset(lengths);
@@ -236,7 +238,7 @@ RC_GTEST_PROP(SamplerProperty, AnEpochIsEveryWindowOnce, (std::uint64_t seed)) {
   RC_ASSERT(static_cast<std::uint64_t>(std::count(covered.begin(), covered.end(), 1)) == sampler.samples_per_epoch() * static_cast<std::uint64_t>(context));
 }
 
-// However a run is cut into steps and divided over ranks, sample k is the same.
+// Sample k is the same however a run is divided into steps and ranks.
 RC_GTEST_PROP(SamplerProperty, SamplesDoNotDependOnTheLayout, (std::uint64_t seed)) {
   const auto made = make_dataset({30, 7, 0, 55, 12});
   const Sampler sampler(made->dataset, {.context = 6, .seed = seed});

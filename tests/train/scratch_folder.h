@@ -1,4 +1,4 @@
-// A folder of a test's own, gone with it.
+// A temporary folder of a test, removed with the object.
 #pragma once
 
 #include <unistd.h>
@@ -20,14 +20,14 @@ class ScratchFolder {
  public:
   ScratchFolder() {
     static std::atomic<int> count{0};
-    // In memory where there is such a folder: shards are made durable, which takes a disk its time.
+    // In memory if possible: shards are synced, which is slow on a disk.
     const std::filesystem::path memory = "/dev/shm";
     path_ = (::access(memory.c_str(), W_OK) == 0 ? memory : std::filesystem::temp_directory_path()) /
             ("penstock_train_" + std::to_string(::getpid()) + "_" + std::to_string(count++));
     std::filesystem::create_directories(path_);
   }
   ~ScratchFolder() {
-    std::error_code ignored;  // a folder left behind is no failure of what is tested
+    std::error_code ignored;  // a leftover folder is not a test failure
     remove_tree(path_, ignored);
   }
   ScratchFolder(const ScratchFolder&) = delete;

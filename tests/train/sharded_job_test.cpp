@@ -1,4 +1,5 @@
-// Training with sharded parameters is training in one process, in every layout; checkpoints go from one to the other.
+// Training with sharded parameters matches training in one process, in every layout; checkpoints are
+// interchangeable.
 #include <gtest/gtest.h>
 
 #include <mutex>
@@ -7,7 +8,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/checkpoint/files/reader.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/checkpoint.h"
 #include "penstock/world.h"
 #include "penstock/dtensor.h"
@@ -30,7 +31,7 @@ struct Numbers {
   double validation = 0;
 };
 
-// From the last checkpoint in `from`, if there is one; into `to`, if given, after the steps.
+// Starts from the last checkpoint in `from`, if any; saves to `to`, if given, after the steps.
 Numbers run(const Layout& layout, int shard, int steps, std::vector<std::string> more, const ScratchFolder* from = nullptr, const ScratchFolder* to = nullptr) {
   more.insert(more.end(), {"--shard", std::to_string(shard)});
   const TrainConfig config = config_of(layout, more);
@@ -39,8 +40,8 @@ Numbers run(const Layout& layout, int shard, int steps, std::vector<std::string>
   comm::run_ranks(layout.pp * layout.dp * layout.tp, 120s, [&](comm::World& world) {
     TrainingJob job(world, config, small_data().open(config));
     if (from != nullptr) {
-      checkpoint::WorldMeeting meeting(world);
-      job.load(checkpoint::open_latest(meeting, from->path())->checkpoint);
+      checkpoint::WorldAgreement agreement(world);
+      job.load(checkpoint::open_latest(agreement, from->path())->checkpoint);
     }
     for (int step = 0; step < steps; ++step) {
       const StepOutcome outcome = job.train_step();
@@ -48,7 +49,7 @@ Numbers run(const Layout& layout, int shard, int steps, std::vector<std::string>
         const auto info = shard_of(parameter.tensor);
         ASSERT_EQ(info.has_value(), shard > 1) << parameter.name;
         if (!info) continue;
-        EXPECT_EQ(info->state(), GroupState::Sharded) << parameter.name;
+        EXPECT_EQ(info->state(), ShardGroupState::Sharded) << parameter.name;
       }
       const std::lock_guard lock(mutex);
       if (world.rank() != 0) continue;
@@ -117,7 +118,7 @@ TEST(ShardedJob, TiedHeadOfVSchedules) {
   expect_near(run({.name = "one", .microbatch_size = 4}, 1, 2, tied, &from_v), rest);
 }
 
-// Norms over pipeline, shard and tensor axes, small enough limits that every step is clipped.
+// Norms over pipeline, shard and tensor axes, with limits small enough that every step is clipped.
 TEST(ShardedJob, ClippedOverAllAxes) {
   const std::vector<std::string> clipped{"--clip_norm", "0.05"};
   const Numbers one = run({.name = "one", .microbatch_size = 4}, 1, 4, clipped);
@@ -125,7 +126,7 @@ TEST(ShardedJob, ClippedOverAllAxes) {
   expect_near(run({.name = "pp2 dp2 tp2", .pp = 2, .dp = 2, .tp = 2}, 2, 4, clipped), one);
   expect_near(run({.name = "dp4 in pairs, tp2", .dp = 4, .tp = 2, .microbatch_size = 1}, 2, 4, clipped), one);
   expect_near(run({.name = "interleaved dp2 tp2", .pp = 2, .virtual_stages = 2, .dp = 2, .tp = 2, .schedule = "Interleaved1F1B"}, 2, 4, clipped), one);
-  // Without clipping it is another training: the limit matters.
+  // Without clipping the result differs: the limit matters.
   const Numbers free = run({.name = "one", .microbatch_size = 4}, 1, 4, {"--clip_norm", "0"});
   EXPECT_NE(free.losses.back(), one.losses.back());
 }
@@ -136,7 +137,7 @@ TEST(ShardedJob, TensorParallelRanks) {
   expect_near(run({.name = "pp2 dp2 tp2", .pp = 2, .dp = 2, .tp = 2}, 2, 3, {}), one);
 }
 
-// Gradients are reduced in every run of the schedule and add up over them. Validation takes other batches then.
+// Gradients are reduced in every run of the schedule and accumulate. Validation uses other batches then.
 TEST(ShardedJob, AccumulatedRuns) {
   const Numbers one = run({.name = "one", .microbatch_size = 4}, 1, 3, {});
   Numbers two = run({.name = "two runs", .pp = 2, .dp = 2, .accumulation = 2, .microbatches = 2}, 2, 3, {});

@@ -1,4 +1,4 @@
-// A model and data so small that a training run takes a fraction of a second, in any layout.
+// A model and data so small that a training run takes a fraction of a second in any layout.
 #pragma once
 
 #include <memory>
@@ -27,10 +27,10 @@ struct SmallData {
     train::make_shards(folder / "shards", options);
   }
   train::TrainingData open(const train::TrainConfig& config) const {
-    const auto sampler = [&](train::Split split) {
-      return std::make_shared<const train::Sampler>(train::TokenDataset::open(folder / "shards", split, 0.3), train::SamplerOptions{.context = config.model.context, .seed = 5, .shuffle = split == train::Split::Training});
+    const auto sampler = [&](train::DataSplit split) {
+      return std::make_shared<const train::Sampler>(train::TokenDataset::open(folder / "shards", split, 0.3), train::SamplerOptions{.context = config.model.context, .seed = 5, .shuffle = split == train::DataSplit::Training});
     };
-    return {sampler(train::Split::Training), sampler(train::Split::Validation)};
+    return {sampler(train::DataSplit::Training), sampler(train::DataSplit::Validation)};
   }
   ScratchFolder folder;
 };

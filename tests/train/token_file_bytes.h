@@ -1,4 +1,4 @@
-// Token files as other programs write them.
+// Token files as written by other programs.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ inline void append_number(std::vector<std::uint8_t>& bytes, T value) {
   for (std::size_t i = 0; i < sizeof(T); ++i) bytes.push_back(static_cast<std::uint8_t>(static_cast<std::uint64_t>(value) >> (8 * i)));
 }
 
-// 16-bit tokens and nothing else.
+// Headerless 16-bit tokens.
 inline std::vector<std::uint8_t> bare_file(const std::vector<std::uint32_t>& tokens) {
   std::vector<std::uint8_t> bytes;
   bytes.reserve(2 * tokens.size());
@@ -20,7 +20,7 @@ inline std::vector<std::uint8_t> bare_file(const std::vector<std::uint32_t>& tok
   return bytes;
 }
 
-// 256 numbers of 32 bits, then the tokens.
+// 256 32-bit numbers, then the tokens.
 inline std::vector<std::uint8_t> llmc_file(std::int32_t magic, std::int32_t version, std::int32_t count, const std::vector<std::uint8_t>& tokens) {
   std::vector<std::uint8_t> bytes;
   for (const std::int32_t number : {magic, version, count}) append_number(bytes, number);

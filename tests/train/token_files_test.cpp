@@ -1,4 +1,4 @@
-// Token files of other programs, what sources are taken for, and the cut between training and validation.
+// Token files of other programs, detection of source kinds, and the split between training and validation.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "penstock/errors.h"
+#include "penstock/base/checksum.h"
 #include "penstock/train/data/bin_tokens.h"
-#include "penstock/train/data/checksum.h"
 #include "penstock/train/data/data_files.h"
 #include "penstock/train/data/document_split.h"
 #include "penstock/train/data/sampler.h"
@@ -90,15 +90,15 @@ TEST(BinTokens, DamagedFilesAreRefusedByName) {
   Bytes odd = bare_file({1, 2, 3});
   odd.pop_back();
   for (const Case& each : std::vector<Case>{
-           {"too few tokens", llmc_file(20240520, 1, 5, bare_file({1, 2, 3, 4})), "cut short"},
+           {"too few tokens", llmc_file(20240520, 1, 5, bare_file({1, 2, 3, 4})), "truncated"},
            {"too many tokens", llmc_file(20240520, 1, 3, bare_file({1, 2, 3, 4})), "size of the file: got 1032 bytes, expected 1030"},
-           {"none", llmc_file(20240520, 1, 0, {}), "tokens by the header: got 0"},
-           {"fewer than none", llmc_file(20240520, 1, -1, bare_file({1})), "tokens by the header: got -1"},
+           {"none", llmc_file(20240520, 1, 0, {}), "number of tokens in the header: got 0"},
+           {"fewer than none", llmc_file(20240520, 1, -1, bare_file({1})), "number of tokens in the header: got -1"},
            {"another version", llmc_file(20240520, 2, 1, bare_file({1})), "version of the token file: got 2, expected 1"},
            {"the version of the other kind", llmc_file(20240801, 1, 1, bare_file({1, 0})), "version of the token file: got 1, expected 7"},
-           {"an evaluation file", llmc_file(20240522, 1, 1, bare_file({1})), "evaluation file"},
+           {"an llm.c evaluation file", llmc_file(20240522, 1, 1, bare_file({1})), "evaluation file"},
            {"another magic number", llmc_file(20240326, 1, 1, bare_file({1})), "data.format = \"uint16\""},
-           {"half a token", llmc_file(20240801, 7, 1, bare_file({1})), "cut short"},
+           {"half a token", llmc_file(20240801, 7, 1, bare_file({1})), "truncated"},
            {"a token of no vocabulary", gpt2_file({1, 50257}), "token 1: got 50257, expected a number below the vocabulary of 50257"},
            {"a large token of no vocabulary", llama3_file({128256}), "token 0: got 128256"},
            {"no bytes", {}, "0 bytes"},
@@ -119,7 +119,8 @@ TEST(BinTokens, EveryCutIsFound) {
   for (std::size_t size = 0; size < whole.size(); ++size) EXPECT_NE(refusal({whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(size)}), "") << size;
 }
 
-// A large file is not read when it is opened; what its samples miss is found where it is used.
+// A large file is not read completely when it is opened; bad tokens outside the samples are found when they
+// are read.
 TEST(BinTokens, ABadTokenOfALargeFileIsFoundWhenItIsRead) {
   Bytes bytes(24'000'000, 0);
   const auto put = [&](std::uint64_t place, std::uint16_t token) {
@@ -146,7 +147,7 @@ TEST(BinTokens, ABadTokenOfALargeFileIsFoundWhenItIsRead) {
 TEST(BinTokens, DocumentsEndWhereTheTokensSay) {
   const Bytes bytes = gpt2_file({50256, 1, 2, 50256, 3, 50256, 50256, 4});
   const Bytes more = gpt2_file({5, 6});
-  const TokenDataset dataset({BinTokens::over(bytes, "a.bin", {}), BinTokens::over(more, "b.bin", {})}, Split::All, 0);
+  const TokenDataset dataset({BinTokens::over(bytes, "a.bin", {}), BinTokens::over(more, "b.bin", {})}, DataSplit::All, 0);
   std::vector<std::int64_t> tokens(10), documents(10);
   dataset.read(0, tokens, documents);
   const auto same = [&](std::size_t a, std::size_t b) { return documents[a] == documents[b]; };
@@ -161,7 +162,7 @@ TEST(BinTokens, DocumentsEndWhereTheTokensSay) {
   for (const std::int64_t number : documents) EXPECT_LT(number, dataset.document_numbers());
 }
 
-// What sources are -----------------------------------------------------------------------------------------------------
+// Kinds of sources ------------------------------------------------------------------------------------------
 
 std::string refused_sources(const DataFilesOptions& options) {
   return message_of<ConfigError>([&] { (void)find_data_files(options); });
@@ -200,7 +201,7 @@ TEST(DataFiles, FoldersOfTokenFiles) {
   EXPECT_EQ(found.files, (std::vector<fs::path>{folder / "1.bin", folder / "2.bin"}));
 }
 
-TEST(DataFiles, HeaderlessOnlyIfToldSo) {
+TEST(DataFiles, HeaderlessOnlyIfConfigured) {
   const ScratchFolder folder;
   write_bytes(folder / "train.bin", bare_file({1, 2, 3}));
   const std::string message = refused_sources({.paths = {folder / "train.bin"}});
@@ -250,7 +251,7 @@ class Numbered final : public TokenSource {
   std::vector<Document> documents_;
 };
 
-std::vector<std::int64_t> tokens_of(const TokenSources& sources, Split split, double fraction) {
+std::vector<std::int64_t> tokens_of(const TokenSources& sources, DataSplit split, double fraction) {
   try {
     const TokenDataset dataset(sources, split, fraction);
     std::vector<std::int64_t> tokens(dataset.tokens()), documents(dataset.tokens());
@@ -289,13 +290,13 @@ TEST(SplitProperty, EveryTokenIsOnOneSide) {
       sources.push_back(std::make_shared<Numbered>(part(lengths), part(keys), first));
       first += sources.back()->tokens();
     }
-    const std::vector<std::int64_t> training = tokens_of(sources, Split::Training, fraction), validation = tokens_of(sources, Split::Validation, fraction);
+    const std::vector<std::int64_t> training = tokens_of(sources, DataSplit::Training, fraction), validation = tokens_of(sources, DataSplit::Validation, fraction);
     std::vector<std::int64_t> both = training;
     both.insert(both.end(), validation.begin(), validation.end());
     std::sort(both.begin(), both.end());
     ASSERT_EQ(both.size(), first) << "trial " << trial;
     for (std::size_t i = 0; i < both.size(); ++i) ASSERT_EQ(both[i], static_cast<std::int64_t>(i)) << "trial " << trial;
-    // As many as asked for, to a token, or whole documents that come near to it.
+    // Exactly the requested number of tokens, or whole documents close to it.
     const double wanted = fraction * static_cast<double>(first);
     const auto got = static_cast<double>(validation.size());
     DocumentSplit split(fraction);
@@ -308,15 +309,15 @@ TEST(SplitProperty, EveryTokenIsOnOneSide) {
       EXPECT_GE(got, wanted / 2) << "trial " << trial;
       EXPECT_LE(got, wanted * 2) << "trial " << trial;
     }
-    EXPECT_EQ(tokens_of(sources, Split::Validation, fraction), validation);
+    EXPECT_EQ(tokens_of(sources, DataSplit::Validation, fraction), validation);
   }
   EXPECT_GT(cut, 100);
   EXPECT_GT(whole, 100);
 }
 
-TEST(Split, OneDocumentIsCutAtItsEnd) {
+TEST(DataSplit, OneDocumentIsCutAtItsEnd) {
   const TokenSources sources{std::make_shared<Numbered>(std::vector<std::uint64_t>{1000}, std::vector<std::uint64_t>{0}, 0)};
-  const TokenDataset training(sources, Split::Training, 0.05), validation(sources, Split::Validation, 0.05);
+  const TokenDataset training(sources, DataSplit::Training, 0.05), validation(sources, DataSplit::Validation, 0.05);
   EXPECT_EQ(training.tokens(), 950u);
   EXPECT_EQ(validation.tokens(), 50u);
   EXPECT_NE(training.fingerprint(), validation.fingerprint());
@@ -325,22 +326,22 @@ TEST(Split, OneDocumentIsCutAtItsEnd) {
   EXPECT_EQ(token[0], 950);
 }
 
-TEST(Split, TooLittleForASampleSaysWhichFractionWouldDo) {
+TEST(DataSplit, TooLittleForASampleSaysWhichFractionWouldDo) {
   const TokenSources sources{std::make_shared<Numbered>(std::vector<std::uint64_t>{1000}, std::vector<std::uint64_t>{0}, 0)};
   const auto sampler = [&](std::int64_t context) {
-    (void)Sampler(std::make_shared<const TokenDataset>(sources, Split::Validation, 0.05), {.context = context, .seed = 1});
+    (void)Sampler(std::make_shared<const TokenDataset>(sources, DataSplit::Validation, 0.05), {.context = context, .seed = 1});
   };
   sampler(49);
   const std::string message = message_of<ConfigError>([&] { sampler(64); });
   EXPECT_TRUE(has_text(message, "validation tokens of numbered: got 50, expected more than the context of 64"));
   EXPECT_TRUE(has_text(message, "raise data.validation_fraction to 0.065"));
-  // And that one does.
-  (void)Sampler(std::make_shared<const TokenDataset>(sources, Split::Validation, 0.065), {.context = 64, .seed = 1});
+  // The suggested fraction is sufficient.
+  (void)Sampler(std::make_shared<const TokenDataset>(sources, DataSplit::Validation, 0.065), {.context = 64, .seed = 1});
 }
 
 // Samples ----------------------------------------------------------------------------------------------------------------
 
-// A run that is started again opens the files again: sample k is what it was, and the fingerprint says that it is.
+// A restarted run opens the files again: sample k and the fingerprint are unchanged.
 TEST(TokenFileSamples, AreTheSameAfterAnotherStart) {
   const ScratchFolder folder;
   std::mt19937 random(5);
@@ -358,13 +359,13 @@ TEST(TokenFileSamples, AreTheSameAfterAnotherStart) {
     std::int64_t end;
   };
   for (const Case& each : {Case{"gpt2.bin", "auto", 50256}, Case{"llama.bin", "auto", 128000}, Case{"bare.dat", "uint16", -1}}) {
-    const auto sampler = [&](Split split) {
+    const auto sampler = [&](DataSplit split) {
       const TokenSources sources = open_token_files(find_data_files({.paths = {folder / each.file}, .format = each.format}), 50304, {});
-      return Sampler(std::make_shared<const TokenDataset>(sources, split, 0.1), {.context = 32, .seed = 9, .shuffle = split == Split::Training});
+      return Sampler(std::make_shared<const TokenDataset>(sources, split, 0.1), {.context = 32, .seed = 9, .shuffle = split == DataSplit::Training});
     };
-    const Sampler before = sampler(Split::Training), after = sampler(Split::Training);
+    const Sampler before = sampler(DataSplit::Training), after = sampler(DataSplit::Training);
     EXPECT_EQ(before.dataset().fingerprint(), after.dataset().fingerprint());
-    EXPECT_NE(before.dataset().fingerprint(), sampler(Split::Validation).dataset().fingerprint());
+    EXPECT_NE(before.dataset().fingerprint(), sampler(DataSplit::Validation).dataset().fingerprint());
     Batch whole, part;
     before.fill(0, 300, whole);  // more than an epoch
     for (std::uint64_t position = 0; position < 300; position += 50) {
@@ -387,7 +388,7 @@ TEST(TokenFileSamples, AreTheSameAfterAnotherStart) {
     if (each.end >= 0) {
       EXPECT_GT(ignored, 100);
     } else {
-      EXPECT_LT(ignored, 20);  // only where the ring comes round
+      EXPECT_LT(ignored, 20);  // only where the ring wraps around
     }
   }
 }

@@ -23,7 +23,7 @@ class InputFile {
     if (file_ >= 0) ::close(file_);
   }
 
-  // How many bytes there were; `error` is set when reading failed.
+  // Returns the number of bytes read; sets `error` if reading failed.
   std::size_t read(std::uint64_t offset, std::span<std::uint8_t> into, int& error) const {
     error = error_;
     std::size_t filled = 0;

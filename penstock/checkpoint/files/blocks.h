@@ -1,4 +1,4 @@
-// The blocks of a checkpoint's files, shared out over the ranks and read.
+// Distributes the blocks of a checkpoint's files over the ranks and reads them.
 #pragma once
 
 #include <cstddef>
@@ -19,11 +19,12 @@ struct SizedFile {
 struct BlockRead {
   std::size_t file = 0;
   std::uint64_t begin = 0, end = 0;        // in the file
-  std::span<const std::uint8_t> bytes;     // valid during the call; fewer than end - begin when the file ends early
-  std::string error;                       // why there are none
+  std::span<const std::uint8_t> bytes;     // valid during the call; shorter if the file ends early
+  std::string error;                       // set if the block could not be read
 };
 
-// Reads the blocks of share `share` of `shares`: a contiguous stretch of all blocks, in order. One block is in memory at a time.
+// Reads the blocks of share `share` of `shares`: a contiguous range of all blocks, in order. Holds one block
+// in memory at a time.
 void read_blocks(const std::filesystem::path& folder, const std::vector<SizedFile>& files, std::uint64_t block_bytes, int share, int shares,
                  const std::function<void(const BlockRead&)>& call);
 

@@ -12,6 +12,7 @@
 #include <system_error>
 
 #include "penstock/base/files.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/checkpoint/files/output_file.h"
@@ -109,9 +110,9 @@ void commit(const fs::path& folder, std::int64_t step) {
   if (!fs::exists(place, error)) {
     rename_folder(draft, place);
   } else if (::renameat2(AT_FDCWD, draft.c_str(), AT_FDCWD, place.c_str(), RENAME_EXCHANGE) == 0) {
-    remove_folder(draft);  // which is the former one now
+    remove_folder(draft);  // which now holds the previous checkpoint
   } else if (errno == EINVAL || errno == ENOSYS) {
-    // A file system that cannot exchange two names: a crash between these lines is repaired by clean_leftovers.
+    // The file system cannot exchange two names: clean_leftovers repairs a crash between these lines.
     const fs::path former = hidden(folder, step, kReplaced);
     rename_folder(place, former);
     rename_folder(draft, place);
@@ -148,7 +149,7 @@ FolderLock::FolderLock(const fs::path& folder) {
     const int code = errno;
     ::close(file_);
     if (code != EWOULDBLOCK) throw_file_error("lock", path, code);
-    throw CheckpointError(fmt::format("{}: another run writes its checkpoints there; end it, or choose another folder", folder.string()));
+    throw CheckpointError(fmt::format("{}: another run is writing its checkpoints there; end it, or choose another folder", folder.string()));
   }
 }
 

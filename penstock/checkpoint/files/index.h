@@ -1,8 +1,8 @@
-// index.json: what files a checkpoint has, and the checksums of their blocks. Written last, so a folder without a sound index is
-// no checkpoint. docs/checkpoints.md specifies it.
+// index.json: the files of a checkpoint and the checksums of their blocks. Written last, so a folder without
+// a valid index is not a checkpoint. Specified in docs/checkpoints.md.
 //
-// The text of an index is one of a kind: reading accepts exactly what writing gives, including the checksum over the text itself.
-// Any changed byte is therefore noticed. Values.
+// The text of an index is canonical: reading accepts exactly what writing produces, including the checksum
+// over the text itself. Any changed byte is therefore detected.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct IndexedFile {
   std::string name;
   std::string section;  // "model", "optimizer" or "state"
   std::uint64_t bytes = 0;
-  std::vector<std::uint64_t> checksums;  // one per block; the last one may be shorter
+  std::vector<std::uint64_t> checksums;  // one per block; the last block may be shorter
 
   friend bool operator==(const IndexedFile&, const IndexedFile&) = default;
 };
@@ -34,7 +34,7 @@ struct Index {
 std::uint64_t block_count(std::uint64_t bytes, std::uint64_t block_bytes);
 
 std::string to_text(const Index& index);
-// Throws CheckpointError for anything but the text of an index; `where` names the file.
+// Throws CheckpointError for malformed text; `where` names the file.
 Index parse_index(std::string_view text, const std::string& where);
 
 }  // namespace penstock::checkpoint

@@ -17,8 +17,8 @@ namespace penstock::checkpoint {
 void throw_file_error(const std::string& action, const std::filesystem::path& path, int error) {
   std::string remedy;
   if (error == ENOSPC || error == EDQUOT) remedy = "; free space there, keep fewer checkpoints, or choose another folder";
-  if (error == EFBIG) remedy = "; raise the limit of file sizes (ulimit -f) or lower the maximum size of a file";
-  if (error == EACCES || error == EPERM || error == EROFS) remedy = "; give this user the right to write there, or choose another folder";
+  if (error == EFBIG) remedy = "; raise the limit of file sizes (ulimit -f) or lower the maximum file size";
+  if (error == EACCES || error == EPERM || error == EROFS) remedy = "; give this user write permission, or choose another folder";
   throw CheckpointError(fmt::format("cannot {} {}: {}{}", action, path.string(), std::generic_category().message(error), remedy));
 }
 
@@ -28,17 +28,17 @@ OutputFile::OutputFile(std::filesystem::path path, Mode mode, WriteFault fault) 
 }
 
 OutputFile::~OutputFile() {
-  if (file_ >= 0) ::close(file_);  // sync() has seen all errors of a file that counts
+  if (file_ >= 0) ::close(file_);  // sync() has reported all errors of a file that matters
 }
 
 void OutputFile::reserve(std::uint64_t bytes) {
-  if (::ftruncate(file_, static_cast<off_t>(bytes)) != 0) throw_file_error(fmt::format("make room for {} bytes in", bytes), path_, errno);
+  if (::ftruncate(file_, static_cast<off_t>(bytes)) != 0) throw_file_error(fmt::format("reserve {} bytes in", bytes), path_, errno);
   if (bytes == 0) return;
   int result = 0;
   do result = ::fallocate(file_, 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
   while (result == EINTR);
-  // A file system that cannot reserve shows a full disk at the write instead.
-  if (result != 0 && result != EOPNOTSUPP && result != ENOSYS) throw_file_error(fmt::format("make room for {} bytes in", bytes), path_, result);
+  // A file system that cannot reserve space reports a full disk at the write instead.
+  if (result != 0 && result != EOPNOTSUPP && result != ENOSYS) throw_file_error(fmt::format("reserve {} bytes in", bytes), path_, result);
 }
 
 void OutputFile::write(std::uint64_t offset, std::span<const std::uint8_t> bytes) {
@@ -71,7 +71,7 @@ void sync_folder(const std::filesystem::path& folder) {
   if (file < 0) throw_file_error("open", folder, errno);
   const int error = ::fsync(file) == 0 ? 0 : errno;
   ::close(file);
-  // Some network file systems do not know the call for folders; their names are on the server already.
+  // Some network file systems do not support the call for folders; their names are on the server already.
   if (error != 0 && error != EINVAL) throw_file_error("flush", folder, error);
 }
 

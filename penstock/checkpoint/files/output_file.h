@@ -1,6 +1,6 @@
-// Writing files so that a failure is noticed and named.
+// Writes files and reports every failure with path and cause.
 //
-// Thread rule: one thread per file.
+// Thread safety: one thread per file.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,8 @@
 
 namespace penstock::checkpoint {
 
-// For tests of full and broken disks: asked before every write, returns 0 or the errno that the write shall fail with.
+// For tests of full and broken disks: called before every write; returns 0 or the errno with which the write
+// fails.
 using WriteFault = std::function<int(const std::filesystem::path& path, std::uint64_t offset, std::uint64_t bytes)>;
 
 class OutputFile {
@@ -22,10 +23,11 @@ class OutputFile {
   OutputFile& operator=(const OutputFile&) = delete;
   ~OutputFile();
 
-  // Sets the size and asks the file system for the room, so that a full disk shows before anything is written.
+  // Sets the size and reserves space in the file system, so that a full disk is detected before anything is
+  // written.
   void reserve(std::uint64_t bytes);
   void write(std::uint64_t offset, std::span<const std::uint8_t> bytes);
-  // Returns when the bytes are on the disk.
+  // Returns when the data is on disk.
   void sync();
 
  private:
@@ -34,13 +36,13 @@ class OutputFile {
   int file_ = -1;
 };
 
-// A whole new file; who needs it on the disk syncs it.
+// Writes a whole new file. Does not sync it.
 void write_file(const std::filesystem::path& path, const std::string& text, const WriteFault& fault = {});
 
-// What was written to an existing file is on the disk when it returns.
+// Flushes data written to an existing file to disk.
 void sync_file(const std::filesystem::path& path);
 
-// The names in a folder are on the disk when it returns.
+// Flushes the names in a folder to disk.
 void sync_folder(const std::filesystem::path& folder);
 
 // Throws CheckpointError "cannot ACTION PATH: CAUSE; REMEDY" for an errno.

@@ -8,11 +8,12 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/base/checksum.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/blocks.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
-#include "penstock/checkpoint/files/checksum.h"
 #include "penstock/checkpoint/files/output_file.h"
 #include "penstock/comm/message/message.h"
 
@@ -27,7 +28,7 @@ constexpr comm::MessageKind kFound{"CKPF"};
 constexpr std::size_t kDamagesShown = 8;
 
 Index read_index(const fs::path& path) {
-  const MappedFile file(path / "index.json");
+  const MappedFile file = map_checkpoint_file(path / "index.json");
   return parse_index({reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()}, (path / "index.json").string());
 }
 
@@ -38,11 +39,11 @@ std::string summary(const std::vector<Damage>& damages) {
   return text;
 }
 
-// One rank's share of what is wrong.
+// Returns the damage in one rank's share of the blocks.
 std::vector<Damage> own_damage(const fs::path& path, bool blocks, int rank, int size) {
   std::error_code error;
   if (!fs::is_directory(path, error))
-    throw CheckpointError(fmt::format("{} is not there; all ranks must see the same folder: use one on a shared file system", path.string()));
+    throw CheckpointError(fmt::format("{} does not exist; all ranks must see the same folder: use one on a shared file system", path.string()));
   Index index;
   try {
     index = read_index(path);
@@ -61,17 +62,17 @@ std::vector<Damage> own_damage(const fs::path& path, bool blocks, int rank, int 
     else if (bytes < file.bytes)
       damages.push_back({file.name, bytes, file.bytes, fmt::format("missing: the file has {} of {} bytes", bytes, file.bytes)});
     else if (bytes > file.bytes)
-      damages.push_back({file.name, file.bytes, bytes, fmt::format("too much: the file has {} bytes, it was written with {}", bytes, file.bytes)});
+      damages.push_back({file.name, file.bytes, bytes, fmt::format("too large: the file has {} bytes, it was written with {}", bytes, file.bytes)});
   }
   if (blocks)
     read_blocks(path, sized, index.block_bytes, rank, size, [&](const BlockRead& read) {
       const IndexedFile& file = index.files[read.file];
-      // A file that is gone or short has been named as a whole.
+      // A file that is missing or unreadable has been reported as a whole.
       if (std::any_of(damages.begin(), damages.end(), [&](const Damage& known) { return known.file == file.name && known.what.starts_with("cannot"); })) return;
       if (!read.error.empty())
         damages.push_back({file.name, read.begin, read.end, fmt::format("cannot be read: {}", read.error)});
-      else if (read.bytes.size() == read.end - read.begin && checksum(read.bytes) != file.checksums.at(read.begin / index.block_bytes))
-        damages.push_back({file.name, read.begin, read.end, "the checksum differs: these bytes are not those that were written"});
+      else if (read.bytes.size() == read.end - read.begin && xxh3_checksum64(read.bytes, "checkpoints") != file.checksums.at(read.begin / index.block_bytes))
+        damages.push_back({file.name, read.begin, read.end, "the checksum differs: these bytes are not the ones that were written"});
     });
   if (damages.empty()) {
     try {
@@ -102,18 +103,18 @@ Checkpoint::Checkpoint(const fs::path& path) : path_(path), index_(read_index(pa
     const std::uint64_t bytes = fs::file_size(place, error);
     if (error) throw_file_error("read", place, error.value());
     if (bytes != file.bytes)
-      throw CheckpointError(fmt::format("{}: {} bytes, the index says {}; it is truncated or damaged", place.string(), bytes, file.bytes));
+      throw CheckpointError(fmt::format("{}: {} bytes, but the index says {}; it is truncated or damaged", place.string(), bytes, file.bytes));
     if (file.section == "state") {
-      const MappedFile state(place);
+      const MappedFile state = map_checkpoint_file(place);
       state_.assign(state.bytes().begin(), state.bytes().end());
     } else if (file.section == "model" || file.section == "optimizer") {
       files_.push_back(std::make_unique<SafetensorsFile>(place));
       Table& table = file.section == "model" ? model_ : optimizer_;
       for (const TensorEntry& entry : files_.back()->header().entries)
         if (!table.emplace(entry.name, Place{files_.back().get(), &entry}).second)
-          throw CheckpointError(fmt::format("{}: tensor \"{}\" is in another file of the checkpoint, too; it is damaged", place.string(), entry.name));
+          throw CheckpointError(fmt::format("{}: tensor \"{}\" is also in another file of the checkpoint; it is damaged", place.string(), entry.name));
     } else {
-      throw CheckpointFormatError(fmt::format("{}: section \"{}\" is unknown to this build; it was written by a newer version of Penstock: use that one, or another checkpoint", place.string(), file.section));
+      throw CheckpointFormatError(fmt::format("{}: section \"{}\" is unknown to this build; it was written by a newer version of Penstock: use that version, or another checkpoint", place.string(), file.section));
     }
   }
 }
@@ -124,7 +125,7 @@ void Checkpoint::read(Section section, std::string_view name, const Slice& slice
   const TensorEntry& entry = *found->second.entry;
   if (entry.shape != slice.global_shape)
     throw CheckpointError(fmt::format("{}: \"{}\" is {}, not {}", path_.string(), name, tensor_text(entry.dtype, entry.shape), tensor_text(entry.dtype, slice.global_shape)));
-  if (const std::string complaint = complaint_about(slice); !complaint.empty()) throw ValueError(fmt::format("slice of {}: {}", name, complaint));
+  if (const std::string problem = validation_error(slice); !problem.empty()) throw ValueError(fmt::format("slice of {}: {}", name, problem));
   const std::uint64_t item = item_bytes(entry.dtype);
   if (local.size() != static_cast<std::uint64_t>(slice.held()) * item)
     throw ValueError(describe(fmt::format("memory for {}", name), fmt::format("{} bytes", local.size()), fmt::format("{}", static_cast<std::uint64_t>(slice.held()) * item)));
@@ -132,7 +133,7 @@ void Checkpoint::read(Section section, std::string_view name, const Slice& slice
   for_each_run(slice, item, [&](ByteRun run) { std::memcpy(local.data() + run.local, data.data() + run.global, run.bytes); });
 }
 
-std::vector<Damage> find_damage(Meeting& meeting, const fs::path& path, bool blocks) {
+std::vector<Damage> find_damage(RankAgreement& agreement, const fs::path& path, bool blocks) {
   const auto read = [](const Bytes& bytes) {
     comm::MessageReader reader(bytes, kDamages, {1, 1}, kMaxMessageBytes);
     auto damages = reader.read<std::vector<Damage>>();
@@ -140,27 +141,27 @@ std::vector<Damage> find_damage(Meeting& meeting, const fs::path& path, bool blo
     return damages;
   };
   const auto write = [](const std::vector<Damage>& damages) { return comm::MessageWriter(kDamages, 1, kMaxMessageBytes).write(damages).finish(); };
-  return read(meeting.agree(
-      fmt::format("check {}", path.string()), [&] { return write(own_damage(path, blocks, meeting.rank(), meeting.size())); },
-      [&](const std::vector<Bytes>& said) {
+  return read(agreement.agree(
+      fmt::format("check {}", path.string()), [&] { return write(own_damage(path, blocks, agreement.rank(), agreement.size())); },
+      [&](const std::vector<Bytes>& results) {
         std::vector<Damage> all;
-        for (const Bytes& bytes : said)
+        for (const Bytes& bytes : results)
           for (Damage& damage : read(bytes))
             if (std::find(all.begin(), all.end(), damage) == all.end()) all.push_back(std::move(damage));
         return write(all);
       }));
 }
 
-std::optional<OpenedCheckpoint> open_latest(Meeting& meeting, const fs::path& folder, const OpenPolicy& policy) {
-  const Bytes verdict = meeting.agree(
+std::optional<OpenedCheckpoint> open_latest(RankAgreement& agreement, const fs::path& folder, const OpenPolicy& policy) {
+  const Bytes verdict = agreement.agree(
       "find checkpoints",
       [&] {
         std::vector<std::int64_t> steps;
-        if (meeting.rank() == 0)
+        if (agreement.rank() == 0)
           for (const FoundCheckpoint& found : find_checkpoints(folder)) steps.push_back(found.step);
         return comm::MessageWriter(kFound, 1, kMaxMessageBytes).write(steps).finish();
       },
-      [](const std::vector<Bytes>& said) { return said.front(); });
+      [](const std::vector<Bytes>& results) { return results.front(); });
   comm::MessageReader reader(verdict, kFound, {1, 1}, kMaxMessageBytes);
   const auto steps = reader.read<std::vector<std::int64_t>>();
   reader.expect_end();
@@ -169,7 +170,7 @@ std::optional<OpenedCheckpoint> open_latest(Meeting& meeting, const fs::path& fo
   std::vector<std::string> skipped;
   for (std::size_t i = steps.size(); i-- > 0;) {
     const fs::path path = folder / step_folder_name(steps[i]);
-    const std::vector<Damage> damages = find_damage(meeting, path, policy.verify);
+    const std::vector<Damage> damages = find_damage(agreement, path, policy.verify);
     if (damages.empty()) return OpenedCheckpoint{Checkpoint(path), std::move(skipped)};
     const std::string text = fmt::format("checkpoint {} is damaged:{}", path.string(), summary(damages));
     if (!policy.allow_fallback)
@@ -183,8 +184,8 @@ std::optional<OpenedCheckpoint> open_latest(Meeting& meeting, const fs::path& fo
   throw CheckpointError(fmt::format("every checkpoint in {} is damaged; remove them to start from the beginning{}", folder.string(), all));
 }
 
-Checkpoint open_checkpoint(Meeting& meeting, const fs::path& path, const OpenPolicy& policy) {
-  if (const auto damages = find_damage(meeting, path, policy.verify); !damages.empty())
+Checkpoint open_checkpoint(RankAgreement& agreement, const fs::path& path, const OpenPolicy& policy) {
+  if (const auto damages = find_damage(agreement, path, policy.verify); !damages.empty())
     throw CheckpointError(fmt::format("checkpoint {} is damaged:{}\nuse another one", path.string(), summary(damages)));
   return Checkpoint(path);
 }

@@ -1,11 +1,12 @@
-// Opening checkpoints: find the newest one, check it, read any part of any tensor of it.
+// Opens checkpoints: finds the newest one, checks it, and reads any part of any of its tensors.
 //
-//   auto opened = open_latest(meeting, folder, {.allow_fallback = true});        // nothing when there is none
+//   auto opened = open_latest(agreement, folder, {.allow_fallback = true});  // nullopt if there is none
 //   opened->checkpoint.read(Section::Model, "head.weight", slice, bytes);
 //
-// Checking reads every block and compares its checksum; the ranks share the blocks out. Damage is named by file and byte range.
-// All ranks get the same checkpoint or the same error. Knows nothing of Torch; load.h fills tensors.
-// Thread rule: any number of threads may read an open checkpoint, also while it is deleted.
+// Checking reads every block and compares its checksum; the ranks share the blocks. Damage is reported by
+// file and byte range. All ranks get the same checkpoint or the same error. Independent of Torch; load.h
+// fills tensors.
+// Thread safety: any number of threads may read an open checkpoint, even while it is being deleted.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +20,8 @@
 
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/files/index.h"
-#include "penstock/checkpoint/files/mapped_file.h"
-#include "penstock/checkpoint/files/meeting.h"
+#include "penstock/checkpoint/files/rank_agreement.h"
+#include "penstock/checkpoint/files/safetensors_file.h"
 #include "penstock/checkpoint/files/save_plan.h"
 #include "penstock/checkpoint/files/slice.h"
 
@@ -28,7 +29,7 @@ namespace penstock::checkpoint {
 
 struct Damage {
   std::string file;
-  std::uint64_t begin = 0, end = 0;  // bytes; both 0 when it is about the whole file
+  std::uint64_t begin = 0, end = 0;  // bytes; both 0 if the whole file is affected
   std::string what;
 
   friend bool operator==(const Damage&, const Damage&) = default;
@@ -45,7 +46,7 @@ class Checkpoint {
   };
   using Table = std::map<std::string, Place, std::less<>>;
 
-  // Checks the index, the sizes of the files and their headers, not the blocks. Throws CheckpointError.
+  // Checks the index, the sizes of the files and their headers, but not the blocks. Throws CheckpointError.
   explicit Checkpoint(const std::filesystem::path& path);
 
   const std::filesystem::path& path() const { return path_; }
@@ -54,8 +55,8 @@ class Checkpoint {
   const std::string& state_json() const { return state_; }
   const Table& tensors(Section section) const { return section == Section::Model ? model_ : optimizer_; }
 
-  // Fills the local tensor of the slice, row-major, in the dtype of the file. Throws CheckpointError for an unknown name or
-  // another shape, ValueError for `local` of another size.
+  // Fills the local tensor of the slice, row-major, in the dtype of the file. Throws CheckpointError for an
+  // unknown name or a different shape, ValueError if `local` has the wrong size.
   void read(Section section, std::string_view name, const Slice& slice, std::span<std::uint8_t> local) const;
 
  private:
@@ -67,24 +68,25 @@ class Checkpoint {
 };
 
 struct OpenPolicy {
-  bool verify = true;           // every block; else index, sizes and headers alone
-  bool allow_fallback = false;  // to an older checkpoint when the newest one is damaged
+  bool verify = true;           // every block; else only index, sizes and headers
+  bool allow_fallback = false;  // to an older checkpoint if the newest is damaged
 };
 
 struct OpenedCheckpoint {
   Checkpoint checkpoint;
-  std::vector<std::string> skipped;  // newer ones that were damaged, and how; the same on every rank
+  std::vector<std::string> skipped;  // newer checkpoints and their damage; the same on every rank
 };
 
-// [collective] All that is wrong with a checkpoint; none when it is sound. Throws where a rank does not see it at all.
-std::vector<Damage> find_damage(Meeting& meeting, const std::filesystem::path& path, bool blocks = true);
+// [collective] Returns all damage of a checkpoint; empty if it is intact. Throws if a rank cannot see the
+// checkpoint.
+std::vector<Damage> find_damage(RankAgreement& agreement, const std::filesystem::path& path, bool blocks = true);
 
-// [collective] The newest sound checkpoint; rank 0's folder says which there are. Nothing when there is none. Throws
-// CheckpointError, equally on every rank, when the newest is damaged and fallback is not allowed, when all are damaged, or when it has a newer
-// format than this build reads.
-std::optional<OpenedCheckpoint> open_latest(Meeting& meeting, const std::filesystem::path& folder, const OpenPolicy& policy = {});
+// [collective] Opens the newest intact checkpoint of those in rank 0's folder. Returns std::nullopt if there
+// is none. Throws CheckpointError, the same on every rank, if the newest is damaged and fallback is not
+// allowed, if all are damaged, or if it has a newer format than this build reads.
+std::optional<OpenedCheckpoint> open_latest(RankAgreement& agreement, const std::filesystem::path& folder, const OpenPolicy& policy = {});
 
-// [collective] A certain one.
-Checkpoint open_checkpoint(Meeting& meeting, const std::filesystem::path& path, const OpenPolicy& policy = {});
+// [collective] Opens a specific checkpoint.
+Checkpoint open_checkpoint(RankAgreement& agreement, const std::filesystem::path& path, const OpenPolicy& policy = {});
 
 }  // namespace penstock::checkpoint

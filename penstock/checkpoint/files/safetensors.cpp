@@ -11,6 +11,7 @@
 #include <set>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 
@@ -23,7 +24,7 @@ struct DtypeRow {
   std::uint64_t bytes;
 };
 
-// In the order of the enumeration.
+// In the order of the enumerators.
 constexpr auto kDtypes = std::to_array<DtypeRow>({{"BOOL", 1},
                                                   {"U8", 1},
                                                   {"I8", 1},
@@ -47,21 +48,21 @@ constexpr std::uint64_t kLengthBytes = 8;
 constexpr std::uint64_t kAlignment = 64;
 constexpr std::uint64_t kMaxTensorBytes = std::uint64_t{1} << 62;
 
-// A name from a file may be long or strange: errors show its beginning, without control characters.
+// A name from a file may be long or contain control characters: errors show its beginning, without them.
 std::string shown(std::string_view name) {
   std::string text;
   for (const char c : name.substr(0, 80)) text += static_cast<unsigned char>(c) < 0x20 ? '?' : c;
   return name.size() > 80 ? text + "..." : text;
 }
 
-// Reads the one form of JSON that a header has, event by event, so that names given twice are seen and nothing but the entries
-// is built. Nesting is limited by the form itself.
+// Reads the one form of JSON that a header has, event by event, so that duplicate names are detected and only
+// the entries are built. The form itself limits nesting.
 class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
  public:
   HeaderReader(Header& header, const std::string& where) : header_(header), where_(where) {}
 
   bool null() override { unexpected("null"); }
-  bool boolean(bool) override { unexpected("a truth value"); }
+  bool boolean(bool) override { unexpected("a boolean"); }
   bool number_integer(number_integer_t value) override { unexpected(fmt::format("the number {}", value)); }
   bool number_float(number_float_t, const string_t& text) override { unexpected("the number " + shown(text)); }
   bool binary(binary_t&) override { unexpected("binary data"); }
@@ -83,7 +84,7 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
       if (!header_.metadata.emplace(key_, value).second) refuse(fmt::format("the metadata key \"{}\" twice", shown(key_)));
     } else if (place_ == Place::Entry && key_ == "dtype") {
       const auto dtype = dtype_of_code(value);
-      if (!dtype) refuse(fmt::format("the dtype \"{}\", which this version does not know", shown(value)));
+      if (!dtype) refuse(fmt::format("the dtype \"{}\", which this version does not support", shown(value)));
       entry_.dtype = *dtype;
     } else {
       unexpected("text");
@@ -146,7 +147,7 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
   }
 
   bool parse_error(std::size_t position, const std::string&, const nlohmann::detail::exception&) override {
-    throw CheckpointError(fmt::format("{}: the header is not valid JSON at byte {}; the file is damaged or no safetensors file",
+    throw CheckpointError(fmt::format("{}: the header is not valid JSON at byte {}; the file is damaged or not a safetensors file",
                                       where_, kLengthBytes + position));
   }
 
@@ -158,7 +159,7 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
                                       "safetensors library", where_, shown(entry_.name), what));
   }
   [[noreturn]] void unexpected(const std::string& what) const {
-    throw CheckpointError(fmt::format("{}: the header has {} at \"{}\", where the format has something else; the file is damaged "
+    throw CheckpointError(fmt::format("{}: the header has {} at \"{}\", which the format does not allow there; the file is damaged "
                                       "or was not written by a safetensors library", where_, what, shown(key_)));
   }
 
@@ -225,11 +226,11 @@ Header lay_out(std::vector<TensorEntry> entries) {
   std::uint64_t end = 0;
   for (TensorEntry& entry : entries) {
     if (entry.name.empty() || entry.name == kMetadata)
-      throw ValueError(describe("tensor name", "\"" + entry.name + "\"", "a name that is not empty and not __metadata__"));
+      throw ValueError(describe("tensor name", "\"" + entry.name + "\"", "a non-empty name other than __metadata__"));
     if (!names.insert(entry.name).second) throw ValueError(describe("tensor names", "\"" + entry.name + "\" twice", "each name once"));
     entry.begin = end;
     if (__builtin_add_overflow(end, tensor_bytes(entry.dtype, entry.shape), &end) || end > kMaxTensorBytes)
-      throw ValueError(describe("tensors of one file", "more than 2^62 bytes", "less"));
+      throw ValueError(describe("tensors of one file", "more than 2^62 bytes", "at most 2^62 bytes"));
     entry.end = end;
   }
   return {std::move(entries), {}, 0};
@@ -238,13 +239,13 @@ Header lay_out(std::vector<TensorEntry> entries) {
 std::string header_bytes(const Header& header) {
   nlohmann::ordered_json json = nlohmann::ordered_json::object();
   if (!header.metadata.empty()) json[std::string(kMetadata)] = header.metadata;
-  // Written by hand: looking every name up again would make it quadratic.
+  // Written by hand: a JSON object would look up every name again, which is quadratic.
   std::string text;
   const auto quoted = [](const std::string& part) {
     try {
       return nlohmann::json(part).dump();
     } catch (const nlohmann::json::exception&) {
-      throw ValueError(describe("tensor name", "bytes that are no UTF-8", "UTF-8 text", "rename the parameter"));
+      throw ValueError(describe("tensor name", "bytes that are not UTF-8", "UTF-8 text", "rename the parameter"));
     }
   };
   text = header.metadata.empty() ? "{" : fmt::format("{{\"{}\":{}", kMetadata, json[std::string(kMetadata)].dump());
@@ -255,7 +256,7 @@ std::string header_bytes(const Header& header) {
   while ((kLengthBytes + text.size()) % kAlignment != 0) text += ' ';
   if (text.size() > kMaxHeaderBytes)
     throw ValueError(describe("safetensors header", fmt::format("{} bytes", text.size()), fmt::format("at most {}", kMaxHeaderBytes),
-                              "lower the maximum size of a file, so that each holds fewer tensors"));
+                              "lower the maximum file size, so that each file holds fewer tensors"));
   std::string bytes;
   for (std::size_t i = 0; i < kLengthBytes; ++i) bytes += static_cast<char>(static_cast<std::uint64_t>(text.size()) >> (8 * i));
   return bytes + text;
@@ -266,15 +267,15 @@ Header parse_header(std::span<const std::uint8_t> bytes, std::uint64_t file_byte
     throw CheckpointError(fmt::format("{}: {} bytes, too short for a safetensors file; it is truncated", where, file_bytes));
   const std::uint64_t length = read_length(bytes);
   if (length > kMaxHeaderBytes)
-    throw CheckpointError(fmt::format("{}: bytes 0-7 say that the header has {} bytes, the format allows {}; the file is damaged or "
-                                      "no safetensors file", where, length, kMaxHeaderBytes));
+    throw CheckpointError(fmt::format("{}: bytes 0-7 say that the header has {} bytes, the format allows {}; the file is damaged or not "
+                                      "a safetensors file", where, length, kMaxHeaderBytes));
   if (length > file_bytes - kLengthBytes || length > bytes.size() - kLengthBytes)
-    throw CheckpointError(fmt::format("{}: the header has {} bytes, the file {} in all; it is truncated or damaged", where, length, file_bytes));
+    throw CheckpointError(fmt::format("{}: the header has {} bytes, the whole file {}; it is truncated or damaged", where, length, file_bytes));
   const auto json = bytes.subspan(kLengthBytes, length);
   Header header;
   header.data_begin = kLengthBytes + length;
   if (json.empty() || json.front() != '{')
-    throw CheckpointError(fmt::format("{}: the header does not begin with '{{'; the file is damaged or no safetensors file", where));
+    throw CheckpointError(fmt::format("{}: the header does not begin with '{{'; the file is damaged or not a safetensors file", where));
   HeaderReader reader(header, where);
   nlohmann::json::sax_parse(json.begin(), json.end(), &reader);
 
@@ -289,9 +290,9 @@ Header parse_header(std::span<const std::uint8_t> bytes, std::uint64_t file_byte
     };
     if (entry.name.empty()) refuse("has no name");
     if (entry.begin > entry.end || entry.end > data_bytes)
-      refuse(fmt::format("lies at {}-{} of {} data bytes; truncated?", entry.begin, entry.end, data_bytes));
+      refuse(fmt::format("is at {}-{} of {} data bytes, which may be truncated", entry.begin, entry.end, data_bytes));
     if (entry.begin != end)
-      refuse(fmt::format("begins at {}, the one before it ends at {}: they {}", entry.begin, end, entry.begin < end ? "overlap" : "leave a gap"));
+      refuse(fmt::format("begins at {}, but the previous one ends at {}: they {}", entry.begin, end, entry.begin < end ? "overlap" : "leave a gap"));
     std::uint64_t wanted = 0;
     try {
       wanted = tensor_bytes(entry.dtype, entry.shape);

@@ -10,11 +10,12 @@
 #include <tuple>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/comm/message/message.h"
 
-// Found by the messages where the struct lives.
+// In the namespace of the struct, where argument-dependent lookup finds them.
 namespace penstock {
 
 static void encode(comm::MessageWriter& writer, const ShardBox& box) { writer.write(box.offset).write(box.shape).write(box.local_offset); }
@@ -79,9 +80,9 @@ SavePlan make_save_plan(const std::vector<std::vector<AnnouncedTensor>>& ranks) 
     for (std::size_t place = 0; place < ranks[rank].size(); ++place) {
       const AnnouncedTensor& tensor = ranks[rank][place];
       auto& list = holders[{tensor.section, tensor.name}];
-      if (!list.empty() && list.back().rank == rank) problems.push_back(fmt::format("{}: named twice on rank {}", tensor.name, rank));
-      if (const std::string complaint = complaint_about(tensor.slice); !complaint.empty())
-        problems.push_back(fmt::format("{}: rank {} has {}", tensor.name, rank, complaint));
+      if (!list.empty() && list.back().rank == rank) problems.push_back(fmt::format("{}: occurs twice on rank {}", tensor.name, rank));
+      if (const std::string problem = validation_error(tensor.slice); !problem.empty())
+        problems.push_back(fmt::format("{}: rank {} has {}", tensor.name, rank, problem));
       list.push_back({rank, place, &tensor});
     }
   }
@@ -96,7 +97,7 @@ SavePlan make_save_plan(const std::vector<std::vector<AnnouncedTensor>>& ranks) 
           same = false;
         }
       if (!same) continue;
-      // Ranks that hold the same elements are copies of each other, and the first one writes.
+      // Ranks that hold the same elements are replicas; the first one writes.
       std::vector<const Holder*> writers;
       for (const Holder& holder : list) {
         const auto equal = [&](const Holder* other) {
@@ -119,15 +120,15 @@ SavePlan make_save_plan(const std::vector<std::vector<AnnouncedTensor>>& ranks) 
         for (std::size_t j = 0; j < i && cut.empty(); ++j)
           for (const ShardBox& a : writers[i]->tensor->slice.boxes)
             if (std::any_of(writers[j]->tensor->slice.boxes.begin(), writers[j]->tensor->slice.boxes.end(), [&](const ShardBox& b) { return overlap(a, b); }))
-              cut = fmt::format("ranks {} and {} hold some elements both, but not all", writers[j]->rank, writers[i]->rank);
+              cut = fmt::format("ranks {} and {} hold parts that overlap but are not equal", writers[j]->rank, writers[i]->rank);
       if (!cut.empty())
-        problems.push_back(fmt::format("{}: {}; give all ranks one layout of it", first.name, cut));
+        problems.push_back(fmt::format("{}: {}; use the same layout on all ranks", first.name, cut));
       else if (held != wanted)
         problems.push_back(fmt::format("{}: the ranks hold {} of {} elements; every rank that holds a part must save it", first.name, held, wanted));
       plan.tensors.push_back({key.first, key.second, first.dtype, first.slice.global_shape});
     }
   if (!problems.empty()) {
-    std::string text = fmt::format("the checkpoint cannot be put together ({} problem{}):", problems.size(), problems.size() > 1 ? "s" : "");
+    std::string text = fmt::format("the parts do not form a complete checkpoint ({} problem{}):", problems.size(), problems.size() > 1 ? "s" : "");
     for (std::size_t i = 0; i < std::min(problems.size(), kProblemsShown); ++i) text += "\n  " + problems[i];
     if (problems.size() > kProblemsShown) text += fmt::format("\n  and {} more", problems.size() - kProblemsShown);
     throw CheckpointError(text);
@@ -135,15 +136,15 @@ SavePlan make_save_plan(const std::vector<std::vector<AnnouncedTensor>>& ranks) 
   return plan;
 }
 
-SavePlan agree_on_plan(Meeting& meeting, std::int64_t step, const std::function<std::vector<AnnouncedTensor>()>& own) {
-  const Bytes verdict = meeting.agree(
+SavePlan agree_on_plan(RankAgreement& agreement, std::int64_t step, const std::function<std::vector<AnnouncedTensor>()>& own) {
+  const Bytes verdict = agreement.agree(
       "plan", [&] { return comm::MessageWriter(kAnnouncement, 1, kMaxMessageBytes).write(step).write(own()).finish(); },
-      [step](const std::vector<Bytes>& said) {
+      [step](const std::vector<Bytes>& results) {
         std::vector<std::vector<AnnouncedTensor>> ranks;
-        for (const Bytes& bytes : said) {
+        for (const Bytes& bytes : results) {
           comm::MessageReader reader(bytes, kAnnouncement, {1, 1}, kMaxMessageBytes);
           if (const auto other = reader.read<std::int64_t>(); other != step)
-            throw CheckpointError(fmt::format("checkpoint: rank 0 saves step {}, rank {} step {}; all ranks must save the same step", step, ranks.size(), other));
+            throw CheckpointError(fmt::format("checkpoint: rank 0 saves step {}, but rank {} saves step {}; all ranks must save the same step", step, ranks.size(), other));
           ranks.push_back(reader.read<std::vector<AnnouncedTensor>>());
           reader.expect_end();
         }
@@ -154,7 +155,7 @@ SavePlan agree_on_plan(Meeting& meeting, std::int64_t step, const std::function<
   SavePlan plan;
   reader.read(plan.tensors).read(plan.writes);
   reader.expect_end();
-  PENSTOCK_INVARIANT(plan.writes.size() == static_cast<std::size_t>(meeting.size()), "the plan has a list for every rank");
+  PENSTOCK_INVARIANT(plan.writes.size() == static_cast<std::size_t>(agreement.size()), "the plan has a list for every rank");
   return plan;
 }
 
@@ -182,7 +183,7 @@ std::vector<PlannedFile> plan_files(const std::vector<GlobalTensor>& tensors, st
                                     : fmt::format("{}-{:05}-of-{:05}.safetensors", to_text(section), i + 1, parts.size());
       file.section = section;
       file.header = lay_out(std::move(parts[i]));
-      file.header.metadata = {{"format", "pt"}};  // what Python's readers of model files ask for
+      file.header.metadata = {{"format", "pt"}};  // expected by Python readers of model files
       file.first_bytes = header_bytes(file.header);
       file.header.data_begin = file.first_bytes.size();
       files.push_back(std::move(file));

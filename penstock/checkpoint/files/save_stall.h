@@ -1,11 +1,11 @@
-// What a save costs the training beside which it runs.
+// How long a save delays training.
 #pragma once
 
 namespace penstock::checkpoint {
 
-// How long CheckpointWriter::save kept its caller, in seconds.
+// The time CheckpointWriter::save blocked its caller, in seconds.
 struct SaveStall {
-  double waiting = 0;   // for the save before
+  double waiting = 0;   // for the previous save
   double planning = 0;  // with the other ranks
   double copying = 0;
 

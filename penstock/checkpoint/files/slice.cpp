@@ -49,14 +49,14 @@ std::int64_t Slice::held() const {
   return count;
 }
 
-std::string complaint_about(const Slice& slice) {
+std::string validation_error(const Slice& slice) {
   const std::size_t dims = slice.global_shape.size();
   for (const std::int64_t size : slice.global_shape)
     if (size < 0) return "a negative size";
   if (slice.boxes.empty()) return "";
-  if (slice.local_shape.size() != dims) return fmt::format("{} local dims for {} global ones", slice.local_shape.size(), dims);
+  if (slice.local_shape.size() != dims) return fmt::format("{} local dims but {} global dims", slice.local_shape.size(), dims);
   for (const ShardBox& box : slice.boxes) {
-    if (box.offset.size() != dims || box.shape.size() != dims || box.local_offset.size() != dims) return "a box with another number of dims";
+    if (box.offset.size() != dims || box.shape.size() != dims || box.local_offset.size() != dims) return "a box with a different number of dims";
     if (!within(box.offset, box.shape, slice.global_shape)) return "a box outside of the whole tensor";
     if (!within(box.local_offset, box.shape, slice.local_shape)) return "a box outside of the local tensor";
   }
@@ -73,7 +73,8 @@ void for_each_run(const Slice& slice, std::uint64_t item_bytes, const std::funct
   const std::size_t dims = slice.global_shape.size();
   const Numbers global_stride = row_major(slice.global_shape), local_stride = row_major(slice.local_shape);
   for (const ShardBox& box : slice.boxes) {
-    // The innermost dims that are whole in both tensors belong to one run, and the next one as far as the box goes.
+    // The innermost dims that are whole in both tensors form one run, together with the extent of the box in
+    // the next dim.
     std::size_t outer = dims == 0 ? 0 : dims - 1;
     std::int64_t length = dims == 0 ? 1 : box.shape[outer];
     while (outer > 0 && box.shape[outer] == slice.global_shape[outer] && box.shape[outer] == slice.local_shape[outer]) length *= box.shape[--outer];

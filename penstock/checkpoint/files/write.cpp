@@ -13,12 +13,13 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/checksum.h"
 #include "penstock/base/files.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/blocks.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
-#include "penstock/checkpoint/files/checksum.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/files/index.h"
 #include "penstock/comm/message/message.h"
@@ -41,33 +42,33 @@ std::string read_text(const fs::path& path) {
 
 class Writing {
  public:
-  Writing(Meeting& meeting, const fs::path& folder, std::int64_t step, const SavePlan& plan, const std::vector<HostPart>& parts,
+  Writing(RankAgreement& agreement, const fs::path& folder, std::int64_t step, const SavePlan& plan, const std::vector<HostPart>& parts,
           const std::string& state, const WriteOptions& options)
-      : meeting_(meeting), folder_(folder), draft_(writing_path(folder, step)), step_(step), plan_(plan), parts_(parts), state_(state), options_(options),
+      : agreement_(agreement), folder_(folder), draft_(writing_path(folder, step)), step_(step), plan_(plan), parts_(parts), state_(state), options_(options),
         files_(plan_files(plan.tensors, options.max_file_bytes)) {}
 
   void run() {
     try {
       make_folder();
-      meeting_.agree("write the parts", [&] { write_parts(); });
+      agreement_.agree("write the parts", [&] { write_parts(); });
       const Index index = take_checksums();
-      meeting_.agree("finish", [&] { if (meeting_.rank() == 0) finish(index); });
+      agreement_.agree("finish", [&] { if (agreement_.rank() == 0) finish(index); });
     } catch (...) {
-      // The ranks have met, or this one has given up: in either case the folder is of no use to anybody.
-      if (meeting_.rank() == 0 && !committed_) remove_draft();
+      // The ranks have agreed, or this one has given up: in either case the folder is useless.
+      if (agreement_.rank() == 0 && !committed_) remove_draft();
       throw;
     }
-    if (meeting_.rank() == 0) remove_outdated();
+    if (agreement_.rank() == 0) remove_outdated();
   }
 
  private:
   void done(WritePhase phase) const {
-    if (options_.at_phase) options_.at_phase(phase, meeting_.rank());
+    if (options_.at_phase) options_.at_phase(phase, agreement_.rank());
   }
 
   void make_folder() {
-    const Bytes made = meeting_.agree(
-        "make the folder", [&] { return meeting_.rank() == 0 ? make_files() : Bytes{}; }, [](const std::vector<Bytes>& said) { return said.front(); });
+    const Bytes made = agreement_.agree(
+        "create the folder", [&] { return agreement_.rank() == 0 ? make_files() : Bytes{}; }, [](const std::vector<Bytes>& results) { return results.front(); });
     comm::MessageReader reader(made, kMade, {1, 1}, kMaxMessageBytes);
     reader.read(token_).read(state_bytes_);
     reader.expect_end();
@@ -78,7 +79,7 @@ class Writing {
     std::error_code error;
     fs::create_directories(folder_, error);
     if (error) throw_file_error("create", folder_, error.value());
-    remove_tree(draft_, error);  // of a save of the same step that failed
+    remove_tree(draft_, error);  // left by a failed save of the same step
     if (error) throw_file_error("remove", draft_, error.value());
     fs::create_directory(draft_, error);
     if (error) throw_file_error("create", draft_, error.value());
@@ -88,7 +89,7 @@ class Writing {
       file.write(0, {reinterpret_cast<const std::uint8_t*>(planned.first_bytes.data()), planned.first_bytes.size()});
     }
     write_file(draft_ / kState, state_, options_.fault);
-    // What no folder of another host can hold by chance.
+    // A value that a folder of another host cannot contain by chance.
     std::random_device random;
     const std::string token = fmt::format("{:08x}{:08x}{:08x}", random(), random(), random());
     write_file(draft_ / kToken, token);
@@ -98,7 +99,7 @@ class Writing {
 
   void write_parts() const {
     if (read_text(draft_ / kToken) != token_)
-      throw CheckpointError(fmt::format("{} is not the folder that rank 0 has made; all ranks must see the same folder: use one on a shared file system", draft_.string()));
+      throw CheckpointError(fmt::format("{} is not the folder that rank 0 created; all ranks must see the same folder: use one on a shared file system", draft_.string()));
     struct Place {
       std::size_t file;
       const TensorEntry* entry;
@@ -106,7 +107,7 @@ class Writing {
     std::map<std::pair<Section, std::string_view>, Place> places;
     for (std::size_t i = 0; i < files_.size(); ++i)
       for (const TensorEntry& entry : files_[i].header.entries) places[{files_[i].section, entry.name}] = {i, &entry};
-    const auto& writes = plan_.writes.at(static_cast<std::size_t>(meeting_.rank()));
+    const auto& writes = plan_.writes.at(static_cast<std::size_t>(agreement_.rank()));
     std::vector<std::unique_ptr<OutputFile>> open(files_.size());
     for (std::size_t i = 0; i < parts_.size(); ++i) {
       if (writes.at(i) == 0) continue;
@@ -122,7 +123,7 @@ class Writing {
     done(WritePhase::PartsWritten);
   }
 
-  // The index is rank 0's; the others get one without checksums.
+  // Rank 0 returns the index; the others return one without checksums.
   Index take_checksums() {
     Index index;
     index.step = step_;
@@ -136,18 +137,18 @@ class Writing {
     index.files.push_back({kState, "state", state_bytes_, {}});
     const auto work = [&] {
       std::vector<std::uint64_t> sums;
-      read_blocks(draft_, sized, options_.block_bytes, meeting_.rank(), meeting_.size(), [&](const BlockRead& read) {
+      read_blocks(draft_, sized, options_.block_bytes, agreement_.rank(), agreement_.size(), [&](const BlockRead& read) {
         if (!read.error.empty() || read.bytes.size() != read.end - read.begin)
           throw CheckpointError(fmt::format("cannot read bytes {}-{} of {} back: {}", read.begin, read.end, (draft_ / sized[read.file].name).string(),
-                                            read.error.empty() ? "the file ends before" : read.error));
-        sums.push_back(checksum(read.bytes));
+                                            read.error.empty() ? "the file ends early" : read.error));
+        sums.push_back(xxh3_checksum64(read.bytes, "checkpoints"));
       });
       done(WritePhase::Checked);
       return comm::MessageWriter(kChecksums, 1, kMaxMessageBytes).write(sums).finish();
     };
-    const auto judge = [&](const std::vector<Bytes>& said) {
+    const auto judge = [&](const std::vector<Bytes>& results) {
       std::vector<std::uint64_t> all;
-      for (const Bytes& bytes : said) {
+      for (const Bytes& bytes : results) {
         comm::MessageReader reader(bytes, kChecksums, {1, 1}, kMaxMessageBytes);
         const auto sums = reader.read<std::vector<std::uint64_t>>();
         reader.expect_end();
@@ -159,12 +160,12 @@ class Writing {
       PENSTOCK_INVARIANT(next == all.size(), "the ranks took every block's checksum once");
       return Bytes{};
     };
-    meeting_.agree("take checksums", work, judge);
+    agreement_.agree("take checksums", work, judge);
     return index;
   }
 
   void finish(const Index& index) {
-    // Every rank has flushed what it wrote; what is left is rank 0's own: headers, state and index.
+    // Every rank has flushed what it wrote; only rank 0's headers, state and index remain.
     write_file(draft_ / "index.json", to_text(index), options_.fault);
     for (const IndexedFile& file : index.files) sync_file(draft_ / file.name);
     sync_file(draft_ / "index.json");
@@ -177,12 +178,12 @@ class Writing {
     done(WritePhase::Renamed);
   }
 
-  // Old checkpoints that cannot be deleted cost room, not the new one.
+  // A failure to delete an old checkpoint only costs space; the new one stays valid.
   void remove_outdated() const {
     try {
       for (const FoundCheckpoint& old : outdated(find_checkpoints(folder_), step_, options_.keep_last)) remove_checkpoint(folder_, old.step);
     } catch (const CheckpointError& error) {
-      log().warn("checkpoint: an old one was not removed: {}", error.what());
+      log().warn("checkpoint: an old checkpoint could not be removed: {}", error.what());
     }
     done(WritePhase::OldRemoved);
   }
@@ -194,7 +195,7 @@ class Writing {
     if (error) log().warn("checkpoint: cannot remove {}: {}; it is removed at the next start", draft_.string(), error.message());
   }
 
-  Meeting& meeting_;
+  RankAgreement& agreement_;
   const fs::path folder_, draft_;
   const std::int64_t step_;
   const SavePlan& plan_;
@@ -209,10 +210,10 @@ class Writing {
 
 }  // namespace
 
-void write_checkpoint(Meeting& meeting, const fs::path& folder, std::int64_t step, const SavePlan& plan, const std::vector<HostPart>& parts,
+void write_checkpoint(RankAgreement& agreement, const fs::path& folder, std::int64_t step, const SavePlan& plan, const std::vector<HostPart>& parts,
                       const std::string& state_json, const WriteOptions& options) {
   if (options.block_bytes == 0) throw ValueError(describe("checkpoint block_bytes", "0", "at least 1"));
-  Writing(meeting, folder, step, plan, parts, state_json, options).run();
+  Writing(agreement, folder, step, plan, parts, state_json, options).run();
 }
 
 }  // namespace penstock::checkpoint

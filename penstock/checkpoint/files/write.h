@@ -1,10 +1,11 @@
-// Writing a checkpoint together: every rank its own slices into the same files.
+// Writes a checkpoint: every rank writes its own slices into the same files.
 //
-// In a temporary folder, rank 0 makes the files at their full size and writes their headers; every rank writes what the plan
-// gives it and flushes; the ranks share out the blocks, read them back and take their checksums; rank 0 writes the index, flushes
-// and gives the folder its name. Only then are old checkpoints removed. After each of these steps the ranks meet: when one has
-// failed, all of them throw the same error, and rank 0 removes the temporary folder. What was there before is untouched.
-// No rank needs more memory than its parts and one block. Knows nothing of Torch.
+// In a temporary folder, rank 0 creates the files at full size and writes their headers. Every rank writes
+// the parts that the plan assigns to it and flushes them. The ranks share the blocks, read them back and
+// compute their checksums. Rank 0 writes the index, flushes it and renames the folder. Only then are old
+// checkpoints removed. The ranks agree after each step: if one has failed, all throw the same error, and rank
+// 0 removes the temporary folder. Earlier checkpoints are not touched. No rank needs more memory than its
+// parts and one block. Independent of Torch.
 #pragma once
 
 #include <cstdint>
@@ -13,17 +14,17 @@
 #include <string>
 #include <vector>
 
-#include "penstock/checkpoint/files/meeting.h"
+#include "penstock/checkpoint/files/rank_agreement.h"
 #include "penstock/checkpoint/files/output_file.h"
 #include "penstock/checkpoint/files/save_plan.h"
 
 namespace penstock::checkpoint {
 
-// What has just been done, for tests that break off there.
+// The phase just completed, for tests that interrupt a save there.
 enum class WritePhase { FolderMade, PartsWritten, Checked, IndexWritten, Renamed, OldRemoved };
 
 struct WriteOptions {
-  std::uint64_t max_file_bytes = std::uint64_t{5} << 30;  // of the data of one file, see plan_files
+  std::uint64_t max_file_bytes = std::uint64_t{5} << 30;  // data per file, see plan_files
   std::uint64_t block_bytes = std::uint64_t{4} << 20;
   int keep_last = 3;                                      // 0: all
 
@@ -32,14 +33,14 @@ struct WriteOptions {
   WriteFault fault;
 };
 
-// A rank's part of a tensor, row-major; null for one that it does not write.
+// A rank's part of a tensor, row-major; null if the rank does not write it.
 struct HostPart {
   AnnouncedTensor tensor;
   const std::uint8_t* bytes = nullptr;
 };
 
-// [collective] `plan` is of these parts in this order. `state_json` of rank 0 counts.
-void write_checkpoint(Meeting& meeting, const std::filesystem::path& folder, std::int64_t step, const SavePlan& plan,
+// [collective] `plan` describes these parts in this order. Uses the `state_json` of rank 0.
+void write_checkpoint(RankAgreement& agreement, const std::filesystem::path& folder, std::int64_t step, const SavePlan& plan,
                       const std::vector<HostPart>& parts, const std::string& state_json, const WriteOptions& options);
 
 }  // namespace penstock::checkpoint

@@ -18,48 +18,48 @@ namespace penstock::checkpoint {
 
 namespace {
 
-constexpr comm::MessageKind kWishes{"CKPL"};
+constexpr comm::MessageKind kTensorRequests{"CKPL"};
 constexpr comm::MessageKind kReport{"CKPR"};
 constexpr std::size_t kProblemsShown = 40;
 
 std::vector<std::string> joined(const std::set<std::string>& names) { return {names.begin(), names.end()}; }
 
-// What a rank asks for and cannot get.
-struct Wishes {
+// The tensors that a rank requests, and what it cannot get.
+struct TensorRequests {
   std::vector<std::string> names, missing, cast, problems;
 };
 
-Wishes wishes_of(const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts) {
-  Wishes wishes;
+TensorRequests requests_of(const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts) {
+  TensorRequests requests;
   const Checkpoint::Table& table = checkpoint.tensors(section);
   for (const TensorPart& part : parts) {
-    wishes.names.push_back(part.name);
+    requests.names.push_back(part.name);
     const auto found = table.find(part.name);
     if (found == table.end()) {
-      wishes.missing.push_back(part.name);
+      requests.missing.push_back(part.name);
       continue;
     }
     const TensorEntry& entry = *found->second.entry;
     const auto dtype = to_dtype(part.local.scalar_type());
     if (entry.shape != part.slice.global_shape)
-      wishes.problems.push_back(fmt::format("{}: {} in the checkpoint, {} here", part.name, tensor_text(entry.dtype, entry.shape),
+      requests.problems.push_back(fmt::format("{}: {} in the checkpoint, {} here", part.name, tensor_text(entry.dtype, entry.shape),
                                             tensor_text(dtype.value_or(entry.dtype), part.slice.global_shape)));
     else if (!to_scalar_type(entry.dtype))
-      wishes.problems.push_back(fmt::format("{}: {} in the checkpoint, which this LibTorch does not have", part.name, dtype_code(entry.dtype)));
+      requests.problems.push_back(fmt::format("{}: {} in the checkpoint, which this LibTorch does not support", part.name, dtype_code(entry.dtype)));
     else if (dtype != entry.dtype)
-      wishes.cast.push_back(fmt::format("{}: {} in the checkpoint, {} here", part.name, dtype_code(entry.dtype), dtype ? dtype_code(*dtype) : "another type"));
+      requests.cast.push_back(fmt::format("{}: {} in the checkpoint, {} here", part.name, dtype_code(entry.dtype), dtype ? dtype_code(*dtype) : "another type"));
   }
-  return wishes;
+  return requests;
 }
 
-Bytes to_bytes(const Wishes& wishes) {
-  return comm::MessageWriter(kWishes, 1, kMaxMessageBytes).write(wishes.names).write(wishes.missing).write(wishes.cast).write(wishes.problems).finish();
+Bytes to_bytes(const TensorRequests& requests) {
+  return comm::MessageWriter(kTensorRequests, 1, kMaxMessageBytes).write(requests.names).write(requests.missing).write(requests.cast).write(requests.problems).finish();
 }
 
-LoadReport judge(const Checkpoint& checkpoint, Section section, const std::vector<Bytes>& said, const LoadOptions& options) {
+LoadReport judge(const Checkpoint& checkpoint, Section section, const std::vector<Bytes>& results, const LoadOptions& options) {
   std::set<std::string> names, missing, cast, problems, extra;
-  for (const Bytes& bytes : said) {
-    comm::MessageReader reader(bytes, kWishes, {1, 1}, kMaxMessageBytes);
+  for (const Bytes& bytes : results) {
+    comm::MessageReader reader(bytes, kTensorRequests, {1, 1}, kMaxMessageBytes);
     for (std::set<std::string>* all : {&names, &missing, &cast, &problems})
       for (std::string& text : reader.read<std::vector<std::string>>()) all->insert(std::move(text));
     reader.expect_end();
@@ -80,12 +80,12 @@ LoadReport judge(const Checkpoint& checkpoint, Section section, const std::vecto
   if (!options.allow_extra)
     for (const std::string& name : extra) problems.insert(name + ": in the checkpoint, but no rank has it");
   if (!problems.empty()) {
-    std::string text = fmt::format("{} (section {}) does not fit the {} tensors here:", checkpoint.path().string(), to_text(section), names.size());
+    std::string text = fmt::format("{} (section {}) does not match the {} tensors here:", checkpoint.path().string(), to_text(section), names.size());
     std::size_t shown = 0;
     for (const std::string& problem : problems)
       if (shown++ < kProblemsShown) text += "\n  " + problem;
     if (problems.size() > kProblemsShown) text += fmt::format("\n  and {} more", problems.size() - kProblemsShown);
-    throw CheckpointError(text + "\nuse the configuration that wrote it, or allow what may differ");
+    throw CheckpointError(text + "\nuse the configuration that wrote it, or allow the differences");
   }
   return {joined(missing), joined(extra), joined(cast)};
 }
@@ -106,18 +106,18 @@ void fill(const Checkpoint& checkpoint, Section section, const TensorPart& part)
 
 }  // namespace
 
-LoadReport load_into(Meeting& meeting, const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts, const LoadOptions& options) {
-  const Bytes verdict = meeting.agree(
-      "compare with the checkpoint", [&] { return to_bytes(wishes_of(checkpoint, section, parts)); },
-      [&](const std::vector<Bytes>& said) {
-        const LoadReport report = judge(checkpoint, section, said, options);
+LoadReport load_into(RankAgreement& agreement, const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts, const LoadOptions& options) {
+  const Bytes verdict = agreement.agree(
+      "compare with the checkpoint", [&] { return to_bytes(requests_of(checkpoint, section, parts)); },
+      [&](const std::vector<Bytes>& results) {
+        const LoadReport report = judge(checkpoint, section, results, options);
         return comm::MessageWriter(kReport, 1, kMaxMessageBytes).write(report.missing).write(report.extra).write(report.cast).finish();
       });
   comm::MessageReader reader(verdict, kReport, {1, 1}, kMaxMessageBytes);
   LoadReport report;
   reader.read(report.missing).read(report.extra).read(report.cast);
   reader.expect_end();
-  meeting.agree("load", [&] {
+  agreement.agree("load", [&] {
     at::NoGradGuard no_grad;
     for (const TensorPart& part : parts)
       if (checkpoint.tensors(section).contains(part.name)) fill(checkpoint, section, part);

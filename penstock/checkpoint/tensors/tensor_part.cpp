@@ -7,6 +7,7 @@
 #include <string_view>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/mesh/local_shard.h"
@@ -17,7 +18,7 @@ namespace penstock::checkpoint {
 
 namespace {
 
-// By name, since older LibTorch lack some of the types.
+// By name, because older LibTorch versions lack some of the types.
 constexpr auto kNames = std::to_array<std::pair<std::string_view, Dtype>>({{"bool", Dtype::Bool},
                                                                            {"uint8", Dtype::U8},
                                                                            {"int8", Dtype::I8},
@@ -55,9 +56,9 @@ std::optional<at::ScalarType> to_scalar_type(Dtype dtype) {
 }
 
 TensorPart tensor_part(std::string name, const at::Tensor& tensor) {
-  if (!tensor.defined()) throw ValueError(describe("part of a checkpoint: " + name, "an undefined tensor", "one with values"));
+  if (!tensor.defined()) throw ValueError(describe("part of a checkpoint: " + name, "an undefined tensor", "a tensor with values"));
   if (!to_dtype(tensor.scalar_type()))
-    throw ValueError(describe("part of a checkpoint: " + name, dtype_name(tensor.scalar_type()), "an element type that safetensors has", "convert it first"));
+    throw ValueError(describe("part of a checkpoint: " + name, dtype_name(tensor.scalar_type()), "an element type that safetensors supports", "convert it first"));
   at::NoGradGuard no_grad;
   ensure_sharded(tensor);
   TensorPart part;
@@ -76,7 +77,7 @@ TensorPart tensor_part(std::string name, const at::Tensor& tensor) {
     part.slice = Slice::whole(tensor.sizes().vec());
   }
   if (part.local.layout() != at::kStrided || part.local.is_meta())
-    throw ValueError(describe("part of a checkpoint: " + part.name, "a tensor without plain values in memory", "a strided one on a device", "materialize or convert it first"));
+    throw ValueError(describe("part of a checkpoint: " + part.name, "a tensor without plain values in memory", "a strided tensor on a device", "materialize or convert it first"));
   return part;
 }
 

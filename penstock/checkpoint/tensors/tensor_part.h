@@ -1,10 +1,12 @@
 // A rank's part of a named tensor, for saving and loading.
 //
 //   std::vector<TensorPart> parts;
-//   for (auto& parameter : module->named_parameters()) parts.push_back(tensor_part(parameter.key(), parameter.value()));
+//   for (auto& parameter : module->named_parameters())
+//     parts.push_back(tensor_part(parameter.key(), parameter.value()));
 //
-// A distributed tensor gives the part that this rank holds, in whatever placements; a plain one is held whole, here and maybe on
-// other ranks, too. The names are global: the same in every layout. Parts share memory with their tensors.
+// For a distributed tensor, the part that this rank holds, in any placements; a plain tensor is held whole,
+// possibly on several ranks. Names are global: the same in every layout. Parts share memory with their
+// tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,17 +21,17 @@ namespace penstock::checkpoint {
 
 struct TensorPart {
   std::string name;
-  Slice slice;       // of the whole tensor; no boxes on a rank that holds nothing
-  at::Tensor local;  // plain, detached, of slice.local_shape, on any device, of any strides
+  Slice slice;       // of the whole tensor; no boxes if the rank holds nothing
+  at::Tensor local;  // plain, detached, shape slice.local_shape, any device and strides
 };
 
-// Throws ValueError for Partial placements (the terms are no values yet: redistribute first), and for tensors without plain values
-// (sparse, quantized, meta, undefined).
+// Throws ValueError for Partial placements (the terms are not values yet: redistribute first), and for
+// tensors without plain values (sparse, quantized, meta, undefined).
 TensorPart tensor_part(std::string name, const at::Tensor& tensor);
 
-// The format's name of an element type; nothing where it has none (complex128, quantized, ...).
+// Returns the format's name of an element type, or std::nullopt if it has none (complex128, quantized, ...).
 std::optional<Dtype> to_dtype(at::ScalarType dtype);
-// Nothing where this LibTorch is older than the type.
+// Returns std::nullopt if this LibTorch does not have the type.
 std::optional<at::ScalarType> to_scalar_type(Dtype dtype);
 
 }  // namespace penstock::checkpoint

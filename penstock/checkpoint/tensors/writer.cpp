@@ -13,11 +13,12 @@
 #include <thread>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/checkpoint/files/folder.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/torch/compat/streams.h"
 
 namespace penstock::checkpoint {
@@ -33,11 +34,11 @@ double seconds_since(Clock::time_point begin) { return std::chrono::duration<dou
 class CheckpointWriter::Impl {
  public:
   Impl(const comm::World& world, std::filesystem::path folder, WriterOptions options)
-      : folder_(std::move(folder)), options_(std::move(options)), board_(world), meeting_(board_) {
-    WorldMeeting(world).agree("open the folder", [&] {
+      : folder_(std::move(folder)), options_(std::move(options)), board_(world), agreement_(board_) {
+    WorldAgreement(world).agree("open the folder", [&] {
       if (world.rank() != 0) return;
       lock_.emplace(folder_);
-      for (const std::string& name : clean_leftovers(folder_)) log().info("checkpoint: cleaned up {}, left by a run that ended early", (folder_ / name).string());
+      for (const std::string& name : clean_leftovers(folder_)) log().info("checkpoint: removed {}, left by a run that was interrupted", (folder_ / name).string());
     });
     thread_ = std::thread([this] { work(); });
   }
@@ -45,11 +46,11 @@ class CheckpointWriter::Impl {
   ~Impl() {
     {
       std::lock_guard lock(mutex_);
-      if (job_) log().error("checkpoint: step {} was not finished when its writer ended; call wait() before", job_->step);
-      if (error_) log().error("checkpoint: a save failed and nobody asked: call wait() before the end");
+      if (job_) log().error("checkpoint: step {} was not finished when its writer was destroyed; call wait() first", job_->step);
+      if (error_) log().error("checkpoint: a save failed and its error was not read: call wait() before the end");
       ending_ = true;
     }
-    meeting_.give_up();
+    agreement_.give_up();
     changed_.notify_all();
     thread_.join();
   }
@@ -60,20 +61,20 @@ class CheckpointWriter::Impl {
     wait();
     stall.waiting = seconds_since(begin);
 
-    // The background rests, so that its meeting may be used from here.
+    // The background thread is idle, so its agreement object may be used here.
     begin = Clock::now();
     auto job = std::make_unique<Job>();
     job->step = step;
     job->state = contents.state_json;
     std::vector<AnnouncedTensor> announced;
     std::vector<at::Tensor> locals;
-    meeting_.begin_round(Clock::now() + options_.timeout);
-    job->plan = agree_on_plan(meeting_, step, [&] {
-      step_folder_name(step);  // refuses what is no step
+    agreement_.begin_round(Clock::now() + options_.timeout);
+    job->plan = agree_on_plan(agreement_, step, [&] {
+      step_folder_name(step);  // throws for an invalid step
       for (const auto& [section, parts] : {std::pair(Section::Model, &contents.model), std::pair(Section::Optimizer, &contents.optimizer)})
         for (const TensorPart& part : *parts) {
           const auto dtype = to_dtype(part.local.scalar_type());
-          if (!dtype) throw ValueError(describe("part of a checkpoint: " + part.name, c10::toString(part.local.scalar_type()), "an element type that safetensors has"));
+          if (!dtype) throw ValueError(describe("part of a checkpoint: " + part.name, c10::toString(part.local.scalar_type()), "an element type that safetensors supports"));
           if (!part.slice.boxes.empty() && part.local.sizes() != at::IntArrayRef(part.slice.local_shape))
             throw ValueError(describe("part of a checkpoint: " + part.name, fmt::format("a local tensor of {} dims", part.local.dim()), "the local shape of its slice"));
           announced.push_back({section, part.name, *dtype, part.slice});
@@ -112,13 +113,14 @@ class CheckpointWriter::Impl {
     std::int64_t step = 0;
     SavePlan plan;
     std::vector<HostPart> parts;
-    std::vector<std::pair<std::size_t, at::Tensor>> on_device;  // parts that are still to be fetched
-    std::optional<c10::Stream> stream;                          // on which that happens; none: the current one
+    std::vector<std::pair<std::size_t, at::Tensor>> on_device;  // parts still to be fetched
+    std::optional<c10::Stream> stream;                          // for fetching; nullopt: the current one
     std::string state;
   };
 
-  // What this rank writes is copied before training goes on: in main memory into the buffers, on a device into memory of the device, from
-  // where the thread fetches it. Where a device has no room for that, training waits until the buffers have it.
+  // Copies what this rank writes before training continues: from main memory into the buffers, on a device
+  // into device memory, from where the thread fetches it. If the device has no room for that, training waits
+  // until the data is in the buffers.
   void copy(Job& job, std::vector<AnnouncedTensor> announced, const std::vector<at::Tensor>& locals) {
     at::NoGradGuard no_grad;
     const auto& writes = job.plan.writes.at(static_cast<std::size_t>(board_.rank()));
@@ -138,7 +140,7 @@ class CheckpointWriter::Impl {
     try {
       for (auto& [i, tensor] : job.on_device) tensor = tensor.clone();
     } catch (const c10::Error& no_room) {
-      log().debug("checkpoint: copied from the device while training waits: {}", no_room.what_without_backtrace());
+      log().debug("checkpoint: copying from the device while training waits: {}", no_room.what_without_backtrace());
       for (auto& [i, tensor] : job.on_device) tensor = locals[i];
       fetch(job);
       return;
@@ -148,7 +150,7 @@ class CheckpointWriter::Impl {
     order_after(*job.stream, current_stream(device));
   }
 
-  // From save to save the buffers are the same as long as the model is.
+  // The buffers are reused from save to save as long as the model is the same.
   at::Tensor& buffer_like(std::size_t i, const at::Tensor& local, bool pinned) {
     at::Tensor& buffer = buffers_[i];
     if (!buffer.defined() || buffer.sizes() != local.sizes() || buffer.scalar_type() != local.scalar_type() || buffer.is_pinned() != pinned)
@@ -156,7 +158,7 @@ class CheckpointWriter::Impl {
     return buffer;
   }
 
-  // Copies from a device run one behind the other: a last one that blocks waits for all of them.
+  // Copies from a device run one after the other, so waiting for the last one waits for all of them.
   void fetch(Job& job) {
     if (job.on_device.empty()) return;
     at::NoGradGuard no_grad;
@@ -182,7 +184,7 @@ class CheckpointWriter::Impl {
       SaveOutcome outcome{job->step, {}};
       try {
         fetch(*job);
-        write_checkpoint(meeting_, folder_, job->step, job->plan, job->parts, job->state, options_.files);
+        write_checkpoint(agreement_, folder_, job->step, job->plan, job->parts, job->state, options_.files);
       } catch (const std::exception& failure) {
         outcome.error = fmt::format("checkpoint of step {} was not saved: {}", job->step, failure.what());
         error = std::make_exception_ptr(CheckpointError(outcome.error));
@@ -200,12 +202,12 @@ class CheckpointWriter::Impl {
 
   const std::filesystem::path folder_;
   const WriterOptions options_;
-  WorldBoard board_;
-  BoardMeeting meeting_;  // of the caller while job_ is empty, else of the thread
+  WorldStatusBoard board_;
+  StatusBoardAgreement agreement_;  // used by the caller while job_ is empty, else by the thread
   std::optional<FolderLock> lock_;
   std::vector<at::Tensor> buffers_;
 
-  std::mutex mutex_;  // of all below
+  std::mutex mutex_;  // guards the members below
   std::condition_variable changed_;
   std::unique_ptr<Job> job_;
   std::exception_ptr error_;

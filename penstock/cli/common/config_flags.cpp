@@ -1,4 +1,4 @@
-// How commands that take a configuration read it from their command line.
+// Reads the configuration of a command from its command line.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
@@ -15,7 +16,8 @@ namespace penstock::cli {
 
 namespace {
 
-// What is no flag of the command is taken for a key of the configuration; a misspelt flag is told as what it is.
+// Arguments that are not flags of the command are taken as configuration keys; reports misspelled flags as
+// flags.
 void refuse_near_flags(const CLI::App& command, const std::vector<std::string>& arguments) {
   std::vector<std::string> names, flags;
   for (const std::string& key : train::config_keys()) {
@@ -41,11 +43,11 @@ void refuse_near_flags(const CLI::App& command, const std::vector<std::string>& 
 
 }  // namespace
 
-bool trains_without_a_run(const std::string& key) { return !key.starts_with("checkpoint.") && !key.starts_with("output."); }
+bool has_effect_without_run(const std::string& key) { return !key.starts_with("checkpoint.") && !key.starts_with("output."); }
 
 void refuse_keys(const train::ResolvedConfig& resolved, const std::string& command, const std::function<bool(const std::string& key)>& used) {
   for (const auto& [key, origin] : resolved.origins)
-    if (origin.starts_with("--") && !used(key)) throw ConfigError(fmt::format("{}: {} has no meaning for penstock {}; leave it out", origin, key, command));
+    if (origin.starts_with("--") && !used(key)) throw ConfigError(fmt::format("{}: {} has no effect in penstock {}; leave it out", origin, key, command));
 }
 
 train::ConfigSources config_sources(const CLI::App& command) {

@@ -1,5 +1,5 @@
-// The PENSTOCK_ variables, checked before any command runs. The library reads them where it needs them, which may be in the middle of
-// a run, on one rank, or never.
+// Checks the PENSTOCK_ variables before a command runs. The library reads them where it needs them, which may
+// be in the middle of a run, on one rank, or never.
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -53,8 +53,9 @@ const std::vector<Variable>& variables() {
   return kVariables;
 }
 
-// Names of others (PENSTOCK_HOME, ...) are theirs; one that is nearly one of ours is a mistake.
-void warn_of_misspelt_names() {
+// Other variables with this prefix (PENSTOCK_HOME, ...) may be someone else's; a name that nearly matches a
+// known one is probably a typo.
+void warn_about_misspelled_names() {
   std::vector<std::string> endings;
   for (const Variable& variable : variables()) endings.emplace_back(std::string_view(variable.name).substr(kPrefix.size()));
   for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
@@ -79,7 +80,7 @@ void warn_of_misspelt_names() {
 
 void check_environment() {
   for (const Variable& variable : variables()) variable.check(variable.name);
-  if (!env_text("PENSTOCK_LAUNCH_ID")) warn_of_misspelt_names();  // once, not once a rank
+  if (!env_text("PENSTOCK_LAUNCH_ID")) warn_about_misspelled_names();  // once, not once per rank
 }
 
 }  // namespace penstock::cli

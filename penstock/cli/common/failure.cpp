@@ -13,10 +13,7 @@
 #include "penstock/base/exception_text.h"
 #include "penstock/base/log.h"
 #include "penstock/base/printable.h"
-#include "penstock/checkpoint/files/checkpoint_error.h"
-#include "penstock/stage.h"
-#include "penstock/torch/compat/out_of_memory.h"
-#include "penstock/train/report/not_finite.h"
+#include "penstock/base/out_of_memory.h"
 
 namespace penstock::cli {
 
@@ -44,8 +41,7 @@ int explain() {
     return kUsage;
   } catch (const std::exception& error) {
     if (const auto what = out_of_memory(error)) return no_memory(*what);
-    const auto is_one_of = [&]<class... Known>() { return ((dynamic_cast<const Known*>(&error) != nullptr) || ...); };
-    if (is_one_of.operator()<ValueError, TypeError, StateError, PipeliningMetadataError, CommError, NotImplemented, StageForwardError, StageBackwardError, train::NotFiniteError, checkpoint::CheckpointError>()) {
+    if (dynamic_cast<const Error*>(&error) != nullptr) {
       print_error(without_backtrace(error.what()));
       return kFailed;
     }

@@ -1,25 +1,29 @@
-// How `penstock` ends when a command throws: one message on standard error and an exit code.
+// How `penstock` exits when a command throws: one message on standard error and an exit code.
 //
-// Penstock's own exceptions explain themselves. An exception of LibTorch or of the standard library that arrives here was explained by nobody:
-// that is a defect of Penstock, and its exit code says so, so that tests can tell it from a refusal. Only memory that ran out is no defect.
+// Penstock's own exceptions explain the problem. An exception of LibTorch or of the standard library that
+// reaches this point is a defect of Penstock and has its own exit code, so that tests can distinguish it from
+// an expected error. The exception is running out of memory.
 #pragma once
 
 #include <string_view>
 
 namespace penstock::cli {
 
-// Exit codes of all commands. `launch`, and `train` with its ranks, return that of the rank that failed first.
+// Exit codes of all commands. `launch`, and `train` with its ranks, return the code of the rank that failed
+// first.
 inline constexpr int kFailed = 1;   // a check or a run failed
 inline constexpr int kUsage = 2;    // usage, configuration or a file that cannot be used
-inline constexpr int kDefect = 70;  // of Penstock itself: EX_SOFTWARE of sysexits.h
+inline constexpr int kDefect = 70;  // a defect of Penstock: EX_SOFTWARE of sysexits.h
 
-// Prints "penstock: ..." about the exception that is being handled and returns the exit code. To be called in a catch block. Never throws.
+// Prints "penstock: ..." for the exception that is being handled and returns the exit code. Call it in a
+// catch block. Never throws.
 int report_failure() noexcept;
 
-// Prints a message as all of them are printed: no control bytes, no megabytes.
+// Prints a message with control bytes escaped and its length limited.
 void print_error(std::string_view message);
 
-// Exceptions that leave a thread, a destructor or a noexcept function end the process with the same sentence and kDefect instead of abort().
+// Makes exceptions that escape from a thread, a destructor or a noexcept function end the process with the
+// same message and kDefect instead of abort().
 void report_failure_on_terminate();
 
 }  // namespace penstock::cli

@@ -21,14 +21,14 @@ CLI::Option* add_read_option(CLI::App& command, const std::string& names, const 
 
 std::string whole_help(const std::string& help, std::int64_t low, std::int64_t high, std::int64_t now) {
   const std::string range = high == std::numeric_limits<std::int64_t>::max() ? fmt::format("at least {}", low) : fmt::format("{} to {}", low, high);
-  // Help that tells the default itself needs no number.
-  const bool told = help.find("default") != std::string::npos;
-  return fmt::format("{} ({}{})", help, range, now >= low && now <= high && !told ? fmt::format(", default {}", now) : std::string());
+  // Help texts that state the default themselves need no second one.
+  const bool states_default = help.find("default") != std::string::npos;
+  return fmt::format("{} ({}{})", help, range, now >= low && now <= high && !states_default ? fmt::format(", default {}", now) : std::string());
 }
 
 CLI::Option* add_number(CLI::App& command, const std::string& names, double& place, const NumberRange& range, const std::string& help) {
-  const bool told = help.find("default") != std::string::npos;
-  const std::string shown = fmt::format("{} ({}{})", help, range.text(), range.contains(place) && !told ? fmt::format(", default {}", place) : std::string());
+  const bool states_default = help.find("default") != std::string::npos;
+  const std::string shown = fmt::format("{} ({}{})", help, range.text(), range.contains(place) && !states_default ? fmt::format(", default {}", place) : std::string());
   return add_read_option(command, names, "X", shown, [&place, range](const std::string& name, const std::string& text) { place = read_number(name, text, range); });
 }
 
@@ -39,7 +39,7 @@ CLI::Option* add_bytes(CLI::App& command, const std::string& names, std::uint64_
 
 void refuse_options(const CLI::App& command, std::initializer_list<const char*> names, const std::string& why, const std::string& remedy) {
   for (const char* name : names)
-    if (command.count(name) > 0) throw ConfigError(fmt::format("{} has no meaning {}; {}", name, why, remedy));
+    if (command.count(name) > 0) throw ConfigError(fmt::format("{} has no effect {}; {}", name, why, remedy));
 }
 
 }  // namespace penstock::cli

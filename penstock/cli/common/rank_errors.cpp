@@ -29,7 +29,7 @@ constexpr const char* kVariable = "PENSTOCK_RANK_ERRORS";
 
 fs::path file_of(const fs::path& folder, int rank) { return folder / fmt::format("rank-{}", rank); }
 
-// False where nobody listens, or the message could not be left.
+// Returns false if no parent listens or the message could not be written.
 bool leave(const std::string& message) {
   const auto folder = env_text(kVariable);
   if (!folder) return false;
@@ -50,9 +50,9 @@ void RankErrors::print() const {
   std::map<int, std::string> by_rank;
   for (const fs::directory_entry& entry : fs::directory_iterator(folder_.path())) {
     std::ifstream file(entry.path());
-    by_rank[static_cast<int>(parse_whole(entry.path().filename().string().substr(5)).value_or(0))] = std::string(std::istreambuf_iterator<char>(file), {});
+    by_rank[static_cast<int>(parse_integer(entry.path().filename().string().substr(5)).value_or(0))] = std::string(std::istreambuf_iterator<char>(file), {});
   }
-  std::vector<std::pair<std::string, std::vector<int>>> messages;  // in the order of the first rank that has each
+  std::vector<std::pair<std::string, std::vector<int>>> messages;  // ordered by the first rank with the message
   for (const auto& [rank, text] : by_rank) {
     auto same = messages.begin();
     while (same != messages.end() && same->first != text) ++same;
@@ -63,7 +63,7 @@ void RankErrors::print() const {
     fmt::print(stderr, "penstock: {}{}\n", messages.size() > 1 ? fmt::format("rank {}: ", format_list(ranks)) : std::string(), printable(text));
 }
 
-int tell_parent(const std::function<int()>& body) {
+int report_to_parent(const std::function<int()>& body) {
   try {
     return body();
   } catch (const ConfigError& error) {

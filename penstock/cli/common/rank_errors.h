@@ -1,15 +1,15 @@
-// What ranks that a command has started say when they refuse to run: once, not once a rank.
+// Collects the errors of ranks that a command has started, so that an error of all ranks is printed once.
 //
 //   RankErrors errors;                          // in the command
 //   errors.listen(options);
 //   const int code = comm::launch(options).exit_code;
 //   errors.print();
 //
-//   return tell_parent([&] { ...; return 0; }); // in each rank
+//   return report_to_parent([&] { ...; return 0; }); // in each rank
 //
-// A configuration or checkpoint that does not fit is noticed by all ranks alike. They leave the message to the command that started
-// them, which prints each message once, and the launcher then adds nothing about who failed first. All other errors are printed
-// by the rank that has them, at once.
+// All ranks detect an invalid configuration or checkpoint in the same way. They pass the message to the
+// command that started them, which prints each message once, and the launcher then does not report which rank
+// failed first. All other errors are printed immediately by the rank that has them.
 #pragma once
 
 #include <functional>
@@ -23,15 +23,15 @@ class RankErrors {
  public:
   RankErrors() : folder_("errors") {}
   void listen(comm::LaunchOptions& options) const;
-  // To standard error. After the launch.
+  // Prints to standard error. Call it after the launch.
   void print() const;
 
  private:
   WorkFolder folder_;
 };
 
-// Runs `body` and returns its exit code. For a ConfigError the exit code is 2, for a CheckpointError 1; both are thrown on where
-// nobody listens.
-int tell_parent(const std::function<int()>& body);
+// Runs `body` and returns its exit code. Returns 2 for a ConfigError and 1 for a CheckpointError; rethrows
+// both if no parent listens.
+int report_to_parent(const std::function<int()>& body);
 
 }  // namespace penstock::cli

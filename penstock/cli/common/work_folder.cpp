@@ -5,6 +5,7 @@
 
 #include <system_error>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/log.h"
@@ -19,14 +20,14 @@ WorkFolder::WorkFolder(const std::string& purpose, const std::string& keep) : pu
     path_ = fs::absolute(keep, error);
     if (!error) fs::create_directories(path_, error);
     const bool empty = !error && fs::is_empty(path_, error);
-    if (error || !empty) throw ConfigError(describe("--keep", error ? fmt::format("{} ({})", keep, error.message()) : keep, "a folder that is new or empty", "name another one"));
+    if (error || !empty) throw ConfigError(describe("--keep", error ? fmt::format("{} ({})", keep, error.message()) : keep, "a new or empty folder", "choose another folder"));
     return;
   }
   std::error_code error;
   const fs::path temporary = fs::temp_directory_path(error);
-  if (error) throw ConfigError(describe("temporary folder", error.message(), "a folder that can be written", "set TMPDIR"));
+  if (error) throw ConfigError(describe("temporary folder", error.message(), "a writable folder", "set TMPDIR"));
   std::string name = (temporary / ("penstock-" + purpose + "-XXXXXX")).string();
-  if (::mkdtemp(name.data()) == nullptr) throw ConfigError(describe("temporary folder", name, "a place that can be written", "set TMPDIR"));
+  if (::mkdtemp(name.data()) == nullptr) throw ConfigError(describe("temporary folder", name, "a writable folder", "set TMPDIR"));
   path_ = name;
 }
 

@@ -1,4 +1,4 @@
-// A folder that a command and the ranks it starts work in. Gone with the object unless the user has named it.
+// A folder shared by a command and the ranks it starts. Removed with the object unless the user named it.
 #pragma once
 
 #include <filesystem>
@@ -8,7 +8,8 @@ namespace penstock::cli {
 
 class WorkFolder {
  public:
-  // `keep`: made there, and kept; it must be new or empty. Else under the temporary folder, named after `purpose`. Throws ConfigError.
+  // With `keep`, creates and keeps that folder, which must be new or empty. Otherwise creates a temporary
+  // folder named after `purpose`. Throws ConfigError.
   explicit WorkFolder(const std::string& purpose, const std::string& keep = {});
   ~WorkFolder();
   WorkFolder(const WorkFolder&) = delete;

@@ -1,4 +1,4 @@
-// penstock check: whether a schedule in a file can be executed and computes the right thing.
+// penstock check: reports whether a schedule in a file can be executed and computes the right result.
 #include <fmt/format.h>
 
 #include <cstdio>
@@ -24,11 +24,11 @@ struct CheckFlags {
   bool all = false;
 };
 
-void run(const CheckFlags& flags, Outcome& outcome) {
-  std::optional<schedule::Placement> placement;
+void run(const CheckFlags& flags, CommandOutcome& outcome) {
+  std::optional<schedule::StagePlacement> placement;
   if (!flags.placement.empty())
     placement =
-        schedule::parse_placement(one_of("--placement", flags.placement, {"loop", "v", "bidirectional"}));
+        schedule::parse_stage_placement(one_of("--placement", flags.placement, {"loop", "v", "bidirectional"}));
   schedule::ValidateOptions options;
   if (one_of("--sends", flags.sends, {"blocking", "posted"}) == "posted")
     options.sends = schedule::SendModel::Posted;
@@ -62,24 +62,24 @@ void run(const CheckFlags& flags, Outcome& outcome) {
 
 }  // namespace
 
-void add_check_command(CLI::App& app, Outcome& outcome) {
-  CLI::App* command = app.add_subcommand("check", "Check a schedule: complete, in order, free of deadlock");
+void add_check_command(CLI::App& app, CommandOutcome& outcome) {
+  CLI::App* command = app.add_subcommand("check", "Check that a schedule is complete, in order and free of deadlocks");
   const auto flags = std::make_shared<CheckFlags>();
-  command->add_option("file", flags->file, "Schedule as CSV, one line a rank; - for standard input")
+  command->add_option("file", flags->file, "Schedule as CSV, one line per rank; - for standard input")
       ->required()
       ->type_name("FILE.csv");
   command
       ->add_option("--placement", flags->placement,
-                   "Where stages belong: loop, v or bidirectional (default: where the file has them)")
+                   "Placement of stages on ranks: loop, v or bidirectional (default: as in the file)")
       ->type_name("X");
   command
       ->add_option("--sends", flags->sends,
-                   "blocking: a send waits for its receive; posted: it does not (default blocking)")
+                   "blocking: a send waits for the matching receive; posted: it does not (default blocking)")
       ->type_name("X");
-  command->add_flag("--all", flags->all, "All violations, not only the first");
+  command->add_flag("--all", flags->all, "Print all violations, not only the first");
   command->footer(
       "Example: penstock check my_schedule.csv --placement v\n"
-      "Exit codes: 0 the schedule is good, 1 it is not, 2 the file cannot be read.");
+      "Exit codes: 0 the schedule is valid, 1 it is not, 2 the file cannot be read.");
   command->callback([flags, &outcome] { run(*flags, outcome); });
 }
 

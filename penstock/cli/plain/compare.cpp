@@ -1,4 +1,4 @@
-// penstock compare: all kinds side by side, fastest first.
+// penstock compare: all schedule kinds side by side, fastest first.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -44,9 +44,9 @@ class Comparison {
   explicit Comparison(const CompareFlags& flags) : flags_(flags), per_rank_(cost_model(flags.costs)) {
     if (per_rank_.stages.size() > 1 || per_rank_.memory.size() > 1) {
       throw ConfigError(
-          "compare: kinds cut the model into different numbers of stages, so costs per stage cannot be "
+          "compare: schedule kinds split the model into different numbers of stages, so costs per stage cannot be "
           "compared; "
-          "give one number for each, of one rank's share of the model");
+          "give one number per cost, for one rank's share of the model");
     }
     limits_ = memory_limits(flags.costs, flags.shape.ranks, flags.shape.microbatches);
     for (const schedule::ScheduleKind kind : schedule::all_schedule_kinds()) add(kind);
@@ -83,7 +83,7 @@ class Comparison {
     request.shape.group_size.reset();
     request.model = model_for(per_rank_, request.shape.stages_per_rank);
     request.limits = stage_limits(request.shape.stages_per_rank);
-    request.placements = {schedule::Placement::Loop, schedule::Placement::V};
+    request.placements = {schedule::StagePlacement::Loop, schedule::StagePlacement::V};
     try {
       add("auto", request.shape.stages_per_rank, plan::auto_schedule(request).schedule);
     } catch (const ValueError& error) {
@@ -91,7 +91,7 @@ class Comparison {
     }
   }
 
-  // Limits count one rank's share of the model; the simulator counts stages.
+  // Limits are in units of one rank's share of the model; the simulator counts stages.
   std::vector<plan::MemoryLimit> stage_limits(int stages_per_rank) const {
     std::vector<plan::MemoryLimit> limits = limits_;
     for (plan::MemoryLimit& limit : limits) {
@@ -101,7 +101,7 @@ class Comparison {
   }
 
   void add(std::string kind, int stages_per_rank, const schedule::Schedule& schedule) {
-    // Both directions of a bidirectional pipeline hold whole shares; elsewhere the stages of a rank divide
+    // In a bidirectional pipeline both directions hold whole shares; otherwise the stages of a rank divide
     // its share.
     const bool divided = schedule.stages().chains().size() == 1;
     const int parts = divided ? stages_per_rank : 1;
@@ -134,11 +134,11 @@ std::string to_text(const Comparison& comparison) {
                    line.fits ? "" : "  above the limit");
   }
   fmt::format_to(out,
-                 "stages: per rank. time: of one step; costs are those of one rank's share of the model. "
+                 "stages: per rank. time: per step; costs are for one rank's share of the model. "
                  "activations and memory: of the\n"
                  "fullest rank, activations in units of one rank's share.\n");
   for (const Absent& absent : comparison.absent())
-    fmt::format_to(out, "not for this shape: {}\n", absent.why);
+    fmt::format_to(out, "not available for this shape: {}\n", absent.why);
   return text;
 }
 
@@ -170,23 +170,23 @@ void run(const CompareFlags& flags) {
   } catch (const ConfigError&) {
     throw;
   } catch (const ValueError& error) {
-    throw ConfigError(error.what());  // costs that no schedule can have are bad usage
+    throw ConfigError(error.what());  // invalid costs are a usage error
   }
 }
 
 }  // namespace
 
-void add_compare_command(CLI::App& app, Outcome&) {
-  CLI::App* command = app.add_subcommand("compare", "All schedules side by side, fastest first");
+void add_compare_command(CLI::App& app, CommandOutcome&) {
+  CLI::App* command = app.add_subcommand("compare", "Compare all schedules, fastest first");
   const auto flags = std::make_shared<CompareFlags>();
-  add_size_flags(*command, flags->shape, "Of the kinds that leave it open (default 2; auto: 1)");
+  add_size_flags(*command, flags->shape, "Stages per rank, for kinds that do not fix it (default 2; auto: 1)");
   add_cost_flags(*command, flags->costs);
   add_limit_flags(*command, flags->costs);
   command->add_option("--format", flags->format, "text or json (default text)")->type_name("X");
   command->footer(
       "Example: penstock compare --ranks 4 --microbatches 16 --cost F=1,I=1,W=1,send=0.1 --memory "
       "params=4G,grads=4G,act=300M\n"
-      "Costs and memory are those of one rank's share of the model; kinds with several stages per rank "
+      "Costs and memory are for one rank's share of the model; kinds with several stages per rank "
       "divide them.");
   command->callback([flags] { run(*flags); });
 }

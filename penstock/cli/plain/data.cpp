@@ -1,4 +1,4 @@
-// penstock data: makes token shards from files, and shows what a folder of them holds.
+// penstock data: makes token shards from files, and shows the contents of a folder of shards.
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -41,7 +41,7 @@ struct MakeFlags {
   bool overwrite = false;
 };
 
-// One line that is written over on a terminal, a line now and then elsewhere; nothing for work that is done at once.
+// Overwrites one line on a terminal, prints a line now and then otherwise. Prints nothing for short work.
 class ProgressLine {
  public:
   void show(const train::MakeShardsProgress& progress) {
@@ -73,17 +73,17 @@ void make(const MakeFlags& flags) {
   options.sources.skip_bad_files = flags.skip_bad_files;
   options.shard_tokens = flags.shard_tokens;
   options.overwrite = flags.overwrite;
-  train::MadeShards made;
+  train::MakeShardsResult made;
   {
     ProgressLine line;
     options.progress = [&](const train::MakeShardsProgress& progress) { line.show(progress); };
     made = train::make_shards(flags.out, options);
   }
-  // Of the system's own headers some are always empty, and nobody can mend them: they are only counted.
+  // Some system headers are always empty, and the user cannot fix them: only count them.
   if (!flags.sources.empty())
     for (const train::BadFile& file : made.bad) fmt::print(stderr, "skipped {}: {}\n", printable(file.path.string()), file.why);
   fmt::print("{}: {} of {} ({}) in {}\n", printable(flags.out), count_of(made.tokens, "token"), count_of(made.documents, "file"), format_bytes(made.bytes), count_of(made.shards, "shard"));
-  for (const auto& file : made.cut) fmt::print("cut by the cap: {}\n", printable(file.string()));
+  for (const auto& file : made.cut) fmt::print("truncated by the cap: {}\n", printable(file.string()));
   if (made.bad.size() + made.too_large + made.beyond_cap > 0)
     fmt::print("left out: {} bad{}, {} beyond the cap\n", made.bad.size(),
                made.max_file_bytes == 0 ? "" : fmt::format(", {} larger than {}", made.too_large, format_bytes(made.max_file_bytes)), made.beyond_cap);
@@ -96,7 +96,7 @@ struct ShowFlags {
   double validation_fraction = 0.05;
 };
 
-// A file to be shown, and how it is opened.
+// A file to show, and how to open it.
 struct ShownFile {
   std::filesystem::path path;
   std::function<std::shared_ptr<const train::TokenSource>()> open;
@@ -122,7 +122,7 @@ std::vector<ShownFile> shown_files(const ShowFlags& flags) {
   return files;
 }
 
-void show(const ShowFlags& flags, Outcome& outcome) {
+void show(const ShowFlags& flags, CommandOutcome& outcome) {
   const std::vector<ShownFile> files = shown_files(flags);
   fmt::print("{:<28} {:>10} {:>14} {:>6} {:>10}  {}\n", "file", "documents", "tokens", "bytes", "vocabulary", "contents");
   std::uint64_t documents = 0;
@@ -145,7 +145,7 @@ void show(const ShowFlags& flags, Outcome& outcome) {
       continue;
     }
     const bool damaged = damage.size() > damaged_before;
-    // Where only tokens tell, documents are not counted.
+    // If only the tokens mark the ends of documents, documents are not counted.
     fmt::print("{:<28} {:>10} {:>14} {:>6} {:>10}  {}\n", name, source->ends_are_in_tokens() ? std::string("-") : fmt::format("{}", source->documents()), source->tokens(), file.token_bytes(*source),
                source->vocabulary(), damaged ? "DAMAGED" : "ok");
     documents += source->documents();
@@ -153,7 +153,7 @@ void show(const ShowFlags& flags, Outcome& outcome) {
     for (std::uint64_t i = 0; i < source->documents(); ++i) split.count(source->document(i).end - source->document(i).begin, source->document(i).key);
     sources.push_back(std::move(source));
   }
-  fmt::print("{:<28} {:>10} {:>14}\n", fmt::format("{} in all", files.size()), documents, tokens);
+  fmt::print("{:<28} {:>10} {:>14}\n", fmt::format("{} in total", files.size()), documents, tokens);
   split.decide();
   std::uint64_t validation_documents = 0;
   std::uint64_t validation_tokens = 0;
@@ -164,15 +164,15 @@ void show(const ShowFlags& flags, Outcome& outcome) {
       validation_tokens += part;
     }
   }
-  fmt::print("for validation at a fraction of {}: {}, {}{}\n", flags.validation_fraction, count_of(validation_tokens, "token"), split.cuts() ? "the ends of " : "", count_of(validation_documents, "document"));
+  fmt::print("validation at a fraction of {}: {}, {}{}\n", flags.validation_fraction, count_of(validation_tokens, "token"), split.cuts() ? "the ends of " : "", count_of(validation_documents, "document"));
   for (const std::string& text : damage) fmt::print(stderr, "penstock: {}\n", printable(text));
   if (!damage.empty()) outcome.exit_code = 1;
 }
 
 }  // namespace
 
-void add_data_command(CLI::App& app, Outcome& outcome) {
-  CLI::App* command = app.add_subcommand("data", "Make token shards from files, or show what shards and token files hold");
+void add_data_command(CLI::App& app, CommandOutcome& outcome) {
+  CLI::App* command = app.add_subcommand("data", "Make token shards from files, or show the contents of shards and token files");
   command->require_subcommand(1);
   command->footer(
       "Examples:\n"
@@ -182,37 +182,37 @@ void add_data_command(CLI::App& app, Outcome& outcome) {
 
   CLI::App* make_command = command->add_subcommand("make", "Make a folder of token shards from text files");
   const auto make_flags = std::make_shared<MakeFlags>();
-  make_command->add_option("--out", make_flags->out, "Folder to make")->required()->type_name("FOLDER");
+  make_command->add_option("--out", make_flags->out, "Folder to create")->required()->type_name("FOLDER");
   make_command
       ->add_option("--source", make_flags->sources,
-                   "Files and folders, searched to the bottom (default: the C++ headers of this system and of LibTorch)")
+                   "Files and folders, searched recursively (default: the C++ headers of this system and of LibTorch)")
       ->type_name("PATH...");
   make_command
       ->add_option("--extensions", make_flags->extensions,
-                   "Only files with these (default: all of the given paths; those of C++ for the default ones)")
+                   "Use only files with these extensions (default: all files of the given paths; C++ files for the default sources)")
       ->type_name("X...");
-  add_bytes(*make_command, "--cap-bytes", make_flags->cap_bytes, 0, "Bytes of text at most: 16MB, 1GB (default 0: no cap)");
-  add_bytes(*make_command, "--max-file-bytes", make_flags->max_file_bytes, 0, "Larger files are left out (default 0: no limit; 1 MiB for the default sources)");
-  add_whole(*make_command, "--shard-tokens", make_flags->shard_tokens, 1, std::int64_t{1} << 40, "Tokens of a shard, about (default 2^26)");
+  add_bytes(*make_command, "--cap-bytes", make_flags->cap_bytes, 0, "Maximum bytes of text: 16MB, 1GB (default 0: no limit)");
+  add_bytes(*make_command, "--max-file-bytes", make_flags->max_file_bytes, 0, "Skip larger files (default 0: no limit; 1 MiB for the default sources)");
+  add_whole(*make_command, "--shard-tokens", make_flags->shard_tokens, 1, std::int64_t{1} << 40, "Approximate tokens per shard (default 2^26)");
   make_command->add_flag("--skip-bad-files", make_flags->skip_bad_files,
-                         "Go on without unreadable, empty and binary files, and list them (default: an error)");
-  make_command->add_flag("--overwrite", make_flags->overwrite, "Replace a folder that has token shards already");
+                         "Skip unreadable, empty and binary files, and list them (default: fail)");
+  make_command->add_flag("--overwrite", make_flags->overwrite, "Replace a folder that already contains token shards");
   make_command->footer(
-      "Tokens are bytes; a file is a document. The format is in docs/data.md. penstock train --data does the same by itself.\n"
+      "Each byte is a token; each file is a document. docs/data.md describes the format. penstock train --data makes shards itself.\n"
       "Examples:\n"
       "  penstock data make --out data\n"
       "  penstock data make --out data --source src include --extensions .h .cpp --cap-bytes 16MB\n"
       "Exit codes: 0 ok, 2 usage error or a bad file.");
   make_command->callback([make_flags] { make(*make_flags); });
 
-  CLI::App* show_command = command->add_subcommand("show", "What a folder of token shards or a token file holds, and whether it is whole");
+  CLI::App* show_command = command->add_subcommand("show", "Show the contents of a folder of token shards or of a token file, and check its integrity");
   const auto show_flags = std::make_shared<ShowFlags>();
-  show_command->add_option("path", show_flags->path, "Folder of token shards, or token file (or folder or pattern) of another program")->required()->type_name("PATH");
-  show_command->add_option("--format", show_flags->format, "uint16: 16-bit tokens without a header (default: by the header)")->check(CLI::IsMember({"auto", "uint16"}))->type_name("F");
-  add_whole(*show_command, "--vocabulary", show_flags->vocabulary, 1, 65536, "Of a file without a header: its tokens are to be below it (default 65536)");
-  add_number(*show_command, "--validation-fraction", show_flags->validation_fraction, {.low = 0, .high = 1}, "Share for validation, to count it")->type_name("F");
+  show_command->add_option("path", show_flags->path, "Folder of token shards, or a token file (or folder or pattern) of another program")->required()->type_name("PATH");
+  show_command->add_option("--format", show_flags->format, "uint16: 16-bit tokens without a header (default: determined by the header)")->check(CLI::IsMember({"auto", "uint16"}))->type_name("F");
+  add_whole(*show_command, "--vocabulary", show_flags->vocabulary, 1, 65536, "Vocabulary size of a file without a header; all tokens must be below it (default 65536)");
+  add_number(*show_command, "--validation-fraction", show_flags->validation_fraction, {.low = 0, .high = 1}, "Fraction held out for validation; the size of that part is shown")->type_name("F");
   show_command->footer(
-      "Reads every byte; checks every checksum of shards, and that tokens are below the vocabulary.\n"
+      "Reads every byte; checks all checksums of shards, and that tokens are below the vocabulary size.\n"
       "Examples:\n"
       "  penstock data show data\n"
       "  penstock data show fineweb_train_000001.bin\n"

@@ -19,13 +19,13 @@ constexpr const char* kExamples =
     "  penstock launch -n 4 -- ./train --config model.toml\n"
     "  penstock launch -n 8 --restarts 2 --log-dir logs -- ./train --resume\n"
     "\n"
-    "Every rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and\n"
-    "PENSTOCK_RESTART_COUNT, and OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and MKL_NUM_THREADS where they are "
+    "Each rank is started with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and\n"
+    "PENSTOCK_RESTART_COUNT, and with OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and MKL_NUM_THREADS if they are "
     "not set.\n"
     "\n"
-    "Exit code: that of the rank that failed first (128 + signal if it was killed); 0 when all ranks ended "
-    "well;\n"
-    "126 or 127 when the program cannot be executed or does not exist; 2 for a usage error.";
+    "Exit code: that of the rank that failed first (128 + signal if it was killed); 0 if all ranks "
+    "succeeded;\n"
+    "126 or 127 if the program cannot be executed or does not exist; 2 for a usage error.";
 
 struct LaunchFlags {
   comm::LaunchOptions options;
@@ -33,7 +33,7 @@ struct LaunchFlags {
   bool no_prefix = false;
   bool no_color = false;
   std::string first_word;
-  std::vector<std::string> further_words;  // as many as could be given
+  std::vector<std::string> further_words;  // one per possible argument
 };
 
 class LaunchFormatter : public CLI::Formatter {
@@ -43,7 +43,7 @@ class LaunchFormatter : public CLI::Formatter {
   }
 };
 
-void run(CLI::App& command, LaunchFlags& flags, Outcome& outcome) {
+void run(CLI::App& command, LaunchFlags& flags, CommandOutcome& outcome) {
   const auto usage = [](const std::string& problem) {
     return ConfigError("launch: " + problem + "; for example: penstock launch -n 4 -- ./train --steps 100");
   };
@@ -53,10 +53,10 @@ void run(CLI::App& command, LaunchFlags& flags, Outcome& outcome) {
     flags.options.command.push_back(flags.further_words[i]);
   const std::vector<std::string> rest = command.remaining();
   const bool separated = std::find(rest.begin(), rest.end(), "--") != rest.end();
-  if (flags.options.command.empty()) throw usage("no program is given; write it after --");
-  // Without it an option of the program could be taken for one of ours, and the other way round.
+  if (flags.options.command.empty()) throw usage("no program is given; put it after --");
+  // Without the separator, options of the program could be mistaken for options of launch and vice versa.
   if (!separated) throw usage("-- is missing before the program \"" + flags.options.command.front() + "\"");
-  if (command.count("-n") == 0) throw usage("the number of ranks is not given; set it by -n");
+  if (command.count("-n") == 0) throw usage("the number of ranks is missing; set it with -n");
   flags.options.grace = std::chrono::milliseconds(static_cast<long long>(flags.grace_s * 1000));
   flags.options.prefix = !flags.no_prefix;
   if (flags.no_color) flags.options.color = comm::LaunchOptions::Color::Never;
@@ -65,26 +65,25 @@ void run(CLI::App& command, LaunchFlags& flags, Outcome& outcome) {
 
 }  // namespace
 
-void add_launch_command(CLI::App& app, Outcome& outcome) {
+void add_launch_command(CLI::App& app, CommandOutcome& outcome) {
   CLI::App* command = app.add_subcommand("launch", "Start a program as several ranks on this host");
   const auto flags = std::make_shared<LaunchFlags>();
   comm::LaunchOptions& options = flags->options;
   add_whole(*command, "-n,--ranks", options.ranks, 1, comm::kMaxLocalRanks, "Number of ranks");
-  add_whole(*command, "--restarts", options.restarts, 0, 1'000'000, "Start all ranks again up to this often when one fails");
+  add_whole(*command, "--restarts", options.restarts, 0, 1'000'000, "Maximum number of restarts of all ranks after a failure");
   add_number(*command, "--grace", flags->grace_s, {.low = 0, .high = 86'400},
-             "Seconds the other ranks have to end on their own after one failed, and all after a signal")
+             "Seconds that the other ranks have to exit after one has failed, and all ranks after a signal")
       ->type_name("S");
   command
       ->add_option("--log-dir", options.log_dir,
                    "Also write each rank's output to DIR/attempt<k>/rank<r>.log")
       ->type_name("DIR");
-  add_whole(*command, "--port", options.port, 0, 65535, "MASTER_PORT; 0, the default: a free port, picked anew for every attempt");
-  command->add_flag("--no-prefix", flags->no_prefix, "Do not put [rank r] in front of lines");
+  add_whole(*command, "--port", options.port, 0, 65535, "MASTER_PORT; 0, the default: a free port, chosen again for each attempt");
+  command->add_flag("--no-prefix", flags->no_prefix, "Do not prefix lines with [rank r]");
   command->add_flag("--no-color", flags->no_color, "Do not colour the prefix (also: set NO_COLOR)");
-  command->add_option("program", flags->first_word, "Program to run, then its arguments, after --")
+  command->add_option("program", flags->first_word, "Program to run and its arguments, after --")
       ->type_name("");
-  // One option for every further word. A single option that takes a list would take an argument such as [a,b]
-  // apart.
+  // One option per further word: a single list option would split an argument such as [a,b].
   command->preparse_callback([command, flags](std::size_t words) {
     flags->further_words.resize(words);
     for (std::size_t i = 0; i < words; ++i)

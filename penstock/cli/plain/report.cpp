@@ -1,4 +1,4 @@
-// penstock report: the page about a run, or about several beside each other.
+// penstock report: writes the page about a run, or a comparison of several runs.
 #include <fmt/format.h>
 
 #include <filesystem>
@@ -31,18 +31,18 @@ void report(const ReportFlags& flags) {
 
 }  // namespace
 
-void add_report_command(CLI::App& app, Outcome&) {
-  CLI::App* command = app.add_subcommand("report", "The page about a run, or about several compared");
+void add_report_command(CLI::App& app, CommandOutcome&) {
+  CLI::App* command = app.add_subcommand("report", "Write an HTML report of a run, or a comparison of several runs");
   const auto flags = std::make_shared<ReportFlags>();
-  command->add_option("runs", flags->runs, "Folders of runs of penstock train")->required()->type_name("RUN");
-  command->add_option("--out", flags->out, "Where the page goes; without it report.html in the folder of the run, or comparison.html here for several")->type_name("FILE.html");
+  command->add_option("runs", flags->runs, "Folders of penstock train runs")->required()->type_name("RUN");
+  command->add_option("--out", flags->out, "File to write (default: report.html in the run folder, or comparison.html in the working folder for several runs)")->type_name("FILE.html");
   command->footer(
-      "The page is one file that needs no network: curves, times, the timeline of a traced step, memory, configuration.\n"
-      "It can be made while a run goes on, and of a run that was killed.\n"
+      "The report is one HTML file that works offline: curves, times, the timeline of a traced step, memory, configuration.\n"
+      "It can be written while the run is in progress, and for a run that was killed.\n"
       "Examples:\n"
       "  penstock report runs/first\n"
       "  penstock report runs/first runs/second --out both.html\n"
-      "Exit codes: 0 ok, 2 a run cannot be read or the page not written.");
+      "Exit codes: 0 ok, 2 a run cannot be read or the page cannot be written.");
   command->callback([flags] { report(*flags); });
 }
 

@@ -10,10 +10,7 @@
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
 #include "penstock/cli/plain/schedule_flags.h"
-#include "penstock/plan/draw/draw_grid.h"
-#include "penstock/plan/draw/draw_html.h"
-#include "penstock/plan/draw/draw_perfetto.h"
-#include "penstock/plan/draw/draw_svg.h"
+#include "penstock/draw.h"
 #include "penstock/simulator.h"
 #include "penstock/lower.h"
 #include "penstock/schedule_text.h"
@@ -61,7 +58,7 @@ void run(const CLI::App& command, const ScheduleFlags& flags) {
   if (!flags.lowered) refuse_options(command, {"--max-active-stages", "--defer-receives"}, "without --lowered", "add --lowered, or leave it out");
   const bool timed = format == "svg" || format == "html" || format == "perfetto";
   if (!timed && !is_auto(flags.shape))
-    refuse_options(command, {"--cost", "--memory", "--communication"}, fmt::format("for the {} of a schedule that is fixed", format), "draw it by --format svg, html or perfetto, or use penstock simulate");
+    refuse_options(command, {"--cost", "--memory", "--communication"}, fmt::format("for the {} format of a fixed schedule", format), "use --format svg, html or perfetto, or penstock simulate");
   schedule::Schedule schedule = schedule_of(flags.shape, flags.costs);
   schedule::validate(schedule);
   if (flags.lowered) {
@@ -97,15 +94,15 @@ void run(const CLI::App& command, const ScheduleFlags& flags) {
 
 }  // namespace
 
-void add_schedule_command(CLI::App& app, Outcome&) {
+void add_schedule_command(CLI::App& app, CommandOutcome&) {
   CLI::App* command = app.add_subcommand("schedule", "Print or draw a pipeline schedule");
   const auto flags = std::make_shared<ScheduleFlags>();
   add_shape_flags(*command, flags->shape);
   command->add_flag("--lowered", flags->lowered,
-                    "With transfers, gathering and gradient reduction, as it is executed");
-  add_whole(*command, "--max-active-stages", flags->max_active_stages, 1, 65536, "Stages whose parameters a rank holds gathered at once");
+                    "Include transfers, gathers and gradient reductions, as executed");
+  add_whole(*command, "--max-active-stages", flags->max_active_stages, 1, 65536, "Maximum stages whose parameters a rank keeps gathered at once");
   command->add_flag("--defer-receives", flags->defer_receives,
-                    "Receive just before use instead of where the sender sends");
+                    "Receive just before use instead of when the sender sends");
   add_cost_flags(*command, flags->costs);
   add_limit_flags(*command, flags->costs);
   command->add_option("--format", flags->format, "csv, grid, svg, html, perfetto or json (default csv)")
@@ -118,8 +115,8 @@ void add_schedule_command(CLI::App& app, Outcome&) {
       "  penstock schedule --kind ZBVZeroBubble --ranks 4 --microbatches 8 --format svg -o zbv.svg\n"
       "  penstock schedule --kind auto --ranks 4 --microbatches 12 --cost F=1:1:2:1,send=0.1 "
       "--max-activations 1f1b -o auto.csv\n"
-      "--cost, --memory and --communication set the times of drawings and what auto works for; the limits "
-      "are for auto.");
+      "--cost, --memory and --communication set the times of drawings and the target of auto; the limits "
+      "apply to auto.");
   command->callback([command, flags] { run(*command, *flags); });
 }
 

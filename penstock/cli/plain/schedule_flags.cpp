@@ -12,6 +12,7 @@
 #include <memory>
 #include <system_error>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/quote.h"
@@ -28,7 +29,7 @@ struct Close {
 };
 using File = std::unique_ptr<std::FILE, Close>;
 
-// Those of the configuration; a schedule of that many would not fit into memory anyway.
+// The same limits as in the configuration; larger schedules would not fit into memory.
 constexpr int kMostRanks = 65536;
 constexpr int kMostMicrobatches = 1 << 20;
 
@@ -42,18 +43,18 @@ std::vector<std::string> kind_names() {
 }  // namespace
 
 void add_size_flags(CLI::App& command, ShapeFlags& flags, const std::string& stages_help) {
-  add_whole(command, "--ranks", flags.ranks, 1, kMostRanks, "Ranks of the pipeline")->type_name("P");
+  add_whole(command, "--ranks", flags.ranks, 1, kMostRanks, "Pipeline ranks")->type_name("P");
   add_whole(command, "--stages-per-rank", flags.stages_per_rank, 1, kMostRanks, stages_help)->type_name("V");
-  add_whole(command, "--microbatches", flags.microbatches, 1, kMostMicrobatches, "Microbatches of one step")->type_name("M");
+  add_whole(command, "--microbatches", flags.microbatches, 1, kMostMicrobatches, "Microbatches per step")->type_name("M");
 }
 
 void add_shape_flags(CLI::App& command, ShapeFlags& flags) {
   command
-      .add_option("--kind", flags.kind, fmt::format("Schedule, any case: {}", fmt::join(kind_names(), ", ")))
+      .add_option("--kind", flags.kind, fmt::format("Schedule kind, case-insensitive: {}", fmt::join(kind_names(), ", ")))
       ->type_name("K");
-  add_size_flags(command, flags, "Stages on each rank (default: what the kind demands, 2 for interleaved kinds, 1 for auto)");
+  add_size_flags(command, flags, "Stages per rank (default: as the kind requires, 2 for interleaved kinds, 1 for auto)");
   add_whole(command, "--group-size", flags.group_size, 1, kMostMicrobatches,
-            "Interleaved kinds: microbatches a rank runs on one stage before it turns to the next")
+            "Interleaved kinds: microbatches that a rank runs on one stage before it switches to the next")
       ->type_name("G");
 }
 
@@ -61,12 +62,12 @@ void add_cost_flags(CLI::App& command, CostFlags& flags) {
   command
       .add_option("--cost", flags.cost,
                   "Times, such as F=1,I=1,W=1,send=0.1; also B, bytes, bandwidth, unshard, reduce, overlap; "
-                  "per stage with colons: F=1:1:2:1")
+                  "one value per stage with colons: F=1:1:2:1")
       ->type_name("C");
   command
       .add_option(
           "--memory", flags.memory,
-          "Bytes, such as params=2G,grads=2G,act=100M,split=50M; also unsharded; per stage with colons")
+          "Bytes, such as params=2G,grads=2G,act=100M,split=50M; also unsharded; one value per stage with colons")
       ->type_name("B");
   command.add_option("--communication", flags.communication, "overlapped or blocking (default overlapped)")
       ->type_name("X");
@@ -75,11 +76,11 @@ void add_cost_flags(CLI::App& command, CostFlags& flags) {
 void add_limit_flags(CLI::App& command, CostFlags& flags) {
   command
       .add_option("--max-activations", flags.max_activations,
-                  "Microbatches in flight at most: N, one per rank with colons, or 1f1b")
+                  "Maximum microbatches in flight: N, one value per rank separated by colons, or 1f1b")
       ->type_name("N");
   command
       .add_option("--max-bytes", flags.max_bytes,
-                  "Memory of a rank at most: 80G, or one per rank with colons")
+                  "Maximum memory of a rank: 80G, or one value per rank separated by colons")
       ->type_name("B");
 }
 
@@ -96,7 +97,7 @@ std::vector<plan::MemoryLimit> memory_limits(const CostFlags& flags, int ranks, 
   const auto widen = [&](std::string_view flag, std::size_t count) {
     if (count != 1 && count != static_cast<std::size_t>(ranks)) {
       throw ConfigError(describe(flag, count_of(count, "value"),
-                                 fmt::format("1 or one for each of {} ranks", ranks)));
+                                 fmt::format("one value, or one for each of {} ranks", ranks)));
     }
     limits.resize(static_cast<std::size_t>(ranks));
   };
@@ -106,7 +107,7 @@ std::vector<plan::MemoryLimit> memory_limits(const CostFlags& flags, int ranks, 
     std::vector<int> values;
     for (std::size_t begin = 0; begin <= flags.max_activations.size();) {
       const std::size_t end = std::min(flags.max_activations.find(':', begin), flags.max_activations.size());
-      values.push_back(static_cast<int>(read_whole("--max-activations", flags.max_activations.substr(begin, end - begin), 0, 1 << 30)));
+      values.push_back(static_cast<int>(read_integer("--max-activations", flags.max_activations.substr(begin, end - begin), 0, 1 << 30)));
       begin = end + 1;
     }
     widen("--max-activations", values.size());
@@ -123,7 +124,7 @@ std::vector<plan::MemoryLimit> memory_limits(const CostFlags& flags, int ranks, 
 
 void require_auto_for_limits(const CLI::App& command, const ShapeFlags& flags) {
   if (is_auto(flags)) return;
-  refuse_options(command, {"--max-activations", "--max-bytes"}, "for a schedule that is fixed", "leave it out, or choose --kind auto");
+  refuse_options(command, {"--max-activations", "--max-bytes"}, "for a fixed schedule", "leave it out, or choose --kind auto");
 }
 
 bool is_auto(const ShapeFlags& flags) {
@@ -153,19 +154,19 @@ schedule::Schedule schedule_of(const ShapeFlags& flags, const CostFlags& costs) 
   if (flags.kind.empty())
     throw ConfigError(describe("--kind", "nothing", fmt::format("one of {}", fmt::join(kind_names(), ", "))));
   try {
-    if (is_auto(flags) && flags.group_size > 0) throw ConfigError("--group-size has no meaning for --kind auto, which orders microbatches itself; leave it out");
+    if (is_auto(flags) && flags.group_size > 0) throw ConfigError("--group-size has no effect with --kind auto, which orders microbatches itself; leave it out");
     const schedule::PipelineShape shape = shape_of(flags);
     if (!is_auto(flags)) return generate(schedule::schedule_kind(flags.kind), shape);
     plan::AutoRequest request;
     request.shape = shape;
     request.model = cost_model(costs);
     request.limits = memory_limits(costs, shape.ranks, shape.microbatches);
-    request.placements = {schedule::Placement::Loop, schedule::Placement::V};
+    request.placements = {schedule::StagePlacement::Loop, schedule::StagePlacement::V};
     return plan::auto_schedule(request).schedule;
   } catch (const ConfigError&) {
     throw;
   } catch (const ValueError& error) {
-    throw ConfigError(error.what());  // on the command line a bad shape is bad usage
+    throw ConfigError(error.what());  // on the command line, an invalid shape is a usage error
   }
 }
 
@@ -181,7 +182,7 @@ std::string one_of(std::string_view flag, std::string_view value, const std::vec
 }
 
 std::string read_text(const std::string& path) {
-  if (path != "-") return read_file(path, "schedule", "give a file of penstock schedule, or - for standard input");
+  if (path != "-") return read_file(path, "schedule", "give a file written by penstock schedule, or - for standard input");
   std::string text;
   char buffer[65536];
   while (const std::size_t count = std::fread(buffer, 1, sizeof buffer, stdin)) text.append(buffer, count);
@@ -191,7 +192,8 @@ std::string read_text(const std::string& path) {
 
 void write_text(const std::string& path, std::string_view text) {
   const bool standard = path.empty() || path == "-";
-  // A file that exists is replaced as a whole, so that a full disk does not cost what was there. Pipes and devices are written to.
+  // Replaces an existing file as a whole, so that a full disk does not destroy it. Pipes and devices are
+  // written directly.
   std::error_code error;
   const bool replaces = !standard && std::filesystem::is_regular_file(path, error);
   const std::string place = replaces ? std::filesystem::canonical(path).string() : path;

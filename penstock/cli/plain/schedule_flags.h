@@ -1,4 +1,4 @@
-// The flags that the commands about schedules share.
+// Flags shared by the schedule commands.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -30,31 +30,30 @@ struct CostFlags {
 
 // --ranks, --stages-per-rank, --microbatches
 void add_size_flags(CLI::App& command, ShapeFlags& flags, const std::string& stages_help);
-// The same with --kind and --group-size.
+// The same, and --kind and --group-size.
 void add_shape_flags(CLI::App& command, ShapeFlags& flags);
 void add_cost_flags(CLI::App& command, CostFlags& flags);
-// Limits on memory, for `auto` and for comparison.
+// Memory limits, for `auto` and for comparison.
 void add_limit_flags(CLI::App& command, CostFlags& flags);
 
 plan::CostModel cost_model(const CostFlags& flags);
-// "4", "4:3:2:1", or "1f1b": what 1F1B holds on each rank.
+// "4", "4:3:2:1", or "1f1b": what 1F1B keeps on each rank.
 std::vector<plan::MemoryLimit> memory_limits(const CostFlags& flags, int ranks, int microbatches);
 
 bool is_auto(const ShapeFlags& flags);
-// Throws ConfigError where a limit on memory is given for anything but `auto`, the only kind that works for one.
+// Throws ConfigError if a memory limit is given for any kind but `auto`, the only kind that uses it.
 void require_auto_for_limits(const CLI::App& command, const ShapeFlags& flags);
-// Throws ConfigError for what is missing or illegal.
+// Throws ConfigError for missing or invalid flags.
 schedule::PipelineShape shape_of(const ShapeFlags& flags);
-// Of a fixed kind or of `auto`.
+// The schedule of a fixed kind or of `auto`.
 schedule::Schedule schedule_of(const ShapeFlags& flags, const CostFlags& costs);
 
-// One of the names, any case; else a ConfigError with the nearest one.
+// Returns the matching name, ignoring case. Throws ConfigError with the nearest name otherwise.
 std::string one_of(std::string_view flag, std::string_view value, const std::vector<std::string>& names);
 
-// Whole file, or standard input for "-". Throws ConfigError when it cannot be read.
+// Reads a whole file, or standard input for "-". Throws ConfigError on failure.
 std::string read_text(const std::string& path);
-// To the file, or to standard output where the path is empty or "-". Throws ConfigError when it cannot be
-// written.
+// Writes to the file, or to standard output if the path is empty or "-". Throws ConfigError on failure.
 void write_text(const std::string& path, std::string_view text);
 
 }  // namespace penstock::cli

@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
@@ -27,10 +28,10 @@ struct SimulateFlags {
 };
 
 schedule::Schedule read_schedule(const SimulateFlags& flags) {
-  std::optional<schedule::Placement> placement;
+  std::optional<schedule::StagePlacement> placement;
   if (!flags.placement.empty())
     placement =
-        schedule::parse_placement(one_of("--placement", flags.placement, {"loop", "v", "bidirectional"}));
+        schedule::parse_stage_placement(one_of("--placement", flags.placement, {"loop", "v", "bidirectional"}));
   const std::string text = read_text(flags.file);
   try {
     return schedule::parse_schedule(text, placement);
@@ -46,11 +47,11 @@ void run(const CLI::App& command, const SimulateFlags& flags) {
                  "one of them", "for example: penstock simulate --kind 1F1B --ranks 4 --microbatches 8"));
   }
   if (flags.file.empty()) {
-    refuse_options(command, {"--placement"}, "without a file: the kind says where stages belong");
+    refuse_options(command, {"--placement"}, "without a file: the kind determines the placement");
     require_auto_for_limits(command, flags.shape);
   } else {
     refuse_options(command, {"--ranks", "--stages-per-rank", "--microbatches", "--group-size", "--max-activations", "--max-bytes"},
-                   "beside a file, which has its own ranks, stages and microbatches");
+                   "with a file, which defines ranks, stages and microbatches itself");
   }
   const std::string format = one_of("--format", flags.format, {"text", "json"});
   plan::CostModel model = cost_model(flags.costs);
@@ -61,7 +62,7 @@ void run(const CLI::App& command, const SimulateFlags& flags) {
   } catch (const ValueError& error) {
     throw ConfigError(error.what());
   }
-  // Only a file can be wrong; rows with deferred receives need posted sends.
+  // Only a file can be invalid; rows with deferred receives need posted sends.
   if (!flags.file.empty()) {
     schedule::ValidateOptions options;
     if (model.communication == plan::Communication::Overlapped) options.sends = schedule::SendModel::Posted;
@@ -75,21 +76,21 @@ void run(const CLI::App& command, const SimulateFlags& flags) {
 
 }  // namespace
 
-void add_simulate_command(CLI::App& app, Outcome&) {
+void add_simulate_command(CLI::App& app, CommandOutcome&) {
   CLI::App* command =
-      app.add_subcommand("simulate", "Time, bubble and memory of a schedule under given costs");
+      app.add_subcommand("simulate", "Simulate time, bubble and memory of a schedule under given costs");
   const auto flags = std::make_shared<SimulateFlags>();
   command->add_option("file", flags->file, "Schedule as CSV, compute-only or lowered; - for standard input")
       ->type_name("FILE.csv");
   command
       ->add_option("--placement", flags->placement,
-                   "Of the file: loop, v or bidirectional (default: where the file has its stages)")
+                   "Placement of the file's stages: loop, v or bidirectional (default: as in the file)")
       ->type_name("X");
   add_shape_flags(*command, flags->shape);
   add_cost_flags(*command, flags->costs);
   add_limit_flags(*command, flags->costs);
   command->add_flag("--lowered", flags->lowered,
-                    "Simulate the lowered form: transfers and gathering where the executor has them");
+                    "Simulate the lowered form, with transfers and gathers as executed");
   command->add_option("--format", flags->format, "text or json (default text)")->type_name("X");
   command->footer(
       "Examples:\n"

@@ -1,4 +1,4 @@
-// `penstock doctor`: what this machine has, and whether ranks can really talk on it.
+// `penstock doctor`: shows what this machine has, and tests whether ranks can communicate on it.
 #include <fmt/format.h>
 #include <spdlog/version.h>
 #include <torch/torch.h>
@@ -10,8 +10,10 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
+#include "penstock/cli/common/command_line.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/tensor/doctor_threads.h"
 #include "penstock/cli/common/number_options.h"
@@ -28,21 +30,21 @@ namespace penstock::cli {
 
 namespace {
 
-// A file that goes away with the object.
+// A temporary file that is removed with the object.
 class TemporaryFile {
  public:
   TemporaryFile() {
     std::error_code error;
     const std::filesystem::path folder = std::filesystem::temp_directory_path(error);
-    if (error) throw ConfigError(describe("temporary folder", error.message(), "a folder that can be written", "set TMPDIR"));
+    if (error) throw ConfigError(describe("temporary folder", error.message(), "a writable folder", "set TMPDIR"));
     std::string pattern = (folder / "penstock-doctor-XXXXXX").string();
     const int fd = mkstemp(pattern.data());
-    if (fd < 0) throw StateError(fmt::format("cannot make a temporary file like {}; check that the folder is writable", pattern));
+    if (fd < 0) throw StateError(fmt::format("cannot create a temporary file named {}; check that the folder is writable", pattern));
     close(fd);
     path_ = pattern;
   }
   ~TemporaryFile() {
-    std::error_code ignored;  // a file left behind in the temporary folder is no reason to fail
+    std::error_code ignored;  // do not fail because of a leftover temporary file
     std::filesystem::remove(path_, ignored);
   }
   const std::string& path() const { return path_; }
@@ -64,8 +66,8 @@ void print_machine() {
   fmt::print("  backends    gloo {}, nccl {}, ucx {}\n", comm::gloo_available() ? "yes" : "no", comm::nccl_available() ? comm::nccl_version() : "no", comm::ucx_available() ? comm::ucx_version() : "no");
 }
 
-// A feed-forward layer: two matrix products with an activation between them, so that BLAS threads and LibTorch's own take turns
-// as they do in training.
+// A feed-forward layer: two matrix products with an activation between them, so that BLAS threads and
+// LibTorch's own threads alternate as in training.
 double layer_gflops(int threads, double seconds) {
   using Clock = std::chrono::steady_clock;
   constexpr std::int64_t kRows = 512, kWidth = 256, kHidden = 1024;
@@ -73,7 +75,7 @@ double layer_gflops(int threads, double seconds) {
   const at::NoGradGuard no_grad;
   const at::Tensor rows = at::ones({kRows, kWidth}), up = at::full({kWidth, kHidden}, 0.01), down = at::full({kHidden, kWidth}, 0.01);
   const auto layer = [&] { return at::mm(at::gelu(at::mm(rows, up)), down); };
-  layer();  // threads are started by their first use
+  layer();  // the first use starts the threads
   int layers = 0;
   const auto start = Clock::now();
   double elapsed = 0;
@@ -85,11 +87,12 @@ double layer_gflops(int threads, double seconds) {
   return 2.0 * 2.0 * kRows * kWidth * kHidden * layers / elapsed / 1e9;
 }
 
-// The best of several short rounds, taken in turns: a neighbour that runs for a moment does not count, one that always runs does.
+// The best of several short rounds in alternation: load that lasts a moment does not count, permanent load
+// does.
 constexpr int kRounds = 4;
 constexpr double kRoundSeconds = 0.08;
 
-// For a process that the launcher started: the environment decides how its threads wait.
+// Runs in a process started by the launcher: the environment determines how its threads wait.
 ThreadSpeeds measure_thread_speeds() {
   ThreadSpeeds result;
   result.blas = comm::loaded_blas_threads();
@@ -101,7 +104,7 @@ ThreadSpeeds measure_thread_speeds() {
   return result;
 }
 
-// The other side: runs inside each spawned rank and writes what it saw.
+// Runs inside each spawned rank and writes the results.
 int run_probe(const std::string& device_name, const std::string& report_path) {
   if (device_name == "threads") {
     write_thread_speeds(measure_thread_speeds(), report_path);
@@ -118,7 +121,7 @@ int run_probe(const std::string& device_name, const std::string& report_path) {
     ok = ok && result.ok;
     report.push_back({{"operation", result.operation}, {"ok", result.ok}, {"error", result.error}, {"latency_us", result.latency_us}, {"bandwidth_gbs", result.bandwidth_gbs}});
   }
-  // Every rank must have seen the right values; rank 0 writes for all.
+  // Every rank must have seen the right values; rank 0 writes for all of them.
   const at::Tensor agreed = at::tensor({ok ? 1 : 0}, at::TensorOptions().dtype(at::kInt).device(device));
   group.all_reduce(agreed, comm::ReduceOp::Min).wait();
   if (world.rank() == 0) std::ofstream(report_path) << nlohmann::json{{"backends", group.describe_backends()}, {"results", report}};
@@ -137,7 +140,7 @@ bool print_report(const Setup& setup, const std::string& path, int exit_code, bo
   try {
     report = nlohmann::json::parse(std::ifstream(path));
   } catch (const nlohmann::json::exception&) {
-    fmt::print("\n{}: FAILED, its ranks ended with {} before they could report\n", setup.title, exit_code);
+    fmt::print("\n{}: FAILED, the ranks exited with code {} before they could report\n", setup.title, exit_code);
     return false;
   }
   int good = 0;
@@ -158,7 +161,7 @@ bool print_report(const Setup& setup, const std::string& path, int exit_code, bo
   return exit_code == 0 && good == static_cast<int>(total);
 }
 
-// Starts this program as ranks that write to `report`; returns their exit code.
+// Starts this program as ranks that write to `report`. Returns their exit code.
 int launch_probe(const std::string& what, int ranks, const std::string& report, int timeout_s, std::vector<std::pair<std::string, std::string>> environment) {
   std::fflush(stdout);
   comm::LaunchOptions options;
@@ -170,12 +173,12 @@ int launch_probe(const std::string& what, int ranks, const std::string& report, 
   return comm::launch(options).exit_code;
 }
 
-// In a rank of its own: with the thread settings that a training would have.
+// In a rank of its own, with the thread settings of a training run.
 bool check_threads(int timeout_s) {
   const TemporaryFile report;
   const int exit_code = launch_probe("threads", 1, report.path(), timeout_s, {});
   if (exit_code != 0) {
-    fmt::print("\nthreads: FAILED, the measuring process ended with {}\n", exit_code);
+    fmt::print("\nthreads: FAILED, the measuring process exited with code {}\n", exit_code);
     return false;
   }
   fmt::print("\n{}", describe_thread_speeds(read_thread_speeds(report.path())));
@@ -192,31 +195,31 @@ int run_doctor(bool all_rows, int timeout_s) {
   if (comm::nccl_available() && gpus > 0) setups.push_back({gpus > 1 ? "nccl, 2 ranks" : "nccl, 1 rank (one GPU)", "cuda", "gloo", gpus > 1 ? 2 : 1});
   if (comm::gloo_available() && gpus == 1) setups.push_back({"CUDA tensors over gloo, 2 ranks on one GPU", "cuda", "gloo", 2});
   ok = ok && !setups.empty();
-  if (setups.empty()) fmt::print("\nno backend: ranks cannot talk; install libgloo-dev and build again\n");
+  if (setups.empty()) fmt::print("\nno backend: ranks cannot communicate; install libgloo-dev and rebuild\n");
   for (const Setup& setup : setups) {
     const TemporaryFile report;
     const int exit_code = launch_probe(setup.device, setup.ranks, report.path(), timeout_s, {{"PENSTOCK_P2P", setup.p2p}});
     ok = print_report(setup, report.path(), exit_code, all_rows) && ok;
   }
-  fmt::print("\n{}\n", ok ? "all well" : "something is wrong: see above");
+  fmt::print("\n{}\n", ok ? "all checks passed" : "some checks failed: see above");
   return ok ? 0 : 1;
 }
 
 }  // namespace
 
-void add_doctor_command(CLI::App& app, Outcome& outcome) {
+void add_doctor_command(CLI::App& app, CommandOutcome& outcome) {
   struct Flags {
     bool verbose = false;
     int timeout_s = 60;
     std::string probe, report;
   };
   auto flags = std::make_shared<Flags>();
-  CLI::App* command = app.add_subcommand("doctor", "Show what this machine has, how fast its threads compute, and try every operation between two ranks");
+  CLI::App* command = add_tensor_subcommand(app, "doctor");
   command->footer("Example: penstock doctor --verbose\nExit code 1 if an operation returns wrong values or fails; slow threads are a warning.");
   command->add_flag("-v,--verbose", flags->verbose, "List every operation, not only the timed ones");
-  add_whole(*command, "--timeout", flags->timeout_s, 1, 3600, "Seconds a backend may take")->type_name("S");
+  add_whole(*command, "--timeout", flags->timeout_s, 1, 3600, "Time limit per backend in seconds")->type_name("S");
   command->add_option("--probe", flags->probe, "Internal: run as one of the ranks")->check(CLI::IsMember({"cpu", "cuda", "threads"}))->group("");
-  command->add_option("--report", flags->report, "Internal: where to write")->group("");
+  command->add_option("--report", flags->report, "Internal: file to write")->group("");
   command->callback([flags, &outcome] { outcome.exit_code = flags->probe.empty() ? run_doctor(flags->verbose, flags->timeout_s) : run_probe(flags->probe, flags->report); });
 }
 

@@ -7,13 +7,14 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::cli {
 
 namespace {
 
-// Fewer percents are noise.
+// Smaller differences are noise.
 constexpr double kSlower = 0.9;
 
 std::string warnings(const ThreadSpeeds& measured) {
@@ -21,9 +22,9 @@ std::string warnings(const ThreadSpeeds& measured) {
   const auto best = std::max_element(measured.speeds.begin(), measured.speeds.end(), [](const auto& a, const auto& b) { return a.gflops < b.gflops; });
   std::string text;
   if (most.gflops < kSlower * best->gflops)
-    text += fmt::format("  warning: {} threads compute at {:.2f} times the speed of {}; stop what else uses the cores, or set OMP_NUM_THREADS={}\n", most.threads, most.gflops / best->gflops, best->threads, best->threads);
+    text += fmt::format("  warning: {} threads compute at {:.2f} times the speed of {}; stop other programs that use the cores, or set OMP_NUM_THREADS={}\n", most.threads, most.gflops / best->gflops, best->threads, best->threads);
   if (measured.blas == comm::BlasThreads::OwnPool && most.threads > 1)
-    text += "  warning: this OpenBLAS has a thread pool of its own, which competes with OpenMP's for the cores; install libopenblas0-openmp\n";
+    text += "  warning: this OpenBLAS has its own thread pool, which competes with OpenMP's for the cores; install libopenblas0-openmp\n";
   return text;
 }
 

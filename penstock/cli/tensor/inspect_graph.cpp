@@ -1,4 +1,4 @@
-// penstock inspect graph: a file of save_graph, or the trainer's model captured here.
+// penstock inspect graph: shows a file written by save_graph, or captures the trainer's model.
 #include <fmt/format.h>
 #include <torch/types.h>
 
@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/printable.h"
 #include "penstock/cli/common/commands.h"
@@ -36,7 +37,7 @@ struct InspectFlags {
   bool min_cut = false;
 };
 
-// One microbatch of the trainer's model, forward and backward, in shape only.
+// Captures forward and backward of one microbatch of the trainer's model, shapes only.
 graph::GraphFile capture_model(const train::TrainConfig& config, bool min_cut) {
   models::TransformerStage model(train::transformer_options(config.model));
   const graph::ModuleState state(*model);
@@ -65,7 +66,7 @@ void write_text(const std::string& path, const std::string& text) {
   std::ofstream out(path);
   out << text;
   out.close();
-  if (!out) throw ConfigError(describe("output file", path, "a file that can be written", "look at the folder"));
+  if (!out) throw ConfigError(describe("output file", path, "a file that can be written", "check that the folder exists and is writable"));
   fmt::print("wrote {}\n", printable(path));
 }
 
@@ -75,7 +76,7 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
   graph::GraphFile file;
   std::string title;
   if (is_file) {
-    refuse_options(command, {"--min-cut"}, "for a file, which says what is saved");
+    refuse_options(command, {"--min-cut"}, "for a file, which defines what is saved");
     if (rest.size() > 1) throw ConfigError(describe("argument", rest[1], "nothing after the file", "leave it out"));
     try {
       file = graph::load_graph(rest.front());
@@ -86,8 +87,8 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
   } else {
     const train::ResolvedConfig resolved = train::load_config(config_sources(command));
     refuse_keys(resolved, "inspect graph", [](const std::string& key) { return key.starts_with("model.") || key.starts_with("layout."); });
-    // Nothing is computed, but the parameters of the model are there.
-    train::require_memory(train::least_need_of_capture(resolved.config), train::machine_memory_bytes());
+    // Nothing is computed, but the parameters are allocated.
+    train::require_memory(train::minimum_memory_of_capture(resolved.config), train::machine_memory_bytes());
     file = capture_model(resolved.config, flags.min_cut);
     title = fmt::format("model {}, one microbatch of {} x {} tokens", resolved.config.model.preset, resolved.config.layout.microbatch_size,
                         resolved.config.model.context);
@@ -105,20 +106,20 @@ void inspect_graph(const CLI::App& command, const InspectFlags& flags) {
 
 }  // namespace
 
-void add_inspect_graph_command(CLI::App& inspect, Outcome&) {
+void add_inspect_graph_command(CLI::App& inspect, CommandOutcome&) {
   CLI::App* command = inspect.add_subcommand("graph", "Nodes, aliases, writes and saved bytes of a captured graph");
   const auto flags = std::make_shared<InspectFlags>();
-  command->add_option("--html", flags->html, "Write a page for a browser: repeated blocks are one box, and a click opens it")->type_name("FILE.html");
-  command->add_option("--svg", flags->svg, "Write the picture that this page begins with, of one screen")->type_name("FILE.svg");
-  command->add_option("--dot", flags->dot, "Write text for Graphviz, with every node")->type_name("FILE.dot");
+  command->add_option("--html", flags->html, "Write an HTML page; repeated blocks are one box that expands on a click")->type_name("FILE.html");
+  command->add_option("--svg", flags->svg, "Write the initial picture of that page as SVG")->type_name("FILE.svg");
+  command->add_option("--dot", flags->dot, "Write all nodes as Graphviz input")->type_name("FILE.dot");
   command->add_option("--save", flags->save, "Write the captured graph to a file")->type_name("FILE");
-  add_whole(*command, "--nodes", flags->nodes, 0, 1 << 30, "Rows of the node table (default 20; 0: all)");
-  command->add_flag("--min-cut", flags->min_cut, "Count what is saved when cheap values are computed again in backward");
+  add_whole(*command, "--nodes", flags->nodes, 0, 1 << 30, "Rows of the node table to print (default 20; 0: all)");
+  command->add_flag("--min-cut", flags->min_cut, "Report the saved bytes if cheap values are recomputed in the backward");
   command->allow_extras();
   command->footer(
       "Usage: penstock inspect graph FILE\n"
       "       penstock inspect graph [CONFIG.toml] [--section.key value ...]\n\n"
-      "FILE was written by --save or by save_graph of the library. Without one the configured model is captured (keys of [model] and [layout]; penstock train --help),\n"
+      "FILE is written by --save or by the library's save_graph. Without FILE, the configured model is captured (keys of [model] and [layout]; penstock train --help),\n"
       "forward and backward of one microbatch on the CPU; nothing is computed.\n"
       "Examples:\n"
       "  penstock inspect graph --preset tiny --html model.html --save model.psgraph\n"

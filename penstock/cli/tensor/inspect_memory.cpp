@@ -1,4 +1,5 @@
-// penstock inspect memory: bytes of every rank by what they are for, as the plan predicts them and as a few steps take them.
+// penstock inspect memory: memory of each rank by category, as predicted by the plan and as measured over a
+// few steps.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
@@ -43,7 +45,7 @@ struct InspectMemoryFlags {
   std::string worker;  // folder: this process is one of the ranks
 };
 
-// Bytes by column, in the order of the table.
+// Bytes by column, in table order.
 constexpr const char* kColumns[] = {"parameters", "gathered", "gradients", "optimizer", "activations", "together"};
 using Row = std::vector<std::int64_t>;
 
@@ -88,13 +90,13 @@ Row read_rank(const fs::path& folder, std::size_t rank) {
   const nlohmann::json bytes = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
   Row row;
   for (const char* column : kColumns) {
-    if (!bytes.is_object() || !bytes.contains(column)) throw StateError(fmt::format("inspect memory: rank {} has left no measurement", rank));
+    if (!bytes.is_object() || !bytes.contains(column)) throw StateError(fmt::format("inspect memory: rank {} has written no measurement", rank));
     row.push_back(bytes.at(column).get<std::int64_t>());
   }
   return row;
 }
 
-// Starts the ranks of the layout; not 0 where they failed.
+// Starts the ranks of the layout. Returns a nonzero exit code if they failed.
 int measure(const train::ResolvedConfig& resolved, const InspectMemoryFlags& flags, std::vector<RankRows>& ranks) {
   const WorkFolder folder("inspect");
   write_file(config_path(folder.path()), train::to_toml(resolved));
@@ -112,7 +114,7 @@ int measure(const train::ResolvedConfig& resolved, const InspectMemoryFlags& fla
 
 std::string to_text(const train::DryRun& plan, const std::vector<RankRows>& ranks, int steps) {
   const bool measured = ranks.front().measured.has_value();
-  std::string text = fmt::format("memory of the ranks, each at most{}\n", measured ? fmt::format(": predicted, and measured over {} after two others", count_of(steps, "step")) : ", predicted");
+  std::string text = fmt::format("peak memory of the ranks{}\n", measured ? fmt::format(": predicted, and measured over {} after two warm-up steps", count_of(steps, "step")) : ", predicted");
   const auto out = std::back_inserter(text);
   fmt::format_to(out, "  {:<26}{:<11}", "rank", "");
   for (const char* column : kColumns) fmt::format_to(out, "{:>13}", column);
@@ -127,9 +129,9 @@ std::string to_text(const train::DryRun& plan, const std::vector<RankRows>& rank
     line(fmt::format("{} (pp {}, dp {}, tp {})", rank, each.pp, each.dp, each.tp), "predicted", each.predicted);
     if (each.measured) line("", "measured", *each.measured);
   }
-  if (ranks.size() > kRanksShown) fmt::format_to(out, "  ... {} more: --json has all of them\n", ranks.size() - kRanksShown);
-  fmt::format_to(out, "gathered: whole parameters on a rank that holds shards. activations: what microbatches keep for their backwards, on {}.\n", plan.device);
-  text += measured ? "together: predicted is the sum; measured is the most at one time, with what kernels use for a moment. LibTorch itself is not in it.\n" : "together: the sum. LibTorch itself and the scratch space of kernels are not in it.\n";
+  if (ranks.size() > kRanksShown) fmt::format_to(out, "  ... {} more; --json prints all of them\n", ranks.size() - kRanksShown);
+  fmt::format_to(out, "gathered: unsharded parameters on a rank that holds shards. activations: kept by microbatches for their backward, on {}.\n", plan.device);
+  text += measured ? "together: predicted is the sum; measured is the peak, including temporary memory of kernels. LibTorch itself is not included.\n" : "together: the sum. LibTorch itself and the temporary memory of kernels are not included.\n";
   return text;
 }
 
@@ -146,10 +148,10 @@ std::string to_json(const train::DryRun& plan, const std::vector<RankRows>& rank
 }
 
 int run(const CLI::App& command, const InspectMemoryFlags& flags) {
-  if (!flags.worker.empty()) return tell_parent([&] { return run_rank(flags); });
+  if (!flags.worker.empty()) return report_to_parent([&] { return run_rank(flags); });
   const train::ResolvedConfig resolved = train::load_config(config_sources(command));
-  refuse_keys(resolved, "inspect memory", trains_without_a_run);
-  if (flags.predict_only) refuse_options(command, {"--steps"}, "with --predict-only, which runs none");
+  refuse_keys(resolved, "inspect memory", has_effect_without_run);
+  if (flags.predict_only) refuse_options(command, {"--steps"}, "with --predict-only, which runs no steps");
   const train::LayoutConfig& layout = resolved.config.layout;
   const train::DryRun plan = train::dry_run(resolved.config);
   std::vector<RankRows> ranks;
@@ -167,22 +169,22 @@ int run(const CLI::App& command, const InspectMemoryFlags& flags) {
 
 }  // namespace
 
-void add_inspect_memory_command(CLI::App& inspect, Outcome& outcome) {
-  CLI::App* command = inspect.add_subcommand("memory", "Memory of every rank: parameters, gathered ones, gradients, optimizer, activations; predicted beside measured");
+void add_inspect_memory_command(CLI::App& inspect, CommandOutcome& outcome) {
+  CLI::App* command = inspect.add_subcommand("memory", "Predicted and measured memory of every rank: parameters, gathered parameters, gradients, optimizer, activations");
   command->footer(
       "Usage: penstock inspect memory [CONFIG.toml] [--section.key value ...]\n\n"
-      "penstock train --help lists the keys; those of [checkpoint] and [output] have no meaning here.\n"
+      "penstock train --help lists the keys; those of [checkpoint] and [output] have no effect here.\n"
       "Examples:\n"
       "  penstock inspect memory my.toml\n"
       "  penstock inspect memory --pp 2 --dp 2 --shard 2 --steps 5\n"
       "  penstock inspect memory --preset small --dp 8 --shard 8 --predict-only --json\n\n"
-      "Starts the ranks of the layout on this host and trains a few steps; nothing of them is kept. The prediction is that of\n"
-      "penstock train --dry-run. The steps of the learning rate are --training.steps here.\n"
+      "Starts the ranks of the layout on this host and trains a few steps without saving anything. The prediction is that of\n"
+      "penstock train --dry-run. The length of the learning rate schedule is --training.steps here.\n"
       "Exit codes: 0 ok, 1 a rank failed, 2 usage or parse error.");
   const auto flags = std::make_shared<InspectMemoryFlags>();
-  add_whole(*command, "--steps", flags->steps, 1, 1000, "Steps to measure");
-  command->add_flag("--predict-only", flags->predict_only, "Start no ranks: the prediction alone");
-  command->add_flag("--json", flags->json, "Bytes as JSON");
+  add_whole(*command, "--steps", flags->steps, 1, 1000, "Number of steps to measure");
+  command->add_flag("--predict-only", flags->predict_only, "Start no ranks; print only the prediction");
+  command->add_flag("--json", flags->json, "Print bytes as JSON");
   command->add_option("--worker", flags->worker, "Internal: run as one of the ranks")->group("");
   command->allow_extras();
   command->callback([command, flags, &outcome] { outcome.exit_code = run(*command, *flags); });

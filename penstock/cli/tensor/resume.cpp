@@ -4,8 +4,10 @@
 #include <memory>
 #include <string>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/quote.h"
+#include "penstock/cli/common/command_line.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/tensor/train_run.h"
 #include "penstock/train/config/run_config.h"
@@ -13,17 +15,17 @@
 
 namespace penstock::cli {
 
-void add_resume_command(CLI::App& app, Outcome& outcome) {
-  CLI::App* command = app.add_subcommand("resume", "Continue a run from its newest checkpoint");
+void add_resume_command(CLI::App& app, CommandOutcome& outcome) {
+  CLI::App* command = add_tensor_subcommand(app, "resume");
   command->footer(
       "Usage: penstock resume RUN [--section.key value ...]\n\n"
       "Examples:\n"
       "  penstock resume runs/tiny-20270131-093005\n"
       "  penstock resume runs/tiny-20270131-093005 --steps 500 --lr 1e-4\n"
       "  penstock resume runs/tiny-20270131-093005 --pp 4 --schedule GPipe\n\n"
-      "The run's own configuration is used; keys that are given now override it. Sizes of the model, data, optimizer and seed cannot change: what\n"
-      "is refused changes nothing in the folder. Under mpirun, srun or torchrun the ranks that they started are used.\n"
-      "Exit codes: 0 ok, 1 a rank failed, 2 the start was refused, 3 the last checkpoint could not be written.");
+      "Uses the run's own configuration; keys given now override it. Model sizes, data, optimizer and seed cannot change: a\n"
+      "refused change leaves the folder untouched. Under mpirun, srun or torchrun, the ranks that they started are used.\n"
+      "Exit codes: 0 ok, 1 a rank failed, 2 invalid usage or configuration, 3 the last checkpoint could not be written.");
   struct ResumeFlags : TrainFlags {
     std::string run;
   };
@@ -31,13 +33,13 @@ void add_resume_command(CLI::App& app, Outcome& outcome) {
   command->add_option("run", flags->run, "Folder of the run")->required()->type_name("RUN");
   add_train_flags(*command, *flags);
   command->callback([command, flags, &outcome] {
-    // Values of keys cannot be told from the run, so the run comes first.
-    if (!train::holds_run(flags->run))
+    // Values of keys cannot be distinguished from a run folder, so the run must come first.
+    if (!train::contains_run(flags->run))
       for (const std::string& word : command->remaining())
-        if (!word.starts_with("-") && train::holds_run(word))
+        if (!word.starts_with("-") && train::contains_run(word))
           throw ConfigError(describe("resume", quote(flags->run), "the folder of the run as the first argument", fmt::format("penstock resume {} --section.key value ...", word)));
     const train::ConfigSources sources = config_sources(*command);
-    if (sources.file) throw ConfigError(describe("resume", quote(sources.file->string()), "RUN and --section.key value", "its own configuration is used"));
+    if (sources.file) throw ConfigError(describe("resume", quote(sources.file->string()), "RUN and --section.key value", "the run's own configuration is used"));
     outcome.exit_code = train_run(*command, *flags, sources, [&] { return train::plan_resume(flags->run, sources); });
   });
 }

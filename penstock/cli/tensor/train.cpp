@@ -1,4 +1,4 @@
-// penstock train: trains a model in the configured layout, starting its own ranks on this host.
+// penstock train: trains a model in the configured layout and starts its own ranks on this host.
 #include <fmt/chrono.h>
 #include <fmt/format.h>
 #include <sys/ioctl.h>
@@ -18,16 +18,18 @@
 #include <string>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/log.h"
 #include "penstock/base/printable.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
+#include "penstock/cli/common/command_line.h"
 #include "penstock/cli/common/commands.h"
 #include "penstock/cli/common/number_options.h"
 #include "penstock/cli/common/rank_errors.h"
 #include "penstock/cli/tensor/train_run.h"
-#include "penstock/cli/common/wait_line.h"
+#include "penstock/cli/common/status_line.h"
 #include "penstock/cli/common/work_folder.h"
 #include "penstock/comm/launch/compute_environment.h"
 #include "penstock/comm/launch/launch_env.h"
@@ -51,14 +53,14 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// What the process that starts the ranks and the ranks themselves pass to each other, in a folder of their own: the run folder must not
+// Files that the starting process and the ranks exchange, in a separate folder: the run folder must not
 // change before the start is accepted.
 constexpr const char* kHandedConfig = "config.toml";
 constexpr const char* kAccepted = "accepted";
 
 void stop_on_signal(int) { train::request_stop(); }
 
-// Ends the run after its current step; a second signal ends the process as usual.
+// Ends the run after the current step; a second signal ends the process immediately.
 void catch_signals() {
   struct sigaction action {};
   action.sa_handler = stop_on_signal;
@@ -67,12 +69,12 @@ void catch_signals() {
   ::sigaction(SIGINT, &action, nullptr);
 }
 
-// A page that cannot be written is no failure of the training.
+// A report that cannot be written is not a training failure.
 void report(const fs::path& folder) {
   try {
     fmt::print("report: {}\n", printable(train::write_report(folder).string()));
   } catch (const ConfigError& error) {
-    fmt::print(stderr, "penstock: no report: {}; write it later: penstock report {}\n", printable(error.what()), printable(folder.string()));
+    fmt::print(stderr, "penstock: the report could not be written: {}; to write it later: penstock report {}\n", printable(error.what()), printable(folder.string()));
   }
 }
 
@@ -103,11 +105,11 @@ int train_all_steps(const comm::World& world, const train::ResolvedConfig& resol
     return trainer->run() == train::RunEnd::NotSaved ? kNotSaved : 0;
   } catch (const train::NotFiniteError&) {
     if (world.rank() == 0) throw;
-    return 1;  // all ranks have the same to say: once is enough
+    return 1;  // all ranks have the same message: print it once
   }
 }
 
-// One of the ranks that start_ranks started.
+// One of the ranks started by start_ranks.
 int run_rank(const fs::path& folder, const fs::path& handed) {
   catch_signals();
   const train::ResolvedConfig resolved = train::read_written_config(handed / kHandedConfig);
@@ -115,7 +117,7 @@ int run_rank(const fs::path& folder, const fs::path& handed) {
   return train_all_steps(world, resolved, folder, [&] { std::ofstream(handed / kAccepted).flush(); });
 }
 
-// Ranks that somebody else started: rank 0 makes the folder and tells the others where it is.
+// Ranks started by another launcher: rank 0 creates the folder and sends its path to the others.
 int run_foreign_rank(const train::RunPlan& plan) {
   catch_signals();
   const comm::World world = world_of(plan.resolved.config);
@@ -129,14 +131,14 @@ int run_foreign_rank(const train::RunPlan& plan) {
 void show_dry_run(const train::TrainConfig& config) {
   std::string text;
   {
-    WaitLine line("dry run");
+    StatusLine line("dry run");
     text = train::to_text(train::dry_run(config, [&](const std::string& what, double share) { line.show(what, share); }));
   }
   fmt::print("{}", text);
 }
 
 int start_ranks(const train::RunPlan& plan, const TrainFlags& flags) {
-  // Said once here instead of by every rank, and before any folder is made.
+  // Reported once here instead of by every rank, and before any folder is created.
   train::check_host(plan.resolved.config, plan.resolved.config.layout.ranks);
   train::check_data(plan.resolved.config, train::DataCheck::Opening);
   const train::RunFolder held(plan);
@@ -146,7 +148,7 @@ int start_ranks(const train::RunPlan& plan, const TrainFlags& flags) {
   std::ofstream config(handed.path() / kHandedConfig);
   config << train::to_toml(resolved);
   config.close();
-  if (!config) throw ConfigError(describe("temporary folder", handed.path().string(), "a place with room for a file", "set TMPDIR"));
+  if (!config) throw ConfigError(describe("temporary folder", handed.path().string(), "a writable folder with free space", "set TMPDIR"));
   fmt::print("{}\n", printable(folder.string()));
   std::fflush(stdout);
   comm::LaunchOptions options;
@@ -164,18 +166,18 @@ int start_ranks(const train::RunPlan& plan, const TrainFlags& flags) {
   errors.listen(options);
   const int exit_code = comm::launch(options).exit_code;
   errors.print();
-  if (!fs::exists(handed.path() / kAccepted)) return exit_code;  // refused: the folder is as it was
+  if (!fs::exists(handed.path() / kAccepted)) return exit_code;  // refused: the folder is unchanged
   if (file_exists(folder / train::MetricsFile::kName)) report(folder);
-  // Tokens of another program's tokenizer are no text here.
-  if (exit_code == 0 && resolved.config.output.sample_tokens > 0 && !train::tokens_have_no_text(resolved.config.data)) {
-    fmt::print("\nA sample of the model (penstock generate {}):\n\n", folder.string());
+  // Token files have no known tokenizer, so that there is no text to sample.
+  if (exit_code == 0 && resolved.config.output.sample_tokens > 0 && !train::tokenizer_is_unknown(resolved.config.data)) {
+    fmt::print("\nSample from the model (penstock generate {}):\n\n", folder.string());
     print_sample(folder.string());
   }
   return exit_code;
 }
 
 int run(const CLI::App& command, const TrainFlags& flags) {
-  if (!flags.worker.empty()) return tell_parent([&] { return run_rank(flags.worker, flags.handed); });
+  if (!flags.worker.empty()) return report_to_parent([&] { return run_rank(flags.worker, flags.handed); });
   const train::ConfigSources sources = config_sources(command);
   return train_run(command, flags, sources, [&] { return train::plan_run(sources); });
 }
@@ -189,31 +191,31 @@ int train_run(const CLI::App& command, const TrainFlags& flags, const train::Con
   try {
     plan = plan_of();
   } catch (const ConfigError&) {
-    // Ranks that somebody else started all read the same configuration: rank 0 says what is wrong with it.
+    // Ranks of another launcher all read the same configuration: rank 0 reports the errors.
     const bool readable = !sources.file || ::access(sources.file->c_str(), R_OK) == 0;
     if (own_ranks || env.rank == 0 || !readable) throw;
     return 2;
   }
   if (own_ranks) train::check_local_ranks(plan.resolved.config.layout);
   if (flags.dry_run) {
-    if (plan.continues && env.rank == 0) train::RunFolder held(plan);  // refuses a folder that is in use, and changes nothing in it
-    if (env.rank == 0) show_dry_run(plan.resolved.config);  // all ranks of another launcher have the same to say
+    if (plan.continues && env.rank == 0) train::RunFolder held(plan);  // throws if the folder is in use; changes nothing in it
+    if (env.rank == 0) show_dry_run(plan.resolved.config);  // all ranks of another launcher have the same output
     return 0;
   }
   if (own_ranks) return start_ranks(plan, flags);
-  refuse_options(command, {"--restarts"}, fmt::format("for ranks that {} has started", env.launcher), "let it start them again");
+  refuse_options(command, {"--restarts"}, fmt::format("for ranks started by {}", env.launcher), "let the launcher restart them");
   comm::restart_with_compute_environment(env.local_world_size);
   return run_foreign_rank(plan);
 }
 
 void add_train_flags(CLI::App& command, TrainFlags& flags) {
-  add_whole(command, "--restarts", flags.restarts, 0, 1000, "Start all ranks again up to this often when one fails, from the last checkpoint");
-  command.add_flag("--dry-run", flags.dry_run, "Show mesh, partition, schedule, memory and predicted step time, and train nothing");
+  add_whole(command, "--restarts", flags.restarts, 0, 1000, "Maximum number of restarts of all ranks from the last checkpoint after a failure");
+  command.add_flag("--dry-run", flags.dry_run, "Show mesh, partition, schedule, memory and predicted step time without training");
   command.allow_extras();
 }
 
-void add_train_command(CLI::App& app, Outcome& outcome) {
-  CLI::App* command = app.add_subcommand("train", "Train a model; the ranks of the layout are started on this host");
+void add_train_command(CLI::App& app, CommandOutcome& outcome) {
+  CLI::App* command = add_tensor_subcommand(app, "train");
   command->footer(
       std::string("Usage: penstock train [CONFIG.toml] [--section.key value ...]\n\n"
       "Examples:\n"
@@ -222,15 +224,15 @@ void add_train_command(CLI::App& app, Outcome& outcome) {
       "  penstock train --preset small --pp 2 --schedule ZBVZeroBubble --steps 500\n"
       "  penstock train --pp 4 --dry-run\n"
       "  penstock train my.toml --resume runs/tiny-1/checkpoints/step-00000100 --restarts 2\n\n"
-      "Under mpirun, srun or torchrun the ranks that they started are used.\n"
-      "With the --run_folder of a run that exists the run continues, with its own configuration where nothing else is given (see penstock resume).\n"
-      "Ends with a checkpoint on SIGTERM and Ctrl-C; a second one ends at once.\n"
-      "Exit codes: 0 ok, 1 a rank failed, 2 the start was refused, 3 the last checkpoint could not be written.\n\n") +
+      "Under mpirun, srun or torchrun, the ranks that they started are used.\n"
+      "If --run_folder contains a run, that run continues with its own configuration; keys given now override it (see penstock resume).\n"
+      "SIGTERM or Ctrl-C saves a checkpoint and ends the run; a second signal ends it immediately.\n"
+      "Exit codes: 0 ok, 1 a rank failed, 2 invalid usage or configuration, 3 the last checkpoint could not be written.\n\n") +
       train::configuration_help());
   const auto flags = std::make_shared<TrainFlags>();
   add_train_flags(*command, *flags);
   command->add_option("--worker", flags->worker, "Internal: run as one of the ranks")->group("");
-  command->add_option("--handed", flags->handed, "Internal: folder of what the ranks are told")->group("");
+  command->add_option("--handed", flags->handed, "Internal: folder with the files for the ranks")->group("");
   command->callback([command, flags, &outcome] { outcome.exit_code = run(*command, *flags); });
 }
 

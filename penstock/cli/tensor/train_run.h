@@ -1,4 +1,5 @@
-// What `penstock train` and `penstock resume` share: a planned run is trained, on ranks that are started for it or on those of another launcher.
+// Shared by `penstock train` and `penstock resume`: trains a planned run on its own ranks or on those of
+// another launcher.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -15,12 +16,12 @@ struct TrainFlags {
   bool dry_run = false;
   int restarts = 0;
   std::string worker;  // run folder: this process is one of the ranks
-  std::string handed;  // where it finds what the ranks are told
+  std::string handed;  // folder with the files for the ranks
 };
 
 void add_train_flags(CLI::App& command, TrainFlags& flags);
 
-// `sources` are what `plan` is made from. Returns the exit code.
+// `plan` is made from `sources`. Returns the exit code.
 int train_run(const CLI::App& command, const TrainFlags& flags, const train::ConfigSources& sources, const std::function<train::RunPlan()>& plan);
 
 }  // namespace penstock::cli

@@ -1,5 +1,6 @@
-// What a communication library must offer to a Group: raw, contiguous, unchecked operations that start and return a
-// Transfer. Group adds checks, deadlines, records, staging and the compositions for what a backend lacks.
+// Interface of a communication library that a Group uses: raw, contiguous, unchecked operations that start
+// and return a Transfer. Group adds checks, deadlines, records, staging, and compositions for operations that
+// a backend lacks.
 //
 // Ranks here are positions within the group. Collectives must be started in the same order on every member.
 #pragma once
@@ -11,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/comm/backend/reduce_op.h"
+#include "penstock/reduce_op.h"
 #include "penstock/comm/rendezvous/store.h"
 #include "penstock/comm/transport/transfer.h"
 
@@ -24,13 +25,14 @@ class Backend {
   virtual ~Backend() = default;
   virtual std::string name() const = 0;
 
-  // Whether the operation is done by the backend itself; asked once, when a group is made. Otherwise Group composes it.
+  // Which operations the backend implements itself; Group composes the others. Queried once, when a group is
+  // created.
   struct Abilities {
     bool all_gather = false;        // into one tensor
     bool reduce_scatter = false;    // with a result that does not depend on timing
     bool average = false;           // ReduceOp::Avg
     bool half_sums = false;         // float16 and bfloat16 sums accumulated in float32 or better
-    bool self_transfer = false;     // send to and receive from oneself within one batch
+    bool self_transfer = false;     // send to and receive from the own rank within one batch
     bool needs_batch = false;       // several point-to-point operations must be bracketed by begin_batch/end_batch
   };
   virtual Abilities abilities() const = 0;
@@ -50,7 +52,8 @@ class Backend {
                                  std::vector<std::int64_t> input_splits) = 0;
   virtual TransferPtr barrier() = 0;
 
-  // Called once, after a failure: nothing that is still running may be waited for, not even by the destructor.
+  // Called once, after a failure. Afterwards nothing may wait for running operations, not even the
+  // destructor.
   virtual void abandon() noexcept {}
 };
 
@@ -62,20 +65,20 @@ struct BackendOptions {
   int device_index = 0;  // NCCL: the GPU of this rank
 };
 
-// Gloo, for CPU tensors. Collective over the members of the group whose store this is.
+// Gloo, for CPU tensors. Collective over the members of the group that `store` belongs to.
 bool gloo_available();
 std::shared_ptr<Backend> make_gloo_backend(const Store& store, const BackendOptions& options);
 
 // NCCL, for CUDA tensors, one GPU per rank.
 bool nccl_available();
 std::string nccl_version();
-// Which GPU the rank with this local rank uses: its index in this process, and an identity that no other GPU of the host
-// has. Empty when there is none.
+// Returns a string that identifies the GPU of the rank with this local rank among the GPUs of the host, and
+// sets `index` to its index in this process. Returns "" if the rank has no GPU.
 std::string gpu_identity(int local_rank, int& index);
 std::shared_ptr<Backend> make_nccl_backend(const Store& store, const BackendOptions& options);
 
-// No peers at all: transfers end at once. A gather sees copies of the own input, a reduction the own input alone, a
-// receive leaves its buffer as it is.
+// A backend without peers: transfers complete at once. A gather returns copies of the own input, a reduction
+// the own input alone, and a receive leaves its buffer unchanged.
 std::shared_ptr<Backend> make_fake_backend(const BackendOptions& options);
 
 }  // namespace penstock::comm

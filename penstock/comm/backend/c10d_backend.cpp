@@ -6,8 +6,8 @@ namespace penstock::comm {
 
 namespace {
 
-// c10d's flight recorder, one per process, is not safe when several groups start collectives at once, as a world of
-// threads does. In a process per rank nobody ever waits here.
+// c10d's flight recorder, one per process, is not safe when several groups start collectives at once, as a
+// thread world does. With one process per rank this lock is never contended.
 std::unique_lock<std::mutex> one_at_a_time() {
   static std::mutex mutex;
   return std::unique_lock(mutex);
@@ -23,8 +23,9 @@ c10d::ReduceOp::RedOpType to_c10d(ReduceOp op) {
   return c10d::ReduceOp::SUM;
 }
 
-// The same memory, held by nobody. Gloo's threads let go of a tensor some time after they have said that they are done with it; who waits
-// for that (the work keeps the memory until then) would find it lent still, and a pool would need a buffer more than are ever in use.
+// Returns a view of the same memory without ownership. Gloo's threads release a tensor some time after they
+// report completion. Code that waits for the work (which keeps the memory alive until then) would still see
+// the tensor in use, and a pool would need one more buffer than are ever in use.
 at::Tensor borrowed(const at::Tensor& tensor) {
   if (!tensor.is_cpu()) return tensor;
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().requires_grad(false));

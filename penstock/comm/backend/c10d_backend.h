@@ -1,5 +1,5 @@
-// The part of Gloo's and NCCL's adaptors that is the same: calls into c10d. The class that process groups derive from
-// was renamed between LibTorch versions; this header is where that is known.
+// Calls into c10d, shared by the Gloo and NCCL backends. The base class of process groups was renamed between
+// LibTorch versions; only this header deals with that.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -22,7 +22,7 @@ using C10dGroup = c10d::ProcessGroup;
 #endif
 using C10dWorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// A backend over any c10d group. Subclasses say how its works are waited for.
+// A backend over any c10d group. Subclasses define how its works are waited for.
 class C10dBackend : public Backend {
  public:
   explicit C10dBackend(c10::intrusive_ptr<C10dGroup> group) : group_(std::move(group)) {}

@@ -1,9 +1,11 @@
-// Gloo behind c10d. Facts that shape this file: a send's wait returns only when the receive is posted; a wait that times out
-// closes the connection and ends the group; Gloo's destructor waits for its running collectives; a receive larger than the
-// send is silently accepted, so sizes must be part of what transfers are matched by.
+// The Gloo backend, over c10d. Properties of Gloo that this file depends on: a send's wait returns only when
+// the receive is posted; a wait that times out closes the connection and ends the group; Gloo's destructor
+// waits for its running collectives; a receive larger than the send is silently accepted, so transfers must
+// be matched by size as well.
 //
-// Reductions, broadcasts and barriers go through c10d. Point-to-point, and with it gathers, uses the connections that c10d made,
-// with Gloo's own 64-bit slots: c10d's 31-bit tags leave no room for the contract of a transfer.
+// Reductions, broadcasts and barriers use c10d. Point-to-point transfers, and therefore gathers, use the
+// connections that c10d created with Gloo's own 64-bit slots: c10d's 31-bit tags have no room for the
+// contract of a transfer.
 #include <gloo/transport/unbound_buffer.h>
 #include <sched.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -29,7 +31,7 @@ std::chrono::milliseconds milliseconds_until(Clock::time_point deadline) {
   return std::max(left, std::chrono::milliseconds(1));  // zero would mean "no limit" to c10d
 }
 
-// Opens what c10d keeps to itself: its connections.
+// Gives access to c10d's private connections.
 class OpenGloo final : public c10d::ProcessGroupGloo {
  public:
   using ProcessGroupGloo::ProcessGroupGloo;
@@ -38,7 +40,7 @@ class OpenGloo final : public c10d::ProcessGroupGloo {
 
 class GlooPointToPoint final : public Transfer {
  public:
-  // The tensor lives as long as the transfer: Gloo reads or writes its memory.
+  // Holds the tensor as long as the transfer exists: Gloo reads or writes its memory.
   GlooPointToPoint(gloo::Context& context, at::Tensor tensor, bool sends)
       : tensor_(std::move(tensor)), buffer_(context.createUnboundBuffer(tensor_.data_ptr(), tensor_.nbytes())), sends_(sends) {}
 
@@ -72,7 +74,7 @@ class GlooPointToPoint final : public Transfer {
     try {
       sends_ ? buffer_->abortWaitSend() : buffer_->abortWaitRecv();
     } catch (...) {
-      // Nothing more can be done from here: the waiting thread then ends at its deadline.
+      // Nothing more can be done here: the waiting thread then ends at its deadline.
     }
   }
 
@@ -94,7 +96,8 @@ class GlooCollective final : public Transfer {
       work_->wait(milliseconds_until(deadline));
     } catch (const std::exception&) {
       if (!work_->isCompleted()) return WaitResult::TimedOut;
-      // It failed, or it ended between the time-out and the question: what is complete answers at once, with its own error if it has one.
+      // It failed, or it completed between the timeout and the query: a completed work returns at once, or
+      // throws its error.
       work_->wait(std::chrono::milliseconds(1));
     }
     return WaitResult::Done;
@@ -114,16 +117,17 @@ class GlooBackend final : public C10dBackend {
 
   std::string name() const override { return "gloo"; }
 
-  // Gathers are composed of transfers: those start without c10d's worker, which would have to be woken first. So are reduce-scatters:
-  // summed in rank order they give the same bits everywhere.
+  // Gathers are composed of transfers, which start without waking c10d's worker thread. Reduce-scatters are
+  // composed too:
+  // summed in rank order, they give the same bits everywhere.
   Abilities abilities() const override { return {}; }
 
   TransferPtr send(const at::Tensor& tensor, int peer, std::uint64_t key) override { return start(tensor, true, peer, key); }
   TransferPtr recv(const at::Tensor& tensor, int peer, std::uint64_t key) override { return start(tensor, false, peer, key); }
 
   void abandon() noexcept override {
-    // Its destructor would wait for collectives that can no longer end; the process is about to fail anyway, so the
-    // group stays alive until exit.
+    // Its destructor would wait for collectives that can no longer end. The process is about to fail anyway,
+    // so the group stays alive until exit.
     group_.release();
   }
 
@@ -133,7 +137,8 @@ class GlooBackend final : public C10dBackend {
  private:
   TransferPtr start(const at::Tensor& tensor, bool sends, int peer, std::uint64_t key) {
     auto transfer = std::make_shared<GlooPointToPoint>(context_, tensor, sends);
-    // The highest byte keeps these apart from the slots of Gloo's own collectives, which use small numbers there.
+    // The highest byte separates these from the slots of Gloo's own collectives, which use small numbers
+    // there.
     transfer->start(peer, 0x70ull << 56 | key);
     return transfer;
   }
@@ -147,23 +152,26 @@ std::shared_ptr<gloo::transport::Device> make_device(const std::string& interfac
   return loopback_only ? Gloo::createDeviceForHostname("127.0.0.1") : Gloo::createDefaultDevice();
 }
 
-// The device whose thread serves the sockets of every group of this process.
+// Returns the device whose thread serves the sockets of every group of this process.
 //
-// Whoever sends holds a lock that this thread needs, and without it the thread asks again and again instead of waiting. So when a send
-// wakes it on the sender's own core, and it takes that core over at once, sender and thread stand still until the clock next interrupts
-// them: 4 ms for a message of 100 us. Hence a thread that does not push a running one aside (SCHED_BATCH): it runs when the sender waits,
-// or on another core. And hence a single one: with two the scheduler is asked to choose anew as soon as the second one is woken.
+// A sender holds a lock that this thread needs, and without the lock the thread spins instead of sleeping. If
+// a send wakes the thread on the sender's own core and it preempts the sender at once, both make no progress
+// until the next timer interrupt: 4 ms for a message of 100 us. So the thread does not preempt a running one
+// (SCHED_BATCH): it runs when the sender waits, or on another core. There is only one such thread, because
+// waking a second one makes the scheduler choose again.
 std::shared_ptr<gloo::transport::Device> shared_device(const std::string& interface, bool loopback_only) {
   static std::mutex mutex;
-  static std::map<std::tuple<pid_t, std::string, bool>, std::weak_ptr<gloo::transport::Device>> devices;  // a forked process has no thread
+  // By process: a forked process lacks the thread.
+  static std::map<std::tuple<pid_t, std::string, bool>, std::weak_ptr<gloo::transport::Device>> devices;
   const std::lock_guard lock(mutex);
   auto& known = devices[{getpid(), interface, loopback_only}];
   if (auto device = known.lock()) return device;
-  // What a thread starts runs under its policy, which is then its own: the caller's stays as it is.
+  // A thread inherits the policy of the thread that starts it; a temporary one keeps the caller's policy
+  // unchanged.
   auto device = std::async(std::launch::async, [&] {
                   if (sched_getscheduler(0) == SCHED_OTHER) {
                     const sched_param none{};
-                    sched_setscheduler(0, SCHED_BATCH, &none);  // forbidden in some sandboxes: slower, and right
+                    sched_setscheduler(0, SCHED_BATCH, &none);  // may fail in a sandbox: slower but correct
                   }
                   return make_device(interface, loopback_only);
                 }).get();
@@ -177,7 +185,8 @@ bool gloo_available() { return true; }
 
 std::shared_ptr<Backend> make_gloo_backend(const Store& store, const BackendOptions& options) {
   auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
-  // One collective at a time and in order; a second worker would only compete for the cores that compute.
+  // Collectives run one at a time and in order; a second worker would only compete for the cores that
+  // compute.
   gloo->threads = 1;
   gloo->devices.push_back(shared_device(env_text("GLOO_SOCKET_IFNAME").value_or(""), options.loopback_only));
   auto c10d_store = store.for_c10d();

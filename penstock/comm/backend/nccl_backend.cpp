@@ -1,5 +1,5 @@
-// NCCL behind c10d. A transfer is ordered on CUDA streams: `wait` makes the current stream wait and returns at once, so
-// that the host runs ahead; `done` tells whether the device has finished.
+// The NCCL backend, over c10d. A transfer is ordered on CUDA streams: `wait` makes the current stream wait
+// and returns at once, so that the host runs ahead; `done` returns whether the device has finished.
 #include <c10/cuda/CUDAGuard.h>
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
@@ -30,7 +30,7 @@ class NcclBackend final : public C10dBackend {
   using C10dBackend::C10dBackend;
   ~NcclBackend() override {
 #if PENSTOCK_TORCH_AT_LEAST(2, 6)
-    // Communicators must be closed while CUDA still works, not when the process ends.
+    // Communicators must be closed while CUDA still works, not at process exit.
     try {
       if (group_) group_->shutdown();
     } catch (const std::exception& error) {
@@ -74,7 +74,7 @@ std::string gpu_identity(int local_rank, int& index) {
   if (count == 0) return {};
   index = local_rank % count;
   char bus[32] = {};
-  // Two ranks that see one GPU each through CUDA_VISIBLE_DEVICES have the same index and different buses.
+  // Two ranks that each see one GPU through CUDA_VISIBLE_DEVICES have the same index and different bus IDs.
   if (cudaDeviceGetPCIBusId(bus, sizeof bus, index) != cudaSuccess) return {};
   return bus;
 }

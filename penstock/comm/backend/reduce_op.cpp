@@ -1,5 +1,6 @@
-#include "penstock/comm/backend/reduce_op.h"
+#include "penstock/reduce_op.h"
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::comm {

@@ -10,12 +10,12 @@ namespace {
 
 Backend& cpu_backend(GroupState& group) {
   if (!group.cpu)
-    throw StateError(fmt::format("group {} cannot move CPU tensors: this build has no Gloo; install libgloo-dev and build again", group.name));
+    throw StateError(fmt::format("group {} cannot transfer CPU tensors: this build has no Gloo; install libgloo-dev and rebuild", group.name));
   return *group.cpu;
 }
 
 void receive_by_ucx(WorkState& work, const at::Tensor& data, const Contract& expected, int position) {
-  // UCX reports size and kind of what arrived.
+  // UCX reports the size and kind of the received message.
   const int source = work.group().ranks[static_cast<std::size_t>(position)];
   auto transfer = work.group().ucx->recv(data.data_ptr(), data.nbytes(), position, static_cast<std::uint32_t>(expected.tag));
   work.add(transfer);
@@ -27,7 +27,7 @@ void receive_by_ucx(WorkState& work, const at::Tensor& data, const Contract& exp
     const bool known = sent.dtype >= 0 && sent.dtype < static_cast<int>(at::ScalarType::NumOptions);
     sent.dims = 1;
     sent.shape[0] = static_cast<std::int64_t>(sent.bytes / (known ? c10::elementSize(static_cast<at::ScalarType>(sent.dtype)) : 1));
-    throw PipeliningMetadataError(describe_mismatch(source, sent, self.group().own_rank(), expected, self.label()));
+    throw MismatchError(describe_mismatch(source, sent, self.group().own_rank(), expected, self.label()));
   });
 }
 
@@ -40,25 +40,25 @@ std::string describe_mismatch(int sender, const Contract& sent, int receiver, co
 
 void start_send(WorkState& work, const at::Tensor& data, int position, int tag) {
   GroupState& group = work.group();
-  if (group.world->fake) return;  // nobody is there
+  if (group.world->fake) return;  // a fake world has no peers
   const Contract contract = Contract::of(data, tag, group.next_number(true, position, tag));
   work.keep(data);
   if (group.ucx) {
     work.add(group.ucx->send(data.data_ptr(), data.nbytes(), position, static_cast<std::uint32_t>(tag), static_cast<std::uint16_t>(contract.dtype)));
   } else {
     work.add(cpu_backend(group).send(data, position, contract.key()));
-    work.promise({true, position, contract});
+    work.expect({true, position, contract});
   }
 }
 
 void start_receive(WorkState& work, const at::Tensor& data, int position, int tag) {
   GroupState& group = work.group();
-  if (group.world->fake) return;  // leaves the buffer as it is
+  if (group.world->fake) return;  // leaves the buffer unchanged
   const Contract contract = Contract::of(data, tag, group.next_number(false, position, tag));
   work.keep(data);
   if (group.ucx) return receive_by_ucx(work, data, contract, position);
   work.add(cpu_backend(group).recv(data, position, contract.key()));
-  work.promise({false, position, contract});
+  work.expect({false, position, contract});
 }
 
 }  // namespace penstock::comm

@@ -1,6 +1,6 @@
-// Moving the memory of one contiguous host tensor to or from one member. The two sides' contracts (dtype, size, tag, order)
-// are what transfers are matched by, so a transfer that does not fit never moves a byte; the stall watch, or UCX at once,
-// then turns it into an error that names both sides.
+// Transfers the memory of one contiguous host tensor to or from one member. Transfers are matched by the
+// contracts of the two sides (dtype, size, tag, order), so a mismatched transfer never moves a byte. The
+// stall watch, or UCX immediately, turns the mismatch into an error that names both sides.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -10,12 +10,12 @@
 
 namespace penstock::comm {
 
-// Both start at once and make `work` wait for the end. `position` is the member's place in the group. Usable while
-// `work` is being started and inside its steps.
+// Both return at once and make `work` wait for completion. `position` is the member's position in the group.
+// May be called while `work` is being started and inside its steps.
 void start_send(WorkState& work, const at::Tensor& data, int position, int tag);
 void start_receive(WorkState& work, const at::Tensor& data, int position, int tag);
 
-// "transfer mismatch: rank 0 sent ..., rank 1 expected ...; ...": what, by whom, and the remedy.
+// "transfer mismatch: rank 0 sent ..., rank 1 expected ...; ...", with the remedy.
 std::string describe_mismatch(int sender, const Contract& sent, int receiver, const Contract& expected, const std::string& label);
 
 }  // namespace penstock::comm

@@ -1,12 +1,13 @@
-// The collectives of Group: the backend's own where it has them, else compositions of point-to-point transfers that move
-// the minimal number of bytes: a reduce-scatter sends each part straight to its owner, a gather each input straight to
-// every member.
+// The collectives of Group. They use the backend's own implementation if it has one, else compositions of
+// point-to-point transfers that move the minimal number of bytes: a reduce-scatter sends each part directly
+// to its owner, a gather sends each input directly to every member.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cstring>
 #include <numeric>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/checked_transfer.h"
@@ -22,7 +23,8 @@ namespace {
 using State = std::shared_ptr<WorkState>;
 using Tensors = std::vector<at::Tensor>;
 
-// Below this a two-phase composition costs more in messages than it saves in bytes, and halves are summed as float32.
+// Below this size a two-phase composition costs more in messages than it saves in bytes, and half-precision
+// values are summed as float32.
 constexpr std::int64_t kSmallHalfBytes = 32 * 1024;
 
 std::uint64_t total_bytes(const Tensors& tensors) {
@@ -38,11 +40,11 @@ void require(bool holds, const char* operation, const std::string& what, const s
 void check_reduction(const at::Tensor& tensor, ReduceOp op, const char* operation) {
   const auto type = tensor.scalar_type();
   if (op == ReduceOp::Avg && !at::isFloatingType(type) && !at::isComplexType(type))
-    throw ValueError(describe(fmt::format("{}: avg of {}", operation, c10::toString(type)), "", "a floating point tensor", "use sum and divide as the program needs"));
+    throw ValueError(describe(fmt::format("{}: avg of {}", operation, c10::toString(type)), "", "a floating point tensor", "use sum and divide the result"));
   if ((op == ReduceOp::Min || op == ReduceOp::Max) && at::isComplexType(type))
     throw ValueError(fmt::format("{}: complex numbers have no order; use sum or avg", operation));
   if ((op == ReduceOp::Sum) && type == at::kBool)
-    throw ValueError(fmt::format("{}: sum of bool has no meaning across ranks; use max for any and min for all", operation));
+    throw ValueError(fmt::format("{}: sum of bool is not defined; use max for 'any' and min for 'all'", operation));
 }
 
 bool on_device(const GroupState& group, const at::Tensor& tensor) { return tensor.is_cuda() && group.cuda; }
@@ -50,15 +52,15 @@ bool on_device(const GroupState& group, const at::Tensor& tensor) { return tenso
 Backend& backend_for(GroupState& group, bool device) {
   if (device) return *group.cuda;
   if (!group.cpu)
-    throw StateError(fmt::format("group {} cannot move CPU tensors: this build has no Gloo; install libgloo-dev and build again", group.name));
+    throw StateError(fmt::format("group {} cannot transfer CPU tensors: this build has no Gloo; install libgloo-dev and rebuild", group.name));
   return *group.cpu;
 }
 
-// Sends parts[i] to member i and receives buffers[i] from it; empty tensors move nothing. Own position is left out.
+// Sends parts[i] to member i and receives buffers[i] from it. Skips empty tensors and the own position.
 void exchange(WorkState& work, const Tensors& parts, const Tensors& buffers, int tag) {
   const GroupState& group = work.group();
   const int size = static_cast<int>(group.ranks.size());
-  // Each member starts with its neighbour, so that not everybody sends to the same one first.
+  // Each member starts with its neighbour, so that they do not all send to the same member first.
   for (int step = 1; step < size; ++step) {
     const int from = (group.axis_rank - step + size) % size;
     const at::Tensor& buffer = buffers[static_cast<std::size_t>(from)];
@@ -71,7 +73,8 @@ void exchange(WorkState& work, const Tensors& parts, const Tensors& buffers, int
   }
 }
 
-// contributions[i] is member i's value; combined in that order whatever the order of arrival. Halves accumulate in float32.
+// contributions[i] is member i's value. Combines them in that order, independent of the order of arrival.
+// Half-precision values are accumulated in float32.
 void reduce_in_order(const at::Tensor& output, const Tensors& contributions, ReduceOp op) {
   const bool wide = is_half(output.scalar_type());
   at::Tensor sum = wide ? contributions[0].to(at::kFloat, false, true) : output;
@@ -88,28 +91,28 @@ void reduce_in_order(const at::Tensor& output, const Tensors& contributions, Red
   if (wide) output.copy_(sum);
 }
 
-// At debug level detail every member tells every other what it is about to do; a difference is an error on all of them
-// before any data moves.
+// At debug level "detail" every member announces its next collective to all others; a difference throws on
+// all of them before any data is transferred.
 void check_agreement(WorkState& work, const std::string& description) {
   GroupState& group = work.group();
   if (group.debug != DebugLevel::Detail || group.ranks.size() == 1 || !group.cpu || group.world->fake) return;
   constexpr std::int64_t kBytes = 256;
   at::Tensor own = at::zeros({kBytes}, at::kByte);
   std::memcpy(own.data_ptr(), description.data(), std::min<std::size_t>(description.size(), kBytes - 1));
-  Tensors words(group.ranks.size());
-  for (auto& word : words) word = at::empty({kBytes}, at::kByte);
-  words[static_cast<std::size_t>(group.axis_rank)] = own;
+  Tensors descriptions(group.ranks.size());
+  for (auto& description : descriptions) description = at::empty({kBytes}, at::kByte);
+  descriptions[static_cast<std::size_t>(group.axis_rank)] = own;
   auto check = std::make_shared<WorkState>(group.shared_from_this(), "agreement", work.label(), std::nullopt, kBytes, std::nullopt);
-  exchange(*check, Tensors(words.size(), own), words, group.internal_tag(group.sequence++, 3));
+  exchange(*check, Tensors(descriptions.size(), own), descriptions, group.internal_tag(group.sequence++, 3));
   check->wait();
   std::string report;
   bool differ = false;
-  for (std::size_t i = 0; i < words.size(); ++i) {
-    const std::string word(static_cast<const char*>(words[i].data_ptr()));
-    differ = differ || word != std::string(static_cast<const char*>(own.data_ptr()));
-    report += fmt::format("{}rank {}: {}", i > 0 ? "; " : "", group.ranks[i], word);
+  for (std::size_t i = 0; i < descriptions.size(); ++i) {
+    const std::string theirs(static_cast<const char*>(descriptions[i].data_ptr()));
+    differ = differ || theirs != std::string(static_cast<const char*>(own.data_ptr()));
+    report += fmt::format("{}rank {}: {}", i > 0 ? "; " : "", group.ranks[i], theirs);
   }
-  if (differ) throw PipeliningMetadataError(fmt::format("the members of group {} do not start the same collective: {}", group.name, report));
+  if (differ) throw MismatchError(fmt::format("the members of group {} started different collectives: {}", group.name, report));
 }
 
 std::string signature(const char* operation, const at::Tensor& tensor, const std::string& more = {}) {
@@ -128,7 +131,7 @@ Work started(State work, Start start) {
   return Work(std::move(work));
 }
 
-// ---------------------------------------------------------------------------------------------------------- all_reduce
+// ------------------------------------------------------------------------------------------------ all_reduce
 
 void reduce_halves_directly(WorkState& work, const at::Tensor& host, ReduceOp op) {
   GroupState& group = work.group();
@@ -173,7 +176,7 @@ void start_all_reduce(WorkState& work, const at::Tensor& tensor, ReduceOp op) {
   if (is_half(type) && !group.cpu_can.half_sums && group.ranks.size() > 1 && static_cast<std::int64_t>(host.nbytes()) > kSmallHalfBytes) {
     reduce_halves_directly(work, host, op);
   } else {
-    // What the backend cannot add is added in a wider type, or seen as one that it can.
+    // Types that the backend cannot add are converted to a wider type, or viewed as a type that it can add.
     at::Tensor wire = host;
     if (!group.cpu_can.half_sums && is_half(type)) wire = host.to(at::kFloat);
     if (type == at::kShort) wire = host.to(at::kInt);
@@ -192,7 +195,7 @@ void start_all_reduce(WorkState& work, const at::Tensor& tensor, ReduceOp op) {
   if (copy.copied()) work.then([copy](WorkState&) { copy.write_back(); });
 }
 
-// ----------------------------------------------------------------------------------------------------- gather, scatter
+// ------------------------------------------------------------------------------------------- gather, scatter
 
 void start_all_gather_uneven(WorkState& work, const Tensors& outputs, const at::Tensor& input) {
   GroupState& group = work.group();
@@ -250,7 +253,7 @@ void start_reduce_scatter_uneven(WorkState& work, const at::Tensor& output, cons
   });
 }
 
-// Consecutive equal parts of dim-free storage, one per member.
+// Splits flat storage into equal consecutive parts, one per member.
 Tensors equal_parts(const at::Tensor& whole, std::size_t count) {
   const auto parts = whole.reshape({static_cast<std::int64_t>(count), -1}).unbind(0);
   return Tensors(parts.begin(), parts.end());
@@ -268,7 +271,7 @@ void start_all_gather(WorkState& work, const at::Tensor& output, const at::Tenso
   }
   if (!can.all_gather || group.ucx) return start_all_gather_uneven(work, equal_parts(output, group.ranks.size()), input.reshape({-1}));
   const at::Tensor data = input.contiguous();
-  // Seen as bytes on the host, so that every dtype works; as it is on a device.
+  // Viewed as bytes on the host, so that every dtype works; unchanged on a device.
   work.add(backend_for(group, device).all_gather(device ? output : as_bytes(output), device ? data : as_bytes(data)));
   work.keep(data);
   work.keep(output);
@@ -336,15 +339,15 @@ Work Group::all_reduce_coalesced(const std::vector<at::Tensor>& tensors, ReduceO
   return Work(std::move(parent));
 }
 
-Work Group::broadcast(const at::Tensor& tensor, Rank from, const OpOptions& options) const {
+Work Group::broadcast(const at::Tensor& tensor, int from, const OpOptions& options) const {
   GroupState& group = member("broadcast");
   if (skipped_in_trial()) return {};
   check_transferable(tensor, "broadcast");
-  const auto found = std::find(group.ranks.begin(), group.ranks.end(), from.value());
-  require(found != group.ranks.end(), "broadcast", "source", fmt::format("rank {}", from.value()), fmt::format("a member of group {} (ranks {})", group.name, format_list(group.ranks)));
+  const auto found = std::find(group.ranks.begin(), group.ranks.end(), from);
+  require(found != group.ranks.end(), "broadcast", "source", fmt::format("rank {}", from), fmt::format("a member of group {} (ranks {})", group.name, format_list(group.ranks)));
   const int source = static_cast<int>(found - group.ranks.begin());
   return started(begin(state_, "broadcast", tensor.nbytes(), options), [&](WorkState& work) {
-    check_agreement(work, signature("broadcast", tensor, fmt::format("from {}", from.value())));
+    check_agreement(work, signature("broadcast", tensor, fmt::format("from {}", from)));
     if (tensor.numel() == 0) return;
     if (on_device(group, tensor)) {
       const at::Tensor data = tensor.contiguous();
@@ -380,7 +383,7 @@ Work Group::all_gather_uneven(const std::vector<at::Tensor>& outputs, const at::
   require(static_cast<int>(outputs.size()) == size(), "all_gather_uneven", "number of outputs", fmt::format("{}", outputs.size()), fmt::format("{}, one per member", size()));
   for (const auto& output : outputs) require(output.scalar_type() == input.scalar_type(), "all_gather_uneven", "dtype of an output", c10::toString(output.scalar_type()), c10::toString(input.scalar_type()));
   const at::Tensor& own = outputs[static_cast<std::size_t>(group.axis_rank)];
-  require(own.numel() == input.numel(), "all_gather_uneven", "elements of the own output", fmt::format("{}", own.numel()), fmt::format("{}, as the input", input.numel()));
+  require(own.numel() == input.numel(), "all_gather_uneven", "elements of the own output", fmt::format("{}", own.numel()), fmt::format("{}, as in the input", input.numel()));
   return started(begin(state_, "all_gather_uneven", total_bytes(outputs), options), [&](WorkState& work) {
     std::string sizes;
     for (const auto& output : outputs) sizes += fmt::format("{} ", output.numel());
@@ -438,13 +441,14 @@ Work Group::reduce_scatter_uneven(const at::Tensor& output, const std::vector<at
   require(static_cast<int>(inputs.size()) == size(), "reduce_scatter_uneven", "number of inputs", fmt::format("{}", inputs.size()), fmt::format("{}, one per member", size()));
   for (const auto& input : inputs) require(output.scalar_type() == input.scalar_type(), "reduce_scatter_uneven", "dtype of an input", c10::toString(input.scalar_type()), c10::toString(output.scalar_type()));
   const at::Tensor& own = inputs[static_cast<std::size_t>(group.axis_rank)];
-  require(own.numel() == output.numel(), "reduce_scatter_uneven", "elements of output", fmt::format("{}", output.numel()), fmt::format("{}, as the own input", own.numel()));
+  require(own.numel() == output.numel(), "reduce_scatter_uneven", "elements of output", fmt::format("{}", output.numel()), fmt::format("{}, as in the own input", own.numel()));
   return started(begin(state_, "reduce_scatter_uneven", total_bytes(inputs), options), [&](WorkState& work) {
     std::string sizes;
     for (const auto& input : inputs) sizes += fmt::format("{} ", input.numel());
     check_agreement(work, fmt::format("reduce_scatter_uneven {} {}", c10::toString(output.scalar_type()), sizes));
     if (!on_device(group, output)) return start_reduce_scatter_uneven(work, output, inputs, op);
-    // On a device: padded to the largest part, NCCL's own reduce-scatter; it moves the padding rather than the host.
+    // On a device: pads to the largest part and uses NCCL's reduce-scatter. This moves the padding but avoids
+    // the host.
     std::int64_t largest = 0;
     for (const auto& input : inputs) largest = std::max(largest, input.numel());
     const at::Tensor whole = at::zeros({size(), largest}, output.options());
@@ -491,7 +495,7 @@ Work Group::all_to_all(const at::Tensor& output, const at::Tensor& input, const 
   const auto splits_of = [&](const at::Tensor& tensor, const std::vector<std::int64_t>& splits, const char* name) {
     require(tensor.dim() > 0, "all_to_all", fmt::format("dims of {}", name), "0", "at least 1");
     if (splits.empty()) {
-      require(tensor.size(0) % size() == 0, "all_to_all", fmt::format("rows of {}", name), fmt::format("{}", tensor.size(0)), fmt::format("a multiple of {} when no splits are given", size()));
+      require(tensor.size(0) % size() == 0, "all_to_all", fmt::format("rows of {}", name), fmt::format("{}", tensor.size(0)), fmt::format("a multiple of {} if no splits are given", size()));
       return std::vector<std::int64_t>(static_cast<std::size_t>(size()), tensor.size(0) / size());
     }
     require(static_cast<int>(splits.size()) == size(), "all_to_all", fmt::format("splits of {}", name), fmt::format("{}", splits.size()), fmt::format("{}, one per member", size()));
@@ -503,10 +507,10 @@ Work Group::all_to_all(const at::Tensor& output, const at::Tensor& input, const 
   auto in_splits = splits_of(input, input_splits, "input");
   require(output.scalar_type() == input.scalar_type(), "all_to_all", "dtype of output", c10::toString(output.scalar_type()), c10::toString(input.scalar_type()));
   const auto own = static_cast<std::size_t>(group.axis_rank);
-  require(out_splits[own] == in_splits[own], "all_to_all", "rows kept by this rank, as the output has it", fmt::format("{}", out_splits[own]), fmt::format("{}, as the input has it", in_splits[own]));
+  require(out_splits[own] == in_splits[own], "all_to_all", "rows kept by this rank, according to the output", fmt::format("{}", out_splits[own]), fmt::format("{}, according to the input", in_splits[own]));
   const std::int64_t row_in = input.size(0) > 0 ? input.numel() / input.size(0) : 0;
   const std::int64_t row_out = output.size(0) > 0 ? output.numel() / output.size(0) : 0;
-  require(row_in == row_out || input.size(0) == 0 || output.size(0) == 0, "all_to_all", "elements per row of output", fmt::format("{}", row_out), fmt::format("{}, as the input", row_in));
+  require(row_in == row_out || input.size(0) == 0 || output.size(0) == 0, "all_to_all", "elements per row of output", fmt::format("{}", row_out), fmt::format("{}, as in the input", row_in));
   return started(begin(state_, "all_to_all", input.nbytes(), options), [&](WorkState& work) {
     if (on_device(group, input)) {
       const at::Tensor data = input.contiguous();
@@ -517,7 +521,7 @@ Work Group::all_to_all(const at::Tensor& output, const at::Tensor& input, const 
       if (!out.is_same(output)) work.then([out, output](WorkState&) { output.copy_(out); });
       return;
     }
-    // Straight to each owner: members that have nothing for each other exchange nothing, and any dtype works.
+    // Directly to each owner: members that have nothing for each other exchange nothing, and any dtype works.
     const HostCopy copy(output, HostCopy::Direction::Out);
     const at::Tensor data = to_host(input.contiguous());
     const auto parts = data.split_with_sizes(in_splits, 0);

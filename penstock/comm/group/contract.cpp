@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/message/message.h"
@@ -16,7 +17,7 @@ namespace {
 constexpr MessageKind kKind("P2PC");
 constexpr std::uint16_t kVersion = 1;
 
-// The finalizer of splitmix64: every bit of the input reaches every bit of the output.
+// The finalizer of splitmix64: every input bit affects every output bit.
 std::uint64_t mix(std::uint64_t value) {
   value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
   value = (value ^ (value >> 27)) * 0x94d049bb133111ebull;

@@ -29,7 +29,7 @@ const std::string& Group::name() const { return need(state_).name; }
 const std::vector<int>& Group::ranks() const { return need(state_).ranks; }
 int Group::size() const { return static_cast<int>(need(state_).ranks.size()); }
 int Group::axis_rank() const { return need(state_).axis_rank; }
-Rank Group::rank_at(int axis_rank) const { return Rank{need(state_).ranks.at(static_cast<std::size_t>(axis_rank))}; }
+int Group::rank_at(int axis_rank) const { return need(state_).ranks.at(static_cast<std::size_t>(axis_rank)); }
 std::chrono::milliseconds Group::timeout() const { return need(state_).timeout; }
 
 std::string Group::describe_backends() const {

@@ -7,11 +7,13 @@
 #include <set>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/stall_watch.h"
 #include "penstock/comm/group/work_state.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::comm {
 
@@ -32,14 +34,14 @@ P2PTransport resolve(P2PTransport wanted) {
   return env_choice("PENSTOCK_P2P", {"gloo", "ucx"}, "gloo") == "ucx" ? P2PTransport::Ucx : P2PTransport::Gloo;
 }
 
-// Gloo's connections are complete on one side before they are on the other: a member that left at once would be taken for lost by one
-// that still connects. So nobody goes on before all have connected.
+// A Gloo connection is complete on one side before it is on the other: a member that leaves at once would be
+// considered lost by one that is still connecting. So no member continues before all have connected.
 void await_members(const Store& store, int size, Clock::time_point deadline) {
   if (store.add("connected", 1) == size) store.set("all_connected", "1");
-  store.get("all_connected", deadline, "members that still connect");
+  store.get("all_connected", deadline, "members that are still connecting");
 }
 
-// The communicators of a group this rank belongs to. Collective over the members.
+// Opens the communicators of a group that this rank belongs to. Collective over the members.
 void open_backends(GroupState& group, P2PTransport p2p, const std::string& key, Clock::time_point deadline) {
   const WorldCore& core = *group.world;
   BackendOptions options;
@@ -55,7 +57,7 @@ void open_backends(GroupState& group, P2PTransport p2p, const std::string& key, 
     if (core.own_gpus) group.cuda = make_nccl_backend(core.store.with_prefix(key + "/nccl"), options);
     if (resolve(p2p) == P2PTransport::Ucx && options.size > 1) {
       if (!core.one_host)
-        throw ConfigError("UCX carries point-to-point transfers on one host only, but this world spans several; set PENSTOCK_P2P=gloo");
+        throw ConfigError("UCX supports point-to-point transfers only within one host, but this world spans several; set PENSTOCK_P2P=gloo");
       const Store store = core.store.with_prefix(key);
       group.ucx = std::make_shared<UcxTransport>(
           options.axis_rank, options.size, [&](const std::string& name, const std::string& bytes) { store.set(name, bytes); },
@@ -70,7 +72,7 @@ void open_backends(GroupState& group, P2PTransport p2p, const std::string& key, 
 
 }  // namespace
 
-std::string complaint_about(const std::vector<int>& ranks, int world_size) {
+std::string validation_error(const std::vector<int>& ranks, int world_size) {
   if (ranks.empty()) return "the list is empty; give at least one rank";
   std::set<int> seen;
   for (const int rank : ranks) {
@@ -91,7 +93,7 @@ std::shared_ptr<GroupState> make_group(const std::shared_ptr<WorldCore>& core, c
     std::lock_guard lock(registry().mutex);
     auto& entry = registry().groups[group->name];
     if (!entry.expired() && !core->fake)
-      throw ValueError(fmt::format("new_group: a group named {} exists already; give each group its own name", group->name));
+      throw ValueError(fmt::format("new_group: a group named {} already exists; give each group its own name", group->name));
     entry = group;
   }
   if (!core->fake && recipe.ranks.size() > 1) watch_for_stalls(group);

@@ -7,6 +7,7 @@
 #include <sstream>
 #include <thread>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/base/text.h"
@@ -20,10 +21,11 @@ namespace {
 
 constexpr auto kShortestPause = std::chrono::microseconds(200);
 constexpr auto kLongestPause = std::chrono::milliseconds(20);
-// All members came, but the one that gives the verdict has not: this much later it counts as missing.
+// If all members have reported but the deciding member has not answered after this time, it counts as
+// missing.
 constexpr auto kVerdictSlack = std::chrono::seconds(3);
 
-// Grows from call to call, so that quick partners are met quickly and slow ones cost little.
+// Grows from call to call, so that fast partners are noticed quickly and slow ones cost little.
 class Pause {
  public:
   std::chrono::microseconds next() {
@@ -42,7 +44,7 @@ struct MemberGroups::Opening {
   std::vector<int> ranks;
   std::string purpose;
   P2PTransport p2p = P2PTransport::Auto;
-  std::string name;  // of the group and its prefix in the store
+  std::string name;  // of the group; also its prefix in the store
   Clock::time_point begin = Clock::now();
 
   std::thread thread;
@@ -54,11 +56,11 @@ struct MemberGroups::Opening {
   std::string key(const std::string& part) const { return name + "/" + part; }
   std::string here(int rank) const { return fmt::format("{}/here/{}", name, rank); }
 
-  // How members are told of it, and how they read it: "0,1,2;0;purpose".
-  std::string to_word() const { return fmt::format("{};{};{}", fmt::join(ranks, ","), static_cast<int>(p2p), purpose); }
-  static Key parse_word(const std::string& word) {
+  // The notice to the other members: "0,1,2;0;purpose".
+  std::string to_notice() const { return fmt::format("{};{};{}", fmt::join(ranks, ","), static_cast<int>(p2p), purpose); }
+  static Key parse_notice(const std::string& notice) {
     Key key;
-    std::stringstream parts(word);
+    std::stringstream parts(notice);
     std::string list, transport;
     std::getline(parts, list, ';');
     std::getline(parts, transport, ';');
@@ -73,7 +75,7 @@ struct MemberGroups::Opening {
 std::string rank_list_text(const std::vector<int>& ranks) {
   std::string text;
   for (std::size_t i = 0; i < ranks.size();) {
-    std::size_t end = i + 1;  // of the run of equal steps that begins here
+    std::size_t end = i + 1;  // of the run of equal steps that starts at i
     const int step = end < ranks.size() ? ranks[end] - ranks[i] : 0;
     while (step > 0 && end < ranks.size() && ranks[end] - ranks[end - 1] == step) ++end;
     if (end - i < (step == 1 ? 2U : 3U)) end = i + 1;
@@ -96,23 +98,24 @@ MemberGroups::~MemberGroups() {
 
 Group MemberGroups::get(const std::vector<int>& ranks, const MemberGroupOptions& options) {
   const int own = core_->env.rank;
-  if (const std::string bad = complaint_about(ranks, core_->env.world_size); !bad.empty())
+  if (const std::string bad = validation_error(ranks, core_->env.world_size); !bad.empty())
     throw ValueError(fmt::format("group of ranks [{}]: {}", format_list(ranks), bad));
   if (std::find(ranks.begin(), ranks.end(), own) == ranks.end())
-    throw ValueError(describe("group of ranks", fmt::format("[{}] on rank {}", format_list(ranks), own), "a list with the own rank in it",
-                              "ask on members only"));
+    throw ValueError(describe("group of ranks", fmt::format("[{}] on rank {}", format_list(ranks), own), "a list that contains the own rank",
+                              "call it on members only"));
   const auto deadline = Clock::now() + (options.timeout.count() > 0 ? options.timeout : core_->timeout);
   std::string name;
   try {
     std::unique_lock lock(mutex_);
     const Key key{ranks, options.purpose, options.p2p};
-    // A trial run communicates nothing, so it opens nothing either: what it asks of this group is left out before it reaches a backend.
+    // A trial run does not communicate, so it opens no group either: its operations on this group are skipped
+    // before they reach a backend.
     if (StepContext::current()->trial && !is_open(key)) return Group(std::make_shared<GroupState>(core_, name_of(key) + core_->name_suffix, ranks, core_->timeout));
     Opening& opening = begin(key);
     name = opening.name;
     if (!opening.ended && ranks.size() > 1) {
       lock.unlock();
-      tell_members(opening);
+      notify_members(opening);
       lock.lock();
     }
     for (Pause pause; !opening.ended;) {
@@ -120,7 +123,7 @@ Group MemberGroups::get(const std::vector<int>& ranks, const MemberGroupOptions&
       lock.unlock();
       read_inbox();
       const auto now = Clock::now();
-      look_for_missing(opening, now >= deadline, now >= deadline + kVerdictSlack);
+      check_missing(opening, now >= deadline, now >= deadline + kVerdictSlack);
       lock.lock();
     }
     if (opening.error) std::rethrow_exception(opening.error);
@@ -147,7 +150,7 @@ MemberGroups::Opening& MemberGroups::begin(const Key& key) {
   opening->purpose = key.purpose;
   opening->p2p = key.p2p;
   opening->name = name_of(key);
-  if (core_->fake || key.ranks.size() == 1) {  // nobody to wait for
+  if (core_->fake || key.ranks.size() == 1) {  // no other member to wait for
     try {
       opening->group = open(*opening);
     } catch (...) {
@@ -166,7 +169,7 @@ void MemberGroups::run(Opening& opening) {
   try {
     group = open(opening);
   } catch (const std::exception& failure) {
-    log().debug("comm: group of {} was not made: {}", opening.name, failure.what());
+    log().debug("comm: group of {} was not created: {}", opening.name, failure.what());
     error = std::current_exception();
   }
   std::lock_guard lock(mutex_);
@@ -184,13 +187,13 @@ std::shared_ptr<GroupState> MemberGroups::open(const Opening& opening) {
   const std::string verdict = core_->fake || opening.ranks.size() == 1 ? "ok" : await_verdict(opening);
   context.elapsed_s = std::chrono::duration<double>(Clock::now() - opening.begin).count();
   if (verdict.starts_with("missing "))
-    throw TimeoutError(fmt::format("group of {}: rank{} {} did not ask for it in time; let every member ask for the group, or give "
-                                   "them more time by PENSTOCK_TIMEOUT_S",
+    throw TimeoutError(fmt::format("group of {}: rank{} {} did not request it in time; let every member request the group, or allow "
+                                   "more time with PENSTOCK_TIMEOUT_S",
                                    opening.name, verdict.find(',') == std::string::npos ? "" : "s", verdict.substr(8)),
                        context);
   if (verdict.starts_with("left ")) {
     context.lost_rank = std::stoi(verdict.substr(5));
-    throw PeerLostError(fmt::format("group of {}: rank {} has left; let every member ask for the group before it ends", opening.name, *context.lost_rank),
+    throw PeerLostError(fmt::format("group of {}: rank {} has left; let every member request the group before it ends", opening.name, *context.lost_rank),
                         context);
   }
   if (verdict.starts_with("error ")) throw ValueError(verdict.substr(6));
@@ -208,7 +211,8 @@ std::string MemberGroups::await_verdict(const Opening& opening) {
   const int own = core_->env.rank;
   const bool judges = opening.ranks.front() == own;
   store.set(opening.here(own), p2p_transport_name(opening.p2p));
-  store.add(opening.key("count"), 1);  // after the word itself: who counts all finds all words
+  // After the report itself, so that a full count implies that all reports are present.
+  store.add(opening.key("count"), 1);
   bool judged = false;
   for (Pause pause;;) {
     if (auto verdict = store.try_get(opening.key("verdict"))) return *verdict;
@@ -223,7 +227,7 @@ std::string MemberGroups::await_verdict(const Opening& opening) {
       return store.try_get(opening.key("verdict")).value_or(left);
     }
     if (const auto failure = core_->liveness->first_failure()) {
-      // Who failed may have said why: a verdict says more than the death of whoever wrote it.
+      // A verdict, which may give the reason, is more informative than the death of the rank that wrote it.
       if (auto verdict = store.try_get(opening.key("verdict"))) return *verdict;
       CommContext context;
       context.rank = own;
@@ -237,12 +241,12 @@ std::string MemberGroups::await_verdict(const Opening& opening) {
 }
 
 std::string MemberGroups::judge(const Opening& opening) const {
-  const auto word = [&](int rank) { return core_->store.try_get(opening.here(rank)).value_or(""); };
+  const auto report = [&](int rank) { return core_->store.try_get(opening.here(rank)).value_or(""); };
   const int first = opening.ranks.front();
   for (const int rank : opening.ranks)
-    if (word(rank) != word(first))
-      return fmt::format("error group of {}: rank {} carries point-to-point transfers by {}, rank {} by {}; set PENSTOCK_P2P alike on all",
-                         opening.name, first, word(first), rank, word(rank));
+    if (report(rank) != report(first))
+      return fmt::format("error group of {}: rank {} uses {} for point-to-point transfers, rank {} uses {}; set PENSTOCK_P2P to the same value on all ranks",
+                         opening.name, first, report(first), rank, report(rank));
   return "ok";
 }
 
@@ -250,14 +254,14 @@ void MemberGroups::decide(const Opening& opening, const std::string& verdict) co
   if (core_->store.add(opening.key("decided"), 1) == 1) core_->store.set(opening.key("verdict"), verdict);
 }
 
-void MemberGroups::tell_members(const Opening& opening) const {
+void MemberGroups::notify_members(const Opening& opening) const {
   const Store& store = core_->store;
   if (store.add(opening.key("asked"), 1) != 1) return;
-  const std::string word = opening.to_word();
+  const std::string notice = opening.to_notice();
   for (const int rank : opening.ranks) {
     if (rank == core_->env.rank) continue;
     const std::int64_t number = store.add(fmt::format("inbox/{}/count", rank), 1);
-    store.set(fmt::format("inbox/{}/{}", rank, number), word);
+    store.set(fmt::format("inbox/{}/{}", rank, number), notice);
   }
 }
 
@@ -267,15 +271,15 @@ void MemberGroups::read_inbox() {
   const int own = core_->env.rank;
   const std::int64_t count = store.add(fmt::format("inbox/{}/count", own), 0);
   while (inbox_read_ < count) {
-    const auto word = store.try_get(fmt::format("inbox/{}/{}", own, inbox_read_ + 1));
-    if (!word) return;  // counted, but not written yet
+    const auto notice = store.try_get(fmt::format("inbox/{}/{}", own, inbox_read_ + 1));
+    if (!notice) return;  // counted, but not written yet
     ++inbox_read_;
     std::lock_guard lock(mutex_);
-    begin(Opening::parse_word(*word));
+    begin(Opening::parse_notice(*notice));
   }
 }
 
-void MemberGroups::look_for_missing(const Opening& opening, bool deadline_passed, bool slack_passed) const {
+void MemberGroups::check_missing(const Opening& opening, bool deadline_passed, bool slack_passed) const {
   for (const int rank : opening.ranks)
     if (core_->liveness->state_of(rank).state == RankState::Left && !core_->store.has(opening.here(rank)))
       decide(opening, fmt::format("left {}", rank));

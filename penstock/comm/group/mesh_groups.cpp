@@ -6,6 +6,7 @@
 #include <mutex>
 #include <optional>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/step_context.h"
 
@@ -14,13 +15,14 @@ namespace penstock::comm {
 namespace {
 
 void check(const World& world, const DeviceMesh& mesh) {
-  if (mesh.this_rank().value() != world.rank())
-    throw ValueError(describe("groups of a mesh", fmt::format("the mesh of rank {} on rank {}", mesh.this_rank().value(), world.rank()),
-                              "the mesh as this rank has it", "give world.rank() when the mesh is made, or use as_rank()"));
+  if (mesh.this_rank() != world.rank())
+    throw ValueError(describe("groups of a mesh", fmt::format("the mesh of rank {} on rank {}", mesh.this_rank(), world.rank()),
+                              "the mesh of this rank",
+                              "pass world.rank() when creating the mesh, or use as_rank()"));
   const std::vector<int>& ranks = mesh.universe();
   if (const int last = *std::max_element(ranks.begin(), ranks.end()); last >= world.size())
     throw ValueError(describe("groups of a mesh", fmt::format("rank {} in {}", last, mesh.to_string()),
-                              fmt::format("ranks of the world of {}", world.size()), "start more ranks or shrink the mesh"));
+                              fmt::format("ranks below the world size {}", world.size()), "start more ranks or shrink the mesh"));
 }
 
 }  // namespace
@@ -30,12 +32,12 @@ struct MeshGroups::State {
       : world(std::move(world)), mesh(std::move(mesh)), shape(this->mesh.shape()),
         coordinate(this->mesh.coordinate().value_or(std::vector<std::int64_t>())), id(id), axes(shape.size()) {}
 
-  // Equal ones are one object: found here as long as somebody holds it.
+  // Equal ones are the same object, which is found here as long as a handle exists.
   static std::shared_ptr<State> intern(World world, DeviceMesh mesh) {
     static std::mutex& mutex = *new std::mutex;
     static auto& known = *new std::vector<std::weak_ptr<State>>;
     static std::uint64_t next_id = 1;
-    // Outlives the lock: dropping the last holder of a World takes locks of its own.
+    // Destroyed after the lock is released: destroying the last handle of a World takes other locks.
     std::vector<std::shared_ptr<State>> held;
     const std::lock_guard lock(mutex);
     std::erase_if(known, [](const std::weak_ptr<State>& state) { return state.expired(); });
@@ -53,7 +55,7 @@ struct MeshGroups::State {
   const std::vector<std::int64_t> shape, coordinate;
   const std::uint64_t id;
   std::mutex mutex;
-  std::vector<std::optional<Group>> axes;  // those asked for so far
+  std::vector<std::optional<Group>> axes;  // those requested so far
 };
 
 MeshGroups::MeshGroups(World world, DeviceMesh mesh) {
@@ -73,9 +75,9 @@ Group MeshGroups::group(int axis) const {
     const std::lock_guard lock(state_->mutex);
     if (const auto& group = state_->axes[static_cast<std::size_t>(axis)]) return *group;
   }
-  // Not under the lock: making a group waits for its members.
+  // Without the lock: creating a group waits for its members.
   const Group group = state_->world.group_of(state_->mesh.rank_list(axis));
-  if (StepContext::current()->trial) return group;  // it may be one for the trial run alone
+  if (StepContext::current()->trial) return group;  // it may exist only for the trial run
   const std::lock_guard lock(state_->mutex);
   state_->axes[static_cast<std::size_t>(axis)] = group;
   return group;
@@ -87,7 +89,7 @@ Group MeshGroups::group_of(const DeviceMesh& part) const {
   check(state_->world, part);
   if (!part.contains(part.this_rank()))
     throw ValueError(describe("group of a mesh", fmt::format("{} on rank {}", part.to_string(), state_->world.rank()),
-                              "a mesh with this rank in it", "ask contains(rank) first"));
+                              "a mesh that contains this rank", "check contains(rank) first"));
   return state_->world.group_of(part.ranks());
 }
 

@@ -9,6 +9,7 @@
 #include <numeric>
 #include <unordered_map>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/world.h"
 
@@ -21,8 +22,8 @@ using Ints = std::vector<std::int64_t>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Results whose Work has not been waited for, by their storage. A Work keeps its tensor alive, so a key cannot be reused
-// while it is here.
+// Results whose Work has not been waited for, by storage. A Work keeps its tensor alive, so a key cannot be
+// reused while it is present.
 class Unfinished {
  public:
   void put(const Tensor& result, Work work) {
@@ -44,7 +45,8 @@ class Unfinished {
 };
 
 Unfinished& unfinished() {
-  // Never freed: a work that nobody waits for says so in the log, which may be gone when static objects end.
+  // Never freed: a work that is never waited for logs a warning, and the log may be gone when static objects
+  // are destroyed.
   static Unfinished& instance = *new Unfinished;
   return instance;
 }
@@ -56,7 +58,7 @@ Ints with_rows(const Tensor& input, std::int64_t rows) {
 }
 
 void require_rows(const Tensor& input, const char* operation) {
-  if (input.dim() == 0) throw ValueError(fmt::format("{}: a tensor without dims cannot be split or joined; give it a dim by unsqueeze(0)", operation));
+  if (input.dim() == 0) throw ValueError(fmt::format("{}: a 0-dim tensor cannot be split or joined; add a dim with unsqueeze(0)", operation));
 }
 
 std::int64_t rows_per_member(const Tensor& input, std::int64_t size) {
@@ -68,7 +70,7 @@ std::int64_t rows_per_member(const Tensor& input, std::int64_t size) {
 
 std::int64_t sum_of(const Ints& values) { return std::accumulate(values.begin(), values.end(), std::int64_t{0}); }
 
-// ------------------------------------------------------------------------------- kernels that communicate (CPU, CUDA)
+// ---------------------------------------------------------------------- kernels that communicate (CPU, CUDA)
 
 Tensor all_reduce_kernel(const Tensor& input, std::string op, std::string group) {
   Tensor output = input.contiguous().clone();
@@ -96,7 +98,7 @@ Tensor all_to_all_kernel(const Tensor& input, Ints output_splits, Ints input_spl
   return output;
 }
 
-// The parts of a row of elements, one for each member.
+// Splits a flat tensor into parts, one for each member.
 std::vector<Tensor> flat_parts(const Tensor& flat, const Ints& counts) {
   std::vector<Tensor> parts;
   std::int64_t next = 0;
@@ -110,7 +112,7 @@ std::vector<Tensor> flat_parts(const Tensor& flat, const Ints& counts) {
 void require_flat(const Tensor& input, std::int64_t elements, const char* operation) {
   if (input.dim() != 1 || input.size(0) != elements)
     throw ValueError(describe(fmt::format("{}: input", operation), fmt::format("{} elements in {} dims", input.numel(), input.dim()),
-                              fmt::format("{} elements in one dim, as the counts say", elements), "flatten it, and give the counts of all members"));
+                              fmt::format("{} elements in one dim, the sum of the counts", elements), "flatten it, and pass the counts of all members"));
 }
 
 Tensor all_gather_flat_kernel(const Tensor& input, Ints counts, std::string group) {
@@ -130,7 +132,7 @@ Tensor reduce_scatter_flat_kernel(const Tensor& input, std::string op, Ints coun
 
 Tensor broadcast_kernel(const Tensor& input, std::int64_t source, std::string group) {
   Tensor output = input.contiguous().clone();
-  unfinished().put(output, find_group(group).broadcast(output, Rank{static_cast<std::int32_t>(source)}, {.label = "operator", .timeout = {}}));
+  unfinished().put(output, find_group(group).broadcast(output, static_cast<int>(source), {.label = "operator", .timeout = {}}));
   return output;
 }
 
@@ -139,7 +141,7 @@ Tensor wait_kernel(const Tensor& input) {
   return input;
 }
 
-// -------------------------------------------------------------------------------------------- shape-only kernels (Meta)
+// --------------------------------------------------------------------------------- shape-only kernels (Meta)
 
 Tensor same_shape_meta(const Tensor& input) { return at::empty(input.sizes(), input.options()); }
 Tensor all_reduce_meta(const Tensor& input, std::string, std::string) { return same_shape_meta(input); }
@@ -162,7 +164,7 @@ Tensor reduce_scatter_flat_meta(const Tensor& input, std::string, Ints counts, s
 Tensor broadcast_meta(const Tensor& input, std::int64_t, std::string) { return same_shape_meta(input); }
 Tensor wait_meta(const Tensor& input) { return input; }
 
-// ------------------------------------------------------------------------------------------------------ typed callers
+// --------------------------------------------------------------------------------------------- typed callers
 
 template <class Signature>
 auto find_operator(const char* name) {
@@ -202,7 +204,7 @@ Tensor call_wait(const Tensor& input) {
   return handle.call(input);
 }
 
-// -------------------------------------------------------------------------------------------------------- derivatives
+// ----------------------------------------------------------------------------------------------- derivatives
 
 struct AllReduceFunction : torch::autograd::Function<AllReduceFunction> {
   static Tensor forward(AutogradContext* context, const Tensor& input, std::string op, std::string group) {
@@ -213,7 +215,7 @@ struct AllReduceFunction : torch::autograd::Function<AllReduceFunction> {
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const std::string op = context->saved_data["op"].toStringRef();
-    if (op != "sum" && op != "avg") throw NotImplemented(fmt::format("penstock::all_reduce with {} has no derivative; use sum or avg where gradients flow", op));
+    if (op != "sum" && op != "avg") throw NotImplemented(fmt::format("penstock::all_reduce with {} has no derivative; use sum or avg where gradients are needed", op));
     return {call_wait(call_all_reduce(gradients[0], op, context->saved_data["group"].toStringRef())), Tensor(), Tensor()};
   }
 };
@@ -240,7 +242,7 @@ struct ReduceScatterFunction : torch::autograd::Function<ReduceScatterFunction> 
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const std::string op = context->saved_data["op"].toStringRef();
-    if (op != "sum" && op != "avg") throw NotImplemented(fmt::format("penstock::reduce_scatter_tensor with {} has no derivative; use sum or avg where gradients flow", op));
+    if (op != "sum" && op != "avg") throw NotImplemented(fmt::format("penstock::reduce_scatter_tensor with {} has no derivative; use sum or avg where gradients are needed", op));
     const std::int64_t size = context->saved_data["size"].toInt();
     Tensor gradient = call_wait(call_all_gather(gradients[0], size, context->saved_data["group"].toStringRef()));
     if (op == "avg") gradient = gradient / static_cast<double>(size);
@@ -286,7 +288,7 @@ struct ReduceScatterFlatFunction : torch::autograd::Function<ReduceScatterFlatFu
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const std::string op = context->saved_data["op"].toStringRef();
-    if (op != "sum" && op != "avg") throw NotImplemented(fmt::format("penstock::reduce_scatter_flat with {} has no derivative; use sum or avg where gradients flow", op));
+    if (op != "sum" && op != "avg") throw NotImplemented(fmt::format("penstock::reduce_scatter_flat with {} has no derivative; use sum or avg where gradients are needed", op));
     const Ints counts = context->saved_data["counts"].toIntVector();
     Tensor gradient = call_wait(call_all_gather_flat(gradients[0].contiguous(), counts, context->saved_data["group"].toStringRef()));
     if (op == "avg") gradient = gradient / static_cast<double>(counts.size());
@@ -305,7 +307,7 @@ struct BroadcastFunction : torch::autograd::Function<BroadcastFunction> {
     const std::string group = context->saved_data["group"].toStringRef();
     const Tensor sum = call_wait(call_all_reduce(gradients[0], "sum", group));
     const Group members = find_group(group);
-    const bool source = members.rank_at(members.axis_rank()).value() == context->saved_data["source"].toInt();
+    const bool source = members.rank_at(members.axis_rank()) == context->saved_data["source"].toInt();
     return {source ? sum : at::zeros_like(sum), Tensor(), Tensor()};
   }
 };
@@ -394,7 +396,7 @@ Tensor reduce_scatter_flat(const Tensor& input, ReduceOp op, const std::vector<s
 Tensor all_to_all(const Tensor& input, const std::vector<std::int64_t>& output_splits, const std::vector<std::int64_t>& input_splits, const Group& group) {
   return call_all_to_all(input, output_splits, input_splits, group.name());
 }
-Tensor broadcast(const Tensor& input, Rank source, const Group& group) { return call_broadcast(input, source.value(), group.name()); }
+Tensor broadcast(const Tensor& input, int source, const Group& group) { return call_broadcast(input, source, group.name()); }
 Tensor wait_tensor(const Tensor& input) { return call_wait(input); }
 
 }  // namespace functional

@@ -1,9 +1,10 @@
-// Point-to-point transfers of Group: checked on arrival, on every backend.
+// Point-to-point transfers of Group, checked on arrival on every backend.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <numeric>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/comm/group/checked_transfer.h"
@@ -16,22 +17,22 @@ namespace penstock::comm {
 
 namespace {
 
-int position_of(const GroupState& group, Rank peer, int tag, const char* operation, bool self_allowed) {
+int position_of(const GroupState& group, int peer, int tag, const char* operation, bool self_allowed) {
   if (tag < 0 || tag > Group::kMaxTag)
     throw ValueError(describe(fmt::format("{}: tag", operation), fmt::format("{}", tag), fmt::format("0 to {}", Group::kMaxTag)));
   for (std::size_t i = 0; i < group.ranks.size(); ++i)
-    if (group.ranks[i] == peer.value()) {
+    if (group.ranks[i] == peer) {
       if (static_cast<int>(i) == group.axis_rank && !self_allowed)
-        throw ValueError(fmt::format("{}: rank {} cannot exchange with itself; hand the tensor over in the program", operation, peer.value()));
+        throw ValueError(fmt::format("{}: rank {} cannot exchange with itself; use the tensor directly", operation, peer));
       return static_cast<int>(i);
     }
-  throw ValueError(describe(fmt::format("{}: peer", operation), fmt::format("rank {}", peer.value()),
+  throw ValueError(describe(fmt::format("{}: peer", operation), fmt::format("rank {}", peer),
                             fmt::format("a member of group {} (ranks {})", group.name, format_list(group.ranks)),
-                            "give a global rank of this group"));
+                            "pass a global rank of this group"));
 }
 
-// The contract of a (peer, tag) over NCCL, where data carries no type and size: told through the store by the sender,
-// checked by the receiver. Once, or per transfer at debug level detail.
+// Exchanges the contract of a (peer, tag) over NCCL, where data carries no type and size: the sender posts it
+// in the store, the receiver checks it. Once, or per transfer at debug level "detail".
 void exchange_contract(GroupState& group, const Contract& own, bool sender, int peer, WorkState& work) {
   if (own.number > 0 && group.debug != DebugLevel::Detail) return;
   const int from = sender ? group.own_rank() : peer;
@@ -42,10 +43,10 @@ void exchange_contract(GroupState& group, const Contract& own, bool sender, int 
     return;
   }
   const Contract sent = Contract::from_bytes(group.world->store.get(key, Clock::now() + group.timeout, fmt::format("rank {} to announce its transfer", peer)));
-  if (!sent.matches(own)) throw PipeliningMetadataError(describe_mismatch(from, sent, to, own, work.label()));
+  if (!sent.matches(own)) throw MismatchError(describe_mismatch(from, sent, to, own, work.label()));
 }
 
-// One transfer, checked and announced, but not yet started.
+// One transfer, checked and announced but not yet started.
 struct Prepared {
   std::shared_ptr<WorkState> work;
   int position = 0;
@@ -61,18 +62,19 @@ Prepared prepare(const std::shared_ptr<GroupState>& group, const P2POp& op, bool
                                   prepared.on_device ? group->cuda_can.self_transfer && in_batch : group->cpu_can.self_transfer);
   check_transferable(op.tensor, operation);
   if (prepared.on_device && !sends && !op.tensor.is_contiguous())
-    throw ValueError("recv: a CUDA tensor must be contiguous to be received into; give a contiguous buffer");
-  prepared.work = std::make_shared<WorkState>(group, operation, op.options.label, op.peer.value(), op.tensor.nbytes(), op.options.timeout, op.options.tag);
+    throw ValueError("recv: a CUDA tensor must be contiguous to receive into; pass a contiguous buffer");
+  prepared.work = std::make_shared<WorkState>(group, operation, op.options.label, op.peer, op.tensor.nbytes(), op.options.timeout, op.options.tag);
   return prepared;
 }
 
-// Tells or checks what will be moved, before anything of a batch has started: a mismatch must not leave half a batch behind.
+// Posts or checks the contracts before any transfer of a batch has started: a mismatch must not leave half a
+// batch behind.
 void announce(const Prepared& prepared, const P2POp& op) {
   GroupState& group = prepared.work->group();
   if (!prepared.on_device || group.world->fake) return;
   const bool sends = op.kind == P2POp::Kind::Send;
   const Contract contract = Contract::of(op.tensor, op.options.tag, group.next_number(sends, prepared.position, op.options.tag));
-  exchange_contract(group, contract, sends, op.peer.value(), *prepared.work);
+  exchange_contract(group, contract, sends, op.peer, *prepared.work);
 }
 
 void post(const Prepared& prepared, const P2POp& op, bool in_batch) {
@@ -103,21 +105,21 @@ Work start(const std::shared_ptr<GroupState>& group, const P2POp& op) {
 
 }  // namespace
 
-Work Group::isend(const at::Tensor& tensor, Rank to, const P2POptions& options) const {
+Work Group::isend(const at::Tensor& tensor, int to, const P2POptions& options) const {
   member("send");
   if (skipped_in_trial()) return {};
   return start(state_, P2POp::send(tensor, to, options));
 }
 
-Work Group::irecv(const at::Tensor& tensor, Rank from, const P2POptions& options) const {
+Work Group::irecv(const at::Tensor& tensor, int from, const P2POptions& options) const {
   member("recv");
   if (skipped_in_trial({tensor})) return {};
   return start(state_, P2POp::recv(tensor, from, options));
 }
 
-void Group::send(const at::Tensor& tensor, Rank to, const P2POptions& options) const { isend(tensor, to, options).wait(); }
+void Group::send(const at::Tensor& tensor, int to, const P2POptions& options) const { isend(tensor, to, options).wait(); }
 
-void Group::recv(const at::Tensor& tensor, Rank from, const P2POptions& options) const { irecv(tensor, from, options).wait(); }
+void Group::recv(const at::Tensor& tensor, int from, const P2POptions& options) const { irecv(tensor, from, options).wait(); }
 
 std::vector<Work> Group::batch_isend_irecv(const std::vector<P2POp>& ops) const {
   GroupState& group = member("batch");
@@ -130,8 +132,8 @@ std::vector<Work> Group::batch_isend_irecv(const std::vector<P2POp>& ops) const 
                        std::any_of(ops.begin(), ops.end(), [](const P2POp& op) { return op.tensor.defined() && op.tensor.is_cuda(); });
   std::vector<Prepared> prepared;
   for (const P2POp& op : ops) prepared.push_back(prepare(state_, op, bracket));
-  // Receives first, so that data finds its buffer. NCCL knows no tags, only the order within the batch: there both sides
-  // order by tag.
+  // Receives first, so that data finds its buffer. NCCL has no tags, only the order within the batch, so both
+  // sides order by tag.
   std::vector<std::size_t> order(ops.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
@@ -139,7 +141,7 @@ std::vector<Work> Group::batch_isend_irecv(const std::vector<P2POp>& ops) const 
     if (a_sends != b_sends) return b_sends;
     return bracket && ops[a].options.tag < ops[b].options.tag;
   });
-  // All is told before anything is asked for, so that two ranks that exchange do not wait for each other.
+  // Posts all contracts before it checks any, so that two ranks that exchange do not wait for each other.
   for (const auto kind : {P2POp::Kind::Send, P2POp::Kind::Recv})
     for (const std::size_t i : order)
       if (ops[i].kind == kind) group.started(*prepared[i].work, [&] { announce(prepared[i], ops[i]); });

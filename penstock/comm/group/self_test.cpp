@@ -30,7 +30,7 @@ class Probe {
   }
 
  private:
-  // Member i's value of element k.
+  // Returns member i's values; element k depends on i and k.
   at::Tensor values(int member, std::int64_t count, at::ScalarType type) const {
     return (at::arange(count, at::kLong) % 7 + member + 1).to(type).to(options_.device());
   }
@@ -65,7 +65,7 @@ class Probe {
     for (int i = 0; i < kRepeats + 3; ++i) {
       const auto begin = Clock::now();
       body();
-      // On a device the transfer is only ordered; reading one element waits for it.
+      // On a device the wait only orders the stream; reading one element waits for the transfer.
       if (options_.device().is_cuda()) (void)at::zeros({1}, options_).item<float>();
       if (i >= 3) times.push_back(std::chrono::duration<double, std::micro>(Clock::now() - begin).count());
     }
@@ -73,7 +73,7 @@ class Probe {
     return times[times.size() / 2];
   }
 
-  // Adds times to the latest result, or a result of its own when there is none by that name.
+  // Adds times to the latest result, or adds a new result if there is none by that name.
   void timed(const std::string& operation, std::uint64_t bytes, const std::function<void()>& body) {
     if (results_.empty() || results_.back().operation != operation) check(operation, [&] { return body(), true; });
     if (!results_.back().ok) return;
@@ -83,9 +83,9 @@ class Probe {
 
   void point_to_point() {
     const bool alone = size_ == 1;
-    if (alone && !options_.device().is_cuda()) return;  // nobody to talk to
+    if (alone && !options_.device().is_cuda()) return;  // no peer
     const int peer = own_ == 0 ? size_ - 1 : 0;
-    const Rank other = group_.rank_at(alone ? 0 : peer);
+    const int other = group_.rank_at(alone ? 0 : peer);
     const bool takes_part = alone || own_ == 0 || own_ == size_ - 1;
     const auto ping = [&](std::int64_t count) {
       const at::Tensor out = mine(count);

@@ -1,4 +1,4 @@
-// Getting tensors into the form a backend moves: contiguous host memory, seen as bytes.
+// Converts tensors to the form that a backend transfers: contiguous host memory, viewed as bytes.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -7,14 +7,15 @@
 
 namespace penstock::comm {
 
-// The memory of a contiguous tensor as bytes. Any dtype: backends then need no knowledge of it.
+// Returns the memory of a contiguous tensor as bytes. Accepts any dtype, so that backends need not know it.
 at::Tensor as_bytes(const at::Tensor& contiguous);
 
-// CPU tensors as they are; CUDA tensors copied into pinned host memory, with one warning per process: the backend for CUDA
-// tensors is absent, and this path is slow.
+// Returns CPU tensors unchanged and copies CUDA tensors into pinned host memory. Copying warns once per
+// process: the backend for CUDA tensors is absent, and this path is slow.
 at::Tensor to_host(const at::Tensor& tensor);
 
-// A tensor that a backend writes to: itself when it is contiguous host memory, else a host copy that is written back.
+// A tensor that a backend writes to: the tensor itself if it is contiguous host memory, else a host copy that
+// is written back.
 class HostCopy {
  public:
   enum class Direction { Out, InOut };  // InOut: the copy starts with the tensor's values
@@ -30,8 +31,8 @@ class HostCopy {
   bool copied_ = false;
 };
 
-// Throws TypeError or ValueError, with the remedy, for a tensor whose memory is not its values: undefined, sparse, a
-// subclass, lazily conjugated or negated.
+// Throws TypeError or ValueError, with the remedy, for a tensor whose memory does not hold its values:
+// undefined, sparse, a subclass, lazily conjugated or negated.
 void check_transferable(const at::Tensor& tensor, const char* operation);
 void check_transferable(const std::vector<at::Tensor>& tensors, const char* operation);
 

@@ -39,7 +39,7 @@ void look() {
       for (const auto& weak : watch().groups)
         if (auto group = weak.lock()) alive.push_back(std::move(group));
     }
-    for (const auto& group : alive) group->look_at_waits();
+    for (const auto& group : alive) group->check_waits();
   }
 }
 

@@ -1,5 +1,5 @@
-// One thread of the process that looks at waits which last, of all groups. Sleeps a quarter of a second at a time; costs
-// nothing to operations that end sooner.
+// One thread per process that checks long waits of all groups. It wakes up every quarter of a second;
+// operations that complete sooner pay nothing.
 #pragma once
 
 #include <memory>
@@ -8,7 +8,8 @@ namespace penstock::comm {
 
 class GroupState;
 
-// From now on the group is looked at, until it is gone. Starts the thread on first use; it ends with the last group.
+// Checks the group's waits until the group is destroyed. The thread starts on first use and ends with the
+// last group.
 void watch_for_stalls(const std::shared_ptr<GroupState>& group);
 
 }  // namespace penstock::comm

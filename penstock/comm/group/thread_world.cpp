@@ -1,4 +1,4 @@
-// A world of threads: every rank a thread of this process, with one in-process store and one board of who is alive.
+// A thread world: every rank is a thread of this process; they share one in-process store and one Liveness.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
@@ -7,6 +7,7 @@
 #include <mutex>
 #include <thread>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/comm/group/operators.h"
 #include "penstock/comm/group/work_state.h"
@@ -15,8 +16,9 @@
 namespace penstock::comm {
 namespace {
 
-// On x86 LibTorch leaves tanh and the like to MKL, whose vector functions prepare themselves on their first call. Two threads that make it
-// at once may get results with half of the digits (seen with LibTorch 2.11): one thread makes it for all.
+// On x86 LibTorch uses MKL for tanh and similar functions. MKL's vector functions initialize themselves on
+// their first call; if two threads make that call at once, results may have only half of the digits (observed
+// with LibTorch 2.11). So one thread makes it for all.
 void prepare_vector_functions() {
   static const bool prepared = at::tanh(at::ones({32})).defined();
   static_cast<void>(prepared);
@@ -38,7 +40,8 @@ void run_ranks(int size, std::chrono::milliseconds timeout, const std::function<
   std::condition_variable ended;
   std::exception_ptr first_error;
   bool first_is_consequence = false;
-  // A rank may hear of another's failure before that one has left its own call: the loss of a peer gives way to its cause.
+  // A rank may learn of another's failure before that rank has left its own call: the cause replaces the loss
+  // of a peer.
   const auto note = [&](const std::exception& error) {
     const std::lock_guard lock(mutex);
     const bool consequence = dynamic_cast<const PeerLostError*>(&error) != nullptr;
@@ -64,7 +67,8 @@ void run_ranks(int size, std::chrono::milliseconds timeout, const std::function<
           body(world);
         } catch (const std::exception& error) {
           note(error);
-          world.fail(error.what());  // while the world still lives: its end would only say that something was thrown
+          // Before the world is destroyed: its destructor knows only that an exception was thrown.
+          world.fail(error.what());
           throw;
         }
         liveness->report({rank, RankState::Left, ""});
@@ -83,9 +87,9 @@ void run_ranks(int size, std::chrono::milliseconds timeout, const std::function<
     if (!ended.wait_until(lock, deadline, all_ended)) {
       const int slow = static_cast<int>(std::find(running.begin(), running.end(), true) - running.begin());
       if (!first_error)
-        first_error = std::make_exception_ptr(TimeoutError(fmt::format("rank {} did not end within the time given to run_ranks", slow), {.rank = slow, .elapsed_s = std::chrono::duration<double>(timeout).count()}));
+        first_error = std::make_exception_ptr(TimeoutError(fmt::format("rank {} did not finish within the timeout of run_ranks", slow), {.rank = slow, .elapsed_s = std::chrono::duration<double>(timeout).count()}));
       lock.unlock();
-      liveness->report({slow, RankState::Failed, "it did not end in time"});  // ends every wait
+      liveness->report({slow, RankState::Failed, "it did not finish in time"});  // ends every wait
     }
   }
   for (auto& thread : threads) thread.join();

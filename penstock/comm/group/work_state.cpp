@@ -19,18 +19,20 @@ namespace penstock::comm {
 
 namespace {
 
-// A transport notices a closed connection a moment before the monitor can say whose; this long the blame may take.
-constexpr auto kBlameTime = std::chrono::seconds(3);
-// How long a wait runs before it looks again at who is alive, on transports whose waits can be resumed.
+// A transport may notice a closed connection before the monitor knows whose it was; wait this long for the
+// monitor.
+constexpr auto kFailureReportTime = std::chrono::seconds(3);
+// On transports with resumable waits, how long a wait runs before it checks again which ranks are alive.
 constexpr auto kSlice = std::chrono::milliseconds(250);
-// How long a rank that timed out waits for the others to say where they are.
-constexpr auto kRollCallTime = std::chrono::milliseconds(1500);
-// Ranks that still wait say it before their time is up, after this part of it: one that is slow to wake up is not silent then.
-constexpr int kToldAfterShare = 4;
-// A rank that left in order may still have data on the way; this long a wait for it goes on.
-constexpr auto kFarewellTime = std::chrono::seconds(5);
-// How long a point-to-point wait lasts before its contract is held against the other side's.
-constexpr auto kPatience = std::chrono::milliseconds(300);
+// How long a rank that timed out waits for the others to report what they are doing.
+constexpr auto kStatusWaitTime = std::chrono::milliseconds(1500);
+// Waiting ranks post their status after this fraction (1/n) of the timeout, so that a rank that is slow to
+// wake up still has posted one.
+constexpr int kStatusPostFraction = 4;
+// A rank that left normally may still have data in flight; a wait for it continues this long.
+constexpr auto kDepartureGraceTime = std::chrono::seconds(5);
+// How long a point-to-point wait lasts before its contract is compared with the other side's.
+constexpr auto kContractCheckDelay = std::chrono::milliseconds(300);
 
 std::string message_of(const std::exception_ptr& error) {
   try {
@@ -44,6 +46,12 @@ std::string message_of(const std::exception_ptr& error) {
 
 std::string place_text(const WorkState& work) { return fmt::format("{}{}", work.operation(), work.label().empty() ? "" : " \"" + work.label() + "\""); }
 
+// Errors of the caller, found before anything moved: the group stays usable.
+bool is_misuse(const std::exception& error) {
+  const auto is_one_of = [&]<class... Types>() { return ((dynamic_cast<const Types*>(&error) != nullptr) || ...); };
+  return is_one_of.operator()<ValueError, TypeError, NotImplemented, InvariantError, std::logic_error>();
+}
+
 // c10 appends where it was thrown, with a backtrace; the first line is what a reader needs.
 std::string first_line(std::string text) { return text.substr(0, text.find('\n')); }
 
@@ -53,11 +61,11 @@ void WorldCore::fail(const std::string& reason) noexcept {
   if (monitor) {
     monitor->fail(reason);
   } else if (!fake && env.world_size > 1) {
-    liveness->report({env.rank, RankState::Failed, reason});  // a world of threads shares one board
+    liveness->report({env.rank, RankState::Failed, reason});  // a thread world shares one Liveness
   }
 }
 
-// ---------------------------------------------------------------------------------------------------------- WorkState
+// ------------------------------------------------------------------------------------------------- WorkState
 
 WorkState::WorkState(std::shared_ptr<GroupState> group, const char* operation, std::string label, std::optional<int> peer,
                      std::uint64_t bytes, std::optional<std::chrono::milliseconds> timeout, int tag)
@@ -73,10 +81,10 @@ WorkState::WorkState(std::shared_ptr<GroupState> group, const char* operation, s
 
 WorkState::~WorkState() {
   if (finished_) return;
-  // Dropped without a wait: the transport may still read or write the memory, so it goes to the group.
+  // Dropped without a wait: the transport may still access the memory, so the group takes ownership of it.
   try {
-    group_->bury(transfers_, kept_);
-    warn_once("comm", fmt::format("a {} on group {} was dropped without wait(); its memory is held until the group ends", operation_, group_->name));
+    group_->adopt_abandoned(transfers_, kept_);
+    warn_once("comm", fmt::format("a {} on group {} was dropped without wait(); its memory is kept until the group is destroyed", operation_, group_->name));
   } catch (const std::exception& error) {
     log().error("comm: an unfinished {} could not be kept alive: {}", operation_, error.what());
   }
@@ -118,7 +126,7 @@ void WorkState::wait(std::chrono::milliseconds timeout) {
     std::rethrow_exception(error);
   }
   finish(nullptr);
-  group_->take_back_word();
+  group_->withdraw_status();
 }
 
 bool WorkState::done() {
@@ -133,16 +141,16 @@ void WorkState::finish(std::exception_ptr error) noexcept {
   error_ = std::move(error);
   Recorder::global().end(record_, !error_ ? OperationState::Done : timed_out_ ? OperationState::TimedOut : OperationState::Failed);
   steps_.clear();
-  promises_.clear();
+  expected_transfers_.clear();
   if (error_) {
-    group_->bury(transfers_, kept_);
+    group_->adopt_abandoned(transfers_, kept_);
   } else {
     transfers_.clear();
     kept_.clear();
   }
 }
 
-// --------------------------------------------------------------------------------------------------------- GroupState
+// ------------------------------------------------------------------------------------------------ GroupState
 
 GroupState::GroupState(std::shared_ptr<WorldCore> world_core, std::string group_name, std::vector<int> members,
                        std::chrono::milliseconds group_timeout)
@@ -152,8 +160,9 @@ GroupState::GroupState(std::shared_ptr<WorldCore> world_core, std::string group_
 }
 
 void GroupState::follow_liveness() {
-  // On a loss every wait of this group ends, whoever was lost: a run that misses a rank cannot go on. Held weakly: the
-  // reporting thread may be in the call while the group's last owner lets go.
+  // After a loss every wait of this group ends, whichever rank was lost: a run cannot continue without a
+  // rank. Held weakly:
+  // the reporting thread may be in the call while the last owner of the group releases it.
   listener_ = world->liveness->listen([weak = weak_from_this()](const RankEvent&) {
     const auto self = weak.lock();
     if (!self) return;
@@ -164,7 +173,7 @@ void GroupState::follow_liveness() {
 
 GroupState::~GroupState() {
   listener_.reset();
-  if (error_ || !buried_transfers_.empty()) {
+  if (error_ || !abandoned_transfers_.empty()) {
     if (cpu) cpu->abandon();
     if (cuda) cuda->abandon();
   }
@@ -199,18 +208,18 @@ void GroupState::wait_for(Transfer& transfer, WorkState& work, Clock::time_point
     }
     GroupState& group;
     std::list<Wait>::iterator place;
-  } registration(*this, {&transfer, Clock::now(), Clock::now() + (deadline - Clock::now()) / kToldAfterShare, &work});
-  // A loss that was reported before this transfer was registered did not interrupt it.
+  } registration(*this, {&transfer, Clock::now(), Clock::now() + (deadline - Clock::now()) / kStatusPostFraction, &work});
+  // A loss reported before this transfer was registered did not interrupt it.
   if (world->liveness->first_failure()) transfer.interrupt();
 
-  std::optional<Clock::time_point> farewell;
+  std::optional<Clock::time_point> departure_deadline;
   for (;;) {
     const auto now = Clock::now();
     const auto until = transfer.resumable() ? std::min(deadline, now + kSlice) : deadline;
     WaitResult result;
     try {
       result = transfer.wait(until);
-    } catch (const PipeliningMetadataError&) {
+    } catch (const MismatchError&) {
       throw;
     } catch (const std::exception& error) {
       raise(first_line(error.what()), work, false);
@@ -223,20 +232,20 @@ void GroupState::wait_for(Transfer& transfer, WorkState& work, Clock::time_point
     if (Clock::now() >= deadline || !transfer.resumable()) raise("timed out", work, true);
     if (world->liveness->first_failure()) raise("interrupted", work, false);
     if (work.peer() && world->liveness->state_of(*work.peer()).state == RankState::Left) {
-      if (!farewell) farewell = Clock::now() + kFarewellTime;
-      if (Clock::now() >= *farewell) raise("the peer has left", work, false);
+      if (!departure_deadline) departure_deadline = Clock::now() + kDepartureGraceTime;
+      if (Clock::now() >= *departure_deadline) raise("the peer has left", work, false);
     }
   }
 }
 
-void GroupState::raise(const std::string& transport_words, WorkState& work, bool timed_out) {
+void GroupState::raise(const std::string& transport_error, WorkState& work, bool timed_out) {
   {
     std::lock_guard lock(mutex_);
-    if (!mismatch_.empty()) throw PipeliningMetadataError(mismatch_);
+    if (!mismatch_.empty()) throw MismatchError(mismatch_);
   }
   CommContext context = work.context();
   auto failure = world->liveness->first_failure();
-  if (!failure && !timed_out) failure = world->liveness->await_failure(Clock::now() + kBlameTime);
+  if (!failure && !timed_out) failure = world->liveness->await_failure(Clock::now() + kFailureReportTime);
   if (failure) {
     context.lost_rank = failure->rank;
     throw PeerLostError(failure->describe(), context);
@@ -250,60 +259,61 @@ void GroupState::raise(const std::string& transport_words, WorkState& work, bool
                           context);
     }
   if (timed_out) {
-    const std::string missing = who_is_missing(work);
-    throw TimeoutError(fmt::format("timed out{}; a larger PENSTOCK_TIMEOUT_S allows slower ranks; {}", missing, dump_for_error("time-out")), context);
+    const std::string missing = describe_missing_ranks(work);
+    throw TimeoutError(fmt::format("timed out{}; set a larger PENSTOCK_TIMEOUT_S if ranks are slow; {}", missing, dump_for_error("time-out")), context);
   }
-  throw CommError(fmt::format("the transport failed: {}", transport_words), context);
+  throw CommError(fmt::format("the transport failed: {}", transport_error), context);
 }
 
-std::string GroupState::word_key(int position) const { return fmt::format("stall/{}/{}", common_name(), position); }
+std::string GroupState::status_key(int position) const { return fmt::format("stall/{}/{}", common_name(), position); }
 
-void GroupState::tell_of_long_wait() {
-  if (word_left_) return;
-  const std::lock_guard word(word_mutex_);
+void GroupState::post_long_wait() {
+  if (status_posted_) return;
+  const std::lock_guard status_lock(status_mutex_);
   std::string text;
   {
-    // Marked while the wait cannot end, so that it takes the word back when it does.
+    // Set while the wait cannot end, so that it withdraws the status when it does.
     const std::lock_guard lock(mutex_);
     const auto now = Clock::now();
     for (const Wait& wait : waiting_)
-      if (now >= wait.tell_at && text.empty()) text = place_text(*wait.work);
-    word_left_ = !text.empty();
+      if (now >= wait.post_at && text.empty()) text = place_text(*wait.work);
+    status_posted_ = !text.empty();
   }
-  if (!text.empty()) world->store.set(word_key(axis_rank), text);
+  if (!text.empty()) world->store.set(status_key(axis_rank), text);
 }
 
-void GroupState::take_back_word() {
-  if (!word_left_) [[likely]]
+void GroupState::withdraw_status() {
+  if (!status_posted_) [[likely]]
     return;
-  const std::lock_guard word(word_mutex_);
+  const std::lock_guard status_lock(status_mutex_);
   try {
-    world->store.set(word_key(axis_rank), "");
-    word_left_ = false;  // other waits of this group that go on are told again
+    world->store.set(status_key(axis_rank), "");
+    status_posted_ = false;  // posted again for other waits of this group that continue
   } catch (const std::exception& error) {
-    log().debug("comm: the store does not take back where this rank was: {}", error.what());  // what was waited for is there
+    // The wait itself succeeded.
+    log().debug("comm: cannot withdraw this rank's status from the store: {}", error.what());
   }
 }
 
-std::string GroupState::who_is_missing(WorkState& work) {
-  // Every rank that times out says where it stands; who stays silent is the one to look at.
+std::string GroupState::describe_missing_ranks(WorkState& work) {
+  // Every rank that times out posts what it is doing; a rank that posts nothing is the one to investigate.
   try {
-    world->store.set(word_key(axis_rank), place_text(work));
-    std::vector<std::string> words(ranks.size());
+    world->store.set(status_key(axis_rank), place_text(work));
+    std::vector<std::string> statuses(ranks.size());
     std::vector<int> silent;
-    for (const auto until = Clock::now() + kRollCallTime;;) {
+    for (const auto until = Clock::now() + kStatusWaitTime;;) {
       silent.clear();
       for (std::size_t i = 0; i < ranks.size(); ++i) {
-        if (words[i].empty()) words[i] = world->store.try_get(word_key(static_cast<int>(i))).value_or("");
-        if (words[i].empty()) silent.push_back(ranks[i]);
+        if (statuses[i].empty()) statuses[i] = world->store.try_get(status_key(static_cast<int>(i))).value_or("");
+        if (statuses[i].empty()) silent.push_back(ranks[i]);
       }
       if (silent.empty() || Clock::now() >= until) break;
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
     }
     std::string text;
-    if (!silent.empty()) text += fmt::format("; no word from rank{} {} (busy elsewhere or stopped)", silent.size() > 1 ? "s" : "", format_list(silent));
+    if (!silent.empty()) text += fmt::format("; no status from rank{} {} (busy elsewhere or stopped)", silent.size() > 1 ? "s" : "", format_list(silent));
     for (std::size_t i = 0; i < ranks.size() && i < 16; ++i)
-      if (!words[i].empty() && static_cast<int>(i) != axis_rank) text += fmt::format("; rank {} is in {}", ranks[i], words[i]);
+      if (!statuses[i].empty() && static_cast<int>(i) != axis_rank) text += fmt::format("; rank {} is in {}", ranks[i], statuses[i]);
     return text;
   } catch (const std::exception& error) {
     return fmt::format("; the store does not answer either ({})", first_line(error.what()));
@@ -316,36 +326,31 @@ void GroupState::fail(const std::string& reason, std::exception_ptr error) noexc
     if (error_) return;
     error_ = std::move(error);
   }
-  // A rank that only echoes another's failure adds nothing.
+  // A rank that failed only because of another's failure reports nothing.
   if (!world->liveness->first_failure()) world->fail(reason);
 }
 
-void GroupState::bury(c10::ArrayRef<TransferPtr> transfers, c10::ArrayRef<at::Tensor> tensors) {
+void GroupState::adopt_abandoned(c10::ArrayRef<TransferPtr> transfers, c10::ArrayRef<at::Tensor> tensors) {
   std::lock_guard lock(mutex_);
-  buried_transfers_.insert(buried_transfers_.end(), transfers.begin(), transfers.end());
-  buried_tensors_.insert(buried_tensors_.end(), tensors.begin(), tensors.end());
+  abandoned_transfers_.insert(abandoned_transfers_.end(), transfers.begin(), transfers.end());
+  abandoned_tensors_.insert(abandoned_tensors_.end(), tensors.begin(), tensors.end());
 }
 
 void GroupState::started(WorkState& work, const std::function<void()>& start) {
   try {
-    try {
-      start();
-    } catch (const std::logic_error&) {  // bad arguments, found before anything moved
-      throw;
-    } catch (const PipeliningMetadataError&) {
-      throw;
-    } catch (const CommError&) {
-      throw;
-    } catch (const StateError&) {
-      throw;
-    } catch (const std::exception& error) {
-      raise(first_line(error.what()), work, false);
-    }
-  } catch (const std::logic_error&) {
-    throw;
+    start();
   } catch (const std::exception& error) {
-    fail(fmt::format("{} on group {}: {}", work.operation(), name, first_line(error.what())), std::current_exception());
-    throw;
+    if (is_misuse(error)) throw;
+    std::exception_ptr cause = std::current_exception();
+    if (dynamic_cast<const Error*>(&error) == nullptr) {  // of the backend
+      try {
+        raise(first_line(error.what()), work, false);
+      } catch (const std::exception&) {
+        cause = std::current_exception();
+      }
+    }
+    fail(fmt::format("{} on group {}: {}", work.operation(), name, first_line(message_of(cause))), cause);
+    std::rethrow_exception(cause);
   }
 }
 
@@ -354,39 +359,39 @@ std::uint32_t GroupState::next_number(bool sends, int position, int tag) {
   return numbers_[static_cast<std::uint64_t>(position) << 33 | static_cast<std::uint64_t>(static_cast<std::uint32_t>(tag)) << 1 | (sends ? 1 : 0)]++;
 }
 
-std::string GroupState::find_mismatch(const Promise& promise, const std::string& label) const {
-  const int other = ranks[static_cast<std::size_t>(promise.position)];
-  const int sender = promise.sends ? own_rank() : other, receiver = promise.sends ? other : own_rank();
+std::string GroupState::find_mismatch(const ExpectedTransfer& expected, const std::string& label) const {
+  const int other = ranks[static_cast<std::size_t>(expected.position)];
+  const int sender = expected.sends ? own_rank() : other, receiver = expected.sends ? other : own_rank();
   const auto key = [&](bool sends) {
-    return fmt::format("p2p/{}/{}-{}/{}.{}/{}", common_name(), sender, receiver, promise.contract.tag, promise.contract.number, sends ? "send" : "recv");
+    return fmt::format("p2p/{}/{}-{}/{}.{}/{}", common_name(), sender, receiver, expected.contract.tag, expected.contract.number, sends ? "send" : "recv");
   };
-  world->store.set(key(promise.sends), promise.contract.to_bytes());
-  const auto word = world->store.try_get(key(!promise.sends));
-  if (!word) return {};  // the other side is not there yet, or is not waiting
-  const Contract theirs = Contract::from_bytes(*word);
-  if (theirs.matches(promise.contract)) return {};
-  return promise.sends ? describe_mismatch(sender, promise.contract, receiver, theirs, label) : describe_mismatch(sender, theirs, receiver, promise.contract, label);
+  world->store.set(key(expected.sends), expected.contract.to_bytes());
+  const auto posted = world->store.try_get(key(!expected.sends));
+  if (!posted) return {};  // the other side has not arrived, or is not waiting
+  const Contract theirs = Contract::from_bytes(*posted);
+  if (theirs.matches(expected.contract)) return {};
+  return expected.sends ? describe_mismatch(sender, expected.contract, receiver, theirs, label) : describe_mismatch(sender, theirs, receiver, expected.contract, label);
 }
 
-void GroupState::look_at_waits() {
+void GroupState::check_waits() {
   try {
-    tell_of_long_wait();
+    post_long_wait();
   } catch (const std::exception&) {
-    return;  // as below
+    return;  // for the reason given below
   }
-  std::vector<std::pair<Promise, std::string>> lasting;
+  std::vector<std::pair<ExpectedTransfer, std::string>> lasting;
   {
     std::lock_guard lock(mutex_);
     for (const Wait& wait : waiting_)
-      if (Clock::now() - wait.since > kPatience)
-        for (const Promise& promise : wait.work->promises()) lasting.emplace_back(promise, wait.work->label());
+      if (Clock::now() - wait.since > kContractCheckDelay)
+        for (const ExpectedTransfer& expected : wait.work->expected_transfers()) lasting.emplace_back(expected, wait.work->label());
   }
-  for (const auto& [promise, label] : lasting) {
+  for (const auto& [expected, label] : lasting) {
     std::string found;
     try {
-      found = find_mismatch(promise, label);
+      found = find_mismatch(expected, label);
     } catch (const std::exception&) {
-      return;  // a store that does not answer: the waits themselves will say who was lost
+      return;  // the store does not answer: the waits themselves will report which rank was lost
     }
     if (found.empty()) continue;
     std::lock_guard lock(mutex_);
@@ -397,12 +402,13 @@ void GroupState::look_at_waits() {
 }
 
 int GroupState::internal_tag(std::uint32_t operation, int phase) const {
-  // The bit above the tags of users keeps these apart; the counter may wrap long after its operations have ended.
+  // The bit above the user tags separates these; the counter may wrap, but only long after its operations
+  // have ended.
   static_assert(Group::kMaxTag == (1 << 28) - 1);
   return (1 << 28) | static_cast<int>((operation & 0x3ffffffu) << 2) | phase;
 }
 
-// --------------------------------------------------------------------------------------------------------------- Work
+// ------------------------------------------------------------------------------------------------------ Work
 
 void Work::wait() {
   if (state_) state_->wait();

@@ -1,4 +1,4 @@
-// The inside of Work and Group: one operation in flight, and what all operations of a group share.
+// Internals of Work and Group: one operation in flight, and the state that all operations of a group share.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -24,31 +24,32 @@
 #include "penstock/comm/rendezvous/monitor.h"
 #include "penstock/comm/rendezvous/store.h"
 #include "penstock/comm/transport/ucx_transport.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::comm {
 
 class GroupState;
 
-// What all groups of one process share.
+// State shared by all groups of one process.
 struct WorldCore {
   LaunchEnv env;
   Store store;
   std::shared_ptr<Liveness> liveness;
-  std::unique_ptr<Monitor> monitor;  // none in worlds of threads and fake worlds: nobody can die alone there
+  std::unique_ptr<Monitor> monitor;  // null in thread worlds and fake worlds, where no rank can die alone
   std::chrono::milliseconds timeout{};
   bool fake = false;
-  std::string name_suffix;           // tells the ranks of one process apart in a world of threads
-  bool one_host = true;              // all ranks share a host
-  bool own_gpus = false;             // every rank has a GPU of its own: NCCL can be used
+  std::string name_suffix;           // distinguishes the ranks of one process in a thread world
+  bool one_host = true;              // all ranks are on one host
+  bool own_gpus = false;             // every rank has its own GPU, so NCCL can be used
   int gpu_index = 0;
   int next_group = 0;
 
-  // Tells every other rank that this one failed.
+  // Reports to every other rank that this one failed.
   void fail(const std::string& reason) noexcept;
 };
 
-// One point-to-point transfer of an operation, as this side understands it.
-struct Promise {
+// One point-to-point transfer of an operation, as seen by this side.
+struct ExpectedTransfer {
   bool sends = false;
   int position = 0;  // of the other side in the group
   Contract contract;
@@ -69,12 +70,13 @@ class WorkState {
 
   void add(TransferPtr transfer) { transfers_.push_back(std::move(transfer)); }
   void keep(at::Tensor tensor) { kept_.push_back(std::move(tensor)); }
-  // Remembers what a transfer just added must agree on, for the stall watch.
-  void promise(const Promise& promise) { promises_.push_back(promise); }
-  // Runs on the waiting thread once everything has arrived, after the steps added before: checks, copies out, sums. A
-  // step may add transfers and further steps (a second phase); they are waited for and run in turn.
+  // Records the contract of the transfer just added, for the stall watch.
+  void expect(const ExpectedTransfer& expected) { expected_transfers_.push_back(expected); }
+  // Adds a step that runs on the waiting thread once everything has arrived, after the steps added before:
+  // checks, copies out, sums. A step may add transfers and further steps (a second phase), which are waited
+  // for and run in turn.
   void then(std::function<void(WorkState&)> step) { steps_.push_back(std::move(step)); }
-  // For a step: waits for one more transfer under this work's deadline.
+  // For use in a step: waits for one more transfer under this work's deadline.
   void wait_for(Transfer& transfer);
 
   GroupState& group() { return *group_; }
@@ -82,7 +84,7 @@ class WorkState {
   const std::string& label() const { return label_; }
   const char* operation() const { return operation_; }
   std::optional<int> peer() const { return peer_; }
-  const c10::SmallVector<Promise, 1>& promises() const { return promises_; }
+  const c10::SmallVector<ExpectedTransfer, 1>& expected_transfers() const { return expected_transfers_; }
 
  private:
   void finish(std::exception_ptr error) noexcept;
@@ -95,55 +97,56 @@ class WorkState {
   Clock::time_point begin_ = Clock::now();
   Clock::time_point deadline_;
   std::uint64_t record_;
-  // Inside the object for the usual one or two: a transfer costs as few allocations as c10d's own.
+  // Inline storage for the usual one or two, so that a transfer allocates no more often than c10d's own.
   c10::SmallVector<TransferPtr, 2> transfers_;
   c10::SmallVector<at::Tensor, 2> kept_;
-  c10::SmallVector<Promise, 1> promises_;
+  c10::SmallVector<ExpectedTransfer, 1> expected_transfers_;
   std::deque<std::function<void(WorkState&)>> steps_;  // a deque: a running step may add more
   bool finished_ = false;
   bool timed_out_ = false;
   std::exception_ptr error_;
 };
 
-// What the members of a group share on this rank.
+// The state of a group on this rank.
 class GroupState : public std::enable_shared_from_this<GroupState> {
  public:
   GroupState(std::shared_ptr<WorldCore> world, std::string name, std::vector<int> ranks, std::chrono::milliseconds timeout);
   ~GroupState();
 
-  // From now on a loss of any rank ends the waits of this group. Called once, by whoever made it.
+  // Makes the loss of any rank end the waits of this group. Called once, by the creator of the group.
   void follow_liveness();
 
-  // Throws the group's first error if it has one: nothing may start on a group that has failed.
+  // Throws the group's first error if it has failed: no operation may start on a failed group.
   void check_usable(const char* operation) const;
 
-  // Waits for one transfer; translates every failure, marks the group failed and tells the world.
+  // Waits for one transfer. Translates every failure, marks the group failed and notifies the other ranks.
   void wait_for(Transfer& transfer, WorkState& work, Clock::time_point deadline);
 
-  // Runs `start`, which starts transfers of `work`. What a transport throws there becomes the same error as in a wait,
-  // and the group has failed; errors of arguments pass through and leave the group as it was.
+  // Runs `start`, which starts transfers of `work`. An error of a transport is translated as in a wait and
+  // marks the group failed; argument errors are rethrown and leave the group usable.
   void started(WorkState& work, const std::function<void()>& start);
 
-  // Marks the group failed with this error and tells every other rank. The first error stays.
+  // Marks the group failed with this error and notifies every other rank. Only the first error is kept.
   void fail(const std::string& reason, std::exception_ptr error) noexcept;
 
-  // Takes over what an abandoned operation may still be writing to.
-  void bury(c10::ArrayRef<TransferPtr> transfers, c10::ArrayRef<at::Tensor> tensors);
+  // Takes ownership of memory that an abandoned operation may still write to.
+  void adopt_abandoned(c10::ArrayRef<TransferPtr> transfers, c10::ArrayRef<at::Tensor> tensors);
 
-  // The place of the next transfer in the order of its (member, tag, direction).
+  // Returns the sequence number of the next transfer with this (member, tag, direction).
   std::uint32_t next_number(bool sends, int position, int tag);
 
-  // Called by the stall watch every moment: waits that last are held against what the other side says it is doing; a
-  // difference ends the wait with an error that names both. Only then does the store see any traffic.
-  void look_at_waits();
+  // Called periodically by the stall watch: compares long waits with what the other side reports. A
+  // difference ends the wait with an error that names both sides. The store is not accessed otherwise.
+  void check_waits();
 
-  // After a wait that ended well: what the stall watch told about it no longer holds.
-  void take_back_word();
+  // Called after a successful wait: withdraws the status that the stall watch posted about it.
+  void withdraw_status();
 
   int own_rank() const { return world->env.rank; }
-  // The name without what tells the ranks of one process apart: the same on every member.
+  // Returns the name without the suffix that distinguishes the ranks of one process: the same on every
+  // member.
   std::string common_name() const { return name.substr(0, name.size() - world->name_suffix.size()); }
-  // A tag for one phase of one composed collective; both sides count operations alike.
+  // Returns the tag for one phase of a composed collective; all members count operations in the same way.
   int internal_tag(std::uint32_t sequence, int phase) const;
 
   const std::shared_ptr<WorldCore> world;
@@ -153,37 +156,38 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   const std::chrono::milliseconds timeout;
   const DebugLevel debug = debug_level();
 
-  std::shared_ptr<Backend> cpu;             // Gloo or fake; null when this build has none
+  std::shared_ptr<Backend> cpu;             // Gloo or fake; null if this build has none
   std::shared_ptr<Backend> cuda;            // NCCL or fake; null: CUDA tensors go through host memory
-  std::shared_ptr<UcxTransport> ucx;        // when chosen for point-to-point
+  std::shared_ptr<UcxTransport> ucx;        // null unless chosen for point-to-point
   Backend::Abilities cpu_can, cuda_can;
-  std::atomic<std::uint64_t> operations{0}; // started, of any kind
-  std::atomic<std::uint32_t> sequence{0};   // composed collectives started
+  std::atomic<std::uint64_t> operations{0}; // number started, of any kind
+  std::atomic<std::uint32_t> sequence{0};   // number of composed collectives started
 
  private:
-  std::string find_mismatch(const Promise& promise, const std::string& label) const;
-  [[noreturn]] void raise(const std::string& transport_words, WorkState& work, bool timed_out);
-  std::string who_is_missing(WorkState& work);
-  void tell_of_long_wait();
-  std::string word_key(int position) const;
+  std::string find_mismatch(const ExpectedTransfer& expected, const std::string& label) const;
+  [[noreturn]] void raise(const std::string& transport_error, WorkState& work, bool timed_out);
+  std::string describe_missing_ranks(WorkState& work);
+  void post_long_wait();
+  std::string status_key(int position) const;
 
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards the members below
   std::exception_ptr error_;
   struct Wait {
     Transfer* transfer;
     Clock::time_point since;
-    Clock::time_point tell_at;  // from when on the other ranks are told
-    const WorkState* work;  // does not change while it waits
+    Clock::time_point post_at;  // when to start notifying the other ranks
+    const WorkState* work;  // not modified while it waits
   };
   std::list<Wait> waiting_;
   std::string mismatch_;  // found by the stall watch
-  std::vector<TransferPtr> buried_transfers_;
-  std::vector<at::Tensor> buried_tensors_;
+  std::vector<TransferPtr> abandoned_transfers_;
+  std::vector<at::Tensor> abandoned_tensors_;
   std::shared_ptr<void> listener_;
 
-  // Of this rank, in the store, for those whose wait has failed. Changed under mutex_; word_mutex_ is held while it is written.
-  std::atomic<bool> word_left_ = false;
-  std::mutex word_mutex_;
+  // Whether this rank's status is in the store, for ranks whose wait has failed. Changed under mutex_;
+  // status_mutex_ is held while the status is written.
+  std::atomic<bool> status_posted_ = false;
+  std::mutex status_mutex_;
 
   std::mutex numbers_mutex_;
   std::unordered_map<std::uint64_t, std::uint32_t> numbers_;  // transfers started, by direction, member and tag

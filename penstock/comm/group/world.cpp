@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/base/text.h"
@@ -22,21 +23,23 @@
 #include "penstock/comm/transport/tcp_listen.h"
 #include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/comm/group/work_state.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::comm {
 
 namespace {
 
-// Rank 0 judges, the others wait for its word; they wait this much longer, so that its reason arrives before their own
-// time-out.
-constexpr auto kVerdictSlack = std::chrono::seconds(3);
-// Rank 0 hosts the store: before it ends with a bad verdict it lets the others hear it, at most this long.
-constexpr auto kHearingTime = std::chrono::seconds(2);
+// Rank 0 decides and the others wait for its answer. They wait this much longer, so that its reason arrives
+// before they time out themselves.
+constexpr auto kAnswerSlack = std::chrono::seconds(3);
+// Rank 0 hosts the store: before it ends after a negative verdict, it waits at most this long for the others
+// to read it.
+constexpr auto kVerdictReadTime = std::chrono::seconds(2);
 
-// Every rank says something; rank 0 hears all, and its verdict reaches all. `judge` runs on rank 0 and returns the verdict,
-// or an error text that becomes a ValueError on every rank. Ranks that stay silent until the deadline become a TimeoutError
-// on every rank that names them.
-std::string agree(const WorldCore& core, const std::string& topic, const std::string& own_word, Clock::time_point deadline,
+// Every rank posts a text; rank 0 reads them all and posts a verdict for all ranks. `judge` runs on rank 0
+// and returns the verdict, or sets an error text that becomes a ValueError on every rank. If ranks post
+// nothing by the deadline, every rank throws a TimeoutError that names them.
+std::string agree(const WorldCore& core, const std::string& topic, const std::string& own_text, Clock::time_point deadline,
                   const std::function<std::string(const std::vector<std::string>&, std::string& error)>& judge) {
   const int size = core.env.world_size;
   const auto key = [&](int rank) { return fmt::format("{}/{}", topic, rank); };
@@ -48,60 +51,60 @@ std::string agree(const WorldCore& core, const std::string& topic, const std::st
     where.elapsed_s = std::chrono::duration<double>(Clock::now() - begin).count();
     return where;
   };
-  core.store.set(key(core.env.rank), own_word);
+  core.store.set(key(core.env.rank), own_text);
   const std::string verdict_key = topic + "/verdict";
   if (core.env.rank == 0) {
-    std::vector<std::string> words(static_cast<std::size_t>(size));
+    std::vector<std::string> texts(static_cast<std::size_t>(size));
     std::vector<int> missing;
     for (int rank = 0; rank < size; ++rank) {
       try {
-        words[static_cast<std::size_t>(rank)] = core.store.get(key(rank), deadline, fmt::format("rank {} to come to {}", rank, topic));
+        texts[static_cast<std::size_t>(rank)] = core.store.get(key(rank), deadline, fmt::format("rank {} to join {}", rank, topic));
       } catch (const TimeoutError&) {
         missing.push_back(rank);
       }
     }
     std::string error;
-    const std::string verdict = missing.empty() ? judge(words, error) : "";
+    const std::string verdict = missing.empty() ? judge(texts, error) : "";
     const bool bad = !missing.empty() || !error.empty();
     core.store.set(verdict_key, !missing.empty() ? "missing " + format_list(missing) : !error.empty() ? "error " + error : "ok " + verdict);
     const auto present = size - 1 - static_cast<std::int64_t>(missing.size());
-    for (const auto until = Clock::now() + kHearingTime; bad && Clock::now() < until && core.store.add(topic + "/heard", 0) < present;)
+    for (const auto until = Clock::now() + kVerdictReadTime; bad && Clock::now() < until && core.store.add(topic + "/heard", 0) < present;)
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   std::string verdict;
   try {
-    verdict = core.store.get(verdict_key, deadline + kVerdictSlack, fmt::format("rank 0's word on {}", topic));
+    verdict = core.store.get(verdict_key, deadline + kAnswerSlack, fmt::format("rank 0's answer on {}", topic));
   } catch (const TimeoutError&) {
     std::vector<int> missing;
     for (int rank = 0; rank < size; ++rank)
       if (!core.store.has(key(rank))) missing.push_back(rank);
-    verdict = "missing " + (missing.empty() ? std::string("0 (it came, but did not answer)") : format_list(missing));
+    verdict = "missing " + (missing.empty() ? std::string("0 (it joined, but did not answer)") : format_list(missing));
   }
   if (core.env.rank != 0 && !verdict.starts_with("ok ")) core.store.add(topic + "/heard", 1);
   if (verdict.starts_with("missing "))
-    throw TimeoutError(fmt::format("{}: rank{} {} of {} did not come in time; start all {} ranks, or give them more time by PENSTOCK_TIMEOUT_S",
+    throw TimeoutError(fmt::format("{}: rank{} {} of {} did not join in time; start all {} ranks, or allow more time with PENSTOCK_TIMEOUT_S",
                                    topic, verdict.find(',') == std::string::npos ? "" : "s", verdict.substr(8), size, size),
                        context());
   if (verdict.starts_with("error ")) throw ValueError(verdict.substr(6));
   return verdict.substr(3);
 }
 
-// A peer that dies closes its sockets; Gloo then writes to them without asking for an error instead of SIGPIPE, whose default
-// is to end the process without a word. A handler of the program's own is left alone.
+// A peer that dies closes its sockets. Gloo then writes to them without suppressing SIGPIPE, whose default
+// action ends the process silently. A handler that the program installed is kept.
 void survive_broken_pipes() {
   struct sigaction present {};
   if (sigaction(SIGPIPE, nullptr, &present) == 0 && present.sa_handler == SIG_DFL && (present.sa_flags & SA_SIGINFO) == 0) std::signal(SIGPIPE, SIG_IGN);
 }
 
-// What the ranks find out about each other when they meet.
-void meet(WorldCore& core, Clock::time_point deadline) {
+// Exchanges the facts that ranks need to know about each other: one host or several, GPUs.
+void exchange_host_facts(WorldCore& core, Clock::time_point deadline) {
   const std::string gpu = nccl_available() ? gpu_identity(core.env.local_rank, core.gpu_index) : "";
-  const std::string verdict = agree(core, "rendezvous", own_host_name() + " " + (gpu.empty() ? "-" : gpu), deadline, [](const auto& words, std::string&) {
+  const std::string verdict = agree(core, "rendezvous", own_host_name() + " " + (gpu.empty() ? "-" : gpu), deadline, [](const auto& texts, std::string&) {
     std::set<std::string> hosts, gpus;
     bool every_gpu = true;
-    for (const std::string& word : words) {
-      hosts.insert(word.substr(0, word.find(' ')));
-      every_gpu = every_gpu && !word.ends_with(" -") && gpus.insert(word).second;
+    for (const std::string& text : texts) {
+      hosts.insert(text.substr(0, text.find(' ')));
+      every_gpu = every_gpu && !text.ends_with(" -") && gpus.insert(text).second;
     }
     return fmt::format("{} {}", hosts.size() == 1 ? 1 : 0, every_gpu ? 1 : 0);
   });
@@ -111,11 +114,11 @@ void meet(WorldCore& core, Clock::time_point deadline) {
 
 }  // namespace
 
-// Ends with the last copy of the World.
+// Destroyed with the last copy of the World.
 struct World::Membership {
   explicit Membership(std::shared_ptr<WorldCore> world_core) : core(std::move(world_core)) {}
   ~Membership() {
-    if (std::uncaught_exceptions() > exceptions) core->fail("an exception ended its program");
+    if (std::uncaught_exceptions() > exceptions) core->fail("an exception ended the program");
   }
   std::shared_ptr<WorldCore> core;
   int exceptions = std::uncaught_exceptions();
@@ -142,7 +145,7 @@ World World::connect(const LaunchEnv& env, const WorldOptions& options) {
     survive_broken_pipes();
   }
   if (env.world_size > 1 && env.rendezvous.kind == Rendezvous::Kind::None)
-    throw ConfigError(fmt::format("{} ranks have no place to meet; set MASTER_ADDR and MASTER_PORT, or PENSTOCK_RENDEZVOUS", env.world_size));
+    throw ConfigError(fmt::format("no rendezvous is configured for {} ranks; set MASTER_ADDR and MASTER_PORT, or PENSTOCK_RENDEZVOUS", env.world_size));
   Recorder::global().set_rank(env.rank);
   Recorder::global().set_world_size(env.world_size);
   if (const auto folder = recorder_directory()) install_fatal_signal_dump(*folder, env.rank);
@@ -151,7 +154,7 @@ World World::connect(const LaunchEnv& env, const WorldOptions& options) {
     core->monitor = std::make_unique<Monitor>(env, core->store, core->liveness, deadline);
     core->store.watch(core->liveness, env.rank);
   }
-  meet(*core, deadline);
+  exchange_host_facts(*core, deadline);
   return World(std::move(core), options.p2p);
 }
 
@@ -164,7 +167,7 @@ World World::fake(int rank, int size) {
   core->env.world_size = size;
   core->env.local_rank = rank;
   core->env.local_world_size = size;
-  // Several fake ranks may live in one process: each has its own group names.
+  // Several fake ranks may exist in one process: each has its own group names.
   core->name_suffix = fmt::format("@fake{}.{}", rank, size);
   return World(std::move(core), P2PTransport::Gloo);
 }
@@ -181,25 +184,25 @@ Group World::new_group(const std::vector<int>& ranks, const GroupOptions& option
   const std::string base = options.name.empty() ? key : options.name;
   const auto timeout = options.timeout.count() > 0 ? options.timeout : core.timeout;
   const auto deadline = Clock::now() + timeout;
-  const std::string own_word = fmt::format("{} [{}]", base, format_list(ranks, ranks.size()));
-  const auto judge = [&](const std::vector<std::string>& words, std::string& error) -> std::string {
-    for (std::size_t rank = 1; rank < words.size(); ++rank)
-      if (words[rank] != words[0])
-        error = fmt::format("new_group: rank 0 asked for {}, rank {} for {}; every rank must make the same groups in the same order", words[0], rank, words[rank]);
-    if (const std::string bad = complaint_about(ranks, core.env.world_size); error.empty() && !bad.empty()) error = fmt::format("new_group {}: {}", own_word, bad);
+  const std::string own_text = fmt::format("{} [{}]", base, format_list(ranks, ranks.size()));
+  const auto judge = [&](const std::vector<std::string>& texts, std::string& error) -> std::string {
+    for (std::size_t rank = 1; rank < texts.size(); ++rank)
+      if (texts[rank] != texts[0])
+        error = fmt::format("new_group: rank 0 requested {}, rank {} requested {}; every rank must create the same groups in the same order", texts[0], rank, texts[rank]);
+    if (const std::string bad = validation_error(ranks, core.env.world_size); error.empty() && !bad.empty()) error = fmt::format("new_group {}: {}", own_text, bad);
     return "";
   };
   try {
     if (core.fake || core.env.world_size == 1) {
       std::string error;
-      judge({own_word}, error);
+      judge({own_text}, error);
       if (!error.empty()) throw ValueError(error);
     } else {
-      agree(core, "new_group " + key, own_word, deadline, judge);
+      agree(core, "new_group " + key, own_text, deadline, judge);
     }
     return Group(make_group(core_, {.name = base, .key = key, .ranks = ranks, .timeout = timeout, .p2p = options.p2p}, deadline));
   } catch (...) {
-    rethrow_as_group_error(core, base, "new_group " + own_word);
+    rethrow_as_group_error(core, base, "new_group " + own_text);
   }
 }
 
@@ -209,7 +212,7 @@ Group World::group_of(const std::vector<int>& ranks, std::chrono::milliseconds t
 
 Group World::group_of(const std::vector<int>& ranks, const MemberGroupOptions& options) const {
   if (options.purpose.find_first_of(";/") != std::string::npos)
-    throw ValueError(describe("purpose of a group", options.purpose, "a text without ';' and '/'", "use letters, digits and dots"));
+    throw ValueError(describe("purpose of a group", options.purpose, "text without ';' and '/'", "use letters, digits and dots"));
   if (options.purpose.empty() && options.p2p == P2PTransport::Auto && ranks == everyone_.ranks()) return everyone_;
   return member_groups_->get(ranks, options);
 }
@@ -220,17 +223,17 @@ P2PTransport World::low_latency_transport() const {
   if (env_text("PENSTOCK_P2P") || !ucx_available() || !processes_of_one_host) return P2PTransport::Auto;
   struct statvfs shared {};
   if (::statvfs("/dev/shm", &shared) != 0 || static_cast<std::uint64_t>(shared.f_blocks) * shared.f_frsize < kLeastSharedMemory) {
-    log().info("comm: /dev/shm has less than {} MB, so point-to-point transfers go through Gloo, not UCX; give the container more, or set PENSTOCK_P2P to choose", kLeastSharedMemory >> 20);
+    log().info("comm: /dev/shm has less than {} MB, so point-to-point transfers use Gloo, not UCX; give the container more, or set PENSTOCK_P2P to choose", kLeastSharedMemory >> 20);
     return P2PTransport::Gloo;
   }
   return P2PTransport::Ucx;
 }
 
-void World::leave_word(const std::string& key, const std::string& word) const {
-  core_->store.set(fmt::format("word/{}/{}", core_->env.rank, key), word);
+void World::post_status(const std::string& key, const std::string& status) const {
+  core_->store.set(fmt::format("word/{}/{}", core_->env.rank, key), status);
 }
 
-std::optional<std::string> World::word_of(int rank, const std::string& key) const {
+std::optional<std::string> World::status_of(int rank, const std::string& key) const {
   return core_->store.try_get(fmt::format("word/{}/{}", rank, key));
 }
 

@@ -19,14 +19,15 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Long enough for the next small operator to find its threads awake, too short to take a core from anybody: about 10 us on Arm and
-// 100 us on x86-64, whose pause instruction is slower. The default is 300,000.
+// Long enough for the next small operator to find its threads awake, too short to take a core from others:
+// about 10 us on Arm and 100 us on x86-64, whose pause instruction is slower. The default is 300,000.
 constexpr const char* kSpinCount = "2000";
 
-// Set before a program starts itself again, so that it does so once at most.
+// Set before a program executes itself again, so that it does so only once.
 constexpr const char* kRestarted = "PENSTOCK_RESTARTED_TO_COMPUTE";
 
-// Folder of the packaged libraries, "/usr/lib/x86_64-linux-gnu"; empty where the distribution has no such folders.
+// Folder of the packaged libraries, "/usr/lib/x86_64-linux-gnu"; empty if the distribution has no such
+// folders.
 constexpr const char* kSystemLibraries = PENSTOCK_SYSTEM_LIBRARIES;
 
 std::string from_process(const std::string& name) {
@@ -41,7 +42,8 @@ std::vector<std::string> command_line() {
   return words;
 }
 
-// Whether the launcher that started this process gave it cores of its own. A container has a small mask, too, but its processes share it.
+// Returns whether the launcher that started this process gave it its own cores. A container also has a small
+// mask, but its processes share it.
 bool bound_to_cores() { return affinity_cores(0) < affinity_cores(::getppid()); }
 
 }  // namespace
@@ -58,7 +60,7 @@ BlasThreads loaded_blas_threads() {
 
 std::string openmp_blas_folder(const std::string& libraries) {
   if (libraries.empty()) return {};
-  std::error_code failed;  // a missing file is an answer
+  std::error_code failed;  // a missing file is not an error
   const fs::path chosen = fs::canonical(fs::path(libraries) / "libopenblas.so.0", failed);
   if (failed || chosen.parent_path().filename() != "openblas-pthread") return {};
   const fs::path folder = chosen.parent_path().parent_path() / "openblas-openmp";
@@ -96,7 +98,7 @@ void restart_with_compute_environment(int ranks_on_host) {
   for (std::string& word : words) argv.push_back(word.data());
   argv.push_back(nullptr);
   ::execv("/proc/self/exe", argv.data());
-  throw StateError(fmt::format("train: the program could not be started again with settings for threads and memory: {}; set {}=1 to train without them", std::generic_category().message(errno), kRestarted));
+  throw StateError(fmt::format("train: the program could not be restarted with settings for threads and memory: {}; set {}=1 to train without them", std::generic_category().message(errno), kRestarted));
 }
 
 }  // namespace penstock::comm

@@ -24,11 +24,12 @@ using Clock = std::chrono::steady_clock;
 using Channel = Terminal::Channel;
 using namespace std::chrono_literals;
 
-// How long a pipe may stay open after its rank ended, because a process the rank left behind holds it; and
-// again after that process's group was killed.
+// How long a pipe may stay open after its rank ended because a process that the rank left behind holds it,
+// and again after that process's group was killed.
 constexpr auto kDrainTime = 500ms;
-// Runners such as `timeout` signal a process and then its whole group: two signals at once are one wish.
-constexpr auto kSameWish = 250ms;
+// Programs such as `timeout` signal a process and then its whole group: two signals within this time count as
+// one request.
+constexpr auto kSameRequestTime = 250ms;
 constexpr auto kStuckNotice = 10s;
 
 struct Stream {
@@ -37,7 +38,7 @@ struct Stream {
   LineSplitter lines{kMaxShownLine};
 };
 
-// Alive -> Ended (a zombie: its process group cannot become another's) -> GroupKilled -> Gone (reaped, pipes
+// Alive -> Ended (a zombie, so its process group ID is not reused) -> GroupKilled -> Gone (reaped, pipes
 // closed).
 enum class Phase { Alive, Ended, GroupKilled, Gone };
 
@@ -51,7 +52,7 @@ struct RankState {
   bool drained() const { return !streams[0].fd && !streams[1].fd; }
 };
 
-// What is done to ranks that are still alive, and when the next step comes.
+// What is done to ranks that are still alive, and when the next step follows.
 enum class Ending { None, Grace, Interrupted, Terminated, Killed };
 
 class Attempt {
@@ -69,9 +70,9 @@ class Attempt {
   void pass_on(int signal);
   void take_exits();
   void take_output();
-  bool take_output(RankState& rank, Stream& stream);  // true: there may be more
+  bool take_output(RankState& rank, Stream& stream);  // returns whether there may be more
   void show(RankState& rank, Channel channel, const LineSplitter::Line& line);
-  void let_go(RankState& rank);
+  void advance_ended_rank(RankState& rank);
   void next_step();
   void on_first_failure(const RankState& rank);
   void send(int signal);
@@ -92,7 +93,7 @@ class Attempt {
   std::set<int> passed_on_;
   bool color_[2] = {false, false};
   bool cleaned_ = false;
-  bool explained_ = false;  // why the first rank failed; see LaunchOptions
+  bool explained_ = false;  // whether the caller explains the first failure; see LaunchOptions
 };
 
 std::string elapsed(double seconds) {
@@ -118,9 +119,9 @@ bool Attempt::start() {
       result_.start_code = error == ENOENT ? 127 : 126;
       const char* remedy =
           error == ENOEXEC
-              ? "it is no program for this machine; a script needs a first line such as #!/bin/sh"
+              ? "it is not a program for this machine; a script needs a first line such as #!/bin/sh"
           : error == ENOENT
-              ? "the file exists, so its interpreter or loader is missing: look at its #! line or `file`"
+              ? "the file exists, so its interpreter or loader is missing: check its #! line or run `file`"
           : error == E2BIG ? "shorten the arguments or the environment"
                            : "check the file, its permissions and the mount options";
       result_.error = fmt::format("program \"{}\" cannot be executed: {}; {}", context_.program_path,
@@ -169,7 +170,7 @@ void Attempt::loop() {
     take_signals();
     take_exits();
     take_output();
-    for (RankState& rank : ranks_) let_go(rank);
+    for (RankState& rank : ranks_) advance_ended_rank(rank);
     context_.terminal.pump();
     next_step();
     if (all_gone()) return;
@@ -182,7 +183,7 @@ void Attempt::loop() {
     context_.terminal.add_to_poll(list);
     int wait_ms = -1;
     if (const auto deadline = next_deadline()) {
-      // One more millisecond than the rest, which is rounded down: else the loop would spin until the
+      // One millisecond more than the rest, which is rounded down: otherwise the loop would spin until the
       // deadline.
       const auto rest =
           std::chrono::duration_cast<std::chrono::milliseconds>(*deadline - Clock::now()).count() + 1;
@@ -198,8 +199,8 @@ void Attempt::take_signals() {
     if (result_.stopped_by == 0) {
       result_.stopped_by = signal;
       stopped_at_ = now;
-      say(context_.terminal,
-          fmt::format("{} received: passed on to {}, killed if still there in {}; {}", signal_name(signal),
+      print_launcher_line(context_.terminal,
+          fmt::format("{} received: passed on to {}, killed if still running in {}; {}", signal_name(signal),
                       count_ranks(alive()), elapsed(std::chrono::duration<double>(stop_grace()).count()),
                       "a second SIGINT kills at once"));
       pass_on(signal);
@@ -207,12 +208,12 @@ void Attempt::take_signals() {
         ending_ = Ending::Interrupted;
         step_at_ = now + stop_grace();
       }
-    } else if (signal == SIGINT && now - stopped_at_ > kSameWish && ending_ != Ending::Killed) {
-      say(context_.terminal, fmt::format("second SIGINT: killing {}", count_ranks(alive())));
+    } else if (signal == SIGINT && now - stopped_at_ > kSameRequestTime && ending_ != Ending::Killed) {
+      print_launcher_line(context_.terminal, fmt::format("second SIGINT: killing {}", count_ranks(alive())));
       ending_ = Ending::Interrupted;
       step_at_ = now;
     } else {
-      pass_on(signal);  // a SIGTERM after a SIGINT may be the one the ranks listen to
+      pass_on(signal);  // a SIGTERM after a SIGINT may be the one that the ranks handle
     }
   }
   if (context_.terminal.reader_gone() && result_.stopped_by == 0) {
@@ -224,7 +225,7 @@ void Attempt::take_signals() {
   }
 }
 
-// Each kind once: the ranks must not take a doubled signal for a second wish either.
+// Passes on each kind once: the ranks must not take a duplicate signal for a second request either.
 void Attempt::pass_on(int signal) {
   if (ending_ == Ending::Killed || !passed_on_.insert(signal).second) return;
   send(signal);
@@ -235,11 +236,11 @@ void Attempt::take_exits() {
   for (RankState& rank : ranks_) {
     if (rank.phase != Phase::Alive) continue;
     siginfo_t info = {};
-    // WNOWAIT leaves the zombie, so that its number stays its own until the group has been killed.
+    // WNOWAIT keeps the zombie, so that its process ID is not reused until the group has been killed.
     if (waitid(P_PID, static_cast<id_t>(rank.outcome.pid), &info, WEXITED | WNOHANG | WNOWAIT) != 0) {
       if (errno == EINTR) continue;
-      // ECHILD: other code of this process waited for all children. The rank is gone and how is unknown: a
-      // failure.
+      // ECHILD: other code of this process waited for all children. The rank is gone and its status unknown:
+      // a failure.
     } else if (info.si_pid == 0) {
       continue;
     } else if (info.si_code == CLD_EXITED) {
@@ -251,13 +252,13 @@ void Attempt::take_exits() {
     rank.phase = Phase::Ended;
     rank.outcome.elapsed_s = std::chrono::duration<double>(Clock::now() - rank.started).count();
     rank.drain_until = Clock::now() + kDrainTime;
-    // Its last words are shown before ours about it. A pipe holds 64 KiB as a rule, so this ends even if
-    // others write.
+    // Its last output is shown before the launcher's message about it. A pipe usually holds 64 KiB, so this
+    // ends even if others write.
     for (Stream& stream : rank.streams)
       for (int reads = 0; reads < 16 && take_output(rank, stream); ++reads) {
       }
     if (rank.outcome.ok()) continue;
-    // Of ranks found dead together a killed one is the likelier cause: those that lose a peer exit by
+    // Of ranks found dead together a killed one is the likelier cause: ranks that lose a peer exit by
     // themselves.
     if (first == nullptr || (first->outcome.signal == 0 && rank.outcome.signal != 0)) first = &rank;
   }
@@ -266,16 +267,16 @@ void Attempt::take_exits() {
 
 void Attempt::on_first_failure(const RankState& rank) {
   result_.first_failed_rank = rank.outcome.rank;
-  if (result_.stopped_by != 0) return;  // it was asked to end; the summary tells how it did
+  if (result_.stopped_by != 0) return;  // it was asked to end; the summary reports how it did
   const int others = alive();
   std::string text = fmt::format("rank {} failed first: {} after {}", rank.outcome.rank,
                                  rank.outcome.describe(), elapsed(rank.outcome.elapsed_s));
-  if (rank.outcome.signal == SIGKILL) text += "; if nobody sent it, the kernel was out of memory (see dmesg)";
+  if (rank.outcome.signal == SIGKILL) text += "; if nobody sent it, the system was out of memory (see dmesg)";
   if (others > 0)
-    text += fmt::format("; {} still running, ended by SIGTERM if still there in {}", count_ranks(others),
+    text += fmt::format("; {} still running, ended by SIGTERM if still running in {}", count_ranks(others),
                         elapsed(std::chrono::duration<double>(options_.grace).count()));
   explained_ = options_.explained && options_.explained(rank.outcome.rank);
-  if (!explained_) say(context_.terminal, text);
+  if (!explained_) print_launcher_line(context_.terminal, text);
   ending_ = Ending::Grace;
   step_at_ = Clock::now() + options_.grace;
 }
@@ -288,8 +289,8 @@ void Attempt::take_output() {
 bool Attempt::take_output(RankState& rank, Stream& stream) {
   if (!stream.fd) return false;
   if (context_.terminal.congested(stream.channel)) {
-    // Nobody reads what we show. What the rank wrote waits in its pipe, and the time to empty that has not
-    // begun.
+    // Nobody reads the launcher's output. What the rank wrote stays in its pipe, and the time to empty the
+    // pipe has not begun.
     rank.drain_until = std::max(rank.drain_until, Clock::now() + kDrainTime);
     return false;
   }
@@ -298,7 +299,7 @@ bool Attempt::take_output(RankState& rank, Stream& stream) {
   const ssize_t got = read(stream.fd.get(), bytes, sizeof bytes);
   if (got > 0) {
     stream.lines.feed({bytes, static_cast<std::size_t>(got)}, emit);
-    // It may have more: the end of the pipe is only reached at EAGAIN or end of file.
+    // There may be more: the end of the pipe is reached only at EAGAIN or end of file.
     if (rank.phase != Phase::Alive) rank.drain_until = std::max(rank.drain_until, Clock::now() + 50ms);
   } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
     stream.fd.reset();
@@ -310,15 +311,15 @@ bool Attempt::take_output(RankState& rank, Stream& stream) {
 void Attempt::show(RankState& rank, Channel channel, const LineSplitter::Line& line) {
   std::string text(line.text);
   if (line.newline) text += '\n';
-  if (const std::string failure = rank.log.append(text); !failure.empty()) say(context_.terminal, failure);
-  if (line.continued && line.text.empty()) return;  // only the newline of a line that was shown in full
+  if (const std::string failure = rank.log.append(text); !failure.empty()) print_launcher_line(context_.terminal, failure);
+  if (line.continued && line.text.empty()) return;  // only the newline of a line already shown in full
   if (!line.newline) text += '\n';
   if (options_.prefix) text.insert(0, line_prefix(rank.outcome.rank, color_[static_cast<int>(channel)]));
   context_.terminal.write(channel, std::move(text));
 }
 
-// Moves a rank that ended towards Gone as far as its pipes and the time allow.
-void Attempt::let_go(RankState& rank) {
+// Advances a rank that ended towards Gone as far as its pipes and the time allow.
+void Attempt::advance_ended_rank(RankState& rank) {
   const auto now = Clock::now();
   if (rank.phase == Phase::Ended && (rank.drained() || now >= rank.drain_until)) {
     kill(-rank.outcome.pid, SIGKILL);
@@ -332,8 +333,8 @@ void Attempt::let_go(RankState& rank) {
     stream.lines.finish([&](const LineSplitter::Line& line) { show(rank, stream.channel, line); });
   }
   context_.guard.forget(rank.outcome.pid);
-  // The rank itself, and whoever of its group became our child. The killed ones may need a moment to be
-  // zombies; those are taken by kill_everything.
+  // Reaps the rank itself and processes of its group that became children of this process. Killed ones may
+  // need a moment to become zombies; kill_everything reaps those.
   while (waitpid(-rank.outcome.pid, nullptr, WNOHANG) > 0) {
   }
   rank.phase = Phase::Gone;
@@ -354,23 +355,23 @@ void Attempt::next_step() {
   step_at_.reset();
   if (count == 0) return;
   if (ending_ == Ending::Grace) {
-    say(context_.terminal, fmt::format("{} still running: sending SIGTERM", count_ranks(count)));
+    print_launcher_line(context_.terminal, fmt::format("{} still running: sending SIGTERM", count_ranks(count)));
     send(SIGTERM);
     ending_ = Ending::Terminated;
     step_at_ = now + options_.kill_after;
   } else if (ending_ == Ending::Interrupted || ending_ == Ending::Terminated) {
-    say(context_.terminal, fmt::format("{} still running: sending SIGKILL", count_ranks(count)));
+    print_launcher_line(context_.terminal, fmt::format("{} still running: sending SIGKILL", count_ranks(count)));
     send(SIGKILL);
     ending_ = Ending::Killed;
     step_at_ = now + kStuckNotice;
   } else {
-    say(context_.terminal, fmt::format("{} not ended by SIGKILL yet: stuck in the kernel, often on a file "
+    print_launcher_line(context_.terminal, fmt::format("{} not ended by SIGKILL yet: stuck in the kernel, often because of a file "
                                        "system or a device that does not answer",
                                        count_ranks(count)));
   }
 }
 
-// Also the way out of an exception: whatever is left is killed and reaped, without looking at its output any
+// Also used when leaving by an exception: kills and reaps everything left, without reading its output any
 // more.
 void Attempt::kill_everything() {
   if (cleaned_) return;
@@ -383,13 +384,13 @@ void Attempt::kill_everything() {
     }
     while (true) {
       const pid_t reaped = waitpid(-rank.outcome.pid, nullptr, WNOHANG);
-      if (reaped < 0 && errno != EINTR) break;  // ECHILD: no child of ours is in that group any more
+      if (reaped < 0 && errno != EINTR) break;  // ECHILD: no child is in that group any more
       if (reaped != 0) continue;
-      kill(-rank.outcome.pid, SIGKILL);  // a living child of ours is in it, so the group is still the rank's
+      kill(-rank.outcome.pid, SIGKILL);  // a live child is in it, so the group is still the rank's
       waitpid(-rank.outcome.pid, nullptr, 0);
     }
   }
-  kill_strays("PENSTOCK_LAUNCH_ID=" + context_.launch_id);
+  kill_stray_processes("PENSTOCK_LAUNCH_ID=" + context_.launch_id);
 }
 
 int Attempt::alive() const {
@@ -406,7 +407,7 @@ std::optional<Clock::time_point> Attempt::next_deadline() const {
   return nearest;
 }
 
-// One line for every way of ending, unless all went well.
+// Prints one line per kind of end, unless all ranks succeeded.
 void Attempt::summarize() {
   if (!result_.first_failed_rank && result_.stopped_by == 0) return;
   if (explained_ && result_.stopped_by == 0) return;
@@ -420,7 +421,7 @@ void Attempt::summarize() {
       low = std::min(low, rank->elapsed_s);
       high = std::max(high, rank->elapsed_s);
     }
-    say(context_.terminal,
+    print_launcher_line(context_.terminal,
         fmt::format(
             "summary: {} {}: {}, after {}", ranks.size() == 1 ? "rank" : "ranks", format_list(numbers), way,
             elapsed(low) == elapsed(high) ? elapsed(low) : fmt::format("{:.1f} to {}", low, elapsed(high))));
@@ -429,7 +430,7 @@ void Attempt::summarize() {
 
 }  // namespace
 
-void say(Terminal& terminal, const std::string& text) {
+void print_launcher_line(Terminal& terminal, const std::string& text) {
   terminal.write(Channel::Err, "[launch] " + text + "\n");
 }
 

@@ -1,4 +1,4 @@
-// One attempt of a launch: all ranks started, watched and ended.
+// One attempt of a launch: starts all ranks, watches them and ends them.
 #pragma once
 
 #include <optional>
@@ -12,7 +12,7 @@
 
 namespace penstock::comm {
 
-// What the attempts of one launch share.
+// State shared by the attempts of one launch.
 struct LaunchContext {
   const LaunchOptions& options;
   std::string program_path;
@@ -24,30 +24,30 @@ struct LaunchContext {
 };
 
 struct AttemptResult {
-  std::vector<RankOutcome> ranks;  // empty when the program could not be executed
+  std::vector<RankOutcome> ranks;  // empty if the program could not be executed
   std::optional<int> first_failed_rank;
   int stopped_by = 0;
-  int start_code = 0;  // 126 or 127 when the program could not be executed, else 0
+  int start_code = 0;  // 126 or 127 if the program could not be executed, else 0
   std::string error;
 };
 
-// The launcher's own line on standard error.
-void say(Terminal& terminal, const std::string& text);
+// Writes a line of the launcher itself to standard error.
+void print_launcher_line(Terminal& terminal, const std::string& text);
 
-// Returns when every rank has ended, its group is gone and its output has been taken. Throws as `launch`
-// does; then too nothing is left running.
+// Returns when every rank has ended, its process group is gone and its output has been read. Throws like
+// `launch`; nothing is left running in that case either.
 AttemptResult run_attempt(const LaunchContext& context, int attempt);
 
-// The environment of one rank: the launching process's, then options.environment, then the launcher's
+// Returns the environment of one rank: the launching process's, then options.environment, then the launcher's
 // variables.
 std::vector<std::string> rank_environment(const LaunchContext& context, int attempt, int rank, int port);
 
-// A TCP port nobody listens on. Searched below the range the kernel takes for outgoing connections, so that
-// none of those grabs it before rank 0 listens.
+// Returns a TCP port on which nobody listens. Chosen below the range the kernel uses for outgoing
+// connections, so that none of those takes it before rank 0 listens.
 int free_port();
 bool port_is_free(int port);
 
-// "SIGTERM"; "signal 64" for one without a name.
+// "SIGTERM"; "signal 64" for a signal without a name.
 std::string signal_name(int signal);
 
 }  // namespace penstock::comm

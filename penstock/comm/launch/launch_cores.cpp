@@ -29,7 +29,7 @@ double version2_limit(const std::string& folder) {
 }
 
 double version1_limit(const std::string& folder) {
-  // The same two numbers as cpu.max, in two files; a negative one stands for no limit.
+  // The same two numbers as in cpu.max, in two files; a negative number means no limit.
   const std::string quota = read_text(folder + "/cpu.cfs_quota_us");
   return parse_cpu_max(quota + " " + read_text(folder + "/cpu.cfs_period_us")).value_or(kNoLimit);
 }
@@ -37,7 +37,7 @@ double version1_limit(const std::string& folder) {
 }  // namespace
 
 int affinity_cores(pid_t process) {
-  // The kernel refuses a mask smaller than its own with EINVAL, so large machines need a larger one.
+  // The kernel rejects a mask smaller than its own with EINVAL, so large machines need a larger one.
   for (int cpus = 1024; cpus <= (1 << 20); cpus *= 2) {
     cpu_set_t* mask = CPU_ALLOC(cpus);
     if (mask == nullptr) break;
@@ -72,7 +72,7 @@ std::optional<double> cgroup_cores(const std::string& proc_cgroup, const std::st
     const std::string controllers = fmt::format(",{},", line.substr(first + 1, second - first - 1));
     const bool version2 = controllers == ",,";
     if (!version2 && controllers.find(",cpu,") == std::string::npos) continue;
-    // A limit of any parent binds too. Inside a container the own path may not be mounted; its root then is.
+    // A limit of any parent applies too. Inside a container the own path may not be mounted, but its root is.
     std::string path = line.substr(second + 1);
     while (true) {
       while (!path.empty() && path.back() == '/') path.pop_back();

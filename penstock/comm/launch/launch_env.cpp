@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
@@ -16,7 +17,7 @@ namespace {
 using Get = std::function<std::optional<std::string>(const char*)>;
 
 int to_int(const std::string& name, const std::string& text, int low, int high) {
-  return static_cast<int>(read_whole(fmt::format("environment variable {}", name), text, low, high, "let the launcher set it, or unset it to run one rank"));
+  return static_cast<int>(read_integer(fmt::format("environment variable {}", name), text, low, high, "let the launcher set it, or unset it to run one rank"));
 }
 
 std::optional<int> get_int(const Get& get, const char* name, int low, int high) {
@@ -32,7 +33,8 @@ int need_int(const Get& get, const char* name, int low, int high, const char* be
 
 constexpr int kMaxWorld = 1 << 20;
 
-// Ranks of one job must agree on a port without talking: derived from the job's identity, away from the usual ports.
+// Ranks of one job must agree on a port without communicating: it is derived from the job's identity, away
+// from the usual ports.
 int port_of_job(const std::string& job) {
   std::uint32_t hash = 2166136261u;
   for (const unsigned char c : job) hash = (hash ^ c) * 16777619u;
@@ -59,7 +61,7 @@ Rendezvous parse_rendezvous(const std::string& text) {
   return place;
 }
 
-// Fills in where ranks meet, from MASTER_ADDR and MASTER_PORT, with `host` and `port` for what is not set.
+// Fills in the rendezvous from MASTER_ADDR and MASTER_PORT, with `host` and `port` as defaults.
 void set_tcp(LaunchEnv& env, const Get& get, const std::string& host, int port) {
   env.rendezvous.kind = Rendezvous::Kind::Tcp;
   env.rendezvous.host = get("MASTER_ADDR").value_or(host);
@@ -108,7 +110,7 @@ LaunchEnv parse_launch_env(const Get& get) {
     set_tcp(env, get, env.local_world_size == env.world_size ? "127.0.0.1" : "", 29500);
     if (get("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True") {
       env.rendezvous.hosted_by_rank0 = false;
-      // The agent's store outlives a restart of the workers: keys of an earlier attempt must not be seen.
+      // The agent's store outlives a restart of the workers: keys of an earlier attempt must not be visible.
       env.rendezvous.prefix = "attempt" + get("TORCHELASTIC_RESTART_COUNT").value_or("0");
     }
   } else if (get("OMPI_COMM_WORLD_SIZE")) {
@@ -121,7 +123,8 @@ LaunchEnv parse_launch_env(const Get& get) {
     const std::string job = get("PMIX_NAMESPACE").value_or(get("OMPI_MCA_ess_base_jobid").value_or("ompi"));
     set_tcp(env, get, env.local_world_size == env.world_size ? "127.0.0.1" : "", port_of_job(job));
   } else if (get("SLURM_STEP_ID") && get("SLURM_PROCID") && get("SLURM_LOCALID")) {
-    // A step, i.e. started by srun; the batch script itself has no SLURM_LOCALID of a step and runs as one rank.
+    // A job step, that is, started by srun; the batch script itself has no SLURM_LOCALID of a step and runs
+    // as one rank.
     env.launcher = "Slurm";
     env.rank = need_int(get, "SLURM_PROCID", 0, kMaxWorld - 1, "SLURM_STEP_ID");
     const char* size_name = get("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
@@ -153,7 +156,7 @@ std::string first_slurm_host(const std::string& node_list) {
   if (end == std::string::npos)
     throw ConfigError(penstock::describe("Slurm node list", fmt::format("\"{}\"", node_list), "a closing bracket",
                                          "set MASTER_ADDR to rank 0's host"));
-  // Node names may go on after the bracket ("rack[1-2]-gpu"), up to the next comma.
+  // Node names may continue after the bracket ("rack[1-2]-gpu"), up to the next comma.
   const auto close = node_list.find(']', end);
   const auto rest_end = node_list.find(',', close == std::string::npos ? end : close);
   const std::string rest = close == std::string::npos ? "" : node_list.substr(close + 1, rest_end - close - 1);

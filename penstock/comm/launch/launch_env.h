@@ -1,7 +1,8 @@
-// What the launcher told this process: who it is and where the others meet.
+// The launcher's settings for this process: its rank, and where the ranks meet.
 //
-// Understood, in this order: Penstock's launcher and torchrun (the same variable names), Open MPI, Slurm; else one rank.
-// Pure text to value: no communication happens here, so every rule is tested without starting anything.
+// Supported, in this order: Penstock's launcher and torchrun (the same variable names), Open MPI, Slurm; else
+// one rank. A pure conversion of text to values without communication, so every rule can be tested without
+// starting anything.
 #pragma once
 
 #include <functional>
@@ -10,18 +11,19 @@
 
 namespace penstock::comm {
 
-// Where ranks meet before they can talk: a TCP store that one process hosts, or a file that all can reach.
+// Where ranks meet before they can communicate: a TCP store that one process hosts, or a file that all can
+// access.
 struct Rendezvous {
   enum class Kind { None, Tcp, File };
   Kind kind = Kind::None;
   std::string host;           // Tcp
   int port = 0;               // Tcp
   std::string path;           // File
-  bool hosted_by_rank0 = true;  // Tcp: false when the launcher itself hosts the store (torchrun's agent does)
-  std::string prefix;         // keys live under it; differs between restarts that share a store
+  bool hosted_by_rank0 = true;  // Tcp: false if the launcher hosts the store (as torchrun's agent does)
+  std::string prefix;         // prefix of all keys; differs between restarts that share a store
 
   std::string describe() const;
-  // The other ranks can only be on this host. Sockets then listen on loopback alone.
+  // Whether all ranks must be on this host. Sockets then listen on loopback only.
   bool loopback_only() const;
 };
 
@@ -34,16 +36,17 @@ struct LaunchEnv {
   std::string launcher = "none";  // "penstock or torchrun", "Open MPI", "Slurm", "none"
 };
 
-// Reads the variables through `get` (nullopt: not set). Throws ConfigError that names the variable, what it held and
-// what to set instead: a rank without a size, a rank outside the world, several hosts without MASTER_ADDR, ...
+// Reads the variables through `get` (nullopt: not set). Throws a ConfigError that names the variable, its
+// value and what to set instead: a rank without a size, a rank outside the world, several hosts without
+// MASTER_ADDR, ...
 //
 // PENSTOCK_RENDEZVOUS (tcp://host:port or file:///path) overrides where ranks meet under every launcher.
 LaunchEnv parse_launch_env(const std::function<std::optional<std::string>(const char*)>& get);
 
-// The environment of this process.
+// Reads the environment of this process.
 LaunchEnv launch_env();
 
-// First host of a Slurm node list: "gpu[03-05,9],login1" gives "gpu03".
+// Returns the first host of a Slurm node list: "gpu[03-05,9],login1" returns "gpu03".
 std::string first_slurm_host(const std::string& node_list);
 
 }  // namespace penstock::comm

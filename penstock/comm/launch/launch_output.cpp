@@ -18,9 +18,9 @@ namespace penstock::comm {
 namespace {
 
 constexpr std::size_t kQueueLimit = 1 << 20;
-constexpr std::size_t kPumpAtOnce = 256 * 1024;  // so that the loop looks at signals in between
+constexpr std::size_t kPumpAtOnce = 256 * 1024;  // so that the loop checks for signals in between
 
-// A pipe that polls as writable takes this much without blocking.
+// A pipe that polls as writable accepts this much without blocking.
 constexpr std::size_t kPipeChunk = 4096;
 constexpr std::size_t kFileChunk = 64 * 1024;
 
@@ -69,7 +69,8 @@ Terminal::Terminal(int out_fd, int err_fd) : shared_(same_file(out_fd, err_fd)) 
     struct stat info = {};
     target.regular = fstat(fds[i], &info) == 0 && S_ISREG(info.st_mode);
     target.tty = isatty(fds[i]) == 1;
-    // O_NONBLOCK belongs to the opening, which we share with the shell; so a terminal is opened once more.
+    // O_NONBLOCK belongs to the open file description, which is shared with the shell; so a terminal is
+    // opened again.
     if (target.tty)
       target.own = Fd(open(fmt::format("/proc/self/fd/{}", fds[i]).c_str(),
                            O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
@@ -81,7 +82,7 @@ void Terminal::write(Channel channel, std::string text) {
   if (text.empty() || target.failed) return;
   Queue& queue = queue_of(channel);
   queue.bytes += text.size();
-  // Joined while they are short: a call of the kernel for every line would be slower than many ranks print.
+  // Short texts are joined: one system call per line would be slower than many ranks print.
   if (!queue.texts.empty() && queue.texts.back().fd == target.fd &&
       queue.texts.back().bytes.size() < kFileChunk)
     queue.texts.back().bytes += text;
@@ -147,11 +148,11 @@ void Terminal::fail(Target& target, int error) {
   if (error == EPIPE) {
     reader_gone_ = true;
   } else if (&target == &targets_[0]) {
-    // A full disk must not end the training; but it is said where it can be. For standard error there is no
-    // such place.
+    // A full disk must not end the training, but it is reported on standard error if possible. A failure of
+    // standard error itself cannot be reported.
     write(Channel::Err,
           fmt::format(
-              "[launch] standard output cannot be written: {}; the ranks' further output to it is lost\n",
+              "[launch] standard output cannot be written: {}; further output of the ranks to it is lost\n",
               std::strerror(error)));
   }
 }
@@ -165,7 +166,7 @@ LogFile::LogFile(const std::string& path) : path_(path) {
   }
   if (failure)
     throw ConfigError(
-        fmt::format("launch: log file {} cannot be written: {}; give --log-dir a folder you may write to",
+        fmt::format("launch: log file {} cannot be written: {}; set --log-dir to a writable folder",
                     path, failure.message()));
 }
 
@@ -176,7 +177,7 @@ std::string LogFile::append(std::string_view bytes) {
     if (wrote < 0) {
       const int error = errno;
       fd_.reset();
-      return fmt::format("log file {} cannot be written: {}; this rank's further output is not logged", path_,
+      return fmt::format("log file {} cannot be written: {}; further output of this rank is not logged", path_,
                          std::strerror(error));
     }
     bytes.remove_prefix(static_cast<std::size_t>(wrote));
@@ -186,7 +187,7 @@ std::string LogFile::append(std::string_view bytes) {
 
 std::string line_prefix(int rank, bool color) {
   if (!color) return fmt::format("[rank {}] ", rank);
-  // Six colours that read on dark and on light ground, plain and then bold.
+  // Six colours that are readable on dark and light backgrounds, plain and then bold.
   static constexpr int kColors[] = {36, 33, 32, 35, 34, 31};
   const std::size_t index = static_cast<std::size_t>(rank) % (2 * std::size(kColors));
   return fmt::format("\x1b[{}{}m[rank {}]\x1b[0m ", index < std::size(kColors) ? "" : "1;",

@@ -1,5 +1,5 @@
-// From the ranks' pipes to the terminal and the log files: whole lines, bounded memory, and no write that can
-// stop the launcher's loop.
+// Copies the ranks' output from their pipes to the terminal and the log files: whole lines, bounded memory,
+// and no write that can block the launcher's loop.
 #pragma once
 
 #include <poll.h>
@@ -15,20 +15,20 @@
 
 namespace penstock::comm {
 
-// Cuts a stream of bytes into lines of at most `limit` bytes. Joined again, the pieces are the stream.
+// Splits a stream of bytes into lines of at most `limit` bytes. The concatenated pieces equal the stream.
 class LineSplitter {
  public:
   struct Line {
     std::string_view text;   // without its newline; valid during the call
     bool newline = false;    // false: a piece of a long line, or the unfinished end of the stream
-    bool continued = false;  // goes on a line whose beginning was handed out before
+    bool continued = false;  // continues a line whose beginning was emitted before
   };
   using Emit = std::function<void(const Line&)>;
 
   explicit LineSplitter(std::size_t limit) : limit_(limit) {}
 
   void feed(std::string_view bytes, const Emit& emit);
-  void finish(const Emit& emit);  // hands out what has no newline yet
+  void finish(const Emit& emit);  // emits the rest that has no newline
 
  private:
   std::size_t limit_;
@@ -38,10 +38,10 @@ class LineSplitter {
 
 // The launcher's own standard output and error.
 //
-// Texts are queued and written only where the receiver has room, so a paused terminal or pager holds up
-// neither signals nor deadlines. Texts of one channel never mix, nor those of both when they are the same
-// file. When a queue is full, `congested` tells the loop to leave the ranks' output in their pipes, which in
-// turn makes the ranks wait.
+// Text is queued and written only when the receiver has room, so a paused terminal or pager delays neither
+// signals nor deadlines. Texts of one channel are never mixed, nor those of both channels if they are the
+// same file. When a queue is full, `congested` tells the loop to leave the ranks' output in their pipes,
+// which in turn makes the ranks wait.
 class Terminal {
  public:
   enum class Channel { Out, Err };
@@ -54,11 +54,11 @@ class Terminal {
   bool congested(Channel channel) const;
   bool is_tty(Channel channel) const;
 
-  void add_to_poll(std::vector<pollfd>& list) const;  // what must become writable for `pump` to get on
-  void pump();                                        // writes what can be written now
+  void add_to_poll(std::vector<pollfd>& list) const;  // descriptors `pump` waits to become writable
+  void pump();                                        // writes as much as possible without blocking
   bool drained() const;
 
-  // The reader of a channel closed it. Further texts for it are dropped.
+  // Whether the reader of a channel closed it. Further text for that channel is dropped.
   bool reader_gone() const { return reader_gone_; }
 
  private:
@@ -73,7 +73,7 @@ class Terminal {
   };
   struct Target {
     int fd = -1;
-    Fd own;  // a second, non-blocking opening of a terminal
+    Fd own;  // a second, non-blocking descriptor of a terminal
     bool regular = false;
     bool tty = false;
     bool failed = false;
@@ -94,9 +94,9 @@ class Terminal {
 class LogFile {
  public:
   LogFile() = default;
-  explicit LogFile(const std::string& path);  // creates or empties it; throws ConfigError
+  explicit LogFile(const std::string& path);  // creates or truncates it; throws ConfigError
 
-  // Returns the message to show when writing failed, else an empty text.
+  // Returns the message to show if writing failed, else "".
   std::string append(std::string_view bytes);
 
  private:
@@ -104,7 +104,7 @@ class LogFile {
   Fd fd_;
 };
 
-// "[rank 3] ", coloured by rank when asked for.
+// "[rank 3] ", coloured by rank if `color` is set.
 std::string line_prefix(int rank, bool color);
 
 }  // namespace penstock::comm

@@ -28,10 +28,10 @@ namespace penstock::comm {
 
 namespace {
 
-// fork runs the handlers that libraries registered, and OpenBLAS's stops its threads in the parent. The child
-// of ours calls nothing they protect, so they are left out where the C library can. The thread sanitizer must
-// see the fork.
-pid_t fork_plainly() {
+// fork runs handlers that libraries registered, and OpenBLAS's handler stops its threads in the parent. The
+// child calls nothing that they protect, so they are skipped if the C library can do so. The thread sanitizer
+// must see the fork.
+pid_t fork_without_handlers() {
 #if defined(__GLIBC__) && !defined(__SANITIZE_THREAD__)
 #if __GLIBC_PREREQ(2, 34)
   return _Fork();
@@ -71,8 +71,7 @@ void close_all_from(unsigned int first) {
 }
 
 [[noreturn]] void guard_main(int reports) {
-  // A group of its own: a ^C at the terminal is for the launcher. Signals stay blocked, as the caller left
-  // them.
+  // Its own group: a ^C at the terminal is for the launcher. Signals stay blocked, as the caller left them.
   setpgid(0, 0);
   prctl(PR_SET_NAME, "penstock-guard");
   dup2(reports, 0);
@@ -109,7 +108,7 @@ void reset_signals() {
     struct sigaction action = {};
     if (sigaction(signal, nullptr, &action) != 0) continue;
     if (action.sa_handler == SIG_DFL) continue;
-    // What nohup and background shells ignore on purpose stays ignored.
+    // Signals that nohup and background shells ignore on purpose stay ignored.
     const bool on_purpose = signal == SIGHUP || signal == SIGINT || signal == SIGQUIT;
     if (action.sa_handler == SIG_IGN && on_purpose) continue;
     action = {};
@@ -124,7 +123,7 @@ void reset_signals() {
 [[noreturn]] void child_main(const ChildPlan& plan) {
   setpgid(0, 0);
   const pid_t self = getpid();
-  // Reported by the child itself: there is no moment at which the rank exists and the guard does not know.
+  // Reported by the child itself, so that the guard knows the rank as soon as it exists.
   [[maybe_unused]] const ssize_t reported = write(plan.guard_fd, &self, sizeof self);
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != plan.parent) _exit(127);  // it died before the line above took effect
@@ -192,14 +191,14 @@ void Fd::reset() {
 Pipe make_pipe() {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0)
-    throw StateError(fmt::format("launch: cannot make a pipe: {}; raise `ulimit -n` or start fewer ranks",
+    throw StateError(fmt::format("launch: cannot create a pipe: {}; raise `ulimit -n` or start fewer ranks",
                                  std::strerror(errno)));
   Fd read_end(ends[0]), write_end(ends[1]);
   return {above_standard_streams(std::move(read_end)), above_standard_streams(std::move(write_end))};
 }
 
-Program find_program(const std::string& name, const std::string& search_path) {
-  Program program;
+LaunchedProgram find_program(const std::string& name, const std::string& search_path) {
+  LaunchedProgram program;
   const auto refuse = [&](int exit_code, std::string why) {
     program.exit_code = exit_code;
     program.error = std::move(why);
@@ -219,7 +218,7 @@ Program find_program(const std::string& name, const std::string& search_path) {
     const bool in_this_folder = stat(name.c_str(), &here) == 0 && S_ISREG(here.st_mode);
     return refuse(127,
                   fmt::format("program \"{}\" was not found in PATH ({}); {}", name, path,
-                              in_this_folder ? fmt::format("there is one in this folder: write ./{}", name)
+                              in_this_folder ? fmt::format("there is one in this folder: use ./{}", name)
                                              : "check the spelling or give its path, such as ./" + name));
   }
   program.path = name;
@@ -243,7 +242,7 @@ Program find_program(const std::string& name, const std::string& search_path) {
 OrphanGuard::OrphanGuard() {
   Pipe pipe = make_pipe();
   const AllSignalsBlocked blocked;
-  pid_ = fork_plainly();
+  pid_ = fork_without_handlers();
   if (pid_ == 0) guard_main(pipe.read.get());
   if (pid_ < 0)
     throw StateError(
@@ -260,7 +259,7 @@ OrphanGuard::~OrphanGuard() {
 
 void OrphanGuard::forget(pid_t group) {
   const pid_t report = -group;
-  // A guard that someone killed cannot be told; the launch itself does not depend on it.
+  // A killed guard cannot be notified; the launch itself does not depend on it.
   [[maybe_unused]] const ssize_t written = write(pipe_.get(), &report, sizeof report);
 }
 
@@ -283,14 +282,14 @@ SpawnedRank spawn_rank(const std::string& path, const std::vector<std::string>& 
   SpawnedRank rank;
   {
     const AllSignalsBlocked blocked;
-    rank.pid = fork_plainly();
+    rank.pid = fork_without_handlers();
     if (rank.pid == 0) child_main(plan);
   }
   if (rank.pid < 0)
     throw StateError(fmt::format("launch: cannot start a process: {}; raise `ulimit -u` or start fewer ranks",
                                  std::strerror(errno)));
   setpgid(rank.pid,
-          rank.pid);  // both sides do it: a signal to the group must not come before the group exists
+          rank.pid);  // parent and child both do it: a signal to the group must not precede the group
   failure.write.reset();
 
   ssize_t got = 0;
@@ -318,7 +317,7 @@ Subreaper::~Subreaper() {
   prctl(PR_SET_CHILD_SUBREAPER, before_);
 }
 
-int kill_strays(const std::string& entry) {
+int kill_stray_processes(const std::string& entry) {
   int killed = 0;
   while (true) {
     const std::vector<pid_t> strays = children_with(entry);

@@ -17,9 +17,8 @@ namespace {
 
 constexpr std::array<int, 4> kCaught = {SIGINT, SIGTERM, SIGHUP, SIGCHLD};
 
-// A handler can reach nothing but globals. The pipe is made once and never closed: a handler that still runs
-// in another thread while we put the old ones back must not write into a descriptor that has become someone
-// else's.
+// A handler can access only globals. The pipe is created once and never closed: a handler that still runs in
+// another thread while the old handlers are restored must not write into a descriptor that has been reused.
 std::atomic<bool> in_use{false};
 std::array<std::atomic<int>, kCaught.size()> arrived{};
 std::atomic<int> wake_read{-1};
@@ -31,7 +30,7 @@ extern "C" void penstock_launch_on_signal(int signal) {
   for (std::size_t i = 0; i < kCaught.size(); ++i)
     if (kCaught[i] == signal) arrived[i].fetch_add(1);
   const char byte = 0;
-  // A full pipe wakes the loop as well; what arrived is in the counters.
+  // A full pipe also wakes the loop; the counters hold what arrived.
   [[maybe_unused]] const ssize_t written = write(wake_write.load(), &byte, 1);
   errno = saved;
 }
@@ -40,7 +39,7 @@ void make_wake_pipe() {
   if (wake_write.load() >= 0) return;
   int ends[2];
   if (pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0)
-    throw StateError(std::string("launch: cannot make a pipe: ") + std::strerror(errno) +
+    throw StateError(std::string("launch: cannot create a pipe: ") + std::strerror(errno) +
                      "; raise `ulimit -n`");
   wake_read.store(ends[0]);
   wake_write.store(ends[1]);
@@ -64,8 +63,8 @@ LaunchSignals::LaunchSignals() {
   struct sigaction action = {};
   action.sa_handler = penstock_launch_on_signal;
   sigfillset(&action.sa_mask);
-  // No SA_RESTART: a write to a stuck terminal must return so that the signal is acted on. SIGCHLD restarts,
-  // since the calls of other threads should not notice our children.
+  // No SA_RESTART: a write to a blocked terminal must return so that the signal is handled. SIGCHLD restarts,
+  // because calls of other threads should not notice the launcher's children.
   for (std::size_t i = 0; i < kCaught.size(); ++i) {
     sigaction(kCaught[i], nullptr, &old_actions_[i]);
     if (kCaught[i] != SIGCHLD && old_actions_[i].sa_handler == SIG_IGN) continue;
@@ -85,8 +84,8 @@ LaunchSignals::LaunchSignals() {
 
 LaunchSignals::~LaunchSignals() {
   if (!pipe_was_pending_) {
-    // Our own failed writes may have left a SIGPIPE pending; it must not hit the caller when the mask comes
-    // back.
+    // Failed writes of the launcher may have left a SIGPIPE pending; it must not reach the caller when the
+    // mask is restored.
     sigset_t only_pipe;
     sigemptyset(&only_pipe);
     sigaddset(&only_pipe, SIGPIPE);

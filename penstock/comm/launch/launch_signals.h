@@ -1,16 +1,16 @@
-// Signals as events of the launcher's loop.
+// Turns signals into events of the launcher's loop.
 //
-// Handlers and a pipe rather than signalfd: in a process with other threads a signal may be delivered to any
-// of them, and signalfd sees only what every thread blocks.
+// Uses handlers and a pipe rather than signalfd: in a process with other threads a signal may be delivered to
+// any of them, and signalfd sees only signals that every thread blocks.
 #pragma once
 
 #include <signal.h>
 
 namespace penstock::comm {
 
-// While it exists, SIGINT, SIGTERM, SIGHUP and SIGCHLD wake the loop, and SIGPIPE of this thread becomes the
-// error EPIPE. A stop signal that was ignored before stays ignored, which is how nohup protects a job. One
-// per process at a time (StateError); created and destroyed by the same thread.
+// During its lifetime SIGINT, SIGTERM, SIGHUP and SIGCHLD wake the loop, and SIGPIPE of this thread becomes
+// the error EPIPE. A stop signal that was ignored before stays ignored, which is how nohup protects a job.
+// Only one per process at a time (StateError); create and destroy it in the same thread.
 class LaunchSignals {
  public:
   LaunchSignals();
@@ -18,11 +18,11 @@ class LaunchSignals {
   LaunchSignals(const LaunchSignals&) = delete;
   LaunchSignals& operator=(const LaunchSignals&) = delete;
 
-  // Readable after a signal came. `clear` empties it; call that before looking at what happened.
+  // Readable after a signal arrived. `clear` empties it; call that before checking what happened.
   int wake_fd() const;
   void clear();
 
-  // The next stop signal that came and was not yet taken; 0: none.
+  // Returns the next stop signal that arrived and was not yet taken, or 0.
   int take_stop();
 
  private:
@@ -31,8 +31,8 @@ class LaunchSignals {
   bool pipe_was_pending_ = false;
 };
 
-// Blocks every signal of this thread while a child is being made: a handler of ours that ran in the child
-// would write into the pipe it shares with us.
+// Blocks every signal of this thread while a child is being created: a handler of this process that ran in
+// the child would write into the shared pipe.
 class AllSignalsBlocked {
  public:
   AllSignalsBlocked();

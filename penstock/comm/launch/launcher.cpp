@@ -14,6 +14,7 @@
 #include <cstring>
 #include <random>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/comm/launch/compute_environment.h"
 #include "penstock/comm/launch/launch_attempt.h"
@@ -35,15 +36,15 @@ void check(const LaunchOptions& options) {
     if (!holds) throw ConfigError(describe(std::string("launch: ") + what, actual, expected, remedy));
   };
   need(options.ranks >= 1 && options.ranks <= kMaxLocalRanks, "number of ranks",
-       fmt::format("{}", options.ranks), fmt::format("1 to {} on one host", kMaxLocalRanks), "give it by -n");
+       fmt::format("{}", options.ranks), fmt::format("1 to {} on one host", kMaxLocalRanks), "set it with -n");
   need(!options.command.empty() && !options.command.front().empty(), "program to run", "none",
        "a program after --", kExample);
   need(options.restarts >= 0 && options.restarts <= 1'000'000, "number of restarts",
-       fmt::format("{}", options.restarts), "0 to 1000000", "give it by --restarts");
+       fmt::format("{}", options.restarts), "0 to 1000000", "set it with --restarts");
   need(options.port >= 0 && options.port <= 65535, "port", fmt::format("{}", options.port),
-       "1 to 65535, or 0 for a free one", "leave --port out to have a free one picked");
+       "1 to 65535, or 0 for a free one", "omit --port to use a free one");
   need(options.grace >= 0ms && options.grace <= 24h, "grace", fmt::format("{} ms", options.grace.count()),
-       "0 s to one day", "give it by --grace");
+       "0 s to one day", "set it with --grace");
   const auto stop_grace = options.stop_grace.value_or(options.grace);
   need(stop_grace >= 0ms && stop_grace <= 24h, "grace after a signal", fmt::format("{} ms", stop_grace.count()), "0 s to one day", "");
   need(options.kill_after >= 0ms && options.kill_after <= 24h, "time from SIGTERM to SIGKILL",
@@ -52,17 +53,17 @@ void check(const LaunchOptions& options) {
     need(!name.empty() && name.find('=') == std::string::npos && name.find('\0') == std::string::npos &&
              value.find('\0') == std::string::npos,
          "environment variable", fmt::format("\"{}\"", name),
-         "a name without '=' and texts without null bytes", "");
+         "a name without '=' and text without null bytes", "");
   for (const std::string& argument : options.command)
     need(argument.find('\0') == std::string::npos, "argument", "a null byte", "text without null bytes", "");
   need(options.port == 0 || port_is_free(options.port), "port", fmt::format("{}, in use", options.port),
-       "a free one", "leave --port out to have a free one picked");
+       "a free one", "omit --port to use a free one");
 }
 
-// Ranks may meet on loopback or on any address, so the port must be free on all of them.
+// Ranks may listen on loopback or on any address, so the port must be free on all of them.
 bool can_listen(int family, int port, int* chosen) {
   const Fd fd(socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (!fd) return family == AF_INET6;  // a host without IPv6 does not make a port used
+  if (!fd) return family == AF_INET6;  // a host without IPv6 does not make a port busy
   const int on = 1;
   setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
   sockaddr_storage address = {};
@@ -94,7 +95,7 @@ bool can_listen(int family, int port, int* chosen) {
   return true;
 }
 
-// Waits until all that was said is written. A stop signal ends the waiting: the reader may never come back.
+// Waits until all queued output is written. A stop signal ends the wait: the reader may never come back.
 void drain(Terminal& terminal, LaunchSignals& signals) {
   std::vector<pollfd> list;
   for (terminal.pump(); !terminal.drained() && signals.take_stop() == 0; terminal.pump()) {
@@ -158,7 +159,8 @@ std::vector<std::string> rank_environment(const LaunchContext& context, int atte
   set("MASTER_PORT", fmt::format("{}", port));
   set("PENSTOCK_RESTART_COUNT", fmt::format("{}", attempt));
   set("PENSTOCK_LAUNCH_ID", context.launch_id);
-  // An outer torchrun would have our ranks look for a store that its agent hosts for its own workers.
+  // With the variables of an outer torchrun, the ranks would look for a store that its agent hosts for its
+  // own workers.
   remove("TORCHELASTIC_USE_AGENT_STORE");
   remove("TORCHELASTIC_RESTART_COUNT");
   return entries;
@@ -174,7 +176,7 @@ std::string RankOutcome::describe() const {
     return fmt::format("killed by {}{}{}", signal_name(signal), core_dumped ? " (core dumped)" : "",
                        sent_signal == signal ? " (sent by the launcher)" : "");
   std::string text = exit_code >= 0 ? fmt::format("exit code {}", exit_code)
-                                    : "ended, its status was taken by other code of this process";
+                                    : "ended, its status was reaped by other code of this process";
   if (sent_signal != 0) text += fmt::format(" on {} from the launcher", signal_name(sent_signal));
   return text;
 }
@@ -188,14 +190,14 @@ LaunchResult launch(const LaunchOptions& options) {
   const auto given = std::find_if(options.environment.rbegin(), options.environment.rend(),
                                   [](const auto& entry) { return entry.first == "PATH"; });
   const char* inherited = std::getenv("PATH");
-  const Program program =
+  const LaunchedProgram program =
       find_program(options.command.front(), given != options.environment.rend() ? given->second
                                             : inherited                         ? inherited
                                                                                 : "");
   if (program.exit_code != 0) {
     result.exit_code = program.exit_code;
     result.error = program.error;
-    say(terminal, program.error);
+    print_launcher_line(terminal, program.error);
     drain(terminal, signals);
     return result;
   }
@@ -218,7 +220,7 @@ LaunchResult launch(const LaunchOptions& options) {
     result.stopped_by = ended.stopped_by;
     result.error = ended.error;
     result.exit_code = ended.start_code;
-    if (!result.error.empty()) say(terminal, result.error);
+    if (!result.error.empty()) print_launcher_line(terminal, result.error);
     if (!result.first_failed_rank) break;
 
     const RankOutcome& first = result.ranks[static_cast<std::size_t>(*result.first_failed_rank)];
@@ -229,13 +231,13 @@ LaunchResult launch(const LaunchOptions& options) {
     const std::string why =
         fmt::format("rank {}, {} after {:.1f} s", first.rank, first.describe(), first.elapsed_s);
     if (attempt == options.restarts) {
-      say(terminal, fmt::format("attempt {} of {} failed ({}); no restart is left", attempt + 1,
+      print_launcher_line(terminal, fmt::format("attempt {} of {} failed ({}); no restart is left", attempt + 1,
                                 options.restarts + 1, why));
       break;
     }
     if ((result.stopped_by = signals.take_stop()) != 0)
-      break;  // it came while the attempt was being cleared away
-    say(terminal, fmt::format("attempt {} of {} failed ({}); starting attempt {}", attempt + 1,
+      break;  // it came while the attempt was being cleaned up
+    print_launcher_line(terminal, fmt::format("attempt {} of {} failed ({}); starting attempt {}", attempt + 1,
                               options.restarts + 1, why, attempt + 2));
   }
   if (result.stopped_by == SIGPIPE) result.exit_code = 128 + SIGPIPE;

@@ -6,12 +6,13 @@
 #include <limits>
 
 #include "penstock/base/text.h"
+#include "penstock/base/describe.h"
 
 namespace penstock::comm {
 
 namespace {
 
-// Where each part of the header lies; docs/messages.md is the specification.
+// Offsets of the header fields; docs/messages.md is the specification.
 constexpr std::array<std::uint8_t, 4> kMagic = {'P', 'N', 'S', 'K'};
 constexpr std::uint16_t kFormat = 1;
 constexpr std::size_t kFormatAt = 4;
@@ -20,7 +21,7 @@ constexpr std::size_t kKindAt = 8;
 constexpr std::size_t kLengthAt = 12;
 constexpr std::size_t kChecksumAt = 16;
 
-constexpr const char* kDamaged = "the message was cut or damaged on its way, or these bytes never were a message; "
+constexpr const char* kDamaged = "the message was truncated or damaged, or these bytes are not a message; "
                                  "check that both sides agree on who sends what to whom";
 constexpr const char* kOversize = "send less in one message, or raise the limit on both sides";
 constexpr const char* kSameBuild = "run the same build of Penstock on all ranks";
@@ -37,7 +38,7 @@ T get(std::span<const std::uint8_t> bytes, std::size_t at) {
   return value;
 }
 
-// "SHAP", or the bytes in hex where they are not printable.
+// "SHAP", or the bytes in hex if they are not printable.
 std::string show(std::span<const std::uint8_t> code) {
   std::string text;
   for (const std::uint8_t c : code) text += c > ' ' && c <= '~' ? std::string(1, static_cast<char>(c)) : fmt::format("\\x{:02x}", c);
@@ -46,7 +47,7 @@ std::string show(std::span<const std::uint8_t> code) {
 
 [[noreturn]] void fail(MessageKind kind, std::size_t offset, std::string_view what, std::string_view actual,
                        std::string_view expected, std::string_view remedy) {
-  throw PipeliningMetadataError(
+  throw MismatchError(
       describe(fmt::format("message \"{}\", byte {}: {}", kind.code(), offset, what), actual, expected, remedy));
 }
 
@@ -72,7 +73,7 @@ MessageWriter::MessageWriter(MessageKind kind, std::uint16_t version, std::size_
 }
 
 void MessageWriter::append(std::span<const std::uint8_t> bytes) {
-  if (finished_) throw StateError("MessageWriter: write after finish; make a new writer for each message");
+  if (finished_) throw StateError("MessageWriter: write after finish; create a new writer for each message");
   if (bytes.size() > max_bytes_ - bytes_.size())
     fail(kind_, bytes_.size(), "writing a message that is too large",
          fmt::format("{} bytes", bytes_.size() + bytes.size()),
@@ -88,7 +89,7 @@ void MessageWriter::append_count(std::size_t count) {
 }
 
 std::vector<std::uint8_t> MessageWriter::finish() {
-  if (finished_) throw StateError("MessageWriter: finish was called twice; make a new writer for each message");
+  if (finished_) throw StateError("MessageWriter: finish was called twice; create a new writer for each message");
   finished_ = true;
   std::copy(kMagic.begin(), kMagic.end(), bytes_.begin());
   put(bytes_.data() + kFormatAt, kFormat);
@@ -109,32 +110,33 @@ MessageReader::MessageReader(std::span<const std::uint8_t> bytes, MessageKind ki
     fail(kind, 0, "the message is too large", fmt::format("{} bytes", bytes.size()),
          fmt::format("at most {} ({})", max_bytes, format_bytes(max_bytes)), kOversize);
   if (bytes.size() < kMessageHeaderBytes)
-    fail(kind, bytes.size(), "the header is cut", fmt::format("{} bytes", bytes.size()),
+    fail(kind, bytes.size(), "the header is truncated", fmt::format("{} bytes", bytes.size()),
          fmt::format("at least {}", kMessageHeaderBytes), kDamaged);
   if (!std::equal(kMagic.begin(), kMagic.end(), bytes.begin()))
-    fail(kind, 0, "these bytes are no message", show(bytes.first(kMagic.size())), show(kMagic), kDamaged);
+    fail(kind, 0, "these bytes are not a message", show(bytes.first(kMagic.size())), show(kMagic), kDamaged);
 
-  // The format comes before everything it governs: another format may lay out the rest differently.
+  // Check the format before everything it governs: another format may lay out the rest differently.
   if (const auto format = get<std::uint16_t>(bytes, kFormatAt); format != kFormat)
     fail(kind, kFormatAt, "the message format differs", fmt::format("format {}", format),
          fmt::format("format {}", kFormat), kSameBuild);
   if (const std::size_t length = get<std::uint32_t>(bytes, kLengthAt); length != bytes.size() - kMessageHeaderBytes)
-    fail(kind, kLengthAt, "the length does not fit the bytes that came",
+    fail(kind, kLengthAt, "the length does not match the received bytes",
          fmt::format("{} bytes after the header", bytes.size() - kMessageHeaderBytes),
-         fmt::format("{} as the header says", length), kDamaged);
-  // Before kind and version, so that damage to these is reported as damage and not as a mix-up of builds.
+         fmt::format("{}, according to the header", length), kDamaged);
+  // Checked before kind and version, so that damage to these is reported as damage and not as a build
+  // mismatch.
   const auto carried = get<std::uint64_t>(bytes, kChecksumAt);
   if (const std::uint64_t computed = frame_checksum(bytes); computed != carried)
-    fail(kind, kChecksumAt, "the checksum is wrong", fmt::format("{:016x} over the bytes that came", computed),
-         fmt::format("{:016x} as the header says", carried), kDamaged);
+    fail(kind, kChecksumAt, "the checksum is wrong", fmt::format("{:016x} over the received bytes", computed),
+         fmt::format("{:016x}, according to the header", carried), kDamaged);
 
   const auto code = bytes.subspan(kKindAt, kind.code().size());
   if (!std::equal(code.begin(), code.end(), kind.code().begin()))
-    fail(kind, kKindAt, "another kind of message came", show(code), fmt::format("\"{}\"", kind.code()),
+    fail(kind, kKindAt, "another kind of message was received", show(code), fmt::format("\"{}\"", kind.code()),
          "ranks are at different points of the program; check that all of them make the same calls in the same order");
   version_ = get<std::uint16_t>(bytes, kVersionAt);
   if (version_ < understood.oldest || version_ > understood.newest)
-    fail(kind, kVersionAt, "the sender's version of this message is not understood here",
+    fail(kind, kVersionAt, "the sender's version of this message is not supported",
          fmt::format("version {}", version_),
          understood.oldest == understood.newest
              ? fmt::format("version {}", understood.newest)
@@ -144,7 +146,7 @@ MessageReader::MessageReader(std::span<const std::uint8_t> bytes, MessageKind ki
 
 std::span<const std::uint8_t> MessageReader::take(std::size_t count) {
   if (count > remaining())
-    fail(kind_, offset_, "a field goes past the end", fmt::format("{} bytes left", remaining()),
+    fail(kind_, offset_, "a field extends past the end", fmt::format("{} bytes left", remaining()),
          fmt::format("{}", count), kSameBuild);
   const auto bytes = bytes_.subspan(offset_, count);
   offset_ += count;
@@ -174,7 +176,7 @@ void MessageReader::refuse(std::size_t offset, std::string_view what, std::strin
 void decode(MessageReader& reader, bool& value) {
   const std::size_t at = reader.offset();
   const auto byte = reader.read<std::uint8_t>();
-  if (byte > 1) reader.refuse(at, "this byte is no bool", fmt::format("{}", byte), "0 or 1");
+  if (byte > 1) reader.refuse(at, "this byte is not a bool", fmt::format("{}", byte), "0 or 1");
   value = byte == 1;
 }
 

@@ -1,26 +1,30 @@
-// Typed messages: how metadata (shapes, plans, errors) travels between processes as checked bytes, never as code.
+// Typed messages: metadata (shapes, plans, errors) exchanged between processes as checked bytes, never as
+// code.
 //
 //   MessageWriter writer(kShapes, 2);                       // kind and version of the fields that follow
 //   writer.write(rank).write(shape).write(name);
 //   std::vector<std::uint8_t> bytes = writer.finish();
 //
-//   MessageReader reader(bytes, kShapes, {1, 2});           // refuses damage, another kind, an unknown version
+//   MessageReader reader(bytes, kShapes, {1, 2});           // throws on damage, wrong kind or version
 //   const auto rank = reader.read<std::int32_t>();
 //   ...
 //   reader.expect_end();
 //
-// Written as they are: integers of fixed width, bool, float, double, text, StrongId, and vectors, optionals and pairs of
-// what can be written. A struct joins by two functions in its own namespace:
+// Supported types: integers of fixed width, bool, float, double, text, and vectors, optionals and
+// pairs of supported types. Add a struct by defining two functions in its own namespace:
 //
-//   void encode(comm::MessageWriter& writer, const Shape& shape) { writer.write(shape.sizes).write(shape.dtype); }
+//   void encode(comm::MessageWriter& writer, const Shape& shape) {
+//     writer.write(shape.sizes).write(shape.dtype);
+//   }
 //   void decode(comm::MessageReader& reader, Shape& shape) { reader.read(shape.sizes).read(shape.dtype); }
 //
-// Equal values give equal bytes on every machine, so the bytes may serve as a key. Floating point travels bit by bit:
-// 0.0 and -0.0 differ, and NaNs keep their payload. The format is specified in docs/messages.md.
+// Equal values give equal bytes on every machine, so the bytes may be used as a key. Floating-point values
+// are copied bit by bit: 0.0 and -0.0 differ, and NaNs keep their payload. The format is specified in
+// docs/messages.md.
 //
-// Everything a sender or the wire can get wrong is a PipeliningMetadataError that gives the byte offset. Reading never
-// touches memory outside the message and never allocates more in advance than the message has bytes.
-// Thread rule: a writer or reader belongs to one thread.
+// Every error of the sender or the wire is a MismatchError that names the byte offset. Reading
+// never touches memory outside the message and never allocates more in advance than the message has bytes.
+// Thread safety: use a writer or reader from one thread.
 #pragma once
 
 #include <algorithm>
@@ -37,18 +41,18 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/ids.h"
 
 namespace penstock::comm {
 
 inline constexpr std::size_t kMessageHeaderBytes = 24;
 inline constexpr std::size_t kDefaultMaxMessageBytes = std::size_t{64} << 20;
 
-// What a message is about: four printable ASCII characters, "SHAP".
+// The type of a message: four printable ASCII characters, "SHAP".
 class MessageKind {
  public:
-  // Throws ValueError for other characters; in a constant that is a compile error.
+  // Throws ValueError for other characters; in a constant expression that is a compile error.
   constexpr explicit MessageKind(const char (&code)[5]) {
     for (std::size_t i = 0; i < code_.size(); ++i) {
       if (code[i] <= ' ' || code[i] > '~')
@@ -63,7 +67,7 @@ class MessageKind {
   std::array<char, 4> code_{};
 };
 
-// Versions of a kind that a reader understands, both ends included.
+// Versions of a kind that a reader supports, both ends included.
 struct VersionRange {
   std::uint16_t oldest = 0;
   std::uint16_t newest = 0;
@@ -76,7 +80,8 @@ concept WireInteger = std::integral<T> && !std::same_as<T, bool> && !std::same_a
 
 class MessageWriter {
  public:
-  // `max_bytes` bounds the whole message, header included; a write that would pass it throws and adds nothing.
+  // `max_bytes` limits the whole message, header included; a write that would exceed it throws and adds
+  // nothing.
   MessageWriter(MessageKind kind, std::uint16_t version, std::size_t max_bytes = kDefaultMaxMessageBytes);
 
   template <class T>
@@ -85,10 +90,10 @@ class MessageWriter {
     return *this;
   }
 
-  // The message. The writer is used up: every later call throws StateError.
+  // Returns the message. Every later call throws StateError.
   std::vector<std::uint8_t> finish();
 
-  // For `encode`: bytes as they are, and the number of elements that follow.
+  // For `encode`: raw bytes, and the number of elements that follow.
   void append(std::span<const std::uint8_t> bytes);
   void append_count(std::size_t count);
 
@@ -104,12 +109,13 @@ class MessageWriter {
 
 class MessageReader {
  public:
-  // Checks the whole frame: size, magic, format, length, checksum, then kind and version. `bytes` must outlive the reader.
+  // Checks the whole frame: size, magic, format, length, checksum, then kind and version. `bytes` must
+  // outlive the reader.
   MessageReader(std::span<const std::uint8_t> bytes, MessageKind kind, VersionRange understood,
                 std::size_t max_bytes = kDefaultMaxMessageBytes);
   MessageReader(std::vector<std::uint8_t>&&, MessageKind, VersionRange, std::size_t = 0) = delete;
 
-  // The sender's version, within the range understood: a decoder may branch on it.
+  // The sender's version, within the supported range; a decoder may branch on it.
   std::uint16_t version() const { return version_; }
   std::size_t offset() const { return offset_; }  // of the next field, counted from the start of the message
   std::size_t remaining() const { return bytes_.size() - offset_; }
@@ -126,16 +132,17 @@ class MessageReader {
     return value;
   }
 
-  // Throws when fields are left over: the sender wrote more than this reader knows.
+  // Throws if fields are left over, that is, if the sender wrote more than this reader knows.
   void expect_end() const;
 
-  // For `decode`: the next bytes (valid as long as the message), and a count of elements that occupy at least
-  // `minimum_bytes` each, checked against what remains before anybody allocates.
+  // For `decode`: returns the next bytes (valid as long as the message).
   std::span<const std::uint8_t> take(std::size_t count);
+  // For `decode`: returns a count of elements of at least `minimum_bytes` each, checked against the remaining
+  // bytes before any allocation.
   std::size_t take_count(std::size_t minimum_bytes);
 
-  // For `decode`: refuses the field at `offset`, whose bytes are intact but whose value is not allowed (an unknown enum
-  // value, ...). Without a remedy the message asks for the same build on all ranks.
+  // For `decode`: throws for the field at `offset`, whose bytes are intact but whose value is not allowed (an
+  // unknown enum value, ...). Without a remedy the message asks for the same build on all ranks.
   [[noreturn]] void refuse(std::size_t offset, std::string_view what, std::string_view actual, std::string_view expected,
                            std::string_view remedy = {}) const;
 
@@ -149,7 +156,7 @@ class MessageReader {
 // FNV-1a, 64 bits: a change of any single byte always changes it. `seed` continues an earlier call.
 std::uint64_t message_checksum(std::span<const std::uint8_t> bytes, std::uint64_t seed = 0xcbf29ce484222325u);
 
-// ---- how each type travels ----
+// ---- encoding of each type ----
 
 template <WireInteger T>
 void encode(MessageWriter& writer, T value) {
@@ -167,12 +174,12 @@ void decode(MessageReader& reader, T& value) {
   value = static_cast<T>(bits);
 }
 
-// A template, so that no pointer turns into a bool unnoticed.
+// A template, to prevent implicit conversion of pointers to bool.
 template <std::same_as<bool> T>
 void encode(MessageWriter& writer, T value) {
   encode(writer, static_cast<std::uint8_t>(value ? 1 : 0));
 }
-void decode(MessageReader& reader, bool& value);  // refuses everything but 0 and 1
+void decode(MessageReader& reader, bool& value);  // throws for values other than 0 and 1
 
 template <std::same_as<float> T>
 void encode(MessageWriter& writer, T value) {
@@ -187,15 +194,6 @@ void decode(MessageReader& reader, double& value);
 
 void encode(MessageWriter& writer, std::string_view text);  // any bytes; UTF-8 by convention, not checked
 void decode(MessageReader& reader, std::string& text);
-
-template <class Tag>
-void encode(MessageWriter& writer, StrongId<Tag> id) {
-  encode(writer, id.value());
-}
-template <class Tag>
-void decode(MessageReader& reader, StrongId<Tag>& id) {
-  id = StrongId<Tag>(reader.read<std::int32_t>());
-}
 
 template <class First, class Second>
 void encode(MessageWriter& writer, const std::pair<First, Second>& value) {
@@ -237,7 +235,7 @@ void decode(MessageReader& reader, std::vector<T>& values) {
     const auto bytes = reader.take(count);
     values.assign(bytes.begin(), bytes.end());
   } else {
-    // An element may be larger in memory than on the wire: reserve no more than the message could have paid for.
+    // An element may be larger in memory than in the message: reserve no more than the message size allows.
     values.reserve(std::min(count, reader.remaining() / sizeof(T)));
     for (std::size_t i = 0; i < count; ++i) values.push_back(reader.read<T>());
   }

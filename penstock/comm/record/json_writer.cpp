@@ -4,7 +4,8 @@ namespace penstock::comm {
 
 namespace {
 
-// Length of the UTF-8 character at the start of `text`, 0 when there is none. Refuses what JSON readers refuse:
+// Returns the length of the UTF-8 character at the start of `text`, or 0 if there is none. Rejects what JSON
+// readers reject:
 // overlong forms, surrogates, and code points past U+10FFFF.
 std::size_t utf8_length(std::string_view text) {
   const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
@@ -88,7 +89,7 @@ JsonWriter& JsonWriter::null() {
 }
 
 JsonWriter& JsonWriter::new_line() {
-  // A comma belongs to the line that it ends.
+  // The comma ends the current line.
   if (comma_) sink_.put(",");
   comma_ = false;
   sink_.put("\n");

@@ -1,7 +1,7 @@
-// JSON written piece by piece into a sink, without allocation, locks or locale: safe in a signal handler.
+// Writes JSON piece by piece into a sink, without allocation, locks or locale: safe in a signal handler.
 //
-// The caller keeps the structure right (a key before each value of an object); commas, escapes and bytes that are not
-// UTF-8 (each replaced by U+FFFD) are taken care of, so the text always parses.
+// The caller is responsible for the structure (a key before each value of an object). The writer adds commas
+// and escapes and replaces each byte that is not valid UTF-8 by U+FFFD, so the text always parses.
 #pragma once
 
 #include <array>

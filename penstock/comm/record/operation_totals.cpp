@@ -36,7 +36,7 @@ OperationTotalsTable::Row& OperationTotalsTable::row_of(const OperationName& kin
       row.state.store(kReady, std::memory_order_release);
       return row;
     }
-    // Another thread is writing its name here, perhaps the one we look for.
+    // Another thread is writing a name here, perhaps the one looked for.
     while (row.state.load(std::memory_order_acquire) != kReady) std::this_thread::yield();
     if (row.is(words)) return row;
   }

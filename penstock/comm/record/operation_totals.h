@@ -1,6 +1,8 @@
-// How often each kind of operation was started and how many bytes it moved, since the process began or since `reset`.
+// Counts the operations started of each kind and the bytes they moved, since the process began or since
+// `reset`.
 //
-// Thread rule: any thread, any time, without locks or allocation; `visit` may also run in a signal handler.
+// Thread safety: any thread, at any time, without locks or allocation; `visit` may also run in a signal
+// handler.
 #pragma once
 
 #include <array>
@@ -27,10 +29,11 @@ class OperationTotalsTable {
 
   void add(const OperationName& kind, std::uint64_t bytes) noexcept;
 
-  // Operations that start while this runs may be counted or not.
+  // Operations that start during the call may or may not be counted.
   void reset() noexcept;
 
-  // Calls `seen(std::string_view kind, OperationTotals)` for each kind that was counted, in no particular order.
+  // Calls `seen(std::string_view kind, OperationTotals)` for each kind that was counted, in no particular
+  // order.
   template <class Seen>
   void visit(Seen seen) const {
     for (const Row& row : rows_) {

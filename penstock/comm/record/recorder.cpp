@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::comm {
@@ -21,11 +22,12 @@ namespace {
 
 constexpr std::size_t kMostEntries = std::size_t{1} << 20;
 
-// Attempts to read a slot. In a signal handler the writer may be this very thread, stopped in the middle.
-constexpr int kPatient = 1'000'000;
+// Number of attempts to read a slot. In a signal handler the writer may be this very thread, interrupted in
+// the middle.
+constexpr int kReadAttempts = 1'000'000;
 constexpr int kInSignalHandler = 100;
 
-// clock_gettime, and not std::chrono, because it is on the list of what a signal handler may call.
+// clock_gettime rather than std::chrono, because signal handlers may call it.
 std::int64_t now_ns(clockid_t clock) noexcept {
   timespec time{};
   ::clock_gettime(clock, &time);
@@ -53,7 +55,7 @@ void Recorder::Slot::lock() noexcept {
   for (;;) {
     std::uint64_t seen = version.load(std::memory_order_relaxed);
     if (seen % 2 == 0 && version.compare_exchange_weak(seen, seen + 1, std::memory_order_acquire)) return;
-    // Only a thread that is a whole ring ahead or behind writes here: rare, and short.
+    // Only a thread that is a whole ring ahead or behind writes here; that is rare and brief.
     if (seen % 2 != 0) std::this_thread::yield();
   }
 }
@@ -62,9 +64,9 @@ void Recorder::Slot::unlock() noexcept {
   version.store(version.load(std::memory_order_relaxed) + 1, std::memory_order_release);
 }
 
-// The contents are stored with release and loaded with acquire, one by one. So whoever loads a word of a later write also
-// sees that write's odd version, and the second look at the version finds the change. (Plain moves on x86; fences would do
-// too, but thread sanitizers do not understand them.)
+// The contents are stored with release and loaded with acquire, word by word. A reader that loads a word of a
+// later write therefore also sees that write's odd version, and the second check of the version detects the
+// change. (Plain moves on x86; fences would also work, but thread sanitizers do not understand them.)
 bool Recorder::Slot::read(OperationRecord& record, int attempts) const noexcept {
   for (int attempt = 0; attempt < attempts; ++attempt) {
     const std::uint64_t before = version.load(std::memory_order_acquire);
@@ -95,7 +97,7 @@ Recorder::Recorder(std::size_t entries) : entries_(entries) {
 }
 
 Recorder& Recorder::global() {
-  // Never destroyed: threads and signal handlers may record and read until the very end of the process.
+  // Never destroyed: threads and signal handlers may record and read until the process ends.
   static Recorder* const instance = new Recorder(static_cast<std::size_t>(
       env_int("PENSTOCK_RECORDER_SIZE", 1, kMostEntries).value_or(kDefaultEntries)));
   return *instance;
@@ -111,7 +113,7 @@ std::uint64_t Recorder::begin(const Operation& operation) noexcept {
   Slot& slot = slot_of(id);
   slot.lock();
   const std::uint64_t replaced = slot.id.load(std::memory_order_relaxed);
-  // A thread that slept for a whole round of the ring must not replace what came after it.
+  // A thread that slept for a whole round of the ring must not replace newer entries.
   if (replaced < id) {
     if (replaced != 0 && slot.state.load(std::memory_order_relaxed) == OperationState::Running)
       running_dropped_.fetch_add(1, std::memory_order_relaxed);
@@ -161,8 +163,8 @@ std::size_t Recorder::visit(int attempts, Seen seen) const {
 std::vector<OperationRecord> Recorder::snapshot() const {
   std::vector<OperationRecord> records;
   records.reserve(entries_);
-  // Writers hold a slot for some nanoseconds, and readers wait for nothing else.
-  visit(kPatient, [&](const OperationRecord& record) { records.push_back(record); });
+  // Writers hold a slot for some nanoseconds; readers wait for nothing else.
+  visit(kReadAttempts, [&](const OperationRecord& record) { records.push_back(record); });
   return records;
 }
 
@@ -224,7 +226,7 @@ void Recorder::write_json(ByteSink& sink, std::string_view reason, Entries entri
 }
 
 std::string Recorder::to_json(std::string_view reason) const {
-  // Copied first: formatting is so slow that busy threads would go round the ring meanwhile.
+  // Copied first: formatting is so slow that busy threads would overwrite the whole ring meanwhile.
   const std::vector<OperationRecord> records = snapshot();
   StringSink sink;
   write_json(sink, reason, [&](auto seen) {
@@ -234,14 +236,14 @@ std::string Recorder::to_json(std::string_view reason) const {
   return std::move(sink.text);
 }
 
-void Recorder::write_last_words(ByteSink& sink, std::string_view reason) {
+void Recorder::write_from_signal_handler(ByteSink& sink, std::string_view reason) {
   frozen_.store(true, std::memory_order_relaxed);
   write_json(sink, reason, [&](auto seen) { return visit(kInSignalHandler, seen); });
   frozen_.store(false, std::memory_order_relaxed);
 }
 
 void Recorder::dump(const std::string& path, std::string_view reason) const {
-  // Under a name of its own until it is whole: several threads may dump to the same path at once.
+  // Written under a temporary name until complete: several threads may dump to the same path at once.
   static std::atomic<unsigned> dumps = 0;
   const std::string partial = fmt::format("{}.partial{}", path, ++dumps);
   const std::string text = to_json(reason);
@@ -256,7 +258,7 @@ void Recorder::dump(const std::string& path, std::string_view reason) const {
   if (written) error = errno;
   std::remove(partial.c_str());
   throw ConfigError(describe("dump of the recorder", fmt::format("\"{}\" for {}", std::strerror(error), path),
-                             "a file that can be written",
+                             "a writable file",
                              "set PENSTOCK_RECORDER_DIR to a folder with free space that this user may write to"));
 }
 

@@ -1,14 +1,18 @@
-// The last operations of this process, kept for the moment something goes wrong: what ran, with whom, since when.
+// Flight recorder: keeps the last operations of this process for diagnosis: what ran, with which peer, since
+// when.
 //
-//   const auto id = recorder.begin({.operation = "send", .group = "pp.forward", .label = "2F0", .bytes = n, .peer = 3});
+//   const auto id = recorder.begin(
+//       {.operation = "send", .group = "pp.forward", .label = "2F0", .bytes = n, .peer = 3});
 //   ...
 //   recorder.end(id, OperationState::Done);
 //
-// A ring: the newest entry replaces the oldest one. Recording takes no lock and allocates nothing; an entry costs about as
-// much as reading the clock twice. Totals per kind of operation are kept beside the ring and never wrap.
+// A ring buffer: the newest entry replaces the oldest. Recording takes no lock and allocates nothing; an
+// entry costs about as much as reading the clock twice. Totals per kind of operation are kept separately and
+// never wrap.
 //
-// Thread rule: every function may be called from any thread at any time. `write_last_words` may also run in a signal handler.
-// Readers see whole entries: each slot carries a version that is odd while the slot is being written.
+// Thread safety: every function may be called from any thread at any time. `write_from_signal_handler` may
+// also run in a signal handler. Readers see whole entries: each slot has a version that is odd while the slot
+// is being written.
 #pragma once
 
 #include <array>
@@ -33,23 +37,23 @@ enum class OperationState : std::uint8_t { Running, Done, Failed, TimedOut };
 // "running", "done", "failed", "timed out".
 std::string_view to_text(OperationState state);
 
-// What the caller says about an operation.
+// Description of an operation, given by the caller.
 struct Operation {
   OperationName operation{};           // kind: "all_reduce", "send", ...; totals are kept by it
   ShortText<32> group{};               // name of the group
-  ShortText<48> label{};               // the caller's words, "2F0 -> stage 3"; cut after 47 bytes
+  ShortText<48> label{};               // free text, "2F0 -> stage 3"; cut after 47 bytes
   std::int64_t tag = 0;
-  std::uint64_t sequence = 0;          // how many operations the group had started before
+  std::uint64_t sequence = 0;          // number of operations the group had started before
   std::uint64_t bytes = 0;
   std::optional<std::int32_t> peer{};  // global rank on the other side, for point-to-point
 };
 
-// What the recorder adds.
+// An operation with the fields that the recorder adds.
 struct OperationRecord : Operation {
   std::uint64_t id = 0;       // 1, 2, ... over the whole process
   std::int64_t begin_ns = 0;  // steady clock
   std::int64_t end_ns = 0;    // steady clock; 0 while running
-  std::int32_t thread = 0;    // the kernel's number of the thread that began it
+  std::int32_t thread = 0;    // kernel thread id of the thread that began it
   OperationState state = OperationState::Running;
 };
 
@@ -61,33 +65,34 @@ class Recorder {
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  // The recorder of this process, with PENSTOCK_RECORDER_SIZE entries. Lives until the process ends.
+  // The recorder of this process, with PENSTOCK_RECORDER_SIZE entries. Never destroyed.
   static Recorder& global();
 
-  // Starts an entry and counts it in the totals. The id is for `end`; 0 when nothing was recorded.
+  // Starts an entry and counts it in the totals. Returns the id for `end`, or 0 if nothing was recorded.
   std::uint64_t begin(const Operation& operation) noexcept;
 
-  // The first end of an entry counts; later ones, and ends of entries that the ring has dropped, change nothing.
+  // Only the first end of an entry counts. Later ones, and ends of entries that the ring has dropped, have no
+  // effect.
   void end(std::uint64_t id, OperationState state) noexcept;
 
-  // Oldest first. Entries that begin or are replaced meanwhile may be missing.
+  // Returns the entries, oldest first. Entries that begin or are replaced during the call may be missing.
   std::vector<OperationRecord> snapshot() const;
 
   std::map<std::string, OperationTotals> totals() const;
   void reset_totals() noexcept { totals_.reset(); }
 
-  // Who this process is, for the dumps; unknown until said.
+  // Identifies this process in dumps; unknown until set.
   void set_rank(int rank) noexcept { rank_ = rank; }
   void set_world_size(int world_size) noexcept { world_size_ = world_size; }
   std::optional<int> rank() const noexcept;
 
-  // One JSON object, described in docs/recorder.md. `reason` says why it was asked for.
+  // Returns one JSON object, described in docs/recorder.md. `reason` says why it was requested.
   std::string to_json(std::string_view reason) const;
-  // Writes it to a file, which appears whole or not at all. Throws ConfigError when it cannot be written.
+  // Writes the JSON object to a file atomically. Throws ConfigError if the file cannot be written.
   void dump(const std::string& path, std::string_view reason) const;
-  // The same object, for signal handlers: without allocation or locks. Meanwhile operations of other threads are counted
-  // but not recorded, so that they do not push out what led to the signal.
-  void write_last_words(ByteSink& sink, std::string_view reason);
+  // Writes the same object from a signal handler, without allocation or locks. While it runs, operations of
+  // other threads are counted but not recorded, so that they do not overwrite what led to the signal.
+  void write_from_signal_handler(ByteSink& sink, std::string_view reason);
 
  private:
   static constexpr std::size_t kWords = sizeof(Operation) / sizeof(std::uint64_t);
@@ -105,16 +110,16 @@ class Recorder {
 
     void lock() noexcept;
     void unlock() noexcept;
-    // False when the slot was being written at every one of `attempts` tries.
+    // Returns false if the slot was being written at each of `attempts` attempts.
     bool read(OperationRecord& record, int attempts) const noexcept;
   };
 
-  // The division costs as much as the rest of the bookkeeping; the default size does without.
+  // The division costs as much as the rest of the bookkeeping; the default size avoids it.
   Slot& slot_of(std::uint64_t id) const noexcept { return slots_[mask_ ? id & *mask_ : id % entries_]; }
-  // Calls `seen(const OperationRecord&)` oldest first; returns how many slots could not be read.
+  // Calls `seen(const OperationRecord&)` oldest first; returns the number of slots that could not be read.
   template <class Seen>
   std::size_t visit(int attempts, Seen seen) const;
-  // `entries(seen)` does the same for the entries to be written.
+  // `entries(seen)` calls `seen` for each entry to be written.
   template <class Entries>
   void write_json(ByteSink& sink, std::string_view reason, Entries entries) const;
 

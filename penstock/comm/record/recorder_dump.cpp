@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
 
@@ -28,7 +29,7 @@ namespace {
 
 std::string file_name(int rank, int pid) { return fmt::format("recorder-rank{}-{}.json", rank, pid); }
 
-// ---- what the signal handler uses: plain memory and system calls, no locks, no allocation ----
+// ---- used by the signal handler: plain memory and system calls, no locks, no allocation ----
 
 struct NamedSignal {
   int number;
@@ -49,7 +50,7 @@ struct Target {
   int rank;
   Recorder* recorder;
 };
-// Replaced as a whole and never freed, so a handler on another thread always reads a complete one.
+// Replaced as a whole and never freed, so that a handler on another thread always reads a complete object.
 std::atomic<const Target*> target = nullptr;
 
 struct Installed {
@@ -107,7 +108,7 @@ class PathBuffer {
   std::size_t used_ = 0;
 };
 
-void say(std::string_view text) {
+void write_stderr(std::string_view text) {
   // Nothing can be done about a closed standard error here.
   [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, text.data(), text.size());
 }
@@ -123,20 +124,20 @@ void dump_now(const Target& where, const char* reason) {
   const int file = ::open(partial.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (file >= 0) {
     FileSink sink(file);
-    where.recorder->write_last_words(sink, reason);
+    where.recorder->write_from_signal_handler(sink, reason);
     written = sink.flush();
     ::close(file);
     written = written && ::rename(partial.c_str(), path.c_str()) == 0;
   }
   PathBuffer line;
   line.add("penstock: ").add(reason).add(written ? ": recorder dump in " : ": could not write the recorder dump ");
-  say(line.c_str());
-  say(path.c_str());
-  say("\n");
+  write_stderr(line.c_str());
+  write_stderr(path.c_str());
+  write_stderr("\n");
 }
 
-// One dump at a time. A second thread that crashes meanwhile waits a little for it instead of killing the process under it;
-// a crash inside the dump itself goes straight on to die.
+// Allows one dump at a time. A second thread that crashes meanwhile waits briefly for it instead of ending
+// the process during the dump; a crash inside the dump itself ends the process at once.
 void dump_once(const char* reason) {
   const Target* where = target.load(std::memory_order_acquire);
   if (where == nullptr) return;
@@ -154,9 +155,11 @@ void dump_once(const char* reason) {
   }
 }
 
-// True when returning from the handler meets the same fault again, now for the previous handler and with its true address.
+// Returns whether returning from the handler raises the same fault again, now for the previous handler and
+// with its true address.
 bool repeats(const NamedSignal& signal, const siginfo_t& info) {
-  // si_code <= 0: sent by raise, abort or kill. BUS_MCEERR_AO: bad memory that no instruction has touched yet.
+  // si_code <= 0: sent by raise, abort or kill. BUS_MCEERR_AO: bad memory that no instruction has touched
+  // yet.
   return signal.fault && info.si_code > 0 && !(signal.number == SIGBUS && info.si_code == BUS_MCEERR_AO);
 }
 
@@ -167,7 +170,7 @@ extern "C" void penstock_on_fatal_signal(int number, siginfo_t* info, void*) {
     dump_once(kSignals[i].reason);
     ::sigaction(number, &installed[i].previous, nullptr);
     installed[i].active.store(false);
-    // Otherwise it has to be sent again; it is blocked here and arrives on return.
+    // Otherwise it must be sent again; it is blocked here and arrives on return.
     if (!repeats(kSignals[i], *info)) ::raise(number);
   }
   errno = saved_errno;
@@ -175,8 +178,9 @@ extern "C" void penstock_on_fatal_signal(int number, siginfo_t* info, void*) {
 
 // ---- installing ----
 
-// A stack for handlers of the calling thread. Mapped and never returned: it must outlast every destructor of the thread.
-void give_signal_stack() {
+// Gives the calling thread a stack for signal handlers. Mapped and never unmapped: it must outlive every
+// destructor of the thread.
+void set_signal_stack() {
   constexpr std::size_t kBytes = 64 * 1024;
   stack_t present{};
   if (::sigaltstack(nullptr, &present) == 0 && (present.ss_flags & SS_DISABLE) == 0) return;
@@ -185,7 +189,7 @@ void give_signal_stack() {
   stack.ss_sp = memory;
   stack.ss_size = kBytes;
   if (memory == MAP_FAILED || ::sigaltstack(&stack, nullptr) != 0)
-    throw StateError(fmt::format("cannot give this thread a stack for signal handlers: {}", std::strerror(errno)));
+    throw StateError(fmt::format("cannot allocate a signal handler stack for this thread: {}", std::strerror(errno)));
 }
 
 }  // namespace
@@ -224,7 +228,7 @@ void install_fatal_signal_dump(const std::string& directory, int rank, FatalSign
   std::filesystem::create_directories(directory, error);
   if (error) throw refuse(error.message());
   if (::access(directory.c_str(), W_OK | X_OK) != 0) throw refuse(std::strerror(errno));
-  // Absolute: the process may change its folder before it dies.
+  // Absolute: the process may change its working directory before it dies.
   const std::string absolute = std::filesystem::absolute(directory).string();
   if (absolute.size() > kLongestDirectory) throw refuse(fmt::format("more than {} bytes", kLongestDirectory));
 
@@ -238,7 +242,7 @@ void install_fatal_signal_dump(const std::string& directory, int rank, FatalSign
   target.store(next.get(), std::memory_order_release);
   targets.push_back(std::move(next));
 
-  give_signal_stack();
+  set_signal_stack();
   for (std::size_t i = 0; i < std::size(kSignals); ++i) {
     if (!kSignals[i].crash && signals == FatalSignals::Crashes) continue;
     if (installed[i].active.load()) continue;
@@ -249,7 +253,7 @@ void install_fatal_signal_dump(const std::string& directory, int rank, FatalSign
     installed[i].active.store(true);
     if (::sigaction(kSignals[i].number, nullptr, &installed[i].previous) != 0 ||
         ::sigaction(kSignals[i].number, &action, nullptr) != 0)
-      throw StateError(fmt::format("cannot install the handler of signal {}: {}", kSignals[i].number, std::strerror(errno)));
+      throw StateError(fmt::format("cannot install the handler for signal {}: {}", kSignals[i].number, std::strerror(errno)));
   }
 }
 

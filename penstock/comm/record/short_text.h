@@ -1,4 +1,4 @@
-// Text of a fixed size inside a record: copied without allocation, cut when it is too long.
+// Fixed-size text inside a record: copied without allocation, truncated if it is too long.
 #pragma once
 
 #include <algorithm>
@@ -9,12 +9,13 @@
 
 namespace penstock::comm {
 
-// Holds at most Bytes - 1 characters and ends at the first NUL. The unused tail is zero, so equal texts have equal bytes.
+// Holds at most Bytes - 1 characters and ends at the first NUL. The unused tail is zero, so equal texts have
+// equal bytes.
 template <std::size_t Bytes>
 class ShortText {
  public:
   constexpr ShortText() = default;
-  constexpr ShortText(std::string_view text) {  // implicit: a record is filled like one of strings
+  constexpr ShortText(std::string_view text) {  // implicit, so that records are filled from plain strings
     text = text.substr(0, std::min({text.find('\0'), text.size(), Bytes - 1}));
     std::copy(text.begin(), text.end(), bytes_.begin());
   }

@@ -23,6 +23,7 @@
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/comm/transport/tcp_listen.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::comm {
 
@@ -30,7 +31,7 @@ namespace {
 
 enum class NoticeKind : std::uint8_t { Hello = 1, Left = 2, Failed = 3, Lost = 4 };
 
-// On the wire: kind (1 byte), rank (4), length (4), text; integers in network order.
+// Wire format: kind (1 byte), rank (4), length (4), text; integers in network order.
 struct Notice {
   NoticeKind kind{};
   int rank = 0;
@@ -49,14 +50,15 @@ std::string encode(const Notice& notice) {
   return bytes + text;
 }
 
-// Takes one whole notice off the front of `buffer`. False: not complete yet. Throws on bytes that are no notice.
+// Removes one whole notice from the front of `buffer`. Returns false if it is not complete yet. Throws on
+// malformed bytes.
 bool decode(std::string& buffer, Notice& notice) {
   if (buffer.size() < kHeaderBytes) return false;
   std::uint32_t fields[2];
   std::memcpy(fields, buffer.data() + 1, sizeof fields);
   const std::uint32_t length = ntohl(fields[1]);
   const auto kind = static_cast<std::uint8_t>(buffer[0]);
-  if (kind < 1 || kind > 4 || length > kMaxText) throw PipeliningMetadataError("monitor: bytes that are no notice");
+  if (kind < 1 || kind > 4 || length > kMaxText) throw MismatchError("monitor: received bytes that are not a notice");
   if (buffer.size() < kHeaderBytes + length) return false;
   notice.kind = static_cast<NoticeKind>(kind);
   notice.rank = static_cast<int>(ntohl(fields[0]));
@@ -82,7 +84,8 @@ void keep_alive(int fd) {
 bool send_all(int fd, const std::string& bytes) noexcept {
   std::size_t sent = 0;
   while (sent < bytes.size()) {
-    // Notices are small and rare: a socket buffer that is full after a second belongs to a process that no longer reads.
+    // Notices are small and rare: a socket buffer that is full for a second belongs to a process that no
+    // longer reads.
     pollfd ready{fd, POLLOUT, 0};
     if (poll(&ready, 1, 1000) <= 0) return false;
     const ssize_t n = send(fd, bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -95,12 +98,13 @@ bool send_all(int fd, const std::string& bytes) noexcept {
 
 }  // namespace
 
-// State of the monitor's thread. On rank 0 `peers_` holds a connection per other rank; elsewhere one, to rank 0.
+// State of the monitor's thread. On rank 0 `peers_` holds a connection per other rank; elsewhere one, to rank
+// 0.
 class Monitor::Loop {
  public:
   Loop(int rank, int size, std::shared_ptr<Liveness> liveness) : rank_(rank), size_(size), liveness_(std::move(liveness)) {
     wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (wake_ < 0) throw StateError(fmt::format("monitor: no event descriptor: {}", std::strerror(errno)));
+    if (wake_ < 0) throw StateError(fmt::format("monitor: cannot create an event descriptor: {}", std::strerror(errno)));
   }
 
   ~Loop() {
@@ -116,18 +120,18 @@ class Monitor::Loop {
   void join(int hub_fd, const std::string& secret) {
     keep_alive(hub_fd);
     if (!send_all(hub_fd, encode({NoticeKind::Hello, rank_, secret})))
-      throw CommError("monitor: rank 0 closed the connection before it was greeted", {.rank = rank_, .operation = "rendezvous"});
+      throw CommError("monitor: rank 0 closed the connection during the handshake", {.rank = rank_, .operation = "rendezvous"});
     peers_[hub_fd] = Peer{0, {}};
   }
 
-  // The thread's body: ends when `stop_` is set and the outgoing notices are written.
+  // The thread's body. Ends when `stop_` is set and the outgoing notices are written.
   void run() {
     for (;;) {
       std::vector<pollfd> polled = {{wake_, POLLIN, 0}};
       if (listener_.fd() >= 0) polled.push_back({listener_.fd(), POLLIN, 0});
       for (const auto& [fd, peer] : peers_) polled.push_back({fd, POLLIN, 0});
       if (poll(polled.data(), polled.size(), -1) < 0 && errno != EINTR) {
-        log().error("monitor: poll failed: {}; losses of ranks will only be noticed by time-out", std::strerror(errno));
+        log().error("monitor: poll failed: {}; lost ranks will only be detected by timeout", std::strerror(errno));
         return;
       }
       for (const pollfd& ready : polled) {
@@ -144,7 +148,7 @@ class Monitor::Loop {
     }
   }
 
-  // Hands a notice to the thread; `last`: the thread ends after sending it.
+  // Passes a notice to the thread; `last`: the thread ends after sending it.
   void post(Notice notice, bool last) {
     {
       std::lock_guard lock(mutex_);
@@ -152,7 +156,7 @@ class Monitor::Loop {
       stop_ = stop_ || last;
     }
     const std::uint64_t one = 1;
-    if (write(wake_, &one, sizeof one) < 0 && errno != EAGAIN) log().error("monitor: cannot wake its thread: {}", std::strerror(errno));
+    if (write(wake_, &one, sizeof one) < 0 && errno != EAGAIN) log().error("monitor: cannot wake the monitor thread: {}", std::strerror(errno));
   }
 
   void await_sent(std::chrono::milliseconds limit) {
@@ -166,7 +170,7 @@ class Monitor::Loop {
 
  private:
   struct Peer {
-    int rank = -1;  // -1: connected, not yet greeted
+    int rank = -1;  // -1: connected, Hello not yet received
     std::string buffer;
   };
 
@@ -203,8 +207,8 @@ class Monitor::Loop {
     peer.buffer.append(bytes, static_cast<std::size_t>(n));
     try {
       for (Notice notice; peers_.count(fd) != 0 && decode(peer.buffer, notice);) take(fd, notice);
-    } catch (const PipeliningMetadataError&) {
-      drop(fd, "it sent bytes that are no notice");
+    } catch (const MismatchError&) {
+      drop(fd, "it sent bytes that are not a notice");
     }
   }
 
@@ -214,7 +218,7 @@ class Monitor::Loop {
       const bool known = notice.text == secret_ && notice.rank > 0 && notice.rank < size_ && peer.rank < 0;
       if (known) {
         peer.rank = notice.rank;
-        // A rank that joins after a loss must hear of it too.
+        // A rank that joins after a loss must also be notified of it.
         for (const Notice& old : spread_) send_all(fd, encode(old));
       } else {
         close(fd);
@@ -222,7 +226,7 @@ class Monitor::Loop {
       }
       return;
     }
-    if (peer.rank < 0 || notice.rank < 0 || notice.rank >= size_) return drop(fd, "it spoke before it was greeted");
+    if (peer.rank < 0 || notice.rank < 0 || notice.rank >= size_) return drop(fd, "it sent a notice before Hello");
     report(notice);
     if (rank_ == 0) spread(notice);
   }
@@ -245,7 +249,7 @@ class Monitor::Loop {
     liveness_->report({notice.rank, state, notice.text});
   }
 
-  // Rank 0 passes on what it learns to everybody else.
+  // Rank 0 forwards its notices to all other ranks.
   void spread(const Notice& notice) {
     spread_.push_back(notice);
     const std::string bytes = encode(notice);
@@ -275,11 +279,11 @@ class Monitor::Loop {
   const std::shared_ptr<Liveness> liveness_;
   ListeningSocket listener_;
   std::string secret_;
-  std::map<int, Peer> peers_;   // by descriptor; the thread's own once it runs
-  std::vector<Notice> spread_;  // everything rank 0 has passed on
+  std::map<int, Peer> peers_;   // by descriptor; owned by the thread once it runs
+  std::vector<Notice> spread_;  // everything rank 0 has forwarded
   int wake_ = -1;
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   std::condition_variable sent_;
   std::deque<Notice> queue_;
   bool stop_ = false;
@@ -301,7 +305,7 @@ Monitor::Monitor(const LaunchEnv& env, const Store& store, std::shared_ptr<Liven
     std::istringstream(place) >> port >> secret >> host;
     const int fd = connect_to(host, port);
     if (fd < 0)
-      throw PeerLostError(fmt::format("rank 0's monitor at {}:{} cannot be reached ({}); rank 0 has probably died", host, port, std::strerror(errno)),
+      throw PeerLostError(fmt::format("cannot reach rank 0's monitor at {}:{} ({}); rank 0 has probably died", host, port, std::strerror(errno)),
                           {.rank = env.rank, .lost_rank = 0, .operation = "rendezvous"});
     loop_->join(fd, secret);
   }
@@ -319,7 +323,7 @@ void Monitor::fail(const std::string& reason) noexcept {
     loop_->post({NoticeKind::Failed, loop_->rank(), reason}, false);
     loop_->await_sent(std::chrono::seconds(1));
   } catch (const std::exception& error) {
-    log().error("monitor: the failure of this rank could not be told to the others: {}", error.what());
+    log().error("monitor: the failure of this rank could not be reported to the others: {}", error.what());
   }
 }
 

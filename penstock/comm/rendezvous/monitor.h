@@ -1,11 +1,12 @@
-// Tells every rank within moments when another rank dies, fails or leaves.
+// Notifies every rank quickly when another rank dies, fails or leaves.
 //
-// Each rank keeps one idle TCP connection to rank 0. The kernel closes it when a process dies, however it dies, so rank 0
-// learns of a death at once and tells everybody; when rank 0 itself dies, all connections close. Costs nothing while all
-// is well: one thread sleeping in poll. A host that vanishes is noticed by TCP keep-alive.
+// Each rank keeps one idle TCP connection to rank 0. The kernel closes it when a process dies for any reason,
+// so rank 0 learns of a death at once and notifies the others; when rank 0 itself dies, all connections
+// close. Costs nothing in normal operation: one thread sleeping in poll. TCP keep-alive detects a host that
+// disappears.
 //
-// The connections carry small framed notices (Hello, Left, Failed, Lost). A stranger that connects must present the
-// world's secret, which is only in the store.
+// The connections carry small framed notices (Hello, Left, Failed, Lost). A client that connects must present
+// the world's secret, which is only in the store.
 #pragma once
 
 #include <memory>
@@ -23,13 +24,13 @@ class Monitor {
   // Collective over the world. Reports into `liveness` from its own thread.
   Monitor(const LaunchEnv& env, const Store& store, std::shared_ptr<Liveness> liveness, Clock::time_point deadline);
 
-  // Leaves in order unless `fail` was called. Bounded: never waits for another rank.
+  // Announces that this rank leaves, unless `fail` was called. Never waits for another rank.
   ~Monitor();
   Monitor(const Monitor&) = delete;
   Monitor& operator=(const Monitor&) = delete;
 
-  // Tells all other ranks that this one failed, and why. Returns once the notice is handed to the kernel or a second
-  // has passed.
+  // Reports to all other ranks that this one failed, and why. Returns once the notice is handed to the kernel
+  // or a second has passed.
   void fail(const std::string& reason) noexcept;
 
  private:

@@ -17,9 +17,10 @@
 
 #include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
-#include "penstock/comm/transport/patient_caller.h"
+#include "penstock/comm/transport/call_with_timeout.h"
 #include "penstock/comm/transport/tcp_listen.h"
 #include "penstock/torch/compat/version.h"
+#include "penstock/comm/launch/launch_env.h"
 
 namespace penstock::comm {
 
@@ -27,19 +28,21 @@ namespace {
 
 using Bytes = std::vector<std::uint8_t>;
 
-// How long a call of the store may take, whatever the time-out of the run is. Its host answers from a thread that does nothing else.
+// Limits of the time for one store call, whatever the run's timeout is. The host answers from a dedicated
+// thread.
 constexpr std::chrono::milliseconds kShortestAnswer{1000}, kLongestAnswer{15000};
 
 double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
 }  // namespace
 
-// A c10d store whose waits poll, so that they can end early. c10d's own TCPStore cannot be waited on with a short
-// time-out: its connection is out of step afterwards.
+// A c10d store whose waits poll, so that they can end early. c10d's own TCPStore cannot wait with a short
+// timeout: its connection is out of sync afterwards.
 class Store::Interruptible final : public c10d::Store {
  public:
-  // `caller`: for a store in another process, which may be stopped. Calls own what they use, because they may be given up.
-  Interruptible(c10::intrusive_ptr<c10d::Store> inner, std::string prefix, std::shared_ptr<PatientCaller> caller = nullptr)
+  // `caller`: for a store in another process, which may be stopped. Calls own what they use, because they may
+  // be abandoned.
+  Interruptible(c10::intrusive_ptr<c10d::Store> inner, std::string prefix, std::shared_ptr<CallWithTimeout> caller = nullptr)
       : inner_(std::move(inner)), prefix_(std::move(prefix)), caller_(std::move(caller)) {
     timeout_ = inner_->getTimeout();
   }
@@ -77,8 +80,8 @@ class Store::Interruptible final : public c10d::Store {
   }
 #if PENSTOCK_TORCH_AT_LEAST(2, 8)
   c10::intrusive_ptr<c10d::Store> clone() override {
-    // A connection of its own, so a caller of its own.
-    auto copy = c10::make_intrusive<Interruptible>(inner_->clone(), prefix_, caller_ ? std::make_shared<PatientCaller>() : nullptr);
+    // It has its own connection, so it needs its own caller.
+    auto copy = c10::make_intrusive<Interruptible>(inner_->clone(), prefix_, caller_ ? std::make_shared<CallWithTimeout>() : nullptr);
     copy->liveness_ = liveness_;
     copy->own_rank_ = own_rank_;
     return copy;
@@ -117,7 +120,7 @@ class Store::Interruptible final : public c10d::Store {
       context.rank = own_rank_;
       context.operation = "store";
       context.elapsed_s = std::chrono::duration<double>(limit).count();
-      throw TimeoutError("the rendezvous store does not answer; the process that hosts it, usually rank 0, is stopped or cut off", context);
+      throw TimeoutError("the rendezvous store does not answer; the process that hosts it, usually rank 0, is stopped or unreachable", context);
     };
     if constexpr (std::is_void_v<Result>) {
       run(std::move(call));
@@ -128,7 +131,8 @@ class Store::Interruptible final : public c10d::Store {
     }
   }
 
-  // A store that does not answer lives in a process that is stopped or gone; the monitor may know who failed first.
+  // If a store does not answer, its host process is stopped or dead; the monitor may know which rank failed
+  // first.
   template <class Call>
   std::invoke_result_t<Call> asked(Call call) {
     try {
@@ -151,7 +155,7 @@ class Store::Interruptible final : public c10d::Store {
 
   c10::intrusive_ptr<c10d::Store> inner_;
   std::string prefix_;
-  std::shared_ptr<PatientCaller> caller_;
+  std::shared_ptr<CallWithTimeout> caller_;
   std::shared_ptr<const Liveness> liveness_;
   int own_rank_ = -1;
 };
@@ -170,14 +174,14 @@ Store Store::connect(const LaunchEnv& env, Clock::time_point deadline) {
   const std::string prefix = "penstock/" + place.prefix + "/";
   if (place.kind == Rendezvous::Kind::None) return in_process();
   if (place.kind == Rendezvous::Kind::File) {
-    // c10d would wait until the deadline for a file that nobody can make.
+    // c10d would wait until the deadline for a file that cannot be created.
     if (const std::string folder = std::filesystem::path(place.path).parent_path().string(); ::access(folder.c_str(), W_OK | X_OK) != 0)
       throw ConfigError(fmt::format("rendezvous at {}: {}: {}; set PENSTOCK_RENDEZVOUS to a file in a folder that all ranks can write", place.describe(), folder, std::strerror(errno)));
     auto file = c10::make_intrusive<c10d::FileStore>(place.path, env.world_size);
     file->setTimeout(left);
     return Store(c10::make_intrusive<Interruptible>(std::move(file), prefix));
   }
-  // c10d would ask for the name again and again until the deadline, with a warning each time.
+  // c10d would look up the name repeatedly until the deadline, with a warning each time.
   require_known_host(place.host, deadline, "set MASTER_ADDR (or PENSTOCK_RENDEZVOUS) to the name or address of rank 0's host");
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(place.port);
@@ -192,10 +196,10 @@ Store Store::connect(const LaunchEnv& env, Clock::time_point deadline) {
   context.operation = "rendezvous";
   ListeningSocket listener;
   if (options.isServer) {
-    // Bound by us first: a taken port is then told apart from any other failure, and the socket listens only where the
-    // other ranks can be.
+    // Bound here first: a port in use is then distinguished from other failures, and the socket listens only
+    // where the other ranks can be.
     listener = ListeningSocket::bind(place.loopback_only() ? ListenOn::Loopback : ListenOn::AllInterfaces, place.port,
-                                     "set MASTER_PORT to a free port, or end the process that holds it");
+                                     "set MASTER_PORT to a free port, or end the process that uses it");
 #if PENSTOCK_TORCH_AT_LEAST(2, 2)
     options.masterListenFd = listener.release();
 #else
@@ -209,7 +213,7 @@ Store Store::connect(const LaunchEnv& env, Clock::time_point deadline) {
 #if !PENSTOCK_TORCH_AT_LEAST(2, 2)
     if (options.isServer && place.loopback_only()) restrict_to_loopback(place.port);
 #endif
-    return Store(c10::make_intrusive<Interruptible>(std::move(store), prefix, options.isServer ? nullptr : std::make_shared<PatientCaller>()));
+    return Store(c10::make_intrusive<Interruptible>(std::move(store), prefix, options.isServer ? nullptr : std::make_shared<CallWithTimeout>()));
   } catch (const std::exception& error) {
     context.elapsed_s = seconds_since(begin);
     throw CommError(fmt::format("rendezvous at {} failed: {}; check MASTER_ADDR and MASTER_PORT", place.describe(), without_backtrace(error.what())),

@@ -1,7 +1,7 @@
-// The key-value store that ranks meet in, over c10d's TCPStore, FileStore and HashStore.
+// The key-value store that ranks use for rendezvous, over c10d's TCPStore, FileStore and HashStore.
 //
-// Every wait has a deadline and ends early when a rank of the world is known to be gone. Used for rendezvous, group
-// agreement and diagnosis; never on a hot path. Thread safe.
+// Every wait has a deadline and ends early when a rank of the world is known to be lost or failed. Used for
+// rendezvous, group agreement and diagnosis; never on a hot path. Thread safe.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -18,26 +18,27 @@ namespace penstock::comm {
 
 class Store {
  public:
-  // Takes part in the rendezvous: hosts the TCP store when it is this rank's to host, else connects. Throws
-  // ConfigError when the port is taken or the host unknown, TimeoutError when the host does not answer within the deadline.
+  // Takes part in the rendezvous: hosts the TCP store if this rank is its host, else connects. Throws
+  // ConfigError if the port is in use or the host unknown, TimeoutError if the host does not answer within
+  // the deadline.
   static Store connect(const LaunchEnv& env, Clock::time_point deadline);
 
-  // A store inside this process, for worlds of threads and of one rank.
+  // A store inside this process, for thread worlds and worlds of one rank.
   static Store in_process();
 
   // The same store under `prefix`.
   Store with_prefix(const std::string& prefix) const;
 
-  // From now on waits of this handle and its copies end with PeerLostError once `liveness` knows of a failure.
+  // Makes waits of this handle and its copies end with PeerLostError once `liveness` knows of a failure.
   void watch(std::shared_ptr<const Liveness> liveness, int own_rank);
 
   void set(const std::string& key, const std::string& value) const;
   bool has(const std::string& key) const;
   // Adds to a counter and returns the new value.
   std::int64_t add(const std::string& key, std::int64_t amount) const;
-  // Waits for the key. Throws TimeoutError that names `waiting_for`.
+  // Waits for the key. Throws a TimeoutError that names `waiting_for`.
   std::string get(const std::string& key, Clock::time_point deadline, const std::string& waiting_for) const;
-  // The value if it is there.
+  // Returns the value, or std::nullopt if the key is not set.
   std::optional<std::string> try_get(const std::string& key) const;
 
   // For c10d's own constructors; its waits are interruptible too.

@@ -1,4 +1,5 @@
 #include "penstock/comm/transport/liveness.h"
+#include "penstock/base/describe.h"
 
 #include <fmt/format.h>
 

@@ -1,7 +1,8 @@
-// What this process knows about the ranks of its world: running, left in order, failed with a reason, or lost.
+// What this process knows about the ranks of its world: running, left in order, failed with a reason, or
+// lost.
 //
-// The monitor (or, in a world of threads, the runner) reports; everyone who waits asks. The first failure wins and never
-// changes, so that all errors of a process name the same culprit. Thread safe.
+// The monitor (or, in a thread world, the runner) reports events; waiting operations query them. The first
+// failure is kept and never changes, so that all errors of a process name the same rank. Thread safe.
 #pragma once
 
 #include <condition_variable>
@@ -18,9 +19,9 @@ namespace penstock::comm {
 
 enum class RankState {
   Running,
-  Left,    // closed its world in order
+  Left,    // closed its world normally
   Failed,  // reported an error of its own
-  Lost     // vanished without a word: killed, crashed, or its host is unreachable
+  Lost     // disappeared without notice: killed, crashed, or its host is unreachable
 };
 
 struct RankEvent {
@@ -36,19 +37,19 @@ class Liveness {
  public:
   explicit Liveness(int world_size);
 
-  // The first report about a rank that is not Running stands; later ones are dropped.
+  // Only the first report about a rank that is not Running counts; later ones are dropped.
   void report(const RankEvent& event);
 
-  // The first Failed or Lost rank.
+  // Returns the first Failed or Lost rank, or std::nullopt.
   std::optional<RankEvent> first_failure() const;
   RankEvent state_of(int rank) const;
 
-  // Waits until a failure is known or the deadline passes: a transport often notices a closed connection a moment
-  // before the monitor can say whose.
+  // Waits until a failure is known or the deadline passes. A transport often notices a closed connection
+  // before the monitor can say which rank it belonged to.
   std::optional<RankEvent> await_failure(Clock::time_point deadline) const;
 
-  // Calls `listener` on the reporting thread for each Failed or Lost event, until the token is destroyed. The listener
-  // must be quick and must not call back into this object.
+  // Calls `listener` on the reporting thread for each Failed or Lost event, until the token is destroyed. The
+  // listener must be quick and must not call back into this object.
   using Listener = std::function<void(const RankEvent&)>;
   std::shared_ptr<void> listen(Listener listener);
 

@@ -75,8 +75,9 @@ void ListeningSocket::close() noexcept {
 }
 
 void restrict_to_loopback(int port) {
-  // The filter sees a packet before the connection exists: at a negative offset from SKF_NET_OFF lies the IP header.
-  // IPv4: source address 127.x. IPv6: ::1.
+  // The filter sees a packet before the connection exists: the IP header is at a negative offset from
+  // SKF_NET_OFF. IPv4:
+  // source address 127.x. IPv6: ::1.
   constexpr std::uint32_t kNet = static_cast<std::uint32_t>(SKF_NET_OFF);
   sock_filter program[] = {
       BPF_STMT(BPF_LD | BPF_B | BPF_ABS, kNet + 0),       // version and header length
@@ -150,8 +151,8 @@ int connect_to(const std::string& host, int port) {
 }
 
 void require_known_host(const std::string& host, Clock::time_point deadline, const std::string& remedy) {
-  constexpr std::chrono::seconds kPatience{3};
-  const auto last = std::min(deadline, Clock::now() + kPatience);
+  constexpr std::chrono::seconds kRetryTime{3};
+  const auto last = std::min(deadline, Clock::now() + kRetryTime);
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;

@@ -1,4 +1,4 @@
-// TCP sockets that listen no wider than they must: on loopback unless ranks of other hosts have to reach them.
+// TCP sockets that listen on loopback unless ranks of other hosts have to reach them.
 #pragma once
 
 #include <string>
@@ -18,7 +18,7 @@ class ListeningSocket {
   ListeningSocket(ListeningSocket&& other) noexcept : fd_(other.release()) {}
   ListeningSocket& operator=(ListeningSocket&& other) noexcept;
 
-  // Port 0: any free port. Throws ConfigError ending in `remedy` when the port is taken.
+  // Port 0: any free port. Throws ConfigError ending in `remedy` if the port is in use.
   static ListeningSocket bind(ListenOn where, int port, const std::string& remedy);
 
   int port() const;
@@ -30,23 +30,23 @@ class ListeningSocket {
   int fd_ = -1;
 };
 
-// Makes the socket of this process that already listens on `port` drop connections that do not come from this host. For
-// LibTorch versions whose store insists on opening its own socket on all interfaces. A kernel that refuses socket
-// filters gives a warning, not an error.
+// Makes the socket of this process that already listens on `port` drop connections from other hosts. For
+// LibTorch versions whose store always opens its own socket on all interfaces. Logs a warning if the kernel
+// refuses socket filters.
 void restrict_to_loopback(int port);
 
-// Throws ConfigError ending in `remedy` unless the host name can be resolved. An answer that there is no such host is final; a name server that
-// does not answer is asked again for a moment, at most until the deadline.
+// Throws ConfigError ending in `remedy` unless the host name can be resolved. The answer "no such host" is
+// final; a name server that does not answer is queried again for a short time, at most until the deadline.
 void require_known_host(const std::string& host, Clock::time_point deadline, const std::string& remedy);
 
-// Waits until something accepts connections at host:port. Throws TimeoutError with `context` at the deadline: c10d would
-// otherwise retry with messages that do not name the remedy.
+// Waits until host:port accepts connections. Throws TimeoutError with `context` at the deadline; c10d would
+// instead retry with messages that do not name the remedy.
 void await_listening(const std::string& host, int port, Clock::time_point deadline, CommContext context);
 
-// The name by which other hosts know this one.
+// Returns the name by which other hosts know this one.
 std::string own_host_name();
 
-// Connects, or returns -1 with errno set when refused or unreachable.
+// Connects, or returns -1 with errno set if refused or unreachable.
 int connect_to(const std::string& host, int port);
 
 }  // namespace penstock::comm

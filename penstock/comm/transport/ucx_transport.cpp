@@ -17,9 +17,10 @@
 #include <vector>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
-#include "penstock/comm/transport/ucx_bell.h"
+#include "penstock/comm/transport/ucx_wake_event.h"
 #include "penstock/comm/transport/ucx_worker.h"
 
 namespace penstock::comm {
@@ -30,14 +31,15 @@ using std::chrono::microseconds;
 
 constexpr auto kCancelTime = std::chrono::milliseconds(100);
 
-// The 64 bits UCX matches on, from the top: source axis rank (16), tag (32), kind (16, outside the mask).
+// The 64 bits that UCX matches on, from the top: source axis rank (16), tag (32), kind (16, outside the
+// mask).
 constexpr std::uint64_t kMatchMask = ~std::uint64_t{0xffff};
 constexpr int kMaxSize = 1 << 16;
 
-// Progress calls that surely empty a queue (64 entries) which nobody fills any more.
+// Enough progress calls to empty a queue (64 entries) that nobody fills any more.
 constexpr int kLastRounds = 1000;
 
-// A peer's process ended.
+// The peer's process has ended.
 constexpr ucs_status_t kLost = UCS_ERR_CONNECTION_RESET;
 
 std::uint64_t wire_tag(int source, std::uint32_t tag, std::uint16_t kind) {
@@ -51,8 +53,8 @@ microseconds choose_spin(const UcxOptions& options, int size) {
   CPU_ZERO(&cores);
   const int usable = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores)
                                                                      : static_cast<int>(std::thread::hardware_concurrency());
-  // Sleeping and waking cost about 11 us more than polling (UCX 1.13.1, 4 B): polling a few times as long wins nearly all
-  // that can be won and wastes little.
+  // Sleeping and waking cost about 11 us more than polling (UCX 1.13.1, 4 B): polling a few times as long
+  // gains almost everything that can be gained and wastes little.
   return microseconds(std::max(options.ranks_on_host, size) > usable ? 5 : 50);
 }
 
@@ -60,21 +62,22 @@ microseconds choose_spin(const UcxOptions& options, int size) {
 
 class UcxTransport::Core {
  public:
-  // What UCX holds a pointer to while a request runs. Owned by the core, so that a dropped handle leaves nothing dangling.
+  // UCX holds a pointer to it while a request runs. Owned by the core, so that a dropped handle leaves
+  // nothing dangling.
   struct Operation {
     Core* core = nullptr;
     bool receives = false;
     int peer = 0;
-    void* request = nullptr;  // null when UCX is through with it
-    bool dropped = false;     // the handle is gone: nobody will look at the result
-    Bell* bell = nullptr;     // of the wait that sleeps for it
+    void* request = nullptr;  // null when UCX has finished with it
+    bool dropped = false;     // the handle is destroyed: nobody will read the result
+    WakeEvent* wake_event = nullptr;  // of the wait that sleeps for it
     ucs_status_t status = UCS_INPROGRESS;
     Arrival arrival;
     std::atomic<bool> done = false;  // set last: status and arrival may be read once it is seen
   };
 
-  // Holds the mutex for a caller who posts or looks something up. Polling waits let it pass: a plain mutex would go to
-  // the poller again and again.
+  // Holds the mutex for a caller that posts or looks something up. Polling waits yield to it: with a plain
+  // mutex the poller would usually win.
   class Turn {
    public:
     explicit Turn(Core& core) : core_(core) {
@@ -90,7 +93,7 @@ class UcxTransport::Core {
     Core& core_;
   };
 
-  // How a sleep ended: something may have changed, or nothing more could be hoped for from events and a short nap was taken.
+  // How a sleep ended: something may have changed, or no event could be expected and it slept briefly.
   enum class Sleep { Woken, Napped };
 
   Core(int axis_rank, int size, const Publish& publish, const Fetch& fetch, const UcxOptions& options)
@@ -106,26 +109,27 @@ class UcxTransport::Core {
   Operation* recv(void* data, std::size_t capacity, int peer, std::uint32_t tag);
   void drop(Operation* operation) noexcept;
 
-  // Moves messages once unless somebody else is at it; returns how much happened.
+  // Calls UCX progress once unless another thread is doing so; returns the number of events.
   unsigned try_progress();
-  // Sleeps until there is something to do for anybody, the operation's bell rings, or `nap` or the deadline passes.
+  // Sleeps until any transport has something to do, the operation's wake event is signalled, or `nap` or the
+  // deadline passes.
   Sleep sleep(Operation& operation, const std::atomic<bool>& interrupted, Clock::time_point deadline, microseconds nap);
-  // A wait that had slept ends: another sleeper must take over listening.
+  // Called when a wait that had slept ends: another sleeper must take over listening.
   void pass_on() noexcept;
   void close() noexcept;
 
-  // Of any thread, without a Turn.
+  // Any thread may call, without a Turn.
   bool has_unfinished() const { return unfinished_.load(std::memory_order_relaxed) > 0; }
-  bool has_unfinished_sends() const { return unfinished_sends_.load(std::memory_order_relaxed) > 0 && !hopeless_.load(std::memory_order_relaxed); }
-  // As try_progress, for those who have other work when somebody is at it.
+  bool has_unfinished_sends() const { return unfinished_sends_.load(std::memory_order_relaxed) > 0 && !sends_may_never_finish_.load(std::memory_order_relaxed); }
+  // Like try_progress, for callers that have other work if another thread is making progress.
   unsigned help() noexcept;
 
  private:
   static void wake_mover() noexcept;
   Operation* take();
   Operation* started(Operation* operation, ucs_status_ptr_t result);
-  void finish(Operation& operation, ucs_status_t status) noexcept;  // UCX is through with it
-  void report(Operation& operation, ucs_status_t status) noexcept;  // its waiter is
+  void finish(Operation& operation, ucs_status_t status) noexcept;  // UCX has finished with it
+  void report(Operation& operation, ucs_status_t status) noexcept;  // for its waiter
   unsigned progress() noexcept;
   void lose(int peer) noexcept;
   std::size_t running() const;
@@ -136,20 +140,20 @@ class UcxTransport::Core {
   const int axis_rank_;
   const int size_;
   const microseconds spin_;
-  std::atomic<int> turns_ = 0;  // callers who want the mutex
+  std::atomic<int> turns_ = 0;  // callers that wait for the mutex
   std::atomic<int> unfinished_ = 0, unfinished_sends_ = 0;  // with UCX; changed under the mutex
-  std::atomic<bool> hopeless_ = false;                      // a peer is lost or the transport closed: sends may never finish
-  std::mutex mutex_;            // guards all that follows
+  std::atomic<bool> sends_may_never_finish_ = false;        // a peer is lost or the transport is closed
+  std::mutex mutex_;            // guards the members below
   UcxWorker worker_;
   bool closed_ = false;
-  std::deque<Operation> operations_;  // a deque: addresses stay
+  std::deque<Operation> operations_;  // a deque keeps addresses stable
   std::vector<Operation*> free_;
-  std::vector<Bell*> sleepers_;
-  std::vector<std::unique_ptr<Bell>> spare_bells_;
+  std::vector<WakeEvent*> sleepers_;
+  std::vector<std::unique_ptr<WakeEvent>> spare_wake_events_;
 };
 
-// All transports of this process, and the thread that moves what is left of their sends. Never destroyed: the thread may look at it
-// until the process ends.
+// All transports of this process, and the thread that completes their sends. Never destroyed: the thread may
+// access it until the process ends.
 class UcxTransport::Mover {
  public:
   static Mover& instance() {
@@ -163,7 +167,7 @@ class UcxTransport::Mover {
     cores_.push_back(core);
   }
 
-  // A send did not leave at once.
+  // Called when a send was not transmitted completely at once.
   void wake() noexcept {
     const std::lock_guard lock(mutex_);
     if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
@@ -171,7 +175,7 @@ class UcxTransport::Mover {
     changed_.notify_one();
   }
 
-  // Takes what has arrived for the other transports. Whether there is anything that may still come.
+  // Processes arrivals for the other transports. Returns whether more may still come.
   bool help_others(const Core* own) {
     bool unfinished = false;
     for (const auto& core : cores_that([&](const Core& each) { return &each != own && each.has_unfinished(); })) {
@@ -226,9 +230,9 @@ void UcxTransport::Core::check_peer(int peer) const {
 }
 
 UcxTransport::Core::Operation* UcxTransport::Core::take() {
-  if (closed_) throw StateError("UCX transport: it was closed; a transfer cannot start on it");
+  if (closed_) throw StateError("the UCX transport was closed; no transfer can start on it");
   if (free_.empty()) {
-    free_.reserve(operations_.size() + 1);  // so that giving back never allocates
+    free_.reserve(operations_.size() + 1);  // so that releasing never allocates
     Operation& fresh = operations_.emplace_back();
     fresh.core = this;
     return &fresh;
@@ -242,7 +246,8 @@ UcxTransport::Core::Operation* UcxTransport::Core::take() {
 }
 
 UcxTransport::Core::Operation* UcxTransport::Core::started(Operation* operation, ucs_status_ptr_t result) {
-  if (operation->done.load(std::memory_order_relaxed)) return operation;  // the callback came before the call returned
+  // The callback ran before the call returned.
+  if (operation->done.load(std::memory_order_relaxed)) return operation;
   if (!UCS_PTR_IS_PTR(result)) {
     finish(*operation, UCS_PTR_STATUS(result));
     return operation;
@@ -253,8 +258,8 @@ UcxTransport::Core::Operation* UcxTransport::Core::started(Operation* operation,
     ++unfinished_sends_;
     wake_mover();
   }
-  // A send that waits for room in the peer's queue causes no event: a sleeper must know that there is work to poll for.
-  if (!operation->receives && !sleepers_.empty()) sleepers_.front()->ring();
+  // A send that waits for room in the peer's queue causes no event: wake a sleeper so that it polls.
+  if (!operation->receives && !sleepers_.empty()) sleepers_.front()->notify();
   return operation;
 }
 
@@ -279,14 +284,15 @@ UcxTransport::Core::Operation* UcxTransport::Core::recv(void* data, std::size_t 
   operation->peer = peer;
   operation->arrival = {};
   ucp_request_param_t params{};
-  // Always by the callback: UCX 1.13 leaves size and tag of a message that had already arrived unset otherwise.
+  // Always use the callback: otherwise UCX 1.13 leaves the size and tag of a message that had already arrived
+  // unset.
   params.op_attr_mask =
       UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
   params.cb.recv = on_received;
   params.user_data = operation;
   params.memory_type = UCS_MEMORY_TYPE_HOST;
   started(operation, ucp_tag_recv_nbx(worker_.get(), data, capacity, wire_tag(peer, tag, 0), kMatchMask, &params));
-  // What a dead peer had sent can still be taken; nothing more will come.
+  // What a dead peer had sent can still be received; nothing more will come.
   if (operation->request != nullptr && worker_.is_lost(peer)) ucp_request_cancel(worker_.get(), operation->request);
   return operation;
 }
@@ -319,7 +325,7 @@ void UcxTransport::Core::finish(Operation& operation, ucs_status_t status) noexc
 
 void UcxTransport::Core::report(Operation& operation, ucs_status_t status) noexcept {
   operation.status = status;
-  if (operation.bell != nullptr) operation.bell->ring();
+  if (operation.wake_event != nullptr) operation.wake_event->notify();
   operation.done.store(true, std::memory_order_release);
 }
 
@@ -329,7 +335,7 @@ void UcxTransport::Core::drop(Operation* operation) noexcept {
     return;
   }
   operation->dropped = true;
-  // Otherwise it could take a message that a later receive is meant to get. A dropped send goes on.
+  // Otherwise it could take a message meant for a later receive. A dropped send continues.
   if (operation->receives) ucp_request_cancel(worker_.get(), operation->request);
 }
 
@@ -357,7 +363,7 @@ unsigned UcxTransport::Core::try_progress() {
 
 UcxTransport::Core::Sleep UcxTransport::Core::sleep(Operation& operation, const std::atomic<bool>& interrupted,
                                                     Clock::time_point deadline, microseconds nap) {
-  std::unique_ptr<Bell> bell;
+  std::unique_ptr<WakeEvent> wake_event;
   bool armed = false;
   pollfd waits[3] = {};
   {
@@ -369,29 +375,30 @@ UcxTransport::Core::Sleep UcxTransport::Core::sleep(Operation& operation, const 
         throw std::runtime_error(fmt::format("UCX transport: axis rank {} cannot wait for events: {}", axis_rank_, ucs_status_string(status)));
       armed = status == UCS_OK;
     }
-    if (spare_bells_.empty()) {
-      bell = std::make_unique<Bell>();
+    if (spare_wake_events_.empty()) {
+      wake_event = std::make_unique<WakeEvent>();
     } else {
-      bell = std::move(spare_bells_.back());
-      spare_bells_.pop_back();
+      wake_event = std::move(spare_wake_events_.back());
+      spare_wake_events_.pop_back();
     }
-    sleepers_.push_back(bell.get());
-    operation.bell = bell.get();
-    waits[0] = {bell->fd(), POLLIN, 0};
-    waits[1] = {armed ? worker_.event_fd() : -1, POLLIN, 0};  // poll passes over negative ones
+    sleepers_.push_back(wake_event.get());
+    operation.wake_event = wake_event.get();
+    waits[0] = {wake_event->fd(), POLLIN, 0};
+    waits[1] = {armed ? worker_.event_fd() : -1, POLLIN, 0};  // poll ignores negative descriptors
     waits[2] = {worker_.is_lost(operation.peer) ? -1 : worker_.process_fd(operation.peer), POLLIN, 0};
   }
-  // Not armed: UCX has work that causes no event (a full queue at the peer), so look again after a nap.
+  // Not armed: UCX has work that causes no event (a full queue at the peer), so check again after a short
+  // sleep.
   auto rest = std::chrono::ceil<microseconds>(deadline - Clock::now());
   rest = std::clamp(rest, microseconds(0), armed ? microseconds(std::chrono::hours(1)) : nap);
   const timespec timeout{rest.count() / 1'000'000, rest.count() % 1'000'000 * 1000};
   const int ready = ppoll(waits, std::size(waits), &timeout, nullptr);
   const int failure = ready < 0 ? errno : 0;
   const Turn turn(*this);
-  operation.bell = nullptr;
-  std::erase(sleepers_, bell.get());
-  bell->reset();
-  spare_bells_.push_back(std::move(bell));
+  operation.wake_event = nullptr;
+  std::erase(sleepers_, wake_event.get());
+  wake_event->reset();
+  spare_wake_events_.push_back(std::move(wake_event));
   if (failure != 0 && failure != EINTR)
     throw std::runtime_error(fmt::format("UCX transport: axis rank {} cannot wait for events: {}", axis_rank_, std::strerror(failure)));
   if (ready > 0 && waits[2].revents != 0) lose(operation.peer);
@@ -399,22 +406,23 @@ UcxTransport::Core::Sleep UcxTransport::Core::sleep(Operation& operation, const 
 }
 
 void UcxTransport::Core::lose(int peer) noexcept {
-  // What the peer sent before it ended is complete in our queue: take it first.
+  // What the peer sent before it ended is complete in the local queue: take it first.
   for (int round = 0; round < kLastRounds; ++round) progress();
   worker_.set_lost(peer);
-  hopeless_ = true;
+  sends_may_never_finish_ = true;
   if (closed_) return;
   for (Operation& operation : operations_) {
     if (operation.request == nullptr || operation.peer != peer || operation.dropped) continue;
     if (operation.receives) ucp_request_cancel(worker_.get(), operation.request);
-    // The request stays with UCX, which has no way to take it back, or with a receive that had begun; its waiter need not.
+    // UCX keeps the request, because it cannot cancel it or because the receive had begun; its waiter need
+    // not wait.
     if (operation.request != nullptr) report(operation, kLost);
   }
 }
 
 void UcxTransport::Core::pass_on() noexcept {
   const Turn turn(*this);
-  if (!sleepers_.empty()) sleepers_.front()->ring();
+  if (!sleepers_.empty()) sleepers_.front()->notify();
 }
 
 std::size_t UcxTransport::Core::running() const {
@@ -428,7 +436,7 @@ void UcxTransport::Core::settle_until(Clock::time_point deadline) noexcept {
 
 void UcxTransport::Core::close() noexcept {
   const Turn turn(*this);
-  // Receives end at once; sends get a moment to leave, for the peer may be about to take them.
+  // Receives end at once; sends get a short time to complete, because the peer may be about to receive them.
   for (Operation& operation : operations_)
     if (operation.request != nullptr && operation.receives) ucp_request_cancel(worker_.get(), operation.request);
   settle_until(Clock::now() + kCancelTime);
@@ -436,10 +444,10 @@ void UcxTransport::Core::close() noexcept {
     if (operation.request != nullptr) ucp_request_cancel(worker_.get(), operation.request);
   settle_until(Clock::now() + kCancelTime);
   const std::size_t left = running();
-  if (left > 0) log().debug("UCX transport: axis rank {} closes with {} unfinished transfers; its worker is left behind", axis_rank_, left);
+  if (left > 0) log().debug("UCX transport: axis rank {} closes with {} unfinished transfers; its worker is leaked", axis_rank_, left);
   worker_.close(left > 0);
   closed_ = true;
-  hopeless_ = true;
+  sends_may_never_finish_ = true;
   for (Operation& operation : operations_)
     if (operation.request != nullptr) finish(operation, UCS_ERR_CANCELED);
 }
@@ -455,7 +463,7 @@ class UcxTransport::Handle final : public UcxTransfer {
     core_->drop(operation_);
   }
 
-  // With a Turn, once.
+  // Call with a Turn, once.
   void begin(Core::Operation* operation) {
     operation_ = operation;
     if (operation_->done.load(std::memory_order_relaxed)) settle();
@@ -474,17 +482,17 @@ class UcxTransport::Handle final : public UcxTransfer {
   void interrupt() noexcept override {
     interrupted_.store(true);
     const Core::Turn turn(*core_);
-    if (operation_ != nullptr && operation_->bell != nullptr) operation_->bell->ring();
+    if (operation_ != nullptr && operation_->wake_event != nullptr) operation_->wake_event->notify();
   }
 
   Arrival arrival() const override {
     if (operation_ != nullptr || status_ != UCS_OK)
-      throw StateError(fmt::format("UCX transport: arrival of {} was asked for before it was done; call wait() first", name()));
+      throw StateError(fmt::format("UCX transport: arrival of {} was requested before it was done; call wait() first", name()));
     return arrival_;
   }
 
  private:
-  // The operation goes back to the core, its result stays here.
+  // Returns the operation to the core and keeps its result here.
   void settle() {
     status_ = operation_->status;
     arrival_ = operation_->arrival;
@@ -506,7 +514,7 @@ class UcxTransport::Handle final : public UcxTransfer {
   WaitResult result() const;
 
   const std::shared_ptr<Core> core_;
-  Core::Operation* operation_ = nullptr;  // null when the result is here; changes under a Turn
+  Core::Operation* operation_ = nullptr;  // null once the result is here; changes under a Turn
   const bool receives_;
   const int peer_;
   const std::uint32_t tag_;
@@ -519,11 +527,11 @@ class UcxTransport::Handle final : public UcxTransfer {
 WaitResult UcxTransport::Handle::result() const {
   if (status_ == UCS_OK) return WaitResult::Done;
   if (status_ == UCS_ERR_MESSAGE_TRUNCATED)
-    throw PipeliningMetadataError(describe(
+    throw MismatchError(describe(
         fmt::format("UCX transport: message from axis rank {} with tag {} is longer than its receive (at axis rank {})", peer_, tag_, core_->axis_rank()),
         arrival_.bytes > bytes_ ? fmt::format("{} bytes", arrival_.bytes) : std::string("more"), fmt::format("at most {} bytes", bytes_),
         "make both sides agree on shape and dtype, or receive into a larger buffer"));
-  if (status_ == UCS_ERR_CANCELED) throw StateError(fmt::format("UCX transport: it was closed during {}; finish transfers first", name()));
+  if (status_ == UCS_ERR_CANCELED) throw StateError(fmt::format("the UCX transport was closed during {}; finish transfers first", name()));
   throw std::runtime_error(fmt::format("UCX transport: {} failed: {}; axis rank {} has probably died, see its log", name(),
                                        ucs_status_string(status_), peer_));
 }
@@ -537,7 +545,7 @@ WaitResult UcxTransport::Handle::wait(Clock::time_point deadline) {
   WaitResult ended = WaitResult::Done;
   auto idle_since = Clock::now();
   microseconds nap = kShortestNap;
-  int last_rounds = 100;  // an ended wait still takes what is in the queue
+  int last_rounds = 100;  // a wait that ended still receives what is in the queue
   for (unsigned round = 0;; ++round) {
     const unsigned moved = core_->try_progress();
     if (look()) break;
@@ -546,7 +554,7 @@ WaitResult UcxTransport::Handle::wait(Clock::time_point deadline) {
       ended = WaitResult::Interrupted;
       break;
     }
-    if (moved == 0 && round % 8 != 0) continue;  // the clock costs as much as a look at the queues
+    if (moved == 0 && round % 8 != 0) continue;  // reading the clock costs as much as checking the queues
     const auto now = Clock::now();
     if (moved > 0) {
       idle_since = now;
@@ -561,8 +569,8 @@ WaitResult UcxTransport::Handle::wait(Clock::time_point deadline) {
       helped = now;
     }
     if (now - idle_since < core_->spin()) {
-      // The peer may share this core, if other programs hold the rest: let it run. On one core a round trip is then 18 us
-      // instead of twice the polling time.
+      // The peer may share this core if other programs use the rest: let it run. On one core a round trip
+      // then takes 18 us instead of twice the polling time.
       if (now - idle_since > kAloneTime) std::this_thread::yield();
       continue;
     }
@@ -570,7 +578,7 @@ WaitResult UcxTransport::Handle::wait(Clock::time_point deadline) {
     const auto wake_up = others_wait ? std::min(deadline, now + kHelpNap) : deadline;
     const auto sleep = core_->sleep(*operation_, interrupted_, wake_up, nap);
     nap = std::min(nap * 2, kLongestNap);
-    // After events, messages tend to follow each other: poll again. After a nap, do not.
+    // After events, messages tend to follow each other: poll again. Not after a nap.
     if (sleep == Core::Sleep::Woken && (!others_wait || Clock::now() < wake_up)) idle_since = Clock::now();
     round = 0;
   }

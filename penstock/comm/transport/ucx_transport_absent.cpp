@@ -1,4 +1,4 @@
-// Compiled instead of the transport where the build found no UCX.
+// Compiled instead of the transport if the build found no UCX.
 #include "penstock/errors.h"
 #include "penstock/comm/transport/ucx_transport.h"
 
@@ -8,8 +8,8 @@ namespace {
 
 [[noreturn]] void refuse() {
   throw ConfigError(
-      "UCX transport: this build has none; install the UCX headers and libraries (Debian: libucx-dev) and build again, "
-      "or choose another transport");
+      "UCX transport: this build has no UCX; install the UCX headers and libraries (Debian: libucx-dev) "
+      "and rebuild, or choose another transport");
 }
 
 }  // namespace

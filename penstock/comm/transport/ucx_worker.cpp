@@ -13,6 +13,7 @@
 #include <random>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 
@@ -26,13 +27,14 @@ void check(ucs_status_t status, const std::string& what, const char* remedy) {
   if (status != UCS_OK) throw ConfigError(fmt::format("UCX transport: {}: {}; {}", what, ucs_status_string(status), remedy));
 }
 
-// What a member tells the others. Only read by processes of the same host and the same UCX, so plain bytes do.
+// What a member publishes to the others. Only processes of the same host and the same UCX read it, so plain
+// bytes suffice.
 struct Record {
   std::uint64_t magic = 0;
   std::uint64_t probe_address = 0;
   std::uint64_t probe_value = 0;
   std::int64_t pid = 0;
-  std::uint64_t pid_namespace = 0;  // process ids mean the same where this is equal
+  std::uint64_t pid_namespace = 0;  // process ids are comparable if this is equal
   std::uint32_t ucx_major = 0;
   std::uint32_t ucx_minor = 0;
   // followed by the worker's address
@@ -48,7 +50,7 @@ Record split(const std::string& bytes, int peer, std::string& address) {
     address = bytes.substr(sizeof record);
   }
   if (record.magic != kMagic)
-    throw ConfigError(describe(fmt::format("UCX transport: what axis rank {} published", peer),
+    throw ConfigError(describe(fmt::format("UCX transport: record published by axis rank {}", peer),
                                fmt::format("{} bytes of another format", bytes.size()), "a UCX worker address",
                                "give every transport its own key space and start every rank from the same build"));
   unsigned major = 0, minor = 0, release = 0;
@@ -60,8 +62,9 @@ Record split(const std::string& bytes, int peer, std::string& address) {
   return record;
 }
 
-// Whether this process may read the peer's memory. Asked of the kernel itself: permissions, namespaces and security
-// modules each have their own rules, and UCX, which looks at only some of them, fails the message later.
+// Returns whether this process may read the peer's memory. Tries it instead of checking: permissions,
+// namespaces and security modules each have their own rules. UCX checks only some of them and fails the
+// message later.
 bool can_read(const Record& record) {
   std::uint64_t value = 0;
   iovec local{&value, sizeof value};
@@ -75,8 +78,8 @@ std::uint64_t own_pid_namespace() {
   return stat("/proc/self/ns/pid", &place) == 0 ? place.st_ino : 0;
 }
 
-// UCX itself can watch over shared-memory peers, but not together with CMA, within seconds only, and in 1.13 not while a
-// send waits for its answer. The kernel tells at once.
+// UCX itself can watch shared-memory peers, but not together with CMA, only with a delay of seconds, and in
+// 1.13 not while a send waits for its answer. The kernel reports a death at once.
 int watch_process(const Record& record) {
   if (record.pid_namespace == 0 || record.pid_namespace != own_pid_namespace()) return -1;
   const auto fd = static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(record.pid), 0u));
@@ -84,16 +87,16 @@ int watch_process(const Record& record) {
   return fd;
 }
 
-// UCX's own log is kept to errors: its warnings speak of devices that this transport does not use.
+// Limits UCX's own log to errors: its warnings are about devices that this transport does not use.
 void quiet_ucx() {
   const std::string level = env_choice("PENSTOCK_LOG", {"trace", "debug", "info", "warn", "error", "off"}, "info");
   if (env_text("UCX_LOG_LEVEL") || level == "debug" || level == "trace") return;
   check(ucs_global_opts_set_value("LOG_LEVEL", "error"), "setting the log level of UCX", "set UCX_LOG_LEVEL yourself");
 }
 
-// Only when the user chose it by UCX_TLS: on UCX 1.13 a peer that dies while its memory is read ends the reading process too,
-// and a receiver that turns to something else right after its last fetch can keep the sender waiting. The piecewise way
-// has neither trouble and is as fast up to a megabyte.
+// Only if the user chose it with UCX_TLS: on UCX 1.13 a peer that dies while its memory is read also ends the
+// reading process, and a receiver that does something else right after its last fetch can keep the sender
+// waiting. Transfer in pieces has neither problem and is as fast up to a megabyte.
 bool wants_cma() {
   const auto transports = env_text("UCX_TLS");
   if (!transports) return false;
@@ -110,10 +113,10 @@ class Config {
   Config(const Config&) = delete;
   Config& operator=(const Config&) = delete;
 
-  // The user's environment wins.
+  // The user's environment takes precedence.
   void set_default(const char* name, const char* value) {
     if (env_text(fmt::format("UCX_{}", name).c_str())) return;
-    check(ucp_config_modify(config_, name, value), fmt::format("setting {}={}", name, value), "set UCX_TLS yourself to bypass this default");
+    check(ucp_config_modify(config_, name, value), fmt::format("setting {}={}", name, value), "set UCX_TLS to override this default");
   }
   const ucp_config_t* get() const { return config_; }
 
@@ -127,8 +130,9 @@ UcxWorker::UcxWorker(int axis_rank, int size, const UcxTransport::Publish& publi
     : axis_rank_(axis_rank), peers_(static_cast<std::size_t>(size)) {
   quiet_ucx();
   try {
-    // First with CMA (the receiver reads the sender's memory). UCX takes the permission it needs from the Yama security
-    // module when a context opens, so the probe comes after; all members must agree, else the ways would not match.
+    // First with CMA (the receiver reads the sender's memory). UCX gets the permission it needs from the Yama
+    // security module when a context opens, so the probe comes after that; all members must agree on one
+    // method.
     const std::uint64_t probe = std::random_device{}() | (static_cast<std::uint64_t>(axis_rank) << 32);
     bool readable = wants_cma();
     open(readable, size);
@@ -142,11 +146,11 @@ UcxWorker::UcxWorker(int axis_rank, int size, const UcxTransport::Publish& publi
       peers_[static_cast<std::size_t>(peer)].process_fd = watch_process(record);
     }
     publish(key_of("readable", axis_rank), readable ? "1" : "0");
-    // `probe` stays in place until every verdict is known.
+    // `probe` must stay in place until every verdict is known.
     for (int peer = 0; peer < size; ++peer)
       if (peer != axis_rank) readable = fetch(key_of("readable", peer)) == "1" && readable;
     if (!readable) {
-      log().debug("UCX transport: the kernel does not let members read each other's memory; large messages go in pieces");
+      log().debug("UCX transport: the kernel does not let members read each other's memory; large messages are sent in pieces");
       shut();
       open(false, size);
       publish(key_of("address2", axis_rank), own_record(0, 0));
@@ -171,21 +175,24 @@ UcxWorker::~UcxWorker() {
 
 void UcxWorker::open(bool use_cma, int size) {
   Config config;
-  // Figures: two processes, UCX 1.13.1, half a round trip, medians on a busy 2-core virtual machine.
+  // Measurements: two processes, UCX 1.13.1, half a round trip, medians on a busy 2-core virtual machine.
   //
-  // posix: as fast as sysv (4 B in 0.3 us both), and it leaves nothing behind when a process dies. Leaving out tcp and the
-  // network devices makes opening quick and an unreachable member an error at once instead of a slow way.
+  // posix: as fast as sysv (4 B in 0.3 us both), and leaves nothing behind when a process dies. Without tcp
+  // and the network devices, opening is fast and an unreachable member is an error at once instead of a slow
+  // path.
   config.set_default("TLS", use_cma ? "posix,cma,self" : "posix,self");
   if (use_cma) {
-    // From here the receiver reads the sender's memory. Below, pieces through shared memory win (16 KiB: 3.6 us against
-    // 5.9); at 64 KiB both take 10 us on 4 KiB pages, and on huge pages reading takes 7. Reading also lets the
-    // sender compute meanwhile and keeps early messages out of the receiver's heap, which is worth more than the
-    // fourth of the time that pieces would save on 8 MiB between two otherwise idle cores.
+    // From this size on the receiver reads the sender's memory. Below it, pieces through shared memory are
+    // faster (16 KiB: 3.6 us against 5.9); at 64 KiB both take 10 us on 4 KiB pages, and on huge pages
+    // reading takes 7. Reading also lets the sender compute meanwhile and keeps early messages out of the
+    // receiver's heap, which is worth more than the quarter of the time that pieces would save on 8 MiB
+    // between two otherwise idle cores.
     config.set_default("RNDV_THRESH", "64k");
-    // The receiver reads; the sender never writes: a receive that was given up cannot be written to from outside.
+    // The receiver reads; the sender never writes, so an abandoned receive cannot be written to from outside.
     config.set_default("RNDV_SCHEME", "get_zcopy");
   } else {
-    // Without CMA a rendezvous saves nothing but the receiver's heap: 64 KiB take 10 us at once and 11-15 with it.
+    // Without CMA a rendezvous saves nothing but the receiver's heap: 64 KiB take 10 us without it and 11-15
+    // with it.
     config.set_default("RNDV_THRESH", "256k");
   }
 
@@ -197,10 +204,11 @@ void UcxWorker::open(bool use_cma, int size) {
 
   ucp_worker_params_t worker{};
   worker.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
-  // The transport's mutex serializes (UCX's own locking costs the same, and completions need the mutex anyway).
+  // The transport's mutex serializes (UCX's own locking costs the same, and completions need the mutex
+  // anyway).
   worker.thread_mode = UCS_THREAD_MODE_SERIALIZED;
   check(ucp_worker_create(context_, &worker, &worker_), "creating a worker", "check that /dev/shm has room");
-  check(ucp_worker_get_efd(worker_, &event_fd_), "asking for the event descriptor", "leave UCX_TLS unset");
+  check(ucp_worker_get_efd(worker_, &event_fd_), "getting the event descriptor", "leave UCX_TLS unset");
   uses_cma_ = use_cma;
 }
 
@@ -215,7 +223,7 @@ std::string UcxWorker::own_record(std::uint64_t probe_address, std::uint64_t pro
   record.pid_namespace = own_pid_namespace();
   ucp_address_t* address = nullptr;
   std::size_t length = 0;
-  check(ucp_worker_get_address(worker_, &address, &length), "asking for the worker's address", "leave UCX_TLS unset");
+  check(ucp_worker_get_address(worker_, &address, &length), "getting the worker's address", "leave UCX_TLS unset");
   std::string bytes(reinterpret_cast<const char*>(&record), sizeof record);
   bytes.append(reinterpret_cast<const char*>(address), length);
   ucp_worker_release_address(worker_, address);
@@ -239,7 +247,8 @@ void UcxWorker::close(bool requests_left) noexcept {
     for (Peer& peer : peers_) {
       if (peer.endpoint == nullptr) continue;
       ucp_request_param_t params{};
-      // What was handed over (acknowledgements too) reaches the peer's queue first, if the peer is alive to drain it.
+      // Data handed over (including acknowledgements) first reaches the peer's queue, if the peer is alive to
+      // drain it.
       void* request = ucp_ep_close_nbx(peer.endpoint, &params);
       peer.endpoint = nullptr;
       if (!UCS_PTR_IS_PTR(request)) continue;
@@ -252,9 +261,10 @@ void UcxWorker::close(bool requests_left) noexcept {
     shut();
     return;
   }
-  // Left behind on purpose. A request that neither completes nor cancels still points into memory the caller is
-  // about to free, and destroying a worker may touch its requests. A worker nobody calls never moves a byte (the
-  // receiver does all reading, inside progress calls), so leaking it is the safe way out; a dead peer is the usual cause.
+  // Leaked on purpose. A request that neither completes nor cancels still points into memory that the caller
+  // is about to free, and destroying a worker may touch its requests. A worker that nobody calls never moves
+  // a byte (the receiver does all reading, inside progress calls), so leaking it is safe; a dead peer is the
+  // usual cause.
   worker_ = nullptr;
   context_ = nullptr;
 }

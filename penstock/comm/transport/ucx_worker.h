@@ -1,5 +1,5 @@
-// A UCX worker that is connected to every other member of a transport. Internal to ucx_transport.cpp: setting up, its
-// defaults and tearing down live here; messages live there.
+// A UCX worker connected to every other member of a transport. Internal to ucx_transport.cpp: setup, defaults
+// and teardown are here, messages there.
 #pragma once
 
 #include <ucp/api/ucp.h>
@@ -12,27 +12,27 @@
 
 namespace penstock::comm {
 
-// Thread rule: none of its own; the transport's mutex guards every use.
+// Thread safety: none; the transport's mutex guards every use.
 class UcxWorker {
  public:
   UcxWorker(int axis_rank, int size, const UcxTransport::Publish& publish, const UcxTransport::Fetch& fetch);
-  // Bounded: whatever does not close in time is left behind (see `close`).
+  // Takes bounded time: what does not close in time is leaked (see `close`).
   ~UcxWorker();
   UcxWorker(const UcxWorker&) = delete;
   UcxWorker& operator=(const UcxWorker&) = delete;
 
   ucp_worker_h get() const { return worker_; }
   ucp_ep_h endpoint(int peer) const { return peers_[static_cast<std::size_t>(peer)].endpoint; }
-  // Readable when an armed worker has something to do.
+  // Readable when an armed worker has work to do.
   int event_fd() const { return event_fd_; }
   bool uses_cma() const { return uses_cma_; }
 
-  // Readable when the peer's process has ended, reaped or not; -1 where the kernel cannot tell.
+  // Readable when the peer's process has ended, reaped or not; -1 if the kernel cannot tell.
   int process_fd(int peer) const { return peers_[static_cast<std::size_t>(peer)].process_fd; }
   bool is_lost(int peer) const { return peers_[static_cast<std::size_t>(peer)].lost; }
   void set_lost(int peer) { peers_[static_cast<std::size_t>(peer)].lost = true; }
 
-  // Closes the endpoints, then the worker. `requests_left`: some request could not be cancelled.
+  // Closes the endpoints, then the worker. `requests_left`: a request could not be cancelled.
   void close(bool requests_left) noexcept;
 
  private:

@@ -11,16 +11,18 @@
 #include <tuple>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor/plan/split_order.h"
 
 namespace penstock {
 namespace {
 
-using detail::Split;
+using detail::AxisSplit;
 using detail::SplitOrder;
 
-// Reading and writing memory costs, too, though far less than sending: it makes the search slice before it sends.
+// Reading and writing memory has a cost too, though far less than sending: it makes the search slice before
+// it sends.
 constexpr double kLocalBytesPerSecond = 50e9;
 constexpr double kLocalLatency = 1e-6;
 
@@ -50,7 +52,7 @@ class Planner {
     };
     std::map<SplitOrder, Reached> reached{{from, {0, 0, std::nullopt}}};
     std::set<SplitOrder> settled;
-    // Equal costs are told apart by the number of steps and then by the placements: every rank must find the same plan.
+    // Ties are broken by the number of steps and then by the placements: every rank must find the same plan.
     using Entry = std::tuple<double, std::size_t, SplitOrder>;
     std::priority_queue<Entry, std::vector<Entry>, std::greater<>> queue;
     queue.emplace(0, 0, from);
@@ -93,10 +95,10 @@ class Planner {
     if (*to.partial[at] == PartialOp::Sum && from.dim_of(axis)) return;
     throw ValueError(describe(fmt::format("redistribute to {} on mesh axis {}", Placement(Partial{*to.partial[at]}).to_string(), axis),
                               from.placements(mesh_shape_)[at].to_string(), "the same Partial, or a shard for P(sum)",
-                              "redistribute to Replicate or Shard instead; terms of a sum come from operators"));
+                              "redistribute to Replicate or Shard instead; partial values are created by operators"));
   }
 
-  // Steps from a state. Partial is made only where the target wants it.
+  // Steps from a state. Partial is created only if the target has it.
   std::vector<Edge> edges(const SplitOrder& state, const SplitOrder& target) const {
     std::vector<Edge> result;
     for (int axis = 0; axis < static_cast<int>(mesh_shape_.size()); ++axis) {
@@ -131,11 +133,11 @@ class Planner {
     return result;
   }
 
-  // The states in which `axis` splits one dim more, last. After a literal strided shard, and for one, only the order that
-  // the target has can be written as placements.
+  // The states in which `axis` splits one more dim, last. After a literal strided shard, and for one, only
+  // the order of the target can be written as placements.
   std::vector<SplitOrder> with_split(const SplitOrder& state, int axis, const SplitOrder& target) const {
     std::vector<SplitOrder> result;
-    const auto add = [&](std::size_t dim, Split split) {
+    const auto add = [&](std::size_t dim, AxisSplit split) {
       SplitOrder more = state;
       more.splits[dim].push_back(split);
       result.push_back(std::move(more));
@@ -143,7 +145,7 @@ class Planner {
     for (std::size_t dim = 0; dim < state.splits.size(); ++dim) {
       const auto& held = state.splits[dim];
       const auto& wanted = target.splits[dim];
-      const bool literal = std::any_of(held.begin(), held.end(), [](const Split& split) { return split.literal_factor != 0; });
+      const bool literal = std::any_of(held.begin(), held.end(), [](const AxisSplit& split) { return split.literal_factor != 0; });
       if (!literal) add(dim, {axis, 0});
       if (held.size() < wanted.size() && wanted[held.size()].axis == axis && (literal || wanted[held.size()].literal_factor != 0) &&
           std::equal(held.begin(), held.end(), wanted.begin()))
@@ -157,7 +159,7 @@ class Planner {
     std::int64_t bytes = tensor_.element_bytes;
     for (std::size_t dim = 0; dim < state.splits.size(); ++dim) {
       std::int64_t length = tensor_.shape[dim];
-      for (const Split& split : state.splits[dim]) {
+      for (const AxisSplit& split : state.splits[dim]) {
         const std::int64_t pieces = std::max<std::int64_t>(split.literal_factor, 1);
         const std::int64_t piece = (length + pieces - 1) / pieces;
         length = pieces * ((piece + size(split.axis) - 1) / size(split.axis));

@@ -16,10 +16,10 @@ using detail::ShardGrid;
 
 using Lines = std::vector<std::string>;
 
-// More columns are wider than any terminal, more rows are no picture.
+// More columns do not fit any terminal, and more rows are unreadable.
 constexpr std::size_t kMostColumns = 24;
 constexpr std::size_t kMostRows = 256;
-// A single dim goes to the right while it fits, then down.
+// A single dim is drawn horizontally if it fits, otherwise vertically.
 constexpr std::size_t kMostToTheRight = 12;
 
 std::string padded(const std::string& text, std::size_t width) { return text + std::string(width - std::min(width, text.size()), ' '); }
@@ -29,7 +29,7 @@ void add_line(std::string& out, std::string line) {
   out += line + "\n";
 }
 
-// A grid of labels, each of one or more lines, with what stands above the columns and left of the rows.
+// A grid of labels, each of one or more lines, with headers above the columns and left of the rows.
 struct Grid {
   std::vector<std::string> above, left;
   std::vector<std::vector<Lines>> labels;  // [row][column]
@@ -118,7 +118,7 @@ std::string table(const ShardGrid& grid) {
     for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
   std::string out;
   for (const Lines& row : rows) {
-    std::string line = std::string(widths[0] - row[0].size(), ' ') + row[0];  // numbers end together
+    std::string line = std::string(widths[0] - row[0].size(), ' ') + row[0];  // right-aligned numbers
     for (std::size_t i = 1; i < row.size(); ++i) line += "  " + padded(row[i], widths[i]);
     add_line(out, line);
   }

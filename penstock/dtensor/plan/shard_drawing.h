@@ -1,6 +1,6 @@
-// Which rank holds which part of a tensor, as text and as a picture.
+// Draws which rank holds which part of a tensor, as text and as SVG.
 //
-//   DeviceMesh mesh = init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, Rank{0}, 4);
+//   DeviceMesh mesh = init_device_mesh("cpu", {2, 2}, {"dp", "tp"}, 0, 4);
 //   fmt::print("{}", draw_sharding_text({5, 4}, mesh, {Shard{0}, Replicate{}}));
 //
 //     [5, 4] as [S(0), R] on dp=2 x tp=2
@@ -14,12 +14,14 @@
 //         +------+
 //     ranks with a comma between them hold the same values
 //
-// Cells are the ranges between the borders of all ranks' parts, so uneven and strided shards come out exactly. Where an axis
-// is Partial, a sign joins the terms: "0 + 1", "0, 2 max 1, 3". A tensor of more than two dims is a table of index ranges by
-// rank, and a picture of the two dims that are in most pieces.
+// Cells are the ranges between the borders of all ranks' parts, so uneven and strided shards are exact. If an
+// axis is Partial, a sign joins the partial values: "0 + 1", "0, 2 max 1, 3". A tensor of more than two dims
+// is drawn as a table of index ranges by rank, and a picture of the two dims that are split into the most
+// pieces.
 //
-// Functions of the mesh and the placements alone: nothing here knows of Torch, and a mesh of ranks that do not run can be
-// drawn. dtensor_drawing.h draws a distributed tensor. Throw ValueError for placements that do not fit.
+// Depends only on the mesh and the placements, not on Torch; a mesh of ranks that are not running can be
+// drawn. dtensor_drawing.h draws a distributed tensor. Throws ValueError for placements that do not match the
+// mesh or the tensor.
 #pragma once
 
 #include <cstdint>
@@ -31,12 +33,12 @@
 
 namespace penstock {
 
-// Lines, the last one ended too. A tensor in too many pieces for a grid gets the table alone.
+// Lines, each ended by a newline. A tensor in too many pieces for a grid gets only the table.
 std::string draw_sharding_text(const std::vector<std::int64_t>& global_shape, const DeviceMesh& mesh, const Placements& placements);
 
-// One <svg> without references to anything outside: cells in proportion, coloured by rank (stripes where several ranks hold
-// one cell, hatched where they hold terms), and a legend that says what each rank holds. Follows the light or dark theme of the
-// viewer.
+// A self-contained <svg>: cells in proportion, coloured by rank (striped if several ranks hold a cell,
+// hatched if they hold partial values), and a legend of what each rank holds. Follows the viewer's light or
+// dark theme.
 std::string draw_sharding_svg(const std::vector<std::int64_t>& global_shape, const DeviceMesh& mesh, const Placements& placements);
 
 }  // namespace penstock

@@ -19,16 +19,17 @@ using detail::ShardGrid;
 
 // Pixels.
 constexpr double kMargin = 20;
-constexpr double kPicture = 600;        // wanted width of the grid
-constexpr double kTallest = 360;        // wanted height
-constexpr double kOneRow = 64;          // of a tensor with one dim
-constexpr double kLetter = 7.3;         // of the label font
+constexpr double kPicture = 600;        // target width of the grid
+constexpr double kTallest = 360;        // target height
+constexpr double kOneRow = 64;          // height for a tensor with one dim
+constexpr double kLetter = 7.3;         // width of a character in the label font
 constexpr double kLine = 16;
 constexpr double kSwatch = 14;
 constexpr std::size_t kMostCells = 20000;
-constexpr std::size_t kMostStripes = 64;  // thinner ones are only noise
+constexpr std::size_t kMostStripes = 64;  // thinner ones are not visible
 
-// A colour for each position in the mesh: neighbours lie far apart on the circle, all are light enough for dark letters.
+// A colour for each position in the mesh: neighbours differ strongly in hue, and all are light enough for
+// dark text.
 std::string colour_of(std::size_t index) {
   const double hue = std::fmod(207.0 + 137.50776405 * static_cast<double>(index), 360.0) / 30.0;
   const double saturation = 0.62, lightness = index % 3 == 0 ? 0.74 : index % 3 == 1 ? 0.82 : 0.68;
@@ -40,7 +41,7 @@ std::string colour_of(std::size_t index) {
   return fmt::format("#{:02x}{:02x}{:02x}", part(0), part(8), part(4));
 }
 
-// Sizes in proportion to the lengths of the cells, none smaller than it must be.
+// Sizes in proportion to the lengths of the cells, none below the minimum.
 std::vector<double> extents(const std::vector<Segment>& cells, double wanted, const std::vector<double>& least) {
   double total = 0;
   for (const Segment& cell : cells) total += static_cast<double>(cell.length);
@@ -82,7 +83,8 @@ class ShardSvg {
 
   void text(std::string_view kind, double x, double y, std::string_view words, std::string_view anchor = "start") {
     print("<text class=\"{}\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>\n", kind, x, y, anchor, escape_xml(words));
-    // The widest line decides the width of the picture; lines that do not begin at the left end within the grid.
+    // The widest line determines the width of the picture; lines that do not start at the left end within the
+    // grid.
     if (anchor == "start") width_ = std::max(width_, x + 6.6 * static_cast<double>(words.size()) + kMargin);
   }
 
@@ -106,7 +108,7 @@ class ShardSvg {
     return rules;
   }
 
-  // Positions in the mesh, by which colours go.
+  // Positions in the mesh, which determine the colours.
   std::vector<std::size_t> positions_of(const CellRanks& ranks) const {
     std::vector<std::size_t> positions;
     for (const auto& term : ranks)
@@ -116,7 +118,7 @@ class ShardSvg {
     return positions;
   }
 
-  // Returns where it ends.
+  // Returns the y coordinate of its end.
   double picture(double top) {
     const auto& columns = grid_.columns();
     const auto& rows = grid_.rows();
@@ -186,7 +188,7 @@ class ShardSvg {
     }
   }
 
-  // What each rank holds, in as many columns as fit beside each other.
+  // What each rank holds, in as many columns as fit.
   double legend(double top) {
     std::vector<std::string> entries;
     std::size_t longest = 0;

@@ -13,7 +13,7 @@ namespace {
 
 using Numbers = std::vector<std::int64_t>;
 
-// What stands where a picture has fewer than two dims: one cell.
+// Placeholder if fewer than two dims are drawn: one cell.
 const std::vector<Segment>& one_cell() {
   static const std::vector<Segment> one{{0, 1}};
   return one;
@@ -55,7 +55,7 @@ std::string_view result_of(PartialOp op) {
   return "";
 }
 
-// Four or more in a row are a range.
+// Four or more consecutive ranks are written as a range.
 std::vector<std::string> rank_words(const std::vector<int>& ranks) {
   std::vector<std::string> words;
   for (std::size_t begin = 0; begin < ranks.size();) {
@@ -198,7 +198,7 @@ std::string ranges_text(const std::vector<Segment>& segments, std::int64_t size)
 }
 
 std::vector<std::string> label_lines(const CellRanks& ranks, const std::string& sign, std::size_t width) {
-  std::vector<std::string> words;  // with what follows them
+  std::vector<std::string> words;  // with their separators
   for (std::size_t term = 0; term < ranks.size(); ++term) {
     const std::vector<std::string> members = rank_words(ranks[term]);
     for (std::size_t i = 0; i < members.size(); ++i)

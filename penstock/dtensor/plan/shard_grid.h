@@ -1,5 +1,5 @@
-// What the drawings of a sharding share: the parts of all ranks, and the cells that their borders cut a tensor into. Private
-// to this folder; knows nothing of Torch.
+// Shared by the drawings of a sharding: the parts of all ranks, and the cells between their borders. Private
+// to this folder; independent of Torch.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ struct RankPart {
   int rank = 0;
   std::vector<std::int64_t> coordinate;
   std::vector<std::vector<Segment>> segments;  // [dim]
-  std::size_t term = 0;                        // ranks of equal terms hold equal values where they hold the same indices
+  std::size_t term = 0;                        // ranks with equal `term` hold equal values at the same indices
   bool empty = false;
 };
 
@@ -29,22 +29,22 @@ struct ShardGrid {
   ShardGrid(const std::vector<std::int64_t>& global_shape, const DeviceMesh& mesh, const Placements& placements);
 
   std::vector<std::int64_t> shape;
-  std::vector<std::string> names;         // of the axes; empty when there are none
+  std::vector<std::string> names;         // of the axes; empty if they have none
   std::vector<std::int64_t> mesh_shape;
   Placements placements;                  // normalized
   std::vector<RankPart> parts;            // row-major in the mesh
   std::vector<std::vector<Segment>> cells;  // [dim]: the ranges between the borders of all parts
-  std::vector<int> drawn;                 // the dims of the picture, at most two: those in most pieces
-  bool hides_splits = false;              // a dim that is not drawn is split: ranks of one cell differ in it
+  std::vector<int> drawn;                 // the drawn dims, at most two: those in the most pieces
+  bool hides_splits = false;              // a dim that is not drawn is split: ranks of one cell hold different parts
 
-  // By cells of the drawn dims; `row` is ignored when one dim is drawn, both when none is.
+  // By cells of the drawn dims; `row` is ignored if one dim is drawn, both are if none is.
   CellRanks ranks_of(std::size_t row, std::size_t column) const;
   const std::vector<Segment>& columns() const;
   const std::vector<Segment>& rows() const;
   bool has_elements() const;
 
   bool has_partial() const;
-  // Between the terms of one value: "+", "min", "max", "avg", "*", or "&" where axes differ.
+  // Between partial values: "+", "min", "max", "avg", "*", or "&" if the axes differ.
   std::string term_sign() const;
   // "dp=2 x tp=2", "2 x 2 ranks".
   std::string mesh_text() const;
@@ -52,15 +52,15 @@ struct ShardGrid {
   std::string axis_text(std::size_t axis) const;
   // "[5, 4] as [S(0), S(1)]".
   std::string title() const;
-  // One line for each thing that needs to be said: terms, equal values, ranks that hold nothing. `pictured`: below a picture.
+  // Notes for the reader: partial values, equal values, ranks that hold nothing. `pictured`: below a picture.
   std::vector<std::string> notes(bool pictured) const;
 };
 
-// "0-1, 4"; "all" for the whole of a dim, "nothing" for none of it. More than eight ranges are cut.
+// "0-1, 4"; "all" for the whole dim, "nothing" for none of it. More than eight ranges are truncated.
 std::string ranges_text(const std::vector<Segment>& segments, std::int64_t size);
 // "0-1", "4".
 std::string range_text(const Segment& segment);
-// "0, 2 + 1, 3" on lines of about `width`; every rank is there, four and more in a row as "0-7".
+// "0, 2 + 1, 3" on lines of about `width`; every rank is listed, four or more consecutive ones as "0-7".
 std::vector<std::string> label_lines(const CellRanks& ranks, const std::string& sign, std::size_t width = 24);
 
 }  // namespace penstock::detail

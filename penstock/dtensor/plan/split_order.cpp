@@ -6,8 +6,8 @@ namespace penstock::detail {
 
 SplitOrder::SplitOrder(const Placements& placements, const std::vector<std::int64_t>& mesh_shape, std::size_t tensor_ndim)
     : partial(placements.size()), splits(tensor_ndim) {
-  // From the right: the axes to the right of a strided shard are in their order already, and its factor says how many of
-  // them went before it.
+  // From the right: the axes to the right of a strided shard are already in order, and its factor tells how
+  // many of them come before it.
   for (std::size_t axis = placements.size(); axis-- > 0;) {
     const Placement& placement = placements[axis];
     if (placement.is_partial()) partial[axis] = placement.partial_op();
@@ -31,7 +31,7 @@ Placements SplitOrder::placements(const std::vector<std::int64_t>& mesh_shape) c
     if (partial[axis]) result[axis] = Partial{*partial[axis]};
   for (std::size_t dim = 0; dim < splits.size(); ++dim)
     for (std::size_t i = 0; i < splits[dim].size(); ++i) {
-      const Split& split = splits[dim][i];
+      const AxisSplit& split = splits[dim][i];
       std::int64_t factor = std::max<std::int64_t>(split.literal_factor, 1);
       if (split.literal_factor == 0)
         for (std::size_t before = 0; before < i; ++before)
@@ -48,7 +48,7 @@ Placements SplitOrder::placements(const std::vector<std::int64_t>& mesh_shape) c
 
 std::optional<std::size_t> SplitOrder::dim_of(int axis) const {
   for (std::size_t dim = 0; dim < splits.size(); ++dim)
-    for (const Split& split : splits[dim])
+    for (const AxisSplit& split : splits[dim])
       if (split.axis == axis) return dim;
   return std::nullopt;
 }

@@ -1,4 +1,4 @@
-// The tensors of an operator on lists, position by position: what rules_foreach.cpp works on. Private to this folder.
+// The tensors of an operator on lists, position by position, for rules_foreach.cpp. Private to this folder.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,21 +10,22 @@
 
 namespace penstock::detail {
 
-// Takes the arguments off the stack and brings the tensors of every position to the layout of the first list's.
+// Pops the arguments off the stack and redistributes the tensors of every position to the placements of the
+// first list's.
 class ForeachCall {
  public:
-  // `terms_fit`: the operator is linear in all its lists, so terms of a sum may stay terms.
-  ForeachCall(const c10::OperatorHandle& op, Stack* stack, bool terms_fit);
+  // `partial_allowed`: the operator is linear in all its lists, so partial sums may stay partial.
+  ForeachCall(const c10::OperatorHandle& op, Stack* stack, bool partial_allowed);
 
   const std::vector<at::Tensor>& first_list() const { return first_; }
-  // The layout that a position is worked in; null for plain tensors.
+  // The spec that a position is computed in; null for plain tensors.
   const SpecPtr& spec(std::size_t position) const { return specs_[position]; }
   const comm::MeshGroups& mesh(std::size_t position) const { return dtensor_payload(first_[position])->mesh; }
 
-  // Local arguments: to be called with.
+  // The local arguments for the call.
   Stack local;
 
-  // A local result of a position as a distributed tensor.
+  // Wraps a local result of a position as a distributed tensor.
   at::Tensor wrap(const at::Tensor& result, std::size_t position) const;
 
  private:

@@ -25,7 +25,7 @@ at::Tensor NormTerms::of(const at::Tensor& local, const std::vector<std::int64_t
   const bool complex = c10::isComplexType(local.scalar_type());
   const at::Tensor sizes = complex ? local.abs().to(dtype) : local.to(dtype);
   if (dims.empty()) {
-    // No dim to go: a tensor of one element.
+    // No dim to reduce: a tensor of one element.
     const at::Tensor size = sizes.abs();
     return std::isinf(order_) ? size : order_ == 0 ? size.ne(0).to(dtype) : size.pow(order_);
   }
@@ -40,7 +40,7 @@ void NormTerms::reduce(const comm::MeshGroups& mesh, const std::vector<int>& axe
     reduce_over(mesh, axes, terms, comm::ReduceOp::Sum);
     return;
   }
-  // Not every backend keeps NaN in a maximum: it travels beside the values.
+  // Not every backend propagates NaN in a maximum, so it is sent separately.
   const at::Tensor lost = terms.isnan();
   const at::Tensor values = (smallest() ? terms.neg() : terms).masked_fill(lost, -std::numeric_limits<double>::infinity());
   const at::Tensor both = at::stack({values, lost.to(terms.scalar_type())});

@@ -1,5 +1,5 @@
-// Norms of tensors of which several ranks hold parts: each rank's term, how terms add up, and the norm from them. Private to this
-// folder.
+// Norms of tensors that are split over ranks: each rank's term, the reduction of terms, and the norm computed
+// from them. Private to this folder.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,9 +16,9 @@ class NormTerms {
  public:
   explicit NormTerms(double order) : order_(order) {}
 
-  // Over `dims`, which stay as dims of size 1. Without elements: what changes nothing.
+  // Over `dims`, which are kept with size 1. Without elements: the neutral value.
   at::Tensor of(const at::Tensor& local, const std::vector<std::int64_t>& dims) const;
-  // Over all ranks along the axes given, one collective each. In place.
+  // Over all ranks along the given axes, one collective each. In place.
   void reduce(const comm::MeshGroups& mesh, const std::vector<int>& axes, at::Tensor& terms) const;
   at::Tensor norm(const at::Tensor& terms) const;
 

@@ -1,5 +1,5 @@
-// x.index({a, None, b}) and its writing counterpart. The index tensors are broadcast against each other; the dims that come of
-// them stand where the indexed dims were, or in front when dims that are not indexed lie between those.
+// x.index({a, None, b}) and index_put_. The index tensors are broadcast against each other; the resulting
+// dims replace the indexed dims, or come first if there are unindexed dims between those.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -42,7 +42,7 @@ struct Indexed {
     for (std::size_t i = 0; i + 1 < indices.size(); ++i)
       if (indices[i].dim + 1 != indices[i + 1].dim) apart = true;
     front = apart || indices.empty() ? 0 : indices[0].dim;
-    // The result, and where the other dims of self come to stand in it.
+    // The shape of the result, and the position of the other dims of self in it.
     std::int64_t at = apart ? static_cast<std::int64_t>(broadcast.size()) : 0;
     if (apart) shape = broadcast;
     for (std::int64_t d = 0; d < static_cast<std::int64_t>(self.size()); ++d) {
@@ -64,12 +64,13 @@ struct Indexed {
   std::vector<Index> indices;
   bool masks = false, apart = false;
   Numbers broadcast;                                             // shape of all indices together
-  std::int64_t front = 0;                                        // where its dims stand in the result
-  std::vector<std::pair<std::int64_t, std::int64_t>> others;     // dims of self that stay, and where
+  std::int64_t front = 0;                                        // position of its dims in the result
+  std::vector<std::pair<std::int64_t, std::int64_t>> others;     // dims of self that stay, and their positions
   Numbers shape;                                                 // of the result
 };
 
-// The indices as positions in the local part, and where all of them are held. `outside`: what stands for the others.
+// The indices as positions in the local part, and where all of them are held. `outside` is used for the
+// others.
 struct LocalIndices {
   c10::IValue list;
   at::Tensor held;
@@ -103,7 +104,7 @@ bool splits_indexed(const Placements& placements, const Indexed& indexed) {
   return std::any_of(placements.begin(), placements.end(), [&](const Placement& placement) { return placement.splits() && indexed.is_indexed(placement.dim()); });
 }
 
-// A mask among the indices does not come this far: no shape could be given to the result.
+// Masks among the indices are rejected earlier, because the shape of the result would be unknown.
 Sharding index(const ShardingCall& call) {
   const Indexed indexed(call);
   std::vector<AxisStrategy> strategies;
@@ -120,7 +121,7 @@ Sharding index(const ShardingCall& call) {
     strategy.outputs[0] = Shard{indexed.front + dim};
     strategies.push_back(std::move(strategy));
   }
-  // What another rank holds is zero here: terms of a sum.
+  // Elements that another rank holds are zero here, so the results are partial sums.
   if (call.inputs[0].whole.dtype != at::kBool)
     for (const Indexed::Index& index : indexed.indices) {
       AxisStrategy strategy = replicated_strategy(call);
@@ -155,7 +156,7 @@ Sharding index(const ShardingCall& call) {
   return sharding;
 }
 
-// x[mask] = v: the mask lies as the dims that it covers.
+// x[mask] = v: the mask is placed like the dims that it covers.
 void add_mask_strategies(const ShardingCall& call, const Indexed& indexed, std::vector<AxisStrategy>& strategies) {
   const Indexed::Index& mask = indexed.indices[0];
   for (std::int64_t dim = 0; dim < call.inputs[0].ndim(); ++dim) {
@@ -164,7 +165,7 @@ void add_mask_strategies(const ShardingCall& call, const Indexed& indexed, std::
     if (dim >= mask.dim && dim < mask.dim + call.inputs[mask.input].ndim()) strategy.inputs[mask.input] = Shard{dim - mask.dim};
     strategies.push_back(std::move(strategy));
   }
-  // Into terms, a term of the value.
+  // A partial value is written into a partial tensor.
   for (const PartialOp kind : partial_kinds(call)) {
     if (kind != PartialOp::Sum && kind != PartialOp::Avg) continue;
     AxisStrategy strategy = replicated_strategy(call);
@@ -173,7 +174,7 @@ void add_mask_strategies(const ShardingCall& call, const Indexed& indexed, std::
   }
 }
 
-// Into the local part, with one slice more along each split dim for what belongs to others.
+// Writes into the local part, with one extra slice along each split dim for what belongs to other ranks.
 void put_held(const Indexed& indexed, const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) {
   const at::Tensor self = (*stack)[0].toTensor();
   const LocalIndices local = localize(context, indexed, (*stack)[static_cast<std::size_t>(indexed.argument)], true);
@@ -203,7 +204,7 @@ Sharding index_put(const ShardingCall& call) {
   const bool adds = call.argument("accumulate").toBool();
   std::vector<AxisStrategy> strategies;
   if (indexed.masks) {
-    // Several values for a mask are handed out in its order, which only the whole knows.
+    // Several values for a mask are assigned in its order, which is only known for the whole mask.
     if (indexed.indices.size() == 1 && call.inputs[values].whole.numel() == 1 && call.inputs[values].ndim() == 0) add_mask_strategies(call, indexed, strategies);
     return choose(call, std::move(strategies));
   }

@@ -1,5 +1,5 @@
-// Where the largest or smallest element of a dim stands. Of a split dim, each rank finds its own, and all compare: what travels
-// has the size of the result, not of the dim.
+// The position of the largest or smallest element of a dim. If the dim is split, each rank finds its own, and
+// all compare: the communication has the size of the result, not of the dim.
 #include <ATen/ATen.h>
 
 #include <limits>
@@ -17,17 +17,17 @@ namespace {
 constexpr std::int64_t kNowhere = std::numeric_limits<std::int64_t>::max();
 
 struct Extreme {
-  at::Tensor value, index;  // with the dim, of size 1
+  at::Tensor value, index;  // with the reduced dim, of size 1
 };
 
 Extreme extreme_here(const LocalContext& context, const at::Tensor& local, std::int64_t dim, bool largest) {
   if (local.size(dim) == 0) {
     std::vector<std::int64_t> shape = local.sizes().vec();
     shape[static_cast<std::size_t>(dim)] = 1;
-    return {local.new_full(shape, largest ? least_of(local.scalar_type()) : greatest_of(local.scalar_type())), local.new_full(shape, kNowhere, local.options().dtype(at::kLong))};
+    return {local.new_full(shape, largest ? lowest_value(local.scalar_type()) : highest_value(local.scalar_type())), local.new_full(shape, kNowhere, local.options().dtype(at::kLong))};
   }
   auto [value, position] = largest ? at::max(local, dim, true) : at::min(local, dim, true);
-  // From positions in the local part to those in the whole.
+  // From positions in the local part to positions in the whole tensor.
   std::vector<at::Tensor> indices;
   const auto segments = local_segments(context.call.inputs[0].whole.shape, context.call.mesh_shape, context.call.coordinate, context.inputs[0]);
   for (const Segment& segment : segments[static_cast<std::size_t>(dim)])
@@ -35,7 +35,7 @@ Extreme extreme_here(const LocalContext& context, const at::Tensor& local, std::
   return {value.contiguous(), at::cat(indices).index_select(0, position.flatten()).view(position.sizes())};
 }
 
-// The best of all ranks along an axis; of equal ones the first, and NaN above all, as in one process.
+// The best of all ranks along an axis; the first of equal ones, and NaN above all, as in one process.
 void compare_along(const comm::Group& group, Extreme& mine, bool largest) {
   const auto gather = [&](const at::Tensor& tensor) {
     if (is_wrapper(tensor)) return comm::functional::wait_tensor(comm::functional::all_gather(tensor.contiguous().unsqueeze(0), group));

@@ -1,9 +1,9 @@
-// as_strided: a view by sizes, strides and offset in the memory of the whole tensor. Autograd describes views by it, to follow
-// writes into them.
+// as_strided: a view by sizes, strides and offset in the memory of the whole tensor. Autograd describes views
+// by it, to propagate writes into them.
 //
-// Which dims were selected, sliced and permuted is read off the strides; the same view is then taken of the distributed
-// tensor, so a dim that is covered fully may stay split. What cannot be read that way is taken of all of the memory, on every
-// rank.
+// The strides tell which dims were selected, sliced and permuted; the same view is then taken of the
+// distributed tensor, so a dim that is covered completely may stay split. If that is not possible, the view
+// is taken of the whole memory, on every rank.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -19,19 +19,20 @@ using Numbers = std::vector<std::int64_t>;
 
 struct StridedView {
   Numbers size, stride;
-  std::int64_t offset = 0;  // from the start of the tensor that is viewed
+  std::int64_t offset = 0;  // from the start of the base tensor
 };
 
-// What becomes of one dim of the tensor that is viewed.
+// How one dim of the base tensor is used.
 struct Cut {
   std::int64_t first = 0, step = 1, count = 1;
-  std::optional<std::size_t> target;  // dim of the view; nothing: selected
+  std::optional<std::size_t> target;  // dim of the view; std::nullopt if selected
 };
 
-// The cuts that make the view, when there are any: its dims of more than one element are slices of different dims.
+// The cuts that produce the view, if possible: its dims of more than one element are slices of different
+// dims.
 std::optional<std::vector<Cut>> read_cuts(const GlobalGeometry& whole, const StridedView& view) {
   const std::size_t ndim = whole.shape.size();
-  std::vector<std::size_t> order;  // of dims that have a stride to speak of, the outermost first
+  std::vector<std::size_t> order;  // of dims with more than one element, the outermost first
   for (std::size_t dim = 0; dim < ndim; ++dim) {
     if (whole.shape[dim] == 0) return std::nullopt;
     if (whole.shape[dim] > 1) order.push_back(dim);
@@ -60,10 +61,10 @@ std::optional<std::vector<Cut>> read_cuts(const GlobalGeometry& whole, const Str
   return cuts;
 }
 
-// By operators on the distributed tensor.
+// Applies the cuts by operators on the distributed tensor.
 at::Tensor apply_cuts(const at::Tensor& self, const std::vector<Cut>& cuts, const StridedView& view) {
   at::Tensor result = self;
-  Numbers targets;  // of the dims that are left
+  Numbers targets;  // of the remaining dims
   for (std::size_t dim = cuts.size(); dim-- > 0;) {
     const Cut& cut = cuts[dim];
     const auto at = static_cast<std::int64_t>(dim);
@@ -95,7 +96,7 @@ bool same_layout(const at::Tensor& local, const GlobalGeometry& whole) {
   return true;
 }
 
-// Of all of the memory, which every rank then has.
+// Of the whole memory, which every rank then has.
 at::Tensor view_memory(const at::Tensor& self, const StridedView& view) {
   const DTensorPayload& payload = *dtensor_payload(self);
   const GlobalGeometry& whole = payload.spec->geometry();

@@ -1,7 +1,9 @@
-// Fused attention: batch and heads may be split, sequences may not. Masks and biases follow where they have these dims.
+// Fused attention: batch and heads may be split, sequences may not. Masks and biases are split likewise if
+// they have these dims.
 //
-// query (batch, heads, length, width), key and value (batch, heads, length, width), output like query, logsumexp (batch, heads,
-// length or more). Keys may have fewer heads than queries, each for a run of them: then the split must not cut such a run.
+// query (batch, heads, length, width), key and value (batch, heads, length, width), output like query,
+// logsumexp (batch, heads, length or more). Keys may have fewer heads than queries, each for a group of them:
+// then a split must not divide such a group.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
@@ -10,6 +12,7 @@
 #include <string>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor/tensor/rule_helpers.h"
 #include "penstock/dtensor/tensor/rule_registry.h"
@@ -28,7 +31,7 @@ struct Heads {
     scores = {query[0], query[1], query[2], key[2]};
     keys = key[1];
   }
-  // A result that belongs to heads, of queries or of keys, and not the state of a generator.
+  // Whether a result has a heads dim, of queries or of keys, and is not the state of a generator.
   bool owns(const std::vector<std::int64_t>& shape) const {
     return shape.size() >= 3 && shape[0] == scores[0] && (shape[1] == scores[1] || shape[1] == keys);
   }
@@ -60,7 +63,8 @@ std::vector<AxisStrategy> strategies(const ShardingCall& call, const Heads& head
 }
 
 Sharding attention(const ShardingCall& call) {
-  // A rank's own generator would be drawn from: replicated results would differ, split ones repeat each other.
+  // It would draw from each rank's own generator: replicated results would differ, and split ones would
+  // repeat each other.
   if (const auto& dropout = call.argument("dropout_p"); dropout.isDouble() && dropout.toDouble() > 0)
     throw NotImplemented(fmt::format("{}: dropout {} inside fused attention of distributed tensors; set it to 0, or write the attention as matmul, softmax, "
                                      "dropout, matmul",
@@ -74,9 +78,10 @@ Sharding attention(const ShardingCall& call) {
   return sharding;
 }
 
-// Kernels refuse a batch or heads of which there are none. The results are then empty, and the rest what it always is: no
-// boundaries of packed sequences, the lengths of the others, a random state that nobody reads. Undefined results of the schema
-// are where `given` has a 0; what is no tensor is a length, of queries and then of keys.
+// Kernels reject an empty batch or no heads. The results are then empty, and the others have their usual
+// values: no boundaries of packed sequences, the lengths of the others, a random state that is not read.
+// Undefined results of the schema have a 0 in `given`; results that are not tensors are lengths, of queries
+// and then of keys.
 ShardingRule attention_giving(std::string given) {
   return [given = std::move(given)](const ShardingCall& call) {
     Sharding sharding = attention(call);
@@ -84,7 +89,7 @@ ShardingRule attention_giving(std::string given) {
     const auto query = static_cast<std::size_t>(call.index_at(call.argument_index("query")));
     const auto local = local_shape(call, call.inputs[query].whole.shape, sharding.inputs[query]);
     if (call.inputs[query].whole.numel() == 0 || std::find(local.begin(), local.end(), 0) == local.end()) return sharding;
-    PENSTOCK_INVARIANT(given.size() == call.traits.returns.size(), fmt::format("the rule of {} knows its results", call.traits.name));
+    PENSTOCK_INVARIANT(given.size() == call.traits.returns.size(), fmt::format("the rule of {} lists all its results", call.traits.name));
     sharding.local = [given, lengths = std::array{heads.scores[2], heads.scores[3]}](const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) {
       Stack results;
       std::size_t output = 0, number = 0;

@@ -1,5 +1,5 @@
-// Convolutions, poolings and resampling: images are independent of each other, and so are channels, unless a convolution mixes
-// them. Height and width are never split.
+// Convolutions, pooling and resampling: images are independent, and so are channels, unless a convolution
+// mixes them. Height and width are never split.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -12,7 +12,8 @@
 namespace penstock::detail {
 namespace {
 
-// ---- convolutions: input (batch, channels, ...), weight (out channels, channels of a group, ...), transposed the other way ----
+// ---- convolutions: input (batch, channels, ...), weight (out channels, channels of a group, ...), the
+// reverse if transposed ----
 
 struct ConvolutionDims {
   explicit ConvolutionDims(const ShardingCall& call) : groups(call.argument("groups").toInt()) {
@@ -52,7 +53,7 @@ Sharding convolution(const ShardingCall& call) {
   std::int64_t parts = 1;
   Sharding sharding = choose_convolution(call, strategies, parts);
   if (parts > 1) sharding.arguments.push_back({call.argument_index("groups"), dims.groups / parts});
-  // Of terms, the first one along the axis has the bias.
+  // Of partial results, only the first one along the axis includes the bias.
   for (std::size_t axis = 0; axis < call.axes(); ++axis)
     if (sharding.outputs[0][axis].is_partial() && call.coordinate[axis] != 0) {
       sharding.arguments.push_back({call.argument_index("bias"), c10::IValue()});
@@ -91,7 +92,7 @@ Sharding convolution_backward(const ShardingCall& call) {
   }
   skip_where_empty(call, sharding, {"grad_output", "input", "weight"}, mask);
   if (sharding.local && mask[2]) {
-    // With no channels of the input here, there still are those of the gradient.
+    // A rank without channels of the input still has those of the gradient.
     sharding.local = [zeros = std::move(sharding.local)](const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) {
       const at::Tensor gradient = local_argument(context, *stack, "grad_output");
       std::vector<std::int64_t> dims{0};
@@ -105,7 +106,7 @@ Sharding convolution_backward(const ShardingCall& call) {
 
 // ---- by image and channel ----
 
-// The last `spatial` dims are whole; all tensors have the ones before them.
+// The last `spatial` dims are whole; all tensors have the dims before them.
 Sharding spatial(const ShardingCall& call, std::int64_t spatial_dims) {
   const std::int64_t ndim = call.inputs[0].ndim();
   std::vector<AxisStrategy> strategies;
@@ -116,7 +117,7 @@ Sharding spatial(const ShardingCall& call, std::int64_t spatial_dims) {
     strategies.push_back(std::move(strategy));
   }
   Sharding sharding = choose(call, std::move(strategies));
-  // Backwards of resampling are told the size of the result.
+  // Backward operators of resampling take the size of the result as an argument.
   if (call.has_argument("input_size"))
     sharding.arguments.push_back({call.argument_index("input_size"), c10::IValue(local_shape(call, call.outputs[0].shape, sharding.outputs[0]))});
   skip_where_empty(call, sharding, {call.op.schema().arguments()[0].name()}, std::vector<bool>(call.outputs.size(), true));
@@ -146,7 +147,7 @@ void add_convolution_rules(RuleTable& table) {
              "adaptive_max_pool3d", "adaptive_max_pool3d_backward", "upsample_nearest3d", "upsample_nearest3d_backward", "_upsample_nearest_exact3d",
              "_upsample_nearest_exact3d_backward", "upsample_trilinear3d", "upsample_trilinear3d_backward", "reflection_pad3d", "reflection_pad3d_backward", "replication_pad3d",
              "replication_pad3d_backward",
-             // Channels become pixels, or the other way round.
+             // Channels become pixels, or the reverse.
              "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle"},
             by_channel(3));
 }

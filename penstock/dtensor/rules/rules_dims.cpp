@@ -1,4 +1,5 @@
-// Operators that move, add and drop whole dims: each dim that survives may be split, and terms stay terms.
+// Operators that move, add and remove whole dims: each remaining dim may be split, and partial values stay
+// partial.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -10,12 +11,12 @@
 namespace penstock::detail {
 namespace {
 
-// Per dim of the input, its place in every output.
+// Per dim of the input, its position in every output.
 using DimMap = std::vector<std::optional<std::int64_t>>;
 
 bool any_kind(PartialOp) { return true; }
 
-// `linear`: which kinds of terms stay terms.
+// `linear`: which kinds of partial values stay partial.
 Sharding mapped(const ShardingCall& call, const DimMap& map, bool (*linear)(PartialOp) = any_kind) {
   std::vector<AxisStrategy> strategies;
   for (std::size_t dim = 0; dim < map.size(); ++dim) {
@@ -71,7 +72,7 @@ Sharding unsqueeze(const ShardingCall& call) {
   return mapped(call, map);
 }
 
-// The sizes asked for are those of the whole.
+// The sizes given are those of the whole tensor.
 Sharding expand(const ShardingCall& call) {
   const auto& shape = call.inputs[0].whole.shape;
   const auto& result = call.outputs[0].shape;
@@ -84,7 +85,7 @@ Sharding expand(const ShardingCall& call) {
   return sharding;
 }
 
-// A dim that is cut, and one that is looked through in order, must be whole.
+// A dim that is cut, and one that is scanned in order, must be whole.
 Sharding one_dim_whole(const ShardingCall& call, bool drops) {
   const std::int64_t ndim = call.inputs[0].ndim();
   if (ndim == 0) return mapped(call, {});
@@ -96,7 +97,7 @@ Sharding one_dim_whole(const ShardingCall& call, bool drops) {
   return mapped(call, map);
 }
 
-// All of it: nothing is cut.
+// The whole dim: nothing is cut.
 Sharding slice(const ShardingCall& call) {
   if (call.outputs[0].shape != call.inputs[0].whole.shape) return one_dim_whole(call, false);
   return mapped(call, identity(call.inputs[0].ndim()));
@@ -105,14 +106,15 @@ Sharding slice(const ShardingCall& call) {
 // Complex numbers as pairs: sums of them are sums of the parts, products are not.
 Sharding as_pairs(const ShardingCall& call) { return mapped(call, identity(call.inputs[0].ndim()), sums); }
 
-// The last dim holds the parts of one number.
+// The last dim holds the real and imaginary parts.
 Sharding from_pairs(const ShardingCall& call) {
   DimMap map = identity(call.inputs[0].ndim());
   map.back().reset();
   return mapped(call, map, sums);
 }
 
-// Halves of `dim` meet elementwise, in the derivatives too; the result and its gradient have half of it.
+// The halves of `dim` are combined elementwise, in the derivatives too; the result and its gradient have half
+// of it.
 Sharding halves(const ShardingCall& call) {
   const std::int64_t ndim = call.inputs.back().ndim();
   const std::int64_t cut = ShardingCall::wrap_dim(call.argument("dim").toInt(), ndim);
@@ -129,7 +131,7 @@ Sharding listed_dims_whole(const ShardingCall& call) {
   return mapped(call, map);
 }
 
-// The last two dims are looked at together.
+// The last two dims are processed together.
 Sharding matrices_whole(const ShardingCall& call) {
   DimMap map = identity(call.inputs[0].ndim());
   for (std::size_t i = 1; i <= 2 && i <= map.size(); ++i) map[map.size() - i].reset();
@@ -162,11 +164,11 @@ Sharding pad(const ShardingCall& call) {
   DimMap map = identity(ndim);
   for (std::size_t i = 0; i * 2 < widths.size(); ++i)
     if (widths[2 * i] != 0 || widths[2 * i + 1] != 0) map[static_cast<std::size_t>(ndim) - 1 - i].reset();
-  // Zeros are terms of zero in every kind; another value only where equal values reduce to themselves.
+  // Zeros are valid in every kind of partial value; another value only if equal values reduce to themselves.
   const c10::Scalar value = call.argument("value").toScalar();
   const bool zero = !value.isComplex() && value.toDouble() == 0;
   Sharding sharding = mapped(call, map, zero ? any_kind : [](PartialOp kind) { return kind == PartialOp::Avg || kind == PartialOp::Max || kind == PartialOp::Min; });
-  // LibTorch pads no tensor without elements.
+  // LibTorch does not pad tensors without elements.
   sharding.local = [](const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) {
     const at::Tensor local = (*stack)[0].toTensor();
     if (local.numel() > 0) return op.callBoxed(stack);
@@ -185,7 +187,7 @@ Sharding join(const ShardingCall& call, bool adds_dim) {
     if (dim == joined) continue;
     AxisStrategy strategy = replicated_strategy(call);
     for (std::size_t i = 0; i < call.inputs.size(); ++i)
-      // A tensor of shape (0) joins with anything.
+      // A tensor of shape (0) can be joined with anything.
       if (call.inputs[i].ndim() == result_ndim - (adds_dim ? 1 : 0)) strategy.inputs[i] = Shard{dim - (adds_dim && dim > joined ? 1 : 0)};
     strategy.outputs[0] = Shard{dim};
     strategies.push_back(std::move(strategy));
@@ -219,7 +221,7 @@ void add_dim_rules(RuleTable& table) {
   table.add({"view_as_real", "real", "imag"}, as_pairs);
   table.add({"view_as_complex"}, from_pairs);
   table.add({"glu", "glu_backward", "glu_jvp"}, halves);
-  // The value tells whether terms stay terms.
+  // Whether partial values stay partial depends on the value.
   table.add({"constant_pad_nd"}, pad, {.numbers_matter = true});
 }
 

@@ -1,5 +1,5 @@
-// Embeddings: indices may be split, the width of the rows, and the rows themselves. A rank that does not hold the row of an
-// index gives zeros, so the result is a sum of terms of which one counts.
+// Embeddings: the indices may be split, the width of the rows, and the rows themselves. A rank that does not
+// hold the row of an index returns zeros, so the result is a partial sum.
 #include <ATen/ATen.h>
 
 #include "penstock/dtensor/tensor/rule_helpers.h"
@@ -20,7 +20,7 @@ void local_lookup(const LocalContext& context, const c10::OperatorHandle&, Stack
   at::Tensor result = weight.new_zeros(result_shape);
   if (weight.size(0) > 0)
     result = weight.index_select(0, found.position.reshape({-1})).view(result_shape).masked_fill_(found.held.logical_not().unsqueeze(-1), 0);
-  give_results(context, stack, {result});
+  store_results(context, stack, {result});
 }
 
 Sharding embedding(const ShardingCall& call) {
@@ -36,13 +36,13 @@ Sharding embedding(const ShardingCall& call) {
   return sharding;
 }
 
-// The gradient of the rows. Which rank needs which of them is not said here: where gradient and indices are whole, so is the
-// result, and taking a rank's rows out of it sends nothing.
+// The gradient of the rows. It is not split by rows here: if gradient and indices are whole, so is the
+// result, and slicing a rank's rows out of it needs no communication.
 Sharding embedding_backward(const ShardingCall& call) {
   const std::int64_t ndim = input_named(call, "indices")->ndim();
   std::vector<AxisStrategy> strategies;
   StrategyBuilder(call).in("grad_output", Shard{ndim}).out(0, Shard{1}).add_to(strategies);
-  // Counting how often an index occurs takes all of them.
+  // Counting how often an index occurs requires all of them.
   if (!call.argument("scale_grad_by_freq").toBool())
     for (std::int64_t dim = 0; dim < ndim; ++dim)
       StrategyBuilder(call).in("grad_output", Shard{dim}).in("indices", Shard{dim}).out(0, Partial{}).add_to(strategies);

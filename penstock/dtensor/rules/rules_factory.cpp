@@ -1,4 +1,4 @@
-// Tensors made after the model of another: the values of the model do not matter, its layout is taken over where it fits.
+// Tensors created like another one: its values do not matter; its placements are used if they are valid.
 #include <ATen/ATen.h>
 
 #include "penstock/dtensor/tensor/rule_helpers.h"
@@ -7,11 +7,11 @@
 namespace penstock::detail {
 namespace {
 
-// Of a given size: laid out as the model where the shape is the same, else whole on every rank.
+// With a given size: placed like the model tensor if the shape is the same, otherwise replicated.
 Sharding sized(const ShardingCall& call) {
   Sharding sharding;
   if (call.outputs[0].shape == call.inputs[0].whole.shape) {
-    sharding = like_model(call);
+    sharding = placed_like_first_input(call);
   } else {
     sharding.inputs = {call.inputs[0].placements};
     sharding.outputs = {Placements(call.axes())};
@@ -26,9 +26,9 @@ Sharding sized(const ShardingCall& call) {
 }  // namespace
 
 void add_factory_rules(RuleTable& table) {
-  table.add({"empty_like", "zeros_like", "ones_like", "full_like"}, like_model);
+  table.add({"empty_like", "zeros_like", "ones_like", "full_like"}, placed_like_first_input);
   table.add({"new_empty", "new_zeros", "new_empty_strided", "new_ones", "new_full"}, sized);
-  // A number out of a tensor: of the whole one, the same on every rank.
+  // A number read from a tensor: from the whole one, the same on every rank.
   table.add({"_local_scalar_dense", "equal", "is_nonzero"}, replicate_all, {.numbers_matter = false, .shape_known = false});
 }
 

@@ -1,6 +1,7 @@
 // Operators on lists of tensors (_foreach_*, fused optimizer steps): one call on the local parts of all of them.
 //
-// Positions are independent of each other and may lie differently, on different meshes even; plain tensors may be among them.
+// Positions are independent and may have different placements and even different meshes; some tensors may be
+// plain.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -11,6 +12,7 @@
 #include <set>
 #include <string>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor/rules/foreach_lists.h"
 #include "penstock/dtensor/rules/norm_terms.h"
@@ -20,8 +22,8 @@
 namespace penstock::detail {
 namespace {
 
-// Linear in all its lists together: of sums, each rank may do it to its terms.
-bool terms_fit(const std::string& name) {
+// Linear in all its lists together: each rank may apply it to its partial sums.
+bool partial_allowed(const std::string& name) {
   static const std::set<std::string, std::less<>> linear{"mul.Scalar", "mul.ScalarList", "mul.Tensor", "div.Scalar", "div.ScalarList", "div.Tensor", "neg", "zero",
                                                          "add.List",   "sub.List",       "copy",       "lerp.Scalar"};
   std::string bare = name.substr(std::string("aten::_foreach_").size());
@@ -30,13 +32,13 @@ bool terms_fit(const std::string& name) {
   return linear.count(bare) > 0;
 }
 
-// Local results in the place of the arguments.
+// Replaces the arguments by the local results.
 void push_results(const OperatorTraits& traits, const ForeachCall& call, Stack* stack) {
   for (std::size_t i = 0; i < traits.returns.size(); ++i) {
     c10::List<at::Tensor> list;
     const auto results = call.local[i].toListRef();
     for (std::size_t position = 0; position < results.size(); ++position) {
-      // Counters of optimizers have no dims and are the same on every rank.
+      // Step counters of optimizers have no dims and are the same on every rank.
       const at::Tensor result = results[position].toTensor();
       const bool counter = result.dim() == 0 && call.spec(position) && !call.spec(position)->shape().empty();
       list.push_back(counter ? result : call.wrap(result, position));
@@ -47,19 +49,19 @@ void push_results(const OperatorTraits& traits, const ForeachCall& call, Stack* 
 
 void on_lists(const c10::OperatorHandle& op, Stack* stack) {
   const OperatorTraits& traits = traits_of(op);
-  ForeachCall call(op, stack, terms_fit(traits.name));
+  ForeachCall call(op, stack, partial_allowed(traits.name));
   op.callBoxed(&call.local);
   push_results(traits, call, stack);
 }
 
-// A step of an optimizer needs whole gradients.
+// An optimizer step needs whole gradients.
 void fused_step(const c10::OperatorHandle& op, Stack* stack) {
   ForeachCall call(op, stack, false);
   op.callBoxed(&call.local);
   push_results(traits_of(op), call, stack);
 }
 
-// Which axes of which mesh have ranks with other parts than this one.
+// The axes of each mesh along which ranks have other parts than this one.
 struct SplitAxes {
   comm::MeshGroups mesh;
   std::set<int> axes;
@@ -77,20 +79,21 @@ std::map<std::uint64_t, SplitAxes> split_axes(const ForeachCall& call) {
   return result;
 }
 
-// Gradients that are not finite anywhere are so everywhere: all ranks skip the step, or none.
+// If gradients are not finite on one rank, they count as such on all: all ranks skip the step, or none.
 void check_and_unscale(const c10::OperatorHandle& op, Stack* stack) {
   if (op.operator_name().name != "aten::_amp_foreach_non_finite_check_and_unscale_" || !op.schema().returns().empty())
-    throw NotImplemented(fmt::format("{} of distributed tensors; use the form in place", traits_of(op).name));
+    throw NotImplemented(fmt::format("{} of distributed tensors; use the in-place form", traits_of(op).name));
   const c10::IValue found_argument = (*stack)[stack->size() - 2];
   ForeachCall call(op, stack, false);
   at::Tensor found = call.local[1].toTensor();
   if (const DTensorPayload* payload = dtensor_payload(found_argument.toTensor()); payload && !payload->spec->is_replicated())
-    throw ValueError(describe("_amp_foreach_non_finite_check_and_unscale_: found_inf", to_string(payload->spec->placements()), "a replicated tensor", "make it with Replicate on every axis"));
+    throw ValueError(describe("_amp_foreach_non_finite_check_and_unscale_: found_inf", to_string(payload->spec->placements()), "a replicated tensor", "create it with Replicate on every axis"));
   op.callBoxed(&call.local);
   for (const auto& [_, split] : split_axes(call)) reduce_over(split.mesh, {split.axes.begin(), split.axes.end()}, found, comm::ReduceOp::Max);
 }
 
-// The norm of every tensor, or the sum of powers that it is the root of, with one all-reduce per mesh axis for all of them.
+// The norm of every tensor, or the sum of powers that it is the root of, with one all-reduce per mesh axis
+// for all tensors together.
 void foreach_norm(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema().arguments();
   for (const c10::Argument& argument : schema)
@@ -135,7 +138,7 @@ void foreach_norm(const c10::OperatorHandle& op, Stack* stack) {
   stack->push_back(std::move(results));
 }
 
-// Reductions of whole tensors go one by one; their results may be terms.
+// Reductions of whole tensors run one by one; their results may be partial.
 void foreach_max(const c10::OperatorHandle& op, Stack* stack) {
   if (op.schema().arguments().size() != 1) throw NotImplemented(fmt::format("{} of distributed tensors; use the form that returns its results", traits_of(op).name));
   c10::List<at::Tensor> results;
@@ -143,11 +146,11 @@ void foreach_max(const c10::OperatorHandle& op, Stack* stack) {
   stack->back() = std::move(results);
 }
 
-// Products of matrices choose their placements pair by pair, as single ones do.
+// Matrix products choose their placements pair by pair, like single ones.
 void foreach_mm(const c10::OperatorHandle& op, Stack* stack) {
   const std::vector<at::Tensor> right = torch::jit::pop(*stack).toTensorVector(), left = torch::jit::pop(*stack).toTensorVector();
   if (left.size() != right.size())
-    throw ValueError(describe(fmt::format("{}: matrices on the right", traits_of(op).name), std::to_string(right.size()), std::to_string(left.size()), "give both lists the same length"));
+    throw ValueError(describe(fmt::format("{}: matrices on the right", traits_of(op).name), std::to_string(right.size()), std::to_string(left.size()), "pass lists of the same length"));
   c10::List<at::Tensor> results;
   for (std::size_t position = 0; position < left.size(); ++position) results.push_back(at::mm(left[position], right[position]));
   stack->push_back(std::move(results));

@@ -1,7 +1,9 @@
-// Reading and writing by an index along one dim: gather, scatter, index_select, index_add and their kin.
+// Reading and writing by an index along one dim: gather, scatter, index_select, index_add and related
+// operators.
 //
-// Every other dim may be split. Along the indexed dim itself a rank that holds a part reads what it has (zero for the rest: the
-// results are terms of a sum) and writes what belongs to it; an index that is split makes the result split.
+// Every other dim may be split. Along the indexed dim a rank that holds a part reads what it has (zero for
+// the rest: the results are partial sums) and writes what belongs to it; if the index is split, so is the
+// result.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -13,7 +15,7 @@
 namespace penstock::detail {
 namespace {
 
-// What the operators of this family have in common.
+// Shared by the operators of this family.
 struct IndexedCall {
   explicit IndexedCall(const ShardingCall& call)
       : self(static_cast<std::size_t>(call.index_at(call.argument_index("self")))), index_argument(call.argument_index("index")),
@@ -25,7 +27,7 @@ struct IndexedCall {
   std::size_t self;
   int index_argument;
   std::size_t index;
-  int source = -1;  // -1: a number instead
+  int source = -1;  // -1: a scalar instead
   std::int64_t ndim, dim;
 };
 
@@ -54,7 +56,7 @@ void read_held(const LocalContext& context, const c10::OperatorHandle& op, Stack
   const at::Tensor result = stack->back().toTensor();
   at::Tensor missing = local.held.logical_not();
   if (missing.dim() < result.dim() || context.call.traits.name.find("index_select") != std::string::npos) {
-    // One index for whole slices.
+    // One index per whole slice.
     std::vector<std::int64_t> shape(static_cast<std::size_t>(result.dim()), 1);
     if (!shape.empty()) shape[static_cast<std::size_t>(indexed.dim)] = missing.numel();
     missing = missing.reshape(shape);
@@ -118,7 +120,7 @@ Sharding index_select(const ShardingCall& call) {
 
 // ---- writing ----
 
-// Into the part of this rank, with one slice more that takes what belongs to others.
+// Writes into the part of this rank, with one extra slice for what belongs to other ranks.
 void write_held(const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) {
   const IndexedCall indexed(context.call);
   const at::Tensor self = (*stack)[0].toTensor();
@@ -138,10 +140,10 @@ void write_held(const LocalContext& context, const c10::OperatorHandle& op, Stac
   }
 }
 
-bool any_kind(PartialOp) { return true; }
+bool any_partial(PartialOp) { return true; }
 bool no_kind(PartialOp) { return false; }
 
-// `linear`: of which kind self and source may be terms.
+// `linear`: the kind of partial value that self and source may be.
 Sharding write(const ShardingCall& call, std::vector<AxisStrategy> strategies, bool (*linear)(PartialOp)) {
   const IndexedCall indexed(call);
   if (indexed.ndim > 0) {
@@ -149,7 +151,7 @@ Sharding write(const ShardingCall& call, std::vector<AxisStrategy> strategies, b
     held.inputs[indexed.self] = held.outputs[0] = Shard{indexed.dim};
     strategies.push_back(std::move(held));
   }
-  // A number is no term of itself.
+  // A scalar cannot be partial.
   if (indexed.source >= 0)
     for (const PartialOp kind : partial_kinds(call)) {
       if (!linear(kind)) continue;
@@ -170,7 +172,7 @@ Sharding scatter(const ShardingCall& call) {
   const auto& self = call.inputs[indexed.self].whole.shape;
   const auto& shape = call.inputs[indexed.index].whole.shape;
   const auto* source = indexed.source >= 0 ? &call.inputs[static_cast<std::size_t>(indexed.source)].whole.shape : nullptr;
-  // Reductions other than a plain write or sum do not go term by term.
+  // Reductions other than a plain write or sum cannot be applied to partial values.
   const bool reduces = call.has_argument("reduce");
   std::vector<AxisStrategy> strategies;
   for (std::int64_t dim = 0; dim < indexed.ndim && shape.size() == self.size(); ++dim) {
@@ -187,7 +189,7 @@ Sharding scatter(const ShardingCall& call) {
       continue;
     strategies.push_back(std::move(strategy));
   }
-  return write(call, std::move(strategies), reduces ? no_kind : adds ? sums : any_kind);
+  return write(call, std::move(strategies), reduces ? no_kind : adds ? sums : any_partial);
 }
 
 // Whole slices: self[index[i]] (op)= source[i] for dim 0.
@@ -205,18 +207,18 @@ Sharding index_write(const ShardingCall& call) {
       strategy.inputs[indexed.self] = strategy.outputs[0] = Shard{dim};
     }
     if (indexed.source >= 0) {
-      // A single slice may come without its dim.
+      // A single slice may be given without its dim.
       if (call.inputs[static_cast<std::size_t>(indexed.source)].ndim() != indexed.ndim) continue;
       set(strategy.inputs, indexed.source, Shard{dim});
     }
     strategies.push_back(std::move(strategy));
   }
-  return write(call, std::move(strategies), adds ? sums : any_kind);
+  return write(call, std::move(strategies), adds ? sums : any_partial);
 }
 
 // ---- others ----
 
-// Counts in the flat tensor: it must be whole, the indices need not.
+// Indexes the flattened tensor: it must be whole, the indices need not.
 Sharding take(const ShardingCall& call) {
   std::vector<AxisStrategy> strategies;
   for (std::int64_t dim = 0; dim < call.inputs[1].ndim(); ++dim) strategies.push_back({{Replicate{}, Shard{dim}}, {Shard{dim}}});

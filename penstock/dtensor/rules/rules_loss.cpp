@@ -1,10 +1,11 @@
 // Losses.
 //
-// nll_loss: rows may be split, and classes. Each rank looks up the targets whose class it holds; the sum and the total weight
-// are added up over the ranks, so uneven rows and ignored targets count right. With log_softmax, whose classes may be split
-// too, cross entropy over a split vocabulary sends a few numbers per row.
+// nll_loss: rows and classes may be split. Each rank looks up the targets whose class it holds; the sum and
+// the total weight are added up over the ranks, so uneven rows and ignored targets are counted correctly.
+// Together with log_softmax, whose classes may be split too, cross entropy over a split vocabulary sends a
+// few numbers per row.
 //
-// Losses by element: terms of a sum where an input is split. The mean is over the elements of all ranks.
+// Elementwise losses: partial sums if an input is split. The mean is over the elements of all ranks.
 #include <ATen/ATen.h>
 #include <ATen/core/Reduction.h>
 
@@ -30,7 +31,7 @@ bool all_replicated(const Sharding& sharding) {
 
 std::int64_t class_dim(const ShardingCall& call) { return input_named(call, "self")->ndim() == 1 ? 0 : 1; }
 
-// Classes and the weight of each: what this rank holds of the targets.
+// This rank's part of the targets: class positions and weights.
 struct Lookup {
   Lookup(const LocalContext& context, const Stack& stack) : dim(class_dim(context.call)), self(local_argument(context, stack, "self")) {
     const at::Tensor target = local_argument(context, stack, "target"), weight = local_argument(context, stack, "weight");
@@ -64,7 +65,7 @@ void local_likelihood(const LocalContext& context, const c10::OperatorHandle&, S
   if (reduction == kNone) {
     losses = losses.contiguous();
     reduce_over(context.mesh, class_axes, losses, comm::ReduceOp::Sum);
-    return give_results(context, stack, {losses.to(dtype), losses.new_zeros({}, losses.options().dtype(dtype))});
+    return store_results(context, stack, {losses.to(dtype), losses.new_zeros({}, losses.options().dtype(dtype))});
   }
   const at::Tensor totals = at::stack({losses.sum(), lookup.weights.sum()});
   std::vector<int> axes;
@@ -74,7 +75,7 @@ void local_likelihood(const LocalContext& context, const c10::OperatorHandle&, S
   reduce_over(context.mesh, axes, totals, comm::ReduceOp::Sum);
   const at::Tensor total_weight = totals.select(0, 1).clone();
   const at::Tensor loss = reduction == kMean ? totals.select(0, 0) / total_weight : totals.select(0, 0).clone();
-  give_results(context, stack, {loss.to(dtype), total_weight.to(context.call.outputs[1].dtype)});
+  store_results(context, stack, {loss.to(dtype), total_weight.to(context.call.outputs[1].dtype)});
 }
 
 void local_likelihood_backward(const LocalContext& context, const c10::OperatorHandle&, Stack* stack) {
@@ -84,7 +85,7 @@ void local_likelihood_backward(const LocalContext& context, const c10::OperatorH
   const at::Tensor values = (lookup.weights * gradient).neg_().masked_fill_(lookup.missing, 0);
   at::Tensor result = lookup.self.new_zeros(lookup.self.sizes());
   if (lookup.self.size(lookup.dim) > 0) result.scatter_(lookup.dim, lookup.position, values.to(result.scalar_type()).unsqueeze(lookup.dim));
-  give_results(context, stack, {result});
+  store_results(context, stack, {result});
 }
 
 Sharding likelihood(const ShardingCall& call, bool backward) {
@@ -110,7 +111,7 @@ Sharding likelihood(const ShardingCall& call, bool backward) {
   return sharding;
 }
 
-// ---- by element ----
+// ---- elementwise ----
 
 std::vector<std::int64_t> broadcast_shape(const ShardingCall& call) {
   std::vector<std::int64_t> result;
@@ -133,7 +134,7 @@ std::int64_t product(const std::vector<std::int64_t>& shape) {
 Sharding by_element(const ShardingCall& call) {
   const std::int64_t reduction = call.argument("reduction").toInt();
   if (reduction == kNone) return choose(call, elementwise_strategies(call));
-  // A sum of terms cannot be written into a tensor that is whole.
+  // A partial sum cannot be written into a replicated tensor.
   if (call.traits.mutates) return replicate_all(call);
   const auto shape = broadcast_shape(call);
   std::vector<AxisStrategy> strategies;
@@ -158,7 +159,8 @@ Sharding by_element(const ShardingCall& call) {
   return sharding;
 }
 
-// The kernel divides by the elements that it sees; so it adds up, and the count of all is divided by here.
+// The kernel would divide by its local count; so it computes the sum, which is divided here by the count of
+// all ranks.
 Sharding by_element_backward(const ShardingCall& call) {
   Sharding sharding = choose(call, elementwise_strategies(call));
   if (call.argument("reduction").toInt() != kMean || all_replicated(sharding)) return sharding;

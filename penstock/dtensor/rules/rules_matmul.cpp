@@ -1,4 +1,5 @@
-// Products of matrices: rows of the left, columns of the right, and the inner dim, whose products are terms of a sum.
+// Matrix products: rows of the left, columns of the right, and the inner dim, whose products are partial
+// sums.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
@@ -58,7 +59,7 @@ ShardingRule rule(const std::vector<ProductDim>& dims, bool added) {
   return [dims, added](const ShardingCall& call) { return product(call, dims, added); };
 }
 
-// With nothing to add up, LibTorch 1.13 does not stretch what it adds the product to.
+// With an empty inner dim, LibTorch 1.13 does not broadcast the tensor that the product is added to.
 Sharding matrix_vector_plus(const ShardingCall& call) {
   Sharding sharding = product(call, kMatrixVector, true);
   if (call.traits.mutates || call.inputs[0].whole.shape == call.outputs[0].shape) return sharding;

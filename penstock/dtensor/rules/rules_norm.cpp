@@ -1,4 +1,4 @@
-// Norms: each rank's term, one small all-reduce, the root. The result is whole.
+// Norms: each rank's term, one small all-reduce, the root. The result is replicated.
 #include <ATen/ATen.h>
 
 #include "penstock/dtensor/rules/norm_terms.h"
@@ -20,7 +20,7 @@ struct NormDims {
 
 void norm_of_parts(const LocalContext& context, const c10::OperatorHandle&, Stack* stack) {
   const NormDims dims(context.call);
-  // From this call: the decision may have been made for another order.
+  // Read from this call: the decision may have been made for another order.
   const c10::IValue& order = (*stack)[static_cast<std::size_t>(context.call.argument_index(context.call.has_argument("ord") ? "ord" : "p"))];
   const NormTerms terms(order.isNone() ? 2 : order.toScalar().toDouble());
   at::Tensor values = terms.of((*stack)[0].toTensor(), {dims.gone.begin(), dims.gone.end()});

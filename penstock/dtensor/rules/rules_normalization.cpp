@@ -1,5 +1,5 @@
-// Normalizations. Dims that statistics are not taken over may be split; gradients of weight and bias are then terms of a sum.
-// In training, batch normalization of a split batch adds up the statistics of all ranks.
+// Normalizations. Dims that statistics are not computed over may be split; gradients of weight and bias are
+// then partial sums. In training, batch normalization of a split batch adds up the statistics of all ranks.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace penstock::detail {
 namespace {
 
-// Which gradients are asked for: of the input, and of the parameters.
+// Which gradients are requested: of the input, and of the parameters.
 std::vector<bool> output_mask(const ShardingCall& call) {
   if (!call.has_argument("output_mask")) return std::vector<bool>(3, true);
   std::vector<bool> mask;
@@ -25,7 +25,8 @@ std::int64_t row_dims(const ShardingCall& call) {
   return input_named(call, "input")->ndim() - static_cast<std::int64_t>(call.argument("normalized_shape").toListRef().size());
 }
 
-// All results (the output and the statistics, which keep the normalized dims with size 1) are split as the rows are.
+// All results (the output and the statistics, which keep the normalized dims with size 1) are split like the
+// rows.
 Sharding rows(const ShardingCall& call) {
   std::vector<AxisStrategy> strategies;
   for (std::int64_t dim = 0; dim < row_dims(call); ++dim) {
@@ -39,7 +40,7 @@ Sharding rows(const ShardingCall& call) {
   return sharding;
 }
 
-// The gradient of the input, then of the parameters that are asked for and there.
+// The gradient of the input, then of the parameters that are requested and present.
 Sharding rows_backward(const ShardingCall& call) {
   auto mask = output_mask(call);
   if (!input_named(call, "weight")) mask[1] = false;
@@ -93,7 +94,7 @@ Sharding group_norm(const ShardingCall& call, bool backward) {
 
 // ---- over the batch: input (batch, channels, ...) ----
 
-// Running statistics are written, though no schema says so: they must stay as they are placed.
+// Running statistics are written, though no schema declares it: their placement must not change.
 ShardingCall with_written_statistics(const ShardingCall& call) {
   ShardingCall marked = call;
   for (const char* name : {"running_mean", "running_var"})
@@ -102,8 +103,8 @@ ShardingCall with_written_statistics(const ShardingCall& call) {
   return marked;
 }
 
-// This rank's part as (channels, everything else), in the type that statistics are taken in, and how many elements of each
-// channel all ranks have together.
+// This rank's part as (channels, everything else), in the dtype of the statistics, and the number of elements
+// per channel on all ranks together.
 struct Channels {
   Channels(const LocalContext& context, const Stack& stack) : input(local_argument(context, stack, "input")) {
     const ShardingInput& whole = *input_named(context.call, "input");
@@ -115,7 +116,7 @@ struct Channels {
   }
 
   at::Tensor by_channel(const at::Tensor& tensor) const { return tensor.to(type).transpose(0, 1).reshape({tensor.size(1), tensor.numel() > 0 ? -1 : 0}); }
-  // Of a tensor (channels, everything else): back into the form and type of `like`.
+  // Converts a tensor (channels, everything else) back to the shape and dtype of `like`.
   at::Tensor restored(const at::Tensor& tensor, const at::Tensor& like) const {
     std::vector<std::int64_t> shape = like.sizes().vec();
     std::swap(shape[0], shape[1]);
@@ -135,7 +136,7 @@ struct Channels {
   std::vector<int> axes;
 };
 
-// The results of the operator that this stands for, which may want one more: what its own backward would keep.
+// The results of the operator being replaced, which may have one more: what its own backward would save.
 void local_batch_norm(const LocalContext& context, const c10::OperatorHandle&, Stack* stack) {
   const ShardingCall& call = context.call;
   const auto number = [&](std::string_view name, std::string_view other) {
@@ -158,7 +159,7 @@ void local_batch_norm(const LocalContext& context, const c10::OperatorHandle&, S
   if (bias.defined()) result = result + channels.column(bias);
   std::vector<at::Tensor> results{channels.restored(result, channels.input), mean.to(call.outputs[1].dtype), inverse.to(call.outputs[2].dtype)};
   for (std::size_t i = 3; i < call.outputs.size(); ++i) results.push_back(channels.input.new_empty(call.outputs[i].shape, channels.input.options().dtype(call.outputs[i].dtype)));
-  give_results(context, stack, results);
+  store_results(context, stack, results);
 }
 
 void local_batch_norm_backward(const LocalContext& context, const c10::OperatorHandle&, Stack* stack) {
@@ -179,7 +180,7 @@ void local_batch_norm_backward(const LocalContext& context, const c10::OperatorH
   if (mask[0]) results[0] = channels.restored(result, channels.input);
   if (mask[1]) results[1] = product.to(call.outputs[static_cast<std::size_t>(place[1])].dtype);
   if (mask[2]) results[2] = sum.to(call.outputs[static_cast<std::size_t>(place[2])].dtype);
-  give_results(context, stack, results);
+  store_results(context, stack, results);
 }
 
 bool splits_anything(const Placements& placements) {
@@ -190,13 +191,13 @@ StrategyBuilder channel_strategy(const ShardingCall& call) {
   StrategyBuilder strategy(call);
   for (const char* name : {"input", "grad_out", "grad_output"}) strategy.in(name, Shard{1});
   for (const char* name : {"weight", "bias", "running_mean", "running_var"}) strategy.in(name, Shard{0});
-  // Without training there are none: (0).
+  // Empty outside of training: (0).
   for (const char* name : {"save_mean", "save_invstd", "save_var"})
     if (const ShardingInput* saved = input_named(call, name); saved && saved->whole.numel() > 0) strategy.in(name, Shard{0});
   return strategy;
 }
 
-// Output, mean, inverse deviation; some forms give what their backward keeps, too.
+// Output, mean, inverse deviation; some overloads also return what their backward saves.
 Sharding batch_norm(const ShardingCall& call, bool training) {
   std::vector<AxisStrategy> strategies;
   StrategyBuilder channels = channel_strategy(call);
@@ -219,7 +220,8 @@ Sharding batch_norm_backward(const ShardingCall& call, bool training) {
   const auto place = output_positions(mask);
   std::vector<AxisStrategy> strategies;
   channel_strategy(call).out(place[0], Shard{1}).out(place[1], Shard{0}).out(place[2], Shard{0}).add_to(strategies);
-  // In training the sums over all ranks are needed for the gradient of the input, so the parameters get whole ones.
+  // In training, the gradient of the input needs the sums over all ranks, so the gradients of the parameters
+  // are whole.
   const Placement parameters = training ? Placement() : Placement(Partial{});
   const ShardingInput& input = *input_named(call, "input");
   for (std::int64_t dim = 0; dim < input.ndim(); ++dim) {

@@ -1,4 +1,4 @@
-// Elementwise operators: every dim may be split, as all inputs that are not broadcast along it are.
+// Elementwise operators: every dim may be split, together with all inputs that are not broadcast along it.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace {
 
 Sharding elementwise(const ShardingCall& call) { return choose(call, elementwise_strategies(call)); }
 
-// All tensors with dims are terms: what holds for sums holds for means, and every input carries its part.
+// All tensors with dims are partial: the same holds for sums and means, and every input contributes its part.
 void add_all_partial(const ShardingCall& call, std::vector<AxisStrategy>& strategies, PartialOp kind) {
   AxisStrategy strategy = replicated_strategy(call);
   for (std::size_t i = 0; i < call.inputs.size(); ++i) {
@@ -22,7 +22,8 @@ void add_all_partial(const ShardingCall& call, std::vector<AxisStrategy>& strate
   strategies.push_back(std::move(strategy));
 }
 
-// a + b, a - b: terms of one kind on both sides. A number on one side would be added once per rank; of a mean it may.
+// a + b, a - b: both sides partial of the same kind. A scalar on one side would be added once per rank, which
+// is valid for a mean only.
 Sharding additive(const ShardingCall& call) {
   auto strategies = elementwise_strategies(call);
   const bool numbers = std::any_of(call.inputs.begin(), call.inputs.end(), [](const ShardingInput& input) { return input.plain; }) ||
@@ -32,7 +33,7 @@ Sharding additive(const ShardingCall& call) {
   return choose(call, std::move(strategies));
 }
 
-// a * b, a / b: linear in the first, and for products in the second, while the other side is whole.
+// a * b, a / b: linear in the first, and for products in the second, if the other side is whole.
 Sharding scaling(const ShardingCall& call, bool second_too) {
   auto strategies = elementwise_strategies(call);
   for (const PartialOp kind : partial_kinds(call)) {
@@ -48,7 +49,7 @@ Sharding scaling(const ShardingCall& call, bool second_too) {
   return choose(call, std::move(strategies));
 }
 
-// One input, linear: terms stay terms.
+// One input, linear: partial values stay partial.
 Sharding linear_unary(const ShardingCall& call) {
   auto strategies = elementwise_strategies(call);
   for (const PartialOp kind : partial_kinds(call))
@@ -56,14 +57,15 @@ Sharding linear_unary(const ShardingCall& call) {
   return choose(call, std::move(strategies));
 }
 
-// The wrapper does not say that its elements are to be read as conjugates, so its parts must not be either: they are copied.
+// The wrapper does not carry the lazy conjugation bit, so its parts must not either: they are copied.
 Sharding conjugate(const ShardingCall& call) {
   Sharding sharding = linear_unary(call);
   sharding.local = [](const LocalContext&, const c10::OperatorHandle&, Stack* stack) { stack->back() = at::conj_physical(stack->back().toTensor()); };
   return sharding;
 }
 
-// The same values in other memory: terms of any kind, unless the dtype changes to one that rounds away parts of them.
+// The same values in other memory: any kind of partial value, unless the dtype changes to one that rounds
+// them.
 Sharding copying(const ShardingCall& call) {
   auto strategies = elementwise_strategies(call);
   const auto exact = [&](at::ScalarType from) {
@@ -76,8 +78,8 @@ Sharding copying(const ShardingCall& call) {
   return choose(call, std::move(strategies));
 }
 
-// Overwrites everything with one value. As a term on every rank it is right for zero, and for what a reduction of equal
-// values gives back.
+// Overwrites everything with one value. A partial result is correct for zero, and for reductions that return
+// equal values unchanged.
 Sharding filling(const ShardingCall& call) {
   auto strategies = elementwise_strategies(call);
   const bool zero = call.traits.name.find("zero") != std::string::npos;
@@ -86,7 +88,7 @@ Sharding filling(const ShardingCall& call) {
   return choose(call, std::move(strategies));
 }
 
-// Of terms, the first rank along the axis fills in the value and the others nothing, so that it counts once.
+// Of a partial sum, the first rank along the axis fills in the value and the others zero, so it counts once.
 Sharding masked_fill(const ShardingCall& call) {
   auto strategies = elementwise_strategies(call);
   for (const PartialOp kind : partial_kinds(call)) {

@@ -6,6 +6,7 @@
 #include <numbers>
 #include <optional>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor/tensor/dtensor_random.h"
 #include "penstock/dtensor/tensor/rule_helpers.h"
@@ -21,7 +22,7 @@ void refuse_generator(const ShardingCall& call) {
                               "seed random operators of a mesh with manual_seed(mesh, seed) of penstock/dtensor/tensor/dtensor_random.h"));
 }
 
-// A number of the call that is running. The decision may have been made for another one.
+// A number of the current call; the decision may have been made for another one.
 double number(const LocalContext& context, const Stack& arguments, const char* name) {
   return arguments[static_cast<std::size_t>(context.call.argument_index(name))].toScalar().toDouble();
 }
@@ -32,7 +33,7 @@ class Draws {
   explicit Draws(const LocalContext& context)
       : shape_(context.call.outputs[0].shape), boxes_(local_boxes(shape_, context.call.mesh_shape, context.call.coordinate, context.outputs[0])) {}
 
-  // Every part of `local`, with its place in the whole tensor.
+  // Every part of `local`, with its position in the whole tensor.
   template <class Fill>
   void fill(const at::Tensor& local, Fill&& fill) const {
     for (const ShardBox& box : boxes_) {
@@ -51,7 +52,7 @@ class Draws {
   void bernoulli(const at::Tensor& local, const RandomKey& key, double p) const {
     fill(local, [&](const at::Tensor& part, const GlobalBox& box) { keyed_bernoulli_(part, key, p, box); });
   }
-  // In [0, 1), to be computed with: in float32 for the dtypes that have no more digits.
+  // In [0, 1), for further computation: in float32 for dtypes that have no more digits.
   at::Tensor unit(const at::Tensor& local, at::ScalarType dtype, const RandomKey& key) const {
     const bool narrow = dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat;
     at::Tensor values = at::empty(local.sizes(), local.options().dtype(narrow ? at::kFloat : at::kDouble));
@@ -69,7 +70,7 @@ class Draws {
 // Fills the local part of the result. The arguments are the local ones.
 using Filler = void (*)(const LocalContext&, const Draws&, const at::Tensor& local, const RandomKey&, const Stack& arguments);
 
-// The result is output 0: the first tensor itself where it is written, else a new tensor like it.
+// The result is output 0: the first tensor itself if it is written, otherwise a new tensor like it.
 LocalCall filling_with(Filler filler) {
   return [filler](const LocalContext& context, const c10::OperatorHandle&, Stack* stack) {
     const at::Tensor self = (*stack)[static_cast<std::size_t>(context.call.inputs[0].argument)].toTensor();
@@ -77,7 +78,7 @@ LocalCall filling_with(Filler filler) {
     const bool in_place = context.call.inputs[0].written;
     const std::vector<std::int64_t> shape = local_shape(context.call, whole.shape, context.outputs[0]);
     at::Tensor local = in_place ? self : at::empty_strided(shape, dense_stride(shape, whole.stride), self.options().dtype(whole.dtype));
-    // Also where nothing is held: operators are counted alike on all ranks.
+    // Also on ranks that hold nothing: the operator counters must be equal on all ranks.
     const RandomKey key = next_random_key(context.mesh, self, purpose::kNoise);
     filler(context, Draws(context), local, key, *stack);
     stack->clear();
@@ -85,11 +86,11 @@ LocalCall filling_with(Filler filler) {
   };
 }
 
-// Values of the arguments do not matter, or matter where they stand.
+// The values of the arguments are either not used or used elementwise.
 ShardingRule drawing(Filler filler, bool model_only) {
   return [filler, model_only](const ShardingCall& call) {
     refuse_generator(call);
-    Sharding sharding = model_only && !call.inputs[0].written ? like_model(call) : choose(call, elementwise_strategies(call));
+    Sharding sharding = model_only && !call.inputs[0].written ? placed_like_first_input(call) : choose(call, elementwise_strategies(call));
     sharding.local = filling_with(filler);
     return sharding;
   };
@@ -107,7 +108,7 @@ void normal(const LocalContext& context, const Draws& draws, const at::Tensor& l
 }
 void unit_normal(const LocalContext&, const Draws& draws, const at::Tensor& local, const RandomKey& key, const Stack&) { draws.normal(local, key, 0, 1); }
 
-// Means and deviations that are tensors.
+// Means and deviations given as tensors.
 void normal_around(const LocalContext& context, const Draws& draws, const at::Tensor& local, const RandomKey& key, const Stack& arguments) {
   draws.normal(local, key, 0, 1);
   const auto argument = [&](const char* name) { return arguments[static_cast<std::size_t>(context.call.argument_index(name))]; };
@@ -177,7 +178,7 @@ void integers(const Draws& draws, const at::Tensor& local, const RandomKey& key,
   local.copy_(all.add_(low));
 }
 
-// The largest integer up to which a dtype has all of them, as random_() without bounds goes.
+// The largest integer up to which a dtype represents all integers, the range of random_() without bounds.
 std::uint64_t integers_of(at::ScalarType dtype) {
   switch (dtype) {
     case at::kDouble: return (std::uint64_t{1} << 53) + 1;
@@ -200,7 +201,7 @@ void random_integers(const LocalContext& context, const Draws& draws, const at::
   if (!low) low = bound("low");
   if (!high) high = bound("high");
   const std::int64_t first = low.value_or(0);
-  // Without an upper bound: up to the largest of the dtype.
+  // Without an upper bound: up to the largest value of the dtype.
   const std::uint64_t count = high ? static_cast<std::uint64_t>(*high) - static_cast<std::uint64_t>(first) : integers_of(local.scalar_type()) - static_cast<std::uint64_t>(first);
   if (high && *high <= first)
     throw ValueError(describe(fmt::format("{}: bounds", context.call.traits.name), fmt::format("from {} to {}", first, *high), "an upper bound above the lower one"));
@@ -211,7 +212,7 @@ void random_integers(const LocalContext& context, const Draws& draws, const at::
 
 Sharding native_dropout(const ShardingCall& call) {
   auto strategies = elementwise_strategies(call);
-  // The mask is the same for every term.
+  // The mask is the same for every partial value.
   for (const PartialOp kind : partial_kinds(call))
     if (kind == PartialOp::Sum || kind == PartialOp::Avg) strategies.push_back({{Partial{kind}}, {Partial{kind}, Replicate{}}});
   Sharding sharding = choose(call, std::move(strategies));
@@ -237,7 +238,7 @@ Sharding native_dropout(const ShardingCall& call) {
   return sharding;
 }
 
-// The noise is written, whether the schema says so or not.
+// The noise is written, whether the schema declares it or not.
 Sharding rrelu(const ShardingCall& call) {
   refuse_generator(call);
   ShardingCall writing = call;

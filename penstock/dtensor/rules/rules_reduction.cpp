@@ -1,4 +1,4 @@
-// Reductions: dims that stay may be split; along a dim that goes, partial results are terms of the whole.
+// Reductions: dims that stay may be split; along a reduced dim, the local results are partial.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace penstock::detail {
 namespace {
 
-// Which dims go, and where the others are afterwards.
+// Which dims are reduced, and where the others are afterwards.
 struct Reduction {
   explicit Reduction(const ShardingCall& call) : ndim(call.inputs[0].ndim()) {
     reduced = dims_of(call.has_argument("dim") ? call.argument("dim") : c10::IValue(), ndim);
@@ -52,7 +52,7 @@ void add_partial(const ShardingCall& call, std::vector<AxisStrategy>& strategies
   strategies.push_back(std::move(strategy));
 }
 
-// Reduced dims may be split, and what comes of them is whole: the local call sees to it.
+// Reduced dims may be split, and the result is whole: the local call reduces it.
 void add_whole_results(const ShardingCall& call, const Reduction& reduction, std::vector<AxisStrategy>& strategies) {
   for (const std::int64_t dim : reduction.reduced) {
     AxisStrategy strategy = replicated_strategy(call);
@@ -65,7 +65,7 @@ bool splits_any(const Placements& placements, const std::set<std::int64_t>& dims
   return std::any_of(placements.begin(), placements.end(), [&](const Placement& p) { return p.splits() && dims.count(p.dim()); });
 }
 
-// The reduced dims must be whole: the order of elements matters, or the result is no plain reduction.
+// The reduced dims must be whole: the order of elements matters, or the result is not a plain reduction.
 Sharding whole_rows(const ShardingCall& call) {
   std::vector<AxisStrategy> strategies;
   add_outer_dims(call, Reduction(call), strategies);
@@ -82,7 +82,7 @@ Sharding sum(const ShardingCall& call) {
   return choose(call, std::move(strategies));
 }
 
-// Shards may be uneven, so each rank adds up and divides by the count of all.
+// Shards may be uneven, so each rank sums and divides by the global count.
 Sharding mean(const ShardingCall& call) {
   Sharding sharding = sum(call);
   const Reduction reduction(call);
@@ -100,7 +100,7 @@ Sharding mean(const ShardingCall& call) {
   return sharding;
 }
 
-// The largest or smallest. A rank with nothing has the value that changes nothing.
+// Maximum or minimum. A rank without elements has the neutral value.
 Sharding extreme(const ShardingCall& call, PartialOp kind) {
   std::vector<AxisStrategy> strategies;
   const Reduction reduction(call);
@@ -117,7 +117,7 @@ Sharding extreme(const ShardingCall& call, PartialOp kind) {
     if (local.numel() > 0) return op.callBoxed(stack);
     const auto shape = local_shape(context.call, context.call.outputs[0].shape, context.outputs[0]);
     stack->clear();
-    stack->push_back(local.new_full(shape, kind == PartialOp::Max ? least_of(local.scalar_type()) : greatest_of(local.scalar_type())));
+    stack->push_back(local.new_full(shape, kind == PartialOp::Max ? lowest_value(local.scalar_type()) : highest_value(local.scalar_type())));
   };
   return sharding;
 }
@@ -130,7 +130,7 @@ Sharding product(const ShardingCall& call) {
   return choose(call, std::move(strategies));
 }
 
-// Truth: each rank's answer, then all of them; the result is whole.
+// all and any: each rank's result, then all of them combined; the result is whole.
 Sharding truth(const ShardingCall& call, bool any) {
   std::vector<AxisStrategy> strategies;
   const Reduction reduction(call);
@@ -162,12 +162,12 @@ Sharding by_hand(const ShardingCall& call, const LocalCall& local) {
 
 at::ScalarType wide_enough(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
 
-// A result of this rank, from one that still has the reduced dims.
+// The result of this rank, from one that still has the reduced dims.
 at::Tensor as_output(const LocalContext& context, std::size_t output, const at::Tensor& kept) {
   return kept.reshape(local_shape(context.call, context.call.outputs[output].shape, context.outputs[output])).to(context.call.outputs[output].dtype);
 }
 
-// Deviations from the mean of all.
+// Deviations from the global mean.
 void spread_of_parts(const LocalContext& context, const c10::OperatorHandle&, Stack* stack) {
   const Reduction reduction(context.call);
   const std::string& name = context.call.traits.name;
@@ -219,7 +219,7 @@ void add_reduction_rules(RuleTable& table) {
   table.add({"var.correction", "std.correction", "var_mean.correction", "std_mean.correction"}, [](const ShardingCall& call) { return by_hand(call, spread_of_parts); });
   table.add({"logsumexp"}, [](const ShardingCall& call) { return by_hand(call, logsumexp_of_parts); });
   table.add({"mode", "median.dim", "nanmedian.dim", "kthvalue", "aminmax", "count_nonzero"}, whole_rows);
-  // Along `dim` in order; the shape stays.
+  // Along `dim` in order; the shape is unchanged.
   table.add({"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort", "msort"}, [](const ShardingCall& call) {
     return choose(call, independent_dims(call, dims_of(call.argument("dim"), call.inputs[0].ndim())));
   });

@@ -1,8 +1,9 @@
-// masked_select: how many elements there are depends on the values, so every rank gets all of them.
+// masked_select: the number of elements depends on the values, so every rank gets all of them.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
@@ -18,7 +19,7 @@ at::Tensor whole_of(const c10::OperatorHandle& op, const at::Tensor& tensor) {
   }
   if (tensor.dim() > 0 && !ImplicitReplicationGuard::active())
     throw TypeError(describe(fmt::format("{}: an argument", op.operator_name().name), fmt::format("a plain tensor [{}] among distributed ones", fmt::join(tensor.sizes(), ", ")),
-                             "distributed tensors alone", "distribute it, or put the call under ImplicitReplicationGuard where every rank has equal values"));
+                             "only distributed tensors", "distribute it, or use ImplicitReplicationGuard if every rank has equal values"));
   return tensor;
 }
 

@@ -1,5 +1,6 @@
-// Gradients of operators that cut, and the operators that write a cut-out back: a gradient goes into zeros of the whole size, a
-// part into a copy. The sizes that they are given are those of the whole tensor; each rank makes its own.
+// Gradients of slicing operators, and the operators that write a slice back: a gradient is written into zeros
+// of the whole size, a part into a copy. Their size arguments are those of the whole tensor; each rank
+// computes its own.
 #include <ATen/ATen.h>
 
 #include <optional>
@@ -11,10 +12,10 @@ namespace penstock::detail {
 namespace {
 
 using Numbers = std::vector<std::int64_t>;
-// Per dim of the cut-out, its place in the whole; nothing where the whole is cut.
+// Per dim of the slice, its position in the whole; std::nullopt where the whole is cut.
 using DimMap = std::vector<std::optional<std::int64_t>>;
 
-// The dims of the whole without those in `cut`; `extra` dims of the cut-out come after them.
+// The dims of the whole without those in `cut`, followed by `extra` dims of the slice.
 DimMap uncut_dims(std::int64_t ndim, const Numbers& cut, bool keeps, std::size_t extra) {
   DimMap map;
   for (std::int64_t dim = 0; dim < ndim; ++dim) {
@@ -28,7 +29,7 @@ DimMap uncut_dims(std::int64_t ndim, const Numbers& cut, bool keeps, std::size_t
   return map;
 }
 
-// What the operator cuts out of a tensor of `shape`, and how the dims of the cut-out belong to it.
+// What the operator slices out of a tensor of `shape`, and how the dims of the slice correspond to it.
 DimMap cut_out(const ShardingCall& call, const Numbers& shape, const Numbers& part) {
   const auto ndim = static_cast<std::int64_t>(shape.size());
   const auto dim = [&](const char* name) { return ShardingCall::wrap_dim(call.argument(name).toInt(), ndim); };
@@ -39,7 +40,7 @@ DimMap cut_out(const ShardingCall& call, const Numbers& shape, const Numbers& pa
   return uncut_dims(ndim, part == shape ? Numbers{} : Numbers{dim("dim")}, true, 0);
 }
 
-// Zeros of the given size, with the gradient in its place.
+// Zeros of the given size, with the gradient in its position.
 Sharding gradient(const ShardingCall& call) {
   const Numbers& shape = call.outputs[0].shape;
   std::vector<AxisStrategy> strategies;
@@ -51,7 +52,8 @@ Sharding gradient(const ShardingCall& call) {
     strategy.outputs[0] = Shard{*map[dim]};
     strategies.push_back(std::move(strategy));
   }
-  // Windows that overlap are added up; zero is a term of every kind otherwise, but of these gradients are not made.
+  // Overlapping windows are added up; otherwise zero is valid in every kind of partial value, but gradients
+  // are only partial sums.
   for (const PartialOp kind : partial_kinds(call))
     if (kind == PartialOp::Sum || kind == PartialOp::Avg) {
       AxisStrategy strategy = replicated_strategy(call);
@@ -63,7 +65,7 @@ Sharding gradient(const ShardingCall& call) {
   return sharding;
 }
 
-// self with `src` in place of the cut-out.
+// self with the slice replaced by `src`.
 Sharding write_back(const ShardingCall& call) {
   std::vector<AxisStrategy> strategies;
   const DimMap map = cut_out(call, call.inputs[0].whole.shape, call.inputs[1].whole.shape);
@@ -82,7 +84,7 @@ Sharding write_back(const ShardingCall& call) {
   return choose(call, std::move(strategies));
 }
 
-// Sizes, strides and offset speak of the memory of the whole tensor.
+// Sizes, strides and offset refer to the memory of the whole tensor.
 Sharding strided_write_back(const ShardingCall& call) {
   Sharding sharding = replicate_all(call);
   sharding.local = [](const LocalContext& context, const c10::OperatorHandle& op, Stack* stack) {

@@ -1,5 +1,6 @@
-// Softmax and its logarithm. Every dim may be split. Along the dim of the softmax itself the ranks exchange the maximum and
-// the sum of exponentials of each row, never the row: what losses over a split vocabulary stand on.
+// Softmax and log_softmax. Every dim may be split. Along the softmax dim itself the ranks exchange the
+// maximum and the sum of exponentials of each row, never the row; losses over a split vocabulary are based on
+// this.
 #include <ATen/ATen.h>
 
 #include <limits>
@@ -15,7 +16,7 @@ std::int64_t softmax_dim(const ShardingCall& call) { return ShardingCall::wrap_d
 
 bool splits_dim(const Placements& placements, std::int64_t dim) { return !axes_splitting(placements, dim).empty(); }
 
-// The largest of each row over all ranks. A rank that holds nothing of the rows does not count.
+// The maximum of each row over all ranks. A rank that holds nothing of the rows does not contribute.
 at::Tensor row_maximum(const LocalContext& context, const at::Tensor& rows, std::int64_t dim, const std::vector<int>& axes) {
   std::vector<std::int64_t> shape = rows.sizes().vec();
   shape[static_cast<std::size_t>(dim)] = 1;
@@ -43,7 +44,7 @@ Sharding softmax(const ShardingCall& call, bool logarithm) {
     rows = rows - row_maximum(context, rows, dim, axes);
     const at::Tensor powers = rows.exp();
     const at::Tensor sum = row_sum(context, powers, dim, axes);
-    give_results(context, stack, {(logarithm ? rows - sum.log() : powers / sum).to(context.call.outputs[0].dtype)});
+    store_results(context, stack, {(logarithm ? rows - sum.log() : powers / sum).to(context.call.outputs[0].dtype)});
   };
   return sharding;
 }
@@ -70,7 +71,7 @@ Sharding softmax_backward(const ShardingCall& call, bool logarithm) {
       const at::Tensor weighted = gradient * output;
       result = weighted - output * row_sum(context, weighted, dim, axes);
     }
-    give_results(context, stack, {result.to(context.call.outputs[0].dtype)});
+    store_results(context, stack, {result.to(context.call.outputs[0].dtype)});
   };
   return sharding;
 }

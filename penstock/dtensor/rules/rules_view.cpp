@@ -1,4 +1,5 @@
-// Views that split and join dims. A local part must stay a box of whole rows of the new shape, or strided rows of it.
+// Views that split and join dims. A local part must remain a box of whole rows of the new shape, or strided
+// rows of it.
 #include <algorithm>
 
 #include "penstock/dtensor/tensor/rule_helpers.h"
@@ -10,7 +11,7 @@ namespace {
 
 using Numbers = std::vector<std::int64_t>;
 
-// Dims of the old shape that become dims of the new one; dims of size 1 are left out.
+// Dims of the old shape that become dims of the new one; dims of size 1 are omitted.
 struct DimGroup {
   Numbers from, to;
 };
@@ -57,7 +58,7 @@ class ViewLayout {
         map_group(group);
         grouped.insert(grouped.end(), group.from.begin(), group.from.end());
       }
-      // Splits of dims of size 1 leave some ranks with nothing; no dim of the new shape can say so.
+      // Splits of dims of size 1 leave some ranks empty, which no dim of the new shape can express.
       Numbers rest;
       for (const std::int64_t dim : all_dims())
         if (std::find(grouped.begin(), grouped.end(), dim) == grouped.end()) rest.push_back(dim);
@@ -73,7 +74,7 @@ class ViewLayout {
   std::int64_t ranks(int axis) const { return call_.mesh_shape[static_cast<std::size_t>(axis)]; }
   std::int64_t from(std::int64_t dim) const { return from_[static_cast<std::size_t>(dim)]; }
   std::int64_t to(std::int64_t dim) const { return to_[static_cast<std::size_t>(dim)]; }
-  const std::vector<Split>& splits(std::int64_t dim) const { return order_.splits[static_cast<std::size_t>(dim)]; }
+  const std::vector<AxisSplit>& splits(std::int64_t dim) const { return order_.splits[static_cast<std::size_t>(dim)]; }
 
   Numbers all_dims() const {
     Numbers dims;
@@ -83,7 +84,7 @@ class ViewLayout {
 
   void replicate_dims(const Numbers& dims) {
     for (const std::int64_t dim : dims)
-      for (const Split& split : splits(dim)) in_[static_cast<std::size_t>(split.axis)] = Replicate{};
+      for (const AxisSplit& split : splits(dim)) in_[static_cast<std::size_t>(split.axis)] = Replicate{};
   }
 
   // The placement of an axis, moved to another dim.
@@ -92,10 +93,10 @@ class ViewLayout {
     return Shard{dim};
   }
 
-  // Splits of `dim`, without literal strided ones: how many pieces they make; 0 when there is such a one.
+  // The number of pieces that the splits of `dim` make; 0 if one of them is a literal strided split.
   std::int64_t plain_pieces(std::int64_t dim) const {
     std::int64_t pieces = 1;
-    for (const Split& split : splits(dim)) {
+    for (const AxisSplit& split : splits(dim)) {
       if (split.literal_factor != 0) return 0;
       pieces *= ranks(split.axis);
     }
@@ -103,7 +104,7 @@ class ViewLayout {
   }
 
   void move_all(std::int64_t dim, std::int64_t to_dim) {
-    for (const Split& split : splits(dim)) out_[static_cast<std::size_t>(split.axis)] = moved(in_[static_cast<std::size_t>(split.axis)], to_dim);
+    for (const AxisSplit& split : splits(dim)) out_[static_cast<std::size_t>(split.axis)] = moved(in_[static_cast<std::size_t>(split.axis)], to_dim);
   }
 
   void map_group(const DimGroup& group) {
@@ -123,7 +124,7 @@ class ViewLayout {
   // [B, T] split along T, joined to [B * T]: each of B pieces is split.
   bool map_inner_to_strided(const DimGroup& group, std::int64_t pieces) {
     std::int64_t inner = 0;
-    const Split* split = nullptr;
+    const AxisSplit* split = nullptr;
     for (std::size_t k = 1; k < group.from.size(); ++k) {
       const auto& here = splits(group.from[k]);
       if (here.empty()) continue;
@@ -132,8 +133,8 @@ class ViewLayout {
       inner = static_cast<std::int64_t>(k);
     }
     if (!split) return false;
-    for (const Split& outer : splits(group.from[0]))
-      if (outer.axis > split->axis) return false;  // it would have to split after what stands to its left
+    for (const AxisSplit& outer : splits(group.from[0]))
+      if (outer.axis > split->axis) return false;  // it would have to split after the axes to its left
     std::int64_t factor = from(group.from[0]) / pieces, below = 1;
     for (std::size_t k = 1; k < group.from.size(); ++k) {
       if (static_cast<std::int64_t>(k) < inner) factor *= from(group.from[k]);
@@ -145,11 +146,11 @@ class ViewLayout {
     return true;
   }
 
-  // And back.
+  // The reverse.
   bool map_strided_to_inner(const DimGroup& group) {
     const auto& order = splits(group.from[0]);
     if (order.back().literal_factor == 0) return false;
-    const Split& strided = order.back();
+    const AxisSplit& strided = order.back();
     std::int64_t pieces = 1;
     for (std::size_t i = 0; i + 1 < order.size(); ++i) {
       if (order[i].literal_factor != 0 || order[i].axis > strided.axis) return false;
@@ -175,7 +176,7 @@ class ViewLayout {
   const SplitOrder order_;
 };
 
-// The local part in its new shape; a copy where its strides do not allow a view.
+// The local part in its new shape; a copy if its strides do not allow a view.
 void reshape_local(const LocalContext& context, const c10::OperatorHandle&, Stack* stack) {
   const Numbers shape = local_shape(context.call, context.call.outputs[0].shape, context.outputs[0]);
   at::Tensor result = (*stack)[0].toTensor().reshape(shape);

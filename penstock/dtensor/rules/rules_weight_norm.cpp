@@ -1,4 +1,4 @@
-// Weight normalization: each slice along `dim` has a norm of its own, so that dim may be split.
+// Weight normalization: each slice along `dim` has its own norm, so that dim may be split.
 #include <vector>
 
 #include "penstock/dtensor/tensor/rule_registry.h"

@@ -5,9 +5,10 @@
 #include <fmt/format.h>
 #include <torch/library.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/torch/dispatch/stack_tensors.h"
+#include "penstock/stack_tensors.h"
 
 namespace penstock::detail {
 
@@ -15,7 +16,7 @@ void link_composites() {}
 
 namespace {
 
-// Whether the first argument is distributed. What is not goes the way it went without us.
+// Returns whether the first argument is distributed; if not, runs the original composite kernel.
 bool is_ours(const c10::OperatorHandle& op, Stack* stack) {
   if (is_dtensor((*stack)[stack->size() - op.schema().arguments().size()].toTensor())) return true;
   op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack);
@@ -34,7 +35,7 @@ void one_hot(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     const std::int64_t least = self.min().item<std::int64_t>(), most = self.max().item<std::int64_t>();
     if (least < 0 || (known && most >= classes))
       throw ValueError(describe("one_hot: classes", fmt::format("from {} to {}", least, most), known ? fmt::format("from 0 to {}", classes - 1) : std::string("0 or more"),
-                                "give num_classes above the largest class"));
+                                "set num_classes above the largest class"));
     if (!known) classes = most + 1;
   } else if (!known) {
     throw ValueError(describe("one_hot: num_classes", fmt::format("{}", classes), "a number above 0, for a tensor without elements"));
@@ -43,7 +44,7 @@ void one_hot(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   stack->push_back(self.unsqueeze(-1).eq(at::arange(classes, at::TensorOptions(at::kLong).device(self.device()))).to(at::kLong));
 }
 
-// LibTorch makes a list of indices, equal on every rank.
+// LibTorch creates a plain tensor of indices, equal on every rank.
 void repeat_interleave(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   if (!is_ours(op, stack)) return;
   const ImplicitReplicationGuard indices_are_equal;

@@ -1,10 +1,10 @@
-// Composite operators that make plain tensors on their way, which would then meet distributed ones: here they are made otherwise
-// when they are called on distributed tensors. Private to this folder.
+// Replacements for composite operators that create plain tensors internally, which would then be mixed with
+// distributed ones. Used when they are called on distributed tensors. Private to this folder.
 #pragma once
 
 namespace penstock::detail {
 
-// Does nothing, but what calls it has these operators.
+// Does nothing; calling it links these operators into the program.
 void link_composites();
 
 }  // namespace penstock::detail

@@ -29,7 +29,7 @@ std::shared_ptr<const Decision> DecisionCache::find(const CallKey& key) {
 }
 
 std::shared_ptr<const Decision> DecisionCache::insert(const CallKey& key, std::shared_ptr<const Decision> decision) {
-  // Shapes that change all the time must not fill the memory; starting anew is rare and cheap.
+  // Ever-changing shapes must not fill the memory; clearing the table is rare and cheap.
   if (entries_.size() >= kMost) entries_.clear();
   return entries_.emplace(hash_of(key), Entry{{key.begin(), key.end()}, std::move(decision)})->second.decision;
 }

@@ -1,4 +1,5 @@
-// One operator on distributed tensors: find the decision, bring the inputs in place, run on the local parts, wrap.
+// Runs one operator on distributed tensors: finds the decision, redistributes inputs, runs on the local
+// parts, wraps the results.
 #include <ATen/ATen.h>
 #include <ATen/core/enum_tag.h>
 #include <fmt/format.h>
@@ -7,6 +8,7 @@
 
 #include <bit>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor/tensor/decision_cache.h"
 #include "penstock/dtensor.h"
@@ -19,7 +21,7 @@
 namespace penstock::detail {
 namespace {
 
-// What is the same for every call of an operator.
+// Properties shared by all calls of an operator.
 struct OperatorInfo {
   std::uint64_t generation = 0;
   const RegisteredRule* rule = nullptr;
@@ -38,13 +40,14 @@ const OperatorInfo& info_of(const c10::OperatorHandle& op, const OperatorTraits&
   if (index >= all.size()) all.resize(index + 64);
   OperatorInfo& info = all[index];
   if (const std::uint64_t generation = rule_generation(); info.generation != generation) [[unlikely]] {
-    // Decisions by older rules go; an operator that is merely new to this thread leaves the others' alone.
+    // Drop decisions made by older rules; an operator that is merely new to this thread leaves the others
+    // unchanged.
     thread_local std::uint64_t decided_by = 0;
     if (decided_by != generation) decision_cache().clear();
     decided_by = generation;
     info.generation = generation;
     info.rule = find_rule(traits.name);
-    if (info.rule && info.rule->handler) note_asked(*info.rule);
+    if (info.rule && info.rule->handler) record_rule_use(*info.rule);
     info.ignored.clear();
     for (const c10::Argument& argument : op.schema().arguments())
       info.ignored.push_back(is_number(argument.type()) && !(info.rule && info.rule->options.numbers_matter));
@@ -58,11 +61,11 @@ void add_word(CallKey& key, Word tag) { key.push_back(static_cast<std::uint64_t>
 
 [[noreturn]] void refuse_plain(const OperatorTraits& traits, const at::Tensor& tensor) {
   throw TypeError(describe(fmt::format("{}: an argument", traits.name), fmt::format("a plain tensor [{}] among distributed ones", fmt::join(tensor.sizes(), ", ")),
-                           "distributed tensors alone",
-                           "distribute it (distribute_tensor, from_local), or put the call under ImplicitReplicationGuard where every rank has equal values"));
+                           "only distributed tensors",
+                           "distribute it (distribute_tensor, from_local), or use ImplicitReplicationGuard if every rank has equal values"));
 }
 
-// The formulas of derivatives make zeros, ones and positions of their own, equal on every rank.
+// Derivative formulas create zeros, ones and index tensors, which are equal on every rank.
 bool in_backward() { return torch::autograd::get_current_graph_task_exec_info() != nullptr; }
 
 void add_tensor(CallKey& key, const OperatorTraits& traits, const at::Tensor& tensor) {
@@ -81,7 +84,7 @@ void add_tensor(CallKey& key, const OperatorTraits& traits, const at::Tensor& te
   for (const std::int64_t stride : tensor.strides()) key.push_back(static_cast<std::uint64_t>(stride));
 }
 
-// False for an argument that has no words: the call is decided anew each time.
+// Returns false for an argument that cannot be part of a key: the call is then decided anew each time.
 bool add_value(CallKey& key, const OperatorTraits& traits, const c10::IValue& value, bool ignored) {
   if (value.isTensor()) {
     add_tensor(key, traits, value.toTensor());
@@ -145,7 +148,7 @@ std::string placements_text(const std::vector<ShardingInput>& inputs) {
   return text;
 }
 
-// The inputs of the call, and the mesh that they all lie on.
+// The inputs of the call, and the mesh they all share.
 const DTensorPayload& collect_inputs(const OperatorTraits& traits, ShardingCall& call, std::vector<Decision::Input>& inputs) {
   const DTensorPayload* first = nullptr;
   for (std::size_t i = 0; i < call.arguments.size(); ++i) {
@@ -162,13 +165,13 @@ const DTensorPayload& collect_inputs(const OperatorTraits& traits, ShardingCall&
         if (payload->spec->mesh_id() != first->spec->mesh_id())
           throw ValueError(describe(fmt::format("{}: the meshes of its arguments", traits.name),
                                     fmt::format("{} and {}", first->mesh.mesh().to_string(), payload->mesh.mesh().to_string()), "one mesh",
-                                    "make all tensors of one operator on the same MeshGroups; a sub-mesh's tensor is brought over with full_tensor() or to_local() and from_local()"));
+                                    "create all tensors of one operator on the same MeshGroups; convert a tensor of a sub-mesh with full_tensor() or to_local() and from_local()"));
         input.placements = payload->spec->placements();
       } else {
         input.plain = true;
         if (input.written)
-          throw TypeError(describe(fmt::format("{}: the tensor that is written", traits.name), "a plain tensor", "a distributed one, as the other arguments are",
-                                   "use the form that is not in place, or distribute it first"));
+          throw TypeError(describe(fmt::format("{}: the tensor that is written", traits.name), "a plain tensor", "a distributed tensor, like the other arguments",
+                                   "use the out-of-place form, or distribute it first"));
       }
       inputs.push_back({payload ? payload->spec : nullptr, nullptr});
       call.inputs.push_back(std::move(input));
@@ -188,7 +191,7 @@ const DTensorPayload& collect_inputs(const OperatorTraits& traits, ShardingCall&
   return *first;
 }
 
-// The geometry of the results, from a run in shape only on the whole tensors.
+// The geometry of the results, from a shape-only run on the whole tensors.
 std::vector<GlobalGeometry> global_results(const ShardingCall& call, std::vector<std::int64_t>& offsets) {
   Stack stack;
   for (const c10::IValue& value : call.arguments)
@@ -199,7 +202,7 @@ std::vector<GlobalGeometry> global_results(const ShardingCall& call, std::vector
       return make_fake_strided(whole.shape, whole.stride, at::TensorOptions(whole.dtype).device(whole.device));
     }));
   {
-    // The whole tensors are nobody's business: a mode that records would take them for part of the program.
+    // The whole tensors must stay invisible: a recording mode would take them for a part of the program.
     const NoModesGuard unseen;
     call.op.callBoxed(&stack);
   }
@@ -220,7 +223,7 @@ std::unique_ptr<Decision> decide(const c10::OperatorHandle& op, const OperatorTr
   call.mesh_shape = first.spec->mesh_shape();
   call.coordinate = first.spec->coordinate();
   if (!info.rule)
-    throw NotImplemented(fmt::format("{}: no sharding rule for distributed tensors ({}); register_sharding_rule(\"{}\", ...) adds one, or compute it on "
+    throw NotImplemented(fmt::format("{}: no sharding rule for distributed tensors ({}); add one with register_sharding_rule(\"{}\", ...), or compute it on "
                                      "full_tensor() or to_local() parts",
                                      traits.name, placements_text(call.inputs), traits.name));
   try {
@@ -228,14 +231,14 @@ std::unique_ptr<Decision> decide(const c10::OperatorHandle& op, const OperatorTr
   } catch (const DataDependentError&) {
     refuse_unknown_shape(traits);
   }
-  note_asked(*info.rule);
+  record_rule_use(*info.rule);
   Sharding& sharding = decision->sharding = info.rule->rule(call);
   PENSTOCK_INVARIANT(sharding.inputs.size() == call.inputs.size() && sharding.outputs.size() == call.outputs.size(),
-                     fmt::format("the sharding rule of {} gives placements for {} inputs and {} outputs", traits.name, call.inputs.size(), call.outputs.size()));
+                     fmt::format("the sharding rule of {} must return placements for {} inputs and {} outputs", traits.name, call.inputs.size(), call.outputs.size()));
   for (std::size_t i = 0; i < call.inputs.size(); ++i) {
     Decision::Input& input = decision->inputs[i];
     if (!input.now) {
-      // Every rank has all of a plain tensor and takes its part without asking anybody.
+      // Every rank has a whole plain tensor and takes its part without communication.
       const SpecPtr whole = DTensorSpec::get(*first.spec, call.inputs[i].placements, call.inputs[i].whole);
       const SpecPtr part = whole->with_placements(sharding.inputs[i]);
       if (part != whole) input.transfer = transfer_between(whole, part, PartialTarget::Allow);
@@ -245,7 +248,7 @@ std::unique_ptr<Decision> decide(const c10::OperatorHandle& op, const OperatorTr
     if (to == input.now) continue;
     if (call.inputs[i].written)
       throw ValueError(describe(fmt::format("{}: the tensor that is written", traits.name), to_string(input.now->placements()), to_string(to->placements()),
-                                "redistribute it first, or use the form that is not in place"));
+                                "redistribute it first, or use the out-of-place form"));
     input.transfer = transfer_between(input.now, to, PartialTarget::Allow);
   }
   for (std::size_t i = 0; i < call.outputs.size(); ++i)
@@ -268,10 +271,11 @@ Stack local_arguments(const Decision& decision, const comm::MeshGroups& mesh, co
     if (!input.now) return input.transfer ? input.transfer->run(mesh, tensor) : tensor;
     const DTensorPayload* payload = dtensor_payload(tensor);
     if (written && payload->copied_view)
-      throw StateError(fmt::format("{}: the tensor that is written is a view that had to be redistributed, so what it views would not change; clone() it, or "
-                                   "redistribute what it views first",
+      throw StateError(fmt::format("{}: the tensor that is written is a view that had to be redistributed, so its base would not change; clone() it, or "
+                                   "redistribute its base first",
                                    traits.name));
-    // What changes its shape in place changes a handle of its own: other distributed tensors may hold the same part.
+    // An operator that changes the shape in place gets its own handle: other distributed tensors may hold the
+    // same part.
     if (written && decision.moves_dims) return at::alias(payload->local());
     return input.transfer ? input.transfer->run(payload->mesh, payload->local()) : payload->local();
   };
@@ -334,7 +338,7 @@ void run(const Decision& decision, const c10::OperatorHandle& op, const Operator
       if (source) {
         DTensorPayload* payload = dtensor_payload(result);
         if (source->copied_view || !tensor.is_alias_of(source->local())) payload->mark_copied(*viewed);
-        // Modules take their weights transposed.
+        // Modules use their weights transposed.
         if (source->boundary && decision.transposes) payload->boundary = source->boundary;
       }
       return result;

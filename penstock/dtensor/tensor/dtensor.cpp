@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor/tensor/composites.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
@@ -26,7 +27,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Numbers = std::vector<std::int64_t>;
 
-// A gradient of a term is that of the sum.
+// The gradient of a partial value is that of the sum, so it is replicated.
 Placements gradient_placements(const Placements& placements) {
   Placements result = placements;
   for (Placement& placement : result)
@@ -44,13 +45,14 @@ at::Tensor redistributed(const at::Tensor& tensor, const SpecPtr& to, bool async
   return result;
 }
 
-// What arrives in backward must be distributed; a plain zero can stand for nothing else.
+// The gradient that arrives in backward must be distributed; throws TypeError otherwise.
 at::Tensor gradient_in(const at::Tensor& gradient, const Placements& placements) {
   DTensorPayload& payload = require_dtensor(gradient, "the gradient of a distributed tensor");
   return redistributed(gradient, payload.spec->with_placements(placements), false, PartialTarget::Allow);
 }
 
-// The state of a node is a spec and a mesh: held by the node itself, so forward passes it through the context.
+// The state of a node is a spec and a mesh, which the node itself holds, so forward passes it through the
+// context.
 struct Saved : torch::CustomClassHolder {
   Saved(Placements placements, SpecPtr spec, comm::MeshGroups mesh)
       : placements(std::move(placements)), spec(std::move(spec)), mesh(std::move(mesh)) {}
@@ -80,8 +82,8 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
 };
 
 struct ToLocal : torch::autograd::Function<ToLocal> {
-  // As a view it may not be written, since the distributed tensor would change with it. One that nobody else has is taken
-  // over instead.
+  // A view may not be written, since the distributed tensor would change with it. A local tensor that nobody
+  // else holds is taken over instead.
   static at::Tensor forward(AutogradContext* context, const at::Tensor& tensor, const Placements& grad_placements, bool take) {
     DTensorPayload& payload = require_dtensor(tensor, "to_local");
     save(context, grad_placements, payload.spec, payload.mesh);
@@ -98,7 +100,7 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
     if (gradients[0].sizes() != c10::IntArrayRef(spec->local_shape()))
       throw ValueError(describe("to_local: the local gradient", fmt::format("shape [{}]", fmt::join(gradients[0].sizes(), ", ")),
                                 fmt::format("[{}], this rank's part of {}", fmt::join(spec->local_shape(), ", "), spec->to_string()),
-                                "give grad_placements that fit the local tensor"));
+                                "pass grad_placements that match the local tensor"));
     return {from_local(gradients[0], state.mesh, state.placements, {.shape = geometry.shape, .stride = geometry.stride, .check = false}),
             at::Tensor(), at::Tensor()};
   }
@@ -124,11 +126,11 @@ void check_plain(const at::Tensor& tensor, std::string_view function) {
 
 void check_member(const comm::MeshGroups& mesh, std::string_view function) {
   if (mesh.coordinate().empty() && !mesh.shape().empty())
-    throw ValueError(describe(function, fmt::format("rank {}, which is not in {}", mesh.mesh().this_rank().value(), mesh.mesh().to_string()),
-                              "a rank of the mesh", "ask mesh.contains(rank) first"));
+    throw ValueError(describe(function, fmt::format("rank {}, which is not in {}", mesh.mesh().this_rank(), mesh.mesh().to_string()),
+                              "a rank of the mesh", "check mesh.contains(rank) first"));
 }
 
-// The whole shape, when every rank holds as much as this one.
+// The global shape if every rank holds as much as this one.
 Numbers shape_from_even(const at::Tensor& local, const comm::MeshGroups& mesh, const Placements& placements) {
   Numbers shape = local.sizes().vec();
   for (std::size_t axis = 0; axis < placements.size(); ++axis)
@@ -136,7 +138,7 @@ Numbers shape_from_even(const at::Tensor& local, const comm::MeshGroups& mesh, c
   return shape;
 }
 
-// What a rank says of its call, in numbers of which all ranks have equally many.
+// Encodes the arguments of a rank's call as numbers, equally many on all ranks.
 constexpr std::int64_t kMostDims = 64;
 
 Numbers row_of(const at::Tensor& local, const DTensorSpec* spec, std::size_t axes) {
@@ -157,7 +159,7 @@ Numbers row_of(const at::Tensor& local, const DTensorSpec* spec, std::size_t axe
   return row;
 }
 
-// The tensor that a row speaks of: "float32[4, 3] with stride [3, 1] as [S(0)]".
+// The tensor that a row describes: "float32[4, 3] with stride [3, 1] as [S(0)]".
 std::string whole_text(const std::int64_t* row, std::size_t axes) {
   Placements placements(axes);
   for (std::size_t axis = 0; axis < axes; ++axis) {
@@ -181,8 +183,9 @@ Numbers coordinate_of_row(std::int64_t row, const Numbers& mesh_shape) {
   return coordinate;
 }
 
-// Every rank tells every rank what it holds, and all find the same culprit. `spec` is null on a rank that has found its own
-// arguments bad: it takes part, so that the others need not wait for it, and then throws what it found.
+// Every rank sends its arguments to every other, and all find the same faulty rank. `spec` is null on a rank
+// whose own arguments are invalid: it takes part, so that the others do not wait for it, and then throws its
+// own error.
 void check_over_ranks(const at::Tensor& local, const SpecPtr& spec, const comm::MeshGroups& mesh) {
   const std::size_t axes = mesh.shape().size();
   const Numbers mine = row_of(local, spec.get(), axes);
@@ -197,7 +200,7 @@ void check_over_ranks(const at::Tensor& local, const SpecPtr& spec, const comm::
   if (!spec) return;
   const at::Tensor table = rows.to(at::kCPU).contiguous();
   const std::int64_t* first = table.data_ptr<std::int64_t>();
-  // Before the local shape: what must be equal everywhere.
+  // Fields before the local shape: those that must be equal everywhere.
   const std::int64_t equal = width - kMostDims;
   const auto entry_of = [&](std::int64_t row) { return first + row * width; };
   const auto who = [&](std::int64_t row) {
@@ -205,19 +208,19 @@ void check_over_ranks(const at::Tensor& local, const SpecPtr& spec, const comm::
   };
   for (std::int64_t row = 0; row < table.size(0); ++row) {
     const std::int64_t* entry = entry_of(row);
-    if (entry[0] == 0) throw ValueError(describe(who(row), "arguments that it found bad", "a part of the same tensor", "see the error of that rank"));
+    if (entry[0] == 0) throw ValueError(describe(who(row), "invalid arguments", "a part of the same tensor", "see the error of that rank"));
     if (!std::equal(entry, entry + equal, first))
-      throw ValueError(describe(who(row), "a part of " + whole_text(entry, axes), whole_text(first, axes) + ", as the first rank has it",
-                                "give equal arguments on all ranks, and `shape` of the whole tensor where shards are uneven"));
+      throw ValueError(describe(who(row), "a part of " + whole_text(entry, axes), whole_text(first, axes) + ", as on the first rank",
+                                "pass equal arguments on all ranks, and the global `shape` if shards are uneven"));
   }
-  // All ranks mean one tensor, so this rank's spec is that of all.
+  // All ranks describe the same tensor, so this rank's spec applies to all.
   for (std::int64_t row = 0; row < table.size(0); ++row) {
     const Numbers expected = local_shape_and_offset(spec->shape(), mesh.shape(), coordinate_of_row(row, mesh.shape()), spec->placements()).shape;
     const Numbers theirs(entry_of(row) + equal, entry_of(row) + equal + entry_of(row)[2]);
     if (theirs != expected)
       throw ValueError(describe(who(row), fmt::format("a local part of [{}]", fmt::join(theirs, ", ")),
                                 fmt::format("[{}], its part of {}", fmt::join(expected, ", "), spec->to_string()),
-                                "give `shape` of the whole tensor where shards are uneven, and the part that belongs to each rank"));
+                                "pass the global `shape` if shards are uneven, and on each rank its own part"));
   }
 }
 
@@ -229,8 +232,8 @@ SpecPtr spec_of_parts(const at::Tensor& local, const comm::MeshGroups& mesh, con
   geometry.shape = options.shape.value_or(shape_from_even(local, mesh, normalized));
   if (geometry.shape.size() == static_cast<std::size_t>(local.dim())) geometry.stride = options.stride.value_or(dense_stride(geometry.shape, local.strides().vec()));
   if (geometry.shape.size() != static_cast<std::size_t>(local.dim()) || geometry.stride.size() != geometry.shape.size())
-    throw ValueError(describe("from_local: shape and stride of the whole", fmt::format("[{}] and [{}]", fmt::join(geometry.shape, ", "), fmt::join(geometry.stride, ", ")),
-                              fmt::format("{} numbers each, as the local part has dims", local.dim())));
+    throw ValueError(describe("from_local: global shape and stride", fmt::format("[{}] and [{}]", fmt::join(geometry.shape, ", "), fmt::join(geometry.stride, ", ")),
+                              fmt::format("{} numbers each, one for each dim of the local part", local.dim())));
   return DTensorSpec::get(mesh, normalized, geometry);
 }
 
@@ -244,7 +247,7 @@ DTensorPayload& require_dtensor(const at::Tensor& tensor, std::string_view funct
   DTensorPayload* payload = tensor.defined() ? dtensor_payload(tensor) : nullptr;
   if (!payload)
     throw TypeError(describe(function, tensor.defined() ? "a plain tensor" : "an undefined tensor", "a distributed tensor",
-                             "make one with distribute_tensor() or from_local()"));
+                             "create one with distribute_tensor() or from_local()"));
   return *payload;
 }
 
@@ -310,8 +313,8 @@ void DTensorPayload::finish() const {
     pending_.reset();
   }
   if (copied_view && original_version_.enabled() && original_version_.current_version() != copied_version_)
-    throw StateError(fmt::format("a view {} of a distributed tensor: it had to be redistributed, so it is a copy, and what it views has been written since; take the "
-                                 "view after the write, or redistribute what it views first",
+    throw StateError(fmt::format("a view {} of a distributed tensor: it had to be redistributed, so it is a copy, and its base has been written since; take the "
+                                 "view after the write, or redistribute its base first",
                                  spec->to_string()));
 }
 
@@ -328,20 +331,20 @@ at::Tensor distribute_tensor(const at::Tensor& tensor, const comm::MeshGroups& m
   check_plain(tensor, "distribute_tensor");
   check_member(mesh, "distribute_tensor");
   if (options.source_axis_rank && is_recording())
-    throw NotImplemented("distribute_tensor: in a captured function the values of one rank cannot be sent to the others; distribute before the call, or set "
-                         "source_axis_rank to nothing where every rank has equal values");
+    throw NotImplemented("distribute_tensor: the values of one rank cannot be sent to the others in a captured function; distribute before the call, or set "
+                         "source_axis_rank to std::nullopt if every rank has equal values");
   GlobalGeometry geometry = global_geometry_of(tensor);
   const SpecPtr target = DTensorSpec::get(mesh, placements, geometry);
   if (target->has_partial())
     throw ValueError(describe("distribute_tensor: placements", to_string(placements), "Shard, StridedShard or Replicate",
-                              "terms of a sum are made with from_local()"));
+                              "create partial values with from_local()"));
   for (const std::int64_t size : mesh.shape())
     if (options.source_axis_rank && (*options.source_axis_rank < 0 || *options.source_axis_rank >= size))
       throw ValueError(describe("distribute_tensor: source_axis_rank", std::to_string(*options.source_axis_rank),
                                 fmt::format("0 to {}, a position on every axis of ({})", size - 1, fmt::join(mesh.shape(), ", "))));
   at::Tensor local = tensor.detach().contiguous();
   const at::Tensor given = local;
-  // From whole to split, one axis after the other: each axis's source sends to the ranks along it.
+  // From whole to split, one axis after the other: on each axis the source sends to the ranks along it.
   const Placements whole(placements.size());
   const RedistributePlan plan = plan_redistribute({geometry.shape, 1}, mesh.shape(), whole, target->placements());
   const auto scatter = [&](const RedistributeStep& step) {
@@ -373,7 +376,7 @@ at::Tensor distribute_tensor(const at::Tensor& tensor, const comm::MeshGroups& m
       if (local.numel() > 0) group.recv(local, group.rank_at(source), {.label = "distribute_tensor"});
     }
   };
-  // Axes that replicate first, while the source still has everything; then each split.
+  // First the axes that replicate, while the source still has everything; then the splits.
   if (options.source_axis_rank)
     for (std::size_t axis = 0; axis < placements.size(); ++axis) {
       if (target->placements()[axis].splits() || mesh.shape()[axis] == 1) continue;
@@ -382,7 +385,7 @@ at::Tensor distribute_tensor(const at::Tensor& tensor, const comm::MeshGroups& m
       group.broadcast(local, group.rank_at(*options.source_axis_rank), {.label = "distribute_tensor"}).wait();
     }
   for (const RedistributeStep& step : plan.steps) scatter(step);
-  // The part must not be the caller's memory: the distributed tensor is a tensor of its own.
+  // The part must not share the caller's memory: the distributed tensor is independent of it.
   if (local.is_alias_of(given)) local = local.clone(at::MemoryFormat::Contiguous);
   at::Tensor result = make_dtensor(std::move(local), target, mesh);
   result.set_requires_grad(tensor.requires_grad());
@@ -392,7 +395,7 @@ at::Tensor distribute_tensor(const at::Tensor& tensor, const comm::MeshGroups& m
 at::Tensor from_local(const at::Tensor& local, const comm::MeshGroups& mesh, const Placements& placements, const FromLocalOptions& options) {
   check_plain(local, "from_local");
   check_member(mesh, "from_local");
-  // Nothing is sent while a function is captured, run in shape only, or tried.
+  // Nothing is sent during capture, shape-only runs and trial runs.
   const bool check = options.check.value_or(debug_level() == DebugLevel::Detail) && !is_wrapper(local) && !StepContext::current()->trial;
   SpecPtr spec;
   try {
@@ -405,7 +408,7 @@ at::Tensor from_local(const at::Tensor& local, const comm::MeshGroups& mesh, con
   if (local.sizes() != c10::IntArrayRef(spec->local_shape()))
     throw ValueError(describe("from_local: the local part", fmt::format("[{}]", fmt::join(local.sizes(), ", ")),
                               fmt::format("[{}], this rank's part of {}", fmt::join(spec->local_shape(), ", "), spec->to_string()),
-                              "give `shape` of the whole tensor, or the part that belongs to this rank"));
+                              "pass the global `shape`, or the part that belongs to this rank"));
   return FromLocal::apply(local, spec, mesh);
 }
 

@@ -1,9 +1,9 @@
-// A distributed tensor as a picture of who holds what (shard_drawing.h), from what this rank knows: nothing is communicated,
-// and no values are shown.
+// Draws which rank holds which part of a distributed tensor (shard_drawing.h), from information on this rank:
+// nothing is communicated, and no values are shown.
 //
 //   if (world.rank() == 0) fmt::print("{}", draw_sharding_text(weight));
 //
-// Throw TypeError for a plain tensor.
+// Throws TypeError for a plain tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -16,7 +16,7 @@
 namespace penstock {
 namespace {
 
-// The step and microbatch that operators are counted for; nothing outside of any.
+// The step and microbatch that operators are counted in; std::nullopt outside of a step.
 using Scope = std::optional<std::tuple<std::uint64_t, std::int64_t, std::int64_t, bool>>;
 
 Scope current_scope() {
@@ -35,13 +35,14 @@ struct MeshRandom {
   std::map<Scope, std::uint64_t> counts;
 
   std::uint64_t& count(const Scope& scope) {
-    // Of steps that are over nothing is needed any more.
+    // Counters of earlier steps are not needed any more.
     if (scope && !counts.count(scope)) std::erase_if(counts, [&](const auto& entry) { return entry.first && !same_step(entry.first, scope); });
     return counts[scope];
   }
 };
 
-// By number: nothing here keeps a World alive. Never freed: tensors may outlive every static object.
+// By mesh number, so that nothing here keeps a World alive. Never freed: tensors may outlive every static
+// object.
 struct Table {
   std::mutex mutex;
   std::unordered_map<std::uint64_t, MeshRandom> meshes;
@@ -58,7 +59,7 @@ std::uint64_t generator_seed() {
   return generator.current_seed();
 }
 
-// What the first rank of the mesh has, on every rank of it: axis by axis from position 0.
+// Broadcasts the value of the mesh's first rank to all its ranks: axis by axis from position 0.
 std::uint64_t agree(const comm::MeshGroups& mesh, const at::Tensor& like) {
   const at::Tensor seed = at::full({1}, std::bit_cast<std::int64_t>(generator_seed()), at::TensorOptions(at::kLong)).to(like.device());
   for (std::size_t axis = 0; axis < mesh.shape().size(); ++axis) {
@@ -104,16 +105,16 @@ namespace detail {
 
 RandomKey next_random_key(const comm::MeshGroups& mesh, const at::Tensor& like, std::int64_t purpose) {
   if (is_recording())
-    throw NotImplemented("random operators on distributed tensors draw other numbers on every call, by a count that a captured graph would repeat; leave them "
+    throw NotImplemented("random operators on distributed tensors draw different numbers on every call, based on a counter that a captured graph would not advance; leave them "
                          "out of the captured function, or set dropout to 0");
   const auto context = StepContext::current();
   const Scope scope = current_scope();
   Table& table = Table::instance();
   std::unique_lock lock(table.mutex);
-  // References into the table stay valid while it grows; entries are never taken out.
+  // References into the table stay valid while it grows; entries are never removed.
   MeshRandom& random = table.meshes[mesh.id()];
   if (!scope && !random.given && !random.agreed) {
-    // One thread starts collectives on a group, so nobody else can be here for this mesh.
+    // Only one thread starts collectives on a group, so no other thread can be here for this mesh.
     lock.unlock();
     const std::uint64_t seed = agree(mesh, like);
     lock.lock();
@@ -122,7 +123,7 @@ RandomKey next_random_key(const comm::MeshGroups& mesh, const at::Tensor& like, 
   const auto count = static_cast<std::int64_t>(random.count(scope)++);
   if (!scope) return {.seed = random.given.value_or(random.agreed.value_or(0)), .layer = count, .purpose = purpose};
   RandomKey key = context->key(count, purpose);
-  // Far apart for meshes with numbers of their own.
+  // Streams of meshes with different numbers are far apart.
   if (random.given) key.layer ^= std::bit_cast<std::int64_t>((*random.given + 1) * 0x9e3779b97f4a7c15ull) << 20;
   return key;
 }

@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
@@ -16,8 +17,8 @@ namespace penstock {
 
 namespace detail {
 
-// A static initializer would be dropped by the linker of a program that takes nothing else from this file; so whoever makes
-// the first distributed tensor comes by here. Never unregistered: tensors may outlive every static object.
+// The linker would drop a static initializer from a program that uses nothing else of this file, so creating
+// the first distributed tensor calls this. Never unregistered: tensors may outlive every static object.
 void register_dtensor_type() {
   [[maybe_unused]] static const auto& registration = *new DistributedTypeRegistration(
       {.name = "DTensor",
@@ -41,8 +42,8 @@ at::Tensor make_dtensor_from_record(const DistributedRecord& record, at::Device 
     throw PipeliningMetadataError(describe(fmt::format("{}: the mesh", kFunction), mesh.mesh().key().to_string(), record.mesh_key().to_string(),
                                            "find it by record.mesh_key(), in a MeshCache or with DeviceMesh::find"));
   if (!mesh.mesh().coordinate())
-    throw PipeliningMetadataError(describe(kFunction, fmt::format("rank {}, which is not in {}", mesh.mesh().this_rank().value(), mesh.mesh().to_string()),
-                                           "a rank of the mesh", "send the record only to ranks of it"));
+    throw PipeliningMetadataError(describe(kFunction, fmt::format("rank {}, which is not in {}", mesh.mesh().this_rank(), mesh.mesh().to_string()),
+                                           "a rank of the mesh", "send the record only to ranks of the mesh"));
   at::Tensor local = make_raw_tensor(record.local(), device);
   const SpecPtr spec =
       DTensorSpec::get(mesh, record.placements(), {record.global_shape(), record.global_stride(), record.local().dtype(), local.device()});
@@ -50,7 +51,7 @@ at::Tensor make_dtensor_from_record(const DistributedRecord& record, at::Device 
     throw PipeliningMetadataError(describe(
         fmt::format("{}: the local shape", kFunction), fmt::format("[{}]", fmt::join(record.local().shape(), ", ")),
         fmt::format("[{}], the part of {} at ({})", fmt::join(spec->local_shape(), ", "), spec->to_string(), fmt::join(mesh.coordinate(), ", ")),
-        "where shards are uneven each rank has a record of its own: take the one of the rank at the same coordinate of the sender's mesh"));
+        "if shards are uneven, each rank has its own record: use the record of the rank at the same coordinate of the sender's mesh"));
   at::Tensor whole = detail::make_dtensor(std::move(local), spec, mesh);
   whole.set_requires_grad(record.requires_grad());
   return whole;

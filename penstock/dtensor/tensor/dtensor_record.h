@@ -1,17 +1,19 @@
-// Records of distributed tensors: what the next stage must know to receive one, and the tensor that a record describes.
+// Records of distributed tensors: what the next stage must know to receive one, and creating a tensor from a
+// record.
 //
 //   TensorMeta meta = meta_of(activation);                               // works for distributed tensors, see below
-//   auto bytes = comm::to_message(meta);                                 // travels; comm/record_messages.h
+//   auto bytes = comm::to_message(meta);                                 // can be sent; comm/record_messages.h
 //   ...                                                                  // on the other side:
 //   const auto record = std::get<DistributedRecord>(comm::from_message<TensorMeta>(bytes));
 //   at::Tensor buffer = make_dtensor_from_record(record, at::kCPU, meshes.get(record.mesh_key(), find_mesh));
 //
-// A record holds the layout of this rank's part, the whole shape and stride, the placements, and names and layout of the
-// mesh: never the mesh itself, which belongs to a process. The receiver finds its own mesh by that key (mesh_cache.h).
+// A record holds the layout of this rank's part, the global shape and stride, the placements, and the names
+// and layout of the mesh, but not the mesh itself, which belongs to a process. The receiver finds its own
+// mesh by that key (mesh_cache.h).
 //
-// The first distributed tensor of a process makes its type known to penstock/torch, so meta_of, record_of, metas_of,
-// check_metas and local_if_distributed treat such tensors rightly without further ado.
-// Thread rule: as for tensors.
+// The first distributed tensor of a process registers its type with penstock/torch, so meta_of, record_of,
+// metas_of, check_metas and local_if_distributed handle such tensors correctly.
+// Thread safety: as for tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,14 +24,16 @@
 
 namespace penstock {
 
-// With the tensor's own requires_grad. A redistribution that is still on its way is waited for: the layout of the local part
-// is known when it is there. Throws TypeError for a plain tensor, PipeliningMetadataError for a local part without a record.
+// With the tensor's own requires_grad. Waits for a redistribution that is still in progress, because the
+// layout of the local part is only known then. Throws TypeError for a plain tensor, PipeliningMetadataError
+// for a local part without a record.
 DistributedRecord record_of_dtensor(const at::Tensor& tensor);
 
-// A leaf with uninitialized values: the local part has exactly the recorded shape and stride, requires_grad is set on the
-// whole, so that no graph leads to the local part. No communication, hence nothing is compared between ranks; but what this
-// rank can see is checked, with a PipeliningMetadataError for a mesh that is not the recorded one, a rank outside of it, and a
-// local shape that is not this rank's part of the whole (uneven shards: the record of another coordinate).
+// Returns a leaf with uninitialized values: the local part has exactly the recorded shape and stride;
+// requires_grad is set on the distributed tensor, so that no graph leads to the local part. Does not
+// communicate, so nothing is compared between ranks, but checks what this rank knows: throws
+// PipeliningMetadataError for a mesh that is not the recorded one, a rank outside of it, and a local shape
+// that is not this rank's part of the whole (uneven shards: the record of another coordinate).
 at::Tensor make_dtensor_from_record(const DistributedRecord& record, at::Device device, const comm::MeshGroups& mesh);
 
 }  // namespace penstock

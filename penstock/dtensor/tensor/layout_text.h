@@ -1,4 +1,4 @@
-// How a parameter is laid out, as text that two ranks can compare.
+// Describes the layout of a parameter as text that two ranks can compare.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,8 +8,8 @@
 
 namespace penstock {
 
-// "blocks.0.up.weight: Float[32, 16], S(0) on [2], trainable". Says nothing about strides, values and which ranks the mesh of a
-// distributed tensor has: copies on other ranks have the same text.
+// "blocks.0.up.weight: Float[32, 16], S(0) on [2], trainable". Does not include strides, values or the ranks
+// of a distributed tensor's mesh: replicas on other ranks have the same text.
 std::string layout_text(std::string_view name, const at::Tensor& parameter);
 
 }  // namespace penstock

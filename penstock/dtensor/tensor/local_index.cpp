@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/fake.h"
 
@@ -12,7 +13,7 @@ namespace {
 void check_range(const ShardingCall& call, const at::Tensor& index, std::int64_t size) {
   if (index.numel() == 0) return;
   const at::Tensor fine = index.lt(size).logical_and_(index.ge(-size)).all();
-  // The values of a tensor that is captured are looked at when the graph runs.
+  // The values of a captured tensor are checked when the graph runs.
   if (!index.is_cpu() || is_fake(index)) {
     at::_assert_async(fine);
     return;

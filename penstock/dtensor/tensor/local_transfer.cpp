@@ -8,6 +8,7 @@
 #include <numeric>
 #include <tuple>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/comm/group/operators.h"
 #include "penstock/tensor_subclass.h"
@@ -54,7 +55,7 @@ Common intersect(const Segments& a, const Segments& b) {
   return common;
 }
 
-// The positions in the first list, put one behind the other: how a piece is taken out.
+// The positions in the first list, concatenated: how a piece is packed.
 std::vector<Run> packing(const std::vector<Run>& runs) {
   std::vector<Run> packed;
   std::int64_t next = 0;
@@ -65,7 +66,7 @@ std::vector<Run> packing(const std::vector<Run>& runs) {
   return packed;
 }
 
-// And the positions in the second one: how a piece that was packed so is put in place.
+// The positions in the second list: how a packed piece is unpacked.
 std::vector<Run> unpacking(const std::vector<Run>& runs) {
   std::vector<Run> unpacked;
   std::int64_t next = 0;
@@ -76,10 +77,10 @@ std::vector<Run> unpacking(const std::vector<Run>& runs) {
   return unpacked;
 }
 
-// A contiguous tensor of the chosen indices.
+// Returns a contiguous tensor of the chosen indices.
 at::Tensor take(const at::Tensor& from, std::int64_t dim, const std::vector<Run>& runs, const Numbers& shape) {
   if (runs.size() == 1) {
-    // Of a whole tensor nothing is copied; the collectives read it where it lies.
+    // A whole tensor is not copied; the collectives read it in place.
     if (runs[0].length == from.size(dim)) return from.contiguous();
     return from.narrow(dim, runs[0].source, runs[0].length).contiguous();
   }
@@ -115,7 +116,7 @@ std::vector<at::Tensor> empty_pieces(const std::vector<Numbers>& shapes, const a
   return pieces;
 }
 
-// Pieces one behind the other along a dim, where that is all there is to do.
+// Concatenates pieces along a dim, if nothing else is needed.
 bool in_order(const std::vector<std::vector<Run>>& runs) {
   std::int64_t next = 0;
   for (const std::vector<Run>& piece : runs)
@@ -138,7 +139,7 @@ at::Tensor join(const std::vector<at::Tensor>& pieces, std::int64_t dim, const s
   return result;
 }
 
-// No backend multiplies: every rank gathers the factors and multiplies them in rank order.
+// No backend has a product reduction: every rank gathers the factors and multiplies them in rank order.
 at::Tensor product_of_all(const comm::Group& group, const at::Tensor& local) {
   const at::Tensor mine = local.contiguous();
   std::vector<at::Tensor> all = empty_pieces(std::vector<Numbers>(static_cast<std::size_t>(group.size()), mine.sizes().vec()), mine);
@@ -172,7 +173,7 @@ LocalTransfer::LocalTransfer(const DTensorSpec& from, const DTensorSpec& to, Par
                               from.placements(), to.placements(), {}, partial_target)) {
   PENSTOCK_INVARIANT(from.mesh_id() == to.mesh_id() && from.shape() == to.shape(), "a redistribution keeps mesh and shape");
   for (const RedistributeStep& planned : plan_.steps)
-    // An axis of one rank has nothing to do but for the placements.
+    // For an axis of one rank only the placements change.
     if (from.mesh_shape()[static_cast<std::size_t>(planned.axis)] > 1) steps_.push_back(make_step(from, planned));
 }
 
@@ -239,10 +240,10 @@ LocalTransfer::Step LocalTransfer::make_step(const DTensorSpec& from, const Redi
     }
     case RedistributeKind::AllToAll:
       for (std::int64_t member = 0; member < members; ++member) {
-        // To a member goes what it will hold of what this rank holds; along the split dim.
+        // Send each member what it will hold of this rank's part, along the split dim.
         step.take.push_back(packing(intersect(mine_before[other], segments(planned.after, member)[other]).runs));
         const auto theirs = segments(planned.before, member);
-        // From it comes its part along the joined dim.
+        // Receive its part along the joined dim.
         const Common common = intersect(theirs[d], mine_after[d]);
         step.put.push_back(unpacking(common.runs));
         Numbers shape = step.result_shape;
@@ -345,7 +346,7 @@ PendingLocal LocalTransfer::start_step(const Step& step, const comm::Group& grou
       if (step.direct && step.even) return {result, group.all_gather(result, mine, label), {}};
       std::vector<at::Tensor> pieces;
       if (step.direct) {
-        // They arrive where they belong.
+        // They arrive at their final position.
         std::int64_t next = 0;
         for (const Numbers& shape : step.shapes) {
           pieces.push_back(result.view({-1}).narrow(0, next, product(shape)));
@@ -407,7 +408,7 @@ PendingLocal LocalTransfer::start(const comm::MeshGroups& mesh, const at::Tensor
 at::Tensor LocalTransfer::run(const comm::MeshGroups& mesh, const at::Tensor& local) const { return start(mesh, local).get(); }
 
 std::shared_ptr<const LocalTransfer> transfer_between(const SpecPtr& from, const SpecPtr& to, PartialTarget partial_target) {
-  // The specs are held, so their addresses stay theirs.
+  // The cache holds the specs, so their addresses are not reused.
   using Key = std::tuple<SpecPtr, SpecPtr, PartialTarget>;
   thread_local std::map<Key, std::shared_ptr<const LocalTransfer>> known;
   constexpr std::size_t kMost = 4096;

@@ -3,11 +3,12 @@
 //   const LocalTransfer& transfer = transfer_between(from, to, PartialTarget::Refuse);
 //   at::Tensor local = transfer.run(mesh, old_local);                     // collective: every rank of the mesh calls it
 //
-// Which elements go where is computed once, from the index ranges that each rank along an axis holds before and after a
-// step; it serves every tensor of the same spec. Results are contiguous and never share memory with the source, unless the
-// redistribution has no steps, or nothing but slices of dim 0.
-// A local tensor that is a wrapper (fake while a function is captured, or a subclass) is moved by the operators of
-// comm/operators.h, which its payload or the tracer sees; a plain one by the groups themselves, with less memory.
+// Which elements are sent where is computed once, from the index ranges that each rank along an axis holds
+// before and after a step, and used for every tensor of the same spec. Results are contiguous and do not
+// share memory with the source, unless the redistribution has no steps, or only slices of dim 0.
+// A local tensor that is a wrapper (fake during capture, or a subclass) is moved by the operators of
+// comm/operators.h, which its payload or the tracer sees; a plain one is moved by the groups directly, with
+// less memory.
 // Private to this folder.
 #pragma once
 
@@ -25,11 +26,11 @@
 
 namespace penstock::detail {
 
-// A local tensor that may still be on its way.
+// A local tensor whose communication may still be in progress.
 struct PendingLocal {
-  at::Tensor tensor;                       // the result, when `finish` is empty
+  at::Tensor tensor;                       // the result if `finish` is empty
   comm::Work work;                         // to be waited for first
-  std::function<at::Tensor()> finish;      // then makes the result of what arrived
+  std::function<at::Tensor()> finish;      // then computes the result from what arrived
 
   at::Tensor get();
 };
@@ -39,7 +40,7 @@ struct Run {
   std::int64_t source = 0, target = 0, length = 0;
 };
 
-// Of a local tensor that holds the indices `have` of a dim, those that `want` says: contiguous, in order.
+// From a local tensor that holds the indices `have` of a dim, selects those in `want`: contiguous, in order.
 at::Tensor cut(const at::Tensor& local, std::int64_t dim, const std::vector<Segment>& have, const std::vector<Segment>& want);
 
 class LocalTransfer {
@@ -49,7 +50,7 @@ class LocalTransfer {
   const RedistributePlan& plan() const { return plan_; }
 
   at::Tensor run(const comm::MeshGroups& mesh, const at::Tensor& local) const;
-  // Returns when the last collective has started.
+  // Returns when the last collective has been started.
   PendingLocal start(const comm::MeshGroups& mesh, const at::Tensor& local) const;
 
  private:
@@ -57,14 +58,14 @@ class LocalTransfer {
     RedistributeKind kind;
     int axis;
     PartialOp op = PartialOp::Sum;
-    std::int64_t dim = 0;                           // that is joined or split
+    std::int64_t dim = 0;                           // the dim that is joined or split
     std::int64_t other_dim = 0;                     // AllToAll: the dim that is split
     std::vector<std::int64_t> result_shape;         // of this rank
-    std::vector<std::vector<std::int64_t>> shapes;  // per member: what it sends here, or is sent
+    std::vector<std::vector<std::int64_t>> shapes;  // per member: what it sends to or receives from this rank
     std::vector<std::vector<Run>> take;             // per member: from the local tensor into its piece
     std::vector<std::vector<Run>> put;              // per member: from its piece into the result
-    bool even = false;                              // all pieces have one shape
-    bool direct = false;                            // pieces lie one behind the other in memory, in order
+    bool even = false;                              // all pieces have the same shape
+    bool direct = false;                            // the pieces are consecutive in memory, in order
   };
 
   Step make_step(const DTensorSpec& from, const RedistributeStep& planned) const;
@@ -75,7 +76,7 @@ class LocalTransfer {
   std::vector<Step> steps_;
 };
 
-// From a table of this thread. Both specs are of one mesh and one geometry.
+// From a per-thread cache. Both specs must have the same mesh and geometry.
 std::shared_ptr<const LocalTransfer> transfer_between(const SpecPtr& from, const SpecPtr& to, PartialTarget partial_target);
 
 }  // namespace penstock::detail

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 
@@ -22,12 +23,12 @@ bool answers(const comm::MeshGroups& mesh, const MeshKey& key) {
 comm::MeshGroups MeshCache::get(const MeshKey& key, const MeshGroupsCallback& callback) {
   if (const auto found = meshes_.find(key); found != meshes_.end()) return found->second;
   if (!callback)
-    throw PipeliningMetadataError(describe("mesh cache: the mesh of a distributed record", fmt::format("{}, which is not here", key.to_string()),
-                                           fmt::format("one of the {} meshes here, or a callback", meshes_.size()),
-                                           "give a callback that finds meshes by key, or harvest tensors that lie on this mesh"));
+    throw PipeliningMetadataError(describe("mesh cache: the mesh of a distributed record", fmt::format("{}, which is not in the cache", key.to_string()),
+                                           fmt::format("one of the {} cached meshes, or a callback", meshes_.size()),
+                                           "pass a callback that finds meshes by key, or harvest tensors on this mesh"));
   std::optional<comm::MeshGroups> mesh = callback(key);
   if (!mesh)
-    throw PipeliningMetadataError(describe("mesh cache: the callback", fmt::format("no mesh for {}", key.to_string()), "the mesh that the record means", kUniverse));
+    throw PipeliningMetadataError(describe("mesh cache: the callback", fmt::format("no mesh for {}", key.to_string()), "the mesh that the record refers to", kUniverse));
   if (!answers(*mesh, key))
     throw PipeliningMetadataError(describe("mesh cache: the callback", fmt::format("a mesh of {}", mesh->mesh().key().to_string()), key.to_string(), kUniverse));
   meshes_.insert_or_assign(key, *mesh);
@@ -37,7 +38,7 @@ comm::MeshGroups MeshCache::get(const MeshKey& key, const MeshGroupsCallback& ca
 void MeshCache::insert(const MeshKey& key, comm::MeshGroups mesh) {
   if (!answers(mesh, key))
     throw PipeliningMetadataError(describe("mesh cache: the mesh to insert", mesh.mesh().key().to_string(), fmt::format("{}, the key it is inserted under", key.to_string()),
-                                           "leave out the key, it is then the mesh's own"));
+                                           "omit the key to use the mesh's own"));
   meshes_.insert_or_assign(key, std::move(mesh));
 }
 

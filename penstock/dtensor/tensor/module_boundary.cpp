@@ -1,14 +1,15 @@
-// What happens where the operator of a parallelized module takes its weight.
+// Redistributes inputs and outputs of a parallelized module, at the operator that takes its weight.
 #include <fmt/format.h>
 
 #include <mutex>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 #include "penstock/tensor_parallel.h"
 #include "penstock/torch/dispatch/operator_hook.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock {
 namespace {
@@ -23,8 +24,8 @@ at::Tensor along_axis(const at::Tensor& tensor, int axis, const Placement& wante
   return redistribute(tensor, placements);
 }
 
-// The same input often goes to several modules (query, key and value): while the first result lives, it serves all of them,
-// and their gradients meet before they are reduced.
+// The same input is often used by several modules (query, key and value): while the first result lives, all
+// of them use it, and their gradients are added before they are reduced.
 at::Tensor prepared(const at::Tensor& input, int axis, const Placement& wanted) {
   DTensorPayload& payload = *detail::dtensor_payload(input);
   Placements placements = payload.spec->placements();
@@ -42,50 +43,50 @@ at::Tensor prepared(const at::Tensor& input, int axis, const Placement& wanted) 
   return result;
 }
 
-void at_border(const c10::OperatorHandle& op, Stack* stack, int input_argument, int weight_argument) {
+void redistribute_at_boundary(const c10::OperatorHandle& op, Stack* stack, int input_argument, int weight_argument) {
   const NoHooksGuard off;
   const std::size_t base = stack->size() - traits_of(op).arguments.size();
   const at::Tensor weight = (*stack)[base + static_cast<std::size_t>(weight_argument)].isTensor() ? (*stack)[base + static_cast<std::size_t>(weight_argument)].toTensor() : at::Tensor();
   const DTensorPayload* payload = weight.defined() ? detail::dtensor_payload(weight) : nullptr;
-  const std::shared_ptr<const ModuleBoundary> border = payload ? payload->boundary : nullptr;
-  if (!border) return op.callBoxed(stack);
+  const std::shared_ptr<const ModuleBoundary> boundary = payload ? payload->boundary : nullptr;
+  if (!boundary) return op.callBoxed(stack);
   c10::IValue& slot = (*stack)[base + static_cast<std::size_t>(input_argument)];
   at::Tensor input = slot.toTensor();
   const bool plain = !is_dtensor(input);
   if (plain) {
-    if (!border->plain_input || border->mesh.shape().size() != 1)
+    if (!boundary->plain_input || boundary->mesh.shape().size() != 1)
       throw TypeError(describe(fmt::format("the input of a parallelized module ({})", op.operator_name().name), "a plain tensor",
-                               fmt::format("a distributed tensor of {}", border->mesh.mesh().to_string()),
-                               "make it one with from_local() or distribute_tensor(), or parallelize on the slice of the mesh that is tensor parallel"));
-    input = from_local(input, border->mesh, {counted_from_front(*border->plain_input, input.dim())});
+                               fmt::format("a distributed tensor of {}", boundary->mesh.mesh().to_string()),
+                               "convert it with from_local() or distribute_tensor(), or parallelize on the tensor-parallel slice of the mesh"));
+    input = from_local(input, boundary->mesh, {counted_from_front(*boundary->plain_input, input.dim())});
   }
-  // The axis of the border is a position in its own mesh.
-  if (!(mesh_of(input) == border->mesh))
+  // The boundary's axis is a position in its own mesh.
+  if (!(mesh_of(input) == boundary->mesh))
     throw ValueError(describe(fmt::format("the input of a parallelized module ({})", op.operator_name().name), describe_dtensor(input),
-                              fmt::format("a distributed tensor of {}", border->mesh.mesh().to_string()), "distribute it on the mesh that the module was parallelized on"));
-  if (border->desired_input) input = prepared(input, border->axis, *border->desired_input);
+                              fmt::format("a distributed tensor of {}", boundary->mesh.mesh().to_string()), "distribute it on the mesh that the module was parallelized on"));
+  if (boundary->desired_input) input = prepared(input, boundary->axis, *boundary->desired_input);
   slot = input;
   op.callBoxed(stack);
   at::Tensor output = stack->back().toTensor();
-  if (border->output) output = along_axis(output, border->axis, *border->output);
-  const bool local = border->kind == OutputKind::Local || (border->kind == OutputKind::AsInput && plain);
+  if (boundary->output) output = along_axis(output, boundary->axis, *boundary->output);
+  const bool local = boundary->kind == BoundaryOutput::Local || (boundary->kind == BoundaryOutput::AsInput && plain);
   stack->back() = local ? detail::take_local(output) : output;
 }
 
-// A bias that is added to a module's plain output is its local part. Where the output holds other rows on every rank, so does
-// the gradient of the bias.
+// A bias that is added to a module's plain output must be its local part. If the output has different rows on
+// every rank, so has the gradient of the bias.
 void add_bias(const c10::OperatorHandle& op, Stack* stack) {
   const NoHooksGuard off;
   const std::size_t base = stack->size() - traits_of(op).arguments.size();
   const at::Tensor sum = (*stack)[base].toTensor(), bias = (*stack)[base + 1].toTensor();
   const DTensorPayload* payload = bias.defined() ? detail::dtensor_payload(bias) : nullptr;
   if (payload && payload->boundary && !is_dtensor(sum)) {
-    const ModuleBoundary& border = *payload->boundary;
-    const auto axis = static_cast<std::size_t>(border.axis);
+    const ModuleBoundary& boundary = *payload->boundary;
+    const auto axis = static_cast<std::size_t>(boundary.axis);
     Placements placements = payload->spec->placements();
     Placements gradients = placements;
-    if (border.output) {
-      const Placement output = counted_from_front(*border.output, sum.dim());
+    if (boundary.output) {
+      const Placement output = counted_from_front(*boundary.output, sum.dim());
       placements[axis] = output.splits(sum.dim() - 1) ? Placement(Shard{0}) : Placement();
       gradients[axis] = output.splits() && !output.splits(sum.dim() - 1) ? Placement(Partial{}) : placements[axis];
     }
@@ -94,12 +95,12 @@ void add_bias(const c10::OperatorHandle& op, Stack* stack) {
   op.callBoxed(stack);
 }
 
-// torch::nn::Linear multiplies with the transposed weight, by one operator or several.
+// torch::nn::Linear multiplies by the transposed weight, with one operator or several.
 void install_hooks() {
   static std::once_flag once;
   std::call_once(once, [] {
     const auto at = [](const char* name, int input, int weight) {
-      register_operator_hook(name, [input, weight](const c10::OperatorHandle& op, Stack* stack) { at_border(op, stack, input, weight); });
+      register_operator_hook(name, [input, weight](const c10::OperatorHandle& op, Stack* stack) { redistribute_at_boundary(op, stack, input, weight); });
     };
     at("aten::linear", 0, 1);
     at("aten::addmm", 1, 2);

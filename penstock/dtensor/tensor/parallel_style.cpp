@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
@@ -38,7 +39,7 @@ void replicate_parameters(torch::nn::Module& module, const comm::MeshGroups& mes
                            "apply it to the modules inside, or write a ParallelStyle for it"));
 }
 
-// The parameter that the module's operator takes as its weight; undefined for other modules.
+// Returns the parameter that the module's operator uses as its weight; undefined for other modules.
 at::Tensor weight_of(torch::nn::Module& module) {
   if (auto* linear = module.as<torch::nn::LinearImpl>()) return linear->weight;
   if (auto* embedding = module.as<torch::nn::EmbeddingImpl>()) return embedding->weight;
@@ -60,10 +61,10 @@ class Colwise final : public ParallelStyle {
     } else {
       refuse(target, "colwise_parallel", "torch::nn::Linear or torch::nn::Embedding");
     }
-    // Left alone, an operator may find it cheaper to gather the weight; the layout that was asked for is a promise.
-    const ModuleBoundary border{target.mesh, target.axis, options_.input, options_.desired_input, options_.output.value_or(Placement(Shard{-1})), options_.kind};
-    set_boundary(weight_of(target.module), border);
-    if (bias.defined()) set_boundary(bias, border);
+    // Otherwise an operator might find it cheaper to gather the weight; the requested layout is guaranteed.
+    const ModuleBoundary boundary{target.mesh, target.axis, options_.input, options_.desired_input, options_.output.value_or(Placement(Shard{-1})), options_.kind};
+    set_boundary(weight_of(target.module), boundary);
+    if (bias.defined()) set_boundary(bias, boundary);
   }
 
  private:
@@ -77,9 +78,9 @@ class Rowwise final : public ParallelStyle {
     if (auto* linear = target.module.as<torch::nn::LinearImpl>()) {
       distribute_parameter(linear->weight, target.mesh, on_axis(target, Shard{1}));
       if (linear->bias.defined()) distribute_parameter(linear->bias, target.mesh, on_axis(target, Replicate{}));
-      const ModuleBoundary border{target.mesh, target.axis, options_.input, Shard{-1}, options_.output, options_.kind};
-      set_boundary(linear->weight, border);
-      if (linear->bias.defined()) set_boundary(linear->bias, border);
+      const ModuleBoundary boundary{target.mesh, target.axis, options_.input, Shard{-1}, options_.output, options_.kind};
+      set_boundary(linear->weight, boundary);
+      if (linear->bias.defined()) set_boundary(linear->bias, boundary);
     } else if (auto* embedding = target.module.as<torch::nn::EmbeddingImpl>()) {
       distribute_parameter(embedding->weight, target.mesh, on_axis(target, Shard{0}));
       set_boundary(embedding->weight, {target.mesh, target.axis, Replicate{}, Replicate{}, options_.output, options_.kind});
@@ -118,12 +119,12 @@ class Prepare final : public ParallelStyle {
       throw TypeError(describe(fmt::format("prepare_module on module '{}'", target.name), target.module.name(), "Linear, Embedding or LayerNorm with a weight",
                                "call prepare_layout in the code that calls the module"));
     replicate_parameters(target.module, target.mesh, true);
-    ModuleBoundary border{target.mesh, target.axis, options_.plain_input, options_.desired_input, options_.output, options_.kind};
-    set_boundary(weight, border);
+    ModuleBoundary boundary{target.mesh, target.axis, options_.plain_input, options_.desired_input, options_.output, options_.kind};
+    set_boundary(weight, boundary);
     if (auto* linear = target.module.as<torch::nn::LinearImpl>(); linear && linear->bias.defined()) {
-      // Rows of the output lie as those of the input do, and the bias is added to them.
-      if (!border.output) border.output = border.desired_input ? border.desired_input : border.plain_input;
-      set_boundary(linear->bias, border);
+      // Rows of the output are placed like those of the input, and the bias is added to them.
+      if (!boundary.output) boundary.output = boundary.desired_input ? boundary.desired_input : boundary.plain_input;
+      set_boundary(linear->bias, boundary);
     }
   }
 
@@ -131,7 +132,7 @@ class Prepare final : public ParallelStyle {
   const PrepareOptions options_;
 };
 
-// As many parts, and each matches.
+// Both have the same number of parts, and each part matches.
 bool matches(const std::string& pattern, const std::string& name) {
   if (pattern.empty() || name.empty()) return pattern == name;
   if (std::count(pattern.begin(), pattern.end(), '.') != std::count(name.begin(), name.end(), '.')) return false;
@@ -155,13 +156,13 @@ void parallelize_module(torch::nn::Module& module, const comm::MeshGroups& mesh,
   if (!options.axis.empty())
     axis = mesh.mesh().axis(options.axis);
   else if (mesh.shape().size() != 1)
-    throw ValueError(describe("parallelize_module: axis", "none", fmt::format("the name of an axis of {}", mesh.mesh().to_string()), "give ParallelizeOptions::axis"));
+    throw ValueError(describe("parallelize_module: axis", "none", fmt::format("the name of an axis of {}", mesh.mesh().to_string()), "set ParallelizeOptions::axis"));
   std::vector<std::pair<std::string, torch::nn::Module*>> modules{{"", &module}};
   for (const auto& item : module.named_children()) {
     modules.emplace_back(item.key(), item.value().get());
     for (const auto& inner : item.value()->named_modules(item.key(), false)) modules.emplace_back(inner.key(), inner.value().get());
   }
-  // Everything is found before anything changes.
+  // Find everything before changing anything.
   std::vector<std::pair<ParallelStylePtr, std::pair<std::string, torch::nn::Module*>>> found;
   for (const auto& [pattern, style] : plan) {
     if (!style) throw ValueError(fmt::format("parallelize_module: the style of '{}' is null", pattern));
@@ -184,15 +185,16 @@ void distribute_parameter(const at::Tensor& parameter, const comm::MeshGroups& m
   if (is_dtensor(parameter)) {
     const DTensorPayload& payload = *detail::dtensor_payload(parameter);
     if (payload.mesh == mesh && payload.spec == payload.spec->with_placements(placements)) return;
-    throw StateError(describe("distribute_parameter: a parameter that is distributed already", describe_dtensor(parameter), fmt::format("{} on {}", to_string(placements), mesh.mesh().to_string()),
-                              "parameters that modules share must be laid out alike"));
+    throw StateError(describe("distribute_parameter: a parameter that is already distributed", describe_dtensor(parameter), fmt::format("{} on {}", to_string(placements), mesh.mesh().to_string()),
+                              "parameters that modules share must have the same layout"));
   }
   const bool requires_grad = parameter.requires_grad();
   at::Tensor distributed = distribute_tensor(parameter.detach(), mesh, placements);
   const Placements home = placements_of(distributed);
   replace_data(parameter, distributed);
   if (!requires_grad) return;
-  // A parameter that is watched (any_operator_hook.h) is sharded further, and whoever does that reduces its gradients from the form they come in.
+  // A parameter that is watched (any_operator_hook.h) is sharded further, and that code reduces its gradients
+  // from the layout they arrive in.
   const c10::weak_intrusive_ptr<c10::TensorImpl> handle(parameter.getIntrusivePtr());
   parameter.register_hook([home, handle](const at::Tensor& gradient) {
     const auto impl = handle.lock();

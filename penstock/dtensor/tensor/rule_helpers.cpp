@@ -88,7 +88,7 @@ std::vector<int> axes_splitting(const Placements& placements, const std::set<std
   return axes;
 }
 
-Sharding like_model(const ShardingCall& call) {
+Sharding placed_like_first_input(const ShardingCall& call) {
   auto strategies = elementwise_strategies(call);
   for (const PartialOp kind : partial_kinds(call)) {
     AxisStrategy strategy = replicated_strategy(call);
@@ -98,7 +98,7 @@ Sharding like_model(const ShardingCall& call) {
   return choose(call, std::move(strategies));
 }
 
-c10::Scalar greatest_of(at::ScalarType dtype) {
+c10::Scalar highest_value(at::ScalarType dtype) {
   if (c10::isFloatingType(dtype)) return std::numeric_limits<double>::infinity();
   if (dtype == at::kBool) return true;
   const int bits = static_cast<int>(8 * c10::elementSize(dtype));
@@ -106,23 +106,23 @@ c10::Scalar greatest_of(at::ScalarType dtype) {
   return static_cast<std::int64_t>(std::numeric_limits<std::int64_t>::max() >> (64 - bits));
 }
 
-c10::Scalar least_of(at::ScalarType dtype) {
+c10::Scalar lowest_value(at::ScalarType dtype) {
   if (c10::isFloatingType(dtype)) return -std::numeric_limits<double>::infinity();
   if (dtype == at::kBool) return false;
   if (!c10::isSignedType(dtype)) return 0;
-  return -greatest_of(dtype).toLong() - 1;
+  return -highest_value(dtype).toLong() - 1;
 }
 
 void refuse_unknown_shape(const OperatorTraits& traits) {
-  throw ValueError(fmt::format("{}: the shape of the result depends on the values of a distributed tensor, so no rank can know its part; compute it on full_tensor(), "
-                               "or on to_local() for the part of each rank; where a mask selects elements, where() and masked_fill() keep the shape",
+  throw ValueError(fmt::format("{}: the shape of the result depends on the values of a distributed tensor, so no rank knows its part; compute it on full_tensor(), "
+                               "or on to_local() for the part of each rank; for masks, where() and masked_fill() keep the shape",
                                traits.name));
 }
 
 void reduce_over(const comm::MeshGroups& mesh, const std::vector<int>& axes, const at::Tensor& tensor, comm::ReduceOp op) {
   for (const int axis : axes) {
     if (mesh.shape()[static_cast<std::size_t>(axis)] == 1) continue;
-    // What has no memory of its own is reduced by an operator, which others see.
+    // A tensor without memory of its own is reduced by an operator, which tracers see.
     if (is_wrapper(tensor))
       tensor.copy_(comm::functional::wait_tensor(comm::functional::all_reduce(tensor, op, mesh.group(axis))));
     else

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <set>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {
@@ -22,8 +23,8 @@ void RuleTable::handle(const std::vector<std::string>& names, const ShardingHand
 void RuleTable::put(const std::string& op, RegisteredRule rule, bool replace) {
   auto& known = rules_[op];
   if (!known.empty() && !replace)
-    throw StateError(fmt::format("sharding rule of {}: there is one already{}", op,
-                                 known.back()->built_in ? "; replace_sharding_rule takes its place" : "; register each operator once"));
+    throw StateError(fmt::format("sharding rule of {}: already registered{}", op,
+                                 known.back()->built_in ? "; use replace_sharding_rule to replace it" : "; register each operator once"));
   rule.name = op;
   known.push_back(std::make_unique<RegisteredRule>(std::move(rule)));
 }
@@ -109,13 +110,13 @@ const RegisteredRule* find_rule(const std::string& op) {
 
 std::uint64_t rule_generation() { return Registry::instance().generation.load(std::memory_order_relaxed); }
 
-void note_asked(const RegisteredRule& rule) {
+void record_rule_use(const RegisteredRule& rule) {
   Registry& registry = Registry::instance();
   const std::lock_guard lock(registry.mutex);
   registry.asked.insert(rule.name);
 }
 
-std::vector<std::string> take_asked_rules() {
+std::vector<std::string> take_used_rules() {
   Registry& registry = Registry::instance();
   const std::lock_guard lock(registry.mutex);
   std::vector<std::string> names(registry.asked.begin(), registry.asked.end());

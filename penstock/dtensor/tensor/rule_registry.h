@@ -1,4 +1,4 @@
-// Where rules are found, and how the families of this folder add theirs. Private to this folder.
+// The registry of rules, and the functions by which each rule family adds its own. Private to this folder.
 #pragma once
 
 #include <cstdint>
@@ -28,26 +28,27 @@ class RuleTable {
   void handle(const std::vector<std::string>& names, const ShardingHandler& handler);
 
   void put(const std::string& op, RegisteredRule rule, bool replace);
-  // By the whole name, then without the overload, then without the underscore of in-place forms.
+  // Looks up the whole name, then without the overload, then without the underscore of in-place forms.
   const RegisteredRule* find(const std::string& op) const;
   std::vector<std::string> names() const;
 
  private:
-  // Replaced rules are kept: a thread may be using one.
+  // Replaced rules are kept, because a thread may be using one.
   std::map<std::string, std::vector<std::unique_ptr<RegisteredRule>>, std::less<>> rules_;
 };
 
-// The rule of an operator by traits.name; null when there is none. Lives as long as the process.
+// Returns the rule of an operator by traits.name, or null. It lives until the process ends.
 const RegisteredRule* find_rule(const std::string& op);
-// Rises with every registration: caches of decisions compare it.
+// Incremented by every registration; caches of decisions compare it.
 std::uint64_t rule_generation();
 
-// Notes that a call came to a rule. Done when a decision is made, and once per thread for a handler: not for every call.
-void note_asked(const RegisteredRule& rule);
-// The names noted since the last time by any thread, sorted: tests find the rules that nobody asks.
-std::vector<std::string> take_asked_rules();
+// Records that a rule was used. Called when a decision is made, and once per thread for a handler, not for
+// every call.
+void record_rule_use(const RegisteredRule& rule);
+// The names recorded since the last call by any thread, sorted: tests use it to find unused rules.
+std::vector<std::string> take_used_rules();
 
-// One function a file.
+// One function per file.
 void add_pointwise_rules(RuleTable& table);
 void add_matmul_rules(RuleTable& table);
 void add_view_rules(RuleTable& table);

@@ -7,6 +7,7 @@
 #include <limits>
 #include <optional>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {
@@ -21,15 +22,15 @@ double bytes_of(const ShardingInput& input, const ShardingCall& call, std::size_
   return bytes;
 }
 
-// What it costs, in bytes sent, to bring an input to a placement along one axis. Latency counts as some bytes, work without
-// communication as a few.
+// The cost, in bytes sent, of bringing an input to a placement along one axis. Latency counts as some bytes,
+// work without communication as a few.
 double cost_of(const Placement& from, const Placement& to, double bytes, double ranks) {
   if (from == to) return 0;
   constexpr double kLatency = 2e5, kLocal = 1e2;
   const double part = bytes * (ranks - 1) / ranks;
   if (from.is_replicate()) {
     if (to.splits()) return kLocal + bytes * 0.01;
-    // Terms are reduced by somebody later; so they cost as much as reducing now, and a little more.
+    // Partial values have to be reduced later, so they cost as much as reducing now, and a little more.
     return kLatency + 2 * part + kLocal;
   }
   if (from.is_partial()) {
@@ -41,7 +42,7 @@ double cost_of(const Placement& from, const Placement& to, double bytes, double 
   return kLatency + part / ranks;
 }
 
-// The size of the dims that a strategy splits, when they all have one.
+// The size of the dims that a strategy splits, if they all have the same.
 std::optional<std::int64_t> common_size(const ShardingCall& call, const AxisStrategy& strategy) {
   std::optional<std::int64_t> size;
   const auto agrees = [&](const Placement& placement, const std::vector<std::int64_t>& shape) {
@@ -57,7 +58,7 @@ std::optional<std::int64_t> common_size(const ShardingCall& call, const AxisStra
   return size;
 }
 
-// The strategy as it stands and, where its shards may be strided, as each input that is.
+// The strategy itself and, if its shards may be strided, its variants strided like each strided input.
 std::vector<AxisStrategy> variants_of(const ShardingCall& call, const AxisStrategy& strategy, std::size_t axis) {
   std::vector<AxisStrategy> variants{strategy};
   std::vector<std::int64_t> factors;
@@ -87,7 +88,7 @@ double cost_of(const ShardingCall& call, const AxisStrategy& strategy, std::size
     if (input.written && now != strategy.inputs[i]) return kNever;
     total += cost_of(now, strategy.inputs[i], bytes_of(input, call, axis), static_cast<double>(call.mesh_shape[axis]));
   }
-  // What is written must come out as it was, unless its dims themselves are moved (transpose_).
+  // A written input must keep its placement, unless the operator moves its dims (transpose_).
   if (call.op.hasTag(at::Tag::inplace_view)) return total;
   std::size_t output = 0;
   for (const ReturnAlias& alias : call.traits.returns) {
@@ -131,7 +132,7 @@ std::int64_t ShardingCall::wrap_dim(std::int64_t dim, std::int64_t ndim) { retur
 Sharding choose(const ShardingCall& call, std::vector<AxisStrategy> strategies, std::vector<std::size_t>& taken) {
   for (const AxisStrategy& strategy : strategies)
     PENSTOCK_INVARIANT(strategy.inputs.size() == call.inputs.size() && strategy.outputs.size() == call.outputs.size(),
-                       fmt::format("the rule of {} gives a placement for every input and output", call.traits.name));
+                       fmt::format("the rule of {} returns a placement for every input and output", call.traits.name));
   strategies.push_back({std::vector<Placement>(call.inputs.size()), std::vector<Placement>(call.outputs.size())});
   Sharding sharding;
   sharding.inputs.assign(call.inputs.size(), Placements(call.axes()));
@@ -154,7 +155,7 @@ Sharding choose(const ShardingCall& call, std::vector<AxisStrategy> strategies, 
         if (input.written) written += (written.empty() ? "" : " and ") + to_string(input.placements);
       throw ValueError(describe(fmt::format("{}: the tensor that is written", call.traits.name), written,
                                 fmt::format("placements in which the operator can write on mesh axis {}", axis),
-                                "redistribute it first (Replicate always works), or use the form that is not in place"));
+                                "redistribute it first (Replicate always works), or use the out-of-place form"));
     }
     taken.push_back(best);
     for (std::size_t i = 0; i < call.inputs.size(); ++i) sharding.inputs[i][axis] = chosen.inputs[i];

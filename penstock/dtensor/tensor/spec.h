@@ -1,8 +1,9 @@
-// What a distributed tensor is, apart from its values: the whole tensor's geometry and how it lies on a mesh.
+// The metadata of a distributed tensor: the geometry of the whole tensor and its placements on a mesh.
 //
-// Specs are immutable and unique: equal ones are one object, so that they are compared and looked up by address. They name
-// their mesh by number and hold no communicator; tables of specs may therefore outlive every World.
-// Thread rule: any thread.
+// Specs are immutable and unique: equal specs are the same object, so they are compared and looked up by
+// address. They identify their mesh by number and hold no communicator, so caches of specs may outlive every
+// World.
+// Thread safety: any thread.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -19,7 +20,7 @@
 
 namespace penstock {
 
-// The whole tensor, as its wrapper shows it.
+// The geometry of the whole tensor, as its wrapper reports it.
 struct GlobalGeometry {
   std::vector<std::int64_t> shape, stride;
   at::ScalarType dtype = at::kFloat;
@@ -32,7 +33,7 @@ struct GlobalGeometry {
 GlobalGeometry global_geometry_of(const at::Tensor& tensor);
 // Row-major.
 std::vector<std::int64_t> contiguous_stride(const std::vector<std::int64_t>& shape);
-// Of a dense tensor of `shape` whose dims lie in memory in the order that `stride` says.
+// The strides of a dense tensor of `shape` whose dims have the memory order given by `stride`.
 std::vector<std::int64_t> dense_stride(const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride);
 
 class DTensorSpec;
@@ -40,14 +41,15 @@ using SpecPtr = std::shared_ptr<const DTensorSpec>;
 
 class DTensorSpec {
  public:
-  // The one spec of these values. Throws ValueError for placements that do not fit the mesh or the tensor.
+  // Returns the unique spec of these values. Throws ValueError for placements that do not match the mesh or
+  // the tensor.
   static SpecPtr get(const comm::MeshGroups& mesh, const Placements& placements, const GlobalGeometry& geometry);
   // On the same mesh.
   static SpecPtr get(const DTensorSpec& like, const Placements& placements, const GlobalGeometry& geometry);
 
   std::uint64_t mesh_id() const { return mesh_id_; }
   const std::vector<std::int64_t>& mesh_shape() const { return mesh_shape_; }
-  // Of this rank; empty when it is not in the mesh.
+  // Of this rank; empty if it is not in the mesh.
   const std::vector<std::int64_t>& coordinate() const { return coordinate_; }
 
   const Placements& placements() const { return placements_; }
@@ -55,7 +57,7 @@ class DTensorSpec {
   const std::vector<std::int64_t>& shape() const { return geometry_.shape; }
   std::int64_t ndim() const { return static_cast<std::int64_t>(geometry_.shape.size()); }
 
-  // What this rank holds; (0) on a rank outside of the mesh.
+  // The shape of this rank's part; (0) on a rank outside of the mesh.
   const std::vector<std::int64_t>& local_shape() const { return local_shape_; }
   bool has_partial() const { return has_partial_; }
   bool is_replicated() const { return replicated_; }

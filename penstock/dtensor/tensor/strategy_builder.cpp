@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor/tensor/rule_helpers.h"
 #include "penstock/fake.h"
@@ -77,7 +78,7 @@ void skip_where_empty(const ShardingCall& call, Sharding& sharding, std::initial
       results[i] = at::zeros(local_shape(context.call, whole.shape, context.outputs[output]), at::TensorOptions(whole.dtype).device(whole.device));
       ++output;
     }
-    give_results(context, stack, results);
+    store_results(context, stack, results);
   };
 }
 
@@ -97,7 +98,7 @@ std::vector<int> axes_of(const LocalContext& context, std::string_view argument,
   return axes_splitting(decided(context, argument), dim);
 }
 
-void give_results(const LocalContext& context, Stack* stack, const std::vector<at::Tensor>& results) {
+void store_results(const LocalContext& context, Stack* stack, const std::vector<at::Tensor>& results) {
   Stack given;
   for (std::size_t i = 0; i < results.size(); ++i) {
     const ReturnAlias& alias = context.call.traits.returns[i];
@@ -118,11 +119,11 @@ std::vector<Segment> held_segments(const LocalContext& context, const std::vecto
 void check_indices(const at::Tensor& indices, const at::Tensor& counts, std::int64_t size, std::string_view what) {
   at::Tensor bad = indices.lt(0).logical_or_(indices.ge(size));
   if (counts.defined()) bad.logical_and_(counts);
-  // The values of a tensor that is captured are looked at when the graph runs.
+  // The values of a captured tensor are checked when the graph runs.
   if (!indices.is_cpu() || is_fake(indices)) return at::_assert_async(bad.any().logical_not());
   if (!bad.any().item<bool>()) return;
   throw ValueError(describe(what, fmt::format("{}", indices.masked_select(bad)[0].item<std::int64_t>()), fmt::format("0 to {}", size - 1),
-                            "check where the indices come from, and the size of what they select from"));
+                            "check how the indices are computed, and the size of the dim they select from"));
 }
 
 }  // namespace penstock::detail

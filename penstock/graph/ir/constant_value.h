@@ -1,4 +1,4 @@
-// Plain values among the arguments of operators: when two are the same.
+// Equality and hashes of non-tensor arguments of operators.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -7,8 +7,8 @@
 
 namespace penstock::graph {
 
-// Bit for bit: 0.0 and -0.0 differ, a NaN is the same as itself; 1 and 1.0 differ. Numbers that became tensors compare by dtype and value,
-// lists and tuples element by element, everything else by identity.
+// Compares bit for bit: 0.0 and -0.0 differ, a NaN equals itself, 1 and 1.0 differ. Numbers wrapped in
+// tensors compare by dtype and value, lists and tuples element by element, everything else by identity.
 bool same_constant(const c10::IValue& a, const c10::IValue& b);
 
 // Equal for equal constants.

@@ -8,10 +8,11 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/graph/ir/shape_run.h"
+#include "penstock/graph/ir/shape_inference.h"
 #include "penstock/fake.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 namespace {
@@ -20,7 +21,7 @@ using c10::IValue;
 
 std::int64_t item_size(at::ScalarType dtype) { return static_cast<std::int64_t>(c10::elementSize(dtype)); }
 
-// The bytes of a storage that a tensor reaches: [first, end).
+// The bytes of a storage that a tensor can access: [first, end).
 struct Reach {
   std::int64_t first = 0, end = 0;
 };
@@ -34,7 +35,8 @@ Reach reach_of(const Geometry& geometry) {
   return reach;
 }
 
-// What memory consists of that is looked at as several dtypes. Integers: copying them keeps every bit, whatever it is of.
+// The element type of memory that is accessed as several dtypes. Integers, because copying them preserves
+// every bit.
 at::ScalarType cell_of_size(std::int64_t bytes) {
   switch (bytes) {
     case 1: return at::kByte;
@@ -57,8 +59,8 @@ class Functionalizer {
     for (const Placeholder& input : from_.inputs) to_.inputs.push_back({define(input.value, to_.new_storage()), input.name});
     for (const ConstantTensor& constant : from_.constants) {
       if (memories_[index_of(from_[constant.value].storage)].written)
-        throw StateError(fmt::format("graph: the captured function writes a tensor that it did not get as an input ({} elements); hand the "
-                                     "tensor over as an input",
+        throw StateError(fmt::format("graph: the captured function writes a tensor that is not one of its inputs ({} elements); pass the "
+                                     "tensor as an input",
                                      constant.tensor.numel()));
       to_.constants.push_back({define(constant.value, to_.new_storage()), constant.tensor});
     }
@@ -73,25 +75,29 @@ class Functionalizer {
   }
 
  private:
-  // The outputs of forward, before backward writes anything.
+  // Emits the outputs of forward, before backward writes anything.
   void return_forward() {
     phase_ = Phase::Forward;
     while (to_.outputs.size() < forward_outputs_) to_.outputs.push_back(translate(from_.outputs[to_.outputs.size()]));
   }
 
-  // One storage of the graph with writes. A flat one becomes a row when it is written: what lies in the memory, without lazy conjugates and negatives.
+  // One storage of the graph with writes. A flat one becomes a row when it is written: the raw memory,
+  // without lazy conjugates and negatives.
   struct Memory {
     bool written = false;
-    bool flat = false;              // the root is not a dense tensor from the beginning of its memory on that contains all others and is looked at as they are
+    // The root is not a dense tensor that starts at the beginning of its memory, contains all other values
+    // and has their dtype.
+    bool flat = false;
     bool mixed = false;             // values are of several dtypes
     ValueId root = kNoValue;        // the first value of this memory
-    ValueId current = kNoValue;     // in the new graph: what the memory holds now, laid out like the root, or a row from byte `first` on
+    // In the new graph: the current contents, laid out like the root, or a row from byte `first` on.
+    ValueId current = kNoValue;
     std::int64_t first = 0;
     std::int64_t smallest = 0, largest = 0;   // bytes of an element, over all its values
     Reach reach;                    // of all its values
     std::uint32_t version = 0;
   };
-  // A value of the graph with writes, in the new one.
+  // A value of the graph with writes, in the new graph.
   struct Translated {
     ValueId value = kNoValue;
     std::uint32_t version = 0;      // of its memory
@@ -140,7 +146,7 @@ class Functionalizer {
     return value;
   }
 
-  // A value of the old graph is `value` of the new one.
+  // Records that a value of the old graph is `value` in the new one.
   void adopt(ValueId old, ValueId value) {
     Memory& memory = memory_of(old);
     values_[index_of(old)] = {value, memory.version};
@@ -159,7 +165,7 @@ class Functionalizer {
     return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
   }
 
-  // Where a value lies in the row of its memory, taken as a row of its dtype.
+  // The position of a value in the row of its memory, interpreted as a row of the value's dtype.
   Geometry place_of(ValueId old, const Memory& memory) const {
     Geometry place = from_[old].geometry;
     place.storage_offset -= memory.first / item_size(place.dtype);
@@ -173,7 +179,7 @@ class Functionalizer {
     return emit(op, std::move(arguments), std::move(place), to_[of].storage);
   }
 
-  // The same elements, or their conjugates and negatives, without touching the memory.
+  // The same elements, or their conjugates and negatives, without copying.
   ValueId emit_bits(ValueId of, bool conjugate, bool negate) {
     static const c10::OperatorHandle conj = find("aten::_conj"), neg = find("aten::_neg_view");
     if (conjugate) {
@@ -189,7 +195,7 @@ class Functionalizer {
     return of;
   }
 
-  // A tensor in a row, of one dim, as a row of another dtype.
+  // Reinterprets a one-dim contiguous tensor as another dtype.
   ValueId emit_row_of(ValueId row, at::ScalarType dtype) {
     static const c10::OperatorHandle view = find("aten::view", "dtype");
     Geometry geometry = to_[row].geometry;
@@ -209,19 +215,19 @@ class Functionalizer {
     return emit(view, std::move(arguments), std::move(geometry), to_[of].storage);
   }
 
-  // A value of a flat memory that was written, as it is now.
+  // The current contents of a value in a flat memory that was written.
   ValueId emit_read(ValueId old, const Memory& memory) {
     const Geometry& geometry = from_[old].geometry;
     const ValueId row = memory.mixed ? emit_row_of(memory.current, geometry.dtype) : memory.current;
     return emit_bits(emit_as_strided(row, place_of(old, memory)), geometry.conjugated, geometry.negated);
   }
 
-  // Makes a row of a flat memory that is written for the first time: all that is seen of it.
+  // Creates the row of a flat memory at its first write, covering all accessed bytes.
   void make_row(Memory& memory) {
     static const c10::OperatorHandle clone = find("aten::clone"), pad = find("aten::constant_pad_nd");
     const Geometry& root = from_[memory.root].geometry;
     const std::int64_t item = item_size(root.dtype);
-    // Of whole elements of every dtype that is seen of it, and of the root's.
+    // Contains whole elements of every dtype it is accessed as, and of the root's.
     memory.first = memory.reach.first / memory.largest * memory.largest;
     Geometry row;
     row.sizes = {(memory.reach.end - memory.first + item - 1) / item};
@@ -244,7 +250,8 @@ class Functionalizer {
     memory.current = emit(pad, {Operand::of(memory.current), list_of({0, missing}), Operand::of(IValue(0))}, std::move(padded));
   }
 
-  // Elements at one place of the memory are written with one value, or the operator would have refused: as_strided_scatter gets it once.
+  // Elements at the same address are written with equal values (otherwise the operator would have thrown):
+  // as_strided_scatter gets each once.
   ValueId emit_first_at_each_place(ValueId value, Geometry& place) {
     static const c10::OperatorHandle slice = find("aten::slice", "Tensor");
     for (std::size_t dim = 0; dim < place.sizes.size(); ++dim) {
@@ -265,7 +272,7 @@ class Functionalizer {
                           to_[memory.current].geometry);
   }
 
-  // `value`, of the sizes and dtype of `target`, goes into the row of its memory.
+  // Writes `value`, which has the sizes and dtype of `target`, into the row of its memory.
   void scatter_into_row(Memory& memory, ValueId target, ValueId value) {
     static const c10::OperatorHandle clone = find("aten::clone");
     if (memory.version == 0) make_row(memory);
@@ -273,7 +280,7 @@ class Functionalizer {
     value = emit_first_at_each_place(value, place);
     value = emit_bits(value, from_[target].geometry.conjugated, from_[target].geometry.negated);
     if (memory.mixed) {
-      // Each element as its cells, in a dim of their own.
+      // Each element as its cells, in an extra dim.
       const at::ScalarType cell = cell_of_size(memory.smallest);
       const std::int64_t cells = item_size(place.dtype) / memory.smallest;
       Geometry dense = place;
@@ -292,7 +299,7 @@ class Functionalizer {
     emit_scatter(memory, value, place);
   }
 
-  // A value of the old graph as it is now.
+  // The current value in the new graph of a value of the old graph.
   ValueId now(ValueId old) {
     Memory& memory = memory_of(old);
     Translated& translated = values_[index_of(old)];
@@ -324,12 +331,12 @@ class Functionalizer {
     copy(node);
   }
 
-  // A node that writes nothing.
+  // Copies a node that writes nothing.
   void copy(const Node& node) {
     const OperatorTraits& traits = traits_of(node.op);
     if (traits.pure_view && node.op.operator_name().name == "aten::as_strided" && memory_of(node.results[0].values[0]).flat &&
         memory_of(node.results[0].values[0]).version > 0) {
-      // Its offset counts from the beginning of the memory that the old graph had.
+      // Its offset is relative to the beginning of the memory in the old graph.
       const ValueId result = node.results[0].values[0];
       Memory& memory = memory_of(result);
       values_[index_of(result)] = {emit_read(result, memory), memory.version};
@@ -352,9 +359,9 @@ class Functionalizer {
   void translate_write(const Node& node, const std::vector<std::size_t>& written) {
     const OperatorTraits& traits = traits_of(node.op);
     const std::string& name = node.op.operator_name().name;
-    const auto sibling = functional_sibling(node.op);
+    const auto sibling = functional_counterpart(node.op);
     if (!sibling || name == "aten::set_" || name == "aten::resize_" || name == "aten::resize_as_")
-      throw NotImplemented(fmt::format("graph: {} writes memory and has no functional sibling; take it out of the captured function",
+      throw NotImplemented(fmt::format("graph: {} writes memory and has no functional counterpart; remove it from the captured function",
                                        traits.name));
     std::vector<Operand> arguments;
     for (std::size_t i = 0; i < node.arguments.size(); ++i) {
@@ -363,13 +370,13 @@ class Functionalizer {
     }
     if (traits_of(*sibling).pure_view) return translate_metadata_write(node, *sibling, std::move(arguments));
 
-    const Stack shapes = run_in_shape(to_, *sibling, arguments);
+    const Stack shapes = run_on_fake_arguments(to_, *sibling, arguments);
     Node pure{*sibling, std::move(arguments), {}, node.phase, node.grad_enabled};
     for (const IValue& shape : shapes) pure.results.push_back(new_results(shape));
     const std::vector<Operand> results = pure.results;
     to_.nodes.push_back(std::move(pure));
-    // First what the operator itself returns besides what it writes, then what it writes in the order of the arguments: one result each,
-    // or one list each.
+    // First the operator's own results that it does not write, then the written arguments in order: one
+    // result or one list each.
     std::size_t next = 0;
     for (std::size_t i = 0; i < node.results.size() && next < results.size(); ++i) {
       if (traits.returns[i].kind != ReturnAlias::Kind::Fresh) continue;
@@ -378,21 +385,21 @@ class Functionalizer {
       ++next;
     }
     if (results.size() - next != written.size())
-      throw NotImplemented(fmt::format("graph: {} writes {} arguments, its functional sibling returns {} results; take it out of the "
+      throw NotImplemented(fmt::format("graph: {} writes {} arguments, its functional counterpart returns {} results; remove it from the "
                                        "captured function",
                                        traits.name, written.size(), results.size() - next));
     for (std::size_t i = 0; i < written.size(); ++i) {
       const Operand& targets = node.arguments[written[i]];
       const Operand& stored = results[next + i];
-      PENSTOCK_INVARIANT(targets.values.size() == stored.values.size(), "a functional sibling returned another number of tensors");
+      PENSTOCK_INVARIANT(targets.values.size() == stored.values.size(), "a functional counterpart returned a different number of tensors");
       for (std::size_t j = 0; j < targets.values.size(); ++j)
         if (targets.values[j] != kNoValue) store(node, targets.values[j], stored.values[j]);
     }
-    // An out= operator may have given its target another shape.
+    // An out= operator may have resized its target.
     for (std::size_t i = 0; i < node.results.size(); ++i)
       for (const ValueId value : node.results[i].values)
         if (value != kNoValue && values_[index_of(value)].value == kNoValue)
-          throw NotImplemented(fmt::format("graph: {} gives what it writes another shape; hand it a tensor of the right one", traits.name));
+          throw NotImplemented(fmt::format("graph: {} changes the shape of the tensor it writes; pass a tensor of the right shape", traits.name));
   }
 
   Operand new_results(const IValue& shape) {
@@ -403,7 +410,7 @@ class Functionalizer {
     return operand;
   }
 
-  // `value` is written over `target`.
+  // Stores `value` as the new contents of `target`.
   void store(const Node& node, ValueId target, ValueId value) {
     static const c10::OperatorHandle to_copy = find("aten::_to_copy"), expand = find("aten::expand");
     const Geometry& wanted = from_[target].geometry;
@@ -417,7 +424,7 @@ class Functionalizer {
     }
     if (to_[value].geometry.sizes != wanted.sizes) {
       if (to_[value].geometry.sizes.size() > wanted.sizes.size())
-        throw NotImplemented(fmt::format("graph: {} writes a result of another shape than its target", c10::toString(node.op.operator_name())));
+        throw NotImplemented(fmt::format("graph: {} writes a result whose shape differs from its target", c10::toString(node.op.operator_name())));
       Geometry expanded = geometry_of(make_fake_strided(to_[value].geometry.sizes, to_[value].geometry.strides).expand(wanted.sizes));
       expanded.dtype = wanted.dtype;
       expanded.device = wanted.device;
@@ -437,7 +444,7 @@ class Functionalizer {
     ++memory.version;
   }
 
-  // transpose_ and its like: another look at the same memory.
+  // transpose_ and similar operators: another view of the same memory.
   void translate_metadata_write(const Node& node, const c10::OperatorHandle& sibling, std::vector<Operand> arguments) {
     const ValueId before = node.arguments[0].value(), after = node.results[0].value();
     if (after == before) return;

@@ -9,14 +9,15 @@
 #include <set>
 #include <string_view>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/ir/symbolic_table.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 namespace {
 
-// Operators that write arguments without saying so in their schema, when their argument `training` is set.
+// Operators that write arguments without declaring it in their schema, if their argument `training` is set.
 struct HiddenWrites {
   std::string_view op;
   std::array<std::size_t, 2> written;
@@ -40,8 +41,8 @@ bool is_true(const Operand& operand) {
   return operand.kind == Operand::Kind::Constant && operand.constant.isBool() && operand.constant.toBool();
 }
 
-// Operators with side effects by name, overloads left out. The collectives of this library are known from the start, and with them the wait for one
-// whose result nobody uses: it gives up what the collective holds.
+// Operators with side effects by name, without overloads. Includes the collectives of this library from the
+// start, and the wait for a collective whose result is unused, because it releases what the collective holds.
 struct SideEffects {
   std::mutex mutex;
   std::set<std::string, std::less<>> names{"penstock::all_reduce", "penstock::all_gather_into_tensor", "penstock::reduce_scatter_tensor",
@@ -54,7 +55,7 @@ struct SideEffects {
 };
 
 [[noreturn]] void malformed(const Graph& graph, std::size_t node, const std::string& why) {
-  throw InvariantError(fmt::format("graph: node {} is malformed: {}; it reads {}", node, why, to_text(graph, graph.nodes[node])));
+  throw InvariantError(fmt::format("graph: node {} is malformed: {}; the node is {}", node, why, to_text(graph, graph.nodes[node])));
 }
 
 class Verifier {
@@ -84,14 +85,14 @@ class Verifier {
     if (symbolic == kNotSymbolic) return;
     const std::size_t known = graph_.table ? (*graph_.table.*entries).size() : 0;
     if (symbolic < 0 || static_cast<std::size_t>(symbolic) >= known)
-      throw InvariantError(fmt::format("graph: {} refers to entry {} of the table of symbols, which has {}", who, symbolic, known));
+      throw InvariantError(fmt::format("graph: {} refers to entry {} of the symbolic table, which has {} entries", who, symbolic, known));
   }
 
   void define(ValueId value, const std::string& who) {
     if (!in_range(value)) throw InvariantError(fmt::format("graph: {} has no value", who));
     if (defined_[index_of(value)]) throw InvariantError(fmt::format("graph: {} defines %{} again", who, index_of(value)));
     if (index_of(graph_[value].storage) >= static_cast<std::size_t>(graph_.storages))
-      throw InvariantError(fmt::format("graph: %{} lies in storage {}, of {} in all", index_of(value), index_of(graph_[value].storage),
+      throw InvariantError(fmt::format("graph: %{} is in storage {}, but there are only {}", index_of(value), index_of(graph_[value].storage),
                                        graph_.storages));
     check_symbols(graph_[value].geometry.symbolic, &SymbolicTable::geometries, who);
     defined_[index_of(value)] = 1;
@@ -157,7 +158,7 @@ bool has_geometry(const at::Tensor& tensor, const Geometry& geometry) {
 }
 
 bool overlaps_itself(const Geometry& geometry) {
-  // From the innermost dim outwards, each step must be longer than all that lies inside.
+  // From the innermost dim outwards, each stride must exceed the extent of the dims inside.
   c10::SmallVector<std::pair<std::int64_t, std::int64_t>, 5> dims;  // stride, size
   for (std::size_t i = 0; i < geometry.sizes.size(); ++i) {
     if (geometry.sizes[i] == 0) return false;
@@ -228,7 +229,8 @@ std::size_t count_writes(const Graph& graph) {
 void verify(const Graph& graph) { Verifier(graph).run(); }
 
 std::size_t remove_dead_nodes(Graph& graph) {
-  // A write is seen through any value of its storage that is used later, so what lives is storages as well as values.
+  // A write is visible through any value of its storage that is used later, so liveness covers storages as
+  // well as values.
   std::vector<char> value_lives(graph.values.size(), 0), storage_lives(static_cast<std::size_t>(graph.storages), 0);
   const auto use = [&](ValueId value) {
     value_lives[index_of(value)] = 1;

@@ -1,4 +1,4 @@
-// Forward and backward of a function in one graph. capture.h explains its inputs and outputs, and makes it.
+// Forward and backward of a function in one graph. capture.h creates it and explains its inputs and outputs.
 #pragma once
 
 #include <cstddef>
@@ -15,10 +15,13 @@ struct JointGraph {
   Graph graph;
   std::size_t primals = 0;             // inputs of the graph that are inputs of the function
   std::size_t forward_outputs = 0;     // outputs before the gradients
-  std::vector<TangentInfo> tangents;   // as meta.tangents, less those of results that are the same tensor as an earlier one
-  std::vector<std::size_t> written_in_backward = {};   // primals; as they are afterwards they are the last outputs, in this order
+  // meta.tangents without those of results that are the same tensor as an earlier one.
+  std::vector<TangentInfo> tangents;
+  // Primals; their new values are the last outputs, in this order.
+  std::vector<std::size_t> written_in_backward = {};
 
-  // Where a tensor of the function is a subclass: `primals`, `forward_outputs`, `tangents` and gradients then count the plain tensors in them.
+  // Set if a tensor of the function is a subclass; `primals`, `forward_outputs`, `tangents` and the gradients
+  // then count the plain tensors inside.
   std::shared_ptr<const SubclassLayout> subclasses;
   // The first output of the graph for one of meta.forward_returns().
   std::size_t first_output(std::size_t returned) const { return subclasses ? subclasses->forward_outputs[returned].first_flat() : returned; }

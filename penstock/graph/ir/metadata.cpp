@@ -57,7 +57,7 @@ std::string_view to_text(OutputType type) {
 
 void InputInfo::validate(std::size_t input) const {
   if (mutates_storage_metadata && !mutates_metadata)
-    throw ValueError(fmt::format("graph: input {} is said to get other memory (set_) but to keep its metadata; set mutates_metadata too", input));
+    throw ValueError(fmt::format("graph: input {} is marked as getting other memory (set_) but keeping its metadata; set mutates_metadata as well", input));
   if ((mutates_storage_metadata || resizes_storage) && mutation_type() != MutationType::MutatedInGraph)
     throw ValueError(fmt::format("graph: input {} is {}, which only the graph itself can do; keep input mutations, and do it under no_grad",
                                  input, resizes_storage ? "resized" : "given other memory (set_)"));
@@ -65,8 +65,8 @@ void InputInfo::validate(std::size_t input) const {
 
 MutationType InputInfo::mutation_type() const {
   if (!mutates_data && !mutates_metadata && !resizes_storage) return MutationType::NotMutated;
-  // The graph may write an input when autograd would not have noticed: no gradient is involved and the shape stays, or nothing
-  // of it is visible to autograd.
+  // The graph may write an input if autograd would not notice: no gradient is involved and the shape stays,
+  // or the write is invisible to autograd.
   const bool writes_memory = mutates_data || mutates_storage_metadata || resizes_storage;
   const bool unnoticed = (!mutates_metadata && !requires_grad) || mutations_hidden_from_autograd || mutations_under_no_grad;
   return keep_input_mutations && writes_memory && unnoticed ? MutationType::MutatedInGraph : MutationType::MutatedOutOfGraph;
@@ -112,7 +112,7 @@ bool ViewAndMutationMeta::dynamic_outputs() const {
   return std::any_of(outputs.begin(), outputs.end(), [](const OutputInfo& info) { return !info.dynamic_dims.empty(); });
 }
 
-std::size_t ViewAndMutationMeta::forward_place(const TangentInfo& tangent) const {
+std::size_t ViewAndMutationMeta::forward_return_of(const TangentInfo& tangent) const {
   const std::vector<std::size_t> mutated = mutated_at_run_time();
   switch (tangent.kind) {
     case TangentInfo::Kind::MutatedInput:
@@ -120,7 +120,7 @@ std::size_t ViewAndMutationMeta::forward_place(const TangentInfo& tangent) const
     case TangentInfo::Kind::Output: return mutated.size() + tangent.index;
     case TangentInfo::Kind::IntermediateBase: return mutated.size() + outputs.size() + tangent.index;
   }
-  throw InvariantError("graph: a tangent of unknown kind");
+  throw InvariantError("graph: unknown kind of tangent");
 }
 
 bool ViewAndMutationMeta::needs_autograd() const {

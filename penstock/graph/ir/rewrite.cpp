@@ -10,17 +10,18 @@
 #include <unordered_map>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/hash.h"
 #include "penstock/graph/ir/constant_value.h"
-#include "penstock/graph/ir/shape_run.h"
+#include "penstock/graph/ir/shape_inference.h"
 
 namespace penstock::graph {
 namespace {
 
 void refuse_writes(const Graph& graph, const char* who) {
   if (const std::size_t writing = count_writes(graph); writing > 0)
-    throw ValueError(fmt::format("graph: {} of a graph with {} nodes that write memory, expected none; functionalize it first", who, writing));
+    throw ValueError(fmt::format("graph: {}: the graph has {} nodes that write memory, expected none; functionalize it first", who, writing));
 }
 
 bool same_operands(const std::vector<Operand>& a, const std::vector<Operand>& b) {
@@ -50,16 +51,16 @@ void check_rule(const Rule& rule) {
     verify(*graph);
     refuse_writes(*graph, who);
     if (!graph->constants.empty())
-      throw ValueError(fmt::format("graph: the {} of a rule holds {} tensors of its own, expected none; make them inputs", who, graph->constants.size()));
+      throw ValueError(fmt::format("graph: the {} of a rule contains {} tensor constants, expected none; make them inputs", who, graph->constants.size()));
     if (graph->outputs.size() != 1 || graph->outputs[0].value() == kNoValue)
       throw ValueError(fmt::format("graph: the {} of a rule has {} outputs, expected one tensor", who, graph->outputs.size()));
   }
   if (rule.pattern.inputs.size() != rule.replacement.inputs.size())
-    throw ValueError(fmt::format("graph: the pattern of a rule has {} inputs, the replacement {}; give both the same", rule.pattern.inputs.size(),
+    throw ValueError(fmt::format("graph: the pattern of a rule has {} inputs, the replacement {}; give both the same number", rule.pattern.inputs.size(),
                                  rule.replacement.inputs.size()));
   const std::vector<Node>& nodes = rule.pattern.nodes;
   if (nodes.empty() || nodes.back().results.size() != 1 || nodes.back().results[0].value() != rule.pattern.outputs[0].value())
-    throw ValueError("graph: the output of a rule's pattern is not the result of its last node; make a pattern that ends in what it replaces");
+    throw ValueError("graph: the output of a rule's pattern is not the result of its last node; end the pattern with the value it replaces");
 }
 
 class Matcher {
@@ -70,7 +71,7 @@ class Matcher {
     for_each_value(graph.outputs, [&](ValueId value) { ++uses_[index_of(value)]; });
   }
 
-  // With the pattern's last node at `root`.
+  // Matches with the pattern's last node at `root`.
   std::optional<Match> match_at(std::size_t root) {
     values_.assign(pattern_.values.size(), kNoValue);
     nodes_.assign(pattern_.nodes.size(), kNoNode);
@@ -118,7 +119,7 @@ class Matcher {
     return known == actual;
   }
 
-  // Nobody outside of the match uses what the inner nodes give.
+  // Whether the results of the inner nodes are used only inside the match.
   bool inner_values_are_free(std::size_t root) const {
     std::unordered_map<std::int32_t, std::size_t> inside;
     for (const std::size_t node : nodes_)
@@ -140,7 +141,7 @@ class Matcher {
   std::vector<std::size_t> nodes_;   // by node of the pattern
 };
 
-// Puts the replacement where the match's last node stands; the other nodes of the match become useless.
+// Inserts the replacement at the match's last node; the other nodes of the match become dead.
 class Replacing {
  public:
   Replacing(Graph& graph, const Rule& rule, const Match& match) : graph_(graph), rule_(rule), match_(match) {}
@@ -156,9 +157,9 @@ class Replacing {
       for (Operand& operand : copied.arguments)
         for (ValueId& value : operand.values)
           if (value != kNoValue) value = values[index_of(value)];
-      copied.results = results_in_shape(graph_, copied);
+      copied.results = infer_results(graph_, copied);
       for (std::size_t i = 0; i < node.results.size(); ++i) {
-        PENSTOCK_INVARIANT(node.results[i].values.size() == copied.results[i].values.size(), "an operator gives another number of tensors than in the rule");
+        PENSTOCK_INVARIANT(node.results[i].values.size() == copied.results[i].values.size(), "an operator returns a different number of tensors than in the rule");
         for (std::size_t j = 0; j < node.results[i].values.size(); ++j)
           if (node.results[i].values[j] != kNoValue) values[index_of(node.results[i].values[j])] = copied.results[i].values[j];
       }
@@ -167,7 +168,7 @@ class Replacing {
     const ValueId fresh = values[index_of(rule_.replacement.outputs[0].value())];
     const Geometry &is = graph_[fresh].geometry, &was = graph_[old].geometry;
     if (is.sizes != was.sizes || is.strides != was.strides || is.dtype != was.dtype || is.device != was.device)
-      throw ValueError(fmt::format("graph: a replacement gives {} for {}; make it give the same shape, layout and dtype", to_text(is), to_text(was)));
+      throw ValueError(fmt::format("graph: a replacement produces {} for {}; it must have the same shape, layout and dtype", to_text(is), to_text(was)));
     share_memory(old, fresh);
     const auto exchange = [&](std::vector<Operand>& operands) {
       for (Operand& operand : operands)
@@ -180,7 +181,7 @@ class Replacing {
   }
 
  private:
-  // Whatever viewed the old value views the new one.
+  // Makes views of the old value views of the new one.
   void share_memory(ValueId old, ValueId fresh) {
     const StorageId from = graph_[old].storage, to = graph_[fresh].storage;
     for (Value& value : graph_.values)
@@ -205,7 +206,7 @@ std::size_t merge_common_subexpressions(Graph& graph) {
       for (ValueId& value : operand.values)
         if (value != kNoValue) value = stands_for[index_of(value)];
   };
-  std::unordered_multimap<std::size_t, std::size_t> seen;  // places among `kept`
+  std::unordered_multimap<std::size_t, std::size_t> seen;  // indices into `kept`
   std::vector<Node> kept;
   kept.reserve(graph.nodes.size());
   std::size_t removed = 0;
@@ -230,8 +231,8 @@ std::size_t merge_common_subexpressions(Graph& graph) {
       for (std::size_t j = 0; j < node.results[i].values.size(); ++j) {
         const ValueId mine = node.results[i].values[j], other = twin->results[i].values[j];
         if (mine == kNoValue) continue;
-        PENSTOCK_INVARIANT(other != kNoValue, "two equal nodes, of which only one gives a result");
-        // Views of either are views of the one that stays.
+        PENSTOCK_INVARIANT(other != kNoValue, "only one of two equal nodes has a result");
+        // Views of either become views of the one that remains.
         const StorageId from = graph[mine].storage, to = graph[other].storage;
         if (from != to)
           for (Value& value : graph.values)

@@ -10,6 +10,7 @@
 #include <numeric>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::graph {
@@ -26,7 +27,8 @@ std::optional<std::int64_t> times(std::int64_t a, std::int64_t b) {
 
 std::int64_t floor_quotient(std::int64_t a, std::int64_t b) { return a / b - (a % b != 0 && (a % b < 0) != (b < 0) ? 1 : 0); }
 
-// ---- numbers modulo a prime, 2^61 - 1: a system of equations is solved there exactly and without growth ----
+// ---- arithmetic modulo the prime 2^61 - 1: systems of equations are solved exactly and without coefficient
+// growth ----
 
 constexpr std::uint64_t kPrime = (std::uint64_t{1} << 61) - 1;
 
@@ -45,7 +47,7 @@ std::uint64_t inverse(std::uint64_t a) {  // a^(p - 2)
     if (exponent & 1) result = multiply(result, a);
   return result;
 }
-// The number of least magnitude behind a residue, where that is small.
+// The number of least magnitude with this residue, if it is small.
 std::optional<std::int64_t> small_number(std::uint64_t residue) {
   constexpr std::uint64_t kLimit = std::uint64_t{1} << 50;
   if (residue < kLimit) return static_cast<std::int64_t>(residue);
@@ -53,7 +55,8 @@ std::optional<std::int64_t> small_number(std::uint64_t residue) {
   return std::nullopt;
 }
 
-// Solves a system with more equations than unknowns: rows of coefficients with the right side last. Nothing without exactly one solution.
+// Solves an overdetermined system: rows of coefficients with the right side last. Returns std::nullopt unless
+// there is exactly one solution.
 std::optional<std::vector<std::uint64_t>> solve_residues(std::vector<std::vector<std::uint64_t>> rows, std::size_t unknowns) {
   for (std::size_t column = 0; column < unknowns; ++column) {
     std::size_t pivot = column;
@@ -77,7 +80,7 @@ std::optional<std::vector<std::uint64_t>> solve_residues(std::vector<std::vector
 
 bool equal_bits(double a, double b) { return std::bit_cast<std::uint64_t>(a) == std::bit_cast<std::uint64_t>(b); }
 
-// A factor that somebody wrote down has few digits; what a division gave back is a little off.
+// A factor in source code has few digits; one recovered by a division has rounding errors.
 double rounded_to_digits(double value) { return std::strtod(fmt::format("{:.12g}", value).c_str(), nullptr); }
 
 }  // namespace
@@ -202,7 +205,7 @@ bool SymbolSet::depends(std::size_t variable, std::size_t symbol) const {
 
 SizeFitter::SizeFitter(std::vector<std::string> names, std::vector<SymbolValues> points) : symbols_(std::move(names)), points_(std::move(points)) {
   if (points_.size() < 2)
-    throw ValueError(describe("graph: points to fit sizes to", std::to_string(points_.size()), "two or more", "allow more sizes of the symbols"));
+    throw ValueError(describe("graph: points to fit sizes to", std::to_string(points_.size()), "two or more", "allow more sizes for the symbols"));
   for (const SymbolValues& point : points_)
     if (point.size() != symbols_.symbols())
       throw ValueError(describe("graph: values of symbols at a point", std::to_string(point.size()), std::to_string(symbols_.symbols()),
@@ -255,7 +258,7 @@ std::optional<SizeExpression> SizeFitter::solve(const std::vector<std::size_t>& 
   for (std::int64_t divisor = 1; divisor <= kMaxDivisor; ++divisor) {
     std::vector<SizeExpression::Term> terms;
     bool small = true;
-    // The highest degree first, as one writes it.
+    // The highest degree first, as is customary.
     for (std::size_t i = support.size(); small && i-- > 0;) {
       const auto coefficient = small_number(multiply((*solution)[i], static_cast<Residue>(divisor)));
       small = coefficient.has_value();
@@ -269,7 +272,7 @@ std::optional<SizeExpression> SizeFitter::solve(const std::vector<std::size_t>& 
 }
 
 std::optional<SizeExpression> SizeFitter::search(const std::vector<std::int64_t>& values, std::size_t max_terms) const {
-  // Two points more than terms, where there are so many.
+  // Two more points than terms, if there are enough.
   const std::size_t most = std::min({max_terms, std::max<std::size_t>(points_.size() - 2, 1), monomials_.size()});
   std::vector<std::size_t> support;
   for (std::size_t terms = 1; terms <= most; ++terms) {
@@ -277,7 +280,7 @@ std::optional<SizeExpression> SizeFitter::search(const std::vector<std::int64_t>
     std::iota(support.begin(), support.end(), std::size_t{0});
     while (true) {
       if (auto found = solve(support, values)) return found;
-      std::size_t i = terms;  // the next choice of so many monomials
+      std::size_t i = terms;  // the next combination of this many monomials
       while (i-- > 0 && support[i] == monomials_.size() - terms + i) {}
       if (i >= terms) break;
       ++support[i];
@@ -295,10 +298,10 @@ std::optional<SizeExpression> SizeFitter::fit(const std::vector<std::int64_t>& v
 }
 
 std::optional<SizeExpression> SizeFitter::fit_size(const std::vector<std::int64_t>& values) {
-  // Simple things first: a size is more likely a quotient than a sum of three terms that happens to be right.
+  // Simple candidates first: a size is more likely a quotient than a sum of three terms that fits by chance.
   if (const auto known = known_.find(values); known != known_.end() && known->second) return known->second;
   if (auto found = search(values, 2)) return known_[values] = found;
-  // value = (variable + shift) // divisor: each point leaves a few shifts, and all points together one.
+  // value = (variable + shift) // divisor: each point allows a few shifts, and all points together one.
   for (std::int64_t divisor = 2; divisor <= kMaxDivisor; ++divisor)
     for (std::size_t variable = 0; variable < symbols_.variables(); ++variable) {
       std::int64_t least = std::numeric_limits<std::int64_t>::min(), most = std::numeric_limits<std::int64_t>::max();
@@ -315,7 +318,8 @@ std::optional<SizeExpression> SizeFitter::fit_size(const std::vector<std::int64_
       symbols_.add_quotient(SizeExpression(std::move(numerator)), divisor);
       for (std::size_t i = 0; i < points_.size(); ++i) points_[i].push_back(values[i]);
       list_monomials();
-      std::erase_if(known_, [](const auto& entry) { return !entry.second; });  // what did not fit may do so now
+      // What did not fit before may fit now.
+      std::erase_if(known_, [](const auto& entry) { return !entry.second; });
       return fit(values);
     }
   return fit(values);
@@ -342,7 +346,7 @@ std::optional<NumberExpression> SizeFitter::fit(const std::vector<double>& value
   for (const Form form : kForms)
     for (const double factor : {1.0, -1.0, 2.0, -2.0, 0.5, -0.5})
       if (auto found = fit_number(form, factor, values)) return found;
-  // Any other factor, of one monomial: known from the first point.
+  // Any other factor of a single monomial, determined by the first point.
   for (const std::vector<std::uint8_t>& monomial : monomials_)
     for (const Form form : kForms) {
       const SizeExpression size(std::vector<SizeExpression::Term>{SizeExpression::Term{1, monomial}});

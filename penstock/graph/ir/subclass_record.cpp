@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <sstream>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/fake.h"
 #include "penstock/torch/fake/fake_parts.h"
@@ -31,7 +32,7 @@ void collect(const at::Tensor& tensor, std::vector<at::Tensor>& parts) {
   for (const auto& [name, inner] : payload_of(tensor)->inner_tensors()) collect(inner, parts);
 }
 
-void collect_names(const TensorRecord& record, const std::string& prefix, std::vector<std::string>& names) {
+void collect_names(const FlattenRecord& record, const std::string& prefix, std::vector<std::string>& names) {
   if (!record.is_subclass()) {
     names.push_back(prefix);
     return;
@@ -58,7 +59,7 @@ bool SubclassMeta::operator==(const SubclassMeta& other) const {
          attributes == other.attributes;
 }
 
-TensorRecord TensorRecord::of(const at::Tensor& tensor, std::size_t first_flat) {
+FlattenRecord FlattenRecord::of(const at::Tensor& tensor, std::size_t first_flat) {
   if (!graph::is_subclass(tensor)) return PlainTensorMeta{first_flat, geometry_of(tensor)};
   SubclassMeta meta;
   meta.first_flat = first_flat;
@@ -67,15 +68,16 @@ TensorRecord TensorRecord::of(const at::Tensor& tensor, std::size_t first_flat) 
     meta.attributes.emplace_back(name, of(inner, first_flat + meta.count));
     meta.count += meta.attributes.back().second.count();
   }
-  // A payload of its own: that of the tensor may hold real memory, and operators that change the tensor in place change it.
+  // A separate payload: the tensor's own may hold real memory, and in-place operators on the tensor modify
+  // it.
   const at::Tensor sample = to_fake_parts(tensor);
   PENSTOCK_INVARIANT(graph::is_subclass(sample) && payload_of(sample)->kind() == payload_of(tensor)->kind(),
-                     "a subclass that is rebuilt is of another kind than it was");
+                     "a rebuilt subclass has a different kind");
   meta.like = PayloadPtr::reclaim_copy(payload_of(sample));
   return meta;
 }
 
-bool TensorRecord::matches(const at::Tensor& tensor) const {
+bool FlattenRecord::matches(const at::Tensor& tensor) const {
   if (!is_subclass()) return !graph::is_subclass(tensor) && plain().geometry && has_geometry(tensor, *plain().geometry);
   const Payload* payload = graph::is_subclass(tensor) ? payload_of(tensor) : nullptr;
   const SubclassMeta& meta = subclass();
@@ -87,7 +89,7 @@ bool TensorRecord::matches(const at::Tensor& tensor) const {
   return true;
 }
 
-std::string TensorRecord::difference(const at::Tensor& tensor) const {
+std::string FlattenRecord::difference(const at::Tensor& tensor) const {
   if (matches(tensor)) return {};
   const std::string now = type_text(tensor), expected = is_subclass() ? subclass().to_text() : "a plain tensor";
   if (now != expected) return fmt::format("{}, in the capture {}", now, expected);
@@ -96,33 +98,33 @@ std::string TensorRecord::difference(const at::Tensor& tensor) const {
   for (std::size_t i = 0; i < std::min(inner.size(), subclass().attributes.size()); ++i)
     if (const std::string inside = subclass().attributes[i].second.difference(inner[i].second); !inside.empty())
       return fmt::format("{} with {} {}", now, inner[i].first, inside);
-  return fmt::format("{} of another mesh, geometry or context than in the capture", now);
+  return fmt::format("{} with a different mesh, geometry or context than in the capture", now);
 }
 
-void TensorRecord::flatten(const at::Tensor& tensor, std::vector<at::Tensor>& flat) const {
+void FlattenRecord::flatten(const at::Tensor& tensor, std::vector<at::Tensor>& flat) const {
   const std::size_t before = flat.size();
   if (is_subclass())
     collect(tensor, flat);
   else
     flat.push_back(tensor);
-  PENSTOCK_INVARIANT(flat.size() - before == count(), "a subclass holds another number of tensors than its record");
+  PENSTOCK_INVARIANT(flat.size() - before == count(), "a subclass contains a different number of tensors than its record");
 }
 
-at::Tensor TensorRecord::rebuild(const std::vector<at::Tensor>& flat) const {
+at::Tensor FlattenRecord::rebuild(const std::vector<at::Tensor>& flat) const {
   if (first_flat() + count() > flat.size())
-    throw ValueError(describe("graph: tensors to rebuild a tensor of", std::to_string(flat.size()),
-                              fmt::format("at least {}, numbers {} to {} of which are its own", first_flat() + count(), first_flat(), first_flat() + count() - 1)));
+    throw ValueError(describe("graph: number of tensors to rebuild a tensor from", std::to_string(flat.size()),
+                              fmt::format("at least {}, of which it uses indices {} to {}", first_flat() + count(), first_flat(), first_flat() + count() - 1)));
   if (!is_subclass()) return flat[plain().flat_index];
   std::vector<at::Tensor> inner;
   for (const auto& [name, attribute] : subclass().attributes) {
     inner.push_back(attribute.rebuild(flat));
     if (!inner.back().defined())
-      throw ValueError(fmt::format("graph: tensor {} of a {} is undefined; give all or none", name, subclass().kind()));
+      throw ValueError(fmt::format("graph: tensor {} of a {} is undefined; pass all of them or none", name, subclass().kind()));
   }
   return subclass().like->rebuild(inner, subclass().outer);
 }
 
-std::vector<std::string> TensorRecord::plain_names() const {
+std::vector<std::string> FlattenRecord::plain_names() const {
   std::vector<std::string> names;
   collect_names(*this, "", names);
   return names;

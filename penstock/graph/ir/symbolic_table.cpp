@@ -7,12 +7,13 @@
 #include <algorithm>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::graph {
 namespace {
 
-// What code wrote as a number and an operator made a tensor of.
+// A number in source code that an operator wrapped in a tensor.
 bool is_wrapped_number(const at::Tensor& tensor) {
   return tensor.defined() && tensor.dim() == 0 && tensor.unsafeGetTensorImpl()->is_wrapped_number() && tensor.is_cpu() && tensor.has_storage();
 }
@@ -48,7 +49,7 @@ std::optional<PlainNumber> number_at(const NumberOrSize& number, const SymbolVal
       number);
 }
 
-// One geometry at given sizes of all variables; `why` when some number of it is none.
+// Evaluates a geometry for given values of all variables; sets `why` if some number has no value.
 std::optional<BoundSizes::Layout> layout_at(const SymbolicGeometry& geometry, const SymbolSet& symbols, const SymbolValues& variables,
                                             std::string* why) {
   BoundSizes::Layout layout;
@@ -57,7 +58,7 @@ std::optional<BoundSizes::Layout> layout_at(const SymbolicGeometry& geometry, co
     if (result)
       *value = *result;
     else if (why)
-      *why = expression ? expression->text(symbols.names()) + " is not a whole number" : "a size is no expression of the symbols";
+      *why = expression ? expression->text(symbols.names()) + " is not a whole number" : "a size has no expression in the symbols";
     return result.has_value();
   };
   layout.sizes.resize(geometry.sizes.size());
@@ -89,7 +90,7 @@ std::optional<at::Tensor> tensor_at(const SymbolicTensor& tensor, const SymbolSe
   }
   const auto layout = layout_at(tensor.part, symbols, variables, why);
   if (!layout) return std::nullopt;
-  // It must not reach further than the memory does, nor begin before it.
+  // It must stay inside the memory at both ends.
   std::int64_t end = layout->storage_offset;
   bool inside = end >= 0;
   for (std::size_t i = 0; i < layout->sizes.size(); ++i) {
@@ -97,7 +98,7 @@ std::optional<at::Tensor> tensor_at(const SymbolicTensor& tensor, const SymbolSe
     end += std::max<std::int64_t>(layout->sizes[i] - 1, 0) * layout->strides[i];
   }
   if (!inside || static_cast<std::size_t>(end + 1) * tensor.example.itemsize() > tensor.example.storage().nbytes()) {
-    if (why) *why = "a tensor that the function found is too small";
+    if (why) *why = "a tensor that the function uses is too small";
     return std::nullopt;
   }
   const at::NoGradGuard no_grad;
@@ -113,12 +114,12 @@ SymbolValues variables_or_throw(const SymbolicTable& table, const SymbolValues& 
   return std::move(*variables);
 }
 
-// Takes the symbols out of geometries and constants.
+// Replaces the symbols in geometries and constants.
 class Binding {
  public:
   Binding(const SymbolicTable& table, const SymbolValues& values) : table_(table), values_(values), variables_(variables_or_throw(table, values)) {}
 
-  // A size inside of the graph for which there is no expression stays as in the example.
+  // A size inside the graph without an expression keeps its value from the example.
   void bind(Geometry& geometry, bool may_be_unknown) const {
     if (geometry.symbolic == kNotSymbolic) return;
     std::string why;
@@ -151,7 +152,7 @@ class Binding {
 
  private:
   [[noreturn]] void refuse(const std::string& why) const {
-    throw ValueError(fmt::format("graph: the graph has no form for {}: {}; bind other sizes", table_.text_of(values_), why));
+    throw ValueError(fmt::format("graph: the graph cannot be evaluated for {}: {}; bind other sizes", table_.text_of(values_), why));
   }
 
   const SymbolicTable& table_;

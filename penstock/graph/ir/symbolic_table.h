@@ -1,13 +1,13 @@
-// What of a graph depends on symbols, the sizes that are known only when it is called: expressions for geometries and constants, and what they are
-// for given sizes.
+// The parts of a graph that depend on symbols (sizes known only when it is called): expressions for
+// geometries and constants, and their values for given sizes.
 //
 //   const SymbolicTable& table = *compiled.joint(0).graph.table;
 //   table.symbols.names();                                   // {"B", "T"}
-//   const Graph fixed = bind(compiled.joint(0).graph, {8, 128});      // the graph for B = 8, T = 128, without symbols
+//   const Graph fixed = bind(compiled.joint(0).graph, {8, 128});   // for B = 8, T = 128, without symbols
 //
-// An entry is found by the SymbolicId of a Geometry or an Operand. Values inside of a graph may have sizes for which there is no expression ("?"):
-// nobody needs them to run it.
-// Thread rule: as for a standard container.
+// Entries are referenced by the SymbolicId of a Geometry or an Operand. Values inside a graph may have sizes
+// without an expression ("?"); these are not needed to run it.
+// Thread safety: that of a standard container.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -33,30 +33,31 @@ struct SymbolicGeometry {
 using NumberOrSize = std::variant<SizeExpression, NumberExpression>;
 
 struct SymbolicConstant {
-  c10::IValue example;                 // a number, a number that became a tensor, or a list of numbers
+  c10::IValue example;                 // a number, a number wrapped in a tensor, or a list of numbers
   std::vector<NumberOrSize> numbers;   // each number in it
 };
 
-// A tensor that the function found: a number in a tensor without dims, or a part of a larger one, a table of positions.
+// A tensor that the function found: a number in a 0-dim tensor, or a part of a larger tensor such as a table
+// of positions.
 struct SymbolicTensor {
   at::Tensor example;
   std::optional<NumberOrSize> number;
-  SymbolicGeometry part;               // of the memory of the example, where it is no number
+  SymbolicGeometry part;               // of the memory of the example, if it is not a number
 };
 
-// ---- numbers inside of constants ----
+// ---- numbers inside constants ----
 
 using PlainNumber = std::variant<std::int64_t, double>;
-// Nothing for values that are not made of numbers alone: text, truth values, devices, tensors.
+// Returns std::nullopt for values that do not consist of numbers alone: strings, booleans, devices, tensors.
 std::optional<std::vector<PlainNumber>> numbers_of(const c10::IValue& constant);
-// A value like `example` with other numbers, as many and of the same types.
+// A value like `example` with other numbers, of the same count and types.
 c10::IValue with_numbers(const c10::IValue& example, const std::vector<PlainNumber>& numbers);
-// The same for a tensor without dims, on the CPU and in double precision or 64 bits.
+// The same for a 0-dim CPU tensor of double or 64-bit integer dtype.
 std::optional<PlainNumber> number_of(const at::Tensor& tensor);
 
 // ---- tables ----
 
-// All of a table for one choice of sizes. Entries of geometries that calls do not use are empty.
+// The whole table evaluated for one choice of sizes. Entries of geometries that calls do not use are empty.
 struct BoundSizes final : c10::intrusive_ptr_target {
   struct Layout {
     c10::SmallVector<std::int64_t, 5> sizes, strides;
@@ -66,7 +67,7 @@ struct BoundSizes final : c10::intrusive_ptr_target {
   std::vector<c10::IValue> constants;
   std::vector<Layout> layouts;
   std::vector<at::Tensor> tensors;
-  bool checked = false;                // these sizes need no check any more (DynamicCall)
+  bool checked = false;                // these sizes need no further check (DynamicCall)
 };
 
 class SymbolicTable {
@@ -76,13 +77,14 @@ class SymbolicTable {
   std::vector<SymbolicGeometry> geometries;
   std::vector<SymbolicTensor> tensors;
 
-  // Null where some number is none at these sizes: T/2 for an odd T. `why` says which.
+  // Returns null if some expression has no value at these sizes, like T/2 for an odd T; `why` reports which
+  // one.
   c10::intrusive_ptr<BoundSizes> at(const SymbolValues& values, std::string* why = nullptr) const;
   // "B = 8, T = 128".
   std::string text_of(const SymbolValues& values) const;
 };
 
-// Sizes, strides and offset of a geometry in a call. `bound`: null where nothing is symbolic.
+// Sizes, strides and offset of a geometry in a call. `bound` is null if nothing is symbolic.
 struct LayoutInCall {
   at::IntArrayRef sizes, strides;
   std::int64_t storage_offset = 0;
@@ -93,7 +95,8 @@ inline LayoutInCall layout_in_call(const Geometry& geometry, const BoundSizes* b
   return {layout.sizes, layout.strides, layout.storage_offset};
 }
 
-// The same without symbols, for sizes of all of them. Throw ValueError for another number of symbols, or sizes that do not fit.
+// Replaces all symbols by the given sizes. Throws ValueError for a different number of symbols, or sizes that
+// do not fit.
 Graph bind(const Graph& graph, const SymbolValues& values);
 JointGraph bind(const JointGraph& joint, const SymbolValues& values);
 ViewAndMutationMeta bind(const ViewAndMutationMeta& meta, const SymbolicTable& table, const SymbolValues& values);

@@ -7,12 +7,12 @@
 #include "penstock/graph/ir/constant_value.h"
 #include "penstock/graph/ir/functionalize.h"
 #include "penstock/graph/ir/symbolic_table.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 namespace {
 
-// The step that made `view`, and what it is a view of.
+// The step that made `view`, and its base.
 struct FoundStep {
   ViewStep step;
   ValueId of = kNoValue;
@@ -30,7 +30,7 @@ std::optional<FoundStep> step_to(const Node& node, ValueId view) {
     if (node.arguments[viewed].value() == kNoValue) return std::nullopt;
     c10::OperatorHandle op = node.op;
     if (alias.kind == ReturnAlias::Kind::Same) {
-      const auto sibling = functional_sibling(op);
+      const auto sibling = functional_counterpart(op);
       if (!sibling || !traits_of(*sibling).pure_view) return std::nullopt;
       op = *sibling;
     }
@@ -83,10 +83,10 @@ std::optional<ViewReplay> find_view_replay(const Graph& graph, ValueId base, Val
     return any;
   };
   ViewReplay replay;
-  // Values are made before they are used: one way back through the nodes is enough.
+  // Values are defined before they are used: one backward pass over the nodes is enough.
   for (std::size_t i = graph.nodes.size(); i-- > 0 && view != base;) {
     const Node& node = graph.nodes[i];
-    // What a node takes and returns it has written; an earlier one has made it.
+    // A node that both takes and returns a value has written it; an earlier node made it.
     if (!holds(node.results, view) || holds(node.arguments, view)) continue;
     std::optional<FoundStep> found = step_to(node, view);
     if (!found) return std::nullopt;

@@ -12,7 +12,8 @@
 namespace penstock::graph {
 namespace {
 
-// A part of a graph as a graph of its own: some nodes in their order, with values as inputs that others compute.
+// A part of a graph as a separate graph: some nodes in order, with the values they need from outside as
+// inputs.
 class PartOfGraph {
  public:
   explicit PartOfGraph(const Graph& from)
@@ -27,7 +28,7 @@ class PartOfGraph {
     copied.results = map(node.results);
     to_.nodes.push_back(std::move(copied));
   }
-  // Of a node that is computed again, what is at hand already is dropped.
+  // Results of a recomputed node that are already available are dropped.
   void add_node(const Node& node, const std::vector<char>& at_hand) {
     Node copied = node;
     for (Operand& result : copied.results)
@@ -97,11 +98,11 @@ std::vector<std::size_t> Partition::donated(const JointGraph& joint) const {
 
 namespace detail {
 
-Halves halves_of(const JointGraph& joint) {
+ForwardBackwardSplit forward_backward_split(const JointGraph& joint) {
   const Graph& graph = joint.graph;
   if (const std::size_t writing = count_writes(graph); writing > 0)
-    throw ValueError(fmt::format("graph: {} nodes write memory, expected none; functionalize the graph before it is split", writing));
-  Halves halves{std::vector<char>(graph.nodes.size(), 0), std::vector<char>(graph.values.size(), 0), std::vector<char>(graph.values.size(), 0)};
+    throw ValueError(fmt::format("graph: {} nodes write memory, expected none; functionalize the graph before splitting it", writing));
+  ForwardBackwardSplit halves{std::vector<char>(graph.nodes.size(), 0), std::vector<char>(graph.values.size(), 0), std::vector<char>(graph.values.size(), 0)};
   std::vector<char> needed(graph.values.size(), 0);
   for (std::size_t i = 0; i < joint.forward_outputs; ++i)
     for (const ValueId value : graph.outputs[i].values)
@@ -120,7 +121,7 @@ Halves halves_of(const JointGraph& joint) {
   return halves;
 }
 
-std::vector<char> used_by_backward(const JointGraph& joint, const Halves& halves) {
+std::vector<char> used_by_backward(const JointGraph& joint, const ForwardBackwardSplit& halves) {
   const Graph& graph = joint.graph;
   std::vector<char> wanted(graph.values.size(), 0);
   for (std::size_t i = joint.forward_outputs; i < graph.outputs.size(); ++i)
@@ -136,7 +137,7 @@ std::vector<char> used_by_backward(const JointGraph& joint, const Halves& halves
   return wanted;
 }
 
-Partition split(const JointGraph& joint, const Halves& halves, const std::vector<char>& is_saved) {
+Partition split(const JointGraph& joint, const ForwardBackwardSplit& halves, const std::vector<char>& is_saved) {
   const Graph& graph = joint.graph;
   std::vector<char> wanted(graph.values.size(), 0), in_backward(graph.nodes.size(), 0);
   for (std::size_t i = joint.forward_outputs; i < graph.outputs.size(); ++i)
@@ -172,7 +173,7 @@ Partition split(const JointGraph& joint, const Halves& halves, const std::vector
 }  // namespace detail
 
 Partition partition_default(const JointGraph& joint) {
-  const detail::Halves halves = detail::halves_of(joint);
+  const detail::ForwardBackwardSplit halves = detail::forward_backward_split(joint);
   return detail::split(joint, halves, detail::used_by_backward(joint, halves));
 }
 

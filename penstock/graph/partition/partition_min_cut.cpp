@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "penstock/graph/partition/partition.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock::graph {
 namespace {
@@ -23,10 +23,11 @@ using FlowGraph = boost::adjacency_list<
     boost::property<boost::edge_capacity_t, std::int64_t,
                     boost::property<boost::edge_residual_capacity_t, std::int64_t, boost::property<boost::edge_reverse_t, EdgeOfFlow>>>>;
 
-// Large, yet many of them can be added up.
+// Large, but many of them can be added without overflow.
 constexpr std::int64_t kUnlimited = std::numeric_limits<std::int64_t>::max() / (1 << 20);
 
-// Pointwise operators, reductions and what makes constants: one pass over memory, no more than reading what would have been saved.
+// Pointwise operators, reductions and factories: one pass over memory, no more expensive than reading the
+// saved value.
 constexpr std::array kCheap = std::to_array<std::string_view>(
     {"aten::_to_copy", "aten::_unsafe_view", "aten::abs", "aten::acos", "aten::add", "aten::addcdiv", "aten::addcmul", "aten::all", "aten::amax",
      "aten::amin", "aten::any", "aten::arange", "aten::argmax", "aten::argmin", "aten::asin", "aten::atan", "aten::atan2", "aten::bitwise_and",
@@ -43,15 +44,16 @@ constexpr std::array kCheap = std::to_array<std::string_view>(
      "aten::threshold_backward", "aten::tril", "aten::triu", "aten::trunc", "aten::var", "aten::var_mean", "aten::where", "aten::zero",
      "aten::zeros", "aten::zeros_like"});
 
-bool may_be_computed_again(const Node& node) {
+bool is_recomputable(const Node& node) {
   if (is_random(node)) return false;
   if (traits_of(node.op).pure_view) return true;
   const std::string& name = node.op.operator_name().name;
   return std::find(kCheap.begin(), kCheap.end(), name) != kCheap.end();
 }
 
-// Nodes of backward that need no gradient of a result: forward may run them too, where what they make is smaller than what they take.
-std::vector<char> nodes_without_tangents(const JointGraph& joint, const detail::Halves& halves) {
+// Nodes of backward that do not depend on tangents: forward may run them instead, if their results are
+// smaller than their arguments.
+std::vector<char> nodes_without_tangents(const JointGraph& joint, const detail::ForwardBackwardSplit& halves) {
   const Graph& graph = joint.graph;
   std::vector<char> early(graph.nodes.size(), 0), depends(graph.values.size(), 0);
   for (std::size_t i = joint.primals; i < graph.inputs.size(); ++i) depends[index_of(graph.inputs[i].value)] = 1;
@@ -66,10 +68,11 @@ std::vector<char> nodes_without_tangents(const JointGraph& joint, const detail::
   return early;
 }
 
-// Each value of forward is two vertices joined by an edge as wide as saving it costs; whoever uses it hangs on the second.
-class CutOfSaved {
+// Each value of forward becomes two vertices joined by an edge whose capacity is the cost of saving it; users
+// are connected to the second.
+class SavedValuesCut {
  public:
-  CutOfSaved(const JointGraph& joint, const detail::Halves& halves, const std::vector<char>& early)
+  SavedValuesCut(const JointGraph& joint, const detail::ForwardBackwardSplit& halves, const std::vector<char>& early)
       : joint_(joint), halves_(halves), early_(early), flow_(2 * joint.graph.values.size() + 2), source_(2 * joint.graph.values.size()), sink_(source_ + 1) {}
 
   std::vector<char> run() {
@@ -78,7 +81,7 @@ class CutOfSaved {
     for (std::size_t i = 0; i < graph.values.size(); ++i) {
       if (!halves_.from_forward[i]) continue;
       const Geometry& geometry = graph.values[i].geometry;
-      // One more than its bytes: of equal cuts the one with fewer tensors.
+      // One more than its bytes: among equal cuts prefers the one with fewer tensors.
       connect(before(i), after(i), geometry.numel() * static_cast<std::int64_t>(c10::elementSize(geometry.dtype)) + 1);
       if (used[i]) connect(after(i), sink_, kUnlimited);
     }
@@ -106,9 +109,9 @@ class CutOfSaved {
     boost::put(boost::edge_reverse, flow_, back, there);
   }
 
-  // `early`: backward computes it for the first time, if forward does not.
+  // `early`: backward is the first to compute it, if forward does not.
   void connect_node(const Node& node, bool early) {
-    const bool again = early || may_be_computed_again(node);
+    const bool again = early || is_recomputable(node);
     for_each_value(node.results, [&](ValueId result) {
       if (!again) return connect(source_, before(index_of(result)), kUnlimited);
       for_each_value(node.arguments, [&](ValueId argument) {
@@ -117,7 +120,7 @@ class CutOfSaved {
     });
   }
 
-  // What the source still reaches when the flow is at its largest.
+  // What the source can still reach at maximum flow.
   std::vector<char> reach() const {
     std::vector<char> reached(boost::num_vertices(flow_), 0);
     std::vector<Vertex> open{source_};
@@ -136,7 +139,7 @@ class CutOfSaved {
   }
 
   const JointGraph& joint_;
-  const detail::Halves& halves_;
+  const detail::ForwardBackwardSplit& halves_;
   const std::vector<char>& early_;
   FlowGraph flow_;
   Vertex source_, sink_;
@@ -146,16 +149,16 @@ class CutOfSaved {
 
 Partition partition_min_cut(const JointGraph& joint) {
   const Graph& graph = joint.graph;
-  detail::Halves halves = detail::halves_of(joint);
+  detail::ForwardBackwardSplit halves = detail::forward_backward_split(joint);
   const std::vector<char> early = nodes_without_tangents(joint, halves);
-  detail::Halves widest = halves;
+  detail::ForwardBackwardSplit widest = halves;
   for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
     if (!early[i]) continue;
     widest.in_forward[i] = 1;
     for_each_value(graph.nodes[i].results, [&](ValueId value) { widest.from_forward[index_of(value)] = 1; });
   }
-  const std::vector<char> saved = CutOfSaved(joint, widest, early).run();
-  // Forward runs those of them that make something to be saved, and what these need.
+  const std::vector<char> saved = SavedValuesCut(joint, widest, early).run();
+  // Forward runs those that produce saved values, and what these need.
   std::vector<char> needed = saved;
   for (std::size_t i = graph.nodes.size(); i-- > 0;) {
     bool needs = false;

@@ -64,7 +64,7 @@ std::vector<CallGuard::Input> CallGuard::describe_all(const Values& inputs, Reco
       };
       share(storage_behind(tensor));
       if (is_subclass(tensor)) {
-        if (records == Records::Make) input.subclass = std::make_shared<const TensorRecord>(TensorRecord::of(tensor, 0));
+        if (records == Records::Make) input.subclass = std::make_shared<const FlattenRecord>(FlattenRecord::of(tensor, 0));
         for (const at::Tensor& part : plain_parts(tensor)) share(storage_behind(part));
       }
       // Only inputs that share memory may be merged, and how depends on what they are views of.
@@ -129,7 +129,8 @@ bool CallGuard::holds(const Values& inputs, const BoundSizes* sizes) const {
         tensor.requires_grad() != expected.requires_grad || tensor.is_leaf() != expected.is_leaf)
       return false;
     if (const void* storage = storage_behind(tensor)) storages.push_back(storage);
-    if (tensor.key_set().has(c10::DispatchKey::Python) || expected.subclass) [[unlikely]] {  // carries something, or should
+    // Has a payload, or should have one.
+    if (tensor.key_set().has(c10::DispatchKey::Python) || expected.subclass) [[unlikely]] {
       if (is_subclass(tensor) != (expected.subclass != nullptr)) return false;
       if (!expected.subclass) continue;
       if (!expected.subclass->matches(tensor)) return false;
@@ -145,7 +146,7 @@ bool CallGuard::holds(const Values& inputs, const BoundSizes* sizes) const {
 }
 
 std::string CallGuard::difference(const Values& inputs, const BoundSizes* sizes, const SymbolicTable* table) const {
-  if (inputs.size() != inputs_.size()) return fmt::format("{} inputs, the capture {}", inputs.size(), inputs_.size());
+  if (inputs.size() != inputs_.size()) return fmt::format("{} inputs, in the capture {}", inputs.size(), inputs_.size());
   if (const Modes modes = current_modes(); modes != modes_) return difference(modes, modes_);
   const std::vector<Input> now = describe_all(inputs, Records::None);
   for (std::size_t i = 0; i < now.size(); ++i) {
@@ -167,18 +168,18 @@ std::string CallGuard::difference(const Values& inputs, const BoundSizes* sizes,
     if (at::IntArrayRef(is.strides) != layout.strides)
       return fmt::format("{} has strides [{}], in the capture [{}]", who, fmt::join(is.strides, ", "), layout_text(was, table).strides);
     if (is.storage_offset != layout.storage_offset)
-      return fmt::format("{} begins at element {} of its memory, in the capture {}", who, is.storage_offset, layout_text(was, table).storage_offset);
-    if (is.dtype != was.dtype) return fmt::format("{} is of dtype {}, in the capture {}", who, c10::toString(is.dtype), c10::toString(was.dtype));
+      return fmt::format("{} has storage offset {}, in the capture {}", who, is.storage_offset, layout_text(was, table).storage_offset);
+    if (is.dtype != was.dtype) return fmt::format("{} has dtype {}, in the capture {}", who, c10::toString(is.dtype), c10::toString(was.dtype));
     if (is.conjugated != was.conjugated) return fmt::format("{} is {}a lazy conjugate (conj()), in the capture {}", who, is.conjugated ? "" : "not ", was.conjugated ? "it is" : "it is not");
     if (is.negated != was.negated) return fmt::format("{} is {}a lazy negative, in the capture {}", who, is.negated ? "" : "not ", was.negated ? "it is" : "it is not");
     if (is.device != was.device) return fmt::format("{} is on {}, in the capture {}", who, is.device.str(), was.device.str());
     if (expected.subclass && !expected.subclass->matches(tensor)) return fmt::format("{} is {}", who, expected.subclass->difference(tensor));
     if (actual.requires_grad != expected.requires_grad)
-      return fmt::format("{} {} a gradient, in the capture it {}", who, actual.requires_grad ? "needs" : "needs no",
+      return fmt::format("{} {} a gradient, in the capture it {}", who, actual.requires_grad ? "requires" : "does not require",
                          expected.requires_grad ? "does" : "does not");
     if (actual.is_leaf != expected.is_leaf) return fmt::format("{} is {}a leaf, in the capture {}", who, actual.is_leaf ? "" : "not ", expected.is_leaf);
     if (actual.same_as != expected.same_as || actual.shares_with != expected.shares_with || actual.is_view != expected.is_view)
-      return fmt::format("{} shares memory with other inputs than in the capture", who);
+      return fmt::format("{} shares memory with different inputs than in the capture", who);
   }
   return {};
 }

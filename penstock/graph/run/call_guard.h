@@ -1,4 +1,4 @@
-// Whether a capture holds for a call: what is compared, and what differs.
+// Decides whether a capture is valid for a call: what is compared, and how differences are reported.
 #pragma once
 
 #include <cstddef>
@@ -19,18 +19,20 @@ class CallGuard {
   CallGuard(const Values& inputs, const Convention& convention);
 
   bool inputs_share_memory() const { return any_sharing_; }
-  // The first input in whose memory an input lies: itself, or an earlier one.
+  // The first input that uses the same memory as `input`: itself, or an earlier one.
   std::size_t shares_with(std::size_t input) const { return inputs_[input].shares_with; }
   std::size_t same_as(std::size_t input) const { return inputs_[input].same_as; }
-  // Whether the capture holds: about 50 ns an input. `sizes`: what the symbols of a capture with dynamic dims are in this call.
+  // Whether the capture is valid for these inputs; takes about 50 ns per input. `sizes`: the values of the
+  // symbols in this call, for a capture with dynamic dims.
   bool holds(const Values& inputs, const BoundSizes* sizes = nullptr) const;
-  // Empty when the capture holds; otherwise what differs: "input 1 has sizes [2, 4], in the capture [3, 4]".
+  // Returns an empty string if the capture is valid; otherwise the difference: "input 1 has sizes [2, 4], in
+  // the capture [3, 4]".
   std::string difference(const Values& inputs, const BoundSizes* sizes = nullptr, const SymbolicTable* table = nullptr) const;
-  // Whether nothing differs but sizes, strides and offsets.
+  // Whether the inputs differ at most in sizes, strides and offsets.
   bool same_kind(const Values& inputs) const;
   bool same_kind(const CallGuard& other) const;
 
-  // Calls `visit(number of the input, Geometry&)` for each tensor.
+  // Calls `visit(index of the input, Geometry&)` for each tensor.
   template <class Visit>
   void for_each_geometry(Visit&& visit) {
     for (std::size_t i = 0; i < inputs_.size(); ++i)
@@ -45,11 +47,12 @@ class CallGuard {
  private:
   struct Input {
     std::optional<Geometry> tensor;
-    std::shared_ptr<const TensorRecord> subclass;   // of a tensor that is one: kind, context and what it holds are compared, too
-    c10::IValue value;              // of what is not a tensor
+    // Set for a subclass: kind, context and inner tensors are compared as well.
+    std::shared_ptr<const FlattenRecord> subclass;
+    c10::IValue value;              // of a non-tensor
     bool requires_grad = false, is_leaf = true, is_view = false;
     std::size_t same_as = 0;        // the first input that is the same tensor
-    std::size_t shares_with = 0;    // the first input that lies in the same memory
+    std::size_t shares_with = 0;    // the first input that uses the same memory
   };
   enum class Records { Make, None };
   static std::vector<Input> describe_all(const Values& inputs, Records records);
@@ -59,7 +62,7 @@ class CallGuard {
   std::vector<std::string> names_;
   bool any_sharing_ = false;
 
-  // What holds for a whole call: of the thread, and of the process.
+  // Conditions of the whole call: thread-local and process-wide modes.
   struct Modes {
     bool grad = true, inference = false, deterministic = false;
     AutocastState autocast;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/run/captured_node.h"
 #include "penstock/graph/ir/functionalize.h"
@@ -22,8 +23,8 @@ std::vector<at::Tensor> tensors_among(const Values& values) {
   return tensors;
 }
 
-// Another tensor of the same memory, whose writes are seen through either.
-at::Tensor once_more(const at::Tensor& tensor) {
+// Another tensor over the same memory, sharing the version counter.
+at::Tensor share_storage(const at::Tensor& tensor) {
   const auto& impl = tensor.unsafeGetTensorImpl();
   return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
 }
@@ -31,7 +32,7 @@ at::Tensor once_more(const at::Tensor& tensor) {
 }  // namespace
 
 CapturedCall::CapturedCall(const Function& function, const Values& inputs, const Convention& convention)
-    : guard(inputs, convention), user_meta(first_look(function, inputs, convention)), plan(inputs, user_meta, convention) {
+    : guard(inputs, convention), user_meta(initial_analysis(function, inputs, convention)), plan(inputs, user_meta, convention) {
   const Function inner = plan.inner_function(function);
   const Values inner_inputs = plan.inner_inputs(inputs);
   meta = plan.is_identity() ? user_meta : analyze(inner, inner_inputs, {.convention = plan.inner_convention()});
@@ -49,14 +50,14 @@ CapturedCall::CapturedCall(const Function& function, const Values& inputs, const
   remove_dead_nodes(joint.graph);
 }
 
-// What backward writes is known after inputs were made distinct.
+// What backward writes is known only after duplicate inputs were removed.
 void CapturedCall::check_written_in_backward(std::size_t primal, const std::vector<at::Tensor>& primals) const {
   const std::string& name = joint.graph.inputs[primal].name;
   for (std::size_t i = 0; i < primals.size(); ++i)
     if (i != primal && primals[i].is_alias_of(primals[primal]))
-      throw NotImplemented(fmt::format("graph: backward writes {}, which shares its memory with {}; give the function a copy", name, joint.graph.inputs[i].name));
+      throw NotImplemented(fmt::format("graph: backward writes {}, which shares memory with {}; pass a copy", name, joint.graph.inputs[i].name));
   if (overlaps_itself(geometry_of(primals[primal])))
-    throw NotImplemented(fmt::format("graph: {} has elements that share memory (expand, unfold), and backward writes it; give the function a contiguous copy", name));
+    throw NotImplemented(fmt::format("graph: {} has elements that share memory (expand, unfold), and backward writes it; pass a contiguous copy", name));
 }
 
 void CapturedCall::make_ready(Partitioner partitioner) {
@@ -98,13 +99,13 @@ void CapturedCall::count_symbols_for_backward() {
   user_meta.symbols_for_backward = meta.symbols_for_backward = count;
 }
 
-ViewAndMutationMeta CapturedCall::first_look(const Function& function, const Values& inputs, const Convention& convention) {
+ViewAndMutationMeta CapturedCall::initial_analysis(const Function& function, const Values& inputs, const Convention& convention) {
   if (guard.inputs_share_memory()) {
     ViewAndMutationMeta shared = analyze(function, inputs, {.convention = convention});
-    refuse_shared_writes(inputs, shared, convention);
+    reject_shared_writes(inputs, shared, convention);
     return shared;
   }
-  // What the inputs become is known after a look at the function (input_plan.h).
+  // What the inputs become is known only after analyzing the function (input_plan.h).
   for (const c10::IValue& input : inputs)
     if (input.isTensor() && input.toTensor().defined() && (input.toTensor().is_conj() || input.toTensor().is_neg()))
       return analyze(function, inputs, {.convention = convention});
@@ -116,7 +117,7 @@ ViewAndMutationMeta CapturedCall::first_look(const Function& function, const Val
 void CapturedCall::plan_returned() {
   const std::size_t mutated = meta.mutated_at_run_time().size();
   std::vector<char> differentiated(joint.forward_outputs, 0);
-  for (const TangentInfo& tangent : joint.tangents) differentiated[meta.forward_place(tangent)] = 1;
+  for (const TangentInfo& tangent : joint.tangents) differentiated[meta.forward_return_of(tangent)] = 1;
   for (std::size_t i = 0; i < joint.forward_outputs; ++i) {
     const ValueId value = joint.graph.outputs[i].value();
     if (value == kNoValue) continue;
@@ -132,10 +133,10 @@ void CapturedCall::plan_returned() {
     returned.push_back({i, differentiated[i] != 0, held_twice, shares});
   }
   for (const TangentInfo& tangent : joint.tangents) {
-    const std::size_t output = meta.forward_place(tangent);
+    const std::size_t output = meta.forward_return_of(tangent);
     const auto place = std::find_if(returned.begin(), returned.end(), [&](const Returned& item) { return item.output == output; });
     PENSTOCK_INVARIANT(place != returned.end(), "a tangent belongs to a result that is not returned");
-    tangent_place.push_back(static_cast<std::size_t>(place - returned.begin()));
+    returned_of_tangent.push_back(static_cast<std::size_t>(place - returned.begin()));
   }
 }
 
@@ -149,7 +150,7 @@ void CapturedCall::find_written_primals(const Values& inner) {
     changed.push_back(std::find(mutated.begin(), mutated.end(), i) != mutated.end());
     primal_written.push_back(changed.back() && meta.inputs[i].mutates_data);
   }
-  // Changing a tensor, even its metadata alone, raises the version of all that share its memory.
+  // Changing a tensor, even only its metadata, increments the version of all tensors that share its memory.
   for (std::size_t i = 0; i < primals.size(); ++i) {
     bool shares = false;
     for (std::size_t j = 0; j < primals.size(); ++j) shares |= changed[j] && primals[i].is_alias_of(primals[j]);
@@ -190,11 +191,12 @@ std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>&
     for (const Returned& item : returned) {
       at::Tensor result = values[item.output].toTensor();
       if (item.shares)
-        result = once_more(results[*item.shares]);
+        result = share_storage(results[*item.shares]);
       else if (item.copied)
-        result = copy_keeping_bits(result);
+        result = copy_keeping_lazy_bits(result);
       else if (std::any_of(primals.begin(), primals.end(), [&](const at::Tensor& primal) { return primal.is_same(result); }))
-        result = result.variable_data();  // a kernel gave back what it got: the input must not become a result of the function
+        // A kernel returned its argument: an input must not become a result of the function.
+        result = result.variable_data();
       results[item.output] = std::move(result);
     }
   };
@@ -209,7 +211,7 @@ std::vector<at::Tensor> CapturedCall::run_forward(const std::vector<at::Tensor>&
     const at::AutoDispatchBelowADInplaceOrView below;
     keep(values);
   }
-  for (std::size_t i = 0; i < tangent_place.size(); ++i) torch::autograd::set_history(results[returned[tangent_place[i]].output], NodePtr(node));
+  for (std::size_t i = 0; i < returned_of_tangent.size(); ++i) torch::autograd::set_history(results[returned[returned_of_tangent[i]].output], NodePtr(node));
   node->save_all(values, primals, results);
   for (const std::size_t primal : joint.written_in_backward) node->write_in_backward(primals[primal]);
   return results;
@@ -221,12 +223,12 @@ void CapturedCall::write_inputs(const Values& inner, const std::vector<at::Tenso
     const InputInfo& info = meta.inputs[mutated[i]];
     const at::Tensor& input = inner[mutated[i]].toTensor();
     const at::Tensor& after = results[i];
-    // What the function did unseen by autograd is done so here. A change of the shape autograd always sees, except on a leaf, where
-    // it would refuse it: then it was made under no_grad.
+    // Mutations that were hidden from autograd in the function are hidden here as well. Autograd always sees
+    // a change of the shape, except on a leaf, where it would reject it: then it was made under no_grad.
     const bool leaf_with_grad = info.is_leaf && input.requires_grad();
     const bool unseen = info.mutations_under_no_grad || leaf_with_grad;
     const LayoutInCall layout = layout_in_call(geometry_after[i], sizes);
-    // The data first: autograd could not follow a write of a view whose shape was changed.
+    // The data first: autograd could not track a write to a view whose shape was changed.
     if (info.mutates_data) {
       const auto place = [&](const at::Tensor& memory) {
         return info.mutates_metadata ? memory.as_strided(layout.sizes, layout.strides, layout.storage_offset) : memory;
@@ -268,7 +270,7 @@ Values CapturedCall::make_outputs(const Values& inputs, const Values& inner, con
     else if (is_fresh(info.kind))
       outputs[i] = fresh(i);
   }
-  // Views of other results come after those; a detached twin, last, as its base may be such a view.
+  // Views of other results come after those; a detached twin comes last, since its base may be such a view.
   const auto round_of = [](const OutputInfo& info) {
     if (info.kind != OutputKind::AliasOfIntermediateBaseIsUserOutput) return 0;
     return info.requires_grad ? 1 : 2;
@@ -282,7 +284,7 @@ Values CapturedCall::make_outputs(const Values& inputs, const Values& inner, con
       case OutputKind::CustomFunctionView: break;
       case OutputKind::IsInput:
       case OutputKind::AliasOfInput: {
-        // As the function was called: an input that was merged with others is itself again.
+        // As in the original call: an input that was merged with others is itself again.
         const OutputInfo& user = user_meta.outputs[i];
         if (user.kind == OutputKind::IsInput)
           outputs[i] = inputs[*user.base_index];
@@ -312,7 +314,8 @@ Values CapturedCall::run(const Values& inputs, const c10::intrusive_ptr<BoundSiz
   const Values inner = plan.inner_inputs(inputs);
   const std::vector<at::Tensor> results = run_forward(tensors_among(inner), sizes);
   write_inputs(inner, results, sizes.get());
-  // An input that was written through another tensor of its memory learns of its gradient when it is asked for it, and is taken for a leaf until then.
+  // An input that was written through another tensor of its memory gets its gradient function lazily, when it
+  // is queried, and looks like a leaf until then.
   if (!plan.is_identity())
     for (std::size_t i = 0; i < inputs.size(); ++i)
       if (user_meta.inputs[i].mutates_data && user_meta.inputs[i].is_tensor) inputs[i].toTensor().grad_fn();

@@ -1,5 +1,5 @@
-// One capture of a function: what Compiled keeps for each kind of call. It is made in two steps, between which captures at several sizes may be
-// compared and become one for all sizes (generalize.h).
+// One capture of a function, as Compiled keeps for each kind of call. It is built in two steps; in between,
+// captures at several sizes can be compared and merged into one for all sizes (generalize.h).
 #pragma once
 
 #include <cstddef>
@@ -17,51 +17,55 @@ namespace penstock::graph {
 
 class CapturedCall final : public torch::CustomClassHolder {
  public:
-  // Captures, in shape: nothing is computed.
+  // Captures the function on fake tensors: nothing is computed.
   CapturedCall(const Function& function, const Values& inputs, const Convention& convention);
-  // Splits the graph and plans the run; nothing changes any more then.
+  // Splits the graph and plans the run; nothing changes after that.
   void make_ready(Partitioner partitioner);
 
-  // `sizes`: null when nothing is dynamic.
+  // `sizes` is null if nothing is dynamic.
   Values run(const Values& inputs, const c10::intrusive_ptr<BoundSizes>& sizes = {});
 
-  // ---- for the node of autograd ----
+  // ---- for the autograd node ----
 
-  // What forward keeps for backward.
+  // A tensor that forward saves for backward.
   struct Saved {
     enum class How { AsIs, Copied, Unwatched };
     How how = How::AsIs;
-    std::optional<std::size_t> watch_primal, watch_output;  // a tensor in whose memory it lies: writing that one must be noticed
+    // A tensor that uses the same memory: writing it must be detected.
+    std::optional<std::size_t> watch_primal, watch_output;
   };
-  // Results that are returned to autograd: places among the forward outputs.
+  // A result that is returned to autograd: its index among the forward outputs.
   struct Returned {
     std::size_t output = 0;
     bool needs_grad = false;
-    bool copied = false;   // something else than this result holds the same tensor
-    std::optional<std::size_t> shares;   // an output that it shares its memory with, as in the function: the same tensor once more
+    bool copied = false;   // something other than this result holds the same tensor
+    // An output that shares its memory, as in the function: the same tensor again.
+    std::optional<std::size_t> shares;
   };
 
   CallGuard guard;
 
  private:
-  std::optional<JointGraph> early_joint_;   // when one run of the function was enough
-  ViewAndMutationMeta first_look(const Function& function, const Values& inputs, const Convention& convention);
+  std::optional<JointGraph> early_joint_;   // if one run of the function was enough
+  ViewAndMutationMeta initial_analysis(const Function& function, const Values& inputs, const Convention& convention);
 
  public:
   ViewAndMutationMeta user_meta;
   const InputPlan plan;
   ViewAndMutationMeta meta;
   JointGraph joint;
-  std::vector<char> primal_written, primal_shares_changed;  // for each primal: its data is written; one in the same memory is changed
-  std::vector<Geometry> geometry_after;                     // of the inputs that are written, in the order of the forward outputs
-  std::optional<DynamicCall> dynamic;                       // of a capture with dynamic dims
+  // For each primal: whether its data is written; whether an input in the same memory changes.
+  std::vector<char> primal_written, primal_shares_changed;
+  // Of the mutated inputs, in the order of the forward outputs.
+  std::vector<Geometry> geometry_after;
+  std::optional<DynamicCall> dynamic;                       // for a capture with dynamic dims
 
-  // ---- once it is ready ----
+  // ---- set by make_ready() ----
   Partition halves;
   std::optional<Executor> forward, backward;
   std::vector<Saved> saved;
   std::vector<Returned> returned;
-  std::vector<std::size_t> tangent_place;   // among `returned`, for each tangent
+  std::vector<std::size_t> returned_of_tangent;   // index into `returned`, for each tangent
 
  private:
   void check_written_in_backward(std::size_t primal, const std::vector<at::Tensor>& primals) const;
@@ -73,8 +77,10 @@ class CapturedCall final : public torch::CustomClassHolder {
   void write_inputs(const Values& inner, const std::vector<at::Tensor>& results, const BoundSizes* sizes) const;
   Values make_outputs(const Values& inputs, const Values& inner, const std::vector<at::Tensor>& results, const BoundSizes* sizes) const;
 
-  std::vector<StorageId> memory_of_output_;                   // of the forward outputs, before writes were taken out
-  c10::intrusive_ptr<SubclassCall> subclasses_;               // runs the graph where some tensor is a subclass; null: all are plain
+  // Of the forward outputs, before the writes were removed.
+  std::vector<StorageId> memory_of_output_;
+  // Runs the graph if some tensor is a subclass; null if all are plain.
+  c10::intrusive_ptr<SubclassCall> subclasses_;
 };
 
 }  // namespace penstock::graph

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/tensor_subclass.h"
 
@@ -12,19 +13,20 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// Laid out as when backward was captured: it may view it. A result that nobody used has no gradient: zeros.
+// Has the layout for which backward was captured, because backward may view it. A result that nobody used has
+// no gradient: zeros.
 at::Tensor tangent(const at::Tensor& gradient, const Geometry& geometry, const BoundSizes* sizes) {
   const LayoutInCall layout = layout_in_call(geometry, sizes);
   if (!gradient.defined())
     return at::empty_strided(layout.sizes, layout.strides, at::dtype(geometry.dtype).device(geometry.device)).zero_();
   if (is_wrapper(gradient))
     throw TypeError(describe("graph: a gradient of a captured function", "a tensor of kind " + std::string(payload_of(gradient)->kind()), "a plain tensor",
-                             "give backward a gradient like the result"));
+                             "pass a gradient of the same kind as the result"));
   if (gradient.sizes() != layout.sizes || gradient.scalar_type() != geometry.dtype)
-    throw ValueError(fmt::format("graph: a gradient has {} elements of {}, expected {} of {}; give backward gradients like the results",
+    throw ValueError(fmt::format("graph: a gradient has {} elements of {}, expected {} of {}; pass gradients that match the results",
                                  gradient.numel(), c10::toString(gradient.scalar_type()), c10::multiply_integers(layout.sizes),
                                  c10::toString(geometry.dtype)));
-  // Backward was captured for a gradient that is no lazy conjugate or negative.
+  // Backward was captured for a gradient without lazy conjugate or negative bits.
   if (gradient.strides() == layout.strides && !gradient.is_conj() && !gradient.is_neg()) return gradient;
   return at::empty_strided(layout.sizes, layout.strides, gradient.options()).copy_(gradient);
 }
@@ -37,7 +39,7 @@ void CapturedNode::save_all(const std::vector<c10::IValue>& values, const std::v
     at::Tensor tensor = values[call_->joint.forward_outputs + i].toTensor();
     if (how.how == CapturedCall::Saved::How::Copied) {
       const at::NoGradGuard no_grad;
-      tensor = copy_keeping_bits(tensor.detach());
+      tensor = copy_keeping_lazy_bits(tensor.detach());
     }
     if (how.how == CapturedCall::Saved::How::Unwatched) tensor = tensor.variable_data();
     save(tensor);
@@ -50,10 +52,10 @@ variable_list CapturedNode::apply(variable_list&& gradients) {
   std::vector<at::Tensor> inputs = unpack();
   for (std::size_t i = 0; i < gradients.size(); ++i) inputs.push_back(tangent(gradients[i], call_->joint.tangents[i].geometry, sizes_.get()));
   gradients.clear();
-  // What backward writes it computed from what forward saw.
+  // What backward writes was computed from the values at forward.
   for (std::size_t i = 0; i < written_.size(); ++i)
     if (static_cast<std::int64_t>(written_[i].tensor._version()) != written_[i].version)
-      throw StateError(fmt::format("graph: {}, which backward writes, was written since forward ran; run backward before the next write, and once",
+      throw StateError(fmt::format("graph: {}, which backward writes, was modified after forward; run backward once, before the next write",
                                    call_->joint.graph.inputs[call_->joint.written_in_backward[i]].name));
   give_up();
   variable_list results;

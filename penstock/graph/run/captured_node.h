@@ -1,6 +1,6 @@
-// The node of autograd that stands for a whole captured function: holds what forward saved, and runs the backward graph.
+// The autograd node of a whole captured function: holds what forward saved, and runs the backward graph.
 //
-// Made by CapturedCall. Its gradients come in the order of the capture's tangents.
+// Created by CapturedCall. Its gradients are in the order of the capture's tangents.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +14,15 @@ namespace penstock::graph {
 
 class CapturedNode final : public SavingNode {
  public:
-  // `sizes`: of dynamic dims, as they were in forward.
+  // `sizes`: those of dynamic dims in forward.
   CapturedNode(c10::intrusive_ptr<CapturedCall> call, c10::intrusive_ptr<BoundSizes> sizes) : call_(std::move(call)), sizes_(std::move(sizes)) {}
 
-  // After the results have their history. `values`: what the forward graph gave; `results`: by place among the forward outputs.
+  // Called after the results have their history. `values`: the results of the forward graph; `results`:
+  // indexed like the forward outputs.
   void save_all(const std::vector<c10::IValue>& values, const std::vector<at::Tensor>& primals, const std::vector<at::Tensor>& results);
 
-  // An input that backward writes. It needs no gradient, so that holding it holds no graph of autograd.
+  // An input that backward writes. It does not require a gradient, so holding it keeps no autograd graph
+  // alive.
   void write_in_backward(const at::Tensor& input) { written_.push_back({input, input._version()}); }
 
  protected:
@@ -31,7 +33,7 @@ class CapturedNode final : public SavingNode {
   c10::intrusive_ptr<BoundSizes> sizes_;
   struct Written {
     at::Tensor tensor;
-    std::int64_t version = 0;   // as forward saw it
+    std::int64_t version = 0;   // at forward
   };
   std::vector<Written> written_;
 };

@@ -13,7 +13,7 @@
 namespace penstock::graph {
 namespace {
 
-// Why a capture does not hold for a call.
+// Why a capture is not valid for a call.
 std::string difference_of(CapturedCall& call, const Values& inputs) {
   if (!call.dynamic) return call.guard.difference(inputs);
   std::string why;
@@ -35,7 +35,7 @@ Compiled::Compiled(Compiled&&) noexcept = default;
 Compiled& Compiled::operator=(Compiled&&) noexcept = default;
 
 Values Compiled::operator()(const Values& inputs) {
-  // The last ones first: sizes that have a capture of their own were captured after the one for all sizes.
+  // Most recent first: sizes with a capture of their own were captured after the one for all sizes.
   for (auto it = calls_.rbegin(); it != calls_.rend(); ++it) {
     CapturedCall& call = **it;
     if (!call.dynamic) {
@@ -47,7 +47,7 @@ Values Compiled::operator()(const Values& inputs) {
     return call.dynamic->needs_check(*sizes) ? check_and_run(call, inputs, sizes) : call.run(inputs, sizes);
   }
   if (!calls_.empty() && !options_.recapture)
-    throw StateError(fmt::format("graph: the capture does not hold for this call: {}; call it as it was captured, or set recapture",
+    throw StateError(fmt::format("graph: the capture is not valid for this call: {}; call it as it was captured, or set recapture",
                                  difference_of(*calls_.back(), inputs)));
   return capture(inputs);
 }
@@ -60,7 +60,7 @@ Values Compiled::check_and_run(CapturedCall& call, const Values& inputs, const c
     return call.run(inputs, sizes);
   }
   if (!options_.recapture)
-    throw StateError(fmt::format("graph: the capture for all sizes does not hold for {}: there {}; call it with other sizes, or set recapture",
+    throw StateError(fmt::format("graph: the capture for all sizes is not valid for {}: there {}; call it with other sizes, or set recapture",
                                  call.dynamic->table().text_of(sizes->values), difference));
   fixed->make_ready(options_.partitioner);
   calls_.push_back(fixed);
@@ -86,7 +86,8 @@ c10::intrusive_ptr<CapturedCall> Compiled::capture_dynamic(const Values& inputs)
     if (!options_.recapture)
       throw StateError(fmt::format("graph: the function cannot be captured for all sizes: {}; change it, mark other dims, or set recapture", why));
   };
-  // Sizes outside of what was asked for say nothing about the others; nor does a tensor without elements, which has no order of dims.
+  // Sizes outside the requested range say nothing about the others; neither does a tensor without elements,
+  // which has no dim order.
   const SymbolValues sizes = sizes_of(symbols, inputs);
   for (std::size_t i = 0; i < symbols.size(); ++i)
     if (!symbols[i].allows(sizes[i]) || sizes[i] == 0) {
@@ -96,7 +97,7 @@ c10::intrusive_ptr<CapturedCall> Compiled::capture_dynamic(const Values& inputs)
     }
   for (const Refused& refused : refused_)
     if (refused.kind.same_kind(inputs)) return {};
-  // Nor do sizes for which there is a graph with symbols that has no form for them.
+  // Neither do sizes for which an existing graph with symbols cannot be evaluated.
   for (const auto& call : calls_)
     if (call->dynamic && call->guard.same_kind(inputs) && !call->dynamic->bind(inputs)) return {};
   Generalized all = capture_for_all_sizes(function_, inputs, options_, convention_, std::move(symbols));
@@ -106,7 +107,7 @@ c10::intrusive_ptr<CapturedCall> Compiled::capture_dynamic(const Values& inputs)
     if (all.refused.empty()) return all.call;
   }
   refuse(all.refused);
-  warn("graph", fmt::format("dynamic dims: the function is captured for each size by itself: {}", all.refused));
+  warn("graph", fmt::format("dynamic dims: the function is captured separately for each size: {}", all.refused));
   refused_.push_back({CallGuard(inputs, convention_), std::move(all.refused)});
   return {};
 }
@@ -120,6 +121,6 @@ std::size_t Compiled::checked_sizes(std::size_t capture) const {
   const CapturedCall& call = *calls_.at(capture);
   return call.dynamic ? call.dynamic->checked() : 0;
 }
-std::string Compiled::dynamic_refused() const { return refused_.empty() ? std::string() : refused_.back().why; }
+std::string Compiled::why_not_dynamic() const { return refused_.empty() ? std::string() : refused_.back().why; }
 
 }  // namespace penstock::graph

@@ -28,11 +28,12 @@ std::vector<Tree> leaves_of_values(Iterator begin, Iterator end) {
 
 CompiledModuleBase::CompiledModuleBase(std::shared_ptr<torch::nn::Module> module, const CompileOptions& options)
     : torch::nn::Module(module ? "Compiled" + module->name() : "Compiled"), module_(std::move(module)), options_(options) {
-  if (!module_) throw ValueError("graph: compile got no module; hand it a module holder that is not empty");
+  if (!module_) throw ValueError("graph: compile got no module; pass a non-empty module holder");
   modules_ = module_->modules();
   state_ = ModuleState(*module_);
   state_values_.assign(state_.tensors.begin(), state_.tensors.end());
-  // The same tensors and submodules under the same names: optimizers and checkpoints see no difference.
+  // Registers the same tensors and submodules under the same names: optimizers and checkpoints see no
+  // difference.
   for (const auto& item : module_->named_parameters(/*recurse=*/false))
     if (item.value().defined()) register_parameter(item.key(), item.value(), item.value().requires_grad());
   for (const auto& item : module_->named_buffers(/*recurse=*/false))
@@ -56,7 +57,7 @@ CompiledModuleBase::Entry& CompiledModuleBase::entry_for(std::type_index types, 
   for (const auto& entry : entries_)
     if (entry->types == types && entry->spec == spec) return *entry;
   if (!entries_.empty() && !options_.recapture)
-    throw StateError(fmt::format("graph: the capture does not hold for this call: {}; call it as it was captured, or set recapture",
+    throw StateError(fmt::format("graph: the capture is not valid for this call: {}; call it as it was captured, or set recapture",
                                  first_difference(entries_.back()->spec, spec).value_or("arguments of other types")));
   const std::size_t found = state_.tensors.size();
   auto results = std::make_shared<std::vector<TreeSpec>>();

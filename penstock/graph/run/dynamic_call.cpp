@@ -7,6 +7,7 @@
 #include <numeric>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::graph {
@@ -20,7 +21,7 @@ bool has_dims(const c10::IValue& value) { return value.isTensor() && value.toTen
 std::size_t place_of(const InputRef& ref, const Values& inputs, const Convention& convention) {
   if (const auto* place = std::get_if<std::size_t>(&ref.get())) {
     if (*place >= inputs.size())
-      throw ValueError(describe("graph: a dynamic dim is of input", std::to_string(static_cast<std::int64_t>(*place)), fmt::format("one of 0 to {}", inputs.size() - 1),
+      throw ValueError(describe("graph: input of a dynamic dim", std::to_string(static_cast<std::int64_t>(*place)), fmt::format("one of 0 to {}", inputs.size() - 1),
                                 "count the inputs of the function from 0"));
     return *place;
   }
@@ -28,8 +29,8 @@ std::size_t place_of(const InputRef& ref, const Values& inputs, const Convention
   const auto found = std::find(convention.names.begin(), convention.names.end(), name);
   if (found != convention.names.end()) return static_cast<std::size_t>(found - convention.names.begin());
   const auto first = convention.names.begin() + static_cast<std::ptrdiff_t>(std::min(convention.found, convention.names.size()));
-  throw ValueError(fmt::format("graph: a dynamic dim is of input '{}', which this function does not have; it has {}", name,
-                               convention.names.empty() ? "inputs without names, so give a number"
+  throw ValueError(fmt::format("graph: a dynamic dim refers to input '{}', which this function does not have; it has {}", name,
+                               convention.names.empty() ? "inputs without names: use a number"
                                                         : fmt::format("'{}'", fmt::join(first, convention.names.end(), "', '"))));
 }
 
@@ -48,14 +49,14 @@ std::vector<DynamicSymbol> symbols_of(const DynamicOptions& options, const Value
     const std::size_t input = place_of(dim.input, inputs, convention);
     const std::string who = convention.name_of(input);
     if (input < convention.found)
-      throw ValueError(fmt::format("graph: {} is a parameter or buffer and has no dynamic dims; mark dims of arguments", who));
+      throw ValueError(fmt::format("graph: {} is a parameter or buffer, which cannot have dynamic dims; mark dims of arguments", who));
     if (dim.multiple_of < 1)
       throw ValueError(describe(fmt::format("graph: multiple_of for {}", who), std::to_string(dim.multiple_of), "1 or more"));
     if (!has_dims(inputs[input])) continue;
     const at::Tensor& tensor = inputs[input].toTensor();
     if (dim.dim < -tensor.dim() || dim.dim >= tensor.dim())
       throw ValueError(describe(fmt::format("graph: a dynamic dim of {}", who), std::to_string(dim.dim), fmt::format("a dim of sizes [{}]", fmt::join(tensor.sizes(), ", ")),
-                                "mark a dim that the tensor has"));
+                                "mark an existing dim of the tensor"));
     const DynamicSymbol::Place place{input, static_cast<std::size_t>(dim.dim < 0 ? dim.dim + tensor.dim() : dim.dim)};
     const std::string name = dim.symbol.empty() ? fmt::format("s{}", i) : dim.symbol;
     auto symbol = std::find_if(symbols.begin(), symbols.end(), [&](const DynamicSymbol& other) { return other.name == name; });
@@ -67,7 +68,7 @@ std::vector<DynamicSymbol> symbols_of(const DynamicOptions& options, const Value
       const std::int64_t is = tensor.size(static_cast<std::int64_t>(place.dim));
       const std::int64_t was = inputs[first.input].toTensor().size(static_cast<std::int64_t>(first.dim));
       if (is != was)
-        throw ValueError(fmt::format("graph: dim {} of {} has size {}, and dim {} of {} has size {}, but both are {}; hand over tensors that agree, or "
+        throw ValueError(fmt::format("graph: dim {} of {} has size {}, and dim {} of {} has size {}, but both are {}; pass tensors that agree, or "
                                      "give the dims different symbols",
                                      place.dim, who, is, first.dim, convention.name_of(first.input), was, name));
       symbol->places.push_back(place);
@@ -76,11 +77,11 @@ std::vector<DynamicSymbol> symbols_of(const DynamicOptions& options, const Value
       symbol->multiple_of = std::lcm(symbol->multiple_of, dim.multiple_of);
     }
     if (symbol->min > symbol->max)
-      throw ValueError(fmt::format("graph: symbol {} must be at least {} and at most {}; give it a range that has sizes", name, symbol->min, symbol->max));
+      throw ValueError(fmt::format("graph: symbol {} must be at least {} and at most {}; give it a non-empty range", name, symbol->min, symbol->max));
   }
   if (symbols.size() > kMaxSymbols)
     throw ValueError(describe("graph: number of symbols of dynamic dims", std::to_string(symbols.size()), fmt::format("at most {}", kMaxSymbols),
-                              "give dims that are always equal one symbol"));
+                              "use one symbol for dims that are always equal"));
   return symbols;
 }
 
@@ -126,7 +127,7 @@ c10::intrusive_ptr<BoundSizes> DynamicCall::bound_to(const SymbolValues& sizes, 
   std::string reason;
   auto bound = table_->at(sizes, &reason);
   if (!bound) {
-    if (why) *why = fmt::format("the graph has no form for {}: {}", table_->text_of(sizes), reason);
+    if (why) *why = fmt::format("the graph cannot be evaluated for {}: {}", table_->text_of(sizes), reason);
     return {};
   }
   if (bound_.size() >= kKeptSizes) bound_.clear();

@@ -1,4 +1,5 @@
-// The part of a captured call that is there only for dynamic dims: which sizes its symbols have in a call, and everything that depends on them.
+// The part of a captured call for dynamic dims: the values of its symbols in a call, and everything that
+// depends on them.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -17,7 +18,7 @@
 
 namespace penstock::graph {
 
-// A symbol and the dims of inputs that it is the size of.
+// A symbol and the input dims whose size it is.
 struct DynamicSymbol {
   struct Place {
     std::size_t input = 0, dim = 0;
@@ -30,10 +31,11 @@ struct DynamicSymbol {
   std::string range_text() const;   // "2 to 64, a multiple of 8"
 };
 
-// The symbols of a call, in the order in which they are named. Throws ValueError for an input or dim that is not there, a parameter or buffer, a range
-// without a size, more than four symbols, and dims of one symbol that differ in this call.
+// Returns the symbols of a call, in order of their first occurrence. Throws ValueError for an input or dim
+// that does not exist, a parameter or buffer, an empty range, more than four symbols, and dims of one symbol
+// that differ in this call.
 std::vector<DynamicSymbol> symbols_of(const DynamicOptions& options, const Values& inputs, const Convention& convention);
-// What the first dim of each is in a call.
+// The size of the first dim of each symbol in a call.
 SymbolValues sizes_of(const std::vector<DynamicSymbol>& symbols, const Values& inputs);
 
 class DynamicCall {
@@ -44,10 +46,11 @@ class DynamicCall {
   const SymbolicTable& table() const { return *table_; }
   const std::vector<DynamicSymbol>& symbols() const { return symbols_; }
 
-  // What depends on the symbols in a call with these inputs; null, and `why`, when it is a call of another kind. Sizes that repeat cost nothing.
+  // Evaluates everything that depends on the symbols for a call with these inputs. Returns null, and sets
+  // `why`, for a call of another kind. Repeated sizes are cached.
   c10::intrusive_ptr<BoundSizes> bind(const Values& inputs, std::string* why = nullptr);
 
-  // Whether the graph must be compared with a capture at these sizes first.
+  // Whether the graph must first be compared with a capture at these sizes.
   bool needs_check(BoundSizes& sizes) const;
   void mark_checked(BoundSizes& sizes);
   std::size_t checked() const { return checked_.size(); }

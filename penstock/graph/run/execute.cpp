@@ -7,9 +7,10 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/ir/symbolic_table.h"
-#include "penstock/torch/dispatch/stack_tensors.h"
+#include "penstock/stack_tensors.h"
 
 namespace penstock::graph {
 namespace {
@@ -17,7 +18,7 @@ namespace {
 constexpr std::size_t kNever = static_cast<std::size_t>(-1);
 constexpr std::size_t kAtTheEnd = static_cast<std::size_t>(-2);
 
-// The node that uses a value last; kAtTheEnd for outputs.
+// The index of the node that uses a value last; kAtTheEnd for outputs.
 std::vector<std::size_t> last_uses(const Graph& graph) {
   std::vector<std::size_t> last(graph.values.size(), kNever);
   for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
@@ -41,8 +42,8 @@ Executor::Executor(const Graph& graph) : outputs_(graph.outputs), slot_count_(gr
 }
 
 void Executor::plan_node(const Graph&, const Node& node, std::size_t position, const std::vector<std::size_t>& last_use) {
-  // A tensor goes on the stack by move where this node is its last use, unless it stands twice among the arguments or is the
-  // result too: then it is freed after the call.
+  // A tensor is pushed by move if this node is its last use, unless it occurs twice among the arguments or is
+  // also the result: then it is freed after the call.
   c10::SmallVector<ValueId, 8> seen;
   c10::SmallVector<ValueId, 8> results;
   for_each_value(node.results, [&](ValueId value) { results.push_back(value); });
@@ -100,7 +101,7 @@ void Executor::plan_node(const Graph&, const Node& node, std::size_t position, c
     Keep keep;
     if (result.kind == Operand::Kind::Tensor && result.values[0] != kNoValue && last_use[index_of(result.values[0])] != kNever) {
       const std::size_t last = last_use[index_of(result.values[0])];
-      // A written argument that nobody reads afterwards is not kept; it is freed above.
+      // A written argument that is not read afterwards is not kept; it is freed above.
       if (last == kAtTheEnd || last > position)
         keep = {Keep::Kind::Tensor, static_cast<std::uint32_t>(index_of(result.values[0]))};
     } else if (result.kind == Operand::Kind::TensorList) {
@@ -148,22 +149,23 @@ void Executor::push(std::vector<at::Tensor>& slots, const Push& what, const Boun
 std::vector<c10::IValue> Executor::operator()(std::vector<at::Tensor> inputs, const BoundSizes* sizes) const {
   if (inputs.size() != inputs_.size())
     throw ValueError(describe("graph: number of inputs", std::to_string(inputs.size()), std::to_string(inputs_.size()),
-                              "give one tensor for each input of the graph"));
+                              "pass one tensor for each input of the graph"));
   if (needs_sizes_ && !sizes)
-    throw ValueError("graph: the graph has symbols, and no sizes are given for them; give what the graph's table is at the sizes of this run");
+    throw ValueError("graph: the graph has symbols, but no sizes were passed; pass the result of graph.table->at() for the sizes of this run");
   const at::AutoDispatchBelowADInplaceOrView below;
-  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);  // those that were wanted are nodes
+  // Casts that apply were recorded as nodes.
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
   std::vector<at::Tensor> slots(slot_count_);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (!inputs[i].defined())
-      throw ValueError(fmt::format("graph: input {} is undefined, expected a tensor; hand over every input of the graph", i));
+      throw ValueError(fmt::format("graph: input {} is undefined, expected a tensor; pass every input of the graph", i));
     slots[inputs_[i]] = std::move(inputs[i]);
   }
   for (const FoundTensor& found : constants_)
     slots[found.slot] = found.symbolic == kNotSymbolic ? found.tensor : sizes->tensors[static_cast<std::size_t>(found.symbolic)];
 
   Stack stack;
-  const c10::AutoGradMode grad_mode(c10::GradMode::is_enabled());  // as before, at the end
+  const c10::AutoGradMode grad_mode(c10::GradMode::is_enabled());  // restored at the end
   bool grad_enabled = c10::GradMode::is_enabled();
   std::uint32_t pushed = 0, kept = 0, freed = 0;
   for (const Step& step : steps_) {
@@ -178,7 +180,7 @@ std::vector<c10::IValue> Executor::operator()(std::vector<at::Tensor> inputs, co
       } else if (keep.kind == Keep::Kind::List) {
         const std::vector<ListItem>& items = lists_[keep.slot];
         const c10::ArrayRef<c10::IValue> list = stack[result].toListRef();
-        PENSTOCK_INVARIANT(list.size() == items.size(), "an operator returned a list of another length than when it was recorded");
+        PENSTOCK_INVARIANT(list.size() == items.size(), "an operator returned a list of a different length than recorded");
         for (std::size_t i = 0; i < items.size(); ++i)
           if (items[i].slot >= 0) slots[static_cast<std::size_t>(items[i].slot)] = list[i].toTensor();
       }

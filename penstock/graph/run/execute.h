@@ -1,13 +1,14 @@
-// Runs a graph: each operator in order, each tensor freed as soon as nobody needs it any more.
+// Runs a graph: each operator in order, each tensor freed after its last use.
 //
-//   const Executor run(graph);                     // once: what to call and what to free when
+//   const Executor run(graph);                     // plans once what to call and when to free
 //   std::vector<c10::IValue> results = run({x, w});
 //
-// Operators run below autograd: nothing of a run is differentiated, and in-place operators write their arguments in earnest. Each sees the
-// grad mode that it was recorded under, because some kernels (recurrent layers) keep more for backward when it is on.
-// An input handed over by move is freed at its last use like everything else.
-// A graph with symbols takes what they are in a run: `run({x, w}, graph.table->at({8, 128}).get())`.
-// Thread rule: one Executor may run in several threads at once.
+// Operators run below autograd: a run is not differentiated, and in-place operators really write their
+// arguments. Each operator runs under the grad mode it was recorded with, because some kernels (recurrent
+// layers) keep more for backward when it is on.
+// An input passed by move is freed at its last use like any other tensor.
+// A graph with symbols needs their values: `run({x, w}, graph.table->at({8, 128}).get())`.
+// Thread safety: one Executor may run in several threads at once.
 #pragma once
 
 #include <cstdint>
@@ -21,19 +22,19 @@ struct BoundSizes;
 
 class Executor {
  public:
-  // Verifies the graph and keeps what a run needs of it; the graph may then go.
+  // Verifies the graph and copies what a run needs; the graph may then be destroyed.
   explicit Executor(const Graph& graph);
 
-  // One tensor for each input of the graph, defined ones. Returns one value for each output; undefined tensors for those that
-  // are kNoValue. Throws ValueError when the number of inputs is not that of the graph, one is undefined, or the graph has symbols and no
-  // sizes are given for them.
+  // Takes one defined tensor for each input of the graph. Returns one value for each output; undefined
+  // tensors for outputs that are kNoValue. Throws ValueError if the number of inputs differs from that of the
+  // graph, one is undefined, or the graph has symbols and `sizes` is null.
   std::vector<c10::IValue> operator()(std::vector<at::Tensor> inputs, const BoundSizes* sizes = nullptr) const;
 
   std::size_t input_count() const { return inputs_.size(); }
 
  private:
-  // What to push for one argument. `slot`: where a tensor lies; of lists and constants, their place in `lists_` and `plain_`; of symbolic
-  // constants, in the table.
+  // How to push one argument. `slot`: where the tensor is stored; for lists and constants, the index into
+  // `lists_` and `plain_`; for symbolic constants, the index into the table.
   struct Push {
     enum class Kind : std::uint8_t { Constant, Symbolic, Copy, Move, Undefined, List, OptionalList };
     Kind kind = Kind::Constant;
@@ -50,7 +51,8 @@ class Executor {
   struct Step {
     c10::OperatorHandle op;
     bool grad_enabled = true;
-    std::uint32_t pushes_end = 0, keeps_end = 0, frees_end = 0;  // ends in the arrays below; they begin where the step before ends
+    // End indices into the arrays below; each range begins where the previous step's ends.
+    std::uint32_t pushes_end = 0, keeps_end = 0, frees_end = 0;
   };
 
   void plan_node(const Graph& graph, const Node& node, std::size_t position, const std::vector<std::size_t>& last_use);

@@ -9,6 +9,7 @@
 #include <map>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/ir/constant_value.h"
 #include "penstock/tensor_subclass.h"
@@ -16,9 +17,9 @@
 namespace penstock::graph {
 namespace {
 
-// ---- what a capture is, sizes left out ----
+// ---- the structure of a capture, without sizes ----
 
-void forget_sizes(Geometry& geometry) {
+void clear_sizes(Geometry& geometry) {
   std::fill(geometry.sizes.begin(), geometry.sizes.end(), 0);
   std::fill(geometry.strides.begin(), geometry.strides.end(), 0);
   geometry.storage_offset = 0;
@@ -27,13 +28,13 @@ void forget_sizes(Geometry& geometry) {
 
 ViewAndMutationMeta without_sizes(ViewAndMutationMeta meta) {
   for (OutputInfo& output : meta.outputs) {
-    forget_sizes(output.geometry);
+    clear_sizes(output.geometry);
     for (ViewStep& step : output.view.steps)
       for (Operand& operand : step.arguments)
         if (operand.kind == Operand::Kind::Constant && numbers_of(operand.constant)) operand = Operand::of(c10::IValue());
     output.dynamic_dims.clear();
   }
-  for (TangentInfo& tangent : meta.tangents) forget_sizes(tangent.geometry);
+  for (TangentInfo& tangent : meta.tangents) clear_sizes(tangent.geometry);
   meta.symbols_for_backward = 0;
   return meta;
 }
@@ -45,7 +46,7 @@ bool same_but_for_numbers(const c10::IValue& a, const c10::IValue& b) {
          std::equal(x->begin(), x->end(), y->begin(), y->end(), [](const PlainNumber& m, const PlainNumber& n) { return m.index() == n.index(); });
 }
 
-// Tensors that the function found: the same one, or made anew with the same values.
+// Tensors that the function found: the same one, or a new one with the same values.
 bool same_found_tensor(const at::Tensor& a, const at::Tensor& b) {
   if (!has_geometry(a, geometry_of(b))) return false;
   if (a.is_same(b) || a.is_alias_of(b)) return true;
@@ -53,7 +54,7 @@ bool same_found_tensor(const at::Tensor& a, const at::Tensor& b) {
   return at::equal(a, b);
 }
 
-// The same but for numbers: parts of one memory, or numbers in tensors.
+// Equal except for numbers: parts of one memory, or numbers in tensors.
 bool similar_found_tensor(const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() != b.scalar_type() || a.device() != b.device() || a.dim() != b.dim()) return false;
   return a.is_alias_of(b) || (number_of(a) && number_of(b)) || same_found_tensor(a, b);
@@ -63,26 +64,26 @@ std::string name_of_node(const Graph& graph, std::size_t node) {
   return fmt::format("node {} ({})", node, c10::toString(graph.nodes[node].op.operator_name()));
 }
 
-// Finds the first thing in which two captures differ other than in numbers.
+// Finds the first difference between two captures other than in numbers.
 class StructureComparison {
  public:
   StructureComparison(const CapturedCall& a, const CapturedCall& b) : a_(a), b_(b), x_(a.joint.graph), y_(b.joint.graph) {}
 
   std::string run() const {
-    if (!a_.guard.same_kind(b_.guard)) return "the inputs are of another kind";
+    if (!a_.guard.same_kind(b_.guard)) return "the inputs are of a different kind";
     if (a_.user_meta.outputs.size() != b_.user_meta.outputs.size())
       return fmt::format("the function returns {} and {} results", a_.user_meta.outputs.size(), b_.user_meta.outputs.size());
     for (std::size_t i = 0; i < x_.nodes.size() && i < y_.nodes.size(); ++i)
       if (std::string difference = compare_nodes(i); !difference.empty()) return difference;
     if (x_.nodes.size() != y_.nodes.size()) return fmt::format("there are {} and {} nodes", x_.nodes.size(), y_.nodes.size());
     if (without_sizes(a_.user_meta) != without_sizes(b_.user_meta) || without_sizes(a_.meta) != without_sizes(b_.meta))
-      return "the results alias each other or the inputs in another way, or other inputs are written";
-    if (!a_.plan.works_like(b_.plan) || a_.primal_written != b_.primal_written || a_.primal_shares_changed != b_.primal_shares_changed)
-      return "the inputs share memory in another way";
+      return "the results alias each other or the inputs differently, or different inputs are written";
+    if (!a_.plan.same_routing(b_.plan) || a_.primal_written != b_.primal_written || a_.primal_shares_changed != b_.primal_shares_changed)
+      return "the inputs share memory differently";
     if (a_.joint.primals != b_.joint.primals || a_.joint.forward_outputs != b_.joint.forward_outputs || a_.joint.tangents.size() != b_.joint.tangents.size() ||
         a_.geometry_after.size() != b_.geometry_after.size() || a_.joint.written_in_backward != b_.joint.written_in_backward)
-      return "other results need gradients, or backward writes other inputs";
-    return compare_surroundings();
+      return "different results require gradients, or backward writes different inputs";
+    return compare_interface();
   }
 
  private:
@@ -103,29 +104,29 @@ class StructureComparison {
     const Node &a = x_.nodes[i], &b = y_.nodes[i];
     if (a.op.operator_name() != b.op.operator_name())
       return fmt::format("node {} is {} and {}", i, c10::toString(a.op.operator_name()), c10::toString(b.op.operator_name()));
-    if (a.phase != b.phase || a.grad_enabled != b.grad_enabled) return name_of_node(x_, i) + " belongs to another phase or grad mode";
+    if (a.phase != b.phase || a.grad_enabled != b.grad_enabled) return name_of_node(x_, i) + " belongs to a different phase or grad mode";
     for (std::size_t j = 0; j < a.arguments.size(); ++j)
       if (!same_operand(a.arguments[j], b.arguments[j]))
         return fmt::format("argument '{}' of {} is {} and {}", a.op.schema().arguments()[j].name(), name_of_node(x_, i),
                            to_text(a.arguments[j], x_.table.get()), to_text(b.arguments[j]));
     for (std::size_t j = 0; j < a.results.size(); ++j)
-      if (!same_operand(a.results[j], b.results[j])) return fmt::format("result {} of {} is of another kind", j, name_of_node(x_, i));
+      if (!same_operand(a.results[j], b.results[j])) return fmt::format("result {} of {} is of a different kind", j, name_of_node(x_, i));
     return {};
   }
 
-  // Inputs, constants and outputs of the graph.
-  std::string compare_surroundings() const {
+  // Compares inputs, constants and outputs of the graph.
+  std::string compare_interface() const {
     if (x_.inputs.size() != y_.inputs.size() || x_.constants.size() != y_.constants.size() || x_.outputs.size() != y_.outputs.size())
-      return "the graph has other inputs, constants or outputs";
+      return "the graph has different inputs, constants or outputs";
     for (std::size_t i = 0; i < x_.inputs.size(); ++i)
-      if (x_.inputs[i].value != y_.inputs[i].value || !same_value(x_.inputs[i].value)) return fmt::format("input {} is another value", i);
+      if (x_.inputs[i].value != y_.inputs[i].value || !same_value(x_.inputs[i].value)) return fmt::format("input {} is a different value", i);
     for (std::size_t i = 0; i < x_.constants.size(); ++i)
       if (x_.constants[i].value != y_.constants[i].value || !similar_found_tensor(x_.constants[i].tensor, y_.constants[i].tensor))
-        return fmt::format("the function makes tensors of its own, of {} and {} elements or other values; make them with operators (arange, full), take "
-                           "them from one that is there before, or hand them over as inputs",
+        return fmt::format("the function creates tensors of {} and {} elements or with different values; create them with operators (arange, full), take "
+                           "them from an existing tensor, or pass them as inputs",
                            x_.constants[i].tensor.numel(), y_.constants[i].tensor.numel());
     for (std::size_t i = 0; i < x_.outputs.size(); ++i)
-      if (!same_operand(x_.outputs[i], y_.outputs[i])) return fmt::format("output {} of the graph is something else", i);
+      if (!same_operand(x_.outputs[i], y_.outputs[i])) return fmt::format("output {} of the graph differs", i);
     return {};
   }
 
@@ -133,12 +134,13 @@ class StructureComparison {
   const Graph &x_, &y_;
 };
 
-// ---- where numbers stand ----
+// ---- where numbers occur ----
 
 enum class Role : std::uint8_t { Input, Output, Tangent, WrittenInput, Inner };
 
-// Calls `on_geometry(Geometry&, Role, number)` and `on_constant(Operand&, node, argument)` for all that a run depends on, and for the values inside;
-// of the constants among the outputs `node` is the number of nodes, of those of a view that is a result it is one more. Always in the same order.
+// Calls `on_geometry(Geometry&, Role, number)` and `on_constant(Operand&, node, argument)` for everything
+// that a run depends on, and for the values inside. For constants among the outputs, `node` is the number of
+// nodes; for those of a view that is a result, it is one more. Always in the same order.
 template <class Call, class OnGeometry, class OnConstant>
 void for_each_place(Call& call, OnGeometry&& on_geometry, OnConstant&& on_constant) {
   call.guard.for_each_geometry([&](std::size_t input, auto& geometry) { on_geometry(geometry, Role::Input, input); });
@@ -200,7 +202,7 @@ class Generalization {
           [&](Operand& operand, std::size_t node, std::size_t argument) { constants_[i].push_back({&operand, node, argument}); });
   }
 
-  // Empty, or what cannot be expressed.
+  // Returns an empty string, or what cannot be expressed.
   std::string run() {
     for (std::size_t i = 0; i < geometries_[0].size(); ++i) find_sizes(i);
     for (std::size_t i = 0; i < geometries_[0].size(); ++i)
@@ -240,7 +242,7 @@ class Generalization {
     return std::adjacent_find(values.begin(), values.end(), std::not_equal_to<>()) == values.end();
   }
 
-  // Sizes first: among them are quotients, of which strides and constants are products.
+  // Sizes first: they may contain quotients, of which strides and constants are products.
   void find_sizes(std::size_t place) {
     for (std::size_t dim = 0; dim < geometries_[0][place].geometry->sizes.size(); ++dim)
       if (const auto sizes = over_samples(place, [&](const Geometry& geometry) { return geometry.sizes[dim]; }); !all_equal(sizes))
@@ -267,13 +269,13 @@ class Generalization {
     SymbolicGeometry& symbolic = table_->geometries[static_cast<std::size_t>(entry->second)];
     symbolic.used_by_calls |= used_by_calls;
     if (used_by_calls && !is_known(symbolic))
-      return fmt::format("{} is {} at {} and {} at {}, which is no simple expression of them", name_of_geometry(first.role, first.number),
+      return fmt::format("{} is {} at {} and {} at {}, for which there is no simple expression", name_of_geometry(first.role, first.number),
                          to_text(*first.geometry), sizes_text(0), to_text(*geometries_[1][place].geometry), sizes_text(1));
     first.geometry->symbolic = entry->second;
     return {};
   }
 
-  // A tensor that the function found.
+  // Handles a tensor that the function found.
   std::string generalize_tensor(std::size_t constant) {
     ConstantTensor& first = samples_[0]->joint.graph.constants[constant];
     const auto tensor_in = [&](std::size_t sample) -> const at::Tensor& { return samples_[sample]->joint.graph.constants[constant].tensor; };
@@ -287,7 +289,7 @@ class Generalization {
     bool known = true;
     if (in_one_memory) {
       const SymbolicId geometry = samples_[0]->joint.graph[first.value].geometry.symbolic;
-      PENSTOCK_INVARIANT(geometry != kNotSymbolic, "different parts of one memory have different geometries");
+      PENSTOCK_INVARIANT(geometry != kNotSymbolic, "different parts of the same memory must have different geometries");
       symbolic.part = table_->geometries[static_cast<std::size_t>(geometry)];
       known = is_known(symbolic.part);
     } else {
@@ -296,7 +298,7 @@ class Generalization {
       symbolic.number = fit_number(numbers, 0);
       known = symbolic.number.has_value();
     }
-    if (!known) return fmt::format("constant %{} of the graph is no simple expression of the sizes", index_of(first.value));
+    if (!known) return fmt::format("constant %{} of the graph has no simple expression in the sizes", index_of(first.value));
     first.symbolic = static_cast<SymbolicId>(table_->tensors.size());
     table_->tensors.push_back(std::move(symbolic));
     return {};
@@ -314,7 +316,7 @@ class Generalization {
     if (!example) return {};
     std::vector<std::vector<PlainNumber>> samples;
     for (const auto& constants : constants_) samples.push_back(*numbers_of(constants[place].operand->constant));
-    // Bit for bit.
+    // Compared bit for bit.
     std::vector<std::int64_t> key{first.operand->constant.isList(), first.operand->constant.isTensor()};
     bool differs = false;
     for (const auto& numbers : samples) {
@@ -331,7 +333,7 @@ class Generalization {
       for (std::size_t i = 0; i < example->size(); ++i) {
         const auto number = fit_number(samples, i);
         if (!number)
-          return fmt::format("{} is {} at {} and {} at {}, which is no simple expression of them",
+          return fmt::format("{} is {} at {} and {} at {}, for which there is no simple expression",
                              name_of_constant(samples_[0]->joint.graph, first.node, first.argument), to_text(*first.operand), sizes_text(0),
                              to_text(*constants_[1][place].operand), sizes_text(1));
         symbolic.numbers.push_back(*number);
@@ -384,8 +386,8 @@ class Generalization {
   std::map<std::vector<std::int64_t>, SymbolicId> known_constants_;
 };
 
-// Strides of dims with one element, or of no elements at all, say nothing.
-bool same_where_it_counts(const LayoutInCall& a, const Geometry& b) {
+// Strides of dims of size 1, and of empty tensors, are ignored.
+bool equivalent_layout(const LayoutInCall& a, const Geometry& b) {
   if (a.sizes != at::IntArrayRef(b.sizes)) return false;
   if (b.numel() == 0) return true;
   for (std::size_t dim = 0; dim < b.sizes.size(); ++dim)
@@ -393,7 +395,7 @@ bool same_where_it_counts(const LayoutInCall& a, const Geometry& b) {
   return true;
 }
 
-// An input with a dynamic dim that lies in the memory of another one.
+// Finds an input with a dynamic dim that shares memory with another one.
 std::optional<std::string> shared_memory(const Values& inputs, const std::vector<DynamicSymbol>& symbols, const Convention& convention) {
   for (const DynamicSymbol& symbol : symbols)
     for (const DynamicSymbol::Place& place : symbol.places) {
@@ -402,7 +404,7 @@ std::optional<std::string> shared_memory(const Values& inputs, const std::vector
         if (!inputs[i].isTensor() || !inputs[i].toTensor().defined()) continue;
         const at::Tensor& other = inputs[i].toTensor();
         if (!other.is_same(tensor) && other.has_storage() && tensor.has_storage() && other.is_alias_of(tensor))
-          return fmt::format("{} has a dynamic dim and shares its memory with {}", convention.name_of(place.input), convention.name_of(i));
+          return fmt::format("{} has a dynamic dim and shares memory with {}", convention.name_of(place.input), convention.name_of(i));
       }
     }
   return std::nullopt;
@@ -413,7 +415,7 @@ std::optional<std::string> shared_memory(const Values& inputs, const std::vector
 Generalized capture_for_all_sizes(const Function& function, const Values& inputs, const CompileOptions& options, const Convention& convention,
                                   std::vector<DynamicSymbol> symbols) {
   if (const auto shared = shared_memory(inputs, symbols, convention)) return {{}, *shared};
-  // A subclass has sizes of its own besides those of what it holds.
+  // A subclass has sizes of its own in addition to those of its inner tensors.
   for (std::size_t i = 0; i < inputs.size(); ++i)
     if (inputs[i].isTensor() && inputs[i].toTensor().defined() && is_wrapper(inputs[i].toTensor()))
       return {{}, fmt::format("{} is a tensor of kind {}", convention.name_of(i), payload_of(inputs[i].toTensor())->kind())};
@@ -421,7 +423,7 @@ Generalized capture_for_all_sizes(const Function& function, const Values& inputs
   std::vector<std::string> names;
   for (const DynamicSymbol& symbol : symbols) names.push_back(symbol.name);
   if (candidates.size() < 2)
-    return {{}, fmt::format("the ranges of {} allow fewer than two sizes larger than 1 besides those of this call", fmt::join(names, ", "))};
+    return {{}, fmt::format("the ranges of {} allow fewer than two sizes larger than 1 other than those of this call", fmt::join(names, ", "))};
   const SymbolicTable only_names{SymbolSet(names), {}, {}};
   const std::size_t enough = 2 * symbols.size() + 3;   // points to fit expressions to
   std::vector<SymbolValues> points;
@@ -432,15 +434,15 @@ Generalized capture_for_all_sizes(const Function& function, const Values& inputs
     try {
       samples.push_back(c10::make_intrusive<CapturedCall>(function, inputs_at(inputs, symbols, point), convention));
     } catch (const std::exception& error) {
-      // The function may not be for all sizes: only for even ones, or for those that its tables have.
+      // The function may not accept all sizes: only even ones, or those its tables cover.
       const std::string message = error.what();
       if (thrown.empty()) thrown = fmt::format("at {} it throws: {}", only_names.text_of(point), message.substr(0, message.find('\n')));
       continue;
     }
-    if (samples.back()->joint.subclasses) return {{}, "among its results and their gradients is a tensor subclass"};
+    if (samples.back()->joint.subclasses) return {{}, "one of its results or their gradients is a tensor subclass"};
     points.push_back(point);
     if (const std::string difference = StructureComparison(*samples[0], *samples.back()).run(); !difference.empty())
-      return {{}, fmt::format("it does something else at {} than at {}: {}", only_names.text_of(point), only_names.text_of(points[0]), difference)};
+      return {{}, fmt::format("it behaves differently at {} than at {}: {}", only_names.text_of(point), only_names.text_of(points[0]), difference)};
   }
   if (points.size() < std::min<std::size_t>(symbols.size() + 2, candidates.size())) return {{}, thrown};
   Generalization generalization(samples, names, points);
@@ -462,7 +464,7 @@ std::string difference_at(const CapturedCall& dynamic, const CapturedCall& fixed
     const ConstantTensor& constant = dynamic.joint.graph.constants[i];
     const at::Tensor& expected = constant.symbolic == kNotSymbolic ? constant.tensor : sizes.tensors[static_cast<std::size_t>(constant.symbolic)];
     if (!same_found_tensor(expected, fixed.joint.graph.constants[i].tensor))
-      return fmt::format("constant %{} of the graph is something else", index_of(constant.value));
+      return fmt::format("constant %{} of the graph differs", index_of(constant.value));
   }
   const SymbolicTable* table = dynamic.joint.graph.table.get();
   std::string difference;
@@ -471,11 +473,11 @@ std::string difference_at(const CapturedCall& dynamic, const CapturedCall& fixed
       dynamic,
       [&](const Geometry& geometry, Role role, std::size_t number) {
         const Geometry& actual = *geometries[geometry_number++];
-        // The guard has compared inputs; values inside follow from the operators and what they get.
+        // The guard has compared inputs; values inside follow from the operators and their arguments.
         if (!difference.empty() || role == Role::Input || role == Role::Inner) return;
         const LayoutInCall layout = layout_in_call(geometry, &sizes);
         const bool is_made_by_call = role == Role::WrittenInput || (role == Role::Output && !(is_fresh(dynamic.meta.outputs[number].kind) && is_fresh(dynamic.user_meta.outputs[number].kind)));
-        const bool same = same_where_it_counts(layout, actual) &&
+        const bool same = equivalent_layout(layout, actual) &&
                           (!is_made_by_call || (layout.strides == at::IntArrayRef(actual.strides) && layout.storage_offset == actual.storage_offset));
         if (!same)
           difference = fmt::format("{} is {}, expected {}", name_of_geometry(role, number), to_text(actual), to_text(geometry, table));

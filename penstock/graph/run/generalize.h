@@ -1,7 +1,7 @@
-// One capture for all sizes, made of captures at some.
+// Builds one capture for all sizes from captures at several sizes.
 //
 //   Generalized all = capture_for_all_sizes(function, inputs, options, convention, symbols);
-//   if (!all.call) ... all.refused says why
+//   if (!all.call) ... all.refused is the reason
 //
 // See dynamic_dims.h.
 #pragma once
@@ -15,21 +15,24 @@ namespace penstock::graph {
 
 struct Generalized {
   c10::intrusive_ptr<CapturedCall> call;   // ready to run
-  std::string refused;                     // without a call: which node and argument, or what else, stands against it
+  // If `call` is null, the reason: which node and argument, or other cause.
+  std::string refused;
 };
 Generalized capture_for_all_sizes(const Function& function, const Values& inputs, const CompileOptions& options, const Convention& convention,
                                   std::vector<DynamicSymbol> symbols);
 
-// Empty when a capture with dynamic dims, for these sizes, does just what a capture at them does; otherwise what differs.
+// Returns an empty string if a capture with dynamic dims, bound to these sizes, is equivalent to a capture at
+// them; otherwise the difference.
 std::string difference_at(const CapturedCall& dynamic, const CapturedCall& fixed, const BoundSizes& sizes);
 
-// ---- parts, for tests ----
+// ---- internal, exposed for tests ----
 
-// Inputs like these at other sizes: fake tensors for those that have dynamic dims.
+// Inputs like these at other sizes: those with dynamic dims become fake tensors.
 Values inputs_at(const Values& inputs, const std::vector<DynamicSymbol>& symbols, const SymbolValues& sizes);
 
-// Sizes at which to capture, in this order, until there are enough: larger than 1, near to `actual` but never equal to it, different from the other
-// sizes of the inputs and, at one point, from each other, and in no relation between symbols. Fewer where the ranges of the symbols allow no more.
+// Sizes to capture at, in this order, until there are enough: larger than 1, close but not equal to `actual`,
+// different from the other sizes of the inputs and, within one point, from each other, with no relation
+// between symbols. Fewer if the ranges of the symbols do not allow more.
 std::vector<SymbolValues> sample_sizes(const Values& inputs, const std::vector<DynamicSymbol>& symbols, const SymbolValues& actual);
 
 }  // namespace penstock::graph

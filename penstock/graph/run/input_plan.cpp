@@ -61,9 +61,9 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
 
 namespace {
 
-// The reference's test, which sees that rows next to each other and columns of one matrix are apart and takes other interleaved tensors for
-// overlapping. Never false for tensors with an element in common.
-bool taken_for_overlapping(const at::Tensor& a, const at::Tensor& b) {
+// The test of PyTorch 2.14, which recognizes that adjacent rows and columns of one matrix are disjoint and
+// treats other interleaved tensors as overlapping. Never false for tensors with a common element.
+bool treated_as_overlapping(const at::Tensor& a, const at::Tensor& b) {
   if (a.numel() == 0 || b.numel() == 0) return false;
   if (a.scalar_type() != b.scalar_type()) return overlap(a, b);
   const at::Tensor &first = a.storage_offset() <= b.storage_offset() ? a : b, &second = a.storage_offset() <= b.storage_offset() ? b : a;
@@ -90,7 +90,7 @@ std::size_t place_in(const Items& items, const Value& value) {
 }  // namespace
 
 InputPlan::InputPlan(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention) : convention_{convention.found, {}} {
-  // The same tensor again: harmless unless it is written.
+  // The same tensor again: only matters if it is written.
   std::unordered_map<const c10::TensorImpl*, std::size_t> first_place;
   same_as_.resize(inputs.size());
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -109,7 +109,7 @@ InputPlan::InputPlan(const Values& inputs, const ViewAndMutationMeta& meta, cons
       if (same_as_[i] != i) sources_[i] = sources_[same_as_[i]];
   bool any_lazy = false;
   for (std::size_t i = convention.found; i < inputs.size(); ++i) {
-    // The shape of a tensor itself is changed, not that of another one of its memory.
+    // A shape change affects the tensor itself, not other tensors of its memory.
     if (!input_is_tensor(inputs[i]) || sources_[i].view || meta.inputs[i].mutates_metadata) continue;
     sources_[i].conjugated = inputs[i].toTensor().is_conj();
     sources_[i].negated = inputs[i].toTensor().is_neg();
@@ -144,7 +144,7 @@ void InputPlan::merge_overlapping(const Values& inputs, const ViewAndMutationMet
           if (test(inputs[members[a]].toTensor(), inputs[members[b]].toTensor())) return true;
       return false;
     };
-    if (!written || !any_two(taken_for_overlapping)) continue;
+    if (!written || !any_two(treated_as_overlapping)) continue;
     Base base{members, /*whole_memory=*/true};
     for (const std::size_t member : members) base.whole_memory &= !inputs[member].toTensor().is_view();
     if (const auto why = why_not_merged(base, inputs, meta)) {
@@ -164,22 +164,22 @@ std::optional<std::string> InputPlan::why_not_merged(const Base& base, const Val
   const at::Tensor& first = inputs[base.members[0]].toTensor();
   for (const std::size_t member : base.members) {
     if (member < convention_.found)
-      return fmt::format("graph: input {}, a parameter or buffer, overlaps other inputs in memory, one of which is written; give the function a copy",
+      return fmt::format("graph: input {}, a parameter or buffer, overlaps other inputs in memory, one of which is written; pass a copy",
                          member);
     if (meta.inputs[member].mutates_metadata)
-      return fmt::format("graph: input {} overlaps other inputs in memory and its metadata is changed (transpose_ ...); give the function a copy",
+      return fmt::format("graph: input {} overlaps other inputs in memory and its metadata is changed (transpose_ ...); pass a copy",
                          member);
     if (inputs[member].toTensor().scalar_type() != first.scalar_type())
-      return fmt::format("graph: input {} overlaps input {} in memory and is of another dtype; give the function a copy", member, base.members[0]);
+      return fmt::format("graph: input {} overlaps input {} in memory and has a different dtype; pass a copy", member, base.members[0]);
   }
   const at::Tensor whole = base_tensor(base, inputs);
   for (const std::size_t member : base.members) {
     const at::Tensor& tensor = inputs[member].toTensor();
     if (base.whole_memory ? tensor.requires_grad() : !(tensor.is_same(whole) || (tensor.is_view() && tensor._base().is_same(whole))))
-      return fmt::format("graph: input {} overlaps a written input in memory, but they are not views of one tensor; give the function a copy", member);
+      return fmt::format("graph: input {} overlaps a written input in memory, but they are not views of the same tensor; pass a copy", member);
     if (tensor.scalar_type() != whole.scalar_type() || tensor.is_conj() || tensor.is_neg())
-      return fmt::format("graph: input {} overlaps a written input in memory, and is a conjugate, or of another dtype than the tensor that it is a view of; "
-                         "give the function a copy",
+      return fmt::format("graph: input {} overlaps a written input in memory, and is a conjugate, or has a different dtype than its base; "
+                         "pass a copy",
                          member);
   }
   return std::nullopt;
@@ -189,7 +189,7 @@ void InputPlan::order_others(const Values& inputs, const std::vector<char>& merg
   for (const std::size_t i : kept_)
     if (!merged[i]) others_.push_back(i);
   if (!bases_.empty()) {
-    std::vector<const c10::StorageImpl*> memories{nullptr};  // no tensor
+    std::vector<const c10::StorageImpl*> memories{nullptr};  // not a tensor
     const auto order = [&](std::size_t i) {
       const c10::StorageImpl* memory = input_is_tensor(inputs[i]) ? memory_of_input(inputs[i].toTensor()) : nullptr;
       const std::size_t place = place_in(memories, memory);
@@ -275,10 +275,10 @@ at::Tensor InputPlan::base_tensor(const Base& base, const Values& inputs) {
   }
   for (const std::size_t member : base.members)
     if (const at::Tensor& tensor = inputs[member].toTensor(); tensor.is_view()) return at::Tensor(tensor._base());
-  throw InvariantError("graph: a synthetic base without a view");
+  throw InvariantError("graph: synthetic base without a view");
 }
 
-bool InputPlan::works_like(const InputPlan& other) const {
+bool InputPlan::same_routing(const InputPlan& other) const {
   return identity_ == other.identity_ && bases_ == other.bases_ && others_ == other.others_ && convention_.found == other.convention_.found &&
          std::equal(sources_.begin(), sources_.end(), other.sources_.begin(), other.sources_.end(), [](const Source& a, const Source& b) {
            return a.inner == b.inner && a.view.has_value() == b.view.has_value() && a.conjugated == b.conjugated && a.negated == b.negated;
@@ -308,7 +308,7 @@ Function InputPlan::inner_function(Function function) const {
     inputs.reserve(sources.size());
     for (std::size_t i = 0; i < sources.size(); ++i) {
       const Source& source = sources[i];
-      // The same tensor given twice is the same tensor inside, too.
+      // A tensor that is passed twice is a single tensor inside as well.
       const auto earlier = std::find_if(sources.begin(), sources.begin() + static_cast<std::ptrdiff_t>(i), [&](const Source& other) {
         return other == source;
       });

@@ -1,10 +1,10 @@
-// The tensors of a module as a list: parameters, then buffers, each once, with the names they go by.
+// The tensors of a module as a list: parameters, then buffers, each once, with their names.
 //
 //   const ModuleState state(*model);
 //   state.names[0];                  // "layers.0.weight"
 //   state.same["head.weight"];       // "embed.weight": the same tensor, registered twice
 //
-// Thread rule: a value.
+// Thread safety: that of a value type.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -21,9 +21,9 @@ struct ModuleState {
   explicit ModuleState(const torch::nn::Module& module);
 
   std::vector<std::string> names;           // qualified, parameters first
-  std::vector<at::Tensor> tensors;          // as many; the module's own
-  std::size_t parameters = 0;               // how many of them
-  std::map<std::string, std::string> same;  // further name of a tensor -> its name in `names`
+  std::vector<at::Tensor> tensors;          // one for each name; the module's own tensors
+  std::size_t parameters = 0;               // how many of them are parameters
+  std::map<std::string, std::string> same;  // additional name of a tensor -> its name in `names`
 };
 
 }  // namespace penstock::graph

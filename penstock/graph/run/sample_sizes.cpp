@@ -1,10 +1,11 @@
-// At which sizes a function with dynamic dims is captured, and with what.
+// Chooses the sizes and inputs with which a function with dynamic dims is captured.
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <set>
 #include <unordered_map>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/trace/fake_inputs.h"
 #include "penstock/graph/run/generalize.h"
@@ -13,20 +14,21 @@
 namespace penstock::graph {
 namespace {
 
-// How many sizes of a symbol are used, by the number of symbols, and how often all of them; each time in other combinations. More than are needed,
-// as the function may throw at some.
+// The number of sizes per symbol, by the number of symbols, and how many rounds of combinations are made,
+// each with different combinations. More than needed, since the function may throw at some.
 constexpr std::size_t kSizes[] = {1, 11, 7, 11, 11};
 constexpr std::size_t kPasses[] = {1, 1, 3, 2, 2};
 constexpr std::size_t kSteps[] = {1, 2, 3, 5};
 
-// Some sizes of one symbol near to the actual one, smaller ones first: a function may have tables that end at the largest size it is used with.
+// Sizes of one symbol near the actual one, smaller ones first: a function may have tables that end at the
+// largest size in use.
 std::vector<std::int64_t> sizes_near(const DynamicSymbol& symbol, std::int64_t actual, std::size_t count, const std::set<std::int64_t>& taken) {
   constexpr std::int64_t kReach = 4096;
   std::vector<std::int64_t> sizes;
   const auto add = [&](std::int64_t size, bool shared) {
     if (sizes.size() < count && size > 1 && size != actual && symbol.allows(size) && taken.contains(size) == shared) sizes.push_back(size);
   };
-  // A size that something else has, too, only where there are not enough others.
+  // A size that also occurs elsewhere is used only if there are not enough others.
   for (const bool shared : {false, true}) {
     for (std::int64_t step = 1; step <= kReach && sizes.size() < count; ++step) add(actual - actual % symbol.multiple_of - (step - 1) * symbol.multiple_of, shared);
     for (std::int64_t step = 1; step <= kReach && sizes.size() < count; ++step) add(actual - actual % symbol.multiple_of + step * symbol.multiple_of, shared);
@@ -34,7 +36,8 @@ std::vector<std::int64_t> sizes_near(const DynamicSymbol& symbol, std::int64_t a
   return sizes;
 }
 
-// The geometry of a tensor at other sizes. Where a stride is what a dense tensor has, given the dims inside of it, it remains so.
+// The geometry of a tensor at other sizes. A stride that equals that of a dense tensor, given the inner dims,
+// remains dense.
 Geometry geometry_at(const at::Tensor& tensor, const std::vector<std::pair<std::size_t, std::int64_t>>& sizes) {
   Geometry geometry = geometry_of(tensor);
   for (const auto& [dim, size] : sizes) geometry.sizes[dim] = size;
@@ -83,7 +86,8 @@ std::vector<SymbolValues> sample_sizes(const Values& inputs, const std::vector<D
   std::vector<SymbolValues> different;
   for (std::size_t pass = 0; pass < kPasses[symbols.size()]; ++pass)
     for (std::size_t point = 0; point < count; ++point) {
-      // Each symbol goes through its sizes in another order (the count is a prime number): no sum or difference of two of them stays the same.
+      // Each symbol cycles through its sizes in a different order (the count is prime): no sum or difference
+      // of two of them is constant.
       SymbolValues sample;
       for (std::size_t i = 0; i < symbols.size(); ++i) sample.push_back(sizes[i][(point * kSteps[i] + pass * i) % count % sizes[i].size()]);
       std::set<std::int64_t> values(sample.begin(), sample.end());
@@ -97,7 +101,7 @@ Values inputs_at(const Values& inputs, const std::vector<DynamicSymbol>& symbols
   std::vector<std::vector<std::pair<std::size_t, std::int64_t>>> changed(inputs.size());
   for (std::size_t i = 0; i < symbols.size(); ++i)
     for (const DynamicSymbol::Place& place : symbols[i].places) changed[place.input].emplace_back(place.dim, sizes[i]);
-  // The same tensor given twice is one tensor again, with the dims of both.
+  // A tensor that is passed twice is one tensor again, with the dims of both.
   std::unordered_map<const c10::TensorImpl*, std::vector<std::pair<std::size_t, std::int64_t>>> of_tensor;
   for (std::size_t i = 0; i < inputs.size(); ++i)
     if (!changed[i].empty()) {

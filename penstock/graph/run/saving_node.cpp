@@ -11,7 +11,7 @@ namespace penstock::graph {
 
 using torch::autograd::SavedVariable;
 
-at::Tensor copy_keeping_bits(const at::Tensor& tensor) {
+at::Tensor copy_keeping_lazy_bits(const at::Tensor& tensor) {
   at::Tensor copy = tensor.is_neg() ? tensor._neg_view() : tensor;
   copy = (tensor.is_conj() ? copy.conj() : copy).clone();
   if (tensor.is_conj()) copy = copy.conj();
@@ -32,7 +32,7 @@ std::vector<at::Tensor> SavingNode::unpack() {
     throw NotImplemented("graph: the backward of a captured function cannot be differentiated; call backward without create_graph, or the "
                          "function itself");
   if (at::globalContext().deterministicAlgorithms() && !deterministic_)
-    throw StateError("graph: deterministic algorithms are asked for in backward, but were not when forward ran; switch them on before both");
+    throw StateError("graph: deterministic algorithms are enabled in backward, but were not in forward; enable them before both");
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
   std::vector<at::Tensor> tensors;

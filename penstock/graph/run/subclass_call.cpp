@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/run/saving_node.h"
 #include "penstock/torch/compat/dtype.h"
@@ -23,25 +24,25 @@ std::vector<at::Tensor> tensors_of(const std::vector<c10::IValue>& values, std::
   return tensors;
 }
 
-// Laid out as when backward was captured: it may view it.
-at::Tensor laid_out(const at::Tensor& gradient, const Geometry& geometry, const std::string& name) {
+// Has the layout for which backward was captured, because backward may view it.
+at::Tensor with_layout(const at::Tensor& gradient, const Geometry& geometry, const std::string& name) {
   if (gradient.sizes() != at::IntArrayRef(geometry.sizes) || gradient.scalar_type() != geometry.dtype)
     throw ValueError(describe("graph: the gradient of " + name, fmt::format("{}[{}]", dtype_name(gradient.scalar_type()), fmt::join(gradient.sizes(), ", ")),
-                              fmt::format("{}[{}]", dtype_name(geometry.dtype), fmt::join(geometry.sizes, ", ")), "give backward gradients like the results"));
+                              fmt::format("{}[{}]", dtype_name(geometry.dtype), fmt::join(geometry.sizes, ", ")), "pass gradients that match the results"));
   if (gradient.strides() == at::IntArrayRef(geometry.strides) && !gradient.is_conj() && !gradient.is_neg()) return gradient;
   return at::empty_strided(geometry.sizes, geometry.strides, gradient.options().requires_grad(false)).copy_(gradient);
 }
 
-// The plain tensors in a gradient, brought to what the record says.
-void flatten_gradient(const TensorRecord& record, const at::Tensor& gradient, const std::string& name, std::vector<at::Tensor>& flat) {
+// Appends the plain tensors of a gradient, converted to match the record.
+void flatten_gradient(const FlattenRecord& record, const at::Tensor& gradient, const std::string& name, std::vector<at::Tensor>& flat) {
   const Payload* payload = is_subclass(gradient) ? payload_of(gradient) : nullptr;
   const auto refuse = [&] {
     throw TypeError(describe("graph: the gradient of " + name, type_text(gradient), record.is_subclass() ? record.subclass().to_text() : "a plain tensor",
-                             "give backward a gradient of the kind of the result"));
+                             "pass a gradient of the same kind as the result"));
   };
   if ((payload != nullptr) != record.is_subclass()) refuse();
   if (!payload) {
-    flat.push_back(laid_out(gradient, *record.plain().geometry, name));
+    flat.push_back(with_layout(gradient, *record.plain().geometry, name));
     return;
   }
   const SubclassMeta& meta = record.subclass();
@@ -49,22 +50,22 @@ void flatten_gradient(const TensorRecord& record, const at::Tensor& gradient, co
   if (!meta.like->same_context(*payload)) brought = payload->with_context_of(gradient, *meta.like);
   if (!brought.defined() || !is_subclass(brought) || !meta.like->same_context(*payload_of(brought))) refuse();
   const auto inner = payload_of(brought)->inner_tensors();
-  PENSTOCK_INVARIANT(inner.size() == meta.attributes.size(), "a gradient holds another number of tensors than its record");
+  PENSTOCK_INVARIANT(inner.size() == meta.attributes.size(), "a gradient contains a different number of tensors than its record");
   for (std::size_t i = 0; i < inner.size(); ++i) flatten_gradient(meta.attributes[i].second, inner[i].second, name, flat);
 }
 
-// The node of autograd that stands for the whole function. Its gradients come in the order of the tangents.
+// The autograd node for the whole function. Its gradients are in the order of the tangents.
 class SubclassNode final : public SavingNode {
  public:
   explicit SubclassNode(c10::intrusive_ptr<SubclassCall> call) : call_(std::move(call)) {}
 
-  // After the results have their history.
+  // Called after the results have their history.
   void save_all(const std::vector<c10::IValue>& values, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs) {
     for (std::size_t i = 0; i < call_->saved.size(); ++i) {
       const at::Tensor& tensor = values[call_->forward_outputs + i].toTensor();
       const at::NoGradGuard no_grad;
-      // Under a version of its own: whoever writes it writes one of those that are watched.
-      save(call_->saved[i].how == SubclassCall::Saved::How::Copied ? copy_keeping_bits(tensor.detach()) : tensor.variable_data());
+      // With its own version counter: any write to it is also a write to one of the watched tensors.
+      save(call_->saved[i].how == SubclassCall::Saved::How::Copied ? copy_keeping_lazy_bits(tensor.detach()) : tensor.variable_data());
     }
     for (const std::size_t input : call_->watched.inputs) watch(inputs[input]);
     for (const std::size_t output : call_->watched.returned) watch(outputs[output]);
@@ -89,12 +90,12 @@ std::string name_of(const TangentInfo& tangent, const Convention& convention) {
     case TangentInfo::Kind::Output: return fmt::format("result {}", tangent.index);
     case TangentInfo::Kind::IntermediateBase: return fmt::format("base {} of results", tangent.index);
   }
-  throw InvariantError("graph: a tangent of unknown kind");
+  throw InvariantError("graph: unknown kind of tangent");
 }
 
 }  // namespace
 
-void refuse_shared_writes(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention) {
+void reject_shared_writes(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention) {
   const auto tensor_at = [&](std::size_t i) { return inputs[i].isTensor() ? inputs[i].toTensor() : at::Tensor(); };
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const at::Tensor written = tensor_at(i);
@@ -106,8 +107,8 @@ void refuse_shared_writes(const Values& inputs, const ViewAndMutationMeta& meta,
       for (const at::Tensor& a : plain_parts(written))
         for (const at::Tensor& b : plain_parts(other)) shared |= a.is_alias_of(b);
       if (shared)
-        throw NotImplemented(fmt::format("graph: {} ({}) is written and shares memory with {} ({}); where one of them is a subclass that cannot be captured; give the "
-                                         "function a copy",
+        throw NotImplemented(fmt::format("graph: {} ({}) is written and shares memory with {} ({}), which is not supported if either is a subclass; pass a "
+                                         "copy",
                                          convention.name_of(i), type_text(written), convention.name_of(j), type_text(other)));
     }
   }
@@ -125,18 +126,19 @@ void SubclassCall::plan_returned(const Context& context) {
   const Graph& graph = context.joint.graph;
   const std::size_t mutated = context.meta.mutated_at_run_time().size(), results = context.meta.outputs.size();
   for (std::size_t i = 0; i < layout->forward_outputs.size(); ++i) {
-    const TensorRecord& record = layout->forward_outputs[i];
+    const FlattenRecord& record = layout->forward_outputs[i];
     const ValueId value = graph.outputs[record.first_flat()].value();
     if (value == kNoValue || (i >= mutated && i < mutated + results && context.meta.outputs[i - mutated].same_as)) continue;
     Returned item{i, Returned::How::AsIs};
-    // A plain tensor that something else holds: a tensor of its own to autograd. What lies in a subclass shares its memory, as it would have.
+    // A plain tensor that something else holds becomes a separate tensor for autograd. One inside a subclass
+    // shares its memory, as in the function.
     if (!record.is_subclass()) {
-      for (const TensorRecord& input : layout->inputs)
+      for (const FlattenRecord& input : layout->inputs)
         input.for_each_plain([&](const PlainTensorMeta& plain) {
           if (graph.inputs[plain.flat_index].value == value) item.how = input.is_subclass() ? Returned::How::Unshared : Returned::How::Copied;
         });
       for (std::size_t other = 0; other < layout->forward_outputs.size(); ++other) {
-        const TensorRecord& theirs = layout->forward_outputs[other];
+        const FlattenRecord& theirs = layout->forward_outputs[other];
         if (other == i || (!theirs.is_subclass() && other > i)) continue;
         theirs.for_each_plain([&](const PlainTensorMeta& plain) {
           if (graph.outputs[plain.flat_index].value() == value && item.how != Returned::How::Copied)
@@ -150,22 +152,22 @@ void SubclassCall::plan_returned(const Context& context) {
 
 void SubclassCall::plan_views(const Context& context) {
   const Graph& graph = context.joint.graph;
-  for (const TensorRecord& record : layout->forward_outputs)
+  for (const FlattenRecord& record : layout->forward_outputs)
     record.for_each_plain([&](const PlainTensorMeta& plain) {
-      const auto& input = layout->in_written_input[plain.flat_index];
+      const auto& input = layout->in_mutated_input[plain.flat_index];
       if (!input) return;
       const Geometry& written = graph[graph.inputs[*input].value].geometry;
       if (written.dtype != plain.geometry->dtype || written.conjugated != plain.geometry->conjugated || written.negated != plain.geometry->negated)
-        throw NotImplemented(fmt::format("graph: a result lies in the memory of {}, which is written, and is of another dtype or a conjugate of it; return a clone of it",
+        throw NotImplemented(fmt::format("graph: a result shares memory with {}, which is written, and has a different dtype or is a conjugate of it; return a clone of it",
                                          graph.inputs[*input].name));
       views_.push_back({plain.flat_index, *input, *plain.geometry});
     });
 }
 
 void SubclassCall::plan_tangents(const Context& context) {
-  for (const TensorRecord& record : layout->tangents) {
+  for (const FlattenRecord& record : layout->tangents) {
     const TangentInfo& tangent = context.joint.tangents[record.first_flat()];
-    const std::size_t place = context.meta.forward_place(tangent);
+    const std::size_t place = context.meta.forward_return_of(tangent);
     const auto found = std::find_if(returned.begin(), returned.end(), [&](const Returned& item) { return item.place == place; });
     PENSTOCK_INVARIANT(found != returned.end(), "a tangent belongs to a result that is not returned");
     tangents.push_back({static_cast<std::size_t>(found - returned.begin()), name_of(tangent, context.convention)});
@@ -174,7 +176,7 @@ void SubclassCall::plan_tangents(const Context& context) {
 
 void SubclassCall::plan_saved(const Context& context) {
   const Graph& graph = context.joint.graph;
-  const auto lies_in = [&](const TensorRecord& record, const auto& value_at, StorageId storage) {
+  const auto uses_storage = [&](const FlattenRecord& record, const auto& value_at, StorageId storage) {
     bool found = false;
     record.for_each_plain([&](const PlainTensorMeta& plain) {
       const ValueId value = value_at(plain.flat_index);
@@ -190,8 +192,8 @@ void SubclassCall::plan_saved(const Context& context) {
     Saved how;
     bool unwatched = false;
     for (std::size_t i = 0; i < layout->inputs.size(); ++i) {
-      if (!lies_in(layout->inputs[i], [&](std::size_t flat) { return graph.inputs[flat].value; }, storage)) continue;
-      // Written by this very call, after the graph has run.
+      if (!uses_storage(layout->inputs[i], [&](std::size_t flat) { return graph.inputs[flat].value; }, storage)) continue;
+      // Written by this call itself, after the graph has run.
       if (context.written[i]) how.how = Saved::How::Copied;
       unwatched |= context.written[i] || context.shares_changed[i];
       if (!unwatched) add(watched.inputs, i);
@@ -199,7 +201,7 @@ void SubclassCall::plan_saved(const Context& context) {
     if (how.how == Saved::How::AsIs && !unwatched)
       for (std::size_t i = 0; i < returned.size(); ++i)
         if (returned[i].how != Returned::How::Copied &&
-            lies_in(layout->forward_outputs[returned[i].place], [&](std::size_t flat) { return graph.outputs[flat].value(); }, storage))
+            uses_storage(layout->forward_outputs[returned[i].place], [&](std::size_t flat) { return graph.outputs[flat].value(); }, storage))
           add(watched.returned, i);
     saved.push_back(how);
   }
@@ -214,13 +216,13 @@ std::vector<at::Tensor> SubclassCall::flatten_inputs(const std::vector<at::Tenso
 std::vector<at::Tensor> SubclassCall::rebuild_returned(const std::vector<c10::IValue>& results, const std::vector<at::Tensor>& inputs) const {
   std::vector<at::Tensor> flat = tensors_of(results, 0, forward_outputs);
   const at::AutoDispatchBelowADInplaceOrView below;
-  // What lies in an input that is written in a moment shows it, too.
+  // Results in the memory of an input that is about to be written must show the write.
   for (const View& view : views_) flat[view.output] = inputs[view.input].as_strided(view.geometry.sizes, view.geometry.strides, view.geometry.storage_offset);
   std::vector<at::Tensor> outputs;
   outputs.reserve(returned.size());
   for (const Returned& item : returned) {
     at::Tensor output = layout->forward_outputs[item.place].rebuild(flat);
-    // A kernel may have given back what it got: an input must not become a result of the function.
+    // A kernel may have returned its argument: an input must not become a result of the function.
     const bool given_back = std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& input) { return input.is_same(output); });
     if (item.how == Returned::How::Copied)
       output = output.clone();
@@ -232,7 +234,7 @@ std::vector<at::Tensor> SubclassCall::rebuild_returned(const std::vector<c10::IV
 }
 
 void SubclassCall::flatten_tangent(std::size_t tangent, const at::Tensor& gradient, std::vector<at::Tensor>& flat) const {
-  const TensorRecord& record = layout->tangents[tangent];
+  const FlattenRecord& record = layout->tangents[tangent];
   const std::string& name = tangents[tangent].name;
   if (!gradient.defined()) {
     record.for_each_plain([&](const PlainTensorMeta& plain) {
@@ -247,7 +249,7 @@ void SubclassCall::flatten_tangent(std::size_t tangent, const at::Tensor& gradie
 std::vector<at::Tensor> SubclassCall::rebuild_gradients(const std::vector<c10::IValue>& results) const {
   const std::vector<at::Tensor> flat = tensors_of(results, 0, results.size());
   std::vector<at::Tensor> gradients;
-  for (const TensorRecord& record : layout->input_gradients) gradients.push_back(record.rebuild(flat));
+  for (const FlattenRecord& record : layout->input_gradients) gradients.push_back(record.rebuild(flat));
   return gradients;
 }
 

@@ -1,11 +1,13 @@
-// The forward and backward of a captured function some of whose tensors are subclasses: takes them apart before the graph runs, and puts together what it
-// gives. To autograd it is one node over the subclasses themselves, so gradients reach them as what they are.
+// Forward and backward of a captured function some of whose tensors are subclasses: flattens them before the
+// graph runs, and rebuilds its results. To autograd it is one node over the subclasses themselves, so their
+// gradients are subclasses too.
 //
-// What backward gets is brought to what it was captured for: a gradient of the same kind in another context (a DTensor in other placements) by
-// Payload::with_context_of. Another kind is a TypeError that names the result.
-// The tensors saved for backward are the plain ones inside. They are watched by the subclasses and plain tensors they belong to, as writing those is
-// what autograd notices.
-// Private to this folder: CapturedCall owns one where it is needed. Thread rule: as for CapturedCall.
+// Gradients are converted to what backward was captured for: one of the same kind in another context (a
+// DTensor with other placements) by Payload::with_context_of. Another kind is a TypeError that names the
+// result.
+// The tensors saved for backward are the plain ones inside. Writes to them are detected through the
+// subclasses and plain tensors they belong to, since autograd counts the versions of those.
+// Private to this folder: owned by CapturedCall where needed. Thread safety: that of CapturedCall.
 #pragma once
 
 #include <torch/custom_class.h>
@@ -21,9 +23,9 @@
 
 namespace penstock::graph {
 
-// Throws NotImplemented, naming both, for an input that is written and shares memory with another where one of them is a subclass. The same tensor given
-// twice is one.
-void refuse_shared_writes(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention);
+// Throws NotImplemented, naming both inputs, if an input is written and shares memory with another one and
+// either is a subclass. A tensor passed twice counts as one.
+void reject_shared_writes(const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention);
 
 class SubclassCall final : public torch::CustomClassHolder {
  public:
@@ -32,31 +34,34 @@ class SubclassCall final : public torch::CustomClassHolder {
     const Partition& halves;
     const ViewAndMutationMeta& meta;
     const Convention& convention;
-    std::vector<char> written, shares_changed;       // for each tensor among the inputs: its data is written; one in the same memory is changed
+    // For each tensor among the inputs: whether its data is written; whether an input in the same memory
+    // changes.
+    std::vector<char> written, shares_changed;
   };
   explicit SubclassCall(const Context& context);
 
-  // One tensor for each of meta.forward_returns(), undefined where there is none.
+  // Returns one tensor for each of meta.forward_returns(), undefined if there is none.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs);
 
-  // ---- for the node of autograd ----
+  // ---- for the autograd node ----
 
   struct Saved {
     enum class How { AsIs, Copied };
     How how = How::AsIs;
   };
-  // Writing one of these before backward must be noticed: places among the inputs and among `returned`.
+  // Tensors whose modification before backward must be detected: indices into the inputs and into `returned`.
   struct Watched {
     std::vector<std::size_t> inputs, returned;
   };
-  // One of the forward outputs that is a tensor.
+  // A forward output that is a tensor.
   struct Returned {
     std::size_t place = 0;
-    enum class How { AsIs, Copied, Unshared } how = How::AsIs;   // Unshared: another tensor in the same memory
+    // Unshared: another tensor in the same memory.
+    enum class How { AsIs, Copied, Unshared } how = How::AsIs;
   };
   // An input of backward.
   struct Tangent {
-    std::size_t returned = 0;   // whose gradient it is
+    std::size_t returned = 0;   // the result whose gradient it is
     std::string name;           // of that result, for messages
   };
 
@@ -74,7 +79,7 @@ class SubclassCall final : public torch::CustomClassHolder {
   std::vector<Tangent> tangents;
 
  private:
-  // A plain tensor among the forward outputs that lies in an input which is written.
+  // A plain tensor among the forward outputs that is in the memory of a mutated input.
   struct View {
     std::size_t output = 0, input = 0;
     Geometry geometry;

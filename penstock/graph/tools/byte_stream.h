@@ -1,4 +1,5 @@
-// Numbers and texts as bytes, and back with every length checked. For files of this folder.
+// Encodes numbers and strings as bytes, and decodes them with every length checked. For the files of this
+// folder.
 #pragma once
 
 #include <bit>
@@ -46,7 +47,7 @@ class ByteReader {
     std::memcpy(&value, take(sizeof value).data(), sizeof value);
     return value;
   }
-  // The number of things that follow, of at least `least` bytes each.
+  // The number of entries that follow, of at least `least` bytes each.
   std::size_t count(std::size_t least = 1) {
     const auto value = number<std::uint64_t>();
     if (value > remaining() / least) fail("more entries than the file has bytes for");
@@ -57,11 +58,11 @@ class ByteReader {
     if (value > 1) fail("a flag that is neither 0 nor 1");
     return value != 0;
   }
-  // A number below `end`.
+  // An enumerator; rejects values above `last`.
   template <class Enum>
   Enum choice(Enum last) {
     const auto value = number<std::uint8_t>();
-    if (value > static_cast<std::uint8_t>(last)) fail("a choice that does not exist");
+    if (value > static_cast<std::uint8_t>(last)) fail("invalid enumerator");
     return static_cast<Enum>(value);
   }
   std::string text() {
@@ -70,7 +71,7 @@ class ByteReader {
     return {reinterpret_cast<const char*>(from.data()), from.size()};
   }
   std::span<const std::uint8_t> take(std::size_t size) {
-    if (size > remaining()) fail("it ends too early");
+    if (size > remaining()) fail("unexpected end of file");
     const std::span<const std::uint8_t> taken = bytes_.subspan(at_, size);
     at_ += size;
     return taken;
@@ -78,7 +79,7 @@ class ByteReader {
   std::size_t remaining() const { return bytes_.size() - at_; }
   std::size_t position() const { return at_; }
 
-  // Throws ValueError with the name and the byte.
+  // Throws ValueError with the name of the file and the byte offset.
   [[noreturn]] void fail(const std::string& why) const;
 
  private:

@@ -5,20 +5,20 @@
 #include <algorithm>
 #include <iterator>
 
-#include "penstock/graph/tools/drawing.h"
+#include "penstock/graph/tools/graph_drawing.h"
 
 namespace penstock::graph {
 namespace {
 
 constexpr std::size_t kNoBox = static_cast<std::size_t>(-1);
 
-std::string_view dot_colour(Drawing::Kind kind) {
+std::string_view dot_colour(GraphDrawing::Kind kind) {
   switch (kind) {
-    case Drawing::Kind::Input: return "#cfe8cf";
-    case Drawing::Kind::Constant: return "#e4e4e4";
-    case Drawing::Kind::Forward: return "#cfe0f5";
-    case Drawing::Kind::Backward: return "#f7d9c4";
-    case Drawing::Kind::Output: return "#f4efc2";
+    case GraphDrawing::Kind::Input: return "#cfe8cf";
+    case GraphDrawing::Kind::Constant: return "#e4e4e4";
+    case GraphDrawing::Kind::Forward: return "#cfe0f5";
+    case GraphDrawing::Kind::Backward: return "#f7d9c4";
+    case GraphDrawing::Kind::Output: return "#f4efc2";
   }
   return "#ffffff";
 }
@@ -34,7 +34,7 @@ std::string dot_text(const std::string& text) {
 
 }  // namespace
 
-Drawing::Drawing(const Graph& graph, const DrawOptions& options) {
+GraphDrawing::GraphDrawing(const Graph& graph, const DrawOptions& options) {
   std::vector<std::size_t> box_of(graph.values.size(), kNoBox);
   std::vector<char> is_saved(graph.values.size(), 0);
   for (const ValueId value : options.saved) is_saved[index_of(value)] = 1;
@@ -72,15 +72,15 @@ Drawing::Drawing(const Graph& graph, const DrawOptions& options) {
 }
 
 std::string to_dot(const Graph& graph, const DrawOptions& options) {
-  const Drawing drawing(graph, options);
+  const GraphDrawing drawing(graph, options);
   std::string text = fmt::format("digraph \"{}\" {{\n  rankdir=TB;\n  node [shape=box, style=\"filled,rounded\", fontname=\"Helvetica\", fontsize=10];\n",
                                  dot_text(options.title));
   for (std::size_t i = 0; i < drawing.boxes.size(); ++i) {
-    const Drawing::Box& box = drawing.boxes[i];
+    const GraphDrawing::Box& box = drawing.boxes[i];
     fmt::format_to(std::back_inserter(text), "  n{} [label=\"{}\\n{}\", fillcolor=\"{}\"{}];\n", i, dot_text(box.name), dot_text(box.detail), dot_colour(box.kind),
                    box.saved ? ", penwidth=3" : "");
   }
-  for (const Drawing::Arrow& arrow : drawing.arrows) fmt::format_to(std::back_inserter(text), "  n{} -> n{};\n", arrow.from, arrow.to);
+  for (const GraphDrawing::Arrow& arrow : drawing.arrows) fmt::format_to(std::back_inserter(text), "  n{} -> n{};\n", arrow.from, arrow.to);
   return text + "}\n";
 }
 

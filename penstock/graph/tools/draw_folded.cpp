@@ -1,4 +1,4 @@
-// The folded pictures of a graph: an overview that fits a screen, and a page in which each of its boxes opens.
+// Folded pictures of a graph: an overview that fits a screen, and a page in which each box can be opened.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 #include "penstock/base/markup.h"
 #include "penstock/base/text.h"
 #include "penstock/graph/tools/draw.h"
-#include "penstock/graph/tools/drawing.h"
+#include "penstock/graph/tools/graph_drawing.h"
 #include "penstock/graph/tools/fold.h"
 
 namespace penstock::graph {
@@ -41,10 +41,10 @@ std::string amount(double bytes) { return format_bytes(static_cast<std::uint64_t
 
 std::string counted(std::size_t count, std::string_view thing) { return fmt::format("{} {}{}", count, thing, count == 1 ? "" : "s"); }
 
-// What stretches of nodes use and make.
-class Stretches {
+// The inputs and results of node sequences.
+class NodeSequences {
  public:
-  Stretches(const Graph& graph, const DrawOptions& options) : graph_(graph), maker_(graph.values.size(), kOutside), input_(graph.values.size(), kOutside), saved_(graph.values.size(), 0) {
+  NodeSequences(const Graph& graph, const DrawOptions& options) : graph_(graph), maker_(graph.values.size(), kOutside), input_(graph.values.size(), kOutside), saved_(graph.values.size(), 0) {
     for (std::size_t i = 0; i < graph.nodes.size(); ++i) for_each_value(graph.nodes[i].results, [&](ValueId value) { maker_[index_of(value)] = i; });
     for (std::size_t i = 0; i < graph.inputs.size(); ++i) input_[index_of(graph.inputs[i].value)] = i;
     for (const ValueId value : options.saved) saved_[index_of(value)] = 1;
@@ -106,7 +106,7 @@ class Stretches {
   std::vector<char> saved_;
 };
 
-// Where a box leads to: an address within the page, or nowhere.
+// The target of a box: an anchor within the page; absent for boxes that do not open.
 using Links = std::map<const Fold*, std::string>;
 
 struct Placed {
@@ -116,12 +116,12 @@ struct Placed {
 
 class FoldedWriter {
  public:
-  FoldedWriter(const Stretches& stretches, const Links& links) : stretches_(stretches), links_(links) {}
+  FoldedWriter(const NodeSequences& sequences, const Links& links) : sequences_(sequences), links_(links) {}
 
-  // A picture of its own; `times`: how often the graph has what it shows.
+  // A complete picture; `times`: how often its contents occur in the graph.
   std::string picture(const std::vector<Fold>& parts, const std::string& id, const std::string& heading, const std::string& sub, std::size_t times) {
     out_.clear();
-    arrow_ = "arrow-" + id;  // a marker of a picture that is not shown is not drawn: each has its own
+    arrow_ = "arrow-" + id;  // a marker of a hidden picture is not drawn, so each picture has its own
     const auto border = std::find_if(parts.begin(), parts.end(), [](const Fold& part) { return part.phase == Phase::Backward; });
     const bool two_columns = border != parts.begin() && border != parts.end() && std::none_of(border, parts.end(), [](const Fold& part) { return part.phase == Phase::Forward; }) &&
                              std::any_of(parts.begin(), parts.end(), [](const Fold& part) { return !part.is_node(); });
@@ -130,7 +130,7 @@ class FoldedWriter {
     } else if (!parts.empty()) {
       layers(parts);
     } else {
-      height_ = 110;  // no nodes: inputs that are returned
+      height_ = 110;  // no nodes: the graph returns its inputs
     }
     return fmt::format(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" role=\"img\" viewBox=\"0 0 {0:.0f} {1:.0f}\" width=\"{0:.0f}\" height=\"{1:.0f}\" data-times=\"{2}\" font-family=\"Inter, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif\">\n"
@@ -151,7 +151,7 @@ class FoldedWriter {
   std::string operators_of(const Fold& fold) const {
     std::map<std::string, std::size_t> times;
     for (std::size_t i = fold.first; i < fold.first + fold.length; ++i) {
-      const std::string& name = stretches_.graph().nodes[i].op.operator_name().name;
+      const std::string& name = sequences_.graph().nodes[i].op.operator_name().name;
       ++times[name.substr(name.find("::") == std::string::npos ? 0 : name.find("::") + 2)];
     }
     std::vector<std::pair<std::size_t, std::string>> order;
@@ -163,7 +163,7 @@ class FoldedWriter {
   }
 
   std::vector<std::string> lines_of(const Fold& fold) const {
-    const Graph& graph = stretches_.graph();
+    const Graph& graph = sequences_.graph();
     std::vector<std::string> lines;
     if (fold.is_node()) {
       std::string shapes;
@@ -171,13 +171,13 @@ class FoldedWriter {
       lines.push_back(shapes);
       std::string uses;
       for_each_value(graph.nodes[fold.first].arguments, [&](ValueId value) {
-        if (stretches_.is_input(value)) uses += (uses.empty() ? "" : ", ") + stretches_.name_of(value);
+        if (sequences_.is_input(value)) uses += (uses.empty() ? "" : ", ") + sequences_.name_of(value);
       });
       if (!uses.empty()) lines.push_back(uses);
       return lines;
     }
     lines.push_back(fold.count > 1 ? fmt::format("{} each, {} in all", counted(fold.length, "node"), fold.nodes()) : counted(fold.length, "node"));
-    const Stretches::Total parameters = stretches_.parameters(fold.first, fold.first + fold.length);
+    const NodeSequences::Total parameters = sequences_.parameters(fold.first, fold.first + fold.length);
     if (parameters.count > 0) lines.back() += fmt::format(";  {}{}, {}", counted(parameters.count, "parameter"), fold.count > 1 ? " each" : "", amount(parameters.bytes));
     lines.push_back(operators_of(fold));
     return lines;
@@ -186,10 +186,10 @@ class FoldedWriter {
   void box(const Fold& fold, const Placed& place) {
     const auto link = links_.find(&fold);
     const std::vector<std::string> lines = lines_of(fold);
-    const std::string tip = fold.is_node() ? to_text(stretches_.graph(), stretches_.graph().nodes[fold.first]) : fmt::format("{}: nodes {} to {}", fold.name, fold.first, fold.end() - 1);
+    const std::string tip = fold.is_node() ? to_text(sequences_.graph(), sequences_.graph().nodes[fold.first]) : fmt::format("{}: nodes {} to {}", fold.name, fold.first, fold.end() - 1);
     if (link != links_.end()) add("<a href=\"#{}\">", link->second);
     add("<g class=\"part {}{}{}\" data-first=\"{}\" data-length=\"{}\" data-count=\"{}\"><title>{}</title>", fold.phase == Phase::Forward ? "forward" : "backward", fold.is_node() ? " node" : "",
-        stretches_.keeps(fold.first, fold.end()) && fold.is_node() ? " saved" : "", fold.first, fold.length, fold.count, escape_xml(cut(tip, 400)));
+        sequences_.keeps(fold.first, fold.end()) && fold.is_node() ? " saved" : "", fold.first, fold.length, fold.count, escape_xml(cut(tip, 400)));
     for (int card = fold.count > 1 ? 2 : 0; card >= 0; --card)
       add("<rect class=\"card\" x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\" rx=\"8\"/>", place.x + 5 * card, place.y - 5 * card, place.width, place.height);
     const std::size_t letters = static_cast<std::size_t>(std::max(8.0, (place.width - 24) / 6.6));
@@ -219,7 +219,7 @@ class FoldedWriter {
     if (!label.empty()) add("<text class=\"small\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text>\n", from.middle() + 10, (from.y + from.height + to.y) / 2 + 4, escape_xml(label));
   }
 
-  // ---- forward on the left, downwards; backward on the right, upwards; what is kept from the one for the other between them ----
+  // ---- forward on the left, downwards; backward on the right, upwards; saved tensors between them ----
 
   void overview(const std::vector<Fold>& parts, std::size_t forwards) {
     const std::size_t backwards = parts.size() - forwards, rows = std::max(forwards, backwards);
@@ -240,11 +240,11 @@ class FoldedWriter {
   }
 
   void kept_between(const std::vector<Fold>& parts, std::size_t forwards, const std::vector<Placed>& places) {
-    const Graph& graph = stretches_.graph();
+    const Graph& graph = sequences_.graph();
     for (std::size_t i = 0; i < forwards; ++i) {
       for (std::size_t j = forwards; j < parts.size(); ++j) {
-        Stretches::Total kept;
-        for (const ValueId value : stretches_.handed(parts[i].first, parts[i].end(), parts[j].first, parts[j].end())) kept.add(size_in_bytes(graph[value].geometry));
+        NodeSequences::Total kept;
+        for (const ValueId value : sequences_.handed(parts[i].first, parts[i].end(), parts[j].first, parts[j].end())) kept.add(size_in_bytes(graph[value].geometry));
         if (kept.count == 0) continue;
         const double x0 = places[i].x + places[i].width + (parts[i].count > 1 ? 11 : 0), y0 = places[i].y + places[i].height / 2, x1 = places[j].x - 3, y1 = places[j].y + places[j].height / 2;
         const double thick = std::clamp(std::log10(kept.bytes + 10) - 1.5, 1.0, 9.0);
@@ -257,9 +257,9 @@ class FoldedWriter {
   }
 
   std::string flow_text(const Fold& from, const Fold& to) const {
-    const std::vector<ValueId> values = stretches_.handed(from.first, from.end(), to.first, to.end());
+    const std::vector<ValueId> values = sequences_.handed(from.first, from.end(), to.first, to.end());
     if (values.empty()) return {};
-    const Graph& graph = stretches_.graph();
+    const Graph& graph = sequences_.graph();
     return values.size() == 1 ? to_text(graph[values[0]].geometry, graph.table.get()) : counted(values.size(), "tensor");
   }
 
@@ -270,7 +270,7 @@ class FoldedWriter {
       if (text.empty()) continue;
       if (i < forwards) {
         Placed to = places[i + 1];
-        if (parts[i + 1].count > 1) to.y -= 10;  // the cards behind a box stand out above it
+        if (parts[i + 1].count > 1) to.y -= 10;  // the stacked cards of a box extend above it
         down(places[i], to, text);
       } else {  // upwards
         add("<path class=\"flow\" marker-end=\"url(#{6})\" d=\"M{0:.1f} {1:.1f}L{0:.1f} {2:.1f}\"/><text class=\"small\" x=\"{3:.1f}\" y=\"{4:.1f}\">{5}</text>\n", places[i].middle(), places[i].y - (parts[i].count > 1 ? 10 : 0), places[i + 1].y + places[i + 1].height + 3, places[i].middle() + 10,
@@ -281,7 +281,7 @@ class FoldedWriter {
 
   // Inputs above forward, results below it, gradients above backward.
   void ends(const std::vector<Fold>& parts, std::size_t forwards, const std::vector<Placed>& places) {
-    const Graph& graph = stretches_.graph();
+    const Graph& graph = sequences_.graph();
     std::size_t parameters = 0, results = 0, gradients = 0;
     double bytes = 0;
     std::string others;
@@ -297,7 +297,7 @@ class FoldedWriter {
     for (const Operand& output : graph.outputs) {
       const ValueId value = output.value();
       if (value == kNoValue) continue;
-      const std::size_t maker = stretches_.maker(value);
+      const std::size_t maker = sequences_.maker(value);
       if (maker != kOutside && graph.nodes[maker].phase == Phase::Backward) {
         ++gradients;
       } else {
@@ -323,7 +323,7 @@ class FoldedWriter {
     }
   }
 
-  // ---- layers from above to below, in as many columns as fill a screen best ----
+  // ---- layers from top to bottom, in the number of columns that fills a screen best ----
 
   void layers(const std::vector<Fold>& parts) {
     const std::size_t count = parts.size();
@@ -333,11 +333,12 @@ class FoldedWriter {
     std::set<std::pair<std::size_t, std::size_t>> arrows;
     std::vector<std::size_t> layer(count, 0);
     for (std::size_t i = 0; i < count; ++i)
-      stretches_.each_argument(parts[i].first, parts[i].end(), [&](ValueId, std::size_t maker) {
+      sequences_.each_argument(parts[i].first, parts[i].end(), [&](ValueId, std::size_t maker) {
         if (maker == kOutside || maker < begin || maker >= end || owner[maker - begin] == i) return;
         arrows.emplace(owner[maker - begin], i);
       });
-    for (const auto& [from, to] : arrows) layer[to] = std::max(layer[to], layer[from] + 1);  // by `from`, in order: all before it are done
+    // Sorted by `from`: all earlier layers are final.
+    for (const auto& [from, to] : arrows) layer[to] = std::max(layer[to], layer[from] + 1);
     for (std::size_t pass = 0; pass < count; ++pass) {
       bool changed = false;
       for (const auto& [from, to] : arrows)
@@ -360,7 +361,7 @@ class FoldedWriter {
       for (const std::size_t part : row) height = std::max(height, height_of(parts[part]));
       return height + kBetween;
     };
-    // The number of columns at which the picture is largest on a screen.
+    // The number of columns that maximizes the scale of the picture on a screen.
     std::vector<std::size_t> column_of(rows.size(), 0);
     double best = 0;
     for (std::size_t columns = 1; columns <= std::min<std::size_t>(rows.size(), 8); ++columns) {
@@ -393,7 +394,7 @@ class FoldedWriter {
         left += column_widths_[column_of[r - 1]] + 60;
         y = kHead;
       }
-      // Each near what it uses.
+      // Places each box near its operands.
       std::stable_sort(rows[r].begin(), rows[r].end(), [&](std::size_t a, std::size_t b) { return pull(a, arrows, places) < pull(b, arrows, places); });
       double x = left + (column_widths_[column_of[r]] - width_of_row(rows[r])) / 2;
       for (const std::size_t part : rows[r]) {
@@ -419,7 +420,7 @@ class FoldedWriter {
     add("<path class=\"thin\" marker-end=\"url(#{})\" d=\"M{:.1f} {:.1f}C{:.1f} {:.1f} {:.1f} {:.1f} {:.1f} {:.1f}\"/>\n", arrow_, x0, y0, x0, y0 + bend, x1, y1 - bend, x1, y1);
   }
 
-  const Stretches& stretches_;
+  const NodeSequences& sequences_;
   const Links& links_;
   std::string out_, arrow_;
   double width_ = kScreenWidth, height_ = kScreenHeight;
@@ -435,14 +436,14 @@ std::string summary_of(const Graph& graph, const DrawOptions& options) {
   return text;
 }
 
-// A page: a picture for the whole and for each part that holds others.
+// A page with a picture for the whole graph and for each part that contains others.
 class FoldedPage {
  public:
-  FoldedPage(const Graph& graph, const DrawOptions& options) : options_(options), stretches_(graph, options), whole_(fold_graph(graph)) { number(whole_); }
+  FoldedPage(const Graph& graph, const DrawOptions& options) : options_(options), sequences_(graph, options), whole_(fold_graph(graph)) { number(whole_); }
 
   std::string write() {
     std::string views;
-    view(whole_, "whole", options_.title, summary_of(stretches_.graph(), options_) + "; click a box to open it, Escape or the path above to go back", {}, 1, views);
+    view(whole_, "whole", options_.title, summary_of(sequences_.graph(), options_) + "; click a box to open it, Escape or the path above to go back", {}, 1, views);
     return fmt::format(
         "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width\"><title>{0}</title>\n"
         "<style>body{{margin:0;font-family:Inter,'Segoe UI','Helvetica Neue',Arial,sans-serif;background:#fff;color:#1d2330}} section{{display:none}} section:target,section#whole{{display:block}} section:target~section#whole{{display:none}} "
@@ -460,7 +461,7 @@ class FoldedPage {
     }
   }
 
-  // The whole comes last: a part that is the target of the address hides it, without a script.
+  // The whole graph comes last, so that CSS alone can hide it when a part is the target of the address.
   void view(const std::vector<Fold>& parts, const std::string& id, const std::string& heading, const std::string& sub, const std::vector<std::pair<std::string, std::string>>& path, std::size_t times, std::string& views) {
     auto deeper = path;
     deeper.emplace_back(id, heading);
@@ -471,11 +472,11 @@ class FoldedPage {
     }
     std::string crumbs;
     for (const auto& [target, name] : path) crumbs += fmt::format("<a href=\"#{}\">{}</a> \xe2\x80\xba ", target, escape_xml(cut(name, 60)));
-    views += fmt::format("<section id=\"{}\"><nav>{}{}</nav>\n{}</section>\n", id, crumbs, path.empty() ? "" : escape_xml(cut(heading, 60)), FoldedWriter(stretches_, links_).picture(parts, id, heading, sub, times));
+    views += fmt::format("<section id=\"{}\"><nav>{}{}</nav>\n{}</section>\n", id, crumbs, path.empty() ? "" : escape_xml(cut(heading, 60)), FoldedWriter(sequences_, links_).picture(parts, id, heading, sub, times));
   }
 
   const DrawOptions& options_;
-  Stretches stretches_;
+  NodeSequences sequences_;
   std::vector<Fold> whole_;
   Links links_;
 };
@@ -483,9 +484,9 @@ class FoldedPage {
 }  // namespace
 
 std::string draw_folded_svg(const Graph& graph, const DrawOptions& options) {
-  const Stretches stretches(graph, options);
+  const NodeSequences sequences(graph, options);
   const Links none;
-  return FoldedWriter(stretches, none).picture(fold_graph(graph), "whole", options.title, summary_of(graph, options), 1);
+  return FoldedWriter(sequences, none).picture(fold_graph(graph), "whole", options.title, summary_of(graph, options), 1);
 }
 
 std::string to_html(const Graph& graph, const DrawOptions& options) { return FoldedPage(graph, options).write(); }

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "penstock/base/markup.h"
-#include "penstock/graph/tools/drawing.h"
+#include "penstock/graph/tools/graph_drawing.h"
 
 namespace penstock::graph {
 namespace {
@@ -16,13 +16,13 @@ namespace {
 // Pixels.
 constexpr double kMarginOfPicture = 24, kTitleHeight = 56, kBoxHeight = 38, kLayerGap = 34, kBoxGap = 14, kLetterWidth = 6.4, kNarrowest = 64;
 
-std::string_view class_of(Drawing::Kind kind) {
+std::string_view class_of(GraphDrawing::Kind kind) {
   switch (kind) {
-    case Drawing::Kind::Input: return "input";
-    case Drawing::Kind::Constant: return "constant";
-    case Drawing::Kind::Forward: return "forward";
-    case Drawing::Kind::Backward: return "backward";
-    case Drawing::Kind::Output: return "output";
+    case GraphDrawing::Kind::Input: return "input";
+    case GraphDrawing::Kind::Constant: return "constant";
+    case GraphDrawing::Kind::Forward: return "forward";
+    case GraphDrawing::Kind::Backward: return "backward";
+    case GraphDrawing::Kind::Output: return "output";
   }
   return "forward";
 }
@@ -31,9 +31,9 @@ std::string shortened(std::string_view text) { return text.size() <= 42 ? std::s
 
 class LayeredPicture {
  public:
-  explicit LayeredPicture(Drawing drawing) : drawing_(std::move(drawing)), x_(drawing_.boxes.size(), 0), width_(drawing_.boxes.size(), 0) {
+  explicit LayeredPicture(GraphDrawing drawing) : drawing_(std::move(drawing)), x_(drawing_.boxes.size(), 0), width_(drawing_.boxes.size(), 0) {
     for (std::size_t i = 0; i < drawing_.boxes.size(); ++i) {
-      const Drawing::Box& box = drawing_.boxes[i];
+      const GraphDrawing::Box& box = drawing_.boxes[i];
       if (layers_.size() <= box.layer) layers_.resize(box.layer + 1);
       layers_[box.layer].push_back(i);
       width_[i] = std::max(kNarrowest, 16 + kLetterWidth * static_cast<double>(std::max(shortened(box.name).size(), shortened(box.detail).size())));
@@ -52,16 +52,16 @@ class LayeredPicture {
         ".input{{fill:#cfe8cf}} .constant{{fill:#e4e4e4}} .forward{{fill:#cfe0f5}} .backward{{fill:#f7d9c4}} .output{{fill:#f4efc2}}</style>\n"
         "<rect class=\"paper\" width=\"100%\" height=\"100%\"/>\n<text class=\"title\" x=\"{3}\" y=\"32\">{2}</text>\n",
         width, height, escape_xml(title), kMarginOfPicture);
-    for (const Drawing::Arrow& arrow : drawing_.arrows) write_arrow(arrow, &out);
+    for (const GraphDrawing::Arrow& arrow : drawing_.arrows) write_arrow(arrow, &out);
     for (std::size_t i = 0; i < drawing_.boxes.size(); ++i) write_box(i, &out);
     return out + "</svg>\n";
   }
 
  private:
-  // Each box near the middle of what it is joined to: a few passes down and up.
+  // Moves each box near the centre of its neighbours, in a few passes down and up.
   void order_layers() {
     std::vector<std::vector<std::size_t>> above(drawing_.boxes.size()), below(drawing_.boxes.size());
-    for (const Drawing::Arrow& arrow : drawing_.arrows) {
+    for (const GraphDrawing::Arrow& arrow : drawing_.arrows) {
       above[arrow.to].push_back(arrow.from);
       below[arrow.from].push_back(arrow.to);
     }
@@ -103,7 +103,7 @@ class LayeredPicture {
 
   static double y_of(std::size_t layer) { return kTitleHeight + static_cast<double>(layer) * (kBoxHeight + kLayerGap); }
 
-  void write_arrow(const Drawing::Arrow& arrow, std::string* out) const {
+  void write_arrow(const GraphDrawing::Arrow& arrow, std::string* out) const {
     const double x0 = x_[arrow.from] + width_[arrow.from] / 2, y0 = y_of(drawing_.boxes[arrow.from].layer) + kBoxHeight;
     const double x1 = x_[arrow.to] + width_[arrow.to] / 2, y1 = y_of(drawing_.boxes[arrow.to].layer);
     const double middle = (y0 + y1) / 2;
@@ -112,7 +112,7 @@ class LayeredPicture {
   }
 
   void write_box(std::size_t i, std::string* out) const {
-    const Drawing::Box& box = drawing_.boxes[i];
+    const GraphDrawing::Box& box = drawing_.boxes[i];
     const double y = y_of(box.layer), middle = x_[i] + width_[i] / 2;
     fmt::format_to(std::back_inserter(*out),
                    "<g><title>{5} {6}</title><rect class=\"box {0}{1}\" x=\"{2:.1f}\" y=\"{3:.1f}\" width=\"{4:.1f}\" height=\"{7:.0f}\" rx=\"5\"/>"
@@ -122,7 +122,7 @@ class LayeredPicture {
                    escape_xml(shortened(box.name)), y + 30, escape_xml(shortened(box.detail)));
   }
 
-  Drawing drawing_;
+  GraphDrawing drawing_;
   std::vector<std::vector<std::size_t>> layers_;
   std::vector<double> x_, width_;
   double total_width_ = 0;
@@ -131,9 +131,9 @@ class LayeredPicture {
 }  // namespace
 
 std::string to_svg(const Graph& graph, const DrawOptions& options) {
-  if (graph.nodes.size() > options.most_boxes) return draw_folded_svg(graph, options);
-  Drawing drawing(graph, options);
-  return drawing.boxes.size() > options.most_boxes ? draw_folded_svg(graph, options) : LayeredPicture(std::move(drawing)).write(options.title);
+  if (graph.nodes.size() > options.max_boxes) return draw_folded_svg(graph, options);
+  GraphDrawing drawing(graph, options);
+  return drawing.boxes.size() > options.max_boxes ? draw_folded_svg(graph, options) : LayeredPicture(std::move(drawing)).write(options.title);
 }
 
 }  // namespace penstock::graph

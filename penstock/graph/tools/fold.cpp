@@ -16,9 +16,10 @@ namespace {
 
 constexpr std::size_t kNobody = static_cast<std::size_t>(-1);
 constexpr std::size_t kLongestStretch = 2048;
-constexpr std::size_t kTries = 64;  // of candidates whose nodes look equal, but do not use each other in the same way
+// Candidates whose nodes look equal but use each other's results differently.
+constexpr std::size_t kTries = 64;
 
-// Who makes each value: a node and the place among its results.
+// The producer of a value: a node and the index among its results.
 struct Maker {
   std::size_t node = kNobody, place = 0;
 };
@@ -32,8 +33,8 @@ std::vector<Maker> makers_of(const Graph& graph) {
   return makers;
 }
 
-// All of a node but where its arguments come from.
-std::string look_of(const Graph& graph, const Node& node) {
+// Everything about a node except where its arguments come from.
+std::string node_key(const Graph& graph, const Node& node) {
   std::string text = fmt::format("{}{}{}", c10::toString(node.op.operator_name()), node.phase == Phase::Forward ? 'F' : 'B', node.grad_enabled ? '+' : '-');
   const auto add = [&](const std::vector<Operand>& operands) {
     for (const Operand& operand : operands) {
@@ -67,14 +68,15 @@ bool used_alike(const Graph& graph, const std::vector<Maker>& makers, std::size_
   return true;
 }
 
-// "blocks.0.attention.query" of "blocks.0.attention.query.weight"; nothing for a name without dots.
+// Returns "blocks.0.attention.query" for "blocks.0.attention.query.weight", and an empty string for a name
+// without dots.
 std::string module_of(const std::string& parameter) {
   const std::size_t dot = parameter.rfind('.');
   return dot == std::string::npos ? std::string() : parameter.substr(0, dot);
 }
 
-// The same values in another order or type.
-bool only_turns(const Node& node) {
+// Whether the node returns the same values in another order or dtype.
+bool only_reorders(const Node& node) {
   static const std::set<std::string_view> kNames{"aten::t", "aten::transpose", "aten::permute", "aten::view", "aten::_reshape_alias", "aten::reshape", "aten::_unsafe_view", "aten::expand", "aten::detach", "aten::alias", "aten::_to_copy", "aten::to"};
   return kNames.contains(node.op.operator_name().name);
 }
@@ -85,38 +87,39 @@ class Folder {
  public:
   Folder(const Graph& graph, const FoldOptions& options) : graph_(graph), options_(options), makers_(makers_of(graph)) {
     std::unordered_map<std::string, std::size_t> numbers;
-    for (const Node& node : graph.nodes) looks_.push_back(numbers.try_emplace(look_of(graph, node), numbers.size()).first->second);
+    for (const Node& node : graph.nodes) looks_.push_back(numbers.try_emplace(node_key(graph, node), numbers.size()).first->second);
     find_modules();
   }
 
   std::vector<Fold> fold() const {
     std::vector<Fold> parts = repeats(0, graph_.nodes.size());
-    if (parts.size() <= options_.most_parts) return parts;
+    if (parts.size() <= options_.max_parts) return parts;
     parts = grouped(std::move(parts));
-    // Forward and backward stand beside each other: few of each.
+    // Forward and backward are drawn side by side: few parts of each.
     const auto border = std::find_if(parts.begin(), parts.end(), [](const Fold& part) { return part.phase == Phase::Backward; });
     std::vector<Fold> forward(std::make_move_iterator(parts.begin()), std::make_move_iterator(border)), backward(std::make_move_iterator(border), std::make_move_iterator(parts.end()));
-    forward = merged(std::move(forward), options_.most_of_phase);
-    for (Fold& part : merged(std::move(backward), options_.most_of_phase)) forward.push_back(std::move(part));
+    forward = merged(std::move(forward), options_.max_parts_per_phase);
+    for (Fold& part : merged(std::move(backward), options_.max_parts_per_phase)) forward.push_back(std::move(part));
     return limited(std::move(forward));
   }
 
  private:
   struct Candidate {
-    std::size_t saved = 0, length = 0, begin = 0, equal = 0;  // nodes [begin, begin + equal) look like those `length` further on
+    // Nodes [begin, begin + equal) look like those `length` further on.
+    std::size_t saved = 0, length = 0, begin = 0, equal = 0;
   };
   struct Repeat {
     std::size_t first = 0, length = 0, count = 1;
   };
 
-  // The module whose parameters a node uses; those in between belong, in forward, to the module that comes (a norm multiplies with its weight
-  // at its end), in backward to the one before.
+  // The module whose parameters a node uses. Nodes without parameters belong, in forward, to the next module
+  // (a norm multiplies by its weight at its end), in backward to the previous one.
   void find_modules() {
     std::vector<std::string> name(graph_.values.size());
     for (const Placeholder& input : graph_.inputs) name[index_of(input.value)] = module_of(input.name);
-    // A weight that was only turned around is still that weight, also in backward.
+    // A weight that was only transposed or viewed is still that weight, also in backward.
     for (const Node& node : graph_.nodes) {
-      if (!only_turns(node)) continue;
+      if (!only_reorders(node)) continue;
       std::string module;
       for_each_value(node.arguments, [&](ValueId value) { module = name[index_of(value)]; });
       for_each_value(node.results, [&](ValueId value) { name[index_of(value)] = module; });
@@ -154,17 +157,17 @@ class Folder {
           ++equal;
           continue;
         }
-        if (const std::size_t saved = equal / length * length; saved >= options_.least_saved) found.push_back({saved, length, i - equal, equal});
+        if (const std::size_t saved = equal / length * length; saved >= options_.min_nodes_saved) found.push_back({saved, length, i - equal, equal});
         equal = 0;
       }
     }
-    // Most saved first; of equal ones the shortest, which is no multiple of another.
+    // Largest saving first; among equal ones the shortest, which is not a multiple of another.
     std::stable_sort(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) { return a.saved > b.saved; });
     return found;
   }
 
-  // Results of one stretch that the next one uses: few where modules meet.
-  std::size_t handed_on(std::size_t first, std::size_t length) const {
+  // The number of results of one sequence that the next one uses: few at module boundaries.
+  std::size_t passed_on(std::size_t first, std::size_t length) const {
     std::set<std::size_t> values;
     for (std::size_t i = first + length; i < first + 2 * length; ++i)
       for_each_value(graph_.nodes[i].arguments, [&](ValueId value) {
@@ -173,14 +176,15 @@ class Folder {
     return values.size();
   }
 
-  // The longest run of equal stretches that the candidate holds, from the place where the fewest results are handed on.
+  // The longest run of equal sequences in the candidate, starting where the fewest results are passed on.
   Repeat verified(const Candidate& candidate) const {
     const std::size_t most = candidate.equal / candidate.length + 1, slack = candidate.equal % candidate.length;
-    // Handed on, all but the nodes of its module, first: few are handed on where modules meet, and a stretch is best one module.
+    // Sorted by results passed on, then by nodes of other modules: few results are passed on at module
+    // boundaries, and a sequence should be one module.
     std::vector<std::tuple<std::size_t, std::size_t, std::size_t>> starts;
     for (std::size_t shift = 0; shift <= slack; ++shift) {
       const std::size_t first = candidate.begin + shift;
-      starts.emplace_back(handed_on(first, candidate.length), strangers(first, first + candidate.length), first);
+      starts.emplace_back(passed_on(first, candidate.length), nodes_of_other_modules(first, first + candidate.length), first);
     }
     std::stable_sort(starts.begin(), starts.end());
     Repeat best;
@@ -209,7 +213,7 @@ class Folder {
     for (const Candidate& candidate : candidates(begin, end)) {
       if (++tries > kTries) break;
       const Repeat repeat = verified(candidate);
-      if (repeat.count < 2 || (repeat.count - 1) * repeat.length < options_.least_saved) continue;
+      if (repeat.count < 2 || (repeat.count - 1) * repeat.length < options_.min_nodes_saved) continue;
       std::vector<Fold> parts = repeats(begin, repeat.first);
       Fold fold{{}, graph_.nodes[repeat.first].phase, repeat.first, repeat.length, repeat.count, {}};
       if (repeat.length > 1) {
@@ -229,11 +233,12 @@ class Folder {
 
   // ---- groups ----
 
-  // Parts that share a module become one. The modules' names are told apart behind what all of them have in common.
+  // Parts of the same module become one. Modules are distinguished by the name component after their common
+  // prefix.
   std::vector<Fold> grouped(std::vector<Fold> parts) const {
-    if (parts.size() <= options_.most_parts) return parts;
+    if (parts.size() <= options_.max_parts) return parts;
     const std::size_t common = common_prefix(parts.front().first, parts.back().end());
-    // Large repeats stand for themselves.
+    // Large repeats stay separate.
     std::size_t all = 0;
     for (const Fold& part : parts) all += part.nodes();
     const auto alone = [&](const Fold& part) { return !part.is_node() && part.count > 1 && 8 * part.nodes() >= all; };
@@ -254,17 +259,17 @@ class Folder {
 
   Fold group(std::vector<Fold> parts) const {
     Fold fold{{}, parts.front().phase, parts.front().first, parts.back().end() - parts.front().first, 1, {}};
-    // The next component of the modules' names, if it tells parts apart.
+    // Uses the next component of the modules' names if it distinguishes parts.
     fold.parts = limited(grouped(std::move(parts)));
     fold.name = name_of(fold);
     return fold;
   }
 
-  // No more than most_parts, of one phase each.
+  // At most max_parts, each of one phase.
   std::vector<Fold> limited(std::vector<Fold> parts) const {
-    while (parts.size() > options_.most_parts) {
-      const std::size_t each = (parts.size() + options_.most_parts - 1) / options_.most_parts;
-      const std::size_t chunk = std::max<std::size_t>({each, 2, options_.most_parts / 2});
+    while (parts.size() > options_.max_parts) {
+      const std::size_t each = (parts.size() + options_.max_parts - 1) / options_.max_parts;
+      const std::size_t chunk = std::max<std::size_t>({each, 2, options_.max_parts / 2});
       std::vector<Fold> chunks;
       for (std::size_t i = 0; i < parts.size();) {
         std::size_t j = i;
@@ -279,15 +284,17 @@ class Folder {
         }
         i = j;
       }
-      if (chunks.size() == parts.size()) return chunks;  // phases that alternate: as it is
+      if (chunks.size() == parts.size()) return chunks;  // alternating phases: unchanged
       parts = std::move(chunks);
     }
     return parts;
   }
 
-  // At most `most`, neighbours put together, the smallest first; repeats stay by themselves as long as there are others.
+  // Merges neighbours, smallest first, until at most `most` remain; repeats stay separate as long as there
+  // are others.
   std::vector<Fold> merged(std::vector<Fold> parts, std::size_t most) const {
-    std::vector<char> made(parts.size(), 0);  // put together here: takes in more instead of being put into another one
+    // Merged here: absorbs more parts instead of being merged into another.
+    std::vector<char> made(parts.size(), 0);
     while (parts.size() > most) {
       const auto cost = [&](std::size_t i) { return std::tuple(parts[i].phase != parts[i + 1].phase, parts[i].count > 1 || parts[i + 1].count > 1, parts[i].nodes() + parts[i + 1].nodes()); };
       std::size_t best = 0;
@@ -313,7 +320,7 @@ class Folder {
     return parts;
   }
 
-  // Bytes of "blocks.0." where all modules of the nodes begin so.
+  // The length of a prefix like "blocks.0." that all modules of the nodes share.
   std::size_t common_prefix(std::size_t begin, std::size_t end) const {
     std::string_view common;
     bool any = false;
@@ -333,7 +340,7 @@ class Folder {
     return common.empty() ? 0 : common.size() + 1;
   }
 
-  // The longest path to which most of the nodes belong; a few at the ends may be their neighbours'.
+  // The longest path to which most of the nodes belong; a few at the ends may belong to neighbours.
   std::string module_name(std::size_t begin, std::size_t end) const {
     std::string name;
     std::size_t known = 0;
@@ -350,8 +357,9 @@ class Folder {
     }
     return name;
   }
-  // Nodes of other modules than the second component of the most frequent path: "blocks.1".
-  std::size_t strangers(std::size_t begin, std::size_t end) const {
+  // The number of nodes outside the module given by the first two components of the most frequent path:
+  // "blocks.1".
+  std::size_t nodes_of_other_modules(std::size_t begin, std::size_t end) const {
     std::map<std::string, std::size_t> times;
     std::size_t most = 0;
     for (std::size_t i = begin; i < end; ++i) {
@@ -368,7 +376,7 @@ class Folder {
       const std::string last = fold.count > 1 ? module_name(fold.end() - fold.length, fold.end()) : module;
       return last == module || last.empty() ? module : fmt::format("{} ... {}", module, last);
     }
-    // The modules that are in it, else its operators, the most frequent first.
+    // The modules in it, otherwise its operators, most frequent first.
     std::vector<std::string> names;
     for (std::size_t i = fold.first; i < fold.first + fold.length; ++i) {
       const std::string name(first_component(modules_[i]));
@@ -376,7 +384,7 @@ class Folder {
     }
     if (names.empty()) {
       std::map<std::string, std::size_t> times;
-      for (std::size_t i = fold.first; i < fold.first + fold.length; ++i) times[graph_.nodes[i].op.operator_name().name] += only_turns(graph_.nodes[i]) ? 0 : 1;
+      for (std::size_t i = fold.first; i < fold.first + fold.length; ++i) times[graph_.nodes[i].op.operator_name().name] += only_reorders(graph_.nodes[i]) ? 0 : 1;
       for (const auto& [name, count] : times) names.push_back(name);
       std::stable_sort(names.begin(), names.end(), [&](const std::string& a, const std::string& b) { return times[a] > times[b]; });
       for (std::string& name : names) name = name.substr(name.find("::") == std::string::npos ? 0 : name.find("::") + 2);
@@ -391,16 +399,16 @@ class Folder {
   FoldOptions options_;
   std::vector<Maker> makers_;
   std::vector<std::size_t> looks_;
-  std::vector<std::string> modules_;  // of each node; empty where none is known
+  std::vector<std::string> modules_;  // of each node; empty if unknown
 };
 
 }  // namespace
 
 std::vector<Fold> fold_graph(const Graph& graph, const FoldOptions& options) { return Folder(graph, options).fold(); }
 
-bool equal_stretches(const Graph& graph, std::size_t first, std::size_t second, std::size_t length) {
+bool equal_sequences(const Graph& graph, std::size_t first, std::size_t second, std::size_t length) {
   for (std::size_t i = 0; i < length; ++i)
-    if (look_of(graph, graph.nodes[first + i]) != look_of(graph, graph.nodes[second + i])) return false;
+    if (node_key(graph, graph.nodes[first + i]) != node_key(graph, graph.nodes[second + i])) return false;
   return used_alike(graph, makers_of(graph), first, second, length);
 }
 

@@ -10,11 +10,17 @@
 #include <map>
 
 #include "penstock/errors.h"
+#include "penstock/base/checksum.h"
 #include "penstock/base/files.h"
 #include "penstock/graph/tools/byte_stream.h"
 #include "penstock/torch/compat/dtype.h"
 
 namespace penstock::graph {
+
+std::uint64_t detail::graph_checksum(std::span<const std::uint8_t> bytes) {
+  require_xxhash("graph files");
+  return checksum64(bytes);
+}
 
 void ByteReader::fail(const std::string& why) const {
   throw ValueError(fmt::format("graph file {}: byte {}: {}; write the file again with save_graph", name_, at_, why));
@@ -26,7 +32,7 @@ constexpr std::string_view kMagic = "PSGRAPH1";
 constexpr std::size_t kHeaderBytes = 8 + 4 + 8 + 8;
 constexpr std::size_t kMostDims = 64;
 constexpr std::int64_t kMostElements = std::int64_t{1} << 50;
-constexpr int kDeepest = 8;  // lists in lists
+constexpr int kDeepest = 8;  // nesting of lists
 
 enum class ConstantKind : std::uint8_t { None, Int, Double, Bool, Complex, String, Device, IntList, DoubleList, BoolList, List, Undefined, Number };
 
@@ -35,9 +41,9 @@ enum class ConstantKind : std::uint8_t { None, Int, Double, Bool, Complex, Strin
 class GraphWriter {
  public:
   std::vector<std::uint8_t> write(const GraphFile& file) {
-    // Kinds and contexts of subclasses, a DTensor's mesh above all, belong to a process.
+    // The kinds and contexts of subclasses, in particular a DTensor's mesh, belong to a process.
     if (file.joint.subclasses)
-      throw ValueError("graph: some inputs or results are tensor subclasses, whose context a file cannot hold; save a capture over plain tensors");
+      throw ValueError("graph: some inputs or results are tensor subclasses, whose context cannot be saved; save a capture over plain tensors");
     graph(file.joint.graph);
     out_.count(file.joint.primals);
     out_.count(file.joint.forward_outputs);
@@ -64,7 +70,7 @@ class GraphWriter {
 
   void dtype(at::ScalarType type) {
     const std::optional<std::uint8_t> number = dtype_number(type);
-    if (!number) throw NotImplemented(fmt::format("graph file: dtype {} has no form in files; take it out of the captured function", c10::toString(type)));
+    if (!number) throw NotImplemented(fmt::format("graph file: dtype {} cannot be saved; remove it from the captured function", c10::toString(type)));
     out_.number(*number);
   }
 
@@ -101,7 +107,7 @@ class GraphWriter {
     if (value.isTensor() && !value.toTensor().defined()) return kind(ConstantKind::Undefined);
     if (value.isTensor() && value.toTensor().dim() == 0) return kind(ConstantKind::Number), tensor(value.toTensor());
     if (value.isList() && !value.isTensorList()) return kind(ConstantKind::List), list(value.toListRef(), [&](const c10::IValue& item) { constant(item); });
-    throw NotImplemented(fmt::format("graph file: a constant of kind {} has no form in files; take it out of the captured function", value.tagKind()));
+    throw NotImplemented(fmt::format("graph file: a constant of kind {} cannot be saved; remove it from the captured function", value.tagKind()));
   }
 
   void operand(const Operand& operand) {
@@ -208,13 +214,13 @@ class GraphReader {
       file.joint.written_in_backward.push_back(bounded(file.joint.primals));
       if (file.joint.written_in_backward.back() == file.joint.primals) in_.fail("an input that does not exist is written in backward");
     });
-    if (file.joint.forward_outputs + file.joint.written_in_backward.size() > file.joint.graph.outputs.size()) in_.fail("outputs do not add up");
+    if (file.joint.forward_outputs + file.joint.written_in_backward.size() > file.joint.graph.outputs.size()) in_.fail("inconsistent number of outputs");
     list(10, [&] { file.joint.tangents.push_back(tangent()); });
-    if (file.joint.primals + file.joint.tangents.size() != file.joint.graph.inputs.size()) in_.fail("inputs and tangents do not add up");
+    if (file.joint.primals + file.joint.tangents.size() != file.joint.graph.inputs.size()) in_.fail("inconsistent number of inputs and tangents");
     meta(&file.meta);
     list(4, [&] { file.saved.push_back(id(file.joint.graph)); });
     if (in_.flag()) file.signature = signature();
-    if (in_.remaining() != 0) in_.fail(fmt::format("{} bytes too many", in_.remaining()));
+    if (in_.remaining() != 0) in_.fail(fmt::format("{} trailing bytes", in_.remaining()));
     try {
       verify(file.joint.graph);
     } catch (const std::exception& error) {
@@ -255,18 +261,18 @@ class GraphReader {
     try {
       return at::Device(text);
     } catch (const c10::Error&) {
-      in_.fail("no device is called '" + text + "'");
+      in_.fail("unknown device '" + text + "'");
     }
   }
 
   std::size_t dims() {
     const std::size_t count = in_.count(8);
-    if (count > kMostDims) in_.fail(fmt::format("a tensor of {} dims", count));
+    if (count > kMostDims) in_.fail(fmt::format("a tensor with {} dims, which is too many", count));
     return count;
   }
   std::int64_t natural() {
     const auto value = in_.number<std::int64_t>();
-    if (value < 0 || value > (std::int64_t{1} << 48)) in_.fail(fmt::format("a size of {}", value));
+    if (value < 0 || value > (std::int64_t{1} << 48)) in_.fail(fmt::format("invalid size {}", value));
     return value;
   }
 
@@ -276,7 +282,7 @@ class GraphReader {
     for (std::size_t i = 0; i < count; ++i) geometry.sizes.push_back(natural());
     for (std::size_t i = 0; i < count; ++i) geometry.strides.push_back(natural());
     geometry.storage_offset = natural();
-    // Nobody who multiplies them may run over.
+    // Products of these must not overflow.
     std::int64_t elements = 1, reach = geometry.storage_offset;
     for (std::size_t i = 0; i < count; ++i) {
       const std::int64_t size = geometry.sizes[i], stride = geometry.strides[i];
@@ -288,7 +294,7 @@ class GraphReader {
     geometry.device = device();
     geometry.conjugated = in_.flag();
     geometry.negated = in_.flag();
-    if (geometry.conjugated && !c10::isComplexType(geometry.dtype)) in_.fail("a conjugate of what is not complex");
+    if (geometry.conjugated && !c10::isComplexType(geometry.dtype)) in_.fail("a conjugate of a tensor that is not complex");
     return geometry;
   }
 
@@ -300,7 +306,8 @@ class GraphReader {
     for (std::int64_t& size : sizes) {
       size = natural();
       empty |= size == 0;
-      if (size > 0 && bytes > in_.remaining() / static_cast<std::size_t>(size)) bytes = in_.remaining() + 1;  // too many, whatever follows
+      // Too many, whatever follows.
+      if (size > 0 && bytes > in_.remaining() / static_cast<std::size_t>(size)) bytes = in_.remaining() + 1;
       else bytes *= static_cast<std::size_t>(std::max<std::int64_t>(size, 1));
     }
     if (empty) bytes = 0;
@@ -346,7 +353,7 @@ class GraphReader {
       case ConstantKind::Undefined: return at::Tensor();
       case ConstantKind::Number: {
         at::Tensor number = tensor();
-        if (number.dim() != 0) in_.fail("a number with dims");
+        if (number.dim() != 0) in_.fail("a number that is not a 0-dim tensor");
         number.unsafeGetTensorImpl()->set_wrapped_number(true);
         return number;
       }
@@ -362,7 +369,7 @@ class GraphReader {
       return operand;
     }
     list(4, [&] { operand.values.push_back(id(graph, /*may_miss=*/true)); });
-    if (operand.kind == Operand::Kind::Tensor && operand.values.size() != 1) in_.fail("a tensor operand without its one value");
+    if (operand.kind == Operand::Kind::Tensor && operand.values.size() != 1) in_.fail("a tensor operand without exactly one value");
     return operand;
   }
 
@@ -371,10 +378,10 @@ class GraphReader {
     list(40, [&] {
       Value value{geometry(), {}};
       value.storage = StorageId{in_.number<std::int32_t>()};
-      if (static_cast<std::int32_t>(value.storage) < 0 || static_cast<std::int32_t>(value.storage) >= graph->storages) in_.fail("a storage that does not exist");
+      if (static_cast<std::int32_t>(value.storage) < 0 || static_cast<std::int32_t>(value.storage) >= graph->storages) in_.fail("invalid storage");
       graph->values.push_back(std::move(value));
     });
-    // Memory is taken for each storage later: no more than there are values that could lie in one.
+    // Memory is allocated per storage later, so their number is limited by the number of values.
     if (graph->storages < 0 || static_cast<std::size_t>(graph->storages) > 4 * graph->values.size() + 16) in_.fail("more storages than values");
     list(12, [&] {
       const ValueId value = id(*graph);
@@ -384,9 +391,9 @@ class GraphReader {
       const ValueId value = id(*graph);
       at::Tensor held = tensor();
       const Geometry& geometry = (*graph)[value].geometry;
-      if (held.sizes() != at::IntArrayRef(geometry.sizes) || held.scalar_type() != geometry.dtype) in_.fail("a constant of another shape than its value");
+      if (held.sizes() != at::IntArrayRef(geometry.sizes) || held.scalar_type() != geometry.dtype) in_.fail("a constant whose shape differs from its value's");
       if (held.strides() != at::IntArrayRef(geometry.strides)) held = as_laid_out(held, geometry);
-      // The memory of a lazy conjugate holds what it is the conjugate of.
+      // The memory of a lazy conjugate holds the unconjugated values.
       if (geometry.conjugated) held = held.conj().resolve_conj().conj();
       if (geometry.negated) held = held._neg_view().resolve_neg()._neg_view();
       graph->constants.push_back({value, geometry.device.is_cpu() ? std::move(held) : held.to(geometry.device)});
@@ -396,7 +403,7 @@ class GraphReader {
   }
 
   at::Tensor as_laid_out(const at::Tensor& held, const Geometry& geometry) {
-    // Strides that let elements lie far apart would take more memory than the file has.
+    // Large strides would need more memory than the size of the file justifies.
     std::int64_t reach = 1;
     for (std::size_t i = 0; i < geometry.sizes.size(); ++i) {
       if (geometry.sizes[i] > 1 && geometry.strides[i] > (std::int64_t{1} << 40) / geometry.sizes[i]) in_.fail("a constant with strides that are too large");
@@ -431,7 +438,7 @@ class GraphReader {
     step.element = place();
     if (step.arguments.size() != step.op.schema().arguments().size() || step.viewed >= step.arguments.size() ||
         step.result >= step.op.schema().returns().size())
-      in_.fail("a step of a view that does not fit its operator");
+      in_.fail("a view step that does not match its operator");
     return step;
   }
 
@@ -475,7 +482,7 @@ class GraphReader {
     meta->keep_input_mutations = in_.flag();
     list(10, [&] { meta->tangents.push_back(tangent()); });
     const auto grad_mode = in_.number<std::uint8_t>();
-    if (grad_mode > 2) in_.fail("a grad mode that does not exist");
+    if (grad_mode > 2) in_.fail("invalid grad mode");
     if (grad_mode > 0) meta->grad_mode_after = grad_mode == 2;
   }
 
@@ -514,7 +521,7 @@ class GraphReader {
 
 std::vector<std::uint8_t> encode_graph(const GraphFile& file) {
   if (file.joint.graph.table)
-    throw NotImplemented("graph: files hold no symbols, and the graph has some; write what bind() gives for the sizes you want");
+    throw NotImplemented("graph: files cannot contain symbols, but the graph has some; save the result of bind() for the sizes you want");
   const std::vector<std::uint8_t> fields = GraphWriter().write(file);
   ByteWriter out;
   out.raw({reinterpret_cast<const std::uint8_t*>(kMagic.data()), kMagic.size()});
@@ -530,12 +537,12 @@ GraphFile decode_graph(std::span<const std::uint8_t> bytes, const std::string& n
   if (bytes.size() < kHeaderBytes || std::memcmp(bytes.data(), kMagic.data(), kMagic.size()) != 0) header.fail("this is not a graph file");
   header.take(kMagic.size());
   if (const auto version = header.number<std::uint32_t>(); version != kGraphFileVersion)
-    header.fail(fmt::format("version {}, expected {}{}", version, kGraphFileVersion, version > kGraphFileVersion ? "; it was written by a newer version of Penstock: use that one" : "; write it again with this version of Penstock"));
+    header.fail(fmt::format("version {}, expected {}{}", version, kGraphFileVersion, version > kGraphFileVersion ? "; it was written by a newer version of Penstock, which is needed to read it" : "; write it again with this version of Penstock"));
   const auto size = header.number<std::uint64_t>();
   const auto checksum = header.number<std::uint64_t>();
-  if (size != header.remaining()) header.fail(fmt::format("{} bytes follow, expected {}", header.remaining(), size));
+  if (size != header.remaining()) header.fail(fmt::format("{} bytes follow the header, expected {}", header.remaining(), size));
   const std::span<const std::uint8_t> fields = bytes.subspan(kHeaderBytes);
-  if (detail::graph_checksum(fields) != checksum) header.fail("the checksum does not fit: the file is damaged");
+  if (detail::graph_checksum(fields) != checksum) header.fail("checksum mismatch: the file is damaged");
   return GraphReader(fields, name).read();
 }
 
@@ -544,11 +551,11 @@ void save_graph(const std::filesystem::path& path, const GraphFile& file) {
   std::ofstream out(path, std::ios::binary);
   out.write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
   out.close();
-  if (!out) throw ValueError(fmt::format("graph file {}: cannot be written; look at the folder and the space that is left", path.string()));
+  if (!out) throw ValueError(fmt::format("graph file {}: cannot be written; check the folder and the free disk space", path.string()));
 }
 
 GraphFile load_graph(const std::filesystem::path& path) {
-  const std::string bytes = read_file(path, "graph file", "give the path of a file that save_graph wrote");
+  const std::string bytes = read_file(path, "graph file", "pass the path of a file written by save_graph");
   return decode_graph({reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size()}, path.string());
 }
 

@@ -1,17 +1,19 @@
-// Captured graphs in files.
+// Saves captured graphs to files and loads them.
 //
 //   GraphFile file{joint, meta, partition.saved, signature};
 //   save_graph("step.psgraph", file);
 //   const GraphFile again = load_graph("step.psgraph");
 //   Executor run(again.joint.graph);
 //
-// The format: "PSGRAPH1", the version of the fields (u32), the number of bytes that follow (u64), their XXH64 (u64), and the fields, little
-// endian. Operators are written by name; tensors that the graph holds by their bytes, in row-major order.
+// Format: "PSGRAPH1", the version of the fields (u32), the number of bytes that follow (u64), their XXH64
+// (u64), and the fields, little endian. Operators are stored by name, tensors of the graph by their bytes in
+// row-major order.
 //
-// What a file can have wrong is a ValueError that names the file and the byte: damage, another version, an operator that this LibTorch does
-// not have, a graph that contradicts itself. Reading never touches memory outside of the file and takes no more than a multiple of its size.
-// Values of a constant kind that has no form in files (generators, objects) are NotImplemented when written.
-// Needs xxHash: without it both throw ConfigError.
+// An invalid file is a ValueError that names the file and the byte offset: corruption, another version, an
+// operator that this LibTorch does not have, an inconsistent graph. Reading never accesses memory outside the
+// file and allocates at most a multiple of its size.
+// Constants of kinds that the format cannot represent (generators, objects) are NotImplemented on writing.
+// Requires xxHash: without it both functions throw ConfigError.
 #pragma once
 
 #include <cstdint>
@@ -29,14 +31,14 @@ namespace penstock::graph {
 struct GraphFile {
   JointGraph joint;
   ViewAndMutationMeta meta;
-  std::vector<ValueId> saved;               // values of the joint graph that forward hands to backward
+  std::vector<ValueId> saved;               // values of the joint graph that forward saves for backward
   std::optional<GraphSignature> signature;
 };
 
 inline constexpr std::uint32_t kGraphFileVersion = 3;
 
 std::vector<std::uint8_t> encode_graph(const GraphFile& file);
-// `name` stands for the file in messages.
+// `name` identifies the file in messages.
 GraphFile decode_graph(std::span<const std::uint8_t> bytes, const std::string& name = "graph");
 
 void save_graph(const std::filesystem::path& path, const GraphFile& file);

@@ -20,7 +20,7 @@ std::string in_units(std::size_t bytes) {
   return fmt::format("{:.1f} MB", static_cast<double>(bytes) / 1e6);
 }
 
-// Rows of cells, each column as wide as its widest cell.
+// Rows of cells, with each column as wide as its widest cell.
 class TextTable {
  public:
   explicit TextTable(std::vector<std::string> head) { rows_.push_back(std::move(head)); }
@@ -74,11 +74,12 @@ class GraphReport {
     print("{} inputs, {} tangents, {} results, {} constants ({})\n", file_.joint.primals, file_.joint.tangents.size(), file_.meta.outputs.size(),
           graph_.constants.size(), in_units(constant_bytes));
     const auto [own, of_inputs] = saved_memory();
-    print("saved for backward: {} tensors, {} ({} bytes); with memory that several share counted once {}, and {} of inputs\n", file_.saved.size(),
+    print("saved for backward: {} tensors, {} ({} bytes); counting shared memory once {}, plus {} of inputs\n", file_.saved.size(),
           in_units(saved_bytes), saved_bytes, in_units(own), in_units(of_inputs));
   }
 
-  // Bytes of saved tensors, the largest of each memory: of their own, and of inputs, which live anyway.
+  // Bytes of saved tensors, the largest per storage: in their own memory, and in the memory of inputs, which
+  // is alive anyway.
   std::pair<std::size_t, std::size_t> saved_memory() const {
     std::map<StorageId, std::size_t> largest;
     for (const ValueId value : file_.saved) {
@@ -108,11 +109,11 @@ class GraphReport {
   }
 
   static std::string written(const InputInfo& info) {
-    if (!info.mutates_data && !info.mutates_metadata) return info.is_touched ? "written and as before" : "read";
+    if (!info.mutates_data && !info.mutates_metadata) return info.is_touched ? "written, unchanged" : "read";
     std::string text = info.mutates_data ? "data" : "";
     if (info.mutates_metadata) text += text.empty() ? "shape" : " and shape";
     text += info.mutation_type() == MutationType::MutatedInGraph ? ", in the graph" : ", after the graph";
-    if (info.mutations_under_no_grad) text += ", unseen by autograd";
+    if (info.mutations_under_no_grad) text += ", hidden from autograd";
     return text;
   }
 
@@ -121,7 +122,7 @@ class GraphReport {
     std::size_t primal = 0, tensor = 0;
     for (const InputInfo& info : file_.meta.inputs) {
       if (!info.is_tensor || primal >= file_.joint.primals) continue;
-      // A subclass is several inputs of the graph.
+      // A subclass corresponds to several graph inputs.
       const std::size_t end = primal + (file_.joint.subclasses ? file_.joint.subclasses->inputs.at(tensor++).count() : 1);
       for (; primal < end; ++primal) {
         const Placeholder& input = graph_.inputs[primal];
@@ -142,7 +143,7 @@ class GraphReport {
       if (info.same_as) memory += fmt::format(", the same as result {}", *info.same_as);
       std::string type = info.type == OutputType::Tensor ? to_text(info.geometry, graph_.table.get()) : std::string(to_text(info.type));
       if (file_.joint.subclasses)
-        if (const TensorRecord& record = file_.joint.subclasses->forward_outputs.at(file_.meta.mutated_at_run_time().size() + i); record.is_subclass())
+        if (const FlattenRecord& record = file_.joint.subclasses->forward_outputs.at(file_.meta.mutated_at_run_time().size() + i); record.is_subclass())
           type += ", " + record.subclass().to_text();
       table.add({std::to_string(i), std::move(type),
                  info.requires_grad ? "yes" : "no", memory});
@@ -163,7 +164,7 @@ class GraphReport {
     for (std::size_t i = 0; i < rows; ++i)
       table.add({fmt::format("%{}", index_of(sorted[i])), to_text(graph_[sorted[i]].geometry, graph_.table.get()), std::to_string(bytes_of(graph_[sorted[i]].geometry)),
                  made_by[sorted[i]]});
-    print("\nsaved for backward, the largest first\n{}", table.write());
+    print("\nsaved for backward, largest first\n{}", table.write());
     if (rows < sorted.size()) print("  ... {} more\n", sorted.size() - rows);
   }
 

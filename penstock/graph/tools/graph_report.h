@@ -1,4 +1,4 @@
-// A captured graph in words: what `penstock inspect graph` prints.
+// A text report of a captured graph, as printed by `penstock inspect graph`.
 //
 //   fmt::print("{}", report_text(load_graph("step.psgraph"), {.nodes = 20}));
 #pragma once
@@ -11,12 +11,12 @@
 namespace penstock::graph {
 
 struct ReportOptions {
-  std::size_t nodes = 20;    // rows of the node table; 0: all
-  std::size_t saved = 10;    // rows of the table of saved tensors, the largest first; 0: all
+  std::size_t nodes = 20;    // rows of the node table; 0 for all
+  std::size_t saved = 10;    // rows of the table of saved tensors, largest first; 0 for all
 };
 
-// Counts and bytes; operators by how often they occur; inputs with what is written of them; results with what they alias; what forward saves
-// for backward; nodes.
+// Contains counts and bytes; operators by frequency; inputs and how they are mutated; results and what they
+// alias; the tensors forward saves for backward; nodes.
 std::string report_text(const GraphFile& file, const ReportOptions& options = {});
 
 }  // namespace penstock::graph

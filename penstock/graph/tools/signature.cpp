@@ -5,12 +5,13 @@
 #include <iterator>
 #include <unordered_map>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::graph {
 namespace {
 
-// The outputs of the graph by name, each once.
+// The outputs of the graph by unique names.
 std::vector<GraphOutput> names_of_outputs(const Graph& graph) {
   std::vector<GraphOutput> names;
   std::unordered_map<std::string, std::size_t> times;
@@ -30,9 +31,9 @@ class SignatureMaker {
 
   GraphSignature run() {
     if (joint_.subclasses)
-      throw ValueError("graph: some inputs or results are tensor subclasses, several tensors each, which no signature can say; capture the function over plain tensors");
+      throw ValueError("graph: some inputs or results are tensor subclasses, which consist of several tensors each and cannot be described by a signature; capture the function over plain tensors");
     if (!joint_.written_in_backward.empty())
-      throw ValueError(fmt::format("graph: backward writes {}, which no signature can say; write it in forward", joint_.graph.inputs[joint_.written_in_backward[0]].name));
+      throw ValueError(fmt::format("graph: backward writes {}, which a signature cannot describe; write it in forward", joint_.graph.inputs[joint_.written_in_backward[0]].name));
     signature_.in_spec = options_.in_spec;
     signature_.out_spec = options_.out_spec;
     add_inputs();
@@ -48,10 +49,10 @@ class SignatureMaker {
 
   void add_inputs() {
     if (state_size() > joint_.primals)
-      throw ValueError(fmt::format("graph: the module has {} parameters and buffers, the graph {} inputs; make the signature of a capture of this module",
+      throw ValueError(fmt::format("graph: the module has {} parameters and buffers, the graph {} inputs; create the signature from a capture of this module",
                                    state_size(), joint_.primals));
     if (joint_.graph.inputs.size() != joint_.primals + joint_.tangents.size())
-      throw ValueError(fmt::format("graph: {} inputs, of which {} are the function's and {} gradients; nobody knows what the rest is",
+      throw ValueError(fmt::format("graph: {} inputs, of which {} belong to the function and {} are gradients; the rest is unknown",
                                    joint_.graph.inputs.size(), joint_.primals, joint_.tangents.size()));
     for (std::size_t i = 0; i < joint_.primals; ++i) {
       const GraphInput name(joint_.graph.inputs[i].name);
@@ -75,9 +76,9 @@ class SignatureMaker {
       if (info.mutation_type() == MutationType::NotMutated) continue;
       const std::string who = place < inputs_.size() ? inputs_[place].text : fmt::format("input {}", i);
       if (info.mutation_type() == MutationType::MutatedInGraph)
-        throw ValueError(fmt::format("graph: {} is written inside of the graph, which no signature can say; capture without keep_input_mutations", who));
+        throw ValueError(fmt::format("graph: {} is written inside the graph, which a signature cannot describe; capture without keep_input_mutations", who));
       if (!info.mutates_data)
-        throw ValueError(fmt::format("graph: only the shape of {} is changed, which no signature can say; change a view of it", who));
+        throw ValueError(fmt::format("graph: only the shape of {} is changed, which a signature cannot describe; change the shape of a view of it", who));
       if (!joint_.tangents.empty() && place < parameters())
         throw ValueError(fmt::format("graph: parameter {} is written in a graph with backward; write buffers only, or capture under no_grad", who));
       const GraphOutput& output = outputs_[written++];
@@ -94,12 +95,12 @@ class SignatureMaker {
   void add_results() {
     const std::size_t first = meta_.mutated_at_run_time().size();
     if (options_.hidden_outputs > meta_.outputs.size())
-      throw ValueError(fmt::format("graph: {} hidden results of {}", options_.hidden_outputs, meta_.outputs.size()));
+      throw ValueError(fmt::format("graph: hidden_outputs is {}, but there are only {} results", options_.hidden_outputs, meta_.outputs.size()));
     if (meta_.intermediate_bases > 0)
-      throw ValueError("graph: results are views of one tensor inside of the graph, which no signature can say; return clones of them");
+      throw ValueError("graph: several results are views of one internal tensor, which a signature cannot describe; return clones of them");
     for (std::size_t i = 0; i + options_.hidden_outputs < meta_.outputs.size(); ++i) {
       if (meta_.outputs[i].type == OutputType::Tensor && !is_fresh(meta_.outputs[i].kind))
-        throw ValueError(fmt::format("graph: result {} is made at run time ({}), which no signature can say; return a clone of it", i,
+        throw ValueError(fmt::format("graph: result {} is made at run time ({}), which a signature cannot describe; return a clone of it", i,
                                      to_text(meta_.outputs[i].kind)));
       signature_.user_outputs.push_back(outputs_.at(first + i));
     }
@@ -108,7 +109,7 @@ class SignatureMaker {
   void add_gradients() {
     BackwardSignature backward;
     if (outputs_.size() != joint_.forward_outputs + joint_.primals)
-      throw ValueError(fmt::format("graph: {} outputs, of which {} are forward's; expected one gradient for each of {} inputs", outputs_.size(),
+      throw ValueError(fmt::format("graph: {} outputs, of which {} belong to forward; expected one gradient for each of {} inputs", outputs_.size(),
                                    joint_.forward_outputs, joint_.primals));
     for (std::size_t i = 0; i < joint_.primals; ++i) {
       const std::size_t output = joint_.forward_outputs + i;
@@ -123,7 +124,7 @@ class SignatureMaker {
       if (meta_.outputs[i].requires_grad) loss = i;
     if (!loss || *loss >= signature_.user_outputs.size())
       throw ValueError(describe("graph: the result that is the loss", loss ? std::to_string(*loss) : "none",
-                                fmt::format("one of {} results", signature_.user_outputs.size()), "give loss_index"));
+                                fmt::format("one of {} results", signature_.user_outputs.size()), "set loss_index"));
     backward.loss_output = signature_.user_outputs[*loss];
     signature_.backward = std::move(backward);
   }

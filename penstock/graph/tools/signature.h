@@ -1,17 +1,19 @@
-// Which input and output of a captured module's graph is what: the names by which others (exporters, optimizers, checkpoints) know them.
+// Maps the inputs and outputs of a captured module's graph to the names by which exporters, optimizers and
+// checkpoints know them.
 //
 //   auto fast = graph::compile(net);
 //   fast->forward(x);
 //   const Compiled& compiled = fast->compiled(0);
 //   SignatureOptions options{.state = &fast->state()};
-//   options.hidden_outputs = 1;                     // a compiled module returns how its results nest as one more result
+//   options.hidden_outputs = 1;   // a compiled module returns the structure of its results as well
 //   const GraphSignature signature = make_signature(compiled.joint(0), compiled.inner_meta(0), options);
 //   signature.inputs_to_parameters.at(GraphInput("0.weight"));      // Qualified("0.weight")
 //
-// Inputs of the graph stand in the order: tokens, parameters, buffers, what the user gives, tangents. Outputs: tokens, inputs as they are
-// after they were written, what the user gets, gradients. An output is named by its value ("%12"); one that was there before, by that and
-// a number ("%12.1").
-// Things are told apart by their place, never by their name. Every count that does not fit is a ValueError that names what is over.
+// The inputs of the graph are, in this order: tokens, parameters, buffers, user inputs, tangents. The
+// outputs: tokens, mutated inputs, user outputs, gradients. An output is named by its value ("%12"), or by
+// the value and a number ("%12.1") if the value occurred before.
+// Inputs and outputs are identified by position, never by name. Any count that does not match is a ValueError
+// that names the surplus entry.
 #pragma once
 
 #include <compare>
@@ -27,7 +29,7 @@
 
 namespace penstock::graph {
 
-// A text of one kind: names of inputs, outputs and parameters cannot be taken for each other.
+// A string with a kind, so that names of inputs, outputs and parameters cannot be mixed up.
 template <class Tag>
 struct NameOf {
   NameOf() = default;
@@ -37,7 +39,7 @@ struct NameOf {
 };
 using GraphInput = NameOf<struct GraphInputTag>;
 using GraphOutput = NameOf<struct GraphOutputTag>;
-using Qualified = NameOf<struct QualifiedTag>;  // of a parameter or buffer in its module
+using Qualified = NameOf<struct QualifiedTag>;  // of a parameter or buffer, in its module
 
 struct BackwardSignature {
   std::map<GraphOutput, Qualified> gradients_to_parameters;
@@ -54,7 +56,7 @@ struct GraphSignature {
   std::map<GraphInput, Qualified> inputs_to_parameters, inputs_to_buffers;
   std::map<GraphOutput, Qualified> buffers_to_mutate, parameters_to_mutate;
   std::map<GraphOutput, GraphInput> user_inputs_to_mutate;
-  std::string in_spec, out_spec;  // how arguments and results nest: TreeSpec::to_string
+  std::string in_spec, out_spec;  // the structure of arguments and results: TreeSpec::to_string
   std::optional<BackwardSignature> backward;
   std::vector<GraphInput> input_tokens;
   std::vector<GraphOutput> output_tokens;
@@ -63,14 +65,17 @@ struct GraphSignature {
 };
 
 struct SignatureOptions {
-  const ModuleState* state = nullptr;       // of the captured module; null: a function, all of whose inputs are the user's
-  std::optional<std::size_t> loss_index;    // among the results; the first one that needs a gradient when not given
-  std::size_t hidden_outputs = 0;           // results at the end that the user does not see
+  // Of the captured module; null for a function, whose inputs are all user inputs.
+  const ModuleState* state = nullptr;
+  // Among the results; if not set, the first one that requires a gradient.
+  std::optional<std::size_t> loss_index;
+  std::size_t hidden_outputs = 0;           // trailing results that are hidden from the user
   std::string in_spec, out_spec;
 };
 
-// Throws ValueError where the graph has what no signature can say: tensor subclasses, writes that stay in the graph, writes in backward, inputs whose shape alone is changed,
-// results that are made at run time from others, and in a graph with backward a parameter that is written.
+// Throws ValueError for graphs that a signature cannot describe: tensor subclasses, writes that stay in the
+// graph, writes in backward, inputs of which only the shape changes, results made from others at run time,
+// and, in a graph with backward, a mutated parameter.
 GraphSignature make_signature(const JointGraph& joint, const ViewAndMutationMeta& meta, const SignatureOptions& options = {});
 
 std::string to_text(const GraphSignature& signature);

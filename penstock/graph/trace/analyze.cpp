@@ -18,10 +18,11 @@
 namespace penstock::graph {
 namespace {
 
-// Writes that change how memory is looked at and not the memory: transpose_, squeeze_, ...
+// Writes that change the geometry of a tensor but not its memory: transpose_, squeeze_, ...
 bool writes_metadata_only(const Node& node) { return node.op.hasTag(at::Tag::inplace_view); }
 
-// Outputs of operators that return several views at once (split, unbind) and views of those: autograd allows no write on them.
+// Outputs of operators that return several views at once (split, unbind), and views of those: autograd does
+// not allow writing them.
 std::vector<char> multi_output_views(const Graph& graph) {
   std::vector<char> is_one(graph.values.size(), 0);
   for (const Node& node : graph.nodes) {
@@ -42,8 +43,8 @@ std::vector<char> multi_output_views(const Graph& graph) {
 
 bool is_custom_function(const torch::autograd::Node& node) { return node.name().starts_with("torch::autograd::CppNode<"); }
 
-// A user's autograd function made this view or one that it is a view of: the view could not be made again from its base with the same
-// gradient. Views have one tensor to be made from, so the way back is a line.
+// Whether a user-defined autograd function made this view or one that it is a view of: such a view cannot be
+// recreated from its base with the same gradient. A view has exactly one base, so the search is linear.
 bool made_by_custom_function(const at::Tensor& view) {
   if (!view.is_view()) return view.grad_fn() && is_custom_function(*view.grad_fn());
   const torch::autograd::Node* base = view._base().grad_fn().get();
@@ -86,7 +87,8 @@ class Analysis {
       bool touched = false, data = false, with_grad = false, replaced = false;
     };
     std::vector<Written> written(static_cast<std::size_t>(tracer_.graph.storages));
-    // Inputs themselves, as opposed to views of them: a change of shape is one of the tensor, not of its memory.
+    // The inputs themselves, as opposed to views of them: changing a shape affects one tensor, not its
+    // memory.
     std::set<ValueId> is_input;
     for (const Placeholder& input : tracer_.graph.inputs) is_input.insert(input.value);
     for (const Node& node : tracer_.graph.nodes)
@@ -134,16 +136,16 @@ class Analysis {
     }
   }
 
-  // Which of the values that are written to one place would stay is nobody's to say, and a gradient of one element would be divided among all that are
-  // there.
+  // If several elements share an address, it is undefined which written value remains, and the gradient of
+  // one element would be divided among all of them.
   void check_overlapping_write(std::size_t input, const InputInfo& info) const {
     if (!info.mutates_data && !(info.mutates_metadata && info.requires_grad)) return;
     if (overlaps_itself(trace_.before[input]))
-      throw NotImplemented(fmt::format("graph: {} has elements that share memory (expand, unfold), and the function {}; give the function a contiguous copy",
+      throw NotImplemented(fmt::format("graph: {} has elements that share memory (expand, unfold), and the function {}; pass a contiguous copy",
                                        options_.convention.name_of(input), info.mutates_data ? "writes it" : "changes its shape in place"));
   }
 
-  // A subclass is written back as a whole: what it is may not change.
+  // A subclass is written back as a whole: its kind and geometry must not change.
   void check_subclass_input(std::size_t input, const at::Tensor& fake, bool replaced) {
     std::size_t primal = 0;
     for (std::size_t i = 0; i < input; ++i) primal += is_tensor(inputs_[i]) ? 1 : 0;
@@ -154,7 +156,7 @@ class Analysis {
                                        options_.convention.name_of(input), type_text(fake)));
   }
 
-  // Outputs by storage: how many there are, how many of them are one of several views made at once.
+  // Per storage: the number of outputs, and how many of them are one of several views made at once.
   struct Aliases {
     std::size_t outputs = 0, multi_output_views = 0;
     std::size_t others() const { return outputs - multi_output_views; }
@@ -199,7 +201,7 @@ class Analysis {
 
   static void describe_gradient(const at::Tensor& output, OutputInfo* info) {
     info->requires_grad = output.requires_grad();
-    // A view taken under no_grad says that it needs a gradient when its base does, but nothing leads back from it.
+    // A view taken under no_grad has requires_grad set if its base does, but has no gradient function.
     info->requires_grad_for_backward = info->requires_grad && (!output.is_view() || output.grad_fn());
     info->geometry = geometry_of(output);
   }
@@ -209,7 +211,7 @@ class Analysis {
     return info.kind != OutputKind::AliasOfInput || !meta_.inputs[*info.base_index].mutates_metadata;
   }
 
-  // How the result is made from its base at run time.
+  // Describes how the result is made from its base at run time.
   void describe_view(std::size_t output, const at::Tensor& tensor, OutputInfo* info) {
     if (is_fresh(info->kind) || info->kind == OutputKind::IsInput) return;
     const auto base_of = [&]() -> at::Tensor {
@@ -223,19 +225,20 @@ class Analysis {
       info->view = std::move(*replay);
       return;
     }
-    // The base has another shape after the call than when the view was made of it. Its geometry is all that is known then, which is enough where the
-    // memory is looked at in the same way and a gradient has one place to go to.
+    // The shape of the base has changed since the view was made. Only the geometry is known then, which is
+    // enough if the memory has the same interpretation and each gradient element has a single destination.
     info->by_geometry = true;
     const Geometry geometry = geometry_of(base);
     if (geometry.dtype != info->geometry.dtype || geometry.conjugated != info->geometry.conjugated || geometry.negated != info->geometry.negated ||
         (info->requires_grad_for_backward && overlaps_itself(geometry)))
-      throw NotImplemented(fmt::format("graph: result {} is a view of another dtype, a conjugate, or a view of an expanded tensor, and the shape of what it is a "
-                                       "view of is changed in place (transpose_ ...) besides; return a clone of it",
+      throw NotImplemented(fmt::format("graph: result {} is a view of another dtype, a conjugate, or a view of an expanded tensor, and the shape of its "
+                                       "base is changed in place (transpose_ ...); return a clone of it",
                                        output));
   }
 
-  // A subclass, and a plain tensor in the memory of one, is an input or comes out of the graph: what it shares with inputs and other results it
-  // shares there too, unseen by autograd. False for all others.
+  // A subclass, or a plain tensor in the memory of one, is either an input or an output of the graph: memory
+  // it shares with inputs and other results is shared there as well, invisible to autograd. Returns false for
+  // all other outputs.
   bool describe_with_subclasses(const at::Tensor& output, OutputInfo* info) {
     if (!is_subclass(output) && !subclass_storages_.contains(tracer_.storage_of(output))) return false;
     describe_gradient(output, info);
@@ -259,15 +262,16 @@ class Analysis {
         return;
       }
       info->base_index = input->second;
-      // Only views that autograd lets nobody write: the aliasing may be concealed from it.
+      // Only views that autograd does not allow to be written: their aliasing may be hidden from it.
       if (output.grad_fn() && aliases.others() == 0)
         info->kind = OutputKind::NonAlias;
       else
         info->kind = is_an_input(output) ? OutputKind::IsInput : OutputKind::AliasOfInput;
-      // x.detach().copy_(y): the memory of x with the gradient of y. A view of x made at run time would have the gradient of x.
+      // x.detach().copy_(y): the memory of x with the gradient of y. A view of x made at run time would have
+      // the gradient of x.
       if (info->kind == OutputKind::AliasOfInput && output.requires_grad() &&
           !(output.is_view() && output._base().is_same(inputs_[input->second].toTensor())))
-        throw NotImplemented(fmt::format("graph: a result lies in the memory of input {} without being a view of it to autograd, and needs a "
+        throw NotImplemented(fmt::format("graph: a result uses the memory of input {}, but autograd does not know it as a view, and it requires a "
                                          "gradient; return a clone of it",
                                          input->second));
       return;
@@ -297,7 +301,7 @@ class Analysis {
     info->base_index = entry->second;
   }
 
-  // (y, y.detach()): made from y at run time, so that both go on sharing memory.
+  // (y, y.detach()): made from y at run time, so that both still share memory.
   void describe_detached_twin(const at::Tensor& output, OutputInfo* info) {
     for (const c10::IValue& other : outputs_) {
       if (!is_tensor(other) || !other.toTensor().requires_grad() || other.toTensor().is_same(output)) continue;
@@ -325,7 +329,7 @@ class Analysis {
         meta_.tangents.push_back({Kind::Output, i, of_gradient(meta_.outputs[i].geometry)});
     for (std::size_t i = 0; i < bases_.size(); ++i) meta_.tangents.push_back({Kind::IntermediateBase, i, of_gradient(geometry_of(bases_[i]))});
   }
-  // The gradient of a lazy conjugate is none.
+  // The gradient of a lazy conjugate is not a lazy conjugate.
   static Geometry of_gradient(Geometry result) {
     result.conjugated = result.negated = false;
     return result;
@@ -336,8 +340,10 @@ class Analysis {
   Tracer& tracer_;
   const Values &inputs_, &outputs_;
   ViewAndMutationMeta meta_;
-  std::map<StorageId, std::size_t> input_of_storage_;                            // the last one, of the plain ones
-  std::set<StorageId> subclass_storages_;                                        // of those that are a subclass
+  // The last one, plain inputs only.
+  std::map<StorageId, std::size_t> input_of_storage_;
+  // Of inputs that are subclasses.
+  std::set<StorageId> subclass_storages_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> output_of_tensor_;     // the last one
   std::map<StorageId, Aliases> aliases_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> base_of_tensor_;

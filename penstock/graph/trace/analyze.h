@@ -1,13 +1,16 @@
-// Finds out what a function does to its inputs and how its outputs alias, by running it once in shape only.
+// Determines which inputs a function mutates and how its outputs alias, by running it once on fake tensors.
 //
-//   Function step = [](const Values& in) -> Values { in[0].toTensor().mul_(2); return {in[0].toTensor() + in[1].toTensor()}; };
+//   Function step = [](const Values& in) -> Values {
+//     in[0].toTensor().mul_(2);
+//     return {in[0].toTensor() + in[1].toTensor()};
+//   };
 //   const ViewAndMutationMeta meta = analyze(step, {x, y});
 //   meta.inputs[0].mutates_data;        // true; x itself is untouched
 //
-// Inputs are taken as separate memory even when they share it; the same tensor given twice is one. An in-place operator that
-// autograd would refuse (on a leaf that needs a gradient) throws as it would in earnest, and so does an operator whose result
-// depends on values (DataDependentError, which names it).
-// The thread's grad mode is left as it was, whatever the function does to it.
+// Inputs are treated as separate memory even if they share it; a tensor passed twice counts as one input. An
+// in-place operator that autograd would reject (on a leaf that requires a gradient) throws as it does in a
+// real run, and so does an operator whose result depends on values (DataDependentError, which names it).
+// The thread's grad mode is restored, whatever the function does to it.
 #pragma once
 
 #include <cstddef>
@@ -19,16 +22,18 @@
 
 namespace penstock::graph {
 
-// Tensors and anything else that a function takes or gives; only tensors flow, the rest is fixed by the capture.
+// The arguments or results of a function. Only tensors become values of the graph; everything else is fixed
+// by the capture.
 using Values = std::vector<c10::IValue>;
 using Function = std::function<Values(const Values&)>;
 
-// How a function gets its inputs.
+// How a function receives its inputs.
 struct Convention {
-  // The first so many inputs are tensors that the function finds by itself, the parameters and buffers of a module: while it is captured
-  // these very tensors are fake (fake_in_place.h), and leaves are leaves.
+  // The first `found` inputs are tensors that the function accesses by itself, the parameters and buffers of
+  // a module. During the capture these tensors themselves are fake (fake_in_place.h), and leaves remain
+  // leaves.
   std::size_t found = 0;
-  std::vector<std::string> names;  // of inputs, for graphs and messages; empty: by number
+  std::vector<std::string> names;  // of the inputs, for graphs and messages; if empty, inputs are numbered
 
   std::string name_of(std::size_t input) const { return input < names.size() ? names[input] : "input " + std::to_string(input); }
 };

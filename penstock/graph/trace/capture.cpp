@@ -15,6 +15,7 @@
 #include <string>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/graph/trace/function_trace.h"
 #include "penstock/fake.h"
@@ -24,7 +25,7 @@ namespace {
 
 bool holds_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
 
-// Calls `seen` with all gradients that the nodes behind some results hand on, when they do.
+// Calls `seen` with all gradients that the nodes behind some results pass on.
 class GradientWatch final : public torch::autograd::FunctionPostHook {
  public:
   using Seen = std::function<void(const at::Tensor&)>;
@@ -35,12 +36,12 @@ class GradientWatch final : public torch::autograd::FunctionPostHook {
     return outputs;
   }
 
-  // `seen` must live until backward is over. The nodes are those of the capture, which nobody runs again.
+  // `seen` must live until backward has ended. The nodes belong to the capture and are not run again.
   static void attach(const torch::autograd::variable_list& results, const Seen& seen) {
     std::vector<torch::autograd::Node*> open;
     std::set<torch::autograd::Node*> known;
     const auto visit = [&](torch::autograd::Node* node) {
-      // A leaf hands nothing on, and belongs to the tensor, not to the capture.
+      // A leaf passes nothing on, and belongs to the tensor, not to the capture.
       if (node && node->num_outputs() > 0 && known.insert(node).second) open.push_back(node);
     };
     for (const at::Tensor& result : results) visit(result.grad_fn().get());
@@ -56,7 +57,7 @@ class GradientWatch final : public torch::autograd::FunctionPostHook {
   const Seen& seen_;
 };
 
-// A fake tensor that stands where a gradient of a result will stand.
+// A fake tensor in place of the gradient of a result.
 at::Tensor fake_tangent(const Geometry& geometry) {
   return make_fake_strided(geometry.sizes, geometry.strides, at::dtype(geometry.dtype).device(geometry.device));
 }
@@ -75,12 +76,12 @@ class JointCapture {
   JointGraph run() {
     if (outputs_.size() != meta_.outputs.size())
       throw StateError(describe("graph: number of results of the captured function", std::to_string(outputs_.size()),
-                                std::to_string(meta_.outputs.size()) + " as when it was analyzed",
+                                std::to_string(meta_.outputs.size()) + " as during analysis",
                                 "make the function do the same on every call"));
     const ModeGuard below(trace_.fake_mode);
     const ModeGuard on(tracer_);
     result_.primals = tracer_.graph.inputs.size();
-    for (const TensorRecord& record : trace_.records) layout_.inputs.push_back(note(record));
+    for (const FlattenRecord& record : trace_.records) layout_.inputs.push_back(note(record));
     collect_bases();
     find_written_memory();
     return_forward();
@@ -99,7 +100,7 @@ class JointCapture {
         bases_[*meta_.outputs[i].base_index] = at::Tensor(outputs_[i].toTensor()._base());
   }
 
-  // Inputs of the graph whose memory the function writes.
+  // The graph inputs whose memory the function writes.
   void find_written_memory() {
     std::size_t primal = 0;
     for (std::size_t i = 0; i < inputs_.size(); ++i) {
@@ -110,19 +111,19 @@ class JointCapture {
     }
   }
 
-  // Of a result that comes out of the graph.
-  TensorRecord return_result(const c10::IValue& value) {
-    TensorRecord record = return_value(value);
-    layout_.in_written_input.resize(tracer_.graph.outputs.size());
+  // For a result that is an output of the graph.
+  FlattenRecord return_result(const c10::IValue& value) {
+    FlattenRecord record = return_value(value);
+    layout_.in_mutated_input.resize(tracer_.graph.outputs.size());
     for (std::size_t i = record.first_flat(); i < tracer_.graph.outputs.size(); ++i)
       if (const ValueId part = tracer_.graph.outputs[i].value(); part != kNoValue)
-        if (const auto input = written_memory_.find(tracer_.graph[part].storage); input != written_memory_.end()) layout_.in_written_input[i] = input->second;
+        if (const auto input = written_memory_.find(tracer_.graph[part].storage); input != written_memory_.end()) layout_.in_mutated_input[i] = input->second;
     return record;
   }
 
-  // Adds a tensor to the outputs of the graph, or whatever else is returned.
-  // `before`: outputs that do not count, of the other half.
-  TensorRecord return_value(const c10::IValue& value, std::size_t before = 0) {
+  // Adds a tensor, or any other returned value, to the outputs of the graph. `before`: the number of outputs
+  // that do not count because they belong to the other phase.
+  FlattenRecord return_value(const c10::IValue& value, std::size_t before = 0) {
     std::vector<Operand>& returned = tracer_.graph.outputs;
     const std::size_t first = returned.size() - before;
     if (!holds_tensor(value)) {
@@ -130,25 +131,25 @@ class JointCapture {
       return PlainTensorMeta{first, std::nullopt};
     }
     for (const at::Tensor& part : plain_parts(value.toTensor())) returned.push_back(Operand::of(tracer_.value_of(part)));
-    return note(TensorRecord::of(value.toTensor(), first));
+    return note(FlattenRecord::of(value.toTensor(), first));
   }
 
-  TensorRecord note(TensorRecord record) {
+  FlattenRecord note(FlattenRecord record) {
     any_subclass_ |= record.is_subclass();
     return record;
   }
 
   void return_forward() {
-    std::vector<TensorRecord>& records = layout_.forward_outputs;
+    std::vector<FlattenRecord>& records = layout_.forward_outputs;
     for (const std::size_t i : meta_.mutated_at_run_time()) records.push_back(return_value(inputs_[i]));
     for (std::size_t i = 0; i < outputs_.size(); ++i)
       records.push_back(return_result(is_fresh(meta_.outputs[i].kind) ? outputs_[i] : c10::IValue(at::Tensor())));
     for (const at::Tensor& base : bases_) records.push_back(return_value(base));
     result_.forward_outputs = tracer_.graph.outputs.size();
-    layout_.in_written_input.resize(result_.forward_outputs);
+    layout_.in_mutated_input.resize(result_.forward_outputs);
   }
 
-  // What stands for the gradient of a result, as inputs of the graph.
+  // Adds graph inputs that represent the gradient of a result.
   at::Tensor add_tangent(const TangentInfo& tangent, const at::Tensor& result) {
     const std::size_t first = result_.tangents.size();
     const auto add = [&](const Geometry& geometry) {
@@ -156,11 +157,12 @@ class JointCapture {
       return tracer_.add_input(fake_tangent(geometry), fmt::format("tangents_{}", result_.tangents.size()));
     };
     at::Tensor made = rebuild_tangent(result, add);
-    layout_.tangents.push_back(note(TensorRecord::of(made, first)));
+    layout_.tangents.push_back(note(FlattenRecord::of(made, first)));
     return made;
   }
 
-  // Dense in the order of the result's strides; in a row where the result has gaps or an element at several places (expand).
+  // Dense in the order of the result's strides; contiguous if the result has gaps or overlapping elements
+  // (expand).
   template <class Add>
   static at::Tensor rebuild_tangent(const at::Tensor& result, const Add& add) {
     if (!is_subclass(result)) {
@@ -181,10 +183,10 @@ class JointCapture {
       case TangentInfo::Kind::Output: return outputs_[tangent.index].toTensor();
       case TangentInfo::Kind::IntermediateBase: return bases_[tangent.index];
     }
-    throw InvariantError("graph: a tangent of unknown kind");
+    throw InvariantError("graph: unknown kind of tangent");
   }
 
-  // Autograd does not see the write when it is applied to the input, so that no gradient ever comes this way.
+  // Autograd does not see the write that is applied to the input, so no gradient ever flows through it.
   bool is_written_unseen(std::size_t input) const {
     return meta_.inputs[input].mutations_under_no_grad || trace_.is_leaf_with_grad[input] != 0;
   }
@@ -194,11 +196,11 @@ class JointCapture {
     for (const TangentInfo& tangent : meta_.tangents) {
       if (tangent.kind == TangentInfo::Kind::MutatedInput && is_written_unseen(tangent.index)) continue;
       const at::Tensor& result = result_of(tangent);
-      // The same tensor returned twice has one gradient.
+      // A tensor that is returned twice has one gradient.
       bool again = false;
       for (const at::Tensor& root : roots) again |= root.is_same(result);
       if (again) continue;
-      PENSTOCK_INVARIANT(result.requires_grad(), "a result that needed a gradient when the function was analyzed needs none now");
+      PENSTOCK_INVARIANT(result.requires_grad(), "a result that required a gradient during analysis no longer requires one");
       roots.push_back(result);
       tangents.push_back(add_tangent(tangent, result));
     }
@@ -207,12 +209,12 @@ class JointCapture {
     torch::autograd::variable_list gradients(leaves.size());
     tracer_.phase = Phase::Backward;
     const std::size_t first_node = tracer_.graph.nodes.size();
-    for (std::size_t i = result_.primals; i < tracer_.graph.inputs.size(); ++i) handed_on_[tracer_.graph[tracer_.graph.inputs[i].value].storage] = first_node;
+    for (std::size_t i = result_.primals; i < tracer_.graph.inputs.size(); ++i) passed_on_[tracer_.graph[tracer_.graph.inputs[i].value].storage] = first_node;
     const GradientWatch::Seen seen = [&](const at::Tensor& gradient) {
       for (const at::Tensor& part : plain_parts(gradient))
-        if (is_fake(part)) handed_on_.try_emplace(tracer_.storage_of(part), tracer_.graph.nodes.size());
+        if (is_fake(part)) passed_on_.try_emplace(tracer_.storage_of(part), tracer_.graph.nodes.size());
     };
-    // Backward follows what forward did, and is usually run outside of the scope that casts.
+    // Backward follows what forward did, and usually runs outside the autocast scope.
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     if (!roots.empty() && !leaves.empty()) {
       GradientWatch::attach(roots, seen);
@@ -226,7 +228,8 @@ class JointCapture {
     return_written_in_backward(first_node);
   }
 
-  // What backward writes besides tensors of its own: a user's autograd function, or a hook, does such things.
+  // Handles writes in backward to tensors that backward did not create, as made by user-defined autograd
+  // functions or hooks.
   void return_written_in_backward(std::size_t first_node) {
     std::map<StorageId, std::size_t> primals;
     for (std::size_t i = 0; i < result_.primals; ++i) primals.emplace(tracer_.graph[tracer_.graph.inputs[i].value].storage, i);
@@ -246,9 +249,9 @@ class JointCapture {
             check_written_in_backward(primal->second, node, op);
             written.insert(primal->second);
           } else if (returned.contains(storage)) {
-            throw NotImplemented(fmt::format("graph: backward writes a tensor that forward returned ({}); write a clone of it", op));
-          } else if (const auto handed = handed_on_.find(storage); handed != handed_on_.end() && handed->second <= i) {
-            throw NotImplemented(fmt::format("graph: backward writes a gradient that it was given ({}), which others may hold; make a new tensor of it in the "
+            throw NotImplemented(fmt::format("graph: backward writes a tensor that forward returned ({}); write to a clone of it", op));
+          } else if (const auto handed = passed_on_.find(storage); handed != passed_on_.end() && handed->second <= i) {
+            throw NotImplemented(fmt::format("graph: backward writes a gradient that was passed to it ({}), which others may hold; create a new tensor in the "
                                              "function's backward or in the hook",
                                              op));
           }
@@ -269,7 +272,7 @@ class JointCapture {
       if (holds_tensor(inputs_[input]) && tensors++ == primal) break;
     const InputInfo& info = meta_.inputs.at(input);
     if (primals_[primal].requires_grad() || info.requires_grad)
-      throw NotImplemented(fmt::format("graph: backward writes {} ({}), which needs a gradient; write a clone of it", name, op));
+      throw NotImplemented(fmt::format("graph: backward writes {} ({}), which requires a gradient; write to a clone of it", name, op));
     if (node.op.hasTag(at::Tag::inplace_view))
       throw NotImplemented(fmt::format("graph: backward changes the shape of {} in place ({}); take a view of it", name, op));
     if (info.mutation_type() != MutationType::NotMutated)
@@ -284,7 +287,8 @@ class JointCapture {
   std::vector<at::Tensor> bases_;
   SubclassLayout layout_;
   std::map<StorageId, std::size_t> written_memory_;
-  std::map<StorageId, std::size_t> handed_on_;   // memory of gradients: how many nodes there were when another node of autograd was given one
+  // Per gradient storage: the number of nodes when another autograd node received it.
+  std::map<StorageId, std::size_t> passed_on_;
   bool any_subclass_ = false;
   JointGraph result_;
 };
@@ -298,7 +302,7 @@ Graph capture_forward(const Function& function, const Values& inputs) {
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (holds_tensor(inputs[i]) && is_subclass(inputs[i].toTensor()))
       throw TypeError(describe(fmt::format("graph: input {}", i), type_text(inputs[i].toTensor()), "a plain tensor",
-                               "hand over what it holds, or capture with capture_joint, which takes subclasses apart"));
+                               "pass its inner tensors, or use capture_joint, which flattens subclasses"));
     fakes.push_back(holds_tensor(inputs[i]) ? c10::IValue(tracer.add_input(to_fake(inputs[i].toTensor().detach()), fmt::format("input{}", i)))
                                             : inputs[i]);
   }

@@ -1,28 +1,31 @@
-// Captures a function, and its backward with it, as a graph.
+// Captures a function and its backward as a graph.
 //
 //   const Graph forward = capture_forward(function, {x, w});
 //   const ViewAndMutationMeta meta = analyze(function, {x, w});
 //   const JointGraph joint = capture_joint(function, {x, w}, meta);
 //
-// Forward alone takes one input per tensor among the function's inputs and returns its results.
+// A forward graph takes one input per tensor among the function's inputs and returns the function's results.
 //
-// The joint graph is forward and backward in one, recorded through autograd. Its inputs are the tensors among the function's inputs,
-// then one tangent, the gradient of a result, for each entry of `tangents`. Its outputs are
-//   the inputs that are written, as they are afterwards (meta.mutated_at_run_time());
-//   the function's results, where those that are made at run time from something else (aliases) are left out as kNoValue;
+// The joint graph contains forward and backward, recorded through autograd. Its inputs are the tensors among
+// the function's inputs, then one tangent (the gradient of a result) for each entry of `tangents`. Its
+// outputs are
+//   the mutated inputs with their new values (meta.mutated_at_run_time());
+//   the function's results; those that are made from something else at run time (aliases) are omitted as
+//     kNoValue;
 //   the intermediate bases;
-//   one gradient for each tensor among the inputs, kNoValue for those that get none;
-//   the inputs that backward writes (in a user's autograd function), as they are afterwards.
-// Inputs are separate values here, whatever memory they share: see input_plan.h for those that are written and shared.
-// Views and in-place operators are recorded as they come; functionalize() takes the writes out.
+//   one gradient for each tensor among the inputs, kNoValue for those that have none;
+//   the inputs that backward writes (in a user-defined autograd function), with their new values.
+// Inputs are separate values here, whatever memory they share; input_plan.h handles inputs that are written
+// and shared. Views and in-place operators are recorded as they occur; functionalize() removes the writes.
 //
-// Throws NotImplemented where backward writes what others would notice and a graph cannot do: a gradient that it was given, a tensor that forward
-// returned, an input that needs a gradient, that forward writes too, or whose shape it changes.
+// Throws NotImplemented if backward writes something that is visible outside and that a graph cannot write: a
+// gradient that was passed to it, a tensor that forward returned, or an input that requires a gradient, that
+// forward writes too, or whose shape backward changes.
 //
-// Tensor subclasses among inputs and results are taken apart (subclass_record.h): the graph is over the plain tensors in them, gradients are those that
-// autograd gives for the subclasses themselves.
+// Tensor subclasses among inputs and results are flattened (subclass_record.h): the graph operates on the
+// plain tensors inside them, and gradients are those that autograd computes for the subclasses themselves.
 //
-// Nothing is computed, and no random numbers are drawn. Thread rule: as for the function.
+// Nothing is computed, and no random numbers are drawn. Thread safety: that of the function.
 #pragma once
 
 #include <optional>
@@ -37,8 +40,9 @@ Graph capture_forward(const Function& function, const Values& inputs);
 
 JointGraph capture_joint(const Function& function, const Values& inputs, const ViewAndMutationMeta& meta, const Convention& convention = {});
 
-// Both from one run of the function, at half the price, for inputs that share no memory with each other. Without a joint graph where the
-// function writes a leaf that needs a gradient: then capture_joint() must run it again.
+// Analysis and joint graph from a single run of the function, at half the cost, for inputs that share no
+// memory. There is no joint graph if the function writes a leaf that requires a gradient; capture_joint()
+// must then run it again.
 struct AnalyzedCapture {
   ViewAndMutationMeta meta;
   std::optional<JointGraph> joint;

@@ -1,13 +1,14 @@
-// Tensors that are fake for a while, for everybody who holds them.
+// Makes existing tensors fake for the duration of a scope, for everyone who holds a handle to them.
 //
 //   {
 //     const FakeInPlace scope({layer->weight, layer->bias});
-//     is_fake(layer->weight);        // true; it still is the leaf of autograd that it was
-//   }                                // real again, with the memory it had
+//     is_fake(layer->weight);        // true; it is still the same autograd leaf
+//   }                                // real again, with its original memory
 //
-// A module holds its parameters by handles that nobody else can exchange; so that a capture may run the module's own code, the tensors
-// behind the handles change. What belongs to autograd stays: requires_grad, grad, hooks.
-// Nobody else may use the tensors while the scope lives. Thread rule: one thread.
+// A module holds its parameters by handles that cannot be exchanged from outside. To let a capture run the
+// module's own code, the tensors behind the handles change. The autograd state stays: requires_grad, grad,
+// hooks.
+// Nobody else may use the tensors during the scope. Thread safety: use from one thread.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -21,8 +22,8 @@ namespace penstock::graph {
 
 class FakeInPlace {
  public:
-  // A subclass becomes one around fake tensors. Throws StateError for a tensor that autograd has computed, TypeError for one that is fake already; all
-  // are as before then.
+  // A subclass becomes one around fake tensors. Throws StateError for a tensor that autograd has computed,
+  // TypeError for one that is already fake; in both cases all tensors are unchanged.
   explicit FakeInPlace(const std::vector<at::Tensor>& tensors);
   ~FakeInPlace();
   FakeInPlace(const FakeInPlace&) = delete;
@@ -31,8 +32,8 @@ class FakeInPlace {
  private:
   struct Replaced {
     at::Tensor tensor, real;
-    WeakNodePtr accumulator;  // replacing the data would make another, without the hooks of this one
-    // Kept away meanwhile: differentiating inside of the scope must not call what waits for a real gradient.
+    WeakNodePtr accumulator;  // replacing the data would create another one, without this one's hooks
+    // Removed during the scope: differentiating inside it must not call hooks that expect a real gradient.
     decltype(torch::autograd::AutogradMeta::hooks_) hooks;
   };
   void restore() noexcept;

@@ -10,7 +10,7 @@
 namespace penstock::graph {
 namespace {
 
-// Hands gradients on as they are.
+// Passes gradients on unchanged.
 struct PassOn final : torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override { return std::move(gradients); }
 };
@@ -20,7 +20,7 @@ struct PassOn final : torch::autograd::Node {
 at::Tensor non_leaf_of(const at::Tensor& leaf, const at::Tensor& data) {
   auto node = make_node<PassOn>();
   node->add_next_edge(torch::autograd::impl::gradient_edge(leaf));
-  // Shares what the data carries, under a version counter of its own.
+  // Shares the payload of the data, with a version counter of its own.
   at::Tensor result = data.variable_data();
   torch::autograd::create_gradient_edge(result, node);
   return result;

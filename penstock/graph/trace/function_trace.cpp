@@ -54,11 +54,12 @@ void FunctionTrace::make_inputs(const Values& real_inputs, const Convention& con
     const bool finds = i < convention.found;
     std::string name = i < convention.names.size() ? convention.names[i] : fmt::format("primals_{}", primals.size() + 1);
     primals.push_back(finds ? real : to_fake_parts(real));
-    records.push_back(TensorRecord::of(primals.back(), tracer.graph.inputs.size()));
+    records.push_back(FlattenRecord::of(primals.back(), tracer.graph.inputs.size()));
     const std::vector<std::string> suffixes = records.back().plain_names();
     const std::vector<at::Tensor> added = plain_parts(primals.back());
     for (std::size_t part = 0; part < added.size(); ++part) tracer.add_input(added[part], name + suffixes[part]);
-    // The same tensor again is the same value inside, but each place gets its own gradient: autograd adds them up as it would have.
+    // A tensor passed twice is one value inside, but each position gets its own gradient: autograd adds them
+    // up as usual.
     at::Tensor& first = made[real.unsafeGetTensorImpl()];
     if (first.defined()) {
       const bool own_gradient = leaves == Leaves::Writable && first.requires_grad();

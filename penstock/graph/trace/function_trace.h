@@ -1,4 +1,5 @@
-// One run of a function in shape, recorded, with what autograd knows of it still at hand: what analysis and capture look at.
+// One recorded run of a function on fake tensors, with its autograd graph still available, for analysis and
+// capture.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +18,8 @@ namespace penstock::graph {
 
 class FunctionTrace {
  public:
-  // Whether inputs that are leaves and need a gradient are leaves inside, so that autograd refuses what it would refuse in earnest, or may
-  // be written like results of something.
+  // Whether inputs that are leaves and require a gradient stay leaves, so that autograd rejects what it would
+  // reject in a real run, or become writable like results of a computation.
   enum class Leaves : std::uint8_t { AsTheyAre, Writable };
 
   FunctionTrace(const Function& function, const Values& inputs, const Convention& convention, Leaves leaves);
@@ -27,22 +28,25 @@ class FunctionTrace {
 
   const std::vector<Geometry> before;       // of the inputs
   const OwnAutocastCache cast_weights;      // fake ones must not outlive the trace
-  const FakeInPlace found;                  // held until everything below is gone
+  const FakeInPlace found;                  // destroyed after everything below
   FakeMode fake_mode;
   Tracer tracer;
   Values inputs, outputs;                   // of the function, fake
-  std::vector<at::Tensor> primals;          // one for each tensor among the inputs: what gradients are taken of
-  std::vector<TensorRecord> records;        // of the primals: which inputs of the graph they are
-  std::vector<std::vector<at::Tensor>> parts;   // for each input, the plain tensors in it as they were before the call
-  std::vector<char> is_leaf;                // of the inputs, in earnest
-  std::vector<char> is_leaf_with_grad;      // of the inputs, in earnest, before the call: a write may give one a gradient
-  std::optional<bool> grad_mode_after;      // what the function left grad mode at, when it changed it
+  // One for each tensor among the inputs; gradients are taken with respect to these.
+  std::vector<at::Tensor> primals;
+  std::vector<FlattenRecord> records;        // of the primals: which inputs of the graph they are
+  std::vector<std::vector<at::Tensor>> parts;   // for each input, its plain tensors before the call
+  std::vector<char> is_leaf;                // of the inputs, in the real call
+  // Of the inputs, in the real call, before it: a write may give one a gradient.
+  std::vector<char> is_leaf_with_grad;
+  std::optional<bool> grad_mode_after;      // the grad mode after the function, if it changed it
 
  private:
   void make_inputs(const Values& real_inputs, const Convention& convention, Leaves leaves);
 };
 
-// What analyze() and capture_joint() do with a trace. The second takes the trace's graph.
+// The implementations of analyze() and capture_joint() for a trace. The latter moves the graph out of the
+// trace.
 ViewAndMutationMeta analyze(FunctionTrace& trace, const AnalyzeOptions& options);
 JointGraph capture_joint(FunctionTrace& trace, const ViewAndMutationMeta& meta);
 

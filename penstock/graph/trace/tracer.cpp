@@ -15,7 +15,7 @@
 namespace penstock::graph {
 namespace {
 
-// By what a tensor is known: a wrapper by what it carries, which its copies share.
+// The identity of a tensor: for a wrapper its payload, which its copies share.
 const void* identity_of(const at::Tensor& tensor) {
   if (const Payload* payload = payload_of(tensor)) return payload;
   return tensor.unsafeGetTensorImpl();
@@ -35,8 +35,8 @@ bool any_wrapper_in(c10::ArrayRef<c10::IValue> values) {
 at::Tensor Tracer::add_input(at::Tensor fake, std::string name) {
   const FakeNote* note = fake_note(fake);
   if (!note || note->owner == note_owner_)
-    throw TypeError(fmt::format("graph: input '{}' is {}, expected a fake tensor of its own; make it with to_fake", name,
-                                note ? "another value already" : "a real tensor"));
+    throw TypeError(fmt::format("graph: input '{}' is {}, expected a new fake tensor; create one with to_fake", name,
+                                note ? "already another value" : "a real tensor"));
   graph.inputs.push_back({define(fake, new_storage(fake)), std::move(name)});
   return fake;
 }
@@ -82,7 +82,7 @@ ValueId Tracer::value_of(const at::Tensor& tensor) {
     return known->second;
   }
   if (is_wrapper(tensor))
-    throw StateError(fmt::format("graph: a tensor of kind {} came into the captured function from outside; hand it over as an input",
+    throw StateError(fmt::format("graph: the captured function uses a tensor of kind {} from outside; pass it as an input",
                                  payload_of(tensor)->kind()));
   const c10::Storage& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
   const auto [entry, is_new] = storages_of_others_.try_emplace(storage.unsafeGetStorageImpl());
@@ -100,21 +100,21 @@ Operand Tracer::operand_of(const c10::IValue& value) {
   return value.toTensor().defined() ? Operand::of(value_of(value.toTensor())) : Operand::of(kNoValue);
 }
 
-// What autograd would differentiate must be an input: nobody would get the gradient of a constant.
+// A tensor that autograd would differentiate must be an input: the gradient of a constant would be lost.
 void Tracer::check_constant(const at::Tensor& tensor) const {
   if (is_wrapper(tensor) || !tensor.requires_grad() || phase == Phase::Backward || !c10::GradMode::is_enabled()) return;
-  throw StateError(fmt::format("graph: the captured function uses a tensor of sizes [{}] that needs a gradient and is none of its inputs; hand it "
-                               "over as an input, or register it as a parameter of the module",
+  throw StateError(fmt::format("graph: the captured function uses a tensor of sizes [{}] that requires a gradient and is not one of its inputs; pass it "
+                               "as an input, or register it as a parameter of the module",
                                fmt::join(tensor.sizes(), ", ")));
 }
 
-// The same for a subclass around real tensors, which become constants one by one.
+// The same for a subclass around real tensors, which become constants individually.
 void Tracer::check_subclass_constant(const at::Tensor& tensor) const {
   if (!is_subclass(tensor) || !tensor.requires_grad() || phase == Phase::Backward || !c10::GradMode::is_enabled()) return;
   for (const at::Tensor& part : plain_parts(tensor))
     if (is_fake(part)) return;
-  throw StateError(fmt::format("graph: the captured function uses a tensor of kind {} and sizes [{}] that needs a gradient and is none of its inputs; hand it "
-                               "over as an input, or register it as a parameter of the module",
+  throw StateError(fmt::format("graph: the captured function uses a tensor of kind {} and sizes [{}] that requires a gradient and is not one of its inputs; pass it "
+                               "as an input, or register it as a parameter of the module",
                                type_text(tensor), fmt::join(tensor.sizes(), ", ")));
 }
 
@@ -136,7 +136,7 @@ Operand Tracer::argument_of(ArgumentTraits::Kind kind, const c10::IValue& value)
   return operand;
 }
 
-// The value of a written argument: another one when writing changed its geometry.
+// The value of a written argument: a new one if the write changed its geometry.
 ValueId Tracer::rewritten(const at::Tensor& tensor) {
   const ValueId value = value_of(tensor);
   return has_geometry(tensor, graph[value].geometry) ? value : define(tensor, graph[value].storage);
@@ -155,7 +155,7 @@ Operand Tracer::record_result(const ReturnAlias& alias, const c10::IValue& value
   return operand;
 }
 
-// Where nothing but fake tensors is below there is no need to ask the dispatcher.
+// If only fake tensors are involved, the dispatcher is bypassed.
 void Tracer::run_below(const c10::OperatorHandle& op, Stack* stack) {
   Mode* below = current_mode();
   if (below && typeid(*below) == typeid(FakeMode)) [[likely]]
@@ -164,7 +164,7 @@ void Tracer::run_below(const c10::OperatorHandle& op, Stack* stack) {
     op.callBoxed(stack);
 }
 
-// A subclass that is not fake handles its operators itself, and what it calls is recorded in its stead.
+// A subclass that is not fake handles its operators itself, and the operators it calls are recorded instead.
 Payload* Tracer::subclass_in(c10::ArrayRef<c10::IValue> arguments) const {
   Payload* chosen = nullptr;
   for (const c10::IValue& argument : arguments)
@@ -194,7 +194,7 @@ void Tracer::dispatch(const c10::OperatorHandle& op, Stack* stack) {
   }
   if (traits.mutates || any_wrapper_in(arguments)) [[likely]] {
     read_arguments(arguments);
-    // While the operator runs, so that no result gets the address of what an argument had.
+    // Keeps the arguments alive while the operator runs, so that no result reuses an argument's address.
     c10::SmallVector<at::Tensor, 6> kept;
     for (const c10::IValue& argument : arguments) {
       if (argument.isTensor())
@@ -204,7 +204,7 @@ void Tracer::dispatch(const c10::OperatorHandle& op, Stack* stack) {
     }
     run_below(op, stack);
   } else {
-    // A factory, or a step over constants. Only the result tells.
+    // A factory, or an operator on constants; only the result shows which.
     const std::vector<c10::IValue> kept = arguments.vec();
     run_below(op, stack);
     if (!any_wrapper_in(c10::ArrayRef<c10::IValue>(stack->data() + base, traits.returns.size()))) return;

@@ -1,4 +1,4 @@
-// Records what a function does to tensors: a mode over fake tensors that writes each operator down as a node.
+// Records what a function does to tensors: a mode over fake tensors that records each operator as a node.
 //
 //   FakeMode fake;
 //   Tracer tracer;
@@ -10,15 +10,17 @@
 //     tracer.graph.outputs.push_back(Operand::of(tracer.value_of(y)));
 //   }
 //
-// Recording happens below autograd and autocast: composite operators arrive as their parts, views and in-place operators as they
-// are, backward as further operators. Nothing is computed. Real tensors that a recorded operator takes become constants of the
-// graph, and one of them that needs a gradient is a StateError; numbers that became tensors stay numbers. Operators on real tensors alone are run and not recorded, unless they write:
-// what they give is as constant as what they were given.
+// Recording happens below autograd and autocast: composite operators are recorded as their parts, views and
+// in-place operators as they are, backward as further operators. Nothing is computed. Real tensors that a
+// recorded operator takes become constants of the graph, and a StateError if they require a gradient; numbers
+// wrapped in tensors stay numbers. Operators on real tensors alone are run and not recorded unless they
+// write: their results are as constant as their arguments.
 //
-// A tensor subclass is taken apart: its handler runs, and what it calls is recorded.
+// A tensor subclass is flattened: its handler runs, and the operators it calls are recorded.
 //
-// Tensors are known by what they carry, not by handle: the copies that autograd saves are the same value.
-// Thread rule: operators must come from one thread at a time, as they do when backward runs for one device.
+// Tensors are identified by the note they carry, not by handle: the copies that autograd saves are the same
+// value.
+// Thread safety: operators must come from one thread at a time, as they do when backward runs for one device.
 #pragma once
 
 #include <cstdint>
@@ -29,29 +31,29 @@
 #include "penstock/graph/ir/graph.h"
 #include "penstock/torch/fake/fake_note.h"
 #include "penstock/mode.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/tensor_subclass.h"
 
 namespace penstock::graph {
 
 class Tracer final : public Mode {
  public:
-  // A fake tensor that nothing recorded so far has made. Throws TypeError for another.
+  // Takes a fake tensor that no recorded operator has produced. Throws TypeError for any other.
   at::Tensor add_input(at::Tensor fake, std::string name);
 
-  // The value of a tensor; a real one that is not known yet becomes a constant. Throws StateError for a fake tensor that came
-  // from outside.
+  // Returns the value of a tensor; a real tensor that is not known yet becomes a constant. Throws StateError
+  // for a fake tensor that was created outside the recording.
   ValueId value_of(const at::Tensor& tensor);
-  // The memory of a tensor that has a value.
+  // Returns the storage of a tensor that has a value.
   StorageId storage_of(const at::Tensor& tensor);
-  // A tensor, or any other value as it is.
+  // Returns a tensor's value, or any other value unchanged.
   Operand operand_of(const c10::IValue& value);
 
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override;
   bool records() const override { return true; }
 
   Graph graph;
-  Phase phase = Phase::Forward;  // what nodes are marked with from here on
+  Phase phase = Phase::Forward;  // the phase of nodes recorded from now on
 
  private:
   Operand argument_of(ArgumentTraits::Kind kind, const c10::IValue& value);
@@ -65,16 +67,16 @@ class Tracer final : public Mode {
   Payload* subclass_in(c10::ArrayRef<c10::IValue> arguments) const;
   void run_below(const c10::OperatorHandle& op, Stack* stack);
 
-  // A fake tensor carries a note with its value, so nothing is held that the function lets go. Others are held, so that no address is given
-  // to another object during the recording.
+  // A fake tensor carries a note with its value, so that the tracer keeps nothing alive that the function
+  // releases. Other tensors are held, so that no address is reused during the recording.
   const std::uint64_t note_owner_ = new_note_owner();
   std::unordered_map<const void*, ValueId> others_;
   std::unordered_map<const c10::StorageImpl*, StorageId> storages_of_others_;
   std::vector<PayloadPtr> held_payloads_;
   std::vector<at::Tensor> held_tensors_;
   std::vector<c10::Storage> held_storages_;
-  std::size_t first_result_ = 0;                          // of the node that is recorded now
-  std::vector<const c10::StorageImpl*> storage_address_;  // by StorageId; of a storage that may be gone
+  std::size_t first_result_ = 0;                          // of the node being recorded
+  std::vector<const c10::StorageImpl*> storage_address_;  // by StorageId; the storage may no longer exist
 };
 
 }  // namespace penstock::graph

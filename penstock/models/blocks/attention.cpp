@@ -5,6 +5,7 @@
 
 #include <tuple>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/models/blocks/local_region.h"
 #include "penstock/models/blocks/rotary.h"
@@ -31,7 +32,7 @@ at::Tensor AttentionImpl::forward(const at::Tensor& x, const AttentionContext& c
     const at::Tensor all = at::linear(in, region.weight(part->weight));
     if (all.size(2) % head_width != 0)
       throw ValueError(describe(fmt::format("blocks.{}.attention", block_), fmt::format("{} columns on this rank", all.size(2)), fmt::format("whole heads of {}", head_width),
-                                "take a tensor parallel size that divides heads and key_value_heads"));
+                                "use a tensor parallel size that divides heads and key_value_heads"));
     return all.view({batch, length, all.size(2) / head_width, head_width});
   };
   const at::Tensor q = rotate(heads(query), context.turns).transpose(1, 2);

@@ -1,8 +1,9 @@
 // Causal attention with rotary positions and grouped queries, without biases.
 //
-// Query head h uses key head h / (heads / key_value_heads). A token sees the tokens before it and itself; with a document mask only those
-// of its own document. Under tensor parallelism (column parallel query, key, value; row parallel output) every rank computes its own
-// heads and one sum is sent each way.
+// Query head h uses key head h / (heads / key_value_heads). A token attends to itself and the tokens before
+// it; with a document mask only to those of its own document. Under tensor parallelism (column parallel
+// query, key, value; row parallel output) every rank computes its own heads, and one sum is sent in each
+// direction.
 #pragma once
 
 #include <torch/nn/cloneable.h>
@@ -17,16 +18,16 @@
 
 namespace penstock::models {
 
-// What is the same for all blocks of a forward.
+// Shared by all blocks of a forward.
 struct AttentionContext {
-  at::Tensor turns;          // of the rotary positions (rotary.h)
+  at::Tensor turns;          // rotary positions (rotary.h)
   AttentionMask mask;
-  KvCache* cache = nullptr;  // none: the keys are those of this forward
+  KvCache* cache = nullptr;  // null: the keys are those of this forward
 };
 
 class AttentionImpl : public torch::nn::Cloneable<AttentionImpl> {
  public:
-  // `block`: its number in the whole model.
+  // `block`: its index in the whole model.
   AttentionImpl(const TransformerOptions& options, std::int64_t block);
   void reset() override;
   // [batch, length, width]

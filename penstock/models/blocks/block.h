@@ -15,10 +15,10 @@ namespace penstock::models {
 
 class BlockImpl : public torch::nn::Cloneable<BlockImpl> {
  public:
-  // `number`: in the whole model; dropout masks and the cache go by it.
+  // `number`: its index in the whole model, which identifies dropout masks and the entries of the cache.
   BlockImpl(const TransformerOptions& options, std::int64_t number);
   void reset() override;
-  // [batch, length, width]. With dropout in training mode only within a step (penstock/step_context.h).
+  // [batch, length, width]. Dropout in training mode requires a step (penstock/step_context.h).
   at::Tensor forward(const at::Tensor& x, const AttentionContext& context);
 
   std::int64_t number() const { return number_; }
@@ -31,11 +31,12 @@ class BlockImpl : public torch::nn::Cloneable<BlockImpl> {
  private:
   TransformerOptions options_;
   std::int64_t number_;
-  std::int64_t attention_drop_, feed_drop_;  // names of the places, as numbers
+  std::int64_t attention_drop_, feed_drop_;  // keys of the two dropout places (layer_from_name)
 };
 TORCH_MODULE(Block);
 
-// Dropout at a place of the model (layer_from_name): the same mask in every layout. Nothing in evaluation or for p = 0.
+// Dropout at a named place of the model (layer_from_name), with the same mask in every layout. Does nothing
+// in evaluation or for p = 0.
 at::Tensor drop(const at::Tensor& x, double p, std::int64_t place, bool training);
 
 }  // namespace penstock::models

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::models {
@@ -15,7 +16,7 @@ KvCache::KvCache(const TransformerOptions& options, std::int64_t capacity) : cap
 std::pair<at::Tensor, at::Tensor> KvCache::put(std::int64_t block, const at::Tensor& keys, const at::Tensor& values) {
   const std::int64_t added = keys.size(2);
   if (length_ + added > capacity_)
-    throw ValueError(describe("KvCache", fmt::format("{} tokens and {} new ones", length_, added), fmt::format("at most {}", capacity_), "make it with a larger capacity"));
+    throw ValueError(describe("KvCache", fmt::format("{} tokens and {} new ones", length_, added), fmt::format("at most {}", capacity_), "create it with a larger capacity"));
   auto& [all_keys, all_values] = blocks_[block];
   if (!all_keys.defined() || (length_ == 0 && (all_keys.size(0) != keys.size(0) || all_keys.scalar_type() != keys.scalar_type() || all_keys.device() != keys.device()))) {
     all_keys = at::empty({keys.size(0), keys.size(1), capacity_, keys.size(3)}, keys.options());

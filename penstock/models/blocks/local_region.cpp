@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 
@@ -44,7 +45,8 @@ at::Tensor LocalRegion::enter(const at::Tensor& x) const {
   if (!mesh_) return x;
   const bool whole = std::none_of(split_.begin(), split_.end(), [](bool split) { return split; });
   if (plain_input_ && whole) return x;
-  // Every rank of a splitting axis uses all of it for its own columns: the gradients are terms.
+  // Every rank of a splitting axis uses the whole activation for its own columns: the gradients are terms of
+  // a sum.
   Placements gradients = inside_;
   for (std::size_t axis = 0; axis < split_.size(); ++axis)
     if (split_[axis]) gradients[axis] = Partial{};
@@ -54,18 +56,18 @@ at::Tensor LocalRegion::enter(const at::Tensor& x) const {
 at::Tensor LocalRegion::weight(const at::Tensor& parameter) const {
   if (!mesh_) {
     if (is_dtensor(parameter))
-      throw ValueError(describe("a parameter of a model", describe_dtensor(parameter), "a plain one, as the others are", "use parallelize_transformer()"));
+      throw ValueError(describe("a parameter of a model", describe_dtensor(parameter), "a plain one, like the others", "use parallelize_transformer()"));
     return parameter;
   }
   if (!is_dtensor(parameter))
     throw ValueError(describe("a parameter of a tensor parallel model", "a plain tensor", fmt::format("distributed over {}", mesh_->mesh().to_string()),
-                              "use parallelize_transformer(), or distribute_module() behind parallelize_module()"));
+                              "use parallelize_transformer(), or distribute_module() after parallelize_module()"));
   Placements gradients = placements_of(parameter);
   for (std::size_t axis = 0; axis < gradients.size(); ++axis) {
     if (gradients[axis].splits() != split_[axis])
-      throw ValueError(describe("a parameter of a tensor parallel model", describe_dtensor(parameter), "split along the axes along which its neighbours are",
+      throw ValueError(describe("a parameter of a tensor parallel model", describe_dtensor(parameter), "a parameter split along the same axes as its neighbours",
                                 "use tensor_parallel_plan(): column parallel for query, key, value, gate and up needs row parallel for output and down"));
-    if (inside_[axis].splits()) gradients[axis] = Partial{};  // other rows on every rank
+    if (inside_[axis].splits()) gradients[axis] = Partial{};  // every rank has other rows
   }
   return to_local(parameter, {.grad_placements = gradients});
 }

@@ -1,13 +1,15 @@
-// A part of a model that computes on local parts while its parameters are distributed: what is split over an axis of the mesh
-// (columns, then rows) is multiplied without the operators of distributed tensors, and one sum is sent each way.
+// A part of a model that computes on local tensors while its parameters are distributed: products with
+// parameters split over a mesh axis (columns, then rows) bypass the distributed operators, and one sum is
+// sent in each direction.
 //
 //   const LocalRegion region(x, up->weight, Rows::BatchAndLength);
 //   at::Tensor h = at::linear(region.enter(x), region.weight(up->weight));      // backward: gradients of x are summed over the axis, once
 //   h = at::silu(h);
 //   return region.leave_sum(at::linear(h, region.weight(down->weight)));        // forward: the terms are summed over the axis
 //
-// With plain parameters all of it is nothing. The activation may be plain, the same on all ranks of a mesh of one axis (the result is
-// plain then), or distributed over the mesh of the parameters, rows split over axes that do not split the parameters.
+// With plain parameters all of it is a no-op. The activation may be plain and equal on all ranks of a mesh
+// with one axis (the result is then plain), or distributed over the mesh of the parameters, with rows split
+// over axes that do not split the parameters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,23 +23,26 @@
 
 namespace penstock::models {
 
-// Which dims of an activation [batch, length, width] may stay split: those whose rows are treated alike.
+// Which dims of an activation [batch, length, width] may stay split: those whose rows are computed
+// independently.
 enum class Rows { Batch, BatchAndLength };
 
 class LocalRegion {
  public:
-  // `weight`: the first parameter, which says along which axes the region is split. Throws TypeError for an activation that does not
-  // fit it.
+  // `weight` is the first parameter; it determines along which axes the region is split. Throws TypeError for
+  // an activation that does not match it.
   LocalRegion(const at::Tensor& x, const at::Tensor& weight, Rows rows);
 
-  // The rows that are here, in full width.
+  // Returns the local rows, in full width.
   at::Tensor enter(const at::Tensor& x) const;
-  // The part that is here. Throws ValueError for a parameter that is split along other axes than the first one, unless it is whole.
+  // Returns the local part. Throws ValueError for a parameter that is split along other axes than the first
+  // one, unless it is replicated.
   at::Tensor weight(const at::Tensor& parameter) const;
-  // The local results are terms of a sum over the axes that split the region; shaped like `x`.
+  // Takes local results that are terms of a sum over the axes that split the region; the result is shaped
+  // like `x`.
   at::Tensor leave_sum(const at::Tensor& local) const;
-  // The local results are columns: a distributed tensor split along the last dim, of `columns` in all. As leave_sum where nothing is
-  // split.
+  // Takes local results that are columns; returns a distributed tensor split along the last dim, with
+  // `columns` in total. Like leave_sum if nothing is split.
   at::Tensor leave_split(const at::Tensor& local, std::int64_t columns) const;
 
  private:

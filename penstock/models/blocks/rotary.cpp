@@ -6,6 +6,7 @@
 
 #include <tuple>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/fake.h"
 #include "penstock/torch/kernels/fused_math.h"
@@ -27,7 +28,7 @@ bool is_here(at::Device device) {
 }  // namespace
 
 Rotary::Rotary(std::int64_t head_width, std::int64_t context, double theta) : context_(context), tables_(comes_before) {
-  const NoModesGuard real;  // kept, so never fake
+  const NoModesGuard real;  // the table is kept, so it must never be fake
   const at::Tensor frequencies = at::pow(theta, at::arange(0, head_width, 2, at::kDouble).div(-static_cast<double>(head_width)));
   angles_ = at::outer(at::arange(0, context, at::kDouble), frequencies);
 }
@@ -41,7 +42,7 @@ const at::Tensor& Rotary::table_for(const at::Tensor& like, at::Tensor& fake) {
   {
     const NoModesGuard real;
     table = at::polar(at::ones_like(angles_), angles_).to(dtype).unsqueeze(1);
-    // Real for fake tensors, too: whoever captures the model finds a constant.
+    // Real for fake tensors, too, so that a capture of the model has a constant.
     if (!is_fake(like) || is_here(like.device())) return tables_[key] = table.to(like.device());
   }
   fake = to_fake(table, like.device());

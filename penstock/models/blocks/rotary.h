@@ -1,12 +1,14 @@
-// Rotary positions (RoPE): neighbouring elements 2i, 2i + 1 of a query or key are a point of the plane, turned by position * theta^(-2i /
-// head width). So the product of a query and a key depends on the distance of their positions alone.
+// Rotary position embeddings (RoPE): neighbouring elements 2i, 2i + 1 of a query or key are a point in the
+// plane, rotated by position * theta^(-2i / head width). The product of a query and a key then depends only
+// on the distance of their positions.
 //
 //   Rotary rotary(head_width, context, 10000);
 //   const at::Tensor turns = rotary.turns(first, length, x);          // once for all layers of a forward
 //   q = rotate(q, turns);                                             // [batch, length, heads, head width]
 //
-// Angles are computed in float64 and kept as complex numbers, float32 or float64 as the model is. Tables of a device are made when first
-// asked for (that one copy waits for the device); fake tensors of a device that is not here get fake ones. One thread uses it.
+// Angles are computed in float64 and kept as complex numbers, float32 or float64 like the model. The table
+// for a device is made on first use (that copy waits for the device); fake tensors of an absent device get
+// fake tables. Thread safety: one thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,8 +23,8 @@ class Rotary {
  public:
   Rotary(std::int64_t head_width, std::int64_t context, double theta);
 
-  // Complex [length, 1, head_width / 2] of the positions first, first + 1, ...; on the device of `like`, in float64 if it is. Throws
-  // ValueError for positions outside of the context.
+  // Returns complex [length, 1, head_width / 2] for the positions first, first + 1, ..., on the device of
+  // `like`, in float64 if `like` is. Throws ValueError for positions outside the context.
   at::Tensor turns(std::int64_t first, std::int64_t length, const at::Tensor& like);
 
  private:
@@ -35,7 +37,8 @@ class Rotary {
       tables_;
 };
 
-// x [batch, length, heads, head width] of any floating dtype; 16 bits are turned in float32 and rounded once.
+// x [batch, length, heads, head width] of any floating dtype; 16-bit types are rotated in float32 and rounded
+// once.
 at::Tensor rotate(const at::Tensor& x, const at::Tensor& turns);
 
 }  // namespace penstock::models

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::models {
@@ -43,9 +44,9 @@ TransformerOptions TransformerOptions::resolved() const {
   require_positive("heads", heads);
   require_positive("context", context);
   require(width % heads == 0, "width", fmt::format("{}", width), fmt::format("a multiple of heads, {}", heads),
-          fmt::format("take {} or another number of heads", (width / heads + 1) * heads));
-  require(head_width() % 2 == 0, "width", fmt::format("{}, that is {} per head", width, head_width()), "an even number per head: rotary positions turn pairs",
-          fmt::format("take a multiple of {}", 2 * heads));
+          fmt::format("use {} or another number of heads", (width / heads + 1) * heads));
+  require(head_width() % 2 == 0, "width", fmt::format("{}, that is {} per head", width, head_width()), "an even number per head, because rotary positions rotate pairs",
+          fmt::format("use a multiple of {}", 2 * heads));
   require(key_value_heads >= 0, "key_value_heads", fmt::format("{}", key_value_heads), "at least 1, or 0 for as many as heads");
   if (whole.key_value_heads == 0) whole.key_value_heads = heads;
   require(heads % whole.key_value_heads == 0, "key_value_heads", fmt::format("{}", key_value_heads), fmt::format("a divisor of heads, {}", heads));
@@ -78,7 +79,7 @@ std::int64_t parameter_count(const TransformerOptions& options) {
 }
 
 double block_flops_per_token(const TransformerOptions& options, std::int64_t length) {
-  const std::int64_t products = block_parameter_count(options) - 2 * options.width;  // norms are no products
+  const std::int64_t products = block_parameter_count(options) - 2 * options.width;  // norms are not matrix products
   return 2.0 * static_cast<double>(products) + 4.0 * static_cast<double>(length) * static_cast<double>(options.width);
 }
 

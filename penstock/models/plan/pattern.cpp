@@ -5,6 +5,7 @@
 #include <cctype>
 #include <cstddef>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::models {
@@ -31,7 +32,7 @@ BlockPattern parse_pattern(std::string_view text) {
     }
   }
   if (pattern.blocks.empty()) throw ConfigError(describe(fmt::format("pattern \"{}\"", text), "no blocks", "letters A, for example AAAA or AA|AA"));
-  if (pattern.blocks.size() == stage_begin) throw ConfigError(describe(where(text.size() - 1), "a last stage without blocks", "at least one letter behind '|'"));
+  if (pattern.blocks.size() == stage_begin) throw ConfigError(describe(where(text.size() - 1), "a last stage without blocks", "at least one letter after '|'"));
   return pattern;
 }
 

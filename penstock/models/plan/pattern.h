@@ -1,9 +1,10 @@
-// Patterns of blocks: one letter a block, '|' where a stage ends.
+// Block patterns: one letter per block, '|' where a stage ends.
 //
 //   parse_pattern("AA|AA|A");      // five blocks, stages begin at 2 and 4
-//   parse_pattern("AAAA");         // four blocks, no cuts: the partition is somebody else's choice
+//   parse_pattern("AAAA");         // four blocks, no cuts: the stages are chosen elsewhere
 //
-// A is an attention block. M (state space) and E (experts) are known letters of which there are no blocks yet. Spaces are left out.
+// A is an attention block. M (state space) and E (experts) are reserved letters without blocks yet. Spaces
+// are ignored.
 #pragma once
 
 #include <string>
@@ -22,7 +23,8 @@ struct BlockPattern {
   bool operator==(const BlockPattern&) const = default;
 };
 
-// Throws ConfigError with the place for another letter, an empty stage and an empty pattern; NotImplemented for M and E.
+// Throws ConfigError with the position of an unknown letter, an empty stage or an empty pattern;
+// NotImplemented for M and E.
 BlockPattern parse_pattern(std::string_view text);
 std::string to_text(const BlockPattern& pattern);
 

@@ -8,6 +8,7 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/models/plan/pattern.h"
@@ -18,7 +19,7 @@ namespace {
 
 constexpr std::string_view kBlocks = "blocks.";
 constexpr std::string_view kFirstBlock = "blocks.0.";
-constexpr double kMovedElement = 10;  // operations that the time of one read and write is worth
+constexpr double kMovedElement = 10;  // one read and write takes as long as this many operations
 
 std::vector<plan::LayerRange> ranges_of(const TransformerOptions& options, int stages, const PartitionOptions& how) {
   const int layers = static_cast<int>(options.layers);
@@ -29,8 +30,8 @@ std::vector<plan::LayerRange> ranges_of(const TransformerOptions& options, int s
                                  "change one of the two"));
     if (pattern.has_cuts()) {
       if (pattern.stages() != stages)
-        throw ConfigError(describe(fmt::format("pattern \"{}\"", how.pattern), fmt::format("{} stages", pattern.stages()), fmt::format("{}, as the layout has", stages),
-                                   "move the cuts, or leave them out to have the blocks balanced"));
+        throw ConfigError(describe(fmt::format("pattern \"{}\"", how.pattern), fmt::format("{} stages", pattern.stages()), fmt::format("{}, as in the layout", stages),
+                                   "move the cuts, or remove them to let the blocks be balanced"));
       return plan::partition_at(layers, pattern.boundaries);
     }
   }
@@ -50,7 +51,8 @@ StagePart whole_model(const TransformerOptions& options) { return {0, 1, 0, opti
 PartCosts estimated_costs(const TransformerOptions& options, std::int64_t length) {
   const TransformerOptions whole = options.resolved();
   const auto width = static_cast<double>(whole.width), vocabulary = static_cast<double>(whole.vocabulary);
-  // About 20 elements of the width and 6 of the feed-forward are touched by what is no product; scores are touched 4 times a head.
+  // Besides the products, about 20 elements of the width and 6 of the feed-forward are touched; scores are
+  // touched 4 times per head.
   const double moved = 20 * width + 6 * static_cast<double>(whole.feed_width) + 4 * static_cast<double>(length * whole.heads);
   return {.blocks = {3 * (block_flops_per_token(whole, length) + kMovedElement * moved)},
           .embed = 3 * kMovedElement * width,
@@ -70,7 +72,7 @@ ParameterStages::ParameterStages(const std::vector<StagePart>& parts, const Tran
     if (part.has_embed() || (part.has_head() && options.tie_head)) of_embed_.push_back(part.index);
     if (part.has_head()) of_head_.push_back(part.index);
   }
-  // The names of a block are those of the first, the names of the model those of one without blocks.
+  // Block names are those of the first block, model names those of a model without blocks.
   TransformerOptions one = options;
   one.layers = 1;
   for (ParameterShape& shape : parameter_shapes(one)) {

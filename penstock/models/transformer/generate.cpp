@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 
@@ -15,7 +16,7 @@ namespace {
 
 constexpr std::int64_t kSampling = purpose::kFirstOfUser + 1;
 
-// Puts the mode back, also after an exception of the callback.
+// Restores the mode, also after an exception of the callback.
 class EvaluationMode {
  public:
   explicit EvaluationMode(torch::nn::Module& module) : module_(module), before_(module.is_training()) { module_.eval(); }
@@ -44,7 +45,7 @@ void check(const TransformerStageImpl& model, const at::Tensor& prompt, const Ge
 
 at::Tensor sample(const at::Tensor& logits, const SampleOptions& how, const RandomKey& key) {
   if (!(how.temperature >= 0) || how.top_k < 0)
-    throw ValueError(describe("sample: temperature and top_k", fmt::format("{} and {}", how.temperature, how.top_k), "numbers from 0 on"));
+    throw ValueError(describe("sample: temperature and top_k", fmt::format("{} and {}", how.temperature, how.top_k), "numbers not less than 0"));
   const at::Tensor whole = (is_dtensor(logits) ? full_tensor(logits) : logits).detach();
   if (how.temperature == 0) return whole.argmax(-1);
   at::Tensor scores = whole.to(at::kFloat).div(how.temperature);

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <string>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/mesh/local_shard.h"

@@ -1,6 +1,7 @@
-// Initial values: a function of (seed, name of the parameter, element), so the same bits in every layout, on every device, in one process
-// or many. Matrices are normal; those that write into the residual stream (attention.output, feed.down) get a deviation smaller by
-// sqrt(2 * layers), so that the stream does not grow with depth. Norms are 1.
+// Initial values: a function of (seed, parameter name, element), hence the same bits in every layout, on
+// every device, in one process or many. Matrices are normally distributed; those that write to the residual
+// stream (attention.output, feed.down) have a standard deviation smaller by sqrt(2 * layers), so that the
+// stream does not grow with depth. Norms are 1.
 //
 //   initialize(*stage, {.seed = 42});               // plain or distributed parameters; each rank computes its own part
 #pragma once

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/torch/kernels/fused_math.h"
@@ -23,7 +24,7 @@ at::Tensor token_loss_sum(const at::Tensor& logits, const at::Tensor& targets, s
 
 at::Tensor token_loss(const at::Tensor& logits, const at::Tensor& targets, double tokens, std::int64_t ignored) {
   if (!(tokens > 0))
-    throw ValueError(describe("token_loss: tokens", fmt::format("{}", tokens), "the positive number of targets to divide by", "leave out batches in which no target counts"));
+    throw ValueError(describe("token_loss: tokens", fmt::format("{}", tokens), "the positive number of targets to divide by", "skip batches in which all targets are ignored"));
   return token_loss_sum(logits, targets, ignored).div(tokens);
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::models {
@@ -29,7 +30,7 @@ void check_tensor_parallel(const TransformerOptions& options, int size) {
   const auto check = [&](const char* field, std::int64_t heads) {
     if (heads % size != 0)
       throw ConfigError(describe(fmt::format("tensor parallel size {}: model.{}", size, field), fmt::format("{}", heads), fmt::format("a multiple of {}", size),
-                                 "whole heads go to a rank: change the number of heads or the tensor parallel size"));
+                                 "each rank gets whole heads: change the number of heads or the tensor parallel size"));
   };
   check("heads", whole.heads);
   check("key_value_heads", whole.key_value_heads);

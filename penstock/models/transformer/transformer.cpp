@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/models/blocks/local_region.h"
@@ -19,7 +20,7 @@
 namespace penstock::models {
 namespace {
 
-// Holds blocks under their numbers in the whole model, where a ModuleList would count from 0.
+// Holds blocks under their indices in the whole model; a ModuleList would count from 0.
 class NumberedBlocks : public torch::nn::Module {
  public:
   void add(const Block& block) { register_module(std::to_string(block->number()), block); }
@@ -31,7 +32,7 @@ void check_part(const TransformerOptions& options, const StagePart& part) {
                               fmt::format("a part of {} blocks", options.layers), "take the parts from partition_model()"));
 }
 
-// A split weight brings its border with it (parallel_plan.h); a replicated one is what a plain one is.
+// A split weight keeps its distributed lookup (parallel_plan.h); a replicated one is used like a plain one.
 at::Tensor looked_up(const at::Tensor& weight, const at::Tensor& tokens) {
   const bool whole = is_dtensor(weight) && !is_dtensor(tokens) &&
                      std::none_of(placements_of(weight).begin(), placements_of(weight).end(), [](const Placement& placement) { return placement.splits(); });
@@ -59,14 +60,14 @@ TransformerStageImpl::TransformerStageImpl(const TransformerOptions& options, co
 }
 
 const at::Tensor& TransformerStageImpl::head_weight() const {
-  if (!part_.has_head()) throw StateError(fmt::format("stage {} of {} has no head; ask the last one", part_.index, part_.count));
+  if (!part_.has_head()) throw StateError(fmt::format("stage {} of {} has no head; use the last stage", part_.index, part_.count));
   if (!options_.tie_head) return head->weight;
   return tied_head_.defined() ? tied_head_ : embed->weight;
 }
 
 void TransformerStageImpl::separate_head() {
   if (!is_whole() || !options_.tie_head || tied_head_.defined())
-    throw StateError(fmt::format("separate_head: stage {} of {} does not have both uses of a tied weight, or has them apart already", part_.index, part_.count));
+    throw StateError(fmt::format("separate_head: stage {} of {} does not have both uses of a tied weight, or they are already separate", part_.index, part_.count));
   tied_head_ = register_parameter(kTiedHead, embed->weight.detach(), embed->weight.requires_grad());
 }
 
@@ -85,7 +86,7 @@ void TransformerStageImpl::check_input(const at::Tensor& x, std::int64_t before)
 }
 
 at::Tensor TransformerStageImpl::turns_of(const at::Tensor& rows, std::int64_t before, std::int64_t length) {
-  // Tokens do not tell the dtype of the model; the embedding does.
+  // Tokens do not have the dtype of the model; the embedding does.
   const at::Tensor like = part_.has_embed() ? rows.new_empty({0}, rows.options().dtype(embed->weight.scalar_type())) : rows;
   return rotary_.turns(before, length, like);
 }

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <numbers>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::optim {
@@ -21,14 +22,14 @@ std::string to_string(Decay decay) {
 Decay parse_decay(std::string_view text) {
   for (const Decay decay : {Decay::Constant, Decay::Cosine, Decay::Linear})
     if (text == to_string(decay)) return decay;
-  throw ValueError(describe("decay of the learning rate", fmt::format("\"{}\"", text), "constant, cosine or linear", "use one of these words"));
+  throw ValueError(describe("decay of the learning rate", fmt::format("\"{}\"", text), "constant, cosine or linear", "use one of these names"));
 }
 
 void check(const LrSchedule& schedule) {
   if (!(schedule.peak > 0) || !std::isfinite(schedule.peak))
     throw ValueError(describe("learning rate: peak", fmt::format("{}", schedule.peak), "a positive number", "common values are 1e-4 to 1e-2"));
   if (schedule.warmup_steps < 0)
-    throw ValueError(describe("learning rate: warmup_steps", fmt::format("{}", schedule.warmup_steps), "0 or more", "0 leaves the warm-up out"));
+    throw ValueError(describe("learning rate: warmup_steps", fmt::format("{}", schedule.warmup_steps), "0 or more", "0 disables the warm-up"));
   if (schedule.decay == Decay::Constant) return;
   if (!(schedule.floor >= 0 && schedule.floor <= schedule.peak))
     throw ValueError(describe("learning rate: floor", fmt::format("{}", schedule.floor), fmt::format("0 to the peak, {}", schedule.peak), "a tenth of the peak is common"));
@@ -45,7 +46,7 @@ double lr_at(const LrSchedule& schedule, std::int64_t step) {
   if (step >= schedule.total_steps) return schedule.floor;
   const double done = static_cast<double>(step - schedule.warmup_steps) / static_cast<double>(schedule.total_steps - schedule.warmup_steps);
   const double left = schedule.decay == Decay::Linear ? 1 - done : 0.5 * (1 + std::cos(std::numbers::pi * done));
-  // In this form the ends are exact and nothing between them rounds beyond them.
+  // In this form the ends are exact and rounding never exceeds them.
   return schedule.floor * (1 - left) + schedule.peak * left;
 }
 

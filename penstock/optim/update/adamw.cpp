@@ -1,4 +1,4 @@
-#include "penstock/optim/update/adamw.h"
+#include "penstock/optimizer.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -6,6 +6,7 @@
 #include <cmath>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/kernels/fused_steps.h"
 

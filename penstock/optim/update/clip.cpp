@@ -10,6 +10,7 @@
 #include <limits>
 #include <string>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/optim/update/rank_reduction.h"
 #include "penstock/torch/tree/distributed_type.h"
@@ -18,7 +19,7 @@
 namespace penstock::optim {
 namespace {
 
-// Lists of one device each: kernels take no others.
+// One list per device, as kernels require.
 std::vector<std::vector<at::Tensor>> by_device(const std::vector<at::Tensor>& tensors) {
   std::vector<std::vector<at::Tensor>> lists;
   for (const at::Tensor& tensor : tensors) {
@@ -29,14 +30,14 @@ std::vector<std::vector<at::Tensor>> by_device(const std::vector<at::Tensor>& te
   return lists;
 }
 
-// The largest size of an element, float64; NaN if there is one.
+// The largest absolute value of an element, float64; NaN if there is one.
 at::Tensor largest(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> sizes;
   for (const at::Tensor& tensor : tensors) sizes.push_back(tensor.abs().max().to(at::kDouble));
   return at::stack(sizes).max();
 }
 
-// The norm over all ranks of what each counts.
+// The norm over all ranks, of what each rank counts.
 at::Tensor norm_over(const RankReduction& ranks, const std::vector<at::Tensor>& counted, bool by_size, at::Device device) {
   at::Tensor total = at::zeros({}, at::TensorOptions(device).dtype(at::kDouble));
   for (const auto& list : by_device(counted)) {
@@ -47,7 +48,7 @@ at::Tensor norm_over(const RankReduction& ranks, const std::vector<at::Tensor>& 
     ranks.all_reduce(total, comm::ReduceOp::Sum);
     return total.sqrt();
   }
-  // Not every backend keeps NaN in a maximum: it travels beside the value.
+  // Not every backend keeps NaN in a maximum, so it is sent beside the value.
   const at::Tensor lost = total.isnan();
   const at::Tensor both = at::stack({total.masked_fill(lost, 0.0), lost.to(at::kDouble)});
   ranks.all_reduce(both, comm::ReduceOp::Max);
@@ -68,7 +69,7 @@ double ClipResult::value() const { return norm.item<double>(); }
 bool ClipResult::finite() const { return std::isfinite(value()); }
 
 ClipResult clip_grad_norm(const std::vector<NamedParameter>& parameters, double max_norm, const ClipOptions& options) {
-  if (!(max_norm > 0)) throw ValueError(describe("clip_grad_norm: max_norm", fmt::format("{}", max_norm), "a positive number", "infinity measures without clipping"));
+  if (!(max_norm > 0)) throw ValueError(describe("clip_grad_norm: max_norm", fmt::format("{}", max_norm), "a positive number", "infinity computes the norm without clipping"));
   const bool by_size = std::isinf(options.order) && options.order > 0;
   if (options.order != 2 && !by_size) throw ValueError(describe("clip_grad_norm: order", fmt::format("{}", options.order), "2 or infinity", "2 is the usual one"));
   const at::NoGradGuard no_grad;
@@ -93,7 +94,7 @@ ClipResult clip_grad_norm(const std::vector<NamedParameter>& parameters, double 
   }
   if (std::isinf(max_norm)) return result;
   if (device.is_cpu()) {
-    // Most gradients need no scaling once training runs: they are not even read then.
+    // Once training is stable most gradients need no scaling, and are then not even read.
     const double coefficient = max_norm / (result.value() + 1e-6);
     if (result.finite() && coefficient < 1 && !gradients.empty()) at::_foreach_mul_(gradients, coefficient);
     return result;

@@ -1,4 +1,4 @@
-#include "penstock/optim/update/gradients.h"
+#include "penstock/clip_gradients.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -11,6 +11,7 @@
 #include <set>
 #include <string>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/fully_shard.h"
@@ -19,7 +20,8 @@
 namespace penstock::optim {
 namespace {
 
-// The one axis along which a gradient is the terms of a sum that the parameter has replicated, if that is all that differs.
+// Returns the axis along which a gradient is Partial and the parameter replicated, if that is the only
+// difference.
 std::optional<int> summed_axis(const Placements& gradient, const Placements& parameter) {
   std::optional<int> axis;
   for (std::size_t i = 0; i < parameter.size(); ++i) {
@@ -30,7 +32,7 @@ std::optional<int> summed_axis(const Placements& gradient, const Placements& par
   return axis;
 }
 
-// Sums of one dtype along one axis of a mesh.
+// Sums of one dtype along one mesh axis.
 struct Sums {
   comm::MeshGroups mesh;
   int axis;
@@ -39,7 +41,7 @@ struct Sums {
   std::vector<std::string> names;
 };
 
-// A small number made of the names, exact in float32 also as a sum over many ranks.
+// A small number derived from the names, exact in float32 even as a sum over many ranks.
 double number_of(const std::vector<std::string>& names) {
   std::uint32_t hash = 2166136261u;
   for (const std::string& name : names)
@@ -47,7 +49,7 @@ double number_of(const std::vector<std::string>& names) {
   return hash % 4093;
 }
 
-// Whether a number that travels with the sums can be read back without waiting for a device, and is exact.
+// Whether a number sent with the sums can be read back exactly and without waiting for a device.
 bool can_compare(const Sums& sums) { return sums.locals[0].is_cpu() && (sums.dtype == at::kFloat || sums.dtype == at::kDouble); }
 
 }  // namespace
@@ -64,10 +66,10 @@ void settle_gradients(const std::vector<NamedParameter>& parameters) {
     const bool distributed = is_dtensor(parameter.tensor);
     if (distributed != is_dtensor(gradient))
       throw TypeError(describe(fmt::format("gradient of {}", parameter.name), distributed ? "a plain tensor" : "a distributed tensor", distributed ? "a distributed tensor" : "a plain tensor",
-                               "parameter and gradient are of one kind; set .grad() by from_local or full_tensor"));
+                               "parameter and gradient must be of one kind; set .grad() with from_local or full_tensor"));
     if (!distributed) continue;
     if (!(mesh_of(gradient) == mesh_of(parameter.tensor)))
-      throw ValueError(describe(fmt::format("gradient of {}", parameter.name), mesh_of(gradient).mesh().to_string(), mesh_of(parameter.tensor).mesh().to_string(), "distribute both on one mesh"));
+      throw ValueError(describe(fmt::format("gradient of {}", parameter.name), mesh_of(gradient).mesh().to_string(), mesh_of(parameter.tensor).mesh().to_string(), "distribute both over one mesh"));
     const Placements& placements = placements_of(parameter.tensor);
     if (placements_of(gradient) == placements) continue;
     const auto axis = summed_axis(placements_of(gradient), placements);
@@ -85,14 +87,14 @@ void settle_gradients(const std::vector<NamedParameter>& parameters) {
     entry->locals.push_back(local);
   }
   for (Sums& entry : sums) {
-    // Ranks that sum up other gradients than their neighbours, of the same size, would get numbers that mean nothing.
+    // If ranks summed different gradients of the same size, the result would be meaningless.
     const bool compare = can_compare(entry);
     const double own = number_of(entry.names);
     if (compare) entry.locals.push_back(at::full({1}, own, entry.locals[0].options()));
     entry.mesh.group(entry.axis).all_reduce_coalesced(entry.locals, comm::ReduceOp::Sum, {.label = "gradients", .timeout = {}}).wait();
     if (compare && entry.locals.back().item<double>() != own * entry.mesh.group(entry.axis).size())
-      throw StateError(describe("gradients of distributed parameters", fmt::format("on this rank those of {}, on another one of the mesh others", fmt::join(entry.names, ", ")),
-                                "gradients of the same parameters on all ranks of a mesh", "let every rank run the same operators on distributed tensors; branches may depend on what all of them know"));
+      throw StateError(describe("gradients of distributed parameters", fmt::format("those of {} on this rank, others on another rank of the mesh", fmt::join(entry.names, ", ")),
+                                "gradients of the same parameters on all ranks of a mesh", "run the same operators on distributed tensors on every rank; branches may depend only on values that are equal on all of them"));
     for (std::size_t i = 0; i < entry.owners.size(); ++i) {
       at::Tensor& owner = entry.owners[i];
       const at::Tensor gradient = owner.grad();

@@ -7,8 +7,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/optim/update/gradients.h"
+#include "penstock/clip_gradients.h"
 #include "penstock/optim/update/rank_reduction.h"
 #include "penstock/torch/tree/distributed_type.h"
 
@@ -86,8 +87,8 @@ void LossScaler::update() {
 }
 
 void LossScaler::load_state(const LossScalerState& state) {
-  require(state.scale > 0 && std::isfinite(state.scale), "state: scale", state.scale, "a positive number", "the record is broken; take another checkpoint");
-  require(state.good_steps >= 0, "state: good_steps", static_cast<double>(state.good_steps), "0 or more", "the record is broken; take another checkpoint");
+  require(state.scale > 0 && std::isfinite(state.scale), "state: scale", state.scale, "a positive number", "the record is damaged; use another checkpoint");
+  require(state.good_steps >= 0, "state: good_steps", static_cast<double>(state.good_steps), "0 or more", "the record is damaged; use another checkpoint");
   if (!options_.enabled) return;
   state_ = state;
   found_ = Found::Nothing;

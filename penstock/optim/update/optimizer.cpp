@@ -15,9 +15,10 @@
 #include <string_view>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/optim/update/gradients.h"
+#include "penstock/clip_gradients.h"
 #include "penstock/torch/tree/distributed_type.h"
 
 namespace penstock::optim {
@@ -28,7 +29,7 @@ void check_number(std::string_view what, double value, std::string_view remedy) 
 }
 
 void check_steps(const NamedSteps& entry) {
-  if (entry.steps < 0) throw ValueError(describe(fmt::format("state of an optimizer: {}", entry.name), fmt::format("{}", entry.steps), "0 or more", "the record is broken; take another checkpoint"));
+  if (entry.steps < 0) throw ValueError(describe(fmt::format("state of an optimizer: {}", entry.name), fmt::format("{}", entry.steps), "0 or more", "the record is damaged; use another checkpoint"));
 }
 
 }  // namespace
@@ -36,21 +37,21 @@ void check_steps(const NamedSteps& entry) {
 Optimizer::Optimizer(std::vector<ParameterGroup> groups, double lr, double weight_decay, Kernels kernels, std::vector<std::string> kinds)
     : kernels_(kernels), kinds_(std::move(kinds)) {
   set_lr(lr);
-  check_number("optimizer: weight_decay", weight_decay, "0 is no decay");
+  check_number("optimizer: weight_decay", weight_decay, "0 disables decay");
   std::vector<NamedParameter> all;
   std::map<const void*, std::size_t> group_of;
   for (std::size_t index = 0; index < groups.size(); ++index) {
     const ParameterGroup& group = groups[index];
     check_number(fmt::format("optimizer: lr_scale of group {}", index), group.lr_scale, "1 is the optimizer's own rate");
-    check_number(fmt::format("optimizer: weight_decay of group {}", index), group.weight_decay.value_or(0), "0 is no decay");
+    check_number(fmt::format("optimizer: weight_decay of group {}", index), group.weight_decay.value_or(0), "0 disables decay");
     groups_.push_back({group.lr_scale, group.weight_decay.value_or(weight_decay)});
     for (const NamedParameter& parameter : group.parameters) {
       all.push_back(parameter);
-      if (!parameter.tensor.defined()) continue;  // without_ties says so
+      if (!parameter.tensor.defined()) continue;  // without_ties reports it
       const auto [first, added] = group_of.emplace(parameter.tensor.unsafeGetTensorImpl(), index);
       const GroupNumbers &there = groups_[first->second], &here = groups_[index];
       if (!added && (there.lr != here.lr || there.weight_decay != here.weight_decay))
-        throw ValueError(describe(fmt::format("optimizer: tied parameter {}", parameter.name), fmt::format("groups {} and {} with other options", first->second, index), "one group, or equal options",
+        throw ValueError(describe(fmt::format("optimizer: tied parameter {}", parameter.name), fmt::format("groups {} and {} with different options", first->second, index), "one group, or equal options",
                                   "leave the name out of one of the groups; a tied parameter is stepped once"));
     }
   }
@@ -113,7 +114,7 @@ std::vector<Optimizer::Bucket> Optimizer::buckets() {
     const at::Tensor parameter = distributed ? local_if_distributed(tensor, kDetach) : tensor;
     at::Tensor gradient = distributed ? local_if_distributed(whole_gradient, kDetach) : whole_gradient;
     if (parameter.numel() == 0) continue;
-    // One order of elements for all lists; autograd leaves it so nearly always.
+    // All lists need the same order of elements; autograd almost always provides it.
     if (gradient.strides() != parameter.strides()) gradient = at::empty_like(parameter, at::MemoryFormat::Preserve).copy_(gradient);
     auto bucket = std::find_if(result.begin(), result.end(), [&](const Bucket& other) {
       return other.group == slot.group && other.step == slot.steps && other.parameters[0].scalar_type() == parameter.scalar_type() && other.parameters[0].device() == parameter.device();
@@ -125,7 +126,8 @@ std::vector<Optimizer::Bucket> Optimizer::buckets() {
     bucket->parameters.push_back(parameter);
     bucket->gradients.push_back(std::move(gradient));
     for (std::size_t kind = 0; kind < kinds_.size(); ++kind) bucket->state[kind].push_back(slot.local[kind]);
-    // Whoever saved the parameter for a backward that is still to come must notice, whatever kernel writes it.
+    // The version counter must change, so that autograd detects a saved parameter that was modified,
+    // whichever kernel writes it.
     tensor.unsafeGetTensorImpl()->bump_version();
   }
   return result;
@@ -142,7 +144,8 @@ void Optimizer::step() {
       update_lists(bucket);
       continue;
     }
-    // There an operator on a list goes tensor by tensor anyway; short lists keep what is between two operators in the cache.
+    // On the CPU an operator on a list runs tensor by tensor anyway; short lists keep intermediate
+    // results in the cache.
     constexpr std::int64_t kPieceElements = 1 << 14;
     for (std::size_t begin = 0; begin < bucket.parameters.size();) {
       std::size_t end = begin;
@@ -185,7 +188,7 @@ void Optimizer::load_state(const OptimizerState& state) {
     const auto place = places.find(name);
     if (place == places.end() || (place->second.second == kinds_.size()) != count)
       throw ValueError(describe("state of an optimizer: name", name, fmt::format("optimizer.<parameter>.{} of a parameter of this rank", count ? "step" : fmt::format("<{}>", fmt::join(kinds_, "|"))),
-                                "load the state of the same model and kind of optimizer, and give each rank the names of its own parameters"));
+                                "load the state of the same model and kind of optimizer, and pass to each rank the names of its own parameters"));
     if (!seen.insert(name).second) throw ValueError(describe(fmt::format("state of an optimizer: {}", name), "given twice", "once", "leave one of them out"));
     return place->second;
   };
@@ -194,10 +197,10 @@ void Optimizer::load_state(const OptimizerState& state) {
     const at::Tensor& parameter = parameters_[index].tensor;
     if (!entry.tensor.defined() || entry.tensor.sizes() != parameter.sizes())
       throw ValueError(describe(fmt::format("state of an optimizer: shape of {}", entry.name), entry.tensor.defined() ? fmt::format("[{}]", fmt::join(entry.tensor.sizes(), ", ")) : "an undefined tensor",
-                                fmt::format("[{}]", fmt::join(parameter.sizes(), ", ")), "it belongs to a model of another size"));
+                                fmt::format("[{}]", fmt::join(parameter.sizes(), ", ")), "load the state of a model of the same size"));
     if (is_dtensor(entry.tensor) && (!is_dtensor(parameter) || !(mesh_of(entry.tensor) == mesh_of(parameter))))
       throw ValueError(describe(fmt::format("state of an optimizer: {}", entry.name), describe_dtensor(entry.tensor), is_dtensor(parameter) ? "a tensor of the parameter's mesh" : "a plain tensor",
-                                "give the whole tensor (full_tensor) where layouts differ"));
+                                "pass the whole tensor (full_tensor) if layouts differ"));
     given[index].tensors[kind] = entry.tensor;
   }
   for (const NamedSteps& entry : state.steps) {
@@ -210,7 +213,7 @@ void Optimizer::load_state(const OptimizerState& state) {
     for (std::size_t kind = 0; kind <= kinds_.size(); ++kind)
       if (some && !(kind < kinds_.size() ? tensors[kind].defined() : steps.has_value()))
         throw ValueError(describe("state of an optimizer", fmt::format("no {} beside other state of {}", state_name(index, kind < kinds_.size() ? kinds_[kind] : "step"), parameters_[index].name),
-                                  "all of a parameter's state or none", "the record is broken or of another kind of optimizer; take another checkpoint"));
+                                  "all of a parameter's state or none", "the record is damaged or of another kind of optimizer; use another checkpoint"));
   }
   for (std::size_t index = 0; index < slots_.size(); ++index) {
     Slot& slot = slots_[index];
@@ -240,7 +243,7 @@ void Optimizer::set_steps(const std::vector<NamedSteps>& steps) {
   for (const NamedSteps& entry : steps) {
     check_steps(entry);
     if (!places.count(entry.name))
-      throw ValueError(describe("state of an optimizer: name", entry.name, "optimizer.<parameter>.step of a parameter of this rank", "give each rank the names of its own parameters"));
+      throw ValueError(describe("state of an optimizer: name", entry.name, "optimizer.<parameter>.step of a parameter of this rank", "pass to each rank the names of its own parameters"));
   }
   for (const NamedSteps& entry : steps) slots_[places.at(entry.name)].steps = entry.steps;
 }

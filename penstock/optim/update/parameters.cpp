@@ -1,4 +1,4 @@
-#include "penstock/optim/update/parameters.h"
+#include "penstock/optimizer.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -8,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::optim {
@@ -39,7 +40,7 @@ std::vector<NamedParameter> without_ties(const std::vector<NamedParameter>& para
   std::map<std::string_view, const void*> names;
   std::set<const void*> seen;
   for (const NamedParameter& parameter : parameters) {
-    if (parameter.name.empty()) throw ValueError("parameters: a parameter without a name; give each the name that it has in the whole model");
+    if (parameter.name.empty()) throw ValueError("parameters: a parameter has no name; pass each with its name in the whole model");
     if (!parameter.tensor.defined()) throw ValueError(fmt::format("parameters: {} is an undefined tensor; leave it out of the list or register it first", parameter.name));
     const void* identity = parameter.tensor.unsafeGetTensorImpl();
     const auto [entry, added] = names.emplace(parameter.name, identity);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 
@@ -25,7 +26,7 @@ bool has(const std::vector<comm::Group>& groups, const comm::Group& group) {
   return std::any_of(groups.begin(), groups.end(), [&](const comm::Group& other) { return other.ranks() == group.ranks(); });
 }
 
-// The axes of a mesh that something in the list is split along.
+// The mesh axes along which some parameter of the list is split.
 struct MeshUse {
   comm::MeshGroups mesh;
   std::vector<bool> split;
@@ -38,7 +39,7 @@ RankReduction::RankReduction(const std::vector<NamedParameter>& parameters, cons
   for (const comm::Group& group : groups) {
     if (!group || !group.is_member())
       throw ValueError(describe("groups to reduce over", group ? fmt::format("{} of ranks [{}]", group.name(), fmt::join(group.ranks(), ", ")) : "an empty handle", "groups that this rank is in",
-                                "give each rank its own group along the axis, as MeshGroups::group does"));
+                                "pass to each rank its own group along the axis, as MeshGroups::group returns it"));
     if (group.size() > 1 && !has(given, group)) given.push_back(group);
   }
   std::vector<MeshUse> meshes;  // in the order of the list, which all ranks of a mesh share

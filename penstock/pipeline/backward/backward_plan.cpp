@@ -15,7 +15,7 @@ using torch::autograd::Node;
 
 namespace {
 
-// Operators that only look at a weight in another way, by the names of their nodes without the version at the end.
+// Operators that only view a weight, by the names of their nodes without the version at the end.
 bool passes_weight_through(const Node& node) {
   static constexpr std::array<std::string_view, 14> kNames{
       "TBackward", "ViewBackward", "PermuteBackward", "TransposeBackward", "ExpandBackward", "ReshapeAliasBackward", "UnsafeViewBackward",
@@ -59,7 +59,7 @@ NodeIndex::NodeIndex(const torch::autograd::edge_list& roots) {
         targets_[place] = known;
         continue;
       }
-      const std::uint32_t found = add(edge.function);  // entries and targets move: nothing of them is held here
+      const std::uint32_t found = add(edge.function);  // add() may reallocate entries and targets: no reference to them is held here
       targets_[place] = found;
       path.push_back({found, 0});
     }
@@ -121,8 +121,8 @@ BackwardPlan::BackwardPlan(const torch::autograd::edge_list& roots, const std::v
     if (arriving[n] > 2) g.crowded = any_crowded = true;
     if (const AccumulateGrad* leaf = as_leaf(index_[n])) g.large |= leaf->variable.dim() > 1;
   }
-  // The order of two additions matters from three gradients on. It is kept in the second half by the numbers of the nodes, where
-  // these tell the order in which the engine takes nodes.
+  // From three gradients on, the order of additions matters. The second half keeps it by the sequence numbers
+  // of the nodes, provided that these reflect the order in which the engine runs nodes.
   const bool unsure = any_crowded && !ordered();
   for (std::uint32_t n = 0; n < index_.size(); ++n) {
     const Group& g = groups[n];
@@ -140,8 +140,8 @@ void BackwardPlan::mark_upper(const std::vector<NodePtr>& inputs) {
       if (const std::uint32_t to = index_.target(n, e); to != NodeIndex::kNone) upper_[n] = upper_[to];
 }
 
-// No input needs a gradient. The lowest operators that use weights take the place of the inputs: nodes that are no mere view of a
-// weight, and all of whose edges lead to weights or views of them.
+// No input needs a gradient. The lowest operators that use weights take the place of the inputs: nodes that
+// are not just a view of a weight, and all of whose edges lead to weights or views of them.
 void BackwardPlan::mark_upper_above_weights() {
   std::vector<char> weight(index_.size());  // a weight or a view of one
   for (const std::uint32_t n : index_.bottom_up()) {
@@ -174,9 +174,10 @@ std::uint32_t BackwardPlan::group(std::uint32_t number) {
 
 void BackwardPlan::join(std::uint32_t a, std::uint32_t b) { group_[group(a)] = group(b); }
 
-// The engine takes the ready node with the highest number. Where every edge leads to a lower number, and no two nodes share one, that
-// is the order of the numbers, whatever else there is in the graph. Graphs made by several threads, and views that were made anew after
-// an in-place operator, may be otherwise. (Accumulators have the highest number of all, and run as soon as they are ready.)
+// The engine runs the ready node with the highest sequence number. If every edge leads to a lower number, and
+// no two nodes share one, nodes run in descending order of numbers, whatever else is in the graph. This may
+// not hold for graphs built by several threads, and for views that were regenerated after an in-place
+// operator. (Accumulators have the highest number of all, and run as soon as they are ready.)
 bool BackwardPlan::ordered() const {
   std::vector<std::uint64_t> numbers;
   numbers.reserve(index_.size());

@@ -1,9 +1,11 @@
-// Which nodes of a graph belong to which half of a split backward. The halves themselves are explained in split_backward.h.
+// Decides which nodes of an autograd graph run in which half of a split backward. split_backward.h explains
+// the halves.
 //
-// Terms. An *upper* node reaches an input of the stage; a *lower* one does not. Lower nodes that are connected with each other, or by
-// an upper node that leads to both, form a *group*: all of its weights are done in the same half, so that no sum of gradients is
-// ever taken in two parts. An *opaque* node computes all of its gradients in one call (custom functions, in-place operators on views,
-// nodes with hooks after them); the others compute those that are asked for, and may be called once for each half.
+// Terms. An *upper* node reaches an input of the stage; a *lower* node does not. Lower nodes that are
+// connected with each other, or that share an upper node leading to them, form a *group*: all weights of a
+// group are computed in the same half, so that no sum of gradients is split between halves. An *opaque* node
+// computes all of its gradients in one call (custom functions, in-place operators on views, nodes with post
+// hooks); other nodes compute only the requested gradients and may be called once per half.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +15,13 @@
 
 namespace penstock {
 
-// The nodes that roots lead to, numbered, with the targets of their edges as numbers.
+// The nodes reachable from the roots, numbered, with the targets of their edges as numbers.
 class NodeIndex {
  public:
   static constexpr std::uint32_t kNone = UINT32_MAX;
   struct Entry {
     torch::autograd::Node* node;
-    const NodePtr* owner;      // somewhere in the graph or in the roots: copy it before edges change
+    const NodePtr* owner;      // points into the graph or the roots: copy it before edges change
     std::uint32_t first_edge, edges;  // in targets
   };
 
@@ -29,9 +31,9 @@ class NodeIndex {
   const Entry& operator[](std::uint32_t number) const { return entries_[number]; }
   std::uint32_t edges(std::uint32_t number) const { return entries_[number].edges; }
   std::uint32_t target(std::uint32_t number, std::uint32_t edge) const { return targets_[entries_[number].first_edge + edge]; }
-  // A node stands after all that it leads to.
+  // Topological order: a node comes after all nodes it leads to.
   const std::vector<std::uint32_t>& bottom_up() const { return bottom_up_; }
-  std::uint32_t find(const torch::autograd::Node* node) const;  // kNone when it is not there
+  std::uint32_t find(const torch::autograd::Node* node) const;  // kNone if it is not in the graph
 
  private:
   struct Slot {
@@ -49,14 +51,14 @@ class NodeIndex {
 
 class BackwardPlan {
  public:
-  // `inputs` are the accumulators of the stage's inputs; null ones are passed over.
+  // `inputs` are the gradient accumulators of the stage's inputs; null entries are skipped.
   BackwardPlan(const torch::autograd::edge_list& roots, const std::vector<NodePtr>& inputs);
 
   const NodeIndex& index() const { return index_; }
   bool upper(std::uint32_t number) const { return upper_[number]; }
-  // Whether the first half runs this node.
+  // Returns whether the first half runs this node.
   bool in_first_half(std::uint32_t number) const { return upper_[number] || first_half_[group_[number]]; }
-  // Whether this is an upper node some of whose edges wait for the second half.
+  // Returns whether this is an upper node with edges that are left for the second half.
   bool waits(std::uint32_t number) const { return upper_[number] && source_[number] && !first_half_[group_[number]]; }
   static bool opaque(torch::autograd::Node& node) { return !node.is_traceable() || !node.post_hooks().empty(); }
 
@@ -70,7 +72,7 @@ class BackwardPlan {
 
   NodeIndex index_;
   std::vector<char> upper_, source_;    // source: an upper node with an edge to a lower one
-  std::vector<std::uint32_t> group_;    // the number of one of its nodes
+  std::vector<std::uint32_t> group_;    // the number of one node of the group
   std::vector<char> first_half_;        // by group
 };
 

@@ -1,4 +1,5 @@
-// The gradients of the two copies of a bidirectional pipeline, summed: each copy has seen half of the microbatches.
+// Sums the gradients of the two copies of each part in a bidirectional pipeline: each copy has seen half of
+// the microbatches.
 #pragma once
 
 #include <vector>
@@ -7,18 +8,20 @@
 #include "penstock/stage.h"
 #include "penstock/stage_placement.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class CopyGradients {
  public:
-  // Collective over the pairs of ranks that hold copies of a part; nothing in pipelines of one chain. Throws ValueError where copies
-  // on this rank and elsewhere cannot be compared: another number of stages in one chain than in the other.
+  // Collective over the pairs of ranks that hold copies of a part; does nothing in pipelines with one chain.
+  // Throws ValueError if the copies cannot be matched because the two chains have different numbers of
+  // stages.
   CopyGradients(const comm::World& world, const std::vector<int>& ranks, const schedule::StageMap& map, std::vector<PipelineStage> stages);
 
-  // Adds, to the gradients of every parameter of this rank, those of its copy. A parameter that has none on either side keeps none.
-  // Throws PipeliningMetadataError, on both ranks, that names the first parameter whose dtype, shape, placements or requires_grad differ.
+  // Adds to the gradient of each parameter of this rank the gradient of its copy. A parameter without a
+  // gradient on both sides stays without one. Throws PipeliningMetadataError on both ranks, naming the first
+  // parameter whose dtype, shape, placements or requires_grad differ.
   void sum();
-  // Connects the pairs: a sum of one element each, so that the first `sum` finds communicators that exist.
+  // Connects the pairs by a sum of one element each, so that the first `sum` finds existing communicators.
   void warm_up();
   bool any() const { return !pairs_.empty(); }
 
@@ -31,4 +34,4 @@ class CopyGradients {
   std::vector<Pair> pairs_;  // in the order of the parts
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

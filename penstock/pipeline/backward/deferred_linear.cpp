@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/pipeline/backward/graph_node.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
@@ -31,8 +32,9 @@ namespace {
 
 at::Tensor rows_of(const at::Tensor& tensor) { return tensor.dim() == 2 ? tensor : tensor.reshape({-1, tensor.size(-1)}); }
 
-// The gradients of one layer's weights, in the backward of the queue: edge 0 leads to the weight, edge 1 to the bias. Has the
-// number of the layer's node in the graph, so that tied weights are added up in the order of that graph.
+// Computes the gradients of one layer's weights in the backward of the queue: edge 0 leads to the weight,
+// edge 1 to the bias. Has the sequence number of the layer's node in the graph, so that gradients of tied
+// weights are added in the order of that graph.
 class WeightGradients final : public Node {
  public:
   WeightGradients(std::uint64_t number, edge_list&& edges, at::Tensor input, at::Tensor grad, bool flat_bias)
@@ -40,12 +42,12 @@ class WeightGradients final : public Node {
     add_input_metadata(grads_[0]);
   }
 
-  // Whether the rows of the other can be taken along: the same weights and types.
+  // Returns whether the other's rows can be merged into this one: same weights and dtypes.
   bool joins(const WeightGradients& other) const {
     return next_edge(0) == other.next_edge(0) && next_edge(1) == other.next_edge(1) && inputs_[0].scalar_type() == other.inputs_[0].scalar_type() &&
            grads_[0].scalar_type() == other.grads_[0].scalar_type();
   }
-  // Leaves the other empty.
+  // Takes the other's rows and leaves it empty.
   void take_rows(WeightGradients& other) {
     std::move(other.inputs_.begin(), other.inputs_.end(), std::back_inserter(inputs_));
     std::move(other.grads_.begin(), other.grads_.end(), std::back_inserter(grads_));
@@ -64,9 +66,9 @@ class WeightGradients final : public Node {
     const std::vector<at::Tensor> inputs = std::exchange(inputs_, {}), grads = std::exchange(grads_, {});
     const at::Tensor grad = joined(grads);
     variable_list results(num_outputs());
-    // Under autocast the layer computed in another type than that of its input.
+    // Under autocast the layer computed in another dtype than that of its input.
     if (should_compute_output(0)) results[0] = grad.t().mm(joined(inputs).to(grad.scalar_type()));
-    // The engine adds up to the shape of the bias, in the dims in which the layer itself added it.
+    // The engine reduces to the shape of the bias, over the dims along which the layer broadcast it.
     if (should_compute_output(1)) results[1] = flat_bias_ || grads.size() > 1 ? grad : grads[0];
     return results;
   }
@@ -93,8 +95,9 @@ struct WeightQueue::State {
 
 namespace {
 
-// Stands at the output of a layer and notes what the weights need; as a node it sees the gradient after all hooks of the output. Then
-// passes the gradient on to the graph of the layer or, where it knows the weight, computes that of the input itself.
+// Attached to the output of a layer; keeps what the weight gradients need. Being a node, it sees the gradient
+// after all hooks of the output. It then passes the gradient on to the graph of the layer or, if it knows the
+// weight, computes the gradient of the input itself.
 class NoteWeights final : public Node {
  public:
   NoteWeights(edge_list&& edges, const at::Tensor& input, const at::Tensor& weight, edge_list weights, bool flat_bias, std::weak_ptr<WeightQueue::State> queue)
@@ -117,7 +120,7 @@ class NoteWeights final : public Node {
                                 "run the forward again, or keep the graph with retain_graph"));
     const std::shared_ptr<WeightQueue::State> queue = queue_.lock();
     if (!queue)
-      throw StateError(describe("backward of a DeferredLinear", "its WeightQueue was destroyed", "the queue of the forward, alive",
+      throw StateError(describe("backward of a DeferredLinear", "its WeightQueue was destroyed", "the queue of the forward, still alive",
                                 "keep the queue until its run()"));
     if (!grads[0].defined()) return variable_list(1);
     const at::Tensor grad = grads[0].detach(), input = input_.unpack();
@@ -134,11 +137,11 @@ class NoteWeights final : public Node {
   std::weak_ptr<WeightQueue::State> queue_;
 };
 
-// Whether at::linear took all leading dims as one, bias included, or added the bias to a result of many dims. Which it does depends
-// on the version and on strides; the node that it left tells.
+// Whether at::linear flattened all leading dims, bias included, or added the bias to a result of many dims.
+// That depends on the version and on strides; the node that it created shows it.
 bool adds_bias_flat(const at::Tensor& output) { return output.dim() == 2 || output.grad_fn()->name().rfind("AddBackward", 0) != 0; }
 
-// Takes away all edges that do not lead to `input`. Returns whether any is left.
+// Removes all edges that do not lead to `input`. Returns whether any is left.
 bool keep_edges_to(const NodePtr& input, Node& node) {
   bool any = false;
   for (Edge& edge : node.next_edges()) {
@@ -149,12 +152,12 @@ bool keep_edges_to(const NodePtr& input, Node& node) {
   return any;
 }
 
-// The layer itself, with a graph that leads to the input alone, whether the input needs a gradient or not.
+// Runs the layer with a graph that leads only to the input, whether or not the input needs a gradient.
 at::Tensor linear_of_input(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
   const at::Tensor tracked = input.requires_grad() ? input : input.detach().requires_grad_(true);
   at::Tensor w = weight.detach(), b = bias.defined() ? bias.detach() : bias;
   if (input.dim() <= 2 || input.is_contiguous()) return at::linear(tracked, w, b);
-  // How LibTorch multiplies here depends on whether the weight needs a gradient: it must seem so.
+  // How LibTorch multiplies depends on whether the weight needs a gradient, so it must appear to need one.
   w.requires_grad_(weight.requires_grad());
   if (b.defined()) b.requires_grad_(bias.requires_grad());
   const at::Tensor output = at::linear(tracked, w, b);
@@ -162,8 +165,8 @@ at::Tensor linear_of_input(const at::Tensor& input, const at::Tensor& weight, co
   return output;
 }
 
-// Whether at::linear takes all rows as one matrix, with and without a bias, in every version: then its backward is known, and need not be
-// recorded.
+// Whether at::linear treats all rows as one matrix, with and without a bias, in every version: then its
+// backward is known and need not be recorded.
 bool is_one_product(const at::Tensor& input, const at::Tensor& weight) {
   return (input.dim() == 2 || input.dim() == 3) && input.is_contiguous() && input.numel() > 0 && weight.size(1) > 1 && weight.is_contiguous() && !is_wrapper(input) && !is_wrapper(weight) &&
          current_mode() == nullptr && input.scalar_type() == weight.scalar_type() && cast_once(input).is_same(input) && input.layout() == at::kStrided;

@@ -1,4 +1,4 @@
-// A backward that starts at many places of a graph of autograd.
+// A backward pass that starts at many places of an autograd graph.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -12,11 +12,12 @@
 
 namespace penstock {
 
-// The root of a backward that starts at many places. Unlike the engine's own root it gives each gradient away, so that a gradient
-// dies as soon as it is used, and places may be started without one.
+// The root of a backward pass that starts at many places. Unlike the engine's own root it moves each gradient
+// out, so that a gradient is freed as soon as it is used, and a place may be started without a gradient.
 class StartNode final : public torch::autograd::Node {
  public:
-  // `edges` and `grads` go together. `trigger` lies where the gradients lie: device and stream are taken from it.
+  // `edges` and `grads` correspond by index. `trigger` is on the device of the gradients: the engine takes
+  // device and stream from it.
   StartNode(torch::autograd::edge_list&& edges, torch::autograd::variable_list grads, const at::Tensor& trigger)
       : Node(std::move(edges)), grads_(std::move(grads)) {
     add_input_metadata(trigger);
@@ -28,7 +29,7 @@ class StartNode final : public torch::autograd::Node {
   torch::autograd::variable_list grads_;
 };
 
-// A backward that can be run once, later.
+// A backward pass that can be run once, later.
 struct PreparedBackward {
   NodePtr start;
   at::Tensor trigger;

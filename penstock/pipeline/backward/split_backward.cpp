@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/pipeline/backward/backward_plan.h"
 #include "penstock/pipeline/backward/graph_node.h"
@@ -25,13 +26,14 @@ using torch::autograd::variable_list;
 
 namespace {
 
-// Keeps what arrives at a node, after all other hooks of it had their say.
+// Keeps what arrives at a node, after all its other hooks have run.
 struct KeepArriving final : torch::autograd::FunctionPreHook {
   variable_list arrived;
   variable_list operator()(const variable_list& grads) override { return arrived = grads; }
 };
 
-// Frees what a node saved as soon as it has run. The first half must not let the engine do so, since some nodes run again.
+// Frees what a node saved as soon as it has run. In the first half the engine must not do so, since some
+// nodes run again.
 struct ReleaseAfterwards final : torch::autograd::FunctionPostHook {
   Node* node;  // which owns this hook
   explicit ReleaseAfterwards(Node* n) : node(n) {}
@@ -41,13 +43,13 @@ struct ReleaseAfterwards final : torch::autograd::FunctionPostHook {
   }
 };
 
-// Stands at the ends of the edges of an opaque node that wait for the second half.
+// The target of those edges of an opaque node that are left for the second half.
 class KeepLeaving final : public Node {
  public:
   KeepLeaving() : Node(UINT64_MAX) {}
   Edge in_place_of(const Edge& edge, const NodePtr& self) {
     waiting.push_back(edge);
-    // The engine fits a gradient to the metadata of the place where it arrives.
+    // The engine adapts a gradient to the metadata of its target.
     input_metadata_.emplace_back(edge.function->input_metadata(edge.input_nr));
     return {self, static_cast<std::uint32_t>(waiting.size() - 1)};
   }
@@ -62,8 +64,9 @@ class KeepLeaving final : public Node {
   }
 };
 
-// Takes the place of a node in the second half: has its number, so that the order of additions is that of one backward, and none of
-// its hooks, which have run. Without a node to call it passes on what the first half computed.
+// Replaces a node in the second half. It has the node's sequence number, so that the order of additions is
+// that of one backward, and none of its hooks, which have run already. Without a node to call it passes on
+// what the first half computed.
 class SecondTurn final : public Node {
  public:
   SecondTurn(std::uint64_t number, edge_list&& edges, NodePtr node) : Node(number, std::move(edges)), node_(std::move(node)) {
@@ -95,7 +98,8 @@ struct OnceCalled {
   NodePtr sink;  // a KeepLeaving
 };
 
-// An in-place operator on a view keeps the node of the operator inside, whose edges must be those of the outer node, but for the first.
+// An in-place operator on a view keeps the node of the inner operator, whose edges must equal those of the
+// outer node except for the first.
 void redirect(Node& node, std::uint32_t edge, const Edge& to) {
   node.next_edges()[edge] = to;
   if (auto* copy = dynamic_cast<torch::autograd::CopySlices*>(&node); copy && copy->fn && edge > 0) copy->fn->next_edges()[edge] = to;
@@ -118,7 +122,8 @@ std::vector<NodePtr> accumulators(const std::vector<at::Tensor>& inputs) {
   return found;
 }
 
-// A gradient that came through a view may share its memory with the gradient of a weight, which later microbatches add to.
+// A gradient that came through a view may share its memory with the gradient of a weight, to which later
+// microbatches add.
 bool shares_memory(const at::Tensor& grad) {
   if (const Payload* payload = payload_of(grad)) {
     const auto parts = payload->inner_tensors();
@@ -189,7 +194,7 @@ bool WeightBackward::pending() const { return state_ != nullptr; }
 
 void WeightBackward::run() {
   if (!state_)
-    throw StateError(describe("weight half of a backward", "nothing pending", "an input half that left weights over, run before",
+    throw StateError(describe("weight half of a backward", "nothing pending", "an input half that left weight gradients pending",
                               "run each weight half once, and only when pending()"));
   std::move(std::exchange(state_, nullptr)->backward).run();
 }
@@ -202,7 +207,7 @@ struct BackwardPass {
   BackwardPass(OutputEdges outputs, const std::vector<at::Tensor>& output_grads) {
     if (output_grads.size() != outputs.size())
       throw ValueError(describe("gradients for the outputs of a stage", std::to_string(output_grads.size()), std::to_string(outputs.size()),
-                                "give one for each output, undefined where there is none"));
+                                "pass one per output, undefined where there is none"));
     for (std::size_t i = 0; i < output_grads.size(); ++i) {
       if (!output_grads[i].defined()) continue;
       OutputEdges::State::Output& output = outputs.state_->outputs[i];
@@ -228,13 +233,13 @@ struct BackwardPass {
     std::vector<TwiceCalled> twice;
     std::vector<OnceCalled> once;
     std::vector<Node*> done_lower;
-    // Owners lie in the edges that are changed below: first take them, then change.
+    // The owners are stored in the edges that are changed below: copy them first.
     for (std::uint32_t n = 0; n < index.size(); ++n)
       if (plan.waits(n) && !BackwardPlan::opaque(*index[n].node)) twice.push_back({*index[n].owner, nullptr, {}});
     std::size_t next_twice = 0;
     for (std::uint32_t n = 0; n < index.size(); ++n) {
       Node* node = index[n].node;
-      if (node->num_outputs() == 0) continue;  // accumulators live as long as their tensors: nothing may be hung on them
+      if (node->num_outputs() == 0) continue;  // accumulators live as long as their tensors: no hooks may be left on them
       if (!plan.upper(n)) {
         if (plan.in_first_half(n)) done_lower.push_back(node);
         continue;
@@ -279,7 +284,8 @@ struct BackwardPass {
       arrived.clear();
     };
     for (TwiceCalled& call : twice) {
-      // From here on the node leads to weights alone: it computes nothing else, and what is above it can go.
+      // From here on the node leads only to weights: it computes nothing else, and everything above it can be
+      // freed.
       call.node->next_edges() = call.later;
       const std::uint64_t number = call.node->sequence_nr();
       start(make_node<SecondTurn>(number, std::move(call.later), std::move(call.node)), call.kept->arrived);

@@ -1,8 +1,8 @@
-// Backward of one stage, at once or in two halves: first the gradients of its inputs, which the previous stage waits for, later
-// those of its weights, which nobody waits for.
+// The backward of one stage, in one pass or in two halves: first the gradients of its inputs, which the
+// previous stage waits for, later the gradients of its weights, which no other stage waits for.
 //
 //   auto outputs = OutputEdges::of(stage_outputs);                  // where the graph of the forward ends; no output is kept alive
-//   // at once
+//   // in one pass
 //   std::vector<at::Tensor> input_grads = stage_backward(outputs, output_grads, inputs);
 //   // in halves
 //   auto [input_grads, weights] = stage_backward_input(outputs, output_grads, inputs);
@@ -10,26 +10,34 @@
 //   ...
 //   weights.run();                                                  // adds to the .grad() of the parameters
 //
-// Both ways give the same bits. `inputs` are leaves of autograd, made for this microbatch; their .grad() is undefined afterwards. Those
-// that need no gradient, and those that the outputs do not depend on, get an undefined one. An output gradient that is undefined
-// contributes nothing. Tied weights, custom functions, hooks of tensors and of parameters, and outputs that do not depend on any input
-// work in halves as they do at once; hooks run once. The gradients of inputs share memory with nothing else.
+// Both ways produce the same bits. `inputs` are autograd leaves made for this microbatch; their .grad() is
+// undefined afterwards. Inputs that need no gradient, or that the outputs do not depend on, get an undefined
+// gradient. An undefined output gradient contributes nothing. Tied weights, custom functions, tensor and
+// parameter hooks, and outputs that do not depend on any input work the same in both ways; hooks run once.
+// The gradients of inputs share memory with nothing else.
 //
-// The halves. Walking back from the outputs, a node that reaches an input belongs to the first half. Where such a node also leads to
-// weights, the gradients that arrive at it are kept for the second half, which starts from these nodes alone and never passes
-// through the first half again: what the second half does not need is freed on the way. A stage none of whose inputs needs a gradient,
-// as the first one, is cut above the lowest operators that use weights.
+// The halves. Walking back from the outputs, a node that reaches an input belongs to the first half. Where
+// such a node also leads to weights, the gradients that arrive at it are kept for the second half, which
+// starts from these nodes alone and never passes through the first half again: what the second half does not
+// need is freed on the way. If none of a stage's inputs needs a gradient, as in the first stage, the graph is
+// cut above the lowest operators that use weights.
 //
-// Weights are done in the first half where waiting would gain nothing or could change bits. They wait in groups: weights that meet in
-// one operator, or in the computation of another weight, stay together, so that all gradients of a weight are added up at once.
-//   - All weights of the group have one dim at most (those of normalizations): they cost less than what they would keep alive.
-//   - Nothing but custom functions leads to the group: these compute all their gradients in one call, in the first half.
-//   - A sum of three gradients or more (a weight tied thrice) in a graph that several threads made, or with views that were read again
-//     after their base was written to: the order of the additions could not be kept otherwise.
-// What the backward of a function adds to .grad() by itself, as one that computes its forward again does, is added when it runs, in the
-// first half. If such a weight is also used outside of the function, the order of these two additions may change.
+// Weights are computed in the first half if deferring them would save nothing or could change bits. They are
+// deferred in groups: weights that meet in one operator, or in the computation of another weight, stay
+// together, so that all gradients of a weight are summed in one pass. A group is not deferred if
+//   - all weights of the group have at most one dim (as in normalizations): they cost less than what they
+//     would keep alive;
+//   - only custom functions lead to the group: these compute all their gradients in one call, in the first
+//     half;
+//   - the graph sums three gradients or more for one weight (a weight tied three times) and either several
+//     threads built it, or it has views that were read again after their base was written: the order of the
+//     additions could not be kept otherwise.
+// If the backward of a function adds to .grad() by itself, as activation checkpointing does, the addition
+// happens when it runs, in the first half. If such a weight is also used outside of the function, the order
+// of these two additions may change.
 //
-// Thread rule: the halves of one forward run on one thread, in this order, once each. Grad mode does not matter.
+// Thread safety: the halves of one forward run on one thread, in this order, once each. Grad mode does not
+// matter.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -40,7 +48,7 @@
 
 namespace penstock {
 
-// The places of a graph where its outputs come out. Keeps the graph, and not the outputs.
+// Where the outputs leave the autograd graph. Keeps the graph alive, but not the outputs.
 class OutputEdges {
  public:
   OutputEdges();
@@ -48,7 +56,7 @@ class OutputEdges {
   OutputEdges(OutputEdges&&) noexcept;
   OutputEdges& operator=(OutputEdges&&) noexcept;
 
-  // Undefined tensors and those that need no gradient count as outputs without a graph.
+  // Undefined tensors and tensors that need no gradient count as outputs without a graph.
   static OutputEdges of(const std::vector<at::Tensor>& outputs);
 
   std::size_t size() const;
@@ -61,16 +69,16 @@ class OutputEdges {
   std::unique_ptr<State> state_;
 };
 
-// The half that is left. Destroying it without running it gives the gradients up.
+// The second half. Destroying it without running it discards the gradients.
 class WeightBackward {
  public:
-  WeightBackward();  // nothing is left
+  WeightBackward();  // nothing pending
   ~WeightBackward();
   WeightBackward(WeightBackward&&) noexcept;
   WeightBackward& operator=(WeightBackward&&) noexcept;
 
   bool pending() const;
-  // Throws StateError when nothing is pending; errors of the graph pass through.
+  // Throws StateError if nothing is pending; errors of the graph propagate.
   void run();
 
  private:
@@ -84,8 +92,9 @@ struct InputBackward {
   WeightBackward weights;
 };
 
-// Both throw ValueError when there is another number of output gradients than of outputs, for a gradient of another shape than its
-// output, and for an input that needs a gradient and is no leaf. Errors of the graph pass through. `outputs` are used up.
+// Both throw ValueError if the number of output gradients differs from the number of outputs, if a gradient
+// has another shape than its output, and if an input that needs a gradient is not a leaf. Errors of the graph
+// propagate. `outputs` is consumed.
 std::vector<at::Tensor> stage_backward(OutputEdges outputs, const std::vector<at::Tensor>& output_grads, const std::vector<at::Tensor>& inputs);
 InputBackward stage_backward_input(OutputEdges outputs, const std::vector<at::Tensor>& output_grads, const std::vector<at::Tensor>& inputs);
 

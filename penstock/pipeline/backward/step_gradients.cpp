@@ -13,11 +13,12 @@
 #include "penstock/fully_shard.h"
 #include "penstock/torch/tree/distributed_type.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
-// Whether autograd can add to the gradient times `divisor`, and the quotient is what it should be.
+// Whether autograd can add to the gradient times `divisor`, and dividing it afterwards gives the right
+// result.
 bool can_multiply(const at::Tensor& parameter, const at::Tensor& gradient, int divisor) {
   if (gradient.layout() != at::kStrided) return false;
   const bool exact = (divisor & (divisor - 1)) == 0;
@@ -35,10 +36,10 @@ bool can_multiply(const at::Tensor& parameter, const at::Tensor& gradient, int d
 StepGradients::StepGradients(const std::vector<PipelineStage>& stages, int divisor, bool alone) : divisor_(divisor) {
   const at::NoGradGuard no_grad;
   std::unordered_map<const c10::TensorImpl*, std::size_t> known;
-  std::unordered_set<const void*> memory;  // of gradients that are multiplied
+  std::unordered_set<const void*> memory;  // of gradients that have been multiplied
   std::vector<at::Tensor> multiplied;
   for (const PipelineStage& stage : stages) {
-    std::optional<bool> reduces;  // by itself
+    std::optional<bool> reduces;  // whether a module of the stage reduces its own gradients
     for (const at::Tensor& tensor : stage.parameters()) {
       const auto [at, is_new] = known.emplace(tensor.unsafeGetTensorImpl(), parameters_.size());
       if (is_new) parameters_.push_back({tensor, {}, false, 0, false});
@@ -72,7 +73,7 @@ StepGradients::~StepGradients() {
     if (parameter.multiplied) multiplied.push_back(&parameter);
   try {
     divide(multiplied);
-  } catch (...) {  // a device that has failed: nobody can use its memory any more
+  } catch (...) {  // a device that has failed: its memory is not usable any more
   }
 }
 
@@ -105,11 +106,11 @@ void StepGradients::add_earlier() {
   for (Parameter& parameter : parameters_) {
     if (!parameter.before.defined()) continue;
     at::Tensor& gradient = parameter.tensor.mutable_grad();
-    // What was expanded cannot be written.
+    // Expanded tensors cannot be written.
     const bool in_place = is_dtensor(parameter.before) || parameter.before.is_non_overlapping_and_dense();
     gradient = !gradient.defined() ? parameter.before : in_place ? parameter.before.add_(gradient) : parameter.before + gradient;
     parameter.before.reset();
   }
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/warnings.h"
 
@@ -14,13 +15,13 @@ namespace penstock {
 namespace {
 
 constexpr const char* kAgree =
-    "give the stage examples like the tensors that flow, or give none and let the records be inferred";
+    "pass examples that match the tensors of real steps, or pass none and let the records be inferred";
 
 std::string joined(const std::vector<std::string>& lines) {
   return fmt::format("{}", fmt::join(lines, "; "));
 }
 
-// Raises or warns about what was found at `where`.
+// Throws or warns about the differences found at `where`.
 void report(const std::string& where, const std::vector<std::string>& found, OnMismatch on_mismatch) {
   switch (on_mismatch) {
     case OnMismatch::Raise:
@@ -46,7 +47,7 @@ std::string presence(const std::optional<TensorMeta>& meta) {
                "everything else as a keyword argument"));
 }
 
-std::string words(Tree::Kind kind) {
+std::string kind_name(Tree::Kind kind) {
   switch (kind) {
     case Tree::Kind::None:
       return "None";
@@ -59,7 +60,7 @@ std::string words(Tree::Kind kind) {
     case Tree::Kind::Double:
       return "a double";
     case Tree::Kind::String:
-      return "a text";
+      return "a string";
     case Tree::Kind::Object:
       return "an object";
     case Tree::Kind::Tuple:
@@ -69,7 +70,7 @@ std::string words(Tree::Kind kind) {
     case Tree::Kind::Dict:
       return "a dictionary";
   }
-  invariant_failed("kind", __FILE__, __LINE__, "a kind of tree without words");
+  invariant_failed("kind", __FILE__, __LINE__, "a tree kind without a name");
 }
 
 }  // namespace
@@ -115,13 +116,13 @@ std::optional<std::vector<at::Tensor>> stage_arguments(const Tree& args, Missing
   if (args.is_none()) return std::nullopt;
   if (args.is_tensor()) return std::vector<at::Tensor>{args.tensor()};
   if (args.kind() != Tree::Kind::Tuple && args.kind() != Tree::Kind::List)
-    refuse_argument(name, words(args.kind()), "a tensor, or a tuple or list of tensors");
+    refuse_argument(name, kind_name(args.kind()), "a tensor, or a tuple or list of tensors");
   std::vector<at::Tensor> tensors;
   tensors.reserve(args.size());
   for (const Tree& entry : args.entries()) {
     const bool allowed = entry.is_tensor() || (entry.is_none() && missing == Missing::Allow);
     if (!allowed)
-      refuse_argument(fmt::format("{}[{}]", name, tensors.size()), words(entry.kind()), "a tensor");
+      refuse_argument(fmt::format("{}[{}]", name, tensors.size()), kind_name(entry.kind()), "a tensor");
     tensors.push_back(entry.is_none() ? at::Tensor() : entry.tensor());
   }
   return tensors;
@@ -129,8 +130,8 @@ std::optional<std::vector<at::Tensor>> stage_arguments(const Tree& args, Missing
 
 std::vector<std::string> check_meta(std::string_view what, const TensorMeta& expected,
                                     const TensorMeta& actual, OnMismatch on_mismatch) {
-  // Fields of different kinds mean different things (a local shape is not a shape), so kinds are compared
-  // first and alone.
+  // Fields of different kinds mean different things (a local shape is not a shape), so only the kinds are
+  // compared if they differ.
   std::vector<std::string> found;
   if (is_distributed(expected) != is_distributed(actual)) {
     found.push_back(describe("kind", kind_text(actual), kind_text(expected)));

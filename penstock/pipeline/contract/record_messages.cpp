@@ -9,12 +9,13 @@
 
 #include "penstock/torch/compat/dtype.h"
 #include "penstock/torch/compat/version.h"
+#include "penstock/base/describe.h"
 
 namespace penstock::comm {
 
 namespace {
 
-// Numbers on the wire. Add at the end, never change one; docs/messages.md lists them.
+// Numbers used in messages. Add at the end, never change one; docs/messages.md lists them.
 enum class PlacementNumber : std::uint8_t { Replicate = 1, Shard = 2, StridedShard = 3, Partial = 4 };
 enum class MetaNumber : std::uint8_t { Plain = 1, Distributed = 2 };
 
@@ -44,7 +45,7 @@ PartialOp read_partial_op(MessageReader& reader) {
                 "1 to 5");
 }
 
-// Builds a value whose own type knows what is possible, and turns its refusal into one of the message.
+// Builds a value whose type validates itself, and converts its error into an error about the message.
 template <class Build>
 auto build(MessageReader& reader, std::size_t at, Build make) {
   try {
@@ -135,7 +136,7 @@ void decode(MessageReader& reader, MeshLayout& layout) {
       std::vector<AxisLayout::Mode> modes;
       for (const auto& [size, stride] : axis) modes.push_back({size, stride});
       built.emplace_back(modes);
-      // Each layout has one encoding; another spelling of the same one would break the comparison of bytes.
+      // Each layout has one encoding; an alternative spelling would break the comparison of bytes.
       if (built.back().modes() != modes)
         reader.refuse(at, "an axis of a mesh layout is not in its shortest form",
                       fmt::format("{} modes", modes.size()),

@@ -1,13 +1,13 @@
-// Tensor records as typed messages: how stages tell each other what they will send.
+// Tensor records as typed messages: stages use them to announce what they will send.
 //
 //   std::vector<std::uint8_t> bytes = to_message(StageForwardMeta(outputs));
 //   StageForwardMeta inputs = from_message<StageForwardMeta>(bytes);
 //
-// Equal records give equal bytes on every machine and every LibTorch: element types, placements and
-// reductions have numbers of their own. A message of another version, with a number that this build does not
-// know, an element type that this LibTorch does not have, or fields that no tensor can have is a
-// PipeliningMetadataError that says what to do. The fields are specified in docs/messages.md; `write` and
-// `read` of message.h take all these types as parts of other messages.
+// Equal records produce equal bytes on every machine and with every LibTorch: element types, placements and
+// reductions have numbers of their own. from_message throws PipeliningMetadataError, with a remedy, for a
+// message of another version, a number unknown to this build, an element type that this LibTorch lacks, or
+// fields that no tensor can have. The fields are specified in docs/messages.md; `write` and `read` of
+// message.h accept all these types as parts of other messages.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,14 @@
 #include <vector>
 
 #include "penstock/comm/message/message.h"
-#include "penstock/mesh_key.h"
+#include "penstock/mesh_layout.h"
 #include "penstock/placement.h"
 #include "penstock/pipeline/contract/stage_meta.h"
 #include "penstock/torch/tree/tensor_meta.h"
 
 namespace penstock::comm {
 
-// Of the fields of all these kinds: they share their parts.
+// Version of the fields of all these kinds, which share their parts.
 inline constexpr std::uint16_t kRecordVersion = 1;
 
 template <class T>

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/warnings.h"
 
@@ -45,23 +46,23 @@ OptionalTensorMetas derive_gradient_metas(const TensorMetas& metas) {
     if (is_distributed(meta))
       throw PipeliningMetadataError(describe(
           fmt::format("gradient record of tensor [{}]", gradients.size()), "a distributed tensor",
-          "a plain one", "give the gradient records of the stage, or let them be inferred (dynamic mode)"));
+          "a plain one", "pass the gradient records of the stage, or let them be inferred (dynamic mode)"));
     gradients.emplace_back(local_record(meta).with_requires_grad(false));
   }
   return gradients;
 }
 
-void check_gradient_contract(StageId stage, StageSide side, const TensorMetas& tensors,
+void check_gradient_contract(int stage, StageSide side, const TensorMetas& tensors,
                              const OptionalTensorMetas& gradients) {
-  const char* const word = side == StageSide::Input ? "input" : "output";
+  const char* const side_name = side == StageSide::Input ? "input" : "output";
   if (tensors.size() != gradients.size())
     throw PipeliningMetadataError(
-        describe(fmt::format("stage {}: {} gradients", stage.value(), word), std::to_string(gradients.size()),
+        describe(fmt::format("stage {}: {} gradients", stage, side_name), std::to_string(gradients.size()),
                  std::to_string(tensors.size()),
-                 fmt::format("give one gradient for each {}, an empty one where none is needed", word)));
+                 fmt::format("pass one gradient for each {}, an empty one where none is needed", side_name)));
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const auto& gradient = gradients[i];
-    const std::string where = fmt::format("stage {}: gradient of {}[{}]", stage.value(), word, i);
+    const std::string where = fmt::format("stage {}: gradient of {}[{}]", stage, side_name, i);
     if (!requires_grad(tensors[i])) {
       if (gradient)
         throw PipeliningMetadataError(
@@ -73,11 +74,11 @@ void check_gradient_contract(StageId stage, StageSide side, const TensorMetas& t
       warn("pipeline",
            describe(
                where, "nothing", "a gradient, since the tensor has requires_grad on",
-               "legal at the ends of the pipeline; elsewhere give the gradient or turn requires_grad off"));
+               "legal at the ends of the pipeline; elsewhere pass the gradient or turn requires_grad off"));
     } else if (is_distributed(tensors[i]) && !is_distributed(*gradient)) {
       throw PipeliningMetadataError(
           describe(where, "a plain tensor", "a distributed one or nothing, since the tensor is distributed",
-                   "give a distributed gradient; its placements may differ from the tensor's"));
+                   "pass a distributed gradient; its placements may differ from the tensor's"));
     }
   }
 }

@@ -1,12 +1,12 @@
-// What one pipeline stage knows about the tensors that pass its borders, and what it tells its neighbours.
+// Describes the tensors that a pipeline stage receives and sends, and the messages that tell its neighbours.
 //
 //   StageMeta meta;
 //   meta.inputs = metas_of(example_inputs);            // filled step by step: from examples, or by inference
 //   meta.outputs = metas_of(example_outputs);
 //   StageForwardMeta to_next(*meta.outputs);           // becomes the inputs of the next stage
 //
-// The messages travel as bytes: comm/record_messages.h. Plain values; a StageMeta belongs to one thread while
-// it is filled.
+// record_messages.h encodes the messages as bytes. Plain values; a StageMeta belongs to one thread while it
+// is filled.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +14,12 @@
 #include <string>
 #include <utility>
 
-#include "penstock/ids.h"
 #include "penstock/torch/tree/tensor_meta.h"
 
 namespace penstock {
 
-// Empty optionals are not known yet. Only gradients may lack entries: a tensor that needs no gradient has
-// none.
+// Empty optionals are not known yet. Only gradients may have missing entries: a tensor that needs no gradient
+// has none.
 struct StageMeta {
   std::optional<TensorMetas> inputs;
   std::optional<TensorMetas> outputs;
@@ -29,7 +28,7 @@ struct StageMeta {
 
   bool has_any() const { return inputs || outputs || input_grads || output_grads; }
   bool complete_for_forward() const { return inputs && outputs; }
-  // Of inputs and outputs; gradients follow them and are not looked at.
+  // Considers inputs and outputs; gradients follow from them and are ignored.
   bool has_distributed() const;
 
   bool operator==(const StageMeta&) const = default;
@@ -38,7 +37,8 @@ struct StageMeta {
 // "inputs (float32[2, 3]), outputs (float32[2, 4]), input_grads unknown, output_grads unknown"
 std::string to_string(const StageMeta& meta);
 
-// From stage i to stage i + 1: the records of its outputs, which are the other's inputs. Immutable.
+// From stage i to stage i + 1: the records of the outputs of stage i, which are the inputs of stage i + 1.
+// Immutable.
 class StageForwardMeta {
  public:
   StageForwardMeta() = default;
@@ -50,9 +50,9 @@ class StageForwardMeta {
   TensorMetas outputs_;
 };
 
-// From stage i to stage i - 1: the records of its input gradients, which are the other's output gradients.
-// Their placements may differ from those of the activations: an activation that is replicated forward can
-// have a partial gradient.
+// From stage i to stage i - 1: the records of the input gradients of stage i, which are the output gradients
+// of stage i - 1. Their placements may differ from those of the activations: an activation that is replicated
+// in forward can have a partial gradient.
 class StageBackwardMeta {
  public:
   StageBackwardMeta() = default;
@@ -64,20 +64,21 @@ class StageBackwardMeta {
   OptionalTensorMetas input_grads_;
 };
 
-// Records of the gradients of plain tensors: shape, stride and dtype of the tensor, no gradient of their own;
-// nothing where the tensor needs none. Throws PipeliningMetadataError for a distributed tensor that needs
-// one: the placements of its gradient do not follow from those of the tensor.
+// Returns the records of the gradients of plain tensors: shape, stride and dtype of the tensor, without
+// requires_grad; std::nullopt for a tensor that needs no gradient. Throws PipeliningMetadataError for a
+// distributed tensor that needs one: the placements of its gradient do not follow from those of the tensor.
 OptionalTensorMetas derive_gradient_metas(const TensorMetas& metas);
 
 enum class StageSide { Input, Output };
 
-// The contract of static mode between the tensors of one side of a stage and their gradients, pair by pair:
-//   - as many gradients as tensors,
+// Checks the contract of static mode between the tensors on one side of a stage and their gradients, pair by
+// pair:
+//   - there are as many gradients as tensors,
 //   - a tensor that needs no gradient has none,
-//   - a distributed tensor that needs one has a distributed one, whose placements may differ.
-// Each violation is a PipeliningMetadataError that names stage, side and index. A tensor that needs a
-// gradient and has none is only a warning: at the ends of a pipeline that is legal.
-void check_gradient_contract(StageId stage, StageSide side, const TensorMetas& tensors,
+//   - the gradient of a distributed tensor is distributed; its placements may differ.
+// Each violation throws a PipeliningMetadataError that names stage, side and index. A tensor that needs a
+// gradient and has none only causes a warning: at the ends of a pipeline that is legal.
+void check_gradient_contract(int stage, StageSide side, const TensorMetas& tensors,
                              const OptionalTensorMetas& gradients);
 
 }  // namespace penstock

@@ -10,7 +10,7 @@
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/tree/tensor_meta.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 namespace {
 
 void add_value(HashBuilder& hash, const Tree& leaf) {
@@ -22,7 +22,7 @@ void add_value(HashBuilder& hash, const Tree& leaf) {
     case Tree::Kind::Double: hash.add(leaf.number()); break;
     case Tree::Kind::String: hash.add(leaf.text()); break;
     case Tree::Kind::Object:
-      // Of objects only the kind is known.
+      // For objects only the kind is known.
       hash.add(leaf.ivalue().isDevice() ? leaf.ivalue().toDevice().str() : leaf.ivalue().tagKind());
       break;
     case Tree::Kind::None:
@@ -32,7 +32,8 @@ void add_value(HashBuilder& hash, const Tree& leaf) {
   }
 }
 
-// As meta_of, but cheap: there may be thousands, and strides of parameters decide nothing about borders.
+// Like meta_of, but cheap: there may be thousands of parameters, and their strides do not affect what stages
+// exchange.
 void add_state(HashBuilder& hash, const at::Tensor& tensor) {
   hash.add(static_cast<int>(tensor.scalar_type())).add(tensor.requires_grad()).add(tensor.dim());
   for (const std::int64_t size : tensor.sizes()) hash.add(size);
@@ -60,4 +61,4 @@ std::uint64_t state_key(const std::vector<PipelineStage>& stages) {
   return hash.value();
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -9,6 +9,7 @@
 #include <exception>
 #include <optional>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/log.h"
@@ -28,8 +29,9 @@
 #include "penstock/pipeline/contract/record_checks.h"
 #include "penstock/step_context.h"
 #include "penstock/torch/dispatch/switch_data.h"
+#include "penstock/pipeline/stage/stage_state.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -43,7 +45,8 @@ at::Tensor filled(const TensorMeta& meta, const PipelineStage& stage, double val
   return tensor_from_local(stage, local(), meta).set_requires_grad(requires_grad);
 }
 
-// Under FakeMode a plain tensor takes part as if it were fake. What is inside of a distributed one is computed below the mode, so it must be fake.
+// Under FakeMode a plain tensor takes part as if it were fake. The inner tensors of a distributed one are
+// used below the mode, so they must be fake.
 std::vector<at::Tensor> distributed_among(const StageModule& module) {
   std::vector<at::Tensor> found;
   for (const std::vector<at::Tensor>& tensors : {module.parameters(), module.buffers()})
@@ -60,7 +63,7 @@ StepContext trial_context() {
 
 }  // namespace
 
-// What a forward leaves for its backward, and the world in which both run.
+// What a forward leaves for its backward, and the environment in which both run.
 struct StageTrial::Run {
   Run(const PipelineStage& stage, bool is_fake, const std::vector<at::Tensor>& given)
       : fake(is_fake), real(is_fake ? nullptr : std::make_unique<RealLeaves>()), buffers(stage.module(), /*values=*/!is_fake), sharded(stage.module(), is_fake), copies(given, is_fake) {
@@ -80,13 +83,13 @@ struct StageTrial::Run {
   }
 
   const bool fake;
-  // A trial of another stage, which has not ended, may have made parameters fake that this one shares.
+  // A trial of another stage that has not ended may have made shared parameters fake.
   const std::unique_ptr<RealLeaves> real;
-  const KeptBuffers buffers;
-  std::optional<KeptGenerators> generators;
+  const SavedBuffers buffers;
+  std::optional<SavedGenerators> generators;
   const ShardedTrial sharded;
   std::optional<FakeLeaves> distributed;
-  // Both record what is computed, for tensors that the module keeps.
+  // Both modes record what is computed, for tensors that the module keeps.
   DeferredInit fake_mode;
   FakeWatch watch;
   std::optional<TrialWatch> real_mode;
@@ -98,7 +101,7 @@ struct StageTrial::Run {
   void inside(const PipelineStage& stage, bool grad, const Body& body) {
     const StepGuard step(trial_context());
     const NoGradientSync alone(gradient_syncs_of(stage.module()));
-    // Weights cast here are fake, or belong to a graph of the trial.
+    // Weights cast to the autocast dtype here are fake, or belong to a graph of the trial.
     const OwnAutocastCache casts;
     const at::AutoGradMode grad_mode(grad);
     const ModeGuard mode(fake ? static_cast<Mode&>(fake_mode) : *real_mode);
@@ -106,14 +109,15 @@ struct StageTrial::Run {
     body();
   }
 
-  // In the place of a tensor that another stage would send.
+  // A stand-in for a tensor that another stage would send.
   at::Tensor stand_in(const TensorMeta& meta, const PipelineStage& stage, double value, bool needs_grad) {
     const at::Tensor tensor = filled(meta, stage, value, needs_grad, fake);
     if (real_mode) real_mode->add_stand_in(tensor);
     return tensor;
   }
 
-  // Tensors of the run that somebody else holds. Those that a real run would have made too get its values; whoever uses another is told.
+  // Tensors of the run that are still referenced elsewhere. Those that a real run would also have made get
+  // its values; any use of the others is reported as an error.
   void settle_leftovers(const PipelineStage& stage) {
     inputs.clear();
     result = Tree();
@@ -131,7 +135,7 @@ struct StageTrial::Run {
       constants = fake_mode.replayable(constants);
       fake_mode.materialize(constants);
     } catch (const std::exception& error) {
-      log().debug("pipeline: tensors that stage {} keeps from its trial run could not be computed: {}", stage.index(), error.what());
+      log().debug("pipeline: tensors that stage {} kept from its trial run could not be computed: {}", stage.index(), error.what());
     }
     for (const at::Tensor& tensor : kept)
       if (is_fake(tensor)) mark_leftover(tensor, why);
@@ -169,7 +173,7 @@ void StageTrial::end_run() {
 void StageTrial::try_forward(std::vector<at::Tensor> given) {
   for (const at::Tensor& tensor : tensors_of(kwargs_)) given.push_back(tensor);
   given_ = std::move(given);
-  stage_.meshes().harvest(given_);
+  state_of(stage_).meshes.harvest(given_);
   const TrialRun wanted = stage_.options().trial;
   std::exception_ptr why_not_fake;
   if (wanted != TrialRun::Real) {
@@ -245,7 +249,7 @@ void StageTrial::collect_input_grads(const Run& run, const std::vector<at::Tenso
   std::size_t next = 0;
   for (const at::Tensor& input : run.inputs) {
     const bool has = input.requires_grad() && next < found.size() && found[next].defined();
-    // As it travels. Of plain tensors the planner knows the layout better: that of their leaves.
+    // As it is sent. For plain tensors the planner has the more accurate layout: that of their leaves.
     input_grads_.push_back(has ? std::optional(dense_meta(meta_of(found[next].detach()))) : std::nullopt);
     if (input.requires_grad()) ++next;
   }
@@ -282,13 +286,13 @@ void StageTrial::backward(const OptionalTensorMetas& output_grads) {
     const std::vector<at::Tensor> outputs = tensors_of(run.result);
     if (outputs.size() != output_grads.size())
       throw PipeliningMetadataError(describe(fmt::format("gradients of the outputs of stage {}", stage_.index()), fmt::format("{}", output_grads.size()),
-                                             fmt::format("{}, one for each output", outputs.size()), "let the next stage take every output as an input"));
+                                             fmt::format("{}, one for each output", outputs.size()), "make the next stage take every output as an input"));
     std::vector<at::Tensor> roots, gradients;
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       if (!output_grads[i]) continue;
       if (!outputs[i].requires_grad())
         throw PipeliningMetadataError(describe(fmt::format("gradient of output {} of stage {}", i, stage_.index()), to_string(output_grads[i]),
-                                               "nothing, for the output needs no gradient", "let the stages agree on which tensors need gradients"));
+                                               "nothing, because the output needs no gradient", "make the stages agree on which tensors need gradients"));
       roots.push_back(outputs[i]);
       gradients.push_back(run.stand_in(*output_grads[i], stage_, 1.0, false));
     }
@@ -309,4 +313,4 @@ void StageTrial::backward_of_loss(const PipelineLoss& loss, const Tree& target) 
   });
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -1,4 +1,4 @@
-// A trial run of one stage: what its outputs and gradients are like, found out without changing anything.
+// A trial run of one stage: determines its outputs and gradients without changing any state.
 //
 //   StageTrial trial(stage, {.has_backward = true, .ends = false});
 //   trial.forward(input_metas, kwargs);               // or the real arguments, at the first stage
@@ -7,11 +7,12 @@
 //   trial.backward(output_gradient_metas);            // or backward_of_loss, at the last stage
 //   send(trial.input_grads());
 //
-// Runs on fake tensors where it can, sharded and tensor-parallel stages too; else on zeros and on copies of the arguments, with everything that it
-// has written and random state put back when the trial ends. Gradients of parameters are never touched, and nothing is communicated. A tensor
-// that the module makes in the run and keeps has the values of a real run when the trial ends, if those depend on nothing that was fake or zero;
-// else a real operator on it is a StateError that says so.
-// Lives for one microbatch signature, on one thread. Trials of several stages end in reverse order.
+// The trial runs on fake tensors if possible, also for sharded and tensor-parallel stages; otherwise on zeros
+// and on copies of the arguments, and restores everything it has written, and the random state, when it ends.
+// It never touches gradients of parameters and does not communicate. A tensor that the module makes in the
+// run and keeps has the values of a real run after the trial, if these depend on nothing fake or zero;
+// otherwise a real operator on it throws a StateError that explains this.
+// Used for one microbatch signature, on one thread. Trials of several stages end in reverse order.
 #pragma once
 
 #include <functional>
@@ -19,11 +20,11 @@
 #include <string>
 #include <vector>
 
-#include "penstock/pipeline/stage/pipeline_loss.h"
+#include "penstock/stage_module.h"
 #include "penstock/stage.h"
 #include "penstock/pipeline/contract/stage_meta.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class StageTrial {
  public:
@@ -34,23 +35,26 @@ class StageTrial {
   StageTrial(PipelineStage stage, Kind kind);
   ~StageTrial();
 
-  // Throws StageForwardError when the module fails, PipeliningMetadataError for outputs that cannot travel (not at the last stage).
+  // Throws StageForwardError if the module fails, PipeliningMetadataError for outputs that cannot be sent
+  // (except at the last stage).
   void forward(const Tree& args, const Tree& kwargs);
   void forward(const TensorMetas& inputs, const Tree& kwargs);
 
-  // At the last stage that returns something else than tensors: empty.
+  // Empty for a last stage that returns something other than tensors.
   const TensorMetas& outputs() const { return outputs_; }
-  // An operator was met whose result depends on values: shapes may change from microbatch to microbatch.
+  // Returns whether the result of some operator depends on values: shapes may then change between
+  // microbatches.
   bool data_dependent() const { return data_dependent_; }
 
-  // Metas of the gradients that come back, one for each output. Throws PipeliningMetadataError for another number, and for a
-  // gradient of an output that needs none.
+  // Takes the metas of the gradients of the outputs, one per output. Throws PipeliningMetadataError if their
+  // number differs, and for the gradient of an output that needs none.
   void backward(const OptionalTensorMetas& output_grads);
-  // What fails on fake tensors is tried on real ones where gradients cannot be derived otherwise, that is for distributed inputs.
+  // If this fails on fake tensors, it is retried on real ones where gradients cannot be derived otherwise,
+  // that is for distributed inputs.
   void backward_of_loss(const PipelineLoss& loss, const Tree& target);
   const OptionalTensorMetas& input_grads() const { return input_grads_; }
 
-  // Puts back what the run has changed. Backward does it; for a caller that makes none.
+  // Restores what the run has changed. Backward calls it; call it if there is no backward.
   void end();
 
  private:
@@ -67,11 +71,11 @@ class StageTrial {
   MakeArgs make_args_;
   Tree kwargs_;
   std::vector<at::Tensor> given_;  // the caller's tensors among arguments and keyword arguments
-  std::string tried_;              // the arguments, for errors
+  std::string tried_;              // the arguments, for error messages
   std::unique_ptr<Run> run_;       // between forward and the end
   TensorMetas outputs_;
   OptionalTensorMetas input_grads_;
   bool data_dependent_ = false;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -9,7 +9,7 @@
 #include "penstock/torch/fake/fake_parts.h"
 #include "penstock/tensor_subclass.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 namespace {
 
 constexpr std::int64_t kAlignment = 16;  // a multiple of every element size
@@ -27,7 +27,7 @@ std::int64_t bytes_spanned(const at::Tensor& tensor) {
   return elements * static_cast<std::int64_t>(tensor.element_size());
 }
 
-// What a subclass holds; nothing for one that cannot be taken apart.
+// The inner tensors of a subclass; std::nullopt for one that cannot be unwrapped.
 std::optional<std::vector<at::Tensor>> parts_of(const Payload& payload) {
   std::vector<at::Tensor> parts;
   try {
@@ -93,4 +93,4 @@ at::Tensor TrialCopies::of(const at::Tensor& tensor) {
   return made;
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -1,10 +1,12 @@
-// Copies of a caller's tensors for a trial run, so that a module that writes its arguments writes the copies.
+// Copies of a caller's tensors for a trial run, so that a module that writes to its arguments writes to the
+// copies.
 //
 //   TrialCopies copies({x, mask}, /*fake=*/false);
 //   at::Tensor own = copies.of(x);                 // the same tensor every time
 //
-// A tensor that occurs twice is one tensor among the copies. Real copies of tensors that share memory share memory in the same way; fake ones
-// have the metadata only. Subclasses become subclasses around copies of what they hold. Copies are leaves and require grad as the originals do.
+// A tensor that occurs twice has one copy. Real copies of tensors that share memory share memory in the same
+// way; fake ones have only the metadata. Subclasses become subclasses around copies of their inner tensors.
+// Copies are leaves and require grad if the originals do.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,18 +15,18 @@
 #include <unordered_map>
 #include <vector>
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class TrialCopies {
  public:
-  // `tensors`: all that will be asked for and may share memory.
+  // `tensors` are all tensors that will be requested and may share memory.
   TrialCopies(const std::vector<at::Tensor>& tensors, bool fake);
 
-  // A tensor that was not named to the constructor has memory of its own.
+  // The copy of a tensor that was not passed to the constructor has memory of its own.
   at::Tensor of(const at::Tensor& tensor);
 
  private:
-  // The bytes of a storage that the tensors use, and their copy.
+  // The range of bytes of a storage that the tensors use, and its copy.
   struct Span {
     std::int64_t begin = 0, end = 0;
     at::Tensor copy;
@@ -36,7 +38,7 @@ class TrialCopies {
   bool fake_;
   std::unordered_map<const void*, Span> spans_;               // by storage
   std::unordered_map<const c10::TensorImpl*, at::Tensor> made_;
-  std::vector<at::Tensor> originals_;                         // keep their addresses theirs
+  std::vector<at::Tensor> originals_;                         // keep their addresses from being reused
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -7,9 +7,9 @@
 
 #include <mutex>
 
-namespace penstock::pipeline {
+namespace penstock {
 
-KeptBuffers::KeptBuffers(const StageModule& module, bool values) {
+SavedBuffers::SavedBuffers(const StageModule& module, bool values) {
   const at::NoGradGuard no_grad;
   for (const at::Tensor& buffer : module.buffers()) {
     buffers_.push_back({buffer, buffer.requires_grad(), {}, {}});
@@ -19,7 +19,7 @@ KeptBuffers::KeptBuffers(const StageModule& module, bool values) {
   }
 }
 
-KeptBuffers::~KeptBuffers() {
+SavedBuffers::~SavedBuffers() {
   const at::NoGradGuard no_grad;
   for (const Buffer& buffer : buffers_) {
     // A write under autograd has made the buffer a result of the trial.
@@ -29,27 +29,28 @@ KeptBuffers::~KeptBuffers() {
     }
     if (!buffer.copy.defined()) continue;
     if (buffer.tensor.sizes() != buffer.copy.sizes() || !buffer.tensor.is_alias_of(buffer.before)) buffer.tensor.set_data(buffer.before);
-    // Through a handle with a version counter of its own: graphs that have saved the buffer are none the wiser.
+    // Through a handle with a version counter of its own, so that graphs that have saved the buffer see no
+    // change.
     buffer.tensor.variable_data().copy_(buffer.copy);
   }
 }
 
-KeptGenerators::KeptGenerators(at::Device device) {
+SavedGenerators::SavedGenerators(at::Device device) {
   add(at::globalContext().defaultGenerator(at::kCPU));
   if (device.is_cuda()) add(at::globalContext().defaultGenerator(device));
 }
 
-void KeptGenerators::add(at::Generator generator) {
+void SavedGenerators::add(at::Generator generator) {
   const std::lock_guard lock(generator.mutex());
   at::Tensor state = generator.get_state();
   states_.emplace_back(std::move(generator), std::move(state));
 }
 
-KeptGenerators::~KeptGenerators() {
+SavedGenerators::~SavedGenerators() {
   for (auto& [generator, state] : states_) {
     const std::lock_guard lock(generator.mutex());
     generator.set_state(state);
   }
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -1,7 +1,7 @@
-// What a trial run of a stage must not leave behind, put back when it ends.
+// Restores the state that a trial run of a stage must not change, when the trial ends.
 //
-// One scope lasts from the trial forward to the end of the trial backward: what autograd has saved of a buffer must still be what it was.
-// Scopes of several stages of a rank end in reverse order.
+// One scope lasts from the trial forward to the end of the trial backward: a buffer that autograd has saved
+// must not change in between. Scopes of several stages of a rank end in reverse order.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -13,16 +13,16 @@
 
 #include "penstock/stage.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
-// Buffers: values, geometry and place in autograd. A run on fake tensors writes no values, but what it computes may become part of a
-// buffer's history.
-class KeptBuffers {
+// Restores buffers: values, geometry and autograd history. A run on fake tensors writes no values, but what
+// it computes may become part of a buffer's history.
+class SavedBuffers {
  public:
-  KeptBuffers(const StageModule& module, bool values);
-  ~KeptBuffers();
-  KeptBuffers(const KeptBuffers&) = delete;
-  KeptBuffers& operator=(const KeptBuffers&) = delete;
+  SavedBuffers(const StageModule& module, bool values);
+  ~SavedBuffers();
+  SavedBuffers(const SavedBuffers&) = delete;
+  SavedBuffers& operator=(const SavedBuffers&) = delete;
 
  private:
   struct Buffer {
@@ -33,17 +33,17 @@ class KeptBuffers {
   std::vector<Buffer> buffers_;
 };
 
-// The default generators of the CPU and of the stage's device.
-class KeptGenerators {
+// Restores the default generators of the CPU and of the stage's device.
+class SavedGenerators {
  public:
-  explicit KeptGenerators(at::Device device);
-  ~KeptGenerators();
-  KeptGenerators(const KeptGenerators&) = delete;
-  KeptGenerators& operator=(const KeptGenerators&) = delete;
+  explicit SavedGenerators(at::Device device);
+  ~SavedGenerators();
+  SavedGenerators(const SavedGenerators&) = delete;
+  SavedGenerators& operator=(const SavedGenerators&) = delete;
 
  private:
   void add(at::Generator generator);
   std::vector<std::pair<at::Generator, at::Tensor>> states_;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -3,15 +3,15 @@
 #include <ATen/ATen.h>
 
 #include "penstock/errors.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/tensor_subclass.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 namespace {
 
 const void* key_of(const at::Tensor& part) { return part.storage().unsafeGetStorageImpl(); }
 
-// The tensor itself and, of a subclass, what it holds.
+// The tensor itself and the inner tensors of a subclass.
 template <class Visit>
 void for_each_part(const at::Tensor& tensor, const Visit& visit) {
   if (!tensor.defined()) return;
@@ -39,7 +39,7 @@ TrialWatch::TrialWatch(const std::vector<at::Tensor>& registered) {
 
 const TrialWatch::Made* TrialWatch::find_made(const at::Tensor& part) const {
   const auto found = made_.find(key_of(part));
-  // An address may be that of a storage which is gone.
+  // The address may have been reused after the storage at it was freed.
   return found == made_.end() || found->second.storage.expired() ? nullptr : &found->second;
 }
 
@@ -102,7 +102,8 @@ void TrialWatch::dispatch(const c10::OperatorHandle& op, Stack* stack) {
     if (traits.returns[i].kind != ReturnAlias::Kind::Fresh) continue;
     for_each_tensor((*stack)[base + i], [&](const at::Tensor& tensor) { for_each_part(tensor, [&](const at::Tensor& part) { note_made(part, sources); }); });
   }
-  // What was there before is put back; what the run made carries what is written into it.
+  // Storages from before the run will be restored; storages that the run made inherit the sources of what is
+  // written to them.
   for (const at::Tensor& tensor : written)
     for_each_part(tensor, [&](const at::Tensor& part) {
       if (find_made(part)) note_made(part, sources);
@@ -143,4 +144,4 @@ std::vector<at::Tensor> TrialWatch::wrong_survivors() const {
   return found;
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -2,7 +2,7 @@
 
 #include <chrono>
 
-namespace penstock::pipeline {
+namespace penstock {
 
 StepProgress::Now StepProgress::read() const {
   for (;;) {
@@ -66,4 +66,4 @@ void execute(const Program& program, StepActions& actions, StepProgress& progres
   progress.enter(StepProgress::kNone, end);
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -1,9 +1,10 @@
-// The one loop that executes a pipeline: a program, whatever schedule it came from, instruction by instruction.
+// The loop that executes a pipeline program, instruction by instruction, for any schedule.
 //
-// What the instructions mean is the business of a StepActions; the loop brings order, time and visibility. It says at every moment
-// which instruction is being executed and since when, for whoever watches (stall_report.h), and keeps the times of all, for the trace.
+// A StepActions defines what the instructions do; the loop takes care of order, timing and progress. It
+// publishes which instruction is being executed and since when, for observers (stall_report.h), and keeps the
+// times of all instructions for the trace.
 //
-// Knows nothing of Torch.
+// Does not depend on Torch.
 #pragma once
 
 #include <atomic>
@@ -15,9 +16,9 @@
 
 #include "penstock/pipeline/program/program.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
-// A part of one member of an overlapped unit, which the members ran in turns: a block of its stage.
+// A part of one member of an overlapped unit: one block of its stage. The members of a unit take turns.
 struct UnitPiece {
   int member = 0;
   std::int64_t begin_ns = 0;
@@ -28,9 +29,9 @@ struct UnitPiece {
 class StepActions {
  public:
   virtual ~StepActions() = default;
-  // F, B, I or W of one microbatch; several: a unit whose parts may be interleaved.
+  // F, B, I or W of one microbatch; several instructions are a unit whose parts may be interleaved.
   virtual void compute(std::span<const Instruction> unit) = 0;
-  // Of the last unit, in order of time.
+  // The pieces of the last unit, in order of time.
   virtual std::vector<UnitPiece> pieces() const { return {}; }
   virtual void post(const Instruction& instruction, const Channel& channel) = 0;
   virtual void await(const Instruction& instruction, const Channel& channel) = 0;
@@ -41,14 +42,14 @@ class StepActions {
   virtual void finish() = 0;
 };
 
-// Times of one executed instruction, steady clock.
+// Times of one executed instruction, by the steady clock.
 struct TimedInstruction {
   std::int64_t begin_ns = 0;
   std::int64_t end_ns = 0;
   std::vector<UnitPiece> pieces = {};  // of an overlapped unit, at its first instruction
 };
 
-// Where a rank is. One thread writes, any thread reads.
+// The position of a rank in its step. One thread writes, any thread reads.
 class StepProgress {
  public:
   struct Now {
@@ -59,14 +60,14 @@ class StepProgress {
   static constexpr std::int64_t kNone = -1;       // between steps
   static constexpr std::int64_t kFinishing = -2;  // waiting for what was sent
   static constexpr std::int64_t kAgreeing = -3;   // agreeing with the other ranks on the step
-  static constexpr std::int64_t kInferring = -4;  // finding out shapes
+  static constexpr std::int64_t kInferring = -4;  // inferring shapes
 
   Now read() const;
   void begin_step();
   void enter(std::int64_t instruction, std::int64_t now_ns);
 
  private:
-  // A version around two words: odd while they change.
+  // Sequence lock: the version is odd while the other fields change.
   std::atomic<std::uint64_t> version_ = 0;
   std::atomic<std::uint64_t> step_ = 0;
   std::atomic<std::int64_t> instruction_ = kNone;
@@ -76,8 +77,9 @@ class StepProgress {
 // Monotonic, the same for all threads.
 std::int64_t steady_now_ns();
 
-// Executes the program once. `times`, if given, gets one entry per instruction and one for the end. An exception of an action passes
-// through and leaves `progress` where it happened. `after`, if given, is called behind each instruction; its time is in none of them.
+// Executes the program once. `times`, if given, gets one entry per instruction and one for the end. An
+// exception of an action propagates and leaves `progress` where it happened. `after`, if given, is called
+// after each instruction; its time is not counted in any instruction.
 void execute(const Program& program, StepActions& actions, StepProgress& progress, std::vector<TimedInstruction>* times = nullptr, const std::function<void()>& after = {});
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -6,11 +6,12 @@
 #include <map>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/lower.h"
 #include "penstock/validate.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 using schedule::Action;
 using schedule::ActionKind;
@@ -55,17 +56,17 @@ namespace {
 void check_skips(const StageMap& map, const std::vector<SkipConnection>& skips) {
   for (std::size_t i = 0; i < skips.size(); ++i) {
     const SkipConnection& skip = skips[i];
-    const bool inside = map.has_stage(StageId{skip.from}) && map.has_stage(StageId{skip.to});
-    if (!inside || skip.to <= skip.from || &map.chain_of(StageId{skip.from}) != &map.chain_of(StageId{skip.to}))
+    const bool inside = map.has_stage(skip.from) && map.has_stage(skip.to);
+    if (!inside || skip.to <= skip.from || &map.chain_of(skip.from) != &map.chain_of(skip.to))
       throw ValueError(describe(fmt::format("skip connection {}", i), fmt::format("from stage {} to stage {}", skip.from, skip.to),
-                                fmt::format("from an earlier to a later one of the {} stages, both of one chain", map.stages()),
-                                "declare it from the stage that makes the tensor to the later one that takes it"));
+                                fmt::format("from an earlier to a later one of the {} stages, both in the same chain", map.stages()),
+                                "declare it from the stage that makes the tensor to the later stage that takes it"));
   }
 }
 
 class Compiler {
  public:
-  Compiler(const Schedule& schedule, int rank, const std::vector<SkipConnection>& skips, const CompileOptions& options)
+  Compiler(const Schedule& schedule, int rank, const std::vector<SkipConnection>& skips, const ProgramOptions& options)
       : schedule_(schedule), map_(schedule.stages()), skips_(skips), options_(options) {
     program_.rank = rank;
     program_.has_backward = options.has_backward;
@@ -80,7 +81,8 @@ class Compiler {
   }
 
  private:
-  // Microbatches of a channel that ends on this rank, in the order of its sends, and how many of them are posted.
+  // Microbatches of a channel that ends on this rank, in the order of its sends, and how many of them are
+  // posted.
   struct Incoming {
     std::vector<int> order;
     std::size_t posted = 0;
@@ -89,8 +91,8 @@ class Compiler {
   int here() const { return program_.rank; }
 
   void add_channel(Channel::Kind kind, int from, int to, int skip) {
-    const int from_rank = map_.rank_of(StageId{from});
-    const int to_rank = map_.rank_of(StageId{to});
+    const int from_rank = map_.rank_of(from);
+    const int to_rank = map_.rank_of(to);
     if (from_rank != here() && to_rank != here()) return;
     program_.channels.push_back({kind, from, to, skip, from_rank, to_rank});
   }
@@ -102,22 +104,22 @@ class Compiler {
 
   void find_channels() {
     for (int stage = 0; stage < map_.stages(); ++stage)
-      if (!map_.is_last(StageId{stage})) add_both(stage, stage + 1, -1);
+      if (!map_.is_last(stage)) add_both(stage, stage + 1, -1);
     for (std::size_t i = 0; i < skips_.size(); ++i) add_both(skips_[i].from, skips_[i].to, static_cast<int>(i));
   }
 
-  // Skip connections send as soon as the data is made; neighbours where the schedule says so.
+  // Skip connections are sent as soon as the data is made; data for neighbours where the schedule says so.
   std::vector<int> order_of_sends(const Channel& channel) const {
     std::vector<int> order;
     if (channel.local() || channel.to_rank != here()) return order;
     const bool forward = channel.kind == Channel::Kind::Activation;
     for (const Slot slot : schedule_.row(channel.from_rank)) {
       for (const Action& action : slot) {
-        if (action.stage().value() != channel.from_stage) continue;
+        if (action.stage() != channel.from_stage) continue;
         const ActionKind kind = action.kind();
         const bool sends = channel.skip < 0 ? kind == (forward ? ActionKind::SendForward : ActionKind::SendBackward)
-                                            : (forward ? kind == ActionKind::Forward : schedule::gives_input_gradient(kind));
-        if (sends) order.push_back(action.microbatch()->value());
+                                            : (forward ? kind == ActionKind::Forward : schedule::produces_input_gradient(kind));
+        if (sends) order.push_back(*action.microbatch());
       }
     }
     return order;
@@ -130,7 +132,7 @@ class Compiler {
   static Action transfer(bool forward, bool receive, int stage, int microbatch) {
     const ActionKind kind = forward ? (receive ? ActionKind::RecvForward : ActionKind::SendForward)
                                     : (receive ? ActionKind::RecvBackward : ActionKind::SendBackward);
-    return {kind, StageId{stage}, MicrobatchId{microbatch}};
+    return {kind, stage, microbatch};
   }
   bool is_forward(int channel) const { return program_.channels[static_cast<std::size_t>(channel)].kind == Channel::Kind::Activation; }
 
@@ -140,7 +142,7 @@ class Compiler {
     emit(Instruction::Kind::Post, transfer(is_forward(channel), true, program_.channels[static_cast<std::size_t>(channel)].to_stage, microbatch), channel);
   }
 
-  // Receives are posted in the order of the sends, so those before this one go first.
+  // Receives are posted in the order of the sends, so earlier ones are posted first.
   void ensure_posted(int channel, int microbatch) {
     Incoming& incoming = incoming_[static_cast<std::size_t>(channel)];
     const auto begin = incoming.order.begin();
@@ -162,22 +164,22 @@ class Compiler {
 
   void add_awaits(const Action& action) {
     const bool forward = action.kind() == ActionKind::Forward;
-    if (!forward && !schedule::gives_input_gradient(action.kind())) return;
-    const int microbatch = action.microbatch()->value();
+    if (!forward && !schedule::produces_input_gradient(action.kind())) return;
+    const int microbatch = *action.microbatch();
     std::vector<int> needed;
-    for_channels_into(action.stage().value(), forward ? Channel::Kind::Activation : Channel::Kind::Gradient,
+    for_channels_into(action.stage(), forward ? Channel::Kind::Activation : Channel::Kind::Gradient,
                       [&](int index, const Channel& channel) {
                         if (!channel.local()) needed.push_back(index);
                       });
     for (const int channel : needed) ensure_posted(channel, microbatch);
-    for (const int channel : needed) emit(Instruction::Kind::Await, transfer(forward, true, action.stage().value(), microbatch), channel);
+    for (const int channel : needed) emit(Instruction::Kind::Await, transfer(forward, true, action.stage(), microbatch), channel);
   }
 
   void add_handing_on(const Action& action) {
     const bool forward = action.kind() == ActionKind::Forward;
-    if (!forward && !schedule::gives_input_gradient(action.kind())) return;
-    const int stage = action.stage().value();
-    const Action made = transfer(forward, false, stage, action.microbatch()->value());
+    if (!forward && !schedule::produces_input_gradient(action.kind())) return;
+    const int stage = action.stage();
+    const Action made = transfer(forward, false, stage, *action.microbatch());
     std::vector<std::pair<Instruction::Kind, int>> found;
     for_channels_from(stage, forward ? Channel::Kind::Activation : Channel::Kind::Gradient, [&](int index, const Channel& channel) {
       if (channel.local())
@@ -209,8 +211,8 @@ class Compiler {
   }
 
   void add_transfer(const Action& action) {
-    const int stage = action.stage().value();
-    const int microbatch = action.microbatch()->value();
+    const int stage = action.stage();
+    const int microbatch = *action.microbatch();
     switch (action.kind()) {
       case ActionKind::RecvForward: return ensure_posted(channel_of(Channel::Kind::Activation, stage - 1, stage), microbatch);
       case ActionKind::RecvBackward: return ensure_posted(channel_of(Channel::Kind::Gradient, stage + 1, stage), microbatch);
@@ -225,11 +227,11 @@ class Compiler {
     return found;
   }
 
-  // Every post moves up past the same number of compute units, so posts keep their order among each other.
+  // Every post moves up past the same number of compute units, so posts keep their relative order.
   void post_earlier() {
     std::vector<Instruction> others, posts;
     std::vector<std::size_t> unit_starts;             // positions in `others`
-    std::multimap<std::size_t, Instruction> posts_at;  // before which of `others`
+    std::multimap<std::size_t, Instruction> posts_at;  // by position in `others` before which they go
     for (const Instruction& each : program_.instructions) {
       if (each.kind == Instruction::Kind::Post) {
         const std::size_t ahead = static_cast<std::size_t>(options_.post_ahead);
@@ -253,14 +255,14 @@ class Compiler {
   const Schedule& schedule_;
   const StageMap& map_;
   const std::vector<SkipConnection>& skips_;
-  const CompileOptions options_;
+  const ProgramOptions options_;
   Program program_;
   std::vector<Incoming> incoming_;  // by channel
 };
 
 }  // namespace
 
-Program compile(const Schedule& lowered, int rank, const std::vector<SkipConnection>& skips, const CompileOptions& options) {
+Program compile_program(const Schedule& lowered, int rank, const std::vector<SkipConnection>& skips, const ProgramOptions& options) {
   if (rank < 0 || rank >= lowered.ranks())
     throw ValueError(describe("pipeline rank", std::to_string(rank), fmt::format("0 to {}", lowered.ranks() - 1), "use a schedule made for as many ranks as the pipeline has"));
   if (options.post_ahead < 0)
@@ -284,4 +286,4 @@ Schedule executable(Schedule schedule, bool unshard) {
   return schedule::lower(schedule::validate(std::move(schedule)), {.unshard = unshard});
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

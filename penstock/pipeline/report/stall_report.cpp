@@ -8,17 +8,18 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 using Json = nlohmann::ordered_json;
 using State = RankPlace::State;
 
 namespace {
 
-constexpr State kStates[] = {State::NoWord, State::Lost, State::Between, State::Agreeing, State::Computing, State::Waiting, State::Finishing};
+constexpr State kStates[] = {State::NoStatus, State::Lost, State::Between, State::Agreeing, State::Computing, State::Waiting, State::Finishing};
 
 std::string ranks_text(const std::vector<int>& ranks) {
   return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", format_list(ranks));
@@ -35,11 +36,11 @@ Json to_json_value(const RankPlace& place) {
   return value;
 }
 
-// Whom a rank waits for, given where the others are.
+// Returns the ranks that a rank waits for, given where the others are.
 std::vector<int> waits_of(const RankPlace& place, const std::vector<RankPlace>& places) {
   std::vector<int> found;
   switch (place.state) {
-    case State::NoWord:
+    case State::NoStatus:
     case State::Lost:
     case State::Between:
     case State::Computing: break;
@@ -47,14 +48,14 @@ std::vector<int> waits_of(const RankPlace& place, const std::vector<RankPlace>& 
     case State::Agreeing:
       for (const RankPlace& other : places) {
         const bool there = other.step > place.step || (other.step == place.step && other.state == State::Agreeing);
-        if (other.rank != place.rank && (!there || other.state == State::NoWord || other.state == State::Lost)) found.push_back(other.rank);
+        if (other.rank != place.rank && (!there || other.state == State::NoStatus || other.state == State::Lost)) found.push_back(other.rank);
       }
       break;
     case State::Finishing:
       for (const RankPlace& other : places) {
         const bool receives = std::find(place.waits_for.begin(), place.waits_for.end(), other.rank) != place.waits_for.end();
         const bool through = other.step > place.step || (other.step == place.step && (other.state == State::Finishing || other.state == State::Between));
-        if (receives && (!through || other.state == State::NoWord || other.state == State::Lost)) found.push_back(other.rank);
+        if (receives && (!through || other.state == State::NoStatus || other.state == State::Lost)) found.push_back(other.rank);
       }
       break;
   }
@@ -65,7 +66,7 @@ class Waits {
  public:
   explicit Waits(const std::vector<RankPlace>& places) {
     for (const RankPlace& place : places) edges_[place.rank] = waits_of(place, places);
-    // A rank may wait for one of which the report has no entry; it then has no edges of its own.
+    // A rank may wait for one that has no entry in the report; that one has no edges of its own.
     std::vector<int> unknown;
     for (const auto& [rank, to] : edges_)
       for (const int other : to)
@@ -73,7 +74,7 @@ class Waits {
     for (const int rank : unknown) edges_[rank];
   }
 
-  // The first cycle met, going from the lowest rank; empty when there is none.
+  // Returns the first cycle found, starting from the lowest rank; empty if there is none.
   std::vector<int> cycle() const {
     std::set<int> done;
     for (const auto& [start, _] : edges_) {
@@ -83,7 +84,7 @@ class Waits {
     return {};
   }
 
-  // Everybody from whom a path of waits leads to one of `targets`, without these.
+  // Returns all ranks from which a path of waits leads to one of `targets`, without the targets.
   std::vector<int> held_up_by(const std::vector<int>& targets) const {
     std::set<int> reached(targets.begin(), targets.end());
     for (bool grew = true; grew;) {
@@ -122,7 +123,7 @@ std::string cause_text(const StallReport& report) {
   const auto place = std::find_if(report.places.begin(), report.places.end(), [&](const RankPlace& each) { return !cause.ranks.empty() && each.rank == cause.ranks.front(); });
   const std::string doing = place == report.places.end() ? "" : to_text(*place);
   switch (cause.kind) {
-    case StallCause::Kind::Unknown: return "no rank is waited for by another: all go on, or the step was given up before it stalled";
+    case StallCause::Kind::Unknown: return "no rank waits for another: all continue, or the step was aborted before it stalled";
     case StallCause::Kind::LostRank: return fmt::format("{} {} lost{}", who, many ? "were" : "was", held);
     case StallCause::Kind::Failure: return fmt::format("{} failed{}: {}", who, held, place == report.places.end() ? "" : place->error);
     case StallCause::Kind::Cycle: {
@@ -141,7 +142,7 @@ std::string cause_text(const StallReport& report) {
 
 std::string_view to_text(State state) {
   switch (state) {
-    case State::NoWord: return "no word";
+    case State::NoStatus: return "no word";
     case State::Lost: return "lost";
     case State::Between: return "between steps";
     case State::Agreeing: return "agreeing";
@@ -156,17 +157,17 @@ std::string to_text(const RankPlace& place) {
   std::string text;
   const std::string when = fmt::format("step {}, for {:.1f} s", place.step, place.for_s);
   switch (place.state) {
-    case State::NoWord: return place.error.empty() ? "no word" : "no word: " + place.error;
-    case State::Lost: text = place.instruction.empty() ? "lost" : fmt::format("lost; last heard of in step {}: {}", place.step, place.instruction); break;
+    case State::NoStatus: return place.error.empty() ? "no word" : "no word: " + place.error;
+    case State::Lost: text = place.instruction.empty() ? "lost" : fmt::format("lost; last status in step {}: {}", place.step, place.instruction); break;
     case State::Between: text = place.step == 0 ? "no step begun" : fmt::format("after step {}, for {:.1f} s", place.step, place.for_s); break;
     case State::Agreeing: text = when + ": agrees with all ranks on the step"; break;
     case State::Computing: text = fmt::format("{}: {}", when, place.instruction); break;
     case State::Waiting: text = fmt::format("{}: {}, waits for {}", when, place.instruction, ranks_text(place.waits_for)); break;
-    case State::Finishing: text = fmt::format("{}: waits until what it sent to {} is received", when, ranks_text(place.waits_for)); break;
+    case State::Finishing: text = fmt::format("{}: waits until {} received its data", when, ranks_text(place.waits_for)); break;
   }
-  // Renewed every second while a rank stands still.
+  // The status is renewed every second while a rank makes no progress.
   if (place.said_s_ago >= 2) text += fmt::format(" ({:.1f} s ago)", place.said_s_ago);
-  // That a rank gave up because another one did says nothing new.
+  // An error that only follows from another rank's failure adds no information.
   if (!place.error.empty() && (place.own_error || place.state == State::Lost)) text += fmt::format("; ended by: {}", place.error);
   return text;
 }
@@ -208,21 +209,21 @@ RankPlace place_of(const StepProgress::Now& now, const Program& program, const s
     place.instruction = to_text(program, instruction);
     for (std::size_t member = 1; instruction.kind == Instruction::Kind::Compute && member < static_cast<std::size_t>(instruction.members); ++member)
       place.instruction += "|" + schedule::to_text(program.instructions[at + member].action);
-    place.stage = instruction.action.stage().value();
-    if (instruction.action.has_microbatch()) place.microbatch = instruction.action.microbatch()->value();
+    place.stage = instruction.action.stage();
+    if (instruction.action.has_microbatch()) place.microbatch = *instruction.action.microbatch();
     place.kind = schedule::to_text(instruction.action.kind());
     if (place.state == State::Waiting) place.waits_for = {global(program.channels[static_cast<std::size_t>(instruction.channel)].from_rank)};
   }
   return place;
 }
 
-std::string to_word(const RankPlace& place) {
+std::string encode_place(const RankPlace& place) {
   return to_json_value(place).dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
-std::optional<RankPlace> from_word(std::string_view word) {
+std::optional<RankPlace> decode_place(std::string_view text) {
   try {
-    const Json value = Json::parse(word);
+    const Json value = Json::parse(text);
     RankPlace place;
     const auto name = value.at("state").get<std::string>();
     const auto state = std::find_if(std::begin(kStates), std::end(kStates), [&](State each) { return to_text(each) == name; });
@@ -255,11 +256,12 @@ StallCause find_cause(const std::vector<RankPlace>& places) {
     return ranks;
   };
   if (auto lost = all([](const RankPlace& place) { return place.state == State::Lost; }); !lost.empty()) return caused_by(StallCause::Kind::LostRank, std::move(lost));
-  // The first failure ends all others; of several that are on record any is as good.
+  // The first failure causes the others; if several are reported, any of them serves.
   if (auto failed = all([](const RankPlace& place) { return place.own_error; }); !failed.empty()) return caused_by(StallCause::Kind::Failure, {failed.front()});
   if (auto cycle = waits.cycle(); !cycle.empty()) return caused_by(StallCause::Kind::Cycle, std::move(cycle));
-  if (auto silent = all([](const RankPlace& place) { return place.state == State::NoWord && place.error.empty(); }); !silent.empty()) return caused_by(StallCause::Kind::SilentRank, std::move(silent));
-  // Of those that need nobody: who holds up most, then who has been at it for longest.
+  if (auto silent = all([](const RankPlace& place) { return place.state == State::NoStatus && place.error.empty(); }); !silent.empty()) return caused_by(StallCause::Kind::SilentRank, std::move(silent));
+  // Among ranks that wait for nobody: the one that holds up most ranks, then the one that has been in its
+  // place longest.
   StallCause best;
   double longest = 0;
   for (const RankPlace& place : places) {
@@ -294,4 +296,4 @@ std::string StallReport::to_json() const {
   return document.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -11,12 +11,13 @@
 #include <tuple>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/files.h"
 #include "penstock/schedule_text.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 using Json = nlohmann::ordered_json;
 using Kind = TraceEvent::Kind;
@@ -62,11 +63,11 @@ double microseconds(std::int64_t ns) {
   return static_cast<double>(ns) / 1000;
 }
 
-// What a send and the wait that it ends have in common.
+// The key that a send and the wait that it ends have in common.
 using TransferKey = std::tuple<Channel::Kind, int, int, int, int>;
 TransferKey transfer_key(const TraceEvent& event) {
   const Channel& channel = *event.channel;
-  return {channel.kind, channel.from_stage, channel.to_stage, channel.skip, event.actions.front().microbatch()->value()};
+  return {channel.kind, channel.from_stage, channel.to_stage, channel.skip, *event.actions.front().microbatch()};
 }
 
 Json metadata(const char* what, int rank, int track, Json args) {
@@ -99,7 +100,8 @@ Json slice(int rank, const TraceEvent& event) {
           {"args", std::move(args)}};
 }
 
-// Within the slice of its unit: on the same track, and not before or after it. For the eye alone; read back is what the unit's slice says.
+// Within the slice of its unit: on the same track, and not outside its time. Only for display; parse_trace
+// reads the pieces from the unit's slice.
 Json piece_slice(int rank, const TraceEvent& event, const UnitPiece& piece) {
   return {{"name", schedule::to_text(event.actions[static_cast<std::size_t>(piece.member)])},
           {"cat", kPieceCategory},
@@ -123,7 +125,8 @@ void add_arrows(const StepTrace& trace, Json& events) {
       if (at == waits.end()) continue;
       const auto& [receiver, wait] = at->second;
       events.push_back({{"name", "data"}, {"cat", "data"}, {"ph", "s"}, {"id", arrows}, {"pid", rank}, {"tid", kTransferTrack}, {"ts", microseconds(event.begin_ns)}});
-      // An arrow ends in the slice that encloses its point, so it points just before the end of the wait.
+      // A viewer attaches an arrow to the slice that encloses its point, so it ends just before the end of
+      // the wait.
       events.push_back({{"name", "data"}, {"cat", "data"}, {"ph", "f"}, {"bp", "e"}, {"id", arrows++}, {"pid", receiver}, {"tid", kWaitTrack},
                         {"ts", microseconds(std::max(wait->begin_ns, wait->end_ns - 1))}});
     }
@@ -160,9 +163,9 @@ Channel read_channel(const Json& value, const schedule::StageMap& map) {
   value.at("to_stage").get_to(channel.to_stage);
   value.at("skip").get_to(channel.skip);
   for (const int stage : {channel.from_stage, channel.to_stage})
-    if (!map.has_stage(StageId{stage})) refuse(fmt::format("a channel of stage {}, of {} stages", stage, map.stages()));
-  channel.from_rank = map.rank_of(StageId{channel.from_stage});
-  channel.to_rank = map.rank_of(StageId{channel.to_stage});
+    if (!map.has_stage(stage)) refuse(fmt::format("a channel of stage {}, of {} stages", stage, map.stages()));
+  channel.from_rank = map.rank_of(channel.from_stage);
+  channel.to_rank = map.rank_of(channel.to_stage);
   return channel;
 }
 
@@ -314,7 +317,7 @@ StepTrace parse_trace(std::string_view json) {
   try {
     return read_document(Json::parse(json));
   } catch (const Json::exception& error) {
-    refuse(without_tag(error.what()));
+    refuse(without_json_tag(error.what()));
   } catch (const ConfigError&) {
     throw;
   } catch (const ValueError& error) {  // a stage map that contradicts itself, an action out of bounds
@@ -330,7 +333,7 @@ void write_trace(const StepTrace& trace, const std::string& path) {
 }
 
 StepTrace read_trace(const std::string& path) {
-  const std::string text = read_file(path, "trace file", "give a file that penstock train or write_trace of a pipeline has written");
+  const std::string text = read_file(path, "trace file", "pass a file that penstock train or write_trace of a pipeline has written");
   try {
     return parse_trace(text);
   } catch (const ConfigError& error) {
@@ -338,4 +341,4 @@ StepTrace read_trace(const std::string& path) {
   }
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

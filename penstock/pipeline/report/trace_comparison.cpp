@@ -10,11 +10,12 @@
 #include <tuple>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/simulator.h"
 #include "penstock/validate.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 using Kind = TraceEvent::Kind;
 using schedule::Action;
@@ -43,10 +44,10 @@ using CostKey = std::pair<int, ActionKind>;
 using Samples = std::map<CostKey, std::vector<double>>;
 
 CostKey key_of(const Action& action) {
-  return {action.stage().value(), action.kind()};
+  return {action.stage(), action.kind()};
 }
 
-// A backward computes about twice what a forward does; only the proportion counts.
+// A backward computes about twice as much as a forward; only the proportion matters.
 double usual_weight(ActionKind kind) {
   return kind == ActionKind::Backward ? 2 : 1;
 }
@@ -72,11 +73,12 @@ std::map<CostKey, double> medians_of(const Samples& samples) {
   return medians;
 }
 
-// What kinds take that occur in overlapped units alone: a share of the unit, in proportion to what the kind takes elsewhere.
+// Costs of kinds that occur only in overlapped units: a share of the unit, in proportion to the cost of the
+// kind elsewhere.
 void add_shares_of_units(const StepTrace& trace, std::map<CostKey, double>& medians) {
   std::map<ActionKind, std::vector<double>> of_kind;
   for (const auto& [key, value] : medians) of_kind[key.second].push_back(value);
-  double unit = 1;  // what a forward takes, if that is known
+  double unit = 1;  // cost of a forward, if known
   if (const auto at = of_kind.find(ActionKind::Forward); at != of_kind.end()) unit = median(at->second);
   const auto expected = [&](const Action& action) {
     if (const auto own = medians.find(key_of(action)); own != medians.end()) return own->second;
@@ -93,7 +95,7 @@ void add_shares_of_units(const StepTrace& trace, std::map<CostKey, double>& medi
   for (const auto& [key, values] : shares) medians[key] = median(values);
 }
 
-// How much of the shorter members of a unit was hidden behind the longest.
+// The fraction of the shorter members of a unit that was hidden by the longest.
 double measured_saving(const StepTrace& trace, const std::map<CostKey, double>& medians) {
   std::vector<double> savings;
   for_units(trace, [&](const TraceEvent& event) {
@@ -111,13 +113,13 @@ double measured_saving(const StepTrace& trace, const std::map<CostKey, double>& 
 struct TransferTimes {
   int all = 0;
   std::vector<double> known;    // the receiver was waiting when the data was sent
-  std::vector<double> at_most;  // the data was there, at the latest, after this time
+  std::vector<double> at_most;  // upper bounds: the data had arrived after this time
 };
 
 TransferTimes transfer_times(const StepTrace& trace) {
   using TransferKey = std::tuple<Channel::Kind, int, int, int, int>;
   const auto key = [](const TraceEvent& event) {
-    return TransferKey{event.channel->kind, event.channel->from_stage, event.channel->to_stage, event.channel->skip, event.actions.front().microbatch()->value()};
+    return TransferKey{event.channel->kind, event.channel->from_stage, event.channel->to_stage, event.channel->skip, *event.actions.front().microbatch()};
   };
   std::map<TransferKey, const TraceEvent*> sends;
   for (const auto& events : trace.ranks)
@@ -130,7 +132,7 @@ TransferTimes transfer_times(const StepTrace& trace) {
       const auto at = sends.find(key(event));
       if (at == sends.end()) continue;
       ++times.all;
-      // Clocks may be off by a little; nothing arrives before it is sent.
+      // Clocks may differ slightly; nothing arrives before it is sent.
       const double time = std::max(0.0, milliseconds(event.end_ns - at->second->begin_ns));
       (event.begin_ns <= at->second->begin_ns ? times.known : times.at_most).push_back(time);
     }
@@ -142,12 +144,12 @@ double latency_of(const TransferTimes& times) {
   return times.at_most.empty() ? 0 : *std::min_element(times.at_most.begin(), times.at_most.end());
 }
 
-// Which slot of a rank's row holds an action.
+// Finds the slot of a rank's row that holds an action.
 std::map<std::pair<CostKey, int>, std::uint32_t> slots_of(const schedule::Row& row) {
   std::map<std::pair<CostKey, int>, std::uint32_t> slots;
   for (std::size_t slot = 0; slot < row.size(); ++slot)
     for (const Action& action : row[slot])
-      if (schedule::is_compute(action.kind())) slots[{key_of(action), action.microbatch()->value()}] = static_cast<std::uint32_t>(slot);
+      if (schedule::is_compute(action.kind())) slots[{key_of(action), *action.microbatch()}] = static_cast<std::uint32_t>(slot);
   return slots;
 }
 
@@ -183,7 +185,7 @@ plan::CostModel measured_costs(const StepTrace& trace) {
       case ActionKind::SendForward:
       case ActionKind::RecvForward:
       case ActionKind::SendBackward:
-      case ActionKind::RecvBackward: break;  // cost nothing by themselves
+      case ActionKind::RecvBackward: break;  // no cost of their own
     }
   }
   model.overlap_saving = measured_saving(trace, medians);
@@ -192,7 +194,8 @@ plan::CostModel measured_costs(const StepTrace& trace) {
 }
 
 TraceComparison compare_with_simulation(const StepTrace& trace) {
-  // Evaluation runs half of a schedule: what is missing is no fault, what is out of place is.
+  // Evaluation runs only the forwards of a schedule, so missing actions are allowed and misplaced ones are
+  // not.
   const schedule::Report report = schedule::check(trace.schedule, {.sends = schedule::SendModel::Posted});
   if (!report.ok() && report.violations.front().kind < schedule::ViolationKind::Missing)
     throw ConfigError(fmt::format("schedule of the trace: {}", report.violations.front().text));
@@ -223,9 +226,9 @@ TraceComparison compare_with_simulation(const StepTrace& trace) {
       if (event.kind != Kind::Compute) continue;
       row.busy_ms += duration_ms(event);
       const Action& first = event.actions.front();
-      const auto slot = slots.find({key_of(first), first.microbatch()->value()});
+      const auto slot = slots.find({key_of(first), *first.microbatch()});
       if (slot == slots.end())
-        throw ConfigError(describe(fmt::format("event of rank {} in the trace", rank), action_text(event), "an action of its schedule", "use a file that was not changed"));
+        throw ConfigError(describe(fmt::format("event of rank {} in the trace", rank), action_text(event), "an action of its schedule", "use an unmodified trace file"));
       comparison.actions.push_back({static_cast<int>(rank), action_text(event), milliseconds(event.begin_ns), milliseconds(event.end_ns), timed[slot->second].start, timed[slot->second].end});
     }
   }
@@ -244,9 +247,9 @@ std::string to_text(const TraceComparison& comparison) {
   const auto out = std::back_inserter(text);
   fmt::format_to(out, "step: measured {:.3f} ms, simulated {:.3f} ms, efficiency {:.1f} %\n", comparison.measured_ms, comparison.simulated_ms, 100 * comparison.efficiency());
   if (comparison.measured_transfers > 0) {
-    fmt::format_to(out, "transfer: {:.3f} ms, median of the {} of {} that a rank was waiting for\n", comparison.model.latency, comparison.measured_transfers, comparison.transfers);
+    fmt::format_to(out, "transfer: {:.3f} ms, median of the {} of {} for which a rank was waiting\n", comparison.model.latency, comparison.measured_transfers, comparison.transfers);
   } else if (comparison.transfers > 0) {
-    fmt::format_to(out, "transfer: at most {:.3f} ms; none of {} was waited for, so their time is not known\n", comparison.model.latency, comparison.transfers);
+    fmt::format_to(out, "transfer: at most {:.3f} ms; no rank was waiting for any of the {}, so their time is not known\n", comparison.model.latency, comparison.transfers);
   }
   if (comparison.model.overlap_saving > 0) fmt::format_to(out, "overlapped units: {:.0f} % of the shorter member hidden\n", 100 * comparison.model.overlap_saving);
   fmt::format_to(out, "\n{:>5} {:>11} {:>6} {:>10} {:>10} {:>10} {:>10} {:>10}\n", "stage", "action", "count", "mean ms", "median ms", "least ms", "most ms", "simulated");
@@ -259,7 +262,7 @@ std::string to_text(const TraceComparison& comparison) {
     fmt::format_to(out, "{:>5} {:>12.3f} {:>12.3f} {:>9.1f} % {:>10.3f} {:>14.3f} {:>10.3f}\n", rank, row.measured_ms, row.simulated_ms, 100 * row.efficiency(), row.busy_ms, row.simulated_busy_ms, row.wait_ms);
   }
   const auto delays = comparison.greatest_delays(kDelaysShown);
-  fmt::format_to(out, "\nbegan latest behind the simulation:\n{:>5} {:>14} {:>12} {:>13} {:>10}\n", "rank", "action", "measured ms", "simulated ms", "delay ms");
+  fmt::format_to(out, "\ngreatest delays relative to the simulation:\n{:>5} {:>14} {:>12} {:>13} {:>10}\n", "rank", "action", "measured ms", "simulated ms", "delay ms");
   for (const ActionComparison& action : delays)
     fmt::format_to(out, "{:>5} {:>14} {:>12.3f} {:>13.3f} {:>10.3f}\n", action.rank, action.action, action.begin_ms, action.simulated_begin_ms, action.delay_ms());
   return text;
@@ -273,4 +276,4 @@ std::string to_csv(const TraceComparison& comparison) {
   return text;
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -1,14 +1,15 @@
-// A measured step beside the simulation of its schedule under the costs that were measured.
+// Compares a measured step with the simulation of its schedule under the measured costs.
 //
 //   TraceComparison comparison = compare_with_simulation(read_trace("step.json"));
 //   fmt::print("{}", to_text(comparison));
-//   comparison.efficiency();                    // simulated / measured time: 1 when the runtime adds nothing to what modules and links take
+//   comparison.efficiency();      // simulated / measured time: 1 if the runtime adds no overhead
 //
-// Costs are medians over the step, per stage and kind of action, so the simulation says what the schedule would take if every action
-// took its usual time, transfers ran beside the computation, and nothing else happened. What a measured step takes longer is
-// overhead of the runtime, transfers that were not hidden, and actions that took longer than usual; the delays say where.
+// Costs are medians over the step, per stage and kind of action, so the simulation shows how long the
+// schedule would take if every action took its usual time, transfers ran beside the computation, and nothing
+// else happened. The excess of the measured step is overhead of the runtime, transfers that were not hidden,
+// and actions that took longer than usual; the delays show where.
 //
-// Times are in milliseconds. Ranks are positions along the pipeline. Knows nothing of Torch.
+// Times are in milliseconds. Ranks are positions along the pipeline. Does not depend on Torch.
 #pragma once
 
 #include <string>
@@ -17,10 +18,10 @@
 #include "penstock/pipeline/report/step_trace.h"
 #include "penstock/cost_model.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
-// Measured times of one kind of action of one stage. Members of an overlapped unit, whose own times nobody can tell, are not among
-// them.
+// Measured times of one kind of action of one stage. Members of an overlapped unit are excluded, because
+// their individual times are unknown.
 struct ActionCost {
   int stage = 0;
   schedule::ActionKind kind = schedule::ActionKind::Forward;
@@ -33,10 +34,10 @@ struct ActionCost {
 };
 
 struct RankComparison {
-  double measured_ms = 0;   // from the beginning of the step, on whatever rank, to this rank's end
+  double measured_ms = 0;   // from the beginning of the step on any rank to this rank's end
   double simulated_ms = 0;
   double busy_ms = 0;       // computing
-  double wait_ms = 0;       // for data and for what was sent
+  double wait_ms = 0;       // for data and for sends to complete
   double simulated_busy_ms = 0;
   double efficiency() const { return measured_ms > 0 ? simulated_ms / measured_ms : 1; }
 };
@@ -57,28 +58,29 @@ struct TraceComparison {
   double simulated_ms = 0;
   double efficiency() const { return measured_ms > 0 ? simulated_ms / measured_ms : 1; }
 
-  plan::CostModel model;                   // with times in milliseconds
+  plan::CostModel model;                   // times in milliseconds
   int transfers = 0;                       // between ranks
-  int measured_transfers = 0;              // those whose time is known: somebody was waiting when they were sent
+  int measured_transfers = 0;              // with a known time: the receiver was already waiting
   std::vector<ActionCost> costs;           // by stage, then kind
   std::vector<RankComparison> ranks;
   std::vector<ActionComparison> actions;   // by rank, in the order of execution
 
-  // Those that began latest behind their simulated begin, the latest first.
+  // Returns the actions that began furthest after their simulated begin, largest delay first.
   std::vector<ActionComparison> greatest_delays(std::size_t count) const;
 };
 
-// Medians of what was measured. A kind that only occurs in overlapped units gets its share of theirs. The latency is the median over
-// the transfers for which a rank was waiting already; where there is none, the least time after which one was there. It contains
-// the time that the data takes, so the bandwidth is endless.
+// Returns the medians of the measured times. A kind that only occurs in overlapped units gets its share of
+// their time. The latency is the median over the transfers for which a rank was already waiting; if there are
+// none, the shortest time after which data was found to have arrived. It includes the time to transfer the
+// data, so the bandwidth is infinite.
 plan::CostModel measured_costs(const StepTrace& trace);
 
-// Throws ConfigError for a trace whose events are not those of its schedule, or whose schedule cannot run.
+// Throws ConfigError for a trace whose events do not match its schedule, or whose schedule cannot run.
 TraceComparison compare_with_simulation(const StepTrace& trace);
 
-// For people: costs, ranks, and the greatest delays.
+// Human-readable: costs, ranks, and the greatest delays.
 std::string to_text(const TraceComparison& comparison);
-// One line per action: rank, action, begin, end, simulated begin, simulated end, delay, with a line of names.
+// One line per action, after a header line: rank, action, begin, end, simulated begin, simulated end, delay.
 std::string to_csv(const TraceComparison& comparison);
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -4,9 +4,10 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -24,9 +25,9 @@ ChannelGroups::ChannelGroups(const comm::World& world, std::vector<int> ranks, c
   control_ = world.group_of(ranks_, {.purpose = "pipeline.control", .timeout = {}});
   bool used[2][2] = {};
   for (int stage = 0; stage + 1 < map.stages(); ++stage) {
-    if (map.is_last(StageId{stage})) continue;
-    const int here = map.rank_of(StageId{stage});
-    const int next = map.rank_of(StageId{stage + 1});
+    if (map.is_last(stage)) continue;
+    const int here = map.rank_of(stage);
+    const int next = map.rank_of(stage + 1);
     if (here == next) continue;
     used[0][next > here] = true;
     used[1][here > next] = true;
@@ -37,7 +38,7 @@ ChannelGroups::ChannelGroups(const comm::World& world, std::vector<int> ranks, c
       if (used[k][up]) neighbours_[k][up] = world.group_of(ranks_, {.purpose = fmt::format("pipeline.{}.{}", kind_text(kind), up ? "up" : "down"), .p2p = p2p, .timeout = {}});
     skips_[k].resize(skips.size());
     for (std::size_t i = 0; i < skips.size(); ++i) {
-      std::vector<int> pair = {ranks_[static_cast<std::size_t>(map.rank_of(StageId{skips[i].from}))], ranks_[static_cast<std::size_t>(map.rank_of(StageId{skips[i].to}))]};
+      std::vector<int> pair = {ranks_[static_cast<std::size_t>(map.rank_of(skips[i].from))], ranks_[static_cast<std::size_t>(map.rank_of(skips[i].to))]};
       if (pair[0] == pair[1] || std::find(pair.begin(), pair.end(), world.rank()) == pair.end()) continue;
       skips_[k][i] = world.group_of(pair, {.purpose = fmt::format("pipeline.skip{}.{}", i, kind_text(kind)), .p2p = p2p, .timeout = {}});
     }
@@ -51,7 +52,7 @@ std::size_t ChannelGroups::most_tensors() const {
 int ChannelGroups::tag(const Channel& channel, std::size_t tensor) const {
   if (tensor >= most_tensors())
     throw ValueError(describe(fmt::format("tensors of {}", to_text(channel)), fmt::format("more than {}", tensor), fmt::format("at most {} in a pipeline of {} stages", most_tensors(), stages_),
-                              "join tensors before they leave the stage, for example with torch::cat"));
+                              "concatenate tensors before they leave the stage, for example with torch::cat"));
   return numbered_tag(channel, static_cast<int>(tensor) + 2);
 }
 
@@ -60,4 +61,4 @@ const comm::Group& ChannelGroups::group_of(const Channel& channel) const {
   return channel.skip >= 0 ? skips_[k][static_cast<std::size_t>(channel.skip)] : neighbours_[k][channel.to_rank > channel.from_rank];
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

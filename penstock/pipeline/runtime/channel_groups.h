@@ -1,5 +1,6 @@
-// The communicators of a pipeline: for activations and for gradients, for each direction between ranks and for each skip
-// connection one of its own, so that no transfer ever waits behind one of another kind, also on a transport that keeps order.
+// The communicators of a pipeline. Activations and gradients, each direction between ranks, and each skip
+// connection have a communicator of their own, so that no transfer waits for one of another kind, even on a
+// transport that keeps order.
 #pragma once
 
 #include <cstddef>
@@ -10,28 +11,29 @@
 #include "penstock/pipeline/program/program.h"
 #include "penstock/stage_placement.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class ChannelGroups {
  public:
-  // Collective over `ranks`, the global ranks of the pipeline in its order.
+  // Collective over `ranks`, the global ranks of the pipeline, in pipeline order.
   ChannelGroups(const comm::World& world, std::vector<int> ranks, const schedule::StageMap& map, const std::vector<SkipConnection>& skips,
                 comm::P2PTransport p2p);
 
-  // Of a channel between two ranks.
+  // The group of a channel between two ranks.
   const comm::Group& group_of(const Channel& channel) const;
-  // For words about the step; of all ranks of the pipeline.
+  // The group of all ranks of the pipeline, for control messages.
   const comm::Group& control() const { return control_; }
-  Rank global_rank(int pipeline_rank) const { return Rank{ranks_[static_cast<std::size_t>(pipeline_rank)]}; }
+  int global_rank(int pipeline_rank) const { return ranks_[static_cast<std::size_t>(pipeline_rank)]; }
   const std::vector<int>& ranks() const { return ranks_; }
 
-  // Tags within a group. Channels of one kind and direction share a group, so a tag is the pair of a sending stage and a number, written
-  // with the stage as its lowest digit to the base of the number of stages: two pairs never give one tag, however many tensors a border
-  // has. The numbers 0 and 1 are announcements and the warm-up. Throws ValueError for more tensors than there are tags.
+  // Tags within a group. Channels of one kind and direction share a group, so a tag encodes a sending stage
+  // and a number, as number * stages + stage: different pairs never get the same tag, however many tensors a
+  // border has. The numbers 0 and 1 are for announcements and the warm-up. Throws ValueError if there are
+  // more tensors than tags.
   int tag(const Channel& channel, std::size_t tensor) const;
   int announcement_tag(const Channel& channel) const { return numbered_tag(channel, 0); }
   int warm_up_tag(const Channel& channel) const { return numbered_tag(channel, 1); }
-  // Of one channel, that have tags.
+  // The number of tensors per channel for which there are tags.
   std::size_t most_tensors() const;
 
  private:
@@ -44,4 +46,4 @@ class ChannelGroups {
   std::vector<comm::Group> skips_[2];  // [kind]
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -5,9 +5,10 @@
 
 #include <cstdint>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -39,7 +40,7 @@ void check_same_channels(const ChannelGroups& groups, std::int64_t own) {
   for (std::int64_t i = 1; i < count; ++i)
     if (said[i] != said[0])
       throw PipeliningMetadataError(describe("ranks of a pipeline disagree: places of its stages and skip connections",
-                                             fmt::format("others on rank {}", groups.ranks()[static_cast<std::size_t>(i)]), fmt::format("those of rank {}", groups.ranks()[0]),
+                                             fmt::format("different ones on rank {}", groups.ranks()[static_cast<std::size_t>(i)]), fmt::format("those of rank {}", groups.ranks()[0]),
                                              "make the schedule and the list of skip connections the same on all ranks"));
 }
 
@@ -56,7 +57,7 @@ int warm_up_channels(const ChannelGroups& groups, const Program& program, const 
   };
   struct Arrival {
     const Channel* channel;
-    at::Tensor word;
+    at::Tensor value;
   };
   std::vector<comm::Work> works;
   std::vector<Arrival> arrivals;
@@ -65,20 +66,20 @@ int warm_up_channels(const ChannelGroups& groups, const Program& program, const 
     if (channel.local()) continue;
     const comm::P2POptions options{.tag = groups.warm_up_tag(channel), .label = "warm-up: " + to_text(channel), .timeout = {}};
     const bool sends = channel.from_rank == program.rank;
-    const at::Tensor word = at::full({1}, sends ? channel.from_stage : -1, at::device(device_of(sends ? channel.from_stage : channel.to_stage)).dtype(at::kFloat));
+    const at::Tensor value = at::full({1}, sends ? channel.from_stage : -1, at::device(device_of(sends ? channel.from_stage : channel.to_stage)).dtype(at::kFloat));
     if (sends) {
-      works.push_back(groups.group_of(channel).isend(word, groups.global_rank(channel.to_rank), options));
+      works.push_back(groups.group_of(channel).isend(value, groups.global_rank(channel.to_rank), options));
     } else {
-      works.push_back(groups.group_of(channel).irecv(word, groups.global_rank(channel.from_rank), options));
-      arrivals.push_back({&channel, word});
+      works.push_back(groups.group_of(channel).irecv(value, groups.global_rank(channel.from_rank), options));
+      arrivals.push_back({&channel, value});
     }
   }
   comm::wait_all(works);
   for (const Arrival& arrival : arrivals)
-    if (const float word = arrival.word.item<float>(); word != static_cast<float>(arrival.channel->from_stage))
-      throw PipeliningMetadataError(describe(fmt::format("warm-up of {}", to_text(*arrival.channel)), fmt::format("a word of stage {}", word),
-                                             fmt::format("one of stage {}", arrival.channel->from_stage), "make the schedule the same on all ranks"));
+    if (const float value = arrival.value.item<float>(); value != static_cast<float>(arrival.channel->from_stage))
+      throw PipeliningMetadataError(describe(fmt::format("warm-up of {}", to_text(*arrival.channel)), fmt::format("the index of stage {}", value),
+                                             fmt::format("that of stage {}", arrival.channel->from_stage), "make the schedule the same on all ranks"));
   return static_cast<int>(works.size());
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -2,7 +2,7 @@
 
 #include "penstock/torch/compat/streams.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 OverlapStreams::OverlapStreams(c10::Device device, c10::Stream second) : device_(device), first_(current_stream(device)), second_(second) {}
 
@@ -35,4 +35,4 @@ c10::Stream OverlapStreams::other(const c10::Stream& stream) const { return stre
 void OverlapStreams::fork() const { order_after(second_, first_); }
 void OverlapStreams::join() const { order_after(first_, second_); }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

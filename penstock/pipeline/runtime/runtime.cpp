@@ -9,6 +9,7 @@
 #include <exception>
 #include <numeric>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/text.h"
@@ -26,13 +27,15 @@
 #include "penstock/pipeline/runtime/step_recording.h"
 #include "penstock/pipeline/runtime/step_watch.h"
 #include "penstock/pipeline/runtime/trace_collection.h"
+#include "penstock/pipeline/runtime/last_trace.h"
+#include "penstock/pipeline/runtime/pipe_info.h"
+#include "penstock/pipeline/program/program.h"
+#include "penstock/pipeline/report/step_trace.h"
 
 namespace penstock {
 
 namespace {
 
-using pipeline::Program;
-using pipeline::SkipConnection;
 
 std::vector<int> pipeline_ranks(const PipelineOptions& options) {
   if (!options.ranks.empty()) return options.ranks;
@@ -44,7 +47,7 @@ std::vector<int> pipeline_ranks(const PipelineOptions& options) {
 int position_in(const std::vector<int>& ranks, int rank) {
   const auto at = std::find(ranks.begin(), ranks.end(), rank);
   if (at == ranks.end())
-    throw ValueError(describe("ranks of the pipeline", fmt::format("[{}] on rank {}", format_list(ranks), rank), "a list with the own rank in it", "give each pipeline to its own ranks"));
+    throw ValueError(describe("ranks of the pipeline", fmt::format("[{}] on rank {}", format_list(ranks), rank), "a list that contains this rank", "create each pipeline only on its own ranks"));
   return static_cast<int>(at - ranks.begin());
 }
 
@@ -54,7 +57,7 @@ std::vector<SkipConnection> connections(const std::vector<SkipTensor>& skips) {
   return found;
 }
 
-// Ascending, and exactly those that the schedule has on this rank.
+// Sorts the stages and checks that they are exactly those that the schedule has on this rank.
 std::vector<PipelineStage> checked_stages(std::vector<PipelineStage> stages, const schedule::StageMap& map, int rank) {
   std::sort(stages.begin(), stages.end(), [](const PipelineStage& a, const PipelineStage& b) { return a.index() < b.index(); });
   std::vector<int> given;
@@ -62,11 +65,11 @@ std::vector<PipelineStage> checked_stages(std::vector<PipelineStage> stages, con
     given.push_back(stage.index());
     if (stage.count() != map.stages())
       throw ValueError(describe(fmt::format("number of stages of the pipeline, at stage {}", stage.index()), std::to_string(stage.count()),
-                                fmt::format("{}, as the schedule has", map.stages()), "make stages and schedule for the same pipeline"));
+                                fmt::format("{}, as in the schedule", map.stages()), "make stages and schedule for the same pipeline"));
   }
   if (const std::vector<int> expected = map.stages_of(rank); given != expected)
     throw ValueError(describe(fmt::format("stages on rank {} of the pipeline", rank), fmt::format("[{}]", format_list(given)), fmt::format("[{}]", format_list(expected)),
-                              "give every rank the stages that the schedule puts there"));
+                              "pass to every rank the stages that the schedule places there"));
   return stages;
 }
 
@@ -74,26 +77,26 @@ bool has_overlaps(const Program& program) {
   return std::any_of(program.instructions.begin(), program.instructions.end(), [](const auto& each) { return each.members > 1; });
 }
 
-// The microbatch whose weight gradients the stage computes last.
+// Returns the microbatch whose weight gradients the stage computes last.
 std::optional<int> last_backward(const Program& program, int stage) {
   std::optional<int> found;
   for (const auto& each : program.instructions) {
     const schedule::ActionKind kind = each.action.kind();
-    if (each.kind == pipeline::Instruction::Kind::Compute && each.action.stage().value() == stage && (kind == schedule::ActionKind::Backward || kind == schedule::ActionKind::BackwardWeight))
-      found = each.action.microbatch()->value();
+    if (each.kind == Instruction::Kind::Compute && each.action.stage() == stage && (kind == schedule::ActionKind::Backward || kind == schedule::ActionKind::BackwardWeight))
+      found = *each.action.microbatch();
   }
   return found;
 }
 
 bool any_sharded(const std::vector<PipelineStage>& stages) {
-  return std::any_of(stages.begin(), stages.end(), [](const PipelineStage& stage) { return pipeline::ShardedModules(stage.module()).any(); });
+  return std::any_of(stages.begin(), stages.end(), [](const PipelineStage& stage) { return ShardedModules(stage.module()).any(); });
 }
 
 schedule::Schedule fitting(schedule::Schedule schedule, std::size_t ranks, const std::optional<PipeInfo>& info, bool has_loss, bool unshard) {
   if (schedule.ranks() != static_cast<int>(ranks))
-    throw ValueError(describe("ranks of the schedule", std::to_string(schedule.ranks()), fmt::format("{}, as the pipeline has", ranks), "generate it for the ranks of this pipeline"));
+    throw ValueError(describe("ranks of the schedule", std::to_string(schedule.ranks()), fmt::format("{}, as in the pipeline", ranks), "generate it for the ranks of this pipeline"));
   if (info) check_pipe_info(*info, schedule, has_loss);
-  return pipeline::executable(std::move(schedule), unshard);
+  return executable(std::move(schedule), unshard);
 }
 
 Tree step_arguments(const Tree& args) {
@@ -111,8 +114,8 @@ struct PipelineRuntime::Impl {
         lowered(fitting(std::move(wanted), ranks.size(), options.info, static_cast<bool>(the_loss), any_sharded(given))),
         stages(checked_stages(std::move(given), lowered.stages(), own)),
         loss(std::move(the_loss)),
-        training(pipeline::compile(lowered, own, connections(options.skips), {.has_backward = true, .post_ahead = options.post_ahead})),
-        evaluation(pipeline::compile(pipeline::forward_only(lowered), own, connections(options.skips), {.has_backward = false, .post_ahead = options.post_ahead})),
+        training(compile_program(lowered, own, connections(options.skips), {.has_backward = true, .post_ahead = options.post_ahead})),
+        evaluation(compile_program(forward_only(lowered), own, connections(options.skips), {.has_backward = false, .post_ahead = options.post_ahead})),
         groups(options.world, ranks, lowered.stages(), connections(options.skips), options.p2p),
         planner(stages, lowered.stages(), options.skips, loss, groups.control(), ranks, own),
         runners(make_runners()),
@@ -126,9 +129,9 @@ struct PipelineRuntime::Impl {
       throw ValueError(describe(what, actual, expected, "turn PipelineOptions::device_graph off"));
     };
     if (ranks.size() > 1) refuse("ranks of a pipeline whose steps are recorded", std::to_string(ranks.size()), "1: what others send cannot be recorded");
-    if (any_sharded(stages)) refuse("stages of a pipeline whose steps are recorded", "sharded ones", "whole parameters");
-    if (options.gradients_done) refuse("gradients_done of a pipeline whose steps are recorded", "set", "none: the host is not asked during a replay");
-    recording = std::make_unique<pipeline::StepRecording>(stages, [this](const Tree& args, const Tree& kwargs, const Tree& target) { return run(true, args, kwargs, target); });
+    if (any_sharded(stages)) refuse("stages of a pipeline whose steps are recorded", "sharded stages", "unsharded parameters");
+    if (options.gradients_done) refuse("gradients_done of a pipeline whose steps are recorded", "set", "none: the host runs no code during a replay");
+    recording = std::make_unique<StepRecording>(stages, [this](const Tree& args, const Tree& kwargs, const Tree& target) { return run(true, args, kwargs, target); });
   }
 
   StepResult train(const Tree& args, const Tree& kwargs, const Tree& target) {
@@ -137,39 +140,39 @@ struct PipelineRuntime::Impl {
     const std::int64_t number = steps_done;
     StepResult result = recording->step(args, kwargs, target, options.loss_scale);
     last.replayed = recording->last_was_replayed();
-    steps_done = number + 1;  // recording one is no step
+    steps_done = number + 1;  // making the recording does not count as a step
     return result;
   }
 
-  std::vector<pipeline::StageRunner> make_runners() const {
-    std::vector<pipeline::StageRunner> made;
+  std::vector<StageRunner> make_runners() const {
+    std::vector<StageRunner> made;
     const bool by_blocks = has_overlaps(training);
     for (const PipelineStage& stage : stages)
-      made.emplace_back(stage, lowered.stages().is_first(StageId{stage.index()}), lowered.stages().is_last(StageId{stage.index()}), loss, by_blocks,
+      made.emplace_back(stage, lowered.stages().is_first(stage.index()), lowered.stages().is_last(stage.index()), loss, by_blocks,
                         last_backward(training, stage.index()));
-    for (pipeline::StageRunner& runner : made) runner.set_keeps_results(options.return_outputs);
+    for (StageRunner& runner : made) runner.set_keeps_results(options.return_outputs);
     return made;
   }
 
-  bool holds(bool (schedule::StageMap::*end)(StageId) const) const {
-    return std::any_of(stages.begin(), stages.end(), [&](const PipelineStage& stage) { return (lowered.stages().*end)(StageId{stage.index()}); });
+  bool holds(bool (schedule::StageMap::*end)(int) const) const {
+    return std::any_of(stages.begin(), stages.end(), [&](const PipelineStage& stage) { return (lowered.stages().*end)(stage.index()); });
   }
 
-  pipeline::StepDescription describe_step(bool has_backward, const Tree& args, const Tree& kwargs, const Tree& target) const {
-    pipeline::StepDescription step;
+  StepDescription describe_step(bool has_backward, const Tree& args, const Tree& kwargs, const Tree& target) const {
+    StepDescription step;
     step.has_backward = has_backward;
     const int wanted = lowered.microbatches();
     const bool first = holds(&schedule::StageMap::is_first);
     const bool last = holds(&schedule::StageMap::is_last);
-    if (has_backward && !loss) throw StateError(describe("a training step", "the pipeline has no loss", "one, to go backward from", "give the schedule a loss, or call eval"));
+    if (has_backward && !loss) throw StateError(describe("a training step", "the pipeline has no loss", "a loss to run backward from", "pass a loss to the schedule, or call eval"));
     if (first && step_arguments(args).size() == 0 && kwargs.size() == 0)
       throw ValueError(describe("arguments of a step on the rank of the first stage", "none", "those of the first stage", "pass the batch on this rank"));
     Microbatches parts = split_microbatches(first ? step_arguments(args) : Tree::tuple({}), kwargs, wanted, first ? options.split : SplitSpecs{{}, options.split.kwargs});
     check_count(parts.count(), "arguments");
     for (const PipelineStage& stage : stages)
       if (kwargs.size() > 0 && !stage.module().takes_kwargs())
-        throw ValueError(describe(fmt::format("keyword arguments of a step, for stage {}", stage.index()), fmt::format("'{}'", fmt::join(kwargs.keys(), "', '")), "none, for its forward takes none",
-                                  "give forward a last parameter `const penstock::Tree& kwargs`, or pass them only on ranks whose stages take them"));
+        throw ValueError(describe(fmt::format("keyword arguments of a step, for stage {}", stage.index()), fmt::format("'{}'", fmt::join(kwargs.keys(), "', '")), "none, because its forward takes none",
+                                  "add to forward a last parameter `const penstock::Tree& kwargs`, or pass them only on ranks whose stages take them"));
     step.args = std::move(parts.args);
     step.kwargs = std::move(parts.kwargs);
     if (last && loss && has_backward && target.is_none())
@@ -185,7 +188,7 @@ struct PipelineRuntime::Impl {
 
   void check_count(std::size_t count, const char* what) const {
     if (count != static_cast<std::size_t>(lowered.microbatches()))
-      throw ValueError(describe(fmt::format("microbatches that the {} of a step make", what), std::to_string(count), fmt::format("{}, as the schedule has", lowered.microbatches()),
+      throw ValueError(describe(fmt::format("microbatches that the {} of a step make", what), std::to_string(count), fmt::format("{}, as in the schedule", lowered.microbatches()),
                                 "pass a batch of at least as many rows, or make a schedule for fewer microbatches"));
   }
 
@@ -194,10 +197,10 @@ struct PipelineRuntime::Impl {
     running = has_backward ? &training : &evaluation;
     progress.begin_step();
     return guarded([&] {
-      // What this rank can see alone comes before it talks to others, and is told to them: nothing has been sent, so the step ends on all
-      // ranks and the pipeline goes on.
-      pipeline::CutArguments cuts;
-      pipeline::StepDescription step;
+      // What this rank can check alone comes before any communication, and is then reported to the others:
+      // nothing has been sent, so the step ends on all ranks and the pipeline stays usable.
+      CutArguments cuts;
+      StepDescription step;
       try {
         step = describe_step(has_backward, has_backward ? cuts.cut(args, "arguments") : args, has_backward ? cuts.cut(kwargs, "keyword arguments") : kwargs, target);
       } catch (...) {
@@ -213,18 +216,18 @@ struct PipelineRuntime::Impl {
       context.microbatches = lowered.microbatches();
       context.loss_scale = options.loss_scale;
       context.rows = options.rows;
-      pipeline::StepGradients gradients(has_backward ? stages : std::vector<PipelineStage>(), options.scale_grads ? lowered.microbatches() : 1,
+      StepGradients gradients(has_backward ? stages : std::vector<PipelineStage>(), options.scale_grads ? lowered.microbatches() : 1,
                                         copies.any() || static_cast<bool>(options.gradients_done));
       actions.begin(step, plans, context, [&](int stage) {
         gradients.divide_stage(stage);
         if (options.gradients_done) tell_gradients_done(stage);
       });
-      pipeline::execute(has_backward ? training : evaluation, actions, progress, &times, has_backward ? observer : std::function<void()>());
+      execute(has_backward ? training : evaluation, actions, progress, &times, has_backward ? observer : std::function<void()>());
       if (has_backward) {
         gradients.divide_all();
         copies.sum();
         gradients.add_earlier();
-        cuts.give_gradients();
+        cuts.add_leaf_gradients();
         ++steps_done;
       }
       StepResult result = collect();
@@ -258,41 +261,41 @@ struct PipelineRuntime::Impl {
 
   void check_usable() const {
     if (!failure.empty())
-      throw StateError(describe("a step of a pipeline", "an earlier one failed: " + failure, "a pipeline whose steps have succeeded", "build the pipeline again, or restart from a checkpoint"));
+      throw StateError(describe("a step of a pipeline", "an earlier one failed: " + failure, "a pipeline without a failed step", "build the pipeline again, or restart from a checkpoint"));
   }
 
   void connect() {
     if (connected) return;
-    pipeline::warm_up_channels(groups, training, lowered.stages(), connections(options.skips), stages);
+    warm_up_channels(groups, training, lowered.stages(), connections(options.skips), stages);
     copies.warm_up();
     connected = true;
   }
 
-  // A step, or what belongs to one: watched, and when it fails, the end of this pipeline on all ranks.
+  // Runs a step or a part of one under the watch; if it fails, the pipeline is unusable on all ranks.
   template <class Body>
   StepResult guarded(const Body& body) {
     watch_steps();
     try {
-      progress.enter(pipeline::StepProgress::kAgreeing, pipeline::steady_now_ns());
+      progress.enter(StepProgress::kAgreeing, steady_now_ns());
       StepResult result = body();
-      progress.enter(pipeline::StepProgress::kNone, pipeline::steady_now_ns());
+      progress.enter(StepProgress::kNone, steady_now_ns());
       return result;
-    } catch (const pipeline::StepRefusal& refusal) {
+    } catch (const StepRefusal& refusal) {
       times.clear();
-      progress.enter(pipeline::StepProgress::kNone, pipeline::steady_now_ns());
+      progress.enter(StepProgress::kNone, steady_now_ns());
       std::rethrow_exception(refusal.error);
     } catch (const TimeoutError& error) {
-      const pipeline::RankPlace where = place();
+      const RankPlace where = place();
       give_up(error.what());
-      pipeline::throw_with_report(error, where, watch.get());
+      throw_with_report(error, where, watch.get());
     } catch (const PeerLostError& error) {
-      const pipeline::RankPlace where = place();
+      const RankPlace where = place();
       give_up(error.what());
-      pipeline::throw_with_report(error, where, watch.get());
+      throw_with_report(error, where, watch.get());
     } catch (const std::exception& error) {
-      const pipeline::RankPlace where = place();
+      const RankPlace where = place();
       give_up(without_backtrace(error.what()));
-      pipeline::leave_last_word(error, where, watch.get());
+      post_last_status(error, where, watch.get());
       throw;
     } catch (...) {
       give_up(current_exception_text());
@@ -306,31 +309,31 @@ struct PipelineRuntime::Impl {
     actions.clear();
   }
 
-  pipeline::RankPlace place() const { return pipeline::place_of(progress.read(), *running.load(), ranks, pipeline::steady_now_ns()); }
+  RankPlace place() const { return place_of(progress.read(), *running.load(), ranks, steady_now_ns()); }
 
   void watch_steps() {
     if (ranks.size() == 1) return;
     if (!watch) {
-      const auto look = [this]() -> std::optional<pipeline::RankPlace> {
+      const auto look = [this]() -> std::optional<RankPlace> {
         const auto before = progress.read();
-        const pipeline::RankPlace found = place();
+        const RankPlace found = place();
         const auto after = progress.read();
         if (before.step != after.step || before.instruction != after.instruction) return std::nullopt;
         return found;
       };
-      watch = std::make_unique<pipeline::StepWatch>(pipeline::StepWatch::Options{options.world, ranks, groups.control().timeout(), look});
+      watch = std::make_unique<StepWatch>(StepWatch::Options{options.world, ranks, groups.control().timeout(), look});
     }
     watch->start();
   }
 
-  std::optional<pipeline::StepTrace> trace(bool align_again) {
+  std::optional<StepTrace> trace(bool align_again) {
     if (last.replayed)
       throw StateError(describe("trace of the last step", "it was replayed by the device", "a step that the host ran", "call record_again before it, or turn PipelineOptions::device_graph off"));
     if (!failure.empty() || times.empty())
-      throw StateError(describe("trace of the last step", failure.empty() ? "no step has run, or the last one did not begin" : "it failed: " + failure, "a step that has ended well", "run a step first"));
-    if (!clock || align_again) clock = pipeline::align_clock(groups.control());
+      throw StateError(describe("trace of the last step", failure.empty() ? "no step has run, or the last one did not begin" : "it failed: " + failure, "a completed step", "run a step first"));
+    if (!clock || align_again) clock = align_clock(groups.control());
     const bool trained = running == &training;
-    return pipeline::collect_trace(groups.control(), {.lowered = trained ? lowered : pipeline::forward_only(lowered),
+    return collect_trace(groups.control(), {.lowered = trained ? lowered : forward_only(lowered),
                                                       .skips = connections(options.skips),
                                                       .compile = {.has_backward = trained, .post_ahead = options.post_ahead},
                                                       .step = progress.read().step,
@@ -343,9 +346,9 @@ struct PipelineRuntime::Impl {
     if (!holds(&schedule::StageMap::is_last)) return result;
     std::vector<Tree> outputs;
     for (int m = 0; m < lowered.microbatches(); ++m)
-      for (const pipeline::StageRunner& runner : runners) {
-        const StageId stage{runner.stage().index()};
-        if (!lowered.stages().is_last(stage) || !lowered.stages().runs(stage, MicrobatchId{m})) continue;
+      for (const StageRunner& runner : runners) {
+        const int stage = runner.stage().index();
+        if (!lowered.stages().is_last(stage) || !lowered.stages().runs(stage, m)) continue;
         if (options.return_outputs) outputs.push_back(runner.result(m));
         if (runner.loss(m).defined()) result.losses.push_back(runner.loss(m));
       }
@@ -361,22 +364,22 @@ struct PipelineRuntime::Impl {
   PipelineLoss loss;
   Program training;
   Program evaluation;
-  pipeline::ChannelGroups groups;
-  pipeline::StagePlanner planner;
-  std::vector<pipeline::StageRunner> runners;
-  pipeline::TorchStepActions actions;
-  pipeline::CopyGradients copies;
-  pipeline::StepProgress progress;
-  std::vector<pipeline::TimedInstruction> times;
+  ChannelGroups groups;
+  StagePlanner planner;
+  std::vector<StageRunner> runners;
+  TorchStepActions actions;
+  CopyGradients copies;
+  StepProgress progress;
+  std::vector<TimedInstruction> times;
   std::int64_t steps_done = 0;
   bool connected = false;
   std::string failure;
   StepReport last;
-  std::unique_ptr<pipeline::StepRecording> recording;  // with device_graph
+  std::unique_ptr<StepRecording> recording;  // only with device_graph
   std::function<void()> observer;
-  std::atomic<const Program*> running = &training;  // in this step, or the last one
-  std::optional<pipeline::ClockOffset> clock;
-  std::unique_ptr<pipeline::StepWatch> watch;  // the first to go: it looks at the others
+  std::atomic<const Program*> running = &training;  // the program of the current or the last step
+  std::optional<ClockOffset> clock;
+  std::unique_ptr<StepWatch> watch;  // destroyed first: it reads the members above
 };
 
 PipelineRuntime::PipelineRuntime(std::vector<PipelineStage> stages, schedule::Schedule schedule, PipelineLoss loss, PipelineOptions options)
@@ -399,9 +402,8 @@ const schedule::Schedule& PipelineRuntime::schedule() const { return impl_->lowe
 int PipelineRuntime::rank() const { return impl_->own; }
 std::vector<PipelineStage>& PipelineRuntime::stages() { return impl_->stages; }
 StepReport PipelineRuntime::report() const { return impl_->last; }
-std::optional<pipeline::StepTrace> PipelineRuntime::trace_last_step(bool align_again) { return impl_->trace(align_again); }
 void PipelineRuntime::write_trace(const std::string& path) {
-  if (const auto trace = impl_->trace(false)) pipeline::write_trace(*trace, path);
+  if (const auto trace = impl_->trace(false)) penstock::write_trace(*trace, path);
 }
 void PipelineRuntime::set_instruction_observer(std::function<void()> observer) { impl_->observer = std::move(observer); }
 void PipelineRuntime::set_loss_scale(double scale) { impl_->options.loss_scale = scale; }
@@ -410,5 +412,11 @@ double PipelineRuntime::loss_scale() const { return impl_->options.loss_scale; }
 void PipelineRuntime::record_again() {
   if (impl_->recording) impl_->recording->forget();
 }
+
+struct PipelineInternals {
+  static std::optional<StepTrace> trace(PipelineRuntime& pipeline, bool align_again) { return pipeline.impl_->trace(align_again); }
+};
+
+std::optional<StepTrace> trace_last_step(PipelineRuntime& pipeline, bool align_again) { return PipelineInternals::trace(pipeline, align_again); }
 
 }  // namespace penstock

@@ -1,18 +1,19 @@
-#include "penstock/pipeline/runtime/schedules.h"
+#include "penstock/pipeline.h"
 
 #include <fmt/format.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/schedule_text.h"
 
 namespace penstock {
 
 schedule::Schedule schedule_for(schedule::ScheduleKind kind, const std::vector<PipelineStage>& stages, int n_microbatches, const PipelineOptions& options) {
-  if (stages.empty()) throw ValueError(describe("stages of a rank", "none", "at least one", "give every rank of the pipeline its stages"));
+  if (stages.empty()) throw ValueError(describe("stages of a rank", "none", "at least one", "pass the stages of each rank of the pipeline"));
   const int ranks = options.ranks.empty() ? options.world.size() : static_cast<int>(options.ranks.size());
   const int count = stages.front().count();
   if (count % ranks != 0)
-    throw ValueError(describe("stages of the pipeline", std::to_string(count), fmt::format("a multiple of its {} ranks", ranks), "cut the model into as many stages on every rank"));
+    throw ValueError(describe("stages of the pipeline", std::to_string(count), fmt::format("a multiple of its {} ranks", ranks), "cut the model so that every rank has the same number of stages"));
   return schedule::generate(kind, {.ranks = ranks, .stages_per_rank = count / ranks, .microbatches = n_microbatches, .group_size = {}});
 }
 

@@ -7,6 +7,7 @@
 #include <exception>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/warnings.h"
@@ -16,28 +17,31 @@
 #include "penstock/torch/tree/dense_layout.h"
 #include "penstock/torch/tree/distributed_type.h"
 #include "penstock/pipeline/contract/record_checks.h"
+#include "penstock/pipeline/stage/stage_state.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
-// One microbatch on its way through the stage.
+// The state of one microbatch in the stage.
 struct StageRunner::Chunk {
   const StagePlan* plan = nullptr;
   enum class Phase { Empty, Forwarded, InputDone, Done } phase = Phase::Empty;
 
-  // Of each block: the leaves it started from, and where its graph ends. A stage that is not run by blocks is one.
+  // For each block: the leaves it started from, and where its graph ends. A stage that is not run by blocks
+  // has one.
   struct Block {
     std::vector<at::Tensor> inputs;
     OutputEdges outputs;
   };
   std::vector<at::Tensor> inputs;        // as they arrived
   std::vector<Block> blocks;
-  std::vector<at::Tensor> outputs;       // to be given
+  std::vector<at::Tensor> outputs;       // to be sent
   std::vector<at::Tensor> output_grads;  // as they arrived
-  std::vector<at::Tensor> input_grads;   // to be given
-  // Where something is announced: what has arrived, which counts instead of what was agreed on, and what was made.
+  std::vector<at::Tensor> input_grads;   // to be sent
+  // For announced channels: the records that arrived, which replace those of the plan, and the records of
+  // what was made.
   OptionalTensorMetas input_metas, output_grad_metas, made_outputs, made_input_grads;
   std::vector<WeightBackward> weights;
-  WeightQueue deferred;                  // of layers that were made for it
+  WeightQueue deferred;                  // of layers that were used by this microbatch
   std::function<void()> weight_step;
   Tree result;
   at::Tensor loss;
@@ -45,7 +49,7 @@ struct StageRunner::Chunk {
 
 StageRunner::StageRunner(PipelineStage stage, bool begins, bool ends, PipelineLoss loss, bool by_blocks, std::optional<int> synced)
     : stage_(std::move(stage)), begins_(begins), ends_(ends), loss_(std::move(loss)), by_blocks_(by_blocks),
-      validate_(stage_.validates()), synced_(synced), syncs_(gradient_syncs_of(stage_.module())), sharded_(stage_.module()) {}
+      validate_(penstock::validates(stage_)), synced_(synced), syncs_(gradient_syncs_of(stage_.module())), sharded_(stage_.module()) {}
 bool StageRunner::joins_weights() const { return stage_.options().join_weight_gradients; }
 
 StageRunner::~StageRunner() = default;
@@ -56,7 +60,7 @@ void StageRunner::begin_step(bool has_backward, std::vector<const StagePlan*> pl
   live_ = 0;
   sharded_.begin_step();
   reduces_ = has_backward && sharded_.any();
-  if (joins_weights()) joined_ = std::make_unique<WeightQueue>();  // what a step that failed has left is given up
+  if (joins_weights()) joined_ = std::make_unique<WeightQueue>();  // discards what a failed step has left
   chunks_.clear();
   for (const StagePlan* plan : plans) {
     chunks_.push_back(plan == nullptr ? nullptr : std::make_unique<Chunk>());
@@ -71,7 +75,7 @@ void StageRunner::begin_step(bool has_backward, std::vector<const StagePlan*> pl
 void StageRunner::check_chunk(int microbatch, const char* action) const {
   const auto count = static_cast<int>(chunks_.size());
   if (count == 0)
-    throw StateError(describe(fmt::format("{} of microbatch {} on stage {}", action, microbatch, stage_.index()), "no step has begun", "a step that runs", "let the schedule's step() run the actions"));
+    throw StateError(describe(fmt::format("{} of microbatch {} on stage {}", action, microbatch, stage_.index()), "no step has begun", "a running step", "let the schedule's step() run the actions"));
   if (microbatch < 0 || microbatch >= count || !chunks_[static_cast<std::size_t>(microbatch)])
     throw StateError(describe(fmt::format("{} on stage {}", action, stage_.index()), fmt::format("microbatch {}", microbatch),
                               fmt::format("one of the {} microbatches of the step that this stage runs", count), "use a schedule made for this number of microbatches"));
@@ -104,7 +108,7 @@ void take(Entries from, std::size_t first, std::size_t of, Entries& into, const 
   std::move(from.begin(), from.end(), into.begin() + static_cast<std::ptrdiff_t>(first));
 }
 
-// What has arrived: as it was announced, or else as it was agreed on.
+// The records of what has arrived: as announced, or else as in the plan.
 const TensorMeta& arrived_meta(const OptionalTensorMetas& announced, std::size_t i, const TensorMeta& agreed) {
   return i < announced.size() && announced[i] ? *announced[i] : agreed;
 }
@@ -140,17 +144,17 @@ OptionalTensorMetas StageRunner::made_metas(int microbatch, bool outputs, std::s
 
 std::string StageRunner::at_microbatch(int microbatch) const { return fmt::format("stage {}, microbatch {}", stage_.index(), microbatch); }
 
-void StageRunner::check_announced(int microbatch, bool inputs, std::size_t place, const TensorMeta& told, bool varies) const {
+void StageRunner::check_announced(int microbatch, bool inputs, std::size_t place, const TensorMeta& announced, bool varies) const {
   check_chunk(microbatch, "announcement");
   const StageMeta& meta = chunks_[static_cast<std::size_t>(microbatch)]->plan->meta;
   const TensorMeta& agreed = inputs ? (*meta.inputs)[place] : *(*meta.output_grads)[place];
-  const TensorRecord &got = local_record(told), &expected = local_record(agreed);
-  bool fits = is_distributed(told) == is_distributed(agreed) && got.dtype() == expected.dtype() && (varies || got.shape() == expected.shape());
-  // Where the parts of a distributed gradient lie in memory follows no rule that a trial run would show.
-  if (fits && validates() && !varies && (inputs || !is_distributed(told))) fits = differences(comparable_meta(agreed), comparable_meta(told)).empty();
+  const TensorRecord &got = local_record(announced), &expected = local_record(agreed);
+  bool fits = is_distributed(announced) == is_distributed(agreed) && got.dtype() == expected.dtype() && (varies || got.shape() == expected.shape());
+  // A trial run cannot predict the memory layout of the local parts of a distributed gradient.
+  if (fits && validates() && !varies && (inputs || !is_distributed(announced))) fits = differences(comparable_meta(agreed), comparable_meta(announced)).empty();
   if (!fits)
-    throw PipeliningMetadataError(describe(fmt::format("{} {} of {}, as it was received", inputs ? "input" : "gradient of output", place, at_microbatch(microbatch)), to_string(told), to_string(agreed),
-                                           "give the stages examples like the tensors that flow, or none and let a trial run find out"));
+    throw PipeliningMetadataError(describe(fmt::format("{} {} of {}, as it was received", inputs ? "input" : "gradient of output", place, at_microbatch(microbatch)), to_string(announced), to_string(agreed),
+                                           "pass examples that match the tensors of real steps, or pass none and let a trial run infer them"));
 }
 
 namespace {
@@ -165,7 +169,7 @@ std::string summary(const Tree& args, const Tree& kwargs) {
   return fmt::format("args {}{}", args.to_string(), kwargs.size() == 0 ? "" : ", kwargs " + kwargs.to_string());
 }
 
-// Leaves of autograd that stand for the outputs of the block before.
+// Leaves of autograd in place of the outputs of the previous block.
 std::vector<at::Tensor> fresh_leaves(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> leaves;
   for (const at::Tensor& tensor : tensors) leaves.push_back(tensor.detach().set_requires_grad(tensor.requires_grad()));
@@ -193,10 +197,10 @@ std::vector<at::Tensor> StageRunner::wrap_inputs(Chunk& chunk, int microbatch) {
     at::Tensor& arrived = chunk.inputs[i];
     if (!arrived.defined())
       throw PipeliningMetadataError(describe(fmt::format("input {} of stage {}, microbatch {}", i, stage_.index(), microbatch), "nothing arrived", to_string(metas[i]),
-                                             "let the schedule receive it before the forward"));
+                                             "make the schedule receive it before the forward"));
     const TensorMeta& meta = arrived_meta(chunk.input_metas, i, metas[i]);
     at::Tensor input = tensor_from_local(stage_, arrived, meta);
-    // A leaf of its own: the buffer may be the output of a stage on this rank.
+    // A separate leaf, because the buffer may be the output of a stage on this rank.
     if (!is_distributed(meta)) input = input.detach();
     input.set_requires_grad(has_backward_ && requires_grad(metas[i]));
     if (validates()) check_announced(microbatch, true, i, meta_of(input), chunk.plan->varies_input(i));
@@ -208,7 +212,7 @@ std::vector<at::Tensor> StageRunner::wrap_inputs(Chunk& chunk, int microbatch) {
 
 namespace {
 
-// On the agreed mesh, too: equal placements on another one mean other parts.
+// The mesh must match as well: equal placements on another mesh mean other parts.
 bool lies_as(const at::Tensor& tensor, const DistributedRecord& record) {
   return placements_of(tensor) == record.placements() && answers(mesh_of(tensor), record.mesh_key());
 }
@@ -230,9 +234,9 @@ void StageRunner::check_outputs(const Chunk& chunk, int microbatch, const std::v
     const bool kind_fits = is_distributed_tensor(output) == (whole != nullptr) && output.scalar_type() == local_record(metas[i]).dtype();
     if (!shape_fits || !kind_fits || (whole != nullptr && !lies_as(output, *whole)))
       refuse(fmt::format("output {}", i), to_string(meta_of(output)), to_string(metas[i]),
-             "return what the example or the trial run gave, or set announce_shapes for shapes that depend on values");
+             "return what the example or the trial run returned, or set announce_shapes for shapes that depend on values");
     if (has_backward_ && output.requires_grad() && !requires_grad(metas[i]))
-      refuse(fmt::format("output {}", i), "it needs a gradient", "one that needs none, as agreed", "let the example require grad, or detach the output");
+      refuse(fmt::format("output {}", i), "it needs a gradient", "an output that needs none, as agreed", "set requires_grad on the example, or detach the output");
   }
   for (std::size_t i = 0; i < outputs.size() && validates(); ++i)
     if (!chunk.plan->varies_output(i)) check_meta(fmt::format("stage {} outputs, microbatch {}[{}]", stage_.index(), microbatch, i), comparable_meta(metas[i]), comparable_meta(meta_of(outputs[i])), OnMismatch::Raise);
@@ -241,7 +245,8 @@ void StageRunner::check_outputs(const Chunk& chunk, int microbatch, const std::v
 void StageRunner::finish_forward(Chunk& chunk, int microbatch, const Tree& result, const Tree& target) {
   std::vector<at::Tensor> roots;
   if (ends_) {
-    // What the user gets has no graph, so nothing of it keeps the graph alive, and nothing we do later changes it.
+    // The result returned to the user has no graph, so it does not keep the graph alive, and nothing done
+    // later changes it.
     if (keeps_results_) chunk.result = map_tree_tensors(result, [](const at::Tensor& tensor) { return tensor.detach(); });
     if (loss_ && (has_backward_ || !target.is_none())) {
       at::Tensor loss;
@@ -333,9 +338,10 @@ std::unique_ptr<StageRunner::Forward> StageRunner::start_forward(int microbatch,
   return std::unique_ptr<Forward>(new Forward(std::unique_ptr<Forward::State>(new Forward::State{*this, of, microbatch, context, std::move(inputs), kwargs, target})));
 }
 
-// Names the stage for what users' code throws in a backward. Communication that failed keeps its type: whoever waits knows more.
-template <class Words, class Body>
-void StageRunner::in_backward(int microbatch, const Words& what, const Body& body) const {
+// Adds the stage to what user code throws in a backward. Errors of communication keep their type, because the
+// waiting code knows more.
+template <class Describe, class Body>
+void StageRunner::in_backward(int microbatch, const Describe& what, const Body& body) const {
   try {
     body();
   } catch (const CommError&) {
@@ -351,7 +357,7 @@ struct StageRunner::Backward::State {
   int microbatch;
   StepContext context;
   bool input_only;
-  std::vector<at::Tensor> gradients;  // of the outputs of the next block to go back through
+  std::vector<at::Tensor> gradients;  // of the outputs of the block whose backward is next
 };
 
 StageRunner::Backward::Backward(std::unique_ptr<State> state) : state_(std::move(state)) {}
@@ -411,12 +417,12 @@ std::unique_ptr<StageRunner::Backward> StageRunner::start_backward(int microbatc
       at::Tensor& arrived = of.output_grads[i];
       if (arrived.defined() != metas[i].has_value())
         throw PipeliningMetadataError(describe(fmt::format("gradient of output {} of stage {}, microbatch {}", i, stage_.index(), microbatch), arrived.defined() ? "one arrived" : "nothing arrived",
-                                               to_string(metas[i]), "let the schedule receive it before the backward"));
+                                               to_string(metas[i]), "make the schedule receive it before the backward"));
       gradients.push_back(arrived.defined() ? tensor_from_local(stage_, arrived, arrived_meta(of.output_grad_metas, i, *metas[i])) : at::Tensor());
       if (validates() && arrived.defined()) check_announced(microbatch, false, i, meta_of(gradients.back()), of.plan->varies_output(i));
       arrived.reset();
     }
-    // A gradient that came for an output which turned out to need none has nowhere to go.
+    // A gradient that arrives for an output that turned out to need none is dropped.
     for (std::size_t i = 0; i < gradients.size(); ++i)
       if (!of.blocks.back().outputs.needs_grad(i)) gradients[i].reset();
   }
@@ -426,7 +432,7 @@ std::unique_ptr<StageRunner::Backward> StageRunner::start_backward(int microbatc
 void StageRunner::finish_backward(Chunk& chunk, int microbatch, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> input_grads) {
   if (begins_) return;
   const OptionalTensorMetas& metas = *chunk.plan->meta.input_grads;
-  PENSTOCK_INVARIANT(input_grads.size() == metas.size(), "a backward gives one gradient for each input");
+  PENSTOCK_INVARIANT(input_grads.size() == metas.size(), "a backward returns one gradient for each input");
   const bool announces = any_announced(*chunk.plan);
   for (std::size_t i = 0; i < metas.size(); ++i) {
     const at::Tensor& gradient = input_grads[i];
@@ -435,7 +441,7 @@ void StageRunner::finish_backward(Chunk& chunk, int microbatch, const std::vecto
       throw PipeliningMetadataError(describe(fmt::format("gradient of input {} of {}", i, at_microbatch(microbatch)), actual, expected, remedy));
     };
     if (!metas[i]) {
-      if (gradient.defined()) refuse(to_string(meta_of(gradient)), "nothing, as agreed", "give example gradients (input_grads) when the use of an input depends on values");
+      if (gradient.defined()) refuse(to_string(meta_of(gradient)), "nothing, as agreed", "pass example gradients (input_grads) if the use of an input depends on values");
       chunk.input_grads.emplace_back();
       if (announces) chunk.made_input_grads.emplace_back();
       continue;
@@ -445,7 +451,7 @@ void StageRunner::finish_backward(Chunk& chunk, int microbatch, const std::vecto
     if (!gradient.defined()) {
       // The input was not used this time.
       if (varies && whole != nullptr && placements_of(inputs[i]) != whole->placements())
-        refuse("nothing, for the input was not used", to_string(metas[i]), "use every distributed input whose shape depends on values");
+        refuse("nothing, because the input was not used", to_string(metas[i]), "use every distributed input whose shape depends on values");
       const at::IntArrayRef shape = varies || whole == nullptr ? local_if_distributed(inputs[i], kDetach).sizes() : at::IntArrayRef(agreed.shape());
       chunk.input_grads.push_back(at::zeros(shape, at::device(stage_.device()).dtype(agreed.dtype())));
     } else {
@@ -460,7 +466,7 @@ void StageRunner::finish_backward(Chunk& chunk, int microbatch, const std::vecto
     };
     bool fits = local.scalar_type() == agreed.dtype() && (varies || local.sizes() == at::IntArrayRef(agreed.shape()));
     if (fits && validates() && !varies && whole == nullptr && gradient.defined()) fits = differences(comparable_meta(*metas[i]), comparable_meta(made())).empty();
-    if (!fits) refuse(to_string(made()), to_string(metas[i]), "give example gradients (input_grads) like those that autograd makes, or none");
+    if (!fits) refuse(to_string(made()), to_string(metas[i]), "pass example gradients (input_grads) like those that autograd makes, or pass none");
     if (announces) chunk.made_input_grads.emplace_back(made());
   }
 }
@@ -525,4 +531,4 @@ const at::Tensor& StageRunner::loss(int microbatch) const {
   return chunks_[static_cast<std::size_t>(microbatch)]->loss;
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

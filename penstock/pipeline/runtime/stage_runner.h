@@ -1,18 +1,20 @@
-// Executes the forwards and backwards of one stage, microbatch by microbatch, and holds what they leave for each other.
+// Executes the forwards and backwards of one stage, microbatch by microbatch, and holds the tensors that they
+// pass on.
 //
 //   runner.begin_step(has_backward, microbatches);
-//   runner.take_inputs(m, 0, activations);          // from the stage before; skip tensors behind them
+//   runner.take_inputs(m, 0, activations);          // from the previous stage; then the skip tensors
 //   runner.forward(m, context, args, kwargs);
-//   send(runner.give_outputs(m, 0, n));             // each output is given once: the stage does not keep it
+//   send(runner.give_outputs(m, 0, n));             // each output once: the stage does not keep it
 //   ...
 //   runner.take_output_grads(m, 0, gradients);
 //   runner.backward(m, ...);                        // or backward_input, and later backward_weight
 //   send(runner.give_input_grads(m, 0, n));
 //
-// Tensors taken and given are local parts, in any layout. Distributed ones are put together from their records here.
-// Memory: an output lives until it is given, unless the graph needs it; the graph until its backward; after the first half of a split
-// backward only what its second half needs.
-// Thread rule: one thread.
+// Tensors taken and given are local parts, in any layout. Distributed tensors are assembled from their
+// records here.
+// Memory: an output is kept until it is given away, unless the graph needs it; the graph is kept until its
+// backward; after the first half of a split backward only what the second half needs is kept.
+// Thread safety: one thread.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -24,49 +26,55 @@
 
 #include "penstock/deferred_linear.h"
 #include "penstock/pipeline/stage/gradient_sync.h"
-#include "penstock/pipeline/stage/pipeline_loss.h"
+#include "penstock/stage_module.h"
 #include "penstock/pipeline/stage/sharded_modules.h"
 #include "penstock/pipeline/backward/split_backward.h"
 #include "penstock/stage.h"
 #include "penstock/pipeline/infer/stage_plan.h"
 #include "penstock/step_context.h"
+#include "penstock/pipeline/contract/stage_meta.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class StageRunner {
  public:
-  // `ends` says whether the stage is the last one of its chain and computes the loss; `by_blocks` keeps the blocks of a chain apart,
-  // so that they can be interleaved with others; `synced` is the microbatch for which modules may reduce their gradients, the one
-  // whose weight gradients come last (gradient_sync.h).
+  // `begins` and `ends`: whether the stage is the first or the last one of its chain; the last one computes
+  // the loss. `by_blocks` keeps the blocks of a chain apart, so that they can be interleaved with others.
+  // `synced` is the microbatch for which modules may reduce their gradients, the one whose weight gradients
+  // come last (gradient_sync.h).
   StageRunner(PipelineStage stage, bool begins, bool ends, PipelineLoss loss, bool by_blocks, std::optional<int> synced = {});
   ~StageRunner();
   StageRunner(StageRunner&&) noexcept;
 
   const PipelineStage& stage() const { return stage_; }
 
-  // Forgets everything of an earlier step, one that was given up too. `plans`: by microbatch.
+  // Discards everything of an earlier step, including an aborted one. `plans`: by microbatch.
   void begin_step(bool has_backward, std::vector<const StagePlan*> plans);
 
-  // `metas`: what the tensors are like where that was announced; else it is what was agreed on.
+  // `metas` are the announced records of the tensors; without them the records of the plan apply.
   void take_inputs(int microbatch, std::size_t first, std::vector<at::Tensor> tensors, OptionalTensorMetas metas = {});
   std::vector<at::Tensor> give_outputs(int microbatch, std::size_t first, std::size_t count);
   void take_output_grads(int microbatch, std::size_t first, std::vector<at::Tensor> tensors, OptionalTensorMetas metas = {});
   std::vector<at::Tensor> give_input_grads(int microbatch, std::size_t first, std::size_t count);
 
-  // Of announced channels: what the stage has made (outputs, or gradients of inputs), before it is given; and what another one says that
-  // it has made, compared with what was agreed on. Kind and dtype always, shape unless it varies, and if the stage validates the layout,
-  // too. Throws PipeliningMetadataError.
+  // For announced channels. made_metas returns the records of what the stage has made (outputs, or gradients
+  // of inputs) before it is given away. check_announced compares the announcement of another stage with the
+  // plan: kind and dtype always, shape unless it varies, and the layout if the stage validates. Throws
+  // PipeliningMetadataError.
   OptionalTensorMetas made_metas(int microbatch, bool outputs, std::size_t first, std::size_t count) const;
-  void check_announced(int microbatch, bool inputs, std::size_t place, const TensorMeta& told, bool varies) const;
+  void check_announced(int microbatch, bool inputs, std::size_t place, const TensorMeta& announced,
+                       bool varies) const;
 
-  // What has been taken for the microbatch is going to be used on this stream, whichever its memory belongs to.
+  // Records that the tensors taken for the microbatch will be used on this stream, whichever stream their
+  // memory belongs to.
   void record_stream(int microbatch, const c10::Stream& stream) const;
 
-  // Work in parts: each call of `advance` does one block and says whether there is more. forward() and the backwards do all of them.
+  // Work in parts: each call of `advance` runs one block and returns whether there are more. forward() and
+  // the backwards run all of them.
   class Forward;
   class Backward;
 
-  // `args` counts on the first stage of a chain only, `target` on the last.
+  // `args` is used only on the first stage of a chain, `target` only on the last.
   void forward(int microbatch, const StepContext& context, const Tree& args, const Tree& kwargs, const Tree& target);
   void backward(int microbatch, const StepContext& context);
   void backward_input(int microbatch, const StepContext& context);
@@ -76,20 +84,21 @@ class StageRunner {
   std::unique_ptr<Forward> start_forward(int microbatch, const StepContext& context, const Tree& args, const Tree& kwargs, const Tree& target);
   std::unique_ptr<Backward> start_backward(int microbatch, const StepContext& context, bool input_only);
 
-  // Of the last stage, by microbatch: what the module returned, without its graph, and the loss.
+  // For the last stage, by microbatch: what the module returned, without its graph, and the loss.
   const Tree& result(int microbatch) const;
-  // Whether results stay until the next step; else result() has none.
+  // Whether results are kept until the next step; otherwise result() is empty.
   void set_keeps_results(bool keeps) { keeps_results_ = keeps; }
   const at::Tensor& loss(int microbatch) const;
 
-  // Microbatches whose forward has begun and whose last backward (B or W) has not ended.
+  // Number of microbatches whose forward has begun and whose last backward (B or W) has not ended.
   int live() const { return live_; }
 
-  // The weight gradients that wait for the last backward of the step, if the stage wants that: after what other ranks wait for is on its
-  // way. Nothing when it has been done.
+  // Computes the weight gradients that were deferred to the last backward of the step, if the stage requests
+  // that; call it after everything that other ranks wait for has been sent. Does nothing if they have been
+  // computed already.
   void run_joined_weights();
 
-  // Of sharded modules; once in a step.
+  // Reduces the gradients of sharded modules; once per step.
   void reduce_gradients();
   ShardedModules& sharded() { return sharded_; }
 
@@ -104,11 +113,11 @@ class StageRunner {
   bool joins_weights() const;
   // After the last backward of a microbatch.
   void finish_weights(Chunk& chunk, int microbatch);
-  template <class Words, class Body>
-  void in_backward(int microbatch, const Words& what, const Body& body) const;
+  template <class Describe, class Body>
+  void in_backward(int microbatch, const Describe& what, const Body& body) const;
   void finish_backward(Chunk& chunk, int microbatch, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> input_grads);
   void check_chunk(int microbatch, const char* action) const;
-  // Engaged for all microbatches of a training step but `synced_`.
+  // Disables gradient reduction for all microbatches of a training step but `synced_`.
   std::optional<NoGradientSync> alone(int microbatch) const;
   bool validates() const { return validate_; }
   std::string at_microbatch(int microbatch) const;
@@ -123,11 +132,11 @@ class StageRunner {
   bool keeps_results_ = true;
   GradientSyncs syncs_;
   ShardedModules sharded_;
-  bool reduces_ = false;                  // gradients of sharded modules, still in this step
+  bool reduces_ = false;                  // gradients of sharded modules are not yet reduced in this step
   bool has_backward_ = false;
   std::vector<std::unique_ptr<Chunk>> chunks_;
   int live_ = 0;
-  std::unique_ptr<WeightQueue> joined_;   // of all microbatches of the step, where the stage wants that
+  std::unique_ptr<WeightQueue> joined_;   // of all microbatches of the step, if the stage requests that
 };
 
 class StageRunner::Forward {
@@ -155,4 +164,4 @@ class StageRunner::Backward {
   std::unique_ptr<State> state_;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -12,7 +12,7 @@
 #include "penstock/base/env.h"
 #include "penstock/base/log.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -20,14 +20,14 @@ std::string first_line(const std::string& text) {
   return text.substr(0, text.find('\n'));
 }
 
-// The text that the error was made of, without the context that CommError puts behind it.
+// Returns the text that the error was created with, without the context that CommError appends.
 std::string without_context(const CommError& error) {
   const std::string text = error.what();
   const std::string context = CommError("", error.context()).what();
   return text.ends_with(context) ? text.substr(0, text.size() - context.size()) : text;
 }
 
-// A rank that reported an error of its own is there and says so; one that is gone does not.
+// A rank that reported its own error has not vanished; one that is gone reports nothing.
 std::optional<int> vanished_rank(const CommError& error) {
   const std::optional<int> lost = error.context().lost_rank;
   if (!lost) return std::nullopt;
@@ -38,25 +38,25 @@ void write_report(const StallReport& report) {
   const auto folder = env_text("PENSTOCK_STALL_DIR");
   if (!folder) return;
   const std::filesystem::path path = std::filesystem::path(*folder) / fmt::format("stall-rank{}.json", report.seen_from);
-  std::error_code ignored;  // a folder that cannot be made shows in the file
+  std::error_code ignored;  // if the folder cannot be created, opening the file fails
   std::filesystem::create_directories(*folder, ignored);
   std::ofstream file(path, std::ios::trunc);
   file << report.to_json();
   file.close();
-  if (!file) log().error("pipeline: the stall report could not be written to {}; set PENSTOCK_STALL_DIR to a folder that can be written", path.string());
+  if (!file) log().error("pipeline: the stall report could not be written to {}; set PENSTOCK_STALL_DIR to a writable folder", path.string());
 }
 
 template <class Error>
 [[noreturn]] void report_and_throw(const Error& error, RankPlace own, StepWatch* watch) {
   if (watch == nullptr) throw error;
   own.error = first_line(without_context(error));
-  // Sends of which the program does not know, and collectives, know their peer themselves.
+  // For sends that the program does not know, and for collectives, the error has the peer.
   if (own.state == RankPlace::State::Finishing && error.context().peer) own.waits_for = {*error.context().peer};
   const int rank = own.rank;
   std::vector<RankPlace> places = watch->roll_call(own, vanished_rank(error));
-  // One that failed and has gone before it could be asked: its reason is in the error.
+  // A rank that failed and exited before it could be asked: its reason is in the error.
   for (RankPlace& place : places)
-    if (place.rank == error.context().lost_rank && place.state == RankPlace::State::NoWord) {
+    if (place.rank == error.context().lost_rank && place.state == RankPlace::State::NoStatus) {
       place.state = RankPlace::State::Lost;
       place.error = own.error;
     }
@@ -77,11 +77,11 @@ void throw_with_report(const PeerLostError& error, RankPlace own, StepWatch* wat
   report_and_throw(error, std::move(own), watch);
 }
 
-void leave_last_word(const std::exception& error, RankPlace own, StepWatch* watch) {
+void post_last_status(const std::exception& error, RankPlace own, StepWatch* watch) {
   if (watch == nullptr) return;
   own.error = first_line(error.what());
   own.own_error = dynamic_cast<const CommError*>(&error) == nullptr;
-  watch->last_word(own);
+  watch->post_last_place(own);
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

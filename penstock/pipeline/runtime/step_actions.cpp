@@ -7,51 +7,53 @@
 #include <algorithm>
 #include <optional>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/torch/tree/dense_layout.h"
 #include "penstock/torch/compat/dtype.h"
+#include "penstock/pipeline/contract/stage_meta.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 using schedule::Action;
 using schedule::ActionKind;
 
 namespace {
 
-// An announcement: for each tensor a row of numbers: element type, number of dims, sizes and strides of the local part, sizes and
-// strides of the whole. All zeros where no gradient comes.
+// An announcement has one row of numbers per tensor: element type, number of dims, sizes and strides of the
+// local part, sizes and strides of the global tensor. A row is all zeros if no gradient is sent.
 constexpr std::int64_t kMaxDims = 25;
 constexpr std::int64_t kRow = 2 + 4 * kMaxDims;
 
 at::Tensor announce(const OptionalTensorMetas& metas) {
-  at::Tensor words = at::zeros({static_cast<std::int64_t>(metas.size()), kRow}, at::kLong);
-  auto* word = words.data_ptr<std::int64_t>();
+  at::Tensor rows = at::zeros({static_cast<std::int64_t>(metas.size()), kRow}, at::kLong);
+  auto* row = rows.data_ptr<std::int64_t>();
   for (const auto& meta : metas) {
     if (meta) {
       const TensorRecord& local = local_record(*meta);
       const auto dims = static_cast<std::int64_t>(local.shape().size());
       if (dims > kMaxDims)
         throw PipeliningMetadataError(describe("dims of a tensor whose shape is announced", std::to_string(dims), fmt::format("at most {}", kMaxDims), "reshape it before it leaves the stage"));
-      word[0] = *dtype_number(local.dtype());
-      word[1] = dims;
+      row[0] = *dtype_number(local.dtype());
+      row[1] = dims;
       const auto* whole = std::get_if<DistributedRecord>(&*meta);
       const std::vector<std::int64_t>* parts[] = {&local.shape(), &local.stride(), whole != nullptr ? &whole->global_shape() : nullptr, whole != nullptr ? &whole->global_stride() : nullptr};
       for (std::int64_t i = 0; i < 4; ++i)
-        if (parts[i] != nullptr) std::copy(parts[i]->begin(), parts[i]->end(), word + 2 + i * kMaxDims);
+        if (parts[i] != nullptr) std::copy(parts[i]->begin(), parts[i]->end(), row + 2 + i * kMaxDims);
     }
-    word += kRow;
+    row += kRow;
   }
-  return words;
+  return rows;
 }
 
-// What was announced, for a tensor of which `agreed` is known.
-TensorMeta announced_meta(const at::Tensor& words, std::size_t tensor, const TensorMeta& agreed) {
-  const auto* word = words.data_ptr<std::int64_t>() + static_cast<std::int64_t>(tensor) * kRow;
-  const DtypeEntry* dtype = word[0] >= 0 && word[0] <= 255 ? find_dtype(static_cast<std::uint8_t>(word[0])) : nullptr;
-  if (dtype == nullptr || !dtype->here || word[1] < 0 || word[1] > kMaxDims)
-    throw PipeliningMetadataError(describe("an announced tensor", fmt::format("element type {}, {} dims", word[0], word[1]), fmt::format("a known type and 0 to {} dims", kMaxDims), "run the same build on all ranks"));
-  const auto part = [&](std::int64_t i) { return std::vector<std::int64_t>(word + 2 + i * kMaxDims, word + 2 + i * kMaxDims + word[1]); };
+// Returns the announced record of a tensor whose record in the plan is `agreed`.
+TensorMeta announced_meta(const at::Tensor& rows, std::size_t tensor, const TensorMeta& agreed) {
+  const auto* row = rows.data_ptr<std::int64_t>() + static_cast<std::int64_t>(tensor) * kRow;
+  const DtypeEntry* dtype = row[0] >= 0 && row[0] <= 255 ? find_dtype(static_cast<std::uint8_t>(row[0])) : nullptr;
+  if (dtype == nullptr || !dtype->here || row[1] < 0 || row[1] > kMaxDims)
+    throw PipeliningMetadataError(describe("an announced tensor", fmt::format("element type {}, {} dims", row[0], row[1]), fmt::format("a known type and 0 to {} dims", kMaxDims), "run the same build on all ranks"));
+  const auto part = [&](std::int64_t i) { return std::vector<std::int64_t>(row + 2 + i * kMaxDims, row + 2 + i * kMaxDims + row[1]); };
   const bool differentiable = at::isFloatingType(*dtype->here) || at::isComplexType(*dtype->here);
   TensorRecord local(part(0), part(1), *dtype->here, differentiable && requires_grad(agreed));
   const auto* whole = std::get_if<DistributedRecord>(&agreed);
@@ -59,7 +61,7 @@ TensorMeta announced_meta(const at::Tensor& words, std::size_t tensor, const Ten
   return DistributedRecord(std::move(local), part(2), part(3), whole->placements(), whole->mesh_key());
 }
 
-// A second stream is of use where overlapped units run on one device that has it.
+// A second stream is useful if overlapped units run on one device that supports it.
 std::optional<OverlapStreams> streams_of(const std::vector<StageRunner>& runners, bool overlaps) {
   if (!overlaps || runners.empty()) return std::nullopt;
   const at::Device device = runners.front().stage().device();
@@ -150,15 +152,16 @@ TorchStepActions::Agreed TorchStepActions::agreed_by(const Channel& channel, int
 
 StepContext TorchStepActions::context_of(const Action& action) const {
   StepContext context = context_;
-  context.microbatch = action.microbatch()->value();
+  context.microbatch = *action.microbatch();
   return context;
 }
 
-// On the stream of its pair, which is the caller's unless its forward ran in an overlapped unit.
+// Runs the action on the stream of its pair, which is the caller's unless its forward ran in an overlapped
+// unit.
 void TorchStepActions::run_alone(const Action& action) {
   if (!streams_) return run_action(action);
-  const int stage = action.stage().value();
-  const int microbatch = action.microbatch()->value();
+  const int stage = action.stage();
+  const int microbatch = *action.microbatch();
   const c10::Stream stream = streams_->of_pair(stage, microbatch);
   runner(stage).record_stream(microbatch, stream);
   if (!streams_->is_second(stream)) return run_action(action);
@@ -172,9 +175,9 @@ void TorchStepActions::run_alone(const Action& action) {
 
 void TorchStepActions::run_action(const Action& action) {
   if (log().should_log(spdlog::level::debug)) [[unlikely]]
-    log().debug("pipeline: stage {} runs {}", action.stage().value(), schedule::to_text(action));
-  StageRunner& stage = runner(action.stage().value());
-  const int microbatch = action.microbatch()->value();
+    log().debug("pipeline: stage {} runs {}", action.stage(), schedule::to_text(action));
+  StageRunner& stage = runner(action.stage());
+  const int microbatch = *action.microbatch();
   const auto m = static_cast<std::size_t>(microbatch);
   const StepContext context = context_of(action);
   switch (action.kind()) {
@@ -194,8 +197,8 @@ void TorchStepActions::compute(std::span<const Instruction> unit) {
 
 std::optional<c10::Stream> TorchStepActions::stream_for(const Action& action, const std::optional<c10::Stream>& of_backward) {
   if (!streams_) return std::nullopt;
-  const int stage = action.stage().value();
-  const int microbatch = action.microbatch()->value();
+  const int stage = action.stage();
+  const int microbatch = *action.microbatch();
   if (action.kind() == ActionKind::Forward && of_backward) streams_->set_pair(stage, microbatch, streams_->other(*of_backward));
   const c10::Stream stream = streams_->of_pair(stage, microbatch);
   runner(stage).record_stream(microbatch, stream);
@@ -209,7 +212,8 @@ void TorchStepActions::timed_piece(int member, const Body& body) {
   pieces_.push_back({member, begin, steady_now_ns()});
 }
 
-// Block by block in turns: on CPU so that one's transfers can start before the other is through, on CUDA so that both streams have work.
+// Runs the members block by block, in turns: on CPU so that the transfers of one can start before the other
+// is done, on CUDA so that both streams have work.
 void TorchStepActions::run_unit(std::span<const Instruction> unit) {
   struct Part {
     int member;
@@ -225,7 +229,7 @@ void TorchStepActions::run_unit(std::span<const Instruction> unit) {
   std::optional<c10::Stream> of_backward;
   if (streams_) {
     for (const Instruction& each : unit)
-      if (each.action.kind() != ActionKind::Forward && !of_backward) of_backward = streams_->of_pair(each.action.stage().value(), each.action.microbatch()->value());
+      if (each.action.kind() != ActionKind::Forward && !of_backward) of_backward = streams_->of_pair(each.action.stage(), *each.action.microbatch());
     streams_->fork();
   }
   std::vector<Part> forwards, backwards;
@@ -233,8 +237,8 @@ void TorchStepActions::run_unit(std::span<const Instruction> unit) {
   pieces_.clear();
   for (int member = 0; member < static_cast<int>(unit.size()); ++member) {
     const Action& action = unit[static_cast<std::size_t>(member)].action;
-    StageRunner& stage = runner(action.stage().value());
-    const int microbatch = action.microbatch()->value();
+    StageRunner& stage = runner(action.stage());
+    const int microbatch = *action.microbatch();
     const auto m = static_cast<std::size_t>(microbatch);
     const std::optional<c10::Stream> stream = stream_for(action, of_backward);
     if (stream) (streams_->is_second(*stream) ? on_second : on_first) = true;
@@ -273,10 +277,11 @@ void TorchStepActions::receive(Arrival& arrival, at::Tensor tensor, const Channe
   arrival.works.push_back(groups_.group_of(channel).irecv(tensor, groups_.global_rank(channel.from_rank), {.tag = tag, .label = label, .timeout = {}}));
 }
 
-// Posts the tensors of a channel, now that their sizes are known. A tensor travels as its memory, so it arrives with its strides.
+// Posts the receives of a channel, now that the sizes are known. A tensor is sent as its memory, so it
+// arrives with its strides.
 void TorchStepActions::start_receive(Arrival& arrival, const Instruction& instruction, const Channel& channel, int microbatch) {
   const std::string label = schedule::to_text(instruction.action);
-  const int peer = groups_.global_rank(channel.from_rank).value();
+  const int peer = groups_.global_rank(channel.from_rank);
   std::vector<LoggedTransfer> logged;
   const bool logs = transfer_log_.on();
   StageRunner& stage = runner(channel.to_stage);
@@ -303,21 +308,22 @@ void TorchStepActions::start_receive(Arrival& arrival, const Instruction& instru
 }
 
 void TorchStepActions::post(const Instruction& instruction, const Channel& channel) {
-  const int microbatch = instruction.action.microbatch()->value();
+  const int microbatch = *instruction.action.microbatch();
   const Agreed agreed = agreed_by(channel, microbatch, false);
   Arrival& arrival = arrivals_[{instruction.channel, microbatch}];
   if (!agreed.announced) return start_receive(arrival, instruction, channel, microbatch);
   arrival.announcement = at::empty({static_cast<std::int64_t>(agreed.span.count), kRow}, at::kLong);
   receive(arrival, arrival.announcement, channel, groups_.announcement_tag(channel), schedule::to_text(instruction.action));
   if (transfer_log_.on())
-    transfer_log_.batch("post announcement of", instruction, channel, {{LoggedTransfer::Type::Receive, groups_.global_rank(channel.from_rank).value(), arrival.announcement, false}});
+    transfer_log_.batch("post announcement of", instruction, channel, {{LoggedTransfer::Type::Receive, groups_.global_rank(channel.from_rank), arrival.announcement, false}});
   waiting_for_sizes_[instruction.channel].push_back(microbatch);
 }
 
 void TorchStepActions::await(const Instruction& instruction, const Channel& channel) {
-  const int microbatch = instruction.action.microbatch()->value();
+  const int microbatch = *instruction.action.microbatch();
   const bool forward = channel.kind == Channel::Kind::Activation;
-  // What was announced is received in the order of the announcements, as it is sent.
+  // Announced tensors are received in the order of the announcements, which is the order in which they are
+  // sent.
   if (auto& waiting = waiting_for_sizes_[instruction.channel]; !waiting.empty()) {
     while (!arrivals_[{instruction.channel, microbatch}].started && !waiting.empty()) {
       const int next = waiting.front();
@@ -343,7 +349,7 @@ void TorchStepActions::await(const Instruction& instruction, const Channel& chan
 }
 
 void TorchStepActions::send(const Instruction& instruction, const Channel& channel) {
-  const int microbatch = instruction.action.microbatch()->value();
+  const int microbatch = *instruction.action.microbatch();
   const Agreed agreed = agreed_by(channel, microbatch, true);
   const Span span = agreed.span;
   StageRunner& stage = runner(channel.from_stage);
@@ -351,7 +357,7 @@ void TorchStepActions::send(const Instruction& instruction, const Channel& chann
   if (agreed.announced) made = stage.made_metas(microbatch, agreed.forward, span.first, span.count);
   const std::vector<at::Tensor> tensors = agreed.forward ? stage.give_outputs(microbatch, span.first, span.count) : stage.give_input_grads(microbatch, span.first, span.count);
   const comm::Group& group = groups_.group_of(channel);
-  const Rank peer = groups_.global_rank(channel.to_rank);
+  const int peer = groups_.global_rank(channel.to_rank);
   const std::string label = schedule::to_text(instruction.action);
   const bool logs = transfer_log_.on();
   std::vector<LoggedTransfer> logged;
@@ -359,24 +365,24 @@ void TorchStepActions::send(const Instruction& instruction, const Channel& chann
     for (auto& meta : made)
       if (meta) meta = dense_meta(*meta);
     const at::Tensor announcement = announce(made);
-    if (logs) logged.push_back({LoggedTransfer::Type::Send, peer.value(), announcement, false});
+    if (logs) logged.push_back({LoggedTransfer::Type::Send, peer, announcement, false});
     sends_.push_back(group.isend(announcement, peer, {.tag = groups_.announcement_tag(channel), .label = label, .timeout = {}}));
   }
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].defined()) continue;
-    // In the layout that the receiver expects, whatever was made.
+    // Sent in the layout that the receiver expects, whatever the stage made.
     const TensorRecord& record = local_record(agreed.varies(i) ? *made[i] : *agreed.meta(i));
     const bool fits = tensors[i].strides() == at::IntArrayRef(record.stride()) && tensors[i].is_contiguous() && !tensors[i].is_conj() && !tensors[i].is_neg();
     const at::Tensor sent = fits ? tensors[i] : in_layout(tensors[i], dense_strides(record.shape(), record.stride()));
-    if (logs) logged.push_back({LoggedTransfer::Type::Send, peer.value(), sent, agreed.needs_grad(i)});
+    if (logs) logged.push_back({LoggedTransfer::Type::Send, peer, sent, agreed.needs_grad(i)});
     sends_.push_back(group.isend(memory_of(sent), peer, {.tag = groups_.tag(channel, i), .label = label, .timeout = {}}));
   }
   if (logs) transfer_log_.batch("send", instruction, channel, logged);
 }
 
-// As they are: with their strides, and without a copy.
+// Passed on unchanged: with their strides, and without a copy.
 void TorchStepActions::pass(const Instruction& instruction, const Channel& channel) {
-  const int microbatch = instruction.action.microbatch()->value();
+  const int microbatch = *instruction.action.microbatch();
   StageRunner& from = runner(channel.from_stage);
   StageRunner& to = runner(channel.to_stage);
   const Agreed out = agreed_by(channel, microbatch, true);
@@ -387,7 +393,7 @@ void TorchStepActions::pass(const Instruction& instruction, const Channel& chann
   if (transfer_log_.on()) {
     std::vector<LoggedTransfer> logged;
     for (std::size_t i = 0; i < tensors.size(); ++i)
-      if (tensors[i].defined()) logged.push_back({LoggedTransfer::Type::HandOver, groups_.global_rank(channel.to_rank).value(), tensors[i], out.needs_grad(i)});
+      if (tensors[i].defined()) logged.push_back({LoggedTransfer::Type::HandOver, groups_.global_rank(channel.to_rank), tensors[i], out.needs_grad(i)});
     transfer_log_.batch("pass", instruction, channel, logged);
   }
   for (std::size_t i = 0; i < made.size(); ++i)
@@ -400,7 +406,7 @@ void TorchStepActions::pass(const Instruction& instruction, const Channel& chann
 }
 
 void TorchStepActions::stage_wide(const Instruction& instruction) {
-  const int stage = instruction.action.stage().value();
+  const int stage = instruction.action.stage();
   StageRunner& of = runner(stage);
   switch (instruction.action.kind()) {
     case ActionKind::Unshard: of.sharded().unshard(); break;
@@ -414,14 +420,14 @@ void TorchStepActions::stage_wide(const Instruction& instruction) {
   }
 }
 
-// Sends that have ended free their tensors.
+// Frees the tensors of completed sends.
 void TorchStepActions::reap() {
   for (; !sends_.empty() && sends_.front().done(); sends_.pop_front()) sends_.front().wait();
 }
 
 void TorchStepActions::finish() {
   for (StageRunner& each : runners_) {
-    // Of a schedule without REDUCE_GRAD.
+    // For a schedule without REDUCE_GRAD.
     each.run_joined_weights();
     each.reduce_gradients();
     each.sharded().end_step();
@@ -429,4 +435,4 @@ void TorchStepActions::finish() {
   for (; !sends_.empty(); sends_.pop_front()) sends_.front().wait();
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -1,4 +1,5 @@
-// What the instructions of a program mean: forwards and backwards on the stages of this rank, transfers over the groups of the pipeline.
+// Implements the instructions of a program: forwards and backwards on the stages of this rank, transfers over
+// the groups of the pipeline.
 #pragma once
 
 #include <deque>
@@ -14,22 +15,24 @@
 #include "penstock/pipeline/infer/stage_plan.h"
 #include "penstock/pipeline/runtime/stage_runner.h"
 #include "penstock/pipeline/runtime/transfer_log.h"
+#include "penstock/pipeline/contract/stage_meta.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class TorchStepActions final : public StepActions {
  public:
-  // `overlaps`: the program has units of several actions. On CUDA their halves then run on two streams.
+  // `overlaps`: the program has units of several actions. On CUDA, their forward and backward then run on two
+  // streams.
   TorchStepActions(std::vector<StageRunner>& runners, const ChannelGroups& groups, std::vector<SkipTensor> skips, bool overlaps);
 
-  // Of the step that follows. `reduce` is called where the schedule finishes the gradients of a stage.
+  // Prepares the next step. `reduce` is called where the schedule completes the gradients of a stage.
   void begin(const StepDescription& step, const std::vector<std::shared_ptr<const MicrobatchPlan>>& plans, StepContext context,
              std::function<void(int stage)> reduce);
-  // Lets go of what a step left, one that was given up too.
+  // Releases everything a step left, including an aborted one.
   void clear();
-  // Highest number of microbatches in flight on this rank's stages together.
+  // Highest number of microbatches in flight, summed over this rank's stages.
   int peak_live() const { return peak_live_; }
-  // Overlapped units of the step whose forward and backward ran on two streams.
+  // Number of overlapped units of the step whose forward and backward ran on two streams.
   int units_on_two_streams() const { return units_on_two_streams_; }
 
   void compute(std::span<const Instruction> unit) override;
@@ -48,22 +51,22 @@ class TorchStepActions final : public StepActions {
     std::size_t count = 0;
   };
   struct Arrival {
-    std::vector<at::Tensor> tensors;  // undefined where no gradient comes
-    OptionalTensorMetas announced;    // empty where the channel is not announced
+    std::vector<at::Tensor> tensors;  // undefined where no gradient is sent
+    OptionalTensorMetas announced;    // empty if the channel is not announced
     std::vector<comm::Work> works;
     at::Tensor announcement;
     bool started = false;             // its receives are posted
   };
-  // What a channel carries of a microbatch, as its receiver or its sender has agreed to.
+  // What a channel carries for a microbatch, according to the plan of its receiver or its sender.
   struct Agreed {
     const StagePlan* plan = nullptr;
     bool forward = true;
-    bool outputs = true;     // of the stage, or their gradients; else its inputs, or theirs
+    bool outputs = true;     // outputs of the stage, or their gradients; else its inputs, or their gradients
     Span span;
     bool announced = false;  // and not empty
-    // Of a tensor of the span; null where no gradient comes.
+    // The record of a tensor of the span; null if no gradient is sent.
     const TensorMeta* meta(std::size_t i) const;
-    // Its shape may be another one each time.
+    // Whether its shape may change each time.
     bool varies(std::size_t i) const { return outputs ? plan->varies_output(span.first + i) : plan->varies_input(span.first + i); }
     bool needs_grad(std::size_t i) const { return forward && requires_grad(*meta(i)); }
   };
@@ -80,7 +83,7 @@ class TorchStepActions final : public StepActions {
   void run_unit(std::span<const Instruction> unit);
   template <class Body>
   void timed_piece(int member, const Body& body);
-  // The stream on which an action of a unit runs, chosen now if it is a forward.
+  // Returns the stream on which an action of a unit runs; for a forward, chooses it.
   std::optional<c10::Stream> stream_for(const schedule::Action& action, const std::optional<c10::Stream>& of_backward);
   void start_receive(Arrival& arrival, const Instruction& instruction, const Channel& channel, int microbatch);
   void receive(Arrival& arrival, at::Tensor tensor, const Channel& channel, int tag, const std::string& label);
@@ -97,13 +100,13 @@ class TorchStepActions final : public StepActions {
   StepContext context_;
   std::function<void(int)> reduce_;
   std::map<std::pair<int, int>, Arrival> arrivals_;         // by channel and microbatch
-  std::map<int, std::deque<int>> waiting_for_sizes_;        // by channel: microbatches that are announced and not yet received
+  std::map<int, std::deque<int>> waiting_for_sizes_;        // by channel: announced microbatches
   std::deque<comm::Work> sends_;
   int peak_live_ = 0;
   std::optional<OverlapStreams> streams_;
   int units_on_two_streams_ = 0;
-  std::vector<UnitPiece> pieces_;  // of the last unit; on CUDA the times in which the host gave the work away
+  std::vector<UnitPiece> pieces_;  // of the last unit; on CUDA the times of enqueueing the work
   TransferLog transfer_log_;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

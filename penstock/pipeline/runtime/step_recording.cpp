@@ -7,21 +7,23 @@
 #include <algorithm>
 #include <unordered_set>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
-// Each holds the memory of a whole step. Arguments that come in more kinds than that are not worth recording.
+// Each recording holds the memory of a whole step. With more kinds of arguments than this, recording is not
+// worthwhile.
 constexpr std::size_t kMostKinds = 8;
 
 at::Device one_cuda_device(const std::vector<PipelineStage>& stages) {
   for (const PipelineStage& stage : stages)
     if (!stage.device().is_cuda() || stage.device() != stages.front().device())
-      throw ValueError(describe("device of " + to_text(stage) + ", for steps that are recorded", stage.device().str(), "one CUDA device for all stages",
+      throw ValueError(describe("device of " + to_text(stage) + ", for recorded steps", stage.device().str(), "one CUDA device for all stages",
                                 "put the stages there, or turn PipelineOptions::device_graph off"));
-  return at::empty({0}, stages.front().device()).device();  // with its number
+  return at::empty({0}, stages.front().device()).device();  // with its index
 }
 
 std::vector<at::Tensor> once(const std::vector<PipelineStage>& stages, std::vector<at::Tensor> (StageModule::*tensors)() const) {
@@ -34,10 +36,10 @@ std::vector<at::Tensor> once(const std::vector<PipelineStage>& stages, std::vect
 }
 
 [[noreturn]] void refuse(const std::string& path, const std::string& actual, const char* expected, const char* remedy) {
-  throw ValueError(describe(path + " of a step that is recorded", actual, expected, remedy));
+  throw ValueError(describe(path + " of a recorded step", actual, expected, remedy));
 }
 
-// Everything about arguments that a recording keeps.
+// The key of a recording: everything about the arguments that the recording fixes.
 std::string kind_text(const FlatTree& arguments, at::Device device, double constants) {
   std::string text = fmt::format("{} {}", constants, arguments.spec.to_string());
   for (std::size_t i = 0; i < arguments.leaves.size(); ++i) {
@@ -126,7 +128,7 @@ void StepRecording::record(Kind& kind, const Tree& arguments) {
     });
   } catch (const std::exception& error) {
     put_back();
-    std::throw_with_nested(StateError(describe("recording of a step", error.what(), "modules and a loss that only give work to the device",
+    std::throw_with_nested(StateError(describe("recording of a step", error.what(), "modules and a loss that only enqueue work on the device",
                                                "find what reads a value back or waits, or turn PipelineOptions::device_graph off")));
   }
   for (const at::Tensor& parameter : parameters_) kind.gradients.push_back(parameter.grad());
@@ -137,7 +139,8 @@ void StepRecording::record(Kind& kind, const Tree& arguments) {
 StepResult StepRecording::replay(Kind& kind, const std::vector<at::Tensor>& inputs) {
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < inputs.size(); ++i) kind.inputs[i].copy_(inputs[i]);
-  // What .grad() holds and the replay adds to. Where that is the recording's own memory it is saved before.
+  // The earlier gradients, to which the replay adds. If .grad() is the recording's own memory, it is copied
+  // first.
   std::vector<at::Tensor> earlier, added;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& now = parameters_[i].grad();
@@ -161,4 +164,4 @@ StepResult StepRecording::replay(Kind& kind, const std::vector<at::Tensor>& inpu
   return result;
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

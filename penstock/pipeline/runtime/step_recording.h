@@ -1,14 +1,16 @@
-// Training steps of a pipeline on one CUDA device, recorded and replayed: what PipelineOptions::device_graph turns on.
+// Records and replays the training steps of a pipeline on one CUDA device, for PipelineOptions::device_graph.
 //
-//   StepRecording recording(stages, [&](args, kwargs, target) { return run_by_the_host(...); });
-//   result = recording.step(args, kwargs, target);        // the host's, recorded, or replayed, as fits
+//   StepRecording recording(stages, [&](args, kwargs, target) { return run_on_host(...); });
+//   result = recording.step(args, kwargs, target);        // runs on the host, records, or replays
 //
-// One recording for each kind of arguments: structure, shapes, strides, dtypes and plain values. Beside it must be as they were: the
-// addresses of parameters and buffers, and which parameters require gradients; else it is made anew.
+// There is one recording for each kind of arguments: structure, shapes, strides, dtypes and plain values. It
+// remains valid as long as the addresses of parameters and buffers, and which parameters require gradients,
+// do not change; otherwise it is made again.
 //
-// Gradients. A recording writes those of one step, beginning from none. After a replay they are where .grad() shows them if it was
-// undefined, and are added to it otherwise, so that steps accumulate as they do without a recording.
-// Thread rule: that of the pipeline.
+// Gradients. A recording computes those of one step, starting from none. After a replay, .grad() refers to
+// them if it was undefined; otherwise they are added to it, so that steps accumulate as they do without a
+// recording.
+// Thread safety: that of the pipeline.
 #pragma once
 
 #include <cstdint>
@@ -19,20 +21,21 @@
 #include <vector>
 
 #include "penstock/stage.h"
-#include "penstock/pipeline/runtime/step_result.h"
+#include "penstock/pipeline.h"
 #include "penstock/torch/compat/device_graph.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class StepRecording {
  public:
   using Step = std::function<StepResult(const Tree& args, const Tree& kwargs, const Tree& target)>;
 
-  // ValueError for stages on other devices than one CUDA device.
+  // Throws ValueError if the stages are not all on one CUDA device.
   StepRecording(const std::vector<PipelineStage>& stages, Step step);
 
-  // Throws ValueError for arguments that cannot be put into a recording: tensors that are elsewhere or require gradients, objects.
-  // `constants` is what else the host puts into the step: another value is another recording.
+  // Throws ValueError for arguments that cannot be recorded: tensors on other devices, tensors that require
+  // gradients, objects. `constants` is any other host value used by the step: another value gets another
+  // recording.
   StepResult step(const Tree& args, const Tree& kwargs, const Tree& target, double constants);
 
   bool last_was_replayed() const { return replayed_; }
@@ -40,13 +43,13 @@ class StepRecording {
 
  private:
   struct Kind {
-    std::unique_ptr<DeviceGraph> graph;  // null: seen, but not yet run
+    std::unique_ptr<DeviceGraph> graph;  // null: not run yet
     bool recorded = false;
     std::vector<at::Tensor> inputs;
-    std::vector<at::Tensor> gradients;  // of parameters_, undefined where the step has none
+    std::vector<at::Tensor> gradients;  // of parameters_, undefined where the step computes none
     std::optional<Tree> output;
     at::Tensor losses;
-    std::vector<std::pair<const void*, bool>> state;  // of the model's tensors: where, and whether with gradients
+    std::vector<std::pair<const void*, bool>> state;  // of the model's tensors: address, requires_grad
     std::uint64_t last_use = 0;
   };
 
@@ -63,4 +66,4 @@ class StepRecording {
   bool replayed_ = false;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -12,48 +12,48 @@
 
 #include "penstock/base/log.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
 using namespace std::chrono_literals;
 using SteadyClock = std::chrono::steady_clock;
 
-constexpr auto kPeriod = 250ms;         // between two looks
-constexpr auto kRenewal = 1s;           // of the word of a rank that stands still
-constexpr auto kPollPause = 50ms;       // between two questions of a roll call
+constexpr auto kPeriod = 250ms;         // between two checks of the progress
+constexpr auto kRenewal = 1s;           // of the status of a rank that makes no progress
+constexpr auto kPollPause = 50ms;       // between two reads of a roll call
 constexpr auto kStoreSlack = 500ms;     // for the store to answer, beyond the time of a roll call
-constexpr auto kHostLingers = 500ms;    // the host of the store, for the others to leave their words
+constexpr auto kHostLingers = 500ms;    // the host of the store, for the others to post their statuses
 constexpr auto kReadingTime = 200ms;    // and to read them
-constexpr double kFreshForS = 2.0;      // a word that is younger needs no renewal
+constexpr double kFreshForS = 2.0;      // a more recent status needs no renewal
 constexpr int kStoreHost = 0;
 const char* const kKey = "pipeline.progress";
 
-// Clocks of different hosts are compared here, to a fraction of a second.
+// Used to compare clocks of different hosts, to a fraction of a second.
 std::int64_t wall_now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-// On the wire: the time, "now" or "last", the place.
-std::string envelope(const RankPlace& place, bool last) {
-  return fmt::format("{} {} {}", wall_now_ns(), last ? "last" : "now", to_word(place));
+// Format: the time, "now" or "last", the place.
+std::string encode_status(const RankPlace& place, bool last) {
+  return fmt::format("{} {} {}", wall_now_ns(), last ? "last" : "now", encode_place(place));
 }
 
-struct Word {
+struct ReceivedStatus {
   RankPlace place;
   bool last = false;
 };
 
-std::optional<Word> open_envelope(const std::string& text) {
+std::optional<ReceivedStatus> decode_status(const std::string& text) {
   std::int64_t written_ns = 0;
   const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), written_ns);
   const std::string_view left(rest, static_cast<std::size_t>(text.data() + text.size() - rest));
   const bool last = left.starts_with(" last ");
   if (failed != std::errc() || (!last && !left.starts_with(" now "))) return std::nullopt;
-  auto place = from_word(left.substr(last ? 6 : 5));
+  auto place = decode_place(left.substr(last ? 6 : 5));
   if (!place) return std::nullopt;
   place->said_s_ago = std::max(0.0, static_cast<double>(wall_now_ns() - written_ns) / 1e9);
-  return Word{std::move(*place), last};
+  return ReceivedStatus{std::move(*place), last};
 }
 
 }  // namespace
@@ -77,12 +77,13 @@ struct StepWatch::State {
         if (question) {
           answer(lock);
         } else {
-          look_around(lock);
+          post_progress(lock);
         }
       } catch (const std::exception& error) {
-        // The store is gone, and with it everything that could be told or heard; the waits of the step say who was lost.
+        // The store is gone, so nothing can be posted or read any more; the waits of the step report which
+        // rank was lost.
         if (!lock.owns_lock()) lock.lock();
-        log().debug("pipeline: no word could be left or read: {}", error.what());
+        log().debug("pipeline: the status of ranks could not be posted or read: {}", error.what());
         store_failed = true;
       }
       if (question) {
@@ -94,43 +95,43 @@ struct StepWatch::State {
     changed.notify_all();
   }
 
-  void look_around(std::unique_lock<std::mutex>& lock) {
-    if (store_failed || said_last) return;
+  void post_progress(std::unique_lock<std::mutex>& lock) {
+    if (store_failed || posted_last) return;
     const std::optional<RankPlace> place = options.look();
     if (!place) return;
     const double stalled_s = std::chrono::duration<double>(stalled_after).count();
     const bool stalled = place->state != RankPlace::State::Between && place->for_s >= stalled_s;
-    const bool same = told && told->step == place->step && told->state == place->state && told->instruction == place->instruction;
-    const auto since = SteadyClock::now() - told_at;
-    if (told && (stalled ? same && since < kRenewal : since < stalled_after)) return;
-    told = place;
-    told_at = SteadyClock::now();
+    const bool same = posted && posted->step == place->step && posted->state == place->state && posted->instruction == place->instruction;
+    const auto since = SteadyClock::now() - posted_at;
+    if (posted && (stalled ? same && since < kRenewal : since < stalled_after)) return;
+    posted = place;
+    posted_at = SteadyClock::now();
     lock.unlock();
-    options.world.leave_word(kKey, envelope(*place, false));
+    options.world.post_status(kKey, encode_status(*place, false));
     lock.lock();
   }
 
   void answer(std::unique_lock<std::mutex>& lock) {
     const Question asked = *question;
     if (store_failed) return;
-    said_last = true;
+    posted_last = true;
     lock.unlock();
-    options.world.leave_word(kKey, envelope(asked.own, true));
+    options.world.post_status(kKey, encode_status(asked.own, true));
     const bool host = options.world.rank() == kStoreHost;
     bool all_read = false;
     while (!all_read) {
       all_read = true;
       for (const int rank : options.ranks) {
         if (rank == options.world.rank()) continue;
-        const auto text = options.world.word_of(rank, kKey);
-        const auto word = text ? open_envelope(*text) : std::nullopt;
-        // The host of the store stays until everybody else has said all there is to say.
-        const bool enough = word && (word->last || (!host && word->place.said_s_ago <= kFreshForS));
+        const auto text = options.world.status_of(rank, kKey);
+        const auto status = text ? decode_status(*text) : std::nullopt;
+        // The host of the store stays until all others have posted their last status.
+        const bool enough = status && (status->last || (!host && status->place.said_s_ago <= kFreshForS));
         if (rank != asked.lost && !enough) all_read = false;
         const double too_old_s = std::chrono::duration<double>(stalled_after).count() + kFreshForS;
-        if (word && (word->last || rank == asked.lost || word->place.said_s_ago <= too_old_s)) {
+        if (status && (status->last || rank == asked.lost || status->place.said_s_ago <= too_old_s)) {
           const std::lock_guard guard(mutex);
-          note(word->place, rank);
+          note(status->place, rank);
         }
       }
       if (!asked.wait_for_others && !host) break;
@@ -142,10 +143,10 @@ struct StepWatch::State {
     if (host && all_read) wake.wait_for(lock, kReadingTime, [&] { return stop; });
   }
 
-  // Needs the lock.
+  // Requires the lock.
   void note(const RankPlace& place, int rank) {
-    const auto at = std::find_if(heard.begin(), heard.end(), [&](const RankPlace& each) { return each.rank == rank; });
-    if (at != heard.end()) *at = place;
+    const auto at = std::find_if(places.begin(), places.end(), [&](const RankPlace& each) { return each.rank == rank; });
+    if (at != places.end()) *at = place;
   }
 
   const Options options;
@@ -155,12 +156,12 @@ struct StepWatch::State {
   std::condition_variable wake, changed;
   bool stop = false;
   bool ended = false;
-  bool said_last = false;
+  bool posted_last = false;
   bool store_failed = false;
-  std::optional<RankPlace> told;
-  SteadyClock::time_point told_at;
+  std::optional<RankPlace> posted;
+  SteadyClock::time_point posted_at;
   std::optional<Question> question;
-  std::vector<RankPlace> heard;
+  std::vector<RankPlace> places;
 };
 
 struct StepWatch::Thread {
@@ -179,7 +180,7 @@ StepWatch::~StepWatch() {
   if (ended) {
     thread_->thread.join();
   } else {
-    thread_->thread.detach();  // in a store that does not answer; it touches nothing but its own state any more
+    thread_->thread.detach();  // blocked in a store that does not answer; from now on it touches only its own state
   }
 }
 
@@ -195,9 +196,9 @@ void StepWatch::start() {
 std::vector<RankPlace> StepWatch::ask(const RankPlace& own, std::optional<int> lost, bool wait_for_others, std::chrono::milliseconds limit) {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
-  state.heard.clear();
+  state.places.clear();
   for (const int rank : state.options.ranks) {
-    RankPlace& place = state.heard.emplace_back();
+    RankPlace& place = state.places.emplace_back();
     place.rank = rank;
     if (rank == own.rank) place = own;
   }
@@ -207,11 +208,11 @@ std::vector<RankPlace> StepWatch::ask(const RankPlace& own, std::optional<int> l
     state.changed.wait_for(lock, limit + kReadingTime + kStoreSlack, [&] { return !state.question; });
   }
   const bool answered = thread_ && !state.question && !state.store_failed;
-  std::vector<RankPlace> places = state.heard;
+  std::vector<RankPlace> places = state.places;
   for (RankPlace& place : places) {
     if (place.rank == lost) place.state = RankPlace::State::Lost;
-    // Only the host of a store that does not answer is to blame for that.
-    if (place.state == RankPlace::State::NoWord && !answered && place.rank != kStoreHost) place.error = fmt::format("the store, which rank {} hosts, does not answer", kStoreHost);
+    // Only the host of an unresponsive store is to blame for it.
+    if (place.state == RankPlace::State::NoStatus && !answered && place.rank != kStoreHost) place.error = fmt::format("the store, which rank {} hosts, does not answer", kStoreHost);
   }
   return places;
 }
@@ -220,8 +221,8 @@ std::vector<RankPlace> StepWatch::roll_call(const RankPlace& own, std::optional<
   return ask(own, lost, true, kRollCallTime);
 }
 
-void StepWatch::last_word(const RankPlace& own) {
+void StepWatch::post_last_place(const RankPlace& own) {
   ask(own, std::nullopt, false, kHostLingers);
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

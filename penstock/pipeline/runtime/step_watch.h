@@ -1,13 +1,15 @@
-// Makes a stalled step visible: a thread per pipeline that tells the other ranks where this one is, and asks them when a wait has
-// failed.
+// Makes a stalled step visible: a thread per pipeline that posts where this rank is, and collects where the
+// others are after a wait has failed.
 //
-// While all is well it looks at the progress of the step four times a second and leaves a word in the store of the world every
-// `report_after`. A rank that stays in one place for longer than that renews its word every second. When a wait ends with an
-// error, `roll_call` leaves the last word of this rank and collects those of the others. All traffic with the store is on the
-// thread, so that a store which does not answer never holds up the rank itself: every call here ends within its limit.
+// During normal operation the thread looks at the progress of the step four times a second and posts a status
+// in the store of the world every `report_after`. A rank that stays in one place for longer than that renews
+// its status every second. When a wait ends with an error, `roll_call` posts the last status of this rank and
+// collects those of the others. All access to the store is on the thread, so that a store which does not
+// answer never blocks the rank itself: every call here ends within its time limit.
 //
-// A module that hangs is told by this thread; a process that is stopped says nothing more, and that is told by the age of its word.
-// Thread rule: start, roll_call and last_word belong to the thread of the pipeline.
+// A module that hangs is reported by this thread; a process that is stopped posts nothing more, which shows
+// in the age of its status.
+// Thread safety: start, roll_call and post_last_place are called on the thread of the pipeline.
 #pragma once
 
 #include <chrono>
@@ -19,19 +21,20 @@
 #include "penstock/world.h"
 #include "penstock/pipeline/report/stall_report.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class StepWatch {
  public:
   struct Options {
     comm::World world;
-    std::vector<int> ranks;             // global ranks of the pipeline, in its order
+    std::vector<int> ranks;             // global ranks of the pipeline, in pipeline order
     std::chrono::milliseconds timeout;  // of the waits of a step
-    // Where this rank is; nothing while that is changing. Called on the thread of the watch, never after the watch has ended.
+    // Returns where this rank is; std::nullopt while that is changing. Called on the watch's thread, never
+    // after the watch has ended.
     std::function<std::optional<RankPlace>()> look;
   };
   explicit StepWatch(Options options);
-  // Waits for the thread, a moment at most.
+  // Waits for the thread, for half a second at most.
   ~StepWatch();
   StepWatch(const StepWatch&) = delete;
   StepWatch& operator=(const StepWatch&) = delete;
@@ -39,23 +42,24 @@ class StepWatch {
   // How long a rank may stay in one place before it counts as stalled: a third of the time-out, at most 10 s.
   static std::chrono::milliseconds report_after(std::chrono::milliseconds timeout);
 
-  // Starts the thread; again: nothing.
+  // Starts the thread; does nothing if it runs already.
   void start();
 
-  // The places of all ranks, in the order of the pipeline. `own` becomes the last word of this rank. Waits for ranks whose word is
-  // old, kRollCallTime at most; `lost`, a rank that is known to be gone, is not waited for.
+  // Returns the places of all ranks, in pipeline order. `own` becomes the last status of this rank. Waits at
+  // most kRollCallTime for ranks whose status is old; does not wait for `lost`, a rank that is known to be
+  // gone.
   static constexpr std::chrono::milliseconds kRollCallTime{1500};
   std::vector<RankPlace> roll_call(const RankPlace& own, std::optional<int> lost);
 
-  // Leaves `own` as the last word. The rank that hosts the store waits a moment for the others to read it.
-  void last_word(const RankPlace& own);
+  // Posts `own` as the last status. The rank that hosts the store waits briefly for the others to read it.
+  void post_last_place(const RankPlace& own);
 
  private:
   struct State;
   std::vector<RankPlace> ask(const RankPlace& own, std::optional<int> lost, bool wait_for_others, std::chrono::milliseconds limit);
-  std::shared_ptr<State> state_;  // shared with the thread, which may be in the store when the watch goes
+  std::shared_ptr<State> state_;  // shared with the thread, which may outlive the watch
   struct Thread;
   std::unique_ptr<Thread> thread_;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -6,10 +6,12 @@
 #include <cstring>
 #include <limits>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/comm/message/message.h"
+#include "penstock/pipeline/report/step_trace.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -20,7 +22,7 @@ constexpr int kTimesTag = kClockTag + 2;
 constexpr comm::MessageKind kTimes("STEP");
 constexpr std::uint16_t kTimesVersion = 2;
 
-struct RankTimes {
+struct RankStepTimes {
   std::uint64_t step = 0;
   bool has_backward = false;
   ClockOffset clock;
@@ -43,9 +45,9 @@ std::vector<std::uint8_t> to_bytes(const TraceRequest& request) {
   return writer.finish();
 }
 
-RankTimes from_bytes(const std::vector<std::uint8_t>& bytes) {
+RankStepTimes from_bytes(const std::vector<std::uint8_t>& bytes) {
   comm::MessageReader reader(bytes, kTimes, {kTimesVersion, kTimesVersion});
-  RankTimes found;
+  RankStepTimes found;
   reader.read(found.step).read(found.has_backward).read(found.clock.offset_ns).read(found.clock.error_ns);
   const auto times = reader.read<std::vector<std::int64_t>>();
   const auto pieces = reader.read<std::vector<std::int64_t>>();
@@ -86,11 +88,11 @@ std::vector<std::uint8_t> receive_bytes(const comm::Group& control, int position
 ClockOffset align_clock(const comm::Group& control) {
   if (!control) return {};
   const auto options = [] { return comm::P2POptions{.tag = kClockTag, .label = "alignment of clocks", .timeout = {}}; };
-  at::Tensor word = number(0);
+  at::Tensor remote_time = number(0);
   if (control.axis_rank() == 0) {
     for (int position = 1; position < control.size(); ++position)
       for (int round = 0; round < kRounds; ++round) {
-        control.recv(word, control.rank_at(position), options());
+        control.recv(remote_time, control.rank_at(position), options());
         control.send(number(steady_now_ns()), control.rank_at(position), options());
       }
     return {};
@@ -98,12 +100,13 @@ ClockOffset align_clock(const comm::Group& control) {
   ClockOffset best{0, std::numeric_limits<std::int64_t>::max()};
   for (int round = 0; round < kRounds; ++round) {
     const std::int64_t asked = steady_now_ns();
-    control.send(word, control.rank_at(0), options());
-    control.recv(word, control.rank_at(0), options());
+    control.send(remote_time, control.rank_at(0), options());
+    control.recv(remote_time, control.rank_at(0), options());
     const std::int64_t half = (steady_now_ns() - asked) / 2;
-    if (half < best.error_ns) best = {*word.data_ptr<std::int64_t>() - (asked + half), half};
+    if (half < best.error_ns) best = {*remote_time.data_ptr<std::int64_t>() - (asked + half), half};
   }
-  // Processes of one host share the steady clock; the clocks of two hosts, counted from their start, are never that close.
+  // Processes of one host share the steady clock; the steady clocks of two hosts, which count from their
+  // boot, are never that close.
   if (best.offset_ns >= -best.error_ns && best.offset_ns <= best.error_ns) best.offset_ns = 0;
   return best;
 }
@@ -115,7 +118,7 @@ std::optional<StepTrace> collect_trace(const comm::Group& control, const TraceRe
   }
   StepTrace trace{.step = request.step, .schedule = request.lowered};
   for (int rank = 0; rank < request.lowered.ranks(); ++rank) {
-    RankTimes found;
+    RankStepTimes found;
     if (rank == 0) {
       found = {request.step, request.compile.has_backward, request.clock, request.times};
     } else {
@@ -123,12 +126,12 @@ std::optional<StepTrace> collect_trace(const comm::Group& control, const TraceRe
     }
     if (found.step != request.step || found.has_backward != request.compile.has_backward)
       throw PipeliningMetadataError(describe(fmt::format("last step of rank {}", rank), fmt::format("step {}, {}", found.step, found.has_backward ? "training" : "evaluation"),
-                                             fmt::format("step {}, {}, as on rank 0", request.step, request.compile.has_backward ? "training" : "evaluation"), "ask for a trace at the same place on all ranks"));
-    trace.ranks.push_back(trace_events(compile(request.lowered, rank, request.skips, request.compile), found.times, found.clock.offset_ns));
+                                             fmt::format("step {}, {}, as on rank 0", request.step, request.compile.has_backward ? "training" : "evaluation"), "request a trace after the same step on all ranks"));
+    trace.ranks.push_back(trace_events(compile_program(request.lowered, rank, request.skips, request.compile), found.times, found.clock.offset_ns));
     trace.clock_error_ns.push_back(found.clock.error_ns);
   }
   start_at_zero(trace);
   return trace;
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

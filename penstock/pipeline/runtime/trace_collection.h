@@ -1,8 +1,8 @@
-// Brings the times of a step from all ranks of a pipeline together on one clock.
+// Collects the times of a step from all ranks of a pipeline, on one clock.
 //
-// Clocks. Each rank asks the first one for its time, several times over; the answer was given about halfway between question and
-// arrival, so the question that took least says best how far the clocks are apart, and half of what it took how far that may be wrong. Clocks
-// that may be the same by this count as the same.
+// Clocks. Each rank asks the first one for its time, several times; the answer was sent about halfway between
+// request and arrival. The fastest round trip therefore determines the offset of the clocks, and half its
+// duration bounds the error. Clocks that may be equal within this error are treated as equal.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +14,9 @@
 #include "penstock/pipeline/program/program.h"
 #include "penstock/pipeline/report/step_trace.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
-// What to add to times of this rank to get those of the first one.
+// What to add to a time of this rank to get the time of the first rank.
 struct ClockOffset {
   std::int64_t offset_ns = 0;
   std::int64_t error_ns = 0;
@@ -27,13 +27,14 @@ ClockOffset align_clock(const comm::Group& control);
 struct TraceRequest {
   const schedule::Schedule& lowered;            // as executed
   const std::vector<SkipConnection>& skips;
-  CompileOptions compile;
+  ProgramOptions compile;
   std::uint64_t step = 0;
   const std::vector<TimedInstruction>& times;   // of this rank
   ClockOffset clock;
 };
-// Collective over the group: the first rank gets the trace, the others nothing. `control` may be null-like in a pipeline of one rank.
-// Throws PipeliningMetadataError for ranks whose last steps were not the same one.
+// Collective over the group: the first rank gets the trace, the others std::nullopt. `control` may be an
+// empty group in a pipeline of one rank. Throws PipeliningMetadataError if the last steps of the ranks
+// differ.
 std::optional<StepTrace> collect_trace(const comm::Group& control, const TraceRequest& request);
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

@@ -7,7 +7,7 @@
 #include "penstock/base/log.h"
 #include "penstock/torch/tree/tensor_meta.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
@@ -50,4 +50,4 @@ void TransferLog::waits(const Instruction& instruction, const Channel& channel, 
   write(fmt::format("await {}: for {}", place(instruction, channel), transfers));
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

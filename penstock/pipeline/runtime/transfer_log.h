@@ -1,11 +1,11 @@
-// Every transfer of a pipeline as a line in the log, for those who must see what travels: PENSTOCK_TRACE_TRANSFERS=1.
+// Logs every transfer of a pipeline, if PENSTOCK_TRACE_TRANSFERS=1.
 //
 //   transfers 7: send 0SEND_F3 (activation of stage 0 to stage 1): send to rank 1 float32[2, 6] on cpu, requires grad
 //   transfers 8: post 0RECV_B2 (gradient of stage 1 to stage 0): nothing                     an empty batch
 //   transfers 9: await 0RECV_B2 (gradient of stage 1 to stage 0): no wait, nothing is on its way
 //
-// Off by default; an object that is off does nothing but say so. At debug level (PENSTOCK_LOG=debug) the same lines come as debug
-// lines. The number counts the lines of this rank's pipeline. Thread rule: one thread.
+// Off by default, without overhead. At debug level (PENSTOCK_LOG=debug) the same lines are logged at debug
+// level. The number counts the lines of this rank's pipeline. Thread safety: one thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,25 +17,25 @@
 
 #include "penstock/pipeline/program/program.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 struct LoggedTransfer {
   enum class Type : std::uint8_t { Send, Receive, HandOver };
   Type type = Type::Send;
   int peer = 0;                // global rank
   at::Tensor tensor;
-  bool requires_grad = false;  // as agreed between the stages: what travels has no graph
+  bool requires_grad = false;  // as agreed between the stages: a transferred tensor has no graph
 };
 
 class TransferLog {
  public:
-  // Throws ConfigError where the variable is neither 0 nor 1.
+  // Throws ConfigError if the variable is neither 0 nor 1.
   TransferLog();
 
   bool on() const;
-  // Only where on(). A batch of no transfers is a line too.
+  // Call only if on(). A batch without transfers is logged, too.
   void batch(std::string_view what, const Instruction& instruction, const Channel& channel, const std::vector<LoggedTransfer>& transfers);
-  // The wait for what was posted; one that is left out because nothing is on its way.
+  // Log the wait for posted receives, or that there is none because nothing was posted.
   void bypassed_wait(const Instruction& instruction, const Channel& channel);
   void waits(const Instruction& instruction, const Channel& channel, std::size_t transfers);
 
@@ -45,4 +45,4 @@ class TransferLog {
   std::uint64_t calls_ = 0;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

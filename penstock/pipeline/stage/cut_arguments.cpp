@@ -8,7 +8,7 @@
 
 #include "penstock/base/warnings.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 Tree CutArguments::cut(const Tree& tree, const char* what) {
   const std::vector<at::Tensor> tensors = tensors_of(tree);
@@ -17,7 +17,7 @@ Tree CutArguments::cut(const Tree& tree, const char* what) {
     if (!tensor.requires_grad() || tensor.is_leaf()) return tensor;
     for (const auto& [given, leaf] : cuts_)
       if (given.is_same(tensor)) return leaf;
-    warn_once("pipeline", fmt::format("{} of a step: a tensor requires grad and is no leaf of autograd ({}); its gradient is retained in .grad(), and goes no further: "
+    warn_once("pipeline", fmt::format("{} of a step: a tensor requires grad and is not a leaf of autograd ({}); its gradient is retained in .grad() and is not propagated further: "
                                       "pass x.detach().requires_grad_(), or call x.backward(x.grad()) after the step",
                                       what, tensor.grad_fn()->name()));
     cuts_.emplace_back(tensor, tensor.detach().set_requires_grad(true));
@@ -25,7 +25,7 @@ Tree CutArguments::cut(const Tree& tree, const char* what) {
   });
 }
 
-void CutArguments::give_gradients() {
+void CutArguments::add_leaf_gradients() {
   const at::NoGradGuard no_grad;
   for (const auto& [given, leaf] : cuts_) {
     if (!leaf.grad().defined()) continue;
@@ -35,4 +35,4 @@ void CutArguments::give_gradients() {
   }
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

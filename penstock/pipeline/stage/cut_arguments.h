@@ -1,9 +1,10 @@
-// Arguments of a step that require grad and are results of other operators, not leaves of autograd.
+// Replaces step arguments that require grad and are results of other operators by leaves of autograd.
 //
-// A graph behind an argument cannot be walked once per microbatch: the first backward frees it. So the step stops at such a tensor:
-// the stages get a leaf in its place, a warning says so, once, and when the step has ended the tensor holds its gradient in .grad(),
-// as a leaf would. Going on from there is the caller's: x.backward(x.grad()).
-// Activations between stages are leaves of their own from the start.
+// The graph of an argument cannot be traversed once per microbatch: the first backward frees it. The step
+// therefore cuts the graph at such a tensor: the stages get a leaf in its place, a warning is issued once,
+// and after the step the tensor has its gradient in .grad(), as a leaf would. The caller can continue from
+// there: x.backward(x.grad()).
+// Activations between stages are always leaves.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,17 +14,18 @@
 
 #include "penstock/pytree.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class CutArguments {
  public:
-  // The tree with leaves in the places of such tensors; a tensor that occurs twice is one leaf. `what` names the tree in the warning.
+  // Returns the tree with leaves in place of such tensors; a tensor that occurs twice becomes one leaf.
+  // `what` names the tree in the warning.
   Tree cut(const Tree& tree, const char* what);
-  // Adds the gradients that the leaves got to the .grad() of the tensors, which is retained.
-  void give_gradients();
+  // Adds the gradients of the leaves to the .grad() of the tensors, which retain their gradients.
+  void add_leaf_gradients();
 
  private:
-  std::vector<std::pair<at::Tensor, at::Tensor>> cuts_;  // the tensor given, and the leaf
+  std::vector<std::pair<at::Tensor, at::Tensor>> cuts_;  // the original tensor, and the leaf
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

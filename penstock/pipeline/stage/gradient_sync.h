@@ -1,16 +1,19 @@
-// Modules that reduce their own gradients over replicas, as a data parallel wrapper does at the end of each backward.
+// Interface of modules that reduce their own gradients over replicas, as a data-parallel wrapper does at the
+// end of each backward.
 //
 //   struct ReplicatedImpl : torch::nn::Module, penstock::GradientSync {
 //     bool set_gradient_sync(bool enabled) noexcept override { return std::exchange(enabled_, enabled); }
 //     ...                                       // hooks of its parameters reduce .grad() if enabled_
 //   };
 //
-// A step has many backwards and needs one reduction. So a stage with such a module in it, at any depth, switches the reduction off
-// for the forwards and backwards of all microbatches but one: that whose weight gradients its schedule computes last. .grad() then
-// holds the sum of the earlier ones, and what the module reduces is the gradient of the step. Trial runs never reduce.
+// A step has many backwards and needs one reduction. A stage that contains such a module, at any depth,
+// therefore disables the reduction for the forwards and backwards of all microbatches except the one whose
+// weight gradients its schedule computes last. At that point .grad() holds the sum of the earlier ones, and
+// the module reduces the gradient of the whole step. Trial runs never reduce.
 //
-// What is reduced must be in .grad() when the backward returns: the division by the number of microbatches follows. Where the
-// schedule splits backwards, the passes I and W of that one microbatch both have it on; a parameter gets its gradient in one of them.
+// The reduced gradient must be in .grad() when the backward returns, because the division by the number of
+// microbatches follows. If the schedule splits backwards, the reduction is enabled in both passes, I and W,
+// of that microbatch; each parameter gets its gradient in one of them.
 #pragma once
 
 #include <memory>
@@ -24,16 +27,16 @@ namespace penstock {
 class GradientSync {
  public:
   virtual ~GradientSync() = default;
-  // Whether forwards and backwards that run from now on reduce gradients. Returns what it was.
+  // Sets whether subsequent forwards and backwards reduce gradients. Returns the previous value.
   virtual bool set_gradient_sync(bool enabled) noexcept = 0;
 };
 
 using GradientSyncs = std::vector<std::shared_ptr<GradientSync>>;
 
-// All modules of the stage, and modules within them, that are one; each once.
+// Returns all modules of the stage that implement GradientSync, at any depth, each once.
 GradientSyncs gradient_syncs_of(const StageModule& module);
 
-// While it lives, none of them reduces. Guards nest.
+// Disables the reduction of all these modules during its lifetime. Guards nest.
 class NoGradientSync {
  public:
   explicit NoGradientSync(const GradientSyncs& modules);

@@ -11,6 +11,7 @@
 #include <optional>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {
@@ -20,18 +21,18 @@ constexpr std::string_view kWhole = "whole";
 
 using Reduce = std::function<Tree(const Tree&, const Tree&)>;
 
-// What an entry of a spec holds for a leaf that is reduced.
+// The entry of a spec for a leaf that is reduced.
 struct Reducer final : torch::CustomClassHolder {
   Reducer(Tree initial_value, Reduce function) : initial(std::move(initial_value)), reduce(std::move(function)) {}
   Tree initial;
   Reduce reduce;
 };
 
-// How one leaf is treated.
+// How one leaf is split.
 struct LeafRule {
-  bool chosen = false;               // by the caller
-  std::optional<std::int64_t> dim;   // nothing: whole
-  const Reducer* reducer = nullptr;  // of the spec, which outlives it
+  bool chosen = false;               // chosen by the caller
+  std::optional<std::int64_t> dim;   // std::nullopt: whole
+  const Reducer* reducer = nullptr;  // owned by the spec, which outlives it
 };
 
 LeafRule rule_of(const Tree& spec, const TreePath& place) {
@@ -48,13 +49,13 @@ template <class Visit>
 void walk(const Tree& tree, const Tree& spec, const TreePath& place, Visit&& visit) {
   if (tree.is_leaf()) {
     if (!spec.is_leaf())
-      throw ValueError(describe(fmt::format("the split of {}", place.to_string()), spec.to_string(), "one entry, as there is one value"));
+      throw ValueError(describe(fmt::format("the split of {}", place.to_string()), spec.to_string(), "one entry, because there is one value"));
     return visit(tree, rule_of(spec, place), place);
   }
   const bool inner = !spec.is_leaf();
   if (inner && spec.size() != tree.size())
     throw ValueError(describe(fmt::format("the split of {}", place.to_string()), fmt::format("{} entries", spec.size()),
-                              fmt::format("{}, as there are values", tree.size())));
+                              fmt::format("{}, one for each value", tree.size())));
   if (!inner) rule_of(spec, place);
   const bool dict = tree.kind() == Tree::Kind::Dict;
   for (std::size_t i = 0; i < tree.size(); ++i) {
@@ -63,7 +64,7 @@ void walk(const Tree& tree, const Tree& spec, const TreePath& place, Visit&& vis
       walk(tree.entries()[i], spec, here, visit);
     } else if (dict && spec.kind() == Tree::Kind::Dict) {
       const Tree* entry = spec.find(tree.keys()[i]);
-      if (!entry) throw ValueError(describe(fmt::format("the split of {}", here.to_string()), "nothing", "an entry for every key", "None is the default"));
+      if (!entry) throw ValueError(describe(fmt::format("the split of {}", here.to_string()), "nothing", "an entry for every key", "use None for the default"));
       walk(tree.entries()[i], *entry, here, visit);
     } else {
       walk(tree.entries()[i], spec.entries()[i], here, visit);
@@ -71,9 +72,9 @@ void walk(const Tree& tree, const Tree& spec, const TreePath& place, Visit&& vis
   }
 }
 
-// The dim along which a leaf is split; nothing for a whole one.
+// Returns the dim along which a leaf is split; std::nullopt for a whole one.
 std::optional<std::int64_t> split_dim(const Tree& leaf, const LeafRule& rule, const TreePath& place) {
-  if (rule.reducer) throw ValueError(describe(fmt::format("the split of {}", place.to_string()), "a reducer", "chunk_dim(d), whole() or None", "reducers are for merge_microbatches alone"));
+  if (rule.reducer) throw ValueError(describe(fmt::format("the split of {}", place.to_string()), "a reducer", "chunk_dim(d), whole() or None", "use reducers only with merge_microbatches"));
   if (!leaf.is_tensor()) {
     if (rule.dim)
       throw ValueError(describe(fmt::format("the split of {}", place.to_string()), fmt::format("chunk_dim({}) for {}", *rule.dim, leaf.to_string()), "whole()",
@@ -89,7 +90,7 @@ std::optional<std::int64_t> split_dim(const Tree& leaf, const LeafRule& rule, co
   return *rule.dim < 0 ? *rule.dim + ndim : *rule.dim;
 }
 
-// The rows of the shortest tensor that is split.
+// Returns the number of rows of the shortest tensor that is split.
 std::int64_t shortest(const Tree& tree, const Tree& spec, std::string_view name) {
   std::int64_t rows = std::numeric_limits<std::int64_t>::max();
   walk(tree, spec, TreePath(name), [&](const Tree& leaf, const LeafRule& rule, const TreePath& place) {
@@ -98,7 +99,7 @@ std::int64_t shortest(const Tree& tree, const Tree& spec, std::string_view name)
     const std::int64_t here = leaf.tensor().size(*dim);
     if (here == 0)
       throw ValueError(describe(fmt::format("the split of {}", place.to_string()), leaf.to_string(), fmt::format("at least one row along dim {}", *dim),
-                                "leave the tensor out, or give whole() for it"));
+                                "leave the tensor out, or use whole() for it"));
     rows = std::min(rows, here);
   });
   return rows;
@@ -138,7 +139,7 @@ bool same_value(const Tree& a, const Tree& b) {
   }
 }
 
-// Parts of one tensor: alike but for their length along `dim`.
+// Checks parts of one tensor: they may differ only in their length along `dim`.
 void check_fits(const at::Tensor& first, const at::Tensor& part, std::int64_t dim, const std::string& what) {
   const auto rest_of = [&](const at::Tensor& tensor) {
     std::vector<std::int64_t> sizes = tensor.sizes().vec();
@@ -147,8 +148,8 @@ void check_fits(const at::Tensor& first, const at::Tensor& part, std::int64_t di
   };
   if (part.dim() != first.dim() || rest_of(part) != rest_of(first))
     throw ValueError(describe("merge_microbatches: " + what, fmt::format("sizes [{}]", fmt::join(part.sizes(), ", ")),
-                              fmt::format("sizes [{}] but for dim {}, as in the first", fmt::join(first.sizes(), ", "), dim),
-                              "make every microbatch return the same shape, or give chunk_dim(d) for the dim that differs"));
+                              fmt::format("sizes [{}] except for dim {}, as in the first", fmt::join(first.sizes(), ", "), dim),
+                              "make every microbatch return the same shape, or use chunk_dim(d) for the dim that differs"));
 }
 
 }  // namespace
@@ -157,7 +158,7 @@ Tree chunk_dim(std::int64_t dim) { return Tree(dim); }
 Tree whole() { return Tree(kWhole); }
 
 Tree reducer(Tree initial, Reduce f) {
-  if (!f) throw ValueError("reducer: there is no function; give one that adds a leaf to the value so far");
+  if (!f) throw ValueError("reducer: the function is empty; pass one that adds a leaf to the value so far");
   return Tree::object(c10::IValue::make_capsule(c10::make_intrusive<Reducer>(std::move(initial), std::move(f))));
 }
 
@@ -168,7 +169,7 @@ Tree sum_reducer() {
       case Tree::Kind::Bool: return sum.tensor() + static_cast<std::int64_t>(leaf.boolean());
       case Tree::Kind::Int: return sum.tensor() + leaf.integer();
       case Tree::Kind::Double: return sum.tensor() + leaf.number();
-      default: throw TypeError(describe("sum_reducer", leaf.to_string(), "a tensor or a number", "give whole() for it"));
+      default: throw TypeError(describe("sum_reducer", leaf.to_string(), "a tensor or a number", "use whole() for it"));
     }
   });
 }
@@ -195,7 +196,7 @@ Tree merge_microbatches(const std::vector<Tree>& microbatches, const Tree& spec)
   std::vector<std::vector<Tree>> leaves;
   for (std::size_t i = 0; i < microbatches.size(); ++i) {
     if (const auto difference = first_difference(structure, TreeSpec(microbatches[i]), "output"))
-      throw ValueError(fmt::format("merge_microbatches: microbatch {} has another structure than the first: {}", i, *difference));
+      throw ValueError(fmt::format("merge_microbatches: microbatch {} differs in structure from the first: {}", i, *difference));
     leaves.push_back(flatten_tree(microbatches[i]).leaves);
   }
   std::vector<Tree> merged;
@@ -213,7 +214,7 @@ Tree merge_microbatches(const std::vector<Tree>& microbatches, const Tree& spec)
       for (std::size_t i = 1; i < leaves.size(); ++i)
         if (!same_value(first, leaves[i][leaf]))
           throw ValueError(describe(fmt::format("merge_microbatches: {} of microbatch {}", place.to_string(), i), leaves[i][leaf].to_string(),
-                                    fmt::format("{}, as in the first", first.to_string()), "only tensors that are split may differ; give chunk_dim(d) for them"));
+                                    fmt::format("{}, as in the first", first.to_string()), "only tensors that are split may differ; use chunk_dim(d) for them"));
       merged.push_back(first);
       return;
     }

@@ -4,11 +4,11 @@
 
 #include "penstock/fully_shard.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 namespace {
 
-// Those that lie in no other of the stage.
+// Returns the sharded modules that are not inside another sharded module of the stage.
 std::vector<ShardState*> outermost_states(const StageModule& module) {
   std::vector<ShardState*> found;
   for (const auto& outer : module.modules())
@@ -29,7 +29,7 @@ void ShardedModules::set_driven(bool driven) {
     root->set_is_last_backward(!driven);
     root->set_reshard_after_backward(!driven);
     root->set_requires_gradient_sync(!driven);
-    for (ParameterGroup* group : root->all_groups()) group->set_held(driven);
+    for (ShardGroup* group : root->all_groups()) group->set_held(driven);
   }
 }
 
@@ -37,7 +37,7 @@ void ShardedModules::begin_step() { set_driven(true); }
 
 void ShardedModules::unshard() {
   for (ShardState* root : roots_)
-    for (ParameterGroup* group : root->all_groups()) {
+    for (ShardGroup* group : root->all_groups()) {
       group->context();  // ranks agree on the parameters before the first gather
       group->unshard();
     }
@@ -45,7 +45,7 @@ void ShardedModules::unshard() {
 
 void ShardedModules::reshard() {
   for (ShardState* root : roots_)
-    for (ParameterGroup* group : root->all_groups()) group->reshard();
+    for (ShardGroup* group : root->all_groups()) group->reshard();
 }
 
 void ShardedModules::reduce() {
@@ -64,7 +64,7 @@ void ShardedModules::end_step() {
 ShardedTrial::ShardedTrial(const StageModule& module, bool fake) {
   try {
     for (ShardState* root : outermost_states(module))
-      for (ParameterGroup* group : root->all_groups()) {
+      for (ShardGroup* group : root->all_groups()) {
         group->begin_trial(fake);
         groups_.push_back(group);
       }
@@ -81,4 +81,4 @@ void ShardedTrial::end() {
   groups_.clear();
 }
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

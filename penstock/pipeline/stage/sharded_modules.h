@@ -1,8 +1,9 @@
-// The sharded modules (shard/fully_shard.h) of one stage, driven by the schedule: gathered where it has UNSHARD, freed where it has
-// RESHARD, gradients reduced once where it has REDUCE_GRAD.
+// The sharded modules (shard/fully_shard.h) of one stage, driven by the schedule: parameters are gathered at
+// UNSHARD, freed at RESHARD, and gradients are reduced once, at REDUCE_GRAD.
 //
-// In a step every microbatch's backward leaves whole gradients on this rank, added up; no backward frees or reduces. What is gathered
-// stays so until the schedule says otherwise, or the step ends. A stage without sharded modules costs nothing here.
+// During a step, the backward of each microbatch accumulates unsharded gradients on this rank; no backward
+// frees or reduces. Gathered parameters stay gathered until a RESHARD or the end of the step. A stage without
+// sharded modules has no overhead.
 // [collective over the ranks that share the parameters]: all of them run the same schedule.
 #pragma once
 
@@ -11,7 +12,7 @@
 #include "penstock/stage_module.h"
 #include "penstock/shard/state/shard_state.h"
 
-namespace penstock::pipeline {
+namespace penstock {
 
 class ShardedModules {
  public:
@@ -22,9 +23,10 @@ class ShardedModules {
   void begin_step();
   void unshard();
   void reshard();
-  // grad() of every parameter is then the sum over microbatches, averaged over data-parallel ranks, in its shard.
+  // Afterwards grad() of each parameter is the sum over microbatches, averaged over data-parallel ranks, in
+  // its shard.
   void reduce();
-  // Frees what is still gathered and lets modules act by themselves again.
+  // Frees what is still gathered and lets modules act on their own again.
   void end_step();
 
  private:
@@ -33,8 +35,9 @@ class ShardedModules {
   std::vector<ShardState*> roots_;
 };
 
-// While it lives, the parameters of the stage's sharded modules are those of a trial run: of the gathered shape, fake or zeros. Nothing is
-// communicated, so replicas may try their stages at different steps. Scopes end in reverse order.
+// During its lifetime, replaces the parameters of the stage's sharded modules by those of a trial run: of the
+// gathered shape, fake or zeros. It does not communicate, so replicas may try their stages at different
+// steps. Scopes end in reverse order.
 class ShardedTrial {
  public:
   ShardedTrial(const StageModule& module, bool fake);
@@ -44,7 +47,7 @@ class ShardedTrial {
 
  private:
   void end();
-  std::vector<ParameterGroup*> groups_;
+  std::vector<ShardGroup*> groups_;
 };
 
-}  // namespace penstock::pipeline
+}  // namespace penstock

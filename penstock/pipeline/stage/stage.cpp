@@ -4,21 +4,13 @@
 #include <fmt/format.h>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/pipeline/contract/record_checks.h"
+#include "penstock/pipeline/stage/stage_state.h"
 
 namespace penstock {
-
-struct StageState {
-  StageModule module;
-  int index;
-  int count;
-  at::Device device;
-  StageOptions options;
-  StageMeta examples;
-  MeshCache meshes;
-};
 
 namespace {
 
@@ -26,11 +18,11 @@ void harvest(MeshCache& meshes, const std::optional<std::vector<at::Tensor>>& te
   if (tensors) meshes.harvest(*tensors);
 }
 
-void check_examples(StageId stage, const StageMeta& meta) {
+void check_examples(int stage, const StageMeta& meta) {
   const auto check = [&](StageSide side, const std::optional<TensorMetas>& tensors, const std::optional<OptionalTensorMetas>& gradients) {
     if (gradients && !tensors)
-      throw ValueError(describe(fmt::format("examples of stage {}", stage.value()), side == StageSide::Input ? "input_grads alone" : "output_grads alone",
-                                "gradients together with their tensors", side == StageSide::Input ? "give input_args too" : "give output_args too"));
+      throw ValueError(describe(fmt::format("examples of stage {}", stage), side == StageSide::Input ? "only input_grads" : "only output_grads",
+                                "gradients together with their tensors", side == StageSide::Input ? "pass input_args too" : "pass output_args too"));
     if (tensors && gradients) check_gradient_contract(stage, side, *tensors, *gradients);
   };
   check(StageSide::Input, meta.inputs, meta.input_grads);
@@ -50,7 +42,7 @@ PipelineStage::PipelineStage(StageModule module, int index, int count, at::Devic
   meta.outputs = metas_of(given.output_args);
   meta.input_grads = optional_metas_of(given.input_grads);
   meta.output_grads = optional_metas_of(given.output_grads);
-  check_examples(StageId{index}, meta);
+  check_examples(index, meta);
   for (const auto* tensors : {&given.input_args, &given.output_args, &given.input_grads, &given.output_grads}) harvest(state_->meshes, *tensors);
   state_->meshes.harvest(state_->module.parameters());
 }
@@ -60,17 +52,17 @@ int PipelineStage::count() const { return state_->count; }
 at::Device PipelineStage::device() const { return state_->device; }
 const StageModule& PipelineStage::module() const { return state_->module; }
 const StageOptions& PipelineStage::options() const { return state_->options; }
-const StageMeta& PipelineStage::example_meta() const { return state_->examples; }
-MeshCache& PipelineStage::meshes() const { return state_->meshes; }
 
-bool PipelineStage::needs_trial(bool has_backward) const {
-  const StageMeta& meta = state_->examples;
+StageState& state_of(const PipelineStage& stage) { return *stage.state_; }
+
+bool needs_trial(const PipelineStage& stage, bool has_backward) {
+  const StageMeta& meta = state_of(stage).examples;
   if (!meta.complete_for_forward()) return true;
   if (!meta.has_distributed() || !has_backward) return false;
   return !meta.input_grads || !meta.output_grads;
 }
 
-bool PipelineStage::validates() const { return options().validate.value_or(debug_level() == DebugLevel::Detail); }
+bool validates(const PipelineStage& stage) { return stage.options().validate.value_or(debug_level() == DebugLevel::Detail); }
 
 std::string to_text(const PipelineStage& stage) {
   return fmt::format("stage {} of {}", stage.index(), stage.count());
@@ -78,8 +70,8 @@ std::string to_text(const PipelineStage& stage) {
 
 std::vector<at::Tensor> stage_outputs(const Tree& result, int stage) {
   const auto refuse = [&](const std::string& what) {
-    throw PipeliningMetadataError(describe(fmt::format("output of stage {}", stage), what, "a tensor, or a tuple or list of tensors, for it is sent to the next stage",
-                                           "return tensors only, and give other values as keyword arguments on the rank that needs them"));
+    throw PipeliningMetadataError(describe(fmt::format("output of stage {}", stage), what, "a tensor, or a tuple or list of tensors, because it is sent to the next stage",
+                                           "return only tensors, and pass other values as keyword arguments on the rank that needs them"));
   };
   std::vector<at::Tensor> tensors;
   const auto add = [&](const Tree& entry, const std::string& place) {
@@ -106,7 +98,7 @@ at::Tensor tensor_from_local(const PipelineStage& stage, const at::Tensor& local
   options.shape = record->global_shape();
   options.stride = record->global_stride();
   options.check = false;
-  return from_local(local, stage.meshes().get(record->mesh_key(), stage.options().find_mesh), record->placements(), options);
+  return from_local(local, state_of(stage).meshes.get(record->mesh_key(), stage.options().find_mesh), record->placements(), options);
 }
 
 }  // namespace penstock

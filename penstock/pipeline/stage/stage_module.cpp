@@ -5,6 +5,7 @@
 
 #include <unordered_set>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {
@@ -13,19 +14,19 @@ namespace detail {
 
 void refuse_argument_count(std::size_t given, std::size_t taken) {
   throw ValueError(describe("arguments of a stage's forward", fmt::format("{}", given), fmt::format("at most {}", taken),
-                            "let the module take as many tensors as the stage before gives, and other values by keyword"));
+                            "make the module take as many tensors as the previous stage returns, and other values by keyword"));
 }
 
 void refuse_kwargs(const Tree& kwargs) {
-  throw ValueError(describe("keyword arguments of a stage", fmt::format("'{}'", fmt::join(kwargs.keys(), "', '")), "none, for its forward takes none",
-                            "give forward a last parameter `const penstock::Tree& kwargs`"));
+  throw ValueError(describe("keyword arguments of a stage", fmt::format("'{}'", fmt::join(kwargs.keys(), "', '")), "none, because its forward takes none",
+                            "add to forward a last parameter `const penstock::Tree& kwargs`"));
 }
 
 }  // namespace detail
 
 namespace {
 
-// What a block hands to the next one.
+// What one block passes to the next.
 Tree as_arguments(const Tree& result) {
   if (result.kind() == Tree::Kind::Tuple) return result;
   if (result.kind() == Tree::Kind::List) return Tree::tuple(result.entries());
@@ -45,7 +46,7 @@ std::vector<at::Tensor> each_once(const StageModule::Modules& modules, Tensors t
 }  // namespace
 
 StageModule StageModule::chain(std::vector<StageModule> blocks) {
-  if (blocks.empty()) throw ValueError(describe("a chain of blocks", "no blocks", "at least one", "give the stage its blocks"));
+  if (blocks.empty()) throw ValueError(describe("a chain of blocks", "no blocks", "at least one", "pass the blocks of the stage"));
   Modules modules;
   bool takes_kwargs = false;
   for (const StageModule& block : blocks) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::plan {
@@ -40,7 +41,7 @@ double CostModel::time_of(schedule::Slot slot) const {
   double sum = 0;
   double longest = 0;
   for (const schedule::Action& action : slot) {
-    const double time = time_of(action.kind(), action.stage().value());
+    const double time = time_of(action.kind(), action.stage());
     sum += time;
     longest = std::max(longest, time);
   }
@@ -76,7 +77,7 @@ void CostModel::check(int stage_count) const {
                                          bytes.between_input_and_weight.value_or(0)});
     if (least < 0) {
       throw ValueError(describe(fmt::format("cost model: memory of stage {}", stage),
-                                fmt::format("{} bytes", least), "no negative number"));
+                                fmt::format("{} bytes", least), "at least 0 bytes"));
     }
   }
   check_time("latency", 0, latency);
@@ -84,7 +85,7 @@ void CostModel::check(int stage_count) const {
     throw ValueError(describe("cost model: bandwidth", fmt::format("{}", bandwidth),
                               "a positive number of bytes per unit of time"));
   }
-  // A finite size over a tiny bandwidth may be endless all the same.
+  // A finite size over a tiny bandwidth may overflow to infinity.
   for (std::size_t stage = 0; stage < stages.size(); ++stage) check_time("transfer time", stage, stages[stage].output_bytes / bandwidth);
   if (!(overlap_saving >= 0 && overlap_saving <= 1)) {
     throw ValueError(
@@ -94,11 +95,12 @@ void CostModel::check(int stage_count) const {
 
 void CostModel::check(const schedule::StageMap& map, int microbatches) const {
   check(map.stages());
-  std::vector<double> most(static_cast<std::size_t>(map.ranks()), 0.0);  // a bound is enough; doubles do not overflow here
+  // An upper bound is enough; doubles do not overflow here.
+  std::vector<double> most(static_cast<std::size_t>(map.ranks()), 0.0);
   for (int stage = 0; stage < map.stages(); ++stage) {
     const StageMemory& bytes = memory_of(stage);
     const auto kept = static_cast<double>(std::max(bytes.activation, bytes.between_input_and_weight.value_or(0)));
-    double& rank = most[static_cast<std::size_t>(map.rank_of(StageId{stage}))];
+    double& rank = most[static_cast<std::size_t>(map.rank_of(stage))];
     rank += static_cast<double>(bytes.parameters) + static_cast<double>(bytes.unsharded) + static_cast<double>(bytes.gradients) + kept * microbatches;
     if (rank >= 0x1p62)
       throw ValueError(describe(fmt::format("cost model: memory of a rank with {} microbatches", microbatches),

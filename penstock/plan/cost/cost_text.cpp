@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
@@ -60,7 +61,8 @@ void apply(std::string_view what, std::string_view text, const std::vector<Entry
   }
 }
 
-// Spreads one value or one per stage over the entries, which grow from the single common one where needed.
+// Assigns one value, or one per stage, to the entries. A single common entry is expanded to one per stage if
+// needed.
 template <class Item, class Value, class Assign>
 void spread(std::string_view what, std::vector<Item>& items, const std::vector<Value>& values,
             Assign assign) {
@@ -68,7 +70,7 @@ void spread(std::string_view what, std::vector<Item>& items, const std::vector<V
   if (values.size() > 1 && items.size() != values.size()) {
     throw ConfigError(
         describe(what, count_of(values.size(), "value"),
-                 fmt::format("1 or {}, as another entry gives that many stages", items.size())));
+                 fmt::format("1 or {}, since another entry has that many stages", items.size())));
   }
   for (std::size_t i = 0; i < items.size(); ++i) assign(items[i], values[values.size() == 1 ? 0 : i]);
 }

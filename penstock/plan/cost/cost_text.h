@@ -1,8 +1,8 @@
 // Costs and limits as short text, for commands and configuration: "F=1,I=1,W=1,send=0.1".
 //
-// Entries are separated by commas, each `name=value`; names in any case. Where a value is given per stage,
-// the numbers of the stages are separated by colons: "F=1:1:2:1". A single number holds for all stages. Bytes
-// take the suffixes K, M, G and T (powers of 1024).
+// Entries have the form `name=value` and are separated by commas; names in any case. Values per stage are
+// separated by colons: "F=1:1:2:1". A single number applies to all stages. Bytes accept the suffixes K, M, G
+// and T (powers of 1024).
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 
 namespace penstock::plan {
 
-// Sets what the text names, leaves the rest as it is. Throws ConfigError that names the entry, and the
-// nearest name for an unknown one.
+// Sets the entries in the text and leaves the rest unchanged. Throws ConfigError that names the entry, with
+// the nearest known name for an unknown one.
 //   F, I, W, B        time of an action; B only where it differs from I + W            per stage
 //   send              time of a transfer, whatever its size
 //   bytes, bandwidth  size of a transfer (per stage) and bytes per unit of time, on top of `send`

@@ -1,7 +1,7 @@
-// What one rank holds while it executes its row: activations in flight and bytes, now and at most.
+// Tracks what one rank holds while it executes its row: activations in flight and bytes, current and peak.
 //
-// Work is entered in the order of the row, `begin` and `end` of every action. Used by the simulator and by
-// `auto`, so that both mean the same by a limit.
+// Call `begin` and `end` for every action, in row order. The simulator and `auto` both use it, so that a
+// limit means the same to both.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace penstock::plan {
 
 class MemoryLedger {
  public:
-  // `stages`: those of the rank.
+  // `stages`: the stages of the rank.
   MemoryLedger(const CostModel& model, const std::vector<int>& stages) : model_(&model) {
     for (const int stage : stages) bytes_ += model.memory_of(stage).parameters;
     has_gradients_.assign(stages.empty() ? 0 : static_cast<std::size_t>(stages.back()) + 1, false);
@@ -22,7 +22,7 @@ class MemoryLedger {
   }
 
   void begin(const schedule::Action& action) {
-    const int stage = action.stage().value();
+    const int stage = action.stage();
     const StageMemory& memory = model_->memory_of(stage);
     switch (action.kind()) {
       case schedule::ActionKind::Forward:
@@ -49,7 +49,7 @@ class MemoryLedger {
   }
 
   void end(const schedule::Action& action) {
-    const StageMemory& memory = model_->memory_of(action.stage().value());
+    const StageMemory& memory = model_->memory_of(action.stage());
     switch (action.kind()) {
       case schedule::ActionKind::Backward:
         --activations_;
@@ -70,7 +70,7 @@ class MemoryLedger {
     }
   }
 
-  // Microbatches of the rank's stages whose F has begun and whose B or W has not ended.
+  // Microbatches of the rank's stages whose F has started and whose B or W has not ended.
   int activations() const { return activations_; }
   std::int64_t bytes() const { return bytes_; }
   int peak_activations() const { return peak_activations_; }

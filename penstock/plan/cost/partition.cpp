@@ -11,6 +11,7 @@
 #include <numeric>
 #include <string>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::plan {
@@ -29,7 +30,7 @@ double cost_between(const std::vector<double>& sums, int begin, int end) {
   return sums[static_cast<std::size_t>(end)] - sums[static_cast<std::size_t>(begin)];
 }
 
-// Costs in units of their mean: equal ones become exactly 1, so that even splits tie exactly, whatever the unit was.
+// Costs divided by their mean: equal costs become exactly 1, so that even splits tie exactly in any unit.
 struct Scaled {
   std::vector<double> sums;  // of the first i layers
   double first = 0, last = 0;
@@ -40,7 +41,7 @@ Scaled scaled(const std::vector<double>& costs, const PartitionEnds& ends) {
   const double mean = total > 0 ? total / static_cast<double>(costs.size()) : 1;
   Scaled result{{0}, ends.first / mean, ends.last / mean};
   const bool equal = std::adjacent_find(costs.begin(), costs.end(), std::not_equal_to<>()) == costs.end();
-  // Layers that cost nothing at all are split by their number.
+  // If all layers cost nothing, they are split by count.
   for (const double cost : costs) result.sums.push_back(result.sums.back() + (equal ? 1.0 : cost / mean));
   return result;
 }
@@ -53,7 +54,8 @@ class Splits {
     for (int layer = 0; layer < layers; ++layer) most_of_one_ = std::max(most_of_one_, cost_between(costs_.sums, layer, layer + 1));
   }
 
-  // The least limit that leaves a split: by halving, down to neighbouring numbers, so it is exactly the cost of a stage.
+  // The smallest limit that allows a split: bisection down to adjacent doubles, so it is exactly the cost of
+  // a stage.
   double least_limit() {
     double low = 0, high = costs_.sums.back() + costs_.first + costs_.last;
     while (true) {
@@ -66,9 +68,10 @@ class Splits {
   // The split with the least sum of squares.
   std::vector<LayerRange> most_even(double limit) {
     const bool possible = find_begins(limit);
-    PENSTOCK_INVARIANT(possible, "the limit leaves a split");
-    // Of the layers from each possible begin of a stage on; of the stage, and of the one behind it.
-    std::vector<double> value, behind;
+    PENSTOCK_INVARIANT(possible, "the limit allows a split");
+    // Least sums for the layers from each possible begin of a stage on: of this stage and of the one after
+    // it.
+    std::vector<double> value, after;
     std::vector<std::vector<int>> cut(static_cast<std::size_t>(stages_));
     for (int stage = stages_ - 1; stage >= 0; --stage) {
       const Begins& here = begins_[static_cast<std::size_t>(stage)];
@@ -83,17 +86,17 @@ class Splits {
           continue;
         }
         const Begins& next = begins_[static_cast<std::size_t>(stage) + 1];
-        // The longest first: only what is better replaces it.
+        // Longest stage first: it is replaced only by a strictly better one.
         for (int end = std::min(next.high, farthest(stage, begin, limit)); end >= std::max(next.low, begin + shortest(stage)); --end) {
           const double mine = cost(stage, begin, end);
-          const double whole = mine * mine + behind[static_cast<std::size_t>(end - next.low)];
+          const double whole = mine * mine + after[static_cast<std::size_t>(end - next.low)];
           if (whole < value[place]) {
             value[place] = whole;
             ends[place] = end;
           }
         }
       }
-      behind.swap(value);
+      after.swap(value);
     }
     std::vector<LayerRange> parts;
     int begin = 0;
@@ -106,7 +109,7 @@ class Splits {
   }
 
  private:
-  // The layers that a stage can begin with: these and all between.
+  // The layers that a stage can begin with: an inclusive range.
   struct Begins {
     int low = 0, high = 0;
   };
@@ -115,7 +118,7 @@ class Splits {
   double cost(int stage, int begin, int end) const {
     return cost_between(costs_.sums, begin, end) + ((stage == 0 ? costs_.first : 0) + (stage == stages_ - 1 ? costs_.last : 0));
   }
-  // The greatest end within the limit; before `begin` where there is none. Costs rise with the end.
+  // The largest end within the limit; below `begin` if there is none. Costs increase with the end.
   int farthest(int stage, int begin, double limit) const {
     int low = begin - 1, high = layers_;
     while (low < high) {
@@ -128,7 +131,7 @@ class Splits {
     }
     return low;
   }
-  // The least begin within the limit; after `end` where there is none.
+  // The smallest begin within the limit; above `end` if there is none.
   int nearest(int stage, int end, double limit) const {
     int low = 0, high = end + 1;
     while (low < high) {
@@ -142,8 +145,9 @@ class Splits {
     return low;
   }
 
-  // Begins of each stage that the stages before it can reach and from which those behind it reach the end. They have no gaps: a limit that
-  // each layer alone is within lets every stage end one layer earlier or later. False: the limit leaves no split.
+  // Computes the begins of each stage that the stages before it can reach and from which the stages after it
+  // can reach the end. They are contiguous: if every single layer is within the limit, every stage can end
+  // one layer earlier or later. Returns false if the limit allows no split.
   bool find_begins(double limit) {
     begins_.assign(static_cast<std::size_t>(stages_), {});
     if (limit < most_of_one_) return false;
@@ -175,7 +179,8 @@ class Splits {
 };
 
 void check_cost(double cost, const std::string& what) {
-  if (!(cost >= 0) || std::isinf(cost)) throw ValueError(describe("partition: cost of " + what, fmt::format("{}", cost), "a number from 0 on"));
+  if (!(cost >= 0) || std::isinf(cost))
+    throw ValueError(describe("partition: cost of " + what, fmt::format("{}", cost), "a finite number of at least 0"));
 }
 
 }  // namespace
@@ -199,7 +204,7 @@ std::vector<LayerRange> partition_at(int layers, const std::vector<int>& boundar
   for (const int boundary : boundaries) {
     if (boundary <= begin || boundary >= layers)
       throw ValueError(describe("partition: boundaries", fmt::format("{}", fmt::join(boundaries, " ")),
-                                fmt::format("rising numbers from 1 to {}, where stages 1, 2, ... begin", layers - 1)));
+                                fmt::format("increasing numbers from 1 to {}, where stages 1, 2, ... begin", layers - 1)));
     parts.push_back({begin, boundary});
     begin = boundary;
   }
@@ -216,7 +221,7 @@ std::vector<LayerRange> partition_by_cost(const std::vector<double>& costs, int 
   check_counts(layers, stages, layers + (empty_first ? 1 : 0) + (empty_last ? 1 : 0));
   const Scaled own = scaled(costs, ends);
   Splits splits(own, layers, stages, empty_first, empty_last);
-  // Sums of the same layers from different ends round differently.
+  // Summing the same layers in different orders rounds differently.
   return splits.most_even(splits.least_limit() * (1 + 1e-12));
 }
 

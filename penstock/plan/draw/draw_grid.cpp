@@ -1,4 +1,3 @@
-#include "penstock/plan/draw/draw_grid.h"
 
 #include <fmt/format.h>
 
@@ -6,6 +5,7 @@
 #include <iterator>
 
 #include "penstock/draw.h"
+#include "penstock/plan/draw/drawing.h"
 #include "penstock/simulator.h"
 #include "penstock/schedule/check/dry_run.h"
 
@@ -16,8 +16,8 @@ namespace {
 using schedule::ActionKind;
 using schedule::Slot;
 
-// Of the 256 colours that terminals know: background, and a foreground that reads on it. Later stages of a
-// rank are lighter.
+// From the 256-colour palette of terminals: a background and a readable foreground. Later stages of a rank
+// are lighter.
 std::pair<int, int> terminal_colours(ActionKind kind, bool later) {
   switch (kind) {
     case ActionKind::Forward:
@@ -42,10 +42,10 @@ std::pair<int, int> terminal_colours(ActionKind kind, bool later) {
   return {0, 0};
 }
 
-// Idle slots for the steps in which a rank cannot act.
+// Inserts idle slots for the steps in which a rank cannot act.
 schedule::Schedule in_steps(const schedule::Schedule& schedule) {
   if (schedule.has_transfers()) return schedule::dry_run(schedule);
-  // Every slot takes one step and its result is there in the next one.
+  // Every slot takes one step and its result is available in the next one.
   CostModel model;
   model.stages = {{.backward = 1}};
   model.overlap_saving = 1;
@@ -71,7 +71,7 @@ std::string draw_grid(const schedule::Schedule& schedule, const GridOptions& opt
   const std::vector<int> chunk = chunk_of_stages(schedule.stages());
   std::size_t columns = 0;
   for (const schedule::Row& row : steps.rows()) columns = std::max(columns, row.size());
-  // Each column as wide as its widest cell: an overlap or an UNSHARD must not stretch all others.
+  // Each column is as wide as its widest cell: an overlap or an UNSHARD must not widen all columns.
   std::vector<std::size_t> widths(columns, 1);
   for (const schedule::Row& row : steps.rows()) {
     for (std::size_t slot = 0; slot < row.size(); ++slot)
@@ -88,11 +88,11 @@ std::string draw_grid(const schedule::Schedule& schedule, const GridOptions& opt
       const std::string cell = members.empty() ? "." : to_text(members);
       if (options.colour && !members.empty()) {
         const auto [background, foreground] = terminal_colours(
-            members[0].kind(), chunk[static_cast<std::size_t>(members[0].stage().value())] > 0);
+            members[0].kind(), chunk[static_cast<std::size_t>(members[0].stage())] > 0);
         fmt::format_to(out, " \x1b[48;5;{}m\x1b[38;5;{}m{:<{}}\x1b[0m", background, foreground, cell,
                        widths[slot]);
       } else if (slot + 1 == row.size()) {
-        fmt::format_to(out, " {}", cell);  // no blanks at the end of a line
+        fmt::format_to(out, " {}", cell);  // no trailing blanks
       } else {
         fmt::format_to(out, " {:<{}}", cell, widths[slot]);
       }

@@ -1,4 +1,5 @@
-#include "penstock/plan/draw/draw_html.h"
+#include "penstock/draw.h"
+#include "penstock/plan/draw/drawing.h"
 
 #include <fmt/format.h>
 
@@ -7,7 +8,6 @@
 
 #include "penstock/base/markup.h"
 #include "penstock/base/text.h"
-#include "penstock/plan/draw/draw_svg.h"
 
 namespace penstock::plan {
 
@@ -31,7 +31,7 @@ table{border-collapse:collapse}td,th{padding:3px 16px 3px 0;text-align:right;fon
 </style>
 )";
 
-// Shows data-tip beside the pointer and dims what belongs to other microbatches.
+// Shows data-tip beside the pointer and dims the cells of other microbatches.
 constexpr std::string_view kScript = R"(<script>
 const tip=document.getElementById('tip'),view=document.getElementById('view'),picture=view.querySelector('svg'),natural=picture.viewBox.baseVal.width;
 const zoom=document.getElementById('zoom'),follow=document.getElementById('follow');
@@ -51,7 +51,7 @@ view.addEventListener('mouseleave',()=>{tip.style.display='none';picture.classLi
 </script>
 )";
 
-// One rank's curve as steps; bytes where there are any, else activations in flight.
+// One rank's curve as steps: bytes if there are any, otherwise activations in flight.
 std::string memory_curve(const Drawing& drawing, std::size_t rank, bool bytes) {
   constexpr double kWidth = 600;
   constexpr double kHeight = 96;

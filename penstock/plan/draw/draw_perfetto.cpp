@@ -1,4 +1,5 @@
-#include "penstock/plan/draw/draw_perfetto.h"
+#include "penstock/draw.h"
+#include "penstock/plan/draw/drawing.h"
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
@@ -46,8 +47,8 @@ std::string draw_perfetto(const Drawing& drawing) {
       const schedule::Action& action = row[slot][0];
       const TimedSlot& timed = drawing.simulation.slots[static_cast<std::size_t>(rank)][slot];
       const double start = timed.start * kMicrosecondsPerUnit;
-      Json args = {{"stage", action.stage().value()}};
-      if (action.has_microbatch()) args["microbatch"] = action.microbatch()->value();
+      Json args = {{"stage", action.stage()}};
+      if (action.has_microbatch()) args["microbatch"] = *action.microbatch();
       args["waited_for"] = waited_for(drawing.schedule, drawing.simulation, timed.cause, timed.start);
       const int thread = thread_of(action.kind());
       events.push_back({{"name", to_text(row[slot])},
@@ -61,7 +62,7 @@ std::string draw_perfetto(const Drawing& drawing) {
       if (timed.cause.kind != Cause::Kind::Data || timed.cause.rank == rank) continue;
       const TimedSlot& maker =
           drawing.simulation.slots[static_cast<std::size_t>(timed.cause.rank)][timed.cause.slot];
-      // A flow event belongs to the slice that encloses it, so the arrow leaves inside its maker.
+      // A flow event is attached to the slice that encloses it, so the arrow starts inside its source.
       const double leaves = (maker.start + (maker.end - maker.start) * 0.99) * kMicrosecondsPerUnit;
       events.push_back({{"name", "data"},
                         {"cat", "data"},

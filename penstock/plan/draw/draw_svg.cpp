@@ -1,4 +1,5 @@
-#include "penstock/plan/draw/draw_svg.h"
+#include "penstock/draw.h"
+#include "penstock/plan/draw/drawing.h"
 
 #include <fmt/format.h>
 
@@ -24,7 +25,7 @@ constexpr double kLeft = 74;
 constexpr double kRight = 132;
 constexpr double kTop = 64;
 constexpr double kCell = 30;
-constexpr double kStrip = 7;  // transfers and collectives, which run beside the computation
+constexpr double kStrip = 7;  // transfers and collectives, which run parallel to the computation
 constexpr double kGap = 8;
 constexpr double kNarrowest = 1000;  // of the time axis
 constexpr double kWidest = 12000;
@@ -41,13 +42,13 @@ const char* words_of(ActionKind kind) {
     case ActionKind::BackwardWeight:
       return "W weight gradient";
     case ActionKind::SendForward:
-      return "activation on its way";
+      return "activation in transit";
     case ActionKind::RecvForward:
-      return "activation on its way";
+      return "activation in transit";
     case ActionKind::SendBackward:
-      return "gradient on its way";
+      return "gradient in transit";
     case ActionKind::RecvBackward:
-      return "gradient on its way";
+      return "gradient in transit";
     case ActionKind::Unshard:
       return "unshard";
     case ActionKind::Reshard:
@@ -189,11 +190,11 @@ class SvgWriter {
     const bool compute = is_compute(members[0].kind());
     if (!(width > 0)) return;
     const double x = kLeft + timed.start * scale_;
-    // A hair of the lane shows between neighbours, so that equal colours stay apart.
+    // A thin gap between adjacent cells separates equal colours.
     const double drawn = std::max(width - (width > 4 ? 1 : 0.3), 0.3);
     const double top = compute ? y : y + kCell + 2;
     const double height = (compute ? kCell : kStrip) / static_cast<double>(members.size());
-    const int microbatch = members[0].has_microbatch() ? members[0].microbatch()->value() : -1;
+    const int microbatch = members[0].has_microbatch() ? *members[0].microbatch() : -1;
     const std::string hover = escape_xml(hover_words(drawing_, rank, slot));
     if (options_.titles) {
       print("<g class=\"cell\"><title>{}</title>", hover);
@@ -203,12 +204,12 @@ class SvgWriter {
     for (std::size_t i = 0; i < members.size(); ++i) {
       const Action& action = members[i];
       const std::string name =
-          class_of(action.kind(), chunk_[static_cast<std::size_t>(action.stage().value())]);
+          class_of(action.kind(), chunk_[static_cast<std::size_t>(action.stage())]);
       const double member_top = top + static_cast<double>(i) * height;
       print("<rect class=\"{}\" x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{:.1f}\" rx=\"{}\"/>",
             name, x, member_top, drawn, height - (i + 1 < members.size() ? 0.6 : 0), width > 8 ? 2 : 0);
       const std::string number =
-          action.has_microbatch() ? fmt::format("{}", action.microbatch()->value()) : "";
+          action.has_microbatch() ? fmt::format("{}", *action.microbatch()) : "";
       if (compute && drawn >= 7.2 * static_cast<double>(number.size()) + 2) {
         print("<text class=\"number{} t{}\" x=\"{:.2f}\" y=\"{:.1f}\">{}</text>",
               members.size() > 1 ? " small" : "", name, x + drawn / 2,
@@ -232,7 +233,7 @@ class SvgWriter {
     int row = 0;
   };
 
-  // Entries from left to right, on as many rows as the width asks for.
+  // Entries from left to right, on as many rows as the width requires.
   void legend_columns() {
     for (const ActionKind kind : kinds_) {
       std::string swatches;
@@ -240,7 +241,7 @@ class SvgWriter {
         swatches += fmt::format("<rect class=\"{}\" x=\"{}\" width=\"14\" height=\"14\" rx=\"2\"/>",
                                 class_of(kind, chunk), 15 * chunk);
       }
-      // Both sides of a transfer look the same and have the same name.
+      // Both sides of a transfer have the same colour and name.
       const bool named = kind == ActionKind::RecvForward || kind == ActionKind::RecvBackward;
       if (!named) legend_.push_back({swatches, 15.0 * chunks_ - 1, words_of(kind)});
     }

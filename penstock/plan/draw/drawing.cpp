@@ -1,4 +1,5 @@
 #include "penstock/draw.h"
+#include "penstock/plan/draw/drawing.h"
 
 #include <fmt/format.h>
 
@@ -48,7 +49,7 @@ Rgb base_colour(ActionKind kind) {
 
 std::string fill_colour(ActionKind kind, int chunk, int chunks) {
   Rgb colour = base_colour(kind);
-  // The last stage keeps enough of the colour to be told from the background.
+  // The last stage keeps enough colour to differ from the background.
   const double white = chunks <= 1 ? 0 : 0.55 * chunk / std::max(1, chunks - 1);
   for (int& part : colour) part = static_cast<int>(std::lround(part + (255 - part) * white));
   return fmt::format("#{:02x}{:02x}{:02x}", colour[0], colour[1], colour[2]);

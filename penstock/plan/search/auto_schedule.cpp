@@ -1,10 +1,12 @@
 #include "penstock/auto_schedule.h"
+#include "penstock/plan/search/list_scheduler.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <random>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/plan/search/critical_swaps.h"
@@ -16,14 +18,15 @@ namespace penstock::plan {
 
 namespace {
 
-using schedule::Placement;
+using schedule::StagePlacement;
 using schedule::Schedule;
 using schedule::ScheduleKind;
 using schedule::StageMap;
 
-// An order counts as faster only when it is so by more than rounding.
+// An order counts as faster only if the difference exceeds rounding errors.
 constexpr double kGain = 1e-9;
-// Large pipelines get fewer trials, so that a search takes seconds: orders tried times actions in each.
+// Bounds orders tried times actions per order: large pipelines get fewer trials, so that a search takes
+// seconds.
 constexpr std::int64_t kActionsTried = 10'000'000;
 constexpr int kLeastTrials = 12;  // the starting rules
 
@@ -39,7 +42,7 @@ struct Best {
   bool improves(double other) const { return !schedule || other < time * (1 - kGain); }
 };
 
-// Climbs from several starting rules to better ones for one placement.
+// Hill climbing from several starting rules for one placement.
 class RuleSearch {
  public:
   RuleSearch(const AutoRequest& request, StageMap map)
@@ -69,7 +72,7 @@ class RuleSearch {
   int pick(int count) { return static_cast<int>(random_() % static_cast<std::uint32_t>(count)); }
 
   // `eager`: forwards first until the limit is reached. `tapered`: one microbatch less in flight on each
-  // further rank, as in 1F1B.
+  // successive rank, as in 1F1B.
   std::vector<RankRule> uniform_rules(double patience, bool eager, bool tapered) const {
     std::vector<RankRule> rules(ranks_);
     for (std::size_t rank = 0; rank < ranks_; ++rank) {
@@ -81,7 +84,7 @@ class RuleSearch {
     return rules;
   }
 
-  // One number of one rank, now and then of all ranks.
+  // Changes one number of one rank, occasionally of all ranks.
   void mutate(std::vector<RankRule>& rules) {
     constexpr double kPatience[] = {0, 0.1, 0.25, 0.5, 0.75, 1, 1.5};
     const bool everywhere = pick(8) == 0;
@@ -110,8 +113,7 @@ class RuleSearch {
     }
   }
 
-  // The rules to climb from follow the list scheduler's own clock; what counts for the result is the
-  // simulator's.
+  // Candidate rules are ranked by the list scheduler's own clock; the result is judged by the simulator's.
   void try_rules(const std::vector<RankRule>& rules, Best& best) {
     ++trials_;
     auto candidate = list_schedule(map_, request_.model, limits_, rules);
@@ -130,7 +132,7 @@ class RuleSearch {
       best.time = split.time;
       best.schedule = schedule;
     }
-    // Where a full backward is cheaper than its halves, an I followed by its W is better left whole.
+    // If a full backward is cheaper than its halves, an I followed by its W is better merged.
     Schedule merged(schedule.stages());
     for (int rank = 0; rank < schedule.ranks(); ++rank)
       merged.row(rank) = schedule::merge_backward(schedule.row(rank));
@@ -156,7 +158,7 @@ void check_request(const AutoRequest& request) {
   const schedule::PipelineShape& shape = request.shape;
   schedule::check_shape(ScheduleKind::LoopedBFS,
                         {shape.ranks, shape.stages_per_rank, shape.microbatches, std::nullopt});
-  // Where stages belong is not decided yet: as if one rank had all of them.
+  // The placement is not decided yet, so check as if one rank had all stages.
   request.model.check(schedule::StageMap(1, std::vector<int>(static_cast<std::size_t>(shape.ranks * shape.stages_per_rank), 0), shape.microbatches), shape.microbatches);
   if (request.limits.size() > 1 && request.limits.size() != static_cast<std::size_t>(shape.ranks)) {
     throw ValueError(describe("auto: memory limits", fmt::format("{}", request.limits.size()),
@@ -165,13 +167,13 @@ void check_request(const AutoRequest& request) {
   if (request.trials < 1)
     throw ValueError(describe("auto: trials", fmt::format("{}", request.trials), "at least 1"));
   if (request.placements.empty())
-    throw ValueError("auto: no placement is given; expected at least one of loop and v");
+    throw ValueError("auto: no placement; expected at least one of loop and v");
 }
 
 [[noreturn]] void nothing_fits(const AutoRequest& request) {
-  // One microbatch after the other holds least.
+  // Running one microbatch after the other needs the least memory.
   CostModel model = request.model;
-  Schedule serial(StageMap::make(Placement::Loop, request.shape.ranks,
+  Schedule serial(StageMap::make(StagePlacement::Loop, request.shape.ranks,
                                  request.shape.ranks * request.shape.stages_per_rank,
                                  request.shape.microbatches));
   for (int rank = 0; rank < request.shape.ranks; ++rank) {
@@ -184,7 +186,7 @@ void check_request(const AutoRequest& request) {
   }
   const Simulation least = simulate(serial, model);
   throw ValueError(describe(
-      "auto: memory limit", "one that no schedule found meets",
+      "auto: memory limit", "a limit that no schedule found meets",
       fmt::format("at least {} activations and {} per rank, which one microbatch at a time needs",
                   least.peak_activations(), format_bytes(static_cast<std::uint64_t>(least.peak_bytes()))),
       "raise the limit or use more ranks"));
@@ -217,9 +219,10 @@ AutoResult auto_schedule(const AutoRequest& asked) {
       std::clamp<std::int64_t>(kActionsTried / actions, kLeastTrials, std::max(asked.trials, kLeastTrials)));
   request.trials = std::min(request.trials, asked.trials);
   const schedule::PipelineShape& shape = request.shape;
-  std::vector<Placement> placements;
-  for (const Placement placement : request.placements) {
-    if (placement == Placement::Bidirectional || (placement == Placement::V && shape.stages_per_rank != 2))
+  std::vector<StagePlacement> placements;
+  for (const StagePlacement placement : request.placements) {
+    if (placement == StagePlacement::Bidirectional ||
+        (placement == StagePlacement::V && shape.stages_per_rank != 2))
       continue;
     placements.push_back(placement);
   }
@@ -245,13 +248,14 @@ AutoResult auto_schedule(const AutoRequest& asked) {
     best_fixed = kind;
   }
   const double fixed_time = best.time;
-  for (const Placement placement : placements) {
+  for (const StagePlacement placement : placements) {
     RuleSearch(request, StageMap::make(placement, shape.ranks, shape.ranks * shape.stages_per_rank,
                                        shape.microbatches))
         .run(best);
   }
   if (!best.schedule) nothing_fits(request);
-  // From the best order of the rules and from the best fixed one, which may lie in different valleys.
+  // Start from the best order of the rules and from the best fixed one: they may lead to different local
+  // optima.
   std::vector<Schedule> starts = {*best.schedule};
   if (best_fixed && best.time < fixed_time) starts.push_back(generate(*best_fixed, shape));
   for (const Schedule& start : starts) {

@@ -15,15 +15,15 @@ using schedule::Action;
 using schedule::Schedule;
 using schedule::Slot;
 
-// Share of the time by which an order may be slower at the beginning of the search and still be accepted.
+// Relative slowdown that is still accepted at the beginning of the search.
 constexpr double kFirstTolerance = 0.004;
 
 bool may_change_places(Slot before, Slot after) {
   for (const Action& a : before) {
     for (const Action& b : after) {
-      // F, I and W of one microbatch on one stage need each other; neighbouring stages on one rank hand data
-      // on.
-      if (a.microbatch() == b.microbatch() && std::abs(a.stage().value() - b.stage().value()) <= 1)
+      // F, I and W of one microbatch on one stage depend on each other; adjacent stages on one rank exchange
+      // data.
+      if (a.microbatch() == b.microbatch() && std::abs(a.stage() - b.stage()) <= 1)
         return false;
     }
   }
@@ -68,7 +68,7 @@ Schedule improve_by_swaps(const Schedule& schedule, const CostModel& model,
       accepted = next.time <= now.time * (1 + tolerance) && fits(next, limits);
       if (accepted) now = std::move(next);
     } catch (const schedule::ScheduleError&) {
-      // Actions that take no time can end up in a circle: not an order.
+      // Actions that take no time can form a cycle, which is not a valid order.
     }
     if (!accepted) {
       current.row(swap.rank).swap_slots(swap.before, swap.after);

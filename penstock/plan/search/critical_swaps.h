@@ -1,9 +1,8 @@
-// Makes an order of actions faster by exchanging neighbours on its critical path.
+// Makes a schedule faster by swapping adjacent actions on its critical path (simulated annealing).
 //
-// Only an exchange of two actions that follow each other directly on one rank and on the critical path can
-// shorten the step, and such an exchange never makes ranks wait for each other as long as both take time. Now
-// and then a slightly slower order is accepted, ever less so, to leave dead ends. Deterministic for a given
-// seed.
+// Only a swap of two actions that directly follow each other on one rank and on the critical path can shorten
+// the step, and such a swap never causes a deadlock if both actions take time. To leave local optima,
+// slightly slower orders are accepted with decreasing tolerance. Deterministic for a given seed.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +12,8 @@
 
 namespace penstock::plan {
 
-// Returns the fastest order found that keeps the limits, the given one (without idle slots) if none is
-// faster. `limits`: one per rank, one for all, or none.
+// Returns the fastest order found within the limits, or the given one (without idle slots) if none is faster.
+// `limits`: one per rank, one for all, or none.
 schedule::Schedule improve_by_swaps(const schedule::Schedule& schedule, const CostModel& model,
                                     const std::vector<MemoryLimit>& limits, int trials, std::uint32_t seed);
 

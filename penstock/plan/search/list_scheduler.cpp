@@ -4,6 +4,7 @@
 #include <limits>
 #include <queue>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/plan/cost/memory_ledger.h"
 
@@ -17,35 +18,35 @@ using schedule::Chain;
 using schedule::StageMap;
 
 constexpr double kUnknown = std::numeric_limits<double>::infinity();
-// Sums of times that should be equal differ in the last digits; without this an arrival "now" would be
-// missed.
+// Tolerance for sums of times that should be equal but differ in the last digits; without it an arrival "now"
+// would be missed.
 constexpr double kInstant = 1e-9;
 
-struct StageState {
+struct StageProgress {
   int stage;
   int first_microbatch;
   int microbatches;
-  std::int64_t later_bytes = 0;  // activations of this rank's stages that come after this one
+  std::int64_t later_bytes = 0;  // activation bytes of this rank's stages after this one
   int later_stages = 0;
-  int forwards = 0;  // done so far; the next one has this number
+  int forwards = 0;  // done so far; also the number of the next one
   int inputs = 0;
   int weights = 0;
-  std::vector<double> activation;  // when the input of F, and of I, is there
+  std::vector<double> activation;  // when the input of F becomes available; `gradient`: that of I
   std::vector<double> gradient;
 };
 
-struct RankState {
-  std::vector<StageState> stages;
+struct RankProgress {
+  std::vector<StageProgress> stages;
   MemoryLedger ledger;
   double free = 0;
-  double wakes = kUnknown;  // the decision that is scheduled
+  double wakes = kUnknown;  // time of the scheduled decision
   int open_weights = 0;
-  std::int64_t gradients_to_come = 0;  // bytes of stages without a weight gradient so far
+  std::int64_t gradients_to_come = 0;  // gradient bytes of stages without a weight gradient so far
 };
 
-// What a rank could do next on one of its stages.
+// A possible next action of a rank on one of its stages.
 struct Option {
-  StageState* state = nullptr;
+  StageProgress* state = nullptr;
   double time = kUnknown;
 };
 
@@ -56,7 +57,7 @@ class ListScheduler {
       : map_(map), model_(model), limits_(limits), rules_(rules), result_(map) {
     std::vector<std::vector<int>> stages_of(static_cast<std::size_t>(map.ranks()));
     for (int stage = 0; stage < map.stages(); ++stage)
-      stages_of[at(map.rank_of(StageId{stage}))].push_back(stage);
+      stages_of[at(map.rank_of(stage))].push_back(stage);
     place_.resize(at(map.stages()));
     left_.assign(at(map.ranks()), 0);
     link_free_.assign(2 * at(map.stages()), 0);
@@ -73,7 +74,7 @@ class ListScheduler {
     while (!decisions_.empty()) {
       const auto [time, rank] = decisions_.top();
       decisions_.pop();
-      RankState& state = ranks_[at(rank)];
+      RankProgress& state = ranks_[at(rank)];
       if (time != state.wakes) continue;  // replaced by an earlier one
       state.wakes = kUnknown;
       decide(rank, state, time);
@@ -90,16 +91,16 @@ class ListScheduler {
   static std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
   void add_stage(int rank, int stage) {
-    RankState& state = ranks_[at(rank)];
-    const Chain& chain = map_.chain_of(StageId{stage});
-    for (StageState& before : state.stages) {
+    RankProgress& state = ranks_[at(rank)];
+    const Chain& chain = map_.chain_of(stage);
+    for (StageProgress& before : state.stages) {
       ++before.later_stages;
       before.later_bytes += model_.memory_of(stage).activation;
     }
     state.gradients_to_come += model_.memory_of(stage).gradients;
     place_[at(stage)] = {rank, state.stages.size()};
-    const bool first = map_.is_first(StageId{stage});
-    StageState fresh{stage, chain.first_microbatch, chain.microbatches};
+    const bool first = map_.is_first(stage);
+    StageProgress fresh{stage, chain.first_microbatch, chain.microbatches};
     fresh.activation.assign(at(chain.microbatches), first ? 0 : kUnknown);
     fresh.gradient.assign(at(chain.microbatches), kUnknown);
     state.stages.push_back(std::move(fresh));
@@ -107,17 +108,17 @@ class ListScheduler {
   }
 
   void schedule_decision(int rank, double time) {
-    RankState& state = ranks_[at(rank)];
+    RankProgress& state = ranks_[at(rank)];
     const double when = std::max(time, state.free);
     if (when >= state.wakes) return;
     state.wakes = when;
     decisions_.push({when, rank});
   }
 
-  // Whether memory and rule let another F of this stage start. A place is kept for each later stage of the
-  // rank: otherwise the forwards of its first stage could fill the memory that the last one needs to ever
-  // free any.
-  bool forward_allowed(int rank, const RankState& state, const StageState& stage) const {
+  // Returns whether memory and rule allow another F of this stage. Space is reserved for each later stage of
+  // the rank: otherwise the forwards of its first stage could fill the memory that the last one needs in
+  // order to free any.
+  bool forward_allowed(int rank, const RankProgress& state, const StageProgress& stage) const {
     const int in_flight = state.ledger.activations() + 1 + stage.later_stages;
     if (in_flight > std::max(rules_[at(rank)].in_flight, static_cast<int>(state.stages.size()))) return false;
     const MemoryLimit& limit = limits_[at(rank)];
@@ -128,10 +129,10 @@ class ListScheduler {
            *limit.bytes;
   }
 
-  void decide(int rank, RankState& state, double now) {
+  void decide(int rank, RankProgress& state, double now) {
     Option forward, input, weight;
-    for (StageState& stage : state.stages) {
-      // Later stages first at equal times: their microbatches are closest to giving memory back.
+    for (StageProgress& stage : state.stages) {
+      // Later stages first at equal times: their microbatches are closest to freeing memory.
       if (stage.forwards < stage.microbatches) {
         const double time = std::max(now, stage.activation[at(stage.forwards)]);
         if (time <= forward.time && time < kUnknown && forward_allowed(rank, state, stage))
@@ -159,14 +160,14 @@ class ListScheduler {
         return perform(rank, state, *weight.state, ActionKind::BackwardWeight, now);
     }
     if (arrival < kUnknown) schedule_decision(rank, arrival);
-    // Else the rank sleeps until a neighbour sends something.
+    // Otherwise the rank sleeps until another rank sends it something.
   }
 
-  void perform(int rank, RankState& state, StageState& stage, ActionKind kind, double now) {
+  void perform(int rank, RankProgress& state, StageProgress& stage, ActionKind kind, double now) {
     const int number = kind == ActionKind::Forward         ? stage.forwards
                        : kind == ActionKind::BackwardInput ? stage.inputs
                                                            : stage.weights;
-    const Action action(kind, StageId{stage.stage}, MicrobatchId{stage.first_microbatch + number});
+    const Action action(kind, stage.stage, stage.first_microbatch + number);
     result_.row(rank).push(action);
     state.ledger.begin(action);
     state.ledger.end(action);
@@ -176,17 +177,17 @@ class ListScheduler {
     switch (kind) {
       case ActionKind::Forward:
         ++stage.forwards;
-        if (map_.is_last(StageId{stage.stage})) {
+        if (map_.is_last(stage.stage)) {
           stage.gradient[at(number)] = end;
         } else {
-          hand_on(rank, state, stage.stage, stage.stage + 1, number, end);
+          deliver(rank, state, stage.stage, stage.stage + 1, number, end);
         }
         break;
       case ActionKind::BackwardInput:
         ++stage.inputs;
         ++state.open_weights;
-        if (!map_.is_first(StageId{stage.stage}))
-          hand_on(rank, state, stage.stage, stage.stage - 1, number, end);
+        if (!map_.is_first(stage.stage))
+          deliver(rank, state, stage.stage, stage.stage - 1, number, end);
         break;
       default:
         if (stage.weights == 0) state.gradients_to_come -= model_.memory_of(stage.stage).gradients;
@@ -197,7 +198,7 @@ class ListScheduler {
     if (left_[at(rank)] > 0) schedule_decision(rank, state.free);
   }
 
-  void hand_on(int rank, RankState& state, int from, int to, int number, double end) {
+  void deliver(int rank, RankProgress& state, int from, int to, int number, double end) {
     const auto [to_rank, index] = place_[at(to)];
     double arrival = end;
     if (to_rank != rank) {
@@ -208,9 +209,9 @@ class ListScheduler {
       arrival = start + model_.transfer_time(border);
       if (model_.communication == Communication::Blocking) state.free = arrival;
     }
-    StageState& target = ranks_[at(to_rank)].stages[index];
+    StageProgress& target = ranks_[at(to_rank)].stages[index];
     (to > from ? target.activation : target.gradient)[at(number)] = arrival;
-    // The neighbour decides anew when this arrives, unless it has something to do before.
+    // The receiving rank decides again when this arrives, unless it has something to do earlier.
     if (to_rank != rank && left_[at(to_rank)] > 0) schedule_decision(to_rank, std::max(arrival, end));
   }
 
@@ -227,9 +228,9 @@ class ListScheduler {
   const std::vector<MemoryLimit>& limits_;
   const std::vector<RankRule>& rules_;
   schedule::Schedule result_;
-  std::vector<RankState> ranks_;
+  std::vector<RankProgress> ranks_;
   std::vector<std::pair<int, std::size_t>> place_;  // [stage]: its rank and its index there
-  std::vector<int> left_;                           // [rank]: actions to do
+  std::vector<int> left_;                           // [rank]: remaining actions
   std::vector<double> link_free_;                   // [border, direction]
   std::priority_queue<Decision, std::vector<Decision>, std::greater<>> decisions_;
 };

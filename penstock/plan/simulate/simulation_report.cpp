@@ -37,7 +37,7 @@ std::string to_text(const schedule::Schedule& schedule, const Simulation& simula
                    format_bytes(static_cast<std::uint64_t>(summary.peak_bytes)));
   }
 
-  // Of the critical path only the places where data came from another rank are worth reading.
+  // Of the critical path, only show the places where data came from another rank.
   std::vector<const CriticalAction*> changes;
   double computing = 0;
   for (const CriticalAction& step : simulation.critical_path) {

@@ -1,4 +1,4 @@
-// A simulation in words and as JSON.
+// Formats a simulation as text and as JSON.
 #pragma once
 
 #include <string>

@@ -8,6 +8,7 @@
 #include <optional>
 #include <tuple>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/plan/cost/memory_ledger.h"
 #include "penstock/validate.h"
@@ -25,24 +26,24 @@ using schedule::Schedule;
 using schedule::Slot;
 using schedule::StageMap;
 
-// When something is there and which slot brought it.
-struct Arrival {
+// When an input becomes available and which slot produced it.
+struct Availability {
   double time = -1;
   std::int32_t rank = -1;
   std::uint32_t slot = 0;
-  bool there() const { return rank >= 0; }
+  bool is_known() const { return rank >= 0; }
 };
 
-// One communicator: a direction between two ranks.
-struct Channel {
+// One communicator: one direction between two ranks.
+struct SimulatedChannel {
   struct Post {
     Place at;
     double time;
-    Cause cause;  // why not earlier
+    Cause cause;  // why it was not posted earlier
   };
-  std::deque<Post> sends;     // reached and not yet met
+  std::deque<Post> sends;     // posted and not yet matched
   std::deque<Post> receives;  // likewise
-  double free = 0;            // when the transfer before has left
+  double free = 0;            // when the previous transfer no longer occupies the link
   std::optional<Place> last_send;
 };
 
@@ -68,7 +69,7 @@ class Simulator {
     ledgers_.reserve(ranks_.size());
     std::vector<std::vector<int>> stages_of(ranks_.size());
     for (int stage = 0; stage < map_.stages(); ++stage)
-      stages_of[at(map_.rank_of(StageId{stage}))].push_back(stage);
+      stages_of[at(map_.rank_of(stage))].push_back(stage);
     for (int rank = 0; rank < map_.ranks(); ++rank) {
       ledgers_.emplace_back(model_, stages_of[at(rank)]);
       result_.slots[at(rank)].resize(schedule.row(rank).size());
@@ -82,7 +83,7 @@ class Simulator {
     while (!runnable_.empty()) {
       const int rank = runnable_.front();
       runnable_.pop_front();
-      RankState& state = ranks_[at(rank)];
+      SimulatedRank& state = ranks_[at(rank)];
       state.queued = false;
       const Row& row = schedule_.row(rank);
       while (state.position < row.size() && step(rank, state, row[state.position])) ++state.position;
@@ -90,7 +91,7 @@ class Simulator {
     for (int rank = 0; rank < map_.ranks(); ++rank) {
       if (ranks_[at(rank)].position < schedule_.row(rank).size()) stalled(rank);
     }
-    for (const Channel& channel : channels_) {
+    for (const SimulatedChannel& channel : channels_) {
       if (!channel.sends.empty()) stalled(channel.sends.front().at.rank);
       if (!channel.receives.empty()) stalled(channel.receives.front().at.rank);
     }
@@ -100,10 +101,10 @@ class Simulator {
   }
 
  private:
-  struct RankState {
+  struct SimulatedRank {
     std::size_t position = 0;
     double clock = 0;                        // when the rank is free
-    std::optional<std::uint32_t> last_slot;  // the one that kept it busy until then
+    std::optional<std::uint32_t> last_slot;  // the slot that kept it busy until then
     double collective_free = 0;
     std::optional<std::uint32_t> last_collective;
     bool queued = false;
@@ -124,28 +125,28 @@ class Simulator {
       return found->second;
     };
     for (int stage = 0; stage + 1 < map_.stages(); ++stage) {
-      const int from = map_.rank_of(StageId{stage});
-      const int to = map_.rank_of(StageId{stage + 1});
-      if (map_.is_last(StageId{stage}) || from == to) continue;
+      const int from = map_.rank_of(stage);
+      const int to = map_.rank_of(stage + 1);
+      if (map_.is_last(stage) || from == to) continue;
       forward_channel_[at(stage)] = name(from, to, true);
       backward_channel_[at(stage)] = name(to, from, false);
     }
   }
 
   void wake(int rank) {
-    RankState& state = ranks_[at(rank)];
+    SimulatedRank& state = ranks_[at(rank)];
     if (state.queued) return;
     state.queued = true;
     runnable_.push_back(rank);
   }
 
-  Cause previous(int rank, const RankState& state) const {
+  Cause previous(int rank, const SimulatedRank& state) const {
     if (!state.last_slot) return {};
     return {Cause::Kind::Previous, rank, *state.last_slot};
   }
 
-  // True when the slot was executed (or posted); false when the rank must wait for another one.
-  bool step(int rank, RankState& state, Slot slot) {
+  // Returns true if the slot was executed (or posted), false if the rank must wait for another rank.
+  bool step(int rank, SimulatedRank& state, Slot slot) {
     TimedSlot& timed = result_.slots[at(rank)][state.position];
     if (slot.empty()) {
       timed = {state.clock, state.clock, previous(rank, state)};
@@ -160,13 +161,13 @@ class Simulator {
     return compute(rank, state, slot, timed);
   }
 
-  bool compute(int rank, RankState& state, Slot slot, TimedSlot& timed) {
+  bool compute(int rank, SimulatedRank& state, Slot slot, TimedSlot& timed) {
     double start = state.clock;
     Cause cause = previous(rank, state);
     for (const Action& action : slot) {
-      const int stage = action.stage().value();
-      const int microbatch = action.microbatch()->value();
-      const Arrival* need = nullptr;
+      const int stage = action.stage();
+      const int microbatch = *action.microbatch();
+      const Availability* need = nullptr;
       switch (action.kind()) {
         case ActionKind::Forward:
           if (!map_.is_first(action.stage())) need = &activations_[key(stage, microbatch)];
@@ -182,8 +183,8 @@ class Simulator {
         default:
           break;
       }
-      if (need != nullptr && !need->there()) return false;
-      for (const Arrival* arrival : {need, static_cast<const Arrival*>(&gathered_[at(stage)])}) {
+      if (need != nullptr && !need->is_known()) return false;
+      for (const Availability* arrival : {need, static_cast<const Availability*>(&gathered_[at(stage)])}) {
         if (arrival == nullptr || arrival->time <= start) continue;
         start = arrival->time;
         cause = {Cause::Kind::Data, arrival->rank, arrival->slot};
@@ -203,26 +204,27 @@ class Simulator {
     if (options_.memory_curve) note_memory(rank, start);
     for (const Action& action : slot) ledger.end(action);
     if (options_.memory_curve) note_memory(rank, end);
-    for (const Action& action : slot) hand_on(rank, state, action, end);
+    for (const Action& action : slot) deliver(rank, state, action, end);
     return true;
   }
 
-  // The result of F, B or I goes to the neighbouring stage: at once on the same rank, by a transfer of its
-  // own in a compute-only schedule; in a lowered one a SEND takes it.
-  void hand_on(int rank, RankState& state, const Action& action, double end) {
-    const int stage = action.stage().value();
-    const int microbatch = action.microbatch()->value();
+  // Delivers the result of F, B or I to the adjacent stage: immediately on the same rank, by an implicit
+  // transfer in a compute-only schedule; in a lowered schedule a SEND delivers it.
+  void deliver(int rank, SimulatedRank& state, const Action& action, double end) {
+    const int stage = action.stage();
+    const int microbatch = *action.microbatch();
     if (action.kind() == ActionKind::BackwardWeight) return;
     const bool is_forward = action.kind() == ActionKind::Forward;
     (is_forward ? forwards_ : inputs_).insert(stage, microbatch);
     if (is_forward ? map_.is_last(action.stage()) : map_.is_first(action.stage())) return;
     const int to = is_forward ? stage + 1 : stage - 1;
-    const int to_rank = map_.rank_of(StageId{to});
-    Arrival arrival = {end, rank, static_cast<std::uint32_t>(state.position)};
+    const int to_rank = map_.rank_of(to);
+    Availability arrival = {end, rank, static_cast<std::uint32_t>(state.position)};
     if (to_rank != rank) {
       if (lowered_) return;
       const int border = std::min(stage, to);
-      Channel& channel = channels_[at((is_forward ? forward_channel_ : backward_channel_)[at(border)])];
+      const int channel_index = (is_forward ? forward_channel_ : backward_channel_)[at(border)];
+      SimulatedChannel& channel = channels_[at(channel_index)];
       const double start = std::max(blocking_ ? state.clock : end, channel.free);
       channel.free = start + model_.occupancy(border);
       arrival.time = start + model_.transfer_time(border);
@@ -232,8 +234,8 @@ class Simulator {
     wake(to_rank);
   }
 
-  void collective(int rank, RankState& state, const Action& action, TimedSlot& timed) {
-    const int stage = action.stage().value();
+  void collective(int rank, SimulatedRank& state, const Action& action, TimedSlot& timed) {
+    const int stage = action.stage();
     const double time = model_.time_of(action.kind(), stage);
     const auto slot = static_cast<std::uint32_t>(state.position);
     timed.start = state.clock;
@@ -258,41 +260,41 @@ class Simulator {
     if (action.kind() == ActionKind::Unshard) gathered_[at(stage)] = {timed.end, rank, slot};
   }
 
-  bool transfer(int rank, RankState& state, const Action& action) {
-    const int stage = action.stage().value();
+  bool transfer(int rank, SimulatedRank& state, const Action& action) {
+    const int stage = action.stage();
     const bool is_forward =
         action.kind() == ActionKind::SendForward || action.kind() == ActionKind::RecvForward;
     const bool sending = is_send(action.kind());
     const int border = sending == is_forward ? stage : stage - 1;
     const int channel_index =
         border < 0 ? -1 : (is_forward ? forward_channel_ : backward_channel_)[at(border)];
-    if (channel_index < 0) return false;  // nothing is exchanged there: `stalled` says so
-    Channel& channel = channels_[at(channel_index)];
-    if (sending && !(is_forward ? forwards_ : inputs_).contains(stage, action.microbatch()->value()))
+    if (channel_index < 0) return false;  // nothing is transferred there: `stalled` reports it
+    SimulatedChannel& channel = channels_[at(channel_index)];
+    if (sending && !(is_forward ? forwards_ : inputs_).contains(stage, *action.microbatch()))
       return false;
     const Place here = {rank, state.position};
     auto& own = sending ? channel.sends : channel.receives;
     const auto& other = sending ? channel.receives : channel.sends;
-    if (blocking_ && !own.empty()) return false;  // stands here already
+    if (blocking_ && !own.empty()) return false;  // already waiting here
     own.push_back({here, state.clock, previous(rank, state)});
     if (other.empty()) return !blocking_;
     const int peer = other.front().at.rank;
-    meet(channel, border, is_forward);
-    if (blocking_) ++ranks_[at(peer)].position;  // it stood in its side of the transfer
+    match(channel, border, is_forward);
+    if (blocking_) ++ranks_[at(peer)].position;  // the peer was waiting in its side of the transfer
     wake(peer);
     return true;
   }
 
-  // The first send and the first receive of the communicator belong together.
-  void meet(Channel& channel, int border, bool is_forward) {
-    const Channel::Post send = channel.sends.front();
-    const Channel::Post receive = channel.receives.front();
+  // Matches the first send and the first receive of the communicator.
+  void match(SimulatedChannel& channel, int border, bool is_forward) {
+    const SimulatedChannel::Post send = channel.sends.front();
+    const SimulatedChannel::Post receive = channel.receives.front();
     channel.sends.pop_front();
     channel.receives.pop_front();
     const Action& sent = schedule_.row(send.at.rank)[send.at.slot][0];
     const Action& received = schedule_.row(receive.at.rank)[receive.at.slot][0];
     if (sent.microbatch() != received.microbatch() ||
-        sent.stage().value() + (is_forward ? 1 : -1) != received.stage().value()) {
+        sent.stage() + (is_forward ? 1 : -1) != received.stage()) {
       stalled(send.at.rank);
     }
     const auto because = [](Cause::Kind kind, const Place& place) {
@@ -315,7 +317,7 @@ class Simulator {
     result_.slots[at(send.at.rank)][send.at.slot] = at_sender;
     result_.slots[at(receive.at.rank)][receive.at.slot] = at_receiver;
     (is_forward ? activations_
-                : gradients_)[key(received.stage().value(), received.microbatch()->value())] = {
+                : gradients_)[key(received.stage(), *received.microbatch())] = {
         end, receive.at.rank, static_cast<std::uint32_t>(receive.at.slot)};
     if (!blocking_) return;
     for (const Place& place : {send.at, receive.at}) {
@@ -329,7 +331,7 @@ class Simulator {
     options.sends = blocking_ ? schedule::SendModel::Blocking : schedule::SendModel::Posted;
     schedule::Report report = schedule::check(schedule_, options);
     PENSTOCK_INVARIANT(!report.ok(),
-                       fmt::format("rank {} cannot go on, yet the schedule passes its check", rank));
+                       fmt::format("rank {} cannot continue, yet the schedule passes its check", rank));
     throw schedule::ScheduleError(std::move(report));
   }
 
@@ -342,13 +344,13 @@ class Simulator {
     for (const auto& row : result_.slots) {
       for (const TimedSlot& timed : row) result_.time = std::max(result_.time, timed.end);
     }
-    for (const RankState& state : ranks_) result_.time = std::max(result_.time, state.clock);
+    for (const SimulatedRank& state : ranks_) result_.time = std::max(result_.time, state.clock);
     double idle = 0;
     double idle_in_span = 0;
     double span = 0;
     for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
       RankSummary& summary = result_.ranks[rank];
-      // Sums of many times differ from the step's time in the last digits; less than nothing is never idle.
+      // Sums of many times differ from the step's time in the last digits; idle time is never negative.
       summary.idle = std::max(0.0, result_.time - summary.busy);
       summary.peak_activations = ledgers_[rank].peak_activations();
       summary.peak_bytes = ledgers_[rank].peak_bytes();
@@ -360,7 +362,7 @@ class Simulator {
     if (span > 0) result_.span_bubble = idle_in_span / span;
   }
 
-  // Back from the slot that ends last along what each one waited for.
+  // Follows the causes backwards from the slot that ends last.
   void trace_critical_path() {
     std::optional<Cause> next;
     double latest = -1;
@@ -389,21 +391,21 @@ class Simulator {
   bool lowered_;
   bool blocking_;
   std::size_t microbatches_;
-  std::vector<RankState> ranks_;
+  std::vector<SimulatedRank> ranks_;
   std::deque<int> runnable_;
-  std::vector<Arrival> activations_;  // [stage, microbatch]: the input of F
-  std::vector<Arrival> gradients_;    // [stage, microbatch]: the input of B or I
-  std::vector<Arrival> gathered_;     // [stage]: its parameters, where the schedule gathers them
-  std::vector<Channel> channels_;
-  std::vector<int> forward_channel_;   // of stage s to s+1; -1 where both share a rank
-  std::vector<int> backward_channel_;  // of stage s+1 to s
+  std::vector<Availability> activations_;  // [stage, microbatch]: the input of F
+  std::vector<Availability> gradients_;    // [stage, microbatch]: the input of B or I
+  std::vector<Availability> gathered_;     // [stage]: its parameters, if the schedule gathers them
+  std::vector<SimulatedChannel> channels_;
+  std::vector<int> forward_channel_;   // [s]: from stage s to s+1; -1 if both are on the same rank
+  std::vector<int> backward_channel_;  // [s]: from stage s+1 to s
   std::vector<MemoryLedger> ledgers_;
   schedule::WorkSet forwards_;
   schedule::WorkSet inputs_;
   Simulation result_;
 };
 
-// What the simulator takes for granted when it looks things up.
+// Checks what the simulator's lookups rely on.
 void check_places(const Schedule& schedule) {
   schedule::check_numbers(schedule);
   schedule::check_density(schedule);
@@ -413,7 +415,7 @@ void check_places(const Schedule& schedule) {
       for (const Action& action : slot) {
         if (schedule.stages().rank_of(action.stage()) != rank || !(alone || is_compute(action.kind()))) {
           schedule::Report report = schedule::check(schedule);
-          PENSTOCK_INVARIANT(!report.ok(), fmt::format("{} cannot stand on rank {}", to_text(action), rank));
+          PENSTOCK_INVARIANT(!report.ok(), fmt::format("{} cannot be on rank {}", to_text(action), rank));
           throw schedule::ScheduleError(std::move(report));
         }
       }

@@ -11,9 +11,9 @@ namespace penstock::schedule {
 
 namespace {
 
-class DryRun {
+class DryRunner {
  public:
-  explicit DryRun(const Schedule& schedule)
+  explicit DryRunner(const Schedule& schedule)
       : source_(schedule),
         map_(schedule.stages()),
         lowered_(schedule.has_transfers()),
@@ -48,19 +48,19 @@ class DryRun {
   enum Event { kForward, kGradient, kSentForward, kReceivedForward, kSentGradient, kReceivedGradient };
 
   bool done(Event event, std::int32_t stage, const Action& action) const {
-    return done_[event].contains(stage, action.microbatch()->value());
+    return done_[event].contains(stage, *action.microbatch());
   }
 
-  // The input of a compute action: received, or made by the neighbouring stage on the same rank; in a
-  // compute-only schedule made anywhere.
+  // Whether the input of a compute action is available: received, or computed by the adjacent stage on the
+  // same rank; in a compute-only schedule, computed on any rank.
   bool input_there(const Action& action, Event received, Event made, std::int32_t neighbour) const {
-    if (!lowered_ || map_.rank_of(StageId{neighbour}) == map_.rank_of(action.stage()))
+    if (!lowered_ || map_.rank_of(neighbour) == map_.rank_of(action.stage()))
       return done(made, neighbour, action);
-    return done(received, action.stage().value(), action);
+    return done(received, action.stage(), action);
   }
 
   bool ready(const Action& action) const {
-    const std::int32_t stage = action.stage().value();
+    const std::int32_t stage = action.stage();
     switch (action.kind()) {
       case ActionKind::Forward:
         return map_.is_first(action.stage()) || input_there(action, kReceivedForward, kForward, stage - 1);
@@ -83,7 +83,7 @@ class DryRun {
 
   void record(const Action& action) {
     const auto mark = [&](Event event) {
-      done_[event].insert(action.stage().value(), action.microbatch()->value());
+      done_[event].insert(action.stage(), *action.microbatch());
     };
     switch (action.kind()) {
       case ActionKind::Forward: return mark(kForward);
@@ -124,7 +124,7 @@ Schedule dry_run(const Schedule& schedule) {
   check_numbers(schedule);
   check_density(schedule);
   const Schedule packed = without_idle(schedule);
-  return DryRun(packed).run();
+  return DryRunner(packed).run();
 }
 
 }  // namespace penstock::schedule

@@ -1,8 +1,8 @@
-// Runs a lowered schedule step by step without costs: in every step each rank executes its next slot if what
-// it needs has happened, else it stalls.
+// Executes a schedule step by step without costs: in every step each rank executes its next slot if its
+// inputs are available, otherwise it stalls.
 //
-// Within a step ranks act in ascending order and see what lower ranks did in the same step; a rank that
-// stalled gets a second chance once the higher ranks have acted. A receive needs its send to have happened; a
+// Within a step ranks act in ascending order and see the results of lower ranks of the same step; a rank that
+// stalled is tried again after the higher ranks have acted. A receive requires that its send has happened; a
 // send never waits.
 #pragma once
 
@@ -10,10 +10,10 @@
 
 namespace penstock::schedule {
 
-// The schedule with an idle slot for every stall; a rank that is done gets no further slots. UNSHARD, RESHARD
-// and REDUCE_GRAD take a slot like any other action; use `without_sharding` to leave them out. Compute-only
-// schedules run too: an action then waits for its input on the other rank. Throws ScheduleError when no rank
-// can act.
+// Returns the schedule with an idle slot for every stall; a rank that has finished gets no further slots.
+// UNSHARD, RESHARD and REDUCE_GRAD take a slot like any other action; use `without_sharding` to omit them.
+// Compute-only schedules are allowed: an action then waits until the other rank has produced its input.
+// Throws ScheduleError if no rank can act.
 Schedule dry_run(const Schedule& schedule);
 
 }  // namespace penstock::schedule

@@ -31,13 +31,13 @@ std::optional<Violation> density_violation(const Schedule& schedule) {
       {}};
 }
 
-// Why the numbers of an action are impossible in this schedule; empty when they are not.
+// Why the numbers of an action are invalid in this schedule; empty if they are valid.
 std::string malformation(const StageMap& map, const Action& action) {
   if (!map.has_stage(action.stage())) {
     return fmt::format("its stage is outside 0 to {}", map.stages() - 1);
   }
   if (is_stage_wide(action.kind())) {
-    return action.has_microbatch() ? "it concerns a whole stage and takes no microbatch" : "";
+    return action.has_microbatch() ? "it applies to a whole stage and takes no microbatch" : "";
   }
   if (!action.has_microbatch()) return "it needs a microbatch";
   if (!map.runs(action.stage(), *action.microbatch())) {
@@ -48,7 +48,7 @@ std::string malformation(const StageMap& map, const Action& action) {
   return {};
 }
 
-// Walks along every row once and keeps account of who did what.
+// Visits every row once and records which work was done.
 class RowChecks {
  public:
   RowChecks(const Schedule& schedule, const ValidateOptions& options, Report& report)
@@ -96,7 +96,7 @@ class RowChecks {
   }
 
   bool done(ActionKind kind, std::int32_t stage, const Action& action) const {
-    return done_[static_cast<std::size_t>(kind)].contains(stage, action.microbatch()->value());
+    return done_[static_cast<std::size_t>(kind)].contains(stage, *action.microbatch());
   }
   bool gradient_done(std::int32_t stage, const Action& action) const {
     return done(ActionKind::Backward, stage, action) || done(ActionKind::BackwardInput, stage, action);
@@ -110,22 +110,22 @@ class RowChecks {
       }
       return;
     }
-    // Members of an overlap run at the same time: none may need another one's result.
+    // Members of an overlap run at the same time: none may depend on another's result.
     for (const Action& action : members) {
       if (!is_compute(action.kind())) {
         violate(ViolationKind::Malformed, place, action, "only F, B, I and W can be members of an overlap");
         return;
       }
       if (!admissible(place, action)) return;
-      if (!options_.as_reference) order(place, action);
+      if (!options_.as_pytorch) order(place, action);
     }
     for (const Action& action : members) {
-      if (options_.as_reference) order(place, action);
+      if (options_.as_pytorch) order(place, action);
       record(place, action);
     }
   }
 
-  // Numbers and rank; nothing else can be asked of an action that fails here.
+  // Checks numbers and rank. An action that fails here is not checked further.
   bool admissible(const Place& place, const Action& action) {
     if (const std::string why = malformation(map_, action); !why.empty()) {
       violate(ViolationKind::Malformed, place, action, why);
@@ -134,27 +134,27 @@ class RowChecks {
     if (map_.rank_of(action.stage()) != place.rank) {
       violate(ViolationKind::WrongRank, place, action,
               fmt::format("stage {} belongs to rank {}; move the action there or change the placement",
-                          action.stage().value(), map_.rank_of(action.stage())));
+                          action.stage(), map_.rank_of(action.stage())));
       return false;
     }
     return true;
   }
 
   void order(const Place& place, const Action& action) {
-    const std::int32_t stage = action.stage().value();
+    const std::int32_t stage = action.stage();
     const auto needs = [&](bool met, const char* what) {
       if (!met)
         violate(ViolationKind::Order, place, action, fmt::format("needs {} before it on this rank", what));
     };
     switch (action.kind()) {
       case ActionKind::Forward:
-        if (!options_.as_reference) needs(activation_here(action), "the activation of the previous stage");
+        if (!options_.as_pytorch) needs(activation_here(action), "the activation of the previous stage");
         gathered(place, action);
         return;
       case ActionKind::Backward:
       case ActionKind::BackwardInput:
         needs(done(ActionKind::Forward, stage, action), "the forward of the same microbatch");
-        if (!options_.as_reference) needs(gradient_here(action), "the gradient of the next stage");
+        if (!options_.as_pytorch) needs(gradient_here(action), "the gradient of the next stage");
         gathered(place, action);
         return;
       case ActionKind::BackwardWeight:
@@ -177,42 +177,43 @@ class RowChecks {
     }
   }
 
-  // In a compute-only schedule inputs from other ranks are the business of the deadlock check.
+  // In a compute-only schedule, the deadlock check covers inputs from other ranks.
   bool activation_here(const Action& action) const {
     if (map_.is_first(action.stage())) return true;
-    const std::int32_t previous = action.stage().value() - 1;
-    if (map_.rank_of(StageId{previous}) == map_.rank_of(action.stage()))
+    const std::int32_t previous = action.stage() - 1;
+    if (map_.rank_of(previous) == map_.rank_of(action.stage()))
       return done(ActionKind::Forward, previous, action);
-    return !lowered_ || done(ActionKind::RecvForward, action.stage().value(), action);
+    return !lowered_ || done(ActionKind::RecvForward, action.stage(), action);
   }
   bool gradient_here(const Action& action) const {
     if (map_.is_last(action.stage())) return true;
-    const std::int32_t next = action.stage().value() + 1;
-    if (map_.rank_of(StageId{next}) == map_.rank_of(action.stage())) return gradient_done(next, action);
-    return !lowered_ || done(ActionKind::RecvBackward, action.stage().value(), action);
+    const std::int32_t next = action.stage() + 1;
+    if (map_.rank_of(next) == map_.rank_of(action.stage())) return gradient_done(next, action);
+    return !lowered_ || done(ActionKind::RecvBackward, action.stage(), action);
   }
 
   void gathered(const Place& place, const Action& action) {
-    if (!has_unshard_ || options_.as_reference || account(action).gathered) return;
+    if (!has_unshard_ || options_.as_pytorch || account(action).gathered) return;
     violate(ViolationKind::Sharding, place, action,
             "the stage's parameters are not gathered; put UNSHARD before it");
   }
 
   void crosses(const Place& place, const Action& action, bool has_neighbour, std::int32_t neighbour) {
-    if (options_.as_reference) return;
+    if (options_.as_pytorch) return;
     if (!has_neighbour) {
-      violate(ViolationKind::TransferOrder, place, action, "there is no stage on the other side; remove it");
-    } else if (map_.rank_of(StageId{neighbour}) == place.rank) {
       violate(ViolationKind::TransferOrder, place, action,
-              fmt::format("stage {} is on the same rank, nothing is transferred; remove it", neighbour));
+              "there is no stage on the other side; remove the transfer");
+    } else if (map_.rank_of(neighbour) == place.rank) {
+      violate(ViolationKind::TransferOrder, place, action,
+              fmt::format("stage {} is on the same rank, so nothing is transferred; remove it", neighbour));
     }
   }
 
   void stage_wide(const Place& place, const Action& action) {
-    if (options_.as_reference) return;
+    if (options_.as_pytorch) return;
     StageAccount& mine = account(action);
     if (action.kind() == ActionKind::Unshard) {
-      if (mine.gathered) violate(ViolationKind::Sharding, place, action, "the stage is gathered already");
+      if (mine.gathered) violate(ViolationKind::Sharding, place, action, "the stage is already gathered");
       mine.gathered = true;
     } else if (action.kind() == ActionKind::Reshard) {
       if (!mine.gathered) violate(ViolationKind::Sharding, place, action, "the stage is not gathered");
@@ -222,10 +223,10 @@ class RowChecks {
                                    mine.counts[static_cast<std::size_t>(ActionKind::BackwardWeight)];
       const std::int32_t all = map_.chain_of(action.stage()).microbatches;
       if (mine.reduced) {
-        violate(ViolationKind::Duplicate, place, action, "the stage's gradients were reduced already");
+        violate(ViolationKind::Duplicate, place, action, "the stage's gradients were already reduced");
       } else if (weights < all) {
         violate(ViolationKind::Sharding, place, action,
-                fmt::format("{} of {} weight gradients of the stage have run; put it behind the last one",
+                fmt::format("{} of {} weight gradients of the stage have run; move it after the last one",
                             weights, all));
       }
       mine.reduced = true;
@@ -233,28 +234,28 @@ class RowChecks {
   }
 
   StageAccount& account(const Action& action) {
-    return stages_[static_cast<std::size_t>(action.stage().value())];
+    return stages_[static_cast<std::size_t>(action.stage())];
   }
 
   void record(const Place& place, const Action& action) {
     if (is_stage_wide(action.kind())) return;
-    const std::int32_t stage = action.stage().value();
-    bool twice = !done_[static_cast<std::size_t>(action.kind())].insert(stage, action.microbatch()->value());
+    const std::int32_t stage = action.stage();
+    bool twice = !done_[static_cast<std::size_t>(action.kind())].insert(stage, *action.microbatch());
     if (!twice) ++account(action).counts[static_cast<std::size_t>(action.kind())];
-    if (options_.as_reference) return;
+    if (options_.as_pytorch) return;
     if (action.kind() == ActionKind::Backward)
       twice = twice || done(ActionKind::BackwardInput, stage, action);
     if (action.kind() == ActionKind::BackwardInput)
       twice = twice || done(ActionKind::Backward, stage, action);
     if (twice)
       violate(ViolationKind::Duplicate, place, action,
-              "the same work was done before; remove one of the two");
+              "the same work was already done; remove one of the two actions");
   }
 
   void completeness(std::int32_t stage) {
-    Chain chain = map_.chain_of(StageId{stage});
-    // The reference counts distinct microbatches and never looks at their numbers.
-    if (options_.as_reference && options_.expected) chain.microbatches = options_.expected->microbatches;
+    Chain chain = map_.chain_of(stage);
+    // PyTorch 2.14 counts distinct microbatches and ignores their numbers.
+    if (options_.as_pytorch && options_.expected) chain.microbatches = options_.expected->microbatches;
     const auto count = [&](ActionKind kind) {
       return stages_[static_cast<std::size_t>(stage)].counts[static_cast<std::size_t>(kind)];
     };
@@ -266,12 +267,12 @@ class RowChecks {
                [&](const Action& a) {
                  return done(ActionKind::Backward, stage, a) || done(ActionKind::BackwardWeight, stage, a);
                });
-    if (options_.as_reference) return;
+    if (options_.as_pytorch) return;
     if (lowered_) {
       const bool next_elsewhere =
-          !map_.is_last(StageId{stage}) && map_.rank_of(StageId{stage + 1}) != map_.rank_of(StageId{stage});
+          !map_.is_last(stage) && map_.rank_of(stage + 1) != map_.rank_of(stage);
       const bool previous_elsewhere =
-          !map_.is_first(StageId{stage}) && map_.rank_of(StageId{stage - 1}) != map_.rank_of(StageId{stage});
+          !map_.is_first(stage) && map_.rank_of(stage - 1) != map_.rank_of(stage);
       const auto expect_transfer = [&](bool crosses, ActionKind kind) {
         if (!crosses) return;
         expect_all(stage, chain, to_text(kind), count(kind),
@@ -285,7 +286,7 @@ class RowChecks {
     if (has_reduce_ && chain.microbatches > 0 && !stages_[static_cast<std::size_t>(stage)].reduced &&
         !full()) {
       report_.violations.push_back({ViolationKind::Missing,
-                                    fmt::format("{}REDUCE_GRAD is missing, other stages have theirs", stage),
+                                    fmt::format("{}REDUCE_GRAD is missing; other stages have one", stage),
                                     {}});
     }
   }
@@ -304,10 +305,10 @@ class RowChecks {
     report_.violations.push_back(
         {ViolationKind::Missing,
          missing.empty()
-             ? fmt::format("stage {} runs {} for {} microbatches, {} are expected", stage, what, count,
+             ? fmt::format("stage {} runs {} for {} microbatches, expected {}", stage, what, count,
                            chain.microbatches)
-             : fmt::format("stage {} on rank {} does not run {} for microbatch {} ({} of {} are there)",
-                           stage, map_.rank_of(StageId{stage}), what, missing, count, chain.microbatches),
+             : fmt::format("stage {} on rank {} does not run {} for microbatch {} ({} of {} are present)",
+                           stage, map_.rank_of(stage), what, missing, count, chain.microbatches),
          {}});
   }
 
@@ -332,7 +333,7 @@ void check_extent(const Schedule& schedule, const ValidateOptions& options, Repo
   };
   compare("ranks", schedule.ranks(), expected.ranks);
   compare("stages", schedule.stages().stages(), expected.stages);
-  if (!options.as_reference) compare("microbatches", schedule.microbatches(), expected.microbatches);
+  if (!options.as_pytorch) compare("microbatches", schedule.microbatches(), expected.microbatches);
 }
 
 }  // namespace
@@ -373,8 +374,7 @@ Report check(const Schedule& schedule, const ValidateOptions& options) {
   }
   RowChecks(schedule, options, report).run();
   if (!report.ok()) {
-    // An action that is no part of the schedule, or stands on the wrong rank, often is the cause of what
-    // follows.
+    // An invalid action or one on the wrong rank is often the cause of the violations that follow.
     std::stable_sort(report.violations.begin(), report.violations.end(),
                      [](const Violation& a, const Violation& b) { return a.kind < b.kind; });
     std::vector<Place> places;
@@ -384,7 +384,7 @@ Report check(const Schedule& schedule, const ValidateOptions& options) {
     report.grid = marked_grid(schedule, places, {});
     return report;
   }
-  if (!options.as_reference) check_progress(schedule, options.sends, report);
+  if (!options.as_pytorch) check_progress(schedule, options.sends, report);
   return report;
 }
 

@@ -1,16 +1,16 @@
-// The parts that `check` is made of.
+// The parts of `check`.
 #pragma once
 
 #include "penstock/validate.h"
 
 namespace penstock::schedule {
 
-// Runs the rows side by side under the communication model of validate.h. Needs a schedule without other
-// violations. Adds a Deadlock (with its cycle) or TransferOrder violation to the report if they cannot run to
-// their end.
+// Executes all rows in parallel under the communication model of validate.h. Requires a schedule without
+// other violations. Adds a Deadlock (with its cycle) or TransferOrder violation to the report if they cannot
+// run to completion.
 void check_progress(const Schedule& schedule, SendModel sends, Report& report);
 
-// The rows around the given places. `waiting` is marked >so<, `wanted` [so].
+// Renders the rows around the given places. `waiting` is marked >2F0<, `wanted` [2F0].
 std::string marked_grid(const Schedule& schedule, const std::vector<Place>& waiting,
                         const std::vector<Place>& wanted);
 

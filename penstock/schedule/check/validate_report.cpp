@@ -1,10 +1,11 @@
-// How a report reads.
+// Formats a validation report as text.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <map>
 
 #include "penstock/schedule/check/validate_parts.h"
+#include "penstock/base/describe.h"
 
 namespace penstock::schedule {
 

@@ -19,7 +19,7 @@ class WorkSet {
     const std::size_t i = index(stage, microbatch);
     return (bits_[i / 64] >> (i % 64) & 1) != 0;
   }
-  // True when it was not there before.
+  // Returns true if the pair was not in the set before.
   bool insert(std::int32_t stage, std::int32_t microbatch) {
     const std::size_t i = index(stage, microbatch);
     const std::uint64_t bit = std::uint64_t{1} << (i % 64);
@@ -37,12 +37,12 @@ class WorkSet {
   std::vector<std::uint64_t> bits_;
 };
 
-// Bitmaps cost stages x microbatches bits. A schedule that is anywhere near complete has more actions than
-// that, so one whose numbers promise far more work than it has actions is refused before memory is spent:
+// A bitmap needs stages x microbatches bits. A schedule that is nearly complete has more actions than that,
+// so a schedule whose numbers imply far more work than it has actions is refused before memory is allocated:
 // throws ScheduleError.
 void check_density(const Schedule& schedule);
-// Throws ScheduleError for an action whose stage or microbatch lies outside the schedule, or one without a
-// microbatch that needs one. After this every action can be looked up in a WorkSet.
+// Throws ScheduleError for an action whose stage or microbatch is outside the schedule, or one that lacks a
+// required microbatch. After this check every action can be looked up in a WorkSet.
 void check_numbers(const Schedule& schedule);
 
 }  // namespace penstock::schedule

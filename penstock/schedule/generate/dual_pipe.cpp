@@ -1,7 +1,7 @@
 // Bidirectional DualPipe: two copies of the model's P parts, run from both ends at once. Half of the
-// microbatches enter at rank 0 and walk up on copy 0, the other half enter at rank P-1 and walk down on copy
-// 1; forwards of one direction overlap backwards of the other. Seen from its nearer end, a rank of either
-// half does the same.
+// microbatches enter at rank 0 and go up through copy 0, the other half enter at rank P-1 and go down through
+// copy 1; forwards of one direction overlap backwards of the other. The schedule is symmetric: ranks at the
+// same distance from their nearer end do the same.
 #include <algorithm>
 
 #include "penstock/schedule/generate/dual_pipe_row.h"
@@ -13,7 +13,7 @@ Schedule dual_pipe(const PipelineShape& shape) {
   check_shape(ScheduleKind::DualPipe, shape);
   const int ranks = shape.ranks;
   const int half = shape.microbatches / 2;
-  Schedule schedule(StageMap::make(Placement::Bidirectional, ranks, 2 * ranks, shape.microbatches));
+  Schedule schedule(StageMap::make(StagePlacement::Bidirectional, ranks, 2 * ranks, shape.microbatches));
   for (int rank = 0; rank < ranks; ++rank) {
     const DualPipeSide up = {rank, 0};
     const DualPipeSide down = {2 * ranks - 1 - rank, half};

@@ -19,7 +19,7 @@ class DualPipeWriter {
 
   void forward(int side) { row_.push(next_forward(side)); }
   void backward(int side) { row_.push(next_backward(side, ActionKind::Backward)); }
-  // Input gradients now, weight gradients whenever `weight` finds them at the head of the queue.
+  // Runs input gradients now; the weight gradients are queued for `weight`.
   void input(int side) {
     const Action action = next_backward(side, ActionKind::BackwardInput);
     row_.push(action);
@@ -44,10 +44,10 @@ class DualPipeWriter {
   };
 
   Action next_forward(int side) {
-    return Action(ActionKind::Forward, StageId{sides_[side].stage}, MicrobatchId{sides_[side].forwards++});
+    return Action(ActionKind::Forward, sides_[side].stage, sides_[side].forwards++);
   }
   Action next_backward(int side, ActionKind kind) {
-    return Action(kind, StageId{sides_[side].stage}, MicrobatchId{sides_[side].backwards++});
+    return Action(kind, sides_[side].stage, sides_[side].backwards++);
   }
 
   Row& row_;
@@ -63,14 +63,14 @@ Row dual_pipe_row(int depth, int position, int microbatches, DualPipeSide near, 
   DualPipeWriter write(row, near, far);
   const int to_turn = depth - position - 1;  // ranks between this one and the turn
 
-  // 1: forwards of the near side until its first microbatch has come back on the far side.
+  // 1: forwards of the near side until its first microbatch arrives back on the far side.
   for (int i = 0; i < 2 * to_turn; ++i) write.forward(kNear);
   // 2: forwards of both sides.
   for (int i = 0; i < position + 1; ++i) {
     write.forward(kNear);
     write.forward(kFar);
   }
-  // 3: the first backwards of the far side, split to hand the input gradients on early.
+  // 3: the first backwards of the far side, split so that input gradients are sent early.
   for (int i = 0; i < to_turn; ++i) {
     write.input(kFar);
     write.weight();
@@ -80,8 +80,8 @@ Row dual_pipe_row(int depth, int position, int microbatches, DualPipeSide near, 
   const int steady = microbatches - 2 * depth + position + 1;
   for (int i = 0; i < steady; ++i) {
     if (i == 0 && to_turn == 0) {
-      // At the turn the first pair stays apart: its backward could not start earlier, and the next rank waits
-      // for the forward.
+      // At the turn the first pair does not overlap: its backward could not start earlier, and the next rank
+      // waits for the forward.
       write.forward(kNear);
       write.backward(kFar);
     } else {
@@ -94,7 +94,7 @@ Row dual_pipe_row(int depth, int position, int microbatches, DualPipeSide near, 
     write.backward(kFar);
     write.overlap(kFar, kNear);
   }
-  // 6: backwards of both sides; the second half is split, so that weight gradients are left to fill the end.
+  // 6: backwards of both sides; the second half is split, so that weight gradients remain to fill the end.
   const int both = position + 1;
   bool split = false;
   const auto last_backward = [&](int side) {
@@ -110,7 +110,7 @@ Row dual_pipe_row(int depth, int position, int microbatches, DualPipeSide near, 
     if (i == both / 2 && position % 2 == 0) split = true;
     last_backward(kNear);
   }
-  // 7 and 8: what is left of the near side, and the weight gradients.
+  // 7 and 8: the rest of the near side, then the weight gradients.
   for (int i = 0; i < to_turn; ++i) {
     write.weight();
     last_backward(kNear);

@@ -12,8 +12,8 @@ struct DualPipeSide {
   int first_microbatch;
 };
 
-// `depth` = ranks on one arm of the pipeline, `position` = this rank's place on it (0 = where microbatches
-// enter near), `microbatches` = how many each side runs. Needs microbatches >= 2 * depth.
+// `depth`: ranks on one arm of the pipeline. `position`: this rank's position on it (0 is where microbatches
+// of the near side enter). `microbatches`: how many each side runs. Requires microbatches >= 2 * depth.
 Row dual_pipe_row(int depth, int position, int microbatches, DualPipeSide near, DualPipeSide far);
 
 }  // namespace penstock::schedule

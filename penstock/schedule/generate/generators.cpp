@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/schedule/generate/shape_check.h"
@@ -10,7 +11,7 @@ namespace penstock::schedule {
 
 namespace {
 
-// Another name of a kind, or the name of a family without a generator.
+// An alias of a kind, or the name of a family without a generator.
 struct OtherName {
   const char* name;
   std::optional<ScheduleKind> kind;
@@ -21,7 +22,7 @@ constexpr OtherName kOtherNames[] = {
     {"PipelineScheduleMulti", std::nullopt},
 };
 
-// Lower case, and words joined: "interleaved_1f1b" and "Interleaved1F1B" are one name.
+// Lower case without separators: "interleaved_1f1b" and "Interleaved1F1B" are the same name.
 std::string plain_name(std::string_view name) {
   std::string plain = to_lower(name);
   std::erase_if(plain, [](char c) { return c == '_' || c == '-'; });
@@ -113,19 +114,19 @@ void check_shape(ScheduleKind kind, const PipelineShape& shape) {
   PENSTOCK_INVARIANT(false, "every schedule kind has a shape check");
 }
 
-Placement placement_of(ScheduleKind kind) {
+StagePlacement placement_of(ScheduleKind kind) {
   switch (kind) {
     case ScheduleKind::GPipe:
     case ScheduleKind::OneFOneB:
     case ScheduleKind::Interleaved1F1B:
     case ScheduleKind::LoopedBFS:
     case ScheduleKind::InterleavedZeroBubble:
-    case ScheduleKind::ZB2P: return Placement::Loop;
+    case ScheduleKind::ZB2P: return StagePlacement::Loop;
     case ScheduleKind::ZBVZeroBubble:
     case ScheduleKind::DualPipeV:
     case ScheduleKind::VHalf:
-    case ScheduleKind::VMin: return Placement::V;
-    case ScheduleKind::DualPipe: return Placement::Bidirectional;
+    case ScheduleKind::VMin: return StagePlacement::V;
+    case ScheduleKind::DualPipe: return StagePlacement::Bidirectional;
   }
   PENSTOCK_INVARIANT(false, "every schedule kind has a placement");
 }

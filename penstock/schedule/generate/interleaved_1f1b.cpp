@@ -1,9 +1,8 @@
-// Interleaved 1F1B: V chunks on every rank, microbatches in groups that pass chunk after chunk. After the
-// warm-up each forward is followed by a backward; backward takes the chunks in reverse.
+// Interleaved 1F1B: V chunks on every rank; microbatches pass through the chunks in groups. After the warm-up
+// each forward is followed by a backward; backwards take the chunks in reverse order.
 //
-// Idle slots align the ranks: r slots before rank r can start, then, behind the warm-up, the slots until the
-// first backward has come back to it, and one beside each backward of the cool-down, where the other ranks
-// still run a forward.
+// Idle slots align the ranks: r slots before rank r can start; after the warm-up, the slots until the first
+// backward reaches it; and one for each backward of the cool-down, where the other ranks still run a forward.
 #include <algorithm>
 
 #include "penstock/generators.h"
@@ -18,7 +17,7 @@ Schedule interleaved_1f1b(const PipelineShape& shape) {
   const int chunks = shape.stages_per_rank;
   const int group = checked_group_size(ScheduleKind::Interleaved1F1B, shape);
   const InterleavedOrder order(shape.microbatches, chunks, group);
-  Schedule schedule(StageMap::make(Placement::Loop, ranks, ranks * chunks, shape.microbatches));
+  Schedule schedule(StageMap::make(StagePlacement::Loop, ranks, ranks * chunks, shape.microbatches));
   for (int rank = 0; rank < ranks; ++rank) {
     Row& row = schedule.row(rank);
     const WarmUp counts = warm_up_counts(rank, ranks, chunks, shape.microbatches, group);

@@ -1,5 +1,5 @@
-// The order in which one rank of an interleaved schedule takes its chunks and microbatches, in O(1) per step
-// and without a table: the entries of `virtual_pipeline_table`.
+// The order in which one rank of an interleaved schedule runs its chunks and microbatches. Yields the entries
+// of `virtual_pipeline_table` in O(1) per step, without a table.
 #pragma once
 
 #include "penstock/schedule/generate/virtual_pipeline.h"
@@ -21,7 +21,7 @@ class InterleavedOrder {
       const int within = step - group * per_group;
       return {group * group_ + within % group_, within / group_};
     }
-    const int within = step - whole_ * per_group;  // the last group takes the rest
+    const int within = step - whole_ * per_group;  // the last group holds the remainder
     return {whole_ * group_ + within % rest_, within / rest_};
   }
 

@@ -1,7 +1,7 @@
 // Interleaved zero bubble (with one chunk per rank: ZB1P): interleaved 1F1B with the backward split into I
-// and W. As an I takes half the time of a B, the first gradient comes back earlier: the warm-up grows by one
+// and W. Since an I takes half the time of a B, the first gradient arrives earlier: the warm-up grows by one
 // forward per rank, where interleaved 1F1B needs two. Rank r starts its weight gradients r steps late, so
-// that input gradients are passed on without delay, and the weight gradients that are left fill the end.
+// that input gradients are sent without delay, and the remaining weight gradients fill the end.
 #include <algorithm>
 #include <vector>
 
@@ -25,7 +25,7 @@ Row split_backward_row(const PipelineShape& shape, int rank, int group) {
   const auto push = [&](ActionKind kind, int step) {
     const TableEntry entry = order[step];
     const int chunk = kind == ActionKind::Forward ? entry.chunk : backward_chunk(entry.chunk, chunks);
-    row.push(Action(kind, StageId{rank + chunk * ranks}, MicrobatchId{entry.microbatch}));
+    row.push(Action(kind, rank + chunk * ranks, entry.microbatch));
   };
   row.push_idle(static_cast<std::size_t>(rank));
   for (int step = 0; step < warm_up; ++step) push(ActionKind::Forward, step);
@@ -40,14 +40,14 @@ Row split_backward_row(const PipelineShape& shape, int rank, int group) {
   return row;
 }
 
-// Shifts slots to the right where a forward would stand before the step in which its input is made: with few
-// microbatches the rows above assume a fuller pipeline than there is. Only forwards are looked at; gradients
-// arrive in time as soon as the forwards do.
+// Shifts slots to the right where a forward would run before the step that computes its input: with few
+// microbatches the rows above assume a fuller pipeline than there is. Only forwards are checked; once they
+// are in time, so are the gradients.
 Schedule delay_forwards(const Schedule& tight) {
   const StageMap& map = tight.stages();
   Schedule result(map);
   const auto microbatches = static_cast<std::size_t>(map.microbatches());
-  // Forwards of a stage run in the order of the microbatches, so a count tells which ones are done.
+  // Forwards of a stage run in microbatch order, so a count is enough to know which ones are done.
   std::vector<int> forwards_done(static_cast<std::size_t>(map.stages()), 0);
   std::vector<std::size_t> next(static_cast<std::size_t>(map.ranks()), 0);
   std::vector<int> done_now;
@@ -63,8 +63,8 @@ Schedule delay_forwards(const Schedule& tight) {
       running = true;
       const Slot slot = row[position];
       if (!slot.empty() && slot[0].kind() == ActionKind::Forward) {
-        const int stage = slot[0].stage().value();
-        const int microbatch = slot[0].microbatch()->value();
+        const int stage = slot[0].stage();
+        const int microbatch = *slot[0].microbatch();
         if (stage > 0 && forwards_done[static_cast<std::size_t>(stage - 1)] <= microbatch) {
           result.row(rank).push_idle();
           continue;
@@ -74,7 +74,7 @@ Schedule delay_forwards(const Schedule& tight) {
       result.row(rank).push_slot(slot);
       ++position;
     }
-    // Visible from the next step on: within one step the ranks run side by side.
+    // Visible from the next step on: within one step all ranks run in parallel.
     for (const int stage : done_now) ++forwards_done[static_cast<std::size_t>(stage)];
   }
   return result;
@@ -86,7 +86,7 @@ Schedule interleaved_zero_bubble(const PipelineShape& shape) {
   check_shape(ScheduleKind::InterleavedZeroBubble, shape);
   const int group = checked_group_size(ScheduleKind::InterleavedZeroBubble, shape);
   Schedule tight(
-      StageMap::make(Placement::Loop, shape.ranks, shape.ranks * shape.stages_per_rank, shape.microbatches));
+      StageMap::make(StagePlacement::Loop, shape.ranks, shape.ranks * shape.stages_per_rank, shape.microbatches));
   for (int rank = 0; rank < shape.ranks; ++rank) tight.row(rank) = split_backward_row(shape, rank, group);
   return delay_forwards(tight);
 }

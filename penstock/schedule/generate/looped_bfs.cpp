@@ -1,6 +1,6 @@
-// Looped breadth-first: each chunk runs all microbatches forward before the next chunk starts; backward takes
-// chunks and microbatches in reverse. Idle slots show the pipeline filling and the first backward coming
-// back.
+// Looped breadth-first: each chunk runs the forwards of all microbatches before the next chunk starts;
+// backwards take chunks and microbatches in reverse order. Idle slots mark the filling of the pipeline and
+// the wait for the first backward.
 #include "penstock/generators.h"
 
 namespace penstock::schedule {
@@ -8,7 +8,7 @@ namespace penstock::schedule {
 Schedule looped_bfs(const PipelineShape& shape) {
   check_shape(ScheduleKind::LoopedBFS, shape);
   const int stages = shape.ranks * shape.stages_per_rank;
-  Schedule schedule(StageMap::make(Placement::Loop, shape.ranks, stages, shape.microbatches));
+  Schedule schedule(StageMap::make(StagePlacement::Loop, shape.ranks, stages, shape.microbatches));
   for (int rank = 0; rank < shape.ranks; ++rank) {
     Row& row = schedule.row(rank);
     const int until_backward = 2 * (shape.ranks - 1 - rank);

@@ -1,5 +1,5 @@
-// 1F1B: rank r runs P - r forwards, then one backward and one forward in turn, then the backwards that are
-// left. So it never holds more than P - r microbatches, however many there are.
+// 1F1B: rank r runs P - r forwards, then alternates backwards and forwards, then runs the remaining
+// backwards. It never holds more than P - r microbatches, however many there are.
 #include <algorithm>
 
 #include "penstock/generators.h"
@@ -9,7 +9,7 @@ namespace penstock::schedule {
 
 Schedule one_f_one_b(const PipelineShape& shape) {
   check_shape(ScheduleKind::OneFOneB, shape);
-  Schedule schedule(StageMap::make(Placement::Loop, shape.ranks, shape.ranks, shape.microbatches));
+  Schedule schedule(StageMap::make(StagePlacement::Loop, shape.ranks, shape.ranks, shape.microbatches));
   for (int rank = 0; rank < shape.ranks; ++rank) {
     Row& row = schedule.row(rank);
     row.reserve(2 * static_cast<std::size_t>(shape.microbatches));

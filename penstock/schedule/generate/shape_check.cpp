@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/schedule/generate/virtual_pipeline.h"
 
@@ -66,7 +67,7 @@ int checked_group_size(ScheduleKind kind, const PipelineShape& shape) {
                     microbatches - microbatches % ranks + ranks)));
   }
   const int group = *shape.group_size;
-  // Smaller groups let a rank turn to its next chunk before the first microbatch can have come back to it.
+  // With smaller groups a rank would reach its next chunk before the first microbatch can have arrived there.
   const int least = std::min(ranks, microbatches);
   if (group < least || group > kMaxMicrobatch) {
     throw ValueError(describe(fmt::format("{} over {} ranks: microbatch group size", to_text(kind), ranks),

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::schedule {
@@ -18,11 +19,11 @@ constexpr int kPeriod = 6;
 // Times of microbatch 0 on one rank. Order: F of chunks 0 and 1, I of chunks 1 and 0, W of chunks 1 and 0.
 using BlockTimes = std::array<int, kPeriod>;
 
-// Waiting steps at the three turns of a microbatch's way: between the chunks, before the loss gradient, and
-// back.
+// Waiting steps at the three turns of a microbatch's path: between the chunks, before the loss gradient, and
+// on the way back between the chunks.
 using Turns = std::array<int, 3>;
 
-// Chunks held at once by this rank once the block repeats: forwards begun less weight gradients done.
+// Chunks held at once by this rank once the block repeats: forwards started minus weight gradients done.
 int held_chunks(const BlockTimes& times) {
   int most = 0;
   for (int step = 0; step < kPeriod; ++step) {
@@ -34,7 +35,7 @@ int held_chunks(const BlockTimes& times) {
   return most;
 }
 
-// None when two of the actions fall on the same step of the period.
+// Returns std::nullopt if two of the actions fall on the same step of the period.
 std::optional<BlockTimes> block_times(const VBlockOffsets& offsets, const Turns& turns, int ranks, int rank) {
   const int last = ranks - 1;
   const int first_forward_up = last * offsets.forward_down + 1 + turns[0];
@@ -52,8 +53,7 @@ std::optional<BlockTimes> block_times(const VBlockOffsets& offsets, const Turns&
     if (slot) return std::nullopt;
     slot = true;
   }
-  // Each W takes the first of the two free steps behind its I; which one may choose first is this rank's own
-  // matter.
+  // Each W takes the first of the two free steps after its I; each rank decides which W chooses first.
   std::optional<BlockTimes> best;
   for (const auto& order : {std::array{4, 5}, std::array{5, 4}}) {
     std::array<bool, kPeriod> free = taken;
@@ -68,20 +68,20 @@ std::optional<BlockTimes> block_times(const VBlockOffsets& offsets, const Turns&
   return best;
 }
 
-struct Block {
+struct VBlock {
   VBlockOffsets offsets;
   Turns turns;
 };
 
-// Of all blocks free of collisions on every rank the one that holds least, then the shortest.
-Block best_block(std::span<const VBlockOffsets> candidates, int ranks) {
-  // Collisions repeat with the period. What a rank holds does so too, but for a part that grows evenly along
-  // the ranks and is greatest at one of the ends; so both ends are looked at.
+// Of all blocks without collisions on any rank, returns the one that holds least, then the shortest.
+VBlock best_block(std::span<const VBlockOffsets> candidates, int ranks) {
+  // Collisions repeat with the period. So does what a rank holds, except for a part that changes linearly
+  // along the ranks and is largest at one of the ends; checking both ends is enough.
   std::vector<int> sample;
   for (int rank = 0; rank < ranks; ++rank) {
     if (rank < 2 * kPeriod || rank >= ranks - 2 * kPeriod) sample.push_back(rank);
   }
-  std::optional<Block> best;
+  std::optional<VBlock> best;
   std::pair<int, int> best_cost;
   for (const VBlockOffsets& offsets : candidates) {
     for (int code = 0; code < kPeriod * kPeriod * kPeriod; ++code) {
@@ -97,7 +97,7 @@ Block best_block(std::span<const VBlockOffsets> candidates, int ranks) {
         cost.first = std::max(cost.first, held_chunks(*times));
       }
       if (possible && (!best || cost < best_cost)) {
-        best = Block{offsets, turns};
+        best = VBlock{offsets, turns};
         best_cost = cost;
       }
     }
@@ -111,8 +111,8 @@ Block best_block(std::span<const VBlockOffsets> candidates, int ranks) {
 Schedule v_block_schedule(const PipelineShape& shape, std::span<const VBlockOffsets> candidates) {
   const int ranks = shape.ranks;
   const int stages = 2 * ranks;
-  const Block block = best_block(candidates, ranks);
-  Schedule schedule(StageMap::make(Placement::V, ranks, stages, shape.microbatches));
+  const VBlock block = best_block(candidates, ranks);
+  Schedule schedule(StageMap::make(StagePlacement::V, ranks, stages, shape.microbatches));
   for (int rank = 0; rank < ranks; ++rank) {
     const BlockTimes times = *block_times(block.offsets, block.turns, ranks, rank);
     const int chunk0 = rank;
@@ -137,7 +137,7 @@ Schedule v_block_schedule(const PipelineShape& shape, std::span<const VBlockOffs
       for (const Stream& stream : streams) {
         const int microbatch = period - stream.start / kPeriod;
         if (microbatch < 0 || microbatch >= shape.microbatches) continue;
-        row.push(Action(stream.kind, StageId{stream.stage}, MicrobatchId{microbatch}));
+        row.push(Action(stream.kind, stream.stage, microbatch));
       }
     }
   }

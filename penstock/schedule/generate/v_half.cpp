@@ -1,6 +1,7 @@
-// V-Half: about half of 1F1B's activation memory. Two of the four legs take two steps a stage: a way of 6P
-// steps, of which P chunks, P/2 shares of a rank, are held at once. One slow leg is the first chunk's and one
-// the second's, so that what one chunk holds longer the other holds shorter on every rank.
+// V-Half: about half of 1F1B's activation memory. Two of the four legs take two steps per stage: a path of 6P
+// steps, of which P chunks, equal to P/2 ranks' activations, are held at once. One slow leg belongs to the
+// first chunk and one to the second, so that on every rank a longer lifetime of one chunk is offset by a
+// shorter one of the other.
 #include <array>
 
 #include "penstock/schedule/generate/v_block.h"

@@ -1,5 +1,5 @@
-// V-Min: about a third of 1F1B's activation memory, the least that repeating a V-shaped block allows. Every
-// leg takes one step a stage: a way of 4P steps, of which 4P/6 chunks, P/3 shares of a rank, are held at
+// V-Min: about a third of 1F1B's activation memory, the minimum for repeated V-shaped blocks. Every leg takes
+// one step per stage: a path of 4P steps, of which 4P/6 chunks, equal to P/3 ranks' activations, are held at
 // once.
 #include <array>
 

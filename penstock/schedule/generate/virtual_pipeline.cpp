@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::schedule {

@@ -1,6 +1,6 @@
 // Arithmetic of the interleaved (virtual) pipeline: which stages a rank owns, in which order it runs its
-// chunks, how many forwards come before the first backward. For analysis and tests, and used by the
-// interleaved generators themselves.
+// chunks, and how many forwards come before the first backward. Used by the interleaved generators, analysis
+// and tests.
 //
 // P = ranks, V = chunks (stages) per rank, M = microbatches, G = microbatches per group.
 #pragma once
@@ -20,9 +20,9 @@ struct TableEntry {
   friend bool operator==(const TableEntry&, const TableEntry&) = default;
 };
 
-// The order of forwards on every rank: microbatches in groups of G, inside a group chunk by chunk, inside a
-// chunk microbatch by microbatch; the last group takes the rest. M*V entries. G defaults to P where it is
-// given, else to M.
+// The order of forwards on every rank: microbatches in groups of G, within a group chunk by chunk, within a
+// chunk microbatch by microbatch; the last group holds the remainder. M*V entries. G defaults to P if P is
+// given, otherwise to M.
 std::vector<TableEntry> virtual_pipeline_table(int microbatches, int chunks,
                                                std::optional<int> ranks = std::nullopt,
                                                std::optional<int> group_size = std::nullopt);
@@ -41,13 +41,13 @@ struct WarmUp {
 WarmUp warm_up_counts(int rank, int ranks, int chunks, int microbatches,
                       std::optional<int> group_size = std::nullopt, bool forward_only = false);
 
-// M / max(1, M / P) in whole numbers: the group size of the executed schedule. It equals P exactly when M is
-// a multiple of P; M >= P is not enough (M=5, P=4 gives 5).
+// M / max(1, M / P) in integer arithmetic: the group size of the executed schedule. It equals P if and only
+// if M is a multiple of P; M >= P is not enough (M=5, P=4 yields 5).
 int microbatches_per_round(int microbatches, int ranks);
 
 // Idle share of the step at equal stage costs: (P-1)/(M+P-1) for GPipe and 1F1B, (P-1)/(V*M+P-1) interleaved
-// with M a multiple of P. Interleaving divides the bubble's time by V; the share falls a little less, as the
-// step gets shorter.
+// with M a multiple of P. Interleaving divides the bubble time by V; the share shrinks slightly less, since
+// the step becomes shorter.
 double bubble_share(int ranks, int chunks, int microbatches);
 
 // Microbatches that 1F1B holds at once on a rank: min(P - rank, M).

@@ -1,8 +1,8 @@
 // ZBV: two chunks per rank in V placement, backward split into I and W. Rank P-1 holds both stages of the
-// turn, so its first backward can start right after the forwards; no rank idles between its first and its
-// last action.
+// turn, so its first backward can start right after the forwards; no rank is idle between its first and last
+// action.
 //
-// With fewer than 2P - 1 microbatches the pattern is made for 2P - 1 and the surplus becomes idle slots.
+// With fewer than 2P - 1 microbatches the pattern is generated for 2P - 1 and the surplus becomes idle slots.
 #include <algorithm>
 
 #include "penstock/generators.h"
@@ -37,7 +37,7 @@ class RowWriter {
 
   void push(ActionKind kind, int chunk, int microbatch) {
     if (microbatch < microbatches_) {
-      row_.push(Action(kind, StageId{chunks_[chunk].stage}, MicrobatchId{microbatch}));
+      row_.push(Action(kind, chunks_[chunk].stage, microbatch));
     } else {
       row_.push_idle();
     }
@@ -55,14 +55,14 @@ Schedule zbv_zero_bubble(const PipelineShape& shape) {
   const int ranks = shape.ranks;
   const int stages = 2 * ranks;
   const int microbatches = std::max(2 * ranks - 1, shape.microbatches);
-  Schedule schedule(StageMap::make(Placement::V, ranks, stages, shape.microbatches));
+  Schedule schedule(StageMap::make(StagePlacement::V, ranks, stages, shape.microbatches));
   for (int rank = 0; rank < ranks; ++rank) {
     Row& row = schedule.row(rank);
     row.reserve(static_cast<std::size_t>(rank) + 6 * static_cast<std::size_t>(microbatches));
     row.push_idle(static_cast<std::size_t>(rank));
     RowWriter write(row, shape.microbatches, rank, stages - 1 - rank);
 
-    // Warm-up: fill the way down and up again.
+    // Warm-up: fill the pipeline down and back up.
     for (int i = 0; i < 2 * (ranks - rank) - 1; ++i) write.forward(0);
     for (int i = 0; i < rank; ++i) {
       write.forward(1);
@@ -72,14 +72,14 @@ Schedule zbv_zero_bubble(const PipelineShape& shape) {
       write.forward(1);
       write.backward(1);
     }
-    // Steady: one forward and one backward of each chunk in turn.
+    // Steady phase: one forward and one backward of each chunk in turn.
     while (write.forwards(1) < write.forwards(0) || write.forwards(0) < microbatches) {
       if (write.forwards(0) < microbatches) write.forward(0);
       write.backward(0);
       write.forward(1);
       write.backward(1);
     }
-    // Cool-down: input gradients first, as other ranks wait for them.
+    // Cool-down: input gradients first, since other ranks wait for them.
     for (int i = 0; i < rank; ++i) {
       write.input(0);
       write.input(1);

@@ -4,6 +4,7 @@
 
 #include <charconv>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::schedule {
@@ -16,16 +17,16 @@ void append_number(std::string& out, std::int32_t value) {
 }
 
 void append_action(std::string& out, const Action& action) {
-  append_number(out, action.stage().value());
+  append_number(out, action.stage());
   out += to_text(action.kind());
-  if (const auto microbatch = action.microbatch()) append_number(out, microbatch->value());
+  if (const auto microbatch = action.microbatch()) append_number(out, *microbatch);
 }
 
 }  // namespace
 
-void Action::out_of_range(StageId stage, MicrobatchId microbatch) {
+void Action::out_of_range(int stage, int microbatch) {
   throw ValueError(
-      describe("action", fmt::format("stage {}, microbatch {}", stage.value(), microbatch.value()),
+      describe("action", fmt::format("stage {}, microbatch {}", stage, microbatch),
                fmt::format("a stage from 0 to {} and a microbatch from 0 to {}", kMaxStage, kMaxMicrobatch)));
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::schedule {
@@ -35,7 +36,7 @@ void Row::push_idle_or_overlap(Slot slot) {
     return;
   }
   PENSTOCK_INVARIANT(overlapped_.size() + slot.size() < UINT32_MAX && slot.size() < (1u << 24),
-                     "an overlap's place fits its cell");
+                     "the position of an overlap fits in its cell");
   cells_.push_back(Action(Action::kOverlapTag | static_cast<std::uint32_t>(slot.size()) << 8,
                           static_cast<std::uint32_t>(overlapped_.size())));
   overlapped_.insert(overlapped_.end(), slot.begin(), slot.end());

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/quote.h"
@@ -22,13 +23,13 @@ bool is_digit(char c) {
   return c >= '0' && c <= '9';
 }
 
-// Walks over one text and knows the place of every character for messages.
+// Parses one text and tracks line and column for messages.
 class Reader {
  public:
   Reader(std::string_view text, const TextLimits& limits, std::size_t line = 1, std::size_t column = 1)
       : text_(text), limits_(limits), line_(line), first_column_(column) {}
 
-  // Blanks, then nothing, an action or an overlap, then blanks up to the end.
+  // Blanks, then nothing, an action or an overlap, then blanks to the end.
   void cell(std::vector<Action>& members) {
     members.clear();
     skip_blanks();
@@ -40,7 +41,7 @@ class Reader {
     }
     skip_blanks();
     if (!at_end())
-      fail(position_, fmt::format("found \"{}\" behind a complete cell", excerpt(position_)), "remove it");
+      fail(position_, fmt::format("found \"{}\" after a complete cell", excerpt(position_)), "remove it");
   }
 
  private:
@@ -72,7 +73,7 @@ class Reader {
     const std::size_t start = position_;
     while (!at_end() && is_digit(peek())) ++position_;
     const std::string_view digits = text_.substr(start, position_ - start);
-    const std::optional<std::int64_t> value = parse_whole(digits);
+    const std::optional<std::int64_t> value = parse_integer(digits);
     if (!value || *value > limit) {
       fail(start, fmt::format("{} {} is out of range", what, excerpt(start)),
            fmt::format("at most {} is allowed", limit));
@@ -85,7 +86,7 @@ class Reader {
       std::string_view text;
       ActionKind kind;
     };
-    // Longest first where one is the beginning of another.
+    // Longest first where one name is a prefix of another.
     static constexpr std::array<Name, kActionKinds> kNames = {{{"REDUCE_GRAD", ActionKind::ReduceGrad},
                                                                {"UNSHARD", ActionKind::Unshard},
                                                                {"RESHARD", ActionKind::Reshard},
@@ -104,7 +105,7 @@ class Reader {
         return name.kind;
       }
     }
-    fail(position_, fmt::format("\"{}\" is no kind of action", excerpt(position_)),
+    fail(position_, fmt::format("\"{}\" is not an action kind", excerpt(position_)),
          "use F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD or REDUCE_GRAD");
   }
 
@@ -113,10 +114,10 @@ class Reader {
       fail(position_, fmt::format("\"{}\" does not start with a stage number", excerpt(position_)),
            "write <stage><kind><microbatch>, for example 2F0");
     }
-    const StageId stage{number("stage", limits_.stage)};
+    const int stage = number("stage", limits_.stage);
     const ActionKind what = kind();
     if (at_end() || !is_digit(peek())) return Action(what, stage);
-    return Action(what, stage, MicrobatchId{number("microbatch", limits_.microbatch)});
+    return Action(what, stage, number("microbatch", limits_.microbatch));
   }
 
   void overlap(std::vector<Action>& members) {
@@ -176,7 +177,7 @@ std::vector<Row> parse_rows(std::string_view csv, const TextLimits& limits) {
   }
   std::vector<Row> rows;
   std::vector<Action> members;
-  // Editors and spreadsheets put a byte order mark in front.
+  // Editors and spreadsheets may write a byte order mark.
   std::size_t line_start = csv.starts_with("\xef\xbb\xbf") ? 3 : 0;
   std::size_t line = 0;
   while (line_start < csv.size()) {
@@ -186,7 +187,7 @@ std::vector<Row> parse_rows(std::string_view csv, const TextLimits& limits) {
     if (whole.ends_with('\r')) whole.remove_suffix(1);
     if (const std::size_t comment = whole.find('#'); comment != std::string_view::npos) {
       whole = whole.substr(0, comment);
-      if (std::ranges::all_of(whole, is_blank)) {  // nothing but the comment: no rank
+      if (std::ranges::all_of(whole, is_blank)) {  // a line with only a comment is not a rank
         line_start = line_end + 1;
         continue;
       }
@@ -225,7 +226,7 @@ std::string to_csv(const std::vector<Row>& rows) {
       first = false;
       append_text(out, slot);
     }
-    // An empty line is a row without slots; a blank makes it a row of one idle slot.
+    // An empty line would be a row without slots; a blank makes it a row with one idle slot.
     if (row.size() == 1 && row[0].empty()) out += ' ';
     out += '\n';
   }
@@ -236,8 +237,8 @@ std::string to_csv(const Schedule& schedule) {
   return to_csv(schedule.rows());
 }
 
-Schedule schedule_from_rows(std::vector<Row> rows, std::optional<Placement> placement) {
-  if (rows.empty()) throw ConfigError(describe("schedule text", "no line", "one line a rank"));
+Schedule schedule_from_rows(std::vector<Row> rows, std::optional<StagePlacement> placement) {
+  if (rows.empty()) throw ConfigError(describe("schedule text", "no lines", "one line per rank"));
   std::int32_t last_stage = -1;
   std::int32_t last_microbatch = -1;
   std::size_t actions = 0;
@@ -245,18 +246,18 @@ Schedule schedule_from_rows(std::vector<Row> rows, std::optional<Placement> plac
     for (const Slot slot : row) {
       for (const Action& action : slot) {
         ++actions;
-        last_stage = std::max(last_stage, action.stage().value());
+        last_stage = std::max(last_stage, action.stage());
         if (const auto microbatch = action.microbatch())
-          last_microbatch = std::max(last_microbatch, microbatch->value());
+          last_microbatch = std::max(last_microbatch, *microbatch);
       }
     }
   }
   if (last_stage < 0) throw ConfigError(describe("schedule text", "no action at all", "at least one action"));
-  // A complete schedule acts on every stage; so a stage number beyond the number of actions means absent
-  // stages, and is refused before a table of that size is made.
+  // A complete schedule acts on every stage. A stage number above the number of actions therefore means that
+  // stages are missing, and is refused before a table of that size is allocated.
   if (static_cast<std::size_t>(last_stage) >= actions) {
     throw ConfigError(describe("greatest stage of a schedule", fmt::format("{}", last_stage),
-                               fmt::format("below its {} actions, as every stage must act", actions)));
+                               fmt::format("below its {} actions, since every stage must act", actions)));
   }
   const int ranks = static_cast<int>(rows.size());
   const int stages = last_stage + 1;
@@ -269,7 +270,7 @@ Schedule schedule_from_rows(std::vector<Row> rows, std::optional<Placement> plac
   for (int rank = 0; rank < ranks; ++rank) {
     for (const Slot slot : rows[static_cast<std::size_t>(rank)]) {
       for (const Action& action : slot) {
-        int& owner = map[static_cast<std::size_t>(action.stage().value())];
+        int& owner = map[static_cast<std::size_t>(action.stage())];
         if (owner < 0) owner = rank;
       }
     }
@@ -283,7 +284,7 @@ Schedule schedule_from_rows(std::vector<Row> rows, std::optional<Placement> plac
   return Schedule(StageMap(ranks, std::move(map), microbatches), std::move(rows));
 }
 
-Schedule parse_schedule(std::string_view csv, std::optional<Placement> placement, const TextLimits& limits) {
+Schedule parse_schedule(std::string_view csv, std::optional<StagePlacement> placement, const TextLimits& limits) {
   return schedule_from_rows(parse_rows(csv, limits), placement);
 }
 

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/validate.h"
 #include "penstock/schedule/check/work_set.h"
@@ -17,33 +18,33 @@ namespace {
 
 constexpr int kStays = -1;
 
-// For every stage the rank to which its result goes, or kStays where the next stage is on the same rank or
-// there is none.
+// For every stage, the rank that its result is sent to, or kStays if the next stage is on the same rank or
+// does not exist.
 struct Peers {
   explicit Peers(const StageMap& map)
       : forward(static_cast<std::size_t>(map.stages()), kStays),
         backward(static_cast<std::size_t>(map.stages()), kStays) {
     for (int stage = 0; stage < map.stages(); ++stage) {
       const auto s = static_cast<std::size_t>(stage);
-      const int here = map.rank_of(StageId{stage});
-      if (!map.is_last(StageId{stage}) && map.rank_of(StageId{stage + 1}) != here)
-        forward[s] = map.rank_of(StageId{stage + 1});
-      if (!map.is_first(StageId{stage}) && map.rank_of(StageId{stage - 1}) != here)
-        backward[s] = map.rank_of(StageId{stage - 1});
+      const int here = map.rank_of(stage);
+      if (!map.is_last(stage) && map.rank_of(stage + 1) != here)
+        forward[s] = map.rank_of(stage + 1);
+      if (!map.is_first(stage) && map.rank_of(stage - 1) != here)
+        backward[s] = map.rank_of(stage - 1);
     }
   }
 
   int of(const Action& action) const {
-    const auto stage = static_cast<std::size_t>(action.stage().value());
+    const auto stage = static_cast<std::size_t>(action.stage());
     if (action.kind() == ActionKind::Forward) return forward[stage];
-    return gives_input_gradient(action.kind()) ? backward[stage] : kStays;
+    return produces_input_gradient(action.kind()) ? backward[stage] : kStays;
   }
 
   std::vector<int> forward;
   std::vector<int> backward;
 };
 
-// Ranks that are due in one round, taken in ascending order; more may be added ahead of the present one
+// Ranks that are due in one round, taken in ascending order. Ranks above the current one may be added
 // meanwhile.
 class Round {
  public:
@@ -54,7 +55,7 @@ class Round {
     first_ = std::min(first_, static_cast<std::size_t>(rank) / 64);
   }
 
-  // The lowest rank that is due; it is due no longer.
+  // Removes and returns the lowest rank that is due.
   std::optional<int> take() {
     while (first_ < words_.size() && words_[first_] == 0) ++first_;
     if (first_ == words_.size()) return std::nullopt;
@@ -65,14 +66,14 @@ class Round {
 
  private:
   std::vector<std::uint64_t> words_;
-  std::size_t first_ = 0;  // no bits below this word
+  std::size_t first_ = 0;  // words below this one are empty
 };
 
-// Gives the rows their sends and receives by walking all of them at once: in each round every rank, in
-// ascending order, takes its next slot if the inputs are there. A receive is written when its send is, so in
-// every row transfers stand in an order in which they can all happen, even if each of them blocks both sides.
-// A rank whose slot lacks an input is left out of the rounds until that input is made: in the same round if a
-// lower rank makes it, else in the next.
+// Adds sends and receives to the rows by executing all of them in rounds: in each round every rank, in
+// ascending order, executes its next slot if its inputs are available. A receive is written together with its
+// send, so the order of transfers in the rows never deadlocks, even if each transfer blocks both sides. A
+// rank whose slot lacks an input is skipped until that input is computed: it runs in the same round if a
+// lower rank computes it, otherwise in the next.
 class TransferInserter {
  public:
   explicit TransferInserter(const Schedule& schedule)
@@ -138,14 +139,14 @@ class TransferInserter {
       result_.row(rank).reserve(sizes[static_cast<std::size_t>(rank)]);
   }
 
-  // What an action still lacks: the work of a neighbouring stage on the same microbatch.
+  // What an action still waits for: the work of an adjacent stage on the same microbatch.
   std::optional<Need> unmet_need(const Action& action) const {
-    const std::int32_t stage = action.stage().value();
+    const std::int32_t stage = action.stage();
     if (action.kind() == ActionKind::Forward && !map_.is_first(action.stage())) {
-      const std::int32_t microbatch = action.microbatch()->value();
+      const std::int32_t microbatch = *action.microbatch();
       if (!forwards_.contains(stage - 1, microbatch)) return Need{true, stage - 1, microbatch};
-    } else if (gives_input_gradient(action.kind()) && !map_.is_last(action.stage())) {
-      const std::int32_t microbatch = action.microbatch()->value();
+    } else if (produces_input_gradient(action.kind()) && !map_.is_last(action.stage())) {
+      const std::int32_t microbatch = *action.microbatch();
       if (!gradients_.contains(stage + 1, microbatch)) return Need{false, stage + 1, microbatch};
     }
     return std::nullopt;
@@ -161,27 +162,27 @@ class TransferInserter {
     if (slot.empty()) return true;
     result_.row(rank).push_slot(slot);
     for (const Action& action : slot) {
-      if (action.kind() == ActionKind::Forward || gives_input_gradient(action.kind())) complete(rank, action);
+      if (action.kind() == ActionKind::Forward || produces_input_gradient(action.kind())) complete(rank, action);
     }
     return true;
   }
 
-  // Books a forward or an input gradient, transfers it if its user is elsewhere, and wakes the rank that
-  // waits for it.
+  // Records a forward or an input gradient, transfers it if its consumer is on another rank, and wakes the
+  // rank that waits for it.
   void complete(int rank, const Action& action) {
     const bool is_forward = action.kind() == ActionKind::Forward;
-    const std::int32_t stage = action.stage().value();
-    const MicrobatchId microbatch = *action.microbatch();
-    (is_forward ? forwards_ : gradients_).insert(stage, microbatch.value());
+    const std::int32_t stage = action.stage();
+    const int microbatch = *action.microbatch();
+    (is_forward ? forwards_ : gradients_).insert(stage, microbatch);
     const int peer = peers_.of(action);
-    if (peer == kStays) return;  // a user on the same rank comes later in the same row
-    const StageId receiver{is_forward ? stage + 1 : stage - 1};
+    if (peer == kStays) return;  // a consumer on the same rank comes later in the same row
+    const int receiver = is_forward ? stage + 1 : stage - 1;
     result_.row(rank).push(
         Action(is_forward ? ActionKind::SendForward : ActionKind::SendBackward, action.stage(), microbatch));
     result_.row(peer).push(
         Action(is_forward ? ActionKind::RecvForward : ActionKind::RecvBackward, receiver, microbatch));
     auto& waits_for = waits_for_[static_cast<std::size_t>(peer)];
-    if (waits_for && *waits_for == Need{is_forward, stage, microbatch.value()}) {
+    if (waits_for && *waits_for == Need{is_forward, stage, microbatch}) {
       waits_for.reset();
       (peer > rank ? now_ : later_).add(peer);
     }
@@ -199,9 +200,9 @@ class TransferInserter {
   Round later_;
 };
 
-// Moves each receive towards the action that consumes it. A receive from a higher rank stops in front of the
-// next send to that rank: of two ranks that exchange data the lower one then always receives first and the
-// higher one sends first, so the two sides of an exchange meet in opposite roles.
+// Moves each receive towards the action that consumes it. A receive from a higher rank stops before the next
+// send to that rank: when two ranks exchange data, the lower one always receives first and the higher one
+// sends first, so they do not deadlock.
 Row with_deferred_receives(const Row& row, int rank, const StageMap& map) {
   struct Pending {
     Action receive;
@@ -224,11 +225,11 @@ Row with_deferred_receives(const Row& row, int rank, const StageMap& map) {
   for (const Slot slot : row) {
     for (const Action& action : slot) {
       const ActionKind kind = action.kind();
-      const std::int32_t stage = action.stage().value();
+      const std::int32_t stage = action.stage();
       if (is_send(kind)) {
-        const int peer = map.rank_of(StageId{kind == ActionKind::SendForward ? stage + 1 : stage - 1});
+        const int peer = map.rank_of(kind == ActionKind::SendForward ? stage + 1 : stage - 1);
         if (peer > rank) release([&](const Pending& entry) { return entry.peer == peer; });
-      } else if (kind == ActionKind::Forward || gives_input_gradient(kind)) {
+      } else if (kind == ActionKind::Forward || produces_input_gradient(kind)) {
         const ActionKind receive =
             kind == ActionKind::Forward ? ActionKind::RecvForward : ActionKind::RecvBackward;
         release([&](const Pending& entry) {
@@ -238,9 +239,9 @@ Row with_deferred_receives(const Row& row, int rank, const StageMap& map) {
       }
     }
     if (slot.size() == 1 && is_receive(slot[0].kind())) {
-      const std::int32_t stage = slot[0].stage().value();
+      const std::int32_t stage = slot[0].stage();
       const bool is_forward = slot[0].kind() == ActionKind::RecvForward;
-      pending.push_back({slot[0], map.rank_of(StageId{is_forward ? stage - 1 : stage + 1})});
+      pending.push_back({slot[0], map.rank_of(is_forward ? stage - 1 : stage + 1)});
     } else if (!slot.empty()) {
       result.push_slot(slot);
     }
@@ -253,23 +254,23 @@ template <class MicrobatchesOf>
 Row with_reduce_grad(const Row& row, MicrobatchesOf microbatches_of) {
   Row result;
   result.reserve(row.size() + 8);
-  struct Left {
-    StageId stage;
+  struct Remaining {
+    int stage;
     int microbatches;
   };
-  std::vector<Left> lefts;  // the stages of one rank are few, and the last one is the likeliest
+  std::vector<Remaining> remaining;  // a rank has few stages; the most recently used one is first
   for (const Slot slot : row) {
     if (slot.empty()) continue;
     result.push_slot(slot);
     for (const Action& action : slot) {
-      if (!gives_weight_gradient(action.kind())) continue;
-      auto found = std::find_if(lefts.begin(), lefts.end(),
-                                [&](const Left& left) { return left.stage == action.stage(); });
-      if (found == lefts.end())
-        found = lefts.insert(lefts.end(), {action.stage(), microbatches_of(action.stage())});
-      if (found != lefts.begin()) {
-        std::iter_swap(found, lefts.begin());
-        found = lefts.begin();
+      if (!produces_weight_gradient(action.kind())) continue;
+      auto found = std::find_if(remaining.begin(), remaining.end(),
+                                [&](const Remaining& entry) { return entry.stage == action.stage(); });
+      if (found == remaining.end())
+        found = remaining.insert(remaining.end(), {action.stage(), microbatches_of(action.stage())});
+      if (found != remaining.begin()) {
+        std::iter_swap(found, remaining.begin());
+        found = remaining.begin();
       }
       if (--found->microbatches == 0) {
         result.push(Action(ActionKind::ReduceGrad, action.stage()));
@@ -282,11 +283,11 @@ Row with_reduce_grad(const Row& row, MicrobatchesOf microbatches_of) {
 }  // namespace
 
 Row add_reduce_grad(const Row& row, int microbatches) {
-  return with_reduce_grad(row, [&](StageId) { return microbatches; });
+  return with_reduce_grad(row, [&](int) { return microbatches; });
 }
 
 Row add_reduce_grad(const Row& row, const StageMap& stages) {
-  return with_reduce_grad(row, [&](StageId stage) { return stages.chain_of(stage).microbatches; });
+  return with_reduce_grad(row, [&](int stage) { return stages.chain_of(stage).microbatches; });
 }
 
 Row merge_backward(const Row& row) {
@@ -360,7 +361,8 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
     throw ValueError(describe("schedule to lower",
                               fmt::format("{} on rank {}, slot {}", to_text(place->action), place->rank, place->slot),
                               "compute actions alone (F, B, I, W)",
-                              "remove sends, receives, UNSHARD, RESHARD and REDUCE_GRAD, which lowering adds, or use the schedule as it is"));
+                              "remove sends, receives, UNSHARD, RESHARD and REDUCE_GRAD, which lowering "
+                              "adds, or use the schedule without lowering it"));
   }
   Schedule prepared(schedule.stages());
   for (int rank = 0; rank < schedule.ranks(); ++rank) {

@@ -1,10 +1,11 @@
-// The unshard/reshard pass: which stages a rank holds gathered while it walks along its row.
+// The unshard/reshard pass: decides which stages a rank holds gathered at each slot of its row.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <unordered_map>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/lower.h"
 
@@ -12,11 +13,10 @@ namespace penstock::schedule {
 
 namespace {
 
-// The gathered stages. When several are freed in front of one slot their order is visible in the text; it is
-// the table order of an open-addressing hash set of integers, which is what the reference iterates: size 8 at
-// first, runs of nearby places before perturbed ones, growth at three fifths, and a new entry takes the last
-// removed one's place that it passed on its way to a free one. Membership itself is a linear look at a
-// handful of entries.
+// The gathered stages. When several are freed before one slot, their order is visible in the text. It must
+// match PyTorch 2.14, which iterates a Python set: an open-addressing hash table of initial size 8 that
+// probes runs of adjacent entries before perturbing, grows at three fifths, and reuses the last removed entry
+// passed while probing. Membership is a linear search over a handful of entries.
 class ActiveStages {
  public:
   bool contains(int stage) const {
@@ -61,7 +61,7 @@ class ActiveStages {
   static constexpr std::size_t kSmallest = 8;
   static constexpr std::size_t kNearby = 9;
 
-  // Returns what the entry's place held before.
+  // Returns the previous state of the entry.
   static State place(std::vector<Entry>& table, int stage) {
     const std::size_t mask = table.size() - 1;
     auto perturb = static_cast<std::size_t>(stage);
@@ -96,26 +96,26 @@ class ActiveStages {
   }
 
   std::vector<Entry> table_ = std::vector<Entry>(kSmallest);
-  std::size_t filled_ = 0;  // used and removed
+  std::size_t filled_ = 0;  // used and removed entries
   std::size_t used_ = 0;
 };
 
-// Where a stage acts next. Sorted by slot, then by its place within an overlap.
+// The next use of a stage. Sorted by slot, then by position within an overlap.
 struct Upcoming {
   std::size_t slot;
   std::size_t member;
   std::size_t stage;  // index into the stages of the row
 };
 
-// For every stage of a row its future slots, so that "the next stages from here on" needs no scan of the row.
+// The future slots of every stage of a row, so that finding the next stages does not scan the row.
 class Lookahead {
  public:
   explicit Lookahead(const Row& row) : row_(row) {
     std::unordered_map<int, std::size_t> known;
-    std::size_t last = 0;  // rows stay on a stage or two for long
+    std::size_t last = 0;  // consecutive slots mostly use the same one or two stages
     for (std::size_t slot = 0; slot < row.size(); ++slot) {
       for (const Action& action : row[slot]) {
-        const int stage = action.stage().value();
+        const int stage = action.stage();
         if (uses_.empty() || uses_[last].stage != stage) {
           const auto [found, fresh] = known.try_emplace(stage, uses_.size());
           last = found->second;
@@ -130,7 +130,8 @@ class Lookahead {
     }
   }
 
-  // Stages in the order of their next use, as many as are wanted; all members of an overlap count together.
+  // Up to the requested number of stages, in the order of their next use; members of an overlap count
+  // together.
   void next_stages(std::size_t wanted, std::vector<int>& stages) const {
     stages.clear();
     for (std::size_t i = 0; i < upcoming_.size(); ++i) {
@@ -139,7 +140,7 @@ class Lookahead {
     }
   }
 
-  // The walk leaves `slot`: its stages move on to their next use.
+  // Advances past `slot`: its stages move to their next use.
   void leave(std::size_t slot) {
     while (!upcoming_.empty() && upcoming_.front().slot == slot) {
       const std::size_t stage = upcoming_.front().stage;
@@ -160,7 +161,7 @@ class Lookahead {
   void insert(std::size_t slot, std::size_t stage) {
     const Slot members = row_[slot];
     const auto found = std::ranges::find_if(
-        members, [&](const Action& a) { return a.stage().value() == uses_[stage].stage; });
+        members, [&](const Action& a) { return a.stage() == uses_[stage].stage; });
     const Upcoming entry = {slot, static_cast<std::size_t>(found - members.begin()), stage};
     const auto before = [](const Upcoming& a, const Upcoming& b) {
       return a.slot != b.slot ? a.slot < b.slot : a.member < b.member;
@@ -193,20 +194,20 @@ Row add_unshard_reshard(const Row& row, int max_active_stages) {
       for (const int stage : active.in_order()) {
         if (std::ranges::find(wanted, stage) != wanted.end()) continue;
         active.remove(stage);
-        result.push(Action(ActionKind::Reshard, StageId{stage}));
+        result.push(Action(ActionKind::Reshard, stage));
       }
     }
     if (wanted_and_active < wanted.size()) {
       for (const int stage : wanted) {
         if (active.contains(stage)) continue;
         active.add(stage);
-        result.push(Action(ActionKind::Unshard, StageId{stage}));
+        result.push(Action(ActionKind::Unshard, stage));
       }
     }
     result.push_slot(row[slot]);
     lookahead.leave(slot);
   }
-  for (const int stage : active.in_order()) result.push(Action(ActionKind::Reshard, StageId{stage}));
+  for (const int stage : active.in_order()) result.push(Action(ActionKind::Reshard, stage));
   return result;
 }
 

@@ -5,17 +5,18 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {
 
 ShardLayout::ShardLayout(std::vector<std::int64_t> shape, std::int64_t dim, int ranks) : shape_(std::move(shape)), dim_(dim), ranks_(ranks) {
   const auto ndim = static_cast<std::int64_t>(shape_.size());
-  if (ranks < 1) throw ValueError(describe("the ranks that share a parameter", std::to_string(ranks), "1 or more"));
+  if (ranks < 1) throw ValueError(describe("number of ranks that share a parameter", std::to_string(ranks), "1 or more"));
   if (ndim == 0) {
     if (ranks > 1)
-      throw ValueError(describe("a parameter to be sharded", "one without dims", "at least one dim to cut along",
-                                "make it a tensor of shape [1], or give it in ShardOptions::ignored"));
+      throw ValueError(describe("a parameter to be sharded", "a 0-dim tensor", "at least one dim to cut along",
+                                "make it a tensor of shape [1], or add it to ShardOptions::ignored"));
     dim_ = 0;
     return;
   }

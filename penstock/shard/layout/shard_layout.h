@@ -1,10 +1,10 @@
-// How one tensor is cut along a dim into one piece per rank. Arithmetic only.
+// How a tensor is cut along one dim into one piece per rank. Arithmetic only.
 //
 //   7 rows over 3 ranks, dim 0       rank 0: rows 0-2    rank 1: rows 3-5    rank 2: row 6
-//   padded: every rank's place has room for 3 rows, as rank 0 has; rank 2 uses the first of them
+//   padded: every rank's slot has room for 3 rows, like rank 0's; rank 2 uses the first of them
 //
-// A piece is ceil(size / ranks) long until nothing is left; later ranks may hold less or nothing. Pieces are dense, whatever the
-// dim: a rank's place in a buffer holds its piece first and padding after it.
+// A piece is ceil(size / ranks) long until nothing is left; later ranks may hold less or nothing. Pieces are
+// dense for any dim: a rank's slot in a buffer holds its piece first and padding after it.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ namespace penstock {
 class ShardLayout {
  public:
   ShardLayout() = default;
-  // `dim` may be negative. Throws ValueError for a dim outside of the shape and for ranks < 1. A tensor without dims cannot be cut:
-  // with one rank it is whole, with several it is a ValueError.
+  // `dim` may be negative. Throws ValueError for a dim out of range and for ranks < 1. A 0-dim tensor cannot
+  // be cut: it is whole for one rank and a ValueError for several.
   ShardLayout(std::vector<std::int64_t> shape, std::int64_t dim, int ranks);
 
   const std::vector<std::int64_t>& shape() const { return shape_; }
@@ -24,7 +24,7 @@ class ShardLayout {
   int ranks() const { return ranks_; }
   std::int64_t numel() const { return numel_; }
 
-  // Length along the dim of the pieces that are not cut short.
+  // Length along the dim of the full pieces.
   std::int64_t chunk() const { return chunk_; }
   std::int64_t length(int rank) const;
   std::int64_t offset(int rank) const;  // the size of the dim for a rank that holds nothing
@@ -34,7 +34,7 @@ class ShardLayout {
   std::int64_t padded_numel() const { return chunk_ * others_; }
   bool even() const { return chunk_ * ranks_ == size_; }
 
-  // As a matrix of blocks: outer() rows, each of size along the dim times inner() elements.
+  // The tensor as a matrix of blocks: outer() rows, each of size along the dim times inner() elements.
   std::int64_t outer() const { return outer_; }
   std::int64_t inner() const { return inner_; }
 

@@ -21,20 +21,21 @@ struct BufferPool::Shelf {
 
 namespace {
 
-// What the deleter of lent memory gets: where it came from. The shelf lives as long as anything of it is lent.
+// Passed to the deleter of lent memory: where it came from. The shelf lives as long as any of its memory is
+// lent.
 struct Loan {
   std::shared_ptr<BufferPool::Shelf> shelf;
   std::size_t bytes;
   at::DataPtr memory;
 };
 
-void give_back(void* context) {
+void return_memory(void* context) {
   std::unique_ptr<Loan> loan(static_cast<Loan*>(context));
   const std::lock_guard lock(loan->shelf->mutex);
   loan->shelf->free[loan->bytes].push_back(std::move(loan->memory));
 }
 
-constexpr std::size_t kStep = 64;  // sizes that differ by less share their memory
+constexpr std::size_t kStep = 64;  // sizes in the same step share memory
 
 }  // namespace
 
@@ -58,7 +59,7 @@ at::DataPtr BufferPool::memory(std::int64_t count, at::Device device) const {
   }
   if (!loan->memory) loan->memory = c10::GetCPUAllocator()->allocate(bytes);
   void* data = loan->memory.get();
-  return at::DataPtr(data, loan.release(), &give_back, device);
+  return at::DataPtr(data, loan.release(), &return_memory, device);
 }
 
 at::Tensor BufferPool::bytes(std::int64_t count, at::Device device) const {

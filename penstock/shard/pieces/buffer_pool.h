@@ -1,8 +1,9 @@
-// Memory for the buffers of gathers and reductions, which come and go in the same sizes every step.
+// Memory for the buffers of gathers and reductions, which are needed in the same sizes every step.
 //
-// A tensor of the pool gives its memory back when its last handle goes, and the next one of that size takes it: after the first
-// steps nothing is asked of the system. On CUDA LibTorch's allocator does the same, with streams, and the pool passes on to it.
-// Thread rule: any thread.
+// A tensor of the pool returns its memory when its last handle is destroyed, and the next request for that
+// size reuses it: after the first steps nothing is allocated from the system. On CUDA LibTorch's allocator
+// does the same, per stream, and the pool forwards to it.
+// Thread safety: may be used from any thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,13 +18,13 @@ class BufferPool {
  public:
   BufferPool();
 
-  // Not initialized, contiguous.
+  // Uninitialized, contiguous.
   at::Tensor bytes(std::int64_t count, at::Device device) const;
   at::Tensor empty(at::IntArrayRef shape, at::ScalarType dtype, at::Device device) const;
-  // Memory for a storage that is filled and emptied: null for no bytes.
+  // Memory for a storage that is filled and released repeatedly; null for 0 bytes.
   at::DataPtr memory(std::int64_t count, at::Device device) const;
 
-  // How often the pool had to ask the system, and how many bytes it holds, lent or not. Of CPU memory.
+  // How often the pool allocated from the system, and how many bytes it holds, lent or not. CPU memory only.
   std::size_t allocations() const;
   std::size_t held_bytes() const;
 

@@ -9,7 +9,7 @@
 
 #include "penstock/shard/pieces/piece_copy.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/tensor_subclass.h"
 
 namespace penstock {
@@ -52,7 +52,7 @@ class EncodedParameter final : public Payload {
     return whole.as_strided(geometry_.sizes, geometry_.strides, geometry_.storage_offset);
   }
 
-  // A tensor without memory that lies as this one does.
+  // A tensor without memory and with the geometry of this one.
   at::Tensor shape_only() const {
     return at::empty({bytes_.layout.numel()}, at::TensorOptions(geometry_.dtype).device(at::kMeta)).as_strided(geometry_.sizes, geometry_.strides, geometry_.storage_offset);
   }
@@ -67,7 +67,7 @@ class EncodedParameter final : public Payload {
     op.callBoxed(stack);
     for (std::size_t i = stack->size() - traits.returns.size(); i < stack->size(); ++i)
       (*stack)[i] = map_tensors((*stack)[i], [&](const at::Tensor& shaped) {
-        if (shaped.scalar_type() != geometry_.dtype) refuse(op, "a view of another dtype needs the parameter's decoded memory; call clone() first");
+        if (shaped.scalar_type() != geometry_.dtype) refuse(op, "a view with a different dtype needs the parameter's decoded memory; call clone() first");
         WrapperGeometry geometry = geometry_of(shaped);
         geometry.device = geometry_.device;
         return make(bytes_, geometry, &viewed);

@@ -1,7 +1,9 @@
-// A gathered parameter that keeps the form it was sent in: to the outside a dense tensor, inside the bytes that each rank encoded.
+// A gathered parameter that keeps the encoding it was sent in: externally a dense tensor, internally the
+// bytes of each rank.
 //
-// Views of it are views of the encoded parameter. Every other operator decodes what it takes and gets a plain tensor, which is freed when the
-// operator returns, so forward and backward hold one decoded parameter at a time. Results are plain. Writing it is a TypeError.
+// Views of it are views of the encoded parameter. Every other operator decodes its arguments to plain
+// tensors, which are freed when the operator returns, so forward and backward hold one decoded parameter at a
+// time. Results are plain. Writing to it is a TypeError.
 #pragma once
 
 #include <ATen/core/Tensor.h>

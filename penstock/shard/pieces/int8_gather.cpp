@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/shard/pieces/piece_copy.h"
 
@@ -16,7 +17,7 @@ class Int8Gather final : public AllGatherExtension {
 
   bool keeps_encoded() const override { return keep_encoded_; }
 
-  // Scales first: they want alignment.
+  // Scales first, for alignment.
   std::int64_t encoded_bytes(std::int64_t numel, at::ScalarType) const override { return blocks(numel) * 4 + numel; }
 
   void encode(const at::Tensor& shard, const at::Tensor& bytes) const override {
@@ -24,7 +25,7 @@ class Int8Gather final : public AllGatherExtension {
     if (numel == 0) return;
     const at::Tensor rows = in_blocks(shard.to(at::kFloat));
     const at::Tensor scale = rows.abs().amax({1}, true) / 127.0;
-    // A block of zeros has no scale; any will do.
+    // A block of zeros has no scale; any value works.
     const at::Tensor whole = (rows / at::where(scale == 0, at::ones_like(scale), scale)).round_();
     scales(bytes, numel).copy_(scale.view({-1}));
     values(bytes, numel).copy_(whole.view({-1}).narrow(0, 0, numel));

@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {
@@ -13,7 +14,7 @@ bool plain_bytes(const at::Tensor& rows, const ShardLayout& layout, const at::Te
   return layout.outer() == 1 && rows.scalar_type() == whole.scalar_type() && rows.device().is_cpu() && whole.device().is_cpu() && whole.is_contiguous();
 }
 
-// The pieces of full length, which come first: [pieces, outer, chunk * inner] of both sides.
+// The full pieces, which come first: [pieces, outer, chunk * inner] of both sides.
 struct FullPieces {
   at::Tensor in_rows, in_whole;
   int count;
@@ -50,7 +51,7 @@ void join_pieces(const at::Tensor& rows, std::int64_t offset, const ShardLayout&
     }
     return;
   }
-  PENSTOCK_INVARIANT(whole.is_contiguous(), "pieces are joined in a dense tensor");
+  PENSTOCK_INVARIANT(whole.is_contiguous(), "pieces must be joined in a dense tensor");
   const FullPieces full = full_pieces(rows, offset, layout, whole);
   if (full.count > 0) full.in_whole.copy_(full.in_rows);
   if (full.count < layout.ranks() && layout.length(full.count) > 0) piece_of(whole, layout, full.count).copy_(place_of(rows, offset, layout, full.count));
@@ -82,7 +83,7 @@ void split_pieces(const at::Tensor& whole, const ShardLayout& layout, const at::
 
 at::Tensor typed_part(const at::Tensor& bytes, std::int64_t byte_offset, at::ScalarType dtype, at::IntArrayRef shape) {
   const auto item = static_cast<std::int64_t>(c10::elementSize(dtype));
-  PENSTOCK_INVARIANT((bytes.storage_offset() + byte_offset) % item == 0, "a part of a buffer begins at a multiple of its item size");
+  PENSTOCK_INVARIANT((bytes.storage_offset() + byte_offset) % item == 0, "a part of a buffer must begin at a multiple of its item size");
   at::Tensor part = at::empty({0}, bytes.options().dtype(dtype));
   std::vector<std::int64_t> stride(shape.size(), 1);
   for (std::size_t i = shape.size(); i-- > 1;) stride[i - 1] = stride[i] * std::max<std::int64_t>(shape[i], 1);

@@ -1,10 +1,11 @@
-// Between a whole tensor and the rows of a collective's buffer, one row per rank.
+// Copies between a whole tensor and the rows of a collective's buffer, one row per rank.
 //
-//   rows      [ranks, width] of the parameter's dtype; a parameter's piece lies dense at `offset` of each row
+//   rows      [ranks, width] of the parameter's dtype; a parameter's piece is stored densely at `offset` of
+//   each row
 //   gather    rows -> whole, after an all-gather
 //   reduce    whole -> rows, before a reduce-scatter; dtype may differ, padding becomes zero
 //
-// Both are one pass over the data, whatever the dim, with at most two copies (pieces of full length, and the one that is short).
+// Both make one pass over the data for any dim, with at most two copies (the full pieces, and the short one).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,10 +20,10 @@ namespace penstock {
 void join_pieces(const at::Tensor& rows, std::int64_t offset, const ShardLayout& layout, const at::Tensor& whole);
 void split_pieces(const at::Tensor& whole, const ShardLayout& layout, const at::Tensor& rows, std::int64_t offset);
 
-// One rank's piece alone, as a view.
+// Returns one rank's piece as a view.
 at::Tensor piece_of(const at::Tensor& whole, const ShardLayout& layout, int rank);
 
-// `bytes`: a contiguous tensor of bytes. A tensor of another dtype over part of them.
+// `bytes` is a contiguous byte tensor. Returns a tensor of another dtype over a part of it.
 at::Tensor typed_part(const at::Tensor& bytes, std::int64_t byte_offset, at::ScalarType dtype, at::IntArrayRef shape);
 
 }  // namespace penstock

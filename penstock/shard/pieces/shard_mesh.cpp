@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
@@ -12,7 +13,7 @@
 namespace penstock {
 namespace {
 
-// Where each of `names` stands in a mesh that has them all; nothing otherwise.
+// The positions of `names` in a mesh. Returns std::nullopt unless the mesh has all of them.
 std::optional<std::vector<int>> axes_in(const DeviceMesh& mesh, const std::vector<std::string>& names) {
   std::vector<int> axes;
   for (const std::string& name : names) {
@@ -35,46 +36,48 @@ GlobalGeometry dense(GlobalGeometry geometry) {
   return geometry;
 }
 
-// A parameter's mesh has axes of the same names: they must join the same ranks in the same order, or "along dp" means two things.
+// The parameter's mesh has axes of the same names: they must join the same ranks in the same order, otherwise
+// "along dp" would be ambiguous.
 void check_same_axes(const std::string& name, const DeviceMesh& data, const DeviceMesh& own, const std::vector<int>& position) {
   for (int axis = 0; axis < data.ndim(); ++axis) {
     const int at = position[static_cast<std::size_t>(axis)];
     const auto refuse = [&](int rank) {
       throw ValueError(describe(fmt::format("fully_shard: axis '{}' of the mesh of parameter '{}'", data.names()[static_cast<std::size_t>(axis)], name),
-                                fmt::format("ranks [{}] from rank {}, in {}", fmt::join(own.as_rank(Rank{rank}).rank_list(at), ", "), rank, own.to_string()),
-                                fmt::format("ranks [{}], as in the mesh of fully_shard, {}", fmt::join(data.as_rank(Rank{rank}).rank_list(axis), ", "), data.to_string()),
+                                fmt::format("ranks [{}] from rank {}, in {}", fmt::join(own.as_rank(rank).rank_list(at), ", "), rank, own.to_string()),
+                                fmt::format("ranks [{}], as in the mesh of fully_shard, {}", fmt::join(data.as_rank(rank).rank_list(axis), ", "), data.to_string()),
                                 "distribute the parameter and shard the module on one mesh and its slices"));
     };
-    // Of one universe layouts tell for all ranks at once, so that all ranks decide alike.
+    // For meshes of one universe the layouts describe all ranks at once, so that all ranks come to the same
+    // decision.
     if (data.universe() == own.universe()) {
       if (!(data.layout().axis_layout(axis) == own.layout().axis_layout(at))) {
         const std::vector<int> ranks = own.ranks();
-        const auto differs = [&](int rank) { return data.as_rank(Rank{rank}).rank_list(axis) != own.as_rank(Rank{rank}).rank_list(at); };
+        const auto differs = [&](int rank) { return data.as_rank(rank).rank_list(axis) != own.as_rank(rank).rank_list(at); };
         const auto found = std::find_if(ranks.begin(), ranks.end(), differs);
-        refuse(found == ranks.end() ? data.this_rank().value() : *found);
+        refuse(found == ranks.end() ? data.this_rank() : *found);
       }
       continue;
     }
     for (const int rank : own.ranks()) {
       if (std::find(data.universe().begin(), data.universe().end(), rank) == data.universe().end()) continue;
-      if (data.as_rank(Rank{rank}).rank_list(axis) != own.as_rank(Rank{rank}).rank_list(at)) refuse(rank);
+      if (data.as_rank(rank).rank_list(axis) != own.as_rank(rank).rank_list(at)) refuse(rank);
     }
   }
 }
 
-// The placement of a data-parallel axis that cuts what other axes have cut before.
+// The placement of a data-parallel axis that shards what other axes have sharded before.
 Placement shard_after(std::int64_t dim, std::int64_t pieces) { return pieces > 1 ? Placement(StridedShard{dim, pieces}) : Placement(Shard{dim}); }
 
 }  // namespace
 
 ShardMesh::ShardMesh(comm::MeshGroups mesh, std::vector<int> shard_axes, std::vector<int> replicate_axes)
     : mesh_(std::move(mesh)), shard_axes_(std::move(shard_axes)), replicate_axes_(std::move(replicate_axes)) {
-  // Placements and groups go by the order of the mesh, however the axes were named.
+  // Placements and groups follow the order of the mesh, not the order in which the axes were named.
   std::sort(shard_axes_.begin(), shard_axes_.end());
   std::sort(replicate_axes_.begin(), replicate_axes_.end());
   if (mesh_.coordinate().empty())
-    throw ValueError(describe("the mesh of fully_shard", fmt::format("{}, which does not hold rank {}", mesh_.mesh().to_string(), mesh_.mesh().this_rank().value()),
-                              "a mesh that this rank is in", "call fully_shard on the ranks of the mesh alone"));
+    throw ValueError(describe("the mesh of fully_shard", fmt::format("{}, which does not contain rank {}", mesh_.mesh().to_string(), mesh_.mesh().this_rank()),
+                              "a mesh that contains this rank", "call fully_shard only on the ranks of the mesh"));
   for (const int axis : shard_axes_) {
     const auto at = static_cast<std::size_t>(axis);
     shard_ranks_ *= static_cast<int>(mesh_.shape()[at]);
@@ -120,7 +123,8 @@ comm::Group ShardMesh::group_along(const std::vector<int>& axes, const std::stri
   return group_of(ranks, purpose);
 }
 
-// Gathers and reductions are many and awaited: parts go the fastest way between processes of a host, and are added up in one order.
+// Gathers and reductions are frequent and waited for: data takes the fastest path between processes of a
+// host, and is summed in a fixed order.
 comm::Group ShardMesh::group_of(const std::vector<int>& ranks, const std::string& purpose) const {
   const comm::World& world = mesh_.world();
   return world.group_of(ranks, comm::MemberGroupOptions{.purpose = purpose, .p2p = mesh_.mesh().device_type() == "cpu" ? world.low_latency_transport() : comm::P2PTransport::Auto});
@@ -173,7 +177,7 @@ ParameterPlacement place_parameter(const std::string& name, const at::Tensor& pa
 
   if (!payload) {
     Placements placements(mesh.mesh().shape().size());
-    // A parameter without dims stays whole on one rank; the layout refuses more.
+    // A 0-dim parameter stays whole on one rank; the layout rejects several ranks.
     if (ndim > 0)
       for (const int axis : mesh.shard_axes()) placements[static_cast<std::size_t>(axis)] = Shard{dim};
     ParameterPlacement placed{DTensorSpec::get(mesh.mesh(), placements, geometry), mesh.mesh(), nullptr, std::nullopt, {}, layout_of(geometry.shape)};
@@ -192,24 +196,24 @@ ParameterPlacement place_parameter(const std::string& name, const at::Tensor& pa
       if (before[axis].splits(dim)) pieces *= payload->mesh.shape()[axis];
     return pieces;
   };
-  // Of the same dense geometry on its own mesh.
+  // With the same dense geometry on its own mesh.
   const SpecPtr original = DTensorSpec::get(payload->mesh, before, geometry);
   const std::vector<std::string> names = mesh.mesh().mesh().names();
   const auto inside = !names.empty() ? axes_in(own, names) : std::nullopt;
   if (inside) {
-    // The parameter lies on a mesh that has the data-parallel axes, too.
+    // The parameter's mesh also contains the data-parallel axes.
     check_same_axes(name, mesh.mesh().mesh(), own, *inside);
     Placements placements = before;
     const auto position = [&](int axis) { return static_cast<std::size_t>((*inside)[static_cast<std::size_t>(axis)]); };
     for (const int axis : mesh.replicate_axes())
       if (!before[position(axis)].is_replicate())
         throw ValueError(describe(fmt::format("fully_shard: placement of '{}' on the replicate axis '{}' ({})", name, names[static_cast<std::size_t>(axis)], position(axis)),
-                                  before[position(axis)].to_string(), "R", "distribute it so, or name another axis"));
+                                  before[position(axis)].to_string(), "R", "distribute it with R, or name another axis"));
     for (const int axis : mesh.shard_axes()) {
       const std::size_t at = position(axis);
       if (!before[at].is_replicate())
         throw ValueError(describe(fmt::format("fully_shard: placement of '{}' on the shard axis '{}' ({})", name, names[static_cast<std::size_t>(axis)], at),
-                                  before[at].to_string(), "R", "distribute it so, or name another axis"));
+                                  before[at].to_string(), "R", "distribute it with R, or name another axis"));
       placements[at] = shard_after(dim, pieces_of_dim(at + 1));
     }
     ParameterPlacement placed{DTensorSpec::get(payload->mesh, placements, geometry), payload->mesh, original, payload->mesh, *inside, layout_of(original->local_shape())};
@@ -220,7 +224,7 @@ ParameterPlacement place_parameter(const std::string& name, const at::Tensor& pa
     try {
       return mesh.mesh().with_mesh(DeviceMesh::concatenate({mesh.mesh().mesh(), own}));
     } catch (const ValueError& error) {
-      throw ValueError(fmt::format("fully_shard: the mesh of parameter '{}' and that of fully_shard cannot be joined: {}", name, error.what()));
+      throw ValueError(fmt::format("fully_shard: the mesh of parameter '{}' cannot be joined with the mesh of fully_shard: {}", name, error.what()));
     }
   }();
   Placements placements(mesh.mesh().shape().size());

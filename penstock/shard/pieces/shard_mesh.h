@@ -1,11 +1,13 @@
-// The data-parallel axes of a mesh: along which parameters are cut, and along which they are repeated.
+// The data-parallel axes of a mesh: those along which parameters are sharded, and those along which they are
+// replicated.
 //
 //   FSDP        one axis that shards                      [S]
 //   HSDP        replicate x shard                         [R, S]
 //   replicate   one axis that replicates                  [R]
 //   SPMD        a larger mesh with these axes by name     [S, (tp), ...]
 //
-// A value. Making the groups of the axes needs the ranks along them, at first use (MeshGroups::group).
+// A value. The groups of the axes are created at first use (MeshGroups::group), collectively over the ranks
+// along them.
 #pragma once
 
 #include <cstdint>
@@ -23,12 +25,13 @@ namespace penstock {
 
 class ShardMesh {
  public:
-  // Axes as ShardOptions says. Throws ValueError for a mesh that does not fit, naming the axes it has.
+  // Selects the axes according to ShardOptions. Throws ValueError for a mesh that does not fit, naming its
+  // axes.
   ShardMesh(const comm::MeshGroups& mesh, const ShardOptions& options);
   // Every axis replicates.
   static ShardMesh replicating(const comm::MeshGroups& mesh);
 
-  // The data-parallel axes alone, replicating ones first or as they stand in the mesh.
+  // The data-parallel axes alone, replicating ones first or in the order of the mesh.
   const comm::MeshGroups& mesh() const { return mesh_; }
   const std::vector<int>& shard_axes() const { return shard_axes_; }          // of mesh()
   const std::vector<int>& replicate_axes() const { return replicate_axes_; }  // of mesh()
@@ -39,13 +42,14 @@ class ShardMesh {
   int shard_ranks() const { return shard_ranks_; }
   int shard_rank() const { return shard_rank_; }  // of this rank
   int replicas() const { return replicas_; }
-  // Of all ranks that share the parameters, and of those that hold equal shards. Asked for at first use. Gathers and reductions go
-  // through groups of their own: what a rank gathers never waits behind what it reduces, and each of the two has one order. Between CPU tensors of
-  // processes of one host they use World::low_latency_transport().
+  // The groups of all ranks that share the parameters, and of those that hold equal shards. Created at first
+  // use. Gathers and reductions use separate groups: a gather never waits for an earlier reduction, and each
+  // of the two has its own order. For CPU tensors of processes on one host they use
+  // World::low_latency_transport().
   comm::Group gather_group() const;
   comm::Group reduce_group() const;
   comm::Group replicate_group() const;
-  // The ranks in blocks of `ranks` along the shard axis: this rank's block.
+  // The ranks along the shard axis in blocks of `ranks`: the block of this rank.
   comm::Group block_group(int ranks) const;
 
  private:
@@ -56,21 +60,22 @@ class ShardMesh {
   comm::MeshGroups mesh_;
   std::vector<int> shard_axes_, replicate_axes_;
   int shard_ranks_ = 1, shard_rank_ = 0, replicas_ = 1;
-  // What was asked for. One thread at a time uses a value of this class.
+  // Created at first use. A value of this class is used by one thread at a time.
   mutable comm::Group gather_, reduce_, replicate_;
 };
 
-// How one parameter lies before and after sharding.
+// The layout of one parameter before and after sharding.
 struct ParameterPlacement {
   SpecPtr sharded;                            // of the whole tensor, dtype of the parameter
   comm::MeshGroups mesh;                      // of `sharded`
-  SpecPtr original;                           // of a parameter that was distributed (tensor or expert parallel); else null
+  // Null unless the parameter was already distributed (tensor or expert parallel).
+  SpecPtr original;
   std::optional<comm::MeshGroups> original_mesh;
-  std::vector<int> data_axes;                 // axes of the original mesh that are data-parallel ones (SPMD)
+  std::vector<int> data_axes;                 // axes of the original mesh that are data-parallel (SPMD)
   ShardLayout layout;                         // of the local data
 };
 
-// Throws ValueError for a dim or a mesh that does not fit; `name` is the parameter's, for the message.
+// Throws ValueError for a dim or a mesh that does not fit; the message uses `name`, the parameter's name.
 ParameterPlacement place_parameter(const std::string& name, const at::Tensor& parameter, const ShardMesh& mesh, const Shard& shard);
 
 }  // namespace penstock

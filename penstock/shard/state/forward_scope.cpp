@@ -17,11 +17,13 @@ at::Tensor cast(const at::Tensor& tensor, const std::optional<at::ScalarType>& d
 
 ForwardScope::ForwardScope(const torch::nn::Module& module) : state_(find_shard_state(module)) {
   if (!state_ || !state_->group()) return;
-  for (ParameterGroup* group : state_->groups()) {
+  for (ShardGroup* group : state_->groups()) {
     if (group->in_trial()) continue;
     group->context().before_use(*group);
-    if (!at::GradMode::is_enabled()) continue;  // inside a backward it is enabled where a forward is run again
-    // Parameters that are distributed may be used by what is no operator (to_local): their gradients are to come here all the same.
+    // Inside a backward it is enabled where a forward is recomputed.
+    if (!at::GradMode::is_enabled()) continue;
+    // Distributed parameters may be used by something that is not an operator (to_local): their gradients
+    // must arrive here as well.
     for (std::size_t slot = 0; slot < group->parameters().size(); ++slot) {
       const at::Tensor parameter = group->parameters()[slot].parameter();
       if (!parameter.defined() || !parameter.requires_grad() || !is_dtensor(parameter)) continue;
@@ -33,7 +35,7 @@ ForwardScope::ForwardScope(const torch::nn::Module& module) : state_(find_shard_
 
 ForwardScope::~ForwardScope() {
   if (!state_) return;
-  for (ParameterGroup* group : state_->groups())
+  for (ShardGroup* group : state_->groups())
     if (!group->in_trial()) group->context().after_forward(*group);
 }
 
@@ -48,8 +50,8 @@ at::Tensor ForwardScope::output(const at::Tensor& tensor) const {
 }
 
 UnshardedScope::UnshardedScope(const torch::nn::Module& module) : state_(find_shard_state(module)) {
-  if (!state_) throw StateError("UnshardedScope: the module was not given to fully_shard; give the one that was");
-  for (ParameterGroup* group : state_->all_groups()) {
+  if (!state_) throw StateError("UnshardedScope: the module was not passed to fully_shard; pass the one that was");
+  for (ShardGroup* group : state_->all_groups()) {
     if (group->in_trial()) continue;
     group->context();
     group->begin_writes();
@@ -58,7 +60,7 @@ UnshardedScope::UnshardedScope(const torch::nn::Module& module) : state_(find_sh
 }
 
 UnshardedScope::~UnshardedScope() {
-  for (ParameterGroup* group : groups_) {
+  for (ShardGroup* group : groups_) {
     group->end_writes();
     group->reshard();
   }

@@ -1,4 +1,4 @@
-// Scopes in which a sharded module's parameters are gathered.
+// Scopes during which a sharded module's parameters are gathered.
 //
 //   at::Tensor BlockImpl::forward(const at::Tensor& x) {
 //     const ForwardScope scope(*this);                   // gathers this block, casts, frees at the end
@@ -6,9 +6,9 @@
 //     return scope.output(h + mlp(norm(h)));
 //   }
 //
-// A module needs no scope: operators gather what they use (fully_shard.h). With one the group is freed exactly where the module ends
-// rather than where the next begins, and inputs and outputs of the module as a whole are cast. A module that is not sharded may
-// open one, too: nothing happens.
+// A module does not need a scope: operators gather the parameters they use (fully_shard.h). With a scope the
+// group is freed exactly where the module ends instead of where the next begins, and inputs and outputs of
+// the module as a whole are cast. In a module that is not sharded a scope does nothing.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,28 +30,30 @@ class ForwardScope {
   ForwardScope(const ForwardScope&) = delete;
   ForwardScope& operator=(const ForwardScope&) = delete;
 
-  // Cast as the policy's param_dtype and output_dtype say; differentiable. Tensors that are not floating point stay.
+  // Casts according to the policy's param_dtype and output_dtype; differentiable. Tensors that are not
+  // floating point are returned unchanged.
   at::Tensor input(const at::Tensor& tensor) const;
   at::Tensor output(const at::Tensor& tensor) const;
 
  private:
   std::shared_ptr<ShardState> state_;
-  std::vector<AccumulatorPtr> accumulators_;  // until the graph holds them
+  std::vector<AccumulatorPtr> accumulators_;  // until the autograd graph holds them
 };
 
-// Whole parameters of a module and all sharded modules inside it, to be read and written: every rank must write the same.
+// Makes the whole parameters of a module and of all sharded modules inside it available for reading and
+// writing: every rank must write the same values.
 class UnshardedScope {
  public:
   // [collective]
   explicit UnshardedScope(const torch::nn::Module& module);
-  // Takes what was written into the shards and frees the rest. No communication.
+  // Copies this rank's part of the written values into the shards and frees the rest. No communication.
   ~UnshardedScope();
   UnshardedScope(const UnshardedScope&) = delete;
   UnshardedScope& operator=(const UnshardedScope&) = delete;
 
  private:
   std::shared_ptr<ShardState> state_;
-  std::vector<ParameterGroup*> groups_;
+  std::vector<ShardGroup*> groups_;
 };
 
 }  // namespace penstock

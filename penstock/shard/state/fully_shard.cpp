@@ -6,9 +6,10 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
-#include "penstock/shard/state/group_parts.h"
+#include "penstock/shard/state/group_internal.h"
 #include "penstock/shard/state/registry.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
 
@@ -20,7 +21,7 @@ std::shared_ptr<ShardState> fully_shard(torch::nn::Module& module, const comm::M
 
 std::shared_ptr<ShardState> replicate(torch::nn::Module& module, const comm::MeshGroups& mesh, const ShardOptions& options) {
   if (!options.shard_axes.empty() || options.shard_placement)
-    throw ValueError("replicate: shard_axes and shard_placement say how to cut parameters, which replicate does not do; call fully_shard, or leave them out");
+    throw ValueError("replicate: shard_axes and shard_placement are set, but replicate does not shard parameters; call fully_shard, or leave them out");
   return make_shard_state(module, ShardMesh::replicating(mesh), options);
 }
 
@@ -41,18 +42,18 @@ void ensure_sharded(const std::vector<at::Tensor>& parameters) {
 void ensure_sharded(const at::Tensor& parameter) {
   const auto info = shard_of(parameter);
   if (!info) return;
-  if (info->state() != GroupState::Sharded) info->group->reshard();
+  if (info->state() != ShardGroupState::Sharded) info->group->reshard();
   info->group->before_shards_change();
 }
 
 namespace {
 
-// Tensor objects that have taken the place of parameters in the table of the module that was sharded.
+// Adopts tensor objects that have replaced parameters in the parameter table of the sharded module.
 void adopt_new_objects(const torch::nn::Module& module) {
   const std::shared_ptr<ShardState> state = find_replaced_shard_state(module);
   if (!state) return;
   const auto table = module.named_parameters(/*recurse=*/true);
-  for (ParameterGroup* group : state->groups())
+  for (ShardGroup* group : state->groups())
     for (std::size_t i = 0; i < group->parameters().size(); ++i) {
       const ShardedParameter& p = group->parameters()[i];
       const at::Tensor* now = table.find(p.name);
@@ -71,7 +72,7 @@ void reset_sharded_parameters(torch::nn::Module& module) {
 
 void load_whole(const at::Tensor& parameter, const at::Tensor& whole) {
   const auto info = shard_of(parameter);
-  if (!info) throw TypeError(describe("load_whole", "a tensor that is not a sharded parameter", "a parameter of a module given to fully_shard"));
+  if (!info) throw TypeError(describe("load_whole", "a tensor that is not a sharded parameter", "a parameter of a module passed to fully_shard"));
   if (whole.sizes() != parameter.sizes())
     throw ValueError(describe(fmt::format("load_whole into {}", info->parameter().to_string()), fmt::format("[{}]", fmt::join(whole.sizes(), ", ")), fmt::format("[{}]", fmt::join(parameter.sizes(), ", "))));
   ensure_sharded(parameter);
@@ -80,8 +81,8 @@ void load_whole(const at::Tensor& parameter, const at::Tensor& whole) {
   detail::copy_part(whole, *info->parameter().placement.sharded, detail::dtensor_payload(info->parameter().sharded)->local());
 }
 
-void materialize_shards(torch::nn::Module& module, const ParameterGroup::ShardInitializer& fill, std::optional<at::Device> device) {
-  std::vector<ParameterGroup*> done;
+void materialize_shards(torch::nn::Module& module, const ShardGroup::ShardInitializer& fill, std::optional<at::Device> device) {
+  std::vector<ShardGroup*> done;
   for (const at::Tensor& parameter : module.parameters())
     if (const auto info = shard_of(parameter); info && std::find(done.begin(), done.end(), info->group) == done.end()) {
       done.push_back(info->group);

@@ -1,13 +1,14 @@
-// How a group becomes whole and sharded again: gathers, the memory they fill, and what is kept after forward.
+// Gathering and resharding of a group: the collectives, the memory they fill, and what is kept after forward.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/shard/state/group_parts.h"
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/group_internal.h"
+#include "penstock/shard/state/shard_group.h"
 #include "penstock/shard/pieces/piece_copy.h"
 #include "penstock/shard/state/shard_context.h"
 #include "penstock/torch/compat/streams.h"
@@ -16,16 +17,16 @@
 namespace penstock {
 
 using detail::item_size;
-using detail::Quiet;
+using detail::NoHooksOrGradScope;
 
-ShardTimes* ParameterGroup::times() const { return context_ ? &context_->times : nullptr; }
+ShardTimes* ShardGroup::times() const { return context_ ? &context_->times : nullptr; }
 
-void ParameterGroup::check_materialized() const {
+void ShardGroup::check_materialized() const {
   if (!materialized_)
-    throw StateError(fmt::format("the parameters of '{}' are fake: they have no memory; call materialize_shards() before the first forward", name_));
+    throw StateError(fmt::format("the parameters of '{}' are fake and have no memory; call materialize_shards() before the first forward", name_));
 }
 
-void ParameterGroup::before_shards_change() {
+void ShardGroup::before_shards_change() {
   if (gather_) {
     end_gather(*gather_);
     gather_.reset();
@@ -35,7 +36,7 @@ void ParameterGroup::before_shards_change() {
   reads_.reset();
 }
 
-void ParameterGroup::fill_row(const at::Tensor& row) {
+void ShardGroup::fill_row(const at::Tensor& row) {
   if (flat_.device() != row.device()) reads_ = current_stream(row.device());
   const at::Tensor source = flat_.device() == row.device() ? flat_ : flat_.to(row.device(), /*non_blocking=*/true);
   const ShardedParameter& first = parameters_.front();
@@ -56,17 +57,18 @@ void ParameterGroup::fill_row(const at::Tensor& row) {
   }
 }
 
-void ParameterGroup::unshard() {
+void ShardGroup::unshard() {
   if (in_trial()) return;
   if (replaced_) adopt_replaced();
-  if (state_ == GroupState::Unsharded || gather_) return;
+  if (state_ == ShardGroupState::Unsharded || gather_) return;
   check_materialized();
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   Gather gather;
   if (context_ && !whole_is_flat_) gather.stream = context_->gather_stream(device_);
-  // Every use of the stream begins after what the computing one has been given: so memory that it gave back is not read there any more.
+  // Every use of the stream begins after the work enqueued on the compute stream, so memory that the compute
+  // stream freed is no longer read there.
   const SideStreamScope beside(gather.stream);
-  if (state_ == GroupState::ShardedPostForward) {
+  if (state_ == ShardGroupState::ShardedPostForward) {
     const int ranks = std::get<ReshardTo>(reshard_after_forward_).ranks;
     gather.from_slice = true;
     gather.sent = slice_;
@@ -92,9 +94,9 @@ void ParameterGroup::unshard() {
   gather_ = std::move(gather);
 }
 
-void ParameterGroup::allocate_whole() {
+void ShardGroup::allocate_whole() {
   if (whole_is_flat_) {
-    // Not owned: the flat buffer lives as long as what looks at it.
+    // Not owned: the flat buffer lives as long as its users.
     auto* keep = new at::Tensor(flat_);
     whole_->set_data_ptr(at::DataPtr(flat_.data_ptr(), keep, [](void* tensor) { delete static_cast<at::Tensor*>(tensor); }, device_));
   } else {
@@ -103,13 +105,13 @@ void ParameterGroup::allocate_whole() {
   whole_->set_nbytes(static_cast<std::size_t>(whole_bytes_));
 }
 
-void ParameterGroup::free_whole() {
+void ShardGroup::free_whole() {
   whole_->set_data_ptr(at::DataPtr(nullptr, device_));
   whole_->set_nbytes(0);
 }
 
-void ParameterGroup::copy_out(const at::Tensor& received) {
-  at::Tensor typed;  // mostly all parameters are of one dtype
+void ShardGroup::copy_out(const at::Tensor& received) {
+  at::Tensor typed;  // usually all parameters have one dtype
   for (const ShardedParameter& p : parameters_) {
     if (!p.extension) {
       const std::int64_t item = item_size(p.compute_dtype);
@@ -128,8 +130,9 @@ void ParameterGroup::copy_out(const at::Tensor& received) {
   }
 }
 
-// What follows on the computing stream sees what was received, and the memory of that is not given away before it has.
-void ParameterGroup::end_gather(Gather& gather) {
+// Work that follows on the compute stream sees the received data, and the receive buffer is not reused before
+// that.
+void ShardGroup::end_gather(Gather& gather) {
   gather.work.wait();
   if (!gather.stream) return;
   const c10::Stream computing = current_stream(device_);
@@ -137,12 +140,12 @@ void ParameterGroup::end_gather(Gather& gather) {
   if (gather.received.defined()) gather.received.record_stream(computing);
 }
 
-void ParameterGroup::wait_for_unshard() {
+void ShardGroup::wait_for_unshard() {
   if (in_trial()) return;
   if (replaced_) adopt_replaced();
-  if (state_ == GroupState::Unsharded) return;
+  if (state_ == ShardGroupState::Unsharded) return;
   unshard();
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   Gather gather = std::move(*gather_);
   gather_.reset();
   {
@@ -151,7 +154,7 @@ void ParameterGroup::wait_for_unshard() {
   }
   if (gather.from_slice) {
     const TimedPart timed(times(), &ShardTimes::copy);
-    // The bytes are those of the gathered storage.
+    // The received bytes are those of the gathered storage.
     whole_->set_nbytes(static_cast<std::size_t>(whole_bytes_));
     at::DataPtr memory = pool_.memory(whole_bytes_, device_);
     whole_->set_data_ptr(std::move(memory));
@@ -161,47 +164,47 @@ void ParameterGroup::wait_for_unshard() {
     allocate_whole();
     if (!whole_is_flat_) copy_out(gather.received);
   }
-  // Here the group is there twice, as it came and as it is used.
+  // At this point the group exists twice, as received and as used.
   if (context_) context_->note_peak(gather.received.defined() ? static_cast<std::int64_t>(gather.received.nbytes()) : 0);
   slice_.reset();
   switch_all(true);
-  state_ = GroupState::Unsharded;
+  state_ = ShardGroupState::Unsharded;
 }
 
-void ParameterGroup::switch_all(bool to_unsharded) {
+void ShardGroup::switch_all(bool to_unsharded) {
   for (const ShardedParameter& p : parameters_)
     if (const at::Tensor parameter = p.parameter(); parameter.defined()) switch_data(parameter, to_unsharded ? p.unsharded : p.sharded);
 }
 
-void ParameterGroup::reshard() {
+void ShardGroup::reshard() {
   if (in_trial()) return;
   if (replaced_ && !writable_) adopt_replaced();
   if (gather_) {
-    // Nobody has used it; what was received goes.
+    // The gather was not used; discard what was received.
     const TimedPart timed(times(), &ShardTimes::gather);
     end_gather(*gather_);
     gather_.reset();
   }
-  if (state_ == GroupState::ShardedPostForward) slice_.reset();
-  if (state_ == GroupState::Unsharded) {
+  if (state_ == ShardGroupState::ShardedPostForward) slice_.reset();
+  if (state_ == ShardGroupState::Unsharded) {
     if (writable_)
       throw StateError(fmt::format("reshard of '{}': its gathered parameters are being written; end the UnshardedScope first", name_));
-    const Quiet quiet;
+    const NoHooksOrGradScope quiet;
     switch_all(false);
     free_whole();
   }
-  state_ = GroupState::Sharded;
+  state_ = ShardGroupState::Sharded;
 }
 
-void ParameterGroup::reshard_after_forward() {
+void ShardGroup::reshard_after_forward() {
   if (in_trial()) return;
   if (replaced_ && !writable_) adopt_replaced();
-  if (state_ != GroupState::Unsharded || writable_) return;
+  if (state_ != ShardGroupState::Unsharded || writable_) return;
   if (const bool* free = std::get_if<bool>(&reshard_after_forward_)) {
     if (*free) reshard();
     return;
   }
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   const int ranks = std::get<ReshardTo>(reshard_after_forward_).ranks;
   const std::int64_t bytes = whole_bytes_ / ranks;
   slice_ = pool_.bytes(bytes, device_);
@@ -209,16 +212,16 @@ void ParameterGroup::reshard_after_forward() {
   slice_.copy_(all.narrow(0, bytes * (mesh_.shard_rank() % ranks), bytes));
   switch_all(false);
   free_whole();
-  state_ = GroupState::ShardedPostForward;
+  state_ = ShardGroupState::ShardedPostForward;
 }
 
-bool ParameterGroup::reshards_after_forward() const {
+bool ShardGroup::reshards_after_forward() const {
   if (held_) return false;
   const bool* free = std::get_if<bool>(&reshard_after_forward_);
   return free == nullptr || *free;
 }
 
-void ParameterGroup::set_reshard_after_forward(ReshardAfterForward value) {
+void ShardGroup::set_reshard_after_forward(ReshardAfterForward value) {
   if (const auto* to = std::get_if<ReshardTo>(&value)) {
     if (to->ranks < 1 || mesh_.shard_ranks() % to->ranks != 0)
       throw ValueError(describe(fmt::format("reshard_after_forward of '{}'", name_), fmt::format("{} ranks", to->ranks),

@@ -1,4 +1,4 @@
-// Gradients of a group between autograd and the reduction: whole, on this rank, added up.
+// Gradients of a group between autograd and the reduction: whole, on this rank, accumulated.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -6,23 +6,24 @@
 #include <algorithm>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/shard/state/group_parts.h"
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/group_internal.h"
+#include "penstock/shard/state/shard_group.h"
 #include "penstock/shard/state/shard_context.h"
 
 namespace penstock {
 
 using detail::local_of;
-using detail::Quiet;
+using detail::NoHooksOrGradScope;
 
-at::Tensor ParameterGroup::local_gradient(const ShardedParameter& p, const at::Tensor& gradient) const {
+at::Tensor ShardGroup::local_gradient(const ShardedParameter& p, const at::Tensor& gradient) const {
   const at::Tensor detached = gradient.detach();
   if (!p.placement.original) {
     if (is_dtensor(detached))
-      throw TypeError(describe(fmt::format("the gradient of parameter '{}'", p.name), describe_dtensor(detached), "a plain tensor, as the parameter was",
-                               "distribute the parameter (distribute_parameter) before fully_shard, or give it plain inputs"));
+      throw TypeError(describe(fmt::format("the gradient of parameter '{}'", p.name), describe_dtensor(detached), "a plain tensor, like the parameter",
+                               "distribute the parameter (distribute_parameter) before fully_shard, or pass plain inputs"));
     return detached;
   }
   if (!is_dtensor(detached))
@@ -31,11 +32,11 @@ at::Tensor ParameterGroup::local_gradient(const ShardedParameter& p, const at::T
   const Placements& has = placements_of(detached);
   if (!(mesh_of(detached) == *p.placement.original_mesh))
     throw ValueError(describe(fmt::format("the gradient of the distributed parameter '{}'", p.name), describe_dtensor(detached),
-                              fmt::format("one on {}, as the parameter is", p.placement.original_mesh->mesh().to_string()), "redistribute or rebuild it on the mesh of the parameter"));
-  // Along each data-parallel axis a gradient is either a term of a sum over the ranks of that axis, which the reduction adds up, or
-  // the whole gradient on every one of them (after the redistribution at the latest). The reduction averages over all these ranks
-  // whatever the axis: right for whole gradients, while terms are multiplied by the number of ranks that it divides by, of the axes
-  // that have terms alone.
+                              fmt::format("one on {}, like the parameter", p.placement.original_mesh->mesh().to_string()), "redistribute or rebuild it on the mesh of the parameter"));
+  // Along each data-parallel axis a gradient is either one term of a sum over the ranks of that axis, which
+  // the reduction adds up, or the whole gradient on every rank (at the latest after the redistribution). The
+  // reduction averages over all these ranks regardless of the axis. That is correct for whole gradients;
+  // terms are multiplied by the number of ranks that it divides by, counting only the axes that have terms.
   double terms = 1;
   for (const int axis : p.placement.data_axes) {
     const auto at = static_cast<std::size_t>(axis);
@@ -47,8 +48,8 @@ at::Tensor ParameterGroup::local_gradient(const ShardedParameter& p, const at::T
   return terms == 1 ? local : local * terms;
 }
 
-void ParameterGroup::take(std::size_t slot, at::Tensor gradient) {
-  const Quiet quiet;
+void ShardGroup::take(std::size_t slot, at::Tensor gradient) {
+  const NoHooksOrGradScope quiet;
   context().note_backward();
   ShardedParameter& p = parameters_[slot];
   at::Tensor local = local_gradient(p, gradient);
@@ -63,7 +64,8 @@ void ParameterGroup::take(std::size_t slot, at::Tensor gradient) {
     p.gradient_owned = true;
   }
   p.arrived = true;
-  // Waits only for parameters that a live graph may still reach: one that an earlier step used and this one does not is in none.
+  // Waits only for parameters that a live graph can still reach: one that an earlier step used and this one
+  // does not is in none.
   const bool complete = std::all_of(parameters_.begin(), parameters_.end(), [](const ShardedParameter& q) {
     if (q.arrived) return true;
     const at::Tensor parameter = q.parameter();
@@ -72,11 +74,11 @@ void ParameterGroup::take(std::size_t slot, at::Tensor gradient) {
   if (complete) post_backward();
 }
 
-void ParameterGroup::post_backward() {
-  const Quiet quiet;
+void ShardGroup::post_backward() {
+  const NoHooksOrGradScope quiet;
   for (ShardedParameter& p : parameters_) {
     p.arrived = false;
-    // A gradient that somebody put on the parameter itself, whole.
+    // A whole gradient that was set on the parameter itself.
     const at::Tensor parameter = p.parameter();
     if (!parameter.defined()) continue;
     at::Tensor& own = parameter.mutable_grad();
@@ -103,7 +105,7 @@ void ParameterGroup::post_backward() {
     context().ready_to_reduce(*this);
     return;
   }
-  // Kept whole, in the dtype that sums are made in.
+  // Kept whole, in the dtype used for sums.
   if (const auto dtype = options_.mixed_precision.reduce_dtype)
     for (ShardedParameter& p : parameters_)
       if (p.gradient.defined() && p.gradient.scalar_type() != *dtype && at::isFloatingType(p.gradient.scalar_type())) {
@@ -112,7 +114,7 @@ void ParameterGroup::post_backward() {
       }
 }
 
-void ParameterGroup::forget_gradients() {
+void ShardGroup::discard_gradients() {
   for (ShardedParameter& p : parameters_) {
     p.gradient.reset();
     p.gradient_owned = p.arrived = false;
@@ -120,11 +122,11 @@ void ParameterGroup::forget_gradients() {
   recorded_ = false;
 }
 
-bool ParameterGroup::has_arrivals() const {
+bool ShardGroup::has_unprocessed_gradients() const {
   return std::any_of(parameters_.begin(), parameters_.end(), [](const ShardedParameter& p) { return p.arrived; });
 }
 
-bool ParameterGroup::has_trainable() const {
+bool ShardGroup::has_trainable() const {
   return std::any_of(parameters_.begin(), parameters_.end(), [](const ShardedParameter& p) {
     const at::Tensor parameter = p.parameter();
     return parameter.defined() && parameter.requires_grad();

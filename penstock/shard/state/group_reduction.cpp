@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
@@ -15,7 +16,7 @@
 
 namespace penstock {
 
-GroupReduction::GroupReduction(ParameterGroup& group)
+GroupReduction::GroupReduction(ShardGroup& group)
     : group_(&group), op_(group.gradient_divide_factor ? comm::ReduceOp::Sum : comm::ReduceOp::Avg), all_reduce_(group.flags.all_reduce) {
   stream_ = group.context().reduce_stream(group.device());
   auto& parameters = group.mutable_parameters();
@@ -49,7 +50,8 @@ void GroupReduction::start(Bucket& bucket) {
     ShardedParameter& p = parameters[bucket.parameters[k]];
     at::Tensor gradient = std::move(p.gradient);
     p.gradient.reset();
-    // Kept so that their average is the gradient of the whole batch (local_gradient): here their sum is to be.
+    // These were scaled so that their average is the gradient of the whole batch (local_gradient); here the
+    // sum must be.
     if (gradient.defined() && group_->gradient_divide_factor && !p.placement.data_axes.empty()) gradient = gradient / static_cast<double>(mesh.shard_ranks() * mesh.replicas());
     p.gradient_owned = false;
     bucket.present.push_back(gradient.defined());
@@ -62,7 +64,7 @@ void GroupReduction::start(Bucket& bucket) {
   places.fill_(1);
   for (std::size_t k = 0; k < bucket.present.size(); ++k)
     if (!bucket.present[k]) places.select(1, static_cast<std::int64_t>(k)).zero_();
-  // From here on the rows are read there.
+  // From here on the rows are read on that stream.
   if (stream_) bucket.rows.record_stream(*stream_);
   const SideStreamScope beside(stream_);
   if (mesh.shard_ranks() == 1) {
@@ -90,7 +92,7 @@ void GroupReduction::wait_for_shards() {
   }
   if (!replicas) return;
   if (!partial.empty()) {
-    PENSTOCK_INVARIANT(partial.size() == buckets_.size(), "reductions that are added up have the same dtypes");
+    PENSTOCK_INVARIANT(partial.size() == buckets_.size(), "accumulated reductions must have the same dtypes");
     for (std::size_t i = 0; i < buckets_.size(); ++i) buckets_[i].reduced.add_(partial[i]);
     partial.clear();
   }
@@ -156,7 +158,8 @@ void GroupReduction::write(const Bucket& bucket) const {
   auto& parameters = group_->mutable_parameters();
   const int rank = group_->mesh().shard_rank();
   const at::Tensor values = bucket.reduced.narrow(0, 0, bucket.width);
-  // Only a rank that has no gradient itself must look at the marks: it may make the device wait.
+  // Only a rank without a gradient has to read the presence numbers, since that may synchronize with the
+  // device.
   at::Tensor marks;
   if (std::find(bucket.present.begin(), bucket.present.end(), false) != bucket.present.end())
     marks = bucket.reduced.narrow(0, bucket.width, static_cast<std::int64_t>(bucket.parameters.size())).to(at::kCPU, at::kFloat).contiguous();
@@ -181,7 +184,7 @@ void GroupReduction::write(const Bucket& bucket) const {
     }
     const detail::DTensorPayload* before = detail::dtensor_payload(grad);
     if (!before || before->spec != p.placement.sharded)
-      throw StateError(describe(fmt::format("the gradient that parameter '{}' has", p.name), before ? describe_dtensor(grad) : "a plain tensor", "a gradient sharded as the parameter is",
+      throw StateError(describe(fmt::format("the existing gradient of parameter '{}'", p.name), before ? describe_dtensor(grad) : "a plain tensor", "a gradient sharded like the parameter",
                                 "call zero_grad() before backward"));
     before->local().add_(local);
   }

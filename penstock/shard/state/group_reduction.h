@@ -1,16 +1,17 @@
-// The gradients of one group on their way: whole on every rank before, reduced shards after.
+// An ongoing reduction of one group's gradients: whole on every rank before, reduced shards after.
 //
-// One reduce-scatter over the shard axis, then one all-reduce of what came out over the replicas. A reduction lives between
-// its start and finish(); the caller computes meanwhile. With gradients of several dtypes there is one collective for each.
+// One reduce-scatter over the shard axis, then one all-reduce of its result over the replicas. A reduction
+// lives from its start to finish(); the caller computes meanwhile. Gradients of several dtypes use one
+// collective each.
 //
-// What travels beside the gradients: one number for each parameter, 1 where this rank has a gradient and 0 where it has none (zeros
-// stand for it then). Their sum tells every rank whether anybody had one: a parameter that no rank used keeps no gradient, and a
-// rank that lacks what others have is no reason to wait for it forever.
+// The gradients are accompanied by one number for each parameter: 1 if this rank has a gradient, 0 if it has
+// none (zeros are sent in its place). The sum tells every rank whether any rank had one: a parameter that no
+// rank used gets no gradient, and a rank without a gradient that others have does not make them wait forever.
 //
-// Gradients of offloaded shards are copied to the CPU on a stream of their own, into page-locked memory, while backward goes on; whoever
-// ends the backward calls settle(), which waits for the copy alone.
-// On CUDA the gradients are copied into the buffer by the stream that computes them; everything after that runs on a stream of its own
-// (ShardContext::reduce_stream), for which the end of backward waits.
+// Gradients of offloaded shards are copied to the CPU on a separate stream, into page-locked memory, while
+// backward continues; the end of backward calls settle(), which waits only for the copy.
+// On CUDA the gradients are copied into the buffer by the stream that computes them; everything after that
+// runs on a separate stream (ShardContext::reduce_stream), for which the end of backward waits.
 // Private to this folder.
 #pragma once
 
@@ -22,32 +23,33 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/comm/group/work.h"
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/group.h"
+#include "penstock/shard/state/shard_group.h"
 
 namespace penstock {
 
 class GroupReduction {
  public:
-  // Takes the gradients of the group and starts.
-  explicit GroupReduction(ParameterGroup& group);
+  // Takes the gradients of the group and starts the reduction.
+  explicit GroupReduction(ShardGroup& group);
 
-  ParameterGroup& group() const { return *group_; }
-  // Ends the first step and starts the second.
+  ShardGroup& group() const { return *group_; }
+  // Waits for the reduce-scatter and starts the all-reduce.
   void wait_for_shards();
-  // Ends what is communicated. Gradients are on the parameters then, unless they are being copied to the CPU.
+  // Waits for the communication. The gradients are then on the parameters, unless they are being copied to
+  // the CPU.
   void finish();
   bool copying() const { return copies_.has_value(); }
-  // Waits for the copy and puts the gradients on the parameters. Nothing where nothing is copied.
+  // Waits for the copy and puts the gradients on the parameters. Does nothing if nothing is copied.
   void settle();
 
  private:
   struct Bucket {
     at::ScalarType dtype;
     std::vector<std::size_t> parameters;
-    std::vector<std::int64_t> offsets;  // in a row
+    std::vector<std::int64_t> offsets;  // within a row
     std::vector<bool> present;          // whether this rank has a gradient
-    std::int64_t width = 0;             // of the gradients in a row; their marks follow
+    std::int64_t width = 0;             // of the gradients in a row; the presence numbers follow
     at::Tensor rows, reduced;
     comm::Work work;
   };
@@ -56,14 +58,15 @@ class GroupReduction {
   void divide(Bucket& bucket) const;
   void write(const Bucket& bucket) const;
 
-  ParameterGroup* group_;
+  ShardGroup* group_;
   std::vector<Bucket> buckets_;
   comm::ReduceOp op_;
-  bool all_reduce_;  // as it was when the gradients came
+  bool all_reduce_;  // the flag at the time the gradients arrived
   bool shards_done_ = false, finished_ = false, kept_ = false;
-  std::optional<c10::Stream> stream_;  // where it runs after the gradients were copied in, if not on the computing stream
+  // Where it runs after the gradients were copied in, if not on the compute stream.
+  std::optional<c10::Stream> stream_;
   std::optional<c10::Stream> computing_;
-  std::optional<c10::Stream> copies_;  // where they run
+  std::optional<c10::Stream> copies_;  // the stream of the copies
 };
 
 }  // namespace penstock

@@ -1,7 +1,8 @@
-// Parameters whose data was exchanged from outside, by set_data or Module::to: taken over at the next use.
+// Parameters whose data was replaced from outside, by set_data or Module::to: adopted at the next use.
 //
-// LibTorch exchanges the data of a tensor without an operator that could be watched, but asks before whether both are of compatible
-// kinds, and that question is one (trigger.cpp). The parameter stays marked, so its next use comes by here as ever.
+// LibTorch replaces the data of a tensor without an operator that could be intercepted, but first checks
+// whether the kinds of both are compatible, and that check is an operator (trigger.cpp). The parameter stays
+// marked, so its next use is intercepted as usual.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -9,11 +10,12 @@
 #include <algorithm>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/mesh/local_shard.h"
-#include "penstock/shard/state/group_parts.h"
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/group_internal.h"
+#include "penstock/shard/state/shard_group.h"
 #include "penstock/shard/pieces/piece_copy.h"
 #include "penstock/shard/state/registry.h"
 #include "penstock/torch/compat/cpu_bfloat16.h"
@@ -23,7 +25,7 @@
 
 namespace penstock {
 
-using detail::Quiet;
+using detail::NoHooksOrGradScope;
 
 void detail::copy_part(const at::Tensor& whole, const DTensorSpec& spec, const at::Tensor& local) {
   for (const ShardBox& box : local_boxes(spec.shape(), spec.mesh_shape(), spec.coordinate(), spec.placements())) {
@@ -50,7 +52,7 @@ SpecPtr with_dtype(const SpecPtr& spec, at::ScalarType dtype) {
 
 }  // namespace
 
-void ParameterGroup::note_replaced(std::size_t slot, const at::Tensor& data) {
+void ShardGroup::note_replaced(std::size_t slot, const at::Tensor& data) {
   ShardedParameter& p = parameters_[slot];
   const bool is_cast = p.cast && p.cast->result._unsafe_get_target() == data.unsafeGetTensorImpl() && !data.is_inference() && p.cast->version == data._version();
   p.recast = is_cast ? std::optional(p.cast->dtype) : std::nullopt;
@@ -60,21 +62,21 @@ void ParameterGroup::note_replaced(std::size_t slot, const at::Tensor& data) {
   detail::count_replacements(1);
 }
 
-void ParameterGroup::note_cast(std::size_t slot, const at::Tensor& result, std::optional<at::ScalarType> dtype) {
+void ShardGroup::note_cast(std::size_t slot, const at::Tensor& result, std::optional<at::ScalarType> dtype) {
   ShardedParameter& p = parameters_[slot];
-  // Otherwise a gathered parameter has the very values of its shard.
+  // If exact, a gathered parameter has exactly the values of its shard.
   const bool exact = p.dtype == p.compute_dtype && !p.extension;
   if (exact || result.is_inference() || result.device() != device_) return;
   p.cast = ShardedParameter::Cast{c10::weak_intrusive_ptr<c10::TensorImpl>(result.getIntrusivePtr()), static_cast<std::uint32_t>(result._version()), dtype.value_or(p.dtype)};
 }
 
-at::Tensor ParameterGroup::own_shard(const ShardedParameter& p) const {
+at::Tensor ShardGroup::own_shard(const ShardedParameter& p) const {
   const int rank = mesh_.shard_rank();
   return p.padded.narrow(0, 0, p.layout().piece_numel(rank)).view(p.layout().piece_shape(rank));
 }
 
-bool ParameterGroup::holds_own_data(const ShardedParameter& p, const at::Tensor& tensor) const {
-  // A gathered parameter that stays encoded, or a handle of it: over the same rows.
+bool ShardGroup::holds_own_data(const ShardedParameter& p, const at::Tensor& tensor) const {
+  // A gathered parameter that stays encoded, or a handle of it: uses the same rows.
   if (p.keeps_encoded && is_wrapper(tensor) && !is_dtensor(tensor) && !is_fake(tensor)) {
     const auto parts = payload_of(tensor)->inner_tensors();
     return !parts.empty() && parts.front().second.storage().unsafeGetStorageImpl() == whole_.get() && parts.front().second.storage_offset() == p.whole.storage_offset();
@@ -87,32 +89,32 @@ bool ParameterGroup::holds_own_data(const ShardedParameter& p, const at::Tensor&
   return memory == whole_.get() && local.storage_offset() == p.whole.storage_offset() && local.sizes() == p.whole.sizes() && local.strides() == p.whole.strides();
 }
 
-void ParameterGroup::check_replacement(const ShardedParameter& p, const at::Tensor& tensor) const {
-  const std::string what = fmt::format("parameter '{}', which was given other data (set_data, Module::to) after fully_shard", p.name);
+void ShardGroup::check_replacement(const ShardedParameter& p, const at::Tensor& tensor) const {
+  const std::string what = fmt::format("parameter '{}', whose data was replaced (set_data, Module::to) after fully_shard", p.name);
   const detail::DTensorPayload* payload = detail::dtensor_payload(tensor);
   const at::Tensor local = detail::local_of(tensor);
   if (is_wrapper(local) || local.layout() != at::kStrided)
     throw ValueError(describe(what, "a tensor without plain values in memory", "a dense one", "load values with load_whole() or write them inside an UnshardedScope"));
   if (tensor.sizes() != p.sharded.sizes())
     throw ValueError(describe(what, fmt::format("shape [{}]", fmt::join(tensor.sizes(), ", ")), fmt::format("[{}], that of the whole parameter", fmt::join(p.sharded.sizes(), ", ")),
-                              "give the whole value, or a distributed tensor that lies as the shard does"));
+                              "pass the whole value, or a distributed tensor placed like the shard"));
   if (local.device() != device_ && local.device() != flat_.device())
     throw ValueError(describe(what, fmt::format("data on {}", local.device().str()), fmt::format("on {}", device_.str()), "move the module before fully_shard"));
   if (payload && !lies_as(*payload, *p.placement.sharded) && !(p.placement.original && lies_as(*payload, *p.placement.original)))
-    throw ValueError(describe(what, describe_dtensor(tensor), p.to_string() + ", as it was sharded", "distribute the value with the same placements on the same mesh, or give it whole"));
-  if (local.storage().unsafeGetStorageImpl() == whole_.get() && state_ != GroupState::Unsharded)
-    throw ValueError(describe(what, "a view of gathered memory that was freed", "a tensor with memory of its own", "clone() it"));
+    throw ValueError(describe(what, describe_dtensor(tensor), p.to_string() + ", like the shard", "distribute the value with the same placements on the same mesh, or pass it whole"));
+  if (local.storage().unsafeGetStorageImpl() == whole_.get() && state_ != ShardGroupState::Unsharded)
+    throw ValueError(describe(what, "a view of gathered memory that was freed", "a tensor with its own memory", "clone() it"));
   if (writable_ && p.keeps_encoded)
-    throw StateError(describe(what, "it is gathered in encoded form inside an UnshardedScope", "a parameter that may be written there", "call load_whole() outside of the scope"));
+    throw StateError(describe(what, "it is gathered in encoded form inside an UnshardedScope", "a parameter that may be written there", "call load_whole() outside the scope"));
   if (tensor.scalar_type() == p.dtype || (writable_ && tensor.scalar_type() == p.compute_dtype)) return;
   if (writable_ || !partial_reductions.empty())
     throw StateError(describe(what, dtype_name(tensor.scalar_type()), fmt::format("{} here", dtype_name(p.dtype)),
-                              writable_ ? "change the dtype outside of an UnshardedScope" : "reduce the gradients that are kept first (set_requires_all_reduce)"));
+                              writable_ ? "change the dtype outside an UnshardedScope" : "first reduce the accumulated gradients (set_requires_all_reduce)"));
 }
 
-void ParameterGroup::adopt_replaced() {
+void ShardGroup::adopt_replaced() {
   if (!replaced_) return;
-  const Quiet quiet;
+  const NoHooksOrGradScope quiet;
   struct Value {
     ShardedParameter* p;
     at::Tensor parameter, value;
@@ -124,12 +126,12 @@ void ParameterGroup::adopt_replaced() {
     if (!parameter.defined()) continue;
     if (p.recast) {
       if (writable_)
-        throw StateError(describe(fmt::format("parameter '{}' was cast (Module::to)", p.name), "inside an UnshardedScope", "outside of one"));
+        throw StateError(describe(fmt::format("parameter '{}' was cast (Module::to)", p.name), "inside an UnshardedScope", "outside an UnshardedScope"));
       values.push_back({&p, parameter, at::Tensor()});
       continue;
     }
     if (holds_own_data(p, parameter)) {
-      switch_data(parameter, state_ == GroupState::Unsharded ? p.unsharded : p.sharded);
+      switch_data(parameter, state_ == ShardGroupState::Unsharded ? p.unsharded : p.sharded);
       continue;
     }
     check_replacement(p, parameter);
@@ -137,7 +139,7 @@ void ParameterGroup::adopt_replaced() {
     const bool ours = memory == whole_.get() || memory == flat_.storage().unsafeGetStorageImpl();
     values.push_back({&p, parameter, ours ? parameter.detach().clone() : parameter.detach()});
   }
-  // Nothing is refused from here on.
+  // Nothing is rejected from here on.
   replaced_ = false;
   for (ShardedParameter& p : parameters_)
     if (std::exchange(p.replaced, false)) detail::count_replacements(-1);
@@ -178,8 +180,9 @@ void ParameterGroup::adopt_replaced() {
   }
 }
 
-// New memory for all of it. What autograd saved of the gathered parameters looks at the old one, which is never filled again.
-void ParameterGroup::change_dtypes(const std::vector<std::pair<ShardedParameter*, at::ScalarType>>& dtypes) {
+// Allocates everything anew. Tensors that autograd saved of the gathered parameters refer to the old memory,
+// which is never filled again.
+void ShardGroup::change_dtypes(const std::vector<std::pair<ShardedParameter*, at::ScalarType>>& dtypes) {
   std::vector<at::Tensor> before;
   for (const ShardedParameter& p : parameters_) before.push_back(p.padded);
   const auto& precision = options_.mixed_precision.param_dtype;
@@ -202,7 +205,7 @@ void ParameterGroup::change_dtypes(const std::vector<std::pair<ShardedParameter*
     p.padded.copy_(before[i]);
   }
   make_templates();
-  // Gradients follow, so that the next reduction may be added to them.
+  // Gradients are cast as well, so that the next reduction can be added to them.
   for (const auto& [p, dtype] : dtypes) {
     const at::Tensor parameter = p->parameter();
     const detail::DTensorPayload* gradient = parameter.grad().defined() ? detail::dtensor_payload(parameter.grad()) : nullptr;

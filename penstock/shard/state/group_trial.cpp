@@ -1,16 +1,17 @@
-// A group in a trial run: parameters of the gathered shape, without their values and without a gather.
+// A group in a trial run: parameters with the gathered shape, without their values and without a gather.
 #include <ATen/ATen.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/shard/state/group_parts.h"
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/group_internal.h"
+#include "penstock/shard/state/shard_group.h"
 #include "penstock/shard/state/registry.h"
 #include "penstock/fake.h"
 #include "penstock/torch/dispatch/switch_data.h"
 
 namespace penstock {
 
-using detail::Quiet;
+using detail::NoHooksOrGradScope;
 
 namespace {
 
@@ -27,14 +28,15 @@ at::Tensor tensor_for_trial(const ShardedParameter& p, at::Device device, bool f
 
 }  // namespace
 
-void ParameterGroup::begin_trial(bool fake) {
+void ShardGroup::begin_trial(bool fake) {
   check_materialized();
-  if (replaced_ && trials_.empty()) adopt_replaced();  // else the end of the trial would put the old data back
-  const Quiet quiet;
+  // Otherwise the end of the trial would restore the old data.
+  if (replaced_ && trials_.empty()) adopt_replaced();
+  const NoHooksOrGradScope quiet;
   const NoModesGuard no_modes;
   std::vector<at::Tensor> made;
   for (const ShardedParameter& p : parameters_) made.push_back(tensor_for_trial(p, device_, fake));
-  // Views of these are known by their memory, as those of gathered parameters are.
+  // Views of these are recognized by their memory, like those of gathered parameters.
   const auto know = [&](const at::Tensor& tensor) {
     const at::Tensor local = detail::local_of(tensor);
     trial_memory_.push_back(local.storage().unsafeGetStorageImpl());
@@ -50,16 +52,16 @@ void ParameterGroup::begin_trial(bool fake) {
   }
 }
 
-void ParameterGroup::end_trial() {
-  PENSTOCK_INVARIANT(!trials_.empty(), "a trial ends once");
-  const Quiet quiet;
+void ShardGroup::end_trial() {
+  PENSTOCK_INVARIANT(!trials_.empty(), "end_trial without begin_trial");
+  const NoHooksOrGradScope quiet;
   const std::vector<at::Tensor> ended = std::move(trials_.back());
   trials_.pop_back();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const ShardedParameter& p = parameters_[i];
     const at::Tensor parameter = p.parameter();
     if (!parameter.defined()) continue;
-    switch_data(parameter, !trials_.empty() ? trials_.back()[i] : state_ == GroupState::Unsharded ? p.unsharded : p.sharded);
+    switch_data(parameter, !trials_.empty() ? trials_.back()[i] : state_ == ShardGroupState::Unsharded ? p.unsharded : p.sharded);
   }
   if (!trials_.empty()) return;
   for (const void* memory : trial_memory_) detail::unregister_member(memory);

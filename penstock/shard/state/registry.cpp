@@ -13,10 +13,10 @@
 namespace penstock::detail {
 namespace {
 
-// Its memory is held weakly, so that no other storage can have this address while it is in the table.
+// Holds the memory weakly, so that no other storage can have this address while the entry is in the table.
 struct Derived {
   c10::weak_intrusive_ptr<c10::StorageImpl> memory;
-  ParameterGroup* group;
+  ShardGroup* group;
 };
 
 struct Table {
@@ -45,7 +45,7 @@ void unregister_member(const void* key) {
   table().members.erase(key);
 }
 
-void register_derived(const at::Tensor& tensor, ParameterGroup& group) {
+void register_derived(const at::Tensor& tensor, ShardGroup& group) {
   const DTensorPayload* payload = dtensor_payload(tensor);
   if (!payload || is_wrapper(payload->local())) return;
   const c10::Storage& memory = payload->local().storage();
@@ -60,7 +60,7 @@ void register_derived(const at::Tensor& tensor, ParameterGroup& group) {
   derived.emplace(memory.unsafeGetStorageImpl(), Derived{memory.getWeakStorageImpl(), &group});
 }
 
-void unregister_derived(const ParameterGroup& group) {
+void unregister_derived(const ShardGroup& group) {
   const std::unique_lock lock(table().mutex);
   std::erase_if(table().derived, [&](const auto& entry) { return entry.second.group == &group; });
 }
@@ -76,7 +76,7 @@ Membership find_parameter(const at::Tensor& tensor) {
 
 Membership find_member(const at::Tensor& tensor) {
   const DTensorPayload* payload = dtensor_payload(tensor);
-  at::Tensor part;  // of a subclass that keeps gathered memory in its own form
+  at::Tensor part;  // of a subclass that keeps gathered memory in its own encoding
   if (const Payload* wrapped = payload ? nullptr : payload_of(tensor); wrapped && !is_fake(tensor))
     if (const auto parts = wrapped->inner_tensors(); !parts.empty()) part = parts.front().second;
   const std::shared_lock lock(table().mutex);

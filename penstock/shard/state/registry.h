@@ -1,7 +1,7 @@
-// Which group a marked tensor belongs to: parameters by identity, their views and saved copies by memory, and what was computed from
-// shards alone by its own memory.
+// Finds the group a marked tensor belongs to: parameters by identity, their views and saved copies by memory,
+// and tensors computed from shards alone by their own memory.
 //
-// Private to this folder. Thread rule: any thread.
+// Private to this folder. Thread safety: may be used from any thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,33 +10,35 @@
 
 namespace penstock {
 
-class ParameterGroup;
+class ShardGroup;
 
 namespace detail {
 
-// Membership::parameter of tensors that are no parameters.
-constexpr int kSharesMemory = -1;  // with parameters of the group
+// Values of Membership::parameter for tensors that are not parameters.
+constexpr int kSharesGroupMemory = -1;  // shares memory with parameters of the group
 constexpr int kDerived = -2;       // a distributed tensor computed from shards, without gradients: W + B A of an evaluation
-constexpr int kStale = -3;         // shares memory that the group had before the dtype of its parameters changed
+// Shares memory that the group used before the dtype of its parameters changed.
+constexpr int kStale = -3;
 
 struct Membership {
-  ParameterGroup* group = nullptr;
-  int parameter = kSharesMemory;  // position in the group, or one of the above
+  ShardGroup* group = nullptr;
+  int parameter = kSharesGroupMemory;  // position in the group, or one of the above
 };
 
 void register_member(const void* key, Membership member);
 void unregister_member(const void* key);
-// Marks a distributed tensor for the trigger and remembers it, as long as its memory lives and the group does.
-void register_derived(const at::Tensor& tensor, ParameterGroup& group);
-void unregister_derived(const ParameterGroup& group);
+// Marks a distributed tensor for the trigger and remembers it for the lifetime of its memory and the group.
+void register_derived(const at::Tensor& tensor, ShardGroup& group);
+void unregister_derived(const ShardGroup& group);
 
-// How many parameters of the process have been given other data and are not taken over yet: none, almost always.
+// The number of parameters in the process that were given other data and are not adopted yet: almost always
+// zero.
 void count_replacements(int change);
 bool replacements_pending();
 
-// Of a parameter, or of a tensor (plain or distributed) over a group's memory, or of a derived one.
+// Finds a parameter, a tensor (plain or distributed) over a group's memory, or a derived tensor.
 Membership find_member(const at::Tensor& tensor);
-// Of the parameter itself alone.
+// Finds only the parameter itself.
 Membership find_parameter(const at::Tensor& tensor);
 
 }  // namespace detail

@@ -1,13 +1,15 @@
-// What the groups under one outermost module share: the order of things.
+// State shared by the groups under one outermost module: the order of gathers and reductions.
 //
-// - Forward: a group is gathered at its first use. Groups beside it that are finished are freed then, and the one that followed last
-//   time is asked for ahead, so that at most two are gathered at once.
-// - Backward: every group that the forwards since the last backward used is gathered once more, in the reverse order of forward. A group whose gradients have all come is freed
-//   and reduced at once; reductions run while backward goes on. They start in the same order.
-// - Both orders hold whatever a rank has used: what it has not needed is gathered and reduced (as zeros) at the end of its backward,
-//   and those that come after it wait for that. So ranks may differ in what they compute gradients of.
-// - End of backward: everything that is left is settled.
-// Private to this folder; others use ShardState. Thread rule: as for ParameterGroup.
+// - Forward: a group is gathered at its first use. Other groups that are finished are freed at that point,
+//   and the one that followed last time is prefetched, so that at most two are gathered at once.
+// - Backward: every group that was used by the forwards since the last backward is gathered again, in the
+//   reverse order of forward. A group is freed and reduced as soon as all its gradients have arrived;
+//   reductions run while backward continues. They start in the same order.
+// - Both orders are independent of what a rank has used: what it has not needed is gathered and reduced (as
+//   zeros) at the end of its backward, and later groups wait for that. So ranks may differ in which gradients
+//   they compute.
+// - End of backward: everything that remains is completed.
+// Private to this folder; others use ShardState. Thread safety: that of ShardGroup.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -18,89 +20,90 @@
 #include <vector>
 
 #include "penstock/shard/state/group_reduction.h"
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/shard_group.h"
 #include "penstock/shard/state/shard_times.h"
 
 namespace penstock {
 
 class ShardContext : public std::enable_shared_from_this<ShardContext> {
  public:
-  // Makes the context of the outermost module that `group` lies under, for all its groups. [collective]: ranks check that they have
-  // the same parameters.
-  static void prepare(ParameterGroup& group);
+  // Creates the context of the outermost module that contains `group`, for all its groups. [collective]:
+  // ranks check that they have the same parameters.
+  static void prepare(ShardGroup& group);
 
-  explicit ShardContext(std::vector<ParameterGroup*> groups);
+  explicit ShardContext(std::vector<ShardGroup*> groups);
 
-  // Gathers the group, now: an operator is about to use it.
-  void before_use(ParameterGroup& group);
-  void after_forward(ParameterGroup& group);
+  // Gathers the group immediately: an operator is about to use it.
+  void before_use(ShardGroup& group);
+  void after_forward(ShardGroup& group);
   void note_backward();
-  void note_settled(ParameterGroup& group);
-  void ready_to_reduce(ParameterGroup& group);
-  // The end of a backward. A pipeline that runs backward in its own way calls it by hand.
+  void note_settled(ShardGroup& group);
+  void ready_to_reduce(ShardGroup& group);
+  // The end of a backward. A pipeline that runs backward itself calls it explicitly.
   void final_callback();
-  // A group that goes: no word of it stays.
-  static void forget(ParameterGroup& group);
-  void remove(ParameterGroup& group);
+  // Removes every reference to a group that is being destroyed.
+  static void forget(ShardGroup& group);
+  void remove(ShardGroup& group);
 
-  const std::vector<ParameterGroup*>& groups() const { return groups_; }
-  const std::vector<ParameterGroup*>& forward_order() const { return order_; }
-  // Asked for ahead when the first is used; else what the order says.
-  void set_forward_prefetch(ParameterGroup& group, std::vector<ParameterGroup*> next);
-  void set_backward_prefetch(ParameterGroup& group, std::vector<ParameterGroup*> next);
+  const std::vector<ShardGroup*>& groups() const { return groups_; }
+  const std::vector<ShardGroup*>& forward_order() const { return order_; }
+  // Prefetched when the first is used, instead of what the order suggests.
+  void set_forward_prefetch(ShardGroup& group, std::vector<ShardGroup*> next);
+  void set_backward_prefetch(ShardGroup& group, std::vector<ShardGroup*> next);
   bool prefetch = true;
 
-  // The most bytes of gathered parameters and gather buffers there have been at once, since the last reset.
+  // The maximum number of bytes of gathered parameters and gather buffers at any time since the last reset.
   std::int64_t peak_gathered_bytes() const { return peak_; }
   void reset_peak() { peak_ = 0; }
-  // Looks at what is gathered now. `more`: bytes of a gather that is being put together.
+  // Updates the peak from what is gathered now. `more`: bytes of a gather that is being assembled.
   void note_peak(std::int64_t more = 0);
   const BufferPool& pool() const { return pool_; }
   ShardTimes times;  // since the last reset
 
-  // Where gathers are prepared and started, and where reductions run from their collective on: beside the stream that computes. None on the
-  // CPU, and none while own_streams is off. Work there begins after what the computing stream was given before; the computing
-  // stream waits for a gather when the group is used, and for reductions at the end of backward.
+  // The streams beside the compute stream on which gathers are prepared and started, and on which reductions
+  // run from their collective on. std::nullopt on the CPU and while own_streams is off. Work on them begins
+  // after what was enqueued on the compute stream before; the compute stream waits for a gather when the
+  // group is used, and for reductions at the end of backward.
   std::optional<c10::Stream> gather_stream(at::Device device) { return stream(gather_stream_, device); }
   std::optional<c10::Stream> reduce_stream(at::Device device) { return stream(reduce_stream_, device); }
   bool own_streams = true;
 
  private:
-  struct Ahead {
-    ParameterGroup* group;
-    std::vector<ParameterGroup*> next;
+  struct Prefetch {
+    ShardGroup* group;
+    std::vector<ShardGroup*> next;
   };
   void agree() const;
   std::optional<c10::Stream> stream(std::optional<c10::Stream>& slot, at::Device device) const;
-  std::size_t position_of(const ParameterGroup& group) const;
-  void use_in_forward(ParameterGroup& group);
-  // The first use that records gradients after a backward: what earlier steps used counts no more.
+  std::size_t position_of(const ShardGroup& group) const;
+  void use_in_forward(ShardGroup& group);
+  // Called at the first use that records gradients after a backward: discards what earlier steps used.
   void begin_forward();
-  // What followed the group in the last forward, or follows in this one; null if nothing did.
-  ParameterGroup* follower_of(const ParameterGroup& group) const;
-  void use_in_backward(ParameterGroup& group);
-  // Gathers ahead what was chosen for the group; false when nothing was.
-  static bool ask_ahead(const ParameterGroup& group, const std::vector<Ahead>& chosen);
-  void start_reduction(ParameterGroup& group);
+  // The group that followed this one in the last forward, or follows in the current one; null if none did.
+  ShardGroup* group_after(const ShardGroup& group) const;
+  void use_in_backward(ShardGroup& group);
+  // Prefetches the groups chosen for this group; returns false if none were.
+  static bool prefetch_chosen(const ShardGroup& group, const std::vector<Prefetch>& chosen);
+  void start_reduction(ShardGroup& group);
   void finish(std::unique_ptr<GroupReduction>& reduction);
   void plan_reductions();
   void start_anew();
 
-  std::vector<ParameterGroup*> groups_;  // modules in the order they were registered, the outermost first
-  std::vector<ParameterGroup*> order_;   // of first use, since the forward that followed the last backward began
-  std::vector<ParameterGroup*> last_order_;  // the same of the forwards before that backward
+  std::vector<ShardGroup*> groups_;  // in registration order of their modules, outermost first
+  std::vector<ShardGroup*> order_;   // of first use, since the forward after the last backward began
+  std::vector<ShardGroup*> last_order_;  // the same for the forwards before that backward
   bool backward_ended_ = false;          // and no forward has begun since
-  std::vector<ParameterGroup*> open_;    // gathered by this forward
-  ParameterGroup* current_ = nullptr;
-  std::vector<Ahead> forward_ahead_, backward_ahead_;
+  std::vector<ShardGroup*> open_;    // gathered by the current forward
+  ShardGroup* current_ = nullptr;
+  std::vector<Prefetch> forward_prefetch_, backward_prefetch_;
   bool callback_queued_ = false;
-  std::vector<ParameterGroup*> to_gather_;  // by the backward that runs, in this order
-  std::size_t gathered_ = 0;             // how many of them have been started
+  std::vector<ShardGroup*> to_gather_;  // by the current backward, in this order
+  std::size_t gathered_ = 0;             // how many of them were started
   std::vector<bool> ready_, settled_;    // by position in groups_
-  std::vector<ParameterGroup*> to_reduce_;  // in this order
-  std::size_t reduced_ = 0;              // how many of them have been started
+  std::vector<ShardGroup*> to_reduce_;  // in this order
+  std::size_t reduced_ = 0;              // how many of them were started
   std::unique_ptr<GroupReduction> scattering_, replicating_;
-  std::vector<std::unique_ptr<GroupReduction>> copying_;  // gradients on their way to the CPU
+  std::vector<std::unique_ptr<GroupReduction>> copying_;  // gradients being copied to the CPU
   std::int64_t peak_ = 0;
   BufferPool pool_;
   std::optional<c10::Stream> gather_stream_, reduce_stream_;  // of the device that asked first

@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/shard/state/registry.h"
 #include "penstock/shard/state/shard_context.h"
@@ -16,7 +17,7 @@
 namespace penstock {
 namespace {
 
-// Modules by address. A module may die before its parameters; an entry that does not fit is one of those.
+// Modules by address. A module may be destroyed before its parameters; such entries no longer match.
 struct Modules {
   std::mutex mutex;
   std::unordered_map<const torch::nn::Module*, std::weak_ptr<ShardState>> states;
@@ -35,19 +36,19 @@ std::shared_ptr<ShardState> state_at(const torch::nn::Module& module) {
 bool holds_any(const torch::nn::Module& module, const ShardState& state) {
   std::unordered_set<const void*> own;
   for (const at::Tensor& parameter : module.parameters()) own.insert(parameter.unsafeGetTensorImpl());
-  for (const ParameterGroup* group : state.all_groups())
+  for (const ShardGroup* group : state.all_groups())
     for (const ShardedParameter& p : group->parameters())
       if (own.contains(p.handle._unsafe_get_target())) return true;
   return false;
 }
 
-// Parameters that share a group.
+// Parameters that form a group.
 struct Part {
   ShardMesh mesh;
-  std::vector<NamedParameter> parameters;
+  std::vector<ShardGroupParameter> parameters;
 };
 
-// The part that a parameter belongs to by what ShardOptions::shard_placement says of it.
+// The part that a parameter belongs to according to ShardOptions::shard_placement.
 Part& part_of(std::vector<Part>& parts, const ShardChoice& choice) {
   if (!choice.mesh) return parts.front();
   ShardMesh mesh(*choice.mesh, ShardOptions{});
@@ -67,7 +68,7 @@ std::shared_ptr<ShardState> find_replaced_shard_state(const torch::nn::Module& m
   const std::shared_ptr<ShardState> state = state_at(module);
   if (!state || holds_any(module, *state)) return state;
   const auto table = module.named_parameters(/*recurse=*/true);
-  for (const ParameterGroup* group : state->groups())
+  for (const ShardGroup* group : state->groups())
     for (const ShardedParameter& p : group->parameters())
       if (const at::Tensor* now = table.find(p.name); !now || now->sizes() != c10::IntArrayRef(p.placement.sharded->shape())) return nullptr;
   return state;
@@ -75,14 +76,14 @@ std::shared_ptr<ShardState> find_replaced_shard_state(const torch::nn::Module& m
 
 std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const ShardMesh& mesh, const ShardOptions& options) {
   install_trigger();
-  if (find_shard_state(module)) throw StateError(fmt::format("fully_shard: module '{}' is sharded already", module.name()));
+  if (find_shard_state(module)) throw StateError(fmt::format("fully_shard: module '{}' is already sharded", module.name()));
   std::unordered_set<const void*> ignored, seen;
   for (const at::Tensor& tensor : options.ignored) ignored.insert(tensor.unsafeGetTensorImpl());
   std::shared_ptr<ShardState> state(new ShardState);
   state->module_ = &module;
   state->name_ = module.name();
   for (const auto& child : module.modules(/*include_self=*/false)) state->inner_modules_.push_back(child.get());
-  // Sharded modules inside, in the order of the tree.
+  // Sharded modules inside, in tree order.
   state->subtree_.push_back(state.get());
   std::vector<std::shared_ptr<ShardState>> inside;
   for (const auto& child : module.named_modules(/*name_prefix=*/"", /*include_self=*/false))
@@ -106,16 +107,17 @@ std::shared_ptr<ShardState> make_shard_state(torch::nn::Module& module, const Sh
       continue;
     }
     all.push_back(parameter);
-    // A tied parameter may belong to a sharded module elsewhere; what an outer module took cannot be taken back.
+    // A tied parameter may belong to a sharded module elsewhere; a parameter taken by an outer module cannot
+    // be taken back.
     if (const ShardState* owner = member.group->owner(); owner && owner->holds_module(module))
-      throw StateError(fmt::format("fully_shard: parameter '{}' of module '{}' belongs to the module around it, which is sharded already; shard inner modules before outer ones",
+      throw StateError(fmt::format("fully_shard: parameter '{}' of module '{}' belongs to an enclosing module that is already sharded; shard inner modules before outer ones",
                                    item.key(), module.name()));
   }
   for (Part& part : parts) {
     if (part.parameters.empty()) continue;
     std::string name = state->name_;
     if (&part != &parts.front()) name += fmt::format(" on {}", part.mesh.mesh().mesh().to_string());
-    state->groups_.push_back(std::make_unique<ParameterGroup>(std::move(name), std::move(part.mesh), options, std::move(part.parameters)));
+    state->groups_.push_back(std::make_unique<ShardGroup>(std::move(name), std::move(part.mesh), options, std::move(part.parameters)));
     state->groups_.back()->set_owner(state.get());
   }
   for (const auto& known : inside) {
@@ -155,14 +157,14 @@ bool ShardState::contains(const ShardState& other) const {
   return false;
 }
 
-std::vector<ParameterGroup*> ShardState::groups() const {
-  std::vector<ParameterGroup*> groups;
+std::vector<ShardGroup*> ShardState::groups() const {
+  std::vector<ShardGroup*> groups;
   for (const auto& group : groups_) groups.push_back(group.get());
   return groups;
 }
 
-std::vector<ParameterGroup*> ShardState::all_groups() const {
-  std::vector<ParameterGroup*> groups;
+std::vector<ShardGroup*> ShardState::all_groups() const {
+  std::vector<ShardGroup*> groups;
   for (const ShardState* state : subtree_)
     for (const auto& group : state->groups_) groups.push_back(group.get());
   return groups;
@@ -193,44 +195,44 @@ void ShardState::reshard() {
 }
 
 void ShardState::set_requires_gradient_sync(bool value, bool recurse) {
-  for_groups(recurse, [&](ParameterGroup& group) { group.flags.reduce = value; });
+  for_groups(recurse, [&](ShardGroup& group) { group.flags.reduce = value; });
 }
 void ShardState::set_requires_all_reduce(bool value, bool recurse) {
-  for_groups(recurse, [&](ParameterGroup& group) { group.flags.all_reduce = value; });
+  for_groups(recurse, [&](ShardGroup& group) { group.flags.all_reduce = value; });
 }
 void ShardState::set_reshard_after_backward(bool value, bool recurse) {
-  for_groups(recurse, [&](ParameterGroup& group) { group.flags.reshard = value; });
+  for_groups(recurse, [&](ShardGroup& group) { group.flags.reshard = value; });
 }
 void ShardState::set_reshard_after_forward(bool value, bool recurse) {
-  for_groups(recurse, [&](ParameterGroup& group) { group.set_reshard_after_forward(value); });
+  for_groups(recurse, [&](ShardGroup& group) { group.set_reshard_after_forward(value); });
 }
 void ShardState::set_is_last_backward(bool value) {
-  for_groups(true, [&](ParameterGroup& group) { group.flags.last = value; });
+  for_groups(true, [&](ShardGroup& group) { group.flags.last = value; });
 }
 void ShardState::set_gradient_divide_factor(double factor, bool recurse) {
   if (!(factor > 0)) throw ValueError(describe("set_gradient_divide_factor", fmt::format("{}", factor), "a number above 0"));
-  for_groups(recurse, [&](ParameterGroup& group) { group.gradient_divide_factor = factor; });
+  for_groups(recurse, [&](ShardGroup& group) { group.gradient_divide_factor = factor; });
 }
 
 void ShardState::post_backward() {
-  const std::vector<ParameterGroup*> groups = all_groups();
+  const std::vector<ShardGroup*> groups = all_groups();
   for (auto group = groups.rbegin(); group != groups.rend(); ++group) (*group)->post_backward();
 }
 
 void ShardState::final_callback() {
-  const std::vector<ParameterGroup*> groups = all_groups();
+  const std::vector<ShardGroup*> groups = all_groups();
   if (!groups.empty()) groups.front()->context().final_callback();
 }
 
 namespace {
 
-std::vector<ParameterGroup*> groups_of(const ShardState& self, ShardState& root, const std::vector<ShardState*>& states, const char* function) {
+std::vector<ShardGroup*> groups_of(const ShardState& self, ShardState& root, const std::vector<ShardState*>& states, const char* function) {
   if (!self.group()) throw StateError(fmt::format("{}: the module has no parameters of its own to gather", function));
-  std::vector<ParameterGroup*> groups;
+  std::vector<ShardGroup*> groups;
   for (ShardState* state : states) {
     if (!state || &state->root() != &root)
       throw ValueError(describe(function, state ? "a module under another root" : "a null state", "sharded modules under the same outermost module"));
-    for (ParameterGroup* group : state->groups()) groups.push_back(group);
+    for (ShardGroup* group : state->groups()) groups.push_back(group);
   }
   return groups;
 }
@@ -248,17 +250,17 @@ void ShardState::set_modules_to_backward_prefetch(const std::vector<ShardState*>
 }
 
 void ShardState::set_automatic_prefetch(bool value) {
-  const std::vector<ParameterGroup*> groups = root().all_groups();
+  const std::vector<ShardGroup*> groups = root().all_groups();
   if (!groups.empty()) groups.front()->context().prefetch = value;
 }
 
 ShardContext* ShardState::root_context() {
-  const std::vector<ParameterGroup*> groups = root().all_groups();
+  const std::vector<ShardGroup*> groups = root().all_groups();
   return groups.empty() || !groups.front()->has_context() ? nullptr : &groups.front()->context();
 }
 
 void ShardState::set_own_streams(bool value) {
-  const std::vector<ParameterGroup*> groups = root().all_groups();
+  const std::vector<ShardGroup*> groups = root().all_groups();
   if (!groups.empty()) groups.front()->context().own_streams = value;
 }
 

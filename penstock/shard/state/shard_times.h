@@ -1,6 +1,6 @@
-// Where the time of sharding goes, on the threads that run the model: starting gathers and reductions and waiting for them, and copying
-// between parameters or gradients and what is sent and received. Work that overlaps with compute does not show. On a device these are
-// times of the host: copies and waits there are only enqueued.
+// The time sharding takes on the threads that run the model: starting gathers and reductions and waiting for
+// them, and copying between parameters or gradients and communication buffers. Work that overlaps with
+// compute is not included. On a device these are host times: copies and waits are only enqueued.
 #pragma once
 
 #include <chrono>
@@ -11,7 +11,7 @@ struct ShardTimes {
   std::chrono::nanoseconds gather{}, reduce{}, copy{};
 };
 
-// Adds the time until its end to a part; to nothing where that is null.
+// Adds the time until its destruction to a part; does nothing if that is null.
 class TimedPart {
  public:
   TimedPart(ShardTimes* times, std::chrono::nanoseconds ShardTimes::* part) : part_(times ? &(times->*part) : nullptr), begin_(std::chrono::steady_clock::now()) {}

@@ -9,15 +9,16 @@
 #include <iterator>
 #include <string_view>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/dtensor/tensor/dtensor_payload.h"
-#include "penstock/shard/state/parameter_group.h"
+#include "penstock/shard/state/shard_group.h"
 #include "penstock/shard/state/registry.h"
 #include "penstock/shard/state/shard_context.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
 #include "penstock/torch/dispatch/gradient_sink.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock {
 namespace {
@@ -30,16 +31,18 @@ struct Use {
 };
 using Uses = c10::SmallVector<Use, 4>;
 
-// These only ask about a tensor, make another handle of it, or another tensor that lies as it does: state of an optimizer.
+// These only query a tensor, create another handle of it, or create another tensor with its layout, such as
+// optimizer state.
 constexpr std::array<std::string_view, 20> kHandleOperators{
     "aten::detach",       "aten::detach_",      "aten::alias",     "aten::requires_grad_", "aten::retain_grad", "aten::retains_grad", "aten::is_leaf",
     "aten::output_nr",    "aten::_version",     "aten::set_data",  "aten::data",           "aten::size.int",    "aten::stride.int",   "aten::is_same_size",
     "aten::empty_like",   "aten::zeros_like",   "aten::ones_like", "aten::full_like",      "aten::is_floating_point", "aten::is_complex"};
 
-// What set_data, which is no operator, asks before it exchanges the data of its first argument for that of the second.
+// The check that set_data, which is not an operator, makes before it replaces the data of its first argument
+// by that of the second.
 constexpr std::string_view kBeforeSetData = "aten::_has_compatible_shallow_copy_type";
 
-// How torch::load puts values into a parameter.
+// How torch::load writes values into a parameter.
 constexpr std::string_view kSet = "aten::set_.source_Tensor";
 
 enum class Role : signed char { Unknown, Computes, Casts, Handles, Replaces, Sets };
@@ -55,8 +58,8 @@ Role role_of(const c10::OperatorHandle& op, const OperatorTraits& traits) {
   return known[index];
 }
 
-// Of one of the operators `to`.
-std::optional<at::ScalarType> asked_dtype(const c10::OperatorHandle& op, const Stack& stack, std::size_t base) {
+// The dtype requested by one of the `to` operators.
+std::optional<at::ScalarType> requested_dtype(const c10::OperatorHandle& op, const Stack& stack, std::size_t base) {
   const auto& arguments = op.schema().arguments();
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     const c10::IValue& value = stack[base + i];
@@ -66,7 +69,7 @@ std::optional<at::ScalarType> asked_dtype(const c10::OperatorHandle& op, const S
   return std::nullopt;
 }
 
-// The mark goes with the data that set_data puts into the parameter: with it the next use is seen.
+// The mark is copied to the data that set_data puts into the parameter, so that the next use is intercepted.
 void note_replacement(const at::Tensor& self, const at::Tensor& data) {
   const detail::Membership member = detail::find_parameter(self);
   if (!member.group || !member.group->materialized()) return;
@@ -83,7 +86,7 @@ void adopt_replacements(const OperatorTraits& traits, const Stack& stack, std::s
       });
 }
 
-// Whether a tensor beside the parameter can only be an activation.
+// Whether a tensor besides the parameter can only be an activation.
 bool is_activation(const at::Tensor& tensor, const Uses& uses) {
   if (tensor.dim() == 0) return false;
   const detail::DTensorPayload* payload = detail::dtensor_payload(tensor);
@@ -95,13 +98,13 @@ bool is_activation(const at::Tensor& tensor, const Uses& uses) {
 }
 
 [[noreturn]] void refuse_write(const Use& use, const OperatorTraits& traits) {
-  const ParameterGroup& group = *use.member.group;
+  const ShardGroup& group = *use.member.group;
   const std::string name = use.member.parameter >= 0 ? group.parameters()[static_cast<std::size_t>(use.member.parameter)].to_string() : fmt::format("a part of '{}'", group.name());
-  throw StateError(describe(fmt::format("{}: it writes {}", traits.name, name), "a gathered parameter, of which only the shards would count", "a sharded one",
+  throw StateError(describe(fmt::format("{}: it writes {}", traits.name, name), "a gathered parameter, whose shards would not change", "a sharded one",
                             "call ensure_sharded(parameters) before an optimizer steps, or write inside an UnshardedScope"));
 }
 
-// A detached handle of a shard that is to be computed with: the same handle of the gathered parameter.
+// For a detached handle of a shard that takes part in computation: the same handle of the gathered parameter.
 at::Tensor gathered_handle(const Use& use) {
   const detail::DTensorPayload* payload = detail::dtensor_payload(use.tensor);
   if (!payload || use.member.parameter >= 0) return use.tensor;
@@ -112,25 +115,26 @@ at::Tensor gathered_handle(const Use& use) {
     return trial ? p.parameter().detach() : p.unsharded.detach();
   }
   if (trial) return use.tensor;
-  // Not a handle of a shard: a tensor-parallel view of the gathered parameter.
+  // Not a handle of a shard but a tensor-parallel view of the gathered parameter.
   if (payload->local().storage().unsafeGetStorageImpl() == use.member.group->parameters().front().whole.storage().unsafeGetStorageImpl()) return use.tensor;
-  throw StateError(describe("an activation met a view of a sharded parameter", describe_dtensor(use.tensor), "the parameter itself, or a view of the gathered one",
-                            "take the view in the forward that uses it"));
+  throw StateError(describe("an operator takes an activation and a view of a sharded parameter", describe_dtensor(use.tensor), "the parameter itself, or a view of the gathered one",
+                            "create the view in the forward that uses it"));
 }
 
 [[noreturn]] void refuse_stale(const Use& use, const OperatorTraits& traits) {
-  throw StateError(describe(fmt::format("{}: it uses what was saved of a gathered parameter of '{}'", traits.name, use.member.group->name()), "the parameters have had another dtype since",
+  throw StateError(describe(fmt::format("{}: it uses a tensor saved from a gathered parameter of '{}'", traits.name, use.member.group->name()), "the dtype of the parameters has changed since",
                             "the dtype of the forward that saved it", "run backward before Module::to or set_data change the dtype of sharded parameters"));
 }
 
-// Whether a tensor beside what was derived from shards cannot be computed with together with it.
-bool meets_activation(const at::Tensor& tensor, const Uses& derived) {
+// Whether a tensor cannot be combined with results derived from shards.
+bool cannot_combine(const at::Tensor& tensor, const Uses& derived) {
   if (tensor.dim() == 0) return false;
   const detail::DTensorPayload* payload = detail::dtensor_payload(tensor);
   return !payload || std::any_of(derived.begin(), derived.end(), [&](const Use& use) { return detail::dtensor_payload(use.tensor)->spec->mesh_id() != payload->spec->mesh_id(); });
 }
 
-// What was derived from shards, as the same computation on gathered parameters would have given it. [collective]
+// A result derived from shards, as the same computation on gathered parameters would have produced it.
+// [collective]
 at::Tensor gathered_result(const Use& use) {
   const Placements& placements = placements_of(use.tensor);
   for (const ShardedParameter& p : use.member.group->parameters()) {
@@ -142,18 +146,18 @@ at::Tensor gathered_result(const Use& use) {
       for (const int axis : placed.data_axes) wanted[static_cast<std::size_t>(axis)] = Replicate{};
       return redistribute(use.tensor, wanted);
     }
-    // The joint mesh is the data-parallel one, then the parameter's own.
+    // The joint mesh consists of the data-parallel axes, then the parameter's own.
     const auto first = static_cast<std::ptrdiff_t>(use.member.group->mesh().mesh().shape().size());
     std::fill(wanted.begin(), wanted.begin() + first, Placement(Replicate{}));
     const at::Tensor whole = redistribute(use.tensor, wanted);
     return from_local(to_local(whole), *placed.original_mesh, Placements(wanted.begin() + first, wanted.end()), {.shape = whole.sizes().vec(), .stride = whole.strides().vec(), .check = false});
   }
-  throw StateError(describe("an activation met what was computed from shards", describe_dtensor(use.tensor), fmt::format("a tensor on the mesh of a parameter of '{}'", use.member.group->name()),
-                            "compute it inside of a forward that records gradients, or in an UnshardedScope"));
+  throw StateError(describe("an operator takes an activation and a tensor computed from shards", describe_dtensor(use.tensor), fmt::format("a tensor on the mesh of a parameter of '{}'", use.member.group->name()),
+                            "compute it inside a forward that records gradients, or in an UnshardedScope"));
 }
 
-// False, with the arguments on the stack as they were, for an operator that distributed tensors do not have. One that writes must not
-// fall back to gathered parameters: what it writes would be lost.
+// Returns false, with the stack unchanged, for an operator that distributed tensors do not support. An
+// operator that writes must not fall back to gathered parameters, because its writes would be lost.
 bool runs_on_shards(const c10::OperatorHandle& op, const OperatorTraits& traits, Stack* stack, std::size_t base) {
   if (traits.mutates) {
     op.callBoxed(stack);
@@ -180,9 +184,9 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   else if (detail::replacements_pending())
     adopt_replacements(traits, *stack, base);
   if (role == Role::Sets)
-    if (const at::Tensor self = (*stack)[base].toTensor(); const ParameterGroup* group = detail::find_parameter(self).group)
+    if (const at::Tensor self = (*stack)[base].toTensor(); const ShardGroup* group = detail::find_parameter(self).group)
       if (group->materialized()) {
-        // The memory of a parameter is its group's: as with set_data, the next use takes the values over.
+        // The memory of a parameter belongs to its group: as with set_data, the next use adopts the values.
         const at::Tensor source = (*stack)[base + 1].toTensor();
         note_replacement(self, source);
         self.set_data(source);
@@ -207,8 +211,8 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
   const bool backward = in_backward();
   const bool recording = at::GradMode::is_enabled();
   bool compute = !uses.empty() && (backward || recording || traits.pure_view);
-  // Of several groups some are gathered: what is whole and what is a shard do not go together.
-  const auto gathered = [](const Use& use) { return use.member.group->state() == GroupState::Unsharded; };
+  // If only some of several groups are gathered: whole tensors and shards cannot be mixed.
+  const auto gathered = [](const Use& use) { return use.member.group->state() == ShardGroupState::Unsharded; };
   const bool some_gathered = std::any_of(uses.begin(), uses.end(), gathered);
   compute = compute || (some_gathered && !(derived.empty() && std::all_of(uses.begin(), uses.end(), gathered)));
   if (!compute)
@@ -216,16 +220,17 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
       if (traits.arguments[i].kind != ArgumentTraits::Kind::Other)
         for_each_tensor((*stack)[base + i], [&](const at::Tensor& tensor) {
           if (compute || is_marked_for_any_hook(tensor)) return;
-          compute = uses.empty() ? meets_activation(tensor, derived) : is_activation(tensor, uses);
+          compute = uses.empty() ? cannot_combine(tensor, derived) : is_activation(tensor, uses);
         });
   if (!compute) {
     for (const Use& use : uses) {
       if (!use.written) continue;
-      if (use.member.group->state() == GroupState::Unsharded && !use.member.group->writable()) refuse_write(use, traits);
+      if (use.member.group->state() == ShardGroupState::Unsharded && !use.member.group->writable()) refuse_write(use, traits);
       use.member.group->before_shards_change();
     }
     if (runs_on_shards(op, traits, stack, base)) {
-      // Results of shards alone are remembered: an activation that meets them wants them whole.
+      // Results of shards alone are remembered: an operator that takes one together with an activation needs
+      // it whole.
       if (!traits.mutates && !some_gathered)
         for (std::size_t i = stack->size() - traits.returns.size(); i < stack->size(); ++i)
           for_each_tensor((*stack)[i], [&](const at::Tensor& tensor) { detail::register_derived(tensor, *(uses.empty() ? derived : uses)[0].member.group); });
@@ -259,8 +264,9 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
       });
     }
   }
-  // The graph holds what is made here as soon as the operator has run. In a backward, too, operators may be recorded: where a forward is
-  // run again. And a custom function computes without recording when the graph holds its parameters already.
+  // The autograd graph holds the accumulators made here once the operator has run. Operators may also be
+  // recorded in a backward, where a forward is recomputed. A custom function computes without recording if
+  // the graph already holds its parameters.
   c10::SmallVector<AccumulatorPtr, 4> accumulators;
   for (const Use& use : uses)
     if (use.member.parameter >= 0 && use.tensor.requires_grad() && !use.member.group->in_trial() && (recording || awaits_gradient(use.tensor))) {
@@ -268,7 +274,7 @@ void on_operator(const c10::OperatorHandle& op, Stack* stack) {
       use.member.group->note_use();
       accumulators.push_back(send_gradient_to(use.tensor, *use.member.group, slot));
     }
-  const std::optional<at::ScalarType> cast_to = role == Role::Casts ? asked_dtype(op, *stack, base) : std::nullopt;
+  const std::optional<at::ScalarType> cast_to = role == Role::Casts ? requested_dtype(op, *stack, base) : std::nullopt;
   op.callBoxed(stack);
   if (role == Role::Casts && uses.size() == 1 && uses[0].member.parameter >= 0)
     uses[0].member.group->note_cast(static_cast<std::size_t>(uses[0].member.parameter), stack->back().toTensor(), cast_to);

@@ -1,4 +1,4 @@
-// Nodes of our own in graphs of autograd: how they are made and held, in the same words for every LibTorch.
+// Creates and holds custom autograd nodes the same way on every LibTorch version.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -12,20 +12,21 @@
 
 namespace penstock {
 
-// std::shared_ptr or c10::intrusive_ptr, as the version has it; and what does not keep the node.
+// NodePtr is std::shared_ptr or c10::intrusive_ptr, depending on the LibTorch version; WeakNodePtr is the
+// non-owning counterpart.
 using NodePtr = decltype(torch::autograd::Edge::function);
 using WeakNodePtr = decltype(torch::autograd::AutogradMeta::grad_accumulator_);
 
 template <class T, class... Args>
 auto make_node(Args&&... args) {
   if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>)
-    // deleteNode takes long chains of nodes down in a loop, where plain destructors would recurse. Found by its argument.
+    // deleteNode destroys long chains of nodes in a loop; plain destructors would recurse. Found by ADL.
     return std::shared_ptr<T>(new T(std::forward<Args>(args)...), [](T* node) { deleteNode(node); });
   else
     return c10::make_intrusive<T>(std::forward<Args>(args)...);
 }
 
-// A node as its graph holds it.
+// Returns an owning pointer to a node that is already owned by its graph.
 template <class T, class Pointer = NodePtr>
 Pointer held(T& node) {
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>)

@@ -15,7 +15,7 @@ void ensure_cpu_bfloat16() {
   static std::once_flag once;
   std::call_once(once, [] {
     bool works = true;
-    // On a thread of its own: modes and guards of this one do not count.
+    // On a separate thread, so that the modes and guards of the calling thread do not apply.
     std::thread([&] {
       const at::NoGradGuard no_grad;
       try {

@@ -1,13 +1,15 @@
-// Products of bfloat16 on the CPU that compute.
+// Makes bfloat16 matrix products work on the CPU.
 //
-// LibTorch 1.13 hands them to oneDNN on every Arm processor that has the instructions; its oneDNN has kernels only for those that also have SVE,
-// and throws "could not create a primitive descriptor iterator" elsewhere.
+// LibTorch 1.13 dispatches them to oneDNN on every Arm processor with bfloat16 instructions, but its oneDNN
+// only has kernels for processors that also have SVE; on the others it throws "could not create a primitive
+// descriptor iterator".
 #pragma once
 
 namespace penstock {
 
-// Tries one, once in a process. Where it throws, oneDNN is switched off for the process, with a warning: LibTorch's own kernels compute then.
-// Call it before anything that must give the same bits later. Any thread.
+// Tries a bfloat16 product, once per process. If it throws, disables oneDNN for the process and logs a
+// warning; LibTorch's own kernels are used instead. Call this before any computation whose bits must be
+// reproducible later. Thread safety: any thread.
 void ensure_cpu_bfloat16();
 
 }  // namespace penstock

@@ -25,12 +25,13 @@ struct CpuCounts {
 };
 CpuCounts cpu_counts;
 
-// What is counted is written in front of the memory itself, because some kernels hand memory back by its address alone (raw_deallocate).
+// The size is stored in front of the block, because some kernels free memory by its address alone
+// (raw_deallocate).
 constexpr std::size_t kFront = 64;  // keeps the alignment of the allocator below
 at::Allocator* below = nullptr;
 
 struct Front {
-  std::uint64_t mark;  // tells ours from memory that was there before anybody counted
+  std::uint64_t mark;  // distinguishes our blocks from those allocated before counting started
   std::int64_t bytes;
 };
 constexpr std::uint64_t kMark = 0x5e7a1c93d24b860f;
@@ -71,7 +72,7 @@ void count_cpu_memory() {
   static std::once_flag once;
   std::call_once(once, [] {
     below = c10::GetCPUAllocator();
-    // Kept for the life of the process, as its memory may be.
+    // Never freed: its blocks may live until the process ends.
     c10::SetCPUAllocator(new CountingAllocator, std::numeric_limits<std::uint8_t>::max());
   });
 }

@@ -1,30 +1,31 @@
-// Counts the memory that tensors on the CPU hold.
+// Counts the memory held by CPU tensors.
 //
-//   count_cpu_memory();                       // early: what was made before is not counted
+//   count_cpu_memory();                       // call early: existing allocations are not counted
 //   ...
 //   cpu_memory().live                         // bytes now
 //   reset_cpu_peak(); step(); cpu_memory().peak
 //
-// LibTorch has no such count for the CPU. From the call on its allocator is used through one that counts, for the rest of the process;
-// that costs two atomic additions for each allocation. Memory that is not LibTorch's (files, containers) is not in it.
-// Thread rule: any thread; the count is that of the process.
+// LibTorch does not count CPU memory. This call wraps its CPU allocator for the rest of the process, at the
+// cost of two atomic additions per allocation. Memory not allocated by LibTorch (files, containers) is not
+// counted.
+// Thread safety: any thread. The counts are per process.
 #pragma once
 
 #include <cstdint>
 
 namespace penstock {
 
-// Again: nothing.
+// Calling it again has no effect.
 void count_cpu_memory();
 
 struct CpuMemory {
   std::int64_t live = 0;         // bytes
-  std::int64_t peak = 0;         // since the beginning or the last reset
-  std::int64_t allocations = 0;  // how often memory was asked for
+  std::int64_t peak = 0;         // since counting started or the last reset
+  std::int64_t allocations = 0;  // number of allocations
 };
-// Zeros before count_cpu_memory().
+// All zeros before count_cpu_memory().
 CpuMemory cpu_memory();
-// The peak becomes what is live now.
+// Sets the peak to the current live bytes.
 void reset_cpu_peak();
 
 }  // namespace penstock

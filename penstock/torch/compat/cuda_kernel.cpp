@@ -11,13 +11,15 @@
 #include <filesystem>
 
 #include "penstock/base/env.h"
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {
 
 namespace {
 
-// The few functions of NVRTC and of the driver that are used, as their C interfaces declare them. LibTorch ships neither header.
+// The functions of NVRTC and the driver that are used, declared as in their C headers. LibTorch ships neither
+// header.
 using Program = struct ProgramTag*;
 using Module = struct ModuleTag*;
 using Function = struct FunctionTag*;
@@ -46,15 +48,15 @@ struct Driver {
   int (*launch)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, cudaStream_t, void**, void**);
 };
 
-// Folder of the library of LibTorch that holds its CUDA code.
+// Returns the folder of LibTorch's CUDA library.
 std::filesystem::path torch_folder() {
   Dl_info info{};
   if (dladdr(reinterpret_cast<void*>(&at::cuda::getCurrentDeviceProperties), &info) == 0 || info.dli_fname == nullptr) return {};
   return std::filesystem::path(info.dli_fname).parent_path();
 }
 
-// The first of the files that can be loaded. The dynamic linker finds names without a folder as it finds every library; a library
-// stays loaded.
+// Returns the first file that can be loaded. The dynamic linker searches its usual paths for names without a
+// folder. Loaded libraries are never unloaded.
 void* load_first(const char* what, const std::vector<std::string>& files, const char* remedy) {
   std::string reasons;
   for (const auto& file : files) {
@@ -72,14 +74,15 @@ void resolve(void* library, const char* name, Pointer& pointer) {
 }
 
 std::vector<std::string> nvrtc_files() {
-  // A path given by the user is meant: no other is tried.
+  // If the user gives a path, no other is tried.
   if (const auto given = env_text("PENSTOCK_NVRTC")) return {*given};
   const std::string major = std::to_string(CUDART_VERSION / 1000);
   const std::string name = "libnvrtc.so." + (major == "11" ? "11.2" : major);
   const std::filesystem::path torch = torch_folder();
   return {
       name,
-      // LibTorch's own stub depends on the NVRTC that LibTorch was built with; a symbol is found through it.
+      // LibTorch's own stub links against the NVRTC that LibTorch was built with; symbols are found through
+      // it.
       (torch / "libcaffe2_nvrtc.so").string(),
       (torch / ".." / ".." / "nvidia" / ("cu" + major) / "lib" / name).string(),      // Python packages from CUDA 13 on
       (torch / ".." / ".." / "nvidia" / "cuda_nvrtc" / "lib" / name).string(),        // and before
@@ -135,7 +138,7 @@ void check_driver(int result, const char* call, const std::string& kernel, int d
 
 class ProgramHolder {
  public:
-  explicit ProgramHolder(const CudaText& text) {
+  explicit ProgramHolder(const CudaSource& text) {
     std::vector<const char*> names, texts;
     for (const auto& [name, content] : text.headers) {
       names.push_back(name.c_str());
@@ -161,7 +164,7 @@ std::string read(int (*size_of)(Program, std::size_t*), int (*read_into)(Program
   return bytes;
 }
 
-// What NVRTC compiles for: the device itself, or PTX of the newest capability below it that NVRTC knows.
+// Compiles for the device itself, or to PTX of the newest lower capability that NVRTC supports.
 std::string architecture_for(int capability, const std::string& kernel, bool& machine_code) {
   int count = 0;
   check_nvrtc(nvrtc().capability_count(&count), "nvrtcGetNumSupportedArchs", kernel);
@@ -179,7 +182,7 @@ std::string architecture_for(int capability, const std::string& kernel, bool& ma
 
 }  // namespace
 
-std::string compile_cuda(const CudaText& text, int capability) {
+std::string compile_cuda(const CudaSource& text, int capability) {
   bool machine_code = false;
   std::vector<std::string> options = {architecture_for(capability, text.name, machine_code), "--std=c++17", "--fmad=false", "--ftz=false",
                                       "--prec-div=true", "--prec-sqrt=true"};
@@ -214,8 +217,8 @@ void* CudaKernel::function_for(int device) {
 void CudaKernel::launch_pointers(int device, unsigned blocks, unsigned threads, void** arguments) {
   if (blocks == 0) return;
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-  // The driver needs a context, which the runtime gives a thread at its first call there: autograd's worker threads may not
-  // have made one.
+  // The driver needs a context. The CUDA runtime creates one for a thread at its first call, which autograd's
+  // worker threads may not have made yet.
   Context context = nullptr;
   check_driver(driver().current_context(&context), "cuCtxGetCurrent", text_.name, device);
   if (context == nullptr) C10_CUDA_CHECK(cudaFree(nullptr));

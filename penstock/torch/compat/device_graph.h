@@ -1,17 +1,19 @@
-// Work of a device, recorded once and launched again as one: a CUDA graph.
+// A CUDA graph: device work that is recorded once and then launched as a unit.
 //
 //   DeviceGraph graph(device);
-//   graph.warm_up([&] { step(); });              // runs, on the stream that will record: what is made at first use exists afterwards
-//   graph.record([&] { step(); });               // runs on the host alone; the device is given nothing
-//   x.copy_(next), graph.replay();               // the device does all of it again, on the same memory, in the current stream
+//   graph.warm_up([&] { step(); });              // runs on the recording stream, for lazy initialization
+//   graph.record([&] { step(); });               // runs on the host only; the device executes nothing
+//   x.copy_(next), graph.replay();               // repeats the device work on the same memory
 //
-// Recorded are the launches, with the addresses that they read and write: inputs must be put where they were, results are found where
-// they were, and both hold what the last replay left. Memory that the recording allocated belongs to it as long as it lives. What the
-// host did is not repeated. Random operators of LibTorch draw new numbers at each replay.
+// The graph records kernel launches with the addresses they read and write: inputs must be copied to the same
+// addresses, and results appear at the same addresses; both keep the values of the last replay. Memory
+// allocated during recording belongs to the graph and is freed with it. Host work is not repeated. LibTorch's
+// random operators draw new numbers at each replay.
 //
-// Work on other streams belongs to the recording where it begins after and ends before that of the current one (order_after), and so
-// does that of autograd's threads. Reading a value back or waiting for the device ends a recording with an error.
-// Thread rule: one thread.
+// Work on other streams is recorded if it starts after and ends before the work of the current stream
+// (order_after); so is the work of autograd's threads. Reading a value back or waiting for the device ends
+// the recording with an error.
+// Thread safety: one thread.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -28,13 +30,15 @@ class DeviceGraph {
   ~DeviceGraph();
   DeviceGraph(DeviceGraph&&) noexcept;
 
-  // Runs `work` on the recording stream, after what the current stream has been given; the current one waits for it.
+  // Runs `work` on the recording stream, after the work already queued on the current stream, which then
+  // waits for it.
   void warm_up(const std::function<void()>& work);
 
-  // Once. Throws StateError if something in `work` cannot be recorded; what `work` throws by itself passes through. Nothing is recorded then.
+  // May be called once. Throws StateError if something in `work` cannot be recorded; exceptions thrown by
+  // `work` itself propagate. In both cases nothing is recorded.
   void record(const std::function<void()>& work);
 
-  // In the current stream; does not wait. StateError before `record`.
+  // Launches in the current stream and does not wait. Throws StateError before `record`.
   void replay();
 
  private:

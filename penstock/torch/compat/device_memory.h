@@ -1,5 +1,5 @@
-// Memory that LibTorch has given out on a CUDA device. 0 for devices that are not CUDA ones: cpu_memory.h counts there.
-// Thread rule: any thread.
+// Memory that LibTorch has allocated on a CUDA device. Returns 0 for other devices; cpu_memory.h counts CPU
+// memory. Thread safety: any thread.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -8,9 +8,9 @@
 
 namespace penstock {
 
-// Bytes that tensors hold now.
+// Bytes held by tensors now.
 std::int64_t live_device_bytes(c10::Device device);
-// The most that they have held at one time since the process began, or since the last reset.
+// Peak since the process started or since the last reset.
 std::int64_t peak_device_bytes(c10::Device device);
 void reset_peak_device_bytes(c10::Device device);
 

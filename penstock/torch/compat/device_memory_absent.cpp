@@ -1,4 +1,4 @@
-// In place of device_memory_cuda.cpp in builds without CUDA.
+// Replaces device_memory_cuda.cpp in builds without CUDA.
 #include "penstock/torch/compat/device_memory.h"
 
 namespace penstock {

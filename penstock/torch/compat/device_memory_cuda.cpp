@@ -6,7 +6,7 @@ namespace penstock {
 
 namespace {
 
-constexpr std::size_t kAll = 0;  // the first of the kinds of blocks that are counted is their sum
+constexpr std::size_t kAll = 0;  // the first of the counted block kinds is the sum of all
 
 }  // namespace
 

@@ -13,7 +13,7 @@ constexpr DtypeEntry everywhere(std::uint8_t number, std::string_view name, Scal
   return {number, name, {}, type};
 }
 
-// A type that came after the oldest LibTorch: here only where this one's enumeration has it.
+// For a type added after the oldest supported LibTorch: defined only if this version's enumeration has it.
 #define PENSTOCK_SINCE(release, number, name, type)                                \
   DtypeEntry {                                                                     \
     number, name, release, []<class Types>(Types) -> std::optional<ScalarType> {   \
@@ -24,7 +24,7 @@ constexpr DtypeEntry everywhere(std::uint8_t number, std::string_view name, Scal
     }(ScalarType{})                                                                \
   }
 
-// The numbers are on the wire: add at the end, never change or reuse one.
+// The numbers are part of the wire format: append new ones, never change or reuse one.
 constexpr auto kTable = std::to_array<DtypeEntry>({
     everywhere(1, "uint8", ScalarType::Byte),
     everywhere(2, "int8", ScalarType::Char),

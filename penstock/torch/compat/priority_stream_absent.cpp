@@ -1,4 +1,4 @@
-// A LibTorch without CUDA has no streams to choose from.
+// Without CUDA there is no priority stream.
 #include "penstock/torch/compat/streams.h"
 
 namespace penstock {

@@ -20,10 +20,10 @@ std::optional<c10::Stream> priority_stream(c10::Device device) {
   const auto known = made.find(index);
   if (known != made.end()) return known->second;
   const c10::cuda::CUDAGuard guard(index);
-  // CUDA counts downwards: the greatest priority is the lowest number, the second of the two.
+  // In CUDA a lower number means a higher priority; the greatest priority is the second of the two.
   int least = 0, greatest = 0;
   C10_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-  // Never destroyed: at the end of the process the driver may be gone before us.
+  // Never destroyed: the driver may shut down before static objects are destroyed.
   cudaStream_t stream = nullptr;
   C10_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest));
   return made.emplace(index, c10::cuda::getStreamFromExternal(stream, index).unwrap()).first->second;

@@ -1,14 +1,15 @@
-// Streams of a device, whatever kind it is: which one is current, who waits for whom, and one of high priority to work beside it.
+// Device streams for every kind of device: the current stream, ordering between streams, and a high-priority
+// side stream.
 //
 //   if (const auto side = priority_stream(device)) {
 //     const c10::Stream main = current_stream(device);
-//     order_after(*side, main);                       // what follows on `side` sees what `main` was given before
+//     order_after(*side, main);                       // later work on `side` sees the earlier work of `main`
 //     { c10::StreamGuard guard(*side); y = f(x); }
-//     x.record_stream(*side);                         // its memory is not given away while `side` may still read it
+//     x.record_stream(*side);                         // keeps the memory until `side` has read it
 //     order_after(main, *side);
 //   }
 //
-// Nothing here blocks the host. Compiles, and says that there is no second stream, where LibTorch has no CUDA.
+// Nothing here blocks the host. Without CUDA this compiles and reports that there is no second stream.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -19,22 +20,24 @@
 
 namespace penstock {
 
-// The one stream of highest priority that Penstock has on this device: made when it is first asked for, once per device, kept until
-// the process ends. It is not from LibTorch's pool, where others would get it too. None on devices other than CUDA ones and in
-// builds without CUDA. Any thread.
+// Returns Penstock's stream of highest priority on this device. It is created at the first call, once per
+// device, and kept until the process ends. It does not come from LibTorch's pool, where others could get it
+// too. Returns std::nullopt on devices other than CUDA and in builds without CUDA. Thread safety: any thread.
 std::optional<c10::Stream> priority_stream(c10::Device device);
 
 c10::Stream current_stream(c10::Device device);
 
-// One of LibTorch's pool, to copy or compute beside the current one; on a device without streams its only one.
+// Returns a stream of LibTorch's pool, to copy or compute concurrently with the current one; on a device
+// without streams, its only one.
 c10::Stream side_stream(c10::Device device);
 
-// What is given to `later` from now on runs after what `first` has been given so far. Nothing when they are one stream.
+// Work queued on `later` from now on runs after the work queued on `first` so far. Does nothing if both are
+// the same stream.
 void order_after(const c10::Stream& later, const c10::Stream& first);
 
-// Until its end what is given to the current stream goes to `side` instead, after everything that the current stream has been given before.
-// Does nothing where there is no side stream. Memory that is allocated inside and used by the other stream afterwards, or the reverse, needs
-// record_stream.
+// Redirects the work of the current stream to `side` within the scope, after everything queued on the current
+// stream so far. Does nothing if there is no side stream. Memory allocated inside the scope and used by the
+// other stream afterwards, or the reverse, needs record_stream.
 class SideStreamScope {
  public:
   explicit SideStreamScope(const std::optional<c10::Stream>& side);

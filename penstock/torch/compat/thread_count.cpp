@@ -7,7 +7,7 @@ namespace penstock {
 
 namespace {
 
-// Null where another BLAS is in the process.
+// Null if the process uses another BLAS.
 template <class Function>
 Function openblas(const char* name) {
   return reinterpret_cast<Function>(::dlsym(RTLD_DEFAULT, name));
@@ -23,7 +23,7 @@ ThreadCounts thread_counts() {
 
 void set_thread_counts(const ThreadCounts& counts) {
   if (const auto set_blas = openblas<void (*)(int)>("openblas_set_num_threads")) set_blas(counts.blas);
-  // Last: OpenBLAS's OpenMP build sets OpenMP's count, which is LibTorch's, too.
+  // Must be last: OpenBLAS's OpenMP build sets OpenMP's thread count, which LibTorch uses too.
   at::set_num_threads(counts.operators);
 }
 

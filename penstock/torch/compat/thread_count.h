@@ -1,4 +1,4 @@
-// How many threads the operators of this process use: LibTorch's own, and OpenBLAS's, which may be a separate pool.
+// The number of threads that operators use: LibTorch's, and OpenBLAS's, which may be a separate pool.
 #pragma once
 
 namespace penstock {
@@ -10,10 +10,11 @@ struct ThreadCounts {
 
 ThreadCounts thread_counts();
 
-// For operators that start from now on, in this thread and those it starts. No other thread may be computing.
+// Applies to operators that start from now on, in this thread and in threads it starts. No other thread may
+// be computing.
 void set_thread_counts(const ThreadCounts& counts);
 
-// For a scope: `threads` of each kind.
+// Sets both counts to `threads` within a scope.
 class ThreadCountScope {
  public:
   explicit ThreadCountScope(int threads) : before_(thread_counts()) { set_thread_counts({threads, threads}); }

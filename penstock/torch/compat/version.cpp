@@ -12,7 +12,8 @@ namespace penstock {
 std::string torch_version() { return TORCH_VERSION; }
 
 std::string blas_description() {
-  // OpenBLAS and MKL say who they are; the reference BLAS does not, and is then known by its file only.
+  // OpenBLAS and MKL report their names; the reference BLAS does not and can only be recognized by its file
+  // name.
   if (auto* config = reinterpret_cast<char* (*)()>(dlsym(RTLD_DEFAULT, "openblas_get_config"))) return config();
   std::istringstream lines(at::show_config());
   for (std::string line; std::getline(lines, line);)

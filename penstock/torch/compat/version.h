@@ -1,5 +1,5 @@
-// Which LibTorch this is, at compile time and at run time. Version conditionals live in this folder and in the backend
-// adaptors of comm/, nowhere else.
+// The LibTorch version, at compile time and at run time. Version conditionals are allowed only in this folder
+// and in the backend adaptors of comm/.
 #pragma once
 
 #include <torch/version.h>
@@ -11,11 +11,11 @@
 
 namespace penstock {
 
-// "1.13.1", as compiled against.
+// For example "1.13.1": the version compiled against.
 std::string torch_version();
 
-// The BLAS that matrix products run on, as LibTorch reports it, and the library file behind it when it can be told
-// ("OpenBLAS 0.3.21 ..."), so that a reference BLAS is noticed.
+// Describes the BLAS used for matrix products, as LibTorch reports it, with its library file if it can be
+// determined ("OpenBLAS 0.3.21 ..."), so that a slow reference BLAS is noticed.
 std::string blas_description();
 
 }  // namespace penstock

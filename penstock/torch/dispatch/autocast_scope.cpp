@@ -49,11 +49,12 @@ bool can_autocast(at::DeviceType device, at::ScalarType dtype) {
   try {
     const AutocastScope scope(device, dtype);
     if (device != at::kCPU || dtype != at::kHalf) return true;
-    // LibTorch 2 can be asked for it on every processor, but its matrix products exist on some only. Of a size for which oneDNN is used.
+    // LibTorch 2 accepts float16 on every processor, but has matrix products for some only. The size is one
+    // for which oneDNN is used.
     const at::Tensor rows = at::ones({4, 64, 64});
     at::matmul(at::linear(rows, rows[0]), rows);
     return true;
-  } catch (const std::exception&) {  // c10::Error when it is switched on, oneDNN's own type in a product: the answer is no
+  } catch (const std::exception&) {  // c10::Error when enabling it, oneDNN's own type in a product: not supported
     return false;
   }
 }

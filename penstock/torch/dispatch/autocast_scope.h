@@ -1,9 +1,11 @@
-// Mixed precision for a scope: operators that gain by it compute in 16 bits, the others in float32, as LibTorch's autocast decides.
+// Mixed precision within a scope: LibTorch's autocast decides which operators compute in 16 bits and which in
+// float32.
 //
 //   const AutocastScope scope(device.type(), at::kBFloat16);
-//   y = model->forward(x);                                    // backward() follows what forward did, outside of the scope
+//   y = model->forward(x);                                    // call backward() outside of the scope; it uses forward's dtypes
 //
-// Weights are cast once within the outermost scope of a thread. Without a dtype it does nothing. Made and destroyed on one thread.
+// Weights are cast once within the outermost scope of a thread. Without a dtype the scope does nothing.
+// Construct and destroy it on the same thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,20 +28,20 @@ class AutocastScope {
   at::ScalarType was_dtype_ = at::kFloat;
 };
 
-// Whether a model can be computed in a scope of this dtype. LibTorch 1.13 has no float16 on the CPU, later ones have it for some processors;
-// that is tried out.
+// Returns whether a model can be computed in a scope of this dtype. LibTorch 1.13 has no float16 on the CPU;
+// later versions have it for some processors, which is determined by trying.
 bool can_autocast(at::DeviceType device, at::ScalarType dtype);
 
-// What autocast does on this thread: with equal states operators are cast alike.
+// The autocast state of this thread: operators are cast the same way under equal states.
 struct AutocastState {
   bool cpu = false, cuda = false;
-  at::ScalarType cpu_dtype = at::kFloat, cuda_dtype = at::kFloat;  // where it is on
+  at::ScalarType cpu_dtype = at::kFloat, cuda_dtype = at::kFloat;  // when enabled
   friend bool operator==(const AutocastState&, const AutocastState&) = default;
 };
 AutocastState autocast_state();
 
-// Weights that autocast has cast and keeps for the rest of its scope are forgotten, at the beginning and at the end of this one: those from
-// outside are not seen inside, and the other way round.
+// Clears autocast's cache of cast weights at the start and at the end of this scope, so that weights cast
+// outside are not used inside and the reverse.
 class OwnAutocastCache {
  public:
   OwnAutocastCache();
@@ -48,8 +50,9 @@ class OwnAutocastCache {
   OwnAutocastCache& operator=(const OwnAutocastCache&) = delete;
 };
 
-// Within a scope: a float32 tensor in the scope's dtype, else the tensor itself. For what several operators take in: each of them would cast
-// it, and its gradients would be added up in float32.
+// Within an autocast scope, returns a float32 tensor cast to the scope's dtype, otherwise the tensor itself.
+// For a tensor that several operators use: each would cast it, and its gradients would be added up in
+// float32.
 at::Tensor cast_once(const at::Tensor& tensor);
 
 }  // namespace penstock

@@ -7,7 +7,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/torch/dispatch/mode_stack.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/tensor_subclass.h"
 #include "penstock/torch/dispatch/wrapper_impl.h"
 
@@ -17,9 +17,9 @@ namespace {
 using c10::DispatchKey;
 using c10::DispatchKeySet;
 
-// What is above us and must not run again for the operators that a handler calls: autograd, autocast, functorch,
-// functionalization. Conjugate, Negative and ZeroTensor stay on: they belong to single tensors, and an inner tensor that
-// has such a bit needs them.
+// Keys above ours that must not run again for the operators a handler calls: autograd, autocast, functorch,
+// functionalization. Conjugate, Negative and ZeroTensor stay enabled: they belong to single tensors, and an
+// inner tensor with such a bit needs them.
 constexpr DispatchKeySet kAbove =
     DispatchKeySet(DispatchKeySet::FULL) -
     (DispatchKeySet(DispatchKeySet::FULL_AFTER, DispatchKey::Python) | DispatchKeySet(DispatchKey::Python) |
@@ -53,8 +53,8 @@ Payload* choose_payload(const OperatorTraits& traits, const Stack& stack, std::s
     if (!impl->key_set().has(DispatchKey::Python)) return;
     Payload* payload = payload_of(impl);
     if (!payload)
-      throw TypeError(fmt::format("{}: an argument is a tensor subclass that was not made by this library (a plain tensor that got a "
-                                  "wrapper's data by set_data, or one of Python's); use replace_data instead of set_data",
+      throw TypeError(fmt::format("{}: an argument is a tensor subclass that was not created by Penstock (a plain tensor that got a "
+                                  "wrapper's data by set_data, or a Python subclass); use replace_data instead of set_data",
                                   traits.name));
     if (!chosen || payload->priority() > chosen->priority()) chosen = payload;
   };
@@ -66,10 +66,12 @@ Payload* choose_payload(const OperatorTraits& traits, const Stack& stack, std::s
 void call_payload(const c10::OperatorHandle& op, const OperatorTraits& traits, Stack* stack, std::size_t base, Payload* chosen) {
   // The handler may drop the last tensor that holds its payload.
   const PayloadPtr keep = PayloadPtr::reclaim_copy(chosen);
-  // Same number of arguments and results: a handler that does nothing at all would pass its argument off as the result.
+  // If the operator has as many arguments as results, a handler that does nothing would return its argument
+  // as the result.
   const bool may_be_forgotten = traits.arguments.size() == 1 && traits.returns.size() == 1 &&
                                 traits.returns[0].kind == ReturnAlias::Kind::Fresh && (*stack)[base].isTensor();
-  // Held, not only its address: a result may be made where an argument that nobody else holds was.
+  // Hold the tensor, not only its address: a result may be allocated at the address of an argument that
+  // nobody else holds.
   const at::Tensor argument = may_be_forgotten ? (*stack)[base].toTensor() : at::Tensor();
   chosen->dispatch(op, stack);
   const auto who = [&] { return fmt::format("tensor subclass {}", keep->kind()); };
@@ -86,7 +88,8 @@ void dispatch_kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack
   const c10::impl::ExcludeDispatchKeyGuard below(kAbove);
   const OperatorTraits& traits = traits_of(op);
   if (traits.composite) [[unlikely]] {
-    // Only without autograd (InferenceMode) do composite operators come this far; their parts come back here.
+    // Composite operators reach this point only without autograd (InferenceMode); the operators they call
+    // come back here.
     op.callBoxedForDispatchKey(DispatchKey::CompositeImplicitAutograd, *stack);
     return;
   }
@@ -105,7 +108,8 @@ void dispatch_kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack
   op.callBoxed(stack);
 }
 
-// LibTorch allows one fallback per key and lets only itself take one off. Explicit instantiation may name private members.
+// LibTorch allows one fallback per key, and its function to remove one is private. Explicit instantiation may
+// name private members.
 template <class Tag, typename Tag::Type member>
 struct PrivateMember {
   friend typename Tag::Type reveal(Tag) { return member; }
@@ -123,7 +127,7 @@ void install_dispatch_kernel() {
   std::call_once(once, [] {
     auto& dispatcher = c10::Dispatcher::singleton();
     (dispatcher.*reveal(DeregisterFallback{}))(DispatchKey::Python);
-    // Kept for the life of the process: wrappers may outlive every static object.
+    // Never freed: wrappers may outlive every static object.
     new c10::RegistrationHandleRAII(dispatcher.registerFallback(
         DispatchKey::Python, c10::KernelFunction::makeFromBoxedFunction<&dispatch_kernel>(), "penstock: wrappers and modes"));
   });

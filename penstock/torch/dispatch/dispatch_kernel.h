@@ -1,10 +1,10 @@
-// The one kernel that wrappers and modes hang on. Private to this folder.
+// The dispatcher kernel that implements wrappers and modes. Private to this folder.
 #pragma once
 
 namespace penstock::detail {
 
-// Puts our kernel in the place of LibTorch's for DispatchKey::Python, once per process. Called by whatever makes the first
-// wrapper or enters the first mode; cheap afterwards.
+// Replaces LibTorch's kernel for DispatchKey::Python by ours, once per process. Called when the first wrapper
+// is created or the first mode is entered; cheap afterwards.
 void install_dispatch_kernel();
 
 }  // namespace penstock::detail

@@ -8,6 +8,7 @@
 
 #include <memory>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/compat/version.h"
 
@@ -16,15 +17,15 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// Gives the gradient away and leaves the accumulator nothing to do.
-struct Taker final : torch::autograd::FunctionPreHook {
-  Taker(torch::autograd::Node* node, GradientSink& sink, std::size_t slot) : node(node), sink(&sink), slot(slot) {}
+// Passes the gradient to the sink and an undefined one to the accumulator, which then does nothing.
+struct SinkHook final : torch::autograd::FunctionPreHook {
+  SinkHook(torch::autograd::Node* node, GradientSink& sink, std::size_t slot) : node(node), sink(&sink), slot(slot) {}
 
   variable_list operator()(const variable_list& gradients) override {
     at::Tensor gradient = gradients.at(0);
     if (!gradient.defined()) return gradients;
 #if !PENSTOCK_TORCH_AT_LEAST(2, 0)
-    // Here the accumulator itself calls the hooks of its leaf, too late for us.
+    // In this version the accumulator itself calls the hooks of its leaf, which would be too late.
     gradient = torch::autograd::AccumulateGrad::callHooks(static_cast<torch::autograd::AccumulateGrad*>(node)->variable, gradient);
 #endif
     if (gradient.defined()) sink->take(slot, std::move(gradient));
@@ -42,8 +43,8 @@ AccumulatorPtr send_gradient_to(const at::Tensor& leaf, GradientSink& sink, std:
   AccumulatorPtr accumulator = torch::autograd::impl::grad_accumulator(leaf);
   PENSTOCK_INVARIANT(accumulator, "a leaf that requires gradients has an accumulator");
   for (const auto& hook : accumulator->pre_hooks())
-    if (dynamic_cast<const Taker*>(hook.get()) != nullptr) return accumulator;
-  accumulator->add_pre_hook(std::make_unique<Taker>(&*accumulator, sink, slot));
+    if (dynamic_cast<const SinkHook*>(hook.get()) != nullptr) return accumulator;
+  accumulator->add_pre_hook(std::make_unique<SinkHook>(&*accumulator, sink, slot));
   return accumulator;
 }
 

@@ -7,7 +7,7 @@ namespace penstock {
 
 namespace {
 
-// A kind that LibTorch itself uses on phones only.
+// A debug info kind that LibTorch itself uses on mobile only.
 const auto kKind = c10::DebugInfoKind::MOBILE_RUNTIME_INFO;
 
 void include_python(bool on) { c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::Python, on); }
@@ -28,7 +28,7 @@ PoppedMode::PoppedMode(const ModeNode& top) : before_(c10::ThreadLocalDebugInfo:
   if (before_.get() == top.with) [[likely]] {
     c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(top.without);
   } else {
-    // Something else was put on top and must stay visible: put what lies below the mode on top of it.
+    // Other debug info was pushed on top and must stay visible: rebuild it on top of what is below the mode.
     static const auto& empty = *new std::shared_ptr<ModeNode>(std::make_shared<ModeNode>());
     c10::ThreadLocalDebugInfo::_push(kKind, top.below ? top.below : empty);
   }

@@ -1,7 +1,8 @@
-// The modes of a thread. Private to this folder.
+// The stack of modes of a thread. Private to this folder.
 //
-// They live in LibTorch's ThreadLocalDebugInfo, which at::ThreadLocalState carries to autograd's worker threads together
-// with the dispatch key that brings operators here. The stack is a linked list of immutable nodes.
+// It is stored in LibTorch's ThreadLocalDebugInfo, which at::ThreadLocalState carries to autograd's worker
+// threads together with the dispatch key that routes operators here. The stack is a linked list of immutable
+// nodes.
 #pragma once
 
 #include <c10/util/ThreadLocalDebugInfo.h>
@@ -13,15 +14,15 @@
 namespace penstock::detail {
 
 struct ModeNode final : c10::DebugInfoBase, std::enable_shared_from_this<ModeNode> {
-  Mode* mode = nullptr;              // null: an empty stack above one that is not
+  Mode* mode = nullptr;              // null: an empty stack above a non-empty one
   std::shared_ptr<ModeNode> below;
-  // The thread's information with this node on top and without it. As long as nothing else was put on top, leaving the mode
-  // is an exchange of pointers.
+  // The thread's debug info with and without this node on top. As long as nothing else was pushed on top,
+  // leaving the mode is a pointer exchange.
   const c10::ThreadLocalDebugInfo* with = nullptr;
   std::shared_ptr<c10::ThreadLocalDebugInfo> without;
 };
 
-// Null when no mode is on.
+// Returns null if no mode is active.
 const ModeNode* current_mode_node();
 
 // Leaves the innermost mode for a scope.

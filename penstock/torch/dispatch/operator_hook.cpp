@@ -7,13 +7,14 @@
 #include <set>
 #include <typeinfo>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/dispatch/wrapper_impl.h"
 
 namespace penstock {
 namespace {
 
-// A key above autograd and autocast that LibTorch keeps for experiments and registers nothing for.
+// A dispatch key above autograd and autocast that LibTorch reserves for experiments and does not use.
 constexpr c10::DispatchKey kHookKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
 class HookKernel final : public c10::OperatorKernel {
@@ -25,7 +26,7 @@ class HookKernel final : public c10::OperatorKernel {
   OperatorHook hook_;
 };
 
-// Operators without a hook must not see the key at all.
+// Operators without a hook must skip the key.
 void install_fallthrough() {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -44,8 +45,8 @@ void register_operator_hook(const std::string& op, OperatorHook hook) {
   static std::mutex& mutex = *new std::mutex;
   static auto& known = *new std::set<std::string>;
   const std::lock_guard lock(mutex);
-  if (!known.insert(op).second) throw StateError(fmt::format("register_operator_hook: {} has a hook already", op));
-  // Kept for the life of the process, as the marked tensors may be.
+  if (!known.insert(op).second) throw StateError(fmt::format("register_operator_hook: {} already has a hook", op));
+  // Never freed: marked tensors may live until the process ends.
   new c10::RegistrationHandleRAII(dispatcher.registerImpl(
       name, kHookKey, c10::KernelFunction::makeFromBoxedFunctor<HookKernel>(std::make_unique<HookKernel>(std::move(hook))), c10::nullopt, nullptr,
       "penstock: operator hook"));

@@ -1,18 +1,19 @@
-// Hooks before autograd for single operators on marked tensors.
+// Hooks for single operators on marked tensors, called before autograd.
 //
 //   register_operator_hook("aten::linear", [](const c10::OperatorHandle& op, Stack* stack) {
-//     const NoHooksGuard off;                       // the operators called from here are ordinary ones
-//     prepare((*stack)[stack->size() - 3]);         // arguments on top of the stack, as for a handler
+//     const NoHooksGuard off;                       // operators called from here do not call hooks
+//     prepare((*stack)[stack->size() - 3]);         // the arguments are on top of the stack, as for a handler
 //     op.callBoxed(stack);
 //   });
 //   mark_hooked(weight);                            // a wrapper: every linear with it calls the hook
 //
-// A payload sees operators below autograd, where composite ones (linear, layer_norm) have fallen apart. A hook sees the whole
-// call, above autograd and autocast: what it does is differentiated. C++ modules have no forward hooks; the operator that
-// takes a module's weight is the place where one can be had without changing the module.
+// A payload sees operators below autograd, after composite ones (linear, layer_norm) have been decomposed. A
+// hook sees the whole call, above autograd and autocast, so what it does is differentiated. C++ modules have
+// no forward hooks; hooking the operator that takes a module's weight achieves the same without changing the
+// module.
 //
-// Costs nothing for operators without a hook and for tensors that are not marked. Views of a marked tensor are marked.
-// Thread rule: register at the start of the program; hooks may be called from any thread.
+// No overhead for operators without a hook and for unmarked tensors. Views of a marked tensor are marked.
+// Thread safety: register at startup; hooks may be called from any thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,13 +22,13 @@
 #include <functional>
 #include <string>
 
-#include "penstock/torch/dispatch/stack_tensors.h"
+#include "penstock/stack_tensors.h"
 
 namespace penstock {
 
 using OperatorHook = std::function<void(const c10::OperatorHandle& op, Stack* stack)>;
 
-// Once per operator: a second hook is a StateError, an operator that does not exist a ValueError.
+// Once per operator. Throws StateError for a second hook and ValueError for an operator that does not exist.
 void register_operator_hook(const std::string& op, OperatorHook hook);
 
 // Throws TypeError for a tensor that is not a wrapper.

@@ -1,4 +1,4 @@
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 #include <algorithm>
 #include <deque>
@@ -21,7 +21,8 @@ ArgumentTraits::Kind kind_of(const c10::TypePtr& type) {
   return Kind::Other;
 }
 
-// The alias sets that a schema names at an argument or a result: `Tensor(a!)`, and for lists inside: `Tensor(a!)[]`.
+// The alias sets that a schema declares for an argument or a result: `Tensor(a!)`, or inside a list:
+// `Tensor(a!)[]`.
 struct AliasSets {
   explicit AliasSets(const c10::AliasInfo* info) {
     if (info) add(*info);
@@ -38,7 +39,8 @@ struct AliasSets {
   bool written = false;
 };
 
-// Composite operators that have kernels of their own as well (silu_backward) are left whole: that is what real tensors run.
+// Composite operators that also have kernels of their own (silu_backward) are not decomposed, as with real
+// tensors.
 bool decomposes(const c10::OperatorHandle& op) {
   using c10::DispatchKey;
   return op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) && !op.hasKernelForDispatchKey(DispatchKey::CPU) &&
@@ -51,13 +53,13 @@ struct Known {
 };
 
 const Known& look_up(const c10::FunctionSchema* key, const c10::OperatorHandle& op) {
-  // Never freed: threads may end after static objects are gone.
+  // Never freed: threads may end after static objects are destroyed.
   static std::mutex& mutex = *new std::mutex;
   static auto& all = *new std::deque<Known>;
   static auto& by_schema = *new std::unordered_map<const c10::FunctionSchema*, const Known*>;
   const std::lock_guard lock(mutex);
   const Known*& known = by_schema[key];
-  // A library that was unloaded may have left its schema's address to another operator.
+  // After a library was unloaded, another operator may have a schema at the same address.
   if (!known || known->traits.name != c10::toString(op.operator_name())) {
     all.push_back({all.size(), OperatorTraits(op)});
     known = &all.back();

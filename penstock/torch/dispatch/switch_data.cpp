@@ -4,6 +4,7 @@
 #include <typeinfo>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/dispatch/dispatch_kernel.h"
 #include "penstock/torch/dispatch/wrapper_impl.h"
@@ -20,10 +21,10 @@ void switch_data(const at::Tensor& self, const at::Tensor& other) {
   impl->shallow_copy_from(other.getIntrusivePtr());
 }
 
-// As a hook of the tensor's gradient that leaves it alone: hooks live as long as their tensor.
+// Held by a gradient hook that does nothing: hooks live as long as their tensor.
 void tie_lifetime(const at::Tensor& tensor, std::shared_ptr<void> object) {
   const bool requires_grad = tensor.requires_grad();
-  tensor.set_requires_grad(true);  // hooks are only for tensors that do
+  tensor.set_requires_grad(true);  // hooks are only allowed on tensors that require gradients
   tensor.register_hook([object = std::move(object)](const at::Tensor&) {});
   tensor.set_requires_grad(requires_grad);
 }

@@ -1,7 +1,8 @@
-// Changing what a leaf is, again and again, under the eyes of autograd.
+// Replaces the contents of a leaf repeatedly while autograd graphs refer to it.
 //
-// replace_data (wrapper.h) is for good: it forgets the gradient accumulator, since shape and type may be new. A sharded parameter
-// goes back and forth between its part and the whole many times a step, with the same sizes, and graphs hold it in between.
+// replace_data (wrapper.h) is permanent: it drops the gradient accumulator, since shape and type may change.
+// A sharded parameter alternates between its shard and the whole many times per step, with the same sizes,
+// while graphs hold it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,11 +11,13 @@
 
 namespace penstock {
 
-// Makes `self`, through every handle to it, what `other` is: memory, payload, dtype, dispatch keys. Version counter, requires_grad,
-// grad, hooks and the gradient accumulator of `self` stay. Both must have the same sizes and `self` be a leaf.
+// Gives `self`, through every handle to it, the memory, payload, dtype and dispatch keys of `other`. The
+// version counter, requires_grad, grad, hooks and gradient accumulator of `self` are kept. Both must have the
+// same sizes, and `self` must be a leaf.
 void switch_data(const at::Tensor& self, const at::Tensor& other);
 
-// Keeps an object alive as long as the tensor lives, whatever it becomes. The tensor is a leaf of floating point.
+// Keeps an object alive as long as the tensor lives, whatever its contents become. The tensor must be a
+// floating-point leaf.
 void tie_lifetime(const at::Tensor& tensor, std::shared_ptr<void> object);
 
 }  // namespace penstock

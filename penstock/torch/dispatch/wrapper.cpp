@@ -7,9 +7,9 @@
 #include <map>
 #include <mutex>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/dispatch/dispatch_kernel.h"
-#include "penstock/torch/dispatch/wrapper_call.h"
 #include "penstock/torch/dispatch/wrapper_impl.h"
 
 namespace penstock {
@@ -46,7 +46,7 @@ at::Tensor build(PayloadPtr payload, at::IntArrayRef sizes, at::IntArrayRef stri
 }  // namespace
 
 std::vector<std::pair<std::string, at::Tensor>> Payload::inner_tensors() const {
-  throw NotImplemented(fmt::format("tensor subclass {}: it cannot be taken apart; override Payload::inner_tensors and "
+  throw NotImplemented(fmt::format("tensor subclass {}: it cannot be flattened; override Payload::inner_tensors and "
                                    "Payload::context, and call register_wrapper_kind",
                                    kind()));
 }
@@ -54,7 +54,7 @@ std::vector<std::pair<std::string, at::Tensor>> Payload::inner_tensors() const {
 at::Tensor Payload::rebuild(const std::vector<at::Tensor>& inner, const WrapperGeometry& geometry) const {
   FlatWrapper flat{std::string(kind()), inner_tensors(), context(), geometry};
   if (flat.tensors.size() != inner.size())
-    throw ValueError(describe(fmt::format("tensor subclass {}: inner tensors to rebuild it of", kind()), std::to_string(inner.size()),
+    throw ValueError(describe(fmt::format("tensor subclass {}: inner tensors to rebuild it from", kind()), std::to_string(inner.size()),
                               std::to_string(flat.tensors.size())));
   for (std::size_t i = 0; i < inner.size(); ++i) flat.tensors[i].second = inner[i];
   return unflatten_wrapper(flat);
@@ -114,7 +114,7 @@ void replace_data(const at::Tensor& self, const at::Tensor& other) {
     throw TypeError(fmt::format("replace_data: the {} tensor is undefined", self.defined() ? "new" : "old"));
   if (self.requires_grad() && !self.is_leaf())
     throw StateError("replace_data: the tensor is the result of a differentiable operation; only a leaf, like a parameter, can be "
-                     "replaced (detach() gives one)");
+                     "replaced (detach() returns one)");
   c10::TensorImpl* impl = self.unsafeGetTensorImpl();
   const std::type_info& type = typeid(*impl);
   const bool plain = type == typeid(c10::TensorImpl);
@@ -126,7 +126,7 @@ void replace_data(const at::Tensor& self, const at::Tensor& other) {
     detail::AdoptedImpl::adopt(impl);
   }
   self.set_data(other);
-  // The accumulator of gradients remembers the shape it was made for; the next backward makes another.
+  // The gradient accumulator stores the shape it was created for; the next backward creates a new one.
   if (auto* autograd = torch::autograd::impl::get_autograd_meta(self)) {
     const std::lock_guard lock(autograd->mutex_);
     autograd->grad_accumulator_.reset();
@@ -137,7 +137,7 @@ FlatWrapper flatten_wrapper(const at::Tensor& wrapper) {
   const Payload* payload = wrapper.defined() ? payload_of(wrapper) : nullptr;
   if (!payload)
     throw TypeError(describe("flatten_wrapper", wrapper.defined() ? "a plain tensor" : "an undefined tensor", "a wrapper",
-                             "ask is_wrapper() first"));
+                             "check is_wrapper() first"));
   return {std::string(payload->kind()), payload->inner_tensors(), payload->context(), geometry_of(wrapper)};
 }
 
@@ -150,7 +150,7 @@ at::Tensor unflatten_wrapper(const FlatWrapper& flat) {
     if (found == registry.kinds.end()) {
       std::string known;
       for (const auto& [kind, _] : registry.kinds) known += (known.empty() ? "" : ", ") + kind;
-      throw TypeError(describe("unflatten_wrapper: kind", flat.kind, known.empty() ? "a registered kind (there is none)" : known,
+      throw TypeError(describe("unflatten_wrapper: kind", flat.kind, known.empty() ? "a registered kind (none is registered)" : known,
                                "call register_wrapper_kind for it at the start of the program"));
     }
     unflatten = found->second;
@@ -162,14 +162,14 @@ void register_wrapper_kind(const std::string& kind, UnflattenFunction unflatten)
   KindRegistry& registry = KindRegistry::instance();
   const std::lock_guard lock(registry.mutex);
   if (!registry.kinds.emplace(kind, std::move(unflatten)).second)
-    throw StateError(fmt::format("register_wrapper_kind: kind {} is registered already; give your subclass a name of its own", kind));
+    throw StateError(fmt::format("register_wrapper_kind: kind {} is already registered; choose another name for your subclass", kind));
 }
 
 namespace detail {
 
 void refuse_plain_write(const OperatorTraits& traits, std::size_t argument, std::string_view kind) {
   throw TypeError(fmt::format("tensor subclass {}: {} writes argument {}, which is a plain tensor and cannot hold the result; use the "
-                              "form that is not in place, or make that tensor a {} first",
+                              "out-of-place form, or make that tensor a {} first",
                               kind, traits.name, argument, kind));
 }
 

@@ -1,4 +1,5 @@
 #include "penstock/torch/dispatch/wrapper_impl.h"
+#include "penstock/base/describe.h"
 
 #include <cstring>
 #include <typeinfo>
@@ -37,7 +38,7 @@ Payload* payload_of(const c10::TensorImpl* impl) {
 
 WrapperImpl::WrapperImpl(c10::Storage&& storage, c10::DispatchKeySet keys, caffe2::TypeMeta dtype, PayloadPtr payload)
     : c10::TensorImpl(std::move(storage), keys, dtype), payload_(std::move(payload)) {
-  key_set_ = key_set_.add(c10::DispatchKey::Python);  // the base constructor takes it off
+  key_set_ = key_set_.add(c10::DispatchKey::Python);  // the base constructor removes it
 }
 
 WrapperImpl::WrapperImpl(ImplType type, c10::Storage&& storage, c10::DispatchKeySet keys, caffe2::TypeMeta dtype, PayloadPtr payload)
@@ -69,7 +70,7 @@ void WrapperImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& o
   PayloadPtr payload = theirs ? share(theirs) : PayloadPtr();
   c10::TensorImpl::shallow_copy_from(other);
   payload_ = std::move(payload);
-  // The base class keeps the key as it was here.
+  // The base class leaves this key of the set unchanged.
   key_set_ = payload_ ? key_set_.add(c10::DispatchKey::Python) : key_set_.remove(c10::DispatchKey::Python);
 }
 
@@ -85,9 +86,9 @@ AdoptedImpl::AdoptedImpl()
 
 void AdoptedImpl::adopt(c10::TensorImpl* plain) {
   PENSTOCK_INVARIANT(typeid(*plain) == typeid(c10::TensorImpl), "only a plain TensorImpl may be adopted");
-  // Both classes have the same members, and in the Itanium ABI an object with virtual functions begins with the pointer to
-  // those of its class. Writing another class's pointer there is the only way to change the behaviour of an object that
-  // others hold by address. Each new version of LibTorch is checked by the tests of replace_data.
+  // Both classes have the same members, and in the Itanium ABI an object with virtual functions starts with
+  // its vtable pointer. Overwriting that pointer is the only way to change the behaviour of an object that
+  // others hold by address. The tests of replace_data check this for each new LibTorch version.
   static const AdoptedImpl& sample = *new AdoptedImpl();
   std::memcpy(static_cast<void*>(plain), static_cast<const void*>(&sample), sizeof(void*));
 }

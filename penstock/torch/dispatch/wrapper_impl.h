@@ -1,9 +1,10 @@
-// The TensorImpls behind wrappers. Private to this folder: users see wrapper.h.
+// The TensorImpl classes of wrappers. Private to this folder; users include wrapper.h.
 //
-// Two classes with one behaviour. WrapperImpl is what make_wrapper creates; it holds the payload. AdoptedImpl is a plain
-// TensorImpl that became a wrapper where it stood, because handles to it are spread over a user's module: it must not be
-// larger than TensorImpl, so its payload hangs on its storage. Either may turn plain again (replace_data with a plain
-// tensor): without a payload it lacks the dispatch key and behaves as its base class.
+// Two classes with the same behaviour. make_wrapper creates a WrapperImpl, which holds the payload.
+// AdoptedImpl is a plain TensorImpl that became a wrapper in place, because a user's module holds handles to
+// it: it must not be larger than TensorImpl, so its payload is attached to its storage. Either can become
+// plain again (replace_data with a plain tensor): without a payload it lacks the dispatch key and behaves
+// like its base class.
 #pragma once
 
 #include <c10/core/StorageImpl.h>
@@ -14,19 +15,20 @@
 
 namespace penstock::detail {
 
-// A storage of `bytes` without memory.
+// Returns a storage of `bytes` bytes without memory.
 c10::Storage empty_storage(std::size_t bytes, at::Device device);
 
 class WrapperImpl final : public c10::TensorImpl {
  public:
   WrapperImpl(c10::Storage&& storage, c10::DispatchKeySet keys, caffe2::TypeMeta dtype, PayloadPtr payload);
-  // With exactly these keys, those of the tensor that is viewed, where the other constructor asks the thread for them.
+  // With exactly these keys, those of the viewed tensor; the other constructor takes the keys from the
+  // thread's state.
   WrapperImpl(ImplType, c10::Storage&& storage, c10::DispatchKeySet keys, caffe2::TypeMeta dtype, PayloadPtr payload);
 
   Payload* payload() const { return payload_.get(); }
   void add_key(c10::DispatchKey key) { key_set_ = key_set_.add(key); }
   const PayloadPtr& payload_ptr() const { return payload_; }
-  // The wrapper that `src` would give: its metadata, another payload.
+  // Returns a wrapper with the metadata of `src` and another payload.
   static c10::intrusive_ptr<WrapperImpl> copy_of(const c10::TensorImpl& src, PayloadPtr payload, const c10::VariableVersion& version,
                                                  bool allow_metadata_change);
 
@@ -53,7 +55,7 @@ class AdoptedImpl final : public c10::TensorImpl {
   void shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& other) override;
 
  private:
-  AdoptedImpl();  // the sample whose dynamic type others take on
+  AdoptedImpl();  // the sample object whose vtable pointer others take
   const char* tensorimpl_type_name() const override { return "penstock::AdoptedImpl"; }
 };
 static_assert(sizeof(AdoptedImpl) == sizeof(c10::TensorImpl), "a TensorImpl must be able to become an AdoptedImpl in place");

@@ -8,7 +8,7 @@
 #include <unordered_set>
 
 #include "penstock/torch/fake/fake_payload.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock {
 namespace {
@@ -17,7 +17,7 @@ using detail::FakePayload;
 
 const FakePayload* fake_of(const at::Tensor& tensor) { return tensor.defined() ? payload_as<FakePayload>(tensor) : nullptr; }
 
-// Tensors that are views of one another share it.
+// Shared by tensors that are views of one another.
 const void* memory_of(const FakePayload& fake) { return fake.meta.storage().unsafeGetStorageImpl(); }
 
 bool any_fake(const std::vector<c10::IValue>& values) {
@@ -26,14 +26,14 @@ bool any_fake(const std::vector<c10::IValue>& values) {
   return any;
 }
 
-// LibTorch's tag does not name all of them in older versions; a generator among the arguments does.
+// In older versions LibTorch's tag does not mark all of them; a generator among the arguments does.
 bool draws_numbers(const c10::OperatorHandle& op) {
   if (op.hasTag(at::Tag::nondeterministic_seeded)) return true;
   const auto& arguments = op.schema().arguments();
   return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) { return argument.type()->str().find("Generator") != std::string::npos; });
 }
 
-// Handles of our own onto the same fake tensors.
+// Separate handles to the same fake tensors.
 std::vector<c10::IValue> own_handles(const c10::IValue* first, std::size_t count) {
   std::vector<c10::IValue> copies;
   for (std::size_t i = 0; i < count; ++i)
@@ -44,7 +44,7 @@ std::vector<c10::IValue> own_handles(const c10::IValue* first, std::size_t count
   return copies;
 }
 
-// Fake parameters and buffers of a module tree, each once.
+// The fake parameters and buffers of a module tree, each once.
 std::vector<at::Tensor> fake_tensors(torch::nn::Module& module) {
   std::vector<at::Tensor> tensors;
   std::unordered_set<const c10::TensorImpl*> seen;
@@ -79,9 +79,9 @@ void DeferredInit::materialize(torch::nn::Module& module, std::optional<at::Devi
 
 void DeferredInit::materialize(const std::vector<at::Tensor>& tensors, std::optional<at::Device> device) {
   const NoModesGuard real;
-  // The values were to be computed below autograd's sight, as initialization is.
+  // The values are computed below autograd, as in initialization.
   const at::AutoDispatchBelowADInplaceOrView below;
-  // What autocast did when it was recorded is among the steps.
+  // Casts made by autocast are among the recorded operators.
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
   const std::vector<bool> needed = steps_needed(tensors);
   for (std::size_t i = 0; i < steps_.size(); ++i)
@@ -90,10 +90,10 @@ void DeferredInit::materialize(const std::vector<at::Tensor>& tensors, std::opti
     if (!is_fake(tensor)) continue;
     const auto found = real_.find(fake_of(tensor));
     if (found == real_.end())
-      throw StateError(fmt::format("DeferredInit: a fake tensor of shape {} was not made under this mode; materialize it with the DeferredInit "
-                                   "that it was made under, or with materialize_empty",
+      throw StateError(fmt::format("DeferredInit: a fake tensor of shape {} was not created under this mode; materialize it with the DeferredInit "
+                                   "that it was created under, or with materialize_empty",
                                    c10::str(tensor.sizes())));
-    // The parts that are materialized later see the tensor where it now lives.
+    // Parts that are materialized later see the tensor on its new device.
     if (device && found->second.device() != *device) found->second = found->second.to(*device);
     replace_data(tensor, found->second);
   }
@@ -125,7 +125,7 @@ std::vector<bool> DeferredInit::steps_needed(const std::vector<at::Tensor>& tens
   return needed;
 }
 
-// Real tensors among the arguments and results of steps, and who else holds them.
+// Real tensors among the arguments and results of recorded operators, and who else holds them.
 class DeferredInit::Holders {
  public:
   explicit Holders(const std::vector<Step>& steps) {
@@ -136,7 +136,7 @@ class DeferredInit::Holders {
             if (!is_wrapper(tensor) && tensor.has_storage()) ++tensors_[tensor.storage().unsafeGetStorageImpl()][tensor.unsafeGetTensorImpl()];
           });
   }
-  // Whether something outside of the steps holds the tensor or a view of the same memory.
+  // Returns whether something outside of the record holds the tensor or a view of the same memory.
   bool held_elsewhere(const at::Tensor& tensor) const {
     const auto& known = tensors_.at(tensor.storage().unsafeGetStorageImpl());
     for (const auto& [impl, count] : known)
@@ -188,7 +188,7 @@ at::Tensor DeferredInit::real_of(const at::Tensor& tensor) const {
   if (!fake) return tensor;
   const auto found = real_.find(fake);
   if (found == real_.end())
-    throw StateError(fmt::format("DeferredInit: the values of a module depend on a fake tensor of shape {} that was not made under this mode",
+    throw StateError(fmt::format("DeferredInit: the values of a module depend on a fake tensor of shape {} that was not created under this mode",
                                  c10::str(tensor.sizes())));
   return found->second;
 }
@@ -213,7 +213,7 @@ void DeferredInit::replay(std::size_t index) {
 
 void materialize_empty(torch::nn::Module& module, std::optional<at::Device> device) {
   const NoModesGuard real;
-  std::unordered_map<const void*, at::Tensor> flat;  // one per memory: what was tied stays tied
+  std::unordered_map<const void*, at::Tensor> flat;  // one per memory block, so that tied parameters stay tied
   for (const at::Tensor& tensor : fake_tensors(module)) {
     const FakePayload& fake = *fake_of(tensor);
     at::Tensor& memory = flat[memory_of(fake)];

@@ -10,25 +10,26 @@
 
 #include "penstock/torch/fake/fake_payload.h"
 #include "penstock/torch/fake/fake_watch.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/torch/fake/shape_helpers.h"
 #include "penstock/step_context.h"
+#include "penstock/base/describe.h"
 
 namespace penstock {
 namespace detail {
 namespace {
 
-// The payload when the tensor is fake.
+// Returns the payload if the tensor is fake, otherwise null.
 FakePayload* fake_of(const at::Tensor& tensor) { return payload_as<FakePayload>(tensor); }
 
 at::Device with_index(at::Device device) {
   return device.is_cuda() && !device.has_index() ? at::Device(device.type(), 0) : device;
 }
 
-// Code asks a tensor whether it is a conjugate or a negative that nobody has computed yet, and does something else then: a fake tensor must answer as
-// the real one would.
+// Code branches on whether a tensor is a lazy conjugate or negative, so a fake tensor must report the same as
+// the real one.
 void copy_lazy_bits(const at::Tensor& from, const at::Tensor& to) {
-  if (from.is_conj() != to.is_conj()) to._set_conj(from.is_conj());  // a view begins with what it views
+  if (from.is_conj() != to.is_conj()) to._set_conj(from.is_conj());  // a view starts with the bits of its base
   if (from.is_neg() != to.is_neg()) to._set_neg(from.is_neg());
 }
 
@@ -37,7 +38,7 @@ at::Tensor meta_like(const at::Tensor& tensor) {
   at::Tensor meta;
   if (const std::int64_t offset = tensor.storage_offset(); offset == 0) {
     meta = at::empty_strided(tensor.sizes(), tensor.strides(), options);
-  } else {  // memory that reaches to the last element
+  } else {  // storage that extends to the last element
     std::int64_t elements = offset + (tensor.numel() > 0 ? 1 : 0);
     for (std::int64_t i = 0; i < tensor.dim(); ++i) elements += std::max<std::int64_t>(tensor.size(i) - 1, 0) * tensor.stride(i);
     meta = at::empty({elements}, options).as_strided(tensor.sizes(), tensor.strides(), offset);
@@ -47,15 +48,16 @@ at::Tensor meta_like(const at::Tensor& tensor) {
   return meta;
 }
 
-// Autograd asks the guard of a tensor's device for its streams; without CUDA there is none, and its engine cannot do without.
+// Autograd asks the device guard for the streams of a tensor's device. Without CUDA there is no guard, and
+// the engine requires one.
 void require_grad(const at::Tensor& fake) {
   if (fake.is_cuda() && !c10::impl::hasDeviceGuardImpl(at::kCUDA))
-    throw StateError("fake tensors: autograd of this LibTorch, which has no CUDA, cannot differentiate CUDA tensors; make them without "
+    throw StateError("fake tensors: autograd of this LibTorch build, which has no CUDA, cannot differentiate CUDA tensors; create them without "
                      "requires_grad, or put them on the CPU");
   fake.requires_grad_(true);
 }
 
-// The device of a result: that of the arguments, where numbers on the CPU may join any device.
+// The device of a result: that of the arguments; CPU scalars may be mixed with any device.
 class CommonDevice {
  public:
   explicit CommonDevice(const OperatorTraits& traits, bool mixing_allowed) : traits_(traits), mixing_allowed_(mixing_allowed) {}
@@ -84,8 +86,8 @@ class CommonDevice {
 };
 
 [[noreturn]] void refuse_data_dependence(const OperatorTraits& traits) {
-  throw DataDependentError(fmt::format("{}: its result depends on values, and a fake tensor has none; take this step out of what runs "
-                                       "in shape only, or run it with real tensors",
+  throw DataDependentError(fmt::format("{}: its result depends on values, which a fake tensor does not have; take this operator out of what runs "
+                                       "on fake tensors, or run it with real tensors",
                                        traits.name));
 }
 
@@ -95,12 +97,13 @@ class CommonDevice {
 }
 
 [[noreturn]] void refuse_real_write(const OperatorTraits& traits, std::size_t argument) {
-  throw TypeError(fmt::format("{}: argument {} is a real tensor and would be written with values that do not exist; convert it with "
+  throw TypeError(fmt::format("{}: argument {} is a real tensor and cannot be written from a fake tensor, which has no values; convert it with "
                               "to_fake first, or run under FakeMode, which leaves real tensors alone",
                               traits.name, argument));
 }
 
-// Runs the composite kernel of an operator on the fake tensors themselves; factories inside it are caught by the mode.
+// Runs the composite kernel of an operator on the fake tensors themselves; the mode intercepts factories
+// inside it.
 void decompose(const c10::OperatorHandle& op, Stack* stack, FakeMode* mode) {
   FakeMode local;
   const ModeGuard guard(mode ? *mode : local);
@@ -109,10 +112,10 @@ void decompose(const c10::OperatorHandle& op, Stack* stack, FakeMode* mode) {
       op.callBoxedForDispatchKey(key, *stack);
       return;
     }
-  refuse_missing(traits_of(op), "its composite kernel is gone");
+  refuse_missing(traits_of(op), "its composite kernel is no longer registered");
 }
 
-// One call of an operator in shape only, from the arguments on the stack to the results.
+// One shape-only call of an operator, from the arguments on the stack to the results.
 class FakeCall {
  public:
   FakeCall(const c10::OperatorHandle& op, Stack* stack, FakeMode* mode)
@@ -120,7 +123,7 @@ class FakeCall {
         device_(traits_, rule_.mixes_devices) {}
 
   void run() {
-    // A composite kernel may turn out to need operators that have no meta kernel: then the arguments are wanted back.
+    // A composite kernel may call operators without a meta kernel; then the arguments are needed again.
     const bool may_retry = rule_.kind == FakeRule::Kind::Meta && rule_.composite;
     c10::SmallVector<c10::IValue, 10> original;
     if (mode_ && traits_.pure_view && !any_wrapper()) return run_for_real();
@@ -163,7 +166,7 @@ class FakeCall {
       device_.add(tensor, fake->device, true);
       return fake->meta;
     }
-    if (is_wrapper(tensor)) penstock::payload_of(tensor)->refuse(op_, "it met a fake tensor; make the subclass of fake tensors instead");
+    if (is_wrapper(tensor)) penstock::payload_of(tensor)->refuse(op_, "it was mixed with a fake tensor; build the subclass from fake tensors instead");
     if (written && !mode_) refuse_real_write(traits_, argument);
     if (tensor.is_meta()) return tensor;
     device_.add(tensor, tensor.device(), false);
@@ -242,7 +245,7 @@ class FakeCall {
     return any;
   }
 
-  // A view of a real tensor costs nothing, changes nothing, and keeps its values readable.
+  // A view of a real tensor is cheap, changes nothing, and keeps the values readable.
   void run_for_real() {
     const NoModesGuard off;
     op_.callBoxed(stack_);
@@ -255,7 +258,7 @@ class FakeCall {
   void note_filled(std::int64_t value) {
     const at::Tensor& self = (*stack_)[base_].toTensor();
     FakePayload* fake = fake_of(self);
-    // The version rises when this call returns to autograd. Tensors of InferenceMode have none.
+    // The version is incremented when this call returns to autograd. Inference tensors have none.
     if (fake && self.numel() == 1 && self.scalar_type() == at::kLong && !self.is_inference())
       fake->filled = FakePayload::Filled{value, static_cast<std::uint32_t>(self._version()) + 1};
   }
@@ -267,7 +270,7 @@ class FakeCall {
         FakePayload::Compared{self.detach(), (*stack_)[base_ + 1].toScalar(), static_cast<std::uint32_t>(self._version())});
   }
 
-  // Where a real tensor equals a number: the answer is as real as the tensor.
+  // nonzero() of `real == number`: known, because the values of the real tensor are.
   bool find_known_equals() {
     const FakePayload* fake = fake_of((*stack_)[base_].toTensor());
     if (!fake || !fake->compared || fake->compared->version != static_cast<std::uint32_t>(fake->compared->real._version())) return false;
@@ -278,7 +281,7 @@ class FakeCall {
     return true;
   }
 
-  // repeat_interleave with a count, of which LibTorch makes a tensor that holds it everywhere.
+  // repeat_interleave with a count, which LibTorch turns into a tensor filled with it.
   bool repeat_by_known_count() {
     const at::Tensor repeats = (*stack_)[base_].toTensor();
     const FakePayload* fake = fake_of(repeats);
@@ -294,13 +297,14 @@ class FakeCall {
     return true;
   }
 
-  // Values of real tensors are known: they may be read under the mode.
+  // The values of real tensors are known, so they may be read under the mode.
   void data_dependent() {
     if (!any_wrapper() && !traits_.mutates) return run_for_real();
     if (op_.operator_name().name == "aten::repeat_interleave" && repeat_by_known_count()) return;
     if (op_.operator_name().name == "aten::nonzero" && find_known_equals()) return;
     if (op_.operator_name().name == "aten::equal") {
-      // The same tensor twice, or two of different sizes: torch::nn::MultiheadAttention asks so whether it attends to itself.
+      // The same tensor twice, or tensors of different sizes: torch::nn::MultiheadAttention uses this to
+      // detect self-attention.
       const at::Tensor self = (*stack_)[base_].toTensor(), other = (*stack_)[base_ + 1].toTensor();
       const bool same = fake_of(self) && fake_of(other) && fake_of(self)->meta.is_same(fake_of(other)->meta);
       if (same || self.sizes() != other.sizes()) {
@@ -326,9 +330,9 @@ class FakeCall {
 
 void FakePayload::dispatch(const c10::OperatorHandle& op, Stack* stack) {
   if (leftover && !StepContext::current()->trial) [[unlikely]]
-    throw StateError(describe(fmt::format("{}: an argument", traits_of(op).name), fmt::format("a tensor {} without values: {}", c10::str(meta.sizes()), *leftover),
-                              "tensors with values, for this is not a trial run",
-                              "make it in the module's constructor, write it in place, register it as a buffer, or do not keep it while StepContext::current()->trial is set"));
+    throw StateError(describe(fmt::format("{}: an argument", traits_of(op).name), fmt::format("a fake tensor {} without values: {}", c10::str(meta.sizes()), *leftover),
+                              "tensors with values, because this is not a trial run",
+                              "create it in the module's constructor, write it in place, register it as a buffer, or do not keep it while StepContext::current()->trial is set"));
   FakeCall(op, stack, nullptr).run();
 }
 
@@ -344,7 +348,7 @@ at::Tensor wrap_meta(const at::Tensor& meta, at::Device device, const at::Tensor
 }  // namespace detail
 
 void FakeMode::dispatch(const c10::OperatorHandle& op, Stack* stack) {
-  // A subclass of fake tensors handles its operators itself; what it calls inside comes back here.
+  // A subclass built from fake tensors handles its operators itself; the operators it calls come back here.
   const std::size_t count = traits_of(op).arguments.size();
   bool other_subclass = false;
   for (std::size_t i = stack->size() - count; i < stack->size(); ++i)

@@ -19,14 +19,14 @@ bool holds_fake(const at::Tensor& tensor) {
   return false;
 }
 
-thread_local std::vector<const FakeLeaves*> scopes;  // those that live, in the order in which they began
+thread_local std::vector<const FakeLeaves*> scopes;  // the active scopes, in the order in which they started
 
 void put_back(const std::vector<std::pair<at::Tensor, at::Tensor>>& replaced) {
   const at::NoGradGuard no_grad;
   for (const auto& [tensor, before] : replaced) {
     if (tensor.sizes() == before.sizes()) {
       switch_data(tensor, before);
-    } else {  // an operator has changed the shape in place
+    } else {  // an operator changed the shape in place
       tensor.set_data(before);
     }
   }
@@ -38,7 +38,7 @@ at::Tensor to_fake_parts(const at::Tensor& tensor) {
   const Payload* payload = payload_of(tensor);
   if (!payload || is_fake(tensor)) return to_fake(tensor);
   std::vector<at::Tensor> inner;
-  // What a wrapper holds is below autograd.
+  // The tensors inside a wrapper are below autograd.
   for (const auto& [name, part] : payload->inner_tensors()) inner.push_back(to_fake_parts(part.requires_grad() ? part.detach() : part));
   at::Tensor fake = payload->rebuild(inner, geometry_of(tensor));
   fake.set_requires_grad(tensor.requires_grad());

@@ -1,9 +1,9 @@
-// Fake tensors of subclasses: a wrapper of the same kind and context around fake tensors.
+// Fake versions of tensor subclasses: a wrapper of the same kind and context around fake tensors.
 //
 //   at::Tensor fake = to_fake_parts(dtensor);      // a DTensor of the same mesh and placements whose local part is fake
-//   const FakeLeaves scope({layer->weight});       // until the scope ends, whoever holds the weight sees the fake one
+//   const FakeLeaves scope({layer->weight});       // within the scope every handle to the weight sees the fake one
 //
-// Thread rule: as for tensors.
+// Thread safety: as for tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,12 +13,14 @@
 
 namespace penstock {
 
-// The same tensor in shape only; a subclass (wrapper.h) becomes one around fake tensors. requires_grad carries over. Throws NotImplemented for
-// a subclass that cannot be taken apart, TypeError for one whose kind is not registered.
+// Returns a fake version of the tensor; a subclass (wrapper.h) is rebuilt around fake tensors. requires_grad
+// is kept. Throws NotImplemented for a subclass that cannot be flattened, TypeError for one whose kind is not
+// registered.
 at::Tensor to_fake_parts(const at::Tensor& tensor);
 
-// Leaves that are fake for a while, through every handle. Their version counters, gradients, hooks and gradient accumulators stay. Tensors that
-// are fake already, or hold a fake tensor, and results of differentiable operators are left alone. Scopes end in reverse order.
+// Makes leaves fake within a scope, through every handle. Their version counters, gradients, hooks and
+// gradient accumulators are kept. Tensors that are already fake or hold a fake tensor, and results of
+// differentiable operators, are left unchanged. Scopes must end in reverse order.
 class FakeLeaves {
  public:
   explicit FakeLeaves(const std::vector<at::Tensor>& tensors);
@@ -28,10 +30,11 @@ class FakeLeaves {
 
  private:
   friend class RealLeaves;
-  std::vector<std::pair<at::Tensor, at::Tensor>> replaced_;  // the tensor, and what it was
+  std::vector<std::pair<at::Tensor, at::Tensor>> replaced_;  // the tensor, and its previous contents
 };
 
-// What the scopes of FakeLeaves around this one have made fake on this thread is real while it lives.
+// Restores, within its scope, the real contents of the leaves that enclosing FakeLeaves scopes of this thread
+// have made fake.
 class RealLeaves {
  public:
   RealLeaves();

@@ -1,4 +1,4 @@
-// What a fake tensor carries. Private to this folder.
+// The payload of a fake tensor. Private to this folder.
 #pragma once
 
 #include <cstdint>
@@ -19,22 +19,22 @@ class FakePayload final : public Payload {
   FakePayload(at::Tensor meta, at::Device device) : meta(std::move(meta)), device(device) {}
 
   std::string_view kind() const override { return kKind; }
-  int priority() const override { return -100; }  // anything else that meets a fake tensor goes first
+  int priority() const override { return -100; }  // any other subclass handles a mixed call first
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override;
 
-  at::Tensor meta;    // the same geometry on the meta device; views of one another share its storage
-  at::Device device;  // where a real run would have it
+  at::Tensor meta;    // the same geometry on the meta device; views share its storage
+  at::Device device;  // the device of the corresponding real tensor
 
-  // Two kinds of values are known after all, because LibTorch's own formulas ask for them. An integer that fill_ wrote
-  // last, by which composite kernels pass a number on (repeat_interleave with a count). Good while `version` is that of the
-  // tensor, which every write raises.
+  // Two kinds of values are known, because LibTorch's own formulas need them. First, an integer that fill_
+  // wrote last, by which composite kernels pass a number (repeat_interleave with a count). Valid while
+  // `version` equals the tensor's version, which every write increments.
   struct Filled {
     std::int64_t value;
     std::uint32_t version;
   };
   std::optional<Filled> filled;
-  // And where a real tensor equals a number, asked under the mode (the backward of prod looks for zeros). Not computed
-  // before somebody wants the answer.
+  // Second, where a real tensor equals a number, evaluated under the mode (the backward of prod looks for
+  // zeros). Computed only when needed.
   struct Compared {
     at::Tensor real;
     at::Scalar number;
@@ -44,14 +44,14 @@ class FakePayload final : public Payload {
 
   FakeNote note;
 
-  // Why no real operator may take this tensor, of one that outlived a trial run (fake_watch.h).
+  // Why real operators must reject this tensor, if it outlived a trial run (fake_watch.h).
   std::shared_ptr<const std::string> leftover;
 };
 
-// The fake tensor around a meta tensor. `viewed`: as for make_wrapper.
+// Returns the fake tensor around a meta tensor. `viewed`: as for make_wrapper.
 at::Tensor wrap_meta(const at::Tensor& meta, at::Device device, const at::Tensor* viewed = nullptr);
 
-// Runs one operator in shape only. `mode`: null when only an argument is fake.
+// Runs one operator in shape only. `mode` is null if only an argument is fake.
 void fake_call(const c10::OperatorHandle& op, Stack* stack, FakeMode* mode);
 
 // How an operator is run in shape only.
@@ -61,7 +61,7 @@ struct FakeRule {
     Meta,           // LibTorch's kernel for the meta device, or a composite one over it
     Decompose,      // a composite kernel that needs operators without a meta kernel: run it on fake tensors
     DataDependent,  // refuse
-    Missing         // refuse: nobody knows its shape
+    Missing         // refuse: its shape is unknown
   };
   Kind kind = Kind::Missing;
   bool mixes_devices = false;  // copies and indexing may have arguments on several devices
@@ -72,7 +72,7 @@ struct FakeRule {
 };
 
 const FakeRule& fake_rule(const c10::OperatorHandle& op);
-// Remembers that the composite kernel of `op` cannot run on meta tensors.
+// Records that the composite kernel of `op` cannot run on meta tensors.
 void mark_for_decomposition(const c10::OperatorHandle& op);
 
 }  // namespace penstock::detail

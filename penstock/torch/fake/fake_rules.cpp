@@ -1,4 +1,4 @@
-// Which way each operator goes in shape only.
+// Chooses how each operator is run in shape only.
 #include <fmt/format.h>
 
 #include <atomic>
@@ -7,7 +7,7 @@
 #include <set>
 
 #include "penstock/torch/fake/fake_payload.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/torch/fake/shape_functions.h"
 #include "penstock/torch/fake/shape_helpers.h"
 
@@ -18,8 +18,8 @@ namespace {
 struct Registry {
   std::mutex mutex;
   std::map<std::string, c10::KernelFunction> functions;
-  // By operator_index. Rules are made on first use and dropped when a function is registered; never freed, so that a
-  // thread may go on with the one it holds.
+  // By operator_index. Rules are created on first use and dropped when a function is registered; never freed,
+  // so that a thread can continue with the one it holds.
   std::vector<const FakeRule*> rules;
   std::atomic<unsigned> generation{1};
 
@@ -29,13 +29,14 @@ struct Registry {
   }
 };
 
-// The library's own shape functions join at the first question, not at program start: registering needs the dispatcher.
+// The library's own shape functions are added at the first lookup, not at program start: registering needs
+// the dispatcher.
 void ensure_own_functions() {
   static std::once_flag once;
   std::call_once(once, [] { add_own_shape_functions(); });
 }
 
-// Operators whose output depends on values. LibTorch's tags name them, but older versions only some.
+// Operators whose output shape depends on values. LibTorch's tags mark them, but only some in older versions.
 bool depends_on_data(const c10::OperatorHandle& op) {
   static const std::set<std::string> known = {
       "aten::_local_scalar_dense", "aten::item",           "aten::nonzero",       "aten::nonzero_numpy",   "aten::masked_select",
@@ -48,10 +49,10 @@ bool depends_on_data(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
 }
 
-// A function that follows from the operator's kind, or from what is known of its functional overload; else null.
+// Returns a function derived from the operator's kind or from its functional overload, or null.
 const c10::KernelFunction* derived_function(const c10::OperatorHandle& op, Registry& registry) {
   static const auto& nothing = *new c10::KernelFunction(c10::KernelFunction::makeFromBoxedFunction<write_only>());
-  static const auto& functional = *new c10::KernelFunction(c10::KernelFunction::makeFromBoxedFunction<through_functional>());
+  static const auto& functional = *new c10::KernelFunction(c10::KernelFunction::makeFromBoxedFunction<shape_of_functional>());
   const OperatorTraits& traits = traits_of(op);
   if (traits.mutates && traits.returns.empty() && traits.name.rfind("aten::", 0) == 0) return &nothing;
   const auto overload = functional_overload(op);
@@ -125,13 +126,13 @@ void mark_for_decomposition(const c10::OperatorHandle& op) {
 void add_shape_function(const std::string& op, c10::KernelFunction kernel, int arguments) {
   if (const auto handle = find_operator(op); handle && arguments >= 0)
     if (const auto expected = static_cast<int>(handle->schema().arguments().size()); arguments != expected)
-      throw TypeError(fmt::format("register_shape_function: the function for {} takes {} arguments, its schema has {}: {}; give the function "
+      throw TypeError(fmt::format("register_shape_function: the function for {} takes {} arguments, its schema has {}: {}; declare the function with "
                                   "the arguments of the schema",
                                   op, arguments, expected, c10::toString(handle->schema())));
   Registry& registry = Registry::instance();
   const std::lock_guard lock(registry.mutex);
   if (!registry.functions.emplace(op, std::move(kernel)).second)
-    throw StateError(fmt::format("register_shape_function: {} has one already", op));
+    throw StateError(fmt::format("register_shape_function: {} already has one", op));
   registry.rules.clear();
   registry.generation.fetch_add(1, std::memory_order_release);
 }

@@ -3,6 +3,7 @@
 #include <memory>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/fake/fake_payload.h"
 
@@ -20,7 +21,7 @@ std::vector<at::Tensor> FakeWatch::survivors() const {
   std::vector<at::Tensor> alive;
   for (const auto& made : made_)
     if (auto impl = made.lock()) alive.emplace_back(std::move(impl));
-  // A handle may have been given other data since.
+  // The handle may have been given other data since.
   std::erase_if(alive, [](const at::Tensor& tensor) { return !is_fake(tensor); });
   return alive;
 }

@@ -1,4 +1,4 @@
-// Which of the fake tensors made in a scope somebody still holds after it.
+// Finds the fake tensors created in a scope that are still referenced after it.
 //
 //   FakeWatch watch;
 //   {
@@ -7,9 +7,9 @@
 //   }
 //   for (const at::Tensor& kept : watch.survivors()) mark_leftover(kept, "stage 1 kept it from its trial run");
 //
-// A module may keep a tensor that it made in a run in shape only: a mask or a table of positions that its first forward builds. Such a tensor has
-// no values, so a real operator on it must fail with the reason.
-// Thread rule: a watch is used by one thread. What autograd's worker threads make is not seen.
+// A module may keep a tensor that it created in a shape-only run, such as a mask or position table built by
+// its first forward. That tensor has no values, so a real operator on it must fail with the reason.
+// Thread safety: a watch is used by one thread. Tensors created on autograd's worker threads are not seen.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,7 +32,7 @@ class FakeWatch {
     FakeWatch* before_;
   };
 
-  // In the order in which they were made.
+  // In the order of creation.
   std::vector<at::Tensor> survivors() const;
 
  private:
@@ -40,10 +40,11 @@ class FakeWatch {
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> made_;
 };
 
-// Every fake tensor that is made is noted with the watch of the thread, if there is one.
+// Records a new fake tensor in the thread's watch, if there is one.
 void note_fake(const at::Tensor& fake);
 
-// From now on a real operator on the tensor, outside of trial runs and of FakeMode, throws a StateError that says `why`.
+// From now on, a real operator on the tensor outside of trial runs and FakeMode throws a StateError that
+// contains `why`.
 void mark_leftover(const at::Tensor& fake, std::string why);
 
 }  // namespace penstock

@@ -5,7 +5,7 @@
 #include <unordered_map>
 
 #include "penstock/torch/fake/fake_payload.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/torch/fake/shape_helpers.h"
 
 namespace penstock::detail {
@@ -15,7 +15,7 @@ bool is_output(const OperatorTraits& traits, const c10::FunctionSchema& schema, 
   return traits.arguments[argument].written && schema.arguments()[argument].is_out();
 }
 
-// Whether `functional` takes the arguments of `schema` less its outputs.
+// Returns whether `functional` takes the arguments of `schema` without its outputs.
 bool matches(const c10::FunctionSchema& functional, const std::vector<const c10::Argument*>& inputs, std::size_t results) {
   if (functional.arguments().size() != inputs.size() || functional.returns().size() != results) return false;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -40,7 +40,7 @@ c10::optional<c10::OperatorHandle> functional_overload(const c10::OperatorHandle
   if (inputs.size() == schema.arguments().size()) {  // in place: add_ and add
     if (name.back() != '_') return c10::nullopt;
     name.pop_back();
-  } else {  // Tensor_out and Tensor; out, output, grad_input ... and none
+  } else {  // Tensor_out and Tensor; out, output, grad_input ... and no overload name
     const auto suffix = overload.rfind("_out");
     overload = suffix != std::string::npos && suffix + 4 == overload.size() ? overload.substr(0, suffix) : "";
   }
@@ -51,7 +51,7 @@ c10::optional<c10::OperatorHandle> functional_overload(const c10::OperatorHandle
   return c10::nullopt;
 }
 
-void call_in_shape(const c10::OperatorHandle& op, Stack* stack) {
+void call_shape_only(const c10::OperatorHandle& op, Stack* stack) {
   const FakeRule& rule = fake_rule(op);
   if (rule.kind == FakeRule::Kind::Shape)
     rule.shape->callBoxed(op, c10::DispatchKeySet(c10::DispatchKey::Meta), stack);
@@ -59,7 +59,7 @@ void call_in_shape(const c10::OperatorHandle& op, Stack* stack) {
     op.callBoxed(stack);
 }
 
-void through_functional(const c10::OperatorHandle& op, Stack* stack) {
+void shape_of_functional(const c10::OperatorHandle& op, Stack* stack) {
   static thread_local std::unordered_map<const c10::FunctionSchema*, c10::OperatorHandle> known;
   auto functional = known.find(&op.schema());
   if (functional == known.end()) functional = known.emplace(&op.schema(), functional_overload(op).value()).first;
@@ -73,7 +73,7 @@ void through_functional(const c10::OperatorHandle& op, Stack* stack) {
     else
       inner.push_back((*stack)[base + i]);
   }
-  call_in_shape(functional->second, &inner);
+  call_shape_only(functional->second, &inner);
   Stack results;
   for (std::size_t i = 0; i < traits.returns.size(); ++i) {
     const Tensor written = (*stack)[base + static_cast<std::size_t>(traits.returns[i].argument)].toTensor();

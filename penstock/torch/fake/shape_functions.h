@@ -21,14 +21,14 @@ void add_random_shapes();
 void add_reduction_shapes();
 void add_vendor_shapes();
 
-// Boxed shape functions that fake_rules.cpp gives to operators by their kind.
-// For an operator that writes its arguments and returns nothing: nothing changes its shape.
+// Boxed shape functions that fake_rules.cpp assigns to operators by their kind. For an operator that writes
+// its arguments and returns nothing, without changing shapes.
 void write_only(const c10::OperatorHandle& op, torch::jit::Stack* stack);
-// For an in-place or out= overload: what the functional overload says.
-void through_functional(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+// For an in-place or out= overload: uses the shape of the functional overload.
+void shape_of_functional(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 c10::optional<c10::OperatorHandle> functional_overload(const c10::OperatorHandle& op);
 
-// Runs an operator on meta tensors by its shape function, else by LibTorch's kernel.
-void call_in_shape(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+// Runs an operator on meta tensors by its shape function if it has one, otherwise by LibTorch's kernel.
+void call_shape_only(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 }  // namespace penstock::detail

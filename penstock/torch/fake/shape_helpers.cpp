@@ -64,7 +64,7 @@ bool mixed_types(const Tensor& input, std::initializer_list<OptionalTensor> para
 
 bool has_meta_kernel(const c10::OperatorHandle& op) {
   using c10::DispatchKey;
-  // Not the computed kernel: newer versions have a fallback for the meta device, which only refuses.
+  // Not the computed kernel: newer versions have a fallback for the meta device that only throws.
   return op.hasKernelForDispatchKey(DispatchKey::Meta) || op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
          op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional) ||
          op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);

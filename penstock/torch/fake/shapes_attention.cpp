@@ -25,7 +25,7 @@ at::TensorOptions in_float(const Tensor& tensor) {
 }
 
 Two flash_for_cpu(const Tensor& query, const Tensor&, const Tensor& value, double, bool, const OptionalTensor&, Scale) {
-  // Newer kernels lay the result out as the query lies. The sums lie as (batch, length, heads).
+  // Newer kernels give the result the layout of the query. The sums are stored as (batch, length, heads).
   const bool as_query = PENSTOCK_TORCH_AT_LEAST(2, 11) && value.size(3) == query.size(3);
   return {as_query ? at::empty_like(query) : heads_inside(query, value.size(3)), at::empty({query.size(0), query.size(2), query.size(1)}, in_float(query)).transpose(1, 2)};
 }
@@ -38,7 +38,8 @@ Three flash_for_cpu_backward(const Tensor&, const Tensor& query, const Tensor& k
 #if PENSTOCK_TORCH_AT_LEAST(2, 3)
 using Flash = std::tuple<Tensor, Tensor, Tensor, Tensor, std::int64_t, std::int64_t, Tensor, Tensor, Tensor>;
 
-// The GPU kernels. Their random state lies on the CPU, which a shape function cannot say; only backward reads it.
+// The GPU kernels. Their random state is on the CPU, which a shape function cannot express; only backward
+// reads it.
 Flash flash_for_gpu(const Tensor& query, const Tensor& key, const Tensor& value, double, bool, bool, Scale) {
   const Tensor state = at::empty({2}, query.options().dtype(at::kUInt64));
   return {heads_inside(query, value.size(3)), at::empty({query.size(0), query.size(1), query.size(2)}, in_float(query)), Tensor(), Tensor(),
@@ -64,7 +65,7 @@ Four efficient_backward(const Tensor&, const Tensor& query, const Tensor& key, c
 }
 
 #if PENSTOCK_TORCH_AT_LEAST(2, 11)
-// The result lies as the query does.
+// The result has the layout of the query.
 Flash cudnn(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor&, bool, double, bool, bool, Scale) {
   const Tensor number = at::empty({}, query.options().dtype(at::kLong));
   const Tensor output = value.size(3) == query.size(3) ? at::empty_like(query) : heads_inside(query, value.size(3));
@@ -112,7 +113,7 @@ Three rescaled_qkv(const Tensor& qkv, const Tensor&, std::int64_t heads) {
   return {part(), part(), part()};
 }
 
-// ---- cells that GPUs fuse ----
+// ---- cells that have fused GPU kernels ----
 
 Three lstm_cell(const Tensor& input_gates, const Tensor&, const Tensor& cx, const OptionalTensor&, const OptionalTensor&) {
   return {contiguous_like(cx), contiguous_like(cx), contiguous_like(input_gates)};
@@ -123,7 +124,7 @@ Three lstm_cell_backward(const OptionalTensor& grad_hy, const OptionalTensor& gr
   return {contiguous_like(workspace), contiguous_like(cx), has_bias ? at::empty({workspace.size(1)}, workspace.options()) : Tensor()};
 }
 Two gru_cell(const Tensor&, const Tensor&, const Tensor& hx, const OptionalTensor&, const OptionalTensor&) {
-  constexpr std::int64_t kKept = 5;  // gates and products per unit
+  constexpr std::int64_t kKept = 5;  // saved gates and products per unit
   return {contiguous_like(hx), at::empty({hx.size(0), hx.size(1) * kKept}, hx.options())};
 }
 Five gru_cell_backward(const Tensor& grad_hy, const Tensor& workspace, bool has_bias) {

@@ -1,4 +1,4 @@
-// Convolutions of any number of dimensions, and what surrounds them.
+// Convolutions of any number of dimensions, and related operators.
 #include <array>
 #include <tuple>
 
@@ -10,8 +10,8 @@ namespace {
 
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
-// The format in which the kernels run: channels last when the input or the weight is. Older CPU kernels know it for plain
-// convolutions only.
+// The memory format that the kernels use: channels last if the input or the weight is. Older CPU kernels
+// support it for plain convolutions only.
 at::MemoryFormat convolution_format(const Tensor& input, const Tensor& weight, bool transposed) {
   const auto either = [&](at::MemoryFormat format) { return input.suggest_memory_format() == format || weight.suggest_memory_format() == format; };
   if (!shape_device().is_cuda() && !PENSTOCK_TORCH_AT_LEAST(2, 0) && transposed) return at::MemoryFormat::Contiguous;
@@ -102,7 +102,7 @@ Tensor channel_shuffle(const Tensor& self, std::int64_t) { return suggested_like
 }  // namespace
 
 void add_convolution_shapes() {
-  // Composite, but their kernels choose a backend by the device, and there is none for the meta device.
+  // Composite, but their kernels choose a backend by device, and the meta device has none.
   register_shape_function("aten::convolution", convolution);
   register_shape_function("aten::convolution_overrideable", convolution);
   register_shape_function("aten::convolution_backward", convolution_backward);

@@ -1,4 +1,4 @@
-// Looking up by index: embeddings, indexing, taking and putting.
+// Lookup by index: embeddings, indexing, gather and scatter operators.
 #include <ATen/WrapDimUtils.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ void refuse_masks(const char* op, const Indices& indices) {
   for (std::size_t i = 0; i < indices.size(); ++i) {
     const OptionalTensor index = indices.get(i);
     if (given(index) && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte))
-      throw DataDependentError(std::string(op) + ": how many elements a mask picks depends on values, and a fake tensor has none; use " +
+      throw DataDependentError(std::string(op) + ": how many elements a mask picks depends on values, which a fake tensor does not have; use " +
                                "where or masked_fill, or run this step with real tensors");
   }
 }
@@ -76,7 +76,7 @@ Four embedding_bag(const Tensor& weight, const Tensor& indices, const Tensor& of
     const Tensor maximum = mode == kModeMax ? at::empty({bags, weight.size(1)}, indices.options()) : at::empty({0}, indices.options());
     return {output, at::empty({indices.size(0)}, indices.options()), counters({bags}), maximum};
   }
-  // Which by-products the CPU kernel makes depends on whether its fast path applies.
+  // Which auxiliary results the CPU kernel computes depends on whether its fast path applies.
   const bool fast_type = weight.scalar_type() == at::kFloat || weight.scalar_type() == at::kHalf ||
                          (PENSTOCK_TORCH_AT_LEAST(2, 0) && weight.scalar_type() == at::kBFloat16);
   const bool fast = fast_type && weight.stride(1) == 1 && padding < 0 && (mode == kModeSum || (mode == kModeMean && !scale_grad_by_freq && !given(per_sample_weights)));
@@ -112,7 +112,7 @@ Tensor embedding_bag_weights_backward(const Tensor& grad, const Tensor&, const T
   return at::empty({indices.size(0)}, grad.options());
 }
 
-// ---- moving elements about ----
+// ---- moving elements ----
 
 Tensor diag(const Tensor& self, std::int64_t diagonal) {
   TORCH_CHECK(self.dim() == 1 || self.dim() == 2, "diag(): Supports 1D or 2D tensors. Got ", self.dim(), "D");
@@ -151,7 +151,7 @@ Tensor triangle_indices(std::int64_t rows, std::int64_t columns, std::int64_t of
   return at::empty({2, count}, at::dtype(dtype).device(at::kMeta));
 }
 
-// Its kernel selects by the mask, but the result has the size of what was scattered.
+// The kernel selects by the mask, but the result has the size of the scattered tensor.
 Tensor masked_scatter_backward(const Tensor& grad, const Tensor&, IntArrayRef sizes) { return at::empty(sizes, grad.options()); }
 
 Tensor tril_indices(std::int64_t rows, std::int64_t columns, std::int64_t offset, c10::optional<at::ScalarType> dtype, c10::optional<at::Layout>,
@@ -181,7 +181,7 @@ Tensor searchsorted(const Tensor&, const Tensor& self, bool in_int32, bool, c10:
 }  // namespace
 
 void add_embedding_shapes() {
-  // LibTorch has kernels for these; over a mask they would ask for its values.
+  // LibTorch has kernels for these, but with a mask they would read its values.
   register_shape_function("aten::index.Tensor", index);
   register_shape_function("aten::index.Tensor_out", index_out);
   register_shape_function("aten::index_put_", index_put_);
@@ -197,7 +197,7 @@ void add_embedding_shapes() {
   register_where_missing("aten::_embedding_bag_dense_backward", embedding_bag_dense_backward);
   register_where_missing("aten::_embedding_bag_per_sample_weights_backward", embedding_bag_weights_backward);
 #if !PENSTOCK_TORCH_AT_LEAST(2, 0)
-  register_shape_function("aten::diag", diag);  // made of other operators from then on
+  register_shape_function("aten::diag", diag);  // composite in later versions
 #else
   (void)&diag;
 #endif

@@ -4,10 +4,10 @@
 #include <string_view>
 
 #include "penstock/errors.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/torch/fake/shape_functions.h"
 #include "penstock/torch/fake/shape_helpers.h"
-#include "penstock/torch/dispatch/stack_tensors.h"
+#include "penstock/stack_tensors.h"
 
 namespace penstock::detail {
 namespace {
@@ -27,7 +27,7 @@ c10::optional<c10::OperatorHandle> operator_for_one(const c10::OperatorHandle& o
 
 void for_each(const c10::OperatorHandle& op, Stack* stack) {
   const auto one = operator_for_one(op);
-  if (!one) throw NotImplemented(c10::toString(op.operator_name()) + ": no operator for a single tensor that it could be made of; call that one in a loop");
+  if (!one) throw NotImplemented(c10::toString(op.operator_name()) + ": no matching operator for a single tensor; call the single-tensor operator in a loop");
   const std::size_t count = op.schema().arguments().size(), base = stack->size() - count;
   const c10::List<Tensor> self = (*stack)[base].toTensorList();
   c10::List<Tensor> results;
@@ -41,8 +41,8 @@ void for_each(const c10::OperatorHandle& op, Stack* stack) {
       else
         single.push_back(value);
     }
-    // Its own shape function, if it has one, is not for callBoxed: ask for the rule.
-    call_in_shape(*one, &single);
+    // callBoxed would not use its own shape function, if it has one, so look up the rule.
+    call_shape_only(*one, &single);
     results.push_back(single.back().toTensor());
   }
   stack->resize(base);

@@ -1,4 +1,4 @@
-// Losses and their backwards.
+// Losses and their backward operators.
 #include <algorithm>
 #include <tuple>
 
@@ -75,7 +75,8 @@ void add_loss_shapes() {
   register_where_missing("aten::multi_margin_loss_backward", multi_margin_loss_backward);
   register_where_missing("aten::multilabel_margin_loss_forward", multilabel_margin_loss_forward);
   register_where_missing("aten::multilabel_margin_loss_backward", multilabel_margin_loss_backward);
-  // Newer LibTorch calls it data dependent, because of another form that has the lengths as tensors.
+  // Newer LibTorch versions tag it as data dependent, because of another overload that takes the lengths as
+  // tensors.
   register_shape_function("aten::_ctc_loss", ctc_loss);
   register_where_missing("aten::_ctc_loss_backward", ctc_loss_backward);
 }

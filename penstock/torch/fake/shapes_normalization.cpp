@@ -1,4 +1,4 @@
-// Normalizations and their backwards.
+// Normalizations and their backward operators.
 #include <array>
 #include <tuple>
 
@@ -15,7 +15,8 @@ using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 bool reduced_precision(const Tensor& tensor) { return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16; }
 
-// The type of means and deviations. GPU kernels accumulate half precision in float always, CPU ones with float parameters.
+// The dtype of means and deviations. GPU kernels always accumulate half precision in float, CPU kernels only
+// with float parameters.
 at::TensorOptions statistics(const Tensor& input, std::initializer_list<OptionalTensor> parameters) {
   const bool in_float = shape_device().is_cuda() ? reduced_precision(input) : mixed_types(input, parameters);
   return in_float ? input.options().dtype(at::kFloat) : input.options();
@@ -41,7 +42,7 @@ Three native_layer_norm_backward(const Tensor&, const Tensor& input, IntArrayRef
 
 // ---- root mean square ----
 
-// A kernel of GPUs; elsewhere it is made of other operators.
+// Only GPUs have a kernel; elsewhere it is composite.
 Two fused_rms_norm(const Tensor& input, IntArrayRef normalized_shape, const OptionalTensor& weight, c10::optional<double>) {
   Three layer = detail::native_layer_norm(input, normalized_shape, weight, {}, 0);
   return {std::get<0>(layer), std::get<2>(layer)};
@@ -66,7 +67,7 @@ Three native_batch_norm(const Tensor& input, const OptionalTensor& weight, const
   return batch_norm(input, weight, bias, running_mean, running_var, training);
 }
 
-// As above, but the running statistics are declared as written.
+// As above, but the schema declares the running statistics as written.
 Three native_batch_norm_legit(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, Tensor& running_mean,
                               Tensor& running_var, bool training, double, double) {
   return batch_norm(input, weight, bias, running_mean, running_var, training);
@@ -111,7 +112,7 @@ Two batch_norm_update_stats(const Tensor& input, const OptionalTensor& running_m
 
 Three native_group_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, std::int64_t batch, std::int64_t,
                         std::int64_t, std::int64_t groups, double) {
-  // The CPU kernel divides into float statistics for mixed types; the GPU one keeps those in the type of the input.
+  // The CPU kernel has float statistics for mixed types; the GPU kernel keeps them in the dtype of the input.
   const auto options = shape_device().is_cuda() ? input.options() : statistics(input, {weight, bias});
   return {shape_device().is_cuda() ? contiguous_like(input) : suggested_like(input), at::empty({batch, groups}, options),
           at::empty({batch, groups}, options)};
@@ -138,7 +139,7 @@ Two weight_norm_backward(const Tensor&, const Tensor& v, const Tensor& g, const 
 }  // namespace
 
 void add_normalization_shapes() {
-  // The composite kernels of these two make other statistics than the real ones.
+  // The composite kernels of these two compute other statistics than the real ones.
   register_shape_function("aten::native_layer_norm", native_layer_norm);
   register_shape_function("aten::native_group_norm", native_group_norm);
   register_where_missing("aten::native_layer_norm_backward", native_layer_norm_backward);

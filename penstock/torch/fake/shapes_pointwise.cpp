@@ -1,12 +1,12 @@
-// Operators over elements: their results have the broadcast shape of the inputs.
+// Elementwise operators: their results have the broadcast shape of the inputs.
 #include <ATen/native/TypeProperties.h>
 
 #include <tuple>
 
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/torch/fake/shape_functions.h"
 #include "penstock/torch/fake/shape_helpers.h"
-#include "penstock/torch/dispatch/stack_tensors.h"
+#include "penstock/stack_tensors.h"
 
 namespace penstock::detail {
 namespace {
@@ -60,7 +60,7 @@ void pointwise(const c10::OperatorHandle& op, Stack* stack) {
   stack->emplace_back(std::move(result));
 }
 
-// Some functional overloads are composite and end in an out= overload that LibTorch has no meta kernel for.
+// Some functional overloads are composite and call an out= overload without a meta kernel.
 template <ResultType rule>
 void add_family(const std::string& op) {
   const auto out = find_operator(op + ".out");
@@ -88,7 +88,7 @@ Tensor& hardtanh_(Tensor& self, const Scalar&, const Scalar&) { return self; }
 Tensor hardtanh_backward(const Tensor& grad, const Tensor& self, const Scalar&, const Scalar&) { return iterate({grad, self}, self.scalar_type()); }
 Tensor angle(const Tensor& self) { return iterate({self}, c10::toRealValueType(result_type(ResultType::Floating, self))); }
 
-// The CPU kernel keeps exp(-|x|) for the backward, the GPU one computes it again.
+// The CPU kernel saves exp(-|x|) for backward, the GPU kernel recomputes it.
 Two log_sigmoid_forward(const Tensor& self) {
   if (shape_device().is_cuda()) return {at::empty_like(self), at::empty({0}, self.options())};
   return {contiguous_like(self), contiguous_like(self)};
@@ -119,7 +119,7 @@ Tensor where(const Tensor& condition, const Tensor& self, const Tensor& other) {
 Tensor rsub(const Tensor& self, const Tensor& other, const Scalar& alpha) { return at::sub(other, self, alpha); }
 Tensor remainder(const Scalar& self, const Tensor& other) { return at::remainder(at::scalar_tensor(self, other.options()), other); }
 
-// ---- numbers out of two vectors ----
+// ---- scalars from two vectors ----
 
 Tensor dot(const Tensor& self, const Tensor& other) {
   TORCH_CHECK(self.dim() == 1 && other.dim() == 1, "1D tensors expected, but got ", self.dim(), "D and ", other.dim(), "D tensors");

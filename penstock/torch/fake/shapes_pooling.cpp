@@ -19,7 +19,7 @@ Sizes with_spatial(const Tensor& self, IntArrayRef spatial) {
   return sizes;
 }
 
-// Where older kernels do not know channels last.
+// For kernels that do not support channels last in older versions.
 Tensor newer_image_like(IntArrayRef sizes, const Tensor& like) {
   return PENSTOCK_TORCH_AT_LEAST(2, 0) ? image_like(sizes, like) : at::empty(sizes, like.options());
 }
@@ -87,7 +87,7 @@ Tensor upsample3d_backward(const Tensor& grad, at::OptionalIntArrayRef, IntArray
   return image_like(input_size, grad);
 }
 
-// LibTorch's composite kernels for these give views where the real ones copy.
+// LibTorch's composite kernels for these return views where the real ones copy.
 Tensor pixel_shuffle(const Tensor& self, std::int64_t factor) {
   TORCH_CHECK(self.dim() >= 3 && factor > 0 && self.size(-3) % (factor * factor) == 0, "pixel_shuffle expects its input's 'channel' dimension to be ",
               "divisible by the square of upscale_factor, but input.sizes() is ", self.sizes(), " and the factor ", factor);

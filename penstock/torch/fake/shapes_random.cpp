@@ -1,4 +1,4 @@
-// Random numbers: only their shapes; no generator is touched.
+// Random operators: shapes only; no generator is advanced.
 #include <tuple>
 
 #include "penstock/torch/fake/shape_functions.h"
@@ -46,7 +46,7 @@ Tensor randperm_generator(std::int64_t count, Generator, c10::optional<at::Scala
   return permutation(count, dtype);
 }
 
-// A tensor of zeros without memory; of use to derivatives only.
+// A tensor of zeros without memory; only used by derivatives.
 Tensor efficient_zeros(IntArrayRef sizes, c10::optional<at::ScalarType> dtype, c10::optional<at::Layout>, c10::optional<at::Device>,
                        c10::optional<bool>) {
   return at::empty(sizes, at::dtype(dtype.value_or(c10::typeMetaToScalarType(at::get_default_dtype()))).device(at::kMeta));

@@ -1,4 +1,4 @@
-// Reductions, order statistics, distances and the basics of linear algebra.
+// Reductions, order statistics, distances and basic linear algebra.
 #include <algorithm>
 #include <tuple>
 

@@ -1,5 +1,5 @@
-// Kernels of cuDNN and oneDNN that LibTorch calls by name. Recurrent kernels of cuDNN are not among them: they move the
-// parameters into one memory of their own, which a run in shape only must not.
+// cuDNN and oneDNN kernels that LibTorch calls by name. cuDNN's recurrent kernels are not among them: they
+// move the parameters into a buffer of their own, which a shape-only run must not do.
 #include <tuple>
 
 #include "penstock/torch/fake/shape_functions.h"
@@ -12,7 +12,7 @@ using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Seven = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// What a kernel keeps for its backward is its own business; nobody else looks at the size.
+// The size of what a kernel saves for its backward is private to it; nothing else reads it.
 Tensor workspace(const Tensor& like) { return at::empty({0}, like.options().dtype(at::kByte)); }
 
 Four cudnn_batch_norm(const Tensor& input, const Tensor& weight, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,

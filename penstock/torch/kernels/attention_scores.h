@@ -1,9 +1,10 @@
-// What attention of this LibTorch holds in memory, for those who estimate it.
+// The memory behaviour of this LibTorch's attention, for memory estimates.
 #pragma once
 
 namespace penstock {
 
-// Whether attend() (fused_attention.h) makes the scores of all queries and keys on the CPU: without fused kernels, before 2.0.
-bool attention_makes_scores();
+// Returns whether attend() (fused_attention.h) materializes the scores of all queries and keys on the CPU:
+// before LibTorch 2.0, which has no fused kernels.
+bool attention_materializes_scores();
 
 }  // namespace penstock

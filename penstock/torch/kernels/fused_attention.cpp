@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/kernels/attention_scores.h"
 #include "penstock/torch/compat/version.h"
@@ -23,7 +24,7 @@ at::Tensor lower_triangle(std::int64_t queries, std::int64_t keys, const at::Ten
 }
 
 #if PENSTOCK_TORCH_AT_LEAST(2, 0)
-// [batch, heads, length, width] with every head as often as there are queries for it.
+// Returns [batch, heads, length, width], with every key head repeated for the query heads that use it.
 at::Tensor repeated(const at::Tensor& x, std::int64_t times) {
   if (times == 1) return x;
   return x.unsqueeze(2).expand({x.size(0), x.size(1), times, x.size(2), x.size(3)}).reshape({x.size(0), x.size(1) * times, x.size(2), x.size(3)});
@@ -38,7 +39,7 @@ AttentionMask AttentionMask::causal(std::int64_t queries, std::int64_t keys, con
   mask.queries_ = queries;
   mask.keys_ = keys;
   mask.plain_causal_ = queries == keys && queries > 1;
-  // The last token sees all; several new ones behind known ones need the triangle.
+  // A single new token sees all keys; several new tokens after known ones need the triangle.
   if (queries != keys && queries > 1) mask.allowed_ = lower_triangle(queries, keys, like).view({1, 1, queries, keys});
   return mask;
 }
@@ -73,7 +74,7 @@ at::Tensor attend_by_products(const at::Tensor& q, const at::Tensor& k, const at
   const std::int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2), width = q.size(3), groups = k.size(1), keys = k.size(2);
   const std::int64_t repeats = heads / groups;
   const double scale = 1 / std::sqrt(static_cast<double>(width));
-  // Queries that share a key head stand below one another: no key is copied for each of them.
+  // Queries that share a key head are stacked along the rows, so that keys are not copied per query head.
   const at::Tensor rows = q.reshape({batch * groups, repeats * queries, width});
   const at::Tensor columns = k.reshape({batch * groups, keys, width}).transpose(1, 2);
   at::Tensor scores;
@@ -84,7 +85,7 @@ at::Tensor attend_by_products(const at::Tensor& q, const at::Tensor& k, const at
     if (mask.sees_everything()) {
       scores = scores.mul(scale);
     } else {
-      // Masks differ from row to row of the batch, not from head to head.
+      // Masks differ between the rows of the batch, not between heads.
       const at::Tensor bias = mask.bias(rows, repeats).unsqueeze(1);
       scores = at::add(bias, scores.view({batch, groups, repeats * queries, keys}), scale).view({batch * groups, repeats * queries, keys});
     }
@@ -99,7 +100,7 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   const std::int64_t repeats = q.size(1) / k.size(1);
   const c10::optional<at::Tensor> none;
 #if PENSTOCK_TORCH_AT_LEAST(2, 5)
-  // With a mask only kernels that know nothing of grouped queries are fast.
+  // With a mask, only kernels without support for grouped queries are fast.
   if (repeats > 1 && mask.is_plain_causal()) return at::scaled_dot_product_attention(q, k, v, none, 0.0, true, {}, true);
 #endif
   const at::Tensor keys = repeated(k, repeats), values = repeated(v, repeats);
@@ -111,7 +112,7 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
 #endif
 }
 
-bool attention_makes_scores() {
+bool attention_materializes_scores() {
 #if PENSTOCK_TORCH_AT_LEAST(2, 0)
   return false;
 #else

@@ -22,7 +22,7 @@ bool fits(const at::Tensor& tensor) {
   return tensor.is_cuda() && tensor.numel() > 0 && (!is_wrapper(tensor) || is_fake(tensor)) && detail::has_fused_math(tensor);
 }
 
-// ---- operators: contiguous tensors of one device. On the meta device they give the shape ----
+// ---- operators: contiguous tensors on one device. On the meta device they compute the shape only ----
 
 bool computes(const at::Tensor& tensor) { return !tensor.is_meta(); }
 
@@ -128,7 +128,7 @@ at::Tensor rotate_pairs(const at::Tensor& x, const at::Tensor& turns) {
   if (fits(x) && x.dim() == 4 && turns.scalar_type() == at::kComplexFloat && turns.device() == x.device()) return RotatePairs::apply(x, turns);
   const at::ScalarType dtype = turns.scalar_type() == at::kComplexDouble ? at::kDouble : at::kFloat;
   const at::Tensor wide = x.to(dtype);
-  // A part that begins in the middle of a pair of its memory cannot be viewed as points.
+  // A shard that starts in the middle of a pair in memory cannot be viewed as complex numbers.
   const at::Tensor points = at::view_as_complex((wide.storage_offset() % 2 == 0 ? wide : wide.clone()).view({x.size(0), x.size(1), x.size(2), x.size(3) / 2, 2}));
   return at::view_as_real(points * turns).view(x.sizes()).to(x.scalar_type());
 }

@@ -1,14 +1,16 @@
-// Three operators of transformers that LibTorch computes in many passes over memory. On a GPU each is one kernel here, forward and
-// backward, and an operator of the dispatcher (penstock::silu_product ...), so that modes see it and captured graphs hold it; everywhere
-// else, and for subclasses that are not fake, they are LibTorch's operators.
+// Three transformer operators that LibTorch computes in many passes over memory. On a GPU each is a single
+// kernel here, forward and backward, and a dispatcher operator (penstock::silu_product ...), so that modes
+// see it and captured graphs contain it. Elsewhere, and for tensor subclasses that are not fake, LibTorch's
+// operators are used.
 //
 //   loss = cross_entropy_sum(logits, targets, -100);      // logits [rows, classes] of any floating dtype, targets [rows]
 //   q = rotate_pairs(q, turns);                           // rotary positions
 //   y = silu_product(gate, up);                           // silu(gate) * up
 //
-// All of them compute in float32 (float64 for float64) and round once to the dtype of their input. What LibTorch would keep for backward in
-// float32 is not kept: the backward reads the inputs again. Differentiable once on a GPU.
-// Thread rule: as for tensors; nothing waits for the device.
+// All compute in float32 (float64 for float64) and round once to the dtype of their input. The float32 values
+// that LibTorch would save for backward are not saved: backward reads the inputs again. Differentiable once
+// on a GPU.
+// Thread safety: as for tensors. Nothing waits for the device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,12 +19,13 @@
 
 namespace penstock {
 
-// Sum over the rows of -log softmax(row)[target], in float32 (float64 for float64); rows whose target is `ignored` count nothing. On a GPU
-// a target outside of the classes makes the loss NaN; elsewhere it is LibTorch's error.
+// Sum over the rows of -log softmax(row)[target], in float32 (float64 for float64); rows whose target is
+// `ignored` do not contribute. On a GPU a target outside of the classes makes the loss NaN; elsewhere
+// LibTorch throws.
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets, std::int64_t ignored);
 
-// x [batch, length, heads, 2n]: neighbouring elements are points of the plane, multiplied by the complex numbers turns [length, 1, n]
-// (ComplexFloat; ComplexDouble for float64).
+// x [batch, length, heads, 2n]: each pair of neighbouring elements is a complex number, multiplied by turns
+// [length, 1, n] (ComplexFloat; ComplexDouble for float64).
 at::Tensor rotate_pairs(const at::Tensor& x, const at::Tensor& turns);
 
 at::Tensor silu_product(const at::Tensor& gate, const at::Tensor& up);

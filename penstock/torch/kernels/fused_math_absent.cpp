@@ -1,4 +1,4 @@
-// In place of fused_math_cuda.cpp in builds without CUDA.
+// Replaces fused_math_cuda.cpp in builds without CUDA.
 #include "penstock/errors.h"
 #include "penstock/torch/kernels/fused_math_kernels.h"
 
@@ -7,7 +7,7 @@ namespace penstock::detail {
 bool has_fused_math(const at::Tensor&) { return false; }
 
 namespace {
-[[noreturn]] void absent() { throw StateError("a CUDA kernel in a build without CUDA"); }
+[[noreturn]] void absent() { throw StateError("a CUDA kernel was called in a build without CUDA"); }
 }  // namespace
 
 void launch_cross_entropy(const at::Tensor&, const at::Tensor&, std::int64_t, const at::Tensor&, const at::Tensor&) { absent(); }

@@ -1,4 +1,5 @@
-// The kernels of fused_math.h. Text that is compiled when first needed; elements are loaded sixteen bytes at a time where they lie so.
+// The kernels of fused_math.h, compiled from text at first use. Elements are loaded sixteen bytes at a time
+// if their alignment allows it.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <string>
 #include <tuple>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/compat/cuda_kernel.h"
 #include "penstock/torch/kernels/fused_math_kernels.h"
@@ -19,10 +21,10 @@ namespace penstock::detail {
 namespace {
 
 constexpr unsigned kThreads = 256;
-constexpr unsigned kRowThreads = 512;               // of a row of logits
+constexpr unsigned kRowThreads = 512;               // per row of logits
 constexpr std::int64_t kBlocksPerMultiprocessor = 16;
 
-// What the kernels share: an element and a pack of as many as PACK says.
+// Shared by the kernels: an element, and a pack of PACK elements.
 constexpr const char* kElements = R"(
 typedef long long i64;
 #define INFINITY __int_as_float(0x7f800000)
@@ -39,7 +41,7 @@ __device__ inline float number(Float16 x) {
   return result;
 }
 __device__ inline void put(Float32& to, float x) { to.bits = x; }
-__device__ inline void put(BFloat16& to, float x) {  // to nearest even; a NaN stays one
+__device__ inline void put(BFloat16& to, float x) {  // round to nearest even; NaN stays NaN
   const unsigned bits = __float_as_uint(x);
   to.bits = x != x ? 0x7fc0 : (unsigned short)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
@@ -51,7 +53,7 @@ __device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 )";
 
 constexpr const char* kCrossEntropy = R"(
-// The largest value and the sum of exp(value - largest) of what a thread, a warp, a block has seen.
+// Running maximum and sum of exp(value - maximum) of a thread, a warp or a block.
 struct Sum { float top, sum; };
 __device__ inline Sum join(Sum a, Sum b) {
   const float top = fmaxf(a.top, b.top);
@@ -107,7 +109,7 @@ extern "C" __global__ void penstock_cross_entropy_backward(const Pack* logits, c
 }
 )";
 
-// A pack holds whole points; PACK is even.
+// A pack holds whole complex numbers; PACK is even.
 constexpr const char* kRotatePairs = R"(
 extern "C" __global__ void penstock_rotate_pairs(const Pack* x, const float2* turns, Pack* result, i64 packs, i64 length, i64 heads, i64 packs_of_head, float sign) {
   for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < packs; i += gridDim.x * (i64)blockDim.x) {
@@ -155,18 +157,19 @@ extern "C" __global__ void penstock_silu_product_backward(const Pack* gate, cons
 
 const char* element_of(at::ScalarType dtype) { return dtype == at::kFloat ? "Float32" : dtype == at::kBFloat16 ? "BFloat16" : "Float16"; }
 
-// Never destroyed: the driver may be gone before static objects are.
+// Never destroyed: the driver may shut down before static objects are destroyed.
 CudaKernel& kernel_for(const char* name, const char* text, at::ScalarType dtype, std::int64_t pack) {
   static std::mutex& mutex = *new std::mutex;
   static auto& kernels = *new std::map<std::tuple<std::string, at::ScalarType, std::int64_t>, std::unique_ptr<CudaKernel>>;
   const std::lock_guard lock(mutex);
   std::unique_ptr<CudaKernel>& kernel = kernels[{name, dtype, pack}];
   if (!kernel)
-    kernel = std::make_unique<CudaKernel>(CudaText{.name = name, .text = std::string(kElements) + text, .headers = {}, .macros = {{"ELEMENT", element_of(dtype)}, {"PACK", std::to_string(pack)}}});
+    kernel = std::make_unique<CudaKernel>(CudaSource{.name = name, .text = std::string(kElements) + text, .headers = {}, .macros = {{"ELEMENT", element_of(dtype)}, {"PACK", std::to_string(pack)}}});
   return *kernel;
 }
 
-// The most elements, up to sixteen bytes, that divide `run` and at whose multiples all tensors begin.
+// Returns the largest pack size, up to sixteen bytes, that divides `run` and to which all tensors are
+// aligned.
 std::int64_t pack_of(std::int64_t run, std::initializer_list<at::Tensor> tensors) {
   std::int64_t pack = 16 / tensors.begin()->element_size();
   for (; pack > 1; pack /= 2) {
@@ -207,7 +210,7 @@ void launch_cross_entropy_backward(const at::Tensor& logits, const at::Tensor& t
 void launch_rotate_pairs(const at::Tensor& given, const at::Tensor& turns, bool back, const at::Tensor& result) {
   const std::int64_t width = given.size(3);
   PENSTOCK_INVARIANT(width % 2 == 0, "a head of odd width has no pairs");
-  // A part that begins in the middle of a pair is moved; what is newly made begins as it should.
+  // A shard that starts in the middle of a pair is copied; new allocations are aligned.
   const at::Tensor x = pack_of(width, {given, result}) > 1 ? given : given.clone();
   const std::int64_t pack = pack_of(width, {x, result});
   const std::int64_t packs = x.numel() / pack;

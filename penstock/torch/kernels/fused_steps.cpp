@@ -8,6 +8,7 @@
 #include <initializer_list>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/kernels/fused_steps_cpu.h"
 #include "penstock/torch/compat/version.h"
@@ -15,15 +16,15 @@
 namespace penstock {
 namespace {
 
-// Elements that are worth a thread.
+// Minimum number of elements per thread.
 constexpr std::int64_t kGrain = 1 << 15;
 
-// Plain memory: not a wrapper, not a shape without values.
+// Dense memory: not a wrapper, not a tensor without values.
 bool has_memory(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && !tensor.key_set().has(c10::DispatchKey::Python) && tensor.has_storage() && !tensor.is_meta();
 }
 
-// Whether one loop over the memory of each list visits the elements in the same order.
+// Returns whether one loop over the memory of each list visits the elements in the same order.
 bool alike(at::TensorList parameters, std::initializer_list<at::TensorList> others) {
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& parameter = parameters[i];
@@ -39,7 +40,7 @@ bool alike(at::TensorList parameters, std::initializer_list<at::TensorList> othe
 }
 
 void check_lengths(at::TensorList parameters, std::initializer_list<at::TensorList> others) {
-  for (const at::TensorList& list : others) PENSTOCK_INVARIANT(list.size() == parameters.size(), "lists of an optimizer's step have one length");
+  for (const at::TensorList& list : others) PENSTOCK_INVARIANT(list.size() == parameters.size(), "the lists of an optimizer step have the same length");
 }
 
 bool on_cpu_in_float32(at::TensorList tensors) { return tensors[0].is_cpu() && tensors[0].scalar_type() == at::kFloat; }
@@ -52,7 +53,7 @@ constexpr bool kLibTorchHasFused = false;
 
 }  // namespace
 
-bool fused_adamw_(at::TensorList parameters, at::TensorList gradients, at::TensorList exp_avgs, at::TensorList exp_avg_sqs, const AdamWNumbers& numbers) {
+bool fused_adamw_(at::TensorList parameters, at::TensorList gradients, at::TensorList exp_avgs, at::TensorList exp_avg_sqs, const AdamWStepOptions& numbers) {
   check_lengths(parameters, {gradients, exp_avgs, exp_avg_sqs});
   if (parameters.empty()) return true;
   const bool here = on_cpu_in_float32(parameters);
@@ -79,7 +80,7 @@ bool fused_adamw_(at::TensorList parameters, at::TensorList gradients, at::Tenso
     return true;
   }
 #if PENSTOCK_TORCH_AT_LEAST(2, 4)
-  // Every parameter of the call has the same step: one counter, filled on the device.
+  // All parameters of the call are at the same step: one counter, filled on the device.
   const std::vector<at::Tensor> steps(parameters.size(), at::full({}, static_cast<double>(numbers.step), parameters[0].options().dtype(at::kFloat)));
   at::_fused_adamw_(parameters, gradients, exp_avgs, exp_avg_sqs, {}, steps, numbers.lr, numbers.beta1, numbers.beta2, numbers.weight_decay, numbers.eps, false, false);
   return true;
@@ -88,7 +89,7 @@ bool fused_adamw_(at::TensorList parameters, at::TensorList gradients, at::Tenso
 #endif
 }
 
-bool fused_sgd_(at::TensorList parameters, at::TensorList gradients, at::TensorList momenta, const SgdNumbers& numbers) {
+bool fused_sgd_(at::TensorList parameters, at::TensorList gradients, at::TensorList momenta, const SgdStepOptions& numbers) {
   check_lengths(parameters, {gradients});
   if (numbers.momentum != 0) check_lengths(parameters, {momenta});
   if (parameters.empty()) return true;
@@ -123,7 +124,7 @@ bool fused_sgd_(at::TensorList parameters, at::TensorList gradients, at::TensorL
 at::Tensor sum_of_squares(at::TensorList tensors) {
   if (tensors.empty()) return at::zeros({}, at::kDouble);
   if (!tensors[0].is_cpu()) {
-    // float32 and float64 in one call; lower precisions would round their norms.
+    // float32 and float64 in one call; norms in lower precisions would be rounded.
     std::vector<at::Tensor> wide, norms;
     for (const at::Tensor& tensor : tensors)
       if (tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble)

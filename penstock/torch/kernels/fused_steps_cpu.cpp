@@ -2,8 +2,8 @@
 
 #include <cmath>
 
-// Each loop is compiled twice, the second time for registers of eight numbers; a processor that has them takes that one. No flag
-// here allows to fuse a multiplication with an addition, so both give the same bits.
+// Each loop is compiled twice, the second time for eight-float registers, which is used if the processor
+// supports it. No flag here allows fusing a multiplication with an addition, so both produce the same bits.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define PENSTOCK_WIDE __attribute__((target("avx2")))
 #else
@@ -56,7 +56,7 @@ PENSTOCK_INLINE void sgd(float* __restrict parameter, const float* __restrict gr
 }
 
 PENSTOCK_INLINE double square_sum(const float* values, std::int64_t count) {
-  // Eight sums side by side: the vectorizer may not reorder one.
+  // Eight independent sums, because the vectorizer may not reorder a single one.
   constexpr int kLanes = 8;
   double sums[kLanes] = {};
   std::int64_t i = 0;

@@ -1,4 +1,4 @@
-// The loops of fused_steps.cpp over contiguous float32 numbers. Private to this folder.
+// The loops of fused_steps.cpp over contiguous float32 values. Private to this folder.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct SgdFactors {
   bool nesterov;
 };
 
-// `momentum` is null where there is none.
+// `momentum` is null if there is none.
 void sgd_loop(float* parameter, const float* gradient, float* momentum, std::int64_t count, const SgdFactors& factors);
 
 double square_sum_loop(const float* values, std::int64_t count);

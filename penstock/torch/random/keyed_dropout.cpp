@@ -5,6 +5,7 @@
 #include <limits>
 #include <ostream>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/step_context.h"
 

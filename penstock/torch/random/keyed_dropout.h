@@ -1,19 +1,20 @@
-// Dropout whose mask depends on the place in the run, not on how the work is split.
+// Dropout whose mask depends on the step, microbatch, layer and element, not on how the work is split.
 //
 //   KeyedDropout drop{nullptr};
 //   drop = register_module("drop", KeyedDropout(KeyedDropoutOptions(0.1, "blocks.3.mlp.drop")));
 //   y = drop->forward(x);                                             // seed, step and microbatch from the StepContext
-//   y = drop->forward(x_shard, {.global_shape = {...}, .offset = {...}});   // a part of the tensor that is dropped from
+//   y = drop->forward(x_shard, {.global_shape = {...}, .offset = {...}});   // x_shard is a part of the whole tensor
 //
-// The mask is a function of (seed, step, microbatch) of the StepContext, the layer and the element's global index: the same under
-// recomputation, on every pipeline split and for every sharding whose boxes are given. Without a box the rows that the
-// StepContext says are here are taken from dim 0, so that data-parallel ranks have different masks.
+// The mask is a function of (seed, step, microbatch) of the StepContext, the layer and the element's global
+// index: the same under recomputation, on every pipeline split and for every sharding whose boxes are given.
+// Without a box, dim 0 is taken to be the rows of the microbatch that the StepContext assigns to this rank,
+// so that data-parallel ranks have different masks.
 //
-// In evaluation mode, and with p = 0, the input is returned as it is. In training mode outside of any step forward throws StateError:
-// there is no key, and a default would be the same mask every time.
+// In evaluation mode, and with p = 0, the input is returned unchanged. In training mode, forward throws
+// StateError outside of a step: there is no key, and a default key would produce the same mask every time.
 //
-// A module that is called several times in one forward has the same mask each time, unless calls are told apart by `use`: counting
-// them here would make a recomputation differ.
+// A module that is called several times in one forward has the same mask each time, unless the calls pass
+// different `use` values: counting calls here would make a recomputation differ.
 #pragma once
 
 #include <torch/nn/cloneable.h>
@@ -29,7 +30,7 @@
 namespace penstock {
 
 struct KeyedDropoutOptions {
-  // `layer`: the number of the place in the whole model, or its name there. Throws ValueError unless p is in [0, 1].
+  // `layer`: the number or name of this layer in the whole model. Throws ValueError unless p is in [0, 1].
   KeyedDropoutOptions(double p, std::int64_t layer);
   KeyedDropoutOptions(double p, std::string_view layer_name) : KeyedDropoutOptions(p, layer_from_name(layer_name)) {}
 
@@ -44,10 +45,10 @@ class KeyedDropoutImpl : public torch::nn::Cloneable<KeyedDropoutImpl> {
   void reset() override {}
   void pretty_print(std::ostream& stream) const override;
 
-  // `use` tells calls within one forward apart: 0 to 2^31 - 1.
+  // `use` distinguishes calls within one forward: 0 to 2^31 - 1.
   torch::Tensor forward(const torch::Tensor& input, const GlobalBox& box = {}, std::int64_t use = 0);
 
-  // The key that forward would use now: that of the running step.
+  // Returns the key that forward would use now, from the running step.
   RandomKey key(std::int64_t use = 0) const;
 
   KeyedDropoutOptions options;

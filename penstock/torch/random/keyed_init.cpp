@@ -1,10 +1,11 @@
-#include "penstock/torch/random/keyed_init.h"
+#include "penstock/random.h"
 
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
 
 #include <cmath>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {
@@ -17,7 +18,7 @@ void check_gain(double gain) {
   if (!std::isfinite(gain) || gain < 0) throw ValueError(describe("initialization: gain", fmt::format("{}", gain), "a finite number, 0 or more"));
 }
 
-// Nothing to divide by: the weight has no elements.
+// No division: the weight has no elements.
 double inverse_root(double fan) { return fan > 0 ? 1 / std::sqrt(fan) : 0; }
 
 double kaiming_deviation(const at::Tensor& weight, const KaimingOptions& options, const GlobalBox& box) {
@@ -46,7 +47,7 @@ void normal(const at::Tensor& tensor, const RandomKey& key, double deviation, co
 
 Fans fans_of(at::IntArrayRef global_shape) {
   if (global_shape.size() < 2)
-    throw ValueError(describe("initialization: dims of a weight whose fans are asked for", fmt::format("{}", global_shape.size()), "2 or more",
+    throw ValueError(describe("initialization: dims of a weight whose fans are needed", fmt::format("{}", global_shape.size()), "2 or more",
                               "use keyed_uniform_ or keyed_normal_ with a bound of your own"));
   std::int64_t kernel = 1;
   for (std::size_t d = 2; d < global_shape.size(); ++d) kernel *= global_shape[d];

@@ -20,7 +20,7 @@ using at::IntArrayRef;
 using at::Tensor;
 using random::AnyConstants;
 using random::Kind;
-using random::Place;
+using random::DrawArguments;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Ints = std::vector<std::int64_t>;
@@ -30,7 +30,7 @@ auto find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>();
 }
 
-void run(const random::Job& job, const at::Device& device) {
+void run(const random::RandomJob& job, const at::Device& device) {
   if (job.walk.rows == 0) return;
   if (device.is_cuda()) {
     random::run_on_cuda(job, device.index());
@@ -41,7 +41,8 @@ void run(const random::Job& job, const at::Device& device) {
 
 // --------------------------------------------------------------------------------- operators that fill a tensor
 
-// The graph sees a tensor overwritten by constants: its derivative with respect to what it held before is zero.
+// Autograd sees a tensor overwritten by constants: the derivative with respect to its previous contents is
+// zero.
 struct OverwriteFunction : torch::autograd::Function<OverwriteFunction> {
   static Tensor forward(AutogradContext* context, Tensor self, const std::function<void(Tensor&)>* overwrite) {
     at::AutoDispatchBelowAutograd below;
@@ -52,8 +53,8 @@ struct OverwriteFunction : torch::autograd::Function<OverwriteFunction> {
   static variable_list backward(AutogradContext*, variable_list gradients) { return {at::zeros_like(gradients[0]), Tensor()}; }
 };
 
-// All kernels of one kind of draw. Draw gives the names, the constants from the operator's own arguments, and whether they ask for
-// float64.
+// All kernels of one kind of draw. Draw provides the names, the constants computed from the operator's own
+// arguments, and whether float64 is requested.
 template <class Draw, class... Arguments>
 struct FillOperator {
   using InPlace = Tensor&(Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, Arguments...);
@@ -64,17 +65,17 @@ struct FillOperator {
     return handle.call(self, key, shape, offset, arguments...);
   }
 
-  static AnyConstants checked(const Place& place, const Tensor& self, Arguments... arguments) {
-    random::check_place(place, self.sizes());
-    random::check_dtype(place, Draw::kKind, self.scalar_type(), Draw::in_double(arguments...));
+  static AnyConstants checked(const DrawArguments& given, const Tensor& self, Arguments... arguments) {
+    random::check_draw_arguments(given, self.sizes());
+    random::check_dtype(given, Draw::kKind, self.scalar_type(), Draw::in_double(arguments...));
     return Draw::constants(arguments...);
   }
 
   static Tensor& kernel(Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, Arguments... arguments) {
-    const Place place{Draw::kName, key, shape, offset};
-    const AnyConstants constants = checked(place, self, arguments...);
+    const DrawArguments given{Draw::kName, key, shape, offset};
+    const AnyConstants constants = checked(given, self, arguments...);
     at::assert_no_internal_overlap(self);
-    run(random::make_job(place, Draw::kKind, constants, self), self.device());
+    run(random::make_job(given, Draw::kKind, constants, self), self.device());
     return self;
   }
 
@@ -83,7 +84,7 @@ struct FillOperator {
     return self;
   }
 
-  // Autograd's record that the memory changed; kernels write without telling it.
+  // Records the write for autograd; the kernels themselves do not bump the version.
   static Tensor& in_place_or_view(Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, Arguments... arguments) {
     {
       at::AutoDispatchBelowADInplaceOrView below;
@@ -94,7 +95,8 @@ struct FillOperator {
   }
 
   static Tensor& autograd(Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, Arguments... arguments) {
-    // Without derivatives there is nothing to record. Tangents of forward differentiation go the long way, which refuses them.
+    // Without derivatives there is nothing to record. Tangents of forward-mode AD take the slow path, which
+    // rejects them.
     if (!(at::GradMode::is_enabled() && self.requires_grad()) && !self._fw_grad(0).defined()) {
       at::AutoDispatchBelowAutograd below;
       return call(self, key, shape, offset, arguments...);
@@ -104,7 +106,7 @@ struct FillOperator {
     return self;
   }
 
-  // A new tensor like self, of which only the sizes, dtype and device matter.
+  // Returns a new tensor like self, of which only the sizes, dtype and device matter.
   static Tensor functional(const Tensor& self, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, Arguments... arguments) {
     Tensor result = at::empty_like(self);
     call(result, key, shape, offset, arguments...);
@@ -157,17 +159,17 @@ using Bernoulli = FillOperator<BernoulliDraw, double>;
 
 constexpr const char* kDropoutName = "penstock::keyed_dropout";
 
-AnyConstants checked_dropout(const Place& place, const Tensor& input, double p) {
-  random::check_place(place, input.sizes());
-  random::check_dtype(place, Kind::Dropout, input.scalar_type(), false);
+AnyConstants checked_dropout(const DrawArguments& given, const Tensor& input, double p) {
+  random::check_draw_arguments(given, input.sizes());
+  random::check_dtype(given, Kind::Dropout, input.scalar_type(), false);
   return random::dropout_constants(p, input.scalar_type() == at::kDouble);
 }
 
 Tensor dropout_kernel(const Tensor& input, IntArrayRef key, IntArrayRef shape, IntArrayRef offset, double p) {
-  const Place place{kDropoutName, key, shape, offset};
-  const AnyConstants constants = checked_dropout(place, input, p);
+  const DrawArguments given{kDropoutName, key, shape, offset};
+  const AnyConstants constants = checked_dropout(given, input, p);
   Tensor output = at::empty_like(input);
-  run(random::make_job(place, Kind::Dropout, constants, output, input), input.device());
+  run(random::make_job(given, Kind::Dropout, constants, output, input), input.device());
   return output;
 }
 
@@ -181,7 +183,8 @@ Tensor call_dropout(const Tensor& input, IntArrayRef key, IntArrayRef shape, Int
   return handle.call(input, key, shape, offset, p);
 }
 
-// Dropout with a given mask is linear and its own transpose: the derivative is the same operator, with the same key.
+// Dropout with a given mask is linear and its own transpose, so the derivative is the same operator with the
+// same key.
 struct DropoutFunction : torch::autograd::Function<DropoutFunction> {
   static Tensor forward(AutogradContext* context, const Tensor& input, Ints key, Ints shape, Ints offset, double p) {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -214,9 +217,9 @@ void for_each_fill(Member&& member) {
 }
 
 void define(torch::Library& library, const std::string& name, const std::string& arguments) {
-  const std::string place = "int[] key, int[] global_shape, int[] offset, ";
-  library.def((name + "_(Tensor(a!) self, " + place + arguments + ") -> Tensor(a!)").c_str());
-  library.def((name + "(Tensor self, " + place + arguments + ") -> Tensor").c_str());
+  const std::string key_and_box = "int[] key, int[] global_shape, int[] offset, ";
+  library.def((name + "_(Tensor(a!) self, " + key_and_box + arguments + ") -> Tensor(a!)").c_str());
+  library.def((name + "(Tensor self, " + key_and_box + arguments + ") -> Tensor").c_str());
 }
 
 void register_kernels(torch::Library& library) {

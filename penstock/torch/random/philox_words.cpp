@@ -22,9 +22,9 @@ void fill_one_by_one(const philox::Stream& stream, u64 block, long long blocks, 
 
 #ifdef __x86_64__
 
-// Lanes of 64 bits hold numbers of 32: the instruction that multiplies the lower halves of lanes gives both halves of the
-// product where they are needed, and what is left in the upper halves is never looked at. The compiler does not find this
-// by itself. Four vectors side by side hide the latency of the multiplication.
+// 64-bit lanes hold 32-bit numbers: the instruction that multiplies the lower halves of the lanes leaves both
+// halves of the product where they are needed, and the remains in the upper halves are never read. The
+// compiler does not find this by itself. Four independent vectors hide the latency of the multiplication.
 constexpr int kVectors = 4;
 
 template <int lanes>
@@ -32,8 +32,8 @@ struct LanesOf {
   typedef u64 Vector __attribute__((vector_size(8 * lanes)));
 };
 
-// One group of kVectors * lanes blocks. Macros, because intrinsics cannot be inlined through a function that is compiled for
-// another instruction set, which a template of both would be.
+// One group of kVectors * lanes blocks. Macros, because intrinsics cannot be inlined through a function
+// compiled for another instruction set, as a template for both would be.
 #define PENSTOCK_PHILOX_GROUP(lanes, multiply, interleave)                                       \
   using V = LanesOf<lanes>::Vector;                                                              \
   V index = {};                                                                                  \
@@ -88,7 +88,7 @@ struct LanesOf {
     std::memcpy((target) + 16, &high, sizeof high);                         \
   }
 
-void group_sse2(const philox::Stream& stream, u64 block, u32* words) {  // every processor of this kind has it
+void group_sse2(const philox::Stream& stream, u64 block, u32* words) {  // every x86-64 processor has it
   PENSTOCK_PHILOX_GROUP(2, PENSTOCK_MULTIPLY_128, PENSTOCK_INTERLEAVE_128)
 }
 __attribute__((target("avx2"))) void group_avx2(const philox::Stream& stream, u64 block, u32* words) {
@@ -98,7 +98,7 @@ __attribute__((target("avx512f"))) void group_avx512(const philox::Stream& strea
   PENSTOCK_PHILOX_GROUP(8, PENSTOCK_MULTIPLY_512, PENSTOCK_INTERLEAVE_512)
 }
 
-// Whole groups, then one group more for the rest unless it is so small that one block after the other is faster.
+// Whole groups, then one more group for the rest, unless it is so small that single blocks are faster.
 void fill_groups(void (*group)(const philox::Stream&, u64, u32*), long long group_blocks, const philox::Stream& stream,
                  u64 block, long long blocks, u32* words) {
   static_assert(kWordsSlack >= 4 * kVectors * 8);
@@ -108,7 +108,7 @@ void fill_groups(void (*group)(const philox::Stream&, u64, u32*), long long grou
     words += 4 * group_blocks;
     blocks -= group_blocks;
   }
-  fill_one_by_one(stream, block, blocks, words);  // none when negative
+  fill_one_by_one(stream, block, blocks, words);  // none if negative
 }
 
 #endif

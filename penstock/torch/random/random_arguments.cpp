@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::random {
@@ -32,7 +33,7 @@ philox::Stream stream_of(at::IntArrayRef key) {
   return philox::derive(part(0), part(1), part(2), part(3), part(4));
 }
 
-// One step outwards for each of the strides that a walk follows.
+// A dim with the strides that a walk follows.
 struct Dim {
   std::int64_t size, global_stride, out_stride, in_stride;
 };
@@ -42,15 +43,15 @@ bool continues(const Dim& outer, const Dim& inner) {
          outer.in_stride == inner.in_stride * inner.size;
 }
 
-BoxWalk make_walk(const Place& place, const at::Tensor& out, const at::Tensor& in, std::int64_t per_block) {
-  const at::IntArrayRef shape = place.global_shape.empty() ? out.sizes() : place.global_shape;
+BoxWalk make_walk(const DrawArguments& given, const at::Tensor& out, const at::Tensor& in, std::int64_t per_block) {
+  const at::IntArrayRef shape = given.global_shape.empty() ? out.sizes() : given.global_shape;
   BoxWalk walk;
   std::vector<Dim> dims;  // from the innermost
   std::int64_t global_stride = 1;
   for (std::int64_t d = out.dim() - 1; d >= 0; --d) {
     const auto i = static_cast<std::size_t>(d);
     const Dim dim{out.size(d), global_stride, out.stride(d), in.defined() ? in.stride(d) : out.stride(d)};
-    if (!place.offset.empty()) walk.start += place.offset[i] * global_stride;
+    if (!given.offset.empty()) walk.start += given.offset[i] * global_stride;
     global_stride *= shape[i];
     if (dim.size == 1) continue;
     if (dims.empty() && dim.global_stride != 1) dims.push_back({1, 1, 1, 1});  // rows of one element
@@ -62,12 +63,12 @@ BoxWalk make_walk(const Place& place, const at::Tensor& out, const at::Tensor& i
   }
   if (dims.empty()) dims.push_back({1, 1, 1, 1});
   if (dims.size() > BoxWalk::kMaxDims)
-    throw ValueError(describe(fmt::format("{}: dims of the tensor that neither the global shape nor memory continues", place.operation),
+    throw ValueError(describe(fmt::format("{}: dims that cannot be merged in the global shape and in memory", given.operation),
                               fmt::format("{}", dims.size()), fmt::format("at most {}", int{BoxWalk::kMaxDims}),
-                              "give a contiguous tensor or a box that is whole in the inner dims"));
+                              "pass a contiguous tensor, or a box that covers the inner dims completely"));
   walk.dims = static_cast<int>(dims.size());
   walk.rows = 1;
-  bool same_phase = true;  // every row begins at the same place of a block
+  bool same_phase = true;  // every row starts at the same position within a block
   for (std::size_t d = 0; d < dims.size(); ++d) {
     walk.size[d] = dims[d].size;
     walk.global_stride[d] = dims[d].global_stride;
@@ -85,44 +86,44 @@ BoxWalk make_walk(const Place& place, const at::Tensor& out, const at::Tensor& i
 
 }  // namespace
 
-void check_place(const Place& place, at::IntArrayRef sizes) {
-  if (place.key.size() != 5)
-    throw ValueError(describe(fmt::format("{}: key", place.operation), text_of(place.key), "five integers: seed, step, microbatch, layer, purpose"));
-  if (place.global_shape.empty() && place.offset.empty()) return;
-  if (place.global_shape.size() != sizes.size() || place.offset.size() != sizes.size())
-    throw ValueError(describe(fmt::format("{}: box", place.operation),
-                              fmt::format("global shape {}, offset {}", text_of(place.global_shape), text_of(place.offset)),
-                              fmt::format("{} numbers each, as the tensor has dims", sizes.size()),
-                              "give both, or none where the tensor is the whole global one"));
+void check_draw_arguments(const DrawArguments& given, at::IntArrayRef sizes) {
+  if (given.key.size() != 5)
+    throw ValueError(describe(fmt::format("{}: key", given.operation), text_of(given.key), "five integers: seed, step, microbatch, layer, purpose"));
+  if (given.global_shape.empty() && given.offset.empty()) return;
+  if (given.global_shape.size() != sizes.size() || given.offset.size() != sizes.size())
+    throw ValueError(describe(fmt::format("{}: box", given.operation),
+                              fmt::format("global shape {}, offset {}", text_of(given.global_shape), text_of(given.offset)),
+                              fmt::format("{} numbers each, one for each dim of the tensor", sizes.size()),
+                              "pass both, or neither if the tensor is the whole global tensor"));
   std::int64_t elements = 1;
   for (std::size_t d = 0; d < sizes.size(); ++d) {
-    const std::int64_t global = place.global_shape[d], offset = place.offset[d];
+    const std::int64_t global = given.global_shape[d], offset = given.offset[d];
     if (offset < 0 || global < 0 || offset > global || sizes[d] > global - offset)
-      throw ValueError(describe(fmt::format("{}: box in dim {}", place.operation, d), fmt::format("offset {} and size {}", offset, sizes[d]),
-                                fmt::format("a part of the global size {}", global), "give the offset and the global shape of this tensor"));
+      throw ValueError(describe(fmt::format("{}: box in dim {}", given.operation, d), fmt::format("offset {} and size {}", offset, sizes[d]),
+                                fmt::format("a part of the global size {}", global), "pass the offset and the global shape of this tensor"));
     if (global > 0 && __builtin_mul_overflow(elements, global, &elements))
-      throw ValueError(describe(fmt::format("{}: global shape", place.operation), text_of(place.global_shape), "fewer than 2^63 elements"));
+      throw ValueError(describe(fmt::format("{}: global shape", given.operation), text_of(given.global_shape), "fewer than 2^63 elements"));
   }
 }
 
-void check_dtype(const Place& place, Kind kind, at::ScalarType dtype, bool in_double) {
+void check_dtype(const DrawArguments& given, Kind kind, at::ScalarType dtype, bool in_double) {
   const bool floating = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf;
   if (!floating && !(kind == Kind::Bernoulli && dtype == at::kBool))
-    throw TypeError(describe(fmt::format("{}: dtype", place.operation), at::toString(dtype),
+    throw TypeError(describe(fmt::format("{}: dtype", given.operation), at::toString(dtype),
                              kind == Kind::Bernoulli ? "float32, float64, bfloat16, float16 or bool" : "float32, float64, bfloat16 or float16"));
   if (in_double && dtype != at::kDouble)
-    throw TypeError(describe(fmt::format("{}: dtype of a draw in double precision", place.operation), at::toString(dtype), "float64",
+    throw TypeError(describe(fmt::format("{}: dtype of a draw in double precision", given.operation), at::toString(dtype), "float64",
                              "draw in single precision"));
 }
 
-Job make_job(const Place& place, Kind kind, const AnyConstants& constants, const at::Tensor& out, const at::Tensor& in) {
-  Job job;
+RandomJob make_job(const DrawArguments& given, Kind kind, const AnyConstants& constants, const at::Tensor& out, const at::Tensor& in) {
+  RandomJob job;
   job.kind = kind;
   job.element = element_of(out.scalar_type());
   job.constants = constants;
-  job.stream = stream_of(place.key);
+  job.stream = stream_of(given.key);
   const std::int64_t per_block = std::holds_alternative<Constants<double, u64>>(constants) ? kPerBlock<u64> : kPerBlock<u32>;
-  job.walk = make_walk(place, out, in, per_block);
+  job.walk = make_walk(given, out, in, per_block);
   job.out = out.data_ptr();
   job.in = in.defined() ? in.data_ptr() : nullptr;
   return job;

@@ -1,4 +1,4 @@
-// From the arguments of an operator to a job: checks, and the walk over the box. Internal to penstock/torch.
+// Checks the arguments of a random operator and builds the job from them. Internal to penstock/torch.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -7,22 +7,23 @@
 
 namespace penstock::random {
 
-// What all operators share, as they take it.
-struct Place {
+// The arguments that all random operators share.
+struct DrawArguments {
   const char* operation;  // for errors
   at::IntArrayRef key;
   at::IntArrayRef global_shape;
   at::IntArrayRef offset;
 };
 
-// Throws ValueError when the key has not five parts, or when the box does not lie in the global shape.
-void check_place(const Place& place, at::IntArrayRef sizes);
+// Throws ValueError if the key does not have five parts, or if the box is not inside the global shape.
+void check_draw_arguments(const DrawArguments& given, at::IntArrayRef sizes);
 
-// Throws TypeError unless the kind of draw can give this dtype. `in_double` needs float64.
-void check_dtype(const Place& place, Kind kind, at::ScalarType dtype, bool in_double);
+// Throws TypeError if the kind of draw does not support this dtype. `in_double` requires float64.
+void check_dtype(const DrawArguments& given, Kind kind, at::ScalarType dtype, bool in_double);
 
-// The job that fills `out` (reading `in`, for dropout). Both must have the same sizes and dtype; the arguments have been checked.
-// Dims that continue each other in the global tensor and in memory are walked as one.
-Job make_job(const Place& place, Kind kind, const AnyConstants& constants, const at::Tensor& out, const at::Tensor& in = {});
+// Returns the job that fills `out` (reading `in`, for dropout). Both must have the same sizes and dtype; the
+// arguments must have been checked. Dims that are contiguous with each other in the global tensor and in
+// memory are merged.
+RandomJob make_job(const DrawArguments& given, Kind kind, const AnyConstants& constants, const at::Tensor& out, const at::Tensor& in = {});
 
 }  // namespace penstock::random

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::random {
@@ -36,8 +37,9 @@ AnyConstants normal(double mean, double deviation) {
   return constants;
 }
 
-// The smallest word whose quantile is at least `bound` (after: above it); all ones when there is none. The quantile function itself
-// is searched, so that the answer is the same on every machine, whatever its mathematical library is.
+// Returns the smallest word whose quantile is at least `bound` (`after`: above it), or all ones if there is
+// none. Searches the quantile function itself, so that the result does not depend on the machine's math
+// library.
 template <class Real>
 WordOf<Real> first_word(Real bound, bool after) {
   using Word = WordOf<Real>;
@@ -68,7 +70,7 @@ AnyConstants trunc_normal(double mean, double deviation, double low, double high
   const Real from = static_cast<Real>((low - mean) / deviation), to = static_cast<Real>((high - mean) / deviation);
   constants.first = first_word(from, false);
   constants.last = normal_quantile(kAll) <= to ? kAll : first_word(to, true) - 1;
-  // first_word(to) is 0 where no word is low enough; then `last` wraps around to the largest word.
+  // first_word(to) is 0 if no word is low enough; then `last` wraps around to the largest word.
   const bool none = normal_quantile(Word{0}) > to || normal_quantile(kAll) < from || constants.last < constants.first;
   if (none || constants.last - constants.first < kFewest - 1)
     throw ValueError(describe("keyed_trunc_normal_: interval", fmt::format("[{}, {}], {:.3g} to {:.3g} deviations from the mean", low, high, from, to),
@@ -106,7 +108,7 @@ AnyConstants dropout_as(double p) {
 
 AnyConstants uniform_constants(double low, double high, bool in_double) {
   if (!(low <= high) || !std::isfinite(low) || !std::isfinite(high))
-    throw ValueError(describe("keyed_uniform_: interval", fmt::format("[{}, {})", low, high), "two finite numbers, the lower one first"));
+    throw ValueError(describe("keyed_uniform_: interval", fmt::format("[{}, {})", low, high), "two finite numbers, low before high"));
   return in_double ? uniform<double>(low, high) : uniform<float>(low, high);
 }
 

@@ -1,5 +1,5 @@
-// What a draw needs besides its word, computed once per call from its arguments; each function checks them.
-// Internal to penstock/torch. Knows nothing of LibTorch.
+// The constants of a draw, computed once per call from its arguments, which each function checks. Internal to
+// penstock/torch; independent of LibTorch.
 #pragma once
 
 #include <variant>
@@ -8,7 +8,8 @@
 
 namespace penstock::random {
 
-// Computed in float32; in float64; in float64, but decided by the same words as float32 (dropout of float64 values).
+// Computed in float32; in float64; in float64, but with the same words as float32 (dropout of float64
+// values).
 using AnyConstants = std::variant<Constants<float, u32>, Constants<double, u64>, Constants<double, u32>>;
 
 AnyConstants uniform_constants(double low, double high, bool in_double);

@@ -1,18 +1,21 @@
-// The loop on the processor. Compiled with -O3 -ffp-contract=off (see CMakeLists.txt): vectors, and no fused operation.
+// The CPU loops. Compiled with -O3 -ffp-contract=off (see CMakeLists.txt): vectorized, without fused
+// operations.
 //
-// A run of elements is taken in pieces that stay in the first cache: the words of the piece, then its values. The latter is a
-// plain loop that the compiler turns into vectors; it is compiled for several instruction sets.
+// A run of elements is processed in pieces that fit the L1 cache: first the words of the piece, then its
+// values. The latter is a plain loop that the compiler vectorizes; it is compiled for several instruction
+// sets.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cstdint>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/random/philox_words.h"
 #include "penstock/torch/random/random_job.h"
 
-// A build for one instruction set must not be left to the linker's choice of "the same" function: everything below the
-// entry points is inlined into them.
+// The linker must not merge the builds for different instruction sets: everything below the entry points is
+// inlined into them.
 #define PENSTOCK_ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace penstock::random {
@@ -20,7 +23,7 @@ namespace penstock::random {
 namespace {
 
 constexpr i64 kPieceWords = 1024;     // 4 KiB of words
-constexpr i64 kGrainElements = 16384;  // per thread at least
+constexpr i64 kGrainElements = 16384;  // minimum per thread
 
 template <class Word>
 PENSTOCK_ALWAYS_INLINE Word word_at(const u32* words, i64 element) {
@@ -31,13 +34,13 @@ PENSTOCK_ALWAYS_INLINE Word word_at(const u32* words, i64 element) {
   }
 }
 
-// `count` elements whose global indices begin with `global`.
+// Fills `count` elements whose global indices start at `global`.
 template <CpuPath path, Kind kind, class Real, class Word, class Element>
 PENSTOCK_ALWAYS_INLINE void fill_run(const philox::Stream& stream, const Constants<Real, Word>& given, i64 global, i64 count,
                                      Element* out, i64 out_stride, const Element* in, i64 in_stride) {
   constexpr int kCount = kPerBlock<Word>;
   constexpr i64 kPieceElements = kPieceWords / sizeof(Word) * 4 - kCount;
-  const Constants<Real, Word> constants = given;  // a copy that no store can change: the loop keeps it in registers
+  const Constants<Real, Word> constants = given;  // a copy that no store can alias, so that the loop keeps it in registers
   u32 words[kPieceWords + kWordsSlack];
   Element gathered[kind == Kind::Dropout ? kPieceElements : 1];
   Element scattered[kPieceElements];
@@ -66,9 +69,9 @@ PENSTOCK_ALWAYS_INLINE void fill_run(const philox::Stream& stream, const Constan
   }
 }
 
-// The elements [begin, end) of the box, in the order of the walk.
+// Fills the elements [begin, end) of the box, in the order of the walk.
 template <CpuPath path, Kind kind, class Real, class Word, class Element>
-PENSTOCK_ALWAYS_INLINE void fill_range(const Job& job, i64 begin, i64 end) {
+PENSTOCK_ALWAYS_INLINE void fill_range(const RandomJob& job, i64 begin, i64 end) {
   const BoxWalk& walk = job.walk;
   const auto& constants = std::get<Constants<Real, Word>>(job.constants);
   while (begin < end) {
@@ -85,22 +88,22 @@ PENSTOCK_ALWAYS_INLINE void fill_range(const Job& job, i64 begin, i64 end) {
 }
 
 template <Kind kind, class Real, class Word, class Element>
-void fill_portable(const Job& job, i64 begin, i64 end) {
+void fill_portable(const RandomJob& job, i64 begin, i64 end) {
   fill_range<CpuPath::Portable, kind, Real, Word, Element>(job, begin, end);
 }
 
 #ifdef __x86_64__
 template <Kind kind, class Real, class Word, class Element>
-__attribute__((target("avx2"))) void fill_avx2(const Job& job, i64 begin, i64 end) {
+__attribute__((target("avx2"))) void fill_avx2(const RandomJob& job, i64 begin, i64 end) {
   fill_range<CpuPath::Avx2, kind, Real, Word, Element>(job, begin, end);
 }
 template <Kind kind, class Real, class Word, class Element>
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) void fill_avx512(const Job& job, i64 begin, i64 end) {
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) void fill_avx512(const RandomJob& job, i64 begin, i64 end) {
   fill_range<CpuPath::Avx512, kind, Real, Word, Element>(job, begin, end);
 }
 #endif
 
-using Fill = void (*)(const Job&, i64, i64);
+using Fill = void (*)(const RandomJob&, i64, i64);
 
 template <Kind kind, class Real, class Word, class Element>
 Fill fill_for(CpuPath path) {
@@ -116,7 +119,7 @@ Fill fill_for(CpuPath path) {
 
 }  // namespace
 
-void run_on_cpu(const Job& job, CpuPath path) {
+void run_on_cpu(const RandomJob& job, CpuPath path) {
   if (job.walk.rows == 0) return;
   Fill fill = nullptr;
   with_types(job, [&]<Kind kind, class Real, class Word, class Element>() { fill = fill_for<kind, Real, Word, Element>(path); });

@@ -1,4 +1,4 @@
-// Random jobs on CUDA: one kernel for each kind of draw and dtype, compiled from random_kernel.h when it is first needed.
+// Random jobs on CUDA: one kernel per kind of draw and dtype, compiled from random_kernel.h at first use.
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -7,6 +7,7 @@
 #include <string>
 #include <tuple>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/compat/cuda_kernel.h"
 #include "penstock/torch/random/random_job.h"
@@ -17,7 +18,7 @@ namespace penstock::random {
 namespace {
 
 constexpr unsigned kThreads = 256;
-constexpr i64 kBlocksPerMultiprocessor = 16;  // beyond that a thread takes several Philox blocks in turn
+constexpr i64 kBlocksPerMultiprocessor = 16;  // above that, a thread processes several Philox blocks in turn
 
 constexpr const char* name_of(Kind kind) {
   switch (kind) {
@@ -40,7 +41,7 @@ constexpr const char* name_of(Float16Bits*) { return "penstock::random::Float16B
 
 template <Kind kind, class Real, class Word, class Element>
 CudaKernel& kernel_for() {
-  // Never destroyed: the driver may be gone before static objects are.
+  // Never destroyed: the driver may shut down before static objects are destroyed.
   static CudaKernel* const kernel = new CudaKernel({
       .name = "penstock_random",
       .text = "#include \"penstock/torch/random/random_kernel.h\"\n",
@@ -55,7 +56,7 @@ CudaKernel& kernel_for() {
 
 }  // namespace
 
-void run_on_cuda(const Job& job, int device) {
+void run_on_cuda(const RandomJob& job, int device) {
   if (job.walk.rows == 0) return;
   const i64 blocks = (job.walk.rows * job.walk.blocks_per_row + kThreads - 1) / kThreads;
   const auto grid = static_cast<unsigned>(std::min<i64>(blocks, multiprocessors(device) * kBlocksPerMultiprocessor));

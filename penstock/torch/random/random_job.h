@@ -1,7 +1,9 @@
-// One filling of one tensor with random values, ready to run on a device: what the operators of keyed_random.h become.
+// A request to fill one tensor with random values, ready to run on a device: what the operators of
+// keyed_random.h build.
 //
-// The arguments have been checked and everything that does not depend on the element is computed: the Philox stream, the walk over
-// the box, the constants of the draw. Internal to penstock/torch; tests use it to run a job in more than one way.
+// The arguments have been checked, and everything that does not depend on the element is computed: the Philox
+// stream, the walk over the box, the constants of the draw. Internal to penstock/torch; tests use it to run
+// the same job in several ways.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +17,7 @@ namespace penstock::random {
 
 enum class Element { Float32, Float64, BFloat16, Float16, Bool };
 
-struct Job {
+struct RandomJob {
   Kind kind = Kind::Uniform;
   Element element = Element::Float32;
   AnyConstants constants;
@@ -26,14 +28,14 @@ struct Job {
 };
 
 // Uses the threads of at::parallel_for. The path must be supported by this processor.
-void run_on_cpu(const Job& job, CpuPath path);
+void run_on_cpu(const RandomJob& job, CpuPath path);
 
 // Enqueues on the current stream of the device. Throws ConfigError in a build without CUDA.
-void run_on_cuda(const Job& job, int device);
+void run_on_cuda(const RandomJob& job, int device);
 
 // Calls visitor.operator()<kind, Real, Word, Element>() with the types of the job.
 template <class Visitor>
-void with_types(const Job& job, Visitor&& visitor);
+void with_types(const RandomJob& job, Visitor&& visitor);
 
 namespace detail {
 
@@ -59,7 +61,7 @@ void with_element(Element element, Visitor& visitor) {
 }  // namespace detail
 
 template <class Visitor>
-void with_types(const Job& job, Visitor&& visitor) {
+void with_types(const RandomJob& job, Visitor&& visitor) {
   std::visit(
       [&]<class Real, class Word>(const Constants<Real, Word>&) {
         if constexpr (sizeof(Real) == 8 && sizeof(Word) == 4) {

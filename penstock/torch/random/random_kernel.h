@@ -1,9 +1,11 @@
-// The walk over a box of a global tensor, and what one device thread does of it. Shared by host and device.
+// The walk over a box of a global tensor, and the part of it that one device thread does. Shared by host and
+// device.
 //
-// A local tensor is a box of a global one. Its elements lie in rows: runs whose global indices are consecutive. A row is cut
-// where Philox blocks begin, so that one call of Philox serves the four (float64 draws: two) elements of a block.
+// A local tensor is a box of a global one. Its elements form rows: runs whose global indices are consecutive.
+// A row is cut where Philox blocks start, so that one call of Philox serves the four (float64 draws: two)
+// elements of a block.
 //
-// This file is also the source text of the CUDA kernels. Compiled there with PENSTOCK_RANDOM_KIND, _REAL, _WORD and
+// This file is also the source text of the CUDA kernels. Compiled with PENSTOCK_RANDOM_KIND, _REAL, _WORD and
 // _ELEMENT defined, it is the kernel `penstock_random` for that combination.
 #pragma once
 
@@ -13,7 +15,7 @@ namespace penstock::random {
 
 using i64 = long long;
 
-// Dims are ordered from the innermost; dim 0 is the row, its global stride is 1. Strides count elements.
+// Dims are ordered from the innermost; dim 0 is the row, whose global stride is 1. Strides count elements.
 struct BoxWalk {
   static constexpr int kMaxDims = 16;
   int dims = 1;
@@ -22,21 +24,21 @@ struct BoxWalk {
   i64 out_stride[kMaxDims] = {};
   i64 in_stride[kMaxDims] = {};
   i64 start = 0;           // global index of the first element
-  i64 rows = 0;            // product of the sizes from dim 1 on; 0 when there is no element
+  i64 rows = 0;            // product of the sizes from dim 1 on; 0 if there are no elements
   i64 blocks_per_row = 0;  // Philox blocks that a row can touch
 };
 
-// Where a row begins.
+// The start of a row: its global index and its offsets in `out` and `in`.
 struct RowStart {
   i64 global;
   i64 out;
   i64 in;
 };
 
-PENSTOCK_DEVICE_TEXT RowStart row_start(const BoxWalk& walk, i64 row) {
+PENSTOCK_HOST_DEVICE RowStart row_start(const BoxWalk& walk, i64 row) {
   RowStart start{walk.start, 0, 0};
   for (int dim = 1; dim < walk.dims; ++dim) {
-    // Division of 64-bit numbers is slow on devices; few boxes have rows beyond 2^32.
+    // 64-bit division is slow on devices; few boxes have more than 2^32 rows.
     i64 quotient;
     if ((row >> 32) == 0 && (walk.size[dim] >> 32) == 0) {
       quotient = static_cast<i64>(static_cast<u32>(row) / static_cast<u32>(walk.size[dim]));
@@ -56,9 +58,9 @@ PENSTOCK_DEVICE_TEXT RowStart row_start(const BoxWalk& walk, i64 row) {
 template <class Word>
 inline constexpr int kPerBlock = 16 / sizeof(Word);
 
-// The word of an element of a block. Float64 draws join two words, the first on top.
+// The word of an element of a block. Float64 draws join two words, the first one as the upper half.
 template <class Word>
-PENSTOCK_DEVICE_TEXT Word word_of(const philox::Block& block, int element) {
+PENSTOCK_HOST_DEVICE Word word_of(const philox::Block& block, int element) {
   if constexpr (sizeof(Word) == 4) {
     return block.word[element];
   } else {
@@ -67,7 +69,7 @@ PENSTOCK_DEVICE_TEXT Word word_of(const philox::Block& block, int element) {
 }
 
 template <Kind kind, class Real, class Word, class Element>
-PENSTOCK_DEVICE_TEXT void write_element(Word word, const Constants<Real, Word>& constants, Element& out, const Element* in) {
+PENSTOCK_HOST_DEVICE void write_element(Word word, const Constants<Real, Word>& constants, Element& out, const Element* in) {
   if constexpr (kind == Kind::Dropout) {
     store(dropout(word, load(*in), constants), out);
   } else {
@@ -75,20 +77,20 @@ PENSTOCK_DEVICE_TEXT void write_element(Word word, const Constants<Real, Word>& 
   }
 }
 
-// A whole block of elements, moved as one.
+// A whole block of elements, loaded and stored as a unit.
 template <class Element, int count>
 struct alignas(sizeof(Element) * count) Pack {
   Element element[count];
 };
 
 template <class Pack>
-PENSTOCK_DEVICE_TEXT bool aligned(const void* pointer) {
+PENSTOCK_HOST_DEVICE bool aligned(const void* pointer) {
   return reinterpret_cast<unsigned long long>(pointer) % sizeof(Pack) == 0;
 }
 
-// What thread `thread` of `threads` does: every threads-th block of the box.
+// The work of thread `thread` of `threads`: every threads-th block of the box.
 template <Kind kind, class Real, class Word, class Element>
-PENSTOCK_DEVICE_TEXT void walk_blocks(const BoxWalk& walk, const philox::Stream& stream, const Constants<Real, Word>& constants,
+PENSTOCK_HOST_DEVICE void walk_blocks(const BoxWalk& walk, const philox::Stream& stream, const Constants<Real, Word>& constants,
                                       Element* out, const Element* in, i64 thread, i64 threads) {
   constexpr int kCount = kPerBlock<Word>;
   using Whole = Pack<Element, kCount>;

@@ -1,11 +1,11 @@
-// From random words to values: uniform, normal, truncated normal, yes or no; and the rounding into 16-bit formats.
+// Maps random words to values: uniform, normal, truncated normal, Bernoulli; and rounds to 16-bit formats.
 //
-// Built from integer operations and +, -, *, / and sqrt alone, which IEEE 754 defines to the last bit. So the host and
-// the device, vector and scalar code give the same bits, provided that no multiplication is fused with an addition:
-// every file that includes this one is compiled with -ffp-contract=off (device: --fmad=false). No intermediate
-// value of a draw is subnormal, so a processor that flushes such numbers to zero changes nothing.
+// Uses only integer operations and +, -, *, / and sqrt, which IEEE 754 defines to the last bit. So the host
+// and the device, vector and scalar code produce the same bits, provided that no multiplication is fused with
+// an addition: every file that includes this one is compiled with -ffp-contract=off (device: --fmad=false).
+// No intermediate value of a draw is subnormal, so flushing subnormals to zero changes nothing.
 //
-// This file is also the source text of the CUDA kernels: no includes but philox.h.
+// This file is also the source text of the CUDA kernels: no includes other than philox.h.
 //
 // Accuracy: a standard normal number is within 4.4e-7 of the exact quantile in float32 (measured over all words) and within
 // 1e-15 in float64 (over three million), relative.
@@ -21,39 +21,39 @@ using philox::u64;
 // ------------------------------------------------------------------------------------------------------------- bits
 
 #ifdef __CUDACC__
-PENSTOCK_DEVICE_TEXT u32 bits_of(float value) { return __float_as_uint(value); }
-PENSTOCK_DEVICE_TEXT u64 bits_of(double value) { return static_cast<u64>(__double_as_longlong(value)); }
-PENSTOCK_DEVICE_TEXT float float_of(u32 bits) { return __uint_as_float(bits); }
-PENSTOCK_DEVICE_TEXT double double_of(u64 bits) { return __longlong_as_double(static_cast<long long>(bits)); }
-PENSTOCK_DEVICE_TEXT float square_root(float value) { return __fsqrt_rn(value); }
-PENSTOCK_DEVICE_TEXT double square_root(double value) { return __dsqrt_rn(value); }
-PENSTOCK_DEVICE_TEXT u64 upper_product(u64 a, u64 b) { return __umul64hi(a, b); }
+PENSTOCK_HOST_DEVICE u32 bits_of(float value) { return __float_as_uint(value); }
+PENSTOCK_HOST_DEVICE u64 bits_of(double value) { return static_cast<u64>(__double_as_longlong(value)); }
+PENSTOCK_HOST_DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
+PENSTOCK_HOST_DEVICE double double_of(u64 bits) { return __longlong_as_double(static_cast<long long>(bits)); }
+PENSTOCK_HOST_DEVICE float square_root(float value) { return __fsqrt_rn(value); }
+PENSTOCK_HOST_DEVICE double square_root(double value) { return __dsqrt_rn(value); }
+PENSTOCK_HOST_DEVICE u64 upper_product(u64 a, u64 b) { return __umul64hi(a, b); }
 #else
-PENSTOCK_DEVICE_TEXT u32 bits_of(float value) { return __builtin_bit_cast(u32, value); }
-PENSTOCK_DEVICE_TEXT u64 bits_of(double value) { return __builtin_bit_cast(u64, value); }
-PENSTOCK_DEVICE_TEXT float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
-PENSTOCK_DEVICE_TEXT double double_of(u64 bits) { return __builtin_bit_cast(double, bits); }
-PENSTOCK_DEVICE_TEXT float square_root(float value) { return __builtin_sqrtf(value); }
-PENSTOCK_DEVICE_TEXT double square_root(double value) { return __builtin_sqrt(value); }
-PENSTOCK_DEVICE_TEXT u64 upper_product(u64 a, u64 b) {
+PENSTOCK_HOST_DEVICE u32 bits_of(float value) { return __builtin_bit_cast(u32, value); }
+PENSTOCK_HOST_DEVICE u64 bits_of(double value) { return __builtin_bit_cast(u64, value); }
+PENSTOCK_HOST_DEVICE float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
+PENSTOCK_HOST_DEVICE double double_of(u64 bits) { return __builtin_bit_cast(double, bits); }
+PENSTOCK_HOST_DEVICE float square_root(float value) { return __builtin_sqrtf(value); }
+PENSTOCK_HOST_DEVICE double square_root(double value) { return __builtin_sqrt(value); }
+PENSTOCK_HOST_DEVICE u64 upper_product(u64 a, u64 b) {
   __extension__ using u128 = unsigned __int128;
   return static_cast<u64>((static_cast<u128>(a) * b) >> 64);
 }
 #endif
-PENSTOCK_DEVICE_TEXT u32 upper_product(u32 a, u32 b) { return philox::high(u64{a} * b); }
+PENSTOCK_HOST_DEVICE u32 upper_product(u32 a, u32 b) { return philox::high(u64{a} * b); }
 
 // --------------------------------------------------------------------------------------------------------- logarithm
 
-// Natural logarithm of a positive normal number, to about one unit in the last place: the number is split into 2^k * m
-// with m in [sqrt(1/2), sqrt(2)); a polynomial of Cephes (float) or fdlibm (double) gives log m.
-PENSTOCK_DEVICE_TEXT float natural_log(float x) {
+// Natural logarithm of a positive normal number, to about one unit in the last place: the number is split
+// into 2^k * m with m in [sqrt(1/2), sqrt(2)); log m is a polynomial of Cephes (float) or fdlibm (double).
+PENSTOCK_HOST_DEVICE float natural_log(float x) {
   const u32 bits = bits_of(x);
   const int k = static_cast<int>(bits - 0x3f3504f3u) >> 23;
   const float f = float_of(bits - (static_cast<u32>(k) << 23)) - 1.0f;
   const float power = static_cast<float>(k);
   const float f2 = f * f;
   const float f4 = f2 * f2;
-  // Of degree 8, in the order that leaves a processor the most to do at once.
+  // Degree 8, evaluated in the order that exposes the most instruction-level parallelism.
   const float p01 = 3.3333331174e-1f - 2.4999993993e-1f * f;
   const float p23 = 2.0000714765e-1f - 1.6668057665e-1f * f;
   const float p45 = 1.4249322787e-1f - 1.2420140846e-1f * f;
@@ -65,7 +65,7 @@ PENSTOCK_DEVICE_TEXT float natural_log(float x) {
   return (f + y) + 0.693359375f * power;
 }
 
-PENSTOCK_DEVICE_TEXT double natural_log(double x) {
+PENSTOCK_HOST_DEVICE double natural_log(double x) {
   const u64 bits = bits_of(x);
   const long long k = static_cast<long long>(bits - 0x3fe6a09e667f3bcdull) >> 52;
   const double f = double_of(bits - (static_cast<u64>(k) << 52)) - 1.0;
@@ -84,10 +84,11 @@ PENSTOCK_DEVICE_TEXT double natural_log(double x) {
 // ------------------------------------------------------------------------------------------------------------ normal
 
 // The quantile of the standard normal distribution at probability (word + 1/2) / 2^32: increasing in the word, up to
-// rounding errors. The word is split into a sign and a number below 2^31, from which the distances to the tail and to
-// the centre both come without cancellation, so that both ends keep their relative accuracy. Quotients of polynomials:
+// rounding errors. The word is split into a sign and a number below 2^31, from which the distances to the
+// tail and to the centre are both computed without cancellation, so that both ends keep their relative
+// accuracy. Quotients of polynomials:
 // PPND7 of Wichura, algorithm AS 241, Applied Statistics 37 (1988). The largest value is 6.34.
-PENSTOCK_DEVICE_TEXT float normal_quantile(u32 word) {
+PENSTOCK_HOST_DEVICE float normal_quantile(u32 word) {
   const u32 upper = static_cast<u32>(static_cast<int>(word) >> 31);  // all ones in the upper half
   const u32 count = word ^ upper;
   const float tail = (static_cast<float>(static_cast<int>(count)) + 0.5f) * 0x1p-32f;
@@ -107,7 +108,7 @@ PENSTOCK_DEVICE_TEXT float normal_quantile(u32 word) {
 }
 
 // The same at (word + 1/2) / 2^64, by PPND16 of the same paper. The largest value is 9.16.
-PENSTOCK_DEVICE_TEXT double normal_quantile(u64 word) {
+PENSTOCK_HOST_DEVICE double normal_quantile(u64 word) {
   const u64 upper = static_cast<u64>(static_cast<long long>(word) >> 63);
   const u64 count = word ^ upper;
   const double tail = (static_cast<double>(static_cast<long long>(count)) + 0.5) * 0x1p-64;
@@ -146,24 +147,25 @@ PENSTOCK_DEVICE_TEXT double normal_quantile(u64 word) {
 }
 
 // [0, 1) in steps of 2^-24 or 2^-53.
-PENSTOCK_DEVICE_TEXT float unit_interval(u32 word) { return static_cast<float>(static_cast<int>(word >> 8)) * 0x1p-24f; }
-PENSTOCK_DEVICE_TEXT double unit_interval(u64 word) { return static_cast<double>(static_cast<long long>(word >> 11)) * 0x1p-53; }
+PENSTOCK_HOST_DEVICE float unit_interval(u32 word) { return static_cast<float>(static_cast<int>(word >> 8)) * 0x1p-24f; }
+PENSTOCK_HOST_DEVICE double unit_interval(u64 word) { return static_cast<double>(static_cast<long long>(word >> 11)) * 0x1p-53; }
 
 // ------------------------------------------------------------------------------------------------------------- draws
 
 enum class Kind : int { Uniform, Normal, TruncNormal, Bernoulli, Dropout };
 
-// What a draw needs besides the word. Real is the type it is computed in, Word the random word one element takes.
+// The constants of a draw. Real is the type it is computed in, Word the type of the random word that one
+// element takes.
 template <class Real, class Word>
 struct Constants {
   Real a = 0, b = 0, c = 0, d = 0;
-  Word first = 0;  // of the words that a truncated draw is mapped to
-  Word last = 0;   // of those words, or the last word that means yes
-  Word any = 0;    // all ones when some word means yes
+  Word first = 0;  // first of the words that a truncated draw is mapped to
+  Word last = 0;   // last of those words, or the last word that means 1
+  Word any = 0;    // all ones if some word means 1
 };
 
 template <Kind kind, class Real, class Word>
-PENSTOCK_DEVICE_TEXT Real draw(Word word, const Constants<Real, Word>& k) {
+PENSTOCK_HOST_DEVICE Real draw(Word word, const Constants<Real, Word>& k) {
   if constexpr (kind == Kind::Uniform) {  // a: low, b: width, c: the largest value
     const Real value = k.a + unit_interval(word) * k.b;
     return value < k.c ? value : k.c;
@@ -175,21 +177,21 @@ PENSTOCK_DEVICE_TEXT Real draw(Word word, const Constants<Real, Word>& k) {
     const Real value = k.a + k.b * normal_quantile(within);
     const Real above = value < k.c ? k.c : value;
     return above > k.d ? k.d : above;
-  } else {  // yes: 1, no: 0
+  } else {  // Bernoulli: 1 or 0
     static_assert(kind == Kind::Bernoulli);
     return (word <= k.last ? k.any : Word{0}) != 0 ? Real{1} : Real{0};
   }
 }
 
-// a: the factor of what is kept. Dropped is what the same Bernoulli draw says yes to.
+// a: the scale factor of kept elements. Drops the elements for which the same Bernoulli draw is 1.
 template <class Real>
-PENSTOCK_DEVICE_TEXT Real dropout(u32 word, Real value, const Constants<Real, u32>& k) {
+PENSTOCK_HOST_DEVICE Real dropout(u32 word, Real value, const Constants<Real, u32>& k) {
   return (word <= k.last ? k.any : 0u) != 0 ? Real{0} : value * k.a;
 }
 
 // ---------------------------------------------------------------------------------------------------------- elements
 
-// Storage of the 16-bit formats. Each rounds once, to nearest even; a NaN becomes the quiet NaN.
+// Storage of the 16-bit formats. Each rounds once, to nearest even; NaN becomes the quiet NaN.
 struct BFloat16Bits {
   unsigned short bits;
 };
@@ -197,19 +199,19 @@ struct Float16Bits {
   unsigned short bits;
 };
 
-PENSTOCK_DEVICE_TEXT void store(float value, float& out) { out = value; }
-PENSTOCK_DEVICE_TEXT void store(float value, double& out) { out = static_cast<double>(value); }
-PENSTOCK_DEVICE_TEXT void store(double value, double& out) { out = value; }
-PENSTOCK_DEVICE_TEXT void store(float value, bool& out) { out = value != 0; }
-PENSTOCK_DEVICE_TEXT void store(float value, BFloat16Bits& out) {
+PENSTOCK_HOST_DEVICE void store(float value, float& out) { out = value; }
+PENSTOCK_HOST_DEVICE void store(float value, double& out) { out = static_cast<double>(value); }
+PENSTOCK_HOST_DEVICE void store(double value, double& out) { out = value; }
+PENSTOCK_HOST_DEVICE void store(float value, bool& out) { out = value != 0; }
+PENSTOCK_HOST_DEVICE void store(float value, BFloat16Bits& out) {
   const u32 bits = bits_of(value);
   const u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   out.bits = static_cast<unsigned short>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
-PENSTOCK_DEVICE_TEXT void store(float value, Float16Bits& out) {
+PENSTOCK_HOST_DEVICE void store(float value, Float16Bits& out) {
   const u32 sign = bits_of(value) & 0x80000000u;
   const u32 bits = bits_of(value) ^ sign;
-  // Below 2^-14 the format is fixed point: adding 1/2 moves the bits into place and rounds them.
+  // Below 2^-14 the format is fixed point: adding 1/2 moves the bits into position and rounds them.
   const u32 fixed = bits_of(float_of(bits < 0x38800000u ? bits : 0u) + 0.5f) - 0x3f000000u;
   const u32 floating = (bits - 0x38000000u + 0xfffu + ((bits >> 13) & 1u)) >> 13;
   const u32 special = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
@@ -217,10 +219,10 @@ PENSTOCK_DEVICE_TEXT void store(float value, Float16Bits& out) {
   out.bits = static_cast<unsigned short>((bits >= 0x47800000u ? special : finite) | (sign >> 16));
 }
 
-PENSTOCK_DEVICE_TEXT float load(const float& in) { return in; }
-PENSTOCK_DEVICE_TEXT double load(const double& in) { return in; }
-PENSTOCK_DEVICE_TEXT float load(const BFloat16Bits& in) { return float_of(static_cast<u32>(in.bits) << 16); }
-PENSTOCK_DEVICE_TEXT float load(const Float16Bits& in) {
+PENSTOCK_HOST_DEVICE float load(const float& in) { return in; }
+PENSTOCK_HOST_DEVICE double load(const double& in) { return in; }
+PENSTOCK_HOST_DEVICE float load(const BFloat16Bits& in) { return float_of(static_cast<u32>(in.bits) << 16); }
+PENSTOCK_HOST_DEVICE float load(const Float16Bits& in) {
   const u32 moved = (static_cast<u32>(in.bits) & 0x7fffu) << 13;
   const u32 exponent = moved & 0x0f800000u;
   const u32 special = exponent == 0x0f800000u ? 0x38000000u : 0u;  // infinity and NaN

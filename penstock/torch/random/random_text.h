@@ -1,4 +1,5 @@
-// The headers that are also source text of the CUDA kernels, as they were when this library was built (random_text.cpp.in).
+// The text of the headers that the CUDA kernels are compiled from, embedded when this library is built
+// (random_text.cpp.in).
 #pragma once
 
 namespace penstock::random {

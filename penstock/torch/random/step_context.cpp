@@ -5,6 +5,7 @@
 #include <cmath>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {
@@ -19,7 +20,7 @@ class StepInfo final : public c10::DebugInfoBase {
 
 void check(const StepContext& context) {
   if (!context.running)
-    throw ValueError("step context: got the context outside of any step; set `running` or make a new StepContext");
+    throw ValueError("step context: got a context outside of any step; set `running` or create a new StepContext");
   if (context.microbatches < 1)
     throw ValueError(describe("step context: number of microbatches", fmt::format("{}", context.microbatches), "1 or more"));
   if (context.microbatch && (*context.microbatch < 0 || *context.microbatch >= context.microbatches))
@@ -32,7 +33,7 @@ void check(const StepContext& context) {
 }
 
 std::shared_ptr<c10::DebugInfoBase> info_of(std::shared_ptr<const StepContext> context) {
-  if (context == nullptr) throw ValueError("step context: got a null pointer; give a snapshot from StepContext::current()");
+  if (context == nullptr) throw ValueError("step context: got a null pointer; pass a snapshot from StepContext::current()");
   check(*context);
   return std::make_shared<StepInfo>(std::move(context));
 }
@@ -42,8 +43,8 @@ std::shared_ptr<c10::DebugInfoBase> info_of(std::shared_ptr<const StepContext> c
 std::shared_ptr<const StepContext> StepContext::current() {
   if (const c10::DebugInfoBase* info = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PRODUCER_INFO)) {
     if (const auto* step = dynamic_cast<const StepInfo*>(info)) return step->context;
-    // The context of an outer scope may be hidden behind it; to go on without would change random numbers.
-    throw StateError("step context: other code has put its own PRODUCER_INFO into c10::ThreadLocalDebugInfo; it must use another kind");
+    // It may hide the context of an outer scope; continuing without it would change random numbers.
+    throw StateError("step context: other code has set PRODUCER_INFO in c10::ThreadLocalDebugInfo, which Penstock uses; it must use another kind");
   }
   static const std::shared_ptr<const StepContext> outside = [] {
     auto context = std::make_shared<StepContext>();
@@ -56,11 +57,11 @@ std::shared_ptr<const StepContext> StepContext::current() {
 RandomKey StepContext::key(std::int64_t layer, std::int64_t purpose) const {
   if (!running)
     throw StateError(
-        "step context: random numbers were asked for outside of any step, where every call would give the same ones; run under a StepGuard, or "
-        "give a RandomKey of your own");
+        "step context: random numbers were requested outside of any step, where every call would return the same ones; run under a StepGuard, or "
+        "pass an explicit RandomKey");
   if (recorded)
-    throw StateError(describe("random numbers of a step", "asked for while it is recorded, so that every replay would draw the same", "a step that the host runs each time",
-                              "turn PipelineOptions::device_graph off, or keyed dropout"));
+    throw StateError(describe("random numbers of a step", "requested while the step is recorded, so that every replay would draw the same", "a step that runs on the host each time",
+                              "disable PipelineOptions::device_graph or keyed dropout"));
   return {.seed = seed, .step = step, .microbatch = microbatch.value_or(-1), .layer = layer, .purpose = purpose};
 }
 
@@ -73,9 +74,9 @@ StepContext StepContext::recomputation() const {
 GlobalBox StepContext::box_of(at::IntArrayRef sizes) const {
   if (!rows) return {};
   if (sizes.empty() || sizes[0] % rows->count != 0)
-    throw ValueError(describe("step context: dim 0 of a tensor that is split by rows of the microbatch",
+    throw ValueError(describe("step context: dim 0 of a tensor that is split by the rows of the microbatch",
                               sizes.empty() ? std::string("none") : fmt::format("{}", sizes[0]),
-                              fmt::format("a multiple of the {} rows here", rows->count), "give the GlobalBox of this tensor"));
+                              fmt::format("a multiple of the {} rows here", rows->count), "pass the GlobalBox of this tensor"));
   const std::int64_t per_row = sizes[0] / rows->count;
   GlobalBox box{sizes.vec(), std::vector<std::int64_t>(sizes.size(), 0)};
   box.global_shape[0] = rows->global * per_row;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/tree/tensor_text.h"
 
@@ -63,7 +64,7 @@ at::Tensor in_layout(const at::Tensor& tensor, at::IntArrayRef strides) {
 at::Tensor memory_of(const at::Tensor& dense) {
   if (dense.is_contiguous()) return dense;
   if (!is_dense(dense.sizes(), dense.strides()))
-    throw ValueError(describe("memory of a tensor as one piece", "strides " + shape_text(dense.strides()) + " for " + describe_tensor(dense), "a dense layout",
+    throw ValueError(describe("memory of a tensor as one block", "strides " + shape_text(dense.strides()) + " for " + describe_tensor(dense), "a dense layout",
                               "copy it with in_layout first"));
   return dense.as_strided({dense.numel()}, {1}, dense.storage_offset());
 }

@@ -1,12 +1,12 @@
-// Tensors as the memory they occupy: how a tensor of any layout travels as one piece.
+// Treats tensors as blocks of memory, so that a tensor of any dense layout can be sent as one piece.
 //
-//   at::Tensor copy = in_layout(tensor, dense_strides(tensor.sizes(), tensor.strides()));   // no copy where it is dense
+//   at::Tensor copy = in_layout(tensor, dense_strides(tensor.sizes(), tensor.strides()));   // no copy if it is dense
 //   send(memory_of(copy));                                                                  // one row of numel() elements
 //
-// A layout is dense when every element has a place of its own and there is none between them: contiguous, channels-last, any
-// permutation of these. Not dense: expanded dims, slices with gaps, windows that overlap. Strides of dims with one element, and of
-// tensors without elements, say nothing about memory and fit any layout.
-// Pure functions.
+// A layout is dense if every element has its own memory location and there are no gaps between them:
+// contiguous, channels-last, and any permutation of these. Not dense: expanded dims, slices with gaps,
+// overlapping windows. Strides of dims with one element, and of tensors without elements, do not affect
+// memory and match any layout. Pure functions.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,23 +20,26 @@ namespace penstock {
 
 bool is_dense(at::IntArrayRef sizes, at::IntArrayRef strides);
 
-// The strides themselves where they are dense. Else dense ones in the same order of dims: those that clone() would give.
+// Returns the strides themselves if they are dense, otherwise dense ones in the same order of dims, as
+// clone() would produce.
 std::vector<std::int64_t> dense_strides(at::IntArrayRef sizes, at::IntArrayRef strides);
 
-// Whether both put every element at the same place of the memory.
+// Returns whether both put every element at the same memory location.
 bool same_layout(at::IntArrayRef sizes, at::IntArrayRef strides, at::IntArrayRef others);
 
-// The tensor with these dense strides: itself where it has this layout, else a copy. Conjugation and negation that are pending are
-// carried out. No graph leads to a copy.
+// Returns the tensor itself if it has these dense strides, otherwise a copy that has them. Resolves pending
+// conjugation and negation. A copy is not connected to the autograd graph.
 at::Tensor in_layout(const at::Tensor& tensor, at::IntArrayRef strides);
 
-// All elements of a dense tensor in the order of its memory, as one dim where it is not contiguous. Shares the memory. Throws
-// ValueError for a tensor that is not dense.
+// Returns all elements of a dense tensor in memory order, as one dim if it is not contiguous. Shares the
+// memory. Throws ValueError for a tensor that is not dense.
 at::Tensor memory_of(const at::Tensor& dense);
 
-// The record with dense_strides; of a distributed one those of the local part. What is said about the whole stays.
+// Returns the record with dense_strides; for a distributed record, those of the local part. The global shape
+// and stride are unchanged.
 TensorMeta dense_meta(const TensorMeta& meta);
-// The same, with contiguous strides where these fit the layout: equal for records that mean the same memory.
+// The same, but with contiguous strides if they match the layout, so that records of the same memory compare
+// equal.
 TensorMeta comparable_meta(const TensorMeta& meta);
 
 }  // namespace penstock

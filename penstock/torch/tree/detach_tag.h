@@ -1,4 +1,4 @@
-// Asks a call for tensors that are detached from their graph: flatten_args(args, kDetach).
+// Requests tensors that are detached from their graph: flatten_args(args, kDetach).
 #pragma once
 
 namespace penstock {

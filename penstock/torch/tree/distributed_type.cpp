@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/torch/tree/tensor_meta.h"
 
@@ -19,10 +20,10 @@ namespace {
 struct Registry {
   std::shared_mutex mutex;
   std::vector<std::shared_ptr<const DistributedType>> types;
-  std::atomic<bool> any{false};  // lets programs without distributed tensors pass without a lock
+  std::atomic<bool> any{false};  // lets programs without distributed tensors skip the lock
 };
 
-// Never destroyed: a registration with static lifetime may end after the statics of this file would have.
+// Never destroyed: a registration with static lifetime may be destroyed after the statics of this file.
 Registry& registry() {
   static Registry& only = *new Registry;
   return only;

@@ -6,6 +6,7 @@
 #include <iterator>
 #include <set>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/torch/tree/pytree_convert.h"
@@ -31,8 +32,7 @@ std::string quoted_keys(const std::vector<std::string>& keys) {
   return text.empty() ? "no keys" : (keys.size() == 1 ? "key " : "keys ") + text;
 }
 
-// What stands around and between the entries of a container, as Python writes it: "(a,)", "[a, b]", "{'k':
-// a}".
+// The delimiters of a container's entries, as in Python: "(a,)", "[a, b]", "{'k': a}".
 template <class AppendEntry>
 void append_container(std::string& text, Tree::Kind kind, const std::vector<std::string>& keys,
                       std::size_t count, const AppendEntry& append_entry) {
@@ -47,7 +47,7 @@ void append_container(std::string& text, Tree::Kind kind, const std::vector<std:
   text += brackets[1];
 }
 
-// A few words for an error: "a list of 3", "the int 5", "None".
+// A short description for an error: "a list of 3", "the int 5", "None".
 std::string in_words(const Tree& tree) {
   switch (tree.kind()) {
     case Tree::Kind::None:
@@ -61,7 +61,7 @@ std::string in_words(const Tree& tree) {
     case Tree::Kind::Double:
       return fmt::format("the number {}", tree.number());
     case Tree::Kind::String:
-      return fmt::format("the text {}", in_quotes(tree.text()));
+      return fmt::format("the string {}", in_quotes(tree.text()));
     case Tree::Kind::Object:
       return fmt::format("an object of kind {}", tree.ivalue().tagKind());
     case Tree::Kind::Tuple:
@@ -71,7 +71,7 @@ std::string in_words(const Tree& tree) {
     case Tree::Kind::Dict:
       return fmt::format("a dictionary with {}", quoted_keys(tree.keys()));
   }
-  invariant_failed("kind", __FILE__, __LINE__, "a kind of tree leaf without words");
+  invariant_failed("kind", __FILE__, __LINE__, "a tree kind without a description");
 }
 
 void append_text(const Tree& tree, std::string& text) {
@@ -177,12 +177,12 @@ Tree::Kind Tree::kind() const {
 
 void Tree::refuse(std::string_view expected) const {
   throw TypeError(
-      describe("value of a tree", in_words(*this), expected, "ask for what is there, or pass another value"));
+      describe("value of a tree", in_words(*this), expected, "read it as the type it has, or pass another value"));
 }
 
 void Tree::refuse_number(const std::string& number) {
   throw ValueError(
-      describe("number in a tree", number, "a number that fits 64 bits with a sign", "pass it as a double"));
+      describe("number in a tree", number, "a number that fits a signed 64-bit integer", "pass it as a double"));
 }
 
 const at::Tensor& Tree::tensor() const {
@@ -204,7 +204,7 @@ double Tree::number() const {
 }
 const std::string& Tree::text() const {
   if (const auto* text = std::get_if<std::string>(&value_)) return *text;
-  refuse("a text");
+  refuse("a string");
 }
 const c10::IValue& Tree::ivalue() const {
   if (const auto* value = std::get_if<c10::IValue>(&value_)) return *value;
@@ -364,7 +364,7 @@ Tree unflatten_tree(std::vector<Tree> leaves, const TreeSpec& spec) {
   if (leaves.size() != spec.leaf_count())
     throw ValueError(describe("unflatten_tree", fmt::format("{} leaves", leaves.size()),
                               fmt::format("{} for {}", spec.leaf_count(), spec.to_string()),
-                              "give one leaf for each * of the structure"));
+                              "pass one leaf for each * of the structure"));
   auto next = leaves.begin();
   return spec.build(next);
 }
@@ -408,7 +408,7 @@ DetachedArgs flatten_args_detach(const Tree& args) {
 
 void detail::refuse_tree(const Tree& tree, const TreePath& path, std::string_view expected) {
   throw TypeError(
-      describe(path.to_string(), in_words(tree), expected, "pass a value of that type at this place"));
+      describe(path.to_string(), in_words(tree), expected, "pass a value of that type here"));
 }
 
 }  // namespace penstock

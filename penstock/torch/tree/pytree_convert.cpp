@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock {
@@ -33,10 +34,10 @@ Tree from_ivalue(const c10::IValue& value, const TreePath& path) {
     std::vector<Tree::Item> items;
     const auto dict = value.toGenericDict();
     for (const auto& entry : dict) {
-      // Kept whole, such a dictionary would hide its tensors from everything that walks the tree.
+      // Kept as an object, such a dictionary would hide its tensors from everything that walks the tree.
       if (!entry.key().isString())
         throw TypeError(describe(path.to_string(), "a dictionary with keys of type " + entry.key().tagKind(),
-                                 "a dictionary whose keys are texts", "turn the keys into texts"));
+                                 "a dictionary whose keys are strings", "convert the keys to strings"));
       const std::string& key = entry.key().toStringRef();
       items.emplace_back(key, from_ivalue(entry.value(), TreePath(path, key)));
     }
@@ -45,7 +46,7 @@ Tree from_ivalue(const c10::IValue& value, const TreePath& path) {
   return Tree::object(value);
 }
 
-// The element type of a list in TorchScript: a list of tensors is another type than a list of anything.
+// The element type of a list in TorchScript: a list of tensors has a different type than a list of Any.
 c10::TypePtr element_type(const std::vector<Tree>& entries) {
   const auto kind = entries.empty() ? Tree::Kind::Tensor : entries.front().kind();
   if (!std::all_of(entries.begin(), entries.end(), [&](const Tree& entry) { return entry.kind() == kind; }))

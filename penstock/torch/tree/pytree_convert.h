@@ -1,11 +1,11 @@
-// Between trees and the types of C++ and TorchScript.
+// Conversions between trees and C++ and TorchScript types.
 //
 //   auto [x, mask] = tree_to<std::tuple<at::Tensor, std::optional<at::Tensor>>>(args);
 //   auto kwargs = tree_to<std::map<std::string, at::Tensor>>(tree, "kwargs");
 //   Tree args = tree_from_ivalue(module.forward(...), "output");
 //
-// What does not fit is a TypeError that names the place: "args[1]: got a list of 2, expected a tensor". The
-// way into a tree is Tree's constructors.
+// A mismatch throws a TypeError that names the position: "args[1]: got a list of 2, expected a tensor". To
+// build trees, use Tree's constructors.
 #pragma once
 
 #include <concepts>
@@ -23,13 +23,13 @@
 
 namespace penstock {
 
-// Tuples, lists of any element type and dictionaries with text keys become containers (a named tuple becomes
-// a tuple); numbers, texts and tensors leaves; everything else an Object leaf. A dictionary with other keys
-// is a TypeError.
+// Tuples, lists of any element type and dictionaries with string keys become containers (a named tuple
+// becomes a tuple); numbers, strings and tensors become leaves; everything else becomes an Object leaf.
+// Throws TypeError for a dictionary with other keys.
 Tree tree_from_ivalue(const c10::IValue& value, std::string_view root = "args");
 
-// A list whose entries are all tensors, ints, doubles, bools or texts becomes a list of that type, another
-// one of Any, an empty one of tensors; a dictionary becomes Dict(str, Any).
+// A list whose entries are all tensors, ints, doubles, bools or strings becomes a list of that type; other
+// lists become lists of Any, and an empty one becomes a list of tensors. A dictionary becomes Dict(str, Any).
 c10::IValue tree_to_ivalue(const Tree& tree);
 
 namespace detail {
@@ -61,7 +61,7 @@ template <std::integral T>
 struct TreeReader<T> {
   static T read(const Tree& tree, const TreePath& path) {
     if (tree.kind() != Tree::Kind::Int) refuse_tree(tree, path, "an int");
-    if (!std::in_range<T>(tree.integer())) refuse_tree(tree, path, "an int that fits the type asked for");
+    if (!std::in_range<T>(tree.integer())) refuse_tree(tree, path, "an int that fits the requested type");
     return static_cast<T>(tree.integer());
   }
 };
@@ -76,7 +76,7 @@ struct TreeReader<T> {
 template <>
 struct TreeReader<std::string> {
   static std::string read(const Tree& tree, const TreePath& path) {
-    if (tree.kind() != Tree::Kind::String) refuse_tree(tree, path, "a text");
+    if (tree.kind() != Tree::Kind::String) refuse_tree(tree, path, "a string");
     return tree.text();
   }
 };
@@ -128,7 +128,7 @@ struct TreeReader<std::map<std::string, T>> {
 
 }  // namespace detail
 
-// The tree as a T: at::Tensor, bool, integers, floating point, std::string, Tree, and std::optional,
+// Returns the tree as a T: at::Tensor, bool, integers, floating point, std::string, Tree, and std::optional,
 // std::vector, std::tuple and std::map<std::string, ...> of these.
 template <class T>
 T tree_to(const Tree& tree, std::string_view root = "args") {

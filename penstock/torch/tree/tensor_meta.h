@@ -1,16 +1,16 @@
-// Records of distributed tensors, and the one type that covers both kinds.
+// Records of distributed tensors, and a variant type that covers plain and distributed records.
 //
 //   TensorMeta meta = meta_of(tensor);                     // by dynamic type
-//   const TensorRecord& buffer = local_record(meta);       // what travels, for both kinds
+//   const TensorRecord& buffer = local_record(meta);       // what is sent, for both kinds
 //   if (const auto* record = std::get_if<DistributedRecord>(&meta)) find_mesh(record->mesh_key());
 //
-// A DistributedRecord describes the local part by a plain record and adds what makes it a piece of a whole:
-// global shape and stride, placements, and the key by which the receiving side finds its mesh. The mesh
-// itself is never stored: it belongs to a process, and a record travels. The key names a mesh only among
-// processes whose meshes come from the same list of ranks (see MeshKey). Immutable values; equality and hash
-// as for plain records.
+// A DistributedRecord describes the local part by a plain record and adds its relation to the whole: global
+// shape and stride, placements, and the key by which the receiver finds its mesh. The mesh itself is not
+// stored: it belongs to a process, while records are sent between processes. A key identifies a mesh only
+// among processes whose meshes are derived from the same list of ranks (see MeshKey). Immutable values;
+// equality and hash as for plain records.
 //
-// Dynamic types come from the registration in distributed_type.h.
+// Dynamic types are registered through distributed_type.h.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@
 #include <variant>
 #include <vector>
 
-#include "penstock/mesh_key.h"
+#include "penstock/mesh_layout.h"
 #include "penstock/placement.h"
 #include "penstock/torch/tree/tensor_record.h"
 
@@ -31,9 +31,9 @@ class DistributedRecord {
  public:
   DistributedRecord() = default;  // no dims, no placements, no mesh
 
-  // Throws ValueError for parts that cannot belong together: another number of dims than the local part has,
-  // a number of placements that is not that of the mesh's axes, a shard of a dim that is not there. Whether
-  // the local shape is the piece that this rank holds is not checked here: the record does not know the rank.
+  // Throws ValueError for inconsistent parts: a different number of dims than the local part, a number of
+  // placements other than the number of mesh axes, a shard of a dim that does not exist. Does not check
+  // whether the local shape is this rank's part: the record does not know the rank.
   DistributedRecord(TensorRecord local, std::vector<std::int64_t> global_shape,
                     std::vector<std::int64_t> global_stride, Placements placements, MeshKey mesh_key);
 
@@ -62,19 +62,19 @@ using OptionalTensorMetas = std::vector<std::optional<TensorMeta>>;  // of gradi
 
 // By dynamic type. Throws PipeliningMetadataError for tensors without a record (see record_of).
 TensorMeta meta_of(const at::Tensor& tensor);
-// Throws PipeliningMetadataError for a plain tensor (ask record_of or meta_of).
+// Throws PipeliningMetadataError for a plain tensor (use record_of or meta_of).
 DistributedRecord distributed_record_of(const at::Tensor& tensor);
 
 bool is_distributed(const TensorMeta& meta);
 const TensorRecord& local_record(const TensorMeta& meta);
 bool requires_grad(const TensorMeta& meta);
 
-// The tensor of this layout on this device: for a distributed record its local part (wrapping it needs a
-// mesh).
+// Returns a tensor of this layout on this device; for a distributed record, its local part (wrapping it needs
+// a mesh).
 at::Tensor make_raw_tensor(const TensorMeta& meta, at::Device device);
 
-// As for plain records; of distributed ones also global shape, global stride, placements, mesh axes and mesh
-// layout. One of each kind: the differences of the local parts and one line for the kind.
+// As for plain records; for distributed ones also global shape, global stride, placements, mesh axes and mesh
+// layout. If the kinds differ: the differences of the local parts and one line for the kind.
 std::vector<std::string> differences(const DistributedRecord& expected, const DistributedRecord& actual);
 std::vector<std::string> differences(const TensorMeta& expected, const TensorMeta& actual);
 std::vector<std::string> requires_grad_differences(const TensorMeta& expected, const TensorMeta& actual);

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/hash.h"
 #include "penstock/torch/tree/distributed_type.h"
@@ -20,7 +21,8 @@ namespace penstock {
 
 namespace {
 
-// Nothing when a stride does not fit. As LibTorch counts: a dim of size 0 counts as 1 for the dims before it.
+// Returns std::nullopt if a stride overflows. As in LibTorch, a dim of size 0 counts as 1 for the dims before
+// it.
 std::optional<std::vector<std::int64_t>> contiguous_stride(const std::vector<std::int64_t>& shape) {
   std::vector<std::int64_t> stride(shape.size());
   std::int64_t next = 1;
@@ -31,7 +33,7 @@ std::optional<std::vector<std::int64_t>> contiguous_stride(const std::vector<std
   return stride;
 }
 
-// Bytes from the first element to the end of the last, or nothing when some number on the way does not fit.
+// Returns the bytes from the first element to the end of the last, or std::nullopt on overflow.
 std::optional<std::int64_t> bytes_spanned(const std::vector<std::int64_t>& shape,
                                           const std::vector<std::int64_t>& stride, std::int64_t item_bytes) {
   std::int64_t numel = 1;
@@ -46,7 +48,7 @@ std::optional<std::int64_t> bytes_spanned(const std::vector<std::int64_t>& shape
   }
   std::int64_t bytes = 0;
   if (__builtin_mul_overflow(numel == 0 ? 0 : elements, item_bytes, &bytes)) return std::nullopt;
-  // An expanded tensor spans little but may still count more bytes than can be numbered.
+  // An expanded tensor spans little memory but may still have more bytes than can be counted.
   std::int64_t dense_bytes = 0;
   if (__builtin_mul_overflow(numel, item_bytes, &dense_bytes)) return std::nullopt;
   return bytes;
@@ -73,7 +75,7 @@ TensorRecord::TensorRecord(std::vector<std::int64_t> shape, std::vector<std::int
   check_numbers("shape", shape_);
   check_numbers("stride", stride_);
   if (!dtype_number(dtype_))
-    refuse_record("dtype", dtype_name(dtype_), "a type with a number of its own (docs/messages.md)",
+    refuse_record("dtype", dtype_name(dtype_), "a type that has a number (docs/messages.md)",
            "dequantize a quantized tensor first");
   if (requires_grad_ && !at::isFloatingType(dtype_) && !at::isComplexType(dtype_))
     refuse_record("requires_grad", fmt::format("true for {}", dtype_name(dtype_)),
@@ -116,15 +118,15 @@ TensorRecord detail::record_of_attributes(const at::Tensor& tensor) {
     throw PipeliningMetadataError(describe("record of a tensor", what, expected, remedy));
   };
   if (!tensor.defined())
-    refuse_tensor("an undefined tensor", "a tensor", "use an empty entry where a missing one is allowed");
+    refuse_tensor("an undefined tensor", "a tensor", "use an empty entry where a missing tensor is allowed");
   if (tensor.layout() != at::kStrided || tensor.is_nested())
     refuse_tensor("a sparse, nested or opaque tensor", "a dense tensor with strides",
                   "convert it first, e.g. by to_dense()");
   if (tensor.is_quantized())
-    refuse_tensor(describe_tensor(tensor), "a type that means something without a scale and a zero point",
+    refuse_tensor(describe_tensor(tensor), "a type that needs no scale and zero point",
                   "send int_repr() and the scale, or dequantize()");
   if (!dtype_number(tensor.scalar_type()))
-    refuse_tensor(describe_tensor(tensor), "a type with a number of its own (docs/messages.md)",
+    refuse_tensor(describe_tensor(tensor), "a type that has a number (docs/messages.md)",
                   "convert it with to(dtype)");
   return TensorRecord(tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(),
                       tensor.requires_grad());

@@ -1,18 +1,18 @@
-// What two stages must agree on about a plain tensor: shape, stride, element type, and whether a gradient
-// comes back.
+// The properties of a plain tensor that two stages must agree on: shape, stride, element type, and whether a
+// gradient is sent back.
 //
 //   TensorRecord record = record_of(activation);
 //   at::Tensor buffer = make_tensor(record, at::kCPU);       // same memory layout, ready to receive into
 //   for (const auto& line : differences(expected, record)) ...
 //
-// A record is an immutable value with equality and a hash; it travels as a message (comm/record_messages.h).
-// It says nothing about devices, storage offsets or contents. Memory layout is exact: a transposed view keeps
-// its strides, and an expanded one its zeros, so a buffer made from it has overlapping elements as the
-// original has.
+// A record is an immutable value with equality and a hash; it can be sent as a message
+// (comm/record_messages.h). It does not contain devices, storage offsets or values. The memory layout is
+// exact: a transposed view keeps its strides, and an expanded one its zeros, so a buffer created from it has
+// overlapping elements like the original.
 //
-// requires_grad is part of the value (two records that differ there are not equal) but never of
-// `differences`: whether a gradient flows depends on the run (training or evaluation), not on the contract.
-// In static mode it does decide which gradients are sent, so who cares asks `requires_grad_differences`.
+// requires_grad is part of the value (records that differ in it are not equal) but not of `differences`:
+// whether a gradient flows depends on the run (training or evaluation), not on the contract. In static mode
+// it determines which gradients are sent; use `requires_grad_differences` to compare it.
 // Records of distributed tensors: tensor_meta.h.
 #pragma once
 
@@ -31,10 +31,10 @@ namespace penstock {
 
 class TensorRecord {
  public:
-  TensorRecord() = default;  // one float32 without dims
+  TensorRecord() = default;  // a float32 scalar
 
-  // Throws ValueError for what no tensor can be: lengths that differ, a negative number, more bytes than an
-  // address can hold, a quantized or unknown type, a gradient of integers.
+  // Throws ValueError for an impossible tensor: shape and stride of different lengths, a negative number,
+  // 2^63 bytes or more, a quantized or unknown type, or an integer type that requires a gradient.
   TensorRecord(std::vector<std::int64_t> shape, std::vector<std::int64_t> stride, at::ScalarType dtype,
                bool requires_grad = false);
   static TensorRecord contiguous(std::vector<std::int64_t> shape, at::ScalarType dtype,
@@ -46,7 +46,7 @@ class TensorRecord {
   bool requires_grad() const { return requires_grad_; }
 
   std::int64_t numel() const;
-  // From the first element to the end of the last; less than the elements take when the tensor is expanded.
+  // From the first element to the end of the last; less than numel() elements take if the tensor is expanded.
   std::int64_t storage_bytes() const;
 
   TensorRecord with_requires_grad(bool requires_grad) const;
@@ -60,32 +60,32 @@ class TensorRecord {
   bool requires_grad_ = false;
 };
 
-// Throws PipeliningMetadataError for a distributed tensor (ask meta_of or distributed_record_of), and for
-// tensors that four fields cannot describe: undefined, sparse, nested, quantized.
+// Throws PipeliningMetadataError for a distributed tensor (use meta_of or distributed_record_of), and for
+// tensors that these four fields cannot describe: undefined, sparse, nested, quantized.
 TensorRecord record_of(const at::Tensor& tensor);
 
-// Uninitialized memory of exactly this layout; requires_grad as recorded.
+// Returns uninitialized memory of exactly this layout; requires_grad as recorded.
 at::Tensor make_tensor(const TensorRecord& record, at::Device device);
-// The same without touching requires_grad: for buffers that are wrapped or received into first.
+// The same without setting requires_grad: for buffers that are wrapped or received into first.
 at::Tensor make_raw_tensor(const TensorRecord& record, at::Device device);
 
-// "shape: got [2, 3], expected [2, 4]", one line for each of shape, stride and dtype that differs; empty for
-// a match.
+// "shape: got [2, 3], expected [2, 4]": one line for each of shape, stride and dtype that differs; empty if
+// they match.
 std::vector<std::string> differences(const TensorRecord& expected, const TensorRecord& actual);
 
-// The one field that `differences` leaves out; empty when it is the same.
+// The field that `differences` does not compare; empty if it is the same.
 std::vector<std::string> requires_grad_differences(const TensorRecord& expected, const TensorRecord& actual);
 
-// "float32[2, 3] stride [3, 1] requires_grad"; a contiguous stride is left out.
+// "float32[2, 3] stride [3, 1] requires_grad"; a contiguous stride is omitted.
 std::string to_string(const TensorRecord& record);
 
 namespace detail {
 
-// "NAME: got ACTUAL, expected EXPECTED" is added when the two differ.
+// Adds "NAME: got ACTUAL, expected EXPECTED" if the two differ.
 void add_list_difference(std::vector<std::string>& found, std::string_view name,
                          const std::vector<std::int64_t>& expected, const std::vector<std::int64_t>& actual);
 
-// The record by the tensor's own attributes, whatever its dynamic type.
+// Returns the record of the tensor's own attributes, whatever its dynamic type.
 TensorRecord record_of_attributes(const at::Tensor& tensor);
 
 }  // namespace detail

@@ -19,7 +19,7 @@ std::string describe_tensor(const at::Tensor& tensor) {
   try {
     return type + shape_text(tensor.sizes());
   } catch (const c10::Error&) {
-    return type + "[?]";  // symbolic or nested: it has no plain sizes to tell
+    return type + "[?]";  // symbolic or nested: it has no plain sizes
   }
 }
 

@@ -1,4 +1,4 @@
-// Tensors and their sizes in a few words, for messages.
+// Short descriptions of tensors and sizes, for messages.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +11,7 @@ namespace penstock {
 // "[2, 3]"
 std::string shape_text(c10::IntArrayRef sizes);
 
-// "float32[2, 3]". Never computes; a tensor without plain sizes (nested, symbolic) gives its type alone.
+// "float32[2, 3]". Never computes; for a tensor without plain sizes (nested, symbolic), only its type.
 std::string describe_tensor(const at::Tensor& tensor);
 
 }  // namespace penstock

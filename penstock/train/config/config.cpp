@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/train/config/config_fields.h"
 
@@ -25,7 +26,7 @@ void apply(ResolvedConfig& resolved, const std::vector<ConfigSetting>& settings)
 }  // namespace
 
 ResolvedConfig resolve_settings(const std::vector<std::vector<ConfigSetting>>& layers) {
-  // The preset lies below everything else, but its name comes from there.
+  // The preset is the lowest layer, but its name comes from the layers above.
   ResolvedConfig resolved;
   for (const auto& layer : layers) apply(resolved, layer);
   const auto named = resolved.origins.find("model.preset");
@@ -51,7 +52,7 @@ std::string read_config_file(const std::filesystem::path& path) {
   };
   const std::unique_ptr<std::FILE, Close> file(std::fopen(path.c_str(), "rb"));
   if (!file) refuse();
-  // A device may never end.
+  // Reading a device might never end.
   struct stat status {};
   if (::fstat(::fileno(file.get()), &status) == 0 && (S_ISCHR(status.st_mode) || S_ISBLK(status.st_mode)))
     throw ConfigError(describe(fmt::format("{}: configuration file", path.string()), "a device", "a file that can be read", "give another path"));

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/quote.h"
 #include "penstock/train/config/config_fields.h"
@@ -18,18 +19,19 @@ std::vector<ConfigSetting> parse_arguments(const std::vector<std::string>& argum
     const std::string& argument = arguments[i++];
     if (argument.size() < 3 || !argument.starts_with("--"))
       throw ConfigError(describe("argument", quote(argument), "--key value",
-                                 "put a key in front of it; docs/configuration.md lists them"));
+                                 "put a key in front of it; docs/configuration.md lists all keys"));
     const std::size_t equals = argument.find('=');
     const std::string flag = argument.substr(0, equals);
     std::string name = flag.substr(2);
     std::replace(name.begin(), name.end(), '-', '_');
-    if (name == "data") name = "data.sources";  // what a run is told most often
+    if (name == "data") name = "data.sources";  // short form of the most common key
     const ConfigField& field = find_field(name, flag);
     std::vector<std::string> words;
     if (equals != std::string::npos) {
       words.push_back(argument.substr(equals + 1));
     } else {
-      // One value, or all up to the next key for a list. A negative number is a value: it has one dash.
+      // One value, or for a list all values up to the next key. A negative number is a value: it has one
+      // dash.
       const auto is_value = [&] { return i < arguments.size() && !arguments[i].starts_with("--"); };
       if (field.is_flag()) {
         if (is_value()) {
@@ -44,7 +46,7 @@ std::vector<ConfigSetting> parse_arguments(const std::vector<std::string>& argum
       }
     }
     if (!seen.insert(&field).second)
-      throw ConfigError(describe(flag, fmt::format("{} a second time", field.name()), "each key once"));
+      throw ConfigError(describe(flag, fmt::format("{} given twice", field.name()), "each key once"));
     settings.push_back(parse_setting(field, words, flag));
   }
   return settings;

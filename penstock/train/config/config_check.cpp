@@ -1,4 +1,4 @@
-// What is derived from other fields, and whether all of them fit together.
+// Derives values from other fields and checks that all fields are consistent.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/base/quote.h"
@@ -42,12 +43,12 @@ class Completion {
     without_effect();
     if (problems_.empty()) return;
     if (problems_.size() == 1) throw ConfigError(problems_.front());
-    throw ConfigError(fmt::format("{} things do not fit:\n  {}", problems_.size(), fmt::join(problems_, "\n  ")));
+    throw ConfigError(fmt::format("{} problems in the configuration:\n  {}", problems_.size(), fmt::join(problems_, "\n  ")));
   }
 
  private:
   // "layout.pp = 4 (train.toml:7)"
-  std::string said(std::string_view name) const {
+  std::string setting_text(std::string_view name) const {
     const ConfigField& field = find_field(name, "configuration");
     const auto origin = resolved_.origins.find(field.name());
     return fmt::format("{} = {} ({})", name, to_toml(field.get(config_)),
@@ -72,19 +73,19 @@ class Completion {
     bool block_before = false;
     for (const char c : model.pattern) {
       if (c == '|') {
-        if (!block_before) return problem(describe(said("model.pattern"), "a stage without blocks", "at least one between two |"));
+        if (!block_before) return problem(describe(setting_text("model.pattern"), "a stage without blocks", "at least one block between two |"));
         block_before = false;
         continue;
       }
       if (c == 'M' || c == 'E')
-        return problem(describe(said("model.pattern"), fmt::format("block {}", c), "A", "blocks M and E are not built yet"));
-      if (c != 'A') return problem(describe(said("model.pattern"), fmt::format("'{}'", c), "A for a block, | for the end of a stage"));
+        return problem(describe(setting_text("model.pattern"), fmt::format("block {}", c), "A", "blocks M and E are not implemented yet"));
+      if (c != 'A') return problem(describe(setting_text("model.pattern"), fmt::format("'{}'", c), "A for a block, | for the end of a stage"));
       ++blocks;
       block_before = true;
     }
-    if (!block_before) return problem(describe(said("model.pattern"), "a stage without blocks", "at least one after the last |"));
+    if (!block_before) return problem(describe(setting_text("model.pattern"), "a stage without blocks", "at least one block after the last |"));
     if (given("model.layers") && model.layers != blocks)
-      return problem(fmt::format("{} has {}, but {}; leave out one of the two", said("model.pattern"), count_of(blocks, "block"), said("model.layers")));
+      return problem(fmt::format("{} has {}, but {}; leave out one of the two", setting_text("model.pattern"), count_of(blocks, "block"), setting_text("model.layers")));
     derive("model.layers", model.layers, blocks);
   }
 
@@ -93,31 +94,31 @@ class Completion {
     if (model.key_value_heads == 0) derive("model.key_value_heads", model.key_value_heads, model.heads);
     if (model.feed_width == 0) derive("model.feed_width", model.feed_width, (model.width * 8 + 95) / 96 * 32);
     if (model.width % model.heads != 0) {
-      problem(fmt::format("{} is not a multiple of {}; set model.width to {}", said("model.width"), said("model.heads"),
+      problem(fmt::format("{} is not a multiple of {}; set model.width to {}", setting_text("model.width"), setting_text("model.heads"),
                           (model.width / model.heads + 1) * model.heads));
     } else if (model.width / model.heads % 2 != 0) {
-      problem(fmt::format("{} over {} gives heads of {}, but rotary positions need an even number; set model.width to {}",
-                          said("model.width"), said("model.heads"), model.width / model.heads, model.width + model.heads));
+      problem(fmt::format("{} divided by {} makes heads of width {}, but rotary positions need an even width; set model.width to {}",
+                          setting_text("model.width"), setting_text("model.heads"), model.width / model.heads, model.width + model.heads));
     }
     if (model.heads % model.key_value_heads != 0)
-      problem(fmt::format("{} is not a multiple of {}; each key and value serves a whole number of heads", said("model.heads"),
-                          said("model.key_value_heads")));
+      problem(fmt::format("{} is not a multiple of {}; each key/value head is shared by a whole number of heads", setting_text("model.heads"),
+                          setting_text("model.key_value_heads")));
   }
 
   void ranks() {
     LayoutConfig& layout = config_.layout;
     if (layout.dp % layout.shard != 0)
-      problem(fmt::format("{} is not a multiple of {}; data-parallel ranks share parameters in groups of layout.shard: set layout.dp to {}, or layout.shard to {}", said("layout.dp"),
-                          said("layout.shard"), (layout.dp / layout.shard + 1) * layout.shard, layout.dp == 1 ? std::string("1") : fmt::format("1 or {}", layout.dp)));
+      problem(fmt::format("{} is not a multiple of {}; parameters are sharded over groups of layout.shard data-parallel ranks: set layout.dp to {}, or layout.shard to {}", setting_text("layout.dp"),
+                          setting_text("layout.shard"), (layout.dp / layout.shard + 1) * layout.shard, layout.dp == 1 ? std::string("1") : fmt::format("1 or {}", layout.dp)));
     const std::int64_t product = layout.pp * layout.dp * layout.tp;
     if (product > 65536)
-      return problem(fmt::format("{}, {}, {} make {} ranks; at most 65536 are supported", said("layout.pp"), said("layout.dp"),
-                                 said("layout.tp"), product));
+      return problem(fmt::format("{}, {}, {} make {} ranks; at most 65536 are supported", setting_text("layout.pp"), setting_text("layout.dp"),
+                                 setting_text("layout.tp"), product));
     if (layout.ranks == 0) return derive("layout.ranks", layout.ranks, product);
     if (layout.ranks == product) return;
-    // What dp would have to be is the likeliest answer.
+    // The most likely remedy is another value of dp.
     const std::int64_t rest = layout.pp * layout.tp;
-    problem(fmt::format("{} is not pp * dp * tp = {} * {} * {} = {}; {}", said("layout.ranks"), layout.pp, layout.dp, layout.tp,
+    problem(fmt::format("{} is not pp * dp * tp = {} * {} * {} = {}; {}", setting_text("layout.ranks"), layout.pp, layout.dp, layout.tp,
                         product, layout.ranks % rest == 0
                             ? fmt::format("set layout.dp to {}, or leave layout.ranks out", layout.ranks / rest)
                             : fmt::format("set layout.ranks to {} or leave it out", product)));
@@ -133,11 +134,12 @@ class Completion {
         from_kind();
       }
     } catch (const ValueError& error) {
-      problem(fmt::format("{}: {}", said("layout.schedule"), error.what()));
+      problem(fmt::format("{}: {}", setting_text("layout.schedule"), error.what()));
     }
   }
 
-  // The schedule with the smallest bubble that fits: one that splits backward and needs no more memory than 1F1B, on two stages a rank.
+  // The schedule with the smallest bubble that fits: one that splits the backward and needs no more memory
+  // than 1F1B, with two stages per rank.
   schedule::ScheduleKind automatic_kind() const {
     const LayoutConfig& layout = config_.layout;
     constexpr auto kBest = schedule::ScheduleKind::ZBVZeroBubble;
@@ -152,7 +154,7 @@ class Completion {
       check_shape(kBest, shape);
       if (fits) return kBest;
     } catch (const ValueError&) {
-      // Too few microbatches for it.
+      // Too few microbatches.
     }
     return layout.virtual_stages > 1 ? schedule::ScheduleKind::Interleaved1F1B : schedule::ScheduleKind::OneFOneB;
   }
@@ -168,7 +170,7 @@ class Completion {
       derive<std::int64_t>("layout.virtual_stages", layout.virtual_stages, default_stages_per_rank(kind));
     if (required && layout.virtual_stages != *required)
       return problem(fmt::format("{} needs {} on each rank, but {}; set layout.virtual_stages to {} or leave it out",
-                                 said("layout.schedule"), count_of(*required, "stage"), said("layout.virtual_stages"), *required));
+                                 setting_text("layout.schedule"), count_of(*required, "stage"), setting_text("layout.virtual_stages"), *required));
     schedule::PipelineShape shape;
     shape.ranks = static_cast<int>(layout.pp);
     shape.stages_per_rank = static_cast<int>(layout.virtual_stages);
@@ -176,46 +178,47 @@ class Completion {
     try {
       check_shape(kind, shape);
     } catch (const ValueError& error) {
-      problem(fmt::format("{} with {}, {}, {}: {}", said("layout.schedule"), said("layout.pp"), said("layout.virtual_stages"),
-                          said("layout.microbatches"), error.what()));
+      problem(fmt::format("{} with {}, {}, {}: {}", setting_text("layout.schedule"), setting_text("layout.pp"), setting_text("layout.virtual_stages"),
+                          setting_text("layout.microbatches"), error.what()));
     }
-    // Two copies of the model run in opposite directions: each rank has two stages of the same half as many parts.
-    if (placement_of(kind) == schedule::Placement::Bidirectional) copies_ = 2;
+    // Two copies of the model run in opposite directions: each rank has two stages, of a model that is cut
+    // into half as many parts.
+    if (placement_of(kind) == schedule::StagePlacement::Bidirectional) copies_ = 2;
   }
 
   void from_file() {
     LayoutConfig& layout = config_.layout;
-    const std::string text = penstock::read_file(layout.schedule, "schedule", "give the name of a kind, or a path from where the command is started");
+    const std::string text = penstock::read_file(layout.schedule, "schedule", "set the name of a schedule kind, or a path relative to the working folder");
     const schedule::Schedule schedule = schedule::parse_schedule(text);
     schedule::ValidateOptions options;
     options.sends = schedule::SendModel::Posted;
     schedule::validate(schedule, options);
     const int stages = schedule.stages().stages();
     if (schedule.ranks() != layout.pp)
-      problem(fmt::format("{} has {}, but {}; set layout.pp to {}", said("layout.schedule"), count_of(schedule.ranks(), "rank"),
-                          said("layout.pp"), schedule.ranks()));
+      problem(fmt::format("{} has {}, but {}; set layout.pp to {}", setting_text("layout.schedule"), count_of(schedule.ranks(), "rank"),
+                          setting_text("layout.pp"), schedule.ranks()));
     if (schedule.microbatches() != layout.microbatches)
-      problem(fmt::format("{} has {}, but {}; set layout.microbatches to {}", said("layout.schedule"),
-                          count_of(schedule.microbatches(), "microbatch", "microbatches"), said("layout.microbatches"), schedule.microbatches()));
+      problem(fmt::format("{} has {}, but {}; set layout.microbatches to {}", setting_text("layout.schedule"),
+                          count_of(schedule.microbatches(), "microbatch", "microbatches"), setting_text("layout.microbatches"), schedule.microbatches()));
     if (stages % schedule.ranks() != 0)
-      return problem(fmt::format("{} has {} stages on {} ranks; each rank must have equally many", said("layout.schedule"),
+      return problem(fmt::format("{} has {} stages on {} ranks; each rank must have the same number", setting_text("layout.schedule"),
                                  stages, schedule.ranks()));
     const std::int64_t per_rank = stages / schedule.ranks();
     if (layout.virtual_stages == 0) return derive("layout.virtual_stages", layout.virtual_stages, per_rank);
     if (layout.virtual_stages != per_rank)
       problem(fmt::format("{} has {} on each rank, but {}; set layout.virtual_stages to {} or leave it out",
-                          said("layout.schedule"), count_of(per_rank, "stage"), said("layout.virtual_stages"), per_rank));
+                          setting_text("layout.schedule"), count_of(per_rank, "stage"), setting_text("layout.virtual_stages"), per_rank));
   }
 
   void stages() {
     const std::int64_t parts = config_.layout.pp * std::max<std::int64_t>(config_.layout.virtual_stages, 1) / copies_;
     if (parts > config_.model.layers)
-      problem(fmt::format("{} and {} make {} stages of the model, but {}: each stage needs a block; raise model.layers or lower layout.pp{}",
-                          said("layout.pp"), said("layout.virtual_stages"), parts, said("model.layers"), config_.layout.virtual_stages > 1 && !fixed_stages_ ? " or layout.virtual_stages" : ""));
+      problem(fmt::format("{} and {} make {} model stages, but {}: each stage needs at least one block; raise model.layers or lower layout.pp{}",
+                          setting_text("layout.pp"), setting_text("layout.virtual_stages"), parts, setting_text("model.layers"), config_.layout.virtual_stages > 1 && !fixed_stages_ ? " or layout.virtual_stages" : ""));
     const auto cuts = std::count(config_.model.pattern.begin(), config_.model.pattern.end(), '|');
     if (cuts > 0 && cuts + 1 != parts)
-      problem(fmt::format("{} has {}, but {} and {} make {}; write {} (|) or none", said("model.pattern"), count_of(cuts + 1, "stage"),
-                          said("layout.pp"), said("layout.virtual_stages"), parts, count_of(parts - 1, "cut")));
+      problem(fmt::format("{} has {}, but {} and {} make {}; write {} (|) or none", setting_text("model.pattern"), count_of(cuts + 1, "stage"),
+                          setting_text("layout.pp"), setting_text("layout.virtual_stages"), parts, count_of(parts - 1, "cut")));
   }
 
   void tensor_parallel() {
@@ -223,7 +226,7 @@ class Completion {
     if (tp == 1) return;
     const auto divides = [&](const char* name, std::int64_t value) {
       if (value % tp != 0)
-        problem(fmt::format("{} is not a multiple of {}: each rank takes whole heads and equal parts", said(name), said("layout.tp")));
+        problem(fmt::format("{} is not a multiple of {}: heads and layers must divide evenly over the tensor-parallel ranks", setting_text(name), setting_text("layout.tp")));
     };
     divides("model.heads", config_.model.heads);
     divides("model.key_value_heads", config_.model.key_value_heads);
@@ -234,10 +237,10 @@ class Completion {
     const LayoutConfig& layout = config_.layout;
     TrainingConfig& training = config_.training;
     const std::int64_t round = layout.dp * layout.microbatches * layout.microbatch_size;
-    constexpr std::int64_t kMostSamples = std::int64_t{1} << 40;  // products of what is allowed alone could overflow
+    constexpr std::int64_t kMostSamples = std::int64_t{1} << 40;  // the product of individually valid values could overflow
     if (round > kMostSamples / std::max<std::int64_t>(training.accumulation, 1))
-      return problem(fmt::format("{}, {}, {} and {} make too many samples of a step; at most 2^40 are supported", said("layout.dp"),
-                                 said("layout.microbatches"), said("layout.microbatch_size"), said("training.accumulation")));
+      return problem(fmt::format("{}, {}, {} and {} make too many samples per step; at most 2^40 are supported", setting_text("layout.dp"),
+                                 setting_text("layout.microbatches"), setting_text("layout.microbatch_size"), setting_text("training.accumulation")));
     if (training.global_batch == 0) {
       if (training.accumulation == 0) derive<std::int64_t>("training.accumulation", training.accumulation, 1);
       return derive("training.global_batch", training.global_batch, round * training.accumulation);
@@ -248,78 +251,79 @@ class Completion {
       const std::int64_t below = training.global_batch / round * round;
       return problem(fmt::format("{} is not a multiple of {}: {}; set training.global_batch to {}, or change layout.microbatches or "
                                  "layout.microbatch_size",
-                                 said("training.global_batch"), round, one,
+                                 setting_text("training.global_batch"), round, one,
                                  below == 0 ? fmt::format("{}", round) : fmt::format("{} or {}", below, below + round)));
     }
     const std::int64_t runs = training.global_batch / round;
     if (training.accumulation == 0) return derive("training.accumulation", training.accumulation, runs);
     if (training.accumulation != runs)
-      problem(fmt::format("{} needs {} of the schedule, but {} ({}); leave one of the two out", said("training.global_batch"),
-                          count_of(runs, "run"), said("training.accumulation"), one));
+      problem(fmt::format("{} needs {} of the schedule, but {} ({}); leave one of the two out", setting_text("training.global_batch"),
+                          count_of(runs, "run"), setting_text("training.accumulation"), one));
   }
 
   void training() {
     const TrainingConfig& training = config_.training;
-    // A rate that falls needs a step to fall in.
+    // A decaying learning rate needs at least one step after the warm-up.
     if (training.warmup_steps > training.steps || (training.warmup_steps == training.steps && training.decay != "constant")) {
-      // A short run of a preset is no mistake; a warm-up that was asked for is kept to.
+      // Shorten a preset's warm-up for a short run; never change one that the user set.
       if (given("training.warmup_steps")) {
-        problem(fmt::format("{} leaves nothing of {}; lower training.warmup_steps", said("training.warmup_steps"), said("training.steps")));
+        problem(fmt::format("{} leaves no steps after the warm-up, with {}; lower training.warmup_steps", setting_text("training.warmup_steps"), setting_text("training.steps")));
       } else {
         derive("training.warmup_steps", config_.training.warmup_steps, training.steps / 10);
       }
     }
     if (training.precision != "fp16" && training.loss_scale != 0)
-      problem(fmt::format("{} has no meaning with {}; set training.precision to \"fp16\" or leave loss_scale out",
-                          said("training.loss_scale"), said("training.precision")));
+      problem(fmt::format("{} has no effect with {}; set training.precision to \"fp16\" or leave loss_scale out",
+                          setting_text("training.loss_scale"), setting_text("training.precision")));
     if (config_.layout.transport == "nccl" && config_.layout.device == "cpu")
-      problem(fmt::format("{} carries tensors of GPUs only, but {}; set layout.transport to \"auto\"", said("layout.transport"),
-                          said("layout.device")));
+      problem(fmt::format("{} supports CUDA tensors only, but {}; set layout.transport to \"auto\"", setting_text("layout.transport"),
+                          setting_text("layout.device")));
   }
 
   void data() {
     const DataConfig& data = config_.data;
     if (!data.shards.empty() && !data.sources.empty())
-      problem(fmt::format("{} and {}: one of the two; leave the other out", said("data.sources"), said("data.shards")));
+      problem(fmt::format("{} and {} exclude each other; leave one of them out", setting_text("data.sources"), setting_text("data.shards")));
     if (!data.shards.empty() && !data.extensions.empty())
-      problem(fmt::format("{} chooses among sources, but {}; leave data.extensions out", said("data.extensions"), said("data.shards")));
+      problem(fmt::format("{} selects files of data.sources, but {}; leave data.extensions out", setting_text("data.extensions"), setting_text("data.shards")));
     if (!data.shards.empty() && (data.format != "auto" || data.end_of_document >= 0))
-      problem(fmt::format("{} is for sources, but {}; leave {} out", said(data.format != "auto" ? "data.format" : "data.end_of_document"), said("data.shards"), data.format != "auto" ? "data.format" : "data.end_of_document"));
-    if (data.sources.empty() && data.format == "uint16") problem(fmt::format("{} needs files; name them in data.sources (--data)", said("data.format")));
-    // The cap is for the headers of this machine; what somebody names is meant as a whole.
+      problem(fmt::format("{} applies to data.sources, but {}; leave {} out", setting_text(data.format != "auto" ? "data.format" : "data.end_of_document"), setting_text("data.shards"), data.format != "auto" ? "data.format" : "data.end_of_document"));
+    if (data.sources.empty() && data.format == "uint16") problem(fmt::format("{} needs files; set data.sources (--data)", setting_text("data.format")));
+    // The default cap is for this machine's headers; sources that the user names are used completely.
     if (!data.sources.empty() && !given("data.cap_bytes")) derive<std::int64_t>("data.cap_bytes", config_.data.cap_bytes, 0);
     if (data.validation_fraction == 0 && config_.training.validate_every > 0)
-      problem(fmt::format("{} leaves nothing for {}; set training.validate_every to 0 or raise data.validation_fraction",
-                          said("data.validation_fraction"), said("training.validate_every")));
+      problem(fmt::format("{} leaves no data for {}; set training.validate_every to 0 or raise data.validation_fraction",
+                          setting_text("data.validation_fraction"), setting_text("training.validate_every")));
     if (config_.output.sample_prompt.empty() && config_.output.sample_tokens > 0)
-      problem(fmt::format("{} gives nothing to continue for {}; write at least one byte, or set output.sample_tokens to 0", said("output.sample_prompt"), said("output.sample_tokens")));
+      problem(fmt::format("{} is empty, but {}; set a prompt of at least one byte, or set output.sample_tokens to 0", setting_text("output.sample_prompt"), setting_text("output.sample_tokens")));
     if (config_.checkpoint.resume.empty())
-      problem(describe(said("checkpoint.resume"), "", "auto, never or the path of a checkpoint"));
+      problem(describe(setting_text("checkpoint.resume"), "", "auto, never or the path of a checkpoint"));
   }
 
-  // Keys given on the command line that the others leave without effect. Files may have them: that of a run has all keys. What belongs to
-  // something that is switched off (validate_batches with validate_every = 0) is no mistake.
+  // Rejects keys given on the command line that have no effect because of other keys. Files may have them:
+  // the config.toml of a run has all keys. Keys of a feature that is switched off (validate_batches with
+  // validate_every = 0) are accepted.
   void without_effect() {
     const auto idle = [&](bool is_idle, const char* name, const std::string& why) {
       const auto origin = resolved_.origins.find(name);
       if (is_idle && origin != resolved_.origins.end() && origin->second.starts_with("--"))
-        problem(fmt::format("{} has no effect with {}; leave it out", said(name), why));
+        problem(fmt::format("{} has no effect with {}; leave it out", setting_text(name), why));
     };
     const TrainingConfig& training = config_.training;
-    idle(training.optimizer != "sgd", "training.momentum", said("training.optimizer"));
-    idle(training.optimizer != "adamw", "training.betas", said("training.optimizer"));
-    idle(training.optimizer != "adamw", "training.epsilon", said("training.optimizer"));
-    idle(training.decay == "constant", "training.min_lr_ratio", said("training.decay"));
-    idle(!config_.data.shards.empty(), "data.cap_bytes", said("data.shards"));
-    idle(!config_.data.shards.empty(), "data.skip_bad_files", said("data.shards"));
-    idle(config_.model.pattern.find('|') != std::string::npos, "layout.partition", said("model.pattern"));
-    idle(config_.layout.pp == 1 && config_.layout.transport == "ucx", "layout.transport", said("layout.pp") + ", as ucx carries transfers between stages only");
+    idle(training.optimizer != "sgd", "training.momentum", setting_text("training.optimizer"));
+    idle(training.optimizer != "adamw", "training.betas", setting_text("training.optimizer"));
+    idle(training.optimizer != "adamw", "training.epsilon", setting_text("training.optimizer"));
+    idle(training.decay == "constant", "training.min_lr_ratio", setting_text("training.decay"));
+    idle(!config_.data.shards.empty(), "data.cap_bytes", setting_text("data.shards"));
+    idle(!config_.data.shards.empty(), "data.skip_bad_files", setting_text("data.shards"));
+    idle(config_.model.pattern.find('|') != std::string::npos, "layout.partition", setting_text("model.pattern"));
+    idle(config_.layout.pp == 1 && config_.layout.transport == "ucx", "layout.transport", setting_text("layout.pp") + ", because ucx is used for transfers between stages only");
   }
 
   ResolvedConfig& resolved_;
   TrainConfig& config_;
   std::int64_t copies_ = 1;
-  bool fixed_stages_ = true;  // the schedule demands its number of stages a rank
+  bool fixed_stages_ = true;  // the schedule requires a fixed number of stages per rank
   std::vector<std::string> problems_;
 };
 

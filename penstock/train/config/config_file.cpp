@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
@@ -23,7 +24,7 @@ std::string kind_of(const toml::node& node) {
     case toml::node_type::array:
       return "a list";
     case toml::node_type::string:
-      return fmt::format("the text {}", quote(node.as_string()->get()));
+      return fmt::format("the string {}", quote(node.as_string()->get()));
     case toml::node_type::integer:
       return fmt::format("{}", node.as_integer()->get());
     case toml::node_type::floating_point:
@@ -35,7 +36,7 @@ std::string kind_of(const toml::node& node) {
   }
 }
 
-// One value of the type; a whole number stands for a number, nothing else is converted.
+// Converts one value to the field's type. A whole number is accepted for a number; nothing else is converted.
 template <class T>
 bool read(const toml::node& node, T& value) {
   if constexpr (std::is_same_v<T, double>) {
@@ -87,8 +88,8 @@ std::vector<ConfigSetting> parse_toml(std::string_view text, std::string_view na
     const toml::table* fields = node.as_table();
     if (fields == nullptr) {
       const ConfigField& meant = find_field(section.str(), where);
-      throw ConfigError(describe(fmt::format("{}: key", where), fmt::format("\"{}\" outside of a section", section.str()), "",
-                                 fmt::format("put it below [{}]", meant.section)));
+      throw ConfigError(describe(fmt::format("{}: key", where), fmt::format("\"{}\" outside any section", section.str()), "",
+                                 fmt::format("put it under [{}]", meant.section)));
     }
     bool known = false;
     for (const ConfigSection& item : config_sections()) known = known || item.name == section.str();

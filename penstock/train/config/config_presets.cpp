@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/train/config/config_fields.h"
@@ -12,8 +13,8 @@ namespace penstock::train {
 
 const std::vector<ConfigPreset>& config_presets() {
   static const std::vector<ConfigPreset> kPresets = {
-      {"tiny", "1.6 million parameters; about two minutes on two cores. The defaults of all fields", {}},
-      {"small", "24 million parameters; an evening on a desktop, minutes on a GPU",
+      {"tiny", "1.6 million parameters; about two minutes on two cores. The default value of every key", {}},
+      {"small", "24 million parameters; hours on a desktop CPU, minutes on a GPU",
        {{"model.width", "512"},
         {"model.layers", "8"},
         {"model.heads", "8"},
@@ -28,7 +29,7 @@ const std::vector<ConfigPreset>& config_presets() {
         {"data.cap_bytes", "67108864"},
         {"checkpoint.every", "500"}}},
       {"gpt2-124m", "124 million parameters, the sizes of GPT-2's smallest model; for one GPU",
-       {{"model.vocabulary", "50304"},  // 50257, rounded up to what matrix units like
+       {{"model.vocabulary", "50304"},  // 50257, rounded up for the tensor cores
         {"model.width", "768"},
         {"model.layers", "12"},
         {"model.heads", "12"},

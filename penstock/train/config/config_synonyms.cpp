@@ -1,4 +1,4 @@
-// The names that other trainers (nanoGPT, llm.c, Megatron, torchtitan, the Hugging Face trainer) have for our keys.
+// Names that other trainers (nanoGPT, llm.c, Megatron, torchtitan, Hugging Face) use for Penstock's keys.
 #include <algorithm>
 #include <array>
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace penstock::train {
 
-std::string key_known_as(std::string_view name) {
+std::string key_for_synonym(std::string_view name) {
   using Pair = std::pair<std::string_view, std::string_view>;
   static constexpr auto kNames = std::to_array<Pair>({
       {"learning_rate", "training.lr"},
@@ -18,8 +18,8 @@ std::string key_known_as(std::string_view name) {
       {"lr_decay", "training.decay"},
       {"lr_schedule", "training.decay"},
       {"lr_scheduler", "training.decay"},
-      {"batch_size", "training.global_batch (samples of a step) or layout.microbatch_size (samples of a microbatch)"},
-      {"batch", "training.global_batch (samples of a step) or layout.microbatch_size (samples of a microbatch)"},
+      {"batch_size", "training.global_batch (samples per step) or layout.microbatch_size (samples per microbatch)"},
+      {"batch", "training.global_batch (samples per step) or layout.microbatch_size (samples per microbatch)"},
       {"global_batch_size", "training.global_batch"},
       {"train_batch_size", "training.global_batch"},
       {"total_batch_size", "training.global_batch"},

@@ -1,4 +1,4 @@
-// The configuration as text: TOML with comments, and the page of the documentation.
+// Writes the configuration as text: TOML with comments, and the page of the documentation.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -12,7 +12,7 @@ namespace penstock::train {
 
 namespace {
 
-// A bar would end the cell of a table.
+// An unescaped | would end the table cell.
 std::string cell(std::string text) {
   for (std::size_t at = 0; (at = text.find('|', at)) != std::string::npos; at += 2) text.replace(at, 1, "\\|");
   return text;
@@ -28,16 +28,16 @@ std::string allowed(const ConfigField& field) {
 
 std::string to_toml(const ResolvedConfig& resolved) {
   std::string text =
-      "# Configuration of a run of penstock train, complete: every value that was used.\n"
-      "# Continue the run: penstock resume <this folder>. A new run with the same values: penstock train <this file>\n"
-      "# {run} is the folder of the run, wherever it is.\n";
+      "# Complete configuration of a penstock train run: every value that was used.\n"
+      "# To continue the run: penstock resume <this folder>. To start a new run with the same values: penstock train <this file>\n"
+      "# {run} stands for the run folder.\n";
   for (const ConfigSection& section : config_sections()) {
     text += fmt::format("\n# {}.\n[{}]\n", section.help, section.name);
     for (const ConfigField& field : config_fields()) {
       if (field.section != section.name) continue;
       const auto origin = resolved.origins.find(field.name());
       std::string from = origin == resolved.origins.end() ? "" : origin->second;
-      // A line end in a name of a file would end the comment.
+      // A newline in a file name would end the comment.
       std::replace_if(from.begin(), from.end(), [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; }, '?');
       text += fmt::format("# {}. {}.\n{} = {}{}\n", field.help, allowed(field), field.key, to_toml(field.get(resolved.config)),
                           from.empty() ? "" : fmt::format("  # {}", from));
@@ -48,7 +48,7 @@ std::string to_toml(const ResolvedConfig& resolved) {
 
 namespace {
 
-// The words in lines of at most `columns`, each after `indent` blanks.
+// Wraps the text to lines of at most `columns` characters, each indented by `indent` spaces.
 std::string wrapped(std::string_view text, std::size_t indent, std::size_t columns) {
   std::string lines, line(indent, ' ');
   while (!text.empty()) {
@@ -75,8 +75,8 @@ std::vector<std::string> config_keys() {
 std::string configuration_help() {
   constexpr std::size_t kIndent = 6, kColumns = 110;
   std::string text =
-      "Keys, each as --section.key VALUE, or --key VALUE where only one section has it; '-' and '_' are the same. In a file: key = value\n"
-      "below [section]. Presets (model.preset):\n";
+      "Keys: --section.key VALUE, or --key VALUE if only one section has the key; '-' and '_' are equivalent. In a file: key = value\n"
+      "under [section]. Presets (model.preset):\n";
   for (const ConfigPreset& preset : config_presets()) text += wrapped(fmt::format("{}: {}", preset.name, preset.help), kIndent, kColumns);
   const TrainConfig defaults;
   for (const ConfigSection& section : config_sections()) {
@@ -94,19 +94,19 @@ std::string configuration_page() {
   std::string text =
       "# Configuration\n"
       "\n"
-      "<!-- Made from the table in penstock/train/config/config_fields.cpp by PENSTOCK_UPDATE_DOCS=1 ./test -R train_config_test; "
-      "not written by hand. -->\n"
+      "<!-- Generated from the table in penstock/train/config/config_fields.cpp by PENSTOCK_UPDATE_DOCS=1 ./test -R train_config_test; "
+      "do not edit by hand. -->\n"
       "\n"
-      "`penstock train [config.toml] [--section.key value ...]` takes a value from the command line, else from the file, else from\n"
-      "the preset, else from its default. On the command line the section may be left out (`--lr 3e-4`), lists take several values\n"
-      "(`--data.sources src include`, or with commas), a flag alone is true, and `--data PATH...` is short for `--data.sources`.\n"
-      "`penstock train --help` has the same list. An unknown key is an error that names the nearest one; values that do not fit together are told with the place each came\n"
+      "`penstock train [config.toml] [--section.key value ...]` takes each value from the command line, else from the file, else from\n"
+      "the preset, else from its default. On the command line, the section may be omitted (`--lr 3e-4`), lists take several values\n"
+      "(`--data.sources src include`, or with commas), a flag without a value is true, and `--data PATH...` is short for `--data.sources`.\n"
+      "`penstock train --help` prints the same list. An unknown key is an error that suggests the nearest one; inconsistent values are reported with the place each came\n"
       "from.\n"
       "\n"
-      "The run folder gets the complete configuration as `config.toml`. `penstock resume RUN [--section.key value ...]` and\n"
+      "The run folder contains the complete configuration as `config.toml`. `penstock resume RUN [--section.key value ...]` and\n"
       "`penstock train --run_folder RUN` continue the run with it ([training.md](training.md)); given as a file, `penstock train RUN/config.toml`,\n"
-      "it makes a new run with the same values. Paths are taken from where the command is started, and `{run}` is the folder of the run. In the\n"
-      "`config.toml` of a run, paths inside of it are written as `{run}/...`, so that it can be moved and copied, and all others absolute, so that it\n"
+      "it starts a new run with the same values. Paths are relative to the working folder, and `{run}` stands for the run folder. In the\n"
+      "`config.toml` of a run, paths inside the run are written as `{run}/...`, so that it can be moved and copied, and all others are absolute, so that it\n"
       "can be continued from any working folder.\n"
       "\n"
       "```toml\n"
@@ -131,7 +131,7 @@ std::string configuration_page() {
                           cell(std::string(field.help)));
     }
   }
-  text += "\n## Presets\n\n`model.preset` names one; it sets:\n\n| preset | what it is | values |\n|---|---|---|\n";
+  text += "\n## Presets\n\n`model.preset` selects a preset. It sets:\n\n| preset | description | values |\n|---|---|---|\n";
   for (const ConfigPreset& preset : config_presets()) {
     std::vector<std::string> values;
     for (const auto& [name, value] : preset.values) values.push_back(fmt::format("{} = {}", name, value));

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/train/config/config_fields.h"
@@ -27,7 +28,7 @@ constexpr std::string_view kRun = "{run}";
 
 using PathChange = std::function<std::string(const std::string&)>;
 
-// Applies `change` to what is a path in the value of a field.
+// Applies `change` to each path in the value of a field.
 void change_paths(const std::string& name, FieldData& value, const PathChange& change) {
   if (name == "data.sources") {
     for (std::string& each : std::get<std::vector<std::string>>(value)) each = change(each);
@@ -53,7 +54,7 @@ fs::path normal(const fs::path& path) {
   return whole.has_filename() ? whole : whole.parent_path();
 }
 
-// What follows `folder` in `path`; nothing unless it is inside.
+// Returns the part of `path` after `folder`, or std::nullopt if the path is not inside the folder.
 std::optional<fs::path> inside(const fs::path& path, const fs::path& folder) {
   const fs::path rest = path.lexically_relative(folder);
   if (rest.empty() || *rest.begin() == "..") return std::nullopt;
@@ -80,7 +81,8 @@ std::vector<std::string> lines_of(const std::string& text) {
 
 struct OwnSettings {
   std::vector<ConfigSetting> settings;
-  // What the comment behind a value says of its origin; empty: a default. A value that was edited since is not in it.
+  // Origin of each value according to the comment after it; empty: a default. Values edited since then are
+  // not in the map.
   std::map<std::string, std::string> written;
 };
 
@@ -103,13 +105,13 @@ OwnSettings read_settings(const fs::path& file) {
   return own;
 }
 
-// The settings of a run where it is now.
+// Returns the settings of a run at its current location.
 OwnSettings read_run(const fs::path& given) {
   const fs::path folder = normal(given);
-  if (!holds_run(folder))
-    throw ConfigError(describe("run folder", folder.string(), fmt::format("a folder with a {}", kRunConfigName), "name the folder of a run of penstock train (runs/...)"));
+  if (!contains_run(folder))
+    throw ConfigError(describe("run folder", folder.string(), fmt::format("a folder with a {}", kRunConfigName), "give the folder of a penstock train run (runs/...)"));
   OwnSettings own = read_settings(folder / kRunConfigName);
-  fs::path former;  // where a file of an earlier version says that the run is
+  fs::path former;  // run folder according to a file of an earlier version
   for (const ConfigSetting& setting : own.settings)
     if (setting.field->name() == "output.run_folder") former = std::get<std::string>(setting.value);
   std::erase_if(own.settings, [](const ConfigSetting& setting) { return setting.field->name() == "output.run_folder"; });
@@ -122,7 +124,7 @@ OwnSettings read_run(const fs::path& given) {
   return own;
 }
 
-// Values that come from the file of the run get the origins that they had when it was written.
+// Restores the origins that the values from the run's file had when the file was written.
 ResolvedConfig resolve_own(const OwnSettings& own, std::vector<std::vector<ConfigSetting>> layers) {
   layers.insert(layers.begin(), own.settings);
   ResolvedConfig resolved = resolve_settings(layers);
@@ -142,8 +144,8 @@ bool changes_layout(const std::vector<ConfigSetting>& given) {
   });
 }
 
-// Without what was derived for the former layout: only what the file says was derived, and what would be derived again from the rest. A value that
-// somebody has written into the file since is theirs.
+// Removes what was derived for the former layout: only what the file marks as derived and what would be
+// derived again. Values that the user has edited in the file stay.
 OwnSettings without_derived(const OwnSettings& own) {
   static const std::set<std::string> kDerived = {"layout.ranks", "layout.virtual_stages", "layout.schedule", "training.accumulation"};
   const auto is_candidate = [&](const ConfigSetting& setting) {
@@ -156,14 +158,15 @@ OwnSettings without_derived(const OwnSettings& own) {
   try {
     again = resolve_settings({rest.settings}).config;
   } catch (const ConfigError&) {
-    return own;  // edited: what it means now is told when it is used as a whole
+    return own;  // the file was edited; errors are reported when the whole configuration is resolved
   }
   rest = own;
   std::erase_if(rest.settings, [&](const ConfigSetting& setting) { return is_candidate(setting) && setting.field->get(again) == setting.value; });
   return rest;
 }
 
-// What parameters, optimizer state, data and the order of samples depend on. New keys of these two sections are fixed unless named here.
+// Parameters, optimizer state, data and the order of samples depend on these. New keys of the model and data
+// sections are fixed unless named here.
 bool is_fixed(const ConfigField& field) {
   if (field.section == "model") return field.key != "dropout";
   if (field.section == "data") return field.key != "document_mask";
@@ -172,7 +175,7 @@ bool is_fixed(const ConfigField& field) {
 
 bool is_same(const ConfigField& field, const TrainConfig& own, const TrainConfig& wanted) {
   if (field.name() == "model.pattern" && !(own.model.pattern.empty() && wanted.model.pattern.empty())) {
-    // Where stages end belongs to the layout.
+    // Stage boundaries belong to the layout.
     const auto blocks = [](const TrainConfig& config) {
       std::string letters = config.model.pattern.empty() ? std::string(static_cast<std::size_t>(config.model.layers), 'A') : config.model.pattern;
       std::erase(letters, '|');
@@ -180,7 +183,7 @@ bool is_same(const ConfigField& field, const TrainConfig& own, const TrainConfig
     };
     return blocks(own) == blocks(wanted);
   }
-  // Shards may be in another place: that they hold the same tokens is checked when the checkpoint is loaded.
+  // Shards may have moved: loading the checkpoint checks that they hold the same tokens.
   if (field.name() == "data.shards" && !own.data.shards.empty() && !wanted.data.shards.empty()) return true;
   return field.get(own) == field.get(wanted);
 }
@@ -191,13 +194,13 @@ void refuse_changes(const fs::path& folder, const TrainConfig& own, const Resolv
   for (const ConfigField& field : config_fields()) {
     if (!is_fixed(field) || is_same(field, own, wanted.config)) continue;
     const auto origin = wanted.origins.find(field.name());
-    problems.push_back(fmt::format("{} = {} ({}), but the run has {}", field.name(), to_toml(field.get(wanted.config)), origin == wanted.origins.end() ? "default" : origin->second, to_toml(field.get(own))));
+    problems.push_back(fmt::format("{} = {} ({}), but the run was started with {}", field.name(), to_toml(field.get(wanted.config)), origin == wanted.origins.end() ? "default" : origin->second, to_toml(field.get(own))));
     (field.section == "data" ? data : other) = true;
   }
   if (problems.empty()) return;
-  const char* remedy = data && !other ? "leave it out, or train the model on other data in a new run: another --run_folder, with --resume and the path of a checkpoint of this one"
-                                      : "leave it out to continue the run, or start a new one in another --run_folder";
-  throw ConfigError(fmt::format("run folder {} holds a run, and {} cannot change when it continues: {}; {}", folder.string(), problems.size() == 1 ? "this" : "these", fmt::join(problems, "; "), remedy));
+  const char* remedy = data && !other ? "leave it out, or train on other data in a new run: set another --run_folder, and --resume to the path of a checkpoint of this run"
+                                      : "leave it out to continue the run, or start a new run in another --run_folder";
+  throw ConfigError(fmt::format("run folder {} contains a run, and {} cannot change when it continues: {}; {}", folder.string(), problems.size() == 1 ? "this" : "these", fmt::join(problems, "; "), remedy));
 }
 
 std::vector<ConfigSetting> given_settings(std::vector<ConfigSetting> settings, const fs::path& folder) {
@@ -213,8 +216,8 @@ std::vector<ConfigSetting> file_settings(const ConfigSources& sources) {
 
 }  // namespace
 
-bool holds_run(const fs::path& folder) {
-  std::error_code error;  // what cannot be looked at is told when it is opened
+bool contains_run(const fs::path& folder) {
+  std::error_code error;  // errors are reported when the file is opened
   return fs::exists(folder / kRunConfigName, error);
 }
 
@@ -243,11 +246,12 @@ fs::path named_run_folder(const ConfigSources& sources) {
   for (const ConfigSetting& setting : parse_arguments(sources.arguments))
     if (setting.field->name() == "output.run_folder") named = std::get<std::string>(setting.value);
   if (!named.empty() || in_file.empty()) return named;
-  // A config.toml of an earlier version, given as the file: it continues its run, which is where the file is, wherever it was before.
-  const fs::path beside = normal(*sources.file).parent_path();
+  // A config.toml of an earlier version, given as the file, continues its run in the folder of the file, even
+  // if the run has been moved.
+  const fs::path file_folder = normal(*sources.file).parent_path();
   std::error_code error;
-  const bool of_a_run = sources.file->filename() == kRunConfigName && fs::path(in_file).is_absolute() && (fs::exists(beside / "metrics.jsonl", error) || fs::exists(beside / "checkpoints", error));
-  return of_a_run ? beside : fs::path(in_file);
+  const bool of_a_run = sources.file->filename() == kRunConfigName && fs::path(in_file).is_absolute() && (fs::exists(file_folder / "metrics.jsonl", error) || fs::exists(file_folder / "checkpoints", error));
+  return of_a_run ? file_folder : fs::path(in_file);
 }
 
 ResolvedConfig with_absolute_paths(ResolvedConfig resolved, const fs::path& folder) {

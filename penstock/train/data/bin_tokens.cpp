@@ -9,8 +9,10 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/train/data/checksum.h"
+#include "penstock/base/checksum.h"
+#include "penstock/train/data/map_data_file.h"
 #include "penstock/train/data/token_bytes.h"
 
 namespace penstock::train {
@@ -27,14 +29,14 @@ struct HeaderKind {
 };
 
 constexpr std::array<HeaderKind, 2> kKinds = {HeaderKind{20240520, 1, 2, 50257, 50256, "GPT-2"}, HeaderKind{20240801, 7, 4, 128256, 128000, "Llama 3"}};
-constexpr std::int32_t kEvaluationMagic = 20240522;  // multiple-choice questions, no text to train on
+constexpr std::int32_t kEvaluationMagic = 20240522;  // multiple-choice questions, not training text
 constexpr const char* kWriteAgain = "write the file again with the program that made it";
 
-// The place of the first token that is not below the vocabulary; `count` when there is none.
+// Returns the index of the first token that is not below the vocabulary, or `count` if there is none.
 template <class T>
 std::uint64_t first_beyond(const std::uint8_t* from, std::uint64_t count, std::uint64_t vocabulary) {
   if (vocabulary > static_cast<std::uint64_t>(T(~T{0}))) return count;
-  // Maxima of stretches: the compiler makes vector code of the inner loop, which a search that can end early does not become.
+  // Computes maxima of ranges: the compiler vectorizes the inner loop, unlike a search that can end early.
   constexpr std::uint64_t kStretch = 4096;
   for (std::uint64_t begin = 0; begin < count; begin += kStretch) {
     const std::uint64_t end = std::min(count, begin + kStretch);
@@ -57,7 +59,7 @@ bool BinTokens::has_magic(std::span<const std::uint8_t> bytes) {
 }
 
 bool BinTokens::has_magic(const std::filesystem::path& path) {
-  std::error_code error;  // whoever reads the file says what is wrong with it
+  std::error_code error;  // errors are reported when the file is read
   if (!std::filesystem::is_regular_file(path, error)) return false;
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (file < 0) return false;
@@ -68,7 +70,7 @@ bool BinTokens::has_magic(const std::filesystem::path& path) {
 }
 
 std::shared_ptr<const BinTokens> BinTokens::open(const std::filesystem::path& path, const BinTokensOptions& options) {
-  MappedFile file = MappedFile::open(path, "a token file");
+  MappedFile file = map_data_file(path, "a token file");
   const std::span<const std::uint8_t> bytes = file.bytes();
   return std::shared_ptr<const BinTokens>(new BinTokens(std::move(file), bytes, path.string(), options));
 }
@@ -93,7 +95,7 @@ void BinTokens::read_header(const BinTokensOptions& options) {
   end_of_document_ = options.end_of_document;
   if (headerless_) {
     if (has_magic(bytes_))
-      refuse("token file without a header", "one that begins with a header of llm.c", "16-bit tokens alone", "leave data.format out: the header says what the file is");
+      refuse("token file without a header", "a file with an llm.c header", "16-bit tokens only", "leave data.format out: the header determines the format");
     if (bytes_.empty()) refuse("token file", "an empty file", "16-bit tokens", kWriteAgain);
     if (bytes_.size() % 2 != 0) refuse("token file", fmt::format("{} bytes, an odd number", bytes_.size()), "16-bit tokens", kWriteAgain);
     if (options.vocabulary < 1) refuse("vocabulary", "0", "at least 1", "set model.vocabulary");
@@ -102,16 +104,16 @@ void BinTokens::read_header(const BinTokensOptions& options) {
     return;
   }
   const std::string remedy = "for a file of 16-bit tokens without a header set data.format = \"uint16\", for text data.format = \"text\"";
-  if (bytes_.size() < 4) refuse("token file", fmt::format("{} bytes", bytes_.size()), "one that begins with a header of llm.c", remedy);
+  if (bytes_.size() < 4) refuse("token file", fmt::format("{} bytes", bytes_.size()), "a file with an llm.c header", remedy);
   const auto magic = number_from<std::int32_t>(bytes_.data());
   const auto* kind = std::find_if(kKinds.begin(), kKinds.end(), [&](const HeaderKind& each) { return each.magic == magic; });
-  if (magic == kEvaluationMagic) refuse("token file", "an evaluation file of llm.c", "one that llm.c trains on", "give a training file");
-  if (kind == kKinds.end()) refuse("token file", fmt::format("{} as its first number", magic), "20240520 or 20240801, with which files of llm.c begin", remedy);
+  if (magic == kEvaluationMagic) refuse("token file", "an llm.c evaluation file", "an llm.c training file", "give a training file");
+  if (kind == kKinds.end()) refuse("token file", fmt::format("{} as its first number", magic), "20240520 or 20240801, the magic numbers of llm.c", remedy);
   if (bytes_.size() < kHeaderBytes) refuse("token file", fmt::format("{} bytes", bytes_.size()), fmt::format("at least a header of {}", kHeaderBytes), kWriteAgain);
   if (const auto version = number_from<std::int32_t>(bytes_.data() + 4); version != kind->version)
-    refuse("version of the token file", fmt::format("{}", version), fmt::format("{}, that of {} tokens in llm.c", kind->version, kind->what), kWriteAgain);
+    refuse("version of the token file", fmt::format("{}", version), fmt::format("{}, the llm.c version for {} tokens", kind->version, kind->what), kWriteAgain);
   const auto tokens = number_from<std::int32_t>(bytes_.data() + 8);
-  if (tokens < 1) refuse("tokens by the header", fmt::format("{}", tokens), "at least 1", kWriteAgain);
+  if (tokens < 1) refuse("number of tokens in the header", fmt::format("{}", tokens), "at least 1", kWriteAgain);
   offset_ = kHeaderBytes;
   token_bytes_ = kind->token_bytes;
   tokens_ = static_cast<std::uint64_t>(tokens);
@@ -119,8 +121,8 @@ void BinTokens::read_header(const BinTokensOptions& options) {
   if (!end_of_document_) end_of_document_ = kind->end_of_document;
   const std::uint64_t expected = kHeaderBytes + tokens_ * token_bytes_;
   if (bytes_.size() != expected)
-    refuse("size of the file", fmt::format("{} bytes", bytes_.size()), fmt::format("{} for the {} tokens of {} bytes that its header says", expected, tokens_, token_bytes_),
-           bytes_.size() < expected ? "it is cut short: fetch or write it again" : kWriteAgain);
+    refuse("size of the file", fmt::format("{} bytes", bytes_.size()), fmt::format("{} for {} tokens of {} bytes as in its header", expected, tokens_, token_bytes_),
+           bytes_.size() < expected ? "it is truncated: download or write it again" : kWriteAgain);
 }
 
 void BinTokens::take_samples() {
@@ -134,7 +136,7 @@ void BinTokens::take_samples() {
   if (size <= kWholeCheckBytes) {
     sample(0, tokens_);
   } else {
-    // From the first to the last, at equal distances.
+    // At equal distances from the first to the last.
     const std::uint64_t length = kSampleBytes / token_bytes_;
     for (std::uint64_t i = 0; i < kSamples; ++i) {
       const std::uint64_t begin = (tokens_ - length) / (kSamples - 1) * i;
@@ -146,7 +148,7 @@ void BinTokens::take_samples() {
 
 void BinTokens::refuse_token(std::uint64_t place, std::uint64_t token) const {
   throw ConfigError(describe(fmt::format("{}: token {}", name_, place), fmt::format("{}", token), fmt::format("a number below the vocabulary of {}", vocabulary_),
-                             headerless_ ? "set model.vocabulary to that of the tokenizer (50257 for GPT-2), and data.format to what the file is" : kWriteAgain));
+                             headerless_ ? "set model.vocabulary to that of the tokenizer (50257 for GPT-2), and check data.format" : kWriteAgain));
 }
 
 void BinTokens::check(std::uint64_t begin, std::uint64_t end) const {
@@ -163,7 +165,7 @@ void BinTokens::check(std::uint64_t begin, std::uint64_t end) const {
 }
 
 TokenSource::Document BinTokens::document(std::uint64_t index) const {
-  if (index != 0) throw ValueError(describe(fmt::format("{}: document", name_), fmt::format("{}", index), "0: the file is one"));
+  if (index != 0) throw ValueError(describe(fmt::format("{}: document", name_), fmt::format("{}", index), "0: the file is one document"));
   return {0, tokens_, key_};
 }
 

@@ -1,16 +1,18 @@
-// Token files of other programs: those of llm.c, and files of bare 16-bit tokens as nanoGPT writes them. All little-endian.
+// Token files of other programs: llm.c files, and headerless files of 16-bit tokens as written by nanoGPT.
+// All little-endian.
 //
-//   const auto train = BinTokens::open("fineweb_train_000001.bin", {});                                  // llm.c, by its header
+//   const auto train = BinTokens::open("fineweb_train_000001.bin", {});      // llm.c, detected by its header
 //   const auto bare = BinTokens::open("train.bin", {.headerless = true, .vocabulary = 50304});
 //
-//   llm.c   256 32-bit numbers, then the tokens. The first number is the magic one, the second the version, the third the number of tokens.
+//   llm.c   256 32-bit numbers (magic number, version, number of tokens, ...), then the tokens
 //           20240520, version 1: 16-bit tokens of GPT-2 (vocabulary 50257, documents separated by 50256)
 //           20240801, version 7: 32-bit tokens of Llama 3 (vocabulary 128256, documents separated by 128000)
-//   bare    16-bit tokens and nothing else; the vocabulary is given
+//   bare    16-bit tokens only; the caller passes the vocabulary
 //
-// Opening checks the header, that the size is exactly what it says, and that tokens are below the vocabulary: all of them in files up to
-// kWholeCheckBytes, those of kSamples stretches elsewhere. Reading checks every token read. These files have no checksums: other changes
-// are not noticed. The fingerprint covers the size, the header and the same stretches.
+// Opening checks the header, that the file has exactly the size given by the header, and that tokens are
+// below the vocabulary: all tokens in files up to kWholeCheckBytes, kSamples ranges in larger files. Reading
+// checks every token read. These files have no checksums: other changes are not detected. The fingerprint
+// covers the size, the header and the same ranges.
 #pragma once
 
 #include <cstdint>
@@ -20,15 +22,16 @@
 #include <span>
 #include <string>
 
-#include "penstock/train/data/mapped_file.h"
+#include "penstock/base/mapped_file.h"
 #include "penstock/train/data/token_source.h"
 
 namespace penstock::train {
 
 struct BinTokensOptions {
   bool headerless = false;
-  std::uint64_t vocabulary = 65536;  // of a headerless file; the others have their own
-  // The token that separates documents; default: that of GPT-2 or Llama 3 after a header, none without.
+  std::uint64_t vocabulary = 65536;  // of a headerless file; headers define their own
+  // The token that separates documents. Default: that of GPT-2 or Llama 3 according to the header; none
+  // without a header.
   std::optional<std::uint32_t> end_of_document = {};
 };
 
@@ -39,13 +42,13 @@ class BinTokens final : public TokenSource {
   static constexpr std::uint64_t kSamples = 64;
   static constexpr std::uint64_t kSampleBytes = std::uint64_t{64} << 10;
 
-  // Throws ConfigError that names the file for anything but such a file.
+  // Throws ConfigError that names the file if it is not such a file.
   static std::shared_ptr<const BinTokens> open(const std::filesystem::path& path, const BinTokensOptions& options);
-  // Over bytes that the caller keeps alive; `name` is for messages.
+  // Reads from bytes that the caller keeps alive; `name` is for messages.
   static std::shared_ptr<const BinTokens> over(std::span<const std::uint8_t> bytes, std::string name, const BinTokensOptions& options);
-  // Whether the bytes begin with a magic number of llm.c's token files, of any version.
+  // Returns whether the bytes begin with a magic number of an llm.c token file, of any version.
   static bool has_magic(std::span<const std::uint8_t> bytes);
-  // The same of a file; false for one that cannot be read.
+  // The same for a file; false if it cannot be read.
   static bool has_magic(const std::filesystem::path& path);
 
   const std::string& name() const override { return name_; }
@@ -53,7 +56,7 @@ class BinTokens final : public TokenSource {
   std::uint64_t vocabulary() const override { return vocabulary_; }
   std::optional<std::uint32_t> end_of_document() const override { return end_of_document_; }
   bool ends_are_in_tokens() const override { return end_of_document_.has_value(); }
-  // One: the file. Its key is the checksum of its name without folders.
+  // Always 1: the file. Its key is the checksum of the file name without folders.
   std::uint64_t documents() const override { return 1; }
   Document document(std::uint64_t index) const override;
   void read(std::uint64_t begin, std::span<std::int64_t> out) const override;
@@ -65,12 +68,12 @@ class BinTokens final : public TokenSource {
  private:
   BinTokens(MappedFile file, std::span<const std::uint8_t> bytes, std::string name, const BinTokensOptions& options);
   void read_header(const BinTokensOptions& options);
-  // Throws unless tokens [begin, end) are below the vocabulary.
+  // Throws unless all tokens in [begin, end) are below the vocabulary.
   void check(std::uint64_t begin, std::uint64_t end) const;
   [[noreturn]] void refuse_token(std::uint64_t place, std::uint64_t token) const;
   void take_samples();
 
-  MappedFile file_;  // without bytes over the caller's
+  MappedFile file_;  // empty if the caller owns the bytes
   std::span<const std::uint8_t> bytes_;
   std::string name_;
   bool headerless_;

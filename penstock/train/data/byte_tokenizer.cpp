@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 
 namespace penstock::train::byte_tokenizer {
@@ -20,7 +21,7 @@ std::string decode(std::span<const std::int64_t> tokens) {
   for (const std::int64_t token : tokens) {
     if (token < 0) {
       throw ValueError(describe("token", fmt::format("{}", token), "a number of at least 0",
-                                "give tokens, not targets, where -100 means ignored"));
+                                "pass tokens, not targets, in which -100 means ignored"));
     }
     if (token < 256) {
       text += static_cast<char>(static_cast<unsigned char>(token));

@@ -1,9 +1,9 @@
-// Text as tokens without any vocabulary file: token b is the byte b, token 256 ends a document.
+// A tokenizer without a vocabulary file: token b is the byte b, token 256 ends a document.
 //
 //   const auto tokens = byte_tokenizer::encode("int x;");   // six tokens
 //   byte_tokenizer::decode(tokens) == "int x;"
 //
-// Pure functions; any thread.
+// Pure functions. Thread safety: any thread.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +17,12 @@ namespace penstock::train::byte_tokenizer {
 inline constexpr std::uint32_t kEndOfDocument = 256;
 inline constexpr std::uint32_t kVocabulary = 257;
 
-// The end of the document is not added: whoever writes documents adds it.
+// Does not add the end of the document; the writer of documents adds it.
 std::vector<std::uint32_t> encode(std::string_view text);
 
-// The bytes, with nothing for an end of document. A model whose vocabulary is padded may produce tokens above 256: they
-// come out as U+FFFD, the replacement character, so that a sample of such a model can still be shown. Throws ValueError
-// for a negative token.
+// Returns the bytes and skips ends of documents. A model with a padded vocabulary may produce tokens above
+// 256: they become U+FFFD, the replacement character, so that its samples can still be shown. Throws
+// ValueError for a negative token.
 std::string decode(std::span<const std::int64_t> tokens);
 
 }  // namespace penstock::train::byte_tokenizer

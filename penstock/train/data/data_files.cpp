@@ -8,6 +8,7 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/train/data/bin_tokens.h"
@@ -57,7 +58,7 @@ class Finder {
 
   DataFiles find() {
     for (const fs::path& path : expand_patterns(options_.paths)) {
-      std::error_code ignored;  // what is not there is refused by whoever reads it
+      std::error_code ignored;  // missing files are reported when they are read
       if (fs::is_directory(path, ignored)) {
         folder(path);
       } else {
@@ -90,7 +91,7 @@ class Finder {
       throw ConfigError(describe(fmt::format("{}: source", path.string()), "a token shard", "text, or a token file of another program", fmt::format("give its folder as data.shards ({})", path.parent_path().string())));
     std::error_code ignored;
     if (extension == kTokenExtension && fs::is_regular_file(path, ignored))
-      throw ConfigError(describe(fmt::format("{}: source", path.string()), "a file whose name ends in .bin and that does not begin with the header of llm.c", "a known kind of file",
+      throw ConfigError(describe(fmt::format("{}: source", path.string()), "a file that ends in .bin but has no llm.c header", "a known kind of file",
                                  "for 16-bit tokens without a header (nanoGPT) set data.format = \"uint16\", for text data.format = \"text\""));
     add(DataKind::Text, path);
   }
@@ -108,7 +109,7 @@ class Finder {
     }
     if (options_.format == "uint16") {
       if (tokens.empty())
-        throw ConfigError(describe(fmt::format("{}: source", path.string()), "a folder without token files", fmt::format("files that end in {}", fmt::join(extensions_, ", ")), "name the files themselves, or set data.extensions"));
+        throw ConfigError(describe(fmt::format("{}: source", path.string()), "a folder without token files", fmt::format("files that end in {}", fmt::join(extensions_, ", ")), "give the files themselves, or set data.extensions"));
       for (const fs::path& entry : tokens) add(DataKind::Uint16, entry);
       return;
     }
@@ -118,7 +119,7 @@ class Finder {
     if (!has_magic && !(only_tokens && options_.extensions.empty())) return add(DataKind::Text, path);
     if (!only_tokens)
       throw ConfigError(describe(fmt::format("{}: source", path.string()), "a folder of token files and other files", "one kind of files",
-                                 fmt::format("name the files, or a pattern ({}/*.bin), or set data.format = \"text\" and data.extensions", path.string())));
+                                 fmt::format("give the files or a pattern ({}/*.bin), or set data.format = \"text\" and data.extensions", path.string())));
     for (const fs::path& entry : tokens) file(entry);
   }
 

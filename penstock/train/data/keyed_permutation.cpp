@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/philox.h"  // plain integers: nothing of Torch in it
 
@@ -9,7 +10,7 @@ namespace penstock::train {
 
 namespace {
 
-// Told apart from every other use of the same seed.
+// Distinguishes this use of a seed from all others.
 constexpr std::uint64_t kShufflePurpose = 0x53485546464C45ULL;
 
 }  // namespace
@@ -26,7 +27,7 @@ KeyedPermutation::KeyedPermutation(std::uint64_t size, std::uint64_t seed, std::
 std::uint64_t KeyedPermutation::mixed(int round, std::uint64_t half) const {
   const philox::Block block = philox::philox4x32(static_cast<std::uint32_t>(half), static_cast<std::uint32_t>(round),
                                                  key_[2], key_[3], key_[0], key_[1]);
-  return block.word[0] & half_mask_;  // a half has 31 bits at most
+  return block.word[0] & half_mask_;  // a half has at most 31 bits
 }
 
 void KeyedPermutation::check(std::uint64_t index) const {

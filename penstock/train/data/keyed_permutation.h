@@ -1,12 +1,14 @@
-// A shuffle of 0 .. size-1 that is never stored: place i of the shuffled order is computed from (seed, stream, i) alone.
+// A shuffle of 0 .. size-1 that is not stored: element i of the shuffled order is computed from (seed,
+// stream, i).
 //
 //   const KeyedPermutation order(1'000'000'000, seed, epoch);
-//   order(0);                         // the first of a billion; no table is made
+//   order(0);                         // the first of a billion, without a table
 //   order.inverse(order(17)) == 17
 //
-// A Feistel network over the least even number of bits that holds the size, walked until it lands inside (less than four
-// steps on average). It is a permutation whatever the round function; the round function is Philox, so that other seeds
-// and other streams give unrelated orders. Immutable; any thread.
+// A Feistel network over the smallest even number of bits that holds the size, iterated until the result is
+// in range (fewer than four steps on average). It is a permutation for any round function; the round function
+// is Philox, so that different seeds and streams produce unrelated orders. Immutable. Thread safety: any
+// thread.
 #pragma once
 
 #include <array>
@@ -25,7 +27,7 @@ class KeyedPermutation {
   std::uint64_t inverse(std::uint64_t value) const;
 
  private:
-  // Four are enough to look random to any test; two more cost little.
+  // Four rounds look random to any test; two more cost little.
   static constexpr int kRounds = 6;
   std::uint64_t mixed(int round, std::uint64_t half) const;
   void check(std::uint64_t index) const;

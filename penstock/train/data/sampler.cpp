@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/philox.h"  // plain integers: nothing of Torch in it
 #include "penstock/train/data/keyed_permutation.h"
@@ -22,9 +23,9 @@ void check_enough_tokens(const TokenAmount& amount, std::int64_t context) {
   const auto least = static_cast<std::uint64_t>(context) + 1;
   if (amount.tokens >= least) return;
   std::string remedy = "give more text or lower model.context";
-  // The least fraction that would do, in thousandths.
+  // The smallest sufficient fraction, in thousandths.
   const std::uint64_t thousandths = amount.of_tokens == 0 ? 1000 : (1000 * least + amount.of_tokens - 1) / amount.of_tokens;
-  if (amount.split == Split::Validation && thousandths <= 500)
+  if (amount.split == DataSplit::Validation && thousandths <= 500)
     remedy = fmt::format("raise data.validation_fraction to {}, or train without validation (--validation_fraction 0 --validate_every 0)", static_cast<double>(thousandths) / 1000);
   throw ConfigError(describe(amount.name, fmt::format("{}", amount.tokens), fmt::format("more than the context of {}", context), remedy));
 }
@@ -45,7 +46,8 @@ std::uint64_t Sampler::first_token(std::uint64_t position) const {
   if (!options_.shuffle) return place * context;
   const philox::Stream stream = philox::derive(options_.seed, epoch, 0, 0, kRotatePurpose);
   const philox::Block block = philox::numbers(stream, 0);
-  // The remainder's bias is below 2^-16 for any dataset that a shard can hold; only the cut depends on it.
+  // The bias of the remainder is below 2^-16 for any dataset in a shard; only the position of the cut depends
+  // on it.
   const std::uint64_t start = (std::uint64_t{block.word[0]} << 32 | block.word[1]) % dataset_->tokens();
   const std::uint64_t window = KeyedPermutation(windows_, options_.seed, epoch)(place);
   return (start + window * context) % dataset_->tokens();
@@ -55,12 +57,13 @@ void Sampler::sample(std::uint64_t position, std::span<std::int64_t> tokens, std
                      std::span<std::int64_t> documents) const {
   const auto context = static_cast<std::size_t>(options_.context);
   if (tokens.size() != context || targets.size() != context || documents.size() != context)
-    throw ValueError(describe("room for a sample", fmt::format("{}, {}, {}", tokens.size(), targets.size(), documents.size()),
-                              fmt::format("{} places each, the context", context)));
+    throw ValueError(describe("buffers for a sample", fmt::format("{}, {}, {}", tokens.size(), targets.size(), documents.size()),
+                              fmt::format("{} elements each, the context", context)));
   const std::uint64_t first = first_token(position);
-  // With the token after the last one: numbers of documents are compared within one call of read() only.
+  // Includes the token after the last one: document numbers can be compared only within one call of read().
   std::vector<std::int64_t> read_tokens(context + 1), read_documents(context + 1);
-  // The part up to the end of the ring, then the part from its beginning, which counts as other documents.
+  // First the part up to the end of the ring, then the part from its beginning, which counts as other
+  // documents.
   const auto before = static_cast<std::size_t>(std::min<std::uint64_t>(context + 1, dataset_->tokens() - first));
   dataset_->read(first, std::span(read_tokens).first(before), std::span(read_documents).first(before));
   dataset_->read(0, std::span(read_tokens).subspan(before), std::span(read_documents).subspan(before));
@@ -73,7 +76,7 @@ void Sampler::sample(std::uint64_t position, std::span<std::int64_t> tokens, std
 }
 
 void Sampler::fill(std::uint64_t position, std::int64_t samples, Batch& batch) const {
-  if (samples < 1) throw ValueError(describe("samples of a batch", fmt::format("{}", samples), "a number of at least 1"));
+  if (samples < 1) throw ValueError(describe("samples per batch", fmt::format("{}", samples), "a number of at least 1"));
   const auto context = static_cast<std::size_t>(options_.context);
   const auto count = static_cast<std::size_t>(samples);
   batch.position = position;
@@ -90,9 +93,9 @@ void Sampler::fill(std::uint64_t position, std::int64_t samples, Batch& batch) c
 
 SampleShare sample_share(std::int64_t samples, int dp_rank, int dp) {
   if (dp < 1 || dp_rank < 0 || dp_rank >= dp)
-    throw ValueError(describe("data-parallel rank", fmt::format("{} of {}", dp_rank, dp), "one from 0 to the number of ranks less 1"));
+    throw ValueError(describe("data-parallel rank", fmt::format("{} of {}", dp_rank, dp), "a rank from 0 to the number of ranks minus 1"));
   if (samples < 1 || samples % dp != 0)
-    throw ValueError(describe("samples of a round", fmt::format("{}", samples),
+    throw ValueError(describe("samples per round", fmt::format("{}", samples),
                               fmt::format("a positive multiple of the {} data-parallel ranks", dp)));
   const std::int64_t share = samples / dp;
   return {static_cast<std::uint64_t>(share) * static_cast<std::uint64_t>(dp_rank), share};

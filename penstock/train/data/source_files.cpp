@@ -14,9 +14,10 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
+#include "penstock/base/checksum.h"
 #include "penstock/base/text.h"
-#include "penstock/train/data/checksum.h"
 
 namespace penstock::train {
 
@@ -24,9 +25,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kSourceRemedy = "repair or remove it, or set data.skip_bad_files (--skip-bad-files) to go on without it";
+constexpr const char* kSourceRemedy = "repair or remove it, or set data.skip_bad_files (--skip-bad-files) to skip it";
 
-// Device and number of a file: what it is, whatever the path to it.
+// Device and inode of a file, which identify it whatever its path.
 using Identity = std::pair<std::uint64_t, std::uint64_t>;
 
 class Search {
@@ -65,13 +66,13 @@ class Search {
       bad(path, error.message());
       return;
     }
-    std::sort(names.begin(), names.end());  // the order of a folder differs between machines
+    std::sort(names.begin(), names.end());  // directory order differs between machines
     for (const std::string& name : names) {
       const fs::path child = path / name;
       const std::string inner = relative.empty() ? name : relative + "/" + name;
       struct ::stat found {};
       if (::stat(child.c_str(), &found) != 0) {
-        if (wanted(child)) bad(child, std::strerror(errno));  // a link to nowhere
+        if (wanted(child)) bad(child, std::strerror(errno));  // a broken link
       } else if (S_ISDIR(found.st_mode)) {
         folder(child, found, inner);
       } else {
@@ -83,7 +84,7 @@ class Search {
   void file(const fs::path& path, const struct ::stat& status, const std::string& relative, bool named) {
     if (!named && !wanted(path)) return;
     if (!seen_.insert({status.st_dev, status.st_ino}).second) return;
-    if (!S_ISREG(status.st_mode)) return bad(path, "not a plain file");
+    if (!S_ISREG(status.st_mode)) return bad(path, "not a regular file");
     const auto bytes = static_cast<std::uint64_t>(status.st_size);
     if (bytes == 0) return bad(path, "an empty file");
     if (options_.max_file_bytes > 0 && bytes > options_.max_file_bytes) {
@@ -105,8 +106,8 @@ class Search {
   SourceList list_;
 };
 
-// Keeps the files with the lowest checksums, as long as they fit; the order of the rest does not change. Where none fits, the
-// first is cut.
+// Keeps the files with the lowest checksums while they fit, and does not change their order. If no file fits,
+// truncates the first one.
 void apply_cap(SourceList& list, std::uint64_t cap) {
   std::vector<std::size_t> order(list.files.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -139,7 +140,7 @@ void apply_cap(SourceList& list, std::uint64_t cap) {
 
 std::vector<fs::path> default_source_paths() {
   std::vector<fs::path> paths;
-  std::error_code ignored;  // a folder that cannot be looked at is not there for us
+  std::error_code ignored;  // inaccessible folders are ignored
   const auto add = [&](const fs::path& path) {
     if (fs::is_directory(path, ignored)) paths.push_back(path);
   };
@@ -147,7 +148,7 @@ std::vector<fs::path> default_source_paths() {
   std::string_view folders = PENSTOCK_TORCH_INCLUDE_FOLDERS;
   while (!folders.empty()) {
     const std::size_t end = std::min(folders.find(':'), folders.size());
-    // By name: the folder itself may be that of the whole system.
+    // By subfolder: the include folder may be that of the whole system.
     for (const char* part : {"ATen", "c10", "torch"}) add(fs::path(folders.substr(0, end)) / part);
     folders.remove_prefix(std::min(end + 1, folders.size()));
   }
@@ -165,11 +166,11 @@ SourceList find_sources(const SourceOptions& options) {
   const bool defaults = options.paths.empty();
   if (defaults) {
     effective.paths = default_source_paths();
-    effective.skip_bad_files = true;  // nobody here can repair the system's headers
+    effective.skip_bad_files = true;  // the user cannot repair system headers
     if (effective.max_file_bytes == 0) effective.max_file_bytes = kDefaultSourceFileBytes;
     if (effective.paths.empty())
       throw ConfigError(describe("sources", "no C++ headers on this machine", "a folder of text",
-                                 "name files or folders in data.sources (--source)"));
+                                 "set data.sources (--source) to files or folders"));
   }
   effective.paths = expand_patterns(effective.paths);
   std::vector<std::string> extensions = defaults && options.extensions.empty() ? cpp_extensions() : options.extensions;
@@ -186,15 +187,15 @@ SourceList find_sources(const SourceOptions& options) {
   if (list.files.empty())
     throw ConfigError(describe("source files", list.too_large + list.bad.size() == 0
                                    ? std::string("none")
-                                   : fmt::format("none ({} larger than {}, {} bad)", list.too_large, format_bytes(list.max_file_bytes), list.bad.size()),
-                               "at least one", "give other paths, extensions or limits"));
+                                   : fmt::format("none ({} larger than {}, {} unusable)", list.too_large, format_bytes(list.max_file_bytes), list.bad.size()),
+                               "at least one file", "give other paths, extensions or limits"));
   return list;
 }
 
 std::vector<fs::path> expand_patterns(const std::vector<fs::path>& paths) {
   std::vector<fs::path> all;
   for (const fs::path& path : paths) {
-    std::error_code ignored;  // what cannot be looked at is refused by whoever reads it
+    std::error_code ignored;  // errors are reported when the file is read
     if (path.string().find_first_of("*?[") == std::string::npos || fs::exists(path, ignored)) {
       all.push_back(path);
       continue;

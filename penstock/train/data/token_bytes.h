@@ -1,4 +1,5 @@
-// Numbers from bytes of files. Little-endian, like every machine that LibTorch runs on; places need no alignment.
+// Reads numbers from bytes of files. Little-endian, like every machine that LibTorch supports; no alignment
+// is required.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +16,7 @@ T number_from(const std::uint8_t* bytes) {
   return value;
 }
 
-// out.size() numbers of type T that lie one after the other.
+// Reads out.size() consecutive numbers of type T.
 template <class T>
 void widen(const std::uint8_t* from, std::span<std::int64_t> out) {
   for (std::size_t i = 0; i < out.size(); ++i) out[i] = static_cast<std::int64_t>(number_from<T>(from + i * sizeof(T)));

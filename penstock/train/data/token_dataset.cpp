@@ -8,18 +8,19 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/train/data/checksum.h"
+#include "penstock/base/checksum.h"
 
 namespace penstock::train {
 
-const char* to_text(Split split) {
+const char* to_text(DataSplit split) {
   switch (split) {
-    case Split::All:
+    case DataSplit::All:
       return "all";
-    case Split::Training:
+    case DataSplit::Training:
       return "training";
-    case Split::Validation:
+    case DataSplit::Validation:
       return "validation";
   }
   return "";
@@ -55,11 +56,11 @@ TokenSources open_shards(const std::filesystem::path& folder) {
   return shards;
 }
 
-TokenDataset::TokenDataset(TokenSources sources, Split split, double validation_fraction)
+TokenDataset::TokenDataset(TokenSources sources, DataSplit split, double validation_fraction)
     : sources_(std::move(sources)), split_(split) {
-  if (sources_.empty()) throw ValueError(describe("dataset", "no token sources", "at least one"));
-  std::string identity = fmt::format("{} {:a}", to_text(split), split == Split::All ? 0.0 : validation_fraction);
-  DocumentSplit cut(split == Split::All ? 0 : validation_fraction);
+  if (sources_.empty()) throw ValueError(describe("dataset", "no token sources", "at least one source"));
+  std::string identity = fmt::format("{} {:a}", to_text(split), split == DataSplit::All ? 0.0 : validation_fraction);
+  DocumentSplit cut(split == DataSplit::All ? 0 : validation_fraction);
   const auto end_text = [](const TokenSource& source) { return source.end_of_document() ? fmt::format("end of document {}", *source.end_of_document()) : std::string("no end of document"); };
   for (const auto& source : sources_) {
     if (source->vocabulary() != vocabulary() || source->end_of_document() != sources_.front()->end_of_document())
@@ -81,34 +82,34 @@ TokenDataset::TokenDataset(TokenSources sources, Split split, double validation_
       const TokenSource::Document document = sources_[i]->document(d);
       const std::uint64_t validation = cut.validation_tokens(document.end - document.begin, document.key);
       const std::uint64_t border = document.end - validation;
-      const std::uint64_t begin = split == Split::Validation ? border : document.begin;
-      const std::uint64_t end = split == Split::Training ? border : document.end;
+      const std::uint64_t begin = split == DataSplit::Validation ? border : document.begin;
+      const std::uint64_t end = split == DataSplit::Training ? border : document.end;
       if (begin == end) continue;
       spans_.push_back({tokens_, begin, i});
       tokens_ += end - begin;
     }
   }
   if (spans_.empty())
-    throw ConfigError(describe(name(), "none", "at least one",
-                               split == Split::Validation ? "raise data.validation_fraction or give more text"
+    throw ConfigError(describe(name(), "none", "at least one token",
+                               split == DataSplit::Validation ? "raise data.validation_fraction or give more text"
                                                           : "lower data.validation_fraction or give more text"));
   fingerprint_ = checksum64(identity);
 }
 
-std::shared_ptr<const TokenDataset> TokenDataset::open(const std::filesystem::path& folder, Split split,
+std::shared_ptr<const TokenDataset> TokenDataset::open(const std::filesystem::path& folder, DataSplit split,
                                                        double validation_fraction) {
   return std::make_shared<const TokenDataset>(open_shards(folder), split, validation_fraction);
 }
 
 std::string TokenDataset::name() const {
-  return fmt::format("{}tokens of {}{}", split_ == Split::All ? "" : fmt::format("{} ", to_text(split_)), sources_.front()->name(),
+  return fmt::format("{}tokens of {}{}", split_ == DataSplit::All ? "" : fmt::format("{} ", to_text(split_)), sources_.front()->name(),
                      sources_.size() == 1 ? "" : fmt::format(" and {} more", sources_.size() - 1));
 }
 
 void TokenDataset::read(std::uint64_t begin, std::span<std::int64_t> tokens, std::span<std::int64_t> documents) const {
   if (tokens.size() != documents.size())
-    throw ValueError(describe("room for documents", fmt::format("{}", documents.size()),
-                              fmt::format("that for tokens, {}", tokens.size())));
+    throw ValueError(describe("buffer for documents", fmt::format("{}", documents.size()),
+                              fmt::format("the size of the token buffer, {}", tokens.size())));
   if (begin > tokens_ || tokens.size() > tokens_ - begin)
     throw ValueError(describe("tokens to read", fmt::format("{} from {}", tokens.size(), begin),
                               fmt::format("a range within the {} tokens of the dataset", tokens_)));

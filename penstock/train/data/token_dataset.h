@@ -1,13 +1,13 @@
-// The documents of many token sources as one sequence of tokens, either those for training or those for validation.
+// The documents of many token sources as one sequence of tokens, either for training or for validation.
 //
-//   const auto training = TokenDataset::open("data", Split::Training, 0.05);
+//   const auto training = TokenDataset::open("data", DataSplit::Training, 0.05);
 //   training->tokens();                               // of the training documents, end to end
 //   training->read(0, tokens, documents);             // tokens and, for each, its document
 //
-// Which tokens are for validation: document_split.h. Where documents are cut, each side's part of one counts as a document of its own, so
-// that no target crosses the cut.
+// See document_split.h for the split. If documents are cut, each part counts as a separate document, so that
+// no target crosses the cut.
 //
-// Immutable; any thread. Memory: 24 bytes a document; tokens stay in the mapped files.
+// Immutable. Thread safety: any thread. Memory: 24 bytes per document; tokens stay in the mapped files.
 #pragma once
 
 #include <cstdint>
@@ -23,15 +23,15 @@
 
 namespace penstock::train {
 
-enum class Split { All, Training, Validation };
+enum class DataSplit { All, Training, Validation };
 
-const char* to_text(Split split);
+const char* to_text(DataSplit split);
 
-// What shards are called; sorted by name, they are read in that order.
+// File name extension of shards; shards are read in name order.
 inline constexpr const char* kShardExtension = ".tokens";
-// Whether this is a folder that has some.
+// Returns whether the folder contains shards.
 bool has_shards(const std::filesystem::path& folder);
-// The shards of a folder. Throws ConfigError when it is no folder or has none.
+// Opens the shards of a folder. Throws ConfigError if it is not a folder or contains none.
 std::vector<std::filesystem::path> shard_files(const std::filesystem::path& folder);
 
 using TokenSources = std::vector<std::shared_ptr<const TokenSource>>;
@@ -40,26 +40,27 @@ TokenSources open_shards(const std::filesystem::path& folder);
 class TokenDataset {
  public:
   // Throws ConfigError for damaged sources, sources of different vocabularies and a split without tokens.
-  TokenDataset(TokenSources sources, Split split, double validation_fraction);
-  // Of a folder of token shards.
-  static std::shared_ptr<const TokenDataset> open(const std::filesystem::path& folder, Split split,
+  TokenDataset(TokenSources sources, DataSplit split, double validation_fraction);
+  // Opens a folder of token shards.
+  static std::shared_ptr<const TokenDataset> open(const std::filesystem::path& folder, DataSplit split,
                                                   double validation_fraction);
 
-  Split split() const { return split_; }
+  DataSplit split() const { return split_; }
   // "training tokens of data/shard-00000.tokens", for messages.
   std::string name() const;
   std::uint64_t tokens() const { return tokens_; }
   std::uint64_t tokens_of_all_splits() const { return all_tokens_; }
-  // Parts of documents where these are cut; files where the ends of documents are found by their tokens.
+  // Counts parts if documents are cut, and files if the tokens mark the ends of documents.
   std::uint64_t documents() const { return spans_.size(); }
   std::uint64_t vocabulary() const { return sources_.front()->vocabulary(); }
-  // Changes with any token, document, fraction or split (of files without checksums: with what bin_tokens.h says): a saved position is only
-  // good for the same fingerprint.
+  // Changes with any token, document, fraction or split (for files without checksums, see bin_tokens.h): a
+  // saved position is valid only for the same fingerprint.
   std::uint64_t fingerprint() const { return fingerprint_; }
 
-  // Tokens [begin, begin + tokens.size()), and for each the number of its document. Both spans have the same size. Throws ValueError outside
-  // the dataset. Numbers are below document_numbers(), and equal for tokens of the same document. They are the indices of the documents, the
-  // same in every call, unless the ends of documents are found by their tokens: these numbers can be compared within one call only.
+  // Reads tokens [begin, begin + tokens.size()) and the document number of each. Both spans have the same
+  // size. Throws ValueError outside the dataset. Numbers are below document_numbers() and equal for tokens of
+  // the same document. They are document indices, the same in every call, unless the tokens mark the ends of
+  // documents: then numbers are comparable only within one call.
   void read(std::uint64_t begin, std::span<std::int64_t> tokens, std::span<std::int64_t> documents) const;
   std::int64_t document_numbers() const { return static_cast<std::int64_t>(spans_.size()) * numbers_each_; }
 
@@ -70,11 +71,11 @@ class TokenDataset {
     std::uint64_t source;
   };
   TokenSources sources_;
-  Split split_;
+  DataSplit split_;
   std::vector<Span> spans_;  // of each document, in order
   std::uint64_t tokens_ = 0;
   std::uint64_t all_tokens_ = 0;
-  std::int64_t numbers_each_ = 1;  // numbers that the documents inside a span have
+  std::int64_t numbers_each_ = 1;  // document numbers reserved per span
   std::uint64_t fingerprint_ = 0;
 };
 

@@ -7,8 +7,10 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/train/data/checksum.h"
+#include "penstock/base/checksum.h"
+#include "penstock/train/data/map_data_file.h"
 #include "penstock/train/data/token_bytes.h"
 
 namespace penstock::train {
@@ -20,7 +22,7 @@ constexpr const char* kRemedy = "make the shards again with penstock data make";
 }  // namespace
 
 std::shared_ptr<const TokenShard> TokenShard::open(const std::filesystem::path& path) {
-  MappedFile file = MappedFile::open(path, "a token shard");
+  MappedFile file = map_data_file(path, "a token shard");
   const std::span<const std::uint8_t> bytes = file.bytes();
   return std::shared_ptr<const TokenShard>(new TokenShard(std::move(file), bytes, path.string()));
 }
@@ -33,7 +35,7 @@ TokenShard::TokenShard(MappedFile file, std::span<const std::uint8_t> bytes, std
     : file_(std::move(file)), bytes_(bytes), name_(std::move(name)), header_(decode_shard_header(bytes, name_)) {
   if (bytes_.size() != header_.file_bytes())
     throw ConfigError(describe(fmt::format("{}: size of the file", name_), fmt::format("{} bytes", bytes_.size()),
-                               fmt::format("{} as its header says", header_.file_bytes()), kRemedy));
+                               fmt::format("{} according to its header", header_.file_bytes()), kRemedy));
   const std::uint64_t table = checksum64(bytes_.subspan(header_.table_offset()));
   if (table != header_.table_checksum)
     throw ConfigError(describe(fmt::format("{}: the table of checksums is damaged: checksum", name_),
@@ -56,7 +58,7 @@ void TokenShard::check_documents() const {
     const std::uint64_t end = number_at(header_.documents_offset() + 16 * i);
     if (end <= begin || end > header_.tokens)
       throw ConfigError(describe(fmt::format("{}: end of document {}", name_, i), fmt::format("token {}", end),
-                                 fmt::format("one from {} to {}", begin + 1, header_.tokens), kRemedy));
+                                 fmt::format("a token from {} to {}", begin + 1, header_.tokens), kRemedy));
     begin = end;
   }
   if (begin != header_.tokens)
@@ -71,7 +73,7 @@ void TokenShard::check_blocks(std::uint64_t begin, std::uint64_t end) const {
 }
 
 void TokenShard::check_block(std::uint64_t block) const {
-  if (checked_[block].load(std::memory_order_relaxed)) return;  // the bytes never change: nothing to order
+  if (checked_[block].load(std::memory_order_relaxed)) return;  // the bytes never change, so no ordering is needed
   const std::uint64_t offset = kShardHeaderBytes + block * header_.block_bytes;
   const std::uint64_t size = std::min(header_.block_bytes, header_.table_offset() - offset);
   const std::uint64_t actual = checksum64(bytes_.subspan(offset, size));
@@ -86,7 +88,7 @@ void TokenShard::check_block(std::uint64_t block) const {
 TokenSource::Document TokenShard::document(std::uint64_t index) const {
   if (index >= header_.documents)
     throw ValueError(describe(fmt::format("{}: document", name_), fmt::format("{}", index),
-                              fmt::format("one from 0 to {}", header_.documents - 1)));
+                              fmt::format("a document from 0 to {}", header_.documents - 1)));
   const std::uint64_t entry = header_.documents_offset() + 16 * index;
   return {index == 0 ? 0 : number_at(entry - 16), number_at(entry), number_at(entry + 8)};
 }
@@ -94,7 +96,7 @@ TokenSource::Document TokenShard::document(std::uint64_t index) const {
 std::uint64_t TokenShard::document_of(std::uint64_t token) const {
   if (token >= header_.tokens)
     throw ValueError(describe(fmt::format("{}: token", name_), fmt::format("{}", token),
-                              fmt::format("one from 0 to {}", header_.tokens - 1)));
+                              fmt::format("a token from 0 to {}", header_.tokens - 1)));
   std::uint64_t low = 0;
   std::uint64_t high = header_.documents - 1;
   while (low < high) {  // the first document that ends after the token

@@ -3,14 +3,14 @@
 //   const auto shard = TokenShard::open("data/shard-00000.tokens");
 //   std::vector<std::int64_t> tokens(128);
 //   shard->read(0, tokens);                        // tokens 0 to 127
-//   shard->document_of(100);                       // which document token 100 belongs to
+//   shard->document_of(100);                       // the document of token 100
 //
-// Nothing of the file is trusted: opening checks the header, the size, the table of checksums and the documents;
-// reading checks the checksum of each block that it touches for the first time, and that tokens are below the
-// vocabulary. A damaged file is a ConfigError that names the file and the place.
+// The file is not trusted: opening checks the header, the size, the checksum table and the documents; reading
+// checks the checksum of each block on its first use, and that tokens are below the vocabulary. For a damaged
+// file, ConfigError names the file and the position.
 //
-// Immutable; any number of threads may read. The file must not be cut short while it is mapped (the kernel would end
-// the process): replace shards by rename, as the writer does.
+// Immutable; any number of threads may read. The file must not be truncated while it is mapped (the kernel
+// would kill the process): replace shards by rename, as the writer does.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,7 @@
 #include <span>
 #include <string>
 
-#include "penstock/train/data/mapped_file.h"
+#include "penstock/base/mapped_file.h"
 #include "penstock/train/data/token_shard_format.h"
 #include "penstock/train/data/token_source.h"
 
@@ -31,7 +31,7 @@ namespace penstock::train {
 class TokenShard final : public TokenSource {
  public:
   static std::shared_ptr<const TokenShard> open(const std::filesystem::path& path);
-  // Over bytes that the caller keeps alive; `name` is for messages.
+  // Reads from bytes that the caller keeps alive; `name` is for messages.
   static std::shared_ptr<const TokenShard> over(std::span<const std::uint8_t> bytes, std::string name);
 
   const TokenShardHeader& header() const { return header_; }
@@ -41,30 +41,30 @@ class TokenShard final : public TokenSource {
   std::optional<std::uint32_t> end_of_document() const override { return header_.end_of_document; }
   bool ends_are_in_tokens() const override { return false; }
   std::uint64_t documents() const override { return header_.documents; }
-  // Of the whole contents: shards with equal fingerprints hold the same tokens and documents.
+  // Covers the whole contents: shards with equal fingerprints have the same tokens and documents.
   std::uint64_t fingerprint() const override { return fingerprint_; }
 
   Document document(std::uint64_t index) const override;
-  // Throws ValueError for a token that is not there.
+  // Throws ValueError for a token out of range.
   std::uint64_t document_of(std::uint64_t token) const;
   void read(std::uint64_t begin, std::span<std::int64_t> out) const override;
-  // Every block's checksum, every token.
+  // Checks every checksum and every token.
   void verify() const override;
 
  private:
   TokenShard(MappedFile file, std::span<const std::uint8_t> bytes, std::string name);
   std::uint64_t number_at(std::uint64_t offset) const;
   void check_documents() const;
-  // Bytes [begin, end) of the file, which lie in the body.
+  // Checks bytes [begin, end) of the file, which are in the body.
   void check_blocks(std::uint64_t begin, std::uint64_t end) const;
   void check_block(std::uint64_t block) const;
 
-  MappedFile file_;  // without bytes over the caller's
+  MappedFile file_;  // empty if the caller owns the bytes
   std::span<const std::uint8_t> bytes_;
   std::string name_;
   TokenShardHeader header_;
   std::uint64_t fingerprint_ = 0;
-  std::unique_ptr<std::atomic<bool>[]> checked_;  // per block; two threads may check the same one, which does no harm
+  std::unique_ptr<std::atomic<bool>[]> checked_;  // per block; two threads may harmlessly check the same block
 };
 
 }  // namespace penstock::train

@@ -6,8 +6,9 @@
 #include <bit>
 #include <cstring>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/train/data/checksum.h"
+#include "penstock/base/checksum.h"
 
 namespace penstock::train {
 
@@ -42,7 +43,7 @@ void check_shard_header(const TokenShardHeader& header) {
     throw ValueError(describe(what, fmt::format("{}", actual), expected));
   };
   if (header.token_bytes != 1 && header.token_bytes != 2 && header.token_bytes != 4)
-    refuse("bytes of a token", header.token_bytes, "1, 2 or 4");
+    refuse("bytes per token", header.token_bytes, "1, 2 or 4");
   const std::uint64_t most = std::uint64_t{1} << (8 * header.token_bytes);
   if (header.vocabulary < 1 || header.vocabulary > most)
     refuse("vocabulary", header.vocabulary,
@@ -56,7 +57,7 @@ void check_shard_header(const TokenShardHeader& header) {
     refuse("documents", header.documents, fmt::format("a number from 1 to the {} tokens", header.tokens));
   if (!std::has_single_bit(header.block_bytes) || header.block_bytes < 64 ||
       header.block_bytes > std::uint64_t{1} << 30)
-    refuse("bytes of a block", header.block_bytes, "a power of two from 64 to 2^30");
+    refuse("bytes per block", header.block_bytes, "a power of two from 64 to 2^30");
 }
 
 void encode_shard_header(const TokenShardHeader& header, std::span<std::uint8_t, kShardHeaderBytes> bytes) {
@@ -82,11 +83,11 @@ TokenShardHeader decode_shard_header(std::span<const std::uint8_t> bytes, std::s
     refuse("token shard", fmt::format("{} bytes", bytes.size()),
            fmt::format("at least a header of {} bytes", kShardHeaderBytes), kFormatRemedy);
   if (std::memcmp(bytes.data(), kMagic, sizeof kMagic) != 0)
-    refuse("not a token shard", "other first bytes", "PNSKTOKS", "give files that penstock data make wrote");
-  // Before the checksum: another version may have its checksum elsewhere.
+    refuse("not a token shard", "other first bytes", "PNSKTOKS", "give files made by penstock data make");
+  // Before the checksum: another version may store its checksum elsewhere.
   if (const auto version = load<std::uint32_t>(bytes, 8); version != kShardVersion)
     refuse("version of the token shard", fmt::format("{}", version), fmt::format("{}", kShardVersion),
-           version > kShardVersion ? "it was written by a newer version of Penstock: use that one, or make it again" : kFormatRemedy);
+           version > kShardVersion ? "it was written by a newer version of Penstock: use that version, or make the shards again" : kFormatRemedy);
   const std::uint64_t actual = checksum64(bytes.first(kChecksumOffset));
   if (const auto expected = load<std::uint64_t>(bytes, kChecksumOffset); actual != expected)
     refuse("the header is damaged: checksum", fmt::format("{:016x}", actual), fmt::format("{:016x}", expected),

@@ -11,8 +11,9 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/train/data/checksum.h"
+#include "penstock/base/checksum.h"
 
 namespace penstock::train {
 
@@ -27,18 +28,18 @@ TokenShardWriter::TokenShardWriter(std::filesystem::path path, const TokenShardO
   check_shard_header(with_counts);
   block_.reserve(header_.block_bytes);
   file_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-  if (file_ < 0) fail("cannot be made");
+  if (file_ < 0) fail("cannot be created");
 }
 
 TokenShardWriter::~TokenShardWriter() {
   if (file_ >= 0) ::close(file_);
-  std::error_code ignored;  // what is left behind has a name that nobody reads
+  std::error_code ignored;  // a leftover has a name that is never read
   if (!finished_) std::filesystem::remove(temporary_, ignored);
 }
 
 void TokenShardWriter::fail(const char* what) const {
   throw ConfigError(describe(fmt::format("{}: {}", temporary_.string(), what), std::strerror(errno),
-                             "a folder that can be written, with room", "give another folder or make room"));
+                             "a writable folder with free space", "give another folder or free some space"));
 }
 
 void TokenShardWriter::write_all(const void* data, std::size_t size, std::uint64_t offset) {
@@ -78,23 +79,23 @@ void TokenShardWriter::add_document(std::span<const std::uint32_t> tokens, std::
 }
 
 void TokenShardWriter::add_tokens(std::span<const std::uint32_t> tokens) {
-  if (finished_) throw StateError(describe("token shard", "a document after finish", "", "make another writer"));
+  if (finished_) throw StateError(describe("token shard", "a document after finish", "", "create another writer"));
   if (header_.tokens + tokens.size() + 1 > kMostShardTokens)
-    throw ValueError(describe("tokens of a shard", "more than 2^48", "", "begin another shard"));
-  // All of it is checked before any of it is written.
+    throw ValueError(describe("tokens per shard", "more than 2^48", "", "start another shard"));
+  // Everything is checked before anything is written.
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     if (tokens[i] >= header_.vocabulary || tokens[i] == header_.end_of_document)
       throw ValueError(describe(fmt::format("token {} of document {}", i, header_.documents), fmt::format("{}", tokens[i]),
-                                fmt::format("a token below the vocabulary of {} that is not the end of a document ({})",
+                                fmt::format("a token below the vocabulary of {} other than the end-of-document token ({})",
                                             header_.vocabulary, header_.end_of_document),
-                                "give one document at a time, in tokens of this vocabulary"));
+                                "pass one document at a time, in tokens of this vocabulary"));
   }
   inside_ = true;
   put(tokens);
 }
 
 void TokenShardWriter::end_document(std::uint64_t key) {
-  if (!inside_) throw StateError(describe("token shard", "the end of a document that has not begun", "", "call add_tokens first"));
+  if (!inside_) throw StateError(describe("token shard", "the end of a document that was not started", "", "call add_tokens first"));
   put({&header_.end_of_document, 1});
   inside_ = false;
   ++header_.documents;
@@ -111,10 +112,10 @@ void TokenShardWriter::put(std::span<const std::uint32_t> tokens) {
 }
 
 TokenShardHeader TokenShardWriter::finish() {
-  if (finished_) throw StateError(describe("token shard", "finish twice", "once"));
+  if (finished_) throw StateError(describe("token shard", "a second call of finish", "one call"));
   if (inside_) throw StateError(describe("token shard", "finish inside a document", "", "call end_document first"));
   if (header_.documents == 0)
-    throw StateError(describe("token shard", "no document", "at least one", "add documents before finish"));
+    throw StateError(describe("token shard", "no document", "at least one document", "add documents before finish"));
   const std::array<std::uint8_t, 8> zeros{};
   append(zeros.data(), header_.documents_offset() - kShardHeaderBytes - header_.tokens * header_.token_bytes);
   append(documents_.data(), documents_.size() * sizeof(std::uint64_t));
@@ -125,18 +126,18 @@ TokenShardHeader TokenShardWriter::finish() {
   std::array<std::uint8_t, kShardHeaderBytes> bytes{};
   encode_shard_header(header_, bytes);
   write_all(bytes.data(), bytes.size(), 0);
-  if (::fsync(file_) != 0) fail("cannot be made durable");
+  if (::fsync(file_) != 0) fail("cannot be synced");
   const int closed = ::close(std::exchange(file_, -1));
   if (closed != 0) fail("cannot be closed");
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail("cannot be renamed");
   finished_ = true;
-  // The name is durable only when its folder is.
+  // The name is durable only after its folder is synced.
   const std::filesystem::path folder = path_.has_parent_path() ? path_.parent_path() : std::filesystem::path(".");
   const int directory = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (directory < 0) fail("its folder cannot be opened");
   const int synced = ::fsync(directory);
   ::close(directory);
-  if (synced != 0) fail("its folder cannot be made durable");
+  if (synced != 0) fail("its folder cannot be synced");
   return header_;
 }
 

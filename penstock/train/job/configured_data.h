@@ -1,8 +1,9 @@
-// The data that a configuration names: what kind they are, the samplers over them, and whether a run can be trained on them.
+// Finds the data that a configuration names: their kind, the samplers over them, and whether a run can train
+// on them.
 //
 //   data.shards     a folder of token shards
-//   data.sources    text, which is made into token shards in the run folder, or token files of other programs (data_files.h), which are read
-//                   where they are
+//   data.sources    text, which is converted to token shards in the run folder, or token files of other
+//                   programs (data_files.h), which are read in place
 #pragma once
 
 #include <atomic>
@@ -19,31 +20,34 @@
 
 namespace penstock::train {
 
-// What data.sources are. Throws ConfigError as find_data_files does, and for keys that have no meaning for what was found.
+// Returns what data.sources are. Throws ConfigError like find_data_files, and for keys that do not apply to
+// what was found.
 DataFiles configured_files(const DataConfig& config);
 SourceOptions source_options(const DataConfig& config);
 
-// Whether the tokens are those of a tokenizer that is not known here, so that no text can be made of them.
-bool tokens_have_no_text(const DataConfig& config);
+// Returns whether the tokens were made by an unknown tokenizer, so that they cannot be converted to text.
+bool tokenizer_is_unknown(const DataConfig& config);
 
-// Those that need not be made: shards, or token files. nullopt: text.
+// Opens data that need no conversion: shards or token files. Returns std::nullopt for text.
 std::optional<TokenSources> open_configured_tokens(const TrainConfig& config);
-// Throws ConfigError for too little data.
+// Throws ConfigError if there is too little data.
 TrainingData make_samplers(const TrainConfig& config, const TokenSources& sources);
 
-// Told now and then what is being done; the share of it that is done is from 0 to 1, or negative where it is not known.
-using LookProgress = std::function<void(const std::string& what, double share)>;
+// Called now and then with the current activity and its completed share from 0 to 1, negative if unknown.
+using DataCheckProgress = std::function<void(const std::string& what, double share)>;
 
-// How far check_data looks.
+// How thoroughly check_data checks.
 enum class DataCheck {
-  Opening,  // headers, sizes and amounts: what a start can wait for
-  Reading,  // also everything that the run would read, for its checksums and for bytes that are no text
+  Opening,  // headers, sizes and amounts: fast enough for every start
+  Reading,  // also reads all data of the run, to verify checksums and to find bytes that are not text
 };
-// Finds and checks the data, but makes nothing: what a run would refuse is refused. Returns one line for people.
-std::string check_data(const TrainConfig& config, DataCheck check, const LookProgress& progress = {});
+// Finds and checks the data without converting them. Throws for everything that a run would refuse. Returns
+// one line for the user.
+std::string check_data(const TrainConfig& config, DataCheck check, const DataCheckProgress& progress = {});
 
-// [collective] Runs `work` on rank 0 while the others wait, however long it takes: no timeout of the world is for the data of others. `stop` becomes true
-// when the ranks cannot wait any longer (one of them is gone): the work should then throw. An error of the work is thrown on every rank.
+// [collective] Runs `work` on rank 0 while the other ranks wait, however long it takes: the world's timeouts
+// do not apply. `stop` becomes true when the ranks cannot wait any longer because one of them is gone: the
+// work should then throw. An error of the work is thrown on every rank.
 using LongWork = std::function<void(const std::atomic<bool>& stop)>;
 void run_on_first_rank(const comm::World& world, const std::string& topic, std::chrono::milliseconds between, const LongWork& work);
 

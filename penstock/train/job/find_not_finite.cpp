@@ -12,10 +12,10 @@
 #include <tuple>
 #include <utility>
 
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/torch/tree/distributed_type.h"
 #include "penstock/fake.h"
-#include "penstock/torch/dispatch/operator_traits.h"
+#include "penstock/operator_traits.h"
 #include "penstock/step_context.h"
 #include "penstock/train/job/stage_scope.h"
 
@@ -37,7 +37,7 @@ std::int64_t not_finite_values(const at::Tensor& tensor) {
 std::string replica_text(const RankLayout& layout) { return layout.dp_size() > 1 ? fmt::format(", replica {}", layout.dp()) : std::string(); }
 
 template <class Look>
-std::optional<BadPlace> first_of(const RankLayout& layout, const ModelStages& model, const char* kind, const Look& look) {
+std::optional<NonFiniteOrigin> first_of(const RankLayout& layout, const ModelStages& model, const char* kind, const Look& look) {
   const at::NoGradGuard no_grad;
   for (const models::StagePart& part : model.parts()) {
     std::int64_t order = 0;
@@ -45,17 +45,17 @@ std::optional<BadPlace> first_of(const RankLayout& layout, const ModelStages& mo
       const at::Tensor tensor = look(parameter);
       const std::int64_t bad = tensor.defined() ? not_finite_values(tensor) : 0;
       if (bad > 0)
-        return BadPlace{.run = 0, .microbatch = 0, .stage = part.index, .order = order, .what = fmt::format("{} {} has {} values of {} that are NaN or infinite (stage {}{})", kind, parameter.name, bad, tensor.numel(), part.index, replica_text(layout))};
+        return NonFiniteOrigin{.run = 0, .microbatch = 0, .stage = part.index, .order = order, .what = fmt::format("{} {} has {} of {} values that are NaN or infinite (stage {}{})", kind, parameter.name, bad, tensor.numel(), part.index, replica_text(layout))};
       ++order;
     }
   }
   return std::nullopt;
 }
 
-// Results are memory that nobody has written yet.
-bool gives_no_values(std::string_view name) { return name.find("empty") != std::string_view::npos || name.find("resize") != std::string_view::npos; }
+// The results are uninitialized memory.
+bool returns_uninitialized_memory(std::string_view name) { return name.find("empty") != std::string_view::npos || name.find("resize") != std::string_view::npos; }
 
-// Writes a number that the caller has chosen; infinities are meant.
+// Writes a value chosen by the caller; infinities are intended.
 bool writes_chosen_values(std::string_view name) {
   constexpr std::array<std::string_view, 5> kNames = {"aten::fill", "aten::masked_fill", "aten::where", "aten::full", "aten::new_full"};
   for (const std::string_view each : kNames)
@@ -63,42 +63,42 @@ bool writes_chosen_values(std::string_view name) {
   return false;
 }
 
-// What an argument that is written held before does not count.
+// The former contents of a written argument do not count.
 bool overwrites(std::string_view name) { return name.starts_with("aten::copy_") || name.starts_with("aten::zero_") || name.starts_with("aten::fill_") || name.ends_with("out"); }
 
-// Further results of fused attention (log-sum-exp, seeds) are no numbers of the model.
+// Further results of fused attention (log-sum-exp, seeds) are not model values.
 bool only_first_result_counts(std::string_view name) { return name.find("attention") != std::string_view::npos; }
 
 }  // namespace
 
-bool BadPlace::is_before(const BadPlace& other) const { return std::tie(run, microbatch, stage, order) < std::tie(other.run, other.microbatch, other.stage, other.order); }
+bool NonFiniteOrigin::is_before(const NonFiniteOrigin& other) const { return std::tie(run, microbatch, stage, order) < std::tie(other.run, other.microbatch, other.stage, other.order); }
 
-std::optional<BadPlace> bad_parameter(const RankLayout& layout, const ModelStages& model) {
+std::optional<NonFiniteOrigin> bad_parameter(const RankLayout& layout, const ModelStages& model) {
   return first_of(layout, model, "parameter", [](const optim::NamedParameter& each) { return each.tensor; });
 }
 
-std::optional<BadPlace> bad_gradient(const RankLayout& layout, const ModelStages& model) {
+std::optional<NonFiniteOrigin> bad_gradient(const RankLayout& layout, const ModelStages& model) {
   return first_of(layout, model, "the gradient of", [](const optim::NamedParameter& each) { return each.tensor.grad(); });
 }
 
-std::optional<BadPlace> earliest(const comm::World& world, const std::optional<BadPlace>& own) {
-  checkpoint::WorldMeeting meeting(world);
-  const auto read = [](const checkpoint::Bytes& bytes) -> std::optional<BadPlace> {
+std::optional<NonFiniteOrigin> earliest(const comm::World& world, const std::optional<NonFiniteOrigin>& own) {
+  checkpoint::WorldAgreement agreement(world);
+  const auto read = [](const checkpoint::Bytes& bytes) -> std::optional<NonFiniteOrigin> {
     if (bytes.empty()) return std::nullopt;
-    const nlohmann::json said = nlohmann::json::parse(bytes.begin(), bytes.end());
-    const auto number = [&](const char* key) { return said.at(key).get<std::int64_t>(); };
-    return BadPlace{.run = number("run"), .microbatch = number("microbatch"), .stage = number("stage"), .order = number("order"), .what = said.at("what").get<std::string>()};
+    const nlohmann::json finding = nlohmann::json::parse(bytes.begin(), bytes.end());
+    const auto number = [&](const char* key) { return finding.at(key).get<std::int64_t>(); };
+    return NonFiniteOrigin{.run = number("run"), .microbatch = number("microbatch"), .stage = number("stage"), .order = number("order"), .what = finding.at("what").get<std::string>()};
   };
-  const checkpoint::Bytes verdict = meeting.agree(
+  const checkpoint::Bytes verdict = agreement.agree(
       "finding the first bad tensor",
       [&] {
         if (!own) return checkpoint::Bytes{};
         const std::string text = nlohmann::json{{"run", own->run}, {"microbatch", own->microbatch}, {"stage", own->stage}, {"order", own->order}, {"what", own->what}}.dump();
         return checkpoint::Bytes(text.begin(), text.end());
       },
-      [&](const std::vector<checkpoint::Bytes>& said) {
+      [&](const std::vector<checkpoint::Bytes>& findings) {
         checkpoint::Bytes first;
-        for (const checkpoint::Bytes& each : said)
+        for (const checkpoint::Bytes& each : findings)
           if (const auto place = read(each); place && (first.empty() || place->is_before(*read(first)))) first = each;
         return first;
       });
@@ -148,15 +148,15 @@ std::string OperatorWatch::place_text(const std::string& own_parameter) const {
   constexpr std::string_view kBlocks = "blocks.";
   if (near.starts_with(kBlocks)) text += fmt::format(", block {}", near.substr(kBlocks.size(), near.find('.', kBlocks.size()) - kBlocks.size()));
   if (!own_parameter.empty()) return text + fmt::format(", with {}", own_parameter);
-  return text + (near.empty() ? std::string(", before any of its weights") : fmt::format(", behind {}", near));
+  return text + (near.empty() ? std::string(", before any of its weights") : fmt::format(", after {}", near));
 }
 
 void OperatorWatch::dispatch(const c10::OperatorHandle& op, Stack* stack) {
   const auto context = StepContext::current();
   if (!context->running || context->trial || !context->microbatch) return op.callBoxed(stack);
-  // The loss is computed behind the last stage.
+  // The loss is computed after the last stage.
   enter(*context->microbatch, StageScope::current().value_or(stages_));
-  const BadPlace here{.run = run_, .microbatch = microbatch_, .stage = stage_, .order = order_++, .what = {}};
+  const NonFiniteOrigin here{.run = run_, .microbatch = microbatch_, .stage = stage_, .order = order_++, .what = {}};
   if (found_ && !here.is_before(*found_)) return op.callBoxed(stack);
 
   const at::NoGradGuard no_grad;
@@ -175,11 +175,11 @@ void OperatorWatch::dispatch(const c10::OperatorHandle& op, Stack* stack) {
     for_each_tensor(inputs[i], [&](const at::Tensor& tensor) {
       any_input = true;
       if (std::string name = parameter_name(tensor); !name.empty()) own_parameter = std::move(name);
-      if (traits.arguments[i].written && !overwrites(traits.name)) look_at(tensor);  // gone after the call
+      if (traits.arguments[i].written && !overwrites(traits.name)) look_at(tensor);  // overwritten by the call
     });
   }
   op.callBoxed(stack);
-  if (!any_input || gives_no_values(traits.name)) return;
+  if (!any_input || returns_uninitialized_memory(traits.name)) return;
 
   Seen after;
   at::Tensor worst;
@@ -198,7 +198,7 @@ void OperatorWatch::dispatch(const c10::OperatorHandle& op, Stack* stack) {
     const bool begins = !before.bad && !writes_chosen_values(traits.name) && (after.bad || (after.minus && !before.minus));
     if (begins) {
       found_ = here;
-      found_->what = fmt::format("microbatch {} of {}{}{}: {} {} gave {} values of {} that are NaN or infinite, from inputs that are not", microbatch_, context->microbatches, runs_ > 1 ? fmt::format(" in run {} of {}", run_, runs_) : std::string(), replica_,
+      found_->what = fmt::format("microbatch {} of {}{}{}: {} {} produced {} of {} values that are NaN or infinite from finite inputs", microbatch_, context->microbatches, runs_ > 1 ? fmt::format(" in run {} of {}", run_, runs_) : std::string(), replica_,
                                  traits.name, place_text(own_parameter), not_finite_values(worst), worst.numel());
     }
   }

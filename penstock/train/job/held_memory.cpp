@@ -9,7 +9,7 @@
 #include "penstock/fully_shard.h"
 #include "penstock/shard/state/shard_context.h"
 #include "penstock/torch/tree/distributed_type.h"
-#include "penstock/train/job/gradient_sync.h"
+#include "penstock/train/job/replica_gradient_sync.h"
 #include "penstock/train/job/model_stages.h"
 
 namespace penstock::train {
@@ -20,9 +20,9 @@ std::int64_t local_bytes(const at::Tensor& tensor) {
   return tensor.defined() ? static_cast<std::int64_t>(local_if_distributed(tensor, kDetach).nbytes()) : 0;
 }
 
-// Of the parameters of this rank, as far as they are sharded.
-std::set<ParameterGroup*> groups_of(const ModelStages& model) {
-  std::set<ParameterGroup*> groups;
+// Sharded parameters of this rank.
+std::set<ShardGroup*> groups_of(const ModelStages& model) {
+  std::set<ShardGroup*> groups;
   for (const optim::NamedParameter& parameter : model.parameters())
     if (const auto info = shard_of(parameter.tensor)) groups.insert(info->group);
   return groups;
@@ -31,11 +31,11 @@ std::set<ParameterGroup*> groups_of(const ModelStages& model) {
 }  // namespace
 
 void reset_gathered_peaks(const ModelStages& model) {
-  for (ParameterGroup* group : groups_of(model))
+  for (ShardGroup* group : groups_of(model))
     if (group->has_context()) group->context().reset_peak();
 }
 
-HeldMemory held_memory(const ModelStages& model, const optim::Optimizer& optimizer, const GradientSync& sync) {
+HeldMemory held_memory(const ModelStages& model, const optim::Optimizer& optimizer, const ReplicaGradientSync& sync) {
   HeldMemory held;
   std::int64_t reduced = 0;
   for (const optim::NamedParameter& parameter : model.parameters()) {
@@ -46,13 +46,13 @@ HeldMemory held_memory(const ModelStages& model, const optim::Optimizer& optimiz
       held.gradients += local_bytes(parameter.tensor.grad());
     }
   }
-  // The second leaf of a tied weight: its gradient; its shard, if it has one, is that of its group.
+  // The second leaf of a tied weight has its own gradient; its shard, if any, belongs to its group.
   const ModelStages::TiedWeight& tied = model.tied();
   if (tied.embed.defined() && tied.head.defined()) (shard_of(tied.head) ? reduced : held.gradients) += local_bytes(tied.head.grad());
   held.gradients += sync.buffer_bytes();
   std::map<ShardContext*, std::int64_t> by_context;  // gathered now
-  for (ParameterGroup* group : groups_of(model)) {
-    const ParameterGroup::Memory memory = group->memory();
+  for (ShardGroup* group : groups_of(model)) {
+    const ShardGroup::Memory memory = group->memory();
     held.parameters += memory.shards;
     held.gathered += memory.gathered;
     held.gradients += memory.gradients;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
 #include "penstock/world.h"
@@ -21,7 +22,7 @@ namespace {
 
 constexpr double kFloat = 4;
 
-// In double: the greatest sizes that are allowed one by one overflow 64 bits together.
+// In double, because the product of the largest valid sizes overflows 64 bits.
 double block_parameters(const ModelConfig& model) {
   const double width = static_cast<double>(model.width), feed = static_cast<double>(model.feed_width);
   const double keys = width / static_cast<double>(model.heads) * static_cast<double>(model.key_value_heads);
@@ -34,66 +35,66 @@ double square(std::int64_t value) { return static_cast<double>(value) * static_c
 
 std::string key_text(const char* key, std::int64_t value) { return fmt::format("model.{} = {}", key, value); }
 
-void add_activations(LeastNeed& need, const TrainConfig& config, double rows) {
+void add_activations(MinimumMemory& need, const TrainConfig& config, double rows) {
   const ModelConfig& model = config.model;
   const double positions = rows * static_cast<double>(model.context);
   need.parts.push_back({fmt::format("the logits of {:.0f} tokens, {}", positions, key_text("vocabulary", model.vocabulary)), "lower model.vocabulary, model.context or layout.microbatch_size",
                         kFloat * positions * static_cast<double>(model.vocabulary) / static_cast<double>(config.layout.tp)});
   need.parts.push_back({fmt::format("hidden states of {:.0f} tokens, {}", positions, key_text("width", model.width)), "lower model.width, model.context or layout.microbatch_size", kFloat * positions * static_cast<double>(model.width)});
-  if (attention_makes_scores())
+  if (attention_materializes_scores())
     need.parts.push_back({fmt::format("the attention scores of {}", key_text("context", model.context)), "lower model.context or layout.microbatch_size", kFloat * rows * static_cast<double>(model.heads) / static_cast<double>(config.layout.tp) * square(model.context)});
-  // A byte for each pair of tokens, from the numbers of their documents.
+  // One byte for each pair of tokens, computed from their document numbers.
   if (config.data.document_mask)
     need.parts.push_back({fmt::format("the attention mask of {}", key_text("context", model.context)), "lower model.context, or set data.document_mask to false", rows * square(model.context)});
 }
 
 }  // namespace
 
-double LeastNeed::bytes() const {
+double MinimumMemory::bytes() const {
   double sum = 0;
   for (const Part& part : parts) sum += part.bytes;
   return sum;
 }
 
-LeastNeed least_need(const TrainConfig& config, std::int64_t ranks) {
+MinimumMemory minimum_memory(const TrainConfig& config, std::int64_t ranks) {
   const ModelConfig& model = config.model;
   const LayoutConfig& layout = config.layout;
   const double states = config.training.optimizer == "adamw" ? 2 : config.training.momentum > 0 ? 1 : 0;
-  // Parameters, gradients and states of the optimizer; each group of `shard` replicas has one copy, spread over the pipeline and the
-  // tensor-parallel ranks. Of these ranks are here.
+  // Parameters, gradients and optimizer state; each group of `shard` replicas has one copy, distributed over
+  // the pipeline and the tensor-parallel ranks. `ranks` of these are on this machine.
   const double copies = static_cast<double>(layout.dp) / static_cast<double>(layout.shard) * static_cast<double>(ranks) / static_cast<double>(layout.ranks);
   const double each = kFloat * (2 + states) * copies;
-  LeastNeed need;
+  MinimumMemory need;
   need.parts.push_back({fmt::format("blocks with gradients and optimizer, {} of {}", key_text("layers", model.layers), key_text("width", model.width)), "lower model.layers, model.width or model.feed_width", each * static_cast<double>(model.layers) * block_parameters(model)});
   need.parts.push_back({fmt::format("the embedding with gradients and optimizer, {}", key_text("vocabulary", model.vocabulary)), "lower model.vocabulary or model.width", each * (model.tie_head ? 1 : 2) * embedding_parameters(model)});
-  // One microbatch is the least that is in flight somewhere; which rank is the last stage's is not known here.
+  // At least one microbatch is in flight somewhere; the rank of the last stage is unknown here.
   if (ranks == layout.ranks) add_activations(need, config, static_cast<double>(layout.microbatch_size));
   return need;
 }
 
-LeastNeed least_need_of_parts(const TrainConfig& config) {
+MinimumMemory minimum_memory_of_parts(const TrainConfig& config) {
   const ModelConfig& model = config.model;
-  LeastNeed need;
+  MinimumMemory need;
   need.parts.push_back({fmt::format("a block with its gradients, {}", key_text("width", model.width)), "lower model.width or model.feed_width", kFloat * 2 * block_parameters(model)});
   need.parts.push_back({fmt::format("the embedding with its gradients, {}", key_text("vocabulary", model.vocabulary)), "lower model.vocabulary or model.width", kFloat * 2 * embedding_parameters(model)});
   add_activations(need, config, 1);
-  // Parts are measured one after the other: the largest alone must fit.
+  // Parts are measured one after the other: only the largest must fit.
   const auto largest = std::max_element(need.parts.begin(), need.parts.end(), [](const auto& a, const auto& b) { return a.bytes < b.bytes; });
   return {{*largest}};
 }
 
-LeastNeed least_need_of_capture(const TrainConfig& config) {
+MinimumMemory minimum_memory_of_capture(const TrainConfig& config) {
   const ModelConfig& model = config.model;
-  LeastNeed need;
+  MinimumMemory need;
   need.parts.push_back({fmt::format("{} blocks of {}", model.layers, key_text("width", model.width)), "lower model.layers, model.width or model.feed_width", kFloat * static_cast<double>(model.layers) * block_parameters(model)});
   need.parts.push_back({fmt::format("the embedding, {}", key_text("vocabulary", model.vocabulary)), "lower model.vocabulary or model.width", kFloat * (model.tie_head ? 1 : 2) * embedding_parameters(model)});
-  // A turn of each pair of features at each position, and the tokens themselves.
+  // One rotation of each pair of features at each position, and the tokens themselves.
   need.parts.push_back({fmt::format("rotary positions, {}", key_text("context", model.context)), "lower model.context", kFloat * static_cast<double>(model.context) * static_cast<double>(model.width) / static_cast<double>(model.heads)});
   need.parts.push_back({fmt::format("tokens and targets, layout.microbatch_size = {}", config.layout.microbatch_size), "lower layout.microbatch_size or model.context", 16.0 * static_cast<double>(config.layout.microbatch_size) * static_cast<double>(model.context)});
   return need;
 }
 
-void require_memory(const LeastNeed& need, std::int64_t available_bytes) {
+void require_memory(const MinimumMemory& need, std::int64_t available_bytes) {
   const double bytes = need.bytes();
   if (available_bytes <= 0 || need.parts.empty() || bytes <= static_cast<double>(available_bytes)) return;
   const auto text = [](double value) { return format_bytes(static_cast<std::uint64_t>(std::min(value, 9e18))); };
@@ -111,7 +112,7 @@ void require_precision(const TrainConfig& config, at::Device device) {
 void check_host(const TrainConfig& config, std::int64_t ranks) {
   const at::Device device = configured_device(config.layout, comm::World::fake(0, static_cast<int>(ranks)));
   require_precision(config, device);
-  if (device.is_cpu()) require_memory(least_need(config, ranks), machine_memory_bytes());
+  if (device.is_cpu()) require_memory(minimum_memory(config, ranks), machine_memory_bytes());
 }
 
 }  // namespace penstock::train

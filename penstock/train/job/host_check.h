@@ -1,5 +1,5 @@
-// Whether this machine can do what a configuration asks for, found out before ranks are started, folders are made or memory is taken:
-// GPUs, a precision that the device computes in, memory.
+// Checks whether this machine can run a configuration before ranks are started, folders are created or memory
+// is allocated: GPUs, a precision that the device supports, memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,9 +12,9 @@
 
 namespace penstock::train {
 
-// Memory that is certainly needed at one time, by what it is for. The real need is larger; a configuration that needs more than there is
-// cannot run.
-struct LeastNeed {
+// A lower bound of the memory needed at one time, by purpose. The real need is larger; a configuration whose
+// lower bound exceeds the available memory cannot run.
+struct MinimumMemory {
   struct Part {
     std::string what, remedy;  // "logits of a microbatch", "lower model.vocabulary"
     double bytes = 0;
@@ -23,21 +23,21 @@ struct LeastNeed {
   double bytes() const;
 };
 
-// Of training by `ranks` processes of the layout on one machine, on the CPU.
-LeastNeed least_need(const TrainConfig& config, std::int64_t ranks);
-// Of one row of data through one part of the model, as a dry run measures it.
-LeastNeed least_need_of_parts(const TrainConfig& config);
+// For training with `ranks` processes of the layout on one machine, on the CPU.
+MinimumMemory minimum_memory(const TrainConfig& config, std::int64_t ranks);
+// For one row of data through one part of the model, as a dry run measures it.
+MinimumMemory minimum_memory_of_parts(const TrainConfig& config);
 
-// Of one process that holds the whole model and runs nothing, as a capture does.
-LeastNeed least_need_of_capture(const TrainConfig& config);
+// For one process that holds the whole model without running it, as a capture does.
+MinimumMemory minimum_memory_of_capture(const TrainConfig& config);
 
-// Throws ConfigError that names what needs most, when the machine has less than that.
-void require_memory(const LeastNeed& need, std::int64_t available_bytes);
+// Throws ConfigError that names the largest need if the total exceeds the available memory.
+void require_memory(const MinimumMemory& need, std::int64_t available_bytes);
 
-// Throws ConfigError for a precision that `device` cannot compute in with this LibTorch.
+// Throws ConfigError for a precision that this LibTorch does not support on `device`.
 void require_precision(const TrainConfig& config, at::Device device);
 
-// All of it for `ranks` of the layout that would run on this machine. Throws ConfigError.
+// Runs all checks for `ranks` of the layout on this machine. Throws ConfigError.
 void check_host(const TrainConfig& config, std::int64_t ranks);
 
 }  // namespace penstock::train

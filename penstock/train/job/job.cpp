@@ -14,24 +14,23 @@
 #include <span>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/tensors/load.h"
 #include "penstock/checkpoint/tensors/tensor_part.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/comm/backend/backend.h"
 #include "penstock/comm/transport/ucx_transport.h"
 #include "penstock/models/transformer/loss.h"
-#include "penstock/optim/update/adamw.h"
+#include "penstock/optimizer.h"
 #include "penstock/clip_gradients.h"
-#include "penstock/optim/update/gradients.h"
 #include "penstock/loss_scaler.h"
 #include "penstock/lr_schedule.h"
-#include "penstock/optim/update/sgd.h"
 #include "penstock/mode.h"
 #include "penstock/train/report/elapsed.h"
 #include "penstock/train/job/find_not_finite.h"
-#include "penstock/train/job/gradient_sync.h"
+#include "penstock/train/job/replica_gradient_sync.h"
 #include "penstock/train/report/not_finite.h"
 #include "penstock/train/data/prefetcher.h"
 
@@ -50,7 +49,7 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const std::vector<optim::NamedP
 optim::LossScalerOptions scaler_options(const TrainingConfig& config) {
   optim::LossScalerOptions options;
   options.enabled = config.precision == "fp16";
-  if (config.loss_scale > 0) {  // a fixed one
+  if (config.loss_scale > 0) {  // fixed scale
     options.initial_scale = options.min_scale = options.max_scale = config.loss_scale;
   }
   return options;
@@ -75,14 +74,14 @@ std::int64_t count_targets(const std::vector<std::int64_t>& targets) {
 
 namespace {
 
-// A transport that cannot carry the tensors of the device would be ignored, and another one used.
+// Rejects a transport that cannot carry the device's tensors; it would be ignored and another one used.
 void check_transport(const LayoutConfig& config, bool gpu) {
   const auto refuse = [&](const char* what, const char* remedy) {
-    throw ConfigError(describe("layout.transport", fmt::format("{}, which {}", config.transport, what), "one that fits layout.device", remedy));
+    throw ConfigError(describe("layout.transport", fmt::format("{}, which {}", config.transport, what), "a transport for layout.device", remedy));
   };
-  if (config.transport == "nccl" && !gpu) refuse("carries tensors of GPUs only, but the model runs on the CPU", "set layout.transport to auto, gloo or ucx");
+  if (config.transport == "nccl" && !gpu) refuse("supports CUDA tensors only, but the model runs on the CPU", "set layout.transport to auto, gloo or ucx");
   if (config.transport == "nccl" && !comm::nccl_available()) refuse("this LibTorch was built without", "set layout.transport to auto, or layout.device to cpu");
-  if ((config.transport == "gloo" || config.transport == "ucx") && gpu) refuse("carries tensors of the CPU, but the model runs on GPUs", "set layout.transport to auto or nccl");
+  if ((config.transport == "gloo" || config.transport == "ucx") && gpu) refuse("supports CPU tensors only, but the model runs on GPUs", "set layout.transport to auto or nccl");
   if (config.transport == "ucx" && !comm::ucx_available()) refuse("this build lacks", "set layout.transport to auto or gloo");
 }
 
@@ -95,7 +94,7 @@ at::Device configured_device(const LayoutConfig& config, const comm::World& worl
   if (cpu || own_gpu) check_transport(config, !cpu);
   if (cpu) return at::kCPU;
   if (!own_gpu)
-    throw ConfigError(describe("layout.device", fmt::format("cuda, with {} GPUs for {} ranks on this host", gpus, world.local_size()), "a GPU of its own for every rank", "start fewer ranks, or set layout.device to cpu"));
+    throw ConfigError(describe("layout.device", fmt::format("cuda, with {} GPUs for {} ranks on this host", gpus, world.local_size()), "one GPU per rank", "start fewer ranks, or set layout.device to cpu"));
   return at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank()));
 }
 
@@ -117,7 +116,7 @@ struct TrainingJob::Impl {
     if (static_cast<std::int64_t>(data.training->dataset().vocabulary()) > config.model.vocabulary)
       throw ConfigError(describe("model.vocabulary", std::to_string(config.model.vocabulary), fmt::format("at least the {} of the data", data.training->dataset().vocabulary()), "raise it, or use other data"));
     if (config.layout.pp > 1) step_groups.push_back(layout.mesh().group("pp"));
-    last_stage_here = schedule.stages().rank_of(StageId{schedule.stages().stages() - 1}) == layout.pp();
+    last_stage_here = schedule.stages().rank_of(schedule.stages().stages() - 1) == layout.pp();
     prefetch(0);
   }
 
@@ -125,7 +124,8 @@ struct TrainingJob::Impl {
   std::int64_t samples_of_run() const { return config.layout.microbatches * config.layout.microbatch_size; }  // of one replica
   std::int64_t positions_of_step() const { return samples_of_run() * config.layout.dp * config.training.accumulation * config.model.context; }
 
-  // A sum divided by a fixed number of positions: means over microbatches and replicas, and sums over runs, add up to the whole.
+  // A sum divided by a fixed number of positions, so that means over microbatches and replicas and sums over
+  // runs add up to the whole.
   PipelineLoss loss() const {
     const double each = static_cast<double>(positions_of_microbatch() * config.training.accumulation);
     return PipelineLoss([each](const at::Tensor& logits, const at::Tensor& targets) { return models::token_loss(logits, targets, each); });
@@ -136,7 +136,8 @@ struct TrainingJob::Impl {
     options.ranks = layout.pipeline_ranks();
     options.seed = static_cast<std::uint64_t>(config.training.seed);
     options.return_outputs = false;
-    // Runs that add up are reduced once, by finish(); without the callback the pipeline adds them in one buffer (step_gradients.h).
+    // Accumulated runs are reduced once, by finish(); without the callback the pipeline adds them in one
+    // buffer (step_gradients.h).
     if (config.training.accumulation == 1) options.gradients_done = [this](int stage) { sync.stage_done(stage); };
     const std::int64_t rows = config.layout.microbatch_size;
     if (config.layout.dp > 1) options.rows = BatchRows{.global = rows * config.layout.dp, .first = rows * layout.dp(), .count = rows};
@@ -151,8 +152,9 @@ struct TrainingJob::Impl {
                                            PrefetchOptions{.first = position, .stride = static_cast<std::uint64_t>(round), .share = {0, round}, .depth = 4});
   }
 
-  // This replica's samples of the round that begins at global sample `first`. The replicas share every microbatch: its rows are theirs in
-  // order, so that a row's number in the whole microbatch, by which dropout goes, does not depend on how many replicas there are.
+  // This replica's samples of the round that begins at global sample `first`. The replicas share every
+  // microbatch and take its rows in order, so that a row's index in the whole microbatch, which determines
+  // dropout, does not depend on the number of replicas.
   void fill_share(const Sampler& sampler, std::uint64_t first, Batch& filled) const {
     const std::int64_t rows = config.layout.microbatch_size, context = config.model.context;
     filled.position = first;
@@ -174,7 +176,8 @@ struct TrainingJob::Impl {
     return {Tree::tuple({tensor(batch.tokens)}), config.data.document_mask ? Tree::dict({{"documents", tensor(batch.documents)}}) : Tree(), Tree(tensor(batch.targets))};
   }
 
-  // Sum of the losses of runs over their tokens, as it was before the division; only the last stage has some. Waits for the device, once.
+  // Sum of the losses of the runs over their tokens, before the division; only the last stage has any. Waits
+  // for the device once.
   double loss_sum(const std::vector<at::Tensor>& losses) const {
     if (losses.empty()) return 0;
     const at::Tensor all = at::stack(losses).to(at::kDouble).cpu();
@@ -183,7 +186,7 @@ struct TrainingJob::Impl {
     return sum * static_cast<double>(positions_of_microbatch() * config.training.accumulation);
   }
 
-  // Sums over all ranks that are the first of their tensor-parallel group; the others have the same numbers.
+  // Sums over the first rank of each tensor-parallel group; the other ranks have the same values.
   std::vector<double> sum_over_world(std::vector<double> numbers, std::size_t counted) const {
     if (layout.tp() != 0) std::fill(numbers.begin(), numbers.begin() + static_cast<std::ptrdiff_t>(counted), 0.0);
     if (world.size() == 1) return numbers;
@@ -223,11 +226,11 @@ struct TrainingJob::Impl {
     sync.finish();
     outcome.times.sync = seconds_since(now);
     now = Clock::now();
-    const optim::ClipResult clipped = clip(outcome);  // begun before anything waits for the device
+    const optim::ClipResult clipped = clip(outcome);  // started before anything waits for the device
     outcome.times.update = seconds_since(now);
     now = Clock::now();
     const double sum = loss_sum(losses);
-    outcome.times.schedule += seconds_since(now);  // on a GPU its work ends here
+    outcome.times.schedule += seconds_since(now);  // a GPU finishes its work here
     now = Clock::now();
     const std::vector<double> all = sum_over_world({sum, counted, stop ? 1.0 : 0.0}, 2);
     outcome.loss = all[1] > 0 ? all[0] / all[1] : 0;
@@ -246,7 +249,8 @@ struct TrainingJob::Impl {
     if (at::Tensor head = model.tied().head; head.defined()) head.mutable_grad() = at::Tensor();
   }
 
-  // Norm of the gradients, and the gradients clipped to it; nothing in a step that fp16 skips. Does not wait for the device otherwise.
+  // Computes the gradient norm and clips the gradients; does nothing in a step that fp16 skips. Otherwise
+  // does not wait for the device.
   optim::ClipResult clip(StepOutcome& outcome) {
     if (scaler.enabled()) {
       outcome.skipped = !scaler.unscale(optimizer->parameters(), {.groups = step_groups, .device = device});
@@ -274,19 +278,19 @@ struct TrainingJob::Impl {
   [[noreturn]] void throw_not_finite(const StepOutcome& outcome) {
     std::string began;
     try {
-      const std::optional<BadPlace> place = first_bad();
-      began = place ? place->what : "where it began is not to be found: parameters, the forwards done again and gradients are finite";
+      const std::optional<NonFiniteOrigin> place = first_bad();
+      began = place ? place->what : "the origin could not be determined: parameters, repeated forwards and gradients are finite";
     } catch (const std::exception& error) {
-      began = fmt::format("where it began is not known, looking for it failed: {}", error.what());
+      began = fmt::format("the origin could not be determined, because the search failed: {}", error.what());
     }
-    const auto shown = [](double value) { return std::isnan(value) ? std::string("nan") : fmt::format("{}", value); };  // without its sign
-    throw NotFiniteError(fmt::format("step {}: loss {}, gradient norm {}: {}; checkpoints are as they were: resume from the last one with a lower training.lr, a longer training.warmup_steps or a smaller training.clip_norm",
+    const auto shown = [](double value) { return std::isnan(value) ? std::string("nan") : fmt::format("{}", value); };  // without the sign of NaN
+    throw NotFiniteError(fmt::format("step {}: loss {}, gradient norm {}: {}; checkpoints are unchanged: resume from the last one with a lower training.lr, a longer training.warmup_steps or a smaller training.clip_norm",
                                      steps_done + 1, shown(outcome.loss), shown(outcome.grad_norm), began));
   }
 
-  // What was bad before the step; else the first operator that made it so; else the first gradient. Dropout falls otherwise in the
-  // forwards done again, so what it alone brings about may not be found.
-  std::optional<BadPlace> first_bad() {
+  // What was bad before the step, else the first operator that produced it, else the first gradient. Dropout
+  // differs in the repeated forwards, so that a problem caused by dropout alone may not be found.
+  std::optional<NonFiniteOrigin> first_bad() {
     if (const auto place = earliest(world, bad_parameter(layout, model))) return place;
     OperatorWatch watch(layout, model);
     const std::int64_t runs = config.training.accumulation, round = samples_of_run() * config.layout.dp;
@@ -328,7 +332,7 @@ struct TrainingJob::Impl {
     return parts;
   }
 
-  // Also of parameters that have had no gradient yet: whoever loads expects the state of all of them.
+  // Includes parameters without a gradient so far: loading expects the state of all parameters.
   std::vector<checkpoint::TensorPart> optimizer_parts() const {
     optimizer->ensure_state();
     std::vector<checkpoint::TensorPart> parts;
@@ -336,11 +340,11 @@ struct TrainingJob::Impl {
     return parts;
   }
 
-  // A parameter is stepped where it has a gradient: usually in every update, so one number (optimizer_steps) serves all. The count of
-  // one that has been left out is written beside its state.
+  // A parameter is updated if it has a gradient, usually in every update, so that one number
+  // (optimizer_steps) serves all. The count of a parameter that was skipped is written with its state.
   std::vector<checkpoint::TensorPart> differing_steps() const {
     std::vector<checkpoint::TensorPart> parts;
-    if (optimizer->state().tensors.empty()) return parts;  // of SGD without momentum: the count decides nothing
+    if (optimizer->state().tensors.empty()) return parts;  // SGD without momentum: the count has no effect
     for (const optim::NamedSteps& entry : optimizer->state().steps)
       if (entry.steps != updates_done) parts.push_back(checkpoint::tensor_part(entry.name, at::full({1}, entry.steps, at::kLong)));
     return parts;
@@ -362,33 +366,33 @@ struct TrainingJob::Impl {
         .dump(1);
   }
 
-  void load(const checkpoint::Checkpoint& checkpoint, OtherData other_data) {
-    checkpoint::WorldMeeting meeting(world);
-    checkpoint::load_into(meeting, checkpoint, checkpoint::Section::Model, model_parts());
+  void load(const checkpoint::Checkpoint& checkpoint, ChangedDataPolicy other_data) {
+    checkpoint::WorldAgreement agreement(world);
+    checkpoint::load_into(agreement, checkpoint, checkpoint::Section::Model, model_parts());
     model.share_tied();
     std::vector<checkpoint::TensorPart> parts = optimizer_parts();
     const nlohmann::json state = nlohmann::json::parse(checkpoint.state_json());
     steps_done = state.at("step").get<std::int64_t>();
     updates_done = state.at("optimizer_steps").get<std::int64_t>();
     std::vector<optim::NamedSteps> counts = optimizer->state().steps;
-    std::vector<std::pair<std::size_t, at::Tensor>> own_counts;  // of parameters that some updates have left out
+    std::vector<std::pair<std::size_t, at::Tensor>> own_counts;  // of parameters that some updates skipped
     for (std::size_t i = 0; i < counts.size(); ++i) {
       counts[i].steps = updates_done;
       if (!checkpoint.tensors(checkpoint::Section::Optimizer).contains(counts[i].name)) continue;
       own_counts.emplace_back(i, at::zeros({1}, at::kLong));
       parts.push_back(checkpoint::tensor_part(counts[i].name, own_counts.back().second));
     }
-    checkpoint::load_into(meeting, checkpoint, checkpoint::Section::Optimizer, parts);
+    checkpoint::load_into(agreement, checkpoint, checkpoint::Section::Optimizer, parts);
     for (const auto& [i, count] : own_counts) counts[i].steps = count.item<std::int64_t>();
     optimizer->set_steps(counts);
     scaler.load_state({.scale = state.at("loss_scaler").at("scale").get<double>(), .good_steps = state.at("loss_scaler").at("good_steps").get<std::int64_t>()});
     std::uint64_t position = state.at("data").at("position").get<std::uint64_t>();
     const std::string fingerprint = fmt::format("{:016x}", data.training->dataset().fingerprint());
     if (const auto former = state.at("data").at("fingerprint").get<std::string>(); former != fingerprint) {
-      if (other_data == OtherData::Refuse)
-        throw ConfigError(describe("data of the run", fmt::format("tokens with the fingerprint {}", fingerprint), fmt::format("those of its checkpoint {}: {}", checkpoint.path().string(), former),
-                                   "put the former data back, or train on the new ones in a new run: another --run_folder, with --resume and the path of this checkpoint"));
-      log().warn("train: the data differ from those of the checkpoint {}; training begins with their first sample", checkpoint.path().string());
+      if (other_data == ChangedDataPolicy::Refuse)
+        throw ConfigError(describe("data of the run", fmt::format("tokens with the fingerprint {}", fingerprint), fmt::format("the fingerprint in its checkpoint {}: {}", checkpoint.path().string(), former),
+                                   "restore the former data, or train on the new data in a new run: set another --run_folder, and --resume to the path of this checkpoint"));
+      log().warn("train: the data differ from those of checkpoint {}; training starts with their first sample", checkpoint.path().string());
       position = 0;
     }
     prefetch(position);
@@ -401,7 +405,7 @@ struct TrainingJob::Impl {
   at::Device device;
   schedule::Schedule schedule;
   ModelStages model;
-  GradientSync sync;
+  ReplicaGradientSync sync;
   PipelineRuntime pipeline;
   std::unique_ptr<optim::Optimizer> optimizer;
   optim::LossScaler scaler;
@@ -410,7 +414,7 @@ struct TrainingJob::Impl {
   GradientHook gradient_hook;
   bool last_stage_here = false;
   std::int64_t steps_done = 0;
-  std::int64_t updates_done = 0;  // steps of the optimizer: all but those that fp16 has skipped
+  std::int64_t updates_done = 0;  // optimizer steps: all except those skipped by fp16
   Batch batch;
   std::unique_ptr<Prefetcher> batches;
 };
@@ -425,7 +429,7 @@ std::int64_t TrainingJob::steps_done() const { return impl_->steps_done; }
 std::uint64_t TrainingJob::position() const { return impl_->batches->position(); }
 std::int64_t TrainingJob::tokens_per_step() const { return impl_->positions_of_step(); }
 checkpoint::CheckpointContents TrainingJob::contents() const { return {impl_->model_parts(), impl_->saved_optimizer_parts(), impl_->state_json()}; }
-void TrainingJob::load(const checkpoint::Checkpoint& checkpoint, OtherData other_data) { impl_->load(checkpoint, other_data); }
+void TrainingJob::load(const checkpoint::Checkpoint& checkpoint, ChangedDataPolicy other_data) { impl_->load(checkpoint, other_data); }
 HeldMemory TrainingJob::held_memory() const { return train::held_memory(impl_->model, *impl_->optimizer, impl_->sync); }
 const RankLayout& TrainingJob::layout() const { return impl_->layout; }
 const ModelStages& TrainingJob::model() const { return impl_->model; }

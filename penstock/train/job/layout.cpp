@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/device_mesh.h"
 
@@ -13,8 +14,8 @@ DeviceMesh mesh_of(const comm::World& world, const LayoutConfig& config) {
   const std::int64_t needed = config.pp * config.dp * config.tp;
   if (needed != world.size())
     throw ConfigError(describe("ranks", std::to_string(world.size()), fmt::format("pp * dp * tp = {} * {} * {} = {}", config.pp, config.dp, config.tp, needed),
-                               "start that many, or change the layout"));
-  return init_device_mesh("cpu", {config.pp, config.dp / config.shard, config.shard, config.tp}, {"pp", "replicas", "shard", "tp"}, Rank{world.rank()}, world.size());
+                               "start that many ranks, or change the layout"));
+  return init_device_mesh("cpu", {config.pp, config.dp / config.shard, config.shard, config.tp}, {"pp", "replicas", "shard", "tp"}, world.rank(), world.size());
 }
 
 }  // namespace

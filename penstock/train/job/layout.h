@@ -1,12 +1,13 @@
-// Where a rank stands: its place along the pipeline, among the data-parallel replicas and within the tensor-parallel group.
+// The position of a rank: along the pipeline, among the data-parallel replicas and in the tensor-parallel
+// group.
 //
 //   const RankLayout layout(world, config.layout);
 //   layout.pp()                                          // position along the pipeline
 //   layout.mesh().group("replicas")                      // the ranks that hold the same parameters
 //
-// The mesh is (pp, replicas, shard, tp), row-major: tensor-parallel ranks, which talk most, are neighbours; those of a host come first.
-// Data-parallel are replicas and shard together: dp = replicas * shard.
-// A value; see MeshGroups for threads.
+// The mesh is (pp, replicas, shard, tp), row-major: tensor-parallel ranks, which communicate most, are
+// adjacent; ranks of a host come first. The data-parallel dimension combines replicas and shard: dp =
+// replicas * shard. A value type; see MeshGroups for thread safety.
 #pragma once
 
 #include <vector>
@@ -23,21 +24,22 @@ class RankLayout {
 
   const comm::World& world() const { return world_; }
   const comm::MeshGroups& mesh() const { return mesh_; }
-  // Of the tensor-parallel ranks alone.
+  // Mesh of the tensor-parallel ranks only.
   comm::MeshGroups tensor_mesh() const;
-  // Of the data-parallel ranks, as fully_shard takes it: (shard), or (replicas, shard) where there are several.
+  // Mesh of the data-parallel ranks for fully_shard: (shard), or (replicas, shard) if there are several
+  // replicas.
   comm::MeshGroups shard_mesh() const;
 
   int pp() const { return place_[0]; }
   int dp() const { return place_[1] * size_[2] + place_[2]; }
-  int replica() const { return place_[1]; }  // of those that hold the same parameters, or the same parts of them
+  int replica() const { return place_[1]; }  // index among ranks that hold the same parameters or shards
   int tp() const { return place_[3]; }
   int pp_size() const { return size_[0]; }
   int dp_size() const { return size_[1] * size_[2]; }
   int shard_size() const { return size_[2]; }
   int tp_size() const { return size_[3]; }
 
-  // Global ranks of the pipeline that this rank is part of, in its order.
+  // Global ranks of this rank's pipeline, in pipeline order.
   std::vector<int> pipeline_ranks() const;
 
  private:

@@ -5,11 +5,12 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/files.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/tensors/load.h"
-#include "penstock/checkpoint/files/meeting.h"
+#include "penstock/checkpoint/files/rank_agreement.h"
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/checkpoint/tensors/tensor_part.h"
 #include "penstock/train/job/model_stages.h"
@@ -24,9 +25,9 @@ namespace fs = std::filesystem;
 
 checkpoint::Checkpoint open_newest(const fs::path& run, const TrainConfig& config) {
   const fs::path folder = checkpoint_folder(config, run);
-  checkpoint::LoneMeeting alone;
+  checkpoint::SingleRankAgreement alone;
   auto opened = checkpoint::open_latest(alone, folder, {.verify = true, .allow_fallback = config.checkpoint.fallback});
-  if (!opened) throw ConfigError(describe("checkpoints of the run", folder.string(), "at least one", "train first, or name a checkpoint"));
+  if (!opened) throw ConfigError(describe("checkpoints of the run", folder.string(), "at least one checkpoint", "train first, or give the path of a checkpoint"));
   return std::move(opened->checkpoint);
 }
 
@@ -35,10 +36,10 @@ checkpoint::Checkpoint open_newest(const fs::path& run, const TrainConfig& confi
 LoadedModel load_model(const fs::path& path, at::Device device) {
   const bool is_checkpoint = checkpoint::step_of_folder_name(path.filename().string()).has_value();
   const fs::path run = is_checkpoint ? fs::absolute(path).parent_path().parent_path() : path;
-  if (!holds_run(run))
-    throw ConfigError(describe("run folder", run.string(), "a folder with a config.toml", "name the folder of a run (runs/...) or a checkpoint in it"));
+  if (!contains_run(run))
+    throw ConfigError(describe("run folder", run.string(), "a folder with a config.toml", "give the folder of a run (runs/...) or a checkpoint in it"));
   const TrainConfig config = load_run_config(run).config;
-  checkpoint::LoneMeeting alone;
+  checkpoint::SingleRankAgreement alone;
   const checkpoint::Checkpoint opened = is_checkpoint ? checkpoint::open_checkpoint(alone, path) : open_newest(run, config);
   models::TransformerStage model(transformer_options(config.model));
   model->to(device);

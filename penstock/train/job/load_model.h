@@ -1,4 +1,4 @@
-// A trained model in one piece, from the folder of a run: for generating and inspecting.
+// Loads a whole trained model from a run folder, for generation and inspection.
 #pragma once
 
 #include <filesystem>
@@ -16,9 +16,9 @@ struct LoadedModel {
   std::int64_t step = 0;
 };
 
-// `path`: the folder of a run (its newest sound checkpoint is taken), or one checkpoint in the folder of a run, with config.toml two
-// levels above. The layout that wrote it does not matter. In evaluation mode. Throws ConfigError for a folder that is none of these,
-// CheckpointError for damage.
+// `path`: a run folder, whose newest valid checkpoint is loaded, or a checkpoint in a run folder, with
+// config.toml two levels above. Any layout may have written it. The model is in evaluation mode. Throws
+// ConfigError for any other folder, CheckpointError for damaged files.
 LoadedModel load_model(const std::filesystem::path& path, at::Device device);
 
 }  // namespace penstock::train

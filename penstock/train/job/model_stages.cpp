@@ -8,6 +8,7 @@
 #include <sstream>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/models/transformer/initialize.h"
 #include "penstock/models/transformer/parallel_plan.h"
@@ -85,7 +86,7 @@ std::vector<models::StagePart> configured_parts(const TrainConfig& config, int s
 
 void check_stages(const TrainConfig& config, const schedule::Schedule& schedule) {
   if (schedule.stages().chains().size() > 1)
-    throw ConfigError(describe("layout.schedule", config.layout.schedule, "a schedule with one copy of the model", "a bidirectional schedule holds two; choose DualPipeV, which needs one"));
+    throw ConfigError(describe("layout.schedule", config.layout.schedule, "a schedule with one copy of the model", "a bidirectional schedule needs two copies; choose DualPipeV, which needs one"));
   if (config.layout.tp > 1) models::check_tensor_parallel(transformer_options(config.model), static_cast<int>(config.layout.tp));
 }
 
@@ -113,8 +114,9 @@ ModelStages::ModelStages(const RankLayout& layout, const TrainConfig& config, co
   }
 }
 
-// The weight's two uses are two leaves of autograd with one memory where both are on this rank, and two copies where they are not. Each
-// gathers its own gradient over the microbatches and the two are added at the end: so the sum is the same bits in every layout.
+// The two uses of the weight are two autograd leaves, which share memory if both are on this rank and are
+// copies otherwise. Each accumulates its own gradient over the microbatches, and both are added at the end,
+// so that the sum has the same bits in every layout.
 void ModelStages::tie(const RankLayout& layout, const schedule::StageMap& map) {
   models::TransformerStage *first = nullptr, *last = nullptr;
   for (models::TransformerStage& module : modules_) {
@@ -125,15 +127,15 @@ void ModelStages::tie(const RankLayout& layout, const schedule::StageMap& map) {
   if (first && last) {
     const bool sharded = layout.shard_size() > 1;
     if (first == last) {
-      if (sharded) return;  // one sharded parameter for both uses: autograd adds them up
+      if (sharded) return;  // one sharded parameter for both uses: autograd adds the gradients
       (*last)->separate_head();
     } else if (!sharded) {
       (*last)->embed->weight.set_data(tied_.embed);
     }
-    // Two sharded stages gather, free and reduce each what is theirs: each has a shard of its own.
+    // Two sharded stages gather, free and reduce their own parameters: each has its own shard.
   }
   if (last) tied_.head = (*last)->head_weight();
-  const int first_rank = map.rank_of(StageId{0}), last_rank = map.rank_of(StageId{map.stages() - 1});
+  const int first_rank = map.rank_of(0), last_rank = map.rank_of(map.stages() - 1);
   if (first_rank != last_rank && (first || last)) tied_.peer = first ? last_rank : first_rank;
 }
 

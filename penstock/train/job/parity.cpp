@@ -14,6 +14,7 @@
 #include <string_view>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/checkpoint/files/folder.h"
@@ -30,20 +31,20 @@ namespace fs = std::filesystem;
 using checkpoint::Checkpoint;
 using checkpoint::Section;
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kInfinite = std::numeric_limits<double>::infinity();
 constexpr std::size_t kRowsShown = 12;
-// Behind the name of a tensor that is a copy of it. No parameter has a space in its name.
+// Begins the suffix of a copy of a tensor. Parameter names have no spaces.
 constexpr std::string_view kCopyBegins = " (";
 
-// Whether a stage's weight gradients are added up in the order of the microbatches, as one process does.
+// Returns whether a stage's weight gradients are accumulated in microbatch order, as in one process.
 bool keeps_order(const schedule::Schedule& schedule) {
   std::map<int, int> last;  // microbatch by stage
   for (const schedule::Row& row : schedule.rows()) {
     for (const schedule::Slot slot : row) {
       for (const schedule::Action& action : slot) {
         if (action.kind() != schedule::ActionKind::Backward && action.kind() != schedule::ActionKind::BackwardWeight) continue;
-        const int microbatch = action.microbatch()->value();
-        const auto [place, is_first] = last.try_emplace(action.stage().value(), microbatch);
+        const int microbatch = *action.microbatch();
+        const auto [place, is_first] = last.try_emplace(action.stage(), microbatch);
         if (!is_first && microbatch < place->second) return false;
         place->second = microbatch;
       }
@@ -61,7 +62,7 @@ std::string copy_text(const TrainingJob& job, const optim::NamedParameter& param
 
 std::string original_name(const std::string& name) { return name.substr(0, name.find(kCopyBegins)); }
 
-at::Tensor read_whole(const Checkpoint& side, Section section, const std::string& name) {
+at::Tensor read_integer(const Checkpoint& side, Section section, const std::string& name) {
   const checkpoint::TensorEntry& entry = *side.tensors(section).at(name).entry;
   const auto dtype = checkpoint::to_scalar_type(entry.dtype);
   if (!dtype) throw checkpoint::CheckpointError(describe(fmt::format("{} of {}", name, side.path().string()), std::string(checkpoint::dtype_code(entry.dtype)), "an element type that this LibTorch has"));
@@ -71,16 +72,16 @@ at::Tensor read_whole(const Checkpoint& side, Section section, const std::string
 }
 
 void judge(ParityRow& row) {
-  if (std::isnan(row.difference)) row.difference = kInfinity;
-  if (!(row.relative < kInfinity)) row.relative = row.difference == 0 ? 0 : kInfinity;
+  if (std::isnan(row.difference)) row.difference = kInfinite;
+  if (!(row.relative < kInfinite)) row.relative = row.difference == 0 ? 0 : kInfinite;
   row.ok = row.note.empty() && row.relative <= row.tolerance;
 }
 
-// `least`: what a tensor counts as large as, at least.
+// `least`: lower bound of the magnitude that differences are relative to.
 ParityRow compare_tensors(ParityRow row, const at::Tensor& expected, const at::Tensor& actual, double least) {
   if (expected.sizes() != actual.sizes() || expected.scalar_type() != actual.scalar_type()) {
-    row.difference = row.relative = kInfinity;
-    row.note = "another shape or element type";
+    row.difference = row.relative = kInfinite;
+    row.note = "different shape or element type";
   } else if (expected.numel() > 0 && std::memcmp(expected.data_ptr(), actual.data_ptr(), expected.nbytes()) != 0) {
     const at::Tensor a = expected.to(at::kDouble), b = actual.to(at::kDouble);
     row.difference = (a - b).abs().max().item<double>();
@@ -90,7 +91,7 @@ ParityRow compare_tensors(ParityRow row, const at::Tensor& expected, const at::T
   return row;
 }
 
-// JSON has no NaN: a loss that is none is null.
+// JSON has no NaN: a NaN loss is null.
 double loss_of(const Checkpoint& side) {
   const nlohmann::json loss = nlohmann::json::parse(side.state_json()).at("loss");
   return loss.is_number() ? loss.get<double>() : std::numeric_limits<double>::quiet_NaN();
@@ -111,23 +112,23 @@ void compare_section(ParityReport& report, int step, const Checkpoint& one, cons
   };
   const auto on_one_side = [&](const std::string& name, const char* note) {
     ParityRow row = row_of(name);
-    row.difference = row.relative = kInfinity;
+    row.difference = row.relative = kInfinite;
     row.note = note;
     row.ok = false;
     report.rows.push_back(std::move(row));
   };
-  // A gradient that is zero but for rounding has no size of its own to compare with.
+  // A gradient that is zero except for rounding has no magnitude to compare with.
   constexpr double kRounding = 1e-6;
   double largest = 0;
   for (const auto& [name, place] : one.tensors(section)) {
-    const at::Tensor whole = read_whole(one, section, name);
+    const at::Tensor whole = read_integer(one, section, name);
     if (whole.numel() > 0) largest = std::max(largest, whole.abs().max().to(at::kDouble).item<double>());
   }
   const double least = std::isfinite(largest) ? kRounding * largest : 0;
   for (const auto& [name, place] : layout.tensors(section)) {
     const std::string original = original_name(name);
     if (one.tensors(section).contains(original)) {
-      report.rows.push_back(compare_tensors(row_of(name), read_whole(one, section, original), read_whole(layout, section, name), least));
+      report.rows.push_back(compare_tensors(row_of(name), read_integer(one, section, original), read_integer(layout, section, name), least));
     } else {
       on_one_side(name, "only in the layout");
     }
@@ -196,7 +197,7 @@ ParityReport compare_sides(const fs::path& one, const fs::path& layout, int step
     compare_section(report, step, expected, actual, Section::Optimizer, tolerance.gradients);
     compare_section(report, step, expected, actual, Section::Model, tolerance.parameters);
   }
-  // Failures first, by size; of equals the earliest step, where a cause is nearer.
+  // Failures first, by size; among equals the earliest step, which is closest to the cause.
   std::stable_sort(report.rows.begin(), report.rows.end(), [](const ParityRow& a, const ParityRow& b) {
     if (a.ok != b.ok) return !a.ok;
     if (!a.ok && a.step != b.step) return a.step < b.step;
@@ -211,7 +212,7 @@ std::string to_text(const ParityReport& report, bool all) {
   const std::size_t shown = all ? report.rows.size() : std::min(report.rows.size(), kRowsShown);
   std::size_t width = std::string_view("tensor").size(), failed = 0, steps = 0;
   for (std::size_t i = 0; i < shown; ++i) width = std::max(width, report.rows[i].tensor.size());
-  std::map<ParityRow::Kind, std::pair<std::size_t, double>> kinds;  // how many, and the largest relative difference
+  std::map<ParityRow::Kind, std::pair<std::size_t, double>> kinds;  // count and largest relative difference
   for (const ParityRow& row : report.rows) {
     failed += !row.ok;
     steps = std::max(steps, static_cast<std::size_t>(row.step));
@@ -226,7 +227,7 @@ std::string to_text(const ParityReport& report, bool all) {
   }
   if (shown < report.rows.size()) fmt::format_to(out, "      ({} more; --all shows them)\n", report.rows.size() - shown);
   for (const auto& [kind, seen] : kinds) fmt::format_to(out, "{} {}{} over {} steps, largest relative difference {:.4g}\n", seen.first, kind_text(kind), kind == ParityRow::Kind::Loss ? "es" : "s", steps, seen.second);
-  fmt::format_to(out, "{}\n", report.ok() ? std::string("parity: ok") : fmt::format("parity: FAIL, {} of {} differ by more than they may", failed, report.rows.size()));
+  fmt::format_to(out, "{}\n", report.ok() ? std::string("parity: ok") : fmt::format("parity: FAIL, {} of {} differ by more than the tolerance", failed, report.rows.size()));
   return text;
 }
 

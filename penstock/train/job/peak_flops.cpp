@@ -13,10 +13,10 @@ double product_flops(at::Device device, const std::string& precision, double sec
   using Clock = std::chrono::steady_clock;
   const at::NoGradGuard no_grad;
   const at::ScalarType type = precision == "bf16" ? at::kBFloat16 : precision == "fp16" && !device.is_cpu() ? at::kHalf : at::kFloat;
-  // Large enough for the peak, small enough for several within the time.
+  // Large enough to reach the peak, small enough for several products in the available time.
   const std::int64_t size = device.is_cpu() ? 512 : 8192;
-  const int products = device.is_cpu() ? 1 : 4;  // between two looks at the clock
-  // Values do not change the time on a CPU, but the power that zeros take on a GPU is not that of numbers.
+  const int products = device.is_cpu() ? 1 : 4;  // between two clock reads
+  // Values do not affect the time on a CPU, but zeros draw less power on a GPU than real values.
   const at::Tensor values = at::arange(size * size, at::TensorOptions().dtype(at::kFloat).device(device)).remainder(17).sub(8).view({size, size}).to(type);
   at::Tensor result = at::mm(values, values);
   const auto finish = [&] {
@@ -37,7 +37,7 @@ double product_flops(at::Device device, const std::string& precision, double sec
 }
 
 double peak_flops(const comm::World& world, at::Device device, const std::string& precision) {
-  // Nobody measures while another rank is still busy with something else.
+  // Start together: no rank measures while another is still busy.
   at::Tensor sum = at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(device));
   world.group().all_reduce(sum, comm::ReduceOp::Sum, {.label = "peak: begin", .timeout = {}}).wait();
   sum.fill_(product_flops(device, precision));

@@ -1,7 +1,8 @@
-// What this machine could compute at best: the peak that MFU is a share of.
+// Measures the peak performance of this machine, the denominator of MFU.
 //
-// A data sheet has numbers for GPUs and none for the cores a process happens to share, so the peak is measured: large matrix products, the
-// best rate of some tenths of a second, on all ranks at the same time, so that ranks that share cores share the peak too.
+// Data sheets have numbers for GPUs but not for the cores that a process shares, so the peak is measured:
+// large matrix products, the best rate within some tenths of a second, on all ranks at the same time, so that
+// ranks that share cores also share the peak.
 #pragma once
 
 #include <string>
@@ -12,11 +13,11 @@
 
 namespace penstock::train {
 
-// FLOP/s of square products on this rank with the threads that it has. `precision` is training.precision; where a processor multiplies
-// bf16 or fp16 slower than fp32, that is what is measured.
+// FLOP/s of square matrix products on this rank with its current threads. `precision` is training.precision;
+// it is measured even if the processor multiplies bf16 or fp16 slower than fp32.
 double product_flops(at::Device device, const std::string& precision, double seconds = 0.15);
 
-// [collective] The sum over all ranks, which measure together.
+// [collective] The sum over all ranks, which measure at the same time.
 double peak_flops(const comm::World& world, at::Device device, const std::string& precision);
 
 }  // namespace penstock::train

@@ -25,7 +25,7 @@ std::int64_t machine_memory_bytes() {
     if (name == "SwapTotal:") swap = kilobytes * 1024;
   }
   if (memory == 0) return 0;
-  // Of a container: "max" is no number, and version 1 says so by a number that no machine has.
+  // Limits of a container: "max" is not a number, and cgroup version 1 uses a huge number for no limit.
   for (const char* path : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
     std::ifstream limit(path);
     if (std::int64_t bytes = 0; limit >> bytes && bytes > 0) memory = std::min(memory, bytes);

@@ -1,14 +1,14 @@
-// Memory of this process as the system sees it.
+// Memory of this process as reported by the operating system.
 #pragma once
 
 #include <cstdint>
 
 namespace penstock::train {
 
-// Bytes in main memory now; 0 where the system does not say.
+// Resident bytes now; 0 if unknown.
 std::int64_t resident_bytes();
 
-// Bytes that all processes of this machine, or of this container, can have together: main memory and swap; 0 where the system does not say.
+// Bytes of main memory and swap available to all processes of this machine or container; 0 if unknown.
 std::int64_t machine_memory_bytes();
 
 }  // namespace penstock::train

@@ -6,10 +6,11 @@
 #include <algorithm>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/comm/group/agreement.h"
 #include "penstock/dtensor/tensor/layout_text.h"
-#include "penstock/optim/update/gradients.h"
+#include "penstock/clip_gradients.h"
 #include "penstock/torch/tree/distributed_type.h"
 
 namespace penstock::train {
@@ -49,15 +50,15 @@ ReplicaGradients::ReplicaGradients(comm::Group group, std::vector<Part> parts) :
 void ReplicaGradients::begin(std::size_t part) {
   State& state = parts_.at(part);
   if (state.begun)
-    throw StateError(describe(fmt::format("gradients of {}", state.part.name), "already on their way to the other replicas", "sums that finish() has ended",
-                              "call finish() after every step, or begin no part early when gradients of several steps add up"));
+    throw StateError(describe(fmt::format("gradients of {}", state.part.name), "a reduction that is already in flight", "a reduction completed by finish()",
+                              "call finish() after every step, and do not call begin() while gradients accumulate over several steps"));
   for (std::size_t i = 0; i < state.trainable.size(); ++i) {
     const optim::NamedParameter& parameter = state.part.parameters[i];
     if (parameter.tensor.requires_grad() != state.trainable[i])
       throw StateError(describe(fmt::format("requires_grad of {}", parameter.name), parameter.tensor.requires_grad() ? "true" : "false",
-                                fmt::format("{}, as when the replicas compared their parameters", state.trainable[i] ? "true" : "false"), "freeze or unfreeze parameters on all replicas before the job is made"));
+                                fmt::format("{}, as at construction, when the replicas compared their parameters", state.trainable[i] ? "true" : "false"), "freeze or unfreeze parameters on all replicas before the job is constructed"));
     if (!state.trainable[i] && parameter.tensor.grad().defined())
-      throw StateError(describe(fmt::format("gradient of {}", parameter.name), "one on a parameter that requires none", "no gradient", "clear it: it would be stepped differently on every replica"));
+      throw StateError(describe(fmt::format("gradient of {}", parameter.name), "a gradient on a frozen parameter", "no gradient", "clear it: replicas would update the parameter differently"));
   }
   const at::NoGradGuard no_grad;
   optim::settle_gradients(state.part.parameters);
@@ -86,7 +87,7 @@ void ReplicaGradients::start(Bucket& bucket) const {
 void ReplicaGradients::write(Bucket& bucket) const {
   bucket.work.wait();
   const at::Tensor values = bucket.flat.narrow(0, 0, bucket.elements).div_(group_.size());
-  // Only a rank that lacks a gradient must look at the marks, for which it waits for the device.
+  // Only a rank without a gradient reads the marks, for which it waits for the device.
   at::Tensor marks;
   if (std::find(bucket.present.begin(), bucket.present.end(), false) != bucket.present.end())
     marks = bucket.flat.narrow(0, bucket.elements, bucket.flat.numel() - bucket.elements).to(at::kCPU, at::kFloat);

@@ -13,12 +13,13 @@
 #include <iterator>
 #include <system_error>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/files/output_file.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/train/config/run_config.h"
 
 namespace penstock::train {
@@ -33,10 +34,10 @@ std::string stamp() {
 }
 
 [[noreturn]] void refuse(const fs::path& folder, const std::string& why) {
-  throw ConfigError(describe("run folder", fmt::format("{}: {}", folder.string(), why), "a folder that can be made and written", "set output.run_folder"));
+  throw ConfigError(describe("run folder", fmt::format("{}: {}", folder.string(), why), "a folder that can be created and written", "set output.run_folder"));
 }
 
-// A name that is not taken: runs that begin in the same second get numbers.
+// Returns an unused name: runs started in the same second get numbers.
 fs::path new_folder(const std::string& preset) {
   const fs::path base = fs::absolute(fs::path("runs")) / fmt::format("{}-{}", preset, stamp());
   fs::create_directories(base.parent_path());
@@ -62,7 +63,8 @@ fs::path absolute_folder(const fs::path& given) {
   return whole.has_filename() ? whole : whole.parent_path();
 }
 
-// A start from elsewhere, in a folder that has come further, would leave two histories in one place: the next start would continue the wrong one.
+// Starting from elsewhere in a folder that has its own checkpoints would mix two histories: the next start
+// would continue the wrong one.
 void check_start(const fs::path& folder, const ResolvedConfig& resolved, const std::string& former) {
   const std::string& wanted = resolved.config.checkpoint.resume;
   if (wanted == "auto" || (wanted == former && wanted != "never")) return;
@@ -71,7 +73,7 @@ void check_start(const fs::path& folder, const ResolvedConfig& resolved, const s
   std::error_code error;
   if (wanted != "never" && fs::equivalent(wanted, own.back().path, error)) return;
   throw ConfigError(describe(fmt::format("checkpoint.resume in run folder {}", folder.string()), fmt::format("\"{}\"", wanted),
-                             fmt::format("auto: the run has checkpoints of its own, the newest of step {}", own.back().step), "leave it out to continue the run, or start a new one in another --run_folder"));
+                             fmt::format("auto: the run has its own checkpoints, the newest of step {}", own.back().step), "leave it out to continue the run, or start a new run in another --run_folder"));
 }
 
 RunPlan plan_continued(const fs::path& given, const ConfigSources& sources) {
@@ -95,11 +97,11 @@ TrainConfig continuing_config(TrainConfig config, const fs::path& run_folder) {
 
 RunPlan plan_run(const ConfigSources& sources) {
   const fs::path named = named_run_folder(sources);
-  if (!named.empty() && holds_run(named)) return plan_continued(named, sources);
+  if (!named.empty() && contains_run(named)) return plan_continued(named, sources);
   const fs::path folder = named.empty() ? named : absolute_folder(named);
   RunPlan plan{.resolved = with_absolute_paths(load_config(sources), folder), .folder = folder, .continues = false};
   std::error_code error;
-  // Data of unknown origin would be trained on in place of what was asked for.
+  // Data of unknown origin would replace the requested data.
   if (!folder.empty() && plan.resolved.config.data.shards.empty() && fs::exists(folder / "data", error))
     throw ConfigError(describe("run folder", fmt::format("{}, which has data/ but no {}", folder.string(), kRunConfigName), "a run, or a folder without data/", "remove data/, or set another output.run_folder"));
   return plan;
@@ -107,10 +109,10 @@ RunPlan plan_run(const ConfigSources& sources) {
 
 RunPlan plan_resume(const fs::path& given, const ConfigSources& sources) {
   const fs::path folder = absolute_folder(given);
-  if (!holds_run(folder)) {
+  if (!contains_run(folder)) {
     const bool is_checkpoint = checkpoint::step_of_folder_name(folder.filename().string()).has_value();
     throw ConfigError(describe("resume", given.string(), fmt::format("the folder of a run, with its {}", kRunConfigName),
-                               is_checkpoint ? "name the run folder above the checkpoint; its newest checkpoint is used" : "penstock train starts a new run"));
+                               is_checkpoint ? "give the run folder that contains the checkpoint; its newest checkpoint is used" : "penstock train starts a new run"));
   }
   return plan_continued(folder, sources);
 }
@@ -144,24 +146,24 @@ void RunFolder::lock() {
   }
   const int reason = errno;
   if (reason != EWOULDBLOCK) {
-    log().warn("train: {} cannot be locked ({}); make sure that no other process trains there", path_.string(), std::strerror(reason));
+    log().warn("train: {} cannot be locked ({}); make sure that no other process trains in it", path_.string(), std::strerror(reason));
     return;
   }
   ::close(file_);
-  throw ConfigError(fmt::format("run folder {}: another process trains there; wait until it has ended or end it, or set another output.run_folder", path_.string()));
+  throw ConfigError(fmt::format("run folder {}: another process is training in it; wait until it has ended, stop it, or set another output.run_folder", path_.string()));
 }
 
 RunFolder::~RunFolder() {
   if (file_ >= 0) ::close(file_);
-  // Only what is empty can be removed like this, so a run that has begun stays.
+  // Only empty folders are removed, so that a run that has started stays.
   std::error_code error;
   for (fs::path at = path_; !made_.empty() && fs::remove(at, error) && at != made_;) at = at.parent_path();
 }
 
 fs::path agree_on_run_folder(const comm::World& world, const RunPlan& plan, std::unique_ptr<RunFolder>& held) {
-  checkpoint::WorldMeeting meeting(world);
+  checkpoint::WorldAgreement agreement(world);
   try {
-    const checkpoint::Bytes path = meeting.agree(
+    const checkpoint::Bytes path = agreement.agree(
         "making the run folder",
         [&] {
           if (world.rank() != 0) return checkpoint::Bytes();
@@ -169,7 +171,7 @@ fs::path agree_on_run_folder(const comm::World& world, const RunPlan& plan, std:
           const std::string made = held->path().string();
           return checkpoint::Bytes(made.begin(), made.end());
         },
-        [](const std::vector<checkpoint::Bytes>& said) { return said.at(0); });
+        [](const std::vector<checkpoint::Bytes>& answers) { return answers.at(0); });
     return std::string(path.begin(), path.end());
   } catch (const checkpoint::CheckpointError& error) {
     throw ConfigError(error.what());
@@ -191,8 +193,10 @@ void write_run_config(const fs::path& folder, const ResolvedConfig& resolved) {
     }
     fs::rename(draft, path);
     checkpoint::sync_folder(folder);
-  } catch (const std::runtime_error& error) {  // of the file system or of a file
-    std::error_code ignored;                  // what matters is told below
+  } catch (const ConfigError&) {
+    throw;
+  } catch (const std::runtime_error& error) {  // from the file system or from writing
+    std::error_code ignored;                  // the error below is reported instead
     fs::remove(draft, ignored);
     throw ConfigError(describe(path.string(), error.what(), "a file that can be written", "free space there, or set another output.run_folder"));
   }

@@ -1,9 +1,9 @@
-// Which stage of the model a thread is computing: for messages about what happens inside.
+// The model stage that a thread is computing, for messages.
 //
 //   const StageScope scope(3);                 // around the forward of stage 3
-//   StageScope::current()                      // 3; nothing outside of every stage
+//   StageScope::current()                      // 3; std::nullopt outside any stage
 //
-// Thread rule: each thread has its own; autograd's worker threads know nothing of it.
+// Thread safety: each thread has its own scope; autograd's worker threads have none.
 #pragma once
 
 #include <optional>

@@ -17,7 +17,7 @@
 #include "penstock/base/log.h"
 #include "penstock/checkpoint/files/checkpoint_error.h"
 #include "penstock/checkpoint/files/folder.h"
-#include "penstock/checkpoint/tensors/world_meeting.h"
+#include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/models/plan/options.h"
 #include "penstock/torch/compat/device_memory.h"
 #include "penstock/torch/compat/version.h"
@@ -27,6 +27,7 @@
 #include "penstock/train/report/not_finite.h"
 #include "penstock/train/job/process_memory.h"
 #include "penstock/train/job/run_folder.h"
+#include "penstock/pipeline/report/step_trace.h"
 
 namespace penstock::train {
 
@@ -39,7 +40,7 @@ std::atomic<bool> stop_flag{false};
 
 constexpr std::chrono::seconds kPauseBeforeLastTry{2};
 
-// Token shards that a start makes. They go again when it is refused: the folder is then as it was before.
+// Token shards made at the start of a run. Removed if the start is refused, so that the folder is unchanged.
 class NewData {
  public:
   NewData(const comm::World& world, const TrainConfig& config, const fs::path& folder) : path_(folder / "data") {
@@ -83,9 +84,9 @@ struct Trainer::Impl {
         job(world, config, data),
         checkpoints(checkpoint_folder(config, folder)) {
     resume();
-    checkpoint::WorldMeeting(world).agree("accept the start", [&] {
+    checkpoint::WorldAgreement(world).agree("accept the start", [&] {
       if (world.rank() != 0) return;
-      // Another run may keep its checkpoints there: that is told before anything changes.
+      // Another run may write its checkpoints to the same folder: report that before anything changes.
       if (file_exists(checkpoints / checkpoint::FolderLock::kName)) checkpoint::FolderLock{checkpoints};
       if (options.accepted) options.accepted();
     });
@@ -103,18 +104,18 @@ struct Trainer::Impl {
 
   void resume() {
     if (config.checkpoint.resume == "never") return;
-    checkpoint::WorldMeeting meeting(world);
+    checkpoint::WorldAgreement agreement(world);
     const checkpoint::OpenPolicy policy{.verify = true, .allow_fallback = config.checkpoint.fallback};
     if (config.checkpoint.resume != "auto") {
-      const checkpoint::Checkpoint opened = checkpoint::open_checkpoint(meeting, config.checkpoint.resume, policy);
+      const checkpoint::Checkpoint opened = checkpoint::open_checkpoint(agreement, config.checkpoint.resume, policy);
       std::error_code error;
       const bool own = fs::equivalent(opened.path().parent_path(), checkpoints, error);
-      job.load(opened, own ? OtherData::Refuse : OtherData::FromTheStart);
+      job.load(opened, own ? ChangedDataPolicy::Refuse : ChangedDataPolicy::FromTheStart);
       resumed_from = opened.path().string();
-    } else if (const auto opened = checkpoint::open_latest(meeting, checkpoints, policy)) {
+    } else if (const auto opened = checkpoint::open_latest(agreement, checkpoints, policy)) {
       for (const std::string& skipped : opened->skipped)
-        if (world.rank() == 0) log().warn("train: {}; an older checkpoint is used", skipped);
-      job.load(opened->checkpoint, OtherData::Refuse);
+        if (world.rank() == 0) log().warn("train: {}; using an older checkpoint", skipped);
+      job.load(opened->checkpoint, ChangedDataPolicy::Refuse);
       resumed_from = opened->checkpoint.path().string();
     }
     if (!resumed_from.empty() && world.rank() == 0) log().info("train: continues after step {} from {}", job.steps_done(), resumed_from);
@@ -135,38 +136,39 @@ struct Trainer::Impl {
     description.training_tokens = data.training->dataset().tokens();
     description.validation_tokens = data.validation ? data.validation->dataset().tokens() : 0;
     description.first_step = job.steps_done();
-    // In a run that moves with its checkpoints the path within it stays true.
+    // A relative path stays valid if the run is moved with its checkpoints.
     const fs::path within = fs::path(resumed_from).lexically_relative(folder);
     description.resumed_from = within.empty() || *within.begin() == ".." ? resumed_from : within.generic_string();
   }
 
-  // [collective] Begins a save; the one before is settled first.
+  // [collective] Starts a save after the previous one has finished.
   void save() {
     settle();
     const std::int64_t step = job.steps_done();
     try {
       stall = writer->save(step, job.contents());
       saving = step;
-    } catch (const checkpoint::CheckpointError& error) {  // of the plan, and the same on every rank
+    } catch (const checkpoint::CheckpointError& error) {  // from planning; the same on every rank
       failed(step, error.what());
     }
   }
 
-  // [collective] Waits for the save that is going on. One rank's failure is everybody's: whether a checkpoint counts is the same on all of them.
+  // [collective] Waits for the save in progress. A failure on one rank is a failure on all: whether a
+  // checkpoint counts is the same on all ranks.
   void settle() {
     if (!saving) return;
     const std::int64_t step = *saving;
     try {
-      checkpoint::WorldMeeting(world).agree(fmt::format("checkpoint of step {}", step), [&] { writer->wait(); });
+      checkpoint::WorldAgreement(world).agree(fmt::format("checkpoint of step {}", step), [&] { writer->wait(); });
       saved = step;
     } catch (const checkpoint::CheckpointError&) {
-      // Told by announce(), with its reason.
+      // announce() reports it with its reason.
     }
     announce();
     saving.reset();
   }
 
-  // Tells of saves that have ended since the last time. No communication.
+  // Reports saves that have finished since the last call. No communication.
   void announce() {
     for (const checkpoint::SaveOutcome& outcome : writer->ended()) {
       if (!outcome.error.empty())
@@ -180,26 +182,27 @@ struct Trainer::Impl {
     if (world.rank() != 0) return;
     const bool older = !resumed_from.empty() || !checkpoint::find_checkpoints(checkpoints).empty();
     gives_up = config.checkpoint.on_failure == "stop" || (config.checkpoint.on_failure == "auto" && !older);
-    const char* next = job.steps_done() >= config.training.steps ? "the run ends without it unless a further try succeeds"
-                       : !gives_up                               ? "training continues, and tries again at the next checkpoint and at the end"
+    const char* next = job.steps_done() >= config.training.steps ? "the run ends without it unless a retry succeeds"
+                       : !gives_up                               ? "training continues and retries at the next checkpoint and at the end"
                        : older                                   ? "the run ends (checkpoint.on_failure)"
-                                                                 : "there is no older checkpoint: the run ends unless the next try succeeds";
+                                                                 : "there is no older checkpoint: the run ends unless the next attempt succeeds";
     log().error("train: {}; {}", error, next);
     tell([&](Observer& each) { each.on_checkpoint_failed(step, error); });
   }
 
-  // [collective] Whether a rank was.
+  // [collective] Returns whether any rank was asked to end.
   bool was_asked_to_end(bool here) const {
-    const checkpoint::Bytes verdict = checkpoint::WorldMeeting(world).agree(
+    const checkpoint::Bytes verdict = checkpoint::WorldAgreement(world).agree(
         "whether the run was asked to end", [&] { return checkpoint::Bytes{static_cast<std::uint8_t>(here)}; },
-        [](const std::vector<checkpoint::Bytes>& said) {
-          const bool any = std::any_of(said.begin(), said.end(), [](const checkpoint::Bytes& each) { return each.at(0) != 0; });
+        [](const std::vector<checkpoint::Bytes>& answers) {
+          const bool any = std::any_of(answers.begin(), answers.end(), [](const checkpoint::Bytes& each) { return each.at(0) != 0; });
           return checkpoint::Bytes{static_cast<std::uint8_t>(any)};
         });
     return verdict.at(0) != 0;
   }
 
-  // [collective] The present state gets to the disk, or this is false. A disk may be full for a moment only: once more after a pause.
+  // [collective] Writes the current state to disk. Returns false on failure. Retries once after a pause,
+  // because a disk may be full only temporarily.
   bool save_last() {
     settle();
     for (int attempt = 0; attempt < 2 && saved != job.steps_done() && job.steps_done() > description.first_step; ++attempt) {
@@ -219,16 +222,16 @@ struct Trainer::Impl {
 
   void trace() {
     const fs::path path = folder / "traces" / fmt::format("step-{:08}.json", job.steps_done());
-    std::error_code missing;  // told by the attempt to write there
+    std::error_code missing;  // the attempt to write reports errors
     if (world.rank() == 0) fs::create_directories(path.parent_path(), missing);
-    // Of one replica: the pipeline of the first rank, which writes the file when the others have done their part. A timeline that
-    // cannot be written is no reason to end a run.
+    // Only one replica: the pipeline of the first rank, which writes the file after the others have
+    // contributed. Failing to write a timeline must not end a run.
     try {
       if (job.layout().dp() == 0 && job.layout().tp() == 0) job.pipeline().write_trace(path.string());
     } catch (const ConfigError& error) {
-      std::error_code ignored;  // what is there of it is of no use
+      std::error_code ignored;  // a partial file is useless
       fs::remove(path, ignored);
-      log().warn("train: no timeline of step {}: {}", job.steps_done(), error.what());
+      log().warn("train: the timeline of step {} could not be written: {}", job.steps_done(), error.what());
       return;
     }
     tell([&](Observer& each) { each.on_trace(job.steps_done(), path); });
@@ -237,7 +240,7 @@ struct Trainer::Impl {
   static bool is_due(std::int64_t step, std::int64_t every) { return every > 0 && step % every == 0; }
 
   StepExtras extras_of(const StepOutcome& outcome) {
-    constexpr double kWeightOfLast = 0.2;  // of the pace that the estimate goes by
+    constexpr double kWeightOfLast = 0.2;  // in the moving average of the pace
     pace = pace == 0 ? outcome.times.total : (1 - kWeightOfLast) * pace + kWeightOfLast * outcome.times.total;
     StepExtras extras;
     extras.tokens_per_second = static_cast<double>(outcome.tokens) / outcome.times.total;
@@ -251,7 +254,7 @@ struct Trainer::Impl {
     try {
       return train();
     } catch (const NotFiniteError&) {
-      settle();  // all ranks stop alike: what is being saved is from before
+      settle();  // all ranks stop here; the save in progress has an earlier state
       throw;
     }
   }
@@ -272,7 +275,7 @@ struct Trainer::Impl {
       if (data.validation && is_due(outcome.step, config.training.validate_every)) validate();
       if (is_due(outcome.step, config.checkpoint.every)) save();
       if (outcome.stop) {
-        // Nobody asked for an end: a checkpoint failed. If it can be written now, training continues.
+        // No rank was asked to end: a checkpoint failed. If it can be written now, training continues.
         if (!was_asked_to_end(stop_requested() || out_of_time) && config.checkpoint.on_failure == "auto") {
           if (save_last()) {
             gives_up = false;
@@ -302,10 +305,10 @@ struct Trainer::Impl {
   std::unique_ptr<checkpoint::CheckpointWriter> writer;
   RunDescription description;
   std::string resumed_from;
-  std::int64_t saved = -1;               // the newest step that is on the disk since the start, the same on all ranks
-  std::optional<std::int64_t> saving;    // the step that is being saved
-  checkpoint::SaveStall stall;           // of that
-  bool gives_up = false;                 // rank 0: a checkpoint could not be written and the run is to end
+  std::int64_t saved = -1;               // newest step saved since the start, the same on all ranks
+  std::optional<std::int64_t> saving;    // step being saved
+  checkpoint::SaveStall stall;           // of the save in progress
+  bool gives_up = false;                 // rank 0: a checkpoint could not be written and the run must end
   std::int64_t validated = -1;
   double pace = 0;
 };

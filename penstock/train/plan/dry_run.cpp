@@ -8,6 +8,7 @@
 #include <sstream>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/quote.h"
 #include "penstock/base/text.h"
@@ -16,7 +17,7 @@
 #include "penstock/comm/launch/launcher.h"
 #include "penstock/world.h"
 #include "penstock/models/plan/options.h"
-#include "penstock/plan/draw/draw_grid.h"
+#include "penstock/draw.h"
 #include "penstock/train/job/host_check.h"
 #include "penstock/train/job/job.h"
 #include "penstock/train/job/model_stages.h"
@@ -26,14 +27,14 @@ namespace penstock::train {
 
 namespace {
 
-constexpr std::int64_t kRanksListed = 8;  // larger worlds by ranges
+constexpr std::int64_t kRanksListed = 8;  // larger worlds are listed as ranges
 constexpr std::size_t kSlotsDrawn = 40;
 constexpr int kRanksDrawn = 8;
-// Between processes of a host, by its memory.
+// Between processes of a host, through shared memory.
 constexpr double kLatency = 20e-6;
 constexpr double kBandwidth = 4e9;
 
-// How much of a rank's time the cores give it when there are more ranks than cores.
+// Slowdown of a rank when there are more ranks than cores.
 double slowdown(const DryRun& run) {
   if (run.device != "cpu") return 1;
   return std::max(1.0, static_cast<double>(run.config.layout.ranks) / run.cores);
@@ -93,10 +94,10 @@ std::string range_text(std::int64_t first, std::int64_t last) { return first == 
 std::string mesh_text(const DryRun& run) {
   const LayoutConfig& layout = run.config.layout;
   return fmt::format("mesh: {} = pp {} x dp {}{} x tp {}, on {}{}", count_of(layout.ranks, "rank"), layout.pp, layout.dp, layout.shard > 1 ? fmt::format(" (shard {})", layout.shard) : std::string(), layout.tp, run.device,
-                     run.device == "cpu" ? fmt::format(" ({}, {} a rank)", count_of(run.cores, "core"), count_of(run.measured.threads, "thread")) : std::string());
+                     run.device == "cpu" ? fmt::format(" ({}, {} per rank)", count_of(run.cores, "core"), count_of(run.measured.threads, "thread")) : std::string());
 }
 
-// A line for each rank of a small world, else one for all ranks at a place of the pipeline.
+// One line per rank of a small world, else one line for all ranks at a pipeline position.
 Lines rank_lines(const DryRun& run) {
   const LayoutConfig& layout = run.config.layout;
   const std::int64_t each = layout.dp * layout.tp;
@@ -115,13 +116,13 @@ Lines rank_lines(const DryRun& run) {
 std::string schedule_text(const DryRun& run) {
   const schedule::Schedule& schedule = run.schedule;
   return fmt::format("schedule: {}, {} stage{}, {} microbatches of {} rows{}; bubble {:.1f} % of the run", run.config.layout.schedule, schedule.stages().stages(), schedule.stages().stages() == 1 ? "" : "s", schedule.microbatches(), run.config.layout.microbatch_size,
-                     run.config.training.accumulation > 1 ? fmt::format(", {} runs a step", run.config.training.accumulation) : std::string(), 100 * run.simulation.bubble);
+                     run.config.training.accumulation > 1 ? fmt::format(", {} runs per step", run.config.training.accumulation) : std::string(), 100 * run.simulation.bubble);
 }
 
 Lines grid_lines(const schedule::Schedule& schedule) {
   std::size_t longest = 0;
   for (const schedule::Row& row : schedule.rows()) longest = std::max(longest, row.size());
-  if (schedule.ranks() > kRanksDrawn || longest > kSlotsDrawn) return {"(too long to draw here: penstock schedule draws it)"};
+  if (schedule.ranks() > kRanksDrawn || longest > kSlotsDrawn) return {"(too large to show here; use penstock schedule)"};
   Lines all;
   std::stringstream grid(plan::draw_grid(schedule));
   for (std::string line; std::getline(grid, line);) all.push_back(line);
@@ -131,7 +132,7 @@ Lines grid_lines(const schedule::Schedule& schedule) {
 Lines memory_lines(const DryRun& run) {
   Lines lines;
   const auto row = [&](const RankMemory& memory) {
-    return fmt::format("{:>11}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}   {} live at most", bytes_text(memory.parameters), bytes_text(memory.gathered), bytes_text(memory.gradients), bytes_text(memory.optimizer), bytes_text(memory.activations),
+    return fmt::format("{:>11}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}   at most {} live", bytes_text(memory.parameters), bytes_text(memory.gathered), bytes_text(memory.gradients), bytes_text(memory.optimizer), bytes_text(memory.activations),
                        bytes_text(memory.total()), memory.live);
   };
   for (std::size_t begin = 0; begin < run.memory.size();) {
@@ -144,13 +145,14 @@ Lines memory_lines(const DryRun& run) {
   return lines;
 }
 
-// The most that a rank needs, for worlds of which not all lines are shown.
+// The largest memory of a rank, for worlds whose lines are not all shown.
 std::string largest_text(const DryRun& run) {
   const auto largest = std::max_element(run.memory.begin(), run.memory.end(), [](const RankMemory& a, const RankMemory& b) { return a.total() < b.total(); });
-  return fmt::format("the most is {} at pp {}", bytes_text(largest->total()), largest - run.memory.begin());
+  return fmt::format("the maximum is {} at pp {}", bytes_text(largest->total()), largest - run.memory.begin());
 }
 
-// At most `room` lines: the first ones and the last one, and between them how many there are.
+// Reduces the lines to at most `room`: the first ones and the last one, and between them the number of
+// omitted lines.
 void shorten(Lines& lines, std::size_t room, const std::string& what) {
   if (lines.size() <= room) return;
   const std::size_t first = room - 2;
@@ -163,14 +165,14 @@ void write_time(std::string& text, const DryRun& run) {
   const auto out = std::back_inserter(text);
   const auto part = [](const PartMeasurement& each) { return fmt::format("{} + {}", time_text(each.forward), time_text(each.backward)); };
   const LayoutConfig& layout = run.config.layout;
-  fmt::format_to(out, "measured here, forward + backward of a microbatch: block {}, embedding {}, head with loss {}{}\n", part(run.measured.block), part(run.measured.embed), part(run.measured.head),
-                 run.measured.measured_rows < layout.microbatch_size ? ", multiplied from one row" : "");
+  fmt::format_to(out, "measured on this machine, forward + backward per microbatch: block {}, embedding {}, head with loss {}{}\n", part(run.measured.block), part(run.measured.embed), part(run.measured.head),
+                 run.measured.measured_rows < layout.microbatch_size ? ", extrapolated from one row" : "");
   std::vector<std::string> assumed;
-  if (layout.tp > 1) assumed.push_back(fmt::format("each of {} tensor-parallel ranks does its share", layout.tp));
+  if (layout.tp > 1) assumed.push_back(fmt::format("each of {} tensor-parallel ranks does an equal share", layout.tp));
   if (slowdown(run) > 1) assumed.push_back(fmt::format("{} ranks share {} cores", layout.ranks, run.cores));
   assumed.push_back(fmt::format("transfers of {} at {:g} GB/s", bytes_text(run.measured.border), kBandwidth / 1e9));
-  fmt::format_to(out, "assumed: {}; without sums over ranks, optimizer and data\n", fmt::join(assumed, ", "));
-  fmt::format_to(out, "predicted: {} a step of {} tokens, {:.0f} tokens/s, {} for {}\n", time_text(run.step_seconds), run.tokens_per_step, static_cast<double>(run.tokens_per_step) / run.step_seconds,
+  fmt::format_to(out, "assumptions: {}; not included: sums over ranks, optimizer, data loading\n", fmt::join(assumed, ", "));
+  fmt::format_to(out, "predicted: {} per step of {} tokens, {:.0f} tokens/s, {} for {}\n", time_text(run.step_seconds), run.tokens_per_step, static_cast<double>(run.tokens_per_step) / run.step_seconds,
                  time_text(run.step_seconds * static_cast<double>(run.config.training.steps)), count_of(run.config.training.steps, "step"));
 }
 
@@ -178,16 +180,16 @@ void write_time(std::string& text, const DryRun& run) {
 
 void check_local_ranks(const LayoutConfig& layout) {
   if (layout.ranks > comm::kMaxLocalRanks)
-    throw ConfigError(describe("layout.ranks", std::to_string(layout.ranks), fmt::format("at most {}, which penstock train starts on one host", comm::kMaxLocalRanks),
+    throw ConfigError(describe("layout.ranks", std::to_string(layout.ranks), fmt::format("at most {}, the limit of penstock train on one host", comm::kMaxLocalRanks),
                                "start the ranks with mpirun, srun or torchrun on several hosts, or lower layout.pp, layout.dp or layout.tp"));
 }
 
 void check_launched_ranks(const LayoutConfig& layout, int launched) {
   if (layout.ranks != launched)
-    throw ConfigError(describe("ranks", std::to_string(launched), fmt::format("pp * dp * tp = {} * {} * {} = {}", layout.pp, layout.dp, layout.tp, layout.ranks), "start that many, or change the layout"));
+    throw ConfigError(describe("ranks", std::to_string(launched), fmt::format("pp * dp * tp = {} * {} * {} = {}", layout.pp, layout.dp, layout.tp, layout.ranks), "start that many ranks, or change the layout"));
 }
 
-DryRun dry_run(const TrainConfig& config, const LookProgress& progress) {
+DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress) {
   const auto now = [&](const char* what) {
     if (progress) progress(what, -1);
   };
@@ -196,12 +198,12 @@ DryRun dry_run(const TrainConfig& config, const LookProgress& progress) {
   } else {
     check_launched_ranks(config.layout, env.world_size);
   }
-  now("making the schedule");
+  now("generating the schedule");
   schedule::Schedule schedule = configured_schedule(config.layout);
   check_stages(config, schedule);
   const at::Device device = configured_device(config.layout, comm::World::fake(0, static_cast<int>(config.layout.ranks)));
   require_precision(config, device);
-  if (device.is_cpu()) require_memory(least_need_of_parts(config), machine_memory_bytes());
+  if (device.is_cpu()) require_memory(minimum_memory_of_parts(config), machine_memory_bytes());
   const int stages = schedule.stages().stages();
   std::vector<models::StagePart> parts = configured_parts(config, stages);
   std::string data = check_data(config, DataCheck::Reading, progress);
@@ -223,7 +225,7 @@ std::string to_text(const DryRun& run) {
   const Lines grid = grid_lines(run.schedule);
   constexpr std::size_t kFixedLines = 11;  // model, data, mesh, partition, schedule, memory (3), time (3)
   const std::size_t room = kDryRunLines - kFixedLines - grid.size();
-  // Where not all fit, each gets a third, or what the shorter ones leave.
+  // If not all lines fit, each section gets a third, or the room that shorter sections leave.
   for (Lines* lines : {&ranks, &parts, &memory}) {
     const std::size_t others = ranks.size() + parts.size() + memory.size() - lines->size();
     shorten(*lines, std::max(room / 3, others < room ? room - others : 0), lines == &memory ? largest_text(run) : lines == &ranks ? "tp fastest, then dp, then pp" : "");
@@ -237,10 +239,10 @@ std::string to_text(const DryRun& run) {
   add(parts);
   text += schedule_text(run) + "\n";
   add(grid);
-  fmt::format_to(std::back_inserter(text), "memory of a rank, by its place along the pipeline:\n  {:>9}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}\n", "pp", "parameters", "gathered", "gradients", "optimizer", "activations", "together");
+  fmt::format_to(std::back_inserter(text), "memory per rank, by pipeline position:\n  {:>9}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}  {:>11}\n", "pp", "parameters", "gathered", "gradients", "optimizer", "activations", "together");
   add(memory);
-  fmt::format_to(std::back_inserter(text), "  activations: measured on real parts, one microbatch keeps {} in a block and {} at the head{}\n", bytes_text(run.measured.block.kept), bytes_text(run.measured.head.kept),
-                 run.config.layout.tp > 1 ? "; tensor parallelism splits a part of them, which is not subtracted" : "");
+  fmt::format_to(std::back_inserter(text), "  activations: measured on real parts; one microbatch keeps {} in a block and {} in the head{}\n", bytes_text(run.measured.block.kept), bytes_text(run.measured.head.kept),
+                 run.config.layout.tp > 1 ? "; the part that tensor parallelism splits is not subtracted" : "");
   write_time(text, run);
   return text;
 }

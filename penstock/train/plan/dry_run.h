@@ -1,13 +1,16 @@
-// What a configuration would do, without doing it: mesh, partition, schedule, memory, predicted time. No rank is started.
+// Reports what a configuration would do without training: mesh, partition, schedule, memory, predicted time.
+// Starts no ranks.
 //
 //   std::puts(to_text(dry_run(config)).c_str());
 //
-// What training refuses is refused: everything that the configuration and the data decide, including damage in what the run would read.
-// Takes time in proportion to the layers and to what is read. The text is at most kDryRunLines lines, whatever the ranks and layers: equal
-// neighbours are one line, and of too many lines some in the middle are left out.
+// Throws for everything that training would refuse because of the configuration or the data, including damage
+// in the data to be read. Takes time in proportion to the layers and to the data. The text has at most
+// kDryRunLines lines, whatever the number of ranks and layers: equal neighbours are merged, and lines in the
+// middle are omitted if there are too many.
 //
-// Times are measured on one block, an embedding and a head on this machine (part_costs.h) and put together by the simulator. Not in it:
-// sums over replicas and tensor-parallel ranks, the optimizer's update, reading data. What memory counts: memory_plan.h.
+// Times are measured on one block, an embedding and a head on this machine (part_costs.h) and combined by the
+// simulator. Not included: sums over replicas and tensor-parallel ranks, the optimizer update, reading data.
+// See memory_plan.h for what memory includes.
 #pragma once
 
 #include <cstddef>
@@ -28,24 +31,26 @@ namespace penstock::train {
 struct DryRun {
   TrainConfig config;
   std::string device;
-  std::string data;                       // what there is to train on
-  int cores = 1;                          // of this machine, for all ranks
+  std::string data;                       // description of the training data
+  int cores = 1;                          // of this machine, shared by all ranks
   schedule::Schedule schedule;
   std::vector<models::StagePart> parts;   // by stage
   PartMeasurements measured;
   plan::Simulation simulation;            // of one run of the schedule, in seconds
-  std::vector<RankMemory> memory;         // by rank along the pipeline
+  std::vector<RankMemory> memory;         // by pipeline rank
   double step_seconds = 0;
   std::int64_t tokens_per_step = 0;
 };
 
 // Throws ConfigError for more ranks than `penstock train` starts on one host.
 void check_local_ranks(const LayoutConfig& layout);
-// Throws ConfigError unless another launcher has started as many as the layout has. How many these are is not limited.
+// Throws ConfigError unless another launcher has started as many ranks as the layout has. Their number is not
+// limited.
 void check_launched_ranks(const LayoutConfig& layout, int launched);
 
-// Throws ConfigError for what training would refuse. `progress` is told what is being done, on this thread; it may be empty.
-DryRun dry_run(const TrainConfig& config, const LookProgress& progress = {});
+// Throws ConfigError for what training would refuse. `progress` is called on this thread with the current
+// activity; it may be empty.
+DryRun dry_run(const TrainConfig& config, const DataCheckProgress& progress = {});
 
 inline constexpr std::size_t kDryRunLines = 40;
 

@@ -23,8 +23,8 @@ class Meter {
     else
       reset_peak_device_bytes(device_);
   }
-  // Between steps there are no activations.
-  void begin_step() { floor_ = beside(job_.held_memory()) + batch_bytes_; }
+  // There are no activations between steps.
+  void begin_step() { floor_ = unaccounted_bytes(job_.held_memory()) + batch_bytes_; }
 
   void look() {
     const HeldMemory held = job_.held_memory();
@@ -33,7 +33,7 @@ class Meter {
     reset_gathered_peaks(job_.model());
     seen_.gradients = std::max(seen_.gradients, held.gradients);
     seen_.optimizer = std::max(seen_.optimizer, held.optimizer);
-    seen_.activations = std::max(seen_.activations, beside(held) - floor_);
+    seen_.activations = std::max(seen_.activations, unaccounted_bytes(held) - floor_);
   }
 
   MeasuredMemory end() {
@@ -42,8 +42,8 @@ class Meter {
   }
 
  private:
-  // Live memory that is none of what is known.
-  std::int64_t beside(const HeldMemory& held) const { return (device_.is_cpu() ? cpu_memory().live : live_device_bytes(device_)) - held.in_memory; }
+  // Live memory in none of the known categories.
+  std::int64_t unaccounted_bytes(const HeldMemory& held) const { return (device_.is_cpu() ? cpu_memory().live : live_device_bytes(device_)) - held.in_memory; }
 
   TrainingJob& job_;
   at::Device device_;
@@ -52,7 +52,7 @@ class Meter {
   MeasuredMemory seen_;
 };
 
-// Tokens, targets and, with a mask, documents of one run of the schedule: whole numbers of 64 bits.
+// Tokens, targets and, with a mask, documents of one run of the schedule: 64-bit integers.
 std::int64_t batch_bytes(const TrainConfig& config) {
   const std::int64_t samples = config.layout.microbatches * config.layout.microbatch_size, tensors = config.data.document_mask ? 3 : 2;
   return samples * config.model.context * tensors * static_cast<std::int64_t>(sizeof(std::int64_t));
@@ -62,10 +62,10 @@ std::int64_t batch_bytes(const TrainConfig& config) {
 
 MeasuredMemory measure_memory(const comm::World& world, const TrainConfig& config, TrainingData data, int steps) {
   TrainingJob job(world, config, std::move(data));
-  if (job.device().is_cpu() && cpu_memory().allocations == 0) throw StateError("measure_memory: the memory of the CPU is not counted; call count_cpu_memory() first");
+  if (job.device().is_cpu() && cpu_memory().allocations == 0) throw StateError("measure_memory: CPU memory is not being counted; call count_cpu_memory() first");
   for (int step = 0; step < kStepsUnseen; ++step) job.train_step();
   Meter meter(job, batch_bytes(config));
-  // When whole gradients have become those of the step.
+  // When unsharded gradients have become those of the step.
   job.set_gradient_hook([&](const std::vector<optim::NamedParameter>&) { meter.look(); });
   meter.begin();
   for (int step = 0; step < steps; ++step) {

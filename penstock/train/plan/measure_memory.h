@@ -1,13 +1,14 @@
-// How much memory training steps take on this rank, counted while they run.
+// Measures how much memory training steps use on this rank.
 //
-//   count_cpu_memory();                                                  // before anything is made (torch/cpu_memory.h)
+//   count_cpu_memory();                                         // before any allocation (torch/cpu_memory.h)
 //   const MeasuredMemory measured = measure_memory(world, config, data, 3);
 //
-// Two steps come first, unseen: optimizer state is made, buffers find their sizes. Then memory is looked at behind every instruction of
-// the schedule, between kernels, so that activations are what microbatches keep and not what a kernel needs for a moment; that is in
-// `together`. Peaks of different columns need not have come at the same moment.
+// Two unmeasured steps come first: they create optimizer state and size the buffers. Then memory is read
+// after every instruction of the schedule, between kernels, so that activations are what microbatches keep
+// and not temporary memory of kernels; that is included in `together`. Peaks of different columns may have
+// occurred at different moments.
 //
-// The rank must be a process of its own where it computes on the CPU: the count is that of the process.
+// On the CPU, the rank must be a separate process: the count is that of the process.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +19,14 @@
 
 namespace penstock::train {
 
-// Bytes, each at most.
+// Peaks in bytes.
 struct MeasuredMemory {
   std::int64_t parameters = 0;
   std::int64_t gathered = 0;
   std::int64_t gradients = 0;
   std::int64_t optimizer = 0;
   std::int64_t activations = 0;
-  std::int64_t together = 0;  // of all tensors of the process on the device, at one time, also within kernels
+  std::int64_t together = 0;  // of all tensors of the process on the device, including within kernels
 };
 
 // [collective] Throws StateError on the CPU unless count_cpu_memory() was called.

@@ -15,8 +15,8 @@ namespace {
 constexpr std::int64_t kAlignment = 64;  // of parameters in gathered memory
 
 struct Sizes {
-  std::int64_t whole = 0;  // of this rank's part among the tensor-parallel ones
-  std::int64_t shard = 0;  // with padding: all ranks have as much as the first
+  std::int64_t whole = 0;  // of this rank's tensor-parallel part
+  std::int64_t shard = 0;  // with padding: all ranks have as much as the first rank
 };
 
 Sizes sizes_of(const models::ParameterShape& parameter, const LayoutConfig& layout) {
@@ -24,25 +24,25 @@ Sizes sizes_of(const models::ParameterShape& parameter, const LayoutConfig& layo
   for (std::size_t d = 1; d < parameter.shape.size(); ++d) rest *= parameter.shape[d];
   const auto bytes = [&](std::int64_t first) {
     std::int64_t elements = first * rest;
-    if (parameter.shape.size() > 1) elements = (elements + layout.tp - 1) / layout.tp;  // all but the norms are split
+    if (parameter.shape.size() > 1) elements = (elements + layout.tp - 1) / layout.tp;  // all parameters except norms are split
     return elements * static_cast<std::int64_t>(sizeof(float));
   };
   const std::int64_t first = parameter.shape.at(0);
   return {bytes(first), bytes((first + layout.shard - 1) / layout.shard)};
 }
 
-// What is gathered at once: a block, or all that is in none.
+// A group that is gathered at once: a block, or everything outside the blocks.
 std::string group_of(const std::string& name) {
   constexpr std::size_t kPrefix = 7;  // "blocks."
   return name.starts_with("blocks.") ? name.substr(0, name.find('.', kPrefix)) : std::string();
 }
 
-// Gathered parameters of the stages, by the actions of the schedule.
+// Gathered parameters of the stages, following the actions of the schedule.
 class GatheredPeaks {
  public:
   void add(int stage, const std::string& group, std::int64_t bytes) { stages_[stage][group] += (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-  // While a group is put together it is there twice: as it came and as it is used.
+  // While a group is being assembled it exists twice: as received and as used.
   std::int64_t of(const schedule::Row& row, const std::vector<int>& stages) const {
     std::int64_t now = 0, peak = 0;
     bool driven = false;
@@ -50,14 +50,14 @@ class GatheredPeaks {
       for (const schedule::Action& action : slot) {
         if (action.kind() == schedule::ActionKind::Unshard) {
           driven = true;
-          now += whole(action.stage().value());
-          peak = std::max(peak, now + largest(action.stage().value()));
+          now += whole(action.stage());
+          peak = std::max(peak, now + largest(action.stage()));
         } else if (action.kind() == schedule::ActionKind::Reshard) {
-          now -= whole(action.stage().value());
+          now -= whole(action.stage());
         }
       }
     if (driven) return peak;
-    // A schedule that does not say so: what is gathered by its use stays to the end of the step.
+    // In a schedule without gather actions, what is gathered on first use stays until the end of the step.
     std::int64_t twice = 0;
     for (const int stage : stages) {
       peak += whole(stage);
@@ -100,26 +100,28 @@ std::vector<RankMemory> plan_memory(const TrainConfig& config, const schedule::S
     const Sizes size = sizes_of(parameter, config.layout);
     std::vector<int> ranks;
     for (const int stage : stages_of.of(parameter.name)) {
-      ranks.push_back(map.rank_of(StageId{stage}));
+      ranks.push_back(map.rank_of(stage));
       gathered.add(stage, group_of(parameter.name), size.whole);
     }
-    // Both uses of a tied weight gather a gradient of their own, also where they share its memory; a sharded one has one.
+    // Both uses of a tied weight accumulate their own gradient, even if they share memory; a sharded weight
+    // has one.
     if (!sharded && options.tie_head && parameter.name == "embed.weight" && ranks.size() == 1) ranks.push_back(ranks.front());
     for (std::size_t i = 0; i < ranks.size(); ++i) {
       RankMemory& rank = memory[static_cast<std::size_t>(ranks[i])];
       const bool second = std::find(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(i), ranks[i]) != ranks.begin() + static_cast<std::ptrdiff_t>(i);
-      // Whole gradients add up over the microbatches. The two of a tied weight are one before replicas exchange copies; shards are made of
-      // whole ones group by group, and stay beside those of a further run of the schedule.
+      // Unsharded gradients accumulate over the microbatches. The two of a tied weight are one before
+      // replicas exchange copies; shards are made from unsharded gradients group by group, and coexist with
+      // those of a further run of the schedule.
       rank.gradients += size.whole;
       if (sharded && config.training.accumulation > 1) rank.gradients += size.shard;
       if (!sharded && config.layout.dp > 1) rank.gradients += second ? -size.whole : size.whole;
-      if (!second || sharded) rank.parameters += size.shard;  // two stages share memory, but not shards
+      if (!second || sharded) rank.parameters += size.shard;  // two stages can share memory, but not shards
       if (second) continue;
       rank.optimizer += size.shard * states;
     }
   }
   if (sharded) {
-    const schedule::Schedule lowered = pipeline::executable(schedule, /*unshard=*/true);
+    const schedule::Schedule lowered = executable(schedule, /*unshard=*/true);
     for (int rank = 0; rank < map.ranks(); ++rank) memory[static_cast<std::size_t>(rank)].gathered = gathered.of(lowered.row(rank), map.stages_of(rank));
   }
   for (std::size_t rank = 0; rank < memory.size(); ++rank) {

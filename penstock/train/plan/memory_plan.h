@@ -1,10 +1,11 @@
-// How much memory each rank of a configuration will need, from the plan alone.
+// Predicts how much memory each rank of a configuration needs, from the plan alone.
 //
-//   const std::vector<RankMemory> memory = plan_memory(config, schedule, parts, simulation);     // by rank along the pipeline
+//   const std::vector<RankMemory> memory = plan_memory(config, schedule, parts, simulation);  // by pipeline rank
 //
-// Counted: parameters, gradients, optimizer state (float32, also where computation is not), gathered parameters in the order in which the
-// schedule gathers and frees stages, and what it lets microbatches keep for their backwards. Not counted: LibTorch itself, the scratch
-// space of kernels, buffers of reductions, batches. Tensor-parallel ranks split every tensor but the norms; activations are not divided by them.
+// Included: parameters, gradients, optimizer state (float32, even if the computation is not), gathered
+// parameters in the order in which the schedule gathers and frees stages, and what microbatches keep for
+// their backward. Not included: LibTorch itself, temporary memory of kernels, reduction buffers, batches.
+// Tensor-parallel ranks split every tensor except norms; activations are not divided by them.
 #pragma once
 
 #include <cstdint>
@@ -20,11 +21,11 @@ namespace penstock::train {
 // Bytes of a rank.
 struct RankMemory {
   std::int64_t parameters = 0;   // with sharding: the shards
-  std::int64_t gathered = 0;     // whole parameters of the stages that the schedule has gathered, at most
-  std::int64_t gradients = 0;    // whole ones, with the copies that replicas exchange
+  std::int64_t gathered = 0;     // peak of the unsharded parameters that the schedule has gathered
+  std::int64_t gradients = 0;    // unsharded gradients, and the copies that replicas exchange
   std::int64_t optimizer = 0;
-  std::int64_t activations = 0;  // at most
-  int live = 0;                  // (stage, microbatch) pairs at most
+  std::int64_t activations = 0;  // peak
+  int live = 0;                  // peak number of (stage, microbatch) pairs
   std::int64_t total() const { return parameters + gathered + gradients + optimizer + activations; }
 };
 

@@ -32,9 +32,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kRepeats = 3;
-constexpr double kBudget = 0.3;  // seconds for a part
+constexpr double kBudget = 0.3;  // seconds per part
 
-// The memory that operators have made and that somebody still holds.
+// Memory allocated by operators that is still referenced.
 class LiveMemory final : public Mode {
  public:
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override {
@@ -48,7 +48,7 @@ class LiveMemory final : public Mode {
       });
     }
   }
-  // Memory of the tensors given does not count.
+  // Memory of the given tensors does not count.
   std::int64_t bytes_without(const std::vector<at::Tensor>& others) const {
     std::int64_t bytes = 0;
     for (const auto& [storage, held] : seen_) {
@@ -66,7 +66,7 @@ class LiveMemory final : public Mode {
   std::map<const void*, Held> seen_;
 };
 
-// One part of the model with a microbatch to run through it.
+// One part of the model with a microbatch as its input.
 class Trial {
  public:
   Trial(const TrainConfig& config, const models::StagePart& part, at::Device device, std::int64_t rows) : config_(config), device_(device), stage_(transformer_options(config.model), part) {
@@ -79,7 +79,7 @@ class Trial {
     input_ = part.has_embed() ? targets_ : at::randn({rows, length, config.model.width}, at::TensorOptions().device(device)).requires_grad_(true);
   }
 
-  // What the backward starts from: the loss at the head, else hidden states.
+  // Where the backward starts: the loss at the head, else hidden states.
   at::Tensor forward() {
     StepContext context;
     context.microbatch = 0;
@@ -111,7 +111,8 @@ class Trial {
     return best;
   }
 
-  // Between forward and backward, without the output, which goes to the next stage. The input of a middle stage is kept, too.
+  // Between forward and backward, without the output, which is sent to the next stage. The input of a middle
+  // stage is kept, too.
   std::int64_t kept() {
     LiveMemory memory;
     NodePtr graph;
@@ -152,7 +153,7 @@ PartMeasurements measure_parts(const TrainConfig& config, at::Device device) {
 
   const auto measure = [&](const models::StagePart& part) {
     Trial one(config, part, device, 1);
-    one.time(1);  // kernels are loaded, memory is taken
+    one.time(1);  // loads kernels and allocates memory
     PartMeasurement measured = one.time(1);
     const double all_rows = (measured.forward + measured.backward) * static_cast<double>(rows);
     if (rows == 1 || all_rows * kRepeats > kBudget) {
@@ -165,12 +166,12 @@ PartMeasurements measure_parts(const TrainConfig& config, at::Device device) {
     measured.kept = one.kept() * rows;
     return measured;
   };
-  // Of three stages: the embedding alone, one block alone, the head alone.
+  // Of three stages: only the embedding, only one block, only the head.
   const std::int64_t layers = config.model.layers;
   result.embed = measure({.index = 0, .count = 3, .first_block = 0, .end_block = 0});
   result.block = measure({.index = 1, .count = 3, .first_block = 0, .end_block = 1});
   result.head = measure({.index = 2, .count = 3, .first_block = layers, .end_block = layers});
-  // What blocks share is found by a second one.
+  // A second block shows what blocks share.
   if (layers > 1) {
     const std::int64_t two = Trial(config, {.index = 1, .count = 3, .first_block = 0, .end_block = 2}, device, 1).kept() * rows;
     result.kept_by_stage = std::max<std::int64_t>(0, 2 * result.block.kept - two);

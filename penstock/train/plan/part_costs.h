@@ -1,11 +1,12 @@
-// What the parts of a model cost on this machine: time and memory of an embedding, of a block and of a head, for one microbatch.
+// Measures time and memory of an embedding, a block and a head of the model on this machine, for one
+// microbatch.
 //
 //   const PartMeasurements measured = measure_parts(config, device);
 //   measured.block.forward                    // seconds
 //   measured.block.kept                       // bytes that one microbatch keeps until its backward
 //
-// Real forwards and backwards of one block each, on the device, with the threads of a rank. Takes about a second: where all rows of a
-// microbatch would take longer, one row is measured and multiplied.
+// Runs real forwards and backwards of one block each, on the device, with the threads of a rank. Takes about
+// a second: if all rows of a microbatch would take longer, one row is measured and the result multiplied.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -25,13 +26,13 @@ struct PartMeasurements {
   PartMeasurement embed;
   PartMeasurement block;
   PartMeasurement head;              // with the last norm and the loss
-  std::int64_t kept_by_stage = 0;    // bytes, besides its parts: masks, rotary turns
+  std::int64_t kept_by_stage = 0;    // bytes per stage besides its parts: masks, rotary embedding
   std::int64_t border = 0;           // bytes of the activation between two stages
-  std::int64_t measured_rows = 0;    // fewer than a microbatch has: the times are multiples
+  std::int64_t measured_rows = 0;    // if fewer than in a microbatch, times are extrapolated
   int threads = 1;
 };
 
-// Of a rank that computes all of a block, whatever tp is. Throws ConfigError as the model does.
+// For a rank that computes whole blocks, regardless of tp. Throws ConfigError like the model.
 PartMeasurements measure_parts(const TrainConfig& config, at::Device device);
 
 }  // namespace penstock::train

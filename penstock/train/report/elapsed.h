@@ -1,4 +1,4 @@
-// Wall time on one rank.
+// Elapsed wall time.
 #pragma once
 
 #include <chrono>

@@ -11,6 +11,7 @@
 #include <system_error>
 #include <variant>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/train/config/config_fields.h"
 
@@ -21,7 +22,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 std::string line_of(const Json& json) {
-  // Paths may hold bytes that are no UTF-8; JSON may not.
+  // Paths may contain invalid UTF-8, which JSON does not allow.
   return json.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 
@@ -32,7 +33,7 @@ Json config_json(const TrainConfig& config) {
   return all;
 }
 
-// A value of the configuration as it is shown: as TOML writes it.
+// Formats a value of the configuration as TOML.
 std::string value_text(const Json& value) {
   if (!value.is_array()) return value.dump(-1, ' ', false, Json::error_handler_t::replace);
   std::string text = "[";
@@ -40,7 +41,7 @@ std::string value_text(const Json& value) {
   return text + "]";
 }
 
-// One line of the file; what is wrong with it is told by its number.
+// One line of the file. Errors contain the line number.
 class Line {
  public:
   Line(const std::string& text, const std::filesystem::path& path, std::size_t number) : where_(fmt::format("{}:{}", path.string(), number)) {
@@ -49,7 +50,7 @@ class Line {
   }
 
   [[noreturn]] void fail(std::string_view actual, std::string_view expected) const {
-    throw ConfigError(describe(where_, actual, expected, "use a file that was not changed, or remove the line"));
+    throw ConfigError(describe(where_, actual, expected, "use an unmodified file, or remove the line"));
   }
 
   const Json& at(std::string_view key) const { return at(json_, key); }
@@ -61,10 +62,10 @@ class Line {
 
   std::string text(std::string_view key) const {
     const Json& value = at(key);
-    if (!value.is_string()) fail(fmt::format("\"{}\": {}", key, short_text(value)), "a text");
+    if (!value.is_string()) fail(fmt::format("\"{}\": {}", key, short_text(value)), "a string");
     return value.get<std::string>();
   }
-  // null stands for what is not finite.
+  // null stands for a non-finite value.
   double number(std::string_view key) const { return number(json_, key); }
   double number(const Json& object, std::string_view key) const {
     const Json& value = at(object, key);
@@ -75,7 +76,7 @@ class Line {
   std::int64_t count(std::string_view key) const {
     const Json& value = at(key);
     if (!value.is_number_integer() || (value.is_number_unsigned() && value.get<std::uint64_t>() > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) || value.get<std::int64_t>() < 0)
-      fail(fmt::format("\"{}\": {}", key, short_text(value)), "a whole number from 0 on");
+      fail(fmt::format("\"{}\": {}", key, short_text(value)), "a whole number of at least 0");
     return value.get<std::int64_t>();
   }
   bool flag(std::string_view key) const {
@@ -108,9 +109,9 @@ StartMetrics start_of(const Line& line) {
   start.flops_per_token = line.number("flops_per_token");
   start.peak_flops = line.number("peak_flops");
   const Json& partition = line.at("partition");
-  if (!partition.is_array()) line.fail("\"partition\"", "a list of texts");
+  if (!partition.is_array()) line.fail("\"partition\"", "a list of strings");
   for (const Json& stage : partition) {
-    if (!stage.is_string()) line.fail("\"partition\"", "a list of texts");
+    if (!stage.is_string()) line.fail("\"partition\"", "a list of strings");
     start.partition.push_back(stage.get<std::string>());
   }
   start.tokens_per_step = line.count("tokens_per_step");
@@ -156,7 +157,7 @@ std::int64_t step_number(const Entry& entry) {
   return entry.step;
 }
 
-// What was said of steps after `step`; returns how many lines that were.
+// Removes the entries of steps after `step`. Returns the number of removed lines.
 template <class Entry>
 std::int64_t drop_after(std::vector<Entry>& entries, std::int64_t step) {
   const auto first = std::find_if(entries.begin(), entries.end(), [&](const Entry& entry) { return step_number(entry) > step; });
@@ -165,7 +166,7 @@ std::int64_t drop_after(std::vector<Entry>& entries, std::int64_t step) {
   return dropped;
 }
 
-// Keeps the entries ascending: the later line counts.
+// Keeps the entries in ascending order; a later line replaces an earlier one.
 template <class Entry>
 std::int64_t put(std::vector<Entry>& entries, Entry entry) {
   const std::int64_t dropped = drop_after(entries, step_number(entry) - 1);
@@ -178,7 +179,7 @@ void add(RunMetrics& metrics, const Line& line) {
   if (type == "start") {
     StartMetrics start = start_of(line);
     metrics.repeated_steps += drop_after(metrics.steps, start.first_step);
-    // The validation before the first step is done again by a run that begins anew.
+    // A run that starts over repeats the validation before the first step.
     drop_after(metrics.validations, start.resumed_from.empty() ? -1 : start.first_step);
     drop_after(metrics.checkpoints, start.first_step);
     drop_after(metrics.failed_checkpoints, start.first_step);
@@ -280,21 +281,21 @@ RunMetrics read_metrics(const std::filesystem::path& path) {
   std::error_code error;
   const std::uint64_t bytes = std::filesystem::file_size(path, error);
   std::ifstream file(path, std::ios::binary);
-  if (error || !file) throw ConfigError(describe("metrics", path.string(), "a file that can be read", "give the folder of a run of penstock train"));
-  if (bytes > kMostMetricsBytes) throw ConfigError(describe(path.string(), fmt::format("{} bytes", bytes), fmt::format("at most {}", kMostMetricsBytes), "raise output.metrics_every"));
+  if (error || !file) throw ConfigError(describe("metrics", path.string(), "a file that can be read", "give the folder of a penstock train run"));
+  if (bytes > kMaxMetricsBytes) throw ConfigError(describe(path.string(), fmt::format("{} bytes", bytes), fmt::format("at most {}", kMaxMetricsBytes), "raise output.metrics_every"));
   RunMetrics metrics;
   std::string text;
   for (std::size_t number = 1; std::getline(file, text); ++number) {
-    if (text.size() > kMostLineBytes)
-      throw ConfigError(describe(fmt::format("{}:{}", path.string(), number), fmt::format("{} bytes", text.size()), fmt::format("a line of at most {}", kMostLineBytes), "use a file that was not changed"));
-    // Without a newline it is the last one, and perhaps not whole.
+    if (text.size() > kMaxLineBytes)
+      throw ConfigError(describe(fmt::format("{}:{}", path.string(), number), fmt::format("{} bytes", text.size()), fmt::format("a line of at most {}", kMaxLineBytes), "use an unmodified file"));
+    // A line without a newline is the last one and may be incomplete.
     if (file.eof() && !Json::accept(text)) {
       metrics.truncated = true;
       break;
     }
     add(metrics, Line(text, path, number));
   }
-  if (metrics.starts.empty()) throw ConfigError(describe(path.string(), metrics.steps.empty() ? "no line of a run" : "no start line", "metrics that penstock train wrote", "give the folder of a run"));
+  if (metrics.starts.empty()) throw ConfigError(describe(path.string(), metrics.steps.empty() ? "no records" : "no start record", "metrics written by penstock train", "give the folder of a penstock train run"));
   return metrics;
 }
 

@@ -1,12 +1,12 @@
-// What metrics.jsonl of a run folder says: the numbers of a run as they happened, one JSON object a line (docs/metrics.md).
+// The contents of a run's metrics.jsonl: one JSON object per line, in chronological order (docs/metrics.md).
 //
 //   const RunMetrics metrics = read_metrics("runs/first/metrics.jsonl");
 //   metrics.steps.back().loss
 //   if (!metrics.end) ...                       // killed, failed, or still running
 //
-// A run that was resumed goes on in the same file. Its start line says after which step it continued; what lines before it say of later
-// steps has happened again since, and the later lines count. The writer is MetricsFile (metrics_file.h). Plain values; knows nothing of
-// Torch.
+// A resumed run continues in the same file. Its start line contains the step after which it continued;
+// earlier lines about later steps are superseded by the lines that follow. MetricsFile (metrics_file.h)
+// writes the file. Plain values, independent of Torch.
 #pragma once
 
 #include <cstddef>
@@ -27,14 +27,14 @@ namespace penstock::train {
 // Times are unix seconds.
 struct StartMetrics {
   double time = 0;
-  std::vector<std::pair<std::string, std::string>> config;  // "layout.pp" -> "2": all fields, values as TOML writes them
-  std::int64_t steps = 0;                                   // that the run is to do
+  std::vector<std::pair<std::string, std::string>> config;  // "layout.pp" -> "2": all fields, values in TOML syntax
+  std::int64_t steps = 0;                                   // total steps of the run
   int ranks = 1;
   std::string device;
   std::string libtorch;
   std::int64_t parameters = 0;
   double flops_per_token = 0;
-  double peak_flops = 0;  // 0: not known
+  double peak_flops = 0;  // 0: unknown
   std::vector<std::string> partition;
   std::int64_t tokens_per_step = 0;
   std::uint64_t training_tokens = 0;
@@ -42,7 +42,7 @@ struct StartMetrics {
   std::int64_t first_step = 0;
   std::string resumed_from;
 
-  // Value of a field; empty when there is none of that name.
+  // Returns the value of a field, or an empty string if there is no such field.
   std::string value(std::string_view name) const;
 };
 
@@ -95,12 +95,12 @@ struct RunMetrics {
   std::vector<FailedCheckpointMetrics> failed_checkpoints;
   std::vector<TraceMetrics> traces;
   std::optional<EndMetrics> end;              // of the last start
-  std::int64_t repeated_steps = 0;            // lines that a resumed run replaced
-  std::int64_t missing_lines = 0;             // that could not be written
-  bool truncated = false;                     // the last line was cut off, as happens when a run is killed
+  std::int64_t repeated_steps = 0;            // lines superseded by a resumed run
+  std::int64_t missing_lines = 0;             // lines that could not be written
+  bool truncated = false;                     // the last line is incomplete because the run was killed
 };
 
-// One line each, with its newline. Numbers that are not finite become null.
+// One line each, including the newline. Non-finite numbers become null.
 std::string start_line(const RunDescription& run, double time);
 std::string step_line(const StepOutcome& outcome, const StepExtras& extras, double time);
 std::string validation_line(const ValidationMetrics& validation);
@@ -110,11 +110,11 @@ std::string missing_line(std::int64_t lines, double time);
 std::string trace_line(const TraceMetrics& trace);
 std::string end_line(const EndMetrics& end);
 
-// A cut last line is left out and told by `truncated`; lines of unknown type are passed over. Throws ConfigError with the number of the
-// line for anything else, and for files beyond the limits below.
+// Skips an incomplete last line and sets `truncated`; ignores lines of unknown type. Throws ConfigError with
+// the line number for anything else, and for files larger than the limits below.
 RunMetrics read_metrics(const std::filesystem::path& path);
 
-inline constexpr std::uint64_t kMostMetricsBytes = std::uint64_t{4} << 30;
-inline constexpr std::size_t kMostLineBytes = std::size_t{16} << 20;
+inline constexpr std::uint64_t kMaxMetricsBytes = std::uint64_t{4} << 30;
+inline constexpr std::size_t kMaxLineBytes = std::size_t{16} << 20;
 
 }  // namespace penstock::train

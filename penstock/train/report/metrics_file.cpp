@@ -12,6 +12,7 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
 #include "penstock/train/report/metrics.h"
@@ -22,7 +23,7 @@ namespace {
 
 double unix_seconds() { return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count(); }
 
-// Where the last whole line ends; -1 when the file cannot be read.
+// Returns the end of the last complete line, or -1 if the file cannot be read.
 std::int64_t end_of_lines(int file) {
   const std::int64_t size = ::lseek(file, 0, SEEK_END);
   std::array<char, 4096> block;
@@ -51,12 +52,12 @@ void MetricsFile::open(const std::filesystem::path& folder) {
   folder_ = folder;
   missing_ = all_missing_ = 0;
   std::error_code error;
-  std::filesystem::create_directories(folder, error);  // opening tells what is wrong
+  std::filesystem::create_directories(folder, error);  // open() below reports errors
   const std::filesystem::path path = folder / kName;
   file_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_APPEND, 0644);
   size_ = file_ < 0 ? -1 : end_of_lines(file_);
   if (size_ < 0 || ::ftruncate(file_, size_) != 0)
-    throw ConfigError(describe("metrics of the run", path.string() + ": " + std::strerror(errno), "a file that can be written", "set output.run_folder to a folder of your own"));
+    throw ConfigError(describe("metrics of the run", path.string() + ": " + std::strerror(errno), "a file that can be written", "set output.run_folder to a writable folder"));
 }
 
 bool MetricsFile::write(const std::string& line) {
@@ -72,20 +73,20 @@ bool MetricsFile::write(const std::string& line) {
     return true;
   }
   const int reason = errno;
-  if (written > 0 && ::ftruncate(file_, size_) != 0) log().warn("train: {} has a line that was cut off", (folder_ / kName).string());
+  if (written > 0 && ::ftruncate(file_, size_) != 0) log().warn("train: {} contains an incomplete line", (folder_ / kName).string());
   errno = reason;
   return false;
 }
 
 void MetricsFile::append(const std::string& line) {
-  PENSTOCK_INVARIANT(file_ >= 0, "an observer is told of the start first");
-  // What is missing is told in its place, in one piece with the line after it.
+  PENSTOCK_INVARIANT(file_ >= 0, "on_start is called before other events");
+  // A record about missing lines is written in their place, together with the next line.
   if (write(missing_ > 0 ? missing_line(missing_, clock_()) + line : line)) {
     missing_ = 0;
     return;
   }
   const int reason = errno;
-  if (all_missing_ == 0) log().warn("train: {} cannot be written ({}); training continues, lines are missing", (folder_ / kName).string(), std::strerror(reason));
+  if (all_missing_ == 0) log().warn("train: {} cannot be written ({}); training continues without these records", (folder_ / kName).string(), std::strerror(reason));
   ++missing_;
   ++all_missing_;
 }

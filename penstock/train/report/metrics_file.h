@@ -1,12 +1,14 @@
-// Writes metrics.jsonl into the run folder while a run goes on. docs/metrics.md has the format, metrics.h the reader.
+// Writes metrics.jsonl into the run folder during a run. See docs/metrics.md for the format, metrics.h for
+// the reader.
 //
 //   MetricsFile metrics;
 //   Trainer trainer(world, config, folder, {&progress, &metrics});
 //
-// Every line is handed to the system at once and whole: whoever reads the file, or kills the run, finds complete lines and at most one cut
-// at the end. A resumed run goes on in the file, after the last whole line. A disk that is full does not end the training: lines are lost,
-// never half written; the log says so when it begins and how many they were at the end, and the next line that can be written is one of type
-// "missing" with their number.
+// Each line is written immediately by one call, so that readers of the file, or of the file of a killed run,
+// find complete lines and at most one incomplete line at the end. A resumed run continues after the last
+// complete line. A full disk does not end the training: lines are dropped, never partially written. The log
+// reports the first failure and, at the end, the number of dropped lines; the next line written is preceded
+// by a line of type "missing" with their number.
 #pragma once
 
 #include <cstdint>
@@ -20,13 +22,13 @@ namespace penstock::train {
 
 class MetricsFile final : public Observer {
  public:
-  // `clock` gives unix seconds.
+  // `clock` returns unix seconds.
   explicit MetricsFile(std::function<double()> clock = {});
   MetricsFile(const MetricsFile&) = delete;
   MetricsFile& operator=(const MetricsFile&) = delete;
   ~MetricsFile() override;
 
-  // Throws ConfigError when the file cannot be opened.
+  // Throws ConfigError if the file cannot be opened.
   void on_start(const RunDescription& run) override;
   void on_step(const StepOutcome& outcome, const StepExtras& extras) override;
   void on_validation(std::int64_t step, double loss, double seconds) override;
@@ -40,12 +42,12 @@ class MetricsFile final : public Observer {
  private:
   void open(const std::filesystem::path& folder);
   void append(const std::string& line);
-  bool write(const std::string& line);  // false: nothing of it is in the file, errno says why
+  bool write(const std::string& line);  // false: nothing was written, errno has the reason
 
   std::function<double()> clock_;
   std::filesystem::path folder_;
   int file_ = -1;
-  std::int64_t size_ = 0;  // of whole lines
+  std::int64_t size_ = 0;  // of complete lines
   std::int64_t missing_ = 0;      // lines since the last one that could be written
   std::int64_t all_missing_ = 0;
 };

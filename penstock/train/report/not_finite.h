@@ -1,13 +1,13 @@
-// A training step whose numbers are no numbers any more: where that began.
+// Thrown when a training step produces NaN or infinity; the message says where they first appeared.
 #pragma once
 
-#include <stdexcept>
+#include "penstock/errors.h"
 
 namespace penstock::train {
 
-class NotFiniteError : public std::runtime_error {
+class NotFiniteError : public Error {
  public:
-  using std::runtime_error::runtime_error;
+  using Error::Error;
 };
 
 }  // namespace penstock::train

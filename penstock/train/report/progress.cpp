@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/number.h"
 #include "penstock/base/text.h"
@@ -28,7 +29,7 @@ namespace {
 constexpr int kWidestBar = 40;
 constexpr int kNarrowestBar = 8;
 
-// Progress that cannot be written is progress that nobody sees; it is no reason to end a run.
+// Failing to write progress must not end a run.
 void write_all(int file, std::string_view text) {
   while (!text.empty()) {
     const ssize_t count = ::write(file, text.data(), text.size());
@@ -38,8 +39,8 @@ void write_all(int file, std::string_view text) {
   }
 }
 
-// The terminal that the launcher was started from. Ranks are in a process group of their own, in the background of that terminal, which
-// may be set to stop such writers; a blocked signal lets them write.
+// The terminal that the launcher was started from. Ranks are in a background process group of that terminal,
+// which may be configured to stop background writers; blocking SIGTTOU lets them write.
 class ControllingTerminal {
  public:
   explicit ControllingTerminal(int file) : file_(file) {}
@@ -66,7 +67,7 @@ int columns_of(int file) {
   return ::ioctl(file, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
 }
 
-// From the words that matter most to those that can be missed.
+// In decreasing order of importance.
 std::vector<std::string> words_of(const ProgressState& state) {
   std::vector<std::string> words{fmt::format("{:>{}}/{}", state.step, std::to_string(state.steps).size(), state.steps)};
   words.push_back(state.skipped ? fmt::format("loss {:.4f} (skipped)", state.loss) : fmt::format("loss {:.4f}", state.loss));
@@ -98,7 +99,7 @@ std::string format_token_rate(double rate) {
 
 std::string bar_line(const ProgressState& state, int columns) {
   const std::vector<std::string> words = words_of(state);
-  const auto room = static_cast<std::size_t>(std::max(columns - 1, 1));  // a full line makes some terminals wrap
+  const auto room = static_cast<std::size_t>(std::max(columns - 1, 1));  // some terminals wrap a full line
   std::string text;
   for (const std::string& word : words) {
     const std::size_t gap = text.empty() ? 0 : 2;
@@ -124,9 +125,9 @@ std::string plain_line(const ProgressState& state) {
 ProgressChoice choose_progress(const std::string& configured, const char* variable, int own_columns) {
   ProgressChoice choice{.columns = own_columns};
   if (variable != nullptr && *variable != '\0') {
-    // The columns of the terminal, 0 where there is none.
-    choice.columns = static_cast<int>(read_whole("environment variable PENSTOCK_PROGRESS_TTY", variable, 0, 1 << 20, "unset it"));
-    choice.past_the_launcher = choice.columns > 0;
+    // The columns of the terminal; 0 if there is none.
+    choice.columns = static_cast<int>(read_integer("environment variable PENSTOCK_PROGRESS_TTY", variable, 0, 1 << 20, "unset it"));
+    choice.bypasses_launcher = choice.columns > 0;
   }
   if (configured == "none" || configured == "off") {
     choice.kind = ProgressKind::None;
@@ -140,7 +141,7 @@ ProgressChoice choose_progress(const std::string& configured, const char* variab
   } else {
     throw ConfigError(describe("output.progress", fmt::format("\"{}\"", configured), "auto, bar, lines or none"));
   }
-  if (choice.kind != ProgressKind::Bar) choice.past_the_launcher = false;
+  if (choice.kind != ProgressKind::Bar) choice.bypasses_launcher = false;
   return choice;
 }
 
@@ -149,7 +150,7 @@ ProgressOptions progress_options(const OutputConfig& config) {
   ProgressOptions options;
   options.kind = choice.kind;
   options.columns = choice.columns;
-  if (choice.past_the_launcher) {
+  if (choice.bypasses_launcher) {
     const int file = ::open("/dev/tty", O_WRONLY | O_CLOEXEC | O_NOCTTY);
     if (file >= 0) {
       const auto terminal = std::make_shared<ControllingTerminal>(file);
@@ -221,21 +222,21 @@ void Progress::on_step(const StepOutcome& outcome, const StepExtras& extras) {
 
 void Progress::on_validation(std::int64_t step, double loss, double seconds) {
   validation_ = loss;
-  // The training loss of the same step belongs beside it.
+  // Show the training loss of the same step next to it.
   if (options_.kind == ProgressKind::Lines && state_.step == step && shown_ != step && step > 0) show(true);
   event(fmt::format("step {}: validation loss {:.4f} ({:.1f} s)", step, loss, seconds));
 }
 
 void Progress::on_checkpoint(std::int64_t step, const checkpoint::SaveStall& stall) {
-  event(fmt::format("step {}: checkpoint saved, training stood still for {:.0f} ms", step, 1e3 * stall.total()));
+  event(fmt::format("step {}: checkpoint saved, training paused for {:.0f} ms", step, 1e3 * stall.total()));
 }
 
 void Progress::on_trace(std::int64_t step, const std::filesystem::path& path) {
-  event(fmt::format("step {}: timeline in {}", step, path.lexically_proximate(run_.folder).generic_string()));
+  event(fmt::format("step {}: timeline written to {}", step, path.lexically_proximate(run_.folder).generic_string()));
 }
 
 void Progress::on_end(RunEnd end, std::int64_t step) {
-  std::string text = fmt::format("{} after step {} of {} in {}", end == RunEnd::Finished ? "finished" : end == RunEnd::Stopped ? "stopped" : end == RunEnd::TimeLimit ? "out of time" : "ended without its last checkpoint", step, state_.steps,
+  std::string text = fmt::format("{} after step {} of {} in {}", end == RunEnd::Finished ? "finished" : end == RunEnd::Stopped ? "stopped" : end == RunEnd::TimeLimit ? "time limit reached" : "ended without saving the last checkpoint", step, state_.steps,
                                  format_duration(std::chrono::duration<double>(options_.clock() - begin_).count()));
   if (state_.step > 0) text += fmt::format(", loss {:.4f}", state_.loss);
   if (validation_) text += fmt::format(", validation loss {:.4f}", *validation_);

@@ -1,4 +1,4 @@
-// Shows a run to the person who started it.
+// Displays the progress of a run in the terminal or in a log.
 //
 //   Progress progress(progress_options(config.output));
 //   Trainer trainer(world, config, folder, {&progress});
@@ -6,14 +6,16 @@
 //   [############----------------]  86/200  loss 2.4513  15.2 ktok/s  MFU 41 %  312.0 MiB  0:31 left
 //   step 50: validation loss 2.7012 (0.8 s)
 //
-// On a terminal one line is written over, and events get lines of their own above it. Elsewhere there is a plain line every few seconds,
-// and always for the first and the last step and the ones that are validated.
+// On a terminal, one line is overwritten, and events are printed on separate lines above it. Elsewhere, a
+// plain line is printed every few seconds, and always for the first step, the last step and steps that are
+// validated.
 //
-// Ranks run under a launcher whose pipes are no terminals. Where the launcher itself has one, the process that starts the ranks sets
-// PENSTOCK_PROGRESS_TTY to its number of columns (0: it has none), and the bar goes to the controlling terminal, past the pipes. Without the
-// variable standard error decides. A terminal that cannot be opened means lines.
+// Ranks run under a launcher whose pipes are not terminals. The process that starts the ranks sets
+// PENSTOCK_PROGRESS_TTY to the columns of its terminal (0: none), and the bar is written to the controlling
+// terminal, bypassing the pipes. If the variable is not set, standard error is checked. If the terminal
+// cannot be opened, lines are printed.
 //
-// MFU, the share of the peak that useful arithmetic reaches, is shown where RunDescription::peak_flops is known, and left out elsewhere.
+// MFU, the fraction of peak FLOP/s used by the model, is shown only if RunDescription::peak_flops is known.
 #pragma once
 
 #include <chrono>
@@ -32,36 +34,36 @@ enum class ProgressKind { Bar, Lines, None };
 
 struct ProgressOptions {
   ProgressKind kind = ProgressKind::Lines;
-  int columns = 80;                                         // of a bar
-  std::function<void(const std::string&)> write;            // empty: standard error, or the terminal for a bar of a rank
-  std::chrono::milliseconds bar_pause{100};                 // least time between two looks of the bar
+  int columns = 80;                                         // width of a bar
+  std::function<void(const std::string&)> write;            // empty: standard error, or the controlling terminal for a rank's bar
+  std::chrono::milliseconds bar_pause{100};                 // minimum time between two updates of the bar
   std::chrono::milliseconds line_pause{5000};
   std::function<std::chrono::steady_clock::time_point()> clock;  // empty: the steady clock
 };
-// From output.progress and the environment.
+// Options from output.progress and the environment.
 ProgressOptions progress_options(const OutputConfig& config);
-// The same for given surroundings: the value of PENSTOCK_PROGRESS_TTY (nullptr: not set), and the columns of standard error (0: no
-// terminal). Throws ConfigError for a value that is no number.
+// The same for a given environment: the value of PENSTOCK_PROGRESS_TTY (nullptr: not set) and the columns of
+// standard error (0: not a terminal). Throws ConfigError if the value is not a number.
 struct ProgressChoice {
   ProgressKind kind = ProgressKind::Lines;
   int columns = 0;
-  bool past_the_launcher = false;  // the bar is written to the controlling terminal
+  bool bypasses_launcher = false;  // the bar is written to the controlling terminal
 };
 ProgressChoice choose_progress(const std::string& configured, const char* variable, int own_columns);
 
-// What one line shows.
+// The contents of one line.
 struct ProgressState {
   std::int64_t step = 0;
   std::int64_t steps = 0;
   double loss = 0;
-  bool skipped = false;             // fp16: the step changed nothing
+  bool skipped = false;             // fp16: the update was skipped
   double tokens_per_second = 0;
-  double mfu = 0;                   // 0 to 1; 0: not known
-  std::int64_t resident_bytes = 0;  // 0: not known
+  double mfu = 0;                   // 0 to 1; 0: unknown
+  std::int64_t resident_bytes = 0;  // 0: unknown
   std::int64_t device_bytes = 0;    // 0: no device
   double seconds_left = 0;
 };
-// At most `columns` - 1 wide: the bar gets narrower first, then words at the end are left out.
+// At most `columns` - 1 wide: first the bar becomes narrower, then words at the end are omitted.
 std::string bar_line(const ProgressState& state, int columns);
 std::string plain_line(const ProgressState& state);
 
@@ -75,7 +77,7 @@ class Progress final : public Observer {
   explicit Progress(ProgressOptions options);
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
-  ~Progress() override;  // ends the line that was written over
+  ~Progress() override;  // ends the bar's line
 
   void on_start(const RunDescription& run) override;
   void on_step(const StepOutcome& outcome, const StepExtras& extras) override;

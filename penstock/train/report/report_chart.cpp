@@ -11,10 +11,12 @@
 #include <string_view>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/markup.h"
 #include "penstock/base/text.h"
 #include "penstock/draw.h"
+#include "penstock/plan/draw/drawing.h"
 #include "penstock/train/report/progress.h"
 
 namespace penstock::train {
@@ -44,7 +46,7 @@ std::vector<double> ticks_of(const Axis& axis, int count, ChartUnit unit = Chart
         if (power * factor >= axis.low * 0.999 && power * factor <= axis.high * 1.001) ticks.push_back(power * factor);
     return ticks;
   }
-  double whole = 1;  // MiB and the like, of which the ticks are round numbers
+  double whole = 1;  // unit such as MiB, in which ticks are round numbers
   while (unit == ChartUnit::Bytes && whole * 1024 <= axis.high) whole *= 1024;
   const double distance = plan::tick_distance((axis.high - axis.low) / whole, count) * whole;
   for (double at = std::ceil(axis.low / distance - 1e-9); at * distance <= axis.high + 1e-9 * distance; ++at) ticks.push_back(at == 0 ? 0 : at * distance);
@@ -68,7 +70,7 @@ class ChartWriter {
 
   std::string write() {
     print("<figure><figcaption>{}</figcaption>", escape_xml(chart_.title));
-    if (!find_axes()) return out_ + "<p class=\"none\">nothing was recorded</p></figure>\n";
+    if (!find_axes()) return out_ + "<p class=\"none\">no data recorded</p></figure>\n";
     legend();
     print("<svg class=\"chart\" viewBox=\"0 0 {0:.0f} {1:.0f}\" role=\"img\" aria-label=\"{2}\" data-chart=\"{3}\">", width_, height_, escape_xml(chart_.title), escape_xml(data()));
     grid();
@@ -146,13 +148,13 @@ class ChartWriter {
     if (points == 0) return;
     using Look = ChartSeries::Look;
     print("<path class=\"curve c{}{}\"{} d=\"{}\"/>", colour(series), series.look == Look::Faint ? " faint" : series.look == Look::Points ? " dotted" : "", series.width == 2 ? "" : fmt::format(" style=\"stroke-width:{}\"", series.width), path);
-    // A single point has no line.
+    // A single point does not form a line.
     if ((series.look == Look::Points && points <= 60) || points == 1)
       for (std::size_t i = 0; i < series.x.size(); ++i)
         if (shown(series.x[i], series.y[i])) print("<circle class=\"dot c{}\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"3.5\"/>", colour(series), x_at(series.x[i]), y_at(series.y[i]));
   }
 
-  // For the script: where the axes lie, and the points.
+  // For the script: the position of the axes, and the points.
   std::string data() const {
     const char* unit = chart_.unit == ChartUnit::Bytes ? "B" : chart_.unit == ChartUnit::TokensPerSecond ? "tok/s" : chart_.unit == ChartUnit::Milliseconds ? "ms" : "";
     std::string text = fmt::format("{{\"x\":[{},{}],\"y\":[{},{}],\"log\":{},\"box\":[{},{},{},{}],\"unit\":\"{}\",\"series\":[", x_.low, x_.high, y_.low, y_.high, y_.logarithmic, kLeft, kTop, width_ - kRight, height_ - kBottom, unit);
@@ -202,7 +204,7 @@ ChartSeries thinned(const ChartSeries& series, std::size_t most) {
     const std::size_t begin = i * series.x.size() / stretches, end = (i + 1) * series.x.size() / stretches;
     std::size_t least = begin, greatest = begin;
     for (std::size_t at = begin; at < end; ++at) {
-      // What is not finite is neither; a stretch of nothing else stays a gap.
+      // Non-finite values are neither; an interval with no finite values stays a gap.
       if (!std::isfinite(series.y[at])) continue;
       if (!(series.y[least] <= series.y[at])) least = at;
       if (!(series.y[greatest] >= series.y[at])) greatest = at;

@@ -13,10 +13,12 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/markup.h"
 #include "penstock/base/text.h"
 #include "penstock/draw.h"
+#include "penstock/plan/draw/drawing.h"
 #include "penstock/train/report/progress.h"
 #include "penstock/train/report/report_chart.h"
 #include "penstock/train/report/report_style.h"
@@ -49,7 +51,7 @@ std::string percent(double share) { return fmt::format("{:.1f} %", 100 * share);
 
 std::string bytes_text(std::int64_t bytes) { return format_bytes(static_cast<std::uint64_t>(std::max<std::int64_t>(bytes, 0))); }
 
-// A part of a bar; its share of the step where the words have room.
+// A part of a bar, labelled with its share of the step if there is room.
 std::string bar_part(std::string_view look, std::string_view name, double ms, double of_ms, double whole_bar_ms) {
   if (!(ms > 0 && of_ms > 0 && whole_bar_ms > 0)) return {};
   const double width = ms / whole_bar_ms;
@@ -101,15 +103,15 @@ class PageWriter {
     fmt::format_to(std::back_inserter(out_), format, std::forward<Args>(args)...);
   }
 
-  // " of first" where there are several.
+  // " of first" if there are several runs.
   std::string of_run(const RunReport& run) const { return one_ ? "" : " of " + escape_xml(name_of(run)); }
-  // That of its folder, or the whole path where two have the same.
+  // The name of the run's folder, or the whole path if two runs have the same name.
   const std::string& name_of(const RunReport& run) const { return names_[static_cast<std::size_t>(&run - runs_.data())]; }
 
   void heading(const RunReport& run, const std::string& title) {
     const StartMetrics& start = run.start();
-    print("<h1>{}<span class=\"state{}\">{}</span></h1>\n", escape_xml(title), run.metrics.end && run.metrics.end->end == RunEnd::Finished ? "" : " open", run.metrics.end ? to_text(run.metrics.end->end) : "no end");
-    print("<p class=\"sub\">{} parameters, {} ranks on {}, {} of {} steps, {} tokens seen of {} in the data, started {}, {} long, LibTorch {}</p>\n", count_text(static_cast<double>(start.parameters)), start.ranks, escape_xml(start.device),
+    print("<h1>{}<span class=\"state{}\">{}</span></h1>\n", escape_xml(title), run.metrics.end && run.metrics.end->end == RunEnd::Finished ? "" : " open", run.metrics.end ? to_text(run.metrics.end->end) : "unfinished");
+    print("<p class=\"sub\">{} parameters, {} ranks on {}, {} of {} steps, {} tokens processed, {} tokens in the data, started {}, duration {}, LibTorch {}</p>\n", count_text(static_cast<double>(start.parameters)), start.ranks, escape_xml(start.device),
           run.last_step(), start.steps, count_text(static_cast<double>(run.numbers.tokens)), count_text(static_cast<double>(start.training_tokens)), date_text(run.metrics.starts.front().time), format_duration(run.numbers.seconds), escape_xml(start.libtorch));
   }
 
@@ -122,23 +124,23 @@ class PageWriter {
     out_ += "<div class=\"tiles\">\n";
     if (numbers.loss_steps > 0) tile("Training loss", fmt::format("{:.4f}", numbers.loss), fmt::format("mean of the last {} steps", numbers.loss_steps));
     if (numbers.best_validation) tile("Validation loss", fmt::format("{:.4f}", numbers.last_validation->loss), fmt::format("best {:.4f} at step {}", numbers.best_validation->loss, numbers.best_validation->step));
-    if (numbers.tokens_per_second > 0) tile("Speed", format_token_rate(numbers.tokens_per_second), fmt::format("{:.1f} ms a step", 1e3 * numbers.times.total));
+    if (numbers.tokens_per_second > 0) tile("Speed", format_token_rate(numbers.tokens_per_second), fmt::format("{:.1f} ms per step", 1e3 * numbers.times.total));
     if (numbers.mfu > 0) tile("MFU", percent(numbers.mfu), fmt::format("of {}, measured", flops_text(run.start().peak_flops)));
     if (const TraceReport* trace = run.trace()) tile("Bubble", percent(trace->bubble), fmt::format("simulated {}", percent(trace->simulated_bubble)));
     if (numbers.times.total > 0) tile("Outside the schedule", percent(numbers.outside_schedule), "of a step: data, sync, update");
-    if (numbers.peak_resident_bytes > 0) tile("Memory", bytes_text(numbers.peak_device_bytes > 0 ? numbers.peak_device_bytes : numbers.peak_resident_bytes), numbers.peak_device_bytes > 0 ? "most on the device of rank 0" : "most in the process of rank 0");
+    if (numbers.peak_resident_bytes > 0) tile("Memory", bytes_text(numbers.peak_device_bytes > 0 ? numbers.peak_device_bytes : numbers.peak_resident_bytes), numbers.peak_device_bytes > 0 ? "peak on the device of rank 0" : "peak in the process of rank 0");
     if (!run.metrics.checkpoints.empty()) tile("Checkpoint stall", fmt::format("{:.0f} ms", 1e3 * numbers.longest_stall), fmt::format("longest of {}", run.metrics.checkpoints.size()));
     out_ += "</div>\n";
   }
 
   void notes(const RunReport& run) {
     if (run.notes.empty()) return;
-    print("<section class=\"notes\"><h2>Worth knowing{}</h2><ul>", of_run(run));
+    print("<section class=\"notes\"><h2>Notes{}</h2><ul>", of_run(run));
     for (const std::string& note : run.notes) print("<li>{}</li>", escape_xml(note));
     out_ += "</ul></section>\n";
   }
 
-  // A table of numbers with a column for each run.
+  // A table of results with a column for each run.
   void results() {
     out_ += "<section><h2>Results</h2><div class=\"wide\"><table><thead><tr><th></th>";
     for (std::size_t i = 0; i < runs_.size(); ++i) print("<th class=\"n\"><span class=\"swatch c{0}\" style=\"background:currentColor\"></span> {1}</th>", i % 8 + 1, escape_xml(names_[i]));
@@ -147,19 +149,19 @@ class PageWriter {
       print("<tr><td>{}</td>", name);
       for (const RunReport& run : runs_) {
         const std::string text = value(run);
-        print("<td class=\"n\">{}</td>", text.empty() ? "not known" : escape_xml(text));
+        print("<td class=\"n\">{}</td>", text.empty() ? "unknown" : escape_xml(text));
       }
       out_ += "</tr>\n";
     };
     row("folder", [](const RunReport& run) { return run.folder.string(); });
-    row("end", [](const RunReport& run) { return run.metrics.end ? std::string(to_text(run.metrics.end->end)) : "no end"; });
+    row("end", [](const RunReport& run) { return run.metrics.end ? std::string(to_text(run.metrics.end->end)) : "unfinished"; });
     row("steps", [](const RunReport& run) { return fmt::format("{} of {}", run.last_step(), run.start().steps); });
     row("training loss", [](const RunReport& run) { return run.numbers.loss_steps > 0 ? fmt::format("{:.4f}", run.numbers.loss) : ""; });
     row("validation loss", [](const RunReport& run) { return run.numbers.last_validation ? fmt::format("{:.4f}", run.numbers.last_validation->loss) : ""; });
     row("best validation loss", [](const RunReport& run) { return run.numbers.best_validation ? fmt::format("{:.4f} (step {})", run.numbers.best_validation->loss, run.numbers.best_validation->step) : ""; });
     row("speed", [](const RunReport& run) { return run.numbers.tokens_per_second > 0 ? format_token_rate(run.numbers.tokens_per_second) : ""; });
-    row("speed beside the first", [&](const RunReport& run) { return runs_[0].numbers.tokens_per_second > 0 && run.numbers.tokens_per_second > 0 ? fmt::format("{:.2f} x", run.numbers.tokens_per_second / runs_[0].numbers.tokens_per_second) : ""; });
-    row("time of a step", [](const RunReport& run) { return run.numbers.times.total > 0 ? fmt::format("{:.1f} ms", 1e3 * run.numbers.times.total) : ""; });
+    row("speed relative to the first", [&](const RunReport& run) { return runs_[0].numbers.tokens_per_second > 0 && run.numbers.tokens_per_second > 0 ? fmt::format("{:.2f} x", run.numbers.tokens_per_second / runs_[0].numbers.tokens_per_second) : ""; });
+    row("time per step", [](const RunReport& run) { return run.numbers.times.total > 0 ? fmt::format("{:.1f} ms", 1e3 * run.numbers.times.total) : ""; });
     row("outside the schedule", [](const RunReport& run) { return run.numbers.times.total > 0 ? percent(run.numbers.outside_schedule) : ""; });
     row("MFU", [](const RunReport& run) { return run.numbers.mfu > 0 ? percent(run.numbers.mfu) : ""; });
     row("bubble", [](const RunReport& run) { return run.trace() ? percent(run.trace()->bubble) : ""; });
@@ -194,7 +196,7 @@ class PageWriter {
       for (const RunReport& run : runs_) print("<th class=\"n\">{}</th>", escape_xml(name_of(run)));
       print("</tr></thead><tbody>{}</tbody></table></div>", rows);
     }
-    print("<p class=\"none\">{} of {} fields are the same.</p></section>\n", equal, names.size());
+    print("<p class=\"none\">{} of {} fields are equal.</p></section>\n", equal, names.size());
   }
 
   template <class Get>
@@ -215,10 +217,10 @@ class PageWriter {
     return series;
   }
 
-  // Layouts of the same training have the same curves; the first ones look out from below the later ones.
+  // Layouts of the same training have the same curves: wider early curves stay visible below later ones.
   double width_of(std::size_t run) const { return 2 + 1.5 * static_cast<double>(std::min<std::size_t>(runs_.size() - 1 - run, 3)); }
 
-  // A curve of each run, or of the one under a name of its own.
+  // A curve of each run, or of the single run under its own name.
   template <class Get>
   void chart_of_runs(Chart chart, Get get, const std::string& own_name, bool may_coincide = false) {
     for (std::size_t i = 0; i < runs_.size(); ++i) {
@@ -247,7 +249,7 @@ class PageWriter {
         chart.series.push_back(std::move(held_out));
     }
     out_ += "<section><h2>Loss</h2>\n";
-    chart.title = one_ ? "Mean loss of a token, in nats" : "Training loss, smoothed";
+    chart.title = one_ ? "Mean loss per token, in nats" : "Training loss, smoothed";
     out_ += draw_chart(chart);
     if (!one_) out_ += draw_chart(validation);
     out_ += "</section>\n";
@@ -261,9 +263,9 @@ class PageWriter {
   }
 
   void speed() {
-    out_ += "<section><h2>Where the time of a step goes</h2>\n";
-    out_ += "<p class=\"sub\">Means over the steps but the first five, as rank 0 sees them.</p>";
-    out_ += "<div class=\"legend\"><span><b class=\"p1\"></b>schedule: forward and backward</span><span><b class=\"p2\"></b>data</span><span><b class=\"p4\"></b>sync of gradients</span><span><b class=\"p5\"></b>update</span><span><b class=\"lane\"></b>rest</span></div><div class=\"bars\">";
+    out_ += "<section><h2>Time breakdown of a step</h2>\n";
+    out_ += "<p class=\"sub\">Means over all steps but the first five, on rank 0.</p>";
+    out_ += "<div class=\"legend\"><span><b class=\"p1\"></b>schedule: forward and backward</span><span><b class=\"p2\"></b>data</span><span><b class=\"p4\"></b>gradient synchronization</span><span><b class=\"p5\"></b>update</span><span><b class=\"lane\"></b>rest</span></div><div class=\"bars\">";
     double longest = 0;
     for (const RunReport& run : runs_) longest = std::max(longest, run.numbers.times.total);
     for (const RunReport& run : runs_) {
@@ -284,21 +286,21 @@ class PageWriter {
     }
     out_ += "</tbody></table></div><div class=\"two\" style=\"margin-top:16px\">\n";
     chart_of_runs({.title = "Tokens per second", .unit = ChartUnit::TokensPerSecond, .from_zero = true, .wide = false, .series = {}}, [](const StepMetrics& step) { return step.tokens_per_second; }, "tokens per second");
-    chart_of_runs({.title = "Time of a step, ms", .unit = ChartUnit::Milliseconds, .from_zero = true, .wide = false, .series = {}}, [](const StepMetrics& step) { return 1e3 * step.outcome.times.total; }, "step");
+    chart_of_runs({.title = "Time per step, ms", .unit = ChartUnit::Milliseconds, .from_zero = true, .wide = false, .series = {}}, [](const StepMetrics& step) { return 1e3 * step.outcome.times.total; }, "step");
     out_ += "</div></section>\n";
   }
 
   void pipeline_step(const RunReport& run) {
     print("<section><h2>Pipeline step{}</h2>\n", of_run(run));
     if (run.traces.empty()) {
-      out_ += "<p class=\"none\">No trace of a step can be shown: no timeline, no times per rank.</p></section>\n";
+      out_ += "<p class=\"none\">There is no step trace: no timeline and no times per rank.</p></section>\n";
       return;
     }
     const TraceReport& trace = *run.trace();
-    const pipeline::TraceComparison& comparison = trace.comparison;
+    const TraceComparison& comparison = trace.comparison;
     print("<p class=\"sub\">Step {}, {}: measured {:.1f} ms, simulated {:.1f} ms under the median cost of each action. Bubble {}, simulated {}.</p>\n", trace.step, plan_words(trace), comparison.measured_ms, comparison.simulated_ms, percent(trace.bubble),
           percent(trace.simulated_bubble));
-    out_ += "<h3>Timeline over the ranks, measured above simulated</h3>\n";
+    out_ += "<h3>Timeline of the ranks, measured above simulated</h3>\n";
     out_ += draw_timeline(trace);
     out_ += "<h3>Time of each rank, measured above simulated</h3>\n<div class=\"legend\"><span><b class=\"p1\"></b>compute</span><span><b class=\"p2\"></b>communication</span><span><b class=\"p3\"></b>wait</span><span><b class=\"lane\"></b>idle or overhead</span></div><div class=\"bars\">";
     const double longest = std::max({comparison.measured_ms, comparison.simulated_ms, 1e-9});
@@ -338,22 +340,22 @@ class PageWriter {
     if (device) out_ += "<div class=\"two\">";
     chart_of_runs({.title = "Main memory of the process of rank 0", .unit = ChartUnit::Bytes, .from_zero = true, .wide = !device, .low = !device, .series = {}}, [](const StepMetrics& step) { return static_cast<double>(step.resident_bytes); }, "resident");
     if (device) {
-      chart_of_runs({.title = "Most on the device of rank 0", .unit = ChartUnit::Bytes, .from_zero = true, .wide = false, .series = {}}, [](const StepMetrics& step) { return static_cast<double>(step.device_bytes); }, "device");
+      chart_of_runs({.title = "Peak on the device of rank 0", .unit = ChartUnit::Bytes, .from_zero = true, .wide = false, .series = {}}, [](const StepMetrics& step) { return static_cast<double>(step.device_bytes); }, "device");
       out_ += "</div>";
     }
     out_ += "</section>\n";
   }
 
-  // "stage 0: embed, blocks 0-1, 0.605 M parameters", beside what the traced step says of the stage.
+  // "stage 0: embed, blocks 0-1, 0.605 M parameters", with the times of the stage in the traced step.
   void partition(const RunReport& run) {
     print("<section><h2>Partition{}</h2>\n", of_run(run));
     const std::vector<std::string>& lines = run.start().partition;
     if (lines.empty()) {
-      out_ += "<p class=\"none\">The run does not say how the model was divided.</p></section>\n";
+      out_ += "<p class=\"none\">The run did not record the partition of the model.</p></section>\n";
       return;
     }
     const TraceReport* trace = run.trace();
-    out_ += "<div class=\"wide\"><table><thead><tr><th>stage</th><th>holds</th>";
+    out_ += "<div class=\"wide\"><table><thead><tr><th>stage</th><th>contents</th>";
     if (trace != nullptr) out_ += "<th class=\"n\">rank</th><th>median times in the traced step</th>";
     out_ += "</tr></thead><tbody>";
     for (std::size_t stage = 0; stage < lines.size(); ++stage) {
@@ -362,7 +364,7 @@ class PageWriter {
       print("<tr><td>{}</td><td>{}</td>", escape_xml(name), escape_xml(colon == std::string::npos ? lines[stage] : lines[stage].substr(colon + 2)));
       if (trace != nullptr) {
         std::string costs;
-        for (const pipeline::ActionCost& cost : trace->comparison.costs)
+        for (const ActionCost& cost : trace->comparison.costs)
           if (cost.stage == static_cast<int>(stage) && cost.median_ms >= 0.005) costs += fmt::format("{}{} {:.2f} ms", costs.empty() ? "" : ", ", schedule::to_text(cost.kind), cost.median_ms);
         const auto& ranks = trace->trace.schedule.stages().stage_to_rank();
         print("<td class=\"n\">{}</td><td>{}</td>", stage < ranks.size() ? std::to_string(ranks[stage]) : "?", costs);
@@ -380,8 +382,8 @@ class PageWriter {
     }
     constexpr std::size_t kMostRows = 100;
     const std::size_t first = run.metrics.checkpoints.size() > kMostRows ? run.metrics.checkpoints.size() - kMostRows : 0;
-    print("<p class=\"sub\">How long training stood still; the files are written beside it.{}</p>", first > 0 ? fmt::format(" The last {} of {}.", kMostRows, run.metrics.checkpoints.size()) : "");
-    out_ += "<div class=\"wide\"><table><thead><tr><th>step</th><th class=\"n\">total</th><th class=\"n\">waiting for the one before</th><th class=\"n\">planning</th><th class=\"n\">copying</th><th>when</th></tr></thead><tbody>";
+    print("<p class=\"sub\">How long training paused; files are written in the background.{}</p>", first > 0 ? fmt::format(" Only the last {} of {} are shown.", kMostRows, run.metrics.checkpoints.size()) : "");
+    out_ += "<div class=\"wide\"><table><thead><tr><th>step</th><th class=\"n\">total</th><th class=\"n\">waiting for the previous one</th><th class=\"n\">planning</th><th class=\"n\">copying</th><th>when</th></tr></thead><tbody>";
     for (std::size_t i = first; i < run.metrics.checkpoints.size(); ++i) {
       const CheckpointMetrics& each = run.metrics.checkpoints[i];
       print("<tr><td>{}</td><td class=\"n\">{:.1f} ms</td><td class=\"n\">{:.1f} ms</td><td class=\"n\">{:.1f} ms</td><td class=\"n\">{:.1f} ms</td><td>{}</td></tr>", each.step, 1e3 * each.stall.total(), 1e3 * each.stall.waiting, 1e3 * each.stall.planning,
@@ -415,21 +417,21 @@ class PageWriter {
 }  // namespace
 
 std::string report_page(const std::vector<RunReport>& runs) {
-  if (runs.empty()) throw ValueError(describe("report", "no run", "at least one", "give the folder of a run"));
+  if (runs.empty()) throw ValueError(describe("report", "no run", "at least one run", "give the folder of a run"));
   return PageWriter(runs).write();
 }
 
 void write_page(const std::filesystem::path& path, const std::string& page) {
-  const std::filesystem::path beside = path.string() + ".tmp";
-  std::ofstream file(beside, std::ios::binary | std::ios::trunc);
+  const std::filesystem::path temporary = path.string() + ".tmp";
+  std::ofstream file(temporary, std::ios::binary | std::ios::trunc);
   file << page;
   file.close();
   std::error_code error;
-  if (file) std::filesystem::rename(beside, path, error);
+  if (file) std::filesystem::rename(temporary, path, error);
   if (!file || error) {
-    std::error_code ignored;  // what matters is told below
-    std::filesystem::remove(beside, ignored);
-    throw ConfigError(describe("report page", path.string(), "a file that can be written", "give another one by --out"));
+    std::error_code ignored;  // the error below is reported instead
+    std::filesystem::remove(temporary, ignored);
+    throw ConfigError(describe("report page", path.string(), "a file that can be written", "give another path with --out"));
   }
 }
 

@@ -1,4 +1,4 @@
-// What the report page brings along: its style sheet and its script. Neither refers to anything outside.
+// The style sheet and the script embedded in the report page. Neither has external references.
 #pragma once
 
 #include <string_view>
@@ -6,7 +6,8 @@
 namespace penstock::train {
 
 extern const std::string_view kReportStyle;
-// Values under the pointer, and the cells of a timeline that belong to one microbatch. Without it the page is whole, only less lively.
+// Shows values under the pointer and highlights the timeline cells of one microbatch. The page is complete
+// without it.
 extern const std::string_view kReportScript;
 
 }  // namespace penstock::train

@@ -11,13 +11,13 @@
 
 #include "penstock/base/markup.h"
 #include "penstock/draw.h"
+#include "penstock/plan/draw/drawing.h"
+#include "penstock/pipeline/report/step_trace.h"
 
 namespace penstock::train {
 
 namespace {
 
-using pipeline::ActionComparison;
-using pipeline::TraceEvent;
 using schedule::Action;
 using schedule::ActionKind;
 
@@ -77,7 +77,7 @@ class TimelineWriter {
       const double x = kTimelineLeft + tick * distance * scale_;
       print("<line class=\"tick\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"{1}\" y2=\"{2:.1f}\"/><text class=\"note mid\" x=\"{0:.1f}\" y=\"{3:.1f}\">{4:g}{5}</text>", x, kTimelineTop - 4, bottom - 4, bottom + 12, tick * distance, tick == 0 ? " ms" : "");
     }
-    std::size_t next = 0;  // of the comparison's actions, which lie in the same order
+    std::size_t next = 0;  // index into the comparison's actions, which are in the same order
     for (std::size_t rank = 0; rank < report_.trace.ranks.size(); ++rank) {
       const double y = kTimelineTop + static_cast<double>(rank) * row;
       print("<text class=\"label end\" x=\"{}\" y=\"{:.1f}\">rank {}</text>", kTimelineLeft - 10, y + kMeasured / 2 + 4.5, rank);
@@ -95,7 +95,7 @@ class TimelineWriter {
         } else if (event.kind == TraceEvent::Kind::Stage) {
           cell(event.actions, begin, end, y, kMeasured, fmt::format("{} on rank {}\n{:.3f} ms", action_text(event), rank, end - begin), true);
         } else if (event.kind == TraceEvent::Kind::Await || event.kind == TraceEvent::Kind::Finish) {
-          wait(begin, end, y, fmt::format("{} on rank {}\nwaits {:.3f} ms", event.channel ? to_text(*event.channel) : "what was sent", rank, end - begin));
+          wait(begin, end, y, fmt::format("{} on rank {}\nwaits {:.3f} ms", event.channel ? to_text(*event.channel) : "sends", rank, end - begin));
         }
       }
     }
@@ -113,7 +113,7 @@ class TimelineWriter {
 
   void wait(double begin, double end, double y, const std::string& tip) {
     const double width = (end - begin) * scale_;
-    if (width < 0.4) return;  // narrower than what can be seen
+    if (width < 0.4) return;  // too narrow to be visible
     waits_ = true;
     print("<g class=\"cell\" data-m=\"-1\" data-tip=\"{}\"><rect class=\"wait\" x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{}\"/></g>", escape_xml(tip), kTimelineLeft + begin * scale_, y + kMeasured - 6, width, 6);
   }
@@ -124,15 +124,15 @@ class TimelineWriter {
     const double x = kTimelineLeft + begin * scale_;
     const double drawn = std::max(width - (width > 4 ? 1 : 0.3), 0.3);
     const Action& first = actions.front();
-    print("<g class=\"cell{}\" data-m=\"{}\" data-tip=\"{}\">", measured ? "" : " simulated", first.has_microbatch() ? first.microbatch()->value() : -1, escape_xml(tip));
+    print("<g class=\"cell{}\" data-m=\"{}\" data-tip=\"{}\">", measured ? "" : " simulated", first.has_microbatch() ? *first.microbatch() : -1, escape_xml(tip));
     const double each = height / static_cast<double>(actions.size());
     for (std::size_t i = 0; i < actions.size(); ++i) {
       const Action& action = actions[i];
       kinds_.insert(action.kind());
-      const std::string fill = plan::fill_colour(action.kind(), chunk_.at(static_cast<std::size_t>(action.stage().value())), chunks_);
+      const std::string fill = plan::fill_colour(action.kind(), chunk_.at(static_cast<std::size_t>(action.stage())), chunks_);
       const double top = y + static_cast<double>(i) * each;
       print("<rect fill=\"{}\" x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{:.1f}\" rx=\"{}\"/>", fill, x, top, drawn, each - (i + 1 < actions.size() ? 0.6 : 0), width > 8 ? 2 : 0);
-      const std::string number = action.has_microbatch() ? fmt::format("{}", action.microbatch()->value()) : "";
+      const std::string number = action.has_microbatch() ? fmt::format("{}", *action.microbatch()) : "";
       if (each >= 13 && drawn >= 7 * static_cast<double>(number.size()) + 3)
         print("<text class=\"number\" fill=\"{}\" x=\"{:.2f}\" y=\"{:.1f}\">{}</text>", plan::text_colour(fill), x + drawn / 2, top + each / 2 + 4, number);
     }
@@ -148,7 +148,7 @@ class TimelineWriter {
     }
     if (waits_) text += "<span><b class=\"wait\"></b>waits</span>";
     text += "<span><b class=\"lane\"></b>idle</span>";
-    text += fmt::format("<span>numbers are microbatches{}</span></div>", chunks_ > 1 ? ", lighter shades later stages of a rank" : "");
+    text += fmt::format("<span>numbers are microbatches{}</span></div>", chunks_ > 1 ? "; lighter shades are later stages of a rank" : "");
     return text;
   }
 

@@ -1,4 +1,4 @@
-// One traced step as a picture: for every rank what it did, above what the simulation of its schedule does under the same costs.
+// Draws one traced step: for each rank the measured actions above the simulated ones under the same costs.
 #pragma once
 
 #include <string>
@@ -7,7 +7,8 @@
 
 namespace penstock::train {
 
-// Inline SVG. Cells carry their words as data-tip and their microbatch as data-m, for the script of the page.
+// Returns inline SVG. Cells carry their text as data-tip and their microbatch as data-m, for the page's
+// script.
 std::string draw_timeline(const TraceReport& report);
 
 }  // namespace penstock::train

@@ -7,6 +7,7 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/exception_text.h"
 #include "penstock/base/files.h"
@@ -15,6 +16,7 @@
 #include "penstock/base/text.h"
 #include "penstock/train/report/metrics_file.h"
 #include "penstock/train/report/progress.h"
+#include "penstock/pipeline/report/step_trace.h"
 
 namespace penstock::train {
 
@@ -27,7 +29,7 @@ constexpr std::size_t kLastSteps = 20;
 
 double milliseconds(std::int64_t ns) { return static_cast<double>(ns) / 1e6; }
 
-// Sums over the steps but the first few; steps whose time is not known do not count.
+// Sums over all steps but the first few; steps with an unknown time are ignored.
 void add_times(RunNumbers& numbers, const std::vector<StepMetrics>& steps) {
   StepTimes sum;
   double count = 0, tokens = 0;
@@ -76,15 +78,15 @@ RunNumbers numbers_of(const RunMetrics& metrics) {
 void add_notes(RunReport& run) {
   const RunMetrics& metrics = run.metrics;
   const auto note = [&](std::string text) { run.notes.push_back(std::move(text)); };
-  if (!metrics.end) note("The run has no end: it was killed, it failed, or it is still running.");
-  if (metrics.truncated) note("The last line of the metrics was cut off and is left out.");
+  if (!metrics.end) note("The run is unfinished: it was killed, it failed, or it is still running.");
+  if (metrics.truncated) note("The last line of the metrics is incomplete and was ignored.");
   if (metrics.starts.size() > 1)
-    note(fmt::format("The run was started {}, last after step {}; {} again.", count_of(metrics.starts.size(), "time"), run.start().first_step, count_of(metrics.repeated_steps, "step was done", "steps were done")));
-  if (metrics.steps.empty()) note("No step was recorded: there are no curves.");
+    note(fmt::format("The run was started {}, most recently after step {}; {} again.", count_of(metrics.starts.size(), "time"), run.start().first_step, count_of(metrics.repeated_steps, "step was done", "steps were done")));
+  if (metrics.steps.empty()) note("No steps were recorded: there are no curves.");
   if (metrics.validations.empty()) note("There was no validation (training.validate_every, data.validation_fraction).");
   if (metrics.checkpoints.empty()) note("No checkpoint was written.");
   if (!metrics.failed_checkpoints.empty())
-    note(fmt::format("{} checkpoint{} could not be written, last of step {}: {}", metrics.failed_checkpoints.size(), metrics.failed_checkpoints.size() == 1 ? "" : "s", metrics.failed_checkpoints.back().step, metrics.failed_checkpoints.back().error));
+    note(fmt::format("{} checkpoint{} could not be written, most recently at step {}: {}", metrics.failed_checkpoints.size(), metrics.failed_checkpoints.size() == 1 ? "" : "s", metrics.failed_checkpoints.back().step, metrics.failed_checkpoints.back().error));
   if (metrics.missing_lines > 0) note(fmt::format("{} lines of the metrics could not be written and are missing.", metrics.missing_lines));
   if (metrics.traces.empty()) note("No step was traced (output.trace_steps): there is no timeline, and no measured bubble.");
   std::int64_t skipped = 0, bad = 0;
@@ -94,13 +96,13 @@ void add_notes(RunReport& run) {
   }
   if (skipped > 0) note(fmt::format("{} skipped because {} overflowed.", count_of(skipped, "step was", "steps were"), skipped == 1 ? "its gradients" : "their gradients"));
   if (bad > 0) note(fmt::format("{} a loss that is not finite.", count_of(bad, "step has", "steps have")));
-  if (!metrics.steps.empty() && run.start().peak_flops <= 0) note("The peak of this machine was not measured: the MFU is not known.");
+  if (!metrics.steps.empty() && run.start().peak_flops <= 0) note("The peak performance of this machine was not measured: the MFU is unknown.");
 }
 
 void load_traces(RunReport& run) {
   for (const TraceMetrics& trace : run.metrics.traces) {
     try {
-      TraceReport report = report_trace(pipeline::read_trace((run.folder / trace.path).string()));
+      TraceReport report = report_trace(read_trace((run.folder / trace.path).string()));
       report.step = trace.step;
       report.path = trace.path;
       run.traces.push_back(std::move(report));
@@ -131,7 +133,8 @@ std::vector<double> smoothed(const std::vector<double>& values, std::size_t span
   std::vector<double> out;
   out.reserve(values.size());
   for (std::size_t i = 0; i < values.size(); ++i) {
-    // As far on either side, so that a falling curve is not moved; a little of both at the ends, which would be as rough as ever.
+    // Averages the same distance on either side, so that a falling curve is not shifted; the ends use fewer
+    // values.
     const std::size_t room = std::min(i, values.size() - 1 - i);
     const std::size_t reach = std::min(span / 2, std::max(room, span / 6));
     const std::size_t begin = i - std::min(i, reach), end = std::min(values.size(), i + reach + 1);
@@ -140,16 +143,16 @@ std::vector<double> smoothed(const std::vector<double>& values, std::size_t span
   return out;
 }
 
-TraceReport report_trace(pipeline::StepTrace source) {
-  using Kind = pipeline::TraceEvent::Kind;
+TraceReport report_trace(StepTrace source) {
+  using Kind = TraceEvent::Kind;
   TraceReport report{.trace = std::move(source)};
-  const pipeline::StepTrace& trace = report.trace;
-  report.comparison = pipeline::compare_with_simulation(trace);
+  const StepTrace& trace = report.trace;
+  report.comparison = compare_with_simulation(trace);
   const double duration = milliseconds(trace.duration_ns());
   double busy = 0, simulated = 0;
   for (std::size_t rank = 0; rank < trace.ranks.size(); ++rank) {
     RankTimes times;
-    for (const pipeline::TraceEvent& event : trace.ranks[rank]) {
+    for (const TraceEvent& event : trace.ranks[rank]) {
       const double length = milliseconds(event.end_ns - event.begin_ns);
       if (event.kind == Kind::Compute)
         times.compute += length;
@@ -178,20 +181,20 @@ std::int64_t RunReport::last_step() const {
 }
 
 std::string RunReport::state() const {
-  const std::string how = metrics.end ? std::string(to_text(metrics.end->end)) : "no end: killed, failed or still running";
+  const std::string how = metrics.end ? std::string(to_text(metrics.end->end)) : "unfinished (killed, failed or still running)";
   return fmt::format("{}, {} of {} steps", how, last_step(), start().steps);
 }
 
 RunReport load_run(const fs::path& path) {
   RunReport run;
-  std::error_code unknown;  // what cannot be looked at is told below
+  std::error_code unknown;  // errors are reported below
   const bool is_file = fs::is_regular_file(path, unknown);
   run.folder = is_file ? path.parent_path() : path;
   if (run.folder.empty()) run.folder = ".";
   const fs::path whole = fs::absolute(run.folder, unknown).lexically_normal();
   run.name = (whole.has_filename() ? whole.filename() : whole.parent_path().filename()).string();
   const fs::path metrics = is_file ? path : path / MetricsFile::kName;
-  if (!file_exists(metrics)) throw ConfigError(describe("run", path.string(), fmt::format("a folder with {}", MetricsFile::kName), "give the folder of a run of penstock train"));
+  if (!file_exists(metrics)) throw ConfigError(describe("run", path.string(), fmt::format("a folder with {}", MetricsFile::kName), "give the folder of a penstock train run"));
   run.metrics = read_metrics(metrics);
   run.numbers = numbers_of(run.metrics);
   add_notes(run);
@@ -207,15 +210,15 @@ std::string summary_text(const RunReport& run) {
   if (numbers.best_validation)
     line("validation", fmt::format("{:.4f} at step {}, best {:.4f} at step {}", numbers.last_validation->loss, numbers.last_validation->step, numbers.best_validation->loss, numbers.best_validation->step));
   if (numbers.times.total > 0) {
-    line("speed", fmt::format("{}, {:.1f} ms a step{}", format_token_rate(numbers.tokens_per_second), 1e3 * numbers.times.total, numbers.mfu > 0 ? fmt::format(", MFU {:.1f} %", 100 * numbers.mfu) : ""));
+    line("speed", fmt::format("{}, {:.1f} ms per step{}", format_token_rate(numbers.tokens_per_second), 1e3 * numbers.times.total, numbers.mfu > 0 ? fmt::format(", MFU {:.1f} %", 100 * numbers.mfu) : ""));
     const auto share = [&](double part) { return 100 * part / numbers.times.total; };
     line("step", fmt::format("data {:.1f} %, schedule {:.1f} %, sync {:.1f} %, update {:.1f} %", share(numbers.times.data), share(numbers.times.schedule), share(numbers.times.sync), share(numbers.times.update)));
   }
   if (const TraceReport* trace = run.trace())
     line("pipeline", fmt::format("step {}: bubble {:.1f} %, simulated {:.1f} %; {:.1f} ms, simulated {:.1f} ms", trace->step, 100 * trace->bubble, 100 * trace->simulated_bubble, trace->comparison.measured_ms, trace->comparison.simulated_ms));
   if (numbers.peak_resident_bytes > 0)
-    line("memory", format_bytes(static_cast<std::uint64_t>(numbers.peak_resident_bytes)) + " in the first rank" + (numbers.peak_device_bytes > 0 ? ", " + format_bytes(static_cast<std::uint64_t>(numbers.peak_device_bytes)) + " on its device" : ""));
-  if (!run.metrics.checkpoints.empty()) line("checkpoints", fmt::format("{}, training stood still for {:.0f} ms at most", run.metrics.checkpoints.size(), 1e3 * numbers.longest_stall));
+    line("memory", format_bytes(static_cast<std::uint64_t>(numbers.peak_resident_bytes)) + " on the first rank" + (numbers.peak_device_bytes > 0 ? ", " + format_bytes(static_cast<std::uint64_t>(numbers.peak_device_bytes)) + " on its device" : ""));
+  if (!run.metrics.checkpoints.empty()) line("checkpoints", fmt::format("{}, training paused for at most {:.0f} ms", run.metrics.checkpoints.size(), 1e3 * numbers.longest_stall));
   for (const std::string& note : run.notes) line("note", note);
   return text;
 }

@@ -1,0 +1,93 @@
+#include "penstock/train/job/replica_gradient_sync.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "penstock/comm/group/agreement.h"
+#include "penstock/dtensor/tensor/layout_text.h"
+#include "penstock/clip_gradients.h"
+#include "penstock/torch/tree/distributed_type.h"
+
+namespace penstock::train {
+
+namespace {
+
+at::Tensor local_gradient(const at::Tensor& parameter) { return local_if_distributed(parameter.grad(), kDetach); }
+
+// Adds the gradient of the rank that has the weight's other use. A gradient that both lack stays undefined.
+void add_over(const comm::Group& pair, const at::Tensor& weight) {
+  at::Tensor& gradient = weight.mutable_grad();
+  const bool present = gradient.defined();
+  if (!present) gradient = at::zeros_like(weight.detach(), at::MemoryFormat::Preserve);
+  const at::Tensor local = local_gradient(weight);
+  const at::Tensor mark = at::full({1}, present ? 1.0 : 0.0, local.options());
+  pair.all_reduce(mark, comm::ReduceOp::Sum, {.label = "uses of the tied weight", .timeout = {}}).wait();
+  at::Tensor sum = local.contiguous();
+  pair.all_reduce(sum, comm::ReduceOp::Sum, {.label = "gradient of the tied weight", .timeout = {}}).wait();
+  if (!sum.is_same(local)) local.copy_(sum);
+  // A rank that has a gradient itself need not wait for the device to know that there is one.
+  if (!present && mark.item<double>() == 0) gradient.reset();
+}
+
+}  // namespace
+
+ReplicaGradientSync::ReplicaGradientSync(const RankLayout& layout, const ModelStages& stages, bool overlap) : stages_(stages), overlap_(overlap) {
+  const bool sharded = layout.shard_size() > 1;
+  if (!sharded && layout.dp_size() > 1) {
+    std::vector<ReplicaGradients::Part> parts;
+    for (const PipelineStage& stage : stages.stages()) {
+      part_of_[stage.index()] = parts.size();
+      ReplicaGradients::Part& part = parts.emplace_back();
+      part.name = fmt::format("stage {}", stage.index());
+      for (const optim::NamedParameter& parameter : stages.parameters_of(stage.index()))
+        if (!stages.is_tied(parameter.tensor)) part.parameters.push_back(parameter);
+    }
+    // Complete only after both uses, which is after the last stage.
+    ReplicaGradients::Part& tied = parts.emplace_back();
+    tied.name = "tied weight";
+    for (const optim::NamedParameter& parameter : stages.parameters())
+      if (stages.is_tied(parameter.tensor)) tied.parameters.push_back(parameter);
+    replicas_.emplace(layout.mesh().group("replicas"), std::move(parts));
+  }
+  if (const int peer = stages.tied().peer; peer >= 0) {
+    std::vector<int> pair = {layout.world().rank(), layout.pipeline_ranks()[static_cast<std::size_t>(peer)]};
+    std::sort(pair.begin(), pair.end());
+    tied_group_ = layout.world().group_of(pair, {.purpose = "tied weight", .p2p = comm::P2PTransport::Auto, .timeout = {}});
+    comm::require_agreement(*tied_group_, "the two uses of a tied weight", {layout_text("embed.weight", stages.tied().embed.defined() ? stages.tied().embed : stages.tied().head)},
+                            "build the first and the last stage from one configuration, with the weight frozen on both or on neither");
+  }
+}
+
+void ReplicaGradientSync::stage_done(int stage) {
+  if (overlap_ && replicas_) replicas_->begin(part_of_.at(stage));
+}
+
+void ReplicaGradientSync::add_tied() {
+  const ModelStages::TiedWeight& tied = stages_.tied();
+  if (tied.embed.defined() && tied.head.defined()) {
+    optim::settle_gradients({{"embed.weight", tied.embed}, {"head.weight", tied.head}});
+    at::Tensor &embed = tied.embed.mutable_grad(), &head = tied.head.mutable_grad();
+    if (embed.defined() && head.defined())
+      local_gradient(tied.embed).add_(local_gradient(tied.head));
+    else if (head.defined())
+      embed = head;
+    head.reset();
+  } else if (tied_group_) {
+    const at::Tensor own = tied.embed.defined() ? tied.embed : tied.head;
+    optim::settle_gradients({{"embed.weight", own}});
+    add_over(*tied_group_, own);
+  }
+}
+
+std::int64_t ReplicaGradientSync::buffer_bytes() const { return replicas_ ? replicas_->buffer_bytes() : 0; }
+
+void ReplicaGradientSync::finish() {
+  const at::NoGradGuard no_grad;
+  add_tied();
+  if (replicas_) replicas_->finish();
+}
+
+}  // namespace penstock::train

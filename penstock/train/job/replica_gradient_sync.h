@@ -1,0 +1,51 @@
+// Completes the gradients of a step before they are used: averages over data-parallel replicas, and sums over
+// the two uses of a tied weight.
+//
+//   ReplicaGradientSync sync(layout, stages, true);
+//   ... pipeline.step(), which calls sync.stage_done(stage) at each REDUCE_GRAD of the schedule ...
+//   sync.finish();                         // waits; .grad() is then that of the whole batch on every rank
+//
+// Sharded parameters are reduced by their modules, when the schedule says so (pipeline/sharded_modules.h).
+// The sum over replicas of a stage starts when its last backward has run, and overlaps with the computation
+// of other stages. Gradients are divided by the number of replicas, because losses are means over a rank's
+// samples. A gradient that is missing on some ranks counts as zeros there; one that is missing on all ranks
+// stays undefined (replica_gradients.h). The same holds for the two uses of a tied weight.
+// Thread safety: one thread. [collective] over the replicas and the two ranks of a tied weight, in the same
+// order on all ranks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+
+#include "penstock/group.h"
+#include "penstock/train/job/layout.h"
+#include "penstock/train/job/model_stages.h"
+#include "penstock/train/job/replica_gradients.h"
+
+namespace penstock::train {
+
+class ReplicaGradientSync {
+ public:
+  // [collective over the replicas, and over the two ranks of a tied weight] Without `overlap`, finish() does
+  // all the work: for gradients that are accumulated over several runs of the schedule. Throws ValueError, on
+  // every rank, that names the first parameter that differs between ranks.
+  ReplicaGradientSync(const RankLayout& layout, const ModelStages& stages, bool overlap);
+
+  void stage_done(int stage);
+  void finish();
+  // Bytes of gradients in flight.
+  std::int64_t buffer_bytes() const;
+
+ private:
+  void add_tied();
+
+  const ModelStages& stages_;
+  bool overlap_;
+  std::optional<ReplicaGradients> replicas_;  // std::nullopt without replicas
+  std::map<int, std::size_t> part_of_;        // by stage
+  std::optional<comm::Group> tied_group_;
+};
+
+}  // namespace penstock::train

@@ -26,7 +26,7 @@
 #include "penstock/base/files.h"
 #include "penstock/checkpoint/tensors/load.h"
 #include "penstock/checkpoint/tensors/world_agreement.h"
-#include "penstock/checkpoint.h"
+#include "penstock/checkpoint/tensors/writer.h"
 #include "penstock/comm/launch/launch_env.h"
 #include "penstock/world.h"
 #include "penstock/dtensor.h"

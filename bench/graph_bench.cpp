@@ -146,7 +146,7 @@ class Measured {
     const auto least = [](const std::vector<double>& ms) { return *std::min_element(ms.begin(), ms.end()); };
     fmt::print("    dynamic batch and length: replayed {:.2f} ms, ratio to fixed sizes {:.3f}, of the least {:.3f}; captured in {:.0f} ms, {} capture\n",
                median(dynamic_ms), median(dynamic_ms) / figure["step_ms"], least(dynamic_ms) / least(replayed_ms), all_sizes_ms,
-               dynamic->compiled(0).captures());
+               dynamic->captures());
     return figure;
   }
 

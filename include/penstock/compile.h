@@ -1,22 +1,30 @@
-// A module of torch::nn that runs as a graph: what Compiled is for functions, with parameters and buffers as inputs of the graph.
+// Compiled modules: a torch::nn module whose forward and backward are captured as one graph on the first
+// call and replayed after that, with the same results.
 //
 //   torch::nn::Sequential net(torch::nn::Linear(4, 8), torch::nn::BatchNorm1d(8), torch::nn::ReLU());
-//   auto fast = graph::compile(net);                 // a module with the same parameters, buffers and names
-//   torch::optim::SGD optimizer(fast->parameters(), 0.1);
-//   fast->forward(x).sum().backward();               // captured on the first call; gradients are in net's parameters
-//   fast->forward(x2);                               // replayed
-//   std::cout << to_text(fast->compiled(0).joint(0).graph);
+//   auto fast = graph::compile(net);                // a module with the same parameters, buffers and names
+//   torch::optim::SGD sgd(fast->parameters(), 0.1);
+//   fast->forward(torch::randn({2, 4})).sum().backward();  // captured; gradients are in net's parameters
+//   fast->forward(torch::randn({2, 4}));                   // replayed
+//   std::cout << fast->graph_text();
 //
-// The module's code is not changed. While it is captured its parameters and buffers are fake for everybody who holds them, and real again
-// afterwards. Inputs of the graph are named as the module names them ("0.weight", "1.running_mean"), arguments by their place ("args[0]");
-// a tensor registered under several names is one input, and one that is a subclass (a DTensor of a parallelized module) as many as it holds
-// ("up.weight.local"). What forward writes (running statistics) is written by a replay too.
+// The module's code does not change. While it is captured, its parameters and buffers are fake for every
+// holder, and real again afterwards. Inputs of the graph are named like the parameters and buffers
+// ("0.weight", "1.running_mean"); arguments are named by position ("args[0]"). A tensor registered under
+// several names is one input, and a tensor subclass (a DTensor of a parallelized module) one input for each
+// tensor inside ("up.weight.local"). What forward writes (running statistics) is also written by a replay.
 //
-// Arguments and results of forward may be tensors, numbers, texts, and std::tuple, std::vector and std::optional of these. An undefined
-// tensor is allowed. A capture holds for calls as said in compiled.h, and for the training flags of all submodules; other settings of a
-// module (the probability of a Dropout) must not change any more.
-// Dynamic dims are marked by the names of arguments: `compile(net, {.dynamic = {.dims = {{"args[0]", 0, "B"}}}})` (dynamic_dims.h).
-// Throws as Compiled does. Thread rule: as for the module, which must not be used while forward captures.
+// Arguments and results of forward may be tensors, numbers, strings, and std::tuple, std::vector and
+// std::optional of these. An undefined tensor is allowed. A capture is valid for calls with the same types,
+// sizes, strides, dtypes, devices, requires_grad, aliasing and non-tensor values, under the same grad mode
+// and the same training flags of all submodules. Any other call captures again, or throws StateError if
+// CompileOptions::recapture is false. Dims can be marked as dynamic (compile_options.h). Other settings of
+// a module (the probability of a Dropout) must not change after the first call.
+//
+// Backward can run once unless the graph is retained, as usual; differentiating it again (create_graph)
+// throws NotImplemented. Random numbers are drawn from the default generators, in the order of the module.
+// Thread safety: that of the module, which must not be used while forward captures; backward may run on any
+// thread.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -25,69 +33,65 @@
 #include <concepts>
 #include <cstddef>
 #include <functional>
+#include <iosfwd>
 #include <memory>
 #include <string>
 #include <tuple>
 #include <type_traits>
 #include <typeindex>
 #include <utility>
-#include <vector>
 
-#include "penstock/graph/run/compiled.h"
-#include "penstock/graph/run/module_state.h"
+#include "penstock/compile_options.h"
 #include "penstock/pytree.h"
-#include "penstock/torch/tree/pytree_convert.h"
+#include "penstock/pytree_convert.h"
 
 namespace penstock::graph {
 
-// What does not depend on the type of the module.
+// The part of a compiled module that does not depend on the module's type. Created by `compile`.
 class CompiledModuleBase : public torch::nn::Module {
  public:
-  void train(bool on = true) override { module_->train(on); }
-  bool is_training() const noexcept override { return module_->is_training(); }
+  ~CompiledModuleBase() override;
+  CompiledModuleBase(const CompiledModuleBase&) = delete;
+  CompiledModuleBase& operator=(const CompiledModuleBase&) = delete;
+
+  // Sets the training flag of the original module.
+  void train(bool on = true) override;
+  // Returns the training flag of the original module.
+  bool is_training() const noexcept override;
+  // Prints "compiled " and the original module.
   void pretty_print(std::ostream& stream) const override;
 
-  const ModuleState& state() const { return state_; }
-  // One for each kind of arguments so far (types and nesting), each with one capture for each kind of call.
-  std::size_t count() const { return entries_.size(); }
-  const Compiled& compiled(std::size_t entry) const { return entries_.at(entry)->compiled; }
-  const TreeSpec& arguments_spec(std::size_t entry) const { return entries_.at(entry)->spec; }
-  const TreeSpec& results_spec(std::size_t entry, std::size_t capture) const;
+  // The number of captures so far: one for each kind of call.
+  std::size_t captures() const;
+  // The forward and backward graph of the latest capture as text; empty before the first call.
+  std::string graph_text() const;
 
  protected:
+  // Runs the original module on arguments in a tree.
   using Forward = std::function<Tree(const Tree& args)>;
+  // Throws ValueError for a null module.
   CompiledModuleBase(std::shared_ptr<torch::nn::Module> module, const CompileOptions& options);
-  // `types`: of the arguments, as C++ has them.
+  // Captures or replays. `types`: the C++ types of the arguments.
   Tree call(const Tree& args, std::type_index types, const Forward& forward);
 
  private:
-  struct Entry {
-    std::type_index types;
-    TreeSpec spec;
-    std::shared_ptr<std::vector<TreeSpec>> results;  // the structures that forward has returned so far
-    Compiled compiled;
-  };
-  Entry& entry_for(std::type_index types, const TreeSpec& spec, const Forward& forward);
-  std::string training_flags() const;
-
-  std::shared_ptr<torch::nn::Module> module_;
-  std::vector<std::shared_ptr<torch::nn::Module>> modules_;  // all of them
-  CompileOptions options_;
-  ModuleState state_;
-  Values state_values_;
-  std::vector<std::unique_ptr<Entry>> entries_;
+  friend struct CompiledModuleAccess;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
 };
 
 namespace detail {
 
-// As tree_to, where nothing may stand for an undefined tensor.
+// Like tree_to, but None also stands for an undefined tensor.
 template <class T>
 struct ModuleValue {
   static T read(const Tree& tree, const char* root) { return tree_to<T>(tree, root); }
 };
 template <>
 struct ModuleValue<at::Tensor> {
-  static at::Tensor read(const Tree& tree, const char* root) { return tree.is_none() ? at::Tensor() : tree_to<at::Tensor>(tree, root); }
+  static at::Tensor read(const Tree& tree, const char* root) {
+    return tree.is_none() ? at::Tensor() : tree_to<at::Tensor>(tree, root);
+  }
 };
 template <class... Ts>
 struct ModuleValue<std::tuple<Ts...>> {
@@ -100,19 +104,26 @@ struct ModuleValue<std::tuple<Ts...>> {
 
 }  // namespace detail
 
-template <class Impl>
+// A module of type ModuleType that runs as a graph. Its parameters, buffers, submodules and their names are
+// those of the original module.
+template <class ModuleType>
 class CompiledModule final : public CompiledModuleBase {
  public:
-  CompiledModule(std::shared_ptr<Impl> module, const CompileOptions& options) : CompiledModuleBase(module, options), impl_(std::move(module)) {}
+  // Called by `compile`. Throws ValueError for a null module.
+  CompiledModule(std::shared_ptr<ModuleType> module, const CompileOptions& options)
+      : CompiledModuleBase(module, options), module_(std::move(module)) {}
 
-  // What the module's forward takes and gives.
+  // Takes and returns what the forward of the original module does. Throws what that forward throws while
+  // it is captured, StateError for a call that must not be captured again, and NotImplemented for what a
+  // graph cannot represent.
   template <class... Args>
   auto forward(Args&&... args) {
-    using Result = std::decay_t<decltype(impl_->forward(std::declval<std::decay_t<Args>>()...))>;
-    static_assert(std::constructible_from<Tree, const Result&>, "forward must return tensors, numbers, texts, or tuples and vectors of them");
-    const auto run = [impl = impl_](const Tree& in) -> Tree {
+    using Result = std::decay_t<decltype(module_->forward(std::declval<std::decay_t<Args>>()...))>;
+    static_assert(std::constructible_from<Tree, const Result&>,
+                  "forward must return tensors, numbers, strings, or tuples and vectors of them");
+    const auto run = [module = module_](const Tree& in) -> Tree {
       return [&]<std::size_t... I>(std::index_sequence<I...>) {
-        return Tree(impl->forward(detail::ModuleValue<std::decay_t<Args>>::read(in[I], "args")...));
+        return Tree(module->forward(detail::ModuleValue<std::decay_t<Args>>::read(in[I], "args")...));
       }(std::index_sequence_for<Args...>{});
     };
     const Tree result = call(Tree::tuple({Tree(args)...}), typeid(std::tuple<std::decay_t<Args>...>), run);
@@ -120,16 +131,20 @@ class CompiledModule final : public CompiledModuleBase {
   }
 
  private:
-  std::shared_ptr<Impl> impl_;
+  std::shared_ptr<ModuleType> module_;
 };
 
-// For a module holder (torch::nn::Linear) or a shared pointer to a module.
-template <std::derived_from<torch::nn::Module> Impl>
-std::shared_ptr<CompiledModule<Impl>> compile(std::shared_ptr<Impl> module, const CompileOptions& options = {}) {
-  return std::make_shared<CompiledModule<Impl>>(std::move(module), options);
+// Returns a module that runs as a graph, for a shared pointer to a module. Nothing is captured yet. Throws
+// ValueError for a null pointer.
+template <std::derived_from<torch::nn::Module> ModuleType>
+std::shared_ptr<CompiledModule<ModuleType>> compile(std::shared_ptr<ModuleType> module,
+                                                    const CompileOptions& options = {}) {
+  return std::make_shared<CompiledModule<ModuleType>>(std::move(module), options);
 }
-template <class Impl>
-std::shared_ptr<CompiledModule<Impl>> compile(const torch::nn::ModuleHolder<Impl>& module, const CompileOptions& options = {}) {
+// The same for a module holder (torch::nn::Linear).
+template <class ModuleType>
+std::shared_ptr<CompiledModule<ModuleType>> compile(const torch::nn::ModuleHolder<ModuleType>& module,
+                                                    const CompileOptions& options = {}) {
   return compile(module.ptr(), options);
 }
 

@@ -1,17 +1,18 @@
 // Nested arguments and results: tuples, lists and dictionaries whose leaves are tensors and plain values.
 //
+//   at::Tensor mask = torch::ones({2});
 //   Tree args = Tree::tuple({x, Tree::dict({{"mask", mask}, {"scale", 0.5}})});
 //   auto [leaves, spec] = flatten_tree(args);          // x, mask, 0.5 and "(*, {'mask': *, 'scale': *})"
 //   Tree doubled = map_tree_tensors(args, [](const at::Tensor& t) { return t * 2; });
 //   at::Tensor m = args[1]["mask"].tensor();
 //
-// A Tree is an immutable value: copies are cheap (containers are shared), so any thread may read one. Order
-// is part of the structure: a dictionary keeps the order in which it was built, and leaves come out in that
-// order. An undefined tensor is C++'s spelling of nothing, so it becomes the leaf None. None is a leaf.
+// A Tree is an immutable value: copies are cheap (containers are shared), and any thread may read one.
+// Order is part of the structure: a dictionary keeps the order in which it was built, and leaves are listed
+// in that order. An undefined tensor becomes the leaf None. None is a leaf.
 //
-// A wrong place is named by its path from the root: "args[1]['mask']". Misuse of a value is a TypeError, a
-// missing index or key a ValueError. Conversions to and from std::tuple, std::vector, std::optional, std::map
-// and c10::IValue: here (constructors) and in pytree_convert.h.
+// Errors name the position by its path from the root: "args[1]['mask']". Using a value as another kind throws
+// TypeError, a missing index or key ValueError. Conversions from std::tuple, std::vector, std::optional: the
+// constructors; to them, and from and to c10::IValue: pytree_convert.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,26 +32,40 @@
 #include <variant>
 #include <vector>
 
-#include "penstock/torch/tree/detach_tag.h"
-
 namespace penstock {
 
 class Tree;
+
+// A type from which a Tree can be constructed.
 template <class T>
 concept TreeConvertible = std::constructible_from<Tree, const T&>;
 
+// A leaf (a tensor, a number, a string, None, an object) or a container of trees.
 class Tree {
  public:
-  enum class Kind : std::uint8_t { None, Tensor, Bool, Int, Double, String, Object, Tuple, List, Dict };
+  // What a tree is; the last three are containers.
+  enum class Kind : std::uint8_t {
+    None,    // nothing; an undefined tensor
+    Tensor,  // a defined tensor
+    Bool,    // a bool
+    Int,     // a 64-bit integer
+    Double,  // a floating point number
+    String,  // a text
+    Object,  // any other value
+    Tuple,   // entries by index
+    List,    // entries by index
+    Dict     // entries by key, in order
+  };
+  // A key of a dictionary and its value.
   using Item = std::pair<std::string, Tree>;
 
-  // Leaves.
-  Tree() = default;  // None
-  Tree(std::nullopt_t) {}
-  Tree(at::Tensor tensor);
-  Tree(std::string text) : value_(std::move(text)) {}
-  Tree(std::string_view text) : value_(std::string(text)) {}
-  Tree(const char* text) : value_(std::string(text)) {}
+  Tree() = default;                                                // None
+  Tree(std::nullopt_t) {}                                          // None
+  Tree(at::Tensor tensor);                                         // a Tensor, or None if it is undefined
+  Tree(std::string text) : value_(std::move(text)) {}              // a String
+  Tree(std::string_view text) : value_(std::string(text)) {}       // a String
+  Tree(const char* text) : value_(std::string(text)) {}            // a String
+  // A Bool or an Int. Throws ValueError for a number beyond 64 bits.
   template <std::integral T>
   Tree(T number) {
     static_assert(!std::same_as<T, char>,
@@ -62,46 +77,56 @@ class Tree {
       value_ = static_cast<std::int64_t>(number);
     }
   }
-  Tree(double number) : value_(number) {}
-  Tree(float number) : value_(static_cast<double>(number)) {}
-  // A leaf that passes through untouched: a device, a generator, an object of a custom class.
+  Tree(double number) : value_(number) {}                          // a Double
+  Tree(float number) : value_(static_cast<double>(number)) {}      // a Double
+  // A leaf that is passed on unchanged: a device, a generator, an object of a custom class.
   static Tree object(c10::IValue value);
 
-  // Containers. A dictionary with a key twice is a ValueError.
+  // A tuple of these entries.
   static Tree tuple(std::vector<Tree> entries);
+  // A list of these entries.
   static Tree list(std::vector<Tree> entries);
+  // A dictionary of these items, in this order. Throws ValueError for a key that occurs twice.
   static Tree dict(std::vector<Item> items);
 
-  // What a C++ caller has at hand: a vector is a list, a std::tuple is a tuple, an empty optional is None.
+  // A vector is a list.
   template <TreeConvertible T>
   Tree(const std::vector<T>& values) : Tree(list(std::vector<Tree>(values.begin(), values.end()))) {}
+  // A list of tensors.
   Tree(at::TensorList tensors) : Tree(list(std::vector<Tree>(tensors.begin(), tensors.end()))) {}
+  // A std::tuple is a tuple.
   template <TreeConvertible... Ts>
   Tree(const std::tuple<Ts...>& values)
       : Tree(std::apply([](const Ts&... each) { return tuple(std::vector<Tree>{Tree(each)...}); }, values)) {}
+  // An empty optional is None.
   template <TreeConvertible T>
   Tree(const std::optional<T>& value) : Tree(value ? Tree(*value) : Tree()) {}
 
-  Kind kind() const;
-  bool is_leaf() const { return !std::holds_alternative<Shared>(value_); }
-  bool is_none() const { return kind() == Kind::None; }
-  bool is_tensor() const { return kind() == Kind::Tensor; }
+  Kind kind() const;                                                        // what the tree is
+  bool is_leaf() const { return !std::holds_alternative<Shared>(value_); }  // not a container
+  bool is_none() const { return kind() == Kind::None; }                     // the leaf None
+  bool is_tensor() const { return kind() == Kind::Tensor; }                 // a tensor
 
-  // The value of a leaf of that kind; another kind is a TypeError. `number` also reads an Int, as C++ would.
+  // The value of a Tensor. Like the next five: throws TypeError for another kind.
   const at::Tensor& tensor() const;
-  bool boolean() const;
-  std::int64_t integer() const;
-  double number() const;
-  const std::string& text() const;
+  bool boolean() const;               // of a Bool
+  std::int64_t integer() const;       // of an Int
+  double number() const;              // of a Double or an Int
+  const std::string& text() const;    // of a String
   const c10::IValue& ivalue() const;  // of an Object
 
-  // Containers: entries in order, keys of a dictionary in the same order. A leaf has no entries.
+  // The number of entries; 0 for a leaf.
   std::size_t size() const { return entries().size(); }
+  // The entries of a container, in order; none for a leaf.
   const std::vector<Tree>& entries() const;
+  // The keys of a dictionary, in the order of entries(); none for other kinds.
   const std::vector<std::string>& keys() const;
+  // An entry by index. Throws ValueError if there is none.
   const Tree& operator[](std::size_t index) const;
+  // An entry of a dictionary by key. Throws ValueError if there is none.
   const Tree& operator[](std::string_view key) const;
-  const Tree* find(std::string_view key) const;  // null when the key is missing
+  // An entry of a dictionary by key; null if there is none.
+  const Tree* find(std::string_view key) const;
 
   // "(float32[2, 3], {'mask': None, 'scale': 0.5})"
   std::string to_string() const;
@@ -123,13 +148,14 @@ class Tree {
       value_;
 };
 
-// A place in a tree. Built on the stack while walking down; text is made only when somebody asks.
+// A position in a tree, for errors. Built on the stack while descending; refers to its parent.
 class TreePath {
  public:
-  explicit TreePath(std::string_view root) : name_(root) {}
-  TreePath(const TreePath& parent, std::size_t index) : parent_(&parent), index_(index) {}
-  TreePath(const TreePath& parent, std::string_view key) : parent_(&parent), name_(key) {}
+  explicit TreePath(std::string_view root) : name_(root) {}                                  // the root
+  TreePath(const TreePath& parent, std::size_t index) : parent_(&parent), index_(index) {}  // an entry
+  TreePath(const TreePath& parent, std::string_view key) : parent_(&parent), name_(key) {}  // an entry
 
+  // "args[1]['mask']"
   std::string to_string() const;
 
  private:
@@ -138,20 +164,22 @@ class TreePath {
   std::string_view name_;  // of the root, or the key
 };
 
-// A tree without its leaves. Equal specs put equally many leaves at the same places. Kinds of leaves are no
-// part of it.
+// The structure of a tree without its leaves. The kinds of the leaves are not part of it.
 class TreeSpec {
  public:
-  TreeSpec() = default;  // one leaf
-  explicit TreeSpec(const Tree& tree);
+  TreeSpec() = default;                 // of a single leaf
+  explicit TreeSpec(const Tree& tree);  // of this tree
 
+  // The number of leaves.
   std::size_t leaf_count() const { return node_ ? node_->leaf_count : 1; }
+  // Whether both have the same containers and keys at the same positions.
   bool operator==(const TreeSpec& other) const;
+  // Equal specs have equal hashes.
   std::size_t hash() const;
 
   // "(*, {'mask': *}, [*, *])". Two specs are equal exactly when their texts are.
   std::string to_string() const;
-  // Where each leaf is, in order: "args[0]", "args[1]['mask']", ...
+  // The path of each leaf, in order: "args[0]", "args[1]['mask']", ...
   std::vector<std::string> leaf_paths(std::string_view root = "args") const;
 
  private:
@@ -173,43 +201,56 @@ class TreeSpec {
   std::shared_ptr<const Node> node_;  // null: a leaf
 };
 
+// A tree taken apart.
 struct FlatTree {
-  std::vector<Tree> leaves;
-  TreeSpec spec;
+  std::vector<Tree> leaves;  // in order
+  TreeSpec spec;             // the structure
 };
+
+// Takes a tree apart into leaves and structure.
 FlatTree flatten_tree(const Tree& tree);
 
-// The inverse. Another number of leaves than the spec has is a ValueError. A "leaf" may itself be a
-// container.
+// The inverse of flatten_tree. A "leaf" may itself be a container. Throws ValueError if the number of
+// leaves differs from that of the spec.
 Tree unflatten_tree(std::vector<Tree> leaves, const TreeSpec& spec);
 
-// Where two structures first differ, in words with the path; nothing when they are equal.
+// Describes where two structures first differ, with the path; returns std::nullopt if they are equal.
 std::optional<std::string> first_difference(const TreeSpec& expected, const TreeSpec& actual,
                                             std::string_view root = "args");
 
+// Returns a tree of the same structure, with `change` applied to every leaf.
 Tree map_tree(const Tree& tree, const std::function<Tree(const Tree& leaf)>& change);
-Tree map_tree_tensors(const Tree& tree,
-                      const std::function<at::Tensor(const at::Tensor&)>& change);  // other leaves stay
-std::vector<at::Tensor> tensors_of(const Tree& tree);                               // in order of leaves
+// Returns a tree of the same structure, with `change` applied to every tensor; other leaves are unchanged.
+Tree map_tree_tensors(const Tree& tree, const std::function<at::Tensor(const at::Tensor&)>& change);
+// Returns the tensors of a tree, in the order of the leaves.
+std::vector<at::Tensor> tensors_of(const Tree& tree);
 
-// ---- arguments of a stage ----
+// Requests tensors that are detached from their autograd graph: flatten_args(args, kDetach).
+struct DetachTag {};
+// The value to pass.
+inline constexpr DetachTag kDetach{};
 
-// The leaves, in order.
+// Returns the leaves of the arguments of a stage, in order.
 std::vector<Tree> flatten_args(const Tree& args);
 
-// With every tensor detached from its graph and keeping its requires_grad, so that each is a fresh leaf of
-// autograd; other leaves pass through. `flat` and the leaves of `args` are the same tensors.
+// Arguments in which every tensor is detached from its autograd graph and keeps its requires_grad, so that
+// it is a fresh leaf of autograd; other leaves are unchanged.
 struct DetachedArgs {
-  Tree args;
-  std::vector<Tree> flat;
+  Tree args;               // the arguments
+  std::vector<Tree> flat;  // their leaves: the same tensors
 };
+
+// Detaches the arguments of a stage.
 DetachedArgs flatten_args(const Tree& args, DetachTag);
 
+// The former name.
 [[deprecated("use flatten_args(args, kDetach)")]] DetachedArgs flatten_args_detach(const Tree& args);
 
 }  // namespace penstock
 
+// Hashes a TreeSpec, for unordered containers.
 template <>
 struct std::hash<penstock::TreeSpec> {
+  // Returns TreeSpec::hash.
   std::size_t operator()(const penstock::TreeSpec& spec) const { return spec.hash(); }
 };

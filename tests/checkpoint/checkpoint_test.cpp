@@ -8,10 +8,10 @@
 #include <set>
 
 #include "penstock/errors.h"
-#include "penstock/checkpoint/files/checkpoint_error.h"
+#include "penstock/checkpoint_error.h"
 #include "penstock/checkpoint/tensors/load.h"
 #include "penstock/checkpoint/tensors/world_agreement.h"
-#include "penstock/checkpoint.h"
+#include "penstock/checkpoint/tensors/writer.h"
 #include "penstock/world.h"
 #include "penstock/dtensor.h"
 #include "tests/checkpoint/file_ranks.h"

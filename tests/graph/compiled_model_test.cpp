@@ -3,7 +3,7 @@
 #include <torch/torch.h>
 
 #include "penstock/compile.h"
-#include "penstock/models/transformer/loss.h"
+#include "penstock/graph/run/compiled_module_internals.h"
 #include "penstock/transformer.h"
 #include "tests/models/small_model.h"
 
@@ -34,8 +34,8 @@ void expect_same_steps(bool tied, bool with_documents) {
       b.sub_(b.grad(), 0.1);
     }
   }
-  EXPECT_EQ(fast->compiled(0).captures(), 1u);
-  EXPECT_EQ(count_writes(fast->compiled(0).joint(0).graph), 0u);
+  EXPECT_EQ(compiled_entry(*fast, 0).captures(), 1u);
+  EXPECT_EQ(count_writes(compiled_entry(*fast, 0).joint(0).graph), 0u);
 }
 
 TEST(CompiledModel, Transformer) { expect_same_steps(false, false); }

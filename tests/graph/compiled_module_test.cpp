@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "penstock/graph/run/compiled_module_internals.h"
 #include "penstock/errors.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/fake.h"
@@ -87,9 +88,9 @@ void expect_module(const std::string& name, const Make& make, const Tensors& inp
     expect_same(actual.gradients, expected.gradients, "gradient");
     expect_same(actual.state, expected.state, "state");
   }
-  ASSERT_EQ(fast->count(), 1u);
-  EXPECT_EQ(fast->compiled(0).captures(), 1u);
-  EXPECT_EQ(count_writes(fast->compiled(0).joint(0).graph), 0u) << to_text(fast->compiled(0).joint(0).graph);
+  ASSERT_EQ(entry_count(*fast), 1u);
+  EXPECT_EQ(compiled_entry(*fast, 0).captures(), 1u);
+  EXPECT_EQ(count_writes(compiled_entry(*fast, 0).joint(0).graph), 0u) << to_text(compiled_entry(*fast, 0).joint(0).graph);
   EXPECT_EQ(fast->named_parameters().keys(), plain->named_parameters().keys());
   for (const at::Tensor& parameter : original->parameters()) EXPECT_FALSE(is_fake(parameter));
   ++modules_checked;
@@ -159,9 +160,9 @@ TEST(CompiledModule, Autocast) {
       EXPECT_TRUE(torch::equal(original->parameters()[i].grad(), plain->parameters()[i].grad())) << i;
     }
   }
-  EXPECT_EQ(fast->compiled(0).captures(), 1u);
+  EXPECT_EQ(compiled_entry(*fast, 0).captures(), 1u);
   EXPECT_EQ(fast->forward(x).scalar_type(), at::kFloat);
-  EXPECT_EQ(fast->compiled(0).captures(), 2u);
+  EXPECT_EQ(compiled_entry(*fast, 0).captures(), 2u);
 }
 
 TEST(CompiledModule, Recurrent) {
@@ -268,8 +269,8 @@ TEST(CompiledModule, TiedWeightsAndBuffers) {
   expect_module("tied", [] { return Tied(); }, {tokens(7, {2, 3})}, on_first);
   auto tied = compile(Tied());
   tied->forward(tokens(7, {2, 3}));
-  EXPECT_EQ(tied->state().names, std::vector<std::string>{"head"});
-  EXPECT_EQ(tied->state().same.at("embed.weight"), "head");
+  EXPECT_EQ(state_of(*tied).names, std::vector<std::string>{"head"});
+  EXPECT_EQ(state_of(*tied).same.at("embed.weight"), "head");
   expect_module("counting", [] { return Counting(); }, {leaf({3, 4})}, on_first);
 }
 
@@ -282,11 +283,26 @@ TEST(CompiledModule, InputsOfTheGraphCarryTheNamesOfTheModule) {
   auto fast = compile(net);
   fast->forward(torch::randn({5, 4}));
   std::vector<std::string> names;
-  for (const Placeholder& input : fast->compiled(0).joint(0).graph.inputs) names.push_back(input.name);
+  for (const Placeholder& input : compiled_entry(*fast, 0).joint(0).graph.inputs) names.push_back(input.name);
   EXPECT_EQ(names, (std::vector<std::string>{"0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked",
                                              "args[0]", "tangents_1"}));
-  EXPECT_EQ(fast->state().parameters, 4u);
+  EXPECT_EQ(state_of(*fast).parameters, 4u);
   EXPECT_EQ(fast->named_buffers().keys(), net->named_buffers().keys());
+}
+
+TEST(CompiledModule, TheLatestCaptureAsText) {
+  nn::Sequential net(nn::Linear(4, 3));
+  auto fast = compile(net);
+  EXPECT_EQ(fast->captures(), 0u);
+  EXPECT_EQ(fast->graph_text(), "");
+  fast->forward(torch::randn({5, 4}));
+  EXPECT_EQ(fast->captures(), 1u);
+  EXPECT_EQ(fast->graph_text(), to_text(compiled_entry(*fast, 0).joint(0).graph));
+  EXPECT_TRUE(has_text(fast->graph_text(), "args[0]: float32[5, 4]"));
+  fast->forward(torch::randn({2, 4}));
+  fast->forward(torch::randn({5, 4}));  // replayed
+  EXPECT_EQ(fast->captures(), 2u);
+  EXPECT_TRUE(has_text(fast->graph_text(), "args[0]: float32[2, 4]"));
 }
 
 TEST(CompiledModule, OtherCallsAreCapturedAgainOrRefused) {
@@ -297,14 +313,14 @@ TEST(CompiledModule, OtherCallsAreCapturedAgainOrRefused) {
   fast->forward(x);
   fast->eval();
   EXPECT_TRUE(torch::equal(fast->forward(x), net->forward(x)));
-  EXPECT_EQ(fast->compiled(0).captures(), 2u);
+  EXPECT_EQ(compiled_entry(*fast, 0).captures(), 2u);
   fast->forward(torch::randn({2, 4}));
-  EXPECT_EQ(fast->compiled(0).captures(), 3u);
+  EXPECT_EQ(compiled_entry(*fast, 0).captures(), 3u);
   {
     const at::NoGradGuard no_grad;
     EXPECT_FALSE(fast->forward(x).requires_grad());
   }
-  EXPECT_EQ(fast->compiled(0).captures(), 4u);
+  EXPECT_EQ(compiled_entry(*fast, 0).captures(), 4u);
 
   auto once = compile(net, {.recapture = false});
   once->train();

@@ -11,6 +11,7 @@
 #include "penstock/comm/record/recorder.h"
 #include "penstock/tensor_parallel.h"
 #include "penstock/compile.h"
+#include "penstock/graph/run/compiled_module_internals.h"
 #include "tests/dtensor/small_transformer.h"
 #include "tests/graph/dtensor_compare.h"
 
@@ -84,9 +85,9 @@ void train_mlp(int ranks, bool distributed_input, const ColwiseOptions& colwise,
     EXPECT_TRUE(same_tensor(pair.captured->steps, pair.eager->steps)) << who;
     EXPECT_EQ(is_dtensor(pair.captured->steps), distributed_input);
     EXPECT_EQ(plain_parts(pair.captured->steps)[0][0].item<float>(), 4) << who;
-    EXPECT_EQ(fast->compiled(0).captures(), 1u) << who;
-    EXPECT_GE(collectives_in(fast->compiled(0).joint(0).graph), 1u) << who;
-    EXPECT_EQ(fast->compiled(0).joint(0).graph.inputs[0].name, "up.weight.local");
+    EXPECT_EQ(compiled_entry(*fast, 0).captures(), 1u) << who;
+    EXPECT_GE(collectives_in(compiled_entry(*fast, 0).joint(0).graph), 1u) << who;
+    EXPECT_EQ(compiled_entry(*fast, 0).joint(0).graph.inputs[0].name, "up.weight.local");
   });
 }
 
@@ -127,7 +128,7 @@ void train_transformer(int ranks, const test::Plan& plan) {
     }
     for (const auto& item : eager->named_parameters())
       EXPECT_TRUE(same_tensor(captured->named_parameters()[item.key()].detach(), item.value().detach())) << who << ", " << item.key();
-    EXPECT_EQ(fast->compiled(0).captures(), 1u) << who;
+    EXPECT_EQ(compiled_entry(*fast, 0).captures(), 1u) << who;
   });
 }
 

@@ -1,5 +1,5 @@
 // Captures that are valid for all sizes of some dims.
-#include "penstock/graph/ir/dynamic_dims.h"
+#include "penstock/compile_options.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -15,6 +15,7 @@
 #include "penstock/errors.h"
 #include "penstock/base/warnings.h"
 #include "penstock/compile.h"
+#include "penstock/graph/run/compiled_module_internals.h"
 #include "penstock/graph/run/execute.h"
 #include "penstock/graph/run/generalize.h"
 #include "penstock/graph/tools/graph_file.h"
@@ -764,8 +765,8 @@ void expect_same_training(Module plain, Module original, const DynamicOptions& d
     }
     for (std::size_t i = 0; i < plain->buffers().size(); ++i) EXPECT_TRUE(torch::equal(original->buffers()[i], plain->buffers()[i]));
   }
-  EXPECT_EQ(fast->compiled(0).captures(), 1u) << fast->compiled(0).why_not_dynamic();
-  EXPECT_TRUE(fast->compiled(0).is_dynamic(0)) << fast->compiled(0).why_not_dynamic();
+  EXPECT_EQ(compiled_entry(*fast, 0).captures(), 1u) << compiled_entry(*fast, 0).why_not_dynamic();
+  EXPECT_TRUE(compiled_entry(*fast, 0).is_dynamic(0)) << compiled_entry(*fast, 0).why_not_dynamic();
 }
 
 nn::Sequential classifier() {
@@ -786,8 +787,8 @@ TEST(DynamicModule, TrainingAndEvaluationHaveOneCaptureEach) {
       fast->train(training);
       fast->forward(torch::randn({batch, 6}));
     }
-  EXPECT_EQ(fast->compiled(0).captures(), 2u);
-  EXPECT_TRUE(has_text(to_text(fast->compiled(0).joint(1).graph), "args[0]: float32[B, 6]"));
+  EXPECT_EQ(compiled_entry(*fast, 0).captures(), 2u);
+  EXPECT_TRUE(has_text(to_text(compiled_entry(*fast, 0).joint(1).graph), "args[0]: float32[B, 6]"));
 }
 
 TEST(DynamicModule, Transformer) {

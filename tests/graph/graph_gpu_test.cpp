@@ -7,8 +7,7 @@
 #include <string>
 
 #include "penstock/compile.h"
-#include "penstock/models/transformer/initialize.h"
-#include "penstock/models/transformer/loss.h"
+#include "penstock/graph/run/compiled_module_internals.h"
 #include "penstock/transformer.h"
 #include "penstock/torch/dispatch/autocast_scope.h"
 #include "penstock/torch/compat/device_memory.h"
@@ -75,8 +74,8 @@ TEST(GraphOnAGpu, TransformerOfGpt2Size) {
       }
     }
   }
-  EXPECT_EQ(fast->compiled(0).captures(), 1u);
-  EXPECT_EQ(count_writes(fast->compiled(0).joint(0).graph), 0u);
+  EXPECT_EQ(compiled_entry(*fast, 0).captures(), 1u);
+  EXPECT_EQ(count_writes(compiled_entry(*fast, 0).joint(0).graph), 0u);
   EXPECT_LE(peak_of_fast, peak_of_plain);
   EXPECT_GT(peak_of_fast, 0);
 }
@@ -99,7 +98,7 @@ TEST(GraphOnAGpu, ModulesWithTheirOwnKernels) {
       for (std::size_t i = 0; i < plain->buffers().size(); ++i)
         EXPECT_TRUE(torch::equal(original->buffers()[i], plain->buffers()[i])) << plain->named_buffers().keys()[i];
     }
-    EXPECT_EQ(count_writes(fast->compiled(0).joint(0).graph), 0u);
+    EXPECT_EQ(count_writes(compiled_entry(*fast, 0).joint(0).graph), 0u);
   };
   const auto twice = [&](auto make, const at::Tensor& x) {
     torch::manual_seed(4);

@@ -17,6 +17,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/compile.h"
+#include "penstock/graph/run/compiled_module_internals.h"
 #include "penstock/graph/ir/constant_value.h"
 #include "penstock/graph/tools/draw.h"
 #include "penstock/graph/run/execute.h"
@@ -143,11 +144,11 @@ struct Small {
   nn::Sequential net{nn::Linear(4, 3), nn::BatchNorm1d(3), nn::GELU()};
   std::shared_ptr<CompiledModule<nn::SequentialImpl>> fast = compile(net);
   Small() { fast->forward(torch::randn({5, 4})); }
-  const Compiled& compiled() const { return fast->compiled(0); }
+  const Compiled& compiled() const { return compiled_entry(*fast, 0); }
   GraphSignature signature() const {
     return make_signature(compiled().joint(0), compiled().inner_meta(0),
-                          {.state = &fast->state(), .loss_index = {}, .hidden_outputs = 1, .in_spec = fast->arguments_spec(0).to_string(),
-                           .out_spec = fast->results_spec(0, 0).to_string()});
+                          {.state = &state_of(*fast), .loss_index = {}, .hidden_outputs = 1, .in_spec = arguments_spec(*fast, 0).to_string(),
+                           .out_spec = results_spec(*fast, 0, 0).to_string()});
   }
   GraphFile file() const { return {compiled().joint(0), compiled().inner_meta(0), compiled().partition(0).saved, signature()}; }
 };

@@ -11,6 +11,7 @@
 #include "penstock/errors.h"
 #include "penstock/base/warnings.h"
 #include "penstock/compile.h"
+#include "penstock/graph/run/compiled_module_internals.h"
 #include "penstock/graph/tools/graph_file.h"
 #include "penstock/graph/tools/graph_report.h"
 #include "tests/graph/registered_wrappers.h"
@@ -343,8 +344,8 @@ TEST_F(SubclassCapture, ParametersOfModules) {
     one.step();
     other.step();
   }
-  EXPECT_EQ(fast->compiled(0).captures(), 1u);
-  EXPECT_EQ(fast->compiled(0).joint(0).graph.inputs[0].name, "0.weight.inner");
+  EXPECT_EQ(compiled_entry(*fast, 0).captures(), 1u);
+  EXPECT_EQ(compiled_entry(*fast, 0).joint(0).graph.inputs[0].name, "0.weight.inner");
   for (std::size_t i = 0; i < eager->parameters().size(); ++i)
     EXPECT_TRUE(same_tensor(inner->parameters()[i].detach(), eager->parameters()[i].detach())) << i;
 }

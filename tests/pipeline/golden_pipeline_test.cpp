@@ -10,6 +10,7 @@
 #include "penstock/dtensor.h"
 #include "penstock/pipeline.h"
 #include "penstock/fully_shard.h"
+#include "penstock/shard/state/shard_info.h"
 #include "tests/golden_data.h"
 
 namespace penstock {

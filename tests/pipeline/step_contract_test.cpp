@@ -10,6 +10,7 @@
 #include "penstock/comm/record/recorder.h"
 #include "penstock/pipeline.h"
 #include "penstock/fully_shard.h"
+#include "penstock/shard/state/shard_state.h"
 #include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
@@ -241,7 +242,7 @@ TEST(StepContract, ReshardFreesWhatTheScheduleNoLongerNeeds) {
     std::vector<ShardGroup*> groups;
     for (int stage = 0; stage < kStages; ++stage) {
       Block block(stage);
-      groups.push_back(fully_shard(*block, mesh)->group());
+      groups.push_back(first_group(*fully_shard(*block, mesh)));
       stages.emplace_back(StageModule(block), stage, kStages, at::kCPU);
     }
     PipelineOptions options{world};

@@ -7,9 +7,11 @@
 
 #include <mutex>
 
+#include "penstock/shard/state/shard_info.h"
+#include "penstock/shard/state/shard_state.h"
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/shard/state/forward_scope.h"
+#include "penstock/forward_scope.h"
 #include "tests/has_text.h"
 #include "tests/shard/sharded_training.h"
 #include "tests/throws.h"
@@ -45,7 +47,7 @@ TEST(FullyShard, OneGroupForEverything) {
   comm::run_ranks(2, 60s, [](comm::World& world) {
     Model model = same_model();
     const auto state = fully_shard(*model, line(world));
-    EXPECT_EQ(state->all_groups().size(), 1u);
+    EXPECT_EQ(all_groups(*state).size(), 1u);
     expect_same_parameters(train_share(model, {.rank = world.rank(), .ranks = 2}), alone());
   });
 }
@@ -92,10 +94,10 @@ TEST(FullyShard, ReshardingToFewerRanksAndNotAtAll) {
       ShardState* first = shard_state_of(*model->blocks[0]);
       ASSERT_NE(first, nullptr);
       const ShardGroupState expected = std::holds_alternative<ReshardTo>(choice) ? ShardGroupState::ShardedPostForward : std::get<bool>(choice) ? ShardGroupState::Sharded : ShardGroupState::Unsharded;
-      EXPECT_EQ(to_text(first->group()->state()), to_text(expected));
+      EXPECT_EQ(to_text(first_group(*first)->state()), to_text(expected));
       EXPECT_EQ(is_dtensor(model->blocks[0]->as<BlockImpl>()->up->weight), expected != ShardGroupState::Unsharded) << "the module sees the shard";
       out.sum().backward();
-      EXPECT_EQ(to_text(first->group()->state()), "Sharded");
+      EXPECT_EQ(to_text(first_group(*first)->state()), "Sharded");
       model->zero_grad();
       expect_same_parameters(train_share(model, {.rank = world.rank(), .ranks = 4}), alone());
     });
@@ -119,7 +121,7 @@ TEST(FullyShard, Accumulation) {
         state.set_requires_all_reduce(how.all_reduce_each || last);
         state.set_is_last_backward(last || how.all_reduce_each);
         if (micro > 0) {
-          const bool gathered = state.group()->state() == ShardGroupState::Unsharded;
+          const bool gathered = first_group(state)->state() == ShardGroupState::Unsharded;
           EXPECT_EQ(gathered, !how.reshard);
           if (step == 0) {
             EXPECT_EQ(model->head->weight.grad().defined(), how.reduce_each && how.all_reduce_each);
@@ -178,7 +180,7 @@ void check_tied(int ranks, const std::function<comm::MeshGroups(comm::World&)>& 
     fully_shard(*model->block, mesh);
     fully_shard(*model->embed, mesh);
     const auto root = fully_shard(*model, mesh);
-    EXPECT_EQ(root->group()->parameters().size(), 2u) << "the tied weight belongs to the embedding";
+    EXPECT_EQ(first_group(*root)->parameters().size(), 2u) << "the tied weight belongs to the embedding";
     train_tied(*model, world.rank(), ranks);
     const auto expected = whole->named_parameters();
     for (const auto& item : model->named_parameters()) EXPECT_TRUE(at::allclose(full_tensor(item.value().detach()), expected[item.key()])) << item.key();

@@ -18,8 +18,10 @@
 #include "penstock/tensor_parallel.h"
 #include "penstock/mesh/local_shard.h"
 #include "penstock/clip_gradients.h"
-#include "penstock/shard/state/forward_scope.h"
+#include "penstock/forward_scope.h"
 #include "penstock/fully_shard.h"
+#include "penstock/shard/state/shard_info.h"
+#include "penstock/shard/state/shard_state.h"
 #include "tests/golden_data.h"
 
 namespace penstock {
@@ -269,7 +271,7 @@ TEST(GoldenFsdp, ParameterGroups) {
         EXPECT_EQ(shard_of(parameters[i])->index, i);
         for (const json& value : mine.at(i).at("flat_padded_values")) sent.push_back(value.get<float>());
       }
-      const at::Tensor first = state->group()->parameters().front().padded;
+      const at::Tensor first = first_group(*state)->parameters().front().padded;
       const at::Tensor flat = first.as_strided({static_cast<std::int64_t>(sent.size())}, {1}, 0);
       EXPECT_TRUE(at::equal(flat, at::tensor(sent, at::kFloat))) << "what a rank sends";
     });

@@ -9,8 +9,9 @@
 
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/shard/state/forward_scope.h"
+#include "penstock/forward_scope.h"
 #include "penstock/fully_shard.h"
+#include "penstock/shard/state/shard_state.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -96,9 +97,9 @@ TEST(ShardChoice, ExpertsAreSharedByFewerRanks) {
                                        if (name == "expert") return {Shard{dim}, pair};
                                        return std::nullopt;
                                      }});
-      ASSERT_EQ(state->groups().size(), 2u);
-      EXPECT_EQ(state->groups()[0]->mesh().shard_ranks(), 4);
-      EXPECT_EQ(state->groups()[1]->mesh().shard_ranks(), 2);
+      ASSERT_EQ(own_groups(*state).size(), 2u);
+      EXPECT_EQ(own_groups(*state)[0]->mesh().shard_ranks(), 4);
+      EXPECT_EQ(own_groups(*state)[1]->mesh().shard_ranks(), 2);
       EXPECT_EQ(mesh_of(model.expert).mesh().ranks(), pair.mesh().ranks());
       EXPECT_EQ(placements_of(model.expert), (Placements{Shard{dim}}));
       state->unshard();
@@ -120,7 +121,7 @@ TEST(ShardChoice, AMeshWithReplicas) {
     const comm::MeshGroups grid(world, init_device_mesh("cpu", {2, 2}, {"replicas", "shards"}, world.rank(), 4));
     ExpertModel model(10);
     const auto state = fully_shard(model, all, {.shard_placement = [&](const std::string& name, const at::Tensor&) { return name == "dense" ? ShardChoice(Shard{1}, grid) : ShardChoice(Shard{0}, all); }});
-    ASSERT_EQ(state->groups().size(), 2u) << "the mesh of fully_shard, given again, is no other";
+    ASSERT_EQ(own_groups(*state).size(), 2u) << "the mesh of fully_shard, given again, is no other";
     EXPECT_EQ(placements_of(model.dense), (Placements{Replicate{}, Shard{1}}));
     train_sharded(model, world.rank(), 2);
     for (const auto& [name, value] : expected[0]) EXPECT_TRUE(at::allclose(full_tensor(model.named_parameters()[name].detach()), value, 1e-9, 1e-12)) << name;
@@ -137,7 +138,7 @@ TEST(ShardChoice, GroupsOfOneModuleAreGatheredAndFreedTogether) {
     const auto state = fully_shard(model, all, {.reshard_after_forward = true, .shard_placement = [&](const std::string& name, const at::Tensor&) { return name == "dense" ? ShardChoice(Shard{0}, grid) : ShardChoice(); }});
     const auto states = [&] {
       std::vector<std::string> texts;
-      for (const ShardGroup* group : state->groups()) texts.emplace_back(to_text(group->state()));
+      for (const ShardGroup* group : own_groups(*state)) texts.emplace_back(to_text(group->state()));
       return texts;
     };
     model.forward(batch(0, 0));

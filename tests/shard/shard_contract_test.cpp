@@ -5,8 +5,9 @@
 
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/shard/state/forward_scope.h"
+#include "penstock/forward_scope.h"
 #include "penstock/fully_shard.h"
+#include "penstock/shard/state/shard_state.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 
@@ -33,9 +34,9 @@ TEST(ShardContract, ParametersThatAreBeingWrittenAreNotResharded) {
     {
       const UnshardedScope scope(*module);
       EXPECT_TRUE(has_text(message_of<StateError>([&] { state->reshard(); }), "end the UnshardedScope first"));
-      EXPECT_EQ(to_text(state->group()->state()), "Unsharded");
+      EXPECT_EQ(to_text(first_group(*state)->state()), "Unsharded");
     }
-    EXPECT_EQ(to_text(state->group()->state()), "Sharded");
+    EXPECT_EQ(to_text(first_group(*state)->state()), "Sharded");
   });
 }
 
@@ -117,10 +118,10 @@ TEST(ShardContract, TheOutermostGroupStaysGatheredAfterForward) {
     for (nn::Linear& layer : model.layers) fully_shard(*layer, mesh);
     const auto root = fully_shard(model, mesh);
     const at::Tensor out = model.forward(at::ones({2, 4}));
-    EXPECT_EQ(to_text(root->group()->state()), "Unsharded");
-    EXPECT_EQ(to_text(shard_state_of(*model.layers[0])->group()->state()), "Sharded");
+    EXPECT_EQ(to_text(first_group(*root)->state()), "Unsharded");
+    EXPECT_EQ(to_text(first_group(*shard_state_of(*model.layers[0]))->state()), "Sharded");
     out.sum().backward();
-    EXPECT_EQ(to_text(root->group()->state()), "Sharded");
+    EXPECT_EQ(to_text(first_group(*root)->state()), "Sharded");
   });
 }
 
@@ -129,7 +130,7 @@ TEST(ShardContract, TheNextGroupIsGatheredAhead) {
     Watched model;
     const comm::MeshGroups mesh = line(world);
     std::vector<ShardGroup*> groups;
-    for (nn::Linear& layer : model.layers) groups.push_back(fully_shard(*layer, mesh)->group());
+    for (nn::Linear& layer : model.layers) groups.push_back(first_group(*fully_shard(*layer, mesh)));
     fully_shard(model, mesh);
     model.forward(at::ones({2, 4})).sum().backward();  // the order is known after the first step
     std::vector<bool> forward_ahead, backward_ahead;

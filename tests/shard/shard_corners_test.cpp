@@ -11,9 +11,10 @@
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/tensor_parallel.h"
-#include "penstock/shard/state/forward_scope.h"
+#include "penstock/forward_scope.h"
 #include "penstock/fully_shard.h"
-#include "penstock/shard/pieces/int8_gather.h"
+#include "penstock/shard/state/shard_state.h"
+#include "penstock/shard_options.h"
 #include "penstock/torch/compat/cpu_bfloat16.h"
 #include "penstock/tensor_subclass.h"
 #include "tests/has_text.h"
@@ -154,19 +155,19 @@ TEST(ReplacedData, TransitionsByHand) {
     state->unshard();
     EXPECT_TRUE(at::equal(layer->weight.detach(), value * 2));
     layer->weight.set_data(value * 7);
-    state->group()->wait_for_unshard();
+    first_group(*state)->wait_for_unshard();
     EXPECT_TRUE(at::equal(layer->weight.detach(), value * 7));
     layer->weight.set_data(value * 3);
     state->reshard();
     EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), value * 3));
     state->unshard();
     layer->weight.set_data(value * 4);
-    state->group()->reshard_after_forward();
+    first_group(*state)->reshard_after_forward();
     EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), value * 4));
-    state->group()->wait_for_unshard();
-    state->group()->reshard_after_forward();  // keeps a slice of the old values
+    first_group(*state)->wait_for_unshard();
+    first_group(*state)->reshard_after_forward();  // keeps a slice of the old values
     layer->weight.set_data(value * 5);
-    state->group()->wait_for_unshard();
+    first_group(*state)->wait_for_unshard();
     EXPECT_TRUE(at::equal(layer->weight.detach(), value * 5));
   });
 }
@@ -385,9 +386,9 @@ TEST(ReplacedData, IsTakenOverBeforeATrial) {
     const auto state = fully_shard(*layer, line(world));
     layer->to(at::kFloat);
     layer->weight.set_data(value.clone());
-    state->group()->begin_trial(/*fake=*/true);
+    first_group(*state)->begin_trial(/*fake=*/true);
     EXPECT_EQ(layer->weight.scalar_type(), at::kFloat);
-    state->group()->end_trial();
+    first_group(*state)->end_trial();
     ensure_sharded(layer->parameters());
     EXPECT_TRUE(at::equal(full_tensor(layer->weight.detach()), value));
     EXPECT_EQ(layer->bias.scalar_type(), at::kFloat);
@@ -758,7 +759,7 @@ TEST_P(Evaluation, StatisticsAndTiesOutsideOfForward) {
         EXPECT_NEAR(item.value().norm().item<double>(), other.norm().item<double>(), 1e-12);
         EXPECT_EQ(item.value().abs().max().item<double>(), other.abs().max().item<double>());
       }
-      EXPECT_EQ(to_text(state->group()->state()), "Sharded") << "shards suffice";
+      EXPECT_EQ(to_text(first_group(*state)->state()), "Sharded") << "shards suffice";
     }
     {
       const UnshardedScope scope(*model);

@@ -1,5 +1,5 @@
 // Extensions of gathers: 8-bit gathers, and extensions that are invalid.
-#include "penstock/shard/pieces/int8_gather.h"
+#include "penstock/shard_options.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -8,9 +8,12 @@
 #include "penstock/comm/record/recorder.h"
 #include "penstock/dtensor.h"
 #include "penstock/shard/pieces/encoded_parameter.h"
-#include "penstock/shard/state/forward_scope.h"
+#include "penstock/forward_scope.h"
 #include "penstock/fully_shard.h"
+#include "penstock/shard/state/shard_info.h"
+#include "penstock/shard/state/shard_state.h"
 #include "penstock/shard/pieces/piece_copy.h"
+#include "penstock/tensor_parallel.h"
 #include "penstock/tensor_subclass.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
@@ -111,10 +114,10 @@ Trained train_extended(comm::World& world, std::int64_t dim, const std::shared_p
     trained.losses.push_back(loss.detach().clone());
   }
   shard_state_of(*model.first)->unshard();
-  trained.gathered = shard_state_of(*model.first)->group()->memory().gathered;
+  trained.gathered = first_group(*shard_state_of(*model.first))->memory().gathered;
   EXPECT_EQ(is_encoded_parameter(model.first->weight), extension && extension->keeps_encoded());
   shard_state_of(*model.first)->reshard();
-  EXPECT_EQ(shard_state_of(*model.first)->group()->memory().gathered, 0);
+  EXPECT_EQ(first_group(*shard_state_of(*model.first))->memory().gathered, 0);
   for (const at::Tensor& p : model.parameters()) trained.parameters.push_back(full_tensor(p.detach()));
   return trained;
 }
@@ -153,7 +156,7 @@ TEST(KeptEncoded, ViewsStayEncodedAndWritesAreRefused) {
     const at::Tensor view = weight.t();
     state->reshard();
     EXPECT_TRUE(at::equal(at::mm(at::ones({1, 6}), view), at::mm(at::ones({1, 6}), whole.t())));
-    EXPECT_EQ(to_text(state->group()->state()), "Unsharded");
+    EXPECT_EQ(to_text(first_group(*state)->state()), "Unsharded");
     {
       const UnshardedScope scope(*layer);
       EXPECT_TRUE(has_text(message_of<TypeError>([&] { layer->weight.mul_(2); }), "load_whole"));
@@ -195,7 +198,7 @@ struct HalfGather : AllGatherExtension {
   void decode(const at::Tensor& bytes, const at::Tensor& piece) const override { piece.copy_(typed_part(bytes, 0, at::kBFloat16, {piece.numel()})); }
   bool keeps_encoded() const override { return true; }
   // Rows are adjacent if a row is a multiple of 8 bytes.
-  at::Tensor make_gathered(const GatheredBytes& gathered) const override { return Halves::make(typed_part(gathered.rows.view({-1}), 0, at::kBFloat16, gathered.layout.shape())); }
+  at::Tensor make_gathered(const GatheredBytes& gathered) const override { return Halves::make(typed_part(gathered.rows.view({-1}), 0, at::kBFloat16, gathered.shape)); }
 };
 
 TEST(KeptEncoded, AsAUserDefinedSubclass) {
@@ -232,10 +235,10 @@ TEST(KeptEncoded, AsAUserDefinedSubclass) {
     }
     // Invalid extensions are rejected by name.
     struct Plain : HalfGather {
-      at::Tensor make_gathered(const GatheredBytes& gathered) const override { return at::empty(gathered.layout.shape()); }
+      at::Tensor make_gathered(const GatheredBytes& gathered) const override { return at::empty(gathered.shape); }
     };
     struct Elsewhere : HalfGather {
-      at::Tensor make_gathered(const GatheredBytes& gathered) const override { return Halves::make(at::empty(gathered.layout.shape(), at::kBFloat16)); }
+      at::Tensor make_gathered(const GatheredBytes& gathered) const override { return Halves::make(at::empty(gathered.shape, at::kBFloat16)); }
     };
     torch::nn::Linear other(4, 6);
     const auto with = [](auto extension) { return ShardOptions{.extension = [extension](const std::string&, const at::Tensor& p) { return p.dim() == 2 ? extension : nullptr; }}; };

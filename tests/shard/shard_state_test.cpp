@@ -9,8 +9,9 @@
 #include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
 #include "penstock/dtensor.h"
-#include "penstock/shard/state/forward_scope.h"
+#include "penstock/forward_scope.h"
 #include "penstock/fully_shard.h"
+#include "penstock/shard/state/shard_info.h"
 #include "penstock/deferred_init.h"
 #include "penstock/random.h"
 #include "tests/has_text.h"
@@ -38,30 +39,30 @@ TEST(ShardState, TransitionsByHand) {
     Two module;
     const at::Tensor weight = module.weight.detach().clone();
     const auto state = fully_shard(module, line(world));
-    EXPECT_EQ(to_text(state->group()->state()), "Sharded");
+    EXPECT_EQ(to_text(first_group(*state)->state()), "Sharded");
     EXPECT_TRUE(is_dtensor(module.weight));
-    EXPECT_EQ(state->group()->memory().gathered, 0);
+    EXPECT_EQ(first_group(*state)->memory().gathered, 0);
     state->unshard(/*async=*/true);
-    EXPECT_TRUE(state->group()->unshard_pending());
-    EXPECT_EQ(to_text(state->group()->state()), "Sharded");
+    EXPECT_TRUE(first_group(*state)->unshard_pending());
+    EXPECT_EQ(to_text(first_group(*state)->state()), "Sharded");
     state->wait_for_unshard();
-    EXPECT_EQ(to_text(state->group()->state()), "Unsharded");
+    EXPECT_EQ(to_text(first_group(*state)->state()), "Unsharded");
     EXPECT_FALSE(is_dtensor(module.weight));
     EXPECT_TRUE(at::equal(module.weight.detach(), weight));
     const void* impl = module.weight.unsafeGetTensorImpl();
     const at::Tensor view = module.weight.detach().t();
     state->unshard();  // does nothing
     state->reshard();
-    EXPECT_EQ(state->group()->memory().gathered, 0);
+    EXPECT_EQ(first_group(*state)->memory().gathered, 0);
     EXPECT_EQ(view.storage().nbytes(), 0u) << "memory goes, also where views look at it";
     EXPECT_EQ(module.weight.unsafeGetTensorImpl(), impl);
     state->reshard();
     state->unshard(true);
     state->reshard();  // a gather that was not used
-    EXPECT_FALSE(state->group()->unshard_pending());
+    EXPECT_FALSE(first_group(*state)->unshard_pending());
     // Using the view gathers the memory again.
     EXPECT_TRUE(at::equal(view + 0, weight.t()));
-    EXPECT_EQ(to_text(state->group()->state()), "Unsharded");
+    EXPECT_EQ(to_text(first_group(*state)->state()), "Unsharded");
     state->reshard();
   });
 }
@@ -77,9 +78,9 @@ TEST(ShardState, OptimizersWorkOnShardsAndComputationOnWholes) {
       EXPECT_TRUE(is_dtensor(copy));
       module.weight.add_(copy, 0.5);
       EXPECT_TRUE(is_dtensor(module.weight.detach()));
-      EXPECT_EQ(to_text(state->group()->state()), "Sharded") << "shards alone";
+      EXPECT_EQ(to_text(first_group(*state)->state()), "Sharded") << "shards alone";
       EXPECT_TRUE(at::equal(at::mm(at::ones({1, 5}), module.weight), at::arange(15, at::kFloat).view({5, 3}).sum(0, true) * 3));
-      EXPECT_EQ(to_text(state->group()->state()), "Unsharded") << "an activation beside it";
+      EXPECT_EQ(to_text(first_group(*state)->state()), "Unsharded") << "an activation beside it";
       EXPECT_TRUE(has_text(message_of<StateError>([&] { module.weight.mul_(2); }), "ensure_sharded"));
       EXPECT_TRUE(has_text(message_of<StateError>([&] { module.weight.t().zero_(); }), "gathered"));
       ensure_sharded({module.weight});
@@ -188,7 +189,7 @@ TEST(ShardState, ReplacedObjectsBecomeTheParameters) {
       module->replace(value.clone().set_requires_grad(true));
       reset_sharded_parameters(outer);
       EXPECT_TRUE(is_dtensor(module->weight)) << "sharded where it stands";
-      EXPECT_EQ(shard_of(module->weight)->group, state->group());
+      EXPECT_EQ(shard_of(module->weight)->group, first_group(*state));
       EXPECT_FALSE(shard_of(old).has_value());
       EXPECT_TRUE(at::equal(full_tensor(module->weight.detach()), value));
       // It is trained like the old one, with the new value.
@@ -196,7 +197,7 @@ TEST(ShardState, ReplacedObjectsBecomeTheParameters) {
       const at::Tensor out = module->forward(x);
       EXPECT_TRUE(at::allclose(out, at::linear(x, value, second ? at::arange(5, at::kFloat) : at::Tensor())));
       out.sum().backward();
-      EXPECT_EQ(to_text(state->group()->state()), "Sharded");
+      EXPECT_EQ(to_text(first_group(*state)->state()), "Sharded");
       ASSERT_TRUE(module->weight.grad().defined());
       EXPECT_TRUE(at::allclose(full_tensor(module->weight.grad()), at::full({5, 3}, 3.0))) << "the mean over both ranks";
       {
@@ -241,7 +242,7 @@ TEST(ShardState, AtMostTwoGroupsAreGatheredAndBuffersAreUsedAgain) {
     const comm::MeshGroups mesh = line(world);
     for (const auto& child : model->children()) fully_shard(*child, mesh);
     const auto root = fully_shard(*model, mesh);
-    EXPECT_EQ(root->group(), nullptr);
+    EXPECT_EQ(first_group(*root), nullptr);
     const std::int64_t group_bytes = (64 * 64 + 64) * 4;
     std::size_t allocations = 0;
     for (int step = 0; step < 5; ++step) {
@@ -254,7 +255,7 @@ TEST(ShardState, AtMostTwoGroupsAreGatheredAndBuffersAreUsedAgain) {
         EXPECT_EQ(root->pool_allocations(), allocations);
       }
     }
-    for (ShardGroup* group : root->all_groups()) EXPECT_EQ(to_text(group->state()), "Sharded");
+    for (ShardGroup* group : all_groups(*root)) EXPECT_EQ(to_text(group->state()), "Sharded");
   });
 }
 
@@ -275,13 +276,13 @@ TEST(ShardState, BytesOfAStep) {
     meet();
     // Blocks are gathered twice, the outermost group once; every group is reduced once.
     std::uint64_t gathers = 0, reductions = 0;
-    for (ShardGroup* group : shard_state_of(*model)->all_groups()) {
-      gathers += group == shard_state_of(*model)->group() ? 1 : 2;
+    for (ShardGroup* group : all_groups(*shard_state_of(*model))) {
+      gathers += group == first_group(*shard_state_of(*model)) ? 1 : 2;
       reductions += 1;
     }
     EXPECT_EQ(totals.at("all_gather").operations, 2 * gathers) << "of both ranks";
     EXPECT_EQ(totals.at("reduce_scatter").operations, 2 * reductions);
-    for (ShardGroup* group : shard_state_of(*model)->all_groups()) EXPECT_FALSE(group->unshard_pending()) << "nothing is gathered in vain";
+    for (ShardGroup* group : all_groups(*shard_state_of(*model))) EXPECT_FALSE(group->unshard_pending()) << "nothing is gathered in vain";
   });
 }
 
@@ -294,8 +295,8 @@ TEST(ShardState, ExplicitPrefetch) {
     first.set_modules_to_forward_prefetch({&second});
     second.set_modules_to_backward_prefetch({&first});
     const at::Tensor h = model->blocks[0]->as<BlockImpl>()->forward(at::ones({1, 2, kWidth}, at::kDouble));
-    EXPECT_TRUE(second.group()->unshard_pending());
-    EXPECT_FALSE(root.group()->unshard_pending());
+    EXPECT_TRUE(first_group(second)->unshard_pending());
+    EXPECT_FALSE(first_group(root)->unshard_pending());
     model->blocks[1]->as<BlockImpl>()->forward(h).sum().backward();
     model->zero_grad();
     expect_same_parameters(train_share(model, {.rank = world.rank(), .ranks = 2}), alone());
@@ -319,7 +320,7 @@ TEST(ShardState, AScopeFreesAtItsEndAndCasts) {
     fully_shard(*model.layer, line(world), {.reshard_after_forward = true, .mixed_precision = {.param_dtype = at::kBFloat16, .output_dtype = at::kDouble}});
     const at::Tensor out = model.forward(at::ones({1, 4}));
     EXPECT_EQ(out.scalar_type(), at::kDouble);
-    EXPECT_EQ(to_text(shard_state_of(*model.layer)->group()->state()), "Sharded");
+    EXPECT_EQ(to_text(first_group(*shard_state_of(*model.layer))->state()), "Sharded");
     out.sum().backward();
     EXPECT_TRUE(model.layer->weight.grad().defined());
     EXPECT_EQ(model.layer->weight.grad().scalar_type(), at::kFloat);
@@ -338,11 +339,11 @@ TEST(ShardState, ReductionByHand) {
       root.set_requires_gradient_sync(on);
     };
     const auto reduce = [&](int) {
-      EXPECT_EQ(to_text(root.group()->state()), "Unsharded");
+      EXPECT_EQ(to_text(first_group(root)->state()), "Unsharded");
       flags(true);
       root.post_backward();
       root.final_callback();
-      EXPECT_EQ(to_text(root.group()->state()), "Sharded");
+      EXPECT_EQ(to_text(first_group(root)->state()), "Sharded");
     };
     expect_same_parameters(
         train_share(model, {.rank = world.rank(), .ranks = 2, .microbatches = 3, .before_micro = [&](int, int) { flags(false); }, .before_step = reduce}), alone());
@@ -475,7 +476,7 @@ TEST(FirstUse, OnlyTheOutermostModuleStaysGatheredAfterForward) {
     const auto model = std::make_shared<Outer>();
     const auto first = fully_shard(*model->first, mesh), second = fully_shard(*model->second, mesh);
     const auto kept = fully_shard(*model->third, mesh, {.reshard_after_forward = false});
-    const auto state_of = [](const std::shared_ptr<ShardState>& state) { return std::string(to_text(state->group()->state())); };
+    const auto state_of = [](const std::shared_ptr<ShardState>& state) { return std::string(to_text(first_group(*state)->state())); };
     const auto forward = [](Outer& outer) {
       const ForwardScope scope(outer);
       const at::Tensor x = at::ones({1, 4});
@@ -487,11 +488,11 @@ TEST(FirstUse, OnlyTheOutermostModuleStaysGatheredAfterForward) {
       model->first(at::ones({1, 4}));
     }
     EXPECT_EQ(state_of(first), "Unsharded");
-    EXPECT_FALSE(first->group()->reshards_after_forward());
+    EXPECT_FALSE(first_group(*first)->reshards_after_forward());
     first->reshard();
     const auto root = fully_shard(*model, mesh);
     forward(*model);
-    EXPECT_TRUE(first->group()->reshards_after_forward()) << "it is inside another now";
+    EXPECT_TRUE(first_group(*first)->reshards_after_forward()) << "it is inside another now";
     EXPECT_EQ(state_of(first), "Sharded");
     EXPECT_EQ(state_of(second), "Sharded");
     EXPECT_EQ(state_of(kept), "Unsharded") << "chosen";

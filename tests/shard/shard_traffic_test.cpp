@@ -11,7 +11,7 @@
 #include "penstock/dtensor.h"
 #include "penstock/tensor_parallel.h"
 #include "penstock/fully_shard.h"
-#include "penstock/shard/pieces/int8_gather.h"
+#include "penstock/shard_options.h"
 
 namespace penstock {
 namespace shard_traffic_test {

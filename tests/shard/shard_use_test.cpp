@@ -9,6 +9,8 @@
 #include "penstock/comm/record/recorder.h"
 #include "penstock/dtensor.h"
 #include "penstock/fully_shard.h"
+#include "penstock/shard/state/shard_info.h"
+#include "penstock/shard/state/shard_state.h"
 
 namespace penstock {
 namespace shard_use_test {
@@ -49,7 +51,7 @@ TEST(UseOverSteps, AGroupDoesNotWaitForAParameterOfAnEarlierStep) {
     BottomAndTop model;
     const comm::MeshGroups mesh = line(world);
     fully_shard(*model.bottom, mesh);
-    ShardGroup& group = *fully_shard(*model.top, mesh)->group();
+    ShardGroup& group = *first_group(*fully_shard(*model.top, mesh));
     fully_shard(model, mesh);
     for (const bool both : {true, false, true, false}) {
       clear_gradients(model);
@@ -145,7 +147,7 @@ TEST(UseOverSteps, AGroupOfAnEarlierStepIsNotGathered) {
       loss.backward();
       meet();
       if (world.rank() == 0) gathers.push_back(comm::Recorder::global().totals().at("all_gather").operations / 2);
-      EXPECT_EQ(shard_state_of(*model->children()[1])->group()->unshard_pending(), false);
+      EXPECT_EQ(first_group(*shard_state_of(*model->children()[1]))->unshard_pending(), false);
       meet();
     }
   });

@@ -9,7 +9,7 @@
 #include "penstock/checkpoint/tensors/load.h"
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/checkpoint/tensors/world_agreement.h"
-#include "penstock/checkpoint.h"
+#include "penstock/checkpoint/tensors/writer.h"
 #include "penstock/dtensor.h"
 #include "penstock/optimizer.h"
 #include "penstock/clip_gradients.h"

@@ -13,7 +13,7 @@
 #endif
 
 #include "penstock/errors.h"
-#include "penstock/torch/tree/pytree_convert.h"
+#include "penstock/pytree_convert.h"
 #include "tests/throws.h"
 
 namespace penstock {

@@ -13,7 +13,7 @@
 #include "penstock/errors.h"
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/checkpoint/tensors/world_agreement.h"
-#include "penstock/checkpoint.h"
+#include "penstock/checkpoint/tensors/writer.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 #include "tests/train/scratch_folder.h"

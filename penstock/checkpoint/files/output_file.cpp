@@ -10,7 +10,7 @@
 #include <system_error>
 #include <utility>
 
-#include "penstock/checkpoint/files/checkpoint_error.h"
+#include "penstock/checkpoint_error.h"
 
 namespace penstock::checkpoint {
 

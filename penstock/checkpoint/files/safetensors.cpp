@@ -13,7 +13,7 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/checkpoint/files/checkpoint_error.h"
+#include "penstock/checkpoint_error.h"
 
 namespace penstock::checkpoint {
 

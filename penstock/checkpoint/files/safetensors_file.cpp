@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include "penstock/checkpoint/files/checkpoint_error.h"
+#include "penstock/checkpoint_error.h"
 
 namespace penstock::checkpoint {
 

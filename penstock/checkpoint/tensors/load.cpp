@@ -11,7 +11,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
-#include "penstock/checkpoint/files/checkpoint_error.h"
+#include "penstock/checkpoint_error.h"
 #include "penstock/comm/message/message.h"
 
 namespace penstock::checkpoint {
@@ -56,7 +56,7 @@ Bytes to_bytes(const TensorRequests& requests) {
   return comm::MessageWriter(kTensorRequests, 1, kMaxMessageBytes).write(requests.names).write(requests.missing).write(requests.cast).write(requests.problems).finish();
 }
 
-LoadReport judge(const Checkpoint& checkpoint, Section section, const std::vector<Bytes>& results, const LoadOptions& options) {
+LoadReport judge(const Checkpoint& checkpoint, Section section, const std::vector<Bytes>& results, const LoadPolicy& options) {
   std::set<std::string> names, missing, cast, problems, extra;
   for (const Bytes& bytes : results) {
     comm::MessageReader reader(bytes, kTensorRequests, {1, 1}, kMaxMessageBytes);
@@ -106,7 +106,7 @@ void fill(const Checkpoint& checkpoint, Section section, const TensorPart& part)
 
 }  // namespace
 
-LoadReport load_into(RankAgreement& agreement, const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts, const LoadOptions& options) {
+LoadReport load_into(RankAgreement& agreement, const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts, const LoadPolicy& options) {
   const Bytes verdict = agreement.agree(
       "compare with the checkpoint", [&] { return to_bytes(requests_of(checkpoint, section, parts)); },
       [&](const std::vector<Bytes>& results) {

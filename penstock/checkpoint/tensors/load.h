@@ -17,7 +17,7 @@
 
 namespace penstock::checkpoint {
 
-struct LoadOptions {
+struct LoadPolicy {
   bool allow_cast = false;     // values of another dtype are converted
   bool allow_missing = false;  // tensors that the checkpoint does not have keep their values
   bool allow_extra = false;    // tensors that no rank requests are ignored
@@ -32,6 +32,6 @@ struct LoadReport {
 // nobody requests. Throws a CheckpointError listing all tensors that are missing, extra, or of another shape
 // or dtype.
 LoadReport load_into(RankAgreement& agreement, const Checkpoint& checkpoint, Section section, const std::vector<TensorPart>& parts,
-                     const LoadOptions& options = {});
+                     const LoadPolicy& options = {});
 
 }  // namespace penstock::checkpoint

@@ -1,4 +1,4 @@
-#include "penstock/checkpoint.h"
+#include "penstock/checkpoint/tensors/writer.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
@@ -16,7 +16,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/log.h"
-#include "penstock/checkpoint/files/checkpoint_error.h"
+#include "penstock/checkpoint_error.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/tensors/world_agreement.h"
 #include "penstock/torch/compat/streams.h"

@@ -16,7 +16,7 @@
 //
 // Inputs come first, then nodes in order; constants are tensors that the program found in its environment.
 //
-// Sizes that are known only when the graph is called (dynamic_dims.h) are symbols: geometries and constants
+// Sizes that are known only when the graph is called (compile_options.h) are symbols: geometries and constants
 // that depend on them refer to expressions in the graph's table (symbolic_table.h) and hold their values for
 // one example of sizes.
 // Thread safety: that of a standard container.

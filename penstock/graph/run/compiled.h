@@ -14,7 +14,7 @@
 // alias each other in the same way, under the same grad mode, with the same non-tensor values; for tensor
 // subclasses (a DTensor) also of the same kind, context (mesh, placements) and inner geometry. Any other call
 // captures again, or with `recapture = false` throws a StateError that reports the difference. Dims can be
-// marked as dynamic; one capture is then valid for all their sizes (dynamic_dims.h).
+// marked as dynamic; one capture is then valid for all their sizes (compile_options.h).
 // Subclasses are flattened: the graph operates on the plain tensors inside (subclass_record.h), and results
 // and gradients are rebuilt.
 // Backward can run once unless the graph is retained, as usual. Differentiating it again (create_graph)
@@ -28,21 +28,12 @@
 #include <string>
 #include <vector>
 
+#include "penstock/compile_options.h"
 #include "penstock/graph/trace/analyze.h"
 #include "penstock/graph/trace/capture.h"
-#include "penstock/graph/ir/dynamic_dims.h"
 #include "penstock/graph/partition/partition.h"
 
 namespace penstock::graph {
-
-// How saved tensors are chosen: see partition.h.
-enum class Partitioner : std::uint8_t { Default, MinCut };
-
-struct CompileOptions {
-  bool recapture = true;
-  Partitioner partitioner = Partitioner::Default;
-  DynamicOptions dynamic = {};
-};
 
 class CapturedCall;
 struct BoundSizes;

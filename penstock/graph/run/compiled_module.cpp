@@ -3,11 +3,38 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <memory>
 #include <ostream>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "penstock/errors.h"
+#include "penstock/graph/ir/graph.h"
+#include "penstock/graph/run/compiled_module_internals.h"
 
 namespace penstock::graph {
+
+struct CompiledModuleBase::Impl {
+  struct Entry {
+    std::type_index types;
+    TreeSpec spec;
+    std::shared_ptr<std::vector<TreeSpec>> results;  // the structures that forward has returned so far
+    Compiled compiled;
+  };
+
+  Entry& entry_for(std::type_index types, const TreeSpec& spec, const Forward& forward);
+  std::string training_flags() const;
+
+  std::shared_ptr<torch::nn::Module> module;
+  std::vector<std::shared_ptr<torch::nn::Module>> modules;  // all of them
+  CompileOptions options;
+  ModuleState state;
+  Values state_values;
+  std::vector<std::unique_ptr<Entry>> entries;
+  const Entry* latest = nullptr;  // of the latest capture
+};
+
 namespace {
 
 Values values_of_leaves(const std::vector<Tree>& leaves) {
@@ -27,39 +54,60 @@ std::vector<Tree> leaves_of_values(Iterator begin, Iterator end) {
 }  // namespace
 
 CompiledModuleBase::CompiledModuleBase(std::shared_ptr<torch::nn::Module> module, const CompileOptions& options)
-    : torch::nn::Module(module ? "Compiled" + module->name() : "Compiled"), module_(std::move(module)), options_(options) {
-  if (!module_) throw ValueError("graph: compile got no module; pass a non-empty module holder");
-  modules_ = module_->modules();
-  state_ = ModuleState(*module_);
-  state_values_.assign(state_.tensors.begin(), state_.tensors.end());
+    : torch::nn::Module(module ? "Compiled" + module->name() : "Compiled"), impl_(std::make_unique<Impl>()) {
+  if (!module) throw ValueError("graph: compile got no module; pass a non-empty module holder");
+  impl_->module = std::move(module);
+  impl_->options = options;
+  const torch::nn::Module& original = *impl_->module;
+  impl_->modules = impl_->module->modules();
+  impl_->state = ModuleState(original);
+  impl_->state_values.assign(impl_->state.tensors.begin(), impl_->state.tensors.end());
   // Registers the same tensors and submodules under the same names: optimizers and checkpoints see no
   // difference.
-  for (const auto& item : module_->named_parameters(/*recurse=*/false))
+  for (const auto& item : original.named_parameters(/*recurse=*/false))
     if (item.value().defined()) register_parameter(item.key(), item.value(), item.value().requires_grad());
-  for (const auto& item : module_->named_buffers(/*recurse=*/false))
+  for (const auto& item : original.named_buffers(/*recurse=*/false))
     if (item.value().defined()) register_buffer(item.key(), item.value());
-  for (const auto& item : module_->named_children()) register_module(item.key(), item.value());
+  for (const auto& item : original.named_children()) register_module(item.key(), item.value());
 }
+
+CompiledModuleBase::~CompiledModuleBase() = default;
+
+void CompiledModuleBase::train(bool on) { impl_->module->train(on); }
+
+bool CompiledModuleBase::is_training() const noexcept { return impl_->module->is_training(); }
 
 void CompiledModuleBase::pretty_print(std::ostream& stream) const {
   stream << "compiled ";
-  module_->pretty_print(stream);
+  impl_->module->pretty_print(stream);
 }
 
-std::string CompiledModuleBase::training_flags() const {
-  std::string flags(modules_.size(), '0');
-  for (std::size_t i = 0; i < modules_.size(); ++i)
-    if (modules_[i]->is_training()) flags[i] = '1';
+std::size_t CompiledModuleBase::captures() const {
+  std::size_t captures = 0;
+  for (const auto& entry : impl_->entries) captures += entry->compiled.captures();
+  return captures;
+}
+
+std::string CompiledModuleBase::graph_text() const {
+  if (!impl_->latest) return {};
+  const Compiled& compiled = impl_->latest->compiled;
+  return to_text(compiled.joint(compiled.captures() - 1).graph);
+}
+
+std::string CompiledModuleBase::Impl::training_flags() const {
+  std::string flags(modules.size(), '0');
+  for (std::size_t i = 0; i < modules.size(); ++i)
+    if (modules[i]->is_training()) flags[i] = '1';
   return flags;
 }
 
-CompiledModuleBase::Entry& CompiledModuleBase::entry_for(std::type_index types, const TreeSpec& spec, const Forward& forward) {
-  for (const auto& entry : entries_)
+CompiledModuleBase::Impl::Entry& CompiledModuleBase::Impl::entry_for(std::type_index types, const TreeSpec& spec, const Forward& forward) {
+  for (const auto& entry : entries)
     if (entry->types == types && entry->spec == spec) return *entry;
-  if (!entries_.empty() && !options_.recapture)
+  if (!entries.empty() && !options.recapture)
     throw StateError(fmt::format("graph: the capture is not valid for this call: {}; call it as it was captured, or set recapture",
-                                 first_difference(entries_.back()->spec, spec).value_or("arguments of other types")));
-  const std::size_t found = state_.tensors.size();
+                                 first_difference(entries.back()->spec, spec).value_or("arguments of other types")));
+  const std::size_t found = state.tensors.size();
   auto results = std::make_shared<std::vector<TreeSpec>>();
   Function function = [forward, spec, results, found](const Values& inputs) {
     const auto first = inputs.begin() + static_cast<std::ptrdiff_t>(found) + 1;
@@ -70,28 +118,48 @@ CompiledModuleBase::Entry& CompiledModuleBase::entry_for(std::type_index types, 
     if (known == results->end()) results->push_back(std::move(flat.spec));
     return values;
   };
-  Convention convention{found, state_.names};
+  Convention convention{found, state.names};
   convention.names.emplace_back("the training flags of the submodules");
   for (std::string& path : spec.leaf_paths("args")) convention.names.push_back(std::move(path));
-  entries_.push_back(std::make_unique<Entry>(Entry{types, spec, std::move(results), Compiled(std::move(function), options_, std::move(convention))}));
-  return *entries_.back();
+  entries.push_back(std::make_unique<Entry>(Entry{types, spec, std::move(results), Compiled(std::move(function), options, std::move(convention))}));
+  return *entries.back();
 }
 
 Tree CompiledModuleBase::call(const Tree& args, std::type_index types, const Forward& forward) {
   const FlatTree flat = flatten_tree(args);
-  Entry& entry = entry_for(types, flat.spec, forward);
+  Impl::Entry& entry = impl_->entry_for(types, flat.spec, forward);
   Values inputs;
-  inputs.reserve(state_values_.size() + 1 + flat.leaves.size());
-  inputs.insert(inputs.end(), state_values_.begin(), state_values_.end());
-  inputs.emplace_back(training_flags());
+  inputs.reserve(impl_->state_values.size() + 1 + flat.leaves.size());
+  inputs.insert(inputs.end(), impl_->state_values.begin(), impl_->state_values.end());
+  inputs.emplace_back(impl_->training_flags());
   for (c10::IValue& leaf : values_of_leaves(flat.leaves)) inputs.push_back(std::move(leaf));
+  const std::size_t captures = entry.compiled.captures();
   const Values values = entry.compiled(inputs);
+  if (entry.compiled.captures() != captures) impl_->latest = &entry;
   const auto spec = static_cast<std::size_t>(values.back().toInt());
   return unflatten_tree(leaves_of_values(values.begin(), values.end() - 1), entry.results->at(spec));
 }
 
-const TreeSpec& CompiledModuleBase::results_spec(std::size_t entry, std::size_t capture) const {
-  const Entry& found = *entries_.at(entry);
+// Gives the functions of compiled_module_internals.h access to the members.
+struct CompiledModuleAccess {
+  using Impl = CompiledModuleBase::Impl;
+  static const Impl& of(const CompiledModuleBase& module) { return *module.impl_; }
+};
+
+const ModuleState& state_of(const CompiledModuleBase& module) { return CompiledModuleAccess::of(module).state; }
+
+std::size_t entry_count(const CompiledModuleBase& module) { return CompiledModuleAccess::of(module).entries.size(); }
+
+const Compiled& compiled_entry(const CompiledModuleBase& module, std::size_t entry) {
+  return CompiledModuleAccess::of(module).entries.at(entry)->compiled;
+}
+
+const TreeSpec& arguments_spec(const CompiledModuleBase& module, std::size_t entry) {
+  return CompiledModuleAccess::of(module).entries.at(entry)->spec;
+}
+
+const TreeSpec& results_spec(const CompiledModuleBase& module, std::size_t entry, std::size_t capture) {
+  const CompiledModuleAccess::Impl::Entry& found = *CompiledModuleAccess::of(module).entries.at(entry);
   const JointGraph& joint = found.compiled.joint(capture);
   const ViewAndMutationMeta& meta = found.compiled.inner_meta(capture);
   const Operand& index = joint.graph.outputs.at(joint.first_output(meta.mutated_at_run_time().size() + meta.outputs.size() - 1));

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "penstock/graph/trace/analyze.h"
-#include "penstock/graph/ir/dynamic_dims.h"
+#include "penstock/compile_options.h"
 #include "penstock/graph/ir/symbolic_table.h"
 
 namespace penstock::graph {

@@ -3,7 +3,7 @@
 //   Generalized all = capture_for_all_sizes(function, inputs, options, convention, symbols);
 //   if (!all.call) ... all.refused is the reason
 //
-// See dynamic_dims.h.
+// See compile_options.h.
 #pragma once
 
 #include <string>

@@ -3,8 +3,8 @@
 //
 //   auto fast = graph::compile(net);
 //   fast->forward(x);
-//   const Compiled& compiled = fast->compiled(0);
-//   SignatureOptions options{.state = &fast->state()};
+//   const Compiled& compiled = compiled_entry(*fast, 0);
+//   SignatureOptions options{.state = &state_of(*fast)};
 //   options.hidden_outputs = 1;   // a compiled module returns the structure of its results as well
 //   const GraphSignature signature = make_signature(compiled.joint(0), compiled.inner_meta(0), options);
 //   signature.inputs_to_parameters.at(GraphInput("0.weight"));      // Qualified("0.weight")

@@ -5,7 +5,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/shard/state/forward_scope.h"
+#include "penstock/forward_scope.h"
 #include "penstock/random.h"
 #include "penstock/step_context.h"
 

@@ -11,6 +11,7 @@
 #include "penstock/dtensor.h"
 #include "penstock/pipeline/stage/gradient_sync.h"
 #include "penstock/fully_shard.h"
+#include "penstock/shard/state/shard_info.h"
 #include "penstock/torch/tree/distributed_type.h"
 
 namespace penstock {

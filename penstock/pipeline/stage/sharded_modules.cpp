@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "penstock/fully_shard.h"
+#include "penstock/shard/state/shard_state.h"
 
 namespace penstock {
 
@@ -29,7 +30,7 @@ void ShardedModules::set_driven(bool driven) {
     root->set_is_last_backward(!driven);
     root->set_reshard_after_backward(!driven);
     root->set_requires_gradient_sync(!driven);
-    for (ShardGroup* group : root->all_groups()) group->set_held(driven);
+    for (ShardGroup* group : all_groups(*root)) group->set_held(driven);
   }
 }
 
@@ -37,7 +38,7 @@ void ShardedModules::begin_step() { set_driven(true); }
 
 void ShardedModules::unshard() {
   for (ShardState* root : roots_)
-    for (ShardGroup* group : root->all_groups()) {
+    for (ShardGroup* group : all_groups(*root)) {
       group->context();  // ranks agree on the parameters before the first gather
       group->unshard();
     }
@@ -45,7 +46,7 @@ void ShardedModules::unshard() {
 
 void ShardedModules::reshard() {
   for (ShardState* root : roots_)
-    for (ShardGroup* group : root->all_groups()) group->reshard();
+    for (ShardGroup* group : all_groups(*root)) group->reshard();
 }
 
 void ShardedModules::reduce() {
@@ -64,7 +65,7 @@ void ShardedModules::end_step() {
 ShardedTrial::ShardedTrial(const StageModule& module, bool fake) {
   try {
     for (ShardState* root : outermost_states(module))
-      for (ShardGroup* group : root->all_groups()) {
+      for (ShardGroup* group : all_groups(*root)) {
         group->begin_trial(fake);
         groups_.push_back(group);
       }

@@ -1,4 +1,4 @@
-// The sharded modules (shard/fully_shard.h) of one stage, driven by the schedule: parameters are gathered at
+// The sharded modules (fully_shard.h) of one stage, driven by the schedule: parameters are gathered at
 // UNSHARD, freed at RESHARD, and gradients are reduced once, at REDUCE_GRAD.
 //
 // During a step, the backward of each microbatch accumulates unsharded gradients on this rank; no backward

@@ -2,11 +2,14 @@
 
 #include <ATen/ATen.h>
 
+#include <c10/util/accumulate.h>
+
 #include <algorithm>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "penstock/shard/layout/shard_layout.h"
 #include "penstock/shard/pieces/piece_copy.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
 #include "penstock/operator_traits.h"
@@ -14,6 +17,8 @@
 
 namespace penstock {
 namespace {
+
+ShardLayout layout_of(const GatheredBytes& bytes) { return {bytes.shape, bytes.dim, static_cast<int>(bytes.rows.size(0))}; }
 
 class EncodedParameter final : public Payload {
  public:
@@ -54,7 +59,7 @@ class EncodedParameter final : public Payload {
 
   // A tensor without memory and with the geometry of this one.
   at::Tensor shape_only() const {
-    return at::empty({bytes_.layout.numel()}, at::TensorOptions(geometry_.dtype).device(at::kMeta)).as_strided(geometry_.sizes, geometry_.strides, geometry_.storage_offset);
+    return at::empty({c10::multiply_integers(bytes_.shape)}, at::TensorOptions(geometry_.dtype).device(at::kMeta)).as_strided(geometry_.sizes, geometry_.strides, geometry_.storage_offset);
   }
 
   void view(const c10::OperatorHandle& op, const OperatorTraits& traits, Stack* stack) const {
@@ -84,7 +89,7 @@ at::Tensor AllGatherExtension::make_gathered(const GatheredBytes& bytes) const {
 
 at::Tensor make_encoded_parameter(const GatheredBytes& bytes) {
   WrapperGeometry geometry;
-  geometry.sizes.assign(bytes.layout.shape().begin(), bytes.layout.shape().end());
+  geometry.sizes.assign(bytes.shape.begin(), bytes.shape.end());
   geometry.strides.resize(geometry.sizes.size(), 1);
   for (std::size_t i = geometry.sizes.size(); i-- > 1;) geometry.strides[i - 1] = geometry.strides[i] * std::max<std::int64_t>(geometry.sizes[i], 1);
   geometry.dtype = bytes.dtype;
@@ -96,9 +101,10 @@ bool is_encoded_parameter(const at::Tensor& tensor) { return payload_as<EncodedP
 
 at::Tensor decode_gathered(const GatheredBytes& bytes) {
   const at::TensorOptions options = at::TensorOptions(bytes.dtype).device(bytes.rows.device());
-  const at::Tensor pieces = at::empty({bytes.rows.size(0), bytes.layout.padded_numel()}, options), whole = at::empty(bytes.layout.shape(), options);
+  const ShardLayout layout = layout_of(bytes);
+  const at::Tensor pieces = at::empty({bytes.rows.size(0), layout.padded_numel()}, options), whole = at::empty(bytes.shape, options);
   for (std::int64_t rank = 0; rank < bytes.rows.size(0); ++rank) bytes.extension->decode(bytes.rows.select(0, rank), pieces.select(0, rank));
-  join_pieces(pieces, 0, bytes.layout, whole);
+  join_pieces(pieces, 0, layout, whole);
   return whole;
 }
 

@@ -8,7 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "penstock/shard/pieces/extension.h"
+#include "penstock/shard_options.h"
 
 namespace penstock {
 

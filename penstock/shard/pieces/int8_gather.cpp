@@ -1,4 +1,4 @@
-#include "penstock/shard/pieces/int8_gather.h"
+#include "penstock/shard_options.h"
 
 #include <ATen/ATen.h>
 

@@ -18,7 +18,7 @@
 #include "penstock/mesh_groups.h"
 #include "penstock/dtensor/tensor/spec.h"
 #include "penstock/placement.h"
-#include "penstock/shard/pieces/policies.h"
+#include "penstock/shard_options.h"
 #include "penstock/shard/layout/shard_layout.h"
 
 namespace penstock {

@@ -1,10 +1,17 @@
-#include "penstock/shard/state/forward_scope.h"
+#include "penstock/forward_scope.h"
 
 #include <ATen/ATen.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
 
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
 #include "penstock/shard/state/shard_context.h"
+#include "penstock/shard/state/shard_state.h"
+#include "penstock/torch/dispatch/gradient_sink.h"
 
 namespace penstock {
 namespace {
@@ -15,9 +22,16 @@ at::Tensor cast(const at::Tensor& tensor, const std::optional<at::ScalarType>& d
 
 }  // namespace
 
-ForwardScope::ForwardScope(const torch::nn::Module& module) : state_(find_shard_state(module)) {
-  if (!state_ || !state_->group()) return;
-  for (ShardGroup* group : state_->groups()) {
+struct ForwardScope::Impl {
+  std::shared_ptr<ShardState> state;
+  std::vector<AccumulatorPtr> accumulators;  // until the autograd graph holds them
+};
+
+ForwardScope::ForwardScope(const torch::nn::Module& module) {
+  std::shared_ptr<ShardState> state = find_shard_state(module);
+  if (!state || !first_group(*state)) return;
+  impl_ = std::make_unique<Impl>(Impl{std::move(state), {}});
+  for (ShardGroup* group : own_groups(*impl_->state)) {
     if (group->in_trial()) continue;
     group->context().before_use(*group);
     // Inside a backward it is enabled where a forward is recomputed.
@@ -28,39 +42,44 @@ ForwardScope::ForwardScope(const torch::nn::Module& module) : state_(find_shard_
       const at::Tensor parameter = group->parameters()[slot].parameter();
       if (!parameter.defined() || !parameter.requires_grad() || !is_dtensor(parameter)) continue;
       group->note_use();
-      accumulators_.push_back(send_gradient_to(parameter, *group, slot));
+      impl_->accumulators.push_back(send_gradient_to(parameter, *group, slot));
     }
   }
 }
 
 ForwardScope::~ForwardScope() {
-  if (!state_) return;
-  for (ShardGroup* group : state_->groups())
+  if (!impl_) return;
+  for (ShardGroup* group : own_groups(*impl_->state))
     if (!group->in_trial()) group->context().after_forward(*group);
 }
 
 at::Tensor ForwardScope::input(const at::Tensor& tensor) const {
-  if (!state_ || !state_->group()) return tensor;
-  const MixedPrecision& precision = state_->group()->options().mixed_precision;
+  if (!impl_) return tensor;
+  const MixedPrecision& precision = first_group(*impl_->state)->options().mixed_precision;
   return precision.cast_forward_inputs ? cast(tensor, precision.param_dtype) : tensor;
 }
 
 at::Tensor ForwardScope::output(const at::Tensor& tensor) const {
-  return state_ && state_->group() ? cast(tensor, state_->group()->options().mixed_precision.output_dtype) : tensor;
+  return impl_ ? cast(tensor, first_group(*impl_->state)->options().mixed_precision.output_dtype) : tensor;
 }
 
-UnshardedScope::UnshardedScope(const torch::nn::Module& module) : state_(find_shard_state(module)) {
-  if (!state_) throw StateError("UnshardedScope: the module was not passed to fully_shard; pass the one that was");
-  for (ShardGroup* group : state_->all_groups()) {
+struct UnshardedScope::Impl {
+  std::shared_ptr<ShardState> state;
+  std::vector<ShardGroup*> groups;
+};
+
+UnshardedScope::UnshardedScope(const torch::nn::Module& module) : impl_(std::make_unique<Impl>(Impl{find_shard_state(module), {}})) {
+  if (!impl_->state) throw StateError("UnshardedScope: the module was not passed to fully_shard; pass the one that was");
+  for (ShardGroup* group : all_groups(*impl_->state)) {
     if (group->in_trial()) continue;
     group->context();
     group->begin_writes();
-    groups_.push_back(group);
+    impl_->groups.push_back(group);
   }
 }
 
 UnshardedScope::~UnshardedScope() {
-  for (ShardGroup* group : groups_) {
+  for (ShardGroup* group : impl_->groups) {
     group->end_writes();
     group->reshard();
   }

@@ -11,6 +11,8 @@
 #include "penstock/dtensor/tensor/dtensor_payload.h"
 #include "penstock/shard/state/group_internal.h"
 #include "penstock/shard/state/registry.h"
+#include "penstock/shard/state/shard_info.h"
+#include "penstock/shard/state/shard_state.h"
 #include "penstock/torch/dispatch/any_operator_hook.h"
 
 namespace penstock {
@@ -53,7 +55,7 @@ void adopt_new_objects(const torch::nn::Module& module) {
   const std::shared_ptr<ShardState> state = find_replaced_shard_state(module);
   if (!state) return;
   const auto table = module.named_parameters(/*recurse=*/true);
-  for (ShardGroup* group : state->groups())
+  for (ShardGroup* group : own_groups(*state))
     for (std::size_t i = 0; i < group->parameters().size(); ++i) {
       const ShardedParameter& p = group->parameters()[i];
       const at::Tensor* now = table.find(p.name);
@@ -81,7 +83,7 @@ void load_whole(const at::Tensor& parameter, const at::Tensor& whole) {
   detail::copy_part(whole, *info->parameter().placement.sharded, detail::dtensor_payload(info->parameter().sharded)->local());
 }
 
-void materialize_shards(torch::nn::Module& module, const ShardGroup::ShardInitializer& fill, std::optional<at::Device> device) {
+void materialize_shards(torch::nn::Module& module, const ShardInitializer& fill, std::optional<at::Device> device) {
   std::vector<ShardGroup*> done;
   for (const at::Tensor& parameter : module.parameters())
     if (const auto info = shard_of(parameter); info && std::find(done.begin(), done.end(), info->group) == done.end()) {

@@ -35,7 +35,7 @@ void ShardContext::prepare(ShardGroup& group) {
   PENSTOCK_INVARIANT(group.owner(), "a group must belong to a module");
   const NoAnyHookGuard no_hook;
   ShardState& root = group.owner()->root();
-  auto context = std::make_shared<ShardContext>(root.all_groups());
+  auto context = std::make_shared<ShardContext>(all_groups(root));
   context->agree();
   for (ShardGroup* member : context->groups_) {
     member->set_pool(context->pool_);

@@ -19,9 +19,9 @@
 #include <optional>
 #include <vector>
 
+#include "penstock/fully_shard.h"
 #include "penstock/shard/state/group_reduction.h"
 #include "penstock/shard/state/shard_group.h"
-#include "penstock/shard/state/shard_times.h"
 
 namespace penstock {
 

@@ -192,7 +192,7 @@ void ShardGroup::make_templates() {
     if (!p.keeps_encoded) continue;
     // Rows begin at multiples of 8, as in the receive buffer.
     p.whole = at::empty({0}, at::TensorOptions(at::kByte).device(device_)).set_(c10::Storage(whole_), p.whole_byte, {mesh_.shard_ranks(), p.row_bytes}, {round_up(p.row_bytes, 8), 1});
-    p.unsharded = p.extension->make_gathered({p.whole, p.layout(), p.compute_dtype, p.extension});
+    p.unsharded = p.extension->make_gathered({p.whole, p.layout().shape(), p.layout().dim(), p.compute_dtype, p.extension});
     check_kept(p);
   }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {

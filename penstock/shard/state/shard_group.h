@@ -35,18 +35,17 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/fully_shard.h"
 #include "penstock/group.h"
+#include "penstock/random.h"
+#include "penstock/shard_options.h"
 #include "penstock/shard/pieces/buffer_pool.h"
-#include "penstock/shard/pieces/policies.h"
 #include "penstock/shard/pieces/shard_mesh.h"
 #include "penstock/torch/dispatch/gradient_sink.h"
-#include "penstock/random.h"
 
 namespace penstock {
 
 class ShardContext;
-class ShardState;
-struct ShardTimes;
 
 enum class ShardGroupState { Sharded, ShardedPostForward, Unsharded };
 std::string_view to_text(ShardGroupState state);
@@ -183,7 +182,6 @@ class ShardGroup final : public GradientSink {
   bool materialized() const { return materialized_; }
   // Allocates shards of fake parameters, then calls `fill(parameter, piece, box)` for each: no rank ever
   // holds a whole parameter.
-  using ShardInitializer = std::function<void(const std::string& name, const at::Tensor& shard, const GlobalBox& box)>;
   void materialize(const ShardInitializer& fill, at::Device device);
 
   // The group's current bytes: shards, gathered parameters and buffers, whole gradients.

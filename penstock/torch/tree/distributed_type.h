@@ -17,7 +17,7 @@
 #include <memory>
 #include <string>
 
-#include "penstock/torch/tree/detach_tag.h"
+#include "penstock/pytree.h"
 
 namespace penstock {
 

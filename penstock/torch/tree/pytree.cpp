@@ -9,7 +9,7 @@
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
 #include "penstock/base/text.h"
-#include "penstock/torch/tree/pytree_convert.h"
+#include "penstock/pytree_convert.h"
 #include "penstock/torch/tree/tensor_text.h"
 
 namespace penstock {

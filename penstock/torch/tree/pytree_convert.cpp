@@ -1,4 +1,4 @@
-#include "penstock/torch/tree/pytree_convert.h"
+#include "penstock/pytree_convert.h"
 
 #include <ATen/core/jit_type.h>
 

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "penstock/fully_shard.h"
+#include "penstock/shard/state/shard_info.h"
 #include "penstock/shard/state/shard_context.h"
 #include "penstock/torch/tree/distributed_type.h"
 #include "penstock/train/job/replica_gradient_sync.h"

@@ -16,11 +16,11 @@
 
 #include "penstock/base/describe.h"
 #include "penstock/errors.h"
-#include "penstock/checkpoint/files/checkpoint_error.h"
+#include "penstock/checkpoint_error.h"
 #include "penstock/checkpoint/files/folder.h"
 #include "penstock/checkpoint/files/reader.h"
 #include "penstock/checkpoint/tensors/tensor_part.h"
-#include "penstock/checkpoint.h"
+#include "penstock/checkpoint/tensors/writer.h"
 #include "penstock/train/job/model_stages.h"
 
 namespace penstock::train {

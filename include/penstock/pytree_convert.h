@@ -1,8 +1,9 @@
 // Conversions between trees and C++ and TorchScript types.
 //
-//   auto [x, mask] = tree_to<std::tuple<at::Tensor, std::optional<at::Tensor>>>(args);
-//   auto kwargs = tree_to<std::map<std::string, at::Tensor>>(tree, "kwargs");
-//   Tree args = tree_from_ivalue(module.forward(...), "output");
+//   Tree args = Tree::tuple({torch::ones({2}), std::nullopt});
+//   auto [input, mask] = tree_to<std::tuple<at::Tensor, std::optional<at::Tensor>>>(args);
+//   auto kwargs = tree_to<std::map<std::string, double>>(Tree::dict({{"scale", 0.5}}), "kwargs");
+//   Tree output = tree_from_ivalue(c10::IValue(torch::ones({2})), "output");
 //
 // A mismatch throws a TypeError that names the position: "args[1]: got a list of 2, expected a tensor". To
 // build trees, use Tree's constructors.
@@ -23,19 +24,22 @@
 
 namespace penstock {
 
-// Tuples, lists of any element type and dictionaries with string keys become containers (a named tuple
-// becomes a tuple); numbers, strings and tensors become leaves; everything else becomes an Object leaf.
-// Throws TypeError for a dictionary with other keys.
+// Returns a TorchScript value as a tree. Tuples, lists of any element type and dictionaries with string
+// keys become containers (a named tuple becomes a tuple); numbers, strings and tensors become leaves;
+// everything else becomes an Object leaf. Throws TypeError for a dictionary with other keys.
 Tree tree_from_ivalue(const c10::IValue& value, std::string_view root = "args");
 
-// A list whose entries are all tensors, ints, doubles, bools or strings becomes a list of that type; other
-// lists become lists of Any, and an empty one becomes a list of tensors. A dictionary becomes Dict(str, Any).
+// Returns a tree as a TorchScript value. A list whose entries are all tensors, ints, doubles, bools or
+// strings becomes a list of that type; other lists become lists of Any, and an empty one becomes a list of
+// tensors. A dictionary becomes Dict(str, Any).
 c10::IValue tree_to_ivalue(const Tree& tree);
 
 namespace detail {
 
+// Throws the TypeError of a mismatch.
 [[noreturn]] void refuse_tree(const Tree& tree, const TreePath& path, std::string_view expected);
 
+// How tree_to reads a T.
 template <class T>
 struct TreeReader;
 

@@ -1,0 +1,29 @@
+// The errors of checkpoints (checkpoint.h): a file that cannot be written or read, damage, contents that do
+// not match.
+//
+//   try {
+//     throw checkpoint::CheckpointError("run/checkpoints/step-00000120: model.safetensors is missing");
+//   } catch (const checkpoint::CheckpointError& error) {
+//     std::cerr << error.what() << "\n";
+//   }
+#pragma once
+
+#include "penstock/errors.h"
+
+namespace penstock::checkpoint {
+
+// A checkpoint could not be saved or loaded. The message names the path, the cause and the remedy. If several
+// ranks work together, all of them throw the same message.
+class CheckpointError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A checkpoint that is intact, as far as this build can tell, but has an unknown format. Not treated as
+// damage: an older checkpoint is not used in its place.
+class CheckpointFormatError : public CheckpointError {
+ public:
+  using CheckpointError::CheckpointError;
+};
+
+}  // namespace penstock::checkpoint

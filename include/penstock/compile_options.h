@@ -1,0 +1,88 @@
+// Options of graph::compile (compile.h): when to capture again, how to choose what backward keeps, and dims
+// whose size a capture does not fix: one graph for all batch sizes or sequence lengths.
+//
+//   torch::nn::Sequential net(torch::nn::Linear(64, 64), torch::nn::ReLU());
+//   auto fast = graph::compile(net, {.dynamic = {.dims = {{"args[0]", 0, "B"}, {"args[0]", 1, "T"}}}});
+//   fast->forward(torch::randn({8, 128, 64}));     // captured
+//   fast->forward(torch::randn({3, 77, 64}));      // replayed
+//   std::cout << fast->graph_text();               // ... float32[B, T, 64] ...
+//
+// How it works. The function is captured, on fake tensors, at several sizes of each symbol. All captures must
+// have the same operators; a number in which they differ (a size, a stride, an element of a list, a factor
+// like 1/(B*T)) becomes an expression of the symbols. Sizes at which the function throws are skipped. Finally
+// the function is captured at the sizes of the call, and the graph is compared with that capture.
+//
+// Correctness. A function may inspect sizes and behave differently for some of them, as LibTorch does for
+// sizes 0 and 1. Therefore, the first time a set of sizes occurs, the graph is compared with a capture at
+// exactly these sizes; this costs as much as capturing, once. If they differ, these sizes get a capture of
+// their own, as without dynamic dims (CompileOptions::recapture), or a StateError that reports the
+// difference. A function that cannot be captured for all sizes is captured for each, with a warning that
+// gives the reason, or is a StateError.
+//
+// Limits: at most four symbols; an input with a dynamic dim must not overlap other inputs in memory; its
+// strides are those of a dense tensor in the dim order of the first call, or fixed if it has gaps; parameters
+// and buffers have no dynamic dims.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace penstock::graph {
+
+// An input of a captured function, by its position or by its name. Arguments of a module are "args[0]",
+// "args[1]", or, nested, "args[1]['mask']".
+class InputRef {
+ public:
+  InputRef(int place) : which_(static_cast<std::size_t>(place)) {}  // by position, from 0
+  InputRef(std::size_t place) : which_(place) {}                    // by position
+  InputRef(const char* name) : which_(std::string(name)) {}         // by name
+  InputRef(std::string name) : which_(std::move(name)) {}           // by name
+  // The position or the name.
+  const std::variant<std::size_t, std::string>& get() const { return which_; }
+
+ private:
+  std::variant<std::size_t, std::string> which_;
+};
+
+// One dim of one input, whose size may differ from call to call.
+struct DynamicDim {
+  InputRef input;        // the input; it must be a tensor to matter
+  std::int64_t dim = 0;  // negative: counted from the end
+  // Dims with the same symbol have the same size; if empty, a new symbol: "s0", "s1", ...
+  std::string symbol = {};
+  // The graph is intended for sizes from min to max that are a multiple of multiple_of; other sizes are
+  // captured separately, and the function is not tried at them. Entries for one symbol are combined: the
+  // largest min, the smallest max, a common multiple.
+  std::int64_t min = 0;
+  std::int64_t max = std::numeric_limits<std::int64_t>::max();  // see min
+  std::int64_t multiple_of = 1;                                 // see min
+};
+
+// Which dims are dynamic.
+struct DynamicOptions {
+  // Of tensor inputs; an entry is ignored in calls where that input is not a tensor.
+  std::vector<DynamicDim> dims;
+  // Asserts that the function does the same for all sizes: sizes larger than 1 are not checked when they
+  // first occur.
+  bool trust = false;
+};
+
+// How the tensors that forward saves for backward are chosen.
+enum class Partitioner : std::uint8_t {
+  Default,  // saves every value that backward uses
+  MinCut    // recomputes cheap values in backward where that saves memory
+};
+
+// The options of graph::compile.
+struct CompileOptions {
+  bool recapture = true;  // capture again for a different kind of call; false: throw StateError
+  Partitioner partitioner = Partitioner::Default;  // what forward saves for backward
+  DynamicOptions dynamic = {};                     // dims whose size is not fixed
+};
+
+}  // namespace penstock::graph

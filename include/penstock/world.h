@@ -59,7 +59,7 @@ struct MemberGroupOptions {
   // Requests with different purposes get different groups of the same ranks, whose transfers do not wait for
   // each other. Part of the group's name; must not contain ';' or '/'.
   std::string purpose;
-  P2PTransport p2p = P2PTransport::Auto;  // used by the group; requests that differ in it get different groups
+  P2PTransport p2p = P2PTransport::Auto;  // requests that differ in it get different groups
   std::chrono::milliseconds timeout{};    // how long to wait for the members; zero: the world's timeout
 };
 

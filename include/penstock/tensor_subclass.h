@@ -213,8 +213,8 @@ struct ResultPlace {
 // Returns the result tensor at a place.
 inline at::Tensor tensor_at(const Stack& results, ResultPlace place) {
   const c10::IValue& value = results[place.result];
-  if (place.element < 0) return value.toTensor();
-  return value.toListRef()[static_cast<std::size_t>(place.element)].toTensor();
+  return place.element < 0 ? value.toTensor()
+                           : value.toListRef()[static_cast<std::size_t>(place.element)].toTensor();
 }
 
 namespace detail {

@@ -6,14 +6,14 @@
 //     ModeGuard guard(fake);
 //     torch::nn::Linear layer(65536, 65536);                     // allocates nothing
 //     auto out = layer->forward(torch::empty({8, 65536}));
-//     out.sum().backward();                                      // layer->weight.grad() has sizes and strides
+//     out.sum().backward();                                     // layer->weight.grad() has sizes and strides
 //   }
-//   auto half = make_fake({8, 16}, at::device(at::kCUDA).dtype(at::kHalf));   // needs no GPU; its gradients do
+//   auto half = make_fake({8, 16}, at::device(at::kCUDA).dtype(at::kHalf));   // needs no GPU
 //   auto product = half.matmul(half.t());                        // fake too, without the mode
 //
 // Results have the sizes, strides, dtype, device and aliasing of a real run. An operator whose result depends
 // on values (item(), nonzero(), indexing with a mask) throws DataDependentError. Random generators are not
-// changed.
+// changed. Gradients of fake CUDA tensors need a LibTorch that was built with CUDA, but no GPU.
 //
 // Under the mode, real tensors are treated as fake: their metadata is used, they are never written, and a run
 // of a real module leaves its parameters, buffers and counters unchanged. Reading a value of a real tensor
@@ -69,7 +69,8 @@ at::Tensor make_fake_strided(at::IntArrayRef sizes, at::IntArrayRef strides,
 // Sets the shape function of an operator for which LibTorch has no shape-only kernel. The function gets the
 // arguments of the operator with every tensor on the meta device and returns results on the meta device:
 //
-//   register_shape_function("my::blur", [](const at::Tensor& image, int64_t radius) { return at::empty_like(image); });
+//   register_shape_function("my::blur",
+//                           [](const at::Tensor& image, int64_t radius) { return at::empty_like(image); });
 //
 // Its signature is that of the operator, with int64_t for SymInt and at::IntArrayRef for SymInt[]; lambdas
 // must not capture. It takes precedence over LibTorch's kernel, and also serves the in-place and out=

@@ -4,7 +4,7 @@
 //   torch::nn::Sequential layers;
 //   {
 //     ModeGuard guard(deferred);
-//     layers = torch::nn::Sequential(torch::nn::Linear(64, 64), torch::nn::Linear(64, 8));   // parameters are fake
+//     layers = torch::nn::Sequential(torch::nn::Linear(64, 64), torch::nn::Linear(64, 8));   // fake
 //   }
 //   deferred.materialize(*layers[1]);      // memory and values of the second layer only
 //   deferred.materialize(*layers);         // and of the rest
@@ -79,7 +79,7 @@ class DeferredInit final : public Mode {
   std::vector<Step> steps_;
   std::vector<bool> replayed_;
   std::unordered_map<const void*, at::Tensor> real_;  // by the payload of the fake tensor
-  std::unordered_set<const void*> stale_;             // memory of real tensors that a real run would have written
+  std::unordered_set<const void*> stale_;             // memory that a real run would have written
 };
 
 // Allocates every fake parameter and buffer of a module without initializing it, whatever made them fake, on

@@ -136,7 +136,7 @@ enum class FanMode {
 
 // Options of Kaiming initialization.
 struct KaimingOptions {
-  double gain = 1.4142135623730951;  // of the next activation (torch::nn::init::calculate_gain); relu: sqrt(2)
+  double gain = 1.4142135623730951;  // of the next activation (torch::nn::init::calculate_gain); relu: this
   FanMode mode = FanMode::In;        // which fan is used
 };
 

@@ -4,9 +4,9 @@
 //   comm::MeshGroups grid = world.mesh("cpu", {{"dp", 2}, {"tp", 2}});
 //   auto input = distribute_tensor(torch::randn({8, 16}), grid, {Shard{0}, Replicate{}});     // rows over dp
 //   auto weight = distribute_tensor(torch::randn({32, 16}), grid, {Replicate{}, Shard{0}});   // rows over tp
-//   auto product = torch::linear(input, weight);                    // [8, 32] as [S(0), S(1)]: nothing is sent
-//   auto gathered = redistribute(product, {Shard{0}, Replicate{}});   // an all-gather over tp
-//   auto whole = full_tensor(gathered);                               // a plain [8, 32] on every rank
+//   auto product = torch::linear(input, weight);                    // [8, 32] as [S(0), S(1)], no transfer
+//   auto gathered = redistribute(product, {Shard{0}, Replicate{}});  // an all-gather over tp
+//   auto whole = full_tensor(gathered);                              // a plain [8, 32] on every rank
 //
 // sizes(), strides(), dtype and device of a distributed tensor are those of the whole tensor. All ranks of
 // the mesh run the same operators in the same order, on tensors with the same shapes and placements.

@@ -12,7 +12,7 @@
 //   Counter counter;
 //   {
 //     ModeGuard guard(counter);
-//     torch::mm(w, w.t()).sum().backward();      // factories and backward are intercepted too
+//     model->forward(x).sum().backward();        // factories and backward are intercepted too
 //   }
 //
 // A mode is called below autograd and autocast: it sees in-place and view operators as they are, and

@@ -11,7 +11,8 @@
 // in that order. None is a leaf; an undefined tensor becomes None.
 //
 // Using a value as another kind is a TypeError; a missing index or key is a ValueError. Errors name the
-// position by its path from the root: "args[1]['mask']". Constructors convert from std::tuple, std::vector and std::optional; pytree_convert.h converts to them, and from and to c10::IValue.
+// position by its path from the root: "args[1]['mask']". Constructors convert from std::tuple, std::vector
+// and std::optional; pytree_convert.h converts to them, and from and to c10::IValue.
 //
 // Thread safety: trees and specs are immutable and may be read by any thread. Copies are cheap, because
 // containers are shared.

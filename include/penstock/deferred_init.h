@@ -1,23 +1,27 @@
-// Building a module without memory and giving it memory later.
+// Builds a module without memory and allocates and initializes it later, as a whole or in parts.
 //
-//   penstock::DeferredInit deferred;
-//   std::shared_ptr<Model> model;
+//   DeferredInit deferred;
+//   torch::nn::Sequential layers;
 //   {
-//     penstock::ModeGuard guard(deferred);
-//     model = std::make_shared<Model>(config);          // every parameter is fake: no memory, no random numbers
+//     ModeGuard guard(deferred);
+//     layers = torch::nn::Sequential(torch::nn::Linear(64, 64), torch::nn::Linear(64, 8));   // fake
 //   }
-//   ...                                                 // look at shapes, plan, cut into stages
-//   deferred.materialize(*model->layer3);               // memory and values for this part alone
+//   deferred.materialize(*layers[1]);      // memory and values of the second layer only
+//   deferred.materialize(*layers);         // and of the rest
 //
-// Under this mode tensors are fake (see fake.h), and the operators that would have filled them are written down. To
-// materialize is to run those that a tensor's values depend on, in their order. Materializing a whole module right after
-// torch::manual_seed(s) gives bit for bit what building it after torch::manual_seed(s) gives. A part alone draws the
-// random numbers of that part alone; values that must not depend on the order come from keyed_random.h.
+// Under this mode tensors are fake (fake.h), and the operators that would have filled them are recorded. To
+// materialize a tensor is to run the operators that its values depend on, in their order. Materializing a
+// whole module right after torch::manual_seed(s) gives bit for bit the values of building it right after
+// torch::manual_seed(s). A part that is materialized alone draws random numbers for that part only; use
+// random.h for values that must not depend on the order.
 //
-// Parameters keep their identity: handles in modules, containers and optimizers see the memory. What was tied stays tied,
-// also when the parts are materialized one after the other.
-// The object keeps what it materialized alive until it is destroyed; let it go when the module is complete.
-// Thread rule: one thread at a time.
+// Parameters keep their identity: handles in modules, containers and optimizers refer to the materialized
+// tensor. Tied parameters stay tied, also if the parts are materialized one after another.
+//
+// A DeferredInit keeps what it materialized alive until it is destroyed; destroy it when the module is
+// complete.
+//
+// Thread safety: one thread at a time.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -32,29 +36,35 @@
 
 namespace penstock {
 
+// Makes every tensor created in its scope fake and records how to initialize it. See ModeGuard.
 class DeferredInit final : public Mode {
  public:
+  // Without a record.
   DeferredInit() = default;
   DeferredInit(const DeferredInit&) = delete;
   DeferredInit& operator=(const DeferredInit&) = delete;
 
+  // Runs the operator on fake tensors and records it.
   void dispatch(const c10::OperatorHandle& op, Stack* stack) override;
 
-  // Every fake parameter and buffer of the module and its submodules. `device`: where to put them (default: where they were
-  // declared). Throws StateError for a fake tensor that was not made under this mode.
+  // Materializes every fake parameter and buffer of a module and its submodules, on `device` (default: the
+  // device on which each was created). Throws StateError for a fake tensor that was not created under this
+  // mode.
   void materialize(torch::nn::Module& module, std::optional<at::Device> device = std::nullopt);
-  // These tensors, in place; those that are not fake are left alone.
+  // Materializes these tensors in place; tensors that are not fake are left unchanged. Throws as above.
   void materialize(const std::vector<at::Tensor>& tensors, std::optional<at::Device> device = std::nullopt);
 
-  // Those of the tensors that materialize() would give the values of a real run: they depend on nothing but recorded operators without random
-  // numbers and on real tensors that no operator under this mode would have written, and that somebody still holds. One that nobody holds was
-  // replaced by what was computed from it (`count = count + 1`), which a real run must find as it was.
+  // Returns those of the tensors to which `materialize` would give the values of a real run. They depend only
+  // on recorded operators that draw no random numbers, and on real tensors that no operator under this mode
+  // would have written and that are still held outside of the record. A real tensor that nothing else holds
+  // was replaced by what was computed from it (`count = count + 1`), and a real run must find it unchanged.
   std::vector<at::Tensor> replayable(const std::vector<at::Tensor>& tensors) const;
 
+  // Number of operators in the record.
   std::size_t recorded_operators() const { return steps_.size(); }
 
  private:
-  // An operator as it was called. Fake tensors are held as copies of their own, because those in the module will change.
+  // An operator as it was called. Holds copies of the fake tensors, because those in the module will change.
   struct Step {
     c10::OperatorHandle op;
     std::vector<c10::IValue> arguments, results;
@@ -69,10 +79,11 @@ class DeferredInit final : public Mode {
   std::vector<Step> steps_;
   std::vector<bool> replayed_;
   std::unordered_map<const void*, at::Tensor> real_;  // by the payload of the fake tensor
-  std::unordered_set<const void*> stale_;             // memory of real tensors that a real run would have written
+  std::unordered_set<const void*> stale_;             // memory that a real run would have written
 };
 
-// Memory without values for every fake parameter and buffer, whoever made them fake: for a checkpoint that is read next.
+// Allocates every fake parameter and buffer of a module without initializing it, whatever made them fake, on
+// `device` (default: the device of each). For modules whose values are then read from a checkpoint.
 void materialize_empty(torch::nn::Module& module, std::optional<at::Device> device = std::nullopt);
 
 }  // namespace penstock

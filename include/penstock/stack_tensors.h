@@ -1,4 +1,12 @@
-// Visits the tensors inside an operator's arguments: a tensor, a list of tensors, a list of optional tensors.
+// Visits the tensors inside an argument of an operator: a tensor, a list of tensors, a list of optional
+// tensors.
+//
+//   c10::IValue value(std::vector<at::Tensor>{x, y});
+//   std::int64_t elements = 0;
+//   for_each_tensor(value, [&](const at::Tensor& tensor) { elements += tensor.numel(); });
+//   c10::IValue doubled = map_tensors(value, [](const at::Tensor& tensor) { return tensor * 2; });
+//
+// Thread safety: as for the values visited.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -9,6 +17,7 @@
 
 namespace penstock {
 
+// The stack that boxed operators take their arguments from and push their results onto.
 using Stack = torch::jit::Stack;
 
 // Calls `visit(const at::Tensor&)` for every defined tensor in `value`.
@@ -22,8 +31,8 @@ void for_each_tensor(const c10::IValue& value, Visit&& visit) {
   }
 }
 
-// Returns `value` with every defined tensor replaced by `map(const at::Tensor&)`. Other values are returned
-// unchanged.
+// Returns `value` with every defined tensor replaced by `map(const at::Tensor&)`. Values without tensors are
+// returned unchanged.
 template <class Map>
 c10::IValue map_tensors(const c10::IValue& value, Map&& map) {
   if (value.isTensor()) {

@@ -32,7 +32,7 @@
 
 #include <memory>
 
-#include "penstock/stack_tensors.h"
+#include "penstock/operator_traits.h"
 
 namespace penstock {
 

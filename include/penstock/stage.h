@@ -33,7 +33,7 @@
 #include <vector>
 
 #include "penstock/errors.h"
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 #include "penstock/pytree.h"
 #include "penstock/stage_module.h"
 

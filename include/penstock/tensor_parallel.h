@@ -39,7 +39,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 #include "penstock/placement.h"
 
 namespace penstock {

@@ -54,7 +54,6 @@
 #include <vector>
 
 #include "penstock/operator_traits.h"
-#include "penstock/stack_tensors.h"
 
 namespace penstock {
 

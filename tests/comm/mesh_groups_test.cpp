@@ -1,5 +1,5 @@
 // Groups along the axes of a mesh, over thread worlds: the order of requests must not matter.
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

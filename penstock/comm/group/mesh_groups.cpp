@@ -1,4 +1,4 @@
-#include "penstock/mesh_groups.h"
+#include "penstock/world.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

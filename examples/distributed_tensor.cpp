@@ -10,8 +10,6 @@
 
 #include "examples/failure.h"
 #include "penstock/dtensor.h"
-#include "penstock/dtensor/tensor/dtensor_drawing.h"
-#include "penstock/dtensor/plan/redistribute_plan.h"
 
 using namespace penstock;
 
@@ -41,7 +39,7 @@ int main() try {
     show(name, tensor);
 
   if (world.rank() == 0) {
-    fmt::print("\nterms -> y, planned:\n{}\n", plan_redistribute({{5, 8}, 4}, mesh.shape(), placements_of(terms), placements_of(y)).to_string());
+    fmt::print("\nterms -> y, planned:\n{}\n", describe_redistribution(terms, placements_of(y)));
     fmt::print("{}", draw_sharding_text(hidden));
   }
 

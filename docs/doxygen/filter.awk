@@ -25,6 +25,11 @@ function escaped(text,   out) {
 BEGIN { head = 1; if (FILENAME == "") name = "" }
 NR == 1 && /^\/\// { print "/// \\file"; }
 head && /^#pragma once/ { head = 0; print; next }
+# Specializations of std::hash are no part of the reference.
+/^template <>$/ { held = $0; next }
+held != "" && /^struct std::hash/ { held = ""; skipping = 1; next }
+skipping { if ($0 ~ /^};/) skipping = 0; next }
+held != "" { print held; held = "" }
 /^ *\/\/ ----/ { print; next }
 /^ *\/\// {
   match($0, /^ *\/\//)

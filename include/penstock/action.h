@@ -5,7 +5,7 @@
 //   schedule::Action gather(schedule::ActionKind::Unshard, 3);  // 3UNSHARD
 //
 // The text form is `<stage><kind><microbatch>`, for example 2F0, 1I3, 0SEND_F1, 3UNSHARD; it parses back to
-// the same action (schedule_text.h). In a transfer, the stage is the one on the rank that acts: the sender's
+// the same action (schedule.h). In a transfer, the stage is the one on the rank that acts: the sender's
 // of a send, the receiver's of a receive.
 //
 //   text         kind             meaning

@@ -13,7 +13,7 @@
 //                                grid.flatten()         0 .. 7 on one axis
 //
 // Every rank builds the same mesh and passes its own rank; slices are then those that contain this rank.
-// `as_rank` returns the view of another rank. A mesh does not communicate; comm::MeshGroups (mesh_groups.h)
+// `as_rank` returns the view of another rank. A mesh does not communicate; comm::MeshGroups (world.h)
 // adds process groups to it.
 //
 // The universe is the list of ranks that a mesh was built from. Slices, flattened, unflattened and

@@ -31,7 +31,7 @@
 // frozen parameters and unused ones. The first forward checks that the ranks have the same parameters.
 //
 // [collective]: all ranks of the mesh call the functions here, forward, backward and step in the same order.
-// Thread safety: that of the module. More: docs/sharding.md; scopes: forward_scope.h.
+// Thread safety: that of the module. More: docs/sharding.md; scopes: fully_shard.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -194,7 +194,7 @@ void load_whole(const at::Tensor& parameter, const at::Tensor& whole);
 using ShardInitializer =
     std::function<void(const std::string& name, const at::Tensor& shard, const GlobalBox& box)>;
 
-// Allocates and initializes a module that was built fake (deferred_init.h) and then sharded: calls `fill` for
+// Allocates and initializes a module that was built fake (fake.h) and then sharded: calls `fill` for
 // this rank's part of every parameter. No rank holds a whole parameter at any time. `device`: where to
 // allocate; default: the declared device.
 void materialize_shards(torch::nn::Module& module, const ShardInitializer& fill,

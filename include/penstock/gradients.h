@@ -153,7 +153,7 @@ class LossScaler {
 
   // [collective over the meshes of the parameters and the groups] Divides the gradients by the scale and
   // returns whether all of them are finite on all ranks. If not, the gradients are unusable and the step must
-  // be skipped. Calls settle_gradients first (clip_gradients.h). Waits for the device. Throws StateError if
+  // be skipped. Calls settle_gradients first (gradients.h). Waits for the device. Throws StateError if
   // called twice without update(), ValueError for a group that does not contain this rank, NotImplemented for
   // parameters on meshes whose axes overlap in part.
   bool unscale(const std::vector<NamedParameter>& parameters, const UnscaleOptions& options = {});

@@ -13,7 +13,7 @@
 // that is listed twice (a tied parameter) is updated once, under its first name.
 //
 // A distributed parameter is updated in place, each rank its local part; its state has the same placements.
-// The only communication of a step is settle_gradients (clip_gradients.h), which redistributes gradients to
+// The only communication of a step is settle_gradients (gradients.h), which redistributes gradients to
 // the placements of their parameters. A step does not wait for the device.
 //
 // A step processes lists of local tensors, bucketed by group, dtype, device and step count. It uses fused

@@ -3,7 +3,7 @@
 //   auto world = comm::World::from_env();
 //   world.group().all_reduce(x).wait();
 //
-// The headers, in the order of a first reading: world.h (processes), group.h (communication), device_mesh.h and mesh_groups.h
+// The headers, in the order of a first reading: world.h (processes), group.h (communication), device_mesh.h
 // (meshes), dtensor.h and tensor_parallel.h (distributed tensors), fully_shard.h (sharded parameters), stage.h and pipeline.h
 // (pipelines), schedule.h and simulator.h (schedules as values), optimizer.h, checkpoint.h, compile.h, transformer.h, trainer.h.
 // docs/README.md leads through the documentation.
@@ -19,6 +19,7 @@
 #include "penstock/deferred_linear.h"
 #include "penstock/device_mesh.h"
 #include "penstock/draw.h"
+#include "penstock/dropout.h"
 #include "penstock/dtensor.h"
 #include "penstock/errors.h"
 #include "penstock/fake.h"
@@ -43,6 +44,7 @@
 #include "penstock/reduce_op.h"
 #include "penstock/schedule.h"
 #include "penstock/shard_options.h"
+#include "penstock/sharding_rule.h"
 #include "penstock/simulator.h"
 #include "penstock/stage.h"
 #include "penstock/stage_module.h"

@@ -1,11 +1,10 @@
 // The drawing of a distributed tensor is that of its mesh and placements.
-#include "penstock/dtensor/tensor/dtensor_drawing.h"
+#include "penstock/dtensor.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include "penstock/errors.h"
-#include "penstock/dtensor.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"
 

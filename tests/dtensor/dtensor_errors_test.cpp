@@ -9,7 +9,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/dtensor.h"
-#include "penstock/dtensor/tensor/sharding_rule.h"
+#include "penstock/sharding_rule.h"
 #include "tests/dtensor/rule_checker.h"
 #include "tests/has_text.h"
 #include "tests/throws.h"

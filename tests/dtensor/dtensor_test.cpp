@@ -11,7 +11,7 @@
 #include "penstock/errors.h"
 #include "penstock/comm/record/recorder.h"
 #include "penstock/dtensor/plan/redistribute_plan.h"
-#include "penstock/dtensor/tensor/sharding_rule.h"
+#include "penstock/sharding_rule.h"
 #include "penstock/mesh/local_shard.h"
 #include "tests/dtensor/rule_checker.h"
 

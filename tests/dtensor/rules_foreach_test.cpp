@@ -7,7 +7,7 @@
 #include <map>
 
 #include "penstock/errors.h"
-#include "penstock/dtensor/tensor/sharding_rule.h"
+#include "penstock/sharding_rule.h"
 #include "penstock/operator_traits.h"
 #include "tests/dtensor/rule_checker.h"
 

@@ -8,7 +8,7 @@
 #include "penstock/base/warnings.h"
 #include "penstock/pipeline.h"
 #include "penstock/pipeline/runtime/stage_runner.h"
-#include "penstock/torch/random/keyed_dropout.h"
+#include "penstock/dropout.h"
 #include "penstock/step_context.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"

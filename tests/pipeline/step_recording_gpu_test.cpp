@@ -3,7 +3,7 @@
 
 #include "penstock/errors.h"
 #include "penstock/pipeline.h"
-#include "penstock/torch/random/keyed_dropout.h"
+#include "penstock/dropout.h"
 #include "tests/has_text.h"
 #include "tests/pipeline/parity_scenarios.h"
 #include "penstock/pipeline/runtime/last_trace.h"

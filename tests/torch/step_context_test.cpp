@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "penstock/errors.h"
-#include "penstock/torch/random/keyed_dropout.h"
+#include "penstock/dropout.h"
 #include "tests/has_text.h"
 #include "tests/torch/random_cases.h"
 

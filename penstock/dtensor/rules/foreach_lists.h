@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "penstock/dtensor/tensor/dtensor_payload.h"
-#include "penstock/dtensor/tensor/sharding_rule.h"
+#include "penstock/sharding_rule.h"
 
 namespace penstock::detail {
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "penstock/dtensor/tensor/local_transfer.h"
-#include "penstock/dtensor/tensor/sharding_rule.h"
+#include "penstock/sharding_rule.h"
 
 namespace penstock::detail {
 

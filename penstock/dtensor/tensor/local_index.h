@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "penstock/dtensor/tensor/sharding_rule.h"
+#include "penstock/sharding_rule.h"
 #include "penstock/mesh/local_shard.h"
 
 namespace penstock::detail {

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "penstock/dtensor/tensor/sharding_rule.h"
+#include "penstock/sharding_rule.h"
 
 namespace penstock::detail {
 

@@ -1,4 +1,4 @@
-#include "penstock/dtensor/tensor/sharding_rule.h"
+#include "penstock/sharding_rule.h"
 
 #include <ATen/core/enum_tag.h>
 #include <fmt/format.h>

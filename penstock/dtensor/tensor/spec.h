@@ -17,18 +17,9 @@
 
 #include "penstock/world.h"
 #include "penstock/placement.h"
+#include "penstock/sharding_rule.h"
 
 namespace penstock {
-
-// The geometry of the whole tensor, as its wrapper reports it.
-struct GlobalGeometry {
-  std::vector<std::int64_t> shape, stride;
-  at::ScalarType dtype = at::kFloat;
-  at::Device device = at::kCPU;
-
-  std::int64_t numel() const;
-  bool operator==(const GlobalGeometry&) const = default;
-};
 
 GlobalGeometry global_geometry_of(const at::Tensor& tensor);
 // Row-major.

@@ -15,7 +15,7 @@
 #include <string_view>
 #include <vector>
 
-#include "penstock/dtensor/tensor/sharding_rule.h"
+#include "penstock/sharding_rule.h"
 #include "penstock/mesh/local_shard.h"
 
 namespace penstock::detail {

@@ -13,6 +13,7 @@
 #include "penstock/errors.h"
 #include "penstock/graph/ir/symbolic_table.h"
 #include "penstock/operator_traits.h"
+#include "penstock/compile_options.h"
 
 namespace penstock::graph {
 namespace {

@@ -30,6 +30,7 @@
 #include <memory>
 #include <string>
 #include <vector>
+#include "penstock/compile_options.h"
 
 namespace penstock::graph {
 
@@ -141,9 +142,7 @@ bool is_random(const Node& node);
 // Whether the node has a visible effect besides its results: a collective, for which other processes wait,
 // and any operator that returns nothing. Such nodes run exactly once and in order, whether or not their
 // results are used.
-bool has_side_effect(const Node& node);
-// For user-defined operators ("mine::send"). Thread-safe.
-void register_side_effect(const std::string& op);
+bool has_side_effect(const Node& node);  // register_side_effect adds operators (compile_options.h)
 inline bool must_run(const Node& node) { return is_random(node) || has_side_effect(node); }
 std::size_t count_writes(const Graph& graph);
 

@@ -1,4 +1,4 @@
-#include "penstock/torch/random/keyed_dropout.h"
+#include "penstock/dropout.h"
 
 #include <fmt/format.h>
 
